@@ -1,0 +1,27 @@
+"""Fused RMSNorm and LayerNorm, forward and backward, for NumPy, CuPy, torch and JAX arrays."""
+
+from cupynorm._ahead import supports, warmup
+from cupynorm._results import NormBackward, NormForward
+from cupynorm.norms import (
+    layer_norm,
+    layer_norm_backward,
+    layer_norm_forward,
+    rms_norm,
+    rms_norm_backward,
+    rms_norm_forward,
+)
+
+__all__ = [
+    "NormBackward",
+    "NormForward",
+    "layer_norm",
+    "layer_norm_backward",
+    "layer_norm_forward",
+    "rms_norm",
+    "rms_norm_backward",
+    "rms_norm_forward",
+    "supports",
+    "warmup",
+]
+
+__version__ = "0.1.0"

@@ -1,0 +1,191 @@
+"""Before the first call: what is supported here, and compiling it ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from cupynorm._arrays import DTYPES
+from cupynorm._checks import to_dtype
+from cupynorm._config import pack_length
+from cupynorm._environment import gpu_problem
+from cupynorm._spec import BackwardSpec, ForwardSpec, Norm
+
+__all__ = ["supports", "warmup"]
+
+LEAST_COMPUTE_CAPABILITY = 75
+
+
+def supports(
+    norm: Norm,
+    n: int | Iterable[int],
+    x_dtype: Any,
+    weight_dtype: Any = None,
+    bias_dtype: Any = None,
+    *,
+    dy_dtype: Any = None,
+    out_dtype: Any = None,
+    zero_centered: bool = False,
+    backward: bool = True,
+) -> str | None:
+    """Say why GPU arrays of these dtypes and widths are not supported here, or return None.
+
+    NumPy arrays of the four dtypes are supported everywhere.
+
+    Parameters
+    ----------
+    norm, n, x_dtype, weight_dtype, bias_dtype, dy_dtype, out_dtype, zero_centered, backward
+        As of `warmup`.
+
+    Returns
+    -------
+    str or None
+        The reason, naming the argument or what the machine lacks.
+
+    Examples
+    --------
+    >>> import cupynorm
+    >>> cupynorm.supports("rms_norm", 4096, "int8")
+    'x_dtype must be float64, float32, float16 or bfloat16, got int8'
+    """
+    try:
+        _specs(
+            norm,
+            x_dtype,
+            weight_dtype,
+            bias_dtype,
+            dy_dtype,
+            out_dtype,
+            zero_centered,
+            backward,
+        )
+        _widths(n)
+    except (TypeError, ValueError) as error:
+        return str(error)
+    return _device_problem()
+
+
+def warmup(
+    norm: Norm,
+    n: int | Iterable[int],
+    x_dtype: Any,
+    weight_dtype: Any = None,
+    bias_dtype: Any = None,
+    *,
+    dy_dtype: Any = None,
+    out_dtype: Any = None,
+    zero_centered: bool = False,
+    backward: bool = True,
+) -> None:
+    """Compile and load, on the current GPU, the kernels that later calls will launch.
+
+    A first call compiles its kernels, some tenths of a second each, unless CuPy's disk cache has
+    them; a call that is captured into a CUDA graph must find them loaded. Arrays are assumed to be
+    aligned to 16 bytes, rows included where n allows it.
+
+    Parameters
+    ----------
+    norm : {"rms_norm", "layer_norm"}
+        Which norm.
+    n : int or iterable of int
+        Elements of a row: the product of the normalized axes.
+    x_dtype : dtype
+        Of x and dx; float64, float32, float16 or bfloat16.
+    weight_dtype, bias_dtype : dtype, optional
+        Of weight and bias and of their gradients; None where there is none.
+    dy_dtype, out_dtype : dtype, optional
+        Of dy and y; by default x's.
+    zero_centered : bool
+        As of `rms_norm`.
+    backward : bool
+        Whether the forward that keeps its statistics and the backward are wanted as well.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument does not fit.
+    RuntimeError
+        If no GPU can be used, or the current one is older than compute capability 7.5.
+
+    Examples
+    --------
+    >>> import cupynorm
+    >>> cupynorm.warmup("layer_norm", [768, 4096], "bfloat16", "float32")  # doctest: +SKIP
+    """
+    specs = _specs(
+        norm, x_dtype, weight_dtype, bias_dtype, dy_dtype, out_dtype, zero_centered, backward
+    )
+    widths = _widths(n)
+    problem = _device_problem()
+    if problem:
+        raise RuntimeError(f"cupynorm cannot compile for a GPU here: {problem}")
+    import cupy
+
+    from cupynorm import _launch
+
+    device = cupy.cuda.Device().id
+    for width in widths:
+        for spec in specs:
+            divisors = width | pack_length(spec.x)
+            vector = divisors & -divisors
+            if isinstance(spec, ForwardSpec):
+                _launch.load_forward(spec, width, vector, device)
+            else:
+                _launch.load_backward(spec, width, vector, device)
+
+
+def _specs(
+    norm: Norm,
+    x_dtype: Any,
+    weight_dtype: Any,
+    bias_dtype: Any,
+    dy_dtype: Any,
+    out_dtype: Any,
+    zero_centered: bool,
+    backward: bool,
+) -> list[ForwardSpec | BackwardSpec]:
+    """Return what a training step, or an inference, of these dtypes computes."""
+    if norm not in ("rms_norm", "layer_norm"):
+        raise ValueError(f"norm must be 'rms_norm' or 'layer_norm', got {norm!r}")
+    x = DTYPES[to_dtype("x_dtype", x_dtype)]
+
+    def named(name: str, dtype: Any, default: str | None = None) -> str | None:
+        return default if dtype is None else DTYPES[to_dtype(name, dtype)]
+
+    weight, bias = named("weight_dtype", weight_dtype), named("bias_dtype", bias_dtype)
+    y, dy = named("out_dtype", out_dtype, x) or x, named("dy_dtype", dy_dtype, x) or x
+    if zero_centered and weight is None:
+        raise ValueError("zero_centered must be False without a weight, got True")
+
+    def specs() -> Iterator[ForwardSpec | BackwardSpec]:
+        yield ForwardSpec(norm, x, weight, bias, y, zero_centered, store_statistics=False)
+        if backward:
+            yield ForwardSpec(norm, x, weight, bias, y, zero_centered, store_statistics=True)
+            yield BackwardSpec(norm, x, dy, weight, bias, zero_centered)
+
+    return list(specs())
+
+
+def _widths(n: int | Iterable[int]) -> list[int]:
+    widths = [n] if isinstance(n, int) else list(n)
+    for width in widths:
+        if not isinstance(width, int):
+            raise TypeError(f"n must be an int or an iterable of ints, got {width!r}")
+        if width < 1:
+            raise ValueError(f"n must be at least 1, got {width}")
+    return widths
+
+
+def _device_problem() -> str | None:
+    problem = gpu_problem()
+    if problem:
+        return problem
+    import cupy
+
+    device = cupy.cuda.Device()
+    if int(device.compute_capability) < LEAST_COMPUTE_CAPABILITY:
+        return (
+            f"GPU {device.id} has compute capability {int(device.compute_capability) / 10}, "
+            f"and {LEAST_COMPUTE_CAPABILITY / 10} is the least supported"
+        )
+    return None

@@ -1,0 +1,168 @@
+"""Arrays of any framework as NumPy or CuPy arrays, and back; and an array as rows.
+
+NumPy and CuPy arrays are taken as they are. Any other array comes and goes by DLPack, without a
+copy; DLPack also orders the streams: the producer makes CuPy's current stream wait for the array,
+and CuPy makes the consumer's stream wait for the result.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+__all__ = ["DTYPES", "Family", "device_of", "family_of", "is_numpy", "row_stride"]
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+DTYPES = {np.dtype(name): name for name in ("float64", "float32", "float16")} | {
+    BFLOAT16: "bfloat16"
+}
+
+_DLPACK_CPU, _DLPACK_CUDA, _DLPACK_CUDA_MANAGED = 1, 2, 13
+
+
+class Family:
+    """The arrays that may stand together in one call: those of one framework."""
+
+    def __init__(self, array_type: type, label: str) -> None:
+        self.array_type = array_type
+        self.label = label
+
+    def take(self, name: str, array: Any, *, output: bool = False) -> Any:
+        """Return an argument as a NumPy or CuPy array that shares its memory."""
+        if not isinstance(array, self.array_type):
+            raise TypeError(
+                f"{name} must be a {self.label}, as the other arrays of the call are; "
+                f"got {_type_name(array)}"
+            )
+        return array
+
+    def give(self, array: Any) -> Any:
+        """Return a result as an array of the framework."""
+        return array
+
+
+class _DLPackFamily(Family):
+    def __init__(self, array_type: type, namespace: ModuleType) -> None:
+        super().__init__(array_type, f"{namespace.__name__.split('.')[0]} array")
+        self.namespace = namespace
+        self.immutable = namespace.__name__ == "jax.numpy"
+
+    def take(self, name: str, array: Any, *, output: bool = False) -> Any:
+        array = super().take(name, array)
+        if output and self.immutable:
+            raise TypeError(f"{name} must be None for JAX arrays, which are immutable")
+        device_type, device = array.__dlpack_device__()
+        if device_type == _DLPACK_CPU:
+            # NumPy's DLPack knows no bfloat16: such an array crosses as int16.
+            if str(array.dtype).endswith("bfloat16"):
+                return np.from_dlpack(array.view(self.namespace.int16)).view(BFLOAT16)
+            return np.from_dlpack(array)
+        if device_type in (_DLPACK_CUDA, _DLPACK_CUDA_MANAGED):
+            return _import_cupy(f"{name} is on GPU {device}").from_dlpack(array)
+        raise TypeError(
+            f"{name} must be on the CPU or on a CUDA GPU, got DLPack device type {device_type}"
+        )
+
+    def give(self, array: Any) -> Any:
+        if isinstance(array, np.ndarray) and array.dtype == BFLOAT16:
+            crossed = self.namespace.from_dlpack(array.view(np.int16))
+            return crossed.view(self.namespace.bfloat16)
+        return self.namespace.from_dlpack(array)
+
+
+def _import_cupy(reason: str) -> Any:
+    try:
+        import cupy
+    except ImportError as error:
+        raise ImportError(
+            f"{reason}, and cupynorm's GPU path needs CuPy: install cupynorm[cuda12] or "
+            f"cupynorm[cuda13], as your driver's CUDA is 12 or 13 ({error})"
+        ) from error
+    return cupy
+
+
+def _type_name(array: Any) -> str:
+    return f"{type(array).__module__.split('.')[0]}.{type(array).__qualname__}"
+
+
+def family_of(name: str, array: Any) -> Family:
+    """Return the family that the array belongs to, which the call's other arrays must share."""
+    kind = type(array)
+    if kind not in _families:
+        _families[kind] = _family_of_type(kind)
+    family = _families[kind]
+    if family is None:
+        raise TypeError(
+            f"{name} must be a NumPy or CuPy array, or any array with __dlpack__ such as a torch "
+            f"tensor or a JAX array; got {_type_name(array)}"
+        )
+    return family
+
+
+_families: dict[type[Any], Family | None] = {}
+
+
+def _family_of_type(array_type: type[Any]) -> Family | None:
+    if issubclass(array_type, np.ndarray):
+        return Family(np.ndarray, "NumPy array")
+    cupy = sys.modules.get("cupy")
+    if cupy is not None and issubclass(array_type, cupy.ndarray):
+        return Family(cupy.ndarray, "CuPy array")
+    if not hasattr(array_type, "__dlpack__") or not hasattr(array_type, "__dlpack_device__"):
+        return None
+    # JAX's arrays live in jaxlib, their functions in jax.numpy.
+    root = array_type.__module__.split(".")[0]
+    namespace = sys.modules.get("jax.numpy" if root == "jaxlib" else root)
+    if namespace is None or not hasattr(namespace, "from_dlpack"):
+        return None
+    base = array_type
+    for parent in array_type.__mro__:  # torch.nn.Parameter is a torch.Tensor
+        if parent.__module__.split(".")[0] == root and hasattr(parent, "__dlpack__"):
+            base = parent
+    return _DLPackFamily(base, namespace)
+
+
+def is_numpy(array: Any) -> bool:
+    """Tell a NumPy array from a CuPy array."""
+    return isinstance(array, np.ndarray)
+
+
+def device_of(array: Any) -> str:
+    """Name the device that a NumPy or CuPy array is on."""
+    return "cpu" if is_numpy(array) else f"cuda:{array.device.id}"
+
+
+def row_stride(shape: Sequence[int], strides: Sequence[int], itemsize: int, k: int) -> int | None:
+    """Return the distance in elements between rows of the last k axes.
+
+    None where the array has no such distance: the leading axes do not collapse to one stride, or
+    the normalized axes are not contiguous, or a stride is not a whole number of elements.
+
+    Examples
+    --------
+    >>> row_stride((4, 8, 16), (1536, 192, 4), 4, 1)  # 16 columns of 48
+    48
+    >>> row_stride((8, 4, 16), (192, 1536, 4), 4, 1) is None  # transposed rows
+    True
+    """
+    leading = len(shape) - k
+    contiguous = itemsize
+    for size, stride in zip(reversed(shape[leading:]), reversed(strides[leading:]), strict=True):
+        if size != 1 and stride != contiguous:
+            return None
+        contiguous *= size
+    rows, collapsed = 1, contiguous
+    for size, stride in zip(reversed(shape[:leading]), reversed(strides[:leading]), strict=True):
+        if size == 1:
+            continue
+        if rows == 1:
+            collapsed = stride
+        elif stride != collapsed * rows:
+            return None
+        rows *= size
+    return None if collapsed % itemsize else collapsed // itemsize

@@ -1,0 +1,180 @@
+"""Validation of the arguments of the public functions: errors name the argument, what came and
+what was expected, before anything is allocated or written.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from cupynorm._arrays import DTYPES, device_of, is_numpy, row_stride
+from cupynorm._spec import compute_dtype
+
+__all__ = ["check_backward", "check_forward", "to_dtype", "trailing_axes"]
+
+
+def trailing_axes(
+    x_ndim: int,
+    axis: int | Sequence[int] | None,
+    weight_ndim: int | None = None,
+    bias_ndim: int | None = None,
+) -> int:
+    """Return how many trailing axes of x are normalized."""
+    if axis is None:
+        covering = weight_ndim if weight_ndim is not None else bias_ndim
+        count = 1 if covering is None else covering
+        if 1 <= count <= x_ndim:
+            return count
+        if covering is None:
+            raise ValueError("x must have at least one axis, got a 0-dimensional array")
+        owner = "weight" if weight_ndim is not None else "bias"
+        raise ValueError(f"{owner} must have 1 to {x_ndim} axes, as x has {x_ndim}; got {count}")
+    try:
+        axes = [operator.index(a) for a in (axis if isinstance(axis, Sequence) else (axis,))]
+    except TypeError:
+        raise TypeError(f"axis must be an int, a tuple of ints or None, got {axis!r}") from None
+    trailing = sorted(a + x_ndim if a < 0 else a for a in axes)
+    if not axes or trailing != list(range(x_ndim - len(axes), x_ndim)):
+        raise ValueError(
+            f"axis must name trailing axes of x, such as -1 or (-2, -1); got {axis!r} for an x of "
+            f"{x_ndim} axes"
+        )
+    return len(axes)
+
+
+def to_dtype(name: str, dtype: Any) -> np.dtype[Any]:
+    """Return one of the four dtypes, from anything that names it, such as torch.bfloat16."""
+    for candidate in (dtype, str(dtype).rpartition(".")[2]):
+        try:
+            converted: np.dtype[Any] = np.dtype(candidate)
+        except TypeError:
+            continue
+        if converted in DTYPES:
+            return converted
+    raise TypeError(f"{name} must be float64, float32, float16 or bfloat16, got {dtype}")
+
+
+def check_forward(
+    x: Any,
+    weight: Any,
+    bias: Any,
+    *,
+    eps: float,
+    axis: int | Sequence[int] | None,
+    zero_centered: bool,
+    out_dtype: Any,
+    out: Any,
+) -> tuple[int, Any]:
+    """Check a forward pass; return the number of normalized axes and y's dtype."""
+    k = _check_operands(x, weight, bias, axis, zero_centered)
+    if not isinstance(eps, numbers.Real) or not (eps >= 0 and math.isfinite(eps)):
+        raise ValueError(f"eps must be a finite number of at least 0, got {eps!r}")
+    dtype = x.dtype if out_dtype is None else to_dtype("out_dtype", out_dtype)
+    if out is not None:
+        if out_dtype is None:
+            dtype = to_dtype("out.dtype", out.dtype)
+        _check_like("out", out, x, x.shape, dtype)
+        _check_writable("out", out, k)
+    return k, dtype
+
+
+def check_backward(
+    dy: Any,
+    x: Any,
+    weight: Any,
+    mean: Any,
+    rstd: Any,
+    *,
+    bias: Any,
+    axis: int | Sequence[int] | None,
+    zero_centered: bool,
+    dx: Any,
+) -> int:
+    """Check a backward pass; return the number of normalized axes."""
+    k = _check_operands(x, weight, None if isinstance(bias, bool) else bias, axis, zero_centered)
+    _check_like("dy", dy, x, x.shape, None)
+    statistics = np.dtype(compute_dtype(DTYPES[x.dtype]))
+    for name, array in (("mean", mean), ("rstd", rstd)):
+        if array is not None:
+            _check_like(name, array, x, x.shape[: x.ndim - k], statistics)
+    if dx is not None:
+        _check_like("dx", dx, x, x.shape, x.dtype)
+        _check_writable("dx", dx, k)
+    return k
+
+
+def _check_operands(
+    x: Any, weight: Any, bias: Any, axis: int | Sequence[int] | None, zero_centered: bool
+) -> int:
+    to_dtype("x.dtype", x.dtype)
+    k = trailing_axes(
+        x.ndim,
+        axis,
+        None if weight is None else weight.ndim,
+        None if bias is None else bias.ndim,
+    )
+    normalized = x.shape[x.ndim - k :]
+    if 0 in normalized:
+        raise ValueError(f"x must have at least one element in each row, got shape {x.shape}")
+    for name, array in (("weight", weight), ("bias", bias)):
+        if array is None:
+            continue
+        to_dtype(f"{name}.dtype", array.dtype)
+        _check_device(name, array, x)
+        if axis is None and array.shape != normalized:
+            raise ValueError(
+                f"{name} must have the shape of x's last {k} axes, {normalized}; got "
+                f"{array.shape} (pass axis= to broadcast it)"
+            )
+        if array.shape == normalized:
+            continue
+        try:
+            fits = np.broadcast_shapes(array.shape, x.shape) == x.shape
+        except ValueError:
+            fits = False
+        if not fits:
+            raise ValueError(f"{name} must broadcast to x's shape {x.shape}, got {array.shape}")
+        if array.shape != (1,) * (array.ndim - k) + normalized:
+            raise NotImplementedError(
+                f"{name} of shape {array.shape} varies over the kept axes of x, or repeats over "
+                f"the normalized ones, {normalized}: broadcasting weights are not supported yet"
+            )
+    if zero_centered and weight is None:
+        raise ValueError("zero_centered must be False without a weight, got True")
+    return k
+
+
+def _check_device(name: str, array: Any, x: Any) -> None:
+    if is_numpy(array) != is_numpy(x) or (not is_numpy(x) and array.device != x.device):
+        raise ValueError(f"{name} must be on x's device, {device_of(x)}; got {device_of(array)}")
+
+
+def _check_like(name: str, array: Any, x: Any, shape: tuple[int, ...], dtype: Any) -> None:
+    _check_device(name, array, x)
+    if array.shape != shape:
+        raise ValueError(f"{name} must have shape {shape}, got {array.shape}")
+    if dtype is None:
+        to_dtype(f"{name}.dtype", array.dtype)
+    elif array.dtype != dtype:
+        raise TypeError(f"{name} must have dtype {dtype}, got {array.dtype}")
+
+
+def _check_writable(name: str, array: Any, k: int) -> None:
+    if is_numpy(array):
+        if not array.flags.writeable:
+            raise ValueError(f"{name} must be writable, got a read-only array")
+        return
+    if array.size == 0:
+        return
+    stride = row_stride(array.shape, array.strides, array.itemsize, k)
+    n = math.prod(array.shape[array.ndim - k :])
+    if stride is None or (array.size > n and abs(stride) < n):
+        raise ValueError(
+            f"{name} must hold contiguous rows that do not overlap, one stride apart; got strides "
+            f"{array.strides} for shape {array.shape}"
+        )

@@ -1,0 +1,94 @@
+"""What this machine offers: versions, the GPU, the kernel cache, or why one of them is missing."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.metadata
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+__all__ = ["describe", "gpu_name", "gpu_problem"]
+
+
+@functools.cache
+def gpu_problem() -> str | None:
+    """Say why no GPU can be used, or return None where one can."""
+    try:
+        import cupy
+    except ModuleNotFoundError as error:
+        return "CuPy is not installed" if error.name == "cupy" else f"CuPy needs {error.name}"
+    except ImportError as error:
+        return f"CuPy cannot be imported: {error}"
+    runtime = cupy.cuda.runtime
+    try:
+        if runtime.driverGetVersion() == 0:
+            return "no NVIDIA driver is installed"
+        count = runtime.getDeviceCount()
+    except runtime.CUDARuntimeError as error:
+        return str(error)
+    return None if count else "the driver shows no device"
+
+
+def gpu_name() -> str:
+    """Name the current GPU."""
+    return str(_device_properties()["name"].decode())
+
+
+def describe() -> dict[str, str]:
+    """Return what a report of a bug should start with."""
+    facts = {
+        "Python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
+        "NumPy": importlib.metadata.version("numpy"),
+        "ml_dtypes": importlib.metadata.version("ml_dtypes"),
+    }
+    with contextlib.suppress(ImportError):
+        facts |= _cupy_facts()
+    problem = gpu_problem()
+    if problem:
+        return facts | {"GPU": f"none, {problem}"}
+    return facts | _gpu_facts() | {"kernel cache": _kernel_cache()}
+
+
+def _cupy_facts() -> dict[str, str]:
+    import cupy
+
+    try:
+        nvrtc = ".".join(map(str, cupy.cuda.nvrtc.getVersion()))
+    except (RuntimeError, OSError) as error:
+        nvrtc = f"none, {error}"
+    return {"CuPy": cupy.__version__, "NVRTC": nvrtc}
+
+
+def _gpu_facts() -> dict[str, str]:
+    import cupy
+
+    runtime, properties = cupy.cuda.runtime, _device_properties()
+    return {
+        "GPU": f"{gpu_name()}, {properties['totalGlobalMem'] / 2**30:.0f} GiB, "
+        f"compute capability {properties['major']}.{properties['minor']}, "
+        f"device {cupy.cuda.Device().id} of {runtime.getDeviceCount()}",
+        "CUDA driver": _dotted(runtime.driverGetVersion()),
+        "CUDA runtime": _dotted(runtime.runtimeGetVersion()),
+    }
+
+
+def _device_properties() -> dict[str, Any]:
+    import cupy
+
+    properties: dict[str, Any] = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)
+    return properties
+
+
+def _dotted(version: int) -> str:
+    """Spell CUDA's 1000 * major + 10 * minor."""
+    return f"{version // 1000}.{version % 1000 // 10}"
+
+
+def _kernel_cache() -> str:
+    folder = Path(os.environ.get("CUPY_CACHE_DIR", Path.home() / ".cupy" / "kernel_cache"))
+    nearest = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    writable = nearest.is_dir() and os.access(nearest, os.W_OK)
+    return f"{folder}, {'writable' if writable else 'NOT writable: every process compiles again'}"

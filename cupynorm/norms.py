@@ -1,0 +1,481 @@
+"""The public functions: arguments checked, then NumPy arrays go to `reference`, GPU arrays to the
+kernels, and the results return as arrays of the caller's framework.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from cupynorm import _arrays, _checks, reference
+from cupynorm._results import NormBackward, NormForward
+from cupynorm._spec import Norm
+
+__all__ = [
+    "layer_norm",
+    "layer_norm_backward",
+    "layer_norm_forward",
+    "rms_norm",
+    "rms_norm_backward",
+    "rms_norm_forward",
+]
+
+Axis = int | Sequence[int] | None
+
+
+def rms_norm(
+    x: Any,
+    weight: Any = None,
+    bias: Any = None,
+    *,
+    eps: float = 1e-6,
+    axis: Axis = None,
+    zero_centered: bool = False,
+    out_dtype: Any = None,
+    out: Any = None,
+) -> Any:
+    """Divide each row by its root mean square, then scale and shift it.
+
+    ``y = x / sqrt(mean(x**2) + eps) * weight + bias``, computed in float32 (float64 where x is
+    float64) and rounded once, to y's dtype.
+
+    Parameters
+    ----------
+    x : array, shape (..., N)
+        A NumPy or CuPy array, or any array with ``__dlpack__`` such as a torch tensor or a JAX
+        array, of float64, float32, float16 or bfloat16. All arrays of a call are of one framework
+        and on one device. Rows may be any distance apart: leading axes that collapse to one
+        stride are read in place.
+    weight, bias : array, optional
+        Of the shape of x's normalized axes and of any of the four dtypes.
+    eps : float
+        Added to the mean square.
+    axis : int or tuple of int, optional
+        The trailing axes to normalize over, together one row of N elements. By default those that
+        weight (or bias) covers, or the last axis without either.
+    zero_centered : bool
+        Scale by ``1 + weight``, added in the compute dtype.
+    out_dtype : dtype, optional
+        y's dtype; by default out's, or x's.
+    out : array, optional
+        Where to write y: of x's shape, in contiguous rows; may be x itself. Other overlap with an
+        argument is not detected and gives wrong values.
+
+    Returns
+    -------
+    array
+        y, of x's shape and framework: `out` if given, else a new C-contiguous array.
+
+    Raises
+    ------
+    TypeError
+        If an argument is no array, of another framework, or of another dtype.
+    ValueError
+        If a shape, a device, axis, eps or zero_centered does not fit, or out cannot be written.
+    NotImplementedError
+        If weight or bias would broadcast over the kept axes of x.
+    RuntimeError
+        If the call is captured into a CUDA graph before its kernel was loaded: see `warmup`.
+
+    See Also
+    --------
+    rms_norm_forward : also returns what backward needs.
+
+    Notes
+    -----
+    Formula: Zhang and Sennrich, "Root Mean Square Layer Normalization", NeurIPS 2019,
+    arXiv:1910.07467, with eps inside the root as in torch.nn.functional.rms_norm. The bits of a
+    row of y depend on that row, N, the dtypes, the options and the GPU architecture, never on the
+    other rows.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cupynorm
+    >>> x = np.array([[3.0, -4.0], [0.5, 0.5]], dtype=np.float32)
+    >>> cupynorm.rms_norm(x, np.array([1.0, 2.0], dtype=np.float32)).round(3)
+    array([[ 0.849, -2.263],
+           [ 1.   ,  2.   ]], dtype=float32)
+    """
+    return _forward("rms_norm", x, weight, bias, eps, axis, zero_centered, out_dtype, out, False).y
+
+
+def layer_norm(
+    x: Any,
+    weight: Any = None,
+    bias: Any = None,
+    *,
+    eps: float = 1e-5,
+    axis: Axis = None,
+    zero_centered: bool = False,
+    out_dtype: Any = None,
+    out: Any = None,
+) -> Any:
+    """Bring each row to mean 0 and variance 1, then scale and shift it.
+
+    ``y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias``, computed in float32 (float64 where
+    x is float64) and rounded once, to y's dtype. The variance is the biased one, by a corrected
+    two-pass sum, so that a large mean costs no digits.
+
+    Parameters
+    ----------
+    x, weight, bias, axis, zero_centered, out_dtype, out
+        As of `rms_norm`.
+    eps : float
+        Added to the variance.
+
+    Returns
+    -------
+    array
+        y, of x's shape and framework: `out` if given, else a new C-contiguous array.
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError, RuntimeError
+        As `rms_norm`.
+
+    See Also
+    --------
+    layer_norm_forward : also returns what backward needs.
+
+    Notes
+    -----
+    Formula: Ba, Kiros and Hinton, "Layer Normalization", 2016, arXiv:1607.06450. Variance: Chan,
+    Golub and LeVeque, "Algorithms for Computing the Sample Variance", The American Statistician
+    37(3), 1983, equation 1.7.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cupynorm
+    >>> x = np.array([[1.0, 3.0], [1e6, 1e6 + 2]], dtype=np.float32)
+    >>> cupynorm.layer_norm(x, bias=np.array([0.0, 10.0], dtype=np.float32)).round(3)
+    array([[-1., 11.],
+           [-1., 11.]], dtype=float32)
+    """
+    return _forward(
+        "layer_norm", x, weight, bias, eps, axis, zero_centered, out_dtype, out, False
+    ).y
+
+
+def rms_norm_forward(
+    x: Any,
+    weight: Any = None,
+    bias: Any = None,
+    *,
+    eps: float = 1e-6,
+    axis: Axis = None,
+    zero_centered: bool = False,
+    out_dtype: Any = None,
+    out: Any = None,
+) -> NormForward:
+    """Compute `rms_norm` and keep what `rms_norm_backward` needs.
+
+    Parameters
+    ----------
+    x, weight, bias, eps, axis, zero_centered, out_dtype, out
+        As of `rms_norm`.
+
+    Returns
+    -------
+    NormForward
+        ``y`` as of `rms_norm`, and ``rstd = 1 / sqrt(mean(x**2) + eps)`` of each row: of x's shape
+        without the normalized axes, float32 (float64 where x is). ``mean`` and ``bitmask`` are
+        None.
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError, RuntimeError
+        As `rms_norm`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cupynorm
+    >>> x = np.array([[3.0, -4.0], [0.5, 0.5]], dtype=np.float32)
+    >>> cupynorm.rms_norm_forward(x).rstd.round(3)
+    array([0.283, 2.   ], dtype=float32)
+    """
+    return _forward("rms_norm", x, weight, bias, eps, axis, zero_centered, out_dtype, out, True)
+
+
+def layer_norm_forward(
+    x: Any,
+    weight: Any = None,
+    bias: Any = None,
+    *,
+    eps: float = 1e-5,
+    axis: Axis = None,
+    zero_centered: bool = False,
+    out_dtype: Any = None,
+    out: Any = None,
+) -> NormForward:
+    """Compute `layer_norm` and keep what `layer_norm_backward` needs.
+
+    Parameters
+    ----------
+    x, weight, bias, eps, axis, zero_centered, out_dtype, out
+        As of `layer_norm`.
+
+    Returns
+    -------
+    NormForward
+        ``y`` as of `layer_norm`; ``mean`` and ``rstd = 1 / sqrt(var(x) + eps)`` of each row: of
+        x's shape without the normalized axes, float32 (float64 where x is). ``bitmask`` is None.
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError, RuntimeError
+        As `layer_norm`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cupynorm
+    >>> result = cupynorm.layer_norm_forward(np.array([[1.0, 3.0], [4.0, 8.0]], dtype=np.float32))
+    >>> result.mean, result.rstd.round(3)
+    (array([2., 6.], dtype=float32), array([1. , 0.5], dtype=float32))
+    """
+    return _forward("layer_norm", x, weight, bias, eps, axis, zero_centered, out_dtype, out, True)
+
+
+def rms_norm_backward(
+    dy: Any,
+    x: Any,
+    weight: Any,
+    rstd: Any,
+    *,
+    bias: Any = False,
+    axis: Axis = None,
+    zero_centered: bool = False,
+    dx: Any = None,
+) -> NormBackward:
+    """Compute the gradients of `rms_norm`.
+
+    With ``xhat = x * rstd`` and ``g = dy * weight`` (``1 + weight`` if zero_centered), means over a
+    row and sums over the rows::
+
+        dx = rstd * (g - xhat * mean(g * xhat)),  dweight = sum(dy * xhat),  dbias = sum(dy)
+
+    Parameters
+    ----------
+    dy : array, shape of x
+        Gradient of y, of any of the four dtypes and with strides of its own (an expanded dy is
+        fine).
+    x, weight, axis, zero_centered
+        As given to the forward function.
+    rstd : array
+        As `rms_norm_forward` returned it.
+    bias : bool or array
+        Whether dbias is wanted. True gives it weight's shape and dtype (x's normalized shape and
+        dtype without a weight); of an array, the forward's bias, its shape and dtype are taken.
+    dx : array, optional
+        Where to write dx: of x's shape and dtype, in contiguous rows; may be dy itself.
+
+    Returns
+    -------
+    NormBackward
+        ``dx``; ``dweight``, None without a weight; ``dbias``, None unless wanted. The same bits
+        from run to run.
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError, RuntimeError
+        As `rms_norm`.
+
+    Notes
+    -----
+    Formulas: derived from `rms_norm`'s; see also Zhang and Sennrich, arXiv:1910.07467, section 3.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cupynorm
+    >>> x = np.array([[3.0, -4.0], [0.5, 0.5]], dtype=np.float32)
+    >>> weight = np.array([1.0, 2.0], dtype=np.float32)
+    >>> rstd = cupynorm.rms_norm_forward(x, weight).rstd
+    >>> cupynorm.rms_norm_backward(np.ones_like(x), x, weight, rstd, bias=True).dbias
+    array([2., 2.], dtype=float32)
+    """
+    return _backward("rms_norm", dy, x, weight, None, rstd, bias, axis, zero_centered, dx)
+
+
+def layer_norm_backward(
+    dy: Any,
+    x: Any,
+    weight: Any,
+    mean: Any,
+    rstd: Any,
+    *,
+    bias: Any = True,
+    axis: Axis = None,
+    zero_centered: bool = False,
+    dx: Any = None,
+) -> NormBackward:
+    """Compute the gradients of `layer_norm`.
+
+    With ``xhat = (x - mean) * rstd`` and ``g = dy * weight`` (``1 + weight`` if zero_centered),
+    means over a row and sums over the rows::
+
+        dx = rstd * (g - mean(g) - xhat * mean(g * xhat)),  dweight = sum(dy * xhat),
+        dbias = sum(dy)
+
+    Parameters
+    ----------
+    dy, x, weight, rstd, bias, axis, zero_centered, dx
+        As of `rms_norm_backward`, but dbias is wanted by default.
+    mean : array
+        As `layer_norm_forward` returned it. It serves as a shift: xhat is centred again by its own
+        mean, so that the rounding of a large mean costs nothing.
+
+    Returns
+    -------
+    NormBackward
+        ``dx``; ``dweight``, None without a weight; ``dbias``, None unless wanted. The same bits
+        from run to run.
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError, RuntimeError
+        As `rms_norm`.
+
+    Notes
+    -----
+    Formulas: derived from `layer_norm`'s; see also Ba, Kiros and Hinton, arXiv:1607.06450.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cupynorm
+    >>> x = np.array([[1.0, 3.0], [4.0, 8.0]], dtype=np.float32)
+    >>> forward = cupynorm.layer_norm_forward(x)
+    >>> backward = cupynorm.layer_norm_backward(x, x, None, forward.mean, forward.rstd)
+    >>> backward.dbias
+    array([ 5., 11.], dtype=float32)
+    """
+    return _backward("layer_norm", dy, x, weight, mean, rstd, bias, axis, zero_centered, dx)
+
+
+def _forward(
+    norm: Norm,
+    x: Any,
+    weight: Any,
+    bias: Any,
+    eps: float,
+    axis: Axis,
+    zero_centered: bool,
+    out_dtype: Any,
+    out: Any,
+    store_statistics: bool,
+) -> NormForward:
+    family = _arrays.family_of("x", x)
+    x = family.take("x", x)
+    weight = None if weight is None else family.take("weight", weight)
+    bias = None if bias is None else family.take("bias", bias)
+    target = None if out is None else family.take("out", out, output=True)
+    k, dtype = _checks.check_forward(
+        x,
+        weight,
+        bias,
+        eps=eps,
+        axis=axis,
+        zero_centered=zero_centered,
+        out_dtype=out_dtype,
+        out=target,
+    )
+    if _arrays.is_numpy(x):
+        result = getattr(reference, f"{norm}_forward")(
+            x,
+            weight,
+            bias,
+            eps=eps,
+            axis=tuple(range(-k, 0)),
+            zero_centered=zero_centered,
+            out_dtype=dtype,
+            out=target,
+        )
+    else:
+        from cupynorm import _launch
+
+        result = _launch.forward(
+            norm,
+            x,
+            weight,
+            bias,
+            eps=eps,
+            k=k,
+            zero_centered=zero_centered,
+            out_dtype=dtype,
+            out=target,
+            store_statistics=store_statistics,
+        )
+    return NormForward(
+        family.give(result.y) if out is None else out,
+        None if result.mean is None else family.give(result.mean),
+        None if result.rstd is None else family.give(result.rstd),
+    )
+
+
+def _backward(
+    norm: Norm,
+    dy: Any,
+    x: Any,
+    weight: Any,
+    mean: Any,
+    rstd: Any,
+    bias: Any,
+    axis: Axis,
+    zero_centered: bool,
+    dx: Any,
+) -> NormBackward:
+    family = _arrays.family_of("x", x)
+    x = family.take("x", x)
+    dy = family.take("dy", dy)
+    weight = None if weight is None else family.take("weight", weight)
+    mean = None if norm == "rms_norm" else family.take("mean", mean)
+    rstd = family.take("rstd", rstd)
+    bias = bias if isinstance(bias, bool) else family.take("bias", bias)
+    target = None if dx is None else family.take("dx", dx, output=True)
+    k = _checks.check_backward(
+        dy,
+        x,
+        weight,
+        mean,
+        rstd,
+        bias=bias,
+        axis=axis,
+        zero_centered=zero_centered,
+        dx=target,
+    )
+    if _arrays.is_numpy(x):
+        statistics = (rstd,) if norm == "rms_norm" else (mean, rstd)
+        result = getattr(reference, f"{norm}_backward")(
+            dy,
+            x,
+            weight,
+            *statistics,
+            bias=bias,
+            axis=tuple(range(-k, 0)),
+            zero_centered=zero_centered,
+            dx=target,
+        )
+    else:
+        from cupynorm import _launch
+
+        result = _launch.backward(
+            norm,
+            dy,
+            x,
+            weight,
+            mean,
+            rstd,
+            bias=bias,
+            k=k,
+            zero_centered=zero_centered,
+            dx=target,
+        )
+    return NormBackward(
+        family.give(result.dx) if dx is None else dx,
+        None if result.dweight is None else family.give(result.dweight),
+        None if result.dbias is None else family.give(result.dbias),
+    )

@@ -1,0 +1,367 @@
+"""RMSNorm and LayerNorm in NumPy: what every kernel is held to, and the path without a GPU.
+
+Everything is computed in float64 and rounded once, to the dtype of each output. The functions take
+NumPy arrays and trust their arguments; `cupynorm.rms_norm` and its siblings check them first.
+
+Rows are scaled by a power of two before anything is squared, so no float64 input overflows or
+underflows on the way. NaN and inf stay in their row: where a row of RMSNorm holds an inf, rstd is
+0 and y is NaN at the inf and 0 elsewhere; where a row of LayerNorm does, all of it is NaN.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from cupynorm._checks import trailing_axes
+from cupynorm._results import NormBackward, NormForward
+
+__all__ = [
+    "layer_norm",
+    "layer_norm_backward",
+    "layer_norm_forward",
+    "rms_norm",
+    "rms_norm_backward",
+    "rms_norm_forward",
+]
+
+Array = NDArray[Any]
+Float64 = NDArray[np.float64]
+Norm = Literal["rms_norm", "layer_norm"]
+Axis = int | Sequence[int] | None
+
+
+# ---- the equations, in float64 -------------------------------------------------------------------
+
+
+def widen(array: Array) -> Float64:
+    """Return a C-ordered float64 copy."""
+    return np.array(array, dtype=np.float64, order="C")
+
+
+def effective_weight(weight: Array | None, zero_centered: bool) -> Float64:
+    """Return what xhat is multiplied by: weight, 1 + weight, or 1 without a weight."""
+    if weight is None:
+        return np.ones((), np.float64)
+    return widen(weight) + 1.0 if zero_centered else widen(weight)
+
+
+def normalize(norm: Norm, x: Array, k: int, eps: float) -> tuple[Float64, Float64 | None, Float64]:
+    """Return xhat, mean and rstd over the last k axes; mean and rstd keep axes of size 1."""
+    axes = tuple(range(-k, 0))
+    wide = widen(x)
+    # Dividing by the larger of max|x| and sqrt(eps) leaves nothing above 1: what then underflows is
+    # too small to count. frexp leaves the exponent of inf and NaN unspecified.
+    largest = np.maximum(np.abs(wide).max(axis=axes, keepdims=True), math.sqrt(eps))
+    exponent = np.where(np.isfinite(largest), np.frexp(largest)[1], 0)
+    d = np.ldexp(wide, -exponent)
+    mean = None
+    if norm == "layer_norm":
+        first = d.mean(axis=axes, keepdims=True)
+        d -= first
+        correction = d.mean(axis=axes, keepdims=True)
+        d -= correction
+        mean = np.ldexp(first + correction, exponent)
+    rms = np.sqrt(np.mean(d * d, axis=axes, keepdims=True))
+    # hypot, since eps squared out of range still decides the rstd of a row of large equal values.
+    root = np.hypot(rms, np.ldexp(math.sqrt(eps), -exponent))
+    return d / root, mean, np.ldexp(1.0 / root, -exponent)
+
+
+def normalize_by(norm: Norm, x: Array, mean: Array | None, rstd: Array, k: int) -> Float64:
+    """Return xhat from stored statistics, of which mean is no more than a shift."""
+    kept = rstd.shape + (1,) * k
+    if norm == "rms_norm":
+        return widen(x) * widen(rstd).reshape(kept)
+    assert mean is not None  # noqa: S101 - narrows the type; the callers always have it here
+    h = (widen(x) - widen(mean).reshape(kept)) * widen(rstd).reshape(kept)
+    h -= h.mean(axis=tuple(range(-k, 0)), keepdims=True)
+    return h
+
+
+def affine(xhat: Float64, weight: Array | None, bias: Array | None, zero_centered: bool) -> Float64:
+    """Return xhat * weight + bias."""
+    y = xhat * effective_weight(weight, zero_centered)
+    return y if bias is None else y + widen(bias)
+
+
+def forward_float64(
+    norm: Norm,
+    x: Array,
+    weight: Array | None,
+    bias: Array | None,
+    *,
+    k: int,
+    eps: float,
+    zero_centered: bool,
+) -> NormForward:
+    """Return y, mean and rstd in float64, before any rounding."""
+    kept = x.shape[: x.ndim - k]
+    with np.errstate(all="ignore"):
+        xhat, mean, rstd = normalize(norm, x, k, eps)
+        y = affine(xhat, weight, bias, zero_centered)
+        return NormForward(y, None if mean is None else mean.reshape(kept), rstd.reshape(kept))
+
+
+def backward_float64(
+    norm: Norm,
+    dy: Array,
+    x: Array,
+    weight: Array | None,
+    mean: Array | None,
+    rstd: Array,
+    *,
+    k: int,
+    zero_centered: bool,
+    bias_shape: tuple[int, ...] | None,
+) -> NormBackward:
+    """Return dx, dweight and dbias in float64, before any rounding."""
+    axes = tuple(range(-k, 0))
+    with np.errstate(all="ignore"):
+        wide_dy = widen(dy)
+        g = wide_dy * effective_weight(weight, zero_centered)
+        xhat = normalize_by(norm, x, mean, rstd, k)
+        dx = g - xhat * np.mean(g * xhat, axis=axes, keepdims=True)
+        if norm == "layer_norm":
+            dx -= g.mean(axis=axes, keepdims=True)
+        dx *= widen(rstd).reshape(rstd.shape + (1,) * k)
+        dweight = None if weight is None else sum_to_shape(wide_dy * xhat, weight.shape)
+        dbias = None if bias_shape is None else sum_to_shape(wide_dy, bias_shape)
+        return NormBackward(dx, dweight, dbias)
+
+
+def sum_to_shape(array: Float64, shape: tuple[int, ...]) -> Float64:
+    """Undo a broadcast: sum over the axes along which `shape` was repeated.
+
+    The sum halves, so that its error grows with the logarithm of the length; `numpy.sum` over a
+    leading axis adds one after the other.
+    """
+    full = (1,) * (array.ndim - len(shape)) + tuple(shape)
+    summed = [a for a in range(array.ndim) if full[a] == 1]
+    count = math.prod(array.shape[a] for a in summed)
+    terms = np.moveaxis(array, summed, range(len(summed)))
+    terms = terms.reshape(count, *(n for n in full if n != 1))
+    if count == 0:
+        return np.zeros(shape)
+    while len(terms) > 1:
+        half = len(terms) // 2
+        pairs: Float64 = terms[:half] + terms[half : 2 * half]
+        if len(terms) % 2:
+            pairs[0] += terms[-1]
+        terms = pairs
+    total: Float64 = terms[0].reshape(shape)
+    return total
+
+
+# ---- the one rounding ----------------------------------------------------------------------------
+
+
+def compute_dtype(x: Array) -> np.dtype[Any]:
+    """Return the dtype of the statistics, in which a kernel computes."""
+    return np.dtype(np.float64 if x.dtype == np.float64 else np.float32)
+
+
+def round_once(values: Float64, dtype: DTypeLike) -> Array:
+    """Round float64 values to `dtype`, to nearest and ties to even, in a single rounding."""
+    with np.errstate(all="ignore"):
+        if np.dtype(dtype) != ml_dtypes.bfloat16:
+            return values.astype(dtype)
+        # ml_dtypes goes through float32 and so rounds twice: 1 + 2**-8 + 2**-40 becomes 1. Rounded
+        # to odd instead, the float32 remembers on which side of a tie it lies.
+        single = values.astype(np.float32)
+        bits = single.view(np.uint32)
+        inexact = (single != values) & ~np.isnan(values)
+        toward_zero = bits - (np.abs(single) > np.abs(values))
+        return (
+            np.where(inexact, toward_zero | 1, bits)
+            .astype(np.uint32)
+            .view(np.float32)
+            .astype(dtype)
+        )
+
+
+def _store(values: Float64, dtype: DTypeLike, out: Array | None) -> Array:
+    rounded = round_once(values, dtype)
+    if out is None:
+        return rounded
+    out[...] = rounded
+    return out
+
+
+# ---- the public functions ------------------------------------------------------------------------
+
+
+def _forward(
+    norm: Norm,
+    x: Array,
+    weight: Array | None,
+    bias: Array | None,
+    eps: float,
+    axis: Axis,
+    zero_centered: bool,
+    out_dtype: DTypeLike | None,
+    out: Array | None,
+) -> NormForward:
+    k = trailing_axes(x.ndim, axis, _ndim(weight), _ndim(bias))
+    exact = forward_float64(norm, x, weight, bias, k=k, eps=eps, zero_centered=zero_centered)
+    default = x.dtype if out is None else out.dtype
+    stats = compute_dtype(x)
+    return NormForward(
+        _store(exact.y, default if out_dtype is None else out_dtype, out),
+        None if exact.mean is None else round_once(exact.mean, stats),
+        round_once(exact.rstd, stats),
+    )
+
+
+def _backward(
+    norm: Norm,
+    dy: Array,
+    x: Array,
+    weight: Array | None,
+    mean: Array | None,
+    rstd: Array,
+    bias: bool | Array,
+    axis: Axis,
+    zero_centered: bool,
+    dx: Array | None,
+) -> NormBackward:
+    k = trailing_axes(x.ndim, axis, _ndim(weight), _ndim(bias))
+    shape, dtype = bias_like(x, weight, bias, k)
+    exact = backward_float64(
+        norm, dy, x, weight, mean, rstd, k=k, zero_centered=zero_centered, bias_shape=shape
+    )
+    return NormBackward(
+        _store(exact.dx, x.dtype, dx),
+        None if weight is None else round_once(exact.dweight, weight.dtype),
+        None if shape is None else round_once(exact.dbias, dtype),
+    )
+
+
+def _ndim(array: bool | Array | None) -> int | None:
+    return array.ndim if isinstance(array, np.ndarray) else None
+
+
+def bias_like(
+    x: Array, weight: Array | None, bias: bool | Array, k: int
+) -> tuple[tuple[int, ...] | None, np.dtype[Any]]:
+    """Return the shape and dtype of dbias, its shape None where it is not asked for."""
+    if isinstance(bias, np.ndarray):
+        return bias.shape, bias.dtype
+    shape, dtype = (
+        (x.shape[x.ndim - k :], x.dtype) if weight is None else (weight.shape, weight.dtype)
+    )
+    return (shape if bias else None), dtype
+
+
+def rms_norm(
+    x: Array,
+    weight: Array | None = None,
+    bias: Array | None = None,
+    *,
+    eps: float = 1e-6,
+    axis: Axis = None,
+    zero_centered: bool = False,
+    out_dtype: DTypeLike | None = None,
+    out: Array | None = None,
+) -> Array:
+    """Return the RMSNorm of a NumPy array; see `cupynorm.rms_norm`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupynorm import reference
+    >>> reference.rms_norm(np.array([3.0, -4.0]), eps=0.0).round(3)
+    array([ 0.849, -1.131])
+    """
+    result = _forward("rms_norm", x, weight, bias, eps, axis, zero_centered, out_dtype, out)
+    return result.y  # type: ignore[no-any-return]
+
+
+def layer_norm(
+    x: Array,
+    weight: Array | None = None,
+    bias: Array | None = None,
+    *,
+    eps: float = 1e-5,
+    axis: Axis = None,
+    zero_centered: bool = False,
+    out_dtype: DTypeLike | None = None,
+    out: Array | None = None,
+) -> Array:
+    """Return the LayerNorm of a NumPy array; see `cupynorm.layer_norm`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupynorm import reference
+    >>> reference.layer_norm(np.array([1.0, 3.0]), eps=0.0)
+    array([-1.,  1.])
+    """
+    result = _forward("layer_norm", x, weight, bias, eps, axis, zero_centered, out_dtype, out)
+    return result.y  # type: ignore[no-any-return]
+
+
+def rms_norm_forward(
+    x: Array,
+    weight: Array | None = None,
+    bias: Array | None = None,
+    *,
+    eps: float = 1e-6,
+    axis: Axis = None,
+    zero_centered: bool = False,
+    out_dtype: DTypeLike | None = None,
+    out: Array | None = None,
+) -> NormForward:
+    """Return y and rstd, as backward needs them; see `cupynorm.rms_norm_forward`."""
+    return _forward("rms_norm", x, weight, bias, eps, axis, zero_centered, out_dtype, out)
+
+
+def layer_norm_forward(
+    x: Array,
+    weight: Array | None = None,
+    bias: Array | None = None,
+    *,
+    eps: float = 1e-5,
+    axis: Axis = None,
+    zero_centered: bool = False,
+    out_dtype: DTypeLike | None = None,
+    out: Array | None = None,
+) -> NormForward:
+    """Return y, mean and rstd, as backward needs them; see `cupynorm.layer_norm_forward`."""
+    return _forward("layer_norm", x, weight, bias, eps, axis, zero_centered, out_dtype, out)
+
+
+def rms_norm_backward(
+    dy: Array,
+    x: Array,
+    weight: Array | None,
+    rstd: Array,
+    *,
+    bias: bool | Array = False,
+    axis: Axis = None,
+    zero_centered: bool = False,
+    dx: Array | None = None,
+) -> NormBackward:
+    """Return the gradients of RMSNorm; see `cupynorm.rms_norm_backward`."""
+    return _backward("rms_norm", dy, x, weight, None, rstd, bias, axis, zero_centered, dx)
+
+
+def layer_norm_backward(
+    dy: Array,
+    x: Array,
+    weight: Array | None,
+    mean: Array,
+    rstd: Array,
+    *,
+    bias: bool | Array = True,
+    axis: Axis = None,
+    zero_centered: bool = False,
+    dx: Array | None = None,
+) -> NormBackward:
+    """Return the gradients of LayerNorm; see `cupynorm.layer_norm_backward`."""
+    return _backward("layer_norm", dy, x, weight, mean, rstd, bias, axis, zero_centered, dx)

@@ -1,0 +1,447 @@
+"""How close a result must be: one rounding from a careful computation in the compute dtype.
+
+`assert_one_rounding` is the comparison; `check_forward` and `check_backward` apply it to every
+field of a result, with the exact values of `cupynorm.reference` and the magnitudes derived here. A
+result of a kernel of your own, brought to NumPy, is checked by the same functions.
+
+The bound on each element is ``ulp_T / 2 + 16 * u * S``: the rounding to the dtype T of the output,
+and what came before it. u is the unit roundoff of the compute dtype, 2**-24 or 2**-53. The
+magnitude S is the sum of the absolute values of the terms that the result is made of; each carries
+a few roundings of u relative to it, and 16 leaves room for sums in any order that adds no more than
+some 64 terms one after the other.
+
+With m the mean over a row, w the weight or 1 + weight, and g = dy * w:
+
+=========  =======================================================================================
+y          ``(a * |xhat| + m|xhat| + s * rstd) * |w| + |b|``; RMSNorm: ``|xhat * w| + |b|``
+mean       ``m|x|``
+rstd       ``a * rstd``; RMSNorm: ``rstd``
+dx         ``rstd * (|g| + m|g| + H * |m(g * xhat)| + |xhat| * m(|g| * H))``;
+           RMSNorm: ``rstd * (|g| + |xhat| * m|g * xhat|)``
+dweight    the sum over rows of ``|dy| * H``; RMSNorm: of ``|dy * xhat|``
+dbias      the sum over rows of ``|dy|``
+=========  =======================================================================================
+
+What LayerNorm adds comes from its mean. The first mean of the corrected two-pass may be off by
+s = 8u * m|x|. So the recentred difference is off by some u of |x - mean| + m|x - mean| + s; and the
+variance, in which c**2 <= s**2 cancels, by some u of a = 1 + (s * rstd)**2, relative. In backward,
+h = (x - mean) * rstd with the stored mean, and recentring makes xhat = h - m(h) off by some u of
+H = |h| + m|h|. A weight of float64 is rounded to float32 before 1 is added to it: |w| then gains
+|weight| / 16.
+
+CuPy compiles for the GPU with flush-to-zero, so in float32 any value below 2**-126 may count as
+zero: an absolute error of 4 * 2**-126 is granted to each input, statistic and product, and goes
+through the equations above; the bound itself has another 2**-126.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import DTypeLike
+
+from cupynorm import reference
+from cupynorm._checks import trailing_axes
+from cupynorm._results import NormBackward, NormForward
+from cupynorm.reference import Array, Axis, Float64, Norm
+
+__all__ = ["assert_one_rounding", "check_backward", "check_forward"]
+
+# Rows are checked so many elements at a time that a float64 temporary, of 2 MB, stays in cache.
+CHUNK_ELEMENTS = 1 << 18
+
+
+def assert_one_rounding(
+    actual: Array, exact: Array, magnitude: Array, compute_dtype: DTypeLike, name: str
+) -> float:
+    """Assert that `actual` is `exact`, but for one rounding and the noise of the compute dtype.
+
+    Each element must satisfy ``|actual - exact| <= ulp / 2 + 16 * u * magnitude + tiny``, where ulp
+    is the spacing of actual's dtype at the far end of that interval, u the unit roundoff of
+    `compute_dtype`, and tiny its smallest normal number. NaN must be where exact is NaN and nowhere
+    else. An infinity must have exact's sign, and be where exact rounds to an infinity, in actual's
+    dtype or in the compute dtype; within ``16 * u * magnitude`` of that threshold either will do.
+
+    Parameters
+    ----------
+    actual : array
+        What came out, of any floating dtype up to float64.
+    exact : array of float64
+        What should have, not rounded, of actual's shape.
+    magnitude : array of float64
+        The sum of the absolute values of the terms that make up exact, of a shape that broadcasts
+        to actual's; finite wherever exact is.
+    compute_dtype : dtype
+        float32 or float64.
+    name : str
+        What the message calls the array.
+
+    Returns
+    -------
+    float
+        The largest ratio of error to bound; 0.0 for an empty array.
+
+    Raises
+    ------
+    AssertionError
+        If an element is out of its bound, or the shape is wrong. The message names the array, the
+        worst element's index, its value, the exact value, the bound and the ratio.
+    ValueError
+        If the magnitude is not finite where exact is, so that it would bound nothing.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupynorm.testing import assert_one_rounding
+    >>> exact = np.array([0.5, 1 / 3])
+    >>> assert_one_rounding(exact.astype(np.float16), exact, exact, np.float32, "third") <= 1.0
+    True
+    >>> wrong = np.array([1.0, 1 / 3], np.float16)
+    >>> assert_one_rounding(wrong, exact, exact, np.float32, "third")
+    Traceback (most recent call last):
+    ...
+    AssertionError: third[0] is 1.0, exactly 0.5: off by 0.5, 2.04e+03 times the bound of 0.000245
+    """
+    actual = np.asarray(actual)
+    if actual.shape != exact.shape:
+        raise AssertionError(f"{name} must have shape {exact.shape}, got {actual.shape}")
+    compute, dtype = np.dtype(compute_dtype), actual.dtype
+    slack = np.broadcast_to(16 * _unit_roundoff(compute) * magnitude, exact.shape)
+    if not np.all(np.isfinite(slack) | ~np.isfinite(exact)):
+        raise ValueError(f"the magnitude of {name} must be finite wherever its exact value is")
+    with np.errstate(all="ignore"):
+        far = np.abs(exact) + slack
+        near = np.abs(exact) - slack
+        wide = actual.astype(np.float64)
+        bound = _half_ulp(far, dtype) + slack + float(_info(compute).smallest_normal)
+        error = np.abs(wide - exact)
+        ratio = np.where(np.isfinite(error), error / bound, np.inf)
+        overflow = min(_overflow_threshold(dtype), _overflow_threshold(compute))
+        must_be_inf = (near >= overflow) | np.isinf(exact)
+        may_be_inf = (far >= overflow) | must_be_inf
+        right_inf = np.isinf(wide) & may_be_inf & (np.sign(wide) == np.sign(exact))
+        ratio = np.where(must_be_inf, np.inf, ratio)
+        ratio = np.where(right_inf | (np.isnan(wide) & np.isnan(exact)), 0.0, ratio)
+    if ratio.size == 0:
+        return 0.0
+    worst = np.unravel_index(np.argmax(ratio), ratio.shape)
+    largest = float(ratio[worst])
+    if largest > 1.0:
+        index = ", ".join(str(int(i)) for i in worst)
+        raise AssertionError(
+            f"{name}[{index}] is {float(wide[worst])!r}, exactly {float(exact[worst])!r}: off by "
+            f"{float(error[worst])!r}, {largest:.3g} times the bound of {float(bound[worst]):.3g}"
+        )
+    return largest
+
+
+def check_forward(
+    norm: Norm,
+    result: NormForward | Array,
+    x: Array,
+    weight: Array | None = None,
+    bias: Array | None = None,
+    *,
+    eps: float,
+    axis: Axis = None,
+    zero_centered: bool = False,
+    out_dtype: DTypeLike | None = None,
+) -> dict[str, float]:
+    """Assert that a forward pass is right: shapes, dtypes, and each value by `assert_one_rounding`.
+
+    Parameters
+    ----------
+    norm : {"rms_norm", "layer_norm"}
+        Which norm it is.
+    result : NormForward or array
+        What it returned, as NumPy arrays: of a forward pass for training all of y, mean (None for
+        RMSNorm) and rstd are checked; a bare array is the y of inference.
+    x, weight, bias, eps, axis, zero_centered, out_dtype
+        What it was given, as NumPy arrays; see `cupynorm.rms_norm`.
+
+    Returns
+    -------
+    dict of float
+        The largest ratio of error to bound of each field, such as ``{"y": 0.98, "rstd": 0.1}``.
+
+    Raises
+    ------
+    AssertionError
+        If a field is missing, is there but should be None, or has a wrong shape, dtype or value.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupynorm import reference, testing
+    >>> x = np.linspace(-1, 1, 12, dtype=np.float32).reshape(3, 4)
+    >>> ratios = testing.check_forward("rms_norm", reference.rms_norm_forward(x), x, eps=1e-6)
+    >>> sorted(ratios)
+    ['rstd', 'y']
+    """
+    fields = result._asdict() if isinstance(result, NormForward) else {"y": result}
+    k = trailing_axes(x.ndim, axis, _ndim(weight), _ndim(bias))
+    compute = reference.compute_dtype(x)
+    dtypes = {"y": x.dtype if out_dtype is None else np.dtype(out_dtype)}
+    shapes = {"y": x.shape}
+    if isinstance(result, NormForward):
+        for name in ("rstd",) if norm == "rms_norm" else ("mean", "rstd"):
+            dtypes[name], shapes[name] = compute, x.shape[: x.ndim - k]
+    _assert_layout(fields, shapes, dtypes)
+    ratios = dict.fromkeys(shapes, 0.0)
+    for where, rows, w, b in _chunks(x, weight, bias, k):
+        exact, magnitude = _forward_bounds(norm, rows(x), w, b, k, eps, zero_centered, compute)
+        for name in shapes:
+            largest = assert_one_rounding(
+                rows(fields[name]), exact[name], magnitude[name], compute, name + where
+            )
+            ratios[name] = max(ratios[name], largest)
+    return ratios
+
+
+def check_backward(
+    norm: Norm,
+    result: NormBackward,
+    dy: Array,
+    x: Array,
+    weight: Array | None,
+    mean: Array | None,
+    rstd: Array,
+    *,
+    bias: bool | Array,
+    axis: Axis = None,
+    zero_centered: bool = False,
+) -> dict[str, float]:
+    """Assert that a backward pass is right, as `check_forward` does.
+
+    Parameters
+    ----------
+    norm : {"rms_norm", "layer_norm"}
+        Which norm it is.
+    result : NormBackward
+        What it returned, as NumPy arrays.
+    dy, x, weight, mean, rstd, bias, axis, zero_centered
+        What it was given, as NumPy arrays, mean being None for RMSNorm; see
+        `cupynorm.layer_norm_backward`. The statistics are taken as given, right or wrong.
+
+    Returns
+    -------
+    dict of float
+        The largest ratio of error to bound of each field that is not None.
+
+    Raises
+    ------
+    AssertionError
+        If a field is missing, is there but should be None, or has a wrong shape, dtype or value.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupynorm import reference, testing
+    >>> x = np.linspace(-1, 1, 12, dtype=np.float32).reshape(3, 4)
+    >>> _, mean, rstd, _ = reference.layer_norm_forward(x)
+    >>> result = reference.layer_norm_backward(x, x, None, mean, rstd, bias=False)
+    >>> ratios = testing.check_backward("layer_norm", result, x, x, None, mean, rstd, bias=False)
+    >>> sorted(ratios)
+    ['dx']
+    """
+    k = trailing_axes(x.ndim, axis, _ndim(weight), _ndim(bias))
+    compute = reference.compute_dtype(x)
+    dtypes, shapes = {"dx": x.dtype}, {"dx": x.shape}
+    if weight is not None:
+        dtypes["dweight"], shapes["dweight"] = weight.dtype, weight.shape
+    bias_shape, bias_dtype = reference.bias_like(x, weight, bias, k)
+    if bias_shape is not None:
+        dtypes["dbias"], shapes["dbias"] = bias_dtype, bias_shape
+    _assert_layout(result._asdict(), shapes, dtypes)
+    ratios = {"dx": 0.0}
+    sums = {name: np.zeros(shape) for name, shape in shapes.items() if name != "dx"}
+    sum_magnitudes = {name: np.zeros(shape) for name, shape in shapes.items() if name != "dx"}
+    dbias_like = None if bias_shape is None else np.empty(bias_shape)
+    for where, rows, w, b in _chunks(x, weight, dbias_like, k):
+        exact, magnitude = _backward_bounds(
+            norm, rows(dy), rows(x), w, rows(mean), rows(rstd), b, k, zero_centered, compute
+        )
+        largest = assert_one_rounding(
+            rows(result.dx), exact["dx"], magnitude["dx"], compute, "dx" + where
+        )
+        ratios["dx"] = max(ratios["dx"], largest)
+        for name in sums:
+            sums[name] += exact[name]
+            sum_magnitudes[name] += magnitude[name]
+    for name in sums:
+        actual = getattr(result, name)
+        ratios[name] = assert_one_rounding(actual, sums[name], sum_magnitudes[name], compute, name)
+    return ratios
+
+
+# ---- the magnitudes ------------------------------------------------------------------------------
+
+
+def _forward_bounds(
+    norm: Norm,
+    x: Array,
+    weight: Array | None,
+    bias: Array | None,
+    k: int,
+    eps: float,
+    zero_centered: bool,
+    compute: np.dtype[Any],
+) -> tuple[dict[str, Array], dict[str, Array]]:
+    """Return the exact y, mean and rstd, and the magnitude of each."""
+    kept, axes, tiny = x.shape[: x.ndim - k], tuple(range(-k, 0)), _flushed(compute)
+    with np.errstate(all="ignore"):
+        xhat, mean, rstd = reference.normalize(norm, x, k, eps)
+        y = reference.affine(xhat, weight, bias, zero_centered)
+        size = np.abs(xhat)
+        inflation: float | Float64 = 1.0
+        if mean is not None:
+            mean_abs = np.abs(reference.widen(x)).mean(axis=axes, keepdims=True)
+            shift = 8 * _unit_roundoff(compute) * mean_abs * rstd
+            inflation = 1 + np.minimum(shift, 1e15) ** 2  # beyond, it bounds nothing anyway
+            size = inflation * size + size.mean(axis=axes, keepdims=True) + shift
+        size += tiny * (1 + rstd * (1 + size))
+        size *= _weight_size(weight, zero_centered, compute)
+        size += tiny if bias is None else np.abs(reference.widen(bias)) + tiny
+        rstd_size = (inflation + tiny * rstd) * rstd + tiny
+    exact = {"y": y, "rstd": rstd.reshape(kept)}
+    magnitude = {"y": size, "rstd": rstd_size.reshape(kept)}
+    if mean is not None:
+        exact["mean"], magnitude["mean"] = mean.reshape(kept), mean_abs.reshape(kept) + tiny
+    return exact, magnitude
+
+
+def _backward_bounds(
+    norm: Norm,
+    dy: Array,
+    x: Array,
+    weight: Array | None,
+    mean: Array | None,
+    rstd: Array,
+    bias: Array | None,
+    k: int,
+    zero_centered: bool,
+    compute: np.dtype[Any],
+) -> tuple[dict[str, Array], dict[str, Array]]:
+    """Return the exact dx, dweight and dbias, and the magnitude of each."""
+    axes, tiny = tuple(range(-k, 0)), _flushed(compute)
+    result = reference.backward_float64(
+        norm,
+        dy,
+        x,
+        weight,
+        mean,
+        rstd,
+        k=k,
+        zero_centered=zero_centered,
+        bias_shape=None if bias is None else bias.shape,
+    )
+    with np.errstate(all="ignore"):
+        r = reference.widen(rstd).reshape(rstd.shape + (1,) * k)
+        dy_size = np.abs(reference.widen(dy)) + tiny
+        g_size = dy_size * _weight_size(weight, zero_centered, compute) + tiny
+        xhat = reference.normalize_by(norm, x, mean, rstd, k)
+        if mean is None:
+            h_size = np.abs(xhat) + tiny * (1 + r)
+            slope_size = np.mean(g_size * h_size, axis=axes, keepdims=True) + tiny
+            size = g_size + h_size * slope_size
+        else:
+            h = np.abs((reference.widen(x) - reference.widen(mean).reshape(r.shape)) * r)
+            h_size = h + h.mean(axis=axes, keepdims=True) + tiny * (1 + r)
+            g = reference.widen(dy) * reference.effective_weight(weight, zero_centered)
+            slope = np.abs(np.mean(g * xhat, axis=axes, keepdims=True))
+            slope_size = np.mean(g_size * h_size, axis=axes, keepdims=True) + tiny
+            size = g_size + g_size.mean(axis=axes, keepdims=True)
+            size += h_size * slope + np.abs(xhat) * slope_size
+        exact, magnitude = {"dx": result.dx}, {"dx": size * r}
+        if weight is not None:
+            exact["dweight"] = result.dweight
+            magnitude["dweight"] = reference.sum_to_shape(dy_size * h_size + tiny, weight.shape)
+        if bias is not None:
+            exact["dbias"] = result.dbias
+            magnitude["dbias"] = reference.sum_to_shape(dy_size, bias.shape)
+    return exact, magnitude
+
+
+def _weight_size(weight: Array | None, zero_centered: bool, compute: np.dtype[Any]) -> Float64:
+    size = np.abs(reference.effective_weight(weight, zero_centered)) + _flushed(compute)
+    if weight is not None and zero_centered and weight.dtype.itemsize > compute.itemsize:
+        size += np.abs(weight) / 16
+    return size
+
+
+# ---- dtypes and rows -----------------------------------------------------------------------------
+
+
+def _info(dtype: np.dtype[Any]) -> Any:
+    return ml_dtypes.finfo(dtype)  # type: ignore[no-untyped-call]
+
+
+def _unit_roundoff(dtype: np.dtype[Any]) -> float:
+    return float(_info(dtype).eps) / 2
+
+
+def _flushed(compute: np.dtype[Any]) -> float:
+    """Return the magnitude that grants an absolute error of four smallest normal numbers."""
+    return float(_info(compute).smallest_normal) / (4 * _unit_roundoff(compute))
+
+
+def _half_ulp(values: Array, dtype: np.dtype[Any]) -> Float64:
+    """Return half the spacing of `dtype` at each float64 value."""
+    info = _info(dtype)
+    exponent = np.frexp(np.minimum(values, float(info.max)))[1] - 1
+    half: Float64 = np.ldexp(1.0, np.maximum(exponent, info.minexp) - info.nmant - 1)
+    return half
+
+
+def _overflow_threshold(dtype: np.dtype[Any]) -> float:
+    """Return the least value that rounds to infinity."""
+    largest = float(_info(dtype).max)
+    with np.errstate(over="ignore"):
+        return float(largest + _half_ulp(np.array(largest), dtype))
+
+
+def _ndim(array: bool | Array | None) -> int | None:
+    return array.ndim if isinstance(array, np.ndarray) else None
+
+
+def _assert_layout(
+    fields: dict[str, Any], shapes: dict[str, tuple[int, ...]], dtypes: dict[str, np.dtype[Any]]
+) -> None:
+    for name, actual in fields.items():
+        if name not in shapes:
+            if actual is not None:
+                raise AssertionError(f"{name} must be None, got an array of shape {actual.shape}")
+            continue
+        if actual is None:
+            raise AssertionError(f"{name} must not be None")
+        if actual.shape != shapes[name]:
+            raise AssertionError(f"{name} must have shape {shapes[name]}, got {actual.shape}")
+        if actual.dtype != dtypes[name]:
+            raise AssertionError(f"{name} must have dtype {dtypes[name]}, got {actual.dtype}")
+
+
+Rows = Callable[[Any], Any]
+
+
+def _chunks(
+    x: Array, weight: Array | None, bias: Array | None, k: int
+) -> Iterator[tuple[str, Rows, Array | None, Array | None]]:
+    """Yield some rows at a time: their index in words, what takes them, their weight and bias."""
+    lead = x.ndim - k
+    if max(_ndim(weight) or 0, _ndim(bias) or 0) > k:
+        yield "", lambda array: array, weight, bias  # the weight differs from row to row
+        return
+    count = math.prod(x.shape[:lead])
+    step = max(1, CHUNK_ELEMENTS // math.prod(x.shape[lead:]))
+    for start in range(0, count, step):
+
+        def rows(array: Any, start: int = start) -> Any:
+            if array is None:
+                return None
+            return array.reshape(count, *array.shape[lead:])[start : start + step]
+
+        yield f"[{start}:]" if count > step else "", rows, weight, bias

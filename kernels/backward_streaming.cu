@@ -1,0 +1,149 @@
+// Backward of RMSNorm and LayerNorm for rows of any length; formulas and names as in backward.cu.
+//
+// Two kernels. norm_backward_coefficients reduces each row to what dx needs of it:
+//   recentre = mean(h), mean_of_g = mean(g), mean_of_g_xhat = mean(g * xhat),
+//   h = (x - mean) * rstd, xhat = h - recentre;
+// norm_backward_columns then walks down the columns, writes dx and sums the weight gradients.
+//
+// Layout:    as backward.cu; coefficients are (3, n_rows) in the order above, RMSNorm uses the last.
+// Traffic:   x and dy read twice, dx written once, partials written once.
+#include "affine.cuh"
+#include "gradient.cuh"
+#include "stream.cuh"
+#include "team.cuh"
+
+// Grid:      one block of BlockThreads threads a row, on grid.x.
+// Order:     a thread's packs in turn, compensated from pack to pack; then the block's reduction.
+// Result:    thread 0 writes the row's coefficients.
+template <typename X, typename DY, typename Weight, bool Centered, bool ZeroCentered,
+          int BlockThreads, int Vector>
+__global__ __launch_bounds__(BlockThreads, 1) void norm_backward_coefficients(
+    const DY* dy, long long dy_stride, const X* x, long long x_stride, const Weight* weight,
+    const Compute<X>* mean, const Compute<X>* rstd, Compute<X>* coefficients, long long n_rows,
+    long long n_cols, Compute<X> inv_n) {
+  using T = Compute<X>;
+  constexpr int kLength = 16 / static_cast<int>(sizeof(X));
+  Team<BlockThreads, BlockThreads> block;
+  const long long row = block_index();
+  const T row_mean = Centered ? mean[row] : T(0);
+  const T row_rstd = rstd[row];
+
+  CompensatedSum<T> sum_of_g_h, sum_of_g, sum_of_h;
+  for_each_pack<Vector, BlockThreads, kLength>(n_cols, [&](long long first) {
+    Pack<X, kLength> pack_x;
+    Pack<DY, kLength> pack_dy;
+    Pack<Weight, kLength> weights;
+    load<Vector>(pack_x, x + row * x_stride, first, n_cols);
+    load<Vector>(pack_dy, dy + row * dy_stride, first, n_cols);
+    if constexpr (kPresent<Weight>) load<Vector>(weights, weight, first, n_cols);
+    T of_g_h = 0, of_g = 0, of_h = 0;
+#pragma unroll
+    for (int i = 0; i < kLength; ++i) {
+      T h = (pack_x.template get<T>(i) - row_mean) * row_rstd;
+      T g = pack_dy.template get<T>(i);
+      if constexpr (kPresent<Weight>) g *= weight_at<ZeroCentered, T>(weights, i);
+      of_g_h = fused_multiply_add(g, h, of_g_h);
+      if constexpr (Centered) {
+        if (!inside<Vector>(first, i, n_cols)) h = 0;
+        of_g += g;
+        of_h += h;
+      }
+    }
+    sum_of_g_h.add(of_g_h);
+    if constexpr (Centered) {
+      sum_of_g.add(of_g);
+      sum_of_h.add(of_h);
+    }
+  });
+  T sums[3] = {sum_of_g_h.total(), sum_of_g.total(), sum_of_h.total()};
+  block.template reduce<Sum>(sums);
+  if (block.rank == 0) {
+    const T recentre = sums[2] * inv_n;
+    if constexpr (Centered) {
+      coefficients[row] = recentre;
+      coefficients[n_rows + row] = sums[1] * inv_n;
+    }
+    coefficients[2 * n_rows + row] = (sums[0] - recentre * sums[1]) * inv_n;
+  }
+}
+
+// Grid:      block_index = chunk * tiles + tile: tiles of BlockThreads packs cover the columns; chunk c
+//            of n_partials takes rows c, c + n_partials, ...
+// Thread:    one pack of columns, down the rows of its chunk, each prefetched.
+// Order:     up to kTurns rows in turn, then such sums in turn, then reduce_partials.cu.
+// Result:    partials, of chunk c in row c.
+template <typename X, typename DY, typename Weight, bool Centered, bool ZeroCentered, bool DBias,
+          int BlockThreads, int Vector>
+__global__ __launch_bounds__(BlockThreads, 2) void norm_backward_columns(
+    const DY* dy, long long dy_stride, const X* x, long long x_stride, const Weight* weight,
+    const Compute<X>* mean, const Compute<X>* rstd, const Compute<X>* coefficients, X* dx,
+    long long dx_stride, Compute<X>* partials, long long n_partials, long long n_rows,
+    long long n_cols) {
+  using T = Compute<X>;
+  constexpr int kLength = 16 / static_cast<int>(sizeof(X));
+  constexpr long long kTile = static_cast<long long>(BlockThreads) * kLength;
+  const long long tiles = (n_cols + kTile - 1) / kTile;
+  const long long chunk = block_index() / tiles;
+  const long long first = block_index() % tiles * kTile + thread_index() * kLength;
+
+  Pack<Weight, kLength> weights;
+  if constexpr (kPresent<Weight>) load<Vector>(weights, weight, first, n_cols);
+  T dweight[kLength] = {}, dbias[kLength] = {};
+  // Moves one gradient from registers to this chunk's partials.
+  bool flushed = false;
+  const auto flush = [&](T(&gradient)[kLength], long long index) {
+    T* target = partials + (index * n_partials + chunk) * n_cols;
+    Pack<T, kLength> sums;
+    load<Vector>(sums, target, first, flushed ? n_cols : 0);
+#pragma unroll
+    for (int i = 0; i < kLength; ++i) {
+      sums.set(i, sums.template get<T>(i) + gradient[i]);
+      gradient[i] = 0;
+    }
+    store<Vector>(sums, target, first, n_cols);
+  };
+  const auto flush_all = [&] {
+    if constexpr (kPresent<Weight>) flush(dweight, 0);
+    if constexpr (DBias) flush(dbias, kPresent<Weight> ? 1 : 0);
+    flushed = true;
+  };
+  Pack<X, kLength> next_x;
+  Pack<DY, kLength> next_dy;
+  const auto prefetch = [&](long long row) {
+    const long long n = row < n_rows ? n_cols : 0;
+    load<Vector>(next_x, x + row * x_stride, first, n);
+    load<Vector>(next_dy, dy + row * dy_stride, first, n);
+  };
+
+  prefetch(chunk);
+  int turn = 0;
+  for (long long row = chunk; row < n_rows; row += n_partials) {
+    const Pack<X, kLength> row_x = next_x;
+    const Pack<DY, kLength> row_dy = next_dy;
+    prefetch(row + n_partials);
+    const T row_mean = Centered ? mean[row] : T(0);
+    const T row_rstd = rstd[row];
+    const T recentre = Centered ? coefficients[row] : T(0);
+    const T mean_of_g = Centered ? coefficients[n_rows + row] : T(0);
+    const T mean_of_g_xhat = coefficients[2 * n_rows + row];
+    Pack<X, kLength> gradient;
+#pragma unroll
+    for (int i = 0; i < kLength; ++i) {
+      const T upstream = row_dy.template get<T>(i);
+      T g = upstream;
+      if constexpr (kPresent<Weight>) g *= weight_at<ZeroCentered, T>(weights, i);
+      T xhat = (row_x.template get<T>(i) - row_mean) * row_rstd;
+      if constexpr (Centered) xhat -= recentre;
+      const T projected = fused_multiply_add(-xhat, mean_of_g_xhat, g - mean_of_g);
+      gradient.set(i, projected * row_rstd);
+      dweight[i] = fused_multiply_add(upstream, xhat, dweight[i]);
+      dbias[i] += upstream;
+    }
+    store<Vector>(gradient, dx + row * dx_stride, first, n_cols);
+    if (++turn == kTurns) {
+      flush_all();
+      turn = 0;
+    }
+  }
+  flush_all();
+}

@@ -1,0 +1,96 @@
+// Mean and variance of a row, and the range in which they can be trusted.
+//
+// Variance is the corrected two-pass: with a first mean m, d = x - m, c = sum(d)/N and
+// variance = sum(d*d)/N - c*c, so that neither a large mean nor the rounding of m costs digits.
+// RMSNorm has no mean: d = x, c = 0.
+#pragma once
+
+#include "types.cuh"
+
+template <typename T>
+struct Statistics {
+  T shift = 0;       // m, by which d = x - m is formed again
+  T correction = 0;  // c: the row's mean is m + c
+  T variance = 0;    // RMSNorm: the mean square
+};
+
+template <bool Centered, typename T>
+__device__ __forceinline__ T deviation(const Statistics<T>& statistics, T x) {
+  if constexpr (Centered) return (x - statistics.shift) - statistics.correction;
+  return x;
+}
+
+// The variance from the row's sums of d and d*d. A NaN stays.
+template <bool Centered, typename T>
+__device__ __forceinline__ void finish(Statistics<T>& statistics, T sum, T sum_of_squares,
+                                       T inv_n) {
+  statistics.variance = sum_of_squares * inv_n;
+  if constexpr (Centered) {
+    statistics.correction = sum * inv_n;
+    const T variance = statistics.variance - statistics.correction * statistics.correction;
+    statistics.variance = variance < T(0) ? T(0) : variance;
+  }
+}
+
+// Range. Squares of float32 overflow from 1.8e19 and vanish below 1e-19. A row whose variance + eps
+// is outside [kSmallest, largest] is divided by a power of two, `unit`, near its largest element (or
+// sqrt(eps), if larger) and measured again. Inside, what vanished is below 2^-24 of the sum.
+template <typename T>
+struct Range;
+template <>
+struct Range<float> {
+  static constexpr float kSmallest = 7.888609052210118e-31f;  // 2^-100
+  static constexpr float kLargest = 3.4028234663852886e38f;
+  // The exponent's bits alone: the power of two at or below a normal value. Zero, inf and what the
+  // reciprocal could not represent have no unit.
+  static __device__ __forceinline__ float unit(float largest) {
+    const float power = float_from_bits(float_bits(largest) & 0x7f800000u);
+    if (!(power > 0.0f && power <= kLargest)) return 1.0f;
+    return power > 8.507059173023462e37f ? 8.507059173023462e37f : power;  // 2^126
+  }
+};
+template <>
+struct Range<double> {
+  static constexpr double kSmallest = 1.026342e-289;  // near 2^-960
+  static constexpr double kLargest = 1.7976931348623157e308;
+  static __device__ __forceinline__ double unit(double largest) {
+    const double power = double_from_bits(double_bits(largest) & 0x7ff0000000000000ull);
+    if (!(power > 0.0 && power <= kLargest)) return 1.0;
+    return power > 4.49423283715579e307 ? 4.49423283715579e307 : power;  // 2^1022
+  }
+};
+
+template <typename T>
+__device__ __forceinline__ bool in_range(T variance_plus_eps) {
+  return variance_plus_eps >= Range<T>::kSmallest && variance_plus_eps <= Range<T>::kLargest;
+}
+
+// What a measured row is multiplied by, and the rstd to store: they differ by the unit of the row.
+template <typename T>
+struct Scale {
+  T of_row;
+  T rstd;
+};
+
+template <typename T>
+__device__ __forceinline__ Scale<T> scale_in_range(T variance, T eps) {
+  const T rstd = reciprocal_square_root(variance + eps);
+  return {rstd, rstd};
+}
+
+// For a row measured in a unit: eps / unit^2 may not be representable, so the sum under the root is
+// taken as that of a hypotenuse.
+template <typename T>
+__device__ __forceinline__ Scale<T> scale_in_unit(T variance, T eps, T unit) {
+  const T deviation = square_root(variance);
+  const T root = square_root(eps) / unit;
+  const T longer = larger(deviation, root), shorter = deviation > root ? root : deviation;
+  const T ratio = longer > T(0) ? shorter / longer : T(0);
+  const T of_row = T(1) / (longer * square_root(fused_multiply_add(ratio, ratio, T(1))));
+  if (variance == T(0) && eps > T(0)) return {T(0), reciprocal_square_root(eps)};
+  return {of_row, of_row / unit};
+}
+
+// float16's squares can do neither.
+template <typename X>
+constexpr bool kCanLeaveRange = !kSame<X, float16>;

@@ -1,0 +1,107 @@
+// The threads that work on one row, and their reductions.
+//
+// A block of BlockThreads threads holds BlockThreads / RowThreads teams. A team is a part of a warp
+// (RowThreads a power of two up to 32) or whole warps (a multiple of 32). Reductions run in a fixed
+// order: a butterfly in each warp, then a butterfly over the warps' sums, which every warp repeats;
+// since addition commutes, every thread of the team ends with the same bits. The order depends on
+// RowThreads alone.
+#pragma once
+
+#include "types.cuh"
+
+struct Sum {
+  template <typename T>
+  __device__ static __forceinline__ T combine(T a, T b) {
+    return a + b;
+  }
+};
+struct Max {  // of values that are not negative and not NaN
+  template <typename T>
+  __device__ static __forceinline__ T combine(T a, T b) {
+    return larger(a, b);
+  }
+};
+
+template <int RowThreads, int BlockThreads>
+struct Team {
+  static_assert(BlockThreads % 32 == 0 && BlockThreads % RowThreads == 0, "teams fill the block");
+  static_assert(RowThreads % 32 == 0 || 32 % RowThreads == 0, "a team is whole warps or a part");
+  static constexpr int kTeams = BlockThreads / RowThreads;
+  static constexpr int kWarps = RowThreads > 32 ? RowThreads / 32 : 1;
+  static_assert(kWarps == 1 || kTeams <= 15, "each team of several warps has a named barrier");
+  static constexpr int kMaxValues = 3;  // that one reduction may combine
+
+  int team;  // of the block's
+  int rank;  // of this thread in its team
+  int turn = 0;
+
+  __device__ __forceinline__ Team()
+      : team(thread_index() / RowThreads), rank(thread_index() % RowThreads) {}
+
+  // Bytes at the start of dynamic shared memory that reductions of T use.
+  template <typename T>
+  __host__ __device__ static constexpr int scratch_bytes() {
+    return kWarps == 1
+               ? 0
+               : (2 * kTeams * kWarps * kMaxValues * static_cast<int>(sizeof(T)) + 15) / 16 * 16;
+  }
+
+  __device__ __forceinline__ void barrier() const {
+    if constexpr (kTeams == 1) {
+      block_barrier();
+    } else {
+      named_barrier(team + 1, RowThreads);
+    }
+  }
+
+  // Every thread of the team gets the combination of all threads' values.
+  template <typename Operation, int Count, typename T>
+  __device__ __forceinline__ void reduce(T (&values)[Count]) {
+    static_assert(Count <= kMaxValues, "more values than the scratch has room for");
+    butterfly<Operation, (RowThreads < 32 ? RowThreads : 32)>(values);
+    if constexpr (kWarps > 1) {
+      // Two halves of the scratch take turns: a thread can be at most one reduction ahead of the
+      // slowest, so one barrier a reduction is enough.
+      T* slots =
+          static_cast<T*>(dynamic_shared_memory()) + (turn * kTeams + team) * kWarps * kMaxValues;
+      turn ^= 1;
+      const int lane = rank % 32;
+      if (lane == 0) {
+#pragma unroll
+        for (int i = 0; i < Count; ++i) slots[rank / 32 * kMaxValues + i] = values[i];
+      }
+      barrier();
+      constexpr int kLanes = power_of_two_above(kWarps);
+      const int warp = lane % kLanes;
+#pragma unroll
+      for (int i = 0; i < Count; ++i) {
+        values[i] = warp < kWarps ? slots[warp * kMaxValues + i] : T(0);
+      }
+      butterfly<Operation, kLanes>(values);
+    }
+  }
+
+  // Whether any thread of the team, or of a team that shares its warp, says so; `condition` is the
+  // same in all threads of a team.
+  __device__ __forceinline__ bool any(bool condition) const {
+    return RowThreads < 32 ? any_in_warp(condition) : condition;
+  }
+
+ private:
+  __host__ __device__ static constexpr int power_of_two_above(int n) {
+    int power = 1;
+    while (power < n) power *= 2;
+    return power;
+  }
+
+  template <typename Operation, int Lanes, int Count, typename T>
+  __device__ __forceinline__ void butterfly(T (&values)[Count]) const {
+#pragma unroll
+    for (int distance = Lanes / 2; distance > 0; distance /= 2) {
+#pragma unroll
+      for (int i = 0; i < Count; ++i) {
+        values[i] = Operation::combine(values[i], shuffle_xor(values[i], distance));
+      }
+    }
+  }
+};

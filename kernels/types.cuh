@@ -1,0 +1,59 @@
+// Element types, and their conversions to and from the compute type (float, or double for double).
+#pragma once
+
+#include "device.cuh"
+
+struct float16 {
+  unsigned short bits;
+};
+struct bfloat16 {
+  unsigned short bits;
+};
+struct None {};  // an operand that is absent
+
+template <typename A, typename B>
+constexpr bool kSame = false;
+template <typename A>
+constexpr bool kSame<A, A> = true;
+
+template <typename T>
+constexpr bool kPresent = !kSame<T, None>;
+
+template <typename X>
+struct ComputeOf {
+  using type = float;
+};
+template <>
+struct ComputeOf<double> {
+  using type = double;
+};
+// What rows of X are computed, and their statistics stored, in.
+template <typename X>
+using Compute = typename ComputeOf<X>::type;
+
+template <typename To, typename From>
+__device__ __forceinline__ To convert(From value) {
+  if constexpr (kSame<From, float16>) {
+    return static_cast<To>(float16_bits_to_float(value.bits));
+  } else if constexpr (kSame<From, bfloat16>) {
+    return static_cast<To>(float_from_bits(static_cast<unsigned>(value.bits) << 16));
+  } else if constexpr (kSame<To, float16>) {
+    if constexpr (kSame<From, double>) return float16{double_to_float16_bits(value)};
+    if constexpr (kSame<From, float>) return float16{float_to_float16_bits(value)};
+  } else if constexpr (kSame<To, bfloat16>) {
+    if constexpr (kSame<From, double>) return bfloat16{double_to_bfloat16_bits(value)};
+    if constexpr (kSame<From, float>) return bfloat16{float_to_bfloat16_bits(value)};
+  } else {
+    return static_cast<To>(value);
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ T absolute(T value) {
+  return value < T(0) ? -value : value;
+}
+// The larger one; b where a is NaN.
+template <typename T>
+__device__ __forceinline__ T larger(T a, T b) {
+  return a > b ? a : b;
+}

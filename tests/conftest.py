@@ -1,0 +1,35 @@
+"""The gpu marker and the Hypothesis profiles."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from hypothesis import settings
+
+from cupynorm._environment import gpu_name, gpu_problem
+
+settings.register_profile("dev", deadline=None, max_examples=50, print_blob=True)
+settings.register_profile("ci", settings.get_profile("dev"), max_examples=100, derandomize=True)
+settings.load_profile("ci" if os.environ.get("CI") else "dev")
+
+
+def pytest_configure() -> None:
+    problem = gpu_problem()
+    if problem and os.environ.get("CUPYNORM_REQUIRE_GPU", "0") != "0":
+        raise pytest.UsageError(f"CUPYNORM_REQUIRE_GPU is set, but there is no GPU: {problem}")
+
+
+def pytest_report_header() -> str:
+    problem = gpu_problem()
+    return f"gpu: none, {problem}" if problem else f"gpu: {gpu_name()}"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    problem = gpu_problem()
+    if problem is None:
+        return
+    skip = pytest.mark.skip(reason=f"needs a CUDA GPU: {problem}")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)

@@ -1,0 +1,115 @@
+"""NVRTC compiles every configuration for every supported architecture, with no GPU present.
+
+A configuration that spills, or takes more registers than its launch bounds allow, fails here.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from cupynorm._config import backward_config, forward_config, pack_length
+from cupynorm._jit import (
+    OPTIONS,
+    Instantiation,
+    backward_instantiations,
+    forward_instantiation,
+    source,
+)
+from cupynorm._spec import BackwardSpec, ForwardSpec
+
+pytest.importorskip("cupy", reason="needs CuPy for NVRTC", exc_type=ImportError)
+from cupy.cuda import nvrtc
+
+ARCHITECTURES = ("75", "80", "86", "89", "90", "100", "120")
+
+# What CuPy adds to the options of every compilation.
+CUPY_OPTIONS = ("-ftz=true", "--device-as-default-execution-space")
+
+# One width for each regime and number of packs a thread holds, in packs: sub-warp, warp, several
+# teams in a block, one team of the most threads, streaming. The last three are what fills the
+# registers; row_threads alone changes the addresses, not what a thread holds.
+PACKS = (8, 32, 96, 128, 1024, 2048, 8192)
+
+
+def usual(x: str) -> tuple[str, ...]:
+    """Weight, bias, y and dy as most callers have them."""
+    return ("float32", "float32", x, x)
+
+
+def widest(x: str) -> tuple[str, ...]:
+    """Weight, bias, y and dy that take the most registers."""
+    return ("float64", "float64", "float64", "float64")
+
+
+def instantiations() -> list[Instantiation]:
+    kernels: dict[Instantiation, None] = {}
+    for norm, x, operands, packs in itertools.product(
+        ("rms_norm", "layer_norm"),
+        ("float64", "float32", "float16", "bfloat16"),
+        (usual, widest),
+        PACKS,
+    ):
+        weight, bias, y, dy = operands(x)
+        forward = ForwardSpec(norm, x, weight, bias, y, True, True)
+        backward = BackwardSpec(norm, x, dy, weight, bias, True)
+        length = pack_length(x)
+        for vector in (1, length):
+            n = packs * length
+            kernels[forward_instantiation(forward, forward_config(forward, n, vector))] = None
+            config = backward_config(backward, n, vector)
+            kernels |= dict.fromkeys(backward_instantiations(backward, config))
+    for norm, x in itertools.product(("rms_norm", "layer_norm"), ("float32", "bfloat16")):
+        bare = ForwardSpec(norm, x, None, None, x, False, False)
+        kernels[forward_instantiation(bare, forward_config(bare, 4096, pack_length(x)))] = None
+        for bias in (None, "float32"):
+            spec = BackwardSpec(norm, x, x, None, bias, False)
+            config = backward_config(spec, 4096, pack_length(x))
+            kernels |= dict.fromkeys(backward_instantiations(spec, config))
+    return list(kernels)
+
+
+def compile_log(kernel: Instantiation, architecture: str) -> str:
+    program = nvrtc.createProgram(source(kernel.file), kernel.file, (), ())
+    try:
+        nvrtc.addNameExpression(program, kernel.expression)
+        options = (*OPTIONS, *CUPY_OPTIONS, f"-arch=sm_{architecture}", "--ptxas-options=-v")
+        try:
+            nvrtc.compileProgram(program, options)
+        except nvrtc.NVRTCError as error:
+            raise AssertionError(
+                f"{kernel.expression}: {error}\n{nvrtc.getProgramLog(program)}"
+            ) from error
+        assert nvrtc.getLoweredName(program, kernel.expression)
+        return str(nvrtc.getProgramLog(program))
+    finally:
+        nvrtc.destroyProgram(program)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_configuration_compiles_without_a_spill(architecture: str) -> None:
+    try:
+        nvrtc.getVersion()
+    except (RuntimeError, OSError) as error:
+        pytest.skip(f"needs NVRTC: {error}")
+    kernels = instantiations()
+    with ThreadPoolExecutor() as pool:  # NVRTC runs without the interpreter's lock
+        logs = list(pool.map(lambda kernel: compile_log(kernel, architecture), kernels))
+    problems = []
+    for kernel, log in zip(kernels, logs, strict=True):
+        registers = int(re.search(r"Used (\d+) registers", log)[1])
+        spilled = [int(n) for n in re.findall(r"(\d+) bytes spill", log)]
+        assert spilled, f"no report of spills in {log!r}"
+        local = int(re.search(r"(\d+) bytes stack frame", log)[1])
+        # Registers are handed to a warp in eights.
+        if any(spilled) or local or -(-registers // 8) * 8 * kernel.block_threads > 65536:
+            problems.append(f"{kernel.expression}: {registers} registers, spills {spilled}")
+    assert not problems, "\n".join(problems)
+
+
+def test_the_source_is_self_contained() -> None:
+    for kernel in instantiations():
+        assert "#include" not in source(kernel.file)

@@ -1,0 +1,30 @@
+"""Every notebook in examples/ runs from its first cell to its last."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+NOTEBOOKS = sorted((Path(__file__).parent.parent / "examples").glob("*.ipynb"))
+
+
+@pytest.fixture(params=NOTEBOOKS, ids=lambda path: path.stem)
+def notebook(request: pytest.FixtureRequest) -> nbformat.NotebookNode:
+    return nbformat.read(request.param, as_version=4)
+
+
+def test_there_are_notebooks() -> None:
+    assert NOTEBOOKS
+
+
+def test_notebook_runs(notebook: nbformat.NotebookNode) -> None:
+    NotebookClient(notebook, timeout=300, kernel_name="python3").execute()
+
+
+def test_notebook_is_stored_without_outputs(notebook: nbformat.NotebookNode) -> None:
+    for cell in notebook.cells:
+        assert not cell.get("outputs")
+        assert cell.get("execution_count") is None

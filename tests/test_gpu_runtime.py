@@ -1,0 +1,448 @@
+"""What a launch promises besides values: bits, memory, streams, graphs, devices, compilations."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from device import poison, to_cupy, to_numpy
+from strategies import DTYPES, make_values
+
+import cupynorm
+from cupynorm import _jit, testing
+
+pytestmark = pytest.mark.gpu
+
+NORMS = ("rms_norm", "layer_norm")
+
+
+def run(norm: str, x: Any, weight: Any, dy: Any, **options: Any) -> tuple[Any, Any]:
+    """Return forward and backward results on the GPU, of arrays already there."""
+    forward = getattr(cupynorm, f"{norm}_forward")(x, weight, **options)
+    statistics = (forward.rstd,) if norm == "rms_norm" else (forward.mean, forward.rstd)
+    return forward, getattr(cupynorm, f"{norm}_backward")(
+        dy, x, weight, *statistics, bias=True, **options
+    )
+
+
+def assert_same_bits(a: Any, b: Any) -> None:
+    a, b = to_numpy(a), to_numpy(b)
+    assert a.dtype == b.dtype
+    np.testing.assert_array_equal(a.view(f"u{a.itemsize}"), b.view(f"u{b.itemsize}"))
+
+
+# ---- bits ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [5, 64, 768, 769, 2048, 4096, 8192, 12288, 40000])
+@pytest.mark.parametrize("name", ["float32", "bfloat16"])
+@pytest.mark.parametrize("norm", NORMS)
+def test_a_row_has_the_same_bits_in_any_batch_and_at_any_alignment(
+    norm: str, name: str, n: int
+) -> None:
+    import cupy
+
+    rows = to_cupy(make_values("mean_1e2", (4096, n), DTYPES[name], 1))
+    dy = to_cupy(make_values("normal", (4096, n), DTYPES[name], 2))
+    weight = to_cupy(make_values("normal", (n,), np.float32, 3))
+    forward, backward = run(norm, rows, weight, dy)
+    batches = [(slice(100, 101), 1), (slice(100, 107), 7)]
+    for where, m in batches:
+        part, gradient = run(norm, rows[where], weight, dy[where])
+        assert_same_bits(part.y, forward.y[where])
+        assert_same_bits(part.rstd, forward.rstd[where])
+        assert_same_bits(gradient.dx, backward.dx[where])
+        # The same rows, one element further on in memory: narrower accesses, equal bits.
+        word = f"u{rows.itemsize}"
+        base = cupy.empty((2, m * n + 1), word)
+        shifted = [row[1:].reshape(m, n) for row in base]
+        shifted[0][...], shifted[1][...] = rows[where].view(word), dy[where].view(word)
+        moved = [array.view(rows.dtype) for array in shifted]
+        part, gradient = run(norm, moved[0], weight, moved[1])
+        assert_same_bits(part.y, forward.y[where])
+        assert_same_bits(gradient.dx, backward.dx[where])
+
+
+@pytest.mark.parametrize("n", [64, 1024, 8192, 40000])
+@pytest.mark.parametrize("norm", NORMS)
+def test_ten_runs_give_the_same_bits(norm: str, n: int) -> None:
+    x = to_cupy(make_values("normal", (3001, n), DTYPES["bfloat16"], 1))
+    dy = to_cupy(make_values("normal", (3001, n), DTYPES["bfloat16"], 2))
+    weight = to_cupy(make_values("normal", (n,), np.float32, 3))
+    _, first = run(norm, x, weight, dy)
+    for _ in range(9):
+        poison()
+        _, again = run(norm, x, weight, dy)
+        for field in ("dx", "dweight", "dbias"):
+            assert_same_bits(getattr(again, field), getattr(first, field))
+
+
+def test_inference_and_training_give_the_same_y() -> None:
+    x = to_cupy(make_values("normal", (33, 3000), DTYPES["float16"], 1))
+    assert_same_bits(cupynorm.layer_norm(x), cupynorm.layer_norm_forward(x).y)
+
+
+# ---- memory --------------------------------------------------------------------------------------
+
+
+def test_more_than_2_to_the_31_elements() -> None:
+    import cupy
+
+    m, n = 70_000, 32_768  # 2.3e9 elements, 4.6 GB
+    rows = make_values("normal", (7, n), DTYPES["bfloat16"], 1)
+    word = cupy.asarray(rows.view(np.uint16))
+    x = cupy.empty((m, n), np.uint16)
+    for i in range(7):
+        x[i::7] = word[i]
+    x = x.view(rows.dtype)
+    weight = to_cupy(make_values("normal", (n,), np.float32, 2))
+    for norm in NORMS:
+        forward, backward = run(norm, x, weight, x)
+        small, small_backward = run(norm, x[:7], weight, x[:7])
+        for start in (0, (2**31 // n // 7) * 7, m // 7 * 7 - 7):
+            assert_same_bits(forward.y[start : start + 7], small.y)
+            assert_same_bits(backward.dx[start : start + 7], small_backward.dx)
+        host = to_numpy(small)
+        testing.check_forward(
+            norm, host, rows, to_numpy(weight), eps=1e-6 if norm == "rms_norm" else 1e-5
+        )
+        expected = to_numpy(small_backward.dbias).astype(np.float64) * (m // 7)
+        np.testing.assert_allclose(to_numpy(backward.dbias), expected, rtol=1e-4, atol=1)
+        del forward, backward
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_outputs_in_place(norm: str) -> None:
+    for n in (768, 769, 40000):
+        x = to_cupy(make_values("normal", (37, n), DTYPES["float32"], 1))
+        dy = to_cupy(make_values("normal", (37, n), DTYPES["float32"], 2))
+        weight = to_cupy(make_values("normal", (n,), np.float32, 3))
+        forward, backward = run(norm, x, weight, dy)
+        same = x.copy()
+        assert getattr(cupynorm, norm)(same, weight, out=same) is same
+        assert_same_bits(same, forward.y)
+        statistics = (forward.rstd,) if norm == "rms_norm" else (forward.mean, forward.rstd)
+        over = dy.copy()
+        in_place = getattr(cupynorm, f"{norm}_backward")(
+            over, x, weight, *statistics, bias=True, dx=over
+        )
+        assert in_place.dx is over
+        assert_same_bits(over, backward.dx)
+        assert_same_bits(in_place.dweight, backward.dweight)
+
+
+def test_a_slice_of_a_packed_qkv_is_neither_copied_nor_overrun() -> None:
+    import cupy
+
+    qkv = cupy.full((4, 128, 3 * 1024 + 8), 7.0, np.float32)
+    values = make_values("normal", (4, 128, 1024), DTYPES["float32"], 1)
+    q = qkv[..., 8 : 8 + 1024]
+    q[...] = cupy.asarray(values)
+    expected = cupynorm.rms_norm(cupy.ascontiguousarray(q))
+    pool = cupy.get_default_memory_pool()
+    target = cupy.empty_like(expected)
+    cupynorm.rms_norm(q, out=target)
+    before = pool.used_bytes()
+    cupynorm.rms_norm(q, out=target)
+    assert pool.used_bytes() == before
+    assert_same_bits(target, expected)
+    cupynorm.rms_norm(q, out=q)
+    assert_same_bits(cupy.ascontiguousarray(q), expected)
+    assert bool((qkv[..., :8] == 7).all())
+    assert bool((qkv[..., 8 + 1024 :] == 7).all())
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_no_rows(norm: str) -> None:
+    import cupy
+
+    x = cupy.empty((0, 4, 768), np.float16)
+    weight = cupy.ones(768, np.float32)
+    poison()
+    forward, backward = run(norm, x, weight, x)
+    assert forward.y.shape == backward.dx.shape == (0, 4, 768)
+    assert forward.rstd.shape == (0, 4)
+    assert not to_numpy(backward.dweight).any()
+    assert not to_numpy(backward.dbias).any()
+
+
+# ---- streams, graphs, threads, processes, devices ------------------------------------------------
+
+
+def test_launches_follow_the_current_stream() -> None:
+    import cupy
+
+    x = to_cupy(make_values("normal", (4096, 4096), DTYPES["float32"], 1))
+    expected = cupynorm.rms_norm(x)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    with stream:
+        late = cupy.zeros_like(x)
+        for _ in range(50):  # keeps the stream busy while the host runs ahead
+            late += 1
+        late[...] = x
+        y = cupynorm.rms_norm(late)
+    stream.synchronize()
+    assert_same_bits(y, expected)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_a_warm_call_is_captured_into_a_graph(norm: str) -> None:
+    import cupy
+
+    for n in (1024, 40000):
+        x = to_cupy(make_values("normal", (64, n), DTYPES["float32"], 1))
+        dy = to_cupy(make_values("normal", (64, n), DTYPES["float32"], 2))
+        weight = to_cupy(make_values("normal", (n,), np.float32, 3))
+        stream = cupy.cuda.Stream(non_blocking=True)
+        with stream:
+            run(norm, x, weight, dy)
+            stream.synchronize()
+            stream.begin_capture()
+            forward, backward = run(norm, x, weight, dy)
+            graph = stream.end_capture()
+        cupy.cuda.Device().synchronize()
+        fresh = to_cupy(make_values("normal", (64, n), DTYPES["float32"], 4))
+        x[...] = fresh
+        poison()  # a replay must not depend on scratch that the pool has given away
+        cupy.cuda.Device().synchronize()
+        with stream:
+            graph.launch(stream)
+        stream.synchronize()
+        expected, gradient = run(norm, fresh, weight, dy)
+        assert_same_bits(forward.y, expected.y)
+        assert_same_bits(backward.dx, gradient.dx)
+        assert_same_bits(backward.dweight, gradient.dweight)
+
+
+def test_a_cold_call_in_a_capture_says_what_to_do() -> None:
+    import cupy
+
+    x = cupy.ones((4, 1237), np.float32)  # a width no other test uses
+    cupynorm.rms_norm(x)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        out = cupy.empty((4, 1237), np.float32)
+        stream.begin_capture()
+        try:
+            with pytest.raises(RuntimeError, match=r"warmup.*before the capture"):
+                cupynorm.layer_norm(x, bias=x[0], out=out)
+            cupynorm.rms_norm(x, out=out)  # the capture itself is still good
+        finally:
+            graph = stream.end_capture()
+        graph.launch(stream)
+    stream.synchronize()
+    assert_same_bits(out, cupynorm.rms_norm(x))
+
+
+def test_concurrent_threads_compile_a_kernel_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    import cupy
+
+    built = []
+    raw_module = cupy.RawModule
+
+    def counted(**arguments: Any) -> Any:
+        built.append(arguments["name_expressions"])
+        time.sleep(0.05)
+        return raw_module(**arguments)
+
+    monkeypatch.setattr(cupy, "RawModule", counted)
+    x = cupy.ones((4, 1301), np.float16)
+    barrier, results = threading.Barrier(8), []
+
+    def call() -> None:
+        barrier.wait()
+        results.append(cupynorm.layer_norm(x, zero_centered=False))
+
+    threads = [threading.Thread(target=call) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 8
+    assert len(built) == 1
+
+
+COUNT_COMPILATIONS = """
+import cupy
+from cupy.cuda import compiler
+
+compiled = []
+original = compiler._compile_using_nvrtc_no_warning
+
+def counted(source, *arguments, **options):
+    compiled.append(source)
+    return original(source, *arguments, **options)
+
+compiler._compile_using_nvrtc_no_warning = counted
+import cupynorm
+
+x = cupy.ones((8, 1024), cupy.float32)
+forward = cupynorm.layer_norm_forward(x, x[0], x[0])
+cupynorm.layer_norm_backward(x, x, x[0], forward.mean, forward.rstd)
+print(sum("norm_forward" in s or "norm_backward" in s or "reduce_partials" in s for s in compiled))
+"""
+
+
+def test_a_second_process_compiles_nothing(tmp_path: Path) -> None:
+    environment = os.environ | {"CUPY_CACHE_DIR": str(tmp_path)}
+    counts = [
+        int(
+            subprocess.run(
+                [sys.executable, "-c", COUNT_COMPILATIONS],
+                env=environment,
+                capture_output=True,
+                text=True,
+                check=True,
+            ).stdout
+        )
+        for _ in range(2)
+    ]
+    assert counts == [3, 0]
+
+
+def test_warmup_leaves_nothing_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    import cupy
+
+    cupynorm.warmup("layer_norm", [1409], "bfloat16", "float32", "float32")
+    monkeypatch.setattr(_jit, "_functions", dict(_jit._functions))
+    monkeypatch.setattr(cupy, "RawModule", None)  # calling it would fail
+    x = to_cupy(make_values("normal", (5, 1409), DTYPES["bfloat16"], 1))
+    weight = cupy.ones(1409, np.float32)
+    cupynorm.layer_norm(x, weight, weight)
+    run_bias = cupynorm.layer_norm_forward(x, weight, weight)
+    cupynorm.layer_norm_backward(x, x, weight, run_bias.mean, run_bias.rstd, bias=weight)
+    assert cupynorm.supports("layer_norm", 1409, "bfloat16", "float32") is None
+
+
+def test_a_tensor_on_another_device() -> None:
+    import cupy
+
+    if cupy.cuda.runtime.getDeviceCount() < 2:
+        pytest.skip("needs two GPUs")
+    values = make_values("normal", (37, 1000), DTYPES["float32"], 1)
+    with cupy.cuda.Device(1):
+        x = cupy.asarray(values)
+        weight = cupy.ones(1000, np.float32)
+    with cupy.cuda.Device(0):
+        here = cupy.ones(1000, np.float32)
+        forward, backward = run("layer_norm", x, weight, x)
+        assert cupy.cuda.runtime.getDevice() == 0
+        assert forward.y.device.id == backward.dweight.device.id == 1
+        with pytest.raises(ValueError, match="weight must be on x's device"):
+            cupynorm.rms_norm(x, here)
+    testing.check_forward(
+        "layer_norm", to_numpy(forward), values, np.ones(1000, np.float32), eps=1e-5
+    )
+
+
+# ---- other frameworks ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_torch_tensors_come_and_go_by_dlpack(name: str) -> None:
+    torch = pytest.importorskip("torch")
+    dtype = getattr(torch, name)
+    x = torch.randn(64, 1024, device="cuda", dtype=torch.float32).to(dtype)
+    weight = torch.randn(1024, device="cuda")
+    forward = cupynorm.layer_norm_forward(x, weight)
+    assert isinstance(forward.y, torch.Tensor)
+    assert forward.y.dtype == dtype
+    assert forward.y.device == x.device
+    gradient = cupynorm.layer_norm_backward(x, x, weight, forward.mean, forward.rstd)
+    assert gradient.dx.dtype == dtype
+    assert gradient.dweight.dtype == torch.float32
+
+    def host(tensor: Any) -> Any:
+        wide = tensor.double().cpu().numpy()
+        return (
+            wide.astype(ml_dtypes.bfloat16)
+            if tensor.dtype == torch.bfloat16
+            else (wide.astype(str(tensor.dtype).removeprefix("torch.")))
+        )
+
+    x_host, weight_host = host(x), host(weight)
+    result = cupynorm.NormForward(host(forward.y), host(forward.mean), host(forward.rstd))
+    testing.check_forward("layer_norm", result, x_host, weight_host, eps=1e-5)
+    testing.check_backward(
+        "layer_norm",
+        cupynorm.NormBackward(*map(host, gradient)),
+        x_host,
+        x_host,
+        weight_host,
+        result.mean,
+        result.rstd,
+        bias=True,
+    )
+    out = torch.empty_like(x)
+    assert cupynorm.layer_norm(x, weight, out=out) is out
+    torch.cuda.synchronize()
+    assert torch.equal(out, forward.y)
+
+
+def test_torch_streams_are_ordered_both_ways() -> None:
+    torch = pytest.importorskip("torch")
+    source = torch.randn(8192, 4096, device="cuda")
+    weight = torch.ones(4096, device="cuda")
+    expected = 2 * cupynorm.rms_norm(source, weight)
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    for _ in range(5):
+        with torch.cuda.stream(stream):
+            late = torch.zeros_like(source)
+            for _ in range(30):
+                late = late + 1
+            late = source.clone()
+            y = 2 * cupynorm.rms_norm(late, weight)  # read at once, on torch's side stream
+        stream.synchronize()
+        assert torch.equal(y, expected)
+
+
+@pytest.mark.parametrize("name", ["float32", "float16", "bfloat16"])
+def test_jax_arrays_come_and_go_by_dlpack(name: str) -> None:
+    jax = pytest.importorskip("jax")
+    if jax.default_backend() != "gpu":
+        pytest.skip("needs JAX with a GPU")
+    x = jax.random.normal(jax.random.PRNGKey(0), (64, 1024)).astype(name)
+    weight = jax.random.normal(jax.random.PRNGKey(1), (1024,))
+    forward = cupynorm.rms_norm_forward(x, weight)
+    assert isinstance(forward.y, jax.Array)
+    assert forward.y.dtype == x.dtype
+    assert forward.y.devices() == x.devices()
+    gradient = cupynorm.rms_norm_backward(x, x, weight, forward.rstd)
+    x_host, weight_host = np.asarray(x), np.asarray(weight)
+    result = cupynorm.NormForward(np.asarray(forward.y), None, np.asarray(forward.rstd))
+    testing.check_forward("rms_norm", result, x_host, weight_host, eps=1e-6)
+    testing.check_backward(
+        "rms_norm",
+        cupynorm.NormBackward(np.asarray(gradient.dx), np.asarray(gradient.dweight)),
+        x_host,
+        x_host,
+        weight_host,
+        None,
+        result.rstd,
+        bias=False,
+    )
+    with pytest.raises(TypeError, match="immutable"):
+        cupynorm.rms_norm(x, out=x)
+
+
+def test_mixed_frameworks_and_devices_are_refused() -> None:
+    torch = pytest.importorskip("torch")
+    import cupy
+
+    x = cupy.ones((4, 8), np.float32)
+    with pytest.raises(TypeError, match="weight must be a CuPy array"):
+        cupynorm.rms_norm(x, np.ones(8, np.float32))
+    with pytest.raises(TypeError, match="weight must be a CuPy array"):
+        cupynorm.rms_norm(x, torch.ones(8, device="cuda"))
+    with pytest.raises(ValueError, match="weight must be on x's device, cuda:0; got cpu"):
+        cupynorm.rms_norm(torch.ones(4, 8, device="cuda"), torch.ones(8))

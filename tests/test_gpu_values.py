@@ -1,0 +1,302 @@
+"""Every value that the kernels write, against the float64 oracle."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from device import poison, to_cupy, to_numpy
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from strategies import DTYPES, Problem, make_values, problems
+
+import cupynorm
+from cupynorm import testing
+
+pytestmark = pytest.mark.gpu
+
+EPS = {"rms_norm": 1e-6, "layer_norm": 1e-5}
+NORMS = ("rms_norm", "layer_norm")
+
+# The worst ratio of error to bound of each norm, x and weight dtype and field, for the report.
+worst: dict[tuple[str, ...], float] = {}
+
+
+def record(key: tuple[str, ...], ratios: dict[str, float]) -> None:
+    for field, ratio in ratios.items():
+        worst[(*key, field)] = max(ratio, worst.get((*key, field), 0.0))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def report(request: pytest.FixtureRequest) -> Any:
+    yield
+    reporter = request.config.pluginmanager.get_plugin("terminalreporter")
+    for key, ratio in sorted(worst.items()):
+        reporter.write_line(f"error/bound {' '.join(key)}: {ratio:.3f}")
+
+
+def check(
+    norm: str,
+    x: np.ndarray,
+    weight: np.ndarray | None = None,
+    bias: np.ndarray | None = None,
+    *,
+    dy: np.ndarray | None = None,
+    key: tuple[str, ...] = (),
+    wants_dbias: Any = None,
+    out_dtype: Any = None,
+    eps: float | None = None,
+    **options: Any,
+) -> None:
+    """Run inference, forward and backward on the GPU, and check every field of each."""
+    eps = EPS[norm] if eps is None else eps
+    dy = make_values("normal", x.shape, x.dtype, 99) if dy is None else dy
+    gpu = {"x": x, "dy": dy, "weight": weight, "bias": bias}
+    check_arrays(
+        norm,
+        gpu,
+        {n: to_cupy(a) for n, a in gpu.items()},
+        wants_dbias,
+        eps,
+        out_dtype,
+        key,
+        options,
+    )
+
+
+def check_arrays(
+    norm: str,
+    host: dict[str, Any],
+    gpu: dict[str, Any],
+    wants_dbias: Any,
+    eps: float,
+    out_dtype: Any,
+    key: tuple[str, ...],
+    options: dict[str, Any],
+) -> None:
+    poison()
+    x, weight, bias, dy = (host[name] for name in ("x", "weight", "bias", "dy"))
+    infer = getattr(cupynorm, norm)
+    y = infer(gpu["x"], gpu["weight"], gpu["bias"], eps=eps, out_dtype=out_dtype, **options)
+    checks = {"eps": eps, "out_dtype": out_dtype, **options}
+    testing.check_forward(norm, to_numpy(y), x, weight, bias, **checks)
+
+    forward = getattr(cupynorm, f"{norm}_forward")(
+        gpu["x"], gpu["weight"], gpu["bias"], eps=eps, out_dtype=out_dtype, **options
+    )
+    result = to_numpy(forward)
+    record((norm, *key), testing.check_forward(norm, result, x, weight, bias, **checks))
+
+    statistics = (forward.rstd,) if norm == "rms_norm" else (forward.mean, forward.rstd)
+    wanted = wants_dbias if bias is None else gpu["bias"]
+    backward = getattr(cupynorm, f"{norm}_backward")(
+        gpu["dy"],
+        gpu["x"],
+        gpu["weight"],
+        *statistics,
+        bias=bool(wanted) if bias is None else wanted,
+        **options,
+    )
+    ratios = testing.check_backward(
+        norm,
+        to_numpy(backward),
+        dy,
+        x,
+        weight,
+        result.mean,
+        result.rstd,
+        bias=bool(wanted) if bias is None else bias,
+        **options,
+    )
+    record((norm, *key), ratios)
+
+
+@settings(max_examples=400, suppress_health_check=list(HealthCheck))
+@given(problem=problems())
+def test_any_problem(problem: Problem) -> None:
+    host = {name: getattr(problem, name) for name in ("x", "dy", "weight", "bias")}
+    import cupy
+
+    check_arrays(
+        problem.norm,
+        host,
+        problem.on(cupy),
+        problem.wants_dbias,
+        problem.eps,
+        problem.out_dtype,
+        ("any",),
+        problem.options,
+    )
+
+
+@pytest.mark.parametrize("weight", DTYPES)
+@pytest.mark.parametrize("x", DTYPES)
+@pytest.mark.parametrize("norm", NORMS)
+def test_every_pair_of_x_and_weight(norm: str, x: str, weight: str) -> None:
+    for n in (512, 1000, 4096):
+        check(
+            norm,
+            make_values("normal", (67, n), DTYPES[x], 1),
+            make_values("normal", (n,), DTYPES[weight], 2),
+            make_values("normal", (n,), DTYPES[weight], 3),
+            key=(x, weight),
+        )
+
+
+# Every threshold of the configuration, in elements of 16-bit, 32-bit and 64-bit rows, and one to
+# each side: teams of 1 to 32 threads, several packs a thread, several teams a block, whole blocks,
+# streaming.
+LONG = (
+    1535,
+    1536,
+    2047,
+    3072,
+    4095,
+    4097,
+    5120,
+    6144,
+    8191,
+    8192,
+    8193,
+    10240,
+    12288,
+    12289,
+    16384,
+    16385,
+    24576,
+    32768,
+    50257,
+    65536,
+    131072,
+)
+
+
+@pytest.mark.parametrize("n", LONG)
+@pytest.mark.parametrize("norm", NORMS)
+def test_long_rows(norm: str, n: int) -> None:
+    for name in ("bfloat16", "float32", "float64", "float16"):
+        dtype = DTYPES[name]
+        check(
+            norm,
+            make_values("normal", (5, n), dtype, n),
+            make_values("normal", (n,), np.float32, n + 1),
+            make_values("normal", (n,), np.float32, n + 2),
+            zero_centered=n % 2 == 0,
+        )
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_two_axes_of_512_make_one_row_of_262144(norm: str) -> None:
+    x = make_values("normal", (6, 512, 512), DTYPES["bfloat16"], 5)
+    weight = make_values("normal", (512, 512), DTYPES["bfloat16"], 6)
+    check(norm, x, weight, wants_dbias=True)
+    check(norm, x.astype(np.float32), weight, out_dtype=DTYPES["bfloat16"], wants_dbias=False)
+
+
+@pytest.mark.parametrize("n", [768, 8192, 40000])
+@pytest.mark.parametrize(
+    "regime",
+    [
+        "mean_1e2",
+        "mean_1e4",
+        "mean_1e6",
+        "extreme",
+        "minute",
+        "huge",
+        "tiny",
+        "mixed_rows",
+        "mixed_elements",
+        "zero_rows",
+        "constant_rows",
+        "nonfinite",
+    ],
+)
+@pytest.mark.parametrize("norm", NORMS)
+def test_every_regime(norm: str, regime: str, n: int) -> None:
+    for name, dtype in DTYPES.items():
+        check(
+            norm,
+            make_values(regime, (9, n), dtype, 11),
+            make_values("normal", (n,), np.float32, 12),
+            None,
+            wants_dbias=True,
+            key=(regime, name),
+        )
+
+
+@pytest.mark.parametrize("eps", [0.0, 1e-30, 1e-38])
+def test_rms_norm_in_range_by_rescue_with_a_small_eps(eps: float) -> None:
+    for scale in (1e-30, 1e-22, 1e25, 1e37):
+        x = (make_values("normal", (4, 1024), np.float32, 3) * np.float32(scale)).astype(np.float32)
+        check("rms_norm", x, eps=eps, wants_dbias=False)
+
+
+def test_constant_rows_at_the_end_of_the_range() -> None:
+    x = np.full((3, 1024), 1e38, np.float32)
+    x[1] = 1.0
+    result = to_numpy(cupynorm.layer_norm_forward(to_cupy(x)))
+    np.testing.assert_array_equal(result.y, np.zeros_like(x))
+    np.testing.assert_allclose(result.rstd, 1 / np.sqrt(1e-5), rtol=1e-6)
+    np.testing.assert_allclose(result.mean, x[:, 0], rtol=1e-6)
+
+
+def test_layer_norm_at_mean_1e6_is_right_to_1e_6() -> None:
+    x = (1e6 + np.random.default_rng(0).standard_normal((64, 4096))).astype(np.float32)
+    y = to_numpy(cupynorm.layer_norm(to_cupy(x))).astype(np.float64)
+    exact = cupynorm.reference.forward_float64(
+        "layer_norm", x, None, None, k=1, eps=1e-5, zero_centered=False
+    ).y
+    error = np.linalg.norm(y - exact) / np.linalg.norm(exact)
+    print(f"float32 LayerNorm at mean 1e6: relative error {error:.2e}")
+    assert error <= 1e-6
+
+
+def test_rms_norm_at_1e25_is_right_to_1e_6() -> None:
+    x = (1e25 * np.random.default_rng(0).standard_normal((64, 4096))).astype(np.float32)
+    y = to_numpy(cupynorm.rms_norm(to_cupy(x))).astype(np.float64)
+    exact = cupynorm.reference.forward_float64(
+        "rms_norm", x, None, None, k=1, eps=1e-6, zero_centered=False
+    ).y
+    error = np.linalg.norm(y - exact) / np.linalg.norm(exact)
+    print(f"float32 RMSNorm at 1e25: relative error {error:.2e}")
+    assert error <= 1e-6
+
+
+@pytest.mark.parametrize("m", [70_001, 1_000_003])
+@pytest.mark.parametrize("norm", NORMS)
+def test_many_short_rows(norm: str, m: int) -> None:
+    for n, name in ((64, "bfloat16"), (5, "float32")):
+        check(
+            norm,
+            make_values("normal", (m, n), DTYPES[name], 21),
+            make_values("normal", (n,), np.float32, 22),
+            wants_dbias=True,
+            key=("tall", name),
+        )
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_the_gradient_of_a_mean_rounds_the_same_way_in_every_row(norm: str) -> None:
+    for n, m in ((1024, 40_000), (8192, 33_000), (20_000, 9_000)):
+        x = make_values("normal", (m, n), DTYPES["bfloat16"], 31)
+        dy = np.broadcast_to(np.full(1, 0.1, np.float32), (m, n))
+        import cupy
+
+        gpu_dy = cupy.broadcast_to(cupy.full(1, 0.1, np.float32), (m, n))
+        weight = make_values("normal", (n,), np.float32, 32)
+        host = {"x": x, "dy": dy, "weight": weight, "bias": None}
+        gpu = {"x": to_cupy(x), "dy": gpu_dy, "weight": to_cupy(weight), "bias": None}
+        check_arrays(norm, host, gpu, True, EPS[norm], None, ("constant dy",), {})
+
+
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
+@given(seed=st.integers(0, 2**32 - 1), n=st.integers(1, 70_000), name=st.sampled_from(list(DTYPES)))
+def test_any_width(seed: int, n: int, name: str) -> None:
+    norm = NORMS[seed % 2]
+    check(
+        norm,
+        make_values("normal", (3, n), DTYPES[name], seed),
+        make_values("normal", (n,), DTYPES[name], seed + 1),
+        wants_dbias=True,
+    )

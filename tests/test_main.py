@@ -1,0 +1,92 @@
+"""``python -m cupynorm``: its report, its verdicts and its exit code."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import cupynorm
+from cupynorm import __main__ as report
+from cupynorm import _environment
+
+
+def run_report(**environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "cupynorm"],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""
+    return done.stdout
+
+
+def right_passes(printed: str) -> list[list[str]]:
+    """Return norm, direction, shape and dtypes of the passes that the table calls right."""
+    return [line.split()[:5] for line in printed.splitlines() if " right " in line]
+
+
+def expected_passes(problems: tuple[report.Problem, ...]) -> list[list[str]]:
+    return [
+        [norm, direction, f"{rows}x{cols}", str(dtype), str(weight_dtype)]
+        for rows, cols, dtype, weight_dtype in problems
+        for norm in ("rms_norm", "layer_norm")
+        for direction in ("forward", "backward")
+    ]
+
+
+def test_without_gpu_says_so_and_every_pass_is_right() -> None:
+    printed = run_report(CUDA_VISIBLE_DEVICES="")
+    assert printed.startswith(f"cupynorm {cupynorm.__version__}\n")
+    assert "No GPU can be used" in printed
+    assert "on the CPU" in printed
+    assert right_passes(printed) == expected_passes(report.CPU_PROBLEMS)
+
+
+@pytest.mark.gpu
+def test_on_gpu_every_pass_is_right() -> None:
+    printed = run_report()
+    assert f"GPU           {_environment.gpu_name()}" in printed
+    assert "on the CPU" not in printed
+    assert right_passes(printed) == expected_passes(report.GPU_PROBLEMS)
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "gpu_problem", lambda: "a test hides it")
+    monkeypatch.setattr(report, "CPU_PROBLEMS", report.CPU_PROBLEMS[:1])
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("wrong", [np.nan, 0.1])
+def test_a_wrong_result_is_named_and_fails(
+    wrong: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    honest = cupynorm.rms_norm_backward
+
+    def one_value_off(*args, **kwargs):
+        gradients = honest(*args, **kwargs)
+        gradients.dweight[3] += wrong
+        return gradients
+
+    monkeypatch.setattr(cupynorm, "rms_norm_backward", one_value_off)
+    assert report.main([]) == 1
+    printed = capsys.readouterr().out
+    (line,) = [line for line in printed.splitlines() if "WRONG " in line]
+    assert line.startswith("rms_norm   backward")
+    assert "dweight[3]" in line
+    assert "1 of 4 results" in printed
+
+
+def test_kernel_cache_that_cannot_be_written_is_reported(tmp_path, monkeypatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    assert "NOT writable" in _environment._kernel_cache()
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "new" / "cache"))
+    assert "NOT writable" not in _environment._kernel_cache()

@@ -1,0 +1,32 @@
+"""Every Python block of the README runs by itself."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+BLOCKS = list(re.finditer(r"^```python\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL))
+
+
+def case(block: re.Match[str]) -> object:
+    (library,) = re.findall(r"^import (numpy|cupy|torch|jax)\b", block[1], flags=re.MULTILINE)
+    marks = [pytest.mark.gpu] if library == "cupy" else []
+    # Empty lines before it make a traceback name the README's own lines.
+    source = "\n" * README.count("\n", 0, block.start(1)) + block[1]
+    return pytest.param(library, source, id=library, marks=marks)
+
+
+CASES = [case(block) for block in BLOCKS]
+
+
+def test_readme_has_a_block_for_each_kind_of_array() -> None:
+    assert {case.values[0] for case in CASES} == {"numpy", "cupy", "torch", "jax"}
+
+
+@pytest.mark.parametrize(("library", "source"), CASES)
+def test_block_runs(library: str, source: str) -> None:
+    pytest.importorskip(library)
+    exec(compile(source, "README.md", "exec"), {})
