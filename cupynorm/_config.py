@@ -148,8 +148,8 @@ def backward_config(
         available = REGISTERS_PER_MULTIPROCESSOR // (-(-threads // 128) * 128)
         return registers <= min(255, available // 8 * 8)
 
-    # The fewest packs a thread can hold, from one in the rows of a warp, two in longer ones; decided
-    # for the worst alignment, so that a row's bits do not depend on it.
+    # The fewest packs that fit, from one in the rows of a warp and two in longer ones; decided for
+    # the worst alignment, so that a row's bits do not depend on it.
     for packs_per_thread in range(min(2, -(-packs // 32)), 5):
         row_threads = _team(packs, packs_per_thread)
         block_threads = _block(row_threads, 256)
@@ -157,8 +157,8 @@ def backward_config(
             break
     else:
         return StreamingBackward(row_threads=512, column_threads=256, vector=vector)
-    # Most threads first, then the most kept in registers. Addresses of single elements leave too few
-    # to prefetch.
+    # Most threads first, then the most kept in registers; with the addresses of single elements
+    # there is no room to prefetch.
     threads, hold_weight, prefetch = next(
         (threads, hold, prefetch)
         for threads in (512, 256)
