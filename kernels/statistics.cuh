@@ -82,6 +82,7 @@ __device__ __forceinline__ Scale<T> scale_in_range(T variance, T eps) {
 // taken as that of a hypotenuse.
 template <typename T>
 __device__ __forceinline__ Scale<T> scale_in_unit(T variance, T eps, T unit) {
+  if (variance != variance) return {variance, variance};
   const T deviation = square_root(variance);
   const T root = square_root(eps) / unit;
   const T longer = larger(deviation, root), shorter = deviation > root ? root : deviation;

@@ -33,3 +33,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+# Tests that compare values leave the worst ratio of error to bound as user properties of this name:
+# they travel from the workers of pytest-xdist too.
+ERROR_OVER_BOUND = "error/bound"
+
+_worst: dict[str, float] = {}
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.when == "teardown":
+        for name, value in report.user_properties:
+            if name == ERROR_OVER_BOUND:
+                key, ratio = value
+                _worst[key] = max(ratio, _worst.get(key, 0.0))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if _worst:
+        terminalreporter.section("largest error over bound")
+    for key, ratio in sorted(_worst.items()):
+        terminalreporter.write_line(f"{ratio:6.3f}  {key}")

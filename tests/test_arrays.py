@@ -1,0 +1,391 @@
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from strategies import DTYPES, Problem, make_values, problems
+
+import cupynorm
+from cupynorm import _arrays
+from cupynorm._arrays import family_of, row_stride
+from cupynorm.reference import Array, Norm
+
+# ---- row_stride ----------------------------------------------------------------------------------
+
+
+def addresses(shape: tuple[int, ...], strides: tuple[int, ...], k: int) -> Array:
+    """Return the bytes from the first element to each element, a line for each row."""
+    indices = np.indices(shape).reshape(len(shape), -1)
+    row = int(np.prod(shape[len(shape) - k :]))
+    return (np.array(strides) @ indices).reshape(-1, row)
+
+
+def assert_row_stride(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> None:
+    for k in range(1, len(shape) + 1):
+        actual = addresses(shape, strides, k)
+        rows, columns = np.indices(actual.shape)
+        stride = row_stride(shape, strides, itemsize, k)
+        if stride is not None:
+            np.testing.assert_array_equal(actual, (rows * stride + columns) * itemsize)
+            continue
+        # The only stride there could be is the distance of the first two rows.
+        between = actual[1, 0] if len(actual) > 1 else 0
+        as_if = rows * between + columns * itemsize
+        assert between % itemsize or not np.array_equal(actual, as_if)
+
+
+@st.composite
+def views(draw: st.DrawFn) -> Array:
+    """Draw a view as slicing, reversing, transposing, reshaping and broadcasting make it."""
+    word = draw(st.sampled_from(["u2", "u4", "u8"]))
+    array = np.zeros(draw(st.lists(st.integers(1, 4), min_size=1, max_size=4)), word)
+    for step in draw(st.lists(st.sampled_from(["slice", "transpose", "expand"]), max_size=3)):
+        if step == "slice":
+            steps = st.sampled_from([1, 1, 1, 2, -1])
+            starts = st.integers(0, 1)
+            array = array[tuple(slice(draw(starts), None, draw(steps)) for _ in array.shape)]
+        elif step == "transpose":
+            array = array.transpose(draw(st.permutations(range(array.ndim))))
+        else:
+            axis = draw(st.integers(0, array.ndim))
+            array = np.expand_dims(array, axis)
+            shape = list(array.shape)
+            shape[axis] = draw(st.integers(1, 3))
+            array = np.broadcast_to(array, shape)
+    assume(array.size)
+    return array
+
+
+@given(views())
+@settings(max_examples=200)
+def test_row_stride_of_views(array: Array) -> None:
+    assert_row_stride(array.shape, array.strides, array.itemsize)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 3), st.integers(-9, 9)), min_size=1, max_size=4),
+    st.sampled_from([1, 2, 3, 6]),
+)
+@settings(max_examples=200)
+def test_row_stride_of_any_strides(axes: list[tuple[int, int]], unit: int) -> None:
+    """Bytes that are no whole number of elements, as in a field of a structured array."""
+    shape, strides = (tuple(values) for values in zip(*axes, strict=True))
+    assert_row_stride(shape, tuple(unit * s for s in strides), 2)
+    assert_row_stride((*shape, 3), (*(unit * s for s in strides), 2), 2)
+
+
+@given(
+    shape=st.lists(st.integers(1, 4), min_size=1, max_size=5).map(tuple),
+    gap=st.integers(-3, 9),
+    data=st.data(),
+)
+def test_row_stride_is_found_where_rows_are_equally_far(
+    shape: tuple[int, ...], gap: int, data: st.DataObject
+) -> None:
+    k = data.draw(st.integers(1, len(shape)))
+    leading = shape[: len(shape) - k]
+    n = int(np.prod(shape[len(shape) - k :]))
+    strides, step = [], 1
+    for axis in reversed(range(len(shape))):
+        if axis == len(shape) - k - 1:
+            step += gap
+        # NumPy, torch and CuPy each put another stride where an axis has one element.
+        strides.append(data.draw(st.integers(-99, 99)) if shape[axis] == 1 else step)
+        step *= shape[axis]
+    strides = [4 * s for s in reversed(strides)]
+    found = row_stride(shape, strides, 4, k)
+    assert found == n + gap or (int(np.prod(leading)) == 1 and found is not None)
+
+
+# ---- arrays of each framework --------------------------------------------------------------------
+
+FRAMEWORKS = ("numpy", "torch", "jax")
+each_framework = pytest.mark.parametrize("framework", FRAMEWORKS)
+each_dtype = pytest.mark.parametrize("dtype", DTYPES)
+
+
+@pytest.fixture(autouse=True)
+def _float64_in_jax(request: pytest.FixtureRequest) -> Any:
+    """Without it, JAX has no float64."""
+    if "jax" in request.node.name:
+        jax = pytest.importorskip("jax")
+        with jax.enable_x64(True):
+            yield
+    else:
+        yield
+
+
+def convert(framework: str, array: Array | None) -> Any:
+    """Return the array in another framework; torch keeps its strides."""
+    if framework == "numpy" or array is None:
+        return array
+    if framework == "jax":
+        return pytest.importorskip("jax.numpy").asarray(array)
+    torch = pytest.importorskip("torch")
+    if array.dtype != DTYPES["bfloat16"]:
+        return torch.from_numpy(array)
+    return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+
+
+def type_of(framework: str) -> type:
+    if framework == "numpy":
+        return np.ndarray
+    module = pytest.importorskip(framework)
+    return module.Tensor if framework == "torch" else module.Array
+
+
+def dtype_of(array: Any) -> str:
+    return str(array.dtype).removeprefix("torch.")
+
+
+def address_of(array: Any) -> int:
+    if isinstance(array, np.ndarray):
+        return array.ctypes.data
+    return array.data_ptr() if hasattr(array, "data_ptr") else array.unsafe_buffer_pointer()
+
+
+def to_numpy(array: Any) -> Array:
+    if dtype_of(array) == "bfloat16" and not isinstance(array, np.ndarray):
+        if hasattr(array, "data_ptr"):
+            torch = pytest.importorskip("torch")
+            return array.view(torch.int16).numpy().view(DTYPES["bfloat16"])
+    return np.asarray(array)
+
+
+def assert_same_bits(actual: Array, expected: Array) -> None:
+    assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
+    assert actual.tobytes() == expected.tobytes()
+
+
+@each_framework
+@each_dtype
+def test_taking_an_array_copies_nothing(framework: str, dtype: str) -> None:
+    values = make_values("normal", (3, 5), dtype, seed=0)
+    theirs = convert(framework, values)
+    taken = family_of("x", theirs).take("x", theirs)
+    assert type(taken) is np.ndarray
+    assert_same_bits(taken, values)
+    assert address_of(taken) == address_of(theirs)
+    if framework == "numpy":
+        assert taken is theirs
+
+
+VIEWS = {
+    "columns": lambda x: x[:, 2:7],
+    "every second column": lambda x: x[:, ::2],
+    "transposed": lambda x: x.T,
+    "odd offset": lambda x: x[1:, 1:],
+    "three axes": lambda x: x.reshape(2, 3, 8)[:, :, :4],
+    "one row for all": lambda x: x[:1, :],
+    "no rows": lambda x: x[:0],
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@each_dtype
+def test_a_torch_view_keeps_its_strides(dtype: str, view: str) -> None:
+    values = make_values("normal", (6, 8), dtype, seed=0)
+    theirs = VIEWS[view](convert("torch", values))
+    if view == "one row for all":
+        theirs = theirs.expand(6, 8)
+    taken = family_of("x", theirs).take("x", theirs, output=True)
+    if theirs.numel():
+        assert address_of(taken) == theirs.data_ptr()
+        assert taken.strides == tuple(taken.itemsize * s for s in theirs.stride())
+    assert_same_bits(taken.copy(), to_numpy(theirs.contiguous()))
+
+
+@each_framework
+@each_dtype
+@pytest.mark.parametrize("shape", [(3, 5), (5,), (), (0, 5)])
+def test_results_are_given_in_the_framework(
+    framework: str, dtype: str, shape: tuple[int, ...]
+) -> None:
+    anything = convert(framework, np.zeros(1, np.float32))
+    family = family_of("x", anything)
+    values = make_values("normal", (*shape, 1), dtype, seed=0)[..., 0]
+    given = family.give(values)
+    assert isinstance(given, type_of(framework))
+    assert dtype_of(given) == dtype
+    assert_same_bits(to_numpy(given), values)
+    if values.size and framework != "jax":  # XLA copies what is not aligned to 64 bytes
+        assert address_of(given) == address_of(values)
+
+
+@each_framework
+@pytest.mark.parametrize("norm", ["rms_norm", "layer_norm"])
+@settings(max_examples=20)
+@given(data=st.data())
+def test_a_framework_computes_the_same_bits(
+    framework: str, norm: Norm, data: st.DataObject
+) -> None:
+    problem: Problem = data.draw(problems(norms=(norm,)))
+    arrays = {name: getattr(problem, name) for name in ("dy", "x", "weight", "bias")}
+    theirs = {name: convert(framework, array) for name, array in arrays.items()}
+    results = []
+    for dy, x, weight, bias in (arrays.values(), theirs.values()):
+        options: dict[str, Any] = {"axis": problem.axis, "zero_centered": problem.zero_centered}
+        more = {"eps": problem.eps, "out_dtype": problem.out_dtype} | options
+        forward = getattr(cupynorm, f"{norm}_forward")(x, weight, bias, **more)
+        y = getattr(cupynorm, norm)(x, weight, bias, **more)
+        wanted = problem.wants_dbias if bias is None else bias
+        statistics = [s for s in (forward.mean, forward.rstd) if s is not None]
+        backward = getattr(cupynorm, f"{norm}_backward")(
+            dy, x, weight, *statistics, bias=wanted, **options
+        )
+        results.append((*forward, y, *backward))
+    for expected, actual in zip(*results, strict=True):
+        assert (expected is None) == (actual is None)
+        if expected is not None:
+            assert isinstance(actual, type_of(framework))
+            assert_same_bits(to_numpy(actual), expected)
+
+
+def test_a_result_of_jax_has_the_dtype_that_was_asked_for() -> None:
+    jax = pytest.importorskip("jax")
+    # The fixture turned float64 on; by default JAX has it off.
+    with jax.enable_x64(False):
+        x = jax.numpy.ones((2, 4), "float32")
+        try:
+            y = cupynorm.rms_norm(x, out_dtype="float64")
+        except (TypeError, ValueError) as error:
+            assert "float64" in str(error)  # noqa: PT017 - either is right, but not a float32
+        else:
+            assert y.dtype == np.float64
+
+
+# ---- outputs and gradients in torch --------------------------------------------------------------
+
+
+@each_dtype
+@pytest.mark.parametrize("norm", ["rms_norm", "layer_norm"])
+def test_torch_outputs_are_written_in_place_and_returned(norm: str, dtype: str) -> None:
+    torch = pytest.importorskip("torch")
+    values = make_values("normal", (2, 3, 5), dtype, seed=0)
+    x, weight = convert("torch", values), convert("torch", values[0, 0])
+    # A slice of a wider tensor, whose other columns must stay.
+    wide = torch.full((2, 3, 9), 7.0, dtype=x.dtype)
+    out = wide[..., 2:7]
+    before = out.data_ptr()
+    forward = getattr(cupynorm, f"{norm}_forward")(x, weight, out=out)
+    expected = getattr(cupynorm, norm)(x, weight)
+    assert forward.y is out
+    assert out.data_ptr() == before
+    assert torch.equal(out, expected)
+    assert torch.all(wide[..., :2] == 7)
+    assert torch.all(wide[..., 7:] == 7)
+    assert getattr(cupynorm, norm)(x, weight, out=out) is out
+
+    statistics = [s for s in (forward.mean, forward.rstd) if s is not None]
+    backward = getattr(cupynorm, f"{norm}_backward")
+    dy = torch.ones_like(x)
+    expected = backward(dy, x, weight, *statistics).dx
+    assert backward(dy, x, weight, *statistics, dx=dy).dx is dy
+    assert torch.equal(dy, expected)
+
+
+def test_a_torch_out_may_have_another_dtype() -> None:
+    torch = pytest.importorskip("torch")
+    x = torch.arange(12.0).reshape(3, 4)
+    out = torch.empty(3, 4, dtype=torch.bfloat16)
+    assert cupynorm.rms_norm(x, out=out) is out
+    assert torch.equal(out, cupynorm.rms_norm(x, out_dtype=torch.bfloat16))
+
+
+@each_dtype
+@pytest.mark.parametrize("name", ["x", "weight", "bias", "out"])
+def test_a_tensor_that_requires_grad_is_refused(name: str, dtype: str) -> None:
+    """Its gradient would be lost without a word."""
+    torch = pytest.importorskip("torch")
+    shapes = {"x": (3, 4), "weight": (4,), "bias": (4,), "out": (3, 4)}
+    arrays = {n: torch.ones(shape, dtype=getattr(torch, dtype)) for n, shape in shapes.items()}
+    arrays[name].requires_grad_()
+    with pytest.raises((TypeError, ValueError, BufferError), match=r"requires? grad|detach"):
+        cupynorm.layer_norm(**arrays)
+
+
+# ---- families ------------------------------------------------------------------------------------
+
+
+def test_a_subclass_belongs_to_its_framework() -> None:
+    torch = pytest.importorskip("torch")
+    x = torch.ones(2, 4)
+
+    class Own(torch.Tensor):
+        pass
+
+    for subclass in (torch.nn.Parameter(x, requires_grad=False), x.as_subclass(Own)):
+        assert torch.equal(cupynorm.rms_norm(x, subclass[0]), x)
+        assert torch.equal(cupynorm.rms_norm(subclass, x[0]), x)
+    memory = np.ones((2, 4), np.float32).view(np.memmap)
+    assert cupynorm.rms_norm(memory, np.ones(4, np.float32)).shape == (2, 4)
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int32", "complex64", "bool"])
+def test_a_tensor_of_another_dtype_is_a_type_error(dtype: str) -> None:
+    torch = pytest.importorskip("torch")
+    with pytest.raises(TypeError, match=r"x.* must be .*float64, float32, float16 or bfloat16"):
+        cupynorm.rms_norm(torch.ones(2, 4).to(getattr(torch, dtype)))
+
+
+@pytest.mark.parametrize("where", ["meta", "sparse"])
+def test_a_tensor_without_memory_is_named(where: str) -> None:
+    torch = pytest.importorskip("torch")
+    x = torch.ones(2, 4)
+    x = x.to("meta") if where == "meta" else x.to_sparse()
+    with pytest.raises((TypeError, ValueError), match="x must"):
+        cupynorm.rms_norm(x)
+
+
+def test_a_traced_array_is_a_type_error() -> None:
+    jax = pytest.importorskip("jax")
+    with pytest.raises(TypeError, match="x must be .*Tracer"):
+        jax.jit(cupynorm.rms_norm)(jax.numpy.ones((2, 4)))
+
+
+def foreign_array(monkeypatch: pytest.MonkeyPatch, device_type: int) -> Any:
+    """Return an array of a framework that is made up, on a device of a DLPack type."""
+
+    class Foreign:
+        dtype = "float32"
+
+        def __dlpack__(self, **options: Any) -> None:
+            raise AssertionError("must not be exported")
+
+        def __dlpack_device__(self) -> tuple[int, int]:
+            return device_type, 3
+
+    Foreign.__module__ = "foreign.arrays"
+    framework = ModuleType("foreign")
+    framework.from_dlpack = None  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "foreign", framework)
+    monkeypatch.setattr(_arrays, "_families", {})
+    return Foreign()
+
+
+def test_other_devices_are_a_type_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    array = foreign_array(monkeypatch, 10)
+    with pytest.raises(TypeError, match="x must be on the CPU or on a CUDA GPU.*type 10"):
+        cupynorm.rms_norm(array)
+
+
+@pytest.mark.parametrize("device_type", [2, 13])
+def test_a_gpu_array_without_cupy_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, device_type: int
+) -> None:
+    array = foreign_array(monkeypatch, device_type)
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(ImportError, match=r"x is on GPU 3.*cupynorm\[cuda12\].*cupynorm\[cuda13\]"):
+        cupynorm.rms_norm(array)
+
+
+def test_a_framework_without_from_dlpack_is_a_type_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    array = foreign_array(monkeypatch, 1)
+    monkeypatch.delattr(sys.modules["foreign"], "from_dlpack")
+    with pytest.raises(TypeError, match=r"x must be .*got foreign\."):
+        cupynorm.rms_norm(array)

@@ -1,0 +1,545 @@
+"""Every wrong argument, its error, and proof that nothing was written; then what must be accepted.
+
+The tables name an argument by its parameter, and are applied to every public function that has it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import cupynorm
+from cupynorm import _ahead, _checks
+
+FORWARD = (
+    cupynorm.rms_norm,
+    cupynorm.layer_norm,
+    cupynorm.rms_norm_forward,
+    cupynorm.layer_norm_forward,
+)
+BACKWARD = (cupynorm.rms_norm_backward, cupynorm.layer_norm_backward)
+every_function = pytest.mark.parametrize("function", FORWARD + BACKWARD, ids=lambda f: f.__name__)
+
+SHAPE = (2, 3, 4)
+ARRAYS = ("dy", "x", "weight", "bias", "mean", "rstd", "out", "dx")
+
+
+def parameters(function: Callable[..., Any]) -> tuple[str, ...]:
+    return tuple(inspect.signature(function).parameters)
+
+
+def correct(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return a correct call's arrays; outputs hold a value that no result has."""
+    rng = np.random.default_rng(0)
+    shapes = {"weight": SHAPE[-1:], "bias": SHAPE[-1:], "mean": SHAPE[:-1], "rstd": SHAPE[:-1]}
+    arrays = {name: rng.random(shapes.get(name, SHAPE), np.float32) for name in ARRAYS}
+    arrays["out"][...] = arrays["dx"][...] = 777
+    return {name: arrays[name] for name in parameters(function) if name in arrays}
+
+
+def zeros(*shape: int, dtype: Any = "float32") -> np.ndarray:
+    return np.zeros(shape, dtype)
+
+
+def read_only(*shape: int) -> np.ndarray:
+    array = zeros(*shape)
+    array.flags.writeable = False
+    return array
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """Changes to a correct call, the error they make, and words that its message must hold."""
+
+    changes: dict[str, Any]
+    error: type[Exception]
+    words: tuple[str, ...]
+
+    def __str__(self) -> str:
+        shown = (
+            f"{name}:{value.dtype.str}{list(value.shape)}"
+            if isinstance(value, np.ndarray)
+            else f"{name}={value!r}"
+            for name, value in self.changes.items()
+        )
+        return ",".join(shown)[:80]
+
+
+def wrong(error: type[Exception], *words: str, **changes: Any) -> Wrong:
+    return Wrong(changes, error, words)
+
+
+ALL_DTYPES = ("float64", "float32", "float16", "bfloat16")
+
+WRONG = [
+    # not an array
+    wrong(TypeError, "x must be", "array", "list", x=[1.0, 2.0]),
+    wrong(TypeError, "x must be", "array", "NoneType", x=None),
+    wrong(TypeError, "x must be", "array", "float", x=1.0),
+    wrong(TypeError, "x must be", "array", "numpy.float32", x=np.float32(1)),
+    wrong(TypeError, "x must be", "array", "str", x="x"),
+    *(
+        wrong(TypeError, f"{name} must be", "NumPy array", "list", **{name: [1.0, 2.0]})
+        for name in ARRAYS
+        if name != "x"
+    ),
+    *(
+        wrong(TypeError, f"{name} must be", "NumPy array", "float", **{name: 1.0})
+        for name in ARRAYS
+        if name != "x"
+    ),
+    *(
+        wrong(TypeError, f"{name} must be", "NumPy array", "NoneType", **{name: None})
+        for name in ("dy", "mean", "rstd")
+    ),
+    # dtypes
+    *(
+        wrong(TypeError, name, *ALL_DTYPES, dtype, **{name: zeros(*shape, dtype=dtype)})
+        for name, shape in {"x": SHAPE, "dy": SHAPE, "weight": (4,), "bias": (4,)}.items()
+        for dtype in ("int32", "bool", "complex64", ">f4", "float8_e4m3fn")
+    ),
+    wrong(TypeError, "out.dtype", *ALL_DTYPES, "int64", out=zeros(*SHAPE, dtype="int64")),
+    wrong(TypeError, "out.dtype", *ALL_DTYPES, ">f8", out=zeros(*SHAPE, dtype=">f8")),
+    wrong(TypeError, "out", "float16", "float32", out=zeros(*SHAPE), out_dtype="float16"),
+    wrong(TypeError, "dx", "float32", "float64", dx=zeros(*SHAPE, dtype="float64")),
+    wrong(TypeError, "dx", "float32", ">f4", dx=zeros(*SHAPE, dtype=">f4")),
+    wrong(TypeError, "mean", "float32", "float64", mean=zeros(2, 3, dtype="float64")),
+    wrong(TypeError, "rstd", "float32", "float16", rstd=zeros(2, 3, dtype="float16")),
+    *(
+        wrong(TypeError, "out_dtype", *ALL_DTYPES, str(dtype), out_dtype=dtype)
+        for dtype in ("int32", np.int8, int, "float8_e4m3fn", ">f4", "half a float", 1.5, [1])
+    ),
+    # shapes
+    wrong(ValueError, "x must have at least one axis", x=zeros(), weight=None, bias=None, out=None),
+    wrong(ValueError, "x must have at least one axis", x=zeros(), weight=None, bias=True, dx=None),
+    *(wrong(ValueError, "axis", "0 axes", x=zeros(), axis=axis) for axis in (0, -1)),
+    wrong(ValueError, "x must have at least one element", "(3, 0)", x=zeros(3, 0)),
+    wrong(ValueError, "x must have at least one element", "(3, 0)", x=zeros(3, 0), axis=-1),
+    wrong(
+        ValueError, "x must have at least one element", "(3, 0, 4)", x=zeros(3, 0, 4), axis=(-2, -1)
+    ),
+    wrong(ValueError, "weight", "(4,)", "(3,)", weight=zeros(3)),
+    wrong(ValueError, "weight", "(3, 4)", "(4, 3)", weight=zeros(4, 3), bias=zeros(3, 4)),
+    wrong(ValueError, "weight", "(2, 3, 4)", "(1, 1, 4)", "axis=", weight=zeros(1, 1, 4)),
+    wrong(ValueError, "weight", "1 to 3 axes", "4", weight=zeros(1, 2, 3, 4)),
+    wrong(ValueError, "weight", "1 to 3 axes", "0", weight=zeros()),
+    wrong(ValueError, "weight", "broadcast", "(2, 3, 4)", "(3,)", weight=zeros(3), axis=-1),
+    wrong(ValueError, "weight", "broadcast", "(5, 4)", weight=zeros(5, 4), axis=-1),
+    wrong(ValueError, "weight", "broadcast", "(1, 1, 1, 4)", weight=zeros(1, 1, 1, 4), axis=-1),
+    wrong(ValueError, "bias", "(4,)", "(3,)", bias=zeros(3)),
+    wrong(ValueError, "bias", "(4,)", "(3, 4)", bias=zeros(3, 4)),
+    wrong(ValueError, "bias", "1 to 3 axes", "0", weight=None, bias=zeros()),
+    wrong(ValueError, "bias", "broadcast", "(2,)", bias=zeros(2), axis=-1),
+    *(
+        wrong(ValueError, name, str(SHAPE), "(2, 4, 3)", **{name: zeros(2, 4, 3)})
+        for name in ("dy", "out", "dx")
+    ),
+    *(
+        # What NumPy would broadcast is wrong as well.
+        wrong(ValueError, name, str(SHAPE), "(3, 4)", **{name: zeros(3, 4)})
+        for name in ("dy", "out", "dx")
+    ),
+    *(
+        wrong(ValueError, name, "(2, 3)", str(shape), **{name: zeros(*shape)})
+        for name in ("mean", "rstd")
+        for shape in [(2,), (2, 3, 1), (3, 2), ()]
+    ),
+    wrong(ValueError, "(2,)", "(2, 3)", axis=(-2, -1), weight=None, bias=True, rstd=zeros(2, 3)),
+    # broadcasting weights
+    *(
+        Wrong(
+            {"weight": None} | {name: zeros(*shape), "axis": axis},
+            NotImplementedError,
+            (name, str(shape), "broadcasting weights are not supported yet"),
+        )
+        for name in ("weight", "bias")
+        for shape, axis in [
+            ((3, 4), -1),
+            ((2, 1, 4), -1),
+            ((2, 3, 4), -1),
+            ((1,), -1),
+            ((), -1),
+            ((3, 1), -1),
+            ((1, 4), (-2, -1)),
+        ]
+    ),
+    # axis
+    *(wrong(TypeError, "axis must be", repr(a), axis=a) for a in (-1.0, (-1.0,), "-1", {-1})),
+    *(wrong(TypeError, "axis must be", repr(a), axis=a) for a in (True, (True,), (1, True))),
+    *(
+        wrong(ValueError, "axis must name trailing axes", repr(axis), "3 axes", axis=axis)
+        for axis in (0, 1, (0, 1), (0, 2), (-1, -1), (-1, 2), (), [], 3, -4, (-4, -3, -2, -1))
+    ),
+    # options
+    *(
+        wrong(ValueError, "eps must be", repr(eps), eps=eps)
+        for eps in (-1e-6, float("nan"), float("inf"), -float("inf"), "1e-6", None, 1j, [1e-6])
+    ),
+    wrong(ValueError, "eps must be", eps=10**400),
+    wrong(ValueError, "zero_centered", "weight", "True", zero_centered=True, weight=None),
+    # bias of the backward functions
+    wrong(TypeError, "bias must be", "NoneType", dy=zeros(*SHAPE), bias=None),
+    wrong(TypeError, "bias must be", "int", dy=zeros(*SHAPE), bias=1),
+    # outputs
+    wrong(ValueError, "out must be writable", "read-only", out=read_only(*SHAPE)),
+    wrong(ValueError, "dx must be writable", "read-only", dx=read_only(*SHAPE)),
+    wrong(ValueError, "out must be writable", out=np.broadcast_to(zeros(4), SHAPE)),
+]
+
+
+@pytest.mark.parametrize(
+    ("function", "case"),
+    [
+        pytest.param(function, case, id=f"{function.__name__}-{case}")
+        for case in WRONG
+        for function in FORWARD + BACKWARD
+        if set(case.changes) <= set(parameters(function))
+    ],
+)
+def test_a_wrong_argument_is_named_and_nothing_is_written(
+    function: Callable[..., Any], case: Wrong
+) -> None:
+    arguments = correct(function) | case.changes
+    before = {n: a.tobytes() for n, a in arguments.items() if isinstance(a, np.ndarray)}
+    with pytest.raises(case.error) as raised:
+        function(**arguments)
+    for word in case.words:
+        assert word in str(raised.value)
+    assert before == {n: arguments[n].tobytes() for n in before}
+
+
+@every_function
+def test_the_table_starts_from_a_correct_call(function: Callable[..., Any]) -> None:
+    arguments = correct(function)
+    function(**arguments)
+    output = arguments.get("out", arguments.get("dx"))
+    assert not np.any(output == 777)
+
+
+def test_every_argument_is_in_the_table() -> None:
+    named = {name for case in WRONG for name in case.changes}
+    assert named == {name for function in FORWARD + BACKWARD for name in parameters(function)}
+
+
+# ---- frameworks ----------------------------------------------------------------------------------
+
+
+def convert(framework: str, array: np.ndarray) -> Any:
+    if framework == "numpy":
+        return array
+    module = pytest.importorskip({"torch": "torch", "jax": "jax.numpy"}[framework])
+    return module.asarray(array)
+
+
+LABELS = {"numpy": "NumPy array", "torch": "torch array", "jax": "jax array"}
+TYPES = {"numpy": "numpy.ndarray", "torch": "torch.Tensor", "jax": "jaxlib.ArrayImpl"}
+
+
+@every_function
+@pytest.mark.parametrize(
+    ("framework", "other"),
+    [(a, b) for a in LABELS for b in LABELS if a != b],
+)
+def test_frameworks_do_not_mix(function: Callable[..., Any], framework: str, other: str) -> None:
+    arguments = correct(function)
+    unwritten = {name: a.copy() for name, a in arguments.items()}
+    theirs = {name: convert(framework, a) for name, a in arguments.items()}
+    if framework == "jax":
+        theirs = {name: a for name, a in theirs.items() if name not in ("out", "dx")}
+    for name in theirs:
+        if name == "x":
+            continue
+        mixed = theirs | {name: convert(other, arguments[name])}
+        with pytest.raises(TypeError) as raised:
+            function(**mixed)
+        message = str(raised.value)
+        assert message.startswith(f"{name} must be a {LABELS[framework]}")
+        assert TYPES[other] in message
+    for name, array in unwritten.items():
+        np.testing.assert_array_equal(arguments[name], array)
+
+
+@every_function
+def test_jax_arrays_are_no_outputs(function: Callable[..., Any]) -> None:
+    pytest.importorskip("jax")
+    arguments = {name: convert("jax", a) for name, a in correct(function).items()}
+    name = "out" if "out" in arguments else "dx"
+    with pytest.raises(TypeError, match=f"{name} must be None for JAX arrays.*immutable"):
+        function(**arguments)
+    assert np.all(np.asarray(arguments[name]) == 777)
+
+
+# ---- outputs on a GPU: contiguous rows, one stride apart -----------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "k"),
+    [
+        ((3, 4), (16, 4), 1),
+        ((3, 4), (20, 4), 1),
+        ((3, 4), (-16, 4), 1),
+        ((2, 3, 4), (48, 16, 4), 2),
+        ((2, 3, 4), (60, 20, 4), 1),
+        ((1, 4), (0, 4), 1),
+        ((0, 4), (16, 8), 1),
+    ],
+)
+def test_an_output_of_separate_rows_is_writable(
+    shape: tuple[int, ...], strides: tuple[int, ...], k: int
+) -> None:
+    _checks._check_writable("out", gpu_array(shape, strides), k)
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "k"),
+    [
+        ((3, 4), (4, 12), 1),  # transposed
+        ((3, 4), (32, 8), 1),  # every second column
+        ((3, 4), (0, 4), 1),  # one row for all
+        ((3, 4), (12, 4), 1),  # overlapping
+        ((3, 4), (-12, 4), 1),
+        ((3, 4), (18, 4), 1),  # not a whole number of elements
+        ((2, 3, 4), (72, 20, 4), 1),  # two strides
+        ((2, 3, 4), (60, 20, 4), 2),
+    ],
+)
+def test_an_output_of_other_rows_is_not(
+    shape: tuple[int, ...], strides: tuple[int, ...], k: int
+) -> None:
+    with pytest.raises(ValueError, match="out must hold contiguous rows") as raised:
+        _checks._check_writable("out", gpu_array(shape, strides), k)
+    assert str(strides) in str(raised.value)
+
+
+def gpu_array(shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
+    """Stand in for a CuPy float32 array."""
+    size = int(np.prod(shape))
+    return SimpleNamespace(shape=shape, strides=strides, itemsize=4, ndim=len(shape), size=size)
+
+
+# ---- warmup and supports -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"norm": "rms"}, ValueError, ("norm must be", "rms_norm", "layer_norm", "'rms'")),
+        ({"norm": None}, ValueError, ("norm must be", "None")),
+        ({"n": 0}, ValueError, ("n must be at least 1", "0")),
+        ({"n": [4, -1]}, ValueError, ("n must be at least 1", "-1")),
+        ({"n": [4, 4.0]}, TypeError, ("n must be an int", "4.0")),
+        ({"n": "4"}, TypeError, ("n must be an int", "'4'")),
+        ({"n": 4.0}, TypeError, ("n must be an int", "4.0")),
+        ({"n": None}, TypeError, ("n must be an int", "None")),
+        ({"x_dtype": None}, TypeError, ("x_dtype", *ALL_DTYPES, "None")),
+        *(
+            ({name: dtype}, TypeError, (name, *ALL_DTYPES, str(dtype)))
+            for name in ("x_dtype", "weight_dtype", "bias_dtype", "dy_dtype", "out_dtype")
+            for dtype in ("int8", ">f4", np.int32, "nonsense")
+        ),
+        ({"zero_centered": True}, ValueError, ("zero_centered", "weight")),
+    ],
+    ids=str,
+)
+def test_supports_says_what_warmup_raises(
+    changes: dict[str, Any], error: type[Exception], words: tuple[str, ...]
+) -> None:
+    arguments = {"norm": "layer_norm", "n": 4, "x_dtype": "float32"} | changes
+    with pytest.raises(error) as raised:
+        cupynorm.warmup(**arguments)
+    for word in words:
+        assert word in str(raised.value)
+    assert cupynorm.supports(**arguments) == str(raised.value)
+
+
+@pytest.mark.parametrize("n", [4, [4, 8], (4,), range(1, 3), [], np.int64(4), np.array([4, 8])])
+def test_supports_says_why_no_gpu_can_be_used(monkeypatch: pytest.MonkeyPatch, n: Any) -> None:
+    monkeypatch.setattr(_ahead, "gpu_problem", lambda: "the GPU is on holiday")
+    assert cupynorm.supports("rms_norm", n, "float16") == "the GPU is on holiday"
+    with pytest.raises(RuntimeError, match="the GPU is on holiday"):
+        cupynorm.warmup("rms_norm", n, "float16", "float32", backward=False)
+
+
+def test_a_gpu_may_be_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    cupy = pytest.importorskip("cupy", exc_type=ImportError)
+    old = SimpleNamespace(id=3, compute_capability="70")
+    monkeypatch.setattr(_ahead, "gpu_problem", lambda: None)
+    monkeypatch.setattr(cupy.cuda, "Device", lambda: old)
+    problem = cupynorm.supports("rms_norm", 4096, "bfloat16")
+    assert problem == "GPU 3 has compute capability 7.0, and 7.5 is the least supported"
+    with pytest.raises(RuntimeError, match=r"compute capability 7\.0"):
+        cupynorm.warmup("rms_norm", 4096, "bfloat16")
+    old.compute_capability = "75"
+    assert cupynorm.supports("rms_norm", 4096, "bfloat16") is None
+
+
+# ---- what must be accepted -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("norm", ["rms_norm", "layer_norm"])
+@pytest.mark.parametrize(
+    ("shape", "axis", "kept"), [((0, 4), -1, (0,)), ((2, 0, 3, 4), (-2, -1), (2, 0))]
+)
+def test_no_rows_give_empty_results_and_zero_gradients(
+    norm: str, shape: tuple[int, ...], axis: Any, kept: tuple[int, ...]
+) -> None:
+    row = shape[len(kept) :]
+    x, weight, bias = zeros(*shape), np.ones(row, np.float16), np.ones(row, np.float64)
+    forward = getattr(cupynorm, f"{norm}_forward")(x, weight, bias, axis=axis)
+    assert (forward.y.shape, forward.y.dtype) == (shape, np.float32)
+    assert forward.rstd.shape == kept
+    statistics = [s for s in (forward.mean, forward.rstd) if s is not None]
+    backward = getattr(cupynorm, f"{norm}_backward")
+    dx, dweight, dbias = backward(x, x, weight, *statistics, bias=bias, axis=axis)
+    assert dx.shape == shape
+    assert (dweight.shape, dweight.dtype, np.count_nonzero(dweight)) == (row, np.float16, 0)
+    assert (dbias.shape, dbias.dtype, np.count_nonzero(dbias)) == (row, np.float64, 0)
+
+
+@pytest.mark.parametrize(
+    ("axis", "k"),
+    [
+        (-1, 1),
+        (2, 1),
+        ((-1,), 1),
+        ([2], 1),
+        (np.int64(-1), 1),
+        (range(2, 3), 1),
+        ((-2, -1), 2),
+        ((-1, -2), 2),
+        ((1, -1), 2),
+        ([1, 2], 2),
+        ((0, 1, 2), 3),
+    ],
+)
+def test_ways_to_name_trailing_axes(axis: Any, k: int) -> None:
+    x = np.random.default_rng(0).random(SHAPE, np.float32)
+    result = cupynorm.layer_norm_forward(x, axis=axis)
+    assert result.rstd.shape == SHAPE[: 3 - k]
+    rows = x.reshape(*SHAPE[: 3 - k], -1)
+    np.testing.assert_array_equal(result.y.reshape(rows.shape), cupynorm.layer_norm(rows))
+
+
+@pytest.mark.parametrize(
+    ("weight", "bias", "k"),
+    [
+        (None, None, 1),
+        ((4,), None, 1),
+        ((3, 4), None, 2),
+        (SHAPE, None, 3),
+        (None, (3, 4), 2),
+        ((3, 4), (3, 4), 2),
+    ],
+)
+def test_by_default_the_axes_of_the_weight_or_bias_are_normalized(
+    weight: Any, bias: Any, k: int
+) -> None:
+    arrays = [None if shape is None else np.ones(shape, np.float32) for shape in (weight, bias)]
+    assert cupynorm.rms_norm_forward(zeros(*SHAPE), *arrays).rstd.shape == SHAPE[: 3 - k]
+
+
+@pytest.mark.parametrize("norm", ["rms_norm", "layer_norm"])
+@pytest.mark.parametrize(
+    ("axis", "row", "shape"),
+    [
+        (-1, (4,), (1, 4)),
+        (-1, (4,), (1, 1, 4)),
+        ((-2, -1), (3, 4), (1, 3, 4)),
+    ],
+)
+def test_leading_axes_of_one_change_nothing_but_the_gradients_shape(
+    norm: str, axis: Any, row: tuple[int, ...], shape: tuple[int, ...]
+) -> None:
+    rng = np.random.default_rng(0)
+    x, dy = rng.random((2, *SHAPE), np.float32)
+    weight, bias = rng.random((2, *row), np.float32)
+    forward = getattr(cupynorm, f"{norm}_forward")
+    backward = getattr(cupynorm, f"{norm}_backward")
+    plain = forward(x, weight, bias, axis=axis)
+    wide = forward(x, weight.reshape(shape), bias.reshape(shape), axis=axis)
+    np.testing.assert_array_equal(wide.y, plain.y)
+    statistics = [s for s in (plain.mean, plain.rstd) if s is not None]
+    expected = backward(dy, x, weight, *statistics, bias=bias, axis=axis)
+    for dbias in (bias.reshape(shape), True):
+        actual = backward(dy, x, weight.reshape(shape), *statistics, bias=dbias, axis=axis)
+        assert actual.dweight.shape == actual.dbias.shape == shape
+        np.testing.assert_array_equal(actual.dweight.reshape(row), expected.dweight)
+        np.testing.assert_array_equal(actual.dbias.reshape(row), expected.dbias)
+        np.testing.assert_array_equal(actual.dx, expected.dx)
+
+
+@pytest.mark.parametrize(
+    ("spelled", "dtype"),
+    [
+        *((name, name) for name in ALL_DTYPES),
+        (np.float16, "float16"),
+        (np.dtype("float64"), "float64"),
+        (float, "float64"),
+        ("f4", "float32"),
+        (ml_dtypes.bfloat16, "bfloat16"),
+    ],
+)
+def test_ways_to_name_a_dtype(spelled: Any, dtype: str) -> None:
+    assert cupynorm.rms_norm(zeros(2, 4), out_dtype=spelled).dtype == np.dtype(dtype)
+
+
+@pytest.mark.parametrize("name", ALL_DTYPES)
+def test_the_dtypes_of_torch_and_jax_name_themselves(name: str) -> None:
+    torch, jnp = pytest.importorskip("torch"), pytest.importorskip("jax.numpy")
+    for spelled in (getattr(torch, name), getattr(jnp, name)):
+        assert cupynorm.layer_norm(zeros(2, 4), out_dtype=spelled).dtype == np.dtype(name)
+
+
+@pytest.mark.parametrize("eps", [0, 0.0, 1, np.float32(1e-6), np.float64(1e-6)], ids=repr)
+def test_eps_is_any_real_number(eps: Any) -> None:
+    x = np.random.default_rng(0).random(SHAPE, np.float32)
+    np.testing.assert_array_equal(
+        cupynorm.layer_norm(x, eps=eps), cupynorm.layer_norm(x, eps=float(eps))
+    )
+
+
+def test_out_decides_the_dtype_and_may_be_x() -> None:
+    x = np.random.default_rng(0).random(SHAPE, np.float32)
+    half = np.empty(SHAPE, np.float16)
+    expected = cupynorm.rms_norm(x, out_dtype="float16")
+    assert cupynorm.rms_norm(x, out=half) is half
+    np.testing.assert_array_equal(half, expected)
+    expected = cupynorm.rms_norm(x)
+    assert cupynorm.rms_norm_forward(x, out=x).y is x
+    np.testing.assert_array_equal(x, expected)
+
+
+def test_dx_may_be_dy() -> None:
+    arguments = correct(cupynorm.layer_norm_backward)
+    expected = cupynorm.layer_norm_backward(**arguments)
+    expected = expected._replace(dx=expected.dx.copy())
+    actual = cupynorm.layer_norm_backward(**arguments | {"dx": arguments["dy"]})
+    assert actual.dx is arguments["dy"]
+    for a, b in zip(actual, expected, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_one_row_alone_has_statistics_without_axes() -> None:
+    result = cupynorm.layer_norm_forward(zeros(4))
+    assert result.mean.shape == result.rstd.shape == ()
+
+
+@pytest.mark.parametrize("detached", [True, False])
+def test_a_torch_parameter_without_gradient_is_a_tensor(detached: bool) -> None:
+    torch = pytest.importorskip("torch")
+    if detached:
+        weight = torch.nn.Parameter(torch.full((4,), 2.0)).detach()
+    else:
+        weight = torch.nn.Parameter(torch.full((4,), 2.0), requires_grad=False)
+    x = torch.ones(3, 4)
+    assert torch.equal(cupynorm.rms_norm(x, weight, eps=0), 2 * x)
+    y = cupynorm.rms_norm(weight, x[0], eps=0)
+    assert type(y) is torch.Tensor
+    assert torch.equal(y, x[0])
