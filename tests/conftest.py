@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
@@ -33,6 +34,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def give_memory_back(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Return a GPU test's memory to the device, for the tests of other processes."""
+    yield
+    if "gpu" in request.keywords:
+        import cupy
+
+        cupy.get_default_memory_pool().free_all_blocks()
 
 
 # Tests that compare values leave the worst ratio of error to bound as user properties of this name:
