@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -167,13 +168,13 @@ def _specs(
 
 
 def _widths(n: int | Iterable[int]) -> list[int]:
-    widths = [n] if isinstance(n, int) else list(n)
+    widths = list(n) if isinstance(n, Iterable) else [n]
     for width in widths:
-        if not isinstance(width, int):
+        if not isinstance(width, numbers.Integral):
             raise TypeError(f"n must be an int or an iterable of ints, got {width!r}")
         if width < 1:
             raise ValueError(f"n must be at least 1, got {width}")
-    return widths
+    return [int(width) for width in widths]
 
 
 def _device_problem() -> str | None:

@@ -56,12 +56,29 @@ class _DLPackFamily(Family):
         array = super().take(name, array)
         if output and self.immutable:
             raise TypeError(f"{name} must be None for JAX arrays, which are immutable")
+        if getattr(array, "requires_grad", False):
+            raise TypeError(
+                f"{name} requires grad, which would be lost here: pass {name}.detach(), and "
+                "compute its gradient with the backward function"
+            )
+        if str(array.dtype).rpartition(".")[2] not in DTYPES.values():
+            raise TypeError(
+                f"{name}.dtype must be float64, float32, float16 or bfloat16, got {array.dtype}"
+            )
+        try:
+            return self._import(name, array)
+        except (BufferError, RuntimeError, ValueError) as error:
+            raise TypeError(f"{name} must be readable in place by DLPack: {error}") from error
+
+    def _import(self, name: str, array: Any) -> Any:
         device_type, device = array.__dlpack_device__()
         if device_type == _DLPACK_CPU:
-            # NumPy's DLPack knows no bfloat16: such an array crosses as int16.
-            if str(array.dtype).endswith("bfloat16"):
-                return np.from_dlpack(array.view(self.namespace.int16)).view(BFLOAT16)
-            return np.from_dlpack(array)
+            if str(array.dtype).rpartition(".")[2] != "bfloat16":
+                return np.from_dlpack(array)
+            # NumPy's DLPack knows no bfloat16.
+            if self.immutable:
+                return np.asarray(array)
+            return np.from_dlpack(array.view(self.namespace.int16)).view(BFLOAT16)
         if device_type in (_DLPACK_CUDA, _DLPACK_CUDA_MANAGED):
             return _import_cupy(f"{name} is on GPU {device}").from_dlpack(array)
         raise TypeError(
@@ -72,7 +89,13 @@ class _DLPackFamily(Family):
         if isinstance(array, np.ndarray) and array.dtype == BFLOAT16:
             crossed = self.namespace.from_dlpack(array.view(np.int16))
             return crossed.view(self.namespace.bfloat16)
-        return self.namespace.from_dlpack(array)
+        given = self.namespace.from_dlpack(array)
+        if str(given.dtype).rpartition(".")[2] != DTYPES[array.dtype]:
+            raise TypeError(
+                f"{self.label}s cannot hold {array.dtype} results as JAX is configured: enable "
+                "jax_enable_x64"
+            )
+        return given
 
 
 def _import_cupy(reason: str) -> Any:
@@ -115,15 +138,13 @@ def _family_of_type(array_type: type[Any]) -> Family | None:
         return Family(cupy.ndarray, "CuPy array")
     if not hasattr(array_type, "__dlpack__") or not hasattr(array_type, "__dlpack_device__"):
         return None
+    # The class that brings __dlpack__: torch.Tensor for a torch.nn.Parameter or a user's subclass.
+    base = next(c for c in reversed(array_type.__mro__) if hasattr(c, "__dlpack__"))
+    root = base.__module__.split(".")[0]
     # JAX's arrays live in jaxlib, their functions in jax.numpy.
-    root = array_type.__module__.split(".")[0]
-    namespace = sys.modules.get("jax.numpy" if root == "jaxlib" else root)
+    namespace = sys.modules.get("jax.numpy" if root in ("jax", "jaxlib") else root)
     if namespace is None or not hasattr(namespace, "from_dlpack"):
         return None
-    base = array_type
-    for parent in array_type.__mro__:  # torch.nn.Parameter is a torch.Tensor
-        if parent.__module__.split(".")[0] == root and hasattr(parent, "__dlpack__"):
-            base = parent
     return _DLPackFamily(base, namespace)
 
 

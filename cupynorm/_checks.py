@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import numbers
-import operator
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,12 +34,11 @@ def trailing_axes(
             raise ValueError("x must have at least one axis, got a 0-dimensional array")
         owner = "weight" if weight_ndim is not None else "bias"
         raise ValueError(f"{owner} must have 1 to {x_ndim} axes, as x has {x_ndim}; got {count}")
-    try:
-        axes = [operator.index(a) for a in (axis if isinstance(axis, Sequence) else (axis,))]
-    except TypeError:
-        raise TypeError(f"axis must be an int, a tuple of ints or None, got {axis!r}") from None
-    trailing = sorted(a + x_ndim if a < 0 else a for a in axes)
-    if not axes or trailing != list(range(x_ndim - len(axes), x_ndim)):
+    axes = axis if isinstance(axis, Sequence) else (axis,)
+    if not all(isinstance(a, numbers.Integral) and not isinstance(a, bool) for a in axes):
+        raise TypeError(f"axis must be an int, a tuple of ints or None, got {axis!r}")
+    trailing = sorted(int(a) + x_ndim if a < 0 else int(a) for a in axes)
+    if not 1 <= len(axes) <= x_ndim or trailing != list(range(x_ndim - len(axes), x_ndim)):
         raise ValueError(
             f"axis must name trailing axes of x, such as -1 or (-2, -1); got {axis!r} for an x of "
             f"{x_ndim} axes"
@@ -49,7 +48,8 @@ def trailing_axes(
 
 def to_dtype(name: str, dtype: Any) -> np.dtype[Any]:
     """Return one of the four dtypes, from anything that names it, such as torch.bfloat16."""
-    for candidate in (dtype, str(dtype).rpartition(".")[2]):
+    candidates = () if dtype is None else (dtype, str(dtype).rpartition(".")[2])
+    for candidate in candidates:  # NumPy takes None for float64
         try:
             converted: np.dtype[Any] = np.dtype(candidate)
         except TypeError:
@@ -72,7 +72,7 @@ def check_forward(
 ) -> tuple[int, Any]:
     """Check a forward pass; return the number of normalized axes and y's dtype."""
     k = _check_operands(x, weight, bias, axis, zero_centered)
-    if not isinstance(eps, numbers.Real) or not (eps >= 0 and math.isfinite(eps)):
+    if not isinstance(eps, numbers.Real) or not 0 <= eps <= sys.float_info.max:
         raise ValueError(f"eps must be a finite number of at least 0, got {eps!r}")
     dtype = x.dtype if out_dtype is None else to_dtype("out_dtype", out_dtype)
     if out is not None:

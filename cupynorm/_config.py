@@ -2,7 +2,8 @@
 
 Pure functions of the spec, the row length N and `vector`, the elements moved by one access. What
 the bits of a row depend on (the regime, row_threads, packs_per_thread) follows from the spec and N
-alone; vector decides only what does not show in them.
+alone; vector decides only what does not show in them. (The order in which weight gradients are
+summed over rows is that of the blocks, which vector does affect.)
 
 A pack is 16 bytes of x. Registers bound what a thread may hold: NVRTC's counts for sm_75 and sm_90
 are beside each limit, and tests/test_compile.py compiles the configurations for every supported
@@ -106,8 +107,8 @@ def forward_config(spec: ForwardSpec, n: int, vector: int) -> ResidentForward | 
     )
     if packs > 4 * (256 if wide else 512 if length == 8 else 768):
         return StreamingForward(block_threads=1024, vector=vector)
-    packs_per_thread = min(4, -(-packs // 32))
-    row_threads = _team(packs, packs_per_thread)
+    row_threads = _team(packs, min(4, -(-packs // 32)))
+    packs_per_thread = -(-packs // row_threads)
     block_threads = _block(row_threads, 128)
     threads = 256 if wide else 512 if length == 8 and vector < length else 640
     return ResidentForward(

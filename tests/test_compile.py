@@ -57,6 +57,8 @@ def instantiations() -> list[Instantiation]:
         forward = ForwardSpec(norm, x, weight, bias, y, True, True)
         backward = BackwardSpec(norm, x, dy, weight, bias, True)
         length = pack_length(x)
+        if operands is widest and packs < 1024:
+            continue  # the same kernels with fewer threads
         for vector in (1, length):
             n = packs * length
             kernels[forward_instantiation(forward, forward_config(forward, n, vector))] = None
