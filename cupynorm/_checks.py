@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 import numbers
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -72,7 +71,7 @@ def check_forward(
 ) -> tuple[int, Any]:
     """Check a forward pass; return the number of normalized axes and y's dtype."""
     k = _check_operands(x, weight, bias, axis, zero_centered)
-    if not isinstance(eps, numbers.Real) or not 0 <= eps <= sys.float_info.max:
+    if not isinstance(eps, numbers.Real) or not 0 <= _to_float(eps) < math.inf:
         raise ValueError(f"eps must be a finite number of at least 0, got {eps!r}")
     dtype = x.dtype if out_dtype is None else to_dtype("out_dtype", out_dtype)
     if out is not None:
@@ -81,6 +80,13 @@ def check_forward(
         _check_like("out", out, x, x.shape, dtype)
         _check_writable("out", out, k)
     return k, dtype
+
+
+def _to_float(number: numbers.Real) -> float:
+    try:
+        return float(number)
+    except OverflowError:
+        return math.inf
 
 
 def check_backward(
