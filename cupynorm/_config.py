@@ -54,11 +54,10 @@ class StreamingForward:
 
 @dataclass(frozen=True)
 class ResidentBackward:
-    """As ResidentForward; the weight, if held, and its gradients stay in registers as well."""
+    """As ResidentForward, with the weight gradients; one block a multiprocessor."""
 
     row_threads: int
     block_threads: int
-    blocks_per_multiprocessor: int
     packs_per_thread: int
     vector: int
     hold_weight: bool
@@ -91,31 +90,36 @@ def _team(packs: int, packs_per_thread: int) -> int:
     return -(-threads // 32) * 32
 
 
-def _block(row_threads: int, block_threads: int) -> int:
-    """Return the size of a block of whole teams near `block_threads`, in whole warps."""
-    return max(1, block_threads // row_threads) * row_threads
-
-
 def forward_config(spec: ForwardSpec, n: int, vector: int) -> ResidentForward | StreamingForward:
     """Return the configuration of a forward pass over rows of n elements."""
     length = pack_length(spec.x)
     packs = -(-n // length)
-    # At 4 packs of a 16-bit dtype, up to 168 registers with float64 operands, 128 where single
-    # elements are moved, 96 else; 80 for wider dtypes.
+    # Operands of float64 widen a pack of a narrower x: up to 168 registers at 4 packs.
     wide = max(ITEMSIZE[d] for d in (spec.weight, spec.bias, spec.y) if d) > max(
         4, ITEMSIZE[spec.x]
     )
     if packs > 4 * (256 if wide else 512 if length == 8 else 768):
         return StreamingForward(block_threads=1024, vector=vector)
-    row_threads = _team(packs, min(4, -(-packs // 32)))
-    packs_per_thread = -(-packs // row_threads)
-    block_threads = _block(row_threads, 128)
-    threads = 256 if wide else 512 if length == 8 and vector < length else 640
+    row_threads = _team(packs, 2 if packs <= 64 else 4)
+    # A row of several warps has a block to itself: sharing cost 13% at N = 2048 (bfloat16, H200).
+    block_threads = max(row_threads, 128) if row_threads <= 32 else row_threads
+    # Threads that a multiprocessor must hold at once bound their registers: 64 at 1024 threads, by
+    # which LayerNorm at N = 8192 gained 12% over 512 (bfloat16, H200). What would spill has fewer
+    # threads: up to 122 registers where single 16-bit elements are moved, 96 for float16 or a wider
+    # y.
+    if wide:
+        threads = 256
+    elif length == 8 and vector < length:
+        threads = 512
+    elif spec.x == "float16" or ITEMSIZE[spec.y] > ITEMSIZE[spec.x] or vector < length:
+        threads = 640
+    else:
+        threads = 1024
     return ResidentForward(
         row_threads=row_threads,
         block_threads=block_threads,
         blocks_per_multiprocessor=max(1, threads // block_threads),
-        packs_per_thread=packs_per_thread,
+        packs_per_thread=-(-packs // row_threads),
         vector=vector,
     )
 
@@ -140,40 +144,39 @@ def backward_config(
     """Return the configuration of a backward pass over rows of n elements."""
     length = pack_length(spec.x)
     packs = -(-n // length)
+    # A row of a warp is short enough to be fetched when its turn comes; longer ones are asked for a
+    # row ahead: LayerNorm at N = 4096 gained 9% by it (bfloat16, H200).
+    prefetch = packs > 64
 
     def fits(packs_per_thread: int, threads: int, vector: int, hold: bool, prefetch: bool) -> bool:
         registers = _backward_registers(
             spec, packs_per_thread, vector=vector, hold_weight=hold, prefetch=prefetch
         )
-        # Four warps, one on each scheduler, share the registers alike.
-        available = REGISTERS_PER_MULTIPROCESSOR // (-(-threads // 128) * 128)
-        return registers <= min(255, available // 8 * 8)
+        return registers <= min(255, REGISTERS_PER_MULTIPROCESSOR // threads // 8 * 8)
 
-    # The fewest packs that fit, from one in the rows of a warp and two in longer ones; decided for
-    # the worst alignment, so that a row's bits do not depend on it.
-    for packs_per_thread in range(min(2, -(-packs // 32)), 5):
+    # The fewest packs a thread, and so the most threads, that fit; single elements leave no room to
+    # prefetch. Both must fit, so that a row's bits do not depend on its alignment.
+    for packs_per_thread, threads in ((2, 512), (3, 384), (4, 256), (2, 256)):
         row_threads = _team(packs, packs_per_thread)
-        block_threads = _block(row_threads, 256)
-        if row_threads <= 512 and fits(packs_per_thread, block_threads, 1, False, False):
+        if (
+            row_threads <= threads
+            and fits(packs_per_thread, threads, length, False, prefetch)
+            and fits(packs_per_thread, threads, 1, False, False)
+        ):
             break
     else:
         return StreamingBackward(row_threads=512, column_threads=256, vector=vector)
-    # Most threads first, then the most kept in registers; with the addresses of single elements
-    # there is no room to prefetch.
-    threads, hold_weight, prefetch = next(
-        (threads, hold, prefetch)
-        for threads in (512, 256)
-        for prefetch in ((True, False) if vector == length else (False,))
-        for hold in (True, False)
-        if threads >= block_threads or threads == 256
-        if fits(packs_per_thread, max(threads, block_threads), vector, hold, prefetch)
-    )
+    aligned = vector == length
+    # One block of several rows a multiprocessor writes the fewest partial sums.
     return ResidentBackward(
         row_threads=row_threads,
-        block_threads=block_threads,
-        blocks_per_multiprocessor=max(1, threads // block_threads),
-        packs_per_thread=packs_per_thread,
+        block_threads=max(1, threads // row_threads) * row_threads,
+        packs_per_thread=-(-packs // row_threads),
         vector=vector,
-        hold_weight=hold_weight and spec.weight is not None,
-        prefetch=prefetch,
+        hold_weight=(
+            aligned
+            and spec.weight is not None
+            and fits(packs_per_thread, threads, length, True, prefetch)
+        ),
+        prefetch=aligned and prefetch,
     )

@@ -145,7 +145,6 @@ def backward_instantiations(
         config.prefetch,
         config.row_threads,
         config.block_threads,
-        config.blocks_per_multiprocessor,
         config.packs_per_thread,
         config.vector,
     )

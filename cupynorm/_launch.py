@@ -290,8 +290,7 @@ def backward(
         multiprocessors = _multiprocessors(device)
         config, launches = plan.config, plan.launches
         if isinstance(config, ResidentBackward):
-            most = multiprocessors * config.blocks_per_multiprocessor
-            n_partials = min(-(-m // config.rows_per_block), most)
+            n_partials = min(-(-m // config.rows_per_block), multiprocessors)
             partials = _scratch(spec.gradients * n_partials * n, statistics)
             _launch(
                 launches[0], n_partials, (*operands, *gradient, _pointer(partials), m, n, inv_n)
