@@ -30,7 +30,9 @@ SHAPES = (
     (8192, 131072),
 )
 TALL = ((1048576, 64), (1048576, 128))
-FLUSH_BYTES = 256 << 20  # more than the L2 of any GPU so far
+# More than the L2 of any GPU so far, and longer on the device than a call is on the host: else the
+# device would wait for launches between the events.
+FLUSH_BYTES = 1 << 30
 
 FIRST_CALL = """
 import time

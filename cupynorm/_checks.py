@@ -47,6 +47,8 @@ def trailing_axes(
 
 def to_dtype(name: str, dtype: Any) -> np.dtype[Any]:
     """Return one of the four dtypes, from anything that names it, such as torch.bfloat16."""
+    if isinstance(dtype, np.dtype) and dtype in DTYPES:
+        return dtype
     candidates = () if dtype is None else (dtype, str(dtype).rpartition(".")[2])
     for candidate in candidates:  # NumPy takes None for float64
         try:

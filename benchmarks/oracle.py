@@ -1,0 +1,141 @@
+"""Whether a result is right: against float64, on every element, with one tolerance for all.
+
+A result is right if ``norm(result - exact) <= TOLERANCE[dtype] * norm(exact)`` for each output, by
+the dtype of that output, in float64 on the device. Beside it stands, as information, the largest
+ratio of an element's error to the bound of `cupynorm.testing`, which is what cupynorm promises of
+itself and nobody else claims.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from cupynorm._bench import DTYPES, EPS, Problem
+
+# In units of roundoff: 2 for 16 bits, so that a library may round once more on the way, and 128 for
+# the others, so that it may sum a column of a million terms in some simple order.
+TOLERANCE = {"bfloat16": 2**-8, "float16": 2**-10, "float32": 2**-17, "float64": 2**-46}
+CHUNK_ELEMENTS = 1 << 24
+
+
+class Errors(NamedTuple):
+    """The error of one output: relative in the 2-norm, and the worst element's over its bound."""
+
+    relative: float
+    over_bound: float
+    tolerance: float
+
+
+def widen(array: Any) -> Any:
+    """Return the values in float64, those of bfloat16 by their bits: CuPy may lack the cast."""
+    if array.dtype == DTYPES["bfloat16"]:
+        array = (array.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return array.astype(np.float64)
+
+
+def errors(problem: Problem, inputs: dict[str, Any], outputs: dict[str, Any], xp: Any) -> dict:
+    """Return the `Errors` of each output; an AssertionError names a wrong shape or dtype."""
+    for name in problem.outputs:
+        wanted = (problem.rows, problem.cols) if name in ("y", "dx") else (problem.cols,)
+        assert outputs[name].shape == wanted, f"{name} has shape {outputs[name].shape}"
+        if name in ("y", "dx"):
+            assert outputs[name].dtype == inputs["x"].dtype, f"{name} is {outputs[name].dtype}"
+    tallies = {name: _Tally(outputs[name].dtype, problem, xp) for name in problem.outputs}
+    sums: dict[str, Any] = {}
+    step = max(1, CHUNK_ELEMENTS // problem.cols)
+    for start in range(0, problem.rows, step):
+        rows = slice(start, start + step)
+        exact, magnitude = _exact(problem, inputs, rows, xp)
+        for name in exact:
+            if name in ("y", "dx"):
+                tallies[name].add(outputs[name][rows], exact[name], magnitude[name])
+            else:
+                total = sums.get(name, (0.0, 0.0))
+                sums[name] = (total[0] + exact[name], total[1] + magnitude[name])
+    for name, (exact_sum, magnitude_sum) in sums.items():
+        tallies[name].add(outputs[name], exact_sum, magnitude_sum)
+    return {name: tally.errors() for name, tally in tallies.items()}
+
+
+def verdict(found: dict[str, Errors]) -> str | None:
+    """Say what is wrong, or return None."""
+    wrong = [
+        f"{name} is off by {e.relative:.2g}, allowed {e.tolerance:.2g}"
+        for name, e in found.items()
+        if not e.relative <= e.tolerance  # NaN is wrong too
+    ]
+    return "; ".join(wrong) or None
+
+
+def _exact(problem: Problem, inputs: dict[str, Any], rows: slice, xp: Any) -> tuple[dict, dict]:
+    """Return the exact values and the magnitudes that `cupynorm.testing` derives, of some rows."""
+    x, w = widen(inputs["x"][rows]), widen(inputs["weight"])
+    u = _unit(problem)
+
+    def mean(values: Any) -> Any:
+        return values.mean(axis=1, keepdims=True)
+
+    centred = x - mean(x) if problem.norm == "layer_norm" else x
+    rstd = 1 / xp.sqrt(mean(centred * centred) + EPS[problem.norm])
+    xhat = centred * rstd
+    size = xp.abs(xhat)
+    if problem.direction == "forward":
+        y = xhat * w
+        if problem.norm == "rms_norm":
+            return {"y": y}, {"y": xp.abs(y)}
+        bias = widen(inputs["bias"])
+        shift = 8 * u * mean(xp.abs(x)) * rstd
+        size = (1 + shift * shift) * size + mean(size) + shift
+        return {"y": y + bias}, {"y": size * xp.abs(w) + xp.abs(bias)}
+    dy = widen(inputs["dy"][rows])
+    g = dy * w
+    g_size = xp.abs(g)
+    slope = mean(g * xhat)
+    if problem.norm == "rms_norm":
+        dx = rstd * (g - xhat * slope)
+        dx_size = rstd * (g_size + size * mean(g_size * size))
+    else:
+        dx = rstd * (g - mean(g) - xhat * slope)
+        h_size = size + mean(size)
+        dx_size = g_size + mean(g_size) + h_size * xp.abs(slope) + size * mean(g_size * h_size)
+        dx_size, size = rstd * dx_size, h_size
+    exact = {"dx": dx, "dweight": (dy * xhat).sum(axis=0), "dbias": dy.sum(axis=0)}
+    magnitude = {
+        "dx": dx_size,
+        "dweight": (xp.abs(dy) * size).sum(axis=0),
+        "dbias": xp.abs(dy).sum(axis=0),
+    }
+    return {name: exact[name] for name in problem.outputs}, magnitude
+
+
+def _unit(problem: Problem) -> float:
+    return 2.0**-53 if problem.dtype == "float64" else 2.0**-24
+
+
+class _Tally:
+    """Sums the errors of one output, piece by piece, without leaving the device."""
+
+    def __init__(self, dtype: np.dtype, problem: Problem, xp: Any) -> None:
+        self._xp, self._unit = xp, _unit(problem)
+        self._tolerance = TOLERANCE[dtype.name]
+        self._info = ml_dtypes.finfo(dtype)
+        self._tiny = float(np.finfo(np.float64 if problem.dtype == "float64" else "f4").tiny)
+        self._squares = self._exact_squares = self._worst = 0.0
+
+    def add(self, actual: Any, exact: Any, magnitude: Any) -> None:
+        xp = self._xp
+        error = xp.abs(widen(actual) - exact)
+        slack = 16 * self._unit * magnitude
+        exponent = xp.frexp(xp.abs(exact) + slack)[1] - 1
+        spacing = xp.maximum(exponent, int(self._info.minexp)) - int(self._info.nmant) - 1
+        bound = xp.ldexp(xp.ones_like(error), spacing) + slack + self._tiny
+        self._squares = self._squares + (error * error).sum()
+        self._exact_squares = self._exact_squares + (exact * exact).sum()
+        self._worst = xp.maximum(self._worst, (error / bound).max())
+
+    def errors(self) -> Errors:
+        relative = np.sqrt(float(self._squares) / max(float(self._exact_squares), 1e-300))
+        return Errors(float(relative), float(self._worst), self._tolerance)

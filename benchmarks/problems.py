@@ -1,0 +1,88 @@
+"""What is measured: operations, shapes and dtypes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import get_args
+
+from cupynorm._bench import Direction, Problem, shape
+from cupynorm.reference import Norm
+
+Shape = tuple[int, int]
+Pair = tuple[str, str]
+
+OPERATIONS = tuple(
+    f"{norm} {direction}"
+    for norm, direction in itertools.product(get_args(Norm), get_args(Direction))
+)
+PAIRS: tuple[Pair, ...] = (
+    ("bfloat16", "float32"),
+    ("bfloat16", "bfloat16"),
+    ("float16", "float16"),
+    ("float32", "float32"),
+    ("float64", "float64"),
+)
+
+# The shapes of PyTorch's benchmark of norms (benchmarks/dynamo/genai_layers).
+TRAINING: tuple[Shape, ...] = (
+    *((32768, 2**k) for k in range(8, 16)),
+    (16384, 65536),
+    (8192, 131072),
+)
+NOTEBOOKS: tuple[Shape, ...] = ((4096, 128), (4096, 768))
+DECODE: tuple[Shape, ...] = tuple(itertools.product((1, 8, 64, 512), (1024, 4096, 8192, 16384)))
+TALL: tuple[Shape, ...] = ((1048576, 64), (1048576, 128))
+WIDE: tuple[Shape, ...] = ((32, 262144),)
+SHAPES = (*TRAINING, *NOTEBOOKS, *DECODE, *TALL, *WIDE)
+
+# Each group in the dtypes it is met in, and one shape in all of them. `full` has every product.
+STANDARD: tuple[tuple[Shape, Pair], ...] = (
+    *((s, PAIRS[0]) for s in TRAINING),
+    *(((32768, 4096), pair) for pair in PAIRS[1:]),
+    *((s, PAIRS[2]) for s in NOTEBOOKS),
+    *((s, PAIRS[1]) for s in DECODE),
+    *((s, PAIRS[0]) for s in TALL),
+    *((s, PAIRS[3]) for s in WIDE),
+)
+QUICK: tuple[tuple[Shape, Pair], ...] = (
+    *((s, PAIRS[0]) for s in ((32768, 256), (32768, 1024), (32768, 4096), (32768, 16384))),
+    ((8192, 131072), PAIRS[0]),
+    ((4096, 768), PAIRS[2]),
+    ((8, 4096), PAIRS[1]),
+    ((1048576, 64), PAIRS[0]),
+)
+SETS = {
+    "quick": QUICK,
+    "standard": STANDARD,
+    "full": tuple(itertools.product(SHAPES, PAIRS)),
+}
+
+
+def parse_pair(text: str) -> Pair:
+    """Read a pair of dtypes such as bfloat16,float32."""
+    pair = tuple(text.split(","))
+    if pair not in PAIRS:
+        raise ValueError
+    return pair  # type: ignore[return-value]
+
+
+def select(
+    name: str,
+    operations: Iterable[str] = OPERATIONS,
+    shapes: Sequence[Shape] = (),
+    pairs: Sequence[Pair] = (),
+) -> Iterator[Problem]:
+    """Yield the problems of a set, or those of the shapes given, in the pairs given if any."""
+    cases = SETS[name]
+    if shapes:
+        cases = tuple(itertools.product(shapes, pairs or PAIRS[:1]))
+    elif pairs:
+        cases = tuple(case for case in cases if case[1] in pairs)
+    chosen = [operation for operation in OPERATIONS if operation in tuple(operations)]
+    for ((rows, cols), (dtype, weight_dtype)), operation in itertools.product(cases, chosen):
+        norm, direction = operation.split()
+        yield Problem(norm, direction, rows, cols, dtype, weight_dtype)  # type: ignore[arg-type]
+
+
+__all__ = ["OPERATIONS", "PAIRS", "SETS", "SHAPES", "Problem", "parse_pair", "select", "shape"]
