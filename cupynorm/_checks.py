@@ -179,6 +179,8 @@ def _check_writable(name: str, array: Any, k: int) -> None:
         return
     if array.size == 0:
         return
+    if array.data.ptr % array.itemsize:
+        raise ValueError(f"{name} must be aligned to its {array.itemsize}-byte elements")
     stride = row_stride(array.shape, array.strides, array.itemsize, k)
     n = math.prod(array.shape[array.ndim - k :])
     if stride is None or (array.size > n and abs(stride) < n):

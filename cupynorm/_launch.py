@@ -66,7 +66,7 @@ def _operand(array: Any) -> Any:
 def _contiguous(array: Any) -> Any:
     # As integers: CuPy copies them whether or not it can compute with the dtype.
     bits = array.view(f"u{array.itemsize}")
-    return cupy.array(bits, order="C").view(array.dtype)
+    return _kept_by_graph(cupy.array(bits, order="C")).view(array.dtype)
 
 
 def _pointer(array: Any) -> int:
@@ -103,16 +103,19 @@ def _on(device: int) -> contextlib.AbstractContextManager[Any]:
     return cupy.cuda.Device(device)  # type: ignore[no-any-return]
 
 
-# Scratch of launches that a CUDA graph captured. A replay writes to it again, and nothing tells
-# when the graph is gone: it is kept.
-_captured_scratch: list[Any] = []
+# What launches that a CUDA graph captured have read or written beside their arguments. A replay uses
+# it again, and nothing tells when the graph is gone.
+_kept_by_graphs: list[Any] = []
+
+
+def _kept_by_graph(array: Any) -> Any:
+    if cupy.cuda.get_current_stream().is_capturing():
+        _kept_by_graphs.append(array)
+    return array
 
 
 def _scratch(size: int, dtype: str) -> Any:
-    array = cupy.empty(size, dtype)
-    if cupy.cuda.get_current_stream().is_capturing():
-        _captured_scratch.append(array)
-    return array
+    return _kept_by_graph(cupy.empty(size, dtype))
 
 
 # ---- forward -------------------------------------------------------------------------------------

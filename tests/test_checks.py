@@ -321,7 +321,10 @@ def test_an_output_of_other_rows_is_not(
 def gpu_array(shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
     """Stand in for a CuPy float32 array."""
     size = int(np.prod(shape))
-    return SimpleNamespace(shape=shape, strides=strides, itemsize=4, ndim=len(shape), size=size)
+    data = SimpleNamespace(ptr=512)
+    return SimpleNamespace(
+        shape=shape, strides=strides, itemsize=4, ndim=len(shape), size=size, data=data
+    )
 
 
 # ---- warmup and supports -------------------------------------------------------------------------

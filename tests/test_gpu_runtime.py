@@ -160,6 +160,18 @@ def test_a_slice_of_a_packed_qkv_is_neither_copied_nor_overrun() -> None:
     assert bool((qkv[..., 8 + 1024 :] == 7).all())
 
 
+def test_pointers_inside_an_element() -> None:
+    import cupy
+
+    values = make_values("normal", (5, 64), DTYPES["float32"], 1)
+    memory = cupy.zeros(values.nbytes + 4, np.uint8)
+    memory[1:-3] = cupy.asarray(values.view(np.uint8).reshape(-1))
+    x = cupy.ndarray(values.shape, values.dtype, memptr=memory.data + 1)
+    assert_same_bits(cupynorm.rms_norm(x), cupynorm.rms_norm(cupy.asarray(values)))
+    with pytest.raises(ValueError, match="out must be aligned to its 4-byte elements"):
+        cupynorm.rms_norm(cupy.asarray(values), out=x)
+
+
 @pytest.mark.parametrize("norm", NORMS)
 def test_no_rows(norm: str) -> None:
     import cupy
@@ -221,6 +233,30 @@ def test_a_warm_call_is_captured_into_a_graph(norm: str) -> None:
         assert_same_bits(forward.y, expected.y)
         assert_same_bits(backward.dx, gradient.dx)
         assert_same_bits(backward.dweight, gradient.dweight)
+
+
+def test_a_copy_made_during_capture_lives_as_long_as_the_graph() -> None:
+    import cupy
+
+    columns = cupy.ones((64, 2048), np.float32)
+    columns[...] = cupy.arange(2048, dtype=np.float32)
+    x = columns[:, ::2]  # must be copied
+    out = cupy.empty((64, 1024), np.float32)
+    expected = cupynorm.rms_norm(x)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        cupynorm.rms_norm(x, out=out)
+        stream.synchronize()
+        stream.begin_capture()
+        cupynorm.rms_norm(x, out=out)
+        graph = stream.end_capture()
+        taken = [cupy.full((64, 1024), np.nan, np.float32) for _ in range(8)]
+        out.fill(0)
+        graph.launch(stream)
+    stream.synchronize()
+    assert_same_bits(out, expected)
+    for array in taken:  # nobody else got the memory that the graph writes
+        assert bool(cupy.isnan(array).all())
 
 
 def test_a_cold_call_in_a_capture_says_what_to_do() -> None:
