@@ -1,4 +1,7 @@
-"""``python -m cupynorm``: what this machine offers, then each norm run, checked and timed."""
+"""``python -m cupynorm``: what this machine offers, then each norm run, checked and timed.
+
+``python -m cupynorm bench`` times them beside the limit that the memory sets, over some shapes.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ import ml_dtypes
 import numpy as np
 
 import cupynorm
-from cupynorm import testing
+from cupynorm import _bench, testing
 from cupynorm._environment import describe, gpu_problem
 from cupynorm.reference import Norm
 
@@ -162,16 +165,28 @@ def report(norm: Norm, problem: Problem, outcome: Outcome) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Print the report; return 0 where every result is right, else 1."""
-    argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="python -m cupynorm",
         description="Say what this machine offers, then run, check and time each norm, both ways.",
-    ).parse_args(arguments)
+    )
+    commands = parser.add_subparsers(dest="command")
+    bench = commands.add_parser(
+        "bench", help="time each norm beside the memory's limit", description=_bench.__doc__
+    )
+    _bench.add_arguments(bench)
+    options = parser.parse_args(arguments)
 
     print(f"cupynorm {cupynorm.__version__}")
     for name, fact in describe().items():
         print(f"  {name:<13} {fact}")
 
     missing = gpu_problem()
+    if options.command == "bench":
+        if missing:
+            print(f"\nThere is nothing to time: {missing}.")
+            return 1
+        print()
+        return _bench.main(options)
     if missing:
         print(f"\nNo GPU can be used: {missing}. So: smaller arrays, on the CPU, by NumPy.")
     machine, problems = (cpu(), CPU_PROBLEMS) if missing else (gpu(), GPU_PROBLEMS)

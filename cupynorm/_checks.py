@@ -120,6 +120,7 @@ def _check_operands(
     x: Any, weight: Any, bias: Any, axis: int | Sequence[int] | None, zero_centered: bool
 ) -> int:
     to_dtype("x.dtype", x.dtype)
+    _check_memory("x", x, x)
     k = trailing_axes(
         x.ndim,
         axis,
@@ -133,7 +134,7 @@ def _check_operands(
         if array is None:
             continue
         to_dtype(f"{name}.dtype", array.dtype)
-        _check_device(name, array, x)
+        _check_memory(name, array, x)
         if axis is None and array.shape != normalized:
             raise ValueError(
                 f"{name} must have the shape of x's last {k} axes, {normalized}; got "
@@ -157,13 +158,18 @@ def _check_operands(
     return k
 
 
-def _check_device(name: str, array: Any, x: Any) -> None:
+def _check_memory(name: str, array: Any, x: Any) -> None:
     if is_numpy(array) != is_numpy(x) or (not is_numpy(x) and array.device != x.device):
         raise ValueError(f"{name} must be on x's device, {device_of(x)}; got {device_of(array)}")
+    if not is_numpy(array) and array.data.ptr % array.itemsize:
+        raise ValueError(
+            f"{name} must be aligned to its elements of {array.itemsize} bytes, "
+            f"got address {array.data.ptr:#x}"
+        )
 
 
 def _check_like(name: str, array: Any, x: Any, shape: tuple[int, ...], dtype: Any) -> None:
-    _check_device(name, array, x)
+    _check_memory(name, array, x)
     if array.shape != shape:
         raise ValueError(f"{name} must have shape {shape}, got {array.shape}")
     if dtype is None:
@@ -179,8 +185,6 @@ def _check_writable(name: str, array: Any, k: int) -> None:
         return
     if array.size == 0:
         return
-    if array.data.ptr % array.itemsize:
-        raise ValueError(f"{name} must be aligned to its {array.itemsize}-byte elements")
     stride = row_stride(array.shape, array.strides, array.itemsize, k)
     n = math.prod(array.shape[array.ndim - k :])
     if stride is None or (array.size > n and abs(stride) < n):

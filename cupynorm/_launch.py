@@ -49,7 +49,7 @@ def _rows(array: Any, k: int, n: int) -> tuple[Any, _Rows]:
     stride: int | None = n
     if not array.flags.c_contiguous:
         stride = row_stride(array.shape, array.strides, itemsize, k)
-    if stride is None or array.data.ptr % itemsize:
+    if stride is None:
         array, stride = _contiguous(array), n
     pointer = array.data.ptr
     divisors = pointer // itemsize | (stride if array.size > n else 0)
@@ -58,9 +58,7 @@ def _rows(array: Any, k: int, n: int) -> tuple[Any, _Rows]:
 
 def _operand(array: Any) -> Any:
     """Return a weight or bias as one contiguous row."""
-    if array is None or (array.flags.c_contiguous and not array.data.ptr % array.itemsize):
-        return array
-    return _contiguous(array)
+    return array if array is None or array.flags.c_contiguous else _contiguous(array)
 
 
 def _contiguous(array: Any) -> Any:

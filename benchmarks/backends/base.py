@@ -1,0 +1,199 @@
+"""What a library must offer to be measured."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from benchmarks import exchange
+from benchmarks.timing import Clock, Timing
+from cupynorm._bench import Problem
+
+Outputs = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call ready to be made, again and again.
+
+    `reset` restores arguments that the call overwrites, outside the timing; `note` says what
+    differs from the problem as stated.
+    """
+
+    run: Callable[[], Outputs]
+    reset: Callable[[], object] | None = None
+    note: str | None = None
+
+
+@dataclass(frozen=True)
+class Replay:
+    """A captured call: `launch` runs its kernels alone, into `outputs`."""
+
+    launch: Callable[[], object]
+    outputs: Outputs
+    reset: Callable[[], object] | None = None
+
+
+class Backend(ABC):
+    """A library, or one way of using it."""
+
+    name: ClassVar[str]
+    kind: ClassVar[Literal["limit", "peer", "ours"]] = "peer"
+    modules: ClassVar[tuple[str, ...]]  # those that it imports
+    distribution: ClassVar[str]  # the one whose version is reported
+    compiles: ClassVar[bool] = False  # on first use, into a disk cache that processes share
+    not_captured: str | None = None  # why the kernels of the last measurement were not timed alone
+
+    def version(self) -> str:
+        """Import the library and return its version; an ImportError says why it cannot be used."""
+        for module in self.modules:
+            importlib.import_module(module)
+        return importlib.metadata.version(self.distribution)
+
+    @abstractmethod
+    def prepare(self, problem: Problem, inputs: dict[str, Any]) -> Call:
+        """Return the call on the arrays given; whatever a user does once is done here."""
+
+    @abstractmethod
+    def collect(self, outputs: Outputs, xp: Any) -> list[Any]:
+        """Return the outputs as arrays of NumPy or CuPy."""
+
+    @abstractmethod
+    def poison(self, problem: Problem, inputs: dict[str, Any]) -> None:
+        """Fill memory that outputs are likely to be allocated from with NaN."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Wait for the device."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Return cached memory to the device."""
+
+    def capture(self, problem: Problem, inputs: dict[str, Any]) -> Replay | None:
+        """Return the call as a CUDA graph, or None where the library cannot be captured."""
+        return None
+
+    def measure(
+        self, clock: Clock, calls: Sequence[Call], replays: Sequence[Replay]
+    ) -> dict[str, Timing]:
+        """Return the device's time: of a call as made, and of its kernels alone."""
+        times = {"call": clock.measure([c.run for c in calls], [c.reset for c in calls])}
+        if replays:
+            launches, resets = [r.launch for r in replays], [r.reset for r in replays]
+            times["kernels"] = clock.measure(launches, resets)
+        return times
+
+
+class CuPyBackend(Backend):
+    """On CuPy arrays."""
+
+    modules = ("cupy",)
+
+    def version(self) -> str:
+        import cupy
+
+        return str(cupy.__version__)
+
+    def collect(self, outputs: Outputs, xp: Any) -> list[Any]:
+        return list(outputs)
+
+    def poison(self, problem: Problem, inputs: dict[str, Any]) -> None:
+        import cupy
+
+        blocks = [cupy.empty_like(inputs[name]) for name in inputs]
+        for block in blocks:
+            block.view("u1").fill(exchange.ALL_ONES)
+
+    def synchronize(self) -> None:
+        import cupy
+
+        cupy.cuda.get_current_stream().synchronize()
+
+    def release(self) -> None:
+        import cupy
+
+        cupy.get_default_memory_pool().free_all_blocks()
+
+    def capture(self, problem: Problem, inputs: dict[str, Any]) -> Replay | None:
+        import cupy
+
+        # Not the default stream, which cannot be captured. Its first run there loads kernels and
+        # fills the stream's memory pool.
+        cupy.cuda.Device().synchronize()
+        stream = cupy.cuda.Stream(non_blocking=True)
+        with stream:
+            call = self.prepare(problem, inputs)
+            call.run()
+            stream.synchronize()
+            stream.begin_capture()
+            try:
+                outputs = call.run()
+            finally:
+                graph = stream.end_capture()
+        for output in outputs:
+            output.view("u1").fill(exchange.ALL_ONES)
+        # The call owns what the graph reads.
+        return Replay(lambda graph=graph, call=call: graph.launch(), outputs)
+
+
+class TorchBackend(Backend):
+    """On torch tensors."""
+
+    modules = ("torch",)
+    distribution = "torch"
+
+    @abstractmethod
+    def prepare_tensors(self, problem: Problem, tensors: dict[str, Any]) -> Call:
+        """Return the call, as `prepare`."""
+
+    def prepare(self, problem: Problem, inputs: dict[str, Any]) -> Call:
+        tensors = {name: exchange.to_torch(array) for name, array in inputs.items()}
+        return self.prepare_tensors(problem, tensors)
+
+    def collect(self, outputs: Outputs, xp: Any) -> list[Any]:
+        return [exchange.from_torch(output, xp) for output in outputs]
+
+    def poison(self, problem: Problem, inputs: dict[str, Any]) -> None:
+        import torch
+
+        tensors = [torch.empty_like(exchange.to_torch(inputs[name])) for name in inputs]
+        for tensor in tensors:
+            tensor.view(torch.uint8).fill_(exchange.ALL_ONES)
+
+    def synchronize(self) -> None:
+        import torch
+
+        torch.cuda.synchronize()
+
+    def release(self) -> None:
+        import torch
+
+        torch.cuda.empty_cache()
+
+    def capture(self, problem: Problem, inputs: dict[str, Any]) -> Replay | None:
+        import torch
+
+        # Autograd runs a backward pass on the stream of its forward pass, so that the call is
+        # prepared on the very stream that is captured.
+        torch.cuda.synchronize()
+        stream = torch.cuda.Stream()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(stream):
+            call = self.prepare(problem, inputs)
+            for _ in range(2):
+                call.run()
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph, stream=stream):
+                outputs = call.run()
+        torch.cuda.synchronize()
+        for output in outputs:
+            output.detach().view(torch.uint8).fill_(exchange.ALL_ONES)
+        if call.reset is not None:
+            call.reset()
+        # The call owns what the graph reads.
+        return Replay(lambda graph=graph, call=call: graph.replay(), outputs, call.reset)

@@ -1,0 +1,94 @@
+"""JAX: XLA's own kernels of the formula.
+
+XLA launches on streams of its own, which events elsewhere do not see. So "kernels" is what the
+profiler says they took, each run after a flush; "call" is the wall clock of a queue of calls, which
+for small arrays is the host's time. Its backward pass is given x, weight, bias and dy, and computes
+the statistics again.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks import exchange
+from benchmarks.backends.base import Backend, Call, Outputs, Replay
+from benchmarks.timing import Clock, Timing, profiled, wall_clock
+from cupynorm._bench import EPS, Problem
+
+
+class Jax(Backend):
+    name = "JAX"
+    modules = ("jax",)
+    distribution = "jax"
+    compiles = True
+
+    def version(self) -> str:
+        # The other libraries need memory too.
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.4")
+        version = super().version()
+        import jax
+
+        jax.config.update("jax_enable_x64", True)
+        return version
+
+    def prepare(self, problem: Problem, inputs: dict[str, Any]) -> Call:
+        import jax
+        import jax.numpy as jnp
+
+        eps = EPS[problem.norm]
+        wide = "float64" if problem.dtype == "float64" else "float32"
+
+        def norm(x: Any, weight: Any, *bias: Any) -> Any:
+            wide_x = x.astype(wide)
+            if problem.norm == "layer_norm":
+                wide_x = wide_x - wide_x.mean(-1, keepdims=True)
+            rstd = jax.lax.rsqrt(jnp.square(wide_x).mean(-1, keepdims=True) + eps)
+            y = wide_x * rstd * weight.astype(wide)
+            return (y + bias[0].astype(wide) if bias else y).astype(x.dtype)
+
+        def gradient(dy: Any, *arguments: Any) -> Any:
+            return jax.vjp(norm, *arguments)[1](dy)
+
+        arrays = {name: exchange.to_jax(array) for name, array in inputs.items()}
+        arguments = [arrays[name] for name in ("dy", "x", "weight", "bias") if name in arrays]
+        function = jax.jit(norm if problem.direction == "forward" else gradient)
+
+        def run() -> Outputs:
+            result = function(*arguments)
+            return result if isinstance(result, tuple) else (result,)
+
+        return Call(run)
+
+    def collect(self, outputs: Outputs, xp: Any) -> list[Any]:
+        return [exchange.from_jax(output, xp) for output in outputs]
+
+    def poison(self, problem: Problem, inputs: dict[str, Any]) -> None:
+        """Do nothing: nobody can write to memory that XLA manages."""
+
+    def synchronize(self) -> None:
+        import jax
+
+        jax.block_until_ready(jax.device_put(0.0) + 1)
+
+    def release(self) -> None:
+        """Do nothing: XLA keeps its pool, which is bounded above."""
+
+    def measure(
+        self, clock: Clock, calls: Sequence[Call], replays: Sequence[Replay]
+    ) -> dict[str, Timing]:
+        import cupy
+        import jax
+
+        runs = [call.run for call in calls]
+        times = {"call": wall_clock(runs, jax.block_until_ready)}
+        try:
+            synchronize = cupy.cuda.Device().synchronize
+            times["kernels"] = profiled(runs, jax.block_until_ready, clock.flush, synchronize)
+        except Exception as error:  # no torch, no right to profile, or kernels that do not add up
+            self.not_captured = f"timed by the wall clock: {error!r}"
+        else:
+            self.not_captured = None
+        return times

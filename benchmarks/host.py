@@ -1,0 +1,141 @@
+"""The host's time a call, and the first call of a process, with its caches cold and warm."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.backends import ALL
+from benchmarks.backends.base import Backend
+from benchmarks.measure import reason
+from benchmarks.problems import Problem, select
+from benchmarks.timing import host_seconds
+from cupynorm import _bench
+
+SHAPE = (16, 4096)  # so small that the device never is what a call waits for
+
+PROCESS_SECONDS = 120  # what a first call may take
+
+# Where each library keeps what it compiled.
+CACHES = (
+    "CUDA_CACHE_PATH",
+    "CUPY_CACHE_DIR",
+    "JAX_COMPILATION_CACHE_DIR",
+    "QUACK_CACHE_DIR",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "TRITON_CACHE_DIR",
+)
+
+
+def problems() -> Iterable[Problem]:
+    return select("quick", shapes=[SHAPE])
+
+
+def host_times(backends: Iterable[Backend], report: Callable[[str], None]) -> list[dict[str, Any]]:
+    """Return the host's time of each operation by each backend."""
+    import cupy
+
+    records = []
+    backends = tuple(backends)
+    for problem in problems():
+        inputs = _bench.inputs(problem, 0, cupy)
+        for backend in backends:
+            record: dict[str, Any] = {"operation": problem.operation, "backend": backend.name}
+            try:
+                call = backend.prepare(problem, inputs)
+                record["seconds"] = asdict(host_seconds(call.run, cupy.cuda.Device().synchronize))
+            except Exception as error:
+                record["reason"] = reason(error)
+            records.append(record)
+            report(_line("host", record))
+    return records
+
+
+def first_calls(
+    backends: Iterable[Backend], report: Callable[[str], None], deadline: float
+) -> list[dict[str, Any]]:
+    """Return what the first call of each backend takes in a new process, twice on one cache.
+
+    None is started after `deadline`, by the monotonic clock.
+    """
+    records = []
+    for backend in backends:
+        if backend.kind == "limit" or time.monotonic() > deadline:
+            continue
+        with tempfile.TemporaryDirectory() as caches:
+            places = {name: str(Path(caches) / name.lower()) for name in CACHES}
+            # By default JAX caches only what took it a second.
+            places["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+            for cache in ("cold", "warm"):
+                record: dict[str, Any] = {"backend": backend.name, "cache": cache}
+                try:
+                    done = subprocess.run(
+                        [sys.executable, "-m", "benchmarks.host", backend.name],
+                        env=os.environ | places,
+                        capture_output=True,
+                        text=True,
+                        check=True,
+                        timeout=PROCESS_SECONDS,
+                    )
+                    record |= json.loads(done.stdout.splitlines()[-1])
+                except subprocess.CalledProcessError as error:
+                    record["reason"] = (error.stderr.strip().splitlines() or ["no message"])[-1]
+                except (OSError, subprocess.TimeoutExpired, ValueError, IndexError) as error:
+                    record["reason"] = reason(error)
+                records.append(record)
+                report(_line("first call", record))
+    return records
+
+
+def first_call(name: str) -> dict[str, float]:
+    """Time the import of a library and its first call, on a GPU that is in use already."""
+    import cupy
+
+    (backend,) = (cls() for cls in ALL if cls.name == name)
+    problem = next(iter(problems()))
+    inputs = _bench.inputs(problem, 0, cupy)
+    if "torch" in backend.modules:
+        import torch
+
+        torch.zeros(1, device="cuda").add_(1)
+    cupy.cuda.Device().synchronize()
+    start = time.perf_counter()
+    backend.version()
+    imported = time.perf_counter()
+    call = backend.prepare(problem, inputs)
+    call.run()
+    backend.synchronize()
+    called = time.perf_counter()
+    call.run()
+    backend.synchronize()
+    again = time.perf_counter()
+    return {
+        "import_seconds": imported - start,
+        "first_seconds": called - imported,
+        "second_seconds": again - called,
+    }
+
+
+def _line(what: str, record: dict[str, Any]) -> str:
+    values = {k: v for k, v in record.items() if k not in ("seconds", "reason")}
+    shown = [f"{v:.4f} s {k}" if isinstance(v, float) else str(v) for k, v in values.items()]
+    if "seconds" in record:
+        shown.append(f"{1e6 * record['seconds']['median']:.2f} us")
+    if "reason" in record:
+        shown.append(record["reason"])
+    return f"{what}: " + ", ".join(shown)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=first_call.__doc__)
+    parser.add_argument("backend")
+    print(json.dumps(first_call(parser.parse_args().backend)))

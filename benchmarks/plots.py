@@ -1,0 +1,122 @@
+"""Figures from measurements: GB/s over N against the limit, and ratios to the best peer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.figure import Figure
+
+from benchmarks.backends import ALL
+from benchmarks.problems import OPERATIONS
+from benchmarks.results import by_problem, gigabytes_per_second
+from benchmarks.summary import Ratio, ratios
+from cupynorm._bench import Problem
+
+FORMATS = ("png", "svg")
+# Okabe and Ito's colours, told apart by the colour-blind too.
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#999999", "#F0E442")
+MARKERS = "osD^vPX*"
+
+
+def draw(results: dict[str, Any], folder: Path) -> list[Path]:
+    """Write a figure of lines and one of bars for each operation; return the paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    # So that the same figures give the same files.
+    matplotlib.rcParams["svg.hashsalt"] = "cupynorm"
+    title = f"{results['machine']['gpu']}, {results['commit'][:12]}"
+    found = ratios(results["measurements"])
+    paths = []
+    for operation in OPERATIONS:
+        own = [r for r in results["measurements"] if f"{r['norm']} {r['direction']}" == operation]
+        bars = [r for r in found if r.problem.operation == operation and r.to_peer is not None]
+        name = operation.replace(" ", "_")
+        if own:
+            paths += _save(lines(f"{operation}, {title}", own), folder / f"{name}_speed")
+        if bars:
+            paths += _save(ratio_bars(f"{operation}, {title}", bars), folder / f"{name}_ratio")
+    return paths
+
+
+def lines(title: str, measurements: Iterable[dict[str, Any]]) -> Figure:
+    """Draw GB/s over N, one line a backend, of the pair of dtypes with the most widths.
+
+    Where a width was measured with several numbers of rows, that with the most counts.
+    """
+    tallest: dict[tuple[str, str], dict[int, tuple[Problem, dict[str, Any]]]] = {}
+    for problem, cell in by_problem(measurements):
+        widths = tallest.setdefault((problem.dtype, problem.weight_dtype), {})
+        if problem.cols not in widths or widths[problem.cols][0].rows < problem.rows:
+            widths[problem.cols] = (problem, cell)
+    pair, widths = max(tallest.items(), key=lambda item: len(item[1]))
+    figure = Figure(figsize=(9, 5.5), layout="constrained")
+    axes = figure.add_subplot()
+    styled = zip((b.name for b in ALL if b.kind != "limit"), COLOURS, MARKERS, strict=True)
+    styles: dict[str, dict[str, Any]] = {
+        name: {"color": colour, "marker": marker} for name, colour, marker in styled
+    }
+    styles["cupynorm"]["linewidth"] = 3
+    limit = _line(widths, [b.name for b in ALL if b.kind == "limit"])
+    if limit:
+        axes.plot(*zip(*limit, strict=True), "k--", label="limit")
+    for name, style in styles.items():
+        points = _line(widths, [name])
+        if points:
+            axes.plot(*zip(*points, strict=True), label=name, **style)
+    axes.set_xscale("log", base=2)
+    axes.set_ylim(bottom=0)
+    axes.set_xticks(sorted(widths), [str(n) for n in sorted(widths)], rotation=45)
+    axes.minorticks_off()
+    axes.set_xlabel("N, values a row")
+    axes.set_ylabel("GB/s of the bytes that must move")
+    axes.set_title(f"{title}\nx {pair[0]}, weight {pair[1]}")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+    return figure
+
+
+def _line(
+    widths: dict[int, tuple[Problem, dict[str, Any]]], names: Iterable[str]
+) -> list[tuple[int, float]]:
+    """Return width and speed, the best of the backends named, where there is one."""
+    points = []
+    for cols, (_, cell) in sorted(widths.items()):
+        speeds = [gigabytes_per_second(cell[name]) for name in names if name in cell]
+        known = [speed for speed in speeds if speed is not None]
+        if known:
+            points.append((cols, max(known)))
+    return points
+
+
+def ratio_bars(title: str, found: list[Ratio]) -> Figure:
+    """Draw cupynorm's speed over the best peer's, a bar a shape."""
+    figure = Figure(figsize=(9, 1.6 + 0.22 * len(found)), layout="constrained")
+    axes = figure.add_subplot()
+    values = [ratio.to_peer or 0.0 for ratio in found]
+    axes.barh(range(len(found)), values, color=[COLOURS[2 if v >= 1 else 5] for v in values])
+    labels = [
+        f"{r.problem.rows}x{r.problem.cols} {r.problem.dtype},{r.problem.weight_dtype}"
+        for r in found
+    ]
+    axes.set_yticks(range(len(found)), labels, fontsize="small")
+    for place, (value, ratio) in enumerate(zip(values, found, strict=True)):
+        axes.text(value, place, f" {value:.2f} of {ratio.peer}", va="center", fontsize="x-small")
+    axes.axvline(1, color="black", linewidth=1)
+    axes.set_xlim(0, 1.25 * max(1.0, *values))
+    axes.invert_yaxis()
+    axes.set_xlabel("speed over the best peer's; right of the line is faster")
+    axes.set_title(title)
+    return figure
+
+
+def _save(figure: Figure, stem: Path) -> list[Path]:
+    paths = []
+    for extension in FORMATS:
+        path = stem.with_suffix(f".{extension}")
+        # No date, for the same reason as the salt.
+        metadata = {"Date": None} if extension == "svg" else {"Software": None}
+        figure.savefig(path, dpi=120, metadata=metadata)
+        paths.append(path)
+    return paths

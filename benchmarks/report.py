@@ -1,0 +1,212 @@
+"""Write a results file into the README: ``python -m benchmarks.report results.json``.
+
+Its figures go beside the results file. Nothing between the README's markers is written by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks import plots, results
+from benchmarks.backends import ALL
+from benchmarks.problems import OPERATIONS
+from benchmarks.summary import ratios, summarize
+
+README = Path(__file__).parent / "README.md"
+BEGIN = "<!-- results: written by `python -m benchmarks.report` -->"
+END = "<!-- end of results -->"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__)
+    parser.add_argument("results", type=Path)
+    parser.add_argument("--readme", type=Path, default=README)
+    options = parser.parse_args(arguments)
+    report = results.load(options.results)
+    figures = plots.draw(report, options.results.with_suffix(""))
+    write(report, options.results, figures, options.readme)
+
+
+def write(report: dict[str, Any], source: Path, figures: Iterable[Path], readme: Path) -> None:
+    """Replace what is between the README's markers."""
+    text = readme.read_text(encoding="utf-8")
+    before, found, rest = text.partition(BEGIN)
+    _, ended, after = rest.partition(END)
+    if not (found and ended):
+        raise ValueError(f"{readme} must have the lines {BEGIN!r} and {END!r}")
+    section = "\n".join(_section(report, source, figures, readme.parent))
+    readme.write_text(f"{before}{BEGIN}\n\n{section}\n\n{END}{after}", encoding="utf-8")
+
+
+def _section(
+    report: dict[str, Any], source: Path, figures: Iterable[Path], folder: Path
+) -> Iterator[str]:
+    def relative(path: Path) -> str:
+        return Path(os.path.relpath(path.resolve(), folder.resolve())).as_posix()
+
+    machine = report["machine"]
+    yield f"From [{source.name}]({relative(source)}), started {report['started']}."
+    if not report.get("complete"):
+        yield "\n**This run did not finish; what it did not reach is missing.**"
+    yield ""
+    yield from _table(["", ""], [[name, str(fact)] for name, fact in _facts(report, machine)])
+    yield ""
+    yield "### Summary\n"
+    yield (
+        "Speed of cupynorm over that of the best peer and of the limit: geometric means over the "
+        "shapes of the tables below; above 1 is faster.\n"
+    )
+    yield from _table(
+        ["operation", "shapes", "to the limit", "to the best peer", "ahead", "worst shape"],
+        [
+            [
+                s.operation,
+                str(s.shapes),
+                _ratio(s.to_limit),
+                _ratio(s.to_peer),
+                f"{s.ahead} of {s.compared}",
+                ""
+                if s.worst is None
+                else f"{_name(s.worst)}: {_ratio(s.worst.to_peer)} of {s.worst.peer}",
+            ]
+            for s in summarize(report["measurements"])
+        ],
+    )
+    pngs = [path for path in figures if path.suffix == ".png"]
+    for operation in OPERATIONS:
+        own = [r for r in report["measurements"] if f"{r['norm']} {r['direction']}" == operation]
+        if not own:
+            continue
+        yield f"\n### {operation}\n"
+        stem = operation.replace(" ", "_")
+        for path in pngs:
+            if path.stem.startswith(stem):
+                svg = relative(path.with_suffix(".svg"))
+                yield f"[![{path.stem}]({relative(path)})]({svg})\n"
+        yield "GB/s:\n"
+        yield from _speeds(own)
+    refusals = list(_refusals(report["measurements"]))
+    if refusals:
+        yield "\n### Not timed, and why\n"
+        yield from refusals
+    notes = sorted(
+        {
+            (r["backend"], r[key])
+            for r in report["measurements"]
+            for key in ("note", "not_captured")
+            if r.get(key)
+        }
+    )
+    if notes:
+        yield "\n### Measured otherwise than stated\n"
+        yield from (f"- {backend}: {note}" for backend, note in notes)
+    yield from _host(report["host"])
+    yield from _first_calls(report["first_calls"])
+
+
+def _facts(report: dict[str, Any], machine: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    yield "GPU", f"{machine['gpu']}, {machine['memory_bytes'] / 2**30:.0f} GiB"
+    yield "driver", machine["driver"]
+    yield "CUDA runtime, NVRTC", f"{machine['cuda_runtime']}, {machine['nvrtc']}"
+    yield "Python, NumPy, CuPy", ", ".join(machine[k] for k in ("python", "numpy", "cupy"))
+    yield "commit", report["commit"]
+    yield from report["backends"].items()
+
+
+def _speeds(records: Iterable[dict[str, Any]]) -> Iterator[str]:
+    records = list(records)
+    names = [b.name for b in ALL if any(r["backend"] == b.name for r in records)]
+    by_ratio = {ratio.problem: ratio for ratio in ratios(records)}
+    rows = []
+    for problem, cell in results.by_problem(records):
+        row = [f"{problem.rows}x{problem.cols}", f"{problem.dtype}, {problem.weight_dtype}"]
+        for name in names:
+            record = cell.get(name)
+            speed = None if record is None else results.gigabytes_per_second(record)
+            row.append(f"{speed:.0f}" if speed is not None else record["status"] if record else "")
+        ratio = by_ratio.get(problem)
+        row += [_ratio(ratio.to_limit), _ratio(ratio.to_peer)] if ratio else ["", ""]
+        rows.append(row)
+    yield from _table(["MxN", "x, weight", *names, "to the limit", "to the best peer"], rows)
+
+
+def _refusals(records: Iterable[dict[str, Any]]) -> Iterator[str]:
+    shapes: dict[tuple[str, str, str], list[str]] = {}
+    for record in records:
+        if record["status"] != "ok":
+            key = (record["backend"], record["status"], str(record.get("reason")))
+            problem = results.problem_of(record)
+            shapes.setdefault(key, []).append(
+                f"{problem.operation} {problem.rows}x{problem.cols} "
+                f"{problem.dtype},{problem.weight_dtype}"
+            )
+    for (backend, status, why), where in shapes.items():
+        more = f" and {len(where) - 1} more" if len(where) > 1 else ""
+        yield f"- {backend}, {status}: {where[0]}{more}: `{why.replace('`', '')}`"
+
+
+def _host(records: list[dict[str, Any]]) -> Iterator[str]:
+    if records:
+        yield "\n### Host time a call, µs\n"
+        yield "16 rows of 4096 bfloat16, float32 weight; the time to return, not to finish.\n"
+        yield from _pivot(
+            records,
+            list(OPERATIONS),
+            lambda r: r["operation"],
+            lambda r: f"{1e6 * r['seconds']['median']:.1f}" if "seconds" in r else "failed",
+        )
+
+
+def _first_calls(records: list[dict[str, Any]]) -> Iterator[str]:
+    if records:
+        yield "\n### First call of a process, ms\n"
+        yield (
+            "The same RMSNorm forward pass, in a new process whose GPU is in use already: the "
+            "import, and the call with all that it compiles; on an empty disk cache and on a full "
+            "one.\n"
+        )
+
+        def shown(record: dict[str, Any]) -> str:
+            if "first_seconds" not in record:
+                return "failed"
+            return f"{1e3 * record['import_seconds']:.0f} + {1e3 * record['first_seconds']:.0f}"
+
+        yield from _pivot(records, ["cold", "warm"], lambda r: r["cache"], shown)
+
+
+def _pivot(
+    records: list[dict[str, Any]],
+    columns: list[str],
+    column: Callable[[dict[str, Any]], str],
+    shown: Callable[[dict[str, Any]], str],
+) -> Iterator[str]:
+    rows: dict[str, dict[str, str]] = {}
+    for record in records:
+        rows.setdefault(record["backend"], {})[column(record)] = shown(record)
+    present = [c for c in columns if any(c in cells for cells in rows.values())]
+    table = [[name, *(cells.get(c, "") for c in present)] for name, cells in rows.items()]
+    yield from _table(["", *present], table)
+
+
+def _table(head: list[str], rows: Iterable[list[str]]) -> Iterator[str]:
+    yield f"| {' | '.join(head)} |"
+    yield f"|{' --- |' * len(head)}"
+    for row in rows:
+        yield f"| {' | '.join(cell.replace('|', '/') for cell in row)} |"
+
+
+def _ratio(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def _name(ratio: Any) -> str:
+    problem = ratio.problem
+    return f"{problem.rows}x{problem.cols} {problem.dtype}, {problem.weight_dtype}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""The results file: what was measured, on what, and how it is read back."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.backends import KINDS
+from cupynorm._bench import Problem
+
+FORMAT = 1
+Record = dict[str, Any]
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def new(backends: dict[str, str], arguments: list[str]) -> dict[str, Any]:
+    """Return a results file without results."""
+    return {
+        "format": FORMAT,
+        "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "arguments": arguments,
+        "commit": commit(),
+        "machine": machine(),
+        "backends": backends,
+        "measurements": [],
+        "host": [],
+        "first_calls": [],
+    }
+
+
+def machine() -> dict[str, Any]:
+    """Name what is measured on."""
+    import cupy
+    import numpy as np
+
+    runtime = cupy.cuda.runtime
+    device = cupy.cuda.Device()
+    properties = runtime.getDeviceProperties(device.id)
+    return {
+        "gpu": properties["name"].decode(),
+        "memory_bytes": int(properties["totalGlobalMem"]),
+        "l2_bytes": int(device.attributes["L2CacheSize"]),
+        "multiprocessors": int(properties["multiProcessorCount"]),
+        "compute_capability": device.compute_capability,
+        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "cuda_driver": runtime.driverGetVersion(),
+        "cuda_runtime": runtime.runtimeGetVersion(),
+        "nvrtc": ".".join(map(str, cupy.cuda.nvrtc.getVersion())),
+        "cupy": cupy.__version__,
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+        "system": platform.platform(),
+    }
+
+
+def commit() -> str:
+    """Return the commit measured; a copy without its history is told by $COMMIT."""
+    found = _output("git", "-C", str(ROOT), "rev-parse", "HEAD")
+    changed = _output("git", "-C", str(ROOT), "status", "--porcelain", "--", "cupynorm", "kernels")
+    return os.environ.get("COMMIT") or (found or "unknown") + (" and changes" if changed else "")
+
+
+def _output(*command: str) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    lines = done.stdout.strip().splitlines()
+    return lines[0] if lines else ""
+
+
+def save(results: dict[str, Any], path: Path) -> None:
+    """Write a results file, one record a line, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fields = []
+    for name, value in results.items():
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            lines = ",\n".join("  " + json.dumps(record) for record in value)
+            fields.append(f" {json.dumps(name)}: [\n{lines}\n ]")
+        else:
+            fields.append(f" {json.dumps(name)}: {json.dumps(value)}")
+    partial = path.with_suffix(".partial")
+    partial.write_text("{\n" + ",\n".join(fields) + "\n}\n", encoding="utf-8")
+    partial.replace(path)
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Read a results file."""
+    results: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    if results.get("format") != FORMAT:
+        raise ValueError(f"{path} must have format {FORMAT}, got {results.get('format')!r}")
+    return results
+
+
+def problem_of(record: Record) -> Problem:
+    """Return what a record measured."""
+    return Problem(**{name: record[name] for name in Problem.__dataclass_fields__})
+
+
+def seconds(record: Record) -> float | None:
+    """Return a record's time: of the call or of its kernels alone, whichever is less.
+
+    The call's includes the host where that is slow; the replay's includes the launch of a graph,
+    which counts where the kernel takes only some microseconds. The less of the two is charged.
+    """
+    best = fastest(record)
+    return None if best is None else best["median"]
+
+
+def fastest(record: Record) -> Record | None:
+    """Return the timing that counts."""
+    times = record.get("times")
+    if record["status"] != "ok" or not times:
+        return None
+    best: Record = min(times.values(), key=lambda timing: timing["median"])
+    return best
+
+
+def gigabytes_per_second(record: Record) -> float | None:
+    """Return the speed of a record."""
+    time = seconds(record)
+    return None if time is None else 1e-9 * float(record["bytes"]) / time
+
+
+def by_problem(records: Iterable[Record]) -> Iterator[tuple[Problem, dict[str, Record]]]:
+    """Yield each problem with its records by backend, in the order measured."""
+    groups: dict[Problem, dict[str, Record]] = {}
+    for record in records:
+        groups.setdefault(problem_of(record), {})[record["backend"]] = record
+    yield from groups.items()
+
+
+def of_kind(cell: dict[str, Record], kind: str) -> dict[str, float]:
+    """Return the times of the backends of a kind that have one."""
+    times = {name: seconds(record) for name, record in cell.items() if KINDS.get(name) == kind}
+    return {name: time for name, time in times.items() if time is not None}

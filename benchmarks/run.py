@@ -1,0 +1,173 @@
+"""Measure: ``python -m benchmarks.run results.json``."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import problems, results, summary
+from benchmarks.backends import ALL, discover
+from benchmarks.display import Display
+from benchmarks.host import first_calls, host_times
+from benchmarks.measure import measure, reason
+from benchmarks.timing import Clock, rotations
+from cupynorm import _bench
+from cupynorm._bench import Problem
+
+TABLES = ("throughput", "host", "first")
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=__doc__)
+    parser.add_argument("results", type=Path, help="the JSON file to write")
+    parser.add_argument("--set", choices=problems.SETS, default="standard", dest="name")
+    parser.add_argument("--quick", action="store_const", const="quick", dest="name")
+    parser.add_argument(
+        "--operations", nargs="+", choices=problems.OPERATIONS, default=problems.OPERATIONS
+    )
+    parser.add_argument("--shapes", nargs="+", type=problems.shape, default=(), metavar="MxN")
+    parser.add_argument(
+        "--dtypes", nargs="+", type=problems.parse_pair, default=(), metavar="X,WEIGHT"
+    )
+    parser.add_argument("--backends", nargs="+", choices=[b.name for b in ALL], default=())
+    parser.add_argument("--tables", nargs="+", choices=TABLES, default=TABLES)
+    parser.add_argument(
+        "--minutes", type=float, default=float("inf"), help="start nothing new after these"
+    )
+    parser.add_argument(
+        "--workers", type=int, default=0, help="processes that compile ahead (default: none)"
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="keep what the results file has, measure the rest"
+    )
+    # What a worker is told: compile every n-th problem from the i-th on, and measure nothing.
+    parser.add_argument("--compile-share", nargs=2, type=int, help=argparse.SUPPRESS)
+    return parser.parse_args(arguments)
+
+
+def compile_ahead(arguments: Sequence[str], workers: int, seconds: float) -> None:
+    """Fill the disk caches from several processes; measurements then find them warm."""
+    print(f"compiling ahead in {workers} processes", flush=True)
+    command = [sys.executable, "-m", "benchmarks.run", *arguments, "--compile-share"]
+    running = [
+        subprocess.Popen(
+            [*command, str(share), str(workers)],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        for share in range(workers)
+    ]
+    deadline = time.monotonic() + seconds
+    for process in running:
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def compile_share(chosen: Sequence[Problem], share: int, workers: int, names: Any) -> None:
+    import cupy
+
+    backends = [backend for backend in discover(names)[0].values() if backend.compiles]
+    for problem in chosen[share::workers]:
+        for backend in backends:
+            try:
+                backend.prepare(problem, _bench.inputs(problem, 0, cupy)).run()
+                backend.synchronize()
+            except Exception as error:  # it will be reported where it is measured
+                print(reason(error))
+            gc.collect()
+            backend.release()
+        cupy.get_default_memory_pool().free_all_blocks()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    options = parse(arguments)
+    chosen = list(problems.select(options.name, options.operations, options.shapes, options.dtypes))
+    # Processes share what JAX compiles only if told where; it would cache only what took a second.
+    os.environ.setdefault(
+        "JAX_COMPILATION_CACHE_DIR", str(Path(tempfile.gettempdir()) / "jax_compilation_cache")
+    )
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    if options.compile_share:
+        compile_share(chosen, *options.compile_share, options.backends)
+        return 0
+
+    started = time.monotonic()
+    deadline = started + 60 * options.minutes
+    if options.workers and "throughput" in options.tables:
+        compile_ahead(arguments, options.workers, 60 * options.minutes / 3)
+
+    backends, facts = discover(options.backends)
+    if options.resume and options.results.exists():
+        report = results.load(options.results)
+        if report["commit"] != results.commit() or report["machine"] != results.machine():
+            raise SystemExit("--resume: the results file is of another commit or machine")
+    else:
+        report = results.new(facts, arguments)
+    earlier = report.get("elapsed_seconds", 0.0)
+    done = {(results.problem_of(r), r["backend"]) for r in report["measurements"]}
+    clock = Clock()
+    stopped = None
+    with Display(report, list(backends), len(chosen)) as display:
+        if "host" in options.tables and not report["host"]:
+            report["host"] = host_times(backends.values(), display.say)
+        for problem in chosen if "throughput" in options.tables else ():
+            todo = [b for b in backends.values() if (problem, b.name) not in done]
+            if todo and time.monotonic() > deadline:
+                stopped = f"out of time after {options.minutes:g} minutes"
+            elif todo:
+                stopped = _measure_all(problem, todo, clock, report)
+            display.finished(problem)
+            results.save(report, options.results)
+            if stopped:
+                break
+        if "first" in options.tables and not stopped and not report["first_calls"]:
+            report["first_calls"] = first_calls(backends.values(), display.say, deadline)
+            if time.monotonic() > deadline:
+                stopped = f"out of time after {options.minutes:g} minutes"
+        report["elapsed_seconds"] = earlier + time.monotonic() - started
+        report["complete"] = stopped is None
+        results.save(report, options.results)
+        for name, fact in report["backends"].items():
+            display.say(f"{name} {fact}")
+        for line in map(summary.sentence, summary.summarize(report["measurements"])):
+            display.say(line)
+        if stopped:
+            display.say(f"{stopped}: --resume goes on")
+    return 1 if stopped else 0
+
+
+def _measure_all(
+    problem: Problem, backends: Sequence[Any], clock: Clock, report: dict[str, Any]
+) -> str | None:
+    """Measure a problem; say why nothing more can be measured, if so."""
+    import cupy
+
+    try:
+        sets = [
+            _bench.inputs(problem, seed, cupy)
+            for seed in range(rotations(problem.bytes, clock.cache_bytes))
+        ]
+        cupy.get_default_memory_pool().free_all_blocks()
+        for backend in backends:
+            report["measurements"].append(measure(problem, backend, sets, clock, cupy))
+            cupy.cuda.Device().synchronize()
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        # An error that outlives its call: no kernel runs in this process any more.
+        return f"the GPU was lost, {reason(error)}"
+    return None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,98 @@
+"""From measurements to statements: ratios, their geometric means, and the worst shape."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from benchmarks.problems import OPERATIONS
+from benchmarks.results import by_problem, of_kind
+from cupynorm._bench import Problem
+
+
+class Ratio(NamedTuple):
+    """Our speed over the best peer's and over the limit's; above 1 is faster."""
+
+    problem: Problem
+    to_peer: float | None
+    to_limit: float | None
+    peer: str | None
+
+
+class Summary(NamedTuple):
+    """One operation over all its shapes."""
+
+    operation: str
+    shapes: int
+    to_peer: float | None
+    to_limit: float | None
+    ahead: int  # shapes at least as fast as the best peer
+    compared: int  # shapes with a peer
+    worst: Ratio | None
+
+
+def ratios(measurements: Iterable[dict[str, Any]]) -> list[Ratio]:
+    """Return the ratios of each problem that cupynorm was timed on."""
+    found = []
+    for problem, cell in by_problem(measurements):
+        ours = min(of_kind(cell, "ours").values(), default=None)
+        if ours is None:
+            continue
+        peers, limits = of_kind(cell, "peer"), of_kind(cell, "limit")
+        peer = min(peers, key=peers.__getitem__, default=None)
+        found.append(
+            Ratio(
+                problem,
+                None if peer is None else peers[peer] / ours,
+                min(limits.values()) / ours if limits else None,
+                peer,
+            )
+        )
+    return found
+
+
+def geometric_mean(values: Sequence[float]) -> float | None:
+    """Return the geometric mean, None of nothing."""
+    return math.exp(sum(map(math.log, values)) / len(values)) if values else None
+
+
+def summarize(measurements: Iterable[dict[str, Any]]) -> list[Summary]:
+    """Return a summary of each operation measured."""
+    found = ratios(measurements)
+    summaries = []
+    for operation in OPERATIONS:
+        own = [ratio for ratio in found if ratio.problem.operation == operation]
+        if not own:
+            continue
+        compared = [(r.to_peer, r) for r in own if r.to_peer is not None]
+        to_limit = [r.to_limit for r in own if r.to_limit is not None]
+        summaries.append(
+            Summary(
+                operation,
+                len(own),
+                geometric_mean([value for value, _ in compared]),
+                geometric_mean(to_limit),
+                sum(value >= 1 for value, _ in compared),
+                len(compared),
+                min(compared, key=lambda pair: pair[0])[1] if compared else None,
+            )
+        )
+    return summaries
+
+
+def sentence(summary: Summary) -> str:
+    """Return the summary on one line."""
+    parts = [f"{summary.operation}: {summary.shapes} shapes"]
+    if summary.to_limit is not None:
+        parts.append(f"{summary.to_limit:.3f} of the limit")
+    worst = summary.worst
+    if summary.to_peer is not None and worst is not None and worst.to_peer is not None:
+        parts.append(f"{summary.to_peer:.3f} of the best peer (geometric means)")
+        parts.append(f"ahead on {summary.ahead} of {summary.compared}")
+        parts.append(
+            f"worst {worst.to_peer:.3f} of {worst.peer} at "
+            f"{worst.problem.rows}x{worst.problem.cols} "
+            f"{worst.problem.dtype},{worst.problem.weight_dtype}"
+        )
+    return ", ".join(parts)

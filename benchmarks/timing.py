@@ -1,0 +1,84 @@
+"""How long work takes: on the device as called, on the device alone, and on the host."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from cupynorm._bench import Clock, Timing
+
+__all__ = ["Clock", "Timing", "host_seconds", "profiled", "rotations", "wall_clock"]
+
+
+def rotations(problem_bytes: int, cache_bytes: int) -> int:
+    """Return how many sets of arrays to take turns with; a large one evicts itself."""
+    return 1 if problem_bytes > 4 * cache_bytes else 2
+
+
+def host_seconds(call: Callable[[], object], synchronize: Callable[[], object]) -> Timing:
+    """Return the host's time of a call: many in a row, without waiting for the device."""
+    times = []
+    for calls in (100, 1000, 1000, 1000):
+        synchronize()
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        times.append((time.perf_counter() - start) / calls)
+        synchronize()
+    return Timing.of([[seconds] for seconds in times[1:]])
+
+
+def wall_clock(calls: Sequence[Callable[[], object]], wait: Callable[[Any], object]) -> Timing:
+    """Return the time of a call in a queue of calls.
+
+    It includes the host's where that is longer, and the L2 is not flushed: the last resort, for a
+    library on streams of its own.
+    """
+    rounds = []
+    for count in (5, 20, 20, 20):
+        start = time.perf_counter()
+        for run in range(count):
+            result = calls[run % len(calls)]()
+        wait(result)
+        rounds.append([(time.perf_counter() - start) / count])
+    return Timing.of(rounds[1:])
+
+
+def profiled(
+    calls: Sequence[Callable[[], object]],
+    wait: Callable[[Any], object],
+    flush: Callable[[], object],
+    synchronize: Callable[[], object],
+    runs: int = 10,
+) -> Timing:
+    """Return the time that a call's kernels run, each after a flush, as torch's profiler sees it.
+
+    The profiler sees the kernels of the whole process, on whatever stream, JAX's too. Gaps between
+    the kernels of a call are not counted.
+    """
+    import torch
+
+    def run_all() -> None:
+        for run in range(runs):
+            flush()
+            synchronize()
+            wait(calls[run % len(calls)]())
+            synchronize()
+
+    rounds = []
+    for _ in range(Clock.ROUNDS):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            run_all()
+        kernels = sorted(
+            (event.time_range.start, event.time_range.elapsed_us())
+            for event in profile.events()
+            if event.device_type == torch.autograd.DeviceType.CUDA
+            and not event.name.startswith("Memset")
+        )
+        if not kernels or len(kernels) % runs:
+            raise RuntimeError(f"the profiler saw {len(kernels)} kernels in {runs} runs")
+        each = len(kernels) // runs
+        durations = [1e-6 * elapsed for _, elapsed in kernels]
+        rounds.append([sum(durations[i : i + each]) for i in range(0, len(durations), each)])
+    return Timing.of(rounds)

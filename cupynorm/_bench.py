@@ -1,0 +1,262 @@
+"""Time each norm beside the limit that the memory sets: a copy, or a sum of two arrays.
+
+It needs CuPy alone. The benchmark in benchmarks/ of the repository, which adds other libraries,
+measures by the same bytes, data and clock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import ml_dtypes
+import numpy as np
+
+import cupynorm
+from cupynorm.reference import Norm
+
+__all__ = ["Clock", "Problem", "Timing", "add_arguments", "inputs", "limit", "main", "ours"]
+
+Direction = Literal["forward", "backward"]
+
+DTYPES = {
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float16": np.dtype(np.float16),
+    "float32": np.dtype(np.float32),
+    "float64": np.dtype(np.float64),
+}
+EPS = {"rms_norm": 1e-6, "layer_norm": 1e-5}
+SHAPES = tuple((32768, n) for n in (256, 1024, 4096, 16384))
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One pass of one norm over x of rows x cols; dtypes by name."""
+
+    norm: Norm
+    direction: Direction
+    rows: int
+    cols: int
+    dtype: str
+    weight_dtype: str
+
+    @property
+    def operation(self) -> str:
+        """Name the pass."""
+        return f"{self.norm} {self.direction}"
+
+    @property
+    def has_bias(self) -> bool:
+        """RMSNorm has none, as in the models that use it."""
+        return self.norm == "layer_norm"
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Name what the pass returns."""
+        if self.direction == "forward":
+            return ("y",)
+        return ("dx", "dweight", "dbias") if self.has_bias else ("dx", "dweight")
+
+    @property
+    def bytes(self) -> int:
+        """Count the bytes that must move: each array once, without the statistics of the rows.
+
+        Forward reads x, weight and bias and writes y; backward reads x, dy and weight and writes
+        dx, dweight and dbias.
+        """
+        backward = self.direction == "backward"
+        vectors = 1 + self.has_bias + backward
+        matrix = self.rows * self.cols * int(DTYPES[self.dtype].itemsize)
+        vector = self.cols * int(DTYPES[self.weight_dtype].itemsize)
+        return (2 + backward) * matrix + vectors * vector
+
+
+@dataclass(frozen=True)
+class Timing:
+    """The median time of a run in seconds, and the lowest and highest median of a round."""
+
+    median: float
+    low: float
+    high: float
+    runs: int
+
+    @classmethod
+    def of(cls, rounds: Sequence[Sequence[float]]) -> Timing:
+        """Summarize the times of each round."""
+        medians = [statistics.median(times) for times in rounds]
+        return cls(
+            statistics.median(medians), min(medians), max(medians), sum(len(r) for r in rounds)
+        )
+
+
+class Clock:
+    """Times work on the current GPU by its events, with a cold L2 cache."""
+
+    ROUNDS = 3
+    ROUND_SECONDS = 0.02
+    WARMUP_RUNS = 3
+
+    def __init__(self) -> None:
+        import cupy
+
+        self.cache_bytes = int(cupy.cuda.Device().attributes["L2CacheSize"])
+        self._flush_bytes = 4 * self.cache_bytes
+        self._flushed = cupy.cuda.alloc(self._flush_bytes)
+
+    def flush(self) -> None:
+        """Drive everything out of the L2 cache.
+
+        It also keeps the GPU busy for some 50 us, while the host prepares what is timed: only host
+        time beyond that counts.
+        """
+        self._flushed.memset_async(0, self._flush_bytes)
+
+    def sample(
+        self,
+        calls: Sequence[Callable[[], object]],
+        runs: int,
+        resets: Sequence[Callable[[], object] | None] = (),
+    ) -> list[float]:
+        """Return the time of each run; runs take turns through `calls`, each on its own data.
+
+        `resets`, none or one a call, are made before the call and not timed.
+        """
+        import cupy
+
+        spans = []
+        for run in range(runs):
+            turn = run % len(calls)
+            reset = resets[turn] if resets else None
+            if reset is not None:
+                reset()
+            start, end = cupy.cuda.Event(), cupy.cuda.Event()
+            self.flush()
+            start.record()
+            calls[turn]()
+            end.record()
+            spans.append((start, end))
+        cupy.cuda.get_current_stream().synchronize()
+        return [1e-3 * float(cupy.cuda.get_elapsed_time(*span)) for span in spans]
+
+    def measure(
+        self,
+        calls: Sequence[Callable[[], object]],
+        resets: Sequence[Callable[[], object] | None] = (),
+    ) -> Timing:
+        """Warm up, then time rounds of runs."""
+        warm = statistics.median(self.sample(calls, self.WARMUP_RUNS, resets))
+        runs = max(10, min(100, int(self.ROUND_SECONDS / max(warm, 1e-9))))
+        return Timing.of([self.sample(calls, runs, resets) for _ in range(self.ROUNDS)])
+
+
+def narrowed(array: Any, dtype: str) -> Any:
+    """Round a float32 or float64 array to a dtype, bfloat16 by its bits: CuPy may lack the cast."""
+    if dtype != "bfloat16":
+        return array.astype(DTYPES[dtype])
+    bits = array.astype(np.float32).view(np.uint32)
+    return ((bits + np.uint32(0x8000)) >> np.uint32(16)).astype(np.uint16).view(DTYPES[dtype])
+
+
+def inputs(problem: Problem, seed: int, xp: Any) -> dict[str, Any]:
+    """Draw x, dy, weight and bias by the generator of NumPy or CuPy, xp.
+
+    The weight and the bias are values that every dtype holds exactly, so that a library that needs
+    them in another dtype than the problem's still computes the same function.
+    """
+    rng = xp.random.default_rng(seed)
+    draw = np.float64 if problem.dtype == "float64" else np.float32
+
+    def matrix() -> Any:
+        return narrowed(
+            rng.standard_normal((problem.rows, problem.cols), dtype=draw), problem.dtype
+        )
+
+    def vector(values: Any) -> Any:
+        steps = xp.rint(values * 64).astype(np.float32) / np.float32(64)
+        return narrowed(steps, problem.weight_dtype)
+
+    arrays = {
+        "x": matrix(),
+        "weight": vector(rng.random(problem.cols, dtype=np.float32) + np.float32(0.5)),
+    }
+    if problem.has_bias:
+        arrays["bias"] = vector(rng.random(problem.cols, dtype=np.float32) - np.float32(0.5))
+    if problem.direction == "backward":
+        arrays["dy"] = matrix()
+    return arrays
+
+
+def limit(problem: Problem, arrays: dict[str, Any]) -> Callable[[], object]:
+    """Return what moves the matrices at the memory's speed: a copy, or a sum of two into a third.
+
+    The sum is of numbers of 16 bytes, whatever is in them: CuPy moves one number an access.
+    """
+    import cupy
+
+    x = arrays["x"]
+    target = cupy.empty_like(x)
+    if problem.direction == "forward":
+        return lambda: target.data.copy_from_device_async(x.data, x.nbytes)
+    first, second, total = (a.view(np.complex128) for a in (x, arrays["dy"], target))
+    return lambda: cupy.add(first, second, out=total)
+
+
+def ours(problem: Problem, arrays: dict[str, Any]) -> Callable[[], tuple[Any, ...]]:
+    """Return cupynorm's call, as a user makes it."""
+    eps = EPS[problem.norm]
+    x, weight, bias = arrays["x"], arrays["weight"], arrays.get("bias")
+    if problem.direction == "forward":
+        function = getattr(cupynorm, problem.norm)
+        return lambda: (function(x, weight, bias, eps=eps),)
+    stored = getattr(cupynorm, f"{problem.norm}_forward")(x, weight, bias, eps=eps)
+    if problem.norm == "rms_norm":
+        return lambda: cupynorm.rms_norm_backward(arrays["dy"], x, weight, stored.rstd)[:2]
+    return lambda: cupynorm.layer_norm_backward(arrays["dy"], x, weight, stored.mean, stored.rstd)
+
+
+def shape(text: str) -> tuple[int, int]:
+    """Read a shape such as 32768x4096."""
+    rows, cols = map(int, text.split("x"))
+    if rows < 1 or cols < 1:
+        raise ValueError
+    return rows, cols
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument(
+        "--shapes", nargs="+", type=shape, default=SHAPES, help="such as 32768x4096"
+    )
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of x (%(default)s)")
+    parser.add_argument(
+        "--weight-dtype", choices=DTYPES, default="float32", help="of weight (%(default)s)"
+    )
+
+
+def main(options: argparse.Namespace) -> int:
+    """Print GB/s of each norm, of the limit, and their ratio."""
+    import cupy
+
+    clock = Clock()
+    print("GB/s of the bytes that must move; the limit is a copy, or a sum of two arrays.\n")
+    print(
+        f"{'norm':<12}{'direction':<10}{'x':<24}{'weight':<10}{'limit':>8}{'ours':>8}{'ratio':>7}"
+    )
+    for rows, cols in options.shapes:
+        for norm in ("rms_norm", "layer_norm"):
+            for direction in ("forward", "backward"):
+                problem = Problem(norm, direction, rows, cols, options.dtype, options.weight_dtype)
+                arrays = inputs(problem, 0, cupy)
+                speeds = []
+                for call in (limit(problem, arrays), ours(problem, arrays)):
+                    speeds.append(1e-9 * problem.bytes / clock.measure([call]).median)
+                print(
+                    f"{norm:<12}{direction:<10}{f'{rows}x{cols} {options.dtype}':<24}"
+                    f"{options.weight_dtype:<10}{speeds[0]:>8.0f}{speeds[1]:>8.0f}"
+                    f"{speeds[1] / speeds[0]:>7.2f}",
+                    flush=True,
+                )
+    return 0

@@ -1,0 +1,416 @@
+"""The parts of the benchmark that need no GPU, on a results file of invented figures."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("rich")
+pytest.importorskip("matplotlib")
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))  # benchmarks/ is not installed
+
+from benchmarks import compare, oracle, plots, problems, report, results, run, summary  # noqa: E402
+from benchmarks.backends import ALL, discover  # noqa: E402
+from benchmarks.backends.base import Backend, Call, Replay  # noqa: E402
+from benchmarks.measure import measure  # noqa: E402
+from benchmarks.timing import Timing, rotations  # noqa: E402
+from cupynorm import __main__ as command  # noqa: E402
+from cupynorm import _bench, reference, testing  # noqa: E402
+from cupynorm._bench import DTYPES, EPS, Problem  # noqa: E402
+
+SYNTHETIC = Path(__file__).parent / "data" / "synthetic_results.json"
+
+
+@pytest.fixture
+def synthetic() -> dict:
+    return results.load(SYNTHETIC)
+
+
+# ---- problems and bytes --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("norm", "direction", "matrices", "vectors"),
+    [
+        ("rms_norm", "forward", 2, 1),
+        ("rms_norm", "backward", 3, 2),  # PyTorch's get_memory_bytes of RMSNormBackward
+        ("layer_norm", "forward", 2, 2),
+        ("layer_norm", "backward", 3, 3),
+    ],
+)
+def test_bytes_are_those_of_each_array_once(norm, direction, matrices, vectors) -> None:
+    problem = Problem(norm, direction, 32768, 256, "bfloat16", "float32")
+    assert problem.bytes == matrices * 32768 * 256 * 2 + vectors * 256 * 4
+    arrays = _bench.inputs(Problem(norm, direction, 3, 256, "bfloat16", "float32"), seed=0, xp=np)
+    assert {
+        name: array.shape for name, array in arrays.items() if array.ndim == 2
+    } == dict.fromkeys(("x", "dy") if direction == "backward" else ("x",), (3, 256))
+
+
+def test_full_set_is_every_shape_pair_and_operation() -> None:
+    full = list(problems.select("full"))
+    assert len(set(full)) == len(full) == len(problems.SHAPES) * 5 * 4
+    assert set(problems.select("standard")) <= set(full)
+    assert set(problems.select("quick")) <= set(full)
+
+
+def test_selection_narrows_by_operation_shape_and_pair() -> None:
+    chosen = problems.select("quick", ["layer_norm forward"], [(7, 9)], [("float16", "float16")])
+    assert list(chosen) == [Problem("layer_norm", "forward", 7, 9, "float16", "float16")]
+    assert {p.dtype for p in problems.select("standard", pairs=[problems.PAIRS[4]])} == {"float64"}
+
+
+def test_only_what_the_cache_could_hold_is_rotated() -> None:
+    assert rotations(1000, cache_bytes=1000) == 2
+    assert rotations(4001, cache_bytes=1000) == 1
+
+
+def test_timing_is_the_median_of_rounds_and_their_spread() -> None:
+    assert Timing.of([[1, 2, 9], [4, 4, 4], [3, 3, 3]]) == Timing(3, 2, 4, 9)
+
+
+# ---- right or wrong ------------------------------------------------------------------------------
+
+
+def reference_outputs(problem: Problem, arrays: dict) -> tuple[dict, dict]:
+    """Return the outputs of the reference and their ratios by `cupynorm.testing`."""
+    eps, weight, bias = EPS[problem.norm], arrays["weight"], arrays.get("bias")
+    forward = getattr(reference, f"{problem.norm}_forward")(arrays["x"], weight, bias, eps=eps)
+    if problem.direction == "forward":
+        ratios = testing.check_forward(problem.norm, forward.y, arrays["x"], weight, bias, eps=eps)
+        return {"y": forward.y}, ratios
+    statistics = (forward.mean, forward.rstd)
+    given = statistics if problem.norm == "layer_norm" else (forward.rstd,)
+    backward = getattr(reference, f"{problem.norm}_backward")(
+        arrays["dy"], arrays["x"], weight, *given, bias=problem.has_bias
+    )
+    ratios = testing.check_backward(
+        problem.norm, backward, arrays["dy"], arrays["x"], weight, *statistics,
+        bias=problem.has_bias,
+    )  # fmt: skip
+    return {name: getattr(backward, name) for name in problem.outputs}, ratios
+
+
+SMALL = [
+    Problem(norm, direction, 33, 48, *pair)
+    for norm, direction, pair in itertools.product(
+        ("rms_norm", "layer_norm"), ("forward", "backward"), problems.PAIRS
+    )
+]
+
+
+@pytest.mark.parametrize("problem", SMALL, ids=str)
+def test_oracle_agrees_with_the_bounds_of_testing(problem, monkeypatch) -> None:
+    monkeypatch.setattr(oracle, "CHUNK_ELEMENTS", 10 * problem.cols)
+    arrays = _bench.inputs(problem, 0, np)
+    outputs, ratios = reference_outputs(problem, arrays)
+    found = oracle.errors(problem, arrays, outputs, np)
+    assert oracle.verdict(found) is None
+    for name, errors in found.items():
+        # The reference is float64 too, rounded elsewhere; its stored statistics are rounded.
+        assert errors.over_bound == pytest.approx(ratios[name], abs=0.35)
+
+
+@pytest.mark.parametrize("problem", SMALL, ids=str)
+@pytest.mark.parametrize("bad", [np.nan, 1000.0])
+def test_oracle_finds_one_wrong_element_of_each_output(problem, bad) -> None:
+    arrays = _bench.inputs(problem, 0, np)
+    outputs, _ = reference_outputs(problem, arrays)
+    for name in problem.outputs:
+        wrong = {key: value.copy() for key, value in outputs.items()}
+        wrong[name][-1] = bad
+        assert name in (oracle.verdict(oracle.errors(problem, arrays, wrong, np)) or "")
+
+
+def test_every_dtype_holds_the_weights_exactly() -> None:
+    for dtype in DTYPES:
+        arrays = _bench.inputs(Problem("layer_norm", "forward", 2, 500, "float32", dtype), 0, np)
+        for name in ("weight", "bias"):
+            values = oracle.widen(arrays[name])
+            assert np.unique(values).size > 10
+            for other in DTYPES.values():
+                assert np.array_equal(values.astype(other).astype(np.float64), values)
+
+
+# ---- one measurement -----------------------------------------------------------------------------
+
+
+class FakeClock:
+    cache_bytes = 0
+
+    def measure(self, calls, resets=()) -> Timing:
+        return Timing(2e-6, 1e-6, 3e-6, 3)
+
+
+class FakeBackend(Backend):
+    """cupynorm's reference, on NumPy arrays, with a fault if wanted."""
+
+    name = "quack"
+    modules = ("numpy",)
+    distribution = "numpy"
+
+    def __init__(self, fault: str = "") -> None:
+        self.fault = fault
+
+    def prepare(self, problem, inputs) -> Call:
+        if self.fault == "refuses":
+            raise RuntimeError("no such\n  width")
+        outputs, _ = reference_outputs(problem, inputs)
+        if self.fault == "wrong":
+            outputs[problem.outputs[0]][0, 0] += 1000
+        return Call(lambda: tuple(outputs.values()), note="noted")
+
+    def capture(self, problem, inputs) -> Replay:
+        if self.fault == "not captured":
+            raise RuntimeError("no graph")
+        outputs = self.prepare(problem, inputs).run()
+        if self.fault == "wrong replay":
+            outputs[0][...] = np.nan
+        return Replay(lambda: None, outputs)
+
+    def collect(self, outputs, xp) -> list:
+        return list(outputs)
+
+    def poison(self, problem, inputs) -> None: ...
+    def synchronize(self) -> None: ...
+    def release(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("fault", "status", "reason", "timed"),
+    [
+        ("", "ok", None, {"call", "kernels"}),
+        ("not captured", "ok", None, {"call"}),
+        ("refuses", "failed", "RuntimeError: no such width", set()),
+        ("wrong", "wrong", "y is off by", set()),
+        ("wrong replay", "wrong", "replayed: y is off by", set()),
+    ],
+)
+def test_a_measurement_tells_what_went_wrong(fault, status, reason, timed) -> None:
+    problem = SMALL[0]
+    record = measure(problem, FakeBackend(fault), [_bench.inputs(problem, 0, np)], FakeClock(), np)
+    assert record["status"] == status
+    assert set(record.get("times", ())) == timed
+    assert (record["reason"] or "").startswith(reason or "")
+    assert results.problem_of(record) == problem
+    assert (results.seconds(record) is not None) == bool(timed)
+
+
+def test_discovery_names_every_backend_with_a_version_or_a_reason() -> None:
+    found, facts = discover()
+    assert list(facts) == [backend.name for backend in ALL]
+    assert set(found) == {name for name, fact in facts.items() if not fact.startswith("missing")}
+    for name, fact in facts.items():
+        assert fact, name
+    restricted, facts = discover(["cupynorm"])
+    assert [name for name in facts if not name.startswith("limit")] == ["cupynorm"]
+    assert set(restricted) <= set(facts)
+
+
+@pytest.mark.parametrize("problem", SMALL, ids=str)
+@pytest.mark.parametrize("name", ["torch eager", "torch.nn.functional", "JAX"])
+def test_peers_that_run_on_the_cpu_are_given_the_same_problem(name, problem) -> None:
+    pytest.importorskip("jax" if name == "JAX" else "torch")
+    if name == "torch.nn.functional" and problem.norm == "layer_norm" and "16" in problem.dtype:
+        pytest.skip("torch on the CPU sums the gradients in 16 bits")
+    backend = discover([name])[0][name]
+    arrays = _bench.inputs(problem, 0, np)
+    outputs = backend.collect(backend.prepare(problem, arrays).run(), np)
+    named = dict(zip(problem.outputs, outputs, strict=True))
+    assert oracle.verdict(oracle.errors(problem, arrays, named, np)) is None
+
+
+# ---- the file and what is made of it -------------------------------------------------------------
+
+
+def test_a_file_survives_saving(tmp_path, synthetic) -> None:
+    results.save(synthetic, tmp_path / "new" / "file.json")
+    assert results.load(tmp_path / "new" / "file.json") == synthetic
+    assert (tmp_path / "new" / "file.json").read_text() == SYNTHETIC.read_text()
+
+
+def test_a_file_of_another_format_is_refused(tmp_path, synthetic) -> None:
+    results.save(synthetic | {"format": 0}, tmp_path / "file.json")
+    with pytest.raises(ValueError, match="must have format 1, got 0"):
+        results.load(tmp_path / "file.json")
+
+
+def test_the_lower_of_call_and_kernels_counts(synthetic) -> None:
+    record = synthetic["measurements"][0]
+    assert results.seconds(record) == record["times"]["kernels"]["median"]
+    assert results.gigabytes_per_second(record) == pytest.approx(
+        record["bytes"] / record["times"]["kernels"]["median"] / 1e9
+    )
+
+
+def test_summary_is_of_the_best_peer_on_each_shape(synthetic) -> None:
+    found = summary.ratios(synthetic["measurements"])
+    times = {
+        (results.problem_of(r), r["backend"]): results.seconds(r) for r in synthetic["measurements"]
+    }
+    assert len(found) == 12
+    for ratio in found:
+        ours = times[ratio.problem, "cupynorm"]
+        assert ratio.peer == "torch.compile"
+        assert ratio.to_peer == times[ratio.problem, "torch.compile"] / ours
+        assert ratio.to_limit == times[ratio.problem, "limit, CuPy"] / ours
+    summaries = summary.summarize(synthetic["measurements"])
+    assert [s.operation for s in summaries] == list(problems.OPERATIONS)
+    product = np.prod([r.to_peer for r in found[:1] + found[4:5] + found[8:9]])
+    assert summaries[0].to_peer == pytest.approx(product ** (1 / 3))
+    assert summaries[0].worst == min(
+        (r for r in found if r.problem.operation == summaries[0].operation),
+        key=lambda r: r.to_peer,
+    )
+    assert "ahead on 3 of 3" in summary.sentence(summaries[0])
+
+
+def test_summary_counts_neither_the_wrong_nor_the_missing(synthetic) -> None:
+    for record in synthetic["measurements"]:
+        if record["backend"] == "torch.compile":
+            record["status"] = "wrong"
+    assert {r.peer for r in summary.ratios(synthetic["measurements"])} == {"quack"}
+    alone = [r for r in synthetic["measurements"] if r["backend"] == "cupynorm"]
+    assert {r[1:] for r in summary.ratios(alone)} == {(None, None, None)}
+    assert summary.sentence(summary.summarize(alone)[0]) == "rms_norm forward: 3 shapes"
+    assert summary.summarize([]) == []
+
+
+def test_plots_are_written_as_png_and_svg_and_the_same_each_time(tmp_path, synthetic) -> None:
+    paths = plots.draw(synthetic, tmp_path / "a")
+    assert len(paths) == 4 * 2 * 2
+    for path in paths:
+        start = path.read_bytes()[:8]
+        assert start == b"\x89PNG\r\n\x1a\n" if path.suffix == ".png" else b"<?xml" in start
+    svg = next(path for path in paths if path.name == "rms_norm_forward_speed.svg")
+    plots.draw(synthetic, tmp_path / "b")
+    assert (tmp_path / "b" / svg.name).read_bytes() == svg.read_bytes()
+
+
+def test_readme_section_is_made_from_the_file(tmp_path, monkeypatch) -> None:
+    source, readme = tmp_path / "results" / "run.json", tmp_path / "README.md"
+    source.parent.mkdir()
+    shutil.copy(SYNTHETIC, source)
+    shutil.copy(report.README, readme)
+    drawn = [tmp_path / "results" / "run" / "rms_norm_forward_speed.png"]
+    monkeypatch.setattr(plots, "draw", lambda results, folder: drawn)
+    arguments = [str(source), "--readme", str(readme)]
+    report.main(arguments)
+    text = readme.read_text(encoding="utf-8")
+    assert text.split(report.BEGIN)[0] == report.README.read_text().split(report.BEGIN)[0]
+    assert "Synthetic GPU (no measurement)" in text
+    assert "[run.json](results/run.json)" in text
+    assert "(results/run/rms_norm_forward_speed.png)" in text
+    assert "- liger, failed: rms_norm forward 1024x256 bfloat16,float32 and 3 more: " in text
+    assert "- torch.nn.functional, wrong: " in text
+    assert "- liger: dx written over dy" in text
+    assert "| JAX | 500 + 2000 | failed |" in text
+    assert "| quack | 4.0 | 4.0 | 4.0 | 4.0 |" in text
+    report.main(arguments)
+    assert readme.read_text(encoding="utf-8") == text
+
+
+def test_a_readme_without_markers_is_left_alone(tmp_path, synthetic) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text("nothing")
+    with pytest.raises(ValueError, match="must have the lines"):
+        report.write(synthetic, SYNTHETIC, [], readme)
+    assert readme.read_text() == "nothing"
+
+
+def changed(synthetic: dict, factor: float) -> dict:
+    """Return the results with cupynorm's kernels slower by a factor on one shape."""
+    new = copy.deepcopy(synthetic)
+    record = next(r for r in new["measurements"] if r["backend"] == "cupynorm")
+    record["times"]["kernels"] = {
+        key: value if key == "runs" else factor * value
+        for key, value in record["times"]["kernels"].items()
+    }
+    return new
+
+
+@pytest.mark.parametrize(("factor", "moved"), [(1.03, 0), (1.06, 1), (0.9, 1)])
+def test_comparison_tells_what_moved_by_more_than_the_spread(synthetic, factor, moved) -> None:
+    changes = list(compare.compare(synthetic, changed(synthetic, factor), ("cupynorm",)))
+    assert len(changes) == 12
+    assert sum(change.moved for change in changes) == moved
+    assert changes[0].speedup == pytest.approx(1 / factor)
+    assert all(change.speedup == 1 for change in changes[1:])
+
+
+def test_comparison_prints_and_fails_on_a_slowdown(tmp_path, synthetic, capsys) -> None:
+    new = changed(synthetic, 1.1)
+    results.save(new, tmp_path / "new.json")
+    arguments = [str(SYNTHETIC), str(tmp_path / "new.json")]
+    assert compare.main(arguments) == 0
+    assert compare.main([*arguments, "--fail-below", "0.97"]) == 1
+    assert compare.main([*arguments[::-1], "--fail-below", "0.97"]) == 0
+    printed = capsys.readouterr().out
+    assert "cupynorm: rms_norm forward 1024x256 bfloat16,float32" in printed
+    assert "1 of 12 moved" in printed
+
+
+def test_comparison_tells_that_a_result_became_wrong(synthetic) -> None:
+    new = copy.deepcopy(synthetic)
+    record = next(r for r in new["measurements"] if r["backend"] == "cupynorm")
+    record |= {"status": "wrong"}
+    change = next(compare.compare(synthetic, new, ("cupynorm",)))
+    assert (change.old, change.new, change.moved) == ("ok", "wrong", True)
+
+
+# ---- command lines -------------------------------------------------------------------------------
+
+
+def test_options_of_a_run() -> None:
+    options = run.parse(
+        [
+            "f.json",
+            "--quick",
+            "--shapes",
+            "8x16",
+            "--dtypes",
+            "float16,float16",
+            "--backends",
+            "JAX",
+        ]
+    )
+    assert (options.name, options.shapes, options.dtypes) == (
+        "quick",
+        [(8, 16)],
+        [("float16", "float16")],
+    )
+    with pytest.raises(SystemExit):
+        run.parse(["f.json", "--shapes", "8x0"])
+
+
+def test_bench_without_gpu_says_so(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(command, "gpu_problem", lambda: "a test hides it")
+    assert command.main(["bench"]) == 1
+    assert "There is nothing to time: a test hides it." in capsys.readouterr().out
+
+
+@pytest.mark.gpu
+def test_bench_prints_a_line_a_pass(capsys) -> None:
+    assert command.main(["bench", "--shapes", "512x1024", "--dtype", "float16"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("512x1024 float16") == 4
+
+
+@pytest.mark.gpu
+def test_run_measures_cupynorm_beside_the_limit(tmp_path) -> None:
+    path = tmp_path / "results.json"
+    names = ["--backends", "cupynorm", "--tables", "throughput", "host"]
+    assert run.main([str(path), "--shapes", "64x4096", *names]) == 0
+    found = results.load(path)
+    assert found["complete"]
+    for problem, cell in results.by_problem(found["measurements"]):
+        assert cell["cupynorm"]["status"] == "ok", problem
+        assert set(cell["cupynorm"]["times"]) == {"call", "kernels"}
+    assert len(summary.summarize(found["measurements"])) == 4
