@@ -24,8 +24,8 @@
 #include "team.cuh"
 
 template <typename X, typename DY, typename Weight, bool Centered, bool ZeroCentered, bool DBias,
-          bool HoldWeight, bool Prefetch, int RowThreads, int BlockThreads,
-          int PacksPerThread, int Vector>
+          bool HoldWeight, bool Prefetch, int RowThreads, int BlockThreads, int PacksPerThread,
+          int Vector>
 __global__ __launch_bounds__(BlockThreads, 1) void norm_backward(
     const DY* dy, long long dy_stride, const X* x, long long x_stride, const Weight* weight,
     const Compute<X>* mean, const Compute<X>* rstd, X* dx, long long dx_stride,

@@ -1,0 +1,1 @@
+"""A GPU made of a C++ compiler: the kernels' source runs on the host, every access checked."""

@@ -1,0 +1,270 @@
+"""From an instantiation to a function on the host: what `cupynorm._jit` does with NVRTC, by g++.
+
+A build is a directory that holds the files of `kernels/`, edited or not, with the host's device.cuh
+in place of the GPU's, and one shared library for each instantiation, compiled when first needed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import itertools
+import os
+import platform
+import re
+import shutil
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cupynorm._jit import Instantiation, kernels_directory
+
+__all__ = ["Build", "Edits", "KernelError", "compiler_problem", "runtime"]
+
+HERE = Path(__file__).resolve().parent
+
+# -fsanitize makes g++ announce each access to the runtime, which has the functions that it calls.
+# Nothing is fused that the kernels do not fuse: see cupynorm._jit.OPTIONS.
+COMMON = ("-std=c++17", "-fPIC", "-ffp-contract=off", "-fno-math-errno")
+CHECKED = (
+    *("-O1", "-gdwarf-4", "-fsanitize=thread"),
+    *("-fsanitize=alignment,bounds,shift,signed-integer-overflow,integer-divide-by-zero",),
+)
+COUNTED = ("-O0", "--coverage", "-DCOVERAGE")
+
+SECONDS_A_DAY = 86400
+
+INCLUDE = re.compile(r'^#include "([\w.]+)"', re.MULTILINE)
+
+# By file, what is replaced in it, each text by another.
+Edits = dict[str, tuple[tuple[str, str], ...]]
+
+
+class KernelError(AssertionError):
+    """What a kernel did that it must not do, and where."""
+
+
+@functools.cache
+def compiler_problem() -> str | None:
+    """Say why kernels cannot be built and run here, or return None."""
+    machine = f"{platform.system()} {platform.machine()}"
+    if machine != "Linux x86_64":
+        return f"the host runtime is written for Linux x86_64, not {machine}"
+    missing = [tool for tool in ("g++", "addr2line", "gcov") if shutil.which(tool) is None]
+    return f"no {' and no '.join(missing)} in PATH" if missing else None
+
+
+def _compile(*arguments: str | Path) -> None:
+    process = subprocess.run(["g++", *map(str, arguments)], capture_output=True, text=True)
+    if process.returncode:
+        raise KernelError(f"g++ fails: {process.stderr[:4000]}")
+
+
+def _digest(*texts: str) -> str:
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:20]
+
+
+@functools.cache
+def _compiler_version() -> str:
+    return subprocess.run(["g++", "-v"], capture_output=True, text=True, check=True).stderr
+
+
+class Runtime:
+    """The library that runs kernels; there is one in a process, as it holds the memory's shadow."""
+
+    def __init__(self, cache: Path) -> None:
+        source = HERE / "runtime.cpp"
+        name = _digest(source.read_text(encoding="utf-8"), _compiler_version())
+        self.path = cache / f"runtime-{name}.so"
+        if not self.path.exists():
+            # The C library's checks of longjmp take a jump between stacks for an error.
+            options = ("-O2", "-g", "-shared", "-U_FORTIFY_SOURCE")
+            with tempfile.NamedTemporaryFile(dir=cache, suffix=".so", delete=False) as file:
+                _compile(*COMMON, *options, source, "-o", file.name, "-ldl")
+            Path(file.name).replace(self.path)
+        self.library = ctypes.CDLL(str(self.path))
+        self.library.first_unwritten.restype = ctypes.c_longlong
+        self.library.report_message.restype = ctypes.c_char_p
+        self.library.report_library.restype = ctypes.c_char_p
+        self.library.report_offset.restype = ctypes.c_longlong
+
+    def register(
+        self, begins: np.ndarray, run: int, granule: int, initialized: bool, name: str
+    ) -> None:
+        """Let kernels touch `run` bytes from each address on."""
+        begins = np.ascontiguousarray(begins, np.uint64)
+        self.library.register_spans(
+            begins.ctypes.data_as(ctypes.c_void_p),
+            ctypes.c_longlong(len(begins)),
+            ctypes.c_longlong(run),
+            granule,
+            initialized,
+            name.encode(),
+        )
+
+    def forget(self, address: int) -> None:
+        """Take back the span that an address lies in."""
+        self.library.forget_span(ctypes.c_size_t(address))
+
+    def forget_all(self) -> None:
+        self.library.forget_all_spans()
+
+    def first_unwritten(self, address: int, nbytes: int) -> int:
+        return int(
+            self.library.first_unwritten(ctypes.c_size_t(address), ctypes.c_longlong(nbytes))
+        )
+
+    def launch(
+        self, call: Any, grid: int, block: int, shared_bytes: int, arguments: Any, flush: bool
+    ) -> str | None:
+        """Run a kernel; return what is wrong with it, or None."""
+        if self.library.launch(
+            call, ctypes.c_longlong(grid), block, shared_bytes, arguments, int(flush)
+        ):
+            return None
+        places = [
+            _place(
+                self.library.report_library(i).decode(),
+                self.library.report_offset(i),
+            )
+            for i in range(self.library.report_places())
+        ]
+        message: str = self.library.report_message().decode()
+        return re.sub(r"\{(\d+)\}", lambda match: places[int(match[1])], message)
+
+
+@functools.cache
+def cache_directory() -> Path:
+    """Return where builds are kept for a day after their last use."""
+    cache = Path(tempfile.gettempdir()) / f"cupynorm-host-kernels-{os.getuid()}"
+    cache.mkdir(mode=0o700, exist_ok=True)
+    if cache.stat().st_uid != os.getuid():
+        raise PermissionError(f"{cache} belongs to another user")
+    libraries = cache / "libraries"
+    libraries.mkdir(exist_ok=True)
+    for path in (*cache.iterdir(), *libraries.iterdir()):
+        if path != libraries and time.time() - path.stat().st_mtime > SECONDS_A_DAY:
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+    return cache
+
+
+@functools.cache
+def runtime() -> Runtime:
+    return Runtime(cache_directory())
+
+
+def _place(library: str, offset: int) -> str:
+    """Name the line of a place in a library, and those that it is inlined from."""
+    command = ["addr2line", "-i", "-e", library, hex(offset)]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    names = [Path(line.split(" (discriminator")[0]).name for line in lines]
+    kernels = [n for n in names if not n.startswith(("device.cuh", "runtime.cpp"))]
+    return " in ".join(dict.fromkeys(kernels or names))
+
+
+class Build:
+    """Kernels for the host, compiled from `kernels/` with some edits.
+
+    Parameters
+    ----------
+    edits : dict
+        What to replace in the sources: a text must occur exactly once.
+    added : dict
+        By name, the texts of further files.
+    counts : Path, optional
+        An empty directory; lines are counted there, instead of accesses checked.
+    """
+
+    def __init__(
+        self,
+        edits: Edits | None = None,
+        added: dict[str, str] | None = None,
+        counts: Path | None = None,
+    ) -> None:
+        self.counts = counts
+        self.runtime = runtime()
+        self.options = (*COMMON, *(COUNTED if counts else CHECKED))
+        texts = {
+            path.name: path.read_text(encoding="utf-8")
+            for path in (*sorted(kernels_directory().iterdir()), HERE / "entry.hpp")
+        }
+        texts["device.cuh"] = (HERE / "device.cuh").read_text(encoding="utf-8")
+        texts |= added or {}
+        for name, replacements in (edits or {}).items():
+            for old, new in replacements:
+                assert texts[name].count(old) == 1, f"{name} must have {old!r} exactly once"
+                texts[name] = texts[name].replace(old, new)
+        self._texts = texts
+        self.directory = cache_directory() / _digest(*itertools.chain(*texts.items()))
+        self.directory.mkdir(exist_ok=True)
+        os.utime(self.directory)
+        for name, text in texts.items():
+            if not (self.directory / name).exists():
+                (self.directory / name).write_text(text, encoding="utf-8")
+        self._locks: dict[Instantiation, threading.Lock] = {}
+        self._libraries: dict[Instantiation, ctypes.CDLL] = {}
+
+    def _sources(self, file: str) -> dict[str, str]:
+        """Return a file and what it includes, by name."""
+        sources, names = {}, [file]
+        while names:
+            name = names.pop()
+            sources[name] = self._texts[name]
+            names += set(INCLUDE.findall(sources[name])) - set(sources)
+        return dict(sorted(sources.items()))
+
+    def path(self, kernel: Instantiation) -> Path:
+        """Return the library of a kernel, compiled if it is not there."""
+        # By what it is made of, so that an edit leaves the kernels of other files as they are.
+        made_of = itertools.chain(*self._sources(kernel.file).items(), self._texts["entry.hpp"])
+        name = _digest(kernel.expression, *made_of, *self.options, self.runtime.path.name)
+        stem = (self.counts or cache_directory() / "libraries") / name
+        library = stem.with_suffix(".so")
+        with self._locks.setdefault(kernel, threading.Lock()):
+            if library.exists():
+                os.utime(library)
+            else:
+                # Named by the process: others may be at the same kernel.
+                own = stem.with_name(f"{stem.name}-{os.getpid()}")
+                source, built = own.with_suffix(".cpp"), own.with_suffix(".o")
+                source.write_text(
+                    f'#include "{kernel.file}"\n#define KERNEL {kernel.expression}\n'
+                    '#include "entry.hpp"\n',
+                    encoding="utf-8",
+                )
+                _compile(*self.options, "-I", self.directory, "-c", source, "-o", built)
+                # Without -fsanitize, or the sanitizers' own runtimes would come along.
+                coverage = ("--coverage",) if self.counts else ()
+                unfinished = own.with_suffix(".unfinished")
+                rpath = f"-Wl,-rpath,{self.runtime.path.parent}"
+                _compile("-shared", built, self.runtime.path, rpath, *coverage, "-o", unfinished)
+                unfinished.replace(library)
+                source.unlink()
+                built.unlink()
+        return library
+
+    def compile(self, kernels: Iterable[Instantiation]) -> None:
+        """Compile kernels side by side."""
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(self.path, dict.fromkeys(kernels)))
+
+    def load(self, kernel: Instantiation) -> ctypes.CDLL:
+        if kernel not in self._libraries:
+            self._libraries[kernel] = ctypes.CDLL(str(self.path(kernel)))
+        return self._libraries[kernel]
+
+    def write_counts(self) -> None:
+        """Write what was counted to .gcda files."""
+        for library in self._libraries.values():
+            library.write_coverage()

@@ -1,0 +1,225 @@
+"""Cases that reach every regime of every kernel, and the check of one, as in test_gpu_values."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from strategies import DTYPES, Layout, Problem, make_values
+
+from cupynorm import testing
+from cupynorm._config import pack_length
+from cupynorm._jit import Instantiation
+from host.build import Build
+from host.gpu import Gpu
+
+__all__ = [
+    "CASES",
+    "FAR_ROWS",
+    "Case",
+    "check_case",
+    "check_far_rows",
+    "check_problem",
+    "kernels_of",
+]
+
+# One that registers hold, and one that is streamed.
+FAR_ROWS = (64, 8232)
+
+NORMS = ("rms_norm", "layer_norm")
+STEP = {"rms_norm": 0, "layer_norm": 1}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One forward and backward call; dtypes by name, None for an operand that is absent."""
+
+    name: str
+    norm: str
+    m: int
+    n: int
+    x: str = "float32"
+    weight: str | None = "float32"
+    bias: str | None = "float32"
+    y: str | None = None
+    dy: str | None = None
+    regime: str = "normal"
+    eps: float = 1e-5
+    zero_centered: bool = False
+    wants_dbias: bool = True
+    gap: int = 0
+    offset: int = 0
+    in_place: bool = False
+    multiprocessors: int = 2
+
+    def __str__(self) -> str:
+        return f"{self.name}-{self.norm}-{self.x}-{self.m}x{self.n}"
+
+    def problem(self) -> Problem:
+        shape, layout = (self.m, self.n), Layout(gap=self.gap, offset=self.offset)
+        x, dy = DTYPES[self.x], DTYPES[self.dy or self.x]
+
+        def row(dtype: str | None, seed: int) -> Any:
+            return dtype and make_values("normal", (self.n,), DTYPES[dtype], seed)
+
+        return Problem(
+            norm=self.norm,
+            k=1,
+            eps=self.eps,
+            axis=(-1,),
+            zero_centered=self.zero_centered,
+            out_dtype=DTYPES[self.y or self.x],
+            wants_dbias=self.wants_dbias,
+            regime=self.regime,
+            seed=1,
+            layouts={"x": layout, "dy": layout, "weight": Layout(), "bias": Layout()},
+            x=self._values(shape, x),
+            dy=make_values("normal", shape, dy, 2),
+            weight=row(self.weight, 3),
+            bias=row(self.bias, 4),
+        )
+
+    def _values(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        if self.regime not in ("limit", "near_eps"):
+            return make_values(self.regime, shape, dtype, 1)
+        values = make_values("normal", shape, np.float64, 1)
+        if self.regime == "near_eps":  # eps is as large as the variance
+            return (values * self.eps**0.5).astype(dtype)
+        return (values / np.abs(values).max() * float(ml_dtypes.finfo(dtype).max)).astype(dtype)
+
+
+def check_case(build: Build, case: Case) -> None:
+    gpu = Gpu(build, case.multiprocessors)
+    check_problem(gpu, case.problem(), in_place=case.in_place)
+
+
+def kernels_of(cases: Iterable[Case]) -> list[Instantiation]:
+    """Return what some cases launch, which may then be compiled side by side."""
+    kernels: list[Instantiation] = []
+    for case in cases:
+        gpu = Gpu(None, case.multiprocessors)
+        check_problem(gpu, case.problem(), in_place=case.in_place)
+        kernels += gpu.launched
+    return list(dict.fromkeys(kernels))
+
+
+def check_problem(gpu: Gpu, problem: Problem, *, in_place: bool = False) -> None:
+    """Run inference, forward and backward, and check every field of each."""
+    x, dy, weight, bias = problem.x, problem.dy, problem.weight, problem.bias
+    with gpu.fresh_memory():
+        on_gpu = problem.on(gpu.cupy)
+        forward_arguments = (problem.norm, on_gpu["x"], on_gpu["weight"], on_gpu["bias"])
+        options: dict[str, Any] = {"eps": problem.eps, **problem.options}
+        options["out_dtype"] = problem.out_dtype
+        infer = gpu.forward(*forward_arguments, **options, store_statistics=False)
+        forward = gpu.forward(*forward_arguments, **options)
+        wanted = problem.wants_dbias if bias is None else on_gpu["bias"]
+        backward = gpu.backward(
+            problem.norm,
+            on_gpu["dy"],
+            on_gpu["x"],
+            on_gpu["weight"],
+            forward.mean,
+            forward.rstd,
+            bias=wanted,
+            **problem.options,
+            dx=on_gpu["dy"] if in_place else None,
+        )
+        if in_place:
+            out = on_gpu["x"]
+            infer = gpu.forward(*forward_arguments, **options, store_statistics=False, out=out)
+        if gpu.build is None:
+            return
+        testing.check_forward(problem.norm, gpu.to_numpy(infer.y), x, weight, bias, **options)
+        host = gpu.to_numpy(forward)
+        testing.check_forward(problem.norm, host, x, weight, bias, **options)
+        testing.check_backward(
+            problem.norm,
+            gpu.to_numpy(backward),
+            dy,
+            x,
+            weight,
+            host.mean,
+            host.rstd,
+            bias=problem.backward_bias,
+            **problem.options,
+        )
+
+
+def check_far_rows(gpu: Gpu, n: int) -> None:
+    """Check rows that lie more than 2**31 elements apart, in memory that is never touched."""
+    far = Layout(gap=2**31 + 8 - n)
+    values, dy = (make_values("normal", (2, n), DTYPES["bfloat16"], seed) for seed in (1, 2))
+    weight = make_values("normal", (n,), DTYPES["float64"], 3)
+    with gpu.fresh_memory():
+        x, gpu_dy, y, dx = (gpu.memory.sparse(rows, far) for rows in (values, dy, values, dy))
+        gpu_weight = gpu.cupy.array(weight)
+        forward = gpu.forward("layer_norm", x, gpu_weight, eps=1e-5, out=y)
+        backward = gpu.backward(
+            "layer_norm",
+            gpu_dy,
+            x,
+            gpu_weight,
+            forward.mean,
+            forward.rstd,
+            bias=False,
+            dx=dx,
+        )
+        host, gradients = gpu.to_numpy(forward), gpu.to_numpy(backward)
+        testing.check_forward("layer_norm", host, values, weight, eps=1e-5)
+        testing.check_backward(
+            "layer_norm", gradients, dy, values, weight, host.mean, host.rstd, bias=False
+        )
+
+
+def _cases() -> list[Case]:
+    """Return rows of every length that a regime begins at, in each dtype, options varied along."""
+    cases = []
+    for norm in NORMS:
+        for i, x in enumerate(DTYPES, STEP[norm]):
+            pack, other = pack_length(x), list(DTYPES)[(i + 1) % 4]
+            # By packs a row: parts of a warp, a warp, whole warps, the longest that registers hold.
+            cases += [
+                Case("one_element", norm, 67, 1, x, weight=None, bias=None, wants_dbias=i % 2 == 0),
+                Case("sub_warp", norm, 37, 3 * pack, x, bias=None, dy=other, wants_dbias=False),
+                Case("sub_warp_odd", norm, 70, 7 * pack + 1, x, weight=other, zero_centered=True),
+                Case("warp", norm, 19, 31 * pack, x, "float32", other, gap=pack, offset=pack),
+                Case("warp_of_packs", norm, 9, 64 * pack - 2, x, weight=None, gap=6, y="bfloat16"),
+                Case("warps", norm, 11, 150 * pack, x, zero_centered=i % 2 == 0),
+                Case("in_place", norm, 13, 90 * pack, x, bias=None, in_place=True),
+                Case("warps_odd", norm, 5, 290 * pack + 1, x, other, None, offset=1),
+                Case("block", norm, 3, 1000 * pack, x, x, x, y=other, gap=8),
+            ]
+        cases += [
+            # float64 operands are streamed from shorter rows on.
+            Case("stream", norm, 9, 8232, "bfloat16", "float64", None, wants_dbias=False),
+            Case("stream_odd", norm, 3, 4101, "float32", "float64", "float32", zero_centered=True),
+            Case("stream_float64", norm, 3, 6148, "float64", None, "float64", dy="float32"),
+            Case("stream_in_place", norm, 5, 12304, "float32", in_place=True, gap=4),
+            Case("stream_wild", norm, 4, 12296, "float32", None, None, regime="extreme", eps=0.0),
+            Case("stream_nonfinite", norm, 6, 12300, "float32", None, regime="nonfinite"),
+            # More rows than one team, or one chunk of rows, adds up in registers.
+            Case("turns", norm, 300, 1030, "float32", multiprocessors=1),
+            Case("turns_bias", norm, 280, 1024, "float64", None, multiprocessors=1),
+            Case("stream_turns", norm, 132, 4112, "bfloat16", dy="float64", multiprocessors=1),
+            Case("sub_warp_mixed", norm, 90, 40, "bfloat16", regime="mixed_rows", eps=1e-35),
+            Case("stream_mean", norm, 5, 12300, "float32", regime="mean_1e6", gap=2),
+            Case("many_partials", norm, 300, 600, "float16", multiprocessors=40),
+        ]
+        for x in ("float32", "float64", "bfloat16"):
+            for regime in ("extreme", "minute", "mixed_rows", "zero_rows", "nonfinite", "mean_1e6"):
+                n = 96 if x == "float64" else 1100
+                cases.append(Case("range_" + regime, norm, 7, n, x, bias=None, regime=regime))
+    for x, n in (("float32", 300), ("float64", 300), ("float32", 12300), ("float64", 6150)):
+        cases += [
+            Case("range_limit", "rms_norm", 3, n, x, regime="limit"),
+            Case("range_near_eps", "layer_norm", 3, n, x, regime="near_eps", eps=1e-36),
+            Case("range_zero_eps", "rms_norm", 7, n, x, regime="zero_rows", eps=0.0),
+        ]
+    return cases
+
+
+CASES = _cases()

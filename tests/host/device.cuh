@@ -1,0 +1,117 @@
+// The host twin of kernels/device.cuh: the same functions, for kernels that g++ compiles and
+// runtime.cpp runs. What a GPU does in one instruction is done here on bits, or by a C function
+// that rounds as the instruction does.
+#pragma once
+
+#define __device__
+#define __global__
+#define __host__
+#ifdef COVERAGE
+#define __forceinline__ inline  // the line of an inlined call is not counted
+#else
+#define __forceinline__ inline __attribute__((always_inline))
+#endif
+#define __launch_bounds__(...)
+
+struct alignas(8) uint2 {
+  unsigned x, y;
+};
+struct alignas(16) uint4 {
+  unsigned x, y, z, w;
+};
+
+// Defined in runtime.cpp; what suspends a thread lets the others of its block run.
+namespace host {
+int thread_index();
+long long block_index();
+long long block_count();
+void exchange(void* value, int bytes, int lane_mask);
+bool any_in_warp(bool condition);
+void barrier(int barrier, int threads);
+void block_barrier();
+void* dynamic_shared_memory();
+}  // namespace host
+
+__forceinline__ int thread_index() { return host::thread_index(); }
+__forceinline__ long long block_index() { return host::block_index(); }
+__forceinline__ long long block_count() { return host::block_count(); }
+
+template <typename T>
+__forceinline__ T shuffle_xor(T value, int lane_mask) {
+  host::exchange(&value, sizeof(T), lane_mask);
+  return value;
+}
+__forceinline__ bool any_in_warp(bool condition) { return host::any_in_warp(condition); }
+__forceinline__ void block_barrier() { host::block_barrier(); }
+__forceinline__ void named_barrier(int barrier, int threads) { host::barrier(barrier, threads); }
+__forceinline__ void* dynamic_shared_memory() { return host::dynamic_shared_memory(); }
+
+__forceinline__ void make_opaque(unsigned& word) { asm volatile("" : "+r"(word)); }
+__forceinline__ void make_opaque(int& word) { asm volatile("" : "+r"(word)); }
+
+template <typename To, typename From>
+__forceinline__ To same_bits(From value) {
+  static_assert(sizeof(To) == sizeof(From), "bits are kept, not converted");
+  To result;
+  __builtin_memcpy(&result, &value, sizeof(To));
+  return result;
+}
+__forceinline__ unsigned float_bits(float value) { return same_bits<unsigned>(value); }
+__forceinline__ float float_from_bits(unsigned bits) { return same_bits<float>(bits); }
+__forceinline__ unsigned long long double_bits(double value) {
+  return same_bits<unsigned long long>(value);
+}
+__forceinline__ double double_from_bits(unsigned long long bits) { return same_bits<double>(bits); }
+
+// Rounds a finite or infinite float64 to a 16-bit format, to nearest even; NaN is 0x7fff as on a GPU.
+template <int FractionBits>
+inline unsigned short rounded(double value) {
+  constexpr int kBias = (1 << (14 - FractionBits)) - 1;
+  constexpr unsigned kInfinity = ((1u << (15 - FractionBits)) - 1) << FractionBits;
+  const unsigned long long bits = double_bits(value), magnitude = bits & ~(1ull << 63);
+  if (magnitude > 0x7ffull << 52) return 0x7fff;
+  const unsigned sign = static_cast<unsigned>(bits >> 48) & 0x8000u;
+  const int exponent = static_cast<int>(magnitude >> 52) - 1023;
+  if (exponent > kBias) return static_cast<unsigned short>(sign | kInfinity);
+  const int subnormal = exponent < 1 - kBias ? 1 - kBias - exponent : 0;
+  const int dropped = 52 - FractionBits + subnormal;
+  if (dropped > 54) return static_cast<unsigned short>(sign);  // below half the least number
+  const unsigned long long significand = (magnitude & ((1ull << 52) - 1)) | 1ull << 52;
+  const unsigned long long odd = significand >> dropped & 1;
+  const unsigned long long kept = (significand + (1ull << (dropped - 1)) - 1 + odd) >> dropped;
+  // The significand's leading one carries into the exponent, and so does its rounding up.
+  const int below = subnormal ? 0 : exponent + kBias - 1;
+  return static_cast<unsigned short>(
+      sign | ((static_cast<unsigned>(below) << FractionBits) + static_cast<unsigned>(kept)));
+}
+__forceinline__ float float16_bits_to_float(unsigned short bits) {
+  const unsigned sign = (bits & 0x8000u) << 16, exponent = bits >> 10 & 31u,
+                 fraction = bits & 0x3ffu;
+  if (exponent == 31) return float_from_bits(sign | 0x7f800000u | fraction << 13);
+  if (exponent != 0) return float_from_bits(sign | (exponent + 112) << 23 | fraction << 13);
+  const float magnitude = static_cast<float>(fraction) * 0x1p-24f;
+  return sign ? -magnitude : magnitude;
+}
+__forceinline__ unsigned short float_to_float16_bits(float value) { return rounded<10>(value); }
+__forceinline__ unsigned short double_to_float16_bits(double value) { return rounded<10>(value); }
+__forceinline__ unsigned short float_to_bfloat16_bits(float value) {
+  // In integers: as a float64, a subnormal float32 would count as zero here, and does not on a GPU.
+  const unsigned word = float_bits(value);
+  if ((word & 0x7fffffffu) > 0x7f800000u) return 0x7fff;
+  return static_cast<unsigned short>((word + 0x7fffu + (word >> 16 & 1u)) >> 16);
+}
+__forceinline__ unsigned short double_to_bfloat16_bits(double value) { return rounded<7>(value); }
+
+__forceinline__ float fused_multiply_add(float a, float b, float c) {
+  return __builtin_fmaf(a, b, c);
+}
+__forceinline__ double fused_multiply_add(double a, double b, double c) {
+  return __builtin_fma(a, b, c);
+}
+__forceinline__ float square_root(float value) { return __builtin_sqrtf(value); }
+__forceinline__ double square_root(double value) { return __builtin_sqrt(value); }
+// The first of two roundings is too fine to show in the second.
+__forceinline__ float reciprocal_square_root(float value) {
+  return static_cast<float>(1.0L / __builtin_sqrtl(value));
+}
+__forceinline__ double reciprocal_square_root(double value) { return 1.0 / __builtin_sqrt(value); }

@@ -1,0 +1,122 @@
+"""Every regime of every kernel, run on the host: values, and what a GPU would hide.
+
+What host/runtime.cpp finds (accesses out of bounds, reads of what nothing wrote, races, barriers
+that not all threads reach) fails the test with the kernel, block, thread and line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from host.build import Build, compiler_problem
+from host.checks import (
+    CASES,
+    FAR_ROWS,
+    Case,
+    check_case,
+    check_far_rows,
+    check_problem,
+    kernels_of,
+)
+from host.coverage import coverage
+from host.gpu import Gpu
+from hypothesis import HealthCheck, given, settings
+from strategies import Problem, problems
+
+from cupynorm._jit import Instantiation
+
+pytestmark = pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem()))
+
+
+@pytest.fixture(scope="module")
+def build() -> Build:
+    build = Build()
+    build.compile(kernels_of(CASES))
+    return build
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_case(build: Build, case: Case) -> None:
+    check_case(build, case)
+
+
+@settings(max_examples=100, suppress_health_check=list(HealthCheck))
+@given(problem=problems())
+def test_any_problem(build: Build, problem: Problem) -> None:
+    gpu = Gpu(None)
+    check_problem(gpu, problem)
+    build.compile(gpu.launched)
+    check_problem(Gpu(build), problem)
+
+
+@pytest.mark.parametrize("n", FAR_ROWS)
+def test_rows_more_than_2_to_the_31_elements_apart(build: Build, n: int) -> None:
+    check_far_rows(Gpu(build), n)
+
+
+# ---- what the cases reach ------------------------------------------------------------------------
+
+
+def regimes(kernel: Instantiation) -> Iterator[str]:
+    """Name what is particular in a kernel's template arguments."""
+    name, arguments = kernel.expression[:-1].split("<")
+    values = arguments.split(", ")
+    if name not in ("norm_forward", "norm_backward"):
+        yield name
+        return
+    team, block = map(int, values[7:9] if name == "norm_forward" else values[8:10])
+    size = "part of a warp" if team < 32 else "one warp" if team == 32 else "several warps"
+    yield f"{name}, a row to {size}"
+    if 32 < team < block:
+        yield f"{name}, several rows to several warps each"
+    if int(values[-2]) > 1:
+        yield f"{name}, several packs a thread"
+    yield f"{name}, accesses of {'one element' if values[-1] == '1' else 'several elements'}"
+    if name == "norm_backward":
+        yield f"{name}, {'with' if values[7] == 'true' else 'without'} prefetch"
+        yield f"{name}, {'with' if values[6] == 'true' else 'without'} the weight held"
+
+
+def test_the_cases_reach_every_regime() -> None:
+    reached = {regime for kernel in kernels_of(CASES) for regime in regimes(kernel)}
+    print("\n".join(sorted(reached)))
+    assert {
+        "norm_forward, a row to part of a warp",
+        "norm_forward, a row to one warp",
+        "norm_forward, a row to several warps",
+        "norm_forward, several packs a thread",
+        "norm_forward, accesses of one element",
+        "norm_forward, accesses of several elements",
+        "norm_forward_streaming",
+        "norm_backward, a row to part of a warp",
+        "norm_backward, a row to one warp",
+        "norm_backward, a row to several warps",
+        "norm_backward, several rows to several warps each",
+        "norm_backward, several packs a thread",
+        "norm_backward, accesses of one element",
+        "norm_backward, accesses of several elements",
+        "norm_backward, with prefetch",
+        "norm_backward, without prefetch",
+        "norm_backward, with the weight held",
+        "norm_backward, without the weight held",
+        "norm_backward_coefficients",
+        "norm_backward_columns",
+        "reduce_partials",
+    } <= reached
+
+
+def test_the_cases_reach_the_lines_of_the_kernels(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cases = CASES[::2]  # as good as all of them, in half the time
+    build = Build(counts=tmp_path)
+    build.compile(kernels_of(cases))
+    for case in cases:
+        check_case(build, case)
+    total, missed = coverage(build)
+    with capsys.disabled():
+        share = 100 * (1 - len(missed) / total)
+        print(f"\nkernels/: {share:.1f}% of {total} statements run on the host", *missed, sep="\n")
+    assert len(missed) <= 0.05 * total, "\n".join(missed)

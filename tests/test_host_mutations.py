@@ -1,0 +1,574 @@
+"""Small mistakes in the kernels, each of which the host run must notice, and for the right reason.
+
+A mutation is a text of `kernels/` and another in its place. One that survives means that a case is
+missing in host/checks.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+from host.build import Build, compiler_problem
+from host.checks import CASES, FAR_ROWS, Case, check_case, check_far_rows, kernels_of
+from host.gpu import Gpu
+
+pytestmark = pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem()))
+
+# What a mutation is caught by: a report of the runtime, or a value that exceeds its bound.
+OUT_OF_BOUNDS = "out of bounds"
+RACE = "race: "
+UNWRITTEN = "uninitialized|was never written"
+STUCK = "no thread can go on|lanes of a warp disagree"
+MISALIGNED = "misaligned"
+VALUE = "times the bound"
+
+FAR = "rows more than 2**31 elements apart"
+
+
+def case(name: str, norm: str = "layer_norm", x: str | None = None) -> Case:
+    return next(c for c in CASES if c.name == name and c.norm == norm and x in (None, c.x))
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutation:
+    name: str
+    file: str
+    old: str
+    new: str
+    caught_by: str
+    on: Case | str
+
+    def __str__(self) -> str:
+        return self.name
+
+
+LOADING = """    if (first + begin < n) {
+#pragma unroll
+      for (int offset = 0; offset < Vector * static_cast<int>(sizeof(T)); offset += kBytes) {
+        read_words"""
+STORING = LOADING.replace("read_words", "write_words")
+
+SUB_WARP = case("sub_warp_odd", x="bfloat16")
+WARPS = case("warps", x="float32")
+WARPS_ODD = case("warps_odd", x="bfloat16")
+STREAM = case("stream_odd")
+TURNS, STREAM_TURNS = case("turns"), case("stream_turns")
+MANY = case("many_partials")
+WILD_MEAN = case("range_mean_1e6", x="float32")
+
+MUTATIONS = [
+    # ---- bounds ----
+    Mutation(
+        "load reads past the row",
+        "pack.cuh",
+        LOADING,
+        LOADING.replace("< n)", "<= n)"),
+        OUT_OF_BOUNDS,
+        WARPS,
+    ),
+    Mutation(
+        "store writes past the row",
+        "pack.cuh",
+        STORING,
+        STORING.replace("< n)", "<= n)"),
+        f"{OUT_OF_BOUNDS}|{RACE}",
+        WARPS,
+    ),
+    Mutation(
+        "inside counts one column more",
+        "pack.cuh",
+        "return first + i / Vector * Vector < n;",
+        "return first + i / Vector * Vector <= n;",
+        VALUE,
+        WILD_MEAN,
+    ),
+    Mutation(
+        "inside counts every column",
+        "pack.cuh",
+        "return first + i / Vector * Vector < n;",
+        "return true;",
+        VALUE,
+        WARPS_ODD,
+    ),
+    Mutation(
+        "accesses of 16 bytes whatever the alignment",
+        "pack.cuh",
+        "Vector * static_cast<int>(sizeof(T)) < 16 ? Vector * static_cast<int>(sizeof(T)) : 16;",
+        "16;",
+        MISALIGNED,
+        WARPS_ODD,
+    ),
+    Mutation(
+        "a 16-bit element in the wrong half of its word",
+        "pack.cuh",
+        "static_cast<unsigned>(loaded) << (8 * (offset % 4))",
+        "static_cast<unsigned>(loaded)",
+        VALUE,
+        WARPS_ODD,
+    ),
+    Mutation(
+        "a team past the last row reads",
+        "forward.cu",
+        "load<Vector>(packs[p], x + row * x_stride, first, active ? n_cols : 0);",
+        "load<Vector>(packs[p], x + row * x_stride, first, n_cols);",
+        OUT_OF_BOUNDS,
+        SUB_WARP,
+    ),
+    Mutation(
+        "a team past the last row writes",
+        "forward.cu",
+        "first, active ? n_cols : 0);\n  }\n\n  // 4.",
+        "first, n_cols);\n  }\n\n  // 4.",
+        OUT_OF_BOUNDS,
+        SUB_WARP,
+    ),
+    Mutation(
+        "a team past the last row reads rstd",
+        "backward.cu",
+        "fetched.rstd = active ? rstd[row] : T(0);",
+        "fetched.rstd = rstd[row];",
+        OUT_OF_BOUNDS,
+        SUB_WARP,
+    ),
+    Mutation(
+        "the tail of a streamed row dropped",
+        "stream.cuh",
+        "first < n_cols;\n",
+        "first + Length <= n_cols;\n",
+        f"{VALUE}|{UNWRITTEN}",
+        STREAM,
+    ),
+    Mutation(
+        "a column too many in the reduction",
+        "reduce_partials.cu",
+        "  if (column < n_cols) {\n    const T*",
+        "  if (column <= n_cols) {\n    const T*",
+        OUT_OF_BOUNDS,
+        SUB_WARP,
+    ),
+    # ---- addresses ----
+    Mutation(
+        "a 32-bit offset of a row of x",
+        "forward.cu",
+        "x + row * x_stride",
+        "x + static_cast<int>(row * x_stride)",
+        OUT_OF_BOUNDS,
+        FAR,
+    ),
+    Mutation(
+        "a 32-bit offset of a row of y",
+        "forward.cu",
+        "y + row * y_stride",
+        "y + static_cast<int>(row * y_stride)",
+        OUT_OF_BOUNDS,
+        FAR,
+    ),
+    Mutation(
+        "a 32-bit offset of a row of dy",
+        "backward.cu",
+        "dy + row * dy_stride",
+        "dy + static_cast<int>(row * dy_stride)",
+        OUT_OF_BOUNDS,
+        FAR,
+    ),
+    Mutation(
+        "a 32-bit offset of a streamed row of y",
+        "forward_streaming.cu",
+        "y + row_index * y_stride",
+        "y + static_cast<int>(row_index * y_stride)",
+        OUT_OF_BOUNDS,
+        FAR,
+    ),
+    Mutation(
+        "a 32-bit offset of a streamed row of dx",
+        "backward_streaming.cu",
+        "dx + row * dx_stride",
+        "dx + static_cast<int>(row * dx_stride)",
+        OUT_OF_BOUNDS,
+        FAR,
+    ),
+    Mutation(
+        "y stored by the stride of x",
+        "forward.cu",
+        "y + row * y_stride",
+        "y + row * x_stride",
+        OUT_OF_BOUNDS,
+        case("block"),
+    ),
+    Mutation(
+        "dy fetched by the stride of dx",
+        "backward.cu",
+        "dy + row * dy_stride",
+        "dy + row * dx_stride",
+        f"{OUT_OF_BOUNDS}|{VALUE}",
+        case("block"),
+    ),
+    Mutation(
+        "weights one column on",
+        "forward.cu",
+        "load<Vector>(weights, weight, first, n_cols)",
+        "load<Vector>(weights, weight + Vector, first, n_cols)",
+        OUT_OF_BOUNDS,
+        WARPS,
+    ),
+    Mutation(
+        "the weight of another column",
+        "backward.cu",
+        "g[i] *= weight_at<ZeroCentered, T>(weights, i);",
+        "g[i] *= weight_at<ZeroCentered, T>(weights, i ^ 1);",
+        VALUE,
+        WARPS_ODD,
+    ),
+    Mutation(
+        "each thread takes the row of its rank",
+        "backward.cu",
+        "const long long row = block_row + team.team;",
+        "const long long row = block_row + team.rank;",
+        RACE,
+        WARPS,
+    ),
+    Mutation(
+        "prefetch of the wrong row",
+        "backward.cu",
+        "fetch(next, row + rows_a_turn);",
+        "fetch(next, row + kTeams);",
+        VALUE,
+        WARPS,
+    ),
+    Mutation(
+        "prefetch of the wrong row, streaming",
+        "backward_streaming.cu",
+        "prefetch(row + n_partials);",
+        "prefetch(row + 1);",
+        VALUE,
+        case("stream"),
+    ),
+    Mutation(
+        "rstd of the block's first row",
+        "backward.cu",
+        "active ? rstd[row]",
+        "active ? rstd[row - team.team]",
+        VALUE,
+        SUB_WARP,
+    ),
+    Mutation(
+        "chunks and tiles exchanged",
+        "backward_streaming.cu",
+        "chunk = block_index() / tiles;",
+        "chunk = block_index() % tiles;",
+        OUT_OF_BOUNDS,
+        STREAM,
+    ),
+    Mutation(
+        "a coefficient of another kind",
+        "backward_streaming.cu",
+        "Centered ? coefficients[n_rows + row]",
+        "Centered ? coefficients[row]",
+        VALUE,
+        STREAM,
+    ),
+    Mutation(
+        "a coefficient of no row",
+        "backward_streaming.cu",
+        "coefficients[n_rows + row] = ",
+        "coefficients[n_rows - row] = ",
+        f"{RACE}|{UNWRITTEN}",
+        STREAM,
+    ),
+    # ---- barriers ----
+    Mutation(
+        "no barrier in a reduction",
+        "team.cuh",
+        "barrier();\n      constexpr int kLanes",
+        "constexpr int kLanes",
+        f"{RACE}|{UNWRITTEN}",
+        WARPS,
+    ),
+    Mutation(
+        "no barrier before the block's partials are summed",
+        "backward.cu",
+        "block_barrier();\n    T* target",
+        "T* target",
+        f"{RACE}|{UNWRITTEN}",
+        WARPS,
+    ),
+    Mutation(
+        "no barrier after the block's partials are summed",
+        "backward.cu",
+        "    }\n    block_barrier();\n  };",
+        "    }\n  };",
+        RACE,
+        WARPS,
+    ),
+    Mutation(
+        "no barrier between the groups and their sum",
+        "reduce_partials.cu",
+        "  block_barrier();\n",
+        "",
+        f"{RACE}|{UNWRITTEN}",
+        WARPS,
+    ),
+    Mutation(
+        "a barrier in a branch",
+        "reduce_partials.cu",
+        "  block_barrier();\n",
+        "  if (group == 0) block_barrier();\n",
+        STUCK,
+        WARPS,
+    ),
+    Mutation(
+        "all teams at one named barrier",
+        "team.cuh",
+        "named_barrier(team + 1, RowThreads)",
+        "named_barrier(1, RowThreads)",
+        f"{RACE}|{UNWRITTEN}",
+        WARPS,
+    ),
+    Mutation(
+        "a named barrier of the whole block",
+        "team.cuh",
+        "named_barrier(team + 1, RowThreads)",
+        "named_barrier(team + 1, BlockThreads)",
+        STUCK,
+        WARPS,
+    ),
+    Mutation(
+        "the scratch's halves do not take turns", "team.cuh", "      turn ^= 1;\n", "", RACE, WARPS
+    ),
+    Mutation(
+        "the stage of partials over the scratch",
+        "backward.cu",
+        "static_cast<T*>(dynamic_shared_memory()) +\n"
+        "                Team<RowThreads, BlockThreads>::template scratch_bytes<T>() / sizeof(T);",
+        "static_cast<T*>(dynamic_shared_memory());",
+        RACE,
+        WARPS,
+    ),
+    Mutation(
+        "the stage of partials one column too long",
+        "backward.cu",
+        "shared + team.team * kColumns,",
+        "shared + team.team * kColumns + kLength,",
+        OUT_OF_BOUNDS,
+        WARPS,
+    ),
+    Mutation(
+        "teams share their slots",
+        "team.cuh",
+        "(turn * kTeams + team) * kWarps",
+        "(turn * kTeams) * kWarps",
+        RACE,
+        WARPS,
+    ),
+    Mutation(
+        "the values of warps overlap",
+        "team.cuh",
+        "slots[rank / 32 * kMaxValues + i] =",
+        "slots[rank / 32 + i] =",
+        f"{RACE}|{UNWRITTEN}",
+        WARPS,
+    ),
+    # ---- shuffles ----
+    Mutation(
+        "a butterfly without its widest step",
+        "team.cuh",
+        "int distance = Lanes / 2;",
+        "int distance = Lanes / 4;",
+        VALUE,
+        SUB_WARP,
+    ),
+    Mutation(
+        "a butterfly over the whole warp",
+        "team.cuh",
+        "(RowThreads < 32 ? RowThreads : 32)>(values)",
+        "32>(values)",
+        VALUE,
+        SUB_WARP,
+    ),
+    Mutation(
+        "a butterfly over half of the warps",
+        "team.cuh",
+        "while (power < n)",
+        "while (2 * power < n)",
+        VALUE,
+        WARPS,
+    ),
+    Mutation(
+        "teams past the last row leave",
+        "forward.cu",
+        "const bool active = row < n_rows;",
+        "const bool active = row < n_rows;\n  if (!active) return;",
+        STUCK,
+        SUB_WARP,
+    ),
+    Mutation(
+        "a team decides for its warp",
+        "team.cuh",
+        "RowThreads < 32 ? any_in_warp(condition) : condition",
+        "condition",
+        STUCK,
+        case("sub_warp_mixed"),
+    ),
+    # ---- weight gradients and statistics ----
+    Mutation(
+        "the last rows' gradients are not written",
+        "backward.cu",
+        "  }\n  flush_all();\n}",
+        "  }\n}",
+        UNWRITTEN,
+        WARPS,
+    ),
+    Mutation(
+        "a flush forgets the ones before", "backward.cu", "    flushed = true;\n", "", VALUE, TURNS
+    ),
+    Mutation(
+        "a flush forgets the ones before, streaming",
+        "backward_streaming.cu",
+        "    flushed = true;\n",
+        "",
+        VALUE,
+        STREAM_TURNS,
+    ),
+    Mutation(
+        "the first flush adds to nothing",
+        "backward.cu",
+        "bool flushed = false;",
+        "bool flushed = true;",
+        UNWRITTEN,
+        WARPS,
+    ),
+    Mutation(
+        "gradients are kept after a flush",
+        "backward.cu",
+        "        gradient[p][i] = 0;\n",
+        "",
+        VALUE,
+        TURNS,
+    ),
+    Mutation(
+        "dbias in the place of dweight",
+        "backward.cu",
+        "flush(dbias, kDWeight ? 1 : 0)",
+        "flush(dbias, 0)",
+        UNWRITTEN,
+        WARPS,
+    ),
+    Mutation(
+        "the blocks' partials overlap",
+        "backward.cu",
+        "(index * block_count() + block_index()) * n_cols",
+        "(index + block_index()) * n_cols",
+        f"{RACE}|{UNWRITTEN}",
+        WARPS,
+    ),
+    Mutation(
+        "a group of partials dropped",
+        "reduce_partials.cu",
+        "other < Groups;",
+        "other < Groups - 1;",
+        VALUE,
+        MANY,
+    ),
+    Mutation(
+        "the first partial of each group alone",
+        "reduce_partials.cu",
+        "p < n_partials; p += Groups",
+        "p < Groups; p += Groups",
+        f"{VALUE}|{OUT_OF_BOUNDS}",
+        MANY,
+    ),
+    Mutation(
+        "xhat is not centred again",
+        "backward.cu",
+        "if constexpr (Centered) xhat -= recentre;",
+        "",
+        VALUE,
+        WILD_MEAN,
+    ),
+    Mutation(
+        "xhat is not centred again, streaming",
+        "backward_streaming.cu",
+        "if constexpr (Centered) xhat -= recentre;",
+        "",
+        VALUE,
+        case("stream_mean"),
+    ),
+    Mutation(
+        "the mean's rounding stays in y",
+        "statistics.cuh",
+        "(x - statistics.shift) - statistics.correction",
+        "x - statistics.shift",
+        VALUE,
+        WILD_MEAN,
+    ),
+    Mutation(
+        "every thread of a team writes rstd",
+        "forward.cu",
+        "if (active && team.rank == 0)",
+        "if (active)",
+        RACE,
+        WARPS,
+    ),
+    Mutation(
+        "a row out of range stays there",
+        "forward.cu",
+        "const bool wild = !in_range(statistics.variance + eps);",
+        "const bool wild = false;",
+        VALUE,
+        case("range_extreme", "rms_norm", "float32"),
+    ),
+    Mutation(
+        "the largest power of two has no reciprocal",
+        "statistics.cuh",
+        "power > 8.507059173023462e37f ? 8.507059173023462e37f : power",
+        "power",
+        VALUE,
+        case("range_limit", "rms_norm", "float32"),
+    ),
+    Mutation(
+        "a row of zeros in units of zero",
+        "statistics.cuh",
+        "if (!(power > 0.0f && power <= kLargest)) return 1.0f;",
+        "",
+        VALUE,
+        case("range_zero_eps", "rms_norm", "float32"),
+    ),
+    Mutation(
+        "no first mean, streaming",
+        "forward_streaming.cu",
+        "      sum.add(of_pack);\n",
+        "",
+        VALUE,
+        case("stream_mean"),
+    ),
+    Mutation(
+        "eps left out of a row out of range",
+        "statistics.cuh",
+        "const T ratio = longer > T(0) ? shorter / longer : T(0);",
+        "const T ratio = 0;",
+        VALUE,
+        case("range_near_eps", x="float32"),
+    ),
+]
+
+
+def run(build: Build, on: Case | str) -> None:
+    if isinstance(on, Case):
+        build.compile(kernels_of([on]))
+        check_case(build, on)
+        return
+    for n in FAR_ROWS:
+        check_far_rows(Gpu(build), n)
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=str)
+def test_a_mutation_is_caught(mutation: Mutation) -> None:
+    build = Build({mutation.file: ((mutation.old, mutation.new),)})
+    with pytest.raises(AssertionError) as caught:
+        run(build, mutation.on)
+    message = str(caught.value)
+    print(f"{mutation.name}: {message}")
+    assert "g++" not in message
+    assert re.search(mutation.caught_by, message)

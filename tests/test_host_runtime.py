@@ -1,0 +1,140 @@
+"""The host run itself: each fault is reported where it happens, and each primitive is exact."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from host.build import HERE, Build, KernelError, compiler_problem
+from host.gpu import Gpu
+from strategies import DTYPES
+
+from cupynorm._jit import Instantiation
+from cupynorm._spec import CPP_TYPES
+from cupynorm.reference import round_once
+
+pytestmark = pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem()))
+
+# A kernel of faults.cu, and what is said of it.
+FAULTS = {
+    "reads_before_the_array": "thread 0: out of bounds: reads 4 bytes, 4 bytes before an array",
+    "writes_past_the_array": "thread 63: out of bounds: writes 4 bytes, 0 bytes past the end of",
+    "overruns_shared_memory": "thread 32: out of bounds: writes 4 bytes, 0 bytes past the end of s",
+    "reads_shared_memory_that_nothing_wrote": "thread 63: uninitialized: reads 4 bytes at byte 252",
+    "reads_device_memory_that_nothing_wrote": "thread 0: uninitialized: reads 4 bytes at byte 0 of",
+    "reads_what_another_thread_writes": "thread 1: race: reads 4 bytes at byte 0 of shared memory",
+    "writes_what_another_thread_reads": "thread 1: race: writes 4 bytes at byte 4 of shared memory",
+    "writes_what_another_block_wrote": "block 1, thread 0: race: writes 4 bytes at byte 0 of an",
+    "synchronizes_only_half_of_the_readers": "thread 63: race: reads 4 bytes at byte 124 of shared",
+    "leaves_threads_at_a_barrier": "threads 0 to 39 wait at barrier 0 of 64 threads at",
+    "meets_at_two_barriers": "threads 0 to 31 wait at barrier 1 of 64 threads at",
+    "counts_a_barrier_in_two_ways": "thread 32: barrier 1 is of 64 threads, and of 32 at",
+    "has_no_such_barrier": "thread 0: no barrier 16 of 64 threads",
+    "shuffles_without_a_lane": "threads 0 to 6 wait in a shuffle of distance 1 at",
+    "shuffles_at_two_distances": "the lanes of a warp disagree: threads 0 to 30 wait in a shuffle",
+    "shuffles_beyond_the_warp": "thread 0: shuffles over 32 lanes",
+    "shuffles_and_votes": "the lanes of a warp disagree: threads 0 to 30 wait in a shuffle",
+    "reads_across_an_alignment": "thread 0: misaligned: reads or writes at byte 4 of an array",
+    "leaves_a_local_array": "thread 4: index 4 is outside a local array",
+    "overflows_an_index": "thread 0: mul_overflow",
+    "divides_by_zero": "thread 0: divrem_overflow",
+    "crashes": "thread 5: signal 4",
+    "never_ends": "does not end",
+}
+
+
+def with_file(name: str) -> Build:
+    return Build(added={name: (HERE / name).read_text(encoding="utf-8")})
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_reported_where_it_happens(fault: str) -> None:
+    gpu = Gpu(with_file("faults.cu"))
+    kernel = Instantiation("faults.cu", f"{fault}<float>", 64, 256)
+    with gpu.fresh_memory():
+        values = gpu.cupy.empty(64, np.float32)
+        with pytest.raises(KernelError) as caught:
+            gpu.run(kernel, 2, values)
+    message = str(caught.value)
+    print(message)
+    assert message.startswith(f"{fault}<float>, block ")
+    assert FAULTS[fault] in message
+    assert f"faults.cu:{line_of(fault)}" in message
+
+
+def line_of(kernel: str) -> int:
+    """Return the line of a kernel's fault."""
+    text = (HERE / "faults.cu").read_text(encoding="utf-8")
+    start = text.index(f"void {kernel}(")
+    return text.count("\n", 0, text.index("// fault", start)) + 1
+
+
+def test_a_wrong_argument_is_reported() -> None:
+    gpu = Gpu(with_file("probes.cu"))
+    kernel = Instantiation("probes.cu", "reciprocal_square_roots<float>", 32, 0)
+    values = gpu.cupy.zeros(4, np.float32)
+    with gpu.fresh_memory():
+        for arguments in ((values, values), (values, values, np.float32(4)), (values,) * 4):
+            with pytest.raises(KernelError, match=r"argument . has . bytes, its parameter"):
+                gpu.run(kernel, 1, *arguments)
+
+
+def probe(expression: str, values: np.ndarray, dtype: Any) -> np.ndarray:
+    gpu = Gpu(with_file("probes.cu"))
+    with gpu.fresh_memory():
+        results = gpu.cupy.empty(len(values), dtype)
+        kernel = Instantiation("probes.cu", expression, 32, 0)
+        gpu.run(kernel, 1, gpu.cupy.array(values), results, len(values))
+        return gpu.to_numpy(results)
+
+
+def assert_same_numbers(actual: np.ndarray, expected: np.ndarray) -> None:
+    numbers = ~np.isnan(expected)
+    assert np.isnan(actual[~numbers]).all()
+    bits = f"u{actual.itemsize}"
+    np.testing.assert_array_equal(actual[numbers].view(bits), expected[numbers].view(bits))
+
+
+@pytest.mark.parametrize("to", ["float32", "float64"])
+@pytest.mark.parametrize("name", ["float16", "bfloat16"])
+def test_every_16_bit_number_is_widened_exactly(name: str, to: str) -> None:
+    values = np.arange(1 << 16, dtype=np.uint16).view(DTYPES[name])
+    if name == "bfloat16":  # subnormal float32: flushed by what uses them, as on a GPU
+        values = values[~(np.abs(values.astype(np.float32)) < np.finfo(np.float32).smallest_normal)]
+    with np.errstate(invalid="ignore"):
+        expected = values.astype(to)
+    assert_same_numbers(probe(f"convert_all<{name}, {CPP_TYPES[to]}>", values, to), expected)
+
+
+@pytest.mark.parametrize("source", ["float32", "float64"])
+@pytest.mark.parametrize("name", ["float16", "bfloat16"])
+def test_a_number_is_rounded_once_to_16_bits(name: str, source: str) -> None:
+    with np.errstate(invalid="ignore"):
+        every = np.arange(1 << 16, dtype=np.uint16).view(DTYPES[name]).astype(np.float64)
+    finite = np.sort(every[np.isfinite(every)])
+    halfway = (finite[1:] + finite[:-1]) / 2
+    close = [np.nextafter(halfway, side) for side in (-np.inf, np.inf)]
+    rng = np.random.default_rng(0)
+    drawn = rng.standard_normal(5000) * 10.0 ** rng.integers(-30, 30, 5000)
+    limits = np.array([np.inf, -np.inf, np.nan, 65519.9, 65520, 3.3961775e38, 3e-8, 1e300, 1e-300])
+    with np.errstate(over="ignore", under="ignore"):
+        values = np.concatenate([finite, halfway, *close, drawn, limits]).astype(source)
+    if source == "float32":
+        values = values[~(np.abs(values) < np.finfo(np.float32).smallest_normal) | (values == 0)]
+    expected = round_once(values.astype(np.float64), DTYPES[name])
+    actual = probe(f"convert_all<{CPP_TYPES[source]}, {name}>", values, DTYPES[name])
+    assert_same_numbers(actual, expected)
+
+
+def test_the_reciprocal_square_root_is_correctly_rounded() -> None:
+    mantissas = np.random.default_rng(0).integers(1 << 23, 1 << 24, 20_000)
+    values = np.ldexp(mantissas.astype(np.float32), np.arange(20_000) % 60 - 50)
+    expected = (1 / np.sqrt(values.astype(np.longdouble))).astype(np.float32)
+    actual = probe("reciprocal_square_roots<float>", values, np.float32)
+    assert_same_numbers(actual, expected)
+
+
+def test_subnormal_float32_counts_as_zero() -> None:
+    values = np.array([1e-40, 1e-30], np.float32)
+    assert probe("convert_all<float, double>", values, np.float64)[0] == 0
