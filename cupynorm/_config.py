@@ -105,8 +105,8 @@ def forward_config(spec: ForwardSpec, n: int, vector: int) -> ResidentForward | 
     block_threads = max(row_threads, 128) if row_threads <= 32 else row_threads
     # Threads that a multiprocessor must hold at once bound their registers: 64 at 1024 threads, by
     # which LayerNorm at N = 8192 gained 12% over 512 (bfloat16, H200). What would spill has fewer
-    # threads: up to 122 registers where single 16-bit elements are moved, 96 for float16, for a wider
-    # y and for the rows of a warp.
+    # threads: up to 122 registers where single 16-bit elements are moved; 96 for float16, for a
+    # wider y and for the rows of a warp.
     if wide:
         threads = 256
     elif length == 8 and vector < length:

@@ -101,8 +101,8 @@ def _on(device: int) -> contextlib.AbstractContextManager[Any]:
     return cupy.cuda.Device(device)  # type: ignore[no-any-return]
 
 
-# What launches that a CUDA graph captured have read or written beside their arguments. A replay uses
-# it again, and nothing tells when the graph is gone.
+# What launches that a CUDA graph captured have used beside their arguments. A replay uses it again,
+# and nothing tells when the graph is gone.
 _kept_by_graphs: list[Any] = []
 
 
