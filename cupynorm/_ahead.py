@@ -6,6 +6,8 @@ import numbers
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import numpy as np
+
 from cupynorm._arrays import DTYPES
 from cupynorm._checks import to_dtype
 from cupynorm._config import pack_length
@@ -82,7 +84,8 @@ def warmup(
 
     A first call compiles its kernels, some tenths of a second each, unless CuPy's disk cache has
     them; a call that is captured into a CUDA graph must find them loaded. Arrays are assumed to be
-    aligned to 16 bytes, rows included where n allows it.
+    aligned to 16 bytes, rows included where n allows it: others have kernels of their own, which
+    only a call of theirs loads.
 
     Parameters
     ----------
@@ -155,14 +158,18 @@ def _specs(
 
     weight, bias = named("weight_dtype", weight_dtype), named("bias_dtype", bias_dtype)
     y, dy = named("out_dtype", out_dtype, x) or x, named("dy_dtype", dy_dtype, x) or x
+    if not isinstance(zero_centered, bool | np.bool_):
+        raise TypeError(f"zero_centered must be True or False, got {zero_centered!r}")
     if zero_centered and weight is None:
         raise ValueError("zero_centered must be False without a weight, got True")
 
     def specs() -> Iterator[ForwardSpec | BackwardSpec]:
-        yield ForwardSpec(norm, x, weight, bias, y, zero_centered, store_statistics=False)
+        yield ForwardSpec(norm, x, weight, bias, y, bool(zero_centered), store_statistics=False)
         if backward:
-            yield ForwardSpec(norm, x, weight, bias, y, zero_centered, store_statistics=True)
-            yield BackwardSpec(norm, x, dy, weight, bias, zero_centered)
+            yield ForwardSpec(norm, x, weight, bias, y, bool(zero_centered), store_statistics=True)
+            # layer_norm_backward returns a dbias unless told not to.
+            dbias = bias or (weight or x if norm == "layer_norm" else None)
+            yield BackwardSpec(norm, x, dy, weight, dbias, bool(zero_centered))
 
     return list(specs())
 

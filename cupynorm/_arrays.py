@@ -45,6 +45,10 @@ class Family:
         """Return a result as an array of the framework."""
         return array
 
+    def give_back(self, target: Any, array: Any) -> Any:
+        """Return an output that the caller gave, now written through `array`."""
+        return target
+
 
 class _DLPackFamily(Family):
     def __init__(self, array_type: type, namespace: ModuleType) -> None:
@@ -56,7 +60,7 @@ class _DLPackFamily(Family):
         array = super().take(name, array)
         if output and self.immutable:
             raise TypeError(f"{name} must be None for JAX arrays, which are immutable")
-        if getattr(array, "requires_grad", False):
+        if getattr(array, "requires_grad", False) and self.namespace.is_grad_enabled():
             raise TypeError(
                 f"{name} requires grad, which would be lost here: pass {name}.detach(), and "
                 "compute its gradient with the backward function"
@@ -66,8 +70,10 @@ class _DLPackFamily(Family):
                 f"{name}.dtype must be float64, float32, float16 or bfloat16, got {array.dtype}"
             )
         try:
-            return self._import(name, array)
+            return self._import(name, array.detach() if hasattr(array, "detach") else array)
         except (BufferError, RuntimeError, ValueError) as error:
+            if type(error).__module__.startswith("cupy"):
+                raise  # a fault of the GPU, not of the argument
             raise TypeError(f"{name} must be readable in place by DLPack: {error}") from error
 
     def _import(self, name: str, array: Any) -> Any:
@@ -97,6 +103,11 @@ class _DLPackFamily(Family):
             )
         return given
 
+    def give_back(self, target: Any, array: Any) -> Any:
+        if not is_numpy(array):
+            self.namespace.from_dlpack(array)  # makes the framework's stream wait for the launch
+        return target
+
 
 def _import_cupy(reason: str) -> Any:
     try:
@@ -121,8 +132,9 @@ def family_of(name: str, array: Any) -> Family:
     family = _families[kind]
     if family is None:
         raise TypeError(
-            f"{name} must be a NumPy or CuPy array, or any array with __dlpack__ such as a torch "
-            f"tensor or a JAX array; got {_type_name(array)}"
+            f"{name} must be a NumPy or CuPy array, a torch tensor, a JAX array (outside jit and "
+            "grad), or one of another library with __dlpack__ and a from_dlpack function; "
+            f"got {_type_name(array)}"
         )
     return family
 

@@ -75,6 +75,9 @@ def check_forward(
     k = _check_operands(x, weight, bias, axis, zero_centered)
     if not isinstance(eps, numbers.Real) or not 0 <= _to_float(eps) < math.inf:
         raise ValueError(f"eps must be a finite number of at least 0, got {eps!r}")
+    compute = np.finfo(compute_dtype(DTYPES[x.dtype]))
+    if 0 < _to_float(eps) < compute.tiny or _to_float(eps) > compute.max:
+        raise ValueError(f"eps must be 0 or a normal {compute.dtype} number, got {eps!r}")
     dtype = x.dtype if out_dtype is None else to_dtype("out_dtype", out_dtype)
     if out is not None:
         if out_dtype is None:
@@ -121,6 +124,8 @@ def _check_operands(
 ) -> int:
     to_dtype("x.dtype", x.dtype)
     _check_memory("x", x, x)
+    if not isinstance(zero_centered, bool | np.bool_):
+        raise TypeError(f"zero_centered must be True or False, got {zero_centered!r}")
     k = trailing_axes(
         x.ndim,
         axis,
@@ -136,9 +141,10 @@ def _check_operands(
         to_dtype(f"{name}.dtype", array.dtype)
         _check_memory(name, array, x)
         if axis is None and array.shape != normalized:
+            hint = " (with leading axes of 1, pass axis=)" if array.shape[:1] == (1,) else ""
             raise ValueError(
-                f"{name} must have the shape of x's last {k} axes, {normalized}; got "
-                f"{array.shape} (pass axis= to broadcast it)"
+                f"{name} must have the shape of x's normalized axes, {normalized}; got "
+                f"{array.shape}{hint}"
             )
         if array.shape == normalized:
             continue
@@ -182,6 +188,8 @@ def _check_writable(name: str, array: Any, k: int) -> None:
     if is_numpy(array):
         if not array.flags.writeable:
             raise ValueError(f"{name} must be writable, got a read-only array")
+        if any(n > 1 and step == 0 for n, step in zip(array.shape, array.strides, strict=True)):
+            raise ValueError(f"{name} must not be expanded, got strides {array.strides}")
         return
     if array.size == 0:
         return

@@ -176,7 +176,7 @@ def forward(
             weight=_name(weight),
             bias=_name(bias),
             y=DTYPES[y.dtype],
-            zero_centered=zero_centered,
+            zero_centered=bool(zero_centered),
             store_statistics=store_statistics,
         )
         vector = _vector(spec.x, n, (x_rows, y_rows), (weight, bias))
@@ -272,7 +272,7 @@ def backward(
             dy=DTYPES[dy.dtype],
             weight=_name(weight),
             dbias=_name(dbias),
-            zero_centered=zero_centered,
+            zero_centered=bool(zero_centered),
         )
         vector = _vector(spec.x, n, (x_rows, dy_rows, dx_rows), (weight,))
         plan = load_backward(spec, n, vector, device)

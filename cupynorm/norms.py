@@ -7,6 +7,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from cupynorm import _arrays, _checks, reference
 from cupynorm._results import NormBackward, NormForward
 from cupynorm._spec import Norm
@@ -267,8 +269,8 @@ def rms_norm_backward(
     rstd : array
         As `rms_norm_forward` returned it.
     bias : bool or array
-        Whether dbias is wanted. True gives it weight's shape and dtype (x's normalized shape and
-        dtype without a weight); of an array, the forward's bias, its shape and dtype are taken.
+        Whether dbias is wanted (None: no). True gives it weight's shape and dtype (x's normalized
+        shape and dtype without a weight); of an array, the forward's bias, its shape and dtype.
     dx : array, optional
         Where to write dx: of x's shape and dtype, in contiguous rows; may be dy itself.
 
@@ -410,7 +412,7 @@ def _forward(
             store_statistics=store_statistics,
         )
     return NormForward(
-        family.give(result.y) if out is None else out,
+        family.give(result.y) if out is None else family.give_back(out, target),
         None if result.mean is None else family.give(result.mean),
         None if result.rstd is None else family.give(result.rstd),
     )
@@ -434,7 +436,8 @@ def _backward(
     weight = None if weight is None else family.take("weight", weight)
     mean = None if norm == "rms_norm" else family.take("mean", mean)
     rstd = family.take("rstd", rstd)
-    bias = bias if isinstance(bias, bool) else family.take("bias", bias)
+    bias = False if bias is None else bias
+    bias = bool(bias) if isinstance(bias, bool | np.bool_) else family.take("bias", bias)
     target = None if dx is None else family.take("dx", dx, output=True)
     k = _checks.check_backward(
         dy,
@@ -475,7 +478,7 @@ def _backward(
             dx=target,
         )
     return NormBackward(
-        family.give(result.dx) if dx is None else dx,
+        family.give(result.dx) if dx is None else family.give_back(dx, target),
         None if result.dweight is None else family.give(result.dweight),
         None if result.dbias is None else family.give(result.dbias),
     )

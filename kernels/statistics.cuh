@@ -33,7 +33,7 @@ __device__ __forceinline__ void finish(Statistics<T>& statistics, T sum, T sum_o
 }
 
 // Range. Squares of float32 overflow from 1.8e19 and vanish below 1e-19. A row whose variance + eps
-// is outside [kSmallest, largest] is divided by a power of two, `unit`, near its largest element (or
+// is outside [kSmallest, kLargest] is divided by a power of two, `unit`, near its largest element (or
 // sqrt(eps), if larger) and measured again. Inside, what vanished is below 2^-24 of the sum.
 template <typename T>
 struct Range;
@@ -41,8 +41,8 @@ template <>
 struct Range<float> {
   static constexpr float kSmallest = 7.888609052210118e-31f;  // 2^-100
   static constexpr float kLargest = 3.4028234663852886e38f;
-  // The exponent's bits alone: the power of two at or below a normal value. Zero, inf and what the
-  // reciprocal could not represent have no unit.
+  // The exponent's bits alone: the power of two at or below a normal value, up to the largest that
+  // has a reciprocal. Zero and inf have no unit.
   static __device__ __forceinline__ float unit(float largest) {
     const float power = float_from_bits(float_bits(largest) & 0x7f800000u);
     if (!(power > 0.0f && power <= kLargest)) return 1.0f;

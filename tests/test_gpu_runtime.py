@@ -440,8 +440,12 @@ def test_torch_streams_are_ordered_both_ways() -> None:
                 late = late + 1
             late = source.clone()
             y = 2 * cupynorm.rms_norm(late, weight)  # read at once, on torch's side stream
+            given = torch.zeros_like(source)
+            cupynorm.rms_norm(late, weight, out=given)
+            doubled = 2 * given  # an output of the caller's is ordered too
         stream.synchronize()
         assert torch.equal(y, expected)
+        assert torch.equal(doubled, expected)
 
 
 @pytest.mark.parametrize("name", ["float32", "float16", "bfloat16"])
