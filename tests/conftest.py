@@ -10,6 +10,9 @@ from hypothesis import settings
 
 from cupynorm._environment import gpu_name, gpu_problem
 
+# JAX would take three quarters of a GPU at its first array, and other tests' workers the blame.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
 settings.register_profile("dev", deadline=None, max_examples=50, print_blob=True)
 settings.register_profile("ci", settings.get_profile("dev"), max_examples=100, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "dev")

@@ -185,7 +185,6 @@ WRONG = [
     wrong(ValueError, "eps must be", eps=10**400),
     wrong(ValueError, "zero_centered", "weight", "True", zero_centered=True, weight=None),
     # bias of the backward functions
-    wrong(TypeError, "bias must be", "NoneType", dy=zeros(*SHAPE), bias=None),
     wrong(TypeError, "bias must be", "int", dy=zeros(*SHAPE), bias=1),
     # outputs
     wrong(ValueError, "out must be writable", "read-only", out=read_only(*SHAPE)),

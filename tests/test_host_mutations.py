@@ -551,6 +551,22 @@ MUTATIONS = [
         VALUE,
         case("range_near_eps", x="float32"),
     ),
+    Mutation(
+        "the first element of a pack is not looked at",
+        "forward.cu",
+        "        for (int i = 0; i < kLength; ++i) {\n          largest[0]",
+        "        for (int i = 1; i < kLength; ++i) {\n          largest[0]",
+        VALUE,
+        case("range_lone", "rms_norm", "float32"),
+    ),
+    Mutation(
+        "a tile too many",
+        "backward_streaming.cu",
+        "const long long tiles = (n_cols + kTile - 1) / kTile;",
+        "const long long tiles = n_cols / kTile + 1;",
+        f"{UNWRITTEN}|{VALUE}",
+        case("stream_tiles"),
+    ),
 ]
 
 

@@ -83,9 +83,12 @@ class Case:
         )
 
     def _values(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        if self.regime not in ("limit", "near_eps"):
+        if self.regime not in ("limit", "lone", "near_eps"):
             return make_values(self.regime, shape, dtype, 1)
         values = make_values("normal", shape, np.float64, 1)
+        if self.regime == "lone":  # all but the first element vanish beside it
+            values[:, 0] = 1e20
+            return (values * 1e10).astype(dtype)
         if self.regime == "near_eps":  # eps is as large as the variance
             return (values * self.eps**0.5).astype(dtype)
         return (values / np.abs(values).max() * float(ml_dtypes.finfo(dtype).max)).astype(dtype)
@@ -197,6 +200,7 @@ def _cases() -> list[Case]:
             # float64 operands are streamed from shorter rows on.
             Case("stream", norm, 9, 8232, "bfloat16", "float64", None, wants_dbias=False),
             Case("stream_odd", norm, 3, 4101, "float32", "float64", "float32", zero_centered=True),
+            Case("stream_tiles", norm, 3, 10240, "bfloat16", "float64", offset=8),
             Case("stream_float64", norm, 3, 6148, "float64", None, "float64", dy="float32"),
             Case("stream_in_place", norm, 5, 12304, "float32", in_place=True, gap=4),
             Case("stream_wild", norm, 4, 12296, "float32", None, None, regime="extreme", eps=0.0),
@@ -216,6 +220,7 @@ def _cases() -> list[Case]:
     for x, n in (("float32", 300), ("float64", 300), ("float32", 12300), ("float64", 6150)):
         cases += [
             Case("range_limit", "rms_norm", 3, n, x, regime="limit"),
+            Case("range_lone", "rms_norm", 3, n, x, regime="lone"),
             Case("range_near_eps", "layer_norm", 3, n, x, regime="near_eps", eps=1e-36),
             Case("range_zero_eps", "rms_norm", 7, n, x, regime="zero_rows", eps=0.0),
         ]
