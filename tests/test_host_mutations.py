@@ -567,6 +567,46 @@ MUTATIONS = [
         f"{UNWRITTEN}|{VALUE}",
         case("stream_tiles"),
     ),
+    Mutation(
+        "an element past the pack is looked at",
+        "forward_streaming.cu",
+        "        for (int i = 0; i < kLength; ++i) {\n          largest[0]",
+        "        for (int i = 0; i <= kLength; ++i) {\n          largest[0]",
+        "outside a local array",
+        case("stream_wild"),
+    ),
+    Mutation(
+        "a warp's rows out of range stay there",
+        "team.cuh",
+        "RowThreads < 32 ? any_in_warp(condition) : condition",
+        "RowThreads < 32 ? false : condition",
+        VALUE,
+        case("sub_warp_wild", "rms_norm"),
+    ),
+    Mutation(
+        "the sign stays in the largest element",
+        "types.cuh",
+        "return value < T(0) ? -value : value;",
+        "return value;",
+        VALUE,
+        case("range_lone", "rms_norm", "float32"),
+    ),
+    Mutation(
+        "a NaN row has an infinite rstd",
+        "statistics.cuh",
+        "if (variance != variance) return {variance, variance};",
+        "",
+        VALUE,
+        case("range_nonfinite_eps_0", "rms_norm", "float32"),
+    ),
+    Mutation(
+        "eps vanishes in the unit of a constant row",
+        "statistics.cuh",
+        "if (variance == T(0) && eps > T(0)) return {T(0), reciprocal_square_root(eps)};",
+        "",
+        VALUE,
+        case("range_equal_huge"),
+    ),
 ]
 
 

@@ -36,7 +36,7 @@ HERE = Path(__file__).resolve().parent
 COMMON = ("-std=c++17", "-fPIC", "-ffp-contract=off", "-fno-math-errno")
 CHECKED = (
     *("-O1", "-gdwarf-4", "-fsanitize=thread"),
-    *("-fsanitize=alignment,bounds,shift,signed-integer-overflow,integer-divide-by-zero",),
+    *("-fsanitize=alignment,bounds-strict,shift,signed-integer-overflow,integer-divide-by-zero",),
 )
 COUNTED = ("-O0", "--coverage", "-DCOVERAGE")
 

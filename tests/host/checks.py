@@ -83,15 +83,21 @@ class Case:
         )
 
     def _values(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        if self.regime not in ("limit", "lone", "near_eps"):
-            return make_values(self.regime, shape, dtype, 1)
         values = make_values("normal", shape, np.float64, 1)
-        if self.regime == "lone":  # all but the first element vanish beside it
-            values[:, 0] = 1e20
-            return (values * 1e10).astype(dtype)
-        if self.regime == "near_eps":  # eps is as large as the variance
-            return (values * self.eps**0.5).astype(dtype)
-        return (values / np.abs(values).max() * float(ml_dtypes.finfo(dtype).max)).astype(dtype)
+        largest = float(ml_dtypes.finfo(dtype).max)
+        if self.regime == "limit":
+            values /= np.abs(values).max()
+            values *= largest
+        elif self.regime == "equal_huge":
+            values[...] = 2.0**126
+        elif self.regime == "lone":  # the rest of its row vanishes beside the first element
+            values[:, 0] = -1e20
+            values *= 1e10
+        elif self.regime == "near_eps":  # eps is as large as the variance
+            values *= self.eps**0.5
+        else:
+            return make_values(self.regime, shape, dtype, 1)
+        return values.astype(dtype)
 
 
 def check_case(build: Build, case: Case) -> None:
@@ -209,21 +215,25 @@ def _cases() -> list[Case]:
             Case("turns", norm, 300, 1030, "float32", multiprocessors=1),
             Case("turns_bias", norm, 280, 1024, "float64", None, multiprocessors=1),
             Case("stream_turns", norm, 132, 4112, "bfloat16", dy="float64", multiprocessors=1),
+            Case("sub_warp_wild", norm, 33, 40, "bfloat16", regime="extreme"),
             Case("sub_warp_mixed", norm, 90, 40, "bfloat16", regime="mixed_rows", eps=1e-35),
             Case("stream_mean", norm, 5, 12300, "float32", regime="mean_1e6", gap=2),
             Case("many_partials", norm, 300, 600, "float16", multiprocessors=40),
         ]
         for x in ("float32", "float64", "bfloat16"):
             for regime in ("extreme", "minute", "mixed_rows", "zero_rows", "nonfinite", "mean_1e6"):
-                n = 96 if x == "float64" else 1100
+                n = 24 if x == "float64" else 1100
                 cases.append(Case("range_" + regime, norm, 7, n, x, bias=None, regime=regime))
     for x, n in (("float32", 300), ("float64", 300), ("float32", 12300), ("float64", 6150)):
         cases += [
             Case("range_limit", "rms_norm", 3, n, x, regime="limit"),
             Case("range_lone", "rms_norm", 3, n, x, regime="lone"),
             Case("range_near_eps", "layer_norm", 3, n, x, regime="near_eps", eps=1e-36),
+            Case("range_nonfinite_eps_0", "rms_norm", 9, n, x, regime="nonfinite", eps=0.0),
             Case("range_zero_eps", "rms_norm", 7, n, x, regime="zero_rows", eps=0.0),
         ]
+    # N is a power of two, so that the mean is exact: dx of a constant row knows no other.
+    cases.append(Case("range_equal_huge", "layer_norm", 3, 256, "float32", regime="equal_huge"))
     return cases
 
 
