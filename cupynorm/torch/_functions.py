@@ -171,31 +171,35 @@ def _norm(
     relu: Relu,
     out_dtype: torch.dtype | None,
 ) -> Any:
-    _check_tensors(x, weight, bias)
-    k = _checks.trailing_axes(
-        x.ndim,
-        axis,
-        None if weight is None else weight.ndim,
-        None if bias is None else bias.ndim,
-    )
-    if axis is not None:
-        weight, bias = _without_leading("weight", weight, k), _without_leading("bias", bias, k)
+    if not (
+        isinstance(x, torch.Tensor)
+        and isinstance(weight, _OPTIONAL)
+        and isinstance(bias, _OPTIONAL)
+    ):
+        _refuse(x, weight, bias)
+    if axis is None and weight is not None and 1 <= weight.ndim <= x.ndim:
+        k = weight.ndim  # so most calls are, and a microsecond counts
+    else:
+        k = _checks.trailing_axes(
+            x.ndim,
+            axis,
+            None if weight is None else weight.ndim,
+            None if bias is None else bias.ndim,
+        )
+        if axis is not None:
+            weight, bias = _without_leading("weight", weight, k), _without_leading("bias", bias, k)
     if relu is not None:
         relu = _pair(relu)
     if out_dtype is None and x.is_cuda and torch.is_autocast_enabled("cuda") and x.dtype in _HALVES:
         out_dtype = torch.float32
     recorded = is_recorded(x, weight, bias)
-    return norm_forward(
-        x, weight, bias, k, norm, eps, zero_centered, relu, out_dtype, recorded
-    )[0]
+    return norm_forward(x, weight, bias, k, norm, eps, zero_centered, relu, out_dtype, recorded)[0]
 
 
-def _check_tensors(x: Any, weight: Any, bias: Any) -> None:
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"x must be a torch tensor, got {type(x).__name__}")
-    for name, tensor in (("weight", weight), ("bias", bias)):
-        if not isinstance(tensor, _OPTIONAL):
-            raise TypeError(f"{name} must be a torch tensor or None, got {type(tensor).__name__}")
+def _refuse(x: Any, weight: Any, bias: Any) -> None:
+    for name, given in (("x", x), ("weight", weight), ("bias", bias)):
+        if not isinstance(given, torch.Tensor) and (given is not None or name == "x"):
+            raise TypeError(f"{name} must be a torch tensor, got {type(given).__name__}")
 
 
 def _without_leading(name: str, tensor: Any, k: int) -> Any:

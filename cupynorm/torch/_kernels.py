@@ -57,7 +57,7 @@ def _plans() -> Any:
 
 def _load(make: str, spec: ForwardSpec | BackwardSpec, n: int, vector: int, device: Any) -> Any:
     """Return a plan for the current device; compile and load its kernels at need."""
-    if torch.cuda.is_current_stream_capturing():
+    if _is_capturing():
         raise RuntimeError(
             f"the kernels of {spec} for rows of {n} are not loaded yet, and loading them would "
             "invalidate the CUDA graph being captured: make this very call once before the capture "
@@ -66,19 +66,13 @@ def _load(make: str, spec: ForwardSpec | BackwardSpec, n: int, vector: int, devi
     return getattr(_plans(), make)(spec, n, vector, device.index)
 
 
-# Both without the objects that torch.cuda makes of them; a build without CUDA has neither.
+# Without the objects that torch.cuda makes of them; a build without CUDA has neither.
 _current_device = getattr(torch._C, "_cuda_getDevice", None)
 _current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+_is_capturing = torch.cuda.is_current_stream_capturing
 
 
 # ---- tensors as the kernels take them ------------------------------------------------------------
-
-
-def _signature(tensor: Any) -> Any:
-    """Return what a call knows of a tensor without its address."""
-    if tensor is None:
-        return None
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 def _outline(name: str, tensor: Any, x: Any) -> Any:
@@ -99,28 +93,21 @@ def _stride(tensor: Any, k: int) -> int | None:
     return row_stride(tensor.shape, tensor.stride(), 1, k)
 
 
-def _divisors(x: Any, n: int, *strides: int | None) -> int:
-    """Return a number whose lowest set bit divides the pack, the row and each row stride."""
+def _contiguous(tensor: Any) -> Any:
+    return None if tensor is None else tensor.contiguous()
+
+
+def _divisors(x: Any, n: int, *strides: int) -> int:
+    """Return a number whose lowest set bit divides the pack, the row and the row strides.
+
+    With the addresses of inputs, it tells how many elements one access moves: the largest power of
+    two that divides all. Outputs need not be asked: torch allocates at multiples of more.
+    """
     divisors = n | pack_length(NAMES[x.dtype])
     if x.numel() > n:
         for stride in strides:
-            divisors |= stride or 0
+            divisors |= stride
     return divisors
-
-
-def _vector(divisors: int, *tensors: Any) -> int:
-    """Return how many elements one access moves: the largest power of two that divides all.
-
-    Outputs need not be asked: torch allocates at multiples of more.
-    """
-    for tensor in tensors:
-        if tensor is not None:
-            divisors |= tensor.data_ptr() // tensor.element_size()
-    return divisors & -divisors
-
-
-def _address(tensor: Any) -> int:
-    return 0 if tensor is None else tensor.data_ptr()  # type: ignore[no-any-return]
 
 
 def _remember(calls: dict[Any, Any], key: Any, call: Any) -> Any:
@@ -146,9 +133,11 @@ class _Forward:
     eps: float
     bounds: tuple[float, float]
     has_kernels: bool
-    x_stride: int | None
+    copies: bool  # where a row stride cannot tell where x lies, or weight or bias has one
+    x_stride: int
+    itemsize: int
     divisors: int
-    plans: dict[int, Any]  # by vector
+    plans: dict[int, Any]  # by the elements of an access
 
 
 _forwards: dict[Any, _Forward] = {}
@@ -171,7 +160,12 @@ def forward(
     weight and bias have the shape of x's last k axes.
     """
     options = (k, norm, eps, zero_centered, relu, out_dtype, training)
-    key = (_signature(x), _signature(weight), _signature(bias), options)
+    key = (
+        (x.shape, x.stride(), x.dtype, x.device),
+        weight if weight is None else (weight.shape, weight.stride(), weight.dtype, weight.device),
+        bias if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.device),
+        options,
+    )
     call = _forwards.get(key)
     if call is None:
         call = _remember(_forwards, key, _resolve_forward(x, weight, bias, *options))
@@ -194,31 +188,35 @@ def forward(
     if call.m == 0:
         return y, mean, rstd, bitmask
 
-    stride = call.x_stride
-    if stride is None:
-        x, stride = x.contiguous(), call.n
+    if call.copies:
+        x, weight, bias = map(_contiguous, (x, weight, bias))
+    x_address = x.data_ptr()
+    divisors = call.divisors | x_address // call.itemsize
+    weight_address = bias_address = 0
     if weight is not None:
-        weight = weight.contiguous()
+        weight_address = weight.data_ptr()
+        divisors |= weight_address // weight.itemsize
     if bias is not None:
-        bias = bias.contiguous()
-    vector = _vector(call.divisors, x, weight, bias)
+        bias_address = bias.data_ptr()
+        divisors |= bias_address // bias.itemsize
+    vector = divisors & -divisors
     plan = call.plans.get(vector)
     if plan is None:
         plan = call.plans[vector] = _load("forward_plan", call.spec, call.n, vector, device)
     plan.launch(
         _current_stream(device.index),
         call.m,
-        x.data_ptr(),
-        stride,
-        _address(weight),
-        _address(bias),
+        x_address,
+        call.x_stride,
+        weight_address,
+        bias_address,
         y.data_ptr(),
         call.n,
-        _address(mean),
-        _address(rstd),
+        0 if mean is None else mean.data_ptr(),
+        0 if rstd is None else rstd.data_ptr(),
         call.eps,
         *call.bounds,
-        _address(bitmask),
+        0 if bitmask is None else bitmask.data_ptr(),
     )
     return y, mean, rstd, bitmask
 
@@ -250,6 +248,8 @@ def _resolve_forward(
     )
     n = math.prod(x.shape[x.ndim - k :])
     x_stride = _stride(x, k)
+    copies = x_stride is None or not all(t is None or t.is_contiguous() for t in (weight, bias))
+    x_stride = n if copies or x_stride is None else x_stride
     return _Forward(
         spec=ForwardSpec(
             norm=norm,
@@ -269,7 +269,9 @@ def _resolve_forward(
         eps=float(eps),
         bounds=(0.0, 0.0) if bounds is None else bounds,
         has_kernels=_has_kernels(x),
+        copies=copies,
         x_stride=x_stride,
+        itemsize=x.itemsize,
         divisors=_divisors(x, n, x_stride),
         plans={},
     )
@@ -286,10 +288,12 @@ class _Backward:
     m: int
     n: int
     has_kernels: bool
-    dy_stride: int | None
-    x_stride: int | None
+    copies_dy: bool
+    copies_x: bool
+    dy_stride: int
+    x_stride: int
     divisors: int
-    plans: dict[int, Any]  # by vector
+    plans: dict[int, Any]  # by the elements of an access
 
 
 _backwards: dict[Any, _Backward] = {}
@@ -312,7 +316,12 @@ def backward(
     mean, rstd and bitmask are as `forward` returned them; dbias is wanted where its dtype is given.
     """
     options = (k, norm, zero_centered, bias_dtype, bitmask is None)
-    key = (_signature(dy), _signature(x), _signature(weight), options)
+    key = (
+        (dy.shape, dy.stride(), dy.dtype, dy.device),
+        (x.shape, x.stride(), x.dtype, x.device),
+        weight if weight is None else (weight.shape, weight.dtype, weight.device),
+        options,
+    )
     call = _backwards.get(key)
     if call is None:
         call = _remember(_backwards, key, _resolve_backward(dy, x, weight, *options))
@@ -321,34 +330,35 @@ def backward(
     device = x.device
     if _current_device() != device.index:
         with torch.cuda.device(device):
-            return backward(
-                dy, x, weight, mean, rstd, bitmask, k, norm, zero_centered, bias_dtype
-            )
+            return backward(dy, x, weight, mean, rstd, bitmask, k, norm, zero_centered, bias_dtype)
 
     dx = torch.empty_like(x, memory_format=torch.contiguous_format)
     dweight = dbias = None
-    allocate = torch.empty if call.m else torch.zeros
-    normalized = x.shape[x.ndim - k :]
     if weight is not None:
-        dweight = allocate(normalized, dtype=weight.dtype, device=device)
+        dweight = torch.empty_like(weight, memory_format=torch.contiguous_format)
     if bias_dtype is not None:
-        dbias = allocate(normalized, dtype=bias_dtype, device=device)
+        dbias = torch.empty(x.shape[x.ndim - k :], dtype=bias_dtype, device=device)
     if call.m == 0:
-        return dx, dweight, dbias
+        return dx, _zeroed(dweight), _zeroed(dbias)
 
-    dy_stride, x_stride = call.dy_stride, call.x_stride
-    if dy_stride is None:
-        dy, dy_stride = dy.contiguous(), call.n
-    if x_stride is None:
-        x, x_stride = x.contiguous(), call.n
-    if weight is not None:
-        weight = weight.contiguous()
-    if mean is not None:
-        mean = mean.contiguous()
-    if bitmask is not None:
+    if call.copies_dy:
+        dy = dy.contiguous()
+    if call.copies_x:
+        x = x.contiguous()
+    # Contiguous as `forward` and most users made them; what hooks bring back need not be.
+    if not rstd.is_contiguous() or not (mean is None or mean.is_contiguous()):
+        mean, rstd = _contiguous(mean), _contiguous(rstd)
+    if not (bitmask is None or bitmask.is_contiguous()):
         bitmask = bitmask.contiguous()
-    rstd = rstd.contiguous()
-    vector = _vector(call.divisors, dy, x, weight)
+    if not (weight is None or weight.is_contiguous()):
+        weight = weight.contiguous()
+    dy_address, x_address = dy.data_ptr(), x.data_ptr()
+    divisors = call.divisors | dy_address // dy.itemsize | x_address // x.itemsize
+    weight_address = 0
+    if weight is not None:
+        weight_address = weight.data_ptr()
+        divisors |= weight_address // weight.itemsize
+    vector = divisors & -divisors
     plan = call.plans.get(vector)
     if plan is None:
         plan = call.plans[vector] = _load("backward_plan", call.spec, call.n, vector, device)
@@ -357,21 +367,25 @@ def backward(
     plan.launch(
         _current_stream(device.index),
         call.m,
-        dy.data_ptr(),
-        dy_stride,
-        x.data_ptr(),
-        x_stride,
-        _address(weight),
-        _address(mean),
+        dy_address,
+        call.dy_stride,
+        x_address,
+        call.x_stride,
+        weight_address,
+        0 if mean is None else mean.data_ptr(),
         rstd.data_ptr(),
         dx.data_ptr(),
         call.n,
-        _address(dweight),
-        _address(dbias),
+        0 if dweight is None else dweight.data_ptr(),
+        0 if dbias is None else dbias.data_ptr(),
         scratch.data_ptr(),
-        _address(bitmask),
+        0 if bitmask is None else bitmask.data_ptr(),
     )
     return dx, dweight, dbias
+
+
+def _zeroed(tensor: Any) -> Any:
+    return None if tensor is None else tensor.zero_()
 
 
 def _resolve_backward(
@@ -389,7 +403,8 @@ def _resolve_backward(
     if dy.shape != x.shape:
         raise ValueError(f"dy must have shape {tuple(x.shape)}, got {tuple(dy.shape)}")
     n = math.prod(x.shape[x.ndim - k :])
-    dy_stride, x_stride = _stride(dy, k), _stride(x, k)
+    strides = _stride(dy, k), _stride(x, k)
+    dy_stride, x_stride = (n if stride is None else stride for stride in strides)
     return _Backward(
         spec=BackwardSpec(
             norm=norm,
@@ -403,6 +418,8 @@ def _resolve_backward(
         m=x.numel() // n,
         n=n,
         has_kernels=_has_kernels(x),
+        copies_dy=strides[0] is None,
+        copies_x=strides[1] is None,
         dy_stride=dy_stride,
         x_stride=x_stride,
         divisors=_divisors(x, n, dy_stride, x_stride),

@@ -38,8 +38,8 @@ class _Norm(torch.nn.Module):
             torch.nn.init.zeros_(self.bias)
 
     def _normalize(self, function: Any, x: torch.Tensor, eps: float) -> torch.Tensor:
-        axis = None
-        if self.weight is None:  # which would tell the axes, and be checked against them
+        axis, weight = None, self.weight
+        if weight is None:  # which would tell the axes, and be checked against them
             k = len(self.normalized_shape)
             if tuple(x.shape[-k:]) != self.normalized_shape:
                 raise ValueError(
@@ -48,7 +48,7 @@ class _Norm(torch.nn.Module):
             axis = tuple(range(-k, 0))
         return function(  # type: ignore[no-any-return]
             x,
-            self.weight,
+            weight,
             self.bias,
             eps=eps,
             axis=axis,

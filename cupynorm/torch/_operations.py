@@ -40,16 +40,9 @@ _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
 # ---- which way a call goes -----------------------------------------------------------------------
 
 
-def _is_plain(*tensors: Any) -> bool:
-    """Tell whether a call on these tensors is for nobody but us to see."""
-    for tensor in tensors:
-        if type(tensor) not in _PLAIN:
-            return False
-    return (
-        torch._C._len_torch_dispatch_stack() == 0
-        and torch._C._get_tracing_state() is None
-        and (tensors[0].is_cuda or tensors[0].is_cpu)
-    )
+def _is_seen() -> bool:
+    """Tell whether what runs now is for torch to see, whatever it runs on."""
+    return bool(torch._C._len_torch_dispatch_stack()) or torch._C._get_tracing_state() is not None
 
 
 def is_recorded(*tensors: Any) -> bool:
@@ -85,7 +78,13 @@ def norm_forward(
         return _forward_operation(*arguments)
     if torch._C._are_functorch_transforms_active():
         return _Forward.apply(*arguments)
-    if not _is_plain(x, weight, bias):
+    if (
+        type(x) not in _PLAIN
+        or type(weight) not in _PLAIN
+        or type(bias) not in _PLAIN
+        or not (x.is_cuda or x.is_cpu)
+        or _is_seen()
+    ):
         _share_out()
         return _forward_operation(*arguments)
     if training or forward_ad._current_level >= 0:  # where it says that it has no jvp
@@ -113,7 +112,7 @@ def norm_backward(
         return _backward_operation(*arguments)
     if torch._C._are_functorch_transforms_active():
         return _Backward.apply(*arguments)
-    if not _is_plain(*tensors):
+    if not _PLAIN.issuperset(map(type, tensors)) or not (x.is_cuda or x.is_cpu) or _is_seen():
         return _backward_operation(*arguments)
     if torch.is_grad_enabled():
         return _apply_backward(*arguments)
@@ -135,7 +134,7 @@ def _share_out() -> None:
 def _keep_for_backward(ctx: Any, inputs: Any, output: Any) -> None:
     x, weight, bias, k, norm, eps, zero_centered, relu, _, _ = inputs
     _, mean, rstd, bitmask = output
-    ctx.mark_non_differentiable(*(t for t in (mean, rstd, bitmask) if t is not None))
+    ctx.mark_non_differentiable(*[t for t in (mean, rstd, bitmask) if t is not None])
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(
         x,
@@ -153,9 +152,7 @@ def _differentiate_forward(ctx: Any, dy: Any, *_: Any) -> tuple[Any, ...]:
         return (None,) * 10
     x, weight, mean, rstd, bitmask = ctx.saved_tensors
     bias_dtype = ctx.bias_dtype if ctx.needs_input_grad[2] else None
-    dx, dweight, dbias = norm_backward(
-        dy, x, weight, mean, rstd, bitmask, *ctx.options, bias_dtype
-    )
+    dx, dweight, dbias = norm_backward(dy, x, weight, mean, rstd, bitmask, *ctx.options, bias_dtype)
     return (
         dx,
         None if weight is None else dweight,
@@ -217,7 +214,11 @@ def _backward_of_batch(run: Callable[..., Any]) -> Callable[..., Any]:
     def rule(info: Any, in_dims: Any, *arguments: Any) -> tuple[Any, Any]:
         k, norm, eps, zero_centered, bias_dtype = arguments[6:]
         dy, x, weight, mean, rstd, bitmask = (
-            t if t is None else t.expand(info.batch_size, *t.shape) if d is None else t.movedim(d, 0)
+            t
+            if t is None
+            else t.expand(info.batch_size, *t.shape)
+            if d is None
+            else t.movedim(d, 0)
             for t, d in zip(arguments[:6], in_dims, strict=False)
         )
         dtype = compute_type(x)
@@ -290,9 +291,7 @@ def _run_forward(x: Any, weight: Any, bias: Any, *options: Any) -> tuple[torch.T
     relu = None if relu is None else tuple(relu)
     return _empty_for_none(
         x,
-        _kernels.forward(
-            x, weight, bias, k, norm, eps, zero_centered, relu, out_dtype, training
-        ),
+        _kernels.forward(x, weight, bias, k, norm, eps, zero_centered, relu, out_dtype, training),
     )
 
 
