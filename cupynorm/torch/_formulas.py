@@ -7,8 +7,8 @@ backward pass is::
 
     dx = rstd * P(g),  dweight = sum(dy * xhat),  dbias = sum(dy)
 
-From ``d xhat = rstd * P(dx)`` and ``d rstd = -rstd**2 * m(xhat * dx)`` follow the gradients of a sum
-of its results weighted by a, b and c, with s = m(a * g) - m(a) * m(g) - m(a * xhat) * m(g * xhat),
+From ``d xhat = rstd * P(dx)`` and ``d rstd = -rstd**2 * m(xhat * dx)`` follow the gradients of its
+results' sum, weighted by a, b and c, with s = m(a * g) - m(a) * m(g) - m(a * xhat) * m(g * xhat),
 whose second term is absent in RMSNorm::
 
     dy:      w * rstd * P(a) + b * xhat + c

@@ -18,7 +18,7 @@ from cupynorm import _checks, reference
 from cupynorm._arrays import BFLOAT16, DTYPES, row_stride
 from cupynorm._bitmask import bitmask_bytes
 from cupynorm._config import pack_length
-from cupynorm._spec import ITEMSIZE, BackwardSpec, ForwardSpec, Norm, compute_dtype
+from cupynorm._spec import ITEMSIZE, BackwardSpec, ForwardSpec, Norm
 
 __all__ = ["Relu", "backward", "compute_type", "forward"]
 

@@ -132,7 +132,7 @@ def _share_out() -> None:
 
 
 def _keep_for_backward(ctx: Any, inputs: Any, output: Any) -> None:
-    x, weight, bias, k, norm, eps, zero_centered, relu, _, _ = inputs
+    x, weight, bias, k, norm, eps, zero_centered, relu, _, ctx.training = inputs
     _, mean, rstd, bitmask = output
     ctx.mark_non_differentiable(*[t for t in (mean, rstd, bitmask) if t is not None])
     ctx.set_materialize_grads(False)
@@ -150,6 +150,8 @@ def _keep_for_backward(ctx: Any, inputs: Any, output: Any) -> None:
 def _differentiate_forward(ctx: Any, dy: Any, *_: Any) -> tuple[Any, ...]:
     if dy is None:
         return (None,) * 10
+    if not ctx.training:
+        raise RuntimeError("norm_forward was called with training=False: nothing was kept for it")
     x, weight, mean, rstd, bitmask = ctx.saved_tensors
     bias_dtype = ctx.bias_dtype if ctx.needs_input_grad[2] else None
     dx, dweight, dbias = norm_backward(dy, x, weight, mean, rstd, bitmask, *ctx.options, bias_dtype)
