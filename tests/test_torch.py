@@ -370,7 +370,8 @@ def test_compiled_once_for_any_batch(norm: str, backend: str) -> None:
             strict=True,
         ):
             assert_same_bits(a, b)
-    assert counter.frame_count == 1
+    # Beside it, dynamo compiles an empty graph of what it takes for constant.
+    assert len([graph for graph in counter.graphs if len(graph.graph.nodes) > 1]) == 1
     with torch.no_grad():
         assert_same_bits(compiled(x, weight, bias), block(x, weight, bias))
 
