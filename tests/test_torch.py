@@ -84,7 +84,7 @@ def test_values(problem: Problem) -> None:
 def test_values_by_way_of_plans(problem: Problem) -> None:
     with torch_plans.in_place_of_kernels() as plans:
         check_problem(problem)
-        assert bool(plans.launches) == (problem.x.size > 0)
+        assert plans.launches
 
 
 # ---- launches ------------------------------------------------------------------------------------
@@ -154,19 +154,6 @@ def test_calls_are_not_remembered_without_end(monkeypatch: pytest.MonkeyPatch) -
     for m in range(1, 12):
         rms_norm(torch.ones(m, 8))
         assert len(_kernels._forwards) <= 4
-
-
-def test_a_cold_call_in_a_capture_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    x = torch.randn(4, 8)
-    with torch_plans.in_place_of_kernels() as plans:
-        monkeypatch.setattr(_kernels, "_is_capturing", lambda: True)
-        with pytest.raises(RuntimeError, match=r"not loaded yet.*before the capture"):
-            rms_norm(x)
-        monkeypatch.setattr(_kernels, "_is_capturing", lambda: False)
-        rms_norm(x)
-        monkeypatch.setattr(_kernels, "_is_capturing", lambda: True)
-        rms_norm(x)
-    assert len(plans.launches) == 2
 
 
 class Seen(TorchDispatchMode):

@@ -44,32 +44,25 @@ def _has_kernels(x: torch.Tensor) -> bool:
     return bool(x.is_cuda)
 
 
-def _plans() -> Any:
+def _load(make: str, spec: ForwardSpec | BackwardSpec, n: int, vector: int, device: Any) -> Any:
+    """Return a plan for the current device; compile and load its kernels at need."""
     try:
+        import cupy
+
         from cupynorm import _plans
     except ImportError as error:
         raise ImportError(
             "x is on a GPU, and cupynorm's GPU path needs CuPy: install cupynorm[cuda12] or "
             f"cupynorm[cuda13], as your driver's CUDA is 12 or 13 ({error})"
         ) from error
-    return _plans
-
-
-def _load(make: str, spec: ForwardSpec | BackwardSpec, n: int, vector: int, device: Any) -> Any:
-    """Return a plan for the current device; compile and load its kernels at need."""
-    if _is_capturing():
-        raise RuntimeError(
-            f"the kernels of {spec} for rows of {n} are not loaded yet, and loading them would "
-            "invalidate the CUDA graph being captured: make this very call once before the capture "
-            "begins"
-        )
-    return getattr(_plans(), make)(spec, n, vector, device.index)
+    # On torch's stream, so that nothing is loaded while that is captured into a graph.
+    with cupy.cuda.Stream.from_external(torch.cuda.current_stream(device)):
+        return getattr(_plans, make)(spec, n, vector, device.index)
 
 
 # Without the objects that torch.cuda makes of them; a build without CUDA has neither.
 _current_device = getattr(torch._C, "_cuda_getDevice", None)
 _current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-_is_capturing = torch.cuda.is_current_stream_capturing
 
 
 # ---- tensors as the kernels take them ------------------------------------------------------------
@@ -185,9 +178,6 @@ def forward(
         if relu is not None:
             shape = (*call.kept, bitmask_bytes(call.n))
             bitmask = torch.empty(shape, dtype=torch.uint8, device=device)
-    if call.m == 0:
-        return y, mean, rstd, bitmask
-
     if call.copies:
         x, weight, bias = map(_contiguous, (x, weight, bias))
     x_address = x.data_ptr()
@@ -214,9 +204,9 @@ def forward(
         call.n,
         0 if mean is None else mean.data_ptr(),
         0 if rstd is None else rstd.data_ptr(),
+        0 if bitmask is None else bitmask.data_ptr(),
         call.eps,
         *call.bounds,
-        0 if bitmask is None else bitmask.data_ptr(),
     )
     return y, mean, rstd, bitmask
 
@@ -338,9 +328,6 @@ def backward(
         dweight = torch.empty_like(weight, memory_format=torch.contiguous_format)
     if bias_dtype is not None:
         dbias = torch.empty(x.shape[x.ndim - k :], dtype=bias_dtype, device=device)
-    if call.m == 0:
-        return dx, _zeroed(dweight), _zeroed(dbias)
-
     if call.copies_dy:
         dy = dy.contiguous()
     if call.copies_x:
@@ -374,18 +361,14 @@ def backward(
         weight_address,
         0 if mean is None else mean.data_ptr(),
         rstd.data_ptr(),
+        0 if bitmask is None else bitmask.data_ptr(),
         dx.data_ptr(),
         call.n,
         0 if dweight is None else dweight.data_ptr(),
         0 if dbias is None else dbias.data_ptr(),
         scratch.data_ptr(),
-        0 if bitmask is None else bitmask.data_ptr(),
     )
     return dx, dweight, dbias
-
-
-def _zeroed(tensor: Any) -> Any:
-    return None if tensor is None else tensor.zero_()
 
 
 def _resolve_backward(
