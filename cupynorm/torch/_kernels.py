@@ -61,8 +61,8 @@ def _load(make: str, spec: ForwardSpec | BackwardSpec, n: int, vector: int, devi
 
 
 # Without the objects that torch.cuda makes of them; a build without CUDA has neither.
-_current_device = getattr(torch._C, "_cuda_getDevice", None)
-_current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+_current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
+_current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
 # ---- tensors as the kernels take them ------------------------------------------------------------
@@ -479,4 +479,4 @@ def _backward_on_cpu(
         axis=tuple(range(-k, 0)),
         zero_centered=spec.zero_centered,
     )
-    return tuple(map(_from_numpy, result))  # type: ignore[return-value]
+    return tuple(map(_from_numpy, result))

@@ -46,7 +46,7 @@ class _Norm(torch.nn.Module):
                     f"x must end in the axes {self.normalized_shape}, got shape {tuple(x.shape)}"
                 )
             axis = tuple(range(-k, 0))
-        return function(  # type: ignore[no-any-return]
+        return function(
             x,
             weight,
             self.bias,

@@ -144,6 +144,7 @@ def _keep_for_backward(ctx: Any, inputs: Any, output: Any) -> None:
         None if relu is None else bitmask,
     )
     ctx.options = k, norm, eps, zero_centered
+    ctx.has_weight = weight is not None
     ctx.bias_dtype = None if bias is None else bias.dtype
 
 
@@ -152,12 +153,11 @@ def _differentiate_forward(ctx: Any, dy: Any, *_: Any) -> tuple[Any, ...]:
         return (None,) * 10
     if not ctx.training:
         raise RuntimeError("norm_forward was called with training=False: nothing was kept for it")
-    x, weight, mean, rstd, bitmask = ctx.saved_tensors
     bias_dtype = ctx.bias_dtype if ctx.needs_input_grad[2] else None
-    dx, dweight, dbias = norm_backward(dy, x, weight, mean, rstd, bitmask, *ctx.options, bias_dtype)
+    dx, dweight, dbias = norm_backward(dy, *ctx.saved_tensors, *ctx.options, bias_dtype)
     return (
         dx,
-        None if weight is None else dweight,
+        dweight if ctx.has_weight else None,
         None if bias_dtype is None else dbias,
         *(None,) * 7,
     )
@@ -206,6 +206,12 @@ def _forward_of_batch(run: Callable[..., Any]) -> Callable[..., Any]:
     return rule
 
 
+def _batched(tensor: Any, dim: int | None, size: int) -> Any:
+    if tensor is None:
+        return None
+    return tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+
+
 def _example(tensor: Any, dim: int | None, i: int) -> Any:
     return tensor if dim is None else tensor.select(dim, i)
 
@@ -215,14 +221,10 @@ def _backward_of_batch(run: Callable[..., Any]) -> Callable[..., Any]:
 
     def rule(info: Any, in_dims: Any, *arguments: Any) -> tuple[Any, Any]:
         k, norm, eps, zero_centered, bias_dtype = arguments[6:]
-        dy, x, weight, mean, rstd, bitmask = (
-            t
-            if t is None
-            else t.expand(info.batch_size, *t.shape)
-            if d is None
-            else t.movedim(d, 0)
-            for t, d in zip(arguments[:6], in_dims, strict=False)
+        tensors: Any = (
+            _batched(t, d, info.batch_size) for t, d in zip(arguments[:6], in_dims, strict=False)
         )
+        dy, x, weight, mean, rstd, bitmask = tensors
         dtype = compute_type(x)
         w = _formulas.effective_weight(weight, zero_centered, dtype)
         if weight is not None:
