@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import cupy
-import numpy as np
 
 from cupynorm import _plans
 from cupynorm._arrays import DTYPES, row_stride
@@ -125,7 +124,7 @@ def forward(
         mean = cupy.empty(kept, statistics) if store_statistics and norm == "layer_norm" else None
         bitmask = None
         if relu is not None and store_statistics:
-            bitmask = cupy.empty((*kept, bitmask_bytes(n)), np.uint8)
+            bitmask = cupy.empty((*kept, bitmask_bytes(n)), "uint8")
         x, x_rows = _rows(x, k, n)
         _, y_rows = _rows(y, k, n)
         weight, bias = _operand(weight), _operand(bias)
@@ -140,6 +139,7 @@ def forward(
             relu=relu is not None,
         )
         vector = _vector(spec.x, n, (x_rows, y_rows), (weight, bias))
+        lower, upper = (0.0, 0.0) if relu is None else relu
         _plans.forward_plan(spec, n, vector, device).launch(
             cupy.cuda.get_current_stream().ptr,
             math.prod(kept),
@@ -153,7 +153,8 @@ def forward(
             _pointer(rstd),
             _pointer(bitmask),
             float(eps),
-            *((0.0, 0.0) if relu is None else relu),
+            lower,
+            upper,
         )
     return NormForward(y, mean, rstd, bitmask)
 

@@ -13,6 +13,8 @@ NOTEBOOKS = sorted((Path(__file__).parent.parent / "examples").glob("*.ipynb"))
 
 @pytest.fixture(params=NOTEBOOKS, ids=lambda path: path.stem)
 def notebook(request: pytest.FixtureRequest) -> nbformat.NotebookNode:
+    if request.param.stem == "torch":
+        pytest.importorskip("torch")
     return nbformat.read(request.param, as_version=4)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -33,6 +34,26 @@ def run(backend: str, processes: int) -> None:
 
 def test_two_processes_without_a_gpu() -> None:
     run("gloo", 2)
+
+
+def test_the_benchmark_of_scaling_runs(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    if not torch.distributed.is_available():
+        pytest.skip("needs a build of torch with torch.distributed")
+    results = tmp_path / "results.json"
+    arguments = [str(results), "--shape", "8x64", "--devices", "2"]
+    subprocess.run(
+        [sys.executable, "-m", "benchmarks.sharding_torch", *arguments],
+        cwd=HERE.parent,
+        check=True,
+        timeout=300,
+    )
+    weak, strong = json.loads(results.read_text(encoding="utf-8"))["measurements"]
+    assert (weak["rows"], strong["rows"]) == (16, 8)
+    for record in (weak, strong):
+        assert record["forward"]["collectives"] == {}
+        assert record["step"]["collectives"] == {"c10d_functional.all_reduce": 1}
+        assert record["forward"]["seconds"] > 0
 
 
 @pytest.mark.gpu

@@ -154,7 +154,8 @@ def _differentiate_forward(ctx: Any, dy: Any, *_: Any) -> tuple[Any, ...]:
     if not ctx.training:
         raise RuntimeError("norm_forward was called with training=False: nothing was kept for it")
     bias_dtype = ctx.bias_dtype if ctx.needs_input_grad[2] else None
-    dx, dweight, dbias = norm_backward(dy, *ctx.saved_tensors, *ctx.options, bias_dtype)
+    arguments: tuple[Any, ...] = (dy, *ctx.saved_tensors, *ctx.options, bias_dtype)
+    dx, dweight, dbias = norm_backward(*arguments)
     return (
         dx,
         dweight if ctx.has_weight else None,
