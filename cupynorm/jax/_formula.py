@@ -1,0 +1,131 @@
+"""The norms in jax.numpy: what runs off CUDA, and what the second derivative is taken of.
+
+As the kernels do it: in the compute dtype, with rows scaled by a power of two before anything is
+squared, the corrected two-pass variance, and one rounding at the end. `reference` has the same
+equations in float64.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from cupynorm._spec import BackwardSpec, ForwardSpec, Norm, compute_dtype
+
+__all__ = ["backward", "backward_of_x", "forward"]
+
+# Terms added one after the other: what `testing` grants a sum.
+RUN = 64
+
+
+def forward(
+    spec: ForwardSpec, k: int, eps: float, x: Any, weight: Any, bias: Any
+) -> tuple[Any, Any, Any]:
+    """Return y, mean (None for RMSNorm) and rstd over the last k axes of x."""
+    xhat, mean, rstd = _normalize(spec.norm, _wide(spec, x), k, eps)
+    y = xhat * _scale(spec, weight)
+    if bias is not None:
+        y = y + bias.astype(y.dtype)
+    kept = x.shape[: x.ndim - k]
+    return y.astype(spec.y), None if mean is None else mean.reshape(kept), rstd.reshape(kept)
+
+
+def backward(
+    spec: BackwardSpec, k: int, dy: Any, x: Any, weight: Any, mean: Any, rstd: Any
+) -> tuple[Any, Any, Any]:
+    """Return dx, dweight and dbias (None where the spec has none), by the stored statistics."""
+    rstd = jnp.expand_dims(rstd, tuple(range(-k, 0)))
+    wide = _wide(spec, x)
+    if spec.norm == "rms_norm":
+        xhat = wide * rstd
+    else:
+        xhat = (wide - jnp.expand_dims(mean, tuple(range(-k, 0)))) * rstd
+        xhat = xhat - _mean(xhat, k)
+    return _gradients(spec, k, dy, weight, xhat, rstd)
+
+
+def backward_of_x(
+    spec: BackwardSpec, k: int, eps: float, dy: Any, x: Any, weight: Any
+) -> tuple[Any, Any, Any]:
+    """Return what `backward` does as a function of x alone, whose derivatives are the true ones."""
+    xhat, _, rstd = _normalize(spec.norm, _wide(spec, x), k, eps)
+    return _gradients(spec, k, dy, weight, xhat, rstd)
+
+
+def _gradients(
+    spec: BackwardSpec, k: int, dy: Any, weight: Any, xhat: Any, rstd: Any
+) -> tuple[Any, Any, Any]:
+    dy = _wide(spec, dy)
+    g = dy * _scale(spec, weight)
+    dx = g - xhat * _mean(g * xhat, k)
+    if spec.norm == "layer_norm":
+        dx = dx - _mean(g, k)
+    rows = tuple(range(dy.ndim - k))
+    return (
+        (dx * rstd).astype(spec.x),
+        None if spec.weight is None else jnp.sum(dy * xhat, rows).astype(spec.weight),
+        None if spec.dbias is None else jnp.sum(dy, rows).astype(spec.dbias),
+    )
+
+
+def _wide(spec: ForwardSpec | BackwardSpec, array: Any) -> Any:
+    return array.astype(compute_dtype(spec.x))
+
+
+def _scale(spec: ForwardSpec | BackwardSpec, weight: Any) -> Any:
+    if weight is None:
+        return 1
+    wide = _wide(spec, weight)
+    return wide + 1 if spec.zero_centered else wide
+
+
+def _normalize(norm: Norm, x: Any, k: int, eps: float) -> tuple[Any, Any, Any]:
+    """Return xhat, mean and rstd, which keep axes of size 1."""
+    axes = tuple(range(-k, 0))
+    # As in `reference`: after division by the larger of max|x| and sqrt(eps), rounded to a power of
+    # two, nothing that counts overflows or underflows when squared.
+    largest = jnp.abs(jax.lax.stop_gradient(x)).max(axes, keepdims=True)
+    down, up = _powers(jnp.maximum(largest, math.sqrt(eps)))
+    d = x * down * down
+    mean = None
+    if norm == "layer_norm":
+        first = _mean(d, k)
+        d = d - first
+        correction = _mean(d, k)
+        d = d - correction
+        mean = (first + correction) * up * up
+    root = jnp.sqrt(_mean(d * d, k) + jnp.square(math.sqrt(eps) * down * down))
+    return d / root, mean, 1 / root * down * down
+
+
+def _powers(largest: Any) -> tuple[Any, Any]:
+    """Return p and 1 / p, powers of two, where largest * p * p is about 1; or 1 for inf and NaN.
+
+    Square roots, since 1 / largest itself may be out of range.
+    """
+    info = jnp.finfo(largest.dtype)
+    word = jnp.dtype(f"int{info.bits}")
+    half = ((jax.lax.bitcast_convert_type(largest, word) >> info.nmant) - info.maxexp + 1) >> 1
+    half = jnp.where(jnp.isfinite(largest), half, 0)
+
+    def power(exponent: Any) -> Any:
+        bits = (exponent + info.maxexp - 1) << info.nmant
+        return jax.lax.bitcast_convert_type(bits, largest.dtype)
+
+    return power(-half), power(half)
+
+
+def _mean(array: Any, k: int) -> Any:
+    """Return the mean over the last k axes, keeping them, by sums of at most RUN terms."""
+    count = math.prod(array.shape[array.ndim - k :])
+    total = array
+    for _ in range(k):
+        while total.shape[-1] > RUN:
+            padding = -total.shape[-1] % RUN
+            total = jnp.pad(total, [(0, 0)] * (total.ndim - 1) + [(0, padding)])
+            total = total.reshape(*total.shape[:-1], -1, RUN).sum(-1)
+        total = total.sum(-1)
+    return jnp.expand_dims(total / count, tuple(range(-k, 0)))
