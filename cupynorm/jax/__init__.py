@@ -1,7 +1,14 @@
-"""RMSNorm and LayerNorm inside JAX's programs.
+"""RMSNorm and LayerNorm within JAX's programs.
 
-The functions of `cupynorm` of the same names, under `jit`, `grad`, `vmap`, `scan`, `checkpoint`,
-`shard_map`, and on arrays sharded over a mesh of Auto or Explicit axes.
+`rms_norm` and `layer_norm` are those of `cupynorm`, as functions of JAX: under ``jit``, ``grad``,
+``vmap``, ``scan``, ``checkpoint`` and ``shard_map``, and on arrays that are split over the devices
+of a mesh, whose axes may be Auto or Explicit. On CUDA GPUs they are the kernels of this package,
+called by XLA; elsewhere, the same formula in jax.numpy.
+
+Rows stay where they are: no x, dy, y or dx is sent to another device, unless the normalized axes
+themselves are split, which is undone first. The gradients of weight and bias are summed over the
+devices in the compute dtype. Derivatives are taken in reverse, as often as one likes; forward mode
+(``jvp``, ``jacfwd``) is not defined.
 """
 
 from __future__ import annotations
@@ -34,6 +41,67 @@ def rms_norm(
     zero_centered: bool = False,
     out_dtype: Any = None,
 ) -> jax.Array:
+    """Divide each row by its root mean square, then scale and shift it.
+
+    ``y = x / sqrt(mean(x**2) + eps) * weight + bias``, computed in float32 (float64 where x is
+    float64) and rounded once, to y's dtype.
+
+    Parameters
+    ----------
+    x : array, shape (..., N)
+        A JAX array, traced or not, or a NumPy array, of float64, float32, float16 or bfloat16.
+    weight, bias : array, optional
+        Of the shape of x's normalized axes and of any of the four dtypes.
+    eps : float
+        Added to the mean square; a Python number, not a traced one.
+    axis : int or tuple of int, optional
+        The trailing axes to normalize over, together one row of N elements. By default those that
+        weight (or bias) covers, or the last axis without either.
+    zero_centered : bool
+        Scale by ``1 + weight``, added in the compute dtype.
+    out_dtype : dtype, optional
+        y's dtype; by default x's.
+
+    Returns
+    -------
+    jax.Array
+        y, of x's shape, split over devices as x is.
+
+    Raises
+    ------
+    TypeError
+        If an argument is no array or has another dtype, or if out_dtype is float64 while JAX has it
+        disabled.
+    ValueError
+        If a shape, axis, eps or zero_centered does not fit.
+    NotImplementedError
+        If weight or bias would broadcast over the kept axes of x.
+    ImportError
+        If JAX has a CUDA GPU, and CuPy cannot be imported.
+
+    See Also
+    --------
+    cupynorm.rms_norm : the function on arrays as they are, with the formula's source.
+
+    Notes
+    -----
+    Under ``vmap``, the batch is one more leading axis, and still one kernel launch. A weight or
+    bias that is mapped over as well, or their gradient for each example, is left to XLA's own
+    kernels of the formula.
+
+    Examples
+    --------
+    >>> import jax
+    >>> import numpy as np
+    >>> import cupynorm.jax
+    >>> x, weight = np.float32([[3, -4], [0.5, 0.5]]), np.float32([1, 2])
+    >>> np.asarray(jax.jit(cupynorm.jax.rms_norm)(x, weight)).round(3)
+    array([[ 0.849, -2.263],
+           [ 1.   ,  2.   ]], dtype=float32)
+    >>> dweight = jax.grad(lambda weight: cupynorm.jax.rms_norm(x, weight).sum())(weight)
+    >>> np.asarray(dweight).round(3)
+    array([ 1.849, -0.131], dtype=float32)
+    """
     return _norm("rms_norm", x, weight, bias, eps, axis, zero_centered, out_dtype)
 
 
@@ -47,6 +115,42 @@ def layer_norm(
     zero_centered: bool = False,
     out_dtype: Any = None,
 ) -> jax.Array:
+    """Bring each row to mean 0 and variance 1, then scale and shift it.
+
+    ``y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias``, computed in float32 (float64 where
+    x is float64) and rounded once, to y's dtype. The variance is the biased one, by a corrected
+    two-pass sum, so that a large mean costs no digits.
+
+    Parameters
+    ----------
+    x, weight, bias, axis, zero_centered, out_dtype
+        As of `rms_norm`.
+    eps : float
+        Added to the variance; a Python number, not a traced one.
+
+    Returns
+    -------
+    jax.Array
+        y, of x's shape, split over devices as x is.
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError, ImportError
+        As `rms_norm`.
+
+    See Also
+    --------
+    cupynorm.layer_norm : the function on arrays as they are, with the formula's source.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cupynorm.jax
+    >>> x = np.float32([[1, 3], [1e6, 1e6 + 2]])
+    >>> np.asarray(cupynorm.jax.layer_norm(x, bias=np.float32([0, 10]))).round(3)
+    array([[-1., 11.],
+           [-1., 11.]], dtype=float32)
+    """
     return _norm("layer_norm", x, weight, bias, eps, axis, zero_centered, out_dtype)
 
 
@@ -73,8 +177,13 @@ def _norm(
         out_dtype=out_dtype,
         out=None,
     )
-    if jnp.zeros((), y).dtype != y:
-        raise TypeError(f"out_dtype must be enabled by jax_enable_x64, got {y}")
+    if jax.dtypes.canonicalize_dtype(y) != y:
+        raise TypeError(f"out_dtype must be one that JAX has enabled, got {y} without x64")
+    weight, bias = (
+        a if a is None or a.ndim == k else a.reshape(x.shape[x.ndim - k :]) for a in (weight, bias)
+    )
+    given = x
+    x, weight, bias = _over_one_mesh(k, x, weight, bias)
     spec = ForwardSpec(
         norm=norm,
         x=DTYPES[x.dtype],
@@ -84,47 +193,47 @@ def _norm(
         zero_centered=bool(zero_centered),
         store_statistics=False,
     )
-    arrays = _over_one_mesh(k, (x, weight, bias))
-    return _split_as(x, differentiable(spec, k, float(eps))(*arrays))
+    return _split_as(given, differentiable(spec, k, float(eps))(x, weight, bias))
 
 
 def _array(name: str, array: Any) -> Any:
-    if not isinstance(array, jax.Array | np.ndarray):
-        raise TypeError(
-            f"{name} must be a JAX or NumPy array, got {type(array).__module__.split('.')[0]}."
-            f"{type(array).__qualname__}"
-        )
-    return jnp.asarray(array)
+    if isinstance(array, jax.Array):
+        return array
+    if isinstance(array, np.ndarray):
+        return jnp.asarray(array)
+    kind = f"{type(array).__module__.split('.')[0]}.{type(array).__qualname__}"
+    raise TypeError(f"{name} must be a JAX or NumPy array, got {kind}")
 
 
 def _outline(array: Any) -> Any:
-    """Return a NumPy array of the same shape and dtype that holds one element, to be checked."""
+    """Return a NumPy array of an array's shape and dtype, for the checks: it holds one element."""
     return None if array is None else np.broadcast_to(np.zeros((), array.dtype), array.shape)
 
 
-def _over_one_mesh(k: int, arrays: tuple[Any, Any, Any]) -> list[Any]:
+# ---- what the types say of devices ---------------------------------------------------------------
+
+
+def _over_one_mesh(k: int, x: Any, weight: Any, bias: Any) -> list[Any]:
     """Return x, weight and bias with whole rows on each device, and varying over the same axes.
 
     Their types say so where a mesh has Explicit axes, and within shard_map. JAX undoes it in the
     gradients, and can do so only here, outside of custom_vjp.
     """
+    arrays = [a if a is None else _with_whole_rows(a, k) for a in (x, weight, bias)]
     varying = frozenset().union(*(_varying(a) for a in arrays if a is not None))
-    x, weight, bias = (a if a is None else _with_whole_rows(a, k) for a in arrays)
-    # The gradients of these two are summed over the devices: in the compute dtype or wider.
-    weight, bias = (
-        a
-        if a is None or varying == _varying(a)
-        else a.astype(jnp.promote_types(a.dtype, compute_dtype(DTYPES[x.dtype])))
-        for a in (weight, bias)
-    )
-    return [
-        a if a is None else jax.lax.pcast(a, tuple(varying - _varying(a)), to="varying")
-        for a in (x, weight, bias)
-    ]
+    for i, array in enumerate(arrays):
+        if array is not None and varying != _varying(array):
+            if i > 0:
+                # Its gradient is summed over the devices: in the compute dtype or wider.
+                wide = jnp.promote_types(array.dtype, compute_dtype(DTYPES[x.dtype]))
+                array = array.astype(wide)
+            missing = tuple(varying - _varying(array))
+            arrays[i] = jax.lax.pcast(array, missing, to="varying")
+    return arrays
 
 
 def _varying(array: Any) -> Any:
-    """Return the axes of a surrounding shard_map over which an array varies, if it is tracked."""
+    """Return the axes of a surrounding shard_map over which an array varies, if JAX tracks them."""
     return jax.typeof(array).manual_axis_type.varying
 
 
@@ -134,7 +243,7 @@ def _with_whole_rows(array: Any, k: int) -> Any:
 
 
 def _split_as(like: Any, array: Any, spec: PartitionSpec | None = None) -> Any:
-    """Return the array split over an Explicit mesh as another one is, or by a spec of its own."""
+    """Return an array split over an Explicit mesh as another one is, or by a spec of its own."""
     sharding = jax.typeof(like).sharding
     spec = sharding.spec if spec is None else spec
     if jax.typeof(array).sharding.spec == spec:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -18,14 +17,14 @@ __all__ = ["differentiable"]
 
 
 @functools.cache
-def differentiable(spec: ForwardSpec, k: int, eps: float) -> Callable[[Any, Any, Any], Any]:
+def differentiable(spec: ForwardSpec, k: int, eps: float) -> Any:
     """Return y as a function of x, weight and bias; an array that the spec lacks is None.
 
     The first derivative is the backward kernel, on statistics that the forward one stored; further
     ones are those of the formula, in jax.numpy.
     """
-    infer = Forward(spec, k, eps)
-    train = Forward(replace(spec, store_statistics=True), k, eps)
+    without_statistics = Forward(spec, k, eps)
+    with_statistics = Forward(replace(spec, store_statistics=True), k, eps)
     backward_spec = BackwardSpec(
         norm=spec.norm,
         x=spec.x,
@@ -35,52 +34,52 @@ def differentiable(spec: ForwardSpec, k: int, eps: float) -> Callable[[Any, Any,
         zero_centered=spec.zero_centered,
     )
     backward = Backward(backward_spec, k, eps)
-    formula = functools.partial(_formula.backward_of_x, backward_spec, k, eps)
 
-    @jax.custom_vjp
-    def inferred(x: Any, weight: Any, bias: Any) -> Any:
-        (y,) = infer(*_present(x, weight, bias))
+    @jax.custom_vjp  # type: ignore[untyped-decorator]
+    def infer(x: Any, weight: Any, bias: Any) -> Any:
+        (y,) = without_statistics(*_present(x, weight, bias))
         return y
 
-    @jax.custom_vjp
-    def trained(x: Any, weight: Any, bias: Any) -> tuple[Any, tuple[Any, ...]]:
-        y, *statistics = train(*_present(x, weight, bias))
+    @jax.custom_vjp  # type: ignore[untyped-decorator]
+    def train(x: Any, weight: Any, bias: Any) -> tuple[Any, tuple[Any, ...]]:
+        y, *statistics = with_statistics(*_present(x, weight, bias))
         return y, tuple(statistics)
 
-    @jax.custom_vjp
-    def gradients(
-        dy: Any, x: Any, weight: Any, statistics: tuple[Any, ...]
-    ) -> tuple[Any, Any, Any]:
+    @jax.custom_vjp  # type: ignore[untyped-decorator]
+    def gradients(dy: Any, x: Any, weight: Any, statistics: tuple[Any, ...]) -> tuple[Any, ...]:
         dx, *sums = backward(*_present(x, dy, weight, *statistics))
         dweight = None if spec.weight is None else sums.pop(0)
         return dx, dweight, *(sums or [None])
 
-    def forward(x: Any, weight: Any, bias: Any) -> tuple[Any, Any]:
-        y, statistics = trained(x, weight, bias)
+    def infer_forward(x: Any, weight: Any, bias: Any) -> tuple[Any, Any]:
+        y, statistics = train(x, weight, bias)
         return y, (x, weight, statistics)
 
-    def pull_back(stored: Any, dy: Any) -> tuple[Any, Any, Any]:
+    def infer_backward(stored: Any, dy: Any) -> Any:
         return gradients(dy, *stored)
 
-    inferred.defvjp(forward, pull_back)
-
-    def forward_twice(x: Any, weight: Any, bias: Any) -> tuple[Any, Any]:
-        y, stored = forward(x, weight, bias)
+    def train_forward(x: Any, weight: Any, bias: Any) -> tuple[Any, Any]:
+        y, stored = infer_forward(x, weight, bias)
         return (y, stored[-1]), stored
 
-    # Nothing flows back through the statistics: `gradients` depends on x as if it computed them.
-    trained.defvjp(forward_twice, lambda stored, given: pull_back(stored, given[0]))
+    def train_backward(stored: Any, given: Any) -> Any:
+        # Nothing comes back through the statistics: see gradients_backward.
+        return infer_backward(stored, given[0])
 
-    def keep(*arrays: Any) -> tuple[Any, Any]:
+    def gradients_forward(*arrays: Any) -> tuple[Any, Any]:
         return gradients(*arrays), arrays
 
-    def pull_back_twice(stored: Any, given: Any) -> tuple[Any, ...]:
+    def gradients_backward(stored: Any, given: Any) -> tuple[Any, ...]:
+        # As functions of x, which the statistics were computed from.
         *arrays, statistics = stored
-        _, pull = jax.vjp(formula, *arrays)
-        return *pull(given), jax.tree.map(jnp.zeros_like, statistics)
+        formula = functools.partial(_formula.backward_of_x, backward_spec, k, eps)
+        _, pull_back = jax.vjp(formula, *arrays)
+        return *pull_back(given), jax.tree.map(jnp.zeros_like, statistics)
 
-    gradients.defvjp(keep, pull_back_twice)
-    return inferred  # type: ignore[no-any-return]
+    infer.defvjp(infer_forward, infer_backward)
+    train.defvjp(train_forward, train_backward)
+    gradients.defvjp(gradients_forward, gradients_backward)
+    return jax.jit(infer, inline=True)
 
 
 def _present(*arrays: Any) -> tuple[Any, ...]:

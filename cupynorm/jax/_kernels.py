@@ -76,7 +76,13 @@ def call(
                 results["dx"],
             )
         }
-    description = {"m": m, "n": n, "eps": eps, "arrays": [*operands, *results], "spec": asdict(spec)}
+    description = {
+        "m": m,
+        "n": n,
+        "eps": eps,
+        "arrays": [*operands, *results],
+        "spec": asdict(spec),
+    }
     given = jax.ffi.ffi_call(_TARGETS[type(spec)], list(results.values()))(
         *operands.values(), call=json.dumps(description)
     )
@@ -136,9 +142,7 @@ def _prepare(kind: type[Any], platform: str, description: str, device: int) -> L
 
     def backward(stream: int, addresses: Sequence[int]) -> None:
         dy, x, weight, mean, rstd, dx, dweight, dbias, scratch = take((*addresses, 0))
-        plan.launch(
-            *(stream, m, dy, n, x, n, weight, mean, rstd, dx, n, dweight, dbias, scratch)
-        )
+        plan.launch(*(stream, m, dy, n, x, n, weight, mean, rstd, dx, n, dweight, dbias, scratch))
 
     launch = _checked(forward if kind is ForwardSpec else backward, arrays)
     return launch if platform != "cuda" else _on(device, launch)

@@ -36,7 +36,7 @@ KINDS = {
     **dict.fromkeys(("mean", "rstd"), STATISTIC),
 }
 
-Arrays = tuple[Any, ...]
+Arrays = Any  # a tuple, of what JAX makes of arrays
 
 
 @dataclass(frozen=True)
@@ -78,14 +78,14 @@ class _Operation:
     def local(self, *operands: Any) -> Arrays:
         """Return the results of what one device holds."""
         kernels = {p: functools.partial(self.kernel, p) for p in _kernels.platforms()}
-        return jax.lax.platform_dependent(*operands, default=self.formula, **kernels)  # type: ignore[no-any-return]
+        return jax.lax.platform_dependent(*operands, default=self.formula, **kernels)
 
     def local_sum(self, axes: tuple[str, ...], *operands: Any) -> Arrays:
         """Return the results of what one device holds, summed over the axes where they are sums."""
         return self.local(*operands)
 
     def __call__(self, *operands: Any) -> Arrays:
-        return _batched(self)(*operands)  # type: ignore[no-any-return]
+        return _batched(self)(*operands)
 
 
 class Forward(_Operation):
@@ -173,7 +173,7 @@ def _split(operation: _Operation, *operands: Any) -> Arrays:
         mesh = jax.typeof(x).sharding.mesh
         inside = jax.sharding.get_abstract_mesh()
         with jax.sharding.use_abstract_mesh(mesh) if inside.empty else contextlib.nullcontext():
-            return jax.shard_map(  # type: ignore[no-any-return]
+            return jax.shard_map(
                 functools.partial(operation.local_sum, axes),
                 in_specs=tuple(_spec(name, kept, operation.k) for name in operation.operands),
                 out_specs=tuple(_spec(name, kept, operation.k) for name in operation.results),
@@ -182,7 +182,7 @@ def _split(operation: _Operation, *operands: Any) -> Arrays:
             )(*operands)
     if AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types:
         return operation.local(*operands)
-    return _partitioned(operation)(*operands)  # type: ignore[no-any-return]
+    return _partitioned(operation)(*operands)
 
 
 @functools.cache
@@ -230,7 +230,9 @@ def _axes(spec: Any) -> tuple[str, ...]:
 def _spec(name: str, kept: Any, k: int) -> PartitionSpec:
     """Return how an array is split where the leading axes of rows are split as `kept`."""
     kind = KINDS[name]
-    return PartitionSpec(*(() if kind == ROW else kept), *(() if kind == STATISTIC else k * (None,)))
+    return PartitionSpec(
+        *(() if kind == ROW else kept), *(() if kind == STATISTIC else k * (None,))
+    )
 
 
 # ---- batched -------------------------------------------------------------------------------------
@@ -238,11 +240,9 @@ def _spec(name: str, kept: Any, k: int) -> PartitionSpec:
 
 @functools.cache
 def _batched(operation: _Operation) -> Any:
-    @custom_vmap
     def call(*operands: Any) -> Arrays:
         return _split(operation, *operands)
 
-    @call.def_vmap
     def rule(size: int, batched: list[bool], *operands: Any) -> tuple[Arrays, tuple[bool, ...]]:
         names, results = operation.operands, operation.results
         axes = tuple(0 if there else None for there in batched)
@@ -262,5 +262,7 @@ def _batched(operation: _Operation) -> Any:
             for name, formula, kernel in zip(results, by_formula, together, strict=True)
         ), everywhere
 
+    batched = custom_vmap(call)
+    batched.def_vmap(rule)
     # For calls outside of jit, those of an eager jax.grad included.
-    return jax.jit(call, inline=True)
+    return jax.jit(batched, inline=True)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jaxlib
 
 __all__ = ["Handler", "Launch", "Prepare"]
 
@@ -41,7 +42,8 @@ ERROR_CREATE, ERROR_MESSAGE, ERROR_DESTROY, STREAM_GET, DEVICE_ORDINAL_GET = 6, 
 API_BYTES = 192
 # XLA_FFI_Metadata_Extension is {struct_size, type, next, metadata}; XLA_FFI_Metadata is
 # {struct_size, version {struct_size, extension, major and minor}, traits}.
-METADATA_EXTENSION, METADATA = 1, 3
+EXTENSION_TYPE, METADATA = 1, 3
+METADATA_EXTENSION = 1
 METADATA_VERSION, METADATA_TRAITS = 3, 4
 METADATA_BYTES = 36
 COMMAND_BUFFER_COMPATIBLE = 1
@@ -86,8 +88,9 @@ class Handler:
 
     def _answer(self, frame: int) -> int:
         memory, header = _memory, frame >> 3
-        if memory[header + FRAME_EXTENSION]:
-            return self._describe(header)
+        extension = memory[header + FRAME_EXTENSION] >> 3
+        if extension and memory[extension + EXTENSION_TYPE] & 0xFFFFFFFF == METADATA_EXTENSION:
+            return self._describe(header, memory[extension + METADATA] >> 3)
         if self.refusal:
             raise ImportError(self.refusal)
         api = memory[header + FRAME_API] >> 3
@@ -107,29 +110,31 @@ class Handler:
         launch(stream, [memory[(buffer >> 3) + BUFFER_DATA] for buffer in buffers])
         return 0
 
-    def _describe(self, header: int) -> int:
+    def _describe(self, header: int, metadata: int) -> int:
         """Answer what XLA asks at registration, and look whether the structures fit."""
-        extension = _memory[header + FRAME_EXTENSION] >> 3
-        kind = _memory[extension + METADATA_EXTENSION] & 0xFFFFFFFF
-        metadata = _memory[extension + METADATA] >> 3
         api = _memory[header + FRAME_API] >> 3
-        sizes = {
-            "call frame": (_memory[header + FRAME_SIZE], FRAME_BYTES),
-            "metadata": (_memory[metadata], METADATA_BYTES),
-            "API": (_memory[api], API_BYTES),
-        }
-        wrong = [f"{name} {got} (at least {least})" for name, (got, least) in sizes.items() if got < least]
-        if kind != 1:
-            wrong.append(f"extension {kind} (1)")
-        if wrong:
-            self.refusal = (
-                f"cupynorm.jax cannot read the FFI structures of jaxlib {jax.lib.__version__}: bytes of "
-                f"{', '.join(wrong)}"
-            )
+        self.refusal = _misfit(
+            {
+                "call frame": (_memory[header + FRAME_SIZE], FRAME_BYTES),
+                "metadata": (_memory[metadata], METADATA_BYTES),
+                "API": (_memory[api], API_BYTES),
+            }
+        )
         _memory[metadata + METADATA_VERSION] = MAJOR | MINOR << 32
         traits = COMMAND_BUFFER_COMPATIBLE if self._on_stream else 0
         ctypes.c_uint32.from_address((metadata + METADATA_TRAITS) << 3).value = traits
         return 0
+
+
+def _misfit(sizes: dict[str, tuple[int, int]]) -> str | None:
+    """Say which structures are smaller than what is read of them, or return None."""
+    small = [f"{name} {is_} (of {least})" for name, (is_, least) in sizes.items() if is_ < least]
+    if not small:
+        return None
+    return (
+        f"jaxlib {jaxlib.__version__} is not one that cupynorm.jax can be called by: of XLA's FFI "
+        f"structures, these have too few bytes: {', '.join(small)}"
+    )
 
 
 _functions: dict[int, Any] = {}
