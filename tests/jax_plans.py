@@ -5,10 +5,8 @@ With them in place of the kernels, everything between a traced call and its laun
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 

@@ -23,8 +23,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from cupynorm import _checks
 from cupynorm._arrays import DTYPES
-from cupynorm._spec import ForwardSpec, Norm, compute_dtype
-from cupynorm.jax._derivatives import differentiable
+from cupynorm._spec import ForwardSpec, Norm
+from cupynorm.jax._derivatives import differentiable, wide
 
 __all__ = ["layer_norm", "rms_norm"]
 
@@ -167,7 +167,7 @@ def _norm(
     x = _array("x", x)
     weight = None if weight is None else _array("weight", weight)
     bias = None if bias is None else _array("bias", bias)
-    k, y = _checks.check_forward(
+    k, dtype = _checks.check_forward(
         _outline(x),
         _outline(weight),
         _outline(bias),
@@ -177,23 +177,24 @@ def _norm(
         out_dtype=out_dtype,
         out=None,
     )
-    if jax.dtypes.canonicalize_dtype(y) != y:
-        raise TypeError(f"out_dtype must be one that JAX has enabled, got {y} without x64")
+    if jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        raise TypeError(f"out_dtype must be one that JAX has enabled, got {dtype} without x64")
     weight, bias = (
         a if a is None or a.ndim == k else a.reshape(x.shape[x.ndim - k :]) for a in (weight, bias)
     )
-    given = x
-    x, weight, bias = _over_one_mesh(k, x, weight, bias)
+    widened = [a if a is None else _widened(x, a) for a in (weight, bias)]
+    rows, *affine = _over_one_mesh(k, x, *jax.lax.stop_gradient((weight, bias)), *widened)
     spec = ForwardSpec(
         norm=norm,
         x=DTYPES[x.dtype],
         weight=None if weight is None else DTYPES[weight.dtype],
         bias=None if bias is None else DTYPES[bias.dtype],
-        y=DTYPES[y],
+        y=DTYPES[dtype],
         zero_centered=bool(zero_centered),
         store_statistics=False,
     )
-    return _split_as(given, differentiable(spec, k, float(eps))(x, weight, bias))
+    y = differentiable(spec, k, float(eps))(rows, tuple(affine[:2]), tuple(affine[2:]))
+    return _split_as(x, y)
 
 
 def _array(name: str, array: Any) -> Any:
@@ -205,6 +206,11 @@ def _array(name: str, array: Any) -> Any:
     raise TypeError(f"{name} must be a JAX or NumPy array, got {kind}")
 
 
+def _widened(x: Any, array: Any) -> Any:
+    dtype = wide(DTYPES[x.dtype], DTYPES[array.dtype])
+    return array if array.dtype == dtype else array.astype(dtype)
+
+
 def _outline(array: Any) -> Any:
     """Return a NumPy array of an array's shape and dtype, for the checks: it holds one element."""
     return None if array is None else np.broadcast_to(np.zeros((), array.dtype), array.shape)
@@ -213,23 +219,20 @@ def _outline(array: Any) -> Any:
 # ---- what the types say of devices ---------------------------------------------------------------
 
 
-def _over_one_mesh(k: int, x: Any, weight: Any, bias: Any) -> list[Any]:
-    """Return x, weight and bias with whole rows on each device, and varying over the same axes.
+def _over_one_mesh(k: int, *arrays: Any) -> list[Any]:
+    """Return arrays with whole rows on each device, and varying over the same axes.
 
     Their types say so where a mesh has Explicit axes, and within shard_map. JAX undoes it in the
     gradients, and can do so only here, outside of custom_vjp.
     """
-    arrays = [a if a is None else _with_whole_rows(a, k) for a in (x, weight, bias)]
-    varying = frozenset().union(*(_varying(a) for a in arrays if a is not None))
-    for i, array in enumerate(arrays):
-        if array is not None and varying != _varying(array):
-            if i > 0:
-                # Its gradient is summed over the devices: in the compute dtype or wider.
-                wide = jnp.promote_types(array.dtype, compute_dtype(DTYPES[x.dtype]))
-                array = array.astype(wide)
-            missing = tuple(varying - _varying(array))
-            arrays[i] = jax.lax.pcast(array, missing, to="varying")
-    return arrays
+    whole = [a if a is None else _with_whole_rows(a, k) for a in arrays]
+    varying = frozenset().union(*(_varying(a) for a in whole if a is not None))
+    return [
+        a
+        if a is None or varying == _varying(a)
+        else jax.lax.pcast(a, tuple(varying - _varying(a)), to="varying")
+        for a in whole
+    ]
 
 
 def _varying(array: Any) -> Any:

@@ -30,12 +30,12 @@ def forward(
     if bias is not None:
         y = y + bias.astype(y.dtype)
     kept = x.shape[: x.ndim - k]
-    return y.astype(spec.y), None if mean is None else mean.reshape(kept), rstd.reshape(kept)
+    return _round(y, spec.y), None if mean is None else mean.reshape(kept), rstd.reshape(kept)
 
 
 def backward(
     spec: BackwardSpec, k: int, dy: Any, x: Any, weight: Any, mean: Any, rstd: Any
-) -> tuple[Any, Any, Any]:
+) -> tuple[Any, ...]:
     """Return dx, dweight and dbias (None where the spec has none), by the stored statistics."""
     rstd = jnp.expand_dims(rstd, tuple(range(-k, 0)))
     wide = _wide(spec, x)
@@ -44,15 +44,18 @@ def backward(
     else:
         xhat = (wide - jnp.expand_dims(mean, tuple(range(-k, 0)))) * rstd
         xhat = xhat - _mean(xhat, k)
-    return _gradients(spec, k, dy, weight, xhat, rstd)
+    gradients = _gradients(spec, k, dy, weight, xhat, rstd)
+    return tuple(map(_round, gradients, (spec.x, spec.weight, spec.dbias)))
 
 
 def backward_of_x(
     spec: BackwardSpec, k: int, eps: float, dy: Any, x: Any, weight: Any
-) -> tuple[Any, Any, Any]:
+) -> tuple[Any, ...]:
     """Return what `backward` does as a function of x alone, whose derivatives are the true ones."""
     xhat, _, rstd = _normalize(spec.norm, _wide(spec, x), k, eps)
-    return _gradients(spec, k, dy, weight, xhat, rstd)
+    gradients = _gradients(spec, k, dy, weight, xhat, rstd)
+    dtypes = (spec.x, spec.weight, spec.dbias)
+    return tuple(a if a is None else a.astype(d) for a, d in zip(gradients, dtypes, strict=True))
 
 
 def _gradients(
@@ -65,9 +68,9 @@ def _gradients(
         dx = dx - _mean(g, k)
     rows = tuple(range(dy.ndim - k))
     return (
-        (dx * rstd).astype(spec.x),
-        None if spec.weight is None else jnp.sum(dy * xhat, rows).astype(spec.weight),
-        None if spec.dbias is None else jnp.sum(dy, rows).astype(spec.dbias),
+        dx * rstd,
+        None if spec.weight is None else jnp.sum(dy * xhat, rows),
+        None if spec.dbias is None else jnp.sum(dy, rows),
     )
 
 
@@ -129,3 +132,16 @@ def _mean(array: Any, k: int) -> Any:
             total = total.reshape(*total.shape[:-1], -1, RUN).sum(-1)
         total = total.sum(-1)
     return jnp.expand_dims(total / count, tuple(range(-k, 0)))
+
+
+def _round(values: Any, dtype: str | None) -> Any:
+    """Round once, to nearest and ties to even; the derivative is not that of a rounding."""
+    if values is None or dtype != "bfloat16" or values.dtype != jnp.float64:
+        return values if values is None else values.astype(dtype)
+    # XLA goes through float32, and so rounds twice. See `reference.round_once`.
+    single = values.astype(jnp.float32)
+    bits = jax.lax.bitcast_convert_type(single, jnp.uint32)
+    inexact = (single != values) & ~jnp.isnan(values)
+    toward_zero = bits - (jnp.abs(single) > jnp.abs(values)).astype(jnp.uint32)
+    odd = jnp.where(inexact, toward_zero | 1, bits)
+    return jax.lax.bitcast_convert_type(odd, jnp.float32).astype(dtype)

@@ -11,7 +11,6 @@ what batches it. Neither of these can be differentiated, so that derivatives are
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import math
 from abc import abstractmethod
@@ -24,7 +23,7 @@ from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from cupynorm._spec import BackwardSpec, ForwardSpec, compute_dtype
+from cupynorm._spec import BackwardSpec, ForwardSpec
 from cupynorm.jax import _formula, _kernels
 
 __all__ = ["Backward", "Forward"]
@@ -81,8 +80,12 @@ class _Operation:
         return jax.lax.platform_dependent(*operands, default=self.formula, **kernels)
 
     def local_sum(self, axes: tuple[str, ...], *operands: Any) -> Arrays:
-        """Return the results of what one device holds, summed over the axes where they are sums."""
-        return self.local(*operands)
+        """Return the same, where other devices along these axes of the mesh hold other rows."""
+        results = zip(self.results, self.local(*operands), strict=True)
+        return tuple(
+            jax.lax.psum(array, axes) if axes and KINDS[name] == ROW else array
+            for name, array in results
+        )
 
     def __call__(self, *operands: Any) -> Arrays:
         return _batched(self)(*operands)
@@ -130,28 +133,6 @@ class Backward(_Operation):
         arrays = (given.get(name) for name in ("dy", "x", "weight", "mean", "rstd"))
         result = _formula.backward(self.spec, self.k, *arrays)
         return tuple(array for array in result if array is not None)
-
-    def kernel(self, platform: str, *operands: Any) -> Arrays:
-        # The kernels give dweight the weight's dtype.
-        given = dict(zip(self.operands, operands, strict=True))
-        if "weight" in given:
-            given["weight"] = given["weight"].astype(self.spec.weight)
-        return super().kernel(platform, *given.values())
-
-    def local_sum(self, axes: tuple[str, ...], *operands: Any) -> Arrays:
-        if not axes:
-            return self.local(*operands)
-        # Each device's sum, and their sum, in the compute dtype or wider: then one rounding.
-        dtypes = {"dweight": self.spec.weight, "dbias": self.spec.dbias}
-        wide = {
-            name: dtype and str(jnp.promote_types(dtype, compute_dtype(self.spec.x)))
-            for name, dtype in dtypes.items()
-        }
-        spec = dataclasses.replace(self.spec, weight=wide["dweight"], dbias=wide["dbias"])
-        dx, *sums = dataclasses.replace(self, spec=spec).local(*operands)
-        totals = jax.lax.psum(sums, axes)
-        names = self.results[1:]
-        return dx, *(a.astype(dtypes[name]) for name, a in zip(names, totals, strict=True))
 
 
 def _present(**arrays: Any) -> tuple[str, ...]:
