@@ -44,9 +44,10 @@ def step(x: Any, weight: Any, bias: Any, dy: Any, norm: Any = norm) -> Any:
 
 def check(results: Any) -> None:
     y, *gradients = (np.asarray(result) for result in results)
-    testing.check_forward(NORM, y, X, WEIGHT, BIAS, eps=1e-5)
-    given = (DY, X, WEIGHT, STORED.mean, STORED.rstd)
-    testing.check_backward(NORM, NormBackward(*gradients), *given, bias=BIAS)
+    weight, bias = (a.astype(d.dtype) for a, d in zip((WEIGHT, BIAS), gradients[1:], strict=True))
+    testing.check_forward(NORM, y, X, weight, bias, eps=1e-5)
+    given = (DY, X, weight, STORED.mean, STORED.rstd)
+    testing.check_backward(NORM, NormBackward(*gradients), *given, bias=bias)
 
 
 COLLECTIVE = re.compile(
@@ -101,6 +102,8 @@ def under_vmap(kind: AxisType) -> Any:
 def under_shard_map(tracked: bool, gradient_within: bool) -> Any:
     mesh = mesh_of((4,), AxisType.Auto)
     rows, row = P("a"), P()
+    # Untracked, JAX sums the gradients over the devices itself, in the dtype of what it is given.
+    weight, bias = (a if tracked else a.astype(np.float32) for a in (WEIGHT, BIAS))
     if gradient_within:
         specs = {"in_specs": (rows, row, row, rows), "out_specs": (rows, rows, row, row)}
         function: Any = jax.shard_map(step, mesh=mesh, check_vma=tracked, **specs)
@@ -109,7 +112,7 @@ def under_shard_map(tracked: bool, gradient_within: bool) -> Any:
             norm, mesh=mesh, in_specs=(rows, row, row), out_specs=rows, check_vma=tracked
         )
         function = functools.partial(step, norm=split)
-    return compiled(function, X, WEIGHT, BIAS, DY)
+    return compiled(function, X, weight, bias, DY)
 
 
 def through_layers(kind: AxisType) -> Any:

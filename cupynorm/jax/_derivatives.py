@@ -20,7 +20,9 @@ def differentiable(spec: ForwardSpec, k: int, eps: float) -> Any:
     """Return y as a function of x, (weight, bias), and these two widened; None if not in the spec.
 
     The first derivative is the backward kernel, on statistics that the forward one stored; further
-    ones are those of the formula, in jax.numpy.
+    ones are those of the formula, in jax.numpy. It is with respect to the widened: what sums over
+    devices, or over a batch, does so before a gradient is rounded to a narrower dtype. As given,
+    weight and bias are what the forward kernel reads, and count as constants.
     """
     without_statistics = Forward(spec, k, eps)
     with_statistics = Forward(replace(spec, store_statistics=True), k, eps)
