@@ -3,16 +3,18 @@
 //
 //   xhat = (x - mean) * rstd,   g = dy * (weight [+ 1])
 //   dx = rstd * (g - xhat * mean(g * xhat) [- mean(g)]),   dweight = sum dy * xhat,   dbias = sum dy
+//   [dy = 0 where its bit of the bitmask is, if Bitmask: relu.cuh]
 //
 // The stored mean is rounded, by 0.03 at 1e6 in float32: it serves as a shift, and xhat is centred
 // again by its own mean over the row. One reduction gives all three sums.
 //
 // Layout:    x, dy and dx are n_rows rows of n_cols elements with strides of their own; weight is one
-//            row; mean and rstd one value a row; partials holds a row of n_cols sums for each block,
-//            those of dweight (if there is a weight) before those of dbias. dx may be dy.
+//            row; mean and rstd one value a row; bitmask (n_cols + 7) / 8 bytes a row; partials holds a
+//            row of n_cols sums for each block, those of dweight (if there is a weight) before
+//            those of dbias. dx may be dy.
 // Grid:      any number of blocks; teams of RowThreads threads take rows in turn; with Prefetch, the
 //            next row is asked for before the present one is worked on.
-// Traffic:   x and dy read once, dx written once, partials written once; weight from cache.
+// Traffic:   x, dy and bitmask read once, dx written once, partials written once; weight from cache.
 // Thread:    pack p of its row for p = rank, rank + RowThreads, ... (PacksPerThread of them), whose
 //            columns' weight gradients it keeps.
 // Order:     dx as in forward.cu; weight gradients: up to kTurns rows of a team in turn, then the
@@ -21,15 +23,17 @@
 // Result:    partials, of block b in row b.
 #include "affine.cuh"
 #include "gradient.cuh"
+#include "relu.cuh"
 #include "team.cuh"
 
 template <typename X, typename DY, typename Weight, bool Centered, bool ZeroCentered, bool DBias,
-          bool HoldWeight, bool Prefetch, int RowThreads, int BlockThreads, int PacksPerThread,
-          int Vector>
+          bool Bitmask, bool HoldWeight, bool Prefetch, int RowThreads, int BlockThreads,
+          int PacksPerThread, int Vector>
 __global__ __launch_bounds__(BlockThreads, 1) void norm_backward(
     const DY* dy, long long dy_stride, const X* x, long long x_stride, const Weight* weight,
-    const Compute<X>* mean, const Compute<X>* rstd, X* dx, long long dx_stride,
-    Compute<X>* partials, long long n_rows, long long row_length, Compute<X> inv_n) {
+    const Compute<X>* mean, const Compute<X>* rstd, const unsigned char* bitmask, X* dx,
+    long long dx_stride, Compute<X>* partials, long long n_rows, long long row_length,
+    Compute<X> inv_n) {
   using T = Compute<X>;
   constexpr int kLength = 16 / static_cast<int>(sizeof(X));
   constexpr bool kDWeight = kPresent<Weight>;
@@ -101,6 +105,7 @@ __global__ __launch_bounds__(BlockThreads, 1) void norm_backward(
   struct Row {
     Pack<X, kLength> x[PacksPerThread];
     Pack<DY, kLength> dy[PacksPerThread];
+    unsigned bits[Bitmask ? PacksPerThread : 1] = {};
     T mean = 0, rstd = 0;
   };
   const auto fetch = [&](Row& fetched, long long row) {
@@ -110,6 +115,9 @@ __global__ __launch_bounds__(BlockThreads, 1) void norm_backward(
     for (int p = 0; p < PacksPerThread; ++p) {
       load<Vector>(fetched.x[p], x + row * x_stride, first_column(p), n);
       load<Vector>(fetched.dy[p], dy + row * dy_stride, first_column(p), n);
+      if constexpr (Bitmask) {
+        fetched.bits[p] = load_bits(bitmask + row * bitmask_bytes(n_cols), first_column(p), n);
+      }
     }
     if constexpr (Centered) fetched.mean = active ? mean[row] : T(0);
     fetched.rstd = active ? rstd[row] : T(0);
@@ -129,6 +137,12 @@ __global__ __launch_bounds__(BlockThreads, 1) void norm_backward(
       fetch(next, row + rows_a_turn);
     } else {
       fetch(current, row);
+    }
+    if constexpr (Bitmask) {
+#pragma unroll
+      for (int p = 0; p < PacksPerThread; ++p) {
+        keep(current.dy[p], current.bits[p], first_column(p));
+      }
     }
 
     // 2. Sums of g * h, g and h, where h = (x - mean) * rstd is xhat before it is centred again.
