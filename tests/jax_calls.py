@@ -34,6 +34,7 @@ def check(
     k: int = 1,
     eps: float | None = None,
     zero_centered: bool = False,
+    relu: tuple[float, float] | None = None,
 ) -> None:
     """Check the function and its gradients, then the very passes that these are made of.
 
@@ -47,7 +48,7 @@ def check(
         there = iter(arrays)
         x_, weight_, bias_ = (None if a is None else next(there) for a in (x, weight, bias))
         return getattr(cupynorm.jax, norm)(
-            x_, weight_, bias_, eps=eps, out_dtype=dy.dtype, **options
+            x_, weight_, bias_, eps=eps, relu=relu, out_dtype=dy.dtype, **options
         )
 
     def both(dy: Any, *arrays: Any) -> Any:
@@ -59,21 +60,17 @@ def check(
     result = NormBackward(*(None if a is None else next(there) for a in (x, weight, bias)))
 
     spec = ForwardSpec(
-        norm, *map(name_of, (x, weight, bias, dy)), zero_centered, store_statistics=True
-    )
-    passed = on_host(Forward(spec, k, eps)(*given))
-    forward = NormForward(passed[0], passed[1] if norm == "layer_norm" else None, rstd=passed[-1])
-    testing.check_forward(norm, forward, x, weight, bias, eps=eps, out_dtype=dy.dtype, **options)
-    for y in (inferred, trained):
-        testing.check_forward(norm, y, x, weight, bias, eps=eps, out_dtype=dy.dtype, **options)
-    testing.check_backward(
         norm,
-        result,
-        dy,
-        x,
-        weight,
-        forward.mean,
-        forward.rstd,
-        bias=False if bias is None else bias,
-        **options,
+        *map(name_of, (x, weight, bias, dy)),
+        zero_centered,
+        store_statistics=True,
+        relu=relu is not None,
     )
+    operation = Forward(spec, k, eps, relu)
+    forward = NormForward(**dict(zip(operation.results, on_host(operation(*given)), strict=True)))
+    checks = {"eps": eps, "relu": relu, "out_dtype": dy.dtype, **options}
+    for y in (forward, inferred, trained):
+        testing.check_forward(norm, y, x, weight, bias, **checks)
+    given = (dy, x, weight, forward.mean, forward.rstd)
+    wanted = {"bias": False if bias is None else bias, "bitmask": forward.bitmask}
+    testing.check_backward(norm, result, *given, **wanted, **options)

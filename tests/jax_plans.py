@@ -14,6 +14,7 @@ import numpy as np
 from strategies import DTYPES
 
 from cupynorm import reference
+from cupynorm._bitmask import bitmask_bytes
 from cupynorm._spec import BackwardSpec, ForwardSpec, compute_dtype
 
 
@@ -22,9 +23,9 @@ def array(address: int, shape: tuple[int, ...], dtype: str | None) -> Any:
     assert (address == 0) == (dtype is None)
     if dtype is None:
         return None
-    count = math.prod(shape) * DTYPES[dtype].itemsize
-    memory = (ctypes.c_char * count).from_address(address)
-    return np.frombuffer(memory, DTYPES[dtype]).reshape(shape)
+    kind = DTYPES.get(dtype, np.dtype(np.uint8))
+    memory = (ctypes.c_char * (math.prod(shape) * kind.itemsize)).from_address(address)
+    return np.frombuffer(memory, kind).reshape(shape)
 
 
 def write(target: Any, values: Any) -> None:
@@ -50,7 +51,10 @@ class ForwardPlan:
         y_stride: int,
         mean: int,
         rstd: int,
+        bitmask: int,
         eps: float,
+        lower: float,
+        upper: float,
     ) -> None:
         spec, rows, row = self.spec, (m, self.n), (self.n,)
         assert stream == 0
@@ -62,6 +66,7 @@ class ForwardPlan:
             array(bias, row, spec.bias),
             eps=eps,
             zero_centered=spec.zero_centered,
+            relu=(lower, upper) if spec.relu else None,
             out_dtype=DTYPES[spec.y],
         )
         write(array(y, rows, spec.y), result.y)
@@ -69,6 +74,8 @@ class ForwardPlan:
             write(array(rstd, (m,), stored), result.rstd)
             has_mean = spec.norm == "layer_norm"
             write(array(mean, (m,), stored if has_mean else None), result.mean)
+            bits = "uint8" if spec.relu else None
+            write(array(bitmask, (m, bitmask_bytes(self.n)), bits), result.bitmask)
 
 
 @dataclass(frozen=True)
@@ -90,6 +97,7 @@ class BackwardPlan:
         weight: int,
         mean: int,
         rstd: int,
+        bitmask: int,
         dx: int,
         dx_stride: int,
         dweight: int,
@@ -111,6 +119,7 @@ class BackwardPlan:
             array(weight, row, spec.weight),
             *statistics,
             bias=bias,
+            bitmask=array(bitmask, (m, bitmask_bytes(self.n)), "uint8" if spec.bitmask else None),
             zero_centered=spec.zero_centered,
         )
         write(array(dx, rows, spec.x), result.dx)

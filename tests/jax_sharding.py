@@ -94,6 +94,21 @@ def eagerly(kind: AxisType) -> Any:
     return []
 
 
+def with_relu(kind: AxisType) -> Any:
+    """The gradient of a clamped norm, against the same on one device, in float32."""
+    arrays = [a.astype(np.float32) for a in (X, WEIGHT, BIAS, DY)]
+    clamped = functools.partial(norm, relu=(0.0, 1.0))
+    mesh = mesh_of((2, 2), kind)
+    split = [
+        jax.device_put(a, NamedSharding(mesh, s))
+        for a, s in zip(arrays, (P("a", "b"), P(), P(), P("a", "b")), strict=True)
+    ]
+    program = jax.jit(functools.partial(step, norm=clamped)).lower(*split).compile()
+    for one, other in zip(program(*split), step(*arrays, norm=clamped), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+    return collectives(program)
+
+
 def under_vmap(kind: AxisType) -> Any:
     batched = jax.vmap(norm, in_axes=(0, None, None))
     return compiled(functools.partial(step, norm=batched), *put(mesh_of((4,), kind), P("a"), P()))
@@ -163,7 +178,14 @@ def control() -> Any:
 
 
 FORWARD = cupynorm._spec.ForwardSpec(
-    NORM, "bfloat16", None, None, "bfloat16", zero_centered=False, store_statistics=False
+    NORM,
+    "bfloat16",
+    None,
+    None,
+    "bfloat16",
+    zero_centered=False,
+    store_statistics=False,
+    relu=False,
 )
 
 # Meshes, and how x lies on them with whole rows; then with rows that are split.
@@ -175,6 +197,16 @@ WHOLE = [
     ((2, 2), P(("a", "b"))),
 ]
 CUT = [((4,), P(None, None, "a")), ((2, 2), P("a", None, "b"))]
+
+
+ONE_OF_EACH = (
+    with_a_mesh_set,
+    with_relu,
+    eagerly,
+    under_vmap,
+    through_layers,
+    second_derivatives,
+)
 
 
 def cases(kernels: bool) -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -193,7 +225,7 @@ def cases(kernels: bool) -> Iterator[tuple[str, Callable[[], Any]]]:
             f"cut weight, {kind.name}",
             functools.partial(with_named_shardings, (4,), kind, P("a"), P("a")),
         )
-        for function in (with_a_mesh_set, eagerly, under_vmap, through_layers, second_derivatives):
+        for function in ONE_OF_EACH:
             yield f"{function.__name__}, {kind.name}", functools.partial(function, kind)
     for tracked in (True, False):
         yield f"shard_map, {tracked}", functools.partial(under_shard_map, tracked, False)

@@ -98,6 +98,15 @@ def test_every_choice_of_operands(
     )
 
 
+@pytest.mark.parametrize("relu", [(0, 1), (-0.5, np.inf)])
+@pytest.mark.parametrize("norm", NORMS)
+def test_relu(norm: str, relu: tuple[float, float], path: str) -> None:
+    x, dy = values((4, 3, 10), "bfloat16", 1), values((4, 3, 10), "float32", 2)
+    for k in (1, 2):
+        weight, bias = (values(x.shape[-k:], "float32", seed) for seed in (3, 4))
+        check(norm, x, weight, bias, dy=dy, k=k, relu=relu)
+
+
 @pytest.mark.parametrize("regime", REGIMES)
 @pytest.mark.parametrize("norm", NORMS)
 def test_the_formula_holds_in_every_regime(norm: str, regime: str) -> None:
@@ -149,6 +158,13 @@ def test_gradients_of_each_order_are_those_of_finite_differences(norm: str, path
     check_grads(function, (x, values((2, 8), seed=3)), order=2, modes=["rev"])
 
 
+def test_second_derivatives_of_a_clamped_norm(path: str) -> None:
+    x, weight = values((3, 12)), values((12,), seed=1)
+    clamped = lambda x, weight: cupynorm.jax.layer_norm(x, weight, relu=(-0.6, 0.9))  # noqa: E731
+    assert 0 < np.mean(np.isin(clamped(x, weight), (-0.6, 0.9))) < 1
+    check_grads(clamped, (x, weight), order=2, modes=["rev"])
+
+
 def test_forward_mode_is_refused() -> None:
     x = values((3, 8))
     with pytest.raises(TypeError, match="forward-mode"):
@@ -184,6 +200,18 @@ def test_vmap_is_a_loop_over_the_batch(norm: str, axes: Any, path: str) -> None:
         expected = looped(f, axes)(x, weight)
         for b, e in zip(jax.tree.leaves(batched), jax.tree.leaves(expected), strict=True):
             np.testing.assert_allclose(b, e, rtol=1e-10, atol=1e-12)
+
+
+def test_vmap_of_a_clamped_norm(path: str) -> None:
+    x, weight = values((4, 3, 12)), values((12,), seed=1)
+
+    def loss(x: Any, weight: Any) -> Any:
+        return jnp.sum(jnp.sin(cupynorm.jax.rms_norm(x, weight, relu=(0, 1))))
+
+    gradient = jax.grad(loss, (0, 1))
+    batched = jax.vmap(gradient, in_axes=(0, None))(x, weight)
+    for b, e in zip(batched, looped(gradient, (0, None))(x, weight), strict=True):
+        np.testing.assert_allclose(b, e, rtol=1e-10, atol=1e-12)
 
 
 def test_vmap_within_vmap(path: str) -> None:
@@ -252,6 +280,7 @@ X, ROW = np.ones((2, 3, 8), np.float32), np.ones(8, np.float32)
         (ValueError, "axis must name trailing axes", (X,), {"axis": 0}),
         (ValueError, "zero_centered must be False", (X,), {"zero_centered": True}),
         (TypeError, "out_dtype must be float64", (X,), {"out_dtype": "int8"}),
+        (ValueError, "lower < upper", (X,), {"relu": (1, 0)}),
         (NotImplementedError, "weight of shape", (X, np.ones((3, 8))), {"axis": -1}),
     ],
 )
@@ -291,11 +320,18 @@ def test_an_error_in_a_launch_is_an_exception_and_the_next_call_is_right(kernels
     np.testing.assert_array_equal(function(X), expected)
 
 
-def test_misaligned_arrays_are_refused() -> None:
-    launch = _kernels._checked(lambda stream, addresses: None, ["x", "y"])
-    launch(0, [32, 64])
+def test_misaligned_arrays_are_refused(kernels: pytest.MonkeyPatch) -> None:
+    launched = []
+    kernels.setattr(jax_plans.ForwardPlan, "launch", lambda plan, *a: launched.append(a))
+    spec = ForwardSpec("rms_norm", "float32", None, None, "float32", False, False, False)
+    call = {"m": 2, "n": 8, "eps": 0.5, "relu": None, "arrays": ["x", "y"]}
+    description = json.dumps(call | {"spec": dataclasses.asdict(spec)})
+    launch = _kernels._prepare(ForwardSpec, "cpu", description, 0)
+    launch(7, [32, 64])
+    assert launched == [(7, 2, 32, 8, 0, 0, 64, 8, 0, 0, 0, 0.5, 0.0, 0.0)]
     with pytest.raises(ValueError, match="aligned to 16 bytes, got x at 0x20, y at 0x48"):
-        launch(0, [32, 72])
+        launch(7, [32, 72])
+    assert len(launched) == 1
 
 
 def test_a_program_says_all_that_its_calls_need(kernels: Any) -> None:
@@ -306,9 +342,10 @@ def test_a_program_says_all_that_its_calls_need(kernels: Any) -> None:
         "m": 6,
         "n": 8,
         "eps": 1e-6,
+        "relu": None,
         "arrays": ["x", "weight", "y"],
         "spec": dataclasses.asdict(
-            ForwardSpec("rms_norm", "float32", "float32", None, "float32", False, False)
+            ForwardSpec("rms_norm", "float32", "float32", None, "float32", False, False, False)
         ),
     }
 

@@ -51,6 +51,7 @@ def test_every_program_is_right(report: dict[str, Any]) -> None:
     [
         "whole rows",
         "with_a_mesh_set",
+        "with_relu",
         "under_vmap",
         "through_layers",
         "second_derivatives",

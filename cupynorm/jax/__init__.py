@@ -29,6 +29,7 @@ from cupynorm.jax._derivatives import differentiable, wide
 __all__ = ["layer_norm", "rms_norm"]
 
 Axis = int | Sequence[int] | None
+Relu = tuple[float, float] | None
 
 
 def rms_norm(
@@ -39,6 +40,7 @@ def rms_norm(
     eps: float = 1e-6,
     axis: Axis = None,
     zero_centered: bool = False,
+    relu: Relu = None,
     out_dtype: Any = None,
 ) -> jax.Array:
     """Divide each row by its root mean square, then scale and shift it.
@@ -59,6 +61,9 @@ def rms_norm(
         weight (or bias) covers, or the last axis without either.
     zero_centered : bool
         Scale by ``1 + weight``, added in the compute dtype.
+    relu : (float, float), optional
+        Clamp y to [lower, upper] before it is rounded; Python numbers, of which ``-math.inf`` and
+        ``math.inf`` leave a side open. Gradients pass where y was strictly between.
     out_dtype : dtype, optional
         y's dtype; by default x's.
 
@@ -70,10 +75,11 @@ def rms_norm(
     Raises
     ------
     TypeError
-        If an argument is no array or has another dtype, or if out_dtype is float64 while JAX has it
-        disabled.
+        If an argument is no array or has another dtype, if relu is no pair of real numbers, or if
+        out_dtype is float64 while JAX has it disabled.
     ValueError
-        If a shape, axis, eps or zero_centered does not fit.
+        If a shape, axis, eps or zero_centered does not fit, or relu's lower bound is not below its
+        upper one.
     NotImplementedError
         If weight or bias would broadcast over the kept axes of x.
     ImportError
@@ -102,7 +108,7 @@ def rms_norm(
     >>> np.asarray(dweight).round(3)
     array([ 1.849, -0.131], dtype=float32)
     """
-    return _norm("rms_norm", x, weight, bias, eps, axis, zero_centered, out_dtype)
+    return _norm("rms_norm", x, weight, bias, eps, axis, zero_centered, relu, out_dtype)
 
 
 def layer_norm(
@@ -113,6 +119,7 @@ def layer_norm(
     eps: float = 1e-5,
     axis: Axis = None,
     zero_centered: bool = False,
+    relu: Relu = None,
     out_dtype: Any = None,
 ) -> jax.Array:
     """Bring each row to mean 0 and variance 1, then scale and shift it.
@@ -123,7 +130,7 @@ def layer_norm(
 
     Parameters
     ----------
-    x, weight, bias, axis, zero_centered, out_dtype
+    x, weight, bias, axis, zero_centered, relu, out_dtype
         As of `rms_norm`.
     eps : float
         Added to the variance; a Python number, not a traced one.
@@ -151,7 +158,7 @@ def layer_norm(
     array([[-1., 11.],
            [-1., 11.]], dtype=float32)
     """
-    return _norm("layer_norm", x, weight, bias, eps, axis, zero_centered, out_dtype)
+    return _norm("layer_norm", x, weight, bias, eps, axis, zero_centered, relu, out_dtype)
 
 
 def _norm(
@@ -162,18 +169,20 @@ def _norm(
     eps: float,
     axis: Axis,
     zero_centered: bool,
+    relu: Relu,
     out_dtype: Any,
 ) -> Any:
     x = _array("x", x)
     weight = None if weight is None else _array("weight", weight)
     bias = None if bias is None else _array("bias", bias)
-    k, dtype = _checks.check_forward(
+    k, dtype, bounds = _checks.check_forward(
         _outline(x),
         _outline(weight),
         _outline(bias),
         eps=eps,
         axis=axis,
         zero_centered=zero_centered,
+        relu=relu,
         out_dtype=out_dtype,
         out=None,
     )
@@ -192,8 +201,9 @@ def _norm(
         y=DTYPES[dtype],
         zero_centered=bool(zero_centered),
         store_statistics=False,
+        relu=bounds is not None,
     )
-    y = differentiable(spec, k, float(eps))(rows, tuple(affine[:2]), tuple(affine[2:]))
+    y = differentiable(spec, k, float(eps), bounds)(rows, tuple(affine[:2]), tuple(affine[2:]))
     return _split_as(x, y)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from cupynorm._bitmask import bitmask_bytes
 from cupynorm._spec import BackwardSpec, ForwardSpec, Norm, compute_dtype
 
 __all__ = ["backward", "backward_of_x", "forward"]
@@ -21,22 +22,38 @@ __all__ = ["backward", "backward_of_x", "forward"]
 RUN = 64
 
 
+Relu = tuple[float, float] | None
+
+
 def forward(
-    spec: ForwardSpec, k: int, eps: float, x: Any, weight: Any, bias: Any
-) -> tuple[Any, Any, Any]:
-    """Return y, mean (None for RMSNorm) and rstd over the last k axes of x."""
+    spec: ForwardSpec, k: int, eps: float, relu: Relu, x: Any, weight: Any, bias: Any
+) -> tuple[Any, ...]:
+    """Return y, mean (None for RMSNorm), rstd and bitmask (None without relu)."""
     xhat, mean, rstd = _normalize(spec.norm, _wide(spec, x), k, eps)
     y = xhat * _scale(spec, weight)
     if bias is not None:
         y = y + bias.astype(y.dtype)
+    bitmask = None
+    if relu is not None:
+        lower, upper = relu
+        bitmask = _pack((lower < y) & (y < upper), k)
+        y = jnp.clip(y, lower, upper)
     kept = x.shape[: x.ndim - k]
-    return _round(y, spec.y), None if mean is None else mean.reshape(kept), rstd.reshape(kept)
+    mean = None if mean is None else mean.reshape(kept)
+    return _round(y, spec.y), mean, rstd.reshape(kept), bitmask
 
 
 def backward(
-    spec: BackwardSpec, k: int, dy: Any, x: Any, weight: Any, mean: Any, rstd: Any
+    spec: BackwardSpec,
+    k: int,
+    dy: Any,
+    x: Any,
+    weight: Any,
+    mean: Any,
+    rstd: Any,
+    bitmask: Any,
 ) -> tuple[Any, ...]:
-    """Return dx, dweight and dbias (None where the spec has none), by the stored statistics."""
+    """Return dx, dweight and dbias (None where the spec has none), by what was stored."""
     rstd = jnp.expand_dims(rstd, tuple(range(-k, 0)))
     wide = _wide(spec, x)
     if spec.norm == "rms_norm":
@@ -44,24 +61,26 @@ def backward(
     else:
         xhat = (wide - jnp.expand_dims(mean, tuple(range(-k, 0)))) * rstd
         xhat = xhat - _mean(xhat, k)
-    gradients = _gradients(spec, k, dy, weight, xhat, rstd)
+    gradients = _gradients(spec, k, dy, weight, xhat, rstd, bitmask)
     return tuple(map(_round, gradients, (spec.x, spec.weight, spec.dbias)))
 
 
 def backward_of_x(
-    spec: BackwardSpec, k: int, eps: float, dy: Any, x: Any, weight: Any
+    spec: BackwardSpec, k: int, eps: float, bitmask: Any, dy: Any, x: Any, weight: Any
 ) -> tuple[Any, ...]:
-    """Return what `backward` does as a function of x alone, whose derivatives are the true ones."""
+    """Return what `backward` does as a function of dy, x and weight, to be differentiated."""
     xhat, _, rstd = _normalize(spec.norm, _wide(spec, x), k, eps)
-    gradients = _gradients(spec, k, dy, weight, xhat, rstd)
+    gradients = _gradients(spec, k, dy, weight, xhat, rstd, bitmask)
     dtypes = (spec.x, spec.weight, spec.dbias)
     return tuple(a if a is None else a.astype(d) for a, d in zip(gradients, dtypes, strict=True))
 
 
 def _gradients(
-    spec: BackwardSpec, k: int, dy: Any, weight: Any, xhat: Any, rstd: Any
+    spec: BackwardSpec, k: int, dy: Any, weight: Any, xhat: Any, rstd: Any, bitmask: Any
 ) -> tuple[Any, Any, Any]:
     dy = _wide(spec, dy)
+    if bitmask is not None:
+        dy = jnp.where(_unpack(bitmask, dy.shape), dy, 0)
     g = dy * _scale(spec, weight)
     dx = g - xhat * _mean(g * xhat, k)
     if spec.norm == "layer_norm":
@@ -145,3 +164,21 @@ def _round(values: Any, dtype: str | None) -> Any:
     toward_zero = bits - (jnp.abs(single) > jnp.abs(values)).astype(jnp.uint32)
     odd = jnp.where(inexact, toward_zero | 1, bits)
     return jax.lax.bitcast_convert_type(odd, jnp.float32).astype(dtype)
+
+
+def _pack(mask: Any, k: int) -> Any:
+    """Return the bits of each row, as `cupynorm.pack_bitmask` packs them."""
+    kept, n = mask.shape[: mask.ndim - k], math.prod(mask.shape[mask.ndim - k :])
+    width = bitmask_bytes(n)
+    bits = mask.reshape(*kept, n).astype(jnp.uint8)
+    bits = jnp.pad(bits, [(0, 0)] * len(kept) + [(0, 8 * width - n)])
+    places = bits.reshape(*kept, width, 8) << jax.lax.iota(jnp.uint8, 8)
+    return places.sum(-1, dtype=jnp.uint8)
+
+
+def _unpack(bitmask: Any, shape: tuple[int, ...]) -> Any:
+    """Return the mask, of a shape that begins with the bitmask's leading axes."""
+    kept = bitmask.shape[:-1]
+    n = math.prod(shape[len(kept) :])
+    bits = bitmask[..., None] >> jax.lax.iota(jnp.uint8, 8) & 1
+    return bits.reshape(*kept, -1)[..., :n].reshape(shape).astype(bool)

@@ -25,9 +25,14 @@ __all__ = ["call", "platforms"]
 
 ALIGNMENT = 16  # bytes, of every buffer: XLA's is a multiple of it
 
-# What the launch of a plan takes; arrays that are not there have address 0.
-FORWARD = ("x", "weight", "bias", "y", "mean", "rstd")
-BACKWARD = ("dy", "x", "weight", "mean", "rstd", "dx", "dweight", "dbias", "scratch")
+# What the launch of a plan takes between m and the numbers. Rows lie one after the other; where
+# there is no such array, its address is 0.
+STRIDE, ABSENT = "stride", "absent"
+FORWARD = ("x", STRIDE, "weight", "bias", "y", STRIDE, "mean", "rstd", "bitmask")
+BACKWARD = (
+    *("dy", STRIDE, "x", STRIDE, "weight", "mean", "rstd", "bitmask"),
+    *("dx", STRIDE, "dweight", "dbias", "scratch"),
+)
 
 
 def _cuda_plans() -> Any:
@@ -58,7 +63,7 @@ def call(
     spec: ForwardSpec | BackwardSpec,
     m: int,
     n: int,
-    eps: float,
+    numbers: dict[str, Any],
     operands: dict[str, Any],
     results: dict[str, Any],
 ) -> tuple[Any, ...]:
@@ -79,7 +84,7 @@ def call(
     description = {
         "m": m,
         "n": n,
-        "eps": eps,
+        **numbers,
         "arrays": [*operands, *results],
         "spec": asdict(spec),
     }
@@ -130,32 +135,20 @@ def _current(platform: str, device: int) -> Iterator[None]:
 def _prepare(kind: type[Any], platform: str, description: str, device: int) -> Launch:
     """Return what launches a call on the addresses of its operands and results."""
     what = json.loads(description)
-    m, n, eps, arrays = what["m"], what["n"], what["eps"], what["arrays"]
-    spec = kind(**what["spec"])
-    plan = _plan(platform, spec, n, device)
-    names = FORWARD if kind is ForwardSpec else BACKWARD
-    take = operator.itemgetter(*(arrays.index(a) if a in arrays else -1 for a in names))
+    m, n, arrays = what["m"], what["n"], what["arrays"]
+    plan = _plan(platform, kind(**what["spec"]), n, device)
+    places = {name: i for i, name in enumerate((*arrays, STRIDE, ABSENT))}
+    order = FORWARD if kind is ForwardSpec else BACKWARD
+    take = operator.itemgetter(*(places.get(name, places[ABSENT]) for name in order))
+    numbers = (what["eps"], *(what["relu"] or (0.0, 0.0))) if kind is ForwardSpec else ()
 
-    def forward(stream: int, addresses: Sequence[int]) -> None:
-        x, weight, bias, y, mean, rstd = take((*addresses, 0))
-        plan.launch(stream, m, x, n, weight, bias, y, n, mean, rstd, eps)
-
-    def backward(stream: int, addresses: Sequence[int]) -> None:
-        dy, x, weight, mean, rstd, dx, dweight, dbias, scratch = take((*addresses, 0))
-        plan.launch(*(stream, m, dy, n, x, n, weight, mean, rstd, dx, n, dweight, dbias, scratch))
-
-    launch = _checked(forward if kind is ForwardSpec else backward, arrays)
-    return launch if platform != "cuda" else _on(device, launch)
-
-
-def _checked(launch: Launch, arrays: Sequence[str]) -> Launch:
-    def checked(stream: int, addresses: Sequence[int]) -> None:
+    def launch(stream: int, addresses: Sequence[int]) -> None:
         if functools.reduce(operator.or_, addresses) % ALIGNMENT:
             at = ", ".join(f"{a} at {b:#x}" for a, b in zip(arrays, addresses, strict=True))
             raise ValueError(f"arrays must be aligned to {ALIGNMENT} bytes, got {at}")
-        launch(stream, addresses)
+        plan.launch(stream, m, *take((*addresses, n, 0)), *numbers)
 
-    return checked
+    return launch if platform != "cuda" else _on(device, launch)
 
 
 def _on(device: int, launch: Launch) -> Launch:

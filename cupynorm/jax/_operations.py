@@ -1,8 +1,8 @@
 """A forward or a backward pass as an operation that JAX may batch, and split over devices.
 
-Its arrays are of three kinds. Of `rows`, leading axes may be split, and the last k are whole; a
-`statistic` has the leading axes alone; a `row` the last k alone, the same on each device: where it
-is a result, it is the sum over theirs.
+Its arrays are of four kinds. Of `rows`, leading axes may be split, and the last k are whole; a
+`statistic` has the leading axes alone, and `bits` have one more; a `row` has the last k alone, the
+same on each device: where it is a result, it is the sum over theirs.
 
 From inner to outer: the kernel, or the formula where there is none; what splits it over devices;
 what batches it. Neither of these can be differentiated, so that derivatives are defined outside.
@@ -28,11 +28,12 @@ from cupynorm.jax import _formula, _kernels
 
 __all__ = ["Backward", "Forward"]
 
-ROWS, ROW, STATISTIC = "rows", "row", "statistic"
+ROWS, ROW, STATISTIC, BITS = "rows", "row", "statistic", "bits"
 KINDS = {
     **dict.fromkeys(("x", "y", "dx", "dy"), ROWS),
     **dict.fromkeys(("weight", "bias", "dweight", "dbias"), ROW),
     **dict.fromkeys(("mean", "rstd"), STATISTIC),
+    "bitmask": BITS,
 }
 
 Arrays = Any  # a tuple, of what JAX makes of arrays
@@ -44,7 +45,8 @@ class _Operation:
 
     spec: Any
     k: int
-    eps: float
+    eps: float = 0.0
+    relu: _formula.Relu = None
 
     @property
     @abstractmethod
@@ -69,7 +71,7 @@ class _Operation:
             self.spec,
             math.prod(shape[: -self.k]),
             math.prod(shape[-self.k :]),
-            self.eps,
+            {"eps": self.eps, "relu": self.relu},
             dict(zip(self.operands, operands, strict=True)),
             dict(zip(self.results, types, strict=True)),
         )
@@ -103,15 +105,15 @@ class Forward(_Operation):
     @property
     def results(self) -> tuple[str, ...]:
         stored = self.spec.store_statistics
-        return _present(y=True, mean=stored and self.spec.norm == "layer_norm", rstd=stored)
+        mean = stored and self.spec.norm == "layer_norm"
+        return _present(y=True, mean=mean, rstd=stored, bitmask=stored and self.spec.relu)
 
     def formula(self, *operands: Any) -> Arrays:
         given = dict(zip(self.operands, operands, strict=True))
-        y, mean, rstd = _formula.forward(
-            self.spec, self.k, self.eps, given["x"], given.get("weight"), given.get("bias")
-        )
-        result = {"y": y, "mean": mean, "rstd": rstd}
-        return tuple(result[name] for name in self.results)
+        arrays = (given.get(name) for name in ("x", "weight", "bias"))
+        result = _formula.forward(self.spec, self.k, self.eps, self.relu, *arrays)
+        named = dict(zip(("y", "mean", "rstd", "bitmask"), result, strict=True))
+        return tuple(named[name] for name in self.results)
 
 
 class Backward(_Operation):
@@ -121,8 +123,10 @@ class Backward(_Operation):
 
     @property
     def operands(self) -> tuple[str, ...]:
-        mean = self.spec.norm == "layer_norm"
-        return _present(x=True, dy=True, weight=self.spec.weight, mean=mean, rstd=True)
+        spec, mean = self.spec, self.spec.norm == "layer_norm"
+        return _present(
+            x=True, dy=True, weight=spec.weight, mean=mean, rstd=True, bitmask=spec.bitmask
+        )
 
     @property
     def results(self) -> tuple[str, ...]:
@@ -130,7 +134,8 @@ class Backward(_Operation):
 
     def formula(self, *operands: Any) -> Arrays:
         given = dict(zip(self.operands, operands, strict=True))
-        arrays = (given.get(name) for name in ("dy", "x", "weight", "mean", "rstd"))
+        names = ("dy", "x", "weight", "mean", "rstd", "bitmask")
+        arrays = (given.get(name) for name in names)
         result = _formula.backward(self.spec, self.k, *arrays)
         return tuple(array for array in result if array is not None)
 
@@ -176,12 +181,15 @@ def _partitioned(operation: _Operation) -> Any:
     def rule(mesh: Any, operands: Any, results: Any) -> tuple[str, dict[str, Any]]:
         kept = [f"b{i}" for i in range(operands[0].rank - operation.k)]
         whole = [f"n{i}" for i in range(operation.k)]
-        dims = {ROWS: [*kept, *whole], STATISTIC: kept, ROW: whole}
+        dims = {ROWS: [*kept, *whole], STATISTIC: kept, BITS: [*kept, "bytes"], ROW: whole}
         sides = (
             ", ".join(" ".join(dims[KINDS[name]]) for name in names)
             for names in (operation.operands, operation.results)
         )
-        return " -> ".join(sides), {"need_replication_factors": tuple(whole)}
+        # A factor may be named only where it occurs.
+        text = " -> ".join(sides)
+        uncut = (*whole, "bytes") if "bytes" in text else tuple(whole)
+        return text, {"need_replication_factors": uncut}
 
     def partition(mesh: Any, operands: Any, results: Any) -> Any:
         kept = operands[0].sharding.spec[: -operation.k]
