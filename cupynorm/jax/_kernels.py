@@ -155,15 +155,15 @@ def _on(device: int, launch: Launch) -> Launch:
     """Return a launch with its device current: XLA relies on what its threads' devices are."""
     from cupy.cuda.runtime import getDevice, setDevice
 
-    def there(stream: int, addresses: Sequence[int]) -> None:
+    def there(stream: int, addresses: Sequence[int]) -> object:
         previous = getDevice()
-        # Also where it is the same one: a thread that is new to CUDA has no context yet.
+        if previous == device:
+            return launch(stream, addresses)
         setDevice(device)
         try:
-            launch(stream, addresses)
+            return launch(stream, addresses)
         finally:
-            if previous != device:
-                setDevice(previous)
+            setDevice(previous)
 
     return there
 
