@@ -1,22 +1,24 @@
-"""A GPU for `cupynorm._launch`: CuPy's arrays and functions, as far as it uses them, by NumPy.
+"""A GPU for `cupynorm._launch`: CuPy's arrays and functions, as far as it uses them, by NumPy, and
+the function of the CUDA driver that launches.
 
-`_launch` is executed a second time with this in place of CuPy, so that its own code lays out the
-rows, chooses the grid, orders the arguments and allocates scratch. Memory comes as from CuPy's
-pool, aligned and holding NaN; kernels may touch what an array holds and nothing beside.
+`_launch`, `_plans` and `_driver` are executed a second time with these in place, so that their own
+code lays out the rows, chooses the grid, packs the arguments and allocates scratch. Memory comes as
+from CuPy's pool, aligned and holding NaN; kernels may touch what an array holds and nothing beside.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib.util
 import itertools
 import math
 import mmap
+import struct
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -116,6 +118,16 @@ class Memory:
             begins = begins + array.ctypes.data
             self.runtime.register(begins, run, array.itemsize, initialized, name)
 
+    def split(self, address: int, parts: tuple[int, ...]) -> None:
+        """Make each part of an allocation a span of its own, of elements of 4 bytes."""
+        if sum(parts):
+            self.runtime.forget(address)
+        for nbytes in parts:
+            if nbytes:
+                begin = np.array([address])
+                self.runtime.register(begin, nbytes, 4, False, f"{nbytes} bytes of scratch")
+            address += nbytes
+
     def forget_all(self) -> None:
         self.kept.clear()
         self.runtime.forget_all()
@@ -137,8 +149,23 @@ class Gpu:
         self.checked = build is not None and build.counts is None
         self.memory = Memory(runtime())
         self.launched: list[Instantiation] = []
-        self.cupy: Any = _cupy(self.memory, multiprocessors)
-        self._launch = _copy_of_launch(self.cupy, self._load)
+        self.cupy: Any = _cupy(self.memory)
+        self._loaded: dict[int, tuple[Instantiation, Any]] = {}
+        self._driver: Any = _copy("_driver")
+        self._driver.library = lambda: SimpleNamespace(cuLaunchKernelEx=self._run)
+        self._plans: Any = _copy("_plans")
+        self._plans._driver = SimpleNamespace(Kernel=self._kernel)
+        self._plans._jit = SimpleNamespace(
+            load=self._load,
+            forward_instantiation=_jit.forward_instantiation,
+            backward_instantiations=_jit.backward_instantiations,
+        )
+        self._plans._multiprocessors = lambda device: multiprocessors
+        self._launch: Any = _copy("_launch", self.cupy)
+        self._launch._plans = SimpleNamespace(
+            forward_plan=self._plans.forward_plan,
+            backward_plan=lambda *key: _Split(self._plans.backward_plan(*key), self.memory),
+        )
 
     def forward(
         self,
@@ -203,7 +230,15 @@ class Gpu:
     def run(self, kernel: Instantiation, blocks: int, *arguments: Any) -> None:
         """Launch a kernel outside the package; arrays are passed by their addresses."""
         values = tuple(a.data.ptr if isinstance(a, Array) else a for a in arguments)
-        self._load(kernel, 0)((blocks,), (kernel.block_threads,), values, kernel.shared_bytes)
+        parameters = "".join(_letter(a) for a in arguments)
+        launched = self._kernel(
+            kernel.expression,
+            self._load(kernel, 0),
+            kernel.block_threads,
+            kernel.shared_bytes,
+            parameters,
+        )
+        launched.launch(0, blocks, *values)
 
     @contextlib.contextmanager
     def fresh_memory(self) -> Iterator[None]:
@@ -229,34 +264,66 @@ class Gpu:
                 )
         return np.array(result).view(np.ndarray)
 
-    def _load(self, kernel: Instantiation, device: int) -> Callable[..., None]:
-        if self.build is None:
-            return lambda *launch: self.launched.append(kernel)
-        library = self.build.load(kernel)
-        # The first template parameter is x's dtype, or that of the partials.
-        flush = "<double" not in kernel.expression
+    def _load(self, kernel: Instantiation, device: int) -> Any:
+        """Return what stands in for CuPy's Function."""
+        library = self.build and self.build.load(kernel)
+        handle = len(self._loaded) + 1
+        self._loaded[handle] = kernel, library
+        return SimpleNamespace(ptr=handle)
 
-        def function(
-            grid: tuple[int], block: tuple[int], arguments: tuple[Any, ...], shared_bytes: int
-        ) -> None:
-            values = [np.int64(a) if isinstance(a, int) else a for a in arguments]
-            for i, value in enumerate((*values, None)):
-                given, wanted = getattr(value, "nbytes", 0), library.parameter_bytes(i)
+    def _kernel(self, name: str, function: Any, *layout: Any) -> Any:
+        """Return a `_driver.Kernel`; its parameters must have the sizes of the kernel's."""
+        _, library = self._loaded[function.ptr]
+        if library is not None:
+            for i, letter in enumerate((*layout[-1], "0s")):
+                given, wanted = struct.calcsize(letter), library.parameter_bytes(i)
                 if given != wanted:
                     what = f"argument {i} has {given} bytes, its parameter {wanted}"
-                    raise KernelError(f"{kernel.expression}: {what}")
-            if shared_bytes > MOST_SHARED_BYTES:
-                raise KernelError(f"{kernel.expression}: {shared_bytes} bytes of shared memory")
-            holders = [np.array(value) for value in values]
-            addresses = (ctypes.c_void_p * len(holders))(*(h.ctypes.data for h in holders))
-            self.launched.append(kernel)
-            problem = self.memory.runtime.launch(
-                library.call_kernel, grid[0], block[0], shared_bytes, addresses, flush
-            )
-            if problem:
-                raise KernelError(f"{kernel.expression}, {problem}")
+                    raise KernelError(f"{name}: {what}")
+        return self._driver.Kernel(name, function, *layout)
 
-        return function
+    def _run(self, config: Any, function: Any, arguments: Any, extra: None) -> int:
+        """Stand in for cuLaunchKernelEx."""
+        config = self._driver.LaunchConfig.from_address(config.value)
+        kernel, library = self._loaded[function.value]
+        if library is None:
+            self.launched.append(kernel)
+            return 0
+        if config.shared_bytes > MOST_SHARED_BYTES:
+            raise KernelError(f"{kernel.expression}: {config.shared_bytes} bytes of shared memory")
+        self.launched.append(kernel)
+        # The first template parameter is x's dtype, or that of the partials.
+        flush = "<double" not in kernel.expression
+        problem = self.memory.runtime.launch(
+            library.call_kernel,
+            config.grid_x,
+            config.block_x,
+            config.shared_bytes,
+            arguments,
+            flush,
+        )
+        if problem:
+            raise KernelError(f"{kernel.expression}, {problem}")
+        return 0
+
+
+class _Split:
+    """A backward plan whose kernels may not run from one part of its scratch into another."""
+
+    def __init__(self, plan: Any, memory: Memory) -> None:
+        self.plan, self.memory = plan, memory
+        self.scratch_bytes = plan.scratch_bytes
+
+    def launch(self, stream: int, m: int, *addresses: int) -> None:
+        self.memory.split(addresses[-1], self.plan.scratch_parts(m))
+        self.plan.launch(stream, m, *addresses)
+
+
+def _letter(argument: Any) -> str:
+    """Return struct's letter for an argument."""
+    if isinstance(argument, int):
+        return "q"
+    return "P" if isinstance(argument, Array) else np.dtype(argument.dtype).char
 
 
 def _normalized_axes(x: Array, axis: Any, weight: Any, bias: Any) -> int:
@@ -264,10 +331,9 @@ def _normalized_axes(x: Array, axis: Any, weight: Any, bias: Any) -> int:
     return trailing_axes(x.ndim, axis, *ndims)
 
 
-def _cupy(memory: Memory, multiprocessors: int) -> Any:
+def _cupy(memory: Memory) -> Any:
     cupy = ModuleType("cupy")
-    device = SimpleNamespace(attributes={"MultiProcessorCount": multiprocessors})
-    stream = SimpleNamespace(is_capturing=lambda: False)
+    stream = SimpleNamespace(ptr=0, is_capturing=lambda: False)
     tricks = SimpleNamespace(as_strided=memory.as_strided)
     contents = {
         "ndarray": Array,
@@ -277,7 +343,7 @@ def _cupy(memory: Memory, multiprocessors: int) -> Any:
         "asarray": memory.array,
         "lib": SimpleNamespace(stride_tricks=tricks),
         "cuda": SimpleNamespace(
-            Device=lambda device_id: device,
+            alloc=lambda nbytes: memory.empty(nbytes, np.uint8).data,
             get_current_stream=lambda: stream,
             runtime=SimpleNamespace(getDevice=lambda: 0),
         ),
@@ -289,25 +355,14 @@ def _cupy(memory: Memory, multiprocessors: int) -> Any:
 _copies = itertools.count()
 
 
-def _copy_of_launch(cupy: Any, load: Callable[[Instantiation, int], Any]) -> ModuleType:
-    """Return `cupynorm._launch` executed again: its caches hold functions of this GPU alone."""
-    path = f"{cupynorm.__path__[0]}/_launch.py"
-    name = f"cupynorm._launch_on_host_{next(_copies)}"
-    spec = importlib.util.spec_from_file_location(name, path)
+def _copy(name: str, cupy: ModuleType | None = None) -> ModuleType:
+    """Return a module of cupynorm executed again: its caches hold what is of this GPU alone."""
+    path = f"{cupynorm.__path__[0]}/{name}.py"
+    own = f"cupynorm.{name}_on_host_{next(_copies)}"
+    spec = importlib.util.spec_from_file_location(own, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    present = sys.modules.get("cupy")
-    sys.modules["cupy"], sys.modules[name] = cupy, module
-    try:
+    with mock.patch.dict(sys.modules, {own: module} | ({"cupy": cupy} if cupy else {})):
         spec.loader.exec_module(module)
-    finally:
-        del sys.modules["cupy"], sys.modules[name]
-        if present is not None:
-            sys.modules["cupy"] = present
-    module._jit = SimpleNamespace(  # type: ignore[attr-defined]
-        load=load,
-        forward_instantiation=_jit.forward_instantiation,
-        backward_instantiations=_jit.backward_instantiations,
-    )
     return module
