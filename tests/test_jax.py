@@ -385,6 +385,12 @@ def test_without_cupy_a_gpu_is_refused_with_what_to_install(
         _kernels._cuda_plans()
 
 
+def test_an_older_jax_is_refused() -> None:
+    program = "import jax; jax.__version_info__ = (0, 10, 1); import cupynorm.jax"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert "ImportError: cupynorm.jax needs JAX 0.10.2 or newer" in done.stderr
+
+
 def test_importing_cupynorm_imports_no_jax() -> None:
     program = "import cupynorm, sys; sys.exit('jax' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -17,6 +17,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+
+if jax.__version_info__ < (0, 10, 2):
+    raise ImportError(f"cupynorm.jax needs JAX 0.10.2 or newer, found {jax.__version__}")
+
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
