@@ -8,7 +8,15 @@ from typing import Any
 
 from cupynorm._bench import Clock, Timing
 
-__all__ = ["Clock", "Timing", "host_seconds", "profiled", "rotations", "wall_clock"]
+__all__ = [
+    "Clock",
+    "Timing",
+    "host_seconds",
+    "launch_seconds",
+    "profiled",
+    "rotations",
+    "wall_clock",
+]
 
 
 def rotations(problem_bytes: int, cache_bytes: int) -> int:
@@ -50,12 +58,13 @@ def profiled(
     wait: Callable[[Any], object],
     flush: Callable[[], object],
     synchronize: Callable[[], object],
+    launch: float = 0.0,
     runs: int = 10,
 ) -> Timing:
-    """Return the time that a call's kernels run, each after a flush, as torch's profiler sees it.
+    """Return `launch` and the time that a call's kernels run, as torch's profiler sees it.
 
-    The profiler sees the kernels of the whole process, on whatever stream, JAX's too. Gaps between
-    the kernels of a call are not counted.
+    The profiler sees the kernels of the whole process, on whatever stream, JAX's too. Each run
+    comes after a flush. Gaps between the kernels of a call are not counted.
     """
     import torch
 
@@ -80,5 +89,23 @@ def profiled(
             raise RuntimeError(f"the profiler saw {len(kernels)} kernels in {runs} runs")
         each = len(kernels) // runs
         durations = [1e-6 * elapsed for _, elapsed in kernels]
-        rounds.append([sum(durations[i : i + each]) for i in range(0, len(durations), each)])
+        rounds.append(
+            [launch + sum(durations[i : i + each]) for i in range(0, len(durations), each)]
+        )
     return Timing.of(rounds)
+
+
+def launch_seconds(clock: Clock) -> float:
+    """Return what events around a CUDA graph of one kernel measure beside the kernel's own time."""
+    import cupy
+
+    number = cupy.zeros(1)
+    cupy.add(number, number, out=number)  # compiles it
+    synchronize = cupy.cuda.Device().synchronize
+    synchronize()
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        stream.begin_capture()
+        cupy.add(number, number, out=number)
+        graph = stream.end_capture()
+    alone = profiled([graph.launch], lambda _: None, clock.flush, synchronize)
+    return clock.measure([graph.launch]).median - alone.median
