@@ -104,7 +104,7 @@ def check(problem: Problem, relu: Any, inputs: dict[str, Any], output: Any) -> N
             rows(inputs["dy"]), x, weight, exact.mean, exact.rstd, bitmask=exact.bitmask
         ).dx
     errors = np.linalg.norm(rows(output) - wanted, axis=1) / np.linalg.norm(wanted, axis=1)
-    # Of the rows, the median one: a bit that rounding decides, of an element at a bound, spoils a dx.
+    # Of the rows, the median one: a bit of an element at a bound may be either, and dx shows it.
     error = np.median(errors)
     if not error <= oracle.TOLERANCE[problem.dtype]:
         raise ValueError(f"wrong: relative error {error:.1e}")

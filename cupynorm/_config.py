@@ -135,11 +135,14 @@ def forward_config(spec: ForwardSpec, n: int, vector: int) -> ResidentForward | 
 def _backward_registers(
     spec: BackwardSpec, packs: int, *, vector: int, hold_weight: bool, prefetch: bool
 ) -> int:
-    """Return an upper bound of the registers of a resident backward, fitted to NVRTC's counts."""
+    """Return an upper bound of the registers of a resident backward, fitted to NVRTC's counts.
+
+    A bitmask takes a register a pack, which the bound has room for: so it changes no layout, and a
+    masked dy gives the bits that a dy of zeros does.
+    """
     length = pack_length(spec.x)
     row = 4 + length * ITEMSIZE[spec.dy] // 4
     compute = length * ITEMSIZE[compute_dtype(spec.x)] // 4
-    row += spec.bitmask
     words = row * (1 + prefetch) + compute * (spec.gradients + hold_weight)
     scratch = 12 if vector == length else 21
     if "float64" in (spec.dy, spec.weight) and spec.x != "float64":
