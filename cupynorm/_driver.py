@@ -17,6 +17,14 @@ __all__ = ["Kernel", "library"]
 
 INVALID_CONTEXT = 201
 
+MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # CU_FUNC_ATTRIBUTE_...
+NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 14
+CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_...
+PROGRAMMATIC_STREAM_SERIALIZATION = 6
+
+SHARED_BYTES_WITHOUT_ASKING = 48 << 10
+PORTABLE_CLUSTER_BLOCKS = 8
+
 
 @functools.cache
 def library() -> Any:
@@ -41,11 +49,21 @@ class LaunchConfig(ctypes.Structure):
     )
 
 
+class LaunchAttribute(ctypes.Structure):
+    """CUlaunchAttribute of cuda.h."""
+
+    _fields_ = (
+        ("id", ctypes.c_uint),
+        ("padding", ctypes.c_char * 4),
+        ("value", ctypes.c_uint * 16),
+    )
+
+
 class _Frame:
     """What the driver reads in a launch: a config, and the arguments with their addresses."""
 
-    def __init__(self, block_threads: int, shared_bytes: int, offsets: tuple[int, ...], size: int):
-        self.config = LaunchConfig(0, 1, 1, block_threads, 1, 1, shared_bytes)
+    def __init__(self, config: LaunchConfig, offsets: tuple[int, ...], size: int) -> None:
+        self.config = LaunchConfig.from_buffer_copy(config)
         self.arguments = ctypes.create_string_buffer(size)
         start = ctypes.addressof(self.arguments)
         self.addresses = (ctypes.c_void_p * len(offsets))(*(start + o for o in offsets))
@@ -67,17 +85,47 @@ class Kernel:
     parameters : str
         The kernel's parameters in the format of `struct`: P for a pointer, q for a long long, f and
         d for a float and a double.
+    cluster_blocks : int
+        Blocks of a cluster, of which a grid consists.
+    overlaps : bool
+        Whether blocks may start before the kernel launched before it has ended: programmatic
+        dependent launch.
     """
 
     def __init__(
-        self, name: str, function: Any, block_threads: int, shared_bytes: int, parameters: str
+        self,
+        name: str,
+        function: Any,
+        block_threads: int,
+        shared_bytes: int,
+        parameters: str,
+        cluster_blocks: int = 1,
+        overlaps: bool = False,
     ) -> None:
         self.name = name
         self._function = function
         self._handle = ctypes.c_void_p(function.ptr)
+        if shared_bytes > SHARED_BYTES_WITHOUT_ASKING:
+            self._set(MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes)
+        if cluster_blocks > PORTABLE_CLUSTER_BLOCKS:
+            self._set(NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)
+        values: dict[int, tuple[int, ...]] = {}
+        if cluster_blocks > 1:
+            values[CLUSTER_DIMENSION] = (cluster_blocks, 1, 1)
+        if overlaps:
+            values[PROGRAMMATIC_STREAM_SERIALIZATION] = (1,)
+        attributes = (LaunchAttribute * len(values))()
+        for attribute, (identifier, value) in zip(attributes, values.items(), strict=True):
+            attribute.id = identifier
+            attribute.value[: len(value)] = value
+        self._attributes = attributes  # the driver reads them in each launch
+        self._config = LaunchConfig(
+            *(0, 1, 1, block_threads, 1, 1, shared_bytes, None),
+            ctypes.addressof(attributes) if values else None,
+            len(values),
+        )
+        self._cluster_blocks = cluster_blocks
         self._layout = (
-            block_threads,
-            shared_bytes,
             tuple(struct.calcsize(parameters[:i] + f"0{p}") for i, p in enumerate(parameters)),
             struct.calcsize(parameters),
         )
@@ -86,7 +134,7 @@ class Kernel:
         # A launch takes one and puts it back: no two of them, in whatever threads, share one.
         self._frames: list[_Frame] = []
 
-    def launch(self, stream: int, blocks: int, *arguments: float) -> None:
+    def launch(self, stream: int, blocks: int, arguments: tuple[float, ...]) -> None:
         """Launch on a stream of the current device.
 
         Raises
@@ -97,7 +145,7 @@ class Kernel:
         try:
             frame = self._frames.pop()
         except IndexError:
-            frame = _Frame(*self._layout)
+            frame = _Frame(self._config, *self._layout)
         self._pack_into(frame.arguments, 0, *arguments)
         config = frame.config
         config.grid_x = blocks
@@ -115,6 +163,23 @@ class Kernel:
                 f"{self.name} cannot be launched with {blocks} blocks of {config.block_x} threads "
                 f"and {config.shared_bytes} bytes of shared memory: {_describe(status)}"
             )
+
+    def clusters_at_once(self) -> int:
+        """Return how many clusters the current device runs at the same time."""
+        config = LaunchConfig.from_buffer_copy(self._config)
+        config.grid_x = self._cluster_blocks
+        found = ctypes.c_int()
+        status = library().cuOccupancyMaxActiveClusters(
+            ctypes.byref(found), self._handle, ctypes.byref(config)
+        )
+        if status:
+            raise RuntimeError(f"{self.name} cannot have clusters: {_describe(status)}")
+        return found.value
+
+    def _set(self, attribute: int, value: int) -> None:
+        status = library().cuFuncSetAttribute(self._handle, attribute, value)
+        if status:
+            raise RuntimeError(f"{self.name} cannot be given {value}: {_describe(status)}")
 
 
 def _describe(status: int) -> str:

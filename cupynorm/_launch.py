@@ -10,15 +10,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import cupy
+import numpy as np
 
-from cupynorm import _plans
 from cupynorm._arrays import DTYPES, row_stride
 from cupynorm._bitmask import bitmask_bytes
 from cupynorm._config import pack_length
+from cupynorm._plans import backward_plan, forward_plan
 from cupynorm._results import NormBackward, NormForward
 from cupynorm._spec import BackwardSpec, ForwardSpec, Norm, compute_dtype
 
 __all__ = ["backward", "forward"]
+
 
 # ---- arrays as the kernels take them -------------------------------------------------------------
 
@@ -96,7 +98,7 @@ def _kept_by_graph(array: Any) -> Any:
     return array
 
 
-# ---- forward -------------------------------------------------------------------------------------
+# ---- passes --------------------------------------------------------------------------------------
 
 
 def forward(
@@ -124,7 +126,12 @@ def forward(
         mean = cupy.empty(kept, statistics) if store_statistics and norm == "layer_norm" else None
         bitmask = None
         if relu is not None and store_statistics:
-            bitmask = cupy.empty((*kept, bitmask_bytes(n)), "uint8")
+            bitmask = cupy.empty((*kept, bitmask_bytes(n)), np.uint8)
+        result = NormForward(y, mean, rstd, bitmask)
+        m = math.prod(kept)
+        if m == 0:
+            return result
+
         x, x_rows = _rows(x, k, n)
         _, y_rows = _rows(y, k, n)
         weight, bias = _operand(weight), _operand(bias)
@@ -140,9 +147,9 @@ def forward(
         )
         vector = _vector(spec.x, n, (x_rows, y_rows), (weight, bias))
         lower, upper = (0.0, 0.0) if relu is None else relu
-        _plans.forward_plan(spec, n, vector, device).launch(
+        forward_plan(spec, n, vector, device).launch(
             cupy.cuda.get_current_stream().ptr,
-            math.prod(kept),
+            m,
             x_rows.pointer,
             x_rows.row_stride,
             _pointer(weight),
@@ -152,14 +159,11 @@ def forward(
             _pointer(mean),
             _pointer(rstd),
             _pointer(bitmask),
-            float(eps),
+            eps,
             lower,
             upper,
         )
-    return NormForward(y, mean, rstd, bitmask)
-
-
-# ---- backward ------------------------------------------------------------------------------------
+    return result
 
 
 def backward(
@@ -176,26 +180,23 @@ def backward(
     zero_centered: bool,
     dx: Any,
 ) -> NormBackward:
-    """Launch a backward pass over the last k axes of x.
-
-    Scratch is one row of partial sums a block for each weight gradient, at most
-    4 * multiprocessors rows of N values of the compute dtype, and three values a row of x where
-    rows are too long for registers.
-    """
+    """Launch a backward pass over the last k axes of x."""
     n = math.prod(x.shape[x.ndim - k :])
     m = x.size // n
     device = x.device.id
     with _on(device):
         dx = cupy.empty(x.shape, x.dtype) if dx is None else dx
-        dweight = None if weight is None else cupy.empty(weight.shape, weight.dtype)
+        allocate = cupy.empty if m else cupy.zeros
+        dweight = None if weight is None else allocate(weight.shape, weight.dtype)
         dbias = None
         if bias is True:
             like = x if weight is None else weight
-            dbias = cupy.empty(
-                x.shape[x.ndim - k :] if weight is None else weight.shape, like.dtype
-            )
+            dbias = allocate(x.shape[x.ndim - k :] if weight is None else weight.shape, like.dtype)
         elif bias is not False:
-            dbias = cupy.empty(bias.shape, bias.dtype)
+            dbias = allocate(bias.shape, bias.dtype)
+        result = NormBackward(dx, dweight, dbias)
+        if m == 0:
+            return result
 
         x, x_rows = _rows(x, k, n)
         dy, dy_rows = _rows(dy, k, n)
@@ -212,8 +213,8 @@ def backward(
             bitmask=bitmask is not None,
         )
         vector = _vector(spec.x, n, (x_rows, dy_rows, dx_rows), (weight,))
-        plan = _plans.backward_plan(spec, n, vector, device)
-        scratch = _kept_by_graph(cupy.cuda.alloc(plan.scratch_bytes(m)))
+        plan = backward_plan(spec, n, vector, device)
+        scratch = _kept_by_graph(cupy.empty(plan.scratch_bytes(m), np.uint8))
         plan.launch(
             cupy.cuda.get_current_stream().ptr,
             m,
@@ -229,6 +230,6 @@ def backward(
             dx_rows.row_stride,
             _pointer(dweight),
             _pointer(dbias),
-            scratch.ptr,
+            _pointer(scratch),
         )
-    return NormBackward(dx, dweight, dbias)
+    return result

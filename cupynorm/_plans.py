@@ -1,24 +1,26 @@
-"""What a pass does on a device, prepared once, on addresses: no array of any framework.
+"""What a pass does on a device, prepared once: kernels, grids and scratch, on raw addresses.
 
-A plan holds loaded kernels. A launch allocates, compiles and synchronizes nothing, so that it can
-be captured, and called from whatever owns the memory: addresses and streams are integers, an
-absent operand's address is 0, strides of rows count elements. The plan's device must be current.
+Nothing here knows arrays: CuPy's, torch's and JAX's calls come together in these. A launch
+allocates, compiles and synchronizes nothing. Addresses are integers, 0 for what is absent; strides
+are in elements; the device is the current one.
 """
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
-from typing import Protocol
+from functools import cache
 
-from cupynorm import _driver, _jit
+from cupynorm import _jit
 from cupynorm._config import (
     ResidentForward,
+    StagedBackward,
+    StagedForward,
     StreamingBackward,
     backward_config,
     forward_config,
     pack_length,
 )
+from cupynorm._driver import Kernel
 from cupynorm._spec import ITEMSIZE, BackwardSpec, ForwardSpec, compute_dtype
 
 __all__ = ["BackwardPlan", "ForwardPlan", "backward_plan", "forward_plan"]
@@ -26,39 +28,34 @@ __all__ = ["BackwardPlan", "ForwardPlan", "backward_plan", "forward_plan"]
 # The column kernel of the streaming backward uses up to 64 registers at 256 threads.
 COLUMN_BLOCKS_PER_MULTIPROCESSOR = 4
 
-
-def _load(kernel: _jit.Instantiation, device: int, parameters: str) -> _driver.Kernel:
-    return _driver.Kernel(
-        kernel.expression,
-        _jit.load(kernel, device),
-        kernel.block_threads,
-        kernel.shared_bytes,
-        parameters,
-    )
+WITHOUT_CLUSTERS = 80  # an architecture
 
 
-def _real(x: str) -> str:
-    """Return struct's letter for the compute dtype."""
-    return "d" if compute_dtype(x) == "float64" else "f"
-
-
-@functools.cache
-def _multiprocessors(device: int) -> int:
+@cache
+def multiprocessors(device: int) -> int:
+    """Return how many multiprocessors a device has."""
     import cupy
 
     return int(cupy.cuda.Device(device).attributes["MultiProcessorCount"])
 
 
-# ---- forward -------------------------------------------------------------------------------------
+@cache
+def architecture(device: int) -> int:
+    """Return a device's compute capability, 90 for 9.0."""
+    import cupy
+
+    return int(cupy.cuda.Device(device).compute_capability)
 
 
 @dataclass(frozen=True)
 class ForwardPlan:
-    """A forward pass over rows of n elements."""
+    """A forward pass over rows of n elements, for any number of rows."""
 
-    kernel: _driver.Kernel
-    rows_per_block: int
+    kernel: Kernel
     n: int
+    rows_per_block: int
+    cluster_blocks: int
+    most_clusters: int | None  # that take rows in turn; None where each has its own
 
     def launch(
         self,
@@ -77,45 +74,65 @@ class ForwardPlan:
         lower: float,
         upper: float,
     ) -> None:
-        """Normalize m rows."""
-        if m:
-            n = self.n
-            self.kernel.launch(
-                stream,
-                -(-m // self.rows_per_block),
-                *(x, x_stride, weight, bias, y, y_stride, mean, rstd, bitmask),
-                *(m, n, 1 / n, eps, lower, upper),
-            )
+        """Launch it over m rows."""
+        if m == 0:
+            return
+        if self.most_clusters is None:
+            blocks = -(-m // self.rows_per_block)
+        else:
+            blocks = min(m, self.most_clusters) * self.cluster_blocks
+        n = self.n
+        operands = (x, x_stride, weight, bias, y, y_stride, mean, rstd, bitmask)
+        self.kernel.launch(stream, blocks, (*operands, m, n, 1 / n, eps, lower, upper))
 
 
-@functools.cache
+@cache
 def forward_plan(spec: ForwardSpec, n: int, vector: int, device: int) -> ForwardPlan:
-    """Return a forward pass ready to launch on `device`, the current one.
+    """Return a forward pass ready to launch on `device`, the current one; compile it at need."""
+    config = forward_config(spec, n, vector, architecture(device))
+    kernel = _jit.load(_jit.forward_instantiation(spec, config), device)
+    if isinstance(config, StagedForward):
+        clusters = multiprocessors(device)
+        if config.cluster_blocks > 1:
+            clusters = kernel.clusters_at_once()
+            if clusters == 0:  # a slice of a GPU
+                config = forward_config(spec, n, vector, WITHOUT_CLUSTERS)
+                kernel = _jit.load(_jit.forward_instantiation(spec, config), device)
+        if isinstance(config, StagedForward):
+            return ForwardPlan(kernel, n, 1, config.cluster_blocks, clusters)
+    rows = config.rows_per_block if isinstance(config, ResidentForward) else 1
+    return ForwardPlan(kernel, n, rows, 1, None)
 
-    `vector` is how many elements one access may move: a power of two up to a pack that divides n,
-    every stride and, in elements, every address.
+
+@dataclass(frozen=True)
+class BackwardPlan:
+    """A backward pass over rows of n elements, for any number of rows.
+
+    Scratch is one row of partial sums a cluster of blocks for each weight gradient, at most
+    4 * multiprocessors rows of n values of the compute dtype, and three values a row of x where
+    rows are too long for shared memory.
     """
-    config = forward_config(spec, n, vector)
-    real = _real(spec.x)
-    return ForwardPlan(
-        _load(_jit.forward_instantiation(spec, config), device, f"PqPPPqPPPqq{4 * real}"),
-        config.rows_per_block if isinstance(config, ResidentForward) else 1,
-        n,
-    )
 
+    kernels: tuple[Kernel, ...]
+    reduction: Kernel
+    n: int
+    gradients: int
+    itemsize: int  # of the compute dtype
+    rows_per_block: int
+    cluster_blocks: int
+    most_clusters: int
+    tiles: int  # of columns, where rows are streamed; else 0
 
-# ---- backward ------------------------------------------------------------------------------------
+    def _partials(self, m: int) -> int:
+        return min(-(-m // self.rows_per_block), self.most_clusters)
 
-
-class BackwardPlan(Protocol):
-    """A backward pass over rows of n elements."""
-
-    def scratch_parts(self, m: int) -> tuple[int, ...]:
-        """Return the bytes of each array that a pass over m rows keeps in its scratch."""
+    def _partial_bytes(self, m: int) -> int:
+        return -(-self.gradients * self._partials(m) * self.n * self.itemsize // 16) * 16
 
     def scratch_bytes(self, m: int) -> int:
-        """Return the bytes of scratch that a pass over m rows needs, aligned to 16 bytes."""
-        return sum(self.scratch_parts(m))
+        """Return the bytes of scratch that a launch over m rows needs, aligned to 16."""
+        coefficients = 3 * m * self.itemsize if self.tiles else 0
+        return self._partial_bytes(m) + coefficients
 
     def launch(
         self,
@@ -135,148 +152,59 @@ class BackwardPlan(Protocol):
         dbias: int,
         scratch: int,
     ) -> None:
-        """Compute the gradients of m rows, and their sums; of no rows, these are 0."""
+        """Launch it over m rows; of none, the weight gradients are 0."""
+        n, kernels = self.n, self.kernels
+        operands = (dy, dy_stride, x, x_stride, weight, mean, rstd, bitmask)
+        partials = self._partials(m)
+        if m and self.tiles:
+            coefficients = scratch + self._partial_bytes(m)
+            kernels[0].launch(stream, m, (*operands, coefficients, m, n, 1 / n))
+            columns = (coefficients, dx, dx_stride, scratch, partials, m, n)
+            kernels[1].launch(stream, self.tiles * partials, (*operands, *columns))
+        elif m:
+            rows = (dx, dx_stride, scratch, m, n, 1 / n)
+            kernels[0].launch(stream, partials * self.cluster_blocks, (*operands, *rows))
+        if self.gradients:
+            blocks = self.gradients * -(-n // 32)
+            self.reduction.launch(stream, blocks, (scratch, dweight, dbias, partials, n))
 
 
-@dataclass(frozen=True)
-class _Reduction:
-    """The sum of partial weight gradients."""
-
-    kernel: _driver.Kernel
-    blocks: int
-    n: int
-
-    def launch(self, stream: int, partials: int, dweight: int, dbias: int, n_partials: int) -> None:
-        self.kernel.launch(stream, self.blocks, partials, dweight, dbias, n_partials, self.n)
-
-
-@dataclass(frozen=True)
-class _ResidentBackwardPlan(BackwardPlan):
-    """One persistent kernel, each of whose blocks writes a row of partial sums a gradient."""
-
-    kernel: _driver.Kernel
-    reduction: _Reduction | None
-    rows_per_block: int
-    most_blocks: int
-    row_bytes: int  # of all gradients
-    n: int
-
-    def _blocks(self, m: int) -> int:
-        return min(-(-m // self.rows_per_block), self.most_blocks)
-
-    def scratch_parts(self, m: int) -> tuple[int, ...]:
-        return (self._blocks(m) * self.row_bytes,)
-
-    def launch(
-        self,
-        stream: int,
-        m: int,
-        dy: int,
-        dy_stride: int,
-        x: int,
-        x_stride: int,
-        weight: int,
-        mean: int,
-        rstd: int,
-        bitmask: int,
-        dx: int,
-        dx_stride: int,
-        dweight: int,
-        dbias: int,
-        scratch: int,
-    ) -> None:
-        n, blocks = self.n, self._blocks(m)
-        if m:
-            self.kernel.launch(
-                stream,
-                blocks,
-                *(dy, dy_stride, x, x_stride, weight, mean, rstd, bitmask, dx, dx_stride, scratch),
-                *(m, n, 1 / n),
-            )
-        if self.reduction:
-            self.reduction.launch(stream, scratch, dweight, dbias, blocks)
-
-
-@dataclass(frozen=True)
-class _StreamingBackwardPlan(BackwardPlan):
-    """One kernel for the coefficients of each row, one that walks down the columns."""
-
-    coefficients: _driver.Kernel
-    columns: _driver.Kernel
-    reduction: _Reduction | None
-    tiles: int
-    most_chunks: int
-    row_bytes: int  # of all gradients
-    coefficient_bytes: int
-    n: int
-
-    def _chunks(self, m: int) -> int:
-        return min(m, self.most_chunks)
-
-    def scratch_parts(self, m: int) -> tuple[int, ...]:
-        return self._chunks(m) * self.row_bytes, 3 * m * self.coefficient_bytes
-
-    def launch(
-        self,
-        stream: int,
-        m: int,
-        dy: int,
-        dy_stride: int,
-        x: int,
-        x_stride: int,
-        weight: int,
-        mean: int,
-        rstd: int,
-        bitmask: int,
-        dx: int,
-        dx_stride: int,
-        dweight: int,
-        dbias: int,
-        scratch: int,
-    ) -> None:
-        n, chunks = self.n, self._chunks(m)
-        if m:
-            coefficients = scratch + chunks * self.row_bytes
-            operands = (dy, dy_stride, x, x_stride, weight, mean, rstd, bitmask, coefficients)
-            self.coefficients.launch(stream, m, *operands, m, n, 1 / n)
-            self.columns.launch(
-                stream,
-                self.tiles * chunks,
-                *(*operands, dx, dx_stride, scratch, chunks, m, n),
-            )
-        if self.reduction:
-            self.reduction.launch(stream, scratch, dweight, dbias, chunks)
-
-
-@functools.cache
+@cache
 def backward_plan(spec: BackwardSpec, n: int, vector: int, device: int) -> BackwardPlan:
-    """Return a backward pass ready to launch on `device`, the current one; `vector` as above."""
-    config = backward_config(spec, n, vector)
-    kernels = _jit.backward_instantiations(spec, config)
-    real, itemsize = _real(spec.x), ITEMSIZE[compute_dtype(spec.x)]
-    reduction = None
-    if spec.gradients:
-        blocks = spec.gradients * -(-n // 32)
-        reduction = _Reduction(_load(kernels[-1], device, "PPPqq"), blocks, n)
-    row_bytes = spec.gradients * n * itemsize
-    multiprocessors = _multiprocessors(device)
-    if isinstance(config, StreamingBackward):
+    """Return a backward pass ready to launch on `device`, the current one; compile it at need."""
+    capability = architecture(device)
+    config = backward_config(spec, n, vector, capability)
+    kernels = _load_backward(spec, config, device)
+    rows, cluster_blocks, tiles = 1, 1, 0
+    clusters = multiprocessors(device)
+    if isinstance(config, StagedBackward) and config.cluster_blocks > 1:
+        clusters = kernels[0].clusters_at_once()
+        if clusters == 0:  # a slice of a GPU
+            config = backward_config(spec, n, vector, WITHOUT_CLUSTERS)
+            kernels = _load_backward(spec, config, device)
+            clusters = multiprocessors(device)
+    if isinstance(config, StagedBackward):
+        rows, cluster_blocks = config.rows_per_block, config.cluster_blocks
+        if cluster_blocks == 1:
+            clusters *= config.blocks_per_multiprocessor
+    else:
         tiles = -(-n // (config.column_threads * pack_length(spec.x)))
-        return _StreamingBackwardPlan(
-            coefficients=_load(kernels[0], device, f"PqPqPPPPPqq{real}"),
-            columns=_load(kernels[1], device, "PqPqPPPPPPqPqqq"),
-            reduction=reduction,
-            tiles=tiles,
-            most_chunks=-(-multiprocessors * COLUMN_BLOCKS_PER_MULTIPROCESSOR // tiles),
-            row_bytes=row_bytes,
-            coefficient_bytes=itemsize,
-            n=n,
-        )
-    return _ResidentBackwardPlan(
-        kernel=_load(kernels[0], device, f"PqPqPPPPPqPqq{real}"),
-        reduction=reduction,
-        rows_per_block=config.rows_per_block,
-        most_blocks=multiprocessors,
-        row_bytes=row_bytes,
+        clusters = -(-clusters * COLUMN_BLOCKS_PER_MULTIPROCESSOR // tiles)
+    return BackwardPlan(
+        kernels=kernels,
+        reduction=kernels[-1],
         n=n,
+        gradients=spec.gradients,
+        itemsize=ITEMSIZE[compute_dtype(spec.x)],
+        rows_per_block=rows,
+        cluster_blocks=cluster_blocks,
+        most_clusters=clusters,
+        tiles=tiles,
     )
+
+
+def _load_backward(
+    spec: BackwardSpec, config: StagedBackward | StreamingBackward, device: int
+) -> tuple[Kernel, ...]:
+    kernels = _jit.backward_instantiations(spec, config)
+    return tuple(_jit.load(kernel, device) for kernel in kernels)

@@ -1,5 +1,5 @@
-// Backward of RMSNorm (Centered = false) and LayerNorm (Centered = true), for rows that fit in
-// registers.
+// Backward of RMSNorm (Centered = false) and LayerNorm (Centered = true), for rows that fit in the
+// shared memory of a block or of a cluster of blocks.
 //
 //   xhat = (x - mean) * rstd,   g = dy * (weight [+ 1])
 //   dx = rstd * (g - xhat * mean(g * xhat) [- mean(g)]),   dweight = sum dy * xhat,   dbias = sum dy
@@ -9,27 +9,33 @@
 // again by its own mean over the row. One reduction gives all three sums.
 //
 // Layout:    x, dy and dx are n_rows rows of n_cols elements with strides of their own; weight is one
-//            row; mean and rstd one value a row; bitmask (n_cols + 7) / 8 bytes a row; partials holds a
-//            row of n_cols sums for each block, those of dweight (if there is a weight) before
-//            those of dbias. dx may be dy.
-// Grid:      any number of blocks; teams of RowThreads threads take rows in turn; with Prefetch, the
-//            next row is asked for before the present one is worked on.
-// Traffic:   x, dy and bitmask read once, dx written once, partials written once; weight from cache.
-// Thread:    pack p of its row for p = rank, rank + RowThreads, ... (PacksPerThread of them), whose
-//            columns' weight gradients it keeps.
-// Order:     dx as in forward.cu; weight gradients: up to kTurns rows of a team in turn, then the
-//            block's teams in turn, then such sums in turn, then reduce_partials.cu. No sum is one
-//            long sequence, and the bits are the same from run to run.
-// Result:    partials, of block b in row b.
+//            row; mean and rstd one value a row; bitmask (n_cols + 7) / 8 bytes a row; partials
+//            holds a row of n_cols sums for each cluster, those of dweight (if there is a weight)
+//            before those of dbias. dx may be dy. Full: the row's columns fill the team's packs
+//            exactly.
+// Grid:      any number of clusters of ClusterBlocks blocks; their teams (of RowThreads threads a
+//            block) take rows in turn, the next Stages - 1 of which are on their way into shared
+//            memory.
+// Traffic:   x, dy and bitmask read once, dx written once, partials written once; weight once a
+//            block.
+// Thread:    pack p of its block's columns for p = rank, rank + RowThreads, ... (PacksPerThread of
+//            them), whose weight gradients it keeps.
+// Order:     dx: a thread's packs in turn, then the team's reduction; weight gradients: up to kTurns
+//            rows of a team in turn, then the block's teams in turn, then such sums in turn, then
+//            reduce_partials.cu. No sum is one long sequence, and the bits are the same from run to
+//            run.
+// Result:    partials, of cluster c in row c.
 #include "affine.cuh"
 #include "gradient.cuh"
 #include "relu.cuh"
+#include "stage.cuh"
+#include "statistics.cuh"
 #include "team.cuh"
 
 template <typename X, typename DY, typename Weight, bool Centered, bool ZeroCentered, bool DBias,
-          bool Bitmask, bool HoldWeight, bool Prefetch, int RowThreads, int BlockThreads,
-          int PacksPerThread, int Vector>
-__global__ __launch_bounds__(BlockThreads, 1) void norm_backward(
+          bool Bitmask, bool HoldWeight, int Stages, int ClusterBlocks, int RowThreads,
+          int BlockThreads, int BlocksPerMultiprocessor, int PacksPerThread, bool Full, int Vector>
+__global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_backward(
     const DY* dy, long long dy_stride, const X* x, long long x_stride, const Weight* weight,
     const Compute<X>* mean, const Compute<X>* rstd, const unsigned char* bitmask, X* dx,
     long long dx_stride, Compute<X>* partials, long long n_rows, long long row_length,
@@ -37,135 +43,215 @@ __global__ __launch_bounds__(BlockThreads, 1) void norm_backward(
   using T = Compute<X>;
   constexpr int kLength = 16 / static_cast<int>(sizeof(X));
   constexpr bool kDWeight = kPresent<Weight>;
-  constexpr int kTeams = BlockThreads / RowThreads;
-  Team<RowThreads, BlockThreads> team;
-  int n_cols = static_cast<int>(row_length);
-  const auto first_column = [&](int p) { return (p * RowThreads + team.rank) * kLength; };
+  using TeamOf = Team<RowThreads, BlockThreads, ClusterBlocks>;
+  using StageOfX = Stage<X, kLength, PacksPerThread, BlockThreads>;
+  using StageOfDY = Stage<DY, kLength, PacksPerThread, BlockThreads>;
+  using StageOfWeight = Stage<Weight, kLength, PacksPerThread, BlockThreads>;
+  constexpr int kStageBytes = StageOfX::kBytes + StageOfDY::kBytes;
+  constexpr int kTeams = TeamOf::kTeams;
+  TeamOf team;
+  constexpr int kColumns = ClusterBlocks * RowThreads * PacksPerThread * kLength;
+  int n_cols = Full ? kColumns : static_cast<int>(row_length);
+  const auto first_column = [&](int p) {
+    return team.template first_column<PacksPerThread, kLength>(p);
+  };
+  char* const stages =
+      static_cast<char*>(dynamic_shared_memory()) + TeamOf::template scratch_bytes<T>();
+
+  char* const stage_of_weight = stages + Stages * kStageBytes;
+
+  // 1. Ask for the weight and the first rows.
+  let_next_kernel_start();
+  const long long group = block_index() / ClusterBlocks, groups = block_count() / ClusterBlocks;
+  const long long rows_a_turn = groups * kTeams;
+  long long row = group * kTeams + team.team;
+  long long fetched = row;  // the row to be asked for next, and where it is
+  const X* fetched_x = x + row * x_stride;
+  const DY* fetched_dy = dy + row * dy_stride;
+  const auto fetch = [&](int stage, int p) {
+    const int n = fetched < n_rows ? n_cols : 0;
+    char* const place = stages + stage * kStageBytes;
+    StageOfX::template fetch<Vector>(place, p, fetched_x, first_column(p), n);
+    StageOfDY::template fetch<Vector>(place + StageOfX::kBytes, p, fetched_dy, first_column(p), n);
+  };
+  const auto fetched_all = [&] {
+    commit_copies();
+    fetched += rows_a_turn;
+    fetched_x += rows_a_turn * x_stride;
+    fetched_dy += rows_a_turn * dy_stride;
+  };
+  if constexpr (!HoldWeight) {
+#pragma unroll
+    for (int p = 0; p < PacksPerThread; ++p) {
+      StageOfWeight::template fetch<Vector>(stage_of_weight, p, weight, first_column(p), n_cols);
+    }
+  }
+#pragma unroll
+  for (int stage = 0; stage < Stages; ++stage) {
+#pragma unroll
+    for (int p = 0; p < PacksPerThread; ++p) fetch(stage, p);
+    fetched_all();
+  }
+  // What else of a row is asked for ahead, into registers.
+  struct Beside {
+    T mean = 0, rstd = 0;
+    unsigned bits[Bitmask ? PacksPerThread : 1] = {};
+  };
+  const auto load_beside = [&](long long of_row) {
+    Beside beside;
+    if (of_row < n_rows) {
+      if constexpr (Centered) beside.mean = mean[of_row];
+      beside.rstd = rstd[of_row];
+      if constexpr (Bitmask) {
+        const unsigned char* bytes = bitmask + of_row * bitmask_bytes(n_cols);
+#pragma unroll
+        for (int p = 0; p < PacksPerThread; ++p) {
+          beside.bits[p] = load_bits(bytes, first_column(p), n_cols);
+        }
+      }
+    }
+    return beside;
+  };
+  Beside next = load_beside(row), after_next = load_beside(row + rows_a_turn);
 
   T dweight[kDWeight ? PacksPerThread : 1][kLength] = {};
   T dbias[DBias ? PacksPerThread : 1][kLength] = {};
-  // Moves one gradient from registers to this block's partials, by way of shared memory: the
-  // block's teams one after another.
+  // Moves one gradient from registers to this block's partials; that of several teams by way of
+  // shared memory, one team after another.
   bool flushed = false;
   const auto flush = [&](T(&gradient)[PacksPerThread][kLength], long long index) {
-    constexpr int kColumns = RowThreads * PacksPerThread * kLength;
-    T* shared = static_cast<T*>(dynamic_shared_memory()) +
-                Team<RowThreads, BlockThreads>::template scratch_bytes<T>() / sizeof(T);
+    T* target = partials + (index * groups + group) * n_cols;
+    if constexpr (kTeams == 1) {
 #pragma unroll
-    for (int p = 0; p < PacksPerThread; ++p) {
-      Pack<T, kLength> sums;
+      for (int p = 0; p < PacksPerThread; ++p) {
+        Pack<T, kLength> sums;
+        load<Vector>(sums, target, first_column(p), flushed ? n_cols : 0);
 #pragma unroll
-      for (int i = 0; i < kLength; ++i) {
-        sums.set(i, gradient[p][i]);
-        gradient[p][i] = 0;
+        for (int i = 0; i < kLength; ++i) {
+          sums.set(i, sums.template get<T>(i) + gradient[p][i]);
+          gradient[p][i] = 0;
+        }
+        store<Vector>(sums, target, first_column(p), n_cols);
       }
-      store<kLength>(sums, shared + team.team * kColumns, first_column(p), kColumns);
-    }
-    block_barrier();
-    T* target = partials + (index * block_count() + block_index()) * n_cols;
-    for (int column = thread_index(); column < n_cols; column += BlockThreads) {
-      T sum = shared[column];
+    } else {
+      T* shared = reinterpret_cast<T*>(stage_of_weight + (HoldWeight ? 0 : StageOfWeight::kBytes));
+#pragma unroll
+      for (int p = 0; p < PacksPerThread; ++p) {
+        Pack<T, kLength> sums;
+        sums.set(gradient[p]);
+#pragma unroll
+        for (int i = 0; i < kLength; ++i) gradient[p][i] = 0;
+        store<kLength>(sums, shared + team.team * kColumns, first_column(p), kColumns);
+      }
+      block_barrier();
+      for (int column = thread_index(); column < n_cols; column += BlockThreads) {
+        T sum = shared[column];
 #pragma unroll 4
-      for (int i = 1; i < kTeams; ++i) sum += shared[i * kColumns + column];
-      target[column] = flushed ? target[column] + sum : sum;
+        for (int i = 1; i < kTeams; ++i) sum += shared[i * kColumns + column];
+        target[column] = flushed ? target[column] + sum : sum;
+      }
+      block_barrier();
     }
-    block_barrier();
   };
   const auto flush_all = [&] {
-    make_opaque(n_cols);
+    if constexpr (!Full) make_opaque(n_cols);
     if constexpr (kDWeight) flush(dweight, 0);
     if constexpr (DBias) flush(dbias, kDWeight ? 1 : 0);
     flushed = true;
   };
-  T held_weight[HoldWeight ? PacksPerThread : 1][kLength];
+  Pack<Weight, kLength> held_weight[HoldWeight ? PacksPerThread : 1];
   if constexpr (HoldWeight) {
 #pragma unroll
     for (int p = 0; p < PacksPerThread; ++p) {
-      Pack<Weight, kLength> weights;
-      load<Vector>(weights, weight, first_column(p), n_cols);
-#pragma unroll
-      for (int i = 0; i < kLength; ++i) held_weight[p][i] = weight_at<ZeroCentered, T>(weights, i);
+      load<Vector>(held_weight[p], weight, first_column(p), n_cols);
     }
   }
-  // g of a pack; its weights come from registers, or once more from cache.
-  const auto scaled = [&](const Pack<DY, kLength>& pack, int p, T(&g)[kLength]) {
-    Pack<Weight, kLength> weights;
-    if constexpr (kDWeight && !HoldWeight) load<Vector>(weights, weight, first_column(p), n_cols);
-#pragma unroll
-    for (int i = 0; i < kLength; ++i) {
-      g[i] = pack.template get<T>(i);
-      if constexpr (HoldWeight) {
-        g[i] *= held_weight[p][i];
-      } else if constexpr (kDWeight) {
-        g[i] *= weight_at<ZeroCentered, T>(weights, i);
-      }
-    }
-  };
-
-  struct Row {
-    Pack<X, kLength> x[PacksPerThread];
-    Pack<DY, kLength> dy[PacksPerThread];
-    unsigned bits[Bitmask ? PacksPerThread : 1] = {};
-    T mean = 0, rstd = 0;
-  };
-  const auto fetch = [&](Row& fetched, long long row) {
-    const bool active = row < n_rows;
-    const int n = active ? n_cols : 0;
-#pragma unroll
-    for (int p = 0; p < PacksPerThread; ++p) {
-      load<Vector>(fetched.x[p], x + row * x_stride, first_column(p), n);
-      load<Vector>(fetched.dy[p], dy + row * dy_stride, first_column(p), n);
-      if constexpr (Bitmask) {
-        fetched.bits[p] = load_bits(bitmask + row * bitmask_bytes(n_cols), first_column(p), n);
-      }
-    }
-    if constexpr (Centered) fetched.mean = active ? mean[row] : T(0);
-    fetched.rstd = active ? rstd[row] : T(0);
-  };
-
-  const long long rows_a_turn = block_count() * kTeams;
-  long long block_row = block_index() * kTeams;
-  Row next;
-  if constexpr (Prefetch) fetch(next, block_row + team.team);
-  int turn = 0;
-  for (; block_row < n_rows; block_row += rows_a_turn) {
-    // 1. Take the row, and ask for the next.
-    const long long row = block_row + team.team;
-    Row current;
-    if constexpr (Prefetch) {
-      current = next;
-      fetch(next, row + rows_a_turn);
+  // A pack of the weight, from registers or from shared memory.
+  const auto weights_of = [&](int p) {
+    if constexpr (HoldWeight) {
+      return held_weight[p];
     } else {
-      fetch(current, row);
+      return StageOfWeight::read(stage_of_weight, p);
     }
-    if constexpr (Bitmask) {
-#pragma unroll
-      for (int p = 0; p < PacksPerThread; ++p) {
-        keep(current.dy[p], current.bits[p], first_column(p));
-      }
-    }
+  };
 
-    // 2. Sums of g * h, g and h, where h = (x - mean) * rstd is xhat before it is centred again.
-    make_opaque(n_cols);  // else each element's comparison with it is kept for the next step
-    T sums[Centered ? 3 : 1] = {};
+  // 2. Sums of g * h, g and h, where h = (x - mean) * rstd is xhat before it is centred again.
+  constexpr int kSums = Centered ? 3 : 1;
+  // h as value * scale + shift. The product that fused_multiply_add adds to is exact: what is rounded
+  // in -mean * rstd is the same for the whole row, and centred away as the rounding of the mean is.
+  // It overflows for constant rows alone, all of whose h are 0.
+  struct Centring {
+    T scale, shift;
+  };
+  const auto centring = [](const Beside& of_row) {
+    const T shift = Centered ? -of_row.mean * of_row.rstd : T(0);
+    return absolute(shift) > Range<T>::kLargest ? Centring{T(0), T(0)}
+                                                : Centring{of_row.rstd, shift};
+  };
+  const auto h_of = [](T value, const Centring& row) {
+    return Centered ? fused_multiply_add(value, row.scale, row.shift) : value * row.scale;
+  };
+  // dy of a pack, as the bitmask lets it through.
+  const auto read_dy = [&](char* place, int p, const Beside& of_row) {
+    Pack<DY, kLength> pack = StageOfDY::read(place + StageOfX::kBytes, p);
+    if constexpr (Bitmask) keep(pack, of_row.bits[p], first_column(p));
+    return pack;
+  };
+  const auto sum_up = [&](int stage, const Beside& of_row, T(&sums)[kSums]) {
+    char* const place = stages + stage * kStageBytes;
+    if constexpr (!Full)
+      make_opaque(n_cols);  // else each element's comparison with it is kept for the next step
+    const Centring row_centring = centring(of_row);
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) sums[i] = 0;
 #pragma unroll
     for (int p = 0; p < PacksPerThread; ++p) {
-      T g[kLength];
-      scaled(current.dy[p], p, g);
+      const Pack<X, kLength> row_x = StageOfX::read(place, p);
+      const Pack<DY, kLength> row_dy = read_dy(place, p, of_row);
+      const Pack<Weight, kLength> weights = weights_of(p);
 #pragma unroll
       for (int i = 0; i < kLength; ++i) {
-        T h = (current.x[p].template get<T>(i) - current.mean) * current.rstd;
-        sums[0] = fused_multiply_add(g[i], h, sums[0]);
+        T g = row_dy.template get<T>(i);
+        if constexpr (kDWeight) g *= weight_at<ZeroCentered, T>(weights, i);
+        T h = h_of(row_x.template get<T>(i), row_centring);
+        sums[0] = fused_multiply_add(g, h, sums[0]);
         if constexpr (Centered) {
           if (!inside<Vector>(first_column(p), i, n_cols)) h = 0;
-          sums[1] += g[i];
+          sums[1] += g;
           sums[2] += h;
         }
       }
     }
-    team.template reduce<Sum>(sums);
-    forget_conversions(current.x);
-    forget_conversions(current.dy);
+  };
+
+  // In a cluster the sums of the next row are formed while those of this one are on their way.
+  constexpr bool kAhead = ClusterBlocks > 1;
+  T sums[kSums];
+  if constexpr (kAhead) {
+    wait_for_copies<Stages - 1>();
+    sum_up(0, next, sums);
+    team.template begin_reduction<Sum>(sums);
+  }
+  X* dx_row = dx + row * dx_stride;
+  int turn = 0, stage = 0;
+  for (long long block_row = group * kTeams; block_row < n_rows; block_row += rows_a_turn) {
+    // 3. The row's sums.
+    const Beside current = next;
+    next = after_next;
+    after_next = load_beside(row + 2 * rows_a_turn);
+    const int next_stage = stage + 1 == Stages ? 0 : stage + 1;
+    T next_sums[kSums];
+    if constexpr (kAhead) {
+      const bool more = block_row + rows_a_turn < n_rows;
+      wait_for_copies<Stages - 2>();
+      if (more) sum_up(next_stage, next, next_sums);
+      team.template finish_reduction<Sum>(sums);
+      if (more) team.template begin_reduction<Sum>(next_sums);
+    } else {
+      wait_for_copies<Stages - 1>();
+      sum_up(stage, current, sums);
+      team.template reduce<Sum>(sums);
+    }
     T recentre = 0, mean_of_g = 0, mean_of_g_xhat = sums[0] * inv_n;
     if constexpr (Centered) {
       recentre = sums[2] * inv_n;
@@ -173,27 +259,52 @@ __global__ __launch_bounds__(BlockThreads, 1) void norm_backward(
       mean_of_g_xhat = (sums[0] - recentre * sums[1]) * inv_n;
     }
 
-    // 3. dx, and this row's share of the weight gradients.
-    make_opaque(n_cols);
+    // 4. dx, and this row's share of the weight gradients; what was read makes room for a later row.
+    if constexpr (!Full) make_opaque(n_cols);
+    char* const place = stages + stage * kStageBytes;
+    const int n_stored = row < n_rows ? n_cols : 0;
+    const Centring row_centring = centring(current);
 #pragma unroll
     for (int p = 0; p < PacksPerThread; ++p) {
-      T g[kLength];
-      scaled(current.dy[p], p, g);
-      Pack<X, kLength> gradient;
+      const Pack<X, kLength> row_x = StageOfX::read(place, p);
+      const Pack<DY, kLength> row_dy = read_dy(place, p, current);
+      const Pack<Weight, kLength> weights = weights_of(p);
+      T gradient[kLength];
 #pragma unroll
       for (int i = 0; i < kLength; ++i) {
-        T xhat = (current.x[p].template get<T>(i) - current.mean) * current.rstd;
-        if constexpr (Centered) xhat -= recentre;
-        const T projected = fused_multiply_add(-xhat, mean_of_g_xhat, g[i] - mean_of_g);
-        gradient.set(i, projected * current.rstd);
-        const T upstream = current.dy[p].template get<T>(i);
+        const T xhat = h_of(row_x.template get<T>(i), row_centring) - recentre;
+        const T upstream = row_dy.template get<T>(i);
+        const T along = fused_multiply_add(-xhat, mean_of_g_xhat, -mean_of_g);
+        T projected;
+        if constexpr (kDWeight) {
+          projected = fused_multiply_add(upstream, weight_at<ZeroCentered, T>(weights, i), along);
+        } else {
+          projected = upstream + along;
+        }
+        gradient[i] = projected * current.rstd;
         if constexpr (kDWeight) dweight[p][i] = fused_multiply_add(upstream, xhat, dweight[p][i]);
         if constexpr (DBias) dbias[p][i] += upstream;
       }
-      store<Vector>(gradient, dx + row * dx_stride, first_column(p), row < n_rows ? n_cols : 0);
+      Pack<X, kLength> stored;
+      stored.set(gradient);
+      if constexpr (Vector == kLength) {
+        store<Vector>(stored, dx_row, first_column(p), n_stored);
+      } else {
+        StageOfX::write(stored, place, p);
+        StageOfX::template store<Vector>(place, p, dx_row, first_column(p), n_stored);
+      }
+      fetch(stage, p);
+    }
+    fetched_all();
+    stage = next_stage;
+    row += rows_a_turn;
+    dx_row += rows_a_turn * dx_stride;
+    if constexpr (kAhead) {
+#pragma unroll
+      for (int i = 0; i < kSums; ++i) sums[i] = next_sums[i];
     }
 
-    // 4. Now and then, weight gradients leave the registers.
+    // 5. Now and then, weight gradients leave the registers.
     if (++turn == kTurns) {
       flush_all();
       turn = 0;

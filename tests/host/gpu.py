@@ -1,21 +1,21 @@
-"""A GPU for `cupynorm._launch`: CuPy's arrays and functions, as far as it uses them, by NumPy, and
-the function of the CUDA driver that launches.
+"""A GPU for `cupynorm._launch`: CuPy's arrays and functions, as far as it uses them, by NumPy.
 
-`_launch`, `_plans` and `_driver` are executed a second time with these in place, so that their own
-code lays out the rows, chooses the grid, packs the arguments and allocates scratch. Memory comes as
-from CuPy's pool, aligned and holding NaN; kernels may touch what an array holds and nothing beside.
+`_launch` and `_plans` are executed a second time with this in place of CuPy and of the driver, so
+that their own code lays out the rows, chooses the grid, orders the arguments and allocates scratch.
+Memory comes as from CuPy's pool, aligned and holding NaN; kernels may touch what an array holds and
+nothing beside.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib.util
 import itertools
 import math
 import mmap
-import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -25,15 +25,17 @@ import numpy as np
 import cupynorm
 from cupynorm import NormBackward, NormForward, _jit
 from cupynorm._checks import trailing_axes
+from cupynorm._config import shared_limit
 from cupynorm._jit import Instantiation
 from host.build import Build, KernelError, runtime
 
-__all__ = ["Array", "Gpu"]
+__all__ = ["ARCHITECTURE", "Array", "Gpu"]
 
 MAP_NORESERVE = 0x4000  # of Linux; not every Python names it
 ALIGNMENT = 512  # as of CuPy's pool
-# What a block may have without asking, on every GPU.
-MOST_SHARED_BYTES = 48 << 10
+ARCHITECTURE = 90
+# The parameters' types, by the letters of the struct module.
+PARAMETERS = {"P": np.int64, "q": np.int64, "f": np.float32, "d": np.float64}
 # Single elements that kernels never get to see: _launch copies such arrays.
 MOST_SPANS = 4096
 
@@ -118,16 +120,6 @@ class Memory:
             begins = begins + array.ctypes.data
             self.runtime.register(begins, run, array.itemsize, initialized, name)
 
-    def split(self, address: int, parts: tuple[int, ...]) -> None:
-        """Make each part of an allocation a span of its own, of elements of 4 bytes."""
-        if sum(parts):
-            self.runtime.forget(address)
-        for nbytes in parts:
-            if nbytes:
-                begin = np.array([address])
-                self.runtime.register(begin, nbytes, 4, False, f"{nbytes} bytes of scratch")
-            address += nbytes
-
     def forget_all(self) -> None:
         self.kept.clear()
         self.runtime.forget_all()
@@ -144,28 +136,16 @@ class Gpu:
         The kernels that ran, in order.
     """
 
-    def __init__(self, build: Build | None, multiprocessors: int = 2) -> None:
+    def __init__(
+        self, build: Build | None, multiprocessors: int = 2, architecture: int = ARCHITECTURE
+    ) -> None:
         self.build = build
         self.checked = build is not None and build.counts is None
         self.memory = Memory(runtime())
         self.launched: list[Instantiation] = []
         self.cupy: Any = _cupy(self.memory)
-        self._loaded: dict[int, tuple[Instantiation, Any]] = {}
-        self._driver: Any = _copy("_driver")
-        self._driver.library = lambda: SimpleNamespace(cuLaunchKernelEx=self._run)
-        self._plans: Any = _copy("_plans")
-        self._plans._driver = SimpleNamespace(Kernel=self._kernel)
-        self._plans._jit = SimpleNamespace(
-            load=self._load,
-            forward_instantiation=_jit.forward_instantiation,
-            backward_instantiations=_jit.backward_instantiations,
-        )
-        self._plans._multiprocessors = lambda device: multiprocessors
-        self._launch: Any = _copy("_launch", self.cupy)
-        self._launch._plans = SimpleNamespace(
-            forward_plan=self._plans.forward_plan,
-            backward_plan=lambda *key: _Split(self._plans.backward_plan(*key), self.memory),
-        )
+        self.architecture = architecture
+        self._launch = _copy_of_launch(self.cupy, self._load, multiprocessors, architecture)
 
     def forward(
         self,
@@ -229,16 +209,8 @@ class Gpu:
 
     def run(self, kernel: Instantiation, blocks: int, *arguments: Any) -> None:
         """Launch a kernel outside the package; arrays are passed by their addresses."""
-        values = tuple(a.data.ptr if isinstance(a, Array) else a for a in arguments)
-        parameters = "".join(_letter(a) for a in arguments)
-        launched = self._kernel(
-            kernel.expression,
-            self._load(kernel, 0),
-            kernel.block_threads,
-            kernel.shared_bytes,
-            parameters,
-        )
-        launched.launch(0, blocks, *values)
+        values = (a.data.ptr if isinstance(a, Array) else a for a in arguments)
+        self._load(kernel, 0).launch(0, blocks, tuple(values))
 
     @contextlib.contextmanager
     def fresh_memory(self) -> Iterator[None]:
@@ -264,66 +236,52 @@ class Gpu:
                 )
         return np.array(result).view(np.ndarray)
 
-    def _load(self, kernel: Instantiation, device: int) -> Any:
-        """Return what stands in for CuPy's Function."""
-        library = self.build and self.build.load(kernel)
-        handle = len(self._loaded) + 1
-        self._loaded[handle] = kernel, library
-        return SimpleNamespace(ptr=handle)
+    def _load(self, kernel: Instantiation, device: int) -> _Kernel:
+        return _Kernel(self, kernel)
 
-    def _kernel(self, name: str, function: Any, *layout: Any) -> Any:
-        """Return a `_driver.Kernel`; its parameters must have the sizes of the kernel's."""
-        _, library = self._loaded[function.ptr]
-        if library is not None:
-            for i, letter in enumerate((*layout[-1], "0s")):
-                given, wanted = struct.calcsize(letter), library.parameter_bytes(i)
-                if given != wanted:
-                    what = f"argument {i} has {given} bytes, its parameter {wanted}"
-                    raise KernelError(f"{name}: {what}")
-        return self._driver.Kernel(name, function, *layout)
 
-    def _run(self, config: Any, function: Any, arguments: Any, extra: None) -> int:
-        """Stand in for cuLaunchKernelEx."""
-        config = self._driver.LaunchConfig.from_address(config.value)
-        kernel, library = self._loaded[function.value]
-        if library is None:
-            self.launched.append(kernel)
-            return 0
-        if config.shared_bytes > MOST_SHARED_BYTES:
-            raise KernelError(f"{kernel.expression}: {config.shared_bytes} bytes of shared memory")
-        self.launched.append(kernel)
-        # The first template parameter is x's dtype, or that of the partials.
-        flush = "<double" not in kernel.expression
-        problem = self.memory.runtime.launch(
-            library.call_kernel,
-            config.grid_x,
-            config.block_x,
-            config.shared_bytes,
-            arguments,
-            flush,
+class _Kernel:
+    """A kernel of the build, launched as `cupynorm._driver.Kernel` is."""
+
+    def __init__(self, gpu: Gpu, kernel: Instantiation) -> None:
+        self.gpu = gpu
+        self.kernel = kernel
+        self.library = None if gpu.build is None else gpu.build.load(kernel)
+
+    def clusters_at_once(self) -> int:
+        return 2
+
+    def launch(self, stream: int, blocks: int, arguments: tuple[Any, ...]) -> None:
+        kernel, gpu = self.kernel, self.gpu
+        gpu.launched.append(kernel)
+        if self.library is None:
+            return
+        letters = kernel.parameters
+        holders = [
+            np.array(argument, PARAMETERS[letter])
+            for letter, argument in zip(letters, arguments, strict=True)
+        ]
+        for i, holder in enumerate((*holders, None)):
+            given, wanted = getattr(holder, "nbytes", 0), self.library.parameter_bytes(i)
+            if given != wanted:
+                what = f"argument {i} has {given} bytes, its parameter {wanted}"
+                raise KernelError(f"{kernel.expression}: {what}")
+        most = shared_limit(gpu.architecture)
+        if kernel.shared_bytes > most:
+            raise KernelError(f"{kernel.expression}: {kernel.shared_bytes} bytes of shared memory")
+        addresses = (ctypes.c_void_p * len(holders))(*(h.ctypes.data for h in holders))
+        problem = gpu.memory.runtime.launch(
+            self.library.call_kernel,
+            blocks,
+            kernel.block_threads,
+            kernel.cluster_blocks,
+            kernel.shared_bytes,
+            addresses,
+            # The first template parameter is x's dtype, or that of the partials.
+            "<double" not in kernel.expression,
         )
         if problem:
             raise KernelError(f"{kernel.expression}, {problem}")
-        return 0
-
-
-class _Split:
-    """A backward plan whose kernels may not run from one part of its scratch into another."""
-
-    def __init__(self, plan: Any, memory: Memory) -> None:
-        self.plan, self.memory = plan, memory
-        self.scratch_bytes = plan.scratch_bytes
-
-    def launch(self, stream: int, m: int, *addresses: int) -> None:
-        self.memory.split(addresses[-1], self.plan.scratch_parts(m))
-        self.plan.launch(stream, m, *addresses)
-
-
-def _letter(argument: Any) -> str:
-    """Return struct's letter for an argument."""
-    if isinstance(argument, int):
-        return "q"
-    return "P" if isinstance(argument, Array) else np.dtype(argument.dtype).char
 
 
 def _normalized_axes(x: Array, axis: Any, weight: Any, bias: Any) -> int:
@@ -333,7 +291,8 @@ def _normalized_axes(x: Array, axis: Any, weight: Any, bias: Any) -> int:
 
 def _cupy(memory: Memory) -> Any:
     cupy = ModuleType("cupy")
-    stream = SimpleNamespace(ptr=0, is_capturing=lambda: False)
+    device = SimpleNamespace()
+    stream = SimpleNamespace(is_capturing=lambda: False, ptr=0)
     tricks = SimpleNamespace(as_strided=memory.as_strided)
     contents = {
         "ndarray": Array,
@@ -343,7 +302,7 @@ def _cupy(memory: Memory) -> Any:
         "asarray": memory.array,
         "lib": SimpleNamespace(stride_tricks=tricks),
         "cuda": SimpleNamespace(
-            alloc=lambda nbytes: memory.empty(nbytes, np.uint8).data,
+            Device=lambda device_id: device,
             get_current_stream=lambda: stream,
             runtime=SimpleNamespace(getDevice=lambda: 0),
         ),
@@ -355,14 +314,29 @@ def _cupy(memory: Memory) -> Any:
 _copies = itertools.count()
 
 
-def _copy(name: str, cupy: ModuleType | None = None) -> ModuleType:
-    """Return a module of cupynorm executed again: its caches hold what is of this GPU alone."""
-    path = f"{cupynorm.__path__[0]}/{name}.py"
-    own = f"cupynorm.{name}_on_host_{next(_copies)}"
-    spec = importlib.util.spec_from_file_location(own, path)
+def _copy_of_launch(
+    cupy: Any, load: Callable[[Instantiation, int], Any], multiprocessors: int, architecture: int
+) -> ModuleType:
+    """Return `cupynorm._launch` executed again: its plans hold kernels of this GPU alone."""
+    plans = _copy_of("_plans", {})
+    plans.multiprocessors = lambda device: multiprocessors  # type: ignore[attr-defined]
+    plans.architecture = lambda device: architecture  # type: ignore[attr-defined]
+    plans._jit = SimpleNamespace(  # type: ignore[attr-defined]
+        load=load,
+        forward_instantiation=_jit.forward_instantiation,
+        backward_instantiations=_jit.backward_instantiations,
+    )
+    return _copy_of("_launch", {"cupy": cupy, "cupynorm._plans": plans})
+
+
+def _copy_of(module: str, others: dict[str, Any]) -> ModuleType:
+    """Execute a module of the package again, with other modules in place of what it imports."""
+    path = f"{cupynorm.__path__[0]}/{module}.py"
+    name = f"cupynorm.{module}_on_host_{next(_copies)}"
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    with mock.patch.dict(sys.modules, {own: module} | ({"cupy": cupy} if cupy else {})):
-        spec.loader.exec_module(module)
-    return module
+    copy = importlib.util.module_from_spec(spec)
+    with mock.patch.dict(sys.modules, {**others, name: copy}):
+        spec.loader.exec_module(copy)
+    return copy
