@@ -24,7 +24,7 @@ def new(backends: dict[str, str], arguments: list[str]) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "arguments": arguments,
+        "arguments": [Path(argument).name for argument in arguments],  # no directories
         "commit": commit(),
         "machine": machine(),
         "backends": backends,
