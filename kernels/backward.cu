@@ -1,5 +1,5 @@
-// Backward of RMSNorm (Centered = false) and LayerNorm (Centered = true), for rows that fit in
-// registers.
+// Backward of RMSNorm (Centered = false) and LayerNorm (Centered = true), for rows that fit in the
+// shared memory of a block or of a cluster of blocks.
 //
 //   xhat = (x - mean) * rstd,   g = dy * (weight [+ 1])
 //   dx = rstd * (g - xhat * mean(g * xhat) [- mean(g)]),   dweight = sum dy * xhat,   dbias = sum dy
@@ -8,64 +8,117 @@
 // again by its own mean over the row. One reduction gives all three sums.
 //
 // Layout:    x, dy and dx are n_rows rows of n_cols elements with strides of their own; weight is one
-//            row; mean and rstd one value a row; partials holds a row of n_cols sums for each block,
-//            those of dweight (if there is a weight) before those of dbias. dx may be dy.
-// Grid:      any number of blocks; teams of RowThreads threads take rows in turn; with Prefetch, the
-//            next row is asked for before the present one is worked on.
+//            row; mean and rstd one value a row; partials holds a row of n_cols sums for each block
+//            (for each cluster), those of dweight (if there is a weight) before those of dbias. dx
+//            may be dy.
+// Grid:      any number of blocks (clusters of ClusterBlocks); teams of RowThreads threads a block
+//            take rows in turn, the next Stages - 1 of which are on their way into shared memory.
 // Traffic:   x and dy read once, dx written once, partials written once; weight from cache.
-// Thread:    pack p of its row for p = rank, rank + RowThreads, ... (PacksPerThread of them), whose
-//            columns' weight gradients it keeps.
-// Order:     dx as in forward.cu; weight gradients: up to kTurns rows of a team in turn, then the
-//            block's teams in turn, then such sums in turn, then reduce_partials.cu. No sum is one
-//            long sequence, and the bits are the same from run to run.
-// Result:    partials, of block b in row b.
+// Thread:    pack p of its block's columns for p = rank, rank + RowThreads, ... (PacksPerThread of
+//            them), whose weight gradients it keeps.
+// Order:     dx: a thread's packs in turn, then the team's reduction; weight gradients: up to kTurns
+//            rows of a team in turn, then the block's teams in turn, then such sums in turn, then
+//            reduce_partials.cu. No sum is one long sequence, and the bits are the same from run to
+//            run.
+// Result:    partials, of block (cluster) b in row b.
 #include "affine.cuh"
 #include "gradient.cuh"
+#include "stage.cuh"
 #include "team.cuh"
 
 template <typename X, typename DY, typename Weight, bool Centered, bool ZeroCentered, bool DBias,
-          bool HoldWeight, bool Prefetch, int RowThreads, int BlockThreads, int PacksPerThread,
-          int Vector>
-__global__ __launch_bounds__(BlockThreads, 1) void norm_backward(
+          bool HoldWeight, int Stages, int ClusterBlocks, int RowThreads, int BlockThreads,
+          int BlocksPerMultiprocessor, int PacksPerThread, int Vector>
+__global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_backward(
     const DY* dy, long long dy_stride, const X* x, long long x_stride, const Weight* weight,
     const Compute<X>* mean, const Compute<X>* rstd, X* dx, long long dx_stride,
     Compute<X>* partials, long long n_rows, long long row_length, Compute<X> inv_n) {
   using T = Compute<X>;
   constexpr int kLength = 16 / static_cast<int>(sizeof(X));
   constexpr bool kDWeight = kPresent<Weight>;
-  constexpr int kTeams = BlockThreads / RowThreads;
-  Team<RowThreads, BlockThreads> team;
+  using TeamOf = Team<RowThreads, BlockThreads, ClusterBlocks>;
+  using StageOfX = Stage<X, kLength, PacksPerThread, BlockThreads>;
+  using StageOfDY = Stage<DY, kLength, PacksPerThread, BlockThreads>;
+  constexpr int kStageBytes = StageOfX::kBytes + StageOfDY::kBytes;
+  constexpr int kTeams = TeamOf::kTeams;
+  TeamOf team;
   int n_cols = static_cast<int>(row_length);
-  const auto first_column = [&](int p) { return (p * RowThreads + team.rank) * kLength; };
+  const auto first_column = [&](int p) {
+    return team.template first_column<PacksPerThread, kLength>(p);
+  };
+  char* const stages =
+      static_cast<char*>(dynamic_shared_memory()) + TeamOf::template scratch_bytes<T>();
+
+  // 1. Ask for the first rows.
+  let_next_kernel_start();
+  const long long group = block_index() / ClusterBlocks, groups = block_count() / ClusterBlocks;
+  const long long rows_a_turn = groups * kTeams;
+  long long row = group * kTeams + team.team;
+  const auto fetch = [&](int stage, long long fetched, int p) {
+    const int n = fetched < n_rows ? n_cols : 0;
+    char* const place = stages + stage * kStageBytes;
+    StageOfX::template fetch<Vector>(place, p, x + fetched * x_stride, first_column(p), n);
+    StageOfDY::template fetch<Vector>(place + StageOfX::kBytes, p, dy + fetched * dy_stride,
+                                      first_column(p), n);
+  };
+#pragma unroll
+  for (int stage = 0; stage < Stages; ++stage) {
+#pragma unroll
+    for (int p = 0; p < PacksPerThread; ++p) fetch(stage, row + stage * rows_a_turn, p);
+    commit_copies();
+  }
+  struct RowStatistics {
+    T mean = 0, rstd = 0;
+  };
+  const auto statistics_of = [&](long long fetched) {
+    RowStatistics statistics;
+    if (fetched < n_rows) {
+      if constexpr (Centered) statistics.mean = mean[fetched];
+      statistics.rstd = rstd[fetched];
+    }
+    return statistics;
+  };
+  RowStatistics next = statistics_of(row), after_next = statistics_of(row + rows_a_turn);
 
   T dweight[kDWeight ? PacksPerThread : 1][kLength] = {};
   T dbias[DBias ? PacksPerThread : 1][kLength] = {};
-  // Moves one gradient from registers to this block's partials, by way of shared memory: the
-  // block's teams one after another.
+  // Moves one gradient from registers to this block's partials; that of several teams by way of
+  // shared memory, one team after another.
   bool flushed = false;
   const auto flush = [&](T(&gradient)[PacksPerThread][kLength], long long index) {
-    constexpr int kColumns = RowThreads * PacksPerThread * kLength;
-    T* shared = static_cast<T*>(dynamic_shared_memory()) +
-                Team<RowThreads, BlockThreads>::template scratch_bytes<T>() / sizeof(T);
+    T* target = partials + (index * groups + group) * n_cols;
+    if constexpr (kTeams == 1) {
 #pragma unroll
-    for (int p = 0; p < PacksPerThread; ++p) {
-      Pack<T, kLength> sums;
+      for (int p = 0; p < PacksPerThread; ++p) {
+        Pack<T, kLength> sums;
+        load<Vector>(sums, target, first_column(p), flushed ? n_cols : 0);
 #pragma unroll
-      for (int i = 0; i < kLength; ++i) {
-        sums.set(i, gradient[p][i]);
-        gradient[p][i] = 0;
+        for (int i = 0; i < kLength; ++i) {
+          sums.set(i, sums.template get<T>(i) + gradient[p][i]);
+          gradient[p][i] = 0;
+        }
+        store<Vector>(sums, target, first_column(p), n_cols);
       }
-      store<kLength>(sums, shared + team.team * kColumns, first_column(p), kColumns);
-    }
-    block_barrier();
-    T* target = partials + (index * block_count() + block_index()) * n_cols;
-    for (int column = thread_index(); column < n_cols; column += BlockThreads) {
-      T sum = shared[column];
+    } else {
+      constexpr int kColumns = RowThreads * PacksPerThread * kLength;
+      T* shared = reinterpret_cast<T*>(stages + Stages * kStageBytes);
+#pragma unroll
+      for (int p = 0; p < PacksPerThread; ++p) {
+        Pack<T, kLength> sums;
+        sums.set(gradient[p]);
+#pragma unroll
+        for (int i = 0; i < kLength; ++i) gradient[p][i] = 0;
+        store<kLength>(sums, shared + team.team * kColumns, first_column(p), kColumns);
+      }
+      block_barrier();
+      for (int column = thread_index(); column < n_cols; column += BlockThreads) {
+        T sum = shared[column];
 #pragma unroll 4
-      for (int i = 1; i < kTeams; ++i) sum += shared[i * kColumns + column];
-      target[column] = flushed ? target[column] + sum : sum;
+        for (int i = 1; i < kTeams; ++i) sum += shared[i * kColumns + column];
+        target[column] = flushed ? target[column] + sum : sum;
+      }
+      block_barrier();
     }
-    block_barrier();
   };
   const auto flush_all = [&] {
     make_opaque(n_cols);
@@ -73,74 +126,53 @@ __global__ __launch_bounds__(BlockThreads, 1) void norm_backward(
     if constexpr (DBias) flush(dbias, kDWeight ? 1 : 0);
     flushed = true;
   };
-  T held_weight[HoldWeight ? PacksPerThread : 1][kLength];
-  if constexpr (HoldWeight) {
+  Pack<Weight, kLength> held_weight[PacksPerThread];
+  if constexpr (kDWeight && HoldWeight) {
 #pragma unroll
     for (int p = 0; p < PacksPerThread; ++p) {
-      Pack<Weight, kLength> weights;
-      load<Vector>(weights, weight, first_column(p), n_cols);
-#pragma unroll
-      for (int i = 0; i < kLength; ++i) held_weight[p][i] = weight_at<ZeroCentered, T>(weights, i);
+      load<Vector>(held_weight[p], weight, first_column(p), n_cols);
     }
   }
   // g of a pack; its weights come from registers, or once more from cache.
   const auto scaled = [&](const Pack<DY, kLength>& pack, int p, T(&g)[kLength]) {
     Pack<Weight, kLength> weights;
-    if constexpr (kDWeight && !HoldWeight) load<Vector>(weights, weight, first_column(p), n_cols);
+    if constexpr (kDWeight && HoldWeight) {
+      weights = held_weight[p];
+    } else if constexpr (kDWeight) {
+      load<Vector>(weights, weight, first_column(p), n_cols);
+    }
 #pragma unroll
     for (int i = 0; i < kLength; ++i) {
       g[i] = pack.template get<T>(i);
-      if constexpr (HoldWeight) {
-        g[i] *= held_weight[p][i];
-      } else if constexpr (kDWeight) {
-        g[i] *= weight_at<ZeroCentered, T>(weights, i);
-      }
+      if constexpr (kDWeight) g[i] *= weight_at<ZeroCentered, T>(weights, i);
     }
   };
 
-  struct Row {
-    Pack<X, kLength> x[PacksPerThread];
-    Pack<DY, kLength> dy[PacksPerThread];
-    T mean = 0, rstd = 0;
-  };
-  const auto fetch = [&](Row& fetched, long long row) {
-    const bool active = row < n_rows;
-    const int n = active ? n_cols : 0;
-#pragma unroll
-    for (int p = 0; p < PacksPerThread; ++p) {
-      load<Vector>(fetched.x[p], x + row * x_stride, first_column(p), n);
-      load<Vector>(fetched.dy[p], dy + row * dy_stride, first_column(p), n);
-    }
-    if constexpr (Centered) fetched.mean = active ? mean[row] : T(0);
-    fetched.rstd = active ? rstd[row] : T(0);
-  };
-
-  const long long rows_a_turn = block_count() * kTeams;
-  long long block_row = block_index() * kTeams;
-  Row next;
-  if constexpr (Prefetch) fetch(next, block_row + team.team);
-  int turn = 0;
-  for (; block_row < n_rows; block_row += rows_a_turn) {
-    // 1. Take the row, and ask for the next.
-    const long long row = block_row + team.team;
-    Row current;
-    if constexpr (Prefetch) {
-      current = next;
-      fetch(next, row + rows_a_turn);
-    } else {
-      fetch(current, row);
-    }
-
+  int turn = 0, stage = 0;
+  for (long long block_row = group * kTeams; block_row < n_rows; block_row += rows_a_turn) {
     // 2. Sums of g * h, g and h, where h = (x - mean) * rstd is xhat before it is centred again.
+    const RowStatistics current = next;
+    next = after_next;
+    after_next = statistics_of(row + 2 * rows_a_turn);
+    char* const place_of_x = stages + stage * kStageBytes;
+    char* const place_of_dy = place_of_x + StageOfX::kBytes;
+    wait_for_copies<Stages - 1>();
     make_opaque(n_cols);  // else each element's comparison with it is kept for the next step
+    // The product that fused_multiply_add adds to is exact: what is rounded in `shift` is the same
+    // for the whole row, and centred away as the rounding of the mean is.
+    const T shift = -current.mean * current.rstd;
+    const auto h_of = [&](T value) {
+      return Centered ? fused_multiply_add(value, current.rstd, shift) : value * current.rstd;
+    };
     T sums[Centered ? 3 : 1] = {};
 #pragma unroll
     for (int p = 0; p < PacksPerThread; ++p) {
+      const Pack<X, kLength> row_x = StageOfX::read(place_of_x, p);
       T g[kLength];
-      scaled(current.dy[p], p, g);
+      scaled(StageOfDY::read(place_of_dy, p), p, g);
 #pragma unroll
       for (int i = 0; i < kLength; ++i) {
-        T h = (current.x[p].template get<T>(i) - current.mean) * current.rstd;
+        T h = h_of(row_x.template get<T>(i));
         sums[0] = fused_multiply_add(g[i], h, sums[0]);
         if constexpr (Centered) {
           if (!inside<Vector>(first_column(p), i, n_cols)) h = 0;
@@ -150,8 +182,6 @@ __global__ __launch_bounds__(BlockThreads, 1) void norm_backward(
       }
     }
     team.template reduce<Sum>(sums);
-    forget_conversions(current.x);
-    forget_conversions(current.dy);
     T recentre = 0, mean_of_g = 0, mean_of_g_xhat = sums[0] * inv_n;
     if constexpr (Centered) {
       recentre = sums[2] * inv_n;
@@ -159,25 +189,33 @@ __global__ __launch_bounds__(BlockThreads, 1) void norm_backward(
       mean_of_g_xhat = (sums[0] - recentre * sums[1]) * inv_n;
     }
 
-    // 3. dx, and this row's share of the weight gradients.
+    // 3. dx, and this row's share of the weight gradients; what was read makes room for a later row.
     make_opaque(n_cols);
+    const int n_stored = row < n_rows ? n_cols : 0;
+    const T slope = -mean_of_g_xhat * current.rstd, offset = -mean_of_g * current.rstd;
 #pragma unroll
     for (int p = 0; p < PacksPerThread; ++p) {
-      T g[kLength];
-      scaled(current.dy[p], p, g);
-      Pack<X, kLength> gradient;
+      const Pack<X, kLength> row_x = StageOfX::read(place_of_x, p);
+      const Pack<DY, kLength> row_dy = StageOfDY::read(place_of_dy, p);
+      T g[kLength], gradient[kLength];
+      scaled(row_dy, p, g);
 #pragma unroll
       for (int i = 0; i < kLength; ++i) {
-        T xhat = (current.x[p].template get<T>(i) - current.mean) * current.rstd;
-        if constexpr (Centered) xhat -= recentre;
-        const T projected = fused_multiply_add(-xhat, mean_of_g_xhat, g[i] - mean_of_g);
-        gradient.set(i, projected * current.rstd);
-        const T upstream = current.dy[p].template get<T>(i);
+        const T xhat = h_of(row_x.template get<T>(i)) - recentre;
+        const T along = Centered ? fused_multiply_add(xhat, slope, offset) : xhat * slope;
+        gradient[i] = fused_multiply_add(g[i], current.rstd, along);
+        const T upstream = row_dy.template get<T>(i);
         if constexpr (kDWeight) dweight[p][i] = fused_multiply_add(upstream, xhat, dweight[p][i]);
         if constexpr (DBias) dbias[p][i] += upstream;
       }
-      store<Vector>(gradient, dx + row * dx_stride, first_column(p), row < n_rows ? n_cols : 0);
+      Pack<X, kLength> stored;
+      stored.set(gradient);
+      store<Vector>(stored, dx + row * dx_stride, first_column(p), n_stored);
+      fetch(stage, row + Stages * rows_a_turn, p);
     }
+    commit_copies();
+    stage = stage + 1 == Stages ? 0 : stage + 1;
+    row += rows_a_turn;
 
     // 4. Now and then, weight gradients leave the registers.
     if (++turn == kTurns) {

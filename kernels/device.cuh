@@ -27,6 +27,94 @@ __device__ __forceinline__ void* dynamic_shared_memory() {
   return shared_memory;
 }
 
+// Asynchronous copies into shared memory, where the architecture has them (sm_80 on); before, copies
+// at once. `Bytes` is 4, 8 or 16; where `valid` is false, zeros are written and nothing is read. What
+// a thread has copied it sees after its own wait; a barrier must pass before others do.
+template <int Bytes>
+__device__ __forceinline__ void copy_async(void* shared, const void* global, bool valid) {
+#if __CUDA_ARCH__ >= 800
+  const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(shared));
+  const int read = valid ? Bytes : 0;
+  if constexpr (Bytes == 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(global),
+                 "r"(read)
+                 : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(address), "l"(global),
+                 "n"(Bytes), "r"(read)
+                 : "memory");
+  }
+#else
+#pragma unroll
+  for (int offset = 0; offset < Bytes; offset += 4) {
+    *reinterpret_cast<unsigned*>(static_cast<char*>(shared) + offset) =
+        valid ? *reinterpret_cast<const unsigned*>(static_cast<const char*>(global) + offset) : 0;
+  }
+#endif
+}
+// Closes a group of this thread's copies.
+__device__ __forceinline__ void commit_copies() {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+// Waits until at most `Groups` of the groups that this thread closed last are under way.
+template <int Groups>
+__device__ __forceinline__ void wait_for_copies() {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.wait_group %0;" ::"n"(Groups) : "memory");
+#endif
+}
+
+// Clusters of blocks (sm_90 on).
+__device__ __forceinline__ int block_in_cluster() {
+#if __CUDA_ARCH__ >= 900
+  unsigned rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return static_cast<int>(rank);
+#else
+  return 0;
+#endif
+}
+// Every thread of the cluster; what was stored before is seen by all of them after.
+__device__ __forceinline__ void cluster_barrier() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+// Stores in the shared memory of a block of the cluster, where that block has its `shared`.
+__device__ __forceinline__ void store_in_block(float* shared, int block, float value) {
+#if __CUDA_ARCH__ >= 900
+  const unsigned own = static_cast<unsigned>(__cvta_generic_to_shared(shared));
+  unsigned address;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(own), "r"(block));
+  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
+#endif
+}
+__device__ __forceinline__ void store_in_block(double* shared, int block, double value) {
+#if __CUDA_ARCH__ >= 900
+  const unsigned own = static_cast<unsigned>(__cvta_generic_to_shared(shared));
+  unsigned address;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(own), "r"(block));
+  asm volatile("st.shared::cluster.f64 [%0], %1;" ::"r"(address), "d"(value) : "memory");
+#endif
+}
+
+// A kernel launched to overlap with the one before it (programmatic dependent launch, sm_90 on)
+// waits here until that one has ended and its memory can be read; the one before says how early the
+// blocks of the next may take free places.
+__device__ __forceinline__ void wait_for_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void let_next_kernel_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 // The compiler may no longer assume that it knows this value.
 __device__ __forceinline__ void make_opaque(unsigned& word) { asm volatile("" : "+r"(word)); }
 __device__ __forceinline__ void make_opaque(int& word) { asm volatile("" : "+r"(word)); }
@@ -65,6 +153,25 @@ __device__ __forceinline__ unsigned short float_to_bfloat16_bits(float value) {
   const unsigned word = float_bits(value);
   if ((word & 0x7fffffffu) > 0x7f800000u) return 0x7fff;  // the NaN that newer GPUs give
   return static_cast<unsigned short>((word + 0x7fffu + ((word >> 16) & 1u)) >> 16);
+#endif
+}
+// Two at once: the first in the lower half.
+__device__ __forceinline__ unsigned floats_to_float16_bits(float first, float second) {
+#if __CUDA_ARCH__ >= 800
+  unsigned bits;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(second), "f"(first));
+  return bits;
+#else
+  return float_to_float16_bits(first) | static_cast<unsigned>(float_to_float16_bits(second)) << 16;
+#endif
+}
+__device__ __forceinline__ unsigned floats_to_bfloat16_bits(float first, float second) {
+#if __CUDA_ARCH__ >= 800
+  unsigned bits;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(second), "f"(first));
+  return bits;
+#else
+  return float_to_bfloat16_bits(first) | static_cast<unsigned>(float_to_bfloat16_bits(second)) << 16;
 #endif
 }
 __device__ __forceinline__ unsigned short double_to_bfloat16_bits(double value) {

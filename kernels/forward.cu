@@ -15,31 +15,17 @@
 #include "statistics.cuh"
 #include "team.cuh"
 
-// The whole team's row in registers: element i of pack p is at column (p * RowThreads + rank) * Length + i.
-template <bool Centered, int Vector, typename X, int Length, int PacksPerThread, int RowThreads,
-          int BlockThreads>
-__device__ __forceinline__ Statistics<Compute<X>> measure(Team<RowThreads, BlockThreads>& team,
-                                                          Pack<X, Length> (&row)[PacksPerThread],
-                                                          int n_cols, Compute<X> inv_n) {
+// Sums of d and d*d, d = x - shift, of the whole team's row in registers: element i of pack p is at
+// column first_column(p) + i.
+template <bool Centered, int Vector, typename X, int Length, int PacksPerThread, typename TeamOf>
+__device__ __forceinline__ void measure_from(Statistics<Compute<X>>& statistics, TeamOf& team,
+                                             Pack<X, Length> (&row)[PacksPerThread], int n_cols,
+                                             Compute<X> inv_n) {
   using T = Compute<X>;
-  Statistics<T> statistics;
-  // 1. A first mean; columns past the row's end are zero and add nothing.
-  if constexpr (Centered) {
-    T sum[1] = {0};
-#pragma unroll
-    for (int p = 0; p < PacksPerThread; ++p) {
-#pragma unroll
-      for (int i = 0; i < Length; ++i) sum[0] += row[p].template get<T>(i);
-    }
-    team.template reduce<Sum>(sum);
-    statistics.shift = sum[0] * inv_n;
-    forget_conversions(row);
-  }
-  // 2. Sums of d and d*d.
   T sums[Centered ? 2 : 1] = {};
 #pragma unroll
   for (int p = 0; p < PacksPerThread; ++p) {
-    const int first = (p * RowThreads + team.rank) * Length;
+    const int first = team.template first_column<PacksPerThread, Length>(p);
 #pragma unroll
     for (int i = 0; i < Length; ++i) {
       T d = row[p].template get<T>(i) - statistics.shift;
@@ -53,33 +39,75 @@ __device__ __forceinline__ Statistics<Compute<X>> measure(Team<RowThreads, Block
   team.template reduce<Sum>(sums);
   finish<Centered>(statistics, sums[Centered ? 1 : 0], sums[0], inv_n);
   forget_conversions(row);
+}
+
+// `guess`, the mean of the row's first pack, is a first mean that costs no reduction. Where it is off
+// by more than the deviation, which squares would feel, a second round starts from the mean found.
+template <bool Centered, int Vector, typename X, int Length, int PacksPerThread, typename TeamOf>
+__device__ __forceinline__ Statistics<Compute<X>> measure(TeamOf& team,
+                                                          Pack<X, Length> (&row)[PacksPerThread],
+                                                          Compute<X> guess, int n_cols,
+                                                          Compute<X> inv_n) {
+  using T = Compute<X>;
+  Statistics<T> statistics;
+  statistics.shift = guess;
+  measure_from<Centered, Vector>(statistics, team, row, n_cols, inv_n);
+  if constexpr (Centered) {
+    const bool far = statistics.correction * statistics.correction > 2 * statistics.variance;
+    if (team.any(far)) {
+      Statistics<T> again;
+      again.shift = statistics.shift + statistics.correction;
+      measure_from<Centered, Vector>(again, team, row, n_cols, inv_n);
+      // Rows that only share the warp keep the bits they had.
+      if (far) statistics = again;
+    }
+  }
   return statistics;
 }
 
 template <typename X, typename Weight, typename Bias, typename Y, bool Centered, bool ZeroCentered,
-          bool StoreStatistics, int RowThreads, int BlockThreads, int BlocksPerMultiprocessor,
-          int PacksPerThread, int Vector>
+          bool StoreStatistics, bool HoldWeight, int ClusterBlocks, int RowThreads, int BlockThreads,
+          int BlocksPerMultiprocessor, int PacksPerThread, int Vector>
 __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_forward(
     const X* x, long long x_stride, const Weight* weight, const Bias* bias, Y* y,
     long long y_stride, Compute<X>* mean, Compute<X>* rstd, long long n_rows, long long row_length,
     Compute<X> inv_n, Compute<X> eps) {
   using T = Compute<X>;
   constexpr int kLength = 16 / static_cast<int>(sizeof(X));
-  Team<RowThreads, BlockThreads> team;
+  Team<RowThreads, BlockThreads, ClusterBlocks> team;
   const int n_cols = static_cast<int>(row_length);
-  const long long row = block_index() * team.kTeams + team.team;
+  const long long row = block_index() / ClusterBlocks * team.kTeams + team.team;
   const bool active = row < n_rows;  // no early exit: a warp's lanes reduce together
+  const auto first_column = [&](int p) {
+    return team.template first_column<PacksPerThread, kLength>(p);
+  };
 
   // 1. Read the row.
-  Pack<X, kLength> packs[PacksPerThread];
+  Pack<X, kLength> packs[PacksPerThread], first_pack;
+  if constexpr (Centered) load<Vector>(first_pack, x + row * x_stride, 0, active ? n_cols : 0);
 #pragma unroll
   for (int p = 0; p < PacksPerThread; ++p) {
-    const int first = (p * RowThreads + team.rank) * kLength;
-    load<Vector>(packs[p], x + row * x_stride, first, active ? n_cols : 0);
+    load<Vector>(packs[p], x + row * x_stride, first_column(p), active ? n_cols : 0);
+  }
+  Pack<Weight, kLength> weights[PacksPerThread];
+  Pack<Bias, kLength> biases[PacksPerThread];
+  const auto load_affine = [&](int p) {
+    if constexpr (kPresent<Weight>) load<Vector>(weights[p], weight, first_column(p), n_cols);
+    if constexpr (kPresent<Bias>) load<Vector>(biases[p], bias, first_column(p), n_cols);
+  };
+  if constexpr (HoldWeight) {
+#pragma unroll
+    for (int p = 0; p < PacksPerThread; ++p) load_affine(p);
+  }
+
+  T guess = 0;
+  if constexpr (Centered) {
+#pragma unroll
+    for (int i = 0; i < kLength; ++i) guess += first_pack.template get<T>(i) * (T(1) / kLength);
   }
 
   // 2. Mean and variance; a row out of range is brought into it, exactly, and measured again.
-  Statistics<T> statistics = measure<Centered, Vector>(team, packs, n_cols, inv_n);
+  Statistics<T> statistics = measure<Centered, Vector>(team, packs, guess, n_cols, inv_n);
   Scale<T> scale = scale_in_range(statistics.variance, eps);
   T unit = 1;
   if constexpr (kCanLeaveRange<X>) {
@@ -104,7 +132,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
           packs[p].set(i, packs[p].template get<T>(i) * inv_unit);
         }
       }
-      statistics = measure<Centered, Vector>(team, packs, n_cols, inv_n);
+      statistics = measure<Centered, Vector>(team, packs, guess * inv_unit, n_cols, inv_n);
       if (wild) scale = scale_in_unit(statistics.variance, eps, unit);
     }
   }
@@ -112,23 +140,21 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
   // 3. Normalize and store.
 #pragma unroll
   for (int p = 0; p < PacksPerThread; ++p) {
-    const int first = (p * RowThreads + team.rank) * kLength;
-    Pack<Weight, kLength> weights;
-    Pack<Bias, kLength> biases;
-    if constexpr (kPresent<Weight>) load<Vector>(weights, weight, first, n_cols);
-    if constexpr (kPresent<Bias>) load<Vector>(biases, bias, first, n_cols);
-    Pack<Y, kLength> normalized;
+    if constexpr (!HoldWeight) load_affine(p);
+    T values[kLength];
 #pragma unroll
     for (int i = 0; i < kLength; ++i) {
       const T deviated = deviation<Centered>(statistics, packs[p].template get<T>(i));
-      normalized.set(i, affine<ZeroCentered>(deviated * scale.of_row, weights, biases, i));
+      values[i] = affine<ZeroCentered>(deviated * scale.of_row, weights[p], biases[p], i);
     }
-    store<Vector>(normalized, y + row * y_stride, first, active ? n_cols : 0);
+    Pack<Y, kLength> normalized;
+    normalized.set(values);
+    store<Vector>(normalized, y + row * y_stride, first_column(p), active ? n_cols : 0);
   }
 
   // 4. Keep what backward needs.
   if constexpr (StoreStatistics) {
-    if (active && team.rank == 0) {
+    if (active && team.block == 0 && team.rank == 0) {
       if constexpr (Centered) mean[row] = (statistics.shift + statistics.correction) * unit;
       rstd[row] = scale.rstd;
     }

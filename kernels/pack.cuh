@@ -46,6 +46,21 @@ struct Pack {
   }
 
   template <typename From>
+  __device__ __forceinline__ void set(const From (&values)[Length]) {
+    if constexpr (kSame<From, float> && (kSame<T, float16> || kSame<T, bfloat16>)) {
+#pragma unroll
+      for (int word = 0; word < kWords; ++word) {
+        const float first = values[2 * word], second = values[2 * word + 1];
+        words[word] = kSame<T, float16> ? floats_to_float16_bits(first, second)
+                                        : floats_to_bfloat16_bits(first, second);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < Length; ++i) set(i, values[i]);
+    }
+  }
+
+  template <typename From>
   __device__ __forceinline__ void set(int i, From value) {
     const T element = convert<T>(value);
     if constexpr (sizeof(T) == 2) {

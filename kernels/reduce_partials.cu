@@ -18,7 +18,8 @@ __global__ __launch_bounds__(32 * Groups) void reduce_partials(const T* partials
   const long long column = block_index() % tiles * 32 + thread_index() % 32;
   const int group = thread_index() / 32;
 
-  // 1. Each group sums its partials.
+  // 1. Each group sums its partials, once the kernel that writes them has ended.
+  wait_for_previous_kernel();
   T sum = 0;
   if (column < n_cols) {
     const T* source = partials + gradient * n_partials * n_cols + column;

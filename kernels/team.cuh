@@ -1,10 +1,11 @@
 // The threads that work on one row, and their reductions.
 //
 // A block of BlockThreads threads holds BlockThreads / RowThreads teams. A team is a part of a warp
-// (RowThreads a power of two up to 32) or whole warps (a multiple of 32). Reductions run in a fixed
+// (RowThreads a power of two up to 32) or whole warps (a multiple of 32); or it is all threads of
+// ClusterBlocks blocks, which then have BlockThreads = RowThreads each. Reductions run in a fixed
 // order: a butterfly in each warp, then a butterfly over the warps' sums, which every warp repeats;
 // since addition commutes, every thread of the team ends with the same bits. The order depends on
-// RowThreads alone.
+// RowThreads and ClusterBlocks alone.
 #pragma once
 
 #include "types.cuh"
@@ -22,32 +23,46 @@ struct Max {  // of values that are not negative and not NaN
   }
 };
 
-template <int RowThreads, int BlockThreads>
+template <int RowThreads, int BlockThreads, int ClusterBlocks = 1>
 struct Team {
   static_assert(BlockThreads % 32 == 0 && BlockThreads % RowThreads == 0, "teams fill the block");
   static_assert(RowThreads % 32 == 0 || 32 % RowThreads == 0, "a team is whole warps or a part");
   static constexpr int kTeams = BlockThreads / RowThreads;
   static constexpr int kWarps = RowThreads > 32 ? RowThreads / 32 : 1;
   static_assert(kWarps == 1 || kTeams <= 15, "each team of several warps has a named barrier");
-  static constexpr int kMaxValues = 3;  // that one reduction may combine
+  static_assert(ClusterBlocks == 1 || kTeams == 1, "a cluster is one team");
+  static constexpr int kSlots = ClusterBlocks * kWarps;  // warps of a team
+  static constexpr int kMaxValues = 3;                   // that one reduction may combine
 
   int team;  // of the block's
-  int rank;  // of this thread in its team
+  int rank;  // of this thread among those of its team in this block
+  int block = ClusterBlocks > 1 ? block_in_cluster() : 0;
   int turn = 0;
 
   __device__ __forceinline__ Team()
-      : team(thread_index() / RowThreads), rank(thread_index() % RowThreads) {}
+      : team(thread_index() / RowThreads), rank(thread_index() % RowThreads) {
+    // No block stores in another's memory before that block is there.
+    if constexpr (ClusterBlocks > 1) cluster_barrier();
+  }
+
+  // The first column of a thread's pack p, of those that its block holds.
+  template <int PacksPerThread, int Length>
+  __device__ __forceinline__ int first_column(int p) const {
+    return ((block * PacksPerThread + p) * RowThreads + rank) * Length;
+  }
 
   // Bytes at the start of dynamic shared memory that reductions of T use.
   template <typename T>
   __host__ __device__ static constexpr int scratch_bytes() {
-    return kWarps == 1
+    return kSlots == 1
                ? 0
-               : (2 * kTeams * kWarps * kMaxValues * static_cast<int>(sizeof(T)) + 15) / 16 * 16;
+               : (2 * kTeams * kSlots * kMaxValues * static_cast<int>(sizeof(T)) + 15) / 16 * 16;
   }
 
   __device__ __forceinline__ void barrier() const {
-    if constexpr (kTeams == 1) {
+    if constexpr (ClusterBlocks > 1) {
+      cluster_barrier();
+    } else if constexpr (kTeams == 1) {
       block_barrier();
     } else {
       named_barrier(team + 1, RowThreads);
@@ -59,23 +74,36 @@ struct Team {
   __device__ __forceinline__ void reduce(T (&values)[Count]) {
     static_assert(Count <= kMaxValues, "more values than the scratch has room for");
     butterfly<Operation, (RowThreads < 32 ? RowThreads : 32)>(values);
-    if constexpr (kWarps > 1) {
+    if constexpr (kSlots > 1) {
       // Two halves of the scratch take turns: a thread can be at most one reduction ahead of the
       // slowest, so one barrier a reduction is enough.
       T* slots =
-          static_cast<T*>(dynamic_shared_memory()) + (turn * kTeams + team) * kWarps * kMaxValues;
+          static_cast<T*>(dynamic_shared_memory()) + (turn * kTeams + team) * kSlots * kMaxValues;
       turn ^= 1;
       const int lane = rank % 32;
-      if (lane == 0) {
+      T* own = slots + (block * kWarps + rank / 32) * kMaxValues;
+      if constexpr (ClusterBlocks > 1) {
+        if (lane < ClusterBlocks) {
 #pragma unroll
-        for (int i = 0; i < Count; ++i) slots[rank / 32 * kMaxValues + i] = values[i];
+          for (int i = 0; i < Count; ++i) store_in_block(own + i, lane, values[i]);
+        }
+      } else if (lane == 0) {
+#pragma unroll
+        for (int i = 0; i < Count; ++i) own[i] = values[i];
       }
       barrier();
-      constexpr int kLanes = power_of_two_above(kWarps);
-      const int warp = lane % kLanes;
+      constexpr int kLanes = kSlots < 32 ? power_of_two_above(kSlots) : 32;
 #pragma unroll
-      for (int i = 0; i < Count; ++i) {
-        values[i] = warp < kWarps ? slots[warp * kMaxValues + i] : T(0);
+      for (int i = 0; i < Count; ++i) values[i] = T(0);
+#pragma unroll
+      for (int first = 0; first < kSlots; first += kLanes) {
+        const int slot = first + lane % kLanes;
+        if (slot < kSlots) {
+#pragma unroll
+          for (int i = 0; i < Count; ++i) {
+            values[i] = Operation::combine(values[i], slots[slot * kMaxValues + i]);
+          }
+        }
       }
       butterfly<Operation, kLanes>(values);
     }
