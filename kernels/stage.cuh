@@ -1,0 +1,50 @@
+// Rows that wait in shared memory. A thread copies the packs that it will itself read, asynchronously
+// and some rows ahead, so that nothing but its own wait stands between the two, and registers hold
+// one pack at a time.
+#pragma once
+
+#include "pack.cuh"
+
+// The places of one operand's packs, for all threads of a block: pieces of up to 16 bytes, those of
+// neighbouring threads side by side, so that an access of a warp meets every bank equally often.
+template <typename T, int Length, int PacksPerThread, int BlockThreads>
+struct Stage {
+  static constexpr int kPackBytes = Length * static_cast<int>(sizeof(T));
+  static constexpr int kPieceBytes = kPackBytes < 16 ? kPackBytes : 16;
+  static constexpr int kPieces = kPackBytes / kPieceBytes;
+  static constexpr int kBytes = PacksPerThread * BlockThreads * kPackBytes;
+
+  static __device__ __forceinline__ char* place(char* stage, int p, int piece) {
+    return stage + ((p * kPieces + piece) * BlockThreads + thread_index()) * kPieceBytes;
+  }
+
+  // Asks for pack p of a row, elements first ... first + Length - 1; those past n are zero.
+  template <int Vector>
+  static __device__ __forceinline__ void fetch(char* stage, int p, const T* row, int first, int n) {
+    constexpr int kAccess = kAccessBytes<T, Vector> < kPieceBytes ? kAccessBytes<T, Vector>
+                                                                  : kPieceBytes;
+#pragma unroll
+    for (int begin = 0; begin < kPackBytes; begin += kAccess) {
+      const int element = begin / static_cast<int>(sizeof(T));
+      const bool valid = inside<Vector>(first, element, n);
+      const char* source = reinterpret_cast<const char*>(row + first) + begin;
+      char* target = place(stage, p, begin / kPieceBytes) + begin % kPieceBytes;
+      if constexpr (kAccess >= 4) {
+        copy_async<kAccess>(target, source, valid);
+      } else {
+        *reinterpret_cast<unsigned short*>(target) =
+            valid ? *reinterpret_cast<const unsigned short*>(source) : 0;
+      }
+    }
+  }
+
+  static __device__ __forceinline__ Pack<T, Length> read(char* stage, int p) {
+    Pack<T, Length> pack;
+#pragma unroll
+    for (int piece = 0; piece < kPieces; ++piece) {
+      read_words<kPieceBytes>(pack.words, place(stage, p, piece) - piece * kPieceBytes,
+                              piece * kPieceBytes);
+    }
+    return pack;
+  }
+};
