@@ -138,7 +138,7 @@ def warmup(
         raise RuntimeError(f"cupynorm cannot compile for a GPU here: {problem}")
     import cupy
 
-    from cupynorm import _launch
+    from cupynorm._plans import backward_plan, forward_plan
 
     device = cupy.cuda.Device().id
     for width in widths:
@@ -146,9 +146,9 @@ def warmup(
             divisors = width | pack_length(spec.x)
             vector = divisors & -divisors
             if isinstance(spec, ForwardSpec):
-                _launch.load_forward(spec, width, vector, device)
+                forward_plan(spec, width, vector, device)
             else:
-                _launch.load_backward(spec, width, vector, device)
+                backward_plan(spec, width, vector, device)
 
 
 def _specs(

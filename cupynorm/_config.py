@@ -1,47 +1,83 @@
 """How to compute it: the regime, and how a row is laid over threads.
 
-Pure functions of the spec, the row length N and `vector`, the elements moved by one access. What
-the bits of a row depend on (the regime, row_threads, packs_per_thread) follows from the spec and N
-alone; vector decides only what does not show in them. (The order in which weight gradients are
-summed over rows is that of the blocks, which vector does affect.)
+Pure functions of the spec, the row length N, the GPU's architecture and `vector`, the elements
+moved by one access. What the bits of a row depend on (the regime, row_threads, packs_per_thread,
+cluster_blocks) follows from the spec, N and the architecture alone; vector decides only what does
+not show in them.
 
-A pack is 16 bytes of x. Registers bound what a thread may hold: NVRTC's counts for sm_75 and sm_90
-are beside each limit, and tests/test_compile.py compiles the configurations for every supported
-architecture and fails on a spill.
+A pack is 16 bytes of x. Registers and shared memory bound what a block may hold:
+tests/test_compile.py compiles the configurations for every supported architecture and fails on a
+spill.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from cupynorm._spec import ITEMSIZE, BackwardSpec, ForwardSpec, compute_dtype
 
 __all__ = [
-    "ResidentBackward",
     "ResidentForward",
+    "StagedBackward",
+    "StagedForward",
     "StreamingBackward",
     "StreamingForward",
     "backward_config",
     "forward_config",
     "pack_length",
+    "staged_backward_bytes",
+    "staged_forward_bytes",
+    "team_bytes",
 ]
 
 REGISTERS_PER_MULTIPROCESSOR = 65536
 
+# KiB of shared memory that a block may have: CUDA C++ Programming Guide, "Compute Capabilities".
+# Newer GPUs than these have at least the last.
+SHARED_KIB = {75: 64, 80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227}
+SHARED_KIB_OF_OTHERS = 99
+
+FIRST_WITH_CLUSTERS = 90
+MOST_CLUSTER_BLOCKS = 16
+
 
 @dataclass(frozen=True)
 class ResidentForward:
-    """Rows held in registers, read once, by teams of `row_threads` threads."""
+    """Rows held in registers, read once, by teams of `row_threads` threads.
+
+    `hold_weight`: weight and bias are asked for with the row, not after it is measured. `full`: the
+    row fills the team's packs exactly.
+    """
 
     row_threads: int
     block_threads: int
     blocks_per_multiprocessor: int
     packs_per_thread: int
     vector: int
+    hold_weight: bool
+    full: bool
 
     @property
     def rows_per_block(self) -> int:
         return self.block_threads // self.row_threads
+
+
+@dataclass(frozen=True)
+class StagedForward:
+    """Rows in the shared memory of a cluster of blocks, `stages` of them at a time.
+
+    `hold_weight`: weight and bias are in registers, else in shared memory.
+    """
+
+    block_threads: int
+    packs_per_thread: int
+    cluster_blocks: int
+    stages: int
+    vector: int
+    hold_weight: bool
+    full: bool
 
 
 @dataclass(frozen=True)
@@ -53,15 +89,18 @@ class StreamingForward:
 
 
 @dataclass(frozen=True)
-class ResidentBackward:
-    """As ResidentForward, with the weight gradients; one block a multiprocessor."""
+class StagedBackward:
+    """As StagedForward, with the weight gradients; a block has a row for each of its teams."""
 
     row_threads: int
     block_threads: int
+    blocks_per_multiprocessor: int
     packs_per_thread: int
+    cluster_blocks: int
+    stages: int
     vector: int
     hold_weight: bool
-    prefetch: bool
+    full: bool
 
     @property
     def rows_per_block(self) -> int:
@@ -82,6 +121,21 @@ def pack_length(x: str) -> int:
     return 16 // ITEMSIZE[x]
 
 
+def shared_limit(architecture: int) -> int:
+    """Return the bytes of shared memory that a block may have."""
+    return SHARED_KIB.get(architecture, SHARED_KIB_OF_OTHERS) << 10
+
+
+def team_bytes(x: str, row_threads: int, block_threads: int, cluster_blocks: int = 1) -> int:
+    """Return the shared memory of a Team's reductions: see kernels/team.cuh."""
+    slots = cluster_blocks * max(1, row_threads // 32)
+    if slots == 1:
+        return 0
+    values = 2 * (block_threads // row_threads) * slots * 3
+    mailboxes = 16 if cluster_blocks > 1 else 0
+    return mailboxes + -(-values * ITEMSIZE[compute_dtype(x)] // 16) * 16
+
+
 def _team(packs: int, packs_per_thread: int) -> int:
     """Return the threads that hold `packs` packs: a power of two up to 32, then whole warps."""
     threads = -(-packs // packs_per_thread)
@@ -90,102 +144,236 @@ def _team(packs: int, packs_per_thread: int) -> int:
     return -(-threads // 32) * 32
 
 
-def forward_config(spec: ForwardSpec, n: int, vector: int) -> ResidentForward | StreamingForward:
+def _widest(*dtypes: str | None) -> int:
+    return max((ITEMSIZE[dtype] for dtype in dtypes if dtype), default=0)
+
+
+# ---- forward -------------------------------------------------------------------------------------
+
+
+def staged_forward_bytes(spec: ForwardSpec, config: StagedForward) -> int:
+    """Return the shared memory of a block: see kernels/forward_staged.cu."""
+    packs = config.block_threads * config.packs_per_thread
+    size = team_bytes(spec.x, config.block_threads, config.block_threads, config.cluster_blocks)
+    size += config.stages * packs * 16
+    if not config.hold_weight:
+        operands = sum(ITEMSIZE[dtype] for dtype in (spec.weight, spec.bias) if dtype)
+        size += packs * pack_length(spec.x) * operands
+    return size
+
+
+def forward_config(
+    spec: ForwardSpec, n: int, vector: int, architecture: int
+) -> ResidentForward | StagedForward | StreamingForward:
     """Return the configuration of a forward pass over rows of n elements."""
     length = pack_length(spec.x)
     packs = -(-n // length)
     # Operands of float64 widen a pack of a narrower x: up to 168 registers at 4 packs.
-    wide = max(ITEMSIZE[d] for d in (spec.weight, spec.bias, spec.y) if d) > max(
-        4, ITEMSIZE[spec.x]
-    )
-    if packs > 4 * (256 if wide else 512 if length == 8 else 768):
-        # The bitmask beside operands of float64 spilled at the 64 registers of 1024 threads.
-        return StreamingForward(block_threads=512 if wide and spec.relu else 1024, vector=vector)
+    wide = _widest(spec.weight, spec.bias, spec.y) > max(4, ITEMSIZE[spec.x])
+    # Weight and bias together are more than a row, and registers hold them from row to row: at
+    # N = 16384, 0.91 of the copy's speed against 0.87 (bfloat16, H200).
+    most = 1024 if spec.weight and spec.bias else 2048
+    if packs > (1024 if wide else most):
+        staged = _staged_forward(spec, n, packs, vector, architecture)
+        if staged is not None:
+            return staged
+        if packs > (1024 if wide else 2048):
+            # The bitmask beside operands of float64 spilled at the 64 registers of 1024 threads.
+            threads = 512 if wide and spec.relu else 1024
+            return StreamingForward(block_threads=threads, vector=vector)
     row_threads = _team(packs, 2 if packs <= 64 else 4)
     if spec.relu:
         row_threads = max(row_threads, 8 // length)  # a byte of the bitmask is of neighbours
+    packs_per_thread = -(-packs // row_threads)
     # A row of several warps has a block to itself: sharing cost 13% at N = 2048 (bfloat16, H200).
-    block_threads = max(row_threads, 128) if row_threads <= 32 else row_threads
-    # Threads that a multiprocessor must hold at once bound their registers: 64 at 1024 threads, by
-    # which LayerNorm at N = 8192 gained 12% over 512 (bfloat16, H200). What would spill has fewer
-    # threads: up to 122 registers where single 16-bit elements are moved; 96 for float16, for a
-    # wider y and for the rows of a warp.
+    block_threads = max(row_threads, 64)
+    # Registers for weight and bias beside 40 to 60 for the rest. A row of more warps waits longer
+    # for the slowest than it gains: 3% at N = 8192, against 2% won at 4096 (bfloat16, H200).
+    affine = packs_per_thread * length * (_widest(spec.weight) + _widest(spec.bias)) // 4
+    hold_weight = vector == length and row_threads <= 128 and not wide and affine <= 32
+    # Threads that a multiprocessor must hold at once bound their registers. What would spill has
+    # fewer: up to 122 registers where single 16-bit elements are moved.
     if wide:
         threads = 256
     elif length == 8 and vector < length:
-        threads = 512
-    elif (
-        row_threads <= 32
-        or vector < length
-        or spec.x == "float16"
-        or ITEMSIZE[spec.y] > ITEMSIZE[spec.x]
-    ):
+        threads = 384
+    elif hold_weight and spec.bias is not None:
         threads = 640
     else:
-        threads = 1024
+        threads = 768
     return ResidentForward(
         row_threads=row_threads,
         block_threads=block_threads,
         blocks_per_multiprocessor=max(1, threads // block_threads),
-        packs_per_thread=-(-packs // row_threads),
+        packs_per_thread=packs_per_thread,
         vector=vector,
+        hold_weight=hold_weight,
+        full=n == row_threads * packs_per_thread * length,
     )
+
+
+def _staged_forward(
+    spec: ForwardSpec, n: int, packs: int, vector: int, architecture: int
+) -> StagedForward | None:
+    """Return the configuration of rows that fill clusters of blocks of 512 threads, 4 packs each.
+
+    Of the widths tried (256 to 1024 threads, 1 to 8 packs) it is the fastest, or within 3%, from
+    N = 16384 to 131072 (bfloat16, H200).
+    """
+    length = pack_length(spec.x)
+    block_threads, packs_per_thread = 512, 4
+    cluster_blocks = _cluster(packs, block_threads * packs_per_thread, architecture)
+    if cluster_blocks is None:
+        return None
+    affine = packs_per_thread * length * (_widest(spec.weight) + _widest(spec.bias)) // 4
+    for stages in (4, 3, 2):
+        config = StagedForward(
+            block_threads=block_threads,
+            packs_per_thread=packs_per_thread,
+            cluster_blocks=cluster_blocks,
+            stages=stages,
+            vector=vector,
+            # NVRTC finds room for 64 registers of them in LayerNorm without a ReLU alone.
+            hold_weight=vector == length
+            and affine <= (64 if spec.norm == "layer_norm" and not spec.relu else 32),
+            full=n == cluster_blocks * block_threads * packs_per_thread * length,
+        )
+        # Whatever the alignment, so that a row's bits do not depend on it.
+        most = max(
+            staged_forward_bytes(spec, config),
+            staged_forward_bytes(spec, dataclasses.replace(config, hold_weight=False)),
+        )
+        if most <= shared_limit(architecture):
+            return config
+    return None
+
+
+def _cluster(packs: int, packs_per_block: int, architecture: int) -> int | None:
+    """Return the power of two of blocks that hold `packs` packs."""
+    blocks = 1 << (-(-packs // packs_per_block) - 1).bit_length()
+    most = MOST_CLUSTER_BLOCKS if architecture >= FIRST_WITH_CLUSTERS else 1
+    return blocks if blocks <= most else None
+
+
+# ---- backward ------------------------------------------------------------------------------------
+
+
+def staged_backward_bytes(spec: BackwardSpec, config: StagedBackward) -> int:
+    """Return the shared memory of a block: see kernels/backward.cu."""
+    elements = config.block_threads * config.packs_per_thread * pack_length(spec.x)
+    size = team_bytes(spec.x, config.row_threads, config.block_threads, config.cluster_blocks)
+    size += config.stages * elements * (ITEMSIZE[spec.x] + ITEMSIZE[spec.dy])
+    if spec.weight is not None and not config.hold_weight:
+        size += elements * ITEMSIZE[spec.weight]
+    if spec.gradients and config.rows_per_block > 1:
+        size += elements * ITEMSIZE[compute_dtype(spec.x)]
+    return size
 
 
 def _backward_registers(
-    spec: BackwardSpec, packs: int, *, vector: int, hold_weight: bool, prefetch: bool
+    spec: BackwardSpec, packs: int, *, vector: int, hold_weight: bool, clustered: bool
 ) -> int:
-    """Return an upper bound of the registers of a resident backward, fitted to NVRTC's counts."""
+    """Return an upper bound of the registers of a staged backward, fitted to NVRTC's counts."""
     length = pack_length(spec.x)
-    row = 4 + length * ITEMSIZE[spec.dy] // 4
-    compute = length * ITEMSIZE[compute_dtype(spec.x)] // 4
-    row += spec.bitmask
-    words = row * (1 + prefetch) + compute * (spec.gradients + hold_weight)
-    scratch = 12 if vector == length else 21
-    if "float64" in (spec.dy, spec.weight) and spec.x != "float64":
-        scratch += 24
-    return 30 + int(packs * (1.3 * words + scratch))
+    word = ITEMSIZE[compute_dtype(spec.x)] // 4
+    registers = 52 + packs * length * word * spec.gradients
+    if _widest(spec.dy, spec.weight, spec.x) > 4:
+        registers += packs * length
+    if hold_weight:
+        registers += packs * length * _widest(spec.weight) // 4
+    if ITEMSIZE[spec.dy] > ITEMSIZE[spec.x]:
+        registers += 4 * packs
+    if spec.bitmask:
+        registers += 12 * packs
+    if clustered:
+        registers += 12
+    if vector < length:
+        registers += 5 * packs
+    return registers
 
 
 def backward_config(
-    spec: BackwardSpec, n: int, vector: int
-) -> ResidentBackward | StreamingBackward:
+    spec: BackwardSpec, n: int, vector: int, architecture: int
+) -> StagedBackward | StreamingBackward:
     """Return the configuration of a backward pass over rows of n elements."""
-    length = pack_length(spec.x)
-    packs = -(-n // length)
-    # A row of a warp is short enough to be fetched when its turn comes; longer ones are asked for a
-    # row ahead: LayerNorm at N = 4096 gained 9% by it (bfloat16, H200).
-    prefetch = packs > 64
+    packs = -(-n // pack_length(spec.x))
+    for layout in _backward_layouts(packs, architecture):
+        config = _staged_backward(spec, n, vector, architecture, *layout)
+        if config is not None:
+            return config
+    return StreamingBackward(row_threads=512, column_threads=256, vector=vector)
 
-    def fits(packs_per_thread: int, threads: int, vector: int, hold: bool, prefetch: bool) -> bool:
-        registers = _backward_registers(
-            spec, packs_per_thread, vector=vector, hold_weight=hold, prefetch=prefetch
-        )
-        return registers <= min(255, REGISTERS_PER_MULTIPROCESSOR // threads // 8 * 8)
 
-    # The fewest packs a thread, and so the most threads, that fit; single elements leave no room to
-    # prefetch. Both must fit, so that a row's bits do not depend on its alignment.
-    for packs_per_thread, threads in ((2, 512), (3, 384), (4, 256), (2, 256)):
+def _backward_layouts(packs: int, architecture: int) -> Iterator[tuple[int, ...]]:
+    """Yield row_threads, block_threads, blocks a multiprocessor, cluster_blocks and stages: the
+    fastest for rows of so many packs, then those for what does not fit in it.
+
+    Measured with bfloat16 x and a float32 weight on an H200; benchmarks/notes.md has the figures.
+    """
+    if packs <= 16:
+        yield _team(packs, 1), 256, 2, 1, 6
+    if packs <= 64:
+        yield _team(packs, 2), 256, 2, 1, 2
+    if packs <= 128:
+        yield _team(packs, 4), 128, 2, 1, 2
+    for packs_per_thread, threads in ((2, 512), (4, 512), (4, 256), (2, 256)):
         row_threads = _team(packs, packs_per_thread)
-        if (
-            row_threads <= threads
-            and fits(packs_per_thread, threads, length, False, prefetch)
-            and fits(packs_per_thread, threads, 1, False, False)
-        ):
-            break
-    else:
-        return StreamingBackward(row_threads=512, column_threads=256, vector=vector)
-    aligned = vector == length
-    # One block of several rows a multiprocessor writes the fewest partial sums.
-    return ResidentBackward(
-        row_threads=row_threads,
-        block_threads=max(1, threads // row_threads) * row_threads,
-        packs_per_thread=-(-packs // row_threads),
-        vector=vector,
-        hold_weight=(
-            aligned
-            and spec.weight is not None
-            and fits(packs_per_thread, threads, length, True, prefetch)
-        ),
-        prefetch=aligned and prefetch,
-    )
+        if row_threads <= threads:
+            block_threads = threads // row_threads * row_threads
+            if block_threads // row_threads <= 15 or row_threads <= 32:
+                yield row_threads, block_threads, 1, 1, 3
+    for packs_per_thread, threads in ((4, 256), (2, 256)):
+        cluster_blocks = _cluster(packs, packs_per_thread * threads, architecture)
+        if cluster_blocks is not None and cluster_blocks > 1:
+            yield threads, threads, 1, cluster_blocks, 3
+
+
+def _staged_backward(
+    spec: BackwardSpec,
+    n: int,
+    vector: int,
+    architecture: int,
+    row_threads: int,
+    block_threads: int,
+    blocks_per_multiprocessor: int,
+    cluster_blocks: int,
+    stages: int,
+) -> StagedBackward | None:
+    length = pack_length(spec.x)
+    packs_per_thread = -(-n // (length * row_threads * cluster_blocks))
+    threads = block_threads * blocks_per_multiprocessor
+    most_registers = min(255, REGISTERS_PER_MULTIPROCESSOR // threads // 8 * 8)
+
+    def fits(hold_weight: bool, vector: int) -> bool:
+        return most_registers >= _backward_registers(
+            spec,
+            packs_per_thread,
+            vector=vector,
+            hold_weight=hold_weight,
+            clustered=cluster_blocks > 1,
+        )
+
+    # Whatever the alignment, so that a row's bits do not depend on it.
+    if not (fits(False, length) and fits(False, 1)):
+        return None
+    for fewer in range(stages, 1, -1):
+        config = StagedBackward(
+            row_threads=row_threads,
+            block_threads=block_threads,
+            blocks_per_multiprocessor=blocks_per_multiprocessor,
+            packs_per_thread=packs_per_thread,
+            cluster_blocks=cluster_blocks,
+            stages=fewer,
+            vector=vector,
+            hold_weight=spec.weight is not None and vector == length and fits(True, length),
+            full=n == cluster_blocks * row_threads * packs_per_thread * length,
+        )
+        # A block's own 1 KiB is the system's.
+        limit = (shared_limit(architecture) + 1024) // blocks_per_multiprocessor - 1024
+        most = max(
+            staged_backward_bytes(spec, config),
+            staged_backward_bytes(spec, dataclasses.replace(config, hold_weight=False)),
+        )
+        if most <= limit:
+            return config
+    return None

@@ -14,12 +14,16 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from cupynorm import _driver
 from cupynorm._config import (
-    ResidentBackward,
     ResidentForward,
+    StagedBackward,
+    StagedForward,
     StreamingBackward,
     StreamingForward,
-    pack_length,
+    staged_backward_bytes,
+    staged_forward_bytes,
+    team_bytes,
 )
 from cupynorm._spec import CPP_TYPES, ITEMSIZE, BackwardSpec, ForwardSpec, compute_dtype
 
@@ -38,36 +42,34 @@ __all__ = [
 OPTIONS = ("-std=c++17", "--fmad=false")
 
 # Groups of 32 threads that sum the blocks' partials side by side.
-REDUCTION_GROUPS = 16
+REDUCTION_GROUPS = 32
 
 
 @dataclass(frozen=True)
 class Instantiation:
-    """A template of `kernels/` with its arguments, and how a block of it is launched."""
+    """A template of `kernels/` with its arguments, and how it is launched: see `_driver.Kernel`."""
 
     file: str
     expression: str
+    parameters: str
     block_threads: int
     shared_bytes: int
+    cluster_blocks: int = 1
+    overlaps: bool = False
 
 
-def _instantiate(
-    file: str, template: str, arguments: tuple[Any, ...], block_threads: int, shared_bytes: int
-) -> Instantiation:
+def _expression(template: str, *arguments: Any) -> str:
     spelled = (str(a).lower() if isinstance(a, bool) else str(a) for a in arguments)
-    return Instantiation(file, f"{template}<{', '.join(spelled)}>", block_threads, shared_bytes)
+    return f"{template}<{', '.join(spelled)}>"
 
 
-def _team_bytes(row_threads: int, block_threads: int, x: str) -> int:
-    """Return the shared memory of a Team's reductions: see kernels/team.cuh."""
-    if row_threads <= 32:
-        return 0
-    itemsize = ITEMSIZE[compute_dtype(x)]
-    return -(-2 * (block_threads // 32) * 3 * itemsize // 16) * 16
+def _scalar(x: str) -> str:
+    """Return the letter of the compute type among a kernel's parameters."""
+    return "d" if compute_dtype(x) == "float64" else "f"
 
 
 def forward_instantiation(
-    spec: ForwardSpec, config: ResidentForward | StreamingForward
+    spec: ForwardSpec, config: ResidentForward | StagedForward | StreamingForward
 ) -> Instantiation:
     """Return the kernel of a forward pass."""
     what = (
@@ -77,92 +79,127 @@ def forward_instantiation(
         spec.store_statistics,
         spec.relu,
     )
-    if isinstance(config, StreamingForward):
-        return _instantiate(
-            "forward_streaming.cu",
-            "norm_forward_streaming",
-            (*what, config.block_threads, config.vector),
+    # x, x_stride, weight, bias, y, y_stride, mean, rstd, bitmask; n_rows, n_cols; inv_n, eps and
+    # the bounds of relu.
+    parameters = "PqPPPqPPPqq" + 4 * _scalar(spec.x)
+    if isinstance(config, ResidentForward):
+        template = _expression(
+            "norm_forward",
+            *what,
+            config.hold_weight,
+            config.row_threads,
             config.block_threads,
-            _team_bytes(config.block_threads, config.block_threads, spec.x),
+            config.blocks_per_multiprocessor,
+            config.packs_per_thread,
+            config.full,
+            config.vector,
         )
-    how = (
-        config.row_threads,
-        config.block_threads,
-        config.blocks_per_multiprocessor,
-        config.packs_per_thread,
-        config.vector,
-    )
-    return _instantiate(
-        "forward.cu",
-        "norm_forward",
-        (*what, *how),
-        config.block_threads,
-        _team_bytes(config.row_threads, config.block_threads, spec.x),
-    )
+        shared_bytes = team_bytes(spec.x, config.row_threads, config.block_threads)
+        return Instantiation("forward.cu", template, parameters, config.block_threads, shared_bytes)
+    if isinstance(config, StagedForward):
+        template = _expression(
+            "norm_forward_staged",
+            *what,
+            config.hold_weight,
+            config.stages,
+            config.cluster_blocks,
+            config.block_threads,
+            config.packs_per_thread,
+            config.full,
+            config.vector,
+        )
+        return Instantiation(
+            "forward_staged.cu",
+            template,
+            parameters,
+            config.block_threads,
+            staged_forward_bytes(spec, config),
+            config.cluster_blocks,
+        )
+    threads = config.block_threads
+    template = _expression("norm_forward_streaming", *what, threads, config.vector)
+    shared_bytes = team_bytes(spec.x, threads, threads)
+    return Instantiation("forward_streaming.cu", template, parameters, threads, shared_bytes)
 
 
 def backward_instantiations(
-    spec: BackwardSpec, config: ResidentBackward | StreamingBackward
+    spec: BackwardSpec, config: StagedBackward | StreamingBackward
 ) -> tuple[Instantiation, ...]:
     """Return the kernels of a backward pass in the order of their launches.
 
     The last one sums the partials, where there are weight gradients.
     """
-    compute = compute_dtype(spec.x)
     types = tuple(CPP_TYPES[dtype] for dtype in (spec.x, spec.dy, spec.weight))
     options = (spec.norm == "layer_norm", spec.zero_centered)
     dbias = spec.dbias is not None
-    reduction: tuple[Instantiation, ...] = ()
-    if spec.gradients:
-        reduction = (
-            _instantiate(
-                "reduce_partials.cu",
-                "reduce_partials",
-                (*(CPP_TYPES[d] for d in (compute, spec.weight, spec.dbias)), REDUCTION_GROUPS),
-                32 * REDUCTION_GROUPS,
-                32 * REDUCTION_GROUPS * ITEMSIZE[compute],
+    scalar = _scalar(spec.x)
+    operands = "PqPqPPPP"  # dy, dy_stride, x, x_stride, weight, mean, rstd, bitmask
+    if isinstance(config, StagedBackward):
+        template = _expression(
+            "norm_backward",
+            *types,
+            *options,
+            dbias,
+            spec.bitmask,
+            config.hold_weight,
+            config.stages,
+            config.cluster_blocks,
+            config.row_threads,
+            config.block_threads,
+            config.blocks_per_multiprocessor,
+            config.packs_per_thread,
+            config.full,
+            config.vector,
+        )
+        passes: tuple[Instantiation, ...] = (
+            Instantiation(
+                "backward.cu",
+                template,
+                operands + "PqPqq" + scalar,  # dx, dx_stride, partials; n_rows, n_cols; inv_n
+                config.block_threads,
+                staged_backward_bytes(spec, config),
+                config.cluster_blocks,
             ),
         )
-    if isinstance(config, StreamingBackward):
-        return (
-            _instantiate(
+    else:
+        threads, vector = config.row_threads, config.vector
+        passes = (
+            Instantiation(
                 "backward_streaming.cu",
-                "norm_backward_coefficients",
-                (*types, *options, spec.bitmask, config.row_threads, config.vector),
-                config.row_threads,
-                _team_bytes(config.row_threads, config.row_threads, spec.x),
+                _expression(
+                    "norm_backward_coefficients", *types, *options, spec.bitmask, threads, vector
+                ),
+                operands + "Pqq" + scalar,  # coefficients; n_rows, n_cols; inv_n
+                threads,
+                team_bytes(spec.x, threads, threads),
             ),
-            _instantiate(
+            Instantiation(
                 "backward_streaming.cu",
-                "norm_backward_columns",
-                (*types, *options, dbias, spec.bitmask, config.column_threads, config.vector),
+                _expression(
+                    "norm_backward_columns",
+                    *(*types, *options, dbias, spec.bitmask, config.column_threads, vector),
+                ),
+                operands + "PPqPqqq",  # coefficients, dx, dx_stride, partials; their number, ...
                 config.column_threads,
                 0,
             ),
-            *reduction,
         )
-    how = (
-        config.hold_weight,
-        config.prefetch,
-        config.row_threads,
-        config.block_threads,
-        config.packs_per_thread,
-        config.vector,
-    )
-    shared_bytes = _team_bytes(config.row_threads, config.block_threads, spec.x)
-    if spec.gradients:
-        columns = config.packs_per_thread * pack_length(spec.x)
-        shared_bytes += config.block_threads * columns * ITEMSIZE[compute]
-    return (
-        _instantiate(
-            "backward.cu",
-            "norm_backward",
-            (*types, *options, dbias, spec.bitmask, *how),
-            config.block_threads,
-            shared_bytes,
+    if not spec.gradients:
+        return passes
+    compute = compute_dtype(spec.x)
+    reduction = Instantiation(
+        "reduce_partials.cu",
+        _expression(
+            "reduce_partials",
+            *(CPP_TYPES[d] for d in (compute, spec.weight, spec.dbias)),
+            REDUCTION_GROUPS,
         ),
-        *reduction,
+        "PPPqq",  # partials, dweight, dbias; n_partials, n_cols
+        32 * REDUCTION_GROUPS,
+        32 * REDUCTION_GROUPS * ITEMSIZE[compute],
+        overlaps=True,
     )
+    return (*passes, reduction)
 
 
 _INCLUDE = re.compile(r'^#include "([\w.]+)"\n', re.MULTILINE)
@@ -196,13 +233,13 @@ def source(file: str) -> str:
     return paste(file)
 
 
-_functions: dict[tuple[Instantiation, int], Any] = {}
+_functions: dict[tuple[Instantiation, int], _driver.Kernel] = {}
 _modules: dict[Instantiation, Any] = {}
 _locks: dict[Instantiation, threading.Lock] = {}
 
 
-def load(kernel: Instantiation, device: int) -> Any:
-    """Return the kernel's function on `device`, the current one; compile and load it at need.
+def load(kernel: Instantiation, device: int) -> _driver.Kernel:
+    """Return the kernel on `device`, the current one, ready to launch; compile it at need.
 
     Raises
     ------
@@ -231,7 +268,15 @@ def load(kernel: Instantiation, device: int) -> Any:
                     options=OPTIONS,
                     name_expressions=[kernel.expression],
                 )
-            function = module.get_function(kernel.expression).kernel
+            function = _driver.Kernel(
+                kernel.expression,
+                module.get_function(kernel.expression).kernel.ptr,
+                kernel.parameters,
+                block_threads=kernel.block_threads,
+                shared_bytes=kernel.shared_bytes,
+                cluster_blocks=kernel.cluster_blocks,
+                overlaps=kernel.overlaps,
+            )
             _modules[kernel] = module
             _functions[kernel, device] = function
     return function

@@ -5,7 +5,6 @@ kernels launched on CuPy's current stream there. Nothing synchronizes.
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -13,23 +12,14 @@ from typing import Any
 import cupy
 import numpy as np
 
-from cupynorm import _jit
 from cupynorm._arrays import DTYPES, row_stride
 from cupynorm._bitmask import bitmask_bytes
-from cupynorm._config import (
-    ResidentBackward,
-    ResidentForward,
-    backward_config,
-    forward_config,
-    pack_length,
-)
+from cupynorm._config import pack_length
+from cupynorm._plans import backward_plan, forward_plan
 from cupynorm._results import NormBackward, NormForward
 from cupynorm._spec import BackwardSpec, ForwardSpec, Norm, compute_dtype
 
-__all__ = ["backward", "forward", "load_backward", "load_forward"]
-
-# The column kernel of the streaming backward uses up to 64 registers at 256 threads.
-COLUMN_BLOCKS_PER_MULTIPROCESSOR = 4
+__all__ = ["backward", "forward"]
 
 
 # ---- arrays as the kernels take them -------------------------------------------------------------
@@ -90,11 +80,6 @@ def _name(array: Any) -> str | None:
 # ---- devices and scratch -------------------------------------------------------------------------
 
 
-@functools.cache
-def _multiprocessors(device: int) -> int:
-    return int(cupy.cuda.Device(device).attributes["MultiProcessorCount"])
-
-
 def _on(device: int) -> contextlib.AbstractContextManager[Any]:
     """Make a device current, unless it is."""
     if device == cupy.cuda.runtime.getDevice():
@@ -113,32 +98,7 @@ def _kept_by_graph(array: Any) -> Any:
     return array
 
 
-def _scratch(size: int, dtype: str) -> Any:
-    return _kept_by_graph(cupy.empty(size, dtype))
-
-
-# ---- forward -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _ForwardPlan:
-    function: Any
-    block: tuple[int]
-    rows_per_block: int
-    shared_bytes: int
-
-
-@functools.cache
-def load_forward(spec: ForwardSpec, n: int, vector: int, device: int) -> _ForwardPlan:
-    """Return a forward pass ready to launch on `device`, the current one."""
-    config = forward_config(spec, n, vector)
-    kernel = _jit.forward_instantiation(spec, config)
-    return _ForwardPlan(
-        function=_jit.load(kernel, device),
-        block=(kernel.block_threads,),
-        rows_per_block=config.rows_per_block if isinstance(config, ResidentForward) else 1,
-        shared_bytes=kernel.shared_bytes,
-    )
+# ---- passes --------------------------------------------------------------------------------------
 
 
 def forward(
@@ -186,54 +146,24 @@ def forward(
             relu=relu is not None,
         )
         vector = _vector(spec.x, n, (x_rows, y_rows), (weight, bias))
-        plan = load_forward(spec, n, vector, device)
-        compute = np.float64 if statistics == "float64" else np.float32
         lower, upper = (0.0, 0.0) if relu is None else relu
-        plan.function(
-            (-(-m // plan.rows_per_block),),
-            plan.block,
-            (
-                x_rows.pointer,
-                x_rows.row_stride,
-                _pointer(weight),
-                _pointer(bias),
-                y_rows.pointer,
-                y_rows.row_stride,
-                _pointer(mean),
-                _pointer(rstd),
-                _pointer(bitmask),
-                m,
-                n,
-                compute(1 / n),
-                compute(eps),
-                compute(lower),
-                compute(upper),
-            ),
-            plan.shared_bytes,
+        forward_plan(spec, n, vector, device).launch(
+            cupy.cuda.get_current_stream().ptr,
+            m,
+            x_rows.pointer,
+            x_rows.row_stride,
+            _pointer(weight),
+            _pointer(bias),
+            y_rows.pointer,
+            y_rows.row_stride,
+            _pointer(mean),
+            _pointer(rstd),
+            _pointer(bitmask),
+            eps,
+            lower,
+            upper,
         )
     return result
-
-
-# ---- backward ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _BackwardPlan:
-    config: Any
-    launches: tuple[tuple[Any, tuple[int], int], ...]  # function, block, shared bytes
-
-
-@functools.cache
-def load_backward(spec: BackwardSpec, n: int, vector: int, device: int) -> _BackwardPlan:
-    """Return a backward pass ready to launch on `device`, the current one."""
-    config = backward_config(spec, n, vector)
-    return _BackwardPlan(
-        config,
-        tuple(
-            (_jit.load(kernel, device), (kernel.block_threads,), kernel.shared_bytes)
-            for kernel in _jit.backward_instantiations(spec, config)
-        ),
-    )
 
 
 def backward(
@@ -250,12 +180,7 @@ def backward(
     zero_centered: bool,
     dx: Any,
 ) -> NormBackward:
-    """Launch a backward pass over the last k axes of x.
-
-    Scratch is one row of partial sums a block for each weight gradient, at most
-    4 * multiprocessors rows of N values of the compute dtype, and three values a row of x where
-    rows are too long for registers.
-    """
+    """Launch a backward pass over the last k axes of x."""
     n = math.prod(x.shape[x.ndim - k :])
     m = x.size // n
     device = x.device.id
@@ -288,10 +213,11 @@ def backward(
             bitmask=bitmask is not None,
         )
         vector = _vector(spec.x, n, (x_rows, dy_rows, dx_rows), (weight,))
-        plan = load_backward(spec, n, vector, device)
-        statistics = compute_dtype(spec.x)
-        inv_n = (np.float64 if statistics == "float64" else np.float32)(1 / n)
-        operands = (
+        plan = backward_plan(spec, n, vector, device)
+        scratch = _kept_by_graph(cupy.empty(plan.scratch_bytes(m), np.uint8))
+        plan.launch(
+            cupy.cuda.get_current_stream().ptr,
+            m,
             dy_rows.pointer,
             dy_rows.row_stride,
             x_rows.pointer,
@@ -300,45 +226,10 @@ def backward(
             _pointer(mean),
             _pointer(rstd),
             _pointer(bitmask),
+            dx_rows.pointer,
+            dx_rows.row_stride,
+            _pointer(dweight),
+            _pointer(dbias),
+            _pointer(scratch),
         )
-        gradient = (dx_rows.pointer, dx_rows.row_stride)
-        multiprocessors = _multiprocessors(device)
-        config, launches = plan.config, plan.launches
-        if isinstance(config, ResidentBackward):
-            n_partials = min(-(-m // config.rows_per_block), multiprocessors)
-            partials = _scratch(spec.gradients * n_partials * n, statistics)
-            _launch(
-                launches[0], n_partials, (*operands, *gradient, _pointer(partials), m, n, inv_n)
-            )
-        else:
-            tiles = -(-n // (config.column_threads * pack_length(spec.x)))
-            chunks = -(-multiprocessors * COLUMN_BLOCKS_PER_MULTIPROCESSOR // tiles)
-            n_partials = min(m, chunks)
-            partials = _scratch(spec.gradients * n_partials * n, statistics)
-            coefficients = _scratch(3 * m, statistics)
-            _launch(launches[0], m, (*operands, _pointer(coefficients), m, n, inv_n))
-            _launch(
-                launches[1],
-                tiles * n_partials,
-                (
-                    *operands,
-                    _pointer(coefficients),
-                    *gradient,
-                    _pointer(partials),
-                    n_partials,
-                    m,
-                    n,
-                ),
-            )
-        if spec.gradients:
-            _launch(
-                launches[-1],
-                spec.gradients * -(-n // 32),
-                (_pointer(partials), _pointer(dweight), _pointer(dbias), n_partials, n),
-            )
     return result
-
-
-def _launch(kernel: tuple[Any, tuple[int], int], blocks: int, arguments: tuple[Any, ...]) -> None:
-    function, block, shared_bytes = kernel
-    function((blocks,), block, arguments, shared_bytes)

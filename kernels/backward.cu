@@ -29,6 +29,7 @@
 #include "gradient.cuh"
 #include "relu.cuh"
 #include "stage.cuh"
+#include "statistics.cuh"
 #include "team.cuh"
 
 template <typename X, typename DY, typename Weight, bool Centered, bool ZeroCentered, bool DBias,
@@ -79,7 +80,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
     fetched_x += rows_a_turn * x_stride;
     fetched_dy += rows_a_turn * dy_stride;
   };
-  if constexpr (kDWeight && !HoldWeight) {
+  if constexpr (!HoldWeight) {
 #pragma unroll
     for (int p = 0; p < PacksPerThread; ++p) {
       StageOfWeight::template fetch<Vector>(stage_of_weight, p, weight, first_column(p), n_cols);
@@ -158,34 +159,37 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
     if constexpr (DBias) flush(dbias, kDWeight ? 1 : 0);
     flushed = true;
   };
-  Pack<Weight, kLength> held_weight[PacksPerThread];
-  if constexpr (kDWeight && HoldWeight) {
+  Pack<Weight, kLength> held_weight[HoldWeight ? PacksPerThread : 1];
+  if constexpr (HoldWeight) {
 #pragma unroll
     for (int p = 0; p < PacksPerThread; ++p) {
       load<Vector>(held_weight[p], weight, first_column(p), n_cols);
     }
   }
-  // g of a pack; its weights come from registers or from shared memory.
-  const auto scaled = [&](const Pack<DY, kLength>& pack, int p, T(&g)[kLength]) {
-    Pack<Weight, kLength> weights;
-    if constexpr (kDWeight && HoldWeight) {
-      weights = held_weight[p];
-    } else if constexpr (kDWeight) {
-      weights = StageOfWeight::read(stage_of_weight, p);
-    }
-#pragma unroll
-    for (int i = 0; i < kLength; ++i) {
-      g[i] = pack.template get<T>(i);
-      if constexpr (kDWeight) g[i] *= weight_at<ZeroCentered, T>(weights, i);
+  // A pack of the weight, from registers or from shared memory.
+  const auto weights_of = [&](int p) {
+    if constexpr (HoldWeight) {
+      return held_weight[p];
+    } else {
+      return StageOfWeight::read(stage_of_weight, p);
     }
   };
 
   // 2. Sums of g * h, g and h, where h = (x - mean) * rstd is xhat before it is centred again.
   constexpr int kSums = Centered ? 3 : 1;
-  // The product that fused_multiply_add adds to is exact: what is rounded in -mean * rstd is the same
-  // for the whole row, and centred away as the rounding of the mean is.
-  const auto h_of = [&](T value, T of_row, T shift) {
-    return Centered ? fused_multiply_add(value, of_row, shift) : value * of_row;
+  // h as value * scale + shift. The product that fused_multiply_add adds to is exact: what is rounded
+  // in -mean * rstd is the same for the whole row, and centred away as the rounding of the mean is.
+  // It overflows for constant rows alone, all of whose h are 0.
+  struct Centring {
+    T scale, shift;
+  };
+  const auto centring = [](const Beside& of_row) {
+    const T shift = Centered ? -of_row.mean * of_row.rstd : T(0);
+    return absolute(shift) > Range<T>::kLargest ? Centring{T(0), T(0)}
+                                                : Centring{of_row.rstd, shift};
+  };
+  const auto h_of = [](T value, const Centring& row) {
+    return Centered ? fused_multiply_add(value, row.scale, row.shift) : value * row.scale;
   };
   // dy of a pack, as the bitmask lets it through.
   const auto read_dy = [&](char* place, int p, const Beside& of_row) {
@@ -197,21 +201,23 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
     char* const place = stages + stage * kStageBytes;
     if constexpr (!Full)
       make_opaque(n_cols);  // else each element's comparison with it is kept for the next step
-    const T shift = -of_row.mean * of_row.rstd;
+    const Centring row_centring = centring(of_row);
 #pragma unroll
     for (int i = 0; i < kSums; ++i) sums[i] = 0;
 #pragma unroll
     for (int p = 0; p < PacksPerThread; ++p) {
       const Pack<X, kLength> row_x = StageOfX::read(place, p);
-      T g[kLength];
-      scaled(read_dy(place, p, of_row), p, g);
+      const Pack<DY, kLength> row_dy = read_dy(place, p, of_row);
+      const Pack<Weight, kLength> weights = weights_of(p);
 #pragma unroll
       for (int i = 0; i < kLength; ++i) {
-        T h = h_of(row_x.template get<T>(i), of_row.rstd, shift);
-        sums[0] = fused_multiply_add(g[i], h, sums[0]);
+        T g = row_dy.template get<T>(i);
+        if constexpr (kDWeight) g *= weight_at<ZeroCentered, T>(weights, i);
+        T h = h_of(row_x.template get<T>(i), row_centring);
+        sums[0] = fused_multiply_add(g, h, sums[0]);
         if constexpr (Centered) {
           if (!inside<Vector>(first_column(p), i, n_cols)) h = 0;
-          sums[1] += g[i];
+          sums[1] += g;
           sums[2] += h;
         }
       }
@@ -257,26 +263,36 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
     if constexpr (!Full) make_opaque(n_cols);
     char* const place = stages + stage * kStageBytes;
     const int n_stored = row < n_rows ? n_cols : 0;
-    const T shift = -current.mean * current.rstd;
-    const T slope = -mean_of_g_xhat * current.rstd, offset = -mean_of_g * current.rstd;
+    const Centring row_centring = centring(current);
 #pragma unroll
     for (int p = 0; p < PacksPerThread; ++p) {
       const Pack<X, kLength> row_x = StageOfX::read(place, p);
       const Pack<DY, kLength> row_dy = read_dy(place, p, current);
-      T g[kLength], gradient[kLength];
-      scaled(row_dy, p, g);
+      const Pack<Weight, kLength> weights = weights_of(p);
+      T gradient[kLength];
 #pragma unroll
       for (int i = 0; i < kLength; ++i) {
-        const T xhat = h_of(row_x.template get<T>(i), current.rstd, shift) - recentre;
-        const T along = Centered ? fused_multiply_add(xhat, slope, offset) : xhat * slope;
-        gradient[i] = fused_multiply_add(g[i], current.rstd, along);
+        const T xhat = h_of(row_x.template get<T>(i), row_centring) - recentre;
         const T upstream = row_dy.template get<T>(i);
+        const T along = fused_multiply_add(-xhat, mean_of_g_xhat, -mean_of_g);
+        T projected;
+        if constexpr (kDWeight) {
+          projected = fused_multiply_add(upstream, weight_at<ZeroCentered, T>(weights, i), along);
+        } else {
+          projected = upstream + along;
+        }
+        gradient[i] = projected * current.rstd;
         if constexpr (kDWeight) dweight[p][i] = fused_multiply_add(upstream, xhat, dweight[p][i]);
         if constexpr (DBias) dbias[p][i] += upstream;
       }
       Pack<X, kLength> stored;
       stored.set(gradient);
-      store<Vector>(stored, dx_row, first_column(p), n_stored);
+      if constexpr (Vector == kLength) {
+        store<Vector>(stored, dx_row, first_column(p), n_stored);
+      } else {
+        StageOfX::write(stored, place, p);
+        StageOfX::template store<Vector>(place, p, dx_row, first_column(p), n_stored);
+      }
       fetch(stage, p);
     }
     fetched_all();

@@ -138,7 +138,7 @@ __device__ __forceinline__ void wait_for_bytes(Mailbox* mailbox, int parity) {
       "{\n"
       ".reg .pred come;\n"
       "again:\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 come, [%0], %1;\n"
+      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 come, [%0], %1;\n"
       "@!come bra again;\n"
       "}" ::"r"(shared_address(mailbox)),
       "r"(parity)

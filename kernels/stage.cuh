@@ -23,8 +23,8 @@ struct Stage {
   static __device__ __forceinline__ void fetch(char* stage, int p, const T* row, int first, int n) {
     constexpr int kAccess =
         kAccessBytes<T, Vector> < kPieceBytes ? kAccessBytes<T, Vector> : kPieceBytes;
-    // Single 16-bit elements in turn: side by side they take up to 50 registers more.
-    constexpr int kUnrolled = kAccess >= 4 ? kPackBytes / kAccess : 1;
+    // Small accesses in turn: side by side they take up to 50 registers more.
+    constexpr int kUnrolled = kAccess >= 8 ? kPackBytes / kAccess : 1;
 #pragma unroll kUnrolled
     for (int begin = 0; begin < kPackBytes; begin += kAccess) {
       const int element = begin / static_cast<int>(sizeof(T));
@@ -36,6 +36,21 @@ struct Stage {
       } else {
         *reinterpret_cast<unsigned short*>(target) =
             valid ? *reinterpret_cast<const unsigned short*>(source) : 0;
+      }
+    }
+  }
+
+  // Stores pack p to a row of n, from its place and in turn, for the same reason.
+  template <int Vector>
+  static __device__ __forceinline__ void store(char* stage, int p, T* row, int first, int n) {
+    constexpr int kAccess = kAccessBytes<T, Vector>;
+    using Access = typename AccessOf<kAccess>::type;
+#pragma unroll 1
+    for (int begin = 0; begin < kPackBytes; begin += kAccess) {
+      if (inside<Vector>(first, begin / static_cast<int>(sizeof(T)), n)) {
+        const char* source = place(stage, p, begin / kPieceBytes) + begin % kPieceBytes;
+        *reinterpret_cast<Access*>(reinterpret_cast<char*>(row + first) + begin) =
+            *reinterpret_cast<const Access*>(source);
       }
     }
   }

@@ -20,7 +20,8 @@ __device__ __forceinline__ T deviation(const Statistics<T>& statistics, T x) {
   return x;
 }
 
-// The variance from the row's sums of d and d*d. A NaN stays.
+// The variance from the row's sums of d and d*d. A NaN stays, and is the mean as well: without this a
+// row with one inf would have a mean of inf or of NaN, as the inf lies in its first pack or not.
 template <bool Centered, typename T>
 __device__ __forceinline__ void finish(Statistics<T>& statistics, T sum, T sum_of_squares,
                                        T inv_n) {
@@ -29,6 +30,7 @@ __device__ __forceinline__ void finish(Statistics<T>& statistics, T sum, T sum_o
     statistics.correction = sum * inv_n;
     const T variance = statistics.variance - statistics.correction * statistics.correction;
     statistics.variance = variance < T(0) ? T(0) : variance;
+    if (variance != variance) statistics.correction = variance;
   }
 }
 

@@ -10,14 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cupynorm._config import (
+    MOST_CLUSTER_BLOCKS,
     REGISTERS_PER_MULTIPROCESSOR,
-    ResidentBackward,
     ResidentForward,
+    StagedBackward,
+    StagedForward,
     StreamingBackward,
     StreamingForward,
     backward_config,
     forward_config,
     pack_length,
+    shared_limit,
 )
 from cupynorm._jit import (
     Instantiation,
@@ -32,9 +35,10 @@ NORMS = ("rms_norm", "layer_norm")
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 OPTIONAL = (None, *DTYPES)
 SWITCH = (False, True)
+ARCHITECTURES = (75, 80, 86, 89, 90, 100, 120)
 
 Spec = ForwardSpec | BackwardSpec
-Config = ResidentForward | StreamingForward | ResidentBackward | StreamingBackward
+Config = ResidentForward | StagedForward | StreamingForward | StagedBackward | StreamingBackward
 
 # Every spec there is.
 FORWARD = tuple(
@@ -50,7 +54,7 @@ BACKWARD = tuple(
     if fields[3] is not None or not fields[5]
 )
 
-# Rows far longer than any that registers hold, as the table below has them.
+# Rows longer than any but streaming kernels take, as the table below has them.
 MOST = 300_000
 
 
@@ -69,10 +73,10 @@ def vectors(spec: Spec, n: int) -> list[int]:
     return [v for v in (1, 2, 4, 8) if pack_length(spec.x) % v == 0 and n % v == 0]
 
 
-def configure(spec: Spec, n: int, vector: int) -> Config:
+def configure(spec: Spec, n: int, vector: int, architecture: int = 90) -> Config:
     if isinstance(spec, ForwardSpec):
-        return forward_config(spec, n, vector)
-    return backward_config(spec, n, vector)
+        return forward_config(spec, n, vector, architecture)
+    return backward_config(spec, n, vector, architecture)
 
 
 def instantiate(spec: Spec, config: Any) -> tuple[Instantiation, ...]:
@@ -81,30 +85,36 @@ def instantiate(spec: Spec, config: Any) -> tuple[Instantiation, ...]:
     return backward_instantiations(spec, config)
 
 
-def blocks_at_once(config: Any) -> int:
-    """Return the blocks that a multiprocessor must hold at once: one of a backward pass."""
-    return config.blocks_per_multiprocessor if isinstance(config, ResidentForward) else 1
+def is_streaming(config: Config) -> bool:
+    return isinstance(config, (StreamingForward, StreamingBackward))
 
 
-def is_resident(config: Config) -> bool:
-    return isinstance(config, (ResidentForward, ResidentBackward))
+def team_of(config: Any) -> int:
+    """Return the threads of a block that work on one row."""
+    threads: int = getattr(config, "row_threads", config.block_threads)
+    return threads
 
 
 def check_row(spec: Spec, n: int, config: Any) -> None:
-    tile = config.row_threads * pack_length(spec.x)
+    clustered = getattr(config, "cluster_blocks", 1)
+    tile = clustered * team_of(config) * pack_length(spec.x)
     assert tile * config.packs_per_thread >= n, "the row does not fit"
-    assert tile * (config.packs_per_thread - 1) < n, "no thread has a use for its last pack"
+    assert config.full == (tile * config.packs_per_thread == n)
+    if clustered > 1:
+        assert 2 * n > tile * config.packs_per_thread, "half the blocks have nothing to do"
+    elif not isinstance(config, StagedForward):
+        assert tile * (config.packs_per_thread - 1) < n, "no thread has a use for its last pack"
 
 
 # ---- how a row lies over threads -----------------------------------------------------------------
 
 
-@given(specs, widths())
+@given(specs, widths(), st.sampled_from(ARCHITECTURES))
 @settings(max_examples=500)
-def test_a_row_fits_its_team_and_no_pack_is_idle(spec: Spec, n: int) -> None:
+def test_a_row_fits_its_team_and_no_pack_is_idle(spec: Spec, n: int, architecture: int) -> None:
     for vector in vectors(spec, n):
-        config = configure(spec, n, vector)
-        if is_resident(config):
+        config = configure(spec, n, vector, architecture)
+        if not is_streaming(config):
             check_row(spec, n, config)
 
 
@@ -114,48 +124,51 @@ def test_every_usual_row_fits_its_team_and_no_pack_is_idle(direction: str, x: st
     spec: Spec = ForwardSpec("layer_norm", x, "float32", "float32", x, False, True, False)
     if direction == "backward":
         spec = BackwardSpec("layer_norm", x, x, "float32", "float32", False, False)
-    idle: list[list[int]] = []  # the first and last N of each stretch
     length = pack_length(x)
     for n in range(length, 4 * 1024 * length + 1, length):
-        config: Any = configure(spec, n, length)
-        if not is_resident(config):
-            break
-        try:
-            check_row(spec, n, config)
-        except AssertionError:
-            if idle and idle[-1][1] == n - length:
-                idle[-1][1] = n
-            else:
-                idle.append([n, n])
-    assert idle == []
+        check_row(spec, n, configure(spec, n, length))
 
 
-@given(specs, widths())
+@given(specs, widths(), st.sampled_from(ARCHITECTURES))
 @settings(max_examples=500)
-def test_blocks_are_whole_teams_that_every_gpu_can_hold(spec: Spec, n: int) -> None:
+def test_blocks_are_whole_teams_that_every_gpu_can_hold(
+    spec: Spec, n: int, architecture: int
+) -> None:
     for vector in vectors(spec, n):
-        config: Any = configure(spec, n, vector)
-        if not is_resident(config):
+        config: Any = configure(spec, n, vector, architecture)
+        if is_streaming(config):
             continue
-        team, block = config.row_threads, config.block_threads
+        team, block = team_of(config), config.block_threads
         assert team % 32 == 0 or (team < 32 and team & (team - 1) == 0)
         assert block % 32 == 0
         assert block % team == 0
-        assert config.rows_per_block == block // team
         assert block <= 1024
         if team > 32:
             assert block // team <= 15, "named barriers, of which 0 is the block's own"
         # sm_75 holds 1024 threads on a multiprocessor, the least of all.
-        assert 1 <= blocks_at_once(config) * block <= 1024
+        threads = getattr(config, "blocks_per_multiprocessor", 1) * block
+        assert 1 <= threads <= 1024
+        assert REGISTERS_PER_MULTIPROCESSOR // threads >= 64
         if n <= 32 * pack_length(spec.x):
             assert team <= 32, "a row of up to 32 packs is one warp's"
         assert config.vector == vector
 
 
+@given(specs, widths(), st.sampled_from(ARCHITECTURES))
+@settings(max_examples=500)
+def test_clusters_are_powers_of_two_of_architectures_that_have_them(
+    spec: Spec, n: int, architecture: int
+) -> None:
+    config = configure(spec, n, 1, architecture)
+    blocks = getattr(config, "cluster_blocks", 1)
+    assert blocks & (blocks - 1) == 0
+    assert blocks <= (MOST_CLUSTER_BLOCKS if architecture >= 90 else 1)
+
+
 @given(specs, widths())
 def test_streaming_blocks_are_whole_warps(spec: Spec, n: int) -> None:
-    config: Any = configure(spec, n, 1)
-    if is_resident(config):
+    config: Any = configure(spec, n, 1, 80)
+    if not is_streaming(config):
         return
     names = (
         ("block_threads",)
@@ -176,13 +189,15 @@ def row_layout(config: Any) -> tuple[Any, ...]:
         return type(config), config.block_threads
     if isinstance(config, StreamingBackward):
         return type(config), config.row_threads, config.column_threads
-    return type(config), config.row_threads, config.packs_per_thread
+    clustered = getattr(config, "cluster_blocks", 1)
+    return type(config), team_of(config), config.packs_per_thread, clustered
 
 
-@given(specs, widths())
+@given(specs, widths(), st.sampled_from(ARCHITECTURES))
 @settings(max_examples=500)
-def test_bits_do_not_depend_on_alignment(spec: Spec, n: int) -> None:
-    assert len({row_layout(configure(spec, n, vector)) for vector in vectors(spec, n)}) == 1
+def test_bits_do_not_depend_on_alignment(spec: Spec, n: int, architecture: int) -> None:
+    layouts = {row_layout(configure(spec, n, vector, architecture)) for vector in vectors(spec, n)}
+    assert len(layouts) == 1
 
 
 @given(forward_specs, widths())
@@ -190,7 +205,7 @@ def test_bits_do_not_depend_on_alignment(spec: Spec, n: int) -> None:
 def test_y_does_not_depend_on_whether_statistics_are_stored(spec: ForwardSpec, n: int) -> None:
     other = dataclasses.replace(spec, store_statistics=not spec.store_statistics)
     for vector in vectors(spec, n):
-        assert forward_config(spec, n, vector) == forward_config(other, n, vector)
+        assert configure(spec, n, vector) == configure(other, n, vector)
 
 
 @given(specs, st.lists(widths(), min_size=1, max_size=5))
@@ -202,74 +217,58 @@ def test_a_config_depends_on_nothing_but_its_arguments(spec: Spec, ns: list[int]
 
 # ---- the regimes ---------------------------------------------------------------------------------
 
-# The longest row held in registers: a change here changes bits and speed, and is meant to be seen.
-# The weight (and bias) of the first column is float32, dy and y have x's dtype; "float64 weight"
-# differs in that alone; "no gradients" has neither weight nor bias.
+# The longest row in each regime, in KiB of x: a change here changes bits and speed, and is meant to
+# be seen. The weight (and bias) is float32, dy and y have x's dtype.
 LONGEST = {
-    # x: forward, forward float64 weight, backward, backward float64 weight, backward no gradients
-    "float64": (6144, 6144, 2304, 2304, 2304),
-    "float32": (12288, 4096, 4608, 2048, 4608),
-    "float16": (16384, 8192, 8192, 4096, 9216),
-    "bfloat16": (16384, 8192, 8192, 4096, 9216),
+    # architecture: RMSNorm forward in registers, in shared memory; LayerNorm's two; both backward
+    90: (32, 512, 16, 512, 256, 256),
+    80: (32, 32, 32, 32, 24, 24),
+    86: (32, 32, 32, 32, 16, 16),
 }
 
 
-@pytest.mark.parametrize("x", DTYPES)
-@pytest.mark.parametrize("norm", NORMS)
-def test_the_longest_row_in_registers(norm: Any, x: str) -> None:
-    compared: tuple[Spec, ...] = (
-        ForwardSpec(norm, x, "float32", "float32", x, False, True, False),
-        ForwardSpec(norm, x, "float64", "float32", x, False, True, False),
-        BackwardSpec(norm, x, x, "float32", "float32", False, False),
-        BackwardSpec(norm, x, x, "float64", "float32", False, False),
-        BackwardSpec(norm, x, x, None, None, False, False),
-    )
+@pytest.mark.parametrize("architecture", LONGEST)
+def test_the_longest_rows(architecture: int) -> None:
     longest = []
-    for spec in compared:
-        length = pack_length(x)
-        resident = [
-            packs * length
-            for packs in range(1, 20_000 // length)
-            if is_resident(configure(spec, packs * length, 1))
-        ]
-        assert resident == list(range(length, resident[-1] + 1, length)), "shorter rows stream"
-        longest.append(resident[-1])
-    assert tuple(longest) == LONGEST[x]
+    for norm, bias in (("rms_norm", None), ("layer_norm", "float32")):
+        forward = ForwardSpec(norm, "bfloat16", "float32", bias, "bfloat16", False, True, False)
+        for kinds in ((ResidentForward,), (ResidentForward, StagedForward)):
+            longest.append(longest_in_kib(forward, architecture, kinds))
+    for norm, bias in (("rms_norm", None), ("layer_norm", "float32")):
+        backward = BackwardSpec(norm, "bfloat16", "bfloat16", "float32", bias, False, False)
+        longest.append(longest_in_kib(backward, architecture, (StagedBackward,)))
+    assert tuple(longest) == LONGEST[architecture]
 
 
-@given(specs, widths())
-def test_a_row_longer_than_one_in_registers_may_stream_and_no_shorter_one(
-    spec: Spec, n: int
-) -> None:
-    if is_resident(configure(spec, n, 1)):
-        for shorter in (n - 1, n - n // 4, n // 2 + 1, n // 3 + 1):
-            assert is_resident(configure(spec, max(1, shorter), 1))
+def longest_in_kib(spec: Spec, architecture: int, kinds: tuple[type, ...]) -> int:
+    """Return the longest row that is not streamed; all shorter ones are not either."""
+    length = pack_length(spec.x)
+    packs = sorted({2**k * quarters // 4 for k in range(2, 17) for quarters in (4, 5, 6, 7)})
+    found = {p: isinstance(configure(spec, p * length, 1, architecture), kinds) for p in packs}
+    most = max(p for p in packs if found[p])
+    assert all(found[p] for p in packs if p <= most), "shorter rows are in another regime"
+    return most * 16 // 1024
 
 
 # ---- instantiations ------------------------------------------------------------------------------
 
 
-@given(specs, widths())
+@given(specs, widths(), st.sampled_from(ARCHITECTURES))
 @settings(max_examples=500)
-def test_launches_need_no_opt_in(spec: Spec, n: int) -> None:
+def test_blocks_have_the_shared_memory_that_there_is(spec: Spec, n: int, architecture: int) -> None:
     for vector in vectors(spec, n):
-        config: Any = configure(spec, n, vector)
+        config: Any = configure(spec, n, vector, architecture)
         for kernel in instantiate(spec, config):
-            assert 0 <= kernel.shared_bytes <= 48 * 1024
             assert kernel.shared_bytes % 16 == 0
             assert 32 <= kernel.block_threads <= 1024
             assert kernel.block_threads % 32 == 0
-        if is_resident(config):
-            # 64 KiB of shared memory and 65536 registers on a multiprocessor of sm_75; a thread
-            # has at least the registers that 1024 threads leave.
-            shared = instantiate(spec, config)[0].shared_bytes
-            assert blocks_at_once(config) * shared <= 64 * 1024
-            threads = blocks_at_once(config) * config.block_threads
-            assert REGISTERS_PER_MULTIPROCESSOR // threads >= 64
+        blocks = getattr(config, "blocks_per_multiprocessor", 1)
+        needed = blocks * (instantiate(spec, config)[0].shared_bytes + 1024)
+        assert needed <= shared_limit(architecture) + 1024
 
 
 # Row lengths, in packs, of every kind of config.
-PACKS = (1, 8, 33, 64, 97, 200, 400, 1000, 1024, 2048, 5000)
+PACKS = (1, 8, 33, 64, 97, 200, 400, 1000, 1024, 2048, 5000, 40_000, 200_000)
 
 
 @pytest.mark.parametrize("all_specs", [FORWARD, BACKWARD], ids=["forward", "backward"])
@@ -300,18 +299,14 @@ def test_an_expression_is_valid_cpp() -> None:
 
 @given(st.sampled_from(BACKWARD), widths())
 def test_gradients_are_reduced_by_a_last_kernel(spec: BackwardSpec, n: int) -> None:
-    config = backward_config(spec, n, 1)
+    config: Any = configure(spec, n, 1)
     templates = [k.expression.partition("<")[0] for k in instantiate(spec, config)]
-    resident = isinstance(config, ResidentBackward)
+    staged = isinstance(config, StagedBackward)
     assert templates == [
-        *(
-            ["norm_backward"]
-            if resident
-            else ["norm_backward_coefficients", "norm_backward_columns"]
-        ),
+        *(["norm_backward"] if staged else ["norm_backward_coefficients", "norm_backward_columns"]),
         *(["reduce_partials"] if spec.weight or spec.dbias else []),
     ]
-    if resident and config.rows_per_block > 1 and spec.gradients:
+    if staged and config.rows_per_block > 1 and spec.gradients:
         # The teams of a block put their gradients together: one tile for each.
         tile = config.row_threads * config.packs_per_thread * pack_length(spec.x)
         itemsize = max(4, ITEMSIZE[spec.x])

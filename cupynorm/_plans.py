@@ -1,0 +1,214 @@
+"""What a pass does on a device, prepared once: kernels, grids and scratch, on raw addresses.
+
+Nothing here knows arrays: CuPy's, torch's and JAX's calls come together in these. A launch
+allocates, compiles and synchronizes nothing. Addresses are integers, 0 for what is absent; strides
+are in elements; the device is the current one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+from cupynorm import _jit
+from cupynorm._config import (
+    ResidentForward,
+    StagedBackward,
+    StagedForward,
+    StreamingBackward,
+    backward_config,
+    forward_config,
+    pack_length,
+)
+from cupynorm._driver import Kernel
+from cupynorm._spec import ITEMSIZE, BackwardSpec, ForwardSpec, compute_dtype
+
+__all__ = ["BackwardPlan", "ForwardPlan", "backward_plan", "forward_plan"]
+
+# The column kernel of the streaming backward uses up to 64 registers at 256 threads.
+COLUMN_BLOCKS_PER_MULTIPROCESSOR = 4
+
+WITHOUT_CLUSTERS = 80  # an architecture
+
+
+@cache
+def multiprocessors(device: int) -> int:
+    """Return how many multiprocessors a device has."""
+    import cupy
+
+    return int(cupy.cuda.Device(device).attributes["MultiProcessorCount"])
+
+
+@cache
+def architecture(device: int) -> int:
+    """Return a device's compute capability, 90 for 9.0."""
+    import cupy
+
+    return int(cupy.cuda.Device(device).compute_capability)
+
+
+@dataclass(frozen=True)
+class ForwardPlan:
+    """A forward pass over rows of n elements, for any number of rows."""
+
+    kernel: Kernel
+    n: int
+    rows_per_block: int
+    cluster_blocks: int
+    most_clusters: int | None  # that take rows in turn; None where each has its own
+
+    def launch(
+        self,
+        stream: int,
+        m: int,
+        x: int,
+        x_stride: int,
+        weight: int,
+        bias: int,
+        y: int,
+        y_stride: int,
+        mean: int,
+        rstd: int,
+        bitmask: int,
+        eps: float,
+        lower: float,
+        upper: float,
+    ) -> None:
+        """Launch it over m rows, at least one."""
+        if self.most_clusters is None:
+            blocks = -(-m // self.rows_per_block)
+        else:
+            blocks = min(m, self.most_clusters) * self.cluster_blocks
+        n = self.n
+        self.kernel(
+            *(blocks, stream, x, x_stride, weight, bias, y, y_stride, mean, rstd, bitmask),
+            *(m, n, 1 / n, eps, lower, upper),
+        )
+
+
+@cache
+def forward_plan(spec: ForwardSpec, n: int, vector: int, device: int) -> ForwardPlan:
+    """Return a forward pass ready to launch on `device`, the current one; compile it at need."""
+    config = forward_config(spec, n, vector, architecture(device))
+    kernel = _jit.load(_jit.forward_instantiation(spec, config), device)
+    if isinstance(config, StagedForward):
+        clusters = multiprocessors(device)
+        if config.cluster_blocks > 1:
+            clusters = kernel.clusters_at_once()
+            if clusters == 0:  # a slice of a GPU
+                config = forward_config(spec, n, vector, WITHOUT_CLUSTERS)
+                kernel = _jit.load(_jit.forward_instantiation(spec, config), device)
+        if isinstance(config, StagedForward):
+            return ForwardPlan(kernel, n, 1, config.cluster_blocks, clusters)
+    rows = config.rows_per_block if isinstance(config, ResidentForward) else 1
+    return ForwardPlan(kernel, n, rows, 1, None)
+
+
+@dataclass(frozen=True)
+class BackwardPlan:
+    """A backward pass over rows of n elements, for any number of rows.
+
+    Scratch is one row of partial sums a cluster of blocks for each weight gradient, at most
+    4 * multiprocessors rows of n values of the compute dtype, and three values a row of x where
+    rows are too long for shared memory.
+    """
+
+    kernels: tuple[Kernel, ...]
+    reduction: Kernel
+    n: int
+    gradients: int
+    itemsize: int  # of the compute dtype
+    rows_per_block: int
+    cluster_blocks: int
+    most_clusters: int
+    tiles: int  # of columns, where rows are streamed; else 0
+
+    def _partials(self, m: int) -> int:
+        return min(-(-m // self.rows_per_block), self.most_clusters)
+
+    def _partial_bytes(self, m: int) -> int:
+        return -(-self.gradients * self._partials(m) * self.n * self.itemsize // 16) * 16
+
+    def scratch_bytes(self, m: int) -> int:
+        """Return the bytes of scratch that a launch over m rows needs, aligned to 16."""
+        coefficients = 3 * m * self.itemsize if self.tiles else 0
+        return self._partial_bytes(m) + coefficients
+
+    def launch(
+        self,
+        stream: int,
+        m: int,
+        dy: int,
+        dy_stride: int,
+        x: int,
+        x_stride: int,
+        weight: int,
+        mean: int,
+        rstd: int,
+        bitmask: int,
+        dx: int,
+        dx_stride: int,
+        dweight: int,
+        dbias: int,
+        scratch: int,
+    ) -> None:
+        """Launch it over m rows, at least one."""
+        n = self.n
+        operands = (dy, dy_stride, x, x_stride, weight, mean, rstd, bitmask)
+        partials = self._partials(m)
+        if self.tiles:
+            coefficients = scratch + self._partial_bytes(m)
+            self.kernels[0](m, stream, *operands, coefficients, m, n, 1 / n)
+            self.kernels[1](
+                *(self.tiles * partials, stream, *operands, coefficients, dx, dx_stride),
+                *(scratch, partials, m, n),
+            )
+        else:
+            self.kernels[0](
+                *(partials * self.cluster_blocks, stream, *operands, dx, dx_stride, scratch),
+                *(m, n, 1 / n),
+            )
+        if self.gradients:
+            blocks = self.gradients * -(-n // 32)
+            self.reduction(blocks, stream, scratch, dweight, dbias, partials, n)
+
+
+@cache
+def backward_plan(spec: BackwardSpec, n: int, vector: int, device: int) -> BackwardPlan:
+    """Return a backward pass ready to launch on `device`, the current one; compile it at need."""
+    capability = architecture(device)
+    config = backward_config(spec, n, vector, capability)
+    kernels = _load_backward(spec, config, device)
+    rows, cluster_blocks, tiles = 1, 1, 0
+    clusters = multiprocessors(device)
+    if isinstance(config, StagedBackward) and config.cluster_blocks > 1:
+        clusters = kernels[0].clusters_at_once()
+        if clusters == 0:  # a slice of a GPU
+            config = backward_config(spec, n, vector, WITHOUT_CLUSTERS)
+            kernels = _load_backward(spec, config, device)
+            clusters = multiprocessors(device)
+    if isinstance(config, StagedBackward):
+        rows, cluster_blocks = config.rows_per_block, config.cluster_blocks
+        if cluster_blocks == 1:
+            clusters *= config.blocks_per_multiprocessor
+    else:
+        tiles = -(-n // (config.column_threads * pack_length(spec.x)))
+        clusters = -(-clusters * COLUMN_BLOCKS_PER_MULTIPROCESSOR // tiles)
+    return BackwardPlan(
+        kernels=kernels,
+        reduction=kernels[-1],
+        n=n,
+        gradients=spec.gradients,
+        itemsize=ITEMSIZE[compute_dtype(spec.x)],
+        rows_per_block=rows,
+        cluster_blocks=cluster_blocks,
+        most_clusters=clusters,
+        tiles=tiles,
+    )
+
+
+def _load_backward(
+    spec: BackwardSpec, config: StagedBackward | StreamingBackward, device: int
+) -> tuple[Kernel, ...]:
+    kernels = _jit.backward_instantiations(spec, config)
+    return tuple(_jit.load(kernel, device) for kernel in kernels)
