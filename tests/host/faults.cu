@@ -1,5 +1,5 @@
 // Kernels that do what no kernel may, each once, on the line that says so. Blocks have 64 threads
-// and 256 bytes of shared memory; values has 64 elements.
+// and 256 bytes of shared memory; values has 64 elements, which nothing wrote.
 #include "device.cuh"
 
 __device__ __forceinline__ float* shared() { return static_cast<float*>(dynamic_shared_memory()); }
@@ -144,4 +144,229 @@ __global__ void crashes(T*) {
 template <typename T>
 __global__ void never_ends(T*) {
   for (;;) block_barrier();  // fault
+}
+
+// ---- asynchronous copies -------------------------------------------------------------------------
+
+// Has each thread copy its own element, of 1 in the memory of the device, to shared memory.
+template <typename T>
+__device__ __forceinline__ void copy_own_element(T* values) {
+  values[thread_index()] = 1;
+  copy_async<4>(shared() + thread_index(), values + thread_index(), true);
+  commit_copies();
+}
+
+template <typename T>
+__global__ void reads_its_copy_before_the_wait(T* values) {
+  copy_own_element(values);
+  if (shared()[thread_index()] > 0) wait_for_copies<0>();  // fault
+}
+
+template <typename T>
+__global__ void writes_to_its_copy_before_the_wait(T* values) {
+  copy_own_element(values);
+  shared()[thread_index()] = 0;  // fault
+  wait_for_copies<0>();
+}
+
+template <typename T>
+__global__ void waits_for_all_but_the_last_copy(T* values) {
+  copy_own_element(values);
+  wait_for_copies<1>();
+  values[thread_index()] = shared()[thread_index()];  // fault
+}
+
+template <typename T>
+__global__ void waits_for_a_group_that_is_open(T* values) {
+  values[thread_index()] = 1;
+  copy_async<4>(shared() + thread_index(), values + thread_index(), true);
+  wait_for_copies<0>();
+  values[thread_index()] += shared()[thread_index()];  // fault
+}
+
+template <typename T>
+__global__ void reads_another_threads_copy(T* values) {
+  copy_own_element(values);
+  wait_for_copies<0>();
+  if (thread_index() == 1) values[1] = shared()[0];  // fault
+}
+
+template <typename T>
+__global__ void passes_a_barrier_before_the_wait(T* values) {
+  copy_own_element(values);
+  block_barrier();
+  if (thread_index() == 0) values[1] = shared()[1];  // fault
+  wait_for_copies<0>();
+}
+
+template <typename T>
+__global__ void writes_what_it_copies(T* values) {
+  copy_own_element(values);
+  values[thread_index()] = 2;  // fault
+  wait_for_copies<0>();
+}
+
+template <typename T>
+__global__ void writes_what_another_thread_copies(T* values) {
+  copy_own_element(values);
+  block_barrier();
+  if (thread_index() == 0) values[1] = 2;  // fault
+  wait_for_copies<0>();
+}
+
+template <typename T>
+__global__ void copies_what_another_thread_writes(T* values) {
+  values[thread_index()] = 1;
+  if (thread_index() == 1) copy_async<4>(shared(), values, true);  // fault
+}
+
+template <typename T>
+__global__ void copies_onto_what_another_thread_reads(T* values) {
+  shared()[thread_index()] = 1;
+  block_barrier();
+  const T read = shared()[thread_index() / 2];
+  values[thread_index()] = read;
+  if (thread_index() == 1) copy_async<4>(shared(), values + 1, true);  // fault
+}
+
+template <typename T>
+__global__ void copies_onto_a_copy(T* values) {
+  copy_own_element(values);
+  copy_async<4>(shared() + thread_index(), values, false);  // fault
+}
+
+template <typename T>
+__global__ void copies_what_nothing_wrote(T* values) {
+  copy_async<16>(shared(), values, true);  // fault
+}
+
+template <typename T>
+__global__ void copies_from_past_the_array(T* values) {
+  values[thread_index()] = 0;
+  if (thread_index() == 62) copy_async<8>(shared(), values + 64, false);
+  if (thread_index() == 63) copy_async<8>(shared() + 2, values + 64, true);  // fault
+}
+
+template <typename T>
+__global__ void copies_to_past_shared_memory(T* values) {
+  copy_async<16>(shared() + 4 * thread_index(), values, false);  // fault
+}
+
+template <typename T>
+__global__ void copies_across_an_alignment(T* values) {
+  copy_async<16>(shared() + 2, values, false);  // fault
+}
+
+template <typename T>
+__global__ void copies_from_across_an_alignment(T* values) {
+  copy_async<8>(shared(), values + 1, false);  // fault
+}
+
+template <typename T>
+__global__ void ends_before_its_copy(T* values) {
+  values[thread_index()] = 1;
+  copy_async<4>(shared() + thread_index(), values + thread_index(), true);  // fault
+  commit_copies();
+}
+
+// ---- clusters of two blocks ----------------------------------------------------------------------
+
+template <typename T>
+__global__ void races_in_a_cluster(T* values) {
+  cluster_barrier();
+  values[thread_index()] = block_in_cluster();  // fault
+}
+
+template <typename T>
+__global__ void leaves_a_block_at_the_clusters_barrier(T*) {
+  if (block_in_cluster() == 0) cluster_barrier();  // fault
+}
+
+template <typename T>
+__global__ void leaves_threads_at_the_clusters_barrier(T*) {
+  if (thread_index() < 40) cluster_barrier();  // fault
+}
+
+template <typename T>
+__global__ void arrives_twice(T*) {
+  arrive_at_cluster_barrier();
+  arrive_at_cluster_barrier();  // fault
+}
+
+template <typename T>
+__global__ void waits_and_did_not_arrive(T*) {
+  wait_at_cluster_barrier();  // fault
+}
+
+template <typename T>
+__global__ void stores_in_a_block_before_it_has_begun(T*) {
+  store_in_block(shared(), 1 - block_in_cluster(), 1.0f);  // fault
+}
+
+template <typename T>
+__global__ void stores_in_a_block_that_has_ended(T*) {
+  cluster_barrier();
+  if (block_in_cluster() == 1 && thread_index() == 0) store_in_block(shared(), 0, 1.0f);  // fault
+}
+
+template <typename T>
+__global__ void ends_where_another_block_stores(T*) {
+  cluster_barrier();
+  if (block_in_cluster() == 0 && thread_index() == 0) store_in_block(shared(), 1, 1.0f);  // fault
+  block_barrier();
+}
+
+template <typename T>
+__global__ void reads_what_another_block_stores(T* values) {
+  cluster_barrier();
+  if (block_in_cluster() == 0 && thread_index() == 0) store_in_block(shared(), 1, 1.0f);
+  block_barrier();
+  if (block_in_cluster() == 1) values[0] = shared()[0];  // fault
+  cluster_barrier();
+}
+
+template <typename T>
+__global__ void stores_in_what_another_block_reads(T* values) {
+  shared()[thread_index()] = 1;
+  cluster_barrier();
+  if (block_in_cluster() == 0) values[thread_index()] = shared()[thread_index()];
+  if (block_in_cluster() == 1 && thread_index() == 0) store_in_block(shared(), 0, 2.0f);  // fault
+  cluster_barrier();
+}
+
+template <typename T>
+__global__ void reads_between_arrival_and_wait(T* values) {
+  cluster_barrier();
+  store_in_block(shared() + thread_index(), 1 - block_in_cluster(), 1.0f);
+  arrive_at_cluster_barrier();
+  if (block_in_cluster() == 1 && thread_index() == 0) values[0] = shared()[0];  // fault
+  wait_at_cluster_barrier();
+}
+
+template <typename T>
+__global__ void stores_between_arrival_and_wait(T* values) {
+  cluster_barrier();
+  arrive_at_cluster_barrier();
+  store_in_block(shared() + thread_index(), 1 - block_in_cluster(), 1.0f);
+  wait_at_cluster_barrier();
+  if (block_in_cluster() == 1) values[thread_index()] = shared()[thread_index()];  // fault
+  cluster_barrier();
+}
+
+template <typename T>
+__global__ void stores_in_no_block_of_the_cluster(T*) {
+  cluster_barrier();
+  store_in_block(shared() + thread_index(), block_in_cluster() + 1, 1.0f);  // fault
+}
+
+template <typename T>
+__global__ void stores_past_shared_memory(T*) {
+  cluster_barrier();
+  store_in_block(shared() + thread_index() + 1, block_in_cluster(), 1.0f);  // fault
+}
+
+template <typename T>
+__global__ void stores_across_an_alignment(T*) {
+  cluster_barrier();
+  store_in_block(reinterpret_cast<double*>(shared() + 1), 0, 1.0);  // fault
 }
