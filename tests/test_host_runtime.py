@@ -41,6 +41,8 @@ FAULTS = {
     "divides_by_zero": "thread 0: divrem_overflow",
     "crashes": "thread 5: signal 4",
     "never_ends": "does not end",
+    "reads_what_another_lane_wrote_before_a_shuffle": "race: reads 4 bytes at byte",
+    "writes_what_another_lane_reads_after_a_shuffle": "thread 1: race: writes 4 bytes at byte 4 of",
     "reads_its_copy_before_the_wait": "thread 0: race: reads 4 bytes at byte 0 of shared memory",
     "writes_to_its_copy_before_the_wait": "thread 0: race: writes 4 bytes at byte 0 of shared",
     "waits_for_all_but_the_last_copy": "which block 0, thread 0 copies to at",
@@ -65,18 +67,23 @@ CLUSTER_FAULTS = {
     "races_in_a_cluster": "race: writes 4 bytes at byte 252 of an array",
     "leaves_a_block_at_the_clusters_barrier": "threads 0 to 63 wait at the cluster's barrier at",
     "leaves_threads_at_the_clusters_barrier": "block 1: no thread can go on: threads 0 to 39 wait",
-    "arrives_twice": "thread 0: arrives at the cluster's barrier again, and did not wait",
-    "waits_and_did_not_arrive": "thread 0: waits at the cluster's barrier, and did not arrive",
-    "stores_in_a_block_before_it_has_begun": "thread 0: stores in block 1, which may not have beg",
-    "stores_in_a_block_that_has_ended": "block 1, thread 0: stores in block 0, which has ended",
-    "ends_where_another_block_stores": "the block ends, in whose memory block 0, thread 0 stores",
-    "reads_what_another_block_stores": "race: reads 4 bytes at byte 0 of shared memory of block 1",
-    "stores_in_what_another_block_reads": "block 1, thread 0: race: writes 4 bytes at byte 0 of s",
-    "reads_between_arrival_and_wait": "block 1, thread 0: race: reads 4 bytes at byte 0 of shared",
-    "stores_between_arrival_and_wait": "block 1, thread 62: race: reads 4 bytes at byte 248 of sha",
-    "stores_in_no_block_of_the_cluster": "block 1, thread 63: stores in block 2 of a cluster of 2",
-    "stores_past_shared_memory": "thread 63: out of bounds: stores 4 bytes, 0 bytes past the end",
-    "stores_across_an_alignment": "misaligned: stores 8 bytes at byte 4 of shared memory of block",
+    "sends_to_no_mailbox": "no mailbox is open there",
+    "sends_before_the_mailbox_may_be_open": "the mailbox was opened with no barrier between",
+    "expects_in_a_mailbox_that_may_not_be_open": "thread 1: the mailbox was opened with no barrier",
+    "expects_twice": "the mailbox already expects bytes",
+    "expects_too_much": "block 1: no thread can go on: threads 0 to 63 wait for a mailbox",
+    "expects_too_little": "uninitialized: reads 4 bytes at byte 20 of shared memory of",
+    "reads_its_own_letter_before_the_wait": "which block 0, thread 0 sends to at",
+    "reads_what_a_thread_beside_it_waited_for": "thread 1: race: reads 4 bytes at byte 16 of sha",
+    "waits_for_the_time_before": "race: reads 4 bytes at byte 16 of shared memory of block 0 of th",
+    "waits_for_the_time_after": "block 0: no thread can go on: threads 0 to 63 wait for a mailbox",
+    "sends_over_what_may_not_have_been_read": "block 0, thread 0: race: writes 4 bytes at byte",
+    "writes_to_a_mailbox": "thread 0: mailbox: writes 4 bytes at byte 4 of shared memory of block",
+    "sends_to_a_block_that_has_ended": "block 1, thread 0: sends to block 0, which has ended",
+    "ends_before_its_letters_come": "the block ends, to which block 0, thread 0 sends at",
+    "sends_to_no_block_of_the_cluster": "block 1, thread 0: sends to block 2 of a cluster of 2",
+    "sends_to_past_shared_memory": "thread 63: out of bounds: sends to 4 bytes, 12 bytes past",
+    "sends_across_an_alignment": "misaligned: sends to 8 bytes at byte 20 of shared memory of",
 }
 
 
@@ -216,23 +223,32 @@ def test_blocks_of_a_cluster_reach_each_other(dtype: str, cluster_blocks: int) -
     gpu = Gpu(with_file("probes.cu"))
     kernel = Instantiation(
         *("probes.cu", f"sum_over_clusters<{CPP_TYPES[dtype]}, {cluster_blocks}>"),
-        *(64, 2 * cluster_blocks * values.itemsize),
+        *(64, 16 + 4 * cluster_blocks * values.itemsize),
     )
     with gpu.fresh_memory():
         results = gpu.cupy.empty((len(values), 64), dtype)
         arguments = (gpu.cupy.array(values), results, times)
         gpu.run(kernel, len(values), *arguments, cluster_blocks=cluster_blocks)
         sums = gpu.to_numpy(results)
-    of_clusters = values.reshape(clusters, cluster_blocks).sum(1) * sum(range(times))
+    of_clusters = values.reshape(clusters, cluster_blocks).sum(1) * 2 * sum(range(times))
     expected = np.repeat(of_clusters, cluster_blocks)[:, None] * np.ones(64)
     np.testing.assert_array_equal(sums, expected)
 
 
 def test_a_grid_is_whole_clusters() -> None:
     gpu = Gpu(with_file("probes.cu"))
-    kernel = Instantiation("probes.cu", "sum_over_clusters<float, 2>", 64, 16)
+    kernel = Instantiation("probes.cu", "sum_over_clusters<float, 2>", 64, 48)
     with gpu.fresh_memory():
         values = gpu.cupy.zeros(192, np.float32)
         for clusters in (2, 17, 0):
             with pytest.raises(KernelError, match=f"a grid of 3 blocks in clusters of {clusters}"):
                 gpu.run(kernel, 3, values, values, 1, cluster_blocks=clusters)
+
+
+def test_lanes_that_met_may_write_what_others_have_read() -> None:
+    gpu = Gpu(with_file("probes.cu"))
+    with gpu.fresh_memory():
+        values = gpu.cupy.array(np.arange(32, dtype=np.float32))
+        gpu.run(Instantiation("probes.cu", "rotate_in_place<float>", 32, 0), 1, values)
+        rotated = gpu.to_numpy(values)
+    np.testing.assert_array_equal(rotated, np.roll(np.arange(32), -1))

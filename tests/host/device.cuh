@@ -34,9 +34,11 @@ void copy_async(void* shared, const void* global, int bytes, bool valid);
 void commit_copies();
 void wait_for_copies(int groups);
 int block_in_cluster();
-void arrive_at_cluster_barrier();
-void wait_at_cluster_barrier();
-void store_in_block(void* shared, int block, const void* value, int bytes);
+void cluster_barrier();
+void open_mailbox(void* mailbox);
+void expect_bytes(void* mailbox, int bytes);
+void send_to_block(void* shared, void* mailbox, int block, const void* value, int bytes);
+void wait_for_bytes(void* mailbox, int parity);
 }  // namespace host
 
 __forceinline__ int thread_index() { return host::thread_index(); }
@@ -66,17 +68,20 @@ __forceinline__ void wait_for_copies() {
 }
 
 __forceinline__ int block_in_cluster() { return host::block_in_cluster(); }
-__forceinline__ void arrive_at_cluster_barrier() { host::arrive_at_cluster_barrier(); }
-__forceinline__ void wait_at_cluster_barrier() { host::wait_at_cluster_barrier(); }
-__forceinline__ void cluster_barrier() {
-  arrive_at_cluster_barrier();
-  wait_at_cluster_barrier();
+__forceinline__ void cluster_barrier() { host::cluster_barrier(); }
+
+using Mailbox = unsigned long long;
+__forceinline__ void open_mailbox(Mailbox* mailbox) { host::open_mailbox(mailbox); }
+__forceinline__ void expect_bytes(Mailbox* mailbox, int bytes) {
+  host::expect_bytes(mailbox, bytes);
 }
-__forceinline__ void store_in_block(float* shared, int block, float value) {
-  host::store_in_block(shared, block, &value, sizeof(value));
+template <typename T>
+__forceinline__ void send_to_block(T* shared, Mailbox* mailbox, int block, T value) {
+  static_assert(sizeof(T) == 4 || sizeof(T) == 8, "as wide as st.async stores");
+  host::send_to_block(shared, mailbox, block, &value, sizeof(T));
 }
-__forceinline__ void store_in_block(double* shared, int block, double value) {
-  host::store_in_block(shared, block, &value, sizeof(value));
+__forceinline__ void wait_for_bytes(Mailbox* mailbox, int parity) {
+  host::wait_for_bytes(mailbox, parity);
 }
 
 // Kernels run one after another.

@@ -146,6 +146,22 @@ __global__ void never_ends(T*) {
   for (;;) block_barrier();  // fault
 }
 
+template <typename T>
+__global__ void reads_what_another_lane_wrote_before_a_shuffle(T* values) {
+  shared()[thread_index()] = 1;
+  shuffle_xor(1.0f, 1);
+  values[thread_index()] = shared()[thread_index() ^ 1];  // fault
+}
+
+template <typename T>
+__global__ void writes_what_another_lane_reads_after_a_shuffle(T* values) {
+  shared()[thread_index()] = 1;
+  block_barrier();
+  shuffle_xor(1.0f, 1);
+  values[thread_index()] = shared()[thread_index() | 1];
+  if (thread_index() == 1) shared()[1] = 2;  // fault
+}
+
 // ---- asynchronous copies -------------------------------------------------------------------------
 
 // Has each thread copy its own element, of 1 in the memory of the device, to shared memory.
@@ -287,86 +303,156 @@ __global__ void leaves_threads_at_the_clusters_barrier(T*) {
   if (thread_index() < 40) cluster_barrier();  // fault
 }
 
-template <typename T>
-__global__ void arrives_twice(T*) {
-  arrive_at_cluster_barrier();
-  arrive_at_cluster_barrier();  // fault
+// Two mailboxes, and behind them 60 elements.
+__device__ __forceinline__ Mailbox* mailbox() {
+  return static_cast<Mailbox*>(dynamic_shared_memory());
 }
+__device__ __forceinline__ float* letters() { return shared() + 4; }
 
-template <typename T>
-__global__ void waits_and_did_not_arrive(T*) {
-  wait_at_cluster_barrier();  // fault
-}
-
-template <typename T>
-__global__ void stores_in_a_block_before_it_has_begun(T*) {
-  store_in_block(shared(), 1 - block_in_cluster(), 1.0f);  // fault
-}
-
-template <typename T>
-__global__ void stores_in_a_block_that_has_ended(T*) {
+__device__ __forceinline__ void open_mailboxes() {
+  if (thread_index() < 2) open_mailbox(mailbox() + thread_index());
   cluster_barrier();
-  if (block_in_cluster() == 1 && thread_index() == 0) store_in_block(shared(), 0, 1.0f);  // fault
+}
+
+// Each block's thread 0 sends its letter to both, of which each expects as many bytes.
+__device__ __forceinline__ void exchange_letters(int turn, int bytes) {
+  if (thread_index() != 0) return;
+  expect_bytes(mailbox() + turn, bytes);
+  for (int block = 0; block < 2; ++block) {
+    send_to_block(letters() + block_in_cluster(), mailbox() + turn, block, 1.0f);
+  }
 }
 
 template <typename T>
-__global__ void ends_where_another_block_stores(T*) {
+__global__ void sends_to_no_mailbox(T*) {
   cluster_barrier();
-  if (block_in_cluster() == 0 && thread_index() == 0) store_in_block(shared(), 1, 1.0f);  // fault
+  send_to_block(letters(), mailbox(), 0, 1.0f);  // fault
+}
+
+template <typename T>
+__global__ void sends_before_the_mailbox_may_be_open(T*) {
+  if (thread_index() == 0) open_mailbox(mailbox());
+  block_barrier();
+  if (block_in_cluster() == 1) send_to_block(letters(), mailbox(), 0, 1.0f);  // fault
+  cluster_barrier();
+}
+
+template <typename T>
+__global__ void expects_in_a_mailbox_that_may_not_be_open(T*) {
+  if (thread_index() == 0) open_mailbox(mailbox());
+  if (thread_index() == 1) expect_bytes(mailbox(), 4);  // fault
+}
+
+template <typename T>
+__global__ void expects_twice(T*) {
+  open_mailboxes();
+  if (thread_index() < 2) expect_bytes(mailbox(), 8);  // fault
+}
+
+template <typename T>
+__global__ void expects_too_much(T*) {
+  open_mailboxes();
+  exchange_letters(0, 12);
+  wait_for_bytes(mailbox(), 0);  // fault
+}
+
+template <typename T>
+__global__ void expects_too_little(T* values) {
+  open_mailboxes();
+  exchange_letters(0, 4);
+  if (block_in_cluster() == 0) {
+    wait_for_bytes(mailbox(), 0);
+    if (thread_index() < 2) values[thread_index()] = letters()[thread_index()];  // fault
+  }
+  cluster_barrier();
+}
+
+template <typename T>
+__global__ void reads_its_own_letter_before_the_wait(T* values) {
+  open_mailboxes();
+  exchange_letters(0, 8);
+  if (block_in_cluster() == 0 && thread_index() == 0) values[0] = letters()[0];  // fault
+  wait_for_bytes(mailbox(), 0);
+}
+
+template <typename T>
+__global__ void reads_what_a_thread_beside_it_waited_for(T* values) {
+  open_mailboxes();
+  exchange_letters(0, 8);
+  if (thread_index() != 1) wait_for_bytes(mailbox(), 0);
+  if (thread_index() == 1) values[block_index()] = letters()[0];  // fault
+}
+
+template <typename T>
+__global__ void waits_for_the_time_before(T* values) {
+  open_mailboxes();
+  exchange_letters(0, 8);
+  wait_for_bytes(mailbox(), 1);
+  if (block_in_cluster() == 0) values[thread_index()] = letters()[0];  // fault
+  wait_for_bytes(mailbox(), 0);
+}
+
+template <typename T>
+__global__ void waits_for_the_time_after(T*) {
+  open_mailboxes();
+  exchange_letters(0, 8);
+  wait_for_bytes(mailbox(), 0);
+  wait_for_bytes(mailbox(), 1);  // fault
+}
+
+template <typename T>
+__global__ void sends_over_what_may_not_have_been_read(T* values) {
+  open_mailboxes();
+  exchange_letters(0, 8);
+  wait_for_bytes(mailbox(), 0);
+  if (block_in_cluster() == 1) values[thread_index()] = letters()[0];
+  if (block_in_cluster() == 0 && thread_index() == 0) {
+    send_to_block(letters(), mailbox() + 1, 1, 2.0f);  // fault
+  }
+  cluster_barrier();
+}
+
+template <typename T>
+__global__ void writes_to_a_mailbox(T*) {
+  open_mailboxes();
+  if (thread_index() == 0) shared()[1] = 0;  // fault
+}
+
+template <typename T>
+__global__ void sends_to_a_block_that_has_ended(T*) {
+  open_mailboxes();
+  if (block_in_cluster() == 1 && thread_index() == 0) {
+    send_to_block(letters(), mailbox(), 0, 1.0f);  // fault
+  }
+}
+
+template <typename T>
+__global__ void ends_before_its_letters_come(T*) {
+  open_mailboxes();
+  if (block_in_cluster() == 0 && thread_index() == 0) {
+    send_to_block(letters(), mailbox(), 1, 1.0f);  // fault
+  }
   block_barrier();
 }
 
 template <typename T>
-__global__ void reads_what_another_block_stores(T* values) {
-  cluster_barrier();
-  if (block_in_cluster() == 0 && thread_index() == 0) store_in_block(shared(), 1, 1.0f);
-  block_barrier();
-  if (block_in_cluster() == 1) values[0] = shared()[0];  // fault
-  cluster_barrier();
-}
-
-template <typename T>
-__global__ void stores_in_what_another_block_reads(T* values) {
-  shared()[thread_index()] = 1;
-  cluster_barrier();
-  if (block_in_cluster() == 0) values[thread_index()] = shared()[thread_index()];
-  if (block_in_cluster() == 1 && thread_index() == 0) store_in_block(shared(), 0, 2.0f);  // fault
+__global__ void sends_to_no_block_of_the_cluster(T*) {
+  open_mailboxes();
+  if (thread_index() == 0)
+    send_to_block(letters(), mailbox(), block_in_cluster() + 1, 1.0f);  // fault
   cluster_barrier();
 }
 
 template <typename T>
-__global__ void reads_between_arrival_and_wait(T* values) {
-  cluster_barrier();
-  store_in_block(shared() + thread_index(), 1 - block_in_cluster(), 1.0f);
-  arrive_at_cluster_barrier();
-  if (block_in_cluster() == 1 && thread_index() == 0) values[0] = shared()[0];  // fault
-  wait_at_cluster_barrier();
+__global__ void sends_to_past_shared_memory(T*) {
+  open_mailboxes();
+  send_to_block(letters() + thread_index(), mailbox(), 0, 1.0f);  // fault
 }
 
 template <typename T>
-__global__ void stores_between_arrival_and_wait(T* values) {
+__global__ void sends_across_an_alignment(T*) {
+  open_mailboxes();
+  double* const between = reinterpret_cast<double*>(letters() + 1);
+  if (thread_index() == 0) send_to_block(between, mailbox(), 0, 1.0);  // fault
   cluster_barrier();
-  arrive_at_cluster_barrier();
-  store_in_block(shared() + thread_index(), 1 - block_in_cluster(), 1.0f);
-  wait_at_cluster_barrier();
-  if (block_in_cluster() == 1) values[thread_index()] = shared()[thread_index()];  // fault
-  cluster_barrier();
-}
-
-template <typename T>
-__global__ void stores_in_no_block_of_the_cluster(T*) {
-  cluster_barrier();
-  store_in_block(shared() + thread_index(), block_in_cluster() + 1, 1.0f);  // fault
-}
-
-template <typename T>
-__global__ void stores_past_shared_memory(T*) {
-  cluster_barrier();
-  store_in_block(shared() + thread_index() + 1, block_in_cluster(), 1.0f);  // fault
-}
-
-template <typename T>
-__global__ void stores_across_an_alignment(T*) {
-  cluster_barrier();
-  store_in_block(reinterpret_cast<double*>(shared() + 1), 0, 1.0);  // fault
 }

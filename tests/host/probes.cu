@@ -44,23 +44,36 @@ __global__ void copy_rows(const T* values, T* results, long long n) {
   }
 }
 
-// Each block of a cluster adds up, in order, what all blocks of it store: n times, values[block] * k.
+// Each block of a cluster adds up, in order, what all blocks send it: n times, values[block] * k.
 template <typename T, int ClusterBlocks>
 __global__ void sum_over_clusters(const T* values, T* results, long long n) {
-  T* slots = static_cast<T*>(dynamic_shared_memory());
-  T sum = 0;
-  arrive_at_cluster_barrier();
+  Mailbox* mailboxes = static_cast<Mailbox*>(dynamic_shared_memory());
+  T* letters = reinterpret_cast<T*>(mailboxes + 2);
+  if (thread_index() < 2) open_mailbox(mailboxes + thread_index());
+  cluster_barrier();
   const T value = values[block_index()];
-  wait_at_cluster_barrier();
+  T sum = 0;
   for (int k = 0; k < n; ++k) {
-    T* half = slots + k % 2 * ClusterBlocks;
-    if (thread_index() < ClusterBlocks) {
-      store_in_block(half + block_in_cluster(), thread_index(), value * k);
+    T* half = letters + k % 2 * ClusterBlocks * 2;
+    Mailbox* mailbox = mailboxes + k % 2;
+    // Each warp tells the others, by what it sends, that it has read what came the last time.
+    const bool sends = thread_index() % 32 == 0;
+    if (thread_index() == 0) expect_bytes(mailbox, ClusterBlocks * 2 * static_cast<int>(sizeof(T)));
+    for (int block = 0; sends && block < ClusterBlocks; ++block) {
+      const int slot = 2 * block_in_cluster() + thread_index() / 32;
+      send_to_block(half + slot, mailbox, block, value * k);
     }
-    arrive_at_cluster_barrier();
-    block_barrier();  // of no matter to the cluster's
-    wait_at_cluster_barrier();
-    for (int block = 0; block < ClusterBlocks; ++block) sum += half[block];
+    wait_for_bytes(mailbox, k / 2 % 2);
+    for (int slot = 0; slot < 2 * ClusterBlocks; ++slot) sum += half[slot];
+    any_in_warp(true);
   }
   results[block_index() * 64 + thread_index()] = sum;
+}
+
+// Lanes write what others read before they met.
+template <typename T>
+__global__ void rotate_in_place(T* values) {
+  const T value = values[(thread_index() + 1) % 32];
+  any_in_warp(true);
+  values[thread_index()] = value;
 }

@@ -51,7 +51,7 @@ struct Access {
 // Two readers are enough to see a race: barriers order all threads of a team, or none.
 struct Granule {
   Access written, read[2];
-  // Of asynchronous copies under way.
+  // Asynchronous copies under way from here; and to here, with values that are sent, and mailboxes.
   std::uint32_t sources = 0, targets = 0;
 };
 
@@ -90,7 +90,15 @@ Span* find(Address first, Address last) {
 
 // ---- threads -------------------------------------------------------------------------------------
 
-enum class State { kReady, kAtShuffle, kAtVote, kAtBarrier, kAtClusterBarrier, kFinished };
+enum class State {
+  kReady,
+  kAtShuffle,
+  kAtVote,
+  kAtBarrier,
+  kAtClusterBarrier,
+  kAtMailbox,
+  kFinished
+};
 
 // From global to shared memory; without a source, of zeros.
 struct Copy {
@@ -112,8 +120,6 @@ struct Fiber {
   int collectives = 0;
   Time now = 0;
   std::size_t known = 0;     // what other threads did, as an index of `knowledge`
-  int cluster_barriers = 0;  // at which it has arrived
-  bool has_arrived = false;  // at the last of them, for which it did not wait
   std::vector<Copy> copies;  // under way
   int groups = 0;            // of copies, closed
 };
@@ -122,6 +128,7 @@ struct Fiber {
 struct Warp {
   int arrived = 0;
   std::uint64_t slots[2][kWarp];
+  Time met[kWarp];  // when its lanes last met
 };
 
 struct Barrier {
@@ -129,20 +136,34 @@ struct Barrier {
   std::vector<int> waiting;
 };
 
-// Of all threads of the cluster. What a thread did before it arrives is known to the others once
-// they have waited.
-struct ClusterBarrier {
-  int arrived = 0;
-  std::vector<Time> joined;
-  std::vector<std::size_t> joined_from;
-  std::map<std::size_t, std::size_t> known_after;  // by what a thread knew before
+// What some threads have done and known, for others to learn.
+struct Joint {
+  std::vector<Time> times;
+  std::vector<std::size_t> from;
+  std::map<std::size_t, std::size_t> after;  // by what a thread knew before
+};
+
+struct Sent {
+  Address address;
+  unsigned bytes;
+  Access access;
+};
+
+// Full, time after time, when one thread has said how many bytes to expect and they have come.
+struct Mailbox {
+  Access opened;
+  int times_full = 0;
+  bool expects = false;
+  int missing = 0;  // bytes; more may come than are expected yet
+  std::vector<Sent> sent;
+  Joint filled, was_full;
 };
 
 std::vector<Fiber> fibers(kMaxThreads);
 std::vector<Warp> warps(kMaxFibers / kWarp);
 Barrier barriers[kMaxClusterBlocks][kBarriers];
-// A thread may arrive at the next one before the slowest has waited at this one.
-ClusterBarrier cluster_barriers[2];
+Barrier cluster_barrier;
+std::map<Address, Mailbox> mailboxes[kMaxClusterBlocks];
 // By thread, the last time of its own that a barrier has made visible. Threads that met at a
 // barrier share one.
 std::vector<std::vector<Time>> knowledge;
@@ -153,8 +174,8 @@ int threads = 0, cluster_blocks = 1, cluster_threads = 0;
 long long first_block = 0, blocks = 0, events = 0;
 std::uint32_t first_thread = 0;  // of the cluster, in the grid
 int running[kMaxClusterBlocks];  // threads of a block that have not finished
-// By the block in whose shared memory another stored, and by thread, the last such access.
-std::map<int, Access> stores_from_outside[kMaxClusterBlocks];
+// By the block to which another sent, and by thread, the last such access.
+std::map<int, Access> sent_from_outside[kMaxClusterBlocks];
 Time launched = 1, latest = 1;
 void (*kernel)(void**) = nullptr;
 void** kernel_arguments = nullptr;
@@ -227,12 +248,18 @@ std::string describe(Address address) {
 
 // Whether no barrier lies between an earlier access and the present thread. Clusters know nothing of
 // one another; launches are in order.
-bool races(const Access& earlier) {
+bool races(const Access& earlier, bool was_read = false) {
   if (earlier.time <= launched) return false;
   const std::uint32_t other = earlier.thread - first_thread;
   if (other >= static_cast<std::uint32_t>(cluster_threads)) return true;
-  return static_cast<int>(other) != current &&
-         knowledge[fibers[current].known][other] < earlier.time;
+  if (static_cast<int>(other) == current) return false;
+  // A lane has what it read when it meets the others, but what it wrote need not be there for them.
+  const Warp& warp = warps[current / kWarp];
+  if (was_read && other / kWarp == static_cast<std::uint32_t>(current / kWarp) &&
+      warp.met[other % kWarp] >= earlier.time) {
+    return false;
+  }
+  return knowledge[fibers[current].known][other] < earlier.time;
 }
 
 void count_events(int count, const void* place) {
@@ -275,7 +302,18 @@ void note_read(Granule& granule, const Access& access) {
                     to ? "copies to" : "copies from", "wait");
     }
   }
-  __builtin_unreachable();  // a granule that is marked has its copy
+  for (int block = 0; block < cluster_blocks; ++block) {
+    for (const auto& [opened_at, mailbox] : mailboxes[block]) {
+      for (const Sent& sent : mailbox.sent) {
+        if (granule(sent.address) <= granule(address + bytes - 1) &&
+            granule(address) <= granule(sent.address + sent.bytes - 1)) {
+          report_access(write ? "race: writes" : "race: reads", address, bytes, place, &sent.access,
+                        "sends to", "wait");
+        }
+      }
+    }
+  }
+  report_access(write ? "mailbox: writes" : "mailbox: reads", address, bytes, place);
 }
 
 void check_granules(Span& span, Address address, unsigned bytes, bool write, const void* place) {
@@ -293,7 +331,7 @@ void check_granules(Span& span, Address address, unsigned bytes, bool write, con
     }
     if (write) {
       for (const Access& read : granule.read) {
-        if (races(read)) report_access("race: writes", address, bytes, place, &read, "read");
+        if (races(read, true)) report_access("race: writes", address, bytes, place, &read, "read");
       }
       granule.written = access;
     } else {
@@ -393,6 +431,8 @@ const char* name_of(State state) {
       return "wait at barrier";
     case State::kAtClusterBarrier:
       return "wait at the cluster's barrier";
+    case State::kAtMailbox:
+      return "wait for a mailbox";
     default:
       return "have finished";
   }
@@ -451,13 +491,36 @@ const std::uint64_t* meet(State state, std::uint64_t mine, int detail, int bytes
       give_up();
     }
   }
-  for (int i = first; i < first + kWarp; ++i) fibers[i].state = State::kReady;
+  for (int i = first; i < first + kWarp; ++i) {
+    fibers[i].state = State::kReady;
+    warp.met[i - first] = fibers[i].now++;
+    latest = std::max(latest, fibers[i].now);
+  }
   warp.arrived = 0;
   return slots;
 }
 
 void learn(std::vector<Time>& mine, const std::vector<Time>& others) {
   for (std::size_t i = 0; i < mine.size(); ++i) mine[i] = std::max(mine[i], others[i]);
+}
+
+// What one knew all know, and what each has done.
+void end_barrier(Barrier& barrier) {
+  std::vector<Time> joined = knowledge[fibers[current].known];
+  std::size_t merged = fibers[current].known;
+  for (int i : barrier.waiting) {
+    if (fibers[i].known == merged) continue;
+    merged = fibers[i].known;
+    learn(joined, knowledge[merged]);
+  }
+  for (int i : barrier.waiting) {
+    joined[i] = fibers[i].now++;
+    latest = std::max(latest, fibers[i].now);
+    fibers[i].known = knowledge.size();
+    fibers[i].state = State::kReady;
+  }
+  knowledge.push_back(std::move(joined));
+  barrier.waiting.clear();
 }
 
 void meet_at_barrier(int number, int count, const void* place) {
@@ -478,111 +541,139 @@ void meet_at_barrier(int number, int count, const void* place) {
   barrier.threads = count;
   barrier.waiting.push_back(current);
   if (static_cast<int>(barrier.waiting.size()) < count) return wait();
-  // What one knew all know, and what each has done.
-  std::vector<Time> joined = knowledge[fibers[current].known];
-  std::size_t merged = fibers[current].known;
-  for (int i : barrier.waiting) {
-    if (fibers[i].known == merged) continue;
-    merged = fibers[i].known;
-    learn(joined, knowledge[merged]);
-  }
-  for (int i : barrier.waiting) {
-    joined[i] = fibers[i].now++;
-    latest = std::max(latest, fibers[i].now);
-    fibers[i].known = knowledge.size();
-    fibers[i].state = State::kReady;
-  }
-  knowledge.push_back(std::move(joined));
-  barrier.waiting.clear();
+  end_barrier(barrier);
 }
 
-void arrive_at_cluster_barrier(const void* place) {
-  count_events(10, place);
-  Fiber& fiber = fibers[current];
-  if (fiber.has_arrived) {
-    report.message =
-        here() + "arrives at the cluster's barrier again, and did not wait, at " + placed(place);
-    give_up();
-  }
-  ClusterBarrier& barrier = cluster_barriers[fiber.cluster_barriers++ % 2];
-  fiber.has_arrived = true;
-  if (barrier.arrived == cluster_threads) barrier = ClusterBarrier();  // the last but one
-  barrier.joined.resize(cluster_threads);
-  std::vector<std::size_t>& from = barrier.joined_from;
-  if (std::find(from.begin(), from.end(), fiber.known) == from.end()) {
-    from.push_back(fiber.known);
-    learn(barrier.joined, knowledge[fiber.known]);
-  }
-  barrier.joined[current] = fiber.now++;
-  latest = std::max(latest, fiber.now);
-  if (++barrier.arrived < cluster_threads) return;
-  for (int i = 0; i < cluster_threads; ++i) {
-    if (fibers[i].state == State::kAtClusterBarrier) fibers[i].state = State::kReady;
-  }
-}
-
-void wait_at_cluster_barrier(const void* place) {
-  Fiber& fiber = fibers[current];
-  if (!fiber.has_arrived) {
-    report.message =
-        here() + "waits at the cluster's barrier, and did not arrive, at " + placed(place);
-    give_up();
-  }
-  ClusterBarrier& barrier = cluster_barriers[(fiber.cluster_barriers - 1) % 2];
+void meet_at_cluster_barrier(const void* place) {
   arrive(State::kAtClusterBarrier, 0, 0, place);
-  if (barrier.arrived < cluster_threads) wait();
-  fiber.state = State::kReady;
-  fiber.has_arrived = false;
-  const auto [after, is_new] = barrier.known_after.try_emplace(fiber.known, knowledge.size());
+  cluster_barrier.waiting.push_back(current);
+  if (static_cast<int>(cluster_barrier.waiting.size()) < cluster_threads) return wait();
+  end_barrier(cluster_barrier);
+}
+
+// ---- mailboxes -------------------------------------------------------------------------------------
+
+// What the present thread did before, and its warp before its lanes last met.
+void leave(Joint& joint) {
+  Fiber& fiber = fibers[current];
+  joint.times.resize(cluster_threads);
+  if (std::find(joint.from.begin(), joint.from.end(), fiber.known) == joint.from.end()) {
+    joint.from.push_back(fiber.known);
+    learn(joint.times, knowledge[fiber.known]);
+  }
+  const int first = current / kWarp * kWarp;
+  for (int i = 0; i < kWarp; ++i) {
+    joint.times[first + i] = std::max(joint.times[first + i], warps[current / kWarp].met[i]);
+  }
+  joint.times[current] = fiber.now++;
+  latest = std::max(latest, fiber.now);
+}
+
+void take(Joint& joint) {
+  Fiber& fiber = fibers[current];
+  const auto [after, is_new] = joint.after.try_emplace(fiber.known, knowledge.size());
   if (is_new) {
     knowledge.push_back(knowledge[fiber.known]);
-    learn(knowledge.back(), barrier.joined);
+    learn(knowledge.back(), joint.times);
   }
   fiber.known = after->second;
 }
 
-// ---- clusters ------------------------------------------------------------------------------------
-
-// A store in the shared memory of a block of the cluster, at the place of `address` in one's own.
-void store_in_block(Address address, int block, const void* value, unsigned bytes,
-                    const void* place) {
-  Span& own = own_memory("stores", address, bytes, place);
-  if (block < 0 || block >= cluster_blocks) {
-    report.message = here() +
-                     format("stores in block %d of a cluster of %d, at ", block, cluster_blocks) +
-                     placed(place);
-    give_up();
-  }
-  Span& memory = shared_memory[block];
-  if (block != current_block) {
-    const bool begun = knowledge[fibers[current].known][block * threads] > launched;
-    if (!begun || running[block] == 0) {
-      report.message = here() +
-                       format("stores in block %lld, which %s, at ", first_block + block,
-                              begun ? "has ended" : "may not have begun") +
-                       placed(place);
-      give_up();
-    }
-    stores_from_outside[block][current] = access_at(place);
-  }
-  const Address target = memory.begin + (address - own.begin);
-  check_granules(memory, target, bytes, true, place);
-  std::memcpy(reinterpret_cast<void*>(target), value, bytes);
+[[noreturn]] void report_mailbox(const std::string& what, const void* place) {
+  report.message = here() + what + ", at " + placed(place);
+  give_up();
 }
 
-// Other blocks may store in the memory of one that ends, unless one of its threads knows that they
-// have done so.
+void open_mailbox(Address address, const void* place) {
+  Span& own = own_memory("opens a mailbox in", address, 8, place);
+  check_granules(own, address, 8, true, place);
+  for_each_granule(own, address, 8, [](Granule& g) { ++g.targets; });
+  mailboxes[current_block][address].opened = access_at(place);
+}
+
+// That of a block, where the present one has its own.
+Mailbox& mailbox_of(int block, Address address, const void* place) {
+  const Span& own = own_memory("takes for a mailbox", address, 8, place);
+  const auto found = mailboxes[block].find(shared_memory[block].begin + (address - own.begin));
+  if (found == mailboxes[block].end()) report_mailbox("no mailbox is open there", place);
+  Mailbox& mailbox = found->second;
+  if (races(mailbox.opened)) {
+    report_mailbox("the mailbox was opened with no barrier between", place);
+  }
+  return mailbox;
+}
+
+void close_if_full(int block, Mailbox& mailbox) {
+  if (!mailbox.expects || mailbox.missing != 0) return;
+  for (const Sent& sent : mailbox.sent) {
+    for_each_granule(shared_memory[block], sent.address, sent.bytes,
+                     [](Granule& g) { --g.targets; });
+  }
+  mailbox.sent.clear();
+  mailbox.was_full = std::move(mailbox.filled);
+  mailbox.filled = Joint();
+  mailbox.expects = false;
+  ++mailbox.times_full;
+  for (int i = block * threads; i < (block + 1) * threads; ++i) {
+    if (fibers[i].state == State::kAtMailbox) fibers[i].state = State::kReady;
+  }
+}
+
+void expect_bytes(Address address, int bytes, const void* place) {
+  Mailbox& mailbox = mailbox_of(current_block, address, place);
+  if (mailbox.expects) report_mailbox("the mailbox already expects bytes", place);
+  mailbox.expects = true;
+  mailbox.missing += bytes;
+  leave(mailbox.filled);
+  close_if_full(current_block, mailbox);
+}
+
+void send_to_block(Address address, Address to_mailbox, int block, const void* value,
+                   unsigned bytes, const void* place) {
+  Span& own = own_memory("sends to", address, bytes, place);
+  if (block < 0 || block >= cluster_blocks) {
+    report_mailbox(format("sends to block %d of a cluster of %d", block, cluster_blocks), place);
+  }
+  if (running[block] == 0) {
+    report_mailbox(format("sends to block %lld, which has ended", first_block + block), place);
+  }
+  Mailbox& mailbox = mailbox_of(block, to_mailbox, place);
+  Span& memory = shared_memory[block];
+  const Sent sent = {memory.begin + (address - own.begin), bytes, access_at(place)};
+  check_granules(memory, sent.address, bytes, true, place);
+  std::memcpy(reinterpret_cast<void*>(sent.address), value, bytes);
+  for_each_granule(memory, sent.address, bytes, [](Granule& g) { ++g.targets; });
+  mailbox.sent.push_back(sent);
+  if (block != current_block) sent_from_outside[block][current] = sent.access;
+  mailbox.missing -= static_cast<int>(bytes);
+  leave(mailbox.filled);
+  close_if_full(block, mailbox);
+}
+
+void wait_for_bytes(Address address, int parity, const void* place) {
+  Mailbox& mailbox = mailbox_of(current_block, address, place);
+  while (mailbox.times_full % 2 == parity) {
+    arrive(State::kAtMailbox, 0, 0, place);
+    wait();
+  }
+  if (mailbox.times_full > 0) take(mailbox.was_full);
+}
+
+// ---- clusters ------------------------------------------------------------------------------------
+
+// What other blocks send to one that ends may still be under way, unless one of its threads knows that
+// it has come.
 void end_block() {
   const int first = current_block * threads;
-  for (const auto& [thread, store] : stores_from_outside[current_block]) {
-    const auto knows = [&, thread = thread, time = store.time](const Fiber& fiber) {
+  for (const auto& [thread, sent] : sent_from_outside[current_block]) {
+    const auto knows = [&, thread = thread, time = sent.time](const Fiber& fiber) {
       return knowledge[fiber.known][thread] >= time;
     };
     if (std::none_of(fibers.begin() + first, fibers.begin() + first + threads, knows)) {
       report.message = here() +
-                       format("the block ends, in whose memory block %u, thread %u stores at ",
-                              store.thread / threads, store.thread % threads) +
-                       placed(store.place) + " with no barrier between";
+                       format("the block ends, to which block %u, thread %u sends at ",
+                              sent.thread / threads, sent.thread % threads) +
+                       placed(sent.place) + " with no wait between";
       give_up();
     }
   }
@@ -628,20 +719,22 @@ bool run_cluster() {
   }
   first_thread = static_cast<std::uint32_t>(first_block * threads);
   knowledge.assign(1, std::vector<Time>(cluster_threads, launched));
-  for (Warp& warp : warps) warp.arrived = 0;
-  for (ClusterBarrier& barrier : cluster_barriers) barrier = ClusterBarrier();
+  for (int i = 0; i < cluster_threads / kWarp; ++i) {
+    warps[i].arrived = 0;
+    std::fill(warps[i].met, warps[i].met + kWarp, launched);
+  }
+  cluster_barrier.waiting.clear();
   for (int block = 0; block < cluster_blocks; ++block) {
     for (Barrier& barrier : barriers[block]) barrier.waiting.clear();
     running[block] = threads;
-    stores_from_outside[block].clear();
+    sent_from_outside[block].clear();
+    mailboxes[block].clear();
   }
   for (int i = 0; i < cluster_threads; ++i) {
     fibers[i].state = State::kReady;
     fibers[i].now = launched + 1;
     fibers[i].known = 0;
     fibers[i].collectives = 0;
-    fibers[i].cluster_barriers = 0;
-    fibers[i].has_arrived = false;
     fibers[i].copies.clear();
     fibers[i].groups = 0;
   }
@@ -741,14 +834,22 @@ bool any_in_warp(bool condition) {
 void barrier(int barrier, int count) { meet_at_barrier(barrier, count, CALLER); }
 void block_barrier() { meet_at_barrier(0, threads, CALLER); }
 
-void arrive_at_cluster_barrier() { ::arrive_at_cluster_barrier(CALLER); }
-void wait_at_cluster_barrier() { ::wait_at_cluster_barrier(CALLER); }
+void cluster_barrier() { meet_at_cluster_barrier(CALLER); }
 
 void* dynamic_shared_memory() {
   return reinterpret_cast<void*>(shared_memory[current_block].begin);
 }
-void store_in_block(void* shared, int block, const void* value, int bytes) {
-  ::store_in_block(reinterpret_cast<Address>(shared), block, value, bytes, CALLER);
+
+void open_mailbox(void* mailbox) { ::open_mailbox(reinterpret_cast<Address>(mailbox), CALLER); }
+void expect_bytes(void* mailbox, int bytes) {
+  ::expect_bytes(reinterpret_cast<Address>(mailbox), bytes, CALLER);
+}
+void send_to_block(void* shared, void* mailbox, int block, const void* value, int bytes) {
+  ::send_to_block(reinterpret_cast<Address>(shared), reinterpret_cast<Address>(mailbox), block,
+                  value, bytes, CALLER);
+}
+void wait_for_bytes(void* mailbox, int parity) {
+  ::wait_for_bytes(reinterpret_cast<Address>(mailbox), parity, CALLER);
 }
 
 void copy_async(void* shared, const void* global, int bytes, bool valid) {
