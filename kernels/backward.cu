@@ -28,7 +28,7 @@
 
 template <typename X, typename DY, typename Weight, bool Centered, bool ZeroCentered, bool DBias,
           bool HoldWeight, int Stages, int ClusterBlocks, int RowThreads, int BlockThreads,
-          int BlocksPerMultiprocessor, int PacksPerThread, int Vector>
+          int BlocksPerMultiprocessor, int PacksPerThread, bool Full, int Vector>
 __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_backward(
     const DY* dy, long long dy_stride, const X* x, long long x_stride, const Weight* weight,
     const Compute<X>* mean, const Compute<X>* rstd, X* dx, long long dx_stride,
@@ -39,42 +39,60 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
   using TeamOf = Team<RowThreads, BlockThreads, ClusterBlocks>;
   using StageOfX = Stage<X, kLength, PacksPerThread, BlockThreads>;
   using StageOfDY = Stage<DY, kLength, PacksPerThread, BlockThreads>;
+  using StageOfWeight = Stage<Weight, kLength, PacksPerThread, BlockThreads>;
   constexpr int kStageBytes = StageOfX::kBytes + StageOfDY::kBytes;
   constexpr int kTeams = TeamOf::kTeams;
   TeamOf team;
-  int n_cols = static_cast<int>(row_length);
+  constexpr int kColumns = ClusterBlocks * RowThreads * PacksPerThread * kLength;
+  int n_cols = Full ? kColumns : static_cast<int>(row_length);
   const auto first_column = [&](int p) {
     return team.template first_column<PacksPerThread, kLength>(p);
   };
   char* const stages =
       static_cast<char*>(dynamic_shared_memory()) + TeamOf::template scratch_bytes<T>();
 
-  // 1. Ask for the first rows.
+  char* const stage_of_weight = stages + Stages * kStageBytes;
+
+  // 1. Ask for the weight and the first rows.
   let_next_kernel_start();
   const long long group = block_index() / ClusterBlocks, groups = block_count() / ClusterBlocks;
   const long long rows_a_turn = groups * kTeams;
   long long row = group * kTeams + team.team;
-  const auto fetch = [&](int stage, long long fetched, int p) {
+  long long fetched = row;  // the row to be asked for next, and where it is
+  const X* fetched_x = x + row * x_stride;
+  const DY* fetched_dy = dy + row * dy_stride;
+  const auto fetch = [&](int stage, int p) {
     const int n = fetched < n_rows ? n_cols : 0;
     char* const place = stages + stage * kStageBytes;
-    StageOfX::template fetch<Vector>(place, p, x + fetched * x_stride, first_column(p), n);
-    StageOfDY::template fetch<Vector>(place + StageOfX::kBytes, p, dy + fetched * dy_stride,
-                                      first_column(p), n);
+    StageOfX::template fetch<Vector>(place, p, fetched_x, first_column(p), n);
+    StageOfDY::template fetch<Vector>(place + StageOfX::kBytes, p, fetched_dy, first_column(p), n);
   };
+  const auto fetched_all = [&] {
+    commit_copies();
+    fetched += rows_a_turn;
+    fetched_x += rows_a_turn * x_stride;
+    fetched_dy += rows_a_turn * dy_stride;
+  };
+  if constexpr (kDWeight && !HoldWeight) {
+#pragma unroll
+    for (int p = 0; p < PacksPerThread; ++p) {
+      StageOfWeight::template fetch<Vector>(stage_of_weight, p, weight, first_column(p), n_cols);
+    }
+  }
 #pragma unroll
   for (int stage = 0; stage < Stages; ++stage) {
 #pragma unroll
-    for (int p = 0; p < PacksPerThread; ++p) fetch(stage, row + stage * rows_a_turn, p);
-    commit_copies();
+    for (int p = 0; p < PacksPerThread; ++p) fetch(stage, p);
+    fetched_all();
   }
   struct RowStatistics {
     T mean = 0, rstd = 0;
   };
-  const auto statistics_of = [&](long long fetched) {
+  const auto statistics_of = [&](long long row) {
     RowStatistics statistics;
-    if (fetched < n_rows) {
-      if constexpr (Centered) statistics.mean = mean[fetched];
-      statistics.rstd = rstd[fetched];
+    if (row < n_rows) {
+      if constexpr (Centered) statistics.mean = mean[row];
+      statistics.rstd = rstd[row];
     }
     return statistics;
   };
@@ -100,8 +118,8 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
         store<Vector>(sums, target, first_column(p), n_cols);
       }
     } else {
-      constexpr int kColumns = RowThreads * PacksPerThread * kLength;
-      T* shared = reinterpret_cast<T*>(stages + Stages * kStageBytes);
+      T* shared = reinterpret_cast<T*>(
+          stage_of_weight + (HoldWeight ? 0 : StageOfWeight::kBytes));
 #pragma unroll
       for (int p = 0; p < PacksPerThread; ++p) {
         Pack<T, kLength> sums;
@@ -121,7 +139,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
     }
   };
   const auto flush_all = [&] {
-    make_opaque(n_cols);
+    if constexpr (!Full) make_opaque(n_cols);
     if constexpr (kDWeight) flush(dweight, 0);
     if constexpr (DBias) flush(dbias, kDWeight ? 1 : 0);
     flushed = true;
@@ -133,13 +151,13 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
       load<Vector>(held_weight[p], weight, first_column(p), n_cols);
     }
   }
-  // g of a pack; its weights come from registers, or once more from cache.
+  // g of a pack; its weights come from registers or from shared memory.
   const auto scaled = [&](const Pack<DY, kLength>& pack, int p, T(&g)[kLength]) {
     Pack<Weight, kLength> weights;
     if constexpr (kDWeight && HoldWeight) {
       weights = held_weight[p];
     } else if constexpr (kDWeight) {
-      load<Vector>(weights, weight, first_column(p), n_cols);
+      weights = StageOfWeight::read(stage_of_weight, p);
     }
 #pragma unroll
     for (int i = 0; i < kLength; ++i) {
@@ -148,31 +166,28 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
     }
   };
 
-  int turn = 0, stage = 0;
-  for (long long block_row = group * kTeams; block_row < n_rows; block_row += rows_a_turn) {
-    // 2. Sums of g * h, g and h, where h = (x - mean) * rstd is xhat before it is centred again.
-    const RowStatistics current = next;
-    next = after_next;
-    after_next = statistics_of(row + 2 * rows_a_turn);
-    char* const place_of_x = stages + stage * kStageBytes;
-    char* const place_of_dy = place_of_x + StageOfX::kBytes;
-    wait_for_copies<Stages - 1>();
-    make_opaque(n_cols);  // else each element's comparison with it is kept for the next step
-    // The product that fused_multiply_add adds to is exact: what is rounded in `shift` is the same
-    // for the whole row, and centred away as the rounding of the mean is.
-    const T shift = -current.mean * current.rstd;
-    const auto h_of = [&](T value) {
-      return Centered ? fused_multiply_add(value, current.rstd, shift) : value * current.rstd;
-    };
-    T sums[Centered ? 3 : 1] = {};
+  // 2. Sums of g * h, g and h, where h = (x - mean) * rstd is xhat before it is centred again.
+  constexpr int kSums = Centered ? 3 : 1;
+  // The product that fused_multiply_add adds to is exact: what is rounded in -mean * rstd is the same
+  // for the whole row, and centred away as the rounding of the mean is.
+  const auto h_of = [&](T value, const RowStatistics& row_statistics, T shift) {
+    return Centered ? fused_multiply_add(value, row_statistics.rstd, shift)
+                    : value * row_statistics.rstd;
+  };
+  const auto sum_up = [&](int stage, const RowStatistics& of_row, T(&sums)[kSums]) {
+    char* const place = stages + stage * kStageBytes;
+    if constexpr (!Full) make_opaque(n_cols);  // else each element's comparison with it is kept for the next step
+    const T shift = -of_row.mean * of_row.rstd;
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) sums[i] = 0;
 #pragma unroll
     for (int p = 0; p < PacksPerThread; ++p) {
-      const Pack<X, kLength> row_x = StageOfX::read(place_of_x, p);
+      const Pack<X, kLength> row_x = StageOfX::read(place, p);
       T g[kLength];
-      scaled(StageOfDY::read(place_of_dy, p), p, g);
+      scaled(StageOfDY::read(place + StageOfX::kBytes, p), p, g);
 #pragma unroll
       for (int i = 0; i < kLength; ++i) {
-        T h = h_of(row_x.template get<T>(i));
+        T h = h_of(row_x.template get<T>(i), of_row, shift);
         sums[0] = fused_multiply_add(g[i], h, sums[0]);
         if constexpr (Centered) {
           if (!inside<Vector>(first_column(p), i, n_cols)) h = 0;
@@ -181,7 +196,39 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
         }
       }
     }
-    team.template reduce<Sum>(sums);
+  };
+
+  // In a cluster the sums of the next row are formed while those of this one are on their way.
+  #ifndef AHEAD
+#define AHEAD 0
+#endif
+  constexpr bool kAhead = AHEAD && ClusterBlocks > 1;
+  T sums[kSums];
+  if constexpr (kAhead) {
+    wait_for_copies<Stages - 1>();
+    sum_up(0, next, sums);
+    team.template begin_reduction<Sum>(sums);
+  }
+  X* dx_row = dx + row * dx_stride;
+  int turn = 0, stage = 0;
+  for (long long block_row = group * kTeams; block_row < n_rows; block_row += rows_a_turn) {
+    // 3. The row's sums.
+    const RowStatistics current = next;
+    next = after_next;
+    after_next = statistics_of(row + 2 * rows_a_turn);
+    const int next_stage = stage + 1 == Stages ? 0 : stage + 1;
+    T next_sums[kSums];
+    if constexpr (kAhead) {
+      const bool more = block_row + rows_a_turn < n_rows;
+      wait_for_copies<Stages - 2>();
+      if (more) sum_up(next_stage, next, next_sums);
+      team.template finish_reduction<Sum>(sums);
+      if (more) team.template begin_reduction<Sum>(next_sums);
+    } else {
+      wait_for_copies<Stages - 1>();
+      sum_up(stage, current, sums);
+      team.template reduce<Sum>(sums);
+    }
     T recentre = 0, mean_of_g = 0, mean_of_g_xhat = sums[0] * inv_n;
     if constexpr (Centered) {
       recentre = sums[2] * inv_n;
@@ -189,19 +236,21 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
       mean_of_g_xhat = (sums[0] - recentre * sums[1]) * inv_n;
     }
 
-    // 3. dx, and this row's share of the weight gradients; what was read makes room for a later row.
-    make_opaque(n_cols);
+    // 4. dx, and this row's share of the weight gradients; what was read makes room for a later row.
+    if constexpr (!Full) make_opaque(n_cols);
+    char* const place = stages + stage * kStageBytes;
     const int n_stored = row < n_rows ? n_cols : 0;
+    const T shift = -current.mean * current.rstd;
     const T slope = -mean_of_g_xhat * current.rstd, offset = -mean_of_g * current.rstd;
 #pragma unroll
     for (int p = 0; p < PacksPerThread; ++p) {
-      const Pack<X, kLength> row_x = StageOfX::read(place_of_x, p);
-      const Pack<DY, kLength> row_dy = StageOfDY::read(place_of_dy, p);
+      const Pack<X, kLength> row_x = StageOfX::read(place, p);
+      const Pack<DY, kLength> row_dy = StageOfDY::read(place + StageOfX::kBytes, p);
       T g[kLength], gradient[kLength];
       scaled(row_dy, p, g);
 #pragma unroll
       for (int i = 0; i < kLength; ++i) {
-        const T xhat = h_of(row_x.template get<T>(i)) - recentre;
+        const T xhat = h_of(row_x.template get<T>(i), current, shift) - recentre;
         const T along = Centered ? fused_multiply_add(xhat, slope, offset) : xhat * slope;
         gradient[i] = fused_multiply_add(g[i], current.rstd, along);
         const T upstream = row_dy.template get<T>(i);
@@ -210,14 +259,19 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
       }
       Pack<X, kLength> stored;
       stored.set(gradient);
-      store<Vector>(stored, dx + row * dx_stride, first_column(p), n_stored);
-      fetch(stage, row + Stages * rows_a_turn, p);
+      store<Vector>(stored, dx_row, first_column(p), n_stored);
+      fetch(stage, p);
     }
-    commit_copies();
-    stage = stage + 1 == Stages ? 0 : stage + 1;
+    fetched_all();
+    stage = next_stage;
     row += rows_a_turn;
+    dx_row += rows_a_turn * dx_stride;
+    if constexpr (kAhead) {
+#pragma unroll
+      for (int i = 0; i < kSums; ++i) sums[i] = next_sums[i];
+    }
 
-    // 4. Now and then, weight gradients leave the registers.
+    // 5. Now and then, weight gradients leave the registers.
     if (++turn == kTurns) {
       flush_all();
       turn = 0;

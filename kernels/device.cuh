@@ -27,13 +27,17 @@ __device__ __forceinline__ void* dynamic_shared_memory() {
   return shared_memory;
 }
 
+__device__ __forceinline__ unsigned shared_address(const void* shared) {
+  return static_cast<unsigned>(__cvta_generic_to_shared(shared));
+}
+
 // Asynchronous copies into shared memory, where the architecture has them (sm_80 on); before, copies
 // at once. `Bytes` is 4, 8 or 16; where `valid` is false, zeros are written and nothing is read. What
 // a thread has copied it sees after its own wait; a barrier must pass before others do.
 template <int Bytes>
 __device__ __forceinline__ void copy_async(void* shared, const void* global, bool valid) {
 #if __CUDA_ARCH__ >= 800
-  const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(shared));
+  const unsigned address = shared_address(shared);
   const int read = valid ? Bytes : 0;
   if constexpr (Bytes == 16) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(global),
@@ -76,28 +80,69 @@ __device__ __forceinline__ int block_in_cluster() {
   return 0;
 #endif
 }
-// Every thread of the cluster; what was stored before is seen by all of them after.
+// Every thread of the cluster.
 __device__ __forceinline__ void cluster_barrier() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 #endif
 }
-// Stores in the shared memory of a block of the cluster, where that block has its `shared`.
-__device__ __forceinline__ void store_in_block(float* shared, int block, float value) {
+
+// A mailbox counts the bytes that the blocks of a cluster send to its block: a barrier that says
+// when all have come would, unlike it, wait for each block's stores to device memory as well.
+using Mailbox = unsigned long long;
+// One thread, before a cluster_barrier.
+__device__ __forceinline__ void open_mailbox(Mailbox* mailbox) {
 #if __CUDA_ARCH__ >= 900
-  const unsigned own = static_cast<unsigned>(__cvta_generic_to_shared(shared));
-  unsigned address;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(own), "r"(block));
-  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(mailbox)) : "memory");
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #endif
 }
-__device__ __forceinline__ void store_in_block(double* shared, int block, double value) {
+// One thread, each time.
+__device__ __forceinline__ void expect_bytes(Mailbox* mailbox, int bytes) {
 #if __CUDA_ARCH__ >= 900
-  const unsigned own = static_cast<unsigned>(__cvta_generic_to_shared(shared));
-  unsigned address;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(own), "r"(block));
-  asm volatile("st.shared::cluster.f64 [%0], %1;" ::"r"(address), "d"(value) : "memory");
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
+                   shared_address(mailbox)),
+               "r"(bytes)
+               : "memory");
+#endif
+}
+// Stores where `block` of the cluster has its `shared`, and counts it in that block's `mailbox`.
+template <typename T>
+__device__ __forceinline__ void send_to_block(T* shared, Mailbox* mailbox, int block, T value) {
+#if __CUDA_ARCH__ >= 900
+  unsigned address, counter;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;"
+      : "=r"(address)
+      : "r"(shared_address(shared)), "r"(block));
+  asm("mapa.shared::cluster.u32 %0, %1, %2;"
+      : "=r"(counter)
+      : "r"(shared_address(mailbox)), "r"(block));
+  if constexpr (sizeof(T) == 4) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(
+                     address),
+                 "f"(value), "r"(counter)
+                 : "memory");
+  } else {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.f64 [%0], %1, [%2];" ::"r"(
+                     address),
+                 "d"(value), "r"(counter)
+                 : "memory");
+  }
+#endif
+}
+// Waits until the bytes expected have come, for the time whose number has this lowest bit.
+__device__ __forceinline__ void wait_for_bytes(Mailbox* mailbox, int parity) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{\n"
+      ".reg .pred come;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 come, [%0], %1;\n"
+      "@!come bra again;\n"
+      "}" ::"r"(shared_address(mailbox)),
+      "r"(parity)
+      : "memory");
 #endif
 }
 

@@ -66,17 +66,17 @@ __device__ __forceinline__ Statistics<Compute<X>> measure(TeamOf& team,
 }
 
 template <typename X, typename Weight, typename Bias, typename Y, bool Centered, bool ZeroCentered,
-          bool StoreStatistics, bool HoldWeight, int ClusterBlocks, int RowThreads, int BlockThreads,
-          int BlocksPerMultiprocessor, int PacksPerThread, int Vector>
+          bool StoreStatistics, bool HoldWeight, int RowThreads, int BlockThreads,
+          int BlocksPerMultiprocessor, int PacksPerThread, bool Full, int Vector>
 __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_forward(
     const X* x, long long x_stride, const Weight* weight, const Bias* bias, Y* y,
     long long y_stride, Compute<X>* mean, Compute<X>* rstd, long long n_rows, long long row_length,
     Compute<X> inv_n, Compute<X> eps) {
   using T = Compute<X>;
   constexpr int kLength = 16 / static_cast<int>(sizeof(X));
-  Team<RowThreads, BlockThreads, ClusterBlocks> team;
-  const int n_cols = static_cast<int>(row_length);
-  const long long row = block_index() / ClusterBlocks * team.kTeams + team.team;
+  Team<RowThreads, BlockThreads> team;
+  const int n_cols = Full ? RowThreads * PacksPerThread * kLength : static_cast<int>(row_length);
+  const long long row = block_index() * team.kTeams + team.team;
   const bool active = row < n_rows;  // no early exit: a warp's lanes reduce together
   const auto first_column = [&](int p) {
     return team.template first_column<PacksPerThread, kLength>(p);
@@ -103,7 +103,8 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
   T guess = 0;
   if constexpr (Centered) {
 #pragma unroll
-    for (int i = 0; i < kLength; ++i) guess += first_pack.template get<T>(i) * (T(1) / kLength);
+    for (int i = 0; i < kLength; ++i) guess += first_pack.template get<T>(i);
+    guess *= T(1) / kLength;
   }
 
   // 2. Mean and variance; a row out of range is brought into it, exactly, and measured again.
@@ -132,20 +133,22 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
           packs[p].set(i, packs[p].template get<T>(i) * inv_unit);
         }
       }
-      statistics = measure<Centered, Vector>(team, packs, guess * inv_unit, n_cols, inv_n);
+      statistics = measure<Centered, Vector>(team, packs, T(0), n_cols, inv_n);
       if (wild) scale = scale_in_unit(statistics.variance, eps, unit);
     }
   }
 
   // 3. Normalize and store.
+  const T offset = -statistics.correction * scale.of_row;
 #pragma unroll
   for (int p = 0; p < PacksPerThread; ++p) {
     if constexpr (!HoldWeight) load_affine(p);
     T values[kLength];
 #pragma unroll
     for (int i = 0; i < kLength; ++i) {
-      const T deviated = deviation<Centered>(statistics, packs[p].template get<T>(i));
-      values[i] = affine<ZeroCentered>(deviated * scale.of_row, weights[p], biases[p], i);
+      const T d = packs[p].template get<T>(i) - statistics.shift;
+      const T xhat = Centered ? fused_multiply_add(d, scale.of_row, offset) : d * scale.of_row;
+      values[i] = affine<ZeroCentered>(xhat, weights[p], biases[p], i);
     }
     Pack<Y, kLength> normalized;
     normalized.set(values);
@@ -154,7 +157,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
 
   // 4. Keep what backward needs.
   if constexpr (StoreStatistics) {
-    if (active && team.block == 0 && team.rank == 0) {
+    if (active && team.rank == 0) {
       if constexpr (Centered) mean[row] = (statistics.shift + statistics.correction) * unit;
       rstd[row] = scale.rstd;
     }

@@ -23,7 +23,9 @@ struct Stage {
   static __device__ __forceinline__ void fetch(char* stage, int p, const T* row, int first, int n) {
     constexpr int kAccess = kAccessBytes<T, Vector> < kPieceBytes ? kAccessBytes<T, Vector>
                                                                   : kPieceBytes;
-#pragma unroll
+    // Single 16-bit elements in turn: side by side they take up to 50 registers more.
+    constexpr int kUnrolled = kAccess >= 4 ? kPackBytes / kAccess : 1;
+#pragma unroll kUnrolled
     for (int begin = 0; begin < kPackBytes; begin += kAccess) {
       const int element = begin / static_cast<int>(sizeof(T));
       const bool valid = inside<Vector>(first, element, n);
@@ -38,6 +40,14 @@ struct Stage {
     }
   }
 
+  static __device__ __forceinline__ void write(const Pack<T, Length>& pack, char* stage, int p) {
+#pragma unroll
+    for (int piece = 0; piece < kPieces; ++piece) {
+      write_words<kPieceBytes>(pack.words, place(stage, p, piece) - piece * kPieceBytes,
+                               piece * kPieceBytes);
+    }
+  }
+
   static __device__ __forceinline__ Pack<T, Length> read(char* stage, int p) {
     Pack<T, Length> pack;
 #pragma unroll
@@ -47,4 +57,8 @@ struct Stage {
     }
     return pack;
   }
+};
+template <int Length, int PacksPerThread, int BlockThreads>
+struct Stage<None, Length, PacksPerThread, BlockThreads> {
+  static constexpr int kBytes = 0;
 };

@@ -33,16 +33,22 @@ struct Team {
   static_assert(ClusterBlocks == 1 || kTeams == 1, "a cluster is one team");
   static constexpr int kSlots = ClusterBlocks * kWarps;  // warps of a team
   static constexpr int kMaxValues = 3;                   // that one reduction may combine
+  static constexpr int kMailboxBytes = ClusterBlocks > 1 ? 16 : 0;
 
   int team;  // of the block's
   int rank;  // of this thread among those of its team in this block
   int block = ClusterBlocks > 1 ? block_in_cluster() : 0;
-  int turn = 0;
+  int reductions = 0;  // finished
 
   __device__ __forceinline__ Team()
       : team(thread_index() / RowThreads), rank(thread_index() % RowThreads) {
-    // No block stores in another's memory before that block is there.
-    if constexpr (ClusterBlocks > 1) cluster_barrier();
+    if constexpr (ClusterBlocks > 1) {
+      if (rank == 0) {
+        open_mailbox(mailbox(0));
+        open_mailbox(mailbox(1));
+      }
+      cluster_barrier();
+    }
   }
 
   // The first column of a thread's pack p, of those that its block holds.
@@ -56,53 +62,67 @@ struct Team {
   __host__ __device__ static constexpr int scratch_bytes() {
     return kSlots == 1
                ? 0
-               : (2 * kTeams * kSlots * kMaxValues * static_cast<int>(sizeof(T)) + 15) / 16 * 16;
-  }
-
-  __device__ __forceinline__ void barrier() const {
-    if constexpr (ClusterBlocks > 1) {
-      cluster_barrier();
-    } else if constexpr (kTeams == 1) {
-      block_barrier();
-    } else {
-      named_barrier(team + 1, RowThreads);
-    }
+               : kMailboxBytes +
+                     (2 * kTeams * kSlots * kMaxValues * static_cast<int>(sizeof(T)) + 15) / 16 * 16;
   }
 
   // Every thread of the team gets the combination of all threads' values.
   template <typename Operation, int Count, typename T>
   __device__ __forceinline__ void reduce(T (&values)[Count]) {
+    begin_reduction<Operation>(values);
+    finish_reduction<Operation>(values);
+  }
+
+  // A reduction in two halves, between which a thread need not wait for the others; one at a time.
+  template <typename Operation, int Count, typename T>
+  __device__ __forceinline__ void begin_reduction(T (&values)[Count]) {
     static_assert(Count <= kMaxValues, "more values than the scratch has room for");
     butterfly<Operation, (RowThreads < 32 ? RowThreads : 32)>(values);
     if constexpr (kSlots > 1) {
-      // Two halves of the scratch take turns: a thread can be at most one reduction ahead of the
-      // slowest, so one barrier a reduction is enough.
-      T* slots =
-          static_cast<T*>(dynamic_shared_memory()) + (turn * kTeams + team) * kSlots * kMaxValues;
-      turn ^= 1;
       const int lane = rank % 32;
-      T* own = slots + (block * kWarps + rank / 32) * kMaxValues;
+      T* own = slots<T>() + (block * kWarps + rank / 32) * kMaxValues;
       if constexpr (ClusterBlocks > 1) {
+        if (rank == 0) {
+          expect_bytes(mailbox(reductions % 2), kSlots * Count * static_cast<int>(sizeof(T)));
+        }
         if (lane < ClusterBlocks) {
 #pragma unroll
-          for (int i = 0; i < Count; ++i) store_in_block(own + i, lane, values[i]);
+          for (int i = 0; i < Count; ++i) {
+            send_to_block(own + i, mailbox(reductions % 2), lane, values[i]);
+          }
         }
       } else if (lane == 0) {
 #pragma unroll
         for (int i = 0; i < Count; ++i) own[i] = values[i];
       }
-      barrier();
+    }
+  }
+  template <typename Operation, int Count, typename T>
+  __device__ __forceinline__ void finish_reduction(T (&values)[Count]) {
+    if constexpr (kSlots > 1) {
+      if constexpr (ClusterBlocks > 1) {
+        wait_for_bytes(mailbox(reductions % 2), reductions / 2 % 2);
+      } else if constexpr (kTeams == 1) {
+        block_barrier();
+      } else {
+        named_barrier(team + 1, RowThreads);
+      }
+      const T* all = slots<T>();
+      // Two halves of the scratch take turns: a thread can be at most one reduction ahead of the
+      // slowest, so one barrier (one mailbox) a reduction is enough.
+      ++reductions;
       constexpr int kLanes = kSlots < 32 ? power_of_two_above(kSlots) : 32;
 #pragma unroll
-      for (int i = 0; i < Count; ++i) values[i] = T(0);
+      for (int i = 0; i < Count; ++i) {
+        values[i] = rank % kLanes < kSlots ? all[rank % kLanes * kMaxValues + i] : T(0);
+      }
 #pragma unroll
-      for (int first = 0; first < kSlots; first += kLanes) {
-        const int slot = first + lane % kLanes;
-        if (slot < kSlots) {
+      for (int first = kLanes; first < kSlots; first += kLanes) {
+        const int slot = first + rank % kLanes;
 #pragma unroll
-          for (int i = 0; i < Count; ++i) {
-            values[i] = Operation::combine(values[i], slots[slot * kMaxValues + i]);
-          }
+        for (int i = 0; i < Count; ++i) {
+          const T value = slot < kSlots ? all[slot * kMaxValues + i] : T(0);
+          values[i] = Operation::combine(values[i], value);
         }
       }
       butterfly<Operation, kLanes>(values);
@@ -116,6 +136,15 @@ struct Team {
   }
 
  private:
+  template <typename T>
+  __device__ __forceinline__ T* slots() const {
+    return reinterpret_cast<T*>(static_cast<char*>(dynamic_shared_memory()) + kMailboxBytes) +
+           (reductions % 2 * kTeams + team) * kSlots * kMaxValues;
+  }
+  __device__ __forceinline__ static Mailbox* mailbox(int turn) {
+    return static_cast<Mailbox*>(dynamic_shared_memory()) + turn;
+  }
+
   __host__ __device__ static constexpr int power_of_two_above(int n) {
     int power = 1;
     while (power < n) power *= 2;
