@@ -99,7 +99,7 @@ MUTATIONS = [
         "pack.cuh",
         "return first + i / Vector * Vector < n;",
         "return first + i / Vector * Vector <= n;",
-        VALUE,
+        f"{VALUE}|{OUT_OF_BOUNDS}",
         WILD_MEAN,
     ),
     Mutation(
@@ -107,7 +107,7 @@ MUTATIONS = [
         "pack.cuh",
         "return first + i / Vector * Vector < n;",
         "return true;",
-        VALUE,
+        f"{VALUE}|{OUT_OF_BOUNDS}",
         WARPS_ODD,
     ),
     Mutation(
@@ -410,12 +410,12 @@ MUTATIONS = [
         SUB_WARP,
     ),
     Mutation(
-        "a butterfly over half of the warps",
+        "lanes without a warp count",
         "team.cuh",
-        "while (power < n)",
-        "while (2 * power < n)",
+        "all[rank % kLanes * kMaxValues + i] : T(0);",
+        "all[rank % kLanes * kMaxValues + i] : T(1);",
         VALUE,
-        WARPS,
+        staged("backward.cu", row_threads=96),
     ),
     Mutation(
         "teams past the last row leave",
@@ -467,7 +467,7 @@ MUTATIONS = [
         "        gradient[p][i] = 0;\n",
         "",
         VALUE,
-        TURNS,
+        staged("backward.cu", m=150),
     ),
     Mutation(
         "dbias in the place of dweight",
@@ -519,11 +519,19 @@ MUTATIONS = [
     ),
     Mutation(
         "the mean's rounding stays in y",
+        "forward_staged.cu",
+        "const T offset = -statistics.correction * scale.of_row;",
+        "const T offset = 0;",
+        VALUE,
+        staged("forward_staged.cu", regime="mean_1e6", cluster_blocks=2),
+    ),
+    Mutation(
+        "the mean's rounding stays in y, streaming",
         "statistics.cuh",
         "(x - statistics.shift) - statistics.correction",
         "x - statistics.shift",
         VALUE,
-        WILD_MEAN,
+        case("stream_mean"),
     ),
     Mutation(
         "every thread of a team writes rstd",
@@ -630,6 +638,14 @@ MUTATIONS = [
         case("range_equal_huge"),
     ),
     # ---- stages and clusters ----
+    Mutation(
+        "gradients of several teams are kept after a flush",
+        "backward.cu",
+        "        for (int i = 0; i < kLength; ++i) gradient[p][i] = 0;\n",
+        "",
+        VALUE,
+        staged("backward.cu", m=300),
+    ),
     Mutation(
         "the rows under way are one more than their stages",
         "backward.cu",

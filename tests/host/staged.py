@@ -201,6 +201,7 @@ def _staged() -> Iterable[Staged]:
                 staged(11, 301, "bfloat16", other="float32", zero_centered=True, stages=3),
                 # Teams of a block, some of them past the last row; gradients summed over them.
                 staged(37, 60, row_threads=16, teams=4, stages=3),
+                staged(300, 24, row_threads=8, teams=4, groups=1),
                 staged(90, 3, regime="mean_1e6", row_threads=1, teams=32),
                 staged(30, 28, row_threads=8, teams=8, in_place=True, hold_weight=True),
                 staged(21, 1000, "bfloat16", row_threads=64, teams=2, packs_per_thread=2),
