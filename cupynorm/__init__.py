@@ -1,6 +1,7 @@
 """Fused RMSNorm and LayerNorm, forward and backward, for NumPy, CuPy, torch and JAX arrays."""
 
 from cupynorm._ahead import supports, warmup
+from cupynorm._bitmask import pack_bitmask, unpack_bitmask
 from cupynorm._results import NormBackward, NormForward
 from cupynorm.norms import (
     layer_norm,
@@ -17,10 +18,12 @@ __all__ = [
     "layer_norm",
     "layer_norm_backward",
     "layer_norm_forward",
+    "pack_bitmask",
     "rms_norm",
     "rms_norm_backward",
     "rms_norm_forward",
     "supports",
+    "unpack_bitmask",
     "warmup",
 ]
 

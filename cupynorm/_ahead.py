@@ -29,6 +29,7 @@ def supports(
     dy_dtype: Any = None,
     out_dtype: Any = None,
     zero_centered: bool = False,
+    relu: bool = False,
     backward: bool = True,
 ) -> str | None:
     """Say why GPU arrays of these dtypes and widths are not supported here, or return None.
@@ -37,7 +38,7 @@ def supports(
 
     Parameters
     ----------
-    norm, n, x_dtype, weight_dtype, bias_dtype, dy_dtype, out_dtype, zero_centered, backward
+    norm, n, x_dtype, weight_dtype, bias_dtype, dy_dtype, out_dtype, zero_centered, relu, backward
         As of `warmup`.
 
     Returns
@@ -60,6 +61,7 @@ def supports(
             dy_dtype,
             out_dtype,
             zero_centered,
+            relu,
             backward,
         )
         _widths(n)
@@ -78,6 +80,7 @@ def warmup(
     dy_dtype: Any = None,
     out_dtype: Any = None,
     zero_centered: bool = False,
+    relu: bool = False,
     backward: bool = True,
 ) -> None:
     """Compile and load, on the current GPU, the kernels that later calls will launch.
@@ -101,6 +104,8 @@ def warmup(
         Of dy and y; by default x's.
     zero_centered : bool
         As of `rms_norm`.
+    relu : bool
+        Whether y is clamped, and backward is given the bitmask; to what bounds does not matter.
     backward : bool
         Whether the forward that keeps its statistics and the backward are wanted as well.
 
@@ -117,7 +122,15 @@ def warmup(
     >>> cupynorm.warmup("layer_norm", [768, 4096], "bfloat16", "float32")  # doctest: +SKIP
     """
     specs = _specs(
-        norm, x_dtype, weight_dtype, bias_dtype, dy_dtype, out_dtype, zero_centered, backward
+        norm,
+        x_dtype,
+        weight_dtype,
+        bias_dtype,
+        dy_dtype,
+        out_dtype,
+        zero_centered,
+        relu,
+        backward,
     )
     widths = _widths(n)
     problem = _device_problem()
@@ -146,6 +159,7 @@ def _specs(
     dy_dtype: Any,
     out_dtype: Any,
     zero_centered: bool,
+    relu: bool,
     backward: bool,
 ) -> list[ForwardSpec | BackwardSpec]:
     """Return what a training step, or an inference, of these dtypes computes."""
@@ -158,18 +172,21 @@ def _specs(
 
     weight, bias = named("weight_dtype", weight_dtype), named("bias_dtype", bias_dtype)
     y, dy = named("out_dtype", out_dtype, x) or x, named("dy_dtype", dy_dtype, x) or x
-    if not isinstance(zero_centered, bool | np.bool_):
-        raise TypeError(f"zero_centered must be True or False, got {zero_centered!r}")
+    for name, value in (("zero_centered", zero_centered), ("relu", relu)):
+        if not isinstance(value, bool | np.bool_):
+            raise TypeError(f"{name} must be True or False, got {value!r}")
     if zero_centered and weight is None:
         raise ValueError("zero_centered must be False without a weight, got True")
 
     def specs() -> Iterator[ForwardSpec | BackwardSpec]:
-        yield ForwardSpec(norm, x, weight, bias, y, bool(zero_centered), store_statistics=False)
+        for stored in (False, True) if backward else (False,):
+            yield ForwardSpec(
+                norm, x, weight, bias, y, bool(zero_centered), stored, relu=bool(relu)
+            )
         if backward:
-            yield ForwardSpec(norm, x, weight, bias, y, bool(zero_centered), store_statistics=True)
             # layer_norm_backward returns a dbias unless told not to.
             dbias = bias or (weight or x if norm == "layer_norm" else None)
-            yield BackwardSpec(norm, x, dy, weight, dbias, bool(zero_centered))
+            yield BackwardSpec(norm, x, dy, weight, dbias, bool(zero_centered), bitmask=bool(relu))
 
     return list(specs())
 

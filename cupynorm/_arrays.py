@@ -21,6 +21,7 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = {np.dtype(name): name for name in ("float64", "float32", "float16")} | {
     BFLOAT16: "bfloat16"
 }
+FLOATS = tuple(DTYPES.values())
 
 _DLPACK_CPU, _DLPACK_CUDA, _DLPACK_CUDA_MANAGED = 1, 2, 13
 
@@ -32,8 +33,13 @@ class Family:
         self.array_type = array_type
         self.label = label
 
-    def take(self, name: str, array: Any, *, output: bool = False) -> Any:
-        """Return an argument as a NumPy or CuPy array that shares its memory."""
+    def take(
+        self, name: str, array: Any, *, output: bool = False, dtypes: tuple[str, ...] = FLOATS
+    ) -> Any:
+        """Return an argument as a NumPy or CuPy array that shares its memory.
+
+        A dtype out of `dtypes` may be refused here, where the array would not come through.
+        """
         if not isinstance(array, self.array_type):
             raise TypeError(
                 f"{name} must be a {self.label}, as the other arrays of the call are; "
@@ -56,7 +62,9 @@ class _DLPackFamily(Family):
         self.namespace = namespace
         self.immutable = namespace.__name__ == "jax.numpy"
 
-    def take(self, name: str, array: Any, *, output: bool = False) -> Any:
+    def take(
+        self, name: str, array: Any, *, output: bool = False, dtypes: tuple[str, ...] = FLOATS
+    ) -> Any:
         array = super().take(name, array)
         if output and self.immutable:
             raise TypeError(f"{name} must be None for JAX arrays, which are immutable")
@@ -65,10 +73,10 @@ class _DLPackFamily(Family):
                 f"{name} requires grad, which would be lost here: pass {name}.detach(), and "
                 "compute its gradient with the backward function"
             )
-        if str(array.dtype).rpartition(".")[2] not in DTYPES.values():
-            raise TypeError(
-                f"{name}.dtype must be float64, float32, float16 or bfloat16, got {array.dtype}"
-            )
+        if str(array.dtype).rpartition(".")[2] not in dtypes:
+            *others, last = dtypes
+            expected = f"{', '.join(others)} or {last}" if others else last
+            raise TypeError(f"{name}.dtype must be {expected}, got {array.dtype}")
         try:
             return self._import(name, array.detach() if hasattr(array, "detach") else array)
         except (BufferError, RuntimeError, ValueError) as error:
@@ -96,7 +104,7 @@ class _DLPackFamily(Family):
             crossed = self.namespace.from_dlpack(array.view(np.int16))
             return crossed.view(self.namespace.bfloat16)
         given = self.namespace.from_dlpack(array)
-        if str(given.dtype).rpartition(".")[2] != DTYPES[array.dtype]:
+        if str(given.dtype).rpartition(".")[2] != array.dtype.name:
             raise TypeError(
                 f"{self.label}s cannot hold {array.dtype} results as JAX is configured: enable "
                 "jax_enable_x64"

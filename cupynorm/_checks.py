@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from cupynorm._arrays import DTYPES, device_of, is_numpy, row_stride
+from cupynorm._bitmask import bitmask_bytes
 from cupynorm._spec import compute_dtype
 
 __all__ = ["check_backward", "check_forward", "to_dtype", "trailing_axes"]
@@ -68,30 +69,47 @@ def check_forward(
     eps: float,
     axis: int | Sequence[int] | None,
     zero_centered: bool,
+    relu: Any,
     out_dtype: Any,
     out: Any,
-) -> tuple[int, Any]:
-    """Check a forward pass; return the number of normalized axes and y's dtype."""
+) -> tuple[int, Any, tuple[float, float] | None]:
+    """Check a forward pass; return the number of normalized axes, y's dtype and relu's bounds."""
     k = _check_operands(x, weight, bias, axis, zero_centered)
     if not isinstance(eps, numbers.Real) or not 0 <= _to_float(eps) < math.inf:
         raise ValueError(f"eps must be a finite number of at least 0, got {eps!r}")
     compute = np.finfo(compute_dtype(DTYPES[x.dtype]))
     if 0 < _to_float(eps) < compute.tiny or _to_float(eps) > compute.max:
         raise ValueError(f"eps must be 0 or a normal {compute.dtype} number, got {eps!r}")
+    bounds = None if relu is None else _check_relu(relu, compute.dtype)
     dtype = x.dtype if out_dtype is None else to_dtype("out_dtype", out_dtype)
     if out is not None:
         if out_dtype is None:
             dtype = to_dtype("out.dtype", out.dtype)
         _check_like("out", out, x, x.shape, dtype)
         _check_writable("out", out, k)
-    return k, dtype
+    return k, dtype, bounds
+
+
+def _check_relu(relu: Any, compute: np.dtype[Any]) -> tuple[float, float]:
+    """Return the bounds of a clamped ReLU, rounded to the compute dtype."""
+    if (
+        not isinstance(relu, Sequence)
+        or len(relu) != 2
+        or not all(isinstance(b, numbers.Real) and not isinstance(b, bool) for b in relu)
+    ):
+        raise TypeError(f"relu must be a pair of real numbers (lower, upper) or None, got {relu!r}")
+    with np.errstate(over="ignore"):
+        lower, upper = (float(compute.type(_to_float(bound))) for bound in relu)
+    if not lower < upper:
+        raise ValueError(f"relu must be (lower, upper) with lower < upper as {compute}, got {relu}")
+    return lower, upper
 
 
 def _to_float(number: numbers.Real) -> float:
     try:
         return float(number)
     except OverflowError:
-        return math.inf
+        return -math.inf if str(number).startswith("-") else math.inf
 
 
 def check_backward(
@@ -102,6 +120,7 @@ def check_backward(
     rstd: Any,
     *,
     bias: Any,
+    bitmask: Any,
     axis: int | Sequence[int] | None,
     zero_centered: bool,
     dx: Any,
@@ -113,6 +132,9 @@ def check_backward(
     for name, array in (("mean", mean), ("rstd", rstd)):
         if array is not None:
             _check_like(name, array, x, x.shape[: x.ndim - k], statistics)
+    if bitmask is not None:
+        width = bitmask_bytes(math.prod(x.shape[x.ndim - k :]))
+        _check_like("bitmask", bitmask, x, (*x.shape[: x.ndim - k], width), np.dtype(np.uint8))
     if dx is not None:
         _check_like("dx", dx, x, x.shape, x.dtype)
         _check_writable("dx", dx, k)

@@ -99,8 +99,11 @@ def forward_config(spec: ForwardSpec, n: int, vector: int) -> ResidentForward | 
         4, ITEMSIZE[spec.x]
     )
     if packs > 4 * (256 if wide else 512 if length == 8 else 768):
-        return StreamingForward(block_threads=1024, vector=vector)
+        # The bitmask beside operands of float64 spilled at the 64 registers of 1024 threads.
+        return StreamingForward(block_threads=512 if wide and spec.relu else 1024, vector=vector)
     row_threads = _team(packs, 2 if packs <= 64 else 4)
+    if spec.relu:
+        row_threads = max(row_threads, 8 // length)  # a byte of the bitmask is of neighbours
     # A row of several warps has a block to itself: sharing cost 13% at N = 2048 (bfloat16, H200).
     block_threads = max(row_threads, 128) if row_threads <= 32 else row_threads
     # Threads that a multiprocessor must hold at once bound their registers: 64 at 1024 threads, by
@@ -136,6 +139,7 @@ def _backward_registers(
     length = pack_length(spec.x)
     row = 4 + length * ITEMSIZE[spec.dy] // 4
     compute = length * ITEMSIZE[compute_dtype(spec.x)] // 4
+    row += spec.bitmask
     words = row * (1 + prefetch) + compute * (spec.gradients + hold_weight)
     scratch = 12 if vector == length else 21
     if "float64" in (spec.dy, spec.weight) and spec.x != "float64":

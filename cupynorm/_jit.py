@@ -75,6 +75,7 @@ def forward_instantiation(
         spec.norm == "layer_norm",
         spec.zero_centered,
         spec.store_statistics,
+        spec.relu,
     )
     if isinstance(config, StreamingForward):
         return _instantiate(
@@ -127,14 +128,14 @@ def backward_instantiations(
             _instantiate(
                 "backward_streaming.cu",
                 "norm_backward_coefficients",
-                (*types, *options, config.row_threads, config.vector),
+                (*types, *options, spec.bitmask, config.row_threads, config.vector),
                 config.row_threads,
                 _team_bytes(config.row_threads, config.row_threads, spec.x),
             ),
             _instantiate(
                 "backward_streaming.cu",
                 "norm_backward_columns",
-                (*types, *options, dbias, config.column_threads, config.vector),
+                (*types, *options, dbias, spec.bitmask, config.column_threads, config.vector),
                 config.column_threads,
                 0,
             ),
@@ -156,7 +157,7 @@ def backward_instantiations(
         _instantiate(
             "backward.cu",
             "norm_backward",
-            (*types, *options, dbias, *how),
+            (*types, *options, dbias, spec.bitmask, *how),
             config.block_threads,
             shared_bytes,
         ),

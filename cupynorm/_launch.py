@@ -15,6 +15,7 @@ import numpy as np
 
 from cupynorm import _jit
 from cupynorm._arrays import DTYPES, row_stride
+from cupynorm._bitmask import bitmask_bytes
 from cupynorm._config import (
     ResidentBackward,
     ResidentForward,
@@ -57,7 +58,7 @@ def _rows(array: Any, k: int, n: int) -> tuple[Any, _Rows]:
 
 
 def _operand(array: Any) -> Any:
-    """Return a weight or bias as one contiguous row."""
+    """Return an array that the kernels take without strides, copied if it has some."""
     return array if array is None or array.flags.c_contiguous else _contiguous(array)
 
 
@@ -151,6 +152,7 @@ def forward(
     zero_centered: bool,
     out_dtype: Any,
     out: Any,
+    relu: tuple[float, float] | None,
     store_statistics: bool,
 ) -> NormForward:
     """Launch a forward pass over the last k axes of x."""
@@ -162,7 +164,10 @@ def forward(
         y = cupy.empty(x.shape, out_dtype) if out is None else out
         rstd = cupy.empty(kept, statistics) if store_statistics else None
         mean = cupy.empty(kept, statistics) if store_statistics and norm == "layer_norm" else None
-        result = NormForward(y, mean, rstd)
+        bitmask = None
+        if relu is not None and store_statistics:
+            bitmask = cupy.empty((*kept, bitmask_bytes(n)), np.uint8)
+        result = NormForward(y, mean, rstd, bitmask)
         m = math.prod(kept)
         if m == 0:
             return result
@@ -178,10 +183,12 @@ def forward(
             y=DTYPES[y.dtype],
             zero_centered=bool(zero_centered),
             store_statistics=store_statistics,
+            relu=relu is not None,
         )
         vector = _vector(spec.x, n, (x_rows, y_rows), (weight, bias))
         plan = load_forward(spec, n, vector, device)
         compute = np.float64 if statistics == "float64" else np.float32
+        lower, upper = (0.0, 0.0) if relu is None else relu
         plan.function(
             (-(-m // plan.rows_per_block),),
             plan.block,
@@ -194,10 +201,13 @@ def forward(
                 y_rows.row_stride,
                 _pointer(mean),
                 _pointer(rstd),
+                _pointer(bitmask),
                 m,
                 n,
                 compute(1 / n),
                 compute(eps),
+                compute(lower),
+                compute(upper),
             ),
             plan.shared_bytes,
         )
@@ -235,6 +245,7 @@ def backward(
     rstd: Any,
     *,
     bias: Any,
+    bitmask: Any,
     k: int,
     zero_centered: bool,
     dx: Any,
@@ -266,6 +277,7 @@ def backward(
         dy, dy_rows = _rows(dy, k, n)
         _, dx_rows = _rows(dx, k, n)
         weight, mean, rstd = _operand(weight), _operand(mean), _operand(rstd)
+        bitmask = _operand(bitmask)
         spec = BackwardSpec(
             norm=norm,
             x=DTYPES[x.dtype],
@@ -273,6 +285,7 @@ def backward(
             weight=_name(weight),
             dbias=_name(dbias),
             zero_centered=bool(zero_centered),
+            bitmask=bitmask is not None,
         )
         vector = _vector(spec.x, n, (x_rows, dy_rows, dx_rows), (weight,))
         plan = load_backward(spec, n, vector, device)
@@ -286,6 +299,7 @@ def backward(
             _pointer(weight),
             _pointer(mean),
             _pointer(rstd),
+            _pointer(bitmask),
         )
         gradient = (dx_rows.pointer, dx_rows.row_stride)
         multiprocessors = _multiprocessors(device)

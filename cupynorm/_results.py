@@ -19,8 +19,9 @@ class NormForward(NamedTuple):
         None for RMSNorm.
     rstd : array
         ``1 / sqrt(variance + eps)`` of each row (RMSNorm: of the mean square), as ``mean``.
-    bitmask : array or None
-        Reserved for the clamped ReLU; None without it.
+    bitmask : array of uint8 or None
+        Where y was strictly between relu's bounds, a bit an element, as `pack_bitmask` packs them:
+        of x's shape without the normalized axes, and ceil(N / 8); None without relu.
     """
 
     y: Any

@@ -39,7 +39,8 @@ class ForwardSpec:
     bias: str | None
     y: str
     zero_centered: bool
-    store_statistics: bool
+    store_statistics: bool  # and, with relu, the bitmask
+    relu: bool
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class BackwardSpec:
     weight: str | None
     dbias: str | None
     zero_centered: bool
+    bitmask: bool
 
     @property
     def gradients(self) -> int:

@@ -23,6 +23,7 @@ __all__ = [
 ]
 
 Axis = int | Sequence[int] | None
+Relu = tuple[float, float] | None
 
 
 def rms_norm(
@@ -33,6 +34,7 @@ def rms_norm(
     eps: float = 1e-6,
     axis: Axis = None,
     zero_centered: bool = False,
+    relu: Relu = None,
     out_dtype: Any = None,
     out: Any = None,
 ) -> Any:
@@ -57,6 +59,10 @@ def rms_norm(
         weight (or bias) covers, or the last axis without either.
     zero_centered : bool
         Scale by ``1 + weight``, added in the compute dtype.
+    relu : (float, float), optional
+        Clamp y to [lower, upper] before it is rounded; ``(0, math.inf)`` is the plain ReLU and
+        ``-math.inf`` clamps at one side only. The bounds are rounded to the compute dtype; NaN
+        stays NaN.
     out_dtype : dtype, optional
         y's dtype; by default out's, or x's.
     out : array, optional
@@ -71,9 +77,11 @@ def rms_norm(
     Raises
     ------
     TypeError
-        If an argument is no array, of another framework, or of another dtype.
+        If an argument is no array, of another framework, or of another dtype; if relu is no pair
+        of real numbers.
     ValueError
-        If a shape, a device, axis, eps or zero_centered does not fit, or out cannot be written.
+        If a shape, a device, axis, eps or zero_centered does not fit, if relu's lower bound is not
+        below its upper one, or if out cannot be written.
     NotImplementedError
         If weight or bias would broadcast over the kept axes of x.
     RuntimeError
@@ -99,7 +107,9 @@ def rms_norm(
     array([[ 0.849, -2.263],
            [ 1.   ,  2.   ]], dtype=float32)
     """
-    return _forward("rms_norm", x, weight, bias, eps, axis, zero_centered, out_dtype, out, False).y
+    return _forward(
+        "rms_norm", x, weight, bias, eps, axis, zero_centered, relu, out_dtype, out, False
+    ).y
 
 
 def layer_norm(
@@ -110,6 +120,7 @@ def layer_norm(
     eps: float = 1e-5,
     axis: Axis = None,
     zero_centered: bool = False,
+    relu: Relu = None,
     out_dtype: Any = None,
     out: Any = None,
 ) -> Any:
@@ -121,7 +132,7 @@ def layer_norm(
 
     Parameters
     ----------
-    x, weight, bias, axis, zero_centered, out_dtype, out
+    x, weight, bias, axis, zero_centered, relu, out_dtype, out
         As of `rms_norm`.
     eps : float
         Added to the variance.
@@ -156,7 +167,7 @@ def layer_norm(
            [-1., 11.]], dtype=float32)
     """
     return _forward(
-        "layer_norm", x, weight, bias, eps, axis, zero_centered, out_dtype, out, False
+        "layer_norm", x, weight, bias, eps, axis, zero_centered, relu, out_dtype, out, False
     ).y
 
 
@@ -168,6 +179,7 @@ def rms_norm_forward(
     eps: float = 1e-6,
     axis: Axis = None,
     zero_centered: bool = False,
+    relu: Relu = None,
     out_dtype: Any = None,
     out: Any = None,
 ) -> NormForward:
@@ -175,15 +187,16 @@ def rms_norm_forward(
 
     Parameters
     ----------
-    x, weight, bias, eps, axis, zero_centered, out_dtype, out
+    x, weight, bias, eps, axis, zero_centered, relu, out_dtype, out
         As of `rms_norm`.
 
     Returns
     -------
     NormForward
         ``y`` as of `rms_norm`, and ``rstd = 1 / sqrt(mean(x**2) + eps)`` of each row: of x's shape
-        without the normalized axes, float32 (float64 where x is). ``mean`` and ``bitmask`` are
-        None.
+        without the normalized axes, float32 (float64 where x is). With relu, ``bitmask`` of shape
+        (..., ceil(N / 8)): a bit an element, set where lower < y < upper before rounding; see
+        `pack_bitmask` for the layout. ``mean`` is None, and so is ``bitmask`` without relu.
 
     Raises
     ------
@@ -197,8 +210,15 @@ def rms_norm_forward(
     >>> x = np.array([[3.0, -4.0], [0.5, 0.5]], dtype=np.float32)
     >>> cupynorm.rms_norm_forward(x).rstd.round(3)
     array([0.283, 2.   ], dtype=float32)
+    >>> y, _, _, bitmask = cupynorm.rms_norm_forward(x, relu=(0, 6))
+    >>> y.round(3), bitmask
+    (array([[0.849, 0.   ],
+           [1.   , 1.   ]], dtype=float32), array([[1],
+           [3]], dtype=uint8))
     """
-    return _forward("rms_norm", x, weight, bias, eps, axis, zero_centered, out_dtype, out, True)
+    return _forward(
+        "rms_norm", x, weight, bias, eps, axis, zero_centered, relu, out_dtype, out, True
+    )
 
 
 def layer_norm_forward(
@@ -209,6 +229,7 @@ def layer_norm_forward(
     eps: float = 1e-5,
     axis: Axis = None,
     zero_centered: bool = False,
+    relu: Relu = None,
     out_dtype: Any = None,
     out: Any = None,
 ) -> NormForward:
@@ -216,14 +237,15 @@ def layer_norm_forward(
 
     Parameters
     ----------
-    x, weight, bias, eps, axis, zero_centered, out_dtype, out
+    x, weight, bias, eps, axis, zero_centered, relu, out_dtype, out
         As of `layer_norm`.
 
     Returns
     -------
     NormForward
         ``y`` as of `layer_norm`; ``mean`` and ``rstd = 1 / sqrt(var(x) + eps)`` of each row: of
-        x's shape without the normalized axes, float32 (float64 where x is). ``bitmask`` is None.
+        x's shape without the normalized axes, float32 (float64 where x is); ``bitmask`` as of
+        `rms_norm_forward`.
 
     Raises
     ------
@@ -238,7 +260,9 @@ def layer_norm_forward(
     >>> result.mean, result.rstd.round(3)
     (array([2., 6.], dtype=float32), array([1. , 0.5], dtype=float32))
     """
-    return _forward("layer_norm", x, weight, bias, eps, axis, zero_centered, out_dtype, out, True)
+    return _forward(
+        "layer_norm", x, weight, bias, eps, axis, zero_centered, relu, out_dtype, out, True
+    )
 
 
 def rms_norm_backward(
@@ -248,6 +272,7 @@ def rms_norm_backward(
     rstd: Any,
     *,
     bias: Any = False,
+    bitmask: Any = None,
     axis: Axis = None,
     zero_centered: bool = False,
     dx: Any = None,
@@ -258,6 +283,8 @@ def rms_norm_backward(
     row and sums over the rows::
 
         dx = rstd * (g - xhat * mean(g * xhat)),  dweight = sum(dy * xhat),  dbias = sum(dy)
+
+    With a bitmask, dy counts as 0 wherever its bit is not set, there and in the sums.
 
     Parameters
     ----------
@@ -271,6 +298,8 @@ def rms_norm_backward(
     bias : bool or array
         Whether dbias is wanted (None: no). True gives it weight's shape and dtype (x's normalized
         shape and dtype without a weight); of an array, the forward's bias, its shape and dtype.
+    bitmask : array of uint8, shape (..., ceil(N / 8)), optional
+        As the forward function returned it, where it had relu. Copied unless C-contiguous.
     dx : array, optional
         Where to write dx: of x's shape and dtype, in contiguous rows; may be dy itself.
 
@@ -299,7 +328,7 @@ def rms_norm_backward(
     >>> cupynorm.rms_norm_backward(np.ones_like(x), x, weight, rstd, bias=True).dbias
     array([2., 2.], dtype=float32)
     """
-    return _backward("rms_norm", dy, x, weight, None, rstd, bias, axis, zero_centered, dx)
+    return _backward("rms_norm", dy, x, weight, None, rstd, bias, bitmask, axis, zero_centered, dx)
 
 
 def layer_norm_backward(
@@ -310,6 +339,7 @@ def layer_norm_backward(
     rstd: Any,
     *,
     bias: Any = True,
+    bitmask: Any = None,
     axis: Axis = None,
     zero_centered: bool = False,
     dx: Any = None,
@@ -322,9 +352,11 @@ def layer_norm_backward(
         dx = rstd * (g - mean(g) - xhat * mean(g * xhat)),  dweight = sum(dy * xhat),
         dbias = sum(dy)
 
+    With a bitmask, dy counts as 0 wherever its bit is not set, there and in the sums.
+
     Parameters
     ----------
-    dy, x, weight, rstd, bias, axis, zero_centered, dx
+    dy, x, weight, rstd, bias, bitmask, axis, zero_centered, dx
         As of `rms_norm_backward`, but dbias is wanted by default.
     mean : array
         As `layer_norm_forward` returned it. It serves as a shift: xhat is centred again by its own
@@ -355,7 +387,9 @@ def layer_norm_backward(
     >>> backward.dbias
     array([ 5., 11.], dtype=float32)
     """
-    return _backward("layer_norm", dy, x, weight, mean, rstd, bias, axis, zero_centered, dx)
+    return _backward(
+        "layer_norm", dy, x, weight, mean, rstd, bias, bitmask, axis, zero_centered, dx
+    )
 
 
 def _forward(
@@ -366,6 +400,7 @@ def _forward(
     eps: float,
     axis: Axis,
     zero_centered: bool,
+    relu: Relu,
     out_dtype: Any,
     out: Any,
     store_statistics: bool,
@@ -375,13 +410,14 @@ def _forward(
     weight = None if weight is None else family.take("weight", weight)
     bias = None if bias is None else family.take("bias", bias)
     target = None if out is None else family.take("out", out, output=True)
-    k, dtype = _checks.check_forward(
+    k, dtype, relu = _checks.check_forward(
         x,
         weight,
         bias,
         eps=eps,
         axis=axis,
         zero_centered=zero_centered,
+        relu=relu,
         out_dtype=out_dtype,
         out=target,
     )
@@ -393,6 +429,7 @@ def _forward(
             eps=eps,
             axis=tuple(range(-k, 0)),
             zero_centered=zero_centered,
+            relu=relu,
             out_dtype=dtype,
             out=target,
         )
@@ -407,6 +444,7 @@ def _forward(
             eps=eps,
             k=k,
             zero_centered=zero_centered,
+            relu=relu,
             out_dtype=dtype,
             out=target,
             store_statistics=store_statistics,
@@ -415,6 +453,7 @@ def _forward(
         family.give(result.y) if out is None else family.give_back(out, target),
         None if result.mean is None else family.give(result.mean),
         None if result.rstd is None else family.give(result.rstd),
+        None if result.bitmask is None else family.give(result.bitmask),
     )
 
 
@@ -426,6 +465,7 @@ def _backward(
     mean: Any,
     rstd: Any,
     bias: Any,
+    bitmask: Any,
     axis: Axis,
     zero_centered: bool,
     dx: Any,
@@ -438,6 +478,8 @@ def _backward(
     rstd = family.take("rstd", rstd)
     bias = False if bias is None else bias
     bias = bool(bias) if isinstance(bias, bool | np.bool_) else family.take("bias", bias)
+    if bitmask is not None:
+        bitmask = family.take("bitmask", bitmask, dtypes=("uint8",))
     target = None if dx is None else family.take("dx", dx, output=True)
     k = _checks.check_backward(
         dy,
@@ -446,6 +488,7 @@ def _backward(
         mean,
         rstd,
         bias=bias,
+        bitmask=bitmask,
         axis=axis,
         zero_centered=zero_centered,
         dx=target,
@@ -458,6 +501,7 @@ def _backward(
             weight,
             *statistics,
             bias=bias,
+            bitmask=bitmask,
             axis=tuple(range(-k, 0)),
             zero_centered=zero_centered,
             dx=target,
@@ -473,6 +517,7 @@ def _backward(
             mean,
             rstd,
             bias=bias,
+            bitmask=bitmask,
             k=k,
             zero_centered=zero_centered,
             dx=target,

@@ -18,6 +18,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from cupynorm._bitmask import pack, unpack
 from cupynorm._checks import trailing_axes
 from cupynorm._results import NormBackward, NormForward
 
@@ -34,6 +35,7 @@ Array = NDArray[Any]
 Float64 = NDArray[np.float64]
 Norm = Literal["rms_norm", "layer_norm"]
 Axis = int | Sequence[int] | None
+Relu = tuple[float, float] | None
 
 
 # ---- the equations, in float64 -------------------------------------------------------------------
@@ -90,6 +92,21 @@ def affine(xhat: Float64, weight: Array | None, bias: Array | None, zero_centere
     return y if bias is None else y + widen(bias)
 
 
+def clamp(y: Float64, relu: tuple[float, float], x: Array) -> tuple[Float64, NDArray[np.bool_]]:
+    """Return y clamped to bounds rounded to x's compute dtype, and where it was between them."""
+    with np.errstate(over="ignore"):
+        lower, upper = np.array(relu, np.float64).astype(compute_dtype(x)).astype(np.float64)
+    return np.clip(y, lower, upper), (lower < y) & (y < upper)
+
+
+def masked(dy: Array, bitmask: Array | None, k: int) -> Array:
+    """Return dy, 0 where its bit is not set."""
+    if bitmask is None:
+        return dy
+    n = math.prod(dy.shape[dy.ndim - k :])
+    return np.where(unpack(np, bitmask, n).reshape(dy.shape), dy, np.zeros((), dy.dtype))
+
+
 def forward_float64(
     norm: Norm,
     x: Array,
@@ -99,13 +116,19 @@ def forward_float64(
     k: int,
     eps: float,
     zero_centered: bool,
+    relu: Relu = None,
 ) -> NormForward:
-    """Return y, mean and rstd in float64, before any rounding."""
+    """Return y, mean and rstd in float64, before any rounding, and the bitmask."""
     kept = x.shape[: x.ndim - k]
     with np.errstate(all="ignore"):
         xhat, mean, rstd = normalize(norm, x, k, eps)
         y = affine(xhat, weight, bias, zero_centered)
-        return NormForward(y, None if mean is None else mean.reshape(kept), rstd.reshape(kept))
+        bitmask = None
+        if relu is not None:
+            y, inside = clamp(y, relu, x)
+            bitmask = pack(np, inside.reshape(*kept, math.prod(x.shape[x.ndim - k :])))
+        mean = None if mean is None else mean.reshape(kept)
+        return NormForward(y, mean, rstd.reshape(kept), bitmask)
 
 
 def backward_float64(
@@ -204,17 +227,21 @@ def _forward(
     eps: float,
     axis: Axis,
     zero_centered: bool,
+    relu: Relu,
     out_dtype: DTypeLike | None,
     out: Array | None,
 ) -> NormForward:
     k = trailing_axes(x.ndim, axis, _ndim(weight), _ndim(bias))
-    exact = forward_float64(norm, x, weight, bias, k=k, eps=eps, zero_centered=zero_centered)
+    exact = forward_float64(
+        norm, x, weight, bias, k=k, eps=eps, zero_centered=zero_centered, relu=relu
+    )
     default = x.dtype if out is None else out.dtype
     stats = compute_dtype(x)
     return NormForward(
         _store(exact.y, default if out_dtype is None else out_dtype, out),
         None if exact.mean is None else round_once(exact.mean, stats),
         round_once(exact.rstd, stats),
+        exact.bitmask,
     )
 
 
@@ -226,12 +253,14 @@ def _backward(
     mean: Array | None,
     rstd: Array,
     bias: bool | Array,
+    bitmask: Array | None,
     axis: Axis,
     zero_centered: bool,
     dx: Array | None,
 ) -> NormBackward:
     k = trailing_axes(x.ndim, axis, _ndim(weight), _ndim(bias))
     shape, dtype = bias_like(x, weight, bias, k)
+    dy = masked(dy, bitmask, k)
     exact = backward_float64(
         norm, dy, x, weight, mean, rstd, k=k, zero_centered=zero_centered, bias_shape=shape
     )
@@ -266,6 +295,7 @@ def rms_norm(
     eps: float = 1e-6,
     axis: Axis = None,
     zero_centered: bool = False,
+    relu: Relu = None,
     out_dtype: DTypeLike | None = None,
     out: Array | None = None,
 ) -> Array:
@@ -278,7 +308,7 @@ def rms_norm(
     >>> reference.rms_norm(np.array([3.0, -4.0]), eps=0.0).round(3)
     array([ 0.849, -1.131])
     """
-    result = _forward("rms_norm", x, weight, bias, eps, axis, zero_centered, out_dtype, out)
+    result = _forward("rms_norm", x, weight, bias, eps, axis, zero_centered, relu, out_dtype, out)
     return result.y  # type: ignore[no-any-return]
 
 
@@ -290,6 +320,7 @@ def layer_norm(
     eps: float = 1e-5,
     axis: Axis = None,
     zero_centered: bool = False,
+    relu: Relu = None,
     out_dtype: DTypeLike | None = None,
     out: Array | None = None,
 ) -> Array:
@@ -302,7 +333,7 @@ def layer_norm(
     >>> reference.layer_norm(np.array([1.0, 3.0]), eps=0.0)
     array([-1.,  1.])
     """
-    result = _forward("layer_norm", x, weight, bias, eps, axis, zero_centered, out_dtype, out)
+    result = _forward("layer_norm", x, weight, bias, eps, axis, zero_centered, relu, out_dtype, out)
     return result.y  # type: ignore[no-any-return]
 
 
@@ -314,11 +345,12 @@ def rms_norm_forward(
     eps: float = 1e-6,
     axis: Axis = None,
     zero_centered: bool = False,
+    relu: Relu = None,
     out_dtype: DTypeLike | None = None,
     out: Array | None = None,
 ) -> NormForward:
-    """Return y and rstd, as backward needs them; see `cupynorm.rms_norm_forward`."""
-    return _forward("rms_norm", x, weight, bias, eps, axis, zero_centered, out_dtype, out)
+    """Return y, rstd and bitmask, as backward needs them; see `cupynorm.rms_norm_forward`."""
+    return _forward("rms_norm", x, weight, bias, eps, axis, zero_centered, relu, out_dtype, out)
 
 
 def layer_norm_forward(
@@ -329,11 +361,12 @@ def layer_norm_forward(
     eps: float = 1e-5,
     axis: Axis = None,
     zero_centered: bool = False,
+    relu: Relu = None,
     out_dtype: DTypeLike | None = None,
     out: Array | None = None,
 ) -> NormForward:
-    """Return y, mean and rstd, as backward needs them; see `cupynorm.layer_norm_forward`."""
-    return _forward("layer_norm", x, weight, bias, eps, axis, zero_centered, out_dtype, out)
+    """Return y and what backward needs; see `cupynorm.layer_norm_forward`."""
+    return _forward("layer_norm", x, weight, bias, eps, axis, zero_centered, relu, out_dtype, out)
 
 
 def rms_norm_backward(
@@ -343,12 +376,13 @@ def rms_norm_backward(
     rstd: Array,
     *,
     bias: bool | Array = False,
+    bitmask: Array | None = None,
     axis: Axis = None,
     zero_centered: bool = False,
     dx: Array | None = None,
 ) -> NormBackward:
     """Return the gradients of RMSNorm; see `cupynorm.rms_norm_backward`."""
-    return _backward("rms_norm", dy, x, weight, None, rstd, bias, axis, zero_centered, dx)
+    return _backward("rms_norm", dy, x, weight, None, rstd, bias, bitmask, axis, zero_centered, dx)
 
 
 def layer_norm_backward(
@@ -359,9 +393,12 @@ def layer_norm_backward(
     rstd: Array,
     *,
     bias: bool | Array = True,
+    bitmask: Array | None = None,
     axis: Axis = None,
     zero_centered: bool = False,
     dx: Array | None = None,
 ) -> NormBackward:
     """Return the gradients of LayerNorm; see `cupynorm.layer_norm_backward`."""
-    return _backward("layer_norm", dy, x, weight, mean, rstd, bias, axis, zero_centered, dx)
+    return _backward(
+        "layer_norm", dy, x, weight, mean, rstd, bias, bitmask, axis, zero_centered, dx
+    )

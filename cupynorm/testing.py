@@ -29,6 +29,10 @@ h = (x - mean) * rstd with the stored mean, and recentring makes xhat = h - m(h)
 H = |h| + m|h|. A weight of float64 is rounded to float32 before 1 is added to it: |w| then gains
 |weight| / 16.
 
+A clamp moves no two values apart, so y keeps its magnitude within ``16 * u * S`` of the bounds of a
+ReLU; beyond them it must be a bound, rounded. The bitmask is that of exact y, bit for bit, but for
+elements within ``16 * u * S`` of a bound, where either will do.
+
 CuPy compiles for the GPU with flush-to-zero, so in float32 any value below 2**-126 may count as
 zero: an absolute error of 4 * 2**-126 is granted to each input, statistic and product, and goes
 through the equations above; the bound itself has another 2**-126.
@@ -45,9 +49,10 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from cupynorm import reference
+from cupynorm._bitmask import bitmask_bytes, unpack
 from cupynorm._checks import trailing_axes
 from cupynorm._results import NormBackward, NormForward
-from cupynorm.reference import Array, Axis, Float64, Norm
+from cupynorm.reference import Array, Axis, Float64, Norm, Relu
 
 __all__ = ["assert_one_rounding", "check_backward", "check_forward"]
 
@@ -149,6 +154,7 @@ def check_forward(
     eps: float,
     axis: Axis = None,
     zero_centered: bool = False,
+    relu: Relu = None,
     out_dtype: DTypeLike | None = None,
 ) -> dict[str, float]:
     """Assert that a forward pass is right: shapes, dtypes, and each value by `assert_one_rounding`.
@@ -159,14 +165,16 @@ def check_forward(
         Which norm it is.
     result : NormForward or array
         What it returned, as NumPy arrays: of a forward pass for training all of y, mean (None for
-        RMSNorm) and rstd are checked; a bare array is the y of inference.
-    x, weight, bias, eps, axis, zero_centered, out_dtype
+        RMSNorm), rstd and bitmask (None without relu) are checked; a bare array is the y of
+        inference.
+    x, weight, bias, eps, axis, zero_centered, relu, out_dtype
         What it was given, as NumPy arrays; see `cupynorm.rms_norm`.
 
     Returns
     -------
     dict of float
-        The largest ratio of error to bound of each field, such as ``{"y": 0.98, "rstd": 0.1}``.
+        The largest ratio of error to bound of each field but the bitmask, such as
+        ``{"y": 0.98, "rstd": 0.1}``.
 
     Raises
     ------
@@ -184,17 +192,25 @@ def check_forward(
     """
     fields = result._asdict() if isinstance(result, NormForward) else {"y": result}
     k = trailing_axes(x.ndim, axis, _ndim(weight), _ndim(bias))
-    compute = reference.compute_dtype(x)
+    compute, kept = reference.compute_dtype(x), x.shape[: x.ndim - k]
     dtypes = {"y": x.dtype if out_dtype is None else np.dtype(out_dtype)}
     shapes = {"y": x.shape}
     if isinstance(result, NormForward):
         for name in ("rstd",) if norm == "rms_norm" else ("mean", "rstd"):
-            dtypes[name], shapes[name] = compute, x.shape[: x.ndim - k]
-    _assert_layout(fields, shapes, dtypes)
+            dtypes[name], shapes[name] = compute, kept
     ratios = dict.fromkeys(shapes, 0.0)
+    has_bitmask = isinstance(result, NormForward) and relu is not None
+    if has_bitmask:
+        dtypes["bitmask"] = np.dtype(np.uint8)
+        shapes["bitmask"] = (*kept, bitmask_bytes(math.prod(x.shape[x.ndim - k :])))
+    _assert_layout(fields, shapes, dtypes)
     for where, rows, w, b in _chunks(x, weight, bias, k):
         exact, magnitude = _forward_bounds(norm, rows(x), w, b, k, eps, zero_centered, compute)
-        for name in shapes:
+        if relu is not None:
+            inside, either = _clamp_bounds(exact, magnitude, rows(x), relu, compute)
+            if has_bitmask:
+                _assert_bits(rows(fields["bitmask"]), inside, either, k, "bitmask" + where)
+        for name in ratios:
             largest = assert_one_rounding(
                 rows(fields[name]), exact[name], magnitude[name], compute, name + where
             )
@@ -212,6 +228,7 @@ def check_backward(
     rstd: Array,
     *,
     bias: bool | Array,
+    bitmask: Array | None = None,
     axis: Axis = None,
     zero_centered: bool = False,
 ) -> dict[str, float]:
@@ -223,9 +240,10 @@ def check_backward(
         Which norm it is.
     result : NormBackward
         What it returned, as NumPy arrays.
-    dy, x, weight, mean, rstd, bias, axis, zero_centered
+    dy, x, weight, mean, rstd, bias, bitmask, axis, zero_centered
         What it was given, as NumPy arrays, mean being None for RMSNorm; see
-        `cupynorm.layer_norm_backward`. The statistics are taken as given, right or wrong.
+        `cupynorm.layer_norm_backward`. The statistics and the bitmask are taken as given, right or
+        wrong.
 
     Returns
     -------
@@ -262,8 +280,9 @@ def check_backward(
     sum_magnitudes = {name: np.zeros(shape) for name, shape in shapes.items() if name != "dx"}
     dbias_like = None if bias_shape is None else np.empty(bias_shape)
     for where, rows, w, b in _chunks(x, weight, dbias_like, k):
+        kept_dy = reference.masked(rows(dy), rows(bitmask), k)
         exact, magnitude = _backward_bounds(
-            norm, rows(dy), rows(x), w, rows(mean), rows(rstd), b, k, zero_centered, compute
+            norm, kept_dy, rows(x), w, rows(mean), rows(rstd), b, k, zero_centered, compute
         )
         largest = assert_one_rounding(
             rows(result.dx), exact["dx"], magnitude["dx"], compute, "dx" + where
@@ -312,6 +331,42 @@ def _forward_bounds(
     if mean is not None:
         exact["mean"], magnitude["mean"] = mean.reshape(kept), mean_abs.reshape(kept) + tiny
     return exact, magnitude
+
+
+def _clamp_bounds(
+    exact: dict[str, Array],
+    magnitude: dict[str, Array],
+    x: Array,
+    relu: tuple[float, float],
+    compute: np.dtype[Any],
+) -> tuple[Array, Array]:
+    """Clamp the exact y; return the bits of the bitmask, and where either will do."""
+    with np.errstate(all="ignore"):
+        y, tiny = exact["y"], float(_info(compute).smallest_normal)
+        slack = 16 * _unit_roundoff(compute) * magnitude["y"] + tiny
+        clamped, inside = reference.clamp(y, relu, x)
+        lower, upper = (reference.clamp(np.array(end), relu, x)[0] for end in (-np.inf, np.inf))
+        either = (np.abs(y - lower) <= slack) | (np.abs(y - upper) <= slack)
+        beyond = ~inside & ~either & ~np.isnan(y)
+        magnitude["y"] = np.where(beyond | np.isinf(y), 0.0, magnitude["y"])
+        exact["y"] = clamped
+    return inside, either
+
+
+def _assert_bits(bitmask: Array, inside: Array, either: Array, k: int, name: str) -> None:
+    """Assert that a bitmask has the bits of `inside`, but for `either`, and no others."""
+    kept = inside.shape[: inside.ndim - k]
+    n = math.prod(inside.shape[inside.ndim - k :])
+    bits = unpack(np, bitmask, 8 * bitmask.shape[-1])
+    wrong = bits.copy()  # the spare ones, if set
+    wrong[..., :n] = (bits[..., :n] != inside.reshape(*kept, n)) & ~either.reshape(*kept, n)
+    if wrong.any():
+        *row, column = (int(i) for i in np.argwhere(wrong)[0])
+        what = f"that of column {column}" if column < n else "a spare one"
+        raise AssertionError(
+            f"{name}{row} has {np.count_nonzero(wrong)} wrong bits in all; the first, {what}, is "
+            f"{int(bits[(*row, column)])}"
+        )
 
 
 def _backward_bounds(

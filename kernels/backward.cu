@@ -3,36 +3,42 @@
 //
 //   xhat = (x - mean) * rstd,   g = dy * (weight [+ 1])
 //   dx = rstd * (g - xhat * mean(g * xhat) [- mean(g)]),   dweight = sum dy * xhat,   dbias = sum dy
+//   [dy = 0 where its bit of the bitmask is, if Bitmask: relu.cuh]
 //
 // The stored mean is rounded, by 0.03 at 1e6 in float32: it serves as a shift, and xhat is centred
 // again by its own mean over the row. One reduction gives all three sums.
 //
 // Layout:    x, dy and dx are n_rows rows of n_cols elements with strides of their own; weight is one
-//            row; mean and rstd one value a row; partials holds a row of n_cols sums for each block
-//            (for each cluster), those of dweight (if there is a weight) before those of dbias. dx
-//            may be dy.
-// Grid:      any number of blocks (clusters of ClusterBlocks); teams of RowThreads threads a block
-//            take rows in turn, the next Stages - 1 of which are on their way into shared memory.
-// Traffic:   x and dy read once, dx written once, partials written once; weight from cache.
+//            row; mean and rstd one value a row; bitmask (n_cols + 7) / 8 bytes a row; partials
+//            holds a row of n_cols sums for each cluster, those of dweight (if there is a weight)
+//            before those of dbias. dx may be dy. Full: the row's columns fill the team's packs
+//            exactly.
+// Grid:      any number of clusters of ClusterBlocks blocks; their teams (of RowThreads threads a
+//            block) take rows in turn, the next Stages - 1 of which are on their way into shared
+//            memory.
+// Traffic:   x, dy and bitmask read once, dx written once, partials written once; weight once a
+//            block.
 // Thread:    pack p of its block's columns for p = rank, rank + RowThreads, ... (PacksPerThread of
 //            them), whose weight gradients it keeps.
 // Order:     dx: a thread's packs in turn, then the team's reduction; weight gradients: up to kTurns
 //            rows of a team in turn, then the block's teams in turn, then such sums in turn, then
 //            reduce_partials.cu. No sum is one long sequence, and the bits are the same from run to
 //            run.
-// Result:    partials, of block (cluster) b in row b.
+// Result:    partials, of cluster c in row c.
 #include "affine.cuh"
 #include "gradient.cuh"
+#include "relu.cuh"
 #include "stage.cuh"
 #include "team.cuh"
 
 template <typename X, typename DY, typename Weight, bool Centered, bool ZeroCentered, bool DBias,
-          bool HoldWeight, int Stages, int ClusterBlocks, int RowThreads, int BlockThreads,
-          int BlocksPerMultiprocessor, int PacksPerThread, bool Full, int Vector>
+          bool Bitmask, bool HoldWeight, int Stages, int ClusterBlocks, int RowThreads,
+          int BlockThreads, int BlocksPerMultiprocessor, int PacksPerThread, bool Full, int Vector>
 __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_backward(
     const DY* dy, long long dy_stride, const X* x, long long x_stride, const Weight* weight,
-    const Compute<X>* mean, const Compute<X>* rstd, X* dx, long long dx_stride,
-    Compute<X>* partials, long long n_rows, long long row_length, Compute<X> inv_n) {
+    const Compute<X>* mean, const Compute<X>* rstd, const unsigned char* bitmask, X* dx,
+    long long dx_stride, Compute<X>* partials, long long n_rows, long long row_length,
+    Compute<X> inv_n) {
   using T = Compute<X>;
   constexpr int kLength = 16 / static_cast<int>(sizeof(X));
   constexpr bool kDWeight = kPresent<Weight>;
@@ -85,18 +91,27 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
     for (int p = 0; p < PacksPerThread; ++p) fetch(stage, p);
     fetched_all();
   }
-  struct RowStatistics {
+  // What else of a row is asked for ahead, into registers.
+  struct Beside {
     T mean = 0, rstd = 0;
+    unsigned bits[Bitmask ? PacksPerThread : 1] = {};
   };
-  const auto statistics_of = [&](long long row) {
-    RowStatistics statistics;
-    if (row < n_rows) {
-      if constexpr (Centered) statistics.mean = mean[row];
-      statistics.rstd = rstd[row];
+  const auto load_beside = [&](long long of_row) {
+    Beside beside;
+    if (of_row < n_rows) {
+      if constexpr (Centered) beside.mean = mean[of_row];
+      beside.rstd = rstd[of_row];
+      if constexpr (Bitmask) {
+        const unsigned char* bytes = bitmask + of_row * bitmask_bytes(n_cols);
+#pragma unroll
+        for (int p = 0; p < PacksPerThread; ++p) {
+          beside.bits[p] = load_bits(bytes, first_column(p), n_cols);
+        }
+      }
     }
-    return statistics;
+    return beside;
   };
-  RowStatistics next = statistics_of(row), after_next = statistics_of(row + rows_a_turn);
+  Beside next = load_beside(row), after_next = load_beside(row + rows_a_turn);
 
   T dweight[kDWeight ? PacksPerThread : 1][kLength] = {};
   T dbias[DBias ? PacksPerThread : 1][kLength] = {};
@@ -118,8 +133,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
         store<Vector>(sums, target, first_column(p), n_cols);
       }
     } else {
-      T* shared = reinterpret_cast<T*>(
-          stage_of_weight + (HoldWeight ? 0 : StageOfWeight::kBytes));
+      T* shared = reinterpret_cast<T*>(stage_of_weight + (HoldWeight ? 0 : StageOfWeight::kBytes));
 #pragma unroll
       for (int p = 0; p < PacksPerThread; ++p) {
         Pack<T, kLength> sums;
@@ -170,13 +184,19 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
   constexpr int kSums = Centered ? 3 : 1;
   // The product that fused_multiply_add adds to is exact: what is rounded in -mean * rstd is the same
   // for the whole row, and centred away as the rounding of the mean is.
-  const auto h_of = [&](T value, const RowStatistics& row_statistics, T shift) {
-    return Centered ? fused_multiply_add(value, row_statistics.rstd, shift)
-                    : value * row_statistics.rstd;
+  const auto h_of = [&](T value, T of_row, T shift) {
+    return Centered ? fused_multiply_add(value, of_row, shift) : value * of_row;
   };
-  const auto sum_up = [&](int stage, const RowStatistics& of_row, T(&sums)[kSums]) {
+  // dy of a pack, as the bitmask lets it through.
+  const auto read_dy = [&](char* place, int p, const Beside& of_row) {
+    Pack<DY, kLength> pack = StageOfDY::read(place + StageOfX::kBytes, p);
+    if constexpr (Bitmask) keep(pack, of_row.bits[p], first_column(p));
+    return pack;
+  };
+  const auto sum_up = [&](int stage, const Beside& of_row, T(&sums)[kSums]) {
     char* const place = stages + stage * kStageBytes;
-    if constexpr (!Full) make_opaque(n_cols);  // else each element's comparison with it is kept for the next step
+    if constexpr (!Full)
+      make_opaque(n_cols);  // else each element's comparison with it is kept for the next step
     const T shift = -of_row.mean * of_row.rstd;
 #pragma unroll
     for (int i = 0; i < kSums; ++i) sums[i] = 0;
@@ -184,10 +204,10 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
     for (int p = 0; p < PacksPerThread; ++p) {
       const Pack<X, kLength> row_x = StageOfX::read(place, p);
       T g[kLength];
-      scaled(StageOfDY::read(place + StageOfX::kBytes, p), p, g);
+      scaled(read_dy(place, p, of_row), p, g);
 #pragma unroll
       for (int i = 0; i < kLength; ++i) {
-        T h = h_of(row_x.template get<T>(i), of_row, shift);
+        T h = h_of(row_x.template get<T>(i), of_row.rstd, shift);
         sums[0] = fused_multiply_add(g[i], h, sums[0]);
         if constexpr (Centered) {
           if (!inside<Vector>(first_column(p), i, n_cols)) h = 0;
@@ -199,10 +219,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
   };
 
   // In a cluster the sums of the next row are formed while those of this one are on their way.
-  #ifndef AHEAD
-#define AHEAD 0
-#endif
-  constexpr bool kAhead = AHEAD && ClusterBlocks > 1;
+  constexpr bool kAhead = ClusterBlocks > 1;
   T sums[kSums];
   if constexpr (kAhead) {
     wait_for_copies<Stages - 1>();
@@ -213,9 +230,9 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
   int turn = 0, stage = 0;
   for (long long block_row = group * kTeams; block_row < n_rows; block_row += rows_a_turn) {
     // 3. The row's sums.
-    const RowStatistics current = next;
+    const Beside current = next;
     next = after_next;
-    after_next = statistics_of(row + 2 * rows_a_turn);
+    after_next = load_beside(row + 2 * rows_a_turn);
     const int next_stage = stage + 1 == Stages ? 0 : stage + 1;
     T next_sums[kSums];
     if constexpr (kAhead) {
@@ -245,12 +262,12 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
 #pragma unroll
     for (int p = 0; p < PacksPerThread; ++p) {
       const Pack<X, kLength> row_x = StageOfX::read(place, p);
-      const Pack<DY, kLength> row_dy = StageOfDY::read(place + StageOfX::kBytes, p);
+      const Pack<DY, kLength> row_dy = read_dy(place, p, current);
       T g[kLength], gradient[kLength];
       scaled(row_dy, p, g);
 #pragma unroll
       for (int i = 0; i < kLength; ++i) {
-        const T xhat = h_of(row_x.template get<T>(i), current, shift) - recentre;
+        const T xhat = h_of(row_x.template get<T>(i), current.rstd, shift) - recentre;
         const T along = Centered ? fused_multiply_add(xhat, slope, offset) : xhat * slope;
         gradient[i] = fused_multiply_add(g[i], current.rstd, along);
         const T upstream = row_dy.template get<T>(i);

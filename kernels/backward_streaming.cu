@@ -6,21 +6,22 @@
 // norm_backward_columns then walks down the columns, writes dx and sums the weight gradients.
 //
 // Layout:    as backward.cu; coefficients are (3, n_rows) in the order above, RMSNorm uses the last.
-// Traffic:   x and dy read twice, dx written once, partials written once.
+// Traffic:   x, dy and bitmask read twice, dx written once, partials written once.
 #include "affine.cuh"
 #include "gradient.cuh"
+#include "relu.cuh"
 #include "stream.cuh"
 #include "team.cuh"
 
 // Grid:      one block of BlockThreads threads a row, on grid.x.
 // Order:     a thread's packs in turn, compensated from pack to pack; then the block's reduction.
 // Result:    thread 0 writes the row's coefficients.
-template <typename X, typename DY, typename Weight, bool Centered, bool ZeroCentered,
+template <typename X, typename DY, typename Weight, bool Centered, bool ZeroCentered, bool Bitmask,
           int BlockThreads, int Vector>
 __global__ __launch_bounds__(BlockThreads, 1) void norm_backward_coefficients(
     const DY* dy, long long dy_stride, const X* x, long long x_stride, const Weight* weight,
-    const Compute<X>* mean, const Compute<X>* rstd, Compute<X>* coefficients, long long n_rows,
-    long long n_cols, Compute<X> inv_n) {
+    const Compute<X>* mean, const Compute<X>* rstd, const unsigned char* bitmask,
+    Compute<X>* coefficients, long long n_rows, long long n_cols, Compute<X> inv_n) {
   using T = Compute<X>;
   constexpr int kLength = 16 / static_cast<int>(sizeof(X));
   Team<BlockThreads, BlockThreads> block;
@@ -35,6 +36,9 @@ __global__ __launch_bounds__(BlockThreads, 1) void norm_backward_coefficients(
     Pack<Weight, kLength> weights;
     load<Vector>(pack_x, x + row * x_stride, first, n_cols);
     load<Vector>(pack_dy, dy + row * dy_stride, first, n_cols);
+    if constexpr (Bitmask) {
+      keep(pack_dy, load_bits(bitmask + row * bitmask_bytes(n_cols), first, n_cols), first);
+    }
     if constexpr (kPresent<Weight>) load<Vector>(weights, weight, first, n_cols);
     T of_g_h = 0, of_g = 0, of_h = 0;
 #pragma unroll
@@ -73,12 +77,12 @@ __global__ __launch_bounds__(BlockThreads, 1) void norm_backward_coefficients(
 // Order:     up to kTurns rows in turn, then such sums in turn, then reduce_partials.cu.
 // Result:    partials, of chunk c in row c.
 template <typename X, typename DY, typename Weight, bool Centered, bool ZeroCentered, bool DBias,
-          int BlockThreads, int Vector>
+          bool Bitmask, int BlockThreads, int Vector>
 __global__ __launch_bounds__(BlockThreads, 2) void norm_backward_columns(
     const DY* dy, long long dy_stride, const X* x, long long x_stride, const Weight* weight,
-    const Compute<X>* mean, const Compute<X>* rstd, const Compute<X>* coefficients, X* dx,
-    long long dx_stride, Compute<X>* partials, long long n_partials, long long n_rows,
-    long long n_cols) {
+    const Compute<X>* mean, const Compute<X>* rstd, const unsigned char* bitmask,
+    const Compute<X>* coefficients, X* dx, long long dx_stride, Compute<X>* partials,
+    long long n_partials, long long n_rows, long long n_cols) {
   using T = Compute<X>;
   constexpr int kLength = 16 / static_cast<int>(sizeof(X));
   constexpr long long kTile = static_cast<long long>(BlockThreads) * kLength;
@@ -109,17 +113,22 @@ __global__ __launch_bounds__(BlockThreads, 2) void norm_backward_columns(
   };
   Pack<X, kLength> next_x;
   Pack<DY, kLength> next_dy;
+  unsigned next_bits = 0;
   const auto prefetch = [&](long long row) {
     const long long n = row < n_rows ? n_cols : 0;
     load<Vector>(next_x, x + row * x_stride, first, n);
     load<Vector>(next_dy, dy + row * dy_stride, first, n);
+    if constexpr (Bitmask) {
+      next_bits = load_bits(bitmask + row * bitmask_bytes(n_cols), first, n);
+    }
   };
 
   prefetch(chunk);
   int turn = 0;
   for (long long row = chunk; row < n_rows; row += n_partials) {
     const Pack<X, kLength> row_x = next_x;
-    const Pack<DY, kLength> row_dy = next_dy;
+    Pack<DY, kLength> row_dy = next_dy;
+    if constexpr (Bitmask) keep(row_dy, next_bits, first);
     prefetch(row + n_partials);
     const T row_mean = Centered ? mean[row] : T(0);
     const T row_rstd = rstd[row];

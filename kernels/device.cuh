@@ -101,10 +101,10 @@ __device__ __forceinline__ void open_mailbox(Mailbox* mailbox) {
 // One thread, each time.
 __device__ __forceinline__ void expect_bytes(Mailbox* mailbox, int bytes) {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
-                   shared_address(mailbox)),
-               "r"(bytes)
-               : "memory");
+  asm volatile(
+      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(mailbox)),
+      "r"(bytes)
+      : "memory");
 #endif
 }
 // Stores where `block` of the cluster has its `shared`, and counts it in that block's `mailbox`.
@@ -119,15 +119,15 @@ __device__ __forceinline__ void send_to_block(T* shared, Mailbox* mailbox, int b
       : "=r"(counter)
       : "r"(shared_address(mailbox)), "r"(block));
   if constexpr (sizeof(T) == 4) {
-    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(
-                     address),
-                 "f"(value), "r"(counter)
-                 : "memory");
+    asm volatile(
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(address),
+        "f"(value), "r"(counter)
+        : "memory");
   } else {
-    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.f64 [%0], %1, [%2];" ::"r"(
-                     address),
-                 "d"(value), "r"(counter)
-                 : "memory");
+    asm volatile(
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.f64 [%0], %1, [%2];" ::"r"(address),
+        "d"(value), "r"(counter)
+        : "memory");
   }
 #endif
 }
@@ -216,7 +216,8 @@ __device__ __forceinline__ unsigned floats_to_bfloat16_bits(float first, float s
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(second), "f"(first));
   return bits;
 #else
-  return float_to_bfloat16_bits(first) | static_cast<unsigned>(float_to_bfloat16_bits(second)) << 16;
+  return float_to_bfloat16_bits(first) | static_cast<unsigned>(float_to_bfloat16_bits(second))
+                                             << 16;
 #endif
 }
 __device__ __forceinline__ unsigned short double_to_bfloat16_bits(double value) {

@@ -2,9 +2,11 @@
 // registers.
 //
 //   y = ((x - mean) * rstd) * (weight [+ 1 if ZeroCentered]) + bias,   rstd = 1 / sqrt(variance + eps)
+//   [y = min(max(y, lower), upper) if Relu, its bitmask stored with the statistics: relu.cuh]
 //
 // Layout:    x and y are n_rows rows of n_cols elements, rows x_stride and y_stride elements apart;
-//            weight and bias are one row; mean and rstd one value a row. y may be x.
+//            weight and bias are one row; mean and rstd one value a row; bitmask (n_cols + 7) / 8
+//            bytes a row. y may be x. Full: the row's columns fill the team's packs exactly.
 // Grid:      teams of RowThreads threads, one row each; blocks of BlockThreads threads, on grid.x.
 // Traffic:   x read once, y written once; weight and bias from cache.
 // Thread:    pack p of its row for p = rank, rank + RowThreads, ... (PacksPerThread of them).
@@ -12,6 +14,7 @@
 //            dtype of x, never of n_rows or alignment.
 // Result:    the thread of rank 0 of a team writes the row's mean and rstd.
 #include "affine.cuh"
+#include "relu.cuh"
 #include "statistics.cuh"
 #include "team.cuh"
 
@@ -66,12 +69,13 @@ __device__ __forceinline__ Statistics<Compute<X>> measure(TeamOf& team,
 }
 
 template <typename X, typename Weight, typename Bias, typename Y, bool Centered, bool ZeroCentered,
-          bool StoreStatistics, bool HoldWeight, int RowThreads, int BlockThreads,
+          bool StoreStatistics, bool Relu, bool HoldWeight, int RowThreads, int BlockThreads,
           int BlocksPerMultiprocessor, int PacksPerThread, bool Full, int Vector>
 __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_forward(
     const X* x, long long x_stride, const Weight* weight, const Bias* bias, Y* y,
-    long long y_stride, Compute<X>* mean, Compute<X>* rstd, long long n_rows, long long row_length,
-    Compute<X> inv_n, Compute<X> eps) {
+    long long y_stride, Compute<X>* mean, Compute<X>* rstd, unsigned char* bitmask,
+    long long n_rows, long long row_length, Compute<X> inv_n, Compute<X> eps, Compute<X> lower,
+    Compute<X> upper) {
   using T = Compute<X>;
   constexpr int kLength = 16 / static_cast<int>(sizeof(X));
   Team<RowThreads, BlockThreads> team;
@@ -144,15 +148,25 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
   for (int p = 0; p < PacksPerThread; ++p) {
     if constexpr (!HoldWeight) load_affine(p);
     T values[kLength];
+    unsigned bits = 0;
 #pragma unroll
     for (int i = 0; i < kLength; ++i) {
       const T d = packs[p].template get<T>(i) - statistics.shift;
       const T xhat = Centered ? fused_multiply_add(d, scale.of_row, offset) : d * scale.of_row;
       values[i] = affine<ZeroCentered>(xhat, weights[p], biases[p], i);
+      if constexpr (Relu) {
+        const bool strictly_inside = clamp(values[i], lower, upper);
+        if (strictly_inside && inside<Vector>(first_column(p), i, n_cols)) bits |= 1u << i;
+      }
     }
     Pack<Y, kLength> normalized;
     normalized.set(values);
     store<Vector>(normalized, y + row * y_stride, first_column(p), active ? n_cols : 0);
+    if constexpr (Relu && StoreStatistics) {
+      static_assert(RowThreads * kLength >= 8, "a byte of the bitmask lies in neighbouring lanes");
+      store_bits<kLength>(bits, bitmask + row * bitmask_bytes(n_cols), first_column(p),
+                          active ? n_cols : 0);
+    }
   }
 
   // 4. Keep what backward needs.

@@ -1,39 +1,42 @@
 // Forward of RMSNorm (Centered = false) and LayerNorm (Centered = true), for rows that fit in the
-// shared memory of a block or of a cluster of blocks.
+// shared memory of a block, or of a cluster of blocks, but not in registers.
 //
 //   y = ((x - mean) * rstd) * (weight [+ 1 if ZeroCentered]) + bias,   rstd = 1 / sqrt(variance + eps)
+//   [y = min(max(y, lower), upper) if Relu, its bitmask stored with the statistics: relu.cuh]
 //
 // Layout:    x and y are n_rows rows of n_cols elements, rows x_stride and y_stride elements apart;
-//            weight and bias are one row; mean and rstd one value a row. y may be x.
-// Grid:      any number of blocks (clusters of ClusterBlocks); teams of RowThreads threads a block
-//            take rows in turn, the next Stages - 1 of which are on their way into shared memory.
+//            weight and bias are one row; mean and rstd one value a row; bitmask (n_cols + 7) / 8
+//            bytes a row. y may be x. Full: the row's columns fill the team's packs exactly.
+// Grid:      any number of clusters of ClusterBlocks blocks, which take rows in turn, the next
+//            Stages - 1 of which are on their way into shared memory.
 // Traffic:   x read once, y written once; weight and bias once a block.
-// Thread:    pack p of its block's columns for p = rank, rank + RowThreads, ... (PacksPerThread of
-//            them).
+// Thread:    pack p of its block's columns for p = rank, rank + BlockThreads, ... (PacksPerThread
+//            of them).
 // Order:     a thread's packs in turn, then the team's reduction: a function of n_cols and the
 //            dtype of x, never of n_rows or alignment.
-// Result:    the thread of rank 0 of a team writes the row's mean and rstd.
+// Result:    thread 0 of a cluster's first block writes the row's mean and rstd.
 #include "affine.cuh"
+#include "relu.cuh"
 #include "stage.cuh"
 #include "statistics.cuh"
 #include "team.cuh"
 
 template <typename X, typename Weight, typename Bias, typename Y, bool Centered, bool ZeroCentered,
-          bool StoreStatistics, bool HoldWeight, int Stages, int ClusterBlocks, int RowThreads,
-          int BlockThreads, int BlocksPerMultiprocessor, int PacksPerThread, bool Full,
-          int Vector>
-__global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_forward_staged(
+          bool StoreStatistics, bool Relu, bool HoldWeight, int Stages, int ClusterBlocks,
+          int BlockThreads, int PacksPerThread, bool Full, int Vector>
+__global__ __launch_bounds__(BlockThreads, 1) void norm_forward_staged(
     const X* x, long long x_stride, const Weight* weight, const Bias* bias, Y* y,
-    long long y_stride, Compute<X>* mean, Compute<X>* rstd, long long n_rows, long long row_length,
-    Compute<X> inv_n, Compute<X> eps) {
+    long long y_stride, Compute<X>* mean, Compute<X>* rstd, unsigned char* bitmask,
+    long long n_rows, long long row_length, Compute<X> inv_n, Compute<X> eps, Compute<X> lower,
+    Compute<X> upper) {
   using T = Compute<X>;
   constexpr int kLength = 16 / static_cast<int>(sizeof(X));
-  using TeamOf = Team<RowThreads, BlockThreads, ClusterBlocks>;
+  using TeamOf = Team<BlockThreads, BlockThreads, ClusterBlocks>;
   using StageOfX = Stage<X, kLength, PacksPerThread, BlockThreads>;
   using StageOfWeight = Stage<Weight, kLength, PacksPerThread, BlockThreads>;
   using StageOfBias = Stage<Bias, kLength, PacksPerThread, BlockThreads>;
   TeamOf team;
-  constexpr int kColumns = ClusterBlocks * RowThreads * PacksPerThread * kLength;
+  constexpr int kColumns = ClusterBlocks * BlockThreads * PacksPerThread * kLength;
   int n_cols = Full ? kColumns : static_cast<int>(row_length);
   const auto first_column = [&](int p) {
     return team.template first_column<PacksPerThread, kLength>(p);
@@ -45,17 +48,23 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
 
   // 1. Ask for the first rows, the weight and the bias.
   const long long group = block_index() / ClusterBlocks, groups = block_count() / ClusterBlocks;
-  const long long rows_a_turn = groups * TeamOf::kTeams;
-  long long row = group * TeamOf::kTeams + team.team;
-  const auto fetch = [&](int stage, long long fetched, int p) {
-    StageOfX::template fetch<Vector>(stages + stage * StageOfX::kBytes, p, x + fetched * x_stride,
+  long long row = group;
+  long long fetched = row;  // the row to be asked for next, and where it is
+  const X* fetched_x = x + row * x_stride;
+  const auto fetch = [&](int stage, int p) {
+    StageOfX::template fetch<Vector>(stages + stage * StageOfX::kBytes, p, fetched_x,
                                      first_column(p), fetched < n_rows ? n_cols : 0);
+  };
+  const auto fetched_all = [&] {
+    commit_copies();
+    fetched += groups;
+    fetched_x += groups * x_stride;
   };
   // A row's first pack, for every thread: its mean is a first mean that costs no reduction.
   Pack<X, kLength> first_pack;
-  const auto load_first_pack = [&](long long fetched) {
+  const auto load_first_pack = [&](long long of_row) {
     if constexpr (Centered) {
-      load<Vector>(first_pack, x + fetched * x_stride, 0, fetched < n_rows ? n_cols : 0);
+      load<Vector>(first_pack, x + of_row * x_stride, 0, of_row < n_rows ? n_cols : 0);
     }
   };
   const auto mean_of_first_pack = [&] {
@@ -67,42 +76,34 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
     return guess * (T(1) / kLength);
   };
   load_first_pack(row);
+  if constexpr (!HoldWeight) {
+#pragma unroll
+    for (int p = 0; p < PacksPerThread; ++p) {
+      StageOfWeight::template fetch<Vector>(stage_of_weight, p, weight, first_column(p), n_cols);
+      StageOfBias::template fetch<Vector>(stage_of_bias, p, bias, first_column(p), n_cols);
+    }
+  }
 #pragma unroll
   for (int stage = 0; stage < Stages; ++stage) {
 #pragma unroll
-    for (int p = 0; p < PacksPerThread; ++p) fetch(stage, row + stage * rows_a_turn, p);
-    if constexpr (!HoldWeight) {
-      if (stage == 0) {
-#pragma unroll
-        for (int p = 0; p < PacksPerThread; ++p) {
-          if constexpr (kPresent<Weight>) {
-            StageOfWeight::template fetch<Vector>(stage_of_weight, p, weight, first_column(p),
-                                                  n_cols);
-          }
-          if constexpr (kPresent<Bias>) {
-            StageOfBias::template fetch<Vector>(stage_of_bias, p, bias, first_column(p), n_cols);
-          }
-        }
-      }
-    }
-    commit_copies();
+    for (int p = 0; p < PacksPerThread; ++p) fetch(stage, p);
+    fetched_all();
   }
   Pack<Weight, kLength> held_weight[HoldWeight ? PacksPerThread : 1];
   Pack<Bias, kLength> held_bias[HoldWeight ? PacksPerThread : 1];
   if constexpr (HoldWeight) {
 #pragma unroll
     for (int p = 0; p < PacksPerThread; ++p) {
-      if constexpr (kPresent<Weight>) {
-        load<Vector>(held_weight[p], weight, first_column(p), n_cols);
-      }
-      if constexpr (kPresent<Bias>) load<Vector>(held_bias[p], bias, first_column(p), n_cols);
+      load<Vector>(held_weight[p], weight, first_column(p), n_cols);
+      load<Vector>(held_bias[p], bias, first_column(p), n_cols);
     }
   }
 
   // 2. Sums of d * d and d, d = x - shift.
   constexpr int kSums = Centered ? 2 : 1;
   const auto sum_up = [&](int stage, T shift, T(&sums)[kSums]) {
-    if constexpr (!Full) make_opaque(n_cols);  // else each element's comparison with it is kept for the next step
+    if constexpr (!Full)
+      make_opaque(n_cols);  // else each element's comparison with it is kept for the next step
 #pragma unroll
     for (int i = 0; i < kSums; ++i) sums[i] = 0;
 #pragma unroll
@@ -120,40 +121,38 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
     }
   };
   // Measures a row of known sums. Where the first mean is off by more than the deviation, which
-  // squares would feel, a second round starts from the mean found; rows that only share the warp
-  // keep the bits they had.
+  // squares would feel, a second round starts from the mean found.
   const auto measured = [&](int stage, T guess, T(&sums)[kSums]) {
     Statistics<T> statistics;
     statistics.shift = guess;
     finish<Centered>(statistics, sums[kSums - 1], sums[0], inv_n);
     if constexpr (Centered) {
       const bool far = statistics.correction * statistics.correction > 2 * statistics.variance;
-      if (team.any(far)) {
+      if (far) {
         Statistics<T> again;
         again.shift = statistics.shift + statistics.correction;
         sum_up(stage, again.shift, sums);
         team.template reduce<Sum>(sums);
         finish<Centered>(again, sums[1], sums[0], inv_n);
-        if (far) statistics = again;
+        statistics = again;
       }
     }
     return statistics;
   };
 
   T guess = mean_of_first_pack();
-  load_first_pack(row + rows_a_turn);
+  load_first_pack(row + groups);
   T sums[kSums];
   wait_for_copies<Stages - 1>();
   sum_up(0, guess, sums);
   team.template begin_reduction<Sum>(sums);
   int stage = 0;
-  for (long long block_row = group * TeamOf::kTeams; block_row < n_rows;
-       block_row += rows_a_turn) {
+  for (; row < n_rows; row += groups) {
     // 3. The sums of the next row, while those of this one are on their way between the threads.
     const int next_stage = stage + 1 == Stages ? 0 : stage + 1;
-    const bool more = block_row + rows_a_turn < n_rows;
+    const bool more = row + groups < n_rows;
     T next_sums[kSums], next_guess = mean_of_first_pack();
-    load_first_pack(row + 2 * rows_a_turn);
+    load_first_pack(row + 2 * groups);
     wait_for_copies<Stages - 2>();
     if (more) sum_up(next_stage, next_guess, next_sums);
     team.template finish_reduction<Sum>(sums);
@@ -163,8 +162,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
     Scale<T> scale = scale_in_range(statistics.variance, eps);
     T unit = 1;
     if constexpr (kCanLeaveRange<X>) {
-      const bool wild = !in_range(statistics.variance + eps);
-      if (team.any(wild)) {
+      if (!in_range(statistics.variance + eps)) {
         T largest[1] = {0};
 #pragma unroll
         for (int p = 0; p < PacksPerThread; ++p) {
@@ -175,7 +173,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
           }
         }
         team.template reduce<Max>(largest);
-        if (wild) unit = Range<T>::unit(larger(largest[0], square_root(eps)));
+        unit = Range<T>::unit(larger(largest[0], square_root(eps)));
         const T inv_unit = T(1) / unit;
 #pragma unroll
         for (int p = 0; p < PacksPerThread; ++p) {
@@ -186,18 +184,14 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
         }
         sum_up(stage, T(0), sums);
         team.template reduce<Sum>(sums);
-        const Statistics<T> again = measured(stage, T(0), sums);
-        if (wild) {
-          statistics = again;
-          scale = scale_in_unit(statistics.variance, eps, unit);
-        }
+        statistics = measured(stage, T(0), sums);
+        scale = scale_in_unit(statistics.variance, eps, unit);
       }
     }
     if (more) team.template begin_reduction<Sum>(next_sums);
 
     // 5. Normalize and store; what was read makes room for a later row.
     if constexpr (!Full) make_opaque(n_cols);
-    const int n_stored = row < n_rows ? n_cols : 0;
     const T offset = -statistics.correction * scale.of_row;
 #pragma unroll
     for (int p = 0; p < PacksPerThread; ++p) {
@@ -208,32 +202,39 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
         weights = held_weight[p];
         biases = held_bias[p];
       } else {
-        if constexpr (kPresent<Weight>) weights = StageOfWeight::read(stage_of_weight, p);
-        if constexpr (kPresent<Bias>) biases = StageOfBias::read(stage_of_bias, p);
+        weights = StageOfWeight::read(stage_of_weight, p);
+        biases = StageOfBias::read(stage_of_bias, p);
       }
       T values[kLength];
+      unsigned bits = 0;
 #pragma unroll
       for (int i = 0; i < kLength; ++i) {
         const T d = pack.template get<T>(i) - statistics.shift;
         const T xhat = Centered ? fused_multiply_add(d, scale.of_row, offset) : d * scale.of_row;
         values[i] = affine<ZeroCentered>(xhat, weights, biases, i);
+        if constexpr (Relu) {
+          const bool strictly_inside = clamp(values[i], lower, upper);
+          if (strictly_inside && inside<Vector>(first_column(p), i, n_cols)) bits |= 1u << i;
+        }
       }
       Pack<Y, kLength> normalized;
       normalized.set(values);
-      store<Vector>(normalized, y + row * y_stride, first_column(p), n_stored);
-      fetch(stage, row + Stages * rows_a_turn, p);
+      store<Vector>(normalized, y + row * y_stride, first_column(p), n_cols);
+      if constexpr (Relu && StoreStatistics) {
+        store_bits<kLength>(bits, bitmask + row * bitmask_bytes(n_cols), first_column(p), n_cols);
+      }
+      fetch(stage, p);
     }
-    commit_copies();
+    fetched_all();
 
     // 6. Keep what backward needs.
     if constexpr (StoreStatistics) {
-      if (row < n_rows && team.block == 0 && team.rank == 0) {
+      if (team.block == 0 && team.rank == 0) {
         if constexpr (Centered) mean[row] = (statistics.shift + statistics.correction) * unit;
         rstd[row] = scale.rstd;
       }
     }
     stage = next_stage;
-    row += rows_a_turn;
     guess = next_guess;
 #pragma unroll
     for (int i = 0; i < kSums; ++i) sums[i] = next_sums[i];

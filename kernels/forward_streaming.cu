@@ -9,6 +9,7 @@
 // Order:     a thread's packs in turn, compensated from pack to pack; then the block's reduction.
 // Result:    thread 0 writes the row's mean and rstd.
 #include "affine.cuh"
+#include "relu.cuh"
 #include "statistics.cuh"
 #include "stream.cuh"
 #include "team.cuh"
@@ -58,11 +59,12 @@ __device__ __forceinline__ Statistics<Compute<X>> measure(Team<BlockThreads, Blo
 }
 
 template <typename X, typename Weight, typename Bias, typename Y, bool Centered, bool ZeroCentered,
-          bool StoreStatistics, int BlockThreads, int Vector>
+          bool StoreStatistics, bool Relu, int BlockThreads, int Vector>
 __global__ __launch_bounds__(BlockThreads, 1) void norm_forward_streaming(
     const X* x, long long x_stride, const Weight* weight, const Bias* bias, Y* y,
-    long long y_stride, Compute<X>* mean, Compute<X>* rstd, long long n_rows, long long n_cols,
-    Compute<X> inv_n, Compute<X> eps) {
+    long long y_stride, Compute<X>* mean, Compute<X>* rstd, unsigned char* bitmask,
+    long long n_rows, long long n_cols, Compute<X> inv_n, Compute<X> eps, Compute<X> lower,
+    Compute<X> upper) {
   using T = Compute<X>;
   constexpr int kLength = 16 / static_cast<int>(sizeof(X));
   Team<BlockThreads, BlockThreads> block;
@@ -94,7 +96,8 @@ __global__ __launch_bounds__(BlockThreads, 1) void norm_forward_streaming(
   }
 
   // 2. Normalize and store. In place, a pack is read and written by the same thread.
-  for_each_pack<Vector, BlockThreads, kLength>(n_cols, [&](long long first) {
+  constexpr bool kStoreBits = Relu && StoreStatistics;
+  for_each_pack<Vector, BlockThreads, kLength, kStoreBits>(n_cols, [&](long long first) {
     Pack<X, kLength> pack;
     Pack<Weight, kLength> weights;
     Pack<Bias, kLength> biases;
@@ -102,12 +105,21 @@ __global__ __launch_bounds__(BlockThreads, 1) void norm_forward_streaming(
     if constexpr (kPresent<Weight>) load<Vector>(weights, weight, first, n_cols);
     if constexpr (kPresent<Bias>) load<Vector>(biases, bias, first, n_cols);
     Pack<Y, kLength> normalized;
+    unsigned bits = 0;
 #pragma unroll
     for (int i = 0; i < kLength; ++i) {
       const T deviated = deviation<Centered>(statistics, pack.template get<T>(i) * inv_unit);
-      normalized.set(i, affine<ZeroCentered>(deviated * scale.of_row, weights, biases, i));
+      T value = affine<ZeroCentered>(deviated * scale.of_row, weights, biases, i);
+      if constexpr (Relu) {
+        const bool strictly_inside = clamp(value, lower, upper);
+        if (strictly_inside && inside<Vector>(first, i, n_cols)) bits |= 1u << i;
+      }
+      normalized.set(i, value);
     }
     store<Vector>(normalized, normalized_row, first, n_cols);
+    if constexpr (kStoreBits) {
+      store_bits<kLength>(bits, bitmask + row_index * bitmask_bytes(n_cols), first, n_cols);
+    }
   });
 
   // 3. Keep what backward needs.

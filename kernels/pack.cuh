@@ -159,6 +159,9 @@ __device__ __forceinline__ void store(const Pack<T, Length>& pack, T* row, Index
   }
 }
 
+template <int Vector, int Length, typename Index>
+__device__ __forceinline__ void load(Pack<None, Length>&, const None*, Index, Index) {}
+
 // Whether element i of the pack that begins at `first` lies inside a row of n. Vector divides n, so
 // one comparison serves the elements of an access.
 template <int Vector, typename Index>

@@ -21,8 +21,8 @@ struct Stage {
   // Asks for pack p of a row, elements first ... first + Length - 1; those past n are zero.
   template <int Vector>
   static __device__ __forceinline__ void fetch(char* stage, int p, const T* row, int first, int n) {
-    constexpr int kAccess = kAccessBytes<T, Vector> < kPieceBytes ? kAccessBytes<T, Vector>
-                                                                  : kPieceBytes;
+    constexpr int kAccess =
+        kAccessBytes<T, Vector> < kPieceBytes ? kAccessBytes<T, Vector> : kPieceBytes;
     // Single 16-bit elements in turn: side by side they take up to 50 registers more.
     constexpr int kUnrolled = kAccess >= 4 ? kPackBytes / kAccess : 1;
 #pragma unroll kUnrolled
@@ -61,4 +61,7 @@ struct Stage {
 template <int Length, int PacksPerThread, int BlockThreads>
 struct Stage<None, Length, PacksPerThread, BlockThreads> {
   static constexpr int kBytes = 0;
+  template <int Vector>
+  static __device__ __forceinline__ void fetch(char*, int, const None*, int, int) {}
+  static __device__ __forceinline__ Pack<None, Length> read(char*, int) { return {}; }
 };

@@ -4,12 +4,14 @@
 
 #include "types.cuh"
 
-// Calls visit(first column) for each pack of a row that this thread owns.
-template <int Vector, int BlockThreads, int Length, typename Visit>
+// Calls visit(first column) for each pack of a row that this thread owns; with WholeWarps, also for
+// packs past the row's end as long as another lane of the warp has one inside it.
+template <int Vector, int BlockThreads, int Length, bool WholeWarps = false, typename Visit>
 __device__ __forceinline__ void for_each_pack(long long n_cols, Visit visit) {
   constexpr long long kStep = static_cast<long long>(BlockThreads) * Length;
-#pragma unroll 2
-  for (long long first = static_cast<long long>(thread_index()) * Length; first < n_cols;
+  const int ahead = WholeWarps ? thread_index() % 32 * Length : 0;  // of the warp's first lane
+#pragma unroll(WholeWarps ? 1 : 2)
+  for (long long first = static_cast<long long>(thread_index()) * Length; first - ahead < n_cols;
        first += kStep) {
     visit(first);
   }

@@ -60,10 +60,10 @@ struct Team {
   // Bytes at the start of dynamic shared memory that reductions of T use.
   template <typename T>
   __host__ __device__ static constexpr int scratch_bytes() {
-    return kSlots == 1
-               ? 0
-               : kMailboxBytes +
-                     (2 * kTeams * kSlots * kMaxValues * static_cast<int>(sizeof(T)) + 15) / 16 * 16;
+    return kSlots == 1 ? 0
+                       : kMailboxBytes +
+                             (2 * kTeams * kSlots * kMaxValues * static_cast<int>(sizeof(T)) + 15) /
+                                 16 * 16;
   }
 
   // Every thread of the team gets the combination of all threads' values.

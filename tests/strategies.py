@@ -34,6 +34,9 @@ WIDTHS = (
 )
 HEIGHTS = (0, 1, 2, 3, 7, 33)
 
+# Bounds of a ReLU that float32 holds and that it does not, open to either side, and to both.
+RELUS = ((0.0, 6.0), (-0.3, 0.7), (0.0, math.inf), (-math.inf, 0.1), (-math.inf, math.inf))
+
 # How far a regime goes in each dtype. Squares of "huge" and "tiny" are in the range of the compute
 # dtype; those of "extreme" and "minute" are not, but for float16, which has no such numbers.
 SCALES = {
@@ -135,6 +138,7 @@ class Problem:
     eps: float
     axis: tuple[int, ...] | None
     zero_centered: bool
+    relu: tuple[float, float] | None
     out_dtype: np.dtype[Any]
     wants_dbias: bool
     regime: str
@@ -155,6 +159,12 @@ class Problem:
     def options(self) -> dict[str, Any]:
         """The keywords that forward and backward share."""
         return {"axis": self.axis, "zero_centered": self.zero_centered}
+
+    @property
+    def forward_options(self) -> dict[str, Any]:
+        """The keywords of forward."""
+        alone = {"eps": self.eps, "out_dtype": self.out_dtype, "relu": self.relu}
+        return self.options | alone
 
     @property
     def backward_bias(self) -> Any:
@@ -228,6 +238,7 @@ def problems(
         eps=draw(_eps(norm, x, k)),
         axis=axis,
         zero_centered=weight_dtype is not None and draw(st.booleans()),
+        relu=draw(st.none() | st.sampled_from(RELUS)),
         out_dtype=out_dtype,
         wants_dbias=draw(st.booleans()),
         regime=regime,

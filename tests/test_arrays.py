@@ -230,13 +230,13 @@ def test_a_framework_computes_the_same_bits(
     results = []
     for dy, x, weight, bias in (arrays.values(), theirs.values()):
         options: dict[str, Any] = {"axis": problem.axis, "zero_centered": problem.zero_centered}
-        more = {"eps": problem.eps, "out_dtype": problem.out_dtype} | options
+        more = problem.forward_options
         forward = getattr(cupynorm, f"{norm}_forward")(x, weight, bias, **more)
         y = getattr(cupynorm, norm)(x, weight, bias, **more)
         wanted = problem.wants_dbias if bias is None else bias
         statistics = [s for s in (forward.mean, forward.rstd) if s is not None]
         backward = getattr(cupynorm, f"{norm}_backward")(
-            dy, x, weight, *statistics, bias=wanted, **options
+            dy, x, weight, *statistics, bias=wanted, bitmask=forward.bitmask, **options
         )
         results.append((*forward, y, *backward))
     for expected, actual in zip(*results, strict=True):
@@ -244,6 +244,66 @@ def test_a_framework_computes_the_same_bits(
         if expected is not None:
             assert isinstance(actual, type_of(framework))
             assert_same_bits(to_numpy(actual), expected)
+
+
+@each_framework
+@pytest.mark.parametrize("shape", [(3, 5), (16,), (2, 0), (0, 9), (2, 3, 17)])
+def test_bits_are_packed_and_unpacked_in_a_framework(
+    framework: str, shape: tuple[int, ...]
+) -> None:
+    mask = np.random.default_rng(0).random(shape) < 0.5
+    packed = cupynorm.pack_bitmask(convert(framework, mask))
+    assert isinstance(packed, type_of(framework))
+    assert_same_bits(to_numpy(packed), np.packbits(mask, axis=-1, bitorder="little"))
+    unpacked = cupynorm.unpack_bitmask(packed, shape[-1])
+    assert isinstance(unpacked, type_of(framework))
+    assert_same_bits(to_numpy(unpacked), mask)
+
+
+def test_views_are_packed_and_unpacked_as_their_copies() -> None:
+    mask = np.random.default_rng(0).random((40, 24)) < 0.5
+    for name, view in VIEWS.items():
+        if name != "three axes":
+            expected = np.packbits(view(mask), axis=-1, bitorder="little")
+            assert_same_bits(cupynorm.pack_bitmask(view(mask)), expected)
+            assert_same_bits(
+                to_numpy(cupynorm.pack_bitmask(view(convert("torch", mask)))), expected
+            )
+    packed = np.packbits(mask, axis=-1, bitorder="little")
+    assert_same_bits(cupynorm.unpack_bitmask(packed.repeat(2, axis=1)[:, ::2], 24), mask)
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+def test_what_is_not_a_bitmask_is_refused(framework: str) -> None:
+    floats, mask, bitmask = (
+        convert(framework, np.zeros((2, 3), dtype)) for dtype in (np.float32, np.bool_, np.uint8)
+    )
+    for wrong in (floats, bitmask):
+        with pytest.raises(
+            TypeError, match=r"mask\.dtype must be bool, got (torch\.)?(float32|uint8)"
+        ):
+            cupynorm.pack_bitmask(wrong)
+    for wrong in (floats, mask):
+        with pytest.raises(TypeError, match=r"bitmask\.dtype must be uint8, got "):
+            cupynorm.unpack_bitmask(wrong, 24)
+    for n in (16, 25, 0):
+        with pytest.raises(ValueError, match=rf"bitmask must have {-(-n // 8)} bytes .* {n} bits"):
+            cupynorm.unpack_bitmask(bitmask, n)
+    with pytest.raises(ValueError, match="n must be at least 0, got -1"):
+        cupynorm.unpack_bitmask(bitmask, -1)
+    for n in (24.0, True, None):
+        with pytest.raises(TypeError, match=f"n must be an int, got {n}"):
+            cupynorm.unpack_bitmask(bitmask, n)
+    for function, axisless in (
+        (cupynorm.pack_bitmask, mask[0, 0]),
+        (lambda bits: cupynorm.unpack_bitmask(bits, 0), bitmask[0, 0]),
+    ):
+        if framework == "torch":
+            with pytest.raises(ValueError, match="must have at least one axis"):
+                function(axisless)
+        else:
+            with pytest.raises(TypeError, match="must be a NumPy or CuPy array"):
+                function(axisless)
 
 
 def test_a_result_of_jax_has_the_dtype_that_was_asked_for() -> None:

@@ -6,8 +6,10 @@ The tables name an argument by its parameter, and are applied to every public fu
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from fractions import Fraction
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,7 +30,7 @@ BACKWARD = (cupynorm.rms_norm_backward, cupynorm.layer_norm_backward)
 every_function = pytest.mark.parametrize("function", FORWARD + BACKWARD, ids=lambda f: f.__name__)
 
 SHAPE = (2, 3, 4)
-ARRAYS = ("dy", "x", "weight", "bias", "mean", "rstd", "out", "dx")
+ARRAYS = ("dy", "x", "weight", "bias", "mean", "rstd", "bitmask", "out", "dx")
 
 
 def parameters(function: Callable[..., Any]) -> tuple[str, ...]:
@@ -40,6 +42,7 @@ def correct(function: Callable[..., Any]) -> dict[str, Any]:
     rng = np.random.default_rng(0)
     shapes = {"weight": SHAPE[-1:], "bias": SHAPE[-1:], "mean": SHAPE[:-1], "rstd": SHAPE[:-1]}
     arrays = {name: rng.random(shapes.get(name, SHAPE), np.float32) for name in ARRAYS}
+    arrays["bitmask"] = rng.integers(0, 16, (2, 3, 1), np.uint8)
     arrays["out"][...] = arrays["dx"][...] = 777
     return {name: arrays[name] for name in parameters(function) if name in arrays}
 
@@ -184,6 +187,37 @@ WRONG = [
     ),
     wrong(ValueError, "eps must be", eps=10**400),
     wrong(ValueError, "zero_centered", "weight", "True", zero_centered=True, weight=None),
+    *(
+        wrong(TypeError, "relu must be a pair of real numbers", repr(relu), relu=relu)
+        for relu in (True, 6, 6.0, (), (0,), (0, 1, 2), "06", ("0", "6"), (0, None), (False, True))
+    ),
+    *(
+        wrong(ValueError, "relu must be (lower, upper)", str(relu), "lower < upper", relu=relu)
+        for relu in [
+            (6, 0),
+            (1.0, 1.0),
+            (math.nan, 6),
+            (0, math.nan),
+            (math.inf, math.inf),
+            (0, -(10**400)),
+            (1, 1 + 1e-9),  # as float32
+        ]
+    ),
+    # the bitmask of the backward functions
+    *(
+        wrong(TypeError, "bitmask", "uint8", dtype, bitmask=zeros(2, 3, 1, dtype=dtype))
+        for dtype in ("bool", "int8", "float32")
+    ),
+    *(
+        wrong(ValueError, "bitmask", "(2, 3, 1)", str(s), bitmask=zeros(*s, dtype="uint8"))
+        for s in [SHAPE, (2, 3), (2, 3, 2), (6, 1), ()]
+    ),
+    wrong(
+        ValueError,
+        *("bitmask", "(2, 2)", "(2, 3, 1)"),
+        **{"axis": (-2, -1), "weight": None, "bias": True, "bitmask": zeros(2, 3, 1, dtype="u1")},
+        **{name: zeros(2) for name in ("mean", "rstd")},
+    ),
     # bias of the backward functions
     wrong(TypeError, "bias must be", "int", dy=zeros(*SHAPE), bias=1),
     # outputs
@@ -347,6 +381,7 @@ def gpu_array(shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
             for dtype in ("int8", ">f4", np.int32, "nonsense")
         ),
         ({"zero_centered": True}, ValueError, ("zero_centered", "weight")),
+        ({"relu": (0, 6)}, TypeError, ("relu must be True or False", "(0, 6)")),
     ],
     ids=str,
 )
@@ -505,6 +540,27 @@ def test_eps_is_any_real_number(eps: Any) -> None:
     np.testing.assert_array_equal(
         cupynorm.layer_norm(x, eps=eps), cupynorm.layer_norm(x, eps=float(eps))
     )
+
+
+@pytest.mark.parametrize(
+    "relu",
+    [(0, 6), [0, 6.0], (np.float32(0), np.int64(6)), (-0.0, Fraction(6))],
+    ids=repr,
+)
+def test_relu_is_any_pair_of_real_numbers(relu: Any) -> None:
+    x = 9 * np.random.default_rng(0).standard_normal(SHAPE, np.float32)
+    actual = cupynorm.layer_norm_forward(x, relu=relu)
+    expected = cupynorm.layer_norm_forward(x, relu=(0.0, 6.0))
+    for a, b in zip(actual, expected, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_bounds_beyond_the_compute_dtype_are_open() -> None:
+    x = np.random.default_rng(0).standard_normal(SHAPE, np.float32)
+    for relu in ((-math.inf, math.inf), (-(10**400), 10**400), (-1e300, 1e300)):
+        forward = cupynorm.rms_norm_forward(x, relu=relu)
+        np.testing.assert_array_equal(forward.y, cupynorm.rms_norm(x))
+        assert np.all(forward.bitmask == 0b1111)
 
 
 def test_out_decides_the_dtype_and_may_be_x() -> None:

@@ -54,21 +54,23 @@ def instantiations() -> list[Instantiation]:
         PACKS,
     ):
         weight, bias, y, dy = operands(x)
-        forward = ForwardSpec(norm, x, weight, bias, y, True, True)
-        backward = BackwardSpec(norm, x, dy, weight, bias, True)
         length = pack_length(x)
         if operands is widest and packs < 1024:
             continue  # the same kernels with fewer threads
-        for vector in (1, length):
+        # The ReLU where it takes registers beside the most, and once where lanes share a byte.
+        relus = (False, True) if packs >= 1024 or packs == 8 else (False,)
+        for vector, relu in itertools.product((1, length), relus):
+            forward = ForwardSpec(norm, x, weight, bias, y, True, True, relu)
+            backward = BackwardSpec(norm, x, dy, weight, bias, True, relu)
             n = packs * length
             kernels[forward_instantiation(forward, forward_config(forward, n, vector))] = None
             config = backward_config(backward, n, vector)
             kernels |= dict.fromkeys(backward_instantiations(backward, config))
     for norm, x in itertools.product(("rms_norm", "layer_norm"), ("float32", "bfloat16")):
-        bare = ForwardSpec(norm, x, None, None, x, False, False)
+        bare = ForwardSpec(norm, x, None, None, x, False, False, False)
         kernels[forward_instantiation(bare, forward_config(bare, 4096, pack_length(x)))] = None
         for bias in (None, "float32"):
-            spec = BackwardSpec(norm, x, x, None, bias, False)
+            spec = BackwardSpec(norm, x, x, None, bias, False, False)
             config = backward_config(spec, 4096, pack_length(x))
             kernels |= dict.fromkeys(backward_instantiations(spec, config))
     return list(kernels)

@@ -39,12 +39,14 @@ Config = ResidentForward | StreamingForward | ResidentBackward | StreamingBackwa
 # Every spec there is.
 FORWARD = tuple(
     ForwardSpec(*fields)
-    for fields in itertools.product(NORMS, DTYPES, OPTIONAL, OPTIONAL, DTYPES, SWITCH, SWITCH)
+    for fields in itertools.product(
+        NORMS, DTYPES, OPTIONAL, OPTIONAL, DTYPES, SWITCH, SWITCH, SWITCH
+    )
     if fields[2] is not None or not fields[5]
 )
 BACKWARD = tuple(
     BackwardSpec(*fields)
-    for fields in itertools.product(NORMS, DTYPES, DTYPES, OPTIONAL, OPTIONAL, SWITCH)
+    for fields in itertools.product(NORMS, DTYPES, DTYPES, OPTIONAL, OPTIONAL, SWITCH, SWITCH)
     if fields[3] is not None or not fields[5]
 )
 
@@ -109,9 +111,9 @@ def test_a_row_fits_its_team_and_no_pack_is_idle(spec: Spec, n: int) -> None:
 @pytest.mark.parametrize("x", DTYPES)
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_every_usual_row_fits_its_team_and_no_pack_is_idle(direction: str, x: str) -> None:
-    spec: Spec = ForwardSpec("layer_norm", x, "float32", "float32", x, False, True)
+    spec: Spec = ForwardSpec("layer_norm", x, "float32", "float32", x, False, True, False)
     if direction == "backward":
-        spec = BackwardSpec("layer_norm", x, x, "float32", "float32", False)
+        spec = BackwardSpec("layer_norm", x, x, "float32", "float32", False, False)
     idle: list[list[int]] = []  # the first and last N of each stretch
     length = pack_length(x)
     for n in range(length, 4 * 1024 * length + 1, length):
@@ -216,11 +218,11 @@ LONGEST = {
 @pytest.mark.parametrize("norm", NORMS)
 def test_the_longest_row_in_registers(norm: Any, x: str) -> None:
     compared: tuple[Spec, ...] = (
-        ForwardSpec(norm, x, "float32", "float32", x, False, True),
-        ForwardSpec(norm, x, "float64", "float32", x, False, True),
-        BackwardSpec(norm, x, x, "float32", "float32", False),
-        BackwardSpec(norm, x, x, "float64", "float32", False),
-        BackwardSpec(norm, x, x, None, None, False),
+        ForwardSpec(norm, x, "float32", "float32", x, False, True, False),
+        ForwardSpec(norm, x, "float64", "float32", x, False, True, False),
+        BackwardSpec(norm, x, x, "float32", "float32", False, False),
+        BackwardSpec(norm, x, x, "float64", "float32", False, False),
+        BackwardSpec(norm, x, x, None, None, False, False),
     )
     longest = []
     for spec in compared:

@@ -11,7 +11,7 @@ from conftest import ERROR_OVER_BOUND
 from device import poison, to_cupy, to_numpy
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from strategies import DTYPES, Problem, make_values, problems
+from strategies import DTYPES, RELUS, Problem, make_values, problems
 
 import cupynorm
 from cupynorm import testing
@@ -49,6 +49,7 @@ def check(
     wants_dbias: Any = None,
     out_dtype: Any = None,
     eps: float | None = None,
+    relu: tuple[float, float] | None = None,
     **options: Any,
 ) -> None:
     """Run inference, forward and backward on the GPU, and check every field of each."""
@@ -60,8 +61,7 @@ def check(
         gpu,
         {n: to_cupy(a) for n, a in gpu.items()},
         wants_dbias,
-        eps,
-        out_dtype,
+        {"eps": eps, "out_dtype": out_dtype, "relu": relu},
         key,
         options,
     )
@@ -72,21 +72,18 @@ def check_arrays(
     host: dict[str, Any],
     gpu: dict[str, Any],
     wants_dbias: Any,
-    eps: float,
-    out_dtype: Any,
+    forward_options: dict[str, Any],
     key: tuple[str, ...],
     options: dict[str, Any],
 ) -> None:
     poison()
     x, weight, bias, dy = (host[name] for name in ("x", "weight", "bias", "dy"))
     infer = getattr(cupynorm, norm)
-    y = infer(gpu["x"], gpu["weight"], gpu["bias"], eps=eps, out_dtype=out_dtype, **options)
-    checks = {"eps": eps, "out_dtype": out_dtype, **options}
+    checks = forward_options | options
+    y = infer(gpu["x"], gpu["weight"], gpu["bias"], **checks)
     testing.check_forward(norm, to_numpy(y), x, weight, bias, **checks)
 
-    forward = getattr(cupynorm, f"{norm}_forward")(
-        gpu["x"], gpu["weight"], gpu["bias"], eps=eps, out_dtype=out_dtype, **options
-    )
+    forward = getattr(cupynorm, f"{norm}_forward")(gpu["x"], gpu["weight"], gpu["bias"], **checks)
     result = to_numpy(forward)
     record((norm, *key), testing.check_forward(norm, result, x, weight, bias, **checks))
 
@@ -98,6 +95,7 @@ def check_arrays(
         gpu["weight"],
         *statistics,
         bias=bool(wanted) if bias is None else wanted,
+        bitmask=forward.bitmask,
         **options,
     )
     ratios = testing.check_backward(
@@ -109,6 +107,7 @@ def check_arrays(
         result.mean,
         result.rstd,
         bias=bool(wanted) if bias is None else bias,
+        bitmask=result.bitmask,
         **options,
     )
     record((norm, *key), ratios)
@@ -125,8 +124,7 @@ def test_any_problem(problem: Problem) -> None:
         host,
         problem.on(cupy),
         problem.wants_dbias,
-        problem.eps,
-        problem.out_dtype,
+        problem.forward_options,
         ("any",),
         problem.options,
     )
@@ -186,6 +184,73 @@ def test_long_rows(norm: str, n: int) -> None:
             make_values("normal", (n,), np.float32, n + 2),
             zero_centered=n % 2 == 0,
         )
+
+
+@pytest.mark.parametrize("n", [1, 3, 5, 8, 13, 100, 769, 1027, *LONG[::3], 262144])
+@pytest.mark.parametrize("norm", NORMS)
+def test_relu_in_rows_of_any_length(norm: str, n: int) -> None:
+    for i, (name, dtype) in enumerate(DTYPES.items()):
+        check(
+            norm,
+            make_values("normal", (7, n), dtype, n),
+            make_values("normal", (n,), np.float32, n + 1),
+            make_values("normal", (n,), np.float32, n + 2),
+            out_dtype=DTYPES["bfloat16"] if i % 2 else None,
+            relu=RELUS[(n + i) % len(RELUS)],
+            key=("relu", name),
+        )
+
+
+@pytest.mark.parametrize("n", [1, 3, 8, 12, 83, 1001, 12290])
+@pytest.mark.parametrize("name", DTYPES)
+def test_a_value_on_a_bound_is_not_inside(name: str, n: int) -> None:
+    x = make_values("normal", (5, n), DTYPES[name], 1)
+    bias = np.random.default_rng(0).choice([np.float32(-1), np.float32(1)], n)
+    arrays = [to_cupy(a) for a in (x, 0 * bias, bias)]  # y is the bias
+    positive = np.broadcast_to(bias > 0, x.shape)
+    for relu, bits in {
+        (-1, 1): np.zeros_like(positive),
+        (-1, 2): positive,
+        (-2, 1): ~positive,
+        (-2, 2): np.ones_like(positive),
+    }.items():
+        poison()
+        bitmask = cupynorm.layer_norm_forward(*arrays, relu=relu).bitmask
+        np.testing.assert_array_equal(to_numpy(bitmask), cupynorm.pack_bitmask(bits))
+        np.testing.assert_array_equal(to_numpy(cupynorm.unpack_bitmask(bitmask, n)), bits)
+        packed = cupynorm.pack_bitmask(to_cupy(bits))
+        np.testing.assert_array_equal(to_numpy(packed), to_numpy(bitmask))
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_what_the_bitmask_drops_may_be_nan(norm: str) -> None:
+    x = make_values("normal", (9, 1000), np.float32, 1)
+    weight = make_values("normal", (1000,), np.float32, 2)
+    forward = getattr(cupynorm, f"{norm}_forward")(x, weight, relu=(0, 1))
+    kept = cupynorm.unpack_bitmask(forward.bitmask, 1000)
+    dy = np.where(kept, make_values("normal", x.shape, np.float32, 3), np.float32(np.nan))
+    # A bitmask of another layout in memory.
+    spread = to_cupy(np.repeat(forward.bitmask, 2, axis=1))[:, ::2]
+    statistics = [s for s in (forward.mean, forward.rstd) if s is not None]
+    result = getattr(cupynorm, f"{norm}_backward")(
+        to_cupy(dy),
+        to_cupy(x),
+        to_cupy(weight),
+        *map(to_cupy, statistics),
+        bias=True,
+        bitmask=spread,
+    )
+    testing.check_backward(
+        norm,
+        to_numpy(result),
+        dy,
+        x,
+        weight,
+        forward.mean,
+        forward.rstd,
+        bias=True,
+        bitmask=forward.bitmask,
+    )
 
 
 @pytest.mark.parametrize("norm", NORMS)
@@ -289,7 +354,7 @@ def test_the_gradient_of_a_mean_rounds_the_same_way_in_every_row(norm: str) -> N
         weight = make_values("normal", (n,), np.float32, 32)
         host = {"x": x, "dy": dy, "weight": weight, "bias": None}
         gpu = {"x": to_cupy(x), "dy": gpu_dy, "weight": to_cupy(weight), "bias": None}
-        check_arrays(norm, host, gpu, True, EPS[norm], None, ("constant dy",), {})
+        check_arrays(norm, host, gpu, True, {"eps": EPS[norm]}, ("constant dy",), {})
 
 
 @settings(max_examples=60, suppress_health_check=list(HealthCheck))

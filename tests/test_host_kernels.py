@@ -16,6 +16,7 @@ from host.checks import (
     FAR_ROWS,
     Case,
     check_case,
+    check_clip_values,
     check_far_rows,
     check_problem,
     kernels_of,
@@ -24,7 +25,7 @@ from host.coverage import coverage
 from host.gpu import Gpu
 from host.staged import STAGED, Staged
 from hypothesis import HealthCheck, given, settings
-from strategies import Problem, problems
+from strategies import DTYPES, Problem, problems
 
 from cupynorm._jit import Instantiation
 
@@ -64,6 +65,12 @@ def test_any_problem(build: Build, problem: Problem) -> None:
     check_problem(Gpu(build), problem)
 
 
+@pytest.mark.parametrize("n", [1, 3, 8, 12, 83, 1001, 12290])
+@pytest.mark.parametrize("x", DTYPES)
+def test_a_value_on_a_bound_is_not_inside(build: Build, x: str, n: int) -> None:
+    check_clip_values(Gpu(build), x, n)
+
+
 @pytest.mark.parametrize("n", FAR_ROWS)
 def test_rows_more_than_2_to_the_31_elements_apart(build: Build, n: int) -> None:
     check_far_rows(Gpu(build), n)
@@ -79,7 +86,7 @@ def regimes(kernel: Instantiation) -> Iterator[str]:
     if name not in ("norm_forward", "norm_backward"):
         yield name
         return
-    team, block = map(int, values[7:9] if name == "norm_forward" else values[8:10])
+    team, block = map(int, values[8:10] if name == "norm_forward" else values[9:11])
     size = "part of a warp" if team < 32 else "one warp" if team == 32 else "several warps"
     yield f"{name}, a row to {size}"
     if 32 < team < block:
@@ -88,8 +95,8 @@ def regimes(kernel: Instantiation) -> Iterator[str]:
         yield f"{name}, several packs a thread"
     yield f"{name}, accesses of {'one element' if values[-1] == '1' else 'several elements'}"
     if name == "norm_backward":
-        yield f"{name}, {'with' if values[7] == 'true' else 'without'} prefetch"
-        yield f"{name}, {'with' if values[6] == 'true' else 'without'} the weight held"
+        yield f"{name}, {'with' if values[8] == 'true' else 'without'} prefetch"
+        yield f"{name}, {'with' if values[7] == 'true' else 'without'} the weight held"
 
 
 def test_the_cases_reach_every_regime() -> None:

@@ -11,7 +11,15 @@ import re
 
 import pytest
 from host.build import Build, compiler_problem
-from host.checks import CASES, FAR_ROWS, Case, check_case, check_far_rows, kernels_of
+from host.checks import (
+    CASES,
+    FAR_ROWS,
+    Case,
+    check_case,
+    check_clip_values,
+    check_far_rows,
+    kernels_of,
+)
 from host.gpu import Gpu
 from host.staged import STAGED, Staged
 
@@ -24,8 +32,11 @@ UNWRITTEN = "uninitialized|was never written"
 STUCK = "no thread can go on|lanes of a warp disagree"
 MISALIGNED = "misaligned"
 VALUE = "times the bound"
+BITS = "wrong bits in all"
+BITS_OF = "bits of "
 
 FAR = "rows more than 2**31 elements apart"
+BOUNDS = "values on the bounds of a ReLU"
 
 
 def case(name: str, norm: str = "layer_norm", x: str | None = None) -> Case:
@@ -67,6 +78,7 @@ WARPS_ODD = case("warps_odd", x="bfloat16")
 STREAM = case("stream_odd")
 TURNS, STREAM_TURNS = case("turns"), case("stream_turns")
 MANY = case("many_partials")
+RELU, RELU_STREAM = case("relu_sub_warp", x="float32"), case("relu_stream_odd")
 WILD_MEAN = case("range_mean_1e6", x="float32")
 
 STAGED_FORWARD, STAGED_BACKWARD = staged("forward_staged.cu"), staged("backward.cu")
@@ -137,24 +149,24 @@ MUTATIONS = [
     Mutation(
         "a team past the last row writes",
         "forward.cu",
-        "first_column(p), active ? n_cols : 0);\n  }\n\n  // 4.",
-        "first_column(p), n_cols);\n  }\n\n  // 4.",
+        "store<Vector>(normalized, y + row * y_stride, first_column(p), active ? n_cols : 0);",
+        "store<Vector>(normalized, y + row * y_stride, first_column(p), n_cols);",
         OUT_OF_BOUNDS,
         SUB_WARP,
     ),
     Mutation(
         "a team past the last row reads rstd",
         "backward.cu",
-        "    if (row < n_rows) {\n      if constexpr (Centered) statistics.mean",
-        "    {\n      if constexpr (Centered) statistics.mean",
+        "beside.rstd = rstd[of_row];",
+        "beside.rstd = rstd[of_row + n_rows];",
         OUT_OF_BOUNDS,
         STAGED_BACKWARD,
     ),
     Mutation(
         "the tail of a streamed row dropped",
         "stream.cuh",
-        "first < n_cols;\n",
-        "first + Length <= n_cols;\n",
+        "first - ahead < n_cols;\n",
+        "first - ahead + Length <= n_cols;\n",
         f"{VALUE}|{UNWRITTEN}",
         STREAM,
     ),
@@ -266,8 +278,8 @@ MUTATIONS = [
     Mutation(
         "rstd of the block's first row",
         "backward.cu",
-        "statistics.rstd = rstd[row];",
-        "statistics.rstd = rstd[row - team.team];",
+        "beside.rstd = rstd[of_row];",
+        "beside.rstd = rstd[of_row - team.team];",
         VALUE,
         TEAMS_BACKWARD,
     ),
@@ -433,6 +445,201 @@ MUTATIONS = [
         STUCK,
         case("sub_warp_mixed"),
     ),
+    # ---- the clamped ReLU ----
+    Mutation(
+        "a value on the lower bound is inside",
+        "relu.cuh",
+        "lower < y && y < upper",
+        "lower <= y && y < upper",
+        BITS_OF,
+        BOUNDS,
+    ),
+    Mutation(
+        "a value on the upper bound is inside",
+        "relu.cuh",
+        "lower < y && y < upper",
+        "lower < y && y <= upper",
+        BITS_OF,
+        BOUNDS,
+    ),
+    Mutation(
+        "y is not clamped from above",
+        "relu.cuh",
+        "y > upper ? upper : y;",
+        "y;",
+        VALUE,
+        RELU,
+    ),
+    Mutation(
+        "y is not clamped from below",
+        "relu.cuh",
+        "y < lower ? lower : y",
+        "y",
+        VALUE,
+        RELU,
+    ),
+    Mutation(
+        "NaN is clamped",
+        "relu.cuh",
+        "y < lower ? lower : y > upper ? upper : y;",
+        "y > lower ? (y < upper ? y : upper) : lower;",
+        VALUE,
+        case("relu_nonfinite"),
+    ),
+    Mutation(
+        "NaN is inside",
+        "relu.cuh",
+        "lower < y && y < upper",
+        "!(y <= lower || y >= upper)",
+        BITS,
+        case("relu_nonfinite"),
+    ),
+    Mutation(
+        "the bits of rounded y",
+        "forward.cu",
+        "const bool strictly_inside = clamp(values[i], lower, upper);",
+        "values[i] = convert<T>(convert<Y>(values[i]));\n"
+        "        const bool strictly_inside = clamp(values[i], lower, upper);",
+        BITS,
+        case("relu_warps_odd", x="bfloat16"),
+    ),
+    Mutation(
+        "the bits of rounded y, streaming",
+        "forward_streaming.cu",
+        "const bool strictly_inside = clamp(value, lower, upper);",
+        "value = convert<T>(convert<Y>(value));\n"
+        "        const bool strictly_inside = clamp(value, lower, upper);",
+        BITS,
+        case("relu_stream"),
+    ),
+    Mutation(
+        "spare bits are set",
+        "forward.cu",
+        "strictly_inside && inside<Vector>(first_column(p), i, n_cols)",
+        "strictly_inside",
+        BITS,
+        case("relu_warps_odd", x="bfloat16"),
+    ),
+    Mutation(
+        "spare bits are set, streaming",
+        "forward_streaming.cu",
+        "strictly_inside && inside<Vector>(first, i, n_cols)",
+        "strictly_inside",
+        BITS,
+        RELU_STREAM,
+    ),
+    Mutation(
+        "bits of another pack of the byte",
+        "relu.cuh",
+        "bits << (first % 8)",
+        "bits",
+        BITS,
+        RELU,
+    ),
+    Mutation(
+        "neighbours' bits left out",
+        "relu.cuh",
+        "lanes < 8 / Length",
+        "lanes < 4 / Length",
+        BITS,
+        RELU,
+    ),
+    Mutation(
+        "every neighbour stores the byte",
+        "relu.cuh",
+        "first % 8 == 0 && first < n",
+        "first < n",
+        RACE,
+        RELU,
+    ),
+    Mutation(
+        "a byte stored past the row",
+        "relu.cuh",
+        "first % 8 == 0 && first < n",
+        "first % 8 == 0",
+        f"{OUT_OF_BOUNDS}|{RACE}",
+        RELU,
+    ),
+    Mutation(
+        "a byte read past the row",
+        "relu.cuh",
+        "first < n ? row[first / 8] : 0u",
+        "row[first / 8]",
+        OUT_OF_BOUNDS,
+        RELU,
+    ),
+    Mutation(
+        "rows of bits overlap",
+        "relu.cuh",
+        "(n_cols + 7) / 8;",
+        "n_cols / 8;",
+        f"{RACE}|{UNWRITTEN}",
+        case("relu_warps_odd", x="float32"),
+    ),
+    Mutation(
+        "lanes of a streamed row leave",
+        "forward_streaming.cu",
+        "kLength, kStoreBits>",
+        "kLength, false>",
+        STUCK,
+        RELU_STREAM,
+    ),
+    Mutation(
+        "dy is not masked",
+        "backward.cu",
+        "if constexpr (Bitmask) keep(pack, of_row.bits[p], first_column(p));",
+        "",
+        VALUE,
+        RELU,
+    ),
+    Mutation(
+        "dy is masked by the next row's bits",
+        "backward.cu",
+        "read_dy(place, p, current)",
+        "read_dy(place, p, next)",
+        VALUE,
+        case("relu_warps", x="float32"),
+    ),
+    Mutation(
+        "dy is masked by the first bits of its byte",
+        "relu.cuh",
+        "byte >> (first % 8)",
+        "byte",
+        VALUE,
+        RELU,
+    ),
+    Mutation(
+        "dbias of dy as it came",
+        "backward.cu",
+        "const T upstream = row_dy.template get<T>(i);",
+        "const T upstream = StageOfDY::read(place + StageOfX::kBytes, p).template get<T>(i);",
+        r"dbias.* times the bound",
+        RELU,
+    ),
+    Mutation(
+        "row coefficients of dy as it came",
+        "backward_streaming.cu",
+        "keep(pack_dy, load_bits(bitmask + row * bitmask_bytes(n_cols), first, n_cols), first);",
+        "",
+        VALUE,
+        RELU_STREAM,
+    ),
+    Mutation(
+        "columns of dy as it came",
+        "backward_streaming.cu",
+        "if constexpr (Bitmask) keep(row_dy, next_bits, first);",
+        "",
+        VALUE,
+        RELU_STREAM,
+    ),
+    Mutation(
+        "one of two 16-bit elements is kept",
+        "relu.cuh",
+        "(pair & 2 ? 0xffff0000u : 0u)",
+        "0xffff0000u",
+        VALUE,
+        case("relu_sub_warp", x="bfloat16"),
+    ),
     # ---- weight gradients and statistics ----
     Mutation(
         "the last rows' gradients are not written",
@@ -504,8 +711,8 @@ MUTATIONS = [
     Mutation(
         "xhat is not centred again",
         "backward.cu",
-        "current, shift) - recentre;",
-        "current, shift);",
+        "current.rstd, shift) - recentre;",
+        "current.rstd, shift);",
         VALUE,
         staged("backward.cu", regime="mean_1e6"),
     ),
@@ -711,11 +918,11 @@ MUTATIONS = [
         STAGED_BACKWARD,
     ),
     Mutation(
-        "the row a turn too early",
+        "rows counted slower than copied",
         "forward_staged.cu",
-        "fetch(stage, row + Stages * rows_a_turn, p);",
-        "fetch(stage, row + rows_a_turn, p);",
-        f"{VALUE}|did not wait",
+        "fetched += groups;",
+        "fetched += groups - 1;",
+        f"{OUT_OF_BOUNDS}|{VALUE}|did not wait",
         STAGED_FORWARD,
     ),
     Mutation(
@@ -881,8 +1088,8 @@ MUTATIONS = [
     Mutation(
         "every block of a cluster writes rstd",
         "forward_staged.cu",
-        "row < n_rows && team.block == 0 && team.rank == 0",
-        "row < n_rows && team.rank == 0",
+        "team.block == 0 && team.rank == 0",
+        "team.rank == 0",
         RACE,
         CLUSTER_FORWARD,
     ),
@@ -944,6 +1151,9 @@ def run(build: Build, on: Case | Staged | str) -> None:
     if isinstance(on, Case):
         build.compile(kernels_of([on]))
         check_case(build, on)
+        return
+    if on is BOUNDS:
+        check_clip_values(Gpu(build), "float32", 83)
         return
     for n in FAR_ROWS:
         check_far_rows(Gpu(build), n)

@@ -100,6 +100,41 @@ def test_backward_is_the_derivative_of_forward(norm: Norm, zero_centered: bool, 
 
 
 @both_norms
+@pytest.mark.parametrize("relu", [(-0.5, 0.8), (0.0, np.inf), (-np.inf, 0.0)])
+@pytest.mark.parametrize("case", ["one axis", "no weight", "two axes", "per head"])
+def test_backward_is_the_derivative_of_the_clamped_forward(
+    norm: Norm, relu: tuple[float, float], case: str
+) -> None:
+    shape, axis, weight_shape, bias_shape = GRADIENT_SHAPES[case]
+    rng = np.random.default_rng(3)
+    x, dy = rng.standard_normal((2, *shape))
+    weight = None if weight_shape is None else rng.standard_normal(weight_shape)
+    bias = None if bias_shape is None else rng.standard_normal(bias_shape)
+    options: Any = {"eps": 0.1, "axis": axis, "relu": relu}
+
+    def loss(x: Array, weight: Array | None, bias: Array | None) -> float:
+        return float(np.sum(dy * run_forward(norm, x, weight, bias, **options).y))
+
+    forward = run_forward(norm, x, weight, bias, **options)
+    assert 0 < np.unpackbits(forward.bitmask).sum() < x.size
+    result = run_backward(
+        norm,
+        dy,
+        x,
+        weight,
+        forward,
+        axis=axis,
+        bias=False if bias is None else bias,
+        bitmask=forward.bitmask,
+    )
+    assert_gradient(result.dx, lambda at: loss(at, weight, bias), x)
+    if weight is not None:
+        assert_gradient(result.dweight, lambda at: loss(x, at, bias), weight)
+    if bias is not None:
+        assert_gradient(result.dbias, lambda at: loss(x, weight, at), bias)
+
+
+@both_norms
 def test_dbias_is_like_the_weight_unless_a_bias_says_otherwise(norm: Norm) -> None:
     x = make_values("normal", (4, 3), "float32", 0)
     weight = make_values("normal", (3,), "float16", 1)
@@ -166,12 +201,10 @@ def test_torch_agrees(norm: Norm, dtype: str, row: tuple[int, ...]) -> None:
 @given(problems(broadcast=True))
 def test_every_result_is_one_rounding_from_exact(problem: Problem) -> None:
     p = problem
-    forward = run_forward(
-        p.norm, p.x, p.weight, p.bias, eps=p.eps, out_dtype=p.out_dtype, **p.options
-    )
-    options: Any = {"eps": p.eps, "out_dtype": p.out_dtype, **p.options}
-    testing.check_forward(p.norm, forward, p.x, p.weight, p.bias, **options)
-    backward = run_backward(p.norm, p.dy, p.x, p.weight, forward, bias=p.backward_bias, **p.options)
+    forward = run_forward(p.norm, p.x, p.weight, p.bias, **p.forward_options)
+    testing.check_forward(p.norm, forward, p.x, p.weight, p.bias, **p.forward_options)
+    more = {"bias": p.backward_bias, "bitmask": forward.bitmask, **p.options}
+    backward = run_backward(p.norm, p.dy, p.x, p.weight, forward, **more)
     testing.check_backward(
         p.norm,
         backward,
@@ -180,8 +213,7 @@ def test_every_result_is_one_rounding_from_exact(problem: Problem) -> None:
         p.weight,
         forward.mean,
         forward.rstd,
-        bias=p.backward_bias,
-        **p.options,
+        **more,
     )
 
 
@@ -290,6 +322,40 @@ def test_a_large_mean_costs_no_digit_of_the_variance() -> None:
     forward = reference.layer_norm_forward(x, eps=0.0)
     np.testing.assert_array_equal(forward.y, x - 1e12)
     np.testing.assert_array_equal(forward.rstd, [1.0])
+
+
+def test_a_bitmask_has_the_bits_of_the_flattened_row_and_no_others() -> None:
+    x = np.arange(-15, 15, dtype=np.float32).reshape(2, 3, 5)
+    forward = reference.rms_norm_forward(x, bias=0 * x[0], relu=(0, 1))
+    inside = ((forward.y > 0) & (forward.y < 1)).reshape(2, 15)
+    assert forward.bitmask.shape == (2, 2)
+    np.testing.assert_array_equal(forward.bitmask, np.packbits(inside, axis=-1, bitorder="little"))
+
+
+def test_the_bits_are_of_y_before_it_is_rounded() -> None:
+    x = np.array([[1.0, -1.0]])
+    bias = np.array([0.999, 0.0])
+    forward = reference.rms_norm_forward(x * 0, bias=bias, relu=(0, 1), out_dtype="bfloat16")
+    np.testing.assert_array_equal(forward.y.astype(np.float64), [[1.0, 0.0]])
+    assert forward.bitmask[0] == 0b01
+
+
+def test_nan_is_kept_by_a_clamp_and_has_no_bit() -> None:
+    forward = reference.rms_norm_forward(np.array([[1.0, NAN], [1.0, 1.0]]), eps=0.0, relu=(0, 6))
+    np.testing.assert_array_equal(forward.y, [[NAN, NAN], [1, 1]])
+    np.testing.assert_array_equal(forward.bitmask, [[0], [3]])
+
+
+def test_what_the_bitmask_drops_may_be_nan() -> None:
+    x, bitmask = np.array([[3.0, -4.0]]), np.array([[1]], np.uint8)
+    nan, zero = (
+        reference.rms_norm_backward(
+            np.array([[2.0, dropped]]), x, None, np.ones(1), bias=True, bitmask=bitmask
+        )
+        for dropped in (NAN, 0.0)
+    )
+    np.testing.assert_array_equal(nan.dbias, [2.0, 0.0])
+    np.testing.assert_array_equal(nan.dx, zero.dx)
 
 
 # ---- outputs -------------------------------------------------------------------------------------

@@ -231,6 +231,78 @@ def test_a_wrong_backward_result_is_refused() -> None:
         check(NormBackward(dx, dweight.astype(np.float64), dbias))
 
 
+RELU = (-0.5, 0.25)
+CLAMPED = reference.layer_norm_forward(X, eps=1e-6, relu=RELU)
+
+
+def clamped(**changes: Any) -> NormForward:
+    return CLAMPED._replace(**changes)
+
+
+def with_bit(row: int, column: int) -> Array:
+    """Return the bitmask with a bit inverted."""
+    bitmask = CLAMPED.bitmask.copy()
+    bitmask[row, 0] ^= 1 << column
+    return bitmask
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (clamped(bitmask=None), "bitmask must not be None"),
+        (clamped(bitmask=CLAMPED.bitmask[:, 0]), "bitmask must have shape"),
+        (clamped(bitmask=CLAMPED.bitmask.view(np.int8)), "bitmask must have dtype"),
+        (
+            clamped(bitmask=with_bit(2, 5)),
+            r"bitmask\[2\] has 1 wrong bits .* that of column 5, is ",
+        ),
+        (clamped(bitmask=with_bit(0, 6)), r"bitmask\[0\] .* a spare one, is 1"),
+        (clamped(bitmask=~CLAMPED.bitmask), "bitmask"),
+        (clamped(y=Y), r"y\[.* times the bound"),
+        (clamped(y=np.clip(Y, -0.5, 0.2500001)), r"y\[.* exactly 0.25"),
+        (clamped(y=np.where(Y > 0.25, np.nextafter(np.float32(0.25), 1), CLAMPED.y)), "y"),
+    ],
+)
+def test_a_wrong_relu_is_refused(result: NormForward, message: str) -> None:
+    check_forward("layer_norm", CLAMPED, X, eps=1e-6, relu=RELU)
+    check_forward("layer_norm", CLAMPED.y, X, eps=1e-6, relu=RELU)
+    with pytest.raises(AssertionError, match=message):
+        check_forward("layer_norm", result, X, eps=1e-6, relu=RELU)
+    with pytest.raises(AssertionError, match="bitmask must be None"):
+        check_forward("layer_norm", CLAMPED, X, eps=1e-6)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_only_bits_that_rounding_may_decide_are_free(exact: bool) -> None:
+    y64 = reference.forward_float64(
+        "layer_norm", X, None, None, k=1, eps=1e-6, zero_centered=False
+    ).y
+    bound = np.float32(y64[1, 3])
+    if not exact:
+        bound += np.float32(1e-5)  # out of reach of float32's rounding
+    relu = (float(bound), np.inf)
+    right = reference.layer_norm_forward(X, eps=1e-6, relu=relu)
+    inverted = right.bitmask.copy()
+    inverted[1, 0] ^= 1 << 3
+    check_forward("layer_norm", right, X, eps=1e-6, relu=relu)
+    if exact:
+        check_forward("layer_norm", right._replace(bitmask=inverted), X, eps=1e-6, relu=relu)
+        return
+    with pytest.raises(AssertionError, match="that of column 3"):
+        check_forward("layer_norm", right._replace(bitmask=inverted), X, eps=1e-6, relu=relu)
+
+
+@pytest.mark.parametrize("field", ["dx", "dweight", "dbias"])
+def test_gradients_of_an_unmasked_dy_are_refused(field: str) -> None:
+    arguments = (X, X, X[0], CLAMPED.mean, CLAMPED.rstd)
+    right = reference.layer_norm_backward(*arguments, bitmask=CLAMPED.bitmask)
+    check_backward("layer_norm", right, *arguments, bias=True, bitmask=CLAMPED.bitmask)
+    whole = reference.layer_norm_backward(*arguments)
+    wrong = right._replace(**{field: getattr(whole, field)})
+    with pytest.raises(AssertionError, match=field):
+        check_backward("layer_norm", wrong, *arguments, bias=True, bitmask=CLAMPED.bitmask)
+
+
 # ---- many rows -----------------------------------------------------------------------------------
 
 
@@ -238,14 +310,25 @@ def test_a_wrong_backward_result_is_refused() -> None:
 def test_rows_in_chunks_are_rows_at_once(norm: Norm, monkeypatch: pytest.MonkeyPatch) -> None:
     x, dy = (make_values("normal", (3, 11, 2, 8), "bfloat16", seed) for seed in (0, 1))
     weight = make_values("normal", (2, 8), "float32", 2)
-    forward = getattr(reference, f"{norm}_forward")(x, weight, eps=1e-6)
+    options: Any = {"eps": 1e-6, "relu": (0, 6)}
+    forward = getattr(reference, f"{norm}_forward")(x, weight, **options)
     statistics = [s for s in (forward.mean, forward.rstd) if s is not None]
-    backward = getattr(reference, f"{norm}_backward")(dy, x, weight, *statistics, bias=True)
+    backward = getattr(reference, f"{norm}_backward")(
+        dy, x, weight, *statistics, bias=True, bitmask=forward.bitmask
+    )
 
     def ratios() -> list[float]:
-        found = check_forward(norm, forward, x, weight, eps=1e-6)
+        found = check_forward(norm, forward, x, weight, **options)
         found |= check_backward(
-            norm, backward, dy, x, weight, forward.mean, forward.rstd, bias=True
+            norm,
+            backward,
+            dy,
+            x,
+            weight,
+            forward.mean,
+            forward.rstd,
+            bias=True,
+            bitmask=forward.bitmask,
         )
         return list(found.values())
 
@@ -255,7 +338,7 @@ def test_rows_in_chunks_are_rows_at_once(norm: Norm, monkeypatch: pytest.MonkeyP
     np.testing.assert_allclose(ratios(), at_once, rtol=1e-6)
     forward.y[2, 1, 0, 3] = np.nan
     with pytest.raises(AssertionError, match=r"y\[20:\]\[3, 0, 3\]"):
-        check_forward(norm, forward, x, weight, eps=1e-6)
+        check_forward(norm, forward, x, weight, **options)
 
 
 # ---- one element ---------------------------------------------------------------------------------

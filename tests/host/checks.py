@@ -8,9 +8,9 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from strategies import DTYPES, Layout, Problem, make_values
+from strategies import DTYPES, RELUS, Layout, Problem, make_values
 
-from cupynorm import testing
+from cupynorm import pack_bitmask, testing
 from cupynorm._config import pack_length
 from cupynorm._jit import Instantiation
 from host.build import Build
@@ -21,6 +21,7 @@ __all__ = [
     "FAR_ROWS",
     "Case",
     "check_case",
+    "check_clip_values",
     "check_far_rows",
     "check_problem",
     "kernels_of",
@@ -49,6 +50,7 @@ class Case:
     regime: str = "normal"
     eps: float = 1e-5
     zero_centered: bool = False
+    relu: tuple[float, float] | None = None
     wants_dbias: bool = True
     gap: int = 0
     offset: int = 0
@@ -71,6 +73,7 @@ class Case:
             eps=self.eps,
             axis=(-1,),
             zero_centered=self.zero_centered,
+            relu=self.relu,
             out_dtype=DTYPES[self.y or self.x],
             wants_dbias=self.wants_dbias,
             regime=self.regime,
@@ -121,8 +124,7 @@ def check_problem(gpu: Gpu, problem: Problem, *, in_place: bool = False) -> None
     with gpu.fresh_memory():
         on_gpu = problem.on(gpu.cupy)
         forward_arguments = (problem.norm, on_gpu["x"], on_gpu["weight"], on_gpu["bias"])
-        options: dict[str, Any] = {"eps": problem.eps, **problem.options}
-        options["out_dtype"] = problem.out_dtype
+        options = problem.forward_options
         infer = gpu.forward(*forward_arguments, **options, store_statistics=False)
         forward = gpu.forward(*forward_arguments, **options)
         wanted = problem.wants_dbias if bias is None else on_gpu["bias"]
@@ -134,6 +136,7 @@ def check_problem(gpu: Gpu, problem: Problem, *, in_place: bool = False) -> None
             forward.mean,
             forward.rstd,
             bias=wanted,
+            bitmask=forward.bitmask,
             **problem.options,
             dx=on_gpu["dy"] if in_place else None,
         )
@@ -154,6 +157,7 @@ def check_problem(gpu: Gpu, problem: Problem, *, in_place: bool = False) -> None
             host.mean,
             host.rstd,
             bias=problem.backward_bias,
+            bitmask=host.bitmask,
             **problem.options,
         )
 
@@ -184,6 +188,39 @@ def check_far_rows(gpu: Gpu, n: int) -> None:
         )
 
 
+def check_clip_values(gpu: Gpu, x_dtype: str, n: int) -> None:
+    """Check bits where y is a bound exactly: a bias of 1 or -1 that a weight of 0 leaves alone.
+
+    Then backward, whose dy is NaN wherever a bit is not set.
+    """
+    x = make_values("normal", (5, n), DTYPES[x_dtype], 1)
+    weight = np.zeros(n, np.float32)
+    bias = np.random.default_rng(0).choice([np.float32(-1), np.float32(1)], n)
+    positive = np.broadcast_to(bias > 0, x.shape)
+    relu_bits = {
+        (-1.0, 1.0): np.zeros_like(positive),
+        (-1.0, 2.0): positive,
+        (-2.0, 1.0): ~positive,
+        (-2.0, 2.0): np.ones_like(positive),
+    }
+    with gpu.fresh_memory():
+        on_gpu, *operands = map(gpu.cupy.array, (x, weight, bias))
+        for relu, bits in relu_bits.items():
+            forward = gpu.forward("layer_norm", on_gpu, *operands, eps=1e-5, relu=relu)
+            host = gpu.to_numpy(forward)
+            np.testing.assert_array_equal(host.y, np.broadcast_to(bias, x.shape))
+            np.testing.assert_array_equal(host.bitmask, pack_bitmask(bits), f"bits of {relu}")
+            dy = np.where(bits, x, np.full((), np.nan, x.dtype))
+            arguments = (gpu.cupy.array(dy), on_gpu, None, forward.mean, forward.rstd)
+            gradients = gpu.to_numpy(
+                gpu.backward("layer_norm", *arguments, bias=True, bitmask=forward.bitmask)
+            )
+            arguments = (dy, x, None, host.mean, host.rstd)
+            testing.check_backward(
+                "layer_norm", gradients, *arguments, bias=True, bitmask=host.bitmask
+            )
+
+
 def _cases() -> list[Case]:
     """Return rows of every length that a regime begins at, in each dtype, options varied along."""
     cases = []
@@ -196,6 +233,12 @@ def _cases() -> list[Case]:
                 Case("sub_warp", norm, 37, 3 * pack, x, bias=None, dy=other, wants_dbias=False),
                 Case("sub_warp_odd", norm, 70, 7 * pack + 1, x, weight=other, zero_centered=True),
                 Case("warp", norm, 19, 31 * pack, x, "float32", other, gap=pack, offset=pack),
+                # A byte of the bitmask from one thread's packs, from neighbours', and from both.
+                Case("relu_one_thread", norm, 70, 2 * pack - 1, x, other, relu=RELUS[1]),
+                Case("relu_two_threads", norm, 37, 4 * pack, x, None, other, relu=RELUS[0]),
+                Case("relu_sub_warp", norm, 21, 9 * pack + 1, x, y="bfloat16", relu=RELUS[1]),
+                Case("relu_warps", norm, 7, 150 * pack, x, dy=other, relu=RELUS[i], gap=pack),
+                Case("relu_warps_odd", norm, 5, 290 * pack + 3, x, bias=None, relu=RELUS[1]),
                 Case("warp_of_packs", norm, 9, 64 * pack - 2, x, weight=None, gap=6, y="bfloat16"),
                 Case("warps", norm, 11, 150 * pack, x, zero_centered=i % 2 == 0),
                 Case("in_place", norm, 13, 90 * pack, x, bias=None, in_place=True),
@@ -209,6 +252,11 @@ def _cases() -> list[Case]:
             Case("stream_tiles", norm, 3, 10240, "bfloat16", "float64", offset=8),
             Case("stream_float64", norm, 3, 6148, "float64", None, "float64", dy="float32"),
             Case("stream_in_place", norm, 5, 12304, "float32", in_place=True, gap=4),
+            Case("relu_stream", norm, 5, 8232, "bfloat16", "float64", relu=RELUS[1]),
+            Case("relu_stream_odd", norm, 3, 12299, "float32", dy="float64", relu=RELUS[1]),
+            Case("relu_stream_float64", norm, 3, 6149, "float64", relu=RELUS[2], in_place=True),
+            Case("relu_in_place", norm, 13, 720, "bfloat16", relu=RELUS[3], in_place=True),
+            Case("relu_nonfinite", norm, 9, 300, "float16", regime="nonfinite", relu=RELUS[0]),
             Case("stream_wild", norm, 4, 12296, "float32", None, None, regime="extreme", eps=0.0),
             Case("stream_nonfinite", norm, 6, 12300, "float32", None, regime="nonfinite"),
             # More rows than one team, or one chunk of rows, adds up in registers.

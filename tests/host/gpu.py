@@ -150,6 +150,7 @@ class Gpu:
         eps: float,
         axis: Any = None,
         zero_centered: bool = False,
+        relu: Any = None,
         out_dtype: Any = None,
         out: Any = None,
         store_statistics: bool = True,
@@ -164,6 +165,7 @@ class Gpu:
             zero_centered=zero_centered,
             out_dtype=(x if out is None else out).dtype if out_dtype is None else out_dtype,
             out=out,
+            relu=relu,
             store_statistics=store_statistics,
         )
         return result
@@ -178,6 +180,7 @@ class Gpu:
         rstd: Array,
         *,
         bias: Any,
+        bitmask: Any = None,
         axis: Any = None,
         zero_centered: bool = False,
         dx: Any = None,
@@ -190,6 +193,7 @@ class Gpu:
             mean,
             rstd,
             bias=bias,
+            bitmask=bitmask,
             k=_normalized_axes(x, axis, weight, bias),
             zero_centered=zero_centered,
             dx=dx,
