@@ -23,6 +23,7 @@ from host.checks import (
 )
 from host.coverage import coverage
 from host.gpu import Gpu
+from host.staged import STAGED, Staged
 from hypothesis import HealthCheck, given, settings
 from strategies import DTYPES, Problem, problems
 
@@ -41,6 +42,18 @@ def build() -> Build:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_case(build: Build, case: Case) -> None:
     check_case(build, case)
+
+
+@pytest.fixture(scope="module")
+def staged_build() -> Build:
+    build = Build()
+    build.compile(staged.kernel() for staged in STAGED)
+    return build
+
+
+@pytest.mark.parametrize("staged", STAGED, ids=str)
+def test_staged_kernel(staged_build: Build, staged: Staged) -> None:
+    staged.check(staged_build)
 
 
 @settings(max_examples=100, suppress_health_check=list(HealthCheck))

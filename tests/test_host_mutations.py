@@ -21,6 +21,7 @@ from host.checks import (
     kernels_of,
 )
 from host.gpu import Gpu
+from host.staged import STAGED, Staged
 
 pytestmark = pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem()))
 
@@ -49,10 +50,20 @@ class Mutation:
     old: str
     new: str
     caught_by: str
-    on: Case | str
+    on: Case | Staged | str
 
     def __str__(self) -> str:
         return self.name
+
+
+def staged(file: str, norm: str = "layer_norm", regime: str = "normal", **how: int) -> Staged:
+    """Return the first staged kernel that is so."""
+    return next(
+        s
+        for s in STAGED
+        if (s.file, s.norm, s.regime) == (file, norm, regime)
+        and all(getattr(s, name) == value for name, value in how.items())
+    )
 
 
 LOADING = """    if (first + begin < n) {
@@ -69,6 +80,13 @@ TURNS, STREAM_TURNS = case("turns"), case("stream_turns")
 MANY = case("many_partials")
 RELU, RELU_STREAM = case("relu_sub_warp", x="float32"), case("relu_stream_odd")
 WILD_MEAN = case("range_mean_1e6", x="float32")
+
+STAGED_FORWARD, STAGED_BACKWARD = staged("forward_staged.cu"), staged("backward.cu")
+CLUSTER_FORWARD = staged("forward_staged.cu", cluster_blocks=2)
+CLUSTER_BACKWARD = staged("backward.cu", cluster_blocks=2)
+WIDE_BACKWARD = staged("backward.cu", n=301)
+SHORT_FORWARD = staged("forward_staged.cu", regime="mean_1e6", n=3)
+TEAMS_BACKWARD = staged("backward.cu", n=1000)
 
 MUTATIONS = [
     # ---- bounds ----
@@ -93,7 +111,7 @@ MUTATIONS = [
         "pack.cuh",
         "return first + i / Vector * Vector < n;",
         "return first + i / Vector * Vector <= n;",
-        VALUE,
+        f"{VALUE}|{OUT_OF_BOUNDS}",
         WILD_MEAN,
     ),
     Mutation(
@@ -101,7 +119,7 @@ MUTATIONS = [
         "pack.cuh",
         "return first + i / Vector * Vector < n;",
         "return true;",
-        VALUE,
+        f"{VALUE}|{OUT_OF_BOUNDS}",
         WARPS_ODD,
     ),
     Mutation(
@@ -123,26 +141,26 @@ MUTATIONS = [
     Mutation(
         "a team past the last row reads",
         "forward.cu",
-        "load<Vector>(packs[p], x + row * x_stride, first, active ? n_cols : 0);",
-        "load<Vector>(packs[p], x + row * x_stride, first, n_cols);",
+        "load<Vector>(packs[p], x + row * x_stride, first_column(p), active ? n_cols : 0);",
+        "load<Vector>(packs[p], x + row * x_stride, first_column(p), n_cols);",
         OUT_OF_BOUNDS,
         SUB_WARP,
     ),
     Mutation(
         "a team past the last row writes",
         "forward.cu",
-        "first, active ? n_cols : 0);\n  }\n\n  // 4.",
-        "first, n_cols);\n  }\n\n  // 4.",
+        "store<Vector>(normalized, y + row * y_stride, first_column(p), active ? n_cols : 0);",
+        "store<Vector>(normalized, y + row * y_stride, first_column(p), n_cols);",
         OUT_OF_BOUNDS,
         SUB_WARP,
     ),
     Mutation(
         "a team past the last row reads rstd",
         "backward.cu",
-        "fetched.rstd = active ? rstd[row] : T(0);",
-        "fetched.rstd = rstd[row];",
+        "beside.rstd = rstd[of_row];",
+        "beside.rstd = rstd[of_row + n_rows];",
         OUT_OF_BOUNDS,
-        SUB_WARP,
+        STAGED_BACKWARD,
     ),
     Mutation(
         "the tail of a streamed row dropped",
@@ -164,8 +182,8 @@ MUTATIONS = [
     Mutation(
         "a 32-bit offset of a row of x",
         "forward.cu",
-        "x + row * x_stride",
-        "x + static_cast<int>(row * x_stride)",
+        "load<Vector>(packs[p], x + row * x_stride",
+        "load<Vector>(packs[p], x + static_cast<int>(row * x_stride)",
         OUT_OF_BOUNDS,
         FAR,
     ),
@@ -220,8 +238,8 @@ MUTATIONS = [
     Mutation(
         "weights one column on",
         "forward.cu",
-        "load<Vector>(weights, weight, first, n_cols)",
-        "load<Vector>(weights, weight + Vector, first, n_cols)",
+        "load<Vector>(weights[p], weight, first_column(p), n_cols)",
+        "load<Vector>(weights[p], weight + Vector, first_column(p), n_cols)",
         OUT_OF_BOUNDS,
         WARPS,
     ),
@@ -236,18 +254,18 @@ MUTATIONS = [
     Mutation(
         "each thread takes the row of its rank",
         "backward.cu",
-        "const long long row = block_row + team.team;",
-        "const long long row = block_row + team.rank;",
-        RACE,
-        WARPS,
+        "long long row = group * kTeams + team.team;",
+        "long long row = group * kTeams + team.rank;",
+        f"{RACE}|{OUT_OF_BOUNDS}",
+        TEAMS_BACKWARD,
     ),
     Mutation(
-        "prefetch of the wrong row",
+        "a copy of the wrong row of x",
         "backward.cu",
-        "fetch(next, row + rows_a_turn);",
-        "fetch(next, row + kTeams);",
+        "fetched_x += rows_a_turn * x_stride;",
+        "fetched_x += kTeams * x_stride;",
         VALUE,
-        WARPS,
+        TEAMS_BACKWARD,
     ),
     Mutation(
         "prefetch of the wrong row, streaming",
@@ -260,10 +278,10 @@ MUTATIONS = [
     Mutation(
         "rstd of the block's first row",
         "backward.cu",
-        "active ? rstd[row]",
-        "active ? rstd[row - team.team]",
+        "beside.rstd = rstd[of_row];",
+        "beside.rstd = rstd[of_row - team.team];",
         VALUE,
-        SUB_WARP,
+        TEAMS_BACKWARD,
     ),
     Mutation(
         "chunks and tiles exchanged",
@@ -293,26 +311,26 @@ MUTATIONS = [
     Mutation(
         "no barrier in a reduction",
         "team.cuh",
-        "barrier();\n      constexpr int kLanes",
-        "constexpr int kLanes",
+        "      } else if constexpr (kTeams == 1) {\n        block_barrier();\n",
+        "      } else if constexpr (kTeams == 1) {\n",
         f"{RACE}|{UNWRITTEN}",
-        WARPS,
+        STAGED_BACKWARD,
     ),
     Mutation(
         "no barrier before the block's partials are summed",
         "backward.cu",
-        "block_barrier();\n    T* target",
-        "T* target",
+        "      block_barrier();\n      for (int column",
+        "      for (int column",
         f"{RACE}|{UNWRITTEN}",
-        WARPS,
+        TEAMS_BACKWARD,
     ),
     Mutation(
         "no barrier after the block's partials are summed",
         "backward.cu",
-        "    }\n    block_barrier();\n  };",
-        "    }\n  };",
+        "      }\n      block_barrier();\n    }",
+        "      }\n    }",
         RACE,
-        WARPS,
+        TEAMS_BACKWARD,
     ),
     Mutation(
         "no barrier between the groups and their sum",
@@ -347,16 +365,20 @@ MUTATIONS = [
         WARPS,
     ),
     Mutation(
-        "the scratch's halves do not take turns", "team.cuh", "      turn ^= 1;\n", "", RACE, WARPS
+        "the scratch's halves do not take turns",
+        "team.cuh",
+        "(reductions % 2 * kTeams + team) *",
+        "team *",
+        RACE,
+        STAGED_BACKWARD,
     ),
     Mutation(
         "the stage of partials over the scratch",
         "backward.cu",
-        "static_cast<T*>(dynamic_shared_memory()) +\n"
-        "                Team<RowThreads, BlockThreads>::template scratch_bytes<T>() / sizeof(T);",
-        "static_cast<T*>(dynamic_shared_memory());",
+        "stage_of_weight + (HoldWeight ? 0 : StageOfWeight::kBytes)",
+        "stages",
         RACE,
-        WARPS,
+        TEAMS_BACKWARD,
     ),
     Mutation(
         "the stage of partials one column too long",
@@ -364,23 +386,23 @@ MUTATIONS = [
         "shared + team.team * kColumns,",
         "shared + team.team * kColumns + kLength,",
         OUT_OF_BOUNDS,
-        WARPS,
+        TEAMS_BACKWARD,
     ),
     Mutation(
         "teams share their slots",
         "team.cuh",
-        "(turn * kTeams + team) * kWarps",
-        "(turn * kTeams) * kWarps",
+        "(reductions % 2 * kTeams + team) *",
+        "(reductions % 2 * kTeams) *",
         RACE,
-        WARPS,
+        TEAMS_BACKWARD,
     ),
     Mutation(
         "the values of warps overlap",
         "team.cuh",
-        "slots[rank / 32 * kMaxValues + i] =",
-        "slots[rank / 32 + i] =",
+        "(block * kWarps + rank / 32) * kMaxValues;",
+        "(block * kWarps + rank / 32);",
         f"{RACE}|{UNWRITTEN}",
-        WARPS,
+        STAGED_BACKWARD,
     ),
     # ---- shuffles ----
     Mutation(
@@ -400,12 +422,12 @@ MUTATIONS = [
         SUB_WARP,
     ),
     Mutation(
-        "a butterfly over half of the warps",
+        "lanes without a warp count",
         "team.cuh",
-        "while (power < n)",
-        "while (2 * power < n)",
+        "all[rank % kLanes * kMaxValues + i] : T(0);",
+        "all[rank % kLanes * kMaxValues + i] : T(1);",
         VALUE,
-        WARPS,
+        staged("backward.cu", row_threads=96),
     ),
     Mutation(
         "teams past the last row leave",
@@ -475,9 +497,9 @@ MUTATIONS = [
     Mutation(
         "the bits of rounded y",
         "forward.cu",
-        "const bool strictly_inside = clamp(value, lower, upper);",
-        "value = convert<T>(convert<Y>(value));\n"
-        "        const bool strictly_inside = clamp(value, lower, upper);",
+        "const bool strictly_inside = clamp(values[i], lower, upper);",
+        "values[i] = convert<T>(convert<Y>(values[i]));\n"
+        "        const bool strictly_inside = clamp(values[i], lower, upper);",
         BITS,
         case("relu_warps_odd", x="bfloat16"),
     ),
@@ -493,7 +515,7 @@ MUTATIONS = [
     Mutation(
         "spare bits are set",
         "forward.cu",
-        "strictly_inside && inside<Vector>(first, i, n_cols)",
+        "strictly_inside && inside<Vector>(first_column(p), i, n_cols)",
         "strictly_inside",
         BITS,
         case("relu_warps_odd", x="bfloat16"),
@@ -565,7 +587,7 @@ MUTATIONS = [
     Mutation(
         "dy is not masked",
         "backward.cu",
-        "keep(current.dy[p], current.bits[p], first_column(p));",
+        "if constexpr (Bitmask) keep(pack, of_row.bits[p], first_column(p));",
         "",
         VALUE,
         RELU,
@@ -573,8 +595,8 @@ MUTATIONS = [
     Mutation(
         "dy is masked by the next row's bits",
         "backward.cu",
-        "current.bits[p], first_column(p)",
-        "next.bits[p], first_column(p)",
+        "read_dy(place, p, current)",
+        "read_dy(place, p, next)",
         VALUE,
         case("relu_warps", x="float32"),
     ),
@@ -589,12 +611,8 @@ MUTATIONS = [
     Mutation(
         "dbias of dy as it came",
         "backward.cu",
-        "keep(current.dy[p], current.bits[p], first_column(p));",
-        "const auto whole = current.dy[p];\n"
-        "        keep(current.dy[p], current.bits[p], first_column(p));\n"
-        "        for (int i = 0; DBias && i < kLength; ++i) {\n"
-        "          dbias[p][i] += whole.template get<T>(i) - current.dy[p].template get<T>(i);\n"
-        "        }",
+        "const T upstream = row_dy.template get<T>(i);",
+        "const T upstream = StageOfDY::read(place + StageOfX::kBytes, p).template get<T>(i);",
         r"dbias.* times the bound",
         RELU,
     ),
@@ -656,7 +674,7 @@ MUTATIONS = [
         "        gradient[p][i] = 0;\n",
         "",
         VALUE,
-        TURNS,
+        staged("backward.cu", m=150),
     ),
     Mutation(
         "dbias in the place of dweight",
@@ -669,10 +687,10 @@ MUTATIONS = [
     Mutation(
         "the blocks' partials overlap",
         "backward.cu",
-        "(index * block_count() + block_index()) * n_cols",
-        "(index + block_index()) * n_cols",
+        "(index * groups + group) * n_cols",
+        "(index + group) * n_cols",
         f"{RACE}|{UNWRITTEN}",
-        WARPS,
+        STAGED_BACKWARD,
     ),
     Mutation(
         "a group of partials dropped",
@@ -693,10 +711,10 @@ MUTATIONS = [
     Mutation(
         "xhat is not centred again",
         "backward.cu",
-        "if constexpr (Centered) xhat -= recentre;",
-        "",
+        "current.rstd, shift) - recentre;",
+        "current.rstd, shift);",
         VALUE,
-        WILD_MEAN,
+        staged("backward.cu", regime="mean_1e6"),
     ),
     Mutation(
         "xhat is not centred again, streaming",
@@ -708,11 +726,19 @@ MUTATIONS = [
     ),
     Mutation(
         "the mean's rounding stays in y",
+        "forward_staged.cu",
+        "const T offset = -statistics.correction * scale.of_row;",
+        "const T offset = 0;",
+        VALUE,
+        staged("forward_staged.cu", regime="mean_1e6", cluster_blocks=2),
+    ),
+    Mutation(
+        "the mean's rounding stays in y, streaming",
         "statistics.cuh",
         "(x - statistics.shift) - statistics.correction",
         "x - statistics.shift",
         VALUE,
-        WILD_MEAN,
+        case("stream_mean"),
     ),
     Mutation(
         "every thread of a team writes rstd",
@@ -818,10 +844,310 @@ MUTATIONS = [
         VALUE,
         case("range_equal_huge"),
     ),
+    # ---- stages and clusters ----
+    Mutation(
+        "gradients of several teams are kept after a flush",
+        "backward.cu",
+        "        for (int i = 0; i < kLength; ++i) gradient[p][i] = 0;\n",
+        "",
+        VALUE,
+        staged("backward.cu", m=300),
+    ),
+    Mutation(
+        "the rows under way are one more than their stages",
+        "backward.cu",
+        "wait_for_copies<Stages - 1>();\n      sum_up(stage",
+        "wait_for_copies<Stages>();\n      sum_up(stage",
+        RACE,
+        STAGED_BACKWARD,
+    ),
+    Mutation(
+        "the rows under way are one more than their stages, forward",
+        "forward_staged.cu",
+        "wait_for_copies<Stages - 2>();",
+        "wait_for_copies<Stages - 1>();",
+        RACE,
+        STAGED_FORWARD,
+    ),
+    Mutation(
+        "no wait for the first row",
+        "forward_staged.cu",
+        "wait_for_copies<Stages - 1>();\n",
+        "",
+        RACE,
+        STAGED_FORWARD,
+    ),
+    Mutation(
+        "the stage stays",
+        "backward.cu",
+        "stage = next_stage;",
+        "",
+        RACE,
+        STAGED_BACKWARD,
+    ),
+    Mutation(
+        "the stage stays, forward",
+        "forward_staged.cu",
+        "stage = next_stage;",
+        "",
+        f"{RACE}|{VALUE}",
+        STAGED_FORWARD,
+    ),
+    Mutation(
+        "copies are no group",
+        "backward.cu",
+        "    commit_copies();\n    fetched += ",
+        "    fetched += ",
+        RACE,
+        STAGED_BACKWARD,
+    ),
+    Mutation(
+        "copies go on past the last row",
+        "backward.cu",
+        "const int n = fetched < n_rows ? n_cols : 0;",
+        "const int n = n_cols;",
+        OUT_OF_BOUNDS,
+        STAGED_BACKWARD,
+    ),
+    Mutation(
+        "a row of dy copied as often as its stage",
+        "backward.cu",
+        "fetched_dy += rows_a_turn * dy_stride;",
+        "",
+        VALUE,
+        STAGED_BACKWARD,
+    ),
+    Mutation(
+        "rows counted slower than copied",
+        "forward_staged.cu",
+        "fetched += groups;",
+        "fetched += groups - 1;",
+        f"{OUT_OF_BOUNDS}|{VALUE}|did not wait",
+        STAGED_FORWARD,
+    ),
+    Mutation(
+        "stages that overlap",
+        "backward.cu",
+        "kStageBytes = StageOfX::kBytes + StageOfDY::kBytes;",
+        "kStageBytes = StageOfX::kBytes;",
+        RACE,
+        STAGED_BACKWARD,
+    ),
+    Mutation(
+        "the stage of the weight over that of rows",
+        "forward_staged.cu",
+        "stage_of_weight = stages + Stages * StageOfX::kBytes;",
+        "stage_of_weight = stages;",
+        RACE,
+        STAGED_FORWARD,
+    ),
+    Mutation(
+        "a copy past the row",
+        "stage.cuh",
+        "const bool valid = inside<Vector>(first, element, n);",
+        "const bool valid = true;",
+        OUT_OF_BOUNDS,
+        STAGED_BACKWARD,
+    ),
+    Mutation(
+        "a copy past the row by one access",
+        "stage.cuh",
+        "const bool valid = inside<Vector>(first, element, n);",
+        "const bool valid = inside<Vector>(first, element, n + 1);",
+        OUT_OF_BOUNDS,
+        STAGED_BACKWARD,
+    ),
+    Mutation(
+        "an access's validity for the whole pack",
+        "stage.cuh",
+        "const bool valid = inside<Vector>(first, element, n);",
+        "const bool valid = first < n;",
+        OUT_OF_BOUNDS,
+        WIDE_BACKWARD,
+    ),
+    Mutation(
+        "pieces of a pack onto one",
+        "stage.cuh",
+        "place(stage, p, begin / kPieceBytes) +",
+        "place(stage, p, 0) +",
+        f"{RACE}|{UNWRITTEN}",
+        staged("backward.cu", n=504),
+    ),
+    Mutation(
+        "all packs in the first one's place",
+        "stage.cuh",
+        "(p * kPieces + piece) * BlockThreads",
+        "piece * BlockThreads",
+        RACE,
+        staged("backward.cu", n=1000),
+    ),
+    Mutation(
+        "the place of the thread beside",
+        "stage.cuh",
+        "char* target = place(stage, p, begin / kPieceBytes)",
+        "char* target = place(stage, p, begin / kPieceBytes) + kPieceBytes",
+        f"{RACE}|{UNWRITTEN}|{OUT_OF_BOUNDS}",
+        STAGED_BACKWARD,
+    ),
+    Mutation(
+        "the blocks of a cluster at the same columns",
+        "team.cuh",
+        "((block * PacksPerThread + p) * RowThreads + rank)",
+        "(p * RowThreads + rank)",
+        f"{RACE}|{UNWRITTEN}",
+        CLUSTER_BACKWARD,
+    ),
+    Mutation(
+        "the columns of a cluster overlap",
+        "team.cuh",
+        "((block * PacksPerThread + p) * RowThreads + rank)",
+        "((block + p) * RowThreads + rank)",
+        f"{RACE}|{UNWRITTEN}",
+        staged("backward.cu", n=504, packs_per_thread=2),
+    ),
+    Mutation(
+        "no barrier before the first reduction of a cluster",
+        "team.cuh",
+        "      cluster_barrier();\n",
+        "",
+        "mailbox",
+        CLUSTER_BACKWARD,
+    ),
+    Mutation(
+        "one mailbox for two",
+        "team.cuh",
+        "        open_mailbox(mailbox(1));\n",
+        "",
+        "no mailbox is open",
+        CLUSTER_BACKWARD,
+    ),
+    Mutation(
+        "a block expects what it sends itself",
+        "team.cuh",
+        "kSlots * Count * static_cast<int>(sizeof(T))",
+        "kWarps * Count * static_cast<int>(sizeof(T))",
+        f"{RACE}|{UNWRITTEN}|{STUCK}",
+        CLUSTER_BACKWARD,
+    ),
+    Mutation(
+        "every block expects for all warps",
+        "team.cuh",
+        "        if (rank == 0) {\n          expect_bytes",
+        "        if (lane == 0) {\n          expect_bytes",
+        "already expects",
+        CLUSTER_BACKWARD,
+    ),
+    Mutation(
+        "the last block of a cluster hears nothing",
+        "team.cuh",
+        "if (lane < ClusterBlocks)",
+        "if (lane < ClusterBlocks - 1)",
+        STUCK,
+        CLUSTER_BACKWARD,
+    ),
+    Mutation(
+        "a mailbox's second time not told from its first",
+        "team.cuh",
+        "reductions / 2 % 2",
+        "0",
+        f"{RACE}|{UNWRITTEN}|{STUCK}",
+        CLUSTER_FORWARD,
+    ),
+    Mutation(
+        "no wait for the mailbox",
+        "team.cuh",
+        "        wait_for_bytes(mailbox(reductions % 2), reductions / 2 % 2);\n",
+        "",
+        f"{RACE}|{UNWRITTEN}",
+        CLUSTER_BACKWARD,
+    ),
+    Mutation(
+        "the blocks of a cluster share a slot",
+        "team.cuh",
+        "(block * kWarps + rank / 32) * kMaxValues;",
+        "(rank / 32) * kMaxValues;",
+        RACE,
+        CLUSTER_BACKWARD,
+    ),
+    Mutation(
+        "slots over the mailboxes",
+        "team.cuh",
+        "static_cast<char*>(dynamic_shared_memory()) + kMailboxBytes)",
+        "static_cast<char*>(dynamic_shared_memory()))",
+        "mailbox",
+        CLUSTER_BACKWARD,
+    ),
+    Mutation(
+        "a slot past the first 32 dropped",
+        "team.cuh",
+        "int first = kLanes; first < kSlots;",
+        "int first = kLanes; first < kSlots - kLanes;",
+        VALUE,
+        staged("backward.cu", cluster_blocks=9),
+    ),
+    Mutation(
+        "every block of a cluster writes rstd",
+        "forward_staged.cu",
+        "team.block == 0 && team.rank == 0",
+        "team.rank == 0",
+        RACE,
+        CLUSTER_FORWARD,
+    ),
+    Mutation(
+        "a cluster's blocks take rows of their own",
+        "forward_staged.cu",
+        "const long long group = block_index() / ClusterBlocks,",
+        "const long long group = block_index(),",
+        "has ended",
+        CLUSTER_FORWARD,
+    ),
+    Mutation(
+        "a far first mean is kept",
+        "forward_staged.cu",
+        "statistics.correction > 2 * statistics.variance;",
+        "statistics.correction < 0;",
+        VALUE,
+        SHORT_FORWARD,
+    ),
+    Mutation(
+        "a second round for a near first mean",
+        "forward_staged.cu",
+        "statistics.correction > 2 * statistics.variance;",
+        "statistics.correction < 2 * statistics.variance;",
+        VALUE,
+        SHORT_FORWARD,
+    ),
+    Mutation(
+        "the second round from the first mean",
+        "forward_staged.cu",
+        "again.shift = statistics.shift + statistics.correction;",
+        "again.shift = statistics.shift;",
+        VALUE,
+        SHORT_FORWARD,
+    ),
+    Mutation(
+        "padded columns count",
+        "forward_staged.cu",
+        "if (!inside<Vector>(first_column(p), i, n_cols)) d = 0;",
+        "",
+        VALUE,
+        staged("forward_staged.cu", regime="mean_1e6", cluster_blocks=2),
+    ),
+    Mutation(
+        "padded columns count, backward",
+        "backward.cu",
+        "if (!inside<Vector>(first_column(p), i, n_cols)) h = 0;",
+        "",
+        VALUE,
+        staged("backward.cu", regime="mean_1e6", cluster_blocks=2),
+    ),
 ]
 
 
-def run(build: Build, on: Case | str) -> None:
+def run(build: Build, on: Case | Staged | str) -> None:
+    if isinstance(on, Staged):
+        on.check(build)
+        return
     if isinstance(on, Case):
         build.compile(kernels_of([on]))
         check_case(build, on)

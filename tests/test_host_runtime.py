@@ -41,6 +41,49 @@ FAULTS = {
     "divides_by_zero": "thread 0: divrem_overflow",
     "crashes": "thread 5: signal 4",
     "never_ends": "does not end",
+    "reads_what_another_lane_wrote_before_a_shuffle": "race: reads 4 bytes at byte",
+    "writes_what_another_lane_reads_after_a_shuffle": "thread 1: race: writes 4 bytes at byte 4 of",
+    "reads_its_copy_before_the_wait": "thread 0: race: reads 4 bytes at byte 0 of shared memory",
+    "writes_to_its_copy_before_the_wait": "thread 0: race: writes 4 bytes at byte 0 of shared",
+    "waits_for_all_but_the_last_copy": "which block 0, thread 0 copies to at",
+    "waits_for_a_group_that_is_open": "which block 0, thread 0 copies to at",
+    "reads_another_threads_copy": "thread 1: race: reads 4 bytes at byte 0 of shared memory",
+    "passes_a_barrier_before_the_wait": "which block 0, thread 1 copies to at",
+    "writes_what_it_copies": "thread 0: race: writes 4 bytes at byte 0 of an array",
+    "writes_what_another_thread_copies": "which block 0, thread 1 copies from at",
+    "copies_what_another_thread_writes": "thread 1: race: reads 4 bytes at byte 0 of an array",
+    "copies_onto_what_another_thread_reads": "thread 1: race: writes 4 bytes at byte 0 of shared",
+    "copies_onto_a_copy": "thread 0: race: writes 4 bytes at byte 0 of shared memory",
+    "copies_what_nothing_wrote": "thread 0: uninitialized: reads 16 bytes at byte 0 of an array",
+    "copies_from_past_the_array": "thread 63: out of bounds: copies from 8 bytes, 0 bytes past",
+    "copies_to_past_shared_memory": "thread 16: out of bounds: copies to 16 bytes, 0 bytes past",
+    "copies_across_an_alignment": "thread 0: misaligned: copies to 16 bytes at byte 8 of shared",
+    "copies_from_across_an_alignment": "thread 0: misaligned: copies from 8 bytes at byte 4 of an",
+    "ends_before_its_copy": "thread 0: ends and did not wait for the copy at",
+}
+
+# Those of clusters of two blocks.
+CLUSTER_FAULTS = {
+    "races_in_a_cluster": "race: writes 4 bytes at byte 252 of an array",
+    "leaves_a_block_at_the_clusters_barrier": "threads 0 to 63 wait at the cluster's barrier at",
+    "leaves_threads_at_the_clusters_barrier": "block 1: no thread can go on: threads 0 to 39 wait",
+    "sends_to_no_mailbox": "no mailbox is open there",
+    "sends_before_the_mailbox_may_be_open": "the mailbox was opened with no barrier between",
+    "expects_in_a_mailbox_that_may_not_be_open": "thread 1: the mailbox was opened with no barrier",
+    "expects_twice": "the mailbox already expects bytes",
+    "expects_too_much": "block 1: no thread can go on: threads 0 to 63 wait for a mailbox",
+    "expects_too_little": "uninitialized: reads 4 bytes at byte 20 of shared memory of",
+    "reads_its_own_letter_before_the_wait": "which block 0, thread 0 sends to at",
+    "reads_what_a_thread_beside_it_waited_for": "thread 1: race: reads 4 bytes at byte 16 of sha",
+    "waits_for_the_time_before": "race: reads 4 bytes at byte 16 of shared memory of block 0 of th",
+    "waits_for_the_time_after": "block 0: no thread can go on: threads 0 to 63 wait for a mailbox",
+    "sends_over_what_may_not_have_been_read": "block 0, thread 0: race: writes 4 bytes at byte",
+    "writes_to_a_mailbox": "thread 0: mailbox: writes 4 bytes at byte 4 of shared memory of block",
+    "sends_to_a_block_that_has_ended": "block 1, thread 0: sends to block 0, which has ended",
+    "ends_before_its_letters_come": "the block ends, to which block 0, thread 0 sends at",
+    "sends_to_no_block_of_the_cluster": "block 1, thread 0: sends to block 2 of a cluster of 2",
+    "sends_to_past_shared_memory": "thread 63: out of bounds: sends to 4 bytes, 12 bytes past",
+    "sends_across_an_alignment": "misaligned: sends to 8 bytes at byte 20 of shared memory of",
 }
 
 
@@ -48,18 +91,18 @@ def with_file(name: str) -> Build:
     return Build(added={name: (HERE / name).read_text(encoding="utf-8")})
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", FAULTS | CLUSTER_FAULTS)
 def test_a_fault_is_reported_where_it_happens(fault: str) -> None:
     gpu = Gpu(with_file("faults.cu"))
     kernel = Instantiation("faults.cu", f"{fault}<float>", 64, 256)
     with gpu.fresh_memory():
         values = gpu.cupy.empty(64, np.float32)
         with pytest.raises(KernelError) as caught:
-            gpu.run(kernel, 2, values)
+            gpu.run(kernel, 2, values, cluster_blocks=2 if fault in CLUSTER_FAULTS else 1)
     message = str(caught.value)
     print(message)
     assert message.startswith(f"{fault}<float>, block ")
-    assert FAULTS[fault] in message
+    assert (FAULTS | CLUSTER_FAULTS)[fault] in message
     assert f"faults.cu:{line_of(fault)}" in message
 
 
@@ -107,9 +150,8 @@ def test_every_16_bit_number_is_widened_exactly(name: str, to: str) -> None:
     assert_same_numbers(probe(f"convert_all<{name}, {CPP_TYPES[to]}>", values, to), expected)
 
 
-@pytest.mark.parametrize("source", ["float32", "float64"])
-@pytest.mark.parametrize("name", ["float16", "bfloat16"])
-def test_a_number_is_rounded_once_to_16_bits(name: str, source: str) -> None:
+def numbers_around(name: str, source: str) -> np.ndarray:
+    """Return the numbers of a 16-bit dtype, those halfway and next to it, and some others."""
     with np.errstate(invalid="ignore"):
         every = np.arange(1 << 16, dtype=np.uint16).view(DTYPES[name]).astype(np.float64)
     finite = np.sort(every[np.isfinite(every)])
@@ -122,9 +164,29 @@ def test_a_number_is_rounded_once_to_16_bits(name: str, source: str) -> None:
         values = np.concatenate([finite, halfway, *close, drawn, limits]).astype(source)
     if source == "float32":
         values = values[~(np.abs(values) < np.finfo(np.float32).smallest_normal) | (values == 0)]
+    return values
+
+
+@pytest.mark.parametrize("source", ["float32", "float64"])
+@pytest.mark.parametrize("name", ["float16", "bfloat16"])
+def test_a_number_is_rounded_once_to_16_bits(name: str, source: str) -> None:
+    values = numbers_around(name, source)
     expected = round_once(values.astype(np.float64), DTYPES[name])
     actual = probe(f"convert_all<{CPP_TYPES[source]}, {name}>", values, DTYPES[name])
     assert_same_numbers(actual, expected)
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16"])
+def test_two_numbers_are_rounded_at_once(name: str) -> None:
+    values = numbers_around(name, "float32")
+    values = np.random.default_rng(0).permutation(values)[: len(values) // 2 * 2]
+    gpu = Gpu(with_file("probes.cu"))
+    with gpu.fresh_memory():
+        results = gpu.cupy.empty(len(values) // 2, np.uint32)
+        kernel = Instantiation("probes.cu", f"convert_pairs<{name}>", 32, 0)
+        gpu.run(kernel, 1, gpu.cupy.array(values), results, len(results))
+        actual = gpu.to_numpy(results).view(DTYPES[name])
+    assert_same_numbers(actual, round_once(values.astype(np.float64), DTYPES[name]))
 
 
 def test_the_reciprocal_square_root_is_correctly_rounded() -> None:
@@ -138,3 +200,55 @@ def test_the_reciprocal_square_root_is_correctly_rounded() -> None:
 def test_subnormal_float32_counts_as_zero() -> None:
     values = np.array([1e-40, 1e-30], np.float32)
     assert probe("convert_all<float, double>", values, np.float64)[0] == 0
+
+
+@pytest.mark.parametrize("nbytes", [4, 8, 16])
+def test_asynchronous_copies_arrive(nbytes: int) -> None:
+    rows, width = 7, 32 * nbytes // 4
+    values = np.arange(1, rows * width + 1, dtype=np.float32).reshape(rows, width)
+    gpu = Gpu(with_file("probes.cu"))
+    kernel = Instantiation("probes.cu", f"copy_rows<float, {nbytes}>", 32, 3 * width * 4)
+    with gpu.fresh_memory():
+        results = gpu.cupy.empty((rows + 1, width), np.float32)
+        gpu.run(kernel, 1, gpu.cupy.array(values), results, rows)
+        copied = gpu.to_numpy(results)
+    np.testing.assert_array_equal(copied, np.vstack([values, np.zeros_like(values[:1])]))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("cluster_blocks", [1, 2, 5, 16])
+def test_blocks_of_a_cluster_reach_each_other(dtype: str, cluster_blocks: int) -> None:
+    clusters, times = 3, 4
+    values = np.arange(clusters * cluster_blocks, dtype=dtype)
+    gpu = Gpu(with_file("probes.cu"))
+    kernel = Instantiation(
+        *("probes.cu", f"sum_over_clusters<{CPP_TYPES[dtype]}, {cluster_blocks}>"),
+        *(64, 16 + 4 * cluster_blocks * values.itemsize),
+    )
+    with gpu.fresh_memory():
+        results = gpu.cupy.empty((len(values), 64), dtype)
+        arguments = (gpu.cupy.array(values), results, times)
+        gpu.run(kernel, len(values), *arguments, cluster_blocks=cluster_blocks)
+        sums = gpu.to_numpy(results)
+    of_clusters = values.reshape(clusters, cluster_blocks).sum(1) * 2 * sum(range(times))
+    expected = np.repeat(of_clusters, cluster_blocks)[:, None] * np.ones(64)
+    np.testing.assert_array_equal(sums, expected)
+
+
+def test_a_grid_is_whole_clusters() -> None:
+    gpu = Gpu(with_file("probes.cu"))
+    kernel = Instantiation("probes.cu", "sum_over_clusters<float, 2>", 64, 48)
+    with gpu.fresh_memory():
+        values = gpu.cupy.zeros(192, np.float32)
+        for clusters in (2, 17, 0):
+            with pytest.raises(KernelError, match=f"a grid of 3 blocks in clusters of {clusters}"):
+                gpu.run(kernel, 3, values, values, 1, cluster_blocks=clusters)
+
+
+def test_lanes_that_met_may_write_what_others_have_read() -> None:
+    gpu = Gpu(with_file("probes.cu"))
+    with gpu.fresh_memory():
+        values = gpu.cupy.array(np.arange(32, dtype=np.float32))
+        gpu.run(Instantiation("probes.cu", "rotate_in_place<float>", 32, 0), 1, values)
+        rotated = gpu.to_numpy(values)
+    np.testing.assert_array_equal(rotated, np.roll(np.arange(32), -1))

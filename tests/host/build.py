@@ -123,11 +123,19 @@ class Runtime:
         )
 
     def launch(
-        self, call: Any, grid: int, block: int, shared_bytes: int, arguments: Any, flush: bool
+        self,
+        call: Any,
+        grid: int,
+        block: int,
+        cluster_blocks: int,
+        shared_bytes: int,
+        arguments: Any,
+        flush: bool,
     ) -> str | None:
         """Run a kernel; return what is wrong with it, or None."""
         if self.library.launch(
-            call, ctypes.c_longlong(grid), block, shared_bytes, arguments, int(flush)
+            *(call, ctypes.c_longlong(grid), block, cluster_blocks),
+            *(shared_bytes, arguments, int(flush)),
         ):
             return None
         places = [

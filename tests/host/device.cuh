@@ -30,6 +30,15 @@ bool any_in_warp(bool condition);
 void barrier(int barrier, int threads);
 void block_barrier();
 void* dynamic_shared_memory();
+void copy_async(void* shared, const void* global, int bytes, bool valid);
+void commit_copies();
+void wait_for_copies(int groups);
+int block_in_cluster();
+void cluster_barrier();
+void open_mailbox(void* mailbox);
+void expect_bytes(void* mailbox, int bytes);
+void send_to_block(void* shared, void* mailbox, int block, const void* value, int bytes);
+void wait_for_bytes(void* mailbox, int parity);
 }  // namespace host
 
 __forceinline__ int thread_index() { return host::thread_index(); }
@@ -45,6 +54,39 @@ __forceinline__ bool any_in_warp(bool condition) { return host::any_in_warp(cond
 __forceinline__ void block_barrier() { host::block_barrier(); }
 __forceinline__ void named_barrier(int barrier, int threads) { host::barrier(barrier, threads); }
 __forceinline__ void* dynamic_shared_memory() { return host::dynamic_shared_memory(); }
+
+template <int Bytes>
+__forceinline__ void copy_async(void* shared, const void* global, bool valid) {
+  static_assert(Bytes == 4 || Bytes == 8 || Bytes == 16, "as wide as cp.async copies");
+  host::copy_async(shared, global, Bytes, valid);
+}
+__forceinline__ void commit_copies() { host::commit_copies(); }
+template <int Groups>
+__forceinline__ void wait_for_copies() {
+  static_assert(Groups >= 0, "a number of groups");
+  host::wait_for_copies(Groups);
+}
+
+__forceinline__ int block_in_cluster() { return host::block_in_cluster(); }
+__forceinline__ void cluster_barrier() { host::cluster_barrier(); }
+
+using Mailbox = unsigned long long;
+__forceinline__ void open_mailbox(Mailbox* mailbox) { host::open_mailbox(mailbox); }
+__forceinline__ void expect_bytes(Mailbox* mailbox, int bytes) {
+  host::expect_bytes(mailbox, bytes);
+}
+template <typename T>
+__forceinline__ void send_to_block(T* shared, Mailbox* mailbox, int block, T value) {
+  static_assert(sizeof(T) == 4 || sizeof(T) == 8, "as wide as st.async stores");
+  host::send_to_block(shared, mailbox, block, &value, sizeof(T));
+}
+__forceinline__ void wait_for_bytes(Mailbox* mailbox, int parity) {
+  host::wait_for_bytes(mailbox, parity);
+}
+
+// Kernels run one after another.
+__forceinline__ void wait_for_previous_kernel() {}
+__forceinline__ void let_next_kernel_start() {}
 
 __forceinline__ void make_opaque(unsigned& word) { asm volatile("" : "+r"(word)); }
 __forceinline__ void make_opaque(int& word) { asm volatile("" : "+r"(word)); }
@@ -101,6 +143,13 @@ __forceinline__ unsigned short float_to_bfloat16_bits(float value) {
   return static_cast<unsigned short>((word + 0x7fffu + (word >> 16 & 1u)) >> 16);
 }
 __forceinline__ unsigned short double_to_bfloat16_bits(double value) { return rounded<7>(value); }
+__forceinline__ unsigned floats_to_float16_bits(float first, float second) {
+  return float_to_float16_bits(first) | static_cast<unsigned>(float_to_float16_bits(second)) << 16;
+}
+__forceinline__ unsigned floats_to_bfloat16_bits(float first, float second) {
+  return float_to_bfloat16_bits(first) | static_cast<unsigned>(float_to_bfloat16_bits(second))
+                                             << 16;
+}
 
 __forceinline__ float fused_multiply_add(float a, float b, float c) {
   return __builtin_fmaf(a, b, c);

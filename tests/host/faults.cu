@@ -1,5 +1,5 @@
 // Kernels that do what no kernel may, each once, on the line that says so. Blocks have 64 threads
-// and 256 bytes of shared memory; values has 64 elements.
+// and 256 bytes of shared memory; values has 64 elements, which nothing wrote.
 #include "device.cuh"
 
 __device__ __forceinline__ float* shared() { return static_cast<float*>(dynamic_shared_memory()); }
@@ -144,4 +144,315 @@ __global__ void crashes(T*) {
 template <typename T>
 __global__ void never_ends(T*) {
   for (;;) block_barrier();  // fault
+}
+
+template <typename T>
+__global__ void reads_what_another_lane_wrote_before_a_shuffle(T* values) {
+  shared()[thread_index()] = 1;
+  shuffle_xor(1.0f, 1);
+  values[thread_index()] = shared()[thread_index() ^ 1];  // fault
+}
+
+template <typename T>
+__global__ void writes_what_another_lane_reads_after_a_shuffle(T* values) {
+  shared()[thread_index()] = 1;
+  block_barrier();
+  shuffle_xor(1.0f, 1);
+  values[thread_index()] = shared()[thread_index() | 1];
+  if (thread_index() == 1) shared()[1] = 2;  // fault
+}
+
+// ---- asynchronous copies -------------------------------------------------------------------------
+
+// Has each thread copy its own element, of 1 in the memory of the device, to shared memory.
+template <typename T>
+__device__ __forceinline__ void copy_own_element(T* values) {
+  values[thread_index()] = 1;
+  copy_async<4>(shared() + thread_index(), values + thread_index(), true);
+  commit_copies();
+}
+
+template <typename T>
+__global__ void reads_its_copy_before_the_wait(T* values) {
+  copy_own_element(values);
+  if (shared()[thread_index()] > 0) wait_for_copies<0>();  // fault
+}
+
+template <typename T>
+__global__ void writes_to_its_copy_before_the_wait(T* values) {
+  copy_own_element(values);
+  shared()[thread_index()] = 0;  // fault
+  wait_for_copies<0>();
+}
+
+template <typename T>
+__global__ void waits_for_all_but_the_last_copy(T* values) {
+  copy_own_element(values);
+  wait_for_copies<1>();
+  values[thread_index()] = shared()[thread_index()];  // fault
+}
+
+template <typename T>
+__global__ void waits_for_a_group_that_is_open(T* values) {
+  values[thread_index()] = 1;
+  copy_async<4>(shared() + thread_index(), values + thread_index(), true);
+  wait_for_copies<0>();
+  values[thread_index()] += shared()[thread_index()];  // fault
+}
+
+template <typename T>
+__global__ void reads_another_threads_copy(T* values) {
+  copy_own_element(values);
+  wait_for_copies<0>();
+  if (thread_index() == 1) values[1] = shared()[0];  // fault
+}
+
+template <typename T>
+__global__ void passes_a_barrier_before_the_wait(T* values) {
+  copy_own_element(values);
+  block_barrier();
+  if (thread_index() == 0) values[1] = shared()[1];  // fault
+  wait_for_copies<0>();
+}
+
+template <typename T>
+__global__ void writes_what_it_copies(T* values) {
+  copy_own_element(values);
+  values[thread_index()] = 2;  // fault
+  wait_for_copies<0>();
+}
+
+template <typename T>
+__global__ void writes_what_another_thread_copies(T* values) {
+  copy_own_element(values);
+  block_barrier();
+  if (thread_index() == 0) values[1] = 2;  // fault
+  wait_for_copies<0>();
+}
+
+template <typename T>
+__global__ void copies_what_another_thread_writes(T* values) {
+  values[thread_index()] = 1;
+  if (thread_index() == 1) copy_async<4>(shared(), values, true);  // fault
+}
+
+template <typename T>
+__global__ void copies_onto_what_another_thread_reads(T* values) {
+  shared()[thread_index()] = 1;
+  block_barrier();
+  const T read = shared()[thread_index() / 2];
+  values[thread_index()] = read;
+  if (thread_index() == 1) copy_async<4>(shared(), values + 1, true);  // fault
+}
+
+template <typename T>
+__global__ void copies_onto_a_copy(T* values) {
+  copy_own_element(values);
+  copy_async<4>(shared() + thread_index(), values, false);  // fault
+}
+
+template <typename T>
+__global__ void copies_what_nothing_wrote(T* values) {
+  copy_async<16>(shared(), values, true);  // fault
+}
+
+template <typename T>
+__global__ void copies_from_past_the_array(T* values) {
+  values[thread_index()] = 0;
+  if (thread_index() == 62) copy_async<8>(shared(), values + 64, false);
+  if (thread_index() == 63) copy_async<8>(shared() + 2, values + 64, true);  // fault
+}
+
+template <typename T>
+__global__ void copies_to_past_shared_memory(T* values) {
+  copy_async<16>(shared() + 4 * thread_index(), values, false);  // fault
+}
+
+template <typename T>
+__global__ void copies_across_an_alignment(T* values) {
+  copy_async<16>(shared() + 2, values, false);  // fault
+}
+
+template <typename T>
+__global__ void copies_from_across_an_alignment(T* values) {
+  copy_async<8>(shared(), values + 1, false);  // fault
+}
+
+template <typename T>
+__global__ void ends_before_its_copy(T* values) {
+  values[thread_index()] = 1;
+  copy_async<4>(shared() + thread_index(), values + thread_index(), true);  // fault
+  commit_copies();
+}
+
+// ---- clusters of two blocks ----------------------------------------------------------------------
+
+template <typename T>
+__global__ void races_in_a_cluster(T* values) {
+  cluster_barrier();
+  values[thread_index()] = block_in_cluster();  // fault
+}
+
+template <typename T>
+__global__ void leaves_a_block_at_the_clusters_barrier(T*) {
+  if (block_in_cluster() == 0) cluster_barrier();  // fault
+}
+
+template <typename T>
+__global__ void leaves_threads_at_the_clusters_barrier(T*) {
+  if (thread_index() < 40) cluster_barrier();  // fault
+}
+
+// Two mailboxes, and behind them 60 elements.
+__device__ __forceinline__ Mailbox* mailbox() {
+  return static_cast<Mailbox*>(dynamic_shared_memory());
+}
+__device__ __forceinline__ float* letters() { return shared() + 4; }
+
+__device__ __forceinline__ void open_mailboxes() {
+  if (thread_index() < 2) open_mailbox(mailbox() + thread_index());
+  cluster_barrier();
+}
+
+// Each block's thread 0 sends its letter to both, of which each expects as many bytes.
+__device__ __forceinline__ void exchange_letters(int turn, int bytes) {
+  if (thread_index() != 0) return;
+  expect_bytes(mailbox() + turn, bytes);
+  for (int block = 0; block < 2; ++block) {
+    send_to_block(letters() + block_in_cluster(), mailbox() + turn, block, 1.0f);
+  }
+}
+
+template <typename T>
+__global__ void sends_to_no_mailbox(T*) {
+  cluster_barrier();
+  send_to_block(letters(), mailbox(), 0, 1.0f);  // fault
+}
+
+template <typename T>
+__global__ void sends_before_the_mailbox_may_be_open(T*) {
+  if (thread_index() == 0) open_mailbox(mailbox());
+  block_barrier();
+  if (block_in_cluster() == 1) send_to_block(letters(), mailbox(), 0, 1.0f);  // fault
+  cluster_barrier();
+}
+
+template <typename T>
+__global__ void expects_in_a_mailbox_that_may_not_be_open(T*) {
+  if (thread_index() == 0) open_mailbox(mailbox());
+  if (thread_index() == 1) expect_bytes(mailbox(), 4);  // fault
+}
+
+template <typename T>
+__global__ void expects_twice(T*) {
+  open_mailboxes();
+  if (thread_index() < 2) expect_bytes(mailbox(), 8);  // fault
+}
+
+template <typename T>
+__global__ void expects_too_much(T*) {
+  open_mailboxes();
+  exchange_letters(0, 12);
+  wait_for_bytes(mailbox(), 0);  // fault
+}
+
+template <typename T>
+__global__ void expects_too_little(T* values) {
+  open_mailboxes();
+  exchange_letters(0, 4);
+  if (block_in_cluster() == 0) {
+    wait_for_bytes(mailbox(), 0);
+    if (thread_index() < 2) values[thread_index()] = letters()[thread_index()];  // fault
+  }
+  cluster_barrier();
+}
+
+template <typename T>
+__global__ void reads_its_own_letter_before_the_wait(T* values) {
+  open_mailboxes();
+  exchange_letters(0, 8);
+  if (block_in_cluster() == 0 && thread_index() == 0) values[0] = letters()[0];  // fault
+  wait_for_bytes(mailbox(), 0);
+}
+
+template <typename T>
+__global__ void reads_what_a_thread_beside_it_waited_for(T* values) {
+  open_mailboxes();
+  exchange_letters(0, 8);
+  if (thread_index() != 1) wait_for_bytes(mailbox(), 0);
+  if (thread_index() == 1) values[block_index()] = letters()[0];  // fault
+}
+
+template <typename T>
+__global__ void waits_for_the_time_before(T* values) {
+  open_mailboxes();
+  exchange_letters(0, 8);
+  wait_for_bytes(mailbox(), 1);
+  if (block_in_cluster() == 0) values[thread_index()] = letters()[0];  // fault
+  wait_for_bytes(mailbox(), 0);
+}
+
+template <typename T>
+__global__ void waits_for_the_time_after(T*) {
+  open_mailboxes();
+  exchange_letters(0, 8);
+  wait_for_bytes(mailbox(), 0);
+  wait_for_bytes(mailbox(), 1);  // fault
+}
+
+template <typename T>
+__global__ void sends_over_what_may_not_have_been_read(T* values) {
+  open_mailboxes();
+  exchange_letters(0, 8);
+  wait_for_bytes(mailbox(), 0);
+  if (block_in_cluster() == 1) values[thread_index()] = letters()[0];
+  if (block_in_cluster() == 0 && thread_index() == 0) {
+    send_to_block(letters(), mailbox() + 1, 1, 2.0f);  // fault
+  }
+  cluster_barrier();
+}
+
+template <typename T>
+__global__ void writes_to_a_mailbox(T*) {
+  open_mailboxes();
+  if (thread_index() == 0) shared()[1] = 0;  // fault
+}
+
+template <typename T>
+__global__ void sends_to_a_block_that_has_ended(T*) {
+  open_mailboxes();
+  if (block_in_cluster() == 1 && thread_index() == 0) {
+    send_to_block(letters(), mailbox(), 0, 1.0f);  // fault
+  }
+}
+
+template <typename T>
+__global__ void ends_before_its_letters_come(T*) {
+  open_mailboxes();
+  if (block_in_cluster() == 0 && thread_index() == 0) {
+    send_to_block(letters(), mailbox(), 1, 1.0f);  // fault
+  }
+  block_barrier();
+}
+
+template <typename T>
+__global__ void sends_to_no_block_of_the_cluster(T*) {
+  open_mailboxes();
+  if (thread_index() == 0)
+    send_to_block(letters(), mailbox(), block_in_cluster() + 1, 1.0f);  // fault
+  cluster_barrier();
+}
+
+template <typename T>
+__global__ void sends_to_past_shared_memory(T*) {
+  open_mailboxes();
+  send_to_block(letters() + thread_index(), mailbox(), 0, 1.0f);  // fault
+}
+
+template <typename T>
+__global__ void sends_across_an_alignment(T*) {
+  open_mailboxes();
+  double* const between = reinterpret_cast<double*>(letters() + 1);
+  if (thread_index() == 0) send_to_block(between, mailbox(), 0, 1.0);  // fault
+  cluster_barrier();
 }

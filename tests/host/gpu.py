@@ -200,10 +200,13 @@ class Gpu:
         )
         return result
 
-    def run(self, kernel: Instantiation, blocks: int, *arguments: Any) -> None:
+    def run(
+        self, kernel: Instantiation, blocks: int, *arguments: Any, cluster_blocks: int = 1
+    ) -> None:
         """Launch a kernel outside the package; arrays are passed by their addresses."""
         values = tuple(a.data.ptr if isinstance(a, Array) else a for a in arguments)
-        self._load(kernel, 0)((blocks,), (kernel.block_threads,), values, kernel.shared_bytes)
+        launch = ((blocks,), (kernel.block_threads,), values, kernel.shared_bytes, cluster_blocks)
+        self._load(kernel, 0)(*launch)
 
     @contextlib.contextmanager
     def fresh_memory(self) -> Iterator[None]:
@@ -237,7 +240,11 @@ class Gpu:
         flush = "<double" not in kernel.expression
 
         def function(
-            grid: tuple[int], block: tuple[int], arguments: tuple[Any, ...], shared_bytes: int
+            grid: tuple[int],
+            block: tuple[int],
+            arguments: tuple[Any, ...],
+            shared_bytes: int,
+            cluster_blocks: int = 1,
         ) -> None:
             values = [np.int64(a) if isinstance(a, int) else a for a in arguments]
             for i, value in enumerate((*values, None)):
@@ -251,7 +258,13 @@ class Gpu:
             addresses = (ctypes.c_void_p * len(holders))(*(h.ctypes.data for h in holders))
             self.launched.append(kernel)
             problem = self.memory.runtime.launch(
-                library.call_kernel, grid[0], block[0], shared_bytes, addresses, flush
+                library.call_kernel,
+                grid[0],
+                block[0],
+                cluster_blocks,
+                shared_bytes,
+                addresses,
+                flush,
             )
             if problem:
                 raise KernelError(f"{kernel.expression}, {problem}")

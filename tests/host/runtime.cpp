@@ -1,9 +1,12 @@
-// Runs a kernel on the host, a fiber for each thread of a block, and checks every access to memory.
+// Runs a kernel on the host, a fiber for each thread of a cluster of blocks (of one block, as a rule),
+// and checks every access to memory.
 //
 // Kernels are compiled with -fsanitize=thread and the like, by which g++ calls a function before
 // each access; those functions are defined here, in place of the sanitizers' own. Memory that a
 // kernel may touch is registered in spans, each with a shadow: who wrote and read every granule
-// last, and when. From it follow accesses out of bounds, reads of what nothing wrote, and races.
+// last, and when. From it follow accesses out of bounds, reads of what nothing wrote, and races. An
+// asynchronous copy is performed at the wait that completes it; from its issue until then, nobody may
+// touch its target or write its source.
 //
 // Fibers run in the order of their indices, each until it has to wait: nothing depends on time. The
 // first problem ends the launch and is reported; nothing is written out of bounds, nothing hangs.
@@ -31,6 +34,8 @@ using Time = std::uint32_t;
 
 constexpr int kWarp = 32;
 constexpr int kMaxThreads = 1024;
+constexpr int kMaxClusterBlocks = 16;
+constexpr int kMaxFibers = kMaxThreads * kMaxClusterBlocks;
 constexpr int kBarriers = 16;
 constexpr std::size_t kStackBytes = 256 << 10;
 constexpr long long kMaxEvents = 100'000'000;  // of a launch; beyond, a loop does not end
@@ -46,6 +51,8 @@ struct Access {
 // Two readers are enough to see a race: barriers order all threads of a team, or none.
 struct Granule {
   Access written, read[2];
+  // Asynchronous copies under way from here; and to here, with values that are sent, and mailboxes.
+  std::uint32_t sources = 0, targets = 0;
 };
 
 struct Span {
@@ -66,19 +73,41 @@ struct Span {
 
 std::map<Address, Span> spans;  // by their ends
 Span* last_hit = nullptr;
-Span shared;
+std::vector<Span> shared_memory;      // of each block of the cluster
+int current = -1, current_block = 0;  // in the cluster
 
-Span* find(Address first, Address last) {
+Span* find_registered(Address first, Address last) {
   if (last_hit != nullptr && last_hit->holds(first, last)) return last_hit;
-  if (shared.holds(first, last)) return &shared;
   const auto next = spans.upper_bound(first);
   if (next == spans.end() || !next->second.holds(first, last)) return nullptr;
   return last_hit = &next->second;
 }
 
+Span* find(Address first, Address last) {
+  Span& own = shared_memory[current_block];
+  return own.holds(first, last) ? &own : find_registered(first, last);
+}
+
 // ---- threads -------------------------------------------------------------------------------------
 
-enum class State { kReady, kAtShuffle, kAtVote, kAtBarrier, kFinished };
+enum class State {
+  kReady,
+  kAtShuffle,
+  kAtVote,
+  kAtBarrier,
+  kAtClusterBarrier,
+  kAtMailbox,
+  kFinished
+};
+
+// From global to shared memory; without a source, of zeros.
+struct Copy {
+  Address target, source;
+  unsigned bytes;
+  Span* source_span;
+  int group;  // of the thread's
+  const void* place;
+};
 
 struct Fiber {
   jmp_buf context;
@@ -90,13 +119,16 @@ struct Fiber {
   int bytes = 0;                // of a shuffle's value
   int collectives = 0;
   Time now = 0;
-  std::size_t known = 0;  // what other threads did, as an index of `knowledge`
+  std::size_t known = 0;     // what other threads did, as an index of `knowledge`
+  std::vector<Copy> copies;  // under way
+  int groups = 0;            // of copies, closed
 };
 
 // A lane may enter the next collective before the slowest has read of this one: two sets of slots.
 struct Warp {
   int arrived = 0;
   std::uint64_t slots[2][kWarp];
+  Time met[kWarp];  // when its lanes last met
 };
 
 struct Barrier {
@@ -104,17 +136,46 @@ struct Barrier {
   std::vector<int> waiting;
 };
 
+// What some threads have done and known, for others to learn.
+struct Joint {
+  std::vector<Time> times;
+  std::vector<std::size_t> from;
+  std::map<std::size_t, std::size_t> after;  // by what a thread knew before
+};
+
+struct Sent {
+  Address address;
+  unsigned bytes;
+  Access access;
+};
+
+// Full, time after time, when one thread has said how many bytes to expect and they have come.
+struct Mailbox {
+  Access opened;
+  int times_full = 0;
+  bool expects = false;
+  int missing = 0;  // bytes; more may come than are expected yet
+  std::vector<Sent> sent;
+  Joint filled, was_full;
+};
+
 std::vector<Fiber> fibers(kMaxThreads);
-std::vector<Warp> warps(kMaxThreads / kWarp);
-Barrier barriers[kBarriers];
+std::vector<Warp> warps(kMaxFibers / kWarp);
+Barrier barriers[kMaxClusterBlocks][kBarriers];
+Barrier cluster_barrier;
+std::map<Address, Mailbox> mailboxes[kMaxClusterBlocks];
 // By thread, the last time of its own that a barrier has made visible. Threads that met at a
 // barrier share one.
 std::vector<std::vector<Time>> knowledge;
 
 char* stacks = nullptr;
 jmp_buf scheduler;
-int threads = 0, current = -1;
-long long block = 0, blocks = 0, events = 0;
+int threads = 0, cluster_blocks = 1, cluster_threads = 0;
+long long first_block = 0, blocks = 0, events = 0;
+std::uint32_t first_thread = 0;  // of the cluster, in the grid
+int running[kMaxClusterBlocks];  // threads of a block that have not finished
+// By the block to which another sent, and by thread, the last such access.
+std::map<int, Access> sent_from_outside[kMaxClusterBlocks];
 Time launched = 1, latest = 1;
 void (*kernel)(void**) = nullptr;
 void** kernel_arguments = nullptr;
@@ -140,7 +201,9 @@ std::string placed(const void* place) {
   return format("{%zu}", report.places.size() - 1);
 }
 
-std::string here() { return format("block %lld, thread %d: ", block, current); }
+std::string here() {
+  return format("block %lld, thread %d: ", first_block + current_block, current % threads);
+}
 
 [[noreturn]] void give_up() { _longjmp(scheduler, 2); }
 
@@ -159,7 +222,7 @@ std::string describe(Address address) {
     if (nearest == nullptr || away < distance) nearest = &span, distance = away;
   };
   for (const auto& [end, span] : spans) consider(span);
-  consider(shared);
+  for (const Span& span : shared_memory) consider(span);
   if (nearest == nullptr) return " in no array";
   if (address < nearest->begin) {
     return format(", %zu bytes before ", nearest->begin - address) + nearest->name;
@@ -172,24 +235,31 @@ std::string describe(Address address) {
 
 [[noreturn]] void report_access(const char* what, Address address, unsigned bytes,
                                 const void* place, const Access* other = nullptr,
-                                const char* others = "") {
+                                const char* others = "", const char* missing = "barrier") {
   report.message =
       here() + format("%s %u bytes", what, bytes) + describe(address) + ", at " + placed(place);
   if (other != nullptr) {
     report.message += format(", which block %u, thread %u %s ", other->thread / threads,
                              other->thread % threads, others);
-    report.message += "at " + placed(other->place) + " with no barrier between";
+    report.message += "at " + placed(other->place) + format(" with no %s between", missing);
   }
   give_up();
 }
 
-// Whether no barrier lies between an earlier access and the present thread. Blocks know nothing of
+// Whether no barrier lies between an earlier access and the present thread. Clusters know nothing of
 // one another; launches are in order.
-bool races(const Access& earlier) {
+bool races(const Access& earlier, bool was_read = false) {
   if (earlier.time <= launched) return false;
-  if (earlier.thread / threads != block) return true;
-  const int other = static_cast<int>(earlier.thread % threads);
-  return other != current && knowledge[fibers[current].known][other] < earlier.time;
+  const std::uint32_t other = earlier.thread - first_thread;
+  if (other >= static_cast<std::uint32_t>(cluster_threads)) return true;
+  if (static_cast<int>(other) == current) return false;
+  // A lane has what it read when it meets the others, but what it wrote need not be there for them.
+  const Warp& warp = warps[current / kWarp];
+  if (was_read && other / kWarp == static_cast<std::uint32_t>(current / kWarp) &&
+      warp.met[other % kWarp] >= earlier.time) {
+    return false;
+  }
+  return knowledge[fibers[current].known][other] < earlier.time;
 }
 
 void count_events(int count, const void* place) {
@@ -199,22 +269,59 @@ void count_events(int count, const void* place) {
   }
 }
 
-void check_access(const void* memory, unsigned bytes, bool write, const void* place) {
-  const Address address = reinterpret_cast<Address>(memory);
-  if (address - reinterpret_cast<Address>(stacks) < kMaxThreads * kStackBytes) return;
-  count_events(1, place);
-  Span* span = find(address, address + bytes);
-  if (span == nullptr) {
-    report_access(write ? "out of bounds: writes" : "out of bounds: reads", address, bytes, place);
+Access access_at(const void* place) {
+  return {fibers[current].now, first_thread + static_cast<std::uint32_t>(current), place};
+}
+
+template <typename Visit>
+void for_each_granule(Span& span, Address address, unsigned bytes, Visit visit) {
+  const Address first = (address - span.begin) / span.granule_bytes;
+  const Address last = (address + bytes - 1 - span.begin) / span.granule_bytes;
+  for (Address i = first; i <= last; ++i) visit(span.granules[i]);
+}
+
+void note_read(Granule& granule, const Access& access) {
+  if (granule.read[0].thread != access.thread) granule.read[1] = granule.read[0];
+  granule.read[0] = access;
+}
+
+// An access of what a copy under way touches.
+[[noreturn]] void report_copy(const Span& span, Address address, unsigned bytes, bool write,
+                              const void* place) {
+  const auto granule = [&](Address at) { return (at - span.begin) / span.granule_bytes; };
+  const auto meets = [&](Address other, const Copy& copy) {
+    return granule(other) <= granule(address + bytes - 1) &&
+           granule(address) <= granule(other + copy.bytes - 1);
+  };
+  for (int i = 0; i < cluster_threads; ++i) {
+    for (const Copy& copy : fibers[i].copies) {
+      const bool to = meets(copy.target, copy);
+      if (!to && !(write && copy.source_span != nullptr && meets(copy.source, copy))) continue;
+      const Access other = {0, first_thread + static_cast<std::uint32_t>(i), copy.place};
+      report_access(write ? "race: writes" : "race: reads", address, bytes, place, &other,
+                    to ? "copies to" : "copies from", "wait");
+    }
   }
-  Access access;
-  access.time = fibers[current].now;
-  access.thread = static_cast<std::uint32_t>(block * threads + current);
-  access.place = place;
-  const Address first = (address - span->begin) / span->granule_bytes;
-  const Address last = (address + bytes - 1 - span->begin) / span->granule_bytes;
-  for (Address i = first; i <= last; ++i) {
-    Granule& granule = span->granules[i];
+  for (int block = 0; block < cluster_blocks; ++block) {
+    for (const auto& [opened_at, mailbox] : mailboxes[block]) {
+      for (const Sent& sent : mailbox.sent) {
+        if (granule(sent.address) <= granule(address + bytes - 1) &&
+            granule(address) <= granule(sent.address + sent.bytes - 1)) {
+          report_access(write ? "race: writes" : "race: reads", address, bytes, place, &sent.access,
+                        "sends to", "wait");
+        }
+      }
+    }
+  }
+  report_access(write ? "mailbox: writes" : "mailbox: reads", address, bytes, place);
+}
+
+void check_granules(Span& span, Address address, unsigned bytes, bool write, const void* place) {
+  const Access access = access_at(place);
+  for_each_granule(span, address, bytes, [&](Granule& granule) {
+    if (granule.targets != 0 || (write && granule.sources != 0)) {
+      report_copy(span, address, bytes, write, place);
+    }
     if (!write && granule.written.time == 0) {
       report_access("uninitialized: reads", address, bytes, place);
     }
@@ -224,14 +331,92 @@ void check_access(const void* memory, unsigned bytes, bool write, const void* pl
     }
     if (write) {
       for (const Access& read : granule.read) {
-        if (races(read)) report_access("race: writes", address, bytes, place, &read, "read");
+        if (races(read, true)) report_access("race: writes", address, bytes, place, &read, "read");
       }
       granule.written = access;
     } else {
-      if (granule.read[0].thread != access.thread) granule.read[1] = granule.read[0];
-      granule.read[0] = access;
+      note_read(granule, access);
     }
+  });
+}
+
+void check_access(const void* memory, unsigned bytes, bool write, const void* place) {
+  const Address address = reinterpret_cast<Address>(memory);
+  if (address - reinterpret_cast<Address>(stacks) < kMaxFibers * kStackBytes) return;
+  count_events(1, place);
+  Span* span = find(address, address + bytes);
+  if (span == nullptr) {
+    report_access(write ? "out of bounds: writes" : "out of bounds: reads", address, bytes, place);
   }
+  check_granules(*span, address, bytes, write, place);
+}
+
+// The present block's shared memory, in which an access by another instruction than a load or a
+// store must lie.
+Span& own_memory(const char* what, Address address, unsigned bytes, const void* place) {
+  count_events(1, place);
+  Span& own = shared_memory[current_block];
+  if (!own.holds(address, address + bytes)) {
+    report_access(format("out of bounds: %s", what).c_str(), address, bytes, place);
+  }
+  if (address % bytes != 0) {
+    report_access(format("misaligned: %s", what).c_str(), address, bytes, place);
+  }
+  return own;
+}
+
+// ---- asynchronous copies ---------------------------------------------------------------------------
+
+void begin_copy(Address target, Address source, unsigned bytes, bool valid, const void* place) {
+  Span& own = own_memory("copies to", target, bytes, place);
+  if (source % bytes != 0) report_access("misaligned: copies from", source, bytes, place);
+  Fiber& fiber = fibers[current];
+  Copy copy = {target, source, bytes, nullptr, fiber.groups, place};
+  if (valid) {
+    copy.source_span = find_registered(source, source + bytes);
+    if (copy.source_span == nullptr) {
+      report_access("out of bounds: copies from", source, bytes, place);
+    }
+    check_granules(*copy.source_span, source, bytes, false, place);
+  }
+  check_granules(own, target, bytes, true, place);
+  if (valid) {
+    for_each_granule(*copy.source_span, source, bytes, [](Granule& g) { ++g.sources; });
+  }
+  for_each_granule(own, target, bytes, [](Granule& g) { ++g.targets; });
+  fiber.copies.push_back(copy);
+}
+
+void forget_source(const Copy& copy) {
+  if (copy.source_span == nullptr) return;
+  for_each_granule(*copy.source_span, copy.source, copy.bytes, [](Granule& g) { --g.sources; });
+}
+
+void end_copy(const Copy& copy) {
+  const Access access = access_at(copy.place);
+  void* target = reinterpret_cast<void*>(copy.target);
+  if (copy.source_span == nullptr) {
+    std::memset(target, 0, copy.bytes);
+  } else {
+    std::memcpy(target, reinterpret_cast<const void*>(copy.source), copy.bytes);
+    forget_source(copy);
+    for_each_granule(*copy.source_span, copy.source, copy.bytes,
+                     [&](Granule& granule) { note_read(granule, access); });
+  }
+  for_each_granule(shared_memory[current_block], copy.target, copy.bytes, [&](Granule& granule) {
+    --granule.targets;
+    granule.written = access;
+  });
+}
+
+void end_copies(int groups, const void* place) {
+  count_events(1, place);
+  Fiber& fiber = fibers[current];
+  const auto under_way =
+      std::find_if(fiber.copies.begin(), fiber.copies.end(),
+                   [&](const Copy& copy) { return copy.group >= fiber.groups - groups; });
+  std::for_each(fiber.copies.begin(), under_way, end_copy);
+  fiber.copies.erase(fiber.copies.begin(), under_way);
 }
 
 // ---- waiting -------------------------------------------------------------------------------------
@@ -244,6 +429,10 @@ const char* name_of(State state) {
       return "wait in a vote";
     case State::kAtBarrier:
       return "wait at barrier";
+    case State::kAtClusterBarrier:
+      return "wait at the cluster's barrier";
+    case State::kAtMailbox:
+      return "wait for a mailbox";
     default:
       return "have finished";
   }
@@ -260,10 +449,12 @@ std::string describe_threads(int first, int count) {
       ++end;
     }
     text += begin == first ? "" : "; ";
-    text += format("threads %d to %d %s", begin, end - 1, name_of(fiber.state));
+    text +=
+        format("threads %d to %d %s", begin % threads, (end - 1) % threads, name_of(fiber.state));
     if (fiber.state == State::kAtShuffle) text += format(" %d", fiber.detail);
     if (fiber.state == State::kAtBarrier) {
-      text += format(" %d of %d threads", fiber.detail, barriers[fiber.detail].threads);
+      text += format(" %d of %d threads", fiber.detail,
+                     barriers[begin / threads][fiber.detail].threads);
     }
     if (fiber.state != State::kFinished) text += " at " + placed(fiber.place);
     begin = end;
@@ -300,36 +491,27 @@ const std::uint64_t* meet(State state, std::uint64_t mine, int detail, int bytes
       give_up();
     }
   }
-  for (int i = first; i < first + kWarp; ++i) fibers[i].state = State::kReady;
+  for (int i = first; i < first + kWarp; ++i) {
+    fibers[i].state = State::kReady;
+    warp.met[i - first] = fibers[i].now++;
+    latest = std::max(latest, fibers[i].now);
+  }
   warp.arrived = 0;
   return slots;
 }
 
-void meet_at_barrier(int number, int count, const void* place) {
-  arrive(State::kAtBarrier, number, 0, place);
-  if (number < 0 || number >= kBarriers || count <= 0 || count % kWarp != 0 || count > threads) {
-    report.message =
-        here() + format("no barrier %d of %d threads, at ", number, count) + placed(place);
-    give_up();
-  }
-  Barrier& barrier = barriers[number];
-  if (!barrier.waiting.empty() && barrier.threads != count) {
-    report.message =
-        here() +
-        format("barrier %d is of %d threads, and of %d at ", number, barrier.threads, count) +
-        placed(place);
-    give_up();
-  }
-  barrier.threads = count;
-  barrier.waiting.push_back(current);
-  if (static_cast<int>(barrier.waiting.size()) < count) return wait();
-  // What one knew all know, and what each has done.
+void learn(std::vector<Time>& mine, const std::vector<Time>& others) {
+  for (std::size_t i = 0; i < mine.size(); ++i) mine[i] = std::max(mine[i], others[i]);
+}
+
+// What one knew all know, and what each has done.
+void end_barrier(Barrier& barrier) {
   std::vector<Time> joined = knowledge[fibers[current].known];
   std::size_t merged = fibers[current].known;
   for (int i : barrier.waiting) {
     if (fibers[i].known == merged) continue;
     merged = fibers[i].known;
-    for (int j = 0; j < threads; ++j) joined[j] = std::max(joined[j], knowledge[merged][j]);
+    learn(joined, knowledge[merged]);
   }
   for (int i : barrier.waiting) {
     joined[i] = fibers[i].now++;
@@ -341,20 +523,186 @@ void meet_at_barrier(int number, int count, const void* place) {
   barrier.waiting.clear();
 }
 
-// ---- blocks --------------------------------------------------------------------------------------
+void meet_at_barrier(int number, int count, const void* place) {
+  arrive(State::kAtBarrier, number, 0, place);
+  if (number < 0 || number >= kBarriers || count <= 0 || count % kWarp != 0 || count > threads) {
+    report.message =
+        here() + format("no barrier %d of %d threads, at ", number, count) + placed(place);
+    give_up();
+  }
+  Barrier& barrier = barriers[current_block][number];
+  if (!barrier.waiting.empty() && barrier.threads != count) {
+    report.message =
+        here() +
+        format("barrier %d is of %d threads, and of %d at ", number, barrier.threads, count) +
+        placed(place);
+    give_up();
+  }
+  barrier.threads = count;
+  barrier.waiting.push_back(current);
+  if (static_cast<int>(barrier.waiting.size()) < count) return wait();
+  end_barrier(barrier);
+}
 
-// A fiber serves a thread of each block in turn.
+void meet_at_cluster_barrier(const void* place) {
+  arrive(State::kAtClusterBarrier, 0, 0, place);
+  cluster_barrier.waiting.push_back(current);
+  if (static_cast<int>(cluster_barrier.waiting.size()) < cluster_threads) return wait();
+  end_barrier(cluster_barrier);
+}
+
+// ---- mailboxes -------------------------------------------------------------------------------------
+
+// What the present thread did before, and its warp before its lanes last met.
+void leave(Joint& joint) {
+  Fiber& fiber = fibers[current];
+  joint.times.resize(cluster_threads);
+  if (std::find(joint.from.begin(), joint.from.end(), fiber.known) == joint.from.end()) {
+    joint.from.push_back(fiber.known);
+    learn(joint.times, knowledge[fiber.known]);
+  }
+  const int first = current / kWarp * kWarp;
+  for (int i = 0; i < kWarp; ++i) {
+    joint.times[first + i] = std::max(joint.times[first + i], warps[current / kWarp].met[i]);
+  }
+  joint.times[current] = fiber.now++;
+  latest = std::max(latest, fiber.now);
+}
+
+void take(Joint& joint) {
+  Fiber& fiber = fibers[current];
+  const auto [after, is_new] = joint.after.try_emplace(fiber.known, knowledge.size());
+  if (is_new) {
+    knowledge.push_back(knowledge[fiber.known]);
+    learn(knowledge.back(), joint.times);
+  }
+  fiber.known = after->second;
+}
+
+[[noreturn]] void report_mailbox(const std::string& what, const void* place) {
+  report.message = here() + what + ", at " + placed(place);
+  give_up();
+}
+
+void open_mailbox(Address address, const void* place) {
+  Span& own = own_memory("opens a mailbox in", address, 8, place);
+  check_granules(own, address, 8, true, place);
+  for_each_granule(own, address, 8, [](Granule& g) { ++g.targets; });
+  mailboxes[current_block][address].opened = access_at(place);
+}
+
+// That of a block, where the present one has its own.
+Mailbox& mailbox_of(int block, Address address, const void* place) {
+  const Span& own = own_memory("takes for a mailbox", address, 8, place);
+  const auto found = mailboxes[block].find(shared_memory[block].begin + (address - own.begin));
+  if (found == mailboxes[block].end()) report_mailbox("no mailbox is open there", place);
+  Mailbox& mailbox = found->second;
+  if (races(mailbox.opened)) {
+    report_mailbox("the mailbox was opened with no barrier between", place);
+  }
+  return mailbox;
+}
+
+void close_if_full(int block, Mailbox& mailbox) {
+  if (!mailbox.expects || mailbox.missing != 0) return;
+  for (const Sent& sent : mailbox.sent) {
+    for_each_granule(shared_memory[block], sent.address, sent.bytes,
+                     [](Granule& g) { --g.targets; });
+  }
+  mailbox.sent.clear();
+  mailbox.was_full = std::move(mailbox.filled);
+  mailbox.filled = Joint();
+  mailbox.expects = false;
+  ++mailbox.times_full;
+  for (int i = block * threads; i < (block + 1) * threads; ++i) {
+    if (fibers[i].state == State::kAtMailbox) fibers[i].state = State::kReady;
+  }
+}
+
+void expect_bytes(Address address, int bytes, const void* place) {
+  Mailbox& mailbox = mailbox_of(current_block, address, place);
+  if (mailbox.expects) report_mailbox("the mailbox already expects bytes", place);
+  mailbox.expects = true;
+  mailbox.missing += bytes;
+  leave(mailbox.filled);
+  close_if_full(current_block, mailbox);
+}
+
+void send_to_block(Address address, Address to_mailbox, int block, const void* value,
+                   unsigned bytes, const void* place) {
+  Span& own = own_memory("sends to", address, bytes, place);
+  if (block < 0 || block >= cluster_blocks) {
+    report_mailbox(format("sends to block %d of a cluster of %d", block, cluster_blocks), place);
+  }
+  if (running[block] == 0) {
+    report_mailbox(format("sends to block %lld, which has ended", first_block + block), place);
+  }
+  Mailbox& mailbox = mailbox_of(block, to_mailbox, place);
+  Span& memory = shared_memory[block];
+  const Sent sent = {memory.begin + (address - own.begin), bytes, access_at(place)};
+  check_granules(memory, sent.address, bytes, true, place);
+  std::memcpy(reinterpret_cast<void*>(sent.address), value, bytes);
+  for_each_granule(memory, sent.address, bytes, [](Granule& g) { ++g.targets; });
+  mailbox.sent.push_back(sent);
+  if (block != current_block) sent_from_outside[block][current] = sent.access;
+  mailbox.missing -= static_cast<int>(bytes);
+  leave(mailbox.filled);
+  close_if_full(block, mailbox);
+}
+
+void wait_for_bytes(Address address, int parity, const void* place) {
+  Mailbox& mailbox = mailbox_of(current_block, address, place);
+  while (mailbox.times_full % 2 == parity) {
+    arrive(State::kAtMailbox, 0, 0, place);
+    wait();
+  }
+  if (mailbox.times_full > 0) take(mailbox.was_full);
+}
+
+// ---- clusters ------------------------------------------------------------------------------------
+
+// What other blocks send to one that ends may still be under way, unless one of its threads knows that
+// it has come.
+void end_block() {
+  const int first = current_block * threads;
+  for (const auto& [thread, sent] : sent_from_outside[current_block]) {
+    const auto knows = [&, thread = thread, time = sent.time](const Fiber& fiber) {
+      return knowledge[fiber.known][thread] >= time;
+    };
+    if (std::none_of(fibers.begin() + first, fibers.begin() + first + threads, knows)) {
+      report.message = here() +
+                       format("the block ends, to which block %u, thread %u sends at ",
+                              sent.thread / threads, sent.thread % threads) +
+                       placed(sent.place) + " with no wait between";
+      give_up();
+    }
+  }
+}
+
+void end_thread() {
+  Fiber& fiber = fibers[current];
+  for (const Copy& copy : fiber.copies) {
+    if (copy.source_span == nullptr) continue;
+    report.message = here() + "ends and did not wait for the copy at " + placed(copy.place);
+    give_up();
+  }
+  fiber.state = State::kFinished;
+  fiber.place = nullptr;
+  fiber.detail = 0;
+  if (--running[current_block] == 0) end_block();
+}
+
+// A fiber serves a thread of each cluster in turn.
 void serve() {
   for (;;) {
     kernel(kernel_arguments);
-    fibers[current].state = State::kFinished;
-    fibers[current].place = nullptr;
-    fibers[current].detail = 0;
+    end_thread();
     wait();
   }
 }
 
-void resume() {
+void resume(int thread) {
+  current = thread, current_block = thread / threads;
   const int how = _setjmp(scheduler);
   if (how != 0) return;
   Fiber& fiber = fibers[current];
@@ -363,34 +711,49 @@ void resume() {
   setcontext(&fiber.start);
 }
 
-// Returns whether every thread of the present block has finished.
-bool run_block() {
-  std::memset(reinterpret_cast<void*>(shared.begin), 0xff, shared.end - shared.begin);
-  std::fill(shared.granules.begin(), shared.granules.end(), Granule());
-  knowledge.assign(1, std::vector<Time>(threads, launched));
-  for (Warp& warp : warps) warp.arrived = 0;
-  for (Barrier& barrier : barriers) barrier.waiting.clear();
-  for (int i = 0; i < threads; ++i) {
+// Returns whether every thread of the present cluster has finished.
+bool run_cluster() {
+  for (Span& span : shared_memory) {
+    std::memset(reinterpret_cast<void*>(span.begin), 0xff, span.end - span.begin);
+    std::fill(span.granules.begin(), span.granules.end(), Granule());
+  }
+  first_thread = static_cast<std::uint32_t>(first_block * threads);
+  knowledge.assign(1, std::vector<Time>(cluster_threads, launched));
+  for (int i = 0; i < cluster_threads / kWarp; ++i) {
+    warps[i].arrived = 0;
+    std::fill(warps[i].met, warps[i].met + kWarp, launched);
+  }
+  cluster_barrier.waiting.clear();
+  for (int block = 0; block < cluster_blocks; ++block) {
+    for (Barrier& barrier : barriers[block]) barrier.waiting.clear();
+    running[block] = threads;
+    sent_from_outside[block].clear();
+    mailboxes[block].clear();
+  }
+  for (int i = 0; i < cluster_threads; ++i) {
     fibers[i].state = State::kReady;
     fibers[i].now = launched + 1;
     fibers[i].known = 0;
     fibers[i].collectives = 0;
+    fibers[i].copies.clear();
+    fibers[i].groups = 0;
   }
   for (bool progress = true; progress;) {
     progress = false;
-    for (int i = 0; i < threads; ++i) {
+    for (int i = 0; i < cluster_threads; ++i) {
       if (fibers[i].state != State::kReady) continue;
       progress = true;
-      current = i;
-      resume();
+      resume(i);
       if (!report.message.empty()) return false;
     }
   }
-  const auto finished = [](const Fiber& fiber) { return fiber.state == State::kFinished; };
-  if (std::all_of(fibers.begin(), fibers.begin() + threads, finished)) return true;
-  report.message =
-      format("block %lld: no thread can go on: ", block) + describe_threads(0, threads);
-  return false;
+  for (int block = 0; block < cluster_blocks; ++block) {
+    if (running[block] == 0) continue;
+    report.message += report.message.empty() ? "" : "; ";
+    report.message += format("block %lld: no thread can go on: ", first_block + block) +
+                      describe_threads(block * threads, threads);
+  }
+  return report.message.empty();
 }
 
 // CuPy compiles with -ftz=true: subnormal float32 operands and results count as zero. On the host
@@ -447,9 +810,10 @@ class CatchFaults {
 
 namespace host {
 
-int thread_index() { return current; }
-long long block_index() { return block; }
+int thread_index() { return current - current_block * threads; }
+long long block_index() { return first_block + current_block; }
 long long block_count() { return blocks; }
+int block_in_cluster() { return current_block; }
 
 void exchange(void* value, int bytes, int lane_mask) {
   std::uint64_t mine = 0;
@@ -470,7 +834,30 @@ bool any_in_warp(bool condition) {
 void barrier(int barrier, int count) { meet_at_barrier(barrier, count, CALLER); }
 void block_barrier() { meet_at_barrier(0, threads, CALLER); }
 
-void* dynamic_shared_memory() { return reinterpret_cast<void*>(shared.begin); }
+void cluster_barrier() { meet_at_cluster_barrier(CALLER); }
+
+void* dynamic_shared_memory() {
+  return reinterpret_cast<void*>(shared_memory[current_block].begin);
+}
+
+void open_mailbox(void* mailbox) { ::open_mailbox(reinterpret_cast<Address>(mailbox), CALLER); }
+void expect_bytes(void* mailbox, int bytes) {
+  ::expect_bytes(reinterpret_cast<Address>(mailbox), bytes, CALLER);
+}
+void send_to_block(void* shared, void* mailbox, int block, const void* value, int bytes) {
+  ::send_to_block(reinterpret_cast<Address>(shared), reinterpret_cast<Address>(mailbox), block,
+                  value, bytes, CALLER);
+}
+void wait_for_bytes(void* mailbox, int parity) {
+  ::wait_for_bytes(reinterpret_cast<Address>(mailbox), parity, CALLER);
+}
+
+void copy_async(void* shared, const void* global, int bytes, bool valid) {
+  begin_copy(reinterpret_cast<Address>(shared), reinterpret_cast<Address>(global), bytes, valid,
+             CALLER);
+}
+void commit_copies() { ++fibers[current].groups; }
+void wait_for_copies(int groups) { end_copies(groups, CALLER); }
 
 }  // namespace host
 
@@ -551,7 +938,7 @@ void forget_all_spans() {
 
 // The first byte of a registered range that nothing wrote, or -1.
 long long first_unwritten(Address begin, long long bytes) {
-  const Span* span = find(begin, begin + bytes);
+  const Span* span = find_registered(begin, begin + bytes);
   if (span == nullptr) return 0;
   for (Address i = (begin - span->begin) / span->granule_bytes;
        span->begin + i * span->granule_bytes < begin + bytes; ++i) {
@@ -563,10 +950,10 @@ long long first_unwritten(Address begin, long long bytes) {
 }
 
 // Returns 1 if the launch went well; if not, the report says why.
-int launch(void (*call)(void**), long long grid, int block_threads, int shared_bytes,
-           void** arguments, int flush_to_zero) {
+int launch(void (*call)(void**), long long grid, int block_threads, int blocks_in_cluster,
+           int shared_bytes, void** arguments, int flush_to_zero) {
   if (stacks == nullptr) {
-    void* memory = mmap(nullptr, kMaxThreads * kStackBytes, PROT_READ | PROT_WRITE,
+    void* memory = mmap(nullptr, kMaxFibers * kStackBytes, PROT_READ | PROT_WRITE,
                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (memory == MAP_FAILED) {
       report.message = "no memory for the stacks";
@@ -576,16 +963,27 @@ int launch(void (*call)(void**), long long grid, int block_threads, int shared_b
   }
   report = Report();
   kernel = call, kernel_arguments = arguments;
-  threads = block_threads, blocks = grid, events = 0;
+  threads = block_threads, blocks = grid, cluster_blocks = blocks_in_cluster, events = 0;
   if (threads <= 0 || threads > kMaxThreads || threads % kWarp != 0 || grid <= 0) {
     report.message = format("a grid of %lld blocks of %d threads", grid, threads);
     return 0;
   }
-  std::vector<std::uint64_t> words(shared_bytes / 8 + 3);
-  const Address aligned = (reinterpret_cast<Address>(words.data()) + 15) / 16 * 16;
-  shared = Span(aligned, aligned + shared_bytes, 4, false, "shared memory");
+  if (cluster_blocks <= 0 || cluster_blocks > kMaxClusterBlocks || grid % cluster_blocks != 0) {
+    report.message = format("a grid of %lld blocks in clusters of %d", grid, cluster_blocks);
+    return 0;
+  }
+  cluster_threads = cluster_blocks * threads;
+  std::vector<std::vector<std::uint64_t>> words(cluster_blocks,
+                                                std::vector<std::uint64_t>(shared_bytes / 8 + 3));
+  for (int block = 0; block < cluster_blocks; ++block) {
+    const Address aligned = (reinterpret_cast<Address>(words[block].data()) + 15) / 16 * 16;
+    const char* name =
+        cluster_blocks == 1 ? "shared memory" : "shared memory of block %d of the cluster";
+    shared_memory.emplace_back(aligned, aligned + shared_bytes, 4, false, format(name, block));
+  }
   const FlushToZero mode(flush_to_zero != 0);  // before the contexts, which save it
-  for (int i = 0; i < threads; ++i) {
+  if (fibers.size() < static_cast<std::size_t>(cluster_threads)) fibers.resize(cluster_threads);
+  for (int i = 0; i < cluster_threads; ++i) {
     Fiber& fiber = fibers[i];
     fiber.started = false;
     getcontext(&fiber.start);
@@ -597,10 +995,14 @@ int launch(void (*call)(void**), long long grid, int block_threads, int shared_b
   const CatchFaults faults;
   launched = ++latest;
   ++latest;
-  for (block = 0; block < grid; ++block) {
-    if (!run_block()) break;
+  for (first_block = 0; first_block < grid; first_block += cluster_blocks) {
+    if (!run_cluster()) break;
   }
-  shared = Span();
+  for (int i = 0; i < cluster_threads; ++i) {
+    for (const Copy& copy : fibers[i].copies) forget_source(copy);
+    fibers[i].copies.clear();
+  }
+  shared_memory.clear();
   return report.message.empty();
 }
 

@@ -1,0 +1,236 @@
+"""The kernels that spread a row over stages and clusters, each in configurations of the test's own.
+
+Those that cupynorm._config chooses are for rows longer than the host has time for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from strategies import DTYPES, Layout, make_values
+
+from cupynorm import NormBackward, NormForward, reference, testing
+from cupynorm._config import pack_length
+from cupynorm._jit import Instantiation, kernels_directory
+from cupynorm._spec import CPP_TYPES, ITEMSIZE, compute_dtype
+from host.build import Build
+from host.gpu import Array, Gpu
+
+__all__ = ["STAGED", "Staged"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Staged:
+    """One launch, of the kernel of `file`, and what it is to compute; dtypes by name."""
+
+    file: str
+    norm: str
+    m: int
+    n: int
+    x: str = "float32"
+    other: str | None = "float32"  # of all other operands; None: no weight and bias, the rest as x
+    regime: str = "normal"
+    eps: float = 1e-5
+    zero_centered: bool = False
+    dbias: bool = True
+    in_place: bool = False
+    stages: int = 2
+    cluster_blocks: int = 1
+    row_threads: int = 64  # of a block
+    teams: int = 1
+    packs_per_thread: int = 1
+    hold_weight: bool = False
+    groups: int = 2  # blocks of the grid, or clusters
+
+    def __str__(self) -> str:
+        over = f"{self.cluster_blocks}x{self.teams}x{self.row_threads}x{self.packs_per_thread}"
+        what = f"{self.file.removesuffix('.cu')}-{self.norm}-{self.x}-{self.other}-{self.regime}"
+        return f"{what}-{self.m}x{self.n}-{over}-{self.stages}"
+
+    @property
+    def block_threads(self) -> int:
+        return self.row_threads * self.teams
+
+    @property
+    def columns(self) -> int:
+        """The columns that the threads of a row have places for, in one block."""
+        return self.row_threads * self.packs_per_thread * pack_length(self.x)
+
+    @property
+    def vector(self) -> int:
+        divisors = self.n | pack_length(self.x)
+        return divisors & -divisors
+
+    def kernel(self) -> Instantiation:
+        """Return the instantiation; template arguments go by the names of the parameters."""
+        text = (kernels_directory() / self.file).read_text(encoding="utf-8")
+        match = re.search(r"template <([^<]*)>\n__global__ .* (norm_\w+)\(", text)
+        assert match is not None
+        operand, rest = CPP_TYPES[self.other], CPP_TYPES[self.other or self.x]
+        arguments: dict[str, Any] = {
+            "X": CPP_TYPES[self.x],
+            "DY": rest,
+            "Weight": operand,
+            "Bias": operand,
+            "Y": rest,
+            "Centered": self.norm == "layer_norm",
+            "ZeroCentered": self.zero_centered,
+            "DBias": self.dbias,
+            "StoreStatistics": True,
+            "Relu": False,
+            "Bitmask": False,
+            "HoldWeight": self.hold_weight,
+            "Stages": self.stages,
+            "ClusterBlocks": self.cluster_blocks,
+            "RowThreads": self.row_threads,
+            "BlockThreads": self.block_threads,
+            "BlocksPerMultiprocessor": 1,
+            "PacksPerThread": self.packs_per_thread,
+            "Full": self.n == self.cluster_blocks * self.columns,
+            "Vector": self.vector,
+        }
+        chosen = (arguments[parameter.split()[1]] for parameter in match[1].split(","))
+        spelled = ", ".join(str(a).lower() if isinstance(a, bool) else str(a) for a in chosen)
+        return Instantiation(
+            self.file, f"{match[2]}<{spelled}>", self.block_threads, self._shared_bytes()
+        )
+
+    def _shared_bytes(self) -> int:
+        compute = ITEMSIZE[compute_dtype(self.x)]
+        slots = self.cluster_blocks * max(1, self.row_threads // 32)
+        scratch = 0 if slots == 1 else -(-2 * self.teams * slots * 3 * compute // 16) * 16
+        mailboxes = 16 if self.cluster_blocks > 1 else 0
+        elements = self.teams * self.columns
+        x, other = ITEMSIZE[self.x], ITEMSIZE[self.other or self.x]
+        held = self.hold_weight or self.other is None
+        if self.file == "forward_staged.cu":
+            stages = elements * (self.stages * x + (0 if held else 2 * other))
+            return mailboxes + scratch + stages
+        stages = elements * (self.stages * (x + other) + (0 if held else other))
+        gradients = self.other is not None or self.dbias
+        partials = elements * compute if self.teams > 1 and gradients else 0
+        return mailboxes + scratch + stages + partials
+
+    def check(self, build: Build) -> None:
+        """Run the kernel and check what it returns."""
+        gpu = Gpu(build)
+        dtype, gap = DTYPES[self.other or self.x], Layout(gap=self.vector)
+        x = make_values(self.regime, (self.m, self.n), DTYPES[self.x], 1)
+        weight, bias = (
+            None if self.other is None else make_values("normal", (self.n,), dtype, seed)
+            for seed in (2, 3)
+        )
+        with gpu.fresh_memory():
+            on_gpu = gap.apply(gpu.cupy, x)
+            if self.file == "backward.cu":
+                dy = make_values("normal", x.shape, dtype, 4)
+                dy_on_gpu = gap.apply(gpu.cupy, dy)
+                self._check_backward(gpu, (dy, x, weight), (dy_on_gpu, on_gpu))
+            else:
+                self._check_forward(gpu, (x, weight, bias), on_gpu)
+
+    def _launch(self, gpu: Gpu, *arguments: Any) -> None:
+        """Launch the kernel, each array of rows with its stride and each absent one as null."""
+        spelled: list[Any] = []
+        for argument in arguments:
+            spelled.append(0 if argument is None else argument)
+            if isinstance(argument, Array) and argument.shape == (self.m, self.n):
+                spelled.append(argument.strides[0] // argument.itemsize)
+        blocks = self.groups * self.cluster_blocks
+        gpu.run(self.kernel(), blocks, *spelled, cluster_blocks=self.cluster_blocks)
+
+    def _check_forward(self, gpu: Gpu, host: Any, x: Array) -> None:
+        compute = np.dtype(compute_dtype(self.x)).type
+        y = x if self.in_place else gpu.cupy.empty(x.shape, DTYPES[self.other or self.x])
+        mean = gpu.cupy.empty(self.m, compute) if self.norm == "layer_norm" else None
+        rstd = gpu.cupy.empty(self.m, compute)
+        affine = (None if row is None else gpu.cupy.array(row) for row in host[1:])
+        sizes = (self.m, self.n, compute(1 / self.n))
+        bounds = (compute(-np.inf), compute(np.inf))
+        self._launch(gpu, x, *affine, y, mean, rstd, None, *sizes, compute(self.eps), *bounds)
+        testing.check_forward(
+            self.norm,
+            gpu.to_numpy(NormForward(y, mean, rstd)),
+            *host,
+            eps=self.eps,
+            axis=-1,
+            zero_centered=self.zero_centered,
+            out_dtype=y.dtype,
+        )
+
+    def _check_backward(self, gpu: Gpu, host: Any, rows: tuple[Array, Array]) -> None:
+        compute = np.dtype(compute_dtype(self.x)).type
+        _, x, weight = host
+        dx = rows[0] if self.in_place else gpu.cupy.empty(x.shape, x.dtype)
+        forward = getattr(reference, f"{self.norm}_forward")(x, eps=self.eps, axis=-1)
+        operands = (
+            None if row is None else gpu.cupy.array(row)
+            for row in (weight, forward.mean, forward.rstd)
+        )
+        gradients = (weight is not None) + self.dbias
+        partials = gpu.cupy.empty((gradients, self.groups, self.n), compute)
+        sizes = (self.m, self.n, compute(1 / self.n))
+        self._launch(gpu, *rows, *operands, None, dx, partials, *sizes)
+        dtype = x.dtype if weight is None else weight.dtype
+        sums = list(gpu.to_numpy(partials).sum(axis=1, dtype=np.float64).astype(dtype))
+        dweight = None if weight is None else sums.pop(0)
+        testing.check_backward(
+            self.norm,
+            NormBackward(gpu.to_numpy(dx), dweight, sums.pop(0) if self.dbias else None),
+            *host,
+            forward.mean,
+            forward.rstd,
+            bias=self.dbias,
+            axis=-1,
+            zero_centered=self.zero_centered,
+        )
+
+
+def _staged() -> Iterable[Staged]:
+    for norm in ("rms_norm", "layer_norm"):
+        for file in ("backward.cu", "forward_staged.cu"):
+
+            def staged(m: int, n: int, x: str = "float32", **how: Any) -> Staged:
+                return Staged(file, norm, m, n, x, **how)  # noqa: B023
+
+            yield from (
+                staged(9, 200),
+                staged(5, 256, other=None, dbias=False, packs_per_thread=2),
+                staged(3, 260, "float16", other="bfloat16", packs_per_thread=2, stages=3),
+                staged(8, 380, row_threads=96, in_place=True, hold_weight=True),
+                staged(11, 301, "bfloat16", other="float32", zero_centered=True, stages=3),
+                staged(150, 250, "float64", other="float64", packs_per_thread=2, groups=1),
+                staged(90, 3, regime="mean_1e6", row_threads=32),
+                # Clusters: the last block partly or wholly past the row's end, or all of it full.
+                staged(9, 500, cluster_blocks=2, zero_centered=True),
+                staged(7, 504, "bfloat16", row_threads=32, cluster_blocks=3, stages=3),
+                staged(3, 504, packs_per_thread=2, row_threads=32, cluster_blocks=2),
+                staged(6, 512, other=None, row_threads=64, cluster_blocks=2, dbias=False),
+                staged(8, 300, row_threads=32, cluster_blocks=4, in_place=True),
+                staged(2, 4500, row_threads=128, cluster_blocks=9),
+                staged(70, 130, "float64", other="float32", cluster_blocks=2, groups=1),
+                staged(7, 301, "float16", other="float32", cluster_blocks=2, row_threads=32),
+                *(
+                    staged(7, 290, regime=regime, row_threads=row_threads, cluster_blocks=blocks)
+                    for regime in ("mean_1e6", "extreme", "mixed_rows", "nonfinite", "zero_rows")
+                    for row_threads, blocks in ((96, 1), (64, 2))
+                ),
+            )
+            if file == "backward.cu":
+                yield from (
+                    # Teams of a block, some of them past the last row; gradients summed over them.
+                    staged(37, 60, row_threads=16, teams=4, stages=3),
+                    staged(300, 24, row_threads=8, teams=4, groups=1),
+                    staged(90, 3, regime="mean_1e6", row_threads=1, teams=32),
+                    staged(30, 28, row_threads=8, teams=8, in_place=True, hold_weight=True),
+                    staged(21, 1000, "bfloat16", row_threads=64, teams=2, packs_per_thread=2),
+                    staged(40, 40, regime="extreme", row_threads=16, teams=4),
+                    staged(40, 40, regime="mixed_rows", eps=1e-35, row_threads=16, teams=4),
+                )
+
+
+STAGED = list(_staged())
