@@ -27,6 +27,7 @@ __all__ = [
     "backward_config",
     "forward_config",
     "pack_length",
+    "shared_limit",
     "staged_backward_bytes",
     "staged_forward_bytes",
     "team_bytes",

@@ -86,21 +86,24 @@ def regimes(kernel: Instantiation) -> Iterator[str]:
     if name not in ("norm_forward", "norm_backward"):
         yield name
         return
-    team, block = map(int, values[8:10] if name == "norm_forward" else values[9:11])
-    size = "part of a warp" if team < 32 else "one warp" if team == 32 else "several warps"
+    # The last are packs a thread, Full and Vector; HoldWeight is before them and the threads.
+    hold, team, block = (8, 9, 10) if name == "norm_forward" else (7, 10, 11)
+    team_threads, block_threads = int(values[team]), int(values[block])
+    parts = {32: "one warp"}
+    size = parts.get(team_threads, "part of a warp" if team_threads < 32 else "several warps")
     yield f"{name}, a row to {size}"
-    if 32 < team < block:
+    if 32 < team_threads < block_threads:
         yield f"{name}, several rows to several warps each"
-    if int(values[-2]) > 1:
+    if int(values[-3]) > 1:
         yield f"{name}, several packs a thread"
+    yield f"{name}, rows that {'fill' if values[-2] == 'true' else 'do not fill'} their packs"
     yield f"{name}, accesses of {'one element' if values[-1] == '1' else 'several elements'}"
-    if name == "norm_backward":
-        yield f"{name}, {'with' if values[8] == 'true' else 'without'} prefetch"
-        yield f"{name}, {'with' if values[7] == 'true' else 'without'} the weight held"
+    yield f"{name}, {'with' if values[hold] == 'true' else 'without'} the weight held"
 
 
 def test_the_cases_reach_every_regime() -> None:
-    reached = {regime for kernel in kernels_of(CASES) for regime in regimes(kernel)}
+    kernels = {*kernels_of(CASES), *(staged.kernel() for staged in STAGED)}
+    reached = {regime for kernel in kernels for regime in regimes(kernel)}
     print("\n".join(sorted(reached)))
     assert {
         "norm_forward, a row to part of a warp",
@@ -109,6 +112,11 @@ def test_the_cases_reach_every_regime() -> None:
         "norm_forward, several packs a thread",
         "norm_forward, accesses of one element",
         "norm_forward, accesses of several elements",
+        "norm_forward, rows that fill their packs",
+        "norm_forward, rows that do not fill their packs",
+        "norm_forward, with the weight held",
+        "norm_forward, without the weight held",
+        "norm_forward_staged",
         "norm_forward_streaming",
         "norm_backward, a row to part of a warp",
         "norm_backward, a row to one warp",
@@ -117,8 +125,8 @@ def test_the_cases_reach_every_regime() -> None:
         "norm_backward, several packs a thread",
         "norm_backward, accesses of one element",
         "norm_backward, accesses of several elements",
-        "norm_backward, with prefetch",
-        "norm_backward, without prefetch",
+        "norm_backward, rows that fill their packs",
+        "norm_backward, rows that do not fill their packs",
         "norm_backward, with the weight held",
         "norm_backward, without the weight held",
         "norm_backward_coefficients",
@@ -132,9 +140,12 @@ def test_the_cases_reach_the_lines_of_the_kernels(
 ) -> None:
     cases = CASES[::2]  # as good as all of them, in half the time
     build = Build(counts=tmp_path)
-    build.compile(kernels_of(cases))
+    staged = STAGED[::2]
+    build.compile([*kernels_of(cases), *(one.kernel() for one in staged)])
     for case in cases:
         check_case(build, case)
+    for one in staged:
+        one.check(build)
     total, missed = coverage(build)
     with capsys.disabled():
         share = 100 * (1 - len(missed) / total)

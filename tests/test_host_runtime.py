@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -94,11 +95,12 @@ def with_file(name: str) -> Build:
 @pytest.mark.parametrize("fault", FAULTS | CLUSTER_FAULTS)
 def test_a_fault_is_reported_where_it_happens(fault: str) -> None:
     gpu = Gpu(with_file("faults.cu"))
-    kernel = Instantiation("faults.cu", f"{fault}<float>", 64, 256)
+    clusters = 2 if fault in CLUSTER_FAULTS else 1
+    kernel = Instantiation("faults.cu", f"{fault}<float>", "P", 64, 256, clusters)
     with gpu.fresh_memory():
         values = gpu.cupy.empty(64, np.float32)
         with pytest.raises(KernelError) as caught:
-            gpu.run(kernel, 2, values, cluster_blocks=2 if fault in CLUSTER_FAULTS else 1)
+            gpu.run(kernel, 2, values)
     message = str(caught.value)
     print(message)
     assert message.startswith(f"{fault}<float>, block ")
@@ -115,19 +117,27 @@ def line_of(kernel: str) -> int:
 
 def test_a_wrong_argument_is_reported() -> None:
     gpu = Gpu(with_file("probes.cu"))
-    kernel = Instantiation("probes.cu", "reciprocal_square_roots<float>", 32, 0)
     values = gpu.cupy.zeros(4, np.float32)
     with gpu.fresh_memory():
-        for arguments in ((values, values), (values, values, np.float32(4)), (values,) * 4):
+        for parameters in ("PP", "PPf", "PPPP"):
+            arguments = (
+                (values,) * len(parameters) if "f" not in parameters else (values, values, 4)
+            )
+            kernel = probing("reciprocal_square_roots<float>", parameters)
             with pytest.raises(KernelError, match=r"argument . has . bytes, its parameter"):
                 gpu.run(kernel, 1, *arguments)
+
+
+def probing(expression: str, parameters: str = "PPq", shared_bytes: int = 0) -> Instantiation:
+    """Return a kernel of probes.cu that one warp runs."""
+    return Instantiation("probes.cu", expression, parameters, 32, shared_bytes)
 
 
 def probe(expression: str, values: np.ndarray, dtype: Any) -> np.ndarray:
     gpu = Gpu(with_file("probes.cu"))
     with gpu.fresh_memory():
         results = gpu.cupy.empty(len(values), dtype)
-        kernel = Instantiation("probes.cu", expression, 32, 0)
+        kernel = probing(expression)
         gpu.run(kernel, 1, gpu.cupy.array(values), results, len(values))
         return gpu.to_numpy(results)
 
@@ -183,7 +193,7 @@ def test_two_numbers_are_rounded_at_once(name: str) -> None:
     gpu = Gpu(with_file("probes.cu"))
     with gpu.fresh_memory():
         results = gpu.cupy.empty(len(values) // 2, np.uint32)
-        kernel = Instantiation("probes.cu", f"convert_pairs<{name}>", 32, 0)
+        kernel = probing(f"convert_pairs<{name}>")
         gpu.run(kernel, 1, gpu.cupy.array(values), results, len(results))
         actual = gpu.to_numpy(results).view(DTYPES[name])
     assert_same_numbers(actual, round_once(values.astype(np.float64), DTYPES[name]))
@@ -207,7 +217,7 @@ def test_asynchronous_copies_arrive(nbytes: int) -> None:
     rows, width = 7, 32 * nbytes // 4
     values = np.arange(1, rows * width + 1, dtype=np.float32).reshape(rows, width)
     gpu = Gpu(with_file("probes.cu"))
-    kernel = Instantiation("probes.cu", f"copy_rows<float, {nbytes}>", 32, 3 * width * 4)
+    kernel = probing(f"copy_rows<float, {nbytes}>", shared_bytes=3 * width * 4)
     with gpu.fresh_memory():
         results = gpu.cupy.empty((rows + 1, width), np.float32)
         gpu.run(kernel, 1, gpu.cupy.array(values), results, rows)
@@ -222,13 +232,13 @@ def test_blocks_of_a_cluster_reach_each_other(dtype: str, cluster_blocks: int) -
     values = np.arange(clusters * cluster_blocks, dtype=dtype)
     gpu = Gpu(with_file("probes.cu"))
     kernel = Instantiation(
-        *("probes.cu", f"sum_over_clusters<{CPP_TYPES[dtype]}, {cluster_blocks}>"),
-        *(64, 16 + 4 * cluster_blocks * values.itemsize),
+        *("probes.cu", f"sum_over_clusters<{CPP_TYPES[dtype]}, {cluster_blocks}>", "PPq"),
+        *(64, 16 + 4 * cluster_blocks * values.itemsize, cluster_blocks),
     )
     with gpu.fresh_memory():
         results = gpu.cupy.empty((len(values), 64), dtype)
         arguments = (gpu.cupy.array(values), results, times)
-        gpu.run(kernel, len(values), *arguments, cluster_blocks=cluster_blocks)
+        gpu.run(kernel, len(values), *arguments)
         sums = gpu.to_numpy(results)
     of_clusters = values.reshape(clusters, cluster_blocks).sum(1) * 2 * sum(range(times))
     expected = np.repeat(of_clusters, cluster_blocks)[:, None] * np.ones(64)
@@ -237,18 +247,18 @@ def test_blocks_of_a_cluster_reach_each_other(dtype: str, cluster_blocks: int) -
 
 def test_a_grid_is_whole_clusters() -> None:
     gpu = Gpu(with_file("probes.cu"))
-    kernel = Instantiation("probes.cu", "sum_over_clusters<float, 2>", 64, 48)
+    kernel = Instantiation("probes.cu", "sum_over_clusters<float, 2>", "PPq", 64, 48)
     with gpu.fresh_memory():
         values = gpu.cupy.zeros(192, np.float32)
         for clusters in (2, 17, 0):
             with pytest.raises(KernelError, match=f"a grid of 3 blocks in clusters of {clusters}"):
-                gpu.run(kernel, 3, values, values, 1, cluster_blocks=clusters)
+                gpu.run(dataclasses.replace(kernel, cluster_blocks=clusters), 3, values, values, 1)
 
 
 def test_lanes_that_met_may_write_what_others_have_read() -> None:
     gpu = Gpu(with_file("probes.cu"))
     with gpu.fresh_memory():
         values = gpu.cupy.array(np.arange(32, dtype=np.float32))
-        gpu.run(Instantiation("probes.cu", "rotate_in_place<float>", 32, 0), 1, values)
+        gpu.run(probing("rotate_in_place<float>", "P"), 1, values)
         rotated = gpu.to_numpy(values)
     np.testing.assert_array_equal(rotated, np.roll(np.arange(32), -1))

@@ -1,8 +1,9 @@
 """A GPU for `cupynorm._launch`: CuPy's arrays and functions, as far as it uses them, by NumPy.
 
-`_launch` is executed a second time with this in place of CuPy, so that its own code lays out the
-rows, chooses the grid, orders the arguments and allocates scratch. Memory comes as from CuPy's
-pool, aligned and holding NaN; kernels may touch what an array holds and nothing beside.
+`_launch` and `_plans` are executed a second time with this in place of CuPy and of the driver, so
+that their own code lays out the rows, chooses the grid, orders the arguments and allocates scratch.
+Memory comes as from CuPy's pool, aligned and holding NaN; kernels may touch what an array holds and
+nothing beside.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
 import cupynorm
 from cupynorm import NormBackward, NormForward, _jit
 from cupynorm._checks import trailing_axes
+from cupynorm._config import shared_limit
 from cupynorm._jit import Instantiation
 from host.build import Build, KernelError, runtime
 
@@ -30,8 +33,9 @@ __all__ = ["Array", "Gpu"]
 
 MAP_NORESERVE = 0x4000  # of Linux; not every Python names it
 ALIGNMENT = 512  # as of CuPy's pool
-# What a block may have without asking, on every GPU.
-MOST_SHARED_BYTES = 48 << 10
+ARCHITECTURE = 90
+# The parameters' types, by the letters of the struct module.
+PARAMETERS = {"P": np.int64, "q": np.int64, "f": np.float32, "d": np.float64}
 # Single elements that kernels never get to see: _launch copies such arrays.
 MOST_SPANS = 4096
 
@@ -132,13 +136,16 @@ class Gpu:
         The kernels that ran, in order.
     """
 
-    def __init__(self, build: Build | None, multiprocessors: int = 2) -> None:
+    def __init__(
+        self, build: Build | None, multiprocessors: int = 2, architecture: int = ARCHITECTURE
+    ) -> None:
         self.build = build
         self.checked = build is not None and build.counts is None
         self.memory = Memory(runtime())
         self.launched: list[Instantiation] = []
-        self.cupy: Any = _cupy(self.memory, multiprocessors)
-        self._launch = _copy_of_launch(self.cupy, self._load)
+        self.cupy: Any = _cupy(self.memory)
+        self.architecture = architecture
+        self._launch = _copy_of_launch(self.cupy, self._load, multiprocessors, architecture)
 
     def forward(
         self,
@@ -200,13 +207,10 @@ class Gpu:
         )
         return result
 
-    def run(
-        self, kernel: Instantiation, blocks: int, *arguments: Any, cluster_blocks: int = 1
-    ) -> None:
+    def run(self, kernel: Instantiation, blocks: int, *arguments: Any) -> None:
         """Launch a kernel outside the package; arrays are passed by their addresses."""
-        values = tuple(a.data.ptr if isinstance(a, Array) else a for a in arguments)
-        launch = ((blocks,), (kernel.block_threads,), values, kernel.shared_bytes, cluster_blocks)
-        self._load(kernel, 0)(*launch)
+        values = (a.data.ptr if isinstance(a, Array) else a for a in arguments)
+        self._load(kernel, 0)(blocks, 0, *values)
 
     @contextlib.contextmanager
     def fresh_memory(self) -> Iterator[None]:
@@ -232,44 +236,52 @@ class Gpu:
                 )
         return np.array(result).view(np.ndarray)
 
-    def _load(self, kernel: Instantiation, device: int) -> Callable[..., None]:
-        if self.build is None:
-            return lambda *launch: self.launched.append(kernel)
-        library = self.build.load(kernel)
-        # The first template parameter is x's dtype, or that of the partials.
-        flush = "<double" not in kernel.expression
+    def _load(self, kernel: Instantiation, device: int) -> _Kernel:
+        return _Kernel(self, kernel)
 
-        def function(
-            grid: tuple[int],
-            block: tuple[int],
-            arguments: tuple[Any, ...],
-            shared_bytes: int,
-            cluster_blocks: int = 1,
-        ) -> None:
-            values = [np.int64(a) if isinstance(a, int) else a for a in arguments]
-            for i, value in enumerate((*values, None)):
-                given, wanted = getattr(value, "nbytes", 0), library.parameter_bytes(i)
-                if given != wanted:
-                    what = f"argument {i} has {given} bytes, its parameter {wanted}"
-                    raise KernelError(f"{kernel.expression}: {what}")
-            if shared_bytes > MOST_SHARED_BYTES:
-                raise KernelError(f"{kernel.expression}: {shared_bytes} bytes of shared memory")
-            holders = [np.array(value) for value in values]
-            addresses = (ctypes.c_void_p * len(holders))(*(h.ctypes.data for h in holders))
-            self.launched.append(kernel)
-            problem = self.memory.runtime.launch(
-                library.call_kernel,
-                grid[0],
-                block[0],
-                cluster_blocks,
-                shared_bytes,
-                addresses,
-                flush,
-            )
-            if problem:
-                raise KernelError(f"{kernel.expression}, {problem}")
 
-        return function
+class _Kernel:
+    """A kernel of the build, launched as `cupynorm._driver.Kernel` is."""
+
+    def __init__(self, gpu: Gpu, kernel: Instantiation) -> None:
+        self.gpu = gpu
+        self.kernel = kernel
+        self.library = None if gpu.build is None else gpu.build.load(kernel)
+
+    def clusters_at_once(self) -> int:
+        return 2
+
+    def __call__(self, blocks: int, stream: int, *arguments: Any) -> None:
+        kernel, gpu = self.kernel, self.gpu
+        gpu.launched.append(kernel)
+        if self.library is None:
+            return
+        letters = kernel.parameters
+        holders = [
+            np.array(argument, PARAMETERS[letter])
+            for letter, argument in zip(letters, arguments, strict=True)
+        ]
+        for i, holder in enumerate((*holders, None)):
+            given, wanted = getattr(holder, "nbytes", 0), self.library.parameter_bytes(i)
+            if given != wanted:
+                what = f"argument {i} has {given} bytes, its parameter {wanted}"
+                raise KernelError(f"{kernel.expression}: {what}")
+        most = shared_limit(gpu.architecture)
+        if kernel.shared_bytes > most:
+            raise KernelError(f"{kernel.expression}: {kernel.shared_bytes} bytes of shared memory")
+        addresses = (ctypes.c_void_p * len(holders))(*(h.ctypes.data for h in holders))
+        problem = gpu.memory.runtime.launch(
+            self.library.call_kernel,
+            blocks,
+            kernel.block_threads,
+            kernel.cluster_blocks,
+            kernel.shared_bytes,
+            addresses,
+            # The first template parameter is x's dtype, or that of the partials.
+            "<double" not in kernel.expression,
+        )
+        if problem:
+            raise KernelError(f"{kernel.expression}, {problem}")
 
 
 def _normalized_axes(x: Array, axis: Any, weight: Any, bias: Any) -> int:
@@ -277,10 +289,10 @@ def _normalized_axes(x: Array, axis: Any, weight: Any, bias: Any) -> int:
     return trailing_axes(x.ndim, axis, *ndims)
 
 
-def _cupy(memory: Memory, multiprocessors: int) -> Any:
+def _cupy(memory: Memory) -> Any:
     cupy = ModuleType("cupy")
-    device = SimpleNamespace(attributes={"MultiProcessorCount": multiprocessors})
-    stream = SimpleNamespace(is_capturing=lambda: False)
+    device = SimpleNamespace()
+    stream = SimpleNamespace(is_capturing=lambda: False, ptr=0)
     tricks = SimpleNamespace(as_strided=memory.as_strided)
     contents = {
         "ndarray": Array,
@@ -302,25 +314,29 @@ def _cupy(memory: Memory, multiprocessors: int) -> Any:
 _copies = itertools.count()
 
 
-def _copy_of_launch(cupy: Any, load: Callable[[Instantiation, int], Any]) -> ModuleType:
-    """Return `cupynorm._launch` executed again: its caches hold functions of this GPU alone."""
-    path = f"{cupynorm.__path__[0]}/_launch.py"
-    name = f"cupynorm._launch_on_host_{next(_copies)}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    present = sys.modules.get("cupy")
-    sys.modules["cupy"], sys.modules[name] = cupy, module
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        del sys.modules["cupy"], sys.modules[name]
-        if present is not None:
-            sys.modules["cupy"] = present
-    module._jit = SimpleNamespace(  # type: ignore[attr-defined]
+def _copy_of_launch(
+    cupy: Any, load: Callable[[Instantiation, int], Any], multiprocessors: int, architecture: int
+) -> ModuleType:
+    """Return `cupynorm._launch` executed again: its plans hold kernels of this GPU alone."""
+    plans = _copy_of("_plans", {})
+    plans.multiprocessors = lambda device: multiprocessors  # type: ignore[attr-defined]
+    plans.architecture = lambda device: architecture  # type: ignore[attr-defined]
+    plans._jit = SimpleNamespace(  # type: ignore[attr-defined]
         load=load,
         forward_instantiation=_jit.forward_instantiation,
         backward_instantiations=_jit.backward_instantiations,
     )
-    return module
+    return _copy_of("_launch", {"cupy": cupy, "cupynorm._plans": plans})
+
+
+def _copy_of(module: str, others: dict[str, Any]) -> ModuleType:
+    """Execute a module of the package again, with other modules in place of what it imports."""
+    path = f"{cupynorm.__path__[0]}/{module}.py"
+    name = f"cupynorm.{module}_on_host_{next(_copies)}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    copy = importlib.util.module_from_spec(spec)
+    with mock.patch.dict(sys.modules, {**others, name: copy}):
+        spec.loader.exec_module(copy)
+    return copy

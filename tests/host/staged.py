@@ -95,8 +95,15 @@ class Staged:
         }
         chosen = (arguments[parameter.split()[1]] for parameter in match[1].split(","))
         spelled = ", ".join(str(a).lower() if isinstance(a, bool) else str(a) for a in chosen)
+        scalar = "d" if compute_dtype(self.x) == "float64" else "f"
+        letters = {"backward.cu": "PqPqPPPPPqPqq", "forward_staged.cu": "PqPPPqPPPqq"}
         return Instantiation(
-            self.file, f"{match[2]}<{spelled}>", self.block_threads, self._shared_bytes()
+            self.file,
+            f"{match[2]}<{spelled}>",
+            letters[self.file] + scalar * (1 if self.file == "backward.cu" else 4),
+            self.block_threads,
+            self._shared_bytes(),
+            self.cluster_blocks,
         )
 
     def _shared_bytes(self) -> int:
@@ -141,7 +148,7 @@ class Staged:
             if isinstance(argument, Array) and argument.shape == (self.m, self.n):
                 spelled.append(argument.strides[0] // argument.itemsize)
         blocks = self.groups * self.cluster_blocks
-        gpu.run(self.kernel(), blocks, *spelled, cluster_blocks=self.cluster_blocks)
+        gpu.run(self.kernel(), blocks, *spelled)
 
     def _check_forward(self, gpu: Gpu, host: Any, x: Array) -> None:
         compute = np.dtype(compute_dtype(self.x)).type
