@@ -191,7 +191,8 @@ def forward_config(
     # Registers for weight and bias beside 40 to 60 for the rest. A row of more warps waits longer
     # for the slowest than it gains: 3% at N = 8192, against 2% won at 4096 (bfloat16, H200).
     affine = packs_per_thread * length * (_widest(spec.weight) + _widest(spec.bias)) // 4
-    hold_weight = vector == length and row_threads <= 128 and not wide and affine <= 32
+    most_held = 16 if spec.x == "float64" else 32
+    hold_weight = vector == length and row_threads <= 128 and not wide and affine <= most_held
     # Threads that a multiprocessor must hold at once bound their registers. What would spill has
     # fewer: up to 122 registers where single 16-bit elements are moved.
     if wide:
@@ -227,6 +228,11 @@ def _staged_forward(
     if cluster_blocks is None:
         return None
     affine = packs_per_thread * length * (_widest(spec.weight) + _widest(spec.bias)) // 4
+    # NVRTC finds room for 64 registers of them in LayerNorm without a ReLU alone, for none beside
+    # the addresses of 16 blocks.
+    most_held = 64 if spec.norm == "layer_norm" and not spec.relu else 32
+    if cluster_blocks == MOST_CLUSTER_BLOCKS:
+        most_held = 0
     for stages in (4, 3, 2):
         config = StagedForward(
             block_threads=block_threads,
@@ -234,9 +240,7 @@ def _staged_forward(
             cluster_blocks=cluster_blocks,
             stages=stages,
             vector=vector,
-            # NVRTC finds room for 64 registers of them in LayerNorm without a ReLU alone.
-            hold_weight=vector == length
-            and affine <= (64 if spec.norm == "layer_norm" and not spec.relu else 32),
+            hold_weight=vector == length and affine <= most_held,
             full=n == cluster_blocks * block_threads * packs_per_thread * length,
         )
         # Whatever the alignment, so that a row's bits do not depend on it.
@@ -285,7 +289,7 @@ def _backward_registers(
     if ITEMSIZE[spec.dy] > ITEMSIZE[spec.x]:
         registers += 4 * packs
     if spec.bitmask:
-        registers += 12 * packs
+        registers += 24 * packs
     if clustered:
         registers += 12
     if vector < length:

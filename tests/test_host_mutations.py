@@ -635,8 +635,8 @@ MUTATIONS = [
     Mutation(
         "one of two 16-bit elements is kept",
         "relu.cuh",
-        "(pair & 2 ? 0xffff0000u : 0u)",
-        "0xffff0000u",
+        "(pair & 2u) << 15",
+        "(2u << 15)",
         VALUE,
         case("relu_sub_warp", x="bfloat16"),
     ),

@@ -14,7 +14,7 @@ from cupynorm import pack_bitmask, testing
 from cupynorm._config import pack_length
 from cupynorm._jit import Instantiation
 from host.build import Build
-from host.gpu import Gpu
+from host.gpu import ARCHITECTURE, Gpu
 
 __all__ = [
     "CASES",
@@ -60,6 +60,12 @@ class Case:
     def __str__(self) -> str:
         return f"{self.name}-{self.norm}-{self.x}-{self.m}x{self.n}"
 
+    def gpu(self, build: Build | None) -> Gpu:
+        # Without clusters and with little shared memory, so that rows are streamed that the host
+        # still has time for.
+        architecture = 75 if "stream" in self.name else ARCHITECTURE
+        return Gpu(build, self.multiprocessors, architecture)
+
     def problem(self) -> Problem:
         shape, layout = (self.m, self.n), Layout(gap=self.gap, offset=self.offset)
         x, dy = DTYPES[self.x], DTYPES[self.dy or self.x]
@@ -104,7 +110,7 @@ class Case:
 
 
 def check_case(build: Build, case: Case) -> None:
-    gpu = Gpu(build, case.multiprocessors)
+    gpu = case.gpu(build)
     check_problem(gpu, case.problem(), in_place=case.in_place)
 
 
@@ -112,7 +118,7 @@ def kernels_of(cases: Iterable[Case]) -> list[Instantiation]:
     """Return what some cases launch, which may then be compiled side by side."""
     kernels: list[Instantiation] = []
     for case in cases:
-        gpu = Gpu(None, case.multiprocessors)
+        gpu = case.gpu(None)
         check_problem(gpu, case.problem(), in_place=case.in_place)
         kernels += gpu.launched
     return list(dict.fromkeys(kernels))

@@ -29,7 +29,7 @@ from cupynorm._config import shared_limit
 from cupynorm._jit import Instantiation
 from host.build import Build, KernelError, runtime
 
-__all__ = ["Array", "Gpu"]
+__all__ = ["ARCHITECTURE", "Array", "Gpu"]
 
 MAP_NORESERVE = 0x4000  # of Linux; not every Python names it
 ALIGNMENT = 512  # as of CuPy's pool
