@@ -17,8 +17,11 @@ from cupynorm._bench import Problem
 
 FORMATS = ("png", "svg")
 # Okabe and Ito's colours, told apart by the colour-blind too.
-COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#999999", "#F0E442")
-MARKERS = "osD^vPX*"
+COLOURS = (
+    *("#0072B2", "#332288", "#882255", "#E69F00", "#009E73"),
+    *("#CC79A7", "#56B4E9", "#D55E00", "#999999", "#F0E442"),
+)
+MARKERS = "opDhs^vPX*"
 
 
 def draw(results: dict[str, Any], folder: Path) -> list[Path]:
@@ -95,7 +98,7 @@ def ratio_bars(title: str, found: list[Ratio]) -> Figure:
     figure = Figure(figsize=(9, 1.6 + 0.22 * len(found)), layout="constrained")
     axes = figure.add_subplot()
     values = [ratio.to_peer or 0.0 for ratio in found]
-    axes.barh(range(len(found)), values, color=[COLOURS[2 if v >= 1 else 5] for v in values])
+    axes.barh(range(len(found)), values, color=[COLOURS[4 if v >= 1 else 7] for v in values])
     labels = [
         f"{r.problem.rows}x{r.problem.cols} {r.problem.dtype},{r.problem.weight_dtype}"
         for r in found

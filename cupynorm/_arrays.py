@@ -70,8 +70,9 @@ class _DLPackFamily(Family):
             raise TypeError(f"{name} must be None for JAX arrays, which are immutable")
         if getattr(array, "requires_grad", False) and self.namespace.is_grad_enabled():
             raise TypeError(
-                f"{name} requires grad, which would be lost here: pass {name}.detach(), and "
-                "compute its gradient with the backward function"
+                f"{name} requires grad, which would be lost here: call the function of "
+                f"cupynorm.torch, or pass {name}.detach(), and compute its gradient with the "
+                "backward function"
             )
         if str(array.dtype).rpartition(".")[2] not in dtypes:
             *others, last = dtypes

@@ -270,12 +270,12 @@ def load(kernel: Instantiation, device: int) -> _driver.Kernel:
                 )
             function = _driver.Kernel(
                 kernel.expression,
-                module.get_function(kernel.expression).kernel.ptr,
+                module.get_function(kernel.expression).kernel,
+                kernel.block_threads,
+                kernel.shared_bytes,
                 kernel.parameters,
-                block_threads=kernel.block_threads,
-                shared_bytes=kernel.shared_bytes,
-                cluster_blocks=kernel.cluster_blocks,
-                overlaps=kernel.overlaps,
+                kernel.cluster_blocks,
+                kernel.overlaps,
             )
             _modules[kernel] = module
             _functions[kernel, device] = function

@@ -74,16 +74,16 @@ class ForwardPlan:
         lower: float,
         upper: float,
     ) -> None:
-        """Launch it over m rows, at least one."""
+        """Launch it over m rows."""
+        if m == 0:
+            return
         if self.most_clusters is None:
             blocks = -(-m // self.rows_per_block)
         else:
             blocks = min(m, self.most_clusters) * self.cluster_blocks
         n = self.n
-        self.kernel(
-            *(blocks, stream, x, x_stride, weight, bias, y, y_stride, mean, rstd, bitmask),
-            *(m, n, 1 / n, eps, lower, upper),
-        )
+        operands = (x, x_stride, weight, bias, y, y_stride, mean, rstd, bitmask)
+        self.kernel.launch(stream, blocks, (*operands, m, n, 1 / n, eps, lower, upper))
 
 
 @cache
@@ -152,25 +152,21 @@ class BackwardPlan:
         dbias: int,
         scratch: int,
     ) -> None:
-        """Launch it over m rows, at least one."""
-        n = self.n
+        """Launch it over m rows; of none, the weight gradients are 0."""
+        n, kernels = self.n, self.kernels
         operands = (dy, dy_stride, x, x_stride, weight, mean, rstd, bitmask)
         partials = self._partials(m)
-        if self.tiles:
+        if m and self.tiles:
             coefficients = scratch + self._partial_bytes(m)
-            self.kernels[0](m, stream, *operands, coefficients, m, n, 1 / n)
-            self.kernels[1](
-                *(self.tiles * partials, stream, *operands, coefficients, dx, dx_stride),
-                *(scratch, partials, m, n),
-            )
-        else:
-            self.kernels[0](
-                *(partials * self.cluster_blocks, stream, *operands, dx, dx_stride, scratch),
-                *(m, n, 1 / n),
-            )
+            kernels[0].launch(stream, m, (*operands, coefficients, m, n, 1 / n))
+            results = (coefficients, dx, dx_stride, scratch, partials, m, n)
+            kernels[1].launch(stream, self.tiles * partials, (*operands, *results))
+        elif m:
+            results = (dx, dx_stride, scratch, m, n, 1 / n)
+            kernels[0].launch(stream, partials * self.cluster_blocks, (*operands, *results))
         if self.gradients:
             blocks = self.gradients * -(-n // 32)
-            self.reduction(blocks, stream, scratch, dweight, dbias, partials, n)
+            self.reduction.launch(stream, blocks, (scratch, dweight, dbias, partials, n))
 
 
 @cache

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import itertools
+import json
+import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -215,7 +218,7 @@ def test_discovery_names_every_backend_with_a_version_or_a_reason() -> None:
 
 
 @pytest.mark.parametrize("problem", SMALL, ids=str)
-@pytest.mark.parametrize("name", ["torch eager", "torch.nn.functional", "JAX"])
+@pytest.mark.parametrize("name", ["torch eager", "torch.nn.functional", "cupynorm (torch)", "JAX"])
 def test_peers_that_run_on_the_cpu_are_given_the_same_problem(name, problem) -> None:
     pytest.importorskip("jax" if name == "JAX" else "torch")
     if name == "torch.nn.functional" and problem.norm == "layer_norm" and "16" in problem.dtype:
@@ -414,3 +417,38 @@ def test_run_measures_cupynorm_beside_the_limit(tmp_path) -> None:
         assert cell["cupynorm"]["status"] == "ok", problem
         assert set(cell["cupynorm"]["times"]) == {"call", "kernels"}
     assert len(summary.summarize(found["measurements"])) == 4
+
+
+# ---- several devices -----------------------------------------------------------------------------
+
+
+def test_sharding_lists_what_is_exchanged_and_how_it_scales(tmp_path) -> None:
+    pytest.importorskip("jax", minversion="0.10.2")
+    options = ("--shape", "16x64", "--devices", "1", "4")
+    devices = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.sharding_jax", tmp_path / "results.json", *options],
+        cwd=ROOT,
+        env=os.environ | devices,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "results.json").read_text())
+    assert report["available"] == 4
+    found = {(r["scaling"], r["devices"]): r for r in report["measurements"]}
+    assert {key: r["rows"] for key, r in found.items()} == {
+        ("weak", 1): 16,
+        ("weak", 4): 64,
+        ("strong", 1): 16,
+        ("strong", 4): 16,
+    }
+    for (scaling, count), record in found.items():
+        assert record["forward"]["collectives"] == []
+        (*exchanged,) = record["step"]["collectives"]
+        assert [e.split("{")[0] for e in exchanged] == (["all-reduce f32[64]"] if count > 1 else [])
+        one, work = found[scaling, 1], count if scaling == "weak" else 1
+        for name in ("forward", "step"):
+            expected = work * one[name]["seconds"] / record[name]["seconds"]
+            assert record[name]["speedup"] == pytest.approx(expected)

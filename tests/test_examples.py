@@ -13,6 +13,10 @@ NOTEBOOKS = sorted((Path(__file__).parent.parent / "examples").glob("*.ipynb"))
 
 @pytest.fixture(params=NOTEBOOKS, ids=lambda path: path.stem)
 def notebook(request: pytest.FixtureRequest) -> nbformat.NotebookNode:
+    if request.param.stem == "torch":
+        pytest.importorskip("torch", minversion="2.11")
+    if request.param.stem == "jax":
+        pytest.importorskip("jax", minversion="0.10.2")
     return nbformat.read(request.param, as_version=4)
 
 

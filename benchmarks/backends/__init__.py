@@ -10,6 +10,8 @@ from benchmarks.backends.jax_peer import Jax
 from benchmarks.backends.liger_peer import Liger
 from benchmarks.backends.limit import CuPyLimit, TorchLimit
 from benchmarks.backends.ours import Ours
+from benchmarks.backends.ours_jax import OursJax
+from benchmarks.backends.ours_torch import OursTorch
 from benchmarks.backends.quack_peer import Quack
 from benchmarks.backends.torch_peers import Compiled, Eager, Functional
 
@@ -17,6 +19,8 @@ ALL: tuple[type[Backend], ...] = (
     CuPyLimit,
     TorchLimit,
     Ours,
+    OursTorch,
+    OursJax,
     Quack,
     Cudnn,
     Liger,

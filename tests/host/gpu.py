@@ -210,7 +210,7 @@ class Gpu:
     def run(self, kernel: Instantiation, blocks: int, *arguments: Any) -> None:
         """Launch a kernel outside the package; arrays are passed by their addresses."""
         values = (a.data.ptr if isinstance(a, Array) else a for a in arguments)
-        self._load(kernel, 0)(blocks, 0, *values)
+        self._load(kernel, 0).launch(0, blocks, tuple(values))
 
     @contextlib.contextmanager
     def fresh_memory(self) -> Iterator[None]:
@@ -251,7 +251,7 @@ class _Kernel:
     def clusters_at_once(self) -> int:
         return 2
 
-    def __call__(self, blocks: int, stream: int, *arguments: Any) -> None:
+    def launch(self, stream: int, blocks: int, arguments: tuple[Any, ...]) -> None:
         kernel, gpu = self.kernel, self.gpu
         gpu.launched.append(kernel)
         if self.library is None:

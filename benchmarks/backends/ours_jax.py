@@ -1,0 +1,47 @@
+"""cupynorm on JAX arrays, in a jitted program, timed as JAX's own kernels are.
+
+Its backward pass is what `jax.vjp` returns, with what the forward pass stored.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cupynorm
+from benchmarks import exchange
+from benchmarks.backends.base import Call, Outputs
+from benchmarks.backends.jax_peer import Jax
+from cupynorm._bench import EPS, Problem
+
+
+class OursJax(Jax):
+    name = "cupynorm (JAX)"
+    kind = "ours"
+    modules = ("jax", "cupynorm.jax")
+
+    def version(self) -> str:
+        return f"{cupynorm.__version__}, JAX {super().version()}"
+
+    def prepare(self, problem: Problem, inputs: dict[str, Any]) -> Call:
+        import jax
+
+        import cupynorm.jax
+
+        norm = getattr(cupynorm.jax, problem.norm)
+
+        def forward(*arrays: Any) -> Any:
+            return norm(*arrays, eps=EPS[problem.norm])
+
+        arrays = {name: exchange.to_jax(array) for name, array in inputs.items()}
+        given = [arrays[name] for name in ("x", "weight", "bias") if name in arrays]
+        function, arguments = jax.jit(forward), given
+        if problem.direction == "backward":
+            _, pull_back = jax.jit(lambda *arrays: jax.vjp(forward, *arrays))(*given)
+            function = jax.jit(lambda pull_back, dy: pull_back(dy))
+            arguments = [pull_back, arrays["dy"]]
+
+        def run() -> Outputs:
+            result = function(*arguments)
+            return result if isinstance(result, tuple) else (result,)
+
+        return Call(run)

@@ -1,0 +1,268 @@
+"""RMSNorm and LayerNorm within JAX's programs.
+
+`rms_norm` and `layer_norm` are those of `cupynorm`, as functions of JAX: under ``jit``, ``grad``,
+``vmap``, ``scan``, ``checkpoint`` and ``shard_map``, and on arrays that are split over the devices
+of a mesh, whose axes may be Auto or Explicit. On CUDA GPUs they are the kernels of this package,
+called by XLA; elsewhere, the same formula in jax.numpy.
+
+Rows stay where they are: no x, dy, y or dx is sent to another device, unless the normalized axes
+themselves are split, which is undone first. The gradients of weight and bias are summed over the
+devices in the compute dtype. Derivatives are taken in reverse, as often as one likes; forward mode
+(``jvp``, ``jacfwd``) is not defined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+if jax.__version_info__ < (0, 10, 2):
+    raise ImportError(f"cupynorm.jax needs JAX 0.10.2 or newer, found {jax.__version__}")
+
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from cupynorm import _checks
+from cupynorm._arrays import DTYPES
+from cupynorm._spec import ForwardSpec, Norm
+from cupynorm.jax._derivatives import differentiable, wide
+
+__all__ = ["layer_norm", "rms_norm"]
+
+Axis = int | Sequence[int] | None
+Relu = tuple[float, float] | None
+
+
+def rms_norm(
+    x: Any,
+    weight: Any = None,
+    bias: Any = None,
+    *,
+    eps: float = 1e-6,
+    axis: Axis = None,
+    zero_centered: bool = False,
+    relu: Relu = None,
+    out_dtype: Any = None,
+) -> jax.Array:
+    """Divide each row by its root mean square, then scale and shift it.
+
+    ``y = x / sqrt(mean(x**2) + eps) * weight + bias``, computed in float32 (float64 where x is
+    float64) and rounded once, to y's dtype.
+
+    Parameters
+    ----------
+    x : array, shape (..., N)
+        A JAX array, traced or not, or a NumPy array, of float64, float32, float16 or bfloat16.
+    weight, bias : array, optional
+        Of the shape of x's normalized axes and of any of the four dtypes.
+    eps : float
+        Added to the mean square; a Python number, not a traced one.
+    axis : int or tuple of int, optional
+        The trailing axes to normalize over, together one row of N elements. By default those that
+        weight (or bias) covers, or the last axis without either.
+    zero_centered : bool
+        Scale by ``1 + weight``, added in the compute dtype.
+    relu : (float, float), optional
+        Clamp y to [lower, upper] before it is rounded; Python numbers, of which ``-math.inf`` and
+        ``math.inf`` leave a side open. Gradients pass where y was strictly between.
+    out_dtype : dtype, optional
+        y's dtype; by default x's.
+
+    Returns
+    -------
+    jax.Array
+        y, of x's shape, split over devices as x is.
+
+    Raises
+    ------
+    TypeError
+        If an argument is no array or has another dtype, if relu is no pair of real numbers, or if
+        out_dtype is float64 while JAX has it disabled.
+    ValueError
+        If a shape, axis, eps or zero_centered does not fit, or relu's lower bound is not below its
+        upper one.
+    NotImplementedError
+        If weight or bias would broadcast over the kept axes of x.
+    ImportError
+        If JAX has a CUDA GPU, and CuPy cannot be imported.
+
+    See Also
+    --------
+    cupynorm.rms_norm : the function on arrays as they are, with the formula's source.
+
+    Notes
+    -----
+    Under ``vmap``, the batch is one more leading axis, and still one kernel launch. A weight or
+    bias that is mapped over as well, or their gradient for each example, is left to XLA's own
+    kernels of the formula.
+
+    Examples
+    --------
+    >>> import jax
+    >>> import numpy as np
+    >>> import cupynorm.jax
+    >>> x, weight = np.float32([[3, -4], [0.5, 0.5]]), np.float32([1, 2])
+    >>> np.asarray(jax.jit(cupynorm.jax.rms_norm)(x, weight)).round(3)
+    array([[ 0.849, -2.263],
+           [ 1.   ,  2.   ]], dtype=float32)
+    >>> dweight = jax.grad(lambda weight: cupynorm.jax.rms_norm(x, weight).sum())(weight)
+    >>> np.asarray(dweight).round(3)
+    array([ 1.849, -0.131], dtype=float32)
+    """
+    return _norm("rms_norm", x, weight, bias, eps, axis, zero_centered, relu, out_dtype)
+
+
+def layer_norm(
+    x: Any,
+    weight: Any = None,
+    bias: Any = None,
+    *,
+    eps: float = 1e-5,
+    axis: Axis = None,
+    zero_centered: bool = False,
+    relu: Relu = None,
+    out_dtype: Any = None,
+) -> jax.Array:
+    """Bring each row to mean 0 and variance 1, then scale and shift it.
+
+    ``y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias``, computed in float32 (float64 where
+    x is float64) and rounded once, to y's dtype. The variance is the biased one, by a corrected
+    two-pass sum, so that a large mean costs no digits.
+
+    Parameters
+    ----------
+    x, weight, bias, axis, zero_centered, relu, out_dtype
+        As of `rms_norm`.
+    eps : float
+        Added to the variance; a Python number, not a traced one.
+
+    Returns
+    -------
+    jax.Array
+        y, of x's shape, split over devices as x is.
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError, ImportError
+        As `rms_norm`.
+
+    See Also
+    --------
+    cupynorm.layer_norm : the function on arrays as they are, with the formula's source.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cupynorm.jax
+    >>> x = np.float32([[1, 3], [1e6, 1e6 + 2]])
+    >>> np.asarray(cupynorm.jax.layer_norm(x, bias=np.float32([0, 10]))).round(3)
+    array([[-1., 11.],
+           [-1., 11.]], dtype=float32)
+    """
+    return _norm("layer_norm", x, weight, bias, eps, axis, zero_centered, relu, out_dtype)
+
+
+def _norm(
+    norm: Norm,
+    x: Any,
+    weight: Any,
+    bias: Any,
+    eps: float,
+    axis: Axis,
+    zero_centered: bool,
+    relu: Relu,
+    out_dtype: Any,
+) -> Any:
+    x = _array("x", x)
+    weight = None if weight is None else _array("weight", weight)
+    bias = None if bias is None else _array("bias", bias)
+    k, dtype, bounds = _checks.check_forward(
+        _outline(x),
+        _outline(weight),
+        _outline(bias),
+        eps=eps,
+        axis=axis,
+        zero_centered=zero_centered,
+        relu=relu,
+        out_dtype=out_dtype,
+        out=None,
+    )
+    if jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        raise TypeError(f"out_dtype must be one that JAX has enabled, got {dtype} without x64")
+    weight, bias = (
+        a if a is None or a.ndim == k else a.reshape(x.shape[x.ndim - k :]) for a in (weight, bias)
+    )
+    widened = [a if a is None else _widened(x, a) for a in (weight, bias)]
+    rows, *affine = _over_one_mesh(k, x, *jax.lax.stop_gradient((weight, bias)), *widened)
+    spec = ForwardSpec(
+        norm=norm,
+        x=DTYPES[x.dtype],
+        weight=None if weight is None else DTYPES[weight.dtype],
+        bias=None if bias is None else DTYPES[bias.dtype],
+        y=DTYPES[dtype],
+        zero_centered=bool(zero_centered),
+        store_statistics=False,
+        relu=bounds is not None,
+    )
+    y = differentiable(spec, k, float(eps), bounds)(rows, tuple(affine[:2]), tuple(affine[2:]))
+    return _split_as(x, y)
+
+
+def _array(name: str, array: Any) -> Any:
+    if isinstance(array, jax.Array):
+        return array
+    if isinstance(array, np.ndarray):
+        return jnp.asarray(array)
+    kind = f"{type(array).__module__.split('.')[0]}.{type(array).__qualname__}"
+    raise TypeError(f"{name} must be a JAX or NumPy array, got {kind}")
+
+
+def _widened(x: Any, array: Any) -> Any:
+    dtype = wide(DTYPES[x.dtype], DTYPES[array.dtype])
+    return array if array.dtype == dtype else array.astype(dtype)
+
+
+def _outline(array: Any) -> Any:
+    """Return a NumPy array of an array's shape and dtype, for the checks: it holds one element."""
+    return None if array is None else np.broadcast_to(np.zeros((), array.dtype), array.shape)
+
+
+# ---- what the types say of devices ---------------------------------------------------------------
+
+
+def _over_one_mesh(k: int, *arrays: Any) -> list[Any]:
+    """Return arrays with whole rows on each device, and varying over the same axes.
+
+    Their types say so where a mesh has Explicit axes, and within shard_map. JAX undoes it in the
+    gradients, and can do so only here, outside of custom_vjp.
+    """
+    whole = [a if a is None else _with_whole_rows(a, k) for a in arrays]
+    varying = frozenset().union(*(_varying(a) for a in whole if a is not None))
+    return [
+        a
+        if a is None or varying == _varying(a)
+        else jax.lax.pcast(a, tuple(varying - _varying(a)), to="varying")
+        for a in whole
+    ]
+
+
+def _varying(array: Any) -> Any:
+    """Return the axes of a surrounding shard_map over which an array varies, if JAX tracks them."""
+    return jax.typeof(array).manual_axis_type.varying
+
+
+def _with_whole_rows(array: Any, k: int) -> Any:
+    kept = jax.typeof(array).sharding.spec[: array.ndim - k]
+    return _split_as(array, array, PartitionSpec(*kept, *k * (None,)))
+
+
+def _split_as(like: Any, array: Any, spec: PartitionSpec | None = None) -> Any:
+    """Return an array split over an Explicit mesh as another one is, or by a spec of its own."""
+    sharding = jax.typeof(like).sharding
+    spec = sharding.spec if spec is None else spec
+    if jax.typeof(array).sharding.spec == spec:
+        return array
+    return jax.sharding.reshard(array, NamedSharding(sharding.mesh, spec))

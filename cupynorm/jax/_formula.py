@@ -1,0 +1,184 @@
+"""The norms in jax.numpy: what runs off CUDA, and what the second derivative is taken of.
+
+As the kernels do it: in the compute dtype, with rows scaled by a power of two before anything is
+squared, the corrected two-pass variance, and one rounding at the end. `reference` has the same
+equations in float64.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from cupynorm._bitmask import bitmask_bytes
+from cupynorm._spec import BackwardSpec, ForwardSpec, Norm, compute_dtype
+
+__all__ = ["backward", "backward_of_x", "forward"]
+
+# Terms added one after the other: what `testing` grants a sum.
+RUN = 64
+
+
+Relu = tuple[float, float] | None
+
+
+def forward(
+    spec: ForwardSpec, k: int, eps: float, relu: Relu, x: Any, weight: Any, bias: Any
+) -> tuple[Any, ...]:
+    """Return y, mean (None for RMSNorm), rstd and bitmask (None without relu)."""
+    xhat, mean, rstd = _normalize(spec.norm, _wide(spec, x), k, eps)
+    y = xhat * _scale(spec, weight)
+    if bias is not None:
+        y = y + bias.astype(y.dtype)
+    bitmask = None
+    if relu is not None:
+        lower, upper = relu
+        bitmask = _pack((lower < y) & (y < upper), k)
+        y = jnp.clip(y, lower, upper)
+    kept = x.shape[: x.ndim - k]
+    mean = None if mean is None else mean.reshape(kept)
+    return _round(y, spec.y), mean, rstd.reshape(kept), bitmask
+
+
+def backward(
+    spec: BackwardSpec,
+    k: int,
+    dy: Any,
+    x: Any,
+    weight: Any,
+    mean: Any,
+    rstd: Any,
+    bitmask: Any,
+) -> tuple[Any, ...]:
+    """Return dx, dweight and dbias (None where the spec has none), by what was stored."""
+    rstd = jnp.expand_dims(rstd, tuple(range(-k, 0)))
+    wide = _wide(spec, x)
+    if spec.norm == "rms_norm":
+        xhat = wide * rstd
+    else:
+        xhat = (wide - jnp.expand_dims(mean, tuple(range(-k, 0)))) * rstd
+        xhat = xhat - _mean(xhat, k)
+    gradients = _gradients(spec, k, dy, weight, xhat, rstd, bitmask)
+    return tuple(map(_round, gradients, (spec.x, spec.weight, spec.dbias)))
+
+
+def backward_of_x(
+    spec: BackwardSpec, k: int, eps: float, bitmask: Any, dy: Any, x: Any, weight: Any
+) -> tuple[Any, ...]:
+    """Return what `backward` does as a function of dy, x and weight, to be differentiated."""
+    xhat, _, rstd = _normalize(spec.norm, _wide(spec, x), k, eps)
+    gradients = _gradients(spec, k, dy, weight, xhat, rstd, bitmask)
+    dtypes = (spec.x, spec.weight, spec.dbias)
+    return tuple(a if a is None else a.astype(d) for a, d in zip(gradients, dtypes, strict=True))
+
+
+def _gradients(
+    spec: BackwardSpec, k: int, dy: Any, weight: Any, xhat: Any, rstd: Any, bitmask: Any
+) -> tuple[Any, Any, Any]:
+    dy = _wide(spec, dy)
+    if bitmask is not None:
+        dy = jnp.where(_unpack(bitmask, dy.shape), dy, 0)
+    g = dy * _scale(spec, weight)
+    dx = g - xhat * _mean(g * xhat, k)
+    if spec.norm == "layer_norm":
+        dx = dx - _mean(g, k)
+    rows = tuple(range(dy.ndim - k))
+    return (
+        dx * rstd,
+        None if spec.weight is None else jnp.sum(dy * xhat, rows),
+        None if spec.dbias is None else jnp.sum(dy, rows),
+    )
+
+
+def _wide(spec: ForwardSpec | BackwardSpec, array: Any) -> Any:
+    return array.astype(compute_dtype(spec.x))
+
+
+def _scale(spec: ForwardSpec | BackwardSpec, weight: Any) -> Any:
+    if weight is None:
+        return 1
+    wide = _wide(spec, weight)
+    return wide + 1 if spec.zero_centered else wide
+
+
+def _normalize(norm: Norm, x: Any, k: int, eps: float) -> tuple[Any, Any, Any]:
+    """Return xhat, mean and rstd, which keep axes of size 1."""
+    axes = tuple(range(-k, 0))
+    # As in `reference`: after division by the larger of max|x| and sqrt(eps), rounded to a power of
+    # two, nothing that counts overflows or underflows when squared.
+    largest = jnp.abs(jax.lax.stop_gradient(x)).max(axes, keepdims=True)
+    down, up = _powers(jnp.maximum(largest, math.sqrt(eps)))
+    d = x * down * down
+    mean = None
+    if norm == "layer_norm":
+        first = _mean(d, k)
+        d = d - first
+        correction = _mean(d, k)
+        d = d - correction
+        mean = (first + correction) * up * up
+    root = jnp.sqrt(_mean(d * d, k) + jnp.square(math.sqrt(eps) * down * down))
+    return d / root, mean, 1 / root * down * down
+
+
+def _powers(largest: Any) -> tuple[Any, Any]:
+    """Return p and 1 / p, powers of two, where largest * p * p is about 1; or 1 for inf and NaN.
+
+    Square roots, since 1 / largest itself may be out of range.
+    """
+    info = jnp.finfo(largest.dtype)
+    word = jnp.dtype(f"int{info.bits}")
+    half = ((jax.lax.bitcast_convert_type(largest, word) >> info.nmant) - info.maxexp + 1) >> 1
+    half = jnp.where(jnp.isfinite(largest), half, 0)
+
+    def power(exponent: Any) -> Any:
+        bits = (exponent + info.maxexp - 1) << info.nmant
+        return jax.lax.bitcast_convert_type(bits, largest.dtype)
+
+    return power(-half), power(half)
+
+
+def _mean(array: Any, k: int) -> Any:
+    """Return the mean over the last k axes, keeping them, by sums of at most RUN terms."""
+    count = math.prod(array.shape[array.ndim - k :])
+    total = array
+    for _ in range(k):
+        while total.shape[-1] > RUN:
+            padding = -total.shape[-1] % RUN
+            total = jnp.pad(total, [(0, 0)] * (total.ndim - 1) + [(0, padding)])
+            total = total.reshape(*total.shape[:-1], -1, RUN).sum(-1)
+        total = total.sum(-1)
+    return jnp.expand_dims(total / count, tuple(range(-k, 0)))
+
+
+def _round(values: Any, dtype: str | None) -> Any:
+    """Round once, to nearest and ties to even; the derivative is not that of a rounding."""
+    if values is None or dtype != "bfloat16" or values.dtype != jnp.float64:
+        return values if values is None else values.astype(dtype)
+    # XLA goes through float32, and so rounds twice. See `reference.round_once`.
+    single = values.astype(jnp.float32)
+    bits = jax.lax.bitcast_convert_type(single, jnp.uint32)
+    inexact = (single != values) & ~jnp.isnan(values)
+    toward_zero = bits - (jnp.abs(single) > jnp.abs(values)).astype(jnp.uint32)
+    odd = jnp.where(inexact, toward_zero | 1, bits)
+    return jax.lax.bitcast_convert_type(odd, jnp.float32).astype(dtype)
+
+
+def _pack(mask: Any, k: int) -> Any:
+    """Return the bits of each row, as `cupynorm.pack_bitmask` packs them."""
+    kept, n = mask.shape[: mask.ndim - k], math.prod(mask.shape[mask.ndim - k :])
+    width = bitmask_bytes(n)
+    bits = mask.reshape(*kept, n).astype(jnp.uint8)
+    bits = jnp.pad(bits, [(0, 0)] * len(kept) + [(0, 8 * width - n)])
+    places = bits.reshape(*kept, width, 8) << jax.lax.iota(jnp.uint8, 8)
+    return places.sum(-1, dtype=jnp.uint8)
+
+
+def _unpack(bitmask: Any, shape: tuple[int, ...]) -> Any:
+    """Return the mask, of a shape that begins with the bitmask's leading axes."""
+    kept = bitmask.shape[:-1]
+    n = math.prod(shape[len(kept) :])
+    bits = bitmask[..., None] >> jax.lax.iota(jnp.uint8, 8) & 1
+    return bits.reshape(*kept, -1)[..., :n].reshape(shape).astype(bool)

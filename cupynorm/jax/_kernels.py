@@ -1,0 +1,178 @@
+"""The kernels as targets of XLA: loaded when a program is traced, launched when it runs.
+
+Each call describes itself by JSON. A program out of a compilation cache, or exported by another
+process, so says what it needs, and its first launch loads it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from cupynorm._config import pack_length
+from cupynorm._spec import BackwardSpec, ForwardSpec
+from cupynorm.jax._xla import Handler, Launch
+
+__all__ = ["call", "platforms"]
+
+ALIGNMENT = 16  # bytes, of every buffer: XLA's is a multiple of it
+
+# What the launch of a plan takes between m and the numbers. Rows lie one after the other; where
+# there is no such array, its address is 0.
+STRIDE, ABSENT = "stride", "absent"
+FORWARD = ("x", STRIDE, "weight", "bias", "y", STRIDE, "mean", "rstd", "bitmask")
+BACKWARD = (
+    *("dy", STRIDE, "x", STRIDE, "weight", "mean", "rstd", "bitmask"),
+    *("dx", STRIDE, "dweight", "dbias", "scratch"),
+)
+
+
+def _cuda_plans() -> Any:
+    try:
+        from cupynorm import _plans
+    except ImportError as error:
+        raise ImportError(
+            "x is on a GPU, and cupynorm's GPU path needs CuPy: install cupynorm[cuda12] or "
+            f"cupynorm[cuda13], as your driver's CUDA is 12 or 13 ({error})"
+        ) from error
+    return _plans
+
+
+# The platforms that have kernels, each with what returns the module of its plans.
+_providers: dict[str, Callable[[], Any]] = {"cuda": _cuda_plans}
+
+
+def platforms() -> tuple[str, ...]:
+    """Return the platforms that have kernels, as `jax.lax.platform_dependent` names them."""
+    return tuple(_providers)
+
+
+# ---- when a program is traced --------------------------------------------------------------------
+
+
+def call(
+    platform: str,
+    spec: ForwardSpec | BackwardSpec,
+    m: int,
+    n: int,
+    numbers: dict[str, Any],
+    operands: dict[str, Any],
+    results: dict[str, Any],
+) -> tuple[Any, ...]:
+    """Stage out a pass over m rows of n elements, by the names of its operands and results.
+
+    The results are given as types. Scratch is one result more, dropped here.
+    """
+    plans = [_plan(platform, spec, n, device) for device in _ordinals(platform)]
+    if isinstance(spec, BackwardSpec):
+        size = max((plan.scratch_bytes(m) for plan in plans), default=0)
+        # Made of a result: under shard_map, it varies over the same axes.
+        results = results | {
+            "scratch": jax.eval_shape(
+                lambda dx: jnp.broadcast_to(dx.ravel()[0].astype(jnp.uint8), (size,)),
+                results["dx"],
+            )
+        }
+    description = {
+        "m": m,
+        "n": n,
+        **numbers,
+        "arrays": [*operands, *results],
+        "spec": asdict(spec),
+    }
+    given = jax.ffi.ffi_call(_TARGETS[type(spec)], list(results.values()))(
+        *operands.values(), call=json.dumps(description)
+    )
+    return tuple(array for name, array in zip(results, given, strict=True) if name != "scratch")
+
+
+@functools.cache
+def _ordinals(platform: str) -> tuple[int, ...]:
+    """Return the ordinals of this process's devices; none where the platform is not there."""
+    try:
+        devices = jax.local_devices(backend=platform)
+    except RuntimeError:
+        return ()
+    return tuple(device.local_hardware_id for device in devices)
+
+
+def _plan(platform: str, spec: ForwardSpec | BackwardSpec, n: int, device: int) -> Any:
+    """Return the plan for aligned rows that lie one after the other, loaded on the device."""
+    plans = _providers[platform]()
+    make = plans.forward_plan if isinstance(spec, ForwardSpec) else plans.backward_plan
+    divisors = n | pack_length(spec.x)
+    with _current(platform, device):
+        return make(spec, n, divisors & -divisors, device)
+
+
+@contextlib.contextmanager
+def _current(platform: str, device: int) -> Iterator[None]:
+    """Make a device current, for a while: XLA relies on what its threads' devices are."""
+    if platform != "cuda":
+        yield
+        return
+    from cupy.cuda import runtime
+
+    previous = runtime.getDevice()
+    runtime.setDevice(device)
+    try:
+        yield
+    finally:
+        runtime.setDevice(previous)
+
+
+# ---- when it runs --------------------------------------------------------------------------------
+
+
+def _prepare(kind: type[Any], platform: str, description: str, device: int) -> Launch:
+    """Return what launches a call on the addresses of its operands and results."""
+    what = json.loads(description)
+    m, n, arrays = what["m"], what["n"], what["arrays"]
+    plan = _plan(platform, kind(**what["spec"]), n, device)
+    places = {name: i for i, name in enumerate((*arrays, STRIDE, ABSENT))}
+    order = FORWARD if kind is ForwardSpec else BACKWARD
+    take = operator.itemgetter(*(places.get(name, places[ABSENT]) for name in order))
+    numbers = (what["eps"], *(what["relu"] or (0.0, 0.0))) if kind is ForwardSpec else ()
+
+    def launch(stream: int, addresses: Sequence[int]) -> None:
+        if functools.reduce(operator.or_, addresses) % ALIGNMENT:
+            at = ", ".join(f"{a} at {b:#x}" for a, b in zip(arrays, addresses, strict=True))
+            raise ValueError(f"arrays must be aligned to {ALIGNMENT} bytes, got {at}")
+        plan.launch(stream, m, *take((*addresses, n, 0)), *numbers)
+
+    return launch if platform != "cuda" else _on(device, launch)
+
+
+def _on(device: int, launch: Launch) -> Launch:
+    """Return a launch with its device current: XLA relies on what its threads' devices are."""
+    from cupy.cuda.runtime import getDevice, setDevice
+
+    def there(stream: int, addresses: Sequence[int]) -> object:
+        previous = getDevice()
+        if previous == device:
+            return launch(stream, addresses)
+        setDevice(device)
+        try:
+            return launch(stream, addresses)
+        finally:
+            setDevice(previous)
+
+    return there
+
+
+_TARGETS = {ForwardSpec: "cupynorm.forward", BackwardSpec: "cupynorm.backward"}
+# On the CPU too, where no program calls them: XLA looks at each when it is registered, and at those
+# of a platform that is not there never.
+_HANDLERS = [
+    Handler(target, registered, functools.partial(_prepare, kind, platform))
+    for platform, registered in (("cpu", "cpu"), ("cuda", "CUDA"))
+    for kind, target in _TARGETS.items()
+]

@@ -1,0 +1,13 @@
+"""RMSNorm and LayerNorm for torch: differentiable functions, and modules that use them.
+
+The kernels of this package run on CUDA tensors, on torch's current stream and in memory of torch's
+allocator; tensors on the CPU are left to `cupynorm.reference`, exact and slow. Autograd, double
+backward, ``torch.func``, ``torch.compile(fullgraph=True)`` with dynamic shapes, ``torch.export``,
+activation checkpointing, autocast, CUDA graphs and DTensor are supported; forward mode is not, nor
+is ``torch.func.grad`` inside of ``torch.compile``.
+"""
+
+from cupynorm.torch._functions import layer_norm, rms_norm
+from cupynorm.torch._modules import LayerNorm, RMSNorm
+
+__all__ = ["LayerNorm", "RMSNorm", "layer_norm", "rms_norm"]

@@ -1,0 +1,110 @@
+"""What the kernels do not compute, as formulas that torch differentiates: the gradients of the
+backward pass, and the weight gradients of each example of a batch.
+
+With xhat = (x - mean) * rstd, mean absent in RMSNorm, w the weight or 1 + weight, g = dy * w, m(.)
+the mean over a row, and P(v) = v - m(v) - xhat * m(v * xhat), whose m(v) is absent in RMSNorm, the
+backward pass is::
+
+    dx = rstd * P(g),  dweight = sum(dy * xhat),  dbias = sum(dy)
+
+From ``d xhat = rstd * P(dx)`` and ``d rstd = -rstd**2 * m(xhat * dx)`` follow the gradients of its
+results' sum, weighted by a, b and c, with s = m(a * g) - m(a) * m(g) - m(a * xhat) * m(g * xhat),
+whose second term is absent in RMSNorm::
+
+    dy:      w * rstd * P(a) + b * xhat + c
+    weight:  sum(dy * rstd * P(a))
+    x:       rstd * P(b * dy - rstd * (a * m(g * xhat) + g * m(a * xhat))) - rstd**2 * s * xhat
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from cupynorm._spec import Norm
+from cupynorm.torch._kernels import compute_type
+
+__all__ = ["effective_weight", "gradients_of_backward", "masked", "normalized", "sum_over_rows"]
+
+
+def effective_weight(weight: Any, zero_centered: bool, dtype: torch.dtype) -> Any:
+    """Return what xhat is multiplied by."""
+    if weight is None:
+        return 1.0
+    return weight.to(dtype) + 1 if zero_centered else weight.to(dtype)
+
+
+def masked(dy: Any, bitmask: Any, k: int, dtype: torch.dtype) -> Any:
+    """Return dy, 0 where its bit is not set."""
+    dy = dy.to(dtype)
+    if bitmask is None:
+        return dy
+    n = math.prod(dy.shape[dy.ndim - k :])
+    bits = torch.arange(8, dtype=torch.uint8, device=dy.device)
+    mask = (bitmask.unsqueeze(-1) >> bits & 1).flatten(-2)[..., :n]
+    return torch.where(mask.reshape(dy.shape) != 0, dy, 0.0)
+
+
+def normalized(norm: Norm, x: Any, k: int, eps: float) -> tuple[Any, Any]:
+    """Return xhat and rstd, as functions of x that torch differentiates."""
+    axes = tuple(range(-k, 0))
+    d = x.to(compute_type(x))
+    if norm == "layer_norm":
+        d = d - d.mean(axes, keepdim=True)
+    rstd = torch.rsqrt((d * d).mean(axes, keepdim=True) + eps)
+    return d * rstd, rstd
+
+
+def sum_over_rows(values: Any, first: int, k: int) -> Any:
+    """Sum over all axes between the first few and the last k."""
+    axes = tuple(range(first, values.ndim - k))
+    return values.sum(axes) if axes else values  # torch sums over all axes where none is named
+
+
+def gradients_of_backward(
+    a: Any,
+    b: Any,
+    c: Any,
+    dy: Any,
+    x: Any,
+    weight: Any,
+    bitmask: Any,
+    k: int,
+    norm: Norm,
+    eps: float,
+    zero_centered: bool,
+) -> tuple[Any, Any, Any]:
+    """Return the gradients of dy, x and weight, given those of dx, dweight and dbias or None."""
+    dtype, axes = compute_type(x), tuple(range(-k, 0))
+    centred = norm == "layer_norm"
+
+    def m(v: Any) -> Any:
+        return v.mean(axes, keepdim=True)
+
+    def project(v: Any) -> Any:
+        projected = v - xhat * m(v * xhat)
+        return projected - m(v) if centred else projected
+
+    xhat, rstd = normalized(norm, x, k, eps)
+    w = effective_weight(weight, zero_centered, dtype)
+    inside = masked(dy, bitmask, k, dtype)
+    grad_dy, grad_x, grad_weight = torch.zeros_like(xhat), torch.zeros_like(xhat), None
+    if a is not None:
+        a, g = a.to(dtype), inside * w
+        scaled = rstd * project(a)
+        grad_dy = grad_dy + w * scaled
+        a_slope, g_slope = m(a * xhat), m(g * xhat)
+        s = m(a * g) - a_slope * g_slope
+        s = s - m(a) * m(g) if centred else s
+        grad_x = grad_x - rstd * project(rstd * (a * g_slope + g * a_slope)) - rstd**2 * s * xhat
+        if weight is not None:
+            grad_weight = sum_over_rows(inside * scaled, 0, k).to(weight.dtype)
+    if b is not None:
+        b = b.to(dtype)
+        grad_dy = grad_dy + b * xhat
+        grad_x = grad_x + rstd * project(b * inside)
+    if c is not None:
+        grad_dy = grad_dy + c.to(dtype)
+    return masked(grad_dy, bitmask, k, dtype).to(dy.dtype), grad_x.to(x.dtype), grad_weight

@@ -1,0 +1,219 @@
+"""The functions: what torch's autocast asks for, axes counted, and on to the operations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from cupynorm import _checks
+from cupynorm._spec import Norm
+from cupynorm.torch._kernels import Relu
+from cupynorm.torch._operations import is_recorded, norm_forward
+
+__all__ = ["layer_norm", "rms_norm"]
+
+Axis = int | Sequence[int] | None
+
+_OPTIONAL = (torch.Tensor, type(None))
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    axis: Axis = None,
+    zero_centered: bool = False,
+    relu: Relu = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Divide each row by its root mean square, then scale and shift it.
+
+    ``y = x / sqrt(mean(x**2) + eps) * weight + bias``, computed in float32 (float64 where x is
+    float64) and rounded once, to y's dtype. Differentiable, in reverse, any number of times.
+
+    Parameters
+    ----------
+    x : Tensor, shape (..., N)
+        Of float64, float32, float16 or bfloat16. Rows may be any distance apart: leading axes that
+        collapse to one stride are read in place.
+    weight, bias : Tensor, optional
+        Of the shape of x's normalized axes, on its device, and of any of the four dtypes.
+    eps : float
+        Added to the mean square.
+    axis : int or tuple of int, optional
+        The trailing axes to normalize over, together one row of N elements. By default those that
+        weight (or bias) covers, or the last axis without either.
+    zero_centered : bool
+        Scale by ``1 + weight``, added in the compute dtype.
+    relu : (float, float), optional
+        Clamp y to [lower, upper] before it is rounded. The gradient is 0 unless lower < y < upper,
+        of which one bit an element is kept for the backward pass.
+    out_dtype : torch.dtype, optional
+        y's dtype; by default x's. Under autocast for CUDA that is float32 where x is float16 or
+        bfloat16, as of torch's own norms.
+
+    Returns
+    -------
+    Tensor
+        y, of x's shape, contiguous.
+
+    Raises
+    ------
+    TypeError
+        If an argument is no tensor, or of another dtype; if relu is no pair of real numbers.
+    ValueError
+        If a shape, a device, axis, eps, zero_centered or relu does not fit.
+    NotImplementedError
+        If weight or bias would broadcast over the kept axes of x; in forward mode; on a device that
+        is neither the CPU nor a CUDA GPU.
+    ImportError
+        If x is on a GPU, and CuPy cannot be imported.
+    RuntimeError
+        If the call is captured into a CUDA graph before its kernel was loaded.
+
+    See Also
+    --------
+    RMSNorm : as a module.
+    cupynorm.rms_norm : the formula's source, and the function without autograd.
+
+    Notes
+    -----
+    For the backward pass x, weight, a statistic or two of each row, and the bits of relu are kept.
+    The weight gradients have the same bits from run to run. What second derivatives, and
+    ``torch.func.vmap`` over gradients of weight and bias, need beyond the kernels is computed by
+    torch, in the compute dtype.
+
+    Where x is a DTensor that is split over axes that are kept, y and dx are split as x is, and
+    nothing is communicated: the gradients of weight and bias are partial sums.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import cupynorm.torch
+    >>> x = torch.tensor([[3.0, -4.0], [0.5, 0.5]])
+    >>> weight = torch.tensor([1.0, 2.0], requires_grad=True)
+    >>> y = cupynorm.torch.rms_norm(x, weight)
+    >>> y.detach()
+    tensor([[ 0.8485, -2.2627],
+            [ 1.0000,  2.0000]])
+    >>> y.sum().backward()
+    >>> weight.grad
+    tensor([ 1.8485, -0.1314])
+    """
+    return _norm("rms_norm", x, weight, bias, eps, axis, zero_centered, relu, out_dtype)
+
+
+def layer_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+    axis: Axis = None,
+    zero_centered: bool = False,
+    relu: Relu = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Bring each row to mean 0 and variance 1, then scale and shift it.
+
+    ``y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias``, computed in float32 (float64 where x
+    is float64) and rounded once, to y's dtype. The variance is the biased one, by a corrected
+    two-pass sum, so that a large mean costs no digits. Differentiable, in reverse, any number of
+    times.
+
+    Parameters
+    ----------
+    x, weight, bias, axis, zero_centered, relu, out_dtype
+        As of `rms_norm`.
+    eps : float
+        Added to the variance.
+
+    Returns
+    -------
+    Tensor
+        y, of x's shape, contiguous.
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError, ImportError, RuntimeError
+        As `rms_norm`.
+
+    See Also
+    --------
+    LayerNorm : as a module.
+    cupynorm.layer_norm : the formula's source, and the function without autograd.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import cupynorm.torch
+    >>> x = torch.tensor([[1.0, 3.0], [1e6, 1e6 + 2]])
+    >>> cupynorm.torch.layer_norm(x, bias=torch.tensor([0.0, 10.0]))
+    tensor([[-1.0000, 11.0000],
+            [-1.0000, 11.0000]])
+    """
+    return _norm("layer_norm", x, weight, bias, eps, axis, zero_centered, relu, out_dtype)
+
+
+def _norm(
+    norm: Norm,
+    x: Any,
+    weight: Any,
+    bias: Any,
+    eps: float,
+    axis: Axis,
+    zero_centered: bool,
+    relu: Relu,
+    out_dtype: torch.dtype | None,
+) -> Any:
+    if not (
+        isinstance(x, torch.Tensor)
+        and isinstance(weight, _OPTIONAL)
+        and isinstance(bias, _OPTIONAL)
+    ):
+        _refuse(x, weight, bias)
+    if axis is None and weight is not None and 1 <= weight.ndim <= x.ndim:
+        k = weight.ndim  # so most calls are, and a microsecond counts
+    else:
+        k = _checks.trailing_axes(
+            x.ndim,
+            axis,
+            None if weight is None else weight.ndim,
+            None if bias is None else bias.ndim,
+        )
+        if axis is not None:
+            weight, bias = _without_leading("weight", weight, k), _without_leading("bias", bias, k)
+    if relu is not None:
+        relu = _pair(relu)
+    if out_dtype is None and x.is_cuda and torch.is_autocast_enabled("cuda") and x.dtype in _HALVES:
+        out_dtype = torch.float32
+    recorded = is_recorded(x, weight, bias)
+    return norm_forward(x, weight, bias, k, norm, eps, zero_centered, relu, out_dtype, recorded)[0]
+
+
+def _refuse(x: Any, weight: Any, bias: Any) -> None:
+    for name, given in (("x", x), ("weight", weight), ("bias", bias)):
+        if not isinstance(given, torch.Tensor) and (given is not None or name == "x"):
+            raise TypeError(f"{name} must be a torch tensor, got {type(given).__name__}")
+
+
+def _without_leading(name: str, tensor: Any, k: int) -> Any:
+    """Return a weight or bias without leading axes of 1."""
+    if tensor is None or tensor.ndim <= k:
+        return tensor
+    if any(size != 1 for size in tensor.shape[: tensor.ndim - k]):
+        raise NotImplementedError(
+            f"{name} of shape {tuple(tensor.shape)} varies over the kept axes of x: broadcasting "
+            "weights are not supported yet"
+        )
+    return tensor.reshape(tensor.shape[tensor.ndim - k :])
+
+
+def _pair(relu: Any) -> Any:
+    # A tuple, by which calls are remembered; what does not make one is refused later.
+    return tuple(relu) if isinstance(relu, Sequence) else relu

@@ -1,0 +1,482 @@
+"""Forward and backward passes on plain tensors, outside autograd: on a GPU by the kernels, into
+memory of torch's allocator and on torch's current stream; on the CPU by `cupynorm.reference`.
+
+What follows from shapes, strides, dtypes, devices and options alone is checked and worked out once,
+and remembered: a call then costs its allocations, the addresses and the launch.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from cupynorm import _checks, reference
+from cupynorm._arrays import BFLOAT16, DTYPES, row_stride
+from cupynorm._bitmask import bitmask_bytes
+from cupynorm._config import pack_length
+from cupynorm._spec import ITEMSIZE, BackwardSpec, ForwardSpec, Norm
+
+__all__ = ["Relu", "backward", "compute_type", "forward"]
+
+NUMPY_DTYPES = {getattr(torch, name): dtype for dtype, name in DTYPES.items()}
+NAMES = {getattr(torch, name): name for name in ITEMSIZE}
+
+# Calls of so many kinds are remembered; each number of rows is a kind of its own.
+REMEMBERED = 4096
+
+Relu = tuple[float, float] | None
+Shape = tuple[int, ...]
+
+
+def compute_type(x: torch.Tensor) -> torch.dtype:
+    """Return the dtype that rows of x are computed in."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+# ---- the device, as it is reached ----------------------------------------------------------------
+
+
+def _has_kernels(x: torch.Tensor) -> bool:
+    return bool(x.is_cuda)
+
+
+def _load(make: str, spec: ForwardSpec | BackwardSpec, n: int, vector: int, device: Any) -> Any:
+    """Return a plan for the current device; compile and load its kernels at need."""
+    try:
+        import cupy
+
+        from cupynorm import _plans
+    except ImportError as error:
+        raise ImportError(
+            "x is on a GPU, and cupynorm's GPU path needs CuPy: install cupynorm[cuda12] or "
+            f"cupynorm[cuda13], as your driver's CUDA is 12 or 13 ({error})"
+        ) from error
+    # On torch's stream, so that nothing is loaded while that is captured into a graph.
+    with cupy.cuda.Stream.from_external(torch.cuda.current_stream(device)):
+        return getattr(_plans, make)(spec, n, vector, device.index)
+
+
+# Without the objects that torch.cuda makes of them; a build without CUDA has neither.
+_current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
+_current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+
+# ---- tensors as the kernels take them ------------------------------------------------------------
+
+
+def _outline(name: str, tensor: Any, x: Any) -> Any:
+    """Return a NumPy array of a tensor's shape and dtype, for the checks: it holds one element."""
+    if tensor is None:
+        return None
+    if tensor.dtype not in NUMPY_DTYPES:
+        raise TypeError(
+            f"{name}.dtype must be float64, float32, float16 or bfloat16, got {tensor.dtype}"
+        )
+    if tensor.device != x.device:
+        raise ValueError(f"{name} must be on x's device, {x.device}; got {tensor.device}")
+    return np.broadcast_to(np.zeros((), NUMPY_DTYPES[tensor.dtype]), tensor.shape)
+
+
+def _stride(tensor: Any, k: int) -> int | None:
+    """Return the distance in elements between rows, or None where they must be copied."""
+    return row_stride(tensor.shape, tensor.stride(), 1, k)
+
+
+def _contiguous(tensor: Any) -> Any:
+    return None if tensor is None else tensor.contiguous()
+
+
+def _divisors(x: Any, n: int, *strides: int) -> int:
+    """Return a number whose lowest set bit divides the pack, the row and the row strides.
+
+    With the addresses of inputs, it tells how many elements one access moves: the largest power of
+    two that divides all. Outputs need not be asked: torch allocates at multiples of more.
+    """
+    divisors = n | pack_length(NAMES[x.dtype])
+    if x.numel() > n:
+        for stride in strides:
+            divisors |= stride
+    return divisors
+
+
+def _remember(calls: dict[Any, Any], key: Any, call: Any) -> Any:
+    if len(calls) >= REMEMBERED:
+        calls.clear()
+    calls[key] = call
+    return call
+
+
+# ---- forward -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Forward:
+    """A forward pass without its addresses."""
+
+    spec: ForwardSpec
+    m: int
+    n: int
+    kept: tuple[int, ...]
+    y: torch.dtype
+    statistics: torch.dtype
+    eps: float
+    bounds: tuple[float, float]
+    has_kernels: bool
+    copies: bool  # where a row stride cannot tell where x lies, or weight or bias has one
+    x_stride: int
+    itemsize: int
+    divisors: int
+    plans: dict[int, Any]  # by the elements of an access
+
+
+_forwards: dict[Any, _Forward] = {}
+
+
+def forward(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    k: int,
+    norm: Norm,
+    eps: float,
+    zero_centered: bool,
+    relu: Relu,
+    out_dtype: torch.dtype | None,
+    training: bool,
+) -> tuple[Any, Any, Any, Any]:
+    """Return y and, for training, mean, rstd and bitmask, each None where it does not apply.
+
+    weight and bias have the shape of x's last k axes.
+    """
+    options = (k, norm, eps, zero_centered, relu, out_dtype, training)
+    key = (
+        (x.shape, x.stride(), x.dtype, x.device),
+        weight if weight is None else (weight.shape, weight.stride(), weight.dtype, weight.device),
+        bias if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.device),
+        options,
+    )
+    call = _forwards.get(key)
+    if call is None:
+        call = _remember(_forwards, key, _resolve_forward(x, weight, bias, *options))
+    if not call.has_kernels:
+        return _forward_on_cpu(call.spec, k, x, weight, bias, eps, relu, call.y)
+    device = x.device
+    if _current_device() != device.index:
+        with torch.cuda.device(device):
+            return forward(x, weight, bias, *options)
+
+    y = torch.empty_like(x, dtype=call.y, memory_format=torch.contiguous_format)
+    mean = rstd = bitmask = None
+    if training:
+        rstd = torch.empty(call.kept, dtype=call.statistics, device=device)
+        if norm == "layer_norm":
+            mean = torch.empty_like(rstd)
+        if relu is not None:
+            shape = (*call.kept, bitmask_bytes(call.n))
+            bitmask = torch.empty(shape, dtype=torch.uint8, device=device)
+    if call.copies:
+        x, weight, bias = map(_contiguous, (x, weight, bias))
+    x_address = x.data_ptr()
+    divisors = call.divisors | x_address // call.itemsize
+    weight_address = bias_address = 0
+    if weight is not None:
+        weight_address = weight.data_ptr()
+        divisors |= weight_address // weight.itemsize
+    if bias is not None:
+        bias_address = bias.data_ptr()
+        divisors |= bias_address // bias.itemsize
+    vector = divisors & -divisors
+    plan = call.plans.get(vector)
+    if plan is None:
+        plan = call.plans[vector] = _load("forward_plan", call.spec, call.n, vector, device)
+    plan.launch(
+        _current_stream(device.index),
+        call.m,
+        x_address,
+        call.x_stride,
+        weight_address,
+        bias_address,
+        y.data_ptr(),
+        call.n,
+        0 if mean is None else mean.data_ptr(),
+        0 if rstd is None else rstd.data_ptr(),
+        0 if bitmask is None else bitmask.data_ptr(),
+        call.eps,
+        *call.bounds,
+    )
+    return y, mean, rstd, bitmask
+
+
+def _resolve_forward(
+    x: Any,
+    weight: Any,
+    bias: Any,
+    k: int,
+    norm: Norm,
+    eps: float,
+    zero_centered: bool,
+    relu: Relu,
+    out_dtype: torch.dtype | None,
+    training: bool,
+) -> _Forward:
+    if not isinstance(out_dtype, torch.dtype | None):
+        raise TypeError(f"out_dtype must be a torch.dtype or None, got {out_dtype!r}")
+    _, y, bounds = _checks.check_forward(
+        _outline("x", x, x),
+        _outline("weight", weight, x),
+        _outline("bias", bias, x),
+        eps=eps,
+        axis=tuple(range(-k, 0)),
+        zero_centered=zero_centered,
+        relu=relu,
+        out_dtype=out_dtype,
+        out=None,
+    )
+    n = math.prod(x.shape[x.ndim - k :])
+    x_stride = _stride(x, k)
+    copies = x_stride is None or not all(t is None or t.is_contiguous() for t in (weight, bias))
+    x_stride = n if copies or x_stride is None else x_stride
+    return _Forward(
+        spec=ForwardSpec(
+            norm=norm,
+            x=NAMES[x.dtype],
+            weight=None if weight is None else NAMES[weight.dtype],
+            bias=None if bias is None else NAMES[bias.dtype],
+            y=DTYPES[y],
+            zero_centered=zero_centered,
+            store_statistics=training,
+            relu=relu is not None,
+        ),
+        m=x.numel() // n,
+        n=n,
+        kept=tuple(x.shape[: x.ndim - k]),
+        y=getattr(torch, DTYPES[y]),
+        statistics=compute_type(x),
+        eps=float(eps),
+        bounds=(0.0, 0.0) if bounds is None else bounds,
+        has_kernels=_has_kernels(x),
+        copies=copies,
+        x_stride=x_stride,
+        itemsize=x.itemsize,
+        divisors=_divisors(x, n, x_stride),
+        plans={},
+    )
+
+
+# ---- backward ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Backward:
+    """A backward pass without its addresses."""
+
+    spec: BackwardSpec
+    m: int
+    n: int
+    has_kernels: bool
+    copies_dy: bool
+    copies_x: bool
+    dy_stride: int
+    x_stride: int
+    divisors: int
+    plans: dict[int, Any]  # by the elements of an access
+
+
+_backwards: dict[Any, _Backward] = {}
+
+
+def backward(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    mean: torch.Tensor | None,
+    rstd: torch.Tensor,
+    bitmask: torch.Tensor | None,
+    k: int,
+    norm: Norm,
+    zero_centered: bool,
+    bias_dtype: torch.dtype | None,
+) -> tuple[Any, Any, Any]:
+    """Return dx, dweight and dbias, each None where it does not apply.
+
+    mean, rstd and bitmask are as `forward` returned them; dbias is wanted where its dtype is given.
+    """
+    options = (k, norm, zero_centered, bias_dtype, bitmask is None)
+    key = (
+        (dy.shape, dy.stride(), dy.dtype, dy.device),
+        (x.shape, x.stride(), x.dtype, x.device),
+        weight if weight is None else (weight.shape, weight.dtype, weight.device),
+        options,
+    )
+    call = _backwards.get(key)
+    if call is None:
+        call = _remember(_backwards, key, _resolve_backward(dy, x, weight, *options))
+    if not call.has_kernels:
+        return _backward_on_cpu(call.spec, k, dy, x, weight, mean, rstd, bitmask)
+    device = x.device
+    if _current_device() != device.index:
+        with torch.cuda.device(device):
+            return backward(dy, x, weight, mean, rstd, bitmask, k, norm, zero_centered, bias_dtype)
+
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+    dweight = dbias = None
+    if weight is not None:
+        dweight = torch.empty_like(weight, memory_format=torch.contiguous_format)
+    if bias_dtype is not None:
+        dbias = torch.empty(x.shape[x.ndim - k :], dtype=bias_dtype, device=device)
+    if call.copies_dy:
+        dy = dy.contiguous()
+    if call.copies_x:
+        x = x.contiguous()
+    # Contiguous as `forward` and most users made them; what hooks bring back need not be.
+    if not rstd.is_contiguous() or not (mean is None or mean.is_contiguous()):
+        mean, rstd = _contiguous(mean), _contiguous(rstd)
+    if not (bitmask is None or bitmask.is_contiguous()):
+        bitmask = bitmask.contiguous()
+    if not (weight is None or weight.is_contiguous()):
+        weight = weight.contiguous()
+    dy_address, x_address = dy.data_ptr(), x.data_ptr()
+    divisors = call.divisors | dy_address // dy.itemsize | x_address // x.itemsize
+    weight_address = 0
+    if weight is not None:
+        weight_address = weight.data_ptr()
+        divisors |= weight_address // weight.itemsize
+    vector = divisors & -divisors
+    plan = call.plans.get(vector)
+    if plan is None:
+        plan = call.plans[vector] = _load("backward_plan", call.spec, call.n, vector, device)
+    # Freed on return, and handed out again only to what comes later on this stream.
+    scratch = torch.empty(plan.scratch_bytes(call.m), dtype=torch.uint8, device=device)
+    plan.launch(
+        _current_stream(device.index),
+        call.m,
+        dy_address,
+        call.dy_stride,
+        x_address,
+        call.x_stride,
+        weight_address,
+        0 if mean is None else mean.data_ptr(),
+        rstd.data_ptr(),
+        0 if bitmask is None else bitmask.data_ptr(),
+        dx.data_ptr(),
+        call.n,
+        0 if dweight is None else dweight.data_ptr(),
+        0 if dbias is None else dbias.data_ptr(),
+        scratch.data_ptr(),
+    )
+    return dx, dweight, dbias
+
+
+def _resolve_backward(
+    dy: Any,
+    x: Any,
+    weight: Any,
+    k: int,
+    norm: Norm,
+    zero_centered: bool,
+    bias_dtype: torch.dtype | None,
+    no_bitmask: bool,
+) -> _Backward:
+    for name, tensor in (("x", x), ("dy", dy), ("weight", weight)):
+        _outline(name, tensor, x)
+    if dy.shape != x.shape:
+        raise ValueError(f"dy must have shape {tuple(x.shape)}, got {tuple(dy.shape)}")
+    n = math.prod(x.shape[x.ndim - k :])
+    strides = _stride(dy, k), _stride(x, k)
+    dy_stride, x_stride = (n if stride is None else stride for stride in strides)
+    return _Backward(
+        spec=BackwardSpec(
+            norm=norm,
+            x=NAMES[x.dtype],
+            dy=NAMES[dy.dtype],
+            weight=None if weight is None else NAMES[weight.dtype],
+            dbias=None if bias_dtype is None else NAMES[bias_dtype],
+            zero_centered=zero_centered,
+            bitmask=not no_bitmask,
+        ),
+        m=x.numel() // n,
+        n=n,
+        has_kernels=_has_kernels(x),
+        copies_dy=strides[0] is None,
+        copies_x=strides[1] is None,
+        dy_stride=dy_stride,
+        x_stride=x_stride,
+        divisors=_divisors(x, n, dy_stride, x_stride),
+        plans={},
+    )
+
+
+# ---- on the CPU ----------------------------------------------------------------------------------
+
+
+def _to_numpy(tensor: Any) -> Any:
+    """Return a copy: memory that NumPy has seen cannot be resized, as FSDP resizes parameters."""
+    if tensor is None:
+        return None
+    copy = tensor.detach().clone(memory_format=torch.contiguous_format)
+    if tensor.dtype == torch.bfloat16:  # which NumPy's side of torch does not know
+        return copy.view(torch.int16).numpy().view(BFLOAT16)
+    return copy.numpy()
+
+
+def _from_numpy(array: Any) -> Any:
+    if array is None:
+        return None
+    if array.dtype == BFLOAT16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def _forward_on_cpu(
+    spec: ForwardSpec,
+    k: int,
+    x: Any,
+    weight: Any,
+    bias: Any,
+    eps: float,
+    relu: Relu,
+    y: torch.dtype,
+) -> tuple[Any, Any, Any, Any]:
+    result = getattr(reference, f"{spec.norm}_forward")(
+        _to_numpy(x),
+        _to_numpy(weight),
+        _to_numpy(bias),
+        eps=eps,
+        axis=tuple(range(-k, 0)),
+        zero_centered=spec.zero_centered,
+        relu=relu,
+        out_dtype=NUMPY_DTYPES[y],
+    )
+    given = tuple(map(_from_numpy, result))
+    return given if spec.store_statistics else (given[0], None, None, None)
+
+
+def _backward_on_cpu(
+    spec: BackwardSpec,
+    k: int,
+    dy: Any,
+    x: Any,
+    weight: Any,
+    mean: Any,
+    rstd: Any,
+    bitmask: Any,
+) -> tuple[Any, Any, Any]:
+    statistics = (rstd,) if mean is None else (mean, rstd)
+    bias: Any = False
+    if spec.dbias is not None:
+        bias = np.empty(tuple(x.shape[x.ndim - k :]), NUMPY_DTYPES[getattr(torch, spec.dbias)])
+    result = getattr(reference, f"{spec.norm}_backward")(
+        _to_numpy(dy),
+        _to_numpy(x),
+        _to_numpy(weight),
+        *map(_to_numpy, statistics),
+        bias=bias,
+        bitmask=_to_numpy(bitmask),
+        axis=tuple(range(-k, 0)),
+        zero_centered=spec.zero_centered,
+    )
+    return tuple(map(_from_numpy, result))

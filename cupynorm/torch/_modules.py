@@ -1,0 +1,171 @@
+"""Modules that take the place of torch.nn's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.parameter import Parameter
+
+from cupynorm.torch._functions import layer_norm, rms_norm
+from cupynorm.torch._kernels import Relu, compute_type
+
+__all__ = ["LayerNorm", "RMSNorm"]
+
+
+class _Norm(torch.nn.Module):
+    """What the modules add to those of torch.nn, of which each is also a subclass."""
+
+    normalized_shape: tuple[int, ...]
+    elementwise_affine: bool
+    weight: Any
+    bias: Any
+    zero_centered: bool = False
+    relu: Relu = None
+
+    def _extend(self, zero_centered: bool, relu: Relu) -> None:
+        if zero_centered and not self.elementwise_affine:
+            raise ValueError("zero_centered must be False without elementwise_affine, got True")
+        self.zero_centered = zero_centered
+        self.relu = relu
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Let the norm begin without effect of its weight and bias."""
+        if self.weight is not None:
+            (torch.nn.init.zeros_ if self.zero_centered else torch.nn.init.ones_)(self.weight)
+        if getattr(self, "bias", None) is not None:
+            torch.nn.init.zeros_(self.bias)
+
+    def _normalize(self, function: Any, x: torch.Tensor, eps: float) -> torch.Tensor:
+        axis, weight = None, self.weight
+        if weight is None:  # which would tell the axes, and be checked against them
+            k = len(self.normalized_shape)
+            if tuple(x.shape[-k:]) != self.normalized_shape:
+                raise ValueError(
+                    f"x must end in the axes {self.normalized_shape}, got shape {tuple(x.shape)}"
+                )
+            axis = tuple(range(-k, 0))
+        return function(
+            x,
+            weight,
+            self.bias,
+            eps=eps,
+            axis=axis,
+            zero_centered=self.zero_centered,
+            relu=self.relu,
+        )
+
+    def extra_repr(self) -> str:
+        """Return what is shown of the module."""
+        shown = super().extra_repr()
+        if self.zero_centered:
+            shown += ", zero_centered=True"
+        return shown if self.relu is None else f"{shown}, relu={self.relu}"
+
+
+class RMSNorm(_Norm, torch.nn.RMSNorm):
+    """`rms_norm` in the place of ``torch.nn.RMSNorm``.
+
+    Parameters
+    ----------
+    normalized_shape, eps, elementwise_affine, device, dtype
+        As of ``torch.nn.RMSNorm``: eps defaults to the epsilon of the compute dtype.
+    bias : bool
+        Whether there is a bias too.
+    zero_centered : bool
+        Whether the weight is stored minus one, beginning at zero.
+    relu : (float, float), optional
+        Bounds to clamp to.
+
+    Attributes
+    ----------
+    weight, bias : Parameter or None
+        Of ``normalized_shape``. Without a bias the state_dict is that of ``torch.nn.RMSNorm``.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from cupynorm.torch import RMSNorm
+    >>> norm = RMSNorm(4, eps=1e-6)
+    >>> norm.load_state_dict(torch.nn.RMSNorm(4).state_dict())
+    <All keys matched successfully>
+    >>> norm(torch.ones(2, 4)).sum()
+    tensor(8.0000, grad_fn=<SumBackward0>)
+    """
+
+    def __init__(
+        self,
+        normalized_shape: Any,
+        eps: float | None = None,
+        elementwise_affine: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        bias: bool = False,
+        zero_centered: bool = False,
+        relu: Relu = None,
+    ) -> None:
+        super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
+        parameter = None
+        if elementwise_affine and bias:
+            parameter = Parameter(torch.empty(self.normalized_shape, device=device, dtype=dtype))
+        self.register_parameter("bias", parameter)
+        self._extend(zero_centered, relu)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return `rms_norm` of x."""
+        eps = self.eps
+        if eps is None:
+            eps = torch.finfo(compute_type(x)).eps
+        return self._normalize(rms_norm, x, eps)
+
+    def extra_repr(self) -> str:
+        """Return what is shown of the module."""
+        shown = super().extra_repr()
+        return shown if self.bias is None else f"{shown}, bias=True"
+
+
+class LayerNorm(_Norm, torch.nn.LayerNorm):
+    """`layer_norm` in the place of ``torch.nn.LayerNorm``.
+
+    Parameters
+    ----------
+    normalized_shape, eps, elementwise_affine, bias, device, dtype
+        As of ``torch.nn.LayerNorm``.
+    zero_centered : bool
+        Whether the weight is stored minus one, beginning at zero.
+    relu : (float, float), optional
+        Bounds to clamp to.
+
+    Attributes
+    ----------
+    weight, bias : Parameter or None
+        Of ``normalized_shape``; the state_dict is that of ``torch.nn.LayerNorm``.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from cupynorm.torch import LayerNorm
+    >>> LayerNorm(768, zero_centered=True)
+    LayerNorm((768,), eps=1e-05, elementwise_affine=True, bias=True, zero_centered=True)
+    """
+
+    def __init__(
+        self,
+        normalized_shape: Any,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        zero_centered: bool = False,
+        relu: Relu = None,
+    ) -> None:
+        super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
+        self._extend(zero_centered, relu)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return `layer_norm` of x."""
+        return self._normalize(layer_norm, x, self.eps)

@@ -1,0 +1,386 @@
+"""The passes as operations that torch differentiates, batches, traces, compiles and shards.
+
+A call on plain tensors goes straight to the kernels, through an autograd.Function where gradients
+are recorded: what torch.library puts around an operation costs more than the launch. Where torch
+must see the call, under torch.compile and export, in a dispatch mode, or with a subclass such as
+DTensor, it is an operation of torch.library, with the same formulas.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from cupynorm._bitmask import bitmask_bytes
+from cupynorm._spec import Norm
+from cupynorm.torch import _formulas, _kernels
+from cupynorm.torch._kernels import Relu, compute_type
+
+__all__ = ["is_recorded", "norm_backward", "norm_forward"]
+
+# The values that are not tensors begin with an int, from which on DTensor tells calls apart.
+FORWARD = (
+    "(Tensor x, Tensor? weight, Tensor? bias, int k, str norm, float eps, bool zero_centered, "
+    "float[]? relu, ScalarType? out_dtype, bool training) "
+    "-> (Tensor y, Tensor mean, Tensor rstd, Tensor bitmask)"
+)
+BACKWARD = (
+    "(Tensor dy, Tensor x, Tensor? weight, Tensor? mean, Tensor rstd, Tensor? bitmask, int k, "
+    "str norm, float eps, bool zero_centered, ScalarType? bias_dtype) "
+    "-> (Tensor dx, Tensor dweight, Tensor dbias)"
+)
+
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
+
+
+# ---- which way a call goes -----------------------------------------------------------------------
+
+
+def _is_seen() -> bool:
+    """Tell whether what runs now is for torch to see, whatever it runs on."""
+    return bool(torch._C._len_torch_dispatch_stack()) or torch._C._get_tracing_state() is not None
+
+
+def is_recorded(*tensors: Any) -> bool:
+    """Tell whether gradients of a call on these tensors may be asked for."""
+    if not torch.is_grad_enabled():
+        return False
+    for tensor in tensors:
+        if tensor is not None and tensor.requires_grad:
+            return True
+    # Within a transform, only its own tensors say so.
+    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+
+
+def norm_forward(
+    x: Any,
+    weight: Any,
+    bias: Any,
+    k: int,
+    norm: Norm,
+    eps: float,
+    zero_centered: bool,
+    relu: Relu,
+    out_dtype: torch.dtype | None,
+    training: bool,
+) -> tuple[Any, Any, Any, Any]:
+    """Return y and, for training, what `norm_backward` needs.
+
+    An array that does not apply is None, or empty where the call was an operation of torch.library.
+    """
+    arguments = (x, weight, bias, k, norm, eps, zero_centered, relu, out_dtype, training)
+    if torch.compiler.is_compiling():
+        _share_out()
+        return _forward_operation(*arguments)
+    if torch._C._are_functorch_transforms_active():
+        return _Forward.apply(*arguments)
+    if (
+        type(x) not in _PLAIN
+        or type(weight) not in _PLAIN
+        or type(bias) not in _PLAIN
+        or not (x.is_cuda or x.is_cpu)
+        or _is_seen()
+    ):
+        _share_out()
+        return _forward_operation(*arguments)
+    if training or forward_ad._current_level >= 0:  # where it says that it has no jvp
+        return _apply_forward(*arguments)
+    return _kernels.forward(*arguments)
+
+
+def norm_backward(
+    dy: Any,
+    x: Any,
+    weight: Any,
+    mean: Any,
+    rstd: Any,
+    bitmask: Any,
+    k: int,
+    norm: Norm,
+    eps: float,
+    zero_centered: bool,
+    bias_dtype: torch.dtype | None,
+) -> tuple[Any, Any, Any]:
+    """Return dx, dweight and dbias; one that does not apply is None, or empty."""
+    tensors = (dy, x, weight, mean, rstd, bitmask)
+    arguments = (*tensors, k, norm, eps, zero_centered, bias_dtype)
+    if torch.compiler.is_compiling():
+        return _backward_operation(*arguments)
+    if torch._C._are_functorch_transforms_active():
+        return _Backward.apply(*arguments)
+    if not _PLAIN.issuperset(map(type, tensors)) or not (x.is_cuda or x.is_cpu) or _is_seen():
+        return _backward_operation(*arguments)
+    if torch.is_grad_enabled():
+        return _apply_backward(*arguments)
+    return _kernels.backward(*tensors, k, norm, zero_centered, bias_dtype)
+
+
+@torch.compiler.assume_constant_result
+def _share_out() -> None:
+    """Tell DTensor how the operations are split, if it is in use; importing it takes a while."""
+    if "torch.distributed.tensor" in sys.modules:
+        from cupynorm.torch import _sharding
+
+        _sharding.register()
+
+
+# ---- derivatives ---------------------------------------------------------------------------------
+
+
+def _keep_for_backward(ctx: Any, inputs: Any, output: Any) -> None:
+    x, weight, bias, k, norm, eps, zero_centered, relu, _, ctx.training = inputs
+    _, mean, rstd, bitmask = output
+    ctx.mark_non_differentiable(*[t for t in (mean, rstd, bitmask) if t is not None])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(
+        x,
+        weight,
+        mean if norm == "layer_norm" else None,
+        rstd,
+        None if relu is None else bitmask,
+    )
+    ctx.options = k, norm, eps, zero_centered
+    ctx.has_weight = weight is not None
+    ctx.bias_dtype = None if bias is None else bias.dtype
+
+
+def _differentiate_forward(ctx: Any, dy: Any, *_: Any) -> tuple[Any, ...]:
+    if dy is None:
+        return (None,) * 10
+    if not ctx.training:
+        raise RuntimeError("norm_forward was called with training=False: nothing was kept for it")
+    bias_dtype = ctx.bias_dtype if ctx.needs_input_grad[2] else None
+    arguments: tuple[Any, ...] = (dy, *ctx.saved_tensors, *ctx.options, bias_dtype)
+    dx, dweight, dbias = norm_backward(*arguments)
+    return (
+        dx,
+        dweight if ctx.has_weight else None,
+        None if bias_dtype is None else dbias,
+        *(None,) * 7,
+    )
+
+
+def _keep_for_second_backward(ctx: Any, inputs: Any, output: Any) -> None:
+    dy, x, weight, _, _, bitmask, *options, bias_dtype = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(dy, x, weight, bitmask)
+    ctx.options = options
+    ctx.has_bias = bias_dtype is not None
+
+
+def _differentiate_backward(ctx: Any, a: Any, b: Any, c: Any) -> tuple[Any, ...]:
+    dy, x, weight, bitmask = ctx.saved_tensors
+    b = None if weight is None else b
+    c = c if ctx.has_bias else None
+    gradients = _formulas.gradients_of_backward(a, b, c, dy, x, weight, bitmask, *ctx.options)
+    return (*gradients, *(None,) * 8)
+
+
+# ---- a batch of calls at once --------------------------------------------------------------------
+
+
+def _forward_of_batch(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the rule for vmap, which makes one call of many where the weight is shared."""
+
+    def rule(info: Any, in_dims: Any, *arguments: Any) -> tuple[Any, Any]:
+        tensors, options = arguments[:3], arguments[3:]
+        _, norm, _, _, relu, _, training = options
+        x_dim, *dims = in_dims[:3]
+        if dims == [None, None]:
+            results = run(tensors[0].movedim(x_dim, 0), *tensors[1:], *options)
+        else:
+            examples = [
+                run(*(_example(t, d, i) for t, d in zip(tensors, in_dims, strict=False)), *options)
+                for i in range(info.batch_size)
+            ]
+            results = tuple(
+                None if parts[0] is None else torch.stack(parts)
+                for parts in zip(*examples, strict=True)
+            )
+        there = (True, training and norm == "layer_norm", training, training and relu is not None)
+        return results, tuple(0 if is_there else None for is_there in there)
+
+    return rule
+
+
+def _batched(tensor: Any, dim: int | None, size: int) -> Any:
+    if tensor is None:
+        return None
+    return tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+
+
+def _example(tensor: Any, dim: int | None, i: int) -> Any:
+    return tensor if dim is None else tensor.select(dim, i)
+
+
+def _backward_of_batch(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the rule for vmap: one call for dx, and formulas for the sums of each example."""
+
+    def rule(info: Any, in_dims: Any, *arguments: Any) -> tuple[Any, Any]:
+        k, norm, eps, zero_centered, bias_dtype = arguments[6:]
+        tensors: Any = (
+            _batched(t, d, info.batch_size) for t, d in zip(arguments[:6], in_dims, strict=False)
+        )
+        dy, x, weight, mean, rstd, bitmask = tensors
+        dtype = compute_type(x)
+        w = _formulas.effective_weight(weight, zero_centered, dtype)
+        if weight is not None:
+            w = w.reshape(info.batch_size, *(1,) * (x.ndim - 1 - k), *weight.shape[1:])
+        inside = _formulas.masked(dy, bitmask, k, dtype)
+        dx, *unused = run(inside * w, x, None, mean, rstd, None, k, norm, eps, False, None)
+        dweight, dbias = unused
+        if weight is not None:
+            xhat, _ = _formulas.normalized(norm, x, k, eps)
+            dweight = _formulas.sum_over_rows(inside * xhat, 1, k).to(weight.dtype)
+        if bias_dtype is not None:
+            dbias = _formulas.sum_over_rows(inside, 1, k).to(bias_dtype)
+        out_dims = (0, None if weight is None else 0, None if bias_dtype is None else 0)
+        return (dx, dweight, dbias), out_dims
+
+    return rule
+
+
+# ---- as functions of autograd --------------------------------------------------------------------
+
+
+class _Forward(torch.autograd.Function):
+    forward = staticmethod(_kernels.forward)
+    setup_context = staticmethod(_keep_for_backward)
+    backward = staticmethod(_differentiate_forward)
+    vmap = staticmethod(_forward_of_batch(norm_forward))
+
+
+class _Backward(torch.autograd.Function):
+    setup_context = staticmethod(_keep_for_second_backward)
+    backward = staticmethod(_differentiate_backward)
+    vmap = staticmethod(_backward_of_batch(norm_backward))
+
+    @staticmethod
+    def forward(
+        dy: Any,
+        x: Any,
+        weight: Any,
+        mean: Any,
+        rstd: Any,
+        bitmask: Any,
+        k: int,
+        norm: Norm,
+        eps: float,
+        zero_centered: bool,
+        bias_dtype: torch.dtype | None,
+    ) -> Any:
+        return _kernels.backward(
+            dy, x, weight, mean, rstd, bitmask, k, norm, zero_centered, bias_dtype
+        )
+
+
+# Past what Function.apply does for transforms of functions, which costs 13 us.
+_apply_forward = super(torch.autograd.Function, _Forward).apply
+_apply_backward = super(torch.autograd.Function, _Backward).apply
+
+
+# ---- as operations of torch.library --------------------------------------------------------------
+
+
+def _empty_for_none(like: torch.Tensor, tensors: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
+    """Return tensors that an operation may return: it has no optional results."""
+    return tuple(like.new_empty(0) if t is None else t for t in tensors)
+
+
+def _run_forward(x: Any, weight: Any, bias: Any, *options: Any) -> tuple[torch.Tensor, ...]:
+    k, norm, eps, zero_centered, relu, out_dtype, training = options
+    relu = None if relu is None else tuple(relu)
+    return _empty_for_none(
+        x,
+        _kernels.forward(x, weight, bias, k, norm, eps, zero_centered, relu, out_dtype, training),
+    )
+
+
+def _outline_forward(
+    x: Any,
+    weight: Any,
+    bias: Any,
+    k: int,
+    norm: Norm,
+    eps: float,
+    zero_centered: bool,
+    relu: Relu,
+    out_dtype: torch.dtype | None,
+    training: bool,
+) -> tuple[torch.Tensor, ...]:
+    y = x.new_empty(x.shape, dtype=out_dtype or x.dtype)
+    kept = x.shape[: x.ndim - k]
+    mean = rstd = bitmask = None
+    if training:
+        rstd = x.new_empty(kept, dtype=compute_type(x))
+        if norm == "layer_norm":
+            mean = torch.empty_like(rstd)
+        if relu is not None:
+            n = x.shape[x.ndim - k :].numel()
+            bitmask = x.new_empty((*kept, bitmask_bytes(n)), dtype=torch.uint8)
+    return _empty_for_none(x, (y, mean, rstd, bitmask))
+
+
+def _run_backward(*arguments: Any) -> tuple[torch.Tensor, ...]:
+    return _empty_for_none(arguments[1], _Backward.forward(*arguments))
+
+
+def _outline_backward(
+    dy: Any,
+    x: Any,
+    weight: Any,
+    mean: Any,
+    rstd: Any,
+    bitmask: Any,
+    k: int,
+    norm: Norm,
+    eps: float,
+    zero_centered: bool,
+    bias_dtype: torch.dtype | None,
+) -> tuple[torch.Tensor, ...]:
+    normalized = x.shape[x.ndim - k :]
+    dweight = None if weight is None else x.new_empty(normalized, dtype=weight.dtype)
+    dbias = None if bias_dtype is None else x.new_empty(normalized, dtype=bias_dtype)
+    return _empty_for_none(x, (x.new_empty(x.shape), dweight, dbias))
+
+
+def _define(
+    name: str,
+    schema: str,
+    run: Callable[..., Any],
+    outline: Callable[..., Any],
+    setup_context: Callable[..., Any],
+    backward: Callable[..., Any],
+    of_batch: Callable[..., Any],
+) -> Any:
+    torch.library.define(name, schema, tags=(torch.Tag.pt2_compliant_tag,))
+    torch.library.impl(name, ("CPU", "CUDA"), run)
+    torch.library.register_fake(name, outline)
+    torch.library.register_autograd(name, backward, setup_context=setup_context)
+    operation = getattr(torch.ops.cupynorm, name.partition("::")[2]).default
+    torch.library.register_vmap(name, of_batch(operation))
+    return operation
+
+
+_forward_operation = _define(
+    "cupynorm::norm_forward",
+    FORWARD,
+    _run_forward,
+    _outline_forward,
+    _keep_for_backward,
+    _differentiate_forward,
+    _forward_of_batch,
+)
+_backward_operation = _define(
+    "cupynorm::norm_backward",
+    BACKWARD,
+    _run_backward,
+    _outline_backward,
+    _keep_for_second_backward,
+    _differentiate_backward,
+    _backward_of_batch,
+)

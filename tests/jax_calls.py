@@ -1,0 +1,76 @@
+"""What the JAX tests share: one call and its gradients, each field held to the oracle."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+
+import cupynorm.jax
+from cupynorm import NormBackward, NormForward, testing
+from cupynorm._arrays import DTYPES as NAMES
+from cupynorm._spec import ForwardSpec
+from cupynorm.jax._operations import Forward
+
+EPS = {"rms_norm": 1e-6, "layer_norm": 1e-5}
+
+
+def on_host(arrays: Any) -> Any:
+    return jax.tree.map(np.asarray, arrays)
+
+
+def name_of(array: Any) -> str | None:
+    return None if array is None else NAMES[array.dtype]
+
+
+def check(
+    norm: str,
+    x: Any,
+    weight: Any = None,
+    bias: Any = None,
+    *,
+    dy: Any,
+    k: int = 1,
+    eps: float | None = None,
+    zero_centered: bool = False,
+    relu: tuple[float, float] | None = None,
+) -> None:
+    """Check the function and its gradients, then the very passes that these are made of.
+
+    dy has y's dtype. Only the passes show the statistics that the gradients depend on.
+    """
+    eps = EPS[norm] if eps is None else eps
+    options = {"axis": tuple(range(-k, 0)), "zero_centered": zero_centered}
+    given = [a for a in (x, weight, bias) if a is not None]
+
+    def function(*arrays: Any) -> Any:
+        there = iter(arrays)
+        x_, weight_, bias_ = (None if a is None else next(there) for a in (x, weight, bias))
+        return getattr(cupynorm.jax, norm)(
+            x_, weight_, bias_, eps=eps, relu=relu, out_dtype=dy.dtype, **options
+        )
+
+    def both(dy: Any, *arrays: Any) -> Any:
+        y, pull_back = jax.vjp(function, *arrays)
+        return function(*arrays), y, pull_back(dy)
+
+    inferred, trained, gradients = on_host(jax.jit(both)(dy, *given))
+    there = iter(gradients)
+    result = NormBackward(*(None if a is None else next(there) for a in (x, weight, bias)))
+
+    spec = ForwardSpec(
+        norm,
+        *map(name_of, (x, weight, bias, dy)),
+        zero_centered,
+        store_statistics=True,
+        relu=relu is not None,
+    )
+    operation = Forward(spec, k, eps, relu)
+    forward = NormForward(**dict(zip(operation.results, on_host(operation(*given)), strict=True)))
+    checks = {"eps": eps, "relu": relu, "out_dtype": dy.dtype, **options}
+    for y in (forward, inferred, trained):
+        testing.check_forward(norm, y, x, weight, bias, **checks)
+    given = (dy, x, weight, forward.mean, forward.rstd)
+    wanted = {"bias": False if bias is None else bias, "bitmask": forward.bitmask}
+    testing.check_backward(norm, result, *given, **wanted, **options)

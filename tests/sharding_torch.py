@@ -1,0 +1,162 @@
+"""What `tests/test_torch_sharding.py` starts in each of several processes: DTensor, FSDP2, DDP.
+
+python tests/sharding_torch.py gloo 2
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.nn.parallel import DistributedDataParallel
+
+import cupynorm.torch
+from cupynorm.torch import LayerNorm, RMSNorm
+
+SHAPE = (8, 12, 64)
+
+
+def drawn(*shape: int, device: str) -> Any:
+    return torch.randn(shape).to(device)  # on the CPU, so that all processes draw the same
+
+
+def gradients(norm: str, arrays: Any, relu: Any, dy: Any) -> Any:
+    leaves = [array.detach().requires_grad_() for array in arrays]
+    y = getattr(cupynorm.torch, norm)(*leaves, relu=relu)
+    return y, torch.autograd.grad(y, leaves, dy)
+
+
+def check_rows_stay_where_they_are(mesh: DeviceMesh) -> None:
+    device = mesh.device_type
+    x, dy = drawn(*SHAPE, device=device), drawn(*SHAPE, device=device)
+    weight, bias = drawn(64, device=device), drawn(64, device=device)
+    for norm in ("rms_norm", "layer_norm"):
+        for relu in (None, (0.0, 1.0)):
+            expected = gradients(norm, (x, weight, bias), relu, dy)
+            for axis in (0, 1):
+                rows = [Shard(axis)]
+                arrays = [
+                    distribute_tensor(x, mesh, rows),
+                    *(distribute_tensor(a, mesh, [Replicate()]) for a in (weight, bias)),
+                ]
+                split = distribute_tensor(dy, mesh, rows)
+                with CommDebugMode() as communicated:
+                    y, (dx, *sums) = gradients(norm, arrays, relu, split)
+                assert communicated.get_total_counts() == 0
+                assert y.placements == dx.placements == tuple(rows)
+                assert all(total.placements == (Partial("sum"),) for total in sums)
+                torch.testing.assert_close(y.full_tensor(), expected[0], rtol=0, atol=0)
+                torch.testing.assert_close(dx.full_tensor(), expected[1][0], rtol=0, atol=0)
+                for total, whole in zip(sums, expected[1][1:], strict=True):
+                    torch.testing.assert_close(total.full_tensor(), whole)
+
+
+def check_split_columns_are_gathered(mesh: DeviceMesh) -> None:
+    x, weight = drawn(*SHAPE, device=mesh.device_type), drawn(64, device=mesh.device_type)
+    split = distribute_tensor(x, mesh, [Shard(2)])
+    y = cupynorm.torch.rms_norm(split, distribute_tensor(weight, mesh, [Shard(0)]))
+    torch.testing.assert_close(y.full_tensor(), cupynorm.torch.rms_norm(x, weight))
+
+
+def check_no_rows_on_some(mesh: DeviceMesh) -> None:
+    x, weight = drawn(1, 64, device=mesh.device_type), drawn(64, device=mesh.device_type)
+    arrays = [
+        distribute_tensor(x, mesh, [Shard(0)]),
+        distribute_tensor(weight, mesh, [Replicate()]),
+    ]
+    y, (dx, dweight) = gradients("rms_norm", arrays, None, distribute_tensor(x, mesh, [Shard(0)]))
+    expected, (expected_dx, expected_dweight) = gradients("rms_norm", (x, weight), None, x)
+    torch.testing.assert_close(y.full_tensor(), expected)
+    torch.testing.assert_close(dx.full_tensor(), expected_dx)
+    torch.testing.assert_close(dweight.full_tensor(), expected_dweight)
+
+
+def check_compiled(mesh: DeviceMesh) -> None:
+    compiled = torch.compile(cupynorm.torch.layer_norm, backend="aot_eager", fullgraph=True)
+    x, weight = drawn(*SHAPE, device=mesh.device_type), drawn(64, device=mesh.device_type)
+    split = distribute_tensor(x, mesh, [Shard(0)]).requires_grad_()
+    shared = distribute_tensor(weight, mesh, [Replicate()]).requires_grad_()
+    y = compiled(split, shared)
+    torch.testing.assert_close(y.full_tensor(), cupynorm.torch.layer_norm(x, weight))
+    y.backward(distribute_tensor(x, mesh, [Shard(0)]))
+    assert shared.grad.placements == (Partial("sum"),)
+    assert split.grad.placements == (Shard(0),)
+
+
+def model(norms: tuple[Any, Any], device: str) -> nn.Module:
+    torch.manual_seed(0)
+    rms, layer = norms
+    return nn.Sequential(rms(64), nn.Linear(64, 64), layer(64), nn.Linear(64, 8)).to(device)
+
+
+def train(net: nn.Module, rank: int, world: int, device: str) -> list[float]:
+    """Return the losses of some steps; each process has its share of every batch."""
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(1)
+    losses = []
+    for _ in range(4):
+        batch = torch.randn(16, 64, generator=generator)[rank::world].to(device)
+        loss = net(batch).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        losses.append(float(total) / world)
+    return losses
+
+
+def check_training(mesh: DeviceMesh, rank: int, world: int) -> None:
+    device = mesh.device_type
+    ours, theirs = (RMSNorm, LayerNorm), (nn.RMSNorm, nn.LayerNorm)
+    expected = train(DistributedDataParallel(model(theirs, device)), rank, world, device)
+    assert expected[-1] < expected[0]
+    replicated = DistributedDataParallel(model(ours, device))
+    sharded = model(ours, device)
+    for layer in sharded:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(sharded, mesh=mesh)
+    assert all(isinstance(p, DTensor) for p in sharded.parameters())
+    for net in (replicated, sharded):
+        torch.testing.assert_close(
+            torch.tensor(train(net, rank, world, device)), torch.tensor(expected)
+        )
+
+
+def main(rank: int, backend: str, world: int, port: int) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
+    device = "cuda" if backend == "nccl" else "cpu"
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    torch.set_num_threads(1)
+    dist.init_process_group(backend, rank=rank, world_size=world)
+    try:
+        mesh = init_device_mesh(device, (world,))
+        torch.manual_seed(0)
+        check_rows_stay_where_they_are(mesh)
+        check_split_columns_are_gathered(mesh)
+        check_no_rows_on_some(mesh)
+        check_compiled(mesh)
+        check_training(mesh, rank, world)
+        if rank == 0:
+            print(f"all right: {backend}, {world} processes, torch {torch.__version__}")
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    backend, world = sys.argv[1], int(sys.argv[2])
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    torch.multiprocessing.spawn(main, (backend, world, port), nprocs=world)

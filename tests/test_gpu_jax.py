@@ -1,0 +1,314 @@
+"""cupynorm.jax on GPUs: the kernels within XLA's programs."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from strategies import DTYPES, make_values
+
+from cupynorm._environment import gpu_problem
+
+jax = pytest.importorskip("jax", minversion="0.10.2")
+
+import jax.numpy as jnp  # noqa: E402
+import jax_sharding  # noqa: E402
+from jax.sharding import AxisType  # noqa: E402
+from jax.sharding import PartitionSpec as P  # noqa: E402
+from jax.test_util import check_grads  # noqa: E402
+from jax_calls import check  # noqa: E402
+
+import cupynorm  # noqa: E402
+import cupynorm.jax  # noqa: E402
+from cupynorm import _jit  # noqa: E402
+
+
+def jax_gpus() -> int:
+    # Where the tests are to be skipped anyway, JAX is not started.
+    if gpu_problem():
+        return 0
+    try:
+        return len(jax.devices("cuda"))
+    except RuntimeError:
+        return 0
+
+
+GPUS = jax_gpus()
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not GPUS, reason="needs JAX with CUDA: jax.devices('cuda') has none"),
+]
+
+NORMS = ("rms_norm", "layer_norm")
+
+
+@pytest.fixture(autouse=True)
+def float64() -> Iterator[None]:
+    with jax.enable_x64(True):
+        yield
+
+
+def values(shape: tuple[int, ...], dtype: str = "float32", seed: int = 0) -> Any:
+    return make_values("normal", shape, DTYPES[dtype], seed)
+
+
+def targets(program: Any) -> list[str]:
+    """Return the calls of ours in a compiled program."""
+    return re.findall(r'custom_call_target="cupynorm\.(\w+)"', program.as_text())
+
+
+# ---- values --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("weight", DTYPES)
+@pytest.mark.parametrize("x", DTYPES)
+@pytest.mark.parametrize("norm", NORMS)
+def test_every_pair_of_x_and_weight(norm: str, x: str, weight: str) -> None:
+    for n in (1000, 4096):
+        affine = values((n,), weight, 2)
+        check(norm, values((67, n), x, 1), affine, affine, dy=values((67, n), weight, 3))
+
+
+@pytest.mark.parametrize("relu", [None, (0.0, 1.0)])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("weight", [False, True])
+@pytest.mark.parametrize("norm", NORMS)
+def test_every_choice_of_operands(norm: str, weight: bool, bias: bool, relu: Any) -> None:
+    x, dy = values((5, 3, 33), "bfloat16", 1), values((5, 3, 33), "float16", 2)
+    for k in (1, 2):
+        check(
+            norm,
+            x,
+            values(x.shape[-k:], "float16", 3) if weight else None,
+            values(x.shape[-k:], "float32", 4) if bias else None,
+            dy=dy,
+            k=k,
+            zero_centered=weight,
+            relu=relu,
+        )
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_two_axes_of_512_make_one_row_of_262144(norm: str) -> None:
+    x, weight = values((6, 512, 512), "bfloat16", 1), values((512, 512), "bfloat16", 2)
+    check(norm, x, weight, dy=values(x.shape, "bfloat16", 3), k=2)
+
+
+def test_no_rows() -> None:
+    x, weight = jnp.zeros((0, 8)), jnp.ones(8)
+    y, pull_back = jax.vjp(cupynorm.jax.rms_norm, x, weight)
+    dx, dweight = pull_back(y)
+    assert y.shape == dx.shape == x.shape
+    np.testing.assert_array_equal(dweight, 0)
+
+
+@pytest.mark.parametrize("n", [33, 768, 4096, 40000])
+@pytest.mark.parametrize("norm", NORMS)
+def test_the_bits_are_those_of_the_plain_functions(norm: str, n: int) -> None:
+    x, dy = (jnp.asarray(values((129, n), "bfloat16", seed)) for seed in (1, 2))
+    weight = jnp.asarray(values((n,), "float32", 3))
+    y, pull_back = jax.vjp(getattr(cupynorm.jax, norm), x, weight)
+    dx, dweight = pull_back(dy)
+    stored = getattr(cupynorm, f"{norm}_forward")(x, weight)
+    statistics = (stored.rstd,) if norm == "rms_norm" else (stored.mean, stored.rstd)
+    plain = getattr(cupynorm, f"{norm}_backward")(dy, x, weight, *statistics, bias=False)
+    for one, other in ((y, stored.y), (dx, plain.dx), (dweight, plain.dweight)):
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+
+
+# ---- transformations -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_gradients_are_those_of_finite_differences(norm: str) -> None:
+    function = getattr(cupynorm.jax, norm)
+    arrays = values((3, 2, 8), "float64"), values((8,), "float64", 1), values((8,), "float64", 2)
+    check_grads(function, arrays, order=2, modes=["rev"])
+
+
+def test_vmap_is_one_launch_each_way_and_right() -> None:
+    x, weight = values((4, 3, 64)), values((64,), seed=1)
+
+    def gradients(norm: Any, x: Any, weight: Any) -> Any:
+        return jax.grad(lambda *a: jnp.sum(jnp.sin(norm(*a))), (0, 1))(x, weight)
+
+    batched = jax.vmap(cupynorm.jax.layer_norm, in_axes=(0, None))
+    program = jax.jit(lambda *a: gradients(batched, *a)).lower(x, weight).compile()
+    assert sorted(targets(program)) == ["backward", "forward"]
+    whole = gradients(cupynorm.jax.layer_norm, x, weight)
+    for one, other in zip(program(x, weight), whole, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_layers_in_a_rematerialized_scan_are_those_of_a_loop() -> None:
+    x, weights = values((3, 256)), values((4, 256), seed=1)
+
+    def layer(x: Any, weight: Any) -> tuple[Any, None]:
+        return x + cupynorm.jax.rms_norm(x, weight), None
+
+    def scanned(x: Any, weights: Any) -> Any:
+        return jnp.sum(jax.lax.scan(jax.checkpoint(layer), x, weights)[0] ** 2)
+
+    def unrolled(x: Any, weights: Any) -> Any:
+        for weight in weights:
+            x, _ = layer(x, weight)
+        return jnp.sum(x**2)
+
+    found = jax.jit(jax.grad(scanned, (0, 1)))(x, weights)
+    for one, other in zip(found, jax.jit(jax.grad(unrolled, (0, 1)))(x, weights), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
+
+
+# ---- launches ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that gets the stream of each forward launch."""
+    from cupynorm import _plans
+
+    streams: list[int] = []
+    launch = _plans.ForwardPlan.launch
+
+    def counted(plan: Any, stream: int, *arguments: Any) -> None:
+        streams.append(stream)
+        launch(plan, stream, *arguments)
+
+    monkeypatch.setattr(_plans.ForwardPlan, "launch", counted)
+    return streams
+
+
+def test_nothing_is_loaded_after_tracing(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight = values((7, 1234), "float16"), values((1234,), "float64")
+    step = jax.jit(lambda *a: jax.vjp(cupynorm.jax.layer_norm, *a)[1](a[0]))
+    lowered = step.lower(x, weight)
+
+    def fail(*arguments: Any) -> None:
+        raise AssertionError("loaded too late")
+
+    monkeypatch.setattr(_jit, "load", fail)
+    dx, dweight = lowered.compile()(x, weight)
+    assert np.isfinite(np.asarray(dx, np.float32)).all()
+    assert np.isfinite(dweight).all()
+
+
+def test_an_error_in_a_launch_is_an_exception_and_the_next_call_is_right(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from cupynorm import _plans
+
+    def fail(*arguments: Any) -> None:
+        raise RuntimeError("no launch today")
+
+    x = values((3, 64))
+    function = jax.jit(cupynorm.jax.rms_norm)
+    expected = np.asarray(function(x))
+    with monkeypatch.context() as patch:
+        patch.setattr(_plans.ForwardPlan, "launch", fail)
+        with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match="no launch today"):
+            function(x).block_until_ready()
+    np.testing.assert_array_equal(function(x), expected)
+
+
+def test_a_command_buffer_replays_launches_without_python(launches: list[int]) -> None:
+    layers, runs = 8, 20
+    weights = jnp.asarray(values((layers, 512), seed=1))
+
+    @jax.jit
+    def network(x: Any) -> Any:
+        for weight in weights:
+            x = cupynorm.jax.rms_norm(x, weight)
+        return x
+
+    # XLA records again where addresses have changed: here they are the same in every run.
+    x = jnp.asarray(values((64, 512)))
+    for _ in range(runs):
+        found = np.asarray(network(x))
+    assert 0 < len(launches) < runs * layers / 2
+    for weight in weights:
+        x = cupynorm.rms_norm(x, weight)
+    np.testing.assert_array_equal(found, x)
+
+
+def test_calls_from_several_threads_are_right() -> None:
+    function = jax.jit(cupynorm.jax.layer_norm)
+    arrays = [jnp.asarray(values((65, 768), seed=seed)) for seed in range(8)]
+    expected = [np.asarray(cupynorm.layer_norm(x)) for x in arrays]
+    wrong: list[int] = []
+
+    def work(i: int) -> None:
+        for _ in range(50):
+            if not np.array_equal(function(arrays[i]), expected[i]):
+                wrong.append(i)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(arrays))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+# ---- processes -----------------------------------------------------------------------------------
+
+PENDING = """
+import jax, jax.numpy as jnp, cupynorm.jax
+function = jax.jit(lambda x, w: jax.vjp(cupynorm.jax.rms_norm, x, w)[1](x))
+x, weight = jnp.ones((4096, 4096)), jnp.ones(4096)
+results = [function(x, weight) for _ in range(50)]
+"""
+
+
+def run(program: str, **environment: str) -> str:
+    root = str(Path(__file__).parent.parent)
+    path = os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"PYTHONPATH": path} | environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_process_may_end_while_calls_are_pending() -> None:
+    run(PENDING)
+
+
+def test_a_cached_program_runs_in_another_process(tmp_path: Path) -> None:
+    program = PENDING + "print(float(results[-1][1].sum()))"
+    cache = {
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+    first = run(program, **cache)
+    assert any(tmp_path.iterdir())
+    assert run(program, **cache) == first
+
+
+# ---- several GPUs --------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(GPUS < 2, reason=f"needs two GPUs that JAX can use, has {GPUS}")
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
+def test_rows_stay_on_their_gpu(kind: AxisType) -> None:
+    count = min(8, 1 << (GPUS.bit_length() - 1))
+    exchanged = jax_sharding.with_named_shardings((count,), kind, P("a"), P())
+    assert {operation for operation, _ in exchanged} == {"all-reduce"}
+    assert {of for _, results in exchanged for of in results} == {"f32[64]"}
+    # With the weight split too, each GPU gathers that, and nothing else.
+    exchanged = jax_sharding.with_named_shardings((count,), kind, P("a"), P("a"))
+    gathered = {of for name, results in exchanged for of in results if name == "all-gather"}
+    assert gathered <= {"bf16[64]", "f32[64]"}

@@ -1,0 +1,396 @@
+"""cupynorm.jax without a GPU: the formula, and in place of the kernels, NumPy behind XLA's FFI."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from strategies import DTYPES, REGIMES, make_values
+
+jax = pytest.importorskip("jax", minversion="0.10.2")
+
+import jax.numpy as jnp  # noqa: E402
+import jax_plans  # noqa: E402
+from jax.test_util import check_grads  # noqa: E402
+from jax_calls import check  # noqa: E402
+
+import cupynorm  # noqa: E402
+import cupynorm.jax  # noqa: E402
+from cupynorm._spec import ForwardSpec  # noqa: E402
+from cupynorm.jax import _derivatives, _kernels, _operations, _xla  # noqa: E402
+
+NORMS = ("rms_norm", "layer_norm")
+
+
+def forget_what_was_traced() -> None:
+    for function in (
+        _derivatives.differentiable,
+        _operations._batched,
+        _operations._partitioned,
+    ):
+        function.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def cpu() -> Iterator[None]:
+    with jax.default_device(jax.devices("cpu")[0]), jax.enable_x64(True):
+        yield
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """Let NumPy, called by XLA, take the place of the formula."""
+    forget_what_was_traced()
+    monkeypatch.setitem(_kernels._providers, "cpu", lambda: jax_plans)
+    yield monkeypatch
+    forget_what_was_traced()
+
+
+@pytest.fixture(params=["formula", "kernels"])
+def path(request: pytest.FixtureRequest) -> str:
+    if request.param == "kernels":
+        request.getfixturevalue("kernels")
+    return request.param
+
+
+def values(shape: tuple[int, ...], dtype: str = "float64", seed: int = 0) -> Any:
+    return make_values("normal", shape, DTYPES[dtype], seed)
+
+
+# ---- values --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("weight", DTYPES)
+@pytest.mark.parametrize("x", DTYPES)
+def test_every_pair_of_x_and_weight(x: str, weight: str, path: str) -> None:
+    # y has weight's dtype.
+    norm = NORMS[(list(DTYPES).index(x) + list(DTYPES).index(weight)) % 2]
+    affine = values((96,), weight, 2)
+    check(norm, values((5, 2, 96), x, 1), affine, affine, dy=values((5, 2, 96), weight, 3))
+
+
+@pytest.mark.parametrize("k", [1, 2])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("weight", [False, True])
+@pytest.mark.parametrize("norm", NORMS)
+def test_every_choice_of_operands(
+    norm: str, weight: bool, bias: bool, k: int, kernels: Any
+) -> None:
+    x, dy = values((4, 3, 10), "float32", 1), values((4, 3, 10), "bfloat16", 2)
+    shape = x.shape[-k:]
+    check(
+        norm,
+        x,
+        values(shape, "float16", 3) if weight else None,
+        values(shape, "float32", 4) if bias else None,
+        dy=dy,
+        k=k,
+        zero_centered=weight,
+        eps=1e-3,
+    )
+
+
+@pytest.mark.parametrize("relu", [(0, 1), (-0.5, np.inf)])
+@pytest.mark.parametrize("norm", NORMS)
+def test_relu(norm: str, relu: tuple[float, float], path: str) -> None:
+    x, dy = values((4, 3, 10), "bfloat16", 1), values((4, 3, 10), "float32", 2)
+    for k in (1, 2):
+        weight, bias = (values(x.shape[-k:], "float32", seed) for seed in (3, 4))
+        check(norm, x, weight, bias, dy=dy, k=k, relu=relu)
+
+
+@pytest.mark.parametrize("regime", REGIMES)
+@pytest.mark.parametrize("norm", NORMS)
+def test_the_formula_holds_in_every_regime(norm: str, regime: str) -> None:
+    x = make_values(regime, (5, 200), np.float32, 1)
+    check(norm, x, values((200,), "float32", 2), dy=values((5, 200), "float32", 3))
+
+
+def test_float64_is_rounded_to_bfloat16_once(path: str) -> None:
+    # Through float32, which ends in a tie, the first would round down.
+    x = np.array([[1 + 2**-8 + 2**-40, -(1 + 2**-8 + 2**-40), 1, 0]])
+    root = np.sqrt(np.mean(x * x))
+    check("rms_norm", x / root, eps=0.0, dy=values(x.shape, "bfloat16", 2))
+
+
+def test_two_axes_of_512_make_one_row(path: str) -> None:
+    x, weight = values((2, 512, 512), "bfloat16", 1), values((512, 512), "bfloat16", 2)
+    check("rms_norm", x, weight, dy=values(x.shape, "bfloat16", 3), k=2)
+
+
+def test_no_rows(path: str) -> None:
+    x, weight = np.zeros((0, 8), np.float32), values((8,), "float32")
+    y, pull_back = jax.vjp(cupynorm.jax.layer_norm, x, weight, weight)
+    dx, dweight, dbias = pull_back(y)
+    assert y.shape == dx.shape == x.shape
+    np.testing.assert_array_equal(np.stack([dweight, dbias]), 0)
+
+
+def test_a_weight_with_leading_axes_of_one_keeps_them_in_its_gradient(path: str) -> None:
+    x, weight = values((3, 8)), values((1, 8), seed=1)
+
+    def loss(weight: Any) -> Any:
+        return jnp.sum(cupynorm.jax.rms_norm(x, weight, axis=-1) ** 2)
+
+    gradient = jax.grad(loss)(weight)
+    assert gradient.shape == weight.shape
+    np.testing.assert_allclose(gradient[0], jax.grad(loss)(weight[0]), rtol=1e-12)
+
+
+# ---- transformations -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_gradients_of_each_order_are_those_of_finite_differences(norm: str, path: str) -> None:
+    function = getattr(cupynorm.jax, norm)
+    x, weight, bias = values((3, 2, 8)), values((8,), seed=1), values((8,), seed=2)
+    check_grads(function, (x, weight, bias), order=2, modes=["rev"])
+    check_grads(lambda x, w: function(x, w, zero_centered=True), (x, weight), 1, modes=["rev"])
+    check_grads(function, (x,), order=3, modes=["rev"])
+    check_grads(function, (x, values((2, 8), seed=3)), order=2, modes=["rev"])
+
+
+def test_second_derivatives_of_a_clamped_norm(path: str) -> None:
+    x, weight = values((3, 12)), values((12,), seed=1)
+    clamped = lambda x, weight: cupynorm.jax.layer_norm(x, weight, relu=(-0.6, 0.9))  # noqa: E731
+    assert 0 < np.mean(np.isin(clamped(x, weight), (-0.6, 0.9))) < 1
+    check_grads(clamped, (x, weight), order=2, modes=["rev"])
+
+
+def test_forward_mode_is_refused() -> None:
+    x = values((3, 8))
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(cupynorm.jax.rms_norm, (x,), (x,))
+
+
+def looped(function: Any, axes: tuple[int | None, ...]) -> Any:
+    """Return vmap of a function, by a loop."""
+
+    def call(*arrays: Any) -> Any:
+        size = next(a.shape[i] for a, i in zip(arrays, axes, strict=True) if i is not None)
+        results = []
+        for one in range(size):
+            taken = (a if i is None else a.take(one, i) for a, i in zip(arrays, axes, strict=True))
+            results.append(function(*taken))
+        return jax.tree.map(lambda *parts: np.stack(parts), *results)
+
+    return call
+
+
+@pytest.mark.parametrize("axes", [(0, None), (1, None), (None, 0), (0, 0)])
+@pytest.mark.parametrize("norm", NORMS)
+def test_vmap_is_a_loop_over_the_batch(norm: str, axes: Any, path: str) -> None:
+    function = getattr(cupynorm.jax, norm)
+    x = values((4, 4, 8))
+    weight = values((4, 8) if axes[1] == 0 else (8,), seed=1)
+
+    def gradients(x: Any, weight: Any) -> Any:
+        return jax.grad(lambda *a: jnp.sum(jnp.sin(function(*a, weight))), (0, 1))(x, weight)
+
+    for f in (function, gradients):
+        batched = jax.jit(jax.vmap(f, in_axes=axes))(x, weight)
+        expected = looped(f, axes)(x, weight)
+        for b, e in zip(jax.tree.leaves(batched), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(b, e, rtol=1e-10, atol=1e-12)
+
+
+def test_vmap_of_a_clamped_norm(path: str) -> None:
+    x, weight = values((4, 3, 12)), values((12,), seed=1)
+
+    def loss(x: Any, weight: Any) -> Any:
+        return jnp.sum(jnp.sin(cupynorm.jax.rms_norm(x, weight, relu=(0, 1))))
+
+    gradient = jax.grad(loss, (0, 1))
+    batched = jax.vmap(gradient, in_axes=(0, None))(x, weight)
+    for b, e in zip(batched, looped(gradient, (0, None))(x, weight), strict=True):
+        np.testing.assert_allclose(b, e, rtol=1e-10, atol=1e-12)
+
+
+def test_vmap_within_vmap(path: str) -> None:
+    x = values((2, 3, 4, 8))
+    twice = jax.vmap(jax.vmap(cupynorm.jax.layer_norm))
+    np.testing.assert_allclose(twice(x), cupynorm.jax.layer_norm(x), rtol=1e-12, atol=1e-12)
+
+
+def test_vmap_of_x_is_one_call_each_way(kernels: Any) -> None:
+    x, weight = values((4, 3, 8)), values((8,))
+
+    def step(x: Any, weight: Any) -> Any:
+        batched = jax.vmap(cupynorm.jax.rms_norm, in_axes=(0, None))
+        return jax.grad(lambda *a: jnp.sum(batched(*a) ** 2), (0, 1))(x, weight)
+
+    program = jax.jit(step).lower(x, weight).compile().as_text()
+    assert program.count('custom_call_target="cupynorm.forward"') == 1
+    assert program.count('custom_call_target="cupynorm.backward"') == 1
+    assert " while(" not in program
+
+
+def test_jacobian(path: str) -> None:
+    x, weight = values((2, 6)), values((6,), seed=1)
+    jacobian = jax.jacrev(cupynorm.jax.layer_norm)(x, weight)
+    step = 1e-6
+    for index in np.ndindex(x.shape):
+        shift = np.zeros_like(x)
+        shift[index] = step
+        difference = cupynorm.layer_norm(x + shift, weight) - cupynorm.layer_norm(x - shift, weight)
+        found = jacobian[(..., *index)]
+        np.testing.assert_allclose(found, difference / (2 * step), rtol=1e-5, atol=1e-7)
+
+
+def test_layers_in_a_rematerialized_scan_are_those_of_a_loop(path: str) -> None:
+    x, weights = values((3, 8)), values((4, 8), seed=1)
+
+    def layer(x: Any, weight: Any) -> tuple[Any, None]:
+        return x + cupynorm.jax.rms_norm(x, weight), None
+
+    def scanned(x: Any, weights: Any) -> Any:
+        return jnp.sum(jax.lax.scan(jax.checkpoint(layer), x, weights)[0] ** 2)
+
+    def unrolled(x: Any, weights: Any) -> Any:
+        for weight in weights:
+            x, _ = layer(x, weight)
+        return jnp.sum(x**2)
+
+    found = jax.jit(jax.grad(scanned, (0, 1)))(x, weights)
+    for one, other in zip(found, jax.grad(unrolled, (0, 1))(x, weights), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-12)
+
+
+# ---- errors --------------------------------------------------------------------------------------
+
+X, ROW = np.ones((2, 3, 8), np.float32), np.ones(8, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "arguments", "options"),
+    [
+        (TypeError, "x must be a JAX or NumPy array, got builtins.list", ([1.0],), {}),
+        (TypeError, "weight must be a JAX or NumPy array", (X, 1.0), {}),
+        (TypeError, "x.dtype must be .* got int32", (np.ones((2, 8), np.int32),), {}),
+        (ValueError, r"weight must have the shape .*\(8,\); got \(4,\)", (X, np.ones(4)), {}),
+        (ValueError, "eps must be a finite number", (X,), {"eps": -1.0}),
+        (ValueError, "axis must name trailing axes", (X,), {"axis": 0}),
+        (ValueError, "zero_centered must be False", (X,), {"zero_centered": True}),
+        (TypeError, "out_dtype must be float64", (X,), {"out_dtype": "int8"}),
+        (ValueError, "lower < upper", (X,), {"relu": (1, 0)}),
+        (NotImplementedError, "weight of shape", (X, np.ones((3, 8))), {"axis": -1}),
+    ],
+)
+@pytest.mark.parametrize("norm", NORMS)
+def test_wrong_arguments_are_named(
+    norm: str, error: type[Exception], message: str, arguments: Any, options: Any
+) -> None:
+    function = getattr(cupynorm.jax, norm)
+    with pytest.raises(error, match=message):
+        function(*arguments, **options)
+    if all(isinstance(a, np.ndarray) for a in arguments):
+        with pytest.raises(error, match=message):
+            jax.jit(lambda *arrays: function(*arrays, **options))(*arguments)
+
+
+def test_float64_must_be_enabled() -> None:
+    with jax.enable_x64(False), pytest.raises(TypeError, match=r"out_dtype .* float64 without"):
+        cupynorm.jax.rms_norm(X, out_dtype="float64")
+
+
+# ---- XLA's foreign function interface ------------------------------------------------------------
+
+# Which of them an error of a call comes as depends on where JAX meets it.
+XLA_ERRORS = (jax.errors.JaxRuntimeError, ValueError)
+
+
+def test_an_error_in_a_launch_is_an_exception_and_the_next_call_is_right(kernels: Any) -> None:
+    def fail(*arguments: Any) -> None:
+        raise RuntimeError("no launch today: ü")
+
+    function = jax.jit(cupynorm.jax.rms_norm)
+    expected = np.asarray(function(X))
+    with kernels.context() as patch:
+        patch.setattr(jax_plans.ForwardPlan, "launch", fail)
+        with pytest.raises(XLA_ERRORS, match="RuntimeError: no launch today: ü"):
+            function(X).block_until_ready()
+    np.testing.assert_array_equal(function(X), expected)
+
+
+def test_misaligned_arrays_are_refused(kernels: pytest.MonkeyPatch) -> None:
+    launched = []
+    kernels.setattr(jax_plans.ForwardPlan, "launch", lambda plan, *a: launched.append(a))
+    spec = ForwardSpec("rms_norm", "float32", None, None, "float32", False, False, False)
+    call = {"m": 2, "n": 8, "eps": 0.5, "relu": None, "arrays": ["x", "y"]}
+    description = json.dumps(call | {"spec": dataclasses.asdict(spec)})
+    launch = _kernels._prepare(ForwardSpec, "cpu", description, 0)
+    launch(7, [32, 64])
+    assert launched == [(7, 2, 32, 8, 0, 0, 64, 8, 0, 0, 0, 0.5, 0.0, 0.0)]
+    with pytest.raises(ValueError, match="aligned to 16 bytes, got x at 0x20, y at 0x48"):
+        launch(7, [32, 72])
+    assert len(launched) == 1
+
+
+def test_a_program_says_all_that_its_calls_need(kernels: Any) -> None:
+    """Nothing in it may depend on the process: it may be cached, or run in another one."""
+    text = jax.jit(cupynorm.jax.rms_norm).lower(X, ROW).as_text().replace("\\22", '"')
+    (call,) = re.findall(r'call = "({.*?}})"', text)
+    assert json.loads(call) == {
+        "m": 6,
+        "n": 8,
+        "eps": 1e-6,
+        "relu": None,
+        "arrays": ["x", "weight", "y"],
+        "spec": dataclasses.asdict(
+            ForwardSpec("rms_norm", "float32", "float32", None, "float32", False, False, False)
+        ),
+    }
+
+
+def test_structures_that_are_too_small_are_refused() -> None:
+    words = ctypes.c_uint64 * 32
+    api, metadata, frame, extension = words(), words(), words(), words()
+    api[0], metadata[0], frame[0] = _xla.API_BYTES, _xla.METADATA_BYTES, _xla.FRAME_BYTES
+    frame[_xla.FRAME_API] = ctypes.addressof(api)
+    frame[_xla.FRAME_EXTENSION] = ctypes.addressof(extension)
+    extension[_xla.EXTENSION_TYPE] = _xla.METADATA_EXTENSION
+    extension[_xla.METADATA] = ctypes.addressof(metadata)
+    handler = _kernels._HANDLERS[0]
+    before = handler.refusal
+    try:
+        assert handler._called(ctypes.addressof(frame)) == 0
+        assert handler.refusal is None
+        assert metadata[_xla.METADATA_VERSION] == 1 << 32
+        frame[0] -= 8
+        handler._called(ctypes.addressof(frame))
+        assert handler.refusal is not None
+        assert "call frame 160 (of 168)" in handler.refusal
+        with pytest.raises(XLA_ERRORS, match="too few bytes: call frame 160"):
+            jax.ffi.ffi_call("cupynorm.forward", jax.ShapeDtypeStruct((), "float32"))(
+                call="anything"
+            ).block_until_ready()
+    finally:
+        handler.refusal = before
+
+
+def test_without_cupy_a_gpu_is_refused_with_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "cupynorm._plans", None)
+    monkeypatch.delattr(cupynorm, "_plans", raising=False)
+    with pytest.raises(ImportError, match=r"install cupynorm\[cuda12\] or cupynorm\[cuda13\]"):
+        _kernels._cuda_plans()
+
+
+def test_an_older_jax_is_refused() -> None:
+    program = "import jax; jax.__version_info__ = (0, 10, 1); import cupynorm.jax"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert "ImportError: cupynorm.jax needs JAX 0.10.2 or newer" in done.stderr
+
+
+def test_importing_cupynorm_imports_no_jax() -> None:
+    program = "import cupynorm, sys; sys.exit('jax' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -1,0 +1,557 @@
+"""cupynorm.torch on the CPU: values, derivatives, transforms, compilation, modules, errors.
+
+What a call on a GPU does up to the launch runs here too, with plans of NumPy's for the kernels'.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+# ruff: noqa: E402 - what follows needs torch
+
+import numpy as np
+import torch.nn.functional as F
+import torch_plans
+from hypothesis import HealthCheck, given, settings
+from strategies import Problem, problems
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses import FakeTensorMode
+from torch.autograd import gradcheck, gradgradcheck
+from torch.func import grad, jacrev, vmap
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+from torch_checks import NORMS, assert_same_bits, check_problem, to_numpy
+
+import cupynorm.torch
+from cupynorm import testing
+from cupynorm.torch import LayerNorm, RMSNorm, _kernels, layer_norm, rms_norm
+
+# What torch itself still uses of what it deprecates.
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+
+RELU = (-0.5, 0.7)
+NORM = RMSNorm(8, bias=True)
+
+
+def drawn(*shape: int, dtype: Any = torch.float64, seed: int = 0) -> Any:
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+    return values.requires_grad_()
+
+
+def operands(dtype: Any = torch.float64) -> tuple[Any, Any, Any]:
+    return drawn(3, 5, 8, dtype=dtype), drawn(8, dtype=dtype, seed=1), drawn(8, dtype=dtype, seed=2)
+
+
+def formula(norm: str, x: Any, weight: Any, bias: Any) -> Any:
+    """The norm with a clamped ReLU by torch's own operations, which all of torch transforms."""
+    if norm == "layer_norm":
+        return F.layer_norm(x, weight.shape, weight, bias).clamp(*RELU)
+    return (F.rms_norm(x, weight.shape, weight, 1e-6) + bias).clamp(*RELU)
+
+
+def ours(norm: str, x: Any, weight: Any, bias: Any) -> Any:
+    return getattr(cupynorm.torch, norm)(x, weight, bias, relu=RELU)
+
+
+def assert_close(actual: Any, expected: Any) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_importing_cupynorm_imports_no_torch() -> None:
+    code = "import sys, cupynorm; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# ---- values --------------------------------------------------------------------------------------
+
+
+@settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(problems())
+def test_values(problem: Problem) -> None:
+    check_problem(problem)
+
+
+@settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(problems())
+def test_values_by_way_of_plans(problem: Problem) -> None:
+    with torch_plans.in_place_of_kernels() as plans:
+        check_problem(problem)
+        assert plans.launches
+
+
+# ---- launches ------------------------------------------------------------------------------------
+
+
+def test_strided_rows_are_launched_where_they_lie() -> None:
+    qkv = torch.randn(4, 6, 3 * 64)
+    q = qkv[..., 64:128]
+    gradients = torch.randn(4, 6, 128)
+    dy = gradients[..., :64]
+    weight = torch.randn(64, requires_grad=True)
+    with torch_plans.in_place_of_kernels() as plans:
+        y = rms_norm(q, weight)
+        y.backward(dy)
+    forward, backward = plans.launches
+    assert (forward["x"], forward["x_stride"], forward["m"]) == (q.data_ptr(), 192, 24)
+    assert (backward["x"], backward["x_stride"]) == (q.data_ptr(), 192)
+    assert (backward["dy"], backward["dy_stride"]) == (dy.data_ptr(), 128)
+    assert forward["weight"] == backward["weight"] == weight.data_ptr()
+    assert [plan.vector for plan in plans.made] == [4, 4]
+
+
+def test_other_layouts_are_copied() -> None:
+    x = torch.randn(64, 4).T.requires_grad_()
+    with torch_plans.in_place_of_kernels() as plans:
+        layer_norm(x).sum().backward()
+    forward, backward = plans.launches
+    assert forward["x"] != x.data_ptr()
+    assert forward["x_stride"] == backward["x_stride"] == backward["dy_stride"] == 64
+
+
+def test_inference_stores_nothing() -> None:
+    x = torch.randn(4, 8)
+    weight = torch.randn(8, requires_grad=True)
+    with torch_plans.in_place_of_kernels() as plans:
+        with torch.no_grad():
+            layer_norm(x, weight, relu=RELU)
+        layer_norm(x, relu=RELU)
+        layer_norm(x, weight, relu=RELU)
+    stored = [
+        [launch[name] != 0 for name in ("mean", "rstd", "bitmask")] for launch in plans.launches
+    ]
+    assert stored == [[False] * 3, [False] * 3, [True] * 3]
+    assert [plan.spec.store_statistics for plan in plans.made] == [False, False, True]
+
+
+def test_a_bias_that_wants_no_gradient_has_no_sum() -> None:
+    x, weight, bias = operands()
+    with torch_plans.in_place_of_kernels() as plans:
+        layer_norm(x, weight, bias.detach()).sum().backward()
+    assert plans.launches[-1]["dbias"] == 0
+    assert plans.made[-1].spec.dbias is None
+
+
+def test_one_plan_serves_every_number_of_rows() -> None:
+    with torch_plans.in_place_of_kernels() as plans:
+        for m in (1, 2, 7):
+            rms_norm(torch.randn(m, 8))
+        rms_norm(torch.randn(7, 8))
+        assert [plan.n for plan in plans.made] == [8, 8, 8]  # what a cache of plans then makes one
+        assert [launch["m"] for launch in plans.launches] == [1, 2, 7, 7]
+
+
+def test_calls_are_not_remembered_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_kernels, "REMEMBERED", 4)
+    monkeypatch.setattr(_kernels, "_forwards", {})
+    for m in range(1, 12):
+        rms_norm(torch.ones(m, 8))
+        assert len(_kernels._forwards) <= 4
+
+
+class Seen(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
+        self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_dispatch_mode_sees_the_operations() -> None:
+    x, weight, bias = operands()
+    with Seen() as seen:
+        layer_norm(x, weight, bias).sum().backward()
+    assert "cupynorm.norm_forward.default" in seen.names
+    assert "cupynorm.norm_backward.default" in seen.names
+
+
+def test_numpy_leaves_memory_resizable() -> None:
+    weight = torch.ones(8)
+    rms_norm(torch.randn(4, 8), weight)
+    weight.untyped_storage().resize_(0)  # as FSDP does
+
+
+# ---- derivatives ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("relu", [None, RELU], ids=["plain", "relu"])
+@pytest.mark.parametrize("zero_centered", [False, True], ids=["weight", "zero_centered"])
+@pytest.mark.parametrize("norm", NORMS)
+def test_gradients_of_first_and_second_order(norm: str, zero_centered: bool, relu: Any) -> None:
+    def function(*arguments: Any) -> Any:
+        options = {"zero_centered": zero_centered, "relu": relu, "eps": 0.1}
+        return getattr(cupynorm.torch, norm)(*arguments, **options)
+
+    assert gradcheck(function, operands())
+    assert gradgradcheck(function, operands())
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_gradients_without_operands_and_over_several_axes(norm: str) -> None:
+    function = getattr(cupynorm.torch, norm)
+    x, weight, bias = drawn(3, 4, 2), drawn(4, 2, seed=1), drawn(2, seed=2)
+    for call, arguments in (
+        (lambda x: function(x), (x,)),
+        (lambda x: function(x, axis=(-2, -1)), (x,)),
+        (function, (x, weight)),
+        (lambda x, bias: function(x, None, bias), (x, bias)),
+        (function, (drawn(6), drawn(6, seed=1), drawn(6, seed=2))),
+        (lambda x, weight: function(x, weight.reshape(1, 1, 4, 2), axis=(1, 2)), (x, weight)),
+    ):
+        assert gradcheck(call, arguments)
+        assert gradgradcheck(call, arguments)
+
+
+def test_third_derivatives() -> None:
+    x, weight, bias = drawn(2, 4), drawn(4, seed=1), drawn(4, seed=2)
+
+    def by_hand(x: Any) -> Any:  # torch's own layer_norm is wrong here
+        d = x - x.mean(-1, keepdim=True)
+        return d * torch.rsqrt((d * d).mean(-1, keepdim=True) + 1e-5) * weight + bias
+
+    def third(norm: Any) -> Any:
+        total = norm(x)
+        for _ in range(3):
+            (total,) = torch.autograd.grad(total.pow(3).sum(), x, create_graph=True)
+        return total
+
+    assert_close(third(lambda x: layer_norm(x, weight, bias)), third(by_hand))
+
+
+def test_a_gradient_expanded_from_one_value() -> None:
+    x, weight, _ = operands()
+    layer_norm(x, weight).sum().backward()
+    expected = torch.autograd.grad(F.layer_norm(x, (8,), weight).sum(), (x, weight))
+    assert_close((x.grad, weight.grad), expected)
+
+
+def test_no_rows() -> None:
+    x, weight = drawn(0, 4, 8), drawn(8)
+    for context in (torch.enable_grad, torch_plans.in_place_of_kernels):
+        with context():
+            y = rms_norm(x, weight)
+            dx, dweight = torch.autograd.grad(y.sum(), (x, weight), create_graph=True)
+        assert y.shape == dx.shape == (0, 4, 8)
+        assert not dweight.any()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing(reentrant: bool) -> None:
+    x, weight, bias = operands()
+    expected = torch.autograd.grad(ours("layer_norm", x, weight, bias).sum(), (x, weight))
+    checkpoint(ours, "layer_norm", x, weight, bias, use_reentrant=reentrant).sum().backward()
+    assert_close((x.grad, weight.grad), expected)
+
+
+def test_forward_mode_is_refused() -> None:
+    x = torch.randn(2, 8)
+    with pytest.raises(NotImplementedError, match="jvp"):
+        torch.func.jvp(rms_norm, (x,), (x,))
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, x)
+        with pytest.raises(NotImplementedError, match="jvp"):
+            rms_norm(dual)
+
+
+# ---- transforms of functions ---------------------------------------------------------------------
+
+
+TRANSFORMS = {
+    "vmap": lambda f: vmap(f, (1, None, None)),
+    "vmap over weights": lambda f: vmap(f, (1, 0, None)),
+    "vmap over weights and biases": lambda f: vmap(f, (None, 0, 0)),
+    "nested vmap": lambda f: vmap(vmap(f, (0, None, None)), (0, None, None)),
+    "grad": lambda f: grad(lambda *a: f(*a).pow(3).sum(), (0, 1, 2)),
+    "grad of x through vmap": lambda f: grad(
+        lambda *a: vmap(f, (0, None, None))(*a).pow(3).sum(), 0
+    ),
+    "gradients of each example": lambda f: vmap(
+        grad(lambda *a: f(*a).pow(3).sum(), (0, 1, 2)), (0, None, None)
+    ),
+    "gradients of each model": lambda f: vmap(
+        grad(lambda *a: f(*a).pow(3).sum(), (0, 1, 2)), (1, 0, None)
+    ),
+    "gradients of each example of each batch": lambda f: vmap(
+        vmap(grad(lambda *a: f(*a).pow(3).sum(), 1), (0, None, None)), (0, None, None)
+    ),
+    "jacobians": lambda f: jacrev(f, (0, 1)),
+    "second derivatives of each example": lambda f: vmap(
+        jacrev(grad(lambda *a: f(*a).pow(3).sum(), 1), 0), (0, None, None)
+    ),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("norm", NORMS)
+def test_transforms(norm: str, transform: str) -> None:
+    x, weight, bias = (t.detach() for t in operands())
+    if "weights" in transform or "model" in transform:
+        weight = drawn(5, 8, seed=1).detach()
+        bias = drawn(5, 8, seed=2).detach() if "biases" in transform else bias
+    over = TRANSFORMS[transform]
+    actual = over(lambda *a: ours(norm, *a))(x, weight, bias)
+    assert_close(actual, over(lambda *a: formula(norm, *a))(x, weight, bias))
+
+
+def test_vmap_of_shared_weights_is_one_launch() -> None:
+    x, weight = torch.randn(5, 3, 8), torch.randn(8)
+    with torch_plans.in_place_of_kernels() as plans:
+        vmap(grad(lambda x, weight: rms_norm(x, weight).sum(), 1), (0, None))(x, weight)
+    assert [launch["m"] for launch in plans.launches] == [15, 15]
+
+
+# ---- operations of torch.library -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("norm", NORMS)
+def test_opcheck(norm: str, dtype: Any) -> None:
+    operations = torch.ops.cupynorm
+    x, weight, bias = operands(torch.float32)
+    x = x.detach().to(dtype).requires_grad_()
+    for w, b in ((weight, bias), (weight, None), (None, None)):
+        for relu in (None, [0.0, math.inf]):
+            options = (1, norm, 1e-5, False, relu, torch.float32, True)
+            torch.library.opcheck(operations.norm_forward.default, (x, w, b, *options))
+            _, mean, rstd, bitmask = operations.norm_forward(x.detach(), w, b, *options)
+            kept = (mean if norm == "layer_norm" else None, rstd, None if relu is None else bitmask)
+            dy = drawn(*x.shape, dtype=torch.float32, seed=3)
+            arguments = (dy, x, w, *kept, 1, norm, 1e-5, False, None if b is None else b.dtype)
+            torch.library.opcheck(operations.norm_backward.default, arguments)
+    inference = (1, norm, 1e-5, False, None, None, False)
+    y, *_ = operations.norm_forward(x, weight, None, *inference)
+    with pytest.raises(RuntimeError, match="training=False"):
+        y.sum().backward()
+    torch.library.opcheck(
+        operations.norm_forward.default, (x.detach(), weight.detach(), None, *inference)
+    )
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("norm", NORMS)
+def test_compiled_once_for_any_batch(norm: str, backend: str) -> None:
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend(backend)
+
+    def block(x: Any, weight: Any, bias: Any) -> Any:
+        return 2 * getattr(cupynorm.torch, norm)(x, weight, bias, relu=(0, math.inf))
+
+    compiled = torch.compile(block, backend=counter, fullgraph=True, dynamic=True)
+    _, weight, bias = operands(torch.float32)
+    for m in (3, 5, 7, 13):
+        x, dy = drawn(m, 8, dtype=torch.float32, seed=m), torch.randn(m, 8)
+        y, expected = compiled(x, weight, bias), block(x, weight, bias)
+        assert_same_bits(y, expected)
+        for a, b in zip(
+            torch.autograd.grad(y, (x, weight, bias), dy),
+            torch.autograd.grad(expected, (x, weight, bias), dy),
+            strict=True,
+        ):
+            assert_same_bits(a, b)
+    # Beside it, dynamo compiles an empty graph of what it takes for constant.
+    assert len([graph for graph in counter.graphs if len(graph.graph.nodes) > 1]) == 1
+    with torch.no_grad():
+        assert_same_bits(compiled(x, weight, bias), block(x, weight, bias))
+
+
+def test_compiled_strided_rows_are_not_copied() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda qkv, weight: rms_norm(qkv[..., 8:16], weight), fullgraph=True)
+    qkv, weight = torch.randn(4, 24), torch.randn(8)
+    with torch.no_grad(), torch_plans.in_place_of_kernels() as plans:
+        compiled(qkv, weight)
+    assert [launch["x"] for launch in plans.launches] == [qkv[:, 8:].data_ptr()]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x, weight: rms_norm(x, weight, axis=-1),
+        lambda x, weight: layer_norm(x, axis=(-2, -1), out_dtype=torch.float64),
+        lambda x, weight: layer_norm(x, weight, zero_centered=True),
+        lambda x, weight: rms_norm(x),
+        lambda x, weight: vmap(lambda x: rms_norm(x, weight))(x),
+        lambda x, weight: checkpoint(rms_norm, x, weight, use_reentrant=False).sin(),
+        lambda x, weight: NORM(x),
+    ],
+)
+def test_compiled_options(call: Any) -> None:
+    torch._dynamo.reset()
+    x, weight, _ = operands(torch.float32)
+    y = torch.compile(call, backend="aot_eager", fullgraph=True)(x, weight)
+    assert_same_bits(y, call(x, weight))
+    y.sum().backward()
+
+
+def test_exported_and_traced() -> None:
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = LayerNorm(8)
+
+        def forward(self, x: Any) -> Any:
+            return self.norm(x)
+
+    model, x = Model(), torch.randn(3, 8)
+    rows = {"x": {0: torch.export.Dim("rows")}}
+    exported = torch.export.export(model, (x,), dynamic_shapes=rows)
+    assert torch.ops.cupynorm.norm_forward.default in [n.target for n in exported.graph.nodes]
+    other = torch.randn(7, 8)
+    assert_same_bits(exported.module()(other), model(other))
+    traced = torch.jit.trace(model, (x,), check_trace=False)  # it traces again without gradients
+    assert_same_bits(traced(other), model(other))
+
+
+def test_meta_and_fake_tensors() -> None:
+    y = rms_norm(torch.empty(3, 8, device="meta"), relu=(0, 6))
+    assert (y.device.type, y.shape) == ("meta", (3, 8))
+    with FakeTensorMode():
+        x = torch.empty(8, 3, device="cuda", dtype=torch.bfloat16).T
+        y = rms_norm(x, torch.empty(8, device="cuda"))
+    assert (y.device.type, y.dtype, y.stride()) == ("cuda", torch.bfloat16, (8, 1))
+
+
+# ---- autocast ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_autocast_on_the_cpu_is_that_of_torch(norm: str) -> None:
+    row = torch.ones(8, dtype=torch.bfloat16)
+    for dtype in (torch.float32, torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16):
+            x = torch.randn(4, 8, dtype=dtype)
+            theirs = getattr(F, norm)(x, (8,), row.to(dtype))
+            assert getattr(cupynorm.torch, norm)(x, row.to(dtype)).dtype == theirs.dtype
+
+
+def test_autocast_for_cuda_gives_float32() -> None:
+    given: dict[Any, Any] = {}
+    torch.set_autocast_enabled("cuda", True)
+    try:
+        with FakeTensorMode():
+            for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+                x = torch.empty(4, 8, device="cuda", dtype=dtype)
+                given[dtype] = layer_norm(x).dtype
+            half = torch.empty(4, 8, device="cuda", dtype=torch.float16)
+            chosen = layer_norm(half, out_dtype=torch.float16).dtype
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+    assert given == {
+        torch.float16: torch.float32,
+        torch.bfloat16: torch.float32,
+        torch.float32: torch.float32,
+        torch.float64: torch.float64,
+    }
+    assert chosen == torch.float16
+
+
+# ---- modules -------------------------------------------------------------------------------------
+
+MODULES = ((RMSNorm, torch.nn.RMSNorm), (LayerNorm, torch.nn.LayerNorm))
+
+
+@pytest.mark.parametrize(("mine", "theirs"), MODULES)
+def test_modules_are_made_as_torchs_are(mine: Any, theirs: Any) -> None:
+    expected = list(inspect.signature(theirs).parameters.values())
+    actual = list(inspect.signature(mine).parameters.values())
+    positional = [p for p in actual if p.kind is not p.KEYWORD_ONLY]
+    assert [(p.name, p.default) for p in positional] == [(p.name, p.default) for p in expected]
+    for arguments, options in (
+        ((8,), {}),
+        (([4, 2], 1e-3), {}),
+        ((8,), {"elementwise_affine": False}),
+        ((8,), {"dtype": torch.bfloat16, "device": "meta"}),
+    ):
+        a, b = mine(*arguments, **options), theirs(*arguments, **options)
+        assert repr(a) == repr(b)
+        assert isinstance(a, theirs)
+        assert {k: (v.shape, v.dtype, v.device) for k, v in a.state_dict().items()} == {
+            k: (v.shape, v.dtype, v.device) for k, v in b.state_dict().items()
+        }
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("mine", "theirs"), MODULES)
+def test_modules_compute_what_torchs_do(mine: Any, theirs: Any, dtype: Any) -> None:
+    x = 1e-3 * drawn(5, 4, 2, dtype=dtype).detach()  # so small that eps shows
+    for options in ({}, {"elementwise_affine": False}, {"eps": 1e-3}):
+        a, b = mine([4, 2], dtype=dtype, **options), theirs([4, 2], dtype=dtype, **options)
+        for parameter in b.parameters():
+            torch.nn.init.normal_(parameter)
+        a.load_state_dict(b.state_dict())
+        b.load_state_dict(a.state_dict())
+        eps = torch.finfo(torch.promote_types(dtype, torch.float32)).eps if b.eps is None else b.eps
+        numpy = [to_numpy(t) for t in (x, *b.parameters())]
+        norm = "rms_norm" if mine is RMSNorm else "layer_norm"
+        check = {"eps": eps, "axis": (-2, -1)}
+        testing.check_forward(norm, to_numpy(a(x)), *numpy, **check)
+        torch.testing.assert_close(a(x), b(x))
+
+
+def test_what_the_modules_add() -> None:
+    norm = RMSNorm(8, bias=True, zero_centered=True, relu=(0, 6))
+    assert repr(norm) == (
+        "RMSNorm((8,), eps=None, elementwise_affine=True, zero_centered=True, relu=(0, 6), "
+        "bias=True)"
+    )
+    assert list(norm.state_dict()) == ["weight", "bias"]
+    assert not norm.weight.any()
+    assert not norm.bias.any()
+    x = torch.randn(3, 8)
+    expected = rms_norm(x, eps=torch.finfo(torch.float32).eps, relu=(0, 6))
+    assert_same_bits(norm(x), expected)
+    torch.nn.init.ones_(norm.weight)
+    norm.reset_parameters()
+    assert not norm.weight.any()
+    assert not LayerNorm(8, zero_centered=True).weight.any()
+    with pytest.raises(ValueError, match="zero_centered must be False without elementwise_affine"):
+        LayerNorm(8, elementwise_affine=False, zero_centered=True)
+    with pytest.raises(ValueError, match=r"x must end in the axes \(4, 2\), got shape \(3, 8\)"):
+        LayerNorm((4, 2), elementwise_affine=False)(x)
+
+
+# ---- errors --------------------------------------------------------------------------------------
+
+X = torch.ones(3, 4, 8)
+W = torch.ones(8)
+ERRORS = [
+    (lambda: rms_norm(np.ones((3, 8))), TypeError, "x must be a torch tensor, got ndarray"),
+    (lambda: rms_norm(X, np.ones(8)), TypeError, "weight must be a torch tensor, got ndarray"),
+    (lambda: rms_norm(X, W, 1.0), TypeError, "bias must be a torch tensor, got float"),
+    (lambda: rms_norm(X.int()), TypeError, r"x.dtype must be float64.* got torch.int32"),
+    (lambda: rms_norm(X, W.int()), TypeError, r"weight.dtype must be float64.* got torch.int32"),
+    (lambda: rms_norm(X, W[:4]), ValueError, r"weight must broadcast to x's shape \(3, 4, 8\)"),
+    (lambda: rms_norm(X, W.to("meta")), ValueError, "weight must be on x's device, cpu; got meta"),
+    (lambda: rms_norm(torch.ones(3, 0)), ValueError, "x must have at least one element"),
+    (lambda: rms_norm(torch.ones(())), ValueError, "x must have at least one axis"),
+    (lambda: rms_norm(X, W, eps=-1.0), ValueError, "eps must be a finite number"),
+    (lambda: rms_norm(X, W, eps="1"), ValueError, "eps must be a finite number"),
+    (lambda: rms_norm(X, W, axis=0), ValueError, "axis must name trailing axes of x"),
+    (lambda: rms_norm(X, W, axis="-1"), TypeError, "axis must be an int"),
+    (lambda: rms_norm(X, zero_centered=True), ValueError, "zero_centered must be False without a"),
+    (lambda: rms_norm(X, W, zero_centered=None), TypeError, "zero_centered must be True or False"),
+    (lambda: rms_norm(X, relu=6), TypeError, "relu must be a pair"),
+    (lambda: rms_norm(X, relu=[6, 0]), ValueError, "relu must be .* lower < upper"),
+    (lambda: rms_norm(X, out_dtype="float32"), TypeError, "out_dtype must be a torch.dtype"),
+    (lambda: rms_norm(X, out_dtype=torch.int8), TypeError, "out_dtype must be float64"),
+    (lambda: rms_norm(X, X[0], axis=-1), NotImplementedError, "weight of shape .* varies"),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "message"), ERRORS)
+def test_errors(call: Any, error: Any, message: str) -> None:
+    for _ in range(2):  # a refused call is not remembered
+        with pytest.raises(error, match=message):
+            call()
+    with torch_plans.in_place_of_kernels() as plans, pytest.raises(error):
+        call()
+    assert not plans.launches
