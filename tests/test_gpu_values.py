@@ -232,14 +232,12 @@ def test_what_the_bitmask_drops_may_be_nan(norm: str) -> None:
     # A bitmask of another layout in memory.
     spread = to_cupy(np.repeat(forward.bitmask, 2, axis=1))[:, ::2]
     statistics = [s for s in (forward.mean, forward.rstd) if s is not None]
-    result = getattr(cupynorm, f"{norm}_backward")(
-        to_cupy(dy),
-        to_cupy(x),
-        to_cupy(weight),
-        *map(to_cupy, statistics),
-        bias=True,
-        bitmask=spread,
-    )
+    backward = getattr(cupynorm, f"{norm}_backward")
+    rest = [to_cupy(a) for a in (x, weight, *statistics)]
+    result = backward(to_cupy(dy), *rest, bias=True, bitmask=spread)
+    zeroed = backward(to_cupy(np.where(kept, dy, np.float32(0))), *rest, bias=True)
+    for masked, same in zip(to_numpy(result), to_numpy(zeroed), strict=True):
+        np.testing.assert_array_equal(masked, same)
     testing.check_backward(
         norm,
         to_numpy(result),
