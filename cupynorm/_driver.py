@@ -109,7 +109,7 @@ class Kernel:
             self._set(MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes)
         if cluster_blocks > PORTABLE_CLUSTER_BLOCKS:
             self._set(NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)
-        values = {}
+        values: dict[int, tuple[int, ...]] = {}
         if cluster_blocks > 1:
             values[CLUSTER_DIMENSION] = (cluster_blocks, 1, 1)
         if overlaps:

@@ -159,11 +159,11 @@ class BackwardPlan:
         if m and self.tiles:
             coefficients = scratch + self._partial_bytes(m)
             kernels[0].launch(stream, m, (*operands, coefficients, m, n, 1 / n))
-            results = (coefficients, dx, dx_stride, scratch, partials, m, n)
-            kernels[1].launch(stream, self.tiles * partials, (*operands, *results))
+            columns = (coefficients, dx, dx_stride, scratch, partials, m, n)
+            kernels[1].launch(stream, self.tiles * partials, (*operands, *columns))
         elif m:
-            results = (dx, dx_stride, scratch, m, n, 1 / n)
-            kernels[0].launch(stream, partials * self.cluster_blocks, (*operands, *results))
+            rows = (dx, dx_stride, scratch, m, n, 1 / n)
+            kernels[0].launch(stream, partials * self.cluster_blocks, (*operands, *rows))
         if self.gradients:
             blocks = self.gradients * -(-n // 32)
             self.reduction.launch(stream, blocks, (scratch, dweight, dbias, partials, n))
