@@ -64,6 +64,7 @@ __device__ __forceinline__ Statistics<Compute<X>> measure(TeamOf& team,
       // Rows that only share the warp keep the bits they had.
       if (far) statistics = again;
     }
+    settle(statistics);
   }
   return statistics;
 }

@@ -136,6 +136,7 @@ __global__ __launch_bounds__(BlockThreads, 1) void norm_forward_staged(
         finish<Centered>(again, sums[1], sums[0], inv_n);
         statistics = again;
       }
+      settle(statistics);
     }
     return statistics;
   };

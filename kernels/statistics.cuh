@@ -34,6 +34,16 @@ __device__ __forceinline__ void finish(Statistics<T>& statistics, T sum, T sum_o
   }
 }
 
+// The mean as one number, and what it lost in being rounded: then d is as exact as x and the mean
+// allow, however far off the first mean was (Knuth's two-sum).
+template <typename T>
+__device__ __forceinline__ void settle(Statistics<T>& statistics) {
+  const T mean = statistics.shift + statistics.correction;
+  const T added = mean - statistics.shift;
+  statistics.correction = (statistics.shift - (mean - added)) + (statistics.correction - added);
+  statistics.shift = mean;
+}
+
 // Range. Squares of float32 overflow from 1.8e19 and vanish below 1e-19. A row whose variance + eps
 // is outside [kSmallest, kLargest] is divided by a power of two, `unit`, near its largest element (or
 // sqrt(eps), if larger) and measured again. Inside, what vanished is below 2^-24 of the sum.

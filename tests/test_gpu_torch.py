@@ -301,8 +301,8 @@ def test_memory_is_of_torchs_allocator_and_only_what_is_stated() -> None:
     assert torch.cuda.max_memory_allocated() - before <= x.nbytes + 2 * weight.nbytes + partials
     with torch.no_grad():
         held = torch.cuda.memory_allocated()
-        y = layer_norm(x, weight, bias)
-        assert torch.cuda.memory_allocated() - held == x.nbytes
+        inferred = layer_norm(x, weight, bias)
+        assert torch.cuda.memory_allocated() - held == inferred.nbytes
     assert pool.total_bytes() == used
 
 

@@ -433,7 +433,7 @@ def test_autocast_on_the_cpu_is_that_of_torch(norm: str) -> None:
             assert getattr(cupynorm.torch, norm)(x, row.to(dtype)).dtype == theirs.dtype
 
 
-def test_autocast_for_cuda_gives_float32() -> None:
+def test_layer_norm_under_autocast_for_cuda_gives_float32() -> None:
     given: dict[Any, Any] = {}
     torch.set_autocast_enabled("cuda", True)
     try:
@@ -443,6 +443,7 @@ def test_autocast_for_cuda_gives_float32() -> None:
                 given[dtype] = layer_norm(x).dtype
             half = torch.empty(4, 8, device="cuda", dtype=torch.float16)
             chosen = layer_norm(half, out_dtype=torch.float16).dtype
+            kept = rms_norm(half).dtype
     finally:
         torch.set_autocast_enabled("cuda", False)
     assert given == {
@@ -452,6 +453,7 @@ def test_autocast_for_cuda_gives_float32() -> None:
         torch.float64: torch.float64,
     }
     assert chosen == torch.float16
+    assert kept == torch.float16
 
 
 # ---- modules -------------------------------------------------------------------------------------

@@ -54,8 +54,8 @@ def rms_norm(
         Clamp y to [lower, upper] before it is rounded. The gradient is 0 unless lower < y < upper,
         of which one bit an element is kept for the backward pass.
     out_dtype : torch.dtype, optional
-        y's dtype; by default x's. Under autocast for CUDA that is float32 where x is float16 or
-        bfloat16, as of torch's own norms.
+        y's dtype; by default x's. Under autocast for CUDA layer_norm's is float32 where x is
+        float16 or bfloat16, as of torch's own; rms_norm, as torch's own, keeps x's.
 
     Returns
     -------
@@ -190,10 +190,15 @@ def _norm(
             weight, bias = _without_leading("weight", weight, k), _without_leading("bias", bias, k)
     if relu is not None:
         relu = _pair(relu)
-    if out_dtype is None and x.is_cuda and torch.is_autocast_enabled("cuda") and x.dtype in _HALVES:
+    if out_dtype is None and norm == "layer_norm" and _autocast_to_float32(x):
         out_dtype = torch.float32
     recorded = is_recorded(x, weight, bias)
     return norm_forward(x, weight, bias, k, norm, eps, zero_centered, relu, out_dtype, recorded)[0]
+
+
+def _autocast_to_float32(x: Any) -> bool:
+    """Say whether autocast has torch's layer_norm, not its rms_norm, computed in float32."""
+    return bool(x.is_cuda and torch.is_autocast_enabled("cuda") and x.dtype in _HALVES)
 
 
 def _refuse(x: Any, weight: Any, bias: Any) -> None:
