@@ -175,7 +175,7 @@ def forward_config(
     # N = 16384, 0.91 of the copy's speed against 0.87 (bfloat16, H200).
     most = 1024 if spec.weight and spec.bias else 2048
     if packs > (1024 if wide else most):
-        staged = _staged_forward(spec, n, packs, vector, architecture)
+        staged = _staged_forward(spec, n, packs, vector, architecture, wide=wide)
         if staged is not None:
             return staged
         if packs > (1024 if wide else 2048):
@@ -215,7 +215,7 @@ def forward_config(
 
 
 def _staged_forward(
-    spec: ForwardSpec, n: int, packs: int, vector: int, architecture: int
+    spec: ForwardSpec, n: int, packs: int, vector: int, architecture: int, *, wide: bool
 ) -> StagedForward | None:
     """Return the configuration of rows that fill clusters of blocks of 512 threads, 4 packs each.
 
@@ -231,7 +231,7 @@ def _staged_forward(
     # NVRTC finds room for 64 registers of them in LayerNorm without a ReLU alone, for none beside
     # the addresses of 16 blocks.
     most_held = 64 if spec.norm == "layer_norm" and not spec.relu else 32
-    if cluster_blocks == MOST_CLUSTER_BLOCKS:
+    if cluster_blocks == MOST_CLUSTER_BLOCKS or wide:
         most_held = 0
     for stages in (4, 3, 2):
         config = StagedForward(
@@ -361,6 +361,7 @@ def _staged_backward(
     # Whatever the alignment, so that a row's bits do not depend on it.
     if not (fits(False, length) and fits(False, 1)):
         return None
+    full = n == cluster_blocks * row_threads * packs_per_thread * length
     for fewer in range(stages, 1, -1):
         config = StagedBackward(
             row_threads=row_threads,
@@ -370,8 +371,15 @@ def _staged_backward(
             cluster_blocks=cluster_blocks,
             stages=fewer,
             vector=vector,
-            hold_weight=spec.weight is not None and vector == length and fits(True, length),
-            full=n == cluster_blocks * row_threads * packs_per_thread * length,
+            # Both gradients beside the comparisons of a row that does not fill its packs leave no
+            # room for the weight.
+            hold_weight=(
+                spec.weight is not None
+                and vector == length
+                and (full or spec.gradients < 2)
+                and fits(True, length)
+            ),
+            full=full,
         )
         # A block's own 1 KiB is the system's.
         limit = (shared_limit(architecture) + 1024) // blocks_per_multiprocessor - 1024
