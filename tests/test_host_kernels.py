@@ -71,9 +71,9 @@ def test_a_value_on_a_bound_is_not_inside(build: Build, x: str, n: int) -> None:
     check_clip_values(Gpu(build), x, n)
 
 
-@pytest.mark.parametrize("n", FAR_ROWS)
-def test_rows_more_than_2_to_the_31_elements_apart(build: Build, n: int) -> None:
-    check_far_rows(Gpu(build), n)
+@pytest.mark.parametrize(("n", "architecture"), FAR_ROWS)
+def test_rows_more_than_2_to_the_31_elements_apart(build: Build, n: int, architecture: int) -> None:
+    check_far_rows(Gpu(build, architecture=architecture), n)
 
 
 # ---- what the cases reach ------------------------------------------------------------------------
