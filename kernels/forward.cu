@@ -44,8 +44,7 @@ __device__ __forceinline__ void measure_from(Statistics<Compute<X>>& statistics,
   forget_conversions(row);
 }
 
-// `guess`, the mean of the row's first pack, is a first mean that costs no reduction. Where it is off
-// by more than the deviation, which squares would feel, a second round starts from the mean found.
+// From `guess`, a first mean; where that was far off, a second round starts from the mean found.
 template <bool Centered, int Vector, typename X, int Length, int PacksPerThread, typename TeamOf>
 __device__ __forceinline__ Statistics<Compute<X>> measure(TeamOf& team,
                                                           Pack<X, Length> (&row)[PacksPerThread],
@@ -56,7 +55,7 @@ __device__ __forceinline__ Statistics<Compute<X>> measure(TeamOf& team,
   statistics.shift = guess;
   measure_from<Centered, Vector>(statistics, team, row, n_cols, inv_n);
   if constexpr (Centered) {
-    const bool far = statistics.correction * statistics.correction > 2 * statistics.variance;
+    const bool far = was_far(statistics);
     if (team.any(far)) {
       Statistics<T> again;
       again.shift = statistics.shift + statistics.correction;
@@ -106,11 +105,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
   }
 
   T guess = 0;
-  if constexpr (Centered) {
-#pragma unroll
-    for (int i = 0; i < kLength; ++i) guess += first_pack.template get<T>(i);
-    guess *= T(1) / kLength;
-  }
+  if constexpr (Centered) guess = first_mean<T>(first_pack);
 
   // 2. Mean and variance; a row out of range is brought into it, exactly, and measured again.
   Statistics<T> statistics = measure<Centered, Vector>(team, packs, guess, n_cols, inv_n);

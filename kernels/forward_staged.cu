@@ -60,20 +60,17 @@ __global__ __launch_bounds__(BlockThreads, 1) void norm_forward_staged(
     fetched += groups;
     fetched_x += groups * x_stride;
   };
-  // A row's first pack, for every thread: its mean is a first mean that costs no reduction.
+  // A row's first pack, for every thread.
   Pack<X, kLength> first_pack;
   const auto load_first_pack = [&](long long of_row) {
     if constexpr (Centered) {
       load<Vector>(first_pack, x + of_row * x_stride, 0, of_row < n_rows ? n_cols : 0);
     }
   };
-  const auto mean_of_first_pack = [&] {
+  const auto guess_of_first_pack = [&] {
     T guess = 0;
-    if constexpr (Centered) {
-#pragma unroll
-      for (int i = 0; i < kLength; ++i) guess += first_pack.template get<T>(i);
-    }
-    return guess * (T(1) / kLength);
+    if constexpr (Centered) guess = first_mean<T>(first_pack);
+    return guess;
   };
   load_first_pack(row);
   if constexpr (!HoldWeight) {
@@ -120,15 +117,13 @@ __global__ __launch_bounds__(BlockThreads, 1) void norm_forward_staged(
       }
     }
   };
-  // Measures a row of known sums. Where the first mean is off by more than the deviation, which
-  // squares would feel, a second round starts from the mean found.
+  // Measures a row of known sums.
   const auto measured = [&](int stage, T guess, T(&sums)[kSums]) {
     Statistics<T> statistics;
     statistics.shift = guess;
     finish<Centered>(statistics, sums[kSums - 1], sums[0], inv_n);
     if constexpr (Centered) {
-      const bool far = statistics.correction * statistics.correction > 2 * statistics.variance;
-      if (far) {
+      if (was_far(statistics)) {
         Statistics<T> again;
         again.shift = statistics.shift + statistics.correction;
         sum_up(stage, again.shift, sums);
@@ -141,7 +136,7 @@ __global__ __launch_bounds__(BlockThreads, 1) void norm_forward_staged(
     return statistics;
   };
 
-  T guess = mean_of_first_pack();
+  T guess = guess_of_first_pack();
   load_first_pack(row + groups);
   T sums[kSums];
   wait_for_copies<Stages - 1>();
@@ -152,7 +147,7 @@ __global__ __launch_bounds__(BlockThreads, 1) void norm_forward_staged(
     // 3. The sums of the next row, while those of this one are on their way between the threads.
     const int next_stage = stage + 1 == Stages ? 0 : stage + 1;
     const bool more = row + groups < n_rows;
-    T next_sums[kSums], next_guess = mean_of_first_pack();
+    T next_sums[kSums], next_guess = guess_of_first_pack();
     load_first_pack(row + 2 * groups);
     wait_for_copies<Stages - 2>();
     if (more) sum_up(next_stage, next_guess, next_sums);

@@ -5,7 +5,7 @@
 // RMSNorm has no mean: d = x, c = 0.
 #pragma once
 
-#include "types.cuh"
+#include "pack.cuh"
 
 template <typename T>
 struct Statistics {
@@ -32,6 +32,29 @@ __device__ __forceinline__ void finish(Statistics<T>& statistics, T sum, T sum_o
     statistics.variance = variance < T(0) ? T(0) : variance;
     if (variance != variance) statistics.correction = variance;
   }
+}
+
+// A first mean for a whole row from its first pack, which costs no reduction: the pack's mean where
+// its elements agree in sign, else 0, which serves rows around 0 as well and loses no small element.
+template <typename T, typename X, int Length>
+__device__ __forceinline__ T first_mean(const Pack<X, Length>& pack) {
+  T sum = 0, sum_of_magnitudes = 0;
+#pragma unroll
+  for (int i = 0; i < Length; ++i) {
+    const T x = pack.template get<T>(i);
+    sum += x;
+    sum_of_magnitudes += absolute(x);
+  }
+  return absolute(sum) >= T(0.875) * sum_of_magnitudes ? sum * (T(1) / Length) : T(0);
+}
+
+// Whether the first mean was so far from the row's that a second round must start from that: by more
+// than the deviation, squares would feel it; and one much larger than the mean, of a pack with an
+// outlier, would swallow the small elements, all alike.
+template <typename T>
+__device__ __forceinline__ bool was_far(const Statistics<T>& statistics) {
+  const T c = statistics.correction;
+  return c * c > 2 * statistics.variance || absolute(c) > 2 * absolute(statistics.shift + c);
 }
 
 // The mean as one number, and what it lost in being rounded: then d is as exact as x and the mean

@@ -47,7 +47,7 @@ SCALES = {
 }
 REGIMES = (
     *("normal", "mean_1e2", "mean_1e4", "mean_1e6", "mixed_rows", "mixed_elements"),
-    *("zero_rows", "constant_rows", "nonfinite", *SCALES),
+    *("odd_start", "zero_rows", "constant_rows", "nonfinite", *SCALES),
 )
 
 
@@ -68,6 +68,9 @@ def make_values(regime: str, shape: tuple[int, ...], dtype: Any, seed: int, k: i
     elif regime.startswith("mixed_"):
         decades = 2 if dtype == np.float16 else 8
         values *= 10 ** rng.uniform(-decades, decades, kept if regime == "mixed_rows" else shape)
+    elif regime == "odd_start":  # the first elements say little about the row
+        values = 100 + values
+        values[..., :8] = 200
     elif regime == "zero_rows":
         values = np.where(some_rows, 0.0, values)
     elif regime == "constant_rows":

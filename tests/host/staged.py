@@ -219,6 +219,7 @@ def _staged() -> Iterable[Staged]:
                 staged(6, 512, other=None, row_threads=64, cluster_blocks=2, dbias=False),
                 staged(8, 300, row_threads=32, cluster_blocks=4, in_place=True),
                 staged(2, 4500, row_threads=128, cluster_blocks=9),
+                staged(3, 4500, regime="odd_start", row_threads=256, packs_per_thread=5),
                 staged(70, 130, "float64", other="float32", cluster_blocks=2, groups=1),
                 staged(7, 301, "float16", other="float32", cluster_blocks=2, row_threads=32),
                 *(
