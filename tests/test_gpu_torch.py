@@ -345,24 +345,6 @@ def test_another_device(norm: str) -> None:
         rms_norm(moved[0], weight)
 
 
-def test_an_eager_call_costs_the_host_no_more_than_torchs() -> None:
-    import timeit
-
-    x, weight, _ = (t.detach() for t in operands(4096, m=16))
-    calls = {
-        "ours": lambda: rms_norm(x, weight),
-        "torch": lambda: F.rms_norm(x, (4096,), weight, 1e-6),
-    }
-    times = {}
-    for name, call in calls.items():
-        call()
-        torch.cuda.synchronize()
-        times[name] = min(timeit.repeat(call, number=200, repeat=20)) / 200
-        torch.cuda.synchronize()
-    # Its figure is the benchmark's; here, that nothing was put in the way.
-    assert times["ours"] < 1.5 * times["torch"], times
-
-
 def test_plans_are_shared_by_numbers_of_rows() -> None:
     x, weight, _ = operands()
     loaded = []
