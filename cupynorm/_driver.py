@@ -86,7 +86,7 @@ class Kernel:
         # A launch takes one and puts it back: no two of them, in whatever threads, share one.
         self._frames: list[_Frame] = []
 
-    def launch(self, stream: int, blocks: int, *arguments: float) -> None:
+    def launch(self, stream: int, blocks: int, arguments: tuple[float, ...]) -> None:
         """Launch on a stream of the current device.
 
         Raises

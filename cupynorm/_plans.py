@@ -80,7 +80,7 @@ class ForwardPlan:
             self.kernel.launch(
                 stream,
                 -(-m // self.rows_per_block),
-                *(x, x_stride, weight, bias, y, y_stride, mean, rstd, m, n, 1 / n, eps),
+                (x, x_stride, weight, bias, y, y_stride, mean, rstd, m, n, 1 / n, eps),
             )
 
 
@@ -142,7 +142,7 @@ class _Reduction:
     n: int
 
     def launch(self, stream: int, partials: int, dweight: int, dbias: int, n_partials: int) -> None:
-        self.kernel.launch(stream, self.blocks, partials, dweight, dbias, n_partials, self.n)
+        self.kernel.launch(stream, self.blocks, (partials, dweight, dbias, n_partials, self.n))
 
 
 @dataclass(frozen=True)
@@ -184,8 +184,10 @@ class _ResidentBackwardPlan(BackwardPlan):
             self.kernel.launch(
                 stream,
                 blocks,
-                *(dy, dy_stride, x, x_stride, weight, mean, rstd, dx, dx_stride, scratch),
-                *(m, n, 1 / n),
+                (
+                    *(dy, dy_stride, x, x_stride, weight, mean, rstd),
+                    *(dx, dx_stride, scratch, m, n, 1 / n),
+                ),
             )
         if self.reduction:
             self.reduction.launch(stream, scratch, dweight, dbias, blocks)
@@ -231,11 +233,11 @@ class _StreamingBackwardPlan(BackwardPlan):
         if m:
             coefficients = scratch + chunks * self.row_bytes
             operands = (dy, dy_stride, x, x_stride, weight, mean, rstd, coefficients)
-            self.coefficients.launch(stream, m, *operands, m, n, 1 / n)
+            self.coefficients.launch(stream, m, (*operands, m, n, 1 / n))
             self.columns.launch(
                 stream,
                 self.tiles * chunks,
-                *(*operands, dx, dx_stride, scratch, chunks, m, n),
+                (*operands, dx, dx_stride, scratch, chunks, m, n),
             )
         if self.reduction:
             self.reduction.launch(stream, scratch, dweight, dbias, chunks)

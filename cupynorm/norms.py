@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from cupynorm import _arrays, _checks, reference
+from cupynorm import _arrays, _checks, _prepared, reference
 from cupynorm._results import NormBackward, NormForward
 from cupynorm._spec import Norm
 
@@ -99,7 +99,7 @@ def rms_norm(
     array([[ 0.849, -2.263],
            [ 1.   ,  2.   ]], dtype=float32)
     """
-    return _forward("rms_norm", x, weight, bias, eps, axis, zero_centered, out_dtype, out, False).y
+    return _forward("rms_norm", x, weight, bias, eps, axis, zero_centered, out_dtype, out, False)
 
 
 def layer_norm(
@@ -155,9 +155,7 @@ def layer_norm(
     array([[-1., 11.],
            [-1., 11.]], dtype=float32)
     """
-    return _forward(
-        "layer_norm", x, weight, bias, eps, axis, zero_centered, out_dtype, out, False
-    ).y
+    return _forward("layer_norm", x, weight, bias, eps, axis, zero_centered, out_dtype, out, False)
 
 
 def rms_norm_forward(
@@ -198,7 +196,10 @@ def rms_norm_forward(
     >>> cupynorm.rms_norm_forward(x).rstd.round(3)
     array([0.283, 2.   ], dtype=float32)
     """
-    return _forward("rms_norm", x, weight, bias, eps, axis, zero_centered, out_dtype, out, True)
+    result: NormForward = _forward(
+        "rms_norm", x, weight, bias, eps, axis, zero_centered, out_dtype, out, True
+    )
+    return result
 
 
 def layer_norm_forward(
@@ -238,7 +239,10 @@ def layer_norm_forward(
     >>> result.mean, result.rstd.round(3)
     (array([2., 6.], dtype=float32), array([1. , 0.5], dtype=float32))
     """
-    return _forward("layer_norm", x, weight, bias, eps, axis, zero_centered, out_dtype, out, True)
+    result: NormForward = _forward(
+        "layer_norm", x, weight, bias, eps, axis, zero_centered, out_dtype, out, True
+    )
+    return result
 
 
 def rms_norm_backward(
@@ -369,8 +373,29 @@ def _forward(
     out_dtype: Any,
     out: Any,
     store_statistics: bool,
-) -> NormForward:
+) -> Any:
+    """Return NormForward if the statistics are stored, else y."""
     family = _arrays.family_of("x", x)
+    key = None
+    if family.is_cupy:
+        key = _prepared.forward_key(
+            family.array_type,
+            norm,
+            x,
+            weight,
+            bias,
+            eps,
+            axis,
+            zero_centered,
+            out_dtype,
+            out,
+            store_statistics,
+        )
+        call = _prepared.calls.get(key)
+        if call is not None:
+            result = call.run(x, weight, bias, out)
+            if result is not None:
+                return result
     x = family.take("x", x)
     weight = None if weight is None else family.take("weight", weight)
     bias = None if bias is None else family.take("bias", bias)
@@ -396,10 +421,12 @@ def _forward(
             out_dtype=dtype,
             out=target,
         )
+        if not store_statistics:
+            result = result.y
     else:
         from cupynorm import _launch
 
-        result = _launch.forward(
+        result, call = _launch.forward(
             norm,
             x,
             weight,
@@ -411,10 +438,18 @@ def _forward(
             out=target,
             store_statistics=store_statistics,
         )
+        if key is not None and call is not None:
+            _prepared.remember(key, call)
+
+    def give_y(y: Any) -> Any:
+        return family.give(y) if out is None else family.give_back(out, target)
+
+    if not store_statistics:
+        return give_y(result)
     return NormForward(
-        family.give(result.y) if out is None else family.give_back(out, target),
+        give_y(result.y),
         None if result.mean is None else family.give(result.mean),
-        None if result.rstd is None else family.give(result.rstd),
+        family.give(result.rstd),
     )
 
 
@@ -431,6 +466,17 @@ def _backward(
     dx: Any,
 ) -> NormBackward:
     family = _arrays.family_of("x", x)
+    key = None
+    if family.is_cupy:
+        key = _prepared.backward_key(
+            family.array_type, norm, dy, x, weight, mean, rstd, bias, axis, zero_centered, dx
+        )
+        call = _prepared.calls.get(key)
+        if call is not None:
+            like = bias if type(bias) is family.array_type else None
+            again: NormBackward | None = call.run(dy, x, weight, mean, rstd, like, dx)
+            if again is not None:
+                return again
     x = family.take("x", x)
     dy = family.take("dy", dy)
     weight = None if weight is None else family.take("weight", weight)
@@ -465,7 +511,7 @@ def _backward(
     else:
         from cupynorm import _launch
 
-        result = _launch.backward(
+        result, call = _launch.backward(
             norm,
             dy,
             x,
@@ -477,6 +523,8 @@ def _backward(
             zero_centered=zero_centered,
             dx=target,
         )
+        if key is not None and call is not None:
+            _prepared.remember(key, call)
     return NormBackward(
         family.give(result.dx) if dx is None else family.give_back(dx, target),
         None if result.dweight is None else family.give(result.dweight),

@@ -74,8 +74,8 @@ def test_the_driver_gets_every_number_where_it_looks_for_it(
     launched, driver = kernel(monkeypatch, "PfqdPf")
     first = (2**48 - 1, 0.1, -(2**62), 0.1, 0, 2.0**-126)
     second = (0, 3.4e38, 2**63 - 1, 1e-308, 7, 0.5)
-    launched.launch(STREAM, 2**31 - 1, *first)
-    launched.launch(0, 1, *second)
+    launched.launch(STREAM, 2**31 - 1, first)
+    launched.launch(0, 1, second)
     rounded = struct.unpack("2f", struct.pack("2f", 0.1, 3.4e38))
     launches = [
         (
@@ -91,13 +91,13 @@ def test_the_driver_gets_every_number_where_it_looks_for_it(
 def test_a_refused_launch_says_what_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
     launched, driver = kernel(monkeypatch, "q", (701, 9999, 0))
     with pytest.raises(RuntimeError) as caught:
-        launched.launch(STREAM, 5, 1)
+        launched.launch(STREAM, 5, (1,))
     for words in ("norm<float>", "5 blocks", "96 threads", "1234 bytes"):
         assert words in str(caught.value)
     assert "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES, too many resources" in str(caught.value)
     with pytest.raises(RuntimeError, match="CUDA error 9999"):
-        launched.launch(STREAM, 5, 1)
-    launched.launch(STREAM, 6, 2)
+        launched.launch(STREAM, 5, (1,))
+    launched.launch(STREAM, 6, (2,))
     assert driver.launches[-1][2] == (2,)
 
 
@@ -108,7 +108,7 @@ def test_a_thread_without_a_context_gets_one(monkeypatch: pytest.MonkeyPatch) ->
     cupy.cuda = SimpleNamespace(runtime=runtime)
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     launched, driver = kernel(monkeypatch, "q", (_driver.INVALID_CONTEXT, 0))
-    launched.launch(STREAM, 5, 1)
+    launched.launch(STREAM, 5, (1,))
     assert made == [3]
     assert driver.launches[0] == driver.launches[1]
     assert len(driver.launches) == 2
@@ -120,7 +120,7 @@ def test_arguments_that_do_not_fit_are_not_launched(
 ) -> None:
     launched, driver = kernel(monkeypatch, "Pfq")
     with pytest.raises((struct.error, OverflowError)):
-        launched.launch(STREAM, 1, *arguments)
+        launched.launch(STREAM, 1, arguments)
     assert driver.launches == []
 
 
@@ -137,7 +137,7 @@ def test_threads_do_not_mix_their_arguments(monkeypatch: pytest.MonkeyPatch) -> 
 
     def call(i: int) -> None:
         for turn in range(50):
-            launched.launch(i, 100 * i + turn + 1, *(100 * i + turn,) * 4)
+            launched.launch(i, 100 * i + turn + 1, (100 * i + turn,) * 4)
 
     threads = [threading.Thread(target=call, args=(i,)) for i in range(2)]
     for thread in threads:

@@ -43,7 +43,7 @@ class Array(np.ndarray):
 
     @property
     def data(self) -> Any:
-        return SimpleNamespace(ptr=self.ctypes.data)
+        return SimpleNamespace(ptr=self.ctypes.data, device_id=0)
 
     @property
     def device(self) -> Any:
@@ -180,8 +180,8 @@ class Gpu:
         out_dtype: Any = None,
         out: Any = None,
         store_statistics: bool = True,
-    ) -> NormForward:
-        result: NormForward = self._launch.forward(
+    ) -> Any:
+        result, _ = self._launch.forward(
             norm,
             x,
             weight,
@@ -209,7 +209,7 @@ class Gpu:
         zero_centered: bool = False,
         dx: Any = None,
     ) -> NormBackward:
-        result: NormBackward = self._launch.backward(
+        result, _ = self._launch.backward(
             norm,
             dy,
             x,
@@ -234,7 +234,7 @@ class Gpu:
             kernel.shared_bytes,
             parameters,
         )
-        launched.launch(0, blocks, *values)
+        launched.launch(0, blocks, values)
 
     @contextlib.contextmanager
     def fresh_memory(self) -> Iterator[None]:
@@ -332,7 +332,7 @@ def _cupy(memory: Memory) -> Any:
     stream = SimpleNamespace(ptr=0, is_capturing=lambda: False)
     tricks = SimpleNamespace(as_strided=memory.as_strided)
     contents = {
-        "ndarray": Array,
+        "ndarray": memory.empty,  # called as a constructor
         "empty": memory.empty,
         "zeros": memory.zeros,
         "array": memory.array,
