@@ -16,7 +16,17 @@ pytest.importorskip("matplotlib")
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))  # benchmarks/ is not installed
 
-from benchmarks import compare, oracle, plots, problems, report, results, run, summary  # noqa: E402
+from benchmarks import (  # noqa: E402
+    calls,
+    compare,
+    oracle,
+    plots,
+    problems,
+    report,
+    results,
+    run,
+    summary,
+)
 from benchmarks.backends import ALL, discover  # noqa: E402
 from benchmarks.backends.base import Backend, Call, Replay  # noqa: E402
 from benchmarks.measure import measure  # noqa: E402
@@ -414,3 +424,11 @@ def test_run_measures_cupynorm_beside_the_limit(tmp_path) -> None:
         assert cell["cupynorm"]["status"] == "ok", problem
         assert set(cell["cupynorm"]["times"]) == {"call", "kernels"}
     assert len(summary.summarize(found["measurements"])) == 4
+
+
+@pytest.mark.gpu
+def test_calls_prints_each_call_and_each_part(capsys) -> None:
+    calls.main("bfloat16", "bfloat16")
+    printed = capsys.readouterr().out
+    for name in ("rms_norm, out=", "layer_norm_backward, dx=", "driver: cuLaunchKernelEx"):
+        assert name in printed

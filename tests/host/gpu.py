@@ -17,7 +17,7 @@ import struct
 import sys
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import numpy as np
@@ -140,6 +140,8 @@ class Gpu:
     ----------
     cupy : module
         What stands in for CuPy.
+    repeats : bool
+        Whether a call that need not be prepared again is made twice; the second result counts.
     launched : list of Instantiation
         The kernels that ran, in order.
     """
@@ -149,6 +151,7 @@ class Gpu:
         self.checked = build is not None and build.counts is None
         self.memory = Memory(runtime())
         self.launched: list[Instantiation] = []
+        self.repeats = False
         self.cupy: Any = _cupy(self.memory)
         self._loaded: dict[int, tuple[Instantiation, Any]] = {}
         self._driver: Any = _copy("_driver")
@@ -181,7 +184,7 @@ class Gpu:
         out: Any = None,
         store_statistics: bool = True,
     ) -> Any:
-        result, _ = self._launch.forward(
+        result, call = self._launch.forward(
             norm,
             x,
             weight,
@@ -193,6 +196,8 @@ class Gpu:
             out=out,
             store_statistics=store_statistics,
         )
+        if self.repeats and call is not None and out is None:
+            return call.run(x, weight, bias, None)
         return result
 
     def backward(
@@ -209,7 +214,7 @@ class Gpu:
         zero_centered: bool = False,
         dx: Any = None,
     ) -> NormBackward:
-        result, _ = self._launch.backward(
+        result, call = self._launch.backward(
             norm,
             dy,
             x,
@@ -221,7 +226,10 @@ class Gpu:
             zero_centered=zero_centered,
             dx=dx,
         )
-        return result
+        if self.repeats and call is not None and dx is None:
+            like = bias if isinstance(bias, Array) else None
+            result = call.run(dy, x, weight, mean, rstd, like, None)
+        return cast("NormBackward", result)
 
     def run(self, kernel: Instantiation, blocks: int, *arguments: Any) -> None:
         """Launch a kernel outside the package; arrays are passed by their addresses."""
