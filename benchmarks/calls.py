@@ -81,8 +81,8 @@ def parts(arrays: dict[str, Any]) -> Rows:
     stream, (m, n) = cupy.cuda.get_current_stream().ptr, SHAPE
     operands = (x.data.ptr, n, weight.data.ptr, 0, out.data.ptr, n, 0, 0)
     kernel.launch(stream, m, (*operands, m, n, 1 / n, 1e-6))
-    frame = kernel._frames[-1]
-    pointers = (frame.config_pointer, kernel._handle, frame.addresses_pointer, None)
+    config = (kernel._handle, m, 1, 1, kernel._block_threads, 1, 1, kernel._shared_bytes, stream)
+    addresses = kernel._frames[-1][1]
     yield "look-up: key and dictionary", find
     yield "prepared call: addresses, devices, plan", lambda: call.run(x, weight, None, out)
     yield "plan: grid and arguments, kernel", lambda: plan.launch(stream, m, *operands, 1e-6)
@@ -90,7 +90,7 @@ def parts(arrays: dict[str, Any]) -> Rows:
         "kernel: packing, driver",
         lambda: kernel.launch(stream, m, (*operands, m, n, 1 / n, 1e-6)),
     )
-    yield "driver: cuLaunchKernelEx by ctypes", lambda: kernel._launch(*pointers)
+    yield "driver alone", lambda: kernel._launch(*config, addresses, 0)
     yield "current device", cupy.cuda.runtime.getDevice
     yield "current stream", cupy.cuda.get_current_stream
     yield "whether it is captured", lambda: cupy.cuda.get_current_stream().is_capturing()

@@ -9,6 +9,7 @@ from CuPy's pool, aligned and holding NaN; kernels may touch what an array holds
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib.util
 import itertools
 import math
@@ -155,7 +156,7 @@ class Gpu:
         self.cupy: Any = _cupy(self.memory)
         self._loaded: dict[int, tuple[Instantiation, Any]] = {}
         self._driver: Any = _copy("_driver")
-        self._driver.library = lambda: SimpleNamespace(cuLaunchKernelEx=self._run)
+        self._driver.driver = lambda: SimpleNamespace(launchKernel=self._run)
         self._plans: Any = _copy("_plans")
         self._plans._driver = SimpleNamespace(Kernel=self._kernel)
         self._plans._jit = SimpleNamespace(
@@ -286,29 +287,36 @@ class Gpu:
                     raise KernelError(f"{name}: {what}")
         return self._driver.Kernel(name, function, *layout)
 
-    def _run(self, config: Any, function: Any, arguments: Any, extra: None) -> int:
-        """Stand in for cuLaunchKernelEx."""
-        config = self._driver.LaunchConfig.from_address(config.value)
-        kernel, library = self._loaded[function.value]
+    def _run(
+        self,
+        handle: int,
+        blocks: int,
+        blocks_y: int,
+        blocks_z: int,
+        threads: int,
+        threads_y: int,
+        threads_z: int,
+        shared_bytes: int,
+        stream: int,
+        arguments: int,
+        extra: int,
+    ) -> None:
+        """Stand in for the driver's function that launches."""
+        kernel, library = self._loaded[handle]
         if library is None:
             self.launched.append(kernel)
-            return 0
-        if config.shared_bytes > MOST_SHARED_BYTES:
-            raise KernelError(f"{kernel.expression}: {config.shared_bytes} bytes of shared memory")
+            return
+        if shared_bytes > MOST_SHARED_BYTES:
+            raise KernelError(f"{kernel.expression}: {shared_bytes} bytes of shared memory")
         self.launched.append(kernel)
         # The first template parameter is x's dtype, or that of the partials.
         flush = "<double" not in kernel.expression
+        addresses = ctypes.c_void_p(arguments)
         problem = self.memory.runtime.launch(
-            library.call_kernel,
-            config.grid_x,
-            config.block_x,
-            config.shared_bytes,
-            arguments,
-            flush,
+            library.call_kernel, blocks, threads, shared_bytes, addresses, flush
         )
         if problem:
             raise KernelError(f"{kernel.expression}, {problem}")
-        return 0
 
 
 class _Split:
