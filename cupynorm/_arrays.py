@@ -29,9 +29,10 @@ _DLPACK_CPU, _DLPACK_CUDA, _DLPACK_CUDA_MANAGED = 1, 2, 13
 class Family:
     """The arrays that may stand together in one call: those of one framework."""
 
-    def __init__(self, array_type: type, label: str) -> None:
+    def __init__(self, array_type: type, label: str, *, is_cupy: bool = False) -> None:
         self.array_type = array_type
         self.label = label
+        self.is_cupy = is_cupy
 
     def take(
         self, name: str, array: Any, *, output: bool = False, dtypes: tuple[str, ...] = FLOATS
@@ -156,7 +157,7 @@ def _family_of_type(array_type: type[Any]) -> Family | None:
         return Family(np.ndarray, "NumPy array")
     cupy = sys.modules.get("cupy")
     if cupy is not None and issubclass(array_type, cupy.ndarray):
-        return Family(cupy.ndarray, "CuPy array")
+        return Family(cupy.ndarray, "CuPy array", is_cupy=True)
     if not hasattr(array_type, "__dlpack__") or not hasattr(array_type, "__dlpack_device__"):
         return None
     # The class that brings __dlpack__: torch.Tensor for a torch.nn.Parameter or a user's subclass.

@@ -78,7 +78,7 @@ def check_forward(
     if not isinstance(eps, numbers.Real) or not 0 <= _to_float(eps) < math.inf:
         raise ValueError(f"eps must be a finite number of at least 0, got {eps!r}")
     compute = np.finfo(compute_dtype(DTYPES[x.dtype]))
-    if 0 < _to_float(eps) < compute.tiny or _to_float(eps) > compute.max:
+    if 0 < _to_float(eps) < float(compute.tiny) or _to_float(eps) > float(compute.max):
         raise ValueError(f"eps must be 0 or a normal {compute.dtype} number, got {eps!r}")
     bounds = None if relu is None else _check_relu(relu, compute.dtype)
     dtype = x.dtype if out_dtype is None else to_dtype("out_dtype", out_dtype)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from cupynorm import _arrays, _checks, reference
+from cupynorm import _arrays, _checks, _prepared, reference
 from cupynorm._results import NormBackward, NormForward
 from cupynorm._spec import Norm
 
@@ -109,7 +109,7 @@ def rms_norm(
     """
     return _forward(
         "rms_norm", x, weight, bias, eps, axis, zero_centered, relu, out_dtype, out, False
-    ).y
+    )
 
 
 def layer_norm(
@@ -168,7 +168,7 @@ def layer_norm(
     """
     return _forward(
         "layer_norm", x, weight, bias, eps, axis, zero_centered, relu, out_dtype, out, False
-    ).y
+    )
 
 
 def rms_norm_forward(
@@ -216,9 +216,10 @@ def rms_norm_forward(
            [1.   , 1.   ]], dtype=float32), array([[1],
            [3]], dtype=uint8))
     """
-    return _forward(
+    result: NormForward = _forward(
         "rms_norm", x, weight, bias, eps, axis, zero_centered, relu, out_dtype, out, True
     )
+    return result
 
 
 def layer_norm_forward(
@@ -260,9 +261,10 @@ def layer_norm_forward(
     >>> result.mean, result.rstd.round(3)
     (array([2., 6.], dtype=float32), array([1. , 0.5], dtype=float32))
     """
-    return _forward(
+    result: NormForward = _forward(
         "layer_norm", x, weight, bias, eps, axis, zero_centered, relu, out_dtype, out, True
     )
+    return result
 
 
 def rms_norm_backward(
@@ -404,8 +406,30 @@ def _forward(
     out_dtype: Any,
     out: Any,
     store_statistics: bool,
-) -> NormForward:
+) -> Any:
+    """Return NormForward if the statistics are stored, else y."""
     family = _arrays.family_of("x", x)
+    key = None
+    if family.is_cupy:
+        key = _prepared.forward_key(
+            family.array_type,
+            norm,
+            x,
+            weight,
+            bias,
+            eps,
+            axis,
+            zero_centered,
+            relu,
+            out_dtype,
+            out,
+            store_statistics,
+        )
+        call = _prepared.calls.get(key)
+        if call is not None:
+            result = call.run(x, weight, bias, out)
+            if result is not None:
+                return result
     x = family.take("x", x)
     weight = None if weight is None else family.take("weight", weight)
     bias = None if bias is None else family.take("bias", bias)
@@ -433,10 +457,12 @@ def _forward(
             out_dtype=dtype,
             out=target,
         )
+        if not store_statistics:
+            result = result.y
     else:
         from cupynorm import _launch
 
-        result = _launch.forward(
+        result, call = _launch.forward(
             norm,
             x,
             weight,
@@ -449,10 +475,18 @@ def _forward(
             out=target,
             store_statistics=store_statistics,
         )
+        if key is not None and call is not None:
+            _prepared.remember(key, call)
+
+    def give_y(y: Any) -> Any:
+        return family.give(y) if out is None else family.give_back(out, target)
+
+    if not store_statistics:
+        return give_y(result)
     return NormForward(
-        family.give(result.y) if out is None else family.give_back(out, target),
+        give_y(result.y),
         None if result.mean is None else family.give(result.mean),
-        None if result.rstd is None else family.give(result.rstd),
+        family.give(result.rstd),
         None if result.bitmask is None else family.give(result.bitmask),
     )
 
@@ -471,6 +505,28 @@ def _backward(
     dx: Any,
 ) -> NormBackward:
     family = _arrays.family_of("x", x)
+    key = None
+    if family.is_cupy:
+        key = _prepared.backward_key(
+            family.array_type,
+            norm,
+            dy,
+            x,
+            weight,
+            mean,
+            rstd,
+            bias,
+            bitmask,
+            axis,
+            zero_centered,
+            dx,
+        )
+        call = _prepared.calls.get(key)
+        if call is not None:
+            like = bias if type(bias) is family.array_type else None
+            again: NormBackward | None = call.run(dy, x, weight, mean, rstd, like, bitmask, dx)
+            if again is not None:
+                return again
     x = family.take("x", x)
     dy = family.take("dy", dy)
     weight = None if weight is None else family.take("weight", weight)
@@ -509,7 +565,7 @@ def _backward(
     else:
         from cupynorm import _launch
 
-        result = _launch.backward(
+        result, call = _launch.backward(
             norm,
             dy,
             x,
@@ -522,6 +578,8 @@ def _backward(
             zero_centered=zero_centered,
             dx=target,
         )
+        if key is not None and call is not None:
+            _prepared.remember(key, call)
     return NormBackward(
         family.give(result.dx) if dx is None else family.give_back(dx, target),
         None if result.dweight is None else family.give(result.dweight),

@@ -19,7 +19,17 @@ pytest.importorskip("matplotlib")
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))  # benchmarks/ is not installed
 
-from benchmarks import compare, oracle, plots, problems, report, results, run, summary  # noqa: E402
+from benchmarks import (  # noqa: E402
+    calls,
+    compare,
+    oracle,
+    plots,
+    problems,
+    report,
+    results,
+    run,
+    summary,
+)
 from benchmarks.backends import ALL, discover  # noqa: E402
 from benchmarks.backends.base import Backend, Call, Replay  # noqa: E402
 from benchmarks.measure import measure  # noqa: E402
@@ -452,3 +462,11 @@ def test_sharding_lists_what_is_exchanged_and_how_it_scales(tmp_path) -> None:
         for name in ("forward", "step"):
             expected = work * one[name]["seconds"] / record[name]["seconds"]
             assert record[name]["speedup"] == pytest.approx(expected)
+
+
+@pytest.mark.gpu
+def test_calls_prints_each_call_and_each_part(capsys) -> None:
+    calls.main("bfloat16", "bfloat16")
+    printed = capsys.readouterr().out
+    for name in ("rms_norm, out=", "layer_norm_backward, dx=", "driver alone"):
+        assert name in printed

@@ -1,4 +1,8 @@
-"""Launches through a driver that is C as the real one is, and notes what it was given."""
+"""Launches through a driver that reads the arguments as the real one does, and notes them.
+
+Kernels without attributes are launched by CuPy's function of the driver, the others by the
+driver's own, which is C.
+"""
 
 from __future__ import annotations
 
@@ -14,126 +18,213 @@ import pytest
 from cupynorm import _driver
 
 CONFIG = "@7IPPI"  # CUlaunchConfig
+ATTRIBUTE = "@I4x16I"  # CUlaunchAttribute
 HANDLE, STREAM = 2**47 + 16, 2**46 + 8
+
+# What a kernel may have beside its parameters, and the attributes that it is launched with.
+WAYS: dict[str, tuple[dict[str, Any], dict[int, tuple[int, ...]]]] = {
+    "plain": ({}, {}),
+    "cluster": ({"cluster_blocks": 4}, {4: (4, 1, 1)}),
+    "overlapping": ({"overlaps": True}, {6: (1,)}),
+    "both": ({"cluster_blocks": 16, "overlaps": True}, {4: (16, 1, 1), 6: (1,)}),
+}
+ways = pytest.mark.parametrize("way", WAYS)
+
+
+class DriverError(RuntimeError):
+    def __init__(self, status: int) -> None:
+        super().__init__(f"CUDA_ERROR_{status}: too much")
+        self.status = status
+
+
+Launch = tuple[tuple[int, ...], dict[int, tuple[int, ...]], tuple[float, ...]]
 
 
 class Driver:
-    """Reads arguments of a format, as a kernel with these parameters would; statuses in order."""
+    """Reads arguments of a format, as a kernel with these parameters would; statuses in order.
+
+    Attributes
+    ----------
+    launches : list of tuple
+        Handle, grid, block, shared memory and stream; attributes; arguments.
+    """
+
+    CUDADriverError = DriverError
 
     def __init__(self, parameters: str, statuses: tuple[int, ...] = ()) -> None:
         self.parameters = parameters
         self.statuses = list(statuses)
-        self.launches: list[tuple[tuple[int, ...], int, tuple[float, ...]]] = []
+        self.launches: list[Launch] = []
+        self.by_config = 0
+        self.set: list[tuple[int, int, int]] = []
+        self.clusters_at_once = 0
         pointer, c_int = ctypes.c_void_p, ctypes.c_int
-        described = ctypes.POINTER(ctypes.c_char_p)
         self.cuLaunchKernelEx = ctypes.CFUNCTYPE(c_int, *(pointer,) * 4)(self._launch)
-        self.cuGetErrorName = ctypes.CFUNCTYPE(c_int, c_int, described)(self._name)
-        self.cuGetErrorString = ctypes.CFUNCTYPE(c_int, c_int, described)(self._explain)
+        self.cuFuncSetAttribute = ctypes.CFUNCTYPE(c_int, pointer, c_int, c_int)(self._set)
+        self.cuOccupancyMaxActiveClusters = ctypes.CFUNCTYPE(
+            c_int, ctypes.POINTER(c_int), pointer, pointer
+        )(self._count)
+
+    def launchKernel(self, *given: int) -> None:
+        *config, addresses, extra = given
+        assert extra == 0
+        status = self._note(tuple(config), {}, addresses)
+        if status:
+            raise DriverError(status)
 
     def _launch(self, config: int, function: int, arguments: int, extra: int | None) -> int:
         assert extra is None
-        size = struct.calcsize(CONFIG)
-        addresses = struct.unpack(
-            f"{len(self.parameters)}P",
-            ctypes.string_at(arguments, len(self.parameters) * struct.calcsize("P")),
+        self.by_config += 1
+        (*shape, stream), attributes = self._read(config)
+        return self._note((function, *shape, stream or 0), attributes, arguments)
+
+    def _read(self, config: int) -> tuple[tuple[int, ...], dict[int, tuple[int, ...]]]:
+        """Return a config's numbers and its attributes."""
+        *numbers, start, count = struct.unpack(
+            CONFIG, ctypes.string_at(config, struct.calcsize(CONFIG))
         )
-        values = [
+        size = struct.calcsize(ATTRIBUTE)
+        assert bool(start) == bool(count)
+        attributes = {}
+        for i in range(count):
+            identifier, *value = struct.unpack(ATTRIBUTE, ctypes.string_at(start + i * size, size))
+            length = 3 if identifier == 4 else 1
+            assert not any(value[length:])
+            attributes[identifier] = tuple(value[:length])
+        return tuple(numbers), attributes
+
+    def _note(
+        self, config: tuple[int, ...], attributes: dict[int, tuple[int, ...]], addresses: int
+    ) -> int:
+        size = len(self.parameters) * struct.calcsize("P")
+        read = struct.unpack(f"{len(self.parameters)}P", ctypes.string_at(addresses, size))
+        assert all(a % struct.calcsize(p) == 0 for a, p in zip(read, self.parameters, strict=True))
+        values = (
             struct.unpack(letter, ctypes.string_at(address, struct.calcsize(letter)))[0]
-            for letter, address in zip(self.parameters, addresses, strict=True)
-        ]
-        self.launches.append(
-            (struct.unpack(CONFIG, ctypes.string_at(config, size)), function, tuple(values))
+            for letter, address in zip(self.parameters, read, strict=True)
         )
+        self.launches.append((config, attributes, tuple(values)))
         return self.statuses.pop(0) if self.statuses else 0
 
-    def _name(self, status: int, text: Any) -> int:
-        if status != 701:
-            return 1
-        text[0] = b"CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES"
-        return 0
+    def _set(self, function: int, attribute: int, value: int) -> int:
+        self.set.append((function, attribute, value))
+        return self.statuses.pop(0) if self.statuses else 0
 
-    def _explain(self, status: int, text: Any) -> int:
-        if status != 701:
-            return 1
-        text[0] = b"too many resources requested for launch"
-        return 0
+    def _count(self, found: Any, function: int, config: int) -> int:
+        assert function == HANDLE
+        self.launches.append((*self._read(config), ()))
+        found[0] = self.clusters_at_once
+        return self.statuses.pop(0) if self.statuses else 0
+
+
+def install(
+    monkeypatch: pytest.MonkeyPatch, parameters: str, statuses: tuple[int, ...] = ()
+) -> Driver:
+    driver = Driver(parameters, statuses)
+    monkeypatch.setattr(_driver, "driver", lambda: driver)
+    monkeypatch.setattr(_driver, "library", lambda: driver)
+    return driver
+
+
+def make(parameters: str, shared_bytes: int = 1234, **options: Any) -> _driver.Kernel:
+    function = SimpleNamespace(ptr=HANDLE)
+    return _driver.Kernel("norm<float>", function, 96, shared_bytes, parameters, **options)
 
 
 def kernel(
-    monkeypatch: pytest.MonkeyPatch, parameters: str, statuses: tuple[int, ...] = ()
+    monkeypatch: pytest.MonkeyPatch, way: str, parameters: str, statuses: tuple[int, ...] = ()
 ) -> tuple[_driver.Kernel, Driver]:
-    driver = Driver(parameters, statuses)
-    monkeypatch.setattr(_driver, "library", lambda: driver)
-    function = SimpleNamespace(ptr=HANDLE)
-    return _driver.Kernel("norm<float>", function, 96, 1234, parameters), driver
+    """Return a kernel, and a driver that returns the statuses from its first launch on."""
+    driver = install(monkeypatch, parameters)
+    made = make(parameters, **WAYS[way][0])
+    driver.statuses += statuses
+    return made, driver
 
 
+def config(blocks: int, stream: int) -> tuple[int, ...]:
+    """Return what the driver gets before the attributes and the arguments."""
+    return HANDLE, blocks, 1, 1, 96, 1, 1, 1234, stream
+
+
+@ways
 def test_the_driver_gets_every_number_where_it_looks_for_it(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
-    launched, driver = kernel(monkeypatch, "PfqdPf")
+    launched, driver = kernel(monkeypatch, way, "PfqdPf")
     first = (2**48 - 1, 0.1, -(2**62), 0.1, 0, 2.0**-126)
     second = (0, 3.4e38, 2**63 - 1, 1e-308, 7, 0.5)
     launched.launch(STREAM, 2**31 - 1, first)
     launched.launch(0, 1, second)
     rounded = struct.unpack("2f", struct.pack("2f", 0.1, 3.4e38))
-    launches = [
-        (
-            (2**31 - 1, 1, 1, 96, 1, 1, 1234, STREAM, 0, 0),
-            HANDLE,
-            (first[0], rounded[0], *first[2:]),
-        ),
-        ((1, 1, 1, 96, 1, 1, 1234, 0, 0, 0), HANDLE, (second[0], rounded[1], *second[2:])),
+    attributes = WAYS[way][1]
+    assert driver.launches == [
+        (config(2**31 - 1, STREAM), attributes, (first[0], rounded[0], *first[2:])),
+        (config(1, 0), attributes, (second[0], rounded[1], *second[2:])),
     ]
-    assert driver.launches == launches
+    assert driver.by_config == (0 if way == "plain" else 2)
 
 
-def test_a_refused_launch_says_what_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    launched, driver = kernel(monkeypatch, "q", (701, 9999, 0))
+@ways
+def test_a_refused_launch_says_what_and_why(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    launched, driver = kernel(monkeypatch, way, "q", (701, 0))
     with pytest.raises(RuntimeError) as caught:
         launched.launch(STREAM, 5, (1,))
-    for words in ("norm<float>", "5 blocks", "96 threads", "1234 bytes"):
+    for words in ("norm<float>", "5 blocks", "96 threads", "1234 bytes", "CUDA_ERROR_701"):
         assert words in str(caught.value)
-    assert "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES, too many resources" in str(caught.value)
-    with pytest.raises(RuntimeError, match="CUDA error 9999"):
-        launched.launch(STREAM, 5, (1,))
     launched.launch(STREAM, 6, (2,))
-    assert driver.launches[-1][2] == (2,)
+    assert driver.launches[-1] == (config(6, STREAM), WAYS[way][1], (2,))
 
 
-def test_a_thread_without_a_context_gets_one(monkeypatch: pytest.MonkeyPatch) -> None:
+@ways
+def test_a_thread_without_a_context_gets_one(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     made = []
     runtime = SimpleNamespace(getDevice=lambda: 3, setDevice=made.append)
     cupy: Any = ModuleType("cupy")
     cupy.cuda = SimpleNamespace(runtime=runtime)
     monkeypatch.setitem(sys.modules, "cupy", cupy)
-    launched, driver = kernel(monkeypatch, "q", (_driver.INVALID_CONTEXT, 0))
+    missing = _driver.INVALID_CONTEXT
+    launched, driver = kernel(monkeypatch, way, "q", (missing, 0, missing, 701))
     launched.launch(STREAM, 5, (1,))
     assert made == [3]
-    assert driver.launches[0] == driver.launches[1]
-    assert len(driver.launches) == 2
+    assert driver.launches == [(config(5, STREAM), WAYS[way][1], (1,))] * 2
+    with pytest.raises(RuntimeError, match=r"norm<float> .* 5 blocks .* CUDA_ERROR_701"):
+        launched.launch(STREAM, 5, (1,))
+    assert len(driver.launches) == 4
 
 
+@ways
 @pytest.mark.parametrize("arguments", [(), (1, 2.0), (1, 2.0, 3, 4), (1, "x", 3), (2**64, 1.0, 1)])
 def test_arguments_that_do_not_fit_are_not_launched(
-    monkeypatch: pytest.MonkeyPatch, arguments: tuple[Any, ...]
+    monkeypatch: pytest.MonkeyPatch, way: str, arguments: tuple[Any, ...]
 ) -> None:
-    launched, driver = kernel(monkeypatch, "Pfq")
+    launched, driver = kernel(monkeypatch, way, "Pfq")
     with pytest.raises((struct.error, OverflowError)):
         launched.launch(STREAM, 1, arguments)
     assert driver.launches == []
 
 
-def test_threads_do_not_mix_their_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The driver, as C, runs without the interpreter's lock."""
-    launched, driver = kernel(monkeypatch, "qqqq")
+@ways
+def test_threads_do_not_mix_their_arguments(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    """The driver runs without the interpreter's lock."""
+    launched, driver = kernel(monkeypatch, way, "qqqq")
     inside = threading.Barrier(2)
 
-    def slow(*arguments: Any) -> int:
-        inside.wait(10)  # both have packed before either is read
-        return driver._launch(*arguments)
+    if way == "plain":
 
-    launched._launch = ctypes.CFUNCTYPE(ctypes.c_int, *(ctypes.c_void_p,) * 4)(slow)
+        def slow(*given: int) -> None:
+            inside.wait(10)  # both have packed before either is read
+            driver.launchKernel(*given)
+
+        launched._launch = slow
+    else:
+
+        def slow_by_config(*given: Any) -> int:
+            inside.wait(10)
+            return driver._launch(*given)
+
+        launched._launch_by_config = ctypes.CFUNCTYPE(ctypes.c_int, *(ctypes.c_void_p,) * 4)(
+            slow_by_config
+        )
 
     def call(i: int) -> None:
         for turn in range(50):
@@ -144,8 +235,58 @@ def test_threads_do_not_mix_their_arguments(monkeypatch: pytest.MonkeyPatch) -> 
         thread.start()
     for thread in threads:
         thread.join()
-    given = {(config[0], config[7], values) for config, _, values in driver.launches}
-    assert given == {
-        (100 * i + turn + 1, i, (100 * i + turn,) * 4) for i in range(2) for turn in range(50)
-    }
+    expected = [
+        (config(100 * i + turn + 1, i), (100 * i + turn,) * 4)
+        for i in range(2)
+        for turn in range(50)
+    ]
+    assert sorted((c, a) for c, _, a in driver.launches) == sorted(expected)
     assert len(launched._frames) == 2
+
+
+# ---- what is asked for when a kernel is loaded ---------------------------------------------------
+
+SHARED_SIZE, NON_PORTABLE = 8, 14  # CU_FUNC_ATTRIBUTE_...
+
+
+@pytest.mark.parametrize(
+    ("shared_bytes", "cluster_blocks", "asked"),
+    [
+        (48 << 10, 8, []),
+        ((48 << 10) + 1, 1, [(HANDLE, SHARED_SIZE, (48 << 10) + 1)]),
+        (0, 9, [(HANDLE, NON_PORTABLE, 1)]),
+        (227 << 10, 16, [(HANDLE, SHARED_SIZE, 227 << 10), (HANDLE, NON_PORTABLE, 1)]),
+    ],
+)
+def test_what_must_be_asked_for_is(
+    monkeypatch: pytest.MonkeyPatch, shared_bytes: int, cluster_blocks: int, asked: list[Any]
+) -> None:
+    driver = install(monkeypatch, "q")
+    launched = make("q", shared_bytes, cluster_blocks=cluster_blocks)
+    assert driver.set == asked
+    launched.launch(STREAM, 2 * cluster_blocks, (1,))
+    assert driver.launches[0][0][7] == shared_bytes
+    assert driver.set == asked
+
+
+@pytest.mark.parametrize("options", [{"shared_bytes": 1 << 20}, {"cluster_blocks": 16}], ids=str)
+def test_what_is_refused_is_named(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
+    install(monkeypatch, "q", (1,))
+    value = options.get("shared_bytes", 1)
+    with pytest.raises(RuntimeError, match=f"norm<float> .* {value}: CUDA_ERROR_1"):
+        make("q", **options)
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_clusters_at_once(monkeypatch: pytest.MonkeyPatch, overlaps: bool) -> None:
+    driver = install(monkeypatch, "q")
+    launched = make("q", cluster_blocks=4, overlaps=overlaps)
+    driver.clusters_at_once = 33
+    assert launched.clusters_at_once() == 33
+    attributes = {4: (4, 1, 1)} | ({6: (1,)} if overlaps else {})
+    (numbers, read, _) = driver.launches[0]
+    assert numbers[:7] == (4, 1, 1, 96, 1, 1, 1234)
+    assert read == attributes
+    driver.statuses = [912]
+    with pytest.raises(RuntimeError, match="norm<float> cannot have clusters: CUDA_ERROR_912"):
+        launched.clusters_at_once()

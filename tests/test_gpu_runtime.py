@@ -17,7 +17,10 @@ from device import poison, to_cupy, to_numpy
 from strategies import DTYPES, make_values
 
 import cupynorm
-from cupynorm import _jit, testing
+from cupynorm import _driver, _jit, testing
+from cupynorm._config import forward_config
+from cupynorm._plans import architecture
+from cupynorm._spec import ForwardSpec
 
 pytestmark = pytest.mark.gpu
 
@@ -309,6 +312,54 @@ def test_concurrent_threads_compile_a_kernel_once(monkeypatch: pytest.MonkeyPatc
     assert len(built) == 1
 
 
+def test_a_thread_that_has_not_used_the_gpu_yet() -> None:
+    x = to_cupy(make_values("normal", (37, 1024), DTYPES["float32"], 1))
+    weight = to_cupy(make_values("normal", (1024,), np.float32, 2))
+    expected = cupynorm.rms_norm(x, weight)
+    out = x.copy()
+    cupynorm.rms_norm(x, weight, out=out)
+    out.fill(0)
+    problems = []
+
+    def call() -> None:
+        try:
+            cupynorm.rms_norm(x, weight, out=out)
+        except Exception as error:
+            problems.append(error)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+    assert problems == []
+    assert_same_bits(out, expected)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_a_call_made_again_gives_new_arrays_with_the_same_bits(norm: str) -> None:
+    x = to_cupy(make_values("normal", (37, 1024), DTYPES["bfloat16"], 1))
+    weight = to_cupy(make_values("normal", (1024,), np.float32, 2))
+    first, again = (run(norm, x, weight, x) for _ in range(2))
+    for a, b in zip(first[0][:3] + first[1], again[0][:3] + again[1], strict=True):
+        if a is not None:
+            assert a.data.ptr != b.data.ptr
+            assert_same_bits(a, b)
+
+
+def test_a_refused_launch_names_the_error() -> None:
+    instantiation = _jit.forward_instantiation(
+        spec := ForwardSpec("rms_norm", "float32", None, None, "float32", False, False, False),
+        forward_config(spec, 1024, 4, architecture(0)),
+    )
+    letters = instantiation.parameters
+    function = _jit.load(instantiation, 0)._function
+    for overlaps in (False, True):
+        kernel = _driver.Kernel("too large", function, 1 << 20, 0, letters, overlaps=overlaps)
+        with pytest.raises(RuntimeError, match=r"too large .* 1048576 threads .*CUDA_ERROR_"):
+            kernel.launch(0, 1, (0,) * len(letters))
+    with pytest.raises(RuntimeError, match=r"too large .* 1073741824: CUDA_ERROR_"):
+        _driver.Kernel("too large", function, 1024, 1 << 30, letters)
+
+
 COUNT_COMPILATIONS = """
 import cupy
 from cupy.cuda import compiler
@@ -375,6 +426,10 @@ def test_a_tensor_on_another_device() -> None:
         forward, backward = run("layer_norm", x, weight, x)
         assert cupy.cuda.runtime.getDevice() == 0
         assert forward.y.device.id == backward.dweight.device.id == 1
+        with cupy.cuda.Device(1):
+            again, _ = run("layer_norm", x, weight, x)  # as prepared by the first call
+        assert again.y.device.id == 1
+        assert_same_bits(again.y, forward.y)
         with pytest.raises(ValueError, match="weight must be on x's device"):
             cupynorm.rms_norm(x, here)
     testing.check_forward(

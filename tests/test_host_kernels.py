@@ -44,6 +44,18 @@ def test_case(build: Build, case: Case) -> None:
     check_case(build, case)
 
 
+@pytest.mark.parametrize("case", CASES[::7], ids=str)
+def test_a_call_made_again(build: Build, case: Case) -> None:
+    gpu = case.gpu(build)
+    check_problem(gpu, case.problem())
+    once = gpu.launched.copy()
+    gpu.repeats = True
+    gpu.launched.clear()
+    check_problem(gpu, case.problem())
+    if case.offset == 0:
+        assert len(gpu.launched) == 2 * len(once)
+
+
 @pytest.fixture(scope="module")
 def staged_build() -> Build:
     build = Build()

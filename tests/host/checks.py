@@ -151,7 +151,7 @@ def check_problem(gpu: Gpu, problem: Problem, *, in_place: bool = False) -> None
             infer = gpu.forward(*forward_arguments, **options, store_statistics=False, out=out)
         if gpu.build is None:
             return
-        testing.check_forward(problem.norm, gpu.to_numpy(infer.y), x, weight, bias, **options)
+        testing.check_forward(problem.norm, gpu.to_numpy(infer), x, weight, bias, **options)
         host = gpu.to_numpy(forward)
         testing.check_forward(problem.norm, host, x, weight, bias, **options)
         testing.check_backward(

@@ -17,7 +17,7 @@ import mmap
 import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import numpy as np
@@ -45,7 +45,7 @@ class Array(np.ndarray):
 
     @property
     def data(self) -> Any:
-        return SimpleNamespace(ptr=self.ctypes.data)
+        return SimpleNamespace(ptr=self.ctypes.data, device_id=0)
 
     @property
     def device(self) -> Any:
@@ -132,6 +132,8 @@ class Gpu:
     ----------
     cupy : module
         What stands in for CuPy.
+    repeats : bool
+        Whether a call that need not be prepared again is made twice; the second result counts.
     launched : list of Instantiation
         The kernels that ran, in order.
     """
@@ -143,6 +145,7 @@ class Gpu:
         self.checked = build is not None and build.counts is None
         self.memory = Memory(runtime())
         self.launched: list[Instantiation] = []
+        self.repeats = False
         self.cupy: Any = _cupy(self.memory)
         self.architecture = architecture
         self._launch = _copy_of_launch(self.cupy, self._load, multiprocessors, architecture)
@@ -161,8 +164,8 @@ class Gpu:
         out_dtype: Any = None,
         out: Any = None,
         store_statistics: bool = True,
-    ) -> NormForward:
-        result: NormForward = self._launch.forward(
+    ) -> Any:
+        result, call = self._launch.forward(
             norm,
             x,
             weight,
@@ -175,6 +178,8 @@ class Gpu:
             relu=relu,
             store_statistics=store_statistics,
         )
+        if self.repeats and call is not None and out is None:
+            return call.run(x, weight, bias, None)
         return result
 
     def backward(
@@ -192,7 +197,7 @@ class Gpu:
         zero_centered: bool = False,
         dx: Any = None,
     ) -> NormBackward:
-        result: NormBackward = self._launch.backward(
+        result, call = self._launch.backward(
             norm,
             dy,
             x,
@@ -205,7 +210,10 @@ class Gpu:
             zero_centered=zero_centered,
             dx=dx,
         )
-        return result
+        if self.repeats and call is not None and dx is None:
+            like = bias if isinstance(bias, Array) else None
+            result = call.run(dy, x, weight, mean, rstd, like, bitmask, None)
+        return cast("NormBackward", result)
 
     def run(self, kernel: Instantiation, blocks: int, *arguments: Any) -> None:
         """Launch a kernel outside the package; arrays are passed by their addresses."""
@@ -295,7 +303,7 @@ def _cupy(memory: Memory) -> Any:
     stream = SimpleNamespace(is_capturing=lambda: False, ptr=0)
     tricks = SimpleNamespace(as_strided=memory.as_strided)
     contents = {
-        "ndarray": Array,
+        "ndarray": memory.empty,  # called as a constructor
         "empty": memory.empty,
         "zeros": memory.zeros,
         "array": memory.array,
@@ -303,6 +311,7 @@ def _cupy(memory: Memory) -> Any:
         "lib": SimpleNamespace(stride_tricks=tricks),
         "cuda": SimpleNamespace(
             Device=lambda device_id: device,
+            alloc=lambda nbytes: memory.empty(nbytes, np.uint8).data,
             get_current_stream=lambda: stream,
             runtime=SimpleNamespace(getDevice=lambda: 0),
         ),

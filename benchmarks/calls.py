@@ -1,0 +1,135 @@
+"""The host's time of small calls beside torch's, and of the parts that a call consists of.
+
+`python -m benchmarks.calls` takes seconds. Nothing waits for the device, whose queue holds what is
+launched in a round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+import cupynorm
+from benchmarks.host import SHAPE
+from benchmarks.timing import host_seconds
+from cupynorm import _bench
+
+Rows = Iterator[tuple[str, Callable[[], object]]]
+
+
+def calls(norm: str, dtype: str, weight_dtype: str) -> tuple[dict[str, Any], Rows]:
+    """Return the arrays of a norm, and its public calls on them."""
+    import cupy
+
+    problem = _bench.Problem(norm, "backward", *SHAPE, dtype, weight_dtype)  # type: ignore[arg-type]
+    arrays = _bench.inputs(problem, 0, cupy)
+    x, dy, weight, bias = (arrays.get(name) for name in ("x", "dy", "weight", "bias"))
+    out = cupy.empty_like(x)
+    forward = getattr(cupynorm, norm)
+    stored = getattr(cupynorm, f"{norm}_forward")
+    backward = getattr(cupynorm, f"{norm}_backward")
+    kept = stored(x, weight, bias)
+    statistics = (kept.rstd,) if norm == "rms_norm" else (kept.mean, kept.rstd)
+
+    def rows() -> Rows:
+        yield f"{norm}", lambda: forward(x, weight, bias)
+        yield f"{norm}, out=", lambda: forward(x, weight, bias, out=out)
+        yield f"{norm}_forward", lambda: stored(x, weight, bias)
+        yield f"{norm}_backward", lambda: backward(dy, x, weight, *statistics)
+        yield f"{norm}_backward, dx=", lambda: backward(dy, x, weight, *statistics, dx=out)
+
+    return arrays | {"out": out}, rows()
+
+
+def torch_call(norm: str, arrays: dict[str, Any]) -> Callable[[], object]:
+    """Return torch's own function; it has kernels for a weight of x's dtype alone."""
+    import torch
+
+    x = torch.from_dlpack(arrays["x"])
+    weight = torch.from_dlpack(arrays["weight"]).to(x.dtype)
+    eps = _bench.EPS[norm]  # type: ignore[index]
+    if norm == "rms_norm":
+        return lambda: torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
+    bias = torch.from_dlpack(arrays["bias"]).to(x.dtype)
+    return lambda: torch.nn.functional.layer_norm(x, weight.shape, weight, bias, eps)
+
+
+def parts(arrays: dict[str, Any]) -> Rows:
+    """Yield what `rms_norm(x, weight, out=out)` and an allocation consist of, from outside in."""
+    import cupy
+
+    from cupynorm import _arrays, _prepared
+
+    x, weight, out = arrays["x"], arrays["weight"], arrays["out"]
+
+    def find() -> Any:
+        kind = _arrays.family_of("x", x).array_type
+        return _prepared.calls.get(
+            _prepared.forward_key(
+                kind, "rms_norm", x, weight, None, 1e-6, None, False, None, None, out, False
+            )
+        )
+
+    cupynorm.rms_norm(x, weight, out=out)
+    call = find()
+    plan = call._launch.__self__
+    kernel = plan.kernel
+    stream, (m, n) = cupy.cuda.get_current_stream().ptr, SHAPE
+    operands = (x.data.ptr, n, weight.data.ptr, 0, out.data.ptr, n, 0, 0, 0)
+    scalars = (1e-6, 0.0, 0.0)  # eps, and the bounds of no ReLU
+    kernel.launch(stream, m, (*operands, m, n, 1 / n, *scalars))
+    config = (kernel._handle, m, 1, 1, kernel._block_threads, 1, 1, kernel._shared_bytes, stream)
+    addresses = kernel._frames[-1][1]
+    yield "look-up: key and dictionary", find
+    yield "prepared call: addresses, devices, plan", lambda: call.run(x, weight, None, out)
+    yield "plan: grid and arguments, kernel", lambda: plan.launch(stream, m, *operands, *scalars)
+    yield (
+        "kernel: packing, driver",
+        lambda: kernel.launch(stream, m, (*operands, m, n, 1 / n, *scalars)),
+    )
+    yield "driver alone", lambda: kernel._launch(*config, addresses, 0)
+    yield "current device", cupy.cuda.runtime.getDevice
+    yield "current stream", cupy.cuda.get_current_stream
+    yield "whether it is captured", lambda: cupy.cuda.get_current_stream().is_capturing()
+    yield "cupy.empty", lambda: cupy.empty(SHAPE, x.dtype)
+    yield "cupy.ndarray", lambda: cupy.ndarray(SHAPE, x.dtype)
+    yield "cupy.cuda.alloc", lambda: cupy.cuda.alloc(x.nbytes)
+    yield "an empty lambda", lambda: None
+
+
+def main(dtype: str, weight_dtype: str) -> None:
+    import cupy
+
+    synchronize = cupy.cuda.Device().synchronize
+
+    def microseconds(call: Callable[[], object]) -> float:
+        return 1e6 * host_seconds(call, synchronize).median
+
+    shown = f"{SHAPE[0]}x{SHAPE[1]} {dtype}, weight {weight_dtype}"
+    print(f"Host time of a call, {shown}; CuPy {cupy.__version__}, NumPy {np.__version__}\n")
+    for norm in ("rms_norm", "layer_norm"):
+        arrays, rows = calls(norm, dtype, weight_dtype)
+        reference = None
+        with contextlib.suppress(ImportError):
+            reference = microseconds(torch_call(norm, arrays))
+            print(f"{f'torch.nn.functional.{norm}':<44}{reference:7.2f} us")
+        for name, call in rows:
+            taken = microseconds(call)
+            ratio = "" if reference is None else f"{taken / reference:7.2f} x"
+            print(f"{name:<44}{taken:7.2f} us{ratio}")
+        print()
+    arrays, _ = calls("rms_norm", dtype, weight_dtype)
+    for name, call in parts(arrays):
+        print(f"{name:<44}{microseconds(call):7.2f} us")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--dtype", choices=_bench.DTYPES, default="bfloat16")
+    parser.add_argument("--weight-dtype", choices=_bench.DTYPES, default="bfloat16")
+    options = parser.parse_args()
+    main(options.dtype, options.weight_dtype)
