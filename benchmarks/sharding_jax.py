@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import cupynorm.jax
+from benchmarks import results
 from benchmarks.problems import parse_pair, shape
 
 ROUNDS = 5
@@ -131,6 +132,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "available": jax.device_count(),
         "jax": jax.__version__,
         "python": platform.python_version(),
+        "commit": results.commit(),
+        "machine": results.machine() if jax.default_backend() != "cpu" else None,
         "norm": options.norm,
         "dtypes": options.dtypes,
         "measurements": [],

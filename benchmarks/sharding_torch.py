@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 
 import cupynorm.torch
+from benchmarks import results
 from benchmarks.problems import parse_pair, shape
 
 ROUNDS = 5
@@ -161,6 +162,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "available": gpus,
         "torch": torch.__version__,
         "python": platform.python_version(),
+        "commit": results.commit(),
+        "machine": results.machine() if gpus else None,
         "norm": options.norm,
         "dtypes": options.dtypes,
         "measurements": [],
