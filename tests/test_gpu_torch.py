@@ -331,10 +331,10 @@ def test_more_than_2_to_the_31_elements() -> None:
 def test_another_device(norm: str) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    x, weight, bias = operands()
-    dy = torch.randn_like(x)
-    expected = step(norm, x, weight, bias, dy)
-    with torch.cuda.device(0):
+    with torch.cuda.device(0):  # XLA may have left another one current
+        x, weight, bias = operands()
+        dy = torch.randn_like(x)
+        expected = step(norm, x, weight, bias, dy)
         moved = [t.detach().to("cuda:1").requires_grad_() for t in (x, weight, bias)]
         results = step(norm, *moved, dy.to("cuda:1"))
         assert torch.cuda.current_device() == 0
