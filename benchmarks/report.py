@@ -1,17 +1,20 @@
 """Write a results file into the README: ``python -m benchmarks.report results.json``.
 
-Its figures go beside the results file. Nothing between the README's markers is written by hand.
+Its figures go beside the results file. Those of several GPUs have a section of their own:
+``python -m benchmarks.report --scaling sharding_torch.json sharding_jax.json``. Nothing between the
+README's markers is written by hand.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks import plots, results
+from benchmarks import plots, results, scaling
 from benchmarks.backends import ALL
 from benchmarks.problems import OPERATIONS
 from benchmarks.summary import ratios, summarize
@@ -19,37 +22,71 @@ from benchmarks.summary import ratios, summarize
 README = Path(__file__).parent / "README.md"
 BEGIN = "<!-- results: written by `python -m benchmarks.report` -->"
 END = "<!-- end of results -->"
+BEGIN_SCALING = "<!-- scaling: written by `python -m benchmarks.report --scaling` -->"
+END_SCALING = "<!-- end of scaling -->"
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__)
-    parser.add_argument("results", type=Path)
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("results", type=Path, nargs="?", help="a file of benchmarks.run")
+    what.add_argument("--scaling", type=Path, nargs="+", help="files of benchmarks.sharding_*")
     parser.add_argument("--readme", type=Path, default=README)
     options = parser.parse_args(arguments)
+    if options.scaling:
+        section = _scaling(options.scaling, options.readme.parent)
+        _replace(options.readme, BEGIN_SCALING, END_SCALING, section)
+        return
     report = results.load(options.results)
     figures = plots.draw(report, options.results.with_suffix(""))
     write(report, options.results, figures, options.readme)
 
 
 def write(report: dict[str, Any], source: Path, figures: Iterable[Path], readme: Path) -> None:
-    """Replace what is between the README's markers."""
+    """Replace what is between the README's markers of results."""
+    _replace(readme, BEGIN, END, _section(report, source, figures, readme.parent))
+
+
+def _replace(readme: Path, begin: str, end: str, section: Iterable[str]) -> None:
     text = readme.read_text(encoding="utf-8")
-    before, found, rest = text.partition(BEGIN)
-    _, ended, after = rest.partition(END)
+    before, found, rest = text.partition(begin)
+    _, ended, after = rest.partition(end)
     if not (found and ended):
-        raise ValueError(f"{readme} must have the lines {BEGIN!r} and {END!r}")
-    section = "\n".join(_section(report, source, figures, readme.parent))
-    readme.write_text(f"{before}{BEGIN}\n\n{section}\n\n{END}{after}", encoding="utf-8")
+        raise ValueError(f"{readme} must have the lines {begin!r} and {end!r}")
+    lines = "\n".join(section).strip("\n")
+    readme.write_text(f"{before}{begin}\n\n{lines}\n\n{end}{after}", encoding="utf-8")
+
+
+def _relative(path: Path, folder: Path) -> str:
+    return Path(os.path.relpath(path.resolve(), folder.resolve())).as_posix()
+
+
+def _scaling(sources: Iterable[Path], folder: Path) -> Iterator[str]:
+    for source in sources:
+        report = json.loads(source.read_text(encoding="utf-8"))
+        framework = "torch" if "torch" in report else "jax"
+        yield (
+            f"\nFrom [{source.name}]({_relative(source, folder)}), "
+            f"{framework} {report[framework]}, {report['device']}, commit {report['commit']}: "
+            f"{report['layers']} {report['norm']}, x {report['dtypes'][0]}, weights "
+            f"{report['dtypes'][1]}.\n"
+        )
+        records = sorted(report["measurements"], key=lambda r: r["scaling"], reverse=True)
+        yield from _table(list(scaling.HEAD), (row for r in records for row in scaling.table(r)))
+        refusals = dict.fromkeys(
+            f"{name}: `{r[name]['not_captured'].replace('`', '')}`"
+            for r in records
+            for name in scaling.CALLS
+            if "not_captured" in r[name]
+        )
+        yield from (f"\nNot captured into a CUDA graph, {refusal}" for refusal in refusals)
 
 
 def _section(
     report: dict[str, Any], source: Path, figures: Iterable[Path], folder: Path
 ) -> Iterator[str]:
-    def relative(path: Path) -> str:
-        return Path(os.path.relpath(path.resolve(), folder.resolve())).as_posix()
-
     machine = report["machine"]
-    yield f"From [{source.name}]({relative(source)}), started {report['started']}."
+    yield f"From [{source.name}]({_relative(source, folder)}), started {report['started']}."
     if not report.get("complete"):
         yield "\n**This run did not finish; what it did not reach is missing.**"
     yield ""
@@ -85,8 +122,8 @@ def _section(
         stem = operation.replace(" ", "_")
         for path in pngs:
             if path.stem.startswith(stem):
-                svg = relative(path.with_suffix(".svg"))
-                yield f"[![{path.stem}]({relative(path)})]({svg})\n"
+                svg = _relative(path.with_suffix(".svg"), folder)
+                yield f"[![{path.stem}]({_relative(path, folder)})]({svg})\n"
         yield "GB/s:\n"
         yield from _speeds(own)
     refusals = list(_refusals(report["measurements"]))

@@ -1,8 +1,15 @@
-"""One norm over several devices by JAX: ``python -m benchmarks.sharding_jax results.json``.
+"""A stack of norms over several devices by JAX.
 
-x is split over its rows; the weight is on each device. "weak": so many rows a device, of which n do
-n times the work; "strong": so many rows in all. A step is the forward and the backward pass of one
-compiled program. Times are those of the wall clock, of programs that queue up; what the devices
+``python -m benchmarks.sharding_jax benchmarks/results/sharding_jax_h200.json``
+
+x is split over its rows; the weights are on each device. "weak": so many rows a device, of which n
+do n times the work; "strong": so many rows in all. A stack, because a network has one: y of a norm
+is x of the next, and each has a weight of its own. A step is the forward and the backward pass to x
+and to all weights, one compiled program, in which XLA may sum a gradient over the devices while
+others are computed, or all of them at once; and one dispatch by the host, to all devices, is shared
+by the stack. A single norm would be charged with both.
+
+Times are of the whole stack: those of the wall clock, of programs that queue up. What the devices
 exchange in them is listed.
 """
 
@@ -16,7 +23,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -24,8 +30,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import cupynorm.jax
-from benchmarks import results
-from benchmarks.problems import parse_pair, shape
+from benchmarks import results, scaling
 
 ROUNDS = 5
 ROUND_SECONDS = 0.2
@@ -34,30 +39,13 @@ COLLECTIVE = re.compile(
     r"= (\([^)]*\)|\S+) (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)"
     r"(?:-start)?\("
 )
-
-
-def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.sharding_jax", description=__doc__)
-    parser.add_argument("results", type=Path, help="the JSON file to write")
-    parser.add_argument("--shape", type=shape, default=(32768, 8192), metavar="MxN")
-    parser.add_argument("--norm", choices=("rms_norm", "layer_norm"), default="rms_norm")
-    parser.add_argument(
-        "--dtypes", type=parse_pair, default=("bfloat16", "float32"), metavar="X,WEIGHT"
-    )
-    parser.add_argument(
-        "--devices", nargs="+", type=int, help="how many to use (default: 1, 2, 4, ..., all)"
-    )
-    return parser.parse_args(arguments)
-
-
-def counts(available: int) -> list[int]:
-    """Return the powers of two up to what there is, and that."""
-    return sorted({*(2**i for i in range(available.bit_length())), available})
+LAYOUT = re.compile(r"\{[^}]*\}")
 
 
 def collectives(program: Any) -> list[str]:
     """Return what the devices exchange in a compiled program: each operation and what it yields."""
-    return [f"{kind} {types}" for types, kind in COLLECTIVE.findall(program.as_text())]
+    found = COLLECTIVE.findall(program.as_text())
+    return [f"{kind} {LAYOUT.sub('', types)}" for types, kind in found]
 
 
 def seconds(call: Callable[[], Any]) -> float:
@@ -81,10 +69,10 @@ def seconds(call: Callable[[], Any]) -> float:
     return statistics.median(times)
 
 
-def measure(options: argparse.Namespace, scaling: str, count: int) -> dict[str, Any]:
+def measure(options: argparse.Namespace, kind: str, count: int) -> dict[str, Any]:
     """Time the forward pass and the step over some devices."""
     rows, cols = options.shape
-    rows *= count if scaling == "weak" else 1
+    rows *= count if kind == "weak" else 1
     dtype, weight_dtype = options.dtypes
     devices = jax.devices()[:count]
     mesh = jax.make_mesh((count,), ("rows",), axis_types=(AxisType.Auto,), devices=devices)
@@ -94,19 +82,30 @@ def measure(options: argparse.Namespace, scaling: str, count: int) -> dict[str, 
 
     def arrays() -> tuple[Any, ...]:
         x, dy = (jax.random.normal(key, (rows, cols), dtype) for key in jax.random.split(KEY))
-        return x, jnp.ones(cols, weight_dtype), dy
+        return x, [jnp.ones(cols, weight_dtype) for _ in range(options.layers)], dy
 
-    x, weight, dy = jax.jit(arrays, out_shardings=(split, whole, split))()
+    x, weights, dy = jax.jit(arrays, out_shardings=(split, whole, split))()
 
-    def step(x: Any, weight: Any, dy: Any) -> Any:
-        y, pull_back = jax.vjp(norm, x, weight)
+    def forward(x: Any, weights: Any) -> Any:
+        for weight in weights:
+            x = norm(x, weight)
+        return x
+
+    def step(x: Any, weights: Any, dy: Any) -> Any:
+        y, pull_back = jax.vjp(forward, x, weights)
         return y, *pull_back(dy)
 
     programs = {
-        "forward": (jax.jit(norm).lower(x, weight).compile(), (x, weight)),
-        "step": (jax.jit(step).lower(x, weight, dy).compile(), (x, weight, dy)),
+        "forward": (jax.jit(forward).lower(x, weights).compile(), (x, weights)),
+        "step": (jax.jit(step).lower(x, weights, dy).compile(), (x, weights, dy)),
     }
-    record: dict[str, Any] = {"scaling": scaling, "devices": count, "rows": rows, "cols": cols}
+    record: dict[str, Any] = {
+        "scaling": kind,
+        "devices": count,
+        "rows": rows,
+        "cols": cols,
+        "layers": options.layers,
+    }
     for name, (program, arguments) in programs.items():
         record[name] = {
             "seconds": seconds(lambda program=program, given=arguments: program(*given)),
@@ -118,14 +117,10 @@ def measure(options: argparse.Namespace, scaling: str, count: int) -> dict[str, 
 KEY = jax.random.key(0)
 
 
-def speedup(record: dict[str, Any], one: dict[str, Any], name: str) -> float:
-    """Return how many times the work of one device is done in the same time."""
-    work = record["rows"] / one["rows"]
-    return work * one[name]["seconds"] / record[name]["seconds"]
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = parse(sys.argv[1:] if arguments is None else arguments)
+    options = scaling.parse(
+        "benchmarks.sharding_jax", __doc__, sys.argv[1:] if arguments is None else arguments
+    )
     device = jax.devices()[0]
     report: dict[str, Any] = {
         "device": device.device_kind,
@@ -135,27 +130,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "commit": results.commit(),
         "machine": results.machine() if jax.default_backend() != "cpu" else None,
         "norm": options.norm,
+        "layers": options.layers,
         "dtypes": options.dtypes,
         "measurements": [],
     }
-    print(
-        f"{options.norm}, x {options.dtypes[0]}, weight {options.dtypes[1]}, {device.device_kind}"
-    )
-    print(f"{'':8}{'devices':>8}{'x':>16}{'forward':>12}{'':>8}{'step':>12}{'':>8}  exchanged")
-    for scaling in ("weak", "strong"):
+    name = device.device_kind
+    print(f"{options.layers} {options.norm}, x, weight {', '.join(options.dtypes)}, {name}")
+    print(scaling.line(scaling.HEAD))
+    for kind in ("weak", "strong"):
         one = None
-        for count in options.devices or counts(jax.device_count()):
-            record = measure(options, scaling, count)
-            report["measurements"].append(record)
+        for count in options.devices or scaling.counts(jax.device_count()):
+            record = measure(options, kind, count)
             one = record if one is None else one
-            cells = [f"{scaling:8}{count:8}{record['rows']:>9}x{record['cols']:<6}"]
-            for name in ("forward", "step"):
-                record[name]["speedup"] = speedup(record, one, name)
-                cells.append(
-                    f"{1e3 * record[name]['seconds']:9.3f} ms{record[name]['speedup']:7.2f}x"
-                )
-            exchanged = record["forward"]["collectives"] + record["step"]["collectives"]
-            print(*cells, "", "; ".join(exchanged) or "nothing", flush=True)
+            scaling.add_speedups(record, one)
+            for cells in scaling.table(record):
+                print(scaling.line(cells), flush=True)
+            report["measurements"].append(record)
             options.results.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return 0
 

@@ -1,19 +1,25 @@
-"""One norm over several GPUs by DTensor: ``python -m benchmarks.sharding_torch results.json``.
+"""A stack of norms over several GPUs by DTensor.
 
-A process a GPU, over NCCL. x is split over its rows; the weight is on each device. "weak": so many
-rows a device, of which n do n times the work; "strong": so many rows in all. A step is the forward
-and the backward pass, and the sum of the weight's gradient over the devices. Times are those of the
-wall clock, of calls that queue up, in the slowest process; what the devices exchange is counted.
-Where there is no GPU, processes on the CPU over gloo show that it runs, and nothing else.
+``python -m benchmarks.sharding_torch benchmarks/results/sharding_torch_h200.json``
+
+A process a GPU, over NCCL. x is split over its rows; the weights are on each device. "weak": so
+many rows a device, of which n do n times the work; "strong": so many rows in all. A stack, because
+a network has one: y of a norm is x of the next, each has a weight of its own, and the sum over the
+devices of one's gradient, begun as soon as there is one, overlaps with the kernels of the norms
+before it. Of a single norm it would be exposed, and so would be what a call costs as such. A step
+is the forward and the backward pass to x and to all weights, and those sums.
+
+Times are of the whole stack: those of the wall clock, of calls that queue up, in the slowest
+process; "as called", host included, and replayed from a CUDA graph, its all-reduces within. What
+the devices exchange is counted. Where there is no GPU, processes on the CPU over gloo show that it
+runs, and nothing else.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
-import socket
 import statistics
 import sys
 import tempfile
@@ -24,37 +30,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 
 import cupynorm.torch
-from benchmarks import results
-from benchmarks.problems import parse_pair, shape
+from benchmarks import results, scaling
+from benchmarks.measure import reason
 
 ROUNDS = 5
 ROUND_SECONDS = 0.2
-
-
-def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.sharding_torch", description=__doc__
-    )
-    parser.add_argument("results", type=Path, help="the JSON file to write")
-    parser.add_argument("--shape", type=shape, default=(32768, 8192), metavar="MxN")
-    parser.add_argument("--norm", choices=("rms_norm", "layer_norm"), default="rms_norm")
-    parser.add_argument(
-        "--dtypes", type=parse_pair, default=("bfloat16", "float32"), metavar="X,WEIGHT"
-    )
-    parser.add_argument(
-        "--devices", nargs="+", type=int, help="how many to use (default: 1, 2, 4, ..., all)"
-    )
-    return parser.parse_args(arguments)
-
-
-def counts(available: int) -> list[int]:
-    """Return the powers of two up to what there is, and that."""
-    return sorted({*(2**i for i in range(available.bit_length())), available})
 
 
 def seconds(call: Callable[[], Any], device: str) -> float:
@@ -84,10 +70,32 @@ def wait(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def measure(options: argparse.Namespace, scaling: str, count: int, device: str) -> dict[str, Any]:
+def capture(call: Callable[[], Any]) -> tuple[Callable[[], None], list[str]]:
+    """Return the replay of a call from a CUDA graph, and why there is none in some process."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    refusal = None
+    try:
+        # NCCL's watchdog queries events meanwhile, in a thread of its own.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            call()
+    except Exception as error:  # whatever torch raises is its answer
+        refusal = reason(error)
+    refusals: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(refusals, refusal)  # if one process cannot replay, none may
+    return graph.replay, [r for r in refusals if r is not None]
+
+
+def measure(options: argparse.Namespace, kind: str, count: int, device: str) -> dict[str, Any]:
     """Time the forward pass and the step, in each of `count` processes."""
     rows, cols = options.shape
-    rows *= count if scaling == "weak" else 1
+    rows *= count if kind == "weak" else 1
     mesh = init_device_mesh(device, (count,))
     x_dtype, weight_dtype = (getattr(torch, name) for name in options.dtypes)
 
@@ -97,64 +105,88 @@ def measure(options: argparse.Namespace, scaling: str, count: int, device: str) 
         whole = torch.Size((rows, cols))
         return DTensor.from_local(part, mesh, [Shard(0)], shape=whole, stride=(cols, 1))
 
-    ones = torch.ones(cols, device=device, dtype=weight_dtype)
-    weight = DTensor.from_local(ones, mesh, [Replicate()], run_check=False).requires_grad_()
+    def sum_over_devices(dweight: Any) -> Any:
+        return dweight.redistribute(placements=[Replicate()], async_op=True)
+
+    weights = []
+    for _ in range(options.layers):
+        ones = torch.ones(cols, device=device, dtype=weight_dtype)
+        weight = DTensor.from_local(ones, mesh, [Replicate()], run_check=False).requires_grad_()
+        weight.register_hook(sum_over_devices)
+        weights.append(weight)
     x, dy = split().requires_grad_(), split()
     norm = getattr(cupynorm.torch, options.norm)
 
+    def stack() -> Any:
+        y = x
+        for weight in weights:
+            y = norm(y, weight)
+        return y
+
     def forward() -> None:
         with torch.no_grad():
-            norm(x, weight)
+            stack()
 
-    def step() -> None:
-        _, dweight = torch.autograd.grad(norm(x, weight), (x, weight), dy)
-        dweight.redistribute(placements=[Replicate()])
+    def step() -> list[Any]:
+        _, *dweights = torch.autograd.grad(stack(), (x, *weights), dy)
+        sums = [dweight.to_local() for dweight in dweights]
+        return [s.wait() if isinstance(s, AsyncCollectiveTensor) else s for s in sums]
 
-    record: dict[str, Any] = {"scaling": scaling, "devices": count, "rows": rows, "cols": cols}
+    record: dict[str, Any] = {
+        "scaling": kind,
+        "devices": count,
+        "rows": rows,
+        "cols": cols,
+        "layers": options.layers,
+    }
     for name, call in (("forward", forward), ("step", step)):
         with CommDebugMode() as communicated:
             call()
-        exchanged = {str(k): n for k, n in communicated.get_comm_counts().items()}
-        record[name] = {"seconds": seconds(call, device), "collectives": exchanged}
+        record[name] = {
+            "seconds": seconds(call, device),
+            "graph_seconds": None,
+            "collectives": [f"{n} {k}" for k, n in communicated.get_comm_counts().items()],
+        }
+        if device == "cuda":
+            replay, refusals = capture(call)
+            if refusals:
+                record[name]["not_captured"] = refusals[0]
+            else:
+                record[name]["graph_seconds"] = seconds(replay, device)
     return record
 
 
-def work(rank: int, options: argparse.Namespace, count: int, port: int, target: str) -> None:
+def work(rank: int, options: argparse.Namespace, count: int, directory: str) -> None:
     """Measure as one of several processes; the first one writes the records."""
+    # They meet at a file: a port that is free now may be taken by then.
+    meeting: dict[str, Any] = {"init_method": f"file://{directory}/rendezvous"}
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     if device == "cuda":
         torch.cuda.set_device(rank)
+        meeting["device_id"] = torch.device("cuda", rank)
     torch.manual_seed(rank)
     backend = "nccl" if device == "cuda" else "gloo"
-    dist.init_process_group(backend, rank=rank, world_size=count)
+    dist.init_process_group(backend, rank=rank, world_size=count, **meeting)
     try:
-        records = [measure(options, scaling, count, device) for scaling in ("weak", "strong")]
+        records = [measure(options, kind, count, device) for kind in ("weak", "strong")]
         if rank == 0:
-            Path(target).write_text(json.dumps(records), encoding="utf-8")
+            (Path(directory) / "records.json").write_text(json.dumps(records), encoding="utf-8")
     finally:
         dist.destroy_process_group()
 
 
 def spawn(options: argparse.Namespace, count: int) -> list[dict[str, Any]]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory() as directory:
-        target = str(Path(directory) / "records.json")
-        torch.multiprocessing.spawn(work, (options, count, port, target), nprocs=count)
-        records: list[dict[str, Any]] = json.loads(Path(target).read_text(encoding="utf-8"))
+        torch.multiprocessing.spawn(work, (options, count, directory), nprocs=count)
+        text = (Path(directory) / "records.json").read_text(encoding="utf-8")
+    records: list[dict[str, Any]] = json.loads(text)
     return records
 
 
-def speedup(record: dict[str, Any], one: dict[str, Any], name: str) -> float:
-    """Return how many times the work of one device is done in the same time."""
-    more = record["rows"] / one["rows"]
-    return more * one[name]["seconds"] / record[name]["seconds"]
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = parse(sys.argv[1:] if arguments is None else arguments)
+    options = scaling.parse(
+        "benchmarks.sharding_torch", __doc__, sys.argv[1:] if arguments is None else arguments
+    )
     gpus = torch.cuda.device_count()
     name = torch.cuda.get_device_name() if gpus else platform.processor() or "CPU"
     report: dict[str, Any] = {
@@ -165,27 +197,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "commit": results.commit(),
         "machine": results.machine() if gpus else None,
         "norm": options.norm,
+        "layers": options.layers,
         "dtypes": options.dtypes,
         "measurements": [],
     }
-    print(f"{options.norm}, x {options.dtypes[0]}, weight {options.dtypes[1]}, {name}")
-    print(f"{'':8}{'devices':>8}{'x':>16}{'forward':>12}{'':>8}{'step':>12}{'':>8}  exchanged")
+    print(f"{options.layers} {options.norm}, x, weight {', '.join(options.dtypes)}, {name}")
+    print(scaling.line(scaling.HEAD))
     first: dict[str, Any] = {}
-    for count in options.devices or counts(max(1, gpus)):
+    for count in options.devices or scaling.counts(max(1, gpus)):
         for record in spawn(options, count):
-            one = first.setdefault(record["scaling"], record)
-            cells = [f"{record['scaling']:8}{count:8}{record['rows']:>9}x{record['cols']:<6}"]
-            for call in ("forward", "step"):
-                record[call]["speedup"] = speedup(record, one, call)
-                cells.append(
-                    f"{1e3 * record[call]['seconds']:9.3f} ms{record[call]['speedup']:7.2f}x"
-                )
-            exchanged = [
-                f"{n} {kind} in {call}"
-                for call in ("forward", "step")
-                for kind, n in record[call]["collectives"].items()
-            ]
-            print(*cells, "", "; ".join(exchanged) or "nothing", flush=True)
+            scaling.add_speedups(record, first.setdefault(record["scaling"], record))
+            for cells in scaling.table(record):
+                print(scaling.line(cells), flush=True)
+            for call in scaling.CALLS:
+                if "not_captured" in record[call]:
+                    print(f"{call} not captured: {record[call]['not_captured']}", file=sys.stderr)
             report["measurements"].append(record)
             options.results.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return 0

@@ -6,8 +6,8 @@ python tests/sharding_torch.py gloo 2
 from __future__ import annotations
 
 import os
-import socket
 import sys
+import tempfile
 from typing import Any
 
 import torch
@@ -132,14 +132,19 @@ def check_training(mesh: DeviceMesh, rank: int, world: int) -> None:
         )
 
 
-def main(rank: int, backend: str, world: int, port: int) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+def main(rank: int, backend: str, world: int, directory: str) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
     device = "cuda" if backend == "nccl" else "cpu"
     if device == "cuda":
         torch.cuda.set_device(rank)
     torch.set_num_threads(1)
-    dist.init_process_group(backend, rank=rank, world_size=world)
+    dist.init_process_group(
+        backend,
+        rank=rank,
+        world_size=world,
+        init_method=f"file://{directory}/rendezvous",  # a free port may be taken by then
+        device_id=torch.device(device, rank) if device == "cuda" else None,
+    )
     try:
         mesh = init_device_mesh(device, (world,))
         torch.manual_seed(0)
@@ -156,7 +161,5 @@ def main(rank: int, backend: str, world: int, port: int) -> None:
 
 if __name__ == "__main__":
     backend, world = sys.argv[1], int(sys.argv[2])
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    torch.multiprocessing.spawn(main, (backend, world, port), nprocs=world)
+    with tempfile.TemporaryDirectory() as directory:
+        torch.multiprocessing.spawn(main, (backend, world, directory), nprocs=world)
