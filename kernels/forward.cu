@@ -133,8 +133,11 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
           packs[p].set(i, packs[p].template get<T>(i) * inv_unit);
         }
       }
-      statistics = measure<Centered, Vector>(team, packs, T(0), n_cols, inv_n);
-      if (wild) scale = scale_in_unit(statistics.variance, eps, unit);
+      const Statistics<T> again = measure<Centered, Vector>(team, packs, T(0), n_cols, inv_n);
+      if (wild) {
+        statistics = again;
+        scale = scale_in_unit(again.variance, eps, unit);
+      }
     }
   }
 
