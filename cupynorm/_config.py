@@ -202,7 +202,7 @@ def forward_config(
         threads = 384 if packs_per_thread <= 4 else 256
     elif packs_per_thread > 4:
         threads = 512
-    elif hold_weight and (spec.bias is not None or not full):
+    elif hold_weight and not (spec.norm == "rms_norm" and spec.bias is None and full):
         threads = 640
     else:
         threads = 768
@@ -245,9 +245,10 @@ def _staged_forward(
     if cluster_blocks is None:
         return None
     affine = packs_per_thread * length * (_widest(spec.weight) + _widest(spec.bias)) // 4
-    # NVRTC finds room for 64 registers of them in LayerNorm without a ReLU alone, for none beside
-    # the addresses of 16 blocks.
-    most_held = 64 if spec.norm == "layer_norm" and not spec.relu else 32
+    # NVRTC finds room for 64 registers of them in LayerNorm alone, for none beside the addresses of
+    # 16 blocks.
+    zero_centered_relu = spec.zero_centered and spec.relu
+    most_held = 64 if spec.norm == "layer_norm" and not zero_centered_relu else 32
     if cluster_blocks == MOST_CLUSTER_BLOCKS or wide:
         most_held = 0
     for stages in (4, 3, 2):
@@ -310,7 +311,7 @@ def _backward_registers(
     if clustered:
         registers += 12
     if vector < length:
-        registers += 6 * packs
+        registers += 8 * packs
     return registers
 
 

@@ -234,6 +234,19 @@ __device__ __forceinline__ float fused_multiply_add(float a, float b, float c) {
 __device__ __forceinline__ double fused_multiply_add(double a, double b, double c) {
   return __fma_rn(a, b, c);
 }
+// The value, or the bound that it lies beyond; a NaN stays.
+__device__ __forceinline__ float between(float value, float lower, float upper) {
+#if __CUDA_ARCH__ >= 800
+  asm("max.NaN.f32 %0, %0, %1;" : "+f"(value) : "f"(lower));
+  asm("min.NaN.f32 %0, %0, %1;" : "+f"(value) : "f"(upper));
+  return value;
+#else
+  return value < lower ? lower : value > upper ? upper : value;
+#endif
+}
+__device__ __forceinline__ double between(double value, double lower, double upper) {
+  return value < lower ? lower : value > upper ? upper : value;
+}
 // Correctly rounded for float32, one ulp for float64.
 __device__ __forceinline__ float reciprocal_square_root(float value) { return __frsqrt_rn(value); }
 __device__ __forceinline__ double reciprocal_square_root(double value) {

@@ -13,7 +13,7 @@ __host__ __device__ constexpr long long bitmask_bytes(long long n_cols) { return
 template <typename T>
 __device__ __forceinline__ bool clamp(T& y, T lower, T upper) {
   const bool strictly_inside = lower < y && y < upper;
-  y = y < lower ? lower : y > upper ? upper : y;
+  y = between(y, lower, upper);
   return strictly_inside;
 }
 

@@ -74,6 +74,19 @@ def test_a_row_has_the_same_bits_in_any_batch_and_at_any_alignment(
         assert_same_bits(gradient.dx, backward.dx[where])
 
 
+@pytest.mark.parametrize("n", [5, 40, 64, 256])
+@pytest.mark.parametrize("name", ["float32", "bfloat16"])
+@pytest.mark.parametrize("norm", NORMS)
+def test_a_row_has_the_same_bits_beside_rows_out_of_range(norm: str, name: str, n: int) -> None:
+    rows = make_values("mean_1e2", (1000, n), DTYPES[name], 1)
+    beside = rows.copy()
+    beside[1::2] = make_values("normal", (500, n), DTYPES[name], 2) * rows.dtype.type(1e30)
+    forward = getattr(cupynorm, f"{norm}_forward")
+    alone, among = forward(to_cupy(rows)), forward(to_cupy(beside))
+    assert_same_bits(among.y[::2], alone.y[::2])
+    assert_same_bits(among.rstd[::2], alone.rstd[::2])
+
+
 @pytest.mark.parametrize("n", [64, 1024, 8192, 40000])
 @pytest.mark.parametrize("norm", NORMS)
 def test_ten_runs_give_the_same_bits(norm: str, n: int) -> None:

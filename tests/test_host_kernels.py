@@ -14,10 +14,13 @@ from host.build import Build, compiler_problem
 from host.checks import (
     CASES,
     FAR_ROWS,
+    NORMS,
+    SHORT_ROWS,
     Case,
     check_case,
     check_clip_values,
     check_far_rows,
+    check_neighbours,
     check_problem,
     kernels_of,
 )
@@ -81,6 +84,15 @@ def test_any_problem(build: Build, problem: Problem) -> None:
 @pytest.mark.parametrize("x", DTYPES)
 def test_a_value_on_a_bound_is_not_inside(build: Build, x: str, n: int) -> None:
     check_clip_values(Gpu(build), x, n)
+
+
+@pytest.mark.parametrize("n", SHORT_ROWS)
+@pytest.mark.parametrize("x", ["float32", "bfloat16"])
+@pytest.mark.parametrize("norm", NORMS)
+def test_a_row_keeps_its_bits_beside_rows_out_of_range(
+    build: Build, norm: str, x: str, n: int
+) -> None:
+    check_neighbours(Gpu(build), norm, x, n)
 
 
 @pytest.mark.parametrize(("n", "architecture"), FAR_ROWS)

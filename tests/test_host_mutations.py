@@ -18,6 +18,7 @@ from host.checks import (
     check_case,
     check_clip_values,
     check_far_rows,
+    check_neighbours,
     kernels_of,
 )
 from host.gpu import Gpu
@@ -37,6 +38,7 @@ BITS_OF = "bits of "
 
 FAR = "rows more than 2**31 elements apart"
 BOUNDS = "values on the bounds of a ReLU"
+BESIDE = "rows beside rows out of range"
 
 
 def case(name: str, norm: str = "layer_norm", x: str | None = None) -> Case:
@@ -119,7 +121,7 @@ MUTATIONS = [
         "pack.cuh",
         "return first + i / Vector * Vector < n;",
         "return true;",
-        f"{VALUE}|{OUT_OF_BOUNDS}",
+        f"{VALUE}|{OUT_OF_BOUNDS}|{UNWRITTEN}",
         WARPS_ODD,
     ),
     Mutation(
@@ -465,24 +467,24 @@ MUTATIONS = [
     Mutation(
         "y is not clamped from above",
         "relu.cuh",
-        "y > upper ? upper : y;",
-        "y;",
+        "between(y, lower, upper)",
+        "between(y, lower, larger(y, lower))",
         VALUE,
         RELU,
     ),
     Mutation(
         "y is not clamped from below",
         "relu.cuh",
-        "y < lower ? lower : y",
-        "y",
+        "between(y, lower, upper)",
+        "between(y, y < upper ? y : upper, upper)",
         VALUE,
         RELU,
     ),
     Mutation(
         "NaN is clamped",
         "relu.cuh",
-        "y < lower ? lower : y > upper ? upper : y;",
-        "y > lower ? (y < upper ? y : upper) : lower;",
+        "between(y, lower, upper)",
+        "y > lower ? (y < upper ? y : upper) : lower",
         VALUE,
         case("relu_nonfinite"),
     ),
@@ -755,6 +757,14 @@ MUTATIONS = [
         "const bool wild = false;",
         VALUE,
         case("range_extreme", "rms_norm", "float32"),
+    ),
+    Mutation(
+        "rows beside one out of range are measured again with it",
+        "forward.cu",
+        "if (wild) {\n        statistics = again;",
+        "statistics = again;\n      if (wild) {",
+        BITS_OF,
+        BESIDE,
     ),
     Mutation(
         "the largest power of two has no reciprocal",
@@ -1146,6 +1156,9 @@ def run(build: Build, on: Case | Staged | str) -> None:
         return
     if on is BOUNDS:
         check_clip_values(Gpu(build), "float32", 83)
+        return
+    if on is BESIDE:
+        check_neighbours(Gpu(build), "layer_norm", "float32", 40)
         return
     for n, architecture in FAR_ROWS:
         check_far_rows(Gpu(build, architecture=architecture), n)

@@ -30,6 +30,9 @@ __all__ = [
 # N and architecture: rows in registers, in shared memory, and streamed.
 FAR_ROWS = ((64, 90), (8232, 90), (8232, 75))
 
+# N of rows of which a warp holds several.
+SHORT_ROWS = (5, 40, 96)
+
 NORMS = ("rms_norm", "layer_norm")
 STEP = {"rms_norm": 0, "layer_norm": 1}
 
@@ -192,6 +195,20 @@ def check_far_rows(gpu: Gpu, n: int) -> None:
         testing.check_backward(
             "layer_norm", gradients, dy, values, weight, host.mean, host.rstd, bias=False
         )
+
+
+def check_neighbours(gpu: Gpu, norm: str, x_dtype: str, n: int) -> None:
+    """Check that rows keep their bits beside rows out of range, with which they share a warp."""
+    rows = make_values("mean_1e2", (20, n), DTYPES[x_dtype], 1)
+    beside = rows.copy()
+    beside[1::2] = make_values("normal", (10, n), DTYPES[x_dtype], 2) * rows.dtype.type(1e30)
+    with gpu.fresh_memory():
+        alone, among = (
+            gpu.to_numpy(gpu.forward(norm, gpu.cupy.array(x), eps=1e-6)) for x in (rows, beside)
+        )
+    for a, b in ((alone.y, among.y), (alone.rstd, among.rstd)):
+        word = f"u{a.itemsize}"
+        np.testing.assert_array_equal(a[::2].view(word), b[::2].view(word), "bits of neighbours")
 
 
 def check_clip_values(gpu: Gpu, x_dtype: str, n: int) -> None:

@@ -157,6 +157,10 @@ __forceinline__ float fused_multiply_add(float a, float b, float c) {
 __forceinline__ double fused_multiply_add(double a, double b, double c) {
   return __builtin_fma(a, b, c);
 }
+template <typename T>
+__forceinline__ T between(T value, T lower, T upper) {
+  return value < lower ? lower : value > upper ? upper : value;
+}
 __forceinline__ float square_root(float value) { return __builtin_sqrtf(value); }
 __forceinline__ double square_root(double value) { return __builtin_sqrt(value); }
 // The first of two roundings is too fine to show in the second.
