@@ -122,9 +122,12 @@ class ForwardCall:
         statistics: str | None,
         centered: bool,
     ) -> None:
-        self._launch = plan.launch
+        m = math.prod(kept)
+        lower, upper = (0.0, 0.0) if relu is None else relu
+        self._launch = plan.kernel.launch
+        self._blocks = plan.blocks(m)
+        self._numbers = (m, plan.n, 1 / plan.n, float(eps), lower, upper)
         self._device = x.array.device.id
-        self._m = math.prod(kept)
         self._shape, self._dtype = x.array.shape, y.array.dtype
         self._x_stride, self._y_stride = x.stride, y.stride
         self._x_mask, self._y_mask = _mask(x.array, vector), _mask(y.array, vector)
@@ -134,8 +137,6 @@ class ForwardCall:
         self._centered = centered
         # The shape of what is stored with the statistics.
         self._bitmask = None if relu is None else (*kept, bitmask_bytes(plan.n))
-        self._eps = float(eps)
-        self._lower, self._upper = (0.0, 0.0) if relu is None else relu
 
     def run(self, x: Any, weight: Any, bias: Any, out: Any) -> Any:
         """Launch; return y, or NormForward where statistics are stored.
@@ -178,22 +179,20 @@ class ForwardCall:
                 bitmask = cupy.ndarray(self._bitmask, np.uint8)
                 bitmask_address = bitmask.data.ptr
             result = NormForward(y, mean, rstd, bitmask)
-        self._launch(
-            _get_current_stream().ptr,
-            self._m,
-            x_address,
-            self._x_stride,
-            weight_address,
-            bias_address,
-            y_address,
-            self._y_stride,
-            mean_address,
-            rstd_address,
-            bitmask_address,
-            self._eps,
-            self._lower,
-            self._upper,
-        )
+        if self._blocks:
+            arguments = (
+                x_address,
+                self._x_stride,
+                weight_address,
+                bias_address,
+                y_address,
+                self._y_stride,
+                mean_address,
+                rstd_address,
+                bitmask_address,
+                *self._numbers,
+            )
+            self._launch(_get_current_stream().ptr, self._blocks, arguments)
         return result
 
 

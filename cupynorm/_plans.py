@@ -75,15 +75,18 @@ class ForwardPlan:
         upper: float,
     ) -> None:
         """Launch it over m rows."""
-        if m == 0:
+        blocks = self.blocks(m)
+        if blocks == 0:
             return
-        if self.most_clusters is None:
-            blocks = -(-m // self.rows_per_block)
-        else:
-            blocks = min(m, self.most_clusters) * self.cluster_blocks
         n = self.n
         operands = (x, x_stride, weight, bias, y, y_stride, mean, rstd, bitmask)
         self.kernel.launch(stream, blocks, (*operands, m, n, 1 / n, eps, lower, upper))
+
+    def blocks(self, m: int) -> int:
+        """Return how many blocks m rows take."""
+        if self.most_clusters is None:
+            return -(-m // self.rows_per_block)
+        return min(m, self.most_clusters) * self.cluster_blocks
 
 
 @cache
