@@ -182,27 +182,27 @@ def forward_config(
             # The bitmask beside operands of float64 spilled at the 64 registers of 1024 threads.
             threads = 512 if wide and spec.relu else 1024
             return StreamingForward(block_threads=threads, vector=vector)
-    row_threads = _team(packs, _packs_per_thread(spec, n, packs, wide=wide))
+    row_threads = _team(packs, _packs_per_thread(spec, n, packs))
     if spec.relu:
         row_threads = max(row_threads, 8 // length)  # a byte of the bitmask is of neighbours
     packs_per_thread = -(-packs // row_threads)
     # A row of several warps has a block to itself: sharing cost 13% at N = 2048 (bfloat16, H200).
     block_threads = max(row_threads, 64)
+    full = n == row_threads * packs_per_thread * length
     # Registers for weight and bias beside 40 to 60 for the rest. A row of more warps waits longer
     # for the slowest than it gains: 3% at N = 8192, against 2% won at 4096 (bfloat16, H200).
-    full = n == row_threads * packs_per_thread * length
     affine = packs_per_thread * length * (_widest(spec.weight) + _widest(spec.bias)) // 4
     most_held = 16 if spec.x == "float64" else 32
     hold_weight = vector == length and row_threads <= 128 and not wide and affine <= most_held
     # Threads that a multiprocessor must hold at once bound their registers. What would spill has
     # fewer: up to 122 registers where single 16-bit elements are moved.
+    slim = spec.norm == "rms_norm" and full and not (spec.relu or spec.zero_centered)
+    slim = slim and architecture >= FIRST_WITH_CLUSTERS  # where NVRTC needs 80 registers, not 88
     if wide:
         threads = 256
     elif length == 8 and vector < length:
         threads = 384 if packs_per_thread <= 4 else 256
-    elif packs_per_thread > 4:
-        threads = 512
-    elif hold_weight and not (spec.norm == "rms_norm" and spec.bias is None and full):
+    elif packs_per_thread > 4 or (hold_weight and not slim):
         threads = 640
     else:
         threads = 768
@@ -217,18 +217,19 @@ def forward_config(
     )
 
 
-def _packs_per_thread(spec: ForwardSpec, n: int, packs: int, *, wide: bool) -> int:
+def _packs_per_thread(spec: ForwardSpec, n: int, packs: int) -> int:
     """Return how many packs of a row each thread of a ResidentForward holds."""
     if _widest(spec.weight) + _widest(spec.bias) <= 4:
         return 2 if packs <= 64 else 4
     # A row's weight and bias are more than the row, and read for each. The fewer threads wait for a
-    # reduction the more of them read: of the copy's speed, 0.91 against 0.86 at N = 512, 0.96
+    # reduction the more of them read: of the copy's speed, 0.90 against 0.86 at N = 512, 0.97
     # against 0.94 at 8192 (bfloat16, H200).
     if packs <= 32:
         return 2
-    # Beside 8 packs there are no registers for a row's end.
-    full = n % (32 * 8 * pack_length(spec.x)) == 0
-    return 8 if packs > 512 and full and pack_length(spec.x) == 8 and not wide else 4
+    # The 96 registers that 640 threads leave hold 8 packs of bfloat16, and no row's end beside
+    # them; with those of 512 threads it is slower than 4 packs are.
+    eight = spec.x == "bfloat16" and not spec.relu and _widest(spec.weight, spec.bias, spec.y) <= 4
+    return 8 if eight and packs > 512 and n % (32 * 8 * 8) == 0 else 4
 
 
 def _staged_forward(

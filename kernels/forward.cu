@@ -123,7 +123,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
         }
       }
       team.template reduce<Max>(largest);
-      // Rows that only share the warp keep unit 1 and get the bits they had.
+      // The others have unit 1.
       if (wild) unit = Range<T>::unit(larger(largest[0], square_root(eps)));
       const T inv_unit = T(1) / unit;
 #pragma unroll
@@ -134,10 +134,9 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
         }
       }
       const Statistics<T> again = measure<Centered, Vector>(team, packs, T(0), n_cols, inv_n);
-      if (wild) {
-        statistics = again;
-        scale = scale_in_unit(again.variance, eps, unit);
-      }
+      // Rows that only share the warp keep the bits they had; without a mean they find them again.
+      if (wild || !Centered) statistics = again;
+      if (wild) scale = scale_in_unit(again.variance, eps, unit);
     }
   }
 

@@ -761,8 +761,8 @@ MUTATIONS = [
     Mutation(
         "rows beside one out of range are measured again with it",
         "forward.cu",
-        "if (wild) {\n        statistics = again;",
-        "statistics = again;\n      if (wild) {",
+        "if (wild || !Centered) statistics = again;",
+        "statistics = again;",
         BITS_OF,
         BESIDE,
     ),
