@@ -106,6 +106,10 @@ def _relu(report: dict[str, Any], source: Path, folder: Path) -> Iterator[str]:
     if refusals:
         yield "\nNot timed, and why:\n"
         yield from refusals
+    notes = list(_notes(report["measurements"]))
+    if notes:
+        yield "\nMeasured otherwise than stated:\n"
+        yield from notes
 
 
 def _origin(report: dict[str, Any], source: Path, folder: Path) -> Iterator[str]:
@@ -160,17 +164,10 @@ def _section(
     if refusals:
         yield "\n### Not timed, and why\n"
         yield from refusals
-    notes = sorted(
-        {
-            (r["backend"], r[key])
-            for r in report["measurements"]
-            for key in ("note", "not_captured")
-            if r.get(key)
-        }
-    )
+    notes = list(_notes(report["measurements"]))
     if notes:
         yield "\n### Measured otherwise than stated\n"
-        yield from (f"- {backend}: {note}" for backend, note in notes)
+        yield from notes
     yield from _host(report["host"])
     yield from _first_calls(report["first_calls"])
 
@@ -214,6 +211,13 @@ def _refusals(records: Iterable[dict[str, Any]]) -> Iterator[str]:
     for (backend, status, why), where in shapes.items():
         more = f" and {len(where) - 1} more" if len(where) > 1 else ""
         yield f"- {backend}, {status}: {where[0]}{more}: `{why.replace('`', '')}`"
+
+
+def _notes(records: Iterable[dict[str, Any]]) -> Iterator[str]:
+    notes = {
+        (r["backend"], r[key]) for r in records for key in ("note", "not_captured") if r.get(key)
+    }
+    yield from (f"- {backend}: {note}" for backend, note in sorted(notes))
 
 
 def _host(records: list[dict[str, Any]]) -> Iterator[str]:
