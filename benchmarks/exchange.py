@@ -30,7 +30,7 @@ def from_torch(tensor: Any, xp: Any) -> Any:
 
     name = str(tensor.dtype).removeprefix("torch.")
     bits = tensor.detach().contiguous().view(getattr(torch, f"int{8 * tensor.element_size()}"))
-    return xp.from_dlpack(bits).view(DTYPES[name])
+    return xp.from_dlpack(bits).view(DTYPES.get(name, name))  # of integers, NumPy knows the name
 
 
 def to_jax(array: Any) -> Any:

@@ -5,27 +5,57 @@ from __future__ import annotations
 import gc
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from benchmarks import oracle
-from benchmarks.backends.base import Backend, Replay
+from benchmarks.backends.base import Backend, Outputs, Replay
 from benchmarks.timing import Clock
 from cupynorm._bench import Problem
 
 Record = dict[str, Any]
+Check = Callable[[Problem, Backend, dict[str, Any], Outputs, Any], Record]
+
+
+def check(
+    problem: Problem, backend: Backend, inputs: dict[str, Any], outputs: Outputs, xp: Any
+) -> Record:
+    """Return whether the outputs are right, why not, and the error of each."""
+    named = dict(zip(problem.outputs, backend.collect(outputs, xp), strict=True))
+    return judge(problem, inputs, named, xp)
+
+
+def judge(
+    problem: Problem, inputs: dict[str, Any], named: dict[str, Any], xp: Any, **options: Any
+) -> Record:
+    """Return the verdict of `benchmarks.oracle`, whose `errors` takes the options."""
+    try:
+        found = oracle.errors(problem, inputs, named, xp, **options)
+    except AssertionError as error:
+        return {"status": "wrong", "reason": str(error)}
+    wrong = oracle.verdict(found)
+    return {
+        "status": "wrong" if wrong else "ok",
+        "reason": wrong,
+        "errors": {name: [_finite(value) for value in e[:2]] for name, e in found.items()},
+    }
 
 
 def measure(
-    problem: Problem, backend: Backend, sets: Sequence[dict[str, Any]], clock: Clock, xp: Any
+    problem: Problem,
+    backend: Backend,
+    sets: Sequence[dict[str, Any]],
+    clock: Clock,
+    xp: Any,
+    check: Check = check,
 ) -> Record:
     """Return the record of a measurement; an exception becomes its reason."""
     record: Record = {**asdict(problem), "bytes": problem.bytes, "backend": backend.name}
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            record |= _measure(problem, backend, sets, clock, xp)
+            record |= _measure(problem, backend, sets, clock, xp, check)
     except Exception as error:  # whatever a library raises is its answer
         record |= {"status": "failed", "reason": reason(error)}
     gc.collect()
@@ -43,7 +73,12 @@ def reason(error: BaseException) -> str:
 
 
 def _measure(
-    problem: Problem, backend: Backend, sets: Sequence[dict[str, Any]], clock: Clock, xp: Any
+    problem: Problem,
+    backend: Backend,
+    sets: Sequence[dict[str, Any]],
+    clock: Clock,
+    xp: Any,
+    check: Check,
 ) -> Record:
     calls = [backend.prepare(problem, inputs) for inputs in sets]
     record: Record = {"note": calls[0].note}
@@ -52,7 +87,7 @@ def _measure(
     outputs = calls[0].run()
     backend.synchronize()
     if checked:
-        record |= _check(problem, backend, sets[0], outputs, xp)
+        record |= check(problem, backend, sets[0], outputs, xp)
         if record["status"] == "wrong":
             return record
     del outputs
@@ -70,29 +105,13 @@ def _measure(
         replays[0].launch()
         backend.synchronize()
         if checked:
-            again = _check(problem, backend, sets[0], replays[0].outputs, xp)
+            again = check(problem, backend, sets[0], replays[0].outputs, xp)
             if again["status"] == "wrong":
                 return record | again | {"reason": f"replayed: {again['reason']}"}
     times = backend.measure(clock, calls, replays)
     if backend.not_captured:
         record["not_captured"] = backend.not_captured
     return {"status": "ok", **record, "times": {name: asdict(t) for name, t in times.items()}}
-
-
-def _check(
-    problem: Problem, backend: Backend, inputs: dict[str, Any], outputs: Any, xp: Any
-) -> Record:
-    named = dict(zip(problem.outputs, backend.collect(outputs, xp), strict=True))
-    try:
-        found = oracle.errors(problem, inputs, named, xp)
-    except AssertionError as error:
-        return {"status": "wrong", "reason": str(error)}
-    wrong = oracle.verdict(found)
-    return {
-        "status": "wrong" if wrong else "ok",
-        "reason": wrong,
-        "errors": {name: [_finite(value) for value in e[:2]] for name, e in found.items()},
-    }
 
 
 def _finite(value: float) -> float | None:

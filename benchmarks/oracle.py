@@ -8,11 +8,13 @@ itself and nobody else claims.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
+from cupynorm import unpack_bitmask
 from cupynorm._bench import DTYPES, EPS, Problem
 
 # In units of roundoff: 2 for 16 bits, so that a library may round once more on the way, and 128 for
@@ -36,28 +38,58 @@ def widen(array: Any) -> Any:
     return array.astype(np.float64)
 
 
-def errors(problem: Problem, inputs: dict[str, Any], outputs: dict[str, Any], xp: Any) -> dict:
-    """Return the `Errors` of each output; an AssertionError names a wrong shape or dtype."""
-    for name in problem.outputs:
-        wanted = (problem.rows, problem.cols) if name in ("y", "dx") else (problem.cols,)
-        assert outputs[name].shape == wanted, f"{name} has shape {outputs[name].shape}"
+def errors(
+    problem: Problem,
+    inputs: dict[str, Any],
+    outputs: dict[str, Any],
+    xp: Any,
+    *,
+    relu: tuple[float, float] | None = None,
+    bitmask: Any = None,
+) -> dict[str, Errors]:
+    """Return the `Errors` of each output; an AssertionError names a wrong shape or dtype.
+
+    Of the problem's outputs none may be missing; forward may have mean and rstd besides. With relu,
+    y was clamped; with a bitmask, backward counts dy as 0 where its bit is not set.
+    """
+    assert set(problem.outputs) <= set(outputs), f"of {problem.outputs} only {list(outputs)}"
+    for name, output in outputs.items():
+        wanted = _shape(problem, name)
+        assert output.shape == wanted, f"{name} has shape {output.shape}, not {wanted}"
         if name in ("y", "dx"):
-            assert outputs[name].dtype == inputs["x"].dtype, f"{name} is {outputs[name].dtype}"
-    tallies = {name: _Tally(outputs[name].dtype, problem, xp) for name in problem.outputs}
+            assert output.dtype == inputs["x"].dtype, f"{name} is {output.dtype}"
+    tallies = {name: _Tally(output.dtype, problem, xp) for name, output in outputs.items()}
     sums: dict[str, Any] = {}
-    step = max(1, CHUNK_ELEMENTS // problem.cols)
-    for start in range(0, problem.rows, step):
-        rows = slice(start, start + step)
-        exact, magnitude = _exact(problem, inputs, rows, xp)
-        for name in exact:
-            if name in ("y", "dx"):
-                tallies[name].add(outputs[name][rows], exact[name], magnitude[name])
-            else:
+    for rows in _pieces(problem):
+        exact, magnitude = _exact(problem, inputs, rows, xp, bitmask)
+        if relu is not None:
+            exact["y"] = xp.clip(exact["y"], *relu)
+        for name in outputs:
+            if name in ("dweight", "dbias"):
                 total = sums.get(name, (0.0, 0.0))
                 sums[name] = (total[0] + exact[name], total[1] + magnitude[name])
+            else:
+                tallies[name].add(outputs[name][rows], exact[name], magnitude[name])
     for name, (exact_sum, magnitude_sum) in sums.items():
         tallies[name].add(outputs[name], exact_sum, magnitude_sum)
     return {name: tally.errors() for name, tally in tallies.items()}
+
+
+def wrong_bits(
+    problem: Problem, inputs: dict[str, Any], bitmask: Any, relu: tuple[float, float], xp: Any
+) -> int:
+    """Count the bits that are not those of exact y, where y is no rounding away from a bound."""
+    wanted = (problem.rows, -(-problem.cols // 8))
+    assert bitmask.shape == wanted, f"bitmask has shape {bitmask.shape}, not {wanted}"
+    lower, upper = relu
+    wrong = 0
+    for rows in _pieces(problem):
+        exact, magnitude = _exact(problem, inputs, rows, xp)
+        y, slack = exact["y"], 16 * _unit(problem) * magnitude["y"]
+        decided = (xp.abs(y - lower) > slack) & (xp.abs(y - upper) > slack)
+        bits = unpack_bitmask(bitmask[rows], problem.cols)
+        wrong = wrong + ((bits != ((lower < y) & (y < upper))) & decided).sum()
+    return int(wrong)
 
 
 def verdict(found: dict[str, Errors]) -> str | None:
@@ -70,7 +102,21 @@ def verdict(found: dict[str, Errors]) -> str | None:
     return "; ".join(wrong) or None
 
 
-def _exact(problem: Problem, inputs: dict[str, Any], rows: slice, xp: Any) -> tuple[dict, dict]:
+def _shape(problem: Problem, name: str) -> tuple[int, ...]:
+    if name in ("y", "dx"):
+        return problem.rows, problem.cols
+    return (problem.rows if name in ("mean", "rstd") else problem.cols,)
+
+
+def _pieces(problem: Problem) -> Iterator[slice]:
+    """Yield some rows at a time."""
+    step = max(1, CHUNK_ELEMENTS // problem.cols)
+    return (slice(start, start + step) for start in range(0, problem.rows, step))
+
+
+def _exact(
+    problem: Problem, inputs: dict[str, Any], rows: slice, xp: Any, bitmask: Any = None
+) -> tuple[dict, dict]:
     """Return the exact values and the magnitudes that `cupynorm.testing` derives, of some rows."""
     x, w = widen(inputs["x"][rows]), widen(inputs["weight"])
     u = _unit(problem)
@@ -84,13 +130,23 @@ def _exact(problem: Problem, inputs: dict[str, Any], rows: slice, xp: Any) -> tu
     size = xp.abs(xhat)
     if problem.direction == "forward":
         y = xhat * w
-        if problem.norm == "rms_norm":
-            return {"y": y}, {"y": xp.abs(y)}
-        bias = widen(inputs["bias"])
-        shift = 8 * u * mean(xp.abs(x)) * rstd
-        size = (1 + shift * shift) * size + mean(size) + shift
-        return {"y": y + bias}, {"y": size * xp.abs(w) + xp.abs(bias)}
+        exact, magnitude = {"y": y, "rstd": rstd[:, 0]}, {"y": xp.abs(y), "rstd": rstd[:, 0]}
+        if problem.norm == "layer_norm":
+            bias = widen(inputs["bias"])
+            mean_size = mean(xp.abs(x))
+            shift = 8 * u * mean_size * rstd
+            inflation = 1 + shift * shift
+            size = inflation * size + mean(size) + shift
+            exact |= {"y": y + bias, "mean": mean(x)[:, 0]}
+            magnitude = {
+                "y": size * xp.abs(w) + xp.abs(bias),
+                "mean": mean_size[:, 0],
+                "rstd": (inflation * rstd)[:, 0],
+            }
+        return exact, magnitude
     dy = widen(inputs["dy"][rows])
+    if bitmask is not None:
+        dy = dy * unpack_bitmask(bitmask[rows], problem.cols)
     g = dy * w
     g_size = xp.abs(g)
     slope = mean(g * xhat)

@@ -2,27 +2,29 @@
 
 ``python -m benchmarks.relu benchmarks/results/relu_h200.json``
 
-Forward is the one for training, with statistics and bitmask. Times are those of `benchmarks.run`:
-the call as made or its kernels replayed from a CUDA graph, whichever is less. A result is compared
-with the float64 reference, on some of its rows, before it is timed.
+Forward is the one for training, with statistics and bitmask. Times and checks are those of
+`benchmarks.run`, of all outputs and rows. Backward is checked against what is exact for the very
+bitmask that it read, its own library's; cupynorm has to keep the bound of `cupynorm.testing` too.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 import cupynorm
 from benchmarks import cudnn_graphs, oracle, results
-from benchmarks.backends.base import Backend, Call, CuPyBackend, TorchBackend
-from benchmarks.measure import reason
+from benchmarks.backends import cudnn_peer
+from benchmarks.backends.base import Backend, Call, CuPyBackend, Outputs
+from benchmarks.exchange import ALL_ONES
+from benchmarks.measure import judge, measure, reason
+from benchmarks.results import Record
 from benchmarks.timing import Clock, rotations
-from cupynorm import _bench, reference
+from cupynorm import _bench
 from cupynorm._bench import EPS, Problem
 
 RELU = (0.0, 6.0)
@@ -33,11 +35,15 @@ CASES = (
     ((32768, 4096), ("bfloat16", "float32")),
     ((32768, 16384), ("bfloat16", "float32")),
 )
-CHECKED_ROWS = 64
+TIMES = ("x, weight", "MxN", "direction", "plain", "with ReLU", "of plain", "cuDNN", "of cuDNN")
+ERRORS = ("x, weight", "MxN", "output", "cupynorm", "of its bound", "cuDNN", "of that bound")
+STORED = ("y", "mean", "rstd", "bitmask")
 
 
 class Ours(CuPyBackend):
     """On CuPy arrays, plain or with the ReLU."""
+
+    kind = "ours"
 
     def __init__(self, name: str, relu: tuple[float, float] | None) -> None:
         self.name = name  # type: ignore[misc]
@@ -61,17 +67,17 @@ class Ours(CuPyBackend):
         )
 
 
-class Cudnn(TorchBackend):
+class Cudnn(cudnn_peer.Cudnn):
     """As cuDNN's sample builds it."""
 
-    name = "cuDNN"
-    modules = ("torch", "cudnn")
-    distribution = "nvidia-cudnn-frontend"
+    relu = RELU
 
     def prepare_tensors(self, problem: Problem, tensors: dict[str, Any]) -> Call:
+        import torch
+
         x, weight, bias = (tensors[name] for name in ("x", "weight", "bias"))
         run = cudnn_graphs.forward(problem.norm, x, weight, bias, eps=EPS[problem.norm], relu=RELU)
-        names: tuple[str, ...] = ("y", "mean", "rstd", "bitmask")
+        names = STORED
         if problem.direction == "backward":
             stored = run()
             run = cudnn_graphs.backward(
@@ -84,54 +90,98 @@ class Cudnn(TorchBackend):
                 dbias=True,
                 bitmask=stored["bitmask"],
             )
-            names = ("dx", "dweight", "dbias")
+            names = problem.outputs
+        for output in run().values():
+            output.view(torch.uint8).fill_(ALL_ONES)
         return Call(lambda: tuple(run()[name] for name in names))
 
 
-def check(problem: Problem, relu: Any, inputs: dict[str, Any], output: Any) -> None:
-    """Raise a ValueError if y or dx is not as exact as `benchmarks.oracle` asks for."""
-    import cupy
+def check(
+    problem: Problem, backend: Any, inputs: dict[str, Any], outputs: Outputs, xp: Any
+) -> Record:
+    """Return the record of a check: of all that forward stores, or of the gradients.
 
-    def rows(array: Any) -> np.ndarray:
-        return cupy.asnumpy(oracle.widen(array[:CHECKED_ROWS]))
-
-    x = rows(inputs["x"])
-    weight, bias = (cupy.asnumpy(oracle.widen(inputs[name])) for name in ("weight", "bias"))
-    exact = reference.layer_norm_forward(x, weight, bias, eps=EPS[problem.norm], relu=relu)
-    wanted = exact.y
-    if problem.direction == "backward":
-        wanted = reference.layer_norm_backward(
-            rows(inputs["dy"]), x, weight, exact.mean, exact.rstd, bitmask=exact.bitmask
-        ).dx
-    errors = np.linalg.norm(rows(output) - wanted, axis=1) / np.linalg.norm(wanted, axis=1)
-    # Of the rows, the median one: a bit of an element at a bound may be either, and dx shows it.
-    error = np.median(errors)
-    if not error <= oracle.TOLERANCE[problem.dtype]:
-        raise ValueError(f"wrong: relative error {error:.1e}")
-
-
-def microseconds(
-    backend: Backend, relu: Any, problem: Problem, sets: Sequence[dict[str, Any]], clock: Clock
-) -> tuple[float | None, dict[str, Any]]:
-    """Return the time that counts, and the record."""
-    import cupy
-
-    record: dict[str, Any] = {"backend": backend.name, "status": "failed"}
-    try:
-        backend.version()
-        calls = [backend.prepare(problem, inputs) for inputs in sets]
-        (output,) = backend.collect(calls[0].run()[:1], cupy)
+    `backend` is `Ours` or `Cudnn`.
+    """
+    if problem.direction == "forward":
+        named = _stored(backend, outputs, xp)
+        bitmask = named.pop("bitmask", None)
+        record = judge(problem, inputs, named, xp, relu=backend.relu)
+        if bitmask is not None:
+            record["wrong_bits"] = oracle.wrong_bits(problem, inputs, bitmask, backend.relu, xp)
+            if record["wrong_bits"] and record["status"] == "ok":
+                record |= {"status": "wrong", "reason": f"{record['wrong_bits']} wrong bits"}
+    else:
+        named = dict(zip(problem.outputs, backend.collect(outputs, xp), strict=True))
+        # The bits that it read: the same call gives the same. Were it not so, dx would be wrong.
+        forward = dataclasses.replace(problem, direction="forward")
+        stored = _stored(backend, backend.prepare(forward, inputs).run(), xp)
         backend.synchronize()
-        check(problem, relu, sets[0], output)
-        del output
-        replays = [r for inputs in sets if (r := backend.capture(problem, inputs)) is not None]
-        times = backend.measure(clock, calls, replays)
-        record["times"] = {name: vars(timing) for name, timing in times.items()}
-        record["status"] = "ok"
-    except Exception as error:  # whatever a library raises is its answer
-        record["reason"] = reason(error)
-    seconds = results.seconds(record)
-    return None if seconds is None else 1e6 * seconds, record
+        record = judge(problem, inputs, named, xp, bitmask=stored.get("bitmask"))
+    if backend.kind == "ours" and record["status"] == "ok":
+        beyond = [name for name, (_, over) in record["errors"].items() if not over <= 1]
+        if beyond:
+            record |= {"status": "wrong", "reason": f"beyond the bound: {', '.join(beyond)}"}
+    return record
+
+
+def _stored(backend: Backend, outputs: Outputs, xp: Any) -> dict[str, Any]:
+    named = dict(zip(STORED, backend.collect(outputs, xp), strict=False))  # plain has no bitmask
+    # cuDNN's are of shape (rows, 1).
+    return named | {name: named[name].reshape(-1) for name in ("mean", "rstd")}
+
+
+def times(problem: Problem, cell: dict[str, Record]) -> list[str]:
+    """Return the cells of a problem under TIMES, in microseconds."""
+
+    def seconds(name: str) -> float | None:
+        return results.seconds(cell[name]) if name in cell else None
+
+    def shown(name: str) -> str:
+        time = seconds(name)
+        return cell[name]["status"] if time is None and name in cell else _number(time, 1e6, 1)
+
+    def ratio(whole: str) -> str:
+        parts = seconds("relu"), seconds(whole)
+        return _number(parts[0] / parts[1] if parts[0] and parts[1] else None, 1, 2)
+
+    return [
+        *(*_where(problem), problem.direction, shown("plain"), shown("relu")),
+        *(ratio("plain"), shown("cuDNN"), ratio("cuDNN")),
+    ]
+
+
+def errors(problem: Problem, cell: dict[str, Record]) -> Iterator[list[str]]:
+    """Yield the cells of each output of a problem under ERRORS, and those of the bits."""
+    names = dict.fromkeys(
+        name for side in ("relu", "cuDNN") for name in cell.get(side, {}).get("errors", ())
+    )
+    for name in names:
+        row = [*_where(problem), name]
+        for side in ("relu", "cuDNN"):
+            found = cell.get(side, {}).get("errors", {}).get(name)
+            row += ["", ""] if found is None else [_scientific(found[0]), _number(found[1], 1, 3)]
+        yield row
+    bits = [cell.get(side, {}).get("wrong_bits") for side in ("relu", "cuDNN")]
+    if any(count is not None for count in bits):
+        cells = ["" if count is None else f"{count} wrong" for count in bits]
+        yield [*_where(problem), "bitmask", cells[0], "", cells[1], ""]
+
+
+def _where(problem: Problem) -> tuple[str, str]:
+    return f"{problem.dtype}, {problem.weight_dtype}", f"{problem.rows}x{problem.cols}"
+
+
+def _number(value: float | None, factor: float, digits: int) -> str:
+    return "" if value is None else f"{factor * value:.{digits}f}"
+
+
+def _scientific(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.2e}"
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"{cells[0]:<20}{cells[1]:<14}{cells[2]:<10}" + "".join(f"{c:>14}" for c in cells[3:])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -141,28 +191,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     import cupy
 
     clock = Clock()
-    backends: list[tuple[Backend, Any]] = [
-        (Ours("plain", None), None),
-        (Ours("relu", RELU), RELU),
-        (Cudnn(), RELU),
-    ]
+    backends: list[Backend] = [Ours("plain", None), Ours("relu", RELU), Cudnn()]
     facts = {"cupynorm": cupynorm.__version__}
     try:
-        facts["cuDNN"] = backends[-1][0].version()
+        facts["cuDNN"] = backends[-1].version()
     except ImportError as error:
-        facts["cuDNN"] = reason(error)
+        facts["cuDNN"] = f"missing: {reason(error)}"
+        del backends[-1]
     report = results.new(facts, list(sys.argv[1:] if arguments is None else arguments))
-    print(
-        f"{'x, weight':<20}{'rows x columns':<16}{'direction':<10}{'plain us':>10}{'relu us':>10}"
-        f"{'of plain':>9}{'cuDNN us':>10}{'of cuDNN':>9}"
-    )
-
-    def shown(time: float | None) -> str:
-        return f"{time:.1f}".rjust(10) if time else "-".rjust(10)
-
-    def ratio(part: float | None, whole: float | None) -> str:
-        return f"{part / whole:.2f}".rjust(9) if part and whole else "-".rjust(9)
-
+    print(_line(TIMES))
     for (n_rows, n_cols), (dtype, weight_dtype) in CASES:
         for direction in ("forward", "backward"):
             problem = Problem("layer_norm", direction, n_rows, n_cols, dtype, weight_dtype)  # type: ignore[arg-type]
@@ -170,22 +207,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 _bench.inputs(problem, seed, cupy)
                 for seed in range(rotations(problem.bytes, clock.cache_bytes))
             ]
-            times = []
-            for backend, relu in backends:
-                time, record = microseconds(backend, relu, problem, sets, clock)
-                times.append(time)
-                report["measurements"].append(vars(problem) | record)
-                backend.release()
-                if "reason" in record:
-                    print(f"{backend.name}: {record['reason']}", file=sys.stderr)
-            plain, fused, peer = times
-            columns = (
-                *(f"{dtype}, {weight_dtype}".ljust(20), f"{n_rows} x {n_cols}".ljust(16)),
-                *(direction.ljust(10), shown(plain), shown(fused), ratio(fused, plain)),
-                *(shown(peer), ratio(fused, peer)),
-            )
-            print(*columns, sep="", flush=True)
+            cell = {b.name: measure(problem, b, sets, clock, cupy, check) for b in backends}
+            report["measurements"] += cell.values()
+            print(_line(times(problem, cell)), flush=True)
+            for row in errors(problem, cell):
+                print(_line(row))
+            for record in cell.values():
+                if record.get("reason"):
+                    print(f"{record['backend']}: {record['reason']}", file=sys.stderr)
             results.save(report, options.results)
+    report["complete"] = True
+    results.save(report, options.results)
     return 0
 
 

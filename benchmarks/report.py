@@ -1,8 +1,9 @@
 """Write a results file into the README: ``python -m benchmarks.report results.json``.
 
 Its figures go beside the results file. Those of several GPUs have a section of their own:
-``python -m benchmarks.report --scaling sharding_torch.json sharding_jax.json``. Nothing between the
-README's markers is written by hand.
+``python -m benchmarks.report --scaling sharding_torch.json sharding_jax.json``, and so has the
+clamped ReLU: ``python -m benchmarks.report --relu relu.json``. Nothing between the README's markers
+is written by hand.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks import plots, results, scaling
+from benchmarks import plots, relu, results, scaling
 from benchmarks.backends import ALL
 from benchmarks.problems import OPERATIONS
 from benchmarks.summary import ratios, summarize
@@ -24,6 +25,8 @@ BEGIN = "<!-- results: written by `python -m benchmarks.report` -->"
 END = "<!-- end of results -->"
 BEGIN_SCALING = "<!-- scaling: written by `python -m benchmarks.report --scaling` -->"
 END_SCALING = "<!-- end of scaling -->"
+BEGIN_RELU = "<!-- relu: written by `python -m benchmarks.report --relu` -->"
+END_RELU = "<!-- end of relu -->"
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -31,11 +34,16 @@ def main(arguments: list[str] | None = None) -> None:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("results", type=Path, nargs="?", help="a file of benchmarks.run")
     what.add_argument("--scaling", type=Path, nargs="+", help="files of benchmarks.sharding_*")
+    what.add_argument("--relu", type=Path, help="a file of benchmarks.relu")
     parser.add_argument("--readme", type=Path, default=README)
     options = parser.parse_args(arguments)
     if options.scaling:
         section = _scaling(options.scaling, options.readme.parent)
         _replace(options.readme, BEGIN_SCALING, END_SCALING, section)
+        return
+    if options.relu:
+        section = _relu(results.load(options.relu), options.relu, options.readme.parent)
+        _replace(options.readme, BEGIN_RELU, END_RELU, section)
         return
     report = results.load(options.results)
     figures = plots.draw(report, options.results.with_suffix(""))
@@ -82,17 +90,43 @@ def _scaling(sources: Iterable[Path], folder: Path) -> Iterator[str]:
         yield from (f"\nNot captured into a CUDA graph, {refusal}" for refusal in refusals)
 
 
-def _section(
-    report: dict[str, Any], source: Path, figures: Iterable[Path], folder: Path
-) -> Iterator[str]:
-    machine = report["machine"]
+def _relu(report: dict[str, Any], source: Path, folder: Path) -> Iterator[str]:
+    yield from _origin(report, source, folder)
+    yield "\nMicroseconds:\n"
+    cells = list(results.by_problem(report["measurements"]))
+    yield from _table(list(relu.TIMES), (relu.times(problem, cell) for problem, cell in cells))
+    yield (
+        "\nError of each output against float64: in the 2-norm, relative to the exact result; and "
+        "of the worst element, over the bound of `cupynorm.testing`.\n"
+    )
+    yield from _table(
+        list(relu.ERRORS), (row for problem, cell in cells for row in relu.errors(problem, cell))
+    )
+    refusals = list(_refusals(report["measurements"]))
+    if refusals:
+        yield "\nNot timed, and why:\n"
+        yield from refusals
+    notes = list(_notes(report["measurements"]))
+    if notes:
+        yield "\nMeasured otherwise than stated:\n"
+        yield from notes
+
+
+def _origin(report: dict[str, Any], source: Path, folder: Path) -> Iterator[str]:
+    """Yield where the figures come from: the file, the machine and the versions."""
     yield f"From [{source.name}]({_relative(source, folder)}), started {report['started']}."
     if not report.get("complete"):
         yield "\n**This run did not finish; what it did not reach is missing.**"
     yield ""
-    yield from _table(["", ""], [[name, str(fact)] for name, fact in _facts(report, machine)])
-    yield ""
-    yield "### Summary\n"
+    facts = _facts(report, report["machine"])
+    yield from _table(["", ""], [[name, str(fact)] for name, fact in facts])
+
+
+def _section(
+    report: dict[str, Any], source: Path, figures: Iterable[Path], folder: Path
+) -> Iterator[str]:
+    yield from _origin(report, source, folder)
+    yield "\n### Summary\n"
     yield (
         "Speed of cupynorm over that of the best peer and of the limit: geometric means over the "
         "shapes of the tables below; above 1 is faster.\n"
@@ -130,17 +164,10 @@ def _section(
     if refusals:
         yield "\n### Not timed, and why\n"
         yield from refusals
-    notes = sorted(
-        {
-            (r["backend"], r[key])
-            for r in report["measurements"]
-            for key in ("note", "not_captured")
-            if r.get(key)
-        }
-    )
+    notes = list(_notes(report["measurements"]))
     if notes:
         yield "\n### Measured otherwise than stated\n"
-        yield from (f"- {backend}: {note}" for backend, note in notes)
+        yield from notes
     yield from _host(report["host"])
     yield from _first_calls(report["first_calls"])
 
@@ -184,6 +211,13 @@ def _refusals(records: Iterable[dict[str, Any]]) -> Iterator[str]:
     for (backend, status, why), where in shapes.items():
         more = f" and {len(where) - 1} more" if len(where) > 1 else ""
         yield f"- {backend}, {status}: {where[0]}{more}: `{why.replace('`', '')}`"
+
+
+def _notes(records: Iterable[dict[str, Any]]) -> Iterator[str]:
+    notes = {
+        (r["backend"], r[key]) for r in records for key in ("note", "not_captured") if r.get(key)
+    }
+    yield from (f"- {backend}: {note}" for backend, note in sorted(notes))
 
 
 def _host(records: list[dict[str, Any]]) -> Iterator[str]:

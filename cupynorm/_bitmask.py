@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import numbers
 from typing import Any
 
@@ -58,7 +59,7 @@ def pack_bitmask(mask: Any) -> Any:
     if mask.ndim == 0:
         raise ValueError("mask must have at least one axis, got a 0-dimensional array")
     with _device_of(mask):
-        return family.give(pack(_module_of(mask), mask))
+        return family.give(pack(mask))
 
 
 def unpack_bitmask(bitmask: Any, n: int) -> Any:
@@ -107,34 +108,65 @@ def unpack_bitmask(bitmask: Any, n: int) -> Any:
             f"got shape {bitmask.shape}"
         )
     with _device_of(bitmask):
-        return family.give(unpack(_module_of(bitmask), bitmask, n))
+        return family.give(unpack(bitmask, n))
 
 
-def pack(xp: Any, mask: Any) -> Any:
-    """Pack along the last axis; xp is numpy or cupy."""
-    # Not by xp.packbits: CuPy's knows no axis, and counts in 32 bits.
-    packed = xp.zeros((*mask.shape[:-1], bitmask_bytes(mask.shape[-1])), np.uint8)
-    for bit in range(8):
-        part = mask[..., bit::8].astype(np.uint8)
-        packed[..., : part.shape[-1]] |= part << np.uint8(bit)
-    return packed
-
-
-def unpack(xp: Any, bitmask: Any, n: int) -> Any:
-    """Unpack n bits along the last axis; xp is numpy or cupy."""
-    mask = xp.empty((*bitmask.shape[:-1], n), np.bool_)
-    for bit in range(8):
-        part = mask[..., bit::8]
-        part[...] = bitmask[..., : part.shape[-1]] & np.uint8(1 << bit) != 0
-    return mask
-
-
-def _module_of(array: Any) -> Any:
-    if _arrays.is_numpy(array):
-        return np
+def pack(mask: Any) -> Any:
+    """Pack along the last axis an array of NumPy or CuPy."""
+    if _arrays.is_numpy(mask):
+        return np.packbits(mask, axis=-1, bitorder="little")
     import cupy
 
-    return cupy
+    n = mask.shape[-1]
+    packed = cupy.empty((*mask.shape[:-1], bitmask_bytes(n)), np.uint8)
+    return _kernels()[0](mask, n, bitmask_bytes(n), packed)
+
+
+def unpack(bitmask: Any, n: int) -> Any:
+    """Unpack n bits along the last axis of an array of NumPy or CuPy."""
+    if _arrays.is_numpy(bitmask):
+        bits = np.unpackbits(bitmask, axis=-1, count=n, bitorder="little")
+        return bits.view(np.bool_)
+    import cupy
+
+    mask = cupy.empty((*bitmask.shape[:-1], n), np.bool_)
+    return _kernels()[1](bitmask, n, bitmask_bytes(n), mask)
+
+
+# What both kernels begin with: the first element of byte i, and how many it has.
+_BYTE = """
+    const long long column = i % n_bytes * 8;
+    const long long first = i / n_bytes * n + column;
+    const int count = column + 8 < n ? 8 : n - column;
+"""
+
+
+@functools.cache
+def _kernels() -> tuple[Any, Any]:
+    """Return CuPy's kernels that pack and unpack, a thread a byte.
+
+    CuPy's own packbits and unpackbits know no axis; pack's counts in 32 bits.
+    """
+    import cupy
+
+    pack_bits = cupy.ElementwiseKernel(
+        "raw bool mask, int64 n, int64 n_bytes",
+        "uint8 packed",
+        _BYTE
+        + """
+    unsigned int byte = 0;
+    for (int bit = 0; bit < count; ++bit) byte |= (unsigned int)mask[first + bit] << bit;
+    packed = byte;
+""",
+        "cupynorm_pack_bitmask",
+    )
+    unpack_bits = cupy.ElementwiseKernel(
+        "uint8 byte, int64 n, int64 n_bytes",
+        "raw bool mask",
+        _BYTE + "for (int bit = 0; bit < count; ++bit) mask[first + bit] = byte >> bit & 1;",
+        "cupynorm_unpack_bitmask",
+    )
+    return pack_bits, unpack_bits
 
 
 def _device_of(array: Any) -> contextlib.AbstractContextManager[Any]:

@@ -203,7 +203,7 @@ def _check_like(name: str, array: Any, x: Any, shape: tuple[int, ...], dtype: An
     if dtype is None:
         to_dtype(f"{name}.dtype", array.dtype)
     elif array.dtype != dtype:
-        raise TypeError(f"{name} must have dtype {dtype}, got {array.dtype}")
+        raise TypeError(f"{name}.dtype must be {dtype}, got {array.dtype}")
 
 
 def _check_writable(name: str, array: Any, k: int) -> None:

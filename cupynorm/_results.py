@@ -20,8 +20,9 @@ class NormForward(NamedTuple):
     rstd : array
         ``1 / sqrt(variance + eps)`` of each row (RMSNorm: of the mean square), as ``mean``.
     bitmask : array of uint8 or None
-        Where y was strictly between relu's bounds, a bit an element, as `pack_bitmask` packs them:
-        of x's shape without the normalized axes, and ceil(N / 8); None without relu.
+        Where y was strictly between relu's bounds, before it was rounded, a bit an element, as
+        `pack_bitmask` packs them: of x's shape without the normalized axes, and ceil(N / 8); None
+        without relu.
     """
 
     y: Any

@@ -104,7 +104,7 @@ def masked(dy: Array, bitmask: Array | None, k: int) -> Array:
     if bitmask is None:
         return dy
     n = math.prod(dy.shape[dy.ndim - k :])
-    return np.where(unpack(np, bitmask, n).reshape(dy.shape), dy, np.zeros((), dy.dtype))
+    return np.where(unpack(bitmask, n).reshape(dy.shape), dy, np.zeros((), dy.dtype))
 
 
 def forward_float64(
@@ -126,7 +126,7 @@ def forward_float64(
         bitmask = None
         if relu is not None:
             y, inside = clamp(y, relu, x)
-            bitmask = pack(np, inside.reshape(*kept, math.prod(x.shape[x.ndim - k :])))
+            bitmask = pack(inside.reshape(*kept, math.prod(x.shape[x.ndim - k :])))
         mean = None if mean is None else mean.reshape(kept)
         return NormForward(y, mean, rstd.reshape(kept), bitmask)
 

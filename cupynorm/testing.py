@@ -357,7 +357,7 @@ def _assert_bits(bitmask: Array, inside: Array, either: Array, k: int, name: str
     """Assert that a bitmask has the bits of `inside`, but for `either`, and no others."""
     kept = inside.shape[: inside.ndim - k]
     n = math.prod(inside.shape[inside.ndim - k :])
-    bits = unpack(np, bitmask, 8 * bitmask.shape[-1])
+    bits = unpack(bitmask, 8 * bitmask.shape[-1])
     wrong = bits.copy()  # the spare ones, if set
     wrong[..., :n] = (bits[..., :n] != inside.reshape(*kept, n)) & ~either.reshape(*kept, n)
     if wrong.any():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 import json
 import os
@@ -26,6 +27,7 @@ from benchmarks import (  # noqa: E402
     oracle,
     plots,
     problems,
+    relu,
     report,
     results,
     run,
@@ -41,6 +43,7 @@ from cupynorm import _bench, reference, testing  # noqa: E402
 from cupynorm._bench import DTYPES, EPS, Problem  # noqa: E402
 
 SYNTHETIC = Path(__file__).parent / "data" / "synthetic_results.json"
+SYNTHETIC_RELU = SYNTHETIC.with_name("synthetic_relu.json")
 
 
 @pytest.fixture
@@ -218,6 +221,99 @@ def test_a_measurement_tells_what_went_wrong(fault, status, reason, timed) -> No
     assert (results.seconds(record) is not None) == bool(timed)
 
 
+class ReluOnHost(relu.Ours):
+    """On NumPy arrays, with another bit in column 7 of each row if wanted."""
+
+    def __init__(self, relu: tuple[float, float] | None, flipped: bool = False) -> None:
+        super().__init__("on the host", relu)
+        self.flipped = flipped
+
+    def prepare(self, problem, inputs) -> Call:
+        call = super().prepare(problem, inputs)
+        if not self.flipped:
+            return call
+        if problem.direction == "forward":
+            *rest, bitmask = call.run()
+            bitmask[:, 0] ^= 1 << 7
+            return Call(lambda: (*rest, bitmask))
+        forward = dataclasses.replace(problem, direction="forward")
+        _, mean, rstd, bitmask = self.prepare(forward, inputs).run()
+        return Call(
+            lambda: reference.layer_norm_backward(
+                inputs["dy"], inputs["x"], inputs["weight"], mean, rstd, bitmask=bitmask
+            )
+        )
+
+    def synchronize(self) -> None: ...
+
+
+def relu_check(backend, direction, dtype="float32", fault=None, change=None) -> dict:
+    problem = Problem("layer_norm", direction, 33, 44, dtype, "float32")
+    inputs = _bench.inputs(problem, 0, np)
+    if change is not None:
+        change(inputs)
+    outputs = [output.copy() for output in backend.prepare(problem, inputs).run()]
+    if fault is not None:
+        fault(*outputs)
+    return relu.check(problem, backend, inputs, outputs, np)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("bounds", [None, relu.RELU])
+def test_check_of_the_relu_is_of_every_output(bounds, dtype) -> None:
+    backend = ReluOnHost(bounds)
+    forward = relu_check(backend, "forward", dtype)
+    assert forward["status"] == "ok"
+    assert list(forward["errors"]) == ["y", "mean", "rstd"]
+    assert forward.get("wrong_bits") == (None if bounds is None else 0)
+    backward = relu_check(backend, "backward", dtype)
+    assert backward["status"] == "ok"
+    assert list(backward["errors"]) == ["dx", "dweight", "dbias"]
+
+    def spoil(index):
+        def fault(*outputs):
+            outputs[index][-1] = outputs[index][-1] * 1.25 + 1
+
+        return fault
+
+    for direction, names in (("forward", relu.STORED[:3]), ("backward", backward["errors"])):
+        for index, name in enumerate(names):
+            record = relu_check(backend, direction, dtype, spoil(index))
+            assert record["status"] == "wrong"
+            assert record["reason"].startswith(f"{name} is off by")
+
+
+def test_check_of_the_relu_counts_wrong_bits_away_from_the_bounds() -> None:
+    def flip(y, mean, rstd, bitmask):
+        bitmask[:, 0] ^= 1 << 7
+
+    def on_a_bound(inputs):
+        inputs["weight"][7] = inputs["bias"][7] = 0
+
+    backend = ReluOnHost(relu.RELU)
+    record = relu_check(backend, "forward", fault=flip)
+    assert (record["status"], record["wrong_bits"]) == ("wrong", 33)
+    assert record["reason"] == "33 wrong bits"
+    record = relu_check(backend, "forward", fault=flip, change=on_a_bound)
+    assert (record["status"], record["wrong_bits"]) == ("ok", 0)
+
+
+def test_check_of_the_relu_takes_the_bits_that_backward_read() -> None:
+    assert relu_check(ReluOnHost(relu.RELU, flipped=True), "forward")["status"] == "wrong"
+    assert relu_check(ReluOnHost(relu.RELU, flipped=True), "backward")["status"] == "ok"
+
+
+def test_check_of_the_relu_holds_cupynorm_to_its_bound() -> None:
+    def one_step(y, *rest):
+        y.view(np.uint16)[0, np.argmax(y[0])] += 1
+
+    backend = ReluOnHost(relu.RELU)
+    record = relu_check(backend, "forward", "bfloat16", one_step)
+    assert (record["status"], record["reason"]) == ("wrong", "beyond the bound: y")
+    backend.kind = "peer"
+    assert relu_check(backend, "forward", "bfloat16", one_step)["status"] == "ok"
+
+
 def test_discovery_names_every_backend_with_a_version_or_a_reason() -> None:
     found, facts = discover()
     assert list(facts) == [backend.name for backend in ALL]
@@ -332,6 +428,34 @@ def test_readme_section_is_made_from_the_file(tmp_path, monkeypatch) -> None:
     assert readme.read_text(encoding="utf-8") == text
 
 
+def test_relu_in_the_readme_is_made_from_the_file(tmp_path) -> None:
+    source, readme = tmp_path / "relu.json", tmp_path / "README.md"
+    shutil.copy(SYNTHETIC_RELU, source)
+    shutil.copy(report.README, readme)
+    arguments = ["--relu", str(source), "--readme", str(readme)]
+    report.main(arguments)
+    text, before = (path.read_text(encoding="utf-8") for path in (readme, report.README))
+    assert text.split(report.BEGIN_RELU)[0] == before.split(report.BEGIN_RELU)[0]
+    assert text.split(report.END_RELU)[1] == before.split(report.END_RELU)[1]
+    for line in (
+        "| cuDNN | 0.0.0, frontend 0.0.0 |",
+        "| float32, float32 | 4096x768 | forward | 10.0 | 12.0 | 1.20 | 60.0 | 0.20 |",
+        "| float32, float32 | 4096x768 | backward | 20.0 | 25.0 | 1.25 | wrong |  |",
+        "| bfloat16, float32 | 32768x1024 | forward | 40.0 | 49.0 | 1.23 | failed |  |",
+        "| float32, float32 | 4096x768 | y | 4.00e-08 | 0.250 | 4.50e-08 | 0.375 |",
+        "| float32, float32 | 4096x768 | bitmask | 0 wrong |  | 0 wrong |  |",
+        "| float32, float32 | 4096x768 | dx | 3.00e-08 | 0.250 | not finite |  |",
+        "| bfloat16, float32 | 32768x1024 | y | 1.25e-03 | 0.938 |  |  |",
+        "| bfloat16, float32 | 32768x1024 | bitmask | 0 wrong |  |  |  |",
+        "- cuDNN, failed: layer_norm forward 32768x1024 bfloat16,float32: `RuntimeError: no plan`",
+        "- cuDNN: RuntimeError: no graph",
+    ):
+        assert line in text.splitlines()
+    assert text.count("| bitmask |") == 2
+    report.main(arguments)
+    assert readme.read_text(encoding="utf-8") == text
+
+
 def test_a_readme_without_markers_is_left_alone(tmp_path, synthetic) -> None:
     readme = tmp_path / "README.md"
     readme.write_text("nothing")
@@ -429,6 +553,26 @@ def test_run_measures_cupynorm_beside_the_limit(tmp_path) -> None:
         assert cell["cupynorm"]["status"] == "ok", problem
         assert set(cell["cupynorm"]["times"]) == {"call", "kernels"}
     assert len(summary.summarize(found["measurements"])) == 4
+
+
+@pytest.mark.gpu
+def test_relu_is_measured_beside_the_plain_norm(tmp_path, monkeypatch) -> None:
+    pairs = (("float32", "float32"), ("bfloat16", "float32"))
+    monkeypatch.setattr(relu, "CASES", tuple(((64, 768), pair) for pair in pairs))
+    path = tmp_path / "relu.json"
+    assert relu.main([str(path)]) == 0
+    found = results.load(path)
+    assert found["complete"]
+    cells = list(results.by_problem(found["measurements"]))
+    assert len(cells) == 4
+    for problem, cell in cells:
+        for name in ("plain", "relu"):
+            assert cell[name]["status"] == "ok", cell[name]
+            assert set(cell[name]["times"]) == {"call", "kernels"}
+        # cuDNN has the graph in float32 alone, if it is installed and new enough.
+        if problem.dtype == "float32" and "cuDNN" in cell:
+            assert cell["cuDNN"]["status"] != "wrong", cell["cuDNN"]
+            assert list(cell["cuDNN"].get("errors", ())) in ([], list(cell["relu"]["errors"]))
 
 
 # ---- several devices -----------------------------------------------------------------------------

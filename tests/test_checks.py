@@ -110,11 +110,11 @@ WRONG = [
     ),
     wrong(TypeError, "out.dtype", *ALL_DTYPES, "int64", out=zeros(*SHAPE, dtype="int64")),
     wrong(TypeError, "out.dtype", *ALL_DTYPES, ">f8", out=zeros(*SHAPE, dtype=">f8")),
-    wrong(TypeError, "out", "float16", "float32", out=zeros(*SHAPE), out_dtype="float16"),
-    wrong(TypeError, "dx", "float32", "float64", dx=zeros(*SHAPE, dtype="float64")),
-    wrong(TypeError, "dx", "float32", ">f4", dx=zeros(*SHAPE, dtype=">f4")),
-    wrong(TypeError, "mean", "float32", "float64", mean=zeros(2, 3, dtype="float64")),
-    wrong(TypeError, "rstd", "float32", "float16", rstd=zeros(2, 3, dtype="float16")),
+    wrong(TypeError, "out.dtype", "float16", "float32", out=zeros(*SHAPE), out_dtype="float16"),
+    wrong(TypeError, "dx.dtype", "float32", "float64", dx=zeros(*SHAPE, dtype="float64")),
+    wrong(TypeError, "dx.dtype", "float32", ">f4", dx=zeros(*SHAPE, dtype=">f4")),
+    wrong(TypeError, "mean.dtype", "float32", "float64", mean=zeros(2, 3, dtype="float64")),
+    wrong(TypeError, "rstd.dtype", "float32", "float16", rstd=zeros(2, 3, dtype="float16")),
     *(
         wrong(TypeError, "out_dtype", *ALL_DTYPES, str(dtype), out_dtype=dtype)
         for dtype in ("int32", np.int8, int, "float8_e4m3fn", ">f4", "half a float", 1.5, [1])
@@ -205,7 +205,7 @@ WRONG = [
     ),
     # the bitmask of the backward functions
     *(
-        wrong(TypeError, "bitmask", "uint8", dtype, bitmask=zeros(2, 3, 1, dtype=dtype))
+        wrong(TypeError, "bitmask.dtype", "uint8", dtype, bitmask=zeros(2, 3, 1, dtype=dtype))
         for dtype in ("bool", "int8", "float32")
     ),
     *(

@@ -222,6 +222,20 @@ def test_a_value_on_a_bound_is_not_inside(name: str, n: int) -> None:
         np.testing.assert_array_equal(to_numpy(packed), to_numpy(bitmask))
 
 
+@pytest.mark.parametrize("shape", [(0, 9), (2, 0), (17,), (2, 3, 17)])
+def test_bits_of_any_layout_are_packed_and_unpacked(shape: tuple[int, ...]) -> None:
+    def spread(array: Any) -> Any:
+        return to_cupy(np.repeat(array, 2, axis=-1))[..., ::2]
+
+    mask = np.random.default_rng(0).random(shape) < 0.5
+    packed = cupynorm.pack_bitmask(mask)
+    for layout in (to_cupy, spread):
+        poison()
+        np.testing.assert_array_equal(to_numpy(cupynorm.pack_bitmask(layout(mask))), packed)
+        unpacked = cupynorm.unpack_bitmask(layout(packed), shape[-1])
+        np.testing.assert_array_equal(to_numpy(unpacked), mask)
+
+
 @pytest.mark.parametrize("norm", NORMS)
 def test_what_the_bitmask_drops_may_be_nan(norm: str) -> None:
     x = make_values("normal", (9, 1000), np.float32, 1)
