@@ -7,8 +7,8 @@ from functools import cache
 import matplotlib.pyplot as plt
 import numpy as np
 
-# Of the relative 2-norm, by the dtype of a result: two roundings to 16 bits; in float32 there is
-# room for a sum over 4096 rows in any order.
+# Of relative 2-norms, by the dtype of a result. float16: room for two roundings; float32: for sums
+# of a few thousand terms, in any sensible order.
 TOLERANCES = {"float16": 2**-10, "float32": 1e-6}
 
 
@@ -71,8 +71,8 @@ def to_torch(array):
     import torch
 
     if isinstance(array, np.ndarray) or not torch.cuda.is_available():
-        # On a CPU torch would sum up the gradients of float16 in float16.
-        return torch.tensor(host(array), dtype=torch.float32)
+        # On a CPU torch sums up a column one row after the other, in the array's own dtype.
+        return torch.tensor(host(array), dtype=torch.float64)
     return torch.from_dlpack(array).clone()
 
 
@@ -209,6 +209,14 @@ class CudnnGraph:
 # ---- times ---------------------------------------------------------------------------------------
 
 
+@cache
+def _stream():
+    """Return a stream that can be captured, as the default one cannot."""
+    import cupy
+
+    return cupy.cuda.Stream(non_blocking=True)
+
+
 def microseconds(call, calls=100, replays=7):
     """Return the GPU's time for a call, of many in a row that are captured into one CUDA graph.
 
@@ -217,7 +225,7 @@ def microseconds(call, calls=100, replays=7):
     import cupy
 
     cupy.cuda.Device().synchronize()
-    with cupy.cuda.Stream(non_blocking=True) as stream:  # the default one cannot be captured
+    with _stream() as stream:
         call()  # compiles and loads kernels, and has memory for the captured calls
         stream.synchronize()
         stream.begin_capture()
