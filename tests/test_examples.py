@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import nbformat
 import pytest
 from nbclient import NotebookClient
 
-NOTEBOOKS = sorted((Path(__file__).parent.parent / "examples").glob("*.ipynb"))
+ROOT = Path(__file__).parent.parent
+NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 
 
 @pytest.fixture(params=NOTEBOOKS, ids=lambda path: path.stem)
@@ -26,6 +28,16 @@ def test_there_are_notebooks() -> None:
 
 def test_notebook_runs(notebook: nbformat.NotebookNode) -> None:
     NotebookClient(notebook, timeout=300, kernel_name="python3").execute()
+
+
+def test_notebook_imports_in_its_own_directory(
+    notebook: nbformat.NotebookNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # There Jupyter starts a notebook; cupynorm itself would be installed.
+    monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
+    notebook.cells = [cell for cell in notebook.cells if cell.cell_type == "code"][:1]
+    resources = {"metadata": {"path": str(ROOT / "examples")}}
+    NotebookClient(notebook, timeout=300, kernel_name="python3", resources=resources).execute()
 
 
 def test_notebook_has_the_outputs_of_one_whole_run_or_none(notebook: nbformat.NotebookNode) -> None:
