@@ -294,8 +294,40 @@ def test_summary_counts_neither_the_wrong_nor_the_missing(synthetic) -> None:
     assert {r.peer for r in summary.ratios(synthetic["measurements"])} == {"quack"}
     alone = [r for r in synthetic["measurements"] if r["backend"] == "cupynorm"]
     assert {r[1:] for r in summary.ratios(alone)} == {(None, None, None)}
-    assert summary.sentence(summary.summarize(alone)[0]) == "rms_norm forward: 3 shapes"
+    line = summary.sentence(summary.summarize(alone)[0])
+    assert line == "rms_norm forward: timed 3 of 3 shapes"
     assert summary.summarize([]) == []
+
+
+def test_a_faster_face_of_cupynorm_changes_no_ratio(synthetic) -> None:
+    measured = synthetic["measurements"]
+    before = summary.summarize(measured)
+    for face in ("cupynorm (torch)", "cupynorm (JAX)"):
+        for record in [r for r in measured if r["backend"] == "cupynorm"]:
+            faster = copy.deepcopy(record) | {"backend": face}
+            faster["times"]["kernels"]["median"] /= 2
+            measured.append(faster)
+    assert summary.summarize(measured) == before
+
+
+def test_summary_names_what_cupynorm_was_not_timed_on(synthetic) -> None:
+    ours = [r for r in synthetic["measurements"] if r["backend"] == "cupynorm"]
+    wrong, failed = (
+        r
+        for r in ours
+        if r["norm"] == "rms_norm" and r["direction"] == "forward" and r is not ours[0]
+    )
+    wrong["status"] = "wrong"
+    failed["status"] = "failed"
+    found = summary.summarize(synthetic["measurements"])[0]
+    assert (found.shapes, found.compared) == (3, 1)
+    assert found.missing == [results.problem_of(wrong), results.problem_of(failed)]
+    names = "; ".join(map(summary.label, found.missing))
+    assert f"rms_norm forward: timed 1 of 3 shapes, without {names}, " in summary.sentence(found)
+    ours[0]["status"] = "failed"
+    assert "timed 0 of 3 shapes" in summary.sentence(
+        summary.summarize(synthetic["measurements"])[0]
+    )
 
 
 def test_plots_are_written_as_png_and_svg_and_the_same_each_time(tmp_path, synthetic) -> None:
@@ -332,11 +364,12 @@ def test_readme_section_is_made_from_the_file(tmp_path, monkeypatch) -> None:
     assert readme.read_text(encoding="utf-8") == text
 
 
-def test_a_readme_without_markers_is_left_alone(tmp_path, synthetic) -> None:
+def test_a_readme_without_markers_is_left_alone(tmp_path, monkeypatch) -> None:
     readme = tmp_path / "README.md"
     readme.write_text("nothing")
+    monkeypatch.setattr(plots, "draw", lambda *_: pytest.fail("the figures were drawn in vain"))
     with pytest.raises(ValueError, match="must have the lines"):
-        report.write(synthetic, SYNTHETIC, [], readme)
+        report.main([str(SYNTHETIC), "--readme", str(readme)])
     assert readme.read_text() == "nothing"
 
 

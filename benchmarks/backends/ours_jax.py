@@ -16,7 +16,7 @@ from cupynorm._bench import EPS, Problem
 
 class OursJax(Jax):
     name = "cupynorm (JAX)"
-    kind = "ours"
+    kind = "face"
     modules = ("jax", "cupynorm.jax")
 
     def version(self) -> str:
