@@ -188,6 +188,8 @@ class FakeBackend(Backend):
         outputs = self.prepare(problem, inputs).run()
         if self.fault == "wrong replay":
             outputs[0][...] = np.nan
+        elif self.fault == "other bits":  # as of sums in another order
+            outputs[0][0, 0] = np.nextafter(outputs[0][0, 0], outputs[0].dtype.type(np.inf))
         return Replay(lambda: None, outputs)
 
     def collect(self, outputs, xp) -> list:
@@ -206,6 +208,7 @@ class FakeBackend(Backend):
         ("refuses", "failed", "RuntimeError: no such width", set()),
         ("wrong", "wrong", "y is off by", set()),
         ("wrong replay", "wrong", "replayed: y is off by", set()),
+        ("other bits", "ok", None, {"call", "kernels"}),
     ],
 )
 def test_a_measurement_tells_what_went_wrong(fault, status, reason, timed) -> None:
@@ -216,6 +219,27 @@ def test_a_measurement_tells_what_went_wrong(fault, status, reason, timed) -> No
     assert (record["reason"] or "").startswith(reason or "")
     assert results.problem_of(record) == problem
     assert (results.seconds(record) is not None) == bool(timed)
+    phases = ["prepare"]
+    if fault != "refuses":
+        phases += ["check"] if fault == "wrong" else ["check", "capture"]
+    phases += ["time"] if timed else []
+    assert list(record["wall"]) == [*phases, "release"]
+    json.dumps(record)
+
+
+def test_a_replay_is_checked_in_full_only_where_its_bits_differ(monkeypatch) -> None:
+    checks = []
+    errors = oracle.errors
+
+    def counted(*arguments):
+        checks.append(arguments)
+        return errors(*arguments)
+
+    monkeypatch.setattr(oracle, "errors", counted)
+    for fault, expected in (("", 1), ("other bits", 2), ("wrong replay", 2)):
+        checks.clear()
+        measure(SMALL[0], FakeBackend(fault), [_bench.inputs(SMALL[0], 0, np)], FakeClock(), np)
+        assert len(checks) == expected, fault
 
 
 def test_discovery_names_every_backend_with_a_version_or_a_reason() -> None:
