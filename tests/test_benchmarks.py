@@ -10,7 +10,10 @@ import re
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
+from dataclasses import astuple, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -35,7 +38,7 @@ from benchmarks import (  # noqa: E402
 from benchmarks.backends import ALL, discover  # noqa: E402
 from benchmarks.backends.base import Backend, Call, Replay  # noqa: E402
 from benchmarks.measure import measure  # noqa: E402
-from benchmarks.timing import Timing, rotations  # noqa: E402
+from benchmarks.timing import Timing, profiled, rotations  # noqa: E402
 from cupynorm import __main__ as command  # noqa: E402
 from cupynorm import _bench, reference, testing  # noqa: E402
 from cupynorm._bench import DTYPES, EPS, Problem  # noqa: E402
@@ -89,6 +92,30 @@ def test_only_what_the_cache_could_hold_is_rotated() -> None:
 
 def test_timing_is_the_median_of_rounds_and_their_spread() -> None:
     assert Timing.of([[1, 2, 9], [4, 4, 4], [3, 3, 3]]) == Timing(3, 2, 4, 9)
+
+
+def test_a_profile_is_split_into_runs_and_rounds(monkeypatch) -> None:
+    torch = pytest.importorskip("torch")
+    cuda = torch.autograd.DeviceType.CUDA
+    events: list = []
+
+    def kernel(name: str, microseconds: float) -> None:
+        span = SimpleNamespace(start=len(events), elapsed_us=lambda: microseconds)
+        events.insert(0, SimpleNamespace(name=name, device_type=cuda, time_range=span))
+
+    def call() -> None:  # two kernels, which take longer from round to round
+        done = sum(event.name != "Memset" for event in events) // 2
+        kernel("first", 1.0 + done // 10)
+        kernel("second", 2.0)
+
+    session = nullcontext(SimpleNamespace(events=lambda: events))
+    monkeypatch.setattr(torch.profiler, "profile", lambda **_: session)
+    arguments = (lambda _: None, lambda: kernel("Memset", 100.0), lambda: None)
+    found = profiled([call, call], *arguments, launch=1e-6)
+    assert astuple(found) == pytest.approx((5e-6, 4e-6, 6e-6, 30))
+    kernel("stray", 1.0)
+    with pytest.raises(RuntimeError, match="121 kernels in 30 runs"):
+        profiled([call, call], *arguments)
 
 
 # ---- right or wrong ------------------------------------------------------------------------------
@@ -254,9 +281,11 @@ def test_discovery_names_every_backend_with_a_version_or_a_reason() -> None:
 
 
 @pytest.mark.parametrize("problem", SMALL, ids=str)
-@pytest.mark.parametrize("name", ["torch eager", "torch.nn.functional", "cupynorm (torch)", "JAX"])
+@pytest.mark.parametrize(
+    "name", ["torch eager", "torch.nn.functional", "cupynorm (torch)", "JAX", "cupynorm (JAX)"]
+)
 def test_peers_that_run_on_the_cpu_are_given_the_same_problem(name, problem) -> None:
-    pytest.importorskip("jax" if name == "JAX" else "torch")
+    pytest.importorskip("jax" if "JAX" in name else "torch")
     if name == "torch.nn.functional" and problem.norm == "layer_norm" and "16" in problem.dtype:
         pytest.skip("torch on the CPU sums the gradients in 16 bits")
     backend = discover([name])[0][name]
@@ -264,6 +293,21 @@ def test_peers_that_run_on_the_cpu_are_given_the_same_problem(name, problem) -> 
     outputs = backend.collect(backend.prepare(problem, arrays).run(), np)
     named = dict(zip(problem.outputs, outputs, strict=True))
     assert oracle.verdict(oracle.errors(problem, arrays, named, np)) is None
+
+
+@pytest.mark.parametrize("operation", problems.OPERATIONS)
+@pytest.mark.parametrize("name", ["JAX", "cupynorm (JAX)"])
+def test_jax_compiles_a_problem_once_for_all_its_arrays(name, operation) -> None:
+    pytest.importorskip("jax")
+    backend = discover([name])[0][name]
+    (problem,) = problems.select("quick", [operation], [(16, 64)])
+    compiled = [problem, replace(problem, rows=17)]
+    for each in compiled:
+        for seed in (0, 1):
+            backend.prepare(each, _bench.inputs(each, seed, np)).run()
+        functions = backend.jitted(each)
+        functions = functions if isinstance(functions, tuple) else (functions,)
+        assert {function._cache_size() for function in functions} - {0} == {1}
 
 
 # ---- the file and what is made of it -------------------------------------------------------------
