@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 from contextlib import nullcontext
-from dataclasses import astuple, replace
+from dataclasses import asdict, astuple, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -83,6 +83,17 @@ def test_selection_narrows_by_operation_shape_and_pair() -> None:
     chosen = problems.select("quick", ["layer_norm forward"], [(7, 9)], [("float16", "float16")])
     assert list(chosen) == [Problem("layer_norm", "forward", 7, 9, "float16", "float16")]
     assert {p.dtype for p in problems.select("standard", pairs=[problems.PAIRS[4]])} == {"float64"}
+
+
+def test_the_standard_set_ends_with_decoding_and_its_backward_passes() -> None:
+    chosen = list(problems.select("standard"))
+    assert len(set(chosen)) == len(chosen) == 35 * 4
+    shapes = [(p.rows, p.cols) for p in chosen]
+    assert shapes[: 4 * len(problems.TRAINING) : 4] == list(problems.TRAINING)
+    decode, others = 4 * len(problems.DECODE), 4 * 35 - 4 * len(problems.DECODE)
+    assert not set(shapes[:others]) & set(problems.DECODE)
+    assert {p.direction for p in chosen[others : others + decode // 2]} == {"forward"}
+    assert {p.direction for p in chosen[others + decode // 2 :]} == {"backward"}
 
 
 def test_only_what_the_cache_could_hold_is_rotated() -> None:
@@ -504,6 +515,48 @@ def test_options_of_a_run() -> None:
     )
     with pytest.raises(SystemExit):
         run.parse(["f.json", "--shapes", "8x0"])
+
+
+def test_run_without_gpu_says_so(monkeypatch, tmp_path, capsys) -> None:
+    monkeypatch.setattr(run, "gpu_problem", lambda: "a test hides it")
+    assert run.main([str(tmp_path / "results.json")]) == 1
+    assert capsys.readouterr().out == "There is nothing to time: a test hides it.\n"
+    assert not list(tmp_path.iterdir())
+
+
+def test_workers_compile_only_what_is_left(monkeypatch, tmp_path) -> None:
+    class Compiling(FakeBackend):
+        compiles = True
+
+        def prepare(self, problem, inputs) -> Call:
+            compiled.append(problem)
+            raise RuntimeError("reported where it is measured")
+
+    path = tmp_path / "results.json"
+    machine = {"commit": "0123456", "machine": {"gpu": "GPU"}}
+    chosen = list(problems.select("quick"))
+    measured = [chosen[0], chosen[5]]
+    records = [asdict(problem) | {"backend": "quack", "status": "ok"} for problem in measured]
+    records.append(asdict(chosen[1]) | {"backend": "liger", "status": "ok"})
+    results.save({"format": 1, "measurements": records} | machine, path)
+    pool = SimpleNamespace(free_all_blocks=lambda: None)
+    fake = SimpleNamespace(get_default_memory_pool=lambda: pool)
+    monkeypatch.setitem(sys.modules, "cupy", fake)
+    monkeypatch.setattr(os, "environ", dict(os.environ))  # run tells JAX where to cache
+    monkeypatch.setattr(_bench, "inputs", lambda *_: {})
+    monkeypatch.setattr(run, "gpu_problem", lambda: None)
+    monkeypatch.setattr(run, "discover", lambda _: ({"quack": Compiling()}, {}))
+    monkeypatch.setattr(results, "commit", lambda: machine["commit"])
+    monkeypatch.setattr(results, "machine", lambda: machine["machine"])
+    compiled: list = []
+    for share in "012":
+        options = ["--quick", "--resume", "--compile-share", share, "3"]
+        assert run.main([str(path), *options]) == 0
+    assert len(compiled) == len(chosen) - 2
+    assert set(compiled) == set(chosen) - set(measured)
+    machine["commit"] = "another"
+    with pytest.raises(SystemExit, match="of another commit or machine"):
+        run.main([str(path), "--resume"])
 
 
 def test_bench_without_gpu_says_so(monkeypatch, capsys) -> None:
