@@ -420,6 +420,19 @@ def test_plots_are_written_as_png_and_svg_and_the_same_each_time(tmp_path, synth
     assert (tmp_path / "b" / svg.name).read_bytes() == svg.read_bytes()
 
 
+def test_a_plotted_line_joins_only_shapes_of_the_same_number_of_rows(synthetic) -> None:
+    first = next(r for r in synthetic["measurements"] if r["backend"] == "cupynorm")
+    shapes = ((32768, 512), (1048576, 128), (32768, 256), (1048576, 64), (8192, 1024))
+    own = [first | {"rows": rows, "cols": cols} for rows, cols in shapes]
+    (axes,) = plots.lines("rms_norm forward", [*own, own[0] | {"backend": "limit, CuPy"}]).axes
+    found = [(line.get_label(), tuple(line.get_xdata())) for line in axes.lines]
+    assert found[:2] == [("copy", (512,)), ("cupynorm", (64, 128))]
+    assert [widths for _, widths in found[2:]] == [(256, 512), (1024,)]
+    assert all(name.startswith("_") for name, _ in found[2:])  # in the legend once
+    ticks = [tick.get_text() for tick in axes.get_xticklabels()]
+    assert ticks == ["64", "128", "256, M = 32768", "512, M = 32768", "1024, M = 8192"]
+
+
 def test_readme_section_is_made_from_the_file(tmp_path, monkeypatch) -> None:
     source, readme = tmp_path / "results" / "run.json", tmp_path / "README.md"
     source.parent.mkdir()
