@@ -118,23 +118,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "JAX_COMPILATION_CACHE_DIR", str(Path(tempfile.gettempdir()) / "jax_compilation_cache")
     )
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-    resumed = None
-    if options.resume and options.results.exists():
-        resumed = results.load(options.results)
-        if resumed["commit"] != results.commit() or resumed["machine"] != results.machine():
-            raise SystemExit("--resume: the results file is of another commit or machine")
-    done = finished(resumed)
+    resume = options.resume and options.results.exists()
+    report = results.load(options.results) if resume else None
+    done = finished(report)
     if options.compile_share:
         compile_share(chosen, done, *options.compile_share, options.backends)
         return 0
 
     started = time.monotonic()
     deadline = started + 60 * options.minutes
+    backends, facts = discover(options.backends)
+    if report is None:
+        report = results.new(facts, arguments)
+    elif report["commit"] != results.commit() or report["machine"] != results.machine():
+        raise SystemExit("--resume: the results file is of another commit or machine")
     if options.workers and "throughput" in options.tables:
         compile_ahead(arguments, options.workers, 60 * options.minutes / 3)
 
-    backends, facts = discover(options.backends)
-    report = results.new(facts, arguments) if resumed is None else resumed
     earlier = report.get("elapsed_seconds", 0.0)
     clock = Clock()
     stopped = None
