@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import math
+import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -15,6 +17,7 @@ from benchmarks.timing import Clock
 from cupynorm._bench import Problem
 
 Record = dict[str, Any]
+
 Check = Callable[[Problem, Backend, dict[str, Any], Outputs, Any], Record]
 
 
@@ -52,18 +55,30 @@ def measure(
 ) -> Record:
     """Return the record of a measurement; an exception becomes its reason."""
     record: Record = {**asdict(problem), "bytes": problem.bytes, "backend": backend.name}
+    wall: dict[str, float] = {}
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            record |= _measure(problem, backend, sets, clock, xp, check)
+            record |= _measure(problem, backend, sets, clock, xp, check, wall)
     except Exception as error:  # whatever a library raises is its answer
         record |= {"status": "failed", "reason": reason(error)}
-    gc.collect()
+    with _phase(wall, "release"):
+        gc.collect()
+        try:
+            backend.release()
+        except Exception as error:
+            record.setdefault("reason", reason(error))
+    return record | {"wall": wall}
+
+
+@contextmanager
+def _phase(wall: dict[str, float], name: str) -> Iterator[None]:
+    """Add the seconds spent to those of a phase, whatever is raised."""
+    start = time.perf_counter()
     try:
-        backend.release()
-    except Exception as error:
-        record.setdefault("reason", reason(error))
-    return record
+        yield
+    finally:
+        wall[name] = round(wall.get(name, 0.0) + time.perf_counter() - start, 4)
 
 
 def reason(error: BaseException) -> str:
@@ -79,39 +94,59 @@ def _measure(
     clock: Clock,
     xp: Any,
     check: Check,
+    wall: dict[str, float],
 ) -> Record:
-    calls = [backend.prepare(problem, inputs) for inputs in sets]
+    with _phase(wall, "prepare"):
+        calls = [backend.prepare(problem, inputs) for inputs in sets]
+        backend.poison(problem, sets[0])
+        outputs = calls[0].run()
+        backend.synchronize()
     record: Record = {"note": calls[0].note}
     checked = backend.kind != "limit"
-    backend.poison(problem, sets[0])
-    outputs = calls[0].run()
-    backend.synchronize()
+    right: list[Any] = []
     if checked:
-        record |= check(problem, backend, sets[0], outputs, xp)
+        with _phase(wall, "check"):
+            right = backend.collect(outputs, xp)
+            record |= check(problem, backend, sets[0], outputs, xp)
         if record["status"] == "wrong":
             return record
-    del outputs
     replays: list[Replay] = []
-    try:
-        for inputs in sets:
-            replay = backend.capture(problem, inputs)
-            if replay is not None:
-                replays.append(replay)
-    except Exception as error:
-        replays = []
-        record["not_captured"] = reason(error)
-        backend.synchronize()
+    with _phase(wall, "capture"):
+        try:
+            for inputs in sets:
+                replay = backend.capture(problem, inputs)
+                if replay is not None:
+                    replays.append(replay)
+        except Exception as error:
+            replays = []
+            record["not_captured"] = reason(error)
+            backend.synchronize()
     if replays:
-        replays[0].launch()
-        backend.synchronize()
-        if checked:
-            again = check(problem, backend, sets[0], replays[0].outputs, xp)
-            if again["status"] == "wrong":
-                return record | again | {"reason": f"replayed: {again['reason']}"}
-    times = backend.measure(clock, calls, replays)
+        with _phase(wall, "check"):
+            replays[0].launch()
+            backend.synchronize()
+            if checked:
+                replayed = backend.collect(replays[0].outputs, xp)
+                if not _same_bits(right, replayed, xp):
+                    again = check(problem, backend, sets[0], replays[0].outputs, xp)
+                    if again["status"] == "wrong":
+                        return record | again | {"reason": f"replayed: {again['reason']}"}
+    del outputs, right
+    with _phase(wall, "time"):
+        times = backend.measure(clock, calls, replays)
     if backend.not_captured:
         record["not_captured"] = backend.not_captured
     return {"status": "ok", **record, "times": {name: asdict(t) for name, t in times.items()}}
+
+
+def _same_bits(right: Sequence[Any], outputs: Sequence[Any], xp: Any) -> bool:
+    """Tell whether arrays are like those found right, in dtype, shape and every bit."""
+
+    def same(a: Any, b: Any) -> bool:
+        bits = f"u{a.dtype.itemsize}"
+        return a.dtype == b.dtype and bool(xp.array_equal(a.view(bits), b.view(bits)))
+
+    return all(same(a, b) for a, b in zip(right, outputs, strict=True))
 
 
 def _finite(value: float) -> float | None:

@@ -12,14 +12,14 @@ from matplotlib.figure import Figure
 from benchmarks.backends import ALL
 from benchmarks.problems import OPERATIONS
 from benchmarks.results import by_problem, gigabytes_per_second
-from benchmarks.summary import Ratio, ratios
+from benchmarks.summary import Ratio, label, ratios
 from cupynorm._bench import Problem
 
 FORMATS = ("png", "svg")
 # Okabe and Ito's colours, told apart by the colour-blind too.
 COLOURS = (
     *("#0072B2", "#332288", "#882255", "#E69F00", "#009E73"),
-    *("#CC79A7", "#56B4E9", "#D55E00", "#999999", "#F0E442"),
+    *("#CC79A7", "#56B4E9", "#D55E00", "#999999", "#6B4F00"),
 )
 MARKERS = "opDhs^vPX*"
 
@@ -46,7 +46,8 @@ def draw(results: dict[str, Any], folder: Path) -> list[Path]:
 def lines(title: str, measurements: Iterable[dict[str, Any]]) -> Figure:
     """Draw GB/s over N, one line a backend, of the pair of dtypes with the most widths.
 
-    Where a width was measured with several numbers of rows, that with the most counts.
+    Where a width was measured with several numbers of rows, that with the most counts. A line joins
+    what has the same number of rows; the axis names those that differ from most.
     """
     tallest: dict[tuple[str, str], dict[int, tuple[Problem, dict[str, Any]]]] = {}
     for problem, cell in by_problem(measurements):
@@ -61,36 +62,42 @@ def lines(title: str, measurements: Iterable[dict[str, Any]]) -> Figure:
         name: {"color": colour, "marker": marker} for name, colour, marker in styled
     }
     styles["cupynorm"]["linewidth"] = 3
-    limit = _line(widths, [b.name for b in ALL if b.kind == "limit"])
-    if limit:
-        axes.plot(*zip(*limit, strict=True), "k--", label="limit")
-    for name, style in styles.items():
-        points = _line(widths, [name])
-        if points:
-            axes.plot(*zip(*points, strict=True), label=name, **style)
+    forward = next(iter(widths.values()))[0].direction == "forward"
+    limit = "copy" if forward else "add"
+    backends = {limit: [b.name for b in ALL if b.kind == "limit"]} | {
+        name: [name] for name in styles
+    }
+    styles[limit] = {"color": "black", "linestyle": "--", "marker": "_", "markersize": 10}
+    for name, names in backends.items():
+        for part, points in enumerate(_lines(widths, names)):
+            named = {} if part else {"label": name}
+            axes.plot(*zip(*points, strict=True), **styles[name], **named)
+    rows = {cols: problem.rows for cols, (problem, _) in sorted(widths.items())}
+    most = max(rows.values(), key=list(rows.values()).count)
+    ticks = [f"{cols}" if m == most else f"{cols}, M = {m}" for cols, m in rows.items()]
     axes.set_xscale("log", base=2)
     axes.set_ylim(bottom=0)
-    axes.set_xticks(sorted(widths), [str(n) for n in sorted(widths)], rotation=45)
+    axes.set_xticks(list(rows), ticks, rotation=45, ha="right", rotation_mode="anchor")
     axes.minorticks_off()
     axes.set_xlabel("N, values a row")
     axes.set_ylabel("GB/s of the bytes that must move")
-    axes.set_title(f"{title}\nx {pair[0]}, weight {pair[1]}")
+    axes.set_title(f"{title}\nM = {most}, x {pair[0]}, weight {pair[1]}")
     axes.grid(alpha=0.3)
-    axes.legend(fontsize="small")
+    figure.legend(fontsize="small", loc="outside right upper")
     return figure
 
 
-def _line(
+def _lines(
     widths: dict[int, tuple[Problem, dict[str, Any]]], names: Iterable[str]
-) -> list[tuple[int, float]]:
-    """Return width and speed, the best of the backends named, where there is one."""
-    points = []
-    for cols, (_, cell) in sorted(widths.items()):
+) -> list[list[tuple[int, float]]]:
+    """Return width and speed, the best of the backends named where there is one, by their rows."""
+    lines: dict[int, list[tuple[int, float]]] = {}
+    for cols, (problem, cell) in sorted(widths.items()):
         speeds = [gigabytes_per_second(cell[name]) for name in names if name in cell]
         known = [speed for speed in speeds if speed is not None]
         if known:
-            points.append((cols, max(known)))
-    return points
+            lines.setdefault(problem.rows, []).append((cols, max(known)))
+    return list(lines.values())
 
 
 def ratio_bars(title: str, found: list[Ratio]) -> Figure:
@@ -99,13 +106,12 @@ def ratio_bars(title: str, found: list[Ratio]) -> Figure:
     axes = figure.add_subplot()
     values = [ratio.to_peer or 0.0 for ratio in found]
     axes.barh(range(len(found)), values, color=[COLOURS[4 if v >= 1 else 7] for v in values])
-    labels = [
-        f"{r.problem.rows}x{r.problem.cols} {r.problem.dtype},{r.problem.weight_dtype}"
-        for r in found
-    ]
-    axes.set_yticks(range(len(found)), labels, fontsize="small")
+    names = [label(ratio.problem) for ratio in found]
+    axes.set_yticks(range(len(found)), names, fontsize="small")
     for place, (value, ratio) in enumerate(zip(values, found, strict=True)):
-        axes.text(value, place, f" {value:.2f} of {ratio.peer}", va="center", fontsize="x-small")
+        # Right of the bar and of the line at 1.
+        text = f" {value:.2f} of {ratio.peer}"
+        axes.text(max(value, 1.0), place, text, va="center", fontsize="x-small")
     axes.axvline(1, color="black", linewidth=1)
     axes.set_xlim(0, 1.25 * max(1.0, *values))
     axes.invert_yaxis()

@@ -18,7 +18,7 @@ from typing import Any
 from benchmarks import plots, relu, results, scaling
 from benchmarks.backends import ALL
 from benchmarks.problems import OPERATIONS
-from benchmarks.summary import ratios, summarize
+from benchmarks.summary import label, ratios, summarize, timed
 
 README = Path(__file__).parent / "README.md"
 BEGIN = "<!-- results: written by `python -m benchmarks.report` -->"
@@ -46,6 +46,7 @@ def main(arguments: list[str] | None = None) -> None:
         _replace(options.readme, BEGIN_RELU, END_RELU, section)
         return
     report = results.load(options.results)
+    _around(options.readme, BEGIN, END)  # before the figures are drawn in vain
     figures = plots.draw(report, options.results.with_suffix(""))
     write(report, options.results, figures, options.readme)
 
@@ -56,13 +57,18 @@ def write(report: dict[str, Any], source: Path, figures: Iterable[Path], readme:
 
 
 def _replace(readme: Path, begin: str, end: str, section: Iterable[str]) -> None:
-    text = readme.read_text(encoding="utf-8")
-    before, found, rest = text.partition(begin)
+    before, after = _around(readme, begin, end)
+    lines = "\n".join(section).strip("\n")
+    readme.write_text(f"{before}{begin}\n\n{lines}\n\n{end}{after}", encoding="utf-8")
+
+
+def _around(readme: Path, begin: str, end: str) -> tuple[str, str]:
+    """Return what is before and after two markers; a ValueError says that one is missing."""
+    before, found, rest = readme.read_text(encoding="utf-8").partition(begin)
     _, ended, after = rest.partition(end)
     if not (found and ended):
         raise ValueError(f"{readme} must have the lines {begin!r} and {end!r}")
-    lines = "\n".join(section).strip("\n")
-    readme.write_text(f"{before}{begin}\n\n{lines}\n\n{end}{after}", encoding="utf-8")
+    return before, after
 
 
 def _relative(path: Path, folder: Path) -> str:
@@ -132,17 +138,17 @@ def _section(
         "shapes of the tables below; above 1 is faster.\n"
     )
     yield from _table(
-        ["operation", "shapes", "to the limit", "to the best peer", "ahead", "worst shape"],
+        ["operation", "timed", "to the limit", "to the best peer", "ahead", "worst shape"],
         [
             [
                 s.operation,
-                str(s.shapes),
+                timed(s),
                 _ratio(s.to_limit),
                 _ratio(s.to_peer),
                 f"{s.ahead} of {s.compared}",
                 ""
                 if s.worst is None
-                else f"{_name(s.worst)}: {_ratio(s.worst.to_peer)} of {s.worst.peer}",
+                else f"{label(s.worst.problem)}: {_ratio(s.worst.to_peer)} of {s.worst.peer}",
             ]
             for s in summarize(report["measurements"])
         ],
@@ -272,11 +278,6 @@ def _table(head: list[str], rows: Iterable[list[str]]) -> Iterator[str]:
 
 def _ratio(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}"
-
-
-def _name(ratio: Any) -> str:
-    problem = ratio.problem
-    return f"{problem.rows}x{problem.cols} {problem.dtype}, {problem.weight_dtype}"
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import os
 import subprocess
@@ -21,8 +22,10 @@ from benchmarks.measure import measure, reason
 from benchmarks.timing import Clock, rotations
 from cupynorm import _bench
 from cupynorm._bench import Problem
+from cupynorm._environment import gpu_problem
 
 TABLES = ("throughput", "host", "first")
+Done = set[tuple[Problem, str]]
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -48,7 +51,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--resume", action="store_true", help="keep what the results file has, measure the rest"
     )
-    # What a worker is told: compile every n-th problem from the i-th on, and measure nothing.
+    # What a worker is told: compile every n-th problem left from the i-th on, and measure nothing.
     parser.add_argument("--compile-share", nargs=2, type=int, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
@@ -74,54 +77,73 @@ def compile_ahead(arguments: Sequence[str], workers: int, seconds: float) -> Non
             process.wait()
 
 
-def compile_share(chosen: Sequence[Problem], share: int, workers: int, names: Any) -> None:
+def compile_share(
+    chosen: Sequence[Problem], done: Done, share: int, workers: int, names: Any
+) -> None:
     import cupy
 
     backends = [backend for backend in discover(names)[0].values() if backend.compiles]
-    for problem in chosen[share::workers]:
-        for backend in backends:
-            try:
+    left = [
+        (problem, todo)
+        for problem in chosen
+        if (todo := [b for b in backends if (problem, b.name) not in done])
+    ]
+    for problem, todo in left[share::workers]:
+        for backend in todo:
+            # What goes wrong is reported where it is measured.
+            with contextlib.suppress(Exception):
                 backend.prepare(problem, _bench.inputs(problem, 0, cupy)).run()
                 backend.synchronize()
-            except Exception as error:  # it will be reported where it is measured
-                print(reason(error))
             gc.collect()
             backend.release()
         cupy.get_default_memory_pool().free_all_blocks()
 
 
+def finished(report: dict[str, Any] | None) -> Done:
+    """Return what a results file has already."""
+    records = [] if report is None else report["measurements"]
+    return {(results.problem_of(r), r["backend"]) for r in records}
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     options = parse(arguments)
+    missing = gpu_problem()
+    if missing:
+        print(f"There is nothing to time: {missing}.")
+        return 1
     chosen = list(problems.select(options.name, options.operations, options.shapes, options.dtypes))
     # Processes share what JAX compiles only if told where; it would cache only what took a second.
     os.environ.setdefault(
         "JAX_COMPILATION_CACHE_DIR", str(Path(tempfile.gettempdir()) / "jax_compilation_cache")
     )
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    resume = options.resume and options.results.exists()
+    report = results.load(options.results) if resume else None
+    done = finished(report)
     if options.compile_share:
-        compile_share(chosen, *options.compile_share, options.backends)
+        compile_share(chosen, done, *options.compile_share, options.backends)
         return 0
 
     started = time.monotonic()
     deadline = started + 60 * options.minutes
+    backends, facts = discover(options.backends)
+    if report is None:
+        report = results.new(facts, arguments)
+    elif report["commit"] != results.commit() or report["machine"] != results.machine():
+        raise SystemExit("--resume: the results file is of another commit or machine")
     if options.workers and "throughput" in options.tables:
         compile_ahead(arguments, options.workers, 60 * options.minutes / 3)
 
-    backends, facts = discover(options.backends)
-    if options.resume and options.results.exists():
-        report = results.load(options.results)
-        if report["commit"] != results.commit() or report["machine"] != results.machine():
-            raise SystemExit("--resume: the results file is of another commit or machine")
-    else:
-        report = results.new(facts, arguments)
     earlier = report.get("elapsed_seconds", 0.0)
-    done = {(results.problem_of(r), r["backend"]) for r in report["measurements"]}
     clock = Clock()
     stopped = None
     with Display(report, list(backends), len(chosen)) as display:
         if "host" in options.tables and not report["host"]:
             report["host"] = host_times(backends.values(), display.say)
+        # What is imported by now stays: to collect what each backend leaves behind is then quick.
+        gc.collect()
+        gc.freeze()
         for problem in chosen if "throughput" in options.tables else ():
             todo = [b for b in backends.values() if (problem, b.name) not in done]
             if todo and time.monotonic() > deadline:

@@ -25,6 +25,7 @@ class Summary(NamedTuple):
 
     operation: str
     shapes: int
+    missing: list[Problem]  # those that cupynorm has no time of: wrong, failed, not reached
     to_peer: float | None
     to_limit: float | None
     ahead: int  # shapes at least as fast as the best peer
@@ -59,18 +60,21 @@ def geometric_mean(values: Sequence[float]) -> float | None:
 
 def summarize(measurements: Iterable[dict[str, Any]]) -> list[Summary]:
     """Return a summary of each operation measured."""
-    found = ratios(measurements)
+    measurements = list(measurements)
+    found = {ratio.problem: ratio for ratio in ratios(measurements)}
     summaries = []
     for operation in OPERATIONS:
-        own = [ratio for ratio in found if ratio.problem.operation == operation]
-        if not own:
+        problems = [p for p, _ in by_problem(measurements) if p.operation == operation]
+        if not problems:
             continue
+        own = [found[problem] for problem in problems if problem in found]
         compared = [(r.to_peer, r) for r in own if r.to_peer is not None]
         to_limit = [r.to_limit for r in own if r.to_limit is not None]
         summaries.append(
             Summary(
                 operation,
-                len(own),
+                len(problems),
+                [problem for problem in problems if problem not in found],
                 geometric_mean([value for value, _ in compared]),
                 geometric_mean(to_limit),
                 sum(value >= 1 for value, _ in compared),
@@ -83,16 +87,25 @@ def summarize(measurements: Iterable[dict[str, Any]]) -> list[Summary]:
 
 def sentence(summary: Summary) -> str:
     """Return the summary on one line."""
-    parts = [f"{summary.operation}: {summary.shapes} shapes"]
+    parts = [f"{summary.operation}: timed {timed(summary)}"]
     if summary.to_limit is not None:
         parts.append(f"{summary.to_limit:.3f} of the limit")
     worst = summary.worst
     if summary.to_peer is not None and worst is not None and worst.to_peer is not None:
         parts.append(f"{summary.to_peer:.3f} of the best peer (geometric means)")
         parts.append(f"ahead on {summary.ahead} of {summary.compared}")
-        parts.append(
-            f"worst {worst.to_peer:.3f} of {worst.peer} at "
-            f"{worst.problem.rows}x{worst.problem.cols} "
-            f"{worst.problem.dtype},{worst.problem.weight_dtype}"
-        )
+        parts.append(f"worst {worst.to_peer:.3f} of {worst.peer} at {label(worst.problem)}")
     return ", ".join(parts)
+
+
+def timed(summary: Summary) -> str:
+    """Return how many shapes cupynorm was timed on, and name those that it was not."""
+    count = f"{summary.shapes - len(summary.missing)} of {summary.shapes} shapes"
+    if not summary.missing:
+        return count
+    return f"{count}, without {'; '.join(map(label, summary.missing))}"
+
+
+def label(problem: Problem) -> str:
+    """Return the shape and the dtypes."""
+    return f"{problem.rows}x{problem.cols} {problem.dtype},{problem.weight_dtype}"

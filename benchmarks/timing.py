@@ -64,35 +64,30 @@ def profiled(
     """Return `launch` and the time that a call's kernels run, as torch's profiler sees it.
 
     The profiler sees the kernels of the whole process, on whatever stream, JAX's too. Each run
-    comes after a flush. Gaps between the kernels of a call are not counted.
+    comes after a flush. Gaps between the kernels of a call are not counted. All rounds, of so many
+    `runs` each, are one session, since starting one takes long.
     """
     import torch
 
-    def run_all() -> None:
-        for run in range(runs):
+    total = Clock.ROUNDS * runs
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for run in range(total):
             flush()
             synchronize()
             wait(calls[run % len(calls)]())
             synchronize()
-
-    rounds = []
-    for _ in range(Clock.ROUNDS):
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            run_all()
-        kernels = sorted(
-            (event.time_range.start, event.time_range.elapsed_us())
-            for event in profile.events()
-            if event.device_type == torch.autograd.DeviceType.CUDA
-            and not event.name.startswith("Memset")
-        )
-        if not kernels or len(kernels) % runs:
-            raise RuntimeError(f"the profiler saw {len(kernels)} kernels in {runs} runs")
-        each = len(kernels) // runs
-        durations = [1e-6 * elapsed for _, elapsed in kernels]
-        rounds.append(
-            [launch + sum(durations[i : i + each]) for i in range(0, len(durations), each)]
-        )
-    return Timing.of(rounds)
+    kernels = sorted(
+        (event.time_range.start, event.time_range.elapsed_us())
+        for event in profile.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+        and not event.name.startswith("Memset")
+    )
+    if not kernels or len(kernels) % total:
+        raise RuntimeError(f"the profiler saw {len(kernels)} kernels in {total} runs")
+    each = len(kernels) // total
+    durations = [1e-6 * elapsed for _, elapsed in kernels]
+    times = [launch + sum(durations[i : i + each]) for i in range(0, len(durations), each)]
+    return Timing.of([times[i : i + runs] for i in range(0, total, runs)])
 
 
 def launch_seconds(clock: Clock) -> float:

@@ -11,7 +11,10 @@ import re
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
+from dataclasses import asdict, astuple, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -37,7 +40,7 @@ from benchmarks import (  # noqa: E402
 from benchmarks.backends import ALL, discover  # noqa: E402
 from benchmarks.backends.base import Backend, Call, Replay  # noqa: E402
 from benchmarks.measure import measure  # noqa: E402
-from benchmarks.timing import Timing, rotations  # noqa: E402
+from benchmarks.timing import Timing, profiled, rotations  # noqa: E402
 from cupynorm import __main__ as command  # noqa: E402
 from cupynorm import _bench, reference, testing  # noqa: E402
 from cupynorm._bench import DTYPES, EPS, Problem  # noqa: E402
@@ -85,6 +88,17 @@ def test_selection_narrows_by_operation_shape_and_pair() -> None:
     assert {p.dtype for p in problems.select("standard", pairs=[problems.PAIRS[4]])} == {"float64"}
 
 
+def test_the_standard_set_ends_with_decoding_and_its_backward_passes() -> None:
+    chosen = list(problems.select("standard"))
+    assert len(set(chosen)) == len(chosen) == 35 * 4
+    shapes = [(p.rows, p.cols) for p in chosen]
+    assert shapes[: 4 * len(problems.TRAINING) : 4] == list(problems.TRAINING)
+    decode, others = 4 * len(problems.DECODE), 4 * 35 - 4 * len(problems.DECODE)
+    assert not set(shapes[:others]) & set(problems.DECODE)
+    assert {p.direction for p in chosen[others : others + decode // 2]} == {"forward"}
+    assert {p.direction for p in chosen[others + decode // 2 :]} == {"backward"}
+
+
 def test_only_what_the_cache_could_hold_is_rotated() -> None:
     assert rotations(1000, cache_bytes=1000) == 2
     assert rotations(4001, cache_bytes=1000) == 1
@@ -92,6 +106,30 @@ def test_only_what_the_cache_could_hold_is_rotated() -> None:
 
 def test_timing_is_the_median_of_rounds_and_their_spread() -> None:
     assert Timing.of([[1, 2, 9], [4, 4, 4], [3, 3, 3]]) == Timing(3, 2, 4, 9)
+
+
+def test_a_profile_is_split_into_runs_and_rounds(monkeypatch) -> None:
+    torch = pytest.importorskip("torch")
+    cuda = torch.autograd.DeviceType.CUDA
+    events: list = []
+
+    def kernel(name: str, microseconds: float) -> None:
+        span = SimpleNamespace(start=len(events), elapsed_us=lambda: microseconds)
+        events.insert(0, SimpleNamespace(name=name, device_type=cuda, time_range=span))
+
+    def call() -> None:  # two kernels, which take longer from round to round
+        done = sum(event.name != "Memset" for event in events) // 2
+        kernel("first", 1.0 + done // 10)
+        kernel("second", 2.0)
+
+    session = nullcontext(SimpleNamespace(events=lambda: events))
+    monkeypatch.setattr(torch.profiler, "profile", lambda **_: session)
+    arguments = (lambda _: None, lambda: kernel("Memset", 100.0), lambda: None)
+    found = profiled([call, call], *arguments, launch=1e-6)
+    assert astuple(found) == pytest.approx((5e-6, 4e-6, 6e-6, 30))
+    kernel("stray", 1.0)
+    with pytest.raises(RuntimeError, match="121 kernels in 30 runs"):
+        profiled([call, call], *arguments)
 
 
 # ---- right or wrong ------------------------------------------------------------------------------
@@ -191,6 +229,8 @@ class FakeBackend(Backend):
         outputs = self.prepare(problem, inputs).run()
         if self.fault == "wrong replay":
             outputs[0][...] = np.nan
+        elif self.fault == "other bits":  # as of sums in another order
+            outputs[0][0, 0] = np.nextafter(outputs[0][0, 0], outputs[0].dtype.type(np.inf))
         return Replay(lambda: None, outputs)
 
     def collect(self, outputs, xp) -> list:
@@ -209,6 +249,7 @@ class FakeBackend(Backend):
         ("refuses", "failed", "RuntimeError: no such width", set()),
         ("wrong", "wrong", "y is off by", set()),
         ("wrong replay", "wrong", "replayed: y is off by", set()),
+        ("other bits", "ok", None, {"call", "kernels"}),
     ],
 )
 def test_a_measurement_tells_what_went_wrong(fault, status, reason, timed) -> None:
@@ -219,6 +260,27 @@ def test_a_measurement_tells_what_went_wrong(fault, status, reason, timed) -> No
     assert (record["reason"] or "").startswith(reason or "")
     assert results.problem_of(record) == problem
     assert (results.seconds(record) is not None) == bool(timed)
+    phases = ["prepare"]
+    if fault != "refuses":
+        phases += ["check"] if fault == "wrong" else ["check", "capture"]
+    phases += ["time"] if timed else []
+    assert list(record["wall"]) == [*phases, "release"]
+    json.dumps(record)
+
+
+def test_a_replay_is_checked_in_full_only_where_its_bits_differ(monkeypatch) -> None:
+    checks = []
+    errors = oracle.errors
+
+    def counted(*arguments):
+        checks.append(arguments)
+        return errors(*arguments)
+
+    monkeypatch.setattr(oracle, "errors", counted)
+    for fault, expected in (("", 1), ("other bits", 2), ("wrong replay", 2)):
+        checks.clear()
+        measure(SMALL[0], FakeBackend(fault), [_bench.inputs(SMALL[0], 0, np)], FakeClock(), np)
+        assert len(checks) == expected, fault
 
 
 class ReluOnHost(relu.Ours):
@@ -326,9 +388,11 @@ def test_discovery_names_every_backend_with_a_version_or_a_reason() -> None:
 
 
 @pytest.mark.parametrize("problem", SMALL, ids=str)
-@pytest.mark.parametrize("name", ["torch eager", "torch.nn.functional", "cupynorm (torch)", "JAX"])
+@pytest.mark.parametrize(
+    "name", ["torch eager", "torch.nn.functional", "cupynorm (torch)", "JAX", "cupynorm (JAX)"]
+)
 def test_peers_that_run_on_the_cpu_are_given_the_same_problem(name, problem) -> None:
-    pytest.importorskip("jax" if name == "JAX" else "torch")
+    pytest.importorskip("jax" if "JAX" in name else "torch")
     if name == "torch.nn.functional" and problem.norm == "layer_norm" and "16" in problem.dtype:
         pytest.skip("torch on the CPU sums the gradients in 16 bits")
     backend = discover([name])[0][name]
@@ -336,6 +400,21 @@ def test_peers_that_run_on_the_cpu_are_given_the_same_problem(name, problem) -> 
     outputs = backend.collect(backend.prepare(problem, arrays).run(), np)
     named = dict(zip(problem.outputs, outputs, strict=True))
     assert oracle.verdict(oracle.errors(problem, arrays, named, np)) is None
+
+
+@pytest.mark.parametrize("operation", problems.OPERATIONS)
+@pytest.mark.parametrize("name", ["JAX", "cupynorm (JAX)"])
+def test_jax_compiles_a_problem_once_for_all_its_arrays(name, operation) -> None:
+    pytest.importorskip("jax")
+    backend = discover([name])[0][name]
+    (problem,) = problems.select("quick", [operation], [(16, 64)])
+    compiled = [problem, replace(problem, rows=17)]
+    for each in compiled:
+        for seed in (0, 1):
+            backend.prepare(each, _bench.inputs(each, seed, np)).run()
+        functions = backend.jitted(each)
+        functions = functions if isinstance(functions, tuple) else (functions,)
+        assert {function._cache_size() for function in functions} - {0} == {1}
 
 
 # ---- the file and what is made of it -------------------------------------------------------------
@@ -390,8 +469,40 @@ def test_summary_counts_neither_the_wrong_nor_the_missing(synthetic) -> None:
     assert {r.peer for r in summary.ratios(synthetic["measurements"])} == {"quack"}
     alone = [r for r in synthetic["measurements"] if r["backend"] == "cupynorm"]
     assert {r[1:] for r in summary.ratios(alone)} == {(None, None, None)}
-    assert summary.sentence(summary.summarize(alone)[0]) == "rms_norm forward: 3 shapes"
+    line = summary.sentence(summary.summarize(alone)[0])
+    assert line == "rms_norm forward: timed 3 of 3 shapes"
     assert summary.summarize([]) == []
+
+
+def test_a_faster_face_of_cupynorm_changes_no_ratio(synthetic) -> None:
+    measured = synthetic["measurements"]
+    before = summary.summarize(measured)
+    for face in ("cupynorm (torch)", "cupynorm (JAX)"):
+        for record in [r for r in measured if r["backend"] == "cupynorm"]:
+            faster = copy.deepcopy(record) | {"backend": face}
+            faster["times"]["kernels"]["median"] /= 2
+            measured.append(faster)
+    assert summary.summarize(measured) == before
+
+
+def test_summary_names_what_cupynorm_was_not_timed_on(synthetic) -> None:
+    ours = [r for r in synthetic["measurements"] if r["backend"] == "cupynorm"]
+    wrong, failed = (
+        r
+        for r in ours
+        if r["norm"] == "rms_norm" and r["direction"] == "forward" and r is not ours[0]
+    )
+    wrong["status"] = "wrong"
+    failed["status"] = "failed"
+    found = summary.summarize(synthetic["measurements"])[0]
+    assert (found.shapes, found.compared) == (3, 1)
+    assert found.missing == [results.problem_of(wrong), results.problem_of(failed)]
+    names = "; ".join(map(summary.label, found.missing))
+    assert f"rms_norm forward: timed 1 of 3 shapes, without {names}, " in summary.sentence(found)
+    ours[0]["status"] = "failed"
+    assert "timed 0 of 3 shapes" in summary.sentence(
+        summary.summarize(synthetic["measurements"])[0]
+    )
 
 
 def test_plots_are_written_as_png_and_svg_and_the_same_each_time(tmp_path, synthetic) -> None:
@@ -403,6 +514,19 @@ def test_plots_are_written_as_png_and_svg_and_the_same_each_time(tmp_path, synth
     svg = next(path for path in paths if path.name == "rms_norm_forward_speed.svg")
     plots.draw(synthetic, tmp_path / "b")
     assert (tmp_path / "b" / svg.name).read_bytes() == svg.read_bytes()
+
+
+def test_a_plotted_line_joins_only_shapes_of_the_same_number_of_rows(synthetic) -> None:
+    first = next(r for r in synthetic["measurements"] if r["backend"] == "cupynorm")
+    shapes = ((32768, 512), (1048576, 128), (32768, 256), (1048576, 64), (8192, 1024))
+    own = [first | {"rows": rows, "cols": cols} for rows, cols in shapes]
+    (axes,) = plots.lines("rms_norm forward", [*own, own[0] | {"backend": "limit, CuPy"}]).axes
+    found = [(line.get_label(), tuple(line.get_xdata())) for line in axes.lines]
+    assert found[:2] == [("copy", (512,)), ("cupynorm", (64, 128))]
+    assert [widths for _, widths in found[2:]] == [(256, 512), (1024,)]
+    assert all(name.startswith("_") for name, _ in found[2:])  # in the legend once
+    ticks = [tick.get_text() for tick in axes.get_xticklabels()]
+    assert ticks == ["64", "128", "256, M = 32768", "512, M = 32768", "1024, M = 8192"]
 
 
 def test_readme_section_is_made_from_the_file(tmp_path, monkeypatch) -> None:
@@ -456,11 +580,12 @@ def test_relu_in_the_readme_is_made_from_the_file(tmp_path) -> None:
     assert readme.read_text(encoding="utf-8") == text
 
 
-def test_a_readme_without_markers_is_left_alone(tmp_path, synthetic) -> None:
+def test_a_readme_without_markers_is_left_alone(tmp_path, monkeypatch) -> None:
     readme = tmp_path / "README.md"
     readme.write_text("nothing")
+    monkeypatch.setattr(plots, "draw", lambda *_: pytest.fail("the figures were drawn in vain"))
     with pytest.raises(ValueError, match="must have the lines"):
-        report.write(synthetic, SYNTHETIC, [], readme)
+        report.main([str(SYNTHETIC), "--readme", str(readme)])
     assert readme.read_text() == "nothing"
 
 
@@ -527,6 +652,48 @@ def test_options_of_a_run() -> None:
     )
     with pytest.raises(SystemExit):
         run.parse(["f.json", "--shapes", "8x0"])
+
+
+def test_run_without_gpu_says_so(monkeypatch, tmp_path, capsys) -> None:
+    monkeypatch.setattr(run, "gpu_problem", lambda: "a test hides it")
+    assert run.main([str(tmp_path / "results.json")]) == 1
+    assert capsys.readouterr().out == "There is nothing to time: a test hides it.\n"
+    assert not list(tmp_path.iterdir())
+
+
+def test_workers_compile_only_what_is_left(monkeypatch, tmp_path) -> None:
+    class Compiling(FakeBackend):
+        compiles = True
+
+        def prepare(self, problem, inputs) -> Call:
+            compiled.append(problem)
+            raise RuntimeError("reported where it is measured")
+
+    path = tmp_path / "results.json"
+    machine = {"commit": "0123456", "machine": {"gpu": "GPU"}}
+    chosen = list(problems.select("quick"))
+    measured = [chosen[0], chosen[5]]
+    records = [asdict(problem) | {"backend": "quack", "status": "ok"} for problem in measured]
+    records.append(asdict(chosen[1]) | {"backend": "liger", "status": "ok"})
+    results.save({"format": 1, "measurements": records} | machine, path)
+    pool = SimpleNamespace(free_all_blocks=lambda: None)
+    fake = SimpleNamespace(get_default_memory_pool=lambda: pool)
+    monkeypatch.setitem(sys.modules, "cupy", fake)
+    monkeypatch.setattr(os, "environ", dict(os.environ))  # run tells JAX where to cache
+    monkeypatch.setattr(_bench, "inputs", lambda *_: {})
+    monkeypatch.setattr(run, "gpu_problem", lambda: None)
+    monkeypatch.setattr(run, "discover", lambda _: ({"quack": Compiling()}, {}))
+    monkeypatch.setattr(results, "commit", lambda: machine["commit"])
+    monkeypatch.setattr(results, "machine", lambda: machine["machine"])
+    compiled: list = []
+    for share in "012":
+        options = ["--quick", "--resume", "--compile-share", share, "3"]
+        assert run.main([str(path), *options]) == 0
+    assert len(compiled) == len(chosen) - 2
+    assert set(compiled) == set(chosen) - set(measured)
+    machine["commit"] = "another"
+    with pytest.raises(SystemExit, match="of another commit or machine"):
+        run.main([str(path), "--resume"])
 
 
 def test_bench_without_gpu_says_so(monkeypatch, capsys) -> None:

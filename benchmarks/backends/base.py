@@ -42,7 +42,8 @@ class Backend(ABC):
     """A library, or one way of using it."""
 
     name: ClassVar[str]
-    kind: ClassVar[Literal["limit", "peer", "ours"]] = "peer"
+    # A face is cupynorm through another library: listed, and in no ratio.
+    kind: ClassVar[Literal["limit", "peer", "ours", "face"]] = "peer"
     modules: ClassVar[tuple[str, ...]]  # those that it imports
     distribution: ClassVar[str]  # the one whose version is reported
     compiles: ClassVar[bool] = False  # on first use, into a disk cache that processes share

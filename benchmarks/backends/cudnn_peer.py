@@ -15,6 +15,8 @@ class Cudnn(TorchBackend):
 
     def __init__(self) -> None:
         self._handles: dict[int, Any] = {}  # one a stream, since a handle has one
+        # Building takes long, and the graph of one set of arrays is that of all.
+        self._built: tuple[Problem | None, Any, dict[str, Any]] = (None, None, {})
 
     def version(self) -> str:
         frontend = super().version()
@@ -31,71 +33,30 @@ class Cudnn(TorchBackend):
             self._handles[stream] = cudnn.create_handle()
             cudnn.set_stream(handle=self._handles[stream], stream=stream)
         handle = self._handles[stream]
-        types = {
-            "bfloat16": cudnn.data_type.BFLOAT16,
-            "float16": cudnn.data_type.HALF,
-            "float32": cudnn.data_type.FLOAT,
-            "float64": cudnn.data_type.DOUBLE,
-        }
-        graph = cudnn.pygraph(
-            intermediate_data_type=cudnn.data_type.FLOAT,
-            compute_data_type=cudnn.data_type.FLOAT,
-            handle=handle,
-        )
-        pack: dict[Any, Any] = {}
 
-        def given(tensor: Any) -> Any:
-            # Rows and columns are the first two of four axes: those of a weight of size 1 elsewhere
-            # are normalized.
-            if tensor.ndim == 1:
-                tensor = tensor[None]
-            data = tensor[..., None, None]
-            node = graph.tensor_like(data)
-            pack[node] = data
-            return node
-
-        def result(node: Any, like: Any) -> Any:
-            flat = torch.empty_like(like)
-            node.set_output(True).set_data_type(types[str(like.dtype).removeprefix("torch.")])
-            pack[node] = (flat if like.ndim == 2 else flat[None])[..., None, None]
-            return flat
-
-        x, weight = given(tensors["x"]), given(tensors["weight"])
-        node = problem.norm.replace("_", "")
+        x, weight = tensors["x"], tensors["weight"]
+        given = {"x": x, "weight": weight}
         if problem.direction == "forward":
-            epsilon = torch.full((1, 1, 1, 1), EPS[problem.norm], dtype=torch.float32)
-            epsilon_node = graph.tensor_like(epsilon)
-            pack[epsilon_node] = epsilon
-            bias = given(tensors["bias"]) if problem.has_bias else None
-            y, *_ = getattr(graph, node)(
-                norm_forward_phase=cudnn.norm_forward_phase.INFERENCE,
-                input=x,
-                scale=weight,
-                bias=bias,
-                epsilon=epsilon_node,
-            )
-            outputs = (result(y, tensors["x"]),)
+            given["epsilon"] = torch.full((1, 1), EPS[problem.norm], dtype=torch.float32)
+            if problem.has_bias:
+                given["bias"] = tensors["bias"]
         else:
-            dy = given(tensors["dy"])
-            mean, rstd = _statistics(problem, tensors["x"])
-            if problem.norm == "rms_norm":
-                gradients = graph.rmsnorm_backward(
-                    grad=dy, input=x, scale=weight, inv_variance=given(rstd), has_dbias=False
-                )[:2]
-            else:
-                gradients = graph.layernorm_backward(
-                    grad=dy, input=x, scale=weight, mean=given(mean), inv_variance=given(rstd)
-                )
-            likes = (tensors["x"], *(tensors["weight"] for _ in gradients[1:]))
-            outputs = tuple(result(g, like) for g, like in zip(gradients, likes, strict=True))
-        graph.validate()
-        graph.build_operation_graph()
-        graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
-        graph.check_support()
-        graph.build_plans()
+            given["dy"] = tensors["dy"]
+            mean, given["rstd"] = _statistics(problem, x)
+            if problem.norm == "layer_norm":
+                given["mean"] = mean
+        results = {
+            name: torch.empty_like(x if name in ("y", "dx") else weight) for name in problem.outputs
+        }
+        memory = {name: _axes(tensor) for name, tensor in (given | results).items()}
+        if self._built[0] != problem:
+            self._built = (problem, *_build(problem, memory, handle))
+        _, graph, nodes = self._built
+        pack = {nodes[name]: data for name, data in memory.items()}
         workspace = torch.empty(
-            max(1, graph.get_workspace_size()), device=tensors["x"].device, dtype=torch.uint8
+            max(1, graph.get_workspace_size()), device=x.device, dtype=torch.uint8
         )
+        outputs = tuple(results.values())
 
         def run() -> tuple[Any, ...]:
             graph.execute(pack, workspace, handle=handle)
@@ -104,6 +65,70 @@ class Cudnn(TorchBackend):
         for output in outputs:
             output.view(torch.uint8).fill_(0xFF)
         return Call(run)
+
+
+def _axes(tensor: Any) -> Any:
+    """Return a matrix or a row with four axes.
+
+    Rows and columns are the first two: those of a weight of size 1 elsewhere are normalized.
+    """
+    return (tensor if tensor.ndim == 2 else tensor[None])[..., None, None]
+
+
+def _build(problem: Problem, memory: dict[str, Any], handle: Any) -> tuple[Any, dict[str, Any]]:
+    """Return the graph of tensors like those in memory, and its nodes by their names."""
+    import cudnn
+
+    types = {
+        "bfloat16": cudnn.data_type.BFLOAT16,
+        "float16": cudnn.data_type.HALF,
+        "float32": cudnn.data_type.FLOAT,
+        "float64": cudnn.data_type.DOUBLE,
+    }
+    graph = cudnn.pygraph(
+        intermediate_data_type=cudnn.data_type.FLOAT,
+        compute_data_type=cudnn.data_type.FLOAT,
+        handle=handle,
+    )
+    nodes = {
+        name: graph.tensor_like(data)
+        for name, data in memory.items()
+        if name not in problem.outputs
+    }
+    if problem.direction == "forward":
+        results = getattr(graph, problem.norm.replace("_", ""))(
+            norm_forward_phase=cudnn.norm_forward_phase.INFERENCE,
+            input=nodes["x"],
+            scale=nodes["weight"],
+            bias=nodes.get("bias"),
+            epsilon=nodes["epsilon"],
+        )[:1]
+    elif problem.norm == "rms_norm":
+        results = graph.rmsnorm_backward(
+            grad=nodes["dy"],
+            input=nodes["x"],
+            scale=nodes["weight"],
+            inv_variance=nodes["rstd"],
+            has_dbias=False,
+        )[:2]
+    else:
+        results = graph.layernorm_backward(
+            grad=nodes["dy"],
+            input=nodes["x"],
+            scale=nodes["weight"],
+            mean=nodes["mean"],
+            inv_variance=nodes["rstd"],
+        )
+    for name, node in zip(problem.outputs, results, strict=True):
+        dtype = str(memory[name].dtype).removeprefix("torch.")
+        node.set_output(True).set_data_type(types[dtype])
+        nodes[name] = node
+    graph.validate()
+    graph.build_operation_graph()
+    graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
+    graph.check_support()
+    graph.build_plans()
+    return graph, nodes
 
 
 def _statistics(problem: Problem, x: Any) -> tuple[Any, Any]:

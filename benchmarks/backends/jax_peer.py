@@ -27,6 +27,7 @@ class Jax(Backend):
 
     def __init__(self) -> None:
         self._launch: float | None = None
+        self._jitted: tuple[Problem | None, Any] = (None, None)
 
     def version(self) -> str:
         # The other libraries need memory too.
@@ -38,7 +39,13 @@ class Jax(Backend):
         jax.config.update("jax_enable_x64", True)
         return version
 
-    def prepare(self, problem: Problem, inputs: dict[str, Any]) -> Call:
+    def jitted(self, problem: Problem) -> Any:
+        """Return what `jax.jit` made for a problem; it is compiled once for all sets of arrays."""
+        if self._jitted[0] != problem:
+            self._jitted = (problem, self.jit(problem))
+        return self._jitted[1]
+
+    def jit(self, problem: Problem) -> Any:
         import jax
         import jax.numpy as jnp
 
@@ -56,9 +63,12 @@ class Jax(Backend):
         def gradient(dy: Any, *arguments: Any) -> Any:
             return jax.vjp(norm, *arguments)[1](dy)
 
+        return jax.jit(norm if problem.direction == "forward" else gradient)
+
+    def prepare(self, problem: Problem, inputs: dict[str, Any]) -> Call:
         arrays = {name: exchange.to_jax(array) for name, array in inputs.items()}
         arguments = [arrays[name] for name in ("dy", "x", "weight", "bias") if name in arrays]
-        function = jax.jit(norm if problem.direction == "forward" else gradient)
+        function = self.jitted(problem)
 
         def run() -> Outputs:
             result = function(*arguments)

@@ -16,13 +16,14 @@ from cupynorm._bench import EPS, Problem
 
 class OursJax(Jax):
     name = "cupynorm (JAX)"
-    kind = "ours"
+    kind = "face"
     modules = ("jax", "cupynorm.jax")
 
     def version(self) -> str:
         return f"{cupynorm.__version__}, JAX {super().version()}"
 
-    def prepare(self, problem: Problem, inputs: dict[str, Any]) -> Call:
+    def jit(self, problem: Problem) -> Any:
+        """Return the forward pass, what also returns its `vjp`, and what calls that."""
         import jax
 
         import cupynorm.jax
@@ -32,13 +33,19 @@ class OursJax(Jax):
         def forward(*arrays: Any) -> Any:
             return norm(*arrays, eps=EPS[problem.norm])
 
+        return (
+            jax.jit(forward),
+            jax.jit(lambda *arrays: jax.vjp(forward, *arrays)),
+            jax.jit(lambda pull_back, dy: pull_back(dy)),
+        )
+
+    def prepare(self, problem: Problem, inputs: dict[str, Any]) -> Call:
         arrays = {name: exchange.to_jax(array) for name, array in inputs.items()}
-        given = [arrays[name] for name in ("x", "weight", "bias") if name in arrays]
-        function, arguments = jax.jit(forward), given
+        arguments = [arrays[name] for name in ("x", "weight", "bias") if name in arrays]
+        function, forward_and_vjp, gradient = self.jitted(problem)
         if problem.direction == "backward":
-            _, pull_back = jax.jit(lambda *arrays: jax.vjp(forward, *arrays))(*given)
-            function = jax.jit(lambda pull_back, dy: pull_back(dy))
-            arguments = [pull_back, arrays["dy"]]
+            _, pull_back = forward_and_vjp(*arguments)
+            function, arguments = gradient, [pull_back, arrays["dy"]]
 
         def run() -> Outputs:
             result = function(*arguments)

@@ -12,7 +12,7 @@ from cupynorm._bench import EPS, Problem
 
 class OursTorch(TorchBackend):
     name = "cupynorm (torch)"
-    kind = "ours"
+    kind = "face"
     modules = ("torch", "cupynorm.torch")
     compiles = True
 
