@@ -312,7 +312,7 @@ def _backward_registers(
     if clustered:
         registers += 12
     if vector < length:
-        registers += 8 * packs
+        registers += packs * (packs + 4)
     return registers
 
 
