@@ -312,7 +312,7 @@ def _backward_registers(
     if clustered:
         registers += 12
     if vector < length:
-        registers += packs * (packs + 4)
+        registers += packs * (packs + 4) - 1
     return registers
 
 
