@@ -87,7 +87,7 @@ STAGED_FORWARD, STAGED_BACKWARD = staged("forward_staged.cu"), staged("backward.
 CLUSTER_FORWARD = staged("forward_staged.cu", cluster_blocks=2)
 CLUSTER_BACKWARD = staged("backward.cu", cluster_blocks=2)
 WIDE_BACKWARD = staged("backward.cu", n=301)
-SHORT_FORWARD = staged("forward_staged.cu", regime="mean_1e6", n=3)
+SHORT_FORWARD = staged("forward_staged.cu", regime="mean_1e6", n=5)
 TEAMS_BACKWARD = staged("backward.cu", n=1000)
 
 MUTATIONS = [

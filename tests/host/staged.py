@@ -211,7 +211,8 @@ def _staged() -> Iterable[Staged]:
                 staged(8, 380, row_threads=96, in_place=True, hold_weight=True),
                 staged(11, 301, "bfloat16", other="float32", zero_centered=True, stages=3),
                 staged(150, 250, "float64", other="float64", packs_per_thread=2, groups=1),
-                staged(90, 3, regime="mean_1e6", row_threads=32),
+                # Of columns hardly more than a pack, of which the forward wants one at least.
+                staged(90, 5, regime="mean_1e6", row_threads=32),
                 # Clusters: the last block partly or wholly past the row's end, or all of it full.
                 staged(9, 500, cluster_blocks=2, zero_centered=True),
                 staged(7, 504, "bfloat16", row_threads=32, cluster_blocks=3, stages=3),
