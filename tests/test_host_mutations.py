@@ -87,7 +87,7 @@ STAGED_FORWARD, STAGED_BACKWARD = staged("forward_staged.cu"), staged("backward.
 CLUSTER_FORWARD = staged("forward_staged.cu", cluster_blocks=2)
 CLUSTER_BACKWARD = staged("backward.cu", cluster_blocks=2)
 WIDE_BACKWARD = staged("backward.cu", n=301)
-SHORT_FORWARD = staged("forward_staged.cu", regime="mean_1e6", n=5)
+ODD_START_FORWARD = staged("forward_staged.cu", regime="odd_start")
 TEAMS_BACKWARD = staged("backward.cu", n=1000)
 
 MUTATIONS = [
@@ -1125,7 +1125,7 @@ MUTATIONS = [
         "again.shift = statistics.shift + statistics.correction;",
         "again.shift = statistics.shift;",
         VALUE,
-        SHORT_FORWARD,
+        ODD_START_FORWARD,
     ),
     Mutation(
         "padded columns count",
