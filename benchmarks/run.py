@@ -10,12 +10,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks import problems, results, summary
 from benchmarks.backends import ALL, discover
+from benchmarks.backends.base import Backend
 from benchmarks.display import Display
 from benchmarks.host import first_calls, host_times
 from benchmarks.measure import measure, reason
@@ -138,14 +139,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     earlier = report.get("elapsed_seconds", 0.0)
     clock = Clock()
     stopped = None
-    with Display(report, list(backends), len(chosen)) as display:
+    passes = _passes(chosen, backends.values()) if "throughput" in options.tables else []
+    with Display(report, list(backends), len(passes)) as display:
         if "host" in options.tables and not report["host"]:
             report["host"] = host_times(backends.values(), display.say)
         # What is imported by now stays: to collect what each backend leaves behind is then quick.
         gc.collect()
         gc.freeze()
-        for problem in chosen if "throughput" in options.tables else ():
-            todo = [b for b in backends.values() if (problem, b.name) not in done]
+        for problem, measured in passes:
+            todo = [b for b in measured if (problem, b.name) not in done]
             if todo and time.monotonic() > deadline:
                 stopped = f"out of time after {options.minutes:g} minutes"
             elif todo:
@@ -168,6 +170,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if stopped:
             display.say(f"{stopped}: --resume goes on")
     return 1 if stopped else 0
+
+
+def _passes(
+    chosen: Sequence[Problem], backends: Collection[Backend]
+) -> list[tuple[Problem, list[Backend]]]:
+    """Return what is measured in turn: all problems, and then again by backends that tune."""
+    rounds = ([b for b in backends if b.tunes == tunes] for tunes in (False, True))
+    return [(problem, measured) for measured in rounds if measured for problem in chosen]
 
 
 def _measure_all(

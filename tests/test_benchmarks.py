@@ -268,6 +268,16 @@ def test_a_measurement_tells_what_went_wrong(fault, status, reason, timed) -> No
     json.dumps(record)
 
 
+def test_what_tunes_is_measured_after_all_others() -> None:
+    quick, slow = FakeBackend(""), FakeBackend("")
+    slow.tunes = True
+    assert run._passes(SMALL[:2], [slow, quick]) == [
+        *((problem, [quick]) for problem in SMALL[:2]),
+        *((problem, [slow]) for problem in SMALL[:2]),
+    ]
+    assert run._passes(SMALL[:1], [slow]) == [(SMALL[0], [slow])]
+
+
 def test_a_replay_is_checked_in_full_only_where_its_bits_differ(monkeypatch) -> None:
     checks = []
     errors = oracle.errors

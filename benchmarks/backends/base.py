@@ -47,6 +47,7 @@ class Backend(ABC):
     modules: ClassVar[tuple[str, ...]]  # those that it imports
     distribution: ClassVar[str]  # the one whose version is reported
     compiles: ClassVar[bool] = False  # on first use, into a disk cache that processes share
+    tunes: ClassVar[bool] = False  # for up to a minute on first use: it comes after the others
     not_captured: str | None = None  # why the kernels of the last measurement were not timed alone
 
     def version(self) -> str:

@@ -82,6 +82,7 @@ class Functional(TorchBackend):
 
 class Compiled(TorchBackend):
     name = "torch.compile"
+    tunes = True
     mode = "max-autotune-no-cudagraphs"
 
     def __init__(self) -> None:
