@@ -227,8 +227,9 @@ def _packs_per_thread(spec: ForwardSpec, n: int, packs: int) -> int:
     if packs <= 32:
         return 2
     # The 96 registers that 640 threads leave hold 8 packs of bfloat16, and no row's end beside
-    # them; with those of 512 threads it is slower than 4 packs are.
-    eight = spec.x == "bfloat16" and not spec.relu and _widest(spec.weight, spec.bias, spec.y) <= 4
+    # them, in LayerNorm alone; with those of 512 threads it is slower than 4 packs are.
+    eight = spec.norm == "layer_norm" and spec.x == "bfloat16" and not spec.relu
+    eight = eight and _widest(spec.weight, spec.bias, spec.y) <= 4
     return 8 if eight and packs > 512 and n % (32 * 8 * 8) == 0 else 4
 
 
