@@ -216,7 +216,8 @@ def _refusals(records: Iterable[dict[str, Any]]) -> Iterator[str]:
             )
     for (backend, status, why), where in shapes.items():
         more = f" and {len(where) - 1} more" if len(where) > 1 else ""
-        yield f"- {backend}, {status}: {where[0]}{more}: `{why.replace('`', '')}`"
+        said = why.split(" {")[0].replace("`", "")  # without what a library dumps of itself
+        yield f"- {backend}, {status}: {where[0]}{more}: `{said}`"
 
 
 def _notes(records: Iterable[dict[str, Any]]) -> Iterator[str]:

@@ -67,7 +67,7 @@ def host(array):
 
 
 def to_torch(array):
-    """Copy an array to a tensor, on the GPU where the array and torch both can be there."""
+    """Copy an array to a tensor on the GPU; without one, to a tensor of float64 on the CPU."""
     import torch
 
     if isinstance(array, np.ndarray) or not torch.cuda.is_available():
