@@ -171,6 +171,7 @@ def work(rank: int, options: argparse.Namespace, count: int, directory: str) -> 
         records = [measure(options, kind, count, device) for kind in ("weak", "strong")]
         if rank == 0:
             (Path(directory) / "records.json").write_text(json.dumps(records), encoding="utf-8")
+        dist.barrier()  # gloo aborts a process whose peer left in the middle of a collective
     finally:
         dist.destroy_process_group()
 

@@ -155,6 +155,7 @@ def main(rank: int, backend: str, world: int, directory: str) -> None:
         check_training(mesh, rank, world)
         if rank == 0:
             print(f"all right: {backend}, {world} processes, torch {torch.__version__}")
+        dist.barrier()  # gloo aborts a process whose peer left in the middle of a collective
     finally:
         dist.destroy_process_group()
 
