@@ -108,14 +108,7 @@ def _relu(report: dict[str, Any], source: Path, folder: Path) -> Iterator[str]:
     yield from _table(
         list(relu.ERRORS), (row for problem, cell in cells for row in relu.errors(problem, cell))
     )
-    refusals = list(_refusals(report["measurements"]))
-    if refusals:
-        yield "\nNot timed, and why:\n"
-        yield from refusals
-    notes = list(_notes(report["measurements"]))
-    if notes:
-        yield "\nMeasured otherwise than stated:\n"
-        yield from notes
+    yield from _remarks(report["measurements"])
 
 
 def _origin(report: dict[str, Any], source: Path, folder: Path) -> Iterator[str]:
@@ -166,14 +159,7 @@ def _section(
                 yield f"[![{path.stem}]({_relative(path, folder)})]({svg})\n"
         yield "GB/s:\n"
         yield from _speeds(own)
-    refusals = list(_refusals(report["measurements"]))
-    if refusals:
-        yield "\n### Not timed, and why\n"
-        yield from refusals
-    notes = list(_notes(report["measurements"]))
-    if notes:
-        yield "\n### Measured otherwise than stated\n"
-        yield from notes
+    yield from _remarks(report["measurements"])
     yield from _host(report["host"])
     yield from _first_calls(report["first_calls"])
 
@@ -202,6 +188,17 @@ def _speeds(records: Iterable[dict[str, Any]]) -> Iterator[str]:
         row += [_ratio(ratio.to_limit), _ratio(ratio.to_peer)] if ratio else ["", ""]
         rows.append(row)
     yield from _table(["MxN", "x, weight", *names, "to the limit", "to the best peer"], rows)
+
+
+def _remarks(records: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield what was not timed, and what was measured in another way, each under its heading."""
+    for heading, lines in (
+        ("Not timed, and why", list(_refusals(records))),
+        ("Measured otherwise than stated", list(_notes(records))),
+    ):
+        if lines:
+            yield f"\n### {heading}\n"
+            yield from lines
 
 
 def _refusals(records: Iterable[dict[str, Any]]) -> Iterator[str]:

@@ -102,6 +102,9 @@ def _keep_if_captured(memory: Any, stream: Any) -> None:
         _kept_by_graphs.append(memory)
 
 
+# In `run` of a call each array is looked at in place: a function for it costs 20 ns more an array
+# (CPython 3.11), and a backward call has seven.
+
 # ---- forward -------------------------------------------------------------------------------------
 
 

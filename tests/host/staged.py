@@ -235,6 +235,7 @@ def _staged() -> Iterable[Staged]:
                     staged(37, 60, row_threads=16, teams=4, stages=3),
                     staged(300, 24, row_threads=8, teams=4, groups=1),
                     staged(90, 3, regime="mean_1e6", row_threads=1, teams=32),
+                    staged(90, 3, regime="mean_1e6", row_threads=32),
                     staged(30, 28, row_threads=8, teams=8, in_place=True, hold_weight=True),
                     staged(21, 1000, "bfloat16", row_threads=64, teams=2, packs_per_thread=2),
                     staged(40, 40, regime="extreme", row_threads=16, teams=4),
