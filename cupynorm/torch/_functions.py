@@ -9,8 +9,8 @@ import torch
 
 from cupynorm import _checks
 from cupynorm._spec import Norm
+from cupynorm.torch import _operations
 from cupynorm.torch._kernels import Relu
-from cupynorm.torch._operations import is_recorded, norm_forward
 
 __all__ = ["layer_norm", "rms_norm"]
 
@@ -192,8 +192,7 @@ def _norm(
         relu = _pair(relu)
     if out_dtype is None and norm == "layer_norm" and _autocast_to_float32(x):
         out_dtype = torch.float32
-    recorded = is_recorded(x, weight, bias)
-    return norm_forward(x, weight, bias, k, norm, eps, zero_centered, relu, out_dtype, recorded)[0]
+    return _operations.normalize(x, weight, bias, k, norm, eps, zero_centered, relu, out_dtype)
 
 
 def _autocast_to_float32(x: Any) -> bool:

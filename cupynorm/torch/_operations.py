@@ -20,7 +20,7 @@ from cupynorm._spec import Norm
 from cupynorm.torch import _formulas, _kernels
 from cupynorm.torch._kernels import Relu, compute_type
 
-__all__ = ["is_recorded", "norm_backward", "norm_forward"]
+__all__ = ["norm_backward", "norm_forward", "normalize"]
 
 # The values that are not tensors begin with an int, from which on DTensor tells calls apart.
 FORWARD = (
@@ -45,7 +45,7 @@ def _is_seen() -> bool:
     return bool(torch._C._len_torch_dispatch_stack()) or torch._C._get_tracing_state() is not None
 
 
-def is_recorded(*tensors: Any) -> bool:
+def _is_recorded(*tensors: Any) -> bool:
     """Tell whether gradients of a call on these tensors may be asked for."""
     if not torch.is_grad_enabled():
         return False
@@ -54,6 +54,43 @@ def is_recorded(*tensors: Any) -> bool:
             return True
     # Within a transform, only its own tensors say so.
     return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+
+
+def normalize(
+    x: Any,
+    weight: Any,
+    bias: Any,
+    k: int,
+    norm: Norm,
+    eps: float,
+    zero_centered: bool,
+    relu: Relu,
+    out_dtype: torch.dtype | None,
+) -> Any:
+    """Return y; what `norm_backward` needs is kept where gradients may be asked for."""
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+        or type(x) not in _PLAIN
+        or type(weight) not in _PLAIN
+        or type(bias) not in _PLAIN
+        or not (x.is_cuda or x.is_cpu)
+        or _is_seen()
+    ):
+        training = _is_recorded(x, weight, bias)
+        return norm_forward(
+            x, weight, bias, k, norm, eps, zero_centered, relu, out_dtype, training
+        )[0]
+    if torch.is_grad_enabled() and (
+        x.requires_grad
+        or (weight is not None and weight.requires_grad)
+        or (bias is not None and bias.requires_grad)
+    ):
+        return _apply_recorded(
+            x, weight, bias, (k, norm, eps, zero_centered, relu, out_dtype, True)
+        )
+    return _kernels.forward(x, weight, bias, k, norm, eps, zero_centered, relu, out_dtype, False)[0]
 
 
 def norm_forward(
@@ -278,7 +315,37 @@ class _Backward(torch.autograd.Function):
         )
 
 
+class _Recorded(torch.autograd.Function):
+    """`_Forward` where no transform looks on: what is kept is no result, and options are one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, weight: Any, bias: Any, options: Any) -> Any:
+        y, mean, rstd, bitmask = _kernels.forward(x, weight, bias, *options)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, weight, mean, rstd, bitmask)
+        ctx.options = options[:4]
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Any) -> Any:
+        if dy is None:
+            return None, None, None, None
+        bias_dtype = ctx.bias_dtype
+        if bias_dtype is not None and not ctx.needs_input_grad[2]:
+            bias_dtype = None
+        saved = ctx.saved_tensors
+        dx, dweight, dbias = norm_backward(dy, *saved, *ctx.options, bias_dtype)
+        return (
+            dx,
+            None if saved[1] is None else dweight,
+            None if bias_dtype is None else dbias,
+            None,
+        )
+
+
 # Past what Function.apply does for transforms of functions, which costs 13 us.
+_apply_recorded = super(torch.autograd.Function, _Recorded).apply
 _apply_forward = super(torch.autograd.Function, _Forward).apply
 _apply_backward = super(torch.autograd.Function, _Backward).apply
 
