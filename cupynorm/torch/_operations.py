@@ -40,9 +40,13 @@ _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
 # ---- which way a call goes -----------------------------------------------------------------------
 
 
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_tracing_state = torch._C._get_tracing_state
+
+
 def _is_seen() -> bool:
     """Tell whether what runs now is for torch to see, whatever it runs on."""
-    return bool(torch._C._len_torch_dispatch_stack()) or torch._C._get_tracing_state() is not None
+    return _dispatch_modes() > 0 or _tracing_state() is not None
 
 
 def _is_recorded(*tensors: Any) -> bool:
@@ -143,17 +147,23 @@ def norm_backward(
     bias_dtype: torch.dtype | None,
 ) -> tuple[Any, Any, Any]:
     """Return dx, dweight and dbias; one that does not apply is None, or empty."""
-    tensors = (dy, x, weight, mean, rstd, bitmask)
-    arguments = (*tensors, k, norm, eps, zero_centered, bias_dtype)
     if torch.compiler.is_compiling():
-        return _backward_operation(*arguments)
-    if torch._C._are_functorch_transforms_active():
-        return _Backward.apply(*arguments)
-    if not _PLAIN.issuperset(map(type, tensors)) or not (x.is_cuda or x.is_cpu) or _is_seen():
-        return _backward_operation(*arguments)
-    if torch.is_grad_enabled():
-        return _apply_backward(*arguments)
-    return _kernels.backward(*tensors, k, norm, zero_centered, bias_dtype)
+        run = _backward_operation
+    elif torch._C._are_functorch_transforms_active():
+        run = _Backward.apply
+    elif (
+        not _PLAIN.issuperset(map(type, (dy, x, weight, mean, rstd, bitmask)))
+        or not (x.is_cuda or x.is_cpu)
+        or _is_seen()
+    ):
+        run = _backward_operation
+    elif torch.is_grad_enabled():
+        run = _apply_backward
+    else:
+        return _kernels.backward(
+            dy, x, weight, mean, rstd, bitmask, k, norm, zero_centered, bias_dtype
+        )
+    return run(dy, x, weight, mean, rstd, bitmask, k, norm, eps, zero_centered, bias_dtype)
 
 
 @torch.compiler.assume_constant_result
