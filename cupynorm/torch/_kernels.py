@@ -158,8 +158,9 @@ def forward(
     weight and bias have the shape of x's last k axes.
     """
     options = (k, norm, eps, zero_centered, relu, out_dtype, training)
+    device = x.device
     key = (
-        (x.shape, x.stride(), x.dtype, x.device),
+        (x.shape, x.stride(), x.dtype, device),
         weight if weight is None else (weight.shape, weight.stride(), weight.dtype, weight.device),
         bias if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.device),
         options,
@@ -169,8 +170,8 @@ def forward(
         call = _remember(_forwards, key, _resolve_forward(x, weight, bias, *options))
     if not call.has_kernels:
         return _forward_on_cpu(call.spec, k, x, weight, bias, eps, relu, call.y)
-    device = x.device
-    if _current_device() != device.index:
+    index = device.index
+    if _current_device() != index:
         with torch.cuda.device(device):
             return forward(x, weight, bias, *options)
 
@@ -219,7 +220,7 @@ def forward(
             0 if bitmask is None else bitmask.data_ptr(),
             *call.numbers,
         )
-        launch_kernel(_current_stream(device.index), blocks, arguments)
+        launch_kernel(_current_stream(index), blocks, arguments)
     return y, mean, rstd, bitmask
 
 

@@ -42,6 +42,7 @@ _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
 
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _tracing_state = torch._C._get_tracing_state
+_transforms_active = torch._C._are_functorch_transforms_active
 
 
 def _is_seen() -> bool:
@@ -57,7 +58,7 @@ def _is_recorded(*tensors: Any) -> bool:
         if tensor is not None and tensor.requires_grad:
             return True
     # Within a transform, only its own tensors say so.
-    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    return torch.compiler.is_compiling() or _transforms_active()
 
 
 def normalize(
@@ -74,13 +75,14 @@ def normalize(
     """Return y; what `norm_backward` needs is kept where gradients may be asked for."""
     if (
         torch.compiler.is_compiling()
-        or torch._C._are_functorch_transforms_active()
-        or forward_ad._current_level >= 0
         or type(x) not in _PLAIN
         or type(weight) not in _PLAIN
         or type(bias) not in _PLAIN
         or not (x.is_cuda or x.is_cpu)
-        or _is_seen()
+        or _transforms_active()
+        or _dispatch_modes()
+        or _tracing_state() is not None
+        or forward_ad._current_level >= 0
     ):
         training = _is_recorded(x, weight, bias)
         return norm_forward(
@@ -117,7 +119,7 @@ def norm_forward(
     if torch.compiler.is_compiling():
         _share_out()
         return _forward_operation(*arguments)
-    if torch._C._are_functorch_transforms_active():
+    if _transforms_active():
         return _Forward.apply(*arguments)
     if (
         type(x) not in _PLAIN
@@ -149,7 +151,7 @@ def norm_backward(
     """Return dx, dweight and dbias; one that does not apply is None, or empty."""
     if torch.compiler.is_compiling():
         run = _backward_operation
-    elif torch._C._are_functorch_transforms_active():
+    elif _transforms_active():
         run = _Backward.apply
     elif (
         not _PLAIN.issuperset(map(type, (dy, x, weight, mean, rstd, bitmask)))
@@ -344,11 +346,14 @@ class _Recorded(torch.autograd.Function):
         bias_dtype = ctx.bias_dtype
         if bias_dtype is not None and not ctx.needs_input_grad[2]:
             bias_dtype = None
-        saved = ctx.saved_tensors
-        dx, dweight, dbias = norm_backward(dy, *saved, *ctx.options, bias_dtype)
+        x, weight, mean, rstd, bitmask = ctx.saved_tensors
+        k, norm, eps, zero_centered = ctx.options
+        dx, dweight, dbias = norm_backward(
+            dy, x, weight, mean, rstd, bitmask, k, norm, eps, zero_centered, bias_dtype
+        )
         return (
             dx,
-            None if saved[1] is None else dweight,
+            None if weight is None else dweight,
             None if bias_dtype is None else dbias,
             None,
         )
