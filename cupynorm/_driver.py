@@ -132,7 +132,8 @@ class Kernel:
             *(0, 1, 1, block_threads, 1, 1, shared_bytes, None),
             *(ctypes.addressof(attributes), len(values)),
         )
-        self._configs: list[LaunchConfig] = []  # as the frames
+        self._configs: list[tuple[LaunchConfig, Any]] = []  # and references to them; as the frames
+        self._handle_argument = ctypes.c_void_p(self._handle)
         self._launch_by_config = library().cuLaunchKernelEx
         self._launch = self._launch_with_attributes
 
@@ -184,19 +185,21 @@ class Kernel:
         addresses = (ctypes.c_void_p * len(letters))(*(start + offset for offset in offsets))
         return values, ctypes.addressof(addresses), addresses
 
-    def _launch_with_attributes(self, handle: int, blocks: int, *given: int) -> None:
+    def _launch_with_attributes(self, _: int, blocks: int, *given: int) -> None:
         """Do as CuPy's launchKernel, with the attributes."""
-        *_, stream, addresses, _ = given
+        stream, addresses, _ = given[6:]
         try:
-            config = self._configs.pop()
+            taken = self._configs.pop()
         except IndexError:
-            config = LaunchConfig.from_buffer_copy(self._config)
+            new = LaunchConfig.from_buffer_copy(self._config)
+            taken = new, ctypes.byref(new)
+        config, reference = taken
         config.grid_x = blocks
         config.stream = stream
         status = self._launch_by_config(
-            ctypes.byref(config), ctypes.c_void_p(handle), ctypes.c_void_p(addresses), None
+            reference, self._handle_argument, ctypes.c_void_p(addresses), None
         )
-        self._configs.append(config)
+        self._configs.append(taken)
         if status:
             raise driver().CUDADriverError(status)
 

@@ -234,6 +234,28 @@ def test_a_gradient_expanded_from_one_value() -> None:
     assert_close((x.grad, weight.grad), expected)
 
 
+@pytest.mark.parametrize("norm", NORMS)
+def test_what_is_kept_goes_through_hooks_and_may_come_back_otherwise_laid_out(norm: str) -> None:
+    x, weight, bias = operands(torch.float32)
+
+    def unpack(tensor: Any) -> Any:
+        spread = torch.empty(*tensor.shape, 2, dtype=tensor.dtype)
+        return spread.select(-1, 1).copy_(tensor)
+
+    kept: list[Any] = []
+    with torch_plans.in_place_of_kernels() as plans:
+        for _ in range(2):  # a layout that was not seen, after one that was, and again
+            expected = torch.autograd.grad(ours(norm, x, weight, bias).sum(), (x, weight, bias))
+            with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, unpack):
+                y = ours(norm, x, weight, bias)
+            actual = torch.autograd.grad(y.sum(), (x, weight, bias))
+            for a, b in zip(actual, expected, strict=True):
+                assert_same_bits(a, b)
+    statistics = 1 if norm == "rms_norm" else 2
+    assert len(kept) == 2 * (2 + statistics + 1)  # and the bits of relu
+    assert len(plans.launches) == 8
+
+
 def test_no_rows() -> None:
     x, weight = drawn(0, 4, 8), drawn(8)
     for context in (torch.enable_grad, torch_plans.in_place_of_kernels):

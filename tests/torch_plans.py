@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -66,6 +67,18 @@ class Plan:
 
 class ForwardPlan(Plan):
     spec: ForwardSpec
+
+    @property
+    def kernel(self) -> Any:
+        return SimpleNamespace(launch=self.launch_kernel)
+
+    def blocks(self, m: int) -> int:
+        return m
+
+    def launch_kernel(self, stream: int, blocks: int, arguments: tuple[Any, ...]) -> None:
+        *operands, m, n, inv_n, eps, lower, upper = arguments
+        assert (blocks, n, inv_n) == (m, self.n, 1 / self.n)
+        self.launch(stream, m, *operands, eps, lower, upper)
 
     def launch(
         self,

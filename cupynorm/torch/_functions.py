@@ -9,8 +9,8 @@ import torch
 
 from cupynorm import _checks
 from cupynorm._spec import Norm
+from cupynorm.torch import _operations
 from cupynorm.torch._kernels import Relu
-from cupynorm.torch._operations import is_recorded, norm_forward
 
 __all__ = ["layer_norm", "rms_norm"]
 
@@ -190,15 +190,16 @@ def _norm(
             weight, bias = _without_leading("weight", weight, k), _without_leading("bias", bias, k)
     if relu is not None:
         relu = _pair(relu)
-    if out_dtype is None and norm == "layer_norm" and _autocast_to_float32(x):
+    # Autocast has torch's layer_norm, not its rms_norm, computed in float32.
+    if (
+        out_dtype is None
+        and norm == "layer_norm"
+        and torch.is_autocast_enabled("cuda")
+        and x.is_cuda
+        and x.dtype in _HALVES
+    ):
         out_dtype = torch.float32
-    recorded = is_recorded(x, weight, bias)
-    return norm_forward(x, weight, bias, k, norm, eps, zero_centered, relu, out_dtype, recorded)[0]
-
-
-def _autocast_to_float32(x: Any) -> bool:
-    """Say whether autocast has torch's layer_norm, not its rms_norm, computed in float32."""
-    return bool(x.is_cuda and torch.is_autocast_enabled("cuda") and x.dtype in _HALVES)
+    return _operations.normalize(x, weight, bias, k, norm, eps, zero_centered, relu, out_dtype)
 
 
 def _refuse(x: Any, weight: Any, bias: Any) -> None:

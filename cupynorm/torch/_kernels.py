@@ -90,6 +90,10 @@ def _contiguous(tensor: Any) -> Any:
     return None if tensor is None else tensor.contiguous()
 
 
+def _contiguous_strides(shape: Shape) -> Shape:
+    return tuple(math.prod(max(size, 1) for size in shape[i + 1 :]) for i in range(len(shape)))
+
+
 def _divisors(x: Any, n: int, *strides: int) -> int:
     """Return a number whose lowest set bit divides the pack, the row and the row strides.
 
@@ -121,16 +125,17 @@ class _Forward:
     m: int
     n: int
     kept: tuple[int, ...]
+    kept_strides: tuple[int, ...]  # contiguous
     y: torch.dtype
+    y_is_as_x: bool  # in dtype and strides too
     statistics: torch.dtype
-    eps: float
-    bounds: tuple[float, float]
+    numbers: tuple[float, ...]  # what the kernel takes beside strides and addresses
     has_kernels: bool
     copies: bool  # where a row stride cannot tell where x lies, or weight or bias has one
     x_stride: int
     itemsize: int
     divisors: int
-    plans: dict[int, Any]  # by the elements of an access
+    launches: dict[int, tuple[Any, int]]  # and blocks, by the elements of an access
 
 
 _forwards: dict[Any, _Forward] = {}
@@ -153,8 +158,9 @@ def forward(
     weight and bias have the shape of x's last k axes.
     """
     options = (k, norm, eps, zero_centered, relu, out_dtype, training)
+    device = x.device
     key = (
-        (x.shape, x.stride(), x.dtype, x.device),
+        (x.shape, x.stride(), x.dtype, device),
         weight if weight is None else (weight.shape, weight.stride(), weight.dtype, weight.device),
         bias if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.device),
         options,
@@ -164,15 +170,21 @@ def forward(
         call = _remember(_forwards, key, _resolve_forward(x, weight, bias, *options))
     if not call.has_kernels:
         return _forward_on_cpu(call.spec, k, x, weight, bias, eps, relu, call.y)
-    device = x.device
-    if _current_device() != device.index:
+    index = device.index
+    if _current_device() != index:
         with torch.cuda.device(device):
             return forward(x, weight, bias, *options)
 
-    y = torch.empty_like(x, dtype=call.y, memory_format=torch.contiguous_format)
+    if call.y_is_as_x:
+        y = torch.empty_like(x)
+    else:
+        y = torch.empty_like(x, dtype=call.y, memory_format=torch.contiguous_format)
     mean = rstd = bitmask = None
     if training:
-        rstd = torch.empty(call.kept, dtype=call.statistics, device=device)
+        # torch.empty takes twice as long over a tuple.
+        rstd = torch.empty_strided(
+            call.kept, call.kept_strides, dtype=call.statistics, device=device
+        )
         if norm == "layer_norm":
             mean = torch.empty_like(rstd)
         if relu is not None:
@@ -190,24 +202,25 @@ def forward(
         bias_address = bias.data_ptr()
         divisors |= bias_address // bias.itemsize
     vector = divisors & -divisors
-    plan = call.plans.get(vector)
-    if plan is None:
-        plan = call.plans[vector] = _load("forward_plan", call.spec, call.n, vector, device)
-    plan.launch(
-        _current_stream(device.index),
-        call.m,
-        x_address,
-        call.x_stride,
-        weight_address,
-        bias_address,
-        y.data_ptr(),
-        call.n,
-        0 if mean is None else mean.data_ptr(),
-        0 if rstd is None else rstd.data_ptr(),
-        0 if bitmask is None else bitmask.data_ptr(),
-        call.eps,
-        *call.bounds,
-    )
+    launch = call.launches.get(vector)
+    if launch is None:
+        plan = _load("forward_plan", call.spec, call.n, vector, device)
+        launch = call.launches[vector] = plan.kernel.launch, plan.blocks(call.m)
+    launch_kernel, blocks = launch
+    if blocks:
+        arguments = (
+            x_address,
+            call.x_stride,
+            weight_address,
+            bias_address,
+            y.data_ptr(),
+            call.n,
+            0 if mean is None else mean.data_ptr(),
+            0 if rstd is None else rstd.data_ptr(),
+            0 if bitmask is None else bitmask.data_ptr(),
+            *call.numbers,
+        )
+        launch_kernel(_current_stream(index), blocks, arguments)
     return y, mean, rstd, bitmask
 
 
@@ -240,6 +253,8 @@ def _resolve_forward(
     x_stride = _stride(x, k)
     copies = x_stride is None or not all(t is None or t.is_contiguous() for t in (weight, bias))
     x_stride = n if copies or x_stride is None else x_stride
+    m, kept = x.numel() // n, tuple(x.shape[: x.ndim - k])
+    y_dtype = getattr(torch, DTYPES[y])
     return _Forward(
         spec=ForwardSpec(
             norm=norm,
@@ -251,19 +266,20 @@ def _resolve_forward(
             store_statistics=training,
             relu=relu is not None,
         ),
-        m=x.numel() // n,
+        m=m,
         n=n,
-        kept=tuple(x.shape[: x.ndim - k]),
-        y=getattr(torch, DTYPES[y]),
+        kept=kept,
+        kept_strides=_contiguous_strides(kept),
+        y=y_dtype,
+        y_is_as_x=y_dtype == x.dtype and x.stride() == _contiguous_strides(x.shape),
         statistics=compute_type(x),
-        eps=float(eps),
-        bounds=(0.0, 0.0) if bounds is None else bounds,
+        numbers=(m, n, 1 / n, float(eps), *((0.0, 0.0) if bounds is None else bounds)),
         has_kernels=_has_kernels(x),
         copies=copies,
         x_stride=x_stride,
         itemsize=x.itemsize,
         divisors=_divisors(x, n, x_stride),
-        plans={},
+        launches={},
     )
 
 
@@ -282,8 +298,9 @@ class _Backward:
     copies_x: bool
     dy_stride: int
     x_stride: int
+    dx_is_as_x: bool  # in strides too
     divisors: int
-    plans: dict[int, Any]  # by the elements of an access
+    launches: dict[int, tuple[Any, int]]  # and bytes of scratch, by the elements of an access
 
 
 _backwards: dict[Any, _Backward] = {}
@@ -322,12 +339,20 @@ def backward(
         with torch.cuda.device(device):
             return backward(dy, x, weight, mean, rstd, bitmask, k, norm, zero_centered, bias_dtype)
 
-    dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if call.dx_is_as_x:
+        dx = torch.empty_like(x)
+    else:
+        dx = torch.empty_like(x, memory_format=torch.contiguous_format)
     dweight = dbias = None
     if weight is not None:
-        dweight = torch.empty_like(weight, memory_format=torch.contiguous_format)
+        if not weight.is_contiguous():
+            weight = weight.contiguous()
+        dweight = torch.empty_like(weight)
     if bias_dtype is not None:
-        dbias = torch.empty(x.shape[x.ndim - k :], dtype=bias_dtype, device=device)
+        if dweight is not None and bias_dtype == dweight.dtype:
+            dbias = torch.empty_like(dweight)
+        else:
+            dbias = torch.empty(x.shape[x.ndim - k :], dtype=bias_dtype, device=device)
     if call.copies_dy:
         dy = dy.contiguous()
     if call.copies_x:
@@ -337,8 +362,6 @@ def backward(
         mean, rstd = _contiguous(mean), _contiguous(rstd)
     if not (bitmask is None or bitmask.is_contiguous()):
         bitmask = bitmask.contiguous()
-    if not (weight is None or weight.is_contiguous()):
-        weight = weight.contiguous()
     dy_address, x_address = dy.data_ptr(), x.data_ptr()
     divisors = call.divisors | dy_address // dy.itemsize | x_address // x.itemsize
     weight_address = 0
@@ -346,12 +369,14 @@ def backward(
         weight_address = weight.data_ptr()
         divisors |= weight_address // weight.itemsize
     vector = divisors & -divisors
-    plan = call.plans.get(vector)
-    if plan is None:
-        plan = call.plans[vector] = _load("backward_plan", call.spec, call.n, vector, device)
+    launch = call.launches.get(vector)
+    if launch is None:
+        plan = _load("backward_plan", call.spec, call.n, vector, device)
+        launch = call.launches[vector] = plan.launch, plan.scratch_bytes(call.m)
+    launch_kernels, scratch_bytes = launch
     # Freed on return, and handed out again only to what comes later on this stream.
-    scratch = torch.empty(plan.scratch_bytes(call.m), dtype=torch.uint8, device=device)
-    plan.launch(
+    scratch = torch.empty(scratch_bytes, dtype=torch.uint8, device=device)
+    launch_kernels(
         _current_stream(device.index),
         call.m,
         dy_address,
@@ -405,8 +430,9 @@ def _resolve_backward(
         copies_x=strides[1] is None,
         dy_stride=dy_stride,
         x_stride=x_stride,
+        dx_is_as_x=x.stride() == _contiguous_strides(x.shape),
         divisors=_divisors(x, n, dy_stride, x_stride),
-        plans={},
+        launches={},
     )
 
 

@@ -20,7 +20,7 @@ from cupynorm._spec import Norm
 from cupynorm.torch import _formulas, _kernels
 from cupynorm.torch._kernels import Relu, compute_type
 
-__all__ = ["is_recorded", "norm_backward", "norm_forward"]
+__all__ = ["norm_backward", "norm_forward", "normalize"]
 
 # The values that are not tensors begin with an int, from which on DTensor tells calls apart.
 FORWARD = (
@@ -40,12 +40,17 @@ _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
 # ---- which way a call goes -----------------------------------------------------------------------
 
 
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_tracing_state = torch._C._get_tracing_state
+_transforms_active = torch._C._are_functorch_transforms_active
+
+
 def _is_seen() -> bool:
     """Tell whether what runs now is for torch to see, whatever it runs on."""
-    return bool(torch._C._len_torch_dispatch_stack()) or torch._C._get_tracing_state() is not None
+    return _dispatch_modes() > 0 or _tracing_state() is not None
 
 
-def is_recorded(*tensors: Any) -> bool:
+def _is_recorded(*tensors: Any) -> bool:
     """Tell whether gradients of a call on these tensors may be asked for."""
     if not torch.is_grad_enabled():
         return False
@@ -53,7 +58,45 @@ def is_recorded(*tensors: Any) -> bool:
         if tensor is not None and tensor.requires_grad:
             return True
     # Within a transform, only its own tensors say so.
-    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    return torch.compiler.is_compiling() or _transforms_active()
+
+
+def normalize(
+    x: Any,
+    weight: Any,
+    bias: Any,
+    k: int,
+    norm: Norm,
+    eps: float,
+    zero_centered: bool,
+    relu: Relu,
+    out_dtype: torch.dtype | None,
+) -> Any:
+    """Return y; what `norm_backward` needs is kept where gradients may be asked for."""
+    if (
+        torch.compiler.is_compiling()
+        or type(x) not in _PLAIN
+        or type(weight) not in _PLAIN
+        or type(bias) not in _PLAIN
+        or not (x.is_cuda or x.is_cpu)
+        or _transforms_active()
+        or _dispatch_modes()
+        or _tracing_state() is not None
+        or forward_ad._current_level >= 0
+    ):
+        training = _is_recorded(x, weight, bias)
+        return norm_forward(
+            x, weight, bias, k, norm, eps, zero_centered, relu, out_dtype, training
+        )[0]
+    if torch.is_grad_enabled() and (
+        x.requires_grad
+        or (weight is not None and weight.requires_grad)
+        or (bias is not None and bias.requires_grad)
+    ):
+        return _apply_recorded(
+            x, weight, bias, (k, norm, eps, zero_centered, relu, out_dtype, True)
+        )
+    return _kernels.forward(x, weight, bias, k, norm, eps, zero_centered, relu, out_dtype, False)[0]
 
 
 def norm_forward(
@@ -76,7 +119,7 @@ def norm_forward(
     if torch.compiler.is_compiling():
         _share_out()
         return _forward_operation(*arguments)
-    if torch._C._are_functorch_transforms_active():
+    if _transforms_active():
         return _Forward.apply(*arguments)
     if (
         type(x) not in _PLAIN
@@ -106,17 +149,23 @@ def norm_backward(
     bias_dtype: torch.dtype | None,
 ) -> tuple[Any, Any, Any]:
     """Return dx, dweight and dbias; one that does not apply is None, or empty."""
-    tensors = (dy, x, weight, mean, rstd, bitmask)
-    arguments = (*tensors, k, norm, eps, zero_centered, bias_dtype)
     if torch.compiler.is_compiling():
-        return _backward_operation(*arguments)
-    if torch._C._are_functorch_transforms_active():
-        return _Backward.apply(*arguments)
-    if not _PLAIN.issuperset(map(type, tensors)) or not (x.is_cuda or x.is_cpu) or _is_seen():
-        return _backward_operation(*arguments)
-    if torch.is_grad_enabled():
-        return _apply_backward(*arguments)
-    return _kernels.backward(*tensors, k, norm, zero_centered, bias_dtype)
+        run = _backward_operation
+    elif _transforms_active():
+        run = _Backward.apply
+    elif (
+        not _PLAIN.issuperset(map(type, (dy, x, weight, mean, rstd, bitmask)))
+        or not (x.is_cuda or x.is_cpu)
+        or _is_seen()
+    ):
+        run = _backward_operation
+    elif torch.is_grad_enabled():
+        run = _apply_backward
+    else:
+        return _kernels.backward(
+            dy, x, weight, mean, rstd, bitmask, k, norm, zero_centered, bias_dtype
+        )
+    return run(dy, x, weight, mean, rstd, bitmask, k, norm, eps, zero_centered, bias_dtype)
 
 
 @torch.compiler.assume_constant_result
@@ -278,7 +327,40 @@ class _Backward(torch.autograd.Function):
         )
 
 
+class _Recorded(torch.autograd.Function):
+    """`_Forward` where no transform looks on: what is kept is no result, and options are one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, weight: Any, bias: Any, options: Any) -> Any:
+        y, mean, rstd, bitmask = _kernels.forward(x, weight, bias, *options)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, weight, mean, rstd, bitmask)
+        ctx.options = options[:4]
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Any) -> Any:
+        if dy is None:
+            return None, None, None, None
+        bias_dtype = ctx.bias_dtype
+        if bias_dtype is not None and not ctx.needs_input_grad[2]:
+            bias_dtype = None
+        x, weight, mean, rstd, bitmask = ctx.saved_tensors
+        k, norm, eps, zero_centered = ctx.options
+        dx, dweight, dbias = norm_backward(
+            dy, x, weight, mean, rstd, bitmask, k, norm, eps, zero_centered, bias_dtype
+        )
+        return (
+            dx,
+            None if weight is None else dweight,
+            None if bias_dtype is None else dbias,
+            None,
+        )
+
+
 # Past what Function.apply does for transforms of functions, which costs 13 us.
+_apply_recorded = super(torch.autograd.Function, _Recorded).apply
 _apply_forward = super(torch.autograd.Function, _Forward).apply
 _apply_backward = super(torch.autograd.Function, _Backward).apply
 
