@@ -16,7 +16,7 @@ __device__ __forceinline__ void for_each_pack(long long n_cols, Visit visit) {
 }
 
 // Calls visit(first column, columns) for each tile of a row, in all threads: from its start, or from
-// its end. Inlined twice, so that a whole tile needs no comparisons.
+// its end. Inlined twice, of which the compiler knows that one is whole.
 template <int Columns, bool Backwards, typename Visit>
 __device__ __forceinline__ void for_each_tile(long long n_cols, Visit visit) {
   const long long end = n_cols / Columns * Columns;
