@@ -40,6 +40,9 @@ REGISTERS_PER_MULTIPROCESSOR = 65536
 SHARED_KIB = {75: 64, 80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227}
 SHARED_KIB_OF_OTHERS = 99
 
+# Those whose multiprocessors hold 2048 threads; the others hold 1024 or 1536.
+HOLD_2048_THREADS = (80, 90, 100, 103)
+
 FIRST_WITH_CLUSTERS = 90
 MOST_CLUSTER_BLOCKS = 16
 
@@ -83,9 +86,11 @@ class StagedForward:
 
 @dataclass(frozen=True)
 class StreamingForward:
-    """Rows of any length, read again for each step, one block a row."""
+    """Rows of any length, read twice, one block a row; `packs_per_thread` are asked for at once."""
 
     block_threads: int
+    blocks_per_multiprocessor: int
+    packs_per_thread: int
     vector: int
 
 
@@ -175,13 +180,15 @@ def forward_config(
     # N = 16384, 0.91 of the copy's speed against 0.87 (bfloat16, H200).
     most = 1024 if spec.weight and spec.bias else 2048
     if packs > (1024 if wide else most):
+        paired = _paired(spec, packs, architecture)
+        # Read again from L2, 3985 GB/s against the staged kernel's 3819 at N = 32768 (a trial of
+        # the streaming kernel; bfloat16, H200). Rows that need narrow accesses were not tried.
+        again_from_l2 = paired and ITEMSIZE[spec.x] == 2 and n % length == 0
         staged = _staged_forward(spec, n, packs, vector, architecture, wide=wide)
-        if staged is not None:
+        if staged is not None and not again_from_l2:
             return staged
         if packs > (1024 if wide else 2048):
-            # The bitmask beside operands of float64 spilled at the 64 registers of 1024 threads.
-            threads = 512 if wide and spec.relu else 1024
-            return StreamingForward(block_threads=threads, vector=vector)
+            return _streaming_forward(spec, vector, paired=paired, wide=wide)
     row_threads = _team(packs, _packs_per_thread(spec, n, packs))
     if spec.relu:
         row_threads = max(row_threads, 8 // length)  # a byte of the bitmask is of neighbours
@@ -231,6 +238,39 @@ def _packs_per_thread(spec: ForwardSpec, n: int, packs: int) -> int:
     eight = spec.norm == "layer_norm" and spec.x == "bfloat16" and not spec.relu
     eight = eight and _widest(spec.weight, spec.bias, spec.y) <= 4
     return 8 if eight and packs > 512 and n % (32 * 8 * 8) == 0 else 4
+
+
+def _paired(spec: ForwardSpec, packs: int, architecture: int) -> bool:
+    """Return whether rows are streamed by two blocks a multiprocessor, of 32 registers a thread.
+
+    The fastest of a trial at N = 32768; at 65536 it was one block (bfloat16, H200). NVRTC fits no
+    bias, ReLU, or y wider than x into 32 registers.
+    """
+    return (
+        2048 < packs <= 4096
+        and architecture in HOLD_2048_THREADS
+        and spec.norm == "rms_norm"
+        and not (spec.bias or spec.relu)
+        and ITEMSIZE[spec.y] <= ITEMSIZE[spec.x] <= 4
+        and _widest(spec.weight) <= 4
+    )
+
+
+def _streaming_forward(
+    spec: ForwardSpec, vector: int, *, paired: bool, wide: bool
+) -> StreamingForward:
+    """Return the configuration of rows that are read twice."""
+    whole = vector == pack_length(spec.x)
+    # The fastest of a trial of RMSNorm: 2 packs of 2048 threads at N = 32768, 4 of 1024 at 65536
+    # (bfloat16, H200). 64 registers hold 2 packs of float64, or of elements moved one by one.
+    fewer = paired or not whole or spec.x == "float64"
+    return StreamingForward(
+        # 64 registers do not hold 8 elements of weight and bias in float64.
+        block_threads=512 if wide else 1024,
+        blocks_per_multiprocessor=2 if paired and whole else 1,
+        packs_per_thread=2 if fewer else 4,
+        vector=vector,
+    )
 
 
 def _staged_forward(

@@ -117,7 +117,14 @@ def forward_instantiation(
             config.cluster_blocks,
         )
     threads = config.block_threads
-    template = _expression("norm_forward_streaming", *what, threads, config.vector)
+    template = _expression(
+        "norm_forward_streaming",
+        *what,
+        threads,
+        config.blocks_per_multiprocessor,
+        config.packs_per_thread,
+        config.vector,
+    )
     shared_bytes = team_bytes(spec.x, threads, threads)
     return Instantiation("forward_streaming.cu", template, parameters, threads, shared_bytes)
 

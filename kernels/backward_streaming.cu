@@ -30,7 +30,7 @@ __global__ __launch_bounds__(BlockThreads, 1) void norm_backward_coefficients(
   const T row_rstd = rstd[row];
 
   CompensatedSum<T> sum_of_g_h, sum_of_g, sum_of_h;
-  for_each_pack<Vector, BlockThreads, kLength>(n_cols, [&](long long first) {
+  for_each_pack<BlockThreads, kLength>(n_cols, [&](long long first) {
     Pack<X, kLength> pack_x;
     Pack<DY, kLength> pack_dy;
     Pack<Weight, kLength> weights;

@@ -160,6 +160,13 @@ __device__ __forceinline__ void let_next_kernel_start() {
 #endif
 }
 
+// Stores 16 bytes that nobody reads soon: L1 keeps what it has instead.
+__device__ __forceinline__ void store_past_l1(uint4* memory, uint4 value) {
+  asm volatile("st.global.L1::no_allocate.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(memory),
+               "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w)
+               : "memory");
+}
+
 // The compiler may no longer assume that it knows this value.
 __device__ __forceinline__ void make_opaque(unsigned& word) { asm volatile("" : "+r"(word)); }
 __device__ __forceinline__ void make_opaque(int& word) { asm volatile("" : "+r"(word)); }

@@ -1,12 +1,15 @@
 // Forward of RMSNorm and LayerNorm for rows of any length: as forward.cu, but the row is read again
-// for each step instead of being held in registers.
+// instead of being held in registers.
 //
 // Layout:    as forward.cu.
 // Grid:      one block of BlockThreads threads a row, on grid.x.
-// Traffic:   x read twice (RMSNorm) or three times (LayerNorm), once more for its largest element
-//            and once for each measurement where a row is out of range; y written once.
-// Thread:    packs rank, rank + BlockThreads, ... of the row.
-// Order:     a thread's packs in turn, compensated from pack to pack; then the block's reduction.
+// Traffic:   x read twice, the second time from the row's end, which L1 and L2 still have; a further
+//            time by LayerNorm where the first mean was far off, and where a row is out of range once
+//            for its largest element and once for each measurement. y written once, past L1.
+// Thread:    packs rank, rank + BlockThreads, ... of the row; PacksPerThread of them, those of one tile
+//            of the row, are on their way at a time.
+// Order:     a thread's packs in turn, compensated from pack to pack; then the block's reduction: a
+//            function of n_cols and BlockThreads, never of n_rows, PacksPerThread or alignment.
 // Result:    thread 0 writes the row's mean and rstd.
 #include "affine.cuh"
 #include "relu.cuh"
@@ -14,72 +17,99 @@
 #include "stream.cuh"
 #include "team.cuh"
 
-template <bool Centered, int Vector, typename X, int BlockThreads>
-__device__ __forceinline__ Statistics<Compute<X>> measure(Team<BlockThreads, BlockThreads>& block,
-                                                          const X* row, long long n_cols,
-                                                          Compute<X> inv_n, Compute<X> inv_unit) {
-  using T = Compute<X>;
-  constexpr int kLength = 16 / static_cast<int>(sizeof(X));
-  Statistics<T> statistics;
-  // 1. A first mean.
-  if constexpr (Centered) {
-    CompensatedSum<T> sum;
-    for_each_pack<Vector, BlockThreads, kLength>(n_cols, [&](long long first) {
-      Pack<X, kLength> pack;
-      load<Vector>(pack, row, first, n_cols);
-      T of_pack = 0;
-#pragma unroll
-      for (int i = 0; i < kLength; ++i) of_pack += pack.template get<T>(i) * inv_unit;
-      sum.add(of_pack);
-    });
-    T total[1] = {sum.total()};
-    block.template reduce<Sum>(total);
-    statistics.shift = total[0] * inv_n;
+// The packs of a row that a thread has at once.
+template <typename X, int BlockThreads, int PacksPerThread, int Vector>
+struct TileOf {
+  static constexpr int kLength = 16 / static_cast<int>(sizeof(X));
+  static constexpr int kColumns = BlockThreads * PacksPerThread * kLength;
+  Pack<X, kLength> packs[PacksPerThread];
+
+  // Of pack p, from the tile's first.
+  static __device__ __forceinline__ int first_column(int p) {
+    return (p * BlockThreads + thread_index()) * kLength;
   }
-  // 2. Sums of d and d*d.
-  CompensatedSum<T> sum, sum_of_squares;
-  for_each_pack<Vector, BlockThreads, kLength>(n_cols, [&](long long first) {
-    Pack<X, kLength> pack;
-    load<Vector>(pack, row, first, n_cols);
-    T of_pack = 0, squares_of_pack = 0;
+  // All are asked for before the first is used.
+  __device__ __forceinline__ TileOf(const X* start, int columns) {
 #pragma unroll
-    for (int i = 0; i < kLength; ++i) {
-      T d = pack.template get<T>(i) * inv_unit - statistics.shift;
-      if (Centered && !inside<Vector>(first, i, n_cols)) d = 0;
-      of_pack += d;
-      squares_of_pack = fused_multiply_add(d, d, squares_of_pack);
+    for (int p = 0; p < PacksPerThread; ++p) {
+      load<Vector>(packs[p], start, first_column(p), columns);
     }
-    if constexpr (Centered) sum.add(of_pack);
-    sum_of_squares.add(squares_of_pack);
-  });
-  T totals[2] = {sum.total(), sum_of_squares.total()};
-  block.template reduce<Sum>(totals);
-  finish<Centered>(statistics, totals[0], totals[1], inv_n);
+  }
+};
+
+// From `guess`, a first mean; where that was far off, a second round starts from the mean found.
+template <typename TileOfX, bool Centered, int Vector, int PacksPerThread, typename X, typename T,
+          int BlockThreads>
+__device__ __forceinline__ Statistics<T> measure(Team<BlockThreads, BlockThreads>& block,
+                                                 const X* row, T guess, long long n_cols, T inv_n,
+                                                 T inv_unit) {
+  Statistics<T> statistics;
+  statistics.shift = guess;
+  for (bool again = false;; again = true) {
+    CompensatedSum<T> sum, sum_of_squares;
+    for_each_tile<TileOfX::kColumns, false>(n_cols, [&](long long base, int columns) {
+      const TileOfX x(row + base, columns);
+#pragma unroll
+      for (int p = 0; p < PacksPerThread; ++p) {
+        T of_pack = 0, squares_of_pack = 0;
+#pragma unroll
+        for (int i = 0; i < TileOfX::kLength; ++i) {
+          T d = x.packs[p].template get<T>(i) * inv_unit;
+          if constexpr (Centered) {
+            d -= statistics.shift;
+            if (!inside<Vector>(x.first_column(p), i, columns)) d = 0;
+            of_pack += d;
+          }
+          squares_of_pack = fused_multiply_add(d, d, squares_of_pack);
+        }
+        if constexpr (Centered) sum.add(of_pack);
+        sum_of_squares.add(squares_of_pack);
+      }
+    });
+    T totals[Centered ? 2 : 1] = {sum_of_squares.total()};
+    if constexpr (Centered) totals[1] = sum.total();
+    block.template reduce<Sum>(totals);
+    finish<Centered>(statistics, totals[Centered ? 1 : 0], totals[0], inv_n);
+    if (!Centered || again || !was_far(statistics)) break;
+    statistics.shift += statistics.correction;
+  }
+  if constexpr (Centered) settle(statistics);
   return statistics;
 }
 
 template <typename X, typename Weight, typename Bias, typename Y, bool Centered, bool ZeroCentered,
-          bool StoreStatistics, bool Relu, int BlockThreads, int Vector>
-__global__ __launch_bounds__(BlockThreads, 1) void norm_forward_streaming(
+          bool StoreStatistics, bool Relu, int BlockThreads, int BlocksPerMultiprocessor,
+          int PacksPerThread, int Vector>
+__global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_forward_streaming(
     const X* x, long long x_stride, const Weight* weight, const Bias* bias, Y* y,
     long long y_stride, Compute<X>* mean, Compute<X>* rstd, unsigned char* bitmask,
     long long n_rows, long long n_cols, Compute<X> inv_n, Compute<X> eps, Compute<X> lower,
     Compute<X> upper) {
   using T = Compute<X>;
-  constexpr int kLength = 16 / static_cast<int>(sizeof(X));
+  using TileOfX = TileOf<X, BlockThreads, PacksPerThread, Vector>;
+  constexpr int kLength = TileOfX::kLength;
   Team<BlockThreads, BlockThreads> block;
   const long long row_index = block_index();
   const X* row = x + row_index * x_stride;
-  Y* normalized_row = y + row_index * y_stride;
 
   // 1. Mean and variance; a row out of range is measured again in a unit that brings it into it.
+  T guess = 0;
+  if constexpr (Centered) {
+    Pack<X, kLength> first_pack;
+    load<Vector>(first_pack, row, 0LL, n_cols);
+    guess = first_mean<T>(first_pack);
+  }
+  const auto measured = [&](T from, T inv_unit) {
+    return measure<TileOfX, Centered, Vector, PacksPerThread>(block, row, from, n_cols, inv_n,
+                                                              inv_unit);
+  };
   T unit = 1, inv_unit = 1;
-  Statistics<T> statistics = measure<Centered, Vector>(block, row, n_cols, inv_n, inv_unit);
+  Statistics<T> statistics = measured(guess, inv_unit);
   Scale<T> scale = scale_in_range(statistics.variance, eps);
   if constexpr (kCanLeaveRange<X>) {
     if (!in_range(statistics.variance + eps)) {
       T largest[1] = {0};
-      for_each_pack<Vector, BlockThreads, kLength>(n_cols, [&](long long first) {
+      for_each_pack<BlockThreads, kLength>(n_cols, [&](long long first) {
         Pack<X, kLength> pack;
         load<Vector>(pack, row, first, n_cols);
 #pragma unroll
@@ -90,39 +120,12 @@ __global__ __launch_bounds__(BlockThreads, 1) void norm_forward_streaming(
       block.template reduce<Max>(largest);
       unit = Range<T>::unit(larger(largest[0], square_root(eps)));
       inv_unit = T(1) / unit;
-      statistics = measure<Centered, Vector>(block, row, n_cols, inv_n, inv_unit);
+      statistics = measured(T(0), inv_unit);
       scale = scale_in_unit(statistics.variance, eps, unit);
     }
   }
 
-  // 2. Normalize and store. In place, a pack is read and written by the same thread.
-  constexpr bool kStoreBits = Relu && StoreStatistics;
-  for_each_pack<Vector, BlockThreads, kLength, kStoreBits>(n_cols, [&](long long first) {
-    Pack<X, kLength> pack;
-    Pack<Weight, kLength> weights;
-    Pack<Bias, kLength> biases;
-    load<Vector>(pack, row, first, n_cols);
-    if constexpr (kPresent<Weight>) load<Vector>(weights, weight, first, n_cols);
-    if constexpr (kPresent<Bias>) load<Vector>(biases, bias, first, n_cols);
-    Pack<Y, kLength> normalized;
-    unsigned bits = 0;
-#pragma unroll
-    for (int i = 0; i < kLength; ++i) {
-      const T deviated = deviation<Centered>(statistics, pack.template get<T>(i) * inv_unit);
-      T value = affine<ZeroCentered>(deviated * scale.of_row, weights, biases, i);
-      if constexpr (Relu) {
-        const bool strictly_inside = clamp(value, lower, upper);
-        if (strictly_inside && inside<Vector>(first, i, n_cols)) bits |= 1u << i;
-      }
-      normalized.set(i, value);
-    }
-    store<Vector>(normalized, normalized_row, first, n_cols);
-    if constexpr (kStoreBits) {
-      store_bits<kLength>(bits, bitmask + row_index * bitmask_bytes(n_cols), first, n_cols);
-    }
-  });
-
-  // 3. Keep what backward needs.
+  // 2. Keep what backward needs.
   if constexpr (StoreStatistics) {
     if (block.rank == 0) {
       if constexpr (Centered) {
@@ -131,4 +134,40 @@ __global__ __launch_bounds__(BlockThreads, 1) void norm_forward_streaming(
       rstd[row_index] = scale.rstd;
     }
   }
+
+  // 3. Normalize and store. In place, a pack is read and written by the same thread.
+  Y* const normalized_row = y + row_index * y_stride;
+  const T offset = -statistics.correction * scale.of_row;
+  for_each_tile<TileOfX::kColumns, true>(n_cols, [&](long long base, int columns) {
+    const TileOfX of_x(row + base, columns);
+#pragma unroll
+    for (int p = 0; p < PacksPerThread; ++p) {
+      const int first = of_x.first_column(p);
+      Pack<Weight, kLength> weights;
+      Pack<Bias, kLength> biases;
+      if constexpr (kPresent<Weight>) load<Vector>(weights, weight + base, first, columns);
+      if constexpr (kPresent<Bias>) load<Vector>(biases, bias + base, first, columns);
+      T values[kLength];
+      unsigned bits = 0;
+#pragma unroll
+      for (int i = 0; i < kLength; ++i) {
+        const T in_unit = of_x.packs[p].template get<T>(i) * inv_unit;
+        const T d = in_unit - statistics.shift;
+        const T xhat =
+            Centered ? fused_multiply_add(d, scale.of_row, offset) : in_unit * scale.of_row;
+        values[i] = affine<ZeroCentered>(xhat, weights, biases, i);
+        if constexpr (Relu) {
+          const bool strictly_inside = clamp(values[i], lower, upper);
+          if (strictly_inside && inside<Vector>(first, i, columns)) bits |= 1u << i;
+        }
+      }
+      Pack<Y, kLength> normalized;
+      normalized.set(values);
+      store<Vector, true>(normalized, normalized_row + base, first, columns);
+      if constexpr (Relu && StoreStatistics) {
+        store_bits<kLength>(bits, bitmask + row_index * bitmask_bytes(n_cols) + base / 8, first,
+                            columns);
+      }
+    }
+  });
 }

@@ -107,7 +107,7 @@ __device__ __forceinline__ void read_words(unsigned* words, const void* memory, 
     target[0] = loaded.x, target[1] = loaded.y, target[2] = loaded.z, target[3] = loaded.w;
   }
 }
-template <int Bytes>
+template <int Bytes, bool PastL1 = false>
 __device__ __forceinline__ void write_words(const unsigned* words, void* memory, int offset) {
   using Access = typename AccessOf<Bytes>::type;
   Access* stored = reinterpret_cast<Access*>(static_cast<char*>(memory) + offset);
@@ -119,7 +119,12 @@ __device__ __forceinline__ void write_words(const unsigned* words, void* memory,
   } else if constexpr (Bytes == 8) {
     *stored = uint2{source[0], source[1]};
   } else {
-    *stored = uint4{source[0], source[1], source[2], source[3]};
+    const uint4 value{source[0], source[1], source[2], source[3]};
+    if constexpr (PastL1) {
+      store_past_l1(stored, value);
+    } else {
+      *stored = value;
+    }
   }
 }
 
@@ -145,7 +150,7 @@ __device__ __forceinline__ void load(Pack<T, Length>& pack, const T* row, Index 
   }
 }
 
-template <int Vector, typename T, int Length, typename Index>
+template <int Vector, bool PastL1 = false, typename T, int Length, typename Index>
 __device__ __forceinline__ void store(const Pack<T, Length>& pack, T* row, Index first, Index n) {
   constexpr int kBytes = kAccessBytes<T, Vector>;
 #pragma unroll
@@ -153,7 +158,8 @@ __device__ __forceinline__ void store(const Pack<T, Length>& pack, T* row, Index
     if (first + begin < n) {
 #pragma unroll
       for (int offset = 0; offset < Vector * static_cast<int>(sizeof(T)); offset += kBytes) {
-        write_words<kBytes>(pack.words, row + first, begin * static_cast<int>(sizeof(T)) + offset);
+        write_words<kBytes, PastL1>(pack.words, row + first,
+                                    begin * static_cast<int>(sizeof(T)) + offset);
       }
     }
   }

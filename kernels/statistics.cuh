@@ -14,12 +14,6 @@ struct Statistics {
   T variance = 0;    // RMSNorm: the mean square
 };
 
-template <bool Centered, typename T>
-__device__ __forceinline__ T deviation(const Statistics<T>& statistics, T x) {
-  if constexpr (Centered) return (x - statistics.shift) - statistics.correction;
-  return x;
-}
-
 // The variance from the row's sums of d and d*d. A NaN stays, and is the mean as well: without this a
 // row with one inf would have a mean of inf or of NaN, as the inf lies in its first pack or not.
 template <bool Centered, typename T>

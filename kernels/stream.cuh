@@ -4,16 +4,33 @@
 
 #include "types.cuh"
 
-// Calls visit(first column) for each pack of a row that this thread owns; with WholeWarps, also for
-// packs past the row's end as long as another lane of the warp has one inside it.
-template <int Vector, int BlockThreads, int Length, bool WholeWarps = false, typename Visit>
+// Calls visit(first column) for each pack of a row that this thread owns.
+template <int BlockThreads, int Length, typename Visit>
 __device__ __forceinline__ void for_each_pack(long long n_cols, Visit visit) {
   constexpr long long kStep = static_cast<long long>(BlockThreads) * Length;
-  const int ahead = WholeWarps ? thread_index() % 32 * Length : 0;  // of the warp's first lane
-#pragma unroll(WholeWarps ? 1 : 2)
-  for (long long first = static_cast<long long>(thread_index()) * Length; first - ahead < n_cols;
+#pragma unroll 2
+  for (long long first = static_cast<long long>(thread_index()) * Length; first < n_cols;
        first += kStep) {
     visit(first);
+  }
+}
+
+// Calls visit(first column, columns) for each tile of a row, in all threads: from its start, or from
+// its end. Inlined twice, of which the compiler knows that one is whole.
+template <int Columns, bool Backwards, typename Visit>
+__device__ __forceinline__ void for_each_tile(long long n_cols, Visit visit) {
+  const long long end = n_cols / Columns * Columns;
+  const int rest = static_cast<int>(n_cols - end);
+  if constexpr (Backwards) {
+    if (rest > 0) visit(end, rest);
+#pragma unroll 1
+    for (long long base = end - Columns; base >= 0; base -= Columns) {
+      visit(base, Columns);
+    }
+  } else {
+#pragma unroll 1
+    for (long long base = 0; base < end; base += Columns) visit(base, Columns);
+    if (rest > 0) visit(end, rest);
   }
 }
 

@@ -78,6 +78,13 @@ def instantiations(architecture: int) -> list[Instantiation]:
             spec = BackwardSpec(norm, x, x, None, bias, False, False)
             config = backward_config(spec, 4096, pack_length(x), architecture)
             kernels |= dict.fromkeys(backward_instantiations(spec, config))
+    # What is streamed by two blocks a multiprocessor, of 32 registers a thread.
+    for x, zero_centered in itertools.product(("float32", "float16", "bfloat16"), (False, True)):
+        for weight in ("float32", x) if zero_centered else ("float32", x, None):
+            streamed = ForwardSpec("rms_norm", x, weight, None, x, zero_centered, True, False)
+            for vector in (1, pack_length(x)):
+                config = forward_config(streamed, 4096 * pack_length(x), vector, architecture)
+                kernels[forward_instantiation(streamed, config)] = None
     return list(kernels)
 
 

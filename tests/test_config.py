@@ -186,6 +186,7 @@ def test_streaming_blocks_are_whole_warps(spec: Spec, n: int) -> None:
 def row_layout(config: Any) -> tuple[Any, ...]:
     """Return what decides the order in which a row is summed."""
     if isinstance(config, StreamingForward):
+        # Not packs_per_thread: whatever is on its way at once, sums are added pack by pack.
         return type(config), config.block_threads
     if isinstance(config, StreamingBackward):
         return type(config), config.row_threads, config.column_threads
@@ -217,13 +218,20 @@ def test_a_config_depends_on_nothing_but_its_arguments(spec: Spec, ns: list[int]
 
 # ---- the regimes ---------------------------------------------------------------------------------
 
-# The longest row in each regime, in KiB of x: a change here changes bits and speed, and is meant to
-# be seen. The weight (and bias) is float32, dy and y have x's dtype.
-LONGEST = {
-    # architecture: RMSNorm forward in registers, in shared memory; LayerNorm's two; both backward
-    90: (32, 512, 16, 512, 256, 256),
-    80: (32, 32, 32, 32, 24, 24),
-    86: (32, 32, 32, 32, 16, 16),
+# The longest row of each regime in turn, in KiB of x; all longer ones are streamed. A change here
+# changes bits and speed, and is meant to be seen. The weight (and LayerNorm's bias) is float32, dy
+# and y have x's dtype.
+RESIDENT, STAGED, STREAMED = ResidentForward, StagedForward, StreamingForward
+LONGEST: dict[int, tuple[tuple[tuple[type, int], ...], ...]] = {
+    # architecture: RMSNorm forward, LayerNorm forward, RMSNorm backward, LayerNorm backward
+    90: (
+        ((RESIDENT, 32), (STREAMED, 64), (STAGED, 512)),
+        ((RESIDENT, 16), (STAGED, 512)),
+        ((StagedBackward, 256),),
+        ((StagedBackward, 256),),
+    ),
+    80: (((RESIDENT, 32),), ((RESIDENT, 32),), ((StagedBackward, 24),), ((StagedBackward, 24),)),
+    86: (((RESIDENT, 32),), ((RESIDENT, 32),), ((StagedBackward, 16),), ((StagedBackward, 16),)),
 }
 
 
@@ -231,23 +239,34 @@ LONGEST = {
 def test_the_longest_rows(architecture: int) -> None:
     longest = []
     for norm, bias in (("rms_norm", None), ("layer_norm", "float32")):
-        forward = ForwardSpec(norm, "bfloat16", "float32", bias, "bfloat16", False, True, False)
-        for kinds in ((ResidentForward,), (ResidentForward, StagedForward)):
-            longest.append(longest_in_kib(forward, architecture, kinds))
+        longest.append(
+            regimes(
+                ForwardSpec(norm, "bfloat16", "float32", bias, "bfloat16", False, True, False),
+                architecture,
+            )
+        )
     for norm, bias in (("rms_norm", None), ("layer_norm", "float32")):
-        backward = BackwardSpec(norm, "bfloat16", "bfloat16", "float32", bias, False, False)
-        longest.append(longest_in_kib(backward, architecture, (StagedBackward,)))
+        longest.append(
+            regimes(
+                BackwardSpec(norm, "bfloat16", "bfloat16", "float32", bias, False, False),
+                architecture,
+            )
+        )
     assert tuple(longest) == LONGEST[architecture]
 
 
-def longest_in_kib(spec: Spec, architecture: int, kinds: tuple[type, ...]) -> int:
-    """Return the longest row that is not streamed; all shorter ones are not either."""
+def regimes(spec: Spec, architecture: int) -> tuple[tuple[type, int], ...]:
+    """Return each regime and the KiB of its longest row, but of the streaming one that is last."""
     length = pack_length(spec.x)
     packs = sorted({2**k * quarters // 4 for k in range(2, 17) for quarters in (4, 5, 6, 7)})
-    found = {p: isinstance(configure(spec, p * length, 1, architecture), kinds) for p in packs}
-    most = max(p for p in packs if found[p])
-    assert all(found[p] for p in packs if p <= most), "shorter rows are in another regime"
-    return most * 16 // 1024
+    kinds = [(type(configure(spec, p * length, 1, architecture)), p * 16 // 1024) for p in packs]
+    *changes, last = [
+        here
+        for here, following in itertools.pairwise([*kinds, (type(None), 0)])
+        if here[0] is not following[0]
+    ]
+    assert last[0] in (StreamingForward, StreamingBackward)
+    return tuple(changes)
 
 
 # ---- instantiations ------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ STORING = LOADING.replace("read_words", "write_words")
 SUB_WARP = case("sub_warp_odd", x="bfloat16")
 WARPS = case("warps", x="float32")
 WARPS_ODD = case("warps_odd", x="bfloat16")
-STREAM = case("stream_odd")
+STREAM, STREAM_LONG = case("stream_odd"), case("stream_long")
 TURNS, STREAM_TURNS = case("turns"), case("stream_turns")
 MANY = case("many_partials")
 RELU, RELU_STREAM = case("relu_sub_warp", x="float32"), case("relu_stream_odd")
@@ -167,8 +167,8 @@ MUTATIONS = [
     Mutation(
         "the tail of a streamed row dropped",
         "stream.cuh",
-        "first - ahead < n_cols;\n",
-        "first - ahead + Length <= n_cols;\n",
+        "base += Columns) visit(base, Columns);\n    if (rest > 0) visit(end, rest);",
+        "base += Columns) visit(base, Columns);",
         f"{VALUE}|{UNWRITTEN}",
         STREAM,
     ),
@@ -508,9 +508,9 @@ MUTATIONS = [
     Mutation(
         "the bits of rounded y, streaming",
         "forward_streaming.cu",
-        "const bool strictly_inside = clamp(value, lower, upper);",
-        "value = convert<T>(convert<Y>(value));\n"
-        "        const bool strictly_inside = clamp(value, lower, upper);",
+        "const bool strictly_inside = clamp(values[i], lower, upper);",
+        "values[i] = convert<T>(convert<Y>(values[i]));\n"
+        "        const bool strictly_inside = clamp(values[i], lower, upper);",
         BITS,
         case("relu_stream"),
     ),
@@ -525,7 +525,7 @@ MUTATIONS = [
     Mutation(
         "spare bits are set, streaming",
         "forward_streaming.cu",
-        "strictly_inside && inside<Vector>(first, i, n_cols)",
+        "strictly_inside && inside<Vector>(first, i, columns)",
         "strictly_inside",
         BITS,
         RELU_STREAM,
@@ -581,8 +581,8 @@ MUTATIONS = [
     Mutation(
         "lanes of a streamed row leave",
         "forward_streaming.cu",
-        "kLength, kStoreBits>",
-        "kLength, false>",
+        "        store_bits<kLength>(",
+        "        if (first < columns) store_bits<kLength>(",
         STUCK,
         RELU_STREAM,
     ),
@@ -736,9 +736,9 @@ MUTATIONS = [
     ),
     Mutation(
         "the mean's rounding stays in y, streaming",
-        "statistics.cuh",
-        "(x - statistics.shift) - statistics.correction",
-        "x - statistics.shift",
+        "forward_streaming.cu",
+        "const T offset = -statistics.correction * scale.of_row;",
+        "const T offset = 0;",
         VALUE,
         case("stream_mean"),
     ),
@@ -783,12 +783,68 @@ MUTATIONS = [
         case("range_zero_eps", "rms_norm", "float32"),
     ),
     Mutation(
-        "no first mean, streaming",
+        "a first mean far off is kept, streaming",
         "forward_streaming.cu",
-        "      sum.add(of_pack);\n",
+        "again || !was_far(statistics)",
+        "true",
+        VALUE,
+        case("stream_odd_start"),
+    ),
+    Mutation(
+        "the second round from the first mean, streaming",
+        "forward_streaming.cu",
+        "    statistics.shift += statistics.correction;\n",
+        "",
+        VALUE,
+        case("stream_odd_start"),
+    ),
+    Mutation(
+        "columns past a streamed row count",
+        "forward_streaming.cu",
+        "if (!inside<Vector>(x.first_column(p), i, columns)) d = 0;",
         "",
         VALUE,
         case("stream_mean"),
+    ),
+    Mutation(
+        "the second walk misses the row's start",
+        "stream.cuh",
+        "base = end - Columns; base >= 0;",
+        "base = end - Columns; base > 0;",
+        UNWRITTEN,
+        STREAM_LONG,
+    ),
+    Mutation(
+        "the second walk misses the row's end",
+        "stream.cuh",
+        "    if (rest > 0) visit(end, rest);\n#pragma unroll 1\n    for (long long base = end",
+        "#pragma unroll 1\n    for (long long base = end",
+        UNWRITTEN,
+        STREAM_LONG,
+    ),
+    Mutation(
+        "a tile's columns from the row's first",
+        "forward_streaming.cu",
+        "load<Vector>(weights, weight + base, first, columns)",
+        "load<Vector>(weights, weight, first, columns)",
+        VALUE,
+        STREAM_LONG,
+    ),
+    Mutation(
+        "a tile's bits from the row's first",
+        "forward_streaming.cu",
+        "bitmask_bytes(n_cols) + base / 8",
+        "bitmask_bytes(n_cols)",
+        f"{BITS}|{RACE}|{UNWRITTEN}",
+        case("relu_stream_long"),
+    ),
+    Mutation(
+        "a unit left out of a streamed row",
+        "forward_streaming.cu",
+        "const T in_unit = of_x.packs[p].template get<T>(i) * inv_unit;",
+        "const T in_unit = of_x.packs[p].template get<T>(i);",
+        VALUE,
+        case("stream_wild"),
     ),
     Mutation(
         "eps left out of a row out of range",

@@ -274,8 +274,13 @@ def _cases() -> list[Case]:
             Case("stream_odd", norm, 3, 4101, "float32", "float64", "float32", zero_centered=True),
             Case("stream_tiles", norm, 3, 10240, "bfloat16", "float64", offset=8),
             Case("stream_float64", norm, 3, 6148, "float64", None, "float64", dy="float32"),
+            # Whole tiles and a rest; two blocks a multiprocessor, where clusters are as well.
+            Case("stream_long", norm, 2, 32776, "bfloat16", "float64", "float32"),
+            Case("two_blocks", norm, 3, 20008, "bfloat16", bias=None),
+            Case("stream_odd_start", norm, 3, 12304, "float32", bias=None, regime="odd_start"),
             Case("stream_in_place", norm, 5, 12304, "float32", in_place=True, gap=4),
             Case("relu_stream", norm, 5, 8232, "bfloat16", "float64", relu=RELUS[1]),
+            Case("relu_stream_long", norm, 2, 16400, "bfloat16", "float64", relu=RELUS[1]),
             Case("relu_stream_odd", norm, 3, 12299, "float32", dy="float64", relu=RELUS[1]),
             Case("relu_stream_float64", norm, 3, 6149, "float64", relu=RELUS[2], in_place=True),
             Case("relu_in_place", norm, 13, 720, "bfloat16", relu=RELUS[3], in_place=True),

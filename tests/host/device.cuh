@@ -67,6 +67,8 @@ __forceinline__ void wait_for_copies() {
   host::wait_for_copies(Groups);
 }
 
+__forceinline__ void store_past_l1(uint4* memory, uint4 value) { *memory = value; }
+
 __forceinline__ int block_in_cluster() { return host::block_in_cluster(); }
 __forceinline__ void cluster_barrier() { host::cluster_barrier(); }
 
