@@ -66,6 +66,7 @@ __global__ __launch_bounds__(BlockThreads, 1) void norm_forward_staged(
   const auto load_first_pack = [&](long long of_row) {
     if constexpr (Centered) {
       // Past the last row the last one: a load under a condition ends in a move that waits for it.
+      // In place another block may be writing that row, but nothing is made of what is read.
       const long long there = of_row < n_rows ? of_row : n_rows - 1;
       load<Vector>(first_pack, x + there * x_stride, 0, kLength);
     }

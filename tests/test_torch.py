@@ -579,3 +579,27 @@ def test_errors(call: Any, error: Any, message: str) -> None:
     with torch_plans.in_place_of_kernels() as plans, pytest.raises(error):
         call()
     assert not plans.launches
+
+
+@pytest.mark.parametrize(
+    ("accepted", "refused"),
+    [
+        ({"zero_centered": False}, {"zero_centered": 0}),
+        ({"relu": (0, 1)}, {"relu": (False, True)}),
+    ],
+)
+def test_what_equals_an_accepted_option_is_still_refused(
+    accepted: dict[str, Any], refused: dict[str, Any]
+) -> None:
+    x, weight = torch.ones(2, 4), torch.ones(4)
+    rms_norm(x, weight, **accepted)
+    with pytest.raises(TypeError, match=next(iter(refused))):
+        rms_norm(x, weight, **refused)
+
+
+def test_a_bound_of_minus_zero_is_another_one() -> None:
+    x = -torch.ones(2, 4)
+    with torch_plans.in_place_of_kernels():
+        for lower in (0.0, -0.0, 0.0):
+            y = rms_norm(x, relu=(lower, 6))
+            assert math.copysign(1, float(y[0, 0])) == math.copysign(1, lower)

@@ -164,6 +164,9 @@ def forward(
         weight if weight is None else (weight.shape, weight.stride(), weight.dtype, weight.device),
         bias if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.device),
         options,
+        # 0 equals False, and is refused; -0.0 equals 0.0, and is another bound.
+        type(zero_centered),
+        relu if relu is None else repr(relu),
     )
     call = _forwards.get(key)
     if call is None:
