@@ -9,7 +9,7 @@ from benchmarks.backends.cudnn_peer import Cudnn
 from benchmarks.backends.jax_peer import Jax
 from benchmarks.backends.liger_peer import Liger
 from benchmarks.backends.limit import CuPyLimit, TorchLimit
-from benchmarks.backends.ours import Ours
+from benchmarks.backends.ours import Ours, OursWithoutClusters
 from benchmarks.backends.ours_jax import OursJax
 from benchmarks.backends.ours_torch import OursTorch
 from benchmarks.backends.quack_peer import Quack
@@ -21,6 +21,7 @@ ALL: tuple[type[Backend], ...] = (
     Ours,
     OursTorch,
     OursJax,
+    OursWithoutClusters,
     Quack,
     Cudnn,
     Liger,

@@ -42,7 +42,7 @@ class Backend(ABC):
     """A library, or one way of using it."""
 
     name: ClassVar[str]
-    # A face is cupynorm through another library: listed, and in no ratio.
+    # A face is cupynorm in another way than on CuPy arrays as they come: listed, and in no ratio.
     kind: ClassVar[Literal["limit", "peer", "ours", "face"]] = "peer"
     modules: ClassVar[tuple[str, ...]]  # those that it imports
     distribution: ClassVar[str]  # the one whose version is reported

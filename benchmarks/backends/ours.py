@@ -1,12 +1,15 @@
-"""cupynorm on CuPy arrays."""
+"""cupynorm on CuPy arrays, as configured for this GPU and for one without clusters."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import cupynorm
-from benchmarks.backends.base import Call, CuPyBackend
-from cupynorm import _bench
+from benchmarks.backends.base import Call, CuPyBackend, Outputs
+from cupynorm import _bench, _plans, _prepared
 from cupynorm._bench import Problem
 
 
@@ -21,3 +24,37 @@ class Ours(CuPyBackend):
 
     def prepare(self, problem: Problem, inputs: dict[str, Any]) -> Call:
         return Call(_bench.ours(problem, inputs))
+
+
+class OursWithoutClusters(Ours):
+    """The kernels and layouts that an A100 is given, on this GPU."""
+
+    name = "cupynorm (as on sm_80)"
+    kind = "face"
+
+    def prepare(self, problem: Problem, inputs: dict[str, Any]) -> Call:
+        with _as_on(80):
+            call = _bench.ours(problem, inputs)
+
+        def run() -> Outputs:
+            with _as_on(80):
+                return call()
+
+        return Call(run)
+
+
+@contextmanager
+def _as_on(architecture: int) -> Iterator[None]:
+    """Have calls configured for another architecture; nothing remembered crosses over."""
+
+    def forget() -> None:
+        _plans.forward_plan.cache_clear()
+        _plans.backward_plan.cache_clear()
+        _prepared.calls.clear()
+
+    forget()
+    try:
+        with mock.patch.object(_plans, "architecture", lambda _: architecture):
+            yield
+    finally:
+        forget()

@@ -1,0 +1,131 @@
+"""What Nsight Compute sees of the memory: one shape for each way that rows are worked on.
+
+`python -m benchmarks.regimes benchmarks/results/regimes_h200.json` needs `ncu`, and the right to
+read the GPU's counters. Caches are empty before each kernel; clocks are left as they are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks import results
+from cupynorm import _bench
+from cupynorm._bench import Problem
+
+BF16 = ("bfloat16", "float32")
+REGIMES: tuple[tuple[str, Problem], ...] = (
+    ("several rows a warp", Problem("layer_norm", "forward", 1048576, 64, *BF16)),
+    ("a row a half warp", Problem("rms_norm", "forward", 32768, 256, *BF16)),
+    ("a row a block", Problem("rms_norm", "forward", 32768, 4096, *BF16)),
+    ("a row in shared memory", Problem("layer_norm", "forward", 32768, 16384, *BF16)),
+    ("a row read twice", Problem("rms_norm", "forward", 32768, 32768, *BF16)),
+    ("a row a cluster", Problem("layer_norm", "forward", 16384, 65536, *BF16)),
+    ("decoding", Problem("rms_norm", "forward", 64, 8192, "bfloat16", "bfloat16")),
+    ("several rows a block", Problem("layer_norm", "backward", 32768, 256, *BF16)),
+    ("a row a block", Problem("rms_norm", "backward", 32768, 4096, *BF16)),
+    ("a row a cluster", Problem("rms_norm", "backward", 16384, 65536, *BF16)),
+    ("a row read twice", Problem("rms_norm", "backward", 32, 262144, "float32", "float32")),
+)
+METRICS = {
+    "gpu__time_duration.sum": "seconds",
+    "dram__throughput.avg.pct_of_peak_sustained_elapsed": "percent_of_peak",
+    "dram__bytes_read.sum": "bytes_read",
+    "dram__bytes_write.sum": "bytes_written",
+}
+LAST_OF_BACKWARD = "reduce_partials"
+HEAD = ("pass", "MxN", "rows", "kernel", "us", "% of the memory's peak", "GB/s")
+
+
+def launch() -> None:
+    """Run each regime once where the profiler looks, after a call that loads the kernels."""
+    import cupy
+
+    for _, problem in REGIMES:
+        call = _bench.ours(problem, _bench.inputs(problem, 0, cupy))
+        call()
+        cupy.cuda.runtime.profilerStart()
+        call()
+        cupy.cuda.Device().synchronize()
+        cupy.cuda.runtime.profilerStop()
+        del call
+        cupy.get_default_memory_pool().free_all_blocks()
+
+
+def profile() -> str:
+    """Return what ncu prints of `launch`, as CSV."""
+    command = ["ncu", "--csv", "--print-units", "base", "--profile-from-start", "off"]
+    command += ["--clock-control", "none", "--metrics", ",".join(METRICS)]
+    command += [sys.executable, "-m", "benchmarks.regimes", "--launch"]
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+
+
+def parse(printed: str) -> list[dict[str, Any]]:
+    """Return a record for each kernel, with the regime it belongs to."""
+    lines = [line for line in printed.splitlines() if line.startswith('"')]
+    kernels: dict[str, dict[str, Any]] = {}
+    for row in csv.DictReader(io.StringIO("\n".join(lines))):
+        kernel = kernels.setdefault(row["ID"], {"kernel": _short(row["Kernel Name"])})
+        name = METRICS[row["Metric Name"]]
+        kernel[name] = float(row["Metric Value"].replace(",", ""))
+    left = iter(kernels.values())
+    records = []
+    for regime, problem in REGIMES:
+        for kernel in left:
+            kernel["seconds"] *= 1e-9
+            records.append({"regime": regime, **vars(problem), **kernel})
+            if problem.direction == "forward" or LAST_OF_BACKWARD in kernel["kernel"]:
+                break
+    if next(left, None) is not None or len({(r["regime"], r["direction"]) for r in records}) < len(
+        REGIMES
+    ):
+        raise ValueError("ncu must see one kernel of each forward pass, and the last of backward")
+    return records
+
+
+def _short(kernel: str) -> str:
+    """Return a kernel's name without its type and template arguments."""
+    return kernel.partition("<")[0].removeprefix("void ")
+
+
+def table(records: Iterable[dict[str, Any]]) -> Iterator[list[str]]:
+    """Yield a row for each kernel."""
+    for r in records:
+        moved = r["bytes_read"] + r["bytes_written"]
+        yield [
+            f"{r['norm']} {r['direction']}",
+            f"{r['rows']}x{r['cols']} {r['dtype']},{r['weight_dtype']}",
+            r["regime"],
+            r["kernel"],
+            f"{1e6 * r['seconds']:.1f}",
+            f"{r['percent_of_peak']:.1f}",
+            f"{1e-9 * moved / r['seconds']:.0f}",
+        ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.regimes", description=__doc__)
+    parser.add_argument("results", type=Path, nargs="?", help="the JSON file to write")
+    parser.add_argument("--launch", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.launch:
+        launch()
+        return
+    if options.results is None:
+        parser.error("results: the JSON file to write must be given")
+    report = results.new({}, [])
+    report["measurements"] = parse(profile())
+    report["complete"] = True
+    results.save(report, options.results)
+    for row in [list(HEAD), ["---"] * len(HEAD), *table(report["measurements"])]:
+        print(f"| {' | '.join(row)} |")
+
+
+if __name__ == "__main__":
+    main()
