@@ -19,9 +19,9 @@ FORMATS = ("png", "svg")
 # Okabe and Ito's colours, told apart by the colour-blind too.
 COLOURS = (
     *("#0072B2", "#332288", "#882255", "#E69F00", "#009E73"),
-    *("#CC79A7", "#56B4E9", "#D55E00", "#999999", "#6B4F00"),
+    *("#117733", "#CC79A7", "#56B4E9", "#D55E00", "#999999", "#6B4F00"),
 )
-MARKERS = "opDhs^vPX*"
+MARKERS = "opDdhs^vPX*"
 
 
 def draw(results: dict[str, Any], folder: Path) -> list[Path]:

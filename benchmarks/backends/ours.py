@@ -54,7 +54,7 @@ def _as_on(architecture: int) -> Iterator[None]:
 
     forget()
     try:
-        with mock.patch.object(_plans, "architecture", lambda _: architecture):
+        with mock.patch.object(_plans, "architecture", return_value=architecture):
             yield
     finally:
         forget()
