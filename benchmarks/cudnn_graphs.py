@@ -6,12 +6,11 @@ cuDNN calls the weight scale and rstd the inverse variance; its bitmask has the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
 from functools import cache
 from typing import Any
 
 Outputs = dict[str, Any]
-Run = Callable[[], Outputs]
 
 
 @cache
@@ -24,8 +23,8 @@ def handle(stream: int) -> Any:
     return created
 
 
-class _Graph:
-    """A graph, the memory of its tensors, and what it returns."""
+class Graph:
+    """A graph, bound to the tensors that it reads and writes; calling it returns those written."""
 
     def __init__(self) -> None:
         import cudnn
@@ -37,17 +36,16 @@ class _Graph:
             compute_data_type=cudnn.data_type.FLOAT,
             handle=self.handle,
         )
+        self.nodes: dict[str, Any] = {}
         self.memory: dict[Any, Any] = {}
         self.outputs: Outputs = {}
 
-    def given(self, tensor: Any) -> Any:
+    def given(self, name: str, tensor: Any) -> Any:
         """Return the node of a matrix, of a row, or of None."""
         if tensor is None:
             return None
-        # Rows and columns are the first two of four axes.
-        data = (tensor if tensor.ndim == 2 else tensor[None])[..., None, None]
-        node = self.graph.tensor_like(data)
-        self.memory[node] = data
+        self.nodes[name] = node = self.graph.tensor_like(_axes(tensor))
+        self.memory[node] = _axes(tensor)
         return node
 
     def number(self, value: float) -> Any:
@@ -59,28 +57,56 @@ class _Graph:
         return node
 
     def weight(self, tensor: Any, zero_centered: bool) -> Any:
-        node = self.given(tensor)
+        node = self.given("weight", tensor)
         return self.graph.add(a=node, b=self.number(1.0)) if zero_centered else node
 
     def result(self, name: str, node: Any, tensor: Any, dtype: Any = None) -> None:
         """Have a node written to a tensor that is returned under the name."""
         node.set_output(True).set_data_type(tensor.dtype if dtype is None else dtype)
-        self.memory[node] = (tensor if tensor.ndim == 2 else tensor[None])[..., None, None]
+        self.nodes[name] = node
+        self.memory[node] = _axes(tensor)
         self.outputs[name] = tensor
 
-    def build(self) -> Run:
+    def build(self) -> Graph:
         import cudnn
-        import torch
 
         self.graph.build([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
+        self._allocate_workspace()
+        return self
+
+    def _allocate_workspace(self) -> None:
+        import torch
+
         size = max(1, self.graph.get_workspace_size())
-        workspace = torch.empty(size, device="cuda", dtype=torch.uint8)
+        self.workspace = torch.empty(size, device="cuda", dtype=torch.uint8)
 
-        def run() -> Outputs:
-            self.graph.execute(self.memory, workspace, handle=self.handle)
-            return self.outputs
+    def bind(self, **tensors: Any) -> Graph:
+        """Return the same graph on other tensors, with outputs of its own, on the current stream.
 
-        return run
+        Building takes long, and tensors of the same shapes and dtypes need it once.
+        """
+        import torch
+
+        bound = copy.copy(self)
+        bound.handle = handle(torch.cuda.current_stream().cuda_stream)
+        bound.outputs = {name: torch.empty_like(output) for name, output in self.outputs.items()}
+        bound.memory = self.memory | {
+            self.nodes[name]: _axes(tensor) for name, tensor in (tensors | bound.outputs).items()
+        }
+        bound._allocate_workspace()
+        return bound
+
+    def __call__(self) -> Outputs:
+        self.graph.execute(self.memory, self.workspace, handle=self.handle)
+        return self.outputs
+
+
+def _axes(tensor: Any) -> Any:
+    """Return a matrix or a row with four axes.
+
+    Rows and columns are the first two: those of a weight of size 1 elsewhere are normalized.
+    """
+    return (tensor if tensor.ndim == 2 else tensor[None])[..., None, None]
 
 
 def forward(
@@ -93,7 +119,7 @@ def forward(
     zero_centered: bool = False,
     relu: tuple[float, float] | None = None,
     training: bool = True,
-) -> Run:
+) -> Graph:
     """Return a forward pass of matrix x: y and, in training, mean, rstd and bitmask as they apply.
 
     Statistics are of shape (rows, 1), the bitmask of (rows, columns / 8).
@@ -101,13 +127,13 @@ def forward(
     import cudnn
     import torch
 
-    g = _Graph()
+    g = Graph()
     phase = cudnn.norm_forward_phase
     y, *statistics = getattr(g.graph, norm.replace("_", ""))(
         norm_forward_phase=phase.TRAINING if training else phase.INFERENCE,
-        input=g.given(x),
+        input=g.given("x", x),
         scale=g.weight(weight, zero_centered),
-        bias=g.given(bias),
+        bias=g.given("bias", bias),
         epsilon=g.number(eps),
     )
     rows, cols = x.shape
@@ -141,7 +167,7 @@ def backward(
     dbias: bool,
     zero_centered: bool = False,
     bitmask: Any = None,
-) -> Run:
+) -> Graph:
     """Return a backward pass: dx, dweight and, if asked for, dbias, of the dtypes of x and weight.
 
     LayerNorm's always has a dbias.
@@ -149,8 +175,8 @@ def backward(
     import cudnn
     import torch
 
-    g = _Graph()
-    gradient = g.given(dy)
+    g = Graph()
+    gradient = g.given("dy", dy)
     if bitmask is not None:
         bits = g.graph.tensor(
             name="bitmask",
@@ -158,18 +184,19 @@ def backward(
             stride=(x.shape[1], 1, 1, 1),
             data_type=cudnn.data_type.BOOLEAN,
         )
-        g.memory[bits] = bitmask[..., None, None]
+        g.nodes["bitmask"] = bits
+        g.memory[bits] = _axes(bitmask)
         gradient = g.graph.mul(a=gradient, b=bits)
     operands = {
         "grad": gradient,
-        "input": g.given(x),
+        "input": g.given("x", x),
         "scale": g.weight(weight, zero_centered),
-        "inv_variance": g.given(rstd),
+        "inv_variance": g.given("rstd", rstd),
     }
     if norm == "rms_norm":
         dx, dscale, *db = g.graph.rmsnorm_backward(**operands, has_dbias=dbias)
     else:
-        dx, dscale, *db = g.graph.layernorm_backward(**operands, mean=g.given(mean))
+        dx, dscale, *db = g.graph.layernorm_backward(**operands, mean=g.given("mean", mean))
     g.result("dx", dx, torch.empty_like(x))
     g.result("dweight", dscale, torch.empty_like(weight))
     if dbias or norm == "layer_norm":

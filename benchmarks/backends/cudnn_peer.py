@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from benchmarks import cudnn_graphs, exchange
 from benchmarks.backends.base import Call, TorchBackend
+from benchmarks.cudnn_graphs import Graph
 from cupynorm._bench import EPS, Problem
 
 
@@ -14,9 +16,7 @@ class Cudnn(TorchBackend):
     distribution = "nvidia-cudnn-frontend"
 
     def __init__(self) -> None:
-        self._handles: dict[int, Any] = {}  # one a stream, since a handle has one
-        # Building takes long, and the graph of one set of arrays is that of all.
-        self._built: tuple[Problem | None, Any, dict[str, Any]] = (None, None, {})
+        self._built: tuple[Problem | None, Graph | None] = (None, None)
 
     def version(self) -> str:
         frontend = super().version()
@@ -25,110 +25,31 @@ class Cudnn(TorchBackend):
         return f"{cudnn.backend_version_string()}, frontend {frontend}"
 
     def prepare_tensors(self, problem: Problem, tensors: dict[str, Any]) -> Call:
-        import cudnn
         import torch
 
-        stream = torch.cuda.current_stream().cuda_stream
-        if stream not in self._handles:
-            self._handles[stream] = cudnn.create_handle()
-            cudnn.set_stream(handle=self._handles[stream], stream=stream)
-        handle = self._handles[stream]
-
-        x, weight = tensors["x"], tensors["weight"]
-        given = {"x": x, "weight": weight}
-        if problem.direction == "forward":
-            given["epsilon"] = torch.full((1, 1), EPS[problem.norm], dtype=torch.float32)
-            if problem.has_bias:
-                given["bias"] = tensors["bias"]
-        else:
-            given["dy"] = tensors["dy"]
-            mean, given["rstd"] = _statistics(problem, x)
+        given = {name: tensors[name] for name in ("x", "weight")}
+        if problem.direction == "backward":
+            given |= {"dy": tensors["dy"], "mean": None}
+            mean, given["rstd"] = _statistics(problem, given["x"])
             if problem.norm == "layer_norm":
                 given["mean"] = mean
-        results = {
-            name: torch.empty_like(x if name in ("y", "dx") else weight) for name in problem.outputs
-        }
-        memory = {name: _axes(tensor) for name, tensor in (given | results).items()}
+        else:
+            given["bias"] = tensors.get("bias")
         if self._built[0] != problem:
-            self._built = (problem, *_build(problem, memory, handle))
-        _, graph, nodes = self._built
-        pack = {nodes[name]: data for name, data in memory.items()}
-        workspace = torch.empty(
-            max(1, graph.get_workspace_size()), device=x.device, dtype=torch.uint8
-        )
-        outputs = tuple(results.values())
-
-        def run() -> tuple[Any, ...]:
-            graph.execute(pack, workspace, handle=handle)
-            return outputs
-
-        for output in outputs:
-            output.view(torch.uint8).fill_(0xFF)
-        return Call(run)
+            self._built = (problem, _build(problem, given))
+        graph = self._built[1]
+        assert graph is not None
+        run = graph.bind(**{name: tensor for name, tensor in given.items() if tensor is not None})
+        for output in run.outputs.values():
+            output.view(torch.uint8).fill_(exchange.ALL_ONES)
+        return Call(lambda: tuple(run()[name] for name in problem.outputs))
 
 
-def _axes(tensor: Any) -> Any:
-    """Return a matrix or a row with four axes.
-
-    Rows and columns are the first two: those of a weight of size 1 elsewhere are normalized.
-    """
-    return (tensor if tensor.ndim == 2 else tensor[None])[..., None, None]
-
-
-def _build(problem: Problem, memory: dict[str, Any], handle: Any) -> tuple[Any, dict[str, Any]]:
-    """Return the graph of tensors like those in memory, and its nodes by their names."""
-    import cudnn
-
-    types = {
-        "bfloat16": cudnn.data_type.BFLOAT16,
-        "float16": cudnn.data_type.HALF,
-        "float32": cudnn.data_type.FLOAT,
-        "float64": cudnn.data_type.DOUBLE,
-    }
-    graph = cudnn.pygraph(
-        intermediate_data_type=cudnn.data_type.FLOAT,
-        compute_data_type=cudnn.data_type.FLOAT,
-        handle=handle,
-    )
-    nodes = {
-        name: graph.tensor_like(data)
-        for name, data in memory.items()
-        if name not in problem.outputs
-    }
+def _build(problem: Problem, given: dict[str, Any]) -> Graph:
     if problem.direction == "forward":
-        results = getattr(graph, problem.norm.replace("_", ""))(
-            norm_forward_phase=cudnn.norm_forward_phase.INFERENCE,
-            input=nodes["x"],
-            scale=nodes["weight"],
-            bias=nodes.get("bias"),
-            epsilon=nodes["epsilon"],
-        )[:1]
-    elif problem.norm == "rms_norm":
-        results = graph.rmsnorm_backward(
-            grad=nodes["dy"],
-            input=nodes["x"],
-            scale=nodes["weight"],
-            inv_variance=nodes["rstd"],
-            has_dbias=False,
-        )[:2]
-    else:
-        results = graph.layernorm_backward(
-            grad=nodes["dy"],
-            input=nodes["x"],
-            scale=nodes["weight"],
-            mean=nodes["mean"],
-            inv_variance=nodes["rstd"],
-        )
-    for name, node in zip(problem.outputs, results, strict=True):
-        dtype = str(memory[name].dtype).removeprefix("torch.")
-        node.set_output(True).set_data_type(types[dtype])
-        nodes[name] = node
-    graph.validate()
-    graph.build_operation_graph()
-    graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
-    graph.check_support()
-    graph.build_plans()
-    return graph, nodes
+        options = {"eps": EPS[problem.norm], "training": False}
+        return cudnn_graphs.forward(problem.norm, **given, **options)
+    return cudnn_graphs.backward(problem.norm, **given, dbias=problem.has_bias)
 
 
 def _statistics(problem: Problem, x: Any) -> tuple[Any, Any]:
