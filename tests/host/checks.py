@@ -198,17 +198,21 @@ def check_far_rows(gpu: Gpu, n: int) -> None:
 
 
 def check_neighbours(gpu: Gpu, norm: str, x_dtype: str, n: int) -> None:
-    """Check that rows keep their bits beside rows out of range, with which they share a warp."""
-    rows = make_values("mean_1e2", (20, n), DTYPES[x_dtype], 1)
-    beside = rows.copy()
-    beside[1::2] = make_values("normal", (10, n), DTYPES[x_dtype], 2) * rows.dtype.type(1e30)
-    with gpu.fresh_memory():
-        alone, among = (
-            gpu.to_numpy(gpu.forward(norm, gpu.cupy.array(x), eps=1e-6)) for x in (rows, beside)
-        )
-    for a, b in ((alone.y, among.y), (alone.rstd, among.rstd)):
-        word = f"u{a.itemsize}"
-        np.testing.assert_array_equal(a[::2].view(word), b[::2].view(word), "bits of neighbours")
+    """Check that rows keep their bits beside rows measured again, with which they share a warp."""
+    dtype = DTYPES[x_dtype]
+    huge = make_values("normal", (10, n), dtype, 2) * dtype.type(1e30)
+    offset = make_values("mean_1e2", (10, n), dtype, 3)
+    for regime, again in (("mean_1e2", huge), ("normal", huge), ("normal", offset)):
+        rows = make_values(regime, (20, n), dtype, 1)
+        beside = rows.copy()
+        beside[1::2] = again
+        with gpu.fresh_memory():
+            alone, among = (
+                gpu.to_numpy(gpu.forward(norm, gpu.cupy.array(x), eps=1e-6)) for x in (rows, beside)
+            )
+        for a, b in ((alone.y, among.y), (alone.rstd, among.rstd)):
+            bits = (kept[::2].view(f"u{kept.itemsize}") for kept in (a, b))
+            np.testing.assert_array_equal(*bits, "bits of neighbours")
 
 
 def check_clip_values(gpu: Gpu, x_dtype: str, n: int) -> None:
