@@ -767,6 +767,14 @@ MUTATIONS = [
         BESIDE,
     ),
     Mutation(
+        "the mean of an outlier's row is left where the first round found it",
+        "statistics.cuh",
+        "Columns > 16 ? T(36) / Columns : T(2);",
+        "T(2);",
+        VALUE,
+        case("outlier"),
+    ),
+    Mutation(
         "rows beside one with a mean are settled with it",
         "forward.cu",
         "if (kGuesses || far) settle(measured);",

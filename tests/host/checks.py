@@ -105,6 +105,10 @@ class Case:
         elif self.regime == "lone":  # the rest of its row vanishes beside the first element
             values[:, 0] = -1e20
             values *= 1e10
+        elif self.regime == "outlier":  # but for one element, all are near the mean, which is not 0
+            outliers = np.linspace(0.5, 1, len(values)) * self.n**0.5
+            values = values / 100 + np.linspace(1, 2, len(values))[:, None]
+            values[:, -1] *= outliers
         elif self.regime == "near_eps":  # eps is as large as the variance
             values *= self.eps**0.5
         else:
@@ -312,6 +316,7 @@ def _cases() -> list[Case]:
             Case("range_nonfinite_eps_0", "rms_norm", 9, n, x, regime="nonfinite", eps=0.0),
             Case("range_zero_eps", "rms_norm", 7, n, x, regime="zero_rows", eps=0.0),
         ]
+    cases.append(Case("outlier", "layer_norm", 60, 511, "float32", bias=None, regime="outlier"))
     # N is a power of two, so that the mean is exact: dx of a constant row knows no other.
     cases.append(Case("range_equal_huge", "layer_norm", 3, 256, "float32", regime="equal_huge"))
     return cases
