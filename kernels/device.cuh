@@ -241,6 +241,8 @@ __device__ __forceinline__ float fused_multiply_add(float a, float b, float c) {
 __device__ __forceinline__ double fused_multiply_add(double a, double b, double c) {
   return __fma_rn(a, b, c);
 }
+__device__ __forceinline__ float absolute(float value) { return fabsf(value); }
+__device__ __forceinline__ double absolute(double value) { return fabs(value); }
 // The value, or the bound that it lies beyond; a NaN stays.
 __device__ __forceinline__ float between(float value, float lower, float upper) {
 #if __CUDA_ARCH__ >= 800

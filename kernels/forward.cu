@@ -18,12 +18,14 @@
 #include "statistics.cuh"
 #include "team.cuh"
 
-// Sums of d and d*d, d = x - shift, of the whole team's row in registers: element i of pack p is at
-// column first_column(p) + i.
-template <bool Centered, int Vector, typename X, int Length, int PacksPerThread, typename TeamOf>
-__device__ __forceinline__ void measure_from(Statistics<Compute<X>>& statistics, TeamOf& team,
-                                             Pack<X, Length> (&row)[PacksPerThread], int n_cols,
-                                             Compute<X> inv_n) {
+// Statistics of the whole team's row in registers, from sums of d and d*d: d = x - shift, or x where
+// not Shifted. Element i of pack p is at column first_column(p) + i, and 0 past the row's end.
+template <bool Centered, bool Shifted, int Vector, typename X, int Length, int PacksPerThread,
+          typename TeamOf>
+__device__ __forceinline__ Statistics<Compute<X>> measure(TeamOf& team,
+                                                          Pack<X, Length> (&row)[PacksPerThread],
+                                                          Compute<X> shift, int n_cols,
+                                                          Compute<X> inv_n) {
   using T = Compute<X>;
   T sums[Centered ? 2 : 1] = {};
 #pragma unroll
@@ -31,40 +33,17 @@ __device__ __forceinline__ void measure_from(Statistics<Compute<X>>& statistics,
     const int first = team.template first_column<PacksPerThread, Length>(p);
 #pragma unroll
     for (int i = 0; i < Length; ++i) {
-      T d = row[p].template get<T>(i) - statistics.shift;
-      if constexpr (Centered) {
-        if (!inside<Vector>(first, i, n_cols)) d = 0;
-        sums[1] += d;
-      }
+      T d = row[p].template get<T>(i);
+      if constexpr (Shifted) d = inside<Vector>(first, i, n_cols) ? d - shift : T(0);
+      if constexpr (Centered) sums[1] += d;
       sums[0] = fused_multiply_add(d, d, sums[0]);
     }
   }
   team.template reduce<Sum>(sums);
+  Statistics<T> statistics;
+  if constexpr (Shifted) statistics.shift = shift;
   finish<Centered>(statistics, sums[Centered ? 1 : 0], sums[0], inv_n);
   forget_conversions(row);
-}
-
-// From `guess`, a first mean; where that was far off, a second round starts from the mean found.
-template <bool Centered, int Vector, typename X, int Length, int PacksPerThread, typename TeamOf>
-__device__ __forceinline__ Statistics<Compute<X>> measure(TeamOf& team,
-                                                          Pack<X, Length> (&row)[PacksPerThread],
-                                                          Compute<X> guess, int n_cols,
-                                                          Compute<X> inv_n) {
-  using T = Compute<X>;
-  Statistics<T> statistics;
-  statistics.shift = guess;
-  measure_from<Centered, Vector>(statistics, team, row, n_cols, inv_n);
-  if constexpr (Centered) {
-    const bool far = was_far(statistics);
-    if (team.any(far)) {
-      Statistics<T> again;
-      again.shift = statistics.shift + statistics.correction;
-      measure_from<Centered, Vector>(again, team, row, n_cols, inv_n);
-      // Rows that only share the warp keep the bits they had.
-      if (far) statistics = again;
-    }
-    settle(statistics);
-  }
   return statistics;
 }
 
@@ -79,19 +58,27 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
   using T = Compute<X>;
   constexpr int kLength = 16 / static_cast<int>(sizeof(X));
   Team<RowThreads, BlockThreads> team;
-  const int n_cols = Full ? RowThreads * PacksPerThread * kLength : static_cast<int>(row_length);
+  constexpr int kColumns = RowThreads * PacksPerThread * kLength;  // or fewer, unless Full
+  const int n_cols = Full ? kColumns : static_cast<int>(row_length);
   const long long row = block_index() * team.kTeams + team.team;
   const bool active = row < n_rows;  // no early exit: a warp's lanes reduce together
   const auto first_column = [&](int p) {
     return team.template first_column<PacksPerThread, kLength>(p);
   };
+  // A thread's columns counted from its first: pack p is at p * kStep, and the row ends at n_left.
+  constexpr int kStep = RowThreads * kLength;
+  const int n_left = Full ? n_cols : n_cols - first_column(0);
+  // A row of several warps is measured from a first mean, since a second round would have to wait
+  // for all of them; others from 0, at no cost to rows around 0.
+  constexpr bool kGuesses = Centered && RowThreads > 32;
 
   // 1. Read the row.
   Pack<X, kLength> packs[PacksPerThread], first_pack;
-  if constexpr (Centered) load<Vector>(first_pack, x + row * x_stride, 0, active ? n_cols : 0);
+  if constexpr (kGuesses) load<Vector>(first_pack, x + row * x_stride, 0, active ? n_cols : 0);
+  const X* own_x = x + (row * x_stride + first_column(0));
 #pragma unroll
   for (int p = 0; p < PacksPerThread; ++p) {
-    load<Vector>(packs[p], x + row * x_stride, first_column(p), active ? n_cols : 0);
+    load<Vector>(packs[p], own_x, p * kStep, active ? n_left : 0);
   }
   Pack<Weight, kLength> weights[PacksPerThread];
   Pack<Bias, kLength> biases[PacksPerThread];
@@ -104,67 +91,98 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
     for (int p = 0; p < PacksPerThread; ++p) load_affine(p);
   }
 
+  // 2. Mean and variance. A row whose first mean was far off is measured again from the mean found,
+  // one out of range is brought into it, exactly, first.
   T guess = 0;
-  if constexpr (Centered) guess = first_mean<T>(first_pack);
-
-  // 2. Mean and variance; a row out of range is brought into it, exactly, and measured again.
-  Statistics<T> statistics = measure<Centered, Vector>(team, packs, guess, n_cols, inv_n);
-  Scale<T> scale = scale_in_range(statistics.variance, eps);
-  T unit = 1;
-  if constexpr (kCanLeaveRange<X>) {
-    const bool wild = !in_range(statistics.variance + eps);
-    if (team.any(wild)) {
-      T largest[1] = {0};
-#pragma unroll
-      for (int p = 0; p < PacksPerThread; ++p) {
-#pragma unroll
-        for (int i = 0; i < kLength; ++i) {
-          largest[0] = larger(absolute(packs[p].template get<T>(i)), largest[0]);
-        }
-      }
-      team.template reduce<Max>(largest);
-      // The others have unit 1.
-      if (wild) unit = Range<T>::unit(larger(largest[0], square_root(eps)));
-      const T inv_unit = T(1) / unit;
-#pragma unroll
-      for (int p = 0; p < PacksPerThread; ++p) {
-#pragma unroll
-        for (int i = 0; i < kLength; ++i) {
-          packs[p].set(i, packs[p].template get<T>(i) * inv_unit);
-        }
-      }
-      const Statistics<T> again = measure<Centered, Vector>(team, packs, T(0), n_cols, inv_n);
-      // Rows that only share the warp keep the bits they had; without a mean they find them again.
-      if (wild || !Centered) statistics = again;
-      if (wild) scale = scale_in_unit(again.variance, eps, unit);
+  if constexpr (kGuesses) guess = first_mean<T>(first_pack);
+  Statistics<T> statistics = measure<Centered, kGuesses, Vector>(team, packs, guess, n_cols, inv_n);
+  const auto is_far = [](const Statistics<T>& measured) {
+    return Centered && (kGuesses ? was_far(measured) : zero_was_far<kColumns>(measured));
+  };
+  const auto recentre = [&](Statistics<T>& measured, bool far) {
+    if (team.any(far)) {
+      const T shift = measured.shift + measured.correction;
+      const Statistics<T> again = measure<true, true, Vector>(team, packs, shift, n_cols, inv_n);
+      // Rows that only share the warp keep the bits they had.
+      if (far) measured = again;
     }
+    if (kGuesses || far) settle(measured);
+  };
+  const bool far = is_far(statistics);
+  bool wild = kCanLeaveRange<X> && !in_range(statistics.variance + eps);
+  const bool rare = team.any(far | wild);
+  Scale<T> scale;
+  T unit = 1;
+  if (kGuesses || rare) {
+    if constexpr (Centered) recentre(statistics, far);
+    scale = scale_in_range(statistics.variance, eps);
+    if constexpr (kCanLeaveRange<X>) {
+      wild = !in_range(statistics.variance + eps);
+      if (team.any(wild)) {
+        T largest[1] = {0};
+#pragma unroll
+        for (int p = 0; p < PacksPerThread; ++p) {
+#pragma unroll
+          for (int i = 0; i < kLength; ++i) {
+            largest[0] = larger(absolute(packs[p].template get<T>(i)), largest[0]);
+          }
+        }
+        team.template reduce<Max>(largest);
+        // The others have unit 1.
+        if (wild) unit = Range<T>::unit(larger(largest[0], square_root(eps)));
+        const T inv_unit = T(1) / unit;
+#pragma unroll
+        for (int p = 0; p < PacksPerThread; ++p) {
+#pragma unroll
+          for (int i = 0; i < kLength; ++i) {
+            packs[p].set(i, packs[p].template get<T>(i) * inv_unit);
+          }
+        }
+        Statistics<T> again = measure<Centered, false, Vector>(team, packs, T(0), n_cols, inv_n);
+        if constexpr (Centered) recentre(again, is_far(again));
+        // Rows that only share the warp find the bits they had.
+        statistics = again;
+        if (wild) scale = scale_in_unit(again.variance, eps, unit);
+      }
+    }
+  } else {
+    scale = scale_in_range(statistics.variance, eps);
   }
 
   // 3. Normalize and store.
   const T offset = -statistics.correction * scale.of_row;
+  Y* own_y = y + (row * y_stride + first_column(0));
+  const auto normalize = [&](T shift) {
 #pragma unroll
-  for (int p = 0; p < PacksPerThread; ++p) {
-    if constexpr (!HoldWeight) load_affine(p);
-    T values[kLength];
-    unsigned bits = 0;
+    for (int p = 0; p < PacksPerThread; ++p) {
+      if constexpr (!HoldWeight) load_affine(p);
+      T values[kLength];
+      unsigned bits = 0;
 #pragma unroll
-    for (int i = 0; i < kLength; ++i) {
-      const T d = packs[p].template get<T>(i) - statistics.shift;
-      const T xhat = Centered ? fused_multiply_add(d, scale.of_row, offset) : d * scale.of_row;
-      values[i] = affine<ZeroCentered>(xhat, weights[p], biases[p], i);
-      if constexpr (Relu) {
-        const bool strictly_inside = clamp(values[i], lower, upper);
-        if (strictly_inside && inside<Vector>(first_column(p), i, n_cols)) bits |= 1u << i;
+      for (int i = 0; i < kLength; ++i) {
+        const T d = packs[p].template get<T>(i) - shift;
+        const T xhat = Centered ? fused_multiply_add(d, scale.of_row, offset) : d * scale.of_row;
+        values[i] = affine<ZeroCentered>(xhat, weights[p], biases[p], i);
+        if constexpr (Relu) {
+          const bool strictly_inside = clamp(values[i], lower, upper);
+          if (strictly_inside && inside<Vector>(first_column(p), i, n_cols)) bits |= 1u << i;
+        }
+      }
+      Pack<Y, kLength> normalized;
+      normalized.set(values);
+      store<Vector>(normalized, own_y, p * kStep, active ? n_left : 0);
+      if constexpr (Relu && StoreStatistics) {
+        static_assert(RowThreads * kLength >= 8,
+                      "a byte of the bitmask lies in neighbouring lanes");
+        store_bits<kLength>(bits, bitmask + row * bitmask_bytes(n_cols), first_column(p),
+                            active ? n_cols : 0);
       }
     }
-    Pack<Y, kLength> normalized;
-    normalized.set(values);
-    store<Vector>(normalized, y + row * y_stride, first_column(p), active ? n_cols : 0);
-    if constexpr (Relu && StoreStatistics) {
-      static_assert(RowThreads * kLength >= 8, "a byte of the bitmask lies in neighbouring lanes");
-      store_bits<kLength>(bits, bitmask + row * bitmask_bytes(n_cols), first_column(p),
-                          active ? n_cols : 0);
-    }
+  };
+  if (Centered && (kGuesses || rare)) {
+    normalize(statistics.shift);
+  } else {
+    normalize(T(0));
   }
 
   // 4. Keep what backward needs.

@@ -48,7 +48,15 @@ __device__ __forceinline__ T first_mean(const Pack<X, Length>& pack) {
 template <typename T>
 __device__ __forceinline__ bool was_far(const Statistics<T>& statistics) {
   const T c = statistics.correction;
-  return c * c > 2 * statistics.variance || absolute(c) > 2 * absolute(statistics.shift + c);
+  return (c * c > 2 * statistics.variance) | (absolute(c) > 2 * absolute(statistics.shift + c));
+}
+// The same where that was 0, for rows of up to Columns: by more than 6 standard errors of the mean,
+// as rows around 0 never are. What the sum lost stays in c, and would show in a row that owes its
+// deviation to a few outliers: the others are but some 1 / sqrt(Columns) deviations from the mean.
+template <int Columns, typename T>
+__device__ __forceinline__ bool zero_was_far(const Statistics<T>& statistics) {
+  constexpr T kMost = Columns > 16 ? T(36) / Columns : T(2);
+  return statistics.correction * statistics.correction > kMost * statistics.variance;
 }
 
 // The mean as one number, and what it lost in being rounded: then d is as exact as x and the mean

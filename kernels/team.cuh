@@ -41,7 +41,8 @@ struct Team {
   int reductions = 0;  // finished
 
   __device__ __forceinline__ Team()
-      : team(thread_index() / RowThreads), rank(thread_index() % RowThreads) {
+      : team(static_cast<int>(static_cast<unsigned>(thread_index()) / RowThreads)),
+        rank(static_cast<int>(static_cast<unsigned>(thread_index()) % RowThreads)) {
     if constexpr (ClusterBlocks > 1) {
       if (rank == 0) {
         open_mailbox(mailbox(0));

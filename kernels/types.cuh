@@ -48,10 +48,6 @@ __device__ __forceinline__ To convert(From value) {
   }
 }
 
-template <typename T>
-__device__ __forceinline__ T absolute(T value) {
-  return value < T(0) ? -value : value;
-}
 // The larger one; b where a is NaN.
 template <typename T>
 __device__ __forceinline__ T larger(T a, T b) {

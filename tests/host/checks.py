@@ -105,6 +105,10 @@ class Case:
         elif self.regime == "lone":  # the rest of its row vanishes beside the first element
             values[:, 0] = -1e20
             values *= 1e10
+        elif self.regime == "outlier":  # but for one element, all are near the mean, which is not 0
+            outliers = np.linspace(0.5, 1, len(values)) * self.n**0.5
+            values = values / 100 + np.linspace(1, 2, len(values))[:, None]
+            values[:, -1] *= outliers
         elif self.regime == "near_eps":  # eps is as large as the variance
             values *= self.eps**0.5
         else:
@@ -198,17 +202,21 @@ def check_far_rows(gpu: Gpu, n: int) -> None:
 
 
 def check_neighbours(gpu: Gpu, norm: str, x_dtype: str, n: int) -> None:
-    """Check that rows keep their bits beside rows out of range, with which they share a warp."""
-    rows = make_values("mean_1e2", (20, n), DTYPES[x_dtype], 1)
-    beside = rows.copy()
-    beside[1::2] = make_values("normal", (10, n), DTYPES[x_dtype], 2) * rows.dtype.type(1e30)
-    with gpu.fresh_memory():
-        alone, among = (
-            gpu.to_numpy(gpu.forward(norm, gpu.cupy.array(x), eps=1e-6)) for x in (rows, beside)
-        )
-    for a, b in ((alone.y, among.y), (alone.rstd, among.rstd)):
-        word = f"u{a.itemsize}"
-        np.testing.assert_array_equal(a[::2].view(word), b[::2].view(word), "bits of neighbours")
+    """Check that rows keep their bits beside rows measured again, with which they share a warp."""
+    dtype = DTYPES[x_dtype]
+    huge = make_values("normal", (10, n), dtype, 2) * dtype.type(1e30)
+    offset = make_values("mean_1e2", (10, n), dtype, 3)
+    for regime, again in (("mean_1e2", huge), ("normal", huge), ("normal", offset)):
+        rows = make_values(regime, (20, n), dtype, 1)
+        beside = rows.copy()
+        beside[1::2] = again
+        with gpu.fresh_memory():
+            alone, among = (
+                gpu.to_numpy(gpu.forward(norm, gpu.cupy.array(x), eps=1e-6)) for x in (rows, beside)
+            )
+        for a, b in ((alone.y, among.y), (alone.rstd, among.rstd)):
+            bits = (kept[::2].view(f"u{kept.itemsize}") for kept in (a, b))
+            np.testing.assert_array_equal(*bits, "bits of neighbours")
 
 
 def check_clip_values(gpu: Gpu, x_dtype: str, n: int) -> None:
@@ -308,6 +316,7 @@ def _cases() -> list[Case]:
             Case("range_nonfinite_eps_0", "rms_norm", 9, n, x, regime="nonfinite", eps=0.0),
             Case("range_zero_eps", "rms_norm", 7, n, x, regime="zero_rows", eps=0.0),
         ]
+    cases.append(Case("outlier", "layer_norm", 60, 511, "float32", bias=None, regime="outlier"))
     # N is a power of two, so that the mean is exact: dx of a constant row knows no other.
     cases.append(Case("range_equal_huge", "layer_norm", 3, 256, "float32", regime="equal_huge"))
     return cases

@@ -163,6 +163,8 @@ template <typename T>
 __forceinline__ T between(T value, T lower, T upper) {
   return value < lower ? lower : value > upper ? upper : value;
 }
+__forceinline__ float absolute(float value) { return __builtin_fabsf(value); }
+__forceinline__ double absolute(double value) { return __builtin_fabs(value); }
 __forceinline__ float square_root(float value) { return __builtin_sqrtf(value); }
 __forceinline__ double square_root(double value) { return __builtin_sqrt(value); }
 // The first of two roundings is too fine to show in the second.
