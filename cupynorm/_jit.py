@@ -41,9 +41,6 @@ __all__ = [
 # a row: the kernels say themselves where a multiply-add is fused.
 OPTIONS = ("-std=c++17", "--fmad=false")
 
-# Groups of 32 threads that sum the blocks' partials side by side.
-REDUCTION_GROUPS = 32
-
 
 @dataclass(frozen=True)
 class Instantiation:
@@ -191,7 +188,7 @@ def backward_instantiations(
                 0,
             ),
         )
-    if not spec.gradients:
+    if config.reduction is None:
         return passes
     compute = compute_dtype(spec.x)
     reduction = Instantiation(
@@ -199,11 +196,12 @@ def backward_instantiations(
         _expression(
             "reduce_partials",
             *(CPP_TYPES[d] for d in (compute, spec.weight, spec.dbias)),
-            REDUCTION_GROUPS,
+            config.reduction.block_threads,
+            config.reduction.groups,
         ),
         "PPPqq",  # partials, dweight, dbias; n_partials, n_cols
-        32 * REDUCTION_GROUPS,
-        32 * REDUCTION_GROUPS * ITEMSIZE[compute],
+        config.reduction.block_threads,
+        config.reduction.block_threads * ITEMSIZE[compute],
         overlaps=True,
     )
     return (*passes, reduction)

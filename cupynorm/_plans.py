@@ -125,6 +125,7 @@ class BackwardPlan:
     cluster_blocks: int
     most_clusters: int
     tiles: int  # of columns, where rows are streamed; else 0
+    reduction_columns: int  # of a block; 0 without weight gradients
 
     def _partials(self, m: int) -> int:
         return min(-(-m // self.rows_per_block), self.most_clusters)
@@ -168,7 +169,7 @@ class BackwardPlan:
             rows = (dx, dx_stride, scratch, m, n, 1 / n)
             kernels[0].launch(stream, partials * self.cluster_blocks, (*operands, *rows))
         if self.gradients:
-            blocks = self.gradients * -(-n // 32)
+            blocks = self.gradients * -(-n // self.reduction_columns)
             self.reduction.launch(stream, blocks, (scratch, dweight, dbias, partials, n))
 
 
@@ -203,6 +204,7 @@ def backward_plan(spec: BackwardSpec, n: int, vector: int, device: int) -> Backw
         cluster_blocks=cluster_blocks,
         most_clusters=clusters,
         tiles=tiles,
+        reduction_columns=0 if config.reduction is None else config.reduction.columns,
     )
 
 

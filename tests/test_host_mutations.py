@@ -705,8 +705,8 @@ MUTATIONS = [
     Mutation(
         "the first partial of each group alone",
         "reduce_partials.cu",
-        "p < n_partials; p += Groups",
-        "p < Groups; p += Groups",
+        "first < n_partials; first += kAtOnce * Groups",
+        "first < Groups; first += kAtOnce * Groups",
         f"{VALUE}|{OUT_OF_BOUNDS}",
         MANY,
     ),
