@@ -87,8 +87,12 @@ class StagedForward:
 
 @dataclass(frozen=True)
 class StreamingForward:
-    """Rows of any length, read twice, one block a row; `packs_per_thread` are asked for at once."""
+    """Rows of any length, read twice, each by a cluster of blocks.
 
+    A thread asks for `packs_per_thread` at once.
+    """
+
+    cluster_blocks: int
     block_threads: int
     blocks_per_multiprocessor: int
     packs_per_thread: int
@@ -129,8 +133,12 @@ class StagedBackward:
 
 @dataclass(frozen=True)
 class StreamingBackward:
-    """One kernel reduces each row to coefficients, another walks down the columns."""
+    """One kernel reduces each row to coefficients, another walks down the columns.
 
+    A row is that of `cluster_blocks` blocks of `row_threads` threads each.
+    """
+
+    cluster_blocks: int
     row_threads: int
     column_threads: int
     vector: int
@@ -203,7 +211,7 @@ def forward_config(
         if staged is not None and not again_from_l2:
             return staged
         if packs > (1024 if wide else 2048):
-            return _streaming_forward(spec, vector, paired=paired, wide=wide)
+            return _streaming_forward(spec, packs, vector, architecture, paired=paired, wide=wide)
     row_threads = _team(packs, _packs_per_thread(spec, n, packs))
     if spec.relu:
         row_threads = max(row_threads, 8 // length)  # a byte of the bitmask is of neighbours
@@ -272,20 +280,33 @@ def _paired(spec: ForwardSpec, packs: int, architecture: int) -> bool:
 
 
 def _streaming_forward(
-    spec: ForwardSpec, vector: int, *, paired: bool, wide: bool
+    spec: ForwardSpec, packs: int, vector: int, architecture: int, *, paired: bool, wide: bool
 ) -> StreamingForward:
     """Return the configuration of rows that are read twice."""
     whole = vector == pack_length(spec.x)
     # The fastest of a trial of RMSNorm: 2 packs of 2048 threads at N = 32768, 4 of 1024 at 65536
     # (bfloat16, H200). 64 registers hold 2 packs of float64, or of elements moved one by one.
     fewer = paired or not whole or spec.x == "float64"
+    cluster_blocks = _streaming_blocks(packs, architecture)
+    # 64 registers do not hold 8 elements of weight and bias in float64; nor, from sm_100 on, a
+    # cluster's addresses beside a ReLU or single elements.
+    two_blocks = whole and (paired or (cluster_blocks > 1 and not (wide or spec.relu)))
     return StreamingForward(
-        # 64 registers do not hold 8 elements of weight and bias in float64.
-        block_threads=512 if wide else 1024,
-        blocks_per_multiprocessor=2 if paired and whole else 1,
+        cluster_blocks=cluster_blocks,
+        block_threads=512 if wide or cluster_blocks > 1 else 1024,
+        blocks_per_multiprocessor=2 if two_blocks else 1,
         packs_per_thread=2 if fewer else 4,
         vector=vector,
     )
+
+
+def _streaming_blocks(packs: int, architecture: int) -> int:
+    """Return the blocks that stream a row.
+
+    With one, 32 rows of 262144 float32 keep 32 of an H200's 132 multiprocessors busy. Clusters of 4
+    blocks, two a multiprocessor, all run at once; those of 8 or 16 find room for fewer rows.
+    """
+    return 4 if architecture >= FIRST_WITH_CLUSTERS and packs > 8192 else 1
 
 
 def _staged_forward(
@@ -382,7 +403,11 @@ def backward_config(
         if config is not None:
             return config
     return StreamingBackward(
-        row_threads=512, column_threads=256, vector=vector, reduction=_reduction(spec, n)
+        cluster_blocks=_streaming_blocks(packs, architecture),
+        row_threads=512,
+        column_threads=256,
+        vector=vector,
+        reduction=_reduction(spec, n),
     )
 
 

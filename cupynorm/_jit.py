@@ -117,13 +117,20 @@ def forward_instantiation(
     template = _expression(
         "norm_forward_streaming",
         *what,
+        config.cluster_blocks,
         threads,
         config.blocks_per_multiprocessor,
         config.packs_per_thread,
         config.vector,
     )
-    shared_bytes = team_bytes(spec.x, threads, threads)
-    return Instantiation("forward_streaming.cu", template, parameters, threads, shared_bytes)
+    return Instantiation(
+        "forward_streaming.cu",
+        template,
+        parameters,
+        threads,
+        team_bytes(spec.x, threads, threads, config.cluster_blocks),
+        config.cluster_blocks,
+    )
 
 
 def backward_instantiations(
@@ -171,11 +178,13 @@ def backward_instantiations(
             Instantiation(
                 "backward_streaming.cu",
                 _expression(
-                    "norm_backward_coefficients", *types, *options, spec.bitmask, threads, vector
+                    "norm_backward_coefficients",
+                    *(*types, *options, spec.bitmask, config.cluster_blocks, threads, vector),
                 ),
                 operands + "Pqq" + scalar,  # coefficients; n_rows, n_cols; inv_n
                 threads,
-                team_bytes(spec.x, threads, threads),
+                team_bytes(spec.x, threads, threads, config.cluster_blocks),
+                config.cluster_blocks,
             ),
             Instantiation(
                 "backward_streaming.cu",
