@@ -289,8 +289,10 @@ def _streaming_forward(
     fewer = paired or not whole or spec.x == "float64"
     cluster_blocks = _streaming_blocks(packs, architecture)
     # 64 registers do not hold 8 elements of weight and bias in float64; nor, from sm_100 on, a
-    # cluster's addresses beside a ReLU or single elements.
-    two_blocks = whole and (paired or (cluster_blocks > 1 and not (wide or spec.relu)))
+    # cluster's addresses beside a ReLU, single elements or a y wider than x; on sm_120 hardly any.
+    plain = whole and not (wide or spec.relu) and ITEMSIZE[spec.y] <= ITEMSIZE[spec.x]
+    clustered = cluster_blocks > 1 and architecture in HOLD_2048_THREADS
+    two_blocks = plain and (paired or clustered)
     return StreamingForward(
         cluster_blocks=cluster_blocks,
         block_threads=512 if wide or cluster_blocks > 1 else 1024,
