@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from cupynorm._spec import ITEMSIZE, BackwardSpec, ForwardSpec, compute_dtype
 
 __all__ = [
+    "Reduction",
     "ResidentForward",
     "StagedBackward",
     "StagedForward",
@@ -86,12 +87,28 @@ class StagedForward:
 
 @dataclass(frozen=True)
 class StreamingForward:
-    """Rows of any length, read twice, one block a row; `packs_per_thread` are asked for at once."""
+    """Rows of any length, read twice, each by a cluster of blocks.
 
+    A thread asks for `packs_per_thread` at once.
+    """
+
+    cluster_blocks: int
     block_threads: int
     blocks_per_multiprocessor: int
     packs_per_thread: int
     vector: int
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """How partial weight gradients are summed: by `groups` of a block's threads side by side."""
+
+    block_threads: int
+    groups: int
+
+    @property
+    def columns(self) -> int:
+        return self.block_threads // self.groups
 
 
 @dataclass(frozen=True)
@@ -107,6 +124,7 @@ class StagedBackward:
     vector: int
     hold_weight: bool
     full: bool
+    reduction: Reduction | None
 
     @property
     def rows_per_block(self) -> int:
@@ -115,11 +133,16 @@ class StagedBackward:
 
 @dataclass(frozen=True)
 class StreamingBackward:
-    """One kernel reduces each row to coefficients, another walks down the columns."""
+    """One kernel reduces each row to coefficients, another walks down the columns.
 
+    A row is that of `cluster_blocks` blocks of `row_threads` threads each.
+    """
+
+    cluster_blocks: int
     row_threads: int
     column_threads: int
     vector: int
+    reduction: Reduction | None
 
 
 def pack_length(x: str) -> int:
@@ -188,7 +211,7 @@ def forward_config(
         if staged is not None and not again_from_l2:
             return staged
         if packs > (1024 if wide else 2048):
-            return _streaming_forward(spec, vector, paired=paired, wide=wide)
+            return _streaming_forward(spec, packs, vector, architecture, paired=paired, wide=wide)
     row_threads = _team(packs, _packs_per_thread(spec, n, packs))
     if spec.relu:
         row_threads = max(row_threads, 8 // length)  # a byte of the bitmask is of neighbours
@@ -257,20 +280,35 @@ def _paired(spec: ForwardSpec, packs: int, architecture: int) -> bool:
 
 
 def _streaming_forward(
-    spec: ForwardSpec, vector: int, *, paired: bool, wide: bool
+    spec: ForwardSpec, packs: int, vector: int, architecture: int, *, paired: bool, wide: bool
 ) -> StreamingForward:
     """Return the configuration of rows that are read twice."""
     whole = vector == pack_length(spec.x)
     # The fastest of a trial of RMSNorm: 2 packs of 2048 threads at N = 32768, 4 of 1024 at 65536
     # (bfloat16, H200). 64 registers hold 2 packs of float64, or of elements moved one by one.
     fewer = paired or not whole or spec.x == "float64"
+    cluster_blocks = _streaming_blocks(packs, architecture)
+    # 64 registers do not hold 8 elements of weight and bias in float64; nor, from sm_100 on, a
+    # cluster's addresses beside a ReLU, single elements or a y wider than x; on sm_120 hardly any.
+    plain = whole and not (wide or spec.relu) and ITEMSIZE[spec.y] <= ITEMSIZE[spec.x]
+    clustered = cluster_blocks > 1 and architecture in HOLD_2048_THREADS
+    two_blocks = plain and (paired or clustered)
     return StreamingForward(
-        # 64 registers do not hold 8 elements of weight and bias in float64.
-        block_threads=512 if wide else 1024,
-        blocks_per_multiprocessor=2 if paired and whole else 1,
+        cluster_blocks=cluster_blocks,
+        block_threads=512 if wide or cluster_blocks > 1 else 1024,
+        blocks_per_multiprocessor=2 if two_blocks else 1,
         packs_per_thread=2 if fewer else 4,
         vector=vector,
     )
+
+
+def _streaming_blocks(packs: int, architecture: int) -> int:
+    """Return the blocks that stream a row.
+
+    With one, 32 rows of 262144 float32 keep 32 of an H200's 132 multiprocessors busy. Clusters of 4
+    blocks, two a multiprocessor, all run at once; those of 8 or 16 find room for fewer rows.
+    """
+    return 4 if architecture >= FIRST_WITH_CLUSTERS and packs > 8192 else 1
 
 
 def _staged_forward(
@@ -366,7 +404,25 @@ def backward_config(
         config = _staged_backward(spec, n, vector, architecture, *layout)
         if config is not None:
             return config
-    return StreamingBackward(row_threads=512, column_threads=256, vector=vector)
+    return StreamingBackward(
+        cluster_blocks=_streaming_blocks(packs, architecture),
+        row_threads=512,
+        column_threads=256,
+        vector=vector,
+        reduction=_reduction(spec, n),
+    )
+
+
+def _reduction(spec: BackwardSpec, n: int) -> Reduction | None:
+    """Return how the partials are summed, of which there are the fewer the longer a row is.
+
+    As many threads as an H200 holds at once: with 32 groups whatever N, most of them with nothing
+    to sum, it took 4 us at N = 4096, 13 at 65536 and 40 at 262144 (float32).
+    """
+    if not spec.gradients:
+        return None
+    groups = max(1, 32 >> (-(-n // 8192) - 1).bit_length())
+    return Reduction(block_threads=max(256, 32 * groups), groups=groups)
 
 
 def _backward_layouts(packs: int, architecture: int) -> Iterator[tuple[int, ...]]:
@@ -440,6 +496,7 @@ def _staged_backward(
                 and fits(True, length)
             ),
             full=full,
+            reduction=_reduction(spec, n),
         )
         # A block's own 1 KiB is the system's.
         limit = (shared_limit(architecture) + 1024) // blocks_per_multiprocessor - 1024

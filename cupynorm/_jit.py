@@ -41,9 +41,6 @@ __all__ = [
 # a row: the kernels say themselves where a multiply-add is fused.
 OPTIONS = ("-std=c++17", "--fmad=false")
 
-# Groups of 32 threads that sum the blocks' partials side by side.
-REDUCTION_GROUPS = 32
-
 
 @dataclass(frozen=True)
 class Instantiation:
@@ -120,13 +117,20 @@ def forward_instantiation(
     template = _expression(
         "norm_forward_streaming",
         *what,
+        config.cluster_blocks,
         threads,
         config.blocks_per_multiprocessor,
         config.packs_per_thread,
         config.vector,
     )
-    shared_bytes = team_bytes(spec.x, threads, threads)
-    return Instantiation("forward_streaming.cu", template, parameters, threads, shared_bytes)
+    return Instantiation(
+        "forward_streaming.cu",
+        template,
+        parameters,
+        threads,
+        team_bytes(spec.x, threads, threads, config.cluster_blocks),
+        config.cluster_blocks,
+    )
 
 
 def backward_instantiations(
@@ -174,11 +178,13 @@ def backward_instantiations(
             Instantiation(
                 "backward_streaming.cu",
                 _expression(
-                    "norm_backward_coefficients", *types, *options, spec.bitmask, threads, vector
+                    "norm_backward_coefficients",
+                    *(*types, *options, spec.bitmask, config.cluster_blocks, threads, vector),
                 ),
                 operands + "Pqq" + scalar,  # coefficients; n_rows, n_cols; inv_n
                 threads,
-                team_bytes(spec.x, threads, threads),
+                team_bytes(spec.x, threads, threads, config.cluster_blocks),
+                config.cluster_blocks,
             ),
             Instantiation(
                 "backward_streaming.cu",
@@ -191,7 +197,7 @@ def backward_instantiations(
                 0,
             ),
         )
-    if not spec.gradients:
+    if config.reduction is None:
         return passes
     compute = compute_dtype(spec.x)
     reduction = Instantiation(
@@ -199,11 +205,12 @@ def backward_instantiations(
         _expression(
             "reduce_partials",
             *(CPP_TYPES[d] for d in (compute, spec.weight, spec.dbias)),
-            REDUCTION_GROUPS,
+            config.reduction.block_threads,
+            config.reduction.groups,
         ),
         "PPPqq",  # partials, dweight, dbias; n_partials, n_cols
-        32 * REDUCTION_GROUPS,
-        32 * REDUCTION_GROUPS * ITEMSIZE[compute],
+        config.reduction.block_threads,
+        config.reduction.block_threads * ITEMSIZE[compute],
         overlaps=True,
     )
     return (*passes, reduction)

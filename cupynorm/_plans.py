@@ -84,9 +84,10 @@ class ForwardPlan:
 
     def blocks(self, m: int) -> int:
         """Return how many blocks m rows take."""
-        if self.most_clusters is None:
-            return -(-m // self.rows_per_block)
-        return min(m, self.most_clusters) * self.cluster_blocks
+        clusters = -(-m // self.rows_per_block)
+        if self.most_clusters is not None:
+            clusters = min(clusters, self.most_clusters)
+        return clusters * self.cluster_blocks
 
 
 @cache
@@ -94,17 +95,16 @@ def forward_plan(spec: ForwardSpec, n: int, vector: int, device: int) -> Forward
     """Return a forward pass ready to launch on `device`, the current one; compile it at need."""
     config = forward_config(spec, n, vector, architecture(device))
     kernel = _jit.load(_jit.forward_instantiation(spec, config), device)
-    if isinstance(config, StagedForward):
-        clusters = multiprocessors(device)
-        if config.cluster_blocks > 1:
-            clusters = kernel.clusters_at_once()
-            if clusters == 0:  # a slice of a GPU
-                config = forward_config(spec, n, vector, WITHOUT_CLUSTERS)
-                kernel = _jit.load(_jit.forward_instantiation(spec, config), device)
-        if isinstance(config, StagedForward):
-            return ForwardPlan(kernel, n, 1, config.cluster_blocks, clusters)
-    rows = config.rows_per_block if isinstance(config, ResidentForward) else 1
-    return ForwardPlan(kernel, n, rows, 1, None)
+    clusters = multiprocessors(device)
+    if not isinstance(config, ResidentForward) and config.cluster_blocks > 1:
+        clusters = kernel.clusters_at_once()
+        if clusters == 0:  # a slice of a GPU
+            config = forward_config(spec, n, vector, WITHOUT_CLUSTERS)
+            kernel = _jit.load(_jit.forward_instantiation(spec, config), device)
+    if isinstance(config, ResidentForward):
+        return ForwardPlan(kernel, n, config.rows_per_block, 1, None)
+    in_turn = isinstance(config, StagedForward)
+    return ForwardPlan(kernel, n, 1, config.cluster_blocks, clusters if in_turn else None)
 
 
 @dataclass(frozen=True)
@@ -125,6 +125,7 @@ class BackwardPlan:
     cluster_blocks: int
     most_clusters: int
     tiles: int  # of columns, where rows are streamed; else 0
+    reduction_columns: int  # of a block; 0 without weight gradients
 
     def _partials(self, m: int) -> int:
         return min(-(-m // self.rows_per_block), self.most_clusters)
@@ -161,14 +162,15 @@ class BackwardPlan:
         partials = self._partials(m)
         if m and self.tiles:
             coefficients = scratch + self._partial_bytes(m)
-            kernels[0].launch(stream, m, (*operands, coefficients, m, n, 1 / n))
+            rows = (coefficients, m, n, 1 / n)
+            kernels[0].launch(stream, m * self.cluster_blocks, (*operands, *rows))
             columns = (coefficients, dx, dx_stride, scratch, partials, m, n)
             kernels[1].launch(stream, self.tiles * partials, (*operands, *columns))
         elif m:
-            rows = (dx, dx_stride, scratch, m, n, 1 / n)
-            kernels[0].launch(stream, partials * self.cluster_blocks, (*operands, *rows))
+            outputs = (dx, dx_stride, scratch, m, n, 1 / n)
+            kernels[0].launch(stream, partials * self.cluster_blocks, (*operands, *outputs))
         if self.gradients:
-            blocks = self.gradients * -(-n // 32)
+            blocks = self.gradients * -(-n // self.reduction_columns)
             self.reduction.launch(stream, blocks, (scratch, dweight, dbias, partials, n))
 
 
@@ -178,17 +180,18 @@ def backward_plan(spec: BackwardSpec, n: int, vector: int, device: int) -> Backw
     capability = architecture(device)
     config = backward_config(spec, n, vector, capability)
     kernels = _load_backward(spec, config, device)
-    rows, cluster_blocks, tiles = 1, 1, 0
-    clusters = multiprocessors(device)
-    if isinstance(config, StagedBackward) and config.cluster_blocks > 1:
-        clusters = kernels[0].clusters_at_once()
-        if clusters == 0:  # a slice of a GPU
+    rows, tiles = 1, 0
+    clusters = at_once = multiprocessors(device)
+    if config.cluster_blocks > 1:
+        at_once = kernels[0].clusters_at_once()
+        if at_once == 0:  # a slice of a GPU
             config = backward_config(spec, n, vector, WITHOUT_CLUSTERS)
             kernels = _load_backward(spec, config, device)
-            clusters = multiprocessors(device)
+            at_once = clusters
     if isinstance(config, StagedBackward):
-        rows, cluster_blocks = config.rows_per_block, config.cluster_blocks
-        if cluster_blocks == 1:
+        rows = config.rows_per_block
+        clusters = at_once
+        if config.cluster_blocks == 1:
             clusters *= config.blocks_per_multiprocessor
     else:
         tiles = -(-n // (config.column_threads * pack_length(spec.x)))
@@ -200,9 +203,10 @@ def backward_plan(spec: BackwardSpec, n: int, vector: int, device: int) -> Backw
         gradients=spec.gradients,
         itemsize=ITEMSIZE[compute_dtype(spec.x)],
         rows_per_block=rows,
-        cluster_blocks=cluster_blocks,
+        cluster_blocks=config.cluster_blocks,
         most_clusters=clusters,
         tiles=tiles,
+        reduction_columns=0 if config.reduction is None else config.reduction.columns,
     )
 
 

@@ -13,24 +13,25 @@
 #include "stream.cuh"
 #include "team.cuh"
 
-// Grid:      one block of BlockThreads threads a row, on grid.x.
-// Order:     a thread's packs in turn, compensated from pack to pack; then the block's reduction.
-// Result:    thread 0 writes the row's coefficients.
+// Grid:      a cluster of ClusterBlocks blocks of BlockThreads threads a row, on grid.x.
+// Thread:    t of the cluster's T has packs t, t + T, ... of the row.
+// Order:     a thread's packs in turn, compensated from pack to pack; then the cluster's reduction.
+// Result:    thread 0 of a cluster's first block writes the row's coefficients.
 template <typename X, typename DY, typename Weight, bool Centered, bool ZeroCentered, bool Bitmask,
-          int BlockThreads, int Vector>
+          int ClusterBlocks, int BlockThreads, int Vector>
 __global__ __launch_bounds__(BlockThreads, 1) void norm_backward_coefficients(
     const DY* dy, long long dy_stride, const X* x, long long x_stride, const Weight* weight,
     const Compute<X>* mean, const Compute<X>* rstd, const unsigned char* bitmask,
     Compute<X>* coefficients, long long n_rows, long long n_cols, Compute<X> inv_n) {
   using T = Compute<X>;
   constexpr int kLength = 16 / static_cast<int>(sizeof(X));
-  Team<BlockThreads, BlockThreads> block;
-  const long long row = block_index();
+  Team<BlockThreads, BlockThreads, ClusterBlocks> team;
+  const long long row = block_index() / ClusterBlocks;
   const T row_mean = Centered ? mean[row] : T(0);
   const T row_rstd = rstd[row];
 
   CompensatedSum<T> sum_of_g_h, sum_of_g, sum_of_h;
-  for_each_pack<BlockThreads, kLength>(n_cols, [&](long long first) {
+  for_each_pack<ClusterBlocks, BlockThreads, kLength>(n_cols, [&](long long first) {
     Pack<X, kLength> pack_x;
     Pack<DY, kLength> pack_dy;
     Pack<Weight, kLength> weights;
@@ -60,8 +61,8 @@ __global__ __launch_bounds__(BlockThreads, 1) void norm_backward_coefficients(
     }
   });
   T sums[3] = {sum_of_g_h.total(), sum_of_g.total(), sum_of_h.total()};
-  block.template reduce<Sum>(sums);
-  if (block.rank == 0) {
+  team.template reduce<Sum>(sums);
+  if (team.block == 0 && team.rank == 0) {
     const T recentre = sums[2] * inv_n;
     if constexpr (Centered) {
       coefficients[row] = recentre;

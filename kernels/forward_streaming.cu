@@ -2,15 +2,16 @@
 // instead of being held in registers.
 //
 // Layout:    as forward.cu.
-// Grid:      one block of BlockThreads threads a row, on grid.x.
+// Grid:      a cluster of ClusterBlocks blocks of BlockThreads threads a row, on grid.x.
 // Traffic:   x read twice, the second time from the row's end, which L1 and L2 still have; a further
 //            time by LayerNorm where the first mean was far off, and where a row is out of range once
 //            for its largest element and once for each measurement. y written once, past L1.
-// Thread:    packs rank, rank + BlockThreads, ... of the row; PacksPerThread of them, those of one tile
-//            of the row, are on their way at a time.
-// Order:     a thread's packs in turn, compensated from pack to pack; then the block's reduction: a
-//            function of n_cols and BlockThreads, never of n_rows, PacksPerThread or alignment.
-// Result:    thread 0 writes the row's mean and rstd.
+// Thread:    t of the cluster's T has packs t, t + T, ... of the row; PacksPerThread of them, those of
+//            one tile of the row, are on their way at a time.
+// Order:     a thread's packs in turn, compensated from pack to pack; then the cluster's reduction: a
+//            function of n_cols, BlockThreads and ClusterBlocks, never of n_rows, PacksPerThread or
+//            alignment.
+// Result:    thread 0 of a cluster's first block writes the row's mean and rstd.
 #include "affine.cuh"
 #include "relu.cuh"
 #include "statistics.cuh"
@@ -18,15 +19,16 @@
 #include "team.cuh"
 
 // The packs of a row that a thread has at once.
-template <typename X, int BlockThreads, int PacksPerThread, int Vector>
+template <typename X, int ClusterBlocks, int BlockThreads, int PacksPerThread, int Vector>
 struct TileOf {
   static constexpr int kLength = 16 / static_cast<int>(sizeof(X));
-  static constexpr int kColumns = BlockThreads * PacksPerThread * kLength;
+  static constexpr int kRowThreads = ClusterBlocks * BlockThreads;
+  static constexpr int kColumns = kRowThreads * PacksPerThread * kLength;
   Pack<X, kLength> packs[PacksPerThread];
 
   // Of pack p, from the tile's first.
   static __device__ __forceinline__ int first_column(int p) {
-    return (p * BlockThreads + thread_index()) * kLength;
+    return (p * kRowThreads + thread_in_cluster<ClusterBlocks, BlockThreads>()) * kLength;
   }
   // All are asked for before the first is used.
   __device__ __forceinline__ TileOf(const X* start, int columns) {
@@ -38,11 +40,10 @@ struct TileOf {
 };
 
 // From `guess`, a first mean; where that was far off, a second round starts from the mean found.
-template <typename TileOfX, bool Centered, int Vector, int PacksPerThread, typename X, typename T,
-          int BlockThreads>
-__device__ __forceinline__ Statistics<T> measure(Team<BlockThreads, BlockThreads>& block,
-                                                 const X* row, T guess, long long n_cols, T inv_n,
-                                                 T inv_unit) {
+template <typename TileOfX, bool Centered, int Vector, int PacksPerThread, typename TeamOf,
+          typename X, typename T>
+__device__ __forceinline__ Statistics<T> measure(TeamOf& team, const X* row, T guess,
+                                                 long long n_cols, T inv_n, T inv_unit) {
   Statistics<T> statistics;
   statistics.shift = guess;
   for (bool again = false;; again = true) {
@@ -68,7 +69,7 @@ __device__ __forceinline__ Statistics<T> measure(Team<BlockThreads, BlockThreads
     });
     T totals[Centered ? 2 : 1] = {sum_of_squares.total()};
     if constexpr (Centered) totals[1] = sum.total();
-    block.template reduce<Sum>(totals);
+    team.template reduce<Sum>(totals);
     finish<Centered>(statistics, totals[Centered ? 1 : 0], totals[0], inv_n);
     if (!Centered || again || !was_far(statistics)) break;
     statistics.shift += statistics.correction;
@@ -78,18 +79,18 @@ __device__ __forceinline__ Statistics<T> measure(Team<BlockThreads, BlockThreads
 }
 
 template <typename X, typename Weight, typename Bias, typename Y, bool Centered, bool ZeroCentered,
-          bool StoreStatistics, bool Relu, int BlockThreads, int BlocksPerMultiprocessor,
-          int PacksPerThread, int Vector>
+          bool StoreStatistics, bool Relu, int ClusterBlocks, int BlockThreads,
+          int BlocksPerMultiprocessor, int PacksPerThread, int Vector>
 __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_forward_streaming(
     const X* x, long long x_stride, const Weight* weight, const Bias* bias, Y* y,
     long long y_stride, Compute<X>* mean, Compute<X>* rstd, unsigned char* bitmask,
     long long n_rows, long long n_cols, Compute<X> inv_n, Compute<X> eps, Compute<X> lower,
     Compute<X> upper) {
   using T = Compute<X>;
-  using TileOfX = TileOf<X, BlockThreads, PacksPerThread, Vector>;
+  using TileOfX = TileOf<X, ClusterBlocks, BlockThreads, PacksPerThread, Vector>;
   constexpr int kLength = TileOfX::kLength;
-  Team<BlockThreads, BlockThreads> block;
-  const long long row_index = block_index();
+  Team<BlockThreads, BlockThreads, ClusterBlocks> team;
+  const long long row_index = block_index() / ClusterBlocks;
   const X* row = x + row_index * x_stride;
 
   // 1. Mean and variance; a row out of range is measured again in a unit that brings it into it.
@@ -100,7 +101,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
     guess = first_mean<T>(first_pack);
   }
   const auto measured = [&](T from, T inv_unit) {
-    return measure<TileOfX, Centered, Vector, PacksPerThread>(block, row, from, n_cols, inv_n,
+    return measure<TileOfX, Centered, Vector, PacksPerThread>(team, row, from, n_cols, inv_n,
                                                               inv_unit);
   };
   T unit = 1, inv_unit = 1;
@@ -109,7 +110,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
   if constexpr (kCanLeaveRange<X>) {
     if (!in_range(statistics.variance + eps)) {
       T largest[1] = {0};
-      for_each_pack<BlockThreads, kLength>(n_cols, [&](long long first) {
+      for_each_pack<ClusterBlocks, BlockThreads, kLength>(n_cols, [&](long long first) {
         Pack<X, kLength> pack;
         load<Vector>(pack, row, first, n_cols);
 #pragma unroll
@@ -117,7 +118,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
           largest[0] = larger(absolute(pack.template get<T>(i)), largest[0]);
         }
       });
-      block.template reduce<Max>(largest);
+      team.template reduce<Max>(largest);
       unit = Range<T>::unit(larger(largest[0], square_root(eps)));
       inv_unit = T(1) / unit;
       statistics = measured(T(0), inv_unit);
@@ -127,7 +128,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
 
   // 2. Keep what backward needs.
   if constexpr (StoreStatistics) {
-    if (block.rank == 0) {
+    if (team.block == 0 && team.rank == 0) {
       if constexpr (Centered) {
         mean[row_index] = (statistics.shift + statistics.correction) * unit;
       }

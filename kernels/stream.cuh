@@ -4,13 +4,19 @@
 
 #include "types.cuh"
 
+// This thread among those of its cluster. Asked for where it is used: one that is kept takes a register.
+template <int ClusterBlocks, int BlockThreads>
+__device__ __forceinline__ int thread_in_cluster() {
+  return (ClusterBlocks > 1 ? block_in_cluster() * BlockThreads : 0) + thread_index();
+}
+
 // Calls visit(first column) for each pack of a row that this thread owns.
-template <int BlockThreads, int Length, typename Visit>
+template <int ClusterBlocks, int BlockThreads, int Length, typename Visit>
 __device__ __forceinline__ void for_each_pack(long long n_cols, Visit visit) {
-  constexpr long long kStep = static_cast<long long>(BlockThreads) * Length;
+  constexpr long long kStep = static_cast<long long>(ClusterBlocks) * BlockThreads * Length;
+  const long long thread = thread_in_cluster<ClusterBlocks, BlockThreads>();
 #pragma unroll 2
-  for (long long first = static_cast<long long>(thread_index()) * Length; first < n_cols;
-       first += kStep) {
+  for (long long first = thread * Length; first < n_cols; first += kStep) {
     visit(first);
   }
 }

@@ -85,6 +85,15 @@ def instantiations(architecture: int) -> list[Instantiation]:
             for vector in (1, pack_length(x)):
                 config = forward_config(streamed, 4096 * pack_length(x), vector, architecture)
                 kernels[forward_instantiation(streamed, config)] = None
+    # What is streamed by clusters, two blocks a multiprocessor, of 64 registers a thread.
+    for norm, x, y in itertools.product(
+        ("rms_norm", "layer_norm"), ("float32", "bfloat16"), ("float32", "bfloat16")
+    ):
+        for weight, bias in ((x, "float32"), ("float32", x), (None, None)):
+            zero_centered = weight == "float32"
+            streamed = ForwardSpec(norm, x, weight, bias, y, zero_centered, True, False)
+            config = forward_config(streamed, 40_000 * pack_length(x), pack_length(x), architecture)
+            kernels[forward_instantiation(streamed, config)] = None
     return list(kernels)
 
 

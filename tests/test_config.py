@@ -187,9 +187,9 @@ def row_layout(config: Any) -> tuple[Any, ...]:
     """Return what decides the order in which a row is summed."""
     if isinstance(config, StreamingForward):
         # Not packs_per_thread: whatever is on its way at once, sums are added pack by pack.
-        return type(config), config.block_threads
+        return type(config), config.cluster_blocks, config.block_threads
     if isinstance(config, StreamingBackward):
-        return type(config), config.row_threads, config.column_threads
+        return type(config), config.cluster_blocks, config.row_threads, config.column_threads
     clustered = getattr(config, "cluster_blocks", 1)
     return type(config), team_of(config), config.packs_per_thread, clustered
 
@@ -267,6 +267,32 @@ def regimes(spec: Spec, architecture: int) -> tuple[tuple[type, int], ...]:
     ]
     assert last[0] in (StreamingForward, StreamingBackward)
     return tuple(changes)
+
+
+@pytest.mark.parametrize(("architecture", "blocks"), [(80, 1), (90, 4), (120, 4)])
+@pytest.mark.parametrize("norm", NORMS)
+def test_long_rows_are_streamed_by_clusters(norm: str, architecture: int, blocks: int) -> None:
+    forward = ForwardSpec(norm, "float32", "float32", "float32", "float32", False, True, False)
+    backward = BackwardSpec(norm, "float32", "float32", "float32", "float32", False, False)
+    for spec, vector in itertools.product((forward, backward), (1, 4)):
+        config = configure(spec, 262144, vector, architecture)
+        assert isinstance(config, (StreamingForward, StreamingBackward))
+        assert config.cluster_blocks == blocks
+
+
+@pytest.mark.parametrize(
+    ("n", "groups"), [(1, 32), (8192, 32), (8193, 16), (65536, 4), (262144, 1), (1 << 40, 1)]
+)
+def test_long_rows_have_few_groups_of_partials(n: int, groups: int) -> None:
+    spec = BackwardSpec("rms_norm", "bfloat16", "bfloat16", "float32", None, False, False)
+    for architecture in ARCHITECTURES:
+        reduction = backward_config(spec, n, 1, architecture).reduction
+        assert reduction is not None
+        assert reduction.groups == groups
+        assert reduction.columns % 32 == 0
+        assert 256 <= reduction.columns * groups == reduction.block_threads <= 1024
+        without = dataclasses.replace(spec, weight=None)
+        assert backward_config(without, n, 1, architecture).reduction is None
 
 
 # ---- instantiations ------------------------------------------------------------------------------

@@ -146,7 +146,7 @@ def test_every_pair_of_x_and_weight(norm: str, x: str, weight: str) -> None:
 
 # Every threshold of the configuration, in elements of 16-bit, 32-bit and 64-bit rows, and one to
 # each side: teams of 1 to 32 threads, several packs a thread, several teams a block, whole blocks,
-# streaming.
+# streaming by one block and by clusters.
 LONG = (
     1535,
     1536,
@@ -169,6 +169,8 @@ LONG = (
     50257,
     65536,
     131072,
+    131073,
+    262144,
 )
 
 

@@ -100,6 +100,22 @@ def test_rows_more_than_2_to_the_31_elements_apart(build: Build, n: int, archite
     check_far_rows(Gpu(build, architecture=architecture), n)
 
 
+@pytest.mark.parametrize("name", ["cluster", "staged_cluster"])
+@pytest.mark.parametrize("norm", NORMS)
+def test_a_gpu_without_room_for_a_cluster(build: Build, norm: str, name: str) -> None:
+    case = next(case for case in CASES if (case.name, case.norm) == (name, norm))
+    with_clusters, without = case.gpu(None), case.gpu(None)
+    without.clusters_at_once = 0
+    for gpu in (with_clusters, without):
+        check_problem(gpu, case.problem())
+    assert any(kernel.cluster_blocks > 1 for kernel in with_clusters.launched)
+    assert all(kernel.cluster_blocks == 1 for kernel in without.launched)
+    build.compile(without.launched)
+    gpu = case.gpu(build)
+    gpu.clusters_at_once = 0
+    check_problem(gpu, case.problem())
+
+
 # ---- what the cases reach ------------------------------------------------------------------------
 
 
@@ -109,6 +125,8 @@ def regimes(kernel: Instantiation) -> Iterator[str]:
     values = arguments.split(", ")
     if name not in ("norm_forward", "norm_backward"):
         yield name
+        if kernel.cluster_blocks > 1:
+            yield f"{name}, a row to a cluster"
         return
     # The last are packs a thread, Full and Vector; HoldWeight is before them and the threads.
     hold, team, block = (8, 9, 10) if name == "norm_forward" else (7, 10, 11)
@@ -142,6 +160,7 @@ def test_the_cases_reach_every_regime() -> None:
         "norm_forward, without the weight held",
         "norm_forward_staged",
         "norm_forward_streaming",
+        "norm_forward_streaming, a row to a cluster",
         "norm_backward, a row to part of a warp",
         "norm_backward, a row to one warp",
         "norm_backward, a row to several warps",
@@ -154,6 +173,7 @@ def test_the_cases_reach_every_regime() -> None:
         "norm_backward, with the weight held",
         "norm_backward, without the weight held",
         "norm_backward_coefficients",
+        "norm_backward_coefficients, a row to a cluster",
         "norm_backward_columns",
         "reduce_partials",
     } <= reached

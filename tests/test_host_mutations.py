@@ -77,6 +77,7 @@ STORING = LOADING.replace("read_words", "write_words")
 SUB_WARP = case("sub_warp_odd", x="bfloat16")
 WARPS = case("warps", x="float32")
 WARPS_ODD = case("warps_odd", x="bfloat16")
+CLUSTER_STREAM = case("cluster_tiles")
 STREAM, STREAM_LONG = case("stream_odd"), case("stream_long")
 TURNS, STREAM_TURNS = case("turns"), case("stream_turns")
 MANY = case("many_partials")
@@ -705,8 +706,8 @@ MUTATIONS = [
     Mutation(
         "the first partial of each group alone",
         "reduce_partials.cu",
-        "p < n_partials; p += Groups",
-        "p < Groups; p += Groups",
+        "first < n_partials; first += kAtOnce * Groups",
+        "first < Groups; first += kAtOnce * Groups",
         f"{VALUE}|{OUT_OF_BOUNDS}",
         MANY,
     ),
@@ -1182,6 +1183,46 @@ MUTATIONS = [
         "team.rank == 0",
         RACE,
         CLUSTER_FORWARD,
+    ),
+    Mutation(
+        "every block of a cluster writes rstd, streaming",
+        "forward_streaming.cu",
+        "team.block == 0 && team.rank == 0",
+        "team.rank == 0",
+        RACE,
+        CLUSTER_STREAM,
+    ),
+    Mutation(
+        "every block of a cluster writes the coefficients",
+        "backward_streaming.cu",
+        "team.block == 0 && team.rank == 0",
+        "team.rank == 0",
+        RACE,
+        CLUSTER_STREAM,
+    ),
+    Mutation(
+        "a cluster's blocks take rows of their own, streaming",
+        "forward_streaming.cu",
+        "row_index = block_index() / ClusterBlocks;",
+        "row_index = block_index();",
+        OUT_OF_BOUNDS,
+        CLUSTER_STREAM,
+    ),
+    Mutation(
+        "a cluster's blocks take rows of their own, backward",
+        "backward_streaming.cu",
+        "row = block_index() / ClusterBlocks;",
+        "row = block_index();",
+        OUT_OF_BOUNDS,
+        CLUSTER_STREAM,
+    ),
+    Mutation(
+        "each block of a cluster takes the columns of the first",
+        "stream.cuh",
+        "(ClusterBlocks > 1 ? block_in_cluster() * BlockThreads : 0) + thread_index()",
+        "thread_index()",
+        f"{UNWRITTEN}|{RACE}",
+        CLUSTER_STREAM,
     ),
     Mutation(
         "a cluster's blocks take rows of their own",

@@ -136,6 +136,8 @@ class Gpu:
         Whether a call that need not be prepared again is made twice; the second result counts.
     launched : list of Instantiation
         The kernels that ran, in order.
+    clusters_at_once : int
+        Of any kernel.
     """
 
     def __init__(
@@ -146,6 +148,7 @@ class Gpu:
         self.memory = Memory(runtime())
         self.launched: list[Instantiation] = []
         self.repeats = False
+        self.clusters_at_once = 2
         self.cupy: Any = _cupy(self.memory)
         self.architecture = architecture
         self._launch = _copy_of_launch(self.cupy, self._load, multiprocessors, architecture)
@@ -257,7 +260,7 @@ class _Kernel:
         self.library = None if gpu.build is None else gpu.build.load(kernel)
 
     def clusters_at_once(self) -> int:
-        return 2
+        return self.gpu.clusters_at_once
 
     def launch(self, stream: int, blocks: int, arguments: tuple[Any, ...]) -> None:
         kernel, gpu = self.kernel, self.gpu
