@@ -6,6 +6,7 @@ in place of the GPU's, and one shared library for each instantiation, compiled w
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -159,11 +160,12 @@ def cache_directory() -> Path:
     libraries = cache / "libraries"
     libraries.mkdir(exist_ok=True)
     for path in (*cache.iterdir(), *libraries.iterdir()):
-        if path != libraries and time.time() - path.stat().st_mtime > SECONDS_A_DAY:
-            if path.is_dir():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                path.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # another process finished or removed it
+            if path != libraries and time.time() - path.stat().st_mtime > SECONDS_A_DAY:
+                if path.is_dir():
+                    shutil.rmtree(path, ignore_errors=True)
+                else:
+                    path.unlink(missing_ok=True)
     return cache
 
 
