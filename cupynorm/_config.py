@@ -199,14 +199,16 @@ def forward_config(
     packs = -(-n // length)
     # Operands of float64 widen a pack of a narrower x: up to 168 registers at 4 packs.
     wide = _widest(spec.weight, spec.bias, spec.y) > max(4, ITEMSIZE[spec.x])
-    # Weight and bias together are more than a row, and registers hold them from row to row: at
-    # N = 16384, 0.91 of the copy's speed against 0.87 (bfloat16, H200).
-    most = 1024 if spec.weight and spec.bias else 2048
+    # Where weight and bias together are more than a row, registers hold them from row to row: at
+    # N = 16384, 0.91 of the copy's speed against 0.87; where they are no more, it is 0.99 without
+    # (bfloat16, H200).
+    more = spec.weight and spec.bias and _widest(spec.weight) + _widest(spec.bias) > 4
+    most = 1024 if more else 2048
     if packs > (1024 if wide else most):
         paired = _paired(spec, packs, architecture)
-        # Read again from L2, 3985 GB/s against the staged kernel's 3819 at N = 32768 (a trial of
-        # the streaming kernel; bfloat16, H200). Rows that need narrow accesses were not tried.
-        again_from_l2 = paired and ITEMSIZE[spec.x] == 2 and n % length == 0
+        # Read again from L2, 4008 GB/s against the staged kernel's 3861 at N = 32768, 3966 against
+        # 3839 at 28672; at 24576, which fills a tile and a half, 3594 against 3795 (bfloat16, H200).
+        again_from_l2 = paired and ITEMSIZE[spec.x] == 2 and packs > 3072 and n % length == 0
         staged = _staged_forward(spec, n, packs, vector, architecture, wide=wide)
         if staged is not None and not again_from_l2:
             return staged
@@ -223,6 +225,11 @@ def forward_config(
     # for the slowest than it gains: 3% at N = 8192, against 2% won at 4096 (bfloat16, H200).
     affine = packs_per_thread * length * (_widest(spec.weight) + _widest(spec.bias)) // 4
     most_held = 16 if spec.x == "float64" else 32
+    # With more threads instead, LayerNorm takes 68.9 us against 72.2 at 1048576x64, 132 against 141
+    # at 128; 14.7 against 13.9 at 32768x256 (bfloat16, H200).
+    crowded = spec.norm == "layer_norm" and packs <= 16 and affine > 24
+    if crowded:
+        most_held = 24
     hold_weight = vector == length and row_threads <= 128 and not wide and affine <= most_held
     # Threads that a multiprocessor must hold at once bound their registers. What would spill has
     # fewer: up to 122 registers where single 16-bit elements are moved.
@@ -234,6 +241,8 @@ def forward_config(
         threads = 384 if packs_per_thread <= 4 else 256
     elif packs_per_thread > 4 or (hold_weight and not slim):
         threads = 640
+    elif crowded and full and length == 8 and not (spec.relu or spec.zero_centered):
+        threads = 1024
     else:
         threads = 768
     return ResidentForward(

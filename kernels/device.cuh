@@ -160,6 +160,11 @@ __device__ __forceinline__ void let_next_kernel_start() {
 #endif
 }
 
+// Has the L2 fetch the line that an address lies in.
+__device__ __forceinline__ void prefetch(const void* memory) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(memory));
+}
+
 // Stores 16 bytes that nobody reads soon: L1 keeps what it has instead.
 __device__ __forceinline__ void store_past_l1(uint4* memory, uint4 value) {
   asm volatile("st.global.L1::no_allocate.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(memory),

@@ -225,7 +225,7 @@ RESIDENT, STAGED, STREAMED = ResidentForward, StagedForward, StreamingForward
 LONGEST: dict[int, tuple[tuple[tuple[type, int], ...], ...]] = {
     # architecture: RMSNorm forward, LayerNorm forward, RMSNorm backward, LayerNorm backward
     90: (
-        ((RESIDENT, 32), (STREAMED, 64), (STAGED, 512)),
+        ((RESIDENT, 32), (STAGED, 48), (STREAMED, 64), (STAGED, 512)),
         ((RESIDENT, 16), (STAGED, 512)),
         ((StagedBackward, 256),),
         ((StagedBackward, 256),),

@@ -435,8 +435,8 @@ MUTATIONS = [
     Mutation(
         "teams past the last row leave",
         "forward.cu",
-        "const bool active = row < n_rows;",
-        "const bool active = row < n_rows;\n  if (!active) return;",
+        "const bool active = team.kTeams == 1 || row < n_rows;",
+        "const bool active = team.kTeams == 1 || row < n_rows;\n  if (!active) return;",
         STUCK,
         SUB_WARP,
     ),

@@ -67,6 +67,7 @@ __forceinline__ void wait_for_copies() {
   host::wait_for_copies(Groups);
 }
 
+__forceinline__ void prefetch(const void*) {}
 __forceinline__ void store_past_l1(uint4* memory, uint4 value) { *memory = value; }
 
 __forceinline__ int block_in_cluster() { return host::block_in_cluster(); }
