@@ -133,6 +133,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         report = results.new(facts, arguments)
     elif report["commit"] != results.commit() or report["machine"] != results.machine():
         raise SystemExit("--resume: the results file is of another commit or machine")
+    else:
+        report["backends"] |= facts
     if options.workers and "throughput" in options.tables:
         compile_ahead(arguments, options.workers, 60 * options.minutes / 3)
 
@@ -161,7 +163,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if time.monotonic() > deadline:
                 stopped = f"out of time after {options.minutes:g} minutes"
         report["elapsed_seconds"] = earlier + time.monotonic() - started
-        report["complete"] = stopped is None
+        report["complete"] = stopped is None and _is_whole(report)
         results.save(report, options.results)
         for name, fact in report["backends"].items():
             display.say(f"{name} {fact}")
@@ -170,6 +172,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if stopped:
             display.say(f"{stopped}: --resume goes on")
     return 1 if stopped else 0
+
+
+def _is_whole(report: dict[str, Any]) -> bool:
+    """Tell whether each library that is there was measured on each problem that any was."""
+    done = finished(report)
+    there = [name for name, fact in report["backends"].items() if not fact.startswith("missing")]
+    return done >= {(problem, name) for problem, _ in done for name in there}
 
 
 def _passes(

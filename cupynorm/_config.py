@@ -207,7 +207,7 @@ def forward_config(
     if packs > (1024 if wide else most):
         paired = _paired(spec, packs, architecture)
         # Read again from L2, 4008 GB/s against the staged kernel's 3861 at N = 32768, 3966 against
-        # 3839 at 28672; at 24576, which fills a tile and a half, 3594 against 3795 (bfloat16, H200).
+        # 3839 at 28672; at 24576, a tile and a half, 3594 against 3795 (bfloat16, H200).
         again_from_l2 = paired and ITEMSIZE[spec.x] == 2 and packs > 3072 and n % length == 0
         staged = _staged_forward(spec, n, packs, vector, architecture, wide=wide)
         if staged is not None and not again_from_l2:
@@ -222,7 +222,9 @@ def forward_config(
     block_threads = max(row_threads, 64)
     full = n == row_threads * packs_per_thread * length
     # Registers for weight and bias beside 40 to 60 for the rest. A row of more warps waits longer
-    # for the slowest than it gains: 3% at N = 8192, against 2% won at 4096 (bfloat16, H200).
+    # for the slowest than it gains: 3% at N = 8192, against 2% won at 4096 (bfloat16, float32
+    # weight, H200). A 16-bit weight costs half as many: 5.9 us against 6.4 at 1x8192, and nothing
+    # where rows are many.
     affine = packs_per_thread * length * (_widest(spec.weight) + _widest(spec.bias)) // 4
     most_held = 16 if spec.x == "float64" else 32
     # With more threads instead, LayerNorm takes 68.9 us against 72.2 at 1048576x64, 132 against 141
@@ -230,7 +232,10 @@ def forward_config(
     crowded = spec.norm == "layer_norm" and packs <= 16 and affine > 24
     if crowded:
         most_held = 24
-    hold_weight = vector == length and row_threads <= 128 and not wide and affine <= most_held
+    slim_weight = affine <= 16 and _widest(spec.weight, spec.bias) <= 2
+    most_threads = 256 if slim_weight else 128
+    hold_weight = vector == length and row_threads <= most_threads and not wide
+    hold_weight = hold_weight and affine <= most_held
     # Threads that a multiprocessor must hold at once bound their registers. What would spill has
     # fewer: up to 122 registers where single 16-bit elements are moved.
     slim = spec.norm == "rms_norm" and full and not (spec.relu or spec.zero_centered)
@@ -258,15 +263,17 @@ def forward_config(
 
 def _packs_per_thread(spec: ForwardSpec, n: int, packs: int) -> int:
     """Return how many packs of a row each thread of a ResidentForward holds."""
-    if _widest(spec.weight) + _widest(spec.bias) <= 4:
-        return 2 if packs <= 64 else 4
-    # A row's weight and bias are more than the row, and read for each. The fewer threads wait for a
-    # reduction the more of them read: of the copy's speed, 0.90 against 0.86 at N = 512, 0.97
-    # against 0.94 at 8192 (bfloat16, H200).
-    if packs <= 32:
+    if packs <= 64:
         return 2
-    # The 96 registers that 640 threads leave hold 8 packs of bfloat16, and no row's end beside
-    # them, in LayerNorm alone; with those of 512 threads it is slower than 4 packs are.
+    if _widest(spec.weight) + _widest(spec.bias) <= 4:
+        # Twice the threads are worth more than a weight that is held: 4119 against 4083 GB/s at
+        # N = 4096 (bfloat16, float32 weight, H200); at 2048 and 8192 they are not.
+        wider_weight = ITEMSIZE[spec.x] == 2 and _widest(spec.weight) == 4
+        return 2 if 256 < packs <= 512 and wider_weight else 4
+    # A row's weight and bias are more than the row, and read for each. The fewer threads wait for a
+    # reduction the more of them read: 4050 against 3965 GB/s at N = 8192 (bfloat16, H200). The 96
+    # registers that 640 threads leave hold 8 packs of bfloat16, and no row's end beside them, in
+    # LayerNorm alone.
     eight = spec.norm == "layer_norm" and spec.x == "bfloat16" and not spec.relu
     eight = eight and _widest(spec.weight, spec.bias, spec.y) <= 4
     return 8 if eight and packs > 512 and n % (32 * 8 * 8) == 0 else 4
@@ -298,9 +305,10 @@ def _streaming_forward(
     fewer = paired or not whole or spec.x == "float64"
     cluster_blocks = _streaming_blocks(packs, architecture)
     # 64 registers do not hold 8 elements of weight and bias in float64; nor, from sm_100 on, a
-    # cluster's addresses beside a ReLU, single elements or a y wider than x; on sm_120 hardly any.
+    # cluster's addresses beside a ReLU, a weight around zero, single elements or a y wider than x;
+    # on sm_120 hardly any.
     plain = whole and not (wide or spec.relu) and ITEMSIZE[spec.y] <= ITEMSIZE[spec.x]
-    clustered = cluster_blocks > 1 and architecture in HOLD_2048_THREADS
+    clustered = cluster_blocks > 1 and architecture in HOLD_2048_THREADS and not spec.zero_centered
     two_blocks = plain and (paired or clustered)
     return StreamingForward(
         cluster_blocks=cluster_blocks,
