@@ -27,6 +27,7 @@ sys.path.insert(0, str(ROOT))  # benchmarks/ is not installed
 from benchmarks import (  # noqa: E402
     calls,
     compare,
+    cudnn_graphs,
     oracle,
     plots,
     problems,
@@ -37,7 +38,7 @@ from benchmarks import (  # noqa: E402
     scaling,
     summary,
 )
-from benchmarks.backends import ALL, discover  # noqa: E402
+from benchmarks.backends import ALL, cudnn_peer, discover  # noqa: E402
 from benchmarks.backends.base import Backend, Call, Replay  # noqa: E402
 from benchmarks.measure import measure  # noqa: E402
 from benchmarks.timing import Timing, profiled, rotations  # noqa: E402
@@ -410,6 +411,55 @@ def test_peers_that_run_on_the_cpu_are_given_the_same_problem(name, problem) -> 
     outputs = backend.collect(backend.prepare(problem, arrays).run(), np)
     named = dict(zip(problem.outputs, outputs, strict=True))
     assert oracle.verdict(oracle.errors(problem, arrays, named, np)) is None
+
+
+class FakeGraph:
+    """In place of a graph of cuDNN: outputs of any values, and a count of its runs."""
+
+    def __init__(self, names, runs):
+        import torch
+
+        self.outputs = {name: torch.zeros(4, 8) for name in names}
+        self.runs = runs
+
+    def bind(self, **tensors):
+        return FakeGraph(self.outputs, self.runs)
+
+    def __call__(self):
+        self.runs.append(1)
+        return self.outputs
+
+
+@pytest.mark.parametrize("operation", problems.OPERATIONS)
+@pytest.mark.parametrize("backend", [cudnn_peer.Cudnn, relu.Cudnn])
+def test_a_call_runs_a_graph_of_cudnn_once(backend, operation, monkeypatch) -> None:
+    torch = pytest.importorskip("torch")
+    (problem,) = problems.select("quick", [operation], [(4, 8)])
+    tensors = {
+        name: torch.ones(4, 8) if name in ("x", "dy") else torch.ones(8)
+        for name in ("x", "dy", "weight", "bias")
+    }
+    runs: list[int] = []
+    forward, gradients = (*relu.STORED, "y"), ("dx", "dweight", "dbias")
+    for name, outputs in (("forward", forward), ("backward", gradients)):
+        graph = FakeGraph(outputs, runs)
+        monkeypatch.setattr(cudnn_graphs, name, lambda *args, graph=graph, **options: graph)
+    call = backend().prepare_tensors(problem, tensors)
+    before = len(runs)
+    for _ in range(3):
+        call.run()
+    assert len(runs) == before + 3
+
+
+def test_a_results_file_is_whole_when_all_that_is_there_measured_all() -> None:
+    (first, second) = problems.select("quick", ["rms_norm forward"], [(4, 8), (4, 16)])
+    records = [
+        {**asdict(problem), "backend": name} for problem in (first, second) for name in ("a", "b")
+    ]
+    facts = {"a": "1.0", "b": "2.0", "c": "missing: ImportError"}
+    assert run._is_whole({"measurements": records, "backends": facts})
+    assert not run._is_whole({"measurements": records[:-1], "backends": facts})
+    assert not run._is_whole({"measurements": records, "backends": facts | {"c": "3.0"}})
 
 
 @pytest.mark.parametrize("operation", problems.OPERATIONS)

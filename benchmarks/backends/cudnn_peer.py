@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from benchmarks import cudnn_graphs, exchange
@@ -42,7 +43,17 @@ class Cudnn(TorchBackend):
         run = graph.bind(**{name: tensor for name, tensor in given.items() if tensor is not None})
         for output in run.outputs.values():
             output.view(torch.uint8).fill_(exchange.ALL_ONES)
-        return Call(lambda: tuple(run()[name] for name in problem.outputs))
+        return once(run, problem.outputs)
+
+
+def once(run: Callable[[], dict[str, Any]], names: tuple[str, ...]) -> Call:
+    """Return the call that runs a graph, once, and returns its outputs of these names."""
+
+    def call() -> tuple[Any, ...]:
+        outputs = run()
+        return tuple(outputs[name] for name in names)
+
+    return Call(call)
 
 
 def _build(problem: Problem, given: dict[str, Any]) -> Graph:
