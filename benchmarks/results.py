@@ -129,11 +129,16 @@ def gigabytes_per_second(record: Record) -> float | None:
 
 
 def by_problem(records: Iterable[Record]) -> Iterator[tuple[Problem, dict[str, Record]]]:
-    """Yield each problem with its records by backend, in the order measured."""
+    """Yield each problem with its records by backend, in the order measured.
+
+    One that a run did not get to, but for its limit, is not among them.
+    """
     groups: dict[Problem, dict[str, Record]] = {}
     for record in records:
         groups.setdefault(problem_of(record), {})[record["backend"]] = record
-    yield from groups.items()
+    for problem, cell in groups.items():
+        if any(KINDS.get(name) != "limit" for name in cell):
+            yield problem, cell
 
 
 def of_kind(cell: dict[str, Record], kind: str) -> dict[str, float]:
