@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -40,34 +40,32 @@ def problems() -> Iterable[Problem]:
     return select("quick", shapes=[SHAPE])
 
 
-def host_times(backends: Iterable[Backend], report: Callable[[str], None]) -> list[dict[str, Any]]:
-    """Return the host's time of each operation by each backend."""
+def host_times(
+    backends: Iterable[Backend], done: Collection[tuple[str, str]]
+) -> Iterator[dict[str, Any]]:
+    """Yield the host's time of each operation by each backend, but of the pairs done already."""
     import cupy
 
-    records = []
     backends = tuple(backends)
     for problem in problems():
         inputs = _bench.inputs(problem, 0, cupy)
         for backend in backends:
+            if (problem.operation, backend.name) in done:
+                continue
             record: dict[str, Any] = {"operation": problem.operation, "backend": backend.name}
             try:
                 call = backend.prepare(problem, inputs)
                 record["seconds"] = asdict(host_seconds(call.run, cupy.cuda.Device().synchronize))
             except Exception as error:
                 record["reason"] = reason(error)
-            records.append(record)
-            report(_line("host", record))
-    return records
+            yield record
 
 
-def first_calls(
-    backends: Iterable[Backend], report: Callable[[str], None], deadline: float
-) -> list[dict[str, Any]]:
-    """Return what the first call of each backend takes in a new process, twice on one cache.
+def first_calls(backends: Iterable[Backend], deadline: float) -> Iterator[dict[str, Any]]:
+    """Yield what the first call of each backend takes in a new process, twice on one cache.
 
     None is started after `deadline`, by the monotonic clock.
     """
-    records = []
     for backend in backends:
         if backend.kind == "limit" or time.monotonic() > deadline:
             continue
@@ -91,9 +89,7 @@ def first_calls(
                     record["reason"] = (error.stderr.strip().splitlines() or ["no message"])[-1]
                 except (OSError, subprocess.TimeoutExpired, ValueError, IndexError) as error:
                     record["reason"] = reason(error)
-                records.append(record)
-                report(_line("first call", record))
-    return records
+                yield record
 
 
 def first_call(name: str) -> dict[str, float]:
@@ -125,7 +121,8 @@ def first_call(name: str) -> dict[str, float]:
     }
 
 
-def _line(what: str, record: dict[str, Any]) -> str:
+def line(what: str, record: dict[str, Any]) -> str:
+    """Return a record of a table as one line."""
     values = {k: v for k, v in record.items() if k not in ("seconds", "reason")}
     shown = [f"{v:.4f} s {k}" if isinstance(v, float) else str(v) for k, v in values.items()]
     if "seconds" in record:

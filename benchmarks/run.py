@@ -18,7 +18,7 @@ from benchmarks import problems, results, summary
 from benchmarks.backends import ALL, discover
 from benchmarks.backends.base import Backend
 from benchmarks.display import Display
-from benchmarks.host import first_calls, host_times
+from benchmarks.host import first_calls, host_times, line
 from benchmarks.measure import measure, reason
 from benchmarks.timing import Clock, rotations
 from cupynorm import _bench
@@ -143,8 +143,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     stopped = None
     passes = _passes(chosen, backends.values()) if "throughput" in options.tables else []
     with Display(report, list(backends), len(passes)) as display:
-        if "host" in options.tables and not report["host"]:
-            report["host"] = host_times(backends.values(), display.say)
+        if "host" in options.tables:
+            timed = {(r["operation"], r["backend"]) for r in report["host"]}
+            for record in host_times(backends.values(), timed):
+                report["host"].append(record)
+                display.say(line("host", record))
+                results.save(report, options.results)
         # What is imported by now stays: to collect what each backend leaves behind is then quick.
         gc.collect()
         gc.freeze()
@@ -158,8 +162,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             results.save(report, options.results)
             if stopped:
                 break
-        if "first" in options.tables and not stopped and not report["first_calls"]:
-            report["first_calls"] = first_calls(backends.values(), display.say, deadline)
+        if "first" in options.tables and not stopped:
+            called = {r["backend"] for r in report["first_calls"]}
+            left = [b for b in backends.values() if b.name not in called]
+            for record in first_calls(left, deadline):
+                report["first_calls"].append(record)
+                display.say(line("first call", record))
+                results.save(report, options.results)
             if time.monotonic() > deadline:
                 stopped = f"out of time after {options.minutes:g} minutes"
         report["elapsed_seconds"] = earlier + time.monotonic() - started
@@ -167,8 +176,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         results.save(report, options.results)
         for name, fact in report["backends"].items():
             display.say(f"{name} {fact}")
-        for line in map(summary.sentence, summary.summarize(report["measurements"])):
-            display.say(line)
+        for sentence in map(summary.sentence, summary.summarize(report["measurements"])):
+            display.say(sentence)
         if stopped:
             display.say(f"{stopped}: --resume goes on")
     return 1 if stopped else 0
