@@ -33,11 +33,11 @@ REGIMES: tuple[tuple[str, Problem], ...] = (
     ("a row a cluster", Problem("rms_norm", "backward", 16384, 65536, *BF16)),
     ("a row read twice", Problem("rms_norm", "backward", 32, 262144, "float32", "float32")),
 )
-METRICS = {
-    "gpu__time_duration.sum": "seconds",
-    "dram__throughput.avg.pct_of_peak_sustained_elapsed": "percent_of_peak",
-    "dram__bytes_read.sum": "bytes_read",
-    "dram__bytes_write.sum": "bytes_written",
+METRICS = {  # and what their values are multiplied by
+    "gpu__time_duration.sum": ("seconds", 1e-9),
+    "dram__throughput.avg.pct_of_peak_sustained_elapsed": ("percent_of_peak", 1),
+    "dram__bytes_read.sum": ("bytes_read", 1),
+    "dram__bytes_write.sum": ("bytes_written", 1),
 }
 LAST_OF_BACKWARD = "reduce_partials"
 HEAD = ("pass", "MxN", "rows", "kernel", "us", "% of the memory's peak", "GB/s")
@@ -72,20 +72,19 @@ def parse(printed: str) -> list[dict[str, Any]]:
     kernels: dict[str, dict[str, Any]] = {}
     for row in csv.DictReader(io.StringIO("\n".join(lines))):
         kernel = kernels.setdefault(row["ID"], {"kernel": _short(row["Kernel Name"])})
-        name = METRICS[row["Metric Name"]]
-        kernel[name] = float(row["Metric Value"].replace(",", ""))
+        name, factor = METRICS[row["Metric Name"]]
+        kernel[name] = factor * float(row["Metric Value"].replace(",", ""))
     left = iter(kernels.values())
     records = []
     for regime, problem in REGIMES:
         for kernel in left:
-            kernel["seconds"] *= 1e-9
             records.append({"regime": regime, **vars(problem), **kernel})
             if problem.direction == "forward" or LAST_OF_BACKWARD in kernel["kernel"]:
                 break
-    if next(left, None) is not None or len({(r["regime"], r["direction"]) for r in records}) < len(
-        REGIMES
-    ):
-        raise ValueError("ncu must see one kernel of each forward pass, and the last of backward")
+        else:
+            raise ValueError(f"ncu must see all kernels of {problem}, got {len(kernels)} in all")
+    if next(left, None) is not None:
+        raise ValueError(f"ncu must see {len(records)} kernels, got {len(kernels)}")
     return records
 
 

@@ -199,16 +199,15 @@ def forward_config(
     packs = -(-n // length)
     # Operands of float64 widen a pack of a narrower x: up to 168 registers at 4 packs.
     wide = _widest(spec.weight, spec.bias, spec.y) > max(4, ITEMSIZE[spec.x])
-    # Where weight and bias together are more than a row, registers hold them from row to row: at
-    # N = 16384, 0.91 of the copy's speed against 0.87; where they are no more, it is 0.99 without
-    # (bfloat16, H200).
-    more = spec.weight and spec.bias and _widest(spec.weight) + _widest(spec.bias) > 4
-    most = 1024 if more else 2048
-    if packs > (1024 if wide else most):
+    # Where weight and bias together are more than a 16-bit row, registers hold them from row to
+    # row: at N = 16384, 0.91 of the copy's speed against 0.87; where they are no more, it is 0.99
+    # without (bfloat16, H200).
+    exceed = spec.weight and spec.bias and _widest(spec.weight) + _widest(spec.bias) > 4
+    if packs > (1024 if wide or exceed else 2048):
         paired = _paired(spec, packs, architecture)
         # Read again from L2, 4008 GB/s against the staged kernel's 3861 at N = 32768, 3966 against
         # 3839 at 28672; at 24576, a tile and a half, 3594 against 3795 (bfloat16, H200).
-        again_from_l2 = paired and ITEMSIZE[spec.x] == 2 and packs > 3072 and n % length == 0
+        again_from_l2 = paired and ITEMSIZE[spec.x] == 2 and packs >= 3584 and n % length == 0
         staged = _staged_forward(spec, n, packs, vector, architecture, wide=wide)
         if staged is not None and not again_from_l2:
             return staged
@@ -222,9 +221,8 @@ def forward_config(
     block_threads = max(row_threads, 64)
     full = n == row_threads * packs_per_thread * length
     # Registers for weight and bias beside 40 to 60 for the rest. A row of more warps waits longer
-    # for the slowest than it gains: 3% at N = 8192, against 2% won at 4096 (bfloat16, float32
-    # weight, H200). A 16-bit weight costs half as many: 5.9 us against 6.4 at 1x8192, and nothing
-    # where rows are many.
+    # for the slowest than it gains: 3% at N = 8192 (bfloat16, float32 weight, H200). A 16-bit
+    # weight costs half as many: 5.9 us against 6.4 at 1x8192, 4089 GB/s against 4088 at 32768x8192.
     affine = packs_per_thread * length * (_widest(spec.weight) + _widest(spec.bias)) // 4
     most_held = 16 if spec.x == "float64" else 32
     # With more threads instead, LayerNorm takes 68.9 us against 72.2 at 1048576x64, 132 against 141
@@ -280,7 +278,7 @@ def _packs_per_thread(spec: ForwardSpec, n: int, packs: int) -> int:
 
 
 def _paired(spec: ForwardSpec, packs: int, architecture: int) -> bool:
-    """Return whether rows are streamed by two blocks a multiprocessor, of 32 registers a thread.
+    """Return whether rows may be streamed by two blocks a multiprocessor, of 32 registers a thread.
 
     The fastest of a trial at N = 32768; at 65536 it was one block (bfloat16, H200). NVRTC fits no
     bias, ReLU, or y wider than x into 32 registers.
@@ -431,7 +429,7 @@ def backward_config(
 
 
 def _reduction(spec: BackwardSpec, n: int) -> Reduction | None:
-    """Return how the partials are summed, of which there are the fewer the longer a row is.
+    """Return how the partials are summed, of which there are fewer the longer a row is.
 
     As many threads as an H200 holds at once: with 32 groups whatever N, most of them with nothing
     to sum, it took 4 us at N = 4096, 13 at 65536 and 40 at 262144 (float32).

@@ -8,7 +8,8 @@
 //            weight and bias are one row; mean and rstd one value a row; bitmask (n_cols + 7) / 8
 //            bytes a row. y may be x. Full: the row's columns fill the team's packs exactly.
 // Grid:      teams of RowThreads threads, one row each; blocks of BlockThreads threads, on grid.x.
-// Traffic:   x read once, y written once; weight and bias from cache.
+// Traffic:   x read once, y written once; weight and bias from cache, and the first pack by every
+//            thread of LayerNorm's rows of several warps.
 // Thread:    pack p of its row for p = rank, rank + RowThreads, ... (PacksPerThread of them).
 // Order:     a thread's packs in turn, then the team's reduction: a function of n_cols and the
 //            dtype of x, never of n_rows or alignment.
@@ -23,7 +24,7 @@
 constexpr int kFewBlocks = 128;
 
 // Statistics of the whole team's row in registers, from sums of d and d*d: d = x - shift, or x where
-// not Shifted. Element i of pack p is at column first_column(p) + i, and 0 past the row's end.
+// not Shifted. Element i of pack p is at column first_column(p) + i; those past the row's end are 0.
 template <bool Centered, bool Shifted, int Vector, typename X, int Length, int PacksPerThread,
           typename TeamOf>
 __device__ __forceinline__ Statistics<Compute<X>> measure(TeamOf& team,
@@ -152,7 +153,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
         }
         Statistics<T> again = measure<Centered, false, Vector>(team, packs, T(0), n_cols, inv_n);
         if constexpr (Centered) recentre(again, is_far(again));
-        // Rows that only share the warp find the bits they had.
+        // Rows that only share the warp get the same bits again.
         statistics = again;
         if (wild) scale = scale_in_unit(again.variance, eps, unit);
       }

@@ -1,7 +1,8 @@
 // Mean and variance of a row, and the range in which they can be trusted.
 //
 // Variance is the corrected two-pass: with a first mean m, d = x - m, c = sum(d)/N and
-// variance = sum(d*d)/N - c*c, so that neither a large mean nor the rounding of m costs digits.
+// variance = sum(d*d)/N - c*c, so that neither a large mean nor the rounding of m costs digits. m is
+// that of the row's first pack, or 0; where it was far off, the row is measured again from m + c.
 // RMSNorm has no mean: d = x, c = 0.
 #pragma once
 
@@ -50,12 +51,12 @@ __device__ __forceinline__ bool was_far(const Statistics<T>& statistics) {
   const T c = statistics.correction;
   return (c * c > 2 * statistics.variance) | (absolute(c) > 2 * absolute(statistics.shift + c));
 }
-// The same where that was 0, for rows of up to Columns: by more than 6 standard errors of the mean,
-// as rows around 0 never are. What the sum lost stays in c, and would show in a row that owes its
-// deviation to a few outliers: the others are but some 1 / sqrt(Columns) deviations from the mean.
+// The same where the first mean was 0, for rows of up to Columns: by more than 2 standard errors of
+// the mean, as one row around 0 in twenty is. What the sum lost stays in c, and shows in a row whose
+// deviation is that of a few outliers: all others may lie at the mean itself.
 template <int Columns, typename T>
 __device__ __forceinline__ bool zero_was_far(const Statistics<T>& statistics) {
-  constexpr T kMost = Columns > 16 ? T(36) / Columns : T(2);
+  constexpr T kMost = T(4) / Columns;
   return statistics.correction * statistics.correction > kMost * statistics.variance;
 }
 

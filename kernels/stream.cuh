@@ -22,7 +22,7 @@ __device__ __forceinline__ void for_each_pack(long long n_cols, Visit visit) {
 }
 
 // Calls visit(first column, columns) for each tile of a row, in all threads: from its start, or from
-// its end. Inlined twice, of which the compiler knows that one is whole.
+// its end. Two copies of visit are inlined; in one the compiler knows that the tile is whole.
 template <int Columns, bool Backwards, typename Visit>
 __device__ __forceinline__ void for_each_tile(long long n_cols, Visit visit) {
   const long long end = n_cols / Columns * Columns;

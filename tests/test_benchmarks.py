@@ -31,6 +31,7 @@ from benchmarks import (  # noqa: E402
     oracle,
     plots,
     problems,
+    regimes,
     relu,
     report,
     results,
@@ -449,6 +450,54 @@ def test_a_call_runs_a_graph_of_cudnn_once(backend, operation, monkeypatch) -> N
     for _ in range(3):
         call.run()
     assert len(runs) == before + 3
+
+
+def printed_by_ncu(kernels) -> str:
+    rows = ["==PROF== Connected to process 1", '"ID","Kernel Name","Metric Name","Metric Value"']
+    for i, name in enumerate(kernels):
+        for j, metric in enumerate(regimes.METRICS):
+            rows.append(
+                f'"{i}","void {name}<float, 4>(const float *)","{metric}","{1000 * j + 1:,}"'
+            )
+    return "\n".join(rows)
+
+
+SEEN_BY_NCU = [
+    name
+    for _, problem in regimes.REGIMES
+    for name in (
+        ["norm_forward"]
+        if problem.direction == "forward"
+        else ["norm_backward", regimes.LAST_OF_BACKWARD]
+    )
+]
+
+
+def test_kernels_seen_by_ncu_belong_to_their_regimes() -> None:
+    records = regimes.parse(printed_by_ncu(SEEN_BY_NCU))
+    assert [r["kernel"] for r in records] == SEEN_BY_NCU
+    assert [r["cols"] for r in records[-2:]] == [262144, 262144]
+    assert {r["seconds"] for r in records} == {1e-9}
+    assert {r["bytes_written"] for r in records} == {3001}
+    assert all(len(row) == len(regimes.HEAD) for row in regimes.table(records))
+
+
+@pytest.mark.parametrize(
+    "seen", [SEEN_BY_NCU[:-1], SEEN_BY_NCU[:3], [*SEEN_BY_NCU, "norm_forward"]]
+)
+def test_kernels_too_many_or_too_few_for_the_regimes_are_refused(seen) -> None:
+    with pytest.raises(ValueError, match="ncu must see"):
+        regimes.parse(printed_by_ncu(seen))
+
+
+def test_the_best_peer_is_unknown_where_one_is_withdrawn(synthetic) -> None:
+    records = copy.deepcopy(synthetic["measurements"])
+    before = {r.problem: r.to_peer for r in summary.ratios(records)}
+    peer = next(r for r in records if r["backend"] == "quack" and r["status"] == "ok")
+    peer["status"] = "withdrawn"
+    after = {r.problem: r.to_peer for r in summary.ratios(records)}
+    assert [p for p in before if before[p] != after[p]] == [results.problem_of(peer)]
+    assert after[results.problem_of(peer)] is None
 
 
 def test_a_results_file_is_whole_when_all_that_is_there_measured_all() -> None:

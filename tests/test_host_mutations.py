@@ -770,10 +770,18 @@ MUTATIONS = [
     Mutation(
         "the mean of an outlier's row is left where the first round found it",
         "statistics.cuh",
-        "Columns > 16 ? T(36) / Columns : T(2);",
-        "T(2);",
+        "constexpr T kMost = T(4) / Columns;",
+        "constexpr T kMost = 2;",
         VALUE,
         case("outlier"),
+    ),
+    Mutation(
+        "a mean of up to six standard errors is left where the first round found it",
+        "statistics.cuh",
+        "constexpr T kMost = T(4) / Columns;",
+        "constexpr T kMost = T(36) / Columns;",
+        VALUE,
+        case("pair_511"),
     ),
     Mutation(
         "rows beside one with a mean are settled with it",

@@ -109,6 +109,12 @@ class Case:
             outliers = np.linspace(0.5, 1, len(values)) * self.n**0.5
             values = values / 100 + np.linspace(1, 2, len(values))[:, None]
             values[:, -1] *= outliers
+        elif self.regime == "pair":  # all but two lie at the mean, two to six standard errors from 0
+            means = np.linspace(1, 2, len(values))[:, None]
+            away = means * self.n / 2**1.5 * np.linspace(0.34, 1.05, len(values))[::-1, None]
+            values = np.broadcast_to(means, values.shape).copy()
+            values[:, -1:] += away
+            values[:, self.n // 2 : self.n // 2 + 1] -= away
         elif self.regime == "near_eps":  # eps is as large as the variance
             values *= self.eps**0.5
         else:
@@ -329,6 +335,8 @@ def _cases() -> list[Case]:
             Case("range_zero_eps", "rms_norm", 7, n, x, regime="zero_rows", eps=0.0),
         ]
     cases.append(Case("outlier", "layer_norm", 60, 511, "float32", bias=None, regime="outlier"))
+    for n in (64, 511, 512):
+        cases.append(Case(f"pair_{n}", "layer_norm", 60, n, "float32", bias=None, regime="pair"))
     # N is a power of two, so that the mean is exact: dx of a constant row knows no other.
     cases.append(Case("range_equal_huge", "layer_norm", 3, 256, "float32", regime="equal_huge"))
     return cases
