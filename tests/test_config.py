@@ -255,6 +255,16 @@ def test_the_longest_rows(architecture: int) -> None:
     assert tuple(longest) == LONGEST[architecture]
 
 
+def test_rows_that_fill_their_last_tile_badly_are_not_read_twice() -> None:
+    spec = ForwardSpec("rms_norm", "bfloat16", "float32", None, "bfloat16", False, True, False)
+    for n, expected in (
+        *((24576, StagedForward), (28664, StagedForward), (28668, StagedForward)),
+        *((28672, StreamingForward), (32764, StagedForward), (32768, StreamingForward)),
+    ):
+        vector = n & -n if n % 8 else 8
+        assert type(forward_config(spec, n, vector, 90)) is expected, n
+
+
 def regimes(spec: Spec, architecture: int) -> tuple[tuple[type, int], ...]:
     """Return each regime and the KiB of its longest row, but of the streaming one that is last."""
     length = pack_length(spec.x)

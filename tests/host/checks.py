@@ -109,7 +109,7 @@ class Case:
             outliers = np.linspace(0.5, 1, len(values)) * self.n**0.5
             values = values / 100 + np.linspace(1, 2, len(values))[:, None]
             values[:, -1] *= outliers
-        elif self.regime == "pair":  # all but two lie at the mean, two to six standard errors from 0
+        elif self.regime == "pair":  # but two lie at the mean, 2 to 6 standard errors from 0
             means = np.linspace(1, 2, len(values))[:, None]
             away = means * self.n / 2**1.5 * np.linspace(0.34, 1.05, len(values))[::-1, None]
             values = np.broadcast_to(means, values.shape).copy()
