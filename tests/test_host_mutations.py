@@ -150,6 +150,14 @@ MUTATIONS = [
         SUB_WARP,
     ),
     Mutation(
+        "what lies past the weight's end is prefetched",
+        "forward.cu",
+        "if (!Full && first_column(p) >= n_cols) continue;",
+        "",
+        OUT_OF_BOUNDS,
+        WARPS_ODD,
+    ),
+    Mutation(
         "a team past the last row writes",
         "forward.cu",
         "store<Vector>(normalized, own_y, p * kStep, active ? n_left : 0);",

@@ -67,7 +67,10 @@ __forceinline__ void wait_for_copies() {
   host::wait_for_copies(Groups);
 }
 
-__forceinline__ void prefetch(const void*) {}
+// Of memory that may be read: the access is checked.
+__forceinline__ void prefetch(const void* memory) {
+  static_cast<void>(*static_cast<const volatile unsigned short*>(memory));
+}
 __forceinline__ void store_past_l1(uint4* memory, uint4 value) { *memory = value; }
 
 __forceinline__ int block_in_cluster() { return host::block_in_cluster(); }
