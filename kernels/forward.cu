@@ -32,7 +32,8 @@ __device__ __forceinline__ Statistics<Compute<X>> measure(TeamOf& team,
                                                           Compute<X> shift, int n_cols,
                                                           Compute<X> inv_n) {
   using T = Compute<X>;
-  T sums[Centered ? 2 : 1] = {};
+  constexpr int kSums = !Centered ? 1 : Shifted ? 3 : 2;
+  T sums[kSums] = {};
 #pragma unroll
   for (int p = 0; p < PacksPerThread; ++p) {
     const int first = team.template first_column<PacksPerThread, Length>(p);
@@ -41,12 +42,16 @@ __device__ __forceinline__ Statistics<Compute<X>> measure(TeamOf& team,
       T d = row[p].template get<T>(i);
       if constexpr (Shifted) d = inside<Vector>(first, i, n_cols) ? d - shift : T(0);
       if constexpr (Centered) sums[1] += d;
+      if constexpr (kSums == 3) sums[2] += absolute(d);
       sums[0] = fused_multiply_add(d, d, sums[0]);
     }
   }
   team.template reduce<Sum>(sums);
   Statistics<T> statistics;
-  if constexpr (Shifted) statistics.shift = shift;
+  if constexpr (Shifted) {
+    statistics.shift = shift;
+    statistics.magnitude = sums[kSums - 1] * inv_n;
+  }
   finish<Centered>(statistics, sums[Centered ? 1 : 0], sums[0], inv_n);
   forget_conversions(row);
   return statistics;

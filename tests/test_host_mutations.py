@@ -776,6 +776,14 @@ MUTATIONS = [
         case("outlier"),
     ),
     Mutation(
+        "a first mean may be as far off as the row's mean deviation",
+        "statistics.cuh",
+        "return (T(1.5) * c > statistics.magnitude) |",
+        "return (T(0.7) * c > statistics.magnitude) |",
+        VALUE,
+        case("warps_off_guess"),
+    ),
+    Mutation(
         "a mean of up to six standard errors is left where the first round found it",
         "statistics.cuh",
         "constexpr T kMost = T(4) / Columns;",
@@ -1243,7 +1251,7 @@ MUTATIONS = [
     Mutation(
         "a first mean beyond the deviation is kept",
         "statistics.cuh",
-        "return (c * c > 2 * statistics.variance) |",
+        "return (T(1.5) * c > statistics.magnitude) |",
         "return",
         VALUE,
         staged("forward_staged.cu", regime="odd_start"),
