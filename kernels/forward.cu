@@ -37,14 +37,15 @@ __device__ __forceinline__ Statistics<Compute<X>> measure(TeamOf& team,
 #pragma unroll
   for (int p = 0; p < PacksPerThread; ++p) {
     const int first = team.template first_column<PacksPerThread, Length>(p);
+    T of_pack[kSums] = {};
 #pragma unroll
     for (int i = 0; i < Length; ++i) {
       T d = row[p].template get<T>(i);
       if constexpr (Shifted) d = inside<Vector>(first, i, n_cols) ? d - shift : T(0);
-      if constexpr (Centered) sums[1] += d;
-      if constexpr (kSums == 3) sums[2] += absolute(d);
-      sums[0] = fused_multiply_add(d, d, sums[0]);
+      add_deviation(of_pack, d);
     }
+#pragma unroll
+    for (int k = 0; k < kSums; ++k) sums[k] += of_pack[k];
   }
   team.template reduce<Sum>(sums);
   Statistics<T> statistics;

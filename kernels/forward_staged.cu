@@ -115,16 +115,15 @@ __global__ __launch_bounds__(BlockThreads, 1) void norm_forward_staged(
 #pragma unroll
     for (int p = 0; p < PacksPerThread; ++p) {
       const Pack<X, kLength> pack = StageOfX::read(stages + stage * StageOfX::kBytes, p);
+      T of_pack[kSums] = {};
 #pragma unroll
       for (int i = 0; i < kLength; ++i) {
         T d = pack.template get<T>(i) - shift;
-        if constexpr (Centered) {
-          if (!inside<Vector>(first_column(p), i, n_cols)) d = 0;
-          sums[1] += d;
-          sums[2] += absolute(d);
-        }
-        sums[0] = fused_multiply_add(d, d, sums[0]);
+        if (Centered && !inside<Vector>(first_column(p), i, n_cols)) d = 0;
+        add_deviation(of_pack, d);
       }
+#pragma unroll
+      for (int k = 0; k < kSums; ++k) sums[k] += of_pack[k];
     }
   };
   // Measures a row of known sums.

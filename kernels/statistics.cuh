@@ -16,6 +16,15 @@ struct Statistics {
   T variance = 0;    // RMSNorm: the mean square
 };
 
+// Adds to the sums of d*d and, as far as there are as many, of d and |d|. A pack is summed by itself
+// before it is added to others: a shorter chain of roundings.
+template <int Sums, typename T>
+__device__ __forceinline__ void add_deviation(T (&sums)[Sums], T d) {
+  sums[0] = fused_multiply_add(d, d, sums[0]);
+  if constexpr (Sums > 1) sums[1] += d;
+  if constexpr (Sums > 2) sums[2] += absolute(d);
+}
+
 // The variance from the row's sums of d and d*d. A NaN stays, and is the mean as well: without this a
 // row with one inf would have a mean of inf or of NaN, as the inf lies in its first pack or not.
 template <bool Centered, typename T>

@@ -1267,7 +1267,7 @@ MUTATIONS = [
     Mutation(
         "padded columns count",
         "forward_staged.cu",
-        "if (!inside<Vector>(first_column(p), i, n_cols)) d = 0;",
+        "if (Centered && !inside<Vector>(first_column(p), i, n_cols)) d = 0;",
         "",
         VALUE,
         staged("forward_staged.cu", regime="mean_1e6", cluster_blocks=2),
