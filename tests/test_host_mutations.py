@@ -776,22 +776,6 @@ MUTATIONS = [
         case("outlier"),
     ),
     Mutation(
-        "a first mean may be as far off as the row's mean deviation",
-        "statistics.cuh",
-        "return (T(1.5) * c > statistics.magnitude) |",
-        "return (T(0.7) * c > statistics.magnitude) |",
-        VALUE,
-        case("warps_off_guess"),
-    ),
-    Mutation(
-        "a mean of up to six standard errors is left where the first round found it",
-        "statistics.cuh",
-        "constexpr T kMost = T(4) / Columns;",
-        "constexpr T kMost = T(36) / Columns;",
-        VALUE,
-        case("pair_511"),
-    ),
-    Mutation(
         "rows beside one with a mean are settled with it",
         "forward.cu",
         "if (kGuesses || far) settle(measured);",
