@@ -32,21 +32,27 @@ __device__ __forceinline__ Statistics<Compute<X>> measure(TeamOf& team,
                                                           Compute<X> shift, int n_cols,
                                                           Compute<X> inv_n) {
   using T = Compute<X>;
-  T sums[Centered ? 2 : 1] = {};
+  constexpr int kSums = !Centered ? 1 : Shifted ? 3 : 2;
+  T sums[kSums] = {};
 #pragma unroll
   for (int p = 0; p < PacksPerThread; ++p) {
     const int first = team.template first_column<PacksPerThread, Length>(p);
+    T of_pack[kSums] = {};
 #pragma unroll
     for (int i = 0; i < Length; ++i) {
       T d = row[p].template get<T>(i);
       if constexpr (Shifted) d = inside<Vector>(first, i, n_cols) ? d - shift : T(0);
-      if constexpr (Centered) sums[1] += d;
-      sums[0] = fused_multiply_add(d, d, sums[0]);
+      add_deviation(of_pack, d);
     }
+#pragma unroll
+    for (int k = 0; k < kSums; ++k) sums[k] += of_pack[k];
   }
   team.template reduce<Sum>(sums);
   Statistics<T> statistics;
-  if constexpr (Shifted) statistics.shift = shift;
+  if constexpr (Shifted) {
+    statistics.shift = shift;
+    statistics.magnitude = sums[kSums - 1] * inv_n;
+  }
   finish<Centered>(statistics, sums[Centered ? 1 : 0], sums[0], inv_n);
   forget_conversions(row);
   return statistics;

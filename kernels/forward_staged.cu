@@ -105,8 +105,8 @@ __global__ __launch_bounds__(BlockThreads, 1) void norm_forward_staged(
     }
   }
 
-  // 2. Sums of d * d and d, d = x - shift.
-  constexpr int kSums = Centered ? 2 : 1;
+  // 2. Sums of d * d, d and |d|, d = x - shift.
+  constexpr int kSums = Centered ? 3 : 1;
   const auto sum_up = [&](int stage, T shift, T(&sums)[kSums]) {
     if constexpr (!Full)
       make_opaque(n_cols);  // else each element's comparison with it is kept for the next step
@@ -115,23 +115,24 @@ __global__ __launch_bounds__(BlockThreads, 1) void norm_forward_staged(
 #pragma unroll
     for (int p = 0; p < PacksPerThread; ++p) {
       const Pack<X, kLength> pack = StageOfX::read(stages + stage * StageOfX::kBytes, p);
+      T of_pack[kSums] = {};
 #pragma unroll
       for (int i = 0; i < kLength; ++i) {
         T d = pack.template get<T>(i) - shift;
-        if constexpr (Centered) {
-          if (!inside<Vector>(first_column(p), i, n_cols)) d = 0;
-          sums[1] += d;
-        }
-        sums[0] = fused_multiply_add(d, d, sums[0]);
+        if (Centered && !inside<Vector>(first_column(p), i, n_cols)) d = 0;
+        add_deviation(of_pack, d);
       }
+#pragma unroll
+      for (int k = 0; k < kSums; ++k) sums[k] += of_pack[k];
     }
   };
   // Measures a row of known sums.
   const auto measured = [&](int stage, T guess, T(&sums)[kSums]) {
     Statistics<T> statistics;
     statistics.shift = guess;
-    finish<Centered>(statistics, sums[kSums - 1], sums[0], inv_n);
+    finish<Centered>(statistics, sums[Centered ? 1 : 0], sums[0], inv_n);
     if constexpr (Centered) {
+      statistics.magnitude = sums[2] * inv_n;
       if (was_far(statistics)) {
         Statistics<T> again;
         again.shift = statistics.shift + statistics.correction;

@@ -48,11 +48,12 @@ __device__ __forceinline__ Statistics<T> measure(TeamOf& team, const X* row, T g
   statistics.shift = guess;
   for (bool again = false;; again = true) {
     CompensatedSum<T> sum, sum_of_squares;
+    T sum_of_magnitudes = 0;
     for_each_tile<TileOfX::kColumns, false>(n_cols, [&](long long base, int columns) {
       const TileOfX x(row + base, columns);
 #pragma unroll
       for (int p = 0; p < PacksPerThread; ++p) {
-        T of_pack = 0, squares_of_pack = 0;
+        T of_pack = 0, squares_of_pack = 0, magnitudes_of_pack = 0;
 #pragma unroll
         for (int i = 0; i < TileOfX::kLength; ++i) {
           T d = x.packs[p].template get<T>(i) * inv_unit;
@@ -60,17 +61,23 @@ __device__ __forceinline__ Statistics<T> measure(TeamOf& team, const X* row, T g
             d -= statistics.shift;
             if (!inside<Vector>(x.first_column(p), i, columns)) d = 0;
             of_pack += d;
+            magnitudes_of_pack += absolute(d);
           }
           squares_of_pack = fused_multiply_add(d, d, squares_of_pack);
         }
         if constexpr (Centered) sum.add(of_pack);
+        sum_of_magnitudes += magnitudes_of_pack;
         sum_of_squares.add(squares_of_pack);
       }
     });
-    T totals[Centered ? 2 : 1] = {sum_of_squares.total()};
-    if constexpr (Centered) totals[1] = sum.total();
+    T totals[Centered ? 3 : 1] = {sum_of_squares.total()};
+    if constexpr (Centered) {
+      totals[1] = sum.total();
+      totals[2] = sum_of_magnitudes;
+    }
     team.template reduce<Sum>(totals);
     finish<Centered>(statistics, totals[Centered ? 1 : 0], totals[0], inv_n);
+    if constexpr (Centered) statistics.magnitude = totals[2] * inv_n;
     if (!Centered || again || !was_far(statistics)) break;
     statistics.shift += statistics.correction;
   }

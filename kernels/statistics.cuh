@@ -12,8 +12,18 @@ template <typename T>
 struct Statistics {
   T shift = 0;       // m, by which d = x - m is formed again
   T correction = 0;  // c: the row's mean is m + c
+  T magnitude = 0;   // mean of |d|, where it was summed
   T variance = 0;    // RMSNorm: the mean square
 };
+
+// Adds to the sums of d*d and, as far as there are as many, of d and |d|. A pack is summed by itself
+// before it is added to others: a shorter chain of roundings.
+template <int Sums, typename T>
+__device__ __forceinline__ void add_deviation(T (&sums)[Sums], T d) {
+  sums[0] = fused_multiply_add(d, d, sums[0]);
+  if constexpr (Sums > 1) sums[1] += d;
+  if constexpr (Sums > 2) sums[2] += absolute(d);
+}
 
 // The variance from the row's sums of d and d*d. A NaN stays, and is the mean as well: without this a
 // row with one inf would have a mean of inf or of NaN, as the inf lies in its first pack or not.
@@ -43,13 +53,15 @@ __device__ __forceinline__ T first_mean(const Pack<X, Length>& pack) {
   return absolute(sum) >= T(0.875) * sum_of_magnitudes ? sum * (T(1) / Length) : T(0);
 }
 
-// Whether the first mean was so far from the row's that a second round must start from that: by more
-// than the deviation, squares would feel it; and one much larger than the mean, of a pack with an
-// outlier, would swallow the small elements, all alike.
+// Whether the first mean was so far from the row's that a second round must start from that. What
+// the sum of d lost stays in c, and is of the order of the mean of |d|: that may be no more than 3
+// times what it would be around the row's own mean. And a first mean much larger than that, of a pack
+// with an outlier, would swallow the small elements, all alike.
 template <typename T>
 __device__ __forceinline__ bool was_far(const Statistics<T>& statistics) {
-  const T c = statistics.correction;
-  return (c * c > 2 * statistics.variance) | (absolute(c) > 2 * absolute(statistics.shift + c));
+  const T c = absolute(statistics.correction);
+  return (T(1.5) * c > statistics.magnitude) |
+         (c > 2 * absolute(statistics.shift + statistics.correction));
 }
 // The same where the first mean was 0, for rows of up to Columns: by more than 2 standard errors of
 // the mean, as one row around 0 in twenty is. What the sum lost stays in c, and shows in a row whose

@@ -784,14 +784,6 @@ MUTATIONS = [
         case("outlier"),
     ),
     Mutation(
-        "a mean of up to six standard errors is left where the first round found it",
-        "statistics.cuh",
-        "constexpr T kMost = T(4) / Columns;",
-        "constexpr T kMost = T(36) / Columns;",
-        VALUE,
-        case("pair_511"),
-    ),
-    Mutation(
         "rows beside one with a mean are settled with it",
         "forward.cu",
         "if (kGuesses || far) settle(measured);",
@@ -1251,7 +1243,7 @@ MUTATIONS = [
     Mutation(
         "a first mean beyond the deviation is kept",
         "statistics.cuh",
-        "return (c * c > 2 * statistics.variance) |",
+        "return (T(1.5) * c > statistics.magnitude) |",
         "return",
         VALUE,
         staged("forward_staged.cu", regime="odd_start"),
@@ -1267,7 +1259,7 @@ MUTATIONS = [
     Mutation(
         "padded columns count",
         "forward_staged.cu",
-        "if (!inside<Vector>(first_column(p), i, n_cols)) d = 0;",
+        "if (Centered && !inside<Vector>(first_column(p), i, n_cols)) d = 0;",
         "",
         VALUE,
         staged("forward_staged.cu", regime="mean_1e6", cluster_blocks=2),

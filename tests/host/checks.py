@@ -115,6 +115,14 @@ class Case:
             values = np.broadcast_to(means, values.shape).copy()
             values[:, -1:] += away
             values[:, self.n // 2 : self.n // 2 + 1] -= away
+        elif self.regime == "off_guess":  # but two and the first ones, far off, lie at the mean
+            means = np.linspace(1, 2, len(values))[:, None]
+            deviation = means * np.linspace(0.05, 0.7, len(values))[:, None]
+            values = np.broadcast_to(means, values.shape).copy()
+            values[:, -1:] += deviation * (self.n / 2) ** 0.5
+            values[:, self.n // 2 : self.n // 2 + 1] -= deviation * (self.n / 2) ** 0.5
+            values[:, :4] += 1.3 * deviation
+            values[:, 4:8] -= 1.3 * deviation
         elif self.regime == "near_eps":  # eps is as large as the variance
             values *= self.eps**0.5
         else:
@@ -337,6 +345,9 @@ def _cases() -> list[Case]:
     cases.append(Case("outlier", "layer_norm", 60, 511, "float32", bias=None, regime="outlier"))
     for n in (64, 511, 512):
         cases.append(Case(f"pair_{n}", "layer_norm", 60, n, "float32", bias=None, regime="pair"))
+    for name, n in (("warps", 4096), ("staged", 10240), ("stream", 12304)):
+        name = f"{name}_off_guess"
+        cases.append(Case(name, "layer_norm", 4, n, "float32", bias=None, regime="off_guess"))
     # N is a power of two, so that the mean is exact: dx of a constant row knows no other.
     cases.append(Case("range_equal_huge", "layer_norm", 3, 256, "float32", regime="equal_huge"))
     return cases
