@@ -1005,7 +1005,7 @@ MUTATIONS = [
         "backward.cu",
         "const int n = fetched < n_rows ? n_cols : 0;",
         "const int n = n_cols;",
-        OUT_OF_BOUNDS,
+        f"{OUT_OF_BOUNDS}|{UNWRITTEN}",  # as what lies behind x
         STAGED_BACKWARD,
     ),
     Mutation(
