@@ -97,10 +97,12 @@ def forward_plan(spec: ForwardSpec, n: int, vector: int, device: int) -> Forward
     kernel = _jit.load(_jit.forward_instantiation(spec, config), device)
     clusters = multiprocessors(device)
     if not isinstance(config, ResidentForward) and config.cluster_blocks > 1:
-        clusters = kernel.clusters_at_once()
-        if clusters == 0:  # a slice of a GPU
+        at_once = kernel.clusters_at_once()
+        if at_once == 0:  # a slice of a GPU
             config = forward_config(spec, n, vector, WITHOUT_CLUSTERS)
             kernel = _jit.load(_jit.forward_instantiation(spec, config), device)
+        else:
+            clusters = at_once
     if isinstance(config, ResidentForward):
         return ForwardPlan(kernel, n, config.rows_per_block, 1, None)
     in_turn = isinstance(config, StagedForward)
