@@ -3,9 +3,10 @@
 //
 // Layout:    as forward.cu.
 // Grid:      a cluster of ClusterBlocks blocks of BlockThreads threads a row, on grid.x.
-// Traffic:   x read twice, the second time from the row's end, which L1 and L2 still have; a further
-//            time by LayerNorm where the first mean was far off, and where a row is out of range once
-//            for its largest element and once for each measurement. y written once, past L1.
+// Traffic:   x read twice, the second time from the row's end, which L1 and L2 still have: the L2 is
+//            told to keep it, and then that it is done with. A further time by LayerNorm where the
+//            first mean was far off, and where a row is out of range once for its largest element
+//            and once for each measurement. y written once, past L1.
 // Thread:    t of the cluster's T has packs t, t + T, ... of the row; PacksPerThread of them, those of
 //            one tile of the row, are on their way at a time.
 // Order:     a thread's packs in turn, compensated from pack to pack; then the cluster's reduction: a
@@ -31,10 +32,10 @@ struct TileOf {
     return (p * kRowThreads + thread_in_cluster<ClusterBlocks, BlockThreads>()) * kLength;
   }
   // All are asked for before the first is used.
-  __device__ __forceinline__ TileOf(const X* start, int columns) {
+  __device__ __forceinline__ TileOf(const X* start, int columns, CachePolicy policy) {
 #pragma unroll
     for (int p = 0; p < PacksPerThread; ++p) {
-      load<Vector>(packs[p], start, first_column(p), columns);
+      load<Vector>(packs[p], start, first_column(p), columns, policy);
     }
   }
 };
@@ -50,7 +51,7 @@ __device__ __forceinline__ Statistics<T> measure(TeamOf& team, const X* row, T g
     CompensatedSum<T> sum, sum_of_squares;
     T sum_of_magnitudes = 0;
     for_each_tile<TileOfX::kColumns, false>(n_cols, [&](long long base, int columns) {
-      const TileOfX x(row + base, columns);
+      const TileOfX x(row + base, columns, evict_last());
 #pragma unroll
       for (int p = 0; p < PacksPerThread; ++p) {
         T of_pack = 0, squares_of_pack = 0, magnitudes_of_pack = 0;
@@ -133,21 +134,11 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
     }
   }
 
-  // 2. Keep what backward needs.
-  if constexpr (StoreStatistics) {
-    if (team.block == 0 && team.rank == 0) {
-      if constexpr (Centered) {
-        mean[row_index] = (statistics.shift + statistics.correction) * unit;
-      }
-      rstd[row_index] = scale.rstd;
-    }
-  }
-
-  // 3. Normalize and store. In place, a pack is read and written by the same thread.
+  // 2. Normalize and store. In place, a pack is read and written by the same thread.
   Y* const normalized_row = y + row_index * y_stride;
   const T offset = -statistics.correction * scale.of_row;
   for_each_tile<TileOfX::kColumns, true>(n_cols, [&](long long base, int columns) {
-    const TileOfX of_x(row + base, columns);
+    const TileOfX of_x(row + base, columns, evict_first());
 #pragma unroll
     for (int p = 0; p < PacksPerThread; ++p) {
       const int first = of_x.first_column(p);
@@ -178,4 +169,13 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
       }
     }
   });
+  // 3. Keep what backward needs.
+  if constexpr (StoreStatistics) {
+    if (team.block == 0 && team.rank == 0) {
+      if constexpr (Centered) {
+        mean[row_index] = (statistics.shift + statistics.correction) * unit;
+      }
+      rstd[row_index] = scale.rstd;
+    }
+  }
 }

@@ -91,11 +91,28 @@ __device__ __forceinline__ void forget_conversions(Pack<T, Length> (&packs)[Coun
   }
 }
 
+// Where a load leaves its lines to the L2.
+struct AnyPolicy {};
+template <typename Access>
+__device__ __forceinline__ Access read(const Access* memory, AnyPolicy) {
+  return *memory;
+}
+template <typename Access>
+__device__ __forceinline__ Access read(const Access* memory, CachePolicy policy) {
+  if constexpr (sizeof(Access) == 16) {
+    return load_with_policy(memory, policy);
+  } else {
+    return *memory;
+  }
+}
+
 // Moves `Bytes` bytes between memory and the words of a pack, at byte `offset` of both.
-template <int Bytes>
-__device__ __forceinline__ void read_words(unsigned* words, const void* memory, int offset) {
+template <int Bytes, typename Policy = AnyPolicy>
+__device__ __forceinline__ void read_words(unsigned* words, const void* memory, int offset,
+                                           Policy policy = {}) {
   using Access = typename AccessOf<Bytes>::type;
-  const Access loaded = *reinterpret_cast<const Access*>(static_cast<const char*>(memory) + offset);
+  const Access loaded =
+      read(reinterpret_cast<const Access*>(static_cast<const char*>(memory) + offset), policy);
   unsigned* target = words + offset / 4;
   if constexpr (Bytes == 2) {
     *target |= static_cast<unsigned>(loaded) << (8 * (offset % 4));
@@ -134,8 +151,9 @@ constexpr int kAccessBytes =
 
 // Elements first ... first + Length - 1 of a row of n; those past its end are zero.
 // Index is int where a row fits in registers: fewer of them go into addresses.
-template <int Vector, typename T, int Length, typename Index>
-__device__ __forceinline__ void load(Pack<T, Length>& pack, const T* row, Index first, Index n) {
+template <int Vector, typename T, int Length, typename Index, typename Policy = AnyPolicy>
+__device__ __forceinline__ void load(Pack<T, Length>& pack, const T* row, Index first, Index n,
+                                     Policy policy = {}) {
   constexpr int kBytes = kAccessBytes<T, Vector>;
 #pragma unroll
   for (int word = 0; word < Pack<T, Length>::kWords; ++word) pack.words[word] = 0;
@@ -144,7 +162,8 @@ __device__ __forceinline__ void load(Pack<T, Length>& pack, const T* row, Index 
     if (first + begin < n) {
 #pragma unroll
       for (int offset = 0; offset < Vector * static_cast<int>(sizeof(T)); offset += kBytes) {
-        read_words<kBytes>(pack.words, row + first, begin * static_cast<int>(sizeof(T)) + offset);
+        read_words<kBytes>(pack.words, row + first, begin * static_cast<int>(sizeof(T)) + offset,
+                           policy);
       }
     }
   }

@@ -71,6 +71,11 @@ __forceinline__ void wait_for_copies() {
 __forceinline__ void prefetch(const void* memory) {
   static_cast<void>(*static_cast<const volatile unsigned short*>(memory));
 }
+struct CachePolicy {};
+__forceinline__ CachePolicy evict_first() { return {}; }
+__forceinline__ CachePolicy evict_last() { return {}; }
+__forceinline__ CachePolicy evict_normal() { return {}; }
+__forceinline__ uint4 load_with_policy(const uint4* memory, CachePolicy) { return *memory; }
 __forceinline__ void store_past_l1(uint4* memory, uint4 value) { *memory = value; }
 
 __forceinline__ int block_in_cluster() { return host::block_in_cluster(); }
