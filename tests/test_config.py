@@ -287,7 +287,9 @@ def test_long_rows_are_streamed_by_clusters(norm: str, architecture: int, blocks
     for spec, vector in itertools.product((forward, backward), (1, 4)):
         config = configure(spec, 262144, vector, architecture)
         assert isinstance(config, (StreamingForward, StreamingBackward))
-        assert config.cluster_blocks == blocks
+        # RMSNorm's forward has four times as many, where a multiprocessor holds 2048 threads.
+        more = spec is forward and norm == "rms_norm" and architecture in (90, 100)
+        assert config.cluster_blocks == (4 * blocks if more else blocks)
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ __forceinline__ void prefetch(const void* memory) {
 struct CachePolicy {};
 __forceinline__ CachePolicy evict_first() { return {}; }
 __forceinline__ CachePolicy evict_last() { return {}; }
-__forceinline__ CachePolicy evict_normal() { return {}; }
+__forceinline__ CachePolicy evict_last_if(bool) { return {}; }
 __forceinline__ uint4 load_with_policy(const uint4* memory, CachePolicy) { return *memory; }
 __forceinline__ void store_past_l1(uint4* memory, uint4 value) { *memory = value; }
 
