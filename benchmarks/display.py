@@ -87,19 +87,26 @@ class Display:
         )
 
     def _table(self) -> Table:
-        """Return the problems measured last, as many as the console has room for."""
+        """Return the problems measured last, and the backends, that the console has room for."""
         measured = self._report["measurements"]
         cells = dict(by_problem(measured))
         newest = dict.fromkeys(map(problem_of, reversed(measured)))
         rows = [problem for problem in newest if problem in cells]
-        rows = rows[: max(1, self._console.height - LINES)]
-        table = Table(box=None, padding=(0, 1, 0, 0))
-        table.add_column("GB/s", no_wrap=True)
+        rows = rows[: max(1, self._console.height - LINES)][::-1]
+        columns = [["GB/s", *map(_short, rows)]]
         for name in self._backends:
-            table.add_column(_head(name), justify="right", no_wrap=True)
-        for problem in reversed(rows):
-            own = cells[problem]
-            table.add_row(_short(problem), *(cell(own.get(name)) for name in self._backends))
+            columns.append([_head(name), *(cell(cells[problem].get(name)) for problem in rows)])
+        table = Table(box=None, padding=(0, 1, 0, 0))
+        room = self._console.width
+        shown = []
+        for head, *texts in columns:
+            room -= 1 + max(map(len, [*head.split("\n"), *texts]))
+            if room < 0:
+                break
+            table.add_column(head, justify="right" if shown else "left", no_wrap=True)
+            shown.append(texts)
+        for row in zip(*shown, strict=True):
+            table.add_row(*row)
         return table
 
 

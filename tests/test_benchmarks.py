@@ -1017,6 +1017,13 @@ def test_the_live_table_shows_the_progress_and_the_newest_rows() -> None:
     cells = [*["1234"] * 6, "failed", *["1234"] * 6]
     assert lines[-2].split() == [*last.split(), *cells]
     assert lines[-1].split() == [*first.split(), *cells]
+    narrow = Console(file=StringIO(), width=80, height=24, force_terminal=True)
+    with Display({"measurements": records}, backends, len(chosen), narrow) as display:
+        display.begin(chosen[0], "cuDNN")
+    shown = narrow.file.getvalue()
+    assert "…" not in shown  # whole columns, as many as there is room for
+    assert "quack" in shown
+    assert "eager" not in shown
 
 
 def test_bench_without_gpu_says_so(monkeypatch, capsys) -> None:
