@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from rich.console import Console, Group
@@ -9,10 +10,10 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from benchmarks.results import Record, by_problem, gigabytes_per_second
+from benchmarks.results import Record, by_problem, gigabytes_per_second, problem_of
 from cupynorm._bench import Problem
 
-ROWS = 24
+LINES = 4  # of the console that the table's rows leave: the progress, two of head, the cursor's
 
 
 def cell(record: Record | None) -> str:
@@ -26,13 +27,24 @@ def cell(record: Record | None) -> str:
 class Display:
     """Shows the measurements of `report` as they come."""
 
-    def __init__(self, report: dict[str, Any], backends: list[str], total: int) -> None:
+    def __init__(
+        self,
+        report: dict[str, Any],
+        backends: list[str],
+        total: int,
+        console: Console | None = None,
+    ) -> None:
         self._report, self._backends = report, backends
-        self._console = Console()
+        self._console = console or Console()
         self._progress = Progress(
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+            BarColumn(bar_width=20),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.description}"),
         )
-        self._task = self._progress.add_task("GB/s", total=total)
+        self._task = self._progress.add_task("", total=total)
+        # Drawn when something is begun or done, not by a thread, which would delay the host's side
+        # of what is timed.
         self._live = Live(console=self._console, auto_refresh=False)
         if not self._console.is_terminal:
             self._line("", backends)
@@ -50,15 +62,24 @@ class Display:
         """Show a line."""
         self._console.print(text, soft_wrap=True, highlight=False, markup=False)
 
+    def begin(self, problem: Problem, backend: str) -> None:
+        """Show what is measured now."""
+        self._progress.update(self._task, description=f"{_short(problem)}, {backend}")
+        self._draw()
+
     def finished(self, problem: Problem) -> None:
         """Show a problem's measurements."""
         self._progress.advance(self._task)
         if self._console.is_terminal:
-            self._live.update(Group(self._table(), self._progress), refresh=True)
+            self._draw()
             return
         own = [r for r in self._report["measurements"] if r["rows"] == problem.rows]
         cells = dict(by_problem(own)).get(problem, {})
         self._line(_name(problem), [cell(cells.get(name)) for name in self._backends])
+
+    def _draw(self) -> None:
+        if self._console.is_terminal:
+            self._live.update(Group(self._progress, self._table()), refresh=True)
 
     def _line(self, name: str, cells: list[str]) -> None:
         self.say(
@@ -66,15 +87,41 @@ class Display:
         )
 
     def _table(self) -> Table:
-        table = Table()
-        table.add_column("GB/s")
+        """Return the problems measured last, and the backends, that the console has room for."""
+        measured = self._report["measurements"]
+        cells = dict(by_problem(measured))
+        newest = dict.fromkeys(map(problem_of, reversed(measured)))
+        rows = [problem for problem in newest if problem in cells]
+        rows = rows[: max(1, self._console.height - LINES)][::-1]
+        columns = [["GB/s", *map(_short, rows)]]
         for name in self._backends:
-            table.add_column(name, justify="right")
-        for problem, cells in list(by_problem(self._report["measurements"]))[-ROWS:]:
-            table.add_row(_name(problem), *(cell(cells.get(name)) for name in self._backends))
+            columns.append([_head(name), *(cell(cells[problem].get(name)) for problem in rows)])
+        table = Table(box=None, padding=(0, 1, 0, 0))
+        room = self._console.width
+        shown = []
+        for head, *texts in columns:
+            room -= 1 + max(map(len, [*head.split("\n"), *texts]))
+            if room < 0:
+                break
+            table.add_column(head, justify="right" if shown else "left", no_wrap=True)
+            shown.append(texts)
+        for row in zip(*shown, strict=True):
+            table.add_row(*row)
         return table
 
 
 def _name(problem: Problem) -> str:
     shape = f"{problem.rows}x{problem.cols}"
     return f"{problem.operation} {shape} {problem.dtype},{problem.weight_dtype}"
+
+
+def _short(problem: Problem) -> str:
+    """Return the name such as "rms fwd 32768x4096 bf16,f32"."""
+    name = _name(problem).replace("_norm", "").replace("float", "f")
+    return name.replace("forward", "fwd").replace("backward", "bwd")
+
+
+def _head(backend: str) -> str:
+    """Return a backend's name on narrow lines: its first word and, if it has more, its last."""
+    first, *others = re.findall(r"\w+", backend.replace("cupynorm", "ours"))
+    return "\n".join([first, *(word[:8] for word in others[-1:])])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import get_args
@@ -64,7 +65,8 @@ def parse_pair(text: str) -> Pair:
     """Read a pair of dtypes such as bfloat16,float32."""
     pair = tuple(text.split(","))
     if pair not in PAIRS:
-        raise ValueError
+        known = " ".join(map(",".join, PAIRS))
+        raise argparse.ArgumentTypeError(f"must be one of {known}, got {text!r}")
     return pair  # type: ignore[return-value]
 
 

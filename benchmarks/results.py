@@ -23,8 +23,7 @@ def new(backends: dict[str, str], arguments: list[str]) -> dict[str, Any]:
     """Return a results file without results."""
     return {
         "format": FORMAT,
-        "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "arguments": [Path(argument).name for argument in arguments],  # no directories
+        **session(arguments),
         "commit": commit(),
         "machine": machine(),
         "backends": backends,
@@ -32,6 +31,31 @@ def new(backends: dict[str, str], arguments: list[str]) -> dict[str, Any]:
         "host": [],
         "first_calls": [],
     }
+
+
+def session(arguments: list[str]) -> dict[str, Any]:
+    """Return when a run or its resumption was started, and with which arguments."""
+    return {
+        "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "arguments": [Path(argument).name for argument in arguments],  # no directories
+    }
+
+
+def resume(results: dict[str, Any], arguments: list[str]) -> None:
+    """Add a session to a results file, if it is of this commit and machine.
+
+    A file that was never resumed, or before sessions were noted, has none.
+    """
+    here = {"commit": commit(), **machine()}
+    there = {"commit": results["commit"], **results["machine"]}
+    changed = [
+        f"{name} {there.get(name, 'unknown')!r}, now {here.get(name, 'unknown')!r}"
+        for name in here | there
+        if there.get(name) != here.get(name)
+    ]
+    if changed:
+        raise ValueError(f"the file is of another commit or machine: {'; '.join(changed)}")
+    results.setdefault("sessions", []).append(session(arguments))
 
 
 def machine() -> dict[str, Any]:
@@ -44,6 +68,7 @@ def machine() -> dict[str, Any]:
     properties = runtime.getDeviceProperties(device.id)
     return {
         "gpu": properties["name"].decode(),
+        "uuid": properties["uuid"].hex()[:8],  # not all of it: CuPy ends it at a zero byte
         "memory_bytes": int(properties["totalGlobalMem"]),
         "l2_bytes": int(device.attributes["L2CacheSize"]),
         "multiprocessors": int(properties["multiProcessorCount"]),
@@ -62,7 +87,8 @@ def machine() -> dict[str, Any]:
 def commit() -> str:
     """Return the commit measured; a copy without its history is told by $COMMIT."""
     found = _output("git", "-C", str(ROOT), "rev-parse", "HEAD")
-    changed = _output("git", "-C", str(ROOT), "status", "--porcelain", "--", "cupynorm", "kernels")
+    sources = ("cupynorm", "kernels", "benchmarks/*.py")  # of any depth
+    changed = _output("git", "-C", str(ROOT), "status", "--porcelain", "--", *sources)
     return os.environ.get("COMMIT") or (found or "unknown") + (" and changes" if changed else "")
 
 

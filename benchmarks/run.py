@@ -10,7 +10,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,31 +31,72 @@ Done = set[tuple[Problem, str]]
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    def several(name: str, metavar: str, about: str, default: Any = (), **kind: Any) -> None:
+        parser.add_argument(name, nargs="+", metavar=metavar, help=about, default=default, **kind)
+
+    def one_of(names: Sequence[str]) -> str:
+        return ", ".join(f'"{name}"' if " " in name else name for name in names)
+
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=__doc__)
     parser.add_argument("results", type=Path, help="the JSON file to write")
-    parser.add_argument("--set", choices=problems.SETS, default="standard", dest="name")
-    parser.add_argument("--quick", action="store_const", const="quick", dest="name")
     parser.add_argument(
-        "--operations", nargs="+", choices=problems.OPERATIONS, default=problems.OPERATIONS
+        "--set",
+        choices=problems.SETS,
+        default="standard",
+        dest="name",
+        metavar="NAME",
+        help=f"shapes and dtypes: one of {one_of(tuple(problems.SETS))} (default: %(default)s)",
     )
-    parser.add_argument("--shapes", nargs="+", type=problems.shape, default=(), metavar="MxN")
-    parser.add_argument(
-        "--dtypes", nargs="+", type=problems.parse_pair, default=(), metavar="X,WEIGHT"
+    several(
+        "--operations",
+        "PASS",
+        f"only some of {one_of(problems.OPERATIONS)}",
+        problems.OPERATIONS,
+        choices=problems.OPERATIONS,
     )
-    parser.add_argument("--backends", nargs="+", choices=[b.name for b in ALL], default=())
-    parser.add_argument("--tables", nargs="+", choices=TABLES, default=TABLES)
+    several(
+        "--shapes",
+        "MxN",
+        "these instead of the set's, as 32768x4096, in bfloat16,float32 unless --dtypes says other",
+        type=problems.shape,
+    )
+    several(
+        "--dtypes",
+        "X,WEIGHT",
+        f"only some of {' '.join(map(','.join, problems.PAIRS))}",
+        type=problems.parse_pair,
+    )
+    names = [backend.name for backend in ALL]
+    several("--backends", "NAME", f"only the limits and some of {one_of(names)}", choices=names)
+    several("--tables", "TABLE", f"only some of {one_of(TABLES)}", TABLES, choices=TABLES)
     parser.add_argument(
-        "--minutes", type=float, default=float("inf"), help="start nothing new after these"
+        "--minutes",
+        type=float,
+        default=float("inf"),
+        metavar="T",
+        help="start nothing new after T minutes",
     )
     parser.add_argument(
-        "--workers", type=int, default=0, help="processes that compile ahead (default: none)"
+        "--workers",
+        type=int,
+        default=0,
+        metavar="N",
+        help="compile ahead in N processes, but for torch.compile (default: none)",
     )
     parser.add_argument(
         "--resume", action="store_true", help="keep what the results file has, measure the rest"
     )
     # What a worker is told: compile every n-th problem left from the i-th on, and measure nothing.
     parser.add_argument("--compile-share", nargs=2, type=int, help=argparse.SUPPRESS)
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    options.problems = list(
+        problems.select(options.name, options.operations, options.shapes, options.dtypes)
+    )
+    if not options.problems:
+        parser.error(f"no shape of --set {options.name} has these --dtypes: give --shapes, too")
+    if options.results.exists() and not (options.resume or options.compile_share):
+        parser.error(f"{options.results} exists: --resume goes on with it, or name another file")
+    return options
 
 
 def compile_ahead(arguments: Sequence[str], workers: int, seconds: float) -> None:
@@ -113,7 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if missing:
         print(f"There is nothing to time: {missing}.")
         return 1
-    chosen = list(problems.select(options.name, options.operations, options.shapes, options.dtypes))
+    chosen: list[Problem] = options.problems
     # Processes share what JAX compiles only if told where; it would cache only what took a second.
     os.environ.setdefault(
         "JAX_COMPILATION_CACHE_DIR", str(Path(tempfile.gettempdir()) / "jax_compilation_cache")
@@ -130,22 +172,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     deadline = started + 60 * options.minutes
     backends, facts = discover(options.backends)
     if report is None:
+        if options.resume:
+            print(f"{options.results} does not exist: it is begun")
         report = results.new(facts, arguments)
-    elif report["commit"] != results.commit() or report["machine"] != results.machine():
-        raise SystemExit("--resume: the results file is of another commit or machine")
     else:
+        try:
+            results.resume(report, arguments)
+        except ValueError as error:
+            raise SystemExit(f"--resume: {error}") from error
         report["backends"] |= facts
-    if options.workers and "throughput" in options.tables:
+    compiling = any(backend.compiles for backend in backends.values())
+    if options.workers and compiling and "throughput" in options.tables:
         compile_ahead(arguments, options.workers, 60 * options.minutes / 3)
 
     earlier = report.get("elapsed_seconds", 0.0)
     clock = Clock()
     stopped = None
     passes = _passes(chosen, backends.values()) if "throughput" in options.tables else []
+    as_called = [backend for backend in backends.values() if not backend.emulated]
     with Display(report, list(backends), len(passes)) as display:
         if "host" in options.tables:
             timed = {(r["operation"], r["backend"]) for r in report["host"]}
-            for record in host_times(backends.values(), timed):
+            for record in host_times(as_called, timed):
                 report["host"].append(record)
                 display.say(line("host", record))
                 results.save(report, options.results)
@@ -157,20 +205,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if todo and time.monotonic() > deadline:
                 stopped = f"out of time after {options.minutes:g} minutes"
             elif todo:
-                stopped = _measure_all(problem, todo, clock, report)
+                stopped = _measure_all(problem, todo, clock, report, display)
             display.finished(problem)
             results.save(report, options.results)
             if stopped:
                 break
         if "first" in options.tables and not stopped:
             called = {r["backend"] for r in report["first_calls"]}
-            left = [b for b in backends.values() if b.name not in called]
+            left = [backend for backend in as_called if backend.name not in called]
             for record in first_calls(left, deadline):
                 report["first_calls"].append(record)
+                called.add(record["backend"])
                 display.say(line("first call", record))
                 results.save(report, options.results)
-            if time.monotonic() > deadline:
+            left = [b for b in left if b.name not in called and b.kind != "limit"]
+            if left:
                 stopped = f"out of time after {options.minutes:g} minutes"
+                display.say(f"no first call of {', '.join(b.name for b in left)}")
         report["elapsed_seconds"] = earlier + time.monotonic() - started
         report["complete"] = stopped is None and _is_whole(report)
         results.save(report, options.results)
@@ -180,6 +231,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             display.say(sentence)
         if stopped:
             display.say(f"{stopped}: --resume goes on")
+        for name, count in _unreached(passes, finished(report)).items():
+            display.say(f"{name} was not reached on {count} of {len(chosen)} problems")
     return 1 if stopped else 0
 
 
@@ -198,8 +251,22 @@ def _passes(
     return [(problem, measured) for measured in rounds if measured for problem in chosen]
 
 
+def _unreached(passes: Iterable[tuple[Problem, list[Backend]]], done: Done) -> Counter[str]:
+    """Return how many problems each backend was not measured on."""
+    return Counter(
+        backend.name
+        for problem, measured in passes
+        for backend in measured
+        if (problem, backend.name) not in done
+    )
+
+
 def _measure_all(
-    problem: Problem, backends: Sequence[Any], clock: Clock, report: dict[str, Any]
+    problem: Problem,
+    backends: Sequence[Any],
+    clock: Clock,
+    report: dict[str, Any],
+    display: Display,
 ) -> str | None:
     """Measure a problem; say why nothing more can be measured, if so."""
     import cupy
@@ -211,6 +278,7 @@ def _measure_all(
         ]
         cupy.get_default_memory_pool().free_all_blocks()
         for backend in backends:
+            display.begin(problem, backend.name)
             report["measurements"].append(measure(problem, backend, sets, clock, cupy))
             cupy.cuda.Device().synchronize()
     except cupy.cuda.runtime.CUDARuntimeError as error:

@@ -219,10 +219,10 @@ def ours(problem: Problem, arrays: dict[str, Any]) -> Callable[[], tuple[Any, ..
 
 def shape(text: str) -> tuple[int, int]:
     """Read a shape such as 32768x4096."""
-    rows, cols = map(int, text.split("x"))
-    if rows < 1 or cols < 1:
-        raise ValueError
-    return rows, cols
+    sizes = text.split("x")
+    if len(sizes) != 2 or not all(size.isdecimal() and int(size) for size in sizes):
+        raise argparse.ArgumentTypeError(f"must be rows x columns, as 32768x4096, got {text!r}")
+    return int(sizes[0]), int(sizes[1])
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

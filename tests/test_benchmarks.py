@@ -13,6 +13,7 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from dataclasses import asdict, astuple, replace
+from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,6 +24,8 @@ pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))  # benchmarks/ is not installed
+
+from rich.console import Console  # noqa: E402
 
 from benchmarks import (  # noqa: E402
     calls,
@@ -41,6 +44,7 @@ from benchmarks import (  # noqa: E402
 )
 from benchmarks.backends import ALL, cudnn_peer, discover  # noqa: E402
 from benchmarks.backends.base import Backend, Call, Replay  # noqa: E402
+from benchmarks.display import Display  # noqa: E402
 from benchmarks.measure import measure  # noqa: E402
 from benchmarks.timing import Timing, profiled, rotations  # noqa: E402
 from cupynorm import __main__ as command  # noqa: E402
@@ -742,25 +746,49 @@ def test_comparison_tells_that_a_result_became_wrong(synthetic) -> None:
 
 
 def test_options_of_a_run() -> None:
-    options = run.parse(
-        [
-            "f.json",
-            "--quick",
-            "--shapes",
-            "8x16",
-            "--dtypes",
-            "float16,float16",
-            "--backends",
-            "JAX",
-        ]
-    )
-    assert (options.name, options.shapes, options.dtypes) == (
-        "quick",
-        [(8, 16)],
-        [("float16", "float16")],
-    )
+    narrowed = "--operations,layer_norm backward,--shapes,8x16,--backends,JAX,limit, torch"
+    options = run.parse(["f.json", *re.split(",(?! )", narrowed), "--dtypes", "float16,float16"])
+    assert options.problems == [Problem("layer_norm", "backward", 8, 16, "float16", "float16")]
+    assert options.backends == ["JAX", "limit, torch"]
+    assert run.parse(["f.json"]).problems == list(problems.select("standard"))
+    assert run.parse(["f.json", "--set", "quick"]).problems == list(problems.select("quick"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        *(
+            (["--shapes", text], f"must be rows x columns, as 32768x4096, got '{text}'")
+            for text in ("3x", "3", "8x0", "8x8x8", "x")
+        ),
+        (["--dtypes", "float64,int8"], "must be one of bfloat16,float32 .*, got 'float64,int8'"),
+        (["--set", "quick", "--dtypes", "float64,float64"], "no shape of --set quick has these"),
+    ],
+)
+def test_options_that_select_nothing_say_why(arguments, message, capsys) -> None:
     with pytest.raises(SystemExit):
-        run.parse(["f.json", "--shapes", "8x0"])
+        run.parse(["f.json", *arguments])
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_every_option_of_a_run_has_help(capsys) -> None:
+    with pytest.raises(SystemExit):
+        run.parse(["--help"])
+    shown = capsys.readouterr().out
+    options = re.findall(r"^  (?:-h, )?--\w+", shown, re.MULTILINE)
+    with_help = re.findall(r"^  (?:-h, )?--\w+.*?(?:  |\n {10,})\w", shown, re.MULTILINE)
+    assert len(options) == len(with_help) == 10
+
+
+def test_a_file_that_is_there_is_not_overwritten(tmp_path, capsys) -> None:
+    path = tmp_path / "results.json"
+    path.write_text("measured")
+    with pytest.raises(SystemExit):
+        run.main([str(path), "--set", "quick"])
+    assert f"{path} exists: --resume goes on with it" in capsys.readouterr().err
+    assert path.read_text() == "measured"
+    assert run.parse([str(path), "--resume"]).resume
+    assert run.parse([str(path), "--compile-share", "0", "2"]).compile_share == [0, 2]
 
 
 def test_run_without_gpu_says_so(monkeypatch, tmp_path, capsys) -> None:
@@ -796,13 +824,206 @@ def test_workers_compile_only_what_is_left(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(results, "machine", lambda: machine["machine"])
     compiled: list = []
     for share in "012":
-        options = ["--quick", "--resume", "--compile-share", share, "3"]
+        options = ["--set", "quick", "--resume", "--compile-share", share, "3"]
         assert run.main([str(path), *options]) == 0
     assert len(compiled) == len(chosen) - 2
     assert set(compiled) == set(chosen) - set(measured)
     machine["commit"] = "another"
-    with pytest.raises(SystemExit, match="of another commit or machine"):
+    with pytest.raises(SystemExit, match=r"another commit .*: commit '0123456', now 'another'$"):
         run.main([str(path), "--resume"])
+
+
+@pytest.fixture
+def on_numpy(monkeypatch) -> list:
+    """Have runs measure two backends on NumPy arrays; return those whose first call is timed."""
+
+    class Emulated(FakeBackend):
+        name = "cupynorm (as on sm_80)"
+        emulated = True
+
+    def first_calls(backends, deadline):
+        for backend in backends:
+            asked.append(backend.name)
+            yield {"backend": backend.name, "cache": "cold"}
+
+    asked: list = []
+    pool = SimpleNamespace(free_all_blocks=lambda: None)
+    device = SimpleNamespace(synchronize=lambda: None)
+    runtime = SimpleNamespace(CUDARuntimeError=ZeroDivisionError)
+    fake = SimpleNamespace(
+        get_default_memory_pool=lambda: pool,
+        cuda=SimpleNamespace(Device=lambda: device, runtime=runtime),
+    )
+    inputs = _bench.inputs
+    monkeypatch.setitem(sys.modules, "cupy", fake)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(_bench, "inputs", lambda problem, seed, _: inputs(problem, seed, np))
+    monkeypatch.setattr(run, "measure", lambda *args: measure(*args[:-1], np))
+    monkeypatch.setattr(run, "Clock", FakeClock)
+    monkeypatch.setattr(run, "gpu_problem", lambda: None)
+    backends = {backend.name: backend for backend in (FakeBackend(), Emulated())}
+    monkeypatch.setattr(run, "discover", lambda _: (backends, dict.fromkeys(backends, "1.0")))
+    monkeypatch.setattr(run, "first_calls", first_calls)
+    monkeypatch.setattr(results, "commit", lambda: "0123456")
+    monkeypatch.setattr(results, "machine", lambda: {"gpu": "GPU", "uuid": "89abcdef"})
+    return asked
+
+
+NARROW = ("--operations", "rms_norm forward", "--shapes", "4x8", "4x16")
+
+
+def test_a_run_is_begun_and_resumed_with_the_same_arguments(tmp_path, on_numpy, capsys) -> None:
+    path = tmp_path / "results.json"
+    arguments = [str(path), "--resume", "--tables", "throughput", *NARROW]
+    assert run.main([*arguments, "--minutes", "0"]) == 1
+    shown = capsys.readouterr().out
+    assert f"{path} does not exist: it is begun" in shown
+    assert "out of time after 0 minutes: --resume goes on\n" in shown
+    assert "quack was not reached on 2 of 2 problems\n" in shown
+    begun = results.load(path)
+    assert (begun["measurements"], begun["complete"]) == ([], False)
+    assert "sessions" not in begun
+    assert run.main(arguments) == 0
+    assert "not reached" not in capsys.readouterr().out
+    resumed = results.load(path)
+    assert {k: resumed[k] for k in ("started", "arguments")} == {
+        k: begun[k] for k in ("started", "arguments")
+    }
+    (session,) = resumed["sessions"]
+    assert session["arguments"] == ["results.json", *arguments[1:]]
+    assert session["started"] >= begun["started"]
+    assert len(resumed["measurements"]) == 4
+    assert resumed["complete"]
+    assert run.main(arguments) == 0
+    assert len(results.load(path)["sessions"]) == 2
+
+
+def test_a_run_on_another_gpu_is_not_resumed(tmp_path, on_numpy, monkeypatch) -> None:
+    arguments = [str(tmp_path / "results.json"), "--resume", "--tables", "throughput", *NARROW]
+    assert run.main(arguments) == 0
+    before = (tmp_path / "results.json").read_text()
+    monkeypatch.setattr(results, "machine", lambda: {"gpu": "GPU", "uuid": "01234567"})
+    with pytest.raises(SystemExit, match=r"machine: uuid '89abcdef', now '01234567'$"):
+        run.main(arguments)
+    assert (tmp_path / "results.json").read_text() == before
+    older = json.loads(before)
+    del older["machine"]["uuid"]
+    results.save(older, tmp_path / "results.json")
+    with pytest.raises(SystemExit, match=r"machine: uuid 'unknown', now '01234567'$"):
+        run.main(arguments)
+
+
+def test_what_is_configured_anew_each_call_has_no_host_time(tmp_path, on_numpy) -> None:
+    path = tmp_path / "results.json"
+    assert run.main([str(path), *NARROW]) == 0
+    found = results.load(path)
+    assert {r["backend"] for r in found["measurements"]} == {"quack", "cupynorm (as on sm_80)"}
+    assert {r["backend"] for r in found["host"]} == {"quack"}
+    assert on_numpy == ["quack"]
+    assert [backend.name for backend in ALL if backend.emulated] == ["cupynorm (as on sm_80)"]
+
+
+def test_first_calls_that_time_did_not_suffice_for_are_named(
+    tmp_path, on_numpy, monkeypatch, capsys
+) -> None:
+    path = tmp_path / "results.json"
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "first_calls", lambda *_: iter(()))
+        assert run.main([str(path), "--tables", "first"]) == 1
+    assert "no first call of quack\n" in capsys.readouterr().out
+    assert not results.load(path)["complete"]
+    assert run.main([str(path), "--tables", "first", "--resume"]) == 0
+
+
+def test_a_gpu_is_told_from_another_by_its_uuid(monkeypatch) -> None:
+    properties = {
+        "name": b"GPU",
+        "uuid": bytes.fromhex("89abcdef0123"),
+        "totalGlobalMem": 1,
+        "multiProcessorCount": 1,
+    }
+    runtime = SimpleNamespace(
+        getDeviceProperties=lambda _: properties,
+        driverGetVersion=lambda: 1,
+        runtimeGetVersion=lambda: 1,
+    )
+    device = SimpleNamespace(id=0, attributes={"L2CacheSize": 1}, compute_capability="90")
+    nvrtc = SimpleNamespace(getVersion=lambda: (1, 0))
+    cuda = SimpleNamespace(Device=lambda: device, runtime=runtime, nvrtc=nvrtc)
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda, __version__="1.0"))
+    assert results.machine()["uuid"] == "89abcdef"
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ("cupynorm/a.py", True),
+        ("kernels/a.cuh", True),
+        ("benchmarks/a.py", True),
+        ("benchmarks/backends/a.py", True),
+        ("benchmarks/results/a.json", False),
+        ("benchmarks/README.md", False),
+        ("tests/a.py", False),
+    ],
+)
+def test_a_commit_with_changes_of_what_is_measured_says_so(
+    tmp_path, monkeypatch, changed, told
+) -> None:
+    if shutil.which("git") is None:
+        pytest.skip("git is not installed")
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    monkeypatch.setattr(results, "ROOT", tmp_path)
+    monkeypatch.delenv("COMMIT", raising=False)
+    path = tmp_path / changed
+    path.parent.mkdir(parents=True)
+    path.write_text("as committed")
+    for step in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "all"]):
+        subprocess.run([*git, *step], check=True)
+    assert re.fullmatch("[0-9a-f]{40}", results.commit())
+    path.write_text("changed")
+    assert results.commit().endswith(" and changes") == told
+
+
+def test_the_live_table_shows_the_progress_and_the_newest_rows() -> None:
+    chosen = list(problems.select("standard"))[-50:]
+    backends = [backend.name for backend in ALL]
+    records: list = []
+    screen = StringIO()
+    console = Console(file=screen, width=120, height=40, force_terminal=True)
+    with Display({"measurements": records}, backends, len(chosen), console) as display:
+        for problem in chosen:
+            display.begin(problem, backends[0])
+            for name in backends:
+                seconds = problem.bytes / 1234e9
+                times = {"call": asdict(Timing(seconds, seconds, seconds, 1))}
+                outcome = {"status": "failed"} if name == "quack" else {"status": "ok"}
+                record = asdict(problem) | {"bytes": problem.bytes, "backend": name}
+                records.append(record | outcome | {"times": times})
+            display.finished(problem)
+        # One measured again later, as by what tunes, is among the newest.
+        display.begin(chosen[0], "torch.compile")
+        records.append(records[0])
+        display.begin(chosen[0], "torch.compile")
+        frame = re.split(r"(?:\x1b\[1A\x1b\[2K)+", screen.getvalue())[-1]
+    lines = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", frame).replace("\r", "").splitlines()
+    assert len(lines) == 40 - 1
+    assert all(len(line) <= 120 for line in lines)
+    first, last = "rms fwd 8x16384 bf16,bf16", "layer bwd 512x16384 bf16,bf16"
+    assert re.fullmatch(f"━+ 50/50 0:00:\\d\\d {first}, torch.compile *", lines[0])
+    assert lines[2].split() == [
+        "GB/s", "CuPy", "torch", "ours", "torch", "JAX", "sm_80", "quack", "cuDNN", "liger",
+        "compile", "function", "eager", "JAX",
+    ]  # fmt: skip
+    cells = [*["1234"] * 6, "failed", *["1234"] * 6]
+    assert lines[-2].split() == [*last.split(), *cells]
+    assert lines[-1].split() == [*first.split(), *cells]
+    narrow = Console(file=StringIO(), width=80, height=24, force_terminal=True)
+    with Display({"measurements": records}, backends, len(chosen), narrow) as display:
+        display.begin(chosen[0], "cuDNN")
+    shown = narrow.file.getvalue()
+    assert "…" not in shown  # whole columns, as many as there is room for
+    assert "quack" in shown
+    assert "eager" not in shown
 
 
 def test_bench_without_gpu_says_so(monkeypatch, capsys) -> None:

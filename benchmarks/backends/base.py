@@ -48,6 +48,7 @@ class Backend(ABC):
     distribution: ClassVar[str]  # the one whose version is reported
     compiles: ClassVar[bool] = False  # on first use, into a disk cache that processes share
     tunes: ClassVar[bool] = False  # for up to a minute on first use: it comes after the others
+    emulated: ClassVar[bool] = False  # configured anew each call: its host time is not a user's
     not_captured: str | None = None  # why the kernels of the last measurement were not timed alone
 
     def version(self) -> str:

@@ -32,6 +32,7 @@ class OursWithoutClusters(Ours):
 
     name = "cupynorm (as on sm_80)"
     kind = "face"
+    emulated = True
 
     def prepare(self, problem: Problem, inputs: dict[str, Any]) -> Call:
         with _as_on(80):
