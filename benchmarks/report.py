@@ -18,7 +18,6 @@ from typing import Any
 
 from benchmarks import plots, relu, results, scaling
 from benchmarks.backends import ALL, KINDS
-from benchmarks.backends.ours import OursWithoutClusters
 from benchmarks.problems import DECODE, OPERATIONS, PAIRS
 from benchmarks.results import Record
 from benchmarks.summary import (
@@ -124,6 +123,8 @@ def _scaling(sources: Iterable[Path], folder: Path) -> Iterator[str]:
 
 def _relu(report: dict[str, Any], source: Path, folder: Path) -> Iterator[str]:
     yield from _origin(report, source, folder)
+    yield ""
+    yield from _versions(report)
     yield "\nMicroseconds:\n"
     cells = list(results.by_problem(report["measurements"]))
     yield from _table(list(relu.TIMES), (relu.times(problem, cell) for problem, cell in cells))
@@ -138,13 +139,13 @@ def _relu(report: dict[str, Any], source: Path, folder: Path) -> Iterator[str]:
 
 
 def _origin(report: dict[str, Any], source: Path, folder: Path) -> Iterator[str]:
-    """Yield where the figures come from: the file, the machine and the versions."""
-    yield f"From [{source.name}]({_relative(source, folder)}), started {report['started']}."
+    """Yield where the figures come from."""
+    yield (
+        f"From [{source.name}]({_relative(source, folder)}), {report['machine']['gpu']}, commit "
+        f"{short(report['commit'])}, started {report['started']}."
+    )
     if not report.get("complete"):
         yield "\n**This run did not finish; what it did not reach is missing.**"
-    yield ""
-    facts = _facts(report, report["machine"])
-    yield from _table(["", ""], [[name, str(fact)] for name, fact in facts])
 
 
 def _section(
@@ -158,7 +159,8 @@ def _section(
         "Speed of cupynorm over that of the best peer and of the limit: geometric means over the "
         "shapes of the tables below; above 1 is faster. `*`: of a shape that some peer was not "
         "measured on. The last column names the peers that have no time on some of the shapes, and "
-        "on how many they have one.\n"
+        "on how many they have one. Of a limit, `c` says that its call counts, `g` its replay in a "
+        "CUDA graph.\n"
     )
     head = ["operation", "timed", "to the limit", "to the best peer", "ahead", "worst shape"]
     yield from _table(
@@ -172,7 +174,8 @@ def _section(
                 f"{s.ahead} of {s.compared}",
                 ""
                 if s.worst is None
-                else f"{label(s.worst.problem)}: {_ratio(s.worst.to_peer)} of {s.worst.peer}",
+                else f"{label(s.worst.problem)}: "
+                f"{_ratio(s.worst.to_peer, bool(s.worst.unmeasured))} of {s.worst.peer}",
                 partial(s),
             ]
             for s in summarize(measured)
@@ -195,6 +198,8 @@ def _section(
     yield from _remarks(measured)
     yield from _host(report["host"])
     yield from _first_calls(report["first_calls"])
+    yield "\n### Versions\n"
+    yield from _versions(report)
 
 
 def _unreached(report: dict[str, Any]) -> Iterator[str]:
@@ -210,29 +215,33 @@ def _unreached(report: dict[str, Any]) -> Iterator[str]:
         yield f"\nNot measured on all of the {len(cells)} problems: {', '.join(fewer)}."
 
 
-def _facts(report: dict[str, Any], machine: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    yield "GPU", f"{machine['gpu']}, {machine['memory_bytes'] / 2**30:.0f} GiB"
-    yield "driver", machine["driver"]
-    yield "CUDA runtime, NVRTC", f"{machine['cuda_runtime']}, {machine['nvrtc']}"
-    yield "Python, NumPy, CuPy", ", ".join(machine[k] for k in ("python", "numpy", "cupy"))
-    yield "commit", short(report["commit"])
-    yield from report["backends"].items()
+def _versions(report: dict[str, Any]) -> Iterator[str]:
+    """Yield a table of the machine and of the versions."""
+    machine = report["machine"]
+    yield from _table(
+        ["", ""],
+        [
+            ["GPU", f"{machine['gpu']}, {machine['memory_bytes'] / 2**30:.0f} GiB"],
+            ["driver", machine["driver"]],
+            ["CUDA runtime, NVRTC", f"{machine['cuda_runtime']}, {machine['nvrtc']}"],
+            ["Python, NumPy, CuPy", ", ".join(machine[k] for k in ("python", "numpy", "cupy"))],
+            ["commit", short(report["commit"])],
+            *([name, fact] for name, fact in report["backends"].items()),
+        ],
+    )
 
 
 def _speeds(records: Iterable[Record], found: dict[Problem, Ratio]) -> Iterator[str]:
     """Yield a table of GB/s, and one of the times of the small problems."""
     cells = list(results.by_problem(records))
-    limit = f"{1e6 * SMALL_SECONDS:.0f} µs"
-    for heading, chosen, shown in (
-        ("GB/s", [item for item in cells if not small(item[1])], _gigabytes_per_second),
-        (f"µs, where the limit takes less than {limit}", [i for i in cells if small(i[1])], _us),
+    for heading, is_small, shown in (
+        ("GB/s", False, _gigabytes_per_second),
+        (f"µs, where the limit takes less than {1e6 * SMALL_SECONDS:.0f}", True, _us),
     ):
+        chosen = [(problem, cell) for problem, cell in cells if small(cell) == is_small]
         if not chosen:
             continue
-        yield (
-            f"\n{heading}; `c` is a limit whose call counted, `g` one whose replay in a CUDA graph "
-            "did:\n"
-        )
+        yield f"\n{heading}:\n"
         names = [b.name for b in ALL if any(b.name in cell for _, cell in chosen)]
         rows = []
         for problem, cell in chosen:
@@ -298,13 +307,8 @@ def _as_called(records: Iterable[Record]) -> Iterator[str]:
 
 
 def _both(record: Record) -> bool:
-    # Without clusters cupynorm is told so at each call, which no user does.
-    return (
-        record["status"] == "ok"
-        and {"call", "kernels"} <= record["times"].keys()
-        and KINDS[record["backend"]] != "limit"
-        and record["backend"] != OursWithoutClusters.name
-    )
+    times = record.get("times", {}) if record["status"] == "ok" else {}
+    return {"call", "kernels"} <= times.keys() and KINDS[record["backend"]] != "limit"
 
 
 def _remarks(records: list[dict[str, Any]]) -> Iterator[str]:
