@@ -74,8 +74,8 @@ def compare(
         speedup = a["median"] / b["median"]
         apart = a["high"] < b["low"] or b["high"] < a["low"]
         beyond = max(speedup, 1 / speedup) > (limits.small if problem in tiny else limits.large)
-        shown = [digits(1e-9 * problem.bytes / timing["median"]) for timing in (a, b)]
-        yield Change(problem, backend, *shown, speedup, apart and beyond)
+        was, now = (digits(1e-9 * problem.bytes / timing["median"]) for timing in (a, b))
+        yield Change(problem, backend, was, now, speedup, apart and beyond)
 
 
 def _common(
