@@ -1,8 +1,9 @@
-"""Write a results file into the README: ``python -m benchmarks.report results.json``.
+"""Write a results file as tables and figures: ``python -m benchmarks.report results.json``.
 
-Its figures go beside the results file. Those of several GPUs have a section of their own:
-``python -m benchmarks.report --scaling sharding_torch.json sharding_jax.json``, and so has the
-clamped ReLU: ``python -m benchmarks.report --relu relu.json``. Nothing between the README's markers
+The tables go into results.md beside the file, or between the markers of the file that --readme
+names; the figures into the folder results beside the file. Those of several GPUs have a section of
+their own: ``python -m benchmarks.report --scaling sharding_torch.json sharding_jax.json``, and so
+has the clamped ReLU: ``python -m benchmarks.report --relu relu.json``. Nothing between the markers
 is written by hand.
 """
 
@@ -16,17 +17,34 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import plots, relu, results, scaling
-from benchmarks.backends import ALL
-from benchmarks.problems import OPERATIONS
-from benchmarks.summary import label, ratios, summarize, timed
+from benchmarks.backends import ALL, KINDS
+from benchmarks.problems import DECODE, OPERATIONS, PAIRS
+from benchmarks.results import Record
+from benchmarks.summary import (
+    SMALL_SECONDS,
+    Ratio,
+    digits,
+    label,
+    partial,
+    ratios,
+    short,
+    small,
+    summarize,
+    timed,
+)
+from cupynorm._bench import Problem
 
-README = Path(__file__).parent / "README.md"
 BEGIN = "<!-- results: written by `python -m benchmarks.report` -->"
 END = "<!-- end of results -->"
 BEGIN_SCALING = "<!-- scaling: written by `python -m benchmarks.report --scaling` -->"
 END_SCALING = "<!-- end of scaling -->"
 BEGIN_RELU = "<!-- relu: written by `python -m benchmarks.report --relu` -->"
 END_RELU = "<!-- end of relu -->"
+# Shown as called and as kernels alone: where the host counts most, and two that it is beside.
+AS_CALLED = (
+    *((shape, PAIRS[1]) for shape in DECODE),
+    *((shape, PAIRS[0]) for shape in ((32768, 256), (32768, 4096))),
+)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -35,25 +53,27 @@ def main(arguments: list[str] | None = None) -> None:
     what.add_argument("results", type=Path, nargs="?", help="a file of benchmarks.run")
     what.add_argument("--scaling", type=Path, nargs="+", help="files of benchmarks.sharding_*")
     what.add_argument("--relu", type=Path, help="a file of benchmarks.relu")
-    parser.add_argument("--readme", type=Path, default=README)
+    parser.add_argument(
+        "--readme", type=Path, help="what to write into (default: the file's name with .md)"
+    )
     options = parser.parse_args(arguments)
+    sources = options.scaling or [options.relu or options.results]
+    for source in sources:
+        if not source.is_file():
+            parser.error(f"there is no file {source}")
+    readme = options.readme or sources[0].with_suffix(".md")
     if options.scaling:
-        section = _scaling(options.scaling, options.readme.parent)
-        _replace(options.readme, BEGIN_SCALING, END_SCALING, section)
-        return
-    if options.relu:
-        section = _relu(results.load(options.relu), options.relu, options.readme.parent)
-        _replace(options.readme, BEGIN_RELU, END_RELU, section)
-        return
-    report = results.load(options.results)
-    _around(options.readme, BEGIN, END)  # before the figures are drawn in vain
-    figures = plots.draw(report, options.results.with_suffix(""))
-    write(report, options.results, figures, options.readme)
-
-
-def write(report: dict[str, Any], source: Path, figures: Iterable[Path], readme: Path) -> None:
-    """Replace what is between the README's markers of results."""
-    _replace(readme, BEGIN, END, _section(report, source, figures, readme.parent))
+        section = _scaling(sources, readme.parent)
+        _replace(readme, BEGIN_SCALING, END_SCALING, section)
+    elif options.relu:
+        section = _relu(results.load(options.relu), options.relu, readme.parent)
+        _replace(readme, BEGIN_RELU, END_RELU, section)
+    else:
+        report = results.load(options.results)
+        _around(readme, BEGIN, END)  # before the figures are drawn in vain
+        figures = plots.draw(report, options.results.with_suffix(""))
+        _replace(readme, BEGIN, END, _section(report, options.results, figures, readme.parent))
+    print(f"written into {readme}")
 
 
 def _replace(readme: Path, begin: str, end: str, section: Iterable[str]) -> None:
@@ -63,7 +83,12 @@ def _replace(readme: Path, begin: str, end: str, section: Iterable[str]) -> None
 
 
 def _around(readme: Path, begin: str, end: str) -> tuple[str, str]:
-    """Return what is before and after two markers; a ValueError says that one is missing."""
+    """Return what is, or in a new file shall be, before and after two markers.
+
+    A ValueError says that one is missing.
+    """
+    if not readme.exists():
+        return "# Benchmark\n\n", "\n"
     before, found, rest = readme.read_text(encoding="utf-8").partition(begin)
     _, ended, after = rest.partition(end)
     if not (found and ended):
@@ -98,6 +123,8 @@ def _scaling(sources: Iterable[Path], folder: Path) -> Iterator[str]:
 
 def _relu(report: dict[str, Any], source: Path, folder: Path) -> Iterator[str]:
     yield from _origin(report, source, folder)
+    yield ""
+    yield from _versions(report)
     yield "\nMicroseconds:\n"
     cells = list(results.by_problem(report["measurements"]))
     yield from _table(list(relu.TIMES), (relu.times(problem, cell) for problem, cell in cells))
@@ -112,82 +139,176 @@ def _relu(report: dict[str, Any], source: Path, folder: Path) -> Iterator[str]:
 
 
 def _origin(report: dict[str, Any], source: Path, folder: Path) -> Iterator[str]:
-    """Yield where the figures come from: the file, the machine and the versions."""
-    yield f"From [{source.name}]({_relative(source, folder)}), started {report['started']}."
+    """Yield where the figures come from."""
+    yield (
+        f"From [{source.name}]({_relative(source, folder)}), {report['machine']['gpu']}, commit "
+        f"{short(report['commit'])}, started {report['started']}."
+    )
     if not report.get("complete"):
         yield "\n**This run did not finish; what it did not reach is missing.**"
-    yield ""
-    facts = _facts(report, report["machine"])
-    yield from _table(["", ""], [[name, str(fact)] for name, fact in facts])
 
 
 def _section(
     report: dict[str, Any], source: Path, figures: Iterable[Path], folder: Path
 ) -> Iterator[str]:
+    measured = report["measurements"]
     yield from _origin(report, source, folder)
+    yield from _unreached(report)
     yield "\n### Summary\n"
     yield (
         "Speed of cupynorm over that of the best peer and of the limit: geometric means over the "
-        "shapes of the tables below; above 1 is faster.\n"
+        "shapes of the tables below; above 1 is faster. `*`: of a shape that some peer was not "
+        "measured on. The last column names the peers that have no time on some of the shapes, and "
+        "on how many they have one. Of a limit, `c` says that its call counts, `g` its replay in a "
+        "CUDA graph.\n"
     )
+    head = ["operation", "timed", "to the limit", "to the best peer", "ahead", "worst shape"]
     yield from _table(
-        ["operation", "timed", "to the limit", "to the best peer", "ahead", "worst shape"],
+        [*head, "peers on fewer shapes"],
         [
             [
                 s.operation,
                 timed(s),
                 _ratio(s.to_limit),
-                _ratio(s.to_peer),
+                _ratio(s.to_peer, s.incomplete > 0),
                 f"{s.ahead} of {s.compared}",
                 ""
                 if s.worst is None
-                else f"{label(s.worst.problem)}: {_ratio(s.worst.to_peer)} of {s.worst.peer}",
+                else f"{label(s.worst.problem)}: "
+                f"{_ratio(s.worst.to_peer, bool(s.worst.unmeasured))} of {s.worst.peer}",
+                partial(s),
             ]
-            for s in summarize(report["measurements"])
+            for s in summarize(measured)
         ],
     )
     pngs = [path for path in figures if path.suffix == ".png"]
+    found = {ratio.problem: ratio for ratio in ratios(measured)}
     for operation in OPERATIONS:
-        own = [r for r in report["measurements"] if f"{r['norm']} {r['direction']}" == operation]
+        own = [r for r in measured if f"{r['norm']} {r['direction']}" == operation]
         if not own:
             continue
-        yield f"\n### {operation}\n"
+        yield f"\n### {operation}"
         stem = operation.replace(" ", "_")
         for path in pngs:
             if path.stem.startswith(stem):
                 svg = _relative(path.with_suffix(".svg"), folder)
-                yield f"[![{path.stem}]({_relative(path, folder)})]({svg})\n"
-        yield "GB/s:\n"
-        yield from _speeds(own)
-    yield from _remarks(report["measurements"])
+                yield f"\n[![{path.stem}]({_relative(path, folder)})]({svg})"
+        yield from _speeds(own, found)
+        yield from _as_called(own)
+    yield from _remarks(measured)
     yield from _host(report["host"])
     yield from _first_calls(report["first_calls"])
+    yield "\n### Versions\n"
+    yield from _versions(report)
 
 
-def _facts(report: dict[str, Any], machine: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    yield "GPU", f"{machine['gpu']}, {machine['memory_bytes'] / 2**30:.0f} GiB"
-    yield "driver", machine["driver"]
-    yield "CUDA runtime, NVRTC", f"{machine['cuda_runtime']}, {machine['nvrtc']}"
-    yield "Python, NumPy, CuPy", ", ".join(machine[k] for k in ("python", "numpy", "cupy"))
-    yield "commit", report["commit"]
-    yield from report["backends"].items()
+def _unreached(report: dict[str, Any]) -> Iterator[str]:
+    """Yield which backends were there and not measured on every problem."""
+    cells = [cell for _, cell in results.by_problem(report["measurements"])]
+    counts = {
+        name: sum(name in cell for cell in cells)
+        for name, fact in report["backends"].items()
+        if not fact.startswith("missing")
+    }
+    fewer = [f"{name} on {count}" for name, count in counts.items() if count < len(cells)]
+    if fewer:
+        yield f"\nNot measured on all of the {len(cells)} problems: {', '.join(fewer)}."
 
 
-def _speeds(records: Iterable[dict[str, Any]]) -> Iterator[str]:
-    records = list(records)
-    names = [b.name for b in ALL if any(r["backend"] == b.name for r in records)]
-    by_ratio = {ratio.problem: ratio for ratio in ratios(records)}
-    rows = []
-    for problem, cell in results.by_problem(records):
-        row = [f"{problem.rows}x{problem.cols}", f"{problem.dtype}, {problem.weight_dtype}"]
-        for name in names:
-            record = cell.get(name)
-            speed = None if record is None else results.gigabytes_per_second(record)
-            row.append(f"{speed:.0f}" if speed is not None else record["status"] if record else "")
-        ratio = by_ratio.get(problem)
-        row += [_ratio(ratio.to_limit), _ratio(ratio.to_peer)] if ratio else ["", ""]
-        rows.append(row)
-    yield from _table(["MxN", "x, weight", *names, "to the limit", "to the best peer"], rows)
+def _versions(report: dict[str, Any]) -> Iterator[str]:
+    """Yield a table of the machine and of the versions."""
+    machine = report["machine"]
+    yield from _table(
+        ["", ""],
+        [
+            ["GPU", f"{machine['gpu']}, {machine['memory_bytes'] / 2**30:.0f} GiB"],
+            ["driver", machine["driver"]],
+            ["CUDA runtime, NVRTC", f"{machine['cuda_runtime']}, {machine['nvrtc']}"],
+            ["Python, NumPy, CuPy", ", ".join(machine[k] for k in ("python", "numpy", "cupy"))],
+            ["commit", short(report["commit"])],
+            *([name, fact] for name, fact in report["backends"].items()),
+        ],
+    )
+
+
+def _speeds(records: Iterable[Record], found: dict[Problem, Ratio]) -> Iterator[str]:
+    """Yield a table of GB/s, and one of the times of the small problems."""
+    cells = list(results.by_problem(records))
+    for heading, is_small, shown in (
+        ("GB/s", False, _gigabytes_per_second),
+        (f"µs, where the limit takes less than {1e6 * SMALL_SECONDS:.0f}", True, _us),
+    ):
+        chosen = [(problem, cell) for problem, cell in cells if small(cell) == is_small]
+        if not chosen:
+            continue
+        yield f"\n{heading}:\n"
+        names = [b.name for b in ALL if any(b.name in cell for _, cell in chosen)]
+        rows = []
+        for problem, cell in chosen:
+            row = [*_stated(problem)]
+            row += [_shown(cell[name], shown) if name in cell else "" for name in names]
+            ratio = found.get(problem)
+            row += (
+                [_ratio(ratio.to_limit), _ratio(ratio.to_peer, bool(ratio.unmeasured))]
+                if ratio
+                else ["", ""]
+            )
+            rows.append(row)
+        yield from _table(["MxN", "x, weight", *names, "to the limit", "to the best peer"], rows)
+
+
+def _stated(problem: Problem) -> tuple[str, str]:
+    return f"{problem.rows}x{problem.cols}", f"{problem.dtype}, {problem.weight_dtype}"
+
+
+def _gigabytes_per_second(record: Record, seconds: float) -> str:
+    return f"{1e-9 * record['bytes'] / seconds:.0f}"
+
+
+def _us(record: Record, seconds: float) -> str:
+    return digits(1e6 * seconds)
+
+
+def _shown(record: Record, shown: Callable[[Record, float], str]) -> str:
+    """Return the figure, or what happened instead; of a limit also which of its times it is."""
+    seconds = results.seconds(record)
+    if seconds is None:
+        return str(record["status"])
+    called = results.fastest(record) is record["times"].get("call")
+    mark = (" c" if called else " g") if KINDS[record["backend"]] == "limit" else ""
+    return shown(record, seconds) + mark
+
+
+def _as_called(records: Iterable[Record]) -> Iterator[str]:
+    """Yield a table of the call beside its kernels alone, of those that were timed as both."""
+    chosen = [
+        (problem, {name: record["times"] for name, record in cell.items() if _both(record)})
+        for problem, cell in results.by_problem(records)
+        if ((problem.rows, problem.cols), (problem.dtype, problem.weight_dtype)) in AS_CALLED
+    ]
+    names = [b.name for b in ALL if any(b.name in times for _, times in chosen)]
+    if names:
+        yield "\nµs of the call as a user makes it / of its kernels alone:\n"
+        yield from _table(
+            ["MxN", "x, weight", *names],
+            (
+                [
+                    *_stated(problem),
+                    *(
+                        " / ".join(digits(1e6 * times[n][t]["median"]) for t in ("call", "kernels"))
+                        if n in times
+                        else ""
+                        for n in names
+                    ),
+                ]
+                for problem, times in chosen
+            ),
+        )
+
+
+def _both(record: Record) -> bool:
+    times = record.get("times", {}) if record["status"] == "ok" else {}
+    return {"call", "kernels"} <= times.keys() and KINDS[record["backend"]] != "limit"
 
 
 def _remarks(records: list[dict[str, Any]]) -> Iterator[str]:
@@ -274,8 +395,8 @@ def _table(head: list[str], rows: Iterable[list[str]]) -> Iterator[str]:
         yield f"| {' | '.join(cell.replace('|', '/') for cell in row)} |"
 
 
-def _ratio(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}"
+def _ratio(value: float | None, marked: bool = False) -> str:
+    return "" if value is None else f"{value:.2f}{'*' if marked else ''}"
 
 
 if __name__ == "__main__":

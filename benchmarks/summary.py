@@ -6,18 +6,26 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+from benchmarks.backends import KINDS
 from benchmarks.problems import OPERATIONS
-from benchmarks.results import by_problem, of_kind
+from benchmarks.results import Record, by_problem, of_kind
 from cupynorm._bench import Problem
+
+# Of problems whose limit takes less, GB/s say little: the launch is most of the time.
+SMALL_SECONDS = 10e-6
 
 
 class Ratio(NamedTuple):
-    """Our speed over the best peer's and over the limit's; above 1 is faster."""
+    """Our speed over the best peer's and over the limit's; above 1 is faster.
+
+    `unmeasured` names the peers measured on other problems but not on this one.
+    """
 
     problem: Problem
     to_peer: float | None
     to_limit: float | None
     peer: str | None
+    unmeasured: tuple[str, ...]
 
 
 class Summary(NamedTuple):
@@ -30,11 +38,15 @@ class Summary(NamedTuple):
     to_limit: float | None
     ahead: int  # shapes at least as fast as the best peer
     compared: int  # shapes with a peer
+    incomplete: int  # of these, shapes that some peer was not measured on
     worst: Ratio | None
+    partial: dict[str, int]  # peers not timed on all shapes, and on how many they were
 
 
 def ratios(measurements: Iterable[dict[str, Any]]) -> list[Ratio]:
     """Return the ratios of each problem that cupynorm was timed on."""
+    measurements = list(measurements)
+    everywhere = _peers(measurements)
     found = []
     for problem, cell in by_problem(measurements):
         ours = min(of_kind(cell, "ours").values(), default=None)
@@ -50,9 +62,16 @@ def ratios(measurements: Iterable[dict[str, Any]]) -> list[Ratio]:
                 None if peer is None else peers[peer] / ours,
                 min(limits.values()) / ours if limits else None,
                 peer,
+                tuple(name for name in everywhere if name not in cell),
             )
         )
     return found
+
+
+def _peers(measurements: Iterable[Record]) -> list[str]:
+    """Return the peers that have any record, in the order of the tables."""
+    recorded = {record["backend"] for record in measurements}
+    return [name for name, kind in KINDS.items() if kind == "peer" and name in recorded]
 
 
 def geometric_mean(values: Sequence[float]) -> float | None:
@@ -64,11 +83,15 @@ def summarize(measurements: Iterable[dict[str, Any]]) -> list[Summary]:
     """Return a summary of each operation measured."""
     measurements = list(measurements)
     found = {ratio.problem: ratio for ratio in ratios(measurements)}
+    everywhere = _peers(measurements)
     summaries = []
     for operation in OPERATIONS:
-        problems = [p for p, _ in by_problem(measurements) if p.operation == operation]
-        if not problems:
+        cells = {p: cell for p, cell in by_problem(measurements) if p.operation == operation}
+        if not cells:
             continue
+        problems = list(cells)
+        timed_peers = [of_kind(cell, "peer") for cell in cells.values()]
+        counts = {name: sum(name in times for times in timed_peers) for name in everywhere}
         own = [found[problem] for problem in problems if problem in found]
         compared = [(r.to_peer, r) for r in own if r.to_peer is not None]
         to_limit = [r.to_limit for r in own if r.to_limit is not None]
@@ -81,7 +104,9 @@ def summarize(measurements: Iterable[dict[str, Any]]) -> list[Summary]:
                 geometric_mean(to_limit),
                 sum(value >= 1 for value, _ in compared),
                 len(compared),
+                sum(bool(r.unmeasured) for _, r in compared),
                 min(compared, key=lambda pair: pair[0])[1] if compared else None,
+                {name: count for name, count in counts.items() if count < len(problems)},
             )
         )
     return summaries
@@ -97,6 +122,8 @@ def sentence(summary: Summary) -> str:
         parts.append(f"{summary.to_peer:.3f} of the best peer (geometric means)")
         parts.append(f"ahead on {summary.ahead} of {summary.compared}")
         parts.append(f"worst {worst.to_peer:.3f} of {worst.peer} at {label(worst.problem)}")
+    if summary.partial:
+        parts.append(f"peers timed on fewer: {partial(summary)}")
     return ", ".join(parts)
 
 
@@ -106,6 +133,27 @@ def timed(summary: Summary) -> str:
     if not summary.missing:
         return count
     return f"{count}, without {'; '.join(map(label, summary.missing))}"
+
+
+def partial(summary: Summary) -> str:
+    """Name the peers that were not timed on all shapes, and on how many they were."""
+    return ", ".join(f"{name} {count}" for name, count in summary.partial.items())
+
+
+def small(cell: dict[str, Record]) -> bool:
+    """Tell whether the limit takes less than SMALL_SECONDS."""
+    return min(of_kind(cell, "limit").values(), default=SMALL_SECONDS) < SMALL_SECONDS
+
+
+def digits(value: float) -> str:
+    """Return a figure with at least three digits."""
+    return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f}"
+
+
+def short(commit: str) -> str:
+    """Return the start of a commit's name, and what is said beside it."""
+    name, space, more = commit.partition(" ")
+    return name[:12] + space + more
 
 
 def label(problem: Problem) -> str:

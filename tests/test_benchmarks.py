@@ -1,4 +1,4 @@
-"""The parts of the benchmark that need no GPU, on a results file of invented figures."""
+"""The parts of the benchmark that need no GPU, on invented figures and on recorded ones."""
 
 from __future__ import annotations
 
@@ -53,6 +53,8 @@ from cupynorm._bench import DTYPES, EPS, Problem  # noqa: E402
 
 SYNTHETIC = Path(__file__).parent / "data" / "synthetic_results.json"
 SYNTHETIC_RELU = SYNTHETIC.with_name("synthetic_relu.json")
+README = ROOT / "benchmarks" / "README.md"
+RECORDED = README.with_name("results") / "h200.json"
 
 
 @pytest.fixture
@@ -581,7 +583,7 @@ def test_summary_counts_neither_the_wrong_nor_the_missing(synthetic) -> None:
             record["status"] = "wrong"
     assert {r.peer for r in summary.ratios(synthetic["measurements"])} == {"quack"}
     alone = [r for r in synthetic["measurements"] if r["backend"] == "cupynorm"]
-    assert {r[1:] for r in summary.ratios(alone)} == {(None, None, None)}
+    assert {r[1:] for r in summary.ratios(alone)} == {(None, None, None, ())}
     line = summary.sentence(summary.summarize(alone)[0])
     assert line == "rms_norm forward: timed 3 of 3 shapes"
     assert summary.summarize([]) == []
@@ -618,6 +620,44 @@ def test_summary_names_what_cupynorm_was_not_timed_on(synthetic) -> None:
     )
 
 
+def test_summary_names_peers_without_a_time_and_marks_the_shapes_not_measured(synthetic) -> None:
+    measured = synthetic["measurements"]
+    first, second, _ = (
+        p for p, _ in results.by_problem(measured) if p.operation == "rms_norm forward"
+    )
+
+    def of(problem, backend):
+        return next(
+            r for r in measured if results.problem_of(r) == problem and r["backend"] == backend
+        )
+
+    before = summary.summarize(measured)[0]
+    assert before.incomplete == 0
+    # A peer that failed was given its chance; one without a record might have been the best.
+    of(first, "quack")["status"] = "failed"
+    measured.remove(of(second, "torch.compile"))
+    found = {r.problem: r for r in summary.ratios(measured)}
+    assert found[first].unmeasured == ()
+    assert found[second].unmeasured == ("torch.compile",)
+    after = summary.summarize(measured)[0]
+    assert after.incomplete == 1
+    assert after.partial == before.partial | {"quack": 2, "torch.compile": 2}
+    assert "peers timed on fewer: quack 2, " in summary.sentence(after)
+    # One that an operation was not measured with at all is missing there as well.
+    others = [
+        r
+        for r in measured
+        if r["backend"] != "torch.compile" or results.problem_of(r).operation != first.operation
+    ]
+    after = summary.summarize(others)[0]
+    assert (after.incomplete, after.partial["torch.compile"]) == (3, 0)
+
+
+def test_a_figure_has_three_digits() -> None:
+    figures = {0.5: "0.50", 9.994: "9.99", 9.996: "10.0", 99.94: "99.9", 99.96: "100", 1234: "1234"}
+    assert {value: summary.digits(value) for value in figures} == figures
+
+
 def test_plots_are_written_as_png_and_svg_and_the_same_each_time(tmp_path, synthetic) -> None:
     paths = plots.draw(synthetic, tmp_path / "a")
     assert len(paths) == 4 * 2 * 2
@@ -642,17 +682,130 @@ def test_a_plotted_line_joins_only_shapes_of_the_same_number_of_rows(synthetic) 
     assert ticks == ["64", "128", "256, M = 32768", "512, M = 32768", "1024, M = 8192"]
 
 
+def test_a_plotted_line_is_broken_where_its_backend_has_no_time(synthetic) -> None:
+    first = next(r for r in synthetic["measurements"] if r["backend"] == "cupynorm")
+    own = [first | {"rows": 32768, "cols": cols} for cols in (256, 512, 1024, 2048)]
+    quack = [own[0], own[1] | {"status": "failed"}, *own[2:]]
+    records = [*own, *(r | {"backend": "quack"} for r in quack)]
+    records += [own[n] | {"backend": "liger"} for n in (0, 3)]
+    (axes,) = plots.lines("rms_norm forward", records).axes
+    found = [tuple(line.get_xdata()) for line in axes.lines]
+    assert found == [(256, 512, 1024, 2048), (256,), (1024, 2048), (256,), (2048,)]
+
+
+def decoding_record(first: dict, rows: int, cols: int, seconds: float) -> dict:
+    timing = {"median": seconds, "low": seconds, "high": seconds, "runs": 3}
+    return first | {"rows": rows, "cols": cols, "times": {"call": timing}}
+
+
+def test_decoding_is_drawn_over_rows_a_panel_a_width(synthetic) -> None:
+    first = next(r for r in synthetic["measurements"] if r["backend"] == "cupynorm")
+    shapes = ((8, 4096), (1, 4096), (64, 1024), (64, 4096), (512, 1024), (3, 4096))
+    own = [decoding_record(first, *shape, 1e-6 * shape[0]) for shape in shapes]
+    missing = [r | {"backend": "quack"} for r in own if r["rows"] != 8]
+    figure = plots.decoding("rms_norm forward", own + missing)
+    found = {
+        axes.get_title(): [tuple(map(tuple, line.get_xydata())) for line in axes.lines]
+        for axes in figure.axes
+    }
+    assert list(found) == ["N = 1024", "N = 4096"]
+    assert found["N = 1024"] == [((64, 64), (512, 512))] * 2
+    assert found["N = 4096"] == [((1, 1), (8, 8), (64, 64)), ((1, 1),), ((64, 64),)]
+    names = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert names == ["cupynorm", "quack"]
+    assert plots.decoding("one M of a width", [own[0], own[2]]) is None
+    assert plots.decoding("no decoding", [own[-1]]) is None
+
+
+def test_small_problems_are_shown_in_microseconds_and_the_limit_says_what_counted(tmp_path) -> None:
+    def record(backend, rows, cols, call, kernels):
+        problem = Problem("rms_norm", "forward", rows, cols, "bfloat16", "bfloat16")
+        times = {
+            name: {"median": value, "low": value, "high": value, "runs": 3}
+            for name, value in (("call", call), ("kernels", kernels))
+        }
+        return asdict(problem) | {
+            "bytes": problem.bytes, "backend": backend, "status": "ok", "times": times
+        }  # fmt: skip
+
+    measured = [
+        record("limit, CuPy", 8, 4096, 4e-6, 3.5e-6),
+        record("limit, torch", 8, 4096, 5e-6, 6e-6),
+        record("cupynorm", 8, 4096, 5e-6, 4.375e-6),
+        record("liger", 8, 4096, 44.04e-6, 5.25e-6),
+        record("limit, CuPy", 512, 16384, 12e-6, 13e-6),
+        record("cupynorm", 512, 16384, 15e-6, 16e-6),
+        record("cupynorm", 7, 100, 15e-6, 16e-6),
+    ]
+    file = results.load(SYNTHETIC) | {"measurements": measured, "host": [], "first_calls": []}
+    results.save(file, tmp_path / "mine.json")
+    report.main([str(tmp_path / "mine.json")])
+    lines = (tmp_path / "mine.md").read_text(encoding="utf-8").splitlines()
+    fast, slow = (f"{1e-9 * measured[4]['bytes'] / seconds:.0f}" for seconds in (12e-6, 15e-6))
+    for line in (
+        "| 8x4096 | bfloat16, bfloat16 | 3.50 g | 5.00 c | 4.38 | 5.25 | 0.80 | 1.20 |",
+        f"| 512x16384 | bfloat16, bfloat16 | {fast} c | {slow} | 0.80 |  |",
+        "| 8x4096 | bfloat16, bfloat16 | 5.00 / 4.38 | 44.0 / 5.25 |",
+        "| 512x16384 | bfloat16, bfloat16 | 15.0 / 16.0 |  |",
+    ):
+        assert line in lines
+    assert not any(line.startswith("| 7x100 ") and "/" in line for line in lines)
+
+
+def test_a_report_is_written_beside_the_file_or_into_the_one_named(tmp_path, capsys) -> None:
+    source, named = tmp_path / "mine.json", tmp_path / "named.md"
+    shutil.copy(SYNTHETIC, source)
+    report.main([str(source)])
+    assert f"written into {tmp_path / 'mine.md'}" in capsys.readouterr().out
+    text = (tmp_path / "mine.md").read_text(encoding="utf-8")
+    assert text.startswith(f"# Benchmark\n\n{report.BEGIN}\n\nFrom [mine.json](mine.json), ")
+    assert text.endswith(f"\n\n{report.END}\n")
+    for link in re.findall(r"\((mine/\w+\.\w+)\)", text):
+        assert (tmp_path / link).is_file()
+    named.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n", encoding="utf-8")
+    report.main([str(source), "--readme", str(named)])
+    section = text.removeprefix("# Benchmark\n\n")
+    assert named.read_text(encoding="utf-8") == f"before\n{section}after\n"
+
+
+@pytest.mark.parametrize("module", [report, compare])
+def test_a_file_that_is_not_there_is_named(module, tmp_path, capsys) -> None:
+    missing = str(tmp_path / "missing.json")
+    with pytest.raises(SystemExit):
+        module.main([missing] if module is report else [str(SYNTHETIC), missing])
+    assert f"there is no file {missing}" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_readme_shows_the_recorded_results(tmp_path) -> None:
+    source, readme = tmp_path / "results" / RECORDED.name, tmp_path / "README.md"
+    source.parent.mkdir()
+    shutil.copy(RECORDED, source)
+    shutil.copy(README, readme)
+    report.main([str(source), "--readme", str(readme)])
+    assert readme.read_text(encoding="utf-8") == README.read_text(encoding="utf-8")
+    drawn, kept = (path.with_suffix("").iterdir() for path in (source, RECORDED))
+    assert {path.name for path in drawn} == {path.name for path in kept}
+
+
+def test_recorded_bytes_are_those_of_the_problems() -> None:
+    measured = results.load(RECORDED)["measurements"]
+    assert measured
+    for record in measured:
+        assert record["bytes"] == results.problem_of(record).bytes
+
+
 def test_readme_section_is_made_from_the_file(tmp_path, monkeypatch) -> None:
     source, readme = tmp_path / "results" / "run.json", tmp_path / "README.md"
     source.parent.mkdir()
     shutil.copy(SYNTHETIC, source)
-    shutil.copy(report.README, readme)
+    shutil.copy(README, readme)
     drawn = [tmp_path / "results" / "run" / "rms_norm_forward_speed.png"]
     monkeypatch.setattr(plots, "draw", lambda results, folder: drawn)
     arguments = [str(source), "--readme", str(readme)]
     report.main(arguments)
     text = readme.read_text(encoding="utf-8")
-    assert text.split(report.BEGIN)[0] == report.README.read_text().split(report.BEGIN)[0]
+    assert text.split(report.BEGIN)[0] == README.read_text().split(report.BEGIN)[0]
     assert "Synthetic GPU (no measurement)" in text
     assert "[run.json](results/run.json)" in text
     assert "(results/run/rms_norm_forward_speed.png)" in text
@@ -668,10 +821,10 @@ def test_readme_section_is_made_from_the_file(tmp_path, monkeypatch) -> None:
 def test_relu_in_the_readme_is_made_from_the_file(tmp_path) -> None:
     source, readme = tmp_path / "relu.json", tmp_path / "README.md"
     shutil.copy(SYNTHETIC_RELU, source)
-    shutil.copy(report.README, readme)
+    shutil.copy(README, readme)
     arguments = ["--relu", str(source), "--readme", str(readme)]
     report.main(arguments)
-    text, before = (path.read_text(encoding="utf-8") for path in (readme, report.README))
+    text, before = (path.read_text(encoding="utf-8") for path in (readme, README))
     assert text.split(report.BEGIN_RELU)[0] == before.split(report.BEGIN_RELU)[0]
     assert text.split(report.END_RELU)[1] == before.split(report.END_RELU)[1]
     for line in (
@@ -720,6 +873,80 @@ def test_comparison_tells_what_moved_by_more_than_the_spread(synthetic, factor, 
     assert sum(change.moved for change in changes) == moved
     assert changes[0].speedup == pytest.approx(1 / factor)
     assert all(change.speedup == 1 for change in changes[1:])
+
+
+def slowed(record: dict, factor: float) -> None:
+    for timing in record["times"].values():
+        timing |= {key: factor * timing[key] for key in ("median", "low", "high")}
+
+
+def test_comparison_of_a_recorded_file_with_itself_changed_by_known_factors(
+    tmp_path, capsys
+) -> None:
+    old = results.load(RECORDED)
+    assert not any(change.moved for change in compare.compare(old, old))
+    assert compare.drift(old, old) == (1, 1)
+    new = copy.deepcopy(old)
+    cells = dict(results.by_problem(new["measurements"]))
+    large = [cell for p, cell in cells.items() if p.rows == 32768 and not summary.small(cell)]
+    tiny = [cell for cell in cells.values() if summary.small(cell)]
+    slowed(large[0]["limit, CuPy"], 1.05)
+    slowed(tiny[0]["limit, torch"], 1 / 1.2)
+    slowed(large[1]["cupynorm"], 1.2)  # moved: beyond the limits and its spread
+    slowed(large[2]["cupynorm"], 1.04)  # not: a limit moved by as much
+    slowed(large[3]["cupynorm"], 1 / 1.2)  # moved
+    slowed(tiny[1]["cupynorm"], 1.15)  # not: a small limit moved by as much
+    slowed(tiny[2]["cupynorm"], 1.5)  # moved
+    assert compare.drift(old, new) == pytest.approx((1.2, 1.05))
+    changes = list(compare.compare(old, new, ("cupynorm",)))
+    expected = [results.problem_of(cell["cupynorm"]) for cell in (large[1], large[3], tiny[2])]
+    assert {c.problem for c in changes if c.moved} == set(expected)
+    results.save(new, tmp_path / "new.json")
+    assert compare.main([str(RECORDED), str(tmp_path / "new.json")]) == 0
+    printed = capsys.readouterr().out
+    assert "by a factor of up to 1.050, those of less than 10 us up to 1.200" in printed
+    assert f"3 of {len(changes)} moved" in printed
+
+
+def test_comparison_tells_what_else_differs(tmp_path, synthetic, capsys) -> None:
+    new = copy.deepcopy(synthetic)
+    new["machine"]["driver"] = "999.9"
+    new["commit"] = "0123456789abcdef and changes"
+    new["backends"]["cupynorm"] = "9.9"
+    ours = [r for r in new["measurements"] if r["backend"] == "cupynorm"]
+    for record in ours[-2:]:
+        new["measurements"].remove(record)
+    for record in ours[:-2]:
+        record["status"] = "failed"
+    results.save(new, tmp_path / "new.json")
+    arguments = [str(SYNTHETIC), str(tmp_path / "new.json")]
+    assert compare.main(arguments) == 0
+    printed = capsys.readouterr().out.splitlines()
+    name = summary.label(results.problem_of(ours[-2]))
+    for line in (
+        "new: 0123456789ab and changes on Synthetic GPU (no measurement), driver 999.9",
+        f"driver differs: {synthetic['machine']['driver']}, 999.9",
+        f"cupynorm differs: {synthetic['backends']['cupynorm']}, 9.9",
+        f"only in old: cupynorm: {ours[-2]['norm']} {ours[-2]['direction']} {name} and 1 more",
+        "10 of 10 moved; none has a time in both files.",
+    ):
+        assert line in printed
+    assert compare.main([*arguments, "--backends", "cupynorm (JAX)"]) == 0
+    assert "The files have nothing in common." in capsys.readouterr().out
+
+
+def test_comparison_has_columns_for_any_name(tmp_path, capsys) -> None:
+    old = results.load(RECORDED)
+    records = [r for r in old["measurements"] if r["backend"] == "cupynorm"][:2]
+    records += [r | {"backend": "cupynorm (as on sm_80)"} for r in records]
+    results.save(old | {"measurements": records}, tmp_path / "a.json")
+    names = ["--all", "--backends", "cupynorm", "cupynorm (as on sm_80)"]
+    assert compare.main([str(tmp_path / "a.json")] * 2 + names) == 0
+    lines = capsys.readouterr().out.splitlines()
+    rows = [line for line in lines if line.startswith(("GB/s", "cupynorm")) and "moved" not in line]
+    rows += [line.removesuffix("  not moved") for line in lines if line.endswith("  not moved")]
+    assert len(rows) == 5
+    assert len({len(row) for row in rows}) == 1
 
 
 def test_comparison_prints_and_fails_on_a_slowdown(tmp_path, synthetic, capsys) -> None:
@@ -1141,11 +1368,11 @@ def test_scaling_in_the_readme_is_made_from_the_files(tmp_path) -> None:
     for source, (name, records) in zip(sources, measured.items(), strict=True):
         source.write_text(json.dumps(facts | {name: "1.2", "measurements": records}))
     readme = tmp_path / "README.md"
-    shutil.copy(report.README, readme)
+    shutil.copy(README, readme)
     arguments = ["--readme", str(readme), "--scaling", *map(str, sources)]
     report.main(arguments)
     text = readme.read_text(encoding="utf-8")
-    before = report.README.read_text(encoding="utf-8")
+    before = README.read_text(encoding="utf-8")
     assert text.split(report.BEGIN_SCALING)[0] == before.split(report.BEGIN_SCALING)[0]
     assert text.split(report.END_SCALING)[1] == before.split(report.END_SCALING)[1]
     for line in (
