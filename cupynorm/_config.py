@@ -160,7 +160,7 @@ def team_bytes(x: str, row_threads: int, block_threads: int, cluster_blocks: int
     slots = cluster_blocks * max(1, row_threads // 32)
     if slots == 1:
         return 0
-    values = 2 * (block_threads // row_threads) * slots * 3
+    values = 2 * (block_threads // row_threads) * slots * 4
     mailboxes = 16 if cluster_blocks > 1 else 0
     return mailboxes + -(-values * ITEMSIZE[compute_dtype(x)] // 16) * 16
 
@@ -232,10 +232,10 @@ def forward_config(
         most_held = 24
     slim_weight = affine <= 16 and _widest(spec.weight, spec.bias) <= 2
     most_threads = 256 if slim_weight else 128
-    # LayerNorm's rows of several warps wait for more sums: not held, 4144 GB/s against 3659 at
-    # N = 4096, 3920 against 3605 at 2048; but 7.62 us against 7.36 at 512x4096 (bfloat16, H200).
-    waits = spec.norm == "layer_norm" and row_threads > 32
-    hold_weight = vector == length and row_threads <= most_threads and not (wide or waits)
+    # Not in LayerNorm's rows of several warps: 4144 GB/s against 3659 at N = 4096, 3920 against
+    # 3605 at 2048; at 512x4096 that costs 7.62 us against 7.36 (bfloat16, H200).
+    never = wide or (spec.norm == "layer_norm" and row_threads > 32)
+    hold_weight = vector == length and row_threads <= most_threads and not never
     hold_weight = hold_weight and affine <= most_held
     # Threads that a multiprocessor must hold at once bound their registers. What would spill has
     # fewer: up to 122 registers where single 16-bit elements are moved.
@@ -332,7 +332,7 @@ def _streaming_blocks(packs: int, architecture: int) -> int:
     """Return the blocks that stream a row.
 
     With one, 32 rows of 262144 float32 keep 32 of an H200's 132 multiprocessors busy. Clusters of 4
-    blocks, two a multiprocessor, all run at once; those of 8 or 16 find room for fewer rows.
+    blocks of 512 threads, two a multiprocessor, all run at once; of 8 or 16 such, fewer rows do.
     """
     return 4 if architecture >= FIRST_WITH_CLUSTERS and packs > 8192 else 1
 

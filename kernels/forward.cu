@@ -8,8 +8,8 @@
 //            weight and bias are one row; mean and rstd one value a row; bitmask (n_cols + 7) / 8
 //            bytes a row. y may be x. Full: the row's columns fill the team's packs exactly.
 // Grid:      teams of RowThreads threads, one row each; blocks of BlockThreads threads, on grid.x.
-// Traffic:   x read once, y written once; weight and bias from cache, and the first pack by every
-//            thread of LayerNorm's rows of several warps.
+// Traffic:   x read once, y written once; weight and bias from cache, and the first 64 elements by
+//            every warp of LayerNorm's rows of several.
 // Thread:    pack p of its row for p = rank, rank + RowThreads, ... (PacksPerThread of them).
 // Order:     a thread's packs in turn, then the team's reduction: a function of n_cols and the
 //            dtype of x, never of n_rows or alignment.
@@ -23,14 +23,14 @@
 // first to come have them in the L2 for all others, and to ask twice costs 4% (H200, 512 rows).
 constexpr int kFewBlocks = 128;
 
-// From so many bytes of x on, the L2 is told to keep them before others, though nobody reads them
-// again: what it then gives up is y. 4236 GB/s against 4079 for RMSNorm of 32768 rows of 8192,
+// From so many bytes of x on, the L2 is told to keep them before others, though this kernel reads
+// none again: what it then gives up is y. 4236 GB/s against 4079 for RMSNorm of 32768 rows of 8192,
 // 4253 against 4145 for LayerNorm of 4096 float32; but 2485 against 2717 at 32768x256 (H200), and
 // what reads y next takes 0.4 us more. To have y given up first (evict_first) costs 1%.
 constexpr long long kLargeBytes = 32 << 20;
 
-// Statistics of the whole team's row in registers, from sums of d and d*d: d = x - shift, or x where
-// not Shifted. Element i of pack p is at column first_column(p) + i; those past the row's end are 0.
+// Statistics of the whole team's row in registers, from sums of d*d and d, and where Shifted of |d|:
+// d = x - shift, or x where not Shifted. Element i of pack p is at column first_column(p) + i; those past the row's end are 0.
 template <bool Centered, bool Shifted, int Vector, typename X, int Length, int PacksPerThread,
           typename TeamOf>
 __device__ __forceinline__ Statistics<Compute<X>> measure(TeamOf& team,
@@ -43,7 +43,7 @@ __device__ __forceinline__ Statistics<Compute<X>> measure(TeamOf& team,
 #pragma unroll
   for (int p = 0; p < PacksPerThread; ++p) {
     const int first = team.template first_column<PacksPerThread, Length>(p);
-    T of_pack[kSums] = {};
+    T of_pack[kSums] = {};  // by itself: a shorter chain of roundings
 #pragma unroll
     for (int i = 0; i < Length; ++i) {
       T d = row[p].template get<T>(i);
@@ -55,11 +55,8 @@ __device__ __forceinline__ Statistics<Compute<X>> measure(TeamOf& team,
   }
   team.template reduce<Sum>(sums);
   Statistics<T> statistics;
-  if constexpr (Shifted) {
-    statistics.shift = shift;
-    statistics.magnitude = sums[kSums - 1] * inv_n;
-  }
-  finish<Centered>(statistics, sums[Centered ? 1 : 0], sums[0], inv_n);
+  if constexpr (Shifted) statistics.shift = shift;
+  finish<Centered>(statistics, sums, inv_n);
   forget_conversions(row);
   return statistics;
 }
@@ -89,10 +86,11 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
   // A row of several warps is measured from a first mean, since a second round would have to wait
   // for all of them; others from 0, at no cost to rows around 0.
   constexpr bool kGuesses = Centered && RowThreads > 32;
+  static_assert(!kGuesses || team.kTeams == 1, "there is a row whose first elements are read");
 
   // 1. Read the row.
   Pack<X, kLength> packs[PacksPerThread], first_pack;
-  if constexpr (kGuesses) load<Vector>(first_pack, x + row * x_stride, 0, active ? n_cols : 0);
+  if constexpr (kGuesses) load_first<Vector>(first_pack, x + row * x_stride);
   const bool large = n_rows * n_cols * static_cast<int>(sizeof(X)) >= kLargeBytes;
   const CachePolicy policy = evict_last_if(large);
   const X* own_x = x + (row * x_stride + first_column(0));
@@ -165,7 +163,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
             packs[p].set(i, packs[p].template get<T>(i) * inv_unit);
           }
         }
-        Statistics<T> again = measure<Centered, false, Vector>(team, packs, T(0), n_cols, inv_n);
+        Statistics<T> again = measure<Centered, kGuesses, Vector>(team, packs, T(0), n_cols, inv_n);
         if constexpr (Centered) recentre(again, is_far(again));
         // Rows that only share the warp get the same bits again.
         statistics = again;

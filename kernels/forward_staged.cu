@@ -61,14 +61,13 @@ __global__ __launch_bounds__(BlockThreads, 1) void norm_forward_staged(
     fetched += groups;
     fetched_x += groups * x_stride;
   };
-  // A row's first pack, for every thread.
   Pack<X, kLength> first_pack;
   const auto load_first_pack = [&](long long of_row) {
     if constexpr (Centered) {
       // Past the last row the last one: a load under a condition ends in a move that waits for it.
       // In place another block may be writing that row, but nothing is made of what is read.
       const long long there = of_row < n_rows ? of_row : n_rows - 1;
-      load<Vector>(first_pack, x + there * x_stride, 0, kLength);
+      load_first<Vector>(first_pack, x + there * x_stride);
     }
   };
   const auto guess_of_first_pack = [&] {
@@ -130,15 +129,14 @@ __global__ __launch_bounds__(BlockThreads, 1) void norm_forward_staged(
   const auto measured = [&](int stage, T guess, T(&sums)[kSums]) {
     Statistics<T> statistics;
     statistics.shift = guess;
-    finish<Centered>(statistics, sums[Centered ? 1 : 0], sums[0], inv_n);
+    finish<Centered>(statistics, sums, inv_n);
     if constexpr (Centered) {
-      statistics.magnitude = sums[2] * inv_n;
       if (was_far(statistics)) {
         Statistics<T> again;
         again.shift = statistics.shift + statistics.correction;
         sum_up(stage, again.shift, sums);
         team.template reduce<Sum>(sums);
-        finish<Centered>(again, sums[1], sums[0], inv_n);
+        finish<Centered>(again, sums, inv_n);
         statistics = again;
       }
       settle(statistics);

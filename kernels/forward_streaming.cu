@@ -47,38 +47,35 @@ __device__ __forceinline__ Statistics<T> measure(TeamOf& team, const X* row, T g
                                                  long long n_cols, T inv_n, T inv_unit) {
   Statistics<T> statistics;
   statistics.shift = guess;
+  constexpr int kSums = Centered ? 3 : 1;
   for (bool again = false;; again = true) {
-    CompensatedSum<T> sum, sum_of_squares;
-    T sum_of_magnitudes = 0;
+    CompensatedSum<T> exact[Centered ? 2 : 1];
+    T sums[kSums] = {};
     for_each_tile<TileOfX::kColumns, false>(n_cols, [&](long long base, int columns) {
       const TileOfX x(row + base, columns, evict_last());
 #pragma unroll
       for (int p = 0; p < PacksPerThread; ++p) {
-        T of_pack = 0, squares_of_pack = 0, magnitudes_of_pack = 0;
+        T of_pack[kSums] = {};
 #pragma unroll
         for (int i = 0; i < TileOfX::kLength; ++i) {
           T d = x.packs[p].template get<T>(i) * inv_unit;
           if constexpr (Centered) {
             d -= statistics.shift;
             if (!inside<Vector>(x.first_column(p), i, columns)) d = 0;
-            of_pack += d;
-            magnitudes_of_pack += absolute(d);
           }
-          squares_of_pack = fused_multiply_add(d, d, squares_of_pack);
+          add_deviation(of_pack, d);
         }
-        if constexpr (Centered) sum.add(of_pack);
-        sum_of_magnitudes += magnitudes_of_pack;
-        sum_of_squares.add(squares_of_pack);
+        exact[0].add(of_pack[0]);
+        if constexpr (Centered) {
+          exact[1].add(of_pack[1]);
+          sums[2] += of_pack[2];  // only judged by: it need not be exact
+        }
       }
     });
-    T totals[Centered ? 3 : 1] = {sum_of_squares.total()};
-    if constexpr (Centered) {
-      totals[1] = sum.total();
-      totals[2] = sum_of_magnitudes;
-    }
-    team.template reduce<Sum>(totals);
-    finish<Centered>(statistics, totals[Centered ? 1 : 0], totals[0], inv_n);
-    if constexpr (Centered) statistics.magnitude = totals[2] * inv_n;
+    sums[0] = exact[0].total();
+    if constexpr (Centered) sums[1] = exact[1].total();
+    team.template reduce<Sum>(sums);
+    finish<Centered>(statistics, sums, inv_n);
     if (!Centered || again || !was_far(statistics)) break;
     statistics.shift += statistics.correction;
   }
@@ -105,7 +102,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
   T guess = 0;
   if constexpr (Centered) {
     Pack<X, kLength> first_pack;
-    load<Vector>(first_pack, row, 0LL, n_cols);
+    load_first<Vector>(first_pack, row);
     guess = first_mean<T>(first_pack);
   }
   const auto measured = [&](T from, T inv_unit) {

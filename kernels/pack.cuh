@@ -92,13 +92,13 @@ __device__ __forceinline__ void forget_conversions(Pack<T, Length> (&packs)[Coun
 }
 
 // Where a load leaves its lines to the L2.
-struct AnyPolicy {};
+struct NoPolicy {};
 template <typename Access>
-__device__ __forceinline__ Access read(const Access* memory, AnyPolicy) {
+__device__ __forceinline__ Access read_access(const Access* memory, NoPolicy) {
   return *memory;
 }
 template <typename Access>
-__device__ __forceinline__ Access read(const Access* memory, CachePolicy policy) {
+__device__ __forceinline__ Access read_access(const Access* memory, CachePolicy policy) {
   if constexpr (sizeof(Access) == 16) {
     return load_with_policy(memory, policy);
   } else {
@@ -107,12 +107,12 @@ __device__ __forceinline__ Access read(const Access* memory, CachePolicy policy)
 }
 
 // Moves `Bytes` bytes between memory and the words of a pack, at byte `offset` of both.
-template <int Bytes, typename Policy = AnyPolicy>
+template <int Bytes, typename Policy = NoPolicy>
 __device__ __forceinline__ void read_words(unsigned* words, const void* memory, int offset,
                                            Policy policy = {}) {
   using Access = typename AccessOf<Bytes>::type;
   const Access loaded =
-      read(reinterpret_cast<const Access*>(static_cast<const char*>(memory) + offset), policy);
+      read_access(reinterpret_cast<const Access*>(static_cast<const char*>(memory) + offset), policy);
   unsigned* target = words + offset / 4;
   if constexpr (Bytes == 2) {
     *target |= static_cast<unsigned>(loaded) << (8 * (offset % 4));
@@ -151,7 +151,7 @@ constexpr int kAccessBytes =
 
 // Elements first ... first + Length - 1 of a row of n; those past its end are zero.
 // Index is int where a row fits in registers: fewer of them go into addresses.
-template <int Vector, typename T, int Length, typename Index, typename Policy = AnyPolicy>
+template <int Vector, typename T, int Length, typename Index, typename Policy = NoPolicy>
 __device__ __forceinline__ void load(Pack<T, Length>& pack, const T* row, Index first, Index n,
                                      Policy policy = {}) {
   constexpr int kBytes = kAccessBytes<T, Vector>;

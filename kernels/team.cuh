@@ -32,7 +32,7 @@ struct Team {
   static_assert(kWarps == 1 || kTeams <= 15, "each team of several warps has a named barrier");
   static_assert(ClusterBlocks == 1 || kTeams == 1, "a cluster is one team");
   static constexpr int kSlots = ClusterBlocks * kWarps;  // warps of a team
-  static constexpr int kMaxValues = 3;                   // that one reduction may combine
+  static constexpr int kMaxValues = 4;                   // that one reduction may combine
   static constexpr int kMailboxBytes = ClusterBlocks > 1 ? 16 : 0;
 
   int team;  // of the block's
@@ -84,14 +84,9 @@ struct Team {
       T* own = slots<T>() + (block * kWarps + rank / 32) * kMaxValues;
       if constexpr (ClusterBlocks > 1) {
         if (rank == 0) {
-          expect_bytes(mailbox(reductions % 2), kSlots * Count * static_cast<int>(sizeof(T)));
+          expect_bytes(mailbox(reductions % 2), kSlots * kSentBytes<Count, T>);
         }
-        if (lane < ClusterBlocks) {
-#pragma unroll
-          for (int i = 0; i < Count; ++i) {
-            send_to_block(own + i, mailbox(reductions % 2), lane, values[i]);
-          }
-        }
+        if (lane < ClusterBlocks) send_to_block(own, mailbox(reductions % 2), lane, values);
       } else if (lane == 0) {
 #pragma unroll
         for (int i = 0; i < Count; ++i) own[i] = values[i];
@@ -113,18 +108,23 @@ struct Team {
       // slowest, so one barrier (one mailbox) a reduction is enough.
       ++reductions;
       constexpr int kLanes = kSlots < 32 ? power_of_two_above(kSlots) : 32;
+      constexpr int kOfLane = (kSlots + kLanes - 1) / kLanes;
 #pragma unroll
       for (int i = 0; i < Count; ++i) {
-        values[i] = rank % kLanes < kSlots ? all[rank % kLanes * kMaxValues + i] : T(0);
-      }
+        T of_lane[kOfLane];
 #pragma unroll
-      for (int first = kLanes; first < kSlots; first += kLanes) {
-        const int slot = first + rank % kLanes;
-#pragma unroll
-        for (int i = 0; i < Count; ++i) {
-          const T value = slot < kSlots ? all[slot * kMaxValues + i] : T(0);
-          values[i] = Operation::combine(values[i], value);
+        for (int k = 0; k < kOfLane; ++k) {
+          const int slot = k * kLanes + rank % kLanes;
+          of_lane[k] = slot < kSlots ? all[slot * kMaxValues + i] : T(0);
         }
+#pragma unroll
+        for (int step = 1; step < kOfLane; step *= 2) {
+#pragma unroll
+          for (int k = 0; k + step < kOfLane; k += 2 * step) {
+            of_lane[k] = Operation::combine(of_lane[k], of_lane[k + step]);
+          }
+        }
+        values[i] = of_lane[0];
       }
       butterfly<Operation, kLanes>(values);
     }

@@ -85,7 +85,7 @@ def instantiations(architecture: int) -> list[Instantiation]:
             for vector in (1, pack_length(x)):
                 config = forward_config(streamed, 4096 * pack_length(x), vector, architecture)
                 kernels[forward_instantiation(streamed, config)] = None
-    # What is streamed by clusters, two blocks a multiprocessor, of 64 registers a thread.
+    # What is streamed by clusters, of 64 registers a thread.
     for norm, x, y in itertools.product(
         ("rms_norm", "layer_norm"), ("float32", "bfloat16"), ("float32", "bfloat16")
     ):

@@ -144,8 +144,8 @@ MUTATIONS = [
     Mutation(
         "a team past the last row reads",
         "forward.cu",
-        "load<Vector>(packs[p], own_x, p * kStep, active ? n_left : 0);",
-        "load<Vector>(packs[p], own_x, p * kStep, n_left);",
+        "load<Vector>(packs[p], own_x, p * kStep, active ? n_left : 0, policy);",
+        "load<Vector>(packs[p], own_x, p * kStep, n_left, policy);",
         OUT_OF_BOUNDS,
         SUB_WARP,
     ),
@@ -435,8 +435,8 @@ MUTATIONS = [
     Mutation(
         "lanes without a warp count",
         "team.cuh",
-        "all[rank % kLanes * kMaxValues + i] : T(0);",
-        "all[rank % kLanes * kMaxValues + i] : T(1);",
+        "of_lane[k] = slot < kSlots ? all[slot * kMaxValues + i] : T(0);",
+        "of_lane[k] = slot < kSlots ? all[slot * kMaxValues + i] : T(1);",
         VALUE,
         staged("backward.cu", row_threads=96),
     ),
@@ -1123,8 +1123,8 @@ MUTATIONS = [
     Mutation(
         "a block expects what it sends itself",
         "team.cuh",
-        "kSlots * Count * static_cast<int>(sizeof(T))",
-        "kWarps * Count * static_cast<int>(sizeof(T))",
+        "kSlots * kSentBytes<Count, T>",
+        "kWarps * kSentBytes<Count, T>",
         f"{RACE}|{UNWRITTEN}|{STUCK}",
         CLUSTER_BACKWARD,
     ),
@@ -1179,8 +1179,8 @@ MUTATIONS = [
     Mutation(
         "a slot past the first 32 dropped",
         "team.cuh",
-        "int first = kLanes; first < kSlots;",
-        "int first = kLanes; first < kSlots - kLanes;",
+        "k + step < kOfLane; k += 2 * step",
+        "k + step < kOfLane - 1; k += 2 * step",
         VALUE,
         staged("backward.cu", cluster_blocks=9),
     ),
@@ -1240,13 +1240,24 @@ MUTATIONS = [
         "has ended",
         CLUSTER_FORWARD,
     ),
+    *(
+        Mutation(
+            f"a first mean far off is kept, {where.name}",
+            "statistics.cuh",
+            "return 2 * absolute(statistics.correction) > statistics.magnitude;",
+            "return false;",
+            VALUE,
+            where,
+        )
+        for where in map(case, ("warps_off_guess", "staged_off_guess", "stream_off_guess"))
+    ),
     Mutation(
-        "a first mean beyond the deviation is kept",
+        "the first mean of a lane's own pack",
         "statistics.cuh",
-        "return (T(1.5) * c > statistics.magnitude) |",
-        "return",
+        "sum += shuffle_xor(sum, distance);",
+        "",
         VALUE,
-        staged("forward_staged.cu", regime="odd_start"),
+        case("warps_off_guess"),
     ),
     Mutation(
         "the second round from the first mean",

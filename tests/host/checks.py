@@ -121,8 +121,8 @@ class Case:
             values = np.broadcast_to(means, values.shape).copy()
             values[:, -1:] += deviation * (self.n / 2) ** 0.5
             values[:, self.n // 2 : self.n // 2 + 1] -= deviation * (self.n / 2) ** 0.5
-            values[:, :4] += 1.3 * deviation
-            values[:, 4:8] -= 1.3 * deviation
+            values[:, :64] += 1.3 * deviation
+            values[:, 64:128] -= 1.3 * deviation
         elif self.regime == "near_eps":  # eps is as large as the variance
             values *= self.eps**0.5
         else:

@@ -86,10 +86,18 @@ __forceinline__ void open_mailbox(Mailbox* mailbox) { host::open_mailbox(mailbox
 __forceinline__ void expect_bytes(Mailbox* mailbox, int bytes) {
   host::expect_bytes(mailbox, bytes);
 }
-template <typename T>
-__forceinline__ void send_to_block(T* shared, Mailbox* mailbox, int block, T value) {
+template <int Count, typename T>
+constexpr int kSentBytes = (Count == 3 ? 4 : Count) * static_cast<int>(sizeof(T));
+template <int Count, typename T>
+__forceinline__ void send_to_block(T* shared, Mailbox* mailbox, int block,
+                                   const T (&values)[Count]) {
   static_assert(sizeof(T) == 4 || sizeof(T) == 8, "as wide as st.async stores");
-  host::send_to_block(shared, mailbox, block, &value, sizeof(T));
+  constexpr int kSent = kSentBytes<Count, T> / sizeof(T), kMessage = sizeof(T) == 4 ? kSent : 1;
+  T sent[kSent] = {};
+  for (int i = 0; i < Count; ++i) sent[i] = values[i];
+  for (int i = 0; i < kSent; i += kMessage) {
+    host::send_to_block(shared + i, mailbox, block, sent + i, kMessage * sizeof(T));
+  }
 }
 __forceinline__ void wait_for_bytes(Mailbox* mailbox, int parity) {
   host::wait_for_bytes(mailbox, parity);

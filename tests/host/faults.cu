@@ -319,21 +319,21 @@ __device__ __forceinline__ void exchange_letters(int turn, int bytes) {
   if (thread_index() != 0) return;
   expect_bytes(mailbox() + turn, bytes);
   for (int block = 0; block < 2; ++block) {
-    send_to_block(letters() + block_in_cluster(), mailbox() + turn, block, 1.0f);
+    send_to_block(letters() + block_in_cluster(), mailbox() + turn, block, {1.0f});
   }
 }
 
 template <typename T>
 __global__ void sends_to_no_mailbox(T*) {
   cluster_barrier();
-  send_to_block(letters(), mailbox(), 0, 1.0f);  // fault
+  send_to_block(letters(), mailbox(), 0, {1.0f});  // fault
 }
 
 template <typename T>
 __global__ void sends_before_the_mailbox_may_be_open(T*) {
   if (thread_index() == 0) open_mailbox(mailbox());
   block_barrier();
-  if (block_in_cluster() == 1) send_to_block(letters(), mailbox(), 0, 1.0f);  // fault
+  if (block_in_cluster() == 1) send_to_block(letters(), mailbox(), 0, {1.0f});  // fault
   cluster_barrier();
 }
 
@@ -407,7 +407,7 @@ __global__ void sends_over_what_may_not_have_been_read(T* values) {
   wait_for_bytes(mailbox(), 0);
   if (block_in_cluster() == 1) values[thread_index()] = letters()[0];
   if (block_in_cluster() == 0 && thread_index() == 0) {
-    send_to_block(letters(), mailbox() + 1, 1, 2.0f);  // fault
+    send_to_block(letters(), mailbox() + 1, 1, {2.0f});  // fault
   }
   cluster_barrier();
 }
@@ -422,7 +422,7 @@ template <typename T>
 __global__ void sends_to_a_block_that_has_ended(T*) {
   open_mailboxes();
   if (block_in_cluster() == 1 && thread_index() == 0) {
-    send_to_block(letters(), mailbox(), 0, 1.0f);  // fault
+    send_to_block(letters(), mailbox(), 0, {1.0f});  // fault
   }
 }
 
@@ -430,7 +430,7 @@ template <typename T>
 __global__ void ends_before_its_letters_come(T*) {
   open_mailboxes();
   if (block_in_cluster() == 0 && thread_index() == 0) {
-    send_to_block(letters(), mailbox(), 1, 1.0f);  // fault
+    send_to_block(letters(), mailbox(), 1, {1.0f});  // fault
   }
   block_barrier();
 }
@@ -439,20 +439,20 @@ template <typename T>
 __global__ void sends_to_no_block_of_the_cluster(T*) {
   open_mailboxes();
   if (thread_index() == 0)
-    send_to_block(letters(), mailbox(), block_in_cluster() + 1, 1.0f);  // fault
+    send_to_block(letters(), mailbox(), block_in_cluster() + 1, {1.0f});  // fault
   cluster_barrier();
 }
 
 template <typename T>
 __global__ void sends_to_past_shared_memory(T*) {
   open_mailboxes();
-  send_to_block(letters() + thread_index(), mailbox(), 0, 1.0f);  // fault
+  send_to_block(letters() + thread_index(), mailbox(), 0, {1.0f});  // fault
 }
 
 template <typename T>
 __global__ void sends_across_an_alignment(T*) {
   open_mailboxes();
   double* const between = reinterpret_cast<double*>(letters() + 1);
-  if (thread_index() == 0) send_to_block(between, mailbox(), 0, 1.0);  // fault
+  if (thread_index() == 0) send_to_block(between, mailbox(), 0, {1.0});  // fault
   cluster_barrier();
 }

@@ -61,7 +61,7 @@ __global__ void sum_over_clusters(const T* values, T* results, long long n) {
     if (thread_index() == 0) expect_bytes(mailbox, ClusterBlocks * 2 * static_cast<int>(sizeof(T)));
     for (int block = 0; sends && block < ClusterBlocks; ++block) {
       const int slot = 2 * block_in_cluster() + thread_index() / 32;
-      send_to_block(half + slot, mailbox, block, value * k);
+      send_to_block(half + slot, mailbox, block, {value * k});
     }
     wait_for_bytes(mailbox, k / 2 % 2);
     for (int slot = 0; slot < 2 * ClusterBlocks; ++slot) sum += half[slot];

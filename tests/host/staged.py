@@ -109,7 +109,7 @@ class Staged:
     def _shared_bytes(self) -> int:
         compute = ITEMSIZE[compute_dtype(self.x)]
         slots = self.cluster_blocks * max(1, self.row_threads // 32)
-        scratch = 0 if slots == 1 else -(-2 * self.teams * slots * 3 * compute // 16) * 16
+        scratch = 0 if slots == 1 else -(-2 * self.teams * slots * 4 * compute // 16) * 16
         mailboxes = 16 if self.cluster_blocks > 1 else 0
         elements = self.teams * self.columns
         x, other = ITEMSIZE[self.x], ITEMSIZE[self.other or self.x]
