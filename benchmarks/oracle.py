@@ -1,9 +1,10 @@
 """Whether a result is right: against float64, on every element, with one tolerance for all.
 
 A result is right if ``norm(result - exact) <= TOLERANCE[dtype] * norm(exact)`` for each output, by
-the dtype of that output, in float64 on the device. Beside it stands, as information, the largest
-ratio of an element's error to the bound of `cupynorm.testing`, which is what cupynorm promises of
-itself and nobody else claims.
+the dtype of that output, in float64 on the device, and no element's error is more than MOST_BOUNDS
+times the bound of `cupynorm.testing`, so that a few wrong rows are not lost in a million. Within
+that, how often an element's error is its bound is information: cupynorm promises 1 of itself, and
+nobody else claims it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from cupynorm._bench import DTYPES, EPS, Problem
 # In units of roundoff: 2 for 16 bits, so that a library may round once more on the way, and 128 for
 # the others, so that it may sum a column of a million terms in some simple order.
 TOLERANCE = {"bfloat16": 2**-8, "float16": 2**-10, "float32": 2**-17, "float64": 2**-46}
+MOST_BOUNDS = 64.0  # the most recorded of a library that is right is 4, of a sum of 32768 terms
 CHUNK_ELEMENTS = 1 << 24
 
 
@@ -94,11 +96,12 @@ def wrong_bits(
 
 def verdict(found: dict[str, Errors]) -> str | None:
     """Say what is wrong, or return None."""
-    wrong = [
-        f"{name} is off by {e.relative:.2g}, allowed {e.tolerance:.2g}"
-        for name, e in found.items()
-        if not e.relative <= e.tolerance  # NaN is wrong too
-    ]
+    wrong = []
+    for name, e in found.items():  # NaN is wrong too
+        if not e.relative <= e.tolerance:
+            wrong.append(f"{name} is off by {e.relative:.2g}, allowed {e.tolerance:.2g}")
+        elif not e.over_bound <= MOST_BOUNDS:
+            wrong.append(f"{name} has an element off by {e.over_bound:.2g} times its bound")
     return "; ".join(wrong) or None
 
 

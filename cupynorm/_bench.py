@@ -192,7 +192,8 @@ def inputs(problem: Problem, seed: int, xp: Any) -> dict[str, Any]:
 def limit(problem: Problem, arrays: dict[str, Any]) -> Callable[[], object]:
     """Return what moves the matrices at the memory's speed: a copy, or a sum of two into a third.
 
-    The sum is of numbers of 16 bytes, whatever is in them: CuPy moves one number an access.
+    The sum is of the widest numbers, whatever is in them, that the matrices consist of: CuPy moves
+    one number an access.
     """
     import cupy
 
@@ -200,7 +201,9 @@ def limit(problem: Problem, arrays: dict[str, Any]) -> Callable[[], object]:
     target = cupy.empty_like(x)
     if problem.direction == "forward":
         return lambda: target.data.copy_from_device_async(x.data, x.nbytes)
-    first, second, total = (a.view(np.complex128) for a in (x, arrays["dy"], target))
+    widths = (np.complex128, np.complex64, np.float32, np.uint16)
+    wide = next(width for width in widths if x.nbytes % np.dtype(width).itemsize == 0)
+    first, second, total = (a.reshape(-1).view(wide) for a in (x, arrays["dy"], target))
     return lambda: cupy.add(first, second, out=total)
 
 

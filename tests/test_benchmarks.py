@@ -189,8 +189,22 @@ def test_oracle_finds_one_wrong_element_of_each_output(problem, bad) -> None:
     outputs, _ = reference_outputs(problem, arrays)
     for name in problem.outputs:
         wrong = {key: value.copy() for key, value in outputs.items()}
-        wrong[name][-1] = bad
+        wrong[name].reshape(-1)[-1] = bad
         assert name in (oracle.verdict(oracle.errors(problem, arrays, wrong, np)) or "")
+
+
+@pytest.mark.parametrize(("dtype", "name"), [("bfloat16", "y"), ("float32", "dx")])
+def test_oracle_finds_a_row_that_the_norm_of_all_does_not_show(dtype, name) -> None:
+    direction = "forward" if name == "y" else "backward"
+    problem = Problem("rms_norm", direction, 100000, 8, dtype, dtype)
+    arrays = _bench.inputs(problem, 0, np)
+    outputs, _ = reference_outputs(problem, arrays)
+    right = outputs[name][7].copy()
+    # float32's tolerance is tight enough for a row of zeros, but not for one that is a little off.
+    outputs[name][7] = 0 if dtype == "bfloat16" else right * np.float32(1.0005)
+    found = oracle.errors(problem, arrays, outputs, np)
+    assert found[name].relative < found[name].tolerance
+    assert f"{name} has an element off" in (oracle.verdict(found) or "")
 
 
 def test_every_dtype_holds_the_weights_exactly() -> None:
