@@ -111,8 +111,8 @@ template <int Bytes, typename Policy = NoPolicy>
 __device__ __forceinline__ void read_words(unsigned* words, const void* memory, int offset,
                                            Policy policy = {}) {
   using Access = typename AccessOf<Bytes>::type;
-  const Access loaded =
-      read_access(reinterpret_cast<const Access*>(static_cast<const char*>(memory) + offset), policy);
+  const Access loaded = read_access(
+      reinterpret_cast<const Access*>(static_cast<const char*>(memory) + offset), policy);
   unsigned* target = words + offset / 4;
   if constexpr (Bytes == 2) {
     *target |= static_cast<unsigned>(loaded) << (8 * (offset % 4));
