@@ -8,8 +8,8 @@
 //            weight and bias are one row; mean and rstd one value a row; bitmask (n_cols + 7) / 8
 //            bytes a row. y may be x. Full: the row's columns fill the team's packs exactly.
 // Grid:      teams of RowThreads threads, one row each; blocks of BlockThreads threads, on grid.x.
-// Traffic:   x read once, y written once; weight and bias from cache, and the first 64 elements by
-//            every warp of LayerNorm's rows of several.
+// Traffic:   x read once, y written once; weight and bias from cache, and the first pack by every
+//            thread of LayerNorm's rows of several warps.
 // Thread:    pack p of its row for p = rank, rank + RowThreads, ... (PacksPerThread of them).
 // Order:     a thread's packs in turn, then the team's reduction: a function of n_cols and the
 //            dtype of x, never of n_rows or alignment.
@@ -86,11 +86,11 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
   // A row of several warps is measured from a first mean, since a second round would have to wait
   // for all of them; others from 0, at no cost to rows around 0.
   constexpr bool kGuesses = Centered && RowThreads > 32;
-  static_assert(!kGuesses || team.kTeams == 1, "there is a row whose first elements are read");
+  static_assert(!kGuesses || team.kTeams == 1, "there is a row whose first pack is read");
 
   // 1. Read the row.
   Pack<X, kLength> packs[PacksPerThread], first_pack;
-  if constexpr (kGuesses) load_first<Vector>(first_pack, x + row * x_stride);
+  if constexpr (kGuesses) load<Vector>(first_pack, x + row * x_stride, 0, n_cols);
   const bool large = n_rows * n_cols * static_cast<int>(sizeof(X)) >= kLargeBytes;
   const CachePolicy policy = evict_last_if(large);
   const X* own_x = x + (row * x_stride + first_column(0));
@@ -163,8 +163,9 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
             packs[p].set(i, packs[p].template get<T>(i) * inv_unit);
           }
         }
-        Statistics<T> again = measure<Centered, kGuesses, Vector>(team, packs, T(0), n_cols, inv_n);
-        if constexpr (Centered) recentre(again, is_far(again));
+        // From 0, which a guess is not judged by: to instantiate that here costs 5 registers.
+        Statistics<T> again = measure<Centered, false, Vector>(team, packs, T(0), n_cols, inv_n);
+        if constexpr (Centered) recentre(again, kGuesses || is_far(again));
         // Rows that only share the warp get the same bits again.
         statistics = again;
         if (wild) scale = scale_in_unit(again.variance, eps, unit);

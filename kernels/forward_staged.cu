@@ -76,7 +76,7 @@ __global__ __launch_bounds__(BlockThreads, 1) void norm_forward_staged(
       // Nothing is computed from it earlier: that would wait for the load as well, 0.7 us a row.
 #pragma unroll
       for (unsigned& word : first_pack.words) make_opaque(word);
-      guess = first_mean<T>(first_pack);
+      guess = first_mean_by_warp<T>(first_pack);
     }
     return guess;
   };

@@ -103,7 +103,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
   if constexpr (Centered) {
     Pack<X, kLength> first_pack;
     load_first<Vector>(first_pack, row);
-    guess = first_mean<T>(first_pack);
+    guess = first_mean_by_warp<T>(first_pack);
   }
   const auto measured = [&](T from, T inv_unit) {
     return measure<TileOfX, Centered, Vector, PacksPerThread>(team, row, from, n_cols, inv_n,

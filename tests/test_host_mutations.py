@@ -1244,7 +1244,7 @@ MUTATIONS = [
         Mutation(
             f"a first mean far off is kept, {where.name}",
             "statistics.cuh",
-            "return 2 * absolute(statistics.correction) > statistics.magnitude;",
+            "return T(1.5) * absolute(statistics.correction) > statistics.magnitude;",
             "return false;",
             VALUE,
             where,
@@ -1257,7 +1257,7 @@ MUTATIONS = [
         "sum += shuffle_xor(sum, distance);",
         "",
         VALUE,
-        case("warps_off_guess"),
+        case("stream_off_guess"),
     ),
     Mutation(
         "the second round from the first mean",
