@@ -53,8 +53,6 @@ def ratios(measurements: Iterable[dict[str, Any]]) -> list[Ratio]:
         if ours is None:
             continue
         peers, limits = of_kind(cell, "peer"), of_kind(cell, "limit")
-        if any(record["status"] == "withdrawn" for record in cell.values()):
-            peers = {}  # the best may be among those whose time was wrong
         peer = min(peers, key=peers.__getitem__, default=None)
         found.append(
             Ratio(

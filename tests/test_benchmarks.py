@@ -510,16 +510,6 @@ def test_kernels_too_many_or_too_few_for_the_regimes_are_refused(seen) -> None:
         regimes.parse(printed_by_ncu(seen))
 
 
-def test_the_best_peer_is_unknown_where_one_is_withdrawn(synthetic) -> None:
-    records = copy.deepcopy(synthetic["measurements"])
-    before = {r.problem: r.to_peer for r in summary.ratios(records)}
-    peer = next(r for r in records if r["backend"] == "quack" and r["status"] == "ok")
-    peer["status"] = "withdrawn"
-    after = {r.problem: r.to_peer for r in summary.ratios(records)}
-    assert [p for p in before if before[p] != after[p]] == [results.problem_of(peer)]
-    assert after[results.problem_of(peer)] is None
-
-
 def test_a_results_file_is_whole_when_all_that_is_there_measured_all() -> None:
     (first, second) = problems.select("quick", ["rms_norm forward"], [(4, 8), (4, 16)])
     records = [
