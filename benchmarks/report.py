@@ -361,9 +361,9 @@ def _first_calls(records: list[dict[str, Any]]) -> Iterator[str]:
     if records:
         yield "\n### First call of a process, ms\n"
         yield (
-            "The same RMSNorm forward pass, in a new process whose GPU is in use already: the "
-            "import, and the call with all that it compiles; on an empty disk cache and on a full "
-            "one.\n"
+            "The same RMSNorm forward pass, in a new process: from its start until all is imported "
+            "and the GPU in use, and the call with all that it compiles; on an empty disk cache "
+            "and on a full one.\n"
         )
 
         def shown(record: dict[str, Any]) -> str:
