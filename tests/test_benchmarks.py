@@ -11,6 +11,8 @@ import re
 import shutil
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, astuple, replace
 from io import StringIO
@@ -31,6 +33,7 @@ from benchmarks import (  # noqa: E402
     calls,
     compare,
     cudnn_graphs,
+    host,
     oracle,
     plots,
     problems,
@@ -46,7 +49,7 @@ from benchmarks.backends import ALL, cudnn_peer, discover  # noqa: E402
 from benchmarks.backends.base import Backend, Call, Replay  # noqa: E402
 from benchmarks.display import Display  # noqa: E402
 from benchmarks.measure import measure  # noqa: E402
-from benchmarks.timing import Timing, profiled, rotations  # noqa: E402
+from benchmarks.timing import Clock, Timing, host_seconds, profiled, rotations  # noqa: E402
 from cupynorm import __main__ as command  # noqa: E402
 from cupynorm import _bench, reference, testing  # noqa: E402
 from cupynorm._bench import DTYPES, EPS, Problem  # noqa: E402
@@ -220,6 +223,81 @@ def test_every_dtype_holds_the_weights_exactly() -> None:
 # ---- one measurement -----------------------------------------------------------------------------
 
 
+class RecordingCupy:
+    """What the clock asks of CuPy, and in which order."""
+
+    def __init__(self) -> None:
+        self.order: list[str] = []
+        device = SimpleNamespace(
+            attributes={"L2CacheSize": 8}, synchronize=lambda: self.order.append("wait")
+        )
+        self.cuda = SimpleNamespace(
+            Device=lambda: device,
+            Event=lambda: SimpleNamespace(record=lambda: self.order.append("event")),
+            alloc=lambda size: SimpleNamespace(
+                memset_async=lambda value, size: self.order.append(f"flush {size}")
+            ),
+            get_current_stream=lambda: SimpleNamespace(
+                synchronize=lambda: self.order.append("wait")
+            ),
+            get_elapsed_time=lambda start, end: 2.0,
+        )
+
+    def call(self, what: str) -> Callable[[], None]:
+        return lambda: self.order.append(what)
+
+
+@pytest.fixture
+def recording(monkeypatch) -> RecordingCupy:
+    fake = RecordingCupy()
+    monkeypatch.setitem(sys.modules, "cupy", fake)
+    return fake
+
+
+def test_a_run_is_flushed_and_reset_before_its_events(recording) -> None:
+    calls, resets = ([recording.call(f"{what} {i}") for i in range(2)] for what in ("run", "reset"))
+    assert Clock().sample(calls, 3, resets) == [2e-3] * 3
+    turns = [[f"reset {i}", "flush 32", "event", f"run {i}", "event"] for i in (0, 1, 0)]
+    assert recording.order == [*itertools.chain(*turns), "wait"]
+
+
+def test_the_host_waits_for_the_device_before_and_after_what_it_times(recording) -> None:
+    synchronize = recording.cuda.Device().synchronize
+    measured = host_seconds(recording.call("run"), synchronize)
+    assert measured.runs == 3
+    order = [(what, len(list(same))) for what, same in itertools.groupby(recording.order)]
+    counts = [count for what, count in order if what == "run"]
+    assert counts == [100, 1000, 1000, 1000]
+    assert order[0] == order[-1] == ("wait", 1)
+
+
+def test_first_calls_are_made_on_an_empty_cache_and_then_on_that_one(monkeypatch) -> None:
+    made = []
+
+    def process(command, env, **options):
+        assert command[1:3] == ["-m", "benchmarks.host"]
+        assert abs(float(command[4]) - time.time()) < 60
+        caches = [Path(env[name]) for name in host.CACHES]
+        made.append((command[3], {cache.exists() for cache in caches}))
+        for cache in caches:
+            cache.mkdir(exist_ok=True)
+        if command[3] == "liger":
+            raise subprocess.CalledProcessError(1, command, stderr="noise\nno GPU\n")
+        return SimpleNamespace(stdout='noise\n{"import_seconds": 1.0, "first_seconds": 2.0}\n')
+
+    monkeypatch.setattr(host.subprocess, "run", process)
+    backends = [
+        SimpleNamespace(name=name, kind=kind)
+        for name, kind in (("quack", "peer"), ("a copy", "limit"), ("liger", "peer"))
+    ]
+    records = list(host.first_calls(backends, time.monotonic() + 60))
+    assert made == [(name, {exists}) for name in ("quack", "liger") for exists in (False, True)]
+    assert [r["cache"] for r in records] == ["cold", "warm"] * 2
+    assert [r.get("first_seconds") for r in records] == [2.0, 2.0, None, None]
+    assert [r.get("reason") for r in records] == [None, None, "no GPU", "no GPU"]
+    assert not list(host.first_calls(backends, time.monotonic() - 1))
+
+
 class FakeClock:
     cache_bytes = 0
 
@@ -279,7 +357,7 @@ def test_a_measurement_tells_what_went_wrong(fault, status, reason, timed) -> No
     record = measure(problem, FakeBackend(fault), [_bench.inputs(problem, 0, np)], FakeClock(), np)
     assert record["status"] == status
     assert set(record.get("times", ())) == timed
-    assert (record["reason"] or "").startswith(reason or "")
+    assert record["reason"] is None if reason is None else record["reason"].startswith(reason)
     assert results.problem_of(record) == problem
     assert (results.seconds(record) is not None) == bool(timed)
     phases = ["prepare"]
