@@ -92,7 +92,10 @@ def _by_key(report: dict[str, Any]) -> dict[Key, results.Record]:
 
 
 def _small(report: dict[str, Any]) -> set[Problem]:
-    return {problem for problem, cell in results.by_problem(report["measurements"]) if small(cell)}
+    cells: dict[Problem, dict[str, results.Record]] = {}  # those that only a limit has, too
+    for (problem, backend), record in _by_key(report).items():
+        cells.setdefault(problem, {})[backend] = record
+    return {problem for problem, cell in cells.items() if small(cell)}
 
 
 def differences(old: dict[str, Any], new: dict[str, Any], backends: Iterable[str]) -> Iterator[str]:

@@ -3,7 +3,7 @@
 A result is right if ``norm(result - exact) <= TOLERANCE[dtype] * norm(exact)`` for each output, by
 the dtype of that output, in float64 on the device, and no element's error is more than MOST_BOUNDS
 times the bound of `cupynorm.testing`, so that a few wrong rows are not lost in a million. Within
-that, how often an element's error is its bound is information: cupynorm promises 1 of itself, and
+that, how many times its bound an error is is information: cupynorm promises 1 of itself, and
 nobody else claims it.
 """
 
@@ -21,7 +21,7 @@ from cupynorm._bench import DTYPES, EPS, Problem
 # In units of roundoff: 2 for 16 bits, so that a library may round once more on the way, and 128 for
 # the others, so that it may sum a column of a million terms in some simple order.
 TOLERANCE = {"bfloat16": 2**-8, "float16": 2**-10, "float32": 2**-17, "float64": 2**-46}
-MOST_BOUNDS = 64.0  # the most recorded of a library that is right is 4, of a sum of 32768 terms
+MOST_BOUNDS = 64.0  # the most recorded of a library that is right is 4, of a sum of 1048576 terms
 CHUNK_ELEMENTS = 1 << 24
 
 

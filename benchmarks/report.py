@@ -40,7 +40,7 @@ BEGIN_SCALING = "<!-- scaling: written by `python -m benchmarks.report --scaling
 END_SCALING = "<!-- end of scaling -->"
 BEGIN_RELU = "<!-- relu: written by `python -m benchmarks.report --relu` -->"
 END_RELU = "<!-- end of relu -->"
-# Shown as called and as kernels alone: where the host counts most, and two that it is beside.
+# Shown as called and as kernels alone: where the host counts most, and two large ones beside them.
 AS_CALLED = (
     *((shape, PAIRS[1]) for shape in DECODE),
     *((shape, PAIRS[0]) for shape in ((32768, 256), (32768, 4096))),

@@ -315,8 +315,8 @@ def _streaming_forward(
     clustered = cluster_blocks > 1 and architecture in HOLD_2048_THREADS and not spec.zero_centered
     blocks_per_multiprocessor = 2 if plain and (paired or clustered) else 1
     if clustered and spec.norm == "rms_norm":
-        # 28.4 us against 34.6 at 32x262144 float32, where more rows are then under way; LayerNorm,
-        # whose blocks wait for more sums, takes 43.6 and 37.1 (H200).
+        # 28.4 us against 34.6 at 32x262144 float32, where twice the threads then have a row;
+        # LayerNorm, whose blocks wait for more sums, takes 43.6 and 37.1 (H200).
         cluster_blocks, block_threads = 4 * cluster_blocks, block_threads // 2
         blocks_per_multiprocessor *= 2
     return StreamingForward(

@@ -187,7 +187,7 @@ __device__ __forceinline__ void let_next_kernel_start() {
 }
 
 // How soon the L2 gives up the lines that a load brings. On sm_90 alone, where it was measured (H200,
-// an L2 of 50 MB).
+// an L2 of 60 MiB).
 struct CachePolicy {
   unsigned long long bits;
 };
@@ -223,7 +223,7 @@ __device__ __forceinline__ CachePolicy evict_last_if(bool condition) {
 #endif
   return policy;
 }
-// No memory clobber: the row loads no element that the kernel has written.
+// No memory clobber: no element is loaded after the kernel has written it.
 __device__ __forceinline__ uint4 load_with_policy(const uint4* memory, CachePolicy policy) {
 #if __CUDA_ARCH__ == 900
   uint4 value;

@@ -24,13 +24,14 @@
 constexpr int kFewBlocks = 128;
 
 // From so many bytes of x on, the L2 is told to keep them before others, though this kernel reads
-// none again: what it then gives up is y. 4236 GB/s against 4079 for RMSNorm of 32768 rows of 8192,
+// none again: what it then gives up is y. 4238 GB/s against 4079 for RMSNorm of 32768 rows of 8192,
 // 4253 against 4145 for LayerNorm of 4096 float32; but 2485 against 2717 at 32768x256 (H200), and
-// what reads y next takes 0.4 us more. To have y given up first (evict_first) costs 1%.
+// a copy of y takes 0.4 us more after it. To have y given up first (evict_first) costs 1.5%.
 constexpr long long kLargeBytes = 32 << 20;
 
-// Statistics of the whole team's row in registers, from sums of d*d and d, and where Shifted of |d|:
-// d = x - shift, or x where not Shifted. Element i of pack p is at column first_column(p) + i; those past the row's end are 0.
+// Statistics of the whole team's row in registers, from sums of d*d, where Centered of d, and where
+// Shifted of |d|: d = x - shift, or x where not Shifted. Element i of pack p is at column
+// first_column(p) + i; those past the row's end are 0.
 template <bool Centered, bool Shifted, int Vector, typename X, int Length, int PacksPerThread,
           typename TeamOf>
 __device__ __forceinline__ Statistics<Compute<X>> measure(TeamOf& team,
@@ -86,7 +87,8 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
   // A row of several warps is measured from a first mean, since a second round would have to wait
   // for all of them; others from 0, at no cost to rows around 0.
   constexpr bool kGuesses = Centered && RowThreads > 32;
-  static_assert(!kGuesses || team.kTeams == 1, "there is a row whose first pack is read");
+  static_assert(!kGuesses || team.kTeams == 1,
+                "the block's row exists: its first pack may be read");
 
   // 1. Read the row.
   Pack<X, kLength> packs[PacksPerThread], first_pack;
@@ -163,7 +165,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
             packs[p].set(i, packs[p].template get<T>(i) * inv_unit);
           }
         }
-        // From 0, which a guess is not judged by: to instantiate that here costs 5 registers.
+        // From 0, without the sum of |d| that a guess is judged by: 56 registers instead of 62.
         Statistics<T> again = measure<Centered, false, Vector>(team, packs, T(0), n_cols, inv_n);
         if constexpr (Centered) recentre(again, kGuesses || is_far(again));
         // Rows that only share the warp get the same bits again.

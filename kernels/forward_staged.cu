@@ -6,11 +6,12 @@
 //
 // Layout:    x and y are n_rows rows of n_cols elements, rows x_stride and y_stride elements apart;
 //            weight and bias are one row; mean and rstd one value a row; bitmask (n_cols + 7) / 8
-//            bytes a row. y may be x. A row has at least one whole pack. Full: its columns fill the
-//            team's packs exactly.
+//            bytes a row. y may be x. A row has at least one whole pack, of LayerNorm at least
+//            kFirstElements. Full: its columns fill the team's packs exactly.
 // Grid:      any number of clusters of ClusterBlocks blocks, which take rows in turn, the next
 //            Stages - 1 of which are on their way into shared memory.
-// Traffic:   x read once, y written once; weight and bias once a block.
+// Traffic:   x read once, of LayerNorm the first 64 elements by every warp besides; y written once;
+//            weight and bias once a block.
 // Thread:    pack p of its block's columns for p = rank, rank + BlockThreads, ... (PacksPerThread
 //            of them).
 // Order:     a thread's packs in turn, then the team's reduction: a function of n_cols and the

@@ -979,6 +979,9 @@ def test_comparison_of_a_recorded_file_with_itself_changed_by_known_factors(
     slowed(large[3]["cupynorm"], 1 / 1.2)  # moved
     slowed(tiny[1]["cupynorm"], 1.15)  # not: a small limit moved by as much
     slowed(tiny[2]["cupynorm"], 1.5)  # moved
+    limits = [r for r in new["measurements"] if r["backend"] == "limit, CuPy"]
+    alone = next(r for r in limits if r["rows"] < 512 and results.problem_of(r) not in cells)
+    slowed(alone, 1.19)  # a small one, though nobody else was measured on it
     assert compare.drift(old, new) == pytest.approx((1.2, 1.05))
     changes = list(compare.compare(old, new, ("cupynorm",)))
     expected = [results.problem_of(cell["cupynorm"]) for cell in (large[1], large[3], tiny[2])]

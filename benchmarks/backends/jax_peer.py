@@ -4,7 +4,7 @@ XLA launches on streams of its own, which events elsewhere do not see. So "kerne
 profiler says they took, each run after a flush, and the launch that events around a CUDA graph
 charge to all others. Where there is no profiler, "queue" is the wall clock of a queue of calls,
 which for small arrays is the host's time, and whose arrays the L2 may hold. Its backward pass is
-given x, weight, bias and dy, and computes the statistics again: XLA's residuals are wider than x.
+given x, weight, bias and dy, and computes the statistics again.
 """
 
 from __future__ import annotations
