@@ -203,7 +203,7 @@ def test_oracle_finds_a_row_that_the_norm_of_all_does_not_show(dtype, name) -> N
     arrays = _bench.inputs(problem, 0, np)
     outputs, _ = reference_outputs(problem, arrays)
     right = outputs[name][7].copy()
-    # float32's tolerance is tight enough for a row of zeros, but not for one that is a little off.
+    # The norm over all rows shows a row of zeros in float32, but not one that is a little off.
     outputs[name][7] = 0 if dtype == "bfloat16" else right * np.float32(1.0005)
     found = oracle.errors(problem, arrays, outputs, np)
     assert found[name].relative < found[name].tolerance
@@ -366,6 +366,14 @@ def test_a_measurement_tells_what_went_wrong(fault, status, reason, timed) -> No
     phases += ["time"] if timed else []
     assert list(record["wall"]) == [*phases, "release"]
     json.dumps(record)
+
+
+@pytest.mark.parametrize(("fault", "timed"), [("", {"kernels"}), ("not captured", {"call"})])
+def test_what_is_emulated_is_timed_as_kernels_alone_where_it_can_be(fault, timed) -> None:
+    backend = FakeBackend(fault)
+    backend.emulated = True
+    inputs = [_bench.inputs(SMALL[0], 0, np)]
+    assert set(measure(SMALL[0], backend, inputs, FakeClock(), np)["times"]) == timed
 
 
 def test_what_tunes_is_measured_after_all_others() -> None:

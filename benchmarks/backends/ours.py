@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
 import cupynorm
-from benchmarks.backends.base import Call, CuPyBackend, Outputs, Replay
-from benchmarks.timing import Clock, Timing
+from benchmarks.backends.base import Call, CuPyBackend, Outputs
 from cupynorm import _bench, _plans, _prepared
 from cupynorm._bench import Problem
 
@@ -43,15 +42,6 @@ class OursWithoutClusters(Ours):
                 return call()
 
         return Call(run)
-
-    def measure(
-        self, clock: Clock, calls: Sequence[Call], replays: Sequence[Replay]
-    ) -> dict[str, Timing]:
-        """Return the time of the kernels alone: each call is configured anew."""
-        if not replays:
-            return super().measure(clock, calls, replays)
-        launches, resets = [r.launch for r in replays], [r.reset for r in replays]
-        return {"kernels": clock.measure(launches, resets)}
 
 
 @contextmanager
