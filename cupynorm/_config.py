@@ -26,6 +26,7 @@ __all__ = [
     "StreamingBackward",
     "StreamingForward",
     "backward_config",
+    "few_rows_config",
     "forward_config",
     "pack_length",
     "shared_limit",
@@ -197,12 +198,11 @@ def forward_config(
     """Return the configuration of a forward pass over rows of n elements."""
     length = pack_length(spec.x)
     packs = -(-n // length)
-    # Operands of float64 widen a pack of a narrower x: up to 168 registers at 4 packs.
-    wide = _widest(spec.weight, spec.bias, spec.y) > max(4, ITEMSIZE[spec.x])
+    wide = _is_wide(spec)
     # Where weight and bias together are more than a 16-bit row, registers hold them from row to
     # row: at N = 16384, 0.91 of the copy's speed against 0.87; where they are no more, it is 0.99
     # without (bfloat16, H200).
-    exceed = spec.weight and spec.bias and _widest(spec.weight) + _widest(spec.bias) > 4
+    exceed = spec.weight and spec.bias and _affine_bytes(spec) > 4
     if packs > (1024 if wide or exceed else 2048):
         paired = _paired(spec, packs, architecture)
         # Read again from L2, 4008 GB/s against the staged kernel's 3861 at N = 32768, 3966 against
@@ -223,7 +223,7 @@ def forward_config(
     # Registers for weight and bias beside 40 to 60 for the rest. A row of more warps waits longer
     # for the slowest than it gains: 3% at N = 8192 (bfloat16, float32 weight, H200). A 16-bit
     # weight costs half as many: 5.9 us against 6.4 at 1x8192, 4089 GB/s against 4088 at 32768x8192.
-    affine = packs_per_thread * length * (_widest(spec.weight) + _widest(spec.bias)) // 4
+    affine = packs_per_thread * length * _affine_bytes(spec) // 4
     most_held = 16 if spec.x == "float64" else 32
     # With more threads instead, LayerNorm takes 68.9 us against 72.2 at 1048576x64, 132 against 141
     # at 128; 14.7 against 13.9 at 32768x256 (bfloat16, H200).
@@ -264,11 +264,38 @@ def forward_config(
     )
 
 
+def few_rows_config(spec: ForwardSpec, config: ResidentForward) -> ResidentForward | None:
+    """Return the configuration of so few rows that all their blocks run at once, if another.
+
+    Registers are then to spare, and weight and bias are held, which does not show in the bits:
+    LayerNorm takes 5.57 us against 6.72 for one row of 4096, 7.97 against 8.70 for 512 of them, but
+    11.8 against 10.4 for 512 rows of 8192, more than run at once (bfloat16, H200).
+    """
+    affine = config.packs_per_thread * pack_length(spec.x) * _affine_bytes(spec) // 4
+    if config.hold_weight or config.vector < pack_length(spec.x) or _is_wide(spec):
+        return None
+    if not 0 < affine <= 64:
+        return None
+    return dataclasses.replace(
+        config, hold_weight=True, blocks_per_multiprocessor=max(1, 512 // config.block_threads)
+    )
+
+
+def _is_wide(spec: ForwardSpec) -> bool:
+    """Return whether operands of float64 widen a pack of a narrower x: up to 168 registers."""
+    return _widest(spec.weight, spec.bias, spec.y) > max(4, ITEMSIZE[spec.x])
+
+
+def _affine_bytes(spec: ForwardSpec) -> int:
+    """Return the bytes of an element of the weight and one of the bias."""
+    return _widest(spec.weight) + _widest(spec.bias)
+
+
 def _packs_per_thread(spec: ForwardSpec, n: int, packs: int) -> int:
     """Return how many packs of a row each thread of a ResidentForward holds."""
     if packs <= 64:
         return 2
-    if _widest(spec.weight) + _widest(spec.bias) <= 4:
+    if _affine_bytes(spec) <= 4:
         # Twice the threads are worth more than a weight that is held: 4119 against 4083 GB/s at
         # N = 4096 (bfloat16, float32 weight, H200); at 2048 and 8192 they are not.
         wider_weight = ITEMSIZE[spec.x] == 2 and _widest(spec.weight) == 4
@@ -350,7 +377,7 @@ def _staged_forward(
     cluster_blocks = _cluster(packs, block_threads * packs_per_thread, architecture)
     if cluster_blocks is None:
         return None
-    affine = packs_per_thread * length * (_widest(spec.weight) + _widest(spec.bias)) // 4
+    affine = packs_per_thread * length * _affine_bytes(spec) // 4
     # NVRTC finds room for 64 registers of them in LayerNorm alone, for none beside the addresses of
     # 16 blocks.
     zero_centered_relu = spec.zero_centered and spec.relu

@@ -127,7 +127,7 @@ class ForwardCall:
     ) -> None:
         m = math.prod(kept)
         lower, upper = (0.0, 0.0) if relu is None else relu
-        self._launch = plan.kernel.launch
+        self._launch = plan.kernel_for(m).launch
         self._blocks = plan.blocks(m)
         self._numbers = (m, plan.n, 1 / plan.n, float(eps), lower, upper)
         self._device = x.array.device.id

@@ -17,6 +17,7 @@ from cupynorm._config import (
     StagedForward,
     StreamingBackward,
     backward_config,
+    few_rows_config,
     forward_config,
     pack_length,
 )
@@ -49,13 +50,18 @@ def architecture(device: int) -> int:
 
 @dataclass(frozen=True)
 class ForwardPlan:
-    """A forward pass over rows of n elements, for any number of rows."""
+    """A forward pass over rows of n elements, for any number of rows.
+
+    Of up to `few_rows` a kernel of their own takes care, which yields the same bits.
+    """
 
     kernel: Kernel
     n: int
     rows_per_block: int
     cluster_blocks: int
     most_clusters: int | None  # that take rows in turn; None where each has its own
+    few_rows: int = 0
+    kernel_of_few: Kernel | None = None
 
     def launch(
         self,
@@ -80,7 +86,12 @@ class ForwardPlan:
             return
         n = self.n
         operands = (x, x_stride, weight, bias, y, y_stride, mean, rstd, bitmask)
-        self.kernel.launch(stream, blocks, (*operands, m, n, 1 / n, eps, lower, upper))
+        self.kernel_for(m).launch(stream, blocks, (*operands, m, n, 1 / n, eps, lower, upper))
+
+    def kernel_for(self, m: int) -> Kernel:
+        """Return the kernel that m rows are launched with."""
+        few = self.kernel_of_few
+        return self.kernel if few is None or m > self.few_rows else few
 
     def blocks(self, m: int) -> int:
         """Return how many blocks m rows take."""
@@ -104,7 +115,12 @@ def forward_plan(spec: ForwardSpec, n: int, vector: int, device: int) -> Forward
         else:
             clusters = at_once
     if isinstance(config, ResidentForward):
-        return ForwardPlan(kernel, n, config.rows_per_block, 1, None)
+        few = few_rows_config(spec, config)
+        if few is None:
+            return ForwardPlan(kernel, n, config.rows_per_block, 1, None)
+        few_rows = few.rows_per_block * few.blocks_per_multiprocessor * clusters
+        kernel_of_few = _jit.load(_jit.forward_instantiation(spec, few), device)
+        return ForwardPlan(kernel, n, few.rows_per_block, 1, None, few_rows, kernel_of_few)
     in_turn = isinstance(config, StagedForward)
     return ForwardPlan(kernel, n, 1, config.cluster_blocks, clusters if in_turn else None)
 

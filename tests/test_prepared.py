@@ -67,7 +67,8 @@ class Machine:
             assert key[-1] == self.current
             self.launches.append((key, (stream, blocks, *arguments)))
 
-        return SimpleNamespace(kernel=SimpleNamespace(launch=launch), n=key[1], blocks=lambda m: m)
+        kernel = SimpleNamespace(launch=launch)
+        return SimpleNamespace(kernel_for=lambda m: kernel, n=key[1], blocks=lambda m: m)
 
     def backward_plan(self, *key: Any) -> Any:
         def launch(*arguments: Any) -> None:

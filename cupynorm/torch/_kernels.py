@@ -208,7 +208,7 @@ def forward(
     launch = call.launches.get(vector)
     if launch is None:
         plan = _load("forward_plan", call.spec, call.n, vector, device)
-        launch = call.launches[vector] = plan.kernel.launch, plan.blocks(call.m)
+        launch = call.launches[vector] = plan.kernel_for(call.m).launch, plan.blocks(call.m)
     launch_kernel, blocks = launch
     if blocks:
         arguments = (
