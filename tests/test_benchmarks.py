@@ -129,13 +129,17 @@ def test_a_profile_is_split_into_runs_and_rounds(monkeypatch) -> None:
         events.insert(0, SimpleNamespace(name=name, device_type=cuda, time_range=span))
 
     def call() -> None:  # two kernels, which take longer from round to round
-        done = sum(event.name != "Memset" for event in events) // 2
+        done = sum(event.name in ("first", "second") for event in events) // 2
         kernel("first", 1.0 + done // 10)
         kernel("second", 2.0)
 
+    def flush() -> None:
+        for name in ("flush_read", "flush_demote", "Memset (Device)"):
+            kernel(name, 100.0)
+
     session = nullcontext(SimpleNamespace(events=lambda: events))
     monkeypatch.setattr(torch.profiler, "profile", lambda **_: session)
-    arguments = (lambda _: None, lambda: kernel("Memset", 100.0), lambda: None)
+    arguments = (lambda _: None, flush, lambda: None)
     found = profiled([call, call], *arguments, launch=1e-6)
     assert astuple(found) == pytest.approx((5e-6, 4e-6, 6e-6, 30))
     kernel("stray", 1.0)
@@ -228,14 +232,17 @@ class RecordingCupy:
 
     def __init__(self) -> None:
         self.order: list[str] = []
-        device = SimpleNamespace(
-            attributes={"L2CacheSize": 8}, synchronize=lambda: self.order.append("wait")
+        self.device = device = SimpleNamespace(
+            attributes={"L2CacheSize": 8, "MultiProcessorCount": 3},
+            compute_capability="75",
+            synchronize=lambda: self.order.append("wait"),
         )
+        self.RawModule = lambda code, options: SimpleNamespace(get_function=self.kernel)
         self.cuda = SimpleNamespace(
             Device=lambda: device,
             Event=lambda: SimpleNamespace(record=lambda: self.order.append("event")),
             alloc=lambda size: SimpleNamespace(
-                memset_async=lambda value, size: self.order.append(f"flush {size}")
+                memset_async=lambda value, size: self.order.append(f"memset {size}")
             ),
             get_current_stream=lambda: SimpleNamespace(
                 synchronize=lambda: self.order.append("wait")
@@ -246,6 +253,9 @@ class RecordingCupy:
     def call(self, what: str) -> Callable[[], None]:
         return lambda: self.order.append(what)
 
+    def kernel(self, name: str) -> Callable[..., None]:
+        return lambda grid, block, arguments: self.order.append(f"{name} {arguments[1]}")
+
 
 @pytest.fixture
 def recording(monkeypatch) -> RecordingCupy:
@@ -254,10 +264,15 @@ def recording(monkeypatch) -> RecordingCupy:
     return fake
 
 
-def test_a_run_is_flushed_and_reset_before_its_events(recording) -> None:
+@pytest.mark.parametrize(
+    ("capability", "flush"),
+    [("75", ["memset 32"]), ("100", ["flush_read 16", "flush_demote 16", "memset 32"])],
+)
+def test_a_run_is_flushed_and_reset_before_its_events(recording, capability, flush) -> None:
+    recording.device.compute_capability = capability
     calls, resets = ([recording.call(f"{what} {i}") for i in range(2)] for what in ("run", "reset"))
     assert Clock().sample(calls, 3, resets) == [2e-3] * 3
-    turns = [[f"reset {i}", "flush 32", "event", f"run {i}", "event"] for i in (0, 1, 0)]
+    turns = [[f"reset {i}", *flush, "event", f"run {i}", "event"] for i in (0, 1, 0)]
     assert recording.order == [*itertools.chain(*turns), "wait"]
 
 
