@@ -536,41 +536,76 @@ def test_peers_that_run_on_the_cpu_are_given_the_same_problem(name, problem) -> 
 
 
 class FakeGraph:
-    """In place of a graph of cuDNN: outputs of any values, and a count of its runs."""
+    """In place of a graph of cuDNN: outputs of any values, what it reads, and a count of runs."""
 
-    def __init__(self, names, runs):
+    def __init__(self, names, runs, tensors=()):
         import torch
 
         self.outputs = {name: torch.zeros(4, 8) for name in names}
         self.runs = runs
+        self.tensors = dict(tensors)
 
     def bind(self, **tensors):
-        return FakeGraph(self.outputs, self.runs)
+        return FakeGraph(self.outputs, self.runs, tensors)
 
     def __call__(self):
-        self.runs.append(1)
+        self.runs.append(self.tensors)
         return self.outputs
+
+
+@pytest.fixture
+def cudnn_builds(monkeypatch) -> tuple[list, list]:
+    """Replace the graphs of cuDNN; return the directions built and what each run read."""
+    pytest.importorskip("torch")
+    builds: list[str] = []
+    runs: list[dict] = []
+    forward, gradients = (*relu.STORED, "y"), ("dx", "dweight", "dbias")
+    for name, outputs in (("forward", forward), ("backward", gradients)):
+
+        def build(*args, name=name, outputs=outputs, **options):
+            builds.append(name)
+            return FakeGraph(outputs, runs)
+
+        monkeypatch.setattr(cudnn_graphs, name, build)
+    return builds, runs
+
+
+def cudnn_tensors() -> dict:
+    import torch
+
+    matrices = {name: torch.ones(4, 8) for name in ("x", "dy")}
+    return matrices | {name: torch.ones(8) for name in ("weight", "bias")}
 
 
 @pytest.mark.parametrize("operation", problems.OPERATIONS)
 @pytest.mark.parametrize("backend", [cudnn_peer.Cudnn, relu.Cudnn])
-def test_a_call_runs_a_graph_of_cudnn_once(backend, operation, monkeypatch) -> None:
-    torch = pytest.importorskip("torch")
+def test_a_call_runs_a_graph_of_cudnn_once(backend, operation, cudnn_builds) -> None:
     (problem,) = problems.select("quick", [operation], [(4, 8)])
-    tensors = {
-        name: torch.ones(4, 8) if name in ("x", "dy") else torch.ones(8)
-        for name in ("x", "dy", "weight", "bias")
-    }
-    runs: list[int] = []
-    forward, gradients = (*relu.STORED, "y"), ("dx", "dweight", "dbias")
-    for name, outputs in (("forward", forward), ("backward", gradients)):
-        graph = FakeGraph(outputs, runs)
-        monkeypatch.setattr(cudnn_graphs, name, lambda *args, graph=graph, **options: graph)
-    call = backend().prepare_tensors(problem, tensors)
+    _, runs = cudnn_builds
+    call = backend().prepare_tensors(problem, cudnn_tensors())
     before = len(runs)
     for _ in range(3):
         call.run()
     assert len(runs) == before + 3
+
+
+@pytest.mark.parametrize("operation", problems.OPERATIONS)
+@pytest.mark.parametrize("backend", [cudnn_peer.Cudnn, relu.Cudnn])
+def test_a_graph_of_cudnn_is_built_once_a_problem(backend, operation, cudnn_builds) -> None:
+    first, second = problems.select("quick", [operation], [(4, 8), (2, 16)])
+    builds, runs = cudnn_builds
+    cudnn = backend()
+    sets = [cudnn_tensors() for _ in range(2)]
+    calls = [cudnn.prepare_tensors(first, tensors) for tensors in sets]
+    needed = {first.direction} | ({"forward"} if backend is relu.Cudnn else set())
+    assert (len(builds), set(builds)) == (len(needed), needed)
+    for call, tensors in zip(calls, sets, strict=True):  # each reads its own
+        call.run()
+        name = "x" if first.direction == "forward" else "dy"
+        assert runs[-1][name].data_ptr() == tensors[name].data_ptr()
+    cudnn.prepare_tensors(second, cudnn_tensors())
+    cudnn.prepare_tensors(first, sets[0])
+    assert len(builds) == 3 * len(needed)
 
 
 def printed_by_ncu(kernels) -> str:
