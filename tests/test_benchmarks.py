@@ -1214,7 +1214,7 @@ def on_numpy(monkeypatch) -> list:
     def first_calls(backends, deadline):
         for backend in backends:
             asked.append(backend.name)
-            yield {"backend": backend.name, "cache": "cold"}
+            yield from ({"backend": backend.name, "cache": cache} for cache in host.STATES)
 
     asked: list = []
     pool = SimpleNamespace(free_all_blocks=lambda: None)
@@ -1303,6 +1303,23 @@ def test_first_calls_that_time_did_not_suffice_for_are_named(
     assert "no first call of quack\n" in capsys.readouterr().out
     assert not results.load(path)["complete"]
     assert run.main([str(path), "--tables", "first", "--resume"]) == 0
+
+
+def test_a_first_call_that_was_stopped_before_the_warm_one_is_made_again(
+    tmp_path, on_numpy
+) -> None:
+    path = tmp_path / "results.json"
+    arguments = [str(path), "--tables", "first", "--resume"]
+    assert run.main(arguments) == 0
+    whole = results.load(path)
+    lone = {"backend": "quack", "cache": "cold", "reason": "of an earlier cache"}
+    other = {"backend": "liger", "cache": "cold"}  # not there to be measured now
+    results.save(whole | {"first_calls": [other, lone]}, path)
+    assert run.main(arguments) == 0
+    assert results.load(path)["first_calls"] == [other, *whole["first_calls"]]
+    assert run.main(arguments) == 0
+    assert results.load(path)["first_calls"] == [other, *whole["first_calls"]]
+    assert on_numpy == ["quack"] * 2
 
 
 def test_a_gpu_is_told_from_another_by_its_uuid(monkeypatch) -> None:
