@@ -25,6 +25,7 @@ from cupynorm import _bench
 
 SHAPE = (16, 4096)  # so small that the device never is what a call waits for
 
+STATES = ("cold", "warm")  # of the caches of a first call, in turn
 PROCESS_SECONDS = 120  # what a first call may take
 
 # Where each library keeps what it compiled.
@@ -75,7 +76,7 @@ def first_calls(backends: Iterable[Backend], deadline: float) -> Iterator[dict[s
             places = {name: str(Path(caches) / name.lower()) for name in CACHES}
             # By default JAX caches only what took it a second.
             places["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-            for cache in ("cold", "warm"):
+            for cache in STATES:
                 record: dict[str, Any] = {"backend": backend.name, "cache": cache}
                 try:
                     done = subprocess.run(

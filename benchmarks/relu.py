@@ -75,20 +75,21 @@ class Cudnn(cudnn_peer.Cudnn):
     def prepare_tensors(self, problem: Problem, tensors: dict[str, Any]) -> Call:
         import torch
 
-        x, weight, bias = (tensors[name] for name in ("x", "weight", "bias"))
-        run = cudnn_graphs.forward(problem.norm, x, weight, bias, eps=EPS[problem.norm], relu=RELU)
+        given = {name: tensors[name] for name in ("x", "weight", "bias")}
+        run = self.bound(
+            dataclasses.replace(problem, direction="forward"),
+            given,
+            lambda: cudnn_graphs.forward(problem.norm, **given, eps=EPS[problem.norm], relu=RELU),
+        )
         names = STORED
         if problem.direction == "backward":
             stored = run()
-            run = cudnn_graphs.backward(
-                problem.norm,
-                tensors["dy"],
-                x,
-                weight,
-                stored["mean"],
-                stored["rstd"],
-                dbias=True,
-                bitmask=stored["bitmask"],
+            read = {name: tensors[name] for name in ("dy", "x", "weight")}
+            read |= {name: stored[name] for name in ("mean", "rstd", "bitmask")}
+            run = self.bound(
+                problem,
+                read,
+                lambda: cudnn_graphs.backward(problem.norm, **read, dbias=True),
             )
             names = problem.outputs
         for output in run().values():

@@ -19,7 +19,7 @@ from benchmarks import problems, results, summary
 from benchmarks.backends import ALL, discover
 from benchmarks.backends.base import Backend
 from benchmarks.display import Display
-from benchmarks.host import first_calls, host_times, line
+from benchmarks.host import STATES, first_calls, host_times, line
 from benchmarks.measure import measure, reason
 from benchmarks.timing import Clock, rotations
 from cupynorm import _bench
@@ -211,13 +211,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if stopped:
                 break
         if "first" in options.tables and not stopped:
-            called = {r["backend"] for r in report["first_calls"]}
+            called = _called(report)
             left = [backend for backend in as_called if backend.name not in called]
             for record in first_calls(left, deadline):
-                report["first_calls"].append(record)
-                called.add(record["backend"])
+                others = [r for r in report["first_calls"] if not _same_first_call(r, record)]
+                report["first_calls"] = [*others, record]
                 display.say(line("first call", record))
                 results.save(report, options.results)
+            called = _called(report)
             left = [b for b in left if b.name not in called and b.kind != "limit"]
             if left:
                 stopped = f"out of time after {options.minutes:g} minutes"
@@ -234,6 +235,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name, count in _unreached(passes, finished(report)).items():
             display.say(f"{name} was not reached on {count} of {len(chosen)} problems")
     return 1 if stopped else 0
+
+
+def _called(report: dict[str, Any]) -> set[str]:
+    """Return the backends whose first calls are all there, on the cache that they share."""
+    seen = {(r["backend"], r["cache"]) for r in report["first_calls"]}
+    return {name for name, _ in seen if seen >= {(name, cache) for cache in STATES}}
+
+
+def _same_first_call(one: results.Record, other: results.Record) -> bool:
+    return all(one[key] == other[key] for key in ("backend", "cache"))
 
 
 def _is_whole(report: dict[str, Any]) -> bool:

@@ -80,7 +80,7 @@ def profiled(
         (event.time_range.start, event.time_range.elapsed_us())
         for event in profile.events()
         if event.device_type == torch.autograd.DeviceType.CUDA
-        and not event.name.startswith("Memset")
+        and not event.name.startswith(Clock.FLUSHES)
     )
     if not kernels or len(kernels) % total:
         raise RuntimeError(f"the profiler saw {len(kernels)} kernels in {total} runs")

@@ -129,13 +129,17 @@ def test_a_profile_is_split_into_runs_and_rounds(monkeypatch) -> None:
         events.insert(0, SimpleNamespace(name=name, device_type=cuda, time_range=span))
 
     def call() -> None:  # two kernels, which take longer from round to round
-        done = sum(event.name != "Memset" for event in events) // 2
+        done = sum(event.name in ("first", "second") for event in events) // 2
         kernel("first", 1.0 + done // 10)
         kernel("second", 2.0)
 
+    def flush() -> None:
+        for name in ("flush_read", "flush_demote", "Memset (Device)"):
+            kernel(name, 100.0)
+
     session = nullcontext(SimpleNamespace(events=lambda: events))
     monkeypatch.setattr(torch.profiler, "profile", lambda **_: session)
-    arguments = (lambda _: None, lambda: kernel("Memset", 100.0), lambda: None)
+    arguments = (lambda _: None, flush, lambda: None)
     found = profiled([call, call], *arguments, launch=1e-6)
     assert astuple(found) == pytest.approx((5e-6, 4e-6, 6e-6, 30))
     kernel("stray", 1.0)
@@ -228,14 +232,17 @@ class RecordingCupy:
 
     def __init__(self) -> None:
         self.order: list[str] = []
-        device = SimpleNamespace(
-            attributes={"L2CacheSize": 8}, synchronize=lambda: self.order.append("wait")
+        self.device = device = SimpleNamespace(
+            attributes={"L2CacheSize": 8, "MultiProcessorCount": 3},
+            compute_capability="75",
+            synchronize=lambda: self.order.append("wait"),
         )
+        self.RawModule = lambda code, options: SimpleNamespace(get_function=self.kernel)
         self.cuda = SimpleNamespace(
             Device=lambda: device,
             Event=lambda: SimpleNamespace(record=lambda: self.order.append("event")),
             alloc=lambda size: SimpleNamespace(
-                memset_async=lambda value, size: self.order.append(f"flush {size}")
+                memset_async=lambda value, size: self.order.append(f"memset {size}")
             ),
             get_current_stream=lambda: SimpleNamespace(
                 synchronize=lambda: self.order.append("wait")
@@ -246,6 +253,9 @@ class RecordingCupy:
     def call(self, what: str) -> Callable[[], None]:
         return lambda: self.order.append(what)
 
+    def kernel(self, name: str) -> Callable[..., None]:
+        return lambda grid, block, arguments: self.order.append(f"{name} {arguments[1]}")
+
 
 @pytest.fixture
 def recording(monkeypatch) -> RecordingCupy:
@@ -254,10 +264,15 @@ def recording(monkeypatch) -> RecordingCupy:
     return fake
 
 
-def test_a_run_is_flushed_and_reset_before_its_events(recording) -> None:
+@pytest.mark.parametrize(
+    ("capability", "flush"),
+    [("75", ["memset 32"]), ("100", ["flush_read 16", "flush_demote 16", "memset 32"])],
+)
+def test_a_run_is_flushed_and_reset_before_its_events(recording, capability, flush) -> None:
+    recording.device.compute_capability = capability
     calls, resets = ([recording.call(f"{what} {i}") for i in range(2)] for what in ("run", "reset"))
     assert Clock().sample(calls, 3, resets) == [2e-3] * 3
-    turns = [[f"reset {i}", "flush 32", "event", f"run {i}", "event"] for i in (0, 1, 0)]
+    turns = [[f"reset {i}", *flush, "event", f"run {i}", "event"] for i in (0, 1, 0)]
     assert recording.order == [*itertools.chain(*turns), "wait"]
 
 
@@ -521,41 +536,76 @@ def test_peers_that_run_on_the_cpu_are_given_the_same_problem(name, problem) -> 
 
 
 class FakeGraph:
-    """In place of a graph of cuDNN: outputs of any values, and a count of its runs."""
+    """In place of a graph of cuDNN: outputs of any values, what it reads, and a count of runs."""
 
-    def __init__(self, names, runs):
+    def __init__(self, names, runs, tensors=()):
         import torch
 
         self.outputs = {name: torch.zeros(4, 8) for name in names}
         self.runs = runs
+        self.tensors = dict(tensors)
 
     def bind(self, **tensors):
-        return FakeGraph(self.outputs, self.runs)
+        return FakeGraph(self.outputs, self.runs, tensors)
 
     def __call__(self):
-        self.runs.append(1)
+        self.runs.append(self.tensors)
         return self.outputs
+
+
+@pytest.fixture
+def cudnn_builds(monkeypatch) -> tuple[list, list]:
+    """Replace the graphs of cuDNN; return the directions built and what each run read."""
+    pytest.importorskip("torch")
+    builds: list[str] = []
+    runs: list[dict] = []
+    forward, gradients = (*relu.STORED, "y"), ("dx", "dweight", "dbias")
+    for name, outputs in (("forward", forward), ("backward", gradients)):
+
+        def build(*args, name=name, outputs=outputs, **options):
+            builds.append(name)
+            return FakeGraph(outputs, runs)
+
+        monkeypatch.setattr(cudnn_graphs, name, build)
+    return builds, runs
+
+
+def cudnn_tensors() -> dict:
+    import torch
+
+    matrices = {name: torch.ones(4, 8) for name in ("x", "dy")}
+    return matrices | {name: torch.ones(8) for name in ("weight", "bias")}
 
 
 @pytest.mark.parametrize("operation", problems.OPERATIONS)
 @pytest.mark.parametrize("backend", [cudnn_peer.Cudnn, relu.Cudnn])
-def test_a_call_runs_a_graph_of_cudnn_once(backend, operation, monkeypatch) -> None:
-    torch = pytest.importorskip("torch")
+def test_a_call_runs_a_graph_of_cudnn_once(backend, operation, cudnn_builds) -> None:
     (problem,) = problems.select("quick", [operation], [(4, 8)])
-    tensors = {
-        name: torch.ones(4, 8) if name in ("x", "dy") else torch.ones(8)
-        for name in ("x", "dy", "weight", "bias")
-    }
-    runs: list[int] = []
-    forward, gradients = (*relu.STORED, "y"), ("dx", "dweight", "dbias")
-    for name, outputs in (("forward", forward), ("backward", gradients)):
-        graph = FakeGraph(outputs, runs)
-        monkeypatch.setattr(cudnn_graphs, name, lambda *args, graph=graph, **options: graph)
-    call = backend().prepare_tensors(problem, tensors)
+    _, runs = cudnn_builds
+    call = backend().prepare_tensors(problem, cudnn_tensors())
     before = len(runs)
     for _ in range(3):
         call.run()
     assert len(runs) == before + 3
+
+
+@pytest.mark.parametrize("operation", problems.OPERATIONS)
+@pytest.mark.parametrize("backend", [cudnn_peer.Cudnn, relu.Cudnn])
+def test_a_graph_of_cudnn_is_built_once_a_problem(backend, operation, cudnn_builds) -> None:
+    first, second = problems.select("quick", [operation], [(4, 8), (2, 16)])
+    builds, runs = cudnn_builds
+    cudnn = backend()
+    sets = [cudnn_tensors() for _ in range(2)]
+    calls = [cudnn.prepare_tensors(first, tensors) for tensors in sets]
+    needed = {first.direction} | ({"forward"} if backend is relu.Cudnn else set())
+    assert (len(builds), set(builds)) == (len(needed), needed)
+    for call, tensors in zip(calls, sets, strict=True):  # each reads its own
+        call.run()
+        name = "x" if first.direction == "forward" else "dy"
+        assert runs[-1][name].data_ptr() == tensors[name].data_ptr()
+    cudnn.prepare_tensors(second, cudnn_tensors())
+    cudnn.prepare_tensors(first, sets[0])
+    assert len(builds) == 3 * len(needed)
 
 
 def printed_by_ncu(kernels) -> str:
@@ -1164,7 +1214,7 @@ def on_numpy(monkeypatch) -> list:
     def first_calls(backends, deadline):
         for backend in backends:
             asked.append(backend.name)
-            yield {"backend": backend.name, "cache": "cold"}
+            yield from ({"backend": backend.name, "cache": cache} for cache in host.STATES)
 
     asked: list = []
     pool = SimpleNamespace(free_all_blocks=lambda: None)
@@ -1253,6 +1303,23 @@ def test_first_calls_that_time_did_not_suffice_for_are_named(
     assert "no first call of quack\n" in capsys.readouterr().out
     assert not results.load(path)["complete"]
     assert run.main([str(path), "--tables", "first", "--resume"]) == 0
+
+
+def test_a_first_call_that_was_stopped_before_the_warm_one_is_made_again(
+    tmp_path, on_numpy
+) -> None:
+    path = tmp_path / "results.json"
+    arguments = [str(path), "--tables", "first", "--resume"]
+    assert run.main(arguments) == 0
+    whole = results.load(path)
+    lone = {"backend": "quack", "cache": "cold", "reason": "of an earlier cache"}
+    other = {"backend": "liger", "cache": "cold"}  # not there to be measured now
+    results.save(whole | {"first_calls": [other, lone]}, path)
+    assert run.main(arguments) == 0
+    assert results.load(path)["first_calls"] == [other, *whole["first_calls"]]
+    assert run.main(arguments) == 0
+    assert results.load(path)["first_calls"] == [other, *whole["first_calls"]]
+    assert on_numpy == ["quack"] * 2
 
 
 def test_a_gpu_is_told_from_another_by_its_uuid(monkeypatch) -> None:

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from cupynorm._bench import FLUSH, Clock
 from cupynorm._config import backward_config, forward_config, pack_length
 from cupynorm._jit import (
     OPTIONS,
@@ -133,6 +134,17 @@ def test_every_configuration_compiles_without_a_spill(architecture: str) -> None
         if any(spilled) or local or -(-registers // 8) * 8 * kernel.block_threads > 65536:
             problems.append(f"{kernel.expression}: {registers} registers, spills {spilled}")
     assert not problems, "\n".join(problems)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES[1:])
+def test_the_flush_of_the_clock_compiles(architecture: str) -> None:
+    program = nvrtc.createProgram(FLUSH, "flush.cu", (), ())
+    try:
+        nvrtc.compileProgram(program, ("-std=c++17", *CUPY_OPTIONS, f"-arch=sm_{architecture}"))
+        compiled = nvrtc.getCUBIN(program)
+    finally:
+        nvrtc.destroyProgram(program)
+    assert all(name.encode() in compiled for name in Clock.FLUSHES[1:])
 
 
 def test_the_source_is_self_contained() -> None:

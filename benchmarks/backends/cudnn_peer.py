@@ -6,6 +6,7 @@ with short rows up to fourteen (H200).
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +22,7 @@ class Cudnn(TorchBackend):
     distribution = "nvidia-cudnn-frontend"
 
     def __init__(self) -> None:
-        self._built: tuple[Problem | None, Graph | None] = (None, None)
+        self._built: dict[Problem, Graph] = {}
 
     def version(self) -> str:
         frontend = super().version()
@@ -44,14 +45,27 @@ class Cudnn(TorchBackend):
                 given["mean"] = mean
         else:
             given["bias"] = tensors.get("bias")
-        if self._built[0] != problem:
-            self._built = (problem, _build(problem, given))
-        graph = self._built[1]
-        assert graph is not None
-        run = graph.bind(**{name: tensor for name, tensor in given.items() if tensor is not None})
+        run = self.bound(problem, given, lambda: _build(problem, given))
         for output in run.outputs.values():
             output.view(torch.uint8).fill_(exchange.ALL_ONES)
         return once(run, problem.outputs, note)
+
+    def bound(self, problem: Problem, given: dict[str, Any], build: Callable[[], Graph]) -> Graph:
+        """Return the problem's graph on what is given.
+
+        It is built once for all sets of arrays and streams, and forgotten when another problem,
+        but the other direction of the same, comes.
+        """
+        if problem not in self._built:
+            forward = dataclasses.replace(problem, direction="forward")
+            self._built = {
+                other: graph
+                for other, graph in self._built.items()
+                if dataclasses.replace(other, direction="forward") == forward
+            }
+            self._built[problem] = build()
+        tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
+        return self._built[problem].bind(**tensors)
 
 
 def once(
