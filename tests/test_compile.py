@@ -7,12 +7,19 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from cupynorm._bench import FLUSH, Clock
-from cupynorm._config import backward_config, forward_config, pack_length
+from cupynorm._config import (
+    ResidentForward,
+    backward_config,
+    few_rows_config,
+    forward_config,
+    pack_length,
+)
 from cupynorm._jit import (
     OPTIONS,
     Instantiation,
@@ -65,16 +72,12 @@ def instantiations(architecture: int) -> list[Instantiation]:
             forward = ForwardSpec(norm, x, weight, bias, y, True, True, relu)
             backward = BackwardSpec(norm, x, dy, weight, bias, True, relu)
             n = packs * length
-            kernels[
-                forward_instantiation(forward, forward_config(forward, n, vector, architecture))
-            ] = None
+            kernels |= dict.fromkeys(forward_instantiations(forward, n, vector, architecture))
             config = backward_config(backward, n, vector, architecture)
             kernels |= dict.fromkeys(backward_instantiations(backward, config))
     for norm, x in itertools.product(("rms_norm", "layer_norm"), ("float32", "bfloat16")):
         bare = ForwardSpec(norm, x, None, None, x, False, False, False)
-        kernels[
-            forward_instantiation(bare, forward_config(bare, 4096, pack_length(x), architecture))
-        ] = None
+        kernels |= dict.fromkeys(forward_instantiations(bare, 4096, pack_length(x), architecture))
         for bias in (None, "float32"):
             spec = BackwardSpec(norm, x, x, None, bias, False, False)
             config = backward_config(spec, 4096, pack_length(x), architecture)
@@ -96,6 +99,17 @@ def instantiations(architecture: int) -> list[Instantiation]:
             config = forward_config(streamed, 40_000 * pack_length(x), pack_length(x), architecture)
             kernels[forward_instantiation(streamed, config)] = None
     return list(kernels)
+
+
+def forward_instantiations(
+    spec: ForwardSpec, n: int, vector: int, architecture: int
+) -> Iterator[Instantiation]:
+    """Yield the kernel of many rows, and that of few where they have one of their own."""
+    config = forward_config(spec, n, vector, architecture)
+    yield forward_instantiation(spec, config)
+    few = few_rows_config(spec, config) if isinstance(config, ResidentForward) else None
+    if few is not None:
+        yield forward_instantiation(spec, few)
 
 
 def compile_log(kernel: Instantiation, architecture: str) -> str:

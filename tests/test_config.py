@@ -18,6 +18,7 @@ from cupynorm._config import (
     StreamingBackward,
     StreamingForward,
     backward_config,
+    few_rows_config,
     forward_config,
     pack_length,
     shared_limit,
@@ -116,6 +117,36 @@ def test_a_row_fits_its_team_and_no_pack_is_idle(spec: Spec, n: int, architectur
         config = configure(spec, n, vector, architecture)
         if not is_streaming(config):
             check_row(spec, n, config)
+
+
+@given(forward_specs, widths(), st.sampled_from(ARCHITECTURES))
+@settings(max_examples=500)
+def test_few_rows_differ_only_in_what_does_not_show(
+    spec: ForwardSpec, n: int, architecture: int
+) -> None:
+    for vector in vectors(spec, n):
+        config = forward_config(spec, n, vector, architecture)
+        if not isinstance(config, ResidentForward):
+            continue
+        few = few_rows_config(spec, config)
+        if few is None:
+            continue
+        assert spec.weight or spec.bias
+        assert few.hold_weight
+        assert not config.hold_weight
+        assert few.blocks_per_multiprocessor * few.block_threads <= 512
+        same = {"hold_weight": False, "blocks_per_multiprocessor": config.blocks_per_multiprocessor}
+        assert dataclasses.replace(few, **same) == config
+
+
+def test_decoding_has_kernels_of_its_own() -> None:
+    for n in (4096, 8192, 16384):
+        spec = ForwardSpec(
+            "layer_norm", "bfloat16", "bfloat16", "bfloat16", "bfloat16", False, False, False
+        )
+        config = forward_config(spec, n, 8, 90)
+        assert isinstance(config, ResidentForward)
+        assert few_rows_config(spec, config) is not None, n
 
 
 @pytest.mark.parametrize("x", DTYPES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -18,8 +19,8 @@ from strategies import DTYPES, make_values
 
 import cupynorm
 from cupynorm import _driver, _jit, testing
-from cupynorm._config import forward_config
-from cupynorm._plans import architecture
+from cupynorm._config import forward_config, pack_length
+from cupynorm._plans import architecture, forward_plan
 from cupynorm._spec import ForwardSpec
 
 pytestmark = pytest.mark.gpu
@@ -53,7 +54,8 @@ def test_a_row_has_the_same_bits_in_any_batch_and_at_any_alignment(
 ) -> None:
     import cupy
 
-    shape = (4096 if n < 65536 else 128, n)
+    # More than the rows that have a kernel of their own.
+    shape = (20000 if n <= 1024 else 4096 if n < 65536 else 128, n)
     rows = to_cupy(make_values("mean_1e2", shape, DTYPES[name], 1))
     dy = to_cupy(make_values("normal", shape, DTYPES[name], 2))
     weight = to_cupy(make_values("normal", (n,), np.float32, 3))
@@ -107,6 +109,36 @@ def test_ten_runs_give_the_same_bits(norm: str, m: int, n: int) -> None:
 def test_inference_and_training_give_the_same_y() -> None:
     x = to_cupy(make_values("normal", (33, 3000), DTYPES["float16"], 1))
     assert_same_bits(cupynorm.layer_norm(x), cupynorm.layer_norm_forward(x).y)
+
+
+@pytest.mark.parametrize("relu", [None, (-0.5, 0.75)])
+@pytest.mark.parametrize("zero_centered", [False, True])
+@pytest.mark.parametrize("weight", ["x", "float32"])
+@pytest.mark.parametrize("name", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("norm", NORMS)
+def test_few_rows_have_the_bits_of_many(
+    norm: Any, name: str, weight: str, zero_centered: bool, relu: tuple[float, float] | None
+) -> None:
+    affine = name if weight == "x" else weight
+    for n in (512, 2048, 4096):
+        spec = ForwardSpec(norm, name, affine, affine, name, zero_centered, True, relu is not None)
+        plan = forward_plan(spec, n, pack_length(name), 0)
+        few = plan.few_rows
+        rows = to_cupy(make_values("normal", (few + 1, n), DTYPES[name], 1))
+        operands = [to_cupy(make_values("normal", (n,), DTYPES[affine], seed)) for seed in (2, 3)]
+        call = functools.partial(
+            getattr(cupynorm, f"{norm}_forward"), zero_centered=zero_centered, relu=relu
+        )
+        many, part = call(rows, *operands), call(rows[:few], *operands)
+        assert plan.kernel_for(few + 1) is plan.kernel
+        assert few == 0 or plan.kernel_for(few) is not plan.kernel
+        for field in ("y", "rstd") if relu is None else ("y", "rstd", "bitmask"):
+            assert_same_bits(getattr(many, field)[:few], getattr(part, field))
+        host = [to_numpy(operand) for operand in operands]
+        testing.check_forward(
+            norm, to_numpy(many), to_numpy(rows), *host, zero_centered=zero_centered, relu=relu,
+            eps=1e-6 if norm == "rms_norm" else 1e-5,
+        )  # fmt: skip
 
 
 # ---- memory --------------------------------------------------------------------------------------
@@ -411,7 +443,7 @@ def test_a_second_process_compiles_nothing(tmp_path: Path) -> None:
         )
         for _ in range(2)
     ]
-    assert counts == [3, 0]
+    assert counts == [4, 0]  # forward of few rows and of many, backward and its partials
 
 
 def test_warmup_leaves_nothing_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from host.build import Build, compiler_problem
 from host.checks import (
@@ -114,6 +115,26 @@ def test_a_gpu_without_room_for_a_cluster(build: Build, norm: str, name: str) ->
     gpu = case.gpu(build)
     gpu.clusters_at_once = 0
     check_problem(gpu, case.problem())
+
+
+@pytest.mark.parametrize("x", DTYPES)
+def test_few_rows_have_the_bits_of_many(build: Build, x: str) -> None:
+    case = next(c for c in CASES if (c.name, c.norm, c.x) == ("warps", "layer_norm", x))
+    problem = case.problem()
+    ys, kernels = [], []
+    for few_rows in (False, True):
+        gpu = Gpu(None, few_rows=few_rows)
+        check_problem(gpu, problem)
+        build.compile(gpu.launched)
+        kernels.append(gpu.launched)
+        gpu = Gpu(build, few_rows=few_rows)
+        check_problem(gpu, problem)
+        with gpu.fresh_memory():
+            on_gpu = problem.on(gpu.cupy)
+            arrays = (on_gpu[name] for name in ("x", "weight", "bias"))
+            ys.append(gpu.to_numpy(gpu.forward(case.norm, *arrays, **problem.forward_options)).y)
+    assert kernels[0] != kernels[1]
+    np.testing.assert_array_equal(*(y.view(f"u{y.itemsize}") for y in ys))
 
 
 # ---- what the cases reach ------------------------------------------------------------------------

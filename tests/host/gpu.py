@@ -128,6 +128,8 @@ class Memory:
 class Gpu:
     """Runs cupynorm's launches with kernels of a build; without one it only notes which.
 
+    Few rows have the kernel of many, which is the one to be tested, unless `few_rows`.
+
     Attributes
     ----------
     cupy : module
@@ -141,7 +143,11 @@ class Gpu:
     """
 
     def __init__(
-        self, build: Build | None, multiprocessors: int = 2, architecture: int = ARCHITECTURE
+        self,
+        build: Build | None,
+        multiprocessors: int = 2,
+        architecture: int = ARCHITECTURE,
+        few_rows: bool = False,
     ) -> None:
         self.build = build
         self.checked = build is not None and build.counts is None
@@ -151,7 +157,9 @@ class Gpu:
         self.clusters_at_once = 2
         self.cupy: Any = _cupy(self.memory)
         self.architecture = architecture
-        self._launch = _copy_of_launch(self.cupy, self._load, multiprocessors, architecture)
+        self._launch = _copy_of_launch(
+            self.cupy, self._load, multiprocessors, architecture, few_rows
+        )
 
     def forward(
         self,
@@ -327,12 +335,18 @@ _copies = itertools.count()
 
 
 def _copy_of_launch(
-    cupy: Any, load: Callable[[Instantiation, int], Any], multiprocessors: int, architecture: int
+    cupy: Any,
+    load: Callable[[Instantiation, int], Any],
+    multiprocessors: int,
+    architecture: int,
+    few_rows: bool,
 ) -> ModuleType:
     """Return `cupynorm._launch` executed again: its plans hold kernels of this GPU alone."""
     plans = _copy_of("_plans", {})
     plans.multiprocessors = lambda device: multiprocessors  # type: ignore[attr-defined]
     plans.architecture = lambda device: architecture  # type: ignore[attr-defined]
+    if not few_rows:
+        plans.few_rows_config = lambda spec, config: None  # type: ignore[attr-defined]
     plans._jit = SimpleNamespace(  # type: ignore[attr-defined]
         load=load,
         forward_instantiation=_jit.forward_instantiation,
