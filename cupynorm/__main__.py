@@ -77,23 +77,12 @@ def gpu() -> Machine:
     """Return the current GPU, by CuPy."""
     import cupy
 
-    cache_bytes = cupy.cuda.Device().attributes["L2CacheSize"]
-    flushed = cupy.cuda.alloc(2 * cache_bytes)
+    from cupynorm._bench import Clock
+
+    clock = Clock()
 
     def seconds(call: Callable[[], object]) -> float:
-        spans = []
-        for _ in range(15):
-            start, end = cupy.cuda.Event(), cupy.cuda.Event()
-            # So that no call finds in the cache what the last one left there. It also keeps the GPU
-            # busy while the host prepares the call, whose own time is thus not counted.
-            flushed.memset_async(0, 2 * cache_bytes)
-            start.record()
-            call()
-            end.record()
-            spans.append((start, end))
-        cupy.cuda.get_current_stream().synchronize()
-        milliseconds = (cupy.cuda.get_elapsed_time(*span) for span in spans)
-        return 1e-3 * statistics.median(map(float, milliseconds))
+        return statistics.median(clock.sample([call], 15))
 
     return Machine(put=cupy.asarray, get=cupy.asnumpy, seconds=seconds)
 

@@ -176,8 +176,8 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
       scale = scale_in_range(statistics.variance, eps);
     }
   } else {
-    // One piece of code for both rounds: what is skipped must be fetched past, 0.4 us of LayerNorm's 6.3
-    // for 64 rows of 4096 (H200).
+    // One piece of code for both rounds: what a row skips is fetched past. With nothing to skip LayerNorm
+    // takes 5.9 us, not 6.3, for 64 rows of 4096 (H200).
     const auto measure_from = [&](T shift) {
       bool recentred = false;
 #pragma unroll 1
