@@ -92,8 +92,8 @@ class Timing:
         )
 
 
-# Both go through the memory alike, so that an SM most likely demotes the lines that it read: the L2
-# may have one for each half of the GPU.
+# Both go through the memory alike, so that an SM most likely demotes the lines that it read: each
+# half of the GPU may have its own copy of a line in the L2.
 FLUSH = r"""
 extern "C" __global__ void flush_read(uint4* memory, long long bytes) {
   unsigned long long last;
@@ -149,9 +149,9 @@ class Clock:
 
         Writing alone does not displace lines that were loaded with `evict_last`, as Triton's and
         some of our kernels load: torch.compile's RMSNorm of 512 x 4096 in bfloat16 then finds its
-        own and takes 6.8 us, 8.0 without them (H200). So memory of nobody's is read like that
-        first, from compute capability 8.0 on. Its lines are made ordinary again: among such lines
-        a kernel that loads so takes 7.5 us for 6.9.
+        own and takes 6.8 us, 7.5 without them (H200). So unrelated memory is read that way first,
+        from compute capability 8.0 on, and its lines are made ordinary again: among such lines
+        that kernel would take 8.0 us.
 
         It also keeps the GPU busy for 50 us or more, while the host prepares what is timed: only
         host time beyond that counts.

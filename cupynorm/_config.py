@@ -223,7 +223,7 @@ def forward_config(
     # Registers for weight and bias beside 40 to 60 for the rest. A row of more warps waits longer
     # for the slowest than it gains: 3% at N = 8192 (bfloat16, float32 weight, H200). A 16-bit
     # weight costs half as many: 5.9 us against 6.4 at 1x8192, 4089 GB/s against 4088 at 32768x8192.
-    affine = packs_per_thread * length * _affine_bytes(spec) // 4
+    affine = _affine_registers(spec, packs_per_thread)
     most_held = 16 if spec.x == "float64" else 32
     # With more threads instead, LayerNorm takes 68.9 us against 72.2 at 1048576x64, 132 against 141
     # at 128; 14.7 against 13.9 at 32768x256 (bfloat16, H200).
@@ -233,7 +233,7 @@ def forward_config(
     slim_weight = affine <= 16 and _widest(spec.weight, spec.bias) <= 2
     most_threads = 256 if slim_weight else 128
     # Not in LayerNorm's rows of several warps: 4144 GB/s against 3659 at N = 4096, 3920 against
-    # 3605 at 2048; at 512x4096 that costs 7.62 us against 7.36 (bfloat16, H200).
+    # 3605 at 2048 (bfloat16, H200); few rows have few_rows_config.
     never = wide or (spec.norm == "layer_norm" and row_threads > 32)
     hold_weight = vector == length and row_threads <= most_threads and not never
     hold_weight = hold_weight and affine <= most_held
@@ -265,16 +265,16 @@ def forward_config(
 
 
 def few_rows_config(spec: ForwardSpec, config: ResidentForward) -> ResidentForward | None:
-    """Return the configuration of so few rows that all their blocks run at once, if another.
+    """Return the configuration of rows of several warps, so few that all their blocks run at once.
 
-    Registers are then to spare, and weight and bias are held, which does not show in the bits:
-    LayerNorm takes 5.57 us against 6.72 for one row of 4096, 7.97 against 8.70 for 512 of them, but
-    11.8 against 10.4 for 512 rows of 8192, more than run at once (bfloat16, H200).
+    None where it is the same. Registers are then to spare, and weight and bias are held, which
+    does not show in the bits: LayerNorm with both in bfloat16 takes 5.57 us against 6.72 for one
+    row of 4096, 7.97 against 8.70 for 512; but 11.8 against 10.4 for 512 rows of 8192, more than
+    run at once (bfloat16, H200).
     """
-    affine = config.packs_per_thread * pack_length(spec.x) * _affine_bytes(spec) // 4
-    if config.hold_weight or config.vector < pack_length(spec.x) or _is_wide(spec):
-        return None
-    if not 0 < affine <= 64:
+    longer = config.row_threads > 32 and config.vector == pack_length(spec.x)
+    affine = _affine_registers(spec, config.packs_per_thread)
+    if config.hold_weight or not longer or _is_wide(spec) or not 0 < affine <= 64:
         return None
     return dataclasses.replace(
         config, hold_weight=True, blocks_per_multiprocessor=max(1, 512 // config.block_threads)
@@ -289,6 +289,11 @@ def _is_wide(spec: ForwardSpec) -> bool:
 def _affine_bytes(spec: ForwardSpec) -> int:
     """Return the bytes of an element of the weight and one of the bias."""
     return _widest(spec.weight) + _widest(spec.bias)
+
+
+def _affine_registers(spec: ForwardSpec, packs_per_thread: int) -> int:
+    """Return the registers that hold a thread's weight and bias."""
+    return packs_per_thread * pack_length(spec.x) * _affine_bytes(spec) // 4
 
 
 def _packs_per_thread(spec: ForwardSpec, n: int, packs: int) -> int:
@@ -377,7 +382,7 @@ def _staged_forward(
     cluster_blocks = _cluster(packs, block_threads * packs_per_thread, architecture)
     if cluster_blocks is None:
         return None
-    affine = packs_per_thread * length * _affine_bytes(spec) // 4
+    affine = _affine_registers(spec, packs_per_thread)
     # NVRTC finds room for 64 registers of them in LayerNorm alone, for none beside the addresses of
     # 16 blocks.
     zero_centered_relu = spec.zero_centered and spec.relu

@@ -52,7 +52,7 @@ def architecture(device: int) -> int:
 class ForwardPlan:
     """A forward pass over rows of n elements, for any number of rows.
 
-    Of up to `few_rows` a kernel of their own takes care, which yields the same bits.
+    Up to `few_rows` rows are launched with `kernel_of_few`; the bits are the same.
     """
 
     kernel: Kernel
@@ -115,12 +115,12 @@ def forward_plan(spec: ForwardSpec, n: int, vector: int, device: int) -> Forward
         else:
             clusters = at_once
     if isinstance(config, ResidentForward):
+        few_rows, kernel_of_few = 0, None
         few = few_rows_config(spec, config)
-        if few is None:
-            return ForwardPlan(kernel, n, config.rows_per_block, 1, None)
-        few_rows = few.rows_per_block * few.blocks_per_multiprocessor * clusters
-        kernel_of_few = _jit.load(_jit.forward_instantiation(spec, few), device)
-        return ForwardPlan(kernel, n, few.rows_per_block, 1, None, few_rows, kernel_of_few)
+        if few is not None:
+            few_rows = few.rows_per_block * few.blocks_per_multiprocessor * clusters
+            kernel_of_few = _jit.load(_jit.forward_instantiation(spec, few), device)
+        return ForwardPlan(kernel, n, config.rows_per_block, 1, None, few_rows, kernel_of_few)
     in_turn = isinstance(config, StagedForward)
     return ForwardPlan(kernel, n, 1, config.cluster_blocks, clusters if in_turn else None)
 

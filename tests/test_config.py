@@ -30,6 +30,7 @@ from cupynorm._jit import (
     kernels_directory,
     source,
 )
+from cupynorm._plans import ForwardPlan
 from cupynorm._spec import ITEMSIZE, BackwardSpec, ForwardSpec
 
 NORMS = ("rms_norm", "layer_norm")
@@ -147,6 +148,13 @@ def test_decoding_has_kernels_of_its_own() -> None:
         config = forward_config(spec, n, 8, 90)
         assert isinstance(config, ResidentForward)
         assert few_rows_config(spec, config) is not None, n
+
+
+def test_a_plan_of_few_rows_ends_where_it_says() -> None:
+    many, few = object(), object()
+    plan = ForwardPlan(many, 4096, 1, 1, None, few_rows=3, kernel_of_few=few)  # type: ignore[arg-type]
+    assert [plan.kernel_for(m) is few for m in (1, 3, 4)] == [True, True, False]
+    assert dataclasses.replace(plan, kernel_of_few=None).kernel_for(3) is many
 
 
 @pytest.mark.parametrize("x", DTYPES)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from strategies import DTYPES, RELUS, Problem, make_values, problems
 
 import cupynorm
-from cupynorm import testing
+from cupynorm import _plans, _prepared, testing
 
 pytestmark = pytest.mark.gpu
 
@@ -29,6 +29,17 @@ def record(key: tuple[str, ...], ratios: dict[str, float]) -> None:
     for field, ratio in ratios.items():
         name = " ".join((*key, field))
         worst[name] = max(ratio, worst.get(name, 0.0))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def kernels_of_many_rows() -> Iterator[None]:
+    """Few rows have the bits of many, says test_gpu_runtime.py; here they have their kernel."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_plans, "few_rows_config", lambda spec, config: None)
+        patch.setattr(_prepared, "calls", {})
+        _plans.forward_plan.cache_clear()
+        yield
+    _plans.forward_plan.cache_clear()
 
 
 @pytest.fixture(autouse=True)

@@ -799,6 +799,22 @@ MUTATIONS = [
         case("range_mean_1e6", x="float64"),
     ),
     Mutation(
+        "a row that was brought into range is not measured again",
+        "forward.cu",
+        "      bring_into_range(wild);\n      measure_from(T(0));",
+        "      bring_into_range(wild);",
+        VALUE,
+        case("range_extreme", "rms_norm", "float32"),
+    ),
+    Mutation(
+        "a first mean far off is kept in a row that was brought into range",
+        "forward.cu",
+        "bool recentred = false;",
+        "bool recentred = unit != T(1);",
+        VALUE,
+        case("warps_off_guess_wild"),
+    ),
+    Mutation(
         "a first mean far off is kept",
         "forward.cu",
         "if (!Centered || recentred || !was_far(statistics)) break;",

@@ -67,8 +67,14 @@ class Machine:
             assert key[-1] == self.current
             self.launches.append((key, (stream, blocks, *arguments)))
 
-        kernel = SimpleNamespace(launch=launch)
-        return SimpleNamespace(kernel_for=lambda m: kernel, n=key[1], blocks=lambda m: m)
+        def kernel_for(m: int) -> Any:
+            def launch_rows(stream: int, blocks: int, arguments: tuple[Any, ...]) -> None:
+                assert blocks == m
+                launch(stream, blocks, arguments)
+
+            return SimpleNamespace(launch=launch_rows)
+
+        return SimpleNamespace(kernel_for=kernel_for, n=key[1], blocks=lambda m: m)
 
     def backward_plan(self, *key: Any) -> Any:
         def launch(*arguments: Any) -> None:

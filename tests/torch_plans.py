@@ -69,7 +69,11 @@ class ForwardPlan(Plan):
     spec: ForwardSpec
 
     def kernel_for(self, m: int) -> Any:
-        return SimpleNamespace(launch=self.launch_kernel)
+        def launch(stream: int, blocks: int, arguments: tuple[Any, ...]) -> None:
+            assert arguments[-6] == m
+            self.launch_kernel(stream, blocks, arguments)
+
+        return SimpleNamespace(launch=launch)
 
     def blocks(self, m: int) -> int:
         return m

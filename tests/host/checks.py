@@ -123,6 +123,8 @@ class Case:
             values[:, self.n // 2 : self.n // 2 + 1] -= deviation * (self.n / 2) ** 0.5
             values[:, :64] += 1.3 * deviation
             values[:, 64:128] -= 1.3 * deviation
+            if "wild" in self.name:
+                values *= 1e25
         elif self.regime == "near_eps":  # eps is as large as the variance
             values *= self.eps**0.5
         else:
@@ -348,8 +350,14 @@ def _cases() -> list[Case]:
     for name, n in (("warps", 4096), ("staged", 10240), ("stream", 12304)):
         name = f"{name}_off_guess"
         cases.append(Case(name, "layer_norm", 4, n, "float32", bias=None, regime="off_guess"))
+    cases.append(
+        Case(
+            "warps_off_guess_wild", "layer_norm", 4, 4096, "float32", None, None, regime="off_guess"
+        )
+    )
     # N is a power of two, so that the mean is exact: dx of a constant row knows no other.
-    cases.append(Case("range_equal_huge", "layer_norm", 3, 256, "float32", regime="equal_huge"))
+    for n in (256, 2048):
+        cases.append(Case("range_equal_huge", "layer_norm", 3, n, "float32", regime="equal_huge"))
     return cases
 
 
