@@ -15,8 +15,10 @@ from benchmarks.backends import KINDS
 from cupynorm._bench import Problem
 
 FORMAT = 1
-Record = dict[str, Any]
+SHORT_SECONDS = 20e-6
 ROOT = Path(__file__).resolve().parent.parent
+
+Record = dict[str, Any]
 
 
 def new(backends: dict[str, str], arguments: list[str]) -> dict[str, Any]:
@@ -130,20 +132,25 @@ def problem_of(record: Record) -> Problem:
 
 
 def seconds(record: Record) -> float | None:
-    """Return a record's time: of the call or of its kernels alone, whichever is less.
-
-    The call's includes the host where that is slow; the replay's includes the launch of a graph,
-    which counts where the kernel takes only some microseconds. The less of the two is charged.
-    """
+    """Return a record's time, as `fastest` has it."""
     best = fastest(record)
     return None if best is None else best["median"]
 
 
 def fastest(record: Record) -> Record | None:
-    """Return the timing that counts."""
+    """Return the timing that counts: of the kernels alone if it is short, else the less of the two.
+
+    A long call's time includes the host where that is slow, the replay's the launch of a graph. A
+    short call's depends on how far the host is ahead: one of 6.5 us as a graph takes 5.0 as a call
+    that the host makes just in time, less than the copy of its data does (liger's RMSNorm of
+    64 x 8192 bfloat16, H200).
+    """
     times = record.get("times")
     if record["status"] != "ok" or not times:
         return None
+    kernels: Record | None = times.get("kernels")
+    if kernels is not None and kernels["median"] < SHORT_SECONDS:
+        return kernels
     best: Record = min(times.values(), key=lambda timing: timing["median"])
     return best
 
