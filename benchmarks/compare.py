@@ -66,7 +66,7 @@ def compare(
     for (problem, backend), earlier, record in _common(old, new):
         if backends and backend not in backends:
             continue
-        a, b = results.fastest(earlier), results.fastest(record)
+        a, b = results.counting(earlier), results.counting(record)
         if a is None or b is None:
             was, now = earlier["status"], record["status"]
             yield Change(problem, backend, was, now, None, was != now)

@@ -142,10 +142,16 @@ def _origin(report: dict[str, Any], source: Path, folder: Path) -> Iterator[str]
     """Yield where the figures come from."""
     yield (
         f"From [{source.name}]({_relative(source, folder)}), {report['machine']['gpu']}, commit "
-        f"{short(report['commit'])}, started {report['started']}."
+        f"{short(report['commit'])}, started {report['started']}{_resumed(report)}."
     )
     if not report.get("complete"):
         yield "\n**This run did not finish; what it did not reach is missing.**"
+
+
+def _resumed(report: dict[str, Any]) -> str:
+    """Say how often a run went on."""
+    times = len(report.get("sessions", ()))
+    return f", resumed {times} time{'s' * (times > 1)} on the same GPU" if times else ""
 
 
 def _section(
@@ -157,25 +163,29 @@ def _section(
     yield "\n### Summary\n"
     yield (
         "Speed of cupynorm over that of the best peer and of the limit: geometric means over the "
-        "shapes of the tables below; above 1 is faster. `*`: of a shape that some peer was not "
-        "measured on. The last column names the peers that have no time on some of the shapes, and "
-        "on how many they have one. Of a limit, `c` says that its call counts, `g` its replay in a "
-        "CUDA graph.\n"
+        "shapes of the tables below; above 1 is faster. By the kernels alone, and by calls as "
+        "users make them, on the shapes with both. `*`: of a shape that some peer was not measured "
+        "on. `†`: the best peer is JAX, whose time lacks what is between its kernels. The last "
+        "column names the peers that have no time on some of the shapes, and on how many they have "
+        "one. Of a limit, `c` says that its call counts, `g` its replay in a CUDA graph.\n"
     )
-    head = ["operation", "timed", "to the limit", "to the best peer", "ahead", "worst shape"]
     yield from _table(
-        [*head, "peers on fewer shapes"],
+        [
+            *("operation", "timed", "to the limit", "to the best peer", "ahead", "worst shape"),
+            *("as called, to the best peer", "ahead", "peers on fewer shapes"),
+        ],
         [
             [
                 s.operation,
                 timed(s),
                 _ratio(s.to_limit),
-                _ratio(s.to_peer, s.incomplete > 0),
+                _ratio(s.to_peer, "*" if s.incomplete else ""),
                 f"{s.ahead} of {s.compared}",
                 ""
                 if s.worst is None
-                else f"{label(s.worst.problem)}: "
-                f"{_ratio(s.worst.to_peer, bool(s.worst.unmeasured))} of {s.worst.peer}",
+                else f"{label(s.worst.problem)}: {_to_peer(s.worst)} of {s.worst.peer}",
+                _ratio(s.as_called, "*" if s.incomplete else ""),
+                f"{s.ahead_as_called} of {s.compared_as_called}",
                 partial(s),
             ]
             for s in summarize(measured)
@@ -248,11 +258,7 @@ def _speeds(records: Iterable[Record], found: dict[Problem, Ratio]) -> Iterator[
             row = [*_stated(problem)]
             row += [_shown(cell[name], shown) if name in cell else "" for name in names]
             ratio = found.get(problem)
-            row += (
-                [_ratio(ratio.to_limit), _ratio(ratio.to_peer, bool(ratio.unmeasured))]
-                if ratio
-                else ["", ""]
-            )
+            row += [_ratio(ratio.to_limit), _to_peer(ratio)] if ratio else ["", ""]
             rows.append(row)
         yield from _table(["MxN", "x, weight", *names, "to the limit", "to the best peer"], rows)
 
@@ -274,7 +280,7 @@ def _shown(record: Record, shown: Callable[[Record, float], str]) -> str:
     seconds = results.seconds(record)
     if seconds is None:
         return str(record["status"])
-    called = results.fastest(record) is record["times"].get("call")
+    called = results.counting(record) is record["times"].get("call")
     mark = (" c" if called else " g") if KINDS[record["backend"]] == "limit" else ""
     return shown(record, seconds) + mark
 
@@ -395,8 +401,12 @@ def _table(head: list[str], rows: Iterable[list[str]]) -> Iterator[str]:
         yield f"| {' | '.join(cell.replace('|', '/') for cell in row)} |"
 
 
-def _ratio(value: float | None, marked: bool = False) -> str:
-    return "" if value is None else f"{value:.2f}{'*' if marked else ''}"
+def _ratio(value: float | None, marks: str = "") -> str:
+    return "" if value is None else f"{value:.2f}{marks}"
+
+
+def _to_peer(ratio: Ratio) -> str:
+    return _ratio(ratio.to_peer, "*" * bool(ratio.unmeasured) + "†" * (ratio.peer == "JAX"))
 
 
 if __name__ == "__main__":

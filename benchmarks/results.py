@@ -15,7 +15,6 @@ from benchmarks.backends import KINDS
 from cupynorm._bench import Problem
 
 FORMAT = 1
-SHORT_SECONDS = 20e-6
 ROOT = Path(__file__).resolve().parent.parent
 
 Record = dict[str, Any]
@@ -131,28 +130,27 @@ def problem_of(record: Record) -> Problem:
     return Problem(**{name: record[name] for name in Problem.__dataclass_fields__})
 
 
-def seconds(record: Record) -> float | None:
-    """Return a record's time, as `fastest` has it."""
-    best = fastest(record)
-    return None if best is None else best["median"]
+def seconds(record: Record, *, called: bool = False) -> float | None:
+    """Return a record's time: that of its timing that counts, or of its call, if it has one."""
+    if called:
+        timing = record.get("times", {}).get("call") if record["status"] == "ok" else None
+    else:
+        timing = counting(record)
+    return None if timing is None else timing["median"]
 
 
-def fastest(record: Record) -> Record | None:
-    """Return the timing that counts: of the kernels alone if it is short, else the less of the two.
+def counting(record: Record) -> Record | None:
+    """Return the timing that counts: of the kernels alone, of the call where that is all there is.
 
-    A long call's time includes the host where that is slow, the replay's the launch of a graph. A
-    short call's depends on how far the host is ahead: one of 6.5 us as a graph takes 5.0 as a call
-    that the host makes just in time, less than the copy of its data does (liger's RMSNorm of
-    64 x 8192 bfloat16, H200).
+    Of a limit the less of the two: from 512 MiB on a graph copies at two thirds of the speed.
     """
     times = record.get("times")
     if record["status"] != "ok" or not times:
         return None
-    kernels: Record | None = times.get("kernels")
-    if kernels is not None and kernels["median"] < SHORT_SECONDS:
-        return kernels
-    best: Record = min(times.values(), key=lambda timing: timing["median"])
-    return best
+    if KINDS.get(record["backend"]) == "limit":
+        return min(times.values(), key=lambda timing: timing["median"])
+    timing: Record = times.get("kernels") or times["call"]
+    return timing
 
 
 def gigabytes_per_second(record: Record) -> float | None:
@@ -174,7 +172,11 @@ def by_problem(records: Iterable[Record]) -> Iterator[tuple[Problem, dict[str, R
             yield problem, cell
 
 
-def of_kind(cell: dict[str, Record], kind: str) -> dict[str, float]:
-    """Return the times of the backends of a kind that have one."""
-    times = {name: seconds(record) for name, record in cell.items() if KINDS.get(name) == kind}
+def of_kind(cell: dict[str, Record], kind: str, *, called: bool = False) -> dict[str, float]:
+    """Return the times of the backends of a kind that have one, or those of their calls."""
+    times = {
+        name: seconds(record, called=called)
+        for name, record in cell.items()
+        if KINDS.get(name) == kind
+    }
     return {name: time for name, time in times.items() if time is not None}

@@ -18,13 +18,15 @@ SMALL_SECONDS = 10e-6
 class Ratio(NamedTuple):
     """Our speed over the best peer's and over the limit's; above 1 is faster.
 
-    `unmeasured` names the peers measured on other problems but not on this one.
+    `as_called` is the first by calls as users make them, ours and those of the peer that is best at
+    that. `unmeasured` names the peers measured on other problems but not on this one.
     """
 
     problem: Problem
     to_peer: float | None
     to_limit: float | None
     peer: str | None
+    as_called: float | None
     unmeasured: tuple[str, ...]
 
 
@@ -40,6 +42,9 @@ class Summary(NamedTuple):
     compared: int  # shapes with a peer
     incomplete: int  # of these, shapes that some peer was not measured on
     worst: Ratio | None
+    as_called: float | None  # to the best peer, by calls as users make them
+    ahead_as_called: int
+    compared_as_called: int
     partial: dict[str, int]  # peers not timed on all shapes, and on how many they were
 
 
@@ -54,12 +59,15 @@ def ratios(measurements: Iterable[dict[str, Any]]) -> list[Ratio]:
             continue
         peers, limits = of_kind(cell, "peer"), of_kind(cell, "limit")
         peer = min(peers, key=peers.__getitem__, default=None)
+        calls = of_kind(cell, "peer", called=True).values()
+        our_call = min(of_kind(cell, "ours", called=True).values(), default=None)
         found.append(
             Ratio(
                 problem,
                 None if peer is None else peers[peer] / ours,
                 min(limits.values()) / ours if limits else None,
                 peer,
+                min(calls) / our_call if calls and our_call is not None else None,
                 tuple(name for name in everywhere if name not in cell),
             )
         )
@@ -93,6 +101,7 @@ def summarize(measurements: Iterable[dict[str, Any]]) -> list[Summary]:
         own = [found[problem] for problem in problems if problem in found]
         compared = [(r.to_peer, r) for r in own if r.to_peer is not None]
         to_limit = [r.to_limit for r in own if r.to_limit is not None]
+        as_called = [r.as_called for r in own if r.as_called is not None]
         summaries.append(
             Summary(
                 operation,
@@ -104,6 +113,9 @@ def summarize(measurements: Iterable[dict[str, Any]]) -> list[Summary]:
                 len(compared),
                 sum(bool(r.unmeasured) for _, r in compared),
                 min(compared, key=lambda pair: pair[0])[1] if compared else None,
+                geometric_mean(as_called),
+                sum(value >= 1 for value in as_called),
+                len(as_called),
                 {name: count for name, count in counts.items() if count < len(problems)},
             )
         )
@@ -120,6 +132,11 @@ def sentence(summary: Summary) -> str:
         parts.append(f"{summary.to_peer:.3f} of the best peer (geometric means)")
         parts.append(f"ahead on {summary.ahead} of {summary.compared}")
         parts.append(f"worst {worst.to_peer:.3f} of {worst.peer} at {label(worst.problem)}")
+    if summary.as_called is not None:
+        parts.append(
+            f"as called {summary.as_called:.3f}, "
+            f"ahead on {summary.ahead_as_called} of {summary.compared_as_called}"
+        )
     if summary.partial:
         parts.append(f"peers timed on fewer: {partial(summary)}")
     return ", ".join(parts)

@@ -723,10 +723,34 @@ def test_summary_counts_neither_the_wrong_nor_the_missing(synthetic) -> None:
             record["status"] = "wrong"
     assert {r.peer for r in summary.ratios(synthetic["measurements"])} == {"quack"}
     alone = [r for r in synthetic["measurements"] if r["backend"] == "cupynorm"]
-    assert {r[1:] for r in summary.ratios(alone)} == {(None, None, None, ())}
+    assert {r[1:] for r in summary.ratios(alone)} == {(None, None, None, None, ())}
     line = summary.sentence(summary.summarize(alone)[0])
     assert line == "rms_norm forward: timed 3 of 3 shapes"
     assert summary.summarize([]) == []
+
+
+def test_kernels_are_compared_with_kernels_and_calls_with_calls() -> None:
+    def record(backend, call, kernels):
+        problem = Problem("rms_norm", "forward", 8, 4096, "bfloat16", "bfloat16")
+        times = {name: {"median": time} for name, time in (("call", call), ("kernels", kernels))}
+        times = {name: timing for name, timing in times.items() if timing["median"]}
+        return asdict(problem) | {
+            "bytes": problem.bytes, "backend": backend, "status": "ok", "times": times
+        }  # fmt: skip
+
+    ours, quack, liger = (
+        record("cupynorm", 8.0, 5.0), record("quack", 6.0, 7.0), record("liger", 90.0, 4.0)
+    )  # fmt: skip
+    limit = record("limit, CuPy", 2.0, 3.0)
+    found = summary.ratios([ours, quack, liger, limit])[0]
+    assert (found.peer, found.to_peer, found.as_called) == ("liger", 4 / 5, 6 / 8)
+    assert found.to_limit == 2 / 5  # a limit's are both its own
+    line = summary.sentence(summary.summarize([ours, quack, liger, limit])[0])
+    assert "0.800 of the best peer (geometric means), ahead on 0 of 1, worst 0.800 of liger" in line
+    assert "as called 0.750, ahead on 0 of 1" in line
+    # One that was not captured has its call; one with kernels alone is no call to compare with.
+    found = summary.ratios([ours, record("torch eager", 4.5, None), record("JAX", None, 4.75)])[0]
+    assert (found.peer, found.to_peer, found.as_called) == ("torch eager", 4.5 / 5, 4.5 / 8)
 
 
 def test_a_faster_face_of_cupynorm_changes_no_ratio(synthetic) -> None:
@@ -874,7 +898,8 @@ def test_small_problems_are_shown_in_microseconds_and_the_limit_says_what_counte
         record("cupynorm", 8, 4096, 5e-6, 4.375e-6),
         record("liger", 8, 4096, 44.04e-6, 5.25e-6),
         record("limit, CuPy", 512, 16384, 24e-6, 26e-6),
-        record("cupynorm", 512, 16384, 30e-6, 32e-6),
+        record("cupynorm", 512, 16384, 32e-6, 30e-6),
+        record("JAX", 512, 16384, 50e-6, 24e-6),
         record("cupynorm", 7, 100, 15e-6, 16e-6),
     ]
     file = results.load(SYNTHETIC) | {"measurements": measured, "host": [], "first_calls": []}
@@ -883,10 +908,10 @@ def test_small_problems_are_shown_in_microseconds_and_the_limit_says_what_counte
     lines = (tmp_path / "mine.md").read_text(encoding="utf-8").splitlines()
     fast, slow = (f"{1e-9 * measured[4]['bytes'] / seconds:.0f}" for seconds in (24e-6, 30e-6))
     for line in (
-        "| 8x4096 | bfloat16, bfloat16 | 3.50 g | 6.00 g | 4.38 | 5.25 | 0.80 | 1.20 |",
-        f"| 512x16384 | bfloat16, bfloat16 | {fast} c | {slow} | 0.80 |  |",
-        "| 8x4096 | bfloat16, bfloat16 | 5.00 / 4.38 | 44.0 / 5.25 |",
-        "| 512x16384 | bfloat16, bfloat16 | 30.0 / 32.0 |  |",
+        "| 8x4096 | bfloat16, bfloat16 | 3.50 g | 5.00 c | 4.38 | 5.25 | 0.80 | 1.20* |",
+        f"| 512x16384 | bfloat16, bfloat16 | {fast} c | {slow} | {fast} | 0.80 | 0.80*† |",
+        "| 8x4096 | bfloat16, bfloat16 | 5.00 / 4.38 | 44.0 / 5.25 |  |",
+        "| 512x16384 | bfloat16, bfloat16 | 32.0 / 30.0 |  | 50.0 / 24.0 |",
     ):
         assert line in lines
     assert not any(line.startswith("| 7x100 ") and "/" in line for line in lines)
@@ -970,8 +995,8 @@ def test_relu_in_the_readme_is_made_from_the_file(tmp_path) -> None:
     for line in (
         "| cuDNN | 0.0.0, frontend 0.0.0 |",
         "| float32, float32 | 4096x768 | forward | 10.0 | 12.0 | 1.20 | 60.0 | 0.20 |",
-        "| float32, float32 | 4096x768 | backward | 20.0 | 25.0 | 1.25 | wrong |  |",
-        "| bfloat16, float32 | 32768x1024 | forward | 40.0 | 49.0 | 1.23 | failed |  |",
+        "| float32, float32 | 4096x768 | backward | 20.0 | 30.0 | 1.50 | wrong |  |",
+        "| bfloat16, float32 | 32768x1024 | forward | 40.0 | 50.0 | 1.25 | failed |  |",
         "| float32, float32 | 4096x768 | y | 4.00e-08 | 0.250 | 4.50e-08 | 0.375 |",
         "| float32, float32 | 4096x768 | bitmask | 0 wrong |  | 0 wrong |  |",
         "| float32, float32 | 4096x768 | dx | 3.00e-08 | 0.250 | not finite |  |",
