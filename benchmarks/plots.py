@@ -1,4 +1,7 @@
-"""Figures from measurements: GB/s over N, decoding's time over M, and ratios to the best peer."""
+"""Figures from measurements: GB/s over N, decoding's time over M, ratios to the best peer.
+
+Decoding's times are over the copy's or the add's: of those near it, tenths of a microsecond count.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,6 @@ from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure
-from matplotlib.ticker import ScalarFormatter
 
 from benchmarks.backends import ALL
 from benchmarks.problems import DECODE, OPERATIONS
@@ -20,10 +22,12 @@ from cupynorm._bench import Problem
 FORMATS = ("png", "svg")
 # Okabe and Ito's colours, told apart by the colour-blind too.
 COLOURS = (
-    *("#0072B2", "#332288", "#882255", "#E69F00", "#009E73"),
-    *("#117733", "#CC79A7", "#56B4E9", "#D55E00", "#999999", "#6B4F00"),
+    *("#0072B2", "#332288", "#117733", "#E69F00", "#009E73"),
+    *("#882255", "#CC79A7", "#56B4E9", "#D55E00", "#999999", "#6B4F00"),
 )
 MARKERS = "opDdhs^vPX*"
+# The times over the limit's that decoding's figures end at: who is near it is to be told apart.
+BEYOND = {"forward": 2.0, "backward": 3.0}
 
 
 def draw(results: dict[str, Any], folder: Path) -> list[Path]:
@@ -61,10 +65,10 @@ def lines(title: str, measurements: Iterable[Record]) -> Figure:
             widths[problem.cols] = (problem, cell)
     pair, widths = max(tallest.items(), key=lambda item: len(item[1]))
     measured = [widths[cols] for cols in sorted(widths)]
-    figure = Figure(figsize=(9, 5.5), layout="constrained")
+    figure = Figure(figsize=(10, 7), layout="constrained")
     axes = figure.add_subplot()
     for name, names, style in _backends(measured[0][0].direction):
-        points: dict[int, list[tuple[int, float | None]]] = {}
+        points: dict[int, list[tuple[float, float | None]]] = {}
         for problem, cell in measured:
             time = _fastest(cell, names)
             speed = None if time is None else 1e-9 * problem.bytes / time
@@ -86,9 +90,10 @@ def lines(title: str, measurements: Iterable[Record]) -> Figure:
 
 
 def decoding(title: str, measurements: Iterable[Record]) -> Figure | None:
-    """Draw the time over M, a panel a width, one line a backend; None without two M of a width.
+    """Draw the time over the limit's, a panel a width, over M; None without two M of a width.
 
-    It is of the decoding shapes, in the pair of dtypes with the most of them.
+    It is of the decoding shapes, in the pair of dtypes with the most of them. The points of one M
+    stand side by side; what is beyond BEYOND is cut off.
     """
     measured = [(p, cell) for p, cell in by_problem(measurements) if (p.rows, p.cols) in DECODE]
     pairs = Counter((problem.dtype, problem.weight_dtype) for problem, _ in measured)
@@ -98,27 +103,42 @@ def decoding(title: str, measurements: Iterable[Record]) -> Figure | None:
     rows, widths = sorted({m for m, _ in cells}), sorted({n for _, n in cells})
     if pair is None or len(cells) == len(widths):
         return None
-    figure = Figure(figsize=(3 + 2.4 * len(widths), 5), layout="constrained")
-    panels = figure.subplots(1, len(widths), sharex=True, sharey=True, squeeze=False)
-    labelled: set[str] = set()
-    for cols, axes in zip(widths, panels.flat, strict=True):
-        for name, names, style in _backends(own[0][0].direction):
-            times = [(m, _fastest(cells.get((m, cols), {}), names)) for m in rows]
-            parts = _parts((m, None if time is None else 1e6 * time) for m, time in times)
-            _plot(axes, "_" if name in labelled else name, parts, style)
-            if parts:
-                labelled.add(name)
+    direction = own[0][0].direction
+    (limit, limits, _), *backends = _backends(direction)
+    drawn = []
+    for name, names, style in backends:
+        found = {place: _over(cell, names, limits) for place, cell in cells.items()}
+        if any(value is not None for value in found.values()):
+            drawn.append((name, found, style))
+    values = [1.0, *(v for _, found, _ in drawn for v in found.values() if v is not None)]
+    top = BEYOND[direction]
+    columns = min(2, len(widths))
+    down = -(-len(widths) // columns)
+    figure = Figure(figsize=(2 + 4.5 * columns, 1 + 4 * down), layout="constrained")
+    panels = list(figure.subplots(down, columns, sharex=True, sharey=True, squeeze=False).flat)
+    for axes in panels[len(widths) :]:
+        axes.remove()
+    legend: dict[str, Any] = {}
+    for cols, axes in zip(widths, panels, strict=False):
+        axes.axhline(1, color="black", linestyle="--", label=limit)
+        for index, (name, found, style) in enumerate(drawn):
+            shift = 0.7 * ((index + 0.5) / len(drawn) - 0.5)
+            points = ((at + shift, found.get((m, cols))) for at, m in enumerate(rows))
+            _plot(axes, name, _parts(points), style)
+        for between in range(1, len(rows)):
+            axes.axvline(between - 0.5, color="black", linewidth=0.8, alpha=0.2)
         axes.set_title(f"N = {cols}", fontsize="medium")
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log", base=2)
-        axes.set_xticks(rows, [f"{m}" for m in rows])
-        axes.minorticks_off()
-        axes.yaxis.set_major_formatter(ScalarFormatter())
-        axes.grid(alpha=0.3)
+        axes.set_xticks(range(len(rows)), [f"{m}" for m in rows])
+        axes.set_xlim(-0.5, len(rows) - 0.5)
+        axes.set_ylim(min(values) - 0.05, min(top, max(values) + 0.05))
+        axes.grid(axis="y", alpha=0.3)
+        handles, labels = axes.get_legend_handles_labels()
+        legend |= dict(zip(labels, handles, strict=True))
     figure.supxlabel("M, rows")
-    figure.supylabel("microseconds")
-    figure.suptitle(f"{title}\nx {pair[0]}, weight {pair[1]}")
-    figure.legend(fontsize="small", loc="outside right upper")
+    figure.supylabel(f"time over the {limit}'s")
+    cut = f"; beyond {top:g} times the {limit} not shown" if max(values) > top else ""
+    figure.suptitle(f"{title}\nx {pair[0]}, weight {pair[1]}{cut}")
+    figure.legend(legend.values(), legend, fontsize="small", loc="outside right upper")
     return figure
 
 
@@ -129,8 +149,9 @@ def _backends(direction: str) -> Iterator[tuple[str, list[str], dict[str, Any]]]
     yield "copy" if direction == "forward" else "add", names, limit
     others = (b.name for b in ALL if b.kind != "limit")
     for name, colour, marker in zip(others, COLOURS, MARKERS, strict=True):
-        style: dict[str, Any] = {"color": colour, "marker": marker}
-        yield name, [name], style | ({"linewidth": 3} if name == "cupynorm" else {})
+        # Ours thick and under the others, whose markers are open: neither hides the other.
+        own = {"linewidth": 4, "markersize": 9} if name == "cupynorm" else {"fillstyle": "none"}
+        yield name, [name], {"color": colour, "marker": marker} | own
 
 
 def _fastest(cell: dict[str, Record], names: Iterable[str]) -> float | None:
@@ -138,9 +159,14 @@ def _fastest(cell: dict[str, Record], names: Iterable[str]) -> float | None:
     return min((time for time in times if time is not None), default=None)
 
 
-def _parts(points: Iterable[tuple[int, float | None]]) -> list[list[tuple[int, float]]]:
+def _over(cell: dict[str, Record], names: Iterable[str], limits: Iterable[str]) -> float | None:
+    time, limit = _fastest(cell, names), _fastest(cell, limits)
+    return None if time is None or limit is None else time / limit
+
+
+def _parts(points: Iterable[tuple[float, float | None]]) -> list[list[tuple[float, float]]]:
     """Return what lies between points without a value."""
-    parts: list[list[tuple[int, float]]] = [[]]
+    parts: list[list[tuple[float, float]]] = [[]]
     for place, value in points:
         if value is None:
             parts.append([])
@@ -150,7 +176,7 @@ def _parts(points: Iterable[tuple[int, float | None]]) -> list[list[tuple[int, f
 
 
 def _plot(
-    axes: Any, name: str, parts: Iterable[Sequence[tuple[int, float]]], style: dict[str, Any]
+    axes: Any, name: str, parts: Iterable[Sequence[tuple[float, float]]], style: dict[str, Any]
 ) -> None:
     """Draw the parts of a backend's line, in the legend once."""
     for index, part in enumerate(parts):
@@ -170,8 +196,8 @@ def ratio_bars(title: str, found: list[Ratio]) -> Figure:
         text = f" {value:.2f}{'*' if ratio.unmeasured else ''} of {ratio.peer}"
         axes.text(max(value, 1.0), place, text, va="center", fontsize="x-small")
     axes.axvline(1, color="black", linewidth=1)
-    axes.set_xlim(0, 1.25 * max(1.0, *values))
-    axes.invert_yaxis()
+    axes.set_xlim(0, 1.3 * max(1.0, *values))  # room for the text
+    axes.set_ylim(len(found) - 0.4, -0.6)  # the first on top
     missing = "; * not all peers were measured there" if any(r.unmeasured for r in found) else ""
     axes.set_xlabel(f"speed over the best peer's; right of the line is faster{missing}")
     axes.set_title(title)

@@ -40,6 +40,7 @@ BEGIN_SCALING = "<!-- scaling: written by `python -m benchmarks.report --scaling
 END_SCALING = "<!-- end of scaling -->"
 BEGIN_RELU = "<!-- relu: written by `python -m benchmarks.report --relu` -->"
 END_RELU = "<!-- end of relu -->"
+HOST_SPREAD = 1.05  # what the host's times may differ by unsaid
 # Shown as called and as kernels alone: where the host counts most, and two large ones beside them.
 AS_CALLED = (
     *((shape, PAIRS[1]) for shape in DECODE),
@@ -354,13 +355,38 @@ def _notes(records: Iterable[dict[str, Any]]) -> Iterator[str]:
 def _host(records: list[dict[str, Any]]) -> Iterator[str]:
     if records:
         yield "\n### Host time a call, µs\n"
-        yield "16 rows of 4096 bfloat16, float32 weight; the time to return, not to finish.\n"
-        yield from _pivot(
-            records,
-            list(OPERATIONS),
-            lambda r: r["operation"],
-            lambda r: f"{1e6 * r['seconds']['median']:.1f}" if "seconds" in r else "failed",
+        yield (
+            "16 rows of 4096 bfloat16, float32 weight; the time to return, not to finish: the "
+            "median of three rounds, and where they differ by more than 5% the lowest and the "
+            f"highest.{_drift(records)}\n"
         )
+
+        def shown(record: dict[str, Any]) -> str:
+            if "seconds" not in record:
+                return "failed"
+            median, low, high = (1e6 * record["seconds"][k] for k in ("median", "low", "high"))
+            return f"{median:.1f}" + (
+                f" ({low:.1f} to {high:.1f})" if high > HOST_SPREAD * low else ""
+            )
+
+        yield from _pivot(records, list(OPERATIONS), lambda r: r["operation"], shown)
+
+
+def _drift(records: Iterable[dict[str, Any]]) -> str:
+    """Return what the limits say of the host: their call is the same for both norms."""
+    same: dict[tuple[str, str], list[float]] = {}
+    for record in records:
+        if KINDS.get(record["backend"]) == "limit" and "seconds" in record:
+            direction = record["operation"].split()[1]
+            same.setdefault((record["backend"], direction), []).append(record["seconds"]["median"])
+    most = max((max(times) / min(times) for times in same.values()), default=1.0)
+    if most <= HOST_SPREAD:
+        return ""
+    return (
+        " The host drifts by more than rounds in a row show: a limit's call is the same for both "
+        f"norms, and its medians differ by up to {100 * (most - 1):.0f}%; a lesser difference "
+        "between two cells says little."
+    )
 
 
 def _first_calls(records: list[dict[str, Any]]) -> Iterator[str]:

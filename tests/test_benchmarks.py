@@ -862,23 +862,91 @@ def decoding_record(first: dict, rows: int, cols: int, seconds: float) -> dict:
     return first | {"rows": rows, "cols": cols, "times": {"call": timing}}
 
 
-def test_decoding_is_drawn_over_rows_a_panel_a_width(synthetic) -> None:
+def test_decoding_is_drawn_over_the_limit_a_panel_a_width(synthetic) -> None:
     first = next(r for r in synthetic["measurements"] if r["backend"] == "cupynorm")
     shapes = ((8, 4096), (1, 4096), (64, 1024), (64, 4096), (512, 1024), (3, 4096))
-    own = [decoding_record(first, *shape, 1e-6 * shape[0]) for shape in shapes]
+    own = [decoding_record(first, *shape, 5.0) for shape in shapes]
+    limits = [
+        decoding_record(first | {"backend": name}, *shape, seconds)
+        for shape in shapes
+        for name, seconds in (("limit, CuPy", 6.0), ("limit, torch", 4.0))
+    ]
     missing = [r | {"backend": "quack"} for r in own if r["rows"] != 8]
-    figure = plots.decoding("rms_norm forward", own + missing)
+    slow = [decoding_record(first | {"backend": "torch eager"}, 8, 4096, 12.0)]
+    figure = plots.decoding("rms_norm forward", own + limits + missing + slow)
     found = {
-        axes.get_title(): [tuple(map(tuple, line.get_xydata())) for line in axes.lines]
+        axes.get_title(): [
+            (line.get_color(), [(round(x), y) for x, y in line.get_xydata()])
+            for line in axes.lines
+            if line.get_marker() != "None"
+        ]
         for axes in figure.axes
     }
-    assert list(found) == ["N = 1024", "N = 4096"]
-    assert found["N = 1024"] == [((64, 64), (512, 512))] * 2
-    assert found["N = 4096"] == [((1, 1), (8, 8), (64, 64)), ((1, 1),), ((64, 64),)]
+    ours, quack, eager = plots.COLOURS[0], plots.COLOURS[4], plots.COLOURS[9]
+    # By their places among the numbers of rows, 1, 8, 64 and 512; the copy is the faster one.
+    assert found == {
+        "N = 1024": [(colour, [(2, 1.25), (3, 1.25)]) for colour in (ours, quack)],
+        "N = 4096": [
+            (ours, [(0, 1.25), (1, 1.25), (2, 1.25)]),
+            *((quack, [(place, 1.25)]) for place in (0, 2)),
+            (eager, [(1, 3)]),
+        ],
+    }
+    for axes in figure.axes:
+        starts = [line.get_xdata()[0] for line in axes.lines if line.get_marker() != "None"]
+        assert len(set(starts)) == len(starts)  # side by side
+        assert [tick.get_text() for tick in axes.get_xticklabels()] == ["1", "8", "64", "512"]
+        assert axes.get_ylim() == (0.95, 2)
+        assert axes.get_yscale() == "linear"
+    assert figure.get_suptitle().endswith("; beyond 2 times the copy not shown")
+    assert figure.get_supylabel() == "time over the copy's"
     names = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert names == ["cupynorm", "quack"]
+    assert names == ["copy", "cupynorm", "quack", "torch eager"]
+    near = plots.decoding("rms_norm forward", own + limits)
+    assert near.axes[0].get_ylim() == (0.95, 1.3)
+    assert "beyond" not in near.get_suptitle()
     assert plots.decoding("one M of a width", [own[0], own[2]]) is None
     assert plots.decoding("no decoding", [own[-1]]) is None
+
+
+def test_decoding_without_a_time_of_the_limit_has_no_line_there(synthetic) -> None:
+    first = next(r for r in synthetic["measurements"] if r["backend"] == "cupynorm")
+    own = [decoding_record(first, rows, 4096, 5e-6) for rows in (1, 8, 64)]
+    limits = [r | {"backend": "limit, CuPy"} for r in own]
+    limits[1] |= {"status": "failed"}
+    (axes,) = plots.decoding("rms_norm forward", own + limits).axes
+    lines = [tuple(line.get_ydata()) for line in axes.lines if line.get_marker() != "None"]
+    assert lines == [(1,), (1,)]
+
+
+def host_record(backend: str, operation: str, low: float, median: float, high: float) -> dict:
+    seconds = {"median": 1e-6 * median, "low": 1e-6 * low, "high": 1e-6 * high, "runs": 3}
+    return {"backend": backend, "operation": operation, "seconds": seconds}
+
+
+def test_host_times_have_their_spread_where_there_is_one(tmp_path) -> None:
+    host = [
+        host_record("limit, CuPy", "rms_norm forward", 4.0, 4.0, 4.1),
+        host_record("limit, CuPy", "layer_norm forward", 4.1, 4.1, 4.1),
+        host_record("limit, CuPy", "rms_norm backward", 10.0, 10.16, 10.2),
+        host_record("limit, torch", "layer_norm backward", 7.0, 7.0, 7.0),
+        host_record("cupynorm", "rms_norm forward", 8.0, 8.5, 9.96),
+        host_record("cupynorm", "layer_norm forward", 20.0, 20.0, 20.0),
+        {"backend": "cupynorm", "operation": "rms_norm backward", "reason": "none"},
+    ]
+
+    def written(records: list[dict]) -> str:
+        path = tmp_path / "results.json"
+        results.save(results.load(SYNTHETIC) | {"host": records, "first_calls": []}, path)
+        report.main([str(path)])
+        return path.with_suffix(".md").read_text()
+
+    text = written(host)
+    assert "| limit, CuPy | 4.0 | 10.2 | 4.1 |  |" in text
+    assert "| cupynorm | 8.5 (8.0 to 10.0) | failed | 20.0 |  |" in text
+    assert "The host drifts" not in text
+    host.append(host_record("limit, CuPy", "layer_norm backward", 7.0, 7.0, 7.0))
+    assert "its medians differ by up to 45%" in written(host)
 
 
 def test_small_problems_are_shown_in_microseconds_and_the_limit_says_what_counted(tmp_path) -> None:
