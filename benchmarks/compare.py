@@ -116,7 +116,13 @@ def _small(*reports: dict[str, Any]) -> set[Problem]:
 
 
 def differences(old: dict[str, Any], new: dict[str, Any], backends: Iterable[str]) -> Iterator[str]:
-    """Yield what else differs: the machine, the versions, and what only one of the files has."""
+    """Yield what else differs: method, machine, versions, and what only one of the files has."""
+    was, now = (report.get("method", 1) for report in (old, new))
+    if was != now:
+        yield (
+            f"WARNING: the method differs: {was}, {now} (METHOD of benchmarks/results.py): what "
+            "moved may be how it was measured"
+        )
     for part, names in (("machine", old["machine"] | new["machine"]), ("backends", backends)):
         for name in names:
             was, now = (report[part].get(name, "nothing") for report in (old, new))

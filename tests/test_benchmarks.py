@@ -1123,8 +1123,26 @@ def test_comparison_tells_what_else_differs(tmp_path, synthetic, capsys) -> None
         "10 of 10 moved; none has a time in both files.",
     ):
         assert line in printed
+    assert not any("method" in line for line in printed)
     assert compare.main([*arguments, "--backends", "cupynorm (JAX)"]) == 0
     assert "The files have nothing in common." in capsys.readouterr().out
+
+
+def test_comparison_warns_where_the_method_differs(tmp_path, synthetic, on_numpy, capsys) -> None:
+    assert "method" not in synthetic  # older than the field: method 1
+    path = tmp_path / "new.json"
+    assert run.main([str(path), "--tables", "throughput", *NARROW]) == 0
+    begun = results.load(path)
+    assert begun["method"] == results.METHOD == results.load(RECORDED)["method"] == 2
+    results.save(synthetic | {"method": begun["method"]}, path)
+    capsys.readouterr()
+    warning = "WARNING: the method differs: "
+    assert compare.main([str(SYNTHETIC), str(path)]) == 0
+    assert f"{warning}1, 2 (METHOD of benchmarks/results.py)" in capsys.readouterr().out
+    assert compare.main([str(path), str(path)]) == 0
+    results.save(synthetic | {"method": 1}, path)
+    assert compare.main([str(SYNTHETIC), str(path)]) == 0
+    assert warning not in capsys.readouterr().out
 
 
 def test_comparison_has_columns_for_any_name(tmp_path, capsys) -> None:
