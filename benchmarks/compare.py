@@ -158,7 +158,10 @@ def main(arguments: list[str] | None = None) -> int:
     for path in (options.old, options.new):
         if not path.is_file():
             parser.error(f"there is no file {path}")
-    old, new = results.load(options.old), results.load(options.new)
+    try:
+        old, new = (results.load(path, "benchmarks.run") for path in (options.old, options.new))
+    except ValueError as error:
+        parser.error(str(error))
     for name, file in (("old", old), ("new", new)):
         machine = file["machine"]
         print(f"{name}: {short(file['commit'])} on {machine['gpu']}, driver {machine['driver']}")
@@ -166,6 +169,9 @@ def main(arguments: list[str] | None = None) -> int:
         print(difference)
     limits = drift(old, new)
     changes = list(compare(old, new, tuple(options.backends)))
+    if not changes:
+        names = ", ".join(options.backends)
+        parser.error(f"{options.old} and {options.new} must have problems of {names} in common")
     without = sum(c.problem not in limits.own for c in changes)
     print(
         "What moved did so by more than its repeats differ and by more than its own limit (l).\n"
@@ -188,9 +194,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"{name:<{width}}{change.old:>10}{change.new:>10}{ratio:>8}{rule:>10}{still}")
     mean = geometric_mean([c.speedup for c in changes if c.speedup is not None])
     moved = sum(change.moved for change in changes)
-    if not changes:
-        print("\nThe files have nothing in common.")
-    elif mean is None:
+    if mean is None:
         print(f"\n{moved} of {len(changes)} moved; none has a time in both files.")
     else:
         print(f"\n{moved} of {len(changes)} moved; geometric mean of all ratios {mean:.3f}")

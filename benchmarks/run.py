@@ -162,7 +162,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     resume = options.resume and options.results.exists()
-    report = results.load(options.results) if resume else None
+    try:
+        report = results.load(options.results, "benchmarks.run") if resume else None
+    except ValueError as error:
+        raise SystemExit(f"--resume: {error}") from error
     done = finished(report)
     if options.compile_share:
         compile_share(chosen, done, *options.compile_share, options.backends)

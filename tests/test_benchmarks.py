@@ -683,7 +683,7 @@ def test_a_file_survives_saving(tmp_path, synthetic) -> None:
 
 def test_a_file_of_another_format_is_refused(tmp_path, synthetic) -> None:
     results.save(synthetic | {"format": 0}, tmp_path / "file.json")
-    with pytest.raises(ValueError, match="must have format 1, got 0"):
+    with pytest.raises(ValueError, match="of format 1, got one of 0"):
         results.load(tmp_path / "file.json")
 
 
@@ -917,6 +917,51 @@ def test_a_file_that_is_not_there_is_named(module, tmp_path, capsys) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("read", "expected", "right"),
+    [
+        (lambda path: report.main([path]), "benchmarks.run", "run"),
+        (lambda path: report.main(["--relu", path]), "benchmarks.relu", "relu"),
+        (
+            lambda path: report.main(["--scaling", path]),
+            "benchmarks.sharding_torch or benchmarks.sharding_jax",
+            "sharding",
+        ),
+        (lambda path: compare.main([str(SYNTHETIC), path]), "benchmarks.run", "run"),
+        (lambda path: compare.main([path, str(SYNTHETIC)]), "benchmarks.run", "run"),
+    ],
+)
+def test_a_file_of_another_kind_is_named_and_what_was_expected(
+    read, expected, right, tmp_path, capsys
+) -> None:
+    recorded = {
+        "run": SYNTHETIC,
+        "relu": SYNTHETIC_RELU,
+        "regimes": RECORDED.with_name("regimes_h200.json"),
+        "sharding": RECORDED.with_name("sharding_torch_h200.json"),
+    }
+    texts = {name: path.read_bytes() for name, path in recorded.items() if name != right}
+    texts |= {"text": b"no JSON", "bytes": b"\xff\xfe", "list": b"[1]", "format": b'{"format": 1}'}
+    for name, text in texts.items():
+        path = tmp_path / f"{name}.json"
+        path.write_bytes(text)
+        with pytest.raises(SystemExit) as stopped:
+            read(str(path))
+        assert stopped.value.code == 2
+        message = capsys.readouterr().err.splitlines()[-1]
+        assert f"error: {path} must be a file of {expected}, " in message
+        assert ", got " in message
+    assert {path.stem for path in tmp_path.iterdir()} == texts.keys()  # nothing is written
+
+
+def test_only_a_file_of_a_run_is_resumed(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(run, "gpu_problem", lambda: None)
+    path = tmp_path / "results.json"
+    shutil.copy(SYNTHETIC_RELU, path)
+    with pytest.raises(SystemExit, match=f"{path} must be a file of benchmarks.run, got one of"):
+        run.main([str(path), "--resume"])
+
+
 def test_the_readme_shows_the_recorded_results(tmp_path) -> None:
     source, readme = tmp_path / "results" / RECORDED.name, tmp_path / "README.md"
     source.parent.mkdir()
@@ -1124,8 +1169,11 @@ def test_comparison_tells_what_else_differs(tmp_path, synthetic, capsys) -> None
     ):
         assert line in printed
     assert not any("method" in line for line in printed)
-    assert compare.main([*arguments, "--backends", "cupynorm (JAX)"]) == 0
-    assert "The files have nothing in common." in capsys.readouterr().out
+    with pytest.raises(SystemExit) as stopped:
+        compare.main([*arguments, "--backends", "cupynorm (JAX)"])
+    assert stopped.value.code == 2
+    expected = f"{' and '.join(arguments)} must have problems of cupynorm (JAX) in common"
+    assert expected in capsys.readouterr().err
 
 
 def test_comparison_warns_where_the_method_differs(tmp_path, synthetic, on_numpy, capsys) -> None:
@@ -1249,7 +1297,7 @@ def test_workers_compile_only_what_is_left(monkeypatch, tmp_path) -> None:
     measured = [chosen[0], chosen[5]]
     records = [asdict(problem) | {"backend": "quack", "status": "ok"} for problem in measured]
     records.append(asdict(chosen[1]) | {"backend": "liger", "status": "ok"})
-    results.save({"format": 1, "measurements": records} | machine, path)
+    results.save(results.load(SYNTHETIC) | {"measurements": records} | machine, path)
     pool = SimpleNamespace(free_all_blocks=lambda: None)
     fake = SimpleNamespace(get_default_memory_pool=lambda: pool)
     monkeypatch.setitem(sys.modules, "cupy", fake)
