@@ -1276,9 +1276,12 @@ def test_a_file_that_is_there_is_not_overwritten(tmp_path, capsys) -> None:
     assert run.parse([str(path), "--compile-share", "0", "2"]).compile_share == [0, 2]
 
 
-def test_run_without_gpu_says_so(monkeypatch, tmp_path, capsys) -> None:
-    monkeypatch.setattr(run, "gpu_problem", lambda: "a test hides it")
-    assert run.main([str(tmp_path / "results.json")]) == 1
+@pytest.mark.parametrize("module", [run, relu, regimes, calls])
+def test_what_needs_a_gpu_says_so(module, monkeypatch, tmp_path, capsys) -> None:
+    monkeypatch.setattr(module, "gpu_problem", lambda: "a test hides it")
+    monkeypatch.setitem(sys.modules, "cupy", None)  # nothing asks it for a device
+    arguments = ("float32", "float32") if module is calls else ([str(tmp_path / "results.json")],)
+    assert module.main(*arguments) == 1
     assert capsys.readouterr().out == "There is nothing to time: a test hides it.\n"
     assert not list(tmp_path.iterdir())
 
@@ -1665,7 +1668,7 @@ def test_scaling_in_the_readme_is_made_from_the_files(tmp_path) -> None:
 
 @pytest.mark.gpu
 def test_calls_prints_each_call_and_each_part(capsys) -> None:
-    calls.main("bfloat16", "bfloat16")
+    assert calls.main("bfloat16", "bfloat16") == 0
     printed = capsys.readouterr().out
     for name in ("rms_norm, out=", "layer_norm_backward, dx=", "driver alone"):
         assert name in printed
