@@ -89,6 +89,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     # What a worker is told: compile every n-th problem left from the i-th on, and measure nothing.
     parser.add_argument("--compile-share", nargs=2, type=int, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
+    if not options.minutes > 0:
+        parser.error(f"--minutes must be above 0, got {options.minutes:g}")
     options.problems = list(
         problems.select(options.name, options.operations, options.shapes, options.dtypes)
     )

@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -1248,12 +1249,25 @@ def test_options_of_a_run() -> None:
         ),
         (["--dtypes", "float64,int8"], "must be one of bfloat16,float32 .*, got 'float64,int8'"),
         (["--set", "quick", "--dtypes", "float64,float64"], "no shape of --set quick has these"),
+        *(
+            (["--minutes", minutes], f"--minutes must be above 0, got {minutes}")
+            for minutes in ("0", "-1", "nan")
+        ),
     ],
 )
 def test_options_that_select_nothing_say_why(arguments, message, capsys) -> None:
     with pytest.raises(SystemExit):
         run.parse(["f.json", *arguments])
     assert re.search(message, capsys.readouterr().err)
+
+
+def test_commands_of_the_readme_are_understood(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)  # where no results file is
+    text = README.read_text(encoding="utf-8")
+    commands = re.findall(r"^python -m benchmarks\.run (.+)$", text, re.MULTILINE)
+    parsed = [run.parse(shlex.split(command)) for command in commands]
+    assert {options.results.name for options in parsed} == {"results.json"}
+    assert ["cupynorm", "quack"] in [options.backends for options in parsed]
 
 
 def test_every_option_of_a_run_has_help(capsys) -> None:
@@ -1363,10 +1377,10 @@ NARROW = ("--operations", "rms_norm forward", "--shapes", "4x8", "4x16")
 def test_a_run_is_begun_and_resumed_with_the_same_arguments(tmp_path, on_numpy, capsys) -> None:
     path = tmp_path / "results.json"
     arguments = [str(path), "--resume", "--tables", "throughput", *NARROW]
-    assert run.main([*arguments, "--minutes", "0"]) == 1
+    assert run.main([*arguments, "--minutes", "1e-9"]) == 1
     shown = capsys.readouterr().out
     assert f"{path} does not exist: it is begun" in shown
-    assert "out of time after 0 minutes: --resume goes on\n" in shown
+    assert "out of time after 1e-09 minutes: --resume goes on\n" in shown
     assert "quack was not reached on 2 of 2 problems\n" in shown
     begun = results.load(path)
     assert (begun["measurements"], begun["complete"]) == ([], False)
