@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ import cupynorm
 from benchmarks.host import SHAPE
 from benchmarks.timing import host_seconds
 from cupynorm import _bench
+from cupynorm._environment import gpu_problem
 
 Rows = Iterator[tuple[str, Callable[[], object]]]
 
@@ -99,7 +101,11 @@ def parts(arrays: dict[str, Any]) -> Rows:
     yield "an empty lambda", lambda: None
 
 
-def main(dtype: str, weight_dtype: str) -> None:
+def main(dtype: str, weight_dtype: str) -> int:
+    missing = gpu_problem()
+    if missing:
+        print(f"There is nothing to time: {missing}.")
+        return 1
     import cupy
 
     synchronize = cupy.cuda.Device().synchronize
@@ -123,6 +129,7 @@ def main(dtype: str, weight_dtype: str) -> None:
     arrays, _ = calls("rms_norm", dtype, weight_dtype)
     for name, call in parts(arrays):
         print(f"{name:<44}{microseconds(call):7.2f} us")
+    return 0
 
 
 if __name__ == "__main__":
@@ -130,4 +137,4 @@ if __name__ == "__main__":
     parser.add_argument("--dtype", choices=_bench.DTYPES, default="bfloat16")
     parser.add_argument("--weight-dtype", choices=_bench.DTYPES, default="bfloat16")
     options = parser.parse_args()
-    main(options.dtype, options.weight_dtype)
+    sys.exit(main(options.dtype, options.weight_dtype))

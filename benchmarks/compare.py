@@ -1,7 +1,7 @@
 """What moved between two results files: ``python -m benchmarks.compare old.json new.json``.
 
-A change counts as moved if it exceeds both the spread of the repeats and what the limits, the same
-work in both runs, moved by themselves.
+A change counts as moved if it exceeds both the spread of the repeats and what the limit of the same
+problem, the same work in both runs, moved by itself.
 """
 
 from __future__ import annotations
@@ -12,19 +12,25 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from benchmarks import results
 from benchmarks.backends import ALL, KINDS
 from benchmarks.summary import SMALL_SECONDS, digits, geometric_mean, label, short, small
 from cupynorm._bench import Problem
 
 Key = tuple[Problem, str]
+# What stands for a limit that one file lacks: few limits move more, and a single one does not blind
+# the comparison to all problems of its size.
+QUANTILE = 0.9
 
 
 class Change(NamedTuple):
     """One backend on one problem in both files.
 
-    `speedup` is the old time over the new; `moved` says that it is further from 1 than those of the
-    limits, and that the intervals from the lowest to the highest median of a round do not touch.
+    `speedup` is the old time over the new; `moved` says that it is further from 1 than `drift`, the
+    factor by which the problem's limit moved, and that the intervals from the lowest to the highest
+    median of a round do not touch.
     """
 
     problem: Problem
@@ -32,50 +38,57 @@ class Change(NamedTuple):
     old: str
     new: str
     speedup: float | None
+    drift: float
     moved: bool
 
 
 class Drift(NamedTuple):
-    """The factors within which the limits' own times lie between two files.
+    """The factors by which the limits' own times differ between two files.
 
-    Those of small problems, whose time is mostly the launch, differ more. 1 where no limit is in
-    both files.
+    `own` has that of each problem with a limit in both, the larger if it has two. `small` and
+    `large` are quantiles of these, 1 of none: small problems, whose time is mostly the launch,
+    differ more.
     """
 
+    own: dict[Problem, float]
     small: float
     large: float
 
 
 def drift(old: dict[str, Any], new: dict[str, Any]) -> Drift:
-    """Return how much the limits moved, the most of all that both files have."""
-    tiny = _small(new)
-    found = {True: 1.0, False: 1.0}
+    """Return how much the limits that both files have moved."""
+    own: dict[Problem, float] = {}
     for (problem, backend), earlier, record in _common(old, new):
         was, now = results.seconds(earlier), results.seconds(record)
-        if KINDS[backend] == "limit" and was is not None and now is not None:
-            is_small = problem in tiny
-            found[is_small] = max(found[is_small], was / now, now / was)
-    return Drift(found[True], found[False])
+        if KINDS.get(backend) == "limit" and was is not None and now is not None:
+            own[problem] = max(own.get(problem, 1.0), was / now, now / was)
+    tiny = _small(old, new)
+    small, large = (
+        [factor for problem, factor in own.items() if (problem in tiny) == is_small] or [1.0]
+        for is_small in (True, False)
+    )
+    return Drift(own, float(np.quantile(small, QUANTILE)), float(np.quantile(large, QUANTILE)))
 
 
 def compare(
     old: dict[str, Any], new: dict[str, Any], backends: tuple[str, ...] = ()
 ) -> Iterator[Change]:
     """Yield a change for everything that both files have."""
-    limits, tiny = drift(old, new), _small(new)
+    limits, tiny = drift(old, new), _small(old, new)
     for (problem, backend), earlier, record in _common(old, new):
         if backends and backend not in backends:
             continue
+        factor = limits.own.get(problem, limits.small if problem in tiny else limits.large)
         a, b = results.counting(earlier), results.counting(record)
         if a is None or b is None:
             was, now = earlier["status"], record["status"]
-            yield Change(problem, backend, was, now, None, was != now)
+            yield Change(problem, backend, was, now, None, factor, was != now)
             continue
         speedup = a["median"] / b["median"]
         apart = a["high"] < b["low"] or b["high"] < a["low"]
-        beyond = max(speedup, 1 / speedup) > (limits.small if problem in tiny else limits.large)
+        beyond = max(speedup, 1 / speedup) > factor
         was, now = (digits(1e-9 * problem.bytes / timing["median"]) for timing in (a, b))
-        yield Change(problem, backend, was, now, speedup, apart and beyond)
+        yield Change(problem, backend, was, now, speedup, factor, apart and beyond)
 
 
 def _common(
@@ -91,15 +104,25 @@ def _by_key(report: dict[str, Any]) -> dict[Key, results.Record]:
     return {(results.problem_of(r), r["backend"]): r for r in report["measurements"]}
 
 
-def _small(report: dict[str, Any]) -> set[Problem]:
-    cells: dict[Problem, dict[str, results.Record]] = {}  # those that only a limit has, too
-    for (problem, backend), record in _by_key(report).items():
-        cells.setdefault(problem, {})[backend] = record
-    return {problem for problem, cell in cells.items() if small(cell)}
+def _small(*reports: dict[str, Any]) -> set[Problem]:
+    """Return the problems that are small in any of the files, of which one may lack the limit."""
+    found = set()
+    for report in reports:
+        cells: dict[Problem, dict[str, results.Record]] = {}  # those that only a limit has, too
+        for (problem, backend), record in _by_key(report).items():
+            cells.setdefault(problem, {})[backend] = record
+        found |= {problem for problem, cell in cells.items() if small(cell)}
+    return found
 
 
 def differences(old: dict[str, Any], new: dict[str, Any], backends: Iterable[str]) -> Iterator[str]:
-    """Yield what else differs: the machine, the versions, and what only one of the files has."""
+    """Yield what else differs: method, machine, versions, and what only one of the files has."""
+    was, now = (report.get("method", 1) for report in (old, new))
+    if was != now:
+        yield (
+            f"WARNING: the method differs: {was}, {now} (METHOD of benchmarks/results.py): what "
+            "moved may be how it was measured"
+        )
     for part, names in (("machine", old["machine"] | new["machine"]), ("backends", backends)):
         for name in names:
             was, now = (report[part].get(name, "nothing") for report in (old, new))
@@ -135,18 +158,27 @@ def main(arguments: list[str] | None = None) -> int:
     for path in (options.old, options.new):
         if not path.is_file():
             parser.error(f"there is no file {path}")
-    old, new = results.load(options.old), results.load(options.new)
+    try:
+        old, new = (results.load(path, "benchmarks.run") for path in (options.old, options.new))
+    except ValueError as error:
+        parser.error(str(error))
     for name, file in (("old", old), ("new", new)):
         machine = file["machine"]
         print(f"{name}: {short(file['commit'])} on {machine['gpu']}, driver {machine['driver']}")
     for difference in differences(old, new, options.backends):
         print(difference)
     limits = drift(old, new)
-    print(
-        f"The limits moved by a factor of up to {limits.large:.3f}, those of less than "
-        f"{1e6 * SMALL_SECONDS:.0f} us up to {limits.small:.3f}: what moved by less did not move."
-    )
     changes = list(compare(old, new, tuple(options.backends)))
+    if not changes:
+        names = ", ".join(options.backends)
+        parser.error(f"{options.old} and {options.new} must have problems of {names} in common")
+    without = sum(c.problem not in limits.own for c in changes)
+    print(
+        "What moved did so by more than its repeats differ and by more than its own limit (l).\n"
+        f"Where its limit is not in both files ({without} of {len(changes)}), the {QUANTILE:g} "
+        f"quantile of all limits stands for it (q): {limits.large:.3f}, of those of less than "
+        f"{1e6 * SMALL_SECONDS:.0f} us {limits.small:.3f}."
+    )
     shown = {
         f"{c.backend}: {c.problem.operation} {label(c.problem)}": c
         for c in changes
@@ -154,16 +186,15 @@ def main(arguments: list[str] | None = None) -> int:
     }
     width = max(map(len, shown), default=0)
     if shown:
-        print(f"\n{'GB/s':<{width}}{'old':>10}{'new':>10}{'ratio':>8}")
+        print(f"\n{'GB/s':<{width}}{'old':>10}{'new':>10}{'ratio':>8}{'limit':>10}")
     for name, change in shown.items():
         ratio = "" if change.speedup is None else f"{change.speedup:.3f}"
+        rule = f"{change.drift:.3f} {'l' if change.problem in limits.own else 'q'}"
         still = "" if change.moved else "  not moved"
-        print(f"{name:<{width}}{change.old:>10}{change.new:>10}{ratio:>8}{still}")
+        print(f"{name:<{width}}{change.old:>10}{change.new:>10}{ratio:>8}{rule:>10}{still}")
     mean = geometric_mean([c.speedup for c in changes if c.speedup is not None])
     moved = sum(change.moved for change in changes)
-    if not changes:
-        print("\nThe files have nothing in common.")
-    elif mean is None:
+    if mean is None:
         print(f"\n{moved} of {len(changes)} moved; none has a time in both files.")
     else:
         print(f"\n{moved} of {len(changes)} moved; geometric mean of all ratios {mean:.3f}")

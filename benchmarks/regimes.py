@@ -11,13 +11,14 @@ import csv
 import io
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks import results
 from cupynorm import _bench
 from cupynorm._bench import Problem
+from cupynorm._environment import gpu_problem
 
 BF16 = ("bfloat16", "float32")
 REGIMES: tuple[tuple[str, Problem], ...] = (
@@ -108,23 +109,28 @@ def table(records: Iterable[dict[str, Any]]) -> Iterator[list[str]]:
         ]
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.regimes", description=__doc__)
     parser.add_argument("results", type=Path, nargs="?", help="the JSON file to write")
     parser.add_argument("--launch", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
+    if options.results is None and not options.launch:
+        parser.error("results: the JSON file to write must be given")
+    missing = gpu_problem()
+    if missing:
+        print(f"There is nothing to time: {missing}.")
+        return 1
     if options.launch:
         launch()
-        return
-    if options.results is None:
-        parser.error("results: the JSON file to write must be given")
+        return 0
     report = results.new({}, [])
     report["measurements"] = parse(profile())
     report["complete"] = True
     results.save(report, options.results)
     for row in [list(HEAD), ["---"] * len(HEAD), *table(report["measurements"])]:
         print(f"| {' | '.join(row)} |")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -26,6 +26,7 @@ from benchmarks.results import Record
 from benchmarks.timing import Clock, rotations
 from cupynorm import _bench
 from cupynorm._bench import EPS, Problem
+from cupynorm._environment import gpu_problem
 
 RELU = (0.0, 6.0)
 CASES = (
@@ -189,6 +190,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.relu", description=__doc__)
     parser.add_argument("results", type=Path, help="the JSON file to write")
     options = parser.parse_args(arguments)
+    missing = gpu_problem()
+    if missing:
+        print(f"There is nothing to time: {missing}.")
+        return 1
     import cupy
 
     clock = Clock()

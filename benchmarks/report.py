@@ -10,7 +10,6 @@ is written by hand.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -62,15 +61,22 @@ def main(arguments: list[str] | None = None) -> None:
     for source in sources:
         if not source.is_file():
             parser.error(f"there is no file {source}")
+    try:
+        if options.scaling:
+            reports = [_load_scaling(source) for source in sources]
+        else:
+            module = "benchmarks.relu" if options.relu else "benchmarks.run"
+            report = results.load(sources[0], module)
+    except ValueError as error:
+        parser.error(str(error))
     readme = options.readme or sources[0].with_suffix(".md")
     if options.scaling:
-        section = _scaling(sources, readme.parent)
+        section = _scaling(zip(sources, reports, strict=True), readme.parent)
         _replace(readme, BEGIN_SCALING, END_SCALING, section)
     elif options.relu:
-        section = _relu(results.load(options.relu), options.relu, readme.parent)
+        section = _relu(report, options.relu, readme.parent)
         _replace(readme, BEGIN_RELU, END_RELU, section)
     else:
-        report = results.load(options.results)
         _around(readme, BEGIN, END)  # before the figures are drawn in vain
         figures = plots.draw(report, options.results.with_suffix(""))
         _replace(readme, BEGIN, END, _section(report, options.results, figures, readme.parent))
@@ -101,9 +107,16 @@ def _relative(path: Path, folder: Path) -> str:
     return Path(os.path.relpath(path.resolve(), folder.resolve())).as_posix()
 
 
-def _scaling(sources: Iterable[Path], folder: Path) -> Iterator[str]:
-    for source in sources:
-        report = json.loads(source.read_text(encoding="utf-8"))
+def _load_scaling(path: Path) -> dict[str, Any]:
+    expected = f"{path} must be a file of benchmarks.sharding_torch or benchmarks.sharding_jax"
+    report = results.read(path, expected)
+    if not {"layers", "measurements"} <= report.keys():
+        raise ValueError(f"{expected}, got one of another kind")
+    return report
+
+
+def _scaling(reports: Iterable[tuple[Path, dict[str, Any]]], folder: Path) -> Iterator[str]:
+    for source, report in reports:
         framework = "torch" if "torch" in report else "jax"
         yield (
             f"\nFrom [{source.name}]({_relative(source, folder)}), "

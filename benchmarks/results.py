@@ -15,6 +15,9 @@ from benchmarks.backends import KINDS
 from cupynorm._bench import Problem
 
 FORMAT = 1
+# How times are measured, counted up when files are no longer comparable by it. 1, which older files
+# do not name: the flush of the L2 left what was loaded with evict_last; 2: it displaces that, too.
+METHOD = 2
 ROOT = Path(__file__).resolve().parent.parent
 
 Record = dict[str, Any]
@@ -24,6 +27,7 @@ def new(backends: dict[str, str], arguments: list[str]) -> dict[str, Any]:
     """Return a results file without results."""
     return {
         "format": FORMAT,
+        "method": METHOD,
         **session(arguments),
         "commit": commit(),
         "machine": machine(),
@@ -117,12 +121,41 @@ def save(results: dict[str, Any], path: Path) -> None:
     partial.replace(path)
 
 
-def load(path: Path) -> dict[str, Any]:
-    """Read a results file."""
-    results: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+def load(path: Path, module: str | None = None) -> dict[str, Any]:
+    """Read a results file, one that `module` wrote if given.
+
+    A ValueError says that it is none.
+    """
+    expected = f"{path} must be a file of {module or 'benchmarks'}"
+    results = read(path, expected)
     if results.get("format") != FORMAT:
-        raise ValueError(f"{path} must have format {FORMAT}, got {results.get('format')!r}")
+        raise ValueError(f"{expected}, of format {FORMAT}, got one of {results.get('format')!r}")
+    missing = {"machine", "backends", "measurements", "host", "first_calls"} - results.keys()
+    if missing:
+        raise ValueError(f"{expected}, got one without {', '.join(sorted(missing))}")
+    found = _written_by(results)
+    if module not in (None, found):
+        raise ValueError(f"{expected}, got one of {found}")
     return results
+
+
+def read(path: Path, expected: str) -> dict[str, Any]:
+    """Read an object of JSON; a ValueError says what was expected instead of what is there."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # UnicodeDecodeError, too
+        raise ValueError(f"{expected}, got no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{expected}, an object, got JSON of a {type(found).__name__}")
+    return found
+
+
+def _written_by(results: dict[str, Any]) -> str:
+    """Name the module that wrote a file, by its records: the file itself does not say."""
+    names = {record.get("backend") for record in results["measurements"]}
+    if None in names:
+        return "benchmarks.regimes"
+    return "benchmarks.relu" if names & {"plain", "relu"} else "benchmarks.run"
 
 
 def problem_of(record: Record) -> Problem:

@@ -89,6 +89,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     # What a worker is told: compile every n-th problem left from the i-th on, and measure nothing.
     parser.add_argument("--compile-share", nargs=2, type=int, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
+    if not options.minutes > 0:
+        parser.error(f"--minutes must be above 0, got {options.minutes:g}")
     options.problems = list(
         problems.select(options.name, options.operations, options.shapes, options.dtypes)
     )
@@ -162,7 +164,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     resume = options.resume and options.results.exists()
-    report = results.load(options.results) if resume else None
+    try:
+        report = results.load(options.results, "benchmarks.run") if resume else None
+    except ValueError as error:
+        raise SystemExit(f"--resume: {error}") from error
     done = finished(report)
     if options.compile_share:
         compile_share(chosen, done, *options.compile_share, options.backends)
