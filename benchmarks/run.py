@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import itertools
 import os
 import subprocess
 import sys
@@ -81,7 +82,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         type=int,
         default=0,
         metavar="N",
-        help="compile ahead in N processes, but for torch.compile (default: none)",
+        help="compile ahead in N processes (default: none)",
     )
     parser.add_argument(
         "--resume", action="store_true", help="keep what the results file has, measure the rest"
@@ -102,45 +103,55 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def compile_ahead(arguments: Sequence[str], workers: int, seconds: float) -> None:
-    """Fill the disk caches from several processes; measurements then find them warm."""
+    """Fill the disk caches from several processes; measurements then find them warm.
+
+    What torch.compile finds best among so many is no use and goes to caches that are dropped; what
+    it compiles in search of that, which is most of its time, is kept by Triton.
+    """
     print(f"compiling ahead in {workers} processes", flush=True)
     command = [sys.executable, "-m", "benchmarks.run", *arguments, "--compile-share"]
-    running = [
-        subprocess.Popen(
-            [*command, str(share), str(workers)],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        for share in range(workers)
-    ]
-    deadline = time.monotonic() + seconds
-    for process in running:
-        try:
-            process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        running = [
+            subprocess.Popen(
+                [*command, str(share), str(workers)],
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env=os.environ
+                | {
+                    "TORCHINDUCTOR_CACHE_DIR": f"{folder}/{share}",
+                    "TORCHINDUCTOR_COMPILE_THREADS": "1",
+                },
+            )
+            for share in range(workers)
+        ]
+        deadline = time.monotonic() + seconds
+        for process in running:
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
 
 def compile_share(
     chosen: Sequence[Problem], done: Done, share: int, workers: int, names: Any
 ) -> None:
+    """Compile for every n-th problem and backend; what takes longest, by tuning, comes last."""
     import cupy
 
     backends = [backend for backend in discover(names)[0].values() if backend.compiles]
     left = [
-        (problem, todo)
-        for problem in chosen
-        if (todo := [b for b in backends if (problem, b.name) not in done])
+        (problem, backend)
+        for problem, backend in itertools.product(chosen, backends)
+        if (problem, backend.name) not in done
     ]
-    for problem, todo in left[share::workers]:
-        for backend in todo:
-            # What goes wrong is reported where it is measured.
-            with contextlib.suppress(Exception):
-                backend.prepare(problem, _bench.inputs(problem, 0, cupy)).run()
-                backend.synchronize()
-            gc.collect()
-            backend.release()
+    for problem, backend in sorted(left, key=lambda pair: pair[1].tunes)[share::workers]:
+        # What goes wrong is reported where it is measured.
+        with contextlib.suppress(Exception):
+            backend.prepare(problem, _bench.inputs(problem, 0, cupy)).run()
+            backend.synchronize()
+        gc.collect()
+        backend.release()
         cupy.get_default_memory_pool().free_all_blocks()
 
 
@@ -158,10 +169,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"There is nothing to time: {missing}.")
         return 1
     chosen: list[Problem] = options.problems
-    # Processes share what JAX compiles only if told where; it would cache only what took a second.
-    os.environ.setdefault(
-        "JAX_COMPILATION_CACHE_DIR", str(Path(tempfile.gettempdir()) / "jax_compilation_cache")
-    )
+    # Processes share what JAX compiles, and Triton for torch.compile, only if told where; JAX would
+    # cache only what took a second.
+    for name, folder in (
+        ("JAX_COMPILATION_CACHE_DIR", "jax_compilation_cache"),
+        ("TRITON_CACHE_DIR", "triton_cache"),
+    ):
+        os.environ.setdefault(name, str(Path(tempfile.gettempdir()) / folder))
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     resume = options.resume and options.results.exists()
     try:

@@ -1428,6 +1428,59 @@ def test_workers_compile_only_what_is_left(monkeypatch, tmp_path) -> None:
         run.main([str(path), "--resume"])
 
 
+def test_workers_share_what_is_compiled_and_not_what_is_tuned(monkeypatch) -> None:
+    started = []
+
+    class Process:
+        def __init__(self, command, *, env, **_) -> None:
+            started.append((command[-3:], env))
+
+        def wait(self, seconds: float | None = None) -> None:
+            if seconds is not None:
+                raise subprocess.TimeoutExpired("compiling", seconds)
+            killed.append(self)
+
+        def kill(self) -> None:
+            killed.append(self)
+
+    killed: list = []
+    monkeypatch.setattr(run.subprocess, "Popen", Process)
+    monkeypatch.setenv("TRITON_CACHE_DIR", "shared")
+    run.compile_ahead(["results.json"], 2, 0.1)
+    assert [end for end, _ in started] == [["--compile-share", str(i), "2"] for i in range(2)]
+    environments = [env for _, env in started]
+    assert {env["TRITON_CACHE_DIR"] for env in environments} == {"shared"}
+    tuned = {env["TORCHINDUCTOR_CACHE_DIR"] for env in environments}
+    assert len(tuned) == 2
+    assert os.environ.get("TORCHINDUCTOR_CACHE_DIR") not in tuned
+    assert len(killed) == 4
+
+
+def test_what_is_tuned_is_compiled_ahead_after_all_else(monkeypatch) -> None:
+    compiled = []
+
+    class Compiling(FakeBackend):
+        compiles = True
+
+        def prepare(self, problem, inputs) -> Call:
+            compiled.append(self.name)
+            raise RuntimeError("reported where it is measured")
+
+    class Tuning(Compiling):
+        name = "torch.compile"
+        tunes = True
+
+    pool = SimpleNamespace(free_all_blocks=lambda: None)
+    fake = SimpleNamespace(get_default_memory_pool=lambda: pool)
+    monkeypatch.setitem(sys.modules, "cupy", fake)
+    monkeypatch.setattr(_bench, "inputs", lambda *_: {})
+    both = {"torch.compile": Tuning(), "quack": Compiling()}
+    monkeypatch.setattr(run, "discover", lambda _: (both, {}))
+    chosen = list(problems.select("quick"))
+    run.compile_share(chosen, set(), 0, 1, None)
+    assert compiled == ["quack"] * len(chosen) + ["torch.compile"] * len(chosen)
+
+
 @pytest.fixture
 def on_numpy(monkeypatch) -> list:
     """Have runs measure two backends on NumPy arrays; return those whose first call is timed."""

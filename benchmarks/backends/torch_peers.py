@@ -82,6 +82,7 @@ class Functional(TorchBackend):
 
 class Compiled(TorchBackend):
     name = "torch.compile"
+    compiles = True
     tunes = True
     mode = "max-autotune-no-cudagraphs"
 
