@@ -17,6 +17,7 @@ from typing import Any
 
 from benchmarks import plots, relu, results, scaling
 from benchmarks.backends import ALL, KINDS
+from benchmarks.host import STATES
 from benchmarks.problems import DECODE, OPERATIONS, PAIRS
 from benchmarks.results import Record
 from benchmarks.summary import (
@@ -416,7 +417,7 @@ def _first_calls(records: list[dict[str, Any]]) -> Iterator[str]:
                 return "failed"
             return f"{1e3 * record['import_seconds']:.0f} + {1e3 * record['first_seconds']:.0f}"
 
-        yield from _pivot(records, ["cold", "warm"], lambda r: r["cache"], shown)
+        yield from _pivot(records, list(STATES), lambda r: r["cache"], shown)
 
 
 def _pivot(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
-import itertools
 import os
 import subprocess
 import sys
@@ -136,22 +135,24 @@ def compile_ahead(arguments: Sequence[str], workers: int, seconds: float) -> Non
 def compile_share(
     chosen: Sequence[Problem], done: Done, share: int, workers: int, names: Any
 ) -> None:
-    """Compile for every n-th problem and backend; what takes longest, by tuning, comes last."""
+    """Compile for every n-th problem; what takes longest, by tuning, comes after all else."""
     import cupy
 
     backends = [backend for backend in discover(names)[0].values() if backend.compiles]
     left = [
-        (problem, backend)
-        for problem, backend in itertools.product(chosen, backends)
-        if (problem, backend.name) not in done
+        (problem, todo)
+        for tunes in (False, True)
+        for problem in chosen
+        if (todo := [b for b in backends if b.tunes == tunes and (problem, b.name) not in done])
     ]
-    for problem, backend in sorted(left, key=lambda pair: pair[1].tunes)[share::workers]:
-        # What goes wrong is reported where it is measured.
-        with contextlib.suppress(Exception):
-            backend.prepare(problem, _bench.inputs(problem, 0, cupy)).run()
-            backend.synchronize()
-        gc.collect()
-        backend.release()
+    for problem, todo in left[share::workers]:
+        for backend in todo:
+            # What goes wrong is reported where it is measured.
+            with contextlib.suppress(Exception):
+                backend.prepare(problem, _bench.inputs(problem, 0, cupy)).run()
+                backend.synchronize()
+            gc.collect()
+            backend.release()
         cupy.get_default_memory_pool().free_all_blocks()
 
 

@@ -1460,6 +1460,7 @@ def test_what_is_tuned_is_compiled_ahead_after_all_else(monkeypatch) -> None:
     compiled = []
 
     class Compiling(FakeBackend):
+        name = "quack"
         compiles = True
 
         def prepare(self, problem, inputs) -> Call:
@@ -1474,11 +1475,18 @@ def test_what_is_tuned_is_compiled_ahead_after_all_else(monkeypatch) -> None:
     fake = SimpleNamespace(get_default_memory_pool=lambda: pool)
     monkeypatch.setitem(sys.modules, "cupy", fake)
     monkeypatch.setattr(_bench, "inputs", lambda *_: {})
-    both = {"torch.compile": Tuning(), "quack": Compiling()}
-    monkeypatch.setattr(run, "discover", lambda _: (both, {}))
+
+    class Another(Compiling):
+        name = "liger"
+
+    found = {backend.name: backend for backend in (Tuning(), Compiling(), Another())}
+    monkeypatch.setattr(run, "discover", lambda _: (found, {}))
     chosen = list(problems.select("quick"))
-    run.compile_share(chosen, set(), 0, 1, None)
-    assert compiled == ["quack"] * len(chosen) + ["torch.compile"] * len(chosen)
+    half = len(chosen) // 2
+    for share in (0, 1):  # of equal work
+        run.compile_share(chosen, set(), share, 2, None)
+        assert compiled == ["quack", "liger"] * half + ["torch.compile"] * half
+        compiled.clear()
 
 
 @pytest.fixture
