@@ -656,6 +656,7 @@ def test_a_results_file_is_whole_when_all_that_is_there_measured_all() -> None:
     assert run._is_whole({"measurements": records, "backends": facts})
     assert not run._is_whole({"measurements": records[:-1], "backends": facts})
     assert not run._is_whole({"measurements": records, "backends": facts | {"c": "3.0"}})
+    assert run._is_whole({"measurements": records, "backends": facts | {"cupynorm (JAX)": "0.1"}})
 
 
 @pytest.mark.parametrize("operation", problems.OPERATIONS)
