@@ -697,6 +697,20 @@ def test_the_lower_of_call_and_kernels_counts(synthetic) -> None:
     )
 
 
+def test_jax_without_a_profiler_counts_by_its_queue_of_calls(synthetic, tmp_path) -> None:
+    own = [record for record in synthetic["measurements"] if record["backend"] == "JAX"]
+    for record in own:
+        record["times"] = {"queue": dict.fromkeys(("median", "low", "high"), 1e-9) | {"runs": 3}}
+        assert results.seconds(record) == 1e-9
+        assert results.seconds(record, called=True) is None
+    assert {ratio.peer for ratio in summary.ratios(synthetic["measurements"])} == {"JAX"}
+    path = tmp_path / "results.json"
+    results.save(synthetic, path)
+    report.main([str(path)])
+    assert compare.main([str(SYNTHETIC), str(path), "--backends", "JAX", "--fail-below", "1"]) == 0
+    assert compare.main([str(path), str(SYNTHETIC), "--backends", "JAX", "--fail-below", "1"]) == 1
+
+
 def test_summary_is_of_the_best_peer_on_each_shape(synthetic) -> None:
     found = summary.ratios(synthetic["measurements"])
     times = {
