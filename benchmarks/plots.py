@@ -5,6 +5,7 @@ Decoding's times are over the copy's or the add's: of those near it, tenths of a
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -26,7 +27,8 @@ COLOURS = (
     *("#882255", "#CC79A7", "#56B4E9", "#D55E00", "#999999", "#6B4F00"),
 )
 MARKERS = "opDdhs^vPX*"
-# The times over the limit's that decoding's figures end at: who is near it is to be told apart.
+# The times over the limit's that decoding's figures end at, if cupynorm has no longer one: who is
+# near the limit is to be told apart.
 BEYOND = {"forward": 2.0, "backward": 3.0}
 
 
@@ -93,7 +95,7 @@ def decoding(title: str, measurements: Iterable[Record]) -> Figure | None:
     """Draw the time over the limit's, a panel a width, over M; None without two M of a width.
 
     It is of the decoding shapes, in the pair of dtypes with the most of them. The points of one M
-    stand side by side; what is beyond BEYOND is cut off.
+    stand side by side; what is beyond BEYOND, and beyond all of cupynorm's, is cut off.
     """
     measured = [(p, cell) for p, cell in by_problem(measurements) if (p.rows, p.cols) in DECODE]
     pairs = Counter((problem.dtype, problem.weight_dtype) for problem, _ in measured)
@@ -111,7 +113,8 @@ def decoding(title: str, measurements: Iterable[Record]) -> Figure | None:
         if any(value is not None for value in found.values()):
             drawn.append((name, found, style))
     values = [1.0, *(v for _, found, _ in drawn for v in found.values() if v is not None)]
-    top = BEYOND[direction]
+    ours = [v for name, found, _ in drawn if name == "cupynorm" for v in found.values() if v]
+    top = max([BEYOND[direction], *(math.ceil(10 * value) / 10 for value in ours)])
     columns = min(2, len(widths))
     down = -(-len(widths) // columns)
     figure = Figure(figsize=(2 + 4.5 * columns, 1 + 4 * down), layout="constrained")
@@ -138,7 +141,9 @@ def decoding(title: str, measurements: Iterable[Record]) -> Figure | None:
     figure.supylabel(f"time over the {limit}'s")
     cut = f"; beyond {top:g} times the {limit} not shown" if max(values) > top else ""
     figure.suptitle(f"{title}\nx {pair[0]}, weight {pair[1]}{cut}")
-    figure.legend(legend.values(), legend, fontsize="small", loc="outside right upper")
+    names = [limit, *(name for name, _, _ in drawn)]
+    handles = [legend[name] for name in names]
+    figure.legend(handles, names, fontsize="small", loc="outside right upper")
     return figure
 
 

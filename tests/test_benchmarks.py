@@ -918,6 +918,16 @@ def test_decoding_is_drawn_over_the_limit_a_panel_a_width(synthetic) -> None:
     assert figure.get_supylabel() == "time over the copy's"
     names = [text.get_text() for text in figure.legends[0].get_texts()]
     assert names == ["copy", "cupynorm", "quack", "torch eager"]
+    # One that lacks a width stands in the legend where it does in the tables.
+    face = [r | {"backend": "cupynorm (torch)"} for r in own if r["cols"] == 4096]
+    (legend,) = plots.decoding("rms_norm forward", own + limits + missing + face).legends
+    names = [text.get_text() for text in legend.get_texts()]
+    assert names == ["copy", "cupynorm", "cupynorm (torch)", "quack"]
+    # Of cupynorm all is shown.
+    late = decoding_record(first, 512, 1024, 9.0)
+    behind = plots.decoding("rms_norm forward", [*own, *limits, *slow, late])
+    assert behind.axes[0].get_ylim() == (0.95, 2.3)
+    assert behind.get_suptitle().endswith("; beyond 2.3 times the copy not shown")
     near = plots.decoding("rms_norm forward", own + limits)
     assert near.axes[0].get_ylim() == (0.95, 1.3)
     assert "beyond" not in near.get_suptitle()
