@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -59,35 +60,35 @@ def main(arguments: list[str] | None = None) -> None:
     )
     options = parser.parse_args(arguments)
     sources = options.scaling or [options.relu or options.results]
+    readme = options.readme or sources[0].with_suffix(".md")
     for source in sources:
         if not source.is_file():
             parser.error(f"there is no file {source}")
+    if not readme.parent.is_dir():
+        parser.error(f"there is no folder {readme.parent}")
     try:
         if options.scaling:
             reports = [_load_scaling(source) for source in sources]
+            begin, end = BEGIN_SCALING, END_SCALING
+        elif options.relu:
+            report = results.load(options.relu, "benchmarks.relu")
+            begin, end = BEGIN_RELU, END_RELU
         else:
-            module = "benchmarks.relu" if options.relu else "benchmarks.run"
-            report = results.load(sources[0], module)
+            report = results.load(options.results, "benchmarks.run")
+            begin, end = BEGIN, END
+        before, after = _around(readme, begin, end)
     except ValueError as error:
         parser.error(str(error))
-    readme = options.readme or sources[0].with_suffix(".md")
     if options.scaling:
         section = _scaling(zip(sources, reports, strict=True), readme.parent)
-        _replace(readme, BEGIN_SCALING, END_SCALING, section)
     elif options.relu:
         section = _relu(report, options.relu, readme.parent)
-        _replace(readme, BEGIN_RELU, END_RELU, section)
     else:
-        _around(readme, BEGIN, END)  # before the figures are drawn in vain
         figures = plots.draw(report, options.results.with_suffix(""))
-        _replace(readme, BEGIN, END, _section(report, options.results, figures, readme.parent))
-    print(f"written into {readme}")
-
-
-def _replace(readme: Path, begin: str, end: str, section: Iterable[str]) -> None:
-    before, after = _around(readme, begin, end)
+        section = _section(report, options.results, figures, readme.parent)
     lines = "\n".join(section).strip("\n")
     readme.write_text(f"{before}{begin}\n\n{lines}\n\n{end}{after}", encoding="utf-8")
+    print(f"written into {readme}")
 
 
 def _around(readme: Path, begin: str, end: str) -> tuple[str, str]:
@@ -221,8 +222,8 @@ def _section(
         yield from _speeds(own, found)
         yield from _as_called(own)
     yield from _remarks(measured)
-    yield from _host(report["host"])
-    yield from _first_calls(report["first_calls"])
+    yield from _host(report)
+    yield from _first_calls(report)
     yield "\n### Versions\n"
     yield from _versions(report)
 
@@ -355,7 +356,8 @@ def _refusals(records: Iterable[dict[str, Any]]) -> Iterator[str]:
             )
     for (backend, status, why), where in shapes.items():
         more = f" and {len(where) - 1} more" if len(where) > 1 else ""
-        said = why.split(" {")[0].replace("`", "")  # without what a library dumps of itself
+        # Without what a library dumps of itself.
+        said = re.split(r" (?:\{|Traceback )", why)[0].replace("`", "")
         yield f"- {backend}, {status}: {where[0]}{more}: `{said}`"
 
 
@@ -366,7 +368,8 @@ def _notes(records: Iterable[dict[str, Any]]) -> Iterator[str]:
     yield from (f"- {backend}: {note}" for backend, note in sorted(notes))
 
 
-def _host(records: list[dict[str, Any]]) -> Iterator[str]:
+def _host(report: dict[str, Any]) -> Iterator[str]:
+    records = report["host"]
     if records:
         yield "\n### Host time a call, µs\n"
         yield (
@@ -384,6 +387,7 @@ def _host(records: list[dict[str, Any]]) -> Iterator[str]:
             )
 
         yield from _pivot(records, list(OPERATIONS), lambda r: r["operation"], shown)
+        yield from _without(report, records)
 
 
 def _drift(records: Iterable[dict[str, Any]]) -> str:
@@ -403,13 +407,14 @@ def _drift(records: Iterable[dict[str, Any]]) -> str:
     )
 
 
-def _first_calls(records: list[dict[str, Any]]) -> Iterator[str]:
+def _first_calls(report: dict[str, Any]) -> Iterator[str]:
+    records = report["first_calls"]
     if records:
         yield "\n### First call of a process, ms\n"
         yield (
             "The same RMSNorm forward pass, in a new process: from its start until all is imported "
             "and the GPU in use, and the call with all that it compiles; on an empty disk cache "
-            "and on a full one.\n"
+            "and on a full one. Each was measured once.\n"
         )
 
         def shown(record: dict[str, Any]) -> str:
@@ -418,6 +423,21 @@ def _first_calls(records: list[dict[str, Any]]) -> Iterator[str]:
             return f"{1e3 * record['import_seconds']:.0f} + {1e3 * record['first_seconds']:.0f}"
 
         yield from _pivot(records, list(STATES), lambda r: r["cache"], shown)
+        yield from _without(report, records)
+
+
+def _without(report: dict[str, Any], records: Iterable[dict[str, Any]]) -> Iterator[str]:
+    """Yield which backends that a user calls were there, and are not in a table."""
+    measured = {record["backend"] for record in records}
+    missing = [
+        b.name
+        for b in ALL
+        if not (b.kind == "limit" or b.emulated)
+        and b.name not in measured
+        and not report["backends"].get(b.name, "missing").startswith("missing")
+    ]
+    if missing:
+        yield f"\nNot measured: {', '.join(missing)}."
 
 
 def _pivot(

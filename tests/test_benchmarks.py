@@ -1150,13 +1150,60 @@ def test_relu_in_the_readme_is_made_from_the_file(tmp_path) -> None:
     assert readme.read_text(encoding="utf-8") == text
 
 
-def test_a_readme_without_markers_is_left_alone(tmp_path, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("option", "source", "marker"),
+    [
+        ([], SYNTHETIC, report.BEGIN),
+        (["--relu"], SYNTHETIC_RELU, report.BEGIN_RELU),
+        (["--scaling"], RECORDED.with_name("sharding_jax_h200.json"), report.BEGIN_SCALING),
+    ],
+)
+def test_a_readme_without_markers_is_left_alone(
+    option, source, marker, tmp_path, monkeypatch, capsys
+) -> None:
     readme = tmp_path / "README.md"
     readme.write_text("nothing")
     monkeypatch.setattr(plots, "draw", lambda *_: pytest.fail("the figures were drawn in vain"))
-    with pytest.raises(ValueError, match="must have the lines"):
-        report.main([str(SYNTHETIC), "--readme", str(readme)])
+    for path, message in (
+        (readme, f"error: {readme} must have the lines {marker!r} and "),
+        (tmp_path / "none" / "README.md", f"error: there is no folder {tmp_path / 'none'}"),
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            report.main([*option, str(source), "--readme", str(path)])
+        assert stopped.value.code == 2
+        assert message in capsys.readouterr().err
     assert readme.read_text() == "nothing"
+    assert list(tmp_path.iterdir()) == [readme]
+
+
+def test_a_report_names_what_lacks_a_host_time_or_a_first_call(tmp_path) -> None:
+    file = results.load(SYNTHETIC)
+    facts = {
+        backend.name: "missing: none" if backend.name == "liger" else "0.0.0"
+        for backend in ALL
+        if backend.name not in ("torch eager", "JAX")
+    }
+    host = [host_record("cupynorm", "rms_norm forward", 8.0, 8.0, 8.0)]
+    called = {"cache": "cold", "import_seconds": 1.0, "first_seconds": 1.0}
+    first = [called | {"backend": backend.name} for backend in ALL if backend.name != "quack"]
+    path = tmp_path / "results.json"
+    results.save(file | {"backends": facts, "host": host, "first_calls": first}, path)
+    report.main([str(path)])
+    host_table, first_table = path.with_suffix(".md").read_text().split("### First call")
+    without = "cupynorm (torch), cupynorm (JAX), quack, cuDNN, torch.compile, torch.nn.functional"
+    assert f"\n\nNot measured: {without}.\n" in host_table
+    assert "\n\nNot measured: quack.\n" in first_table
+
+
+def test_a_reason_is_shown_without_its_traceback(tmp_path) -> None:
+    file = results.load(SYNTHETIC)
+    for record in file["measurements"]:
+        if record["backend"] == "liger":
+            record |= {"status": "failed", "reason": "E: `none` here Traceback (most) File /x"}
+    path = tmp_path / "results.json"
+    results.save(file, path)
+    report.main([str(path)])
+    assert " and 11 more: `E: none here`\n" in path.with_suffix(".md").read_text()
 
 
 def changed(synthetic: dict, factor: float) -> dict:
