@@ -133,8 +133,10 @@ def main(dtype: str, weight_dtype: str) -> int:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--dtype", choices=_bench.DTYPES, default="bfloat16")
-    parser.add_argument("--weight-dtype", choices=_bench.DTYPES, default="bfloat16")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.calls", description=__doc__)
+    for name, about in (("--dtype", "of x"), ("--weight-dtype", "of weight")):
+        parser.add_argument(
+            name, choices=_bench.DTYPES, default="bfloat16", help=f"{about} (%(default)s)"
+        )
     options = parser.parse_args()
     sys.exit(main(options.dtype, options.weight_dtype))

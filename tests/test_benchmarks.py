@@ -1304,7 +1304,7 @@ def test_a_problem_without_its_limit_is_held_against_the_limits_of_its_size(
     assert compare.main([str(tmp_path / "old.json"), str(tmp_path / "new.json"), "--all"]) == 0
     printed = capsys.readouterr().out
     assert f"(4 of {len(changes)}), the 0.9 quantile" in printed
-    assert f"{large:.3f}, of those of less than 10 us {small:.3f}." in printed
+    assert f"{small:.3f} under 10 us, {large:.3f} from there on." in printed
     rules = re.findall(r" (\d\.\d{3}) ([lq])(?:  not moved)?$", printed, re.MULTILINE)
     assert len(rules) == len(changes)
     held = sorted(bound for bound, rule in rules if rule == "q")
@@ -1385,12 +1385,17 @@ def test_comparison_prints_and_fails_on_a_slowdown(tmp_path, synthetic, capsys) 
     assert "1 of 12 moved" in printed
 
 
-def test_comparison_tells_that_a_result_became_wrong(synthetic) -> None:
+def test_comparison_tells_that_a_result_became_wrong(synthetic, tmp_path, capsys) -> None:
     new = copy.deepcopy(synthetic)
     record = next(r for r in new["measurements"] if r["backend"] == "cupynorm")
     record |= {"status": "wrong"}
     change = next(compare.compare(synthetic, new, ("cupynorm",)))
     assert (change.old, change.new, change.moved) == ("ok", "wrong", True)
+    results.save(new, tmp_path / "new.json")
+    arguments = [str(SYNTHETIC), str(tmp_path / "new.json")]
+    assert compare.main([*arguments, "--fail-below", "0.9"]) == 1
+    assert compare.main([*arguments[::-1], "--fail-below", "0.9"]) == 0  # it became right
+    assert capsys.readouterr().out.count("1 of 12 moved") == 2
 
 
 # ---- command lines -------------------------------------------------------------------------------
