@@ -269,7 +269,7 @@ def load(kernel: Instantiation, device: int) -> _driver.Kernel:
     if cupy.cuda.get_current_stream().is_capturing():
         raise RuntimeError(
             f"{kernel.expression} is not loaded yet, and loading it would invalidate the CUDA "
-            "graph being captured: call cupynorm.warmup(...), or this very function, once before "
+            "graph being captured: call cupynorm.warmup(...), or make this very call, once before "
             "the capture begins"
         )
     with _locks.setdefault(kernel, threading.Lock()):

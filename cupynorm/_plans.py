@@ -50,18 +50,13 @@ def architecture(device: int) -> int:
 
 @dataclass(frozen=True)
 class ForwardPlan:
-    """A forward pass over rows of n elements, for any number of rows.
-
-    Up to `few_rows` rows are launched with `kernel_of_few`; the bits are the same.
-    """
+    """A forward pass over rows of n elements."""
 
     kernel: Kernel
     n: int
     rows_per_block: int
     cluster_blocks: int
     most_clusters: int | None  # that take rows in turn; None where each has its own
-    few_rows: int = 0
-    kernel_of_few: Kernel | None = None
 
     def launch(
         self,
@@ -86,12 +81,7 @@ class ForwardPlan:
             return
         n = self.n
         operands = (x, x_stride, weight, bias, y, y_stride, mean, rstd, bitmask)
-        self.kernel_for(m).launch(stream, blocks, (*operands, m, n, 1 / n, eps, lower, upper))
-
-    def kernel_for(self, m: int) -> Kernel:
-        """Return the kernel that m rows are launched with."""
-        few = self.kernel_of_few
-        return self.kernel if few is None or m > self.few_rows else few
+        self.kernel.launch(stream, blocks, (*operands, m, n, 1 / n, eps, lower, upper))
 
     def blocks(self, m: int) -> int:
         """Return how many blocks m rows take."""
@@ -101,10 +91,34 @@ class ForwardPlan:
         return clusters * self.cluster_blocks
 
 
+def forward_plan(spec: ForwardSpec, m: int, n: int, vector: int, device: int) -> ForwardPlan:
+    """Return a forward pass ready to launch on `device`, the current one; compile it at need.
+
+    It is for m rows, and all numbers of rows that are launched with the same kernel: few rows may
+    have one of their own, with the same bits.
+    """
+    most, config_of_few = few_rows(spec, n, vector, device)
+    return forward_plan_of(spec, n, vector, device, config_of_few if m <= most else None)
+
+
 @cache
-def forward_plan(spec: ForwardSpec, n: int, vector: int, device: int) -> ForwardPlan:
-    """Return a forward pass ready to launch on `device`, the current one; compile it at need."""
+def few_rows(
+    spec: ForwardSpec, n: int, vector: int, device: int
+) -> tuple[int, ResidentForward | None]:
+    """Return up to how many rows have a kernel of their own, and its configuration; or 0, None."""
     config = forward_config(spec, n, vector, architecture(device))
+    few = few_rows_config(spec, config) if isinstance(config, ResidentForward) else None
+    if few is None:
+        return 0, None
+    return few.rows_per_block * few.blocks_per_multiprocessor * multiprocessors(device), few
+
+
+@cache
+def forward_plan_of(
+    spec: ForwardSpec, n: int, vector: int, device: int, config_of_few: ResidentForward | None
+) -> ForwardPlan:
+    """Return what `forward_plan` does, by the configuration of few rows or else that of many."""
+    config = config_of_few or forward_config(spec, n, vector, architecture(device))
     kernel = _jit.load(_jit.forward_instantiation(spec, config), device)
     clusters = multiprocessors(device)
     if not isinstance(config, ResidentForward) and config.cluster_blocks > 1:
@@ -115,12 +129,7 @@ def forward_plan(spec: ForwardSpec, n: int, vector: int, device: int) -> Forward
         else:
             clusters = at_once
     if isinstance(config, ResidentForward):
-        few_rows, kernel_of_few = 0, None
-        few = few_rows_config(spec, config)
-        if few is not None:
-            few_rows = few.rows_per_block * few.blocks_per_multiprocessor * clusters
-            kernel_of_few = _jit.load(_jit.forward_instantiation(spec, few), device)
-        return ForwardPlan(kernel, n, config.rows_per_block, 1, None, few_rows, kernel_of_few)
+        return ForwardPlan(kernel, n, config.rows_per_block, 1, None)
     in_turn = isinstance(config, StagedForward)
     return ForwardPlan(kernel, n, 1, config.cluster_blocks, clusters if in_turn else None)
 

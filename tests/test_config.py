@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cupynorm import _jit, _plans
 from cupynorm._config import (
     MOST_CLUSTER_BLOCKS,
     REGISTERS_PER_MULTIPROCESSOR,
@@ -30,7 +31,6 @@ from cupynorm._jit import (
     kernels_directory,
     source,
 )
-from cupynorm._plans import ForwardPlan
 from cupynorm._spec import ITEMSIZE, BackwardSpec, ForwardSpec
 
 NORMS = ("rms_norm", "layer_norm")
@@ -150,11 +150,31 @@ def test_decoding_has_kernels_of_its_own() -> None:
         assert few_rows_config(spec, config) is not None, n
 
 
-def test_a_plan_of_few_rows_ends_where_it_says() -> None:
-    many, few = object(), object()
-    plan = ForwardPlan(many, 4096, 1, 1, None, few_rows=3, kernel_of_few=few)  # type: ignore[arg-type]
-    assert [plan.kernel_for(m) is few for m in (1, 3, 4)] == [True, True, False]
-    assert dataclasses.replace(plan, kernel_of_few=None).kernel_for(3) is many
+def test_a_plan_loads_only_the_kernel_of_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[Instantiation] = []
+
+    def load(kernel: Instantiation, device: int) -> Instantiation:
+        loaded.append(kernel)
+        return kernel
+
+    monkeypatch.setattr(_jit, "load", load)
+    monkeypatch.setattr(_plans, "multiprocessors", lambda device: 3)
+    monkeypatch.setattr(_plans, "architecture", lambda device: 90)
+    device = -1  # whose plans nobody else makes
+    spec = ForwardSpec("layer_norm", "float32", "float32", None, "float32", False, False, False)
+    most, config = _plans.few_rows(spec, 4096, 4, device)
+    assert config is not None
+    assert most == 3 * config.blocks_per_multiprocessor
+    for m in (most, 1):
+        few = _plans.forward_plan(spec, m, 4096, 4, device)
+        assert loaded == [few.kernel]
+    for m in (most + 1, 10**9):
+        many = _plans.forward_plan(spec, m, 4096, 4, device)
+        assert loaded == [few.kernel, many.kernel]
+    assert few.kernel != many.kernel
+    plans = {_plans.forward_plan(spec, m, 64, 4, device) for m in (1, 10**9)}
+    assert loaded == [few.kernel, many.kernel, *(plan.kernel for plan in plans)]
+    assert len(plans) == 1
 
 
 @pytest.mark.parametrize("x", DTYPES)

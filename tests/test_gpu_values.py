@@ -37,9 +37,9 @@ def kernels_of_many_rows() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_plans, "few_rows_config", lambda spec, config: None)
         patch.setattr(_prepared, "calls", {})
-        _plans.forward_plan.cache_clear()
+        _plans.few_rows.cache_clear()
         yield
-    _plans.forward_plan.cache_clear()
+    _plans.few_rows.cache_clear()
 
 
 @pytest.fixture(autouse=True)

@@ -49,7 +49,8 @@ def _as_on(architecture: int) -> Iterator[None]:
     """Have calls configured for another architecture; nothing remembered crosses over."""
 
     def forget() -> None:
-        _plans.forward_plan.cache_clear()
+        _plans.few_rows.cache_clear()
+        _plans.forward_plan_of.cache_clear()
         _plans.backward_plan.cache_clear()
         _prepared.calls.clear()
 
