@@ -146,11 +146,9 @@ def warmup(
         for spec in specs:
             divisors = width | pack_length(spec.x)
             vector = divisors & -divisors
-            if isinstance(spec, ForwardSpec):
-                for m in (1, sys.maxsize):  # few rows may have a kernel of their own
-                    forward_plan(spec, m, width, vector, device)
-            else:
-                backward_plan(spec, width, vector, device)
+            make: Any = forward_plan if isinstance(spec, ForwardSpec) else backward_plan
+            for m in (1, 2, sys.maxsize):  # one row and few may have kernels of their own
+                make(spec, m, width, vector, device)
 
 
 def _specs(

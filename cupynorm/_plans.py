@@ -12,11 +12,14 @@ from functools import cache
 
 from cupynorm import _jit
 from cupynorm._config import (
+    MOST_RESIDENT_ROWS,
+    ResidentBackward,
     ResidentForward,
     StagedBackward,
     StagedForward,
     StreamingBackward,
     backward_config,
+    few_rows_backward_config,
     few_rows_config,
     forward_config,
     pack_length,
@@ -136,23 +139,24 @@ def forward_plan_of(
 
 @dataclass(frozen=True)
 class BackwardPlan:
-    """A backward pass over rows of n elements, for any number of rows.
+    """A backward pass over rows of n elements.
 
     Scratch is one row of partial sums a cluster of blocks for each weight gradient, at most
     4 * multiprocessors rows of n values of the compute dtype, and three values a row of x where
-    rows are too long for shared memory.
+    rows are too long for shared memory. A lone row needs none.
     """
 
     kernels: tuple[Kernel, ...]
-    reduction: Kernel
+    reduction: Kernel | None
     n: int
-    gradients: int
+    gradients: int  # that have partial sums
     itemsize: int  # of the compute dtype
     rows_per_block: int
     cluster_blocks: int
     most_clusters: int
     tiles: int  # of columns, where rows are streamed; else 0
-    reduction_columns: int  # of a block; 0 without weight gradients
+    reduction_columns: int  # of a block; 0 without partial sums
+    resident: bool = False  # few rows, held in registers
 
     def _partials(self, m: int) -> int:
         return min(-(-m // self.rows_per_block), self.most_clusters)
@@ -194,16 +198,64 @@ class BackwardPlan:
             columns = (coefficients, dx, dx_stride, scratch, partials, m, n)
             kernels[1].launch(stream, self.tiles * partials, (*operands, *columns))
         elif m:
-            outputs = (dx, dx_stride, scratch, m, n, 1 / n)
+            outputs: tuple[float, ...] = (dx, dx_stride, scratch, m, n, 1 / n)
+            if self.resident:
+                of_rows = dweight, dbias
+                if self.reduction is not None:
+                    of_rows = scratch, scratch + (self.gradients - 1) * m * n * self.itemsize
+                outputs = (dx, dx_stride, *of_rows, n, 1 / n)
             kernels[0].launch(stream, partials * self.cluster_blocks, (*operands, *outputs))
-        if self.gradients:
+        if self.reduction is not None:
             blocks = self.gradients * -(-n // self.reduction_columns)
             self.reduction.launch(stream, blocks, (scratch, dweight, dbias, partials, n))
 
 
+def backward_plan(spec: BackwardSpec, m: int, n: int, vector: int, device: int) -> BackwardPlan:
+    """Return a backward pass ready to launch on `device`, the current one; compile it at need.
+
+    It is for m rows, and all numbers of rows that are launched with the same kernels: few rows may
+    have some of their own, with the same bits of dx.
+    """
+    few = few_rows_backward(spec, m, n, vector, device) if 0 < m <= MOST_RESIDENT_ROWS else None
+    plan = few and few_rows_backward_plan(spec, n, few, device)
+    return plan or many_rows_backward_plan(spec, n, vector, device)
+
+
 @cache
-def backward_plan(spec: BackwardSpec, n: int, vector: int, device: int) -> BackwardPlan:
-    """Return a backward pass ready to launch on `device`, the current one; compile it at need."""
+def few_rows_backward(
+    spec: BackwardSpec, m: int, n: int, vector: int, device: int
+) -> ResidentBackward | None:
+    """Return the configuration of m rows, few, if they have one of their own."""
+    config = backward_config(spec, n, vector, architecture(device))
+    return few_rows_backward_config(spec, config, m) if isinstance(config, StagedBackward) else None
+
+
+@cache
+def few_rows_backward_plan(
+    spec: BackwardSpec, n: int, config: ResidentBackward, device: int
+) -> BackwardPlan | None:
+    """Return what `backward_plan` does for few rows, or None without room for their clusters."""
+    kernels = _load_backward(spec, config, device)
+    if config.cluster_blocks > 1 and kernels[0].clusters_at_once() == 0:  # a slice of a GPU
+        return None
+    return BackwardPlan(
+        kernels=kernels,
+        reduction=None if config.reduction is None else kernels[-1],
+        n=n,
+        gradients=0 if config.reduction is None else spec.gradients,
+        itemsize=ITEMSIZE[compute_dtype(spec.x)],
+        rows_per_block=1,
+        cluster_blocks=config.cluster_blocks,
+        most_clusters=MOST_RESIDENT_ROWS,
+        tiles=0,
+        reduction_columns=0 if config.reduction is None else config.reduction.columns,
+        resident=True,
+    )
+
+
+@cache
+def many_rows_backward_plan(spec: BackwardSpec, n: int, vector: int, device: int) -> BackwardPlan:
+    """Return what `backward_plan` does for any number of rows."""
     capability = architecture(device)
     config = backward_config(spec, n, vector, capability)
     kernels = _load_backward(spec, config, device)
@@ -225,7 +277,7 @@ def backward_plan(spec: BackwardSpec, n: int, vector: int, device: int) -> Backw
         clusters = -(-clusters * COLUMN_BLOCKS_PER_MULTIPROCESSOR // tiles)
     return BackwardPlan(
         kernels=kernels,
-        reduction=kernels[-1],
+        reduction=None if config.reduction is None else kernels[-1],
         n=n,
         gradients=spec.gradients,
         itemsize=ITEMSIZE[compute_dtype(spec.x)],
@@ -238,7 +290,9 @@ def backward_plan(spec: BackwardSpec, n: int, vector: int, device: int) -> Backw
 
 
 def _load_backward(
-    spec: BackwardSpec, config: StagedBackward | StreamingBackward, device: int
+    spec: BackwardSpec,
+    config: StagedBackward | ResidentBackward | StreamingBackward,
+    device: int,
 ) -> tuple[Kernel, ...]:
     kernels = _jit.backward_instantiations(spec, config)
     return tuple(_jit.load(kernel, device) for kernel in kernels)

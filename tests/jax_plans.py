@@ -83,6 +83,7 @@ class ForwardPlan:
 class BackwardPlan:
     spec: BackwardSpec
     n: int
+    m: int
 
     def scratch_bytes(self, m: int) -> int:
         return 4 * m + 12
@@ -106,7 +107,7 @@ class BackwardPlan:
         scratch: int,
     ) -> None:
         spec, rows, row = self.spec, (m, self.n), (self.n,)
-        assert stream == 0
+        assert (stream, m) == (0, self.m)
         assert dy_stride == x_stride == dx_stride == self.n
         ctypes.memset(scratch, 0xFF, self.scratch_bytes(m))
         stored = compute_dtype(spec.x)
@@ -133,6 +134,6 @@ def forward_plan(spec: ForwardSpec, m: int, n: int, vector: int, device: int) ->
     return ForwardPlan(spec, n, m)
 
 
-def backward_plan(spec: BackwardSpec, n: int, vector: int, device: int) -> BackwardPlan:
+def backward_plan(spec: BackwardSpec, m: int, n: int, vector: int, device: int) -> BackwardPlan:
     assert n % vector == 0
-    return BackwardPlan(spec, n)
+    return BackwardPlan(spec, n, m)

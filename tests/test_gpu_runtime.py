@@ -20,8 +20,8 @@ from strategies import DTYPES, make_values
 import cupynorm
 from cupynorm import _driver, _jit, testing
 from cupynorm._config import forward_config, pack_length
-from cupynorm._plans import architecture, few_rows, forward_plan
-from cupynorm._spec import ForwardSpec
+from cupynorm._plans import architecture, few_rows, few_rows_backward, forward_plan
+from cupynorm._spec import BackwardSpec, ForwardSpec
 
 pytestmark = pytest.mark.gpu
 
@@ -144,6 +144,30 @@ def test_few_rows_have_the_bits_of_many(
                 if of_few is not None:
                     assert_same_bits(of_many[:few], of_few)
     assert had_their_own or (norm, name == weight) == ("rms_norm", True)
+
+
+@pytest.mark.parametrize("n", [256, 1000, 2048, 4096, 8192, 12288, 16384, 32768])
+@pytest.mark.parametrize("name", ["float64", "float32", "bfloat16"])
+@pytest.mark.parametrize("norm", NORMS)
+def test_the_backward_of_few_rows_has_dx_of_many(norm: Any, name: str, n: int) -> None:
+    weight = make_values("normal", (n,), DTYPES[name], 3)
+    spec = BackwardSpec(norm, name, name, name, name, False, False)
+    divisors = n | pack_length(name)
+    vector = divisors & -divisors
+    most = max((m for m in range(1, 65) if few_rows_backward(spec, m, n, vector, 0)), default=0)
+    assert most or (name, n) == ("bfloat16", 256)
+    x, dy = (make_values("mean_1e2", (most + 1, n), DTYPES[name], seed) for seed in (1, 2))
+    on_gpu = [to_cupy(array) for array in (x, weight, dy)]
+    _, many = run(norm, *on_gpu)
+    for m in sorted({1, 2, most // 3, most} & set(range(1, most + 1))):
+        poison()
+        forward, part = run(norm, on_gpu[0][:m], on_gpu[1], on_gpu[2][:m])
+        assert_same_bits(part.dx, many.dx[:m])
+        statistics = to_numpy(forward)[1:3]
+        testing.check_backward(norm, to_numpy(part), dy[:m], x[:m], weight, *statistics, bias=True)
+        _, again = run(norm, on_gpu[0][:m], on_gpu[1], on_gpu[2][:m])
+        assert_same_bits(again.dweight, part.dweight)
+        assert_same_bits(again.dbias, part.dbias)
 
 
 # ---- memory --------------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ class Machine:
             assert key[-1] == self.current
             self.launches.append((key, arguments))
 
-        return SimpleNamespace(launch=launch, n=key[1], scratch_bytes=lambda m: 128 * m)
+        return SimpleNamespace(launch=launch, n=key[2], scratch_bytes=lambda m: 128 * m)
 
     @contextlib.contextmanager
     def on(self, device: int) -> Iterator[None]:

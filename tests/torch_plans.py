@@ -54,7 +54,7 @@ class Plan:
     spec: Any
     n: int
     vector: int
-    m: int | None = None  # of a forward pass, which is loaded for it
+    m: int
     launches: list[dict[str, Any]] = field(default_factory=list)
 
     def check(self, **addresses: tuple[int, str | None, int | None]) -> None:
@@ -150,7 +150,7 @@ class BackwardPlan(Plan):
     ) -> None:
         self.launches.append(locals())
         spec, rows, row = self.spec, (m, self.n), (self.n,)
-        assert stream == STREAM
+        assert (stream, m) == (STREAM, self.m)
         assert dx_stride == self.n
         several = m > 1
         self.check(
@@ -186,8 +186,8 @@ class Plans:
 
     def load(self, make: str, device: Any, spec: Any, *sizes: int) -> Plan:
         kind = {"forward_plan": ForwardPlan, "backward_plan": BackwardPlan}[make]
-        *m, n, vector = sizes
-        self.made.append(kind(spec, n, vector, *m))
+        m, n, vector = sizes
+        self.made.append(kind(spec, n, vector, m))
         return self.made[-1]
 
     @property

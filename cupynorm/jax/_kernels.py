@@ -110,9 +110,8 @@ def _plan(platform: str, spec: ForwardSpec | BackwardSpec, m: int, n: int, devic
     divisors = n | pack_length(spec.x)
     vector = divisors & -divisors
     with _current(platform, device):
-        if isinstance(spec, ForwardSpec):
-            return plans.forward_plan(spec, m, n, vector, device)
-        return plans.backward_plan(spec, n, vector, device)
+        make = plans.forward_plan if isinstance(spec, ForwardSpec) else plans.backward_plan
+        return make(spec, m, n, vector, device)
 
 
 @contextlib.contextmanager

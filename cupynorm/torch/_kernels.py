@@ -374,7 +374,7 @@ def backward(
     vector = divisors & -divisors
     launch = call.launches.get(vector)
     if launch is None:
-        plan = _load("backward_plan", device, call.spec, call.n, vector)
+        plan = _load("backward_plan", device, call.spec, call.m, call.n, vector)
         launch = call.launches[vector] = plan.launch, plan.scratch_bytes(call.m)
     launch_kernels, scratch_bytes = launch
     # Freed on return, and handed out again only to what comes later on this stream.
