@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numbers
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -83,7 +84,7 @@ def warmup(
     relu: bool = False,
     backward: bool = True,
 ) -> None:
-    """Compile and load, on the current GPU, the kernels that later calls will launch.
+    """Compile and load, on the current GPU, the kernels that later calls on any rows will launch.
 
     A first call compiles its kernels, some tenths of a second each, unless CuPy's disk cache has
     them; a call that is captured into a CUDA graph must find them loaded. Arrays are assumed to be
@@ -145,10 +146,9 @@ def warmup(
         for spec in specs:
             divisors = width | pack_length(spec.x)
             vector = divisors & -divisors
-            if isinstance(spec, ForwardSpec):
-                forward_plan(spec, width, vector, device)
-            else:
-                backward_plan(spec, width, vector, device)
+            make: Any = forward_plan if isinstance(spec, ForwardSpec) else backward_plan
+            for m in (1, 2, sys.maxsize):  # one row and few may have kernels of their own
+                make(spec, m, width, vector, device)
 
 
 def _specs(

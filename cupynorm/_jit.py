@@ -16,6 +16,7 @@ from typing import Any
 
 from cupynorm import _driver
 from cupynorm._config import (
+    ResidentBackward,
     ResidentForward,
     StagedBackward,
     StagedForward,
@@ -134,18 +135,46 @@ def forward_instantiation(
 
 
 def backward_instantiations(
-    spec: BackwardSpec, config: StagedBackward | StreamingBackward
+    spec: BackwardSpec, config: StagedBackward | ResidentBackward | StreamingBackward
 ) -> tuple[Instantiation, ...]:
     """Return the kernels of a backward pass in the order of their launches.
 
-    The last one sums the partials, where there are weight gradients.
+    The last one sums the partials, where there are any.
     """
     types = tuple(CPP_TYPES[dtype] for dtype in (spec.x, spec.dy, spec.weight))
     options = (spec.norm == "layer_norm", spec.zero_centered)
     dbias = spec.dbias is not None
     scalar = _scalar(spec.x)
     operands = "PqPqPPPP"  # dy, dy_stride, x, x_stride, weight, mean, rstd, bitmask
-    if isinstance(config, StagedBackward):
+    compute = compute_dtype(spec.x)
+    if isinstance(config, ResidentBackward):
+        threads = config.row_threads
+        gradients = [spec.weight, spec.dbias]
+        if config.reduction is not None:
+            gradients = [None if dtype is None else compute for dtype in gradients]
+        template = _expression(
+            "norm_backward_resident",
+            *types,
+            *(CPP_TYPES[dtype] for dtype in gradients),
+            *options,
+            spec.bitmask,
+            config.cluster_blocks,
+            threads,
+            config.packs_per_thread,
+            config.full,
+            config.vector,
+        )
+        passes: tuple[Instantiation, ...] = (
+            Instantiation(
+                "backward_resident.cu",
+                template,
+                operands + "PqPPq" + scalar,  # dx, dx_stride, dweight, dbias; n_cols; inv_n
+                threads,
+                team_bytes(spec.x, threads, threads, config.cluster_blocks),
+                config.cluster_blocks,
+            ),
+        )
+    elif isinstance(config, StagedBackward):
         template = _expression(
             "norm_backward",
             *types,
@@ -162,7 +191,7 @@ def backward_instantiations(
             config.full,
             config.vector,
         )
-        passes: tuple[Instantiation, ...] = (
+        passes = (
             Instantiation(
                 "backward.cu",
                 template,
@@ -199,7 +228,6 @@ def backward_instantiations(
         )
     if config.reduction is None:
         return passes
-    compute = compute_dtype(spec.x)
     reduction = Instantiation(
         "reduce_partials.cu",
         _expression(
@@ -269,7 +297,7 @@ def load(kernel: Instantiation, device: int) -> _driver.Kernel:
     if cupy.cuda.get_current_stream().is_capturing():
         raise RuntimeError(
             f"{kernel.expression} is not loaded yet, and loading it would invalidate the CUDA "
-            "graph being captured: call cupynorm.warmup(...), or this very function, once before "
+            "graph being captured: call cupynorm.warmup(...), or make this very call, once before "
             "the capture begins"
         )
     with _locks.setdefault(kernel, threading.Lock()):

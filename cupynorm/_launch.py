@@ -127,7 +127,7 @@ class ForwardCall:
     ) -> None:
         m = math.prod(kept)
         lower, upper = (0.0, 0.0) if relu is None else relu
-        self._launch = plan.kernel_for(m).launch
+        self._launch = plan.kernel.launch
         self._blocks = plan.blocks(m)
         self._numbers = (m, plan.n, 1 / plan.n, float(eps), lower, upper)
         self._device = x.array.device.id
@@ -240,7 +240,7 @@ def forward(
         )
         vector, aligned = _vector(spec.x, n, (rows, y), (scale, shift))
         call = ForwardCall(
-            forward_plan(spec, n, vector, device),
+            forward_plan(spec, math.prod(kept), n, vector, device),
             vector,
             rows,
             scale,
@@ -423,7 +423,7 @@ def backward(
         )
         vector, aligned = _vector(spec.x, n, (rows, gradient, target), operands[:1])
         call = BackwardCall(
-            backward_plan(spec, n, vector, device),
+            backward_plan(spec, x.size // n, n, vector, device),
             vector,
             gradient,
             rows,

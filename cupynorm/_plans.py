@@ -12,11 +12,14 @@ from functools import cache
 
 from cupynorm import _jit
 from cupynorm._config import (
+    MOST_RESIDENT_ROWS,
+    ResidentBackward,
     ResidentForward,
     StagedBackward,
     StagedForward,
     StreamingBackward,
     backward_config,
+    few_rows_backward_config,
     few_rows_config,
     forward_config,
     pack_length,
@@ -50,18 +53,13 @@ def architecture(device: int) -> int:
 
 @dataclass(frozen=True)
 class ForwardPlan:
-    """A forward pass over rows of n elements, for any number of rows.
-
-    Up to `few_rows` rows are launched with `kernel_of_few`; the bits are the same.
-    """
+    """A forward pass over rows of n elements."""
 
     kernel: Kernel
     n: int
     rows_per_block: int
     cluster_blocks: int
     most_clusters: int | None  # that take rows in turn; None where each has its own
-    few_rows: int = 0
-    kernel_of_few: Kernel | None = None
 
     def launch(
         self,
@@ -86,12 +84,7 @@ class ForwardPlan:
             return
         n = self.n
         operands = (x, x_stride, weight, bias, y, y_stride, mean, rstd, bitmask)
-        self.kernel_for(m).launch(stream, blocks, (*operands, m, n, 1 / n, eps, lower, upper))
-
-    def kernel_for(self, m: int) -> Kernel:
-        """Return the kernel that m rows are launched with."""
-        few = self.kernel_of_few
-        return self.kernel if few is None or m > self.few_rows else few
+        self.kernel.launch(stream, blocks, (*operands, m, n, 1 / n, eps, lower, upper))
 
     def blocks(self, m: int) -> int:
         """Return how many blocks m rows take."""
@@ -101,10 +94,34 @@ class ForwardPlan:
         return clusters * self.cluster_blocks
 
 
+def forward_plan(spec: ForwardSpec, m: int, n: int, vector: int, device: int) -> ForwardPlan:
+    """Return a forward pass ready to launch on `device`, the current one; compile it at need.
+
+    It is for m rows, and all numbers of rows that are launched with the same kernel: few rows may
+    have one of their own, with the same bits.
+    """
+    most, config_of_few = few_rows(spec, n, vector, device)
+    return forward_plan_of(spec, n, vector, device, config_of_few if m <= most else None)
+
+
 @cache
-def forward_plan(spec: ForwardSpec, n: int, vector: int, device: int) -> ForwardPlan:
-    """Return a forward pass ready to launch on `device`, the current one; compile it at need."""
+def few_rows(
+    spec: ForwardSpec, n: int, vector: int, device: int
+) -> tuple[int, ResidentForward | None]:
+    """Return up to how many rows have a kernel of their own, and its configuration; or 0, None."""
     config = forward_config(spec, n, vector, architecture(device))
+    few = few_rows_config(spec, config) if isinstance(config, ResidentForward) else None
+    if few is None:
+        return 0, None
+    return few.rows_per_block * few.blocks_per_multiprocessor * multiprocessors(device), few
+
+
+@cache
+def forward_plan_of(
+    spec: ForwardSpec, n: int, vector: int, device: int, config_of_few: ResidentForward | None
+) -> ForwardPlan:
+    """Return what `forward_plan` does, by the configuration of few rows or else that of many."""
+    config = config_of_few or forward_config(spec, n, vector, architecture(device))
     kernel = _jit.load(_jit.forward_instantiation(spec, config), device)
     clusters = multiprocessors(device)
     if not isinstance(config, ResidentForward) and config.cluster_blocks > 1:
@@ -115,35 +132,31 @@ def forward_plan(spec: ForwardSpec, n: int, vector: int, device: int) -> Forward
         else:
             clusters = at_once
     if isinstance(config, ResidentForward):
-        few_rows, kernel_of_few = 0, None
-        few = few_rows_config(spec, config)
-        if few is not None:
-            few_rows = few.rows_per_block * few.blocks_per_multiprocessor * clusters
-            kernel_of_few = _jit.load(_jit.forward_instantiation(spec, few), device)
-        return ForwardPlan(kernel, n, config.rows_per_block, 1, None, few_rows, kernel_of_few)
+        return ForwardPlan(kernel, n, config.rows_per_block, 1, None)
     in_turn = isinstance(config, StagedForward)
     return ForwardPlan(kernel, n, 1, config.cluster_blocks, clusters if in_turn else None)
 
 
 @dataclass(frozen=True)
 class BackwardPlan:
-    """A backward pass over rows of n elements, for any number of rows.
+    """A backward pass over rows of n elements.
 
     Scratch is one row of partial sums a cluster of blocks for each weight gradient, at most
     4 * multiprocessors rows of n values of the compute dtype, and three values a row of x where
-    rows are too long for shared memory.
+    rows are too long for shared memory. A lone row needs none.
     """
 
     kernels: tuple[Kernel, ...]
-    reduction: Kernel
+    reduction: Kernel | None
     n: int
-    gradients: int
+    gradients: int  # that have partial sums
     itemsize: int  # of the compute dtype
     rows_per_block: int
     cluster_blocks: int
     most_clusters: int
     tiles: int  # of columns, where rows are streamed; else 0
-    reduction_columns: int  # of a block; 0 without weight gradients
+    reduction_columns: int  # of a block; 0 without partial sums
+    resident: bool = False  # few rows, held in registers
 
     def _partials(self, m: int) -> int:
         return min(-(-m // self.rows_per_block), self.most_clusters)
@@ -185,16 +198,64 @@ class BackwardPlan:
             columns = (coefficients, dx, dx_stride, scratch, partials, m, n)
             kernels[1].launch(stream, self.tiles * partials, (*operands, *columns))
         elif m:
-            outputs = (dx, dx_stride, scratch, m, n, 1 / n)
+            outputs: tuple[float, ...] = (dx, dx_stride, scratch, m, n, 1 / n)
+            if self.resident:
+                of_rows = dweight, dbias
+                if self.reduction is not None:
+                    of_rows = scratch, scratch + (self.gradients - 1) * m * n * self.itemsize
+                outputs = (dx, dx_stride, *of_rows, n, 1 / n)
             kernels[0].launch(stream, partials * self.cluster_blocks, (*operands, *outputs))
-        if self.gradients:
+        if self.reduction is not None:
             blocks = self.gradients * -(-n // self.reduction_columns)
             self.reduction.launch(stream, blocks, (scratch, dweight, dbias, partials, n))
 
 
+def backward_plan(spec: BackwardSpec, m: int, n: int, vector: int, device: int) -> BackwardPlan:
+    """Return a backward pass ready to launch on `device`, the current one; compile it at need.
+
+    It is for m rows, and all numbers of rows that are launched with the same kernels: few rows may
+    have some of their own, with the same bits of dx.
+    """
+    few = few_rows_backward(spec, m, n, vector, device) if 0 < m <= MOST_RESIDENT_ROWS else None
+    plan = few and few_rows_backward_plan(spec, n, few, device)
+    return plan or many_rows_backward_plan(spec, n, vector, device)
+
+
 @cache
-def backward_plan(spec: BackwardSpec, n: int, vector: int, device: int) -> BackwardPlan:
-    """Return a backward pass ready to launch on `device`, the current one; compile it at need."""
+def few_rows_backward(
+    spec: BackwardSpec, m: int, n: int, vector: int, device: int
+) -> ResidentBackward | None:
+    """Return the configuration of m rows, few, if they have one of their own."""
+    config = backward_config(spec, n, vector, architecture(device))
+    return few_rows_backward_config(spec, config, m) if isinstance(config, StagedBackward) else None
+
+
+@cache
+def few_rows_backward_plan(
+    spec: BackwardSpec, n: int, config: ResidentBackward, device: int
+) -> BackwardPlan | None:
+    """Return what `backward_plan` does for few rows, or None without room for their clusters."""
+    kernels = _load_backward(spec, config, device)
+    if config.cluster_blocks > 1 and kernels[0].clusters_at_once() == 0:  # a slice of a GPU
+        return None
+    return BackwardPlan(
+        kernels=kernels,
+        reduction=None if config.reduction is None else kernels[-1],
+        n=n,
+        gradients=0 if config.reduction is None else spec.gradients,
+        itemsize=ITEMSIZE[compute_dtype(spec.x)],
+        rows_per_block=1,
+        cluster_blocks=config.cluster_blocks,
+        most_clusters=MOST_RESIDENT_ROWS,
+        tiles=0,
+        reduction_columns=0 if config.reduction is None else config.reduction.columns,
+        resident=True,
+    )
+
+
+@cache
+def many_rows_backward_plan(spec: BackwardSpec, n: int, vector: int, device: int) -> BackwardPlan:
+    """Return what `backward_plan` does for any number of rows."""
     capability = architecture(device)
     config = backward_config(spec, n, vector, capability)
     kernels = _load_backward(spec, config, device)
@@ -216,7 +277,7 @@ def backward_plan(spec: BackwardSpec, n: int, vector: int, device: int) -> Backw
         clusters = -(-clusters * COLUMN_BLOCKS_PER_MULTIPROCESSOR // tiles)
     return BackwardPlan(
         kernels=kernels,
-        reduction=kernels[-1],
+        reduction=None if config.reduction is None else kernels[-1],
         n=n,
         gradients=spec.gradients,
         itemsize=ITEMSIZE[compute_dtype(spec.x)],
@@ -229,7 +290,9 @@ def backward_plan(spec: BackwardSpec, n: int, vector: int, device: int) -> Backw
 
 
 def _load_backward(
-    spec: BackwardSpec, config: StagedBackward | StreamingBackward, device: int
+    spec: BackwardSpec,
+    config: StagedBackward | ResidentBackward | StreamingBackward,
+    device: int,
 ) -> tuple[Kernel, ...]:
     kernels = _jit.backward_instantiations(spec, config)
     return tuple(_jit.load(kernel, device) for kernel in kernels)

@@ -25,11 +25,9 @@
 //            reduce_partials.cu. No sum is one long sequence, and the bits are the same from run to
 //            run.
 // Result:    partials, of cluster c in row c.
-#include "affine.cuh"
 #include "gradient.cuh"
 #include "relu.cuh"
 #include "stage.cuh"
-#include "statistics.cuh"
 #include "team.cuh"
 
 template <typename X, typename DY, typename Weight, bool Centered, bool ZeroCentered, bool DBias,
@@ -176,21 +174,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
   };
 
   // 2. Sums of g * h, g and h, where h = (x - mean) * rstd is xhat before it is centred again.
-  constexpr int kSums = Centered ? 3 : 1;
-  // h as value * scale + shift. The product that fused_multiply_add adds to is exact: what is rounded
-  // in -mean * rstd is the same for the whole row, and centred away as the rounding of the mean is.
-  // It overflows for constant rows alone, all of whose h are 0.
-  struct Centring {
-    T scale, shift;
-  };
-  const auto centring = [](const Beside& of_row) {
-    const T shift = Centered ? -of_row.mean * of_row.rstd : T(0);
-    return absolute(shift) > Range<T>::kLargest ? Centring{T(0), T(0)}
-                                                : Centring{of_row.rstd, shift};
-  };
-  const auto h_of = [](T value, const Centring& row) {
-    return Centered ? fused_multiply_add(value, row.scale, row.shift) : value * row.scale;
-  };
+  constexpr int kSums = kGradientSums<Centered>;
   // dy of a pack, as the bitmask lets it through.
   const auto read_dy = [&](char* place, int p, const Beside& of_row) {
     Pack<DY, kLength> pack = StageOfDY::read(place + StageOfX::kBytes, p);
@@ -201,26 +185,15 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
     char* const place = stages + stage * kStageBytes;
     if constexpr (!Full)
       make_opaque(n_cols);  // else each element's comparison with it is kept for the next step
-    const Centring row_centring = centring(of_row);
+    const Centring<Centered, T> centring(of_row.mean, of_row.rstd);
 #pragma unroll
     for (int i = 0; i < kSums; ++i) sums[i] = 0;
 #pragma unroll
     for (int p = 0; p < PacksPerThread; ++p) {
       const Pack<X, kLength> row_x = StageOfX::read(place, p);
       const Pack<DY, kLength> row_dy = read_dy(place, p, of_row);
-      const Pack<Weight, kLength> weights = weights_of(p);
-#pragma unroll
-      for (int i = 0; i < kLength; ++i) {
-        T g = row_dy.template get<T>(i);
-        if constexpr (kDWeight) g *= weight_at<ZeroCentered, T>(weights, i);
-        T h = h_of(row_x.template get<T>(i), row_centring);
-        sums[0] = fused_multiply_add(g, h, sums[0]);
-        if constexpr (Centered) {
-          if (!inside<Vector>(first_column(p), i, n_cols)) h = 0;
-          sums[1] += g;
-          sums[2] += h;
-        }
-      }
+      add_to_sums<ZeroCentered, Vector>(sums, centring, row_x, row_dy, weights_of(p),
+                                        first_column(p), n_cols);
     }
   };
 
@@ -252,18 +225,13 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
       sum_up(stage, current, sums);
       team.template reduce<Sum>(sums);
     }
-    T recentre = 0, mean_of_g = 0, mean_of_g_xhat = sums[0] * inv_n;
-    if constexpr (Centered) {
-      recentre = sums[2] * inv_n;
-      mean_of_g = sums[1] * inv_n;
-      mean_of_g_xhat = (sums[0] - recentre * sums[1]) * inv_n;
-    }
+    const RowMeans<Centered, T> means(sums, inv_n);
 
     // 4. dx, and this row's share of the weight gradients; what was read makes room for a later row.
     if constexpr (!Full) make_opaque(n_cols);
     char* const place = stages + stage * kStageBytes;
     const int n_stored = row < n_rows ? n_cols : 0;
-    const Centring row_centring = centring(current);
+    const Centring<Centered, T> centring(current.mean, current.rstd);
 #pragma unroll
     for (int p = 0; p < PacksPerThread; ++p) {
       const Pack<X, kLength> row_x = StageOfX::read(place, p);
@@ -272,16 +240,9 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
       T gradient[kLength];
 #pragma unroll
       for (int i = 0; i < kLength; ++i) {
-        const T xhat = h_of(row_x.template get<T>(i), row_centring) - recentre;
+        const T xhat = centring.h_of(row_x.template get<T>(i)) - means.h;
         const T upstream = row_dy.template get<T>(i);
-        const T along = fused_multiply_add(-xhat, mean_of_g_xhat, -mean_of_g);
-        T projected;
-        if constexpr (kDWeight) {
-          projected = fused_multiply_add(upstream, weight_at<ZeroCentered, T>(weights, i), along);
-        } else {
-          projected = upstream + along;
-        }
-        gradient[i] = projected * current.rstd;
+        gradient[i] = dx_of<ZeroCentered>(upstream, xhat, weights, i, means, current.rstd);
         if constexpr (kDWeight) dweight[p][i] = fused_multiply_add(upstream, xhat, dweight[p][i]);
         if constexpr (DBias) dbias[p][i] += upstream;
       }

@@ -1,6 +1,79 @@
-// What the backward kernels share about weight gradients.
+// What the backward kernels of rows that are read once share: the formulas of backward.cu's header.
 #pragma once
+
+#include "affine.cuh"
+#include "statistics.cuh"
 
 // Rows whose weight gradients are added one after another in registers. Equal terms round the same
 // way each time: 248 of them in sequence lost 31 units in the last place, 64 lose 8.
 constexpr int kTurns = 64;
+
+// h = (x - mean) * rstd as value * scale + shift. The product that fused_multiply_add adds to is
+// exact: what is rounded in -mean * rstd is the same for the whole row, and centred away as the
+// rounding of the mean is. It overflows for constant rows alone, all of whose h are 0.
+template <bool Centered, typename T>
+struct Centring {
+  T scale, shift;
+
+  __device__ __forceinline__ Centring(T mean, T rstd) {
+    const T product = Centered ? -mean * rstd : T(0);
+    const bool overflows = absolute(product) > Range<T>::kLargest;
+    scale = overflows ? T(0) : rstd;
+    shift = overflows ? T(0) : product;
+  }
+  __device__ __forceinline__ T h_of(T value) const {
+    return Centered ? fused_multiply_add(value, scale, shift) : value * scale;
+  }
+};
+
+// Sums of g * h and, for LayerNorm, of g and h.
+template <bool Centered>
+constexpr int kGradientSums = Centered ? 3 : 1;
+
+// Adds a pack of a row, which begins at element `first` of n.
+template <bool ZeroCentered, int Vector, bool Centered, typename T, typename X, typename DY,
+          typename Weight, int Length>
+__device__ __forceinline__ void add_to_sums(T (&sums)[kGradientSums<Centered>],
+                                            const Centring<Centered, T>& centring,
+                                            const Pack<X, Length>& x, const Pack<DY, Length>& dy,
+                                            const Pack<Weight, Length>& weights, int first, int n) {
+#pragma unroll
+  for (int i = 0; i < Length; ++i) {
+    T g = dy.template get<T>(i);
+    if constexpr (kPresent<Weight>) g *= weight_at<ZeroCentered, T>(weights, i);
+    T h = centring.h_of(x.template get<T>(i));
+    sums[0] = fused_multiply_add(g, h, sums[0]);
+    if constexpr (Centered) {
+      if (!inside<Vector>(first, i, n)) h = 0;
+      sums[1] += g;
+      sums[2] += h;
+    }
+  }
+}
+
+// What dx needs of a row: the mean of h, by which xhat is centred, and those of g and of g * xhat.
+template <bool Centered, typename T>
+struct RowMeans {
+  T h = 0, g = 0, g_xhat;
+
+  __device__ __forceinline__ RowMeans(const T (&sums)[kGradientSums<Centered>], T inv_n)
+      : g_xhat(sums[0] * inv_n) {
+    if constexpr (Centered) {
+      h = sums[2] * inv_n;
+      g = sums[1] * inv_n;
+      g_xhat = (sums[0] - h * sums[1]) * inv_n;
+    }
+  }
+};
+
+// Element i of a pack's dx.
+template <bool ZeroCentered, bool Centered, typename T, typename Weight, int Length>
+__device__ __forceinline__ T dx_of(T dy, T xhat, const Pack<Weight, Length>& weights, int i,
+                                   const RowMeans<Centered, T>& means, T rstd) {
+  const T along = fused_multiply_add(-xhat, means.g_xhat, -means.g);
+  if constexpr (kPresent<Weight>) {
+    return fused_multiply_add(dy, weight_at<ZeroCentered, T>(weights, i), along) * rstd;
+  } else {
+    return (dy + along) * rstd;
+  }
+}

@@ -38,6 +38,7 @@ def write(target: Any, values: Any) -> None:
 class ForwardPlan:
     spec: ForwardSpec
     n: int
+    m: int
 
     def launch(
         self,
@@ -57,7 +58,7 @@ class ForwardPlan:
         upper: float,
     ) -> None:
         spec, rows, row = self.spec, (m, self.n), (self.n,)
-        assert stream == 0
+        assert (stream, m) == (0, self.m)
         assert x_stride == y_stride == self.n
         stored = compute_dtype(spec.x) if spec.store_statistics else None
         result = getattr(reference, f"{spec.norm}_forward")(
@@ -82,6 +83,7 @@ class ForwardPlan:
 class BackwardPlan:
     spec: BackwardSpec
     n: int
+    m: int
 
     def scratch_bytes(self, m: int) -> int:
         return 4 * m + 12
@@ -105,7 +107,7 @@ class BackwardPlan:
         scratch: int,
     ) -> None:
         spec, rows, row = self.spec, (m, self.n), (self.n,)
-        assert stream == 0
+        assert (stream, m) == (0, self.m)
         assert dy_stride == x_stride == dx_stride == self.n
         ctypes.memset(scratch, 0xFF, self.scratch_bytes(m))
         stored = compute_dtype(spec.x)
@@ -127,11 +129,11 @@ class BackwardPlan:
         write(array(dbias, row, spec.dbias), result.dbias)
 
 
-def forward_plan(spec: ForwardSpec, n: int, vector: int, device: int) -> ForwardPlan:
+def forward_plan(spec: ForwardSpec, m: int, n: int, vector: int, device: int) -> ForwardPlan:
     assert n % vector == 0
-    return ForwardPlan(spec, n)
+    return ForwardPlan(spec, n, m)
 
 
-def backward_plan(spec: BackwardSpec, n: int, vector: int, device: int) -> BackwardPlan:
+def backward_plan(spec: BackwardSpec, m: int, n: int, vector: int, device: int) -> BackwardPlan:
     assert n % vector == 0
-    return BackwardPlan(spec, n)
+    return BackwardPlan(spec, n, m)

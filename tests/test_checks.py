@@ -19,6 +19,8 @@ import pytest
 
 import cupynorm
 from cupynorm import _ahead, _checks
+from cupynorm._config import ResidentForward, few_rows_config, forward_config
+from cupynorm._spec import ForwardSpec
 
 FORWARD = (
     cupynorm.rms_norm,
@@ -415,6 +417,29 @@ def test_a_gpu_may_be_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
         cupynorm.warmup("rms_norm", 4096, "bfloat16")
     old.compute_capability = "75"
     assert cupynorm.supports("rms_norm", 4096, "bfloat16") is None
+
+
+def test_warmup_loads_the_kernels_of_few_rows_and_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    cupy = pytest.importorskip("cupy", exc_type=ImportError)
+    from cupynorm import _jit, _plans
+
+    loaded = []
+    monkeypatch.setattr(_ahead, "_device_problem", lambda: None)
+    monkeypatch.setattr(cupy.cuda, "Device", lambda: SimpleNamespace(id=-2))
+    monkeypatch.setattr(_plans, "multiprocessors", lambda device: 3)
+    monkeypatch.setattr(_plans, "architecture", lambda device: 90)
+    kernel = SimpleNamespace(clusters_at_once=lambda: 1)
+    monkeypatch.setattr(_jit, "load", lambda wanted, device: loaded.append(wanted) or kernel)
+    cupynorm.warmup("layer_norm", 4096, "float32", "float32")
+    spec = ForwardSpec("layer_norm", "float32", "float32", None, "float32", False, False, False)
+    many = forward_config(spec, 4096, 4, 90)
+    assert isinstance(many, ResidentForward)
+    few = few_rows_config(spec, many)
+    assert few is not None
+    assert loaded[:2] == [_jit.forward_instantiation(spec, config) for config in (few, many)]
+    names = [kernel.expression.partition("<")[0] for kernel in loaded[4:]]
+    alone, few_and_sums = ["norm_backward_resident"], ["norm_backward_resident", "reduce_partials"]
+    assert names == [*alone, *few_and_sums, "norm_backward", "reduce_partials"]
 
 
 # ---- what must be accepted -----------------------------------------------------------------------

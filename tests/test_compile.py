@@ -15,7 +15,9 @@ import pytest
 from cupynorm._bench import FLUSH, Clock
 from cupynorm._config import (
     ResidentForward,
+    StagedBackward,
     backward_config,
+    few_rows_backward_config,
     few_rows_config,
     forward_config,
     pack_length,
@@ -73,15 +75,13 @@ def instantiations(architecture: int) -> list[Instantiation]:
             backward = BackwardSpec(norm, x, dy, weight, bias, True, relu)
             n = packs * length
             kernels |= dict.fromkeys(forward_instantiations(forward, n, vector, architecture))
-            config = backward_config(backward, n, vector, architecture)
-            kernels |= dict.fromkeys(backward_instantiations(backward, config))
+            kernels |= dict.fromkeys(backward_kernels(backward, n, vector, architecture))
     for norm, x in itertools.product(("rms_norm", "layer_norm"), ("float32", "bfloat16")):
         bare = ForwardSpec(norm, x, None, None, x, False, False, False)
         kernels |= dict.fromkeys(forward_instantiations(bare, 4096, pack_length(x), architecture))
         for bias in (None, "float32"):
             spec = BackwardSpec(norm, x, x, None, bias, False, False)
-            config = backward_config(spec, 4096, pack_length(x), architecture)
-            kernels |= dict.fromkeys(backward_instantiations(spec, config))
+            kernels |= dict.fromkeys(backward_kernels(spec, 4096, pack_length(x), architecture))
     # What is streamed by two blocks a multiprocessor, of 32 registers a thread.
     for x, zero_centered in itertools.product(("float32", "float16", "bfloat16"), (False, True)):
         for weight in ("float32", x) if zero_centered else ("float32", x, None):
@@ -110,6 +110,19 @@ def forward_instantiations(
     few = few_rows_config(spec, config) if isinstance(config, ResidentForward) else None
     if few is not None:
         yield forward_instantiation(spec, few)
+
+
+def backward_kernels(
+    spec: BackwardSpec, n: int, vector: int, architecture: int
+) -> Iterator[Instantiation]:
+    """Yield the kernels of many rows, and that of few where they have one of their own."""
+    config = backward_config(spec, n, vector, architecture)
+    yield from backward_instantiations(spec, config)
+    if isinstance(config, StagedBackward):
+        # Of a lone row they differ in the type that the weight gradients are stored in.
+        few = few_rows_backward_config(spec, config, 1 if spec.bitmask else 2)
+        if few is not None:
+            yield from backward_instantiations(spec, few)
 
 
 def compile_log(kernel: Instantiation, architecture: str) -> str:

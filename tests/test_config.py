@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cupynorm import _jit, _plans
 from cupynorm._config import (
     MOST_CLUSTER_BLOCKS,
     REGISTERS_PER_MULTIPROCESSOR,
@@ -18,6 +19,7 @@ from cupynorm._config import (
     StreamingBackward,
     StreamingForward,
     backward_config,
+    few_rows_backward_config,
     few_rows_config,
     forward_config,
     pack_length,
@@ -30,7 +32,6 @@ from cupynorm._jit import (
     kernels_directory,
     source,
 )
-from cupynorm._plans import ForwardPlan
 from cupynorm._spec import ITEMSIZE, BackwardSpec, ForwardSpec
 
 NORMS = ("rms_norm", "layer_norm")
@@ -68,6 +69,7 @@ def widths() -> st.SearchStrategy[int]:
 
 specs = st.sampled_from(FORWARD) | st.sampled_from(BACKWARD)
 forward_specs = st.sampled_from(FORWARD)
+backward_specs = st.sampled_from(BACKWARD)
 
 
 def vectors(spec: Spec, n: int) -> list[int]:
@@ -140,6 +142,27 @@ def test_few_rows_differ_only_in_what_does_not_show(
         assert dataclasses.replace(few, **same) == config
 
 
+@given(backward_specs, widths(), st.sampled_from(ARCHITECTURES), st.integers(1, 100))
+@settings(max_examples=500)
+def test_few_rows_have_the_teams_of_many_in_the_backward(
+    spec: BackwardSpec, n: int, architecture: int, m: int
+) -> None:
+    for vector in vectors(spec, n):
+        config = backward_config(spec, n, vector, architecture)
+        if not isinstance(config, StagedBackward):
+            continue
+        few = few_rows_backward_config(spec, config, m)
+        if few is None:
+            assert config.row_threads < 32 or m * config.cluster_blocks > 64
+            continue
+        for name in ("row_threads", "packs_per_thread", "cluster_blocks", "vector", "full"):
+            assert getattr(few, name) == getattr(config, name), name
+        assert (few.reduction is None) == (m == 1 or spec.gradients == 0)
+        resident, *sums = backward_instantiations(spec, few)
+        assert len(sums) == (few.reduction is not None)
+        assert resident.shared_bytes <= 48 << 10
+
+
 def test_decoding_has_kernels_of_its_own() -> None:
     for n in (4096, 8192, 16384):
         spec = ForwardSpec(
@@ -150,11 +173,42 @@ def test_decoding_has_kernels_of_its_own() -> None:
         assert few_rows_config(spec, config) is not None, n
 
 
-def test_a_plan_of_few_rows_ends_where_it_says() -> None:
-    many, few = object(), object()
-    plan = ForwardPlan(many, 4096, 1, 1, None, few_rows=3, kernel_of_few=few)  # type: ignore[arg-type]
-    assert [plan.kernel_for(m) is few for m in (1, 3, 4)] == [True, True, False]
-    assert dataclasses.replace(plan, kernel_of_few=None).kernel_for(3) is many
+def test_a_plan_loads_only_the_kernel_of_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[Instantiation] = []
+
+    def load(kernel: Instantiation, device: int) -> Instantiation:
+        loaded.append(kernel)
+        return kernel
+
+    monkeypatch.setattr(_jit, "load", load)
+    monkeypatch.setattr(_plans, "multiprocessors", lambda device: 3)
+    monkeypatch.setattr(_plans, "architecture", lambda device: 90)
+    device = -1  # whose plans nobody else makes
+    spec = ForwardSpec("layer_norm", "float32", "float32", None, "float32", False, False, False)
+    most, config = _plans.few_rows(spec, 4096, 4, device)
+    assert config is not None
+    assert most == 3 * config.blocks_per_multiprocessor
+    for m in (most, 1):
+        few = _plans.forward_plan(spec, m, 4096, 4, device)
+        assert loaded == [few.kernel]
+    for m in (most + 1, 10**9):
+        many = _plans.forward_plan(spec, m, 4096, 4, device)
+        assert loaded == [few.kernel, many.kernel]
+    assert few.kernel != many.kernel
+    plans = {_plans.forward_plan(spec, m, 64, 4, device) for m in (1, 10**9)}
+    assert loaded == [few.kernel, many.kernel, *(plan.kernel for plan in plans)]
+    assert len(plans) == 1
+
+    loaded.clear()
+    of_dy = BackwardSpec("layer_norm", "float32", "float32", "float32", "float32", False, False)
+    alone, two, most, more = (
+        _plans.backward_plan(of_dy, m, 4096, 4, device) for m in (1, 2, 64, 65)
+    )
+    assert two is most
+    assert loaded == [*alone.kernels, *two.kernels, *more.kernels]
+    assert [len(plan.kernels) for plan in (alone, two, more)] == [1, 2, 2]
+    assert (alone.scratch_bytes(1), two.scratch_bytes(2)) == (0, 2 * 2 * 4096 * 4)
+    assert _plans.backward_plan(of_dy, 0, 4096, 4, device) is more  # sums no partials to 0
 
 
 @pytest.mark.parametrize("x", DTYPES)
@@ -444,12 +498,14 @@ def test_a_source_is_complete_and_pastes_a_header_once(file: str) -> None:
 
 
 def test_every_file_is_reachable() -> None:
-    used = {
-        kernel.file
-        for spec in FORWARD[::5] + BACKWARD[::5]
-        for packs in PACKS
-        for kernel in instantiate(spec, configure(spec, packs * pack_length(spec.x), 1))
-    }
+    used = set()
+    for spec in FORWARD[::5] + BACKWARD[::5]:
+        for packs in PACKS:
+            configs: list[Any] = [configure(spec, packs * pack_length(spec.x), 1)]
+            if isinstance(configs[0], StagedBackward):
+                few = few_rows_backward_config(spec, configs[0], 2)  # type: ignore[arg-type]
+                configs += [few] if few else []
+            used |= {kernel.file for config in configs for kernel in instantiate(spec, config)}
     assert sorted(used) == KERNELS
     pasted = {h for h in HEADERS if any(body(h) in source(file) for file in KERNELS)}
     assert pasted == set(HEADERS)

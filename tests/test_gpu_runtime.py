@@ -20,8 +20,8 @@ from strategies import DTYPES, make_values
 import cupynorm
 from cupynorm import _driver, _jit, testing
 from cupynorm._config import forward_config, pack_length
-from cupynorm._plans import architecture, forward_plan
-from cupynorm._spec import ForwardSpec
+from cupynorm._plans import architecture, few_rows, few_rows_backward, forward_plan
+from cupynorm._spec import BackwardSpec, ForwardSpec
 
 pytestmark = pytest.mark.gpu
 
@@ -128,13 +128,14 @@ def test_few_rows_have_the_bits_of_many(
             getattr(cupynorm, f"{norm}_forward"), zero_centered=zero_centered, relu=relu
         )
         spec = ForwardSpec(norm, name, weight, weight, name, zero_centered, True, relu is not None)
-        plan = forward_plan(spec, n, pack_length(name), 0)
-        few = plan.few_rows
+        vector = pack_length(name)
+        few, _ = few_rows(spec, n, vector, 0)
         if few == 0:
             continue
         had_their_own.append(n)
-        assert plan.kernel_for(few) is not plan.kernel
-        assert plan.kernel_for(few + 1) is plan.kernel
+        one, most, more = (forward_plan(spec, m, n, vector, 0) for m in (1, few, few + 1))
+        assert one is most
+        assert most.kernel is not more.kernel
         for regime in ("normal", "mean_1e2", "mixed_rows", "extreme", "nonfinite"):
             rows = to_cupy(make_values(regime, (few + 1, n), DTYPES[name], 1))
             many, part = call(rows, *operands), call(rows[:few], *operands)
@@ -143,6 +144,30 @@ def test_few_rows_have_the_bits_of_many(
                 if of_few is not None:
                     assert_same_bits(of_many[:few], of_few)
     assert had_their_own or (norm, name == weight) == ("rms_norm", True)
+
+
+@pytest.mark.parametrize("n", [256, 1000, 2048, 4096, 8192, 12288, 16384, 32768])
+@pytest.mark.parametrize("name", ["float64", "float32", "bfloat16"])
+@pytest.mark.parametrize("norm", NORMS)
+def test_the_backward_of_few_rows_has_dx_of_many(norm: Any, name: str, n: int) -> None:
+    weight = make_values("normal", (n,), DTYPES[name], 3)
+    spec = BackwardSpec(norm, name, name, name, name, False, False)
+    divisors = n | pack_length(name)
+    vector = divisors & -divisors
+    most = max((m for m in range(1, 65) if few_rows_backward(spec, m, n, vector, 0)), default=0)
+    assert most or (name, n) == ("bfloat16", 256)
+    x, dy = (make_values("mean_1e2", (most + 1, n), DTYPES[name], seed) for seed in (1, 2))
+    on_gpu = [to_cupy(array) for array in (x, weight, dy)]
+    _, many = run(norm, *on_gpu)
+    for m in sorted({1, 2, most // 3, most} & set(range(1, most + 1))):
+        poison()
+        forward, part = run(norm, on_gpu[0][:m], on_gpu[1], on_gpu[2][:m])
+        assert_same_bits(part.dx, many.dx[:m])
+        statistics = to_numpy(forward)[1:3]
+        testing.check_backward(norm, to_numpy(part), dy[:m], x[:m], weight, *statistics, bias=True)
+        _, again = run(norm, on_gpu[0][:m], on_gpu[1], on_gpu[2][:m])
+        assert_same_bits(again.dweight, part.dweight)
+        assert_same_bits(again.dbias, part.dbias)
 
 
 # ---- memory --------------------------------------------------------------------------------------
@@ -447,20 +472,21 @@ def test_a_second_process_compiles_nothing(tmp_path: Path) -> None:
         )
         for _ in range(2)
     ]
-    assert counts == [4, 0]  # forward of few rows and of many, backward and its partials
+    assert counts == [3, 0]  # forward of few rows alone, backward and its partials
 
 
 def test_warmup_leaves_nothing_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     import cupy
 
-    cupynorm.warmup("layer_norm", [1409], "bfloat16", "float32", "float32")
+    cupynorm.warmup("layer_norm", [1409, 2048], "bfloat16", "float32", "float32")
     monkeypatch.setattr(_jit, "_functions", dict(_jit._functions))
     monkeypatch.setattr(cupy, "RawModule", None)  # calling it would fail
-    x = to_cupy(make_values("normal", (5, 1409), DTYPES["bfloat16"], 1))
-    weight = cupy.ones(1409, np.float32)
-    cupynorm.layer_norm(x, weight, weight)
-    run_bias = cupynorm.layer_norm_forward(x, weight, weight)
-    cupynorm.layer_norm_backward(x, x, weight, run_bias.mean, run_bias.rstd, bias=weight)
+    for m, n in ((5, 1409), (5, 2048), (4096, 2048)):  # few rows of 2048 have their own kernels
+        x = to_cupy(make_values("normal", (m, n), DTYPES["bfloat16"], 1))
+        weight = cupy.ones(n, np.float32)
+        cupynorm.layer_norm(x, weight, weight)
+        run_bias = cupynorm.layer_norm_forward(x, weight, weight)
+        cupynorm.layer_norm_backward(x, x, weight, run_bias.mean, run_bias.rstd, bias=weight)
     assert cupynorm.supports("layer_norm", 1409, "bfloat16", "float32") is None
 
 

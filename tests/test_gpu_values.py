@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from strategies import DTYPES, RELUS, Problem, make_values, problems
 
 import cupynorm
-from cupynorm import _plans, _prepared, testing
+from cupynorm import _config, _plans, _prepared, testing
 
 pytestmark = pytest.mark.gpu
 
@@ -31,15 +31,30 @@ def record(key: tuple[str, ...], ratios: dict[str, float]) -> None:
         worst[name] = max(ratio, worst.get(name, 0.0))
 
 
+def forget_plans() -> None:
+    _plans.few_rows.cache_clear()
+    _plans.few_rows_backward.cache_clear()
+    _prepared.calls.clear()
+
+
 @pytest.fixture(autouse=True, scope="module")
 def kernels_of_many_rows() -> Iterator[None]:
-    """Few rows have the bits of many, says test_gpu_runtime.py; here they have their kernel."""
+    """Few rows have y and dx of many, says test_gpu_runtime.py; here they have their kernels."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_plans, "few_rows_config", lambda spec, config: None)
-        patch.setattr(_prepared, "calls", {})
-        _plans.forward_plan.cache_clear()
+        patch.setattr(_plans, "few_rows_config", lambda *_: None)
+        patch.setattr(_plans, "few_rows_backward_config", lambda *_: None)
+        forget_plans()
         yield
-    _plans.forward_plan.cache_clear()
+    forget_plans()
+
+
+@pytest.fixture
+def kernels_of_few_rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(_plans, "few_rows_config", _config.few_rows_config)
+    monkeypatch.setattr(_plans, "few_rows_backward_config", _config.few_rows_backward_config)
+    forget_plans()
+    yield
+    forget_plans()
 
 
 @pytest.fixture(autouse=True)
@@ -127,6 +142,17 @@ def check_arrays(
 @settings(max_examples=400, suppress_health_check=list(HealthCheck))
 @given(problem=problems())
 def test_any_problem(problem: Problem) -> None:
+    check_drawn(problem, "any")
+
+
+@pytest.mark.usefixtures("kernels_of_few_rows")
+@settings(max_examples=200, suppress_health_check=list(HealthCheck))
+@given(problem=problems())
+def test_any_problem_of_few_rows(problem: Problem) -> None:
+    check_drawn(problem, "few")
+
+
+def check_drawn(problem: Problem, kind: str) -> None:
     host = {name: getattr(problem, name) for name in ("x", "dy", "weight", "bias")}
     import cupy
 
@@ -136,7 +162,7 @@ def test_any_problem(problem: Problem) -> None:
         problem.on(cupy),
         problem.wants_dbias,
         problem.forward_options,
-        ("any",),
+        (kind,),
         problem.options,
     )
 

@@ -15,6 +15,7 @@ from host.build import Build, compiler_problem
 from host.checks import (
     CASES,
     FAR_ROWS,
+    FEW,
     NORMS,
     SHORT_ROWS,
     Case,
@@ -39,7 +40,7 @@ pytestmark = pytest.mark.skipif(compiler_problem() is not None, reason=str(compi
 @pytest.fixture(scope="module")
 def build() -> Build:
     build = Build()
-    build.compile(kernels_of(CASES))
+    build.compile([*kernels_of(CASES), *kernels_of(FEW, few_rows=True)])
     return build
 
 
@@ -58,6 +59,11 @@ def test_a_call_made_again(build: Build, case: Case) -> None:
     check_problem(gpu, case.problem())
     if case.offset == 0:
         assert len(gpu.launched) == 2 * len(once)
+
+
+@pytest.mark.parametrize("case", FEW, ids=str)
+def test_a_case_of_few_rows(build: Build, case: Case) -> None:
+    check_case(build, case, few_rows=True)
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +127,7 @@ def test_a_gpu_without_room_for_a_cluster(build: Build, norm: str, name: str) ->
 def test_few_rows_have_the_bits_of_many(build: Build, x: str) -> None:
     case = next(c for c in CASES if (c.name, c.norm, c.x) == ("warps", "layer_norm", x))
     problem = case.problem()
-    ys, kernels = [], []
+    results, kernels = [], []
     for few_rows in (False, True):
         gpu = Gpu(None, few_rows=few_rows)
         check_problem(gpu, problem)
@@ -131,10 +137,16 @@ def test_few_rows_have_the_bits_of_many(build: Build, x: str) -> None:
         check_problem(gpu, problem)
         with gpu.fresh_memory():
             on_gpu = problem.on(gpu.cupy)
-            arrays = (on_gpu[name] for name in ("x", "weight", "bias"))
-            ys.append(gpu.to_numpy(gpu.forward(case.norm, *arrays, **problem.forward_options)).y)
-    assert kernels[0] != kernels[1]
-    np.testing.assert_array_equal(*(y.view(f"u{y.itemsize}") for y in ys))
+            x, weight, bias, dy = (on_gpu[name] for name in ("x", "weight", "bias", "dy"))
+            forward = gpu.forward(case.norm, x, weight, bias, **problem.forward_options)
+            statistics = forward.mean, forward.rstd
+            backward = gpu.backward(
+                case.norm, dy, x, weight, *statistics, bias=bias, **problem.options
+            )
+            results.append((gpu.to_numpy(forward.y), gpu.to_numpy(backward.dx)))
+    assert all(a != b for a, b in zip(*kernels, strict=True) if "reduce" not in a.expression)
+    for many, few in zip(*results, strict=True):
+        np.testing.assert_array_equal(many.view(f"u{many.itemsize}"), few.view(f"u{few.itemsize}"))
 
 
 # ---- what the cases reach ------------------------------------------------------------------------
@@ -165,7 +177,11 @@ def regimes(kernel: Instantiation) -> Iterator[str]:
 
 
 def test_the_cases_reach_every_regime() -> None:
-    kernels = {*kernels_of(CASES), *(staged.kernel() for staged in STAGED)}
+    kernels = {
+        *kernels_of(CASES),
+        *kernels_of(FEW, few_rows=True),
+        *(staged.kernel() for staged in STAGED),
+    }
     reached = {regime for kernel in kernels for regime in regimes(kernel)}
     print("\n".join(sorted(reached)))
     assert {
@@ -193,6 +209,8 @@ def test_the_cases_reach_every_regime() -> None:
         "norm_backward, rows that do not fill their packs",
         "norm_backward, with the weight held",
         "norm_backward, without the weight held",
+        "norm_backward_resident",
+        "norm_backward_resident, a row to a cluster",
         "norm_backward_coefficients",
         "norm_backward_coefficients, a row to a cluster",
         "norm_backward_columns",
@@ -206,9 +224,13 @@ def test_the_cases_reach_the_lines_of_the_kernels(
     cases = CASES[::2]  # as good as all of them, in half the time
     build = Build(counts=tmp_path)
     staged = STAGED[::2]
-    build.compile([*kernels_of(cases), *(one.kernel() for one in staged)])
+    few = FEW[::2]
+    staged_kernels = (one.kernel() for one in staged)
+    build.compile([*kernels_of(cases), *kernels_of(few, few_rows=True), *staged_kernels])
     for case in cases:
         check_case(build, case)
+    for case in few:
+        check_case(build, case, few_rows=True)
     for one in staged:
         one.check(build)
     total, missed = coverage(build)

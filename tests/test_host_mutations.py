@@ -14,6 +14,7 @@ from host.build import Build, compiler_problem
 from host.checks import (
     CASES,
     FAR_ROWS,
+    FEW,
     Case,
     check_case,
     check_clip_values,
@@ -41,8 +42,21 @@ BOUNDS = "values on the bounds of a ReLU"
 BESIDE = "rows beside rows out of range"
 
 
-def case(name: str, norm: str = "layer_norm", x: str | None = None) -> Case:
-    return next(c for c in CASES if c.name == name and c.norm == norm and x in (None, c.x))
+def case(
+    name: str, norm: str = "layer_norm", x: str | None = None, cases: list[Case] = CASES
+) -> Case:
+    return next(c for c in cases if c.name == name and c.norm == norm and x in (None, c.x))
+
+
+@dataclasses.dataclass(frozen=True)
+class FewRows:
+    """A case whose rows have the kernels of few."""
+
+    case: Case
+
+
+def few(name: str, norm: str = "layer_norm", x: str | None = None) -> FewRows:
+    return FewRows(case(name, norm, x, FEW))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +66,7 @@ class Mutation:
     old: str
     new: str
     caught_by: str
-    on: Case | Staged | str
+    on: Case | FewRows | Staged | str
 
     def __str__(self) -> str:
         return self.name
@@ -89,6 +103,9 @@ CLUSTER_FORWARD = staged("forward_staged.cu", cluster_blocks=2)
 CLUSTER_BACKWARD = staged("backward.cu", cluster_blocks=2)
 WIDE_BACKWARD = staged("backward.cu", n=301)
 TEAMS_BACKWARD = staged("backward.cu", n=1000)
+
+FEW_ROWS, LONE_ROW = few("warps"), few("lone_relu_warps_odd")
+FEW_RELU, FEW_GAP = few("relu_warps"), few("block")
 
 MUTATIONS = [
     # ---- bounds ----
@@ -990,6 +1007,46 @@ MUTATIONS = [
         VALUE,
         case("range_equal_huge"),
     ),
+    Mutation(
+        "of few rows, each has the weight gradients of the first",
+        "backward_resident.cu",
+        "dweight + row * n_cols",
+        "dweight",
+        f"{RACE}|{UNWRITTEN}",
+        FEW_ROWS,
+    ),
+    Mutation(
+        "of few rows, dbias is that of xhat",
+        "backward_resident.cu",
+        "write<Vector>(of_bias,",
+        "write<Vector>(of_weight,",
+        VALUE,
+        LONE_ROW,
+    ),
+    Mutation(
+        "of few rows, each has the rstd of the first",
+        "backward_resident.cu",
+        "row_rstd = rstd[row]",
+        "row_rstd = rstd[0]",
+        VALUE,
+        FEW_ROWS,
+    ),
+    Mutation(
+        "of few rows, the bitmask lets all dy through",
+        "backward_resident.cu",
+        "      keep(row_dy[p],",
+        "      if (false) keep(row_dy[p],",
+        VALUE,
+        FEW_RELU,
+    ),
+    Mutation(
+        "of few rows, dx is stored with dy's stride",
+        "backward_resident.cu",
+        "dx + row * dx_stride",
+        "dx + row * dy_stride",
+        f"{OUT_OF_BOUNDS}|{UNWRITTEN}",
+        FEW_GAP,
+    ),
     # ---- stages and clusters ----
     Mutation(
         "gradients of several teams are kept after a flush",
@@ -1333,13 +1390,17 @@ MUTATIONS = [
 ]
 
 
-def run(build: Build, on: Case | Staged | str) -> None:
+def run(build: Build, on: Case | FewRows | Staged | str) -> None:
     if isinstance(on, Staged):
         on.check(build)
         return
     if isinstance(on, Case):
         build.compile(kernels_of([on]))
         check_case(build, on)
+        return
+    if isinstance(on, FewRows):
+        build.compile(kernels_of([on.case], few_rows=True))
+        check_case(build, on.case, few_rows=True)
         return
     if on is BOUNDS:
         check_clip_values(Gpu(build), "float32", 83)

@@ -63,25 +63,21 @@ class Machine:
         return cls(shape, dtype, pointer + offset, strides)
 
     def forward_plan(self, *key: Any) -> Any:
+        _, m, n, _, device = key
+
         def launch(stream: int, blocks: int, arguments: tuple[Any, ...]) -> None:
-            assert key[-1] == self.current
+            assert device == self.current
+            assert blocks == m
             self.launches.append((key, (stream, blocks, *arguments)))
 
-        def kernel_for(m: int) -> Any:
-            def launch_rows(stream: int, blocks: int, arguments: tuple[Any, ...]) -> None:
-                assert blocks == m
-                launch(stream, blocks, arguments)
-
-            return SimpleNamespace(launch=launch_rows)
-
-        return SimpleNamespace(kernel_for=kernel_for, n=key[1], blocks=lambda m: m)
+        return SimpleNamespace(kernel=SimpleNamespace(launch=launch), n=n, blocks=lambda m: m)
 
     def backward_plan(self, *key: Any) -> Any:
         def launch(*arguments: Any) -> None:
             assert key[-1] == self.current
             self.launches.append((key, arguments))
 
-        return SimpleNamespace(launch=launch, n=key[1], scratch_bytes=lambda m: 128 * m)
+        return SimpleNamespace(launch=launch, n=key[2], scratch_bytes=lambda m: 128 * m)
 
     @contextlib.contextmanager
     def on(self, device: int) -> Iterator[None]:
@@ -516,6 +512,6 @@ def test_threads_share_calls(machine: Machine, monkeypatch: pytest.MonkeyPatch) 
         thread.join()
     assert not wrong
     assert len(machine.launches) == 2000
-    for (spec, n, vector, device), (stream, m, x, *_) in machine.launches:
+    for (spec, m, n, vector, device), (stream, _, x, *_) in machine.launches:
         assert (spec.norm, n, vector, device, stream) == ("layer_norm", 64, 4, 0, 4321)
         assert arrays[m - 1].data.ptr == x

@@ -54,6 +54,7 @@ class Plan:
     spec: Any
     n: int
     vector: int
+    m: int
     launches: list[dict[str, Any]] = field(default_factory=list)
 
     def check(self, **addresses: tuple[int, str | None, int | None]) -> None:
@@ -68,19 +69,16 @@ class Plan:
 class ForwardPlan(Plan):
     spec: ForwardSpec
 
-    def kernel_for(self, m: int) -> Any:
-        def launch(stream: int, blocks: int, arguments: tuple[Any, ...]) -> None:
-            assert arguments[-6] == m
-            self.launch_kernel(stream, blocks, arguments)
-
-        return SimpleNamespace(launch=launch)
+    @property
+    def kernel(self) -> Any:
+        return SimpleNamespace(launch=self.launch_kernel)
 
     def blocks(self, m: int) -> int:
         return m
 
     def launch_kernel(self, stream: int, blocks: int, arguments: tuple[Any, ...]) -> None:
         *operands, m, n, inv_n, eps, lower, upper = arguments
-        assert (blocks, n, inv_n) == (m, self.n, 1 / self.n)
+        assert (blocks, m, n, inv_n) == (m, self.m, self.n, 1 / self.n)
         self.launch(stream, m, *operands, eps, lower, upper)
 
     def launch(
@@ -152,7 +150,7 @@ class BackwardPlan(Plan):
     ) -> None:
         self.launches.append(locals())
         spec, rows, row = self.spec, (m, self.n), (self.n,)
-        assert stream == STREAM
+        assert (stream, m) == (STREAM, self.m)
         assert dx_stride == self.n
         several = m > 1
         self.check(
@@ -186,9 +184,10 @@ class Plans:
     def __init__(self) -> None:
         self.made: list[Any] = []
 
-    def load(self, make: str, spec: Any, n: int, vector: int, device: Any) -> Plan:
+    def load(self, make: str, device: Any, spec: Any, *sizes: int) -> Plan:
         kind = {"forward_plan": ForwardPlan, "backward_plan": BackwardPlan}[make]
-        self.made.append(kind(spec, n, vector))
+        m, n, vector = sizes
+        self.made.append(kind(spec, n, vector, m))
         return self.made[-1]
 
     @property

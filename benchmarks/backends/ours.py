@@ -12,6 +12,14 @@ from benchmarks.backends.base import Call, CuPyBackend, Outputs
 from cupynorm import _bench, _plans, _prepared
 from cupynorm._bench import Problem
 
+PLANS = (
+    _plans.few_rows,
+    _plans.forward_plan_of,
+    _plans.few_rows_backward,
+    _plans.few_rows_backward_plan,
+    _plans.many_rows_backward_plan,
+)
+
 
 class Ours(CuPyBackend):
     name = "cupynorm"
@@ -49,8 +57,8 @@ def _as_on(architecture: int) -> Iterator[None]:
     """Have calls configured for another architecture; nothing remembered crosses over."""
 
     def forget() -> None:
-        _plans.forward_plan.cache_clear()
-        _plans.backward_plan.cache_clear()
+        for plan in PLANS:
+            plan.cache_clear()
         _prepared.calls.clear()
 
     forget()

@@ -71,7 +71,7 @@ def call(
 
     The results are given as types. Scratch is one result more, dropped here.
     """
-    plans = [_plan(platform, spec, n, device) for device in _ordinals(platform)]
+    plans = [_plan(platform, spec, m, n, device) for device in _ordinals(platform)]
     if isinstance(spec, BackwardSpec):
         size = max((plan.scratch_bytes(m) for plan in plans), default=0)
         # Made of a result: under shard_map, it varies over the same axes.
@@ -104,13 +104,14 @@ def _ordinals(platform: str) -> tuple[int, ...]:
     return tuple(device.local_hardware_id for device in devices)
 
 
-def _plan(platform: str, spec: ForwardSpec | BackwardSpec, n: int, device: int) -> Any:
-    """Return the plan for aligned rows that lie one after the other, loaded on the device."""
+def _plan(platform: str, spec: ForwardSpec | BackwardSpec, m: int, n: int, device: int) -> Any:
+    """Return the plan for m aligned rows that lie one after the other, loaded on the device."""
     plans = _providers[platform]()
-    make = plans.forward_plan if isinstance(spec, ForwardSpec) else plans.backward_plan
     divisors = n | pack_length(spec.x)
+    vector = divisors & -divisors
     with _current(platform, device):
-        return make(spec, n, divisors & -divisors, device)
+        make = plans.forward_plan if isinstance(spec, ForwardSpec) else plans.backward_plan
+        return make(spec, m, n, vector, device)
 
 
 @contextlib.contextmanager
@@ -136,7 +137,7 @@ def _prepare(kind: type[Any], platform: str, description: str, device: int) -> L
     """Return what launches a call on the addresses of its operands and results."""
     what = json.loads(description)
     m, n, arrays = what["m"], what["n"], what["arrays"]
-    plan = _plan(platform, kind(**what["spec"]), n, device)
+    plan = _plan(platform, kind(**what["spec"]), m, n, device)
     places = {name: i for i, name in enumerate((*arrays, STRIDE, ABSENT))}
     order = FORWARD if kind is ForwardSpec else BACKWARD
     take = operator.itemgetter(*(places.get(name, places[ABSENT]) for name in order))

@@ -44,7 +44,7 @@ def _has_kernels(x: torch.Tensor) -> bool:
     return bool(x.is_cuda)
 
 
-def _load(make: str, spec: ForwardSpec | BackwardSpec, n: int, vector: int, device: Any) -> Any:
+def _load(make: str, device: Any, spec: ForwardSpec | BackwardSpec, *sizes: int) -> Any:
     """Return a plan for the current device; compile and load its kernels at need."""
     try:
         import cupy
@@ -57,7 +57,7 @@ def _load(make: str, spec: ForwardSpec | BackwardSpec, n: int, vector: int, devi
         ) from error
     # On torch's stream, so that nothing is loaded while that is captured into a graph.
     with cupy.cuda.Stream.from_external(torch.cuda.current_stream(device)):
-        return getattr(_plans, make)(spec, n, vector, device.index)
+        return getattr(_plans, make)(spec, *sizes, device.index)
 
 
 # Without the objects that torch.cuda makes of them; a build without CUDA has neither.
@@ -207,8 +207,8 @@ def forward(
     vector = divisors & -divisors
     launch = call.launches.get(vector)
     if launch is None:
-        plan = _load("forward_plan", call.spec, call.n, vector, device)
-        launch = call.launches[vector] = plan.kernel_for(call.m).launch, plan.blocks(call.m)
+        plan = _load("forward_plan", device, call.spec, call.m, call.n, vector)
+        launch = call.launches[vector] = plan.kernel.launch, plan.blocks(call.m)
     launch_kernel, blocks = launch
     if blocks:
         arguments = (
@@ -374,7 +374,7 @@ def backward(
     vector = divisors & -divisors
     launch = call.launches.get(vector)
     if launch is None:
-        plan = _load("backward_plan", call.spec, call.n, vector, device)
+        plan = _load("backward_plan", device, call.spec, call.m, call.n, vector)
         launch = call.launches[vector] = plan.launch, plan.scratch_bytes(call.m)
     launch_kernels, scratch_bytes = launch
     # Freed on return, and handed out again only to what comes later on this stream.

@@ -19,6 +19,7 @@ from host.gpu import ARCHITECTURE, Gpu
 __all__ = [
     "CASES",
     "FAR_ROWS",
+    "FEW",
     "Case",
     "check_case",
     "check_clip_values",
@@ -63,11 +64,11 @@ class Case:
     def __str__(self) -> str:
         return f"{self.name}-{self.norm}-{self.x}-{self.m}x{self.n}"
 
-    def gpu(self, build: Build | None) -> Gpu:
+    def gpu(self, build: Build | None, *, few_rows: bool = False) -> Gpu:
         # Without clusters and with little shared memory, so that rows are streamed that the host
         # still has time for.
         architecture = 75 if "stream" in self.name else ARCHITECTURE
-        return Gpu(build, self.multiprocessors, architecture)
+        return Gpu(build, self.multiprocessors, architecture, few_rows)
 
     def problem(self) -> Problem:
         shape, layout = (self.m, self.n), Layout(gap=self.gap, offset=self.offset)
@@ -132,16 +133,16 @@ class Case:
         return values.astype(dtype)
 
 
-def check_case(build: Build, case: Case) -> None:
-    gpu = case.gpu(build)
+def check_case(build: Build, case: Case, *, few_rows: bool = False) -> None:
+    gpu = case.gpu(build, few_rows=few_rows)
     check_problem(gpu, case.problem(), in_place=case.in_place)
 
 
-def kernels_of(cases: Iterable[Case]) -> list[Instantiation]:
+def kernels_of(cases: Iterable[Case], *, few_rows: bool = False) -> list[Instantiation]:
     """Return what some cases launch, which may then be compiled side by side."""
     kernels: list[Instantiation] = []
     for case in cases:
-        gpu = case.gpu(None)
+        gpu = case.gpu(None, few_rows=few_rows)
         check_problem(gpu, case.problem(), in_place=case.in_place)
         kernels += gpu.launched
     return list(dict.fromkeys(kernels))
@@ -362,3 +363,9 @@ def _cases() -> list[Case]:
 
 
 CASES = _cases()
+
+# Those that few rows may have kernels of their own for, and as many of a lone row.
+_LONGER = ("warp", "in_place", "block", "relu_warps", "range")
+FEW = [case for case in CASES if case.name.startswith(_LONGER) and case.m <= 64][::3]
+FEW += [case for case in CASES if case.name == "staged_cluster"]
+FEW += [dataclasses.replace(case, name=f"lone_{case.name}", m=1) for case in FEW[::2]]
