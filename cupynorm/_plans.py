@@ -143,7 +143,7 @@ class BackwardPlan:
     cluster_blocks: int
     most_clusters: int
     tiles: int  # of columns, where rows are streamed; else 0
-    reduction_columns: int  # of a block; 0 without weight gradients
+    reduction_blocks: int  # 0 without weight gradients
 
     def _partials(self, m: int) -> int:
         return min(-(-m // self.rows_per_block), self.most_clusters)
@@ -187,9 +187,9 @@ class BackwardPlan:
         elif m:
             outputs = (dx, dx_stride, scratch, m, n, 1 / n)
             kernels[0].launch(stream, partials * self.cluster_blocks, (*operands, *outputs))
-        if self.gradients:
-            blocks = self.gradients * -(-n // self.reduction_columns)
-            self.reduction.launch(stream, blocks, (scratch, dweight, dbias, partials, n))
+        if self.reduction_blocks:
+            arguments = (scratch, dweight, dbias, partials, n)
+            self.reduction.launch(stream, self.reduction_blocks, arguments)
 
 
 @cache
@@ -224,7 +224,9 @@ def backward_plan(spec: BackwardSpec, n: int, vector: int, device: int) -> Backw
         cluster_blocks=config.cluster_blocks,
         most_clusters=clusters,
         tiles=tiles,
-        reduction_columns=0 if config.reduction is None else config.reduction.columns,
+        reduction_blocks=(
+            0 if config.reduction is None else spec.gradients * -(-n // config.reduction.columns)
+        ),
     )
 
 

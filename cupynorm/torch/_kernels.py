@@ -303,7 +303,7 @@ class _Backward:
     x_stride: int
     dx_is_as_x: bool  # in strides too
     divisors: int
-    launches: dict[int, tuple[Any, int]]  # and bytes of scratch, by the elements of an access
+    launches: dict[int, tuple[Any, int]]  # and elements of scratch, by the elements of an access
 
 
 _backwards: dict[Any, _Backward] = {}
@@ -375,10 +375,11 @@ def backward(
     launch = call.launches.get(vector)
     if launch is None:
         plan = _load("backward_plan", call.spec, call.n, vector, device)
-        launch = call.launches[vector] = plan.launch, plan.scratch_bytes(call.m)
-    launch_kernels, scratch_bytes = launch
+        elements = -(-plan.scratch_bytes(call.m) // x.itemsize)
+        launch = call.launches[vector] = plan.launch, elements
+    launch_kernels, scratch_elements = launch
     # Freed on return, and handed out again only to what comes later on this stream.
-    scratch = torch.empty(scratch_bytes, dtype=torch.uint8, device=device)
+    scratch = x.new_empty(scratch_elements)  # of another dtype it takes longer
     launch_kernels(
         _current_stream(device.index),
         call.m,
