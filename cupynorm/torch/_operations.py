@@ -150,7 +150,12 @@ def norm_backward(
     elif _transforms_active():
         run = _Backward.apply
     elif (
-        not _PLAIN.issuperset(map(type, (dy, x, weight, mean, rstd, bitmask)))
+        type(dy) not in _PLAIN
+        or type(x) not in _PLAIN
+        or type(weight) not in _PLAIN
+        or type(mean) not in _PLAIN
+        or type(rstd) not in _PLAIN
+        or type(bitmask) not in _PLAIN
         or not (x.is_cuda or x.is_cpu)
         or _dispatch_modes()
         or _tracing_state() is not None
