@@ -66,8 +66,8 @@ class LaunchAttribute(ctypes.Structure):
     )
 
 
-# The arguments of a launch, where their addresses are, and those addresses.
-_Frame = tuple[Any, int, Any]
+# The arguments of a launch, what the driver is given for them, and their addresses.
+_Frame = tuple[Any, Any, Any]
 
 
 class Kernel:
@@ -120,6 +120,7 @@ class Kernel:
             values[CLUSTER_DIMENSION] = (cluster_blocks, 1, 1)
         if overlaps:
             values[PROGRAMMATIC_STREAM_SERIALIZATION] = (1,)
+        self._config: Any = None
         if not values:
             self._launch = driver().launchKernel
             return
@@ -132,8 +133,6 @@ class Kernel:
             *(0, 1, 1, block_threads, 1, 1, shared_bytes, None),
             *(ctypes.addressof(attributes), len(values)),
         )
-        self._configs: list[tuple[LaunchConfig, Any]] = []  # and references to them; as the frames
-        self._handle_argument = ctypes.c_void_p(self._handle)
         self._launch_by_config = library().cuLaunchKernelEx
         self._launch = self._launch_with_attributes
 
@@ -149,13 +148,13 @@ class Kernel:
             frame = self._frames.pop()
         except IndexError:
             frame = self._new_frame()
-        values, addresses, _ = frame
+        values, given, _ = frame
         self._pack_into(values, 0, *arguments)
         handle, threads, shared_bytes = self._handle, self._block_threads, self._shared_bytes
         try:
-            self._launch(handle, blocks, 1, 1, threads, 1, 1, shared_bytes, stream, addresses, 0)
+            self._launch(handle, blocks, 1, 1, threads, 1, 1, shared_bytes, stream, given, 0)
         except RuntimeError as error:
-            self._launch_after(error, stream, blocks, addresses)
+            self._launch_after(error, stream, blocks, given)
         self._frames.append(frame)
 
     def clusters_at_once(self) -> int:
@@ -183,27 +182,22 @@ class Kernel:
         start = ctypes.addressof(values)
         offsets = (struct.calcsize(letters[:i] + f"0{p}") for i, p in enumerate(letters))
         addresses = (ctypes.c_void_p * len(letters))(*(start + offset for offset in offsets))
-        return values, ctypes.addressof(addresses), addresses
+        if self._config is None:
+            return values, ctypes.addressof(addresses), addresses
+        config = LaunchConfig.from_buffer_copy(self._config)
+        given = (ctypes.byref(config), ctypes.c_void_p(self._handle), ctypes.byref(addresses), None)
+        return values, (config, given), addresses
 
-    def _launch_with_attributes(self, _: int, blocks: int, *given: int) -> None:
+    def _launch_with_attributes(self, _: int, blocks: int, *numbers: Any) -> None:
         """Do as CuPy's launchKernel, with the attributes."""
-        stream, addresses, _ = given[6:]
-        try:
-            taken = self._configs.pop()
-        except IndexError:
-            new = LaunchConfig.from_buffer_copy(self._config)
-            taken = new, ctypes.byref(new)
-        config, reference = taken
+        stream, (config, given), _ = numbers[6:]
         config.grid_x = blocks
         config.stream = stream
-        status = self._launch_by_config(
-            reference, self._handle_argument, ctypes.c_void_p(addresses), None
-        )
-        self._configs.append(taken)
+        status = self._launch_by_config(*given)
         if status:
             raise driver().CUDADriverError(status)
 
-    def _launch_after(self, error: RuntimeError, stream: int, blocks: int, addresses: int) -> None:
+    def _launch_after(self, error: RuntimeError, stream: int, blocks: int, given: Any) -> None:
         """Launch again where only a context was missing, or say what was refused."""
         threads, shared_bytes = self._block_threads, self._shared_bytes
         if getattr(error, "status", None) == INVALID_CONTEXT:
@@ -211,9 +205,9 @@ class Kernel:
             import cupy
 
             cupy.cuda.runtime.setDevice(cupy.cuda.runtime.getDevice())
-            given = (1, 1, threads, 1, 1, shared_bytes, stream, addresses, 0)
+            numbers = (blocks, 1, 1, threads, 1, 1, shared_bytes, stream)
             try:
-                self._launch(self._handle, blocks, *given)
+                self._launch(self._handle, *numbers, given, 0)
             except RuntimeError as another:
                 error = another
             else:

@@ -13,6 +13,7 @@ from functools import cache
 from cupynorm import _jit
 from cupynorm._config import (
     MOST_RESIDENT_ROWS,
+    Reduction,
     ResidentBackward,
     ResidentForward,
     StagedBackward,
@@ -147,21 +148,22 @@ class BackwardPlan:
     """
 
     kernels: tuple[Kernel, ...]
-    reduction: Kernel | None
+    reduction_blocks: int  # of the last kernel, which sums partials; 0 if there are none
     n: int
-    gradients: int  # that have partial sums
+    gradients: int
     itemsize: int  # of the compute dtype
     rows_per_block: int
     cluster_blocks: int
     most_clusters: int
     tiles: int  # of columns, where rows are streamed; else 0
-    reduction_columns: int  # of a block; 0 without partial sums
     resident: bool = False  # few rows, held in registers
 
     def _partials(self, m: int) -> int:
         return min(-(-m // self.rows_per_block), self.most_clusters)
 
     def _partial_bytes(self, m: int) -> int:
+        if not self.reduction_blocks:
+            return 0
         return -(-self.gradients * self._partials(m) * self.n * self.itemsize // 16) * 16
 
     def scratch_bytes(self, m: int) -> int:
@@ -201,13 +203,13 @@ class BackwardPlan:
             outputs: tuple[float, ...] = (dx, dx_stride, scratch, m, n, 1 / n)
             if self.resident:
                 of_rows = dweight, dbias
-                if self.reduction is not None:
+                if self.reduction_blocks:
                     of_rows = scratch, scratch + (self.gradients - 1) * m * n * self.itemsize
                 outputs = (dx, dx_stride, *of_rows, n, 1 / n)
             kernels[0].launch(stream, partials * self.cluster_blocks, (*operands, *outputs))
-        if self.reduction is not None:
-            blocks = self.gradients * -(-n // self.reduction_columns)
-            self.reduction.launch(stream, blocks, (scratch, dweight, dbias, partials, n))
+        if self.reduction_blocks:
+            sums = (scratch, dweight, dbias, partials, n)
+            kernels[-1].launch(stream, self.reduction_blocks, sums)
 
 
 def backward_plan(spec: BackwardSpec, m: int, n: int, vector: int, device: int) -> BackwardPlan:
@@ -240,15 +242,14 @@ def few_rows_backward_plan(
         return None
     return BackwardPlan(
         kernels=kernels,
-        reduction=None if config.reduction is None else kernels[-1],
+        reduction_blocks=_reduction_blocks(spec, n, config.reduction),
         n=n,
-        gradients=0 if config.reduction is None else spec.gradients,
+        gradients=spec.gradients,
         itemsize=ITEMSIZE[compute_dtype(spec.x)],
         rows_per_block=1,
         cluster_blocks=config.cluster_blocks,
         most_clusters=MOST_RESIDENT_ROWS,
         tiles=0,
-        reduction_columns=0 if config.reduction is None else config.reduction.columns,
         resident=True,
     )
 
@@ -277,7 +278,7 @@ def many_rows_backward_plan(spec: BackwardSpec, n: int, vector: int, device: int
         clusters = -(-clusters * COLUMN_BLOCKS_PER_MULTIPROCESSOR // tiles)
     return BackwardPlan(
         kernels=kernels,
-        reduction=None if config.reduction is None else kernels[-1],
+        reduction_blocks=_reduction_blocks(spec, n, config.reduction),
         n=n,
         gradients=spec.gradients,
         itemsize=ITEMSIZE[compute_dtype(spec.x)],
@@ -285,8 +286,11 @@ def many_rows_backward_plan(spec: BackwardSpec, n: int, vector: int, device: int
         cluster_blocks=config.cluster_blocks,
         most_clusters=clusters,
         tiles=tiles,
-        reduction_columns=0 if config.reduction is None else config.reduction.columns,
     )
+
+
+def _reduction_blocks(spec: BackwardSpec, n: int, reduction: Reduction | None) -> int:
+    return 0 if reduction is None else spec.gradients * -(-n // reduction.columns)
 
 
 def _load_backward(

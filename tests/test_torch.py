@@ -107,6 +107,25 @@ def test_strided_rows_are_launched_where_they_lie() -> None:
     assert [plan.vector for plan in plans.made] == [4, 4]
 
 
+@pytest.mark.parametrize("shape", [(3, 1, 8), (1, 1, 8)])
+def test_strides_of_axes_of_one_element_are_not_looked_at(shape: tuple[int, ...]) -> None:
+    plain = torch.randn(shape)
+    odd = torch.empty_strided(shape, (8 if shape[0] > 1 else 999, 7, 1)).copy_(plain)
+    weight = torch.randn(8, requires_grad=True)
+    for first, second in ((plain, odd), (odd, plain)):
+        results = []
+        with torch_plans.in_place_of_kernels() as plans:
+            for x in (first, second):
+                x = x.detach().requires_grad_()
+                y = rms_norm(x, weight)
+                assert y.is_contiguous()
+                results.append((y, *torch.autograd.grad(y, (x, weight), x.detach())))
+            assert len(_kernels._forwards) == len(_kernels._backwards) == 1
+            assert [plan.vector for plan in plans.made] == [4, 4]
+        for a, b in zip(*results, strict=True):
+            assert_same_bits(a, b)
+
+
 def test_other_layouts_are_copied() -> None:
     x = torch.randn(64, 4).T.requires_grad_()
     with torch_plans.in_place_of_kernels() as plans:

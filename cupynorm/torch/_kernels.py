@@ -127,7 +127,7 @@ class _Forward:
     kept: tuple[int, ...]
     kept_strides: tuple[int, ...]  # contiguous
     y: torch.dtype
-    y_is_as_x: bool  # in dtype and strides too
+    y_is_as_x: bool  # in dtype and as contiguous
     statistics: torch.dtype
     numbers: tuple[float, ...]  # what the kernel takes beside strides and addresses
     has_kernels: bool
@@ -159,10 +159,13 @@ def forward(
     """
     options = (k, norm, eps, zero_centered, relu, out_dtype, training)
     device = x.device
+    # What is contiguous needs no strides: they are the same but for axes of one element.
     key = (
-        (x.shape, x.stride(), x.dtype, device),
-        weight if weight is None else (weight.shape, weight.stride(), weight.dtype, weight.device),
-        bias if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.device),
+        (x.shape, x.is_contiguous() or x.stride(), x.dtype, device),
+        weight
+        if weight is None
+        else (weight.shape, weight.is_contiguous(), weight.dtype, weight.device),
+        bias if bias is None else (bias.shape, bias.is_contiguous(), bias.dtype, bias.device),
         options,
         # 0 equals False, and is refused; -0.0 equals 0.0, and is another bound.
         type(zero_centered),
@@ -274,7 +277,7 @@ def _resolve_forward(
         kept=kept,
         kept_strides=_contiguous_strides(kept),
         y=y_dtype,
-        y_is_as_x=y_dtype == x.dtype and x.stride() == _contiguous_strides(x.shape),
+        y_is_as_x=y_dtype == x.dtype and x.is_contiguous(),
         statistics=compute_type(x),
         numbers=(m, n, 1 / n, float(eps), *((0.0, 0.0) if bounds is None else bounds)),
         has_kernels=_has_kernels(x),
@@ -301,9 +304,9 @@ class _Backward:
     copies_x: bool
     dy_stride: int
     x_stride: int
-    dx_is_as_x: bool  # in strides too
+    dx_is_as_x: bool  # as contiguous
     divisors: int
-    launches: dict[int, tuple[Any, int]]  # and bytes of scratch, by the elements of an access
+    launches: dict[int, tuple[Any, int]]  # and elements of scratch, by the elements of an access
 
 
 _backwards: dict[Any, _Backward] = {}
@@ -327,8 +330,8 @@ def backward(
     """
     options = (k, norm, zero_centered, bias_dtype, bitmask is None)
     key = (
-        (dy.shape, dy.stride(), dy.dtype, dy.device),
-        (x.shape, x.stride(), x.dtype, x.device),
+        (dy.shape, dy.is_contiguous() or dy.stride(), dy.dtype, dy.device),
+        (x.shape, x.is_contiguous() or x.stride(), x.dtype, x.device),
         weight if weight is None else (weight.shape, weight.dtype, weight.device),
         options,
     )
@@ -375,10 +378,11 @@ def backward(
     launch = call.launches.get(vector)
     if launch is None:
         plan = _load("backward_plan", device, call.spec, call.m, call.n, vector)
-        launch = call.launches[vector] = plan.launch, plan.scratch_bytes(call.m)
-    launch_kernels, scratch_bytes = launch
+        elements = -(-plan.scratch_bytes(call.m) // x.itemsize)
+        launch = call.launches[vector] = plan.launch, elements
+    launch_kernels, scratch_elements = launch
     # Freed on return, and handed out again only to what comes later on this stream.
-    scratch = torch.empty(scratch_bytes, dtype=torch.uint8, device=device)
+    scratch = x.new_empty(scratch_elements)  # of another dtype it takes longer
     launch_kernels(
         _current_stream(device.index),
         call.m,
@@ -433,7 +437,7 @@ def _resolve_backward(
         copies_x=strides[1] is None,
         dy_stride=dy_stride,
         x_stride=x_stride,
-        dx_is_as_x=x.stride() == _contiguous_strides(x.shape),
+        dx_is_as_x=x.is_contiguous(),
         divisors=_divisors(x, n, dy_stride, x_stride),
         launches={},
     )

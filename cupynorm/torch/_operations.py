@@ -45,11 +45,6 @@ _tracing_state = torch._C._get_tracing_state
 _transforms_active = torch._C._are_functorch_transforms_active
 
 
-def _is_seen() -> bool:
-    """Tell whether what runs now is for torch to see, whatever it runs on."""
-    return _dispatch_modes() > 0 or _tracing_state() is not None
-
-
 def _is_recorded(*tensors: Any) -> bool:
     """Tell whether gradients of a call on these tensors may be asked for."""
     if not torch.is_grad_enabled():
@@ -126,7 +121,8 @@ def norm_forward(
         or type(weight) not in _PLAIN
         or type(bias) not in _PLAIN
         or not (x.is_cuda or x.is_cpu)
-        or _is_seen()
+        or _dispatch_modes()
+        or _tracing_state() is not None
     ):
         _share_out()
         return _forward_operation(*arguments)
@@ -154,9 +150,15 @@ def norm_backward(
     elif _transforms_active():
         run = _Backward.apply
     elif (
-        not _PLAIN.issuperset(map(type, (dy, x, weight, mean, rstd, bitmask)))
+        type(dy) not in _PLAIN
+        or type(x) not in _PLAIN
+        or type(weight) not in _PLAIN
+        or type(mean) not in _PLAIN
+        or type(rstd) not in _PLAIN
+        or type(bitmask) not in _PLAIN
         or not (x.is_cuda or x.is_cpu)
-        or _is_seen()
+        or _dispatch_modes()
+        or _tracing_state() is not None
     ):
         run = _backward_operation
     elif torch.is_grad_enabled():
@@ -335,19 +337,17 @@ class _Recorded(torch.autograd.Function):
         y, mean, rstd, bitmask = _kernels.forward(x, weight, bias, *options)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight, mean, rstd, bitmask)
-        ctx.options = options[:4]
-        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.options = options, None if bias is None else bias.dtype
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Any) -> Any:
         if dy is None:
             return None, None, None, None
-        bias_dtype = ctx.bias_dtype
+        (k, norm, eps, zero_centered, *_), bias_dtype = ctx.options
         if bias_dtype is not None and not ctx.needs_input_grad[2]:
             bias_dtype = None
         x, weight, mean, rstd, bitmask = ctx.saved_tensors
-        k, norm, eps, zero_centered = ctx.options
         dx, dweight, dbias = norm_backward(
             dy, x, weight, mean, rstd, bitmask, k, norm, eps, zero_centered, bias_dtype
         )
