@@ -15,21 +15,26 @@ __all__ = ["describe", "gpu_name", "gpu_problem"]
 
 @functools.cache
 def gpu_problem() -> str | None:
-    """Say why no GPU can be used, or return None where one can."""
+    """Say why no GPU can be used and what to do about it, or return None where one can."""
     try:
         import cupy
     except ModuleNotFoundError as error:
-        return "CuPy is not installed" if error.name == "cupy" else f"CuPy needs {error.name}"
+        if error.name != "cupy":
+            return f"CuPy needs {error.name}, which is not installed"
+        return (
+            "CuPy is not installed (pip install cupynorm[cuda12] or cupynorm[cuda13], as the "
+            "driver's CUDA is 12 or 13)"
+        )
     except ImportError as error:
         return f"CuPy cannot be imported: {error}"
     runtime = cupy.cuda.runtime
     try:
         if runtime.driverGetVersion() == 0:
-            return "no NVIDIA driver is installed"
+            return "no NVIDIA driver is installed (https://www.nvidia.com/drivers)"
         count = runtime.getDeviceCount()
     except runtime.CUDARuntimeError as error:
         return str(error)
-    return None if count else "the driver shows no device"
+    return None if count else "the driver shows no device (see CUDA_VISIBLE_DEVICES, nvidia-smi)"
 
 
 def gpu_name() -> str:

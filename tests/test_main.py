@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -47,6 +48,34 @@ def test_without_gpu_says_so_and_every_pass_is_right() -> None:
     assert "No GPU can be used" in printed
     assert "on the CPU" in printed
     assert right_passes(printed) == expected_passes(report.CPU_PROBLEMS)
+
+
+@pytest.mark.parametrize(
+    ("driver", "devices", "said"),
+    [
+        (0, 0, "https://www.nvidia.com/drivers"),
+        (13000, 0, "CUDA_VISIBLE_DEVICES"),
+        (13000, 1, None),
+    ],
+)
+def test_a_missing_gpu_is_said_with_what_to_do(
+    driver: int, devices: int, said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cupy = pytest.importorskip("cupy", exc_type=ImportError)
+    runtime = cupy.cuda.runtime
+    monkeypatch.setattr(runtime, "driverGetVersion", lambda: driver)
+    monkeypatch.setattr(runtime, "getDeviceCount", lambda: devices)
+    problem = _environment.gpu_problem.__wrapped__()
+    assert problem is None if said is None else said in problem
+
+
+def test_a_missing_cupy_is_said_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = ModuleNotFoundError("No module named 'cupy'", name="cupy")
+    with monkeypatch.context() as patch:
+        patch.delitem(sys.modules, "cupy", raising=False)
+        patch.setattr("builtins.__import__", mock.Mock(side_effect=missing))
+        problem = _environment.gpu_problem.__wrapped__()
+    assert "pip install cupynorm[cuda12] or cupynorm[cuda13]" in problem
 
 
 @pytest.mark.gpu
