@@ -237,8 +237,14 @@ def few_rows_backward_plan(
     spec: BackwardSpec, n: int, config: ResidentBackward, device: int
 ) -> BackwardPlan | None:
     """Return what `backward_plan` does for few rows, or None without room for their clusters."""
+    if config.cluster_blocks > 1:
+        # Where there is no room for those of many rows, whose blocks take more of a multiprocessor,
+        # many rows have other teams, and dx other bits.
+        many = many_rows_backward_plan(spec, n, config.vector, device)
+        if many.cluster_blocks != config.cluster_blocks:
+            return None
     kernels = _load_backward(spec, config, device)
-    if config.cluster_blocks > 1 and kernels[0].clusters_at_once() == 0:  # a slice of a GPU
+    if config.cluster_blocks > 1 and kernels[0].clusters_at_once() == 0:
         return None
     return BackwardPlan(
         kernels=kernels,
