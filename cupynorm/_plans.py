@@ -142,9 +142,10 @@ def forward_plan_of(
 class BackwardPlan:
     """A backward pass over rows of n elements.
 
-    Scratch is one row of partial sums a cluster of blocks for each weight gradient, at most
-    4 * multiprocessors rows of n values of the compute dtype, and three values a row of x where
-    rows are too long for shared memory. A lone row needs none.
+    Scratch is one row of partial sums a cluster of blocks for each weight gradient, at most the
+    larger of 4 * multiprocessors and MOST_RESIDENT_ROWS rows of n values of the compute dtype, and
+    three values a row of x where rows are too long for shared memory. A lone row that is resident
+    needs none.
     """
 
     kernels: tuple[Kernel, ...]
