@@ -84,7 +84,7 @@ def warmup(
     relu: bool = False,
     backward: bool = True,
 ) -> None:
-    """Compile and load, on the current GPU, the kernels that later calls on any rows will launch.
+    """Compile and load, on the current GPU, what later calls on any number of rows will launch.
 
     A first call compiles its kernels, some tenths of a second each, unless CuPy's disk cache has
     them; a call that is captured into a CUDA graph must find them loaded. Arrays are assumed to be

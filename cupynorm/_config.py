@@ -1,9 +1,9 @@
 """How to compute it: the regime, and how a row is laid over threads.
 
 Pure functions of the spec, the row length N, the GPU's architecture and `vector`, the elements
-moved by one access. What the bits of a row depend on (the regime, row_threads, packs_per_thread,
-cluster_blocks) follows from the spec, N and the architecture alone; vector decides only what does
-not show in them.
+moved by one access. What the bits of a row depend on (row_threads, packs_per_thread,
+cluster_blocks) follows from the spec, N and the architecture alone; vector, and the kernels of few
+rows, decide only what does not show in y, the statistics and dx.
 
 A pack is 16 bytes of x. Registers and shared memory bound what a block may hold:
 tests/test_compile.py compiles the configurations for every supported architecture and fails on a
@@ -138,7 +138,8 @@ class StagedBackward:
 class ResidentBackward:
     """Few rows held in registers, each by `cluster_blocks` blocks of `row_threads` threads.
 
-    Those of one row are the weight gradients; else they are summed as partials.
+    What a lone row writes are the weight gradients; what several write are partials, which are
+    summed by the `reduction`.
     """
 
     row_threads: int

@@ -142,9 +142,10 @@ def forward_plan_of(
 class BackwardPlan:
     """A backward pass over rows of n elements.
 
-    Scratch is one row of partial sums a cluster of blocks for each weight gradient, at most
-    4 * multiprocessors rows of n values of the compute dtype, and three values a row of x where
-    rows are too long for shared memory. A lone row needs none.
+    Scratch is one row of partial sums a cluster of blocks for each weight gradient, at most the
+    larger of 4 * multiprocessors and MOST_RESIDENT_ROWS rows of n values of the compute dtype, and
+    three values a row of x where rows are too long for shared memory. A lone row that is resident
+    needs none.
     """
 
     kernels: tuple[Kernel, ...]
@@ -237,8 +238,14 @@ def few_rows_backward_plan(
     spec: BackwardSpec, n: int, config: ResidentBackward, device: int
 ) -> BackwardPlan | None:
     """Return what `backward_plan` does for few rows, or None without room for their clusters."""
+    if config.cluster_blocks > 1:
+        # Where there is no room for those of many rows, whose blocks take more of a multiprocessor,
+        # many rows have other teams, and dx other bits.
+        many = many_rows_backward_plan(spec, n, config.vector, device)
+        if many.cluster_blocks != config.cluster_blocks:
+            return None
     kernels = _load_backward(spec, config, device)
-    if config.cluster_blocks > 1 and kernels[0].clusters_at_once() == 0:  # a slice of a GPU
+    if config.cluster_blocks > 1 and kernels[0].clusters_at_once() == 0:
         return None
     return BackwardPlan(
         kernels=kernels,

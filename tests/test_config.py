@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -209,6 +210,31 @@ def test_a_plan_loads_only_the_kernel_of_its_rows(monkeypatch: pytest.MonkeyPatc
     assert [len(plan.kernels) for plan in (alone, two, more)] == [1, 2, 2]
     assert (alone.scratch_bytes(1), two.scratch_bytes(2)) == (0, 2 * 2 * 4096 * 4)
     assert _plans.backward_plan(of_dy, 0, 4096, 4, device) is more  # sums no partials to 0
+
+
+@pytest.mark.parametrize("m", [1, 2])
+@pytest.mark.parametrize("without_room", ["backward.cu", "backward_resident.cu", None])
+def test_few_rows_have_clusters_where_many_have_them(
+    monkeypatch: pytest.MonkeyPatch, without_room: str | None, m: int
+) -> None:
+    def load(kernel: Instantiation, device: int) -> Any:
+        room = 0 if kernel.file == without_room else 1
+        return SimpleNamespace(file=kernel.file, clusters_at_once=lambda: room)
+
+    monkeypatch.setattr(_jit, "load", load)
+    monkeypatch.setattr(_plans, "multiprocessors", lambda device: 3)
+    monkeypatch.setattr(_plans, "architecture", lambda device: 90)
+    for function in (_plans.few_rows_backward_plan, _plans.many_rows_backward_plan):
+        monkeypatch.setattr(_plans, function.__name__, function.__wrapped__)
+    spec = BackwardSpec("rms_norm", "float32", "float32", "float32", None, False, False)
+    few, many = (_plans.backward_plan(spec, rows, 32768, 4, -3) for rows in (m, 10**9))
+    assert few.resident == (without_room is None)
+    assert (few.cluster_blocks, few.kernels[0].file) == {
+        "backward.cu": (1, "backward_streaming.cu"),
+        "backward_resident.cu": (many.cluster_blocks, "backward.cu"),
+        None: (many.cluster_blocks, "backward_resident.cu"),
+    }[without_room]
+    assert (many.cluster_blocks > 1) == (without_room != "backward.cu")
 
 
 @pytest.mark.parametrize("x", DTYPES)

@@ -481,7 +481,8 @@ def test_warmup_leaves_nothing_to_compile(monkeypatch: pytest.MonkeyPatch) -> No
     cupynorm.warmup("layer_norm", [1409, 2048], "bfloat16", "float32", "float32")
     monkeypatch.setattr(_jit, "_functions", dict(_jit._functions))
     monkeypatch.setattr(cupy, "RawModule", None)  # calling it would fail
-    for m, n in ((5, 1409), (5, 2048), (4096, 2048)):  # few rows of 2048 have their own kernels
+    # One row of 2048 and few have kernels of their own.
+    for m, n in ((5, 1409), (1, 2048), (5, 2048), (4096, 2048)):
         x = to_cupy(make_values("normal", (m, n), DTYPES["bfloat16"], 1))
         weight = cupy.ones(n, np.float32)
         cupynorm.layer_norm(x, weight, weight)

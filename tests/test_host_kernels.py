@@ -61,11 +61,6 @@ def test_a_call_made_again(build: Build, case: Case) -> None:
         assert len(gpu.launched) == 2 * len(once)
 
 
-@pytest.mark.parametrize("case", FEW, ids=str)
-def test_a_case_of_few_rows(build: Build, case: Case) -> None:
-    check_case(build, case, few_rows=True)
-
-
 @pytest.fixture(scope="module")
 def staged_build() -> Build:
     build = Build()
@@ -123,30 +118,20 @@ def test_a_gpu_without_room_for_a_cluster(build: Build, norm: str, name: str) ->
     check_problem(gpu, case.problem())
 
 
-@pytest.mark.parametrize("x", DTYPES)
-def test_few_rows_have_the_bits_of_many(build: Build, x: str) -> None:
-    case = next(c for c in CASES if (c.name, c.norm, c.x) == ("warps", "layer_norm", x))
-    problem = case.problem()
-    results, kernels = [], []
-    for few_rows in (False, True):
-        gpu = Gpu(None, few_rows=few_rows)
-        check_problem(gpu, problem)
-        build.compile(gpu.launched)
-        kernels.append(gpu.launched)
-        gpu = Gpu(build, few_rows=few_rows)
-        check_problem(gpu, problem)
-        with gpu.fresh_memory():
-            on_gpu = problem.on(gpu.cupy)
-            x, weight, bias, dy = (on_gpu[name] for name in ("x", "weight", "bias", "dy"))
-            forward = gpu.forward(case.norm, x, weight, bias, **problem.forward_options)
-            statistics = forward.mean, forward.rstd
-            backward = gpu.backward(
-                case.norm, dy, x, weight, *statistics, bias=bias, **problem.options
-            )
-            results.append((gpu.to_numpy(forward.y), gpu.to_numpy(backward.dx)))
-    assert all(a != b for a, b in zip(*kernels, strict=True) if "reduce" not in a.expression)
+@pytest.mark.parametrize("case", FEW, ids=str)
+def test_few_rows_have_the_bits_of_many(build: Build, case: Case) -> None:
+    build.compile(kernels_of([case]))
+    results = [check_case(build, case, few_rows=few_rows) for few_rows in (False, True)]
     for many, few in zip(*results, strict=True):
         np.testing.assert_array_equal(many.view(f"u{many.itemsize}"), few.view(f"u{few.itemsize}"))
+
+
+@pytest.mark.parametrize("x", DTYPES)
+def test_few_rows_have_kernels_of_their_own(x: str) -> None:
+    case = next(c for c in CASES if (c.name, c.norm, c.x) == ("warps", "layer_norm", x))
+    many, few = (kernels_of([case], few_rows=few_rows) for few_rows in (False, True))
+    assert len(many) == len(few)
+    assert not set(many) & set(few)
 
 
 # ---- what the cases reach ------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from jax_calls import check  # noqa: E402
 
 import cupynorm  # noqa: E402
 import cupynorm.jax  # noqa: E402
-from cupynorm._spec import ForwardSpec  # noqa: E402
+from cupynorm._spec import BackwardSpec, ForwardSpec  # noqa: E402
 from cupynorm.jax import _derivatives, _kernels, _operations, _xla  # noqa: E402
 
 NORMS = ("rms_norm", "layer_norm")
@@ -332,6 +332,16 @@ def test_misaligned_arrays_are_refused(kernels: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="aligned to 16 bytes, got x at 0x20, y at 0x48"):
         launch(7, [32, 72])
     assert len(launched) == 1
+
+
+def test_a_program_with_less_scratch_than_its_device_needs_is_refused(kernels: Any) -> None:
+    spec = BackwardSpec("rms_norm", "float32", "float32", None, None, False, False)
+    call = {"m": 2, "n": 8, "arrays": ["dy", "x", "rstd", "dx", "scratch"]}
+    call["spec"] = dataclasses.asdict(spec)
+    needed = jax_plans.BackwardPlan(spec, 8, 2).scratch_bytes(2)
+    _kernels._prepare(BackwardSpec, "cpu", json.dumps(call | {"scratch": needed}), 0)
+    with pytest.raises(ValueError, match=f"has {needed - 1} bytes .* GPU 0 needs {needed}: "):
+        _kernels._prepare(BackwardSpec, "cpu", json.dumps(call | {"scratch": needed - 1}), 0)
 
 
 def test_a_program_says_all_that_its_calls_need(kernels: Any) -> None:

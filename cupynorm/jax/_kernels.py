@@ -74,6 +74,7 @@ def call(
     plans = [_plan(platform, spec, m, n, device) for device in _ordinals(platform)]
     if isinstance(spec, BackwardSpec):
         size = max((plan.scratch_bytes(m) for plan in plans), default=0)
+        numbers = numbers | {"scratch": size}
         # Made of a result: under shard_map, it varies over the same axes.
         results = results | {
             "scratch": jax.eval_shape(
@@ -138,6 +139,11 @@ def _prepare(kind: type[Any], platform: str, description: str, device: int) -> L
     what = json.loads(description)
     m, n, arrays = what["m"], what["n"], what["arrays"]
     plan = _plan(platform, kind(**what["spec"]), m, n, device)
+    if kind is BackwardSpec and plan.scratch_bytes(m) > what["scratch"]:
+        raise ValueError(
+            f"the program has {what['scratch']} bytes of scratch for {m} rows of {n}, and GPU "
+            f"{device} needs {plan.scratch_bytes(m)}: it was made for other GPUs, make it anew"
+        )
     places = {name: i for i, name in enumerate((*arrays, STRIDE, ABSENT))}
     order = FORWARD if kind is ForwardSpec else BACKWARD
     take = operator.itemgetter(*(places.get(name, places[ABSENT]) for name in order))

@@ -133,9 +133,9 @@ class Case:
         return values.astype(dtype)
 
 
-def check_case(build: Build, case: Case, *, few_rows: bool = False) -> None:
+def check_case(build: Build, case: Case, *, few_rows: bool = False) -> tuple[Any, Any]:
     gpu = case.gpu(build, few_rows=few_rows)
-    check_problem(gpu, case.problem(), in_place=case.in_place)
+    return check_problem(gpu, case.problem(), in_place=case.in_place)
 
 
 def kernels_of(cases: Iterable[Case], *, few_rows: bool = False) -> list[Instantiation]:
@@ -148,8 +148,8 @@ def kernels_of(cases: Iterable[Case], *, few_rows: bool = False) -> list[Instant
     return list(dict.fromkeys(kernels))
 
 
-def check_problem(gpu: Gpu, problem: Problem, *, in_place: bool = False) -> None:
-    """Run inference, forward and backward, and check every field of each."""
+def check_problem(gpu: Gpu, problem: Problem, *, in_place: bool = False) -> tuple[Any, Any]:
+    """Run inference, forward and backward, and check every field of each; return y and dx."""
     x, dy, weight, bias = problem.x, problem.dy, problem.weight, problem.bias
     with gpu.fresh_memory():
         on_gpu = problem.on(gpu.cupy)
@@ -173,14 +173,14 @@ def check_problem(gpu: Gpu, problem: Problem, *, in_place: bool = False) -> None
         if in_place:
             out = on_gpu["x"]
             infer = gpu.forward(*forward_arguments, **options, store_statistics=False, out=out)
+        host, gradients = gpu.to_numpy(forward), gpu.to_numpy(backward)
         if gpu.build is None:
-            return
+            return host.y, gradients.dx
         testing.check_forward(problem.norm, gpu.to_numpy(infer), x, weight, bias, **options)
-        host = gpu.to_numpy(forward)
         testing.check_forward(problem.norm, host, x, weight, bias, **options)
         testing.check_backward(
             problem.norm,
-            gpu.to_numpy(backward),
+            gradients,
             dy,
             x,
             weight,
@@ -190,6 +190,7 @@ def check_problem(gpu: Gpu, problem: Problem, *, in_place: bool = False) -> None
             bitmask=host.bitmask,
             **problem.options,
         )
+        return host.y, gradients.dx
 
 
 def check_far_rows(gpu: Gpu, n: int) -> None:
