@@ -115,12 +115,12 @@ def forward_instantiations(
 def backward_kernels(
     spec: BackwardSpec, n: int, vector: int, architecture: int
 ) -> Iterator[Instantiation]:
-    """Yield the kernels of many rows, and that of few where they have one of their own."""
+    """Yield the kernels of many rows and, of few with the most registers, their own."""
     config = backward_config(spec, n, vector, architecture)
     yield from backward_instantiations(spec, config)
-    if isinstance(config, StagedBackward):
-        # Of a lone row they differ in the type that the weight gradients are stored in.
-        few = few_rows_backward_config(spec, config, 1 if spec.bitmask else 2)
+    if isinstance(config, StagedBackward) and spec.bitmask:
+        # That of a lone row stores the weight gradients in another type.
+        few = few_rows_backward_config(spec, config, 1 if vector == 1 else 2)
         if few is not None:
             yield from backward_instantiations(spec, few)
 
