@@ -105,6 +105,7 @@ WIDE_BACKWARD = staged("backward.cu", n=301)
 TEAMS_BACKWARD = staged("backward.cu", n=1000)
 
 FEW_ROWS, LONE_ROW = few("warps"), few("lone_relu_warps_odd")
+FEW_MEAN = few("range_mean_1e6", x="float32")
 FEW_RELU, FEW_GAP = few("relu_warps"), few("block")
 
 MUTATIONS = [
@@ -272,7 +273,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the weight of another column",
-        "backward.cu",
+        "gradient.cuh",
         "g *= weight_at<ZeroCentered, T>(weights, i);",
         "g *= weight_at<ZeroCentered, T>(weights, i ^ 1);",
         VALUE,
@@ -738,8 +739,8 @@ MUTATIONS = [
     Mutation(
         "xhat is not centred again",
         "backward.cu",
-        "row_centring) - recentre;",
-        "row_centring);",
+        " - means.h;",
+        ";",
         VALUE,
         staged("backward.cu", regime="mean_1e6"),
     ),
@@ -1006,6 +1007,14 @@ MUTATIONS = [
         "",
         VALUE,
         case("range_equal_huge"),
+    ),
+    Mutation(
+        "of few rows, xhat is not centred again",
+        "backward_resident.cu",
+        " - means.h;",
+        ";",
+        VALUE,
+        FEW_MEAN,
     ),
     Mutation(
         "of few rows, each has the weight gradients of the first",
@@ -1381,8 +1390,8 @@ MUTATIONS = [
     ),
     Mutation(
         "padded columns count, backward",
-        "backward.cu",
-        "if (!inside<Vector>(first_column(p), i, n_cols)) h = 0;",
+        "gradient.cuh",
+        "if (!inside<Vector>(first, i, n)) h = 0;",
         "",
         VALUE,
         staged("backward.cu", regime="mean_1e6", cluster_blocks=2),
