@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from cupynorm._spec import ITEMSIZE, BackwardSpec, ForwardSpec, compute_dtype
 
 __all__ = [
+    "BackwardConfig",
     "Reduction",
     "ResidentBackward",
     "ResidentForward",
@@ -162,6 +163,9 @@ class StreamingBackward:
     column_threads: int
     vector: int
     reduction: Reduction | None
+
+
+BackwardConfig = StagedBackward | ResidentBackward | StreamingBackward
 
 
 def pack_length(x: str) -> int:

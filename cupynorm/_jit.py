@@ -16,11 +16,11 @@ from typing import Any
 
 from cupynorm import _driver
 from cupynorm._config import (
+    BackwardConfig,
     ResidentBackward,
     ResidentForward,
     StagedBackward,
     StagedForward,
-    StreamingBackward,
     StreamingForward,
     staged_backward_bytes,
     staged_forward_bytes,
@@ -135,7 +135,7 @@ def forward_instantiation(
 
 
 def backward_instantiations(
-    spec: BackwardSpec, config: StagedBackward | ResidentBackward | StreamingBackward
+    spec: BackwardSpec, config: BackwardConfig
 ) -> tuple[Instantiation, ...]:
     """Return the kernels of a backward pass in the order of their launches.
 

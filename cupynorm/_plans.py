@@ -13,12 +13,11 @@ from functools import cache
 from cupynorm import _jit
 from cupynorm._config import (
     MOST_RESIDENT_ROWS,
-    Reduction,
+    BackwardConfig,
     ResidentBackward,
     ResidentForward,
     StagedBackward,
     StagedForward,
-    StreamingBackward,
     backward_config,
     few_rows_backward_config,
     few_rows_config,
@@ -157,7 +156,7 @@ class BackwardPlan:
     cluster_blocks: int
     most_clusters: int
     tiles: int  # of columns, where rows are streamed; else 0
-    resident: bool = False  # few rows, held in registers
+    resident: bool  # few rows, held in registers
 
     def _partials(self, m: int) -> int:
         return min(-(-m // self.rows_per_block), self.most_clusters)
@@ -247,18 +246,7 @@ def few_rows_backward_plan(
     kernels = _load_backward(spec, config, device)
     if config.cluster_blocks > 1 and kernels[0].clusters_at_once() == 0:
         return None
-    return BackwardPlan(
-        kernels=kernels,
-        reduction_blocks=_reduction_blocks(spec, n, config.reduction),
-        n=n,
-        gradients=spec.gradients,
-        itemsize=ITEMSIZE[compute_dtype(spec.x)],
-        rows_per_block=1,
-        cluster_blocks=config.cluster_blocks,
-        most_clusters=MOST_RESIDENT_ROWS,
-        tiles=0,
-        resident=True,
-    )
+    return _backward_plan(spec, n, config, kernels, most_clusters=MOST_RESIDENT_ROWS)
 
 
 @cache
@@ -283,27 +271,36 @@ def many_rows_backward_plan(spec: BackwardSpec, n: int, vector: int, device: int
     else:
         tiles = -(-n // (config.column_threads * pack_length(spec.x)))
         clusters = -(-clusters * COLUMN_BLOCKS_PER_MULTIPROCESSOR // tiles)
-    return BackwardPlan(
-        kernels=kernels,
-        reduction_blocks=_reduction_blocks(spec, n, config.reduction),
-        n=n,
-        gradients=spec.gradients,
-        itemsize=ITEMSIZE[compute_dtype(spec.x)],
-        rows_per_block=rows,
-        cluster_blocks=config.cluster_blocks,
-        most_clusters=clusters,
-        tiles=tiles,
+    return _backward_plan(
+        spec, n, config, kernels, rows_per_block=rows, most_clusters=clusters, tiles=tiles
     )
 
 
-def _reduction_blocks(spec: BackwardSpec, n: int, reduction: Reduction | None) -> int:
-    return 0 if reduction is None else spec.gradients * -(-n // reduction.columns)
-
-
-def _load_backward(
+def _backward_plan(
     spec: BackwardSpec,
-    config: StagedBackward | ResidentBackward | StreamingBackward,
-    device: int,
-) -> tuple[Kernel, ...]:
+    n: int,
+    config: BackwardConfig,
+    kernels: tuple[Kernel, ...],
+    *,
+    most_clusters: int,
+    rows_per_block: int = 1,
+    tiles: int = 0,
+) -> BackwardPlan:
+    sums = config.reduction
+    return BackwardPlan(
+        kernels=kernels,
+        reduction_blocks=0 if sums is None else spec.gradients * -(-n // sums.columns),
+        n=n,
+        gradients=spec.gradients,
+        itemsize=ITEMSIZE[compute_dtype(spec.x)],
+        rows_per_block=rows_per_block,
+        cluster_blocks=config.cluster_blocks,
+        most_clusters=most_clusters,
+        tiles=tiles,
+        resident=isinstance(config, ResidentBackward),
+    )
+
+
+def _load_backward(spec: BackwardSpec, config: BackwardConfig, device: int) -> tuple[Kernel, ...]:
     kernels = _jit.backward_instantiations(spec, config)
     return tuple(_jit.load(kernel, device) for kernel in kernels)

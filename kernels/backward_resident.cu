@@ -34,8 +34,7 @@ __global__ __launch_bounds__(RowThreads, 1) void norm_backward_resident(
     long long dx_stride, DWeight* dweight, DBias* dbias, long long row_length, Compute<X> inv_n) {
   using T = Compute<X>;
   constexpr int kLength = 16 / static_cast<int>(sizeof(X));
-  using TeamOf = Team<RowThreads, RowThreads, ClusterBlocks>;
-  TeamOf team;
+  Team<RowThreads, RowThreads, ClusterBlocks> team;
   constexpr int kColumns = ClusterBlocks * RowThreads * PacksPerThread * kLength;
   int n_cols = Full ? kColumns : static_cast<int>(row_length);
   const auto first_column = [&](int p) {

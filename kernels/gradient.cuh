@@ -1,4 +1,5 @@
-// What the backward kernels of rows that are read once share: the formulas of backward.cu's header.
+// What the backward kernels share: for how long weight gradients are added up and, where rows are read
+// once, the formulas of backward.cu's header.
 #pragma once
 
 #include "affine.cuh"

@@ -126,6 +126,31 @@ def test_strides_of_axes_of_one_element_are_not_looked_at(shape: tuple[int, ...]
             assert_same_bits(a, b)
 
 
+@pytest.mark.parametrize("other", ["x", "dy", "weight", "bias"])
+def test_calls_on_tensors_of_other_strides_are_told_apart(other: str) -> None:
+    rows, row = torch.randn(6, 8), torch.randn(8)
+    like = row if other in ("weight", "bias") else rows
+    # Contiguous, a gap after each row or element, a wider one, and no rows at all.
+    layouts = [like, *(torch.randn(*like.shape[:-1], n)[..., :8] for n in (12, 16))]
+    layouts += [torch.randn(8, 6).T] if like is rows else [torch.randn(8, 2)[:, 0]]
+
+    def run(tensor: torch.Tensor) -> list[torch.Tensor]:
+        given = {"x": rows, "dy": rows, "weight": row, "bias": row, other: tensor}
+        x, weight, bias = (given[name].detach() for name in ("x", "weight", "bias"))
+        leaves = [leaf.requires_grad_() for leaf in (x, weight, bias)]
+        y = layer_norm(*leaves)
+        return [y, *torch.autograd.grad(y, leaves, given["dy"])]
+
+    expected = []
+    for tensor in layouts:
+        with torch_plans.in_place_of_kernels():
+            expected.append(run(tensor))
+    with torch_plans.in_place_of_kernels():
+        for tensor, alone in zip(layouts, expected, strict=True):
+            for a, b in zip(run(tensor), alone, strict=True):
+                assert_same_bits(a, b)
+
+
 def test_other_layouts_are_copied() -> None:
     x = torch.randn(64, 4).T.requires_grad_()
     with torch_plans.in_place_of_kernels() as plans:
