@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import faulthandler
 import gc
 import os
 import subprocess
@@ -191,6 +192,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     started = time.monotonic()
     deadline = started + 60 * options.minutes
     backends, facts = discover(options.backends)
+    # Of a crash a library's own handler says only that it happened; this one says in which call.
+    faulthandler.enable(sys.__stderr__)
     if report is None:
         if options.resume:
             print(f"{options.results} does not exist: it is begun")
