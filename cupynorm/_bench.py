@@ -1,7 +1,8 @@
 """Time each norm beside the limit that the memory sets: a copy, or a sum of two arrays.
 
-It needs CuPy alone. The benchmark in benchmarks/ of the repository, which adds other libraries,
-measures by the same bytes, data and clock.
+It needs CuPy alone, and times calls as users make them. It checks no result: ``python -m cupynorm``
+does. The benchmark in benchmarks/ of the repository, which checks what it times and adds other
+libraries and the time of the kernels alone, measures by the same bytes, data and clock.
 """
 
 from __future__ import annotations
@@ -277,7 +278,12 @@ def shape(text: str) -> tuple[int, int]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument(
-        "--shapes", nargs="+", type=shape, default=SHAPES, help="such as 32768x4096"
+        "--shapes",
+        nargs="+",
+        type=shape,
+        default=SHAPES,
+        metavar="MxN",
+        help=f"rows x columns (default: {' '.join(f'{m}x{n}' for m, n in SHAPES)})",
     )
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of x (%(default)s)")
     parser.add_argument(
