@@ -1,4 +1,6 @@
-"""NVRTC compiles every configuration for every supported architecture, with no GPU present.
+"""NVRTC compiles the configurations for every supported architecture, with no GPU present.
+
+All of them with clusters (sm_90) and without (sm_80), of the others those of the most registers.
 
 A configuration that spills, or takes more registers than its launch bounds allow, fails here.
 """
@@ -57,13 +59,13 @@ def widest(x: str) -> tuple[str, ...]:
 
 
 def instantiations(architecture: int) -> list[Instantiation]:
-    # All of them with clusters and without; elsewhere, where the code is that of one of these two
-    # in other instructions, only what takes the most registers.
+    # Elsewhere the code is that of one of these two in other instructions, of float16 that of
+    # bfloat16 but for its conversions: only what takes the most registers.
     every = architecture in (80, 90)
     kernels: dict[Instantiation, None] = {}
     for norm, x, operands, packs in itertools.product(
         ("rms_norm", "layer_norm"),
-        ("float64", "float32", "float16", "bfloat16") if every else ("float64", "bfloat16"),
+        ("float64", "float32", *(("float16",) if every else ()), "bfloat16"),
         (usual, widest) if every else (usual,),
         PACKS,
     ):
