@@ -66,13 +66,27 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
   long long fetched = row;  // the row to be asked for next, and where it is
   const X* fetched_x = x + row * x_stride;
   const DY* fetched_dy = dy + row * dy_stride;
+  constexpr int kReadBytes = static_cast<int>(sizeof(X)) + static_cast<int>(sizeof(DY));
+  const CachePolicy policy = evict_last_if_large(n_rows * n_cols * kReadBytes);
+  OwnPlace own = own_place(StageOfX::place(stages, 0, 0));  // in the stage to be filled next
   const auto fetch = [&](int stage, int p) {
     const int n = fetched < n_rows ? n_cols : 0;
     char* const place = stages + stage * kStageBytes;
-    StageOfX::template fetch<Vector>(place, p, fetched_x, first_column(p), n);
-    StageOfDY::template fetch<Vector>(place + StageOfX::kBytes, p, fetched_dy, first_column(p), n);
+    if constexpr (StageOfX::template kTakesPolicy<Vector>) {
+      StageOfX::fetch(own, p, fetched_x, first_column(p), n, policy);
+    } else {
+      StageOfX::template fetch<Vector>(place, p, fetched_x, first_column(p), n);
+    }
+    if constexpr (StageOfX::template kTakesPolicy<Vector> &&
+                  StageOfDY::template kTakesPolicy<Vector>) {
+      StageOfDY::fetch(own + StageOfX::kBytes, p, fetched_dy, first_column(p), n, policy);
+    } else {
+      StageOfDY::template fetch<Vector>(place + StageOfX::kBytes, p, fetched_dy, first_column(p),
+                                        n);
+    }
   };
-  const auto fetched_all = [&] {
+  const auto fetched_all = [&](int stage) {
+    own = own + (stage + 1 == Stages ? -(Stages - 1) * kStageBytes : kStageBytes);
     commit_copies();
     fetched += rows_a_turn;
     fetched_x += rows_a_turn * x_stride;
@@ -88,7 +102,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
   for (int stage = 0; stage < Stages; ++stage) {
 #pragma unroll
     for (int p = 0; p < PacksPerThread; ++p) fetch(stage, p);
-    fetched_all();
+    fetched_all(stage);
   }
   // What else of a row is asked for ahead, into registers.
   struct Beside {
@@ -256,7 +270,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
       }
       fetch(stage, p);
     }
-    fetched_all();
+    fetched_all(stage);
     stage = next_stage;
     row += rows_a_turn;
     dx_row += rows_a_turn * dx_stride;

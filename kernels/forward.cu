@@ -25,12 +25,6 @@
 // others, and to ask twice costs 4% (bfloat16, H200, 512 rows).
 constexpr int kFewBlocks = 128;
 
-// From so many bytes of x on, the L2 is told to keep them before others, though this kernel reads
-// none again: what it then gives up is y. 4238 GB/s against 4079 for RMSNorm of 32768 rows of 8192,
-// 4253 against 4145 for LayerNorm of 4096 float32; but 2485 against 2717 at 32768x256 (H200), and
-// a copy of y takes 0.4 us more after it. To have y given up first (evict_first) costs 1.5%.
-constexpr long long kLargeBytes = 32 << 20;
-
 // Statistics of the whole team's row in registers, from sums of d*d, where Centered of d, and where
 // Shifted of |d|: d = x - shift, or x where not Shifted. Element i of pack p is at column
 // first_column(p) + i; those past the row's end are 0.
@@ -95,8 +89,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
   // 1. Read the row.
   Pack<X, kLength> packs[PacksPerThread], first_pack;
   if constexpr (kGuesses) load<Vector>(first_pack, x + row * x_stride, 0, n_cols);
-  const bool large = n_rows * n_cols * static_cast<int>(sizeof(X)) >= kLargeBytes;
-  const CachePolicy policy = evict_last_if(large);
+  const CachePolicy policy = evict_last_if_large(n_rows * n_cols * static_cast<int>(sizeof(X)));
   const X* own_x = x + (row * x_stride + first_column(0));
 #pragma unroll
   for (int p = 0; p < PacksPerThread; ++p) {

@@ -53,11 +53,19 @@ __global__ __launch_bounds__(BlockThreads, 1) void norm_forward_staged(
   long long row = group;
   long long fetched = row;  // the row to be asked for next, and where it is
   const X* fetched_x = x + row * x_stride;
+  const CachePolicy policy = evict_last_if_large(n_rows * n_cols * static_cast<int>(sizeof(X)));
+  OwnPlace own = own_place(StageOfX::place(stages, 0, 0));  // in the stage to be filled next
   const auto fetch = [&](int stage, int p) {
-    StageOfX::template fetch<Vector>(stages + stage * StageOfX::kBytes, p, fetched_x,
-                                     first_column(p), fetched < n_rows ? n_cols : 0);
+    const int n = fetched < n_rows ? n_cols : 0;
+    if constexpr (StageOfX::template kTakesPolicy<Vector>) {
+      StageOfX::fetch(own, p, fetched_x, first_column(p), n, policy);
+    } else {
+      StageOfX::template fetch<Vector>(stages + stage * StageOfX::kBytes, p, fetched_x,
+                                       first_column(p), n);
+    }
   };
-  const auto fetched_all = [&] {
+  const auto fetched_all = [&](int stage) {
+    own = own + (stage + 1 == Stages ? -(Stages - 1) * StageOfX::kBytes : StageOfX::kBytes);
     commit_copies();
     fetched += groups;
     fetched_x += groups * x_stride;
@@ -93,7 +101,7 @@ __global__ __launch_bounds__(BlockThreads, 1) void norm_forward_staged(
   for (int stage = 0; stage < Stages; ++stage) {
 #pragma unroll
     for (int p = 0; p < PacksPerThread; ++p) fetch(stage, p);
-    fetched_all();
+    fetched_all(stage);
   }
   Pack<Weight, kLength> held_weight[HoldWeight ? PacksPerThread : 1];
   Pack<Bias, kLength> held_bias[HoldWeight ? PacksPerThread : 1];
@@ -230,7 +238,7 @@ __global__ __launch_bounds__(BlockThreads, 1) void norm_forward_staged(
       }
       fetch(stage, p);
     }
-    fetched_all();
+    fetched_all(stage);
 
     // 6. Keep what backward needs.
     if constexpr (StoreStatistics) {

@@ -40,6 +40,22 @@ struct Stage {
     }
   }
 
+  // Whether packs can be asked for with a policy.
+  template <int Vector>
+  static constexpr bool kTakesPolicy =
+      kCopiesTakePolicies && Vector == Length && kPieceBytes == 16 && sizeof(T) < 8;
+
+  // The same with a policy, by this thread's place for the first piece of a stage.
+  static __device__ __forceinline__ void fetch(OwnPlace own, int p, const T* row, int first, int n,
+                                               CachePolicy policy) {
+#pragma unroll
+    for (int piece = 0; piece < kPieces; ++piece) {
+      copy_async(own + (p * kPieces + piece) * BlockThreads * kPieceBytes,
+                 reinterpret_cast<const char*>(row + first) + piece * kPieceBytes, first < n,
+                 policy);
+    }
+  }
+
   // Stores pack p to a row of n, from its place and in turn, for the same reason.
   template <int Vector>
   static __device__ __forceinline__ void store(char* stage, int p, T* row, int first, int n) {

@@ -72,9 +72,19 @@ __forceinline__ void prefetch(const void* memory) {
   static_cast<void>(*static_cast<const volatile unsigned short*>(memory));
 }
 struct CachePolicy {};
+constexpr bool kCopiesTakePolicies = true;
+struct OwnPlace {
+  char* address;
+
+  OwnPlace operator+(int bytes) const { return {address + bytes}; }
+};
+__forceinline__ OwnPlace own_place(char* shared) { return {shared}; }
+__forceinline__ void copy_async(OwnPlace place, const void* global, bool valid, CachePolicy) {
+  host::copy_async(place.address, global, 16, valid);
+}
 __forceinline__ CachePolicy evict_first() { return {}; }
 __forceinline__ CachePolicy evict_last() { return {}; }
-__forceinline__ CachePolicy evict_last_if(bool) { return {}; }
+__forceinline__ CachePolicy evict_last_if_large(long long) { return {}; }
 __forceinline__ uint4 load_with_policy(const uint4* memory, CachePolicy) { return *memory; }
 __forceinline__ void store_past_l1(uint4* memory, uint4 value) { *memory = value; }
 
