@@ -384,6 +384,33 @@ def test_rows_that_fill_their_last_tile_badly_are_not_read_twice() -> None:
         assert type(forward_config(spec, n, vector, 90)) is expected, n
 
 
+@pytest.mark.parametrize(
+    ("x", "n", "architecture", "layout"),  # blocks of a cluster, packs a thread, stages
+    [
+        ("bfloat16", 24576, 90, (1, 6, 3)),
+        ("bfloat16", 65536, 90, (2, 8, 3)),
+        ("bfloat16", 65536, 100, (2, 8, 3)),
+        ("bfloat16", 131072, 90, (4, 8, 3)),
+        ("float32", 16384, 90, (1, 8, 3)),
+        ("bfloat16", 24576 + 8, 90, (2, 4, 4)),  # a row's end
+    ],
+)
+def test_full_rows_of_rms_norm_have_half_the_blocks(
+    x: str, n: int, architecture: int, layout: tuple[int, int, int]
+) -> None:
+    def layout_of(norm: str, bias: str | None, vector: int) -> tuple[int, int, int]:
+        spec = ForwardSpec(norm, x, "float32", bias, x, False, True, False)
+        config = forward_config(spec, n, vector, architecture)
+        assert isinstance(config, StagedForward)
+        assert config.packs_per_thread == 4 or config.hold_weight
+        return config.cluster_blocks, config.packs_per_thread, config.stages
+
+    for vector in (1, pack_length(x)):
+        assert layout_of("rms_norm", None, vector) == layout
+    for norm, bias in (("rms_norm", "float32"), ("layer_norm", "float32"), ("layer_norm", None)):
+        assert layout_of(norm, bias, 1)[1] == 4
+
+
 def regimes(spec: Spec, architecture: int) -> tuple[tuple[type, int], ...]:
     """Return each regime and the KiB of its longest row, but of the streaming one that is last."""
     length = pack_length(spec.x)

@@ -237,6 +237,9 @@ def _staged() -> Iterable[Staged]:
                     for row_threads, blocks in ((96, 1), (64, 2))
                 ),
             )
+            if file == "forward_staged.cu":
+                # A weight held, and moved by single elements.
+                yield staged(6, 333, other="bfloat16", packs_per_thread=2, hold_weight=True)
             if file == "backward.cu":
                 yield from (
                     # Teams of a block, some of them past the last row; gradients summed over them.
