@@ -9,8 +9,6 @@ from typing import Any
 
 from cupynorm._bench import DTYPES
 
-ALL_ONES = 0xFF  # a NaN in every dtype, and no value that a norm returns
-
 
 def torch_dtype(name: str) -> Any:
     import torch

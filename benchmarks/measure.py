@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
-from benchmarks import oracle
 from benchmarks.backends.base import Backend, Outputs, Replay
 from benchmarks.timing import Clock
+from cupynorm import _oracle
 from cupynorm._bench import Problem
 
 Record = dict[str, Any]
@@ -32,12 +32,12 @@ def check(
 def judge(
     problem: Problem, inputs: dict[str, Any], named: dict[str, Any], xp: Any, **options: Any
 ) -> Record:
-    """Return the verdict of `benchmarks.oracle`, whose `errors` takes the options."""
+    """Return the verdict of `cupynorm._oracle`, whose `errors` takes the options."""
     try:
-        found = oracle.errors(problem, inputs, named, xp, **options)
+        found = _oracle.errors(problem, inputs, named, xp, **options)
     except AssertionError as error:
         return {"status": "wrong", "reason": str(error)}
-    wrong = oracle.verdict(found)
+    wrong = _oracle.verdict(found)
     return {
         "status": "wrong" if wrong else "ok",
         "reason": wrong,

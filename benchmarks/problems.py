@@ -7,7 +7,8 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import get_args
 
-from cupynorm._bench import Direction, Problem, shape
+from cupynorm._bench import Direction, Problem
+from cupynorm._bench_command import shape
 from cupynorm.reference import Norm
 
 Shape = tuple[int, int]

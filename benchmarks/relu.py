@@ -17,15 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import cupynorm
-from benchmarks import cudnn_graphs, oracle, results
+from benchmarks import cudnn_graphs, results
 from benchmarks.backends import cudnn_peer
 from benchmarks.backends.base import Backend, Call, CuPyBackend, Outputs
-from benchmarks.exchange import ALL_ONES
 from benchmarks.measure import judge, measure, reason
 from benchmarks.results import Record
 from benchmarks.timing import Clock, rotations
-from cupynorm import _bench
-from cupynorm._bench import EPS, Problem
+from cupynorm import _bench, _oracle
+from cupynorm._bench import ALL_ONES, EPS, Problem
 from cupynorm._environment import gpu_problem
 
 RELU = (0.0, 6.0)
@@ -110,7 +109,7 @@ def check(
         bitmask = named.pop("bitmask", None)
         record = judge(problem, inputs, named, xp, relu=backend.relu)
         if bitmask is not None:
-            record["wrong_bits"] = oracle.wrong_bits(problem, inputs, bitmask, backend.relu, xp)
+            record["wrong_bits"] = _oracle.wrong_bits(problem, inputs, bitmask, backend.relu, xp)
             if record["wrong_bits"] and record["status"] == "ok":
                 record |= {"status": "wrong", "reason": f"{record['wrong_bits']} wrong bits"}
     else:

@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 
 import cupynorm
-from cupynorm import _bench, testing
+from cupynorm import _bench_command, testing
 from cupynorm._environment import describe, gpu_problem
 from cupynorm.reference import Norm
 
@@ -160,9 +160,9 @@ def main(arguments: list[str] | None = None) -> int:
     )
     commands = parser.add_subparsers(dest="command")
     bench = commands.add_parser(
-        "bench", help="time each norm beside the memory's limit", description=_bench.__doc__
+        "bench", help="time each norm beside the memory's limit", description=_bench_command.__doc__
     )
-    _bench.add_arguments(bench)
+    _bench_command.add_arguments(bench)
     options = parser.parse_args(arguments)
 
     print(f"cupynorm {cupynorm.__version__}")
@@ -175,7 +175,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"\nThere is nothing to time: {missing}.")
             return 1
         print()
-        return _bench.main(options)
+        return _bench_command.main(options)
     if missing:
         print(f"\nNo GPU can be used: {missing}. So: smaller arrays, on the CPU, by NumPy.")
     machine, problems = (cpu(), CPU_PROBLEMS) if missing else (gpu(), GPU_PROBLEMS)

@@ -1,13 +1,10 @@
-"""Time each norm beside the limit that the memory sets: a copy, or a sum of two arrays.
+"""What is timed, and how: a pass over drawn arrays, the limit that the memory sets, a clock.
 
-It needs CuPy alone, and times calls as users make them. It checks no result: ``python -m cupynorm``
-does. The benchmark in benchmarks/ of the repository, which checks what it times and adds other
-libraries and the time of the kernels alone, measures by the same bytes, data and clock.
+For ``python -m cupynorm bench`` and for the benchmark in benchmarks/ of the repository.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,7 +16,7 @@ import numpy as np
 import cupynorm
 from cupynorm.reference import Norm
 
-__all__ = ["Clock", "Problem", "Timing", "add_arguments", "inputs", "limit", "main", "ours"]
+__all__ = ["Clock", "Problem", "Timing", "inputs", "limit", "ours", "poison"]
 
 Direction = Literal["forward", "backward"]
 
@@ -29,8 +26,8 @@ DTYPES = {
     "float32": np.dtype(np.float32),
     "float64": np.dtype(np.float64),
 }
+ALL_ONES = 0xFF  # bytes that are NaN in every dtype, and no value that a norm returns
 EPS = {"rms_norm": 1e-6, "layer_norm": 1e-5}
-SHAPES = tuple((32768, n) for n in (256, 1024, 4096, 16384))
 
 
 @dataclass(frozen=True)
@@ -236,6 +233,15 @@ def inputs(problem: Problem, seed: int, xp: Any) -> dict[str, Any]:
     return arrays
 
 
+def poison(arrays: dict[str, Any]) -> None:
+    """Let CuPy's pool hand out NaN where outputs like these arrays are allocated next."""
+    import cupy
+
+    blocks = [cupy.empty_like(array) for array in arrays.values()]
+    for block in blocks:
+        block.view("u1").fill(ALL_ONES)
+
+
 def limit(problem: Problem, arrays: dict[str, Any]) -> Callable[[], object]:
     """Return what moves the matrices at the memory's speed: a copy, or a sum of two into a third.
 
@@ -265,53 +271,3 @@ def ours(problem: Problem, arrays: dict[str, Any]) -> Callable[[], tuple[Any, ..
     if problem.norm == "rms_norm":
         return lambda: cupynorm.rms_norm_backward(arrays["dy"], x, weight, stored.rstd)[:2]
     return lambda: cupynorm.layer_norm_backward(arrays["dy"], x, weight, stored.mean, stored.rstd)
-
-
-def shape(text: str) -> tuple[int, int]:
-    """Read a shape such as 32768x4096."""
-    sizes = text.split("x")
-    if len(sizes) != 2 or not all(size.isdecimal() and int(size) for size in sizes):
-        raise argparse.ArgumentTypeError(f"must be rows x columns, as 32768x4096, got {text!r}")
-    return int(sizes[0]), int(sizes[1])
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
-    parser.add_argument(
-        "--shapes",
-        nargs="+",
-        type=shape,
-        default=SHAPES,
-        metavar="MxN",
-        help=f"rows x columns (default: {' '.join(f'{m}x{n}' for m, n in SHAPES)})",
-    )
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of x (%(default)s)")
-    parser.add_argument(
-        "--weight-dtype", choices=DTYPES, default="float32", help="of weight (%(default)s)"
-    )
-
-
-def main(options: argparse.Namespace) -> int:
-    """Print GB/s of each norm, of the limit, and their ratio."""
-    import cupy
-
-    clock = Clock()
-    print("GB/s of the bytes that must move; the limit is a copy, or a sum of two arrays.\n")
-    print(
-        f"{'norm':<12}{'direction':<10}{'x':<24}{'weight':<10}{'limit':>8}{'ours':>8}{'ratio':>7}"
-    )
-    for rows, cols in options.shapes:
-        for norm in ("rms_norm", "layer_norm"):
-            for direction in ("forward", "backward"):
-                problem = Problem(norm, direction, rows, cols, options.dtype, options.weight_dtype)
-                arrays = inputs(problem, 0, cupy)
-                speeds = []
-                for call in (limit(problem, arrays), ours(problem, arrays)):
-                    speeds.append(1e-9 * problem.bytes / clock.measure([call]).median)
-                print(
-                    f"{norm:<12}{direction:<10}{f'{rows}x{cols} {options.dtype}':<24}"
-                    f"{options.weight_dtype:<10}{speeds[0]:>8.0f}{speeds[1]:>8.0f}"
-                    f"{speeds[1] / speeds[0]:>7.2f}",
-                    flush=True,
-                )
-    return 0

@@ -30,12 +30,12 @@ sys.path.insert(0, str(ROOT))  # benchmarks/ is not installed
 
 from rich.console import Console  # noqa: E402
 
+import cupynorm  # noqa: E402
 from benchmarks import (  # noqa: E402
     calls,
     compare,
     cudnn_graphs,
     host,
-    oracle,
     plots,
     problems,
     regimes,
@@ -52,7 +52,7 @@ from benchmarks.display import Display  # noqa: E402
 from benchmarks.measure import measure  # noqa: E402
 from benchmarks.timing import Clock, Timing, host_seconds, profiled, rotations  # noqa: E402
 from cupynorm import __main__ as command  # noqa: E402
-from cupynorm import _bench, reference, testing  # noqa: E402
+from cupynorm import _bench, _bench_command, _oracle, reference, testing  # noqa: E402
 from cupynorm._bench import DTYPES, EPS, Problem  # noqa: E402
 
 SYNTHETIC = Path(__file__).parent / "data" / "synthetic_results.json"
@@ -180,11 +180,11 @@ SMALL = [
 
 @pytest.mark.parametrize("problem", SMALL, ids=str)
 def test_oracle_agrees_with_the_bounds_of_testing(problem, monkeypatch) -> None:
-    monkeypatch.setattr(oracle, "CHUNK_ELEMENTS", 10 * problem.cols)
+    monkeypatch.setattr(_oracle, "CHUNK_ELEMENTS", 10 * problem.cols)
     arrays = _bench.inputs(problem, 0, np)
     outputs, ratios = reference_outputs(problem, arrays)
-    found = oracle.errors(problem, arrays, outputs, np)
-    assert oracle.verdict(found) is None
+    found = _oracle.errors(problem, arrays, outputs, np)
+    assert _oracle.verdict(found) is None
     for name, errors in found.items():
         # The reference is float64 too, rounded elsewhere; its stored statistics are rounded.
         assert errors.over_bound == pytest.approx(ratios[name], abs=0.35)
@@ -198,7 +198,7 @@ def test_oracle_finds_one_wrong_element_of_each_output(problem, bad) -> None:
     for name in problem.outputs:
         wrong = {key: value.copy() for key, value in outputs.items()}
         wrong[name].reshape(-1)[-1] = bad
-        assert name in (oracle.verdict(oracle.errors(problem, arrays, wrong, np)) or "")
+        assert name in (_oracle.verdict(_oracle.errors(problem, arrays, wrong, np)) or "")
 
 
 @pytest.mark.parametrize(("dtype", "name"), [("bfloat16", "y"), ("float32", "dx")])
@@ -210,16 +210,16 @@ def test_oracle_finds_a_row_that_the_norm_of_all_does_not_show(dtype, name) -> N
     right = outputs[name][7].copy()
     # The norm over all rows shows a row of zeros in float32, but not one that is a little off.
     outputs[name][7] = 0 if dtype == "bfloat16" else right * np.float32(1.0005)
-    found = oracle.errors(problem, arrays, outputs, np)
+    found = _oracle.errors(problem, arrays, outputs, np)
     assert found[name].relative < found[name].tolerance
-    assert f"{name} has an element off" in (oracle.verdict(found) or "")
+    assert f"{name} has an element off" in (_oracle.verdict(found) or "")
 
 
 def test_every_dtype_holds_the_weights_exactly() -> None:
     for dtype in DTYPES:
         arrays = _bench.inputs(Problem("layer_norm", "forward", 2, 500, "float32", dtype), 0, np)
         for name in ("weight", "bias"):
-            values = oracle.widen(arrays[name])
+            values = _oracle.widen(arrays[name])
             assert np.unique(values).size > 10
             for other in DTYPES.values():
                 assert np.array_equal(values.astype(other).astype(np.float64), values)
@@ -404,13 +404,13 @@ def test_what_tunes_is_measured_after_all_others() -> None:
 
 def test_a_replay_is_checked_in_full_only_where_its_bits_differ(monkeypatch) -> None:
     checks = []
-    errors = oracle.errors
+    errors = _oracle.errors
 
     def counted(*arguments):
         checks.append(arguments)
         return errors(*arguments)
 
-    monkeypatch.setattr(oracle, "errors", counted)
+    monkeypatch.setattr(_oracle, "errors", counted)
     for fault, expected in (("", 1), ("other bits", 2), ("wrong replay", 2)):
         checks.clear()
         measure(SMALL[0], FakeBackend(fault), [_bench.inputs(SMALL[0], 0, np)], FakeClock(), np)
@@ -533,7 +533,7 @@ def test_peers_that_run_on_the_cpu_are_given_the_same_problem(name, problem) -> 
     arrays = _bench.inputs(problem, 0, np)
     outputs = backend.collect(backend.prepare(problem, arrays).run(), np)
     named = dict(zip(problem.outputs, outputs, strict=True))
-    assert oracle.verdict(oracle.errors(problem, arrays, named, np)) is None
+    assert _oracle.verdict(_oracle.errors(problem, arrays, named, np)) is None
 
 
 class FakeGraph:
@@ -1782,11 +1782,68 @@ def test_bench_without_gpu_says_so(monkeypatch, capsys) -> None:
     assert "There is nothing to time: a test hides it." in capsys.readouterr().out
 
 
+def bench_on_numpy(monkeypatch, wrong: str = "") -> list[Callable[[], object]]:
+    """Have bench run on NumPy arrays, one output off; return the list of what it will time."""
+    timed = []
+
+    class CountingClock(FakeClock):
+        def measure(self, calls, resets=()) -> Timing:
+            timed.extend(calls)
+            return super().measure(calls, resets)
+
+    def ours(problem, arrays):
+        outputs, _ = reference_outputs(problem, arrays)
+        if wrong in outputs:
+            outputs[wrong].flat[3] += 1000
+        return lambda: tuple(outputs.values())
+
+    monkeypatch.setattr(command, "gpu_problem", lambda: None)
+    monkeypatch.setattr(command, "describe", dict)
+    monkeypatch.setitem(sys.modules, "cupy", np)
+    monkeypatch.setattr(_bench_command, "Clock", CountingClock)
+    monkeypatch.setattr(_bench_command, "limit", lambda problem, arrays: None)
+    monkeypatch.setattr(_bench_command, "poison", lambda arrays: None)
+    monkeypatch.setattr(_bench_command, "ours", ours)
+    return timed
+
+
+def test_bench_prints_a_line_a_pass(monkeypatch, capsys) -> None:
+    timed = bench_on_numpy(monkeypatch)
+    assert command.main(["bench", "--shapes", "4x256", "3x64", "--dtype", "float16"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("4x256 float16") == printed.count("3x64 float16") == 4
+    assert printed.count("   1.00\n") == 8
+    assert len(timed) == 16
+
+
+@pytest.mark.parametrize("wrong", ["y", "dx", "dweight", "dbias"])
+def test_bench_does_not_time_what_is_wrong(wrong, monkeypatch, capsys) -> None:
+    timed = bench_on_numpy(monkeypatch, wrong)
+    assert command.main(["bench", "--shapes", "4x256"]) == 1
+    printed = capsys.readouterr().out
+    count = 1 if wrong == "dbias" else 2
+    assert printed.count(f"WRONG, not timed: {wrong} is off by") == count
+    assert f"{count} of 4 results are WRONG." in printed
+    assert len(timed) == 8 - count
+
+
 @pytest.mark.gpu
-def test_bench_prints_a_line_a_pass(capsys) -> None:
-    assert command.main(["bench", "--shapes", "512x1024", "--dtype", "float16"]) == 0
+def test_bench_times_what_is_right_on_a_gpu(monkeypatch, capsys) -> None:
+    arguments = ["bench", "--shapes", "512x1024", "--dtype", "float16"]
+    assert command.main(arguments) == 0
     printed = capsys.readouterr().out
     assert printed.count("512x1024 float16") == 4
+    assert "WRONG" not in printed
+
+    def one_value_off(*args, **kwargs):
+        y = rms_norm(*args, **kwargs)
+        y[7, 5] += 2
+        return y
+
+    rms_norm = cupynorm.rms_norm
+    monkeypatch.setattr(cupynorm, "rms_norm", one_value_off)
+    assert command.main(arguments) == 1
+    assert capsys.readouterr().out.count("WRONG, not timed: y") == 1
 
 
 @pytest.mark.gpu

@@ -11,7 +11,8 @@ from typing import Any, ClassVar, Literal
 
 from benchmarks import exchange
 from benchmarks.timing import Clock, Timing
-from cupynorm._bench import Problem
+from cupynorm import _bench
+from cupynorm._bench import ALL_ONES, Problem
 
 Outputs = tuple[Any, ...]
 
@@ -108,11 +109,7 @@ class CuPyBackend(Backend):
         return list(outputs)
 
     def poison(self, problem: Problem, inputs: dict[str, Any]) -> None:
-        import cupy
-
-        blocks = [cupy.empty_like(inputs[name]) for name in inputs]
-        for block in blocks:
-            block.view("u1").fill(exchange.ALL_ONES)
+        _bench.poison(inputs)
 
     def synchronize(self) -> None:
         import cupy
@@ -141,7 +138,7 @@ class CuPyBackend(Backend):
             finally:
                 graph = stream.end_capture()
         for output in outputs:
-            output.view("u1").fill(exchange.ALL_ONES)
+            output.view("u1").fill(ALL_ONES)
         # The call owns what the graph reads.
         return Replay(lambda graph=graph, call=call: graph.launch(), outputs)
 
@@ -168,7 +165,7 @@ class TorchBackend(Backend):
 
         tensors = [torch.empty_like(exchange.to_torch(inputs[name])) for name in inputs]
         for tensor in tensors:
-            tensor.view(torch.uint8).fill_(exchange.ALL_ONES)
+            tensor.view(torch.uint8).fill_(ALL_ONES)
 
     def synchronize(self) -> None:
         import torch
@@ -197,7 +194,7 @@ class TorchBackend(Backend):
                 outputs = call.run()
         torch.cuda.synchronize()
         for output in outputs:
-            output.detach().view(torch.uint8).fill_(exchange.ALL_ONES)
+            output.detach().view(torch.uint8).fill_(ALL_ONES)
         if call.reset is not None:
             call.reset()
         # The call owns what the graph reads.

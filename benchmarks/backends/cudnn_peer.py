@@ -10,10 +10,10 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks import cudnn_graphs, exchange
+from benchmarks import cudnn_graphs
 from benchmarks.backends.base import Call, TorchBackend
 from benchmarks.cudnn_graphs import Graph
-from cupynorm._bench import EPS, Problem
+from cupynorm._bench import ALL_ONES, EPS, Problem
 
 
 class Cudnn(TorchBackend):
@@ -47,7 +47,7 @@ class Cudnn(TorchBackend):
             given["bias"] = tensors.get("bias")
         run = self.bound(problem, given, lambda: _build(problem, given))
         for output in run.outputs.values():
-            output.view(torch.uint8).fill_(exchange.ALL_ONES)
+            output.view(torch.uint8).fill_(ALL_ONES)
         return once(run, problem.outputs, note)
 
     def bound(self, problem: Problem, given: dict[str, Any], build: Callable[[], Graph]) -> Graph:

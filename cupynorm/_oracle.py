@@ -54,12 +54,14 @@ def errors(
     Of the problem's outputs none may be missing; forward may have mean and rstd besides. With relu,
     y was clamped; with a bitmask, backward counts dy as 0 where its bit is not set.
     """
-    assert set(problem.outputs) <= set(outputs), f"of {problem.outputs} only {list(outputs)}"
+    if not set(problem.outputs) <= set(outputs):
+        raise AssertionError(f"of {problem.outputs} only {list(outputs)}")
     for name, output in outputs.items():
         wanted = _shape(problem, name)
-        assert output.shape == wanted, f"{name} has shape {output.shape}, not {wanted}"
-        if name in ("y", "dx"):
-            assert output.dtype == inputs["x"].dtype, f"{name} is {output.dtype}"
+        if output.shape != wanted:
+            raise AssertionError(f"{name} has shape {output.shape}, not {wanted}")
+        if name in ("y", "dx") and output.dtype != inputs["x"].dtype:
+            raise AssertionError(f"{name} is {output.dtype}")
     tallies = {name: _Tally(output.dtype, problem, xp) for name, output in outputs.items()}
     sums: dict[str, Any] = {}
     for rows in _pieces(problem):
@@ -82,7 +84,8 @@ def wrong_bits(
 ) -> int:
     """Count the bits that are not those of exact y, where y is no rounding away from a bound."""
     wanted = (problem.rows, -(-problem.cols // 8))
-    assert bitmask.shape == wanted, f"bitmask has shape {bitmask.shape}, not {wanted}"
+    if bitmask.shape != wanted:
+        raise AssertionError(f"bitmask has shape {bitmask.shape}, not {wanted}")
     lower, upper = relu
     wrong = 0
     for rows in _pieces(problem):
@@ -119,7 +122,7 @@ def _pieces(problem: Problem) -> Iterator[slice]:
 
 def _exact(
     problem: Problem, inputs: dict[str, Any], rows: slice, xp: Any, bitmask: Any = None
-) -> tuple[dict, dict]:
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the exact values and the magnitudes that `cupynorm.testing` derives, of some rows."""
     x, w = widen(inputs["x"][rows]), widen(inputs["weight"])
     u = _unit(problem)
@@ -177,10 +180,10 @@ def _unit(problem: Problem) -> float:
 class _Tally:
     """Sums the errors of one output, piece by piece, without leaving the device."""
 
-    def __init__(self, dtype: np.dtype, problem: Problem, xp: Any) -> None:
+    def __init__(self, dtype: np.dtype[Any], problem: Problem, xp: Any) -> None:
         self._xp, self._unit = xp, _unit(problem)
         self._tolerance = TOLERANCE[dtype.name]
-        self._info = ml_dtypes.finfo(dtype)
+        self._info: Any = ml_dtypes.finfo(dtype)  # type: ignore[no-untyped-call]
         self._tiny = float(np.finfo(np.float64 if problem.dtype == "float64" else "f4").tiny)
         self._squares = self._exact_squares = self._worst = 0.0
 
