@@ -441,12 +441,14 @@ def _deep_forward(
 
     794 us against 843 for RMSNorm of 32768 rows of 24576, 1100 against 1119 for 16384 of 65536,
     526 against 560 for 16384 of 16384 float32 (bfloat16 unless said otherwise, H200). The weight is
-    held however it is aligned, as shared memory has no room for it; a bias, or a row's end, beside
-    it would spill.
+    held however it is aligned, as shared memory has no room for it; beside it a bias, a 1 to be
+    added to it, a y wider than x or a row's end would spill.
     """
     block_threads = 512
     packs_per_thread, rest = divmod(2 * n, cluster_blocks * block_threads * pack_length(spec.x))
-    if cluster_blocks == 1 or rest or spec.norm != "rms_norm" or spec.bias or wide:
+    plain = spec.norm == "rms_norm" and not (spec.bias or spec.zero_centered or wide)
+    plain = plain and ITEMSIZE[spec.y] <= ITEMSIZE[spec.x]
+    if cluster_blocks == 1 or rest or not plain:
         return None
     return StagedForward(
         block_threads=block_threads,

@@ -89,6 +89,13 @@ def instantiations(architecture: int) -> list[Instantiation]:
         for bias in (None, "float32"):
             spec = BackwardSpec(norm, x, x, None, bias, False, False)
             kernels |= dict.fromkeys(backward_kernels(spec, 4096, pack_length(x), architecture))
+    # What half the blocks stage, with 8 packs a thread.
+    for x, relu, packs in itertools.product(("float32", "bfloat16"), (False, True), (4096, 32768)):
+        for weight in ("float32", x, None):
+            deep = ForwardSpec("rms_norm", x, weight, None, x, False, True, relu)
+            for vector in (1, pack_length(x)):
+                config = forward_config(deep, packs * pack_length(x), vector, architecture)
+                kernels[forward_instantiation(deep, config)] = None
     # What is streamed by two blocks a multiprocessor, of 32 registers a thread.
     for x, zero_centered in itertools.product(("float32", "float16", "bfloat16"), (False, True)):
         for weight in ("float32", x) if zero_centered else ("float32", x, None):

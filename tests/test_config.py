@@ -398,8 +398,10 @@ def test_rows_that_fill_their_last_tile_badly_are_not_read_twice() -> None:
 def test_full_rows_of_rms_norm_have_half_the_blocks(
     x: str, n: int, architecture: int, layout: tuple[int, int, int]
 ) -> None:
-    def layout_of(norm: str, bias: str | None, vector: int) -> tuple[int, int, int]:
-        spec = ForwardSpec(norm, x, "float32", bias, x, False, True, False)
+    def layout_of(
+        norm: str, bias: str | None, vector: int, *, zero_centered: bool = False
+    ) -> tuple[int, int, int]:
+        spec = ForwardSpec(norm, x, "float32", bias, x, zero_centered, True, False)
         config = forward_config(spec, n, vector, architecture)
         assert isinstance(config, StagedForward)
         assert config.packs_per_thread == 4 or config.hold_weight
@@ -409,6 +411,7 @@ def test_full_rows_of_rms_norm_have_half_the_blocks(
         assert layout_of("rms_norm", None, vector) == layout
     for norm, bias in (("rms_norm", "float32"), ("layer_norm", "float32"), ("layer_norm", None)):
         assert layout_of(norm, bias, 1)[1] == 4
+    assert layout_of("rms_norm", None, 1, zero_centered=True)[1] == 4
 
 
 def regimes(spec: Spec, architecture: int) -> tuple[tuple[type, int], ...]:
