@@ -35,7 +35,7 @@ def judge(
     """Return the verdict of `cupynorm._oracle`, whose `errors` takes the options."""
     try:
         found = _oracle.errors(problem, inputs, named, xp, **options)
-    except AssertionError as error:
+    except ValueError as error:
         return {"status": "wrong", "reason": str(error)}
     wrong = _oracle.verdict(found)
     return {

@@ -16,7 +16,19 @@ import numpy as np
 import cupynorm
 from cupynorm.reference import Norm
 
-__all__ = ["Clock", "Problem", "Timing", "inputs", "limit", "ours", "poison"]
+__all__ = [
+    "ALL_ONES",
+    "DTYPES",
+    "EPS",
+    "Clock",
+    "Direction",
+    "Problem",
+    "Timing",
+    "inputs",
+    "limit",
+    "ours",
+    "poison",
+]
 
 Direction = Literal["forward", "backward"]
 
@@ -267,7 +279,7 @@ def ours(problem: Problem, arrays: dict[str, Any]) -> Callable[[], tuple[Any, ..
     if problem.direction == "forward":
         function = getattr(cupynorm, problem.norm)
         return lambda: (function(x, weight, bias, eps=eps),)
-    stored = getattr(cupynorm, f"{problem.norm}_forward")(x, weight, bias, eps=eps)
+    _, mean, rstd, _ = getattr(cupynorm, f"{problem.norm}_forward")(x, weight, bias, eps=eps)
     if problem.norm == "rms_norm":
-        return lambda: cupynorm.rms_norm_backward(arrays["dy"], x, weight, stored.rstd)[:2]
-    return lambda: cupynorm.layer_norm_backward(arrays["dy"], x, weight, stored.mean, stored.rstd)
+        return lambda: cupynorm.rms_norm_backward(arrays["dy"], x, weight, rstd)[:2]
+    return lambda: cupynorm.layer_norm_backward(arrays["dy"], x, weight, mean, rstd)

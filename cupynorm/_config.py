@@ -394,10 +394,10 @@ def _streaming_blocks(packs: int, architecture: int) -> int:
 def _staged_forward(
     spec: ForwardSpec, n: int, packs: int, vector: int, architecture: int, *, wide: bool
 ) -> StagedForward | None:
-    """Return the configuration of rows that fill clusters of blocks of 512 threads, 4 packs each.
+    """Return the configuration of rows in the shared memory of blocks of 512 threads.
 
-    Of the widths tried (256 to 1024 threads, 1 to 8 packs) it is the fastest, or within 3%, from
-    N = 16384 to 131072 (bfloat16, H200), but for `_deep_forward`.
+    As in `_deep_forward` or else 4 packs a thread: of the widths tried (256 to 1024 threads, 1 to 8
+    packs) the fastest, or within 3%, from N = 16384 to 131072 (bfloat16, H200).
     """
     length = pack_length(spec.x)
     block_threads, packs_per_thread = 512, 4
@@ -441,13 +441,13 @@ def _deep_forward(
 
     794 us against 843 for RMSNorm of 32768 rows of 24576, 1100 against 1119 for 16384 of 65536,
     526 against 560 for 16384 of 16384 float32 (bfloat16 unless said otherwise, H200). The weight is
-    held however it is aligned, as shared memory has no room for it; beside it a bias, a 1 to be
-    added to it, a y wider than x or a row's end would spill.
+    held however it is aligned, as shared memory mostly has no room for it; beside it a bias, a 1 to
+    be added, a ReLU, a y wider than x or a row's end would spill on one architecture or another.
     """
     block_threads = 512
     packs_per_thread, rest = divmod(2 * n, cluster_blocks * block_threads * pack_length(spec.x))
-    plain = spec.norm == "rms_norm" and not (spec.bias or spec.zero_centered or wide)
-    plain = plain and ITEMSIZE[spec.y] <= ITEMSIZE[spec.x]
+    plain = spec.norm == "rms_norm" and ITEMSIZE[spec.y] <= ITEMSIZE[spec.x]
+    plain = plain and not (spec.bias or spec.zero_centered or spec.relu or wide)
     if cluster_blocks == 1 or rest or not plain:
         return None
     return StagedForward(

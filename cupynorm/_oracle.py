@@ -5,6 +5,9 @@ the dtype of that output, in float64 on the device, and no element's error is mo
 times the bound of `cupynorm.testing`, so that a few wrong rows are not lost in a million. Within
 that, how many times its bound an error is is information: cupynorm promises 1 of itself, and
 nobody else claims it.
+
+The formulas are those of `cupynorm.testing`, some rows at a time and on NumPy or CuPy arrays, so
+that a result of gigabytes is checked in a fraction of a second where it lies.
 """
 
 from __future__ import annotations
@@ -49,19 +52,19 @@ def errors(
     relu: tuple[float, float] | None = None,
     bitmask: Any = None,
 ) -> dict[str, Errors]:
-    """Return the `Errors` of each output; an AssertionError names a wrong shape or dtype.
+    """Return the `Errors` of each output; a ValueError names a wrong shape or dtype.
 
     Of the problem's outputs none may be missing; forward may have mean and rstd besides. With relu,
     y was clamped; with a bitmask, backward counts dy as 0 where its bit is not set.
     """
     if not set(problem.outputs) <= set(outputs):
-        raise AssertionError(f"of {problem.outputs} only {list(outputs)}")
+        raise ValueError(f"of {problem.outputs} only {list(outputs)}")
     for name, output in outputs.items():
         wanted = _shape(problem, name)
         if output.shape != wanted:
-            raise AssertionError(f"{name} has shape {output.shape}, not {wanted}")
+            raise ValueError(f"{name} has shape {output.shape}, not {wanted}")
         if name in ("y", "dx") and output.dtype != inputs["x"].dtype:
-            raise AssertionError(f"{name} is {output.dtype}")
+            raise ValueError(f"{name} is {output.dtype}")
     tallies = {name: _Tally(output.dtype, problem, xp) for name, output in outputs.items()}
     sums: dict[str, Any] = {}
     for rows in _pieces(problem):
@@ -79,13 +82,23 @@ def errors(
     return {name: tally.errors() for name, tally in tallies.items()}
 
 
+def what_is_wrong(
+    problem: Problem, inputs: dict[str, Any], outputs: dict[str, Any], xp: Any
+) -> str | None:
+    """Say what is wrong with outputs, or return None."""
+    try:
+        return verdict(errors(problem, inputs, outputs, xp))
+    except ValueError as error:
+        return str(error)
+
+
 def wrong_bits(
     problem: Problem, inputs: dict[str, Any], bitmask: Any, relu: tuple[float, float], xp: Any
 ) -> int:
     """Count the bits that are not those of exact y, where y is no rounding away from a bound."""
     wanted = (problem.rows, -(-problem.cols // 8))
     if bitmask.shape != wanted:
-        raise AssertionError(f"bitmask has shape {bitmask.shape}, not {wanted}")
+        raise ValueError(f"bitmask has shape {bitmask.shape}, not {wanted}")
     lower, upper = relu
     wrong = 0
     for rows in _pieces(problem):

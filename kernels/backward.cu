@@ -77,8 +77,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
     } else {
       StageOfX::template fetch<Vector>(place, p, fetched_x, first_column(p), n);
     }
-    if constexpr (StageOfX::template kTakesPolicy<Vector> &&
-                  StageOfDY::template kTakesPolicy<Vector>) {
+    if constexpr (StageOfDY::template kTakesPolicy<Vector>) {
       StageOfDY::fetch(own + StageOfX::kBytes, p, fetched_dy, first_column(p), n, policy);
     } else {
       StageOfDY::template fetch<Vector>(place + StageOfX::kBytes, p, fetched_dy, first_column(p),

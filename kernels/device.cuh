@@ -205,13 +205,13 @@ __device__ __forceinline__ CachePolicy evict_last() {
 #endif
   return policy;
 }
-// evict_last for a kernel that reads so many bytes, else as a load without a policy. From 32 MiB on
-// the L2 is told to keep them before others, though the kernel reads none again: what it then gives
-// up is what the kernel writes. 4238 GB/s against 4079 for RMSNorm of 32768 rows of 8192, 4253
-// against 4145 for LayerNorm of 4096 float32, backward of RMSNorm 2 to 7% sooner; but 2485 against
-// 2717 forward at 32768x256 (H200), and a copy of y takes 0.4 us more after it. To have y given up
-// first (evict_first) costs 1.5%. By selp: of a conditional expression NVRTC makes a branch, which
-// loads then wait behind, 8% in LayerNorm at N = 8192.
+// evict_last for a kernel that reads so many bytes of rows, else as a load without a policy. From
+// 32 MiB on the L2 is told to keep them before others, though the kernel reads none again: what it
+// then gives up is what the kernel writes. 4238 GB/s against 4079 for RMSNorm of 32768 rows of 8192,
+// 4253 against 4145 for LayerNorm of 4096 float32, backward of RMSNorm 2 to 7% sooner; but 2485
+// against 2717 forward at 32768x256 (H200), and a copy of y takes 0.4 us more after it. To have y
+// given up first (evict_first) costs 1.5%. By selp: of a conditional expression NVRTC makes a
+// branch, which loads then wait behind, 8% in LayerNorm at N = 8192.
 constexpr long long kLargeBytes = 32 << 20;
 __device__ __forceinline__ CachePolicy evict_last_if_large(long long bytes) {
   CachePolicy policy{};
@@ -229,10 +229,11 @@ __device__ __forceinline__ CachePolicy evict_last_if_large(long long bytes) {
 #endif
   return policy;
 }
-// Asynchronous copies of 16 bytes with a policy, to a place in shared memory that is the thread's own:
-// by an exchange that leaves it as it is, so that nothing of it is known to be the block's. NVRTC
-// (12.9, 13.2) would put that into a uniform register, where a copy has its policy as well, and with
-// both in one the instruction is illegal.
+// Asynchronous copies of 16 bytes with a policy, where kCopiesTakePolicies. The place in shared
+// memory is given as the thread's own, after an exchange that leaves it as it is: where NVRTC (12.9,
+// 13.2) sees a part of it that is the block's, it makes LDGSTS [R109+UR0], desc[UR1], an illegal
+// instruction, whose place and policy overlap in the uniform registers. tests/test_compile.py looks
+// for such.
 #if __CUDA_ARCH__ == 900
 constexpr bool kCopiesTakePolicies = true;
 #else

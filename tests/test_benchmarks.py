@@ -1782,49 +1782,67 @@ def test_bench_without_gpu_says_so(monkeypatch, capsys) -> None:
     assert "There is nothing to time: a test hides it." in capsys.readouterr().out
 
 
-def bench_on_numpy(monkeypatch, wrong: str = "") -> list[Callable[[], object]]:
-    """Have bench run on NumPy arrays, one output off; return the list of what it will time."""
-    timed = []
+def bench_on_numpy(monkeypatch, wrong: str = "") -> list[str]:
+    """Have bench run on NumPy arrays, one output off; return the list of what it will do."""
+    done = []
 
-    class CountingClock(FakeClock):
+    class NotingClock(FakeClock):
         def measure(self, calls, resets=()) -> Timing:
-            timed.extend(calls)
+            done.append("time")
             return super().measure(calls, resets)
 
     def ours(problem, arrays):
         outputs, _ = reference_outputs(problem, arrays)
-        if wrong in outputs:
+        if wrong == "memory":
+            raise MemoryError("no 8 GB")
+        if wrong == "shape":
+            outputs = {name: output[..., :-1] for name, output in outputs.items()}
+        elif wrong in outputs:
             outputs[wrong].flat[3] += 1000
-        return lambda: tuple(outputs.values())
+
+        def call():
+            done.append("call")
+            return tuple(outputs.values())
+
+        return call
 
     monkeypatch.setattr(command, "gpu_problem", lambda: None)
     monkeypatch.setattr(command, "describe", dict)
     monkeypatch.setitem(sys.modules, "cupy", np)
-    monkeypatch.setattr(_bench_command, "Clock", CountingClock)
+    monkeypatch.setattr(_bench_command, "Clock", NotingClock)
     monkeypatch.setattr(_bench_command, "limit", lambda problem, arrays: None)
-    monkeypatch.setattr(_bench_command, "poison", lambda arrays: None)
+    monkeypatch.setattr(_bench_command, "poison", lambda arrays: done.append("poison"))
     monkeypatch.setattr(_bench_command, "ours", ours)
-    return timed
+    return done
 
 
 def test_bench_prints_a_line_a_pass(monkeypatch, capsys) -> None:
-    timed = bench_on_numpy(monkeypatch)
+    done = bench_on_numpy(monkeypatch)
     assert command.main(["bench", "--shapes", "4x256", "3x64", "--dtype", "float16"]) == 0
     printed = capsys.readouterr().out
     assert printed.count("4x256 float16") == printed.count("3x64 float16") == 4
     assert printed.count("   1.00\n") == 8
-    assert len(timed) == 16
+    assert done == 8 * ["poison", "call", "time", "time"]
 
 
-@pytest.mark.parametrize("wrong", ["y", "dx", "dweight", "dbias"])
-def test_bench_does_not_time_what_is_wrong(wrong, monkeypatch, capsys) -> None:
-    timed = bench_on_numpy(monkeypatch, wrong)
+@pytest.mark.parametrize(
+    ("wrong", "said", "count"),
+    [
+        ("y", "WRONG, not timed: y is off by", 2),
+        ("dx", "WRONG, not timed: dx is off by", 2),
+        ("dweight", "WRONG, not timed: dweight is off by", 2),
+        ("dbias", "WRONG, not timed: dbias is off by", 1),
+        ("shape", "WRONG, not timed: ", 4),
+        ("memory", "not measured: no 8 GB", 4),
+    ],
+)
+def test_bench_does_not_time_what_is_wrong(wrong, said, count, monkeypatch, capsys) -> None:
+    done = bench_on_numpy(monkeypatch, wrong)
     assert command.main(["bench", "--shapes", "4x256"]) == 1
     printed = capsys.readouterr().out
-    count = 1 if wrong == "dbias" else 2
-    assert printed.count(f"WRONG, not timed: {wrong} is off by") == count
-    assert f"{count} of 4 results are WRONG." in printed
-    assert len(timed) == 8 - count
+    assert printed.count(said) == count
+    assert f"{count} of 4 results are wrong or missing." in printed
+    assert done.count("time") == 2 * (4 - count)
 
 
 @pytest.mark.gpu

@@ -7,10 +7,15 @@ A configuration that spills, or takes more registers than its launch bounds allo
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
+import os
 import re
+import shutil
+import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -90,9 +95,11 @@ def instantiations(architecture: int) -> list[Instantiation]:
             spec = BackwardSpec(norm, x, x, None, bias, False, False)
             kernels |= dict.fromkeys(backward_kernels(spec, 4096, pack_length(x), architecture))
     # What half the blocks stage, with 8 packs a thread.
-    for x, relu, packs in itertools.product(("float32", "bfloat16"), (False, True), (4096, 32768)):
+    for x, stored, packs in itertools.product(
+        ("float32", "float16", "bfloat16"), (False, True), (4096, 32768)
+    ):
         for weight in ("float32", x, None):
-            deep = ForwardSpec("rms_norm", x, weight, None, x, False, True, relu)
+            deep = ForwardSpec("rms_norm", x, weight, None, x, False, stored, False)
             for vector in (1, pack_length(x)):
                 config = forward_config(deep, packs * pack_length(x), vector, architecture)
                 kernels[forward_instantiation(deep, config)] = None
@@ -187,6 +194,52 @@ def test_every_configuration_compiles_without_a_spill(architecture: str) -> None
         if any(spilled) or local or -(-registers // 8) * 8 * kernel.block_threads > 65536:
             problems.append(f"{kernel.expression}: {registers} registers, spills {spilled}")
     assert not problems, "\n".join(problems)
+
+
+def disassembler() -> str | None:
+    """Return the path of nvdisasm, of a toolkit or of the wheel nvidia-cuda-nvdisasm."""
+    spec = importlib.util.find_spec("nvidia")
+    folders = spec.submodule_search_locations or () if spec else ()
+    wheels = [str(path) for folder in folders for path in Path(folder).glob("cu*/bin")]
+    return shutil.which("nvdisasm", path=os.pathsep.join([os.environ.get("PATH", ""), *wheels]))
+
+
+def copies(kernel: Instantiation, folder: Path) -> list[str]:
+    """Compile a kernel for sm_90; return its asynchronous copies in machine code."""
+    program = nvrtc.createProgram(source(kernel.file), kernel.file, (), ())
+    try:
+        nvrtc.addNameExpression(program, kernel.expression)
+        nvrtc.compileProgram(program, (*OPTIONS, *CUPY_OPTIONS, "-arch=sm_90"))
+        # CuPy drops the last byte, for a terminating zero that a cubin has not.
+        code = nvrtc.getCUBIN(program) + b"\0"
+    finally:
+        nvrtc.destroyProgram(program)
+    path = folder / f"{abs(hash(kernel))}.cubin"
+    path.write_bytes(code)
+    command = [str(disassembler()), "-c", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return re.findall(r"LDGSTS[^;]*", done.stdout)
+
+
+@pytest.mark.skipif(disassembler() is None, reason="needs nvdisasm")
+def test_no_copy_with_a_policy_has_a_part_of_its_place_in_a_uniform_register(
+    tmp_path: Path,
+) -> None:
+    kernels = [
+        kernel
+        for kernel in instantiations(90)
+        if kernel.file in ("backward.cu", "forward_staged.cu")
+        and re.search(r"_(backward|staged)<(float|b?float16),.* [48]>$", kernel.expression)
+    ][::3]
+    assert len(kernels) > 40
+    with ThreadPoolExecutor() as pool:
+        for kernel, found in zip(
+            kernels, pool.map(lambda kernel: copies(kernel, tmp_path), kernels), strict=True
+        ):
+            assert found, kernel.expression
+            # The policy is the descriptor's: which of the copies have one does not show.
+            wrong = [copy for copy in found if ".128" in copy and re.search(r"\[R\d+\+UR", copy)]
+            assert not wrong, f"{kernel.expression}: {wrong[0]}"
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES[1:])

@@ -399,9 +399,10 @@ def test_full_rows_of_rms_norm_have_half_the_blocks(
     x: str, n: int, architecture: int, layout: tuple[int, int, int]
 ) -> None:
     def layout_of(
-        norm: str, bias: str | None, vector: int, *, zero_centered: bool = False
+        norm: str, bias: str | None, vector: int, *, y: str = x, **options: bool
     ) -> tuple[int, int, int]:
-        spec = ForwardSpec(norm, x, "float32", bias, x, zero_centered, True, False)
+        chosen = {"zero_centered": False, "relu": False} | options
+        spec = ForwardSpec(norm, x, "float32", bias, y, store_statistics=True, **chosen)
         config = forward_config(spec, n, vector, architecture)
         assert isinstance(config, StagedForward)
         assert config.packs_per_thread == 4 or config.hold_weight
@@ -412,6 +413,9 @@ def test_full_rows_of_rms_norm_have_half_the_blocks(
     for norm, bias in (("rms_norm", "float32"), ("layer_norm", "float32"), ("layer_norm", None)):
         assert layout_of(norm, bias, 1)[1] == 4
     assert layout_of("rms_norm", None, 1, zero_centered=True)[1] == 4
+    assert layout_of("rms_norm", None, 1, relu=True)[1] == 4
+    if x != "float32":
+        assert layout_of("rms_norm", None, 1, y="float32")[1] == 4
 
 
 def regimes(spec: Spec, architecture: int) -> tuple[tuple[type, int], ...]:

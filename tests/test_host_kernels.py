@@ -73,6 +73,12 @@ def test_staged_kernel(staged_build: Build, staged: Staged) -> None:
     staged.check(staged_build)
 
 
+@pytest.mark.parametrize("staged", STAGED[::6], ids=str)
+def test_staged_kernel_whose_copies_take_no_policy(staged: Staged) -> None:
+    # As on all architectures but sm_90.
+    staged.check(Build({"stage.cuh": (("kCopiesTakePolicies && ", "false && "),)}))
+
+
 @settings(max_examples=100, suppress_health_check=list(HealthCheck))
 @given(problem=problems())
 def test_any_problem(build: Build, problem: Problem) -> None:
