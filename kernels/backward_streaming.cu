@@ -68,7 +68,7 @@ __global__ __launch_bounds__(BlockThreads, 1) void norm_backward_coefficients(
       coefficients[row] = recentre;
       coefficients[n_rows + row] = sums[1] * inv_n;
     }
-    coefficients[2 * n_rows + row] = (sums[0] - recentre * sums[1]) * inv_n;
+    coefficients[2 * n_rows + row] = mean_of_g_xhat(sums[0], sums[1], recentre, inv_n);
   }
 }
 

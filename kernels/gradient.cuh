@@ -52,6 +52,14 @@ __device__ __forceinline__ void add_to_sums(T (&sums)[kGradientSums<Centered>],
   }
 }
 
+// The mean of g * xhat from the row's sums of g * h and of g, and the mean of h by which xhat is
+// centred. Of an infinite dy that mean, a rounding error, would make an infinity of either sign.
+template <typename T>
+__device__ __forceinline__ T mean_of_g_xhat(T sum_of_g_h, T sum_of_g, T mean_of_h, T inv_n) {
+  const T centred = absolute(sum_of_g) <= Range<T>::kLargest ? mean_of_h * sum_of_g : T(0);
+  return (sum_of_g_h - centred) * inv_n;
+}
+
 // What dx needs of a row: the mean of h, by which xhat is centred, and those of g and of g * xhat.
 template <bool Centered, typename T>
 struct RowMeans {
@@ -62,7 +70,7 @@ struct RowMeans {
     if constexpr (Centered) {
       h = sums[2] * inv_n;
       g = sums[1] * inv_n;
-      g_xhat = (sums[0] - h * sums[1]) * inv_n;
+      g_xhat = mean_of_g_xhat(sums[0], sums[1], h, inv_n);
     }
   }
 };

@@ -50,8 +50,9 @@ struct CompensatedSum {
     const T corrected = value - lost;
     const T next = sum + corrected;
     lost = (next - sum) - corrected;
+    // Of an infinity nothing is lost but inf - inf: the sum itself says inf or NaN as IEEE would.
+    if (lost != lost) lost = 0;
     sum = next;
   }
-  // Without the correction where it is inf - inf: the sum itself says inf or NaN as IEEE would.
-  __device__ __forceinline__ T total() const { return lost == lost ? sum - lost : sum; }
+  __device__ __forceinline__ T total() const { return sum - lost; }
 };

@@ -75,6 +75,11 @@ def make_values(regime: str, shape: tuple[int, ...], dtype: Any, seed: int, k: i
         values = np.where(some_rows, 0.0, values)
     elif regime == "constant_rows":
         values = np.where(some_rows, 100 * rng.standard_normal(kept), values)
+    elif regime == "infinities":  # one in some of the rows
+        n = math.prod(shape[len(shape) - k :])
+        lone = np.arange(n) == rng.integers(0, n, (values.size // n, 1))
+        infinity = np.copysign(np.inf, values)
+        values = np.where(some_rows & lone.reshape(shape), infinity, values)
     elif regime == "nonfinite":
         planted = rng.choice([np.nan, np.inf, -np.inf], shape)
         values = np.where(some_rows & (rng.random(shape) < 0.01), planted, values)

@@ -145,6 +145,18 @@ def test_any_problem(problem: Problem) -> None:
     check_drawn(problem, "any")
 
 
+@pytest.mark.parametrize("n", [3, 40, 1000, 4096, 16384, 20480, 100_000, 300_000])
+@pytest.mark.parametrize("x_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("norm", NORMS)
+def test_an_infinity_in_a_row(norm: str, x_dtype: str, n: int) -> None:
+    dtype = DTYPES[x_dtype]
+    x, infinite = (make_values(r, (9, n), dtype, 7) for r in ("normal", "infinities"))
+    assert np.isinf(infinite).any(axis=1).sum() == np.isinf(infinite).sum() > 0
+    weight = make_values("normal", (n,), dtype, 8)
+    check(norm, infinite, weight, key=("infinite x",))
+    check(norm, x, weight, dy=infinite, key=("infinite dy",))
+
+
 @pytest.mark.usefixtures("kernels_of_few_rows")
 @settings(max_examples=200, suppress_health_check=list(HealthCheck))
 @given(problem=problems())

@@ -1106,6 +1106,22 @@ MUTATIONS = [
         STAGED_FORWARD,
     ),
     Mutation(
+        "an infinity leaves NaN behind it",
+        "stream.cuh",
+        "if (lost != lost) lost = 0;",
+        "",
+        VALUE,
+        case("stream_infinite_x_12300", "rms_norm"),
+    ),
+    Mutation(
+        "centring makes an infinity of what rounding left",
+        "gradient.cuh",
+        "absolute(sum_of_g) <= Range<T>::kLargest ? mean_of_h * sum_of_g : T(0)",
+        "mean_of_h * sum_of_g",
+        VALUE,
+        case("infinite_dy_300"),
+    ),
+    Mutation(
         "the place of copies stays",
         "backward.cu",
         "own = own + (stage + 1 == Stages ? -(Stages - 1) * kStageBytes : kStageBytes);",

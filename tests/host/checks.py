@@ -52,6 +52,7 @@ class Case:
     y: str | None = None
     dy: str | None = None
     regime: str = "normal"
+    dy_regime: str = "normal"
     eps: float = 1e-5
     zero_centered: bool = False
     relu: tuple[float, float] | None = None
@@ -90,7 +91,7 @@ class Case:
             seed=1,
             layouts={"x": layout, "dy": layout, "weight": Layout(), "bias": Layout()},
             x=self._values(shape, x),
-            dy=make_values("normal", shape, dy, 2),
+            dy=make_values(self.dy_regime, shape, dy, 2),
             weight=row(self.weight, 3),
             bias=row(self.bias, 4),
         )
@@ -338,6 +339,10 @@ def _cases() -> list[Case]:
             for regime in ("extreme", "minute", "mixed_rows", "zero_rows", "nonfinite", "mean_1e6"):
                 n = 24 if x == "float64" else 1100
                 cases.append(Case("range_" + regime, norm, 7, n, x, bias=None, regime=regime))
+        for x, n in (("bfloat16", 40), ("float32", 300), ("float64", 2048), ("float32", 12300)):
+            name = f"{'stream_' if n == 12300 else ''}infinite_dy_{n}"
+            cases.append(Case(name, norm, 13, n, x, bias=None, dy_regime="infinities"))
+            cases.append(Case(name.replace("dy", "x"), norm, 13, n, x, regime="infinities"))
     for x, n in (("float32", 300), ("float64", 300), ("float32", 12300), ("float64", 6150)):
         cases += [
             Case("range_limit", "rms_norm", 3, n, x, regime="limit"),
@@ -368,5 +373,5 @@ CASES = _cases()
 # Those that few rows may have kernels of their own for, and as many of a lone row.
 _LONGER = ("warp", "in_place", "block", "relu_warps", "range")
 FEW = [case for case in CASES if case.name.startswith(_LONGER) and case.m <= 64][::3]
-FEW += [case for case in CASES if case.name == "staged_cluster"]
+FEW += [case for case in CASES if case.name in ("staged_cluster", "infinite_dy_300")]
 FEW += [dataclasses.replace(case, name=f"lone_{case.name}", m=1) for case in FEW[::2]]
