@@ -1,10 +1,11 @@
 """Write a results file as tables and figures: ``python -m benchmarks.report results.json``.
 
 The tables go into results.md beside the file, or between the markers of the file that --readme
-names; the figures into the folder results beside the file. Those of several GPUs have a section of
-their own: ``python -m benchmarks.report --scaling sharding_torch.json sharding_jax.json``, and so
-has the clamped ReLU: ``python -m benchmarks.report --relu relu.json``. Nothing between the markers
-is written by hand.
+names; the figures into the folder results beside the file. Of several files the last that measured
+a problem counts, so that a row of a table is of one run. What is of several GPUs has a section of
+its own: ``python -m benchmarks.report --scaling sharding_torch.json sharding_jax.json``, and so has
+the clamped ReLU: ``python -m benchmarks.report --relu relu.json``. Nothing between the markers is
+written by hand.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,14 +53,14 @@ AS_CALLED = (
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__)
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("results", type=Path, nargs="?", help="a file of benchmarks.run")
+    what.add_argument("results", type=Path, nargs="*", default=[], help="files of benchmarks.run")
     what.add_argument("--scaling", type=Path, nargs="+", help="files of benchmarks.sharding_*")
     what.add_argument("--relu", type=Path, help="a file of benchmarks.relu")
     parser.add_argument(
         "--readme", type=Path, help="what to write into (default: the file's name with .md)"
     )
     options = parser.parse_args(arguments)
-    sources = options.scaling or [options.relu or options.results]
+    sources = options.scaling or ([options.relu] if options.relu else options.results)
     readme = options.readme or sources[0].with_suffix(".md")
     for source in sources:
         if not source.is_file():
@@ -74,7 +75,8 @@ def main(arguments: list[str] | None = None) -> None:
             report = results.load(options.relu, "benchmarks.relu")
             begin, end = BEGIN_RELU, END_RELU
         else:
-            report = results.load(options.results, "benchmarks.run")
+            reports = [results.load(source, "benchmarks.run") for source in sources]
+            report = results.joined(reports)
             begin, end = BEGIN, END
         before, after = _around(readme, begin, end)
     except ValueError as error:
@@ -84,8 +86,9 @@ def main(arguments: list[str] | None = None) -> None:
     elif options.relu:
         section = _relu(report, options.relu, readme.parent)
     else:
-        figures = plots.draw(report, options.results.with_suffix(""))
-        section = _section(report, options.results, figures, readme.parent)
+        figures = plots.draw(report, sources[0].with_suffix(""))
+        origin = _origins(report, reports, sources, readme.parent)
+        section = _section(report, origin, figures, readme.parent)
     lines = "\n".join(section).strip("\n")
     readme.write_text(f"{before}{begin}\n\n{lines}\n\n{end}{after}", encoding="utf-8")
     print(f"written into {readme}")
@@ -156,10 +159,40 @@ def _relu(report: dict[str, Any], source: Path, folder: Path) -> Iterator[str]:
 
 def _origin(report: dict[str, Any], source: Path, folder: Path) -> Iterator[str]:
     """Yield where the figures come from."""
-    yield (
-        f"From [{source.name}]({_relative(source, folder)}), {report['machine']['gpu']}, commit "
-        f"{short(report['commit'])}, started {report['started']}{_resumed(report)}."
+    yield f"From {_run(report, source, folder)}."
+    yield from _unfinished(report)
+
+
+def _origins(
+    joined: dict[str, Any], reports: Sequence[dict[str, Any]], sources: Sequence[Path], folder: Path
+) -> Iterator[str]:
+    """Yield where the figures of several files come from, each problem's from the last it is in."""
+    yield f"From {_run(reports[0], sources[0], folder)}."
+    for report, source in zip(reports[1:], sources[1:], strict=True):
+        count = len(list(results.by_problem(report["measurements"])))
+        yield (
+            f"\n{count} problems, {_shapes(report)}, are from {_run(report, source, folder)}: each "
+            "row of a table is of one run, and peers and limits are those of the same run."
+        )
+    yield from _unfinished(joined)
+
+
+def _run(report: dict[str, Any], source: Path, folder: Path) -> str:
+    return (
+        f"[{source.name}]({_relative(source, folder)}), {report['machine']['gpu']}, commit "
+        f"{short(report['commit'])}, started {report['started']}{_resumed(report)}"
     )
+
+
+def _shapes(report: dict[str, Any]) -> str:
+    """Name what was measured by the rows and widths."""
+    problems = [problem for problem, _ in results.by_problem(report["measurements"])]
+    rows, cols = ({getattr(p, name) for p in problems} for name in ("rows", "cols"))
+    named = (", ".join(map(str, sorted(sizes))) for sizes in (rows, cols))
+    return "of {} rows of {}".format(*named)
+
+
+def _unfinished(report: dict[str, Any]) -> Iterator[str]:
     if not report.get("complete"):
         yield "\n**This run did not finish; what it did not reach is missing.**"
 
@@ -171,10 +204,10 @@ def _resumed(report: dict[str, Any]) -> str:
 
 
 def _section(
-    report: dict[str, Any], source: Path, figures: Iterable[Path], folder: Path
+    report: dict[str, Any], origin: Iterable[str], figures: Iterable[Path], folder: Path
 ) -> Iterator[str]:
     measured = report["measurements"]
-    yield from _origin(report, source, folder)
+    yield from origin
     yield from _unreached(report)
     yield "\n### Summary\n"
     yield (

@@ -7,7 +7,7 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +148,53 @@ def read(path: Path, expected: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ValueError(f"{expected}, an object, got JSON of a {type(found).__name__}")
     return found
+
+
+def joined(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return several results as one: a problem has the records of the last that measured it.
+
+    So what stands in a row is of one run. Host times and first calls are the first's. A ValueError
+    says that they are of different GPUs or versions.
+    """
+    first, *others = reports
+    whole = dict(first)
+    for other in others:
+        _require_same(first, other)
+        anew = {problem for problem, _ in by_problem(other["measurements"])}
+        kept = [r for r in whole["measurements"] if problem_of(r) not in anew]
+        whole["measurements"] = kept + other["measurements"]
+        whole["backends"] = other["backends"] | whole["backends"]
+    whole["commit"] = ", ".join(dict.fromkeys(report["commit"] for report in reports))
+    whole["complete"] = is_whole(whole)
+    return whole
+
+
+def _require_same(one: dict[str, Any], other: dict[str, Any]) -> None:
+    facts = [
+        {"method": r.get("method", 1)} | r["machine"] | r["backends"] | {"uuid": None}
+        for r in (one, other)
+    ]
+    differing = [
+        f"{name} {facts[0][name]!r} and {facts[1][name]!r}"
+        for name in sorted(facts[0].keys() & facts[1].keys())
+        if facts[0][name] != facts[1][name]
+    ]
+    if differing:
+        raise ValueError(f"the files must be of one kind of machine: {'; '.join(differing)}")
+
+
+def is_whole(report: dict[str, Any]) -> bool:
+    """Tell whether each library that is there was measured on each problem that any was.
+
+    The faces do not count: they run cupynorm's kernels, and are measured on as much as one likes.
+    """
+    done = {(problem_of(r), r["backend"]) for r in report["measurements"]}
+    there = [
+        name
+        for name, fact in report["backends"].items()
+        if not fact.startswith("missing") and KINDS.get(name) != "face"
+    ]
+    return done >= {(problem, name) for problem, _ in done for name in there}
 
 
 def _written_by(results: dict[str, Any]) -> str:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import problems, results, summary
-from benchmarks.backends import ALL, KINDS, discover
+from benchmarks.backends import ALL, discover
 from benchmarks.backends.base import Backend
 from benchmarks.display import Display
 from benchmarks.host import STATES, first_calls, host_times, line
@@ -247,7 +247,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 stopped = f"out of time after {options.minutes:g} minutes"
                 display.say(f"no first call of {', '.join(b.name for b in left)}")
         report["elapsed_seconds"] = earlier + time.monotonic() - started
-        report["complete"] = stopped is None and _is_whole(report)
+        report["complete"] = stopped is None and results.is_whole(report)
         results.save(report, options.results)
         for name, fact in report["backends"].items():
             display.say(f"{name} {fact}")
@@ -268,20 +268,6 @@ def _called(report: dict[str, Any]) -> set[str]:
 
 def _same_first_call(one: results.Record, other: results.Record) -> bool:
     return all(one[key] == other[key] for key in ("backend", "cache"))
-
-
-def _is_whole(report: dict[str, Any]) -> bool:
-    """Tell whether each library that is there was measured on each problem that any was.
-
-    The faces do not count: they run cupynorm's kernels, and are measured on as much as one likes.
-    """
-    done = finished(report)
-    there = [
-        name
-        for name, fact in report["backends"].items()
-        if not fact.startswith("missing") and KINDS.get(name) != "face"
-    ]
-    return done >= {(problem, name) for problem, _ in done for name in there}
 
 
 def _passes(

@@ -59,6 +59,7 @@ SYNTHETIC = Path(__file__).parent / "data" / "synthetic_results.json"
 SYNTHETIC_RELU = SYNTHETIC.with_name("synthetic_relu.json")
 README = ROOT / "benchmarks" / "README.md"
 RECORDED = README.with_name("results") / "h200.json"
+RECORDED_DECODING = RECORDED.with_name("h200_decoding.json")
 
 
 @pytest.fixture
@@ -653,10 +654,12 @@ def test_a_results_file_is_whole_when_all_that_is_there_measured_all() -> None:
         {**asdict(problem), "backend": name} for problem in (first, second) for name in ("a", "b")
     ]
     facts = {"a": "1.0", "b": "2.0", "c": "missing: ImportError"}
-    assert run._is_whole({"measurements": records, "backends": facts})
-    assert not run._is_whole({"measurements": records[:-1], "backends": facts})
-    assert not run._is_whole({"measurements": records, "backends": facts | {"c": "3.0"}})
-    assert run._is_whole({"measurements": records, "backends": facts | {"cupynorm (JAX)": "0.1"}})
+    assert results.is_whole({"measurements": records, "backends": facts})
+    assert not results.is_whole({"measurements": records[:-1], "backends": facts})
+    assert not results.is_whole({"measurements": records, "backends": facts | {"c": "3.0"}})
+    assert results.is_whole(
+        {"measurements": records, "backends": facts | {"cupynorm (JAX)": "0.1"}}
+    )
 
 
 @pytest.mark.parametrize("operation", problems.OPERATIONS)
@@ -1084,19 +1087,66 @@ def test_only_a_file_of_a_run_is_resumed(tmp_path, monkeypatch) -> None:
 def test_the_readme_shows_the_recorded_results(tmp_path) -> None:
     source, readme = tmp_path / "results" / RECORDED.name, tmp_path / "README.md"
     source.parent.mkdir()
-    shutil.copy(RECORDED, source)
+    sources = [shutil.copy(path, source.parent) for path in (RECORDED, RECORDED_DECODING)]
     shutil.copy(README, readme)
-    report.main([str(source), "--readme", str(readme)])
+    report.main([*map(str, sources), "--readme", str(readme)])
     assert readme.read_text(encoding="utf-8") == README.read_text(encoding="utf-8")
     drawn, kept = (path.with_suffix("").iterdir() for path in (source, RECORDED))
     assert {path.name for path in drawn} == {path.name for path in kept}
 
 
-def test_recorded_bytes_are_those_of_the_problems() -> None:
-    measured = results.load(RECORDED)["measurements"]
+@pytest.mark.parametrize("path", [RECORDED, RECORDED_DECODING], ids=lambda path: path.stem)
+def test_recorded_bytes_are_those_of_the_problems(path) -> None:
+    measured = results.load(path)["measurements"]
     assert measured
     for record in measured:
         assert record["bytes"] == results.problem_of(record).bytes
+
+
+def test_of_several_files_the_last_that_measured_a_problem_counts(synthetic) -> None:
+    later = copy.deepcopy(synthetic)
+    later["commit"] = "later"
+    later["machine"]["uuid"] = "another"
+    problem = results.problem_of(synthetic["measurements"][0])
+    later["measurements"] = [
+        record for record in later["measurements"] if results.problem_of(record) == problem
+    ]
+    del later["measurements"][-1]
+    for record in later["measurements"]:
+        record["note"] = "later"
+    joined = results.joined([synthetic, later])
+    cells = dict(results.by_problem(joined["measurements"]))
+    before = dict(results.by_problem(synthetic["measurements"]))
+    assert cells.keys() == before.keys()
+    # Nothing of the first stands beside what is of the second.
+    assert len(cells[problem]) == len(before[problem]) - 1
+    assert {record["note"] for record in cells.pop(problem).values()} == {"later"}
+    assert all(cell == before[p] for p, cell in cells.items())
+    assert joined["commit"] == f"{synthetic['commit']}, later"
+    assert joined["host"] == synthetic["host"]
+    assert not joined["complete"]
+    assert results.joined([synthetic])["measurements"] == synthetic["measurements"]
+
+
+def test_files_of_different_machines_are_not_joined(synthetic, tmp_path, capsys) -> None:
+    other = copy.deepcopy(synthetic)
+    other["machine"]["driver"] = "1.0"
+    paths = [tmp_path / "one.json", tmp_path / "other.json"]
+    for path, found in zip(paths, (synthetic, other), strict=True):
+        results.save(found, path)
+    with pytest.raises(SystemExit):
+        report.main([*map(str, paths)])
+    message = capsys.readouterr().err
+    driver = synthetic["machine"]["driver"]
+    assert f"one kind of machine: driver {driver!r} and '1.0'" in message
+    assert not (tmp_path / "one.md").exists()
+
+
+def test_the_recorded_files_have_every_library_on_every_problem() -> None:
+    joined = results.joined([results.load(path) for path in (RECORDED, RECORDED_DECODING)])
+    assert joined["complete"]
+    measured = {problem for problem, _ in results.by_problem(joined["measurements"])}
+    assert measured == set(problems.select("standard"))
 
 
 def test_readme_section_is_made_from_the_file(tmp_path, monkeypatch) -> None:
