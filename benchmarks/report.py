@@ -1,11 +1,11 @@
 """Write a results file as tables and figures: ``python -m benchmarks.report results.json``.
 
 The tables go into results.md beside the file, or between the markers of the file that --readme
-names; the figures into the folder results beside the file. Of several files the last that measured
-a problem counts, so that a row of a table is of one run. What is of several GPUs has a section of
-its own: ``python -m benchmarks.report --scaling sharding_torch.json sharding_jax.json``, and so has
-the clamped ReLU: ``python -m benchmarks.report --relu relu.json``. Nothing between the markers is
-written by hand.
+names; the figures into the folder results beside the first. Of several files the latest run that
+measured a problem counts, so that a row of a table is of one run. What is of several GPUs has a
+section of its own: ``python -m benchmarks.report --scaling sharding_torch.json sharding_jax.json``,
+and so has the clamped ReLU: ``python -m benchmarks.report --relu relu.json``. Nothing between the
+markers is written by hand.
 """
 
 from __future__ import annotations
@@ -75,8 +75,9 @@ def main(arguments: list[str] | None = None) -> None:
             report = results.load(options.relu, "benchmarks.relu")
             begin, end = BEGIN_RELU, END_RELU
         else:
-            reports = [results.load(source, "benchmarks.run") for source in sources]
-            report = results.joined(reports)
+            loaded = [(source, results.load(source, "benchmarks.run")) for source in sources]
+            loaded.sort(key=lambda one: one[1]["started"])
+            report, left = results.joined([one for _, one in loaded])
             begin, end = BEGIN, END
         before, after = _around(readme, begin, end)
     except ValueError as error:
@@ -87,7 +88,11 @@ def main(arguments: list[str] | None = None) -> None:
         section = _relu(report, options.relu, readme.parent)
     else:
         figures = plots.draw(report, sources[0].with_suffix(""))
-        origin = _origins(report, reports, sources, readme.parent)
+        if len(loaded) == 1:
+            origin = _origin(report, sources[0], readme.parent)
+        else:
+            runs = [(*one, own) for one, own in zip(loaded, left, strict=True)]
+            origin = _origins(runs, results.is_whole(report), readme.parent)
         section = _section(report, origin, figures, readme.parent)
     lines = "\n".join(section).strip("\n")
     readme.write_text(f"{before}{begin}\n\n{lines}\n\n{end}{after}", encoding="utf-8")
@@ -164,17 +169,31 @@ def _origin(report: dict[str, Any], source: Path, folder: Path) -> Iterator[str]
 
 
 def _origins(
-    joined: dict[str, Any], reports: Sequence[dict[str, Any]], sources: Sequence[Path], folder: Path
+    runs: Sequence[tuple[Path, dict[str, Any], set[Problem]]], whole: bool, folder: Path
 ) -> Iterator[str]:
-    """Yield where the figures of several files come from, each problem's from the last it is in."""
-    yield f"From {_run(reports[0], sources[0], folder)}."
-    for report, source in zip(reports[1:], sources[1:], strict=True):
-        count = len(list(results.by_problem(report["measurements"])))
-        yield (
-            f"\n{count} problems, {_shapes(report)}, are from {_run(report, source, folder)}: each "
-            "row of a table is of one run, and peers and limits are those of the same run."
-        )
-    yield from _unfinished(joined)
+    """Yield where the figures of several runs come from: of each the problems that are its."""
+    for source, report, own in runs:
+        yield f"From {_run(report, source, folder)}: {len(own)} problems, {_shapes(own)}.\n"
+        if not report.get("complete"):
+            yield (
+                "That run did not finish; with the others each library is on each problem.\n"
+                if whole
+                else "**That run did not finish; what no other reached is missing.**\n"
+            )
+    yield "A problem is from the last run that measured it: each row of a table is of one run."
+
+
+def _shapes(problems: Iterable[Problem]) -> str:
+    """Name the shapes, by rows and widths where they are all pairs of these."""
+    shapes = sorted({(problem.rows, problem.cols) for problem in problems})
+    rows, cols = (sorted(set(sizes)) for sizes in zip(*shapes, strict=True))
+    if len(rows) * len(cols) == len(shapes):
+        return f"{_listed(rows)} rows of {_listed(cols)}"
+    return _listed(f"{m}x{n}" for m, n in shapes)
+
+
+def _listed(things: Iterable[object]) -> str:
+    return ", ".join(map(str, things))
 
 
 def _run(report: dict[str, Any], source: Path, folder: Path) -> str:
@@ -182,14 +201,6 @@ def _run(report: dict[str, Any], source: Path, folder: Path) -> str:
         f"[{source.name}]({_relative(source, folder)}), {report['machine']['gpu']}, commit "
         f"{short(report['commit'])}, started {report['started']}{_resumed(report)}"
     )
-
-
-def _shapes(report: dict[str, Any]) -> str:
-    """Name what was measured by the rows and widths."""
-    problems = [problem for problem, _ in results.by_problem(report["measurements"])]
-    rows, cols = ({getattr(p, name) for p in problems} for name in ("rows", "cols"))
-    named = (", ".join(map(str, sorted(sizes))) for sizes in (rows, cols))
-    return "of {} rows of {}".format(*named)
 
 
 def _unfinished(report: dict[str, Any]) -> Iterator[str]:

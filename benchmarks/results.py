@@ -150,34 +150,46 @@ def read(path: Path, expected: str) -> dict[str, Any]:
     return found
 
 
-def joined(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return several results as one: a problem has the records of the last that measured it.
+def joined(reports: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], list[set[Problem]]]:
+    """Return several results as one, and the problems that it has from each.
 
-    So what stands in a row is of one run. Host times and first calls are the first's. A ValueError
-    says that they are of different GPUs or versions.
+    A problem has the records of the last that measured it, so that what stands in a row is of one
+    run; so has each other table. A ValueError says that they are of different machines, or that of
+    one nothing is left.
     """
-    first, *others = reports
-    whole = dict(first)
-    for other in others:
-        _require_same(first, other)
-        anew = {problem for problem, _ in by_problem(other["measurements"])}
-        kept = [r for r in whole["measurements"] if problem_of(r) not in anew]
-        whole["measurements"] = kept + other["measurements"]
-        whole["backends"] = other["backends"] | whole["backends"]
+    left: list[set[Problem]] = []
+    later: set[Problem] = set()
+    for report in reversed(reports):
+        _require_same(report, reports[-1])
+        own = {problem for problem, _ in by_problem(report["measurements"])} - later
+        if later and not own:
+            raise ValueError(f"all of the run started {report['started']} was measured later anew")
+        left.insert(0, own)
+        later |= own
+    whole = dict(reports[-1])
+    for name in ("host", "first_calls"):
+        whole[name] = next((r[name] for r in reversed(reports) if r[name]), [])
+    whole["measurements"] = [
+        record
+        for report, own in zip(reports, left, strict=True)
+        for record in report["measurements"]
+        if problem_of(record) in own
+    ]
+    for report in reports:
+        whole["backends"] = report["backends"] | whole["backends"]
     whole["commit"] = ", ".join(dict.fromkeys(report["commit"] for report in reports))
-    whole["complete"] = is_whole(whole)
-    return whole
+    return whole, left
 
 
 def _require_same(one: dict[str, Any], other: dict[str, Any]) -> None:
-    facts = [
-        {"method": r.get("method", 1)} | r["machine"] | r["backends"] | {"uuid": None}
-        for r in (one, other)
-    ]
+    """Raise a ValueError if two results are of different kinds of GPUs, versions or methods."""
+    facts = [{"method": r.get("method", 1)} | r["machine"] | r["backends"] for r in (one, other)]
     differing = [
         f"{name} {facts[0][name]!r} and {facts[1][name]!r}"
-        for name in sorted(facts[0].keys() & facts[1].keys())
+        for name in facts[0]
+        if name in facts[1] and name not in ("uuid", "system")
         if facts[0][name] != facts[1][name]
+        if not any(str(fact[name]).startswith("missing") for fact in facts)
     ]
     if differing:
         raise ValueError(f"the files must be of one kind of machine: {'; '.join(differing)}")

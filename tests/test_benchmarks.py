@@ -46,7 +46,7 @@ from benchmarks import (  # noqa: E402
     scaling,
     summary,
 )
-from benchmarks.backends import ALL, cudnn_peer, discover  # noqa: E402
+from benchmarks.backends import ALL, KINDS, cudnn_peer, discover  # noqa: E402
 from benchmarks.backends.base import Backend, Call, Replay  # noqa: E402
 from benchmarks.display import Display  # noqa: E402
 from benchmarks.measure import measure  # noqa: E402
@@ -1103,29 +1103,76 @@ def test_recorded_bytes_are_those_of_the_problems(path) -> None:
         assert record["bytes"] == results.problem_of(record).bytes
 
 
-def test_of_several_files_the_last_that_measured_a_problem_counts(synthetic) -> None:
+def later_run(synthetic: dict, lacks: int = 1) -> dict:
+    """Return a run of another GPU and commit that measured the first problem alone anew.
+
+    Without the last so many backends.
+    """
     later = copy.deepcopy(synthetic)
-    later["commit"] = "later"
-    later["machine"]["uuid"] = "another"
-    problem = results.problem_of(synthetic["measurements"][0])
-    later["measurements"] = [
-        record for record in later["measurements"] if results.problem_of(record) == problem
+    later |= {"commit": "b" * 40, "started": "2027-01-01T00:00:00+00:00"}
+    later |= {"complete": True, "host": []}
+    later["machine"] |= {"uuid": "another", "system": "another kernel"}
+    first, other = list(dict.fromkeys(map(results.problem_of, synthetic["measurements"])))[:2]
+    records = {r["backend"]: r for r in later["measurements"] if results.problem_of(r) == first}
+    for _ in range(lacks):
+        records.popitem()
+    # Of another problem it reached the limit alone.
+    limits = [
+        r
+        for r in later["measurements"]
+        if results.problem_of(r) == other and KINDS[r["backend"]] == "limit"
     ]
-    del later["measurements"][-1]
+    assert limits
+    later["measurements"] = [*records.values(), *limits]
     for record in later["measurements"]:
         record["note"] = "later"
-    joined = results.joined([synthetic, later])
+    return later
+
+
+def test_of_several_runs_the_last_that_measured_a_problem_counts(synthetic) -> None:
+    synthetic["commit"] = "a" * 40
+    later = later_run(synthetic)
+    problem = results.problem_of(synthetic["measurements"][0])
+    joined, left = results.joined([synthetic, later])
     cells = dict(results.by_problem(joined["measurements"]))
     before = dict(results.by_problem(synthetic["measurements"]))
     assert cells.keys() == before.keys()
+    assert left == [before.keys() - {problem}, {problem}]
     # Nothing of the first stands beside what is of the second.
     assert len(cells[problem]) == len(before[problem]) - 1
     assert {record["note"] for record in cells.pop(problem).values()} == {"later"}
     assert all(cell == before[p] for p, cell in cells.items())
-    assert joined["commit"] == f"{synthetic['commit']}, later"
-    assert joined["host"] == synthetic["host"]
-    assert not joined["complete"]
-    assert results.joined([synthetic])["measurements"] == synthetic["measurements"]
+    assert joined["host"] == synthetic["host"]  # the second has none
+    assert joined["first_calls"] is later["first_calls"]
+    assert summary.short(joined["commit"]) == f"{'a' * 12}, {'b' * 12}"
+    alone, (all_of_it,) = results.joined([synthetic])
+    assert alone == synthetic
+    assert all_of_it == before.keys()
+
+
+@pytest.mark.parametrize(
+    ("lacks", "said"),
+    [
+        (0, "That run did not finish; with the others each library is on each problem."),
+        (1, "**That run did not finish; what no other reached is missing.**"),
+    ],
+)
+def test_a_report_of_several_runs_says_what_is_from_which(
+    lacks, said, synthetic, tmp_path, capsys
+) -> None:
+    synthetic["complete"] = False
+    paths = [tmp_path / "later.json", tmp_path / "earlier.json"]
+    for path, found in zip(paths, (later_run(synthetic, lacks), synthetic), strict=True):
+        results.save(found, path)
+    report.main([*map(str, paths)])  # by when they were started, not by their order
+    text = (tmp_path / "later.md").read_text(encoding="utf-8")
+    assert "From [earlier.json](earlier.json), " in text
+    assert re.search(r"earlier\.json.*: 11 problems, ", text)
+    assert ": 1 problems, 1024 rows of 256.\n" in text
+    assert text.count(said) == text.count("did not finish") == 1
+    with pytest.raises(SystemExit):
+        report.main([str(paths[0]), str(paths[0])])
+    assert "was measured later anew" in capsys.readouterr().err
 
 
 def test_files_of_different_machines_are_not_joined(synthetic, tmp_path, capsys) -> None:
@@ -1143,8 +1190,8 @@ def test_files_of_different_machines_are_not_joined(synthetic, tmp_path, capsys)
 
 
 def test_the_recorded_files_have_every_library_on_every_problem() -> None:
-    joined = results.joined([results.load(path) for path in (RECORDED, RECORDED_DECODING)])
-    assert joined["complete"]
+    joined, _ = results.joined([results.load(path) for path in (RECORDED, RECORDED_DECODING)])
+    assert results.is_whole(joined)
     measured = {problem for problem, _ in results.by_problem(joined["measurements"])}
     assert measured == set(problems.select("standard"))
 
