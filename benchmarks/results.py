@@ -175,8 +175,9 @@ def joined(reports: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], list[set[
         for record in report["measurements"]
         if problem_of(record) in own
     ]
-    for report in reports:
-        whole["backends"] = report["backends"] | whole["backends"]
+    for report in reversed(reports[:-1]):
+        there = {n: fact for n, fact in whole["backends"].items() if not fact.startswith("missing")}
+        whole["backends"] = whole["backends"] | report["backends"] | there
     whole["commit"] = ", ".join(dict.fromkeys(report["commit"] for report in reports))
     return whole, left
 

@@ -202,6 +202,42 @@ def test_oracle_finds_one_wrong_element_of_each_output(problem, bad) -> None:
         assert name in (_oracle.verdict(_oracle.errors(problem, arrays, wrong, np)) or "")
 
 
+@pytest.mark.parametrize("problem", SMALL[::5], ids=str)
+def test_oracle_names_an_output_of_another_layout(problem) -> None:
+    arrays = _bench.inputs(problem, 0, np)
+    outputs, _ = reference_outputs(problem, arrays)
+    name = problem.outputs[0]
+    for changed, said in (
+        ({name: outputs[name][:-1]}, f"{name} has shape (32, 48), not (33, 48)"),
+        ({name: outputs[name].astype(np.complex64)}, f"{name} is {np.dtype(np.complex64)}"),
+    ):
+        assert _oracle.what_is_wrong(problem, arrays, outputs | changed, np) == said
+    others = {key: value for key, value in outputs.items() if key != name}
+    assert f"only {list(others)}" in _oracle.what_is_wrong(problem, arrays, others, np)
+    assert _oracle.what_is_wrong(problem, arrays, outputs, np) is None
+
+
+def test_oracle_names_a_bitmask_of_another_shape() -> None:
+    problem = Problem("rms_norm", "forward", 3, 48, "float32", "float32")
+    arrays, bitmask = _bench.inputs(problem, 0, np), np.zeros((3, 5), np.uint8)
+    with pytest.raises(ValueError, match=r"bitmask has shape \(3, 5\), not \(3, 6\)"):
+        _oracle.wrong_bits(problem, arrays, bitmask, (0.0, 1.0), np)
+
+
+def test_what_is_poisoned_reads_as_nan(monkeypatch) -> None:
+    made = []
+
+    def empty_like(array):
+        made.append(np.zeros_like(array))
+        return made[-1]
+
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(empty_like=empty_like))
+    arrays = {f"{i}": np.zeros((3, i), dtype) for i, dtype in enumerate(DTYPES.values(), 1)}
+    _bench.poison(arrays)
+    assert [block.shape for block in made] == [array.shape for array in arrays.values()]
+    assert all(np.isnan(block.astype(np.float64)).all() for block in made)
+
+
 @pytest.mark.parametrize(("dtype", "name"), [("bfloat16", "y"), ("float32", "dx")])
 def test_oracle_finds_a_row_that_the_norm_of_all_does_not_show(dtype, name) -> None:
     direction = "forward" if name == "y" else "backward"
@@ -1022,6 +1058,7 @@ def test_a_report_is_written_beside_the_file_or_into_the_one_named(tmp_path, cap
     text = (tmp_path / "mine.md").read_text(encoding="utf-8")
     assert text.startswith(f"# Benchmark\n\n{report.BEGIN}\n\nFrom [mine.json](mine.json), ")
     assert text.endswith(f"\n\n{report.END}\n")
+    assert "the last run that measured it" not in text  # there is but one
     for link in re.findall(r"\((mine/\w+\.\w+)\)", text):
         assert (tmp_path / link).is_file()
     named.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n", encoding="utf-8")
@@ -1145,6 +1182,12 @@ def test_of_several_runs_the_last_that_measured_a_problem_counts(synthetic) -> N
     assert joined["host"] == synthetic["host"]  # the second has none
     assert joined["first_calls"] is later["first_calls"]
     assert summary.short(joined["commit"]) == f"{'a' * 12}, {'b' * 12}"
+    later["backends"]["quack"] = "missing: ImportError"
+    joined, _ = results.joined([synthetic, later])
+    assert joined["backends"] == synthetic["backends"]
+    later["backends"]["quack"], synthetic["backends"]["quack"] = "0.0", "missing: ImportError"
+    joined, _ = results.joined([synthetic, later])
+    assert joined["backends"] == later["backends"]
     alone, (all_of_it,) = results.joined([synthetic])
     assert alone == synthetic
     assert all_of_it == before.keys()
