@@ -399,13 +399,22 @@ def test_full_rows_of_rms_norm_have_half_the_blocks(
     x: str, n: int, architecture: int, layout: tuple[int, int, int]
 ) -> None:
     def layout_of(
-        norm: str, bias: str | None, vector: int, *, y: str = x, **options: bool
+        norm: str,
+        bias: str | None,
+        vector: int,
+        *,
+        y: str = x,
+        weight: str | None = "float32",
+        architecture: int = architecture,
+        **options: bool,
     ) -> tuple[int, int, int]:
         chosen = {"zero_centered": False, "relu": False} | options
-        spec = ForwardSpec(norm, x, "float32", bias, y, store_statistics=True, **chosen)
+        spec = ForwardSpec(norm, x, weight, bias, y, store_statistics=True, **chosen)
         config = forward_config(spec, n, vector, architecture)
         assert isinstance(config, StagedForward)
-        assert config.packs_per_thread == 4 or config.hold_weight
+        if config.packs_per_thread > 4:
+            assert config.hold_weight
+            assert config.full
         return config.cluster_blocks, config.packs_per_thread, config.stages
 
     for vector in (1, pack_length(x)):
@@ -416,6 +425,14 @@ def test_full_rows_of_rms_norm_have_half_the_blocks(
     assert layout_of("rms_norm", None, 1, relu=True)[1] == 4
     if x != "float32":
         assert layout_of("rms_norm", None, 1, y="float32")[1] == 4
+    # Their stages are more shared memory than some GPUs have.
+    assert layout_of("rms_norm", None, 1, weight=None, architecture=120)[1] == 4
+
+
+def test_a_wide_weight_leaves_no_room_for_half_the_blocks() -> None:
+    spec = ForwardSpec("rms_norm", "bfloat16", "float64", None, "bfloat16", False, True, False)
+    config = forward_config(spec, 65536, 8, 90)
+    assert not isinstance(config, StagedForward) or config.packs_per_thread == 4
 
 
 def regimes(spec: Spec, architecture: int) -> tuple[tuple[type, int], ...]:
