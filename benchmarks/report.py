@@ -165,7 +165,8 @@ def _relu(report: dict[str, Any], source: Path, folder: Path) -> Iterator[str]:
 def _origin(report: dict[str, Any], source: Path, folder: Path) -> Iterator[str]:
     """Yield where the figures come from."""
     yield f"From {_run(report, source, folder)}."
-    yield from _unfinished(report)
+    if not report.get("complete"):
+        yield "\n**This run did not finish; what it did not reach is missing.**"
 
 
 def _origins(
@@ -201,11 +202,6 @@ def _run(report: dict[str, Any], source: Path, folder: Path) -> str:
         f"[{source.name}]({_relative(source, folder)}), {report['machine']['gpu']}, commit "
         f"{short(report['commit'])}, started {report['started']}{_resumed(report)}"
     )
-
-
-def _unfinished(report: dict[str, Any]) -> Iterator[str]:
-    if not report.get("complete"):
-        yield "\n**This run did not finish; what it did not reach is missing.**"
 
 
 def _resumed(report: dict[str, Any]) -> str:

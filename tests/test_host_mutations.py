@@ -1102,7 +1102,7 @@ MUTATIONS = [
         "forward_staged.cu",
         "stage = next_stage;",
         "",
-        f"{RACE}|{VALUE}|{OUT_OF_BOUNDS}",
+        OUT_OF_BOUNDS,
         STAGED_FORWARD,
     ),
     Mutation(
@@ -1134,7 +1134,7 @@ MUTATIONS = [
         "forward_staged.cu",
         "(stage + 1 == Stages ? -(Stages - 1) * StageOfX::kBytes : StageOfX::kBytes)",
         "StageOfX::kBytes",
-        f"{RACE}|{OUT_OF_BOUNDS}",
+        OUT_OF_BOUNDS,
         STAGED_FORWARD,
     ),
     Mutation(
@@ -1142,7 +1142,7 @@ MUTATIONS = [
         "backward.cu",
         "fetch(own + StageOfX::kBytes,",
         "fetch(own,",
-        f"{RACE}|{UNWRITTEN}",
+        RACE,
         STAGED_BACKWARD,
     ),
     Mutation(
@@ -1150,7 +1150,7 @@ MUTATIONS = [
         "stage.cuh",
         "own + (p * kPieces + piece) * BlockThreads * kPieceBytes",
         "own + p * kPieces * BlockThreads * kPieceBytes",
-        f"{RACE}|{UNWRITTEN}",
+        RACE,
         staged("backward.cu", n=504),
     ),
     Mutation(
