@@ -1,11 +1,10 @@
 """Write a results file as tables and figures: ``python -m benchmarks.report results.json``.
 
 The tables go into results.md beside the file, or between the markers of the file that --readme
-names; the figures into the folder results beside the first. Of several files the latest run that
-measured a problem counts, so that a row of a table is of one run. What is of several GPUs has a
-section of its own: ``python -m benchmarks.report --scaling sharding_torch.json sharding_jax.json``,
-and so has the clamped ReLU: ``python -m benchmarks.report --relu relu.json``. Nothing between the
-markers is written by hand.
+names; the figures into the folder results beside the file. What is of several GPUs has a section
+of its own: ``python -m benchmarks.report --scaling sharding_torch.json sharding_jax.json``, and so
+has the clamped ReLU: ``python -m benchmarks.report --relu relu.json``. Nothing between the markers
+is written by hand.
 """
 
 from __future__ import annotations
@@ -13,14 +12,14 @@ from __future__ import annotations
 import argparse
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from benchmarks import plots, relu, results, scaling
 from benchmarks.backends import ALL, KINDS
 from benchmarks.host import STATES
-from benchmarks.problems import DECODE, OPERATIONS, PAIRS
+from benchmarks.problems import DECODE, OPERATIONS, PAIRS, select
 from benchmarks.results import Record
 from benchmarks.summary import (
     SMALL_SECONDS,
@@ -53,14 +52,14 @@ AS_CALLED = (
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__)
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("results", type=Path, nargs="*", default=[], help="files of benchmarks.run")
+    what.add_argument("results", type=Path, nargs="?", help="a file of benchmarks.run")
     what.add_argument("--scaling", type=Path, nargs="+", help="files of benchmarks.sharding_*")
     what.add_argument("--relu", type=Path, help="a file of benchmarks.relu")
     parser.add_argument(
         "--readme", type=Path, help="what to write into (default: the file's name with .md)"
     )
     options = parser.parse_args(arguments)
-    sources = options.scaling or ([options.relu] if options.relu else options.results)
+    sources = options.scaling or [options.relu or options.results]
     readme = options.readme or sources[0].with_suffix(".md")
     for source in sources:
         if not source.is_file():
@@ -75,9 +74,7 @@ def main(arguments: list[str] | None = None) -> None:
             report = results.load(options.relu, "benchmarks.relu")
             begin, end = BEGIN_RELU, END_RELU
         else:
-            loaded = [(source, results.load(source, "benchmarks.run")) for source in sources]
-            loaded.sort(key=lambda one: one[1]["started"])
-            report, left = results.joined([one for _, one in loaded])
+            report = results.load(options.results, "benchmarks.run")
             begin, end = BEGIN, END
         before, after = _around(readme, begin, end)
     except ValueError as error:
@@ -87,13 +84,8 @@ def main(arguments: list[str] | None = None) -> None:
     elif options.relu:
         section = _relu(report, options.relu, readme.parent)
     else:
-        figures = plots.draw(report, sources[0].with_suffix(""))
-        if len(loaded) == 1:
-            origin = _origin(report, sources[0], readme.parent)
-        else:
-            runs = [(*one, own) for one, own in zip(loaded, left, strict=True)]
-            origin = _origins(runs, results.is_whole(report), readme.parent)
-        section = _section(report, origin, figures, readme.parent)
+        figures = plots.draw(report, options.results.with_suffix(""))
+        section = _section(report, options.results, figures, readme.parent)
     lines = "\n".join(section).strip("\n")
     readme.write_text(f"{before}{begin}\n\n{lines}\n\n{end}{after}", encoding="utf-8")
     print(f"written into {readme}")
@@ -164,44 +156,12 @@ def _relu(report: dict[str, Any], source: Path, folder: Path) -> Iterator[str]:
 
 def _origin(report: dict[str, Any], source: Path, folder: Path) -> Iterator[str]:
     """Yield where the figures come from."""
-    yield f"From {_run(report, source, folder)}."
+    yield (
+        f"From [{source.name}]({_relative(source, folder)}), {report['machine']['gpu']}, commit "
+        f"{short(report['commit'])}, started {report['started']}{_resumed(report)}."
+    )
     if not report.get("complete"):
         yield "\n**This run did not finish; what it did not reach is missing.**"
-
-
-def _origins(
-    runs: Sequence[tuple[Path, dict[str, Any], set[Problem]]], whole: bool, folder: Path
-) -> Iterator[str]:
-    """Yield where the figures of several runs come from: of each the problems that are its."""
-    for source, report, own in runs:
-        yield f"From {_run(report, source, folder)}: {len(own)} problems, {_shapes(own)}.\n"
-        if not report.get("complete"):
-            yield (
-                "That run did not finish; with the others each library is on each problem.\n"
-                if whole
-                else "**That run did not finish; what no other reached is missing.**\n"
-            )
-    yield "A problem is from the last run that measured it: each row of a table is of one run."
-
-
-def _shapes(problems: Iterable[Problem]) -> str:
-    """Name the shapes, by rows and widths where they are all pairs of these."""
-    shapes = sorted({(problem.rows, problem.cols) for problem in problems})
-    rows, cols = (sorted(set(sizes)) for sizes in zip(*shapes, strict=True))
-    if len(rows) * len(cols) == len(shapes):
-        return f"{_listed(rows)} rows of {_listed(cols)}"
-    return _listed(f"{m}x{n}" for m, n in shapes)
-
-
-def _listed(things: Iterable[object]) -> str:
-    return ", ".join(map(str, things))
-
-
-def _run(report: dict[str, Any], source: Path, folder: Path) -> str:
-    return (
-        f"[{source.name}]({_relative(source, folder)}), {report['machine']['gpu']}, commit "
-        f"{short(report['commit'])}, started {report['started']}{_resumed(report)}"
-    )
 
 
 def _resumed(report: dict[str, Any]) -> str:
@@ -211,10 +171,10 @@ def _resumed(report: dict[str, Any]) -> str:
 
 
 def _section(
-    report: dict[str, Any], origin: Iterable[str], figures: Iterable[Path], folder: Path
+    report: dict[str, Any], source: Path, figures: Iterable[Path], folder: Path
 ) -> Iterator[str]:
-    measured = report["measurements"]
-    yield from origin
+    measured = _ordered(report["measurements"])
+    yield from _origin(report, source, folder)
     yield from _unreached(report)
     yield "\n### Summary\n"
     yield (
@@ -267,6 +227,12 @@ def _section(
     yield from _first_calls(report)
     yield "\n### Versions\n"
     yield from _versions(report)
+
+
+def _ordered(records: Iterable[Record]) -> list[Record]:
+    """Return them in the order of the standard set, whatever was measured first; others follow."""
+    places = {problem: place for place, problem in enumerate(select("standard"))}
+    return sorted(records, key=lambda r: places.get(results.problem_of(r), len(places)))
 
 
 def _unreached(report: dict[str, Any]) -> Iterator[str]:

@@ -7,7 +7,7 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -148,52 +148,6 @@ def read(path: Path, expected: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ValueError(f"{expected}, an object, got JSON of a {type(found).__name__}")
     return found
-
-
-def joined(reports: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], list[set[Problem]]]:
-    """Return several results as one, and the problems that it has from each.
-
-    A problem has the records of the last that measured it, so that what stands in a row is of one
-    run; so has each other table. A ValueError says that they are of different machines, or that of
-    one nothing is left.
-    """
-    left: list[set[Problem]] = []
-    later: set[Problem] = set()
-    for report in reversed(reports):
-        _require_same(report, reports[-1])
-        own = {problem for problem, _ in by_problem(report["measurements"])} - later
-        if later and not own:
-            raise ValueError(f"all of the run started {report['started']} was measured later anew")
-        left.insert(0, own)
-        later |= own
-    whole = dict(reports[-1])
-    for name in ("host", "first_calls"):
-        whole[name] = next((r[name] for r in reversed(reports) if r[name]), [])
-    whole["measurements"] = [
-        record
-        for report, own in zip(reports, left, strict=True)
-        for record in report["measurements"]
-        if problem_of(record) in own
-    ]
-    for report in reversed(reports[:-1]):
-        there = {n: fact for n, fact in whole["backends"].items() if not fact.startswith("missing")}
-        whole["backends"] = whole["backends"] | report["backends"] | there
-    whole["commit"] = ", ".join(dict.fromkeys(report["commit"] for report in reports))
-    return whole, left
-
-
-def _require_same(one: dict[str, Any], other: dict[str, Any]) -> None:
-    """Raise a ValueError if two results are of different kinds of GPUs, versions or methods."""
-    facts = [{"method": r.get("method", 1)} | r["machine"] | r["backends"] for r in (one, other)]
-    differing = [
-        f"{name} {facts[0][name]!r} and {facts[1][name]!r}"
-        for name in facts[0]
-        if name in facts[1] and name not in ("uuid", "system")
-        if facts[0][name] != facts[1][name]
-        if not any(str(fact[name]).startswith("missing") for fact in facts)
-    ]
-    if differing:
-        raise ValueError(f"the files must be of one kind of machine: {'; '.join(differing)}")
 
 
 def is_whole(report: dict[str, Any]) -> bool:

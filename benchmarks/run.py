@@ -209,6 +209,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         compile_ahead(arguments, options.workers, 60 * options.minutes / 3)
 
     earlier = report.get("elapsed_seconds", 0.0)
+
+    def save() -> None:
+        report["elapsed_seconds"] = earlier + time.monotonic() - started
+        results.save(report, options.results)
+
     clock = Clock()
     stopped = None
     passes = _passes(chosen, backends.values()) if "throughput" in options.tables else []
@@ -219,7 +224,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for record in host_times(as_called, timed):
                 report["host"].append(record)
                 display.say(line("host", record))
-                results.save(report, options.results)
+                save()
         # What is imported by now stays: to collect what each backend leaves behind is then quick.
         gc.collect()
         gc.freeze()
@@ -230,7 +235,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             elif todo:
                 stopped = _measure_all(problem, todo, clock, report, display)
             display.finished(problem)
-            results.save(report, options.results)
+            save()
             if stopped:
                 break
         if "first" in options.tables and not stopped:
@@ -240,15 +245,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 others = [r for r in report["first_calls"] if not _same_first_call(r, record)]
                 report["first_calls"] = [*others, record]
                 display.say(line("first call", record))
-                results.save(report, options.results)
+                save()
             called = _called(report)
             left = [b for b in left if b.name not in called and b.kind != "limit"]
             if left:
                 stopped = f"out of time after {options.minutes:g} minutes"
                 display.say(f"no first call of {', '.join(b.name for b in left)}")
-        report["elapsed_seconds"] = earlier + time.monotonic() - started
         report["complete"] = stopped is None and results.is_whole(report)
-        results.save(report, options.results)
+        save()
         for name, fact in report["backends"].items():
             display.say(f"{name} {fact}")
         for sentence in map(summary.sentence, summary.summarize(report["measurements"])):
@@ -311,6 +315,9 @@ def _measure_all(
     except cupy.cuda.runtime.CUDARuntimeError as error:
         # An error that outlives its call: no kernel runs in this process any more.
         return f"the GPU was lost, {reason(error)}"
+    except MemoryError as error:
+        # Some libraries keep what they once had until the process ends.
+        return f"no memory is left for the inputs, {reason(error)}"
     return None
 
 

@@ -166,9 +166,9 @@ def digits(value: float) -> str:
 
 
 def short(commit: str) -> str:
-    """Return the start of each commit's name, and what is said beside it."""
-    names = (one.partition(" ") for one in commit.split(", "))
-    return ", ".join(name[:12] + space + more for name, space, more in names)
+    """Return the start of a commit's name, and what is said beside it."""
+    name, space, more = commit.partition(" ")
+    return name[:12] + space + more
 
 
 def label(problem: Problem) -> str:

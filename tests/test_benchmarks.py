@@ -46,7 +46,7 @@ from benchmarks import (  # noqa: E402
     scaling,
     summary,
 )
-from benchmarks.backends import ALL, KINDS, cudnn_peer, discover  # noqa: E402
+from benchmarks.backends import ALL, cudnn_peer, discover  # noqa: E402
 from benchmarks.backends.base import Backend, Call, Replay  # noqa: E402
 from benchmarks.display import Display  # noqa: E402
 from benchmarks.measure import measure  # noqa: E402
@@ -59,7 +59,6 @@ SYNTHETIC = Path(__file__).parent / "data" / "synthetic_results.json"
 SYNTHETIC_RELU = SYNTHETIC.with_name("synthetic_relu.json")
 README = ROOT / "benchmarks" / "README.md"
 RECORDED = README.with_name("results") / "h200.json"
-RECORDED_DECODING = RECORDED.with_name("h200_decoding.json")
 
 
 @pytest.fixture
@@ -1124,119 +1123,49 @@ def test_only_a_file_of_a_run_is_resumed(tmp_path, monkeypatch) -> None:
 def test_the_readme_shows_the_recorded_results(tmp_path) -> None:
     source, readme = tmp_path / "results" / RECORDED.name, tmp_path / "README.md"
     source.parent.mkdir()
-    sources = [shutil.copy(path, source.parent) for path in (RECORDED, RECORDED_DECODING)]
+    shutil.copy(RECORDED, source)
     shutil.copy(README, readme)
-    report.main([*map(str, sources), "--readme", str(readme)])
+    report.main([str(source), "--readme", str(readme)])
     assert readme.read_text(encoding="utf-8") == README.read_text(encoding="utf-8")
     drawn, kept = (path.with_suffix("").iterdir() for path in (source, RECORDED))
     assert {path.name for path in drawn} == {path.name for path in kept}
 
 
-@pytest.mark.parametrize("path", [RECORDED, RECORDED_DECODING], ids=lambda path: path.stem)
-def test_recorded_bytes_are_those_of_the_problems(path) -> None:
-    measured = results.load(path)["measurements"]
+def test_recorded_bytes_are_those_of_the_problems() -> None:
+    measured = results.load(RECORDED)["measurements"]
     assert measured
     for record in measured:
         assert record["bytes"] == results.problem_of(record).bytes
 
 
-def later_run(synthetic: dict, lacks: int = 1) -> dict:
-    """Return a run of another GPU and commit that measured the first problem alone anew.
-
-    Without the last so many backends.
-    """
-    later = copy.deepcopy(synthetic)
-    later |= {"commit": "b" * 40, "started": "2027-01-01T00:00:00+00:00"}
-    later |= {"complete": True, "host": []}
-    later["machine"] |= {"uuid": "another", "system": "another kernel"}
-    first, other = list(dict.fromkeys(map(results.problem_of, synthetic["measurements"])))[:2]
-    records = {r["backend"]: r for r in later["measurements"] if results.problem_of(r) == first}
-    for _ in range(lacks):
-        records.popitem()
-    # Of another problem it reached the limit alone.
-    limits = [
-        r
-        for r in later["measurements"]
-        if results.problem_of(r) == other and KINDS[r["backend"]] == "limit"
-    ]
-    assert limits
-    later["measurements"] = [*records.values(), *limits]
-    for record in later["measurements"]:
-        record["note"] = "later"
-    return later
-
-
-def test_of_several_runs_the_last_that_measured_a_problem_counts(synthetic) -> None:
-    synthetic["commit"] = "a" * 40
-    later = later_run(synthetic)
-    problem = results.problem_of(synthetic["measurements"][0])
-    joined, left = results.joined([synthetic, later])
-    cells = dict(results.by_problem(joined["measurements"]))
-    before = dict(results.by_problem(synthetic["measurements"]))
-    assert cells.keys() == before.keys()
-    assert left == [before.keys() - {problem}, {problem}]
-    # Nothing of the first stands beside what is of the second.
-    assert len(cells[problem]) == len(before[problem]) - 1
-    assert {record["note"] for record in cells.pop(problem).values()} == {"later"}
-    assert all(cell == before[p] for p, cell in cells.items())
-    assert joined["host"] == synthetic["host"]  # the second has none
-    assert joined["first_calls"] is later["first_calls"]
-    assert summary.short(joined["commit"]) == f"{'a' * 12}, {'b' * 12}"
-    later["backends"]["quack"] = "missing: ImportError"
-    joined, _ = results.joined([synthetic, later])
-    assert joined["backends"] == synthetic["backends"]
-    later["backends"]["quack"], synthetic["backends"]["quack"] = "0.0", "missing: ImportError"
-    joined, _ = results.joined([synthetic, later])
-    assert joined["backends"] == later["backends"]
-    alone, (all_of_it,) = results.joined([synthetic])
-    assert alone == synthetic
-    assert all_of_it == before.keys()
-
-
-@pytest.mark.parametrize(
-    ("lacks", "said"),
-    [
-        (0, "That run did not finish; with the others each library is on each problem."),
-        (1, "**That run did not finish; what no other reached is missing.**"),
-    ],
-)
-def test_a_report_of_several_runs_says_what_is_from_which(
-    lacks, said, synthetic, tmp_path, capsys
-) -> None:
-    synthetic["complete"] = False
-    paths = [tmp_path / "later.json", tmp_path / "earlier.json"]
-    for path, found in zip(paths, (later_run(synthetic, lacks), synthetic), strict=True):
-        results.save(found, path)
-    report.main([*map(str, paths)])  # by when they were started, not by their order
-    text = (tmp_path / "later.md").read_text(encoding="utf-8")
-    assert "From [earlier.json](earlier.json), " in text
-    assert re.search(r"earlier\.json.*: 11 problems, ", text)
-    assert ": 1 problems, 1024 rows of 256.\n" in text
-    assert text.count(said) == text.count("did not finish") == 1
-    with pytest.raises(SystemExit):
-        report.main([str(paths[0]), str(paths[0])])
-    assert "was measured later anew" in capsys.readouterr().err
-
-
-def test_files_of_different_machines_are_not_joined(synthetic, tmp_path, capsys) -> None:
-    other = copy.deepcopy(synthetic)
-    other["machine"]["driver"] = "1.0"
-    paths = [tmp_path / "one.json", tmp_path / "other.json"]
-    for path, found in zip(paths, (synthetic, other), strict=True):
-        results.save(found, path)
-    with pytest.raises(SystemExit):
-        report.main([*map(str, paths)])
-    message = capsys.readouterr().err
-    driver = synthetic["machine"]["driver"]
-    assert f"one kind of machine: driver {driver!r} and '1.0'" in message
-    assert not (tmp_path / "one.md").exists()
-
-
-def test_the_recorded_files_have_every_library_on_every_problem() -> None:
-    joined, _ = results.joined([results.load(path) for path in (RECORDED, RECORDED_DECODING)])
-    assert results.is_whole(joined)
-    measured = {problem for problem, _ in results.by_problem(joined["measurements"])}
+def test_the_recorded_run_has_every_library_on_every_problem() -> None:
+    recorded = results.load(RECORDED)
+    assert recorded["complete"]
+    assert results.is_whole(recorded)
+    measured = {problem for problem, _ in results.by_problem(recorded["measurements"])}
     assert measured == set(problems.select("standard"))
+    timed = {(record["operation"], record["backend"]) for record in recorded["host"]}
+    called = {(record["backend"], record["cache"]) for record in recorded["first_calls"]}
+    for backend in ALL:
+        if not backend.emulated:
+            assert timed >= {(name, backend.name) for name in problems.OPERATIONS}
+            assert backend.kind == "limit" or called >= {(backend.name, s) for s in host.STATES}
+
+
+def test_rows_are_in_the_order_of_the_set_whatever_was_measured_first(synthetic, tmp_path) -> None:
+    def rows(records: list) -> list[str]:
+        results.save(synthetic | {"measurements": records}, tmp_path / "run.json")
+        report.main([str(tmp_path / "run.json")])
+        text = (tmp_path / "run.md").read_text(encoding="utf-8")
+        return re.findall(r"^\| (\d+x\d+) \|", text, re.MULTILINE)
+
+    def record(rows: int, cols: int) -> dict:
+        return synthetic["measurements"][0] | {"backend": "quack", "rows": rows, "cols": cols}
+
+    # 7x256 is in no set.
+    shapes = [(7, 256), (32768, 2048), (32768, 512), (32768, 1024)]
+    found = rows([record(*shape) for shape in shapes])
+    assert found == ["32768x512", "32768x1024", "32768x2048", "7x256"]
 
 
 def test_readme_section_is_made_from_the_file(tmp_path, monkeypatch) -> None:
@@ -1576,7 +1505,7 @@ def test_commands_of_the_readme_are_understood(tmp_path, monkeypatch) -> None:
     text = README.read_text(encoding="utf-8")
     commands = re.findall(r"^python -m benchmarks\.run (.+)$", text, re.MULTILINE)
     parsed = [run.parse(shlex.split(command)) for command in commands]
-    assert {options.results.name for options in parsed} == {"results.json"}
+    assert {options.results.name for options in parsed} == {"results.json", "h200.json"}
     assert ["cupynorm", "quack"] in [options.backends for options in parsed]
 
 
@@ -1769,6 +1698,33 @@ def test_a_run_is_begun_and_resumed_with_the_same_arguments(tmp_path, on_numpy, 
     assert resumed["complete"]
     assert run.main(arguments) == 0
     assert len(results.load(path)["sessions"]) == 2
+
+
+def test_a_run_without_memory_for_inputs_says_so_and_goes_on(
+    tmp_path, on_numpy, monkeypatch, capsys
+) -> None:
+    path = tmp_path / "results.json"
+    inputs = _bench.inputs
+
+    def full(problem, seed, xp):
+        if problem.cols == 16:
+            raise MemoryError("Out of memory allocating 512 bytes")
+        return inputs(problem, seed, xp)
+
+    arguments = [str(path), "--resume", "--tables", "throughput", *NARROW]
+    with monkeypatch.context() as patch:
+        patch.setattr(_bench, "inputs", full)
+        assert run.main(arguments) == 1
+    shown = capsys.readouterr().out
+    assert "no memory is left for the inputs, MemoryError: Out of memory" in shown
+    assert ": --resume goes on\n" in shown
+    stopped = results.load(path)
+    assert not stopped["complete"]
+    assert len(stopped["measurements"]) == 2
+    assert run.main(arguments) == 0
+    resumed = results.load(path)
+    assert resumed["complete"]
+    assert resumed["elapsed_seconds"] > stopped["elapsed_seconds"] > 0
 
 
 def test_a_run_on_another_gpu_is_not_resumed(tmp_path, on_numpy, monkeypatch) -> None:
