@@ -51,6 +51,8 @@ HOLD_2048_THREADS = (80, 90, 100, 103)
 FIRST_WITH_CLUSTERS = 90
 MOST_CLUSTER_BLOCKS = 16
 
+STAGED_THREADS = 512  # of a block that stages rows in the forward pass
+
 
 @dataclass(frozen=True)
 class ResidentForward:
@@ -394,14 +396,14 @@ def _streaming_blocks(packs: int, architecture: int) -> int:
 def _staged_forward(
     spec: ForwardSpec, n: int, packs: int, vector: int, architecture: int, *, wide: bool
 ) -> StagedForward | None:
-    """Return the configuration of rows in the shared memory of blocks of 512 threads.
+    """Return the configuration of rows in the shared memory of blocks of STAGED_THREADS.
 
     As in `_deep_forward` or else 4 packs a thread: of the widths tried (256 to 1024 threads, 1 to 8
     packs) the fastest, or within 3%, from N = 16384 to 131072 (bfloat16, H200).
     """
     length = pack_length(spec.x)
-    block_threads, packs_per_thread = 512, 4
-    cluster_blocks = _cluster(packs, block_threads * packs_per_thread, architecture)
+    packs_per_thread = 4
+    cluster_blocks = _cluster(packs, STAGED_THREADS * packs_per_thread, architecture)
     if cluster_blocks is None:
         return None
     deep = _deep_forward(spec, n, vector, cluster_blocks, wide=wide)
@@ -416,13 +418,13 @@ def _staged_forward(
         most_held = 0
     for stages in (4, 3, 2):
         config = StagedForward(
-            block_threads=block_threads,
+            block_threads=STAGED_THREADS,
             packs_per_thread=packs_per_thread,
             cluster_blocks=cluster_blocks,
             stages=stages,
             vector=vector,
             hold_weight=vector == length and affine <= most_held,
-            full=n == cluster_blocks * block_threads * packs_per_thread * length,
+            full=n == cluster_blocks * STAGED_THREADS * packs_per_thread * length,
         )
         # Whatever the alignment, so that a row's bits do not depend on it.
         most = max(
@@ -444,14 +446,13 @@ def _deep_forward(
     held however it is aligned, as shared memory mostly has no room for it; beside it a bias, a 1 to
     be added, a ReLU, a y wider than x or a row's end would spill on one architecture or another.
     """
-    block_threads = 512
-    packs_per_thread, rest = divmod(2 * n, cluster_blocks * block_threads * pack_length(spec.x))
+    packs_per_thread, rest = divmod(2 * n, cluster_blocks * STAGED_THREADS * pack_length(spec.x))
     plain = spec.norm == "rms_norm" and ITEMSIZE[spec.y] <= ITEMSIZE[spec.x]
     plain = plain and not (spec.bias or spec.zero_centered or spec.relu or wide)
-    if cluster_blocks == 1 or rest or not plain:
+    if rest or not plain:
         return None
     return StagedForward(
-        block_threads=block_threads,
+        block_threads=STAGED_THREADS,
         packs_per_thread=packs_per_thread,
         cluster_blocks=cluster_blocks // 2,
         stages=3,
