@@ -176,8 +176,9 @@ __global__ __launch_bounds__(BlockThreads, 1) void norm_forward_staged(
     T unit = 1;
     if constexpr (kCanLeaveRange<X>) {
       if (!in_range(statistics.variance + eps)) {
+        // Pack by pack: side by side they take the registers of 7 or 8 held packs of the weight.
         T largest[1] = {0};
-#pragma unroll
+#pragma unroll 1
         for (int p = 0; p < PacksPerThread; ++p) {
           const Pack<X, kLength> pack = StageOfX::read(stages + stage * StageOfX::kBytes, p);
 #pragma unroll
@@ -188,7 +189,7 @@ __global__ __launch_bounds__(BlockThreads, 1) void norm_forward_staged(
         team.template reduce<Max>(largest);
         unit = Range<T>::unit(larger(largest[0], square_root(eps)));
         const T inv_unit = T(1) / unit;
-#pragma unroll
+#pragma unroll 1
         for (int p = 0; p < PacksPerThread; ++p) {
           Pack<X, kLength> pack = StageOfX::read(stages + stage * StageOfX::kBytes, p);
 #pragma unroll
