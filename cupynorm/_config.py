@@ -229,12 +229,15 @@ def forward_config(
     exceed = spec.weight and spec.bias and _affine_bytes(spec) > 4
     if packs > (1024 if wide or exceed else 2048):
         paired = _paired(spec, packs, architecture)
-        # Read again from L2, 4008 GB/s against the staged kernel's 3861 at N = 32768, 3966 against
-        # 3839 at 28672; at 24576, a tile and a half, 3594 against 3795 (bfloat16, H200).
+        # Read again from L2, 32768 rows of 32760 take 1069 us, staged by two blocks 1188, 28680 973
+        # and 1055; but at 24576, a tile and a half, 3594 GB/s against 3795. In one block 32768
+        # takes 1047 us against 1040, 28672 923 against 950 (RMSNorm, bfloat16, H200).
         again_from_l2 = paired and ITEMSIZE[spec.x] == 2 and packs >= 3584 and n % length == 0
         staged = _staged_forward(spec, n, packs, vector, architecture, wide=wide)
-        if staged is not None and not again_from_l2:
-            return staged
+        if staged is not None:
+            in_one_block = staged.cluster_blocks == 1 and staged.packs_per_thread < 8
+            if in_one_block or not again_from_l2:
+                return staged
         if packs > (1024 if wide else 2048):
             return _streaming_forward(spec, packs, vector, architecture, paired=paired, wide=wide)
     row_threads = _team(packs, _packs_per_thread(spec, n, packs))
@@ -442,13 +445,15 @@ def _deep_forward(
     """Return the configuration of half as many blocks, of 5 to 8 packs a thread, if they are full.
 
     794 us against 843 for RMSNorm of 32768 rows of 24576, 1100 against 1119 for 16384 of 65536,
-    526 against 560 for 16384 of 16384 float32 (bfloat16 unless said otherwise, H200). The weight is
-    held however it is aligned, as shared memory mostly has no room for it; beside it a bias, a 1 to
-    be added, a ReLU, a y wider than x or a row's end would spill on one architecture or another.
+    526 against 560 for 16384 of 16384 float32; with a zero-centred weight 792 against 831 and 1084
+    against 1121, with a ReLU 790 against 834 and 1080 against 1116 (bfloat16 unless said otherwise,
+    H200). The weight is held however it is aligned, as shared memory mostly has no room for it;
+    beside it a bias, a ReLU and a 1 to be added, a y wider than x or a row's end would spill on one
+    architecture or another.
     """
     packs_per_thread, rest = divmod(2 * n, cluster_blocks * STAGED_THREADS * pack_length(spec.x))
     plain = spec.norm == "rms_norm" and ITEMSIZE[spec.y] <= ITEMSIZE[spec.x]
-    plain = plain and not (spec.bias or spec.zero_centered or spec.relu or wide)
+    plain = plain and not (wide or spec.bias or (spec.zero_centered and spec.relu))
     if rest or not plain:
         return None
     return StagedForward(

@@ -94,13 +94,17 @@ def instantiations(architecture: int) -> list[Instantiation]:
         for bias in (None, "float32"):
             spec = BackwardSpec(norm, x, x, None, bias, False, False)
             kernels |= dict.fromkeys(backward_kernels(spec, 4096, pack_length(x), architecture))
-    # What half the blocks stage, with 8 packs a thread.
-    for x, stored, packs in itertools.product(
-        ("float32", "float16", "bfloat16"), (False, True), (4096, 32768)
+    # What half the blocks stage, with 8 packs a thread, and in one block with 7.
+    plain, zero_centered, relu = (False, False), (True, False), (False, True)
+    for x, stored, packs, (centred, clamped) in itertools.product(
+        *(("float32", "float16", "bfloat16"), (False, True), (3584, 4096, 32768)),
+        (plain, zero_centered, relu),
     ):
-        for weight in ("float32", x, None):
-            deep = ForwardSpec("rms_norm", x, weight, None, x, False, stored, False)
-            for vector in (1, pack_length(x)):
+        if (centred or clamped) and not (stored and every):
+            continue
+        for weight in ("float32",) if centred or packs == 3584 else ("float32", x, None):
+            deep = ForwardSpec("rms_norm", x, weight, None, x, centred, stored, clamped)
+            for vector in (1, 2, pack_length(x)):
                 config = forward_config(deep, packs * pack_length(x), vector, architecture)
                 kernels[forward_instantiation(deep, config)] = None
     # What is streamed by two blocks a multiprocessor, of 32 registers a thread.

@@ -344,7 +344,7 @@ RESIDENT, STAGED, STREAMED = ResidentForward, StagedForward, StreamingForward
 LONGEST: dict[int, tuple[tuple[tuple[type, int], ...], ...]] = {
     # architecture: RMSNorm forward, LayerNorm forward, RMSNorm backward, LayerNorm backward
     90: (
-        ((RESIDENT, 32), (STAGED, 48), (STREAMED, 64), (STAGED, 512)),
+        ((RESIDENT, 32), (STAGED, 56), (STREAMED, 64), (STAGED, 512)),
         ((RESIDENT, 16), (STAGED, 512)),
         ((StagedBackward, 256),),
         ((StagedBackward, 256),),
@@ -378,10 +378,28 @@ def test_rows_that_fill_their_last_tile_badly_are_not_read_twice() -> None:
     spec = ForwardSpec("rms_norm", "bfloat16", "float32", None, "bfloat16", False, True, False)
     for n, expected in (
         *((24576, StagedForward), (28664, StagedForward), (28668, StagedForward)),
-        *((28672, StreamingForward), (32764, StagedForward), (32768, StreamingForward)),
+        *((28672, StagedForward), (28680, StreamingForward), (32764, StagedForward)),
+        *((32760, StreamingForward), (32768, StreamingForward)),
     ):
         vector = n & -n if n % 8 else 8
         assert type(forward_config(spec, n, vector, 90)) is expected, n
+
+
+@pytest.mark.parametrize("architecture", [80, 90, 100])
+def test_rows_of_28672_are_staged_by_one_block_if_it_has_room(architecture: int) -> None:
+    plain = ForwardSpec("rms_norm", "bfloat16", "float32", None, "bfloat16", False, True, False)
+    one, two, twice = (StagedForward, 1), (StagedForward, 2), (StreamingForward, 1)
+    for changes, with_clusters in (
+        *(({}, one), ({"store_statistics": False}, one), ({"zero_centered": True}, one)),
+        *(({"relu": True}, one), ({"relu": True, "zero_centered": True}, two)),
+        *(({"bias": "float32"}, two), ({"y": "float32"}, two)),
+    ):
+        spec = dataclasses.replace(plain, **changes)  # type: ignore[arg-type]
+        expected = with_clusters if architecture >= 90 else twice
+        for vector in (1, 2, 4, 8):
+            config = forward_config(spec, 28672, vector, architecture)
+            assert isinstance(config, StagedForward | StreamingForward)
+            assert (type(config), config.cluster_blocks) == expected, changes
 
 
 @pytest.mark.parametrize(
@@ -419,10 +437,11 @@ def test_full_rows_of_rms_norm_have_half_the_blocks(
 
     for vector in (1, pack_length(x)):
         assert layout_of("rms_norm", None, vector) == layout
+        assert layout_of("rms_norm", None, vector, zero_centered=True) == layout
+        assert layout_of("rms_norm", None, vector, relu=True) == layout
     for norm, bias in (("rms_norm", "float32"), ("layer_norm", "float32"), ("layer_norm", None)):
         assert layout_of(norm, bias, 1)[1] == 4
-    assert layout_of("rms_norm", None, 1, zero_centered=True)[1] == 4
-    assert layout_of("rms_norm", None, 1, relu=True)[1] == 4
+    assert layout_of("rms_norm", None, 1, zero_centered=True, relu=True)[1] == 4
     if x != "float32":
         assert layout_of("rms_norm", None, 1, y="float32")[1] == 4
     # Their stages are more shared memory than some GPUs have.
