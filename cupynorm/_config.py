@@ -32,6 +32,7 @@ __all__ = [
     "few_rows_config",
     "forward_config",
     "pack_length",
+    "resident_backward_bytes",
     "shared_limit",
     "staged_backward_bytes",
     "staged_forward_bytes",
@@ -141,8 +142,8 @@ class StagedBackward:
 class ResidentBackward:
     """Few rows held in registers, each by `cluster_blocks` blocks of `row_threads` threads.
 
-    What a lone row writes are the weight gradients; what several write are partials, which are
-    summed by the `reduction`.
+    What a lone row writes are the weight gradients; those of several are summed by further blocks,
+    where `columns`, which read x and dy themselves, or else by the `reduction` from partials.
     """
 
     row_threads: int
@@ -150,6 +151,7 @@ class ResidentBackward:
     cluster_blocks: int
     vector: int
     full: bool
+    columns: bool
     reduction: Reduction | None
 
 
@@ -480,6 +482,9 @@ def _cluster(packs: int, packs_per_block: int, architecture: int) -> int | None:
 # staged rows take 12.3 (bfloat16, H200).
 MOST_RESIDENT_ROWS = 64
 MOST_RESIDENT_BLOCKS = 128  # as many as were measured: LayerNorm's 64 rows of 16384, two each
+# RMSNorm's 128 rows of 2048 take 8.4 us against 8.7, of 16384 11.1 against 17.9; 256 of 4096 the
+# same, of 2048 12.2 against 8.9 (bfloat16, H200).
+MOST_ROWS_BESIDE_COLUMNS = 128
 
 
 def staged_backward_bytes(spec: BackwardSpec, config: StagedBackward) -> int:
@@ -540,24 +545,40 @@ def few_rows_backward_config(
     """Return the configuration of m rows, if they are few enough for one of their own.
 
     dx has the bits that `config`, that of many rows, gives it. RMSNorm of one row of 4096 takes
-    5.6 to 6.2 us against 8.7, LayerNorm 5.8 to 6.1 against 10.0; of 64 rows 8.3 against 9.7 and 9.7
-    against 10.9 (bfloat16, H200).
+    5.6 to 6.2 us against 8.7, LayerNorm 5.8 to 6.1 against 10.0; of 64 rows LayerNorm 9.7 against
+    10.9, RMSNorm 8.3 against 9.7 with partials, and 6.0 against 8.1 with columns (bfloat16, H200).
     """
-    most_rows = min(MOST_RESIDENT_ROWS, MOST_RESIDENT_BLOCKS // config.cluster_blocks)
-    if m > most_rows or config.row_threads < 32:
+    if config.row_threads < 32:
+        return None
+    several = m > 1 and spec.gradients > 0
+    # LayerNorm's xhat is centred by a sum of its row, which such blocks would wait for.
+    columns = several and spec.norm == "rms_norm" and config.row_threads >= 128
+    if m > (MOST_ROWS_BESIDE_COLUMNS if columns else MOST_RESIDENT_ROWS):
+        return None
+    if not columns and m * config.cluster_blocks > MOST_RESIDENT_BLOCKS:
         return None
     # A few partials: with 32 groups, 11.9 us against 10.4 for LayerNorm's 8x8192, 13.6 against 12.5
-    # for 64x8192; 8.5 against 8.3 for RMSNorm's 64x4096 (bfloat16, H200).
-    several = m > 1 and spec.gradients
-    reduction = Reduction(block_threads=256, groups=8) if several else None
+    # for 64x8192 (bfloat16, H200).
+    reduction = Reduction(block_threads=256, groups=8) if several and not columns else None
     return ResidentBackward(
         row_threads=config.row_threads,
         packs_per_thread=config.packs_per_thread,
         cluster_blocks=config.cluster_blocks,
         vector=config.vector,
         full=config.full,
+        columns=columns,
         reduction=reduction,
     )
+
+
+def resident_backward_bytes(spec: BackwardSpec, config: ResidentBackward) -> int:
+    """Return the shared memory of a block: see kernels/backward_resident.cu."""
+    threads = config.row_threads
+    size = team_bytes(spec.x, threads, threads, config.cluster_blocks)
+    if config.columns:
+        values = spec.gradients * threads * pack_length(spec.x)
+        size = max(size, values * ITEMSIZE[compute_dtype(spec.x)])
+    return size
 
 
 def _reduction(spec: BackwardSpec, n: int) -> Reduction | None:

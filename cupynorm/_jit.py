@@ -22,6 +22,7 @@ from cupynorm._config import (
     StagedBackward,
     StagedForward,
     StreamingForward,
+    resident_backward_bytes,
     staged_backward_bytes,
     staged_forward_bytes,
     team_bytes,
@@ -158,6 +159,7 @@ def backward_instantiations(
             *(CPP_TYPES[dtype] for dtype in gradients),
             *options,
             spec.bitmask,
+            config.columns,
             config.cluster_blocks,
             threads,
             config.packs_per_thread,
@@ -168,9 +170,9 @@ def backward_instantiations(
             Instantiation(
                 "backward_resident.cu",
                 template,
-                operands + "PqPPq" + scalar,  # dx, dx_stride, dweight, dbias; n_cols; inv_n
+                operands + "PqPPqq" + scalar,  # dx, dx_stride, dweight, dbias; rows, columns; inv_n
                 threads,
-                team_bytes(spec.x, threads, threads, config.cluster_blocks),
+                resident_backward_bytes(spec, config),
                 config.cluster_blocks,
             ),
         )

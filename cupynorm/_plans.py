@@ -13,6 +13,7 @@ from functools import cache
 from cupynorm import _jit
 from cupynorm._config import (
     MOST_RESIDENT_ROWS,
+    MOST_ROWS_BESIDE_COLUMNS,
     BackwardConfig,
     ResidentBackward,
     ResidentForward,
@@ -143,8 +144,8 @@ class BackwardPlan:
 
     Scratch is one row of partial sums a cluster of blocks for each weight gradient, at most the
     larger of 4 * multiprocessors and MOST_RESIDENT_ROWS rows of n values of the compute dtype, and
-    three values a row of x where rows are too long for shared memory. A lone row that is resident
-    needs none.
+    three values a row of x where rows are too long for shared memory. A lone row that is resident,
+    and rows whose weight gradients have blocks of their own, need none.
     """
 
     kernels: tuple[Kernel, ...]
@@ -157,6 +158,7 @@ class BackwardPlan:
     most_clusters: int
     tiles: int  # of columns, where rows are streamed; else 0
     resident: bool  # few rows, held in registers
+    column_blocks: int  # that sum their weight gradients; else 0
 
     def _partials(self, m: int) -> int:
         return min(-(-m // self.rows_per_block), self.most_clusters)
@@ -205,20 +207,26 @@ class BackwardPlan:
                 of_rows = dweight, dbias
                 if self.reduction_blocks:
                     of_rows = scratch, scratch + (self.gradients - 1) * m * n * self.itemsize
-                outputs = (dx, dx_stride, *of_rows, n, 1 / n)
-            kernels[0].launch(stream, partials * self.cluster_blocks, (*operands, *outputs))
+                outputs = (dx, dx_stride, *of_rows, m, n, 1 / n)
+            blocks = partials * self.cluster_blocks + self.column_blocks
+            kernels[0].launch(stream, blocks, (*operands, *outputs))
         if self.reduction_blocks:
             sums = (scratch, dweight, dbias, partials, n)
             kernels[-1].launch(stream, self.reduction_blocks, sums)
 
 
-def backward_plan(spec: BackwardSpec, m: int, n: int, vector: int, device: int) -> BackwardPlan:
+def backward_plan(
+    spec: BackwardSpec, m: int, n: int, vector: int, device: int, *, in_place: bool = False
+) -> BackwardPlan:
     """Return a backward pass ready to launch on `device`, the current one; compile it at need.
 
     It is for m rows, and all numbers of rows that are launched with the same kernels: few rows may
-    have some of their own, with the same bits of dx.
+    have some of their own, with the same bits of dx. Only where `in_place` may dx be dy.
     """
-    few = few_rows_backward(spec, m, n, vector, device) if 0 < m <= MOST_RESIDENT_ROWS else None
+    most = max(MOST_RESIDENT_ROWS, MOST_ROWS_BESIDE_COLUMNS)
+    few = few_rows_backward(spec, m, n, vector, device) if 0 < m <= most else None
+    if few is not None and few.columns and in_place:
+        few = None  # one block's dx would be another's dy
     plan = few and few_rows_backward_plan(spec, n, few, device)
     return plan or many_rows_backward_plan(spec, n, vector, device)
 
@@ -246,7 +254,8 @@ def few_rows_backward_plan(
     kernels = _load_backward(spec, config, device)
     if config.cluster_blocks > 1 and kernels[0].clusters_at_once() == 0:
         return None
-    return _backward_plan(spec, n, config, kernels, most_clusters=MOST_RESIDENT_ROWS)
+    most_rows = MOST_ROWS_BESIDE_COLUMNS if config.columns else MOST_RESIDENT_ROWS
+    return _backward_plan(spec, n, config, kernels, most_clusters=most_rows)
 
 
 @cache
@@ -287,6 +296,10 @@ def _backward_plan(
     tiles: int = 0,
 ) -> BackwardPlan:
     sums = config.reduction
+    column_blocks = 0
+    if isinstance(config, ResidentBackward) and config.columns:
+        of_a_cluster = config.cluster_blocks * 32 * pack_length(spec.x)
+        column_blocks = -(-n // of_a_cluster) * config.cluster_blocks
     return BackwardPlan(
         kernels=kernels,
         reduction_blocks=0 if sums is None else spec.gradients * -(-n // sums.columns),
@@ -298,6 +311,7 @@ def _backward_plan(
         most_clusters=most_clusters,
         tiles=tiles,
         resident=isinstance(config, ResidentBackward),
+        column_blocks=column_blocks,
     )
 
 

@@ -3,13 +3,17 @@
 // What few rows wait for is latency: of memory and, with empty caches, of instructions. So each has a
 // team, and nothing is copied, taken in turn or kept for a next row.
 //
-// Layout:    as backward.cu; dweight and dbias hold a row for each row of x, so that those of a lone
-//            row are the weight gradients; of several they are partials for reduce_partials.cu.
-// Grid:      a cluster of ClusterBlocks blocks of RowThreads threads a row, on grid.x.
-// Traffic:   x, dy, bitmask and weight read once, dx, dweight and dbias written once, for each row.
+// Layout:    as backward.cu; where not Columns, dweight and dbias hold a row for each row of x, so that
+//            those of a lone row are the weight gradients; of several they are partials for
+//            reduce_partials.cu. dx may be dy, but not where Columns.
+// Grid:      a cluster of ClusterBlocks blocks of RowThreads threads a row, on grid.x; where Columns,
+//            more such clusters, each block of which sums the weight gradients of 32 packs.
+// Traffic:   x, dy, bitmask and weight read once, twice where Columns, the second time mostly from L2;
+//            dx, dweight and dbias written once, for each row.
 // Thread:    pack p of its block's columns for p = rank, rank + RowThreads, ... (PacksPerThread of
-//            them).
-// Order:     dx: as backward.cu.
+//            them). Of columns: pack `lane`, rows warp, warp + kWarps, ...
+// Order:     dx: as backward.cu. Weight gradients where Columns: a warp's rows in turn, then the warps
+//            in turn.
 // Result:    dx; dweight and dbias.
 #include "gradient.cuh"
 #include "relu.cuh"
@@ -25,18 +29,102 @@ __device__ __forceinline__ void write(const T (&values)[Length], Out* row, int f
   }
 }
 
+// The weight gradients of 32 packs, of which the first begins at column `first`: no row's sums are
+// needed for these where nothing is centred, so nothing waits for them.
+template <int RowThreads, bool Bitmask, int Vector, typename X, typename DY, typename DWeight,
+          typename DBias>
+__device__ __forceinline__ void sum_columns(const DY* dy, long long dy_stride, const X* x,
+                                            long long x_stride, const Compute<X>* rstd,
+                                            const unsigned char* bitmask, DWeight* dweight,
+                                            DBias* dbias, int n_rows, int n_cols, int first) {
+  using T = Compute<X>;
+  constexpr int kLength = 16 / static_cast<int>(sizeof(X));
+  constexpr int kWarps = RowThreads / 32;
+  constexpr int kAtOnce = 4;  // rows of a thread that are on their way
+  constexpr int kColumns = 32 * kLength;
+  constexpr int kGradients = kPresent<DWeight> + kPresent<DBias>;
+  const int lane = thread_index() % 32, warp = thread_index() / 32;
+  const int own = first + lane * kLength;
+
+  // 1. Each warp sums its rows.
+  T of_weight[kLength] = {}, of_bias[kLength] = {};
+#pragma unroll 1
+  for (int begin = warp; begin < n_rows; begin += kAtOnce * kWarps) {
+    Pack<X, kLength> row_x[kAtOnce];
+    Pack<DY, kLength> row_dy[kAtOnce];
+    T row_rstd[kAtOnce];
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k) {
+      const int row = begin + k * kWarps;
+      const int n = row < n_rows ? n_cols : 0;
+      load<Vector>(row_x[k], x + row * x_stride, own, n);
+      load<Vector>(row_dy[k], dy + row * dy_stride, own, n);
+      row_rstd[k] = row < n_rows ? rstd[row] : T(0);
+      if constexpr (Bitmask) {
+        keep(row_dy[k], load_bits(bitmask + row * bitmask_bytes(n_cols), own, n), own);
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k) {
+      const Centring<false, T> centring(T(0), row_rstd[k]);
+#pragma unroll
+      for (int i = 0; i < kLength; ++i) {
+        const T of_row = row_dy[k].template get<T>(i);
+        const T xhat = centring.h_of(row_x[k].template get<T>(i));
+        of_weight[i] = fused_multiply_add(of_row, xhat, of_weight[i]);
+        of_bias[i] += of_row;
+      }
+    }
+  }
+  T* sums = static_cast<T*>(dynamic_shared_memory());
+  T* own_sums = sums + warp * kGradients * kColumns + lane * kLength;
+#pragma unroll
+  for (int i = 0; i < kLength; ++i) {
+    if constexpr (kPresent<DWeight>) own_sums[i] = of_weight[i];
+    if constexpr (kPresent<DBias>) own_sums[(kGradients - 1) * kColumns + i] = of_bias[i];
+  }
+  block_barrier();
+
+  // 2. All warps' sums.
+  for (int i = thread_index(); i < kGradients * kColumns; i += RowThreads) {
+    const int column = first + i % kColumns;
+    T sum = 0;
+#pragma unroll
+    for (int other = 0; other < kWarps; ++other) sum += sums[other * kGradients * kColumns + i];
+    if (column < n_cols) {
+      if constexpr (kPresent<DWeight>) {
+        if (i < kColumns) dweight[column] = convert<DWeight>(sum);
+      }
+      if constexpr (kPresent<DBias>) {
+        if (i >= (kGradients - 1) * kColumns) dbias[column] = convert<DBias>(sum);
+      }
+    }
+  }
+}
+
 template <typename X, typename DY, typename Weight, typename DWeight, typename DBias, bool Centered,
-          bool ZeroCentered, bool Bitmask, int ClusterBlocks, int RowThreads, int PacksPerThread,
-          bool Full, int Vector>
+          bool ZeroCentered, bool Bitmask, bool Columns, int ClusterBlocks, int RowThreads,
+          int PacksPerThread, bool Full, int Vector>
 __global__ __launch_bounds__(RowThreads, 1) void norm_backward_resident(
     const DY* dy, long long dy_stride, const X* x, long long x_stride, const Weight* weight,
     const Compute<X>* mean, const Compute<X>* rstd, const unsigned char* bitmask, X* dx,
-    long long dx_stride, DWeight* dweight, DBias* dbias, long long row_length, Compute<X> inv_n) {
+    long long dx_stride, DWeight* dweight, DBias* dbias, long long n_rows, long long row_length,
+    Compute<X> inv_n) {
   using T = Compute<X>;
   constexpr int kLength = 16 / static_cast<int>(sizeof(X));
-  Team<RowThreads, RowThreads, ClusterBlocks> team;
   constexpr int kColumns = ClusterBlocks * RowThreads * PacksPerThread * kLength;
   int n_cols = Full ? kColumns : static_cast<int>(row_length);
+  if constexpr (Columns) {
+    static_assert(!Centered, "xhat is centred by a sum of its row");
+    const int block = static_cast<int>(block_index() - n_rows * ClusterBlocks);
+    if (block >= 0) {
+      sum_columns<RowThreads, Bitmask, Vector>(dy, dy_stride, x, x_stride, rstd, bitmask, dweight,
+                                               dbias, static_cast<int>(n_rows), n_cols,
+                                               block * 32 * kLength);
+      return;
+    }
+  }
+  Team<RowThreads, RowThreads, ClusterBlocks> team;
   const auto first_column = [&](int p) {
     return team.template first_column<PacksPerThread, kLength>(p);
   };
@@ -86,7 +174,9 @@ __global__ __launch_bounds__(RowThreads, 1) void norm_backward_resident(
       of_x[i] = dx_of<ZeroCentered>(of_bias[i], xhat, weights[p], i, means, row_rstd);
     }
     write<Vector>(of_x, dx + row * dx_stride, first_column(p), n_cols);
-    write<Vector>(of_weight, dweight + row * n_cols, first_column(p), n_cols);
-    write<Vector>(of_bias, dbias + row * n_cols, first_column(p), n_cols);
+    if constexpr (!Columns) {
+      write<Vector>(of_weight, dweight + row * n_cols, first_column(p), n_cols);
+      write<Vector>(of_bias, dbias + row * n_cols, first_column(p), n_cols);
+    }
   }
 }

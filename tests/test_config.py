@@ -143,7 +143,7 @@ def test_few_rows_differ_only_in_what_does_not_show(
         assert dataclasses.replace(few, **same) == config
 
 
-@given(backward_specs, widths(), st.sampled_from(ARCHITECTURES), st.integers(1, 100))
+@given(backward_specs, widths(), st.sampled_from(ARCHITECTURES), st.integers(1, 160))
 @settings(max_examples=500)
 def test_few_rows_have_the_teams_of_many_in_the_backward(
     spec: BackwardSpec, n: int, architecture: int, m: int
@@ -153,12 +153,16 @@ def test_few_rows_have_the_teams_of_many_in_the_backward(
         if not isinstance(config, StagedBackward):
             continue
         few = few_rows_backward_config(spec, config, m)
+        several = m > 1 and spec.gradients > 0
+        columns = several and spec.norm == "rms_norm" and config.row_threads >= 128
+        most = 128 if columns else min(64, 128 // config.cluster_blocks)
+        assert (few is not None) == (config.row_threads >= 32 and m <= most)
         if few is None:
-            assert config.row_threads < 32 or m > 64 or m * config.cluster_blocks > 128
             continue
         for name in ("row_threads", "packs_per_thread", "cluster_blocks", "vector", "full"):
             assert getattr(few, name) == getattr(config, name), name
-        assert (few.reduction is None) == (m == 1 or spec.gradients == 0)
+        assert few.columns == columns
+        assert (few.reduction is None) == (not several or columns)
         resident, *sums = backward_instantiations(spec, few)
         assert len(sums) == (few.reduction is not None)
         assert resident.shared_bytes <= 48 << 10
@@ -210,6 +214,20 @@ def test_a_plan_loads_only_the_kernel_of_its_rows(monkeypatch: pytest.MonkeyPatc
     assert [len(plan.kernels) for plan in (alone, two, more)] == [1, 2, 2]
     assert (alone.scratch_bytes(1), two.scratch_bytes(2)) == (0, 2 * 2 * 4096 * 4)
     assert _plans.backward_plan(of_dy, 0, 4096, 4, device) is more  # sums no partials to 0
+
+    loaded.clear()
+    of_dy = dataclasses.replace(of_dy, norm="rms_norm", dbias=None)
+    alone, two, most, more = (
+        _plans.backward_plan(of_dy, m, 4096, 4, device) for m in (1, 2, 128, 129)
+    )
+    assert two is most
+    assert loaded == [*alone.kernels, *two.kernels, *more.kernels]
+    assert [len(plan.kernels) for plan in (alone, two, more)] == [1, 1, 2]
+    assert [plan.scratch_bytes(2) for plan in (alone, two)] == [0, 0]
+    # 32 packs of 4 columns each; dx written over dy takes what another block still needs.
+    assert [plan.column_blocks for plan in (alone, two, more)] == [0, 4096 // 128, 0]
+    in_place = [_plans.backward_plan(of_dy, m, 4096, 4, device, in_place=True) for m in (1, 2, 128)]
+    assert in_place == [alone, more, more]
 
 
 @pytest.mark.parametrize("m", [1, 2])

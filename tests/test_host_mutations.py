@@ -107,6 +107,7 @@ TEAMS_BACKWARD = staged("backward.cu", n=1000)
 FEW_ROWS, LONE_ROW = few("warps"), few("lone_relu_warps_odd")
 FEW_MEAN = few("range_mean_1e6", x="float32")
 FEW_RELU, FEW_GAP = few("relu_warps"), few("block")
+COLUMNS, COLUMNS_BIAS = few("columns", "rms_norm"), few("columns_bias", "rms_norm")
 
 MUTATIONS = [
     # ---- bounds ----
@@ -1055,6 +1056,78 @@ MUTATIONS = [
         "dx + row * dy_stride",
         f"{OUT_OF_BOUNDS}|{UNWRITTEN}",
         FEW_GAP,
+    ),
+    Mutation(
+        "of columns, each warp sums all rows",
+        "backward_resident.cu",
+        "for (int begin = warp;",
+        "for (int begin = 0;",
+        VALUE,
+        COLUMNS,
+    ),
+    Mutation(
+        "of columns, rows are summed that others are under way with",
+        "backward_resident.cu",
+        "begin += kAtOnce * kWarps",
+        "begin += kWarps",
+        VALUE,
+        COLUMNS,
+    ),
+    Mutation(
+        "of columns, rows past the last are loaded",
+        "backward_resident.cu",
+        "row < n_rows ? n_cols : 0;",
+        "n_cols;",
+        OUT_OF_BOUNDS,
+        COLUMNS,
+    ),
+    Mutation(
+        "of columns, each row has the rstd of the first",
+        "backward_resident.cu",
+        "row < n_rows ? rstd[row] : T(0)",
+        "rstd[0]",
+        VALUE,
+        COLUMNS,
+    ),
+    Mutation(
+        "of columns, the bitmask lets all dy through",
+        "backward_resident.cu",
+        "        keep(row_dy[k],",
+        "        if (false) keep(row_dy[k],",
+        VALUE,
+        COLUMNS,
+    ),
+    Mutation(
+        "of columns, the warps' sums are not waited for",
+        "backward_resident.cu",
+        "  block_barrier();\n\n  // 2. All warps' sums.",
+        "  // 2. All warps' sums.",
+        f"{RACE}|{UNWRITTEN}",
+        COLUMNS_BIAS,
+    ),
+    Mutation(
+        "of columns, dbias is stored past the row's end",
+        "backward_resident.cu",
+        "    if (column < n_cols) {",
+        "    if (true) {",
+        OUT_OF_BOUNDS,
+        COLUMNS_BIAS,
+    ),
+    Mutation(
+        "of columns, dbias is added to what is of dweight",
+        "backward_resident.cu",
+        "own_sums[(kGradients - 1) * kColumns + i] = of_bias[i]",
+        "own_sums[i] = of_bias[i]",
+        f"{VALUE}|{UNWRITTEN}",
+        COLUMNS,
+    ),
+    Mutation(
+        "blocks of columns begin a cluster early",
+        "backward_resident.cu",
+        "block_index() - n_rows * ClusterBlocks",
+        "block_index() - n_rows",
+        f"{VALUE}|{UNWRITTEN}|{RACE}|{STUCK}",
+        few("staged_cluster", "rms_norm"),
     ),
     # ---- stages and clusters ----
     Mutation(

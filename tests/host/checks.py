@@ -351,6 +351,13 @@ def _cases() -> list[Case]:
             Case("range_nonfinite_eps_0", "rms_norm", 9, n, x, regime="nonfinite", eps=0.0),
             Case("range_zero_eps", "rms_norm", 7, n, x, regime="zero_rows", eps=0.0),
         ]
+    # Of few rows, more than a warp has under way; the last is not, as dx takes what dy still is.
+    cases += [
+        Case("columns", "rms_norm", 37, 4099, "bfloat16", relu=RELUS[1]),
+        Case("columns_gap", "rms_norm", 30, 1200, "float32", "bfloat16", None, gap=8),
+        Case("columns_bias", "rms_norm", 23, 600, "float64", None, dy="float32"),
+        Case("columns_in_place", "rms_norm", 13, 1200, "float32", in_place=True),
+    ]
     cases.append(Case("outlier", "layer_norm", 60, 511, "float32", bias=None, regime="outlier"))
     for n in (64, 511, 512):
         cases.append(Case(f"pair_{n}", "layer_norm", 60, n, "float32", bias=None, regime="pair"))
@@ -374,4 +381,5 @@ CASES = _cases()
 _LONGER = ("warp", "in_place", "block", "relu_warps", "range")
 FEW = [case for case in CASES if case.name.startswith(_LONGER) and case.m <= 64][::3]
 FEW += [case for case in CASES if case.name in ("staged_cluster", "infinite_dy_300")]
+FEW += [case for case in CASES if case.name.startswith("columns")]
 FEW += [dataclasses.replace(case, name=f"lone_{case.name}", m=1) for case in FEW[::2]]
