@@ -130,6 +130,14 @@ def under_shard_map(tracked: bool, gradient_within: bool) -> Any:
     return compiled(function, X, weight, bias, DY)
 
 
+def under_shard_map_over_one_axis(kind: AxisType, x: Any) -> Any:
+    """The other axis of the mesh is as Auto or Explicit within it as without."""
+    mesh = mesh_of((2, 2), kind)
+    specs = {"in_specs": (P("a"), P(), P()), "out_specs": P("a"), "axis_names": {"a"}}
+    split = jax.shard_map(norm, mesh=mesh, **specs)
+    return compiled(functools.partial(step, norm=split), *put(mesh, x, P()))
+
+
 def through_layers(kind: AxisType) -> Any:
     """Rematerialized layers in a scan, against the same on one device, in float32."""
     x = np.asarray(X, np.float32)
@@ -225,6 +233,9 @@ def cases(kernels: bool) -> Iterator[tuple[str, Callable[[], Any]]]:
             f"cut weight, {kind.name}",
             functools.partial(with_named_shardings, (4,), kind, P("a"), P("a")),
         )
+        over_one_axis = functools.partial(under_shard_map_over_one_axis, kind)
+        yield f"shard_map over one axis, {kind.name}", functools.partial(over_one_axis, P("a"))
+        yield f"split over the other, {kind.name}", functools.partial(over_one_axis, P("a", "b"))
         for function in ONE_OF_EACH:
             yield f"{function.__name__}, {kind.name}", functools.partial(function, kind)
     for tracked in (True, False):

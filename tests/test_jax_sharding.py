@@ -68,6 +68,13 @@ def test_whole_rows_exchange_nothing_but_the_gradients_of_weight_and_bias(
         assert {t for _, types in collectives for t in types} <= {"f32[64]", "f32[3,64]"}, name
 
 
+def test_only_a_kernel_gathers_rows_that_a_shard_map_leaves_split(report: dict[str, Any]) -> None:
+    (collectives,) = exchanged(report, "split over the other, Auto").values()
+    # In float32, in which the CPU exchanges 16 bits.
+    gathered = {t for kind, types in collectives if kind == "all-gather" for t in types}
+    assert gathered == ({"f32[4,6,64]"} if report["path"] == "kernels" else set())
+
+
 def test_a_cut_weight_alone_is_gathered(report: dict[str, Any]) -> None:
     for name, collectives in exchanged(report, "cut weight").items():
         gathered = [types for kind, types in collectives if kind == "all-gather"]

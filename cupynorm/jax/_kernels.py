@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from cupynorm._config import pack_length
 from cupynorm._spec import BackwardSpec, ForwardSpec
@@ -72,16 +73,15 @@ def call(
     The results are given as types. Scratch is one result more, dropped here.
     """
     plans = [_plan(platform, spec, m, n, device) for device in _ordinals(platform)]
+    results = {name: _on_mesh(result) for name, result in results.items()}
     if isinstance(spec, BackwardSpec):
         size = max((plan.scratch_bytes(m) for plan in plans), default=0)
         numbers = numbers | {"scratch": size}
         # Made of a result: under shard_map, it varies over the same axes.
-        results = results | {
-            "scratch": jax.eval_shape(
-                lambda dx: jnp.broadcast_to(dx.ravel()[0].astype(jnp.uint8), (size,)),
-                results["dx"],
-            )
-        }
+        scratch = jax.eval_shape(
+            lambda dx: jnp.broadcast_to(dx.ravel()[0].astype(jnp.uint8), (size,)), results["dx"]
+        )
+        results = results | {"scratch": _on_mesh(scratch)}
     description = {
         "m": m,
         "n": n,
@@ -93,6 +93,23 @@ def call(
         *operands.values(), call=json.dumps(description)
     )
     return tuple(array for name, array in zip(results, given, strict=True) if name != "scratch")
+
+
+def _on_mesh(result: Any) -> Any:
+    """Return the type of a result, with the mesh along which it varies.
+
+    `jax.eval_shape` names none where some axes are Auto, as in a shard_map over the others, and
+    `ffi_call` takes no type that varies along the axes of no mesh.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if result.sharding is not None or mesh.empty:
+        return result
+    return jax.ShapeDtypeStruct(
+        result.shape,
+        result.dtype,
+        sharding=NamedSharding(mesh, PartitionSpec()),
+        manual_axis_type=result.manual_axis_type,
+    )
 
 
 @functools.cache

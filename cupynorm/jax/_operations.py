@@ -164,7 +164,8 @@ def _split(operation: _Operation, *operands: Any) -> Arrays:
                 in_specs=tuple(_spec(name, kept, operation.k) for name in operation.operands),
                 out_specs=tuple(_spec(name, kept, operation.k) for name in operation.results),
                 axis_names=set(axes),
-                check_vma=False,
+                # Within a shard_map over other axes, the results vary along those as x does.
+                check_vma=bool(jax.typeof(x).manual_axis_type.varying),
             )(*operands)
     if AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types:
         return operation.local(*operands)
