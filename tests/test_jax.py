@@ -296,6 +296,26 @@ def test_wrong_arguments_are_named(
             jax.jit(lambda *arrays: function(*arrays, **options))(*arguments)
 
 
+def test_symbolic_shapes_are_refused() -> None:
+    (rows,) = jax.export.symbolic_shape("rows")
+    x = jax.ShapeDtypeStruct((rows, 8), np.float32)
+    with pytest.raises(NotImplementedError, match=r"x must have a shape of numbers, got .*rows, 8"):
+        jax.export.export(jax.jit(cupynorm.jax.rms_norm))(x)
+
+
+def test_keys_of_random_numbers_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"x.dtype must be float64.* got key<"):
+        cupynorm.jax.rms_norm(jax.random.key(0))
+
+
+def test_an_exported_program_runs_by_the_formula_and_has_the_kernel_for_cuda() -> None:
+    norm = jax.jit(lambda x: cupynorm.jax.rms_norm(x))  # nobody else's: JAX remembers programs
+    allowed = jax.export.DisabledSafetyCheck.custom_call("cupynorm.forward")
+    exported = jax.export.export(norm, platforms=["cpu", "cuda"], disabled_checks=[allowed])(X)
+    assert "cupynorm.forward" in exported.mlir_module()
+    np.testing.assert_array_equal(exported.call(X), norm(X))
+
+
 def test_float64_must_be_enabled() -> None:
     with jax.enable_x64(False), pytest.raises(TypeError, match=r"out_dtype .* float64 without"):
         cupynorm.jax.rms_norm(X, out_dtype="float64")

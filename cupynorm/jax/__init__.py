@@ -6,7 +6,8 @@ of a mesh, whose axes may be Auto or Explicit. On CUDA GPUs they are the kernels
 called by XLA; elsewhere, the same formula in jax.numpy.
 
 Rows stay where they are: no x, dy, y or dx is sent to another device, unless the normalized axes
-themselves are split, which is undone first. The gradients of weight and bias are summed over the
+themselves are split, which is undone first, or a ``shard_map`` over other axes leaves them split
+over Auto ones. The gradients of weight and bias are summed over the
 devices in the compute dtype. Derivatives are taken in reverse, as often as one likes; forward mode
 (``jvp``, ``jacfwd``) is not defined.
 """
@@ -85,7 +86,8 @@ def rms_norm(
         If a shape, axis, eps or zero_centered does not fit, or relu's lower bound is not below its
         upper one.
     NotImplementedError
-        If weight or bias would broadcast over the kept axes of x.
+        If weight or bias would broadcast over the kept axes of x, or a shape is symbolic, as of
+        ``jax.export``.
     ImportError
         If JAX has a CUDA GPU, and CuPy cannot be imported.
 
@@ -212,10 +214,19 @@ def _norm(
 
 
 def _array(name: str, array: Any) -> Any:
-    if isinstance(array, jax.Array):
-        return array
     if isinstance(array, np.ndarray):
         return jnp.asarray(array)
+    if isinstance(array, jax.Array):
+        if jnp.issubdtype(array.dtype, jax.dtypes.extended):  # of which NumPy knows nothing
+            raise TypeError(
+                f"{name}.dtype must be float64, float32, float16 or bfloat16, got {array.dtype}"
+            )
+        if any(map(jax.export.is_symbolic_dim, array.shape)):
+            raise NotImplementedError(
+                f"{name} must have a shape of numbers, got the symbolic {array.shape}: a kernel is "
+                "chosen when the program is traced"
+            )
+        return array
     kind = f"{type(array).__module__.split('.')[0]}.{type(array).__qualname__}"
     raise TypeError(f"{name} must be a JAX or NumPy array, got {kind}")
 
