@@ -300,6 +300,23 @@ def test_what_is_kept_goes_through_hooks_and_may_come_back_otherwise_laid_out(no
     assert len(plans.launches) == 8
 
 
+@pytest.mark.parametrize("norm", NORMS)
+def test_gradients_that_autograd_batches(norm: str) -> None:
+    x, weight, bias = operands()
+    dy = torch.randn(2, 3, 5, 8, dtype=torch.float64)
+    found = []
+    for function in (ours, formula):
+        y = function(norm, x, weight, bias)
+        options = {"is_grads_batched": True, "create_graph": True}
+        first = torch.autograd.grad(y, (x, weight, bias), dy, **options)
+        second = torch.autograd.grad(first[0].pow(2).sum(), (x, weight))
+        of_x = torch.autograd.functional.jacobian(
+            lambda x, f=function: f(norm, x, weight, bias), x, vectorize=True
+        )
+        found.append((*first, *second, of_x))
+    assert_close(*found)
+
+
 def test_no_rows() -> None:
     x, weight = drawn(0, 4, 8), drawn(8)
     for context in (torch.enable_grad, torch_plans.in_place_of_kernels):
@@ -533,6 +550,9 @@ def test_modules_are_made_as_torchs_are(mine: Any, theirs: Any) -> None:
     actual = list(inspect.signature(mine).parameters.values())
     positional = [p for p in actual if p.kind is not p.KEYWORD_ONLY]
     assert [(p.name, p.default) for p in positional] == [(p.name, p.default) for p in expected]
+    assert list(inspect.signature(mine.forward).parameters) == list(
+        inspect.signature(theirs.forward).parameters
+    )
     for arguments, options in (
         ((8,), {}),
         (([4, 2], 1e-3), {}),

@@ -166,6 +166,6 @@ class LayerNorm(_Norm, torch.nn.LayerNorm):
         super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
         self._extend(zero_centered, relu)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return `layer_norm` of x."""
-        return self._normalize(layer_norm, x, self.eps)
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Return `layer_norm` of the input."""
+        return self._normalize(layer_norm, input, self.eps)

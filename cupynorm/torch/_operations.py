@@ -43,6 +43,8 @@ _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _tracing_state = torch._C._get_tracing_state
 _transforms_active = torch._C._are_functorch_transforms_active
+# Gradients that autograd batches, of is_grads_batched=True, are tensors as others but for this.
+_is_batched = torch._C._functorch.is_legacy_batchedtensor
 
 
 def _is_recorded(*tensors: Any) -> bool:
@@ -157,6 +159,7 @@ def norm_backward(
         or type(rstd) not in _PLAIN
         or type(bitmask) not in _PLAIN
         or not (x.is_cuda or x.is_cpu)
+        or _is_batched(dy)
         or _dispatch_modes()
         or _tracing_state() is not None
     ):
