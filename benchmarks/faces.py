@@ -1,0 +1,256 @@
+"""The host's time of calls by torch and by JAX, of each framework's own norms and of these.
+
+``python -m benchmarks.faces benchmarks/results/faces_h200.json``
+
+Arrays so small that the host is what a call takes; nothing waits for the device, whose queue holds
+what is launched in a round. Those to compare are timed in turns, and the ratio is the median of the
+rounds': the host drifts by more than it differs from one to the next. The weights have x's dtype,
+the only one that torch's own norms have kernels for.
+
+By torch: eager, without gradients, recorded for them, and with the backward pass to x and to the
+weights; then the same of a compiled block of a norm, an activation and a sum.
+QuACK's RMSNorm is among them where it is installed. By JAX: one norm in a program, alone, which XLA
+launches through Python; and a norm of several in one program, which become a command buffer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import importlib
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import results
+from benchmarks.host import SHAPE
+from benchmarks.measure import reason
+from cupynorm._bench import EPS
+
+NORMS = ("rms_norm", "layer_norm")
+OURS = "cupynorm"
+CHAIN = 8  # norms in one program: XLA makes a command buffer of five operations or more
+
+# What is timed, the calls of it by library, and how many norms one call has.
+Group = tuple[str, dict[str, Callable[[], object]], int]
+
+
+def microseconds(
+    calls: dict[str, Callable[[], object]], rounds: int, times: int, wait: Callable[[], object]
+) -> dict[str, list[float]]:
+    """Return the time of each call in each of some rounds, by turns; a first round is dropped."""
+    taken: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds + 1):
+        for name, call in calls.items():
+            wait()
+            start = time.perf_counter()
+            for _ in range(times):
+                call()
+            taken[name].append(1e6 * (time.perf_counter() - start) / times)
+            wait()
+    return {name: values[1:] for name, values in taken.items()}
+
+
+# ---- torch ---------------------------------------------------------------------------------------
+
+
+def torch_norms(norm: str) -> dict[str, Any]:
+    """Return the functions of x, weight and, of LayerNorm, bias."""
+    import torch
+
+    import cupynorm.torch
+
+    eps = EPS[norm]  # type: ignore[index]
+    own, mine = getattr(torch.nn.functional, norm), getattr(cupynorm.torch, norm)
+    found = {
+        "torch": lambda x, *affine: own(x, x.shape[-1:], *affine, eps=eps),
+        OURS: lambda x, *affine: mine(x, *affine, eps=eps),
+    }
+    if norm == "rms_norm" and torch.cuda.is_available():
+        with contextlib.suppress(ImportError):
+            # By its full name: the package has a function of that name too.
+            rmsnorm = importlib.import_module("quack.rmsnorm").rmsnorm
+            found["quack"] = lambda x, weight: rmsnorm(x, weight, eps=eps)
+    return found
+
+
+def compiled_blocks(norms: dict[str, Any], backend: str) -> dict[str, Any]:
+    import torch
+
+    torch._dynamo.reset()
+    blocks = {}
+    for name, function in norms.items():
+
+        def block(*tensors: Any, function: Any = function) -> Any:
+            return torch.nn.functional.silu(function(*tensors)) + tensors[0]
+
+        # What is compiled is kept with the code, and would be looked for among the others'.
+        block.__code__ = block.__code__.replace()
+        blocks[name] = torch.compile(block, backend=backend, fullgraph=True)
+    return blocks
+
+
+def torch_passes(leaves: Sequence[Any], dy: Any) -> dict[str, Callable[[Any], object]]:
+    import torch
+
+    def infer(function: Any) -> Any:
+        with torch.no_grad():
+            return function(*leaves)
+
+    def train(function: Any) -> Any:
+        return torch.autograd.grad(function(*leaves), leaves, dy)
+
+    return {"no_grad": infer, "forward": lambda f: f(*leaves), "and backward": train}
+
+
+def works(run: Callable[[Any], object], function: Any) -> bool:
+    """Tell whether a library takes a call, and compile it; the others' times count without it."""
+    try:
+        run(function)
+    except Exception as error:
+        print(f"not timed: {reason(error)}", file=sys.stderr)
+        return False
+    return True
+
+
+def by_torch(device: str) -> Iterator[Group]:
+    import torch
+
+    backend = "inductor" if device == "cuda" else "aot_eager"  # which needs no C++ compiler
+    for norm in NORMS:
+        x = torch.randn(SHAPE, device=device, dtype=torch.bfloat16, requires_grad=True)
+        affine = [torch.rand_like(x[0]).detach() for _ in range(1 + (norm == "layer_norm"))]
+        passes = torch_passes(
+            [x, *(tensor.requires_grad_() for tensor in affine)], torch.randn_like(x)
+        )
+        norms = torch_norms(norm)
+        for kind, functions in (
+            ("eager", norms),
+            ("compiled block", compiled_blocks(norms, backend)),
+        ):
+            for what, run in passes.items():
+                calls = {
+                    name: functools.partial(run, f)
+                    for name, f in functions.items()
+                    if works(run, f)
+                }
+                yield f"torch {norm}, {kind}, {what}", calls, 1
+
+
+# ---- JAX -----------------------------------------------------------------------------------------
+
+
+def by_jax() -> Iterator[Group]:
+    import jax
+    import jax.numpy as jnp
+
+    import cupynorm.jax
+
+    x = jnp.ones(SHAPE, jnp.bfloat16)
+    for norm in NORMS:
+        eps = EPS[norm]  # type: ignore[index]
+
+        def formula(x: Any, *affine: Any, norm: str = norm, eps: float = eps) -> Any:
+            wide = x.astype(jnp.float32)
+            if norm == "layer_norm":
+                wide = wide - wide.mean(-1, keepdims=True)
+            y = wide * jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + eps) * affine[0]
+            return (y + affine[1] if affine[1:] else y).astype(x.dtype)
+
+        mine = functools.partial(getattr(cupynorm.jax, norm), eps=eps)
+        affine = [jnp.ones(SHAPE[-1], x.dtype)] * (1 + (norm == "layer_norm"))
+        functions: dict[str, Any] = {"JAX": formula, OURS: mine}
+
+        def chain(x: Any, *affine: Any, function: Any) -> Any:
+            for _ in range(CHAIN):
+                x = function(x, *affine)
+            return x
+
+        def step(x: Any, *affine: Any, function: Any) -> Any:
+            y, pull_back = jax.vjp(function, x, *affine)
+            return y, *pull_back(y)
+
+        for what, of_function, count in (
+            ("forward", lambda f: f, 1),
+            ("and backward", lambda f: functools.partial(step, function=f), 1),
+            (f"forward of {CHAIN} in a row", lambda f: functools.partial(chain, function=f), CHAIN),
+        ):
+            calls = {
+                name: functools.partial(jax.jit(of_function(f)), x, *affine)
+                for name, f in functions.items()
+            }
+            yield f"JAX {norm}, {what}", calls, count
+
+
+# ---- the command ---------------------------------------------------------------------------------
+
+
+def waits() -> tuple[str, Callable[[], object], Callable[[], object]]:
+    """Return the device, and what waits for it by torch and by JAX."""
+    import jax
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    wait = torch.cuda.synchronize if device == "cuda" else (lambda: None)
+    return device, wait, lambda: jax.block_until_ready(jax.device_put(0.0) + 1)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.faces", description=__doc__)
+    parser.add_argument("results", type=Path, help="the JSON file to write")
+    parser.add_argument("--rounds", type=int, default=9, help="(default: %(default)s)")
+    parser.add_argument("--calls", type=int, default=500, help="a round (default: %(default)s)")
+    options = parser.parse_args(arguments)
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch needs memory too
+    import jax
+    import torch
+
+    device, wait_torch, wait_jax = waits()
+    name = torch.cuda.get_device_name() if device == "cuda" else platform.processor() or "CPU"
+    report: dict[str, Any] = {
+        "device": name,
+        "shape": SHAPE,
+        "dtypes": ("bfloat16", "bfloat16"),
+        "torch": torch.__version__,
+        "jax": jax.__version__,
+        "python": platform.python_version(),
+        "commit": results.commit(),
+        "machine": results.machine() if device == "cuda" else None,
+        "rounds": options.rounds,
+        "calls": options.calls,
+        "measurements": [],
+    }
+    print(f"{name}, torch {torch.__version__}, JAX {jax.__version__}; {SHAPE} bfloat16")
+    print("| host, us a norm | own | cupynorm | of own | others |")
+    print("| --- | --- | --- | --- | --- |")
+    for groups, wait in ((by_torch(device), wait_torch), (by_jax(), wait_jax)):
+        for what, calls, count in groups:
+            taken = microseconds(calls, options.rounds, options.calls, wait)
+            taken = {who: [t / count for t in times] for who, times in taken.items()}
+            report["measurements"].append({"what": what, "microseconds": taken})
+            print(row(what, taken), flush=True)
+            options.results.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def row(what: str, taken: dict[str, list[float]]) -> str:
+    """Return a line of the table, in Markdown."""
+    own, *_ = taken
+    median = {who: statistics.median(times) for who, times in taken.items()}
+    cells = [what, f"{median[own]:.1f}", "", ""]
+    if OURS in taken:
+        ratio = statistics.median(b / a for a, b in zip(taken[own], taken[OURS], strict=True))
+        cells[2:] = f"{median[OURS]:.1f}", f"{ratio:.2f}"
+    others = [f"{who} {time:.1f}" for who, time in median.items() if who not in (own, OURS)]
+    return f"| {' | '.join((*cells, ', '.join(others)))} |"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,54 @@
+"""benchmarks.faces: the host's time of torch's and JAX's calls, run here for a call or two."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch", minversion="2.11")
+pytest.importorskip("jax", minversion="0.10.2")
+
+from benchmarks import faces
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_the_ratio_is_of_the_rounds() -> None:
+    taken = {"torch": [10.0, 20.0, 40.0], "cupynorm": [10.0, 30.0, 30.0], "quack": [7.0, 9.0, 8.0]}
+    assert faces.row("forward", taken) == "| forward | 20.0 | 30.0 | 1.00 | quack 8.0 |"
+    assert faces.row("forward", {"torch": [1.0]}) == "| forward | 1.0 |  |  |  |"
+
+
+def test_calls_take_turns_after_a_round_that_does_not_count() -> None:
+    made: list[str] = []
+    calls = {name: lambda name=name: made.append(name) for name in "ab"}
+    taken = faces.microseconds(calls, 2, 3, lambda: made.append("wait"))
+    assert [*map(len, taken.values())] == [2, 2]
+    assert made == 3 * ["wait", *"aaa", "wait", "wait", *"bbb", "wait"]
+
+
+def test_every_call_is_timed_without_a_gpu(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.faces", str(path), "--rounds", "1", "--calls", "1"],
+        cwd=ROOT,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "not timed" not in done.stderr
+    measured = json.loads(path.read_text(encoding="utf-8"))["measurements"]
+    assert len(measured) == 2 * (2 * 3) + 2 * 3
+    for record in measured:
+        framework = record["what"].split()[0]
+        assert list(record["microseconds"]) == [framework, "cupynorm"]
+        assert all(times[0] > 0 for times in record["microseconds"].values())
+        assert record["what"] in done.stdout
