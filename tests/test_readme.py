@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+HERE = Path(__file__).parent
+README = (HERE.parent / "README.md").read_text(encoding="utf-8")
 BLOCKS = list(re.finditer(r"^```python\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL))
 
 
@@ -26,7 +27,22 @@ def test_readme_has_a_block_for_each_kind_of_array() -> None:
     assert {case.values[0] for case in CASES} == {"numpy", "cupy", "torch", "jax"}
 
 
+# What torch itself still uses of what it deprecates.
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 @pytest.mark.parametrize(("library", "source"), CASES)
 def test_block_runs(library: str, source: str) -> None:
     pytest.importorskip(library, minversion="0.10.2" if library == "jax" else None)
     exec(compile(source, "README.md", "exec"), {})
+
+
+def test_what_is_said_to_be_tested_somewhere_exists() -> None:
+    table = (HERE / "README.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`(test_\w+(?:\.py)?)`", table))
+    assert len(named) > 10
+    paths = sorted(HERE.glob("test_*.py"))
+    defined = {path.name for path in paths}
+    for path in paths:
+        defined |= set(
+            re.findall(r"^def (test_\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
+        )
+    assert not named - defined
