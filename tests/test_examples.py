@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import nbformat
@@ -48,3 +50,24 @@ def test_notebook_has_the_outputs_of_one_whole_run_or_none(notebook: nbformat.No
     else:
         assert counts == list(range(1, len(code) + 1))
         assert not any(o.output_type == "error" for cell in code for o in cell.outputs)
+
+
+@pytest.mark.parametrize("devices", [2, pytest.param(4, marks=pytest.mark.gpu)])
+def test_torch_over_several_devices(devices: int) -> None:
+    torch = pytest.importorskip("torch", minversion="2.11")
+    if not torch.distributed.is_available():
+        pytest.skip("needs a build of torch with torch.distributed")
+    if 0 < torch.cuda.device_count() < devices:
+        pytest.skip(f"needs {devices} GPUs, there are {torch.cuda.device_count()}")
+    done = subprocess.run(
+        [sys.executable, "examples/torch_devices.py", "--devices", str(devices)],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT), *sys.path))},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"backward of {devices} x (8, 64, 512): nothing is exchanged" in done.stdout
+    assert "it took 1 all-reduce of 512 values" in done.stdout
