@@ -54,7 +54,7 @@ def measure(
     check: Check = check,
 ) -> Record:
     """Return the record of a measurement; an exception becomes its reason."""
-    record: Record = {**asdict(problem), "bytes": problem.bytes, "backend": backend.name}
+    record = _begun(problem, backend)
     wall: dict[str, float] = {}
     try:
         with warnings.catch_warnings():
@@ -69,6 +69,15 @@ def measure(
         except Exception as error:
             record.setdefault("reason", reason(error))
     return record | {"wall": wall}
+
+
+def failed(problem: Problem, backend: Backend, why: str) -> Record:
+    """Return the record of what could not be begun."""
+    return _begun(problem, backend) | {"status": "failed", "reason": why, "wall": {}}
+
+
+def _begun(problem: Problem, backend: Backend) -> Record:
+    return {**asdict(problem), "bytes": problem.bytes, "backend": backend.name}
 
 
 @contextmanager

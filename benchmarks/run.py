@@ -21,7 +21,7 @@ from benchmarks.backends import ALL, discover
 from benchmarks.backends.base import Backend
 from benchmarks.display import Display
 from benchmarks.host import STATES, first_calls, host_times, line
-from benchmarks.measure import measure, reason
+from benchmarks.measure import failed, measure, reason
 from benchmarks.timing import Clock, rotations
 from cupynorm import _bench
 from cupynorm._bench import Problem
@@ -228,12 +228,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # What is imported by now stays: to collect what each backend leaves behind is then quick.
         gc.collect()
         gc.freeze()
+        fresh = True  # nothing was measured by this process
         for problem, measured in passes:
             todo = [b for b in measured if (problem, b.name) not in done]
             if todo and time.monotonic() > deadline:
                 stopped = f"out of time after {options.minutes:g} minutes"
             elif todo:
-                stopped = _measure_all(problem, todo, clock, report, display)
+                try:
+                    stopped = _measure_all(problem, todo, clock, report, display)
+                    fresh = False
+                except MemoryError as error:
+                    # Some libraries keep what they once had until the process ends: after that a
+                    # new one may have room, but no more than one that has measured nothing.
+                    if fresh:
+                        why = f"no memory for the inputs: {reason(error)}"
+                        report["measurements"] += [failed(problem, b, why) for b in todo]
+                    else:
+                        stopped = f"no memory is left for the inputs, {reason(error)}"
             display.finished(problem)
             save()
             if stopped:
@@ -299,7 +310,10 @@ def _measure_all(
     report: dict[str, Any],
     display: Display,
 ) -> str | None:
-    """Measure a problem; say why nothing more can be measured, if so."""
+    """Measure a problem; say why nothing more can be measured, if so.
+
+    A MemoryError says that its inputs do not fit.
+    """
     import cupy
 
     try:
@@ -315,9 +329,6 @@ def _measure_all(
     except cupy.cuda.runtime.CUDARuntimeError as error:
         # An error that outlives its call: no kernel runs in this process any more.
         return f"the GPU was lost, {reason(error)}"
-    except MemoryError as error:
-        # Some libraries keep what they once had until the process ends.
-        return f"no memory is left for the inputs, {reason(error)}"
     return None
 
 

@@ -1700,31 +1700,79 @@ def test_a_run_is_begun_and_resumed_with_the_same_arguments(tmp_path, on_numpy, 
     assert len(results.load(path)["sessions"]) == 2
 
 
+@pytest.mark.parametrize("room", [True, False])
 def test_a_run_without_memory_for_inputs_says_so_and_goes_on(
-    tmp_path, on_numpy, monkeypatch, capsys
+    room, tmp_path, on_numpy, monkeypatch, capsys
 ) -> None:
     path = tmp_path / "results.json"
     inputs = _bench.inputs
 
     def full(problem, seed, xp):
-        if problem.cols == 16:
+        if problem.cols in (16, 24):
             raise MemoryError("Out of memory allocating 512 bytes")
         return inputs(problem, seed, xp)
 
-    arguments = [str(path), "--resume", "--tables", "throughput", *NARROW]
-    with monkeypatch.context() as patch:
-        patch.setattr(_bench, "inputs", full)
-        assert run.main(arguments) == 1
+    arguments = [str(path), "--resume", "--tables", "throughput", *NARROW, "4x24", "4x32"]
+    monkeypatch.setattr(_bench, "inputs", full)
+    assert run.main(arguments) == 1
     shown = capsys.readouterr().out
     assert "no memory is left for the inputs, MemoryError: Out of memory" in shown
     assert ": --resume goes on\n" in shown
     stopped = results.load(path)
     assert not stopped["complete"]
-    assert len(stopped["measurements"]) == 2
+    assert [record["cols"] for record in stopped["measurements"]] == [8, 8]
+    if room:  # in a new process
+        monkeypatch.setattr(_bench, "inputs", inputs)
     assert run.main(arguments) == 0
     resumed = results.load(path)
     assert resumed["complete"]
-    assert resumed["elapsed_seconds"] > stopped["elapsed_seconds"] > 0
+    right = ("ok", None)
+    why = "no memory for the inputs: MemoryError: Out of memory allocating 512 bytes"
+    large = right if room else ("failed", why)
+    found = [(r["cols"], (r["status"], r["reason"])) for r in resumed["measurements"]]
+    assert found[::2] == found[1::2] == [(8, right), (16, large), (24, large), (32, right)]
+
+
+def test_an_interrupted_run_leaves_what_it_measured_and_how_long_it_took(
+    tmp_path, on_numpy, monkeypatch
+) -> None:
+    path = tmp_path / "results.json"
+    arguments = [str(path), "--resume", *NARROW]
+    now = 0.0
+    stop_at: int | None = 8
+    measured = run.measure
+
+    def measure_for_10_seconds(problem, *others):
+        nonlocal now
+        now += 10
+        if problem.cols == stop_at:
+            raise KeyboardInterrupt
+        return measured(problem, *others)
+
+    def one_first_call(backends, deadline):
+        nonlocal now
+        now += 5
+        yield {"backend": "quack", "cache": "cold"}
+        raise KeyboardInterrupt
+
+    def interrupted() -> dict:
+        with pytest.raises(KeyboardInterrupt):
+            run.main(arguments)
+        return results.load(path)
+
+    monkeypatch.setattr(run, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(run, "measure", measure_for_10_seconds)
+    monkeypatch.setattr(run, "first_calls", one_first_call)
+    left = interrupted()
+    assert (len(left["host"]), left["measurements"], left["elapsed_seconds"]) == (4, [], 0)
+    stop_at = 16
+    left = interrupted()
+    assert [record["cols"] for record in left["measurements"]] == [8, 8]
+    assert left["elapsed_seconds"] == 20
+    stop_at = None
+    left = interrupted()
+    assert (len(left["measurements"]), len(left["first_calls"])) == (4, 1)
+    assert left["elapsed_seconds"] == 45
 
 
 def test_a_run_on_another_gpu_is_not_resumed(tmp_path, on_numpy, monkeypatch) -> None:
