@@ -18,6 +18,8 @@ from cupynorm._bench import Problem
 
 Record = dict[str, Any]
 
+MOST_SAID = 300  # characters of an error that are kept
+
 Check = Callable[[Problem, Backend, dict[str, Any], Outputs, Any], Record]
 
 
@@ -93,7 +95,8 @@ def _phase(wall: dict[str, float], name: str) -> Iterator[None]:
 def reason(error: BaseException) -> str:
     """Return the type and the first lines of an error, on one line."""
     text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:300]}"
+    cut = "…" if len(text) > MOST_SAID else ""
+    return f"{type(error).__name__}: {text[:MOST_SAID]}{cut}"
 
 
 def _measure(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 from benchmarks import plots, relu, results, scaling
 from benchmarks.backends import ALL, KINDS
 from benchmarks.host import STATES
+from benchmarks.measure import MOST_SAID
 from benchmarks.problems import DECODE, OPERATIONS, PAIRS, select
 from benchmarks.results import Record
 from benchmarks.summary import (
@@ -75,6 +77,7 @@ def main(arguments: list[str] | None = None) -> None:
             begin, end = BEGIN_RELU, END_RELU
         else:
             report = results.load(options.results, "benchmarks.run")
+            report["measurements"] = _ordered(report["measurements"])
             begin, end = BEGIN, END
         before, after = _around(readme, begin, end)
     except ValueError as error:
@@ -129,7 +132,7 @@ def _scaling(reports: Iterable[tuple[Path, dict[str, Any]]], folder: Path) -> It
         records = sorted(report["measurements"], key=lambda r: r["scaling"], reverse=True)
         yield from _table(list(scaling.HEAD), (row for r in records for row in scaling.table(r)))
         refusals = dict.fromkeys(
-            f"{name}: `{r[name]['not_captured'].replace('`', '')}`"
+            f"{name}: `{_said(r[name]['not_captured']).replace('`', '')}`"
             for r in records
             for name in scaling.CALLS
             if "not_captured" in r[name]
@@ -173,7 +176,7 @@ def _resumed(report: dict[str, Any]) -> str:
 def _section(
     report: dict[str, Any], source: Path, figures: Iterable[Path], folder: Path
 ) -> Iterator[str]:
-    measured = _ordered(report["measurements"])
+    measured = report["measurements"]
     yield from _origin(report, source, folder)
     yield from _unreached(report)
     yield "\n### Summary\n"
@@ -365,16 +368,23 @@ def _refusals(records: Iterable[dict[str, Any]]) -> Iterator[str]:
             )
     for (backend, status, why), where in shapes.items():
         more = f" and {len(where) - 1} more" if len(where) > 1 else ""
-        # Without what a library dumps of itself.
-        said = re.split(r" (?:\{|Traceback )", why)[0].replace("`", "")
-        yield f"- {backend}, {status}: {where[0]}{more}: `{said}`"
+        yield f"- {backend}, {status}: {where[0]}{more}: `{_said(why).replace('`', '')}`"
 
 
 def _notes(records: Iterable[dict[str, Any]]) -> Iterator[str]:
     notes = {
         (r["backend"], r[key]) for r in records for key in ("note", "not_captured") if r.get(key)
     }
-    yield from (f"- {backend}: {note}" for backend, note in sorted(notes))
+    yield from (f"- {backend}: {_said(note)}" for backend, note in sorted(notes))
+
+
+def _said(why: str) -> str:
+    """Return a reason without what a library dumps of itself; what is left out is marked.
+
+    What `measure.reason` has cut is longer than MOST_SAID, by the error's type: it is cut again.
+    """
+    said = re.sub(r" (?:\{|Traceback ).*", " …", why)
+    return textwrap.shorten(said, MOST_SAID, placeholder=" …")
 
 
 def _host(report: dict[str, Any]) -> Iterator[str]:

@@ -49,7 +49,7 @@ from benchmarks import (  # noqa: E402
 from benchmarks.backends import ALL, cudnn_peer, discover  # noqa: E402
 from benchmarks.backends.base import Backend, Call, Replay  # noqa: E402
 from benchmarks.display import Display  # noqa: E402
-from benchmarks.measure import measure  # noqa: E402
+from benchmarks.measure import measure, reason  # noqa: E402
 from benchmarks.timing import Clock, Timing, host_seconds, profiled, rotations  # noqa: E402
 from cupynorm import __main__ as command  # noqa: E402
 from cupynorm import _bench, _bench_command, _oracle, reference, testing  # noqa: E402
@@ -1152,20 +1152,32 @@ def test_the_recorded_run_has_every_library_on_every_problem() -> None:
             assert backend.kind == "limit" or called >= {(backend.name, s) for s in host.STATES}
 
 
-def test_rows_are_in_the_order_of_the_set_whatever_was_measured_first(synthetic, tmp_path) -> None:
+def test_rows_and_bars_are_in_the_order_of_the_set_whatever_was_measured_first(
+    synthetic, tmp_path, monkeypatch
+) -> None:
+    bars: list[str] = []
+    draw = plots.ratio_bars
+
+    def seen(title, found):
+        bars.extend(f"{ratio.problem.rows}x{ratio.problem.cols}" for ratio in found)
+        return draw(title, found)
+
+    monkeypatch.setattr(plots, "ratio_bars", seen)
+
     def rows(records: list) -> list[str]:
         results.save(synthetic | {"measurements": records}, tmp_path / "run.json")
         report.main([str(tmp_path / "run.json")])
         text = (tmp_path / "run.md").read_text(encoding="utf-8")
         return re.findall(r"^\| (\d+x\d+) \|", text, re.MULTILINE)
 
-    def record(rows: int, cols: int) -> dict:
-        return synthetic["measurements"][0] | {"backend": "quack", "rows": rows, "cols": cols}
+    def records(rows: int, cols: int) -> list[dict]:
+        first = synthetic["measurements"][0] | {"rows": rows, "cols": cols}
+        return [first | {"backend": name} for name in ("cupynorm", "quack")]
 
     # 7x256 is in no set.
     shapes = [(7, 256), (32768, 2048), (32768, 512), (32768, 1024)]
-    found = rows([record(*shape) for shape in shapes])
-    assert found == ["32768x512", "32768x1024", "32768x2048", "7x256"]
+    found = rows([record for shape in shapes for record in records(*shape)])
+    assert found == bars == ["32768x512", "32768x1024", "32768x2048", "7x256"]
 
 
 def test_readme_section_is_made_from_the_file(tmp_path, monkeypatch) -> None:
@@ -1272,7 +1284,27 @@ def test_a_reason_is_shown_without_its_traceback(tmp_path) -> None:
     path = tmp_path / "results.json"
     results.save(file, path)
     report.main([str(path)])
-    assert " and 11 more: `E: none here`\n" in path.with_suffix(".md").read_text()
+    assert " and 11 more: `E: none here …`\n" in path.with_suffix(".md").read_text()
+
+
+@pytest.mark.parametrize("mark", ["…", ""])  # as recorded now, and in older files
+@pytest.mark.parametrize(("words", "left_out"), [(30, False), (40, True)])
+def test_a_reason_that_was_cut_says_so(words, left_out, mark, tmp_path) -> None:
+    recorded = reason(ValueError("reasons " * words))
+    assert recorded.endswith(" reas…" if left_out else " reasons")
+    recorded = recorded.removesuffix("…") + mark * left_out
+    file = results.load(SYNTHETIC)
+    for record in file["measurements"]:
+        if record["backend"] == "liger":
+            record |= {"status": "failed", "reason": recorded, "not_captured": recorded}
+    path = tmp_path / "results.json"
+    results.save(file, path)
+    report.main([str(path)])
+    text = path.with_suffix(".md").read_text(encoding="utf-8")
+    shown = re.findall(r"liger\b.*: `?(ValueError: .*?)`?$", text, re.MULTILINE)
+    assert len(shown) == 2
+    for said in shown:
+        assert re.fullmatch(r"ValueError:( reasons)+" + " …" * left_out, said)
 
 
 def changed(synthetic: dict, factor: float) -> dict:
