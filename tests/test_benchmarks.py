@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import importlib.metadata
 import itertools
 import json
 import os
@@ -46,7 +47,7 @@ from benchmarks import (  # noqa: E402
     scaling,
     summary,
 )
-from benchmarks.backends import ALL, cudnn_peer, discover  # noqa: E402
+from benchmarks.backends import ALL, cudnn_peer, discover, quack_peer  # noqa: E402
 from benchmarks.backends.base import Backend, Call, Replay  # noqa: E402
 from benchmarks.display import Display  # noqa: E402
 from benchmarks.measure import measure, reason  # noqa: E402
@@ -555,6 +556,13 @@ def test_discovery_names_every_backend_with_a_version_or_a_reason() -> None:
     restricted, facts = discover(["cupynorm"])
     assert [name for name in facts if not name.startswith("limit")] == ["cupynorm"]
     assert set(restricted) <= set(facts)
+
+
+def test_the_version_of_quack_names_that_of_its_compiler(monkeypatch) -> None:
+    versions = {"quack-kernels": "0.6.5", "nvidia-cutlass-dsl": "4.8.1"}
+    monkeypatch.setattr(quack_peer.Quack, "modules", ())
+    monkeypatch.setattr(importlib.metadata, "version", versions.__getitem__)
+    assert quack_peer.Quack().version() == "0.6.5, cutlass-dsl 4.8.1"
 
 
 @pytest.mark.parametrize("problem", SMALL, ids=str)

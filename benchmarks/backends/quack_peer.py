@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 from typing import Any
 
 from benchmarks.backends.base import Call, TorchBackend
@@ -14,6 +15,11 @@ class Quack(TorchBackend):
     modules = ("torch", "quack.rmsnorm")
     distribution = "quack-kernels"
     compiles = True
+
+    def version(self) -> str:
+        # Its kernels are written in this, and as fast as this compiles them.
+        language = importlib.metadata.version("nvidia-cutlass-dsl")
+        return f"{super().version()}, cutlass-dsl {language}"
 
     def prepare_tensors(self, problem: Problem, tensors: dict[str, Any]) -> Call:
         # By its full name: the package has a function of that name too.
