@@ -149,6 +149,8 @@ def warmup(
             make: Any = forward_plan if isinstance(spec, ForwardSpec) else backward_plan
             for m in (1, 2, sys.maxsize):  # one row and few may have kernels of their own
                 make(spec, m, width, vector, device)
+            if isinstance(spec, BackwardSpec):
+                backward_plan(spec, 2, width, vector, device, dx_given=True)
 
 
 def _specs(

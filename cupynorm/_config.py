@@ -237,8 +237,8 @@ def forward_config(
         again_from_l2 = paired and ITEMSIZE[spec.x] == 2 and packs >= 3584 and n % length == 0
         staged = _staged_forward(spec, n, packs, vector, architecture, wide=wide)
         if staged is not None:
-            in_one_block = staged.cluster_blocks == 1 and staged.packs_per_thread < 8
-            if in_one_block or not again_from_l2:
+            beats_l2 = staged.cluster_blocks == 1 and staged.packs_per_thread < 8
+            if beats_l2 or not again_from_l2:
                 return staged
         if packs > (1024 if wide else 2048):
             return _streaming_forward(spec, packs, vector, architecture, paired=paired, wide=wide)
@@ -453,6 +453,7 @@ def _deep_forward(
     beside it a bias, a ReLU and a 1 to be added, a y wider than x or a row's end would spill on one
     architecture or another.
     """
+    # A row in one block of 4 packs a thread is in registers, if it is plain: there are two or more.
     packs_per_thread, rest = divmod(2 * n, cluster_blocks * STAGED_THREADS * pack_length(spec.x))
     plain = spec.norm == "rms_norm" and ITEMSIZE[spec.y] <= ITEMSIZE[spec.x]
     plain = plain and not (wide or spec.bias or (spec.zero_centered and spec.relu))
@@ -483,8 +484,10 @@ def _cluster(packs: int, packs_per_block: int, architecture: int) -> int | None:
 MOST_RESIDENT_ROWS = 64
 MOST_RESIDENT_BLOCKS = 128  # as many as were measured: LayerNorm's 64 rows of 16384, two each
 # RMSNorm's 128 rows of 2048 take 8.4 us against 8.7, of 16384 11.1 against 17.9; 256 of 4096 the
-# same, of 2048 12.2 against 8.9 (bfloat16, H200).
+# same, of 2048 12.2 against 8.9; of 32768, four blocks each, 64 take 10.9 against 14.9, 256 33.7
+# against 27.2 (bfloat16, H200).
 MOST_ROWS_BESIDE_COLUMNS = 128
+MOST_BLOCKS_BESIDE_COLUMNS = 256
 
 
 def staged_backward_bytes(spec: BackwardSpec, config: StagedBackward) -> int:
@@ -540,9 +543,11 @@ def backward_config(
 
 
 def few_rows_backward_config(
-    spec: BackwardSpec, config: StagedBackward, m: int
+    spec: BackwardSpec, config: StagedBackward, m: int, *, dx_given: bool = False
 ) -> ResidentBackward | None:
     """Return the configuration of m rows, if they are few enough for one of their own.
+
+    `dx_given`: dx may be dy, and no block may read what another writes.
 
     dx has the bits that `config`, that of many rows, gives it. RMSNorm of one row of 4096 takes
     5.6 to 6.2 us against 8.7, LayerNorm 5.8 to 6.1 against 10.0; of 64 rows LayerNorm 9.7 against
@@ -552,10 +557,11 @@ def few_rows_backward_config(
         return None
     several = m > 1 and spec.gradients > 0
     # LayerNorm's xhat is centred by a sum of its row, which such blocks would wait for.
-    columns = several and spec.norm == "rms_norm" and config.row_threads >= 128
-    if m > (MOST_ROWS_BESIDE_COLUMNS if columns else MOST_RESIDENT_ROWS):
-        return None
-    if not columns and m * config.cluster_blocks > MOST_RESIDENT_BLOCKS:
+    columns = several and spec.norm == "rms_norm" and config.row_threads >= 128 and not dx_given
+    most_rows, most_blocks = MOST_RESIDENT_ROWS, MOST_RESIDENT_BLOCKS
+    if columns:
+        most_rows, most_blocks = MOST_ROWS_BESIDE_COLUMNS, MOST_BLOCKS_BESIDE_COLUMNS
+    if m > most_rows or m * config.cluster_blocks > most_blocks:
         return None
     # A few partials: with 32 groups, 11.9 us against 10.4 for LayerNorm's 8x8192, 13.6 against 12.5
     # for 64x8192 (bfloat16, H200).

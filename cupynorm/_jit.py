@@ -170,7 +170,8 @@ def backward_instantiations(
             Instantiation(
                 "backward_resident.cu",
                 template,
-                operands + "PqPPqq" + scalar,  # dx, dx_stride, dweight, dbias; rows, columns; inv_n
+                # dx, dx_stride, dweight, dbias; n_rows, n_cols; inv_n
+                operands + "PqPPqq" + scalar,
                 threads,
                 resident_backward_bytes(spec, config),
                 config.cluster_blocks,

@@ -423,7 +423,7 @@ def backward(
         )
         vector, aligned = _vector(spec.x, n, (rows, gradient, target), operands[:1])
         call = BackwardCall(
-            backward_plan(spec, x.size // n, n, vector, device, in_place=dx is not None),
+            backward_plan(spec, x.size // n, n, vector, device, dx_given=dx is not None),
             vector,
             gradient,
             rows,

@@ -216,28 +216,29 @@ class BackwardPlan:
 
 
 def backward_plan(
-    spec: BackwardSpec, m: int, n: int, vector: int, device: int, *, in_place: bool = False
+    spec: BackwardSpec, m: int, n: int, vector: int, device: int, *, dx_given: bool = False
 ) -> BackwardPlan:
     """Return a backward pass ready to launch on `device`, the current one; compile it at need.
 
     It is for m rows, and all numbers of rows that are launched with the same kernels: few rows may
-    have some of their own, with the same bits of dx. Only where `in_place` may dx be dy.
+    have some of their own, with the same bits of dx. Only where `dx_given` may dx be dy.
     """
-    most = max(MOST_RESIDENT_ROWS, MOST_ROWS_BESIDE_COLUMNS)
-    few = few_rows_backward(spec, m, n, vector, device) if 0 < m <= most else None
-    if few is not None and few.columns and in_place:
-        few = None  # one block's dx would be another's dy
+    few = None
+    if 0 < m <= max(MOST_RESIDENT_ROWS, MOST_ROWS_BESIDE_COLUMNS):
+        few = few_rows_backward(spec, m, n, vector, device, dx_given)
     plan = few and few_rows_backward_plan(spec, n, few, device)
     return plan or many_rows_backward_plan(spec, n, vector, device)
 
 
 @cache
 def few_rows_backward(
-    spec: BackwardSpec, m: int, n: int, vector: int, device: int
+    spec: BackwardSpec, m: int, n: int, vector: int, device: int, dx_given: bool
 ) -> ResidentBackward | None:
     """Return the configuration of m rows, few, if they have one of their own."""
     config = backward_config(spec, n, vector, architecture(device))
-    return few_rows_backward_config(spec, config, m) if isinstance(config, StagedBackward) else None
+    if not isinstance(config, StagedBackward):
+        return None
+    return few_rows_backward_config(spec, config, m, dx_given=dx_given)
 
 
 @cache

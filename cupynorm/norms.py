@@ -309,7 +309,7 @@ def rms_norm_backward(
     -------
     NormBackward
         ``dx``; ``dweight``, None without a weight; ``dbias``, None unless wanted. The same bits
-        from run to run.
+        from run to run; others of dweight and dbias may come with a dx given.
 
     Raises
     ------
@@ -368,7 +368,7 @@ def layer_norm_backward(
     -------
     NormBackward
         ``dx``; ``dweight``, None without a weight; ``dbias``, None unless wanted. The same bits
-        from run to run.
+        from run to run; others of dweight and dbias may come with a dx given.
 
     Raises
     ------

@@ -5,7 +5,7 @@
 //
 // Layout:    as backward.cu; where not Columns, dweight and dbias hold a row for each row of x, so that
 //            those of a lone row are the weight gradients; of several they are partials for
-//            reduce_partials.cu. dx may be dy, but not where Columns.
+//            reduce_partials.cu. dx may be dy, but overlaps neither dy nor x where Columns.
 // Grid:      a cluster of ClusterBlocks blocks of RowThreads threads a row, on grid.x; where Columns,
 //            more such clusters, each block of which sums the weight gradients of 32 packs.
 // Traffic:   x, dy, bitmask and weight read once, twice where Columns, the second time mostly from L2;

@@ -441,6 +441,13 @@ def test_warmup_loads_the_kernels_of_few_rows_and_of_many(monkeypatch: pytest.Mo
     alone, few_and_sums = ["norm_backward_resident"], ["norm_backward_resident", "reduce_partials"]
     assert names == [*alone, *few_and_sums, "norm_backward", "reduce_partials"]
 
+    loaded.clear()
+    cupynorm.warmup("rms_norm", 4096, "float32", "float32")
+    names = [kernel.expression.partition("<")[0] for kernel in loaded[4:]]
+    beside_columns = alone  # in the same kernel
+    many = ["norm_backward", "reduce_partials"]
+    assert names == [*alone, *beside_columns, *many, *few_and_sums]  # the last for a dx given
+
 
 # ---- what must be accepted -----------------------------------------------------------------------
 

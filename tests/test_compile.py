@@ -143,11 +143,12 @@ def backward_kernels(
     """Yield the kernels of many rows and, of few with the most registers, their own."""
     config = backward_config(spec, n, vector, architecture)
     yield from backward_instantiations(spec, config)
-    if isinstance(config, StagedBackward) and spec.bitmask:
+    if isinstance(config, StagedBackward):
         # That of a lone row stores the weight gradients in another type.
-        few = few_rows_backward_config(spec, config, 1 if vector == 1 else 2)
-        if few is not None:
-            yield from backward_instantiations(spec, few)
+        for m in (1, 2):
+            few = few_rows_backward_config(spec, config, m)
+            if few is not None and (spec.bitmask or few.columns):
+                yield from backward_instantiations(spec, few)
 
 
 def groups(kernels: list[Instantiation]) -> Iterator[list[Instantiation]]:

@@ -143,19 +143,20 @@ def test_few_rows_differ_only_in_what_does_not_show(
         assert dataclasses.replace(few, **same) == config
 
 
-@given(backward_specs, widths(), st.sampled_from(ARCHITECTURES), st.integers(1, 160))
+@given(backward_specs, widths(), st.sampled_from(ARCHITECTURES), st.integers(1, 160), st.booleans())
 @settings(max_examples=500)
 def test_few_rows_have_the_teams_of_many_in_the_backward(
-    spec: BackwardSpec, n: int, architecture: int, m: int
+    spec: BackwardSpec, n: int, architecture: int, m: int, dx_given: bool
 ) -> None:
     for vector in vectors(spec, n):
         config = backward_config(spec, n, vector, architecture)
         if not isinstance(config, StagedBackward):
             continue
-        few = few_rows_backward_config(spec, config, m)
+        few = few_rows_backward_config(spec, config, m, dx_given=dx_given)
         several = m > 1 and spec.gradients > 0
-        columns = several and spec.norm == "rms_norm" and config.row_threads >= 128
-        most = 128 if columns else min(64, 128 // config.cluster_blocks)
+        columns = several and spec.norm == "rms_norm" and config.row_threads >= 128 and not dx_given
+        rows, blocks = (128, 256) if columns else (64, 128)
+        most = min(rows, blocks // config.cluster_blocks)
         assert (few is not None) == (config.row_threads >= 32 and m <= most)
         if few is None:
             continue
@@ -226,8 +227,12 @@ def test_a_plan_loads_only_the_kernel_of_its_rows(monkeypatch: pytest.MonkeyPatc
     assert [plan.scratch_bytes(2) for plan in (alone, two)] == [0, 0]
     # 32 packs of 4 columns each; dx written over dy takes what another block still needs.
     assert [plan.column_blocks for plan in (alone, two, more)] == [0, 4096 // 128, 0]
-    in_place = [_plans.backward_plan(of_dy, m, 4096, 4, device, in_place=True) for m in (1, 2, 128)]
-    assert in_place == [alone, more, more]
+    alone_in_place, two_in_place, many_in_place = (
+        _plans.backward_plan(of_dy, m, 4096, 4, device, dx_given=True) for m in (1, 2, 128)
+    )
+    assert (alone_in_place, many_in_place) == (alone, more)
+    assert (two_in_place.column_blocks, two_in_place.scratch_bytes(2)) == (0, 2 * 4096 * 4)
+    assert two_in_place.resident
 
 
 @pytest.mark.parametrize("m", [1, 2])

@@ -72,7 +72,7 @@ class Machine:
 
         return SimpleNamespace(kernel=SimpleNamespace(launch=launch), n=n, blocks=lambda m: m)
 
-    def backward_plan(self, *key: Any, in_place: bool) -> Any:
+    def backward_plan(self, *key: Any, dx_given: bool) -> Any:
         def launch(*arguments: Any) -> None:
             assert key[-1] == self.current
             self.launches.append((key, arguments))
