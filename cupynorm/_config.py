@@ -483,9 +483,9 @@ def _cluster(packs: int, packs_per_block: int, architecture: int) -> int | None:
 # staged rows take 12.3 (bfloat16, H200).
 MOST_RESIDENT_ROWS = 64
 MOST_RESIDENT_BLOCKS = 128  # as many as were measured: LayerNorm's 64 rows of 16384, two each
-# RMSNorm's 128 rows of 2048 take 8.4 us against 8.7, of 16384 11.1 against 17.9; 256 of 4096 the
-# same, of 2048 12.2 against 8.9; of 32768, four blocks each, 64 take 10.9 against 14.9, 256 33.7
-# against 27.2 (bfloat16, H200).
+# RMSNorm's 128 rows of 8192 take 8.8 us against 12.5, of 16384 11.1 against 17.9; 256 of 8192 12.9
+# against 14.5, of 2048 12.2 against 8.9; of 32768, four blocks each, 64 take 10.9 against 14.9, 256
+# 33.7 against 27.2 (bfloat16, H200).
 MOST_ROWS_BESIDE_COLUMNS = 128
 MOST_BLOCKS_BESIDE_COLUMNS = 256
 
@@ -550,8 +550,9 @@ def few_rows_backward_config(
     `dx_given`: dx may be dy, and no block may read what another writes.
 
     dx has the bits that `config`, that of many rows, gives it. RMSNorm of one row of 4096 takes
-    5.6 to 6.2 us against 8.7, LayerNorm 5.8 to 6.1 against 10.0; of 64 rows LayerNorm 9.7 against
-    10.9, RMSNorm 8.3 against 9.7 with partials, and 6.0 against 8.1 with columns (bfloat16, H200).
+    5.6 to 6.2 us against 8.7, LayerNorm 5.8 to 6.1 against 10.0; of 64 rows 8.3 against 9.7 and 9.7
+    against 10.9, with partials; with columns RMSNorm of 64 rows of 8192 6.4, with partials 9.6
+    (bfloat16, H200).
     """
     if config.row_threads < 32:
         return None

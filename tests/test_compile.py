@@ -102,9 +102,10 @@ def instantiations(architecture: int) -> list[Instantiation]:
     ):
         if (centred or clamped) and not (stored and every):
             continue
-        for weight in ("float32",) if centred or packs == 3584 else ("float32", x, None):
+        usually = not (centred or clamped or packs == 3584)
+        for weight in ("float32", x, None) if usually else ("float32",):
             deep = ForwardSpec("rms_norm", x, weight, None, x, centred, stored, clamped)
-            for vector in (1, 2, pack_length(x)):
+            for vector in (1, pack_length(x)) if usually else (1, 2, pack_length(x)):
                 config = forward_config(deep, packs * pack_length(x), vector, architecture)
                 kernels[forward_instantiation(deep, config)] = None
     # What is streamed by two blocks a multiprocessor, of 32 registers a thread.

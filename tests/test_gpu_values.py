@@ -42,7 +42,7 @@ def kernels_of_many_rows() -> Iterator[None]:
     """Few rows have y and dx of many, says test_gpu_runtime.py; here they have their kernels."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_plans, "few_rows_config", lambda *_: None)
-        patch.setattr(_plans, "few_rows_backward_config", lambda *_: None)
+        patch.setattr(_plans, "few_rows_backward_config", lambda *_, **__: None)
         forget_plans()
         yield
     forget_plans()

@@ -347,7 +347,7 @@ def _copy_of_launch(
     plans.architecture = lambda device: architecture  # type: ignore[attr-defined]
     if not few_rows:
         plans.few_rows_config = lambda *_: None  # type: ignore[attr-defined]
-        plans.few_rows_backward_config = lambda *_: None  # type: ignore[attr-defined]
+        plans.few_rows_backward_config = lambda *_, **__: None  # type: ignore[attr-defined]
     plans._jit = SimpleNamespace(  # type: ignore[attr-defined]
         load=load,
         forward_instantiation=_jit.forward_instantiation,
