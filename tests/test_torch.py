@@ -70,6 +70,11 @@ def test_importing_cupynorm_imports_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_importing_the_torch_face_does_not_import_torchs_compiler() -> None:
+    code = "import sys, cupynorm.torch; assert 'torch._dynamo' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 # ---- values --------------------------------------------------------------------------------------
 
 

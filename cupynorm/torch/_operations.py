@@ -173,13 +173,16 @@ def norm_backward(
     return run(dy, x, weight, mean, rstd, bitmask, k, norm, eps, zero_centered, bias_dtype)
 
 
-@torch.compiler.assume_constant_result
 def _share_out() -> None:
     """Tell DTensor how the operations are split, if it is in use; importing it takes a while."""
     if "torch.distributed.tensor" in sys.modules:
         from cupynorm.torch import _sharding
 
         _sharding.register()
+
+
+# As torch.compiler.assume_constant_result does, which would import the compiler for it: 1.6 s.
+_share_out._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 # ---- derivatives ---------------------------------------------------------------------------------
