@@ -237,6 +237,20 @@ def test_long_rows(norm: str, n: int) -> None:
         )
 
 
+@pytest.mark.parametrize("n", [16384, 24576, 28672, 32768, 65536, 131072])
+@pytest.mark.parametrize("name", ["bfloat16", "float32"])
+def test_full_rows_by_half_the_blocks(name: str, n: int) -> None:
+    for options in ({}, {"zero_centered": True}, {"relu": RELUS[1]}):
+        for regime in ("normal", "mixed_rows"):
+            check(
+                "rms_norm",
+                make_values(regime, (5, n), DTYPES[name], n),
+                make_values("normal", (n,), np.float32, n + 1),
+                key=("half the blocks", name),
+                **options,
+            )
+
+
 @pytest.mark.parametrize("n", [1, 3, 5, 8, 13, 100, 769, 1027, *LONG[::3], 262144])
 @pytest.mark.parametrize("norm", NORMS)
 def test_relu_in_rows_of_any_length(norm: str, n: int) -> None:

@@ -351,6 +351,12 @@ def _cases() -> list[Case]:
             Case("range_nonfinite_eps_0", "rms_norm", 9, n, x, regime="nonfinite", eps=0.0),
             Case("range_zero_eps", "rms_norm", 7, n, x, regime="zero_rows", eps=0.0),
         ]
+    # By half the blocks, which hold 6 or 7 packs a thread.
+    cases += [
+        Case("deep", "rms_norm", 2, 24576, "bfloat16", bias=None, regime="mixed_rows"),
+        Case("deep_relu", "rms_norm", 2, 24576, "bfloat16", bias=None, relu=RELUS[1]),
+        Case("deep_zero_centered", "rms_norm", 2, 28672, "bfloat16", bias=None, zero_centered=True),
+    ]
     # Of few rows, more than a warp has under way; the last is not, as dx takes what dy still is.
     cases += [
         Case("columns", "rms_norm", 37, 4099, "bfloat16", relu=RELUS[1]),
