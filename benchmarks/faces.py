@@ -30,9 +30,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import results
+from benchmarks.backends.jax_peer import formula
 from benchmarks.host import SHAPE
 from benchmarks.measure import reason
-from cupynorm._bench import EPS
+from cupynorm._bench import EPS, Problem
 
 NORMS = ("rms_norm", "layer_norm")
 OURS = "cupynorm"
@@ -155,18 +156,10 @@ def by_jax() -> Iterator[Group]:
 
     x = jnp.ones(SHAPE, jnp.bfloat16)
     for norm in NORMS:
-        eps = EPS[norm]  # type: ignore[index]
-
-        def formula(x: Any, *affine: Any, norm: str = norm, eps: float = eps) -> Any:
-            wide = x.astype(jnp.float32)
-            if norm == "layer_norm":
-                wide = wide - wide.mean(-1, keepdims=True)
-            y = wide * jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + eps) * affine[0]
-            return (y + affine[1] if affine[1:] else y).astype(x.dtype)
-
-        mine = functools.partial(getattr(cupynorm.jax, norm), eps=eps)
+        problem = Problem(norm, "forward", *SHAPE, x.dtype.name, x.dtype.name)
+        mine = functools.partial(getattr(cupynorm.jax, norm), eps=EPS[problem.norm])
         affine = [jnp.ones(SHAPE[-1], x.dtype)] * (1 + (norm == "layer_norm"))
-        functions: dict[str, Any] = {"JAX": formula, OURS: mine}
+        functions: dict[str, Any] = {"JAX": formula(problem), OURS: mine}
 
         def chain(x: Any, *affine: Any, function: Any) -> Any:
             for _ in range(CHAIN):

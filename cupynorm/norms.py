@@ -309,7 +309,7 @@ def rms_norm_backward(
     -------
     NormBackward
         ``dx``; ``dweight``, None without a weight; ``dbias``, None unless wanted. The same bits
-        from run to run; others of dweight and dbias may come with a dx given.
+        from run to run; with a dx given, dweight and dbias may have others than without.
 
     Raises
     ------
@@ -368,7 +368,7 @@ def layer_norm_backward(
     -------
     NormBackward
         ``dx``; ``dweight``, None without a weight; ``dbias``, None unless wanted. The same bits
-        from run to run; others of dweight and dbias may come with a dx given.
+        from run to run; with a dx given, dweight and dbias may have others than without.
 
     Raises
     ------

@@ -1102,7 +1102,7 @@ MUTATIONS = [
         "backward_resident.cu",
         "  block_barrier();\n\n  // 2. All warps' sums.",
         "  // 2. All warps' sums.",
-        f"{RACE}|{UNWRITTEN}",
+        UNWRITTEN,
         COLUMNS_BIAS,
     ),
     Mutation(
@@ -1118,7 +1118,7 @@ MUTATIONS = [
         "backward_resident.cu",
         "own_sums[(kGradients - 1) * kColumns + i] = of_bias[i]",
         "own_sums[i] = of_bias[i]",
-        f"{VALUE}|{UNWRITTEN}",
+        UNWRITTEN,
         COLUMNS,
     ),
     Mutation(
@@ -1126,7 +1126,7 @@ MUTATIONS = [
         "backward_resident.cu",
         "block_index() - n_rows * ClusterBlocks",
         "block_index() - n_rows",
-        f"{VALUE}|{UNWRITTEN}|{RACE}|{STUCK}",
+        STUCK,
         few("staged_cluster", "rms_norm"),
     ),
     # ---- stages and clusters ----

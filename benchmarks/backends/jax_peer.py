@@ -10,13 +10,32 @@ given x, weight, bias and dy, and computes the statistics again.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchmarks import exchange
 from benchmarks.backends.base import Backend, Call, Outputs, Replay
 from benchmarks.timing import Clock, Timing, launch_seconds, profiled, wall_clock
 from cupynorm._bench import EPS, Problem
+
+
+def formula(problem: Problem) -> Callable[..., Any]:
+    """Return the norm of x, weight and, of LayerNorm, bias, in the compute dtype."""
+    import jax
+    import jax.numpy as jnp
+
+    eps = EPS[problem.norm]
+    wide = "float64" if problem.dtype == "float64" else "float32"
+
+    def norm(x: Any, weight: Any, *bias: Any) -> Any:
+        wide_x = x.astype(wide)
+        if problem.norm == "layer_norm":
+            wide_x = wide_x - wide_x.mean(-1, keepdims=True)
+        rstd = jax.lax.rsqrt(jnp.square(wide_x).mean(-1, keepdims=True) + eps)
+        y = wide_x * rstd * weight.astype(wide)
+        return (y + bias[0].astype(wide) if bias else y).astype(x.dtype)
+
+    return norm
 
 
 class Jax(Backend):
@@ -47,18 +66,8 @@ class Jax(Backend):
 
     def jit(self, problem: Problem) -> Any:
         import jax
-        import jax.numpy as jnp
 
-        eps = EPS[problem.norm]
-        wide = "float64" if problem.dtype == "float64" else "float32"
-
-        def norm(x: Any, weight: Any, *bias: Any) -> Any:
-            wide_x = x.astype(wide)
-            if problem.norm == "layer_norm":
-                wide_x = wide_x - wide_x.mean(-1, keepdims=True)
-            rstd = jax.lax.rsqrt(jnp.square(wide_x).mean(-1, keepdims=True) + eps)
-            y = wide_x * rstd * weight.astype(wide)
-            return (y + bias[0].astype(wide) if bias else y).astype(x.dtype)
+        norm = formula(problem)
 
         def gradient(dy: Any, *arguments: Any) -> Any:
             return jax.vjp(norm, *arguments)[1](dy)

@@ -7,9 +7,9 @@ called by XLA; elsewhere, the same formula in jax.numpy.
 
 Rows stay where they are: no x, dy, y or dx is sent to another device, unless the normalized axes
 themselves are split, which is undone first, or a ``shard_map`` over other axes leaves them split
-over Auto ones. The gradients of weight and bias are summed over the
-devices in the compute dtype. Derivatives are taken in reverse, as often as one likes; forward mode
-(``jvp``, ``jacfwd``) is not defined.
+over Auto ones. The gradients of weight and bias are summed over the devices in the compute dtype.
+Derivatives are taken in reverse, as often as one likes; forward mode (``jvp``, ``jacfwd``) is not
+defined.
 """
 
 from __future__ import annotations
