@@ -114,8 +114,8 @@ def under_vmap(kind: AxisType) -> Any:
     return compiled(functools.partial(step, norm=batched), *put(mesh_of((4,), kind), P("a"), P()))
 
 
-def under_shard_map(tracked: bool, gradient_within: bool) -> Any:
-    mesh = mesh_of((4,), AxisType.Auto)
+def under_shard_map(count: int, tracked: bool, gradient_within: bool) -> Any:
+    mesh = mesh_of((count,), AxisType.Auto)
     rows, row = P("a"), P()
     # Untracked, JAX sums the gradients over the devices itself, in the dtype of what it is given.
     weight, bias = (a if tracked else a.astype(np.float32) for a in (WEIGHT, BIAS))
@@ -239,8 +239,8 @@ def cases(kernels: bool) -> Iterator[tuple[str, Callable[[], Any]]]:
         for function in ONE_OF_EACH:
             yield f"{function.__name__}, {kind.name}", functools.partial(function, kind)
     for tracked in (True, False):
-        yield f"shard_map, {tracked}", functools.partial(under_shard_map, tracked, False)
-    yield "gradient within shard_map", functools.partial(under_shard_map, True, True)
+        yield f"shard_map, {tracked}", functools.partial(under_shard_map, 4, tracked, False)
+    yield "gradient within shard_map", functools.partial(under_shard_map, 4, True, True)
     if kernels:
         yield "control", control
 
