@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from cupynorm._spec import ITEMSIZE, BackwardSpec, ForwardSpec, compute_dtype
 
@@ -189,7 +190,7 @@ def team_bytes(x: str, row_threads: int, block_threads: int, cluster_blocks: int
         return 0
     values = 2 * (block_threads // row_threads) * slots * 4
     mailboxes = 16 if cluster_blocks > 1 else 0
-    return mailboxes + -(-values * ITEMSIZE[compute_dtype(x)] // 16) * 16
+    return -(-(mailboxes + values * ITEMSIZE[compute_dtype(x)]) // 128) * 128
 
 
 def _team(packs: int, packs_per_thread: int) -> int:
@@ -231,9 +232,9 @@ def forward_config(
     exceed = spec.weight and spec.bias and _affine_bytes(spec) > 4
     if packs > (1024 if wide or exceed else 2048):
         paired = _paired(spec, packs, architecture)
-        # Read again from L2, 32768 rows of 32760 take 1069 us, staged by two blocks 1188, 28680 973
-        # and 1055; but at 24576, a tile and a half, 3594 GB/s against 3795. In one block 32768
-        # takes 1047 us against 1040, 28672 923 against 950 (RMSNorm, bfloat16, H200).
+        # Read again from L2, 8192 rows of 28680 take 256 us, staged by two blocks 280, of 32768 271
+        # and 269; but at 24576, a tile and a half, 3594 GB/s against 3795, and in one block 32768
+        # rows of 28672 take 923 us against 950 (RMSNorm, bfloat16, H200).
         again_from_l2 = paired and ITEMSIZE[spec.x] == 2 and packs >= 3584 and n % length == 0
         staged = _staged_forward(spec, n, packs, vector, architecture, wide=wide)
         if staged is not None:
@@ -421,24 +422,28 @@ def _staged_forward(
     most_held = 64 if spec.norm == "layer_norm" and not zero_centered_relu else 32
     if cluster_blocks == MOST_CLUSTER_BLOCKS or wide:
         most_held = 0
-    for stages in (4, 3, 2):
-        config = StagedForward(
-            block_threads=STAGED_THREADS,
-            packs_per_thread=packs_per_thread,
-            cluster_blocks=cluster_blocks,
-            stages=stages,
-            vector=vector,
-            hold_weight=vector == length and affine <= most_held,
-            full=n == cluster_blocks * STAGED_THREADS * packs_per_thread * length,
-        )
-        # Whatever the alignment, so that a row's bits do not depend on it.
-        most = max(
-            staged_forward_bytes(spec, config),
-            staged_forward_bytes(spec, dataclasses.replace(config, hold_weight=False)),
-        )
-        if most <= shared_limit(architecture):
-            return config
-    return None
+    config = StagedForward(
+        block_threads=STAGED_THREADS,
+        packs_per_thread=packs_per_thread,
+        cluster_blocks=cluster_blocks,
+        stages=2,
+        vector=vector,
+        hold_weight=vector == length and affine <= most_held,
+        full=n == cluster_blocks * STAGED_THREADS * packs_per_thread * length,
+    )
+
+    def fits(**changes: Any) -> bool:
+        changed = dataclasses.replace(config, **changes)
+        return staged_forward_bytes(spec, changed) <= shared_limit(architecture)
+
+    # Whatever the alignment, so that a row's bits do not depend on it.
+    stages = next((s for s in (4, 3, 2) if fits(stages=s, hold_weight=False)), None)
+    if stages is None:
+        return None
+    # With 3 where only the held weight leaves room for them LayerNorm's 2048 rows of 131072 take
+    # 271 us, not 322, of 98304 258, not 298; with 5 there those of 65536 and 131072 1 to 2% longer
+    # (bfloat16, float32 weight and bias, H200).
+    return dataclasses.replace(config, stages=max(stages, 3) if fits(stages=3) else stages)
 
 
 def _deep_forward(
@@ -446,18 +451,18 @@ def _deep_forward(
 ) -> StagedForward | None:
     """Return the configuration of half as many blocks, of 5 to 8 packs a thread, if they are full.
 
-    794 us against 843 for RMSNorm of 32768 rows of 24576, 1100 against 1119 for 16384 of 65536,
-    526 against 560 for 16384 of 16384 float32; with a zero-centred weight 792 against 831 and 1084
-    against 1121, with a ReLU 790 against 834 and 1080 against 1116 (bfloat16 unless said otherwise,
-    H200). The weight is held however it is aligned, as shared memory mostly has no room for it;
-    beside it a bias, a ReLU and a 1 to be added, a y wider than x or a row's end would spill on one
-    architecture or another.
+    331 us against 349 for RMSNorm of 8192 rows of 40960, 202 against 212 for 4096 of 49152, 267
+    against 269 of 65536, 266 against 270 for 8192 of 16384 float32; but in clusters of four, not
+    eight, 205 against 197 for 2048 of 98304, 269 against 261 of 131072 (bfloat16 unless said
+    otherwise, H200). The weight is held however it is aligned, as shared memory mostly has no room
+    for it; beside it a bias, a ReLU and a 1 to be added, a y wider than x or a row's end would
+    spill on one architecture or another.
     """
     # A row in one block of 4 packs a thread is in registers, if it is plain: there are two or more.
     packs_per_thread, rest = divmod(2 * n, cluster_blocks * STAGED_THREADS * pack_length(spec.x))
     plain = spec.norm == "rms_norm" and ITEMSIZE[spec.y] <= ITEMSIZE[spec.x]
     plain = plain and not (wide or spec.bias or (spec.zero_centered and spec.relu))
-    if rest or not plain:
+    if rest or not plain or cluster_blocks > 4:
         return None
     return StagedForward(
         block_threads=STAGED_THREADS,

@@ -23,7 +23,7 @@ __device__ __forceinline__ void named_barrier(int barrier, int threads) {
 }
 
 __device__ __forceinline__ void* dynamic_shared_memory() {
-  extern __shared__ __align__(16) unsigned char shared_memory[];
+  extern __shared__ __align__(128) unsigned char shared_memory[];
   return shared_memory;
 }
 

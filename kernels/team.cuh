@@ -58,13 +58,13 @@ struct Team {
     return ((block * PacksPerThread + p) * RowThreads + rank) * Length;
   }
 
-  // Bytes at the start of dynamic shared memory that reductions of T use.
+  // Bytes at the start of dynamic shared memory that reductions of T use: whole lines of 128, since
+  // of asynchronous copies to the middle of one each sector is read from the L2 twice.
   template <typename T>
   __host__ __device__ static constexpr int scratch_bytes() {
-    return kSlots == 1 ? 0
-                       : kMailboxBytes +
-                             (2 * kTeams * kSlots * kMaxValues * static_cast<int>(sizeof(T)) + 15) /
-                                 16 * 16;
+    constexpr int kBytes =
+        kMailboxBytes + 2 * kTeams * kSlots * kMaxValues * static_cast<int>(sizeof(T));
+    return kSlots == 1 ? 0 : (kBytes + 127) / 128 * 128;
   }
 
   // Every thread of the team gets the combination of all threads' values.

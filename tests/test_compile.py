@@ -97,7 +97,7 @@ def instantiations(architecture: int) -> list[Instantiation]:
     # What half the blocks stage, with 8 packs a thread, and in one block with 7.
     plain, zero_centered, relu = (False, False), (True, False), (False, True)
     for x, stored, packs, (centred, clamped) in itertools.product(
-        *(("float32", "float16", "bfloat16"), (False, True), (3584, 4096, 32768)),
+        *(("float32", "float16", "bfloat16"), (False, True), (3584, 4096, 8192)),
         (plain, zero_centered, relu),
     ):
         if (centred or clamped) and not (stored and every):
@@ -108,6 +108,15 @@ def instantiations(architecture: int) -> list[Instantiation]:
             for vector in (1, pack_length(x)) if usually else (1, 2, pack_length(x)):
                 config = forward_config(deep, packs * pack_length(x), vector, architecture)
                 kernels[forward_instantiation(deep, config)] = None
+    # What has a third stage for the weight that it holds, rows that fill their packs and others.
+    for stored, (centred, clamped), packs in itertools.product(
+        (False, True), (plain, zero_centered, relu), (9000, 16384)
+    ):
+        held = ForwardSpec(
+            "layer_norm", "bfloat16", "float32", "float32", "bfloat16", centred, stored, clamped
+        )
+        config = forward_config(held, packs * 8, 8, architecture)
+        kernels[forward_instantiation(held, config)] = None
     # What is streamed by two blocks a multiprocessor, of 32 registers a thread.
     for x, zero_centered in itertools.product(("float32", "float16", "bfloat16"), (False, True)):
         for weight in ("float32", x) if zero_centered else ("float32", x, None):

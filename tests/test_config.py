@@ -408,6 +408,21 @@ def test_rows_that_fill_their_last_tile_badly_are_not_read_twice() -> None:
         assert type(forward_config(spec, n, vector, 90)) is expected, n
 
 
+@pytest.mark.parametrize("n", [65536 + 8, 98304, 131072])
+def test_a_held_weight_leaves_room_for_a_third_stage(n: int) -> None:
+    spec = ForwardSpec(
+        "layer_norm", "bfloat16", "float32", "float32", "bfloat16", False, True, False
+    )
+    held, aside = (forward_config(spec, n, vector, 90) for vector in (8, 1))
+    assert isinstance(held, StagedForward)
+    assert isinstance(aside, StagedForward)
+    assert (held.hold_weight, held.stages) == (True, 3)
+    assert (aside.hold_weight, aside.stages) == (False, 2)
+    # But for those, and for what an access moves, both are the same: so are the bits.
+    alike = {"hold_weight": True, "stages": 3, "vector": 8}
+    assert dataclasses.replace(aside, **alike) == held
+
+
 @pytest.mark.parametrize("architecture", [80, 90, 100])
 def test_rows_of_28672_are_staged_by_one_block_if_it_has_room(architecture: int) -> None:
     plain = ForwardSpec("rms_norm", "bfloat16", "float32", None, "bfloat16", False, True, False)
@@ -431,7 +446,7 @@ def test_rows_of_28672_are_staged_by_one_block_if_it_has_room(architecture: int)
         ("bfloat16", 24576, 90, (1, 6, 3)),
         ("bfloat16", 65536, 90, (2, 8, 3)),
         ("bfloat16", 65536, 100, (2, 8, 3)),
-        ("bfloat16", 131072, 90, (4, 8, 3)),
+        ("bfloat16", 131072, 90, (8, 4, 4)),
         ("float32", 16384, 90, (1, 8, 3)),
         ("bfloat16", 24576 + 8, 90, (2, 4, 4)),  # a row's end
     ],
