@@ -53,6 +53,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
   const auto first_column = [&](int p) {
     return team.template first_column<PacksPerThread, kLength>(p);
   };
+  static_assert(TeamOf::template scratch_bytes<T>() % 128 == 0, "stages begin at a line");
   char* const stages =
       static_cast<char*>(dynamic_shared_memory()) + TeamOf::template scratch_bytes<T>();
 

@@ -43,6 +43,7 @@ __global__ __launch_bounds__(BlockThreads, 1) void norm_forward_staged(
   const auto first_column = [&](int p) {
     return team.template first_column<PacksPerThread, kLength>(p);
   };
+  static_assert(TeamOf::template scratch_bytes<T>() % 128 == 0, "stages begin at a line");
   char* const stages =
       static_cast<char*>(dynamic_shared_memory()) + TeamOf::template scratch_bytes<T>();
   char* const stage_of_weight = stages + Stages * StageOfX::kBytes;

@@ -974,9 +974,9 @@ int launch(void (*call)(void**), long long grid, int block_threads, int blocks_i
   }
   cluster_threads = cluster_blocks * threads;
   std::vector<std::vector<std::uint64_t>> words(cluster_blocks,
-                                                std::vector<std::uint64_t>(shared_bytes / 8 + 3));
+                                                std::vector<std::uint64_t>(shared_bytes / 8 + 17));
   for (int block = 0; block < cluster_blocks; ++block) {
-    const Address aligned = (reinterpret_cast<Address>(words[block].data()) + 15) / 16 * 16;
+    const Address aligned = (reinterpret_cast<Address>(words[block].data()) + 127) / 128 * 128;
     const char* name =
         cluster_blocks == 1 ? "shared memory" : "shared memory of block %d of the cluster";
     shared_memory.emplace_back(aligned, aligned + shared_bytes, 4, false, format(name, block));

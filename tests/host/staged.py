@@ -109,18 +109,19 @@ class Staged:
     def _shared_bytes(self) -> int:
         compute = ITEMSIZE[compute_dtype(self.x)]
         slots = self.cluster_blocks * max(1, self.row_threads // 32)
-        scratch = 0 if slots == 1 else -(-2 * self.teams * slots * 4 * compute // 16) * 16
         mailboxes = 16 if self.cluster_blocks > 1 else 0
+        scratch = mailboxes + (0 if slots == 1 else 2 * self.teams * slots * 4 * compute)
+        scratch = -(-scratch // 128) * 128
         elements = self.teams * self.columns
         x, other = ITEMSIZE[self.x], ITEMSIZE[self.other or self.x]
         held = self.hold_weight or self.other is None
         if self.file == "forward_staged.cu":
             stages = elements * (self.stages * x + (0 if held else 2 * other))
-            return mailboxes + scratch + stages
+            return scratch + stages
         stages = elements * (self.stages * (x + other) + (0 if held else other))
         gradients = self.other is not None or self.dbias
         partials = elements * compute if self.teams > 1 and gradients else 0
-        return mailboxes + scratch + stages + partials
+        return scratch + stages + partials
 
     def check(self, build: Build) -> None:
         """Run the kernel and check what it returns."""
