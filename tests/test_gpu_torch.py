@@ -170,15 +170,12 @@ def test_gradients_of_each_example() -> None:
 def test_opcheck(norm: str) -> None:
     x, weight, bias = operands(64)
     options = (1, norm, 1e-5, False, [0.0, math.inf], None, True)
-    below = [t.detach() for t in (x, weight, bias)]
     operations = torch.ops.cupynorm
     torch.library.opcheck(operations.norm_forward.default, (x, weight, bias, *options))
-    torch.library.opcheck(operations.norm_forward_kernel.default, (*below, *options))
-    _, *kept = operations.norm_forward(*below, *options)
-    others = (1, norm, 1e-5, False, torch.bfloat16)
-    torch.library.opcheck(operations.norm_backward.default, (x, x, weight, *kept, *others))
-    arguments = (below[0], *below[:2], *kept, *others)
-    torch.library.opcheck(operations.norm_backward_kernel.default, arguments)
+    _, mean, rstd, bitmask = operations.norm_forward(x.detach(), weight, bias, *options)
+    mean = mean if norm == "layer_norm" else None
+    arguments = (x, x, weight, mean, rstd, bitmask, 1, norm, 1e-5, False, torch.bfloat16)
+    torch.library.opcheck(operations.norm_backward.default, arguments)
 
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])

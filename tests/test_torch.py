@@ -6,6 +6,7 @@ What a call on a GPU does up to the launch runs here too, with plans of NumPy's 
 from __future__ import annotations
 
 import inspect
+import io
 import math
 import subprocess
 import sys
@@ -19,10 +20,8 @@ torch = pytest.importorskip("torch")
 import numpy as np
 import torch.nn.functional as F
 import torch_plans
-from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from hypothesis import HealthCheck, given, settings
 from strategies import Problem, problems
-from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses import FakeTensorMode
 from torch.autograd import gradcheck, gradgradcheck
@@ -221,8 +220,8 @@ def test_a_dispatch_mode_sees_the_operations() -> None:
     x, weight, bias = operands()
     with Seen() as seen:
         layer_norm(x, weight, bias).sum().backward()
-    assert "cupynorm.norm_forward_kernel.default" in seen.names
-    assert "cupynorm.norm_backward_kernel.default" in seen.names
+    assert "cupynorm.norm_forward.default" in seen.names
+    assert "cupynorm.norm_backward.default" in seen.names
 
 
 def test_numpy_leaves_memory_resizable() -> None:
@@ -412,39 +411,18 @@ def test_opcheck(norm: str, dtype: Any) -> None:
         for relu in (None, [0.0, math.inf]):
             options = (1, norm, 1e-5, False, relu, torch.float32, True)
             torch.library.opcheck(operations.norm_forward.default, (x, w, b, *options))
-            below = [None if t is None else t.detach() for t in (x, w, b)]
-            torch.library.opcheck(operations.norm_forward_kernel.default, (*below, *options))
-            _, *kept = operations.norm_forward(*below, *options)
+            _, mean, rstd, bitmask = operations.norm_forward(x.detach(), w, b, *options)
+            kept = (mean if norm == "layer_norm" else None, rstd, None if relu is None else bitmask)
             dy = drawn(*x.shape, dtype=torch.float32, seed=3)
-            options = (1, norm, 1e-5, False, None if b is None else b.dtype)
-            arguments = (dy, x, w, *kept, *options)
+            arguments = (dy, x, w, *kept, 1, norm, 1e-5, False, None if b is None else b.dtype)
             torch.library.opcheck(operations.norm_backward.default, arguments)
-            arguments = (dy.detach(), *below[:2], *kept, *options)
-            torch.library.opcheck(operations.norm_backward_kernel.default, arguments)
     inference = (1, norm, 1e-5, False, None, None, False)
-    for operation in (operations.norm_forward, operations.norm_forward_kernel):
-        torch.library.opcheck(operation.default, (x.detach(), weight.detach(), None, *inference))
-
-
-@pytest.mark.parametrize("norm", NORMS)
-def test_what_is_compiled_calls_the_kernels_operations(norm: str) -> None:
-    torch._dynamo.reset()
-    called: list[str] = []
-
-    def note(graph: Any, _: Any) -> Any:
-        called.extend(n.name for n in graph.graph.nodes if "cupynorm" in str(n.target))
-        return make_boxed_func(graph)
-
-    x, weight, bias = operands(torch.float32)
-    backend = aot_autograd(fw_compiler=note, partition_fn=min_cut_rematerialization_partition)
-    compiled = torch.compile(getattr(cupynorm.torch, norm), backend=backend, fullgraph=True)
-    compiled(x, weight, bias).sum().backward()
-    with torch.no_grad():
-        compiled(x, weight, bias)
-    forward, backward, inference = called
-    assert forward.startswith("norm_forward_kernel")
-    assert backward.startswith("norm_backward_kernel")
-    assert inference.startswith("norm_forward_kernel")
+    y, *_ = operations.norm_forward(x, weight, None, *inference)
+    with pytest.raises(RuntimeError, match="training=False"):
+        y.sum().backward()
+    torch.library.opcheck(
+        operations.norm_forward.default, (x.detach(), weight.detach(), None, *inference)
+    )
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
@@ -468,10 +446,34 @@ def test_compiled_once_for_any_batch(norm: str, backend: str) -> None:
             strict=True,
         ):
             assert_same_bits(a, b)
-    # Beside it, an empty one: with dynamic=True eps was a symbol first, and dynamo began again.
+    # Beside it, dynamo compiles an empty graph of what it takes for constant.
     assert len([graph for graph in counter.graphs if len(graph.graph.nodes) > 1]) == 1
     with torch.no_grad():
         assert_same_bits(compiled(x, weight, bias), block(x, weight, bias))
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_a_compiled_program_calls_the_kernels_at_once(
+    norm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(getattr(cupynorm.torch, norm), backend="aot_eager", fullgraph=True)
+    x, weight, bias = operands(torch.float32)
+    compiled(x, weight, bias).sum().backward()
+    with torch.no_grad():
+        expected = compiled(x, weight, bias)
+
+    def fail() -> None:
+        raise AssertionError("passed on by way of the dispatcher")
+
+    monkeypatch.setattr(torch._C, "_AutoDispatchBelowAutograd", fail)
+    compiled(x, weight, bias).sum().backward()
+    with torch.no_grad():
+        assert_same_bits(compiled(x, weight, bias), expected)
+    # As is what asks for gradients, which autograd records.
+    options = (1, norm, 1e-5, False, None, None, True)
+    with pytest.raises(AssertionError, match="by way of the dispatcher"):
+        torch.ops.cupynorm.norm_forward(x, weight, bias, *options)
 
 
 def test_compiled_strided_rows_are_not_copied() -> None:
@@ -517,9 +519,20 @@ def test_exported_and_traced() -> None:
     exported = torch.export.export(model, (x,), dynamic_shapes=rows)
     assert torch.ops.cupynorm.norm_forward.default in [n.target for n in exported.graph.nodes]
     other = torch.randn(7, 8)
-    assert_same_bits(exported.module()(other), model(other))
     traced = torch.jit.trace(model, (x,), check_trace=False)  # it traces again without gradients
-    assert_same_bits(traced(other), model(other))
+    saved = io.BytesIO()
+    torch.jit.save(traced, saved)
+    saved.seek(0)
+    modules = (
+        *(exported.module(), exported.run_decompositions().module()),
+        *(traced, torch.jit.load(saved)),
+    )
+    expected = torch.autograd.grad(model(other).pow(2).sum(), list(model.parameters()))
+    for module in modules:
+        assert_same_bits(module(other), model(other))
+        actual = torch.autograd.grad(module(other).pow(2).sum(), list(module.parameters()))
+        for a, b in zip(actual, expected, strict=True):
+            assert_same_bits(a, b)
 
 
 def test_meta_and_fake_tensors() -> None:

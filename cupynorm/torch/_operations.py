@@ -2,9 +2,8 @@
 
 A call on plain tensors goes straight to the kernels, through an autograd.Function where gradients
 are recorded: what torch.library puts around an operation costs more than the launch. Where torch
-must see the call, in a dispatch mode or with a subclass such as DTensor, the kernels are an
-operation of torch.library, within the same autograd.Function. Under torch.compile and export both
-are one operation, composite, which tracing takes apart: what is compiled calls the kernels'.
+must see the call, under torch.compile and export, in a dispatch mode, or with a subclass such as
+DTensor, it is an operation of torch.library, with the same formulas.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._library.autograd import Info, make_autograd_impl
 from torch.autograd import forward_ad
 
 from cupynorm._bitmask import bitmask_bytes
@@ -97,28 +97,28 @@ def normalize(
     return _kernels.forward(x, weight, bias, k, norm, eps, zero_centered, relu, out_dtype, False)[0]
 
 
-def norm_forward(*arguments: Any) -> tuple[Any, Any, Any, Any]:
-    """Return y and, for training, what `norm_backward` needs; None for what does not apply.
+def norm_forward(
+    x: Any,
+    weight: Any,
+    bias: Any,
+    k: int,
+    norm: Norm,
+    eps: float,
+    zero_centered: bool,
+    relu: Relu,
+    out_dtype: torch.dtype | None,
+    training: bool,
+) -> tuple[Any, Any, Any, Any]:
+    """Return y and, for training, what `norm_backward` needs.
 
-    The arguments are those of `FORWARD`, in its order.
+    An array that does not apply is None, or empty where the call was an operation of torch.library.
     """
+    arguments = (x, weight, bias, k, norm, eps, zero_centered, relu, out_dtype, training)
     if torch.compiler.is_compiling():
-        return _differentiable_forward(*arguments)
-    return _record_forward(*arguments)
-
-
-def _record_forward(*arguments: Any) -> tuple[Any, Any, Any, Any]:
-    """Run the pass within autograd, or within the transform that looks on."""
+        _share_out()
+        return _forward_operation(*arguments)
     if _transforms_active():
         return _Forward.apply(*arguments)
-    *_, training = arguments
-    if training or forward_ad._current_level >= 0:  # where it says that it has no jvp
-        return _apply_forward(*arguments)
-    return _forward(*arguments)
-
-
-def _forward(x: Any, weight: Any, bias: Any, *options: Any) -> tuple[Any, Any, Any, Any]:
-    """Run the kernels, by their operation where torch must see the call."""
     if (
         type(x) not in _PLAIN
         or type(weight) not in _PLAIN
@@ -128,31 +128,13 @@ def _forward(x: Any, weight: Any, bias: Any, *options: Any) -> tuple[Any, Any, A
         or _tracing_state() is not None
     ):
         _share_out()
-        return _forward_operation(x, weight, bias, *options)
-    return _kernels.forward(x, weight, bias, *options)
+        return _forward_operation(*arguments)
+    if training or forward_ad._current_level >= 0:  # where it says that it has no jvp
+        return _apply_forward(*arguments)
+    return _kernels.forward(*arguments)
 
 
-def norm_backward(*arguments: Any) -> tuple[Any, Any, Any]:
-    """Return dx, dweight and dbias; None for what does not apply.
-
-    The arguments are those of `BACKWARD`, in its order.
-    """
-    dy, *_ = arguments
-    if torch.compiler.is_compiling() or _is_batched(dy):
-        return _differentiable_backward(*arguments)
-    return _record_backward(*arguments)
-
-
-def _record_backward(*arguments: Any) -> tuple[Any, Any, Any]:
-    """Run the pass within autograd, or within the transform that looks on."""
-    if _transforms_active():
-        return _Backward.apply(*arguments)
-    if torch.is_grad_enabled():
-        return _apply_backward(*arguments)
-    return _backward(*arguments)
-
-
-def _backward(
+def norm_backward(
     dy: Any,
     x: Any,
     weight: Any,
@@ -165,8 +147,12 @@ def _backward(
     zero_centered: bool,
     bias_dtype: torch.dtype | None,
 ) -> tuple[Any, Any, Any]:
-    """Run the kernels, by their operation where torch must see the call."""
-    if (
+    """Return dx, dweight and dbias; one that does not apply is None, or empty."""
+    if torch.compiler.is_compiling():
+        run = _backward_operation
+    elif _transforms_active():
+        run = _Backward.apply
+    elif (
         type(dy) not in _PLAIN
         or type(x) not in _PLAIN
         or type(weight) not in _PLAIN
@@ -174,13 +160,18 @@ def _backward(
         or type(rstd) not in _PLAIN
         or type(bitmask) not in _PLAIN
         or not (x.is_cuda or x.is_cpu)
+        or _is_batched(dy)
         or _dispatch_modes()
         or _tracing_state() is not None
     ):
-        return _backward_operation(
-            dy, x, weight, mean, rstd, bitmask, k, norm, eps, zero_centered, bias_dtype
+        run = _backward_operation
+    elif torch.is_grad_enabled():
+        run = _apply_backward
+    else:
+        return _kernels.backward(
+            dy, x, weight, mean, rstd, bitmask, k, norm, zero_centered, bias_dtype
         )
-    return _kernels.backward(dy, x, weight, mean, rstd, bitmask, k, norm, zero_centered, bias_dtype)
+    return run(dy, x, weight, mean, rstd, bitmask, k, norm, eps, zero_centered, bias_dtype)
 
 
 def _share_out() -> None:
@@ -191,11 +182,15 @@ def _share_out() -> None:
         _sharding.register()
 
 
+# As torch.compiler.assume_constant_result does, which would import the compiler for it: 1.6 s.
+_share_out._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 # ---- derivatives ---------------------------------------------------------------------------------
 
 
 def _keep_for_backward(ctx: Any, inputs: Any, output: Any) -> None:
-    x, weight, bias, k, norm, eps, zero_centered, relu, _, _ = inputs
+    x, weight, bias, k, norm, eps, zero_centered, relu, _, ctx.training = inputs
     _, mean, rstd, bitmask = output
     ctx.mark_non_differentiable(*[t for t in (mean, rstd, bitmask) if t is not None])
     ctx.set_materialize_grads(False)
@@ -214,6 +209,8 @@ def _keep_for_backward(ctx: Any, inputs: Any, output: Any) -> None:
 def _differentiate_forward(ctx: Any, dy: Any, *_: Any) -> tuple[Any, ...]:
     if dy is None:
         return (None,) * 10
+    if not ctx.training:
+        raise RuntimeError("norm_forward was called with training=False: nothing was kept for it")
     bias_dtype = ctx.bias_dtype if ctx.needs_input_grad[2] else None
     arguments: tuple[Any, ...] = (dy, *ctx.saved_tensors, *ctx.options, bias_dtype)
     dx, dweight, dbias = norm_backward(*arguments)
@@ -309,17 +306,34 @@ def _backward_of_batch(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Forward(torch.autograd.Function):
-    forward = staticmethod(_forward)
+    forward = staticmethod(_kernels.forward)
     setup_context = staticmethod(_keep_for_backward)
     backward = staticmethod(_differentiate_forward)
     vmap = staticmethod(_forward_of_batch(norm_forward))
 
 
 class _Backward(torch.autograd.Function):
-    forward = staticmethod(_backward)
     setup_context = staticmethod(_keep_for_second_backward)
     backward = staticmethod(_differentiate_backward)
     vmap = staticmethod(_backward_of_batch(norm_backward))
+
+    @staticmethod
+    def forward(
+        dy: Any,
+        x: Any,
+        weight: Any,
+        mean: Any,
+        rstd: Any,
+        bitmask: Any,
+        k: int,
+        norm: Norm,
+        eps: float,
+        zero_centered: bool,
+        bias_dtype: torch.dtype | None,
+    ) -> Any:
+        return _kernels.backward(
+            dy, x, weight, mean, rstd, bitmask, k, norm, zero_centered, bias_dtype
+        )
 
 
 class _Recorded(torch.autograd.Function):
@@ -361,15 +375,18 @@ _apply_backward = super(torch.autograd.Function, _Backward).apply
 # ---- as operations of torch.library --------------------------------------------------------------
 
 
-def _with_pair(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that takes relu as an operation hands it on: calls are found by a tuple."""
+def _empty_for_none(like: torch.Tensor, tensors: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
+    """Return tensors that an operation may return: it has no optional results."""
+    return tuple(like.new_empty(0) if t is None else t for t in tensors)
 
-    def function(x: Any, weight: Any, bias: Any, *options: Any) -> Any:
-        k, norm, eps, zero_centered, relu, *others = options
-        relu = None if relu is None else tuple(relu)
-        return run(x, weight, bias, k, norm, eps, zero_centered, relu, *others)
 
-    return function
+def _run_forward(x: Any, weight: Any, bias: Any, *options: Any) -> tuple[torch.Tensor, ...]:
+    k, norm, eps, zero_centered, relu, out_dtype, training = options
+    relu = None if relu is None else tuple(relu)
+    return _empty_for_none(
+        x,
+        _kernels.forward(x, weight, bias, k, norm, eps, zero_centered, relu, out_dtype, training),
+    )
 
 
 def _outline_forward(
@@ -383,7 +400,7 @@ def _outline_forward(
     relu: Relu,
     out_dtype: torch.dtype | None,
     training: bool,
-) -> tuple[Any, ...]:
+) -> tuple[torch.Tensor, ...]:
     y = x.new_empty(x.shape, dtype=out_dtype or x.dtype)
     kept = x.shape[: x.ndim - k]
     mean = rstd = bitmask = None
@@ -394,16 +411,11 @@ def _outline_forward(
         if relu is not None:
             n = x.shape[x.ndim - k :].numel()
             bitmask = x.new_empty((*kept, bitmask_bytes(n)), dtype=torch.uint8)
-    return y, mean, rstd, bitmask
+    return _empty_for_none(x, (y, mean, rstd, bitmask))
 
 
-def _without_eps(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that takes eps, as an operation does, of which the kernel has no use."""
-
-    def function(*arguments: Any) -> Any:
-        return run(*arguments[:8], *arguments[9:])
-
-    return function
+def _run_backward(*arguments: Any) -> tuple[torch.Tensor, ...]:
+    return _empty_for_none(arguments[1], _Backward.forward(*arguments))
 
 
 def _outline_backward(
@@ -418,47 +430,65 @@ def _outline_backward(
     eps: float,
     zero_centered: bool,
     bias_dtype: torch.dtype | None,
-) -> tuple[Any, ...]:
+) -> tuple[torch.Tensor, ...]:
     normalized = x.shape[x.ndim - k :]
     dweight = None if weight is None else x.new_empty(normalized, dtype=weight.dtype)
     dbias = None if bias_dtype is None else x.new_empty(normalized, dtype=bias_dtype)
-    return x.new_empty(x.shape), dweight, dbias
+    return _empty_for_none(x, (x.new_empty(x.shape), dweight, dbias))
 
 
-def _define(name: str, schema: str, of_key: dict[str, Any]) -> Any:
-    torch.library.define(name, schema, tags=(torch.Tag.pt2_compliant_tag,))
-    for key, run in of_key.items():
-        torch.library.impl(name, key, run)
-    return getattr(torch.ops.cupynorm, name.partition("::")[2]).default
+# torch.library.impl does not hand on the keys.
+_library = torch.library.Library("cupynorm", "FRAGMENT")
+_DEVICES = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
 
 
-def _define_kernel(
-    name: str, schema: str, run: Callable[..., Any], outline: Callable[..., Any]
+def _define(
+    name: str,
+    schema: str,
+    run: Callable[..., Any],
+    outline: Callable[..., Any],
+    setup_context: Callable[..., Any],
+    backward: Callable[..., Any],
+    of_batch: Callable[..., Any],
 ) -> Any:
-    fallthrough = torch.library.fallthrough_kernel
-    operation = _define(name, schema, {"CPU": run, "CUDA": run, "Autograd": fallthrough})
-    torch.library.register_fake(name, outline)
+    _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+    for device in ("CPU", "CUDA"):
+        _library.impl(name, run, device)
+    torch.library.register_fake(f"cupynorm::{name}", outline)
+    operation = getattr(torch.ops.cupynorm, name).default
+    recorded = make_autograd_impl(operation, Info(backward, setup_context))
+
+    def dispatched(keys: Any, *arguments: Any) -> Any:
+        """Do as torch.library.register_autograd, but pass on at once what nobody else looks at.
+
+        A compiled program comes here in each call, its gradients long taken care of.
+        """
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments):
+            return recorded(keys, *arguments)
+        if (keys & torch._C._after_ADInplaceOrView_keyset).highestPriorityTypeId() in _DEVICES:
+            return run(*arguments)
+        return recorded(keys, *arguments)
+
+    _library.impl(name, dispatched, "Autograd", with_keyset=True)
+    torch.library.register_vmap(f"cupynorm::{name}", of_batch(operation))
     return operation
 
 
-def _define_differentiable(
-    name: str, schema: str, run: Callable[..., Any], of_batch: Callable[..., Any]
-) -> Any:
-    operation = _define(name, schema, {"CompositeImplicitAutograd": run})
-    torch.library.register_vmap(name, of_batch(operation))
-    return operation
-
-
-# An absent result is None, which a schema cannot say, but torch's own operations return it, too.
-_forward_operation = _define_kernel(
-    "cupynorm::norm_forward_kernel", FORWARD, _with_pair(_kernels.forward), _outline_forward
+_forward_operation = _define(
+    "norm_forward",
+    FORWARD,
+    _run_forward,
+    _outline_forward,
+    _keep_for_backward,
+    _differentiate_forward,
+    _forward_of_batch,
 )
-_backward_operation = _define_kernel(
-    "cupynorm::norm_backward_kernel", BACKWARD, _without_eps(_kernels.backward), _outline_backward
-)
-_differentiable_forward = _define_differentiable(
-    "cupynorm::norm_forward", FORWARD, _with_pair(_record_forward), _forward_of_batch
-)
-_differentiable_backward = _define_differentiable(
-    "cupynorm::norm_backward", BACKWARD, _record_backward, _backward_of_batch
+_backward_operation = _define(
+    "norm_backward",
+    BACKWARD,
+    _run_backward,
+    _outline_backward,
+    _keep_for_second_backward,
+    _differentiate_backward,
+    _backward_of_batch,
 )

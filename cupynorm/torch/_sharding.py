@@ -15,8 +15,8 @@ __all__ = ["register"]
 @functools.cache
 def register() -> None:
     """Give DTensor the rules, once."""
-    register_sharding(torch.ops.cupynorm.norm_forward_kernel.default)(_forward)
-    register_sharding(torch.ops.cupynorm.norm_backward_kernel.default)(_backward)
+    register_sharding(torch.ops.cupynorm.norm_forward.default)(_forward)
+    register_sharding(torch.ops.cupynorm.norm_backward.default)(_backward)
 
 
 def _forward(x: Any, weight: Any, bias: Any, k: int, norm: str, *options: Any) -> list[Any]:
@@ -24,7 +24,7 @@ def _forward(x: Any, weight: Any, bias: Any, k: int, norm: str, *options: Any) -
     there = (True, training and norm == "layer_norm", training, training and relu is not None)
 
     def rule(rows: Any) -> tuple[list[Any], list[Any]]:
-        results = [rows if is_there else None for is_there in there]
+        results = [rows if is_there else Replicate() for is_there in there]
         return results, [rows, *map(_replicated, (weight, bias)), *(None,) * 7]
 
     return [rule(rows) for rows in _splits(x, k)]
@@ -39,8 +39,8 @@ def _backward(
         total = Replicate() if rows == Replicate() else Partial("sum")
         results = [
             rows,
-            None if weight is None else total,
-            None if bias_dtype is None else total,
+            Replicate() if weight is None else total,
+            Replicate() if bias_dtype is None else total,
         ]
         statistics = [None if s is None else rows for s in (mean, rstd, bitmask)]
         return results, [rows, rows, _replicated(weight), *statistics, *(None,) * 5]
