@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from cupynorm._spec import ITEMSIZE, BackwardSpec, ForwardSpec, compute_dtype
 
@@ -432,18 +431,20 @@ def _staged_forward(
         full=n == cluster_blocks * STAGED_THREADS * packs_per_thread * length,
     )
 
-    def fits(**changes: Any) -> bool:
-        changed = dataclasses.replace(config, **changes)
+    def fits(stages: int, *, hold_weight: bool) -> bool:
+        changed = dataclasses.replace(config, stages=stages, hold_weight=hold_weight)
         return staged_forward_bytes(spec, changed) <= shared_limit(architecture)
 
     # Whatever the alignment, so that a row's bits do not depend on it.
-    stages = next((s for s in (4, 3, 2) if fits(stages=s, hold_weight=False)), None)
+    stages = next((s for s in (4, 3, 2) if fits(s, hold_weight=False)), None)
     if stages is None:
         return None
     # With 3 where only the held weight leaves room for them LayerNorm's 2048 rows of 131072 take
     # 271 us, not 322, of 98304 258, not 298; with 5 there those of 65536 and 131072 1 to 2% longer
     # (bfloat16, float32 weight and bias, H200).
-    return dataclasses.replace(config, stages=max(stages, 3) if fits(stages=3) else stages)
+    if stages == 2 and fits(3, hold_weight=config.hold_weight):
+        stages = 3
+    return dataclasses.replace(config, stages=stages)
 
 
 def _deep_forward(

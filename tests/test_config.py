@@ -446,7 +446,7 @@ def test_rows_of_28672_are_staged_by_one_block_if_it_has_room(architecture: int)
         ("bfloat16", 24576, 90, (1, 6, 3)),
         ("bfloat16", 65536, 90, (2, 8, 3)),
         ("bfloat16", 65536, 100, (2, 8, 3)),
-        ("bfloat16", 131072, 90, (8, 4, 4)),
+        ("bfloat16", 131072, 90, (8, 4, 4)),  # four would be slower
         ("float32", 16384, 90, (1, 8, 3)),
         ("bfloat16", 24576 + 8, 90, (2, 4, 4)),  # a row's end
     ],

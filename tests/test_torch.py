@@ -470,7 +470,7 @@ def test_a_compiled_program_calls_the_kernels_at_once(
     compiled(x, weight, bias).sum().backward()
     with torch.no_grad():
         assert_same_bits(compiled(x, weight, bias), expected)
-    # As is what asks for gradients, which autograd records.
+    # What asks for gradients does go that way: autograd records it.
     options = (1, norm, 1e-5, False, None, None, True)
     with pytest.raises(AssertionError, match="by way of the dispatcher"):
         torch.ops.cupynorm.norm_forward(x, weight, bias, *options)

@@ -463,11 +463,11 @@ def _define(
 
         A compiled program comes here in each call, its gradients long taken care of.
         """
-        if torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments):
+        asked = torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments)
+        following = (keys & torch._C._after_ADInplaceOrView_keyset).highestPriorityTypeId()
+        if asked or following not in _DEVICES:
             return recorded(keys, *arguments)
-        if (keys & torch._C._after_ADInplaceOrView_keyset).highestPriorityTypeId() in _DEVICES:
-            return run(*arguments)
-        return recorded(keys, *arguments)
+        return run(*arguments)
 
     _library.impl(name, dispatched, "Autograd", with_keyset=True)
     torch.library.register_vmap(f"cupynorm::{name}", of_batch(operation))
