@@ -41,19 +41,21 @@ __device__ __forceinline__ void finish(Statistics<T>& statistics, const T (&sums
 }
 
 // A first mean for a whole row from its first pack, of which each thread has a copy: the pack's mean
-// where its elements agree in sign, else 0, which serves rows around 0 as well. Of rows around one
-// deviation every other one is then measured again: 140 us against 134 at 32768x4096 (H200), where
-// with the shuffles of the next function it is 137 whatever the row.
+// where its elements lie close together, else half of it, which may serve rows around 0 as well. Of
+// 8 elements from a normal distribution, 0.4% of the rows around 0 are then measured again, 25% of
+// those around one deviation, 16% around two and 7% farther off; with 0 where the elements differ in
+// sign it had been 2.3, 48, 8 and 7%.
 template <typename T, typename X, int Length>
 __device__ __forceinline__ T first_mean(const Pack<X, Length>& pack) {
-  T sum = 0, sum_of_magnitudes = 0;
+  T sum = 0, sum_of_squares = 0;
 #pragma unroll
   for (int i = 0; i < Length; ++i) {
     const T x = pack.template get<T>(i);
     sum += x;
-    sum_of_magnitudes += absolute(x);
+    sum_of_squares = fused_multiply_add(x, x, sum_of_squares);
   }
-  return absolute(sum) >= T(0.875) * sum_of_magnitudes ? sum * (T(1) / Length) : T(0);
+  const bool close = sum * sum >= T(0.7) * Length * sum_of_squares;
+  return sum * (close ? T(1) / Length : T(0.5) / Length);
 }
 
 // The same from the row's first kFirstElements, of which each lane of a warp has a pack: an eighth of
