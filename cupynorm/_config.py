@@ -33,6 +33,7 @@ __all__ = [
     "forward_config",
     "pack_length",
     "resident_backward_bytes",
+    "resident_columns_bytes",
     "shared_limit",
     "staged_backward_bytes",
     "staged_forward_bytes",
@@ -143,7 +144,9 @@ class ResidentBackward:
     """Few rows held in registers, each by `cluster_blocks` blocks of `row_threads` threads.
 
     What a lone row writes are the weight gradients; those of several are summed by further blocks,
-    where `columns`, which read x and dy themselves, or else by the `reduction` from partials.
+    of `column_threads`, which read x and dy themselves, or where that is 0 by the `reduction` from
+    partials. The further blocks are in the same kernel; for LayerNorm, whose xhat is centred by a
+    sum of its row, in a second one that begins with it.
     """
 
     row_threads: int
@@ -151,7 +154,7 @@ class ResidentBackward:
     cluster_blocks: int
     vector: int
     full: bool
-    columns: bool
+    column_threads: int
     reduction: Reduction | None
 
 
@@ -489,11 +492,19 @@ def _cluster(packs: int, packs_per_block: int, architecture: int) -> int | None:
 # staged rows take 12.3 (bfloat16, H200).
 MOST_RESIDENT_ROWS = 64
 MOST_RESIDENT_BLOCKS = 128  # as many as were measured: LayerNorm's 64 rows of 16384, two each
-# RMSNorm's 128 rows of 8192 take 8.8 us against 12.5, of 16384 11.1 against 17.9; 256 of 8192 12.9
-# against 14.5, of 2048 12.2 against 8.9; of 32768, four blocks each, 64 take 10.9 against 14.9, 256
-# 33.7 against 27.2 (bfloat16, H200).
-MOST_ROWS_BESIDE_COLUMNS = 128
-MOST_BLOCKS_BESIDE_COLUMNS = 256
+# Blocks for the weight gradients against partials, of RMSNorm and LayerNorm: 256 rows of 8192 take
+# 12.8 us against 14.6 and 14.6 against 17.9, 512 20.6 against 18.6 and 23.5 against 22.3; 160 of
+# 2048 9.3 against 8.8 and 9.9 against 10.1. Of rows that have 4, 8 and 16 blocks: 128 of 32768 17.7
+# against 18.3 and 19.7 against 22.3, 256 33.6 against 24.2 and 34.6 against 28.2; 64 of 65536 18.1
+# against 18.5 and 21.3 against 22.3; 32 of 131072 19.9 against 19.3 and 25.1 against 23.2
+# (bfloat16, H200).
+MOST_ROWS_BESIDE_COLUMNS = 256
+MOST_SHORT_ROWS_BESIDE_COLUMNS = 128
+MOST_BLOCKS_BESIDE_COLUMNS = 512
+MOST_BLOCKS_OF_LONGEST_ROWS = 256  # clusters of MOST_CLUSTER_BLOCKS
+# 64 rows of 4096 take 7.6 us, by 256 threads 7.8, 128 rows 9.7 and 11.0, 8 rows 7.1 and 6.6
+# (bfloat16, H200).
+LAYER_NORM_COLUMN_THREADS = 512
 
 
 def staged_backward_bytes(spec: BackwardSpec, config: StagedBackward) -> int:
@@ -563,23 +574,31 @@ def few_rows_backward_config(
     if config.row_threads < 32:
         return None
     several = m > 1 and spec.gradients > 0
-    # LayerNorm's xhat is centred by a sum of its row, which such blocks would wait for.
-    columns = several and spec.norm == "rms_norm" and config.row_threads >= 128 and not dx_given
+    column_threads = 0
+    if several and not dx_given:
+        if spec.norm == "layer_norm":
+            column_threads = LAYER_NORM_COLUMN_THREADS
+        elif config.row_threads >= 128:
+            column_threads = config.row_threads
     most_rows, most_blocks = MOST_RESIDENT_ROWS, MOST_RESIDENT_BLOCKS
-    if columns:
+    if column_threads:
         most_rows, most_blocks = MOST_ROWS_BESIDE_COLUMNS, MOST_BLOCKS_BESIDE_COLUMNS
+        if config.row_threads * config.cluster_blocks < 512:
+            most_rows = MOST_SHORT_ROWS_BESIDE_COLUMNS
+        if config.cluster_blocks == MOST_CLUSTER_BLOCKS:
+            most_blocks = MOST_BLOCKS_OF_LONGEST_ROWS
     if m > most_rows or m * config.cluster_blocks > most_blocks:
         return None
     # A few partials: with 32 groups, 11.9 us against 10.4 for LayerNorm's 8x8192, 13.6 against 12.5
     # for 64x8192 (bfloat16, H200).
-    reduction = Reduction(block_threads=256, groups=8) if several and not columns else None
+    reduction = Reduction(block_threads=256, groups=8) if several and not column_threads else None
     return ResidentBackward(
         row_threads=config.row_threads,
         packs_per_thread=config.packs_per_thread,
         cluster_blocks=config.cluster_blocks,
         vector=config.vector,
         full=config.full,
-        columns=columns,
+        column_threads=column_threads,
         reduction=reduction,
     )
 
@@ -588,10 +607,15 @@ def resident_backward_bytes(spec: BackwardSpec, config: ResidentBackward) -> int
     """Return the shared memory of a block: see kernels/backward_resident.cu."""
     threads = config.row_threads
     size = team_bytes(spec.x, threads, threads, config.cluster_blocks)
-    if config.columns:
-        values = spec.gradients * threads * pack_length(spec.x)
-        size = max(size, values * ITEMSIZE[compute_dtype(spec.x)])
+    if config.column_threads and spec.norm == "rms_norm":
+        size = max(size, resident_columns_bytes(spec, config))
     return size
+
+
+def resident_columns_bytes(spec: BackwardSpec, config: ResidentBackward) -> int:
+    """Return the shared memory of a block that sums the weight gradients of 32 packs."""
+    values = spec.gradients * config.column_threads * pack_length(spec.x)
+    return values * ITEMSIZE[compute_dtype(spec.x)]
 
 
 def _reduction(spec: BackwardSpec, n: int) -> Reduction | None:

@@ -23,6 +23,7 @@ from cupynorm._config import (
     StagedForward,
     StreamingForward,
     resident_backward_bytes,
+    resident_columns_bytes,
     staged_backward_bytes,
     staged_forward_bytes,
     team_bytes,
@@ -153,13 +154,14 @@ def backward_instantiations(
         gradients = [spec.weight, spec.dbias]
         if config.reduction is not None:
             gradients = [None if dtype is None else compute for dtype in gradients]
+        of_gradients = tuple(CPP_TYPES[dtype] for dtype in gradients)
         template = _expression(
             "norm_backward_resident",
             *types,
-            *(CPP_TYPES[dtype] for dtype in gradients),
+            *of_gradients,
             *options,
             spec.bitmask,
-            config.columns,
+            config.column_threads > 0,
             config.cluster_blocks,
             threads,
             config.packs_per_thread,
@@ -177,6 +179,20 @@ def backward_instantiations(
                 config.cluster_blocks,
             ),
         )
+        if config.column_threads and spec.norm == "layer_norm":
+            threads = config.column_threads
+            columns = Instantiation(
+                "backward_resident.cu",
+                _expression(
+                    "norm_backward_resident_columns",
+                    *(*types, *of_gradients, spec.bitmask, threads, config.vector),
+                ),
+                operands + "PPPqq",  # means_of_h, dweight, dbias; n_rows, n_cols
+                threads,
+                resident_columns_bytes(spec, config),
+                overlaps=True,
+            )
+            passes = (*passes, columns)
     elif isinstance(config, StagedBackward):
         template = _expression(
             "norm_backward",

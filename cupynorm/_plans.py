@@ -144,8 +144,8 @@ class BackwardPlan:
 
     Scratch is one row of partial sums a cluster of blocks for each weight gradient, at most the
     larger of 4 * multiprocessors and MOST_RESIDENT_ROWS rows of n values of the compute dtype, and
-    three values a row of x where rows are too long for shared memory. A lone row that is resident,
-    and rows whose weight gradients have blocks of their own, need none.
+    three values a row of x where rows are too long for shared memory. A lone row that is resident
+    needs none, rows whose weight gradients have blocks of their own a value a row for LayerNorm.
     """
 
     kernels: tuple[Kernel, ...]
@@ -159,6 +159,7 @@ class BackwardPlan:
     tiles: int  # of columns, where rows are streamed; else 0
     resident: bool  # few rows, held in registers
     column_blocks: int  # that sum their weight gradients; else 0
+    column_kernel: bool  # by a kernel of their own
 
     def _partials(self, m: int) -> int:
         return min(-(-m // self.rows_per_block), self.most_clusters)
@@ -170,8 +171,8 @@ class BackwardPlan:
 
     def scratch_bytes(self, m: int) -> int:
         """Return the bytes of scratch that a launch over m rows needs, aligned to 16."""
-        coefficients = 3 * m * self.itemsize if self.tiles else 0
-        return self._partial_bytes(m) + coefficients
+        of_a_row = 3 if self.tiles else 1 if self.column_kernel else 0
+        return self._partial_bytes(m) + of_a_row * m * self.itemsize
 
     def launch(
         self,
@@ -207,9 +208,14 @@ class BackwardPlan:
                 of_rows = dweight, dbias
                 if self.reduction_blocks:
                     of_rows = scratch, scratch + (self.gradients - 1) * m * n * self.itemsize
-                outputs = (dx, dx_stride, *of_rows, m, n, 1 / n)
-            blocks = partials * self.cluster_blocks + self.column_blocks
-            kernels[0].launch(stream, blocks, (*operands, *outputs))
+                outputs = (dx, dx_stride, *of_rows, scratch, m, n, 1 / n)
+            blocks = partials * self.cluster_blocks
+            if self.column_kernel:
+                kernels[0].launch(stream, blocks, (*operands, *outputs))
+                gradients = (scratch, dweight, dbias, m, n)
+                kernels[1].launch(stream, self.column_blocks, (*operands, *gradients))
+            else:
+                kernels[0].launch(stream, blocks + self.column_blocks, (*operands, *outputs))
         if self.reduction_blocks:
             sums = (scratch, dweight, dbias, partials, n)
             kernels[-1].launch(stream, self.reduction_blocks, sums)
@@ -255,7 +261,7 @@ def few_rows_backward_plan(
     kernels = _load_backward(spec, config, device)
     if config.cluster_blocks > 1 and kernels[0].clusters_at_once() == 0:
         return None
-    most_rows = MOST_ROWS_BESIDE_COLUMNS if config.columns else MOST_RESIDENT_ROWS
+    most_rows = MOST_ROWS_BESIDE_COLUMNS if config.column_threads else MOST_RESIDENT_ROWS
     return _backward_plan(spec, n, config, kernels, most_clusters=most_rows)
 
 
@@ -297,10 +303,12 @@ def _backward_plan(
     tiles: int = 0,
 ) -> BackwardPlan:
     sums = config.reduction
-    column_blocks = 0
-    if isinstance(config, ResidentBackward) and config.columns:
-        of_a_cluster = config.cluster_blocks * 32 * pack_length(spec.x)
-        column_blocks = -(-n // of_a_cluster) * config.cluster_blocks
+    column_blocks, column_kernel = 0, False
+    if isinstance(config, ResidentBackward) and config.column_threads:
+        column_kernel = len(kernels) == 2
+        # In the kernel of the rows they come in clusters as well.
+        clustered = 1 if column_kernel else config.cluster_blocks
+        column_blocks = -(-n // (clustered * 32 * pack_length(spec.x))) * clustered
     return BackwardPlan(
         kernels=kernels,
         reduction_blocks=0 if sums is None else spec.gradients * -(-n // sums.columns),
@@ -313,6 +321,7 @@ def _backward_plan(
         tiles=tiles,
         resident=isinstance(config, ResidentBackward),
         column_blocks=column_blocks,
+        column_kernel=column_kernel,
     )
 
 

@@ -6,8 +6,10 @@
 // Layout:    as backward.cu; where not Columns, dweight and dbias hold a row for each row of x, so that
 //            those of a lone row are the weight gradients; of several they are partials for
 //            reduce_partials.cu. dx may be dy, but overlaps neither dy nor x where Columns.
-// Grid:      a cluster of ClusterBlocks blocks of RowThreads threads a row, on grid.x; where Columns,
-//            more such clusters, each block of which sums the weight gradients of 32 packs.
+//            means_of_h holds one value a row, by which xhat is centred again.
+// Grid:      a cluster of ClusterBlocks blocks of RowThreads threads a row, on grid.x. Where Columns,
+//            blocks that sum the weight gradients of 32 packs each: as more such clusters, or, where
+//            Centered, as a kernel that begins with the first but waits for its means_of_h.
 // Traffic:   x, dy, bitmask and weight read once, twice where Columns, the second time mostly from L2;
 //            dx, dweight and dbias written once, for each row.
 // Thread:    pack p of its block's columns for p = rank, rank + RowThreads, ... (PacksPerThread of
@@ -29,18 +31,19 @@ __device__ __forceinline__ void write(const T (&values)[Length], Out* row, int f
   }
 }
 
-// The weight gradients of 32 packs, of which the first begins at column `first`: no row's sums are
-// needed for these where nothing is centred, so nothing waits for them.
-template <int RowThreads, bool Bitmask, int Vector, typename X, typename DY, typename DWeight,
-          typename DBias>
+// The weight gradients of 32 packs, of which the first begins at column `first`.
+template <int RowThreads, bool Centered, bool Bitmask, int Vector, typename X, typename DY,
+          typename DWeight, typename DBias>
 __device__ __forceinline__ void sum_columns(const DY* dy, long long dy_stride, const X* x,
-                                            long long x_stride, const Compute<X>* rstd,
-                                            const unsigned char* bitmask, DWeight* dweight,
+                                            long long x_stride, const Compute<X>* mean,
+                                            const Compute<X>* rstd, const unsigned char* bitmask,
+                                            const Compute<X>* means_of_h, DWeight* dweight,
                                             DBias* dbias, int n_rows, int n_cols, int first) {
   using T = Compute<X>;
   constexpr int kLength = 16 / static_cast<int>(sizeof(X));
   constexpr int kWarps = RowThreads / 32;
-  constexpr int kAtOnce = 4;  // rows of a thread that are on their way
+  // Rows of a thread that are on their way.
+  constexpr int kAtOnce = Vector == kLength && sizeof(DY) <= sizeof(X) ? 4 : 2;
   constexpr int kColumns = 32 * kLength;
   constexpr int kGradients = kPresent<DWeight> + kPresent<DBias>;
   const int lane = thread_index() % 32, warp = thread_index() / 32;
@@ -52,25 +55,29 @@ __device__ __forceinline__ void sum_columns(const DY* dy, long long dy_stride, c
   for (int begin = warp; begin < n_rows; begin += kAtOnce * kWarps) {
     Pack<X, kLength> row_x[kAtOnce];
     Pack<DY, kLength> row_dy[kAtOnce];
-    T row_rstd[kAtOnce];
+    T row_mean[kAtOnce], row_rstd[kAtOnce];
 #pragma unroll
     for (int k = 0; k < kAtOnce; ++k) {
       const int row = begin + k * kWarps;
       const int n = row < n_rows ? n_cols : 0;
       load<Vector>(row_x[k], x + row * x_stride, own, n);
       load<Vector>(row_dy[k], dy + row * dy_stride, own, n);
+      row_mean[k] = Centered && row < n_rows ? mean[row] : T(0);
       row_rstd[k] = row < n_rows ? rstd[row] : T(0);
       if constexpr (Bitmask) {
         keep(row_dy[k], load_bits(bitmask + row * bitmask_bytes(n_cols), own, n), own);
       }
     }
+    if constexpr (Centered) wait_for_previous_kernel();
 #pragma unroll
     for (int k = 0; k < kAtOnce; ++k) {
-      const Centring<false, T> centring(T(0), row_rstd[k]);
+      const int row = begin + k * kWarps;
+      const T mean_of_h = Centered && row < n_rows ? means_of_h[row] : T(0);
+      const Centring<Centered, T> centring(row_mean[k], row_rstd[k]);
 #pragma unroll
       for (int i = 0; i < kLength; ++i) {
         const T of_row = row_dy[k].template get<T>(i);
-        const T xhat = centring.h_of(row_x[k].template get<T>(i));
+        const T xhat = centring.h_of(row_x[k].template get<T>(i)) - mean_of_h;
         of_weight[i] = fused_multiply_add(of_row, xhat, of_weight[i]);
         of_bias[i] += of_row;
       }
@@ -108,19 +115,18 @@ template <typename X, typename DY, typename Weight, typename DWeight, typename D
 __global__ __launch_bounds__(RowThreads, 1) void norm_backward_resident(
     const DY* dy, long long dy_stride, const X* x, long long x_stride, const Weight* weight,
     const Compute<X>* mean, const Compute<X>* rstd, const unsigned char* bitmask, X* dx,
-    long long dx_stride, DWeight* dweight, DBias* dbias, long long n_rows, long long row_length,
-    Compute<X> inv_n) {
+    long long dx_stride, DWeight* dweight, DBias* dbias, Compute<X>* means_of_h, long long n_rows,
+    long long row_length, Compute<X> inv_n) {
   using T = Compute<X>;
   constexpr int kLength = 16 / static_cast<int>(sizeof(X));
   constexpr int kColumns = ClusterBlocks * RowThreads * PacksPerThread * kLength;
   int n_cols = Full ? kColumns : static_cast<int>(row_length);
-  if constexpr (Columns) {
-    static_assert(!Centered, "xhat is centred by a sum of its row");
+  if constexpr (Columns && !Centered) {
     const int block = static_cast<int>(block_index() - n_rows * ClusterBlocks);
     if (block >= 0) {
-      sum_columns<RowThreads, Bitmask, Vector>(dy, dy_stride, x, x_stride, rstd, bitmask, dweight,
-                                               dbias, static_cast<int>(n_rows), n_cols,
-                                               block * 32 * kLength);
+      sum_columns<RowThreads, false, Bitmask, Vector>(
+          dy, dy_stride, x, x_stride, mean, rstd, bitmask, means_of_h, dweight, dbias,
+          static_cast<int>(n_rows), n_cols, block * 32 * kLength);
       return;
     }
   }
@@ -160,6 +166,9 @@ __global__ __launch_bounds__(RowThreads, 1) void norm_backward_resident(
   }
   team.template reduce<Sum>(sums);
   const RowMeans<Centered, T> means(sums, inv_n);
+  if constexpr (Columns && Centered) {
+    if (team.block == 0 && team.rank == 0) means_of_h[row] = means.h;
+  }
 
   // 3. dx and the weight gradients.
   if constexpr (!Full) make_opaque(n_cols);
@@ -179,4 +188,19 @@ __global__ __launch_bounds__(RowThreads, 1) void norm_backward_resident(
       write<Vector>(of_bias, dbias + row * n_cols, first_column(p), n_cols);
     }
   }
+}
+
+// The weight gradients of few rows of LayerNorm, while norm_backward_resident is under way.
+template <typename X, typename DY, typename Weight, typename DWeight, typename DBias, bool Bitmask,
+          int BlockThreads, int Vector>
+__global__ __launch_bounds__(BlockThreads, 1) void norm_backward_resident_columns(
+    const DY* dy, long long dy_stride, const X* x, long long x_stride, const Weight* weight,
+    const Compute<X>* mean, const Compute<X>* rstd, const unsigned char* bitmask,
+    const Compute<X>* means_of_h, DWeight* dweight, DBias* dbias, long long n_rows,
+    long long n_cols) {
+  constexpr int kColumns = 32 * (16 / static_cast<int>(sizeof(X)));
+  sum_columns<BlockThreads, true, Bitmask, Vector>(
+      dy, dy_stride, x, x_stride, mean, rstd, bitmask, means_of_h, dweight, dbias,
+      static_cast<int>(n_rows), static_cast<int>(n_cols),
+      static_cast<int>(block_index()) * kColumns);
 }

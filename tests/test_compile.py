@@ -157,7 +157,7 @@ def backward_kernels(
         # That of a lone row stores the weight gradients in another type.
         for m in (1, 2):
             few = few_rows_backward_config(spec, config, m)
-            if few is not None and (spec.bitmask or few.columns):
+            if few is not None and (spec.bitmask or few.column_threads):
                 yield from backward_instantiations(spec, few)
 
 

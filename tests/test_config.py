@@ -143,7 +143,7 @@ def test_few_rows_differ_only_in_what_does_not_show(
         assert dataclasses.replace(few, **same) == config
 
 
-@given(backward_specs, widths(), st.sampled_from(ARCHITECTURES), st.integers(1, 160), st.booleans())
+@given(backward_specs, widths(), st.sampled_from(ARCHITECTURES), st.integers(1, 300), st.booleans())
 @settings(max_examples=500)
 def test_few_rows_have_the_teams_of_many_in_the_backward(
     spec: BackwardSpec, n: int, architecture: int, m: int, dx_given: bool
@@ -154,19 +154,27 @@ def test_few_rows_have_the_teams_of_many_in_the_backward(
             continue
         few = few_rows_backward_config(spec, config, m, dx_given=dx_given)
         several = m > 1 and spec.gradients > 0
-        columns = several and spec.norm == "rms_norm" and config.row_threads >= 128 and not dx_given
-        rows, blocks = (128, 256) if columns else (64, 128)
+        layer_norm = spec.norm == "layer_norm"
+        columns = several and (layer_norm or config.row_threads >= 128) and not dx_given
+        rows, blocks = 64, 128
+        if columns:
+            rows = 256 if config.row_threads * config.cluster_blocks >= 512 else 128
+            blocks = 256 if config.cluster_blocks == 16 else 512
         most = min(rows, blocks // config.cluster_blocks)
         assert (few is not None) == (config.row_threads >= 32 and m <= most)
         if few is None:
             continue
         for name in ("row_threads", "packs_per_thread", "cluster_blocks", "vector", "full"):
             assert getattr(few, name) == getattr(config, name), name
-        assert few.columns == columns
+        assert few.column_threads == (columns and (512 if layer_norm else config.row_threads))
         assert (few.reduction is None) == (not several or columns)
-        resident, *sums = backward_instantiations(spec, few)
-        assert len(sums) == (few.reduction is not None)
-        assert resident.shared_bytes <= 48 << 10
+        kernels = backward_instantiations(spec, few)
+        names = ["norm_backward_resident"]
+        if several and not (columns and not layer_norm):
+            names.append("norm_backward_resident_columns" if columns else "reduce_partials")
+        assert [kernel.expression.partition("<")[0] for kernel in kernels] == names
+        assert [kernel.overlaps for kernel in kernels] == [False, True][: len(names)]
+        assert all(kernel.shared_bytes <= 48 << 10 for kernel in kernels)
 
 
 def test_decoding_has_kernels_of_its_own() -> None:
@@ -208,18 +216,21 @@ def test_a_plan_loads_only_the_kernel_of_its_rows(monkeypatch: pytest.MonkeyPatc
     loaded.clear()
     of_dy = BackwardSpec("layer_norm", "float32", "float32", "float32", "float32", False, False)
     alone, two, most, more = (
-        _plans.backward_plan(of_dy, m, 4096, 4, device) for m in (1, 2, 64, 65)
+        _plans.backward_plan(of_dy, m, 4096, 4, device) for m in (1, 2, 256, 257)
     )
     assert two is most
     assert loaded == [*alone.kernels, *two.kernels, *more.kernels]
     assert [len(plan.kernels) for plan in (alone, two, more)] == [1, 2, 2]
-    assert (alone.scratch_bytes(1), two.scratch_bytes(2)) == (0, 2 * 2 * 4096 * 4)
+    assert (alone.scratch_bytes(1), two.scratch_bytes(2)) == (0, 2 * 4)  # a mean a row
+    assert [plan.column_blocks for plan in (alone, two, more)] == [0, 4096 // 128, 0]
+    two_in_place = _plans.backward_plan(of_dy, 2, 4096, 4, device, dx_given=True)
+    assert two_in_place.scratch_bytes(2) == 2 * 2 * 4096 * 4
     assert _plans.backward_plan(of_dy, 0, 4096, 4, device) is more  # sums no partials to 0
 
     loaded.clear()
     of_dy = dataclasses.replace(of_dy, norm="rms_norm", dbias=None)
     alone, two, most, more = (
-        _plans.backward_plan(of_dy, m, 4096, 4, device) for m in (1, 2, 128, 129)
+        _plans.backward_plan(of_dy, m, 4096, 4, device) for m in (1, 2, 256, 257)
     )
     assert two is most
     assert loaded == [*alone.kernels, *two.kernels, *more.kernels]
@@ -228,7 +239,7 @@ def test_a_plan_loads_only_the_kernel_of_its_rows(monkeypatch: pytest.MonkeyPatc
     # 32 packs of 4 columns each; dx written over dy takes what another block still needs.
     assert [plan.column_blocks for plan in (alone, two, more)] == [0, 4096 // 128, 0]
     alone_in_place, two_in_place, many_in_place = (
-        _plans.backward_plan(of_dy, m, 4096, 4, device, dx_given=True) for m in (1, 2, 128)
+        _plans.backward_plan(of_dy, m, 4096, 4, device, dx_given=True) for m in (1, 2, 256)
     )
     assert (alone_in_place, many_in_place) == (alone, more)
     assert (two_in_place.column_blocks, two_in_place.scratch_bytes(2)) == (0, 2 * 4096 * 4)

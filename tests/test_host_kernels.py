@@ -202,6 +202,7 @@ def test_the_cases_reach_every_regime() -> None:
         "norm_backward, without the weight held",
         "norm_backward_resident",
         "norm_backward_resident, a row to a cluster",
+        "norm_backward_resident_columns",
         "norm_backward_coefficients",
         "norm_backward_coefficients, a row to a cluster",
         "norm_backward_columns",

@@ -108,6 +108,7 @@ FEW_ROWS, LONE_ROW = few("warps"), few("lone_relu_warps_odd")
 FEW_MEAN = few("range_mean_1e6", x="float32")
 FEW_RELU, FEW_GAP = few("relu_warps"), few("block")
 COLUMNS, COLUMNS_BIAS = few("columns", "rms_norm"), few("columns_bias", "rms_norm")
+COLUMNS_MEAN, COLUMNS_IN_PLACE = few("columns_mean"), few("columns_in_place")
 
 MUTATIONS = [
     # ---- bounds ----
@@ -1023,7 +1024,7 @@ MUTATIONS = [
         "dweight + row * n_cols",
         "dweight",
         f"{RACE}|{UNWRITTEN}",
-        FEW_ROWS,
+        COLUMNS_IN_PLACE,
     ),
     Mutation(
         "of few rows, dbias is that of xhat",
@@ -1153,6 +1154,38 @@ MUTATIONS = [
         "wait_for_copies<Stages - 1>();",
         RACE,
         STAGED_FORWARD,
+    ),
+    Mutation(
+        "of columns, xhat is not centred again",
+        "backward_resident.cu",
+        " - mean_of_h;",
+        ";",
+        VALUE,
+        COLUMNS_MEAN,
+    ),
+    Mutation(
+        "of columns, each row is centred as the first",
+        "backward_resident.cu",
+        "? means_of_h[row] :",
+        "? means_of_h[0] :",
+        VALUE,
+        COLUMNS_MEAN,
+    ),
+    Mutation(
+        "of columns, each row has the mean of the first",
+        "backward_resident.cu",
+        "row < n_rows ? mean[row] :",
+        "row < n_rows ? mean[0] :",
+        VALUE,
+        COLUMNS_MEAN,
+    ),
+    Mutation(
+        "rows keep to themselves how they are centred",
+        "backward_resident.cu",
+        "means_of_h[row] = means.h;",
+        "static_cast<void>(0);",
+        UNWRITTEN,
+        COLUMNS_MEAN,
     ),
     Mutation(
         "no wait for the first row",

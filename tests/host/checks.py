@@ -358,12 +358,14 @@ def _cases() -> list[Case]:
         Case("deep_zero_centered", "rms_norm", 2, 28672, "bfloat16", bias=None, zero_centered=True),
     ]
     # Of few rows, more than a warp has under way; the last is not, as dx takes what dy still is.
-    cases += [
-        Case("columns", "rms_norm", 37, 4099, "bfloat16", relu=RELUS[1]),
-        Case("columns_gap", "rms_norm", 70, 1200, "float32", "bfloat16", None, gap=8),
-        Case("columns_bias", "rms_norm", 23, 600, "float64", None, dy="float32"),
-        Case("columns_in_place", "rms_norm", 13, 1200, "float32", in_place=True),
-    ]
+    for norm in NORMS:
+        cases += [
+            Case("columns", norm, 37, 4099, "bfloat16", relu=RELUS[1]),
+            Case("columns_gap", norm, 70, 1200, "float32", "bfloat16", None, gap=8),
+            Case("columns_bias", norm, 23, 600, "float64", None, dy="float32"),
+            Case("columns_in_place", norm, 13, 1200, "float32", in_place=True),
+        ]
+    cases.append(Case("columns_mean", "layer_norm", 9, 1200, "float32", regime="mean_1e6"))
     cases.append(Case("outlier", "layer_norm", 60, 511, "float32", bias=None, regime="outlier"))
     for n in (64, 511, 512):
         cases.append(Case(f"pair_{n}", "layer_norm", 60, n, "float32", bias=None, regime="pair"))
