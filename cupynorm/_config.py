@@ -81,7 +81,7 @@ class ResidentForward:
 class StagedForward:
     """Rows in the shared memory of a cluster of blocks, `stages` of them at a time.
 
-    `hold_weight`: weight and bias are in registers, else in shared memory.
+    `hold_weight`, `hold_bias`: it is in registers, else in shared memory.
     """
 
     block_threads: int
@@ -90,6 +90,7 @@ class StagedForward:
     stages: int
     vector: int
     hold_weight: bool
+    hold_bias: bool
     full: bool
 
 
@@ -215,9 +216,9 @@ def staged_forward_bytes(spec: ForwardSpec, config: StagedForward) -> int:
     packs = config.block_threads * config.packs_per_thread
     size = team_bytes(spec.x, config.block_threads, config.block_threads, config.cluster_blocks)
     size += config.stages * packs * 16
-    if not config.hold_weight:
-        operands = sum(ITEMSIZE[dtype] for dtype in (spec.weight, spec.bias) if dtype)
-        size += packs * pack_length(spec.x) * operands
+    for dtype, held in ((spec.weight, config.hold_weight), (spec.bias, config.hold_bias)):
+        if dtype and not held:
+            size += packs * pack_length(spec.x) * ITEMSIZE[dtype]
     return size
 
 
@@ -230,8 +231,9 @@ def forward_config(
     wide = _is_wide(spec)
     # Where weight and bias together are more than a 16-bit row, registers hold them from row to
     # row: at N = 16384, 0.91 of the copy's speed against 0.87; where they are no more, it is 0.99
-    # without (bfloat16, H200).
+    # without (bfloat16, H200). LayerNorm's wider rows have 8 packs a thread instead.
     exceed = spec.weight and spec.bias and _affine_bytes(spec) > 4
+    exceed = exceed and (spec.norm == "rms_norm" or ITEMSIZE[spec.x] == 2)
     if packs > (1024 if wide or exceed else 2048):
         paired = _paired(spec, packs, architecture)
         # Read again from L2, 8192 rows of 28680 take 256 us, staged by two blocks 280, of 32768 271
@@ -306,7 +308,8 @@ def few_rows_config(spec: ForwardSpec, config: ResidentForward) -> ResidentForwa
     """
     longer = config.row_threads >= 32 and config.vector == pack_length(spec.x)
     affine = _affine_registers(spec, config.packs_per_thread)
-    if config.hold_weight or not longer or _is_wide(spec) or not 0 < affine <= 64:
+    full = spec.x == "float64" and config.packs_per_thread == 8  # of what 128 registers hold
+    if config.hold_weight or not longer or full or _is_wide(spec) or not 0 < affine <= 64:
         return None
     return dataclasses.replace(
         config, hold_weight=True, blocks_per_multiprocessor=max(1, 512 // config.block_threads)
@@ -343,7 +346,11 @@ def _packs_per_thread(spec: ForwardSpec, n: int, packs: int) -> int:
     # LayerNorm alone.
     eight = spec.norm == "layer_norm" and spec.x == "bfloat16" and not spec.relu
     eight = eight and _widest(spec.weight, spec.bias, spec.y) <= 4
-    return 8 if eight and packs > 512 and n % (32 * 8 * 8) == 0 else 4
+    eight = eight and packs > 512 and n % (32 * 8 * 8) == 0
+    # Of float64 and float32 they need 80: 254 us against 268 in shared memory for 16384 rows of
+    # 8192 float32, 158 against 199 of 5000, 501 against 543 for 32768 of 4096 float64 (H200).
+    wider = spec.norm == "layer_norm" and ITEMSIZE[spec.x] >= 4 and packs > 1024
+    return 8 if eight or wider else 4
 
 
 def _paired(spec: ForwardSpec, packs: int, architecture: int) -> bool:
@@ -373,11 +380,12 @@ def _streaming_forward(
     cluster_blocks = _streaming_blocks(packs, architecture)
     block_threads = 512 if wide or cluster_blocks > 1 else 1024
     # 64 registers do not hold 8 elements of weight and bias in float64; nor, from sm_100 on, a
-    # cluster's addresses beside a ReLU, a weight around zero, single elements or a y wider than x;
-    # on sm_120 hardly any.
+    # cluster's addresses beside a ReLU, a weight around zero, single elements, a y wider than x or
+    # LayerNorm's sums; on sm_120 hardly any.
     plain = whole and not (wide or spec.relu) and ITEMSIZE[spec.y] <= ITEMSIZE[spec.x]
     clustered = cluster_blocks > 1 and architecture in HOLD_2048_THREADS and not spec.zero_centered
-    blocks_per_multiprocessor = 2 if plain and (paired or clustered) else 1
+    slim = plain and (spec.norm == "rms_norm" or architecture == 90)
+    blocks_per_multiprocessor = 2 if slim and (paired or clustered) else 1
     if clustered and spec.norm == "rms_norm":
         # 28.4 us against 34.6 at 32x262144 float32, where twice the threads then have a row;
         # LayerNorm, whose blocks wait for more sums, takes 43.6 and 37.1 (H200).
@@ -409,14 +417,14 @@ def _staged_forward(
     As in `_deep_forward` or else 4 packs a thread: of the widths tried (256 to 1024 threads, 1 to 8
     packs) the fastest, or within 3%, from N = 16384 to 131072 (bfloat16, H200).
     """
-    length = pack_length(spec.x)
-    packs_per_thread = 4
-    cluster_blocks = _cluster(packs, STAGED_THREADS * packs_per_thread, architecture)
-    if cluster_blocks is None:
-        return None
-    deep = _deep_forward(spec, n, vector, cluster_blocks, wide=wide)
+    deep = _deep_forward(spec, n, packs, vector, architecture, wide=wide)
     if deep is not None and staged_forward_bytes(spec, deep) <= shared_limit(architecture):
         return deep
+    length = pack_length(spec.x)
+    packs_per_thread = 4
+    cluster_blocks = _cluster(packs, STAGED_THREADS * packs_per_thread)
+    if cluster_blocks > _most_cluster_blocks(architecture):
+        return None
     affine = _affine_registers(spec, packs_per_thread)
     # NVRTC finds room for 64 registers of them in LayerNorm alone, for none beside the addresses of
     # 16 blocks.
@@ -424,66 +432,76 @@ def _staged_forward(
     most_held = 64 if spec.norm == "layer_norm" and not zero_centered_relu else 32
     if cluster_blocks == MOST_CLUSTER_BLOCKS or wide:
         most_held = 0
+    hold = vector == length and affine <= most_held
     config = StagedForward(
         block_threads=STAGED_THREADS,
         packs_per_thread=packs_per_thread,
         cluster_blocks=cluster_blocks,
         stages=2,
         vector=vector,
-        hold_weight=vector == length and affine <= most_held,
+        hold_weight=hold,
+        hold_bias=hold,
         full=n == cluster_blocks * STAGED_THREADS * packs_per_thread * length,
     )
 
-    def fits(stages: int, *, hold_weight: bool) -> bool:
-        changed = dataclasses.replace(config, stages=stages, hold_weight=hold_weight)
+    def fits(stages: int, *, hold: bool) -> bool:
+        changed = dataclasses.replace(config, stages=stages, hold_weight=hold, hold_bias=hold)
         return staged_forward_bytes(spec, changed) <= shared_limit(architecture)
 
     # Whatever the alignment, so that a row's bits do not depend on it.
-    stages = next((s for s in (4, 3, 2) if fits(s, hold_weight=False)), None)
+    stages = next((s for s in (4, 3, 2) if fits(s, hold=False)), None)
     if stages is None:
         return None
     # With 3 where only the held weight leaves room for them LayerNorm's 2048 rows of 131072 take
     # 271 us, not 322, of 98304 258, not 298; with 5 there those of 65536 and 131072 1 to 2% longer
     # (bfloat16, float32 weight and bias, H200).
-    if stages == 2 and fits(3, hold_weight=config.hold_weight):
+    if stages == 2 and fits(3, hold=hold):
         stages = 3
     return dataclasses.replace(config, stages=stages)
 
 
 def _deep_forward(
-    spec: ForwardSpec, n: int, vector: int, cluster_blocks: int, *, wide: bool
+    spec: ForwardSpec, n: int, packs: int, vector: int, architecture: int, *, wide: bool
 ) -> StagedForward | None:
     """Return the configuration of half as many blocks, of 5 to 8 packs a thread, if they are full.
 
     331 us against 349 for RMSNorm of 8192 rows of 40960, 202 against 212 for 4096 of 49152, 267
     against 269 of 65536, 266 against 270 for 8192 of 16384 float32; but in clusters of four, not
     eight, 205 against 197 for 2048 of 98304, 269 against 261 of 131072 (bfloat16 unless said
-    otherwise, H200). The weight is held however it is aligned, as shared memory mostly has no room
-    for it; beside it a bias, a ReLU and a 1 to be added, a y wider than x or a row's end would
-    spill on one architecture or another.
+    otherwise, H200). Rows that 16 blocks hold in no other way would be read twice: 28 us against 39
+    for LayerNorm of 32 rows of 262144 float32, 264 against 440 of 512. The weight is held however
+    it is aligned, as shared memory mostly has no room for it; beside it a bias, a ReLU and a 1 to
+    be added, a y wider than x or a row's end would spill on one architecture or another.
     """
-    # A row in one block of 4 packs a thread is in registers, if it is plain: there are two or more.
-    packs_per_thread, rest = divmod(2 * n, cluster_blocks * STAGED_THREADS * pack_length(spec.x))
-    plain = spec.norm == "rms_norm" and ITEMSIZE[spec.y] <= ITEMSIZE[spec.x]
-    plain = plain and not (wide or spec.bias or (spec.zero_centered and spec.relu))
-    if rest or not plain or cluster_blocks > 4:
+    cluster_blocks = _cluster(packs, STAGED_THREADS * 4) // 2
+    if architecture < FIRST_WITH_CLUSTERS or not 1 <= cluster_blocks <= MOST_CLUSTER_BLOCKS:
+        return None
+    packs_per_thread, rest = divmod(n, cluster_blocks * STAGED_THREADS * pack_length(spec.x))
+    plain = ITEMSIZE[spec.y] <= ITEMSIZE[spec.x] and not (spec.zero_centered and spec.relu)
+    rms_norm = spec.norm == "rms_norm" and not spec.bias
+    no_other = cluster_blocks == MOST_CLUSTER_BLOCKS
+    no_other = no_other and (spec.x == "float32" or (rms_norm and spec.x != "float64"))
+    if rest or wide or not plain or not (no_other or (rms_norm and cluster_blocks <= 2)):
         return None
     return StagedForward(
         block_threads=STAGED_THREADS,
         packs_per_thread=packs_per_thread,
-        cluster_blocks=cluster_blocks // 2,
-        stages=3,
+        cluster_blocks=cluster_blocks,
+        stages=3 if rms_norm else 2,
         vector=vector,
         hold_weight=True,
+        hold_bias=False,
         full=True,
     )
 
 
-def _cluster(packs: int, packs_per_block: int, architecture: int) -> int | None:
+def _cluster(packs: int, packs_per_block: int) -> int:
     """Return the power of two of blocks that hold `packs` packs."""
-    blocks = 1 << (-(-packs // packs_per_block) - 1).bit_length()
-    most = MOST_CLUSTER_BLOCKS if architecture >= FIRST_WITH_CLUSTERS else 1
-    return blocks if blocks <= most else None
+    return 1 << (-(-packs // packs_per_block) - 1).bit_length()
+
+
+def _most_cluster_blocks(architecture: int) -> int:
+    return MOST_CLUSTER_BLOCKS if architecture >= FIRST_WITH_CLUSTERS else 1
 
 
 # ---- backward ------------------------------------------------------------------------------------
@@ -650,8 +668,8 @@ def _backward_layouts(packs: int, architecture: int) -> Iterator[tuple[int, ...]
             if block_threads // row_threads <= 15 or row_threads <= 32:
                 yield row_threads, block_threads, 1, 1, 3
     for packs_per_thread, threads in ((4, 256), (2, 256)):
-        cluster_blocks = _cluster(packs, packs_per_thread * threads, architecture)
-        if cluster_blocks is not None and cluster_blocks > 1:
+        cluster_blocks = _cluster(packs, packs_per_thread * threads)
+        if 1 < cluster_blocks <= _most_cluster_blocks(architecture):
             yield threads, threads, 1, cluster_blocks, 3
 
 

@@ -101,6 +101,7 @@ def forward_instantiation(
             "norm_forward_staged",
             *what,
             config.hold_weight,
+            config.hold_bias,
             config.stages,
             config.cluster_blocks,
             config.block_threads,

@@ -24,8 +24,8 @@
 #include "team.cuh"
 
 template <typename X, typename Weight, typename Bias, typename Y, bool Centered, bool ZeroCentered,
-          bool StoreStatistics, bool Relu, bool HoldWeight, int Stages, int ClusterBlocks,
-          int BlockThreads, int PacksPerThread, bool Full, int Vector>
+          bool StoreStatistics, bool Relu, bool HoldWeight, bool HoldBias, int Stages,
+          int ClusterBlocks, int BlockThreads, int PacksPerThread, bool Full, int Vector>
 __global__ __launch_bounds__(BlockThreads, 1) void norm_forward_staged(
     const X* x, long long x_stride, const Weight* weight, const Bias* bias, Y* y,
     long long y_stride, Compute<X>* mean, Compute<X>* rstd, unsigned char* bitmask,
@@ -47,7 +47,7 @@ __global__ __launch_bounds__(BlockThreads, 1) void norm_forward_staged(
   char* const stages =
       static_cast<char*>(dynamic_shared_memory()) + TeamOf::template scratch_bytes<T>();
   char* const stage_of_weight = stages + Stages * StageOfX::kBytes;
-  char* const stage_of_bias = stage_of_weight + StageOfWeight::kBytes;
+  char* const stage_of_bias = stage_of_weight + (HoldWeight ? 0 : StageOfWeight::kBytes);
 
   // 1. Ask for the first rows, the weight and the bias.
   const long long group = block_index() / ClusterBlocks, groups = block_count() / ClusterBlocks;
@@ -91,10 +91,12 @@ __global__ __launch_bounds__(BlockThreads, 1) void norm_forward_staged(
     return guess;
   };
   load_first_pack(row);
-  if constexpr (!HoldWeight) {
 #pragma unroll
-    for (int p = 0; p < PacksPerThread; ++p) {
+  for (int p = 0; p < PacksPerThread; ++p) {
+    if constexpr (!HoldWeight) {
       StageOfWeight::template fetch<Vector>(stage_of_weight, p, weight, first_column(p), n_cols);
+    }
+    if constexpr (!HoldBias) {
       StageOfBias::template fetch<Vector>(stage_of_bias, p, bias, first_column(p), n_cols);
     }
   }
@@ -105,13 +107,11 @@ __global__ __launch_bounds__(BlockThreads, 1) void norm_forward_staged(
     fetched_all(stage);
   }
   Pack<Weight, kLength> held_weight[HoldWeight ? PacksPerThread : 1];
-  Pack<Bias, kLength> held_bias[HoldWeight ? PacksPerThread : 1];
-  if constexpr (HoldWeight) {
+  Pack<Bias, kLength> held_bias[HoldBias ? PacksPerThread : 1];
 #pragma unroll
-    for (int p = 0; p < PacksPerThread; ++p) {
-      load<Vector>(held_weight[p], weight, first_column(p), n_cols);
-      load<Vector>(held_bias[p], bias, first_column(p), n_cols);
-    }
+  for (int p = 0; p < PacksPerThread; ++p) {
+    if constexpr (HoldWeight) load<Vector>(held_weight[p], weight, first_column(p), n_cols);
+    if constexpr (HoldBias) load<Vector>(held_bias[p], bias, first_column(p), n_cols);
   }
 
   // 2. Sums of d * d, d and |d|, d = x - shift.
@@ -215,9 +215,12 @@ __global__ __launch_bounds__(BlockThreads, 1) void norm_forward_staged(
       Pack<Bias, kLength> biases;
       if constexpr (HoldWeight) {
         weights = held_weight[p];
-        biases = held_bias[p];
       } else {
         weights = StageOfWeight::read(stage_of_weight, p);
+      }
+      if constexpr (HoldBias) {
+        biases = held_bias[p];
+      } else {
         biases = StageOfBias::read(stage_of_bias, p);
       }
       T values[kLength];

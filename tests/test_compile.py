@@ -108,6 +108,19 @@ def instantiations(architecture: int) -> list[Instantiation]:
             for vector in (1, pack_length(x)) if usually else (1, 2, pack_length(x)):
                 config = forward_config(deep, packs * pack_length(x), vector, architecture)
                 kernels[forward_instantiation(deep, config)] = None
+    # What 16 blocks stage in no other way, of LayerNorm with the bias in shared memory.
+    for norm, x, packs, (centred, clamped) in itertools.product(
+        ("rms_norm", "layer_norm"),
+        ("float32", "bfloat16"),
+        (5, 8),
+        (plain, zero_centered, relu),
+    ):
+        bias = "float32" if norm == "layer_norm" else None
+        longest = ForwardSpec(norm, x, "float32", bias, x, centred, True, clamped)
+        for vector in (1, pack_length(x)):
+            n = 16 * 512 * packs * pack_length(x)
+            config = forward_config(longest, n, vector, architecture)
+            kernels[forward_instantiation(longest, config)] = None
     # What has a third stage for the weight that it holds, rows that fill their packs and others.
     for stored, (centred, clamped), packs in itertools.product(
         (False, True), (plain, zero_centered, relu), (9000, 16384)

@@ -378,7 +378,7 @@ RESIDENT, STAGED, STREAMED = ResidentForward, StagedForward, StreamingForward
 LONGEST: dict[int, tuple[tuple[tuple[type, int], ...], ...]] = {
     # architecture: RMSNorm forward, LayerNorm forward, RMSNorm backward, LayerNorm backward
     90: (
-        ((RESIDENT, 32), (STAGED, 56), (STREAMED, 64), (STAGED, 512)),
+        ((RESIDENT, 32), (STAGED, 56), (STREAMED, 64), (STAGED, 1024)),
         ((RESIDENT, 16), (STAGED, 512)),
         ((StagedBackward, 256),),
         ((StagedBackward, 256),),
@@ -430,7 +430,7 @@ def test_a_held_weight_leaves_room_for_a_third_stage(n: int) -> None:
     assert (held.hold_weight, held.stages) == (True, 3)
     assert (aside.hold_weight, aside.stages) == (False, 2)
     # But for those, and for what an access moves, both are the same: so are the bits.
-    alike = {"hold_weight": True, "stages": 3, "vector": 8}
+    alike = {"hold_weight": True, "hold_bias": True, "stages": 3, "vector": 8}
     assert dataclasses.replace(aside, **alike) == held
 
 
@@ -523,11 +523,57 @@ def test_long_rows_are_streamed_by_clusters(norm: str, architecture: int, blocks
     forward = ForwardSpec(norm, "float32", "float32", "float32", "float32", False, True, False)
     backward = BackwardSpec(norm, "float32", "float32", "float32", "float32", False, False)
     for spec, vector in itertools.product((forward, backward), (1, 4)):
-        config = configure(spec, 262144, vector, architecture)
+        config = configure(spec, 262148, vector, architecture)
         assert isinstance(config, (StreamingForward, StreamingBackward))
         # RMSNorm's forward has four times as many, where a multiprocessor holds 2048 threads.
         more = spec is forward and norm == "rms_norm" and architecture in (90, 100)
         assert config.cluster_blocks == (4 * blocks if more else blocks)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("n", [163840, 229376, 262144])
+def test_full_long_rows_are_staged_by_16_blocks(norm: str, n: int) -> None:
+    layer_norm = norm == "layer_norm"
+    bias = "float32" if layer_norm else None
+    plain = ForwardSpec(norm, "float32", "float32", bias, "float32", False, True, False)
+    of_16_blocks = []
+    for options, vector in itertools.product(({}, {"relu": True}, {"zero_centered": True}), (1, 4)):
+        spec = dataclasses.replace(plain, **options)
+        config = forward_config(spec, n, vector, 90)
+        assert isinstance(config, StagedForward)
+        assert (config.cluster_blocks, config.packs_per_thread) == (16, n // 32768)
+        assert config.hold_weight
+        assert config.full
+        if layer_norm:  # the bias is in shared memory, beside two stages
+            assert (config.stages, config.hold_bias) == (2, False)
+        else:
+            assert config.stages == 3
+        of_16_blocks.append(dataclasses.replace(config, vector=4))
+    assert len(set(of_16_blocks)) == 1
+    for other in (
+        dataclasses.replace(plain, relu=True, zero_centered=True),
+        dataclasses.replace(plain, weight="float64", bias=None),
+        dataclasses.replace(plain, x="bfloat16", y="float32", bias=None),
+        dataclasses.replace(plain, x="float64", y="float64", bias=None),
+    ):
+        rows = n * 4 // ITEMSIZE[other.x]
+        assert isinstance(forward_config(other, rows, 1, 90), StreamingForward), other
+    assert isinstance(forward_config(plain, n + 4, 4, 90), StreamingForward)
+    assert isinstance(forward_config(plain, n, 4, 80), StreamingForward)
+
+
+@pytest.mark.parametrize(("x", "n"), [("float32", 8192), ("float32", 5000), ("float64", 4096)])
+def test_wide_rows_of_layer_norm_have_8_packs_a_thread(x: str, n: int) -> None:
+    spec = ForwardSpec("layer_norm", x, "float32", "float32", x, False, True, False)
+    for vector in (1, pack_length(x)):
+        config = forward_config(spec, n, vector, 90)
+        assert isinstance(config, ResidentForward)
+        assert (config.packs_per_thread, config.row_threads) == (8, 256 if n != 5000 else 160)
+        # They do not hold 64 registers of a float64 weight and bias beside those packs.
+        wide = dataclasses.replace(spec, weight=x, bias=x)
+        few = few_rows_config(wide, config)
+        assert (few is not None) == (x == "float32" and vector == 4)
+    assert isinstance(forward_config(spec, 2 * n, 1, 90), StagedForward)
 
 
 @pytest.mark.parametrize(
