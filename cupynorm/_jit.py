@@ -173,8 +173,8 @@ def backward_instantiations(
             Instantiation(
                 "backward_resident.cu",
                 template,
-                # dx, dx_stride, dweight, dbias; n_rows, n_cols; inv_n
-                operands + "PqPPqq" + scalar,
+                # dx, dx_stride, dweight, dbias, means_of_h; n_rows, n_cols; inv_n
+                operands + "PqPPPqq" + scalar,
                 threads,
                 resident_backward_bytes(spec, config),
                 config.cluster_blocks,
@@ -202,6 +202,7 @@ def backward_instantiations(
             dbias,
             spec.bitmask,
             config.hold_weight,
+            config.bulk,
             config.stages,
             config.cluster_blocks,
             config.row_threads,

@@ -14,8 +14,8 @@
 //            before those of dbias. dx may be dy. Full: the row's columns fill the team's packs
 //            exactly.
 // Grid:      any number of clusters of ClusterBlocks blocks; their teams (of RowThreads threads a
-//            block) take rows in turn, the next Stages - 1 of which are on their way into shared
-//            memory.
+//            block) take rows in turn, the next Stages - 1 of which, or fewer where Bulk, are on
+//            their way into shared memory.
 // Traffic:   x, dy and bitmask read once, dx written once, partials written once; weight once a
 //            block.
 // Thread:    pack p of its block's columns for p = rank, rank + RowThreads, ... (PacksPerThread of
@@ -24,6 +24,13 @@
 //            rows of a team in turn, then the block's teams in turn, then such sums in turn, then
 //            reduce_partials.cu. No sum is one long sequence, and the bits are the same from run to
 //            run.
+// Bulk:      one thread asks for its team's rows, and a mailbox for each stage says when one is there,
+//            instead of each thread for its own packs: fewer instructions, for rows that fill their
+//            packs. Row r of a team waits in stage r % Stages. When the sums of row r are complete,
+//            all threads of the team have sent theirs, and have before done with row r - 1; in a
+//            cluster, which sends those of row r before it writes dx of row r - 1, with row r - 2.
+//            That row's stage is free, for the row Stages later. A row past the last is not asked
+//            for, nor waited for: each cluster must have one.
 // Result:    partials, of cluster c in row c.
 #include "gradient.cuh"
 #include "relu.cuh"
@@ -31,7 +38,7 @@
 #include "team.cuh"
 
 template <typename X, typename DY, typename Weight, bool Centered, bool ZeroCentered, bool DBias,
-          bool Bitmask, bool HoldWeight, int Stages, int ClusterBlocks, int RowThreads,
+          bool Bitmask, bool HoldWeight, bool Bulk, int Stages, int ClusterBlocks, int RowThreads,
           int BlockThreads, int BlocksPerMultiprocessor, int PacksPerThread, bool Full, int Vector>
 __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_backward(
     const DY* dy, long long dy_stride, const X* x, long long x_stride, const Weight* weight,
@@ -53,9 +60,21 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
   const auto first_column = [&](int p) {
     return team.template first_column<PacksPerThread, kLength>(p);
   };
+  // In a cluster the sums of the next row are formed while those of this one are on their way.
+  constexpr bool kAhead = ClusterBlocks > 1;
+  constexpr int kLate =
+      kAhead ? 2 : 1;  // Bulk: turns after which a row's place is known to be free
+  static_assert(!Bulk || (Full && Vector == kLength && RowThreads >= 64),
+                "for whole rows of warps");
+  static_assert(!Bulk || Stages > kLate + kAhead, "a row is asked for before it is waited for");
+  constexpr int kMailboxBytes =
+      Bulk ? (kTeams * Stages * static_cast<int>(sizeof(Mailbox)) + 127) / 128 * 128 : 0;
   static_assert(TeamOf::template scratch_bytes<T>() % 128 == 0, "stages begin at a line");
-  char* const stages =
+  char* const mailboxes =
       static_cast<char*>(dynamic_shared_memory()) + TeamOf::template scratch_bytes<T>();
+  Mailbox* const mailbox =  // of stage 0
+      reinterpret_cast<Mailbox*>(mailboxes) + (kTeams > 1 ? team.team * Stages : 0);
+  char* const stages = mailboxes + kMailboxBytes;
 
   char* const stage_of_weight = stages + Stages * kStageBytes;
 
@@ -69,7 +88,8 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
   const DY* fetched_dy = dy + row * dy_stride;
   constexpr int kReadBytes = static_cast<int>(sizeof(X)) + static_cast<int>(sizeof(DY));
   const CachePolicy policy = evict_last_if_large(n_rows * n_cols * kReadBytes);
-  OwnPlace own = own_place(StageOfX::place(stages, 0, 0));  // in the stage to be filled next
+  // In the stage to be filled next; where Bulk, in the first.
+  OwnPlace own = own_place(StageOfX::place(stages, 0, 0));
   const auto fetch = [&](int stage, int p) {
     const int n = fetched < n_rows ? n_cols : 0;
     char* const place = stages + stage * kStageBytes;
@@ -92,17 +112,47 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
     fetched_x += rows_a_turn * x_stride;
     fetched_dy += rows_a_turn * dy_stride;
   };
+  constexpr int kAsker = RowThreads - 32;  // not in the first warp, which expects a cluster's sums
+  const bool asks = team.rank == kAsker;
+  const auto fetch_bulk = [&](int stage, long long of_row) {
+    if constexpr (Bulk) {
+      if (of_row >= n_rows) return;
+      char* const place = stages + stage * kStageBytes;
+      const int thread = thread_index() - kAsker, column = first_column(0) - kAsker * kLength;
+      expect_bytes(mailbox + stage, RowThreads * PacksPerThread * kLength * kReadBytes);
+      StageOfX::template fetch_bulk<RowThreads>(place, thread, x + of_row * x_stride + column,
+                                                mailbox + stage, policy);
+      StageOfDY::template fetch_bulk<RowThreads>(place + StageOfX::kBytes, thread,
+                                                 dy + of_row * dy_stride + column, mailbox + stage,
+                                                 policy);
+    }
+  };
   if constexpr (!HoldWeight) {
 #pragma unroll
     for (int p = 0; p < PacksPerThread; ++p) {
       StageOfWeight::template fetch<Vector>(stage_of_weight, p, weight, first_column(p), n_cols);
     }
   }
+  if constexpr (Bulk) {
+    commit_copies();
+    if (asks) {
+#pragma unroll 1
+      for (int stage = 0; stage < Stages; ++stage) open_mailbox(mailbox + stage);
+      show_mailboxes();
+#pragma unroll 1
+      for (int stage = 0; stage < Stages - kLate; ++stage) {
+        fetch_bulk(stage, row + stage * rows_a_turn);
+      }
+    }
+    block_barrier();
+    wait_for_copies<0>();
+  } else {
 #pragma unroll
-  for (int stage = 0; stage < Stages; ++stage) {
+    for (int stage = 0; stage < Stages; ++stage) {
 #pragma unroll
-    for (int p = 0; p < PacksPerThread; ++p) fetch(stage, p);
-    fetched_all(stage);
+      for (int p = 0; p < PacksPerThread; ++p) fetch(stage, p);
+      fetched_all(stage);
+    }
   }
   // What else of a row is asked for ahead, into registers.
   struct Beside {
@@ -189,14 +239,25 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
 
   // 2. Sums of g * h, g and h, where h = (x - mean) * rstd is xhat before it is centred again.
   constexpr int kSums = kGradientSums<Centered>;
+  const auto read_x = [&](int stage, int p) {
+    if constexpr (Bulk) {
+      return StageOfX::read(own + stage * kStageBytes, p);
+    } else {
+      return StageOfX::read(stages + stage * kStageBytes, p);
+    }
+  };
   // dy of a pack, as the bitmask lets it through.
-  const auto read_dy = [&](char* place, int p, const Beside& of_row) {
-    Pack<DY, kLength> pack = StageOfDY::read(place + StageOfX::kBytes, p);
+  const auto read_dy = [&](int stage, int p, const Beside& of_row) {
+    Pack<DY, kLength> pack;
+    if constexpr (Bulk) {
+      pack = StageOfDY::read(own + (stage * kStageBytes + StageOfX::kBytes), p);
+    } else {
+      pack = StageOfDY::read(stages + stage * kStageBytes + StageOfX::kBytes, p);
+    }
     if constexpr (Bitmask) keep(pack, of_row.bits[p], first_column(p));
     return pack;
   };
   const auto sum_up = [&](int stage, const Beside& of_row, T(&sums)[kSums]) {
-    char* const place = stages + stage * kStageBytes;
     if constexpr (!Full)
       make_opaque(n_cols);  // else each element's comparison with it is kept for the next step
     const Centring<Centered, T> centring(of_row.mean, of_row.rstd);
@@ -204,52 +265,76 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
     for (int i = 0; i < kSums; ++i) sums[i] = 0;
 #pragma unroll
     for (int p = 0; p < PacksPerThread; ++p) {
-      const Pack<X, kLength> row_x = StageOfX::read(place, p);
-      const Pack<DY, kLength> row_dy = read_dy(place, p, of_row);
+      const Pack<X, kLength> row_x = read_x(stage, p);
+      const Pack<DY, kLength> row_dy = read_dy(stage, p, of_row);
       add_to_sums<ZeroCentered, Vector>(sums, centring, row_x, row_dy, weights_of(p),
                                         first_column(p), n_cols);
     }
   };
 
-  // In a cluster the sums of the next row are formed while those of this one are on their way.
-  constexpr bool kAhead = ClusterBlocks > 1;
   T sums[kSums];
+  int turn = 0, stage = 0,
+      parity = 0;  // of the row's stage, Bulk: which time its mailbox is filled
   if constexpr (kAhead) {
-    wait_for_copies<Stages - 1>();
+    if constexpr (Bulk) {
+      wait_for_bytes<false>(mailbox, 0);
+    } else {
+      wait_for_copies<Stages - 1>();
+    }
     sum_up(0, next, sums);
     team.template begin_reduction<Sum>(sums);
   }
   X* dx_row = dx + row * dx_stride;
-  int turn = 0, stage = 0;
   for (long long block_row = group * kTeams; block_row < n_rows; block_row += rows_a_turn) {
     // 3. The row's sums.
     const Beside current = next;
     next = after_next;
     after_next = load_beside(row + 2 * rows_a_turn);
     const int next_stage = stage + 1 == Stages ? 0 : stage + 1;
+    const int next_parity = stage + 1 == Stages ? parity ^ 1 : parity;
+    char* const place = stages + stage * kStageBytes;
     T next_sums[kSums];
     if constexpr (kAhead) {
       const bool more = block_row + rows_a_turn < n_rows;
-      wait_for_copies<Stages - 2>();
-      if (more) sum_up(next_stage, next, next_sums);
+      if constexpr (!Bulk) wait_for_copies<Stages - 2>();
+      if (more) {
+        if constexpr (Bulk) wait_for_bytes<false>(mailbox + next_stage, next_parity);
+        sum_up(next_stage, next, next_sums);
+      }
       team.template finish_reduction<Sum>(sums);
       if (more) team.template begin_reduction<Sum>(next_sums);
     } else {
-      wait_for_copies<Stages - 1>();
+      if constexpr (!Bulk) {
+        wait_for_copies<Stages - 1>();
+      } else if (kTeams == 1 || row < n_rows) {
+        wait_for_bytes<false>(mailbox + stage, parity);
+      } else {  // in the last turn, beside a team that has a row
+#pragma unroll
+        for (int p = 0; p < PacksPerThread; ++p) {
+          StageOfX::write(Pack<X, kLength>{}, place, p);
+          StageOfDY::write(Pack<DY, kLength>{}, place + StageOfX::kBytes, p);
+        }
+      }
       sum_up(stage, current, sums);
       team.template reduce<Sum>(sums);
+    }
+    if constexpr (Bulk) {
+      if (asks) {
+        fetch_bulk(stage >= kLate ? stage - kLate : stage - kLate + Stages,
+                   row + (Stages - kLate) * rows_a_turn);
+      }
     }
     const RowMeans<Centered, T> means(sums, inv_n);
 
     // 4. dx, and this row's share of the weight gradients; what was read makes room for a later row.
     if constexpr (!Full) make_opaque(n_cols);
-    char* const place = stages + stage * kStageBytes;
-    const int n_stored = row < n_rows ? n_cols : 0;
+    // A lone team's row is there; but without the condition RMSNorm of 16384 would spill.
+    const int n_stored = (Bulk && kTeams == 1) || row < n_rows ? n_cols : 0;
     const Centring<Centered, T> centring(current.mean, current.rstd);
 #pragma unroll
     for (int p = 0; p < PacksPerThread; ++p) {
-      const Pack<X, kLength> row_x = StageOfX::read(place, p);
-      const Pack<DY, kLength> row_dy = read_dy(place, p, current);
+      const Pack<X, kLength> row_x = read_x(stage, p);
+      const Pack<DY, kLength> row_dy = read_dy(stage, p, current);
       const Pack<Weight, kLength> weights = weights_of(p);
       T gradient[kLength];
 #pragma unroll
@@ -268,10 +353,11 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
         StageOfX::write(stored, place, p);
         StageOfX::template store<Vector>(place, p, dx_row, first_column(p), n_stored);
       }
-      fetch(stage, p);
+      if constexpr (!Bulk) fetch(stage, p);
     }
-    fetched_all(stage);
+    if constexpr (!Bulk) fetched_all(stage);
     stage = next_stage;
+    parity = next_parity;
     row += rows_a_turn;
     dx_row += rows_a_turn * dx_stride;
     if constexpr (kAhead) {

@@ -157,18 +157,32 @@ __device__ __forceinline__ void send_to_block(T* shared, Mailbox* mailbox, int b
   }
 #endif
 }
-// Waits until the bytes expected have come, for the time whose number has this lowest bit.
+// Waits until the bytes expected have come, for the time whose number has this lowest bit. Those that
+// other blocks sent are seen by an acquire of the cluster, which has the warp give up what L1 holds.
+template <bool FromOtherBlocks>
 __device__ __forceinline__ void wait_for_bytes(Mailbox* mailbox, int parity) {
 #if __CUDA_ARCH__ >= 900
-  asm volatile(
-      "{\n"
-      ".reg .pred come;\n"
-      "again:\n"
-      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 come, [%0], %1;\n"
-      "@!come bra again;\n"
-      "}" ::"r"(shared_address(mailbox)),
-      "r"(parity)
-      : "memory");
+  if constexpr (FromOtherBlocks) {
+    asm volatile(
+        "{\n"
+        ".reg .pred come;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 come, [%0], %1;\n"
+        "@!come bra again;\n"
+        "}" ::"r"(shared_address(mailbox)),
+        "r"(parity)
+        : "memory");
+  } else {
+    asm volatile(
+        "{\n"
+        ".reg .pred come;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 come, [%0], %1;\n"
+        "@!come bra again;\n"
+        "}" ::"r"(shared_address(mailbox)),
+        "r"(parity)
+        : "memory");
+  }
 #endif
 }
 
@@ -243,7 +257,28 @@ struct OwnPlace {
   unsigned address;
 
   __device__ __forceinline__ OwnPlace operator+(int bytes) const { return {address + bytes}; }
+  __device__ __forceinline__ char* pointer() const {
+    return static_cast<char*>(__cvta_shared_to_generic(address));
+  }
 };
+// Has one thread copy `bytes`, a multiple of 16, from and to multiples of 16, which the block's
+// `mailbox` counts. Where it overwrites what threads have read, a barrier must lie in between.
+__device__ __forceinline__ void copy_bulk(void* shared, const void* global, int bytes,
+                                          Mailbox* mailbox, CachePolicy policy) {
+#if __CUDA_ARCH__ == 900
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1], %2, [%3], %4;" ::"r"(shared_address(shared)),
+      "l"(global), "r"(bytes), "r"(shared_address(mailbox)), "l"(policy.bits)
+      : "memory");
+#endif
+}
+// Has such copies see the mailboxes that this thread has opened.
+__device__ __forceinline__ void show_mailboxes() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
 // All 32 lanes of the warp must take part.
 __device__ __forceinline__ OwnPlace own_place(const void* shared) {
   return {shuffle_xor(shared_address(shared), 0)};

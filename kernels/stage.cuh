@@ -1,6 +1,6 @@
 // Rows that wait in shared memory. A thread copies the packs that it will itself read, asynchronously
 // and some rows ahead, so that nothing but its own wait stands between the two, and registers hold
-// one pack at a time.
+// one pack at a time. Or one thread has all packs of its team copied in bulk.
 #pragma once
 
 #include "pack.cuh"
@@ -57,6 +57,21 @@ struct Stage {
     }
   }
 
+  // Has this thread copy all packs of its team, whose first thread is `first_thread` of the block and
+  // whose first pack is at `source`.
+  template <int RowThreads>
+  static __device__ __forceinline__ void fetch_bulk(char* stage, int first_thread, const T* source,
+                                                    Mailbox* mailbox, CachePolicy policy) {
+    static_assert(kPackBytes == 16, "the packs of neighbouring threads are side by side");
+    constexpr int kAtOnce = RowThreads == BlockThreads ? PacksPerThread : 1;
+#pragma unroll
+    for (int p = 0; p < PacksPerThread; p += kAtOnce) {
+      copy_bulk(stage + (p * BlockThreads + first_thread) * kPackBytes,
+                source + p * RowThreads * Length, kAtOnce * RowThreads * kPackBytes, mailbox,
+                policy);
+    }
+  }
+
   // Stores pack p to a row of n, from its place and in turn, for the same reason.
   template <int Vector>
   static __device__ __forceinline__ void store(char* stage, int p, T* row, int first, int n) {
@@ -87,6 +102,13 @@ struct Stage {
       read_words<kPieceBytes>(pack.words, place(stage, p, piece) - piece * kPieceBytes,
                               piece * kPieceBytes);
     }
+    return pack;
+  }
+  // The same by this thread's place for the first piece of the stage.
+  static __device__ __forceinline__ Pack<T, Length> read(OwnPlace own, int p) {
+    static_assert(kPieces == 1, "a pack is in one place");
+    Pack<T, Length> pack;
+    read_words<kPieceBytes>(pack.words, own.pointer() + p * BlockThreads * kPieceBytes, 0);
     return pack;
   }
 };

@@ -97,7 +97,7 @@ struct Team {
   __device__ __forceinline__ void finish_reduction(T (&values)[Count]) {
     if constexpr (kSlots > 1) {
       if constexpr (ClusterBlocks > 1) {
-        wait_for_bytes(mailbox(reductions % 2), reductions / 2 % 2);
+        wait_for_bytes<true>(mailbox(reductions % 2), reductions / 2 % 2);
       } else if constexpr (kTeams == 1) {
         block_barrier();
       } else {

@@ -246,7 +246,7 @@ def copies(kernel: Instantiation, folder: Path) -> list[str]:
     path.write_bytes(code)
     command = [str(disassembler()), "-c", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return re.findall(r"LDGSTS[^;]*", done.stdout)
+    return re.findall(r"(?:LDGSTS|UBLKCP)[^;]*", done.stdout)  # those in bulk as well
 
 
 @pytest.mark.skipif(disassembler() is None, reason="needs nvdisasm")

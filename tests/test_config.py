@@ -576,6 +576,37 @@ def test_wide_rows_of_layer_norm_have_8_packs_a_thread(x: str, n: int) -> None:
     assert isinstance(forward_config(spec, 2 * n, 1, 90), StagedForward)
 
 
+def test_layer_norm_copies_full_rows_in_bulk() -> None:
+    plain = BackwardSpec("layer_norm", "bfloat16", "bfloat16", "float32", "float32", False, False)
+    for n, blocks, stages in (
+        *((1024, 1, None), (2048, 1, 4), (4096, 1, 4), (8192, 1, 4), (8184, 1, None)),
+        *((16384, 2, None), (32768, 4, 6), (32760, 4, None), (65536, 8, 6), (131072, 16, 6)),
+    ):
+        for vector in (1, 8):
+            config = backward_config(plain, n, vector, 90)
+            assert isinstance(config, StagedBackward)
+            in_bulk = vector == 8 and stages is not None
+            assert (config.cluster_blocks, config.bulk) == (blocks, in_bulk), (n, vector)
+            if in_bulk:
+                assert config.stages == stages
+                # The bits of a row are those of rows that are not.
+                aside = backward_config(plain, n, 1, 90)
+                for name in ("row_threads", "packs_per_thread", "cluster_blocks"):
+                    assert getattr(config, name) == getattr(aside, name), name
+    for other in (
+        dataclasses.replace(plain, norm="rms_norm"),
+        dataclasses.replace(plain, dy="float32"),
+        dataclasses.replace(plain, x="float64", dy="float64"),
+    ):
+        config = backward_config(other, 4096, pack_length(other.x), 90)
+        assert isinstance(config, StagedBackward)
+        assert not config.bulk, other
+    for architecture in ARCHITECTURES:
+        config = backward_config(plain, 4096, 8, architecture)
+        assert isinstance(config, StagedBackward)
+        assert config.bulk == (architecture == 90)
+
+
 @pytest.mark.parametrize(
     ("n", "groups"), [(1, 32), (8192, 32), (8193, 16), (65536, 4), (262144, 1), (1 << 40, 1)]
 )

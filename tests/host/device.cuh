@@ -39,6 +39,7 @@ void open_mailbox(void* mailbox);
 void expect_bytes(void* mailbox, int bytes);
 void send_to_block(void* shared, void* mailbox, int block, const void* value, int bytes);
 void wait_for_bytes(void* mailbox, int parity);
+void copy_bulk(void* shared, const void* global, int bytes, void* mailbox);
 }  // namespace host
 
 __forceinline__ int thread_index() { return host::thread_index(); }
@@ -77,6 +78,7 @@ struct OwnPlace {
   char* address;
 
   OwnPlace operator+(int bytes) const { return {address + bytes}; }
+  char* pointer() const { return address; }
 };
 __forceinline__ OwnPlace own_place(char* shared) { return {shared}; }
 __forceinline__ void copy_async(OwnPlace place, const void* global, bool valid, CachePolicy) {
@@ -109,9 +111,15 @@ __forceinline__ void send_to_block(T* shared, Mailbox* mailbox, int block,
     host::send_to_block(shared + i, mailbox, block, sent + i, kMessage * sizeof(T));
   }
 }
+template <bool FromOtherBlocks>
 __forceinline__ void wait_for_bytes(Mailbox* mailbox, int parity) {
   host::wait_for_bytes(mailbox, parity);
 }
+__forceinline__ void copy_bulk(void* shared, const void* global, int bytes, Mailbox* mailbox,
+                               CachePolicy) {
+  host::copy_bulk(shared, global, bytes, mailbox);
+}
+__forceinline__ void show_mailboxes() {}
 
 // Kernels run one after another.
 __forceinline__ void wait_for_previous_kernel() {}

@@ -149,6 +149,11 @@ struct Sent {
   Access access;
 };
 
+struct BulkCopy {
+  Copy copy;
+  Access access;
+};
+
 // Full, time after time, when one thread has said how many bytes to expect and they have come.
 struct Mailbox {
   Access opened;
@@ -156,6 +161,7 @@ struct Mailbox {
   bool expects = false;
   int missing = 0;  // bytes; more may come than are expected yet
   std::vector<Sent> sent;
+  std::vector<BulkCopy> copies;  // under way
   Joint filled, was_full;
 };
 
@@ -304,6 +310,12 @@ void note_read(Granule& granule, const Access& access) {
   }
   for (int block = 0; block < cluster_blocks; ++block) {
     for (const auto& [opened_at, mailbox] : mailboxes[block]) {
+      for (const auto& [copy, access] : mailbox.copies) {
+        const bool to = meets(copy.target, copy);
+        if (!to && !(write && meets(copy.source, copy))) continue;
+        report_access(write ? "race: writes" : "race: reads", address, bytes, place, &access,
+                      to ? "copies to" : "copies from", "wait");
+      }
       for (const Sent& sent : mailbox.sent) {
         if (granule(sent.address) <= granule(address + bytes - 1) &&
             granule(address) <= granule(sent.address + sent.bytes - 1)) {
@@ -603,6 +615,12 @@ Mailbox& mailbox_of(int block, Address address, const void* place) {
   return mailbox;
 }
 
+void wake_at_mailboxes(int block) {
+  for (int i = block * threads; i < (block + 1) * threads; ++i) {
+    if (fibers[i].state == State::kAtMailbox) fibers[i].state = State::kReady;
+  }
+}
+
 void close_if_full(int block, Mailbox& mailbox) {
   if (!mailbox.expects || mailbox.missing != 0) return;
   for (const Sent& sent : mailbox.sent) {
@@ -614,9 +632,7 @@ void close_if_full(int block, Mailbox& mailbox) {
   mailbox.filled = Joint();
   mailbox.expects = false;
   ++mailbox.times_full;
-  for (int i = block * threads; i < (block + 1) * threads; ++i) {
-    if (fibers[i].state == State::kAtMailbox) fibers[i].state = State::kReady;
-  }
+  wake_at_mailboxes(block);
 }
 
 void expect_bytes(Address address, int bytes, const void* place) {
@@ -650,9 +666,49 @@ void send_to_block(Address address, Address to_mailbox, int block, const void* v
   close_if_full(block, mailbox);
 }
 
+void copy_bulk(Address target, Address source, unsigned bytes, Address to_mailbox,
+               const void* place) {
+  count_events(1 + bytes / 16, place);
+  Span& own = shared_memory[current_block];
+  if (!own.holds(target, target + bytes)) {
+    report_access("out of bounds: copies to", target, bytes, place);
+  }
+  if (target % 16 != 0 || bytes % 16 != 0) {
+    report_access("misaligned: copies to", target, bytes, place);
+  }
+  if (source % 16 != 0) report_access("misaligned: copies from", source, bytes, place);
+  Span* from = find_registered(source, source + bytes);
+  if (from == nullptr) report_access("out of bounds: copies from", source, bytes, place);
+  Mailbox& mailbox = mailbox_of(current_block, to_mailbox, place);
+  if (!mailbox.expects) report_mailbox("a copy that the mailbox does not expect", place);
+  check_granules(*from, source, bytes, false, place);
+  check_granules(own, target, bytes, true, place);
+  for_each_granule(*from, source, bytes, [](Granule& g) { ++g.sources; });
+  for_each_granule(own, target, bytes, [](Granule& g) { ++g.targets; });
+  mailbox.copies.push_back({{target, source, bytes, from, 0, place}, access_at(place)});
+  leave(mailbox.filled);
+  wake_at_mailboxes(current_block);
+}
+
+// Copies in bulk arrive when a thread waits for them, and no sooner.
+void receive(Mailbox& mailbox) {
+  for (const auto& [copy, access] : mailbox.copies) {
+    std::memcpy(reinterpret_cast<void*>(copy.target), reinterpret_cast<const void*>(copy.source),
+                copy.bytes);
+    forget_source(copy);
+    for_each_granule(shared_memory[current_block], copy.target, copy.bytes,
+                     [](Granule& g) { --g.targets; });
+    mailbox.missing -= static_cast<int>(copy.bytes);
+  }
+  mailbox.copies.clear();
+  close_if_full(current_block, mailbox);
+}
+
 void wait_for_bytes(Address address, int parity, const void* place) {
   Mailbox& mailbox = mailbox_of(current_block, address, place);
-  while (mailbox.times_full % 2 == parity) {
+  for (;;) {
+    receive(mailbox);
+    if (mailbox.times_full % 2 != parity) break;
     arrive(State::kAtMailbox, 0, 0, place);
     wait();
   }
@@ -665,6 +721,12 @@ void wait_for_bytes(Address address, int parity, const void* place) {
 // it has come.
 void end_block() {
   const int first = current_block * threads;
+  for (const auto& [address, mailbox] : mailboxes[current_block]) {
+    if (mailbox.copies.empty()) continue;
+    report.message = here() + "the block ends, and nobody waited for the copy at " +
+                     placed(mailbox.copies.front().copy.place);
+    give_up();
+  }
   for (const auto& [thread, sent] : sent_from_outside[current_block]) {
     const auto knows = [&, thread = thread, time = sent.time](const Fiber& fiber) {
       return knowledge[fiber.known][thread] >= time;
@@ -850,6 +912,11 @@ void send_to_block(void* shared, void* mailbox, int block, const void* value, in
 }
 void wait_for_bytes(void* mailbox, int parity) {
   ::wait_for_bytes(reinterpret_cast<Address>(mailbox), parity, CALLER);
+}
+
+void copy_bulk(void* shared, const void* global, int bytes, void* mailbox) {
+  ::copy_bulk(reinterpret_cast<Address>(shared), reinterpret_cast<Address>(global), bytes,
+              reinterpret_cast<Address>(mailbox), CALLER);
 }
 
 void copy_async(void* shared, const void* global, int bytes, bool valid) {

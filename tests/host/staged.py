@@ -44,12 +44,14 @@ class Staged:
     teams: int = 1
     packs_per_thread: int = 1
     hold_weight: bool = False
+    stage_bias: bool = False  # though the weight is held
+    bulk: bool = False
     groups: int = 2  # blocks of the grid, or clusters
 
     def __str__(self) -> str:
         over = f"{self.cluster_blocks}x{self.teams}x{self.row_threads}x{self.packs_per_thread}"
         what = f"{self.file.removesuffix('.cu')}-{self.norm}-{self.x}-{self.other}-{self.regime}"
-        return f"{what}-{self.m}x{self.n}-{over}-{self.stages}"
+        return f"{what}-{self.m}x{self.n}-{over}-{self.stages}{'-bulk' if self.bulk else ''}"
 
     @property
     def block_threads(self) -> int:
@@ -84,6 +86,8 @@ class Staged:
             "Relu": False,
             "Bitmask": False,
             "HoldWeight": self.hold_weight,
+            "HoldBias": self.hold_weight and not self.stage_bias,
+            "Bulk": self.bulk,
             "Stages": self.stages,
             "ClusterBlocks": self.cluster_blocks,
             "RowThreads": self.row_threads,
@@ -116,8 +120,10 @@ class Staged:
         x, other = ITEMSIZE[self.x], ITEMSIZE[self.other or self.x]
         held = self.hold_weight or self.other is None
         if self.file == "forward_staged.cu":
-            stages = elements * (self.stages * x + (0 if held else 2 * other))
-            return scratch + stages
+            operands = (not held) + (not held or self.stage_bias)
+            return scratch + elements * (self.stages * x + operands * other)
+        if self.bulk:
+            scratch += -(-self.teams * self.stages * 8 // 128) * 128
         stages = elements * (self.stages * (x + other) + (0 if held else other))
         gradients = self.other is not None or self.dbias
         partials = elements * compute if self.teams > 1 and gradients else 0
@@ -241,6 +247,11 @@ def _staged() -> Iterable[Staged]:
             if file == "forward_staged.cu":
                 # A weight held, and moved by single elements.
                 yield staged(6, 333, other="bfloat16", packs_per_thread=2, hold_weight=True)
+                # The weight alone.
+                yield staged(
+                    5, 512, row_threads=64, packs_per_thread=2, hold_weight=True, stage_bias=True
+                )
+                yield staged(5, 300, cluster_blocks=2, hold_weight=True, stage_bias=True)
             if file == "backward.cu":
                 yield from (
                     # Teams of a block, some of them past the last row; gradients summed over them.
@@ -252,6 +263,24 @@ def _staged() -> Iterable[Staged]:
                     staged(21, 1000, "bfloat16", row_threads=64, teams=2, packs_per_thread=2),
                     staged(40, 40, regime="extreme", row_threads=16, teams=4),
                     staged(40, 40, regime="mixed_rows", eps=1e-35, row_threads=16, teams=4),
+                    # In bulk: as many rows of a block as stages, one fewer or more, twice as many;
+                    # teams past the last row; clusters.
+                    *(staged(m, 256, groups=1, stages=3, bulk=True) for m in (1, 2, 3, 4, 7)),
+                    staged(9, 512, packs_per_thread=2, hold_weight=True, stages=4, bulk=True),
+                    staged(37, 512, "bfloat16", other="bfloat16", teams=3, stages=4, bulk=True),
+                    staged(
+                        11,
+                        1024,
+                        "bfloat16",
+                        teams=2,
+                        packs_per_thread=2,
+                        stages=2,
+                        other="float16",
+                        bulk=True,
+                    ),
+                    staged(140, 256, dbias=False, in_place=True, groups=1, stages=2, bulk=True),
+                    *(staged(m, 512, cluster_blocks=2, stages=4, bulk=True) for m in (2, 8, 9, 20)),
+                    staged(31, 768, cluster_blocks=3, groups=1, stages=6, bulk=True),
                 )
 
 
