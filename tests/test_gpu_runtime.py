@@ -225,8 +225,8 @@ def test_outputs_in_place(norm: str) -> None:
         )
         assert in_place.dx is over
         assert_same_bits(over, backward.dx)
-        # Blocks that read dy themselves sum RMSNorm's weight gradients only where dx is not dy.
-        if (norm, n) != ("rms_norm", 769):
+        # Blocks that read dy themselves sum few rows' weight gradients only where dx is not dy.
+        if (norm, n) not in (("rms_norm", 769), ("layer_norm", 768), ("layer_norm", 769)):
             assert_same_bits(in_place.dweight, backward.dweight)
             assert_same_bits(in_place.dbias, backward.dbias)
         over[...] = dy
