@@ -51,6 +51,7 @@ SHARED_KIB_OF_OTHERS = 99
 HOLD_2048_THREADS = (80, 90, 100, 103)
 
 FIRST_WITH_CLUSTERS = 90
+FIRST_WITH_OVERLAP = 90  # of a kernel with the one before it
 MOST_CLUSTER_BLOCKS = 16
 
 STAGED_THREADS = 512  # of a block that stages rows in the forward pass
@@ -151,7 +152,7 @@ class ResidentBackward:
     What a lone row writes are the weight gradients; those of several are summed by further blocks,
     of `column_threads`, which read x and dy themselves, or where that is 0 by the `reduction` from
     partials. The further blocks are in the same kernel; for LayerNorm, whose xhat is centred by a
-    sum of its row, in a second one that begins with it.
+    sum of its row, in a second one that overlaps with it.
     """
 
     row_threads: int
@@ -235,7 +236,8 @@ def forward_config(
     wide = _is_wide(spec)
     # Where weight and bias together are more than a 16-bit row, registers hold them from row to
     # row: at N = 16384, 0.91 of the copy's speed against 0.87; where they are no more, it is 0.99
-    # without (bfloat16, H200). LayerNorm's wider rows have 8 packs a thread instead.
+    # without (bfloat16, H200). LayerNorm of float32 and float64 has 8 packs
+    # a thread instead.
     exceed = spec.weight and spec.bias and _affine_bytes(spec) > 4
     exceed = exceed and (spec.norm == "rms_norm" or ITEMSIZE[spec.x] == 2)
     if packs > (1024 if wide or exceed else 2048):
@@ -312,8 +314,10 @@ def few_rows_config(spec: ForwardSpec, config: ResidentForward) -> ResidentForwa
     """
     longer = config.row_threads >= 32 and config.vector == pack_length(spec.x)
     affine = _affine_registers(spec, config.packs_per_thread)
-    full = spec.x == "float64" and config.packs_per_thread == 8  # of what 128 registers hold
-    if config.hold_weight or not longer or full or _is_wide(spec) or not 0 < affine <= 64:
+    most_held = 64
+    if spec.x == "float64" and config.packs_per_thread == 8:
+        most_held = 32 if config.full else 0  # beside as many of the row; more would spill
+    if config.hold_weight or not longer or _is_wide(spec) or not 0 < affine <= most_held:
         return None
     return dataclasses.replace(
         config, hold_weight=True, blocks_per_multiprocessor=max(1, 512 // config.block_threads)
@@ -351,8 +355,8 @@ def _packs_per_thread(spec: ForwardSpec, n: int, packs: int) -> int:
     eight = spec.norm == "layer_norm" and spec.x == "bfloat16" and not spec.relu
     eight = eight and _widest(spec.weight, spec.bias, spec.y) <= 4
     eight = eight and packs > 512 and n % (32 * 8 * 8) == 0
-    # Of float64 and float32 they need 80: 254 us against 268 in shared memory for 16384 rows of
-    # 8192 float32, 158 against 199 of 5000, 501 against 543 for 32768 of 4096 float64 (H200).
+    # Of float64 and float32 they need 72 to 95: 254 us against 268 in shared memory for 16384 rows
+    # of 8192 float32, 158 against 199 of 5000, 501 against 543 for 32768 of 4096 float64 (H200).
     wider = spec.norm == "layer_norm" and ITEMSIZE[spec.x] >= 4 and packs > 1024
     return 8 if eight or wider else 4
 
@@ -512,7 +516,7 @@ def _most_cluster_blocks(architecture: int) -> int:
 
 # Beyond, the partials of each row are too many: of 256 rows of 4096 LayerNorm takes 14.4 us where
 # staged rows take 12.3 (bfloat16, H200).
-MOST_RESIDENT_ROWS = 64
+MOST_RESIDENT_ROWS = 64  # with partials: where dx is given, of short rows, without overlap
 MOST_RESIDENT_BLOCKS = 128  # as many as were measured: LayerNorm's 64 rows of 16384, two each
 # Blocks for the weight gradients against partials, of RMSNorm and LayerNorm: 256 rows of 8192 take
 # 12.8 us against 14.6 and 14.6 against 17.9, 512 20.6 against 18.6 and 23.5 against 22.3; 160 of
@@ -521,7 +525,7 @@ MOST_RESIDENT_BLOCKS = 128  # as many as were measured: LayerNorm's 64 rows of 1
 # against 18.5 and 21.3 against 22.3; 32 of 131072 19.9 against 19.3 and 25.1 against 23.2
 # (bfloat16, H200).
 MOST_ROWS_BESIDE_COLUMNS = 256
-MOST_SHORT_ROWS_BESIDE_COLUMNS = 128
+MOST_SHORT_ROWS_BESIDE_COLUMNS = 128  # held by fewer than 512 threads
 MOST_BLOCKS_BESIDE_COLUMNS = 512
 MOST_BLOCKS_OF_LONGEST_ROWS = 256  # clusters of MOST_CLUSTER_BLOCKS
 # 64 rows of 4096 take 7.6 us, by 256 threads 7.8, 128 rows 9.7 and 11.0, 8 rows 7.1 and 6.6
@@ -584,7 +588,12 @@ def backward_config(
 
 
 def few_rows_backward_config(
-    spec: BackwardSpec, config: StagedBackward, m: int, *, dx_given: bool = False
+    spec: BackwardSpec,
+    config: StagedBackward,
+    m: int,
+    architecture: int,
+    *,
+    dx_given: bool = False,
 ) -> ResidentBackward | None:
     """Return the configuration of m rows, if they are few enough for one of their own.
 
@@ -599,11 +608,11 @@ def few_rows_backward_config(
         return None
     several = m > 1 and spec.gradients > 0
     column_threads = 0
-    if several and not dx_given:
-        if spec.norm == "layer_norm":
-            column_threads = LAYER_NORM_COLUMN_THREADS
-        elif config.row_threads >= 128:
+    if several and config.row_threads >= 128 and not dx_given:
+        if spec.norm == "rms_norm":
             column_threads = config.row_threads
+        elif architecture >= FIRST_WITH_OVERLAP:
+            column_threads = LAYER_NORM_COLUMN_THREADS
     most_rows, most_blocks = MOST_RESIDENT_ROWS, MOST_RESIDENT_BLOCKS
     if column_threads:
         most_rows, most_blocks = MOST_ROWS_BESIDE_COLUMNS, MOST_BLOCKS_BESIDE_COLUMNS
@@ -750,9 +759,10 @@ def _in_bulk(
     32768, 400 against 408 for 4096 of 65536. But in clusters of two 408 against 399 for 16384 rows
     of 16384; rows that do not fill their packs take 677 against 636 for 8192 of 40960, and RMSNorm
     1 to 2% more everywhere. In clusters 6 stages: with 5, 417 where 6 take 397 (bfloat16, H200).
+    Without gradients two blocks of the others' shared memory find room on a multiprocessor.
     """
     plain = config.full and config.vector == pack_length(spec.x) and config.row_threads >= 64
-    plain = plain and ITEMSIZE[spec.x] == ITEMSIZE[spec.dy] <= 4
+    plain = plain and ITEMSIZE[spec.x] == ITEMSIZE[spec.dy] <= 4 and spec.gradients > 0
     if spec.norm != "layer_norm" or architecture != 90 or not plain or config.cluster_blocks == 2:
         return None
     stages = 4 if config.cluster_blocks == 1 else 6

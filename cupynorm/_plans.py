@@ -241,10 +241,11 @@ def few_rows_backward(
     spec: BackwardSpec, m: int, n: int, vector: int, device: int, dx_given: bool
 ) -> ResidentBackward | None:
     """Return the configuration of m rows, few, if they have one of their own."""
-    config = backward_config(spec, n, vector, architecture(device))
+    capability = architecture(device)
+    config = backward_config(spec, n, vector, capability)
     if not isinstance(config, StagedBackward):
         return None
-    return few_rows_backward_config(spec, config, m, dx_given=dx_given)
+    return few_rows_backward_config(spec, config, m, capability, dx_given=dx_given)
 
 
 @cache
@@ -305,7 +306,7 @@ def _backward_plan(
     sums = config.reduction
     column_blocks, column_kernel = 0, False
     if isinstance(config, ResidentBackward) and config.column_threads:
-        column_kernel = len(kernels) == 2
+        column_kernel = spec.norm == "layer_norm"
         # In the kernel of the rows they come in clusters as well.
         clustered = 1 if column_kernel else config.cluster_blocks
         column_blocks = -(-n // (clustered * 32 * pack_length(spec.x))) * clustered

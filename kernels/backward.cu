@@ -62,8 +62,9 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
   };
   // In a cluster the sums of the next row are formed while those of this one are on their way.
   constexpr bool kAhead = ClusterBlocks > 1;
-  constexpr int kLate =
-      kAhead ? 2 : 1;  // Bulk: turns after which a row's place is known to be free
+  // Bulk: turns after which a row's place is known to be free.
+  constexpr int kLate = kAhead ? 2 : 1;
+  static_assert(!Bulk || kCopiesTakePolicies, "only there the copies are made");
   static_assert(!Bulk || (Full && Vector == kLength && RowThreads >= 64),
                 "for whole rows of warps");
   static_assert(!Bulk || Stages > kLate + kAhead, "a row is asked for before it is waited for");
@@ -273,8 +274,8 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
   };
 
   T sums[kSums];
-  int turn = 0, stage = 0,
-      parity = 0;  // of the row's stage, Bulk: which time its mailbox is filled
+  int turn = 0, stage = 0;
+  int parity = 0;  // Bulk: of the times that the stage has been filled
   if constexpr (kAhead) {
     if constexpr (Bulk) {
       wait_for_bytes<false>(mailbox, 0);
@@ -328,7 +329,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
 
     // 4. dx, and this row's share of the weight gradients; what was read makes room for a later row.
     if constexpr (!Full) make_opaque(n_cols);
-    // A lone team's row is there; but without the condition RMSNorm of 16384 would spill.
+    // A block's lone team has a row; but where not Bulk, without the condition RMSNorm of 16384 spills.
     const int n_stored = (Bulk && kTeams == 1) || row < n_rows ? n_cols : 0;
     const Centring<Centered, T> centring(current.mean, current.rstd);
 #pragma unroll

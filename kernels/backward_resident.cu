@@ -6,10 +6,11 @@
 // Layout:    as backward.cu; where not Columns, dweight and dbias hold a row for each row of x, so that
 //            those of a lone row are the weight gradients; of several they are partials for
 //            reduce_partials.cu. dx may be dy, but overlaps neither dy nor x where Columns.
-//            means_of_h holds one value a row, by which xhat is centred again.
+//            means_of_h holds one value a row, by which xhat is centred again, where Columns and
+//            Centered.
 // Grid:      a cluster of ClusterBlocks blocks of RowThreads threads a row, on grid.x. Where Columns,
 //            blocks that sum the weight gradients of 32 packs each: as more such clusters, or, where
-//            Centered, as a kernel that begins with the first but waits for its means_of_h.
+//            Centered, as a kernel that overlaps with the first and waits for its end.
 // Traffic:   x, dy, bitmask and weight read once, twice where Columns, the second time mostly from L2;
 //            dx, dweight and dbias written once, for each row.
 // Thread:    pack p of its block's columns for p = rank, rank + RowThreads, ... (PacksPerThread of
@@ -68,6 +69,7 @@ __device__ __forceinline__ void sum_columns(const DY* dy, long long dy_stride, c
         keep(row_dy[k], load_bits(bitmask + row * bitmask_bytes(n_cols), own, n), own);
       }
     }
+    // By every block, as its first warp has a row: what follows both kernels then follows this one.
     if constexpr (Centered) wait_for_previous_kernel();
 #pragma unroll
     for (int k = 0; k < kAtOnce; ++k) {

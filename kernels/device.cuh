@@ -88,10 +88,11 @@ __device__ __forceinline__ void cluster_barrier() {
 #endif
 }
 
-// A mailbox counts the bytes that the blocks of a cluster send to its block: a barrier that says
-// when all have come would, unlike it, wait for each block's stores to device memory as well.
+// A mailbox counts the bytes that the blocks of a cluster send to its block, or copy_bulk brings: a
+// barrier that says when all have come would, unlike it, wait for each block's stores to device
+// memory as well.
 using Mailbox = unsigned long long;
-// One thread, before a cluster_barrier.
+// One thread, before a barrier of all who use it.
 __device__ __forceinline__ void open_mailbox(Mailbox* mailbox) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(mailbox)) : "memory");

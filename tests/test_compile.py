@@ -169,7 +169,7 @@ def backward_kernels(
     if isinstance(config, StagedBackward):
         # That of a lone row stores the weight gradients in another type.
         for m in (1, 2):
-            few = few_rows_backward_config(spec, config, m)
+            few = few_rows_backward_config(spec, config, m, architecture)
             if few is not None and (spec.bitmask or few.column_threads):
                 yield from backward_instantiations(spec, few)
 
@@ -232,8 +232,8 @@ def disassembler() -> str | None:
     return shutil.which("nvdisasm", path=os.pathsep.join([os.environ.get("PATH", ""), *wheels]))
 
 
-def copies(kernel: Instantiation, folder: Path) -> list[str]:
-    """Compile a kernel for sm_90; return its asynchronous copies in machine code."""
+def machine_code(kernel: Instantiation, folder: Path) -> str:
+    """Compile a kernel for sm_90 and disassemble it."""
     program = nvrtc.createProgram(source(kernel.file), kernel.file, (), ())
     try:
         nvrtc.addNameExpression(program, kernel.expression)
@@ -245,8 +245,12 @@ def copies(kernel: Instantiation, folder: Path) -> list[str]:
     path = folder / f"{abs(hash(kernel))}.cubin"
     path.write_bytes(code)
     command = [str(disassembler()), "-c", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return re.findall(r"(?:LDGSTS|UBLKCP)[^;]*", done.stdout)  # those in bulk as well
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def copies(kernel: Instantiation, folder: Path) -> list[str]:
+    """Return a kernel's asynchronous copies in machine code, those in bulk as well."""
+    return re.findall(r"(?:LDGSTS|UBLKCP)[^;]*", machine_code(kernel, folder))
 
 
 @pytest.mark.skipif(disassembler() is None, reason="needs nvdisasm")
@@ -268,6 +272,33 @@ def test_no_copy_with_a_policy_has_a_part_of_its_place_in_a_uniform_register(
             # The policy is the descriptor's: which of the copies have one does not show.
             wrong = [copy for copy in found if ".128" in copy and re.search(r"\[R\d+\+UR", copy)]
             assert not wrong, f"{kernel.expression}: {wrong[0]}"
+
+
+@pytest.mark.skipif(disassembler() is None, reason="needs nvdisasm")
+def test_kernels_wait_for_the_one_before_them(tmp_path: Path) -> None:
+    overlapping = [kernel for kernel in instantiations(90) if kernel.overlaps][::5]
+    assert {kernel.expression.partition("<")[0] for kernel in overlapping} == {
+        "norm_backward_resident_columns",
+        "reduce_partials",
+    }
+    for kernel in overlapping:
+        before, *after = machine_code(kernel, tmp_path).split("ACQBULK")
+        assert after, kernel.expression
+        # What it reads of that one's, and all it writes, comes after the wait.
+        assert "STG" not in before, kernel.expression
+        assert "LDG" in after[-1], kernel.expression
+        assert ("LDG" in before) == ("columns" in kernel.expression), kernel.expression
+
+
+@pytest.mark.skipif(disassembler() is None, reason="needs nvdisasm")
+def test_copies_in_bulk_see_their_mailboxes(tmp_path: Path) -> None:
+    spec = BackwardSpec("layer_norm", "bfloat16", "bfloat16", "float32", "float32", False, False)
+    for n in (4096, 8192, 32768):
+        kernel, _ = backward_instantiations(spec, backward_config(spec, n, 8, 90))
+        opened, *after = machine_code(kernel, tmp_path).split("FENCE.VIEW.ASYNC")
+        assert after, kernel.expression
+        assert "UBLKCP" not in opened, kernel.expression
+        assert "UBLKCP" in after[-1], kernel.expression
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES[1:])

@@ -152,10 +152,11 @@ def test_few_rows_have_the_teams_of_many_in_the_backward(
         config = backward_config(spec, n, vector, architecture)
         if not isinstance(config, StagedBackward):
             continue
-        few = few_rows_backward_config(spec, config, m, dx_given=dx_given)
+        few = few_rows_backward_config(spec, config, m, architecture, dx_given=dx_given)
         several = m > 1 and spec.gradients > 0
         layer_norm = spec.norm == "layer_norm"
-        columns = several and (layer_norm or config.row_threads >= 128) and not dx_given
+        columns = several and config.row_threads >= 128 and not dx_given
+        columns = columns and (not layer_norm or architecture >= 90)
         rows, blocks = 64, 128
         if columns:
             rows = 256 if config.row_threads * config.cluster_blocks >= 512 else 128
@@ -246,10 +247,11 @@ def test_a_plan_loads_only_the_kernel_of_its_rows(monkeypatch: pytest.MonkeyPatc
     assert two_in_place.resident
 
 
+@pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("m", [1, 2])
 @pytest.mark.parametrize("without_room", ["backward.cu", "backward_resident.cu", None])
 def test_few_rows_have_clusters_where_many_have_them(
-    monkeypatch: pytest.MonkeyPatch, without_room: str | None, m: int
+    monkeypatch: pytest.MonkeyPatch, without_room: str | None, m: int, norm: Any
 ) -> None:
     def load(kernel: Instantiation, device: int) -> Any:
         room = 0 if kernel.file == without_room else 1
@@ -260,7 +262,7 @@ def test_few_rows_have_clusters_where_many_have_them(
     monkeypatch.setattr(_plans, "architecture", lambda device: 90)
     for function in (_plans.few_rows_backward_plan, _plans.many_rows_backward_plan):
         monkeypatch.setattr(_plans, function.__name__, function.__wrapped__)
-    spec = BackwardSpec("rms_norm", "float32", "float32", "float32", None, False, False)
+    spec = BackwardSpec(norm, "float32", "float32", "float32", None, False, False)
     few, many = (_plans.backward_plan(spec, rows, 32768, 4, -3) for rows in (m, 10**9))
     assert few.resident == (without_room is None)
     assert (few.cluster_blocks, few.kernels[0].file) == {
@@ -269,6 +271,10 @@ def test_few_rows_have_clusters_where_many_have_them(
         None: (many.cluster_blocks, "backward_resident.cu"),
     }[without_room]
     assert (many.cluster_blocks > 1) == (without_room != "backward.cu")
+    if without_room is None:
+        # The rows' clusters of 32 packs of 4 a block; of a kernel of their own, no clusters.
+        assert few.column_blocks == (m > 1) * 32768 // 128
+        assert few.column_kernel == (m > 1 and norm == "layer_norm")
 
 
 @pytest.mark.parametrize("x", DTYPES)
@@ -725,7 +731,7 @@ def test_every_file_is_reachable() -> None:
         for packs in PACKS:
             configs: list[Any] = [configure(spec, packs * pack_length(spec.x), 1)]
             if isinstance(configs[0], StagedBackward):
-                few = few_rows_backward_config(spec, configs[0], 2)  # type: ignore[arg-type]
+                few = few_rows_backward_config(spec, configs[0], 2, 90)  # type: ignore[arg-type]
                 configs += [few] if few else []
             used |= {kernel.file for config in configs for kernel in instantiate(spec, config)}
     assert sorted(used) == KERNELS

@@ -152,9 +152,10 @@ def regimes(kernel: Instantiation) -> Iterator[str]:
         if kernel.cluster_blocks > 1:
             yield f"{name}, a row to a cluster"
         return
-    # The last are packs a thread, Full and Vector; HoldWeight is before them and the threads.
-    hold, team, block = (8, 9, 10) if name == "norm_forward" else (7, 10, 11)
-    team_threads, block_threads = int(values[team]), int(values[block])
+    # The last are the threads of a row and of a block, blocks a multiprocessor, packs a thread,
+    # Full and Vector; HoldWeight is before them.
+    hold = 8 if name == "norm_forward" else 7
+    team_threads, block_threads = int(values[-6]), int(values[-5])
     parts = {32: "one warp"}
     size = parts.get(team_threads, "part of a warp" if team_threads < 32 else "several warps")
     yield f"{name}, a row to {size}"
