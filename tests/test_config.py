@@ -25,6 +25,7 @@ from cupynorm._config import (
     forward_config,
     pack_length,
     shared_limit,
+    staged_backward_bytes,
 )
 from cupynorm._jit import (
     Instantiation,
@@ -263,7 +264,7 @@ def test_few_rows_have_clusters_where_many_have_them(
     for function in (_plans.few_rows_backward_plan, _plans.many_rows_backward_plan):
         monkeypatch.setattr(_plans, function.__name__, function.__wrapped__)
     spec = BackwardSpec(norm, "float32", "float32", "float32", None, False, False)
-    few, many = (_plans.backward_plan(spec, rows, 32768, 4, -3) for rows in (m, 10**9))
+    few, many = (_plans.backward_plan(spec, rows, 33000, 4, -3) for rows in (m, 10**9))
     assert few.resident == (without_room is None)
     assert (few.cluster_blocks, few.kernels[0].file) == {
         "backward.cu": (1, "backward_streaming.cu"),
@@ -272,8 +273,9 @@ def test_few_rows_have_clusters_where_many_have_them(
     }[without_room]
     assert (many.cluster_blocks > 1) == (without_room != "backward.cu")
     if without_room is None:
-        # The rows' clusters of 32 packs of 4 a block; of a kernel of their own, no clusters.
-        assert few.column_blocks == (m > 1) * 32768 // 128
+        # 32 packs of 4 a block: in clusters of the rows', or by a kernel of their own.
+        in_clusters = norm == "rms_norm"
+        assert few.column_blocks == (m > 1) * (272 if in_clusters else 258)
         assert few.column_kernel == (m > 1 and norm == "layer_norm")
 
 
@@ -554,6 +556,9 @@ def test_full_long_rows_are_staged_by_16_blocks(norm: str, n: int) -> None:
             assert (config.stages, config.hold_bias) == (2, False)
         else:
             assert config.stages == 3
+        # Three of a block's share of a row, behind the sums and mailboxes of 16 blocks of 16 warps.
+        shared_bytes = 8320 + 3 * (n // 16 * 4)
+        assert forward_instantiation(spec, config).shared_bytes == shared_bytes
         of_16_blocks.append(dataclasses.replace(config, vector=4))
     assert len(set(of_16_blocks)) == 1
     for other in (
@@ -595,6 +600,10 @@ def test_layer_norm_copies_full_rows_in_bulk() -> None:
             assert (config.cluster_blocks, config.bulk) == (blocks, in_bulk), (n, vector)
             if in_bulk:
                 assert config.stages == stages
+                # Beside the stages and sums, a line of mailboxes.
+                without = dataclasses.replace(config, bulk=False)
+                sizes = [staged_backward_bytes(plain, one) for one in (config, without)]
+                assert sizes[0] - sizes[1] == 128
                 # The bits of a row are those of rows that are not.
                 aside = backward_config(plain, n, 1, 90)
                 for name in ("row_threads", "packs_per_thread", "cluster_blocks"):
@@ -603,6 +612,7 @@ def test_layer_norm_copies_full_rows_in_bulk() -> None:
         dataclasses.replace(plain, norm="rms_norm"),
         dataclasses.replace(plain, dy="float32"),
         dataclasses.replace(plain, x="float64", dy="float64"),
+        dataclasses.replace(plain, weight=None, dbias=None),
     ):
         config = backward_config(other, 4096, pack_length(other.x), 90)
         assert isinstance(config, StagedBackward)
