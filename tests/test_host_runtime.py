@@ -61,6 +61,13 @@ FAULTS = {
     "copies_across_an_alignment": "thread 0: misaligned: copies to 16 bytes at byte 8 of shared",
     "copies_from_across_an_alignment": "thread 0: misaligned: copies from 8 bytes at byte 4 of an",
     "ends_before_its_copy": "thread 0: ends and did not wait for the copy at",
+    "reads_a_bulk_copy_before_the_wait": "which block 0, thread 0 copies to at",
+    "writes_what_a_bulk_copy_reads": "which block 0, thread 0 copies from at",
+    "copies_in_bulk_onto_what_another_thread_reads": "thread 0: race: writes 64 bytes at byte 16",
+    "copies_in_bulk_what_no_mailbox_expects": "a copy that the mailbox does not expect",
+    "copies_in_bulk_across_an_alignment": "misaligned: copies to 16 bytes at byte 20 of shared",
+    "copies_in_bulk_to_past_shared_memory": "out of bounds: copies to 32 bytes at byte 240 of",
+    "ends_before_its_bulk_copy": "the block ends, and nobody waited for the copy at",
 }
 
 # Those of clusters of two blocks.

@@ -353,7 +353,7 @@ template <typename T>
 __global__ void expects_too_much(T*) {
   open_mailboxes();
   exchange_letters(0, 12);
-  wait_for_bytes(mailbox(), 0);  // fault
+  wait_for_bytes<true>(mailbox(), 0);  // fault
 }
 
 template <typename T>
@@ -361,7 +361,7 @@ __global__ void expects_too_little(T* values) {
   open_mailboxes();
   exchange_letters(0, 4);
   if (block_in_cluster() == 0) {
-    wait_for_bytes(mailbox(), 0);
+    wait_for_bytes<true>(mailbox(), 0);
     if (thread_index() < 2) values[thread_index()] = letters()[thread_index()];  // fault
   }
   cluster_barrier();
@@ -372,14 +372,14 @@ __global__ void reads_its_own_letter_before_the_wait(T* values) {
   open_mailboxes();
   exchange_letters(0, 8);
   if (block_in_cluster() == 0 && thread_index() == 0) values[0] = letters()[0];  // fault
-  wait_for_bytes(mailbox(), 0);
+  wait_for_bytes<true>(mailbox(), 0);
 }
 
 template <typename T>
 __global__ void reads_what_a_thread_beside_it_waited_for(T* values) {
   open_mailboxes();
   exchange_letters(0, 8);
-  if (thread_index() != 1) wait_for_bytes(mailbox(), 0);
+  if (thread_index() != 1) wait_for_bytes<true>(mailbox(), 0);
   if (thread_index() == 1) values[block_index()] = letters()[0];  // fault
 }
 
@@ -387,24 +387,24 @@ template <typename T>
 __global__ void waits_for_the_time_before(T* values) {
   open_mailboxes();
   exchange_letters(0, 8);
-  wait_for_bytes(mailbox(), 1);
+  wait_for_bytes<true>(mailbox(), 1);
   if (block_in_cluster() == 0) values[thread_index()] = letters()[0];  // fault
-  wait_for_bytes(mailbox(), 0);
+  wait_for_bytes<true>(mailbox(), 0);
 }
 
 template <typename T>
 __global__ void waits_for_the_time_after(T*) {
   open_mailboxes();
   exchange_letters(0, 8);
-  wait_for_bytes(mailbox(), 0);
-  wait_for_bytes(mailbox(), 1);  // fault
+  wait_for_bytes<true>(mailbox(), 0);
+  wait_for_bytes<true>(mailbox(), 1);  // fault
 }
 
 template <typename T>
 __global__ void sends_over_what_may_not_have_been_read(T* values) {
   open_mailboxes();
   exchange_letters(0, 8);
-  wait_for_bytes(mailbox(), 0);
+  wait_for_bytes<true>(mailbox(), 0);
   if (block_in_cluster() == 1) values[thread_index()] = letters()[0];
   if (block_in_cluster() == 0 && thread_index() == 0) {
     send_to_block(letters(), mailbox() + 1, 1, {2.0f});  // fault
@@ -455,4 +455,82 @@ __global__ void sends_across_an_alignment(T*) {
   double* const between = reinterpret_cast<double*>(letters() + 1);
   if (thread_index() == 0) send_to_block(between, mailbox(), 0, {1.0});  // fault
   cluster_barrier();
+}
+
+// ---- copies in bulk ------------------------------------------------------------------------------
+
+// Thread 0 opens a mailbox and has 16 elements copied behind it, in the first block.
+__device__ __forceinline__ void copy_letters(float* values) {
+  values[thread_index()] = 1;
+  if (thread_index() == 0) open_mailbox(mailbox());
+  block_barrier();
+  if (thread_index() != 0) return;
+  expect_bytes(mailbox(), 64);
+  copy_bulk(letters(), values, 64, mailbox(), {});
+}
+
+template <typename T>
+__global__ void reads_a_bulk_copy_before_the_wait(T* values) {
+  if (block_index() > 0) return;
+  copy_letters(values);
+  block_barrier();
+  values[thread_index()] = letters()[0];  // fault
+  wait_for_bytes<false>(mailbox(), 0);
+}
+
+template <typename T>
+__global__ void writes_what_a_bulk_copy_reads(T* values) {
+  if (block_index() > 0) return;
+  copy_letters(values);
+  block_barrier();
+  values[thread_index() % 16] = 2;  // fault
+  wait_for_bytes<false>(mailbox(), 0);
+}
+
+template <typename T>
+__global__ void copies_in_bulk_onto_what_another_thread_reads(T* values) {
+  if (block_index() > 0) return;
+  copy_letters(values);
+  wait_for_bytes<false>(mailbox(), 0);
+  block_barrier();
+  if (thread_index() == 63) values[16] = letters()[0];
+  if (thread_index() != 0) return;
+  expect_bytes(mailbox(), 64);
+  copy_bulk(letters(), values, 64, mailbox(), {});  // fault
+}
+
+template <typename T>
+__global__ void copies_in_bulk_what_no_mailbox_expects(T* values) {
+  if (block_index() > 0) return;
+  copy_letters(values);
+  wait_for_bytes<false>(mailbox(), 0);
+  block_barrier();
+  if (thread_index() == 0) copy_bulk(letters(), values, 16, mailbox(), {});  // fault
+}
+
+template <typename T>
+__global__ void copies_in_bulk_across_an_alignment(T* values) {
+  if (block_index() > 0) return;
+  copy_letters(values);
+  wait_for_bytes<false>(mailbox(), 0);
+  block_barrier();
+  if (thread_index() == 0) copy_bulk(letters() + 1, values, 16, mailbox(), {});  // fault
+}
+
+template <typename T>
+__global__ void copies_in_bulk_to_past_shared_memory(T* values) {
+  if (block_index() > 0) return;
+  copy_letters(values);
+  wait_for_bytes<false>(mailbox(), 0);
+  if (thread_index() == 0) copy_bulk(letters() + 56, values, 32, mailbox(), {});  // fault
+}
+
+template <typename T>
+__global__ void ends_before_its_bulk_copy(T* values) {
+  if (thread_index() == 0) {
+    values[0] = values[1] = values[2] = values[3] = 1;
+    open_mailbox(mailbox());
+    expect_bytes(mailbox(), 16);
+    copy_bulk(letters(), values, 16, mailbox(), {});  // fault
+  }
 }

@@ -63,7 +63,7 @@ __global__ void sum_over_clusters(const T* values, T* results, long long n) {
       const int slot = 2 * block_in_cluster() + thread_index() / 32;
       send_to_block(half + slot, mailbox, block, {value * k});
     }
-    wait_for_bytes(mailbox, k / 2 % 2);
+    wait_for_bytes<true>(mailbox, k / 2 % 2);
     for (int slot = 0; slot < 2 * ClusterBlocks; ++slot) sum += half[slot];
     any_in_warp(true);
   }
