@@ -236,8 +236,7 @@ def forward_config(
     wide = _is_wide(spec)
     # Where weight and bias together are more than a 16-bit row, registers hold them from row to
     # row: at N = 16384, 0.91 of the copy's speed against 0.87; where they are no more, it is 0.99
-    # without (bfloat16, H200). LayerNorm of float32 and float64 has 8 packs
-    # a thread instead.
+    # without (bfloat16, H200). LayerNorm of float32 and float64 has 8 packs a thread instead.
     exceed = spec.weight and spec.bias and _affine_bytes(spec) > 4
     exceed = exceed and (spec.norm == "rms_norm" or ITEMSIZE[spec.x] == 2)
     if packs > (1024 if wide or exceed else 2048):
@@ -395,8 +394,8 @@ def _streaming_forward(
     slim = plain and (spec.norm == "rms_norm" or architecture == 90)
     blocks_per_multiprocessor = 2 if slim and (paired or clustered) else 1
     if clustered and spec.norm == "rms_norm":
-        # 28.4 us against 34.6 at 32x262144 float32, where twice the threads then have a row;
-        # LayerNorm, whose blocks wait for more sums, takes 43.6 and 37.1 (H200).
+        # 28.4 us against 34.6 at 32x262144 float32 (staged since), where twice the threads then
+        # have a row; LayerNorm, whose blocks wait for more sums, takes 43.6 and 37.1 (H200).
         cluster_blocks, block_threads = 4 * cluster_blocks, block_threads // 2
         blocks_per_multiprocessor *= 2
     return StreamingForward(

@@ -1190,6 +1190,14 @@ MUTATIONS = [
         COLUMNS_MEAN,
     ),
     Mutation(
+        "all blocks of a cluster say how a row is centred",
+        "backward_resident.cu",
+        "if (team.block == 0 && team.rank == 0) means_of_h",
+        "if (team.rank == 0) means_of_h",
+        RACE,
+        few("columns_cluster"),
+    ),
+    Mutation(
         "of columns, each warp sums all rows",
         "backward_resident.cu",
         "for (int begin = warp;",

@@ -366,7 +366,7 @@ def _cases() -> list[Case]:
             Case("columns_in_place", norm, 13, 1200, "float32", in_place=True),
         ]
     cases.append(Case("columns_mean", "layer_norm", 9, 1200, "float32", regime="mean_1e6"))
-    cases.append(Case("columns_cluster", "layer_norm", 2, 8192, "float32", bias=None))
+    cases.append(Case("columns_cluster", "layer_norm", 2, 16384, "float32", bias=None))
     cases.append(Case("outlier", "layer_norm", 60, 511, "float32", bias=None, regime="outlier"))
     for n in (64, 511, 512):
         cases.append(Case(f"pair_{n}", "layer_norm", 60, n, "float32", bias=None, regime="pair"))

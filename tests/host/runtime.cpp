@@ -690,7 +690,8 @@ void copy_bulk(Address target, Address source, unsigned bytes, Address to_mailbo
   wake_at_mailboxes(current_block);
 }
 
-// Copies in bulk arrive when a thread waits for them, and no sooner.
+// Copies in bulk arrive when a thread waits for them, and no sooner. Whether one that reads them later,
+// behind a barrier, waited as well is not asked.
 void receive(Mailbox& mailbox) {
   for (const auto& [copy, access] : mailbox.copies) {
     std::memcpy(reinterpret_cast<void*>(copy.target), reinterpret_cast<const void*>(copy.source),
