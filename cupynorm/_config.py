@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 from cupynorm._spec import ITEMSIZE, BackwardSpec, ForwardSpec, compute_dtype
 
@@ -27,6 +28,7 @@ __all__ = [
     "StagedForward",
     "StreamingBackward",
     "StreamingForward",
+    "StripsBackward",
     "backward_config",
     "few_rows_backward_config",
     "few_rows_config",
@@ -37,6 +39,8 @@ __all__ = [
     "shared_limit",
     "staged_backward_bytes",
     "staged_forward_bytes",
+    "strips_backward_bytes",
+    "strips_exchange_bytes",
     "team_bytes",
 ]
 
@@ -178,7 +182,24 @@ class StreamingBackward:
     reduction: Reduction | None
 
 
-BackwardConfig = StagedBackward | ResidentBackward | StreamingBackward
+@dataclass(frozen=True)
+class StripsBackward:
+    """Rows longer than a cluster holds, each block a strip of them all, `block_threads` packs wide.
+
+    They are taken in groups of `group_rows`, of which two are in shared memory. All blocks run at
+    once, so that other kernels wait for their end, and they for that of others; none shares its
+    weight gradients with another.
+    """
+
+    strips: int
+    block_threads: int
+    group_rows: int
+    vector: int
+    cluster_blocks: ClassVar[int] = 1
+    reduction: ClassVar[None] = None
+
+
+BackwardConfig = StagedBackward | ResidentBackward | StripsBackward | StreamingBackward
 
 
 def pack_length(x: str) -> int:
@@ -513,6 +534,9 @@ def _most_cluster_blocks(architecture: int) -> int:
 
 # ---- backward ------------------------------------------------------------------------------------
 
+# Blocks that all run at once, one on each multiprocessor: an H200 has 132.
+MOST_STRIPS = 128
+
 # Beyond, the partials of each row are too many: of 256 rows of 4096 LayerNorm takes 14.4 us where
 # staged rows take 12.3 (bfloat16, H200).
 MOST_RESIDENT_ROWS = 64  # with partials: where dx is given, of short rows, without overlap
@@ -569,15 +593,19 @@ def _backward_registers(
 
 
 def backward_config(
-    spec: BackwardSpec, n: int, vector: int, architecture: int
-) -> StagedBackward | StreamingBackward:
-    """Return the configuration of a backward pass over rows of n elements."""
+    spec: BackwardSpec, n: int, vector: int, architecture: int, *, in_strips: bool = True
+) -> StagedBackward | StripsBackward | StreamingBackward:
+    """Return the configuration of a backward pass over rows of n elements.
+
+    `in_strips`: the GPU has room for strips, should they be the fastest.
+    """
     packs = -(-n // pack_length(spec.x))
     for layout in _backward_layouts(packs, architecture):
         config = _staged_backward(spec, n, vector, architecture, *layout)
         if config is not None:
             return config
-    return StreamingBackward(
+    strips = _strips_backward(spec, n, vector, architecture) if in_strips else None
+    return strips or StreamingBackward(
         cluster_blocks=_streaming_blocks(packs, architecture),
         row_threads=512,
         column_threads=256,
@@ -648,6 +676,52 @@ def resident_columns_bytes(spec: BackwardSpec, config: ResidentBackward) -> int:
     """Return the shared memory of a block that sums the weight gradients of 32 packs."""
     values = spec.gradients * config.column_threads * pack_length(spec.x)
     return values * ITEMSIZE[compute_dtype(spec.x)]
+
+
+def strips_backward_bytes(spec: BackwardSpec, config: StripsBackward) -> int:
+    """Return the shared memory of a block: see kernels/backward_strips.cu."""
+    row = config.block_threads * pack_length(spec.x) * (ITEMSIZE[spec.x] + ITEMSIZE[spec.dy])
+    of_warps = 2 * _gradient_sums(spec) * config.block_threads // 32
+    known = 4 * 5
+    return config.group_rows * (2 * row + (of_warps + known) * ITEMSIZE[compute_dtype(spec.x)])
+
+
+def strips_exchange_bytes(spec: BackwardSpec, config: StripsBackward) -> int:
+    """Return the memory by which the blocks tell each other their sums, beside their count."""
+    values = 2 * config.group_rows * _gradient_sums(spec) * config.strips
+    return values * ITEMSIZE[compute_dtype(spec.x)]
+
+
+def _gradient_sums(spec: BackwardSpec) -> int:
+    """Return how many sums dx needs of a row."""
+    return 3 if spec.norm == "layer_norm" else 1
+
+
+def _strips_backward(
+    spec: BackwardSpec, n: int, vector: int, architecture: int
+) -> StripsBackward | None:
+    """Return the configuration of rows that no cluster holds, by strips of 192 to 512 packs.
+
+    Read once, not twice as they would be streamed: RMSNorm of 32 rows of 262144 float32 takes
+    41 us, not 57, LayerNorm 47, not 60; of 512 rows 476, not 654, and 540, not 676. Below 192 packs
+    the blocks' waiting for each other shows: 256 rows of 133120 bfloat16 take 134 us, not 110, and
+    155, not 116; and so do packs that are moved by single elements: of 200001 612, not 314, and
+    638, not 367 (H200). It is N alone that decides, as it does the bits of dx: rows of whole packs
+    at addresses that make them so are in strips.
+    """
+    whole, rest = divmod(n, pack_length(spec.x))
+    block_threads = -(-whole // (32 * MOST_STRIPS)) * 32
+    if architecture < FIRST_WITH_CLUSTERS or rest or not 192 <= block_threads <= 512:
+        return None
+    strips = -(-whole // block_threads)
+    # With a bitmask more 16-bit rows of LayerNorm at once spill.
+    most = 4 if spec.bitmask and spec.norm == "layer_norm" and ITEMSIZE[spec.x] == 2 else 16
+    for group_rows in (16, 14, 12, 10, 8, 7, 6, 5, 4, 3, 2, 1):
+        config = StripsBackward(strips, block_threads, group_rows, vector)
+        fits = strips_backward_bytes(spec, config) <= shared_limit(architecture)
+        if group_rows <= most and fits:
+            return config
+    return None
 
 
 def _reduction(spec: BackwardSpec, n: int) -> Reduction | None:

@@ -13,13 +13,14 @@ import struct
 import sys
 from typing import Any
 
-__all__ = ["Kernel", "driver", "library"]
+__all__ = ["Kernel", "driver", "library", "set_to_zero"]
 
 INVALID_CONTEXT = 201
 
 MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # CU_FUNC_ATTRIBUTE_...
 NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 14
-CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_...
+COOPERATIVE = 2  # CU_LAUNCH_ATTRIBUTE_...
+CLUSTER_DIMENSION = 4
 PROGRAMMATIC_STREAM_SERIALIZATION = 6
 
 SHARED_BYTES_WITHOUT_ASKING = 48 << 10
@@ -37,6 +38,18 @@ def driver() -> Any:
 def library() -> Any:
     """Return the CUDA driver's library, which a process that uses a GPU has loaded already."""
     return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+
+
+@functools.cache
+def _memset_async() -> Any:
+    import cupy
+
+    return cupy.cuda.runtime.memsetAsync
+
+
+def set_to_zero(stream: int, address: int, nbytes: int) -> None:
+    """Have a stream set memory of the current device to zero."""
+    _memset_async()(address, 0, nbytes, stream)
 
 
 class LaunchConfig(ctypes.Structure):
@@ -89,6 +102,8 @@ class Kernel:
     overlaps : bool
         Whether blocks may start before the kernel launched before it has ended: programmatic
         dependent launch.
+    at_once : bool
+        Whether all blocks run at the same time and wait for each other: cooperative launch.
     """
 
     def __init__(
@@ -100,6 +115,7 @@ class Kernel:
         parameters: str,
         cluster_blocks: int = 1,
         overlaps: bool = False,
+        at_once: bool = False,
     ) -> None:
         self._name = name
         self._function = function
@@ -120,6 +136,8 @@ class Kernel:
             values[CLUSTER_DIMENSION] = (cluster_blocks, 1, 1)
         if overlaps:
             values[PROGRAMMATIC_STREAM_SERIALIZATION] = (1,)
+        if at_once:
+            values[COOPERATIVE] = (1,)
         self._config: Any = None
         if not values:
             self._launch = driver().launchKernel
@@ -156,6 +174,20 @@ class Kernel:
         except RuntimeError as error:
             self._launch_after(error, stream, blocks, given)
         self._frames.append(frame)
+
+    def blocks_at_once(self) -> int:
+        """Return how many blocks one multiprocessor of the current device runs at the same time."""
+        found = ctypes.c_int()
+        status = library().cuOccupancyMaxActiveBlocksPerMultiprocessor(
+            ctypes.byref(found),
+            ctypes.c_void_p(self._handle),
+            ctypes.c_int(self._block_threads),
+            ctypes.c_size_t(self._shared_bytes),
+        )
+        if status:
+            error = driver().CUDADriverError(status)
+            raise RuntimeError(f"{self._name} cannot be launched: {error}") from error
+        return found.value
 
     def clusters_at_once(self) -> int:
         """Return how many of a kernel's clusters the current device runs at the same time."""

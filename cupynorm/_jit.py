@@ -22,10 +22,12 @@ from cupynorm._config import (
     StagedBackward,
     StagedForward,
     StreamingForward,
+    StripsBackward,
     resident_backward_bytes,
     resident_columns_bytes,
     staged_backward_bytes,
     staged_forward_bytes,
+    strips_backward_bytes,
     team_bytes,
 )
 from cupynorm._spec import CPP_TYPES, ITEMSIZE, BackwardSpec, ForwardSpec, compute_dtype
@@ -56,6 +58,7 @@ class Instantiation:
     shared_bytes: int
     cluster_blocks: int = 1
     overlaps: bool = False
+    at_once: bool = False
 
 
 def _expression(template: str, *arguments: Any) -> str:
@@ -222,6 +225,28 @@ def backward_instantiations(
                 config.cluster_blocks,
             ),
         )
+    elif isinstance(config, StripsBackward):
+        template = _expression(
+            "norm_backward_strips",
+            *types,
+            CPP_TYPES[spec.dbias],
+            *options,
+            spec.bitmask,
+            config.block_threads,
+            config.group_rows,
+            config.vector,
+        )
+        passes = (
+            Instantiation(
+                "backward_strips.cu",
+                template,
+                # dx, dx_stride, dweight, dbias, arrived, exchange; n_rows, n_cols; inv_n
+                operands + "PqPPPPqq" + scalar,
+                config.block_threads,
+                strips_backward_bytes(spec, config),
+                at_once=True,
+            ),
+        )
     else:
         threads, vector = config.row_threads, config.vector
         passes = (
@@ -339,6 +364,7 @@ def load(kernel: Instantiation, device: int) -> _driver.Kernel:
                 kernel.parameters,
                 kernel.cluster_blocks,
                 kernel.overlaps,
+                kernel.at_once,
             )
             _modules[kernel] = module
             _functions[kernel, device] = function

@@ -19,13 +19,16 @@ from cupynorm._config import (
     ResidentForward,
     StagedBackward,
     StagedForward,
+    StreamingBackward,
+    StripsBackward,
     backward_config,
     few_rows_backward_config,
     few_rows_config,
     forward_config,
     pack_length,
+    strips_exchange_bytes,
 )
-from cupynorm._driver import Kernel
+from cupynorm._driver import Kernel, set_to_zero
 from cupynorm._spec import ITEMSIZE, BackwardSpec, ForwardSpec, compute_dtype
 
 __all__ = ["BackwardPlan", "ForwardPlan", "backward_plan", "forward_plan"]
@@ -34,6 +37,7 @@ __all__ = ["BackwardPlan", "ForwardPlan", "backward_plan", "forward_plan"]
 COLUMN_BLOCKS_PER_MULTIPROCESSOR = 4
 
 WITHOUT_CLUSTERS = 80  # an architecture
+COUNT_BYTES = 16  # of the arrivals of strips, an int; what is behind it stays aligned
 
 
 @cache
@@ -145,7 +149,8 @@ class BackwardPlan:
     Scratch is one row of partial sums a cluster of blocks for each weight gradient, at most the
     larger of 4 * multiprocessors and MOST_RESIDENT_ROWS rows of n values of the compute dtype, and
     three values a row of x where rows are too long for shared memory. A lone row that is resident
-    needs none, rows whose weight gradients have blocks of their own a value a row for LayerNorm.
+    needs none, rows whose weight gradients have blocks of their own a value a row for LayerNorm,
+    and strips a count and what their blocks tell each other.
     """
 
     kernels: tuple[Kernel, ...]
@@ -160,6 +165,8 @@ class BackwardPlan:
     resident: bool  # few rows, held in registers
     column_blocks: int  # that sum their weight gradients; else 0
     column_kernel: bool  # by a kernel of their own
+    strips: int  # of which each is a block's, where rows are taken so; else 0
+    exchange_bytes: int  # for what they tell each other
 
     def _partials(self, m: int) -> int:
         return min(-(-m // self.rows_per_block), self.most_clusters)
@@ -171,6 +178,8 @@ class BackwardPlan:
 
     def scratch_bytes(self, m: int) -> int:
         """Return the bytes of scratch that a launch over m rows needs, aligned to 16."""
+        if self.strips:
+            return COUNT_BYTES + self.exchange_bytes
         of_a_row = 3 if self.tiles else 1 if self.column_kernel else 0
         return self._partial_bytes(m) + of_a_row * m * self.itemsize
 
@@ -196,14 +205,19 @@ class BackwardPlan:
         n, kernels = self.n, self.kernels
         operands = (dy, dy_stride, x, x_stride, weight, mean, rstd, bitmask)
         partials = self._partials(m)
+        outputs: tuple[float, ...]
         if m and self.tiles:
             coefficients = scratch + self._partial_bytes(m)
             rows = (coefficients, m, n, 1 / n)
             kernels[0].launch(stream, m * self.cluster_blocks, (*operands, *rows))
             columns = (coefficients, dx, dx_stride, scratch, partials, m, n)
             kernels[1].launch(stream, self.tiles * partials, (*operands, *columns))
+        elif self.strips:
+            set_to_zero(stream, scratch, COUNT_BYTES)
+            outputs = (dx, dx_stride, dweight, dbias, scratch, scratch + COUNT_BYTES, m, n, 1 / n)
+            kernels[0].launch(stream, self.strips, (*operands, *outputs))
         elif m:
-            outputs: tuple[float, ...] = (dx, dx_stride, scratch, m, n, 1 / n)
+            outputs = (dx, dx_stride, scratch, m, n, 1 / n)
             if self.resident:
                 of_rows = dweight, dbias
                 if self.reduction_blocks:
@@ -274,6 +288,9 @@ def many_rows_backward_plan(spec: BackwardSpec, n: int, vector: int, device: int
     kernels = _load_backward(spec, config, device)
     rows, tiles = 1, 0
     clusters = at_once = multiprocessors(device)
+    if isinstance(config, StripsBackward) and config.strips > at_once * kernels[0].blocks_at_once():
+        config = backward_config(spec, n, vector, capability, in_strips=False)
+        kernels = _load_backward(spec, config, device)
     if config.cluster_blocks > 1:
         at_once = kernels[0].clusters_at_once()
         if at_once == 0:  # a slice of a GPU
@@ -285,7 +302,7 @@ def many_rows_backward_plan(spec: BackwardSpec, n: int, vector: int, device: int
         clusters = at_once
         if config.cluster_blocks == 1:
             clusters *= config.blocks_per_multiprocessor
-    else:
+    elif isinstance(config, StreamingBackward):
         tiles = -(-n // (config.column_threads * pack_length(spec.x)))
         clusters = -(-clusters * COLUMN_BLOCKS_PER_MULTIPROCESSOR // tiles)
     return _backward_plan(
@@ -305,6 +322,9 @@ def _backward_plan(
 ) -> BackwardPlan:
     sums = config.reduction
     column_blocks, column_kernel = 0, False
+    strips = exchange_bytes = 0
+    if isinstance(config, StripsBackward):
+        strips, exchange_bytes = config.strips, strips_exchange_bytes(spec, config)
     if isinstance(config, ResidentBackward) and config.column_threads:
         column_kernel = spec.norm == "layer_norm"
         # In the kernel of the rows they come in clusters as well.
@@ -323,6 +343,8 @@ def _backward_plan(
         resident=isinstance(config, ResidentBackward),
         column_blocks=column_blocks,
         column_kernel=column_kernel,
+        strips=strips,
+        exchange_bytes=exchange_bytes,
     )
 
 

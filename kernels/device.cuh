@@ -88,6 +88,22 @@ __device__ __forceinline__ void cluster_barrier() {
 #endif
 }
 
+// Between the blocks of a grid that all run at once (a cooperative launch): a warp, by all its lanes,
+// says that it is there, and shows what they have written to every thread that waits until so many
+// warps are. The count is 0 before the launch.
+__device__ __forceinline__ void report_arrival(unsigned* arrived) {
+  __syncwarp();
+  if (thread_index() % 32 == 0) {
+    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(arrived) : "memory");
+  }
+}
+__device__ __forceinline__ void wait_for_arrivals(const unsigned* arrived, unsigned expected) {
+  unsigned found;
+  do {
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(found) : "l"(arrived) : "memory");
+  } while (found < expected);
+}
+
 // A mailbox counts the bytes that the blocks of a cluster send to its block, or copy_bulk brings: a
 // barrier that says when all have come would, unlike it, wait for each block's stores to device
 // memory as well.

@@ -23,6 +23,7 @@ from cupynorm._bench import FLUSH, Clock
 from cupynorm._config import (
     ResidentForward,
     StagedBackward,
+    StripsBackward,
     backward_config,
     few_rows_backward_config,
     few_rows_config,
@@ -130,6 +131,23 @@ def instantiations(architecture: int) -> list[Instantiation]:
         )
         config = forward_config(held, packs * 8, 8, architecture)
         kernels[forward_instantiation(held, config)] = None
+    # Strips: few threads with long groups, and the most threads.
+    for norm, x, wide, packs, bitmask in itertools.product(
+        ("rms_norm", "layer_norm"),
+        ("float64", "float32", "float16", "bfloat16"),
+        (False, True),
+        (24_576, 32_768, 49_152, 65_536),
+        (False, True),
+    ):
+        if not every and (wide or x == "float16"):
+            continue
+        weight, bias, _, dy = (widest if wide else usual)(x)
+        strips = BackwardSpec(norm, x, dy, weight, bias, bitmask, bitmask)
+        n = packs * pack_length(x)
+        for vector in (1, pack_length(x)):
+            config = backward_config(strips, n, vector, architecture)
+            if isinstance(config, StripsBackward):
+                kernels |= dict.fromkeys(backward_instantiations(strips, config))
     # What is streamed by two blocks a multiprocessor, of 32 registers a thread.
     for x, zero_centered in itertools.product(("float32", "float16", "bfloat16"), (False, True)):
         for weight in ("float32", x) if zero_centered else ("float32", x, None):

@@ -19,6 +19,7 @@ from cupynorm._config import (
     StagedForward,
     StreamingBackward,
     StreamingForward,
+    StripsBackward,
     backward_config,
     few_rows_backward_config,
     few_rows_config,
@@ -43,7 +44,14 @@ SWITCH = (False, True)
 ARCHITECTURES = (75, 80, 86, 89, 90, 100, 120)
 
 Spec = ForwardSpec | BackwardSpec
-Config = ResidentForward | StagedForward | StreamingForward | StagedBackward | StreamingBackward
+Config = (
+    ResidentForward
+    | StagedForward
+    | StreamingForward
+    | StagedBackward
+    | StripsBackward
+    | StreamingBackward
+)
 
 # Every spec there is.
 FORWARD = tuple(
@@ -92,7 +100,8 @@ def instantiate(spec: Spec, config: Any) -> tuple[Instantiation, ...]:
 
 
 def is_streaming(config: Config) -> bool:
-    return isinstance(config, (StreamingForward, StreamingBackward))
+    """Tell whether no block or cluster holds a row."""
+    return isinstance(config, (StreamingForward, StreamingBackward, StripsBackward))
 
 
 def team_of(config: Any) -> int:
@@ -351,6 +360,8 @@ def row_layout(config: Any) -> tuple[Any, ...]:
         return type(config), config.cluster_blocks, config.block_threads
     if isinstance(config, StreamingBackward):
         return type(config), config.cluster_blocks, config.row_threads, config.column_threads
+    if isinstance(config, StripsBackward):
+        return type(config), config.strips, config.block_threads
     clustered = getattr(config, "cluster_blocks", 1)
     return type(config), team_of(config), config.packs_per_thread, clustered
 
@@ -383,13 +394,14 @@ def test_a_config_depends_on_nothing_but_its_arguments(spec: Spec, ns: list[int]
 # changes bits and speed, and is meant to be seen. The weight (and LayerNorm's bias) is float32, dy
 # and y have x's dtype.
 RESIDENT, STAGED, STREAMED = ResidentForward, StagedForward, StreamingForward
+STREAMED_BACKWARD = StreamingBackward
 LONGEST: dict[int, tuple[tuple[tuple[type, int], ...], ...]] = {
     # architecture: RMSNorm forward, LayerNorm forward, RMSNorm backward, LayerNorm backward
     90: (
         ((RESIDENT, 32), (STAGED, 56), (STREAMED, 64), (STAGED, 1024)),
         ((RESIDENT, 16), (STAGED, 512)),
-        ((StagedBackward, 256),),
-        ((StagedBackward, 256),),
+        ((StagedBackward, 256), (STREAMED_BACKWARD, 320), (StripsBackward, 1024)),
+        ((StagedBackward, 256), (STREAMED_BACKWARD, 320), (StripsBackward, 1024)),
     ),
     80: (((RESIDENT, 32),), ((RESIDENT, 32),), ((StagedBackward, 24),), ((StagedBackward, 24),)),
     86: (((RESIDENT, 32),), ((RESIDENT, 32),), ((StagedBackward, 16),), ((StagedBackward, 16),)),
@@ -531,7 +543,7 @@ def test_long_rows_are_streamed_by_clusters(norm: str, architecture: int, blocks
     forward = ForwardSpec(norm, "float32", "float32", "float32", "float32", False, True, False)
     backward = BackwardSpec(norm, "float32", "float32", "float32", "float32", False, False)
     for spec, vector in itertools.product((forward, backward), (1, 4)):
-        config = configure(spec, 262148, vector, architecture)
+        config = configure(spec, 262148, vector, architecture)  # more than strips hold, too
         assert isinstance(config, (StreamingForward, StreamingBackward))
         # RMSNorm's forward has four times as many, where a multiprocessor holds 2048 threads.
         more = spec is forward and norm == "rms_norm" and architecture in (90, 100)
@@ -623,12 +635,85 @@ def test_layer_norm_copies_full_rows_in_bulk() -> None:
         assert config.bulk == (architecture == 90)
 
 
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("x", DTYPES)
+def test_strips_are_of_whole_packs_and_all_run_at_once(x: str, norm: str) -> None:
+    length = pack_length(x)
+    for dy, architecture in itertools.product((x, "float64"), ARCHITECTURES):
+        spec = BackwardSpec(norm, x, dy, "float32", "float32", False, False)
+        for packs in (20479, 20480, 20481, 24577, 40_000, 65535, 65536, 65537):
+            for n in (packs * length, packs * length - 1):
+                config = backward_config(spec, n, vectors(spec, n)[-1], architecture)
+                threads = -(-packs // 4096) * 32
+                in_strips = n % length == 0 and 192 <= threads <= 512
+                if not (in_strips and architecture >= 90):
+                    assert not isinstance(config, StripsBackward), (n, architecture)
+                    continue
+                assert isinstance(config, StripsBackward), (n, architecture)
+                assert config.block_threads == threads
+                assert (config.strips - 1) * threads < packs <= config.strips * threads
+                assert 100 < config.strips <= 128
+                # Halves of a group are summed at once where a whole one is too much.
+                assert config.group_rows <= 16
+                assert config.group_rows <= 7 or config.group_rows % 2 == 0
+                bytes_of_row = threads * length * (ITEMSIZE[x] + ITEMSIZE[dy])
+                shared_bytes = instantiate(spec, config)[0].shared_bytes
+                assert 2 * config.group_rows * bytes_of_row < shared_bytes
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize(("multiprocessors", "at_once"), [(132, 1), (127, 1), (64, 2), (63, 2)])
+def test_strips_that_do_not_all_run_at_once_are_streamed(
+    monkeypatch: pytest.MonkeyPatch, multiprocessors: int, at_once: int, norm: Any
+) -> None:
+    def load(kernel: Instantiation, device: int) -> Any:
+        def launch(stream: int, blocks: int, arguments: Any) -> None:
+            launched.append((kernel, blocks, arguments))
+
+        return SimpleNamespace(
+            at_once=kernel.at_once,
+            blocks_at_once=lambda: at_once,
+            clusters_at_once=lambda: 30,
+            launch=launch,
+        )
+
+    launched: list[Any] = []
+    zeroed: list[Any] = []
+    monkeypatch.setattr(_jit, "load", load)
+    monkeypatch.setattr(_plans, "set_to_zero", lambda *arguments: zeroed.append(arguments))
+    monkeypatch.setattr(_plans, "multiprocessors", lambda device: multiprocessors)
+    monkeypatch.setattr(_plans, "architecture", lambda device: 90)
+    plan_of = _plans.many_rows_backward_plan
+    monkeypatch.setattr(_plans, plan_of.__name__, plan_of.__wrapped__)
+    spec = BackwardSpec(norm, "float32", "float32", "float32", None, False, False)
+    plan = _plans.backward_plan(spec, 3, 262144, 4, -3)
+    if multiprocessors * at_once < 128:
+        assert [kernel.at_once for kernel in plan.kernels] == [False] * 3
+        assert plan.cluster_blocks == 4
+        return
+    sums, rows = (3, 6) if norm == "layer_norm" else (1, 7)
+    for m in (3, 0):
+        launched.clear()
+        zeroed.clear()
+        # The count, and of two groups each row's sums by 128 blocks.
+        assert plan.scratch_bytes(m) == 16 + 2 * rows * sums * 128 * 4
+        plan.launch(5, m, *range(1, 13), 1 << 20)
+        assert zeroed == [(5, 1 << 20, 16)]
+        [(kernel, blocks, arguments)] = launched
+        assert (kernel.at_once, kernel.expression.partition("<")[0], blocks) == (
+            *(True, "norm_backward_strips", 128),
+        )
+        assert arguments[-5:] == (1 << 20, (1 << 20) + 16, m, 262144, 1 / 262144)
+
+
 @pytest.mark.parametrize(
     ("n", "groups"), [(1, 32), (8192, 32), (8193, 16), (65536, 4), (262144, 1), (1 << 40, 1)]
 )
 def test_long_rows_have_few_groups_of_partials(n: int, groups: int) -> None:
     spec = BackwardSpec("rms_norm", "bfloat16", "bfloat16", "float32", None, False, False)
     for architecture in ARCHITECTURES:
+        if isinstance(backward_config(spec, n, 1, architecture), StripsBackward):
+            continue
         reduction = backward_config(spec, n, 1, architecture).reduction
         assert reduction is not None
         assert reduction.groups == groups
@@ -656,7 +741,7 @@ def test_blocks_have_the_shared_memory_that_there_is(spec: Spec, n: int, archite
 
 
 # Row lengths, in packs, of every kind of config.
-PACKS = (1, 8, 33, 64, 97, 200, 400, 1000, 1024, 2048, 5000, 40_000, 200_000)
+PACKS = (1, 8, 33, 64, 97, 200, 400, 1000, 1024, 2048, 5000, 20_000, 40_000, 200_000)
 
 
 @pytest.mark.parametrize("all_specs", [FORWARD, BACKWARD], ids=["forward", "backward"])
@@ -690,6 +775,9 @@ def test_gradients_are_reduced_by_a_last_kernel(spec: BackwardSpec, n: int) -> N
     config: Any = configure(spec, n, 1)
     templates = [k.expression.partition("<")[0] for k in instantiate(spec, config)]
     staged = isinstance(config, StagedBackward)
+    if isinstance(config, StripsBackward):
+        assert templates == ["norm_backward_strips"]
+        return
     assert templates == [
         *(["norm_backward"] if staged else ["norm_backward_coefficients", "norm_backward_columns"]),
         *(["reduce_partials"] if spec.weight or spec.dbias else []),

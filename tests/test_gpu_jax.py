@@ -243,6 +243,22 @@ def test_a_command_buffer_replays_launches_without_python(layers: int, launches:
     np.testing.assert_array_equal(found, x)
 
 
+def test_strips_in_a_command_buffer() -> None:
+    # A count set to zero and a cooperative launch, recorded and replayed.
+    @functools.partial(jax.jit, compiler_options={"xla_gpu_graph_min_graph_size": 1})
+    def gradients(dy: Any, *operands: Any) -> Any:
+        return jax.vjp(cupynorm.jax.layer_norm, *operands)[1](dy)
+
+    x, dy = (values((9, 98304), seed=seed) for seed in (1, 2))
+    weight, bias = (values((98304,), seed=seed) for seed in (3, 4))
+    forward = cupynorm.layer_norm_forward(x, weight, bias)
+    expected = cupynorm.layer_norm_backward(dy, x, weight, forward.mean, forward.rstd, bias=bias)
+    on_gpu = [jnp.asarray(array) for array in (dy, x, weight, bias)]
+    for _ in range(5):
+        for found, same in zip(gradients(*on_gpu), expected, strict=True):
+            np.testing.assert_array_equal(found, same)
+
+
 def test_calls_from_several_threads_are_right() -> None:
     function = jax.jit(cupynorm.jax.layer_norm)
     arrays = [jnp.asarray(values((65, 768), seed=seed)) for seed in range(8)]

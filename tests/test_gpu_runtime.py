@@ -211,7 +211,7 @@ def test_more_than_2_to_the_31_elements() -> None:
 
 @pytest.mark.parametrize("norm", NORMS)
 def test_outputs_in_place(norm: str) -> None:
-    for n in (768, 769, 40000):
+    for n in (768, 769, 40000, 98304):
         x = to_cupy(make_values("normal", (37, n), DTYPES["float32"], 1))
         dy = to_cupy(make_values("normal", (37, n), DTYPES["float32"], 2))
         weight = to_cupy(make_values("normal", (n,), np.float32, 3))
@@ -278,14 +278,15 @@ def test_an_address_inside_an_element_is_refused() -> None:
 def test_no_rows(norm: str) -> None:
     import cupy
 
-    x = cupy.empty((0, 4, 768), np.float16)
-    weight = cupy.ones(768, np.float32)
-    poison()
-    forward, backward = run(norm, x, weight, x)
-    assert forward.y.shape == backward.dx.shape == (0, 4, 768)
-    assert forward.rstd.shape == (0, 4)
-    assert not to_numpy(backward.dweight).any()
-    assert not to_numpy(backward.dbias).any()
+    for n in (768, 196608):
+        x = cupy.empty((0, 4, n), np.float16)
+        weight = cupy.ones(n, np.float32)
+        poison()
+        forward, backward = run(norm, x, weight, x)
+        assert forward.y.shape == backward.dx.shape == (0, 4, n)
+        assert forward.rstd.shape == (0, 4)
+        assert not to_numpy(backward.dweight).any()
+        assert not to_numpy(backward.dbias).any()
 
 
 # ---- streams, graphs, threads, processes, devices ------------------------------------------------
@@ -309,10 +310,34 @@ def test_launches_follow_the_current_stream() -> None:
 
 
 @pytest.mark.parametrize("norm", NORMS)
+def test_kernels_that_fill_the_gpu_run_on_several_streams(norm: str) -> None:
+    import cupy
+
+    # Strips, whose blocks wait for each other; beside them, kernels that fill the GPU as well.
+    x = to_cupy(make_values("normal", (40, 98304), DTYPES["float32"], 1))
+    dy = to_cupy(make_values("normal", (40, 98304), DTYPES["float32"], 2))
+    weight = to_cupy(make_values("normal", (98304,), np.float32, 3))
+    _, expected = run(norm, x, weight, dy)
+    cupy.cuda.Device().synchronize()
+    streams = [cupy.cuda.Stream(non_blocking=True, priority=p) for p in (0, 0, -1, -1)]
+    results = []
+    for _ in range(8):
+        for stream in streams:
+            with stream:
+                beside = cupy.sqrt(x)
+                results.append((run(norm, x, weight, dy)[1], beside))
+    for stream in streams:
+        stream.synchronize()
+    for backward, _ in results:
+        for field in ("dx", "dweight", "dbias"):
+            assert_same_bits(getattr(backward, field), getattr(expected, field))
+
+
+@pytest.mark.parametrize("norm", NORMS)
 def test_a_warm_call_is_captured_into_a_graph(norm: str) -> None:
     import cupy
 
-    for n in (1024, 40000):
+    for n in (1024, 40000, 98304):
         x = to_cupy(make_values("normal", (64, n), DTYPES["float32"], 1))
         dy = to_cupy(make_values("normal", (64, n), DTYPES["float32"], 2))
         weight = to_cupy(make_values("normal", (n,), np.float32, 3))

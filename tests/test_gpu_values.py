@@ -330,6 +330,24 @@ def test_what_the_bitmask_drops_may_be_nan(norm: str) -> None:
     )
 
 
+@pytest.mark.parametrize("m", [1, 16, 37, 70])
+@pytest.mark.parametrize("name", ["float32", "float16", "bfloat16", "float64"])
+@pytest.mark.parametrize("norm", NORMS)
+def test_rows_in_strips(norm: str, name: str, m: int) -> None:
+    length = 16 // DTYPES[name].itemsize
+    regimes = ("mean_1e4", "extreme", "mixed_rows", "nonfinite", "zero_rows", "constant_rows")
+    for packs, regime in zip((24576, 24576, 24600, 30001, 50000, 65536), regimes, strict=True):
+        n = packs * length
+        check(
+            norm,
+            make_values(regime, (m, n), DTYPES[name], n + m),
+            make_values("normal", (n,), np.float32, n + 1),
+            None if m == 16 else make_values("normal", (n,), np.float32, n + 2),
+            relu=RELUS[1] if m == 37 else None,
+            key=("strips", name),
+        )
+
+
 @pytest.mark.parametrize("norm", NORMS)
 def test_two_axes_of_512_make_one_row_of_262144(norm: str) -> None:
     x = make_values("normal", (6, 512, 512), DTYPES["bfloat16"], 5)

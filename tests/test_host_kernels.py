@@ -124,6 +124,22 @@ def test_a_gpu_without_room_for_a_cluster(build: Build, norm: str, name: str) ->
     check_problem(gpu, case.problem())
 
 
+@pytest.mark.parametrize("norm", NORMS)
+def test_a_gpu_whose_blocks_do_not_all_run_at_once(build: Build, norm: str) -> None:
+    case = next(case for case in CASES if (case.name, case.norm) == ("cluster_tiles", norm))
+    at_once, others = case.gpu(None), case.gpu(None)
+    others.blocks_at_once = 1
+    for gpu in (at_once, others):
+        check_problem(gpu, case.problem())
+    assert [kernel.at_once for kernel in at_once.launched] == [False, False, True]
+    assert not any(kernel.at_once for kernel in others.launched)
+    assert [kernel.cluster_blocks for kernel in others.launched[2:]] == [4, 1, 1]
+    build.compile(others.launched)
+    gpu = case.gpu(build)
+    gpu.blocks_at_once = 1
+    check_problem(gpu, case.problem())
+
+
 @pytest.mark.parametrize("case", FEW, ids=str)
 def test_few_rows_have_the_bits_of_many(build: Build, case: Case) -> None:
     build.compile(kernels_of([case]))
@@ -207,6 +223,7 @@ def test_the_cases_reach_every_regime() -> None:
         "norm_backward_coefficients",
         "norm_backward_coefficients, a row to a cluster",
         "norm_backward_columns",
+        "norm_backward_strips",
         "reduce_partials",
     } <= reached
 

@@ -112,6 +112,9 @@ COLUMNS_MEAN, COLUMNS_IN_PLACE = few("columns_mean"), few("columns_in_place")
 BULK, BULK_TEAMS = staged("backward.cu", bulk=True, m=7), staged("backward.cu", bulk=True, teams=3)
 BULK_CLUSTER = staged("backward.cu", bulk=True, cluster_blocks=2, m=20)
 
+STRIPS = staged("backward_strips.cu", m=11)
+STRIPS_BITMASK = staged("backward_strips.cu", bitmask=True)
+
 MUTATIONS = [
     # ---- bounds ----
     Mutation(
@@ -852,6 +855,103 @@ MUTATIONS = [
         "",
         VALUE,
         case("stream_mean"),
+    ),
+    # ---- strips ----
+    Mutation(
+        "one strip is not waited for",
+        "backward_strips.cu",
+        "static_cast<unsigned>(group + 1) * strips);",
+        "static_cast<unsigned>(group + 1) * strips - 1);",
+        f"{UNWRITTEN}|{RACE}",
+        STRIPS,
+    ),
+    Mutation(
+        "nobody says that a strip is there",
+        "backward_strips.cu",
+        "    report_arrival(arrived);\n",
+        "",
+        STUCK,
+        STRIPS,
+    ),
+    Mutation(
+        "a strip is there before its sums are",
+        "backward_strips.cu",
+        "    if (warp != kLastWarp) return;\n",
+        "    if (warp != kLastWarp) return;\n    report_arrival(arrived);\n",
+        f"{UNWRITTEN}|{RACE}",
+        STRIPS,
+    ),
+    Mutation(
+        "all groups exchange in one place",
+        "backward_strips.cu",
+        "return exchange + group % 2 * GroupRows",
+        "return exchange + 0 * GroupRows",
+        RACE,
+        STRIPS,
+    ),
+    Mutation(
+        "what is known of a group goes too soon",
+        "backward_strips.cu",
+        "constexpr int kKnown = 4;",
+        "constexpr int kKnown = 3;",
+        RACE,
+        STRIPS,
+    ),
+    Mutation(
+        "a group is not waited for",
+        "backward_strips.cu",
+        "      wait_for_copies<0>();\n",
+        "",
+        RACE,
+        STRIPS,
+    ),
+    Mutation(
+        "rows past the last are copied",
+        "backward_strips.cu",
+        "const int n = row < n_rows ? n_own : 0;",
+        "const int n = n_own;",
+        OUT_OF_BOUNDS,
+        STRIPS,
+    ),
+    Mutation(
+        "rows past the last are written",
+        "backward_strips.cu",
+        "for (int r = 0; r < rows_of(group); ++r) {",
+        "for (int r = 0; r < GroupRows; ++r) {",
+        OUT_OF_BOUNDS,
+        STRIPS,
+    ),
+    Mutation(
+        "strips of dy as it came",
+        "backward_strips.cu",
+        "      keep(pack, load_bits(bytes, first, row < n_rows ? n_cols : 0), first);\n",
+        "",
+        VALUE,
+        STRIPS_BITMASK,
+    ),
+    Mutation(
+        "the last group's weight gradients are lost",
+        "backward_strips.cu",
+        " || group + 1 == groups) {",
+        ") {",
+        VALUE,
+        STRIPS,
+    ),
+    Mutation(
+        "weight gradients count twice",
+        "backward_strips.cu",
+        "        of_weight[i] = of_bias[i] = 0;\n",
+        "",
+        VALUE,
+        staged("backward_strips.cu", m=150),
+    ),
+    Mutation(
+        "xhat is not centred again, strips",
+        "backward_strips.cu",
+        " - of_row.means.h;",
+        ";",
+        VALUE,
+        staged("backward_strips.cu", regime="mean_1e6"),
     ),
     Mutation(
         "the mean's rounding stays in y",

@@ -118,6 +118,10 @@ class Runtime:
     def forget_all(self) -> None:
         self.library.forget_all_spans()
 
+    def set_to_zero(self, address: int, nbytes: int) -> None:
+        """Write zeros, which kernels may then read."""
+        self.library.set_to_zero(ctypes.c_size_t(address), ctypes.c_longlong(nbytes))
+
     def first_unwritten(self, address: int, nbytes: int) -> int:
         return int(
             self.library.first_unwritten(ctypes.c_size_t(address), ctypes.c_longlong(nbytes))

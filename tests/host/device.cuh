@@ -40,6 +40,8 @@ void expect_bytes(void* mailbox, int bytes);
 void send_to_block(void* shared, void* mailbox, int block, const void* value, int bytes);
 void wait_for_bytes(void* mailbox, int parity);
 void copy_bulk(void* shared, const void* global, int bytes, void* mailbox);
+void report_arrival(unsigned* arrived);
+void wait_for_arrivals(const unsigned* arrived, unsigned expected);
 }  // namespace host
 
 __forceinline__ int thread_index() { return host::thread_index(); }
@@ -92,6 +94,11 @@ __forceinline__ void store_past_l1(uint4* memory, uint4 value) { *memory = value
 
 __forceinline__ int block_in_cluster() { return host::block_in_cluster(); }
 __forceinline__ void cluster_barrier() { host::cluster_barrier(); }
+
+__forceinline__ void report_arrival(unsigned* arrived) { host::report_arrival(arrived); }
+__forceinline__ void wait_for_arrivals(const unsigned* arrived, unsigned expected) {
+  host::wait_for_arrivals(arrived, expected);
+}
 
 using Mailbox = unsigned long long;
 __forceinline__ void open_mailbox(Mailbox* mailbox) { host::open_mailbox(mailbox); }

@@ -324,6 +324,39 @@ __device__ __forceinline__ void exchange_letters(int turn, int bytes) {
 }
 
 template <typename T>
+__global__ void counts_where_nothing_was_written(T* values) {
+  report_arrival(reinterpret_cast<unsigned*>(values));  // fault
+}
+
+template <typename T>
+__global__ void counts_past_the_array(T* values) {
+  report_arrival(reinterpret_cast<unsigned*>(values + 64));  // fault
+}
+
+// Two warps of each block are there once the block has met.
+template <typename T>
+__device__ unsigned* count_of_warps(T* values) {
+  unsigned* count = reinterpret_cast<unsigned*>(values);
+  if (block_index() == 0 && thread_index() == 0) *count = 0;
+  cluster_barrier();
+  const int warp = 2 * block_in_cluster() + thread_index() / 32;
+  if (thread_index() % 32 == 5) values[4 + warp] = 1;
+  report_arrival(count);
+  return count;
+}
+
+template <typename T>
+__global__ void waits_for_one_arrival_too_many(T* values) {
+  wait_for_arrivals(count_of_warps(values), 5);  // fault
+}
+
+template <typename T>
+__global__ void waits_for_one_arrival_too_few(T* values) {
+  wait_for_arrivals(count_of_warps(values), 3);
+  if (values[7] == 2) values[8] = 1;  // fault
+}
+
+template <typename T>
 __global__ void sends_to_no_mailbox(T*) {
   cluster_barrier();
   send_to_block(letters(), mailbox(), 0, {1.0f});  // fault

@@ -120,6 +120,9 @@ class Memory:
             begins = begins + array.ctypes.data
             self.runtime.register(begins, run, array.itemsize, initialized, name)
 
+    def set_to_zero(self, stream: int, address: int, nbytes: int) -> None:
+        self.runtime.set_to_zero(address, nbytes)
+
     def forget_all(self) -> None:
         self.kept.clear()
         self.runtime.forget_all()
@@ -140,6 +143,8 @@ class Gpu:
         The kernels that ran, in order.
     clusters_at_once : int
         Of any kernel.
+    blocks_at_once : int
+        Of any kernel, on one multiprocessor.
     """
 
     def __init__(
@@ -155,10 +160,11 @@ class Gpu:
         self.launched: list[Instantiation] = []
         self.repeats = False
         self.clusters_at_once = 2
+        self.blocks_at_once = 64
         self.cupy: Any = _cupy(self.memory)
         self.architecture = architecture
         self._launch = _copy_of_launch(
-            self.cupy, self._load, multiprocessors, architecture, few_rows
+            self.cupy, self.memory, self._load, multiprocessors, architecture, few_rows
         )
 
     def forward(
@@ -270,6 +276,9 @@ class _Kernel:
     def clusters_at_once(self) -> int:
         return self.gpu.clusters_at_once
 
+    def blocks_at_once(self) -> int:
+        return self.gpu.blocks_at_once
+
     def launch(self, stream: int, blocks: int, arguments: tuple[Any, ...]) -> None:
         kernel, gpu = self.kernel, self.gpu
         gpu.launched.append(kernel)
@@ -293,7 +302,7 @@ class _Kernel:
             self.library.call_kernel,
             blocks,
             kernel.block_threads,
-            kernel.cluster_blocks,
+            blocks if kernel.at_once else kernel.cluster_blocks,
             kernel.shared_bytes,
             addresses,
             # The first template parameter is x's dtype, or that of the partials.
@@ -336,6 +345,7 @@ _copies = itertools.count()
 
 def _copy_of_launch(
     cupy: Any,
+    memory: Memory,
     load: Callable[[Instantiation, int], Any],
     multiprocessors: int,
     architecture: int,
@@ -345,6 +355,7 @@ def _copy_of_launch(
     plans = _copy_of("_plans", {})
     plans.multiprocessors = lambda device: multiprocessors  # type: ignore[attr-defined]
     plans.architecture = lambda device: architecture  # type: ignore[attr-defined]
+    plans.set_to_zero = memory.set_to_zero  # type: ignore[attr-defined]
     if not few_rows:
         plans.few_rows_config = lambda *_: None  # type: ignore[attr-defined]
         plans.few_rows_backward_config = lambda *_, **__: None  # type: ignore[attr-defined]

@@ -1,5 +1,5 @@
-// Runs a kernel on the host, a fiber for each thread of a cluster of blocks (of one block, as a rule),
-// and checks every access to memory.
+// Runs a kernel on the host, a fiber for each thread of a cluster of blocks (of one block, as a rule, or
+// of all blocks of a grid that runs at once), and checks every access to memory.
 //
 // Kernels are compiled with -fsanitize=thread and the like, by which g++ calls a function before
 // each access; those functions are defined here, in place of the sanitizers' own. Memory that a
@@ -34,8 +34,8 @@ using Time = std::uint32_t;
 
 constexpr int kWarp = 32;
 constexpr int kMaxThreads = 1024;
-constexpr int kMaxClusterBlocks = 16;
-constexpr int kMaxFibers = kMaxThreads * kMaxClusterBlocks;
+constexpr int kMaxClusterBlocks = 128;
+constexpr int kMaxFibers = 1 << 16;
 constexpr int kBarriers = 16;
 constexpr std::size_t kStackBytes = 256 << 10;
 constexpr long long kMaxEvents = 100'000'000;  // of a launch; beyond, a loop does not end
@@ -97,6 +97,7 @@ enum class State {
   kAtBarrier,
   kAtClusterBarrier,
   kAtMailbox,
+  kAtArrivals,
   kFinished
 };
 
@@ -117,6 +118,8 @@ struct Fiber {
   const void* place = nullptr;  // where it waits
   int detail = 0;               // the shuffle's distance or the barrier's number
   int bytes = 0;                // of a shuffle's value
+  Address count = 0;            // of arrivals
+  std::uint32_t expected = 0;
   int collectives = 0;
   Time now = 0;
   std::size_t known = 0;     // what other threads did, as an index of `knowledge`
@@ -169,6 +172,7 @@ std::vector<Fiber> fibers(kMaxThreads);
 std::vector<Warp> warps(kMaxFibers / kWarp);
 Barrier barriers[kMaxClusterBlocks][kBarriers];
 Barrier cluster_barrier;
+std::map<Address, Joint> arrivals;  // by their count, of those that are in it
 std::map<Address, Mailbox> mailboxes[kMaxClusterBlocks];
 // By thread, the last time of its own that a barrier has made visible. Threads that met at a
 // barrier share one.
@@ -445,6 +449,8 @@ const char* name_of(State state) {
       return "wait at the cluster's barrier";
     case State::kAtMailbox:
       return "wait for a mailbox";
+    case State::kAtArrivals:
+      return "wait for arrivals";
     default:
       return "have finished";
   }
@@ -716,6 +722,42 @@ void wait_for_bytes(Address address, int parity, const void* place) {
   if (mailbox.times_full > 0) take(mailbox.was_full);
 }
 
+// ---- arrivals --------------------------------------------------------------------------------------
+
+// A count of arrivals in device memory.
+std::uint32_t* count_at(Address address, const void* place) {
+  Span* span = find_registered(address, address + 4);
+  if (span == nullptr) report_access("out of bounds: counts in", address, 4, place);
+  for_each_granule(*span, address, 4, [&](const Granule& granule) {
+    if (granule.written.time == 0) report_access("uninitialized: counts in", address, 4, place);
+  });
+  return reinterpret_cast<std::uint32_t*>(address);
+}
+
+// Of a warp, once all its lanes are there.
+void report_arrival(Address address, const void* place) {
+  meet(State::kAtVote, 0, 0, 0, place);
+  if (current % kWarp != 0) return;
+  ++*count_at(address, place);
+  Joint& joint = arrivals[address];
+  leave(joint);
+  joint.after.clear();
+  for (int i = 0; i < cluster_threads; ++i) {
+    Fiber& fiber = fibers[i];
+    const bool waits = fiber.state == State::kAtArrivals && fiber.count == address;
+    if (waits && *count_at(address, place) >= fiber.expected) fiber.state = State::kReady;
+  }
+}
+
+void wait_for_arrivals(Address address, std::uint32_t expected, const void* place) {
+  if (*count_at(address, place) < expected) {
+    arrive(State::kAtArrivals, 0, 0, place);
+    fibers[current].count = address, fibers[current].expected = expected;
+    wait();
+  }
+  take(arrivals[address]);
+}
+
 // ---- clusters ------------------------------------------------------------------------------------
 
 // What other blocks send to one that ends may still be under way, unless one of its threads knows that
@@ -787,6 +829,7 @@ bool run_cluster() {
     std::fill(warps[i].met, warps[i].met + kWarp, launched);
   }
   cluster_barrier.waiting.clear();
+  arrivals.clear();
   for (int block = 0; block < cluster_blocks; ++block) {
     for (Barrier& barrier : barriers[block]) barrier.waiting.clear();
     running[block] = threads;
@@ -915,6 +958,13 @@ void wait_for_bytes(void* mailbox, int parity) {
   ::wait_for_bytes(reinterpret_cast<Address>(mailbox), parity, CALLER);
 }
 
+void report_arrival(unsigned* arrived) {
+  ::report_arrival(reinterpret_cast<Address>(arrived), CALLER);
+}
+void wait_for_arrivals(const unsigned* arrived, unsigned expected) {
+  ::wait_for_arrivals(reinterpret_cast<Address>(arrived), expected, CALLER);
+}
+
 void copy_bulk(void* shared, const void* global, int bytes, void* mailbox) {
   ::copy_bulk(reinterpret_cast<Address>(shared), reinterpret_cast<Address>(global), bytes,
               reinterpret_cast<Address>(mailbox), CALLER);
@@ -1004,6 +1054,13 @@ void forget_all_spans() {
   last_hit = nullptr;
 }
 
+// Before a launch; the range must be registered.
+void set_to_zero(Address begin, long long bytes) {
+  std::memset(reinterpret_cast<void*>(begin), 0, bytes);
+  for_each_granule(*find_registered(begin, begin + bytes), begin, static_cast<unsigned>(bytes),
+                   [](Granule& granule) { granule.written.time = 1; });
+}
+
 // The first byte of a registered range that nothing wrote, or -1.
 long long first_unwritten(Address begin, long long bytes) {
   const Span* span = find_registered(begin, begin + bytes);
@@ -1041,6 +1098,10 @@ int launch(void (*call)(void**), long long grid, int block_threads, int blocks_i
     return 0;
   }
   cluster_threads = cluster_blocks * threads;
+  if (cluster_threads > kMaxFibers) {
+    report.message = format("%d blocks of %d threads at once", cluster_blocks, threads);
+    return 0;
+  }
   std::vector<std::vector<std::uint64_t>> words(cluster_blocks,
                                                 std::vector<std::uint64_t>(shared_bytes / 8 + 17));
   for (int block = 0; block < cluster_blocks; ++block) {

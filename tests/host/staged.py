@@ -1,4 +1,4 @@
-"""The kernels that spread a row over stages and clusters, each in configurations of the test's own.
+"""Kernels that spread a row over stages, clusters or a grid, in configurations of the test's own.
 
 Those that cupynorm._config chooses are for rows longer than the host has time for.
 """
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from strategies import DTYPES, Layout, make_values
 
-from cupynorm import NormBackward, NormForward, reference, testing
+from cupynorm import NormBackward, NormForward, pack_bitmask, reference, testing
 from cupynorm._config import pack_length
 from cupynorm._jit import Instantiation, kernels_directory
 from cupynorm._spec import CPP_TYPES, ITEMSIZE, compute_dtype
@@ -21,6 +21,8 @@ from host.build import Build
 from host.gpu import Array, Gpu
 
 __all__ = ["STAGED", "Staged"]
+
+REGIMES = ("mean_1e6", "extreme", "mixed_rows", "nonfinite", "zero_rows")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,12 +48,24 @@ class Staged:
     hold_weight: bool = False
     stage_bias: bool = False  # though the weight is held
     bulk: bool = False
-    groups: int = 2  # blocks of the grid, or clusters
+    bitmask: bool = False
+    groups: int = 2  # blocks of the grid, or clusters; not of strips
+    group_rows: int = 2  # of strips
 
     def __str__(self) -> str:
         over = f"{self.cluster_blocks}x{self.teams}x{self.row_threads}x{self.packs_per_thread}"
+        if self.in_strips:
+            over = f"{self.strips}x{self.row_threads}x{self.group_rows}"
         what = f"{self.file.removesuffix('.cu')}-{self.norm}-{self.x}-{self.other}-{self.regime}"
         return f"{what}-{self.m}x{self.n}-{over}-{self.stages}{'-bulk' if self.bulk else ''}"
+
+    @property
+    def in_strips(self) -> bool:
+        return self.file == "backward_strips.cu"
+
+    @property
+    def strips(self) -> int:
+        return -(-self.n // self.columns)
 
     @property
     def block_threads(self) -> int:
@@ -81,10 +95,11 @@ class Staged:
             "Y": rest,
             "Centered": self.norm == "layer_norm",
             "ZeroCentered": self.zero_centered,
-            "DBias": self.dbias,
+            "DBias": (operand if self.dbias else "None") if self.in_strips else self.dbias,
+            "GroupRows": self.group_rows,
             "StoreStatistics": True,
             "Relu": False,
-            "Bitmask": False,
+            "Bitmask": self.bitmask,
             "HoldWeight": self.hold_weight,
             "HoldBias": self.hold_weight and not self.stage_bias,
             "Bulk": self.bulk,
@@ -100,18 +115,27 @@ class Staged:
         chosen = (arguments[parameter.split()[1]] for parameter in match[1].split(","))
         spelled = ", ".join(str(a).lower() if isinstance(a, bool) else str(a) for a in chosen)
         scalar = "d" if compute_dtype(self.x) == "float64" else "f"
-        letters = {"backward.cu": "PqPqPPPPPqPqq", "forward_staged.cu": "PqPPPqPPPqq"}
+        letters = {
+            "backward.cu": "PqPqPPPPPqPqq",
+            "backward_strips.cu": "PqPqPPPPPqPPPPqq",
+            "forward_staged.cu": "PqPPPqPPPqq",
+        }
         return Instantiation(
             self.file,
             f"{match[2]}<{spelled}>",
-            letters[self.file] + scalar * (1 if self.file == "backward.cu" else 4),
+            letters[self.file] + scalar * (4 if self.file == "forward_staged.cu" else 1),
             self.block_threads,
             self._shared_bytes(),
             self.cluster_blocks,
+            at_once=self.in_strips,
         )
 
     def _shared_bytes(self) -> int:
         compute = ITEMSIZE[compute_dtype(self.x)]
+        if self.in_strips:
+            stage = self.columns * (ITEMSIZE[self.x] + ITEMSIZE[self.other or self.x])
+            of_warps = 2 * self._sums_of_a_row * self.row_threads // 32
+            return self.group_rows * (2 * stage + (20 + of_warps) * compute)
         slots = self.cluster_blocks * max(1, self.row_threads // 32)
         mailboxes = 16 if self.cluster_blocks > 1 else 0
         scratch = mailboxes + (0 if slots == 1 else 2 * self.teams * slots * 4 * compute)
@@ -129,6 +153,10 @@ class Staged:
         partials = elements * compute if self.teams > 1 and gradients else 0
         return scratch + stages + partials
 
+    @property
+    def _sums_of_a_row(self) -> int:
+        return 3 if self.norm == "layer_norm" else 1
+
     def check(self, build: Build) -> None:
         """Run the kernel and check what it returns."""
         gpu = Gpu(build)
@@ -140,7 +168,7 @@ class Staged:
         )
         with gpu.fresh_memory():
             on_gpu = gap.apply(gpu.cupy, x)
-            if self.file == "backward.cu":
+            if self.file != "forward_staged.cu":
                 dy = make_values("normal", x.shape, dtype, 4)
                 dy_on_gpu = gap.apply(gpu.cupy, dy)
                 self._check_backward(gpu, (dy, x, weight), (dy_on_gpu, on_gpu))
@@ -154,7 +182,7 @@ class Staged:
             spelled.append(0 if argument is None else argument)
             if isinstance(argument, Array) and argument.shape == (self.m, self.n):
                 spelled.append(argument.strides[0] // argument.itemsize)
-        blocks = self.groups * self.cluster_blocks
+        blocks = self.strips if self.in_strips else self.groups * self.cluster_blocks
         gpu.run(self.kernel(), blocks, *spelled)
 
     def _check_forward(self, gpu: Gpu, host: Any, x: Array) -> None:
@@ -185,20 +213,32 @@ class Staged:
             None if row is None else gpu.cupy.array(row)
             for row in (weight, forward.mean, forward.rstd)
         )
-        gradients = (weight is not None) + self.dbias
-        partials = gpu.cupy.empty((gradients, self.groups, self.n), compute)
-        sizes = (self.m, self.n, compute(1 / self.n))
-        self._launch(gpu, *rows, *operands, None, dx, partials, *sizes)
         dtype = x.dtype if weight is None else weight.dtype
-        sums = list(gpu.to_numpy(partials).sum(axis=1, dtype=np.float64).astype(dtype))
-        dweight = None if weight is None else sums.pop(0)
+        passes = np.random.default_rng(5).random(x.shape) < 0.5
+        bitmask = pack_bitmask(passes) if self.bitmask else None
+        bits = None if bitmask is None else gpu.cupy.array(bitmask)
+        sizes = (self.m, self.n, compute(1 / self.n))
+        if self.in_strips:
+            dweight = None if weight is None else gpu.cupy.empty(self.n, dtype)
+            dbias = gpu.cupy.empty(self.n, dtype) if self.dbias else None
+            exchanged = 2 * self.group_rows * self._sums_of_a_row * self.strips
+            exchange = gpu.cupy.zeros(1, np.uint32), gpu.cupy.empty(exchanged, compute)
+            self._launch(gpu, *rows, *operands, bits, dx, dweight, dbias, *exchange, *sizes)
+            gradients = gpu.to_numpy(dweight), gpu.to_numpy(dbias)
+        else:
+            wanted = weight is not None, self.dbias
+            partials = gpu.cupy.empty((sum(wanted), self.groups, self.n), compute)
+            self._launch(gpu, *rows, *operands, bits, dx, partials, *sizes)
+            sums = iter(gpu.to_numpy(partials).sum(axis=1, dtype=np.float64).astype(dtype))
+            gradients = tuple(next(sums) if one else None for one in wanted)
         testing.check_backward(
             self.norm,
-            NormBackward(gpu.to_numpy(dx), dweight, sums.pop(0) if self.dbias else None),
+            NormBackward(gpu.to_numpy(dx), *gradients),
             *host,
             forward.mean,
             forward.rstd,
             bias=self.dbias,
+            bitmask=bitmask,
             axis=-1,
             zero_centered=self.zero_centered,
         )
@@ -206,11 +246,35 @@ class Staged:
 
 def _staged() -> Iterable[Staged]:
     for norm in ("rms_norm", "layer_norm"):
-        for file in ("backward.cu", "forward_staged.cu"):
+        for file in ("backward.cu", "backward_strips.cu", "forward_staged.cu"):
 
             def staged(m: int, n: int, x: str = "float32", **how: Any) -> Staged:
                 return Staged(file, norm, m, n, x, **how)  # noqa: B023
 
+            if file == "backward_strips.cu":
+                yield from (
+                    # Groups that the rows fill or do not, one of them, two and several.
+                    *(staged(m, 600) for m in (1, 2, 3, 4, 5, 11)),
+                    staged(9, 1024, group_rows=3, zero_centered=True),
+                    staged(5, 512, other=None, dbias=False),
+                    staged(7, 776, "float16", other="bfloat16", row_threads=32, group_rows=1),
+                    staged(8, 400, row_threads=96, in_place=True, group_rows=4),
+                    staged(70, 300, row_threads=32, dbias=False, in_place=True),
+                    staged(13, 904, "bfloat16", other="float32", row_threads=32, group_rows=5),
+                    staged(6, 252, "float64", other="float64", row_threads=32),
+                    staged(6, 251, "bfloat16", other="bfloat16", row_threads=32),
+                    staged(9, 470, "float64", other="float32", row_threads=64),
+                    # More groups than a warp has rows, and strips than it has lanes.
+                    staged(23, 4352, row_threads=32, group_rows=10),
+                    *(
+                        staged(m, n, x, bitmask=True, row_threads=32)
+                        for m, n, x in ((7, 300, "float32"), (6, 333, "bfloat16"))
+                    ),
+                    # More rows than weight gradients are summed of at once.
+                    staged(150, 136, row_threads=32, group_rows=4),
+                    *(staged(7, 520, regime=regime, row_threads=64) for regime in REGIMES),
+                )
+                continue
             yield from (
                 staged(9, 200),
                 staged(5, 256, other=None, dbias=False, packs_per_thread=2),
@@ -240,7 +304,7 @@ def _staged() -> Iterable[Staged]:
                 staged(7, 301, "float16", other="float32", cluster_blocks=2, row_threads=32),
                 *(
                     staged(7, 290, regime=regime, row_threads=row_threads, cluster_blocks=blocks)
-                    for regime in ("mean_1e6", "extreme", "mixed_rows", "nonfinite", "zero_rows")
+                    for regime in REGIMES
                     for row_threads, blocks in ((96, 1), (64, 2))
                 ),
             )
