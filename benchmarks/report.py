@@ -168,7 +168,10 @@ def _origin(report: dict[str, Any], source: Path, folder: Path) -> Iterator[str]
 
 
 def _resumed(report: dict[str, Any]) -> str:
-    """Say how often a run went on."""
+    """Say how often a run went on, or on how many GPUs."""
+    gpus = report["machine"].get("uuid", "").split(results.SEPARATOR)
+    if len(gpus) > 1:
+        return f", on {len(gpus)} GPUs of one machine, each problem on one of them"
     times = len(report.get("sessions", ()))
     return f", resumed {times} time{'s' * (times > 1)} on the same GPU" if times else ""
 

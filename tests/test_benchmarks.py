@@ -37,6 +37,7 @@ from benchmarks import (  # noqa: E402
     compare,
     cudnn_graphs,
     host,
+    join,
     plots,
     problems,
     regimes,
@@ -669,7 +670,9 @@ SEEN_BY_NCU = [
     for name in (
         ["norm_forward"]
         if problem.direction == "forward"
-        else ["norm_backward", regimes.LAST_OF_BACKWARD]
+        else ["norm_backward_strips"]
+        if problem.cols == 262144
+        else ["norm_backward", "reduce_partials"]
     )
 ]
 
@@ -677,7 +680,7 @@ SEEN_BY_NCU = [
 def test_kernels_seen_by_ncu_belong_to_their_regimes() -> None:
     records = regimes.parse(printed_by_ncu(SEEN_BY_NCU))
     assert [r["kernel"] for r in records] == SEEN_BY_NCU
-    assert [r["cols"] for r in records[-2:]] == [262144, 262144]
+    assert [r["cols"] for r in records[-3:]] == [65536, 65536, 262144]
     assert {r["seconds"] for r in records} == {1e-9}
     assert {r["bytes_written"] for r in records} == {3001}
     assert all(len(row) == len(regimes.HEAD) for row in regimes.table(records))
@@ -1127,6 +1130,52 @@ def test_only_a_file_of_a_run_is_resumed(tmp_path, monkeypatch) -> None:
         run.main([str(path), "--resume"])
 
 
+def test_runs_on_two_gpus_are_joined_if_they_are_alike(synthetic, tmp_path, capsys) -> None:
+    paths = [tmp_path / f"{norm}.json" for norm in ("rms_norm", "layer_norm")]
+    measured, host = synthetic["measurements"], synthetic["host"]
+    for path, uuid in zip(paths, ("01234567", "89abcdef"), strict=True):
+        own = [record for record in measured if record["norm"] == path.stem]
+        part = synthetic | {"measurements": own, "started": uuid, "complete": True}
+        part["machine"] = synthetic["machine"] | {"uuid": uuid}
+        part["host"] = host if path is paths[0] else []
+        results.save(part, path)
+    joined = tmp_path / "joined.json"
+    arguments = [str(joined), *map(str, paths)]
+    join.main(arguments)
+    whole = results.load(joined, "benchmarks.run")
+    assert sorted(map(str, whole["measurements"])) == sorted(map(str, measured))
+    assert (whole["host"], whole["complete"]) == (host, True)
+    assert whole["machine"]["uuid"] == "01234567, 89abcdef"
+    begun = [session["started"] for session in (whole, *whole["sessions"])]
+    assert begun == ["01234567", "89abcdef"]
+    report.main([str(joined)])
+    text = joined.with_suffix(".md").read_text(encoding="utf-8")
+    assert ", started 01234567, on 2 GPUs of one machine, each problem on one of them." in text
+
+    def refused(*others: str) -> str:
+        before = joined.read_text()
+        with pytest.raises(SystemExit) as stopped:
+            join.main([str(tmp_path / "none.json"), str(paths[0]), *others])
+        assert stopped.value.code == 2
+        assert not (tmp_path / "none.json").exists()
+        assert joined.read_text() == before
+        return capsys.readouterr().err
+
+    assert "a problem is in more than one of the files" in refused(str(joined))
+    other = results.load(paths[1])
+    for changed, name in (
+        ({"commit": "1" * 40}, "commit"),
+        ({"machine": other["machine"] | {"driver": "1.0"}}, "driver"),
+        ({"method": 7}, "method of timing"),
+    ):
+        results.save(other | changed, tmp_path / "other.json")
+        message = f"the files are of another commit or machine: {name}\n"
+        assert refused(str(tmp_path / "other.json")).endswith(message)
+    with pytest.raises(SystemExit):
+        join.main(arguments)
+    assert f"{joined} exists: name another file" in capsys.readouterr().err
+
+
 def test_the_readme_shows_the_recorded_results(tmp_path) -> None:
     source, readme = tmp_path / "results" / RECORDED.name, tmp_path / "README.md"
     source.parent.mkdir()
@@ -1542,9 +1591,11 @@ def test_options_that_select_nothing_say_why(arguments, message, capsys) -> None
 def test_commands_of_the_readme_are_understood(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)  # where no results file is
     text = README.read_text(encoding="utf-8")
-    commands = re.findall(r"^python -m benchmarks\.run (.+)$", text, re.MULTILINE)
+    command = r"^(?:CUDA_VISIBLE_DEVICES=\d )?python -m benchmarks\.run (.+)$"
+    commands = re.findall(command, text, re.MULTILINE)
     parsed = [run.parse(shlex.split(command)) for command in commands]
-    assert {options.results.name for options in parsed} == {"results.json", "h200.json"}
+    names = {"results.json", "h200.json", "rms_norm.json", "layer_norm.json"}
+    assert {options.results.name for options in parsed} == names
     assert ["cupynorm", "quack"] in [options.backends for options in parsed]
 
 
