@@ -1,69 +1,99 @@
-"""Join runs on several GPUs of one machine: ``python -m benchmarks.join all.json a.json b.json``.
+"""Join the parts of a run that several GPUs of one machine shared.
 
-Each problem must be in one of the files alone, so that what is compared is of one GPU.
+``python -m benchmarks.join whole.json part.json part.json`` writes whole.json. Each part is a file
+of benchmarks.run, of one GPU (CUDA_VISIBLE_DEVICES) and of some operations (--operations), so that
+what is compared was measured on one GPU; the parts have no problem in common. Of their machines the
+versions and sizes must agree, as they do on one machine. The time that the whole took is that of
+its longest part.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from benchmarks import results
 
+Report = dict[str, Any]
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.join", description=__doc__)
-    parser.add_argument("joined", type=Path, help="the file to write")
-    parser.add_argument("results", type=Path, nargs="+", help="files of benchmarks.run")
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.join",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("whole", type=Path, metavar="WHOLE", help="the file to write")
+    parser.add_argument("parts", type=Path, nargs="+", metavar="PART", help="files to read")
     options = parser.parse_args(arguments)
-    if options.joined.exists():
-        parser.error(f"{options.joined} exists: name another file")
+    if options.whole.exists():
+        parser.error(f"{options.whole} exists: name another file")
     try:
-        reports = [results.load(path, "benchmarks.run") for path in options.results]
-        results.save(join(reports), options.joined)
+        parts = {path.name: results.load(path, "benchmarks.run") for path in options.parts}
+        results.save(join(parts), options.whole)
     except (OSError, ValueError) as error:
         parser.error(str(error))
 
 
-def join(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return one file's contents; a ValueError says why they do not belong together."""
-    first, *others = map(_common, reports)
-    for other in others:
-        differs = sorted(k for k in first | other if first.get(k) != other.get(k))
+def join(parts: Mapping[str, Report]) -> Report:
+    """Return the whole of parts by their names; a ValueError says why they do not fit together."""
+    (name, first), *others = parts.items()
+    for other_name, other in others:
+        here, there = _common(first), _common(other)
+        differs = [
+            f"{k} {here.get(k)!r} and {there.get(k)!r}"
+            for k in here | there
+            if k not in _libraries(first) ^ _libraries(other) and here.get(k) != there.get(k)
+        ]
         if differs:
-            raise ValueError(f"the files are of another commit or machine: {', '.join(differs)}")
-    problems = [{results.problem_of(r) for r in report["measurements"]} for report in reports]
-    if len(set().union(*problems)) < sum(map(len, problems)):
-        raise ValueError("a problem is in more than one of the files")
+            raise ValueError(f"{name} and {other_name} differ: {'; '.join(differs)}")
+    for what, taken in (
+        ("GPU", (part["machine"].get("uuid", "unknown") for part in parts.values())),
+        ("problem", (p for part in parts.values() for p in dict.fromkeys(_problems(part)))),
+        ("host time", ((r["operation"], r["backend"]) for r in _all(parts, "host"))),
+        ("first call", ((r["backend"], r["cache"]) for r in _all(parts, "first_calls"))),
+    ):
+        (again, times), *_ = Counter(taken).most_common(1) or [(None, 0)]
+        if times > 1:
+            raise ValueError(f"more than one of {', '.join(parts)} has the {what} {again}")
+    uuids = (part["machine"]["uuid"] for part in parts.values())
     return {
-        **reports[0],
-        "machine": {
-            **reports[0]["machine"],
-            "uuid": results.SEPARATOR.join(report["machine"]["uuid"] for report in reports),
-        },
-        "backends": {k: fact for report in reports for k, fact in report["backends"].items()},
-        "sessions": [session for report in reports for session in _sessions(report)][1:],
-        **{
-            name: [record for report in reports for record in report[name]]
-            for name in ("measurements", "host", "first_calls")
-        },
-        "elapsed_seconds": max(report.get("elapsed_seconds", 0.0) for report in reports),
-        "complete": all(report.get("complete") for report in reports),
+        **first,
+        "machine": first["machine"] | {"uuid": results.SEPARATOR.join(uuids)},
+        "backends": {k: fact for part in parts.values() for k, fact in part["backends"].items()},
+        "sessions": [session for part in parts.values() for session in _sessions(part)][1:],
+        **{name: _all(parts, name) for name in ("measurements", "host", "first_calls")},
+        "elapsed_seconds": max(part.get("elapsed_seconds", 0.0) for part in parts.values()),
+        "complete": all(part.get("complete") for part in parts.values()),
     }
 
 
-def _sessions(report: dict[str, Any]) -> list[dict[str, Any]]:
+def _all(parts: Mapping[str, Report], name: str) -> list[Any]:
+    return [record for part in parts.values() for record in part[name]]
+
+
+def _problems(part: Report) -> Iterable[Any]:
+    return map(results.problem_of, part["measurements"])
+
+
+def _sessions(part: Report) -> list[dict[str, Any]]:
     """Return when and how a run was begun, and each time that it went on."""
-    begun = {name: report[name] for name in ("started", "arguments")}
-    return [begun, *report.get("sessions", ())]
+    begun = {name: part.get(name) for name in ("started", "arguments")}
+    return [begun, *part.get("sessions", ())]
 
 
-def _common(report: dict[str, Any]) -> dict[str, Any]:
-    """Return what runs on GPUs of one machine must have in common."""
-    what = {"commit": report["commit"], "method of timing": report.get("method")}
-    return what | {name: fact for name, fact in report["machine"].items() if name != "uuid"}
+def _libraries(part: Report) -> set[str]:
+    return set(part["backends"])
+
+
+def _common(part: Report) -> dict[str, Any]:
+    """Return what parts of one run must have in common, and the libraries that they measured."""
+    what = {"commit": part["commit"], "method of timing": part.get("method")}
+    machine = {name: fact for name, fact in part["machine"].items() if name != "uuid"}
+    return what | machine | part["backends"]
 
 
 if __name__ == "__main__":

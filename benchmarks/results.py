@@ -18,7 +18,7 @@ FORMAT = 1
 # How times are measured, counted up when files are no longer comparable by it. 1, which older files
 # do not name: the flush of the L2 left what was loaded with evict_last; 2: it displaces that, too.
 METHOD = 2
-SEPARATOR = ", "  # of the GPUs of files that were joined
+SEPARATOR = " and "  # of the GPUs of a file whose parts were joined
 ROOT = Path(__file__).resolve().parent.parent
 
 Record = dict[str, Any]

@@ -2,8 +2,9 @@
 
 Pure functions of the spec, the row length N, the GPU's architecture and `vector`, the elements
 moved by one access. What the bits of a row depend on (row_threads, packs_per_thread,
-cluster_blocks) follows from the spec, N and the architecture alone; vector, and the kernels of few
-rows, decide only what does not show in y, the statistics and dx.
+cluster_blocks; strips and their block_threads) follows from the spec, N and the architecture alone,
+and from whether the GPU has room for clusters, or for strips all at once; vector, and the kernels
+of few rows, decide only what does not show in y, the statistics and dx.
 
 A pack is 16 bytes of x. Registers and shared memory bound what a block may hold:
 tests/test_compile.py compiles the configurations for every supported architecture and fails on a
@@ -186,8 +187,8 @@ class StreamingBackward:
 class StripsBackward:
     """Rows longer than a cluster holds, each block a strip of them all, `block_threads` packs wide.
 
-    They are taken in groups of `group_rows`, of which two are in shared memory. All blocks run at
-    once, so that other kernels wait for their end, and they for that of others; none shares its
+    They are taken in groups of `group_rows`, of which two are in shared memory. A cooperative
+    launch of `strips` blocks, which begins when the GPU has room for them all; none shares its
     weight gradients with another.
     """
 
@@ -682,12 +683,12 @@ def strips_backward_bytes(spec: BackwardSpec, config: StripsBackward) -> int:
     """Return the shared memory of a block: see kernels/backward_strips.cu."""
     row = config.block_threads * pack_length(spec.x) * (ITEMSIZE[spec.x] + ITEMSIZE[spec.dy])
     of_warps = 2 * _gradient_sums(spec) * config.block_threads // 32
-    known = 4 * 5
+    known = 4 * 5  # groups, and what is known of each of their rows
     return config.group_rows * (2 * row + (of_warps + known) * ITEMSIZE[compute_dtype(spec.x)])
 
 
 def strips_exchange_bytes(spec: BackwardSpec, config: StripsBackward) -> int:
-    """Return the memory by which the blocks tell each other their sums, beside their count."""
+    """Return the bytes of device memory in which the blocks exchange their sums of rows."""
     values = 2 * config.group_rows * _gradient_sums(spec) * config.strips
     return values * ITEMSIZE[compute_dtype(spec.x)]
 
@@ -703,11 +704,11 @@ def _strips_backward(
     """Return the configuration of rows that no cluster holds, by strips of 192 to 512 packs.
 
     Read once, not twice as they would be streamed: RMSNorm of 32 rows of 262144 float32 takes
-    41 us, not 57, LayerNorm 47, not 60; of 512 rows 476, not 654, and 540, not 676. Below 192 packs
+    41 us, not 58, LayerNorm 46, not 61; of 512 rows 482, not 653, and 552, not 674. Below 192 packs
     the blocks' waiting for each other shows: 256 rows of 133120 bfloat16 take 134 us, not 110, and
     155, not 116; and so do packs that are moved by single elements: of 200001 612, not 314, and
-    638, not 367 (H200). It is N alone that decides, as it does the bits of dx: rows of whole packs
-    at addresses that make them so are in strips.
+    638, not 367 (H200). N alone decides, never the alignment, since the bits of dx must not depend
+    on it: rows of whole packs are in strips at unaligned addresses, too, though slower there.
     """
     whole, rest = divmod(n, pack_length(spec.x))
     block_threads = -(-whole // (32 * MOST_STRIPS)) * 32

@@ -37,7 +37,7 @@ __all__ = ["BackwardPlan", "ForwardPlan", "backward_plan", "forward_plan"]
 COLUMN_BLOCKS_PER_MULTIPROCESSOR = 4
 
 WITHOUT_CLUSTERS = 80  # an architecture
-COUNT_BYTES = 16  # of the arrivals of strips, an int; what is behind it stays aligned
+COUNT_BYTES = 16  # of the strips' count of arrivals, an unsigned int; what is behind it is aligned
 
 
 @cache
@@ -148,9 +148,9 @@ class BackwardPlan:
 
     Scratch is one row of partial sums a cluster of blocks for each weight gradient, at most the
     larger of 4 * multiprocessors and MOST_RESIDENT_ROWS rows of n values of the compute dtype, and
-    three values a row of x where rows are too long for shared memory. A lone row that is resident
+    three values a row of x where rows are streamed. A lone row that is resident
     needs none, rows whose weight gradients have blocks of their own a value a row for LayerNorm,
-    and strips a count and what their blocks tell each other.
+    and strips a count and the sums that their blocks exchange.
     """
 
     kernels: tuple[Kernel, ...]
@@ -166,7 +166,7 @@ class BackwardPlan:
     column_blocks: int  # that sum their weight gradients; else 0
     column_kernel: bool  # by a kernel of their own
     strips: int  # of which each is a block's, where rows are taken so; else 0
-    exchange_bytes: int  # for what they tell each other
+    exchange_bytes: int  # of the sums that they exchange
 
     def _partials(self, m: int) -> int:
         return min(-(-m // self.rows_per_block), self.most_clusters)

@@ -1,13 +1,13 @@
 // Backward of RMSNorm and LayerNorm for rows longer than a cluster holds; formulas and names as in
 // backward.cu.
 //
-// The columns are dealt out to the blocks, which all run at once: each has its strip of every row, and
-// the weight gradients of its columns to itself. Rows are taken in groups, two of which are in shared
+// The columns are dealt out to the blocks, which all run at once (a cooperative launch): each has its
+// strip of every row, and the weight gradients of its columns to itself. Rows are taken in groups, two of which are in shared
 // memory: while the blocks tell each other their sums of one, those of the next are formed.
 //
-// Layout:    as backward.cu. exchange: for two groups in turn, of each row each sum of all strips.
-//            arrived: 0, counts warps that have told their block's sums of a group.
-// Grid:      block b has columns b * kColumns ... (b + 1) * kColumns - 1.
+// Layout:    as backward.cu. exchange: (2, GroupRows, kSums, strips), for two groups in turn. arrived:
+//            0; counts the warps that have told their block's sums of a group.
+// Grid:      block b has BlockThreads packs of columns, from pack b * BlockThreads on.
 // Traffic:   x, dy and weight read once, bitmask twice; dx, dweight and dbias written once.
 // Thread:    one pack of columns, of all rows.
 // Order:     a thread's elements in turn, a butterfly in each warp, the warps in turn; of all strips,
@@ -34,8 +34,8 @@ __global__ __launch_bounds__(BlockThreads, 1) void norm_backward_strips(
   using StageOfX = Stage<X, kLength, 1, BlockThreads>;
   using StageOfDY = Stage<DY, kLength, 1, BlockThreads>;
   constexpr int kStageBytes = StageOfX::kBytes + StageOfDY::kBytes;
-  // What all threads know of a row, of four groups: a warp may be one ahead of another, and knows of
-  // the one after the next.
+  // What all threads know of a row. Of four groups: a slow warp still reads of the one before while
+  // the last warp stores the statistics of the one after the next.
   struct OfRow {
     T mean, rstd;
     RowMeans<Centered, T> means;
@@ -152,7 +152,7 @@ __global__ __launch_bounds__(BlockThreads, 1) void norm_backward_strips(
       }
     }
   };
-  // The block's, which its last warp tells the others; a barrier after sum_up.
+  // The block's, which its last warp tells the others; a block's barrier after sum_up.
   const auto exchange_of = [&](int group) {
     return exchange + group % 2 * GroupRows * kSums * strips;
   };

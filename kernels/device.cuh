@@ -89,8 +89,8 @@ __device__ __forceinline__ void cluster_barrier() {
 }
 
 // Between the blocks of a grid that all run at once (a cooperative launch): a warp, by all its lanes,
-// says that it is there, and shows what they have written to every thread that waits until so many
-// warps are. The count is 0 before the launch.
+// counts itself as arrived, and what they have written is seen by every thread that has waited for
+// the count (a release and an acquire of the GPU's scope). The count is 0 before the launch.
 __device__ __forceinline__ void report_arrival(unsigned* arrived) {
   __syncwarp();
   if (thread_index() % 32 == 0) {

@@ -1137,7 +1137,8 @@ def test_runs_on_two_gpus_are_joined_if_they_are_alike(synthetic, tmp_path, caps
         own = [record for record in measured if record["norm"] == path.stem]
         part = synthetic | {"measurements": own, "started": uuid, "complete": True}
         part["machine"] = synthetic["machine"] | {"uuid": uuid}
-        part["host"] = host if path is paths[0] else []
+        if path is paths[1]:
+            part |= {"host": [], "first_calls": []}
         results.save(part, path)
     joined = tmp_path / "joined.json"
     arguments = [str(joined), *map(str, paths)]
@@ -1145,7 +1146,7 @@ def test_runs_on_two_gpus_are_joined_if_they_are_alike(synthetic, tmp_path, caps
     whole = results.load(joined, "benchmarks.run")
     assert sorted(map(str, whole["measurements"])) == sorted(map(str, measured))
     assert (whole["host"], whole["complete"]) == (host, True)
-    assert whole["machine"]["uuid"] == "01234567, 89abcdef"
+    assert whole["machine"]["uuid"] == "01234567 and 89abcdef"
     begun = [session["started"] for session in (whole, *whole["sessions"])]
     assert begun == ["01234567", "89abcdef"]
     report.main([str(joined)])
@@ -1161,16 +1162,24 @@ def test_runs_on_two_gpus_are_joined_if_they_are_alike(synthetic, tmp_path, caps
         assert joined.read_text() == before
         return capsys.readouterr().err
 
-    assert "a problem is in more than one of the files" in refused(str(joined))
-    other = results.load(paths[1])
+    first, other = map(results.load, paths)
+    path = tmp_path / "other.json"
     for changed, name in (
-        ({"commit": "1" * 40}, "commit"),
-        ({"machine": other["machine"] | {"driver": "1.0"}}, "driver"),
-        ({"method": 7}, "method of timing"),
+        ({"commit": "1" * 40}, f"commit '{'0' * 40}' and '{'1' * 40}'"),
+        ({"machine": other["machine"] | {"driver": "1.0"}}, "driver '0.0' and '1.0'"),
+        ({"method": 7}, f"method of timing {first.get('method')} and 7"),
+        ({"backends": {"quack": "2"}}, f"quack {first['backends']['quack']!r} and '2'"),
     ):
-        results.save(other | changed, tmp_path / "other.json")
-        message = f"the files are of another commit or machine: {name}\n"
-        assert refused(str(tmp_path / "other.json")).endswith(message)
+        results.save(other | changed, path)
+        assert refused(str(path)).endswith(f"rms_norm.json and other.json differ: {name}\n")
+    for changed, name in (
+        ({"machine": first["machine"]}, "GPU 01234567"),
+        ({"measurements": first["measurements"][:1]}, "problem Problem(norm='rms_norm', "),
+        ({"host": host[-1:]}, f"host time ('{host[-1]['operation']}', "),
+        ({"first_calls": first["first_calls"][:1]}, "first call ('cupynorm', "),
+    ):
+        results.save(other | {"first_calls": []} | changed, path)
+        assert f"more than one of rms_norm.json, other.json has the {name}" in refused(str(path))
     with pytest.raises(SystemExit):
         join.main(arguments)
     assert f"{joined} exists: name another file" in capsys.readouterr().err

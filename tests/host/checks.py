@@ -315,7 +315,7 @@ def _cases() -> list[Case]:
             Case("stream_wild", norm, 4, 12296, "float32", None, None, regime="extreme", eps=0.0),
             Case("stream_nonfinite", norm, 6, 12300, "float32", None, regime="nonfinite"),
             Case("staged_cluster", norm, 3, 8200, "float64", "float64", dy="float32"),
-            # Longer than clusters hold: streamed by clusters, or of whole packs backward in strips.
+            # Longer than clusters hold: streamed by clusters, whole packs backward in strips.
             Case("cluster", norm, 3, 65541, "float64", None, dy="float32", gap=2),
             Case("cluster_tiles", norm, 2, 140004, "float32", zero_centered=True, gap=4),
             Case("cluster_odd", norm, 2, 131077, "float32", "bfloat16", None, offset=1),

@@ -25,7 +25,7 @@ import numpy as np
 import cupynorm
 from cupynorm import NormBackward, NormForward, _jit
 from cupynorm._checks import trailing_axes
-from cupynorm._config import shared_limit
+from cupynorm._config import MOST_CLUSTER_BLOCKS, shared_limit
 from cupynorm._jit import Instantiation
 from host.build import Build, KernelError, runtime
 
@@ -281,6 +281,7 @@ class _Kernel:
 
     def launch(self, stream: int, blocks: int, arguments: tuple[Any, ...]) -> None:
         kernel, gpu = self.kernel, self.gpu
+        assert kernel.cluster_blocks <= MOST_CLUSTER_BLOCKS, kernel.expression
         gpu.launched.append(kernel)
         if self.library is None:
             return

@@ -264,7 +264,7 @@ def _staged() -> Iterable[Staged]:
                     staged(6, 252, "float64", other="float64", row_threads=32),
                     staged(6, 251, "bfloat16", other="bfloat16", row_threads=32),
                     staged(9, 470, "float64", other="float32", row_threads=64),
-                    # More groups than a warp has rows, and strips than it has lanes.
+                    # More rows a group than a block has warps, more strips than a warp has lanes.
                     staged(23, 4352, row_threads=32, group_rows=10),
                     *(
                         staged(m, n, x, bitmask=True, row_threads=32)
