@@ -91,7 +91,7 @@ STORING = LOADING.replace("read_words", "write_words")
 SUB_WARP = case("sub_warp_odd", x="bfloat16")
 WARPS = case("warps", x="float32")
 WARPS_ODD = case("warps_odd", x="bfloat16")
-CLUSTER_STREAM = case("cluster_tiles")
+CLUSTER_STREAM, CLUSTER_COEFFICIENTS = case("cluster_tiles"), case("cluster_odd")
 STREAM, STREAM_LONG = case("stream_odd"), case("stream_long")
 TURNS, STREAM_TURNS = case("turns"), case("stream_turns")
 MANY = case("many_partials")
@@ -1688,7 +1688,7 @@ MUTATIONS = [
         "team.block == 0 && team.rank == 0",
         "team.rank == 0",
         RACE,
-        CLUSTER_STREAM,
+        CLUSTER_COEFFICIENTS,
     ),
     Mutation(
         "a cluster's blocks take rows of their own, streaming",
@@ -1704,7 +1704,7 @@ MUTATIONS = [
         "row = block_index() / ClusterBlocks;",
         "row = block_index();",
         OUT_OF_BOUNDS,
-        CLUSTER_STREAM,
+        CLUSTER_COEFFICIENTS,
     ),
     Mutation(
         "each block of a cluster takes the columns of the first",
