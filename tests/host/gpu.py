@@ -281,7 +281,6 @@ class _Kernel:
 
     def launch(self, stream: int, blocks: int, arguments: tuple[Any, ...]) -> None:
         kernel, gpu = self.kernel, self.gpu
-        assert kernel.cluster_blocks <= MOST_CLUSTER_BLOCKS, kernel.expression
         gpu.launched.append(kernel)
         if self.library is None:
             return
@@ -298,6 +297,9 @@ class _Kernel:
         most = shared_limit(gpu.architecture)
         if kernel.shared_bytes > most:
             raise KernelError(f"{kernel.expression}: {kernel.shared_bytes} bytes of shared memory")
+        if kernel.cluster_blocks > MOST_CLUSTER_BLOCKS:
+            what = f"a grid of {blocks} blocks in clusters of {kernel.cluster_blocks}"
+            raise KernelError(f"{kernel.expression}: {what}")
         addresses = (ctypes.c_void_p * len(holders))(*(h.ctypes.data for h in holders))
         problem = gpu.memory.runtime.launch(
             self.library.call_kernel,
