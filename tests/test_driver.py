@@ -27,6 +27,7 @@ WAYS: dict[str, tuple[dict[str, Any], dict[int, tuple[int, ...]]]] = {
     "cluster": ({"cluster_blocks": 4}, {4: (4, 1, 1)}),
     "overlapping": ({"overlaps": True}, {6: (1,)}),
     "both": ({"cluster_blocks": 16, "overlaps": True}, {4: (16, 1, 1), 6: (1,)}),
+    "at once": ({"at_once": True}, {2: (1,)}),
 }
 ways = pytest.mark.parametrize("way", WAYS)
 
@@ -58,12 +59,16 @@ class Driver:
         self.by_config = 0
         self.set: list[tuple[int, int, int]] = []
         self.clusters_at_once = 0
+        self.blocks_at_once = 0
         pointer, c_int = ctypes.c_void_p, ctypes.c_int
         self.cuLaunchKernelEx = ctypes.CFUNCTYPE(c_int, *(pointer,) * 4)(self._launch)
         self.cuFuncSetAttribute = ctypes.CFUNCTYPE(c_int, pointer, c_int, c_int)(self._set)
         self.cuOccupancyMaxActiveClusters = ctypes.CFUNCTYPE(
             c_int, ctypes.POINTER(c_int), pointer, pointer
         )(self._count)
+        self.cuOccupancyMaxActiveBlocksPerMultiprocessor = ctypes.CFUNCTYPE(
+            c_int, ctypes.POINTER(c_int), pointer, c_int, ctypes.c_size_t
+        )(self._count_blocks)
 
     def launchKernel(self, *given: int) -> None:
         *config, addresses, extra = given
@@ -114,6 +119,11 @@ class Driver:
         assert function == HANDLE
         self.launches.append((*self._read(config), ()))
         found[0] = self.clusters_at_once
+        return self.statuses.pop(0) if self.statuses else 0
+
+    def _count_blocks(self, found: Any, function: int, threads: int, shared_bytes: int) -> int:
+        assert (function, threads, shared_bytes) == (HANDLE, 96, 1234)
+        found[0] = self.blocks_at_once
         return self.statuses.pop(0) if self.statuses else 0
 
 
@@ -275,6 +285,16 @@ def test_what_is_refused_is_named(monkeypatch: pytest.MonkeyPatch, options: dict
     value = options.get("shared_bytes", 1)
     with pytest.raises(RuntimeError, match=f"norm<float> .* {value}: CUDA_ERROR_1"):
         make("q", **options)
+
+
+def test_blocks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = install(monkeypatch, "q")
+    launched = make("q", at_once=True)
+    driver.blocks_at_once = 3
+    assert launched.blocks_at_once() == 3
+    driver.statuses = [912]
+    with pytest.raises(RuntimeError, match="norm<float> cannot be launched: CUDA_ERROR_912"):
+        launched.blocks_at_once()
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
