@@ -43,15 +43,17 @@ def join(parts: Mapping[str, Report]) -> Report:
     (name, first), *others = parts.items()
     for other_name, other in others:
         here, there = _common(first), _common(other)
+        of_one = first["backends"].keys() ^ other["backends"].keys()  # which the other left out
         differs = [
             f"{k} {here.get(k)!r} and {there.get(k)!r}"
             for k in here | there
-            if k not in _libraries(first) ^ _libraries(other) and here.get(k) != there.get(k)
+            if k not in of_one and here.get(k) != there.get(k)
         ]
         if differs:
             raise ValueError(f"{name} and {other_name} differ: {'; '.join(differs)}")
+    uuids = [part["machine"].get("uuid", "unknown") for part in parts.values()]
     for what, taken in (
-        ("GPU", (part["machine"].get("uuid", "unknown") for part in parts.values())),
+        ("GPU", uuids),
         ("problem", (p for part in parts.values() for p in dict.fromkeys(_problems(part)))),
         ("host time", ((r["operation"], r["backend"]) for r in _all(parts, "host"))),
         ("first call", ((r["backend"], r["cache"]) for r in _all(parts, "first_calls"))),
@@ -59,7 +61,6 @@ def join(parts: Mapping[str, Report]) -> Report:
         (again, times), *_ = Counter(taken).most_common(1) or [(None, 0)]
         if times > 1:
             raise ValueError(f"more than one of {', '.join(parts)} has the {what} {again}")
-    uuids = (part["machine"]["uuid"] for part in parts.values())
     return {
         **first,
         "machine": first["machine"] | {"uuid": results.SEPARATOR.join(uuids)},
@@ -83,10 +84,6 @@ def _sessions(part: Report) -> list[dict[str, Any]]:
     """Return when and how a run was begun, and each time that it went on."""
     begun = {name: part.get(name) for name in ("started", "arguments")}
     return [begun, *part.get("sessions", ())]
-
-
-def _libraries(part: Report) -> set[str]:
-    return set(part["backends"])
 
 
 def _common(part: Report) -> dict[str, Any]:

@@ -148,9 +148,9 @@ class BackwardPlan:
 
     Scratch is one row of partial sums a cluster of blocks for each weight gradient, at most the
     larger of 4 * multiprocessors and MOST_RESIDENT_ROWS rows of n values of the compute dtype, and
-    three values a row of x where rows are streamed. A lone row that is resident
-    needs none, rows whose weight gradients have blocks of their own a value a row for LayerNorm,
-    and strips a count and the sums that their blocks exchange.
+    three values a row of x where rows are streamed. A lone row that is resident needs none, rows
+    whose weight gradients have blocks of their own a value a row for LayerNorm, and strips a count
+    and the sums that their blocks exchange.
     """
 
     kernels: tuple[Kernel, ...]
