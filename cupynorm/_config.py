@@ -87,7 +87,8 @@ class ResidentForward:
 class StagedForward:
     """Rows in the shared memory of a cluster of blocks, `stages` of them at a time.
 
-    `hold_weight`, `hold_bias`: it is in registers, else in shared memory.
+    `hold_weight`, `hold_bias`: it is in registers, else in shared memory. `counted`: of many rows
+    a cluster takes the next when it has room, as a count in device memory says; else in turn.
     """
 
     block_threads: int
@@ -97,6 +98,7 @@ class StagedForward:
     vector: int
     hold_weight: bool
     hold_bias: bool
+    counted: bool
     full: bool
 
 
@@ -242,6 +244,7 @@ def staged_forward_bytes(spec: ForwardSpec, config: StagedForward) -> int:
     """Return the shared memory of a block: see kernels/forward_staged.cu."""
     packs = config.block_threads * config.packs_per_thread
     size = team_bytes(spec.x, config.block_threads, config.block_threads, config.cluster_blocks)
+    size += 128  # the next rows' numbers, and the rest of their line
     size += config.stages * packs * 16
     for dtype, held in ((spec.weight, config.hold_weight), (spec.bias, config.hold_bias)):
         if dtype and not held:
@@ -263,14 +266,14 @@ def forward_config(
     exceed = exceed and (spec.norm == "rms_norm" or ITEMSIZE[spec.x] == 2)
     if packs > (1024 if wide or exceed else 2048):
         paired = _paired(spec, packs, architecture)
-        # Read again from L2, 8192 rows of 28680 take 256 us, staged by two blocks 280, of 32768 271
-        # and 269; but at 24576, a tile and a half, 3594 GB/s against 3795, and in one block 32768
-        # rows of 28672 take 923 us against 950 (RMSNorm, bfloat16, H200).
+        # Read again from L2, 8192 rows of 28680 take 256 us, staged by two blocks 280; but at
+        # 24576, a tile and a half, 3594 GB/s against 3795, and in one block 32768 rows of 28672
+        # take 923 us against 950, 16384 of 32768 518 against 529, 512 22.6 against 25.4 (RMSNorm,
+        # bfloat16, H200).
         again_from_l2 = paired and ITEMSIZE[spec.x] == 2 and packs >= 3584 and n % length == 0
         staged = _staged_forward(spec, n, packs, vector, architecture, wide=wide)
         if staged is not None:
-            beats_l2 = staged.cluster_blocks == 1 and staged.packs_per_thread < 8
-            if beats_l2 or not again_from_l2:
+            if staged.cluster_blocks == 1 or not again_from_l2:
                 return staged
         if packs > (1024 if wide else 2048):
             return _streaming_forward(spec, packs, vector, architecture, paired=paired, wide=wide)
@@ -470,6 +473,7 @@ def _staged_forward(
         vector=vector,
         hold_weight=hold,
         hold_bias=hold,
+        counted=_counted(spec, cluster_blocks),
         full=n == cluster_blocks * STAGED_THREADS * packs_per_thread * length,
     )
 
@@ -520,8 +524,23 @@ def _deep_forward(
         vector=vector,
         hold_weight=True,
         hold_bias=False,
+        counted=_counted(spec, cluster_blocks),
         full=True,
     )
+
+
+def _counted(spec: ForwardSpec, cluster_blocks: int) -> bool:
+    """Return whether clusters may take rows as they have room for them.
+
+    LayerNorm of 32768 rows of 16384 takes 501 us against 530, of 16384 of 32768 502 against 535;
+    but of 8192 of 65536, where its blocks wait for the sums of three others, 534 against 519.
+    RMSNorm of 4096 of 131072 takes 502 us against 521 (bfloat16, H200). Beside the addresses of 16
+    blocks and a ReLU or a 1 to be added, NVRTC finds no registers for it.
+    """
+    if cluster_blocks <= 2:
+        return True
+    spills = cluster_blocks == MOST_CLUSTER_BLOCKS and (spec.relu or spec.zero_centered)
+    return spec.norm == "rms_norm" and not spills
 
 
 def _cluster(packs: int, packs_per_block: int) -> int:

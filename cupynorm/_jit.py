@@ -109,13 +109,14 @@ def forward_instantiation(
             config.cluster_blocks,
             config.block_threads,
             config.packs_per_thread,
+            config.counted,
             config.full,
             config.vector,
         )
         return Instantiation(
             "forward_staged.cu",
             template,
-            parameters,
+            parameters + "P",
             config.block_threads,
             staged_forward_bytes(spec, config),
             config.cluster_blocks,

@@ -77,22 +77,40 @@ struct Team {
   // A reduction in two halves, between which a thread need not wait for the others; one at a time.
   template <typename Operation, int Count, typename T>
   __device__ __forceinline__ void begin_reduction(T (&values)[Count]) {
-    static_assert(Count <= kMaxValues, "more values than the scratch has room for");
-    butterfly<Operation, (RowThreads < 32 ? RowThreads : 32)>(values);
-    if constexpr (kSlots > 1) {
-      const int lane = rank % 32;
-      T* own = slots<T>() + (block * kWarps + rank / 32) * kMaxValues;
+    send<Operation>(values, rank == 0);
+  }
+  // The same, by which one warp of the team's first block, all of whose lanes say that it `sends`,
+  // gives every thread a word of its lane 0. `words` has two places, which take turns. What the warp
+  // then asks for, by `ask`, comes before all that threads of its block do after the reduction.
+  template <typename Operation, int Count, typename T, typename Ask>
+  __device__ __forceinline__ void begin_reduction(T (&values)[Count], bool sends, int word,
+                                                  int* words, const Ask& ask) {
+    static_assert(kSlots > 1, "a barrier lies between what is sent and what is read");
+    send<Operation>(values, false);  // first: all wait for the last of these
+    int* const place = words + reductions % 2;
+    if (sends) {
       if constexpr (ClusterBlocks > 1) {
-        if (rank == 0) {
-          expect_bytes(mailbox(reductions % 2), kSlots * kSentBytes<Count, T>);
+        const float bits[1] = {float_from_bits(static_cast<unsigned>(from_first_lane(word)))};
+        if (rank % 32 < ClusterBlocks) {
+          send_to_block(reinterpret_cast<float*>(place), mailbox(reductions % 2), rank % 32, bits);
         }
-        if (lane < ClusterBlocks) send_to_block(own, mailbox(reductions % 2), lane, values);
-      } else if (lane == 0) {
-#pragma unroll
-        for (int i = 0; i < Count; ++i) own[i] = values[i];
+      } else if (rank % 32 == 0) {
+        *place = word;
+      }
+      ask();
+    }
+    if constexpr (ClusterBlocks > 1) {
+      if (rank % 32 == 0 && (block == 0 ? sends : rank == 0)) {
+        expect_bytes(mailbox(reductions % 2),
+                     kSlots * kSentBytes<Count, T> + static_cast<int>(sizeof(word)));
       }
     }
   }
+  // The word that came with the reduction finished last, before the next one begins.
+  __device__ __forceinline__ int received(const int* words) const {
+    return words[(reductions + 1) % 2];
+  }
+
   template <typename Operation, int Count, typename T>
   __device__ __forceinline__ void finish_reduction(T (&values)[Count]) {
     if constexpr (kSlots > 1) {
@@ -137,6 +155,24 @@ struct Team {
   }
 
  private:
+  // This warp's values to all blocks of the team, once combined; who `announces` them says how many
+  // bytes will come to its block.
+  template <typename Operation, int Count, typename T>
+  __device__ __forceinline__ void send(T (&values)[Count], bool announces) {
+    static_assert(Count <= kMaxValues, "more values than the scratch has room for");
+    butterfly<Operation, (RowThreads < 32 ? RowThreads : 32)>(values);
+    if constexpr (kSlots > 1) {
+      const int lane = rank % 32;
+      T* own = slots<T>() + (block * kWarps + rank / 32) * kMaxValues;
+      if constexpr (ClusterBlocks > 1) {
+        if (announces) expect_bytes(mailbox(reductions % 2), kSlots * kSentBytes<Count, T>);
+        if (lane < ClusterBlocks) send_to_block(own, mailbox(reductions % 2), lane, values);
+      } else if (lane == 0) {
+#pragma unroll
+        for (int i = 0; i < Count; ++i) own[i] = values[i];
+      }
+    }
+  }
   template <typename T>
   __device__ __forceinline__ T* slots() const {
     return reinterpret_cast<T*>(static_cast<char*>(dynamic_shared_memory()) + kMailboxBytes) +

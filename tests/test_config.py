@@ -393,12 +393,12 @@ def test_a_config_depends_on_nothing_but_its_arguments(spec: Spec, ns: list[int]
 # The longest row of each regime in turn, in KiB of x; all longer ones are streamed. A change here
 # changes bits and speed, and is meant to be seen. The weight (and LayerNorm's bias) is float32, dy
 # and y have x's dtype.
-RESIDENT, STAGED, STREAMED = ResidentForward, StagedForward, StreamingForward
+RESIDENT, STAGED = ResidentForward, StagedForward
 STREAMED_BACKWARD = StreamingBackward
 LONGEST: dict[int, tuple[tuple[tuple[type, int], ...], ...]] = {
     # architecture: RMSNorm forward, LayerNorm forward, RMSNorm backward, LayerNorm backward
     90: (
-        ((RESIDENT, 32), (STAGED, 56), (STREAMED, 64), (STAGED, 1024)),
+        ((RESIDENT, 32), (STAGED, 1024)),
         ((RESIDENT, 16), (STAGED, 512)),
         ((StagedBackward, 256), (STREAMED_BACKWARD, 320), (StripsBackward, 1024)),
         ((StagedBackward, 256), (STREAMED_BACKWARD, 320), (StripsBackward, 1024)),
@@ -433,7 +433,7 @@ def test_rows_that_fill_their_last_tile_badly_are_not_read_twice() -> None:
     for n, expected in (
         *((24576, StagedForward), (28664, StagedForward), (28668, StagedForward)),
         *((28672, StagedForward), (28680, StreamingForward), (32764, StagedForward)),
-        *((32760, StreamingForward), (32768, StreamingForward)),
+        *((32760, StreamingForward), (32768, StagedForward)),
     ):
         vector = n & -n if n % 8 else 8
         assert type(forward_config(spec, n, vector, 90)) is expected, n
@@ -454,8 +454,56 @@ def test_a_held_weight_leaves_room_for_a_third_stage(n: int) -> None:
     assert dataclasses.replace(aside, **alike) == held
 
 
+@pytest.mark.parametrize(
+    ("norm", "n", "clusters", "counted"),
+    [
+        *(("layer_norm", n, clusters, n < 65536) for n, clusters in ((16384, 3), (65536, 2))),
+        *(("rms_norm", n, clusters, True) for n, clusters in ((32768, 3), (65536, 2), (131072, 2))),
+    ],
+)
+def test_many_rows_are_counted(
+    monkeypatch: pytest.MonkeyPatch, norm: Any, n: int, clusters: int, counted: bool
+) -> None:
+    launched: list[Any] = []
+    zeroed: list[Any] = []
+    kernel = SimpleNamespace(
+        clusters_at_once=lambda: 2, launch=lambda *arguments: launched.append(arguments)
+    )
+    monkeypatch.setattr(_jit, "load", lambda *_: kernel)
+    monkeypatch.setattr(_plans, "set_to_zero", lambda *arguments: zeroed.append(arguments))
+    monkeypatch.setattr(_plans, "multiprocessors", lambda device: 3)
+    monkeypatch.setattr(_plans, "architecture", lambda device: 90)
+    plan_of = _plans.forward_plan_of
+    monkeypatch.setattr(_plans, plan_of.__name__, plan_of.__wrapped__)
+    bias = "float32" if norm == "layer_norm" else None
+    spec = ForwardSpec(norm, "bfloat16", "float32", bias, "bfloat16", False, False, False)
+    plan = _plans.forward_plan(spec, 1, n, 8, -5)
+    assert plan.takes_count
+    for m in (0, 1, 32 * clusters - 1, 32 * clusters, 10**6):
+        launched.clear()
+        zeroed.clear()
+        many = counted and m >= 32 * clusters
+        scratch = 1 << 20 if many else 0
+        assert plan.scratch_bytes(m) == (16 if many else 0)
+        plan.launch(5, m, *range(1, 10), scratch, 0.5, 2.0, 3.0)
+        assert zeroed == ([(5, scratch, 16)] if many else [])
+        blocks = min(m, clusters) * plan.cluster_blocks
+        arguments = (*range(1, 10), m, n, 1 / n, 0.5, 2.0, 3.0, scratch)
+        assert launched == ([(5, blocks, arguments)] if m else [])
+
+
+def test_rows_that_come_and_go_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_jit, "load", lambda *_: SimpleNamespace(clusters_at_once=lambda: 2))
+    monkeypatch.setattr(_plans, "architecture", lambda device: 90)
+    monkeypatch.setattr(_plans, "multiprocessors", lambda device: 3)
+    spec = ForwardSpec("rms_norm", "bfloat16", "float32", None, "bfloat16", False, False, False)
+    for n in (64, 8192, 28680, 1 << 20):
+        plan = _plans.forward_plan(spec, 10**6, n, 8, -6)
+        assert (plan.takes_count, plan.scratch_bytes(10**6)) == (False, 0)
+
+
 @pytest.mark.parametrize("architecture", [80, 90, 100])
-def test_rows_of_28672_are_staged_by_one_block_if_it_has_room(architecture: int) -> None:
+def test_rows_that_fill_one_block_are_staged_by_it_if_it_has_room(architecture: int) -> None:
     plain = ForwardSpec("rms_norm", "bfloat16", "float32", None, "bfloat16", False, True, False)
     one, two, twice = (StagedForward, 1), (StagedForward, 2), (StreamingForward, 1)
     for changes, with_clusters in (
@@ -465,8 +513,8 @@ def test_rows_of_28672_are_staged_by_one_block_if_it_has_room(architecture: int)
     ):
         spec = dataclasses.replace(plain, **changes)  # type: ignore[arg-type]
         expected = with_clusters if architecture >= 90 else twice
-        for vector in (1, 2, 4, 8):
-            config = forward_config(spec, 28672, vector, architecture)
+        for n, vector in itertools.product((28672, 32768), (1, 2, 4, 8)):
+            config = forward_config(spec, n, vector, architecture)
             assert isinstance(config, StagedForward | StreamingForward)
             assert (type(config), config.cluster_blocks) == expected, changes
 
@@ -568,10 +616,12 @@ def test_full_long_rows_are_staged_by_16_blocks(norm: str, n: int) -> None:
             assert (config.stages, config.hold_bias) == (2, False)
         else:
             assert config.stages == 3
-        # Three of a block's share of a row, behind the sums and mailboxes of 16 blocks of 16 warps.
-        shared_bytes = 8320 + 3 * (n // 16 * 4)
+        # Three of a block's share of a row, behind the sums and mailboxes of 16 blocks of 16 warps,
+        # and what rows are asked for.
+        shared_bytes = 8320 + 128 + 3 * (n // 16 * 4)
         assert forward_instantiation(spec, config).shared_bytes == shared_bytes
-        of_16_blocks.append(dataclasses.replace(config, vector=4))
+        assert config.counted == (not options and not layer_norm)
+        of_16_blocks.append(dataclasses.replace(config, vector=4, counted=False))
     assert len(set(of_16_blocks)) == 1
     for other in (
         dataclasses.replace(plain, relu=True, zero_centered=True),

@@ -20,7 +20,13 @@ from strategies import DTYPES, make_values
 import cupynorm
 from cupynorm import _driver, _jit, testing
 from cupynorm._config import MOST_ROWS_BESIDE_COLUMNS, forward_config, pack_length
-from cupynorm._plans import architecture, few_rows, few_rows_backward, forward_plan
+from cupynorm._plans import (
+    LEAST_COUNTED,
+    architecture,
+    few_rows,
+    few_rows_backward,
+    forward_plan,
+)
 from cupynorm._spec import BackwardSpec, ForwardSpec
 
 pytestmark = pytest.mark.gpu
@@ -331,6 +337,64 @@ def test_kernels_that_fill_the_gpu_run_on_several_streams(norm: str) -> None:
     for backward, _ in results:
         for field in ("dx", "dweight", "dbias"):
             assert_same_bits(getattr(backward, field), getattr(expected, field))
+
+
+@pytest.mark.parametrize(
+    ("norm", "name", "n"),
+    [
+        *(("layer_norm", "bfloat16", 16384), ("layer_norm", "bfloat16", 32760)),
+        *(("layer_norm", "float32", 12284), ("rms_norm", "bfloat16", 32768)),
+        *(("rms_norm", "bfloat16", 131072), ("rms_norm", "float32", 262144)),
+    ],
+)
+def test_many_rows_are_counted_each_once(norm: Any, name: str, n: int) -> None:
+    import cupy
+
+    bias = "float32" if norm == "layer_norm" else None
+    spec = ForwardSpec(norm, name, "float32", bias, name, False, True, False)
+    vector = (n | pack_length(name)) & -(n | pack_length(name))
+    plan = forward_plan(spec, 1, n, vector, 0)
+    if not plan.takes_count:
+        pytest.skip(f"this GPU does not stage rows of {n} {name}")
+    assert plan.most_clusters is not None
+    m = LEAST_COUNTED * plan.most_clusters + 37
+    assert plan.scratch_bytes(m) > plan.scratch_bytes(97) == 0
+    few = to_cupy(make_values("mean_1e2", (97, n), DTYPES[name], 1))
+    affine = [to_cupy(make_values("normal", (n,), np.float32, 2)) for _ in range(1 + bool(bias))]
+    word = f"u{few.itemsize}"
+    which = cupy.arange(m) % 97
+    x = few.view(word)[which].view(few.dtype)
+    forward = getattr(cupynorm, f"{norm}_forward")
+    expected = forward(few, *affine)
+
+    def assert_right(result: Any) -> None:
+        for of_few, of_many in zip(expected, result, strict=True):
+            if of_few is not None:
+                bits = f"u{of_few.itemsize}"
+                assert bool((of_few.view(bits)[which] == of_many.view(bits)).all())
+
+    cupy.cuda.Device().synchronize()
+    streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
+    results = []
+    for stream in streams * 2:
+        with stream:
+            results.append(forward(x, *affine))
+    for stream in streams:
+        stream.synchronize()
+    for result in results:
+        assert_right(result)
+    with stream:
+        stream.begin_capture()
+        result = forward(x, *affine)
+        graph = stream.end_capture()
+    for _ in range(3):
+        result.y.view(word)[...] = 0xABCD
+        result.rstd.fill(np.nan)
+        poison()
+        cupy.cuda.Device().synchronize()
+        graph.launch(stream)
+        stream.synchronize()
+        assert_right(result)
 
 
 @pytest.mark.parametrize("norm", NORMS)

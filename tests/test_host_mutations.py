@@ -112,6 +112,8 @@ COLUMNS_MEAN, COLUMNS_IN_PLACE = few("columns_mean"), few("columns_in_place")
 BULK, BULK_TEAMS = staged("backward.cu", bulk=True, m=7), staged("backward.cu", bulk=True, teams=3)
 BULK_CLUSTER = staged("backward.cu", bulk=True, cluster_blocks=2, m=20)
 
+COUNTED = staged("forward_staged.cu", counted=True, m=40)
+COUNTED_CLUSTER = staged("forward_staged.cu", counted=True, cluster_blocks=2, m=40)
 STRIPS = staged("backward_strips.cu", m=11)
 STRIPS_BITMASK = staged("backward_strips.cu", bitmask=True)
 
@@ -1605,16 +1607,16 @@ MUTATIONS = [
     Mutation(
         "a block expects what it sends itself",
         "team.cuh",
-        "kSlots * kSentBytes<Count, T>",
-        "kWarps * kSentBytes<Count, T>",
+        "kSlots * kSentBytes<Count, T>);\n        if (lane",
+        "kWarps * kSentBytes<Count, T>);\n        if (lane",
         f"{RACE}|{UNWRITTEN}|{STUCK}",
         CLUSTER_BACKWARD,
     ),
     Mutation(
         "every block expects for all warps",
         "team.cuh",
-        "        if (rank == 0) {\n          expect_bytes",
-        "        if (lane == 0) {\n          expect_bytes",
+        "send<Operation>(values, rank == 0);",
+        "send<Operation>(values, rank % 32 == 0);",
         "already expects",
         CLUSTER_BACKWARD,
     ),
@@ -1717,10 +1719,91 @@ MUTATIONS = [
     Mutation(
         "a cluster's blocks take rows of their own",
         "forward_staged.cu",
-        "const long long group = block_index() / ClusterBlocks,",
-        "const long long group = block_index(),",
+        "const int group = static_cast<int>(block_index() / ClusterBlocks);",
+        "const int group = static_cast<int>(block_index());",
         "has ended",
         CLUSTER_FORWARD,
+    ),
+    # ---- rows by a count ----
+    Mutation(
+        "a row that was dealt out is handed out again",
+        "forward_staged.cu",
+        "first_counted = (Stages + kTurns) * groups;",
+        "first_counted = (Stages + kTurns) * groups - 1;",
+        RACE,
+        COUNTED,
+    ),
+    Mutation(
+        "a row is left out behind those that are dealt out",
+        "forward_staged.cu",
+        "first_counted = (Stages + kTurns) * groups;",
+        "first_counted = (Stages + kTurns) * groups + 1;",
+        UNWRITTEN,
+        COUNTED,
+    ),
+    Mutation(
+        "one warp has every turn",
+        "forward_staged.cu",
+        "turn = turn + 1 == kTurns ? 0 : turn + 1;",
+        "",
+        UNWRITTEN,
+        COUNTED,
+    ),
+    Mutation(
+        "rows in turn step too far",
+        "forward_staged.cu",
+        "asked += kTurns * groups;",
+        "asked += (kTurns + 1) * groups;",
+        UNWRITTEN,
+        staged("forward_staged.cu", counted=False, x="float64"),
+    ),
+    Mutation(
+        "each block of a cluster says which row is next",
+        "forward_staged.cu",
+        "const bool sends = team.block == 0 && warp == turn;",
+        "const bool sends = warp == turn;",
+        f"{STUCK}|mailbox|{RACE}",
+        COUNTED_CLUSTER,
+    ),
+    Mutation(
+        "the row that was asked for is forgotten",
+        "forward_staged.cu",
+        "rows[Stages - 1] = fetched;",
+        "",
+        "does not end",
+        COUNTED,
+    ),
+    Mutation(
+        "the word of the reduction before",
+        "team.cuh",
+        "words[(reductions + 1) % 2]",
+        "words[reductions % 2]",
+        "uninitialized",
+        COUNTED,
+    ),
+    Mutation(
+        "words that overwrite each other",
+        "team.cuh",
+        "int* const place = words + reductions % 2;",
+        "int* const place = words;",
+        f"{RACE}|uninitialized",
+        COUNTED,
+    ),
+    Mutation(
+        "a word that nobody waits for",
+        "team.cuh",
+        "kSlots * kSentBytes<Count, T> + static_cast<int>(sizeof(word))",
+        "kSlots * kSentBytes<Count, T>",
+        f"{RACE}|mailbox|{STUCK}|uninitialized",
+        COUNTED_CLUSTER,
+    ),
+    Mutation(
+        "each lane sends a word of its own",
+        "team.cuh",
+        "from_first_lane(word)",
+        "word",
+        f"{RACE}|{UNWRITTEN}|{VALUE}|{STUCK}|has ended",
+        COUNTED_CLUSTER,
     ),
     *(
         Mutation(

@@ -344,11 +344,11 @@ def test_misaligned_arrays_are_refused(kernels: pytest.MonkeyPatch) -> None:
     launched = []
     kernels.setattr(jax_plans.ForwardPlan, "launch", lambda plan, *a: launched.append(a))
     spec = ForwardSpec("rms_norm", "float32", None, None, "float32", False, False, False)
-    call = {"m": 2, "n": 8, "eps": 0.5, "relu": None, "arrays": ["x", "y"]}
+    call = {"m": 3, "n": 8, "eps": 0.5, "relu": None, "scratch": 0, "arrays": ["x", "y"]}
     description = json.dumps(call | {"spec": dataclasses.asdict(spec)})
     launch = _kernels._prepare(ForwardSpec, "cpu", description, 0)
     launch(7, [32, 64])
-    assert launched == [(7, 2, 32, 8, 0, 0, 64, 8, 0, 0, 0, 0.5, 0.0, 0.0)]
+    assert launched == [(7, 3, 32, 8, 0, 0, 64, 8, 0, 0, 0, 0, 0.5, 0.0, 0.0)]
     with pytest.raises(ValueError, match="aligned to 16 bytes, got x at 0x20, y at 0x48"):
         launch(7, [32, 72])
     assert len(launched) == 1
@@ -362,6 +362,16 @@ def test_a_program_with_less_scratch_than_its_device_needs_is_refused(kernels: A
     _kernels._prepare(BackwardSpec, "cpu", json.dumps(call | {"scratch": needed}), 0)
     with pytest.raises(ValueError, match=f"has {needed - 1} bytes .* GPU 0 needs {needed}: "):
         _kernels._prepare(BackwardSpec, "cpu", json.dumps(call | {"scratch": needed - 1}), 0)
+    spec = ForwardSpec("rms_norm", "float32", None, None, "float32", False, False, False)
+    call = {"m": 2, "n": 8, "eps": 0.5, "relu": None, "spec": dataclasses.asdict(spec)}
+    launched: list[Any] = []
+    kernels.setattr(jax_plans.ForwardPlan, "launch", lambda plan, *a: launched.append(a))
+    call["arrays"] = ["x", "y", "scratch"]
+    launch = _kernels._prepare(ForwardSpec, "cpu", json.dumps(call | {"scratch": 16}), 0)
+    launch(7, [32, 64, 96])
+    assert launched == [(7, 2, 32, 8, 0, 0, 64, 8, 0, 0, 0, 96, 0.5, 0.0, 0.0)]
+    with pytest.raises(ValueError, match=r"has 0 bytes of scratch .* GPU 0 needs 16"):
+        _kernels._prepare(ForwardSpec, "cpu", json.dumps(call | {"scratch": 0}), 0)
 
 
 def test_a_program_says_all_that_its_calls_need(kernels: Any) -> None:
@@ -373,6 +383,7 @@ def test_a_program_says_all_that_its_calls_need(kernels: Any) -> None:
         "n": 8,
         "eps": 1e-6,
         "relu": None,
+        "scratch": 0,
         "arrays": ["x", "weight", "y"],
         "spec": dataclasses.asdict(
             ForwardSpec("rms_norm", "float32", "float32", None, "float32", False, False, False)

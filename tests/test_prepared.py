@@ -38,6 +38,7 @@ class Machine:
     def __init__(self) -> None:
         self.current = 0
         self.alignment = 512
+        self.counted: int | None = None  # bytes of a count that forward kernels take
         self.launches: list[Any] = []
         self._kept: list[Any] = []
 
@@ -70,7 +71,13 @@ class Machine:
             assert blocks == m
             self.launches.append((key, (stream, blocks, *arguments)))
 
-        return SimpleNamespace(kernel=SimpleNamespace(launch=launch), n=n, blocks=lambda m: m)
+        return SimpleNamespace(
+            kernel=SimpleNamespace(launch=launch),
+            n=n,
+            blocks=lambda m: m,
+            takes_count=self.counted is not None,
+            scratch_bytes=lambda m: self.counted,
+        )
 
     def backward_plan(self, *key: Any, dx_given: bool) -> Any:
         def launch(*arguments: Any) -> None:
@@ -469,6 +476,32 @@ def test_each_backward_has_its_bitmask(machine: Machine, function: Callable[...,
     on_another = machine.array((*SHAPE[:-1], 8), "uint8", device=1)
     with pytest.raises(ValueError, match="bitmask must be on x's device"):
         function(**arguments, bitmask=on_another)
+
+
+@pytest.mark.parametrize("counted", [None, 0, 16])
+def test_rows_that_are_counted_have_a_count_of_zero_each_time(
+    machine: Machine, counted: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cupynorm import _launch
+
+    zeroed: list[Any] = []
+    kept: list[Any] = []
+    monkeypatch.setattr(_launch, "set_to_zero", lambda *what: zeroed.append(what))
+    monkeypatch.setattr(_launch, "_keep_if_captured", lambda memory, _: kept.append(memory))
+    machine.counted = counted
+    for calls in (1, 2, 3):
+        cupynorm.rms_norm(machine.array(SHAPE), relu=(0.0, 6.0))
+        given = machine.launches[-1][1]
+        bounds, more = given[EPS + 1 : EPS + 3], given[EPS + 3 :]
+        assert bounds == (0.0, 6.0)
+        if not counted:
+            assert more == (() if counted is None else (0,))
+            assert zeroed == kept == []
+            continue
+        assert zeroed[calls - 1 :] == [(4321, more[0], 16)]
+        assert [memory.ptr for memory in kept] == [address for _, address, _ in zeroed]
+        assert len({address for _, address, _ in zeroed}) == calls
+    assert len(_prepared.calls) == 1
 
 
 def test_another_device_is_served_by_a_call_of_its_own(machine: Machine) -> None:

@@ -29,7 +29,7 @@ ALIGNMENT = 16  # bytes, of every buffer: XLA's is a multiple of it
 # What the launch of a plan takes between m and the numbers. Rows lie one after the other; where
 # there is no such array, its address is 0.
 STRIDE, ABSENT = "stride", "absent"
-FORWARD = ("x", STRIDE, "weight", "bias", "y", STRIDE, "mean", "rstd", "bitmask")
+FORWARD = ("x", STRIDE, "weight", "bias", "y", STRIDE, "mean", "rstd", "bitmask", "scratch")
 BACKWARD = (
     *("dy", STRIDE, "x", STRIDE, "weight", "mean", "rstd", "bitmask"),
     *("dx", STRIDE, "dweight", "dbias", "scratch"),
@@ -70,18 +70,19 @@ def call(
 ) -> tuple[Any, ...]:
     """Stage out a pass over m rows of n elements, by the names of its operands and results.
 
-    The results are given as types. Scratch is one result more, dropped here.
+    The results are given as types. Scratch, where it is needed, is one result more, dropped here.
     """
     plans = [_plan(platform, spec, m, n, device) for device in _ordinals(platform)]
     results = {name: _on_mesh(result) for name, result in results.items()}
-    if isinstance(spec, BackwardSpec):
-        size = max((plan.scratch_bytes(m) for plan in plans), default=0)
-        numbers = numbers | {"scratch": size}
+    size = max((plan.scratch_bytes(m) for plan in plans), default=0)
+    if size:
         # Made of a result: under shard_map, it varies over the same axes.
+        like = next(iter(results.values()))
         scratch = jax.eval_shape(
-            lambda dx: jnp.broadcast_to(dx.ravel()[0].astype(jnp.uint8), (size,)), results["dx"]
+            lambda like: jnp.broadcast_to(like.ravel()[0].astype(jnp.uint8), (size,)), like
         )
         results = results | {"scratch": _on_mesh(scratch)}
+    numbers = numbers | {"scratch": size}
     description = {
         "m": m,
         "n": n,
@@ -156,7 +157,7 @@ def _prepare(kind: type[Any], platform: str, description: str, device: int) -> L
     what = json.loads(description)
     m, n, arrays = what["m"], what["n"], what["arrays"]
     plan = _plan(platform, kind(**what["spec"]), m, n, device)
-    if kind is BackwardSpec and plan.scratch_bytes(m) > what["scratch"]:
+    if plan.scratch_bytes(m) > what["scratch"]:
         raise ValueError(
             f"the program has {what['scratch']} bytes of scratch for {m} rows of {n}, and GPU "
             f"{device} needs {plan.scratch_bytes(m)}: it was made for other GPUs, make it anew"

@@ -18,6 +18,7 @@ from cupynorm import _checks, reference
 from cupynorm._arrays import BFLOAT16, DTYPES, row_stride
 from cupynorm._bitmask import bitmask_bytes
 from cupynorm._config import pack_length
+from cupynorm._driver import set_to_zero
 from cupynorm._spec import ITEMSIZE, BackwardSpec, ForwardSpec, Norm
 
 __all__ = ["Relu", "backward", "compute_type", "forward"]
@@ -135,7 +136,8 @@ class _Forward:
     x_stride: int
     itemsize: int
     divisors: int
-    launches: dict[int, tuple[Any, int]]  # and blocks, by the elements of an access
+    # And blocks, and bytes of scratch where the kernel takes it, by the elements of an access.
+    launches: dict[int, tuple[Any, int, int | None]]
 
 
 _forwards: dict[Any, _Forward] = {}
@@ -211,10 +213,13 @@ def forward(
     launch = call.launches.get(vector)
     if launch is None:
         plan = _load("forward_plan", device, call.spec, call.m, call.n, vector)
-        launch = call.launches[vector] = plan.kernel.launch, plan.blocks(call.m)
-    launch_kernel, blocks = launch
+        scratch_bytes = plan.scratch_bytes(call.m) if plan.takes_count else None
+        launch = plan.kernel.launch, plan.blocks(call.m), scratch_bytes
+        call.launches[vector] = launch
+    launch_kernel, blocks, scratch_bytes = launch
     if blocks:
-        arguments = (
+        stream = _current_stream(index)
+        arguments: tuple[float, ...] = (
             x_address,
             call.x_stride,
             weight_address,
@@ -226,7 +231,15 @@ def forward(
             0 if bitmask is None else bitmask.data_ptr(),
             *call.numbers,
         )
-        launch_kernel(_current_stream(index), blocks, arguments)
+        if scratch_bytes is not None:
+            scratch_address = 0
+            if scratch_bytes:
+                # Freed on return, and handed out again only to what comes later on this stream.
+                scratch = torch.empty(scratch_bytes, dtype=torch.uint8, device=device)
+                scratch_address = scratch.data_ptr()
+                set_to_zero(stream, scratch_address, scratch_bytes)
+            arguments += (scratch_address,)
+        launch_kernel(stream, blocks, arguments)
     return y, mean, rstd, bitmask
 
 

@@ -26,6 +26,7 @@ int thread_index();
 long long block_index();
 long long block_count();
 void exchange(void* value, int bytes, int lane_mask);
+void from_first_lane(void* value, int bytes);
 bool any_in_warp(bool condition);
 void barrier(int barrier, int threads);
 void block_barrier();
@@ -40,6 +41,7 @@ void expect_bytes(void* mailbox, int bytes);
 void send_to_block(void* shared, void* mailbox, int block, const void* value, int bytes);
 void wait_for_bytes(void* mailbox, int parity);
 void copy_bulk(void* shared, const void* global, int bytes, void* mailbox);
+int count_up(int* count);
 void report_arrival(unsigned* arrived);
 void wait_for_arrivals(const unsigned* arrived, unsigned expected);
 }  // namespace host
@@ -51,6 +53,11 @@ __forceinline__ long long block_count() { return host::block_count(); }
 template <typename T>
 __forceinline__ T shuffle_xor(T value, int lane_mask) {
   host::exchange(&value, sizeof(T), lane_mask);
+  return value;
+}
+template <typename T>
+__forceinline__ T from_first_lane(T value) {
+  host::from_first_lane(&value, sizeof(T));
   return value;
 }
 __forceinline__ bool any_in_warp(bool condition) { return host::any_in_warp(condition); }
@@ -95,6 +102,7 @@ __forceinline__ void store_past_l1(uint4* memory, uint4 value) { *memory = value
 __forceinline__ int block_in_cluster() { return host::block_in_cluster(); }
 __forceinline__ void cluster_barrier() { host::cluster_barrier(); }
 
+__forceinline__ int count_up(int* count) { return host::count_up(count); }
 __forceinline__ void report_arrival(unsigned* arrived) { host::report_arrival(arrived); }
 __forceinline__ void wait_for_arrivals(const unsigned* arrived, unsigned expected) {
   host::wait_for_arrivals(arrived, expected);

@@ -722,9 +722,9 @@ void wait_for_bytes(Address address, int parity, const void* place) {
   if (mailbox.times_full > 0) take(mailbox.was_full);
 }
 
-// ---- arrivals --------------------------------------------------------------------------------------
+// ---- counts ----------------------------------------------------------------------------------------
 
-// A count of arrivals in device memory.
+// A count in device memory, of arrivals or of what was handed out.
 std::uint32_t* count_at(Address address, const void* place) {
   Span* span = find_registered(address, address + 4);
   if (span == nullptr) report_access("out of bounds: counts in", address, 4, place);
@@ -932,6 +932,13 @@ void exchange(void* value, int bytes, int lane_mask) {
   std::memcpy(value, &slots[current % kWarp ^ lane_mask], bytes);
 }
 
+void from_first_lane(void* value, int bytes) {
+  std::uint64_t mine = 0;
+  std::memcpy(&mine, value, bytes);
+  const std::uint64_t* slots = meet(State::kAtShuffle, mine, 0, bytes, CALLER);
+  std::memcpy(value, &slots[0], bytes);
+}
+
 bool any_in_warp(bool condition) {
   const std::uint64_t* slots = meet(State::kAtVote, condition, 0, 0, CALLER);
   return std::any_of(slots, slots + kWarp, [](std::uint64_t vote) { return vote != 0; });
@@ -964,6 +971,8 @@ void report_arrival(unsigned* arrived) {
 void wait_for_arrivals(const unsigned* arrived, unsigned expected) {
   ::wait_for_arrivals(reinterpret_cast<Address>(arrived), expected, CALLER);
 }
+
+int count_up(int* count) { return (*count_at(reinterpret_cast<Address>(count), CALLER))++; }
 
 void copy_bulk(void* shared, const void* global, int bytes, void* mailbox) {
   ::copy_bulk(reinterpret_cast<Address>(shared), reinterpret_cast<Address>(global), bytes,

@@ -50,6 +50,7 @@ class Staged:
     bulk: bool = False
     bitmask: bool = False
     groups: int = 2  # blocks of the grid, or clusters; not of strips
+    counted: bool | None = None  # rows by a count; None: by a kernel that has none
     group_rows: int = 2  # of strips
 
     def __str__(self) -> str:
@@ -57,11 +58,16 @@ class Staged:
         if self.in_strips:
             over = f"{self.strips}x{self.row_threads}x{self.group_rows}"
         what = f"{self.file.removesuffix('.cu')}-{self.norm}-{self.x}-{self.other}-{self.regime}"
-        return f"{what}-{self.m}x{self.n}-{over}-{self.stages}{'-bulk' if self.bulk else ''}"
+        how = f"{'-bulk' if self.bulk else ''}{'-counted' if self.counted else ''}"
+        return f"{what}-{self.m}x{self.n}-{over}-{self.stages}{how}"
 
     @property
     def in_strips(self) -> bool:
         return self.file == "backward_strips.cu"
+
+    @property
+    def is_forward(self) -> bool:
+        return self.file == "forward_staged.cu"
 
     @property
     def strips(self) -> int:
@@ -109,6 +115,7 @@ class Staged:
             "BlockThreads": self.block_threads,
             "BlocksPerMultiprocessor": 1,
             "PacksPerThread": self.packs_per_thread,
+            "Counted": self.counted is not None,
             "Full": self.n == self.cluster_blocks * self.columns,
             "Vector": self.vector,
         }
@@ -123,11 +130,12 @@ class Staged:
         return Instantiation(
             self.file,
             f"{match[2]}<{spelled}>",
-            letters[self.file] + scalar * (4 if self.file == "forward_staged.cu" else 1),
+            letters[self.file] + (4 * scalar + "P" if self.is_forward else scalar),
             self.block_threads,
             self._shared_bytes(),
             self.cluster_blocks,
-            at_once=self.in_strips,
+            # Else one block would take all that is counted.
+            at_once=self.in_strips or (bool(self.counted) and self.cluster_blocks == 1),
         )
 
     def _shared_bytes(self) -> int:
@@ -143,7 +151,8 @@ class Staged:
         elements = self.teams * self.columns
         x, other = ITEMSIZE[self.x], ITEMSIZE[self.other or self.x]
         held = self.hold_weight or self.other is None
-        if self.file == "forward_staged.cu":
+        if self.is_forward:
+            scratch += 128
             operands = (not held) + (not held or self.stage_bias)
             return scratch + elements * (self.stages * x + operands * other)
         if self.bulk:
@@ -168,7 +177,7 @@ class Staged:
         )
         with gpu.fresh_memory():
             on_gpu = gap.apply(gpu.cupy, x)
-            if self.file != "forward_staged.cu":
+            if not self.is_forward:
                 dy = make_values("normal", x.shape, dtype, 4)
                 dy_on_gpu = gap.apply(gpu.cupy, dy)
                 self._check_backward(gpu, (dy, x, weight), (dy_on_gpu, on_gpu))
@@ -193,7 +202,9 @@ class Staged:
         affine = (None if row is None else gpu.cupy.array(row) for row in host[1:])
         sizes = (self.m, self.n, compute(1 / self.n))
         bounds = (compute(-np.inf), compute(np.inf))
-        self._launch(gpu, x, *affine, y, mean, rstd, None, *sizes, compute(self.eps), *bounds)
+        count = gpu.cupy.zeros(1, np.int32) if self.counted else None
+        numbers = *sizes, compute(self.eps), *bounds
+        self._launch(gpu, x, *affine, y, mean, rstd, None, *numbers, count)
         testing.check_forward(
             self.norm,
             gpu.to_numpy(NormForward(y, mean, rstd)),
@@ -309,6 +320,25 @@ def _staged() -> Iterable[Staged]:
                 ),
             )
             if file == "forward_staged.cu":
+                # As many rows as are dealt out beforehand, one more, and many; of one to four
+                # warps, which take turns; and a kernel that counts, given none.
+                yield from (
+                    *(staged(m, 250, counted=True) for m in (1, 8, 9, 40)),
+                    staged(40, 250, row_threads=96, stages=3, counted=True, groups=3),
+                    staged(70, 500, row_threads=128, counted=True, in_place=norm == "rms_norm"),
+                    staged(50, 600, row_threads=160, stages=4, counted=True, regime="mean_1e6"),
+                    staged(40, 120, "float64", other="float64", counted=False),
+                    *(
+                        staged(m, 250, cluster_blocks=2, row_threads=32, counted=counted, **how)
+                        for m, counted, how in (
+                            (6, True, {}),
+                            (40, True, {"stages": 3}),
+                            (40, False, {}),
+                            (30, True, {"regime": "extreme"}),
+                        )
+                    ),
+                    staged(60, 1100, cluster_blocks=3, row_threads=128, counted=True),
+                )
                 # A weight held, and moved by single elements.
                 yield staged(6, 333, other="bfloat16", packs_per_thread=2, hold_weight=True)
                 # The weight alone.
