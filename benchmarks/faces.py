@@ -19,6 +19,7 @@ import argparse
 import contextlib
 import functools
 import importlib
+import itertools
 import json
 import os
 import platform
@@ -125,24 +126,21 @@ def by_torch(device: str) -> Iterator[Group]:
     import torch
 
     backend = "inductor" if device == "cuda" else "aot_eager"  # which needs no C++ compiler
-    for norm in NORMS:
+    # Compiled ones last: the processes that torch compiles in stay, and take time from the host.
+    for kind, norm in itertools.product(("eager", "compiled block"), NORMS):
         x = torch.randn(SHAPE, device=device, dtype=torch.bfloat16, requires_grad=True)
         affine = [torch.rand_like(x[0]).detach() for _ in range(1 + (norm == "layer_norm"))]
         passes = torch_passes(
             [x, *(tensor.requires_grad_() for tensor in affine)], torch.randn_like(x)
         )
-        norms = torch_norms(norm)
-        for kind, functions in (
-            ("eager", norms),
-            ("compiled block", compiled_blocks(norms, backend)),
-        ):
-            for what, run in passes.items():
-                calls = {
-                    name: functools.partial(run, f)
-                    for name, f in functions.items()
-                    if works(run, f)
-                }
-                yield f"torch {norm}, {kind}, {what}", calls, 1
+        functions = torch_norms(norm)
+        if kind != "eager":
+            functions = compiled_blocks(functions, backend)
+        for what, run in passes.items():
+            calls = {
+                name: functools.partial(run, f) for name, f in functions.items() if works(run, f)
+            }
+            yield f"torch {norm}, {kind}, {what}", calls, 1
 
 
 # ---- JAX -----------------------------------------------------------------------------------------

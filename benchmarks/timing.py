@@ -64,7 +64,8 @@ def profiled(
     """Return `launch` and the time that a call's kernels run, as torch's profiler sees it.
 
     The profiler sees the kernels of the whole process, on whatever stream, JAX's too. Each run
-    comes after a flush. Gaps between the kernels of a call are not counted. All rounds, of so many
+    comes after a flush. Gaps between the kernels of a call are not counted, nor are its memsets, as
+    those of the flush have the same name. All rounds, of so many
     `runs` each, are one session, since starting one takes long.
     """
     import torch

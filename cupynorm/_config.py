@@ -268,7 +268,7 @@ def forward_config(
         paired = _paired(spec, packs, architecture)
         # Read again from L2, 8192 rows of 28680 take 256 us, staged by two blocks 280; but at
         # 24576, a tile and a half, 3594 GB/s against 3795, and in one block 32768 rows of 28672
-        # take 923 us against 950, 16384 of 32768 518 against 529, 512 22.6 against 25.4 (RMSNorm,
+        # take 923 us against 950, 16384 of 32768 517 against 529, 512 21.6 against 25.5 (RMSNorm,
         # bfloat16, H200).
         again_from_l2 = paired and ITEMSIZE[spec.x] == 2 and packs >= 3584 and n % length == 0
         staged = _staged_forward(spec, n, packs, vector, architecture, wide=wide)
@@ -532,9 +532,9 @@ def _deep_forward(
 def _counted(spec: ForwardSpec, cluster_blocks: int) -> bool:
     """Return whether clusters may take rows as they have room for them.
 
-    LayerNorm of 32768 rows of 16384 takes 501 us against 530, of 16384 of 32768 502 against 535;
+    LayerNorm of 32768 rows of 16384 takes 503 us against 529, of 16384 of 32768 505 against 532;
     but of 8192 of 65536, where its blocks wait for the sums of three others, 534 against 519.
-    RMSNorm of 4096 of 131072 takes 502 us against 521 (bfloat16, H200). Beside the addresses of 16
+    RMSNorm of 4096 of 131072 takes 504 us against 522 (bfloat16, H200). Beside the addresses of 16
     blocks and a ReLU or a 1 to be added, NVRTC finds no registers for it.
     """
     if cluster_blocks <= 2:

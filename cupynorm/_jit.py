@@ -116,7 +116,7 @@ def forward_instantiation(
         return Instantiation(
             "forward_staged.cu",
             template,
-            parameters + "P",
+            parameters + "P",  # the count
             config.block_threads,
             staged_forward_bytes(spec, config),
             config.cluster_blocks,

@@ -74,11 +74,11 @@ class ForwardPlan:
 
     @property
     def takes_count(self) -> bool:
-        """Whether the kernel's last argument is a count, set to zero, or 0 where it needs none."""
+        """Whether the kernel's last argument is a count, set to zero, or 0 for rows in turn."""
         return self.most_clusters is not None
 
     def scratch_bytes(self, m: int) -> int:
-        """Return the bytes of scratch that a launch over m rows needs, those of a count."""
+        """Return the bytes of scratch that a launch over m rows can use, those of a count."""
         if not self.counted or self.most_clusters is None:
             return 0
         return COUNT_BYTES if m >= LEAST_COUNTED * self.most_clusters else 0
@@ -101,7 +101,7 @@ class ForwardPlan:
         lower: float,
         upper: float,
     ) -> None:
-        """Launch it over m rows."""
+        """Launch it over m rows; without scratch, 0, rows are taken in turn."""
         blocks = self.blocks(m)
         if blocks == 0:
             return
@@ -109,9 +109,10 @@ class ForwardPlan:
         arguments: tuple[float, ...] = (x, x_stride, weight, bias, y, y_stride, mean, rstd, bitmask)
         arguments += (m, n, 1 / n, eps, lower, upper)
         if self.takes_count:
-            arguments += (scratch,)
-            if self.scratch_bytes(m):
+            counted = bool(scratch) and self.scratch_bytes(m) > 0
+            if counted:
                 set_to_zero(stream, scratch, COUNT_BYTES)
+            arguments += (scratch if counted else 0,)
         self.kernel.launch(stream, blocks, arguments)
 
     def blocks(self, m: int) -> int:

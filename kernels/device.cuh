@@ -108,8 +108,8 @@ __device__ __forceinline__ void wait_for_arrivals(const unsigned* arrived, unsig
   } while (found < expected);
 }
 
-// Counts up by one, and returns how far the threads of all blocks had. Nothing waits for it but the
-// use of what it returns: of an atomic addition ptxas makes one for the whole warp, whose shuffle
+// Counts up by one, together with all blocks, and returns the count before. Nothing waits for it but
+// the use of what it returns: of an atomic addition ptxas makes one for the whole warp, whose shuffle
 // waits at once, 2 to 4 us where copies are on their way. The bound is never reached.
 __device__ __forceinline__ int count_up(int* count) {
   int before;

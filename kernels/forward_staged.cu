@@ -8,9 +8,10 @@
 //            weight and bias are one row; mean and rstd one value a row; bitmask (n_cols + 7) / 8
 //            bytes a row. y may be x. A row has at least one whole pack, of LayerNorm at least
 //            kFirstElements. Full: its columns fill the team's packs exactly.
-// Grid:      any number of clusters of ClusterBlocks blocks, each with Stages - 1 rows on their way
-//            into shared memory. They take rows in turn; given a `count`, 0 before the launch, each
-//            takes the next row when it has room for one, since some multiprocessors are 4% slower.
+// Grid:      no more clusters of ClusterBlocks blocks than rows, each with Stages - 1 rows on their
+//            way into shared memory. They take rows in turn; if Counted and given a `count`, 0 before
+//            the launch, each takes the next row when it has room for one, since some
+//            multiprocessors are 4% slower.
 // Traffic:   x read once, of LayerNorm the first 64 elements by every warp besides; y written once;
 //            weight and bias once a block.
 // Thread:    pack p of its block's columns for p = rank, rank + BlockThreads, ... (PacksPerThread
@@ -167,7 +168,8 @@ __global__ __launch_bounds__(BlockThreads, 1) void norm_forward_staged(
   constexpr int kTurns = BlockThreads / 32 < 4 ? BlockThreads / 32 : 4;
   const int first_counted = (Stages + kTurns) * groups;
   const int warp = team.rank / 32;
-  int turn = 0, asked = group + (warp - kTurns) * groups;  // from first_counted on
+  // Rows from first_counted on: what a warp tells first was dealt out beforehand, and is negative.
+  int turn = 0, asked = group + (warp - kTurns) * groups;
   const auto begin_reduction = [&](T(&sums)[kSums]) {
     if constexpr (Counted) {
       const bool sends = team.block == 0 && warp == turn;

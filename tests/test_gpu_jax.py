@@ -259,6 +259,20 @@ def test_strips_in_a_command_buffer() -> None:
             np.testing.assert_array_equal(found, same)
 
 
+@pytest.mark.parametrize("norm", ["rms_norm", "layer_norm"])
+def test_rows_that_are_counted_in_a_command_buffer(norm: str) -> None:
+    x, weight = values((2200, 12288), seed=1), values((12288,), seed=2)
+    function = getattr(cupynorm.jax, norm)
+    expected = np.asarray(getattr(cupynorm, norm)(jnp.asarray(x), jnp.asarray(weight)))
+    for options in ({}, {"xla_gpu_graph_min_graph_size": 1}):
+        compiled = jax.jit(function, compiler_options=options)
+        on_gpu = jnp.asarray(x), jnp.asarray(weight)
+        lowered = compiled.lower(*on_gpu).as_text().replace("\\22", '"')
+        assert '"scratch": 16' in lowered
+        for _ in range(4):
+            np.testing.assert_array_equal(compiled(*on_gpu), expected)
+
+
 def test_calls_from_several_threads_are_right() -> None:
     function = jax.jit(cupynorm.jax.layer_norm)
     arrays = [jnp.asarray(values((65, 768), seed=seed)) for seed in range(8)]

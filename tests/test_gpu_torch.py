@@ -228,10 +228,10 @@ def test_activation_checkpointing(reentrant: bool) -> None:
 # ---- graphs, streams, memory, devices ------------------------------------------------------------
 
 
-@pytest.mark.parametrize("n", [1024, 40000])
+@pytest.mark.parametrize(("m", "n"), [(64, 1024), (64, 40000), (2200, 24576)])  # last: counted
 @pytest.mark.parametrize("norm", NORMS)
-def test_captured_into_a_graph(norm: str, n: int) -> None:
-    x, weight, bias = operands(n)
+def test_captured_into_a_graph(norm: str, m: int, n: int) -> None:
+    x, weight, bias = operands(n, m=m)
     dy = torch.randn_like(x)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

@@ -88,6 +88,16 @@ LOADING = """    if (first + begin < n) {
         read_words"""
 STORING = LOADING.replace("read_words", "write_words")
 
+ANNOUNCING = """      ask();
+    }
+    if constexpr (ClusterBlocks > 1) {
+      if (rank % 32 == 0 && (block == 0 ? sends : rank == 0)) {
+        expect_bytes(mailbox(reductions % 2),
+                     kSlots * kSentBytes<Count, T> + static_cast<int>(sizeof(word)));
+      }
+    }
+"""
+
 SUB_WARP = case("sub_warp_odd", x="bfloat16")
 WARPS = case("warps", x="float32")
 WARPS_ODD = case("warps_odd", x="bfloat16")
@@ -113,6 +123,7 @@ BULK, BULK_TEAMS = staged("backward.cu", bulk=True, m=7), staged("backward.cu", 
 BULK_CLUSTER = staged("backward.cu", bulk=True, cluster_blocks=2, m=20)
 
 COUNTED = staged("forward_staged.cu", counted=True, m=40)
+COUNTED_WARPS = staged("forward_staged.cu", counted=True, cluster_blocks=3)
 COUNTED_CLUSTER = staged("forward_staged.cu", counted=True, cluster_blocks=2, m=40)
 STRIPS = staged("backward_strips.cu", m=11)
 STRIPS_BITMASK = staged("backward_strips.cu", bitmask=True)
@@ -1796,6 +1807,30 @@ MUTATIONS = [
         "kSlots * kSentBytes<Count, T>",
         f"{RACE}|mailbox|{STUCK}|uninitialized",
         COUNTED_CLUSTER,
+    ),
+    Mutation(
+        "who asks does not announce",
+        "team.cuh",
+        "rank % 32 == 0 && (block == 0 ? sends : rank == 0)",
+        "rank == 0",
+        "race: counts up",
+        COUNTED_WARPS,
+    ),
+    Mutation(
+        "asks once it has announced",
+        "team.cuh",
+        ANNOUNCING,
+        ANNOUNCING.replace("      ask();\n", "") + "    if (sends) ask();\n",
+        "race: counts up",
+        COUNTED_WARPS,
+    ),
+    Mutation(
+        "the first mean of another row",
+        "forward_staged.cu",
+        "      if constexpr (Stages == 2) load_first_pack(fetched);\n",
+        "",
+        "bits of rows in turn",
+        COUNTED,
     ),
     Mutation(
         "each lane sends a word of its own",

@@ -354,7 +354,7 @@ def test_misaligned_arrays_are_refused(kernels: pytest.MonkeyPatch) -> None:
     assert len(launched) == 1
 
 
-def test_a_program_with_less_scratch_than_its_device_needs_is_refused(kernels: Any) -> None:
+def test_a_program_with_less_scratch_than_its_device_needs(kernels: Any) -> None:
     spec = BackwardSpec("rms_norm", "float32", "float32", None, None, False, False)
     call = {"m": 2, "n": 8, "arrays": ["dy", "x", "rstd", "dx", "scratch"]}
     call["spec"] = dataclasses.asdict(spec)
@@ -369,9 +369,11 @@ def test_a_program_with_less_scratch_than_its_device_needs_is_refused(kernels: A
     call["arrays"] = ["x", "y", "scratch"]
     launch = _kernels._prepare(ForwardSpec, "cpu", json.dumps(call | {"scratch": 16}), 0)
     launch(7, [32, 64, 96])
-    assert launched == [(7, 2, 32, 8, 0, 0, 64, 8, 0, 0, 0, 96, 0.5, 0.0, 0.0)]
-    with pytest.raises(ValueError, match=r"has 0 bytes of scratch .* GPU 0 needs 16"):
-        _kernels._prepare(ForwardSpec, "cpu", json.dumps(call | {"scratch": 0}), 0)
+    # A forward pass goes without.
+    call["arrays"] = ["x", "y"]
+    launch = _kernels._prepare(ForwardSpec, "cpu", json.dumps(call | {"scratch": 0}), 0)
+    launch(7, [32, 64])
+    assert launched == [(7, 2, 32, 8, 0, 0, 64, 8, 0, 0, 0, s, 0.5, 0.0, 0.0) for s in (96, 0)]
 
 
 def test_a_program_says_all_that_its_calls_need(kernels: Any) -> None:

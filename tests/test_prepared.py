@@ -486,7 +486,10 @@ def test_rows_that_are_counted_have_a_count_of_zero_each_time(
 
     zeroed: list[Any] = []
     kept: list[Any] = []
-    monkeypatch.setattr(_launch, "set_to_zero", lambda *what: zeroed.append(what))
+    # Before it is launched.
+    monkeypatch.setattr(
+        _launch, "set_to_zero", lambda *what: zeroed.append((*what, len(machine.launches)))
+    )
     monkeypatch.setattr(_launch, "_keep_if_captured", lambda memory, _: kept.append(memory))
     machine.counted = counted
     for calls in (1, 2, 3):
@@ -498,9 +501,9 @@ def test_rows_that_are_counted_have_a_count_of_zero_each_time(
             assert more == (() if counted is None else (0,))
             assert zeroed == kept == []
             continue
-        assert zeroed[calls - 1 :] == [(4321, more[0], 16)]
-        assert [memory.ptr for memory in kept] == [address for _, address, _ in zeroed]
-        assert len({address for _, address, _ in zeroed}) == calls
+        assert zeroed[calls - 1 :] == [(4321, more[0], 16, calls - 1)]
+        assert [memory.ptr for memory in kept] == [address for _, address, *_ in zeroed]
+        assert len({memory.ptr for memory in kept}) == calls
     assert len(_prepared.calls) == 1
 
 

@@ -157,7 +157,8 @@ def _prepare(kind: type[Any], platform: str, description: str, device: int) -> L
     what = json.loads(description)
     m, n, arrays = what["m"], what["n"], what["arrays"]
     plan = _plan(platform, kind(**what["spec"]), m, n, device)
-    if plan.scratch_bytes(m) > what["scratch"]:
+    # A forward pass only takes longer without, where the program was made for other GPUs.
+    if kind is BackwardSpec and plan.scratch_bytes(m) > what["scratch"]:
         raise ValueError(
             f"the program has {what['scratch']} bytes of scratch for {m} rows of {n}, and GPU "
             f"{device} needs {plan.scratch_bytes(m)}: it was made for other GPUs, make it anew"

@@ -172,7 +172,8 @@ std::vector<Fiber> fibers(kMaxThreads);
 std::vector<Warp> warps(kMaxFibers / kWarp);
 Barrier barriers[kMaxClusterBlocks][kBarriers];
 Barrier cluster_barrier;
-std::map<Address, Joint> arrivals;  // by their count, of those that are in it
+std::map<Address, Joint> arrivals;                  // by their count, of those that are in it
+std::map<std::pair<Address, int>, Access> counted;  // up, by the count and the block, last
 std::map<Address, Mailbox> mailboxes[kMaxClusterBlocks];
 // By thread, the last time of its own that a barrier has made visible. Threads that met at a
 // barrier share one.
@@ -734,6 +735,15 @@ std::uint32_t* count_at(Address address, const void* place) {
   return reinterpret_cast<std::uint32_t*>(address);
 }
 
+// A block must know of its last time, or what it is given need not grow from one time to the next.
+int count_up(Address address, const void* place) {
+  std::uint32_t* count = count_at(address, place);
+  Access& last = counted[{address, current_block}];
+  if (races(last)) report_access("race: counts up", address, 4, place, &last, "counted up");
+  last = access_at(place);
+  return static_cast<int>((*count)++);
+}
+
 // Of a warp, once all its lanes are there.
 void report_arrival(Address address, const void* place) {
   meet(State::kAtVote, 0, 0, 0, place);
@@ -830,6 +840,7 @@ bool run_cluster() {
   }
   cluster_barrier.waiting.clear();
   arrivals.clear();
+  counted.clear();
   for (int block = 0; block < cluster_blocks; ++block) {
     for (Barrier& barrier : barriers[block]) barrier.waiting.clear();
     running[block] = threads;
@@ -972,7 +983,7 @@ void wait_for_arrivals(const unsigned* arrived, unsigned expected) {
   ::wait_for_arrivals(reinterpret_cast<Address>(arrived), expected, CALLER);
 }
 
-int count_up(int* count) { return (*count_at(reinterpret_cast<Address>(count), CALLER))++; }
+int count_up(int* count) { return ::count_up(reinterpret_cast<Address>(count), CALLER); }
 
 void copy_bulk(void* shared, const void* global, int bytes, void* mailbox) {
   ::copy_bulk(reinterpret_cast<Address>(shared), reinterpret_cast<Address>(global), bytes,
