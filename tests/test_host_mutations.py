@@ -232,7 +232,7 @@ MUTATIONS = [
         "forward.cu",
         "x + (row * x_stride + first_column(0))",
         "x + (static_cast<int>(row * x_stride) + first_column(0))",
-        OUT_OF_BOUNDS,
+        f"{OUT_OF_BOUNDS}|{VALUE}",  # if what is there happens to be the case's own
         FAR,
     ),
     Mutation(
@@ -240,7 +240,7 @@ MUTATIONS = [
         "forward.cu",
         "y + (row * y_stride + first_column(0))",
         "y + (static_cast<int>(row * y_stride) + first_column(0))",
-        OUT_OF_BOUNDS,
+        f"{OUT_OF_BOUNDS}|{VALUE}",  # if what is there happens to be the case's own
         FAR,
     ),
     Mutation(
@@ -248,7 +248,7 @@ MUTATIONS = [
         "backward.cu",
         "dy + row * dy_stride",
         "dy + static_cast<int>(row * dy_stride)",
-        OUT_OF_BOUNDS,
+        f"{OUT_OF_BOUNDS}|{VALUE}",  # if what is there happens to be the case's own
         FAR,
     ),
     Mutation(
@@ -256,7 +256,7 @@ MUTATIONS = [
         "forward_streaming.cu",
         "y + row_index * y_stride",
         "y + static_cast<int>(row_index * y_stride)",
-        OUT_OF_BOUNDS,
+        f"{OUT_OF_BOUNDS}|{VALUE}",  # if what is there happens to be the case's own
         FAR,
     ),
     Mutation(
@@ -264,7 +264,7 @@ MUTATIONS = [
         "backward_streaming.cu",
         "dx + row * dx_stride",
         "dx + static_cast<int>(row * dx_stride)",
-        OUT_OF_BOUNDS,
+        f"{OUT_OF_BOUNDS}|{VALUE}",  # if what is there happens to be the case's own
         FAR,
     ),
     Mutation(
