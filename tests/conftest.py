@@ -40,6 +40,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
+def on_the_first_gpu(request: pytest.FixtureRequest) -> None:
+    """Begin GPU tests where they expect to: torch leaves no device for one without a context."""
+    if "gpu" in request.keywords:
+        import cupy
+
+        cupy.cuda.runtime.setDevice(0)
+
+
+@pytest.fixture(autouse=True)
 def give_memory_back(request: pytest.FixtureRequest) -> Iterator[None]:
     """Return a GPU test's memory to the device, for the tests of other processes."""
     yield

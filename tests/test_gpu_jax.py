@@ -261,7 +261,7 @@ def test_strips_in_a_command_buffer() -> None:
 
 @pytest.mark.parametrize("norm", ["rms_norm", "layer_norm"])
 def test_rows_that_are_counted_in_a_command_buffer(norm: str) -> None:
-    x, weight = values((2200, 12288), seed=1), values((12288,), seed=2)
+    x, weight = values((4300, 12288), seed=1), values((12288,), seed=2)
     function = getattr(cupynorm.jax, norm)
     expected = np.asarray(getattr(cupynorm, norm)(jnp.asarray(x), jnp.asarray(weight)))
     for options in ({}, {"xla_gpu_graph_min_graph_size": 1}):
