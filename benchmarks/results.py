@@ -62,6 +62,7 @@ def resume(results: dict[str, Any], arguments: list[str]) -> None:
     if changed:
         raise ValueError(f"the file is of another commit or machine: {'; '.join(changed)}")
     results.setdefault("sessions", []).append(session(arguments))
+    results["complete"] = False  # until it is again, and not if it is killed
 
 
 def machine() -> dict[str, Any]:

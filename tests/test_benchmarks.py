@@ -1795,8 +1795,11 @@ def test_a_run_is_begun_and_resumed_with_the_same_arguments(tmp_path, on_numpy, 
     assert session["started"] >= begun["started"]
     assert len(resumed["measurements"]) == 4
     assert resumed["complete"]
+    results.resume(resumed, arguments)
+    assert not resumed["complete"]
     assert run.main(arguments) == 0
-    assert len(results.load(path)["sessions"]) == 2
+    again = results.load(path)
+    assert (len(again["sessions"]), again["complete"]) == (2, True)
 
 
 @pytest.mark.parametrize("room", [True, False])
