@@ -123,7 +123,7 @@ BULK, BULK_TEAMS = staged("backward.cu", bulk=True, m=7), staged("backward.cu", 
 BULK_CLUSTER = staged("backward.cu", bulk=True, cluster_blocks=2, m=20)
 
 COUNTED = staged("forward_staged.cu", counted=True, m=40)
-COUNTED_WARPS = staged("forward_staged.cu", counted=True, cluster_blocks=3)
+COUNTED_WARPS = staged("forward_staged.cu", counted=True, cluster_blocks=3, m=60)
 COUNTED_CLUSTER = staged("forward_staged.cu", counted=True, cluster_blocks=2, m=40)
 STRIPS = staged("backward_strips.cu", m=11)
 STRIPS_BITMASK = staged("backward_strips.cu", bitmask=True)
@@ -1766,7 +1766,7 @@ MUTATIONS = [
         "asked += kTurns * groups;",
         "asked += (kTurns + 1) * groups;",
         UNWRITTEN,
-        staged("forward_staged.cu", counted=False, x="float64"),
+        staged("forward_staged.cu", counted=False),
     ),
     Mutation(
         "each block of a cluster says which row is next",

@@ -136,7 +136,7 @@ class Staged:
             self.cluster_blocks,
             # Of two blocks that count; else the first takes all that is counted.
             at_once=self.in_strips
-            or (bool(self.counted) and self.cluster_blocks == 1 and self.groups == 2),
+            or (self.counted is not None and self.cluster_blocks == 1 and self.groups == 2),
         )
 
     def _shared_bytes(self) -> int:
@@ -335,21 +335,30 @@ def _staged() -> Iterable[Staged]:
             )
             if file == "forward_staged.cu":
                 # As many rows as are dealt out beforehand, one more, and many; of one to four
-                # warps, which take turns; and a kernel that counts, given none.
+                # warps that take turns, and one that does not; kernels that count, given none.
                 yield from (
-                    *(staged(m, 250, counted=True) for m in (1, 8, 9, 40)),
-                    staged(40, 250, row_threads=96, stages=3, counted=True, groups=3),
+                    *(staged(m, 200, counted=True) for m in (1, 8, 9, 40)),
+                    staged(40, 200, counted=False),
+                    staged(40, 290, row_threads=96, counted=True, groups=3),
                     staged(70, 500, row_threads=128, counted=True, in_place=norm == "rms_norm"),
                     staged(50, 600, row_threads=160, stages=4, counted=True, regime="mean_1e6"),
-                    staged(40, 120, "float64", other="float64", counted=False),
                     *(
-                        staged(m, 250, cluster_blocks=2, row_threads=32, counted=counted, **how)
-                        for m, counted, how in (
-                            (6, True, {}),
-                            (40, True, {"stages": 3}),
-                            (40, False, {}),
-                            (30, True, {"regime": "extreme"}),
+                        staged(m, 290, cluster_blocks=2, counted=counted, regime=regime)
+                        for m, counted, regime in (
+                            (6, True, "normal"),
+                            (40, True, "normal"),
+                            (40, False, "normal"),
+                            (30, True, "extreme"),
                         )
+                    ),
+                    staged(
+                        40,
+                        504,
+                        "bfloat16",
+                        row_threads=32,
+                        cluster_blocks=3,
+                        stages=3,
+                        counted=True,
                     ),
                     staged(60, 1100, cluster_blocks=3, row_threads=128, counted=True),
                 )
