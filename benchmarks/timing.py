@@ -65,8 +65,8 @@ def profiled(
 
     The profiler sees the kernels of the whole process, on whatever stream, JAX's too. Each run
     comes after a flush. Gaps between the kernels of a call are not counted, nor are its memsets, as
-    those of the flush have the same name. All rounds, of so many
-    `runs` each, are one session, since starting one takes long.
+    those of the flush have the same name. All rounds, of so many `runs` each, are one session,
+    since starting one takes long.
     """
     import torch
 
