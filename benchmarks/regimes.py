@@ -26,7 +26,7 @@ REGIMES: tuple[tuple[str, Problem], ...] = (
     ("a row a half warp", Problem("rms_norm", "forward", 32768, 256, *BF16)),
     ("a row a block", Problem("rms_norm", "forward", 32768, 4096, *BF16)),
     ("a row in shared memory", Problem("layer_norm", "forward", 32768, 16384, *BF16)),
-    ("a row read twice", Problem("rms_norm", "forward", 32768, 28680, *BF16)),
+    ("a row read twice", Problem("rms_norm", "forward", 4096, 262152, *BF16)),
     ("a row a cluster", Problem("layer_norm", "forward", 16384, 65536, *BF16)),
     ("decoding", Problem("rms_norm", "forward", 64, 8192, "bfloat16", "bfloat16")),
     ("several rows a block", Problem("layer_norm", "backward", 32768, 256, *BF16)),

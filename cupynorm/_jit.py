@@ -23,6 +23,7 @@ from cupynorm._config import (
     StagedForward,
     StreamingForward,
     StripsBackward,
+    reduction_bytes,
     resident_backward_bytes,
     resident_columns_bytes,
     staged_backward_bytes,
@@ -30,7 +31,7 @@ from cupynorm._config import (
     strips_backward_bytes,
     team_bytes,
 )
-from cupynorm._spec import CPP_TYPES, ITEMSIZE, BackwardSpec, ForwardSpec, compute_dtype
+from cupynorm._spec import CPP_TYPES, BackwardSpec, ForwardSpec, compute_dtype
 
 __all__ = [
     "OPTIONS",
@@ -282,10 +283,11 @@ def backward_instantiations(
             *(CPP_TYPES[d] for d in (compute, spec.weight, spec.dbias)),
             config.reduction.block_threads,
             config.reduction.groups,
+            config.reduction.vector,
         ),
         "PPPqq",  # partials, dweight, dbias; n_partials, n_cols
         config.reduction.block_threads,
-        config.reduction.block_threads * ITEMSIZE[compute],
+        reduction_bytes(config.reduction),
         overlaps=True,
     )
     return (*passes, reduction)

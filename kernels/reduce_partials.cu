@@ -1,54 +1,88 @@
 // The weight gradients from the blocks' partial sums: dweight[j] = sum over p of partials[0][p][j],
 // dbias[j] = sum over p of partials[1][p][j] (partials[0] where there is no weight).
 //
-// Layout:    partials as backward.cu writes them, (gradients, n_partials, n_cols).
-// Grid:      a block for each BlockThreads / Groups columns of each gradient, on grid.x.
+// Layout:    partials as backward.cu writes them, (gradients, n_partials, n_cols); 16-byte aligned,
+//            as are their rows where Vector > 1.
+// Grid:      a block for each kColumns columns of each gradient, on grid.x.
 // Traffic:   partials read once, gradients written once.
-// Thread:    column thread % kColumns, partials thread / kColumns, + Groups, + 2 * Groups, ...
-// Order:     a thread's partials in turn, then the groups in turn: fixed.
-// Result:    thread c < kColumns writes column c of the block.
-#include "types.cuh"
+// Thread:    columns kWidth * (thread % kLanes) on, as many as fill 16 bytes, of partials
+//            thread / kLanes, + Groups, + 2 * Groups, ...
+// Order:     a thread's partials in turn, then a butterfly over the groups of its warp, then the
+//            warps, or groups of more than a warp, in turn: fixed, whatever Vector is.
+// Result:    thread t < kLanes writes its columns.
+#include "pack.cuh"
 
-template <typename T, typename DWeight, typename DBias, int BlockThreads, int Groups>
-__global__ __launch_bounds__(BlockThreads) void reduce_partials(const T* partials, DWeight* dweight,
-                                                                DBias* dbias, long long n_partials,
-                                                                long long n_cols) {
-  constexpr int kAtOnce = 4;  // partials of a thread that are on their way
-  constexpr int kColumns = BlockThreads / Groups;
-  static_assert(kColumns % 32 == 0, "a warp is of one group");
+template <int Vector, typename T, int Width, typename Gradient>
+__device__ __forceinline__ void write_gradient(const T (&sums)[Width], Gradient* gradient, int n) {
+  Pack<Gradient, Width> pack;
+  pack.set(sums);
+  store<Vector>(pack, gradient, 0, n);
+}
+template <int Vector, typename T, int Width>
+__device__ __forceinline__ void write_gradient(const T (&)[Width], None*, int) {}
+
+// At least 4 blocks a multiprocessor: left to itself, ptxas aims at 8, for which it waits in between.
+template <typename T, typename DWeight, typename DBias, int BlockThreads, int Groups, int Vector>
+__global__ __launch_bounds__(BlockThreads, 4) void reduce_partials(const T* partials,
+                                                                   DWeight* dweight, DBias* dbias,
+                                                                   long long n_partials,
+                                                                   long long n_cols) {
+  constexpr int kAtOnce = 5;  // partials of a thread that are on their way
+  constexpr int kWidth = 16 / static_cast<int>(sizeof(T));
+  constexpr int kLanes = BlockThreads / Groups;
+  constexpr int kColumns = kLanes * kWidth;
+  constexpr int kWarps = BlockThreads / 32;
+  constexpr int kSums = Groups < kWarps ? Groups : kWarps;  // of a column, in shared memory
   const long long tiles = (n_cols + kColumns - 1) / kColumns;
-  const long long gradient = block_index() / tiles;
-  const long long column = block_index() % tiles * kColumns + thread_index() % kColumns;
-  const int group = thread_index() / kColumns;
+  const long long tile = block_index() - (block_index() < tiles ? 0 : tiles);
+  const bool is_first = block_index() < tiles;
+  const int lane = thread_index() % kLanes, group = thread_index() / kLanes;
+  const long long column = tile * kColumns + lane * kWidth;
+  const int n = static_cast<int>(column + kWidth < n_cols ? kWidth : n_cols - column);
 
   // 1. Each group sums its partials, once the kernel that writes them has ended.
   wait_for_previous_kernel();
-  T sum = 0;
-  if (column < n_cols) {
-    const T* source = partials + gradient * n_partials * n_cols + column;
+  T sum[kWidth] = {};
+  const T* source = partials + ((is_first ? 0 : n_partials) + group) * n_cols + column;
 #pragma unroll 1
-    for (long long first = group; first < n_partials; first += kAtOnce * Groups) {
-      T values[kAtOnce];
+  for (int left = static_cast<int>(n_partials) - group; left > 0; left -= kAtOnce * Groups) {
+    Pack<T, kWidth> values[kAtOnce];
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        const long long p = first + i * Groups;
-        values[i] = p < n_partials ? source[p * n_cols] : T(0);
-      }
+    for (int i = 0; i < kAtOnce; ++i) {
+      load<Vector>(values[i], source, 0, left > i * Groups ? n : 0);
+      source += Groups * n_cols;
+    }
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) sum += values[i];
+    for (int i = 0; i < kAtOnce; ++i) {
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) sum[k] += values[i].template get<T>(k);
     }
   }
-  T* sums = static_cast<T*>(dynamic_shared_memory());
-  sums[thread_index()] = sum;
-  block_barrier();
 
-  // 2. The first group sums them all.
-  if (group == 0 && column < n_cols) {
-    for (int other = 1; other < Groups; ++other) sum += sums[other * kColumns + thread_index()];
-    if (kPresent<DWeight> && gradient == 0) {
-      if constexpr (kPresent<DWeight>) dweight[column] = convert<DWeight>(sum);
-    } else {
-      if constexpr (kPresent<DBias>) dbias[column] = convert<DBias>(sum);
-    }
+  // 2. The groups of a warp, then the warps or the groups of several.
+#pragma unroll
+  for (int distance = 16; distance >= kLanes; distance /= 2) {
+#pragma unroll
+    for (int k = 0; k < kWidth; ++k) sum[k] += shuffle_xor(sum[k], distance);
+  }
+  Pack<T, kWidth> pack;
+  pack.set(sum);
+  T* sums = static_cast<T*>(dynamic_shared_memory()) + lane * kWidth;
+  if (thread_index() % 32 < kLanes) {
+    const int row = kLanes < 32 ? thread_index() / 32 : group;
+    store<kWidth>(pack, sums, row * kColumns, kSums * kColumns);
+  }
+  block_barrier();
+  if (group > 0) return;
+#pragma unroll
+  for (int row = 1; row < kSums; ++row) {
+    load<kWidth>(pack, sums, row * kColumns, kSums * kColumns);
+#pragma unroll
+    for (int k = 0; k < kWidth; ++k) sum[k] += pack.template get<T>(k);
+  }
+  if (kPresent<DWeight> && is_first) {
+    write_gradient<Vector>(sum, dweight + column, n);
+  } else {
+    write_gradient<Vector>(sum, dbias + column, n);
   }
 }

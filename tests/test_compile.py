@@ -95,20 +95,26 @@ def instantiations(architecture: int) -> list[Instantiation]:
         for bias in (None, "float32"):
             spec = BackwardSpec(norm, x, x, None, bias, False, False)
             kernels |= dict.fromkeys(backward_kernels(spec, 4096, pack_length(x), architecture))
-    # What half the blocks stage, with 8 packs a thread, and in one block with 7.
+    # What fills its packs: 3, 5 and 7 of them a thread, and teams of other sizes.
     plain, zero_centered, relu = (False, False), (True, False), (False, True)
-    for x, stored, packs, (centred, clamped) in itertools.product(
-        *(("float32", "float16", "bfloat16"), (False, True), (3584, 4096, 8192)),
-        (plain, zero_centered, relu),
+    for x, packs, (norm, bias), (centred, clamped) in itertools.product(
+        ("float32", "bfloat16") if every else ("bfloat16",),
+        (40, 96, 160, 448, 640, 896, 1152, 1536, 2304) if every else (160, 896, 1536),
+        (("rms_norm", None), ("layer_norm", "float32")),
+        (plain, (True, True)) if every else ((True, True),),
     ):
-        if (centred or clamped) and not (stored and every):
-            continue
-        usually = not (centred or clamped or packs == 3584)
-        for weight in ("float32", x, None) if usually else ("float32",):
-            deep = ForwardSpec("rms_norm", x, weight, None, x, centred, stored, clamped)
-            for vector in (1, pack_length(x)) if usually else (1, 2, pack_length(x)):
-                config = forward_config(deep, packs * pack_length(x), vector, architecture)
-                kernels[forward_instantiation(deep, config)] = None
+        n, length = packs * pack_length(x), pack_length(x)
+        forward = ForwardSpec(norm, x, "float32", bias, x, centred, True, clamped)
+        backward = BackwardSpec(norm, x, x, "float32", bias, centred, clamped)
+        for vector in (1, length):
+            kernels |= dict.fromkeys(forward_instantiations(forward, n, vector, architecture))
+            kernels |= dict.fromkeys(backward_kernels(backward, n, vector, architecture))
+    # 8 packs a thread of RMSNorm in registers.
+    for x, weight in itertools.product(("float32", "float16", "bfloat16"), ("float32", None)):
+        eight = ForwardSpec("rms_norm", x, weight, None, x, False, True, False)
+        for vector in (1, pack_length(x)):
+            n = 2048 * pack_length(x)
+            kernels |= dict.fromkeys(forward_instantiations(eight, n, vector, architecture))
     # What 16 blocks stage in no other way, of LayerNorm with the bias in shared memory.
     for norm, x, packs, (centred, clamped) in itertools.product(
         ("rms_norm", "layer_norm"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -237,16 +238,24 @@ def test_long_rows(norm: str, n: int) -> None:
         )
 
 
-@pytest.mark.parametrize("n", [16384, 24576, 28672, 32768, 65536, 131072])
-@pytest.mark.parametrize("name", ["bfloat16", "float32"])
-def test_full_rows_by_half_the_blocks(name: str, n: int) -> None:
-    for options in ({}, {"zero_centered": True}, {"relu": RELUS[1]}):
-        for regime in ("normal", "mixed_rows"):
+# That fill teams of 1 to 8 packs a thread and blocks of 192 to 512 threads, in 16 bits.
+FULL = (64, 96, 192, 320, 640, 768, 896, 1280, 1792, 2304, 3072, 3584, 4608, 5120, 7168)
+FULL += (9216, 10240, 12288, 14336, 16384, 18432, 20480, 24576, 28672, 32768, 40960, 139264)
+
+
+@pytest.mark.parametrize("n", FULL)
+@pytest.mark.parametrize("norm", NORMS)
+def test_rows_that_fill_their_teams(norm: str, n: int) -> None:
+    for name, options in itertools.product(
+        ("bfloat16", "float32"), ({}, {"zero_centered": True}, {"relu": RELUS[1]})
+    ):
+        for m, regime in ((5, "mixed_rows"), (300, "normal")):
             check(
-                "rms_norm",
-                make_values(regime, (5, n), DTYPES[name], n),
+                norm,
+                make_values(regime, (m, n), DTYPES[name], n),
                 make_values("normal", (n,), np.float32, n + 1),
-                key=("half the blocks", name),
+                make_values("normal", (n,), np.float32, n + 2) if norm == "layer_norm" else None,
+                key=("full rows", name),
                 **options,
             )
 

@@ -6,6 +6,7 @@ that not all threads reach) fails the test with the kernel, block, thread and li
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -150,7 +151,8 @@ def test_few_rows_have_the_bits_of_many(build: Build, case: Case) -> None:
 
 @pytest.mark.parametrize("x", DTYPES)
 def test_few_rows_have_kernels_of_their_own(x: str) -> None:
-    case = next(c for c in CASES if (c.name, c.norm, c.x) == ("warps", "layer_norm", x))
+    case = next(c for c in CASES if (c.name, c.norm, c.x) == ("block", "layer_norm", x))
+    case = dataclasses.replace(case, y=None)  # not wider than x
     many, few = (kernels_of([case], few_rows=few_rows) for few_rows in (False, True))
     assert len(many) == len(few)
     assert not set(many) & set(few)

@@ -333,7 +333,7 @@ def _cases() -> list[Case]:
             Case("sub_warp_wild", norm, 33, 40, "bfloat16", regime="extreme"),
             Case("sub_warp_mixed", norm, 90, 40, "bfloat16", regime="mixed_rows", eps=1e-35),
             Case("stream_mean", norm, 5, 12300, "float32", regime="mean_1e6", gap=2),
-            Case("many_partials", norm, 560, 520, "float16", multiprocessors=80),
+            Case("many_partials", norm, 170, 4104, "float16", multiprocessors=200),
         ]
         for x in ("float32", "float64", "bfloat16"):
             for regime in ("extreme", "minute", "mixed_rows", "zero_rows", "nonfinite", "mean_1e6"):
@@ -351,12 +351,18 @@ def _cases() -> list[Case]:
             Case("range_nonfinite_eps_0", "rms_norm", 9, n, x, regime="nonfinite", eps=0.0),
             Case("range_zero_eps", "rms_norm", 7, n, x, regime="zero_rows", eps=0.0),
         ]
-    # By half the blocks, which hold 6 or 7 packs a thread.
+    # Rows that fill two blocks of fewer threads, and teams of 3, 5 and 7 packs a thread.
     cases += [
-        Case("deep", "rms_norm", 2, 24576, "bfloat16", bias=None, regime="mixed_rows"),
-        Case("deep_relu", "rms_norm", 2, 24576, "bfloat16", bias=None, relu=RELUS[1]),
-        Case("deep_zero_centered", "rms_norm", 2, 28672, "bfloat16", bias=None, zero_centered=True),
+        Case("filled", "rms_norm", 2, 24576, "bfloat16", bias=None, regime="mixed_rows"),
+        Case("filled_relu", "rms_norm", 2, 24576, "bfloat16", bias=None, relu=RELUS[1]),
+        Case("filled_zero", "rms_norm", 2, 28672, "bfloat16", bias=None, zero_centered=True),
     ]
+    for norm in NORMS:
+        cases += [
+            Case("of_3_packs", norm, 70, 192, "bfloat16", relu=RELUS[1]),
+            Case("of_5_packs", norm, 37, 1280, "bfloat16"),
+            Case("of_7_packs", norm, 9, 3584, "bfloat16"),
+        ]
     # Of few rows, more than a warp has under way; the last is not, as dx takes what dy still is.
     for norm in NORMS:
         cases += [
