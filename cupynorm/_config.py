@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -61,6 +62,8 @@ FIRST_WITH_OVERLAP = 90  # of a kernel with the one before it
 MOST_CLUSTER_BLOCKS = 16
 
 STAGED_THREADS = 512  # of a block that stages rows in the forward pass
+
+LEAST_FILLED = 12  # packs: shorter rows, by fewer than 4 threads, were not measured
 
 
 @dataclass(frozen=True)
@@ -391,10 +394,12 @@ def _packs_per_thread(spec: ForwardSpec, n: int, packs: int) -> int:
     # by 128 of 7, 147 by 224 of 4; RMSNorm 129 at 3584 by 64 of 7, 135 by 224 of 2 (bfloat16,
     # float32 weight and bias, H200).
     widths: tuple[int, ...] = 4, 3, 5, 6, 7
+    if packs < LEAST_FILLED:
+        return 2
     if packs <= 64:
         widths = 2, 3, 5
-    elif packs > 1024 and spec.norm == "rms_norm":
-        widths = 8, 7, 6, 5
+    elif packs > 1024:
+        widths = (8, 7, 6, 5) if spec.norm == "rms_norm" else (4, 5, 6, 7)
     elif packs > 512 and _affine_bytes(spec) > 4:
         widths = 7, 6, 5, 4
     return min(widths, key=lambda width: _slots(packs, _team(packs, width)))
@@ -791,34 +796,53 @@ SHORT_LAYOUTS = {
 LONG_THREADS = {2: 512, 3: 384, 4: 256}
 
 
-def _backward_layouts(packs: int, gradients: int, architecture: int) -> list[tuple[int, ...]]:
-    """Return row_threads, block_threads, blocks a multiprocessor, cluster_blocks and stages: the
-    fastest for rows of so many packs first, then those for what does not fit in it.
+# row_threads, block_threads, blocks a multiprocessor, cluster_blocks and stages.
+_Layout = tuple[int, int, int, int, int]
+
+
+def _backward_layouts(packs: int, gradients: int, architecture: int) -> Iterator[_Layout]:
+    """Yield the layouts of rows of so many packs, the fastest first, then for what does not fit.
 
     What decides is whether the row fills its packs, and the teams their multiprocessor: LayerNorm
     of 1280 takes 201 us by 32 threads of 5 packs, 226 by 96 of 2; of 4608 199 by two teams of 192
     threads, 242 by one of 288; of 18432 205 by two blocks of 384 threads, 280 by four of 256 (2**27
     elements of bfloat16, float32 weight and bias, H200). benchmarks/notes.md has more.
     """
-    short = []
+    yield from _short_layouts(packs)
+    yield from _long_layouts(packs, gradients, architecture)
+    # More registers and shared memory for a short row's, where it has wide operands or a bitmask.
+    for width, block_threads in ((2, 512), (4, 512), (4, 256), (2, 256), (2, 128)):
+        row_threads = _team(packs, width)
+        if row_threads <= 32:
+            yield row_threads, block_threads, 1, 1, 3
+
+
+def _short_layouts(packs: int) -> list[_Layout]:
+    """Return those of rows that a warp holds, by how many packs its threads leave empty."""
+    ranked = []
     for width, (most_packs, block_threads, blocks, stages) in SHORT_LAYOUTS.items():
         row_threads = _team(packs, width)
-        if packs <= most_packs and row_threads <= 32:
+        if packs <= most_packs and row_threads <= 32 and (width <= 2 or packs >= LEAST_FILLED):
             rank = _slots(packs, row_threads), width
-            short.append((rank, (row_threads, block_threads, blocks, 1, stages)))
-    long = []
+            ranked.append((rank, (row_threads, block_threads, blocks, 1, stages)))
+    return [layout for _, layout in sorted(ranked)]
+
+
+def _long_layouts(packs: int, gradients: int, architecture: int) -> list[_Layout]:
+    """Return those of longer rows, by how well they use what LONG_THREADS could hold."""
+    ranked = []
     for cluster_blocks, width in itertools.product((1, 2, 4, 8, 16), LONG_THREADS):
         most = LONG_THREADS[width]
         row_threads = _team(-(-packs // cluster_blocks), width)
         # Empty slots are waited for, and each element is compared with the row's end.
-        filled = packs / _slots(packs, cluster_blocks * row_threads)
+        filled = (packs / _slots(packs, cluster_blocks * row_threads)) ** 2
         if cluster_blocks > 1:
             if packs <= 1024 or cluster_blocks > _most_cluster_blocks(architecture):
                 continue
             for blocks in range(1, most // row_threads + 1):
                 used = blocks * row_threads / most
-                preference = used * filled**2, -cluster_blocks, width
-                long.append((preference, (row_threads, row_threads, blocks, cluster_blocks, 3)))
+                rank = used * filled, -cluster_blocks, width
+                ranked.append((rank, (row_threads, row_threads, blocks, cluster_blocks, 3)))
         elif row_threads >= 64:
             if width == 4:  # RMSNorm of 16384: two blocks of 256 threads are no faster
                 most = 512 if gradients < 2 and row_threads > 320 else 320
@@ -827,10 +851,9 @@ def _backward_layouts(packs: int, gradients: int, architecture: int) -> list[tup
             most_threads = 512 if width == 2 else max(most, row_threads)
             for block_threads in range(row_threads, min(most_threads, 512) + 1, row_threads):
                 used = min(block_threads / most, most / block_threads)
-                preference = used * filled**2, -1, -width
-                long.append((preference, (row_threads, block_threads, 1, 1, 3)))
-    ranked = *sorted(short), *sorted(long, reverse=True)
-    return [layout for _, layout in ranked]
+                rank = used * filled, -1, -width
+                ranked.append((rank, (row_threads, block_threads, 1, 1, 3)))
+    return [layout for _, layout in sorted(ranked, reverse=True)]
 
 
 def _staged_backward(

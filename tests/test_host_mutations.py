@@ -402,7 +402,7 @@ MUTATIONS = [
         "named_barrier(team + 1, RowThreads)",
         "named_barrier(1, RowThreads)",
         f"{RACE}|{UNWRITTEN}",
-        WARPS,
+        WARPS_ODD,
     ),
     Mutation(
         "a named barrier of the whole block",
@@ -410,7 +410,7 @@ MUTATIONS = [
         "named_barrier(team + 1, RowThreads)",
         "named_barrier(team + 1, BlockThreads)",
         STUCK,
-        WARPS,
+        WARPS_ODD,
     ),
     Mutation(
         "the scratch's halves do not take turns",
