@@ -913,7 +913,14 @@ def _staged_backward(
             staged_backward_bytes(spec, dataclasses.replace(config, hold_weight=False)),
         )
         if most <= limit:
-            return _in_bulk(spec, config, architecture, limit) or config
+            in_bulk = _in_bulk(spec, config, architecture, limit)
+            # Otherwise copied, 4 packs beside both gradients leave no room for the weight, but in
+            # clusters, whose blocks are smaller.
+            crowded = packs_per_thread == 4 and spec.gradients == 2 and cluster_blocks == 1
+            crowded = crowded and row_threads > 32
+            return in_bulk or dataclasses.replace(
+                config, hold_weight=config.hold_weight and not crowded
+            )
     return None
 
 

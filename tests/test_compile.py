@@ -99,7 +99,7 @@ def instantiations(architecture: int) -> list[Instantiation]:
     plain, zero_centered, relu = (False, False), (True, False), (False, True)
     for x, packs, (norm, bias), (centred, clamped) in itertools.product(
         ("float32", "bfloat16") if every else ("bfloat16",),
-        (40, 96, 160, 448, 640, 896, 1152, 1536, 2304) if every else (160, 896, 1536),
+        (40, 96, 160, 448, 576, 896, 1152, 2304) if every else (160, 576, 896),
         (("rms_norm", None), ("layer_norm", "float32")),
         (plain, (True, True)) if every else ((True, True),),
     ):
