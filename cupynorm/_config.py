@@ -279,12 +279,11 @@ def forward_config(
     exceed = spec.weight and spec.bias and _affine_bytes(spec) > 4
     exceed = exceed and (spec.norm == "rms_norm" or ITEMSIZE[spec.x] == 2)
     if packs > (1024 if wide or exceed else 2048):
-        paired = _paired(spec, packs, architecture)
         staged = _staged_forward(spec, n, packs, vector, architecture, wide=wide)
         if staged is not None:
             return staged
         if packs > (1024 if wide else 2048):
-            return _streaming_forward(spec, packs, vector, architecture, paired=paired, wide=wide)
+            return _streaming_forward(spec, packs, vector, architecture, wide=wide)
     row_threads = _team(packs, _packs_per_thread(spec, n, packs))
     if spec.relu:
         row_threads = max(row_threads, 8 // length)  # a byte of the bitmask is of neighbours
@@ -422,12 +421,13 @@ def _paired(spec: ForwardSpec, packs: int, architecture: int) -> bool:
 
 
 def _streaming_forward(
-    spec: ForwardSpec, packs: int, vector: int, architecture: int, *, paired: bool, wide: bool
+    spec: ForwardSpec, packs: int, vector: int, architecture: int, *, wide: bool
 ) -> StreamingForward:
     """Return the configuration of rows that are read twice."""
     whole = vector == pack_length(spec.x)
     # The fastest of a trial of RMSNorm: 2 packs of 2048 threads at N = 32768, 4 of 1024 at 65536
     # (bfloat16, H200). 64 registers hold 2 packs of float64, or of elements moved one by one.
+    paired = _paired(spec, packs, architecture)
     fewer = paired or not whole or spec.x == "float64"
     cluster_blocks = _streaming_blocks(packs, architecture)
     block_threads = 512 if wide or cluster_blocks > 1 else 1024
