@@ -1,14 +1,15 @@
 """How to compute it: the regime, and how a row is laid over threads.
 
 Pure functions of the spec, the row length N, the GPU's architecture and `vector`, the elements
-moved by one access. What the bits of a row depend on (row_threads, packs_per_thread,
-cluster_blocks; strips and their block_threads) follows from the spec, N and the architecture alone,
-and from whether the GPU has room for clusters, or for strips all at once; vector, and the kernels
-of few rows, decide only what does not show in y, the statistics and dx.
+moved by one access. What the bits of a row depend on (row_threads or, of staged rows,
+block_threads, packs_per_thread, cluster_blocks; strips and their block_threads) follows from the
+spec, N and the architecture alone, and from whether the GPU has room for clusters, or for strips
+all at once; vector, and the kernels of few rows, decide only what does not show in y, the
+statistics and dx.
 
 A pack is 16 bytes of x. Registers and shared memory bound what a block may hold:
-tests/test_compile.py compiles the configurations for every supported architecture and fails on a
-spill.
+tests/test_compile.py compiles those of some row lengths for every supported architecture and fails
+on a spill.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ FIRST_WITH_CLUSTERS = 90
 FIRST_WITH_OVERLAP = 90  # of a kernel with the one before it
 MOST_CLUSTER_BLOCKS = 16
 
-STAGED_THREADS = 512  # of a block that stages rows in the forward pass
+STAGED_THREADS = 512  # at most, of a block that stages rows in the forward pass
 
 LEAST_FILLED = 12  # packs: shorter rows, by fewer than 4 threads, were not measured
 
@@ -353,6 +354,8 @@ def few_rows_config(spec: ForwardSpec, config: ResidentForward) -> ResidentForwa
         most_held = min(64, 80 - 4 * config.packs_per_thread)
     elif config.packs_per_thread == 8:
         most_held = (64 if spec.x == "float32" else 32) if config.full else 0
+    elif spec.x == "float64" and config.packs_per_thread > 4 and not config.full:
+        most_held = 0
     if config.hold_weight or not longer or _is_wide(spec) or not 0 < affine <= most_held:
         return None
     return dataclasses.replace(
@@ -770,10 +773,11 @@ def _strips_backward(
 def _reduction(spec: BackwardSpec, n: int) -> Reduction | None:
     """Return how the partials of many rows are summed, the fewer the longer a row is.
 
-    By as many groups as let a thread have all its partials on their way at once, 5 at most: of 264
-    up to N = 1024, 132 up to 8192. Four columns a thread, in blocks of 256, where it had been one
-    in blocks of up to 1024, and 9 partials, 4 of them at once: RMSNorm takes 12.2 us at 4096x768,
-    not 13.6, 17.3 at 512x8192, not 18.1, LayerNorm 20.8 at 32768x256, not 22.3 (bfloat16, H200).
+    By as many groups as leave a thread about 5 partials, which are on their way at once, 9 at most:
+    there are 264 to 396 of short rows, 132 up to N = 8192 (H200). Four columns a thread, in blocks
+    of 256, where it had been one in blocks of up to 1024, and 9 partials, 4 of them at once:
+    RMSNorm takes 12.2 us at 4096x768, not 13.6, 17.3 at 512x8192, not 18.1, LayerNorm 20.8 at
+    32768x256, not 22.3 (bfloat16, H200).
     """
     if not spec.gradients:
         return None
@@ -815,6 +819,9 @@ def _backward_layouts(packs: int, gradients: int, architecture: int) -> Iterator
         row_threads = _team(packs, width)
         if row_threads <= 32:
             yield row_threads, block_threads, 1, 1, 3
+    # And for one of up to 1024 packs, which two blocks hold.
+    if 512 < packs <= 1024 and architecture >= FIRST_WITH_CLUSTERS:
+        yield 256, 256, 1, 2, 3
 
 
 def _short_layouts(packs: int) -> list[_Layout]:

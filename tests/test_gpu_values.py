@@ -238,9 +238,9 @@ def test_long_rows(norm: str, n: int) -> None:
         )
 
 
-# That fill teams of 1 to 8 packs a thread and blocks of 192 to 512 threads, in 16 bits.
+# Most of which fill their teams, of 1 to 8 packs a thread, in 16 bits.
 FULL = (64, 96, 192, 320, 640, 768, 896, 1280, 1792, 2304, 3072, 3584, 4608, 5120, 7168)
-FULL += (9216, 10240, 12288, 14336, 16384, 18432, 20480, 24576, 28672, 32768, 40960, 139264)
+FULL += (9216, 10240, 12288, 14336, 16384, 18432, 20480, 24576, 28672, 32768, 40960, 147456)
 
 
 @pytest.mark.parametrize("n", FULL)

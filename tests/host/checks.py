@@ -333,7 +333,7 @@ def _cases() -> list[Case]:
             Case("sub_warp_wild", norm, 33, 40, "bfloat16", regime="extreme"),
             Case("sub_warp_mixed", norm, 90, 40, "bfloat16", regime="mixed_rows", eps=1e-35),
             Case("stream_mean", norm, 5, 12300, "float32", regime="mean_1e6", gap=2),
-            Case("many_partials", norm, 170, 4104, "float16", multiprocessors=200),
+            Case("many_partials", norm, 340, 4104, "float16", multiprocessors=200),
         ]
         for x in ("float32", "float64", "bfloat16"):
             for regime in ("extreme", "minute", "mixed_rows", "zero_rows", "nonfinite", "mean_1e6"):
