@@ -815,7 +815,7 @@ def _backward_layouts(packs: int, gradients: int, architecture: int) -> Iterator
     yield from _short_layouts(packs)
     yield from _long_layouts(packs, gradients, architecture)
     # More registers and shared memory for a short row's, where it has wide operands or a bitmask.
-    for width, block_threads in ((2, 512), (4, 512), (4, 256), (2, 256), (2, 128)):
+    for width, block_threads in ((2, 512), (4, 256), (2, 256), (2, 128)):
         row_threads = _team(packs, width)
         if row_threads <= 32:
             yield row_threads, block_threads, 1, 1, 3

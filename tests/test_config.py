@@ -25,6 +25,7 @@ from cupynorm._config import (
     few_rows_config,
     forward_config,
     pack_length,
+    reduction_bytes,
     shared_limit,
     staged_backward_bytes,
 )
@@ -586,8 +587,6 @@ def test_rows_fill_their_teams_and_teams_a_multiprocessor(
         assert config.full
         found = config.cluster_blocks, config.row_threads, config.packs_per_thread
         assert (*found, config.rows_per_block) == layout
-        threads = config.block_threads * config.blocks_per_multiprocessor
-        assert threads >= 256
 
 
 def regimes(spec: Spec, architecture: int) -> tuple[tuple[type, int], ...]:
@@ -779,16 +778,20 @@ def test_strips_that_do_not_all_run_at_once_are_streamed(
 @pytest.mark.parametrize(
     ("n", "groups"), [(1, 64), (8192, 64), (8193, 32), (65536, 8), (262144, 2), (1 << 40, 1)]
 )
-def test_long_rows_have_few_groups_of_partials(n: int, groups: int) -> None:
-    spec = BackwardSpec("rms_norm", "bfloat16", "bfloat16", "float32", None, False, False)
+@pytest.mark.parametrize(("x", "itemsize"), [("bfloat16", 4), ("float64", 8)])
+def test_long_rows_have_few_groups_of_partials(n: int, groups: int, x: str, itemsize: int) -> None:
+    spec = BackwardSpec("rms_norm", x, x, "float32", None, False, False)
     for architecture in ARCHITECTURES:
         if isinstance(backward_config(spec, n, 1, architecture), StripsBackward):
             continue
         reduction = backward_config(spec, n, 1, architecture).reduction
         assert reduction is not None
         assert reduction.groups == groups
-        assert reduction.vector == (1 if n % 4 else 4)
-        assert reduction.columns * groups == 4 * reduction.block_threads
+        # 16 bytes a thread of the sums; in shared memory, those of 8 warps or of fewer groups.
+        width = 16 // itemsize
+        assert reduction.vector == (1 if n % width else width)
+        assert reduction.columns == 256 // groups * width
+        assert reduction_bytes(reduction) == min(groups, 8) * reduction.columns * itemsize
         without = dataclasses.replace(spec, weight=None)
         assert backward_config(without, n, 1, architecture).reduction is None
 

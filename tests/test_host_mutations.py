@@ -862,6 +862,14 @@ MUTATIONS = [
         MANY,
     ),
     Mutation(
+        "the first partials of each group, as many as are on their way at once, alone",
+        "reduce_partials.cu",
+        "left -= kAtOnce * Groups",
+        "left = 0",
+        VALUE,
+        MANY,
+    ),
+    Mutation(
         "the first partial of each group alone",
         "reduce_partials.cu",
         "left > i * Groups ? n : 0",
