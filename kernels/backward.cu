@@ -238,7 +238,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
     }
   };
 
-  // 2. Sums of g * h, g and h, where h = (x - mean) * rstd is xhat before it is centred again.
+  // 2. Sums of g * d, g and d, of which h = (x - mean) * rstd is made, xhat before it is centred again.
   constexpr int kSums = kGradientSums<Centered>;
   const auto read_x = [&](int stage, int p) {
     if constexpr (Bulk) {
@@ -325,13 +325,13 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
                    row + (Stages - kLate) * rows_a_turn);
       }
     }
-    const RowMeans<Centered, T> means(sums, inv_n);
+    const Centring<Centered, T> centring(current.mean, current.rstd);
+    const RowMeans<Centered, T> means(sums, centring.rest, inv_n);
 
     // 4. dx, and this row's share of the weight gradients; what was read makes room for a later row.
     if constexpr (!Full) make_opaque(n_cols);
     // A block's lone team has a row; but where not Bulk, without the condition RMSNorm of 16384 spills.
     const int n_stored = (Bulk && kTeams == 1) || row < n_rows ? n_cols : 0;
-    const Centring<Centered, T> centring(current.mean, current.rstd);
 #pragma unroll
     for (int p = 0; p < PacksPerThread; ++p) {
       const Pack<X, kLength> row_x = read_x(stage, p);
@@ -340,7 +340,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
       T gradient[kLength];
 #pragma unroll
       for (int i = 0; i < kLength; ++i) {
-        const T xhat = centring.h_of(row_x.template get<T>(i)) - means.h;
+        const T xhat = centring.xhat_of(row_x.template get<T>(i), means.h);
         const T upstream = row_dy.template get<T>(i);
         gradient[i] = dx_of<ZeroCentered>(upstream, xhat, weights, i, means, current.rstd);
         if constexpr (kDWeight) dweight[p][i] = fused_multiply_add(upstream, xhat, dweight[p][i]);

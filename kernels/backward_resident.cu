@@ -79,7 +79,7 @@ __device__ __forceinline__ void sum_columns(const DY* dy, long long dy_stride, c
 #pragma unroll
       for (int i = 0; i < kLength; ++i) {
         const T of_row = row_dy[k].template get<T>(i);
-        const T xhat = centring.h_of(row_x[k].template get<T>(i)) - mean_of_h;
+        const T xhat = centring.xhat_of(row_x[k].template get<T>(i), mean_of_h);
         of_weight[i] = fused_multiply_add(of_row, xhat, of_weight[i]);
         of_bias[i] += of_row;
       }
@@ -167,7 +167,7 @@ __global__ __launch_bounds__(RowThreads, 1) void norm_backward_resident(
                                       first_column(p), n_cols);
   }
   team.template reduce<Sum>(sums);
-  const RowMeans<Centered, T> means(sums, inv_n);
+  const RowMeans<Centered, T> means(sums, centring.rest, inv_n);
   if constexpr (Columns && Centered) {
     if (team.block == 0 && team.rank == 0) means_of_h[row] = means.h;
   }
@@ -179,7 +179,7 @@ __global__ __launch_bounds__(RowThreads, 1) void norm_backward_resident(
     T of_x[kLength], of_weight[kLength], of_bias[kLength];
 #pragma unroll
     for (int i = 0; i < kLength; ++i) {
-      const T xhat = centring.h_of(row_x[p].template get<T>(i)) - means.h;
+      const T xhat = centring.xhat_of(row_x[p].template get<T>(i), means.h);
       of_bias[i] = row_dy[p].template get<T>(i);
       of_weight[i] = of_bias[i] * xhat;
       of_x[i] = dx_of<ZeroCentered>(of_bias[i], xhat, weights[p], i, means, row_rstd);

@@ -197,7 +197,11 @@ __global__ __launch_bounds__(BlockThreads, 1) void norm_backward_strips(
 #pragma unroll
           for (int i = 0; i < kSums; ++i) sums[i] += shuffle_xor(sums[i], distance);
         }
-        if (lane == 0) of_group(group)[r].means = RowMeans<Centered, T>(sums, inv_n);
+        if (lane == 0) {
+          OfRow& of_row = of_group(group)[r];
+          const Centring<Centered, T> centring(of_row.mean, of_row.rstd);
+          of_row.means = RowMeans<Centered, T>(sums, centring.rest, inv_n);
+        }
       }
     }
     if (group + 1 < groups) {
@@ -219,7 +223,7 @@ __global__ __launch_bounds__(BlockThreads, 1) void norm_backward_strips(
       T gradient[kLength];
 #pragma unroll
       for (int i = 0; i < kLength; ++i) {
-        const T xhat = centring.h_of(row_x.template get<T>(i)) - of_row.means.h;
+        const T xhat = centring.xhat_of(row_x.template get<T>(i), of_row.means.h);
         const T upstream = row_dy.template get<T>(i);
         gradient[i] = dx_of<ZeroCentered>(upstream, xhat, weights, i, of_row.means, of_row.rstd);
         of_weight[i] = fused_multiply_add(upstream, xhat, of_weight[i]);

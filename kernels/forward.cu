@@ -130,7 +130,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
       }
     }
     team.template reduce<Max>(largest);
-    if (wild) unit = Range<T>::unit(larger(largest[0], square_root(eps)));
+    if (wild) unit = unit_of(larger(largest[0], square_root(eps)));
     const T inv_unit = T(1) / unit;
 #pragma unroll
     for (int p = 0; p < PacksPerThread; ++p) {

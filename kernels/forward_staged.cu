@@ -229,7 +229,7 @@ __global__ __launch_bounds__(BlockThreads, 1) void norm_forward_staged(
           }
         }
         team.template reduce<Max>(largest);
-        unit = Range<T>::unit(larger(largest[0], square_root(eps)));
+        unit = unit_of(larger(largest[0], square_root(eps)));
         const T inv_unit = T(1) / unit;
 #pragma unroll 1
         for (int p = 0; p < PacksPerThread; ++p) {

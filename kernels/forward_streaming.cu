@@ -124,7 +124,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
         }
       });
       team.template reduce<Max>(largest);
-      unit = Range<T>::unit(larger(largest[0], square_root(eps)));
+      unit = unit_of(larger(largest[0], square_root(eps)));
       inv_unit = T(1) / unit;
       statistics = measured(T(0), inv_unit);
       scale = scale_in_unit(statistics.variance, eps, unit);

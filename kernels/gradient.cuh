@@ -9,25 +9,33 @@
 // way each time: 248 of them in sequence lost 31 units in the last place, 64 lose 8.
 constexpr int kTurns = 64;
 
-// h = (x - mean) * rstd as value * scale + shift. The product that fused_multiply_add adds to is
-// exact: what is rounded in -mean * rstd is the same for the whole row, and centred away as the
-// rounding of the mean is. It overflows for constant rows alone, all of whose h are 0.
+// h = (x - mean) * rstd as d * rest, where rest is in [1, 2) and d = x * unit + shift, the unit being a
+// power of two: d is rounded as x - mean is, not at all where they are close, in one instruction. All d
+// of a constant row are 0; with rstd for the unit each was what -mean * rstd had lost, and dweight 2e-4
+// off in rows of 1e9. The shift overflows for constant rows alone.
 template <bool Centered, typename T>
 struct Centring {
-  T scale, shift;
+  T unit, shift = 0, rest = 1;
 
-  __device__ __forceinline__ Centring(T mean, T rstd) {
-    const T product = Centered ? -mean * rstd : T(0);
-    const bool overflows = absolute(product) > Range<T>::kLargest;
-    scale = overflows ? T(0) : rstd;
-    shift = overflows ? T(0) : product;
+  __device__ __forceinline__ Centring(T mean, T rstd) : unit(rstd) {
+    if constexpr (Centered) {
+      const T power = Range<T>::power_of_two(rstd), product = -mean * power;
+      const bool overflows = absolute(product) > Range<T>::kLargest;
+      unit = overflows ? T(0) : power;
+      shift = overflows ? T(0) : product;
+      rest = rstd * Range<T>::reciprocal(power);
+    }
   }
-  __device__ __forceinline__ T h_of(T value) const {
-    return Centered ? fused_multiply_add(value, scale, shift) : value * scale;
+  __device__ __forceinline__ T d_of(T value) const {
+    return Centered ? fused_multiply_add(value, unit, shift) : value * unit;
+  }
+  // xhat, which is centred again by the mean of h over the row.
+  __device__ __forceinline__ T xhat_of(T value, T mean_of_h) const {
+    return Centered ? fused_multiply_add(d_of(value), rest, -mean_of_h) : d_of(value);
   }
 };
 
-// Sums of g * h and, for LayerNorm, of g and h.
+// Sums of g * d and, for LayerNorm, of g and d.
 template <bool Centered>
 constexpr int kGradientSums = Centered ? 3 : 1;
 
@@ -42,12 +50,12 @@ __device__ __forceinline__ void add_to_sums(T (&sums)[kGradientSums<Centered>],
   for (int i = 0; i < Length; ++i) {
     T g = dy.template get<T>(i);
     if constexpr (kPresent<Weight>) g *= weight_at<ZeroCentered, T>(weights, i);
-    T h = centring.h_of(x.template get<T>(i));
-    sums[0] = fused_multiply_add(g, h, sums[0]);
+    T d = centring.d_of(x.template get<T>(i));
+    sums[0] = fused_multiply_add(g, d, sums[0]);
     if constexpr (Centered) {
-      if (!inside<Vector>(first, i, n)) h = 0;
+      if (!inside<Vector>(first, i, n)) d = 0;
       sums[1] += g;
-      sums[2] += h;
+      sums[2] += d;
     }
   }
 }
@@ -65,12 +73,13 @@ template <bool Centered, typename T>
 struct RowMeans {
   T h = 0, g = 0, g_xhat;
 
-  __device__ __forceinline__ RowMeans(const T (&sums)[kGradientSums<Centered>], T inv_n)
+  // From the sums of add_to_sums, with the rest of their Centring.
+  __device__ __forceinline__ RowMeans(const T (&sums)[kGradientSums<Centered>], T rest, T inv_n)
       : g_xhat(sums[0] * inv_n) {
     if constexpr (Centered) {
-      h = sums[2] * inv_n;
+      h = sums[2] * rest * inv_n;
       g = sums[1] * inv_n;
-      g_xhat = mean_of_g_xhat(sums[0], sums[1], h, inv_n);
+      g_xhat = mean_of_g_xhat(sums[0] * rest, sums[1], h, inv_n);
     }
   }
 };

@@ -412,6 +412,20 @@ def test_constant_rows_at_the_end_of_the_range() -> None:
     np.testing.assert_allclose(result.mean, x[:, 0], rtol=1e-6)
 
 
+@pytest.mark.parametrize("n", [40, 769, 2049, 9000, 66001])
+@pytest.mark.parametrize("m", [3, 200])
+@pytest.mark.parametrize("name", ["float32", "float64"])
+def test_constant_rows_have_no_weight_gradient(name: str, m: int, n: int) -> None:
+    x = np.broadcast_to(1e9 / np.arange(3, 3 + m)[:, None], (m, n)).astype(name)
+    dy = to_cupy(make_values("normal", (m, n), DTYPES[name], 3))
+    weight = to_cupy(make_values("normal", (n,), DTYPES[name], 4))
+    rstd = np.full(m, 1e5**0.5, name)
+    result = cupynorm.layer_norm_backward(
+        dy, to_cupy(x), weight, to_cupy(x[:, 0].copy()), to_cupy(rstd)
+    )
+    np.testing.assert_array_equal(to_numpy(result.dweight), np.zeros(n))
+
+
 def test_layer_norm_at_mean_1e6_is_right_to_1e_6() -> None:
     x = (1e6 + np.random.default_rng(0).standard_normal((64, 4096))).astype(np.float32)
     y = to_numpy(cupynorm.layer_norm(to_cupy(x))).astype(np.float64)

@@ -104,6 +104,8 @@ class Case:
             values *= largest
         elif self.regime == "equal_huge":
             values[...] = 2.0**126
+        elif self.regime == "equal":
+            values[...] = 1e9 / np.arange(3, 3 + len(values))[:, None]
         elif self.regime == "lone":  # the rest of its row vanishes beside the first element
             values[:, 0] = -1e20
             values *= 1e10
@@ -387,6 +389,8 @@ def _cases() -> list[Case]:
     # N is a power of two, so that the mean is exact: dx of a constant row knows no other.
     for n in (256, 2048):
         cases.append(Case("range_equal_huge", "layer_norm", 3, n, "float32", regime="equal_huge"))
+    for x, n in (("float32", 2049), ("float64", 300)):
+        cases.append(Case("range_equal", "layer_norm", 3, n, x, regime="equal"))
     return cases
 
 
