@@ -60,6 +60,9 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
   const auto first_column = [&](int p) {
     return team.template first_column<PacksPerThread, kLength>(p);
   };
+  const auto end_of_row = [&](int p) {
+    return team.template end_of_row<PacksPerThread, kLength>(p, n_cols);
+  };
   // In a cluster the sums of the next row are formed while those of this one are on their way.
   constexpr bool kAhead = ClusterBlocks > 1;
   // Bulk: turns after which a row's place is known to be free.
@@ -92,7 +95,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
   // In the stage to be filled next; where Bulk, in the first.
   OwnPlace own = own_place(StageOfX::place(stages, 0, 0));
   const auto fetch = [&](int stage, int p) {
-    const int n = fetched < n_rows ? n_cols : 0;
+    const int n = fetched < n_rows ? end_of_row(p) : 0;
     char* const place = stages + stage * kStageBytes;
     if constexpr (StageOfX::template kTakesPolicy<Vector>) {
       StageOfX::fetch(own, p, fetched_x, first_column(p), n, policy);
@@ -131,7 +134,8 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
   if constexpr (!HoldWeight) {
 #pragma unroll
     for (int p = 0; p < PacksPerThread; ++p) {
-      StageOfWeight::template fetch<Vector>(stage_of_weight, p, weight, first_column(p), n_cols);
+      StageOfWeight::template fetch<Vector>(stage_of_weight, p, weight, first_column(p),
+                                            end_of_row(p));
     }
   }
   if constexpr (Bulk) {
@@ -188,13 +192,13 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
 #pragma unroll
       for (int p = 0; p < PacksPerThread; ++p) {
         Pack<T, kLength> sums;
-        load<Vector>(sums, target, first_column(p), flushed ? n_cols : 0);
+        load<Vector>(sums, target, first_column(p), flushed ? end_of_row(p) : 0);
 #pragma unroll
         for (int i = 0; i < kLength; ++i) {
           sums.set(i, sums.template get<T>(i) + gradient[p][i]);
           gradient[p][i] = 0;
         }
-        store<Vector>(sums, target, first_column(p), n_cols);
+        store<Vector>(sums, target, first_column(p), end_of_row(p));
       }
     } else {
       T* shared = reinterpret_cast<T*>(stage_of_weight + (HoldWeight ? 0 : StageOfWeight::kBytes));
@@ -226,7 +230,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
   if constexpr (HoldWeight) {
 #pragma unroll
     for (int p = 0; p < PacksPerThread; ++p) {
-      load<Vector>(held_weight[p], weight, first_column(p), n_cols);
+      load<Vector>(held_weight[p], weight, first_column(p), end_of_row(p));
     }
   }
   // A pack of the weight, from registers or from shared memory.
@@ -269,7 +273,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
       const Pack<X, kLength> row_x = read_x(stage, p);
       const Pack<DY, kLength> row_dy = read_dy(stage, p, of_row);
       add_to_sums<ZeroCentered, Vector>(sums, centring, row_x, row_dy, weights_of(p),
-                                        first_column(p), n_cols);
+                                        first_column(p), end_of_row(p));
     }
   };
 
@@ -331,9 +335,10 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
     // 4. dx, and this row's share of the weight gradients; what was read makes room for a later row.
     if constexpr (!Full) make_opaque(n_cols);
     // A block's lone team has a row; but where not Bulk, without the condition RMSNorm of 16384 spills.
-    const int n_stored = (Bulk && kTeams == 1) || row < n_rows ? n_cols : 0;
+    const bool stores = (Bulk && kTeams == 1) || row < n_rows;
 #pragma unroll
     for (int p = 0; p < PacksPerThread; ++p) {
+      const int n_stored = stores ? end_of_row(p) : 0;
       const Pack<X, kLength> row_x = read_x(stage, p);
       const Pack<DY, kLength> row_dy = read_dy(stage, p, current);
       const Pack<Weight, kLength> weights = weights_of(p);

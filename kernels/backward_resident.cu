@@ -136,6 +136,9 @@ __global__ __launch_bounds__(RowThreads, 1) void norm_backward_resident(
   const auto first_column = [&](int p) {
     return team.template first_column<PacksPerThread, kLength>(p);
   };
+  const auto end_of_row = [&](int p) {
+    return team.template end_of_row<PacksPerThread, kLength>(p, n_cols);
+  };
 
   // 1. The row.
   let_next_kernel_start();
@@ -145,9 +148,9 @@ __global__ __launch_bounds__(RowThreads, 1) void norm_backward_resident(
   Pack<Weight, kLength> weights[PacksPerThread];
 #pragma unroll
   for (int p = 0; p < PacksPerThread; ++p) {
-    load<Vector>(row_x[p], x + row * x_stride, first_column(p), n_cols);
-    load<Vector>(row_dy[p], dy + row * dy_stride, first_column(p), n_cols);
-    load<Vector>(weights[p], weight, first_column(p), n_cols);
+    load<Vector>(row_x[p], x + row * x_stride, first_column(p), end_of_row(p));
+    load<Vector>(row_dy[p], dy + row * dy_stride, first_column(p), end_of_row(p));
+    load<Vector>(weights[p], weight, first_column(p), end_of_row(p));
   }
   const T row_rstd = rstd[row];
   const Centring<Centered, T> centring(Centered ? mean[row] : T(0), row_rstd);
@@ -164,7 +167,7 @@ __global__ __launch_bounds__(RowThreads, 1) void norm_backward_resident(
 #pragma unroll
   for (int p = 0; p < PacksPerThread; ++p) {
     add_to_sums<ZeroCentered, Vector>(sums, centring, row_x[p], row_dy[p], weights[p],
-                                      first_column(p), n_cols);
+                                      first_column(p), end_of_row(p));
   }
   team.template reduce<Sum>(sums);
   const RowMeans<Centered, T> means(sums, centring.rest, inv_n);
@@ -184,10 +187,10 @@ __global__ __launch_bounds__(RowThreads, 1) void norm_backward_resident(
       of_weight[i] = of_bias[i] * xhat;
       of_x[i] = dx_of<ZeroCentered>(of_bias[i], xhat, weights[p], i, means, row_rstd);
     }
-    write<Vector>(of_x, dx + row * dx_stride, first_column(p), n_cols);
+    write<Vector>(of_x, dx + row * dx_stride, first_column(p), end_of_row(p));
     if constexpr (!Columns) {
-      write<Vector>(of_weight, dweight + row * n_cols, first_column(p), n_cols);
-      write<Vector>(of_bias, dbias + row * n_cols, first_column(p), n_cols);
+      write<Vector>(of_weight, dweight + row * n_cols, first_column(p), end_of_row(p));
+      write<Vector>(of_bias, dbias + row * n_cols, first_column(p), end_of_row(p));
     }
   }
 }

@@ -44,12 +44,13 @@ __global__ __launch_bounds__(BlockThreads, 1) void norm_backward_coefficients(
     T of_g_h = 0, of_g = 0, of_h = 0;
 #pragma unroll
     for (int i = 0; i < kLength; ++i) {
-      T h = (pack_x.template get<T>(i) - row_mean) * row_rstd;
+      // Past the end x is 0, too: one mean for each access.
+      const T mean_inside = inside<Vector>(first, i, n_cols) ? row_mean : T(0);
+      const T h = (pack_x.template get<T>(i) - mean_inside) * row_rstd;
       T g = pack_dy.template get<T>(i);
       if constexpr (kPresent<Weight>) g *= weight_at<ZeroCentered, T>(weights, i);
       of_g_h = fused_multiply_add(g, h, of_g_h);
       if constexpr (Centered) {
-        if (!inside<Vector>(first, i, n_cols)) h = 0;
         of_g += g;
         of_h += h;
       }

@@ -40,11 +40,13 @@ __device__ __forceinline__ Statistics<Compute<X>> measure(TeamOf& team,
 #pragma unroll
   for (int p = 0; p < PacksPerThread; ++p) {
     const int first = team.template first_column<PacksPerThread, Length>(p);
+    const int end = team.template end_of_row<PacksPerThread, Length>(p, n_cols);
     T of_pack[kSums] = {};  // by itself: a shorter chain of roundings
 #pragma unroll
     for (int i = 0; i < Length; ++i) {
       T d = row[p].template get<T>(i);
-      if constexpr (Shifted) d = inside<Vector>(first, i, n_cols) ? d - shift : T(0);
+      // Past the end x is 0, too: one shift for each access.
+      if constexpr (Shifted) d -= inside<Vector>(first, i, end) ? shift : T(0);
       add_deviation(of_pack, d);
     }
 #pragma unroll
@@ -77,9 +79,15 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
   const auto first_column = [&](int p) {
     return team.template first_column<PacksPerThread, kLength>(p);
   };
+  const auto end_of_row = [&](int p) {
+    return team.template end_of_row<PacksPerThread, kLength>(p, n_cols);
+  };
   // A thread's columns counted from its first: pack p is at p * kStep, and the row ends at n_left.
   constexpr int kStep = RowThreads * kLength;
   const int n_left = Full ? n_cols : n_cols - first_column(0);
+  const auto left_of_row = [&](int p) {
+    return active ? team.template end_of_row<PacksPerThread, kLength>(p, n_left) : 0;
+  };
   // A row of several warps is measured from a first mean, since a second round would have to wait
   // for all of them; others from 0, at no cost to rows around 0.
   constexpr bool kGuesses = Centered && RowThreads > 32;
@@ -93,13 +101,14 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
   const X* own_x = x + (row * x_stride + first_column(0));
 #pragma unroll
   for (int p = 0; p < PacksPerThread; ++p) {
-    load<Vector>(packs[p], own_x, p * kStep, active ? n_left : 0, policy);
+    load<Vector>(packs[p], own_x, p * kStep, left_of_row(p), policy);
   }
   Pack<Weight, kLength> weights[PacksPerThread];
   Pack<Bias, kLength> biases[PacksPerThread];
   const auto load_affine = [&](int p) {
-    if constexpr (kPresent<Weight>) load<Vector>(weights[p], weight, first_column(p), n_cols);
-    if constexpr (kPresent<Bias>) load<Vector>(biases[p], bias, first_column(p), n_cols);
+    if constexpr (kPresent<Weight>)
+      load<Vector>(weights[p], weight, first_column(p), end_of_row(p));
+    if constexpr (kPresent<Bias>) load<Vector>(biases[p], bias, first_column(p), end_of_row(p));
   };
   if constexpr (HoldWeight) {
 #pragma unroll
@@ -108,7 +117,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
   if (block_count() <= kFewBlocks) {
 #pragma unroll
     for (int p = 0; p < PacksPerThread; ++p) {
-      if (!Full && first_column(p) >= n_cols) continue;
+      if (!Full && first_column(p) >= end_of_row(p)) continue;
       if constexpr (kPresent<Weight>) prefetch(weight + first_column(p));
       if constexpr (kPresent<Bias>) prefetch(bias + first_column(p));
     }
@@ -192,7 +201,15 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
     }
   }
 
-  // 3. Normalize and store. No load may pass a store, so that what is not held is asked for a pack
+  // 3. Keep what backward needs.
+  if constexpr (StoreStatistics) {
+    if (active && team.rank == 0) {
+      if constexpr (Centered) mean[row] = (statistics.shift + statistics.correction) * unit;
+      rstd[row] = scale.rstd;
+    }
+  }
+
+  // 4. Normalize and store. No load may pass a store, so that what is not held is asked for a pack
   // ahead, where registers allow: for LayerNorm at N = 8192 256 us against 260 with weight and bias
   // of bfloat16, 257 against 263 with 8 packs a thread and float32; but for RMSNorm at 4096, with a
   // weight of float32, 139 against 130 (H200).
@@ -218,12 +235,12 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
         values[i] = affine<ZeroCentered>(xhat, weights[p], biases[p], i);
         if constexpr (Relu) {
           const bool strictly_inside = clamp(values[i], lower, upper);
-          if (strictly_inside && inside<Vector>(first_column(p), i, n_cols)) bits |= 1u << i;
+          if (strictly_inside && inside<Vector>(first_column(p), i, end_of_row(p))) bits |= 1u << i;
         }
       }
       Pack<Y, kLength> normalized;
       normalized.set(values);
-      store<Vector>(normalized, own_y, p * kStep, active ? n_left : 0);
+      store<Vector>(normalized, own_y, p * kStep, left_of_row(p));
       if constexpr (Relu && StoreStatistics) {
         static_assert(RowThreads * kLength >= 8,
                       "a byte of the bitmask lies in neighbouring lanes");
@@ -236,13 +253,5 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
     normalize(statistics.shift);
   } else {
     normalize(T(0));
-  }
-
-  // 4. Keep what backward needs.
-  if constexpr (StoreStatistics) {
-    if (active && team.rank == 0) {
-      if constexpr (Centered) mean[row] = (statistics.shift + statistics.correction) * unit;
-      rstd[row] = scale.rstd;
-    }
   }
 }

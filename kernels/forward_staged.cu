@@ -46,6 +46,9 @@ __global__ __launch_bounds__(BlockThreads, 1) void norm_forward_staged(
   const auto first_column = [&](int p) {
     return team.template first_column<PacksPerThread, kLength>(p);
   };
+  const auto end_of_row = [&](int p) {
+    return team.template end_of_row<PacksPerThread, kLength>(p, n_cols);
+  };
   static_assert(TeamOf::template scratch_bytes<T>() % 128 == 0, "stages begin at a line");
   char* const shared = static_cast<char*>(dynamic_shared_memory());
   int* const sent_rows = reinterpret_cast<int*>(shared + TeamOf::template scratch_bytes<T>());
@@ -64,7 +67,7 @@ __global__ __launch_bounds__(BlockThreads, 1) void norm_forward_staged(
   const CachePolicy policy = evict_last_if_large(n_rows * n_cols * static_cast<int>(sizeof(X)));
   OwnPlace own = own_place(StageOfX::place(stages, 0, 0));  // in the stage to be filled next
   const auto fetch = [&](int stage, int p) {
-    const int n = fetched < n_rows ? n_cols : 0;
+    const int n = fetched < n_rows ? end_of_row(p) : 0;
     if constexpr (StageOfX::template kTakesPolicy<Vector>) {
       StageOfX::fetch(own, p, fetched_x, first_column(p), n, policy);
     } else {
@@ -101,10 +104,11 @@ __global__ __launch_bounds__(BlockThreads, 1) void norm_forward_staged(
 #pragma unroll
   for (int p = 0; p < PacksPerThread; ++p) {
     if constexpr (!HoldWeight) {
-      StageOfWeight::template fetch<Vector>(stage_of_weight, p, weight, first_column(p), n_cols);
+      StageOfWeight::template fetch<Vector>(stage_of_weight, p, weight, first_column(p),
+                                            end_of_row(p));
     }
     if constexpr (!HoldBias) {
-      StageOfBias::template fetch<Vector>(stage_of_bias, p, bias, first_column(p), n_cols);
+      StageOfBias::template fetch<Vector>(stage_of_bias, p, bias, first_column(p), end_of_row(p));
     }
   }
 #pragma unroll
@@ -117,8 +121,8 @@ __global__ __launch_bounds__(BlockThreads, 1) void norm_forward_staged(
   Pack<Bias, kLength> held_bias[HoldBias ? PacksPerThread : 1];
 #pragma unroll
   for (int p = 0; p < PacksPerThread; ++p) {
-    if constexpr (HoldWeight) load<Vector>(held_weight[p], weight, first_column(p), n_cols);
-    if constexpr (HoldBias) load<Vector>(held_bias[p], bias, first_column(p), n_cols);
+    if constexpr (HoldWeight) load<Vector>(held_weight[p], weight, first_column(p), end_of_row(p));
+    if constexpr (HoldBias) load<Vector>(held_bias[p], bias, first_column(p), end_of_row(p));
   }
 
   // 2. Sums of d * d, d and |d|, d = x - shift.
@@ -134,9 +138,9 @@ __global__ __launch_bounds__(BlockThreads, 1) void norm_forward_staged(
       T of_pack[kSums] = {};
 #pragma unroll
       for (int i = 0; i < kLength; ++i) {
-        T d = pack.template get<T>(i) - shift;
-        if (Centered && !inside<Vector>(first_column(p), i, n_cols)) d = 0;
-        add_deviation(of_pack, d);
+        // Past the end x is 0, too: one shift for each access.
+        const bool is_inside = !Centered || inside<Vector>(first_column(p), i, end_of_row(p));
+        add_deviation(of_pack, pack.template get<T>(i) - (is_inside ? shift : T(0)));
       }
 #pragma unroll
       for (int k = 0; k < kSums; ++k) sums[k] += of_pack[k];
@@ -274,12 +278,12 @@ __global__ __launch_bounds__(BlockThreads, 1) void norm_forward_staged(
         values[i] = affine<ZeroCentered>(xhat, weights, biases, i);
         if constexpr (Relu) {
           const bool strictly_inside = clamp(values[i], lower, upper);
-          if (strictly_inside && inside<Vector>(first_column(p), i, n_cols)) bits |= 1u << i;
+          if (strictly_inside && inside<Vector>(first_column(p), i, end_of_row(p))) bits |= 1u << i;
         }
       }
       Pack<Y, kLength> normalized;
       normalized.set(values);
-      store<Vector>(normalized, y + row * y_stride, first_column(p), n_cols);
+      store<Vector>(normalized, y + row * y_stride, first_column(p), end_of_row(p));
       if constexpr (Relu && StoreStatistics) {
         store_bits<kLength>(bits, bitmask + row * bitmask_bytes(n_cols), first_column(p), n_cols);
       }

@@ -59,9 +59,9 @@ __device__ __forceinline__ Statistics<T> measure(TeamOf& team, const X* row, T g
 #pragma unroll
         for (int i = 0; i < TileOfX::kLength; ++i) {
           T d = x.packs[p].template get<T>(i) * inv_unit;
+          // Past the end x is 0, too: one shift for each access.
           if constexpr (Centered) {
-            d -= statistics.shift;
-            if (!inside<Vector>(x.first_column(p), i, columns)) d = 0;
+            d -= inside<Vector>(x.first_column(p), i, columns) ? statistics.shift : T(0);
           }
           add_deviation(of_pack, d);
         }

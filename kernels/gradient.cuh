@@ -26,8 +26,9 @@ struct Centring {
       rest = rstd * Range<T>::reciprocal(power);
     }
   }
-  __device__ __forceinline__ T d_of(T value) const {
-    return Centered ? fused_multiply_add(value, unit, shift) : value * unit;
+  // Past the row's end, where x is 0, it is 0: by a shift for each access, not a d for each element.
+  __device__ __forceinline__ T d_of(T value, bool is_inside = true) const {
+    return Centered ? fused_multiply_add(value, unit, is_inside ? shift : T(0)) : value * unit;
   }
   // xhat, which is centred again by the mean of h over the row.
   __device__ __forceinline__ T xhat_of(T value, T mean_of_h) const {
@@ -50,10 +51,9 @@ __device__ __forceinline__ void add_to_sums(T (&sums)[kGradientSums<Centered>],
   for (int i = 0; i < Length; ++i) {
     T g = dy.template get<T>(i);
     if constexpr (kPresent<Weight>) g *= weight_at<ZeroCentered, T>(weights, i);
-    T d = centring.d_of(x.template get<T>(i));
+    const T d = centring.d_of(x.template get<T>(i), inside<Vector>(first, i, n));
     sums[0] = fused_multiply_add(g, d, sums[0]);
     if constexpr (Centered) {
-      if (!inside<Vector>(first, i, n)) d = 0;
       sums[1] += g;
       sums[2] += d;
     }

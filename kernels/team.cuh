@@ -58,6 +58,14 @@ struct Team {
     return ((block * PacksPerThread + p) * RowThreads + rank) * Length;
   }
 
+  // Where a row of n columns ends as far as packs p are concerned: of one block's only the last packs
+  // of its threads may lie past it, since fewer would do otherwise.
+  template <int PacksPerThread, int Length>
+  static __device__ __forceinline__ int end_of_row(int p, int n) {
+    constexpr int kColumns = PacksPerThread * RowThreads * Length;
+    return ClusterBlocks == 1 && p + 1 < PacksPerThread ? kColumns : n;
+  }
+
   // Bytes at the start of dynamic shared memory that reductions of T use: whole lines of 128, since
   // of asynchronous copies to the middle of one each sector is read from the L2 twice.
   template <typename T>

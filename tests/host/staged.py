@@ -303,7 +303,7 @@ def _staged() -> Iterable[Staged]:
             yield from (
                 staged(9, 200),
                 staged(5, 256, other=None, dbias=False, packs_per_thread=2),
-                staged(3, 260, "float16", other="bfloat16", packs_per_thread=2, stages=3),
+                staged(3, 520, "float16", other="bfloat16", packs_per_thread=2, stages=3),
                 staged(8, 380, row_threads=96, in_place=True, hold_weight=True),
                 staged(11, 301, "bfloat16", other="float32", zero_centered=True, stages=3),
                 staged(150, 250, "float64", other="float64", packs_per_thread=2, groups=1),
