@@ -279,13 +279,20 @@ def forward_config(
     # without (bfloat16, H200). LayerNorm of float32 and float64 has 8 packs a thread instead.
     exceed = spec.weight and spec.bias and _affine_bytes(spec) > 4
     exceed = exceed and (spec.norm == "rms_norm" or ITEMSIZE[spec.x] == 2)
-    if packs > (1024 if wide or exceed else 2048):
+    fewest_threads = _has_fewest_threads(spec, packs)
+    if wide:
+        most_packs = 1024
+    elif exceed:
+        most_packs = 1536 if fewest_threads else 1024
+    else:
+        most_packs = 3072 if fewest_threads else 2048
+    if packs > most_packs:
         staged = _staged_forward(spec, n, packs, vector, architecture, wide=wide)
         if staged is not None:
             return staged
         if packs > (1024 if wide else 2048):
             return _streaming_forward(spec, packs, vector, architecture, wide=wide)
-    row_threads = _team(packs, _packs_per_thread(spec, n, packs))
+    row_threads = _team(packs, _packs_per_thread(spec, packs))
     if spec.relu:
         row_threads = max(row_threads, 8 // length)  # a byte of the bitmask is of neighbours
     packs_per_thread = -(-packs // row_threads)
@@ -319,6 +326,8 @@ def forward_config(
         threads = 1024  # 512 rows at once: 8.74 us against 9.73 at 512x8192 (bfloat16, H200)
     elif length == 8 and vector < length:
         threads = 384 if packs_per_thread <= 4 else 256
+    elif packs_per_thread > 4 and fewest_threads:
+        threads = 800  # 132 us against 137 by 640 at 7168, 134 against 139 at 10240
     elif packs_per_thread > 6 and (spec.norm == "rms_norm" or spec.x == "float16"):
         threads = 512
     elif packs_per_thread > 4 or (hold_weight and not slim):
@@ -348,10 +357,10 @@ def few_rows_config(spec: ForwardSpec, config: ResidentForward) -> ResidentForwa
     """
     longer = config.row_threads >= 32 and config.vector == pack_length(spec.x)
     affine = _affine_registers(spec, config.packs_per_thread)
-    most_held = 64
+    most_held, threads = 64, 512
     # Beside the row's own; more would spill.
-    if ITEMSIZE[spec.x] == 2:
-        most_held = min(64, 80 - 4 * config.packs_per_thread)
+    if ITEMSIZE[spec.x] == 2 and affine > 80 - 4 * config.packs_per_thread:
+        threads = 384
     elif config.packs_per_thread == 8:
         most_held = (64 if spec.x == "float32" else 32) if config.full else 0
     elif spec.x == "float64" and config.packs_per_thread > 4 and not config.full:
@@ -359,7 +368,7 @@ def few_rows_config(spec: ForwardSpec, config: ResidentForward) -> ResidentForwa
     if config.hold_weight or not longer or _is_wide(spec) or not 0 < affine <= most_held:
         return None
     return dataclasses.replace(
-        config, hold_weight=True, blocks_per_multiprocessor=max(1, 512 // config.block_threads)
+        config, hold_weight=True, blocks_per_multiprocessor=max(1, threads // config.block_threads)
     )
 
 
@@ -378,18 +387,12 @@ def _affine_registers(spec: ForwardSpec, packs_per_thread: int) -> int:
     return packs_per_thread * pack_length(spec.x) * _affine_bytes(spec) // 4
 
 
-def _packs_per_thread(spec: ForwardSpec, n: int, packs: int) -> int:
+def _packs_per_thread(spec: ForwardSpec, packs: int) -> int:
     """Return how many packs of a row each thread of a ResidentForward holds."""
-    # Rows of a few warps wait for fewer threads, and read weight and bias, more than the row, the
-    # faster for it: LayerNorm by 8 packs at N = 8192 4050 GB/s, by 4 3965. The 96 registers that
-    # 640 threads leave hold 8 packs of bfloat16, and no row's end beside them, in LayerNorm alone.
-    eight = spec.norm == "layer_norm" and spec.x == "bfloat16" and not spec.relu
-    eight = eight and 4 < _affine_bytes(spec) <= 8 and ITEMSIZE[spec.y] <= 4
-    eight = eight and packs > 512 and n % (32 * 8 * 8) == 0
     # Of float64 and float32 they need 72 to 95: 254 us against 268 in shared memory for 16384 rows
     # of 8192 float32, 158 against 199 of 5000, 501 against 543 for 32768 of 4096 float64 (H200).
     wider = spec.norm == "layer_norm" and ITEMSIZE[spec.x] >= 4 and packs > 1024
-    if eight or wider:
+    if wider or _has_fewest_threads(spec, packs):
         return 8
     # Of the others those that the row fills best: LayerNorm of 2**27 elements takes 131 us at 320
     # by 8 threads of 5 packs, 187 by 32 of 2; 132 at 1280 by 32 of 5, 152 by 64 of 3; 137 at 7168
@@ -398,13 +401,29 @@ def _packs_per_thread(spec: ForwardSpec, n: int, packs: int) -> int:
     widths: tuple[int, ...] = 4, 3, 5, 6, 7
     if packs < LEAST_FILLED:
         return 2
-    if packs <= 64:
+    if packs <= (16 if spec.norm == "layer_norm" and spec.x == "bfloat16" else 64):
         widths = 2, 3, 5
     elif packs > 1024:
         widths = (8, 7, 6, 5) if spec.norm == "rms_norm" else (4, 5, 6, 7)
     elif packs > 512 and _affine_bytes(spec) > 4:
         widths = 7, 6, 5, 4
     return min(widths, key=lambda width: _slots(packs, _team(packs, width)))
+
+
+def _has_fewest_threads(spec: ForwardSpec, packs: int) -> bool:
+    """Return whether a row has as few threads as hold it by 8 packs each.
+
+    LayerNorm of bfloat16 waits for its instructions and for weight and bias, of which each thread
+    of a row loads its share. So it is as fast as a copy, or nearly, at any N: 2**27 elements take
+    131 us at 11008 where they took 169 by 4 packs, with a float32 weight and bias 133 at 7680, not
+    149 (H200). Where 4 packs fill a power of two of threads they are 6% slower at most, and few
+    rows sooner: 512 of 16384 take 16.4 us, by 8 packs 17.7; but with a float32 weight and bias 132
+    us at 8192 are 144 by 4 packs. Of float16 more than 5 packs spill; of bfloat16 8 by more than 4
+    warps, and are faster still than by fewer blocks a multiprocessor: 134 us, not 139, at 10240.
+    """
+    usual = packs & (packs - 1) == 0 and (packs <= 512 or _affine_bytes(spec) <= 4)
+    fits = spec.norm == "layer_norm" and spec.x == "bfloat16" and not _is_wide(spec)
+    return fits and packs > 128 and not usual
 
 
 def _paired(spec: ForwardSpec, packs: int, architecture: int) -> bool:
@@ -797,7 +816,7 @@ SHORT_LAYOUTS = {
 }
 # By the packs that a thread has of a longer one, the threads of a multiprocessor: their registers
 # hold the weight and its gradients.
-LONG_THREADS = {2: 512, 3: 384, 4: 256}
+LONG_THREADS = {2: 512, 3: 384, 4: 256, 5: 256}
 
 
 # row_threads, block_threads, blocks a multiprocessor, cluster_blocks and stages.
@@ -841,6 +860,9 @@ def _long_layouts(packs: int, gradients: int, architecture: int) -> list[_Layout
     for cluster_blocks, width in itertools.product((1, 2, 4, 8, 16), LONG_THREADS):
         most = LONG_THREADS[width]
         row_threads = _team(-(-packs // cluster_blocks), width)
+        # Few threads for shorter rows; of more threads they spill.
+        if width == 5 and (packs <= 512 or row_threads > most):
+            continue
         # Empty slots are waited for, and each element is compared with the row's end.
         filled = (packs / _slots(packs, cluster_blocks * row_threads)) ** 2
         if cluster_blocks > 1:
@@ -851,11 +873,16 @@ def _long_layouts(packs: int, gradients: int, architecture: int) -> list[_Layout
                 rank = used * filled, -cluster_blocks, width
                 ranked.append((rank, (row_threads, row_threads, blocks, cluster_blocks, 3)))
         elif row_threads >= 64:
-            if width == 4:  # RMSNorm of 16384: two blocks of 256 threads are no faster
-                most = 512 if gradients < 2 and row_threads > 320 else 320
-            # By a block of 640, 512 rows of 5120 took 23.6 us, by one of 320 16.3 (LayerNorm,
-            # bfloat16, H200). More than 2 packs spill beyond `most`, but for a team of its own.
-            most_threads = 512 if width == 2 else max(most, row_threads)
+            if width == 4 and gradients == 2:
+                most = 320
+                # Not copied in bulk, they leave the weight in shared memory: 246 us at 9728, where
+                # 256 threads of 5 packs take 203.
+                if packs % row_threads:
+                    filled *= 0.8
+            # By a block of 640, 512 rows of 5120 took 23.6 us, by one of 320 16.3; by one of 448
+            # that of 5376 takes 113 us, by one of 352 threads of 2 packs 123 (LayerNorm, bfloat16,
+            # H200).
+            most_threads = max(most, 448 if width <= 3 else row_threads)
             for block_threads in range(row_threads, min(most_threads, 512) + 1, row_threads):
                 used = min(block_threads / most, most / block_threads)
                 rank = used * filled, -1, -width
@@ -901,14 +928,7 @@ def _staged_backward(
             cluster_blocks=cluster_blocks,
             stages=fewer,
             vector=vector,
-            # Both gradients beside the comparisons of a row that does not fill its packs leave no
-            # room for the weight.
-            hold_weight=(
-                spec.weight is not None
-                and vector == length
-                and (full or spec.gradients < 2)
-                and fits(True, length)
-            ),
+            hold_weight=(spec.weight is not None and vector == length and fits(True, length)),
             full=full,
             bulk=False,
             reduction=_reduction(spec, n),

@@ -224,8 +224,16 @@ def compile_logs(kernels: list[Instantiation], architecture: str) -> dict[Instan
         nvrtc.destroyProgram(program)
 
 
+# What is faster with what it spills, in bytes, than where it has the registers: 10240 takes 134 us
+# by 5 blocks a multiprocessor that spill 80, 139 by 4 that do not; 18432 with the weight held
+# 205 us, 283 by smaller blocks (H200).
+LAYER_NORM_BY_8_PACKS = r"norm_forward<bfloat16, .*, true, \w+, \w+, \w+, false, .*, 8, \w+, 8>"
+LAYER_NORM_IN_PAIRS = r"norm_backward<bfloat16, .*, 3, 2, 384, 384, 1, 3, true, 8>"
+SPILLED = {LAYER_NORM_BY_8_PACKS: 160, LAYER_NORM_IN_PAIRS: 8}
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_every_configuration_compiles_without_a_spill(architecture: str) -> None:
+def test_no_configuration_spills_but_by_choice(architecture: str) -> None:
     try:
         nvrtc.getVersion()
     except (RuntimeError, OSError) as error:
@@ -242,8 +250,10 @@ def test_every_configuration_compiles_without_a_spill(architecture: str) -> None
         spilled = [int(n) for n in re.findall(r"(\d+) bytes spill", log)]
         assert spilled, f"no report of spills in {log!r}"
         local = int(re.search(r"(\d+) bytes stack frame", log)[1])
+        most = max(n for kind, n in {**SPILLED, "": 0}.items() if re.match(kind, kernel.expression))
         # Registers are handed to a warp in eights.
-        if any(spilled) or local or -(-registers // 8) * 8 * kernel.block_threads > 65536:
+        too_many = -(-registers // 8) * 8 * kernel.block_threads > 65536
+        if max(*spilled, local) > most or too_many:
             problems.append(f"{kernel.expression}: {registers} registers, spills {spilled}")
     assert not problems, "\n".join(problems)
 

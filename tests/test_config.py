@@ -395,19 +395,17 @@ def test_a_config_depends_on_nothing_but_its_arguments(spec: Spec, ns: list[int]
 # changes bits and speed, and is meant to be seen. The weight (and LayerNorm's bias) is float32, dy
 # and y have x's dtype.
 RESIDENT, STAGED = ResidentForward, StagedForward
-STREAMED_BACKWARD = StreamingBackward
 LONGEST: dict[int, tuple[tuple[tuple[type, int], ...], ...]] = {
     # architecture: RMSNorm forward, LayerNorm forward, RMSNorm backward, LayerNorm backward
     90: (
         ((RESIDENT, 32), (STAGED, 1024)),
-        ((RESIDENT, 16), (STAGED, 512)),
-        ((StagedBackward, 256), (STREAMED_BACKWARD, 320), (StripsBackward, 1024)),
-        ((StagedBackward, 256), (STREAMED_BACKWARD, 320), (StripsBackward, 1024)),
+        ((RESIDENT, 24), (STAGED, 512)),
+        ((StagedBackward, 320), (StripsBackward, 1024)),
+        ((StagedBackward, 320), (StripsBackward, 1024)),
     ),
     80: (
         ((RESIDENT, 32),),
-        # Where weight and bias, too, find room in shared memory.
-        ((RESIDENT, 16), (STAGED, 24), (RESIDENT, 32)),
+        ((RESIDENT, 32),),
         ((StagedBackward, 24),),
         ((StagedBackward, 24),),
     ),
@@ -512,8 +510,8 @@ def test_rows_that_come_and_go_are_not_counted(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("norm", "n", "layout"),  # blocks of a cluster, threads of a block, packs of a thread
     [
-        *(("layer_norm", n, layout) for n, layout in ((9216, (1, 384, 3)), (10240, (1, 320, 4)))),
-        *(("layer_norm", n, layout) for n, layout in ((12288, (1, 384, 4)), (16384, (1, 512, 4)))),
+        *(("layer_norm", n, layout) for n, layout in ((14336, (1, 448, 4)), (16384, (1, 512, 4)))),
+        *(("layer_norm", n, layout) for n, layout in ((18432, (2, 384, 3)), (20480, (2, 320, 4)))),
         *(("rms_norm", n, layout) for n, layout in ((18432, (2, 384, 3)), (20480, (2, 320, 4)))),
         *(("rms_norm", n, layout) for n, layout in ((24576, (2, 384, 4)), (28672, (2, 448, 4)))),
         *(("rms_norm", n, layout) for n, layout in ((65536, (4, 512, 4)), (131072, (8, 512, 4)))),
@@ -561,6 +559,42 @@ def test_rows_in_registers_fill_their_teams(norm: Any, n: int, layout: tuple[int
 
 
 @pytest.mark.parametrize(
+    ("n", "weight", "layout"),  # threads of a row, packs of a thread
+    [
+        *((n, "float32", layout) for n, layout in ((1024, (32, 4)), (1152, (32, 5)))),
+        *((n, "bfloat16", layout) for n, layout in ((3000, (64, 6)), (4096, (128, 4)))),
+        *((n, "float32", layout) for n, layout in ((8192, (128, 8)), (12288, (192, 8)))),
+        *((n, "bfloat16", layout) for n, layout in ((8192, (256, 4)), (16384, (512, 4)))),
+        (24576, "bfloat16", (384, 8)),
+    ],
+)
+def test_layer_norm_has_fewest_threads(n: int, weight: str, layout: tuple[int, int]) -> None:
+    plain = ForwardSpec("layer_norm", "bfloat16", weight, weight, "bfloat16", False, True, False)
+    for spec, vector in itertools.product(
+        (plain, dataclasses.replace(plain, relu=True)), (1, 2, 4, 8)
+    ):
+        config = forward_config(spec, n, vector, 90)
+        assert isinstance(config, ResidentForward)
+        assert (config.row_threads, config.packs_per_thread) == layout
+
+
+@pytest.mark.parametrize("x", DTYPES)
+@pytest.mark.parametrize("norm", NORMS)
+def test_only_a_thread_s_last_pack_lies_past_the_end_of_a_row(norm: Any, x: str) -> None:
+    # Of one block: so kernels/team.cuh compares no other with it.
+    bias = x if norm == "layer_norm" else None
+    for n, weight, option in itertools.product(range(1, 30000, 37), (x, "float32"), (False, True)):
+        forward = ForwardSpec(norm, x, weight, bias, x, option, True, relu=option)
+        backward = BackwardSpec(norm, x, x, weight, bias, option, option)
+        for config in (forward_config(forward, n, 1, 90), backward_config(backward, n, 1, 90)):
+            if isinstance(config, ResidentForward | StagedForward | StagedBackward):
+                threads = getattr(config, "row_threads", config.block_threads)
+                blocks = getattr(config, "cluster_blocks", 1)
+                slots = (config.packs_per_thread - 1) * threads
+                assert blocks > 1 or n >= slots * pack_length(x), config
+
+
+@pytest.mark.parametrize(
     ("norm", "n", "layout"),  # blocks of a cluster, threads of a row, its packs, rows of a block
     [
         *((norm, 64, (1, 8, 1, 32)) for norm in NORMS),
@@ -572,8 +606,12 @@ def test_rows_in_registers_fill_their_teams(norm: Any, n: int, layout: tuple[int
         *((norm, 8192, (1, 512, 2, 1)) for norm in NORMS),
         *((norm, 12288, (4, 128, 3, 1)) for norm in NORMS),
         *((norm, 18432, (2, 384, 3, 1)) for norm in NORMS),
+        *((norm, 5376, (1, 224, 3, 2)) for norm in NORMS),
+        *((norm, 14336, (2, 224, 4, 1)) for norm in NORMS),
+        *((norm, 16384, (2, 256, 4, 1)) for norm in NORMS),
+        *((norm, 20480, (2, 256, 5, 1)) for norm in NORMS),
         *((norm, 32768, (4, 256, 4, 1)) for norm in NORMS),
-        *(("rms_norm", 16384, (1, 512, 4, 1)), ("layer_norm", 16384, (2, 256, 4, 1))),
+        *(("rms_norm", 5120, (1, 128, 5, 2)), ("layer_norm", 5120, (1, 160, 4, 2))),
     ],
 )
 def test_rows_fill_their_teams_and_teams_a_multiprocessor(

@@ -233,7 +233,7 @@ def test_outputs_in_place(norm: str) -> None:
         assert in_place.dx is over
         assert_same_bits(over, backward.dx)
         # Blocks that read dy themselves sum few rows' weight gradients only where dx is not dy.
-        if n != 769:
+        if n in (768, 98304):
             assert_same_bits(in_place.dweight, backward.dweight)
             assert_same_bits(in_place.dbias, backward.dbias)
         over[...] = dy

@@ -181,7 +181,7 @@ MUTATIONS = [
     Mutation(
         "a team past the last row reads",
         "forward.cu",
-        "load<Vector>(packs[p], own_x, p * kStep, active ? n_left : 0, policy);",
+        "load<Vector>(packs[p], own_x, p * kStep, left_of_row(p), policy);",
         "load<Vector>(packs[p], own_x, p * kStep, n_left, policy);",
         OUT_OF_BOUNDS,
         SUB_WARP,
@@ -189,7 +189,7 @@ MUTATIONS = [
     Mutation(
         "what lies past the weight's end is prefetched",
         "forward.cu",
-        "if (!Full && first_column(p) >= n_cols) continue;",
+        "if (!Full && first_column(p) >= end_of_row(p)) continue;",
         "",
         OUT_OF_BOUNDS,
         WARPS_ODD,
@@ -197,7 +197,7 @@ MUTATIONS = [
     Mutation(
         "a team past the last row writes",
         "forward.cu",
-        "store<Vector>(normalized, own_y, p * kStep, active ? n_left : 0);",
+        "store<Vector>(normalized, own_y, p * kStep, left_of_row(p));",
         "store<Vector>(normalized, own_y, p * kStep, n_left);",
         OUT_OF_BOUNDS,
         SUB_WARP,
@@ -286,8 +286,8 @@ MUTATIONS = [
     Mutation(
         "weights one column on",
         "forward.cu",
-        "load<Vector>(weights[p], weight, first_column(p), n_cols)",
-        "load<Vector>(weights[p], weight + Vector, first_column(p), n_cols)",
+        "load<Vector>(weights[p], weight, first_column(p), end_of_row(p))",
+        "load<Vector>(weights[p], weight + Vector, first_column(p), end_of_row(p))",
         OUT_OF_BOUNDS,
         WARPS,
     ),
@@ -660,7 +660,7 @@ MUTATIONS = [
     Mutation(
         "spare bits are set",
         "forward.cu",
-        "strictly_inside && inside<Vector>(first_column(p), i, n_cols)",
+        "strictly_inside && inside<Vector>(first_column(p), i, end_of_row(p))",
         "strictly_inside",
         BITS,
         case("relu_warps_odd", x="bfloat16"),
@@ -1105,8 +1105,8 @@ MUTATIONS = [
     Mutation(
         "the largest power of two has no reciprocal",
         "statistics.cuh",
-        "power > 8.507059173023462e37f ? 8.507059173023462e37f : power",
-        "power",
+        "exponent < 0x7e800000u ? exponent : 0x7e800000u",
+        "exponent",
         VALUE,
         case("range_limit", "rms_norm", "float32"),
     ),
@@ -1137,8 +1137,8 @@ MUTATIONS = [
     Mutation(
         "columns past a streamed row count",
         "forward_streaming.cu",
-        "if (!inside<Vector>(x.first_column(p), i, columns)) d = 0;",
-        "",
+        "inside<Vector>(x.first_column(p), i, columns) ? statistics.shift : T(0)",
+        "statistics.shift",
         VALUE,
         case("stream_mean"),
     ),
@@ -1546,8 +1546,8 @@ MUTATIONS = [
     Mutation(
         "copies go on past the last row",
         "backward.cu",
-        "const int n = fetched < n_rows ? n_cols : 0;",
-        "const int n = n_cols;",
+        "const int n = fetched < n_rows ? end_of_row(p) : 0;",
+        "const int n = end_of_row(p);",
         OUT_OF_BOUNDS,
         STAGED_BACKWARD,
     ),
@@ -1918,18 +1918,34 @@ MUTATIONS = [
     Mutation(
         "padded columns count",
         "forward_staged.cu",
-        "if (Centered && !inside<Vector>(first_column(p), i, n_cols)) d = 0;",
-        "",
+        "(is_inside ? shift : T(0))",
+        "shift",
         VALUE,
         staged("forward_staged.cu", regime="mean_1e6", cluster_blocks=2),
     ),
     Mutation(
         "padded columns count, backward",
         "gradient.cuh",
-        "if (!inside<Vector>(first, i, n)) h = 0;",
-        "",
+        "is_inside ? shift : T(0)",
+        "shift",
         VALUE,
         staged("backward.cu", regime="mean_1e6", cluster_blocks=2),
+    ),
+    Mutation(
+        "columns past a streamed row count, backward",
+        "backward_streaming.cu",
+        "inside<Vector>(first, i, n_cols) ? row_mean : T(0)",
+        "row_mean",
+        VALUE,
+        case("stream_mean"),
+    ),
+    Mutation(
+        "a thread's last pack is not compared with the row's end",
+        "team.cuh",
+        "p + 1 < PacksPerThread ? kColumns : n;",
+        "p < PacksPerThread ? kColumns : n;",
+        OUT_OF_BOUNDS,
+        WARPS_ODD,
     ),
 ]
 
