@@ -1937,7 +1937,7 @@ MUTATIONS = [
         "inside<Vector>(first, i, n_cols) ? row_mean : T(0)",
         "row_mean",
         VALUE,
-        case("stream_mean"),
+        dataclasses.replace(case("stream_odd"), regime="mean_1e4"),
     ),
     Mutation(
         "a thread's last pack is not compared with the row's end",
