@@ -55,8 +55,17 @@ QUICK: tuple[tuple[Shape, Pair], ...] = (
     ((8, 4096), PAIRS[1]),
     ((1048576, 64), PAIRS[0]),
 )
+# Hidden sizes of models that are no powers of two, with weights of x's dtype.
+HIDDEN: tuple[tuple[Shape, Pair], ...] = tuple(
+    ((16384, cols), PAIRS[1])
+    for cols in (
+        *(768, 1280, 1600, 2304, 2560, 3072, 3584),
+        *(5120, 5376, 6656, 7168, 9216, 12288, 18432),
+    )
+)
 SETS = {
     "quick": QUICK,
+    "hidden": HIDDEN,
     "standard": STANDARD,
     "full": tuple(itertools.product(SHAPES, PAIRS)),
 }
