@@ -279,6 +279,8 @@ def forward_config(
     # without (bfloat16, H200). LayerNorm of float32 and float64 has 8 packs a thread instead.
     exceed = spec.weight and spec.bias and _affine_bytes(spec) > 4
     exceed = exceed and (spec.norm == "rms_norm" or ITEMSIZE[spec.x] == 2)
+    # LayerNorm of 24576 takes 132 us in registers, 153 in shared memory (2**27 elements), with a
+    # float32 weight and bias 83 and 80 (2**26 elements; bfloat16, H200).
     fewest_threads = _has_fewest_threads(spec, packs)
     if wide:
         most_packs = 1024
@@ -290,7 +292,7 @@ def forward_config(
         staged = _staged_forward(spec, n, packs, vector, architecture, wide=wide)
         if staged is not None:
             return staged
-        if packs > (1024 if wide else 2048):
+        if packs > (1024 if wide else 3072 if fewest_threads else 2048):
             return _streaming_forward(spec, packs, vector, architecture, wide=wide)
     row_threads = _team(packs, _packs_per_thread(spec, packs))
     if spec.relu:
@@ -358,9 +360,9 @@ def few_rows_config(spec: ForwardSpec, config: ResidentForward) -> ResidentForwa
     longer = config.row_threads >= 32 and config.vector == pack_length(spec.x)
     affine = _affine_registers(spec, config.packs_per_thread)
     most_held, threads = 64, 512
-    # Beside the row's own; more would spill.
-    if ITEMSIZE[spec.x] == 2 and affine > 80 - 4 * config.packs_per_thread:
-        threads = 384
+    # Beside the row's own; more would spill, or does by more threads.
+    if ITEMSIZE[spec.x] == 2:
+        threads = 384 if affine > 80 - 4 * config.packs_per_thread else 512
     elif config.packs_per_thread == 8:
         most_held = (64 if spec.x == "float32" else 32) if config.full else 0
     elif spec.x == "float64" and config.packs_per_thread > 4 and not config.full:
@@ -389,15 +391,15 @@ def _affine_registers(spec: ForwardSpec, packs_per_thread: int) -> int:
 
 def _packs_per_thread(spec: ForwardSpec, packs: int) -> int:
     """Return how many packs of a row each thread of a ResidentForward holds."""
-    # Of float64 and float32 they need 72 to 95: 254 us against 268 in shared memory for 16384 rows
-    # of 8192 float32, 158 against 199 of 5000, 501 against 543 for 32768 of 4096 float64 (H200).
+    # 8 packs of float64 and float32 need 72 to 95 registers: 254 us against 268 in shared memory
+    # for 16384 rows of 8192 float32, 158 against 199 of 5000, 501 against 543 for 32768 of 4096
+    # float64 (H200).
     wider = spec.norm == "layer_norm" and ITEMSIZE[spec.x] >= 4 and packs > 1024
     if wider or _has_fewest_threads(spec, packs):
         return 8
     # Of the others those that the row fills best: LayerNorm of 2**27 elements takes 131 us at 320
-    # by 8 threads of 5 packs, 187 by 32 of 2; 132 at 1280 by 32 of 5, 152 by 64 of 3; 137 at 7168
-    # by 128 of 7, 147 by 224 of 4; RMSNorm 129 at 3584 by 64 of 7, 135 by 224 of 2 (bfloat16,
-    # float32 weight and bias, H200).
+    # by 8 threads of 5 packs, 187 by 32 of 2, 131 at 512 by 16 of 4, 144 by 32 of 2; RMSNorm 129 at
+    # 3584 by 64 of 7, 135 by 224 of 2 (bfloat16, float32 weight and bias, H200).
     widths: tuple[int, ...] = 4, 3, 5, 6, 7
     if packs < LEAST_FILLED:
         return 2
@@ -417,9 +419,10 @@ def _has_fewest_threads(spec: ForwardSpec, packs: int) -> bool:
     of a row loads its share. So it is as fast as a copy, or nearly, at any N: 2**27 elements take
     131 us at 11008 where they took 169 by 4 packs, with a float32 weight and bias 133 at 7680, not
     149 (H200). Where 4 packs fill a power of two of threads they are 6% slower at most, and few
-    rows sooner: 512 of 16384 take 16.4 us, by 8 packs 17.7; but with a float32 weight and bias 132
-    us at 8192 are 144 by 4 packs. Of float16 more than 5 packs spill; of bfloat16 8 by more than 4
-    warps, and are faster still than by fewer blocks a multiprocessor: 134 us, not 139, at 10240.
+    rows sooner: 512 rows of 16384 take 16.4 us, by 8 packs 17.7. With a float32 weight and bias
+    that ends at 4096: 2**27 elements take 132 us at 8192, by 4 packs 144. Beside 768 to 800 threads
+    a multiprocessor 8 packs may spill, and are faster still than beside fewer: 134 us, not 139, at
+    10240. Of float16 more than 5 packs do.
     """
     usual = packs & (packs - 1) == 0 and (packs <= 512 or _affine_bytes(spec) <= 4)
     fits = spec.norm == "layer_norm" and spec.x == "bfloat16" and not _is_wide(spec)
@@ -863,7 +866,7 @@ def _long_layouts(packs: int, gradients: int, architecture: int) -> list[_Layout
         # Few threads for shorter rows; of more threads they spill.
         if width == 5 and (packs <= 512 or row_threads > most):
             continue
-        # Empty slots are waited for, and each element is compared with the row's end.
+        # Empty slots are waited for, and packs are compared with the row's end.
         filled = (packs / _slots(packs, cluster_blocks * row_threads)) ** 2
         if cluster_blocks > 1:
             if packs <= 1024 or cluster_blocks > _most_cluster_blocks(architecture):
@@ -875,8 +878,8 @@ def _long_layouts(packs: int, gradients: int, architecture: int) -> list[_Layout
         elif row_threads >= 64:
             if width == 4 and gradients == 2:
                 most = 320
-                # Not copied in bulk, they leave the weight in shared memory: 246 us at 9728, where
-                # 256 threads of 5 packs take 203.
+                # Then the weight stays in shared memory: 246 us at 9728, where 256 threads of 5
+                # packs take 203.
                 if packs % row_threads:
                     filled *= 0.8
             # By a block of 640, 512 rows of 5120 took 23.6 us, by one of 320 16.3; by one of 448

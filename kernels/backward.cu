@@ -330,7 +330,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
       }
     }
     const Centring<Centered, T> centring(current.mean, current.rstd);
-    const RowMeans<Centered, T> means(sums, centring.rest, inv_n);
+    const RowMeans<Centered, T> means(sums, centring.significand, inv_n);
 
     // 4. dx, and this row's share of the weight gradients; what was read makes room for a later row.
     if constexpr (!Full) make_opaque(n_cols);

@@ -170,7 +170,7 @@ __global__ __launch_bounds__(RowThreads, 1) void norm_backward_resident(
                                       first_column(p), end_of_row(p));
   }
   team.template reduce<Sum>(sums);
-  const RowMeans<Centered, T> means(sums, centring.rest, inv_n);
+  const RowMeans<Centered, T> means(sums, centring.significand, inv_n);
   if constexpr (Columns && Centered) {
     if (team.block == 0 && team.rank == 0) means_of_h[row] = means.h;
   }

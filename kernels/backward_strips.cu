@@ -200,7 +200,7 @@ __global__ __launch_bounds__(BlockThreads, 1) void norm_backward_strips(
         if (lane == 0) {
           OfRow& of_row = of_group(group)[r];
           const Centring<Centered, T> centring(of_row.mean, of_row.rstd);
-          of_row.means = RowMeans<Centered, T>(sums, centring.rest, inv_n);
+          of_row.means = RowMeans<Centered, T>(sums, centring.significand, inv_n);
         }
       }
     }

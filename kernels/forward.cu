@@ -82,7 +82,8 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
   const auto end_of_row = [&](int p) {
     return team.template end_of_row<PacksPerThread, kLength>(p, n_cols);
   };
-  // A thread's columns counted from its first: pack p is at p * kStep, and the row ends at n_left.
+  // A thread's columns counted from its first: pack p is at p * kStep, and the row ends at n_left, or
+  // for all but the last at what is beyond p * kStep as well.
   constexpr int kStep = RowThreads * kLength;
   const int n_left = Full ? n_cols : n_cols - first_column(0);
   const auto left_of_row = [&](int p) {

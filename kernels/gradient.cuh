@@ -9,30 +9,30 @@
 // way each time: 248 of them in sequence lost 31 units in the last place, 64 lose 8.
 constexpr int kTurns = 64;
 
-// h = (x - mean) * rstd as d * rest, where rest is in [1, 2) and d = x * unit + shift, the unit being a
-// power of two: d is rounded as x - mean is, not at all where they are close, in one instruction. All d
-// of a constant row are 0; with rstd for the unit each was what -mean * rstd had lost, and dweight 2e-4
-// off in rows of 1e9. The shift overflows for constant rows alone.
+// h = (x - mean) * rstd as d * significand, d = x * power + offset, where power is the power of two at
+// or below rstd: d is rounded as x - mean is, not at all where they are close, in one instruction. All
+// d of a constant row are 0; with rstd for the power each was what -mean * rstd had lost, and dweight
+// 2e-4 off in rows of 1e9. The offset overflows for constant rows alone.
 template <bool Centered, typename T>
 struct Centring {
-  T unit, shift = 0, rest = 1;
+  T power, offset = 0, significand = 1;
 
-  __device__ __forceinline__ Centring(T mean, T rstd) : unit(rstd) {
+  __device__ __forceinline__ Centring(T mean, T rstd) : power(rstd) {
     if constexpr (Centered) {
-      const T power = Range<T>::power_of_two(rstd), product = -mean * power;
+      const T below = Range<T>::power_of_two_below(rstd), product = -mean * below;
       const bool overflows = absolute(product) > Range<T>::kLargest;
-      unit = overflows ? T(0) : power;
-      shift = overflows ? T(0) : product;
-      rest = rstd * Range<T>::reciprocal(power);
+      power = overflows ? T(0) : below;
+      offset = overflows ? T(0) : product;
+      significand = rstd * Range<T>::reciprocal(below);
     }
   }
-  // Past the row's end, where x is 0, it is 0: by a shift for each access, not a d for each element.
+  // Past the row's end, where x is 0, it is 0: by an offset for each access, not a d for each element.
   __device__ __forceinline__ T d_of(T value, bool is_inside = true) const {
-    return Centered ? fused_multiply_add(value, unit, is_inside ? shift : T(0)) : value * unit;
+    return Centered ? fused_multiply_add(value, power, is_inside ? offset : T(0)) : value * power;
   }
   // xhat, which is centred again by the mean of h over the row.
   __device__ __forceinline__ T xhat_of(T value, T mean_of_h) const {
-    return Centered ? fused_multiply_add(d_of(value), rest, -mean_of_h) : d_of(value);
+    return Centered ? fused_multiply_add(d_of(value), significand, -mean_of_h) : d_of(value);
   }
 };
 
@@ -73,13 +73,14 @@ template <bool Centered, typename T>
 struct RowMeans {
   T h = 0, g = 0, g_xhat;
 
-  // From the sums of add_to_sums, with the rest of their Centring.
-  __device__ __forceinline__ RowMeans(const T (&sums)[kGradientSums<Centered>], T rest, T inv_n)
+  // From the sums of add_to_sums, with the significand of their Centring.
+  __device__ __forceinline__ RowMeans(const T (&sums)[kGradientSums<Centered>], T significand,
+                                      T inv_n)
       : g_xhat(sums[0] * inv_n) {
     if constexpr (Centered) {
-      h = sums[2] * rest * inv_n;
+      h = sums[2] * significand * inv_n;
       g = sums[1] * inv_n;
-      g_xhat = mean_of_g_xhat(sums[0] * rest, sums[1], h, inv_n);
+      g_xhat = mean_of_g_xhat(sums[0] * significand, sums[1], h, inv_n);
     }
   }
 };

@@ -116,13 +116,13 @@ template <>
 struct Range<float> {
   static constexpr float kSmallest = 7.888609052210118e-31f;  // 2^-100
   static constexpr float kLargest = 3.4028234663852886e38f;
-  // The exponent's bits alone: the power of two at or below a normal value that is not negative, up to
-  // the largest that has a normal reciprocal, 2^126. Of zero and what counts as zero, zero.
-  static __device__ __forceinline__ float power_of_two(float value) {
+  // The power of two at or below a value that is not negative, by its exponent's bits: of those that
+  // are normal numbers and have a normal reciprocal, 2^-126 to 2^126, the nearest.
+  static __device__ __forceinline__ float power_of_two_below(float value) {
     const unsigned exponent = float_bits(value) & 0x7f800000u;
-    return float_from_bits(exponent < 0x7e800000u ? exponent : 0x7e800000u);
+    const unsigned least = 0x00800000u, most = 0x7e800000u;
+    return float_from_bits(exponent < least ? least : exponent < most ? exponent : most);
   }
-  // 1 / power; of zero, 2^127.
   static __device__ __forceinline__ float reciprocal(float power) {
     return float_from_bits(0x7f000000u - float_bits(power));
   }
@@ -131,20 +131,20 @@ template <>
 struct Range<double> {
   static constexpr double kSmallest = 1.026342e-289;  // near 2^-960
   static constexpr double kLargest = 1.7976931348623157e308;
-  static __device__ __forceinline__ double power_of_two(double value) {
+  static __device__ __forceinline__ double power_of_two_below(double value) {
     const unsigned long long exponent = double_bits(value) & 0x7ff0000000000000ull;
-    return double_from_bits(exponent < 0x7fd0000000000000ull ? exponent : 0x7fd0000000000000ull);
+    const unsigned long long least = 0x0010000000000000ull, most = 0x7fd0000000000000ull;
+    return double_from_bits(exponent < least ? least : exponent < most ? exponent : most);
   }
   static __device__ __forceinline__ double reciprocal(double power) {
     return double_from_bits(0x7fe0000000000000ull - double_bits(power));
   }
 };
 
-// What a row whose largest element is `largest` is divided by. Zero and inf have no unit.
+// What a row whose largest element is `largest` is divided by; inf has no unit.
 template <typename T>
 __device__ __forceinline__ T unit_of(T largest) {
-  const T power = Range<T>::power_of_two(largest);
-  return power > T(0) && largest <= Range<T>::kLargest ? power : T(1);
+  return largest <= Range<T>::kLargest ? Range<T>::power_of_two_below(largest) : T(1);
 }
 
 template <typename T>

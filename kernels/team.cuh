@@ -58,8 +58,9 @@ struct Team {
     return ((block * PacksPerThread + p) * RowThreads + rank) * Length;
   }
 
-  // Where a row of n columns ends as far as packs p are concerned: of one block's only the last packs
-  // of its threads may lie past it, since fewer would do otherwise.
+  // What a pack p is compared with to lie inside a row of n columns. In a team of one block, whose
+  // threads have no more packs than the row needs, n >= (PacksPerThread - 1) * RowThreads * Length, all
+  // but each thread's last lie inside: for those it is a constant, and the comparison folds away.
   template <int PacksPerThread, int Length>
   static __device__ __forceinline__ int end_of_row(int p, int n) {
     constexpr int kColumns = PacksPerThread * RowThreads * Length;

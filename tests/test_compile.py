@@ -109,6 +109,14 @@ def instantiations(architecture: int) -> list[Instantiation]:
         for vector in (1, length):
             kernels |= dict.fromkeys(forward_instantiations(forward, n, vector, architecture))
             kernels |= dict.fromkeys(backward_kernels(backward, n, vector, architecture))
+    # 8 packs a thread of LayerNorm, by 5 to 12 warps, and of few rows with weight and bias held.
+    for packs, (centred, clamped), weight in itertools.product(
+        (1250, 2304, 3072), (plain, (True, True)) if every else (plain,), ("bfloat16", "float32")
+    ):
+        eight = ForwardSpec(
+            "layer_norm", "bfloat16", weight, weight, "bfloat16", centred, True, clamped
+        )
+        kernels |= dict.fromkeys(forward_instantiations(eight, packs * 8, 8, architecture))
     # 8 packs a thread of RMSNorm in registers.
     for x, weight in itertools.product(("float32", "float16", "bfloat16"), ("float32", None)):
         eight = ForwardSpec("rms_norm", x, weight, None, x, False, True, False)
@@ -224,9 +232,10 @@ def compile_logs(kernels: list[Instantiation], architecture: str) -> dict[Instan
         nvrtc.destroyProgram(program)
 
 
-# What is faster with what it spills, in bytes, than where it has the registers: 10240 takes 134 us
-# by 5 blocks a multiprocessor that spill 80, 139 by 4 that do not; 18432 with the weight held
-# 205 us, 283 by smaller blocks (H200).
+# What is faster with what it spills, in bytes, than where it has the registers: LayerNorm of 10240
+# takes 134 us by 5 blocks a multiprocessor that spill 80, 139 by 4 that do not, and of 18432 in
+# the backward 205 us with the weight held, by smaller blocks 283 (H200). A ReLU and a 1 to be
+# added spill most.
 LAYER_NORM_BY_8_PACKS = r"norm_forward<bfloat16, .*, true, \w+, \w+, \w+, false, .*, 8, \w+, 8>"
 LAYER_NORM_IN_PAIRS = r"norm_backward<bfloat16, .*, 3, 2, 384, 384, 1, 3, true, 8>"
 SPILLED = {LAYER_NORM_BY_8_PACKS: 160, LAYER_NORM_IN_PAIRS: 8}

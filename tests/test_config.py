@@ -190,9 +190,9 @@ def test_few_rows_have_the_teams_of_many_in_the_backward(
 
 
 def test_decoding_has_kernels_of_its_own() -> None:
-    for n in (4096, 8192, 16384):
+    for n, bias in itertools.product((4096, 5120, 8192, 10000, 16384, 24576), ("bfloat16", None)):
         spec = ForwardSpec(
-            "layer_norm", "bfloat16", "bfloat16", "bfloat16", "bfloat16", False, False, False
+            "layer_norm", "bfloat16", "bfloat16", bias, "bfloat16", False, False, False
         )
         config = forward_config(spec, n, 8, 90)
         assert isinstance(config, ResidentForward)
@@ -578,15 +578,19 @@ def test_layer_norm_has_fewest_threads(n: int, weight: str, layout: tuple[int, i
         assert (config.row_threads, config.packs_per_thread) == layout
 
 
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("x", DTYPES)
 @pytest.mark.parametrize("norm", NORMS)
-def test_only_a_thread_s_last_pack_lies_past_the_end_of_a_row(norm: Any, x: str) -> None:
-    # Of one block: so kernels/team.cuh compares no other with it.
+def test_only_last_packs_lie_past_the_end_of_a_row(norm: Any, x: str, architecture: int) -> None:
+    # In a team of one block: so kernels/team.cuh compares no others with it.
     bias = x if norm == "layer_norm" else None
-    for n, weight, option in itertools.product(range(1, 30000, 37), (x, "float32"), (False, True)):
+    for n, weight, option in itertools.product(range(1, 30000, 149), (x, "float32"), (False, True)):
         forward = ForwardSpec(norm, x, weight, bias, x, option, True, relu=option)
         backward = BackwardSpec(norm, x, x, weight, bias, option, option)
-        for config in (forward_config(forward, n, 1, 90), backward_config(backward, n, 1, 90)):
+        for config in (
+            forward_config(forward, n, 1, architecture),
+            backward_config(backward, n, 1, architecture),
+        ):
             if isinstance(config, ResidentForward | StagedForward | StagedBackward):
                 threads = getattr(config, "row_threads", config.block_threads)
                 blocks = getattr(config, "cluster_blocks", 1)

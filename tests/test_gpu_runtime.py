@@ -217,6 +217,7 @@ def test_more_than_2_to_the_31_elements() -> None:
 
 @pytest.mark.parametrize("norm", NORMS)
 def test_outputs_in_place(norm: str) -> None:
+    # By partials, beside dx, and in clusters: beside dx, and more blocks than may be, by partials.
     for n in (768, 769, 40000, 98304):
         x = to_cupy(make_values("normal", (37, n), DTYPES["float32"], 1))
         dy = to_cupy(make_values("normal", (37, n), DTYPES["float32"], 2))
@@ -232,7 +233,7 @@ def test_outputs_in_place(norm: str) -> None:
         )
         assert in_place.dx is over
         assert_same_bits(over, backward.dx)
-        # Blocks that read dy themselves sum few rows' weight gradients only where dx is not dy.
+        # Beside dx, blocks that read dy themselves sum few rows' weight gradients, if dx is not dy.
         if n in (768, 98304):
             assert_same_bits(in_place.dweight, backward.dweight)
             assert_same_bits(in_place.dbias, backward.dbias)

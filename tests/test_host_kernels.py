@@ -25,6 +25,7 @@ from host.checks import (
     check_far_rows,
     check_neighbours,
     check_problem,
+    check_subnormal_rstd,
     kernels_of,
 )
 from host.coverage import coverage
@@ -102,6 +103,12 @@ def test_a_row_keeps_its_bits_beside_rows_out_of_range(
     build: Build, norm: str, x: str, n: int
 ) -> None:
     check_neighbours(Gpu(build), norm, x, n)
+
+
+@pytest.mark.parametrize("few_rows", [False, True])
+@pytest.mark.parametrize("n", [300, 4100])
+def test_gradients_of_rows_whose_rstd_is_subnormal(build: Build, n: int, few_rows: bool) -> None:
+    check_subnormal_rstd(Gpu(build, few_rows=few_rows), n)
 
 
 @pytest.mark.parametrize(("n", "architecture"), FAR_ROWS)

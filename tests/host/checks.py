@@ -25,6 +25,7 @@ __all__ = [
     "check_clip_values",
     "check_far_rows",
     "check_problem",
+    "check_subnormal_rstd",
     "kernels_of",
 ]
 
@@ -240,6 +241,20 @@ def check_neighbours(gpu: Gpu, norm: str, x_dtype: str, n: int) -> None:
             np.testing.assert_array_equal(*bits, "bits of neighbours")
 
 
+def check_subnormal_rstd(gpu: Gpu, n: int) -> None:
+    """Check the gradients of float64 rows whose deviations are so large that rstd is subnormal."""
+    x, dy = (make_values("normal", (7, n), np.dtype(np.float64), seed) for seed in (1, 2))
+    x = np.copysign(5e307, x)
+    weight = make_values("normal", (n,), np.dtype(np.float64), 3)
+    mean, rstd = np.zeros(7), np.full(7, 1 / 5e307)
+    assert 0 < rstd[0] < np.finfo(np.float64).smallest_normal
+    operands = dy, x, weight, mean, rstd
+    with gpu.fresh_memory():
+        arguments = map(gpu.cupy.array, operands)
+        gradients = gpu.to_numpy(gpu.backward("layer_norm", *arguments, bias=True))
+    testing.check_backward("layer_norm", gradients, *operands, bias=True)
+
+
 def check_clip_values(gpu: Gpu, x_dtype: str, n: int) -> None:
     """Check bits where y is a bound exactly: a bias of 1 or -1 that a weight of 0 leaves alone.
 
@@ -391,6 +406,7 @@ def _cases() -> list[Case]:
         cases.append(Case("range_equal_huge", "layer_norm", 3, n, "float32", regime="equal_huge"))
     for x, n in (("float32", 2049), ("float64", 300)):
         cases.append(Case("range_equal", "layer_norm", 3, n, x, regime="equal"))
+        cases.append(Case("range_equal_eps_0", "layer_norm", 3, n, x, regime="equal", eps=0.0))
     return cases
 
 
