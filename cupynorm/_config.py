@@ -863,7 +863,7 @@ def _long_layouts(packs: int, gradients: int, architecture: int) -> list[_Layout
     for cluster_blocks, width in itertools.product((1, 2, 4, 8, 16), LONG_THREADS):
         most = LONG_THREADS[width]
         row_threads = _team(-(-packs // cluster_blocks), width)
-        # Few threads for shorter rows; of more threads they spill.
+        # 5 packs leave shorter rows few threads; beyond `most` they spill.
         if width == 5 and (packs <= 512 or row_threads > most):
             continue
         # Empty slots are waited for, and packs are compared with the row's end.
