@@ -110,11 +110,11 @@ def instantiations(architecture: int) -> list[Instantiation]:
             kernels |= dict.fromkeys(forward_instantiations(forward, n, vector, architecture))
             kernels |= dict.fromkeys(backward_kernels(backward, n, vector, architecture))
     # 8 packs a thread of LayerNorm, by 5 to 12 warps, and of few rows with weight and bias held.
-    for packs, (centred, clamped), weight in itertools.product(
-        (1250, 2304, 3072), (plain, (True, True)) if every else (plain,), ("bfloat16", "float32")
+    for packs, (centred, clamped) in itertools.product(
+        (1250, 3072), (plain, (True, True)) if every else (plain,)
     ):
         eight = ForwardSpec(
-            "layer_norm", "bfloat16", weight, weight, "bfloat16", centred, True, clamped
+            "layer_norm", "bfloat16", "bfloat16", "bfloat16", "bfloat16", centred, True, clamped
         )
         kernels |= dict.fromkeys(forward_instantiations(eight, packs * 8, 8, architecture))
     # 8 packs a thread of RMSNorm in registers.
