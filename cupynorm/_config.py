@@ -44,6 +44,7 @@ __all__ = [
     "staged_backward_bytes",
     "staged_forward_bytes",
     "strips_backward_bytes",
+    "strips_counts_bytes",
     "strips_exchange_bytes",
     "team_bytes",
 ]
@@ -197,19 +198,22 @@ class StreamingBackward:
 
 @dataclass(frozen=True)
 class StripsBackward:
-    """Rows longer than a cluster holds, each block a strip of them all, `block_threads` packs wide.
+    """Rows longer than a cluster holds, each block a strip of them all, `strip_threads` packs wide.
 
-    They are taken in groups of `group_rows`, of which two are in shared memory. A cooperative
-    launch of `strips` blocks, which begins when the GPU has room for them all; none shares its
-    weight gradients with another.
+    They are taken in groups of `group_rows`. A cooperative launch of `strips` blocks, which begins
+    when the GPU has room for them all; none shares its weight gradients with another.
     """
 
     strips: int
-    block_threads: int
+    strip_threads: int
     group_rows: int
     vector: int
     cluster_blocks: ClassVar[int] = 1
     reduction: ClassVar[None] = None
+
+    @property
+    def block_threads(self) -> int:
+        return self.strip_threads + 32 * STRIPS_MESSENGERS
 
 
 BackwardConfig = StagedBackward | ResidentBackward | StripsBackward | StreamingBackward
@@ -593,6 +597,9 @@ def _most_cluster_blocks(architecture: int) -> int:
 
 # Blocks that all run at once, one on each multiprocessor: an H200 has 132.
 MOST_STRIPS = 128
+# As kernels/backward_strips.cu has them: groups in shared memory, warps that exchange sums, and the
+# places of what they exchange.
+STRIPS_STAGES, STRIPS_MESSENGERS, STRIPS_PLACES = 5, 4, 8
 
 # Beyond, the partials of each row are too many: of 256 rows of 4096 LayerNorm takes 14.4 us where
 # staged rows take 12.3 (bfloat16, H200).
@@ -743,15 +750,21 @@ def reduction_bytes(config: Reduction) -> int:
 
 def strips_backward_bytes(spec: BackwardSpec, config: StripsBackward) -> int:
     """Return the shared memory of a block: see kernels/backward_strips.cu."""
-    row = config.block_threads * pack_length(spec.x) * (ITEMSIZE[spec.x] + ITEMSIZE[spec.dy])
-    of_warps = 2 * _gradient_sums(spec) * config.block_threads // 32
-    known = 4 * 5  # groups, and what is known of each of their rows
-    return config.group_rows * (2 * row + (of_warps + known) * ITEMSIZE[compute_dtype(spec.x)])
+    row = config.strip_threads * pack_length(spec.x) * (ITEMSIZE[spec.x] + ITEMSIZE[spec.dy])
+    of_warps = STRIPS_MESSENGERS * _gradient_sums(spec) * config.strip_threads // 32
+    known = STRIPS_PLACES * 5  # values of each row
+    sums = (of_warps + known) * ITEMSIZE[compute_dtype(spec.x)]
+    return config.group_rows * (STRIPS_STAGES * row + sums)
+
+
+def strips_counts_bytes() -> int:
+    """Return the bytes of device memory of the counts, a line each, of blocks that have told."""
+    return STRIPS_PLACES * 128
 
 
 def strips_exchange_bytes(spec: BackwardSpec, config: StripsBackward) -> int:
     """Return the bytes of device memory in which the blocks exchange their sums of rows."""
-    values = 2 * config.group_rows * _gradient_sums(spec) * config.strips
+    values = STRIPS_PLACES * config.group_rows * _gradient_sums(spec) * config.strips
     return values * ITEMSIZE[compute_dtype(spec.x)]
 
 
@@ -766,23 +779,21 @@ def _strips_backward(
     """Return the configuration of rows that no cluster holds, by strips of 192 to 512 packs.
 
     Read once, not twice as they would be streamed: RMSNorm of 32 rows of 262144 float32 takes
-    41 us, not 58, LayerNorm 46, not 61; of 512 rows 482, not 653, and 552, not 674. Below 192 packs
-    the blocks' waiting for each other shows: 256 rows of 133120 bfloat16 take 134 us, not 110, and
-    155, not 116; and so do packs that are moved by single elements: of 200001 612, not 314, and
-    638, not 367 (H200). N alone decides, never the alignment, since the bits of dx must not depend
-    on it: rows of whole packs are in strips at unaligned addresses, too, though slower there.
+    35 us, not 58, LayerNorm 37, not 61; of 512 rows 388, not 653, and 392, not 674. Below 192 packs
+    what the blocks tell each other shows: 256 rows of 133120 bfloat16 take 83 us, not 62, and 110,
+    not 71; and so do packs that are moved by single elements: of 200001 612, not 314, and 638, not
+    367 (H200). N alone decides, never the alignment, since the bits of dx must not depend on it:
+    rows of whole packs are in strips at unaligned addresses, too, though slower there.
     """
     whole, rest = divmod(n, pack_length(spec.x))
-    block_threads = -(-whole // (32 * MOST_STRIPS)) * 32
-    if architecture < FIRST_WITH_CLUSTERS or rest or not 192 <= block_threads <= 512:
+    strip_threads = -(-whole // (32 * MOST_STRIPS)) * 32
+    if architecture < FIRST_WITH_CLUSTERS or rest or not 192 <= strip_threads <= 512:
         return None
-    strips = -(-whole // block_threads)
-    # With a bitmask more 16-bit rows of LayerNorm at once spill.
-    most = 4 if spec.bitmask and spec.norm == "layer_norm" and ITEMSIZE[spec.x] == 2 else 16
-    for group_rows in (16, 14, 12, 10, 8, 7, 6, 5, 4, 3, 2, 1):
-        config = StripsBackward(strips, block_threads, group_rows, vector)
-        fits = strips_backward_bytes(spec, config) <= shared_limit(architecture)
-        if group_rows <= most and fits:
+    strips = -(-whole // strip_threads)
+    # Not 5, of which messengers have one on its way at a time: 120 us, not 107, at 256x262144.
+    for group_rows in (6, 4, 3, 2, 1):
+        config = StripsBackward(strips, strip_threads, group_rows, vector)
+        if strips_backward_bytes(spec, config) <= shared_limit(architecture):
             return config
     return None
 

@@ -234,7 +234,7 @@ def backward_instantiations(
             CPP_TYPES[spec.dbias],
             *options,
             spec.bitmask,
-            config.block_threads,
+            config.strip_threads,
             config.group_rows,
             config.vector,
         )

@@ -26,6 +26,7 @@ from cupynorm._config import (
     few_rows_config,
     forward_config,
     pack_length,
+    strips_counts_bytes,
     strips_exchange_bytes,
 )
 from cupynorm._driver import Kernel, set_to_zero
@@ -174,7 +175,7 @@ class BackwardPlan:
     Scratch is one row of partial sums a cluster of blocks for each weight gradient, at most the
     larger of 4 * multiprocessors and MOST_RESIDENT_ROWS rows of n values of the compute dtype, and
     three values a row of x where rows are streamed. A lone row that is resident needs none, rows
-    whose weight gradients have blocks of their own a value a row for LayerNorm, and strips a count
+    whose weight gradients have blocks of their own a value a row for LayerNorm, and strips counts
     and the sums that their blocks exchange.
     """
 
@@ -204,7 +205,7 @@ class BackwardPlan:
     def scratch_bytes(self, m: int) -> int:
         """Return the bytes of scratch that a launch over m rows needs, aligned to 16."""
         if self.strips:
-            return COUNT_BYTES + self.exchange_bytes
+            return strips_counts_bytes() + self.exchange_bytes
         of_a_row = 3 if self.tiles else 1 if self.column_kernel else 0
         return self._partial_bytes(m) + of_a_row * m * self.itemsize
 
@@ -238,8 +239,9 @@ class BackwardPlan:
             columns = (coefficients, dx, dx_stride, scratch, partials, m, n)
             kernels[1].launch(stream, self.tiles * partials, (*operands, *columns))
         elif self.strips:
-            set_to_zero(stream, scratch, COUNT_BYTES)
-            outputs = (dx, dx_stride, dweight, dbias, scratch, scratch + COUNT_BYTES, m, n, 1 / n)
+            counts_bytes = strips_counts_bytes()
+            set_to_zero(stream, scratch, counts_bytes)
+            outputs = (dx, dx_stride, dweight, dbias, scratch, scratch + counts_bytes, m, n, 1 / n)
             kernels[0].launch(stream, self.strips, (*operands, *outputs))
         elif m:
             outputs = (dx, dx_stride, scratch, m, n, 1 / n)

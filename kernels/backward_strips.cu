@@ -2,14 +2,18 @@
 // backward.cu.
 //
 // The columns are dealt out to the blocks, which all run at once (a cooperative launch): each has its
-// strip of every row, and the weight gradients of its columns to itself. Rows are taken in groups, two of which are in shared
-// memory: while the blocks tell each other their sums of one, those of the next are formed.
+// strip of every row, and the weight gradients of its columns to itself. Rows are taken in groups, of
+// which kStages are in shared memory or on their way there. The threads of the columns form the sums
+// of a group, kAhead groups before they write its dx. In between a warp of its own, a messenger, tells
+// the other blocks the sums and adds up those of all: what takes 2 to 3 us the columns do not wait for.
 //
-// Layout:    as backward.cu. exchange: (2, GroupRows, kSums, strips), for two groups in turn. arrived:
-//            0; counts the warps that have told their block's sums of a group.
-// Grid:      block b has BlockThreads packs of columns, from pack b * BlockThreads on.
+// Layout:    as backward.cu. exchange: (kPlaces, GroupRows, kSums, strips), for groups in turn.
+//            arrived: (kPlaces, kCountStride), 0; the first of each place counts the blocks that have
+//            told their sums. A line for each: 386 us, not 401, for 512 rows of 262144 (float32, H200).
+// Grid:      block b has StripThreads packs of columns, from pack b * StripThreads on.
 // Traffic:   x, dy and weight read once, bitmask twice; dx, dweight and dbias written once.
-// Thread:    one pack of columns, of all rows.
+// Thread:    one pack of columns, of all rows. The warps beyond StripThreads are messengers, each of
+//            every kMessengers-th group.
 // Order:     a thread's elements in turn, a butterfly in each warp, the warps in turn; of all strips,
 //            those of a lane in turn (lane, lane + 32, ...), then a butterfly. Weight gradients: up to
 //            kTurns rows in turn, then such sums of all rows in turn.
@@ -18,39 +22,40 @@
 #include "relu.cuh"
 #include "stage.cuh"
 
+constexpr int kAhead = 3, kStages = kAhead + 2;
+// The next group of a messenger is the first whose sums are formed when it is done with the last one.
+constexpr int kMessengers = kAhead + 1;
+// A block that forms the sums of group g has means of group g - kMessengers, so all blocks have told
+// those, and read what was told kMessengers groups before.
+constexpr int kPlaces = 2 * kMessengers;
+constexpr int kCountStride = 32, kMostStrips = 128;
+
 template <typename X, typename DY, typename Weight, typename DBias, bool Centered,
-          bool ZeroCentered, bool Bitmask, int BlockThreads, int GroupRows, int Vector>
-__global__ __launch_bounds__(BlockThreads, 1) void norm_backward_strips(
+          bool ZeroCentered, bool Bitmask, int StripThreads, int GroupRows, int Vector>
+__global__ __launch_bounds__(StripThreads + 32 * kMessengers, 1) void norm_backward_strips(
     const DY* dy, long long dy_stride, const X* x, long long x_stride, const Weight* weight,
     const Compute<X>* mean, const Compute<X>* rstd, const unsigned char* bitmask, X* dx,
     long long dx_stride, Weight* dweight, DBias* dbias, unsigned* arrived, Compute<X>* exchange,
     long long n_rows, long long n_cols, Compute<X> inv_n) {
   using T = Compute<X>;
   constexpr int kLength = 16 / static_cast<int>(sizeof(X));
-  constexpr int kWarps = BlockThreads / 32;
+  constexpr int kWarps = StripThreads / 32;
   constexpr int kSums = kGradientSums<Centered>;
-  constexpr int kLastWarp = kWarps - 1;
-  static_assert(GroupRows <= 32, "a lane looks up each row");
-  using StageOfX = Stage<X, kLength, 1, BlockThreads>;
-  using StageOfDY = Stage<DY, kLength, 1, BlockThreads>;
+  using StageOfX = Stage<X, kLength, 1, StripThreads>;
+  using StageOfDY = Stage<DY, kLength, 1, StripThreads>;
   constexpr int kStageBytes = StageOfX::kBytes + StageOfDY::kBytes;
-  // What all threads know of a row. Of four groups: a slow warp still reads of the one before while
-  // the last warp stores the statistics of the one after the next.
+  // What all threads know of a row.
   struct OfRow {
     T mean, rstd;
     RowMeans<Centered, T> means;
   };
-  constexpr int kKnown = 4;
 
   char* const stages = static_cast<char*>(dynamic_shared_memory());
-  OfRow* const of_rows = reinterpret_cast<OfRow*>(stages + 2 * GroupRows * kStageBytes);
-  T* const sums_of_warps = reinterpret_cast<T*>(of_rows + kKnown * GroupRows);  // of two groups
+  OfRow* const of_rows = reinterpret_cast<OfRow*>(stages + kStages * GroupRows * kStageBytes);
+  T* const sums_of_warps = reinterpret_cast<T*>(of_rows + kPlaces * GroupRows);
   const int lane = thread_index() % 32, warp = thread_index() / 32;
   const int strips = static_cast<int>(block_count());
   const int groups = static_cast<int>((n_rows + GroupRows - 1) / GroupRows);
-  const long long first = (block_index() * BlockThreads + thread_index()) * kLength;
-  // Elements of this thread's pack that lie inside a row.
-  const int n_own = static_cast<int>(first < n_cols ? n_cols - first : 0);
 
   const auto row_of = [&](int group, int r) {
     return static_cast<long long>(group) * GroupRows + r;
@@ -59,10 +64,106 @@ __global__ __launch_bounds__(BlockThreads, 1) void norm_backward_strips(
     const long long rows = n_rows - row_of(group, 0);
     return rows < GroupRows ? static_cast<int>(rows) : GroupRows;
   };
-  const auto place_of = [&](int group, int r) {
-    return stages + (group % 2 * GroupRows + r) * kStageBytes;
+  const auto of_group = [&](int group) { return of_rows + group % kPlaces * GroupRows; };
+  const auto sums_of = [&](int group) {
+    return sums_of_warps + group % kMessengers * (kWarps * GroupRows * kSums);
   };
-  const auto of_group = [&](int group) { return of_rows + group % kKnown * GroupRows; };
+  // Barriers of the columns and a messenger: here are the sums of a group, and here its means.
+  constexpr int kMeeting = StripThreads + 32;
+  const auto summed = [](int group) { return 1 + group % kMessengers; };
+  const auto known = [](int group) { return 1 + kMessengers + group % kMessengers; };
+
+  if (warp >= kWarps) {
+    const int messenger = warp - kWarps;
+    // The statistics of a group, which are stored when its messenger is done with the one before.
+    T of_mean = 0, of_rstd = 0;
+    const auto load_statistics = [&](int group) {
+      const long long row = row_of(group, lane);
+      const bool valid = lane < GroupRows && row < n_rows;
+      if constexpr (Centered) of_mean = valid ? mean[row] : T(0);
+      of_rstd = valid ? rstd[row] : T(0);
+    };
+    const auto store_statistics = [&](int group) {
+      if (lane < GroupRows) {
+        of_group(group)[lane].mean = of_mean;
+        of_group(group)[lane].rstd = of_rstd;
+      }
+    };
+    load_statistics(messenger);
+    store_statistics(messenger);
+    block_barrier();
+#pragma unroll 1
+    for (int group = messenger; group < groups; group += kMessengers) {
+      load_statistics(group + kMessengers);
+      const int rows = rows_of(group), place = group % kPlaces;
+      T* const exchanged = exchange + place * GroupRows * kSums * strips;
+      named_barrier(summed(group), kMeeting);
+      for (int i = lane; i < rows * kSums; i += 32) {
+        T sum = 0;
+#pragma unroll
+        for (int other = 0; other < kWarps; ++other) {
+          sum += sums_of(group)[other * GroupRows * kSums + i];
+        }
+        exchanged[i * strips + block_index()] = sum;
+      }
+      report_arrival(arrived + place * kCountStride);
+      wait_for_arrivals(arrived + place * kCountStride,
+                        static_cast<unsigned>(group / kPlaces + 1) * strips);
+      // So many rows that up to 36 sums of each lane are on their way.
+      constexpr int kAtOnce = GroupRows * kSums <= 9 ? GroupRows
+                              : GroupRows % 3 == 0   ? 3
+                              : GroupRows % 2 == 0   ? 2
+                                                     : 1;
+#pragma unroll 1
+      for (int begin = 0; begin < rows; begin += kAtOnce) {
+        T sums[kAtOnce][kSums] = {};
+        const T* sources[kAtOnce];
+#pragma unroll
+        for (int k = 0; k < kAtOnce; ++k) {
+          // Instead of a row past the last, that: without a branch around each.
+          const int row = begin + k < rows ? begin + k : rows - 1;
+          sources[k] = exchanged + row * kSums * strips + lane;
+        }
+#pragma unroll
+        for (int strip = 0; strip < kMostStrips; strip += 32) {
+          const bool valid = strip + lane < strips;
+#pragma unroll
+          for (int k = 0; k < kAtOnce; ++k) {
+#pragma unroll
+            for (int i = 0; i < kSums; ++i) {
+              sums[k][i] += valid ? sources[k][i * strips + strip] : T(0);
+            }
+          }
+        }
+#pragma unroll
+        for (int distance = 16; distance > 0; distance /= 2) {
+#pragma unroll
+          for (int k = 0; k < kAtOnce; ++k) {
+#pragma unroll
+            for (int i = 0; i < kSums; ++i) sums[k][i] += shuffle_xor(sums[k][i], distance);
+          }
+        }
+        if (lane == 0) {
+#pragma unroll
+          for (int k = 0; k < kAtOnce; ++k) {
+            OfRow& of_row = of_group(group)[begin + k];
+            const Centring<Centered, T> centring(of_row.mean, of_row.rstd);
+            of_row.means = RowMeans<Centered, T>(sums[k], centring.significand, inv_n);
+          }
+        }
+      }
+      store_statistics(group + kMessengers);
+      arrive_at_barrier(known(group), kMeeting);
+    }
+    return;
+  }
+
+  const long long first = (block_index() * StripThreads + thread_index()) * kLength;
+  // Elements of this thread's pack that lie inside a row.
+  const int n_own = static_cast<int>(first < n_cols ? n_cols - first : 0);
+  const auto place_of = [&](int group, int r) {
+    return stages + (group % kStages * GroupRows + r) * kStageBytes;
+  };
   const auto fetch = [&](int group, int r) {
     const long long row = row_of(group, r);
     const int n = row < n_rows ? n_own : 0;
@@ -82,49 +183,28 @@ __global__ __launch_bounds__(BlockThreads, 1) void norm_backward_strips(
     }
     return pack;
   };
-  // The statistics of a group, which the last warp looks up, a lane for each row.
-  struct Beside {
-    T mean = 0, rstd = 0;
-  };
-  const bool looks_up = warp == kLastWarp && lane < GroupRows;
-  const auto load_beside = [&](int group) {
-    Beside beside;
-    const long long row = row_of(group, lane);
-    if (looks_up && row < n_rows) {
-      if constexpr (Centered) beside.mean = mean[row];
-      beside.rstd = rstd[row];
-    }
-    return beside;
-  };
-  const auto store_beside = [&](int group, const Beside& beside) {
-    if (looks_up) {
-      of_group(group)[lane].mean = beside.mean;
-      of_group(group)[lane].rstd = beside.rstd;
-    }
-  };
 
-  // 1. Ask for the weight and the first rows.
+  // 1. Ask for the first rows and the weight.
+  Pack<Weight, kLength> weights;
 #pragma unroll
-  for (int group = 0; group < 2; ++group) {
+  for (int group = 0; group < kStages; ++group) {
 #pragma unroll 1
     for (int r = 0; r < GroupRows; ++r) fetch(group, r);
     commit_copies();
+    if constexpr (kPresent<Weight>) {
+      if (group == 0) load<Vector>(weights, weight + first, 0, n_own);
+    }
   }
-  Pack<Weight, kLength> weights;
-  if constexpr (kPresent<Weight>) load<Vector>(weights, weight + first, 0, n_own);
-  const Beside of_first = load_beside(0), of_second = load_beside(1);
-  store_beside(0, of_first);
-  store_beside(1, of_second);
   block_barrier();
 
   // 2. Each warp's sums of a group's rows.
   const auto sum_up = [&](int group) {
-    // All of them, where registers allow: one by one 32 rows of 262144 float32 take 45 us, not 41.
     constexpr int kAtOnce = Vector < kLength          ? 1
-                            : GroupRows * kSums <= 21 ? GroupRows
-                                                      : GroupRows / 2;
-    static_assert(GroupRows % kAtOnce == 0, "the same each time");
-    T* const target = sums_of_warps + (group % 2 * kWarps + warp) * GroupRows * kSums;
+                            : GroupRows * kSums <= 12 ? GroupRows
+                            : GroupRows % 3 == 0      ? 3
+                            : GroupRows % 2 == 0      ? 2
+                                                      : 1;
+    T* const target = sums_of(group) + warp * GroupRows * kSums;
 #pragma unroll 1
     for (int begin = 0; begin < rows_of(group); begin += kAtOnce) {
       T sums[kAtOnce][kSums] = {};
@@ -151,27 +231,20 @@ __global__ __launch_bounds__(BlockThreads, 1) void norm_backward_strips(
         }
       }
     }
+    arrive_at_barrier(summed(group), kMeeting);
   };
-  // The block's, which its last warp tells the others; a block's barrier after sum_up.
-  const auto exchange_of = [&](int group) {
-    return exchange + group % 2 * GroupRows * kSums * strips;
-  };
-  const auto tell = [&](int group) {
-    if (warp != kLastWarp) return;
-    const T* const source = sums_of_warps + group % 2 * kWarps * GroupRows * kSums;
-    for (int i = lane; i < rows_of(group) * kSums; i += 32) {
-      T sum = 0;
-#pragma unroll
-      for (int other = 0; other < kWarps; ++other) sum += source[other * GroupRows * kSums + i];
-      exchange_of(group)[i * strips + block_index()] = sum;
-    }
-    report_arrival(arrived);
-  };
+  static_assert(kAhead == 3, "the first groups, each as soon as it is there");
   if (groups > 0) {
-    wait_for_copies<1>();
+    wait_for_copies<kStages - 1>();
     sum_up(0);
-    block_barrier();
-    tell(0);
+  }
+  if (groups > 1) {
+    wait_for_copies<kStages - 2>();
+    sum_up(1);
+  }
+  if (groups > 2) {
+    wait_for_copies<kStages - 3>();
+    sum_up(2);
   }
 
   T dweight_sums[kLength] = {}, dbias_sums[kLength] = {};
@@ -179,41 +252,15 @@ __global__ __launch_bounds__(BlockThreads, 1) void norm_backward_strips(
   X* dx_row = dx + first;
 #pragma unroll 1
   for (int group = 0; group < groups; ++group) {
-    // 3. The sums of all blocks, a warp for each row; and those of the next rows here.
-    const Beside after_next = load_beside(group + 2);
-    if (warp < rows_of(group)) {
-      wait_for_arrivals(arrived, static_cast<unsigned>(group + 1) * strips);
-#pragma unroll 1
-      for (int r = warp; r < rows_of(group); r += kWarps) {
-        const T* const source = exchange_of(group) + r * kSums * strips;
-        T sums[kSums] = {};
-#pragma unroll 4
-        for (int strip = lane; strip < strips; strip += 32) {
-#pragma unroll
-          for (int i = 0; i < kSums; ++i) sums[i] += source[i * strips + strip];
-        }
-#pragma unroll
-        for (int distance = 16; distance > 0; distance /= 2) {
-#pragma unroll
-          for (int i = 0; i < kSums; ++i) sums[i] += shuffle_xor(sums[i], distance);
-        }
-        if (lane == 0) {
-          OfRow& of_row = of_group(group)[r];
-          const Centring<Centered, T> centring(of_row.mean, of_row.rstd);
-          of_row.means = RowMeans<Centered, T>(sums, centring.significand, inv_n);
-        }
-      }
+    if (group + kAhead < groups) {
+      wait_for_copies<kStages - 1 - kAhead>();
+      sum_up(group + kAhead);
     }
-    if (group + 1 < groups) {
-      wait_for_copies<0>();
-      sum_up(group + 1);
-    }
-    store_beside(group + 2, after_next);
-    block_barrier();
-    if (group + 1 < groups) tell(group + 1);
+    named_barrier(known(group), kMeeting);
 
-    // 4. dx, and the weight gradients; what was read makes room for a later row.
-    constexpr int kUnrolled = Vector == kLength ? 2 : 1;
+    // 3. dx, and the weight gradients; what was read makes room for a later row.
+    // Two rows at once, where that does not spill.
+    constexpr int kUnrolled = Vector == kLength && sizeof(DY) < 8 ? 2 : 1;
 #pragma unroll kUnrolled
     for (int r = 0; r < rows_of(group); ++r) {
       const Pack<X, kLength> row_x = read_x(group, r);
@@ -233,7 +280,7 @@ __global__ __launch_bounds__(BlockThreads, 1) void norm_backward_strips(
       stored.set(gradient);
       store<Vector>(stored, dx_row, 0, n_own);
       dx_row += dx_stride;
-      fetch(group + 2, r);
+      fetch(group + kStages, r);
     }
     commit_copies();
     if ((group + 1) % (kTurns / GroupRows) == 0 || group + 1 == groups) {
@@ -246,7 +293,7 @@ __global__ __launch_bounds__(BlockThreads, 1) void norm_backward_strips(
     }
   }
 
-  // 5. The weight gradients.
+  // 4. The weight gradients.
   if constexpr (kPresent<Weight>) {
     Pack<Weight, kLength> stored;
     stored.set(dweight_sums);

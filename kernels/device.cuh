@@ -25,6 +25,10 @@ __device__ __forceinline__ void block_barrier() { __syncthreads(); }
 __device__ __forceinline__ void named_barrier(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
+// Counts as one of them and does not wait: what it did before is seen by those who do.
+__device__ __forceinline__ void arrive_at_barrier(int barrier, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
 
 __device__ __forceinline__ void* dynamic_shared_memory() {
   extern __shared__ __align__(128) unsigned char shared_memory[];

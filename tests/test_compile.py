@@ -238,7 +238,8 @@ def compile_logs(kernels: list[Instantiation], architecture: str) -> dict[Instan
 # added spill most.
 LAYER_NORM_BY_8_PACKS = r"norm_forward<bfloat16, .*, true, \w+, \w+, \w+, false, .*, 8, \w+, 8>"
 LAYER_NORM_IN_PAIRS = r"norm_backward<bfloat16, .*, 3, 2, 384, 384, 1, 3, true, 8>"
-SPILLED = {LAYER_NORM_BY_8_PACKS: 160, LAYER_NORM_IN_PAIRS: 8}
+STRIPS_BY_SINGLE_ELEMENTS = r"norm_backward_strips<b?float16, .*, 512, [12], 1>"
+SPILLED = {LAYER_NORM_BY_8_PACKS: 160, LAYER_NORM_IN_PAIRS: 8, STRIPS_BY_SINGLE_ELEMENTS: 72}
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

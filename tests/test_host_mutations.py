@@ -125,7 +125,7 @@ BULK_CLUSTER = staged("backward.cu", bulk=True, cluster_blocks=2, m=20)
 COUNTED = staged("forward_staged.cu", counted=True, m=40)
 COUNTED_WARPS = staged("forward_staged.cu", counted=True, cluster_blocks=3, m=60)
 COUNTED_CLUSTER = staged("forward_staged.cu", counted=True, cluster_blocks=2, m=40)
-STRIPS = staged("backward_strips.cu", m=11)
+STRIPS = staged("backward_strips.cu", m=37)
 STRIPS_BITMASK = staged("backward_strips.cu", bitmask=True)
 
 MUTATIONS = [
@@ -897,15 +897,15 @@ MUTATIONS = [
     Mutation(
         "one strip is not waited for",
         "backward_strips.cu",
-        "static_cast<unsigned>(group + 1) * strips);",
-        "static_cast<unsigned>(group + 1) * strips - 1);",
+        "static_cast<unsigned>(group / kPlaces + 1) * strips);",
+        "static_cast<unsigned>(group / kPlaces + 1) * strips - 1);",
         f"{UNWRITTEN}|{RACE}",
         STRIPS,
     ),
     Mutation(
         "nobody says that a strip is there",
         "backward_strips.cu",
-        "    report_arrival(arrived);\n",
+        "      report_arrival(arrived + place * kCountStride);\n",
         "",
         STUCK,
         STRIPS,
@@ -913,31 +913,77 @@ MUTATIONS = [
     Mutation(
         "a strip is there before its sums are",
         "backward_strips.cu",
-        "    if (warp != kLastWarp) return;\n",
-        "    if (warp != kLastWarp) return;\n    report_arrival(arrived);\n",
+        "      named_barrier(summed(group), kMeeting);\n",
+        "      report_arrival(arrived + place * kCountStride);\n"
+        "      named_barrier(summed(group), kMeeting);\n",
+        f"{UNWRITTEN}|{RACE}",
+        STRIPS,
+    ),
+    Mutation(
+        "a block that is ahead counts for one that is not",
+        "backward_strips.cu",
+        """      report_arrival(arrived + place * kCountStride);
+      wait_for_arrivals(arrived + place * kCountStride,
+                        static_cast<unsigned>(group / kPlaces + 1) * strips);
+""",
+        """      report_arrival(arrived);
+      wait_for_arrivals(arrived, static_cast<unsigned>(group + 1) * strips);
+""",
         f"{UNWRITTEN}|{RACE}",
         STRIPS,
     ),
     Mutation(
         "all groups exchange in one place",
         "backward_strips.cu",
-        "return exchange + group % 2 * GroupRows",
-        "return exchange + 0 * GroupRows",
+        "T* const exchanged = exchange + place * GroupRows",
+        "T* const exchanged = exchange + 0 * GroupRows",
         RACE,
         STRIPS,
     ),
     Mutation(
-        "what is known of a group goes too soon",
+        "half the places",
         "backward_strips.cu",
-        "constexpr int kKnown = 4;",
-        "constexpr int kKnown = 3;",
+        "constexpr int kPlaces = 2 * kMessengers;",
+        "constexpr int kPlaces = kMessengers;",
         RACE,
         STRIPS,
+    ),
+    Mutation(
+        "sums of warps are told before they are there",
+        "backward_strips.cu",
+        "      named_barrier(summed(group), kMeeting);\n",
+        "",
+        f"{UNWRITTEN}|{RACE}",
+        STRIPS,
+    ),
+    Mutation(
+        "means are used before they are there",
+        "backward_strips.cu",
+        "    named_barrier(known(group), kMeeting);\n",
+        "",
+        f"{UNWRITTEN}|{RACE}",
+        STRIPS,
+    ),
+    Mutation(
+        "sums of a row past the last",
+        "backward_strips.cu",
+        "const int row = begin + k < rows ? begin + k : rows - 1;",
+        "const int row = begin + k;",
+        UNWRITTEN,
+        staged("backward_strips.cu", m=11),
     ),
     Mutation(
         "a group is not waited for",
         "backward_strips.cu",
-        "      wait_for_copies<0>();\n",
+        "      wait_for_copies<kStages - 1 - kAhead>();\n",
+        "",
+        RACE,
+        STRIPS,
+    ),
+    Mutation(
+        "the first group is not waited for",
+        "backward_strips.cu",
+        "    wait_for_copies<kStages - 1>();\n",
         "",
         RACE,
         STRIPS,

@@ -136,11 +136,15 @@ class Runtime:
         shared_bytes: int,
         arguments: Any,
         flush: bool,
+        apart: bool,
     ) -> str | None:
-        """Run a kernel; return what is wrong with it, or None."""
+        """Run a kernel; return what is wrong with it, or None.
+
+        `apart`: of a cluster each block gets ahead of the next one, as far as it can.
+        """
         if self.library.launch(
             *(call, ctypes.c_longlong(grid), block, cluster_blocks),
-            *(shared_bytes, arguments, int(flush)),
+            *(shared_bytes, arguments, int(flush), int(apart)),
         ):
             return None
         places = [

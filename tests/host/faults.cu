@@ -76,6 +76,43 @@ __global__ void counts_a_barrier_in_two_ways(T*) {
   named_barrier(1, thread_index() < 32 ? 64 : 32);  // fault
 }
 
+// Of two warps the first arrives only, and the second alone knows what both did.
+template <typename T>
+__global__ void reads_after_it_arrives(T* values) {
+  shared()[thread_index()] = 1;
+  if (thread_index() < 32) {
+    arrive_at_barrier(1, 64);
+    values[0] = shared()[32];  // fault
+  } else {
+    named_barrier(1, 64);
+    values[1] = shared()[0];
+  }
+}
+
+template <typename T>
+__global__ void writes_after_it_arrives(T* values) {
+  if (thread_index() < 32) {
+    shared()[thread_index()] = 1;
+    arrive_at_barrier(1, 64);
+    shared()[thread_index()] = 2;
+  } else {
+    named_barrier(1, 64);
+    values[thread_index()] = shared()[thread_index() - 32];  // fault
+  }
+}
+
+template <typename T>
+__global__ void arrives_twice(T*) {
+  if (thread_index() > 31) return;
+  arrive_at_barrier(1, 64);
+  arrive_at_barrier(1, 64);  // fault
+}
+
+template <typename T>
+__global__ void waits_where_nobody_arrives(T*) {
+  if (thread_index() > 31) named_barrier(1, 64);  // fault
+}
+
 template <typename T>
 __global__ void has_no_such_barrier(T*) {
   named_barrier(16, 64);  // fault

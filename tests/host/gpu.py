@@ -310,6 +310,7 @@ class _Kernel:
             addresses,
             # The first template parameter is x's dtype, or that of the partials.
             "<double" not in kernel.expression,
+            kernel.at_once,
         )
         if problem:
             raise KernelError(f"{kernel.expression}, {problem}")

@@ -134,16 +134,18 @@ struct Warp {
   Time met[kWarp];  // when its lanes last met
 };
 
-struct Barrier {
-  int threads = 0;
-  std::vector<int> waiting;
-};
-
 // What some threads have done and known, for others to learn.
 struct Joint {
   std::vector<Time> times;
   std::vector<std::size_t> from;
   std::map<std::size_t, std::size_t> after;  // by what a thread knew before
+};
+
+struct Barrier {
+  int threads = 0;
+  std::vector<int> waiting;
+  std::vector<int> arrived;  // those that do not wait
+  Joint before;              // what these have done
 };
 
 struct Sent {
@@ -182,6 +184,7 @@ std::vector<std::vector<Time>> knowledge;
 char* stacks = nullptr;
 jmp_buf scheduler;
 int threads = 0, cluster_blocks = 1, cluster_threads = 0;
+int turn_threads = 0;  // that go on as far as they can before others do: a cluster's, or a block's
 long long first_block = 0, blocks = 0, events = 0;
 std::uint32_t first_thread = 0;  // of the cluster, in the grid
 int running[kMaxClusterBlocks];  // threads of a block that have not finished
@@ -523,10 +526,11 @@ void learn(std::vector<Time>& mine, const std::vector<Time>& others) {
   for (std::size_t i = 0; i < mine.size(); ++i) mine[i] = std::max(mine[i], others[i]);
 }
 
-// What one knew all know, and what each has done.
+// What one knew all know that have waited, and what each has done.
 void end_barrier(Barrier& barrier) {
-  std::vector<Time> joined = knowledge[fibers[current].known];
-  std::size_t merged = fibers[current].known;
+  std::vector<Time> joined(cluster_threads);
+  if (!barrier.arrived.empty()) learn(joined, barrier.before.times);
+  std::size_t merged = knowledge.size();
   for (int i : barrier.waiting) {
     if (fibers[i].known == merged) continue;
     merged = fibers[i].known;
@@ -539,10 +543,10 @@ void end_barrier(Barrier& barrier) {
     fibers[i].state = State::kReady;
   }
   knowledge.push_back(std::move(joined));
-  barrier.waiting.clear();
+  barrier = {barrier.threads, {}, {}, {}};
 }
 
-void meet_at_barrier(int number, int count, const void* place) {
+Barrier& barrier_at(int number, int count, const void* place) {
   arrive(State::kAtBarrier, number, 0, place);
   if (number < 0 || number >= kBarriers || count <= 0 || count % kWarp != 0 || count > threads) {
     report.message =
@@ -550,7 +554,7 @@ void meet_at_barrier(int number, int count, const void* place) {
     give_up();
   }
   Barrier& barrier = barriers[current_block][number];
-  if (!barrier.waiting.empty() && barrier.threads != count) {
+  if (!(barrier.waiting.empty() && barrier.arrived.empty()) && barrier.threads != count) {
     report.message =
         here() +
         format("barrier %d is of %d threads, and of %d at ", number, barrier.threads, count) +
@@ -558,8 +562,17 @@ void meet_at_barrier(int number, int count, const void* place) {
     give_up();
   }
   barrier.threads = count;
+  return barrier;
+}
+
+bool is_complete(const Barrier& barrier) {
+  return static_cast<int>(barrier.waiting.size() + barrier.arrived.size()) == barrier.threads;
+}
+
+void meet_at_barrier(int number, int count, const void* place) {
+  Barrier& barrier = barrier_at(number, count, place);
   barrier.waiting.push_back(current);
-  if (static_cast<int>(barrier.waiting.size()) < count) return wait();
+  if (!is_complete(barrier)) return wait();
   end_barrier(barrier);
 }
 
@@ -596,6 +609,19 @@ void take(Joint& joint) {
     learn(knowledge.back(), joint.times);
   }
   fiber.known = after->second;
+}
+
+// Counts as one of a barrier's threads, which learn what it has done, and goes on.
+void arrive_at_barrier(int number, int count, const void* place) {
+  Barrier& barrier = barrier_at(number, count, place);
+  fibers[current].state = State::kReady;
+  if (std::find(barrier.arrived.begin(), barrier.arrived.end(), current) != barrier.arrived.end()) {
+    report.message = here() + format("arrives at barrier %d twice, at ", number) + placed(place);
+    give_up();
+  }
+  barrier.arrived.push_back(current);
+  leave(barrier.before);
+  if (is_complete(barrier)) end_barrier(barrier);
 }
 
 [[noreturn]] void report_mailbox(const std::string& what, const void* place) {
@@ -842,7 +868,7 @@ bool run_cluster() {
   arrivals.clear();
   counted.clear();
   for (int block = 0; block < cluster_blocks; ++block) {
-    for (Barrier& barrier : barriers[block]) barrier.waiting.clear();
+    for (Barrier& barrier : barriers[block]) barrier = {};
     running[block] = threads;
     sent_from_outside[block].clear();
     mailboxes[block].clear();
@@ -857,11 +883,16 @@ bool run_cluster() {
   }
   for (bool progress = true; progress;) {
     progress = false;
-    for (int i = 0; i < cluster_threads; ++i) {
-      if (fibers[i].state != State::kReady) continue;
-      progress = true;
-      resume(i);
-      if (!report.message.empty()) return false;
+    for (int begin = 0; begin < cluster_threads; begin += turn_threads) {
+      for (bool goes_on = true; goes_on;) {
+        goes_on = false;
+        for (int i = begin; i < begin + turn_threads; ++i) {
+          if (fibers[i].state != State::kReady) continue;
+          progress = goes_on = true;
+          resume(i);
+          if (!report.message.empty()) return false;
+        }
+      }
     }
   }
   for (int block = 0; block < cluster_blocks; ++block) {
@@ -956,6 +987,7 @@ bool any_in_warp(bool condition) {
 }
 
 void barrier(int barrier, int count) { meet_at_barrier(barrier, count, CALLER); }
+void arrive(int barrier, int count) { ::arrive_at_barrier(barrier, count, CALLER); }
 void block_barrier() { meet_at_barrier(0, threads, CALLER); }
 
 void cluster_barrier() { meet_at_cluster_barrier(CALLER); }
@@ -1096,7 +1128,7 @@ long long first_unwritten(Address begin, long long bytes) {
 
 // Returns 1 if the launch went well; if not, the report says why.
 int launch(void (*call)(void**), long long grid, int block_threads, int blocks_in_cluster,
-           int shared_bytes, void** arguments, int flush_to_zero) {
+           int shared_bytes, void** arguments, int flush_to_zero, int apart) {
   if (stacks == nullptr) {
     void* memory = mmap(nullptr, kMaxFibers * kStackBytes, PROT_READ | PROT_WRITE,
                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -1118,6 +1150,7 @@ int launch(void (*call)(void**), long long grid, int block_threads, int blocks_i
     return 0;
   }
   cluster_threads = cluster_blocks * threads;
+  turn_threads = apart ? threads : cluster_threads;
   if (cluster_threads > kMaxFibers) {
     report.message = format("%d blocks of %d threads at once", cluster_blocks, threads);
     return 0;

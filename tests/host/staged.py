@@ -113,6 +113,7 @@ class Staged:
             "ClusterBlocks": self.cluster_blocks,
             "RowThreads": self.row_threads,
             "BlockThreads": self.block_threads,
+            "StripThreads": self.row_threads,
             "BlocksPerMultiprocessor": 1,
             "PacksPerThread": self.packs_per_thread,
             "Counted": self.counted is not None,
@@ -131,7 +132,7 @@ class Staged:
             self.file,
             f"{match[2]}<{spelled}>",
             letters[self.file] + (4 * scalar + "P" if self.is_forward else scalar),
-            self.block_threads,
+            self.block_threads + (4 * 32 if self.in_strips else 0),  # and its messengers
             self._shared_bytes(),
             self.cluster_blocks,
             # Of two blocks that count; else the first takes all that is counted.
@@ -143,8 +144,8 @@ class Staged:
         compute = ITEMSIZE[compute_dtype(self.x)]
         if self.in_strips:
             stage = self.columns * (ITEMSIZE[self.x] + ITEMSIZE[self.other or self.x])
-            of_warps = 2 * self._sums_of_a_row * self.row_threads // 32
-            return self.group_rows * (2 * stage + (20 + of_warps) * compute)
+            of_warps = 4 * self._sums_of_a_row * self.row_threads // 32
+            return self.group_rows * (5 * stage + (8 * 5 + of_warps) * compute)
         slots = self.cluster_blocks * max(1, self.row_threads // 32)
         mailboxes = 16 if self.cluster_blocks > 1 else 0
         scratch = mailboxes + (0 if slots == 1 else 2 * self.teams * slots * 4 * compute)
@@ -246,8 +247,8 @@ class Staged:
         if self.in_strips:
             dweight = None if weight is None else gpu.cupy.empty(self.n, dtype)
             dbias = gpu.cupy.empty(self.n, dtype) if self.dbias else None
-            exchanged = 2 * self.group_rows * self._sums_of_a_row * self.strips
-            exchange = gpu.cupy.zeros(1, np.uint32), gpu.cupy.empty(exchanged, compute)
+            exchanged = 8 * self.group_rows * self._sums_of_a_row * self.strips
+            exchange = gpu.cupy.zeros(8 * 32, np.uint32), gpu.cupy.empty(exchanged, compute)
             self._launch(gpu, *rows, *operands, bits, dx, dweight, dbias, *exchange, *sizes)
             gradients = gpu.to_numpy(dweight), gpu.to_numpy(dbias)
         else:
@@ -278,8 +279,8 @@ def _staged() -> Iterable[Staged]:
 
             if file == "backward_strips.cu":
                 yield from (
-                    # Groups that the rows fill or do not, one of them, two and several.
-                    *(staged(m, 600) for m in (1, 2, 3, 4, 5, 11)),
+                    # Groups that the rows fill or do not, one of them, two and more than places.
+                    *(staged(m, 600) for m in (1, 2, 3, 4, 5, 8, 11, 37)),
                     staged(9, 1024, group_rows=3, zero_centered=True),
                     staged(5, 512, other=None, dbias=False),
                     staged(7, 776, "float16", other="bfloat16", row_threads=32, group_rows=1),
