@@ -7,8 +7,10 @@ are in elements; the device is the current one.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 from cupynorm import _jit
 from cupynorm._config import (
@@ -44,6 +46,8 @@ COUNT_BYTES = 16  # of a count in device memory, an int; what is behind it is al
 # takes 73.1 us against 74.0 with 32, 41.0 against 40.3 with 16, RMSNorm of 65536 140.3 against
 # 142.0 and 74.9 against 75.7, of 131072 69.9 against 70.5 and 38.9 against 38.3 (bfloat16, H200).
 LEAST_COUNTED = 32
+
+_Ints = tuple[int, ...]  # addresses, the rows' with their strides behind them
 
 
 @cache
@@ -169,33 +173,25 @@ def forward_plan_of(
 
 
 @dataclass(frozen=True)
-class BackwardPlan:
-    """A backward pass over rows of n elements.
+class BackwardPlan(ABC):
+    """A backward pass over rows of n elements, by kernels of one regime.
 
-    Scratch is one row of partial sums a cluster of blocks for each weight gradient, at most the
-    larger of 4 * multiprocessors and MOST_RESIDENT_ROWS rows of n values of the compute dtype, and
-    three values a row of x where rows are streamed. A lone row that is resident needs none, rows
-    whose weight gradients have blocks of their own a value a row for LayerNorm, and strips counts
-    and the sums that their blocks exchange.
+    Scratch has the partial sums of the weight gradients, if the last kernel is to sum them: one row
+    of n values of the compute dtype a cluster of blocks for each gradient, at most the larger of
+    4 * multiprocessors and MOST_RESIDENT_ROWS.
     """
 
     kernels: tuple[Kernel, ...]
-    reduction_blocks: int  # of the last kernel, which sums partials; 0 if there are none
     n: int
     gradients: int
     itemsize: int  # of the compute dtype
-    rows_per_block: int
     cluster_blocks: int
-    most_clusters: int
-    tiles: int  # of columns, where rows are streamed; else 0
-    resident: bool  # few rows, held in registers
-    column_blocks: int  # that sum their weight gradients; else 0
-    column_kernel: bool  # by a kernel of their own
-    strips: int  # of which each is a block's, where rows are taken so; else 0
-    exchange_bytes: int  # of the sums that they exchange
+    rows_per_partial: int
+    most_partials: int
+    reduction_blocks: int  # of the last kernel, which sums them; 0 if there are none
 
     def _partials(self, m: int) -> int:
-        return min(-(-m // self.rows_per_block), self.most_clusters)
+        return min(-(-m // self.rows_per_partial), self.most_partials)
 
     def _partial_bytes(self, m: int) -> int:
         if not self.reduction_blocks:
@@ -204,10 +200,7 @@ class BackwardPlan:
 
     def scratch_bytes(self, m: int) -> int:
         """Return the bytes of scratch that a launch over m rows needs, aligned to 16."""
-        if self.strips:
-            return strips_counts_bytes() + self.exchange_bytes
-        of_a_row = 3 if self.tiles else 1 if self.column_kernel else 0
-        return self._partial_bytes(m) + of_a_row * m * self.itemsize
+        return self._partial_bytes(m)
 
     def launch(
         self,
@@ -228,38 +221,106 @@ class BackwardPlan:
         scratch: int,
     ) -> None:
         """Launch it over m rows; of none, the weight gradients are 0."""
-        n, kernels = self.n, self.kernels
         operands = (dy, dy_stride, x, x_stride, weight, mean, rstd, bitmask)
-        partials = self._partials(m)
-        outputs: tuple[float, ...]
-        if m and self.tiles:
-            coefficients = scratch + self._partial_bytes(m)
-            rows = (coefficients, m, n, 1 / n)
-            kernels[0].launch(stream, m * self.cluster_blocks, (*operands, *rows))
-            columns = (coefficients, dx, dx_stride, scratch, partials, m, n)
-            kernels[1].launch(stream, self.tiles * partials, (*operands, *columns))
-        elif self.strips:
-            counts_bytes = strips_counts_bytes()
-            set_to_zero(stream, scratch, counts_bytes)
-            outputs = (dx, dx_stride, dweight, dbias, scratch, scratch + counts_bytes, m, n, 1 / n)
-            kernels[0].launch(stream, self.strips, (*operands, *outputs))
-        elif m:
-            outputs = (dx, dx_stride, scratch, m, n, 1 / n)
-            if self.resident:
-                of_rows = dweight, dbias
-                if self.reduction_blocks:
-                    of_rows = scratch, scratch + (self.gradients - 1) * m * n * self.itemsize
-                outputs = (dx, dx_stride, *of_rows, scratch, m, n, 1 / n)
-            blocks = partials * self.cluster_blocks
-            if self.column_kernel:
-                kernels[0].launch(stream, blocks, (*operands, *outputs))
-                gradients = (scratch, dweight, dbias, m, n)
-                kernels[1].launch(stream, self.column_blocks, (*operands, *gradients))
-            else:
-                kernels[0].launch(stream, blocks + self.column_blocks, (*operands, *outputs))
+        self._launch_rows(stream, m, operands, (dx, dx_stride), (dweight, dbias), scratch)
         if self.reduction_blocks:
-            sums = (scratch, dweight, dbias, partials, n)
-            kernels[-1].launch(stream, self.reduction_blocks, sums)
+            sums = (scratch, dweight, dbias, self._partials(m), self.n)
+            self.kernels[-1].launch(stream, self.reduction_blocks, sums)
+
+    @abstractmethod
+    def _launch_rows(
+        self, stream: int, m: int, operands: _Ints, dx: _Ints, gradients: _Ints, scratch: int
+    ) -> None:
+        """Launch all but the sums of partials; `dx` is with its stride."""
+
+
+@dataclass(frozen=True)
+class StagedPlan(BackwardPlan):
+    """Rows that wait in shared memory."""
+
+    def _launch_rows(
+        self, stream: int, m: int, operands: _Ints, dx: _Ints, gradients: _Ints, scratch: int
+    ) -> None:
+        if m:
+            blocks = self._partials(m) * self.cluster_blocks
+            arguments = (*operands, *dx, scratch, m, self.n, 1 / self.n)
+            self.kernels[0].launch(stream, blocks, arguments)
+
+
+@dataclass(frozen=True)
+class ResidentPlan(BackwardPlan):
+    """Few rows, held in registers.
+
+    Where further blocks sum their weight gradients, LayerNorm's scratch has a value a row, and
+    else none is needed.
+    """
+
+    column_blocks: int  # that sum weight gradients; else 0
+    column_kernel: bool  # which is theirs; else they are in that of the rows
+
+    def scratch_bytes(self, m: int) -> int:
+        """Return the bytes of scratch that a launch over m rows needs, aligned to 16."""
+        return m * self.itemsize if self.column_kernel else self._partial_bytes(m)
+
+    def _launch_rows(
+        self, stream: int, m: int, operands: _Ints, dx: _Ints, gradients: _Ints, scratch: int
+    ) -> None:
+        if not m:
+            return
+        blocks, n = m * self.cluster_blocks, self.n
+        of_rows = gradients
+        if self.reduction_blocks:
+            of_rows = scratch, scratch + (self.gradients - 1) * m * n * self.itemsize
+        arguments = (*operands, *dx, *of_rows, scratch, m, n, 1 / n)
+        if self.column_kernel:
+            self.kernels[0].launch(stream, blocks, arguments)
+            of_columns = (*operands, scratch, *gradients, m, n)
+            self.kernels[1].launch(stream, self.column_blocks, of_columns)
+        else:
+            self.kernels[0].launch(stream, blocks + self.column_blocks, arguments)
+
+
+@dataclass(frozen=True)
+class StripsPlan(BackwardPlan):
+    """Rows in strips, each a block's; scratch has counts and the sums that blocks exchange."""
+
+    strips: int
+    exchange_bytes: int
+
+    def scratch_bytes(self, m: int) -> int:
+        """Return the bytes of scratch that a launch over m rows needs, aligned to 16."""
+        return strips_counts_bytes() + self.exchange_bytes
+
+    def _launch_rows(
+        self, stream: int, m: int, operands: _Ints, dx: _Ints, gradients: _Ints, scratch: int
+    ) -> None:
+        set_to_zero(stream, scratch, strips_counts_bytes())
+        exchange = scratch + strips_counts_bytes()
+        arguments = (*operands, *dx, *gradients, scratch, exchange, m, self.n, 1 / self.n)
+        self.kernels[0].launch(stream, self.strips, arguments)
+
+
+@dataclass(frozen=True)
+class StreamingPlan(BackwardPlan):
+    """Rows read twice, by tiles of columns the second time; scratch has three values a row."""
+
+    tiles: int
+
+    def scratch_bytes(self, m: int) -> int:
+        """Return the bytes of scratch that a launch over m rows needs, aligned to 16."""
+        return self._partial_bytes(m) + 3 * m * self.itemsize
+
+    def _launch_rows(
+        self, stream: int, m: int, operands: _Ints, dx: _Ints, gradients: _Ints, scratch: int
+    ) -> None:
+        if not m:
+            return
+        n, partials = self.n, self._partials(m)
+        coefficients = scratch + self._partial_bytes(m)
+        rows = (*operands, coefficients, m, n, 1 / n)
+        self.kernels[0].launch(stream, m * self.cluster_blocks, rows)
+        columns = (*operands, coefficients, *dx, scratch, partials, m, n)
+        self.kernels[1].launch(stream, self.tiles * partials, columns)
 
 
 def backward_plan(
@@ -303,8 +364,15 @@ def few_rows_backward_plan(
     kernels = _load_backward(spec, config, device)
     if config.cluster_blocks > 1 and kernels[0].clusters_at_once() == 0:
         return None
+    column_blocks, column_kernel = 0, False
+    if config.column_threads:
+        column_kernel = spec.norm == "layer_norm"
+        # In the kernel of the rows they come in clusters as well.
+        clustered = 1 if column_kernel else config.cluster_blocks
+        column_blocks = -(-n // (clustered * 32 * pack_length(spec.x))) * clustered
     most_rows = MOST_ROWS_BESIDE_COLUMNS if config.column_threads else MOST_RESIDENT_ROWS
-    return _backward_plan(spec, n, config, kernels, most_clusters=most_rows)
+    common = _common(spec, n, config, kernels, rows_per_partial=1, most_partials=most_rows)
+    return ResidentPlan(**common, column_blocks=column_blocks, column_kernel=column_kernel)
 
 
 @cache
@@ -313,66 +381,54 @@ def many_rows_backward_plan(spec: BackwardSpec, n: int, vector: int, device: int
     capability = architecture(device)
     config = backward_config(spec, n, vector, capability)
     kernels = _load_backward(spec, config, device)
-    rows, tiles = 1, 0
-    clusters = at_once = multiprocessors(device)
+    at_once = multiprocessors(device)
     if isinstance(config, StripsBackward) and config.strips > at_once * kernels[0].blocks_at_once():
         config = backward_config(spec, n, vector, capability, in_strips=False)
         kernels = _load_backward(spec, config, device)
+    clusters = at_once
     if config.cluster_blocks > 1:
-        at_once = kernels[0].clusters_at_once()
-        if at_once == 0:  # a slice of a GPU
+        clusters = kernels[0].clusters_at_once()
+        if clusters == 0:  # a slice of a GPU
             config = backward_config(spec, n, vector, WITHOUT_CLUSTERS)
             kernels = _load_backward(spec, config, device)
-            at_once = clusters
+            clusters = at_once
     if isinstance(config, StagedBackward):
-        rows = config.rows_per_block
-        clusters = at_once
         if config.cluster_blocks == 1:
             clusters *= config.blocks_per_multiprocessor
-    elif isinstance(config, StreamingBackward):
+        rows = config.rows_per_block
+        common = _common(spec, n, config, kernels, rows_per_partial=rows, most_partials=clusters)
+        return StagedPlan(**common)
+    if isinstance(config, StreamingBackward):
         tiles = -(-n // (config.column_threads * pack_length(spec.x)))
-        clusters = -(-clusters * COLUMN_BLOCKS_PER_MULTIPROCESSOR // tiles)
-    return _backward_plan(
-        spec, n, config, kernels, rows_per_block=rows, most_clusters=clusters, tiles=tiles
-    )
+        most = -(-at_once * COLUMN_BLOCKS_PER_MULTIPROCESSOR // tiles)
+        common = _common(spec, n, config, kernels, rows_per_partial=1, most_partials=most)
+        return StreamingPlan(**common, tiles=tiles)
+    common = _common(spec, n, config, kernels, rows_per_partial=1, most_partials=0)
+    exchange_bytes = strips_exchange_bytes(spec, config)
+    return StripsPlan(**common, strips=config.strips, exchange_bytes=exchange_bytes)
 
 
-def _backward_plan(
+def _common(
     spec: BackwardSpec,
     n: int,
     config: BackwardConfig,
     kernels: tuple[Kernel, ...],
     *,
-    most_clusters: int,
-    rows_per_block: int = 1,
-    tiles: int = 0,
-) -> BackwardPlan:
+    rows_per_partial: int,
+    most_partials: int,
+) -> dict[str, Any]:
+    """Return the fields of a BackwardPlan."""
     sums = config.reduction
-    column_blocks, column_kernel = 0, False
-    strips = exchange_bytes = 0
-    if isinstance(config, StripsBackward):
-        strips, exchange_bytes = config.strips, strips_exchange_bytes(spec, config)
-    if isinstance(config, ResidentBackward) and config.column_threads:
-        column_kernel = spec.norm == "layer_norm"
-        # In the kernel of the rows they come in clusters as well.
-        clustered = 1 if column_kernel else config.cluster_blocks
-        column_blocks = -(-n // (clustered * 32 * pack_length(spec.x))) * clustered
-    return BackwardPlan(
-        kernels=kernels,
-        reduction_blocks=0 if sums is None else spec.gradients * -(-n // sums.columns),
-        n=n,
-        gradients=spec.gradients,
-        itemsize=ITEMSIZE[compute_dtype(spec.x)],
-        rows_per_block=rows_per_block,
-        cluster_blocks=config.cluster_blocks,
-        most_clusters=most_clusters,
-        tiles=tiles,
-        resident=isinstance(config, ResidentBackward),
-        column_blocks=column_blocks,
-        column_kernel=column_kernel,
-        strips=strips,
-        exchange_bytes=exchange_bytes,
-    )
+    return {
+        "kernels": kernels,
+        "n": n,
+        "gradients": spec.gradients,
+        "itemsize": ITEMSIZE[compute_dtype(spec.x)],
+        "cluster_blocks": config.cluster_blocks,
+        "rows_per_partial": rows_per_partial,
+        "most_partials": most_partials,
+        "reduction_blocks": 0 if sums is None else spec.gradients * -(-n // sums.columns),
+    }
 
 
 def _load_backward(spec: BackwardSpec, config: BackwardConfig, device: int) -> tuple[Kernel, ...]:
