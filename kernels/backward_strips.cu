@@ -260,7 +260,7 @@ __global__ __launch_bounds__(StripThreads + 32 * kMessengers, 1) void norm_backw
 
     // 3. dx, and the weight gradients; what was read makes room for a later row.
     // Two rows at once, where that does not spill.
-    constexpr int kUnrolled = Vector == kLength && sizeof(DY) < 8 ? 2 : 1;
+    constexpr int kUnrolled = Vector == kLength && sizeof(DY) < 8 && GroupRows > 1 ? 2 : 1;
 #pragma unroll kUnrolled
     for (int r = 0; r < rows_of(group); ++r) {
       const Pack<X, kLength> row_x = read_x(group, r);
