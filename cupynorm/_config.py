@@ -2,7 +2,7 @@
 
 Pure functions of the spec, the row length N, the GPU's architecture and `vector`, the elements
 moved by one access. What the bits of a row depend on (row_threads or, of staged rows,
-block_threads, packs_per_thread, cluster_blocks; strips and their block_threads) follows from the
+block_threads, packs_per_thread, cluster_blocks; strips and their strip_threads) follows from the
 spec, N and the architecture alone, and from whether the GPU has room for clusters, or for strips
 all at once; vector, and the kernels of few rows, decide only what does not show in y, the
 statistics and dx.
@@ -779,18 +779,20 @@ def _strips_backward(
     """Return the configuration of rows that no cluster holds, by strips of 192 to 512 packs.
 
     Read once, not twice as they would be streamed: RMSNorm of 32 rows of 262144 float32 takes
-    35 us, not 58, LayerNorm 37, not 61; of 512 rows 388, not 653, and 392, not 674. Below 192 packs
-    what the blocks tell each other shows: 256 rows of 133120 bfloat16 take 83 us, not 62, and 110,
-    not 71; and so do packs that are moved by single elements: of 200001 612, not 314, and 638, not
-    367 (H200). N alone decides, never the alignment, since the bits of dx must not depend on it:
-    rows of whole packs are in strips at unaligned addresses, too, though slower there.
+    35 us, not 58, LayerNorm 37, not 61; of 512 rows 386, not 653, and 391, not 674. Below 192 packs
+    what the blocks tell each other shows: 256 rows of 133120 bfloat16 take 83 us, by clusters 62,
+    and 110, by clusters 71; and so do packs that are moved by single elements: of 200001 612, not
+    314, and 638, not 367 (H200). N alone decides, never the alignment, since the bits of dx must
+    not depend on it: rows of whole packs are in strips at unaligned addresses, too, though slower
+    there.
     """
     whole, rest = divmod(n, pack_length(spec.x))
     strip_threads = -(-whole // (32 * MOST_STRIPS)) * 32
     if architecture < FIRST_WITH_CLUSTERS or rest or not 192 <= strip_threads <= 512:
         return None
     strips = -(-whole // strip_threads)
-    # Not 5, of which messengers have one on its way at a time: 120 us, not 107, at 256x262144.
+    # Not 5, of which LayerNorm's messengers have one on its way at a time: 256 rows of 262144 take
+    # 143 us, not 121 (bfloat16, H200).
     for group_rows in (6, 4, 3, 2, 1):
         config = StripsBackward(strips, strip_threads, group_rows, vector)
         if strips_backward_bytes(spec, config) <= shared_limit(architecture):

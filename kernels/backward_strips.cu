@@ -5,7 +5,7 @@
 // strip of every row, and the weight gradients of its columns to itself. Rows are taken in groups, of
 // which kStages are in shared memory or on their way there. The threads of the columns form the sums
 // of a group, kAhead groups before they write its dx. In between a warp of its own, a messenger, tells
-// the other blocks the sums and adds up those of all: what takes 2 to 3 us the columns do not wait for.
+// the other blocks the sums and adds up those of all: what takes 2 to 4 us the columns do not wait for.
 //
 // Layout:    as backward.cu. exchange: (kPlaces, GroupRows, kSums, strips), for groups in turn.
 //            arrived: (kPlaces, kCountStride), 0; the first of each place counts the blocks that have
@@ -23,10 +23,14 @@
 #include "stage.cuh"
 
 constexpr int kAhead = 3, kStages = kAhead + 2;
-// The next group of a messenger is the first whose sums are formed when it is done with the last one.
+// Once the means of group g are known, the sums of g + kMessengers are formed next, for the same
+// messenger. So what the columns and a messenger share of a group, its barriers and the sums of warps,
+// serves the messenger's next group as well.
 constexpr int kMessengers = kAhead + 1;
-// A block that forms the sums of group g has means of group g - kMessengers, so all blocks have told
-// those, and read what was told kMessengers groups before.
+// Not so what is known of its rows: their statistics are stored kMessengers groups before their sums
+// are formed, when the columns may be at dx of kMessengers groups before that. Nor what blocks tell each
+// other: who tells of group g has heard of g - kMessengers from all, whose same messengers had read
+// what was told kMessengers groups before.
 constexpr int kPlaces = 2 * kMessengers;
 constexpr int kCountStride = 32, kMostStrips = 128;
 
@@ -259,8 +263,8 @@ __global__ __launch_bounds__(StripThreads + 32 * kMessengers, 1) void norm_backw
     named_barrier(known(group), kMeeting);
 
     // 3. dx, and the weight gradients; what was read makes room for a later row.
-    // Two rows at once, where that does not spill.
-    constexpr int kUnrolled = Vector == kLength && sizeof(DY) < 8 && GroupRows > 1 ? 2 : 1;
+    // Two rows at once, where registers allow.
+    constexpr int kUnrolled = Vector == kLength && GroupRows > 1 && sizeof(DY) <= sizeof(X) ? 2 : 1;
 #pragma unroll kUnrolled
     for (int r = 0; r < rows_of(group); ++r) {
       const Pack<X, kLength> row_x = read_x(group, r);

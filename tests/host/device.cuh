@@ -29,7 +29,7 @@ void exchange(void* value, int bytes, int lane_mask);
 void from_first_lane(void* value, int bytes);
 bool any_in_warp(bool condition);
 void barrier(int barrier, int threads);
-void arrive(int barrier, int threads);
+void arrive_at_barrier(int barrier, int threads);
 void block_barrier();
 void* dynamic_shared_memory();
 void copy_async(void* shared, const void* global, int bytes, bool valid);
@@ -64,7 +64,9 @@ __forceinline__ T from_first_lane(T value) {
 __forceinline__ bool any_in_warp(bool condition) { return host::any_in_warp(condition); }
 __forceinline__ void block_barrier() { host::block_barrier(); }
 __forceinline__ void named_barrier(int barrier, int threads) { host::barrier(barrier, threads); }
-__forceinline__ void arrive_at_barrier(int barrier, int threads) { host::arrive(barrier, threads); }
+__forceinline__ void arrive_at_barrier(int barrier, int threads) {
+  host::arrive_at_barrier(barrier, threads);
+}
 __forceinline__ void* dynamic_shared_memory() { return host::dynamic_shared_memory(); }
 
 template <int Bytes>

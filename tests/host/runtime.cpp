@@ -987,7 +987,7 @@ bool any_in_warp(bool condition) {
 }
 
 void barrier(int barrier, int count) { meet_at_barrier(barrier, count, CALLER); }
-void arrive(int barrier, int count) { ::arrive_at_barrier(barrier, count, CALLER); }
+void arrive_at_barrier(int barrier, int count) { ::arrive_at_barrier(barrier, count, CALLER); }
 void block_barrier() { meet_at_barrier(0, threads, CALLER); }
 
 void cluster_barrier() { meet_at_cluster_barrier(CALLER); }

@@ -14,9 +14,15 @@ import numpy as np
 from strategies import DTYPES, Layout, make_values
 
 from cupynorm import NormBackward, NormForward, pack_bitmask, reference, testing
-from cupynorm._config import pack_length
+from cupynorm._config import (
+    StripsBackward,
+    pack_length,
+    strips_backward_bytes,
+    strips_counts_bytes,
+    strips_exchange_bytes,
+)
 from cupynorm._jit import Instantiation, kernels_directory
-from cupynorm._spec import CPP_TYPES, ITEMSIZE, compute_dtype
+from cupynorm._spec import CPP_TYPES, ITEMSIZE, BackwardSpec, compute_dtype
 from host.build import Build
 from host.gpu import Array, Gpu
 
@@ -132,7 +138,7 @@ class Staged:
             self.file,
             f"{match[2]}<{spelled}>",
             letters[self.file] + (4 * scalar + "P" if self.is_forward else scalar),
-            self.block_threads + (4 * 32 if self.in_strips else 0),  # and its messengers
+            self._strips_config.block_threads if self.in_strips else self.block_threads,
             self._shared_bytes(),
             self.cluster_blocks,
             # Of two blocks that count; else the first takes all that is counted.
@@ -143,9 +149,7 @@ class Staged:
     def _shared_bytes(self) -> int:
         compute = ITEMSIZE[compute_dtype(self.x)]
         if self.in_strips:
-            stage = self.columns * (ITEMSIZE[self.x] + ITEMSIZE[self.other or self.x])
-            of_warps = 4 * self._sums_of_a_row * self.row_threads // 32
-            return self.group_rows * (5 * stage + (8 * 5 + of_warps) * compute)
+            return strips_backward_bytes(self._spec, self._strips_config)
         slots = self.cluster_blocks * max(1, self.row_threads // 32)
         mailboxes = 16 if self.cluster_blocks > 1 else 0
         scratch = mailboxes + (0 if slots == 1 else 2 * self.teams * slots * 4 * compute)
@@ -165,8 +169,16 @@ class Staged:
         return scratch + stages + partials
 
     @property
-    def _sums_of_a_row(self) -> int:
-        return 3 if self.norm == "layer_norm" else 1
+    def _spec(self) -> BackwardSpec:
+        other = self.other or self.x
+        dbias = other if self.dbias else None
+        return BackwardSpec(
+            self.norm, self.x, other, self.other, dbias, self.zero_centered, self.bitmask
+        )
+
+    @property
+    def _strips_config(self) -> StripsBackward:
+        return StripsBackward(self.strips, self.row_threads, self.group_rows, self.vector)
 
     def check(self, build: Build) -> None:
         """Run the kernel and check what it returns."""
@@ -247,8 +259,11 @@ class Staged:
         if self.in_strips:
             dweight = None if weight is None else gpu.cupy.empty(self.n, dtype)
             dbias = gpu.cupy.empty(self.n, dtype) if self.dbias else None
-            exchanged = 8 * self.group_rows * self._sums_of_a_row * self.strips
-            exchange = gpu.cupy.zeros(8 * 32, np.uint32), gpu.cupy.empty(exchanged, compute)
+            exchanged = strips_exchange_bytes(self._spec, self._strips_config)
+            exchange = (
+                gpu.cupy.zeros(strips_counts_bytes() // 4, np.uint32),
+                gpu.cupy.empty(exchanged // compute().itemsize, compute),
+            )
             self._launch(gpu, *rows, *operands, bits, dx, dweight, dbias, *exchange, *sizes)
             gradients = gpu.to_numpy(dweight), gpu.to_numpy(dbias)
         else:
