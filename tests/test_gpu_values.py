@@ -347,11 +347,13 @@ def test_rows_in_strips(norm: str, name: str, m: int) -> None:
     regimes = ("mean_1e4", "extreme", "mixed_rows", "nonfinite", "zero_rows", "constant_rows")
     for packs, regime in zip((24576, 24576, 24600, 30001, 50000, 65536), regimes, strict=True):
         n = packs * length
+        of_dy = np.float32 if packs in (30001, 65536) else DTYPES[name]
         check(
             norm,
             make_values(regime, (m, n), DTYPES[name], n + m),
             make_values("normal", (n,), np.float32, n + 1),
             None if m == 16 else make_values("normal", (n,), np.float32, n + 2),
+            dy=make_values("normal", (m, n), of_dy, 99),
             relu=RELUS[1] if m == 37 else None,
             key=("strips", name),
         )
