@@ -13,7 +13,7 @@ import numpy as np
 from cupynorm._results import NormBackward, NormForward
 from cupynorm.reference import Array, Norm, round_once
 
-THREADS = 32
+PACK, MOST_PACKS = 4, 8  # elements side by side, and how many of these a thread has
 BLOCKS = 4
 
 
@@ -27,7 +27,6 @@ def forward(
     zero_centered: bool = False,
     out_dtype: Any = None,
     bug: str = "",
-    threads: int = THREADS,
 ) -> NormForward:
     """Return y, mean and rstd over the last axis of x, which has two."""
     compute = _compute(x)
@@ -38,7 +37,7 @@ def forward(
     counted = _counted(values.shape[1], bug)
 
     def mean_of(terms: Array) -> Array:
-        return _flush(_sum(terms[:, :counted], threads) / n)
+        return _flush(_sum(terms[:, :counted]) / n)
 
     with np.errstate(all="ignore"):
         # A row whose squares leave the range is scaled by the power of two above its largest.
@@ -113,7 +112,7 @@ def backward(
     counted = _counted(x.shape[1], bug)
 
     def mean_of(terms: Array) -> Array:
-        return _flush(_sum(terms[:, :counted], THREADS) / n)
+        return _flush(_sum(terms[:, :counted]) / n)
 
     with np.errstate(all="ignore"):
         dy, x_dtype = _flush(dy.astype(compute)), x.dtype
@@ -175,14 +174,21 @@ def _weight(weight: Array, compute: np.dtype[Any], zero_centered: bool, bug: str
     return added
 
 
-def _sum(terms: Array, threads: int) -> Array:
-    """Return each row's sum: one sequence per thread, strided, then a tree over the threads."""
-    steps = -(-terms.shape[1] // threads)
-    padded = np.zeros((terms.shape[0], steps * threads), terms.dtype)
+def _sum(terms: Array) -> Array:
+    """Return each row's sum: a thread's packs, each by itself, then a tree over the threads."""
+    threads = 32
+    while threads * PACK * MOST_PACKS < terms.shape[1]:
+        threads *= 2
+    steps = -(-terms.shape[1] // (threads * PACK))
+    padded = np.zeros((terms.shape[0], steps * threads * PACK), terms.dtype)
     padded[:, : terms.shape[1]] = terms
-    partial = padded[:, :threads].copy()
-    for step in range(1, steps):
-        partial += padded[:, step * threads : (step + 1) * threads]
+    packs = padded.reshape(-1, steps, threads, PACK)
+    partial = np.zeros((terms.shape[0], threads), terms.dtype)
+    for step in range(steps):
+        of_pack = packs[:, step, :, 0].copy()
+        for element in range(1, PACK):
+            of_pack += packs[:, step, :, element]
+        partial += of_pack
     while partial.shape[1] > 1:
         half = partial.shape[1] // 2
         partial = partial[:, :half] + partial[:, half:]
