@@ -34,6 +34,19 @@ constexpr int kMessengers = kAhead + 1;
 constexpr int kPlaces = 2 * kMessengers;
 constexpr int kCountStride = 32, kMostStrips = 128;
 
+// Of each row and sum, that of all lanes of the warp, by butterflies side by side.
+template <typename T, int Rows, int Sums>
+__device__ __forceinline__ void add_up_lanes(T (&sums)[Rows][Sums]) {
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) {
+#pragma unroll
+    for (int k = 0; k < Rows; ++k) {
+#pragma unroll
+      for (int i = 0; i < Sums; ++i) sums[k][i] += shuffle_xor(sums[k][i], distance);
+    }
+  }
+}
+
 template <typename X, typename DY, typename Weight, typename DBias, bool Centered,
           bool ZeroCentered, bool Bitmask, int StripThreads, int GroupRows, int Vector>
 __global__ __launch_bounds__(StripThreads + 32 * kMessengers, 1) void norm_backward_strips(
@@ -139,14 +152,7 @@ __global__ __launch_bounds__(StripThreads + 32 * kMessengers, 1) void norm_backw
             }
           }
         }
-#pragma unroll
-        for (int distance = 16; distance > 0; distance /= 2) {
-#pragma unroll
-          for (int k = 0; k < kAtOnce; ++k) {
-#pragma unroll
-            for (int i = 0; i < kSums; ++i) sums[k][i] += shuffle_xor(sums[k][i], distance);
-          }
-        }
+        add_up_lanes(sums);
         if (lane == 0) {
 #pragma unroll
           for (int k = 0; k < kAtOnce; ++k) {
@@ -219,14 +225,7 @@ __global__ __launch_bounds__(StripThreads + 32 * kMessengers, 1) void norm_backw
         add_to_sums<ZeroCentered, Vector>(sums[k], centring, read_x(group, begin + k),
                                           read_dy(group, begin + k), weights, 0, n_own);
       }
-#pragma unroll
-      for (int distance = 16; distance > 0; distance /= 2) {
-#pragma unroll
-        for (int k = 0; k < kAtOnce; ++k) {
-#pragma unroll
-          for (int i = 0; i < kSums; ++i) sums[k][i] += shuffle_xor(sums[k][i], distance);
-        }
-      }
+      add_up_lanes(sums);
       if (lane == 0) {
 #pragma unroll
         for (int k = 0; k < kAtOnce; ++k) {
