@@ -139,17 +139,21 @@ def warmup(
         raise RuntimeError(f"cupynorm cannot compile for a GPU here: {problem}")
     import cupy
 
-    from cupynorm._plans import backward_plan, forward_plan
+    from cupynorm._plans import backward_plan, few_rows, forward_plan
 
     device = cupy.cuda.Device().id
     for width in widths:
         for spec in specs:
             divisors = width | pack_length(spec.x)
             vector = divisors & -divisors
-            make: Any = forward_plan if isinstance(spec, ForwardSpec) else backward_plan
-            for m in (1, 2, sys.maxsize):  # one row and few may have kernels of their own
-                make(spec, m, width, vector, device)
-            if isinstance(spec, BackwardSpec):
+            # One row and few may have kernels of their own.
+            if isinstance(spec, ForwardSpec):
+                few = (most for most, _ in few_rows(spec, width, vector, device))
+                for m in (*few, sys.maxsize):
+                    forward_plan(spec, m, width, vector, device)
+            else:
+                for m in (1, 2, sys.maxsize):
+                    backward_plan(spec, m, width, vector, device)
                 backward_plan(spec, 2, width, vector, device, dx_given=True)
 
 

@@ -90,6 +90,7 @@ def forward_instantiation(
         template = _expression(
             "norm_forward",
             *what,
+            config.rare_last,
             config.hold_weight,
             config.row_threads,
             config.block_threads,

@@ -25,7 +25,7 @@ from cupynorm._config import (
     StripsBackward,
     backward_config,
     few_rows_backward_config,
-    few_rows_config,
+    few_rows_configs,
     forward_config,
     pack_length,
     strips_counts_bytes,
@@ -134,20 +134,23 @@ def forward_plan(spec: ForwardSpec, m: int, n: int, vector: int, device: int) ->
     It is for m rows, and all numbers of rows that are launched with the same kernel: few rows may
     have one of their own, with the same bits.
     """
-    most, config_of_few = few_rows(spec, n, vector, device)
-    return forward_plan_of(spec, n, vector, device, config_of_few if m <= most else None)
+    of_few = (config for most, config in few_rows(spec, n, vector, device) if m <= most)
+    return forward_plan_of(spec, n, vector, device, next(of_few, None))
 
 
 @cache
 def few_rows(
     spec: ForwardSpec, n: int, vector: int, device: int
-) -> tuple[int, ResidentForward | None]:
-    """Return up to how many rows have a kernel of their own, and its configuration; or 0, None."""
-    config = forward_config(spec, n, vector, architecture(device))
-    few = few_rows_config(spec, config) if isinstance(config, ResidentForward) else None
-    if few is None:
-        return 0, None
-    return few.rows_per_block * few.blocks_per_multiprocessor * multiprocessors(device), few
+) -> tuple[tuple[int, ResidentForward], ...]:
+    """Return the configurations of few rows, each behind the most rows that it is for."""
+    capability = architecture(device)
+    config = forward_config(spec, n, vector, capability)
+    if not isinstance(config, ResidentForward):
+        return ()
+    return tuple(
+        (few.rows_per_block * few.blocks_per_multiprocessor * multiprocessors(device), few)
+        for few in few_rows_configs(spec, config, capability)
+    )
 
 
 @cache

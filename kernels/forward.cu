@@ -14,16 +14,25 @@
 // Order:     a thread's packs in turn, then the team's reduction: a function of n_cols and the
 //            dtype of x, never of n_rows or alignment.
 // Result:    the thread of rank 0 of a team writes the row's mean and rstd.
+// RareLast:  what rows far off or out of range need lies behind the end of all else: for few rows, as
+//            in decoding, where registers are to spare. The same bits.
 #include "affine.cuh"
 #include "relu.cuh"
 #include "statistics.cuh"
 #include "team.cuh"
 
-// With so few blocks, as in decoding, each waits for weight and bias from memory, even where it
-// holds them, since the compiler puts their loads behind the first use of x: 5.02 us against 5.38
-// for RMSNorm's one row of 4096. With more blocks the first to come have them in the L2 for all
-// others, and to ask twice costs 4% (bfloat16, H200, 512 rows).
-constexpr int kFewBlocks = 128;
+// Has the L2 fetch a row of weight or bias, by the first threads of the grid, a line of 128 bytes each.
+// What is not held is asked for only when a row has been measured, and the first blocks would then all
+// wait for memory: LayerNorm takes 15.3 us, not 16.1, at 32768x256, 16.3, not 17.2, at 2048x4096; but
+// 21.5 where each of the first 1056 blocks asks for all lines (bfloat16, H200).
+template <int BlockThreads, typename T>
+__device__ __forceinline__ void prefetch_row(const T* row, int n_cols) {
+  if constexpr (kPresent<T>) {
+    constexpr int kOfLine = 128 / static_cast<int>(sizeof(T));
+    const long long first = (block_index() * BlockThreads + thread_index()) * kOfLine;
+    if (first < n_cols) prefetch(row + first);
+  }
+}
 
 // Statistics of the whole team's row in registers, from sums of d*d, where Centered of d, and where
 // Shifted of |d|: d = x - shift, or x where not Shifted. Element i of pack p is at column
@@ -61,8 +70,8 @@ __device__ __forceinline__ Statistics<Compute<X>> measure(TeamOf& team,
 }
 
 template <typename X, typename Weight, typename Bias, typename Y, bool Centered, bool ZeroCentered,
-          bool StoreStatistics, bool Relu, bool HoldWeight, int RowThreads, int BlockThreads,
-          int BlocksPerMultiprocessor, int PacksPerThread, bool Full, int Vector>
+          bool StoreStatistics, bool Relu, bool RareLast, bool HoldWeight, int RowThreads,
+          int BlockThreads, int BlocksPerMultiprocessor, int PacksPerThread, bool Full, int Vector>
 __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_forward(
     const X* x, long long x_stride, const Weight* weight, const Bias* bias, Y* y,
     long long y_stride, Compute<X>* mean, Compute<X>* rstd, unsigned char* bitmask,
@@ -74,7 +83,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
   constexpr int kColumns = RowThreads * PacksPerThread * kLength;  // or fewer, unless Full
   const int n_cols = Full ? kColumns : static_cast<int>(row_length);
   const long long row = block_index() * team.kTeams + team.team;
-  // No early exit: a warp's lanes reduce together. A block of one row has one.
+  // A team without a row does not leave: a warp's lanes reduce together. A block of one row has one.
   const bool active = team.kTeams == 1 || row < n_rows;
   const auto first_column = [&](int p) {
     return team.template first_column<PacksPerThread, kLength>(p);
@@ -96,13 +105,21 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
                 "the block's row exists: its first pack may be read");
 
   // 1. Read the row.
+  if constexpr (!HoldWeight) {
+    prefetch_row<BlockThreads>(weight, n_cols);
+    prefetch_row<BlockThreads>(bias, n_cols);
+  }
   Pack<X, kLength> packs[PacksPerThread], first_pack;
   if constexpr (kGuesses) load<Vector>(first_pack, x + row * x_stride, 0, n_cols);
   const CachePolicy policy = evict_last_if_large(n_rows * n_cols * static_cast<int>(sizeof(X)));
   const X* own_x = x + (row * x_stride + first_column(0));
 #pragma unroll
   for (int p = 0; p < PacksPerThread; ++p) {
-    load<Vector>(packs[p], own_x, p * kStep, left_of_row(p), policy);
+    if constexpr (RareLast) {  // few rows, never large
+      load<Vector>(packs[p], own_x, p * kStep, left_of_row(p));
+    } else {
+      load<Vector>(packs[p], own_x, p * kStep, left_of_row(p), policy);
+    }
   }
   Pack<Weight, kLength> weights[PacksPerThread];
   Pack<Bias, kLength> biases[PacksPerThread];
@@ -115,19 +132,12 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
 #pragma unroll
     for (int p = 0; p < PacksPerThread; ++p) load_affine(p);
   }
-  if (block_count() <= kFewBlocks) {
-#pragma unroll
-    for (int p = 0; p < PacksPerThread; ++p) {
-      if (!Full && first_column(p) >= end_of_row(p)) continue;
-      if constexpr (kPresent<Weight>) prefetch(weight + first_column(p));
-      if constexpr (kPresent<Bias>) prefetch(bias + first_column(p));
-    }
-  }
 
   // 2. Mean and variance. A row whose first mean was far off is measured again from the mean found,
   // one out of range is brought into it, exactly, first; those that only share the warp with it get
   // the same bits again.
   Statistics<T> statistics;
+  Scale<T> scale;
   T unit = 1;
   const auto is_wild = [&] { return kCanLeaveRange<X> && !in_range(statistics.variance + eps); };
   const auto bring_into_range = [&](bool wild) {
@@ -150,65 +160,54 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
       }
     }
   };
-  Scale<T> scale;
-  bool shifted = true;
-  if constexpr (Centered && !kGuesses) {
-    // Rows that only share the warp with one that is measured again keep the bits they had.
-    const auto recentre = [&](bool far) {
-      if (team.any(far)) {
-        const T shift = statistics.correction;
-        const Statistics<T> again = measure<true, true, Vector>(team, packs, shift, n_cols, inv_n);
-        if (far) statistics = again;
-      }
-      if (far) settle(statistics);
-    };
-    statistics = measure<true, false, Vector>(team, packs, T(0), n_cols, inv_n);
-    const bool far = zero_was_far<kColumns>(statistics);
-    shifted = team.any(far || is_wild());
-    if (shifted) {
-      recentre(far);
-      scale = scale_in_range(statistics.variance, eps);
-      const bool wild = is_wild();
-      if (team.any(wild)) {
-        bring_into_range(wild);
-        statistics = measure<true, false, Vector>(team, packs, T(0), n_cols, inv_n);
-        recentre(zero_was_far<kColumns>(statistics));
-        if (wild) scale = scale_in_unit(statistics.variance, eps, unit);
-      }
-    } else {
-      scale = scale_in_range(statistics.variance, eps);
+  // Of rows measured from 0; those that only share the warp with one that is measured again keep the
+  // bits they had.
+  const auto recentre = [&](bool far) {
+    if (team.any(far)) {
+      const T shift = statistics.correction;
+      const Statistics<T> again = measure<true, true, Vector>(team, packs, shift, n_cols, inv_n);
+      if (far) statistics = again;
     }
-  } else {
-    // One piece of code for both rounds: skipped code still costs instruction fetches. With nothing
-    // to skip LayerNorm takes 5.9 us, not 6.3, for 64 rows of 4096 (bfloat16, H200).
-    const auto measure_from = [&](T shift) {
-      bool recentred = false;
+    if (far) settle(statistics);
+  };
+  // Of the others. One piece of code for both rounds: skipped code still costs instruction fetches.
+  // With nothing to skip LayerNorm takes 5.9 us, not 6.3, for 64 rows of 4096. RMSNorm has one round,
+  // which where it holds the weight is a loop for all that the compiler knows: into a loop ptxas moves
+  // no loads, and those of the weight had come after the row was there. 9.0 us, not 10.1, at
+  // 4096x1024, 13.0, not 13.7, at 2048x4096, 127.1, not 127.9, at 32768x4096 (bfloat16, H200).
+  constexpr bool kHolds = HoldWeight && (kPresent<Weight> || kPresent<Bias>);
+  const bool only_round = !kHolds || n_rows > 0;
+  const auto measure_from = [&](T shift) {
+    bool recentred = false;
 #pragma unroll 1
-      for (;;) {
-        statistics = measure<Centered, Centered, Vector>(team, packs, shift, n_cols, inv_n);
-        if (!Centered || recentred || !was_far(statistics)) break;
-        shift += statistics.correction;
-        recentred = true;
-      }
-      if constexpr (Centered) settle(statistics);
-    };
-    measure_from(kGuesses ? first_mean<T>(first_pack) : T(0));
-    scale = scale_in_range(statistics.variance, eps);
-    const bool wild = is_wild();
-    if (team.any(wild)) {
-      bring_into_range(wild);
-      measure_from(T(0));
-      if (wild) scale = scale_in_unit(statistics.variance, eps, unit);
+    for (;;) {
+      statistics = measure<Centered, Centered, Vector>(team, packs, shift, n_cols, inv_n);
+      if (Centered ? recentred || !was_far(statistics) : only_round) break;
+      shift += statistics.correction;
+      recentred = true;
     }
+    if constexpr (Centered) settle(statistics);
+  };
+  constexpr bool kFromZero = Centered && !kGuesses;
+  bool far = false;
+  if constexpr (kFromZero) {
+    statistics = measure<true, false, Vector>(team, packs, T(0), n_cols, inv_n);
+    far = zero_was_far<kColumns>(statistics);
+  } else {
+    measure_from(kGuesses ? first_mean<T>(first_pack) : T(0));
   }
+  scale = scale_in_range(statistics.variance, eps);
+  const bool usual = !team.any(far || is_wild());
 
   // 3. Keep what backward needs.
-  if constexpr (StoreStatistics) {
-    if (active && team.rank == 0) {
-      if constexpr (Centered) mean[row] = (statistics.shift + statistics.correction) * unit;
-      rstd[row] = scale.rstd;
+  const auto store_statistics = [&] {
+    if constexpr (StoreStatistics) {
+      if (active && team.rank == 0) {
+        if constexpr (Centered) mean[row] = (statistics.shift + statistics.correction) * unit;
+        rstd[row] = scale.rstd;
+      }
     }
-  }
+  };
 
   // 4. Normalize and store. No load may pass a store, so that what is not held is asked for a pack
   // ahead, where registers allow: for LayerNorm at N = 8192 256 us against 260 with weight and bias
@@ -216,9 +215,9 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
   // weight of float32, 139 against 130 (H200).
   constexpr bool kNarrow = sizeof(Weight) <= 2 && sizeof(Bias) <= 2;
   constexpr bool kAhead = !HoldWeight && (kNarrow || PacksPerThread > 4);
-  const T offset = -statistics.correction * scale.of_row;
   Y* own_y = y + (row * y_stride + first_column(0));
   const auto normalize = [&](T shift) {
+    const T offset = -statistics.correction * scale.of_row;
     if constexpr (kAhead) load_affine(0);
 #pragma unroll
     for (int p = 0; p < PacksPerThread; ++p) {
@@ -250,9 +249,38 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
       }
     }
   };
-  if (Centered && shifted) {
-    normalize(statistics.shift);
-  } else {
+
+  // `usual` is the same in a whole team, and in the lanes of a warp. What comes after the return is
+  // not fetched; many rows would pay with registers: RMSNorm takes 21.9 us, not 20.9, at 32768x512
+  // (bfloat16, H200).
+  if constexpr (RareLast) {
+    if (usual) {
+      store_statistics();
+      normalize(kFromZero ? T(0) : statistics.shift);
+      return;
+    }
+  }
+  if (!usual) {
+    if constexpr (kFromZero) {
+      recentre(far);
+      scale = scale_in_range(statistics.variance, eps);
+    }
+    const bool wild = is_wild();
+    if (team.any(wild)) {
+      bring_into_range(wild);
+      if constexpr (kFromZero) {
+        statistics = measure<true, false, Vector>(team, packs, T(0), n_cols, inv_n);
+        recentre(zero_was_far<kColumns>(statistics));
+      } else {
+        measure_from(T(0));
+      }
+      if (wild) scale = scale_in_unit(statistics.variance, eps, unit);
+    }
+  }
+  store_statistics();
+  if (kFromZero && usual) {
     normalize(T(0));
+  } else {
+    normalize(statistics.shift);
   }
 }

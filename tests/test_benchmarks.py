@@ -47,6 +47,7 @@ from benchmarks import (  # noqa: E402
     run,
     scaling,
     summary,
+    timing,
 )
 from benchmarks.backends import ALL, cudnn_peer, discover, quack_peer  # noqa: E402
 from benchmarks.backends.base import Backend, Call, Replay  # noqa: E402
@@ -152,6 +153,23 @@ def test_a_profile_is_split_into_runs_and_rounds(monkeypatch) -> None:
     kernel("stray", 1.0)
     with pytest.raises(RuntimeError, match="121 kernels in 30 runs"):
         profiled([call, call], *arguments)
+
+
+def test_a_launch_is_charged_what_events_measure_beside_the_kernel(monkeypatch) -> None:
+    waits = []
+    device = SimpleNamespace(synchronize=lambda: waits.append("waited"))
+    monkeypatch.setitem(
+        sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(Device=lambda: device))
+    )
+
+    def alone(launches, wait, flush, synchronize) -> Timing:
+        assert waits == ["waited"]
+        assert (launches, flush) == (["launch"], "flush")
+        return Timing(2e-6, 2e-6, 2e-6, 30)
+
+    monkeypatch.setattr(timing, "profiled", alone)
+    clock = SimpleNamespace(flush="flush", measure=lambda launches: Timing(5e-6, 5e-6, 5e-6, 30))
+    assert timing.launch_seconds(clock, ["launch"]) == pytest.approx(3e-6)
 
 
 # ---- right or wrong ------------------------------------------------------------------------------
@@ -1397,8 +1415,8 @@ def test_comparison_tells_what_moved_by_more_than_the_spread(synthetic, factor, 
 
 
 def slowed(record: dict, factor: float) -> None:
-    for timing in record["times"].values():
-        timing |= {key: factor * timing[key] for key in ("median", "low", "high")}
+    for found in record["times"].values():
+        found |= {key: factor * found[key] for key in ("median", "low", "high")}
 
 
 def test_comparison_of_a_recorded_file_with_itself_changed_by_known_factors(
@@ -1517,12 +1535,12 @@ def test_comparison_warns_where_the_method_differs(tmp_path, synthetic, on_numpy
     path = tmp_path / "new.json"
     assert run.main([str(path), "--tables", "throughput", *NARROW]) == 0
     begun = results.load(path)
-    assert begun["method"] == results.METHOD == results.load(RECORDED)["method"] == 2
+    assert begun["method"] == results.METHOD == 3
     results.save(synthetic | {"method": begun["method"]}, path)
     capsys.readouterr()
     warning = "WARNING: the method differs: "
     assert compare.main([str(SYNTHETIC), str(path)]) == 0
-    assert f"{warning}1, 2 (METHOD of benchmarks/results.py)" in capsys.readouterr().out
+    assert f"{warning}1, 3 (METHOD of benchmarks/results.py)" in capsys.readouterr().out
     assert compare.main([str(path), str(path)]) == 0
     results.save(synthetic | {"method": 1}, path)
     assert compare.main([str(SYNTHETIC), str(path)]) == 0

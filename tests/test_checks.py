@@ -19,7 +19,7 @@ import pytest
 
 import cupynorm
 from cupynorm import _ahead, _checks
-from cupynorm._config import ResidentForward, few_rows_config, forward_config
+from cupynorm._config import ResidentForward, few_rows_configs, forward_config
 from cupynorm._spec import ForwardSpec
 
 FORWARD = (
@@ -434,8 +434,7 @@ def test_warmup_loads_the_kernels_of_few_rows_and_of_many(monkeypatch: pytest.Mo
     spec = ForwardSpec("layer_norm", "float32", "float32", None, "float32", False, False, False)
     many = forward_config(spec, 4096, 4, 90)
     assert isinstance(many, ResidentForward)
-    few = few_rows_config(spec, many)
-    assert few is not None
+    (few,) = few_rows_configs(spec, many, 90)
     assert loaded[:2] == [_jit.forward_instantiation(spec, config) for config in (few, many)]
     names = [kernel.expression.partition("<")[0] for kernel in loaded[4:]]
     alone, many = ["norm_backward_resident"], ["norm_backward", "reduce_partials"]

@@ -26,7 +26,7 @@ from cupynorm._config import (
     StripsBackward,
     backward_config,
     few_rows_backward_config,
-    few_rows_config,
+    few_rows_configs,
     forward_config,
     pack_length,
 )
@@ -186,12 +186,12 @@ def instantiations(architecture: int) -> list[Instantiation]:
 def forward_instantiations(
     spec: ForwardSpec, n: int, vector: int, architecture: int
 ) -> Iterator[Instantiation]:
-    """Yield the kernel of many rows, and that of few where they have one of their own."""
+    """Yield the kernel of many rows, and those of few where they have some of their own."""
     config = forward_config(spec, n, vector, architecture)
     yield forward_instantiation(spec, config)
-    few = few_rows_config(spec, config) if isinstance(config, ResidentForward) else None
-    if few is not None:
-        yield forward_instantiation(spec, few)
+    if isinstance(config, ResidentForward):
+        for few in few_rows_configs(spec, config, architecture):
+            yield forward_instantiation(spec, few)
 
 
 def backward_kernels(
@@ -239,12 +239,18 @@ def compile_logs(kernels: list[Instantiation], architecture: str) -> dict[Instan
 # the backward 205 us with the weight held, by smaller blocks 283 (H200). A ReLU and a 1 to be
 # added spill most. Beside messengers, which make strips sooner, the widest leave 16-bit rows that
 # are moved by single elements, or of LayerNorm with a bitmask on sm_100, too few registers.
-LAYER_NORM_BY_8_PACKS = r"norm_forward<bfloat16, .*, true, \w+, \w+, \w+, false, .*, 8, \w+, 8>"
+LAYER_NORM_BY_8_PACKS = (
+    r"norm_forward<bfloat16, .*, true, \w+, \w+, \w+, false, false, .*, 8, \w+, 8>"
+)
+RMS_NORM_AT_ONCE = (
+    r"norm_forward<b?float16, .*, false, false, \w+, false, false, false, .*, [456], 8, true, 8>"
+)
 LAYER_NORM_IN_PAIRS = r"norm_backward<bfloat16, .*, 3, 2, 384, 384, 1, 3, true, 8>"
 STRIPS_BY_SINGLE_ELEMENTS = r"norm_backward_strips<b?float16, .*, 512, [12], 1>"
 STRIPS_WITH_BITMASK = r"norm_backward_strips<b?float16, .*, true, 512, [12], 8>"
 SPILLED = {
     LAYER_NORM_BY_8_PACKS: 160,
+    RMS_NORM_AT_ONCE: 184,
     LAYER_NORM_IN_PAIRS: 8,
     STRIPS_BY_SINGLE_ELEMENTS: 72,
     STRIPS_WITH_BITMASK: 8,
@@ -304,6 +310,25 @@ def machine_code(kernel: Instantiation, folder: Path) -> str:
 def copies(kernel: Instantiation, folder: Path) -> list[str]:
     """Return a kernel's asynchronous copies in machine code, those in bulk as well."""
     return re.findall(r"(?:LDGSTS|UBLKCP)[^;]*", machine_code(kernel, folder))
+
+
+@pytest.mark.skipif(disassembler() is None, reason="needs nvdisasm")
+@pytest.mark.parametrize("n", [256, 1024, 2048, 3000, 4096, 8192])
+@pytest.mark.parametrize("weight", ["bfloat16", "float32"])
+def test_what_is_held_is_asked_for_before_the_row_is_measured(
+    n: int, weight: str, tmp_path: Path
+) -> None:
+    spec = ForwardSpec("rms_norm", "bfloat16", weight, None, "bfloat16", False, True, False)
+    held = r"false, \w+, true, \d+, \d+, \d+, \d+, \w+, 8>$"
+    kernels = [k for k in forward_instantiations(spec, n, 8, 90) if re.search(held, k.expression)]
+    assert kernels
+    for kernel in kernels:
+        code = machine_code(kernel, tmp_path)
+        asked, computed = (
+            [found.start() for found in re.finditer(rf"\b{operation}", code)]
+            for operation in ("LDG", "FFMA")
+        )
+        assert max(asked) < min(computed), kernel.expression
 
 
 @pytest.mark.skipif(disassembler() is None, reason="needs nvdisasm")

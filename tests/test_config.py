@@ -22,7 +22,7 @@ from cupynorm._config import (
     StripsBackward,
     backward_config,
     few_rows_backward_config,
-    few_rows_config,
+    few_rows_configs,
     forward_config,
     pack_length,
     reduction_bytes,
@@ -134,7 +134,9 @@ def test_a_row_fits_its_team_and_no_pack_is_idle(spec: Spec, n: int, architectur
             check_row(spec, n, config)
 
 
-@given(forward_specs, widths(), st.sampled_from(ARCHITECTURES))
+@given(
+    forward_specs, widths() | st.sampled_from((10240, 12288, 16384)), st.sampled_from(ARCHITECTURES)
+)
 @settings(max_examples=500)
 def test_few_rows_differ_only_in_what_does_not_show(
     spec: ForwardSpec, n: int, architecture: int
@@ -143,15 +145,25 @@ def test_few_rows_differ_only_in_what_does_not_show(
         config = forward_config(spec, n, vector, architecture)
         if not isinstance(config, ResidentForward):
             continue
-        few = few_rows_config(spec, config)
-        if few is None:
-            continue
-        assert spec.weight or spec.bias
-        assert few.hold_weight
-        assert not config.hold_weight
-        assert few.blocks_per_multiprocessor * few.block_threads <= 512
-        same = {"hold_weight": False, "blocks_per_multiprocessor": config.blocks_per_multiprocessor}
-        assert dataclasses.replace(few, **same) == config
+        few_rows = few_rows_configs(spec, config, architecture)
+        at_once = [few.blocks_per_multiprocessor for few in few_rows]
+        assert at_once == sorted(set(at_once))
+        same = {
+            name: getattr(config, name)
+            for name in ("rare_last", "hold_weight", "blocks_per_multiprocessor")
+        }
+        assert not config.rare_last
+        for few in few_rows:
+            assert dataclasses.replace(few, **same) == config
+            threads = few.blocks_per_multiprocessor * few.block_threads
+            if few.rare_last:
+                assert spec.weight or spec.bias
+                assert few.hold_weight
+                assert threads <= 512
+            elif few != config:
+                assert (spec.norm, few.packs_per_thread, few.hold_weight) == ("rms_norm", 8, False)
+                assert threads > config.blocks_per_multiprocessor * config.block_threads
+                assert threads <= 1024
 
 
 @given(backward_specs, widths(), st.sampled_from(ARCHITECTURES), st.integers(1, 300), st.booleans())
@@ -196,7 +208,33 @@ def test_decoding_has_kernels_of_its_own() -> None:
         )
         config = forward_config(spec, n, 8, 90)
         assert isinstance(config, ResidentForward)
-        assert few_rows_config(spec, config) is not None, n
+        (few,) = few_rows_configs(spec, config, 90)
+        assert few.rare_last, n
+
+
+@pytest.mark.parametrize(
+    ("weight", "n", "held", "blocks"),
+    [
+        *(("bfloat16", n, held, blocks) for n, held, blocks in ((8192, 2, []), (1024, 8, []))),
+        *(("bfloat16", n, held, [b]) for n, held, b in ((10240, 3, 6), (12288, 2, 5))),
+        *(("bfloat16", 16384, 2, [4]), ("float32", 16384, 1, [2, 4]), (None, 16384, 0, [2, 4])),
+    ],
+)
+def test_few_rows_of_rms_norm_hold_the_weight_or_more_of_the_longest_run_at_once(
+    weight: str | None, n: int, held: int, blocks: list[int]
+) -> None:
+    spec = ForwardSpec("rms_norm", "bfloat16", weight, None, "bfloat16", False, False, False)
+    config = forward_config(spec, n, 8, 90)
+    assert isinstance(config, ResidentForward)
+    first = [few for few in few_rows_configs(spec, config, 90) if few.rare_last]
+    others = [few for few in few_rows_configs(spec, config, 90) if not few.rare_last]
+    assert [few.blocks_per_multiprocessor for few in first] == [held][: held > 0]
+    assert [few.blocks_per_multiprocessor for few in others] == blocks
+    assert others[:-1] == [config][: len(blocks) - 1]
+    # As on GPUs without clusters, where nobody has measured it.
+    before = forward_config(spec, n, 8, 80)
+    assert isinstance(before, ResidentForward)
+    assert all(few.rare_last for few in few_rows_configs(spec, before, 80))
 
 
 def test_a_plan_loads_only_the_kernel_of_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,8 +249,7 @@ def test_a_plan_loads_only_the_kernel_of_its_rows(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(_plans, "architecture", lambda device: 90)
     device = -1  # whose plans nobody else makes
     spec = ForwardSpec("layer_norm", "float32", "float32", None, "float32", False, False, False)
-    most, config = _plans.few_rows(spec, 4096, 4, device)
-    assert config is not None
+    ((most, config),) = _plans.few_rows(spec, 4096, 4, device)
     assert most == 3 * config.blocks_per_multiprocessor
     for m in (most, 1):
         few = _plans.forward_plan(spec, m, 4096, 4, device)
@@ -224,6 +261,18 @@ def test_a_plan_loads_only_the_kernel_of_its_rows(monkeypatch: pytest.MonkeyPatc
     plans = {_plans.forward_plan(spec, m, 64, 4, device) for m in (1, 10**9)}
     assert loaded == [few.kernel, many.kernel, *(plan.kernel for plan in plans)]
     assert len(plans) == 1
+
+    loaded.clear()
+    spec = ForwardSpec("rms_norm", "bfloat16", "float32", None, "bfloat16", False, False, False)
+    tiers = [most for most, _ in _plans.few_rows(spec, 16384, 8, device)]
+    assert tiers == [3 * blocks for blocks in (1, 2, 4)]
+    kernels = [
+        _plans.forward_plan(spec, m, 16384, 8, device).kernel
+        for m in (1, *itertools.chain.from_iterable((most, most + 1) for most in tiers))
+    ]
+    held, many, at_once = dict.fromkeys(kernels)
+    assert kernels == [held, held, many, many, at_once, at_once, many]
+    assert list(dict.fromkeys(loaded)) == [held, many, at_once]
 
     loaded.clear()
     of_dy = BackwardSpec("layer_norm", "float32", "float32", "float32", "float32", False, False)
@@ -708,8 +757,8 @@ def test_wide_rows_of_layer_norm_have_8_packs_a_thread(x: str, n: int) -> None:
         # They do not hold 64 registers of weight and bias beside those packs and a row's end, nor
         # beside float64.
         wide = dataclasses.replace(spec, weight=x, bias=x)
-        few = few_rows_config(wide, config)
-        assert (few is not None) == (x == "float32" and vector == 4 and n == 8192)
+        few = few_rows_configs(wide, config, 90)
+        assert len(few) == (x == "float32" and vector == 4 and n == 8192)
     assert isinstance(forward_config(spec, 2 * n, 1, 90), StagedForward)
 
 

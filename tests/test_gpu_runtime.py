@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import subprocess
 import sys
@@ -135,21 +136,23 @@ def test_few_rows_have_the_bits_of_many(
         )
         spec = ForwardSpec(norm, name, weight, weight, name, zero_centered, True, relu is not None)
         vector = pack_length(name)
-        few, _ = few_rows(spec, n, vector, 0)
-        if few == 0:
+        few = [most for most, _ in few_rows(spec, n, vector, 0)]
+        if not few:
             continue
         had_their_own.append(n)
-        one, most, more = (forward_plan(spec, m, n, vector, 0) for m in (1, few, few + 1))
-        assert one is most
-        assert most.kernel is not more.kernel
+        sizes = (1, *few, few[-1] + 1)
+        one, *plans = (forward_plan(spec, m, n, vector, 0) for m in sizes)
+        assert one is plans[0]
+        assert all(a.kernel is not b.kernel for a, b in itertools.pairwise(plans))
         for regime in ("normal", "mean_1e2", "mixed_rows", "extreme", "nonfinite"):
-            rows = to_cupy(make_values(regime, (few + 1, n), DTYPES[name], 1))
-            many, part = call(rows, *operands), call(rows[:few], *operands)
-            for of_many, of_few in zip(many, part, strict=True):
-                assert (of_many is None) == (of_few is None)
-                if of_few is not None:
-                    assert_same_bits(of_many[:few], of_few)
-    assert had_their_own or (norm, name == weight) == ("rms_norm", True)
+            rows = to_cupy(make_values(regime, (sizes[-1], n), DTYPES[name], 1))
+            many = call(rows, *operands)
+            for most in few:
+                for of_many, of_few in zip(many, call(rows[:most], *operands), strict=True):
+                    assert (of_many is None) == (of_few is None)
+                    if of_few is not None:
+                        assert_same_bits(of_many[:most], of_few)
+    assert had_their_own
 
 
 @pytest.mark.parametrize("n", [256, 1000, 2048, 4096, 8192, 12288, 16384, 32768])

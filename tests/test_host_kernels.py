@@ -180,8 +180,8 @@ def regimes(kernel: Instantiation) -> Iterator[str]:
             yield f"{name}, a row to a cluster"
         return
     # The last are the threads of a row and of a block, blocks a multiprocessor, packs a thread,
-    # Full and Vector; HoldWeight is before them.
-    hold = 8 if name == "norm_forward" else 7
+    # Full and Vector; HoldWeight is before them, and RareLast before that.
+    hold = 9 if name == "norm_forward" else 7
     team_threads, block_threads = int(values[-6]), int(values[-5])
     parts = {32: "one warp"}
     size = parts.get(team_threads, "part of a warp" if team_threads < 32 else "several warps")
@@ -193,6 +193,8 @@ def regimes(kernel: Instantiation) -> Iterator[str]:
     yield f"{name}, rows that {'fill' if values[-2] == 'true' else 'do not fill'} their packs"
     yield f"{name}, accesses of {'one element' if values[-1] == '1' else 'several elements'}"
     yield f"{name}, {'with' if values[hold] == 'true' else 'without'} the weight held"
+    if name == "norm_forward" and values[8] == "true":
+        yield f"{name}, what is rare last"
 
 
 def test_the_cases_reach_every_regime() -> None:
@@ -214,6 +216,7 @@ def test_the_cases_reach_every_regime() -> None:
         "norm_forward, rows that do not fill their packs",
         "norm_forward, with the weight held",
         "norm_forward, without the weight held",
+        "norm_forward, what is rare last",
         "norm_forward_staged",
         "norm_forward_streaming",
         "norm_forward_streaming, a row to a cluster",

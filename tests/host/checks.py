@@ -417,4 +417,13 @@ _LONGER = ("warp", "in_place", "block", "relu_warps", "range")
 FEW = [case for case in CASES if case.name.startswith(_LONGER) and case.m <= 64][::3]
 FEW += [case for case in CASES if case.name in ("staged_cluster", "infinite_dy_300")]
 FEW += [case for case in CASES if case.name.startswith("columns")]
+for _norm in NORMS:
+    FEW += [
+        Case("few_warp", _norm, 7, 1024, "bfloat16", regime="mixed_rows"),
+        Case("few_warp_odd", _norm, 5, 1000, "float16", regime="nonfinite"),
+        Case("few_extreme", _norm, 7, 1200, "float32", bias=None, regime="extreme"),
+    ]
+FEW.append(Case("few_mean", "layer_norm", 7, 1024, "bfloat16", regime="mean_1e6"))
+# More than hold the weight at once, of which all run at once all the same.
+FEW.append(Case("few_at_once", "rms_norm", 9, 10240, "bfloat16", bias=None, regime="extreme"))
 FEW += [dataclasses.replace(case, name=f"lone_{case.name}", m=1) for case in FEW[::2]]

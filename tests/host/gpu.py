@@ -361,7 +361,7 @@ def _copy_of_launch(
     plans.architecture = lambda device: architecture  # type: ignore[attr-defined]
     plans.set_to_zero = memory.set_to_zero  # type: ignore[attr-defined]
     if not few_rows:
-        plans.few_rows_config = lambda *_: None  # type: ignore[attr-defined]
+        plans.few_rows_configs = lambda *_: ()  # type: ignore[attr-defined]
         plans.few_rows_backward_config = lambda *_, **__: None  # type: ignore[attr-defined]
     plans._jit = SimpleNamespace(  # type: ignore[attr-defined]
         load=load,
