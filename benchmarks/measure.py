@@ -139,7 +139,7 @@ def _measure(
             backend.synchronize()
             if checked:
                 replayed = backend.collect(replays[0].outputs, xp)
-                if not _same_bits(right, replayed, xp):
+                if not same_bits(right, replayed, xp):
                     again = check(problem, backend, sets[0], replays[0].outputs, xp)
                     if again["status"] == "wrong":
                         return record | again | {"reason": f"replayed: {again['reason']}"}
@@ -151,7 +151,7 @@ def _measure(
     return {"status": "ok", **record, "times": {name: asdict(t) for name, t in times.items()}}
 
 
-def _same_bits(right: Sequence[Any], outputs: Sequence[Any], xp: Any) -> bool:
+def same_bits(right: Sequence[Any], outputs: Sequence[Any], xp: Any) -> bool:
     """Tell whether arrays are like those found right, in dtype, shape and every bit."""
 
     def same(a: Any, b: Any) -> bool:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
-from typing import get_args
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, get_args
 
 from cupynorm._bench import Direction, Problem
 from cupynorm._bench_command import shape
@@ -103,6 +103,52 @@ def select(
     yield from sorted(
         problems, key=lambda p: p.direction == "backward" and (p.rows, p.cols) in DECODE
     )
+
+
+def one_of(names: Iterable[str]) -> str:
+    """List names, in quotes where there is a space in one."""
+    return ", ".join(f'"{name}"' if " " in name else name for name in names)
+
+
+def add_selection(parser: argparse.ArgumentParser, default: str) -> Callable[..., None]:
+    """Add the arguments that `selected` reads; return what adds one that takes several values."""
+
+    def several(name: str, metavar: str, about: str, default: Any = (), **kind: Any) -> None:
+        parser.add_argument(name, nargs="+", metavar=metavar, help=about, default=default, **kind)
+
+    parser.add_argument(
+        "--set",
+        choices=SETS,
+        default=default,
+        dest="name",
+        metavar="NAME",
+        help=f"shapes and dtypes: one of {one_of(SETS)} (default: %(default)s)",
+    )
+    several(
+        "--operations",
+        "PASS",
+        f"only some of {one_of(OPERATIONS)}",
+        OPERATIONS,
+        choices=OPERATIONS,
+    )
+    several(
+        "--shapes",
+        "MxN",
+        "these instead of the set's, as 32768x4096, in bfloat16,float32 unless --dtypes says other",
+        type=shape,
+    )
+    several(
+        "--dtypes", "X,WEIGHT", f"only some of {' '.join(map(','.join, PAIRS))}", type=parse_pair
+    )
+    return several
+
+
+def selected(parser: argparse.ArgumentParser, options: argparse.Namespace) -> list[Problem]:
+    """Return the problems that the arguments of `add_selection` name, at least one."""
+    found = list(select(options.name, options.operations, options.shapes, options.dtypes))
+    if not found:
+        parser.error(f"no shape of --set {options.name} has these --dtypes: give --shapes, too")
+    return found
 
 
 __all__ = ["OPERATIONS", "PAIRS", "SETS", "SHAPES", "Problem", "parse_pair", "select", "shape"]

@@ -32,44 +32,13 @@ Done = set[tuple[Problem, str]]
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    def several(name: str, metavar: str, about: str, default: Any = (), **kind: Any) -> None:
-        parser.add_argument(name, nargs="+", metavar=metavar, help=about, default=default, **kind)
-
-    def one_of(names: Sequence[str]) -> str:
-        return ", ".join(f'"{name}"' if " " in name else name for name in names)
-
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=__doc__)
     parser.add_argument("results", type=Path, help="the JSON file to write")
-    parser.add_argument(
-        "--set",
-        choices=problems.SETS,
-        default="standard",
-        dest="name",
-        metavar="NAME",
-        help=f"shapes and dtypes: one of {one_of(tuple(problems.SETS))} (default: %(default)s)",
-    )
-    several(
-        "--operations",
-        "PASS",
-        f"only some of {one_of(problems.OPERATIONS)}",
-        problems.OPERATIONS,
-        choices=problems.OPERATIONS,
-    )
-    several(
-        "--shapes",
-        "MxN",
-        "these instead of the set's, as 32768x4096, in bfloat16,float32 unless --dtypes says other",
-        type=problems.shape,
-    )
-    several(
-        "--dtypes",
-        "X,WEIGHT",
-        f"only some of {' '.join(map(','.join, problems.PAIRS))}",
-        type=problems.parse_pair,
-    )
+    several = problems.add_selection(parser, "standard")
     names = [backend.name for backend in ALL]
-    several("--backends", "NAME", f"only the limits and some of {one_of(names)}", choices=names)
-    several("--tables", "TABLE", f"only some of {one_of(TABLES)}", TABLES, choices=TABLES)
+    about = f"only the limits and some of {problems.one_of(names)}"
+    several("--backends", "NAME", about, choices=names)
+    several("--tables", "TABLE", f"only some of {problems.one_of(TABLES)}", TABLES, choices=TABLES)
     parser.add_argument(
         "--minutes",
         type=float,
@@ -92,11 +61,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if not options.minutes > 0:
         parser.error(f"--minutes must be above 0, got {options.minutes:g}")
-    options.problems = list(
-        problems.select(options.name, options.operations, options.shapes, options.dtypes)
-    )
-    if not options.problems:
-        parser.error(f"no shape of --set {options.name} has these --dtypes: give --shapes, too")
+    options.problems = problems.selected(parser, options)
     if options.results.exists() and not (options.resume or options.compile_share):
         parser.error(f"{options.results} exists: --resume goes on with it, or name another file")
     return options

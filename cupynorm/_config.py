@@ -359,7 +359,7 @@ def few_rows_configs(
     They have the bits of `config`. Rows of a warp or several hold weight and bias, for registers
     are to spare: LayerNorm with both in bfloat16 takes 5.57 us, not 6.72, for one row of 4096,
     7.97, not 8.70, for 512, but 11.8, not 10.4, for 512 of 8192, more than run at once; with both
-    in float32 6.14, not 7.26, for 512 of 1024. What is rare comes last in their code: over 20
+    in float32 6.14, not 7.26, for 512 of 1024. What is rare comes last in their code: over some 20
     shapes of decoding RMSNorm is 2.6% faster, LayerNorm 1%. Of RMSNorm's longest rows more than
     `config` runs at once do so by 64 registers a thread, which spills where a row is out of range:
     512 of 16384 take 13.1 us, not 14.6, 512 of 12288 11.3, not 13.3 (bfloat16, H200).

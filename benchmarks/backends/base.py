@@ -121,7 +121,7 @@ class CuPyBackend(Backend):
 
         cupy.get_default_memory_pool().free_all_blocks()
 
-    def capture(self, problem: Problem, inputs: dict[str, Any]) -> Replay | None:
+    def capture(self, problem: Problem, inputs: dict[str, Any]) -> Replay:
         import cupy
 
         # Not the default stream, which cannot be captured. Its first run there loads kernels and

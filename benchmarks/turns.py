@@ -1,0 +1,162 @@
+"""Kernels of several checkouts, timed by turns: ``python -m benchmarks.turns OLD NEW``.
+
+Processes of the same code differ by up to 5 % at some microseconds, more than most changes of a
+kernel are worth. So all checkouts, folders that have `cupynorm/` and `kernels/` in them, are
+imported into one process, called on the same arrays and captured into CUDA graphs, and the graphs
+are launched by turns, each after a flush of the L2. Printed are the medians in microseconds, their
+speed over the first checkout's, and where outputs are not the same bit for bit; a backward pass has
+the statistics of its own checkout's forward pass. A checkout beside itself shows what is noise.
+Nothing is checked: for that there are `benchmarks.run` and the tests. Without `--shapes` it times
+the quick set.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from benchmarks import problems
+from benchmarks.backends.base import Call, CuPyBackend, Replay
+from benchmarks.measure import same_bits
+from benchmarks.summary import geometric_mean, label
+from benchmarks.timing import Clock, rotations
+from cupynorm import _bench
+from cupynorm._bench import Problem
+from cupynorm._environment import gpu_problem
+
+PACKAGE = "cupynorm"
+LAUNCHES = 4  # of a checkout in a turn
+
+
+class Checkout(CuPyBackend):
+    """The cupynorm of a folder, imported beside others of the same name."""
+
+    kind = "ours"
+
+    def __init__(self, root: Path) -> None:
+        if not (root / PACKAGE / "__init__.py").is_file():
+            raise ValueError(f"{root} must have a package {PACKAGE} in it")
+        self.name = str(root)  # type: ignore[misc]
+        self.root = root.resolve()
+        self._modules: dict[str, ModuleType] = {}
+        with self.current():
+            import cupynorm._bench as bench
+
+            self._call: Callable[..., Any] = bench.ours
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """Have imports find this cupynorm, those inside of functions as well."""
+        others = _taken_out()
+        sys.modules.update(self._modules)
+        sys.path.insert(0, str(self.root))
+        try:
+            yield
+        finally:
+            sys.path.remove(str(self.root))
+            self._modules = _taken_out()
+            sys.modules.update(others)
+
+    def prepare(self, problem: Problem, inputs: dict[str, Any]) -> Call:
+        return Call(self._call(problem, inputs))
+
+    def capture(self, problem: Problem, inputs: dict[str, Any]) -> Replay:
+        with self.current():
+            return super().capture(problem, inputs)
+
+
+def _taken_out() -> dict[str, ModuleType]:
+    """Take cupynorm out of the modules that are imported, and return what it was."""
+    names = [name for name in sys.modules if name.partition(".")[0] == PACKAGE]
+    return {name: sys.modules.pop(name) for name in names}
+
+
+def medians(
+    clock: Clock, launches: Sequence[Sequence[Callable[[], object]]], rounds: int
+) -> list[float]:
+    """Return the median time of each checkout's launches, which take turns in both directions.
+
+    The first round warms up, and so does the first launch of a turn: the one before is another's.
+    """
+    times: list[list[float]] = [[] for _ in launches]
+    for turn in range(rounds + 1):
+        for index in range(len(launches))[:: -1 if turn % 2 else 1]:
+            found = clock.sample(launches[index], LAUNCHES)
+            if turn:
+                times[index] += found[1:]
+    return [statistics.median(found) for found in times]
+
+
+def time(
+    problem: Problem, checkouts: Sequence[Checkout], clock: Clock, rounds: int, xp: Any
+) -> tuple[list[float], list[bool]]:
+    """Return the median times of the checkouts, and which of the others have the first's bits."""
+    sets = [
+        _bench.inputs(problem, seed, xp)
+        for seed in range(rotations(problem.bytes, clock.cache_bytes))
+    ]
+    replays = [[checkout.capture(problem, inputs) for inputs in sets] for checkout in checkouts]
+    for first, *_ in replays:
+        first.launch()
+    expected, *others = (first.outputs for first, *_ in replays)
+    alike = [same_bits(expected, outputs, xp) for outputs in others]
+    return medians(clock, [[r.launch for r in replay] for replay in replays], rounds), alike
+
+
+def row(what: str, times: Sequence[str], speeds: Sequence[str]) -> str:
+    """Return a line of the table."""
+    cells = (*(f"{cell:>10}" for cell in times), *(f"{cell:>8}" for cell in speeds))
+    return f"{what:<54}{''.join(cells)}".rstrip()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.turns", description=__doc__)
+    parser.add_argument("checkouts", type=Path, nargs="+", help="their folders, the oldest first")
+    problems.add_selection(parser, "quick")
+    parser.add_argument(
+        "--rounds", type=int, default=12, metavar="N", help="turns of each (default: %(default)s)"
+    )
+    options = parser.parse_args(arguments)
+    if options.rounds < 1:
+        parser.error(f"--rounds must be at least 1, got {options.rounds}")
+    chosen = problems.selected(parser, options)
+    missing = gpu_problem()
+    if missing:
+        print(f"There is nothing to time: {missing}.")
+        return 1
+    import cupy
+
+    try:
+        checkouts = [Checkout(root) for root in options.checkouts]
+    except ValueError as error:
+        parser.error(str(error))
+    names = [f"[{i}]" for i in range(len(checkouts))]
+    print(*(f"{i} {checkout.name}" for i, checkout in zip(names, checkouts, strict=True)))
+    print(row("us; speed over [0]", names, names[1:]))
+    clock = Clock()
+    speeds: list[list[float]] = [[] for _ in checkouts[1:]]
+    for problem in chosen:
+        times, alike = time(problem, checkouts, clock, options.rounds, cupy)
+        for speed, seconds in zip(speeds, times[1:], strict=True):
+            speed.append(times[0] / seconds)
+        found = [f"{speed[-1]:.3f}" for speed in speeds]
+        line = row(
+            f"{problem.operation} {label(problem)}", [f"{1e6 * t:.2f}" for t in times], found
+        )
+        differ = [i for i, same in zip(names[1:], alike, strict=True) if not same]
+        print(line + "".join(f"  bits of {i} differ" for i in differ), flush=True)
+        cupy.get_default_memory_pool().free_all_blocks()
+    if speeds:
+        means = [f"{geometric_mean(speed):.3f}" for speed in speeds]
+        print(row(f"geometric mean of {len(chosen)}", ["" for _ in checkouts], means))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
