@@ -65,13 +65,13 @@ def widest(x: str) -> tuple[str, ...]:
 
 
 def instantiations(architecture: int) -> list[Instantiation]:
-    # Elsewhere the code is that of one of these two in other instructions, of float16 that of
-    # bfloat16 but for its conversions: only what takes the most registers.
+    # Elsewhere the code is that of one of these two in other instructions: only what takes the most
+    # registers. That of float16 is that of bfloat16 but for its conversions: with clusters alone.
     every = architecture in (80, 90)
     kernels: dict[Instantiation, None] = {}
     for norm, x, operands, packs in itertools.product(
         ("rms_norm", "layer_norm"),
-        ("float64", "float32", *(("float16",) if every else ()), "bfloat16"),
+        ("float64", "float32", *(("float16",) if architecture == 90 else ()), "bfloat16"),
         (usual, widest) if every else (usual,),
         PACKS,
     ):
@@ -153,7 +153,7 @@ def instantiations(architecture: int) -> list[Instantiation]:
         (24_576, 32_768, 49_152, 65_536),
         (False, True),
     ):
-        if not every and (wide or x == "float16"):
+        if (not every and (wide or x == "float16")) or (wide and packs in (32_768, 49_152)):
             continue
         weight, bias, _, dy = (widest if wide else usual)(x)
         n = packs * pack_length(x)
