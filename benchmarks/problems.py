@@ -151,4 +151,16 @@ def selected(parser: argparse.ArgumentParser, options: argparse.Namespace) -> li
     return found
 
 
-__all__ = ["OPERATIONS", "PAIRS", "SETS", "SHAPES", "Problem", "parse_pair", "select", "shape"]
+__all__ = [
+    "OPERATIONS",
+    "PAIRS",
+    "SETS",
+    "SHAPES",
+    "Problem",
+    "add_selection",
+    "one_of",
+    "parse_pair",
+    "select",
+    "selected",
+    "shape",
+]
