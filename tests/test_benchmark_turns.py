@@ -1,0 +1,108 @@
+"""benchmarks.turns: checkouts beside each other in one process."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from benchmarks import results, turns
+from cupynorm._bench import Problem
+
+
+@pytest.fixture
+def checkouts(tmp_path: Path) -> list[Path]:
+    """Two folders whose cupynorm says whose it is, by a module that is imported at the call."""
+    bench = """
+def ours(problem, inputs):
+    def call():
+        from cupynorm import _late
+        return (_late.NAME,)
+    return call
+"""
+    roots = [tmp_path / name for name in ("old", "new")]
+    for root in roots:
+        package = root / "cupynorm"
+        package.mkdir(parents=True)
+        (package / "__init__.py").write_text("")
+        (package / "_bench.py").write_text(bench)
+        (package / "_late.py").write_text(f"NAME = {root.name!r}\n")
+    return roots
+
+
+def test_checkouts_lie_beside_each_other_in_one_process(checkouts, tmp_path) -> None:
+    before = {name: module for name, module in sys.modules.items() if "cupynorm" in name}
+    old, new = map(turns.Checkout, checkouts)
+    for checkout in (old, new, old):
+        with checkout.current():
+            assert checkout.prepare(None, {}).run() == (checkout.root.name,)
+        assert {n: m for n, m in sys.modules.items() if "cupynorm" in n} == before
+    with pytest.raises(ValueError, match="must have a package cupynorm in it"):
+        turns.Checkout(tmp_path)  # it has checkouts in it
+    assert sys.modules["cupynorm"] is before["cupynorm"]
+
+
+def test_launches_take_turns_in_both_directions() -> None:
+    seconds, order = {"a": 2.0, "b": 3.0}, []
+
+    def sample(launches, runs) -> list[float]:
+        order.append(launches[0])
+        late = 100.0 if len(order) <= 2 else 0.0  # the first round
+        return [50.0, *(seconds[launches[0]] + late for _ in range(runs - 1))]
+
+    assert turns.medians(SimpleNamespace(sample=sample), [["a"], ["b"]], 3) == [2.0, 3.0]
+    assert "".join(order) == "abbaabba"
+
+
+def test_turns_are_a_table_with_what_differs(checkouts, monkeypatch, capsys) -> None:
+    cupy = SimpleNamespace(get_default_memory_pool=lambda: SimpleNamespace(free_all_blocks=list))
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setattr(turns, "gpu_problem", lambda: None)
+    monkeypatch.setattr(turns, "Clock", lambda: "clock")
+    timed = []
+
+    def time(problem, them, clock, rounds, xp) -> tuple[list[float], list[bool]]:
+        timed.append((problem, [one.root.name for one in them], clock, rounds, xp))
+        return [5e-6, 4e-6], [problem.direction == "backward"]
+
+    monkeypatch.setattr(turns, "time", time)
+    roots = [str(root) for root in checkouts]
+    chosen = ["--shapes", "8x1024", "--operations", "rms_norm forward", "rms_norm backward"]
+    assert turns.main([*roots, *chosen, "--rounds", "3"]) == 0
+    problems_timed = [
+        Problem("rms_norm", d, 8, 1024, "bfloat16", "float32") for d in ("forward", "backward")
+    ]
+    assert timed == [(p, ["old", "new"], "clock", 3, cupy) for p in problems_timed]
+    names, *table = capsys.readouterr().out.splitlines()
+    assert names == f"[0] {roots[0]} [1] {roots[1]}"
+    assert [line.split() for line in table] == [
+        "us; speed over [0] [0] [1] [1]".split(),
+        "rms_norm forward 8x1024 bfloat16,float32 5.00 4.00 1.250 bits of [1] differ".split(),
+        "rms_norm backward 8x1024 bfloat16,float32 5.00 4.00 1.250".split(),
+        "geometric mean of 2 1.250".split(),
+    ]
+    with pytest.raises(SystemExit):
+        turns.main([roots[0], "nowhere"])
+    assert "nowhere must have a package cupynorm in it" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        turns.main([*roots, "--rounds", "0"])
+    assert "--rounds must be at least 1, got 0" in capsys.readouterr().err
+
+
+def test_turns_without_a_gpu_say_so(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(turns, "gpu_problem", lambda: "no GPU")
+    assert turns.main([str(results.ROOT)]) == 1
+    assert capsys.readouterr().out == "There is nothing to time: no GPU.\n"
+
+
+@pytest.mark.gpu
+def test_a_checkout_beside_itself(capsys) -> None:
+    root = str(results.ROOT)
+    arguments = [root, root, "--shapes", "8x1024", "--operations", "rms_norm forward"]
+    assert turns.main([*arguments, "--rounds", "1"]) == 0
+    *_, line, mean = capsys.readouterr().out.splitlines()
+    assert line.startswith("rms_norm forward 8x1024 bfloat16,float32 ")
+    assert "differ" not in line
+    assert mean.startswith("geometric mean of 1 ")
