@@ -15,7 +15,14 @@ from cupynorm._arrays import DTYPES, device_of, is_numpy, row_stride
 from cupynorm._bitmask import bitmask_bytes
 from cupynorm._spec import compute_dtype
 
-__all__ = ["check_backward", "check_forward", "to_dtype", "trailing_axes"]
+__all__ = [
+    "check_backward",
+    "check_forward",
+    "check_numbers",
+    "check_zero_centered",
+    "to_dtype",
+    "trailing_axes",
+]
 
 
 def trailing_axes(
@@ -30,7 +37,7 @@ def trailing_axes(
         count = 1 if covering is None else covering
         if 1 <= count <= x_ndim:
             return count
-        if covering is None:
+        if x_ndim == 0:
             raise ValueError("x must have at least one axis, got a 0-dimensional array")
         owner = "weight" if weight_ndim is not None else "bias"
         raise ValueError(f"{owner} must have 1 to {x_ndim} axes, as x has {x_ndim}; got {count}")
@@ -75,12 +82,7 @@ def check_forward(
 ) -> tuple[int, Any, tuple[float, float] | None]:
     """Check a forward pass; return the number of normalized axes, y's dtype and relu's bounds."""
     k = _check_operands(x, weight, bias, axis, zero_centered)
-    if not isinstance(eps, numbers.Real) or not 0 <= _to_float(eps) < math.inf:
-        raise ValueError(f"eps must be a finite number of at least 0, got {eps!r}")
-    compute = np.finfo(compute_dtype(DTYPES[x.dtype]))
-    if 0 < _to_float(eps) < float(compute.tiny) or _to_float(eps) > float(compute.max):
-        raise ValueError(f"eps must be 0 or a normal {compute.dtype} number, got {eps!r}")
-    bounds = None if relu is None else _check_relu(relu, compute.dtype)
+    bounds = check_numbers(np.dtype(compute_dtype(DTYPES[x.dtype])), eps, relu)
     dtype = x.dtype if out_dtype is None else to_dtype("out_dtype", out_dtype)
     if out is not None:
         if out_dtype is None:
@@ -90,8 +92,17 @@ def check_forward(
     return k, dtype, bounds
 
 
-def _check_relu(relu: Any, compute: np.dtype[Any]) -> tuple[float, float]:
-    """Return the bounds of a clamped ReLU, rounded to the compute dtype."""
+def check_numbers(compute: np.dtype[Any], eps: Any, relu: Any) -> tuple[float, float] | None:
+    """Check eps and the bounds of relu; return these, rounded to the compute dtype."""
+    if not isinstance(eps, numbers.Real):
+        raise TypeError(f"eps must be a real number, got {eps!r}")
+    if not 0 <= _to_float(eps) < math.inf:
+        raise ValueError(f"eps must be a finite number of at least 0, got {eps!r}")
+    info = np.finfo(compute)
+    if 0 < _to_float(eps) < float(info.tiny) or _to_float(eps) > float(info.max):
+        raise ValueError(f"eps must be 0 or a normal {compute} number, got {eps!r}")
+    if relu is None:
+        return None
     if (
         not isinstance(relu, Sequence)
         or len(relu) != 2
@@ -146,8 +157,7 @@ def _check_operands(
 ) -> int:
     to_dtype("x.dtype", x.dtype)
     _check_memory("x", x, x)
-    if not isinstance(zero_centered, bool | np.bool_):
-        raise TypeError(f"zero_centered must be True or False, got {zero_centered!r}")
+    check_zero_centered(zero_centered, has_weight=weight is not None)
     k = trailing_axes(
         x.ndim,
         axis,
@@ -181,9 +191,15 @@ def _check_operands(
                 f"{name} of shape {array.shape} varies over the kept axes of x, or repeats over "
                 f"the normalized ones, {normalized}: broadcasting weights are not supported yet"
             )
-    if zero_centered and weight is None:
-        raise ValueError("zero_centered must be False without a weight, got True")
     return k
+
+
+def check_zero_centered(zero_centered: Any, *, has_weight: bool) -> None:
+    """Check an option by itself."""
+    if not isinstance(zero_centered, bool | np.bool_):
+        raise TypeError(f"zero_centered must be True or False, got {zero_centered!r}")
+    if zero_centered and not has_weight:
+        raise ValueError("zero_centered must be False without a weight, got True")
 
 
 def _check_memory(name: str, array: Any, x: Any) -> None:

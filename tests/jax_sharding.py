@@ -83,6 +83,17 @@ def with_named_shardings(sizes: tuple[int, ...], kind: AxisType, x: Any, row: An
     return compiled(step, *put(mesh_of(sizes, kind), x, row))
 
 
+def with_a_weight_split_otherwise(kind: AxisType) -> Any:
+    """Data over one axis, parameters over another: y lies as x does."""
+    arguments = put(mesh_of((2, 2), kind), P("b"), P("a"))
+    program = jax.jit(step).lower(*arguments).compile()
+    y, dx, *_ = results = program(*arguments)
+    check(results)
+    for rows in (y, dx):
+        assert rows.sharding.is_equivalent_to(arguments[0].sharding, rows.ndim), rows.sharding
+    return collectives(program)
+
+
 def with_a_mesh_set(kind: AxisType) -> Any:
     mesh = mesh_of((4,), kind)
     with jax.set_mesh(mesh):
@@ -232,6 +243,10 @@ def cases(kernels: bool) -> Iterator[tuple[str, Callable[[], Any]]]:
         yield (
             f"cut weight, {kind.name}",
             functools.partial(with_named_shardings, (4,), kind, P("a"), P("a")),
+        )
+        yield (
+            f"cut weight along another axis, {kind.name}",
+            functools.partial(with_a_weight_split_otherwise, kind),
         )
         over_one_axis = functools.partial(under_shard_map_over_one_axis, kind)
         yield f"shard_map over one axis, {kind.name}", functools.partial(over_one_axis, P("a"))

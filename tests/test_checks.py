@@ -185,8 +185,9 @@ WRONG = [
     # options
     *(
         wrong(ValueError, "eps must be", repr(eps), eps=eps)
-        for eps in (-1e-6, float("nan"), float("inf"), -float("inf"), "1e-6", None, 1j, [1e-6])
+        for eps in (-1e-6, float("nan"), float("inf"), -float("inf"))
     ),
+    *(wrong(TypeError, "eps must be", repr(eps), eps=eps) for eps in ("1e-6", None, 1j, [1e-6])),
     wrong(ValueError, "eps must be", eps=10**400),
     wrong(ValueError, "zero_centered", "weight", "True", zero_centered=True, weight=None),
     *(

@@ -303,6 +303,27 @@ def test_symbolic_shapes_are_refused() -> None:
         jax.export.export(jax.jit(cupynorm.jax.rms_norm))(x)
 
 
+def test_an_eps_that_is_traced_is_refused() -> None:
+    with pytest.raises(
+        TypeError, match="eps must be a Python number, under jit of static_argnames"
+    ):
+        jax.jit(lambda eps: cupynorm.jax.rms_norm(X, eps=eps))(1e-3)
+
+
+def test_no_axis_is_added_silently(path: str) -> None:
+    x, weight, bias = values((3, 8)), values((8,), seed=1), values((8,), seed=2)
+
+    def slope(*arrays: Any) -> Any:
+        gradients = jax.grad(lambda *a: jnp.sum(cupynorm.jax.layer_norm(*a) ** 3), (0, 1, 2))
+        return sum(jnp.sum(g**2) for g in gradients(*arrays))
+
+    expected = jax.grad(slope, (0, 1))(x, weight, bias)
+    with jax.numpy_rank_promotion("raise"):
+        found = jax.grad(slope, (0, 1))(x, weight, bias)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 def test_keys_of_random_numbers_are_refused() -> None:
     with pytest.raises(TypeError, match=r"x.dtype must be float64.* got key<"):
         cupynorm.jax.rms_norm(jax.random.key(0))

@@ -5,6 +5,7 @@ What a call on a GPU does up to the launch runs here too, with plans of NumPy's 
 
 from __future__ import annotations
 
+import copy
 import inspect
 import io
 import math
@@ -26,6 +27,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses import FakeTensorMode
 from torch.autograd import gradcheck, gradgradcheck
 from torch.func import grad, jacrev, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch_checks import NORMS, assert_same_bits, check_problem, to_numpy
@@ -351,6 +353,32 @@ def test_forward_mode_is_refused() -> None:
             rms_norm(dual)
 
 
+def test_forward_mode_is_refused_by_the_operations() -> None:
+    x, weight = torch.randn(2, 8), torch.randn(8)
+    exported = torch.export.export(RMSNorm(8), (x,)).module()
+    compiled = torch.compile(
+        lambda x: torch.func.jvp(lambda v: rms_norm(v, weight), (x,), (x,)), backend="aot_eager"
+    )
+
+    class Subclass(torch.Tensor):
+        pass
+
+    for call in (
+        lambda: torch.func.jvp(exported, (x,), (x,)),
+        lambda: torch.func.linearize(lambda v: rms_norm(v, weight), x),
+        lambda: compiled(x),
+    ):
+        with pytest.raises(NotImplementedError, match="jvp"):
+            call()
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, x).as_subclass(Subclass)
+        with pytest.raises(NotImplementedError, match="jvp"):
+            rms_norm(dual, weight)
+    # What has no tangent is no matter.
+    _, tangent = torch.func.jvp(lambda v: v * exported(x), (x,), (x,))
+    assert_close(tangent, x * exported(x))
+
+
 # ---- transforms of functions ---------------------------------------------------------------------
 
 
@@ -396,6 +424,61 @@ def test_vmap_of_shared_weights_is_one_launch() -> None:
     with torch_plans.in_place_of_kernels() as plans:
         vmap(grad(lambda x, weight: rms_norm(x, weight).sum(), 1), (0, None))(x, weight)
     assert [launch["m"] for launch in plans.launches] == [15, 15]
+
+
+TRACED = {
+    "grad": lambda f: grad(lambda *a: f(*a).pow(3).sum(), (0, 1, 2)),
+    "jacobian": lambda f: jacrev(f, 1),
+    "second derivative": lambda f: jacrev(grad(lambda *a: f(*a).pow(3).sum(), 1), 0),
+}
+
+
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+@pytest.mark.parametrize("transform", TRACED)
+@pytest.mark.parametrize("norm", NORMS)
+def test_a_trace_of_a_transform_has_the_operations(norm: str, transform: str, mode: str) -> None:
+    function = TRACED[transform](lambda *a: ours(norm, *a))
+    given, *others = ([t.detach() for t in operands()] for _ in range(2))
+    traced = make_fx(function, tracing_mode=mode)(*given)
+    for tensor in others[0]:
+        tensor.mul_(1.5)
+    assert_close(traced(*others[0]), function(*others[0]))
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_a_transform_on_the_meta_device(norm: str) -> None:
+    arrays = [t.detach().to("meta") for t in operands()]
+    gradients = grad(lambda *a: ours(norm, *a).sum(), (0, 1, 2))(*arrays)
+    assert [(g.shape, g.device) for g in gradients] == [(a.shape, a.device) for a in arrays]
+
+
+@pytest.mark.parametrize(
+    ("scale", "shift", "eps"), [(1e25, 0, 1e-5), (1e-25, 0, 0.0), (1, 1e6, 1e-5)]
+)
+@pytest.mark.parametrize("norm", NORMS)
+def test_formulas_are_as_stable_as_kernels(
+    norm: str, scale: float, shift: float, eps: float
+) -> None:
+    x, weight = (scale * drawn(3, 4, 8) + shift).detach().float(), drawn(8, seed=1).detach().float()
+
+    def weight_gradient(x: Any, weight: Any) -> Any:
+        cubes = getattr(cupynorm.torch, norm)(x, weight, eps=eps).pow(3)
+        return torch.autograd.grad(cubes.sum(), weight, create_graph=True)[0]
+
+    def of_each(x: Any, weight: Any) -> Any:
+        return vmap(
+            grad(lambda w, x: getattr(cupynorm.torch, norm)(x, w, eps=eps).pow(3).sum()), (None, 0)
+        )(weight, x)
+
+    def slope(x: Any, weight: Any) -> Any:
+        x, weight = x.requires_grad_(), weight.requires_grad_()
+        return torch.autograd.grad(weight_gradient(x, weight).sum(), (x, weight))
+
+    wide = x.double(), weight.double()
+    found = [of_each(x, weight), *slope(x, weight)]
+    for actual, expected in zip(found, [of_each(*wide), *slope(*wide)], strict=True):
+        largest = expected.abs().max()
+        torch.testing.assert_close(actual.double() / largest, expected / largest, rtol=0, atol=1e-4)
 
 
 # ---- operations of torch.library -----------------------------------------------------------------
@@ -450,6 +533,18 @@ def test_compiled_once_for_any_batch(norm: str, backend: str) -> None:
     assert len([graph for graph in counter.graphs if len(graph.graph.nodes) > 1]) == 1
     with torch.no_grad():
         assert_same_bits(compiled(x, weight, bias), block(x, weight, bias))
+
+
+def test_compiled_once_for_any_width_with_a_relu() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(layer_norm, backend="aot_eager", fullgraph=True, dynamic=True)
+    # Compiled for the first width, for those of bitmasks that have several bytes, and never again.
+    with torch._dynamo.config.patch(recompile_limit=2, fail_on_recompile_limit_hit=True):
+        for n in (8, 24, 40, 56, 72, 88):
+            x, weight = drawn(4, n, dtype=torch.float32), torch.randn(n)
+            assert_same_bits(
+                compiled(x, weight, relu=RELU).detach(), layer_norm(x, weight, relu=RELU).detach()
+            )
 
 
 @pytest.mark.parametrize("norm", NORMS)
@@ -644,8 +739,74 @@ def test_what_the_modules_add() -> None:
     assert not LayerNorm(8, zero_centered=True).weight.any()
     with pytest.raises(ValueError, match="zero_centered must be False without elementwise_affine"):
         LayerNorm(8, elementwise_affine=False, zero_centered=True)
+    assert_same_bits(rms_norm(x, eps=None), RMSNorm(8)(x).detach())
     with pytest.raises(ValueError, match=r"x must end in the axes \(4, 2\), got shape \(3, 8\)"):
         LayerNorm((4, 2), elementwise_affine=False)(x)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: LayerNorm(8),
+        lambda: LayerNorm(8, zero_centered=True),
+        lambda: LayerNorm(8, relu=(0, 6)),
+        lambda: RMSNorm(8, 1e-5, bias=True),
+    ],
+)
+def test_a_transformer_layer_infers_what_it_trains(make: Any) -> None:
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    layer.norm1, layer.norm2 = make(), make()
+    layer = copy.deepcopy(layer)
+    x = torch.randn(3, 5, 8)
+    trained = layer(x).detach()
+    layer.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x), trained)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"relu": (6, 0)}, ValueError, "relu must be .* lower < upper"),
+        ({"relu": True}, TypeError, "relu must be a pair"),
+        ({"zero_centered": 1}, TypeError, "zero_centered must be True or False"),
+        ({"eps": -1.0}, ValueError, "eps must be a finite number"),
+    ],
+)
+@pytest.mark.parametrize("module", [RMSNorm, LayerNorm])
+def test_options_are_checked_when_a_module_is_made(
+    module: Any, options: Any, error: Any, message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        module(8, **options)
+
+
+@pytest.mark.parametrize(("mine", "theirs"), MODULES)
+def test_jagged_tensors(mine: Any, theirs: Any) -> None:
+    parts = [drawn(n, 8, dtype=torch.float32, seed=n).detach() for n in (3, 5, 1)]
+    x = torch.nested.nested_tensor(parts, layout=torch.jagged, requires_grad=True)
+    a, b = mine(8), theirs(8)
+    compiled = torch.compile(a, backend="aot_eager", fullgraph=True)
+    expected = b(x)
+    (slope,) = torch.autograd.grad(expected.values().pow(3).sum(), x)
+    for module in (a, compiled):
+        y = module(x)
+        torch.testing.assert_close(y.values(), expected.values())
+        assert (x + y).shape == x.shape  # of the same lengths
+        (dx,) = torch.autograd.grad(y.values().pow(3).sum(), x)
+        torch.testing.assert_close(dx.values(), slope.values(), rtol=1e-4, atol=1e-5)
+    with pytest.raises(NotImplementedError, match="axis must not name the ragged axis of x"):
+        layer_norm(x, axis=(-2, -1))
+
+
+@pytest.mark.parametrize("norm", [LayerNorm(8), RMSNorm(8), RMSNorm(8, elementwise_affine=False)])
+def test_traced_by_fx(norm: Any) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), norm)
+    traced = torch.fx.symbolic_trace(model)
+    x = torch.randn(3, 8)
+    assert_same_bits(traced(x).detach(), model(x).detach())
+    functions = {node.target for node in traced.graph.nodes if node.op == "call_function"}
+    assert functions == {layer_norm if isinstance(norm, LayerNorm) else rms_norm}
 
 
 # ---- errors --------------------------------------------------------------------------------------
@@ -658,12 +819,15 @@ ERRORS = [
     (lambda: rms_norm(X, W, 1.0), TypeError, "bias must be a torch tensor, got float"),
     (lambda: rms_norm(X.int()), TypeError, r"x.dtype must be float64.* got torch.int32"),
     (lambda: rms_norm(X, W.int()), TypeError, r"weight.dtype must be float64.* got torch.int32"),
-    (lambda: rms_norm(X, W[:4]), ValueError, r"weight must broadcast to x's shape \(3, 4, 8\)"),
+    (lambda: rms_norm(X, W[:4]), ValueError, r"weight must have the shape .*, \(8,\); got \(4,\)"),
+    (lambda: rms_norm(X, W[None]), ValueError, r"weight must have the shape .*, \(4, 8\); got"),
+    (lambda: rms_norm(X, None, W[:4]), ValueError, r"bias must have the shape .*, \(8,\); got"),
     (lambda: rms_norm(X, W.to("meta")), ValueError, "weight must be on x's device, cpu; got meta"),
     (lambda: rms_norm(torch.ones(3, 0)), ValueError, "x must have at least one element"),
     (lambda: rms_norm(torch.ones(())), ValueError, "x must have at least one axis"),
+    (lambda: rms_norm(torch.ones(()), W), ValueError, "x must have at least one axis"),
     (lambda: rms_norm(X, W, eps=-1.0), ValueError, "eps must be a finite number"),
-    (lambda: rms_norm(X, W, eps="1"), ValueError, "eps must be a finite number"),
+    (lambda: rms_norm(X, W, eps="1"), TypeError, "eps must be a real number"),
     (lambda: rms_norm(X, W, axis=0), ValueError, "axis must name trailing axes of x"),
     (lambda: rms_norm(X, W, axis="-1"), TypeError, "axis must be an int"),
     (lambda: rms_norm(X, zero_centered=True), ValueError, "zero_centered must be False without a"),
@@ -684,6 +848,17 @@ def test_errors(call: Any, error: Any, message: str) -> None:
     with torch_plans.in_place_of_kernels() as plans, pytest.raises(error):
         call()
     assert not plans.launches
+
+
+@pytest.mark.parametrize(("call", "error", "message"), ERRORS)
+def test_errors_come_when_a_call_is_traced(call: Any, error: Any, message: str) -> None:
+    # The operation's schema knows of kinds, and names the argument too.
+    by_schema = f"for argument '{message.split(' ', maxsplit=1)[0]}'"
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True),
+        pytest.raises((error, RuntimeError), match=f"{message}|{by_schema}"),
+    ):
+        call()
 
 
 @pytest.mark.parametrize(

@@ -80,8 +80,8 @@ def rms_norm(
     Raises
     ------
     TypeError
-        If an argument is no array or has another dtype, if relu is no pair of real numbers, or if
-        out_dtype is float64 while JAX has it disabled.
+        If an argument is no array or has another dtype, if eps, axis, zero_centered or relu is of
+        another kind, or if out_dtype is float64 while JAX has it disabled.
     ValueError
         If a shape, axis, eps or zero_centered does not fit, or relu's lower bound is not below its
         upper one.
@@ -178,6 +178,8 @@ def _norm(
     relu: Relu,
     out_dtype: Any,
 ) -> Any:
+    if isinstance(eps, jax.core.Tracer):
+        raise TypeError(f"eps must be a Python number, under jit of static_argnames; got {eps}")
     x = _array("x", x)
     weight = None if weight is None else _array("weight", weight)
     bias = None if bias is None else _array("bias", bias)

@@ -30,9 +30,9 @@ def forward(
 ) -> tuple[Any, ...]:
     """Return y, mean (None for RMSNorm), rstd and bitmask (None without relu)."""
     xhat, mean, rstd = _normalize(spec.norm, _wide(spec, x), k, eps)
-    y = xhat * _scale(spec, weight)
+    y = xhat * _scale(spec, weight, x.ndim)
     if bias is not None:
-        y = y + bias.astype(y.dtype)
+        y = y + _as_row(bias.astype(y.dtype), x.ndim)
     bitmask = None
     if relu is not None:
         lower, upper = relu
@@ -81,7 +81,7 @@ def _gradients(
     dy = _wide(spec, dy)
     if bitmask is not None:
         dy = jnp.where(_unpack(bitmask, dy.shape), dy, 0)
-    g = dy * _scale(spec, weight)
+    g = dy * _scale(spec, weight, dy.ndim)
     dx = g - xhat * _mean(g * xhat, k)
     if spec.norm == "layer_norm":
         dx = dx - _mean(g, k)
@@ -97,10 +97,15 @@ def _wide(spec: ForwardSpec | BackwardSpec, array: Any) -> Any:
     return array.astype(compute_dtype(spec.x))
 
 
-def _scale(spec: ForwardSpec | BackwardSpec, weight: Any) -> Any:
+def _as_row(array: Any, ndim: int) -> Any:
+    """Return a weight or bias with as many axes as rows: JAX may be told not to add any."""
+    return jnp.expand_dims(array, tuple(range(ndim - array.ndim)))
+
+
+def _scale(spec: ForwardSpec | BackwardSpec, weight: Any, ndim: int) -> Any:
     if weight is None:
         return 1
-    wide = _wide(spec, weight)
+    wide = _as_row(_wide(spec, weight), ndim)
     return wide + 1 if spec.zero_centered else wide
 
 

@@ -182,14 +182,16 @@ def _partitioned(operation: _Operation) -> Any:
     def rule(mesh: Any, operands: Any, results: Any) -> tuple[str, dict[str, Any]]:
         kept = [f"b{i}" for i in range(operands[0].rank - operation.k)]
         whole = [f"n{i}" for i in range(operation.k)]
-        dims = {ROWS: [*kept, *whole], STATISTIC: kept, BITS: [*kept, "bytes"], ROW: whole}
+        # Of a weight's own, lest it pass on to x how it is split itself, along other axes.
+        of_row = [f"w{i}" for i in range(operation.k)]
+        dims = {ROWS: [*kept, *whole], STATISTIC: kept, BITS: [*kept, "bytes"], ROW: of_row}
         sides = (
             ", ".join(" ".join(dims[KINDS[name]]) for name in names)
             for names in (operation.operands, operation.results)
         )
-        # A factor may be named only where it occurs.
         text = " -> ".join(sides)
-        uncut = (*whole, "bytes") if "bytes" in text else tuple(whole)
+        # A factor may be named only where it occurs.
+        uncut = tuple(factor for factor in (*whole, *of_row, "bytes") if factor in text)
         return text, {"need_replication_factors": uncut}
 
     def partition(mesh: Any, operands: Any, results: Any) -> Any:

@@ -51,10 +51,18 @@ def normalized(norm: Norm, x: Any, k: int, eps: float) -> tuple[Any, Any]:
     """Return xhat and rstd, as functions of x that torch differentiates."""
     axes = tuple(range(-k, 0))
     d = x.to(compute_type(x))
+    # As in `reference`: by a power of two that brings the larger of max|x| and sqrt(eps) near 1, so
+    # that nothing that counts overflows or underflows when squared. By its root, twice: it may be
+    # out of range itself.
+    largest = d.detach().abs().amax(axes, keepdim=True).clamp(min=math.sqrt(eps))
+    _, exponent = torch.frexp(torch.where(largest.isfinite(), largest, 1.0))
+    down = torch.ldexp(torch.ones_like(largest), -(exponent >> 1))
+    d = d * down * down
     if norm == "layer_norm":
         d = d - d.mean(axes, keepdim=True)
-    rstd = torch.rsqrt((d * d).mean(axes, keepdim=True) + eps)
-    return d * rstd, rstd
+        d = d - d.mean(axes, keepdim=True)  # what that mean was off by
+    root = torch.sqrt((d * d).mean(axes, keepdim=True) + (math.sqrt(eps) * down * down).square())
+    return d / root, 1 / root * down * down
 
 
 def sum_over_rows(values: Any, first: int, k: int) -> Any:
@@ -98,7 +106,8 @@ def gradients_of_backward(
         a_slope, g_slope = m(a * xhat), m(g * xhat)
         s = m(a * g) - a_slope * g_slope
         s = s - m(a) * m(g) if centred else s
-        grad_x = grad_x - rstd * project(rstd * (a * g_slope + g * a_slope)) - rstd**2 * s * xhat
+        grad_x = grad_x - rstd * project(rstd * (a * g_slope + g * a_slope))
+        grad_x = grad_x - rstd * (rstd * s) * xhat  # rstd**2 may overflow
         if weight is not None:
             grad_weight = sum_over_rows(inside * scaled, 0, k).to(weight.dtype)
     if b is not None:

@@ -10,7 +10,7 @@ import torch
 from cupynorm import _checks
 from cupynorm._spec import Norm
 from cupynorm.torch import _operations
-from cupynorm.torch._kernels import Relu
+from cupynorm.torch._kernels import Relu, compute_type
 
 __all__ = ["layer_norm", "rms_norm"]
 
@@ -25,7 +25,7 @@ def rms_norm(
     weight: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     *,
-    eps: float = 1e-6,
+    eps: float | None = 1e-6,
     axis: Axis = None,
     zero_centered: bool = False,
     relu: Relu = None,
@@ -43,8 +43,9 @@ def rms_norm(
         collapse to one stride are read in place.
     weight, bias : Tensor, optional
         Of the shape of x's normalized axes, on its device, and of any of the four dtypes.
-    eps : float
-        Added to the mean square.
+    eps : float, optional
+        Added to the mean square. None is the epsilon of the dtype that is computed in, the default
+        of ``torch.nn.functional.rms_norm``.
     axis : int or tuple of int, optional
         The trailing axes to normalize over, together one row of N elements. By default those that
         weight (or bias) covers, or the last axis without either.
@@ -65,7 +66,8 @@ def rms_norm(
     Raises
     ------
     TypeError
-        If an argument is no tensor, or of another dtype; if relu is no pair of real numbers.
+        If an argument is no tensor, or of another dtype; if eps, axis, zero_centered or relu is of
+        another kind.
     ValueError
         If a shape, a device, axis, eps, zero_centered or relu does not fit.
     NotImplementedError
@@ -105,6 +107,8 @@ def rms_norm(
     >>> weight.grad
     tensor([ 1.8485, -0.1314])
     """
+    if eps is None and isinstance(x, torch.Tensor):
+        eps = torch.finfo(compute_type(x)).eps
     return _norm("rms_norm", x, weight, bias, eps, axis, zero_centered, relu, out_dtype)
 
 
@@ -165,7 +169,7 @@ def _norm(
     x: Any,
     weight: Any,
     bias: Any,
-    eps: float,
+    eps: Any,
     axis: Axis,
     zero_centered: bool,
     relu: Relu,
@@ -176,7 +180,14 @@ def _norm(
         and isinstance(weight, _OPTIONAL)
         and isinstance(bias, _OPTIONAL)
     ):
-        _refuse(x, weight, bias)
+        options = {
+            "eps": eps,
+            "axis": axis,
+            "zero_centered": zero_centered,
+            "relu": relu,
+            "out_dtype": out_dtype,
+        }
+        return _overridden(norm, x, weight, bias, options)
     if axis is None and weight is not None and 1 <= weight.ndim <= x.ndim:
         k = weight.ndim  # so most calls are, and a microsecond counts
     else:
@@ -188,6 +199,8 @@ def _norm(
         )
         if axis is not None:
             weight, bias = _without_leading("weight", weight, k), _without_leading("bias", bias, k)
+    if type(zero_centered) is not bool:  # 0 is remembered as False is
+        _checks.check_zero_centered(zero_centered, has_weight=weight is not None)
     if relu is not None:
         relu = _pair(relu)
     # Autocast has torch's layer_norm, not its rms_norm, computed in float32.
@@ -199,13 +212,40 @@ def _norm(
         and x.dtype in _HALVES
     ):
         out_dtype = torch.float32
+    if type(x) is not torch.Tensor and x.layout is torch.jagged:
+        return _of_jagged(x, weight, bias, k, norm, eps, zero_centered, relu, out_dtype)
     return _operations.normalize(x, weight, bias, k, norm, eps, zero_centered, relu, out_dtype)
 
 
-def _refuse(x: Any, weight: Any, bias: Any) -> None:
-    for name, given in (("x", x), ("weight", weight), ("bias", bias)):
-        if not isinstance(given, torch.Tensor) and (given is not None or name == "x"):
-            raise TypeError(f"{name} must be a torch tensor, got {type(given).__name__}")
+def _of_jagged(x: Any, weight: Any, bias: Any, k: int, *options: Any) -> Any:
+    """Return a nested tensor of the same lengths."""
+    ragged = x._ragged_idx
+    if ragged >= x.ndim - k:
+        raise NotImplementedError(
+            f"axis must not name the ragged axis of x, {ragged} of {x.ndim}; got the last {k}"
+        )
+    return torch.nested.nested_tensor_from_jagged(
+        _operations.normalize(x.values(), weight, bias, k, *options),
+        x.offsets(),
+        x.lengths(),
+        jagged_dim=ragged,
+        # What is known of them: to find it again, attention would wait for the device.
+        min_seqlen=x._maybe_min_seqlen,
+        max_seqlen=x._maybe_max_seqlen,
+    )
+
+
+def _overridden(norm: Norm, x: Any, weight: Any, bias: Any, options: dict[str, Any]) -> Any:
+    """Have what stands in for a tensor, such as a proxy of torch.fx, return what it likes."""
+    given = x, weight, bias
+    if torch.overrides.has_torch_function(given):
+        return torch.overrides.handle_torch_function(globals()[norm], given, *given, **options)
+    name, wrong = next(
+        (name, array)
+        for name, array in zip(("x", "weight", "bias"), given, strict=True)
+        if not isinstance(array, torch.Tensor) and (array is not None or name == "x")
+    )
+    raise TypeError(f"{name} must be a torch tensor, got {type(wrong).__name__}")
 
 
 def _without_leading(name: str, tensor: Any, k: int) -> Any:

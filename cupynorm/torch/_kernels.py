@@ -21,7 +21,7 @@ from cupynorm._config import pack_length
 from cupynorm._driver import set_to_zero
 from cupynorm._spec import ITEMSIZE, BackwardSpec, ForwardSpec, Norm
 
-__all__ = ["Relu", "backward", "compute_type", "forward"]
+__all__ = ["NUMPY_DTYPES", "Relu", "backward", "check_tensor", "compute_type", "forward"]
 
 NUMPY_DTYPES = {getattr(torch, name): dtype for dtype, name in DTYPES.items()}
 NAMES = {getattr(torch, name): name for name in ITEMSIZE}
@@ -69,16 +69,21 @@ _current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 # ---- tensors as the kernels take them ------------------------------------------------------------
 
 
-def _outline(name: str, tensor: Any, x: Any) -> Any:
-    """Return a NumPy array of a tensor's shape and dtype, for the checks: it holds one element."""
-    if tensor is None:
-        return None
+def check_tensor(name: str, tensor: Any, x: Any) -> None:
+    """Check what needs no shape, which may be symbolic."""
     if tensor.dtype not in NUMPY_DTYPES:
         raise TypeError(
             f"{name}.dtype must be float64, float32, float16 or bfloat16, got {tensor.dtype}"
         )
     if tensor.device != x.device:
         raise ValueError(f"{name} must be on x's device, {x.device}; got {tensor.device}")
+
+
+def _outline(name: str, tensor: Any, x: Any) -> Any:
+    """Return a NumPy array of a tensor's shape and dtype, for the checks: it holds one element."""
+    if tensor is None:
+        return None
+    check_tensor(name, tensor, x)
     return np.broadcast_to(np.zeros((), NUMPY_DTYPES[tensor.dtype]), tensor.shape)
 
 
@@ -169,8 +174,7 @@ def forward(
         else (weight.shape, weight.is_contiguous(), weight.dtype, weight.device),
         bias if bias is None else (bias.shape, bias.is_contiguous(), bias.dtype, bias.device),
         options,
-        # 0 equals False, and is refused; -0.0 equals 0.0, and is another bound.
-        type(zero_centered),
+        # False equals 0, and is refused; -0.0 equals 0.0, and is another bound.
         relu if relu is None else repr(relu),
     )
     call = _forwards.get(key)
@@ -243,6 +247,11 @@ def forward(
     return y, mean, rstd, bitmask
 
 
+def _covers(weight: Any, bias: Any, k: int) -> bool:
+    covering = bias if weight is None else weight
+    return covering is not None and covering.ndim == k
+
+
 def _resolve_forward(
     x: Any,
     weight: Any,
@@ -262,7 +271,8 @@ def _resolve_forward(
         _outline("weight", weight, x),
         _outline("bias", bias, x),
         eps=eps,
-        axis=tuple(range(-k, 0)),
+        # Where it is what weight or bias covers, the message about a shape says so.
+        axis=None if _covers(weight, bias, k) else tuple(range(-k, 0)),
         zero_centered=zero_centered,
         relu=relu,
         out_dtype=out_dtype,
@@ -427,7 +437,8 @@ def _resolve_backward(
     no_bitmask: bool,
 ) -> _Backward:
     for name, tensor in (("x", x), ("dy", dy), ("weight", weight)):
-        _outline(name, tensor, x)
+        if tensor is not None:
+            check_tensor(name, tensor, x)
     if dy.shape != x.shape:
         raise ValueError(f"dy must have shape {tuple(x.shape)}, got {tuple(dy.shape)}")
     n = math.prod(x.shape[x.ndim - k :])

@@ -4,19 +4,29 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn.parameter import Parameter
 
+from cupynorm._checks import check_numbers, check_zero_centered
 from cupynorm.torch._functions import layer_norm, rms_norm
-from cupynorm.torch._kernels import Relu, compute_type
+from cupynorm.torch._kernels import Relu
 
 __all__ = ["LayerNorm", "RMSNorm"]
+
+
+def _is_called(module: Any, arguments: Any) -> None:
+    """Do nothing: a hook has torch.nn.TransformerEncoderLayer call the module.
+
+    In inference it else computes a plain LayerNorm itself, of its norms' weight, bias and eps.
+    """
 
 
 class _Norm(torch.nn.Module):
     """What the modules add to those of torch.nn, of which each is also a subclass."""
 
     normalized_shape: tuple[int, ...]
+    eps: Any
     elementwise_affine: bool
     weight: Any
     bias: Any
@@ -26,9 +36,14 @@ class _Norm(torch.nn.Module):
     def _extend(self, zero_centered: bool, relu: Relu) -> None:
         if zero_centered and not self.elementwise_affine:
             raise ValueError("zero_centered must be False without elementwise_affine, got True")
+        check_zero_centered(zero_centered, has_weight=self.elementwise_affine)
+        check_numbers(np.dtype(np.float64), 0.0 if self.eps is None else self.eps, relu)
         self.zero_centered = zero_centered
         self.relu = relu
         self.reset_parameters()
+        plain = isinstance(self, torch.nn.LayerNorm) and not zero_centered and relu is None
+        if self.bias is not None and not plain:
+            self.register_forward_pre_hook(_is_called)
 
     def reset_parameters(self) -> None:
         """Let the norm begin without effect of its weight and bias."""
@@ -37,11 +52,12 @@ class _Norm(torch.nn.Module):
         if getattr(self, "bias", None) is not None:
             torch.nn.init.zeros_(self.bias)
 
-    def _normalize(self, function: Any, x: torch.Tensor, eps: float) -> torch.Tensor:
+    def _normalize(self, function: Any, x: torch.Tensor, eps: Any) -> torch.Tensor:
         axis, weight = None, self.weight
         if weight is None:  # which would tell the axes, and be checked against them
             k = len(self.normalized_shape)
-            if tuple(x.shape[-k:]) != self.normalized_shape:
+            # Not of what torch.fx traces, which has no shape.
+            if isinstance(x, torch.Tensor) and tuple(x.shape[-k:]) != self.normalized_shape:
                 raise ValueError(
                     f"x must end in the axes {self.normalized_shape}, got shape {tuple(x.shape)}"
                 )
@@ -115,10 +131,7 @@ class RMSNorm(_Norm, torch.nn.RMSNorm):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return `rms_norm` of x."""
-        eps = self.eps
-        if eps is None:
-            eps = torch.finfo(compute_type(x)).eps
-        return self._normalize(rms_norm, x, eps)
+        return self._normalize(rms_norm, x, self.eps)
 
     def extra_repr(self) -> str:
         """Return what is shown of the module."""

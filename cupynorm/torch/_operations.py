@@ -8,6 +8,7 @@ DTensor, it is an operation of torch.library, with the same formulas.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -16,10 +17,11 @@ import torch
 from torch._library.autograd import Info, make_autograd_impl
 from torch.autograd import forward_ad
 
+from cupynorm import _checks
 from cupynorm._bitmask import bitmask_bytes
 from cupynorm._spec import Norm
 from cupynorm.torch import _formulas, _kernels
-from cupynorm.torch._kernels import Relu, compute_type
+from cupynorm.torch._kernels import NUMPY_DTYPES, Relu, check_tensor, compute_type
 
 __all__ = ["norm_backward", "norm_forward", "normalize"]
 
@@ -46,6 +48,18 @@ _tracing_state = torch._C._get_tracing_state
 _transforms_active = torch._C._are_functorch_transforms_active
 # Gradients that autograd batches, of is_grads_batched=True, are tensors as others but for this.
 _is_batched = torch._C._functorch.is_legacy_batchedtensor
+
+
+def _is_seen(*tensors: Any) -> bool:
+    """Tell whether torch must see a call on these tensors; transforms are another matter."""
+    return bool(
+        any(
+            type(tensor) not in _PLAIN or not (tensor is None or tensor.is_cuda or tensor.is_cpu)
+            for tensor in tensors
+        )
+        or _dispatch_modes()
+        or _tracing_state() is not None
+    )
 
 
 def _is_recorded(*tensors: Any) -> bool:
@@ -119,14 +133,7 @@ def norm_forward(
         return _forward_operation(*arguments)
     if _transforms_active():
         return _Forward.apply(*arguments)
-    if (
-        type(x) not in _PLAIN
-        or type(weight) not in _PLAIN
-        or type(bias) not in _PLAIN
-        or not (x.is_cuda or x.is_cpu)
-        or _dispatch_modes()
-        or _tracing_state() is not None
-    ):
+    if _is_seen(x, weight, bias):
         _share_out()
         return _forward_operation(*arguments)
     if training or forward_ad._current_level >= 0:  # where it says that it has no jvp
@@ -306,7 +313,14 @@ def _backward_of_batch(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Forward(torch.autograd.Function):
-    forward = staticmethod(_kernels.forward)
+    # What lies below the transforms may be a tracer's, or a subclass, as well.
+    @staticmethod
+    def forward(*arguments: Any) -> Any:
+        if _is_seen(*arguments[:3]):
+            _share_out()
+            return _forward_operation(*arguments)
+        return _kernels.forward(*arguments)
+
     setup_context = staticmethod(_keep_for_backward)
     backward = staticmethod(_differentiate_forward)
     vmap = staticmethod(_forward_of_batch(norm_forward))
@@ -331,9 +345,10 @@ class _Backward(torch.autograd.Function):
         zero_centered: bool,
         bias_dtype: torch.dtype | None,
     ) -> Any:
-        return _kernels.backward(
-            dy, x, weight, mean, rstd, bitmask, k, norm, zero_centered, bias_dtype
-        )
+        tensors = dy, x, weight, mean, rstd, bitmask
+        if _is_seen(*tensors):
+            return _backward_operation(*tensors, k, norm, eps, zero_centered, bias_dtype)
+        return _kernels.backward(*tensors, k, norm, zero_centered, bias_dtype)
 
 
 class _Recorded(torch.autograd.Function):
@@ -401,6 +416,25 @@ def _outline_forward(
     out_dtype: torch.dtype | None,
     training: bool,
 ) -> tuple[torch.Tensor, ...]:
+    # What the kernels will ask for, when a program is traced: shapes may be symbolic.
+    normalized = x.shape[x.ndim - k :]
+    for name, tensor in (("x", x), ("weight", weight), ("bias", bias)):
+        if tensor is not None:
+            check_tensor(name, tensor, x)
+            if name != "x" and tensor.shape != normalized:
+                raise ValueError(
+                    f"{name} must have the shape of x's normalized axes, {tuple(normalized)}; got "
+                    f"{tuple(tensor.shape)}"
+                )
+    if any(isinstance(size, int) and size == 0 for size in normalized):
+        raise ValueError(
+            f"x must have at least one element in each row, got shape {tuple(x.shape)}"
+        )
+    if out_dtype is not None:
+        _checks.to_dtype("out_dtype", out_dtype)
+    _checks.check_zero_centered(zero_centered, has_weight=weight is not None)
+    compute = NUMPY_DTYPES[compute_type(x)]
+    _checks.check_numbers(compute, eps, None if relu is None else tuple(relu))
     y = x.new_empty(x.shape, dtype=out_dtype or x.dtype)
     kept = x.shape[: x.ndim - k]
     mean = rstd = bitmask = None
@@ -409,13 +443,17 @@ def _outline_forward(
         if norm == "layer_norm":
             mean = torch.empty_like(rstd)
         if relu is not None:
-            n = x.shape[x.ndim - k :].numel()
+            n = math.prod(normalized)
             bitmask = x.new_empty((*kept, bitmask_bytes(n)), dtype=torch.uint8)
     return _empty_for_none(x, (y, mean, rstd, bitmask))
 
 
 def _run_backward(*arguments: Any) -> tuple[torch.Tensor, ...]:
-    return _empty_for_none(arguments[1], _Backward.forward(*arguments))
+    dy, x, weight, mean, rstd, bitmask, k, norm, _, zero_centered, bias_dtype = arguments
+    gradients = _kernels.backward(
+        dy, x, weight, mean, rstd, bitmask, k, norm, zero_centered, bias_dtype
+    )
+    return _empty_for_none(x, gradients)
 
 
 def _outline_backward(
@@ -442,6 +480,12 @@ _library = torch.library.Library("cupynorm", "FRAGMENT")
 _DEVICES = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
 
 
+def _has_tangent(argument: Any) -> bool:
+    if not isinstance(argument, torch.Tensor):
+        return False
+    return forward_ad.unpack_dual(argument).tangent is not None
+
+
 def _define(
     name: str,
     schema: str,
@@ -463,6 +507,8 @@ def _define(
 
         A compiled program comes here in each call, its gradients long taken care of.
         """
+        if forward_ad._current_level >= 0 and any(map(_has_tangent, arguments)):
+            raise NotImplementedError(f"cupynorm::{name} has no jvp, the forward mode of autograd")
         asked = torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments)
         following = (keys & torch._C._after_ADInplaceOrView_keyset).highestPriorityTypeId()
         if asked or following not in _DEVICES:
