@@ -3,8 +3,8 @@
 The kernels of this package run on CUDA tensors, on torch's current stream and in memory of torch's
 allocator; tensors on the CPU are left to `cupynorm.reference`, exact and slow. Autograd, double
 backward, ``torch.func``, ``torch.compile(fullgraph=True)`` with dynamic shapes, ``torch.export``,
-activation checkpointing, autocast, CUDA graphs and DTensor are supported; forward mode is not, nor
-is ``torch.func.grad`` inside of ``torch.compile``.
+``torch.fx``, activation checkpointing, autocast, CUDA graphs, DTensor, FSDP2, DDP and jagged nested
+tensors are supported; forward mode is not, nor is ``torch.func.grad`` within ``torch.compile``.
 """
 
 from cupynorm.torch._functions import layer_norm, rms_norm

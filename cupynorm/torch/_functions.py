@@ -40,7 +40,8 @@ def rms_norm(
     ----------
     x : Tensor, shape (..., N)
         Of float64, float32, float16 or bfloat16. Rows may be any distance apart: leading axes that
-        collapse to one stride are read in place.
+        collapse to one stride are read in place. A nested tensor of jagged layout, too, whose
+        ragged axis is kept.
     weight, bias : Tensor, optional
         Of the shape of x's normalized axes, on its device, and of any of the four dtypes.
     eps : float, optional

@@ -90,7 +90,8 @@ class RMSNorm(_Norm, torch.nn.RMSNorm):
     bias : bool
         Whether there is a bias too.
     zero_centered : bool
-        Whether the weight is stored minus one, beginning at zero.
+        Whether the weight is stored minus one, beginning at zero: what ``torch.nn.RMSNorm`` has
+        stored is one more.
     relu : (float, float), optional
         Bounds to clamp to.
 
@@ -98,6 +99,11 @@ class RMSNorm(_Norm, torch.nn.RMSNorm):
     ----------
     weight, bias : Parameter or None
         Of ``normalized_shape``. Without a bias the state_dict is that of ``torch.nn.RMSNorm``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If eps, zero_centered or relu is not as `rms_norm` takes it.
 
     Examples
     --------
@@ -147,7 +153,8 @@ class LayerNorm(_Norm, torch.nn.LayerNorm):
     normalized_shape, eps, elementwise_affine, bias, device, dtype
         As of ``torch.nn.LayerNorm``.
     zero_centered : bool
-        Whether the weight is stored minus one, beginning at zero.
+        Whether the weight is stored minus one, beginning at zero: what ``torch.nn.LayerNorm`` has
+        stored is one more.
     relu : (float, float), optional
         Bounds to clamp to.
 
@@ -155,6 +162,11 @@ class LayerNorm(_Norm, torch.nn.LayerNorm):
     ----------
     weight, bias : Parameter or None
         Of ``normalized_shape``; the state_dict is that of ``torch.nn.LayerNorm``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If eps, zero_centered or relu is not as `layer_norm` takes it.
 
     Examples
     --------
