@@ -77,8 +77,9 @@ def instantiations(architecture: int) -> list[Instantiation]:
     ):
         weight, bias, y, dy = operands(x)
         length = pack_length(x)
-        if operands is widest and packs < 1024:
-            continue  # the same kernels with fewer threads
+        # LayerNorm takes more than RMSNorm, and shorter rows have the same kernels with fewer threads.
+        if operands is widest and (packs < 1024 or norm == "rms_norm"):
+            continue
         # The ReLU where it takes registers beside the most, and once where lanes share a byte.
         relus = (False,)
         if packs >= 1024 or packs == 8:
