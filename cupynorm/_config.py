@@ -36,6 +36,7 @@ __all__ = [
     "few_rows_backward_config",
     "few_rows_configs",
     "forward_config",
+    "most_few_rows",
     "pack_length",
     "reduction_bytes",
     "resident_backward_bytes",
@@ -65,6 +66,10 @@ MOST_CLUSTER_BLOCKS = 16
 
 STAGED_THREADS = 512  # at most, of a block that stages rows in the forward pass
 
+SPLIT_BLOCKS = 4  # of a cluster that has a row of few
+
+MOST_SHORT_ELEMENTS = 1 << 23  # of few rows of less than a warp
+
 LEAST_FILLED = 12  # packs: shorter rows, by fewer than 4 threads, were not measured
 
 
@@ -72,15 +77,17 @@ LEAST_FILLED = 12  # packs: shorter rows, by fewer than 4 threads, were not meas
 class ResidentForward:
     """Rows held in registers, read once, by teams of `row_threads` threads.
 
-    `hold_weight`: weight and bias are asked for with the row, not after it is measured. `full`: the
-    row fills the team's packs exactly. `rare_last`: what is rare comes last in
-    the code, for few rows.
+    `cluster_blocks`: that many blocks have a row, with the bits that one of as many threads gives
+    it, for few rows. `rare_last`: what is rare comes last in the code, for few rows. `hold_weight`:
+    weight and bias are asked for with the row, not after it is measured. `full`: the row fills the
+    team's packs exactly.
     """
 
     row_threads: int
     block_threads: int
     blocks_per_multiprocessor: int
     packs_per_thread: int
+    cluster_blocks: int
     vector: int
     rare_last: bool
     hold_weight: bool
@@ -344,6 +351,7 @@ def forward_config(
         block_threads=block_threads,
         blocks_per_multiprocessor=max(1, threads // block_threads),
         packs_per_thread=packs_per_thread,
+        cluster_blocks=1,
         vector=vector,
         rare_last=False,
         hold_weight=hold_weight,
@@ -354,19 +362,20 @@ def forward_config(
 def few_rows_configs(
     spec: ForwardSpec, config: ResidentForward, architecture: int
 ) -> tuple[ResidentForward, ...]:
-    """Return the configurations of rows so few that all run at once, those for the fewest first.
+    """Return the configurations of few rows, those for the fewest first: see `most_few_rows`.
 
-    They have the bits of `config`. Rows of a warp or several hold weight and bias, for registers
-    are to spare: LayerNorm with both in bfloat16 takes 5.57 us, not 6.72, for one row of 4096,
-    7.97, not 8.70, for 512, but 11.8, not 10.4, for 512 of 8192, more than run at once; with both
-    in float32 6.14, not 7.26, for 512 of 1024. What is rare comes last in their code: over some 20
-    shapes of decoding RMSNorm is 2.6% faster, LayerNorm 1%. Of RMSNorm's longest rows more than
-    `config` runs at once do so by 64 registers a thread, which spills where a row is out of range:
-    512 of 16384 take 13.1 us, not 14.6, 512 of 12288 11.3, not 13.3 (bfloat16, H200).
+    They have the bits of `config`. Where all run at once, rows of a warp or several hold weight and
+    bias, for registers are to spare: LayerNorm with both in bfloat16 takes 5.57 us, not 6.72, for
+    one row of 4096, 7.97, not 8.70, for 512, but 11.8, not 10.4, for 512 of 8192, more than run at
+    once; with both in float32 6.14, not 7.26, for 512 of 1024. What is rare comes last in their
+    code: over some 20 shapes of decoding RMSNorm is 2.6% faster, LayerNorm 1%. Of RMSNorm's longest
+    rows more than `config` runs at once do so by 64 registers a thread, which spills where a row is
+    out of range: 512 of 16384 take 13.1 us, not 14.6, 512 of 12288 11.3, not 13.3 (bfloat16, H200).
     """
-    whole = config.vector == pack_length(spec.x)
-    if config.row_threads < 32 or not whole or _is_wide(spec):
+    if config.vector < pack_length(spec.x) or _is_wide(spec):
         return ()
+    if config.row_threads < 32:
+        return _short_rows_configs(spec, config)
     configs = []
     affine = _affine_registers(spec, config.packs_per_thread)
     most_held, threads = 64, 512
@@ -382,11 +391,21 @@ def few_rows_configs(
         most_held = 0
     if 0 < affine <= most_held:
         blocks = max(1, threads // config.block_threads)
-        configs.append(
-            dataclasses.replace(
-                config, rare_last=True, hold_weight=True, blocks_per_multiprocessor=blocks
-            )
+        held = dataclasses.replace(
+            config, rare_last=True, hold_weight=True, blocks_per_multiprocessor=blocks
         )
+        if architecture >= FIRST_WITH_CLUSTERS and _is_split(spec, config):
+            each = config.row_threads // SPLIT_BLOCKS
+            configs.append(
+                dataclasses.replace(
+                    held,
+                    row_threads=each,
+                    block_threads=each,
+                    blocks_per_multiprocessor=blocks * SPLIT_BLOCKS,
+                    cluster_blocks=SPLIT_BLOCKS,
+                )
+            )
+        configs.append(held)
     plain = config.full and not (spec.bias or spec.relu or spec.zero_centered)
     plain = plain and ITEMSIZE[spec.x] == ITEMSIZE[spec.y] == 2
     plain = plain and architecture >= FIRST_WITH_CLUSTERS
@@ -398,6 +417,56 @@ def few_rows_configs(
             dataclasses.replace(config, hold_weight=False, blocks_per_multiprocessor=blocks)
         )
     return tuple(configs)
+
+
+def most_few_rows(config: ResidentForward, n: int, multiprocessors: int) -> int:
+    """Return how many rows a configuration of few rows is for: as a rule, those that run at once.
+
+    In clusters, as many as have multiprocessors of their own: 64 rows of 8192 take 5.79 us, as one
+    block each 5.62 (bfloat16, H200).
+    """
+    if config.cluster_blocks > 1:
+        return multiprocessors // config.cluster_blocks
+    if not config.rare_last and config.row_threads <= 32:
+        return MOST_SHORT_ELEMENTS // n
+    return config.rows_per_block * config.blocks_per_multiprocessor * multiprocessors
+
+
+def _short_rows_configs(spec: ForwardSpec, config: ResidentForward) -> tuple[ResidentForward, ...]:
+    """Return the configurations of few rows of less than a warp.
+
+    LayerNorm's of 4 packs a thread have twice the threads, whose registers then hold weight and
+    bias: 14.1 us, not 14.9, at 32768x256, 6.9, not 7.5, at 8192x256, 14.2, not 15.0, at 16384x512,
+    but 22.7, not 21.8, at 65536x256 and 23.2, not 21.7, at 32768x512. Rows of 2 packs a thread lose
+    by it: RMSNorm takes 14.4 us, not 12.8, at 32768x256 (bfloat16, float32 weight and bias, H200).
+    """
+    if config.packs_per_thread != 4:
+        return ()
+    row_threads = 2 * config.row_threads
+    block_threads = max(row_threads, 64)
+    return (
+        dataclasses.replace(
+            config,
+            row_threads=row_threads,
+            block_threads=block_threads,
+            blocks_per_multiprocessor=768 // block_threads,
+            packs_per_thread=2,
+            hold_weight=bool(spec.weight or spec.bias),
+        ),
+    )
+
+
+def _is_split(spec: ForwardSpec, config: ResidentForward) -> bool:
+    """Return whether few rows are those of a cluster, with multiprocessors to spare.
+
+    A block waits for its instructions and loads, of which each of a cluster has its share:
+    LayerNorm takes 5.22 us, not 6.14, for 8 rows of 16384, 4.90, not 5.22, for 8 of 8192, RMSNorm
+    5.06, not 5.22, for 8 of 16384. Clusters of 2 and of 8 gain less. In shorter rows they wait for
+    each other as long: 4.94 us, not 4.91, for 8 of 4096 (bfloat16, H200).
+    """
+    least_packs = 1024 if spec.norm == "layer_norm" else 2048
+    long = config.row_threads * config.packs_per_thread >= least_packs
+    return long and config.row_threads % (32 * SPLIT_BLOCKS) == 0
 
 
 def _is_wide(spec: ForwardSpec) -> bool:

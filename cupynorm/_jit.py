@@ -92,6 +92,7 @@ def forward_instantiation(
             *what,
             config.rare_last,
             config.hold_weight,
+            config.cluster_blocks,
             config.row_threads,
             config.block_threads,
             config.blocks_per_multiprocessor,
@@ -99,8 +100,14 @@ def forward_instantiation(
             config.full,
             config.vector,
         )
-        shared_bytes = team_bytes(spec.x, config.row_threads, config.block_threads)
-        return Instantiation("forward.cu", template, parameters, config.block_threads, shared_bytes)
+        return Instantiation(
+            "forward.cu",
+            template,
+            parameters,
+            config.block_threads,
+            team_bytes(spec.x, config.row_threads, config.block_threads, config.cluster_blocks),
+            config.cluster_blocks,
+        )
     if isinstance(config, StagedForward):
         template = _expression(
             "norm_forward_staged",

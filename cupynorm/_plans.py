@@ -27,6 +27,7 @@ from cupynorm._config import (
     few_rows_backward_config,
     few_rows_configs,
     forward_config,
+    most_few_rows,
     pack_length,
     strips_counts_bytes,
     strips_exchange_bytes,
@@ -147,10 +148,11 @@ def few_rows(
     config = forward_config(spec, n, vector, capability)
     if not isinstance(config, ResidentForward):
         return ()
-    return tuple(
-        (few.rows_per_block * few.blocks_per_multiprocessor * multiprocessors(device), few)
+    tiers = (
+        (most_few_rows(few, n, multiprocessors(device)), few)
         for few in few_rows_configs(spec, config, capability)
     )
+    return tuple(tier for tier in tiers if tier[0] > 0)
 
 
 @cache
@@ -161,15 +163,19 @@ def forward_plan_of(
     config = config_of_few or forward_config(spec, n, vector, architecture(device))
     kernel = _jit.load(_jit.forward_instantiation(spec, config), device)
     clusters = multiprocessors(device)
-    if not isinstance(config, ResidentForward) and config.cluster_blocks > 1:
+    if config.cluster_blocks > 1:
         at_once = kernel.clusters_at_once()
         if at_once == 0:  # a slice of a GPU
+            if config_of_few:
+                return forward_plan_of(spec, n, vector, device, None)
             config = forward_config(spec, n, vector, WITHOUT_CLUSTERS)
             kernel = _jit.load(_jit.forward_instantiation(spec, config), device)
         else:
             clusters = at_once
     if isinstance(config, ResidentForward):
-        return ForwardPlan(kernel, n, config.rows_per_block, 1, None, counted=False)
+        return ForwardPlan(
+            kernel, n, config.rows_per_block, config.cluster_blocks, None, counted=False
+        )
     if isinstance(config, StreamingForward):
         return ForwardPlan(kernel, n, 1, config.cluster_blocks, None, counted=False)
     return ForwardPlan(kernel, n, 1, config.cluster_blocks, clusters, config.counted)

@@ -96,6 +96,18 @@ __device__ __forceinline__ void cluster_barrier() {
 #endif
 }
 
+// The same in two halves, for mailboxes that a thread has opened before the first, and nothing else.
+__device__ __forceinline__ void arrive_at_cluster_barrier() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void wait_at_cluster_barrier() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+
 // Between the blocks of a grid that all run at once (a cooperative launch): a warp, by all its lanes,
 // counts itself as arrived, and what they have written is seen by every thread that has waited for
 // the count (a release and an acquire of the GPU's scope). The count is 0 before the launch.

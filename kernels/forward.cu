@@ -7,13 +7,15 @@
 // Layout:    x and y are n_rows rows of n_cols elements, rows x_stride and y_stride elements apart;
 //            weight and bias are one row; mean and rstd one value a row; bitmask (n_cols + 7) / 8
 //            bytes a row. y may be x. Full: the row's columns fill the team's packs exactly.
-// Grid:      teams of RowThreads threads, one row each; blocks of BlockThreads threads, on grid.x.
+// Grid:      teams of RowThreads threads, one row each; blocks of BlockThreads threads, on grid.x; or a
+//            row to a cluster of ClusterBlocks blocks of RowThreads threads, with the bits of one block
+//            of as many.
 // Traffic:   x read once, y written once; weight and bias from cache, and the first pack by every
 //            thread of LayerNorm's rows of several warps.
 // Thread:    pack p of its row for p = rank, rank + RowThreads, ... (PacksPerThread of them).
-// Order:     a thread's packs in turn, then the team's reduction: a function of n_cols and the
-//            dtype of x, never of n_rows or alignment.
-// Result:    the thread of rank 0 of a team writes the row's mean and rstd.
+// Order:     a thread's packs in turn, or by halves where a warp has four of each thread, then the
+//            team's reduction: a function of n_cols and the dtype of x, never of n_rows or alignment.
+// Result:    the thread of rank 0 of a team, of its first block, writes the row's mean and rstd.
 // RareLast:  what rows far off or out of range need lies behind the end of all else: for few rows, as
 //            in decoding, where registers are to spare. The same bits.
 #include "affine.cuh"
@@ -45,21 +47,29 @@ __device__ __forceinline__ Statistics<Compute<X>> measure(TeamOf& team,
                                                           Compute<X> inv_n) {
   using T = Compute<X>;
   constexpr int kSums = !Centered ? 1 : Shifted ? 3 : 2;
-  T sums[kSums] = {};
+  T of_packs[PacksPerThread][kSums] = {};  // each by itself: a shorter chain of roundings
 #pragma unroll
   for (int p = 0; p < PacksPerThread; ++p) {
     const int first = team.template first_column<PacksPerThread, Length>(p);
     const int end = team.template end_of_row<PacksPerThread, Length>(p, n_cols);
-    T of_pack[kSums] = {};  // by itself: a shorter chain of roundings
 #pragma unroll
     for (int i = 0; i < Length; ++i) {
       T d = row[p].template get<T>(i);
       // Past the end x is 0, too: one shift for each access.
       if constexpr (Shifted) d -= inside<Vector>(first, i, end) ? shift : T(0);
-      add_deviation(of_pack, d);
+      add_deviation(of_packs[p], d);
     }
+  }
+  T sums[kSums] = {};
 #pragma unroll
-    for (int k = 0; k < kSums; ++k) sums[k] += of_pack[k];
+  for (int k = 0; k < kSums; ++k) {
+    if constexpr (TeamOf::kThreads <= 32 && PacksPerThread == 4) {
+      // As twice as many lanes of 2 packs each sum them, which short rows may have.
+      sums[k] = (of_packs[0][k] + of_packs[2][k]) + (of_packs[1][k] + of_packs[3][k]);
+    } else {
+#pragma unroll
+      for (int p = 0; p < PacksPerThread; ++p) sums[k] += of_packs[p][k];
+    }
   }
   team.template reduce<Sum>(sums);
   Statistics<T> statistics;
@@ -70,8 +80,9 @@ __device__ __forceinline__ Statistics<Compute<X>> measure(TeamOf& team,
 }
 
 template <typename X, typename Weight, typename Bias, typename Y, bool Centered, bool ZeroCentered,
-          bool StoreStatistics, bool Relu, bool RareLast, bool HoldWeight, int RowThreads,
-          int BlockThreads, int BlocksPerMultiprocessor, int PacksPerThread, bool Full, int Vector>
+          bool StoreStatistics, bool Relu, bool RareLast, bool HoldWeight, int ClusterBlocks,
+          int RowThreads, int BlockThreads, int BlocksPerMultiprocessor, int PacksPerThread,
+          bool Full, int Vector>
 __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_forward(
     const X* x, long long x_stride, const Weight* weight, const Bias* bias, Y* y,
     long long y_stride, Compute<X>* mean, Compute<X>* rstd, unsigned char* bitmask,
@@ -79,10 +90,10 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
     Compute<X> upper) {
   using T = Compute<X>;
   constexpr int kLength = 16 / static_cast<int>(sizeof(X));
-  Team<RowThreads, BlockThreads> team;
-  constexpr int kColumns = RowThreads * PacksPerThread * kLength;  // or fewer, unless Full
+  Team<RowThreads, BlockThreads, ClusterBlocks, true> team;
+  constexpr int kColumns = team.kThreads * PacksPerThread * kLength;  // or fewer, unless Full
   const int n_cols = Full ? kColumns : static_cast<int>(row_length);
-  const long long row = block_index() * team.kTeams + team.team;
+  const long long row = block_index() / ClusterBlocks * team.kTeams + team.team;
   // A team without a row does not leave: a warp's lanes reduce together. A block of one row has one.
   const bool active = team.kTeams == 1 || row < n_rows;
   const auto first_column = [&](int p) {
@@ -93,14 +104,14 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
   };
   // A thread's columns counted from its first: pack p is at p * kStep, and the row ends at n_left, or
   // for all but the last at what is beyond p * kStep as well.
-  constexpr int kStep = RowThreads * kLength;
+  constexpr int kStep = team.kThreads * kLength;
   const int n_left = Full ? n_cols : n_cols - first_column(0);
   const auto left_of_row = [&](int p) {
     return active ? team.template end_of_row<PacksPerThread, kLength>(p, n_left) : 0;
   };
   // A row of several warps is measured from a first mean, since a second round would have to wait
   // for all of them; others from 0, at no cost to rows around 0.
-  constexpr bool kGuesses = Centered && RowThreads > 32;
+  constexpr bool kGuesses = Centered && team.kThreads > 32;
   static_assert(!kGuesses || team.kTeams == 1,
                 "the block's row exists: its first pack may be read");
 
@@ -136,6 +147,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
   // 2. Mean and variance. A row whose first mean was far off is measured again from the mean found,
   // one out of range is brought into it, exactly, first; those that only share the warp with it get
   // the same bits again.
+  team.meet();
   Statistics<T> statistics;
   Scale<T> scale;
   T unit = 1;
@@ -202,7 +214,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
   // 3. Keep what backward needs.
   const auto store_statistics = [&] {
     if constexpr (StoreStatistics) {
-      if (active && team.rank == 0) {
+      if (active && team.rank == 0 && team.block == 0) {
         if constexpr (Centered) mean[row] = (statistics.shift + statistics.correction) * unit;
         rstd[row] = scale.rstd;
       }

@@ -5,7 +5,9 @@
 // ClusterBlocks blocks, which then have BlockThreads = RowThreads each. Reductions run in a fixed
 // order: a butterfly in each warp, then a butterfly over the warps' sums, which every warp repeats;
 // since addition commutes, every thread of the team ends with the same bits. The order depends on
-// RowThreads and ClusterBlocks alone.
+// RowThreads and ClusterBlocks alone. A block's team that is Split has its threads in ClusterBlocks
+// blocks instead, each with the packs that it had, and the bits that it gave; it waits for the others
+// to open their mailboxes by `meet`, before its first reduction.
 #pragma once
 
 #include "types.cuh"
@@ -23,11 +25,12 @@ struct Max {  // of values that are not negative and not NaN
   }
 };
 
-template <int RowThreads, int BlockThreads, int ClusterBlocks = 1>
+template <int RowThreads, int BlockThreads, int ClusterBlocks = 1, bool Split = false>
 struct Team {
   static_assert(BlockThreads % 32 == 0 && BlockThreads % RowThreads == 0, "teams fill the block");
   static_assert(RowThreads % 32 == 0 || 32 % RowThreads == 0, "a team is whole warps or a part");
   static constexpr int kTeams = BlockThreads / RowThreads;
+  static constexpr int kThreads = ClusterBlocks * RowThreads;  // of a team
   static constexpr int kWarps = RowThreads > 32 ? RowThreads / 32 : 1;
   static_assert(kWarps == 1 || kTeams <= 15, "each team of several warps has a named barrier");
   static_assert(ClusterBlocks == 1 || kTeams == 1, "a cluster is one team");
@@ -48,23 +51,32 @@ struct Team {
         open_mailbox(mailbox(0));
         open_mailbox(mailbox(1));
       }
-      cluster_barrier();
+      if constexpr (Split) {
+        arrive_at_cluster_barrier();
+      } else {
+        cluster_barrier();
+      }
     }
+  }
+  __device__ __forceinline__ void meet() const {
+    if constexpr (ClusterBlocks > 1 && Split) wait_at_cluster_barrier();
   }
 
   // The first column of a thread's pack p, of those that its block holds.
   template <int PacksPerThread, int Length>
   __device__ __forceinline__ int first_column(int p) const {
-    return ((block * PacksPerThread + p) * RowThreads + rank) * Length;
+    const int before = Split ? p * ClusterBlocks + block : block * PacksPerThread + p;
+    return (before * RowThreads + rank) * Length;
   }
 
-  // What a pack p is compared with to lie inside a row of n columns. In a team of one block, whose
-  // threads have no more packs than the row needs, n >= (PacksPerThread - 1) * RowThreads * Length, all
-  // but each thread's last lie inside: for those it is a constant, and the comparison folds away.
+  // What a pack p is compared with to lie inside a row of n columns. In a team of one block or
+  // Split, whose threads have no more packs than the row needs, n >= (PacksPerThread - 1) *
+  // kThreads * Length, all but each thread's last lie inside: for those it is a
+  // constant, and the comparison folds away.
   template <int PacksPerThread, int Length>
   static __device__ __forceinline__ int end_of_row(int p, int n) {
-    constexpr int kColumns = PacksPerThread * RowThreads * Length;
-    return ClusterBlocks == 1 && p + 1 < PacksPerThread ? kColumns : n;
+    constexpr int kColumns = PacksPerThread * kThreads * Length;
+    return (ClusterBlocks == 1 || Split) && p + 1 < PacksPerThread ? kColumns : n;
   }
 
   // Bytes at the start of dynamic shared memory that reductions of T use: whole lines of 128, since

@@ -435,7 +435,7 @@ def test_warmup_loads_the_kernels_of_few_rows_and_of_many(monkeypatch: pytest.Mo
     spec = ForwardSpec("layer_norm", "float32", "float32", None, "float32", False, False, False)
     many = forward_config(spec, 4096, 4, 90)
     assert isinstance(many, ResidentForward)
-    (few,) = few_rows_configs(spec, many, 90)
+    *_, few = few_rows_configs(spec, many, 90)  # not of clusters: 3 multiprocessors are too few
     assert loaded[:2] == [_jit.forward_instantiation(spec, config) for config in (few, many)]
     names = [kernel.expression.partition("<")[0] for kernel in loaded[4:]]
     alone, many = ["norm_backward_resident"], ["norm_backward", "reduce_partials"]

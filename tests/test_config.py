@@ -24,6 +24,7 @@ from cupynorm._config import (
     few_rows_backward_config,
     few_rows_configs,
     forward_config,
+    most_few_rows,
     pack_length,
     reduction_bytes,
     shared_limit,
@@ -146,16 +147,34 @@ def test_few_rows_differ_only_in_what_does_not_show(
         if not isinstance(config, ResidentForward):
             continue
         few_rows = few_rows_configs(spec, config, architecture)
-        at_once = [few.blocks_per_multiprocessor for few in few_rows]
-        assert at_once == sorted(set(at_once))
-        same = {
-            name: getattr(config, name)
-            for name in ("rare_last", "hold_weight", "blocks_per_multiprocessor")
-        }
+        most = [most_few_rows(few, n, 132) for few in few_rows]
+        assert most == sorted(set(most))
         assert not config.rare_last
+        assert config.cluster_blocks == 1
         for few in few_rows:
+            assert few.cluster_blocks * few.row_threads * few.packs_per_thread == (
+                config.row_threads * config.packs_per_thread
+            )
+            split = few.cluster_blocks > 1
+            short = few.packs_per_thread != config.packs_per_thread
+            hidden = ["rare_last", "hold_weight", "blocks_per_multiprocessor"]
+            if split or short:
+                hidden += ["row_threads", "block_threads"]
+            hidden += ["cluster_blocks"] * split + ["packs_per_thread"] * short
+            same = {name: getattr(config, name) for name in hidden}
             assert dataclasses.replace(few, **same) == config
             threads = few.blocks_per_multiprocessor * few.block_threads
+            if short:  # a warp sums 4 packs a thread as twice the lanes do 2
+                assert (config.packs_per_thread, few.packs_per_thread) == (4, 2)
+                assert few.row_threads <= 32
+                assert threads <= 768
+                continue
+            if split:
+                assert architecture >= 90
+                assert few.row_threads == few.block_threads
+                assert few.row_threads % 32 == 0
+                assert few.cluster_blocks * few.row_threads > 32
+                assert few.rare_last
             if few.rare_last:
                 assert spec.weight or spec.bias
                 assert few.hold_weight
@@ -208,8 +227,9 @@ def test_decoding_has_kernels_of_its_own() -> None:
         )
         config = forward_config(spec, n, 8, 90)
         assert isinstance(config, ResidentForward)
-        (few,) = few_rows_configs(spec, config, 90)
-        assert few.rare_last, n
+        few_rows = few_rows_configs(spec, config, 90)
+        assert [few.cluster_blocks for few in few_rows] == [4, 1][n in (4096, 5120, 10000) :], n
+        assert all(few.rare_last for few in few_rows), n
 
 
 @pytest.mark.parametrize(
@@ -219,8 +239,8 @@ def test_decoding_has_kernels_of_its_own() -> None:
         ("bfloat16", 8192, [2], []),
         ("bfloat16", 10240, [3], [6]),
         ("bfloat16", 12288, [2], [5]),
-        ("bfloat16", 16384, [2], [4]),
-        ("float32", 16384, [1], [2, 4]),
+        ("bfloat16", 16384, [8, 2], [4]),
+        ("float32", 16384, [4, 1], [2, 4]),
         (None, 16384, [], [2, 4]),
     ],
 )
@@ -761,7 +781,7 @@ def test_wide_rows_of_layer_norm_have_8_packs_a_thread(x: str, n: int) -> None:
         # beside float64.
         wide = dataclasses.replace(spec, weight=x, bias=x)
         few = few_rows_configs(wide, config, 90)
-        assert len(few) == (x == "float32" and vector == 4 and n == 8192)
+        assert len(few) == 2 * (x == "float32" and vector == 4 and n == 8192)
     assert isinstance(forward_config(spec, 2 * n, 1, 90), StagedForward)
 
 

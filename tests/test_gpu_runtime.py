@@ -129,7 +129,7 @@ def test_few_rows_have_the_bits_of_many(
     norm: Any, name: str, weight: str, zero_centered: bool, relu: tuple[float, float] | None
 ) -> None:
     had_their_own = []
-    for n in (1024, 2040, 4096, 12288):
+    for n in (504, 1024, 2040, 4096, 12288, 16384):
         operands = [to_cupy(make_values("normal", (n,), DTYPES[weight], seed)) for seed in (2, 3)]
         call = functools.partial(
             getattr(cupynorm, f"{norm}_forward"), zero_centered=zero_centered, relu=relu

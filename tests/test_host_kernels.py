@@ -132,6 +132,16 @@ def test_a_gpu_without_room_for_a_cluster(build: Build, norm: str, name: str) ->
     check_problem(gpu, case.problem())
 
 
+def test_a_gpu_without_room_for_the_cluster_of_few_rows() -> None:
+    case = next(case for case in FEW if case.name == "few_split")
+    with_clusters, without = (case.gpu(None, few_rows=True) for _ in range(2))
+    without.clusters_at_once = 0
+    for gpu, blocks in ((with_clusters, 4), (without, 1)):
+        check_problem(gpu, case.problem())
+        of_forward = [k.cluster_blocks for k in gpu.launched if k.file == "forward.cu"]
+        assert of_forward == [blocks] * 2
+
+
 @pytest.mark.parametrize("norm", NORMS)
 def test_a_gpu_whose_blocks_do_not_all_run_at_once(build: Build, norm: str) -> None:
     case = next(case for case in CASES if (case.name, case.norm) == ("cluster_tiles", norm))
@@ -180,7 +190,7 @@ def regimes(kernel: Instantiation) -> Iterator[str]:
             yield f"{name}, a row to a cluster"
         return
     # The last are the threads of a row and of a block, blocks a multiprocessor, packs a thread,
-    # Full and Vector; HoldWeight is before them, and RareLast before that.
+    # Full and Vector. Forward has before them RareLast, HoldWeight and ClusterBlocks.
     hold = 9 if name == "norm_forward" else 7
     team_threads, block_threads = int(values[-6]), int(values[-5])
     parts = {32: "one warp"}
@@ -195,6 +205,8 @@ def regimes(kernel: Instantiation) -> Iterator[str]:
     yield f"{name}, {'with' if values[hold] == 'true' else 'without'} the weight held"
     if name == "norm_forward" and values[8] == "true":
         yield f"{name}, what is rare last"
+    if kernel.cluster_blocks > 1:
+        yield f"{name}, a row to a cluster"
 
 
 def test_the_cases_reach_every_regime() -> None:
@@ -217,6 +229,7 @@ def test_the_cases_reach_every_regime() -> None:
         "norm_forward, with the weight held",
         "norm_forward, without the weight held",
         "norm_forward, what is rare last",
+        "norm_forward, a row to a cluster",
         "norm_forward_staged",
         "norm_forward_streaming",
         "norm_forward_streaming, a row to a cluster",

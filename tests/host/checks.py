@@ -137,7 +137,7 @@ class Case:
         return values.astype(dtype)
 
 
-def check_case(build: Build, case: Case, *, few_rows: bool = False) -> tuple[Any, Any]:
+def check_case(build: Build, case: Case, *, few_rows: bool = False) -> tuple[Any, ...]:
     gpu = case.gpu(build, few_rows=few_rows)
     return check_problem(gpu, case.problem(), in_place=case.in_place)
 
@@ -152,8 +152,11 @@ def kernels_of(cases: Iterable[Case], *, few_rows: bool = False) -> list[Instant
     return list(dict.fromkeys(kernels))
 
 
-def check_problem(gpu: Gpu, problem: Problem, *, in_place: bool = False) -> tuple[Any, Any]:
-    """Run inference, forward and backward, and check every field of each; return y and dx."""
+def check_problem(gpu: Gpu, problem: Problem, *, in_place: bool = False) -> tuple[Any, ...]:
+    """Run inference, forward and backward, and check every field of each.
+
+    Returns what follows from one row alone: y, the statistics and dx.
+    """
     x, dy, weight, bias = problem.x, problem.dy, problem.weight, problem.bias
     with gpu.fresh_memory():
         on_gpu = problem.on(gpu.cupy)
@@ -178,8 +181,9 @@ def check_problem(gpu: Gpu, problem: Problem, *, in_place: bool = False) -> tupl
             out = on_gpu["x"]
             infer = gpu.forward(*forward_arguments, **options, store_statistics=False, out=out)
         host, gradients = gpu.to_numpy(forward), gpu.to_numpy(backward)
+        of_rows = tuple(field for field in (*host[:3], gradients.dx) if field is not None)
         if gpu.build is None:
-            return host.y, gradients.dx
+            return of_rows
         testing.check_forward(problem.norm, gpu.to_numpy(infer), x, weight, bias, **options)
         testing.check_forward(problem.norm, host, x, weight, bias, **options)
         testing.check_backward(
@@ -194,7 +198,7 @@ def check_problem(gpu: Gpu, problem: Problem, *, in_place: bool = False) -> tupl
             bitmask=host.bitmask,
             **problem.options,
         )
-        return host.y, gradients.dx
+        return of_rows
 
 
 def check_far_rows(gpu: Gpu, n: int) -> None:
@@ -424,6 +428,24 @@ for _norm in NORMS:
         Case("few_extreme", _norm, 7, 1200, "float32", bias=None, regime="extreme"),
     ]
 FEW.append(Case("few_mean", "layer_norm", 7, 1024, "bfloat16", regime="mean_1e6"))
+# Of less than a warp, which have fewer packs a thread, and with a cluster for each.
+FEW += [
+    Case("few_short", "layer_norm", 37, 256, "bfloat16", regime="mixed_rows"),
+    Case("few_short_odd", "layer_norm", 21, 504, "bfloat16", "bfloat16", None, relu=RELUS[1]),
+    Case("few_short_mean", "layer_norm", 33, 248, "bfloat16", None, regime="mean_1e2", gap=8),
+]
+_SPLIT: dict[str, Any] = {"weight": "bfloat16", "bias": "bfloat16", "multiprocessors": 12}
+for _norm in NORMS:
+    FEW += [
+        Case("few_split", _norm, 3, 16384, "bfloat16", **_SPLIT),
+        Case("few_split_odd", _norm, 2, 16376, "bfloat16", gap=8, **_SPLIT),
+    ]
+FEW += [
+    Case("few_split_mean", "layer_norm", 2, 8192, "bfloat16", regime="off_guess", **_SPLIT),
+    Case("few_split_wild", "layer_norm", 3, 4092, "float32", regime="extreme", **_SPLIT),
+    Case("few_split_in_place", "layer_norm", 3, 8184, "float16", in_place=True, **_SPLIT),
+    Case("few_split_relu", "layer_norm", 3, 4096, "float32", relu=RELUS[1], **_SPLIT),
+]
 # More than hold the weight at once, of which all run at once all the same.
 FEW.append(Case("few_at_once", "rms_norm", 9, 10240, "bfloat16", bias=None, regime="extreme"))
 FEW += [dataclasses.replace(case, name=f"lone_{case.name}", m=1) for case in FEW[::2]]

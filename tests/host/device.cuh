@@ -105,6 +105,8 @@ __forceinline__ void store_past_l1(uint4* memory, uint4 value) { *memory = value
 
 __forceinline__ int block_in_cluster() { return host::block_in_cluster(); }
 __forceinline__ void cluster_barrier() { host::cluster_barrier(); }
+__forceinline__ void arrive_at_cluster_barrier() {}
+__forceinline__ void wait_at_cluster_barrier() { host::cluster_barrier(); }
 
 __forceinline__ int count_up(int* count) { return host::count_up(count); }
 __forceinline__ void report_arrival(unsigned* arrived) { host::report_arrival(arrived); }
