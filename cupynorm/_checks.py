@@ -19,6 +19,7 @@ __all__ = [
     "check_backward",
     "check_forward",
     "check_numbers",
+    "check_pair",
     "check_zero_centered",
     "to_dtype",
     "trailing_axes",
@@ -103,17 +104,22 @@ def check_numbers(compute: np.dtype[Any], eps: Any, relu: Any) -> tuple[float, f
         raise ValueError(f"eps must be 0 or a normal {compute} number, got {eps!r}")
     if relu is None:
         return None
+    check_pair(relu)
+    with np.errstate(over="ignore"):
+        lower, upper = (float(compute.type(_to_float(bound))) for bound in relu)
+    if not lower < upper:
+        raise ValueError(f"relu must be (lower, upper) with lower < upper as {compute}, got {relu}")
+    return lower, upper
+
+
+def check_pair(relu: Any) -> None:
+    """Check that bounds are two numbers."""
     if (
         not isinstance(relu, Sequence)
         or len(relu) != 2
         or not all(isinstance(b, numbers.Real) and not isinstance(b, bool) for b in relu)
     ):
         raise TypeError(f"relu must be a pair of real numbers (lower, upper) or None, got {relu!r}")
-    with np.errstate(over="ignore"):
-        lower, upper = (float(compute.type(_to_float(bound))) for bound in relu)
-    if not lower < upper:
-        raise ValueError(f"relu must be (lower, upper) with lower < upper as {compute}, got {relu}")
-    return lower, upper
 
 
 def _to_float(number: numbers.Real) -> float:

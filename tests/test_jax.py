@@ -324,6 +324,17 @@ def test_no_axis_is_added_silently(path: str) -> None:
         np.testing.assert_array_equal(one, other)
 
 
+def test_no_axis_is_added_silently_by_a_relu() -> None:
+    def slope(x: Any) -> Any:
+        return jax.grad(lambda v: jnp.sum(cupynorm.jax.layer_norm(v, relu=(-0.5, 0.5)) ** 2))(x)
+
+    x = values((3, 11))
+    with jax.numpy_rank_promotion("raise"):
+        found = slope(x), jax.vmap(slope)(x)
+    for one, other in zip(found, (slope(x), jax.vmap(slope)(x)), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 def test_keys_of_random_numbers_are_refused() -> None:
     with pytest.raises(TypeError, match=r"x.dtype must be float64.* got key<"):
         cupynorm.jax.rms_norm(jax.random.key(0))

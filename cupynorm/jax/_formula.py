@@ -177,7 +177,8 @@ def _pack(mask: Any, k: int) -> Any:
     width = bitmask_bytes(n)
     bits = mask.reshape(*kept, n).astype(jnp.uint8)
     bits = jnp.pad(bits, [(0, 0)] * len(kept) + [(0, 8 * width - n)])
-    places = bits.reshape(*kept, width, 8) << jax.lax.iota(jnp.uint8, 8)
+    bits = bits.reshape(*kept, width, 8)
+    places = bits << jax.lax.broadcasted_iota(jnp.uint8, bits.shape, bits.ndim - 1)
     return places.sum(-1, dtype=jnp.uint8)
 
 
@@ -185,5 +186,6 @@ def _unpack(bitmask: Any, shape: tuple[int, ...]) -> Any:
     """Return the mask, of a shape that begins with the bitmask's leading axes."""
     kept = bitmask.shape[:-1]
     n = math.prod(shape[len(kept) :])
-    bits = bitmask[..., None] >> jax.lax.iota(jnp.uint8, 8) & 1
+    places = jax.lax.broadcasted_iota(jnp.uint8, (*bitmask.shape, 8), bitmask.ndim)
+    bits = bitmask[..., None] >> places & 1
     return bits.reshape(*kept, -1)[..., :n].reshape(shape).astype(bool)

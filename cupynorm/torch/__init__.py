@@ -3,7 +3,7 @@
 The kernels of this package run on CUDA tensors, on torch's current stream and in memory of torch's
 allocator; tensors on the CPU are left to `cupynorm.reference`, exact and slow. Autograd, double
 backward, ``torch.func``, ``torch.compile(fullgraph=True)`` with dynamic shapes, ``torch.export``,
-``torch.fx``, activation checkpointing, autocast, CUDA graphs, DTensor, FSDP2, DDP and jagged nested
+``torch.fx``, activation checkpointing, autocast, CUDA graphs, DTensor, FSDP2, DDP and nested
 tensors are supported; forward mode is not, nor is ``torch.func.grad`` within ``torch.compile``.
 """
 

@@ -19,6 +19,13 @@ Axis = int | Sequence[int] | None
 _OPTIONAL = (torch.Tensor, type(None))
 _HALVES = (torch.float16, torch.bfloat16)
 
+# The norms of torch's that its autocast for CUDA has computed in float32, rms_norm from 2.13 on.
+_IN_FLOAT32 = frozenset(
+    norm
+    for norm in ("rms_norm", "layer_norm")
+    if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{norm}", "AutocastCUDA")
+)
+
 
 def rms_norm(
     x: torch.Tensor,
@@ -40,8 +47,7 @@ def rms_norm(
     ----------
     x : Tensor, shape (..., N)
         Of float64, float32, float16 or bfloat16. Rows may be any distance apart: leading axes that
-        collapse to one stride are read in place. A nested tensor of jagged layout, too, whose
-        ragged axis is kept.
+        collapse to one stride are read in place. A nested tensor, too, whose ragged axis is kept.
     weight, bias : Tensor, optional
         Of the shape of x's normalized axes, on its device, and of any of the four dtypes.
     eps : float, optional
@@ -56,8 +62,8 @@ def rms_norm(
         Clamp y to [lower, upper] before it is rounded. The gradient is 0 unless lower < y < upper,
         of which one bit an element is kept for the backward pass.
     out_dtype : torch.dtype, optional
-        y's dtype; by default x's. Under autocast for CUDA layer_norm's is float32 where x is
-        float16 or bfloat16, as of torch's own; rms_norm, as torch's own, keeps x's.
+        y's dtype; by default x's. Under autocast for CUDA it is float32 where x is float16 or
+        bfloat16 and torch's own norm gives that: layer_norm, and from torch 2.13 on rms_norm.
 
     Returns
     -------
@@ -204,22 +210,28 @@ def _norm(
         _checks.check_zero_centered(zero_centered, has_weight=weight is not None)
     if relu is not None:
         relu = _pair(relu)
-    # Autocast has torch's layer_norm, not its rms_norm, computed in float32.
     if (
         out_dtype is None
-        and norm == "layer_norm"
+        and norm in _IN_FLOAT32
         and torch.is_autocast_enabled("cuda")
         and x.is_cuda
         and x.dtype in _HALVES
     ):
         out_dtype = torch.float32
-    if type(x) is not torch.Tensor and x.layout is torch.jagged:
-        return _of_jagged(x, weight, bias, k, norm, eps, zero_centered, relu, out_dtype)
+    if x.is_nested:
+        return _of_nested(x, weight, bias, k, norm, eps, zero_centered, relu, out_dtype)
     return _operations.normalize(x, weight, bias, k, norm, eps, zero_centered, relu, out_dtype)
 
 
-def _of_jagged(x: Any, weight: Any, bias: Any, k: int, *options: Any) -> Any:
-    """Return a nested tensor of the same lengths."""
+def _of_nested(x: Any, weight: Any, bias: Any, k: int, *options: Any) -> Any:
+    """Return a nested tensor of the same lengths and layout."""
+    if x.layout is torch.strided:
+        parts = x.unbind()
+        if k > x.ndim - 1:
+            raise NotImplementedError(f"axis must not name axis 0 of a nested x; got the last {k}")
+        return torch.nested.as_nested_tensor(
+            [_operations.normalize(part, weight, bias, k, *options) for part in parts]
+        )
     ragged = x._ragged_idx
     if ragged >= x.ndim - k:
         raise NotImplementedError(
@@ -262,5 +274,6 @@ def _without_leading(name: str, tensor: Any, k: int) -> Any:
 
 
 def _pair(relu: Any) -> Any:
-    # A tuple, by which calls are remembered; what does not make one is refused later.
-    return tuple(relu) if isinstance(relu, Sequence) else relu
+    # A tuple, by which calls are remembered. An operation would make floats of what is none.
+    _checks.check_pair(relu)
+    return tuple(relu)

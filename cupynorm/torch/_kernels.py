@@ -177,7 +177,11 @@ def forward(
         # False equals 0, and is refused; -0.0 equals 0.0, and is another bound.
         relu if relu is None else repr(relu),
     )
-    call = _forwards.get(key)
+    try:
+        call = _forwards.get(key)
+    except TypeError:  # an option that cannot be remembered is none that is taken
+        _resolve_forward(x, weight, bias, *options)
+        raise
     if call is None:
         call = _remember(_forwards, key, _resolve_forward(x, weight, bias, *options))
     if not call.has_kernels:

@@ -34,10 +34,11 @@ class _Norm(torch.nn.Module):
     relu: Relu = None
 
     def _extend(self, zero_centered: bool, relu: Relu) -> None:
-        if zero_centered and not self.elementwise_affine:
-            raise ValueError("zero_centered must be False without elementwise_affine, got True")
         check_zero_centered(zero_centered, has_weight=self.elementwise_affine)
-        check_numbers(np.dtype(np.float64), 0.0 if self.eps is None else self.eps, relu)
+        by_dtype = self.eps is None and isinstance(self, torch.nn.RMSNorm)
+        check_numbers(np.dtype(np.float64), 0.0 if by_dtype else self.eps, relu)
+        if not by_dtype:
+            self.eps = float(self.eps)  # of NumPy's numbers torch.compile makes tensors
         self.zero_centered = zero_centered
         self.relu = relu
         self.reset_parameters()

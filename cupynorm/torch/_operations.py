@@ -172,7 +172,7 @@ def norm_backward(
         or _tracing_state() is not None
     ):
         run = _backward_operation
-    elif torch.is_grad_enabled():
+    elif torch.is_grad_enabled() or forward_ad._current_level >= 0:  # as in norm_forward
         run = _apply_backward
     else:
         return _kernels.backward(
