@@ -462,8 +462,11 @@ def _is_split(spec: ForwardSpec, config: ResidentForward) -> bool:
     A block waits for its instructions and loads, of which each of a cluster has its share:
     LayerNorm takes 5.22 us, not 6.14, for 8 rows of 16384, 4.90, not 5.22, for 8 of 8192, RMSNorm
     5.06, not 5.22, for 8 of 16384. Clusters of 2 and of 8 gain less. In shorter rows they wait for
-    each other as long: 4.94 us, not 4.91, for 8 of 4096 (bfloat16, H200).
+    each other as long: 4.94 us, not 4.91, for 8 of 4096 (bfloat16, H200). Sums of float64 keep the
+    sign of one of two NaNs, and which the compiler decides for each kernel: those would differ.
     """
+    if spec.x == "float64":
+        return False
     least_packs = 1024 if spec.norm == "layer_norm" else 2048
     long = config.row_threads * config.packs_per_thread >= least_packs
     return long and config.row_threads % (32 * SPLIT_BLOCKS) == 0
