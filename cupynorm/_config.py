@@ -4,8 +4,8 @@ Pure functions of the spec, the row length N, the GPU's architecture and `vector
 moved by one access. What the bits of a row depend on (row_threads or, of staged rows,
 block_threads, packs_per_thread, cluster_blocks; strips and their strip_threads) follows from the
 spec, N and the architecture alone, and from whether the GPU has room for clusters, or for strips
-all at once; vector, and the kernels of few rows, decide only what does not show in y, the
-statistics and dx.
+all at once; vector decides only what does not show in y, the statistics and dx. Few rows may be
+laid out otherwise, by kernels that give the same bits.
 
 A pack is 16 bytes of x. Registers and shared memory bound what a block may hold:
 tests/test_compile.py compiles those of some row lengths for every supported architecture and fails
@@ -36,7 +36,6 @@ __all__ = [
     "few_rows_backward_config",
     "few_rows_configs",
     "forward_config",
-    "most_few_rows",
     "pack_length",
     "reduction_bytes",
     "resident_backward_bytes",
@@ -75,12 +74,12 @@ LEAST_FILLED = 12  # packs: shorter rows, by fewer than 4 threads, were not meas
 
 @dataclass(frozen=True)
 class ResidentForward:
-    """Rows held in registers, read once, by teams of `row_threads` threads.
+    """Rows held in registers, read once, each by `row_threads` threads of `cluster_blocks` blocks.
 
-    `cluster_blocks`: that many blocks have a row, with the bits that one of as many threads gives
-    it, for few rows. `rare_last`: what is rare comes last in the code, for few rows. `hold_weight`:
-    weight and bias are asked for with the row, not after it is measured. `full`: the row fills the
-    team's packs exactly.
+    In several blocks they give the bits of one block with all these threads, for few rows.
+    `rare_last`: what is rare comes last in the code, for few rows. `hold_weight`: weight and bias
+    are asked for with the row, not after it is measured. `full`: the row fills its threads' packs
+    exactly.
     """
 
     row_threads: int
@@ -360,9 +359,9 @@ def forward_config(
 
 
 def few_rows_configs(
-    spec: ForwardSpec, config: ResidentForward, architecture: int
-) -> tuple[ResidentForward, ...]:
-    """Return the configurations of few rows, those for the fewest first: see `most_few_rows`.
+    spec: ForwardSpec, config: ResidentForward, n: int, architecture: int, multiprocessors: int
+) -> tuple[tuple[int, ResidentForward], ...]:
+    """Return the configurations of few rows, the most that each is for before it, in that order.
 
     They have the bits of `config`. Where all run at once, rows of a warp or several hold weight and
     bias, for registers are to spare: LayerNorm with both in bfloat16 takes 5.57 us, not 6.72, for
@@ -375,7 +374,7 @@ def few_rows_configs(
     if config.vector < pack_length(spec.x) or _is_wide(spec):
         return ()
     if config.row_threads < 32:
-        return _short_rows_configs(spec, config)
+        return _short_rows_configs(spec, config, n)
     configs = []
     affine = _affine_registers(spec, config.packs_per_thread)
     most_held, threads = 64, 512
@@ -395,16 +394,7 @@ def few_rows_configs(
             config, rare_last=True, hold_weight=True, blocks_per_multiprocessor=blocks
         )
         if architecture >= FIRST_WITH_CLUSTERS and _is_split(spec, config):
-            each = config.row_threads // SPLIT_BLOCKS
-            configs.append(
-                dataclasses.replace(
-                    held,
-                    row_threads=each,
-                    block_threads=each,
-                    blocks_per_multiprocessor=blocks * SPLIT_BLOCKS,
-                    cluster_blocks=SPLIT_BLOCKS,
-                )
-            )
+            configs.append(_split(held))
         configs.append(held)
     plain = config.full and not (spec.bias or spec.relu or spec.zero_centered)
     plain = plain and ITEMSIZE[spec.x] == ITEMSIZE[spec.y] == 2
@@ -416,60 +406,67 @@ def few_rows_configs(
         configs.append(
             dataclasses.replace(config, hold_weight=False, blocks_per_multiprocessor=blocks)
         )
-    return tuple(configs)
+    return tuple((_most_at_once(few, multiprocessors), few) for few in configs)
 
 
-def most_few_rows(config: ResidentForward, n: int, multiprocessors: int) -> int:
-    """Return how many rows a configuration of few rows is for: as a rule, those that run at once.
+def _most_at_once(few: ResidentForward, multiprocessors: int) -> int:
+    """Return how many rows run at once; in clusters, whose blocks have a multiprocessor each.
 
-    In clusters, as many as have multiprocessors of their own: 64 rows of 8192 take 5.79 us, as one
-    block each 5.62 (bfloat16, H200).
+    64 rows of 8192 in clusters take 5.79 us, as one block each 5.62 (bfloat16, H200).
     """
-    if config.cluster_blocks > 1:
-        return multiprocessors // config.cluster_blocks
-    if not config.rare_last and config.row_threads <= 32:
-        return MOST_SHORT_ELEMENTS // n
-    return config.rows_per_block * config.blocks_per_multiprocessor * multiprocessors
+    if few.cluster_blocks > 1:
+        return multiprocessors // few.cluster_blocks
+    return few.rows_per_block * few.blocks_per_multiprocessor * multiprocessors
 
 
-def _short_rows_configs(spec: ForwardSpec, config: ResidentForward) -> tuple[ResidentForward, ...]:
-    """Return the configurations of few rows of less than a warp.
+def _short_rows_configs(
+    spec: ForwardSpec, config: ResidentForward, n: int
+) -> tuple[tuple[int, ResidentForward], ...]:
+    """Return what `few_rows_configs` does, for rows of less than a warp.
 
     LayerNorm's of 4 packs a thread have twice the threads, whose registers then hold weight and
-    bias: 14.1 us, not 14.9, at 32768x256, 6.9, not 7.5, at 8192x256, 14.2, not 15.0, at 16384x512,
+    bias: 13.9 us, not 15.0, at 32768x256, 7.2, not 7.5, at 8192x256, 14.0, not 15.1, at 16384x512,
     but 22.7, not 21.8, at 65536x256 and 23.2, not 21.7, at 32768x512. Rows of 2 packs a thread lose
     by it: RMSNorm takes 14.4 us, not 12.8, at 32768x256 (bfloat16, float32 weight and bias, H200).
     """
-    if config.packs_per_thread != 4:
+    if spec.norm != "layer_norm" or config.packs_per_thread != 4:
         return ()
-    row_threads = 2 * config.row_threads
-    block_threads = max(row_threads, 64)
-    return (
-        dataclasses.replace(
-            config,
-            row_threads=row_threads,
-            block_threads=block_threads,
-            blocks_per_multiprocessor=768 // block_threads,
-            packs_per_thread=2,
-            hold_weight=bool(spec.weight or spec.bias),
-        ),
+    few = dataclasses.replace(
+        config,
+        row_threads=2 * config.row_threads,
+        blocks_per_multiprocessor=768 // config.block_threads,
+        packs_per_thread=2,
+        hold_weight=bool(spec.weight or spec.bias),
     )
+    return ((MOST_SHORT_ELEMENTS // n, few),)
 
 
 def _is_split(spec: ForwardSpec, config: ResidentForward) -> bool:
-    """Return whether few rows are those of a cluster, with multiprocessors to spare.
+    """Return whether few rows are those of a cluster, of blocks of two warps or more.
 
     A block waits for its instructions and loads, of which each of a cluster has its share:
-    LayerNorm takes 5.22 us, not 6.14, for 8 rows of 16384, 4.90, not 5.22, for 8 of 8192, RMSNorm
-    5.06, not 5.22, for 8 of 16384. Clusters of 2 and of 8 gain less. In shorter rows they wait for
-    each other as long: 4.94 us, not 4.91, for 8 of 4096 (bfloat16, H200). Sums of float64 keep the
-    sign of one of two NaNs, and which the compiler decides for each kernel: those would differ.
+    LayerNorm takes 5.3 us, not 6.2, for 8 rows of 16384, 5.2, not 5.4, for 8 of 8192, RMSNorm 5.3,
+    not 5.6, for 8 of 16384. Clusters of 2 and of 8 gain less. In shorter rows they wait for each
+    other as long: 4.94 us, not 4.91, for 8 of 4096 (bfloat16, H200). Sums of float64 keep the sign
+    of one of two NaNs, and which the compiler decides for each kernel: those would differ.
     """
-    if spec.x == "float64":
+    if spec.x == "float64" or config.row_threads < 64 * SPLIT_BLOCKS:
         return False
-    least_packs = 1024 if spec.norm == "layer_norm" else 2048
-    long = config.row_threads * config.packs_per_thread >= least_packs
+    least_slots = 1024 if spec.norm == "layer_norm" else 2048  # packs, those past the end too
+    long = config.row_threads * config.packs_per_thread >= least_slots
     return long and config.row_threads % (32 * SPLIT_BLOCKS) == 0
+
+
+def _split(config: ResidentForward) -> ResidentForward:
+    """Return the configuration of a row whose warps are those of a cluster."""
+    threads = config.row_threads // SPLIT_BLOCKS
+    return dataclasses.replace(
+        config,
+        row_threads=threads,
+        block_threads=threads,
+        blocks_per_multiprocessor=config.blocks_per_multiprocessor * SPLIT_BLOCKS,
+        cluster_blocks=SPLIT_BLOCKS,
+    )
 
 
 def _is_wide(spec: ForwardSpec) -> bool:

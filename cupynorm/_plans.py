@@ -27,7 +27,6 @@ from cupynorm._config import (
     few_rows_backward_config,
     few_rows_configs,
     forward_config,
-    most_few_rows,
     pack_length,
     strips_counts_bytes,
     strips_exchange_bytes,
@@ -148,11 +147,7 @@ def few_rows(
     config = forward_config(spec, n, vector, capability)
     if not isinstance(config, ResidentForward):
         return ()
-    tiers = (
-        (most_few_rows(few, n, multiprocessors(device)), few)
-        for few in few_rows_configs(spec, config, capability)
-    )
-    return tuple(tier for tier in tiers if tier[0] > 0)
+    return few_rows_configs(spec, config, n, capability, multiprocessors(device))
 
 
 @cache

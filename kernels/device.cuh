@@ -96,7 +96,8 @@ __device__ __forceinline__ void cluster_barrier() {
 #endif
 }
 
-// The same in two halves, for mailboxes that a thread has opened before the first, and nothing else.
+// In two halves. The first is relaxed: after the second, mailboxes opened before the first are seen to
+// be open, and nothing else is.
 __device__ __forceinline__ void arrive_at_cluster_barrier() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");

@@ -7,12 +7,12 @@
 // Layout:    x and y are n_rows rows of n_cols elements, rows x_stride and y_stride elements apart;
 //            weight and bias are one row; mean and rstd one value a row; bitmask (n_cols + 7) / 8
 //            bytes a row. y may be x. Full: the row's columns fill the team's packs exactly.
-// Grid:      teams of RowThreads threads, one row each; blocks of BlockThreads threads, on grid.x; or a
-//            row to a cluster of ClusterBlocks blocks of RowThreads threads, with the bits of one block
-//            of as many.
+// Grid:      teams of RowThreads threads, one row each; blocks of BlockThreads threads, on grid.x; or
+//            a row to a cluster of ClusterBlocks blocks of RowThreads threads, with the bits of one
+//            block of all these threads.
 // Traffic:   x read once, y written once; weight and bias from cache, and the first pack by every
 //            thread of LayerNorm's rows of several warps.
-// Thread:    pack p of its row for p = rank, rank + RowThreads, ... (PacksPerThread of them).
+// Thread:    packs rank, rank + threads of the team, ... of its row (PacksPerThread of them).
 // Order:     a thread's packs in turn, or by halves where a warp has four of each thread, then the
 //            team's reduction: a function of n_cols and the dtype of x, never of n_rows or alignment.
 // Result:    the thread of rank 0 of a team, of its first block, writes the row's mean and rstd.
@@ -25,7 +25,7 @@
 
 // Has the L2 fetch a row of weight or bias, by the first threads of the grid, a line of 128 bytes each.
 // What is not held is asked for only when a row has been measured, and the first blocks would then all
-// wait for memory: LayerNorm takes 15.3 us, not 16.1, at 32768x256, 16.3, not 17.2, at 2048x4096; but
+// wait for memory: LayerNorm takes 37.0 us, not 37.7, at 131072x256, 16.3, not 17.2, at 2048x4096; but
 // 21.5 where each of the first 1056 blocks asks for all lines (bfloat16, H200).
 template <int BlockThreads, typename T>
 __device__ __forceinline__ void prefetch_row(const T* row, int n_cols) {
@@ -64,7 +64,7 @@ __device__ __forceinline__ Statistics<Compute<X>> measure(TeamOf& team,
 #pragma unroll
   for (int k = 0; k < kSums; ++k) {
     if constexpr (TeamOf::kThreads <= 32 && PacksPerThread == 4) {
-      // As twice as many lanes of 2 packs each sum them, which short rows may have.
+      // As twice as many lanes sum them by 2, which rows of less than a warp may have.
       sums[k] = (of_packs[0][k] + of_packs[2][k]) + (of_packs[1][k] + of_packs[3][k]);
     } else {
 #pragma unroll

@@ -5,9 +5,8 @@
 // ClusterBlocks blocks, which then have BlockThreads = RowThreads each. Reductions run in a fixed
 // order: a butterfly in each warp, then a butterfly over the warps' sums, which every warp repeats;
 // since addition commutes, every thread of the team ends with the same bits. The order depends on
-// RowThreads and ClusterBlocks alone. A block's team that is Split has its threads in ClusterBlocks
-// blocks instead, each with the packs that it had, and the bits that it gave; it waits for the others
-// to open their mailboxes by `meet`, before its first reduction.
+// RowThreads and ClusterBlocks alone; but the threads of a cluster that is Split are those of one block
+// of as many, with its packs and its bits.
 #pragma once
 
 #include "types.cuh"
@@ -58,6 +57,7 @@ struct Team {
       }
     }
   }
+  // Of a cluster that is Split, before the first reduction: all mailboxes are open.
   __device__ __forceinline__ void meet() const {
     if constexpr (ClusterBlocks > 1 && Split) wait_at_cluster_barrier();
   }
@@ -69,10 +69,9 @@ struct Team {
     return (before * RowThreads + rank) * Length;
   }
 
-  // What a pack p is compared with to lie inside a row of n columns. In a team of one block or
-  // Split, whose threads have no more packs than the row needs, n >= (PacksPerThread - 1) *
-  // kThreads * Length, all but each thread's last lie inside: for those it is a
-  // constant, and the comparison folds away.
+  // What a pack p is compared with to lie inside a row of n columns. In a team of one block, or Split,
+  // whose threads have no more packs than the row needs, n >= (PacksPerThread - 1) * kThreads * Length,
+  // all but each thread's last lie inside: for those it is a constant, and the comparison folds away.
   template <int PacksPerThread, int Length>
   static __device__ __forceinline__ int end_of_row(int p, int n) {
     constexpr int kColumns = PacksPerThread * kThreads * Length;

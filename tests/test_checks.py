@@ -427,7 +427,7 @@ def test_warmup_loads_the_kernels_of_few_rows_and_of_many(monkeypatch: pytest.Mo
     loaded = []
     monkeypatch.setattr(_ahead, "_device_problem", lambda: None)
     monkeypatch.setattr(cupy.cuda, "Device", lambda: SimpleNamespace(id=-2))
-    monkeypatch.setattr(_plans, "multiprocessors", lambda device: 3)
+    monkeypatch.setattr(_plans, "multiprocessors", lambda device: 12)
     monkeypatch.setattr(_plans, "architecture", lambda device: 90)
     kernel = SimpleNamespace(clusters_at_once=lambda: 1)
     monkeypatch.setattr(_jit, "load", lambda wanted, device: loaded.append(wanted) or kernel)
@@ -435,9 +435,9 @@ def test_warmup_loads_the_kernels_of_few_rows_and_of_many(monkeypatch: pytest.Mo
     spec = ForwardSpec("layer_norm", "float32", "float32", None, "float32", False, False, False)
     many = forward_config(spec, 4096, 4, 90)
     assert isinstance(many, ResidentForward)
-    *_, few = few_rows_configs(spec, many, 90)  # not of clusters: 3 multiprocessors are too few
-    assert loaded[:2] == [_jit.forward_instantiation(spec, config) for config in (few, many)]
-    names = [kernel.expression.partition("<")[0] for kernel in loaded[4:]]
+    few = [config for _, config in few_rows_configs(spec, many, 4096, 90, 12)]
+    assert loaded[:3] == [_jit.forward_instantiation(spec, config) for config in (*few, many)]
+    names = [kernel.expression.partition("<")[0] for kernel in loaded[6:]]
     alone, many = ["norm_backward_resident"], ["norm_backward", "reduce_partials"]
     few_and_columns = [*alone, "norm_backward_resident_columns"]
     few_and_sums = [*alone, "reduce_partials"]  # for a dx given

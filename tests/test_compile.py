@@ -193,7 +193,7 @@ def forward_instantiations(
     config = forward_config(spec, n, vector, architecture)
     yield forward_instantiation(spec, config)
     if isinstance(config, ResidentForward):
-        for few in few_rows_configs(spec, config, architecture):
+        for _, few in few_rows_configs(spec, config, n, architecture, multiprocessors=132):
             yield forward_instantiation(spec, few)
 
 

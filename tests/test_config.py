@@ -24,7 +24,6 @@ from cupynorm._config import (
     few_rows_backward_config,
     few_rows_configs,
     forward_config,
-    most_few_rows,
     pack_length,
     reduction_bytes,
     shared_limit,
@@ -146,36 +145,37 @@ def test_few_rows_differ_only_in_what_does_not_show(
         config = forward_config(spec, n, vector, architecture)
         if not isinstance(config, ResidentForward):
             continue
-        few_rows = few_rows_configs(spec, config, architecture)
-        most = [most_few_rows(few, n, 132) for few in few_rows]
+        few_rows = few_rows_configs(spec, config, n, architecture, 132)
+        most = [rows for rows, _ in few_rows]
         assert most == sorted(set(most))
         assert not config.rare_last
         assert config.cluster_blocks == 1
-        for few in few_rows:
+        for rows, few in few_rows:
             assert few.cluster_blocks * few.row_threads * few.packs_per_thread == (
                 config.row_threads * config.packs_per_thread
             )
             split = few.cluster_blocks > 1
             short = few.packs_per_thread != config.packs_per_thread
             hidden = ["rare_last", "hold_weight", "blocks_per_multiprocessor"]
-            if split or short:
-                hidden += ["row_threads", "block_threads"]
-            hidden += ["cluster_blocks"] * split + ["packs_per_thread"] * short
+            hidden += ["row_threads"] * (split or short) + ["packs_per_thread"] * short
+            hidden += ["block_threads", "cluster_blocks"] * split
             same = {name: getattr(config, name) for name in hidden}
             assert dataclasses.replace(few, **same) == config
             threads = few.blocks_per_multiprocessor * few.block_threads
             if short:  # a warp sums 4 packs a thread as twice the lanes do 2
                 assert (config.packs_per_thread, few.packs_per_thread) == (4, 2)
+                assert (spec.norm, spec.x) == ("layer_norm", "bfloat16")
                 assert few.row_threads <= 32
                 assert threads <= 768
+                assert rows * n <= 2**23 < (rows + 1) * n
                 continue
             if split:
                 assert architecture >= 90
                 assert spec.x != "float64"
-                assert few.row_threads == few.block_threads
+                assert few.row_threads == few.block_threads >= 64
                 assert few.row_threads % 32 == 0
-                assert few.cluster_blocks * few.row_threads > 32
                 assert few.rare_last
+                assert rows * few.cluster_blocks == 132  # multiprocessors
             if few.rare_last:
                 assert spec.weight or spec.bias
                 assert few.hold_weight
@@ -228,9 +228,10 @@ def test_decoding_has_kernels_of_its_own() -> None:
         )
         config = forward_config(spec, n, 8, 90)
         assert isinstance(config, ResidentForward)
-        few_rows = few_rows_configs(spec, config, 90)
-        assert [few.cluster_blocks for few in few_rows] == [4, 1][n in (4096, 5120, 10000) :], n
-        assert all(few.rare_last for few in few_rows), n
+        few_rows = few_rows_configs(spec, config, n, 90, 132)
+        blocks = [4, 1] if n in (8192, 16384, 24576) else [1]
+        assert [few.cluster_blocks for _, few in few_rows] == blocks, n
+        assert all(few.rare_last for _, few in few_rows), n
 
 
 @pytest.mark.parametrize(
@@ -251,33 +252,43 @@ def test_few_rows_of_rms_norm_hold_the_weight_or_more_of_the_longest_run_at_once
     spec = ForwardSpec("rms_norm", "bfloat16", weight, None, "bfloat16", False, False, False)
     config = forward_config(spec, n, 8, 90)
     assert isinstance(config, ResidentForward)
-    few_rows = few_rows_configs(spec, config, 90)
+    few_rows = [few for _, few in few_rows_configs(spec, config, n, 90, 132)]
     assert [few.blocks_per_multiprocessor for few in few_rows] == held + blocks
     assert [few.rare_last for few in few_rows] == [True] * len(held) + [False] * len(blocks)
     assert (config in few_rows) == (len(blocks) == 2)
     # As on GPUs without clusters, where nobody has measured it.
     before = forward_config(spec, n, 8, 80)
     assert isinstance(before, ResidentForward)
-    assert all(few.rare_last for few in few_rows_configs(spec, before, 80))
+    assert all(few.rare_last for _, few in few_rows_configs(spec, before, n, 80, 132))
 
 
 def test_a_plan_loads_only_the_kernel_of_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Loaded(Instantiation):
+        def clusters_at_once(self) -> int:
+            return 3
+
     loaded: list[Instantiation] = []
 
     def load(kernel: Instantiation, device: int) -> Instantiation:
-        loaded.append(kernel)
-        return kernel
+        loaded.append(Loaded(**vars(kernel)))
+        return loaded[-1]
 
     monkeypatch.setattr(_jit, "load", load)
-    monkeypatch.setattr(_plans, "multiprocessors", lambda device: 3)
+    monkeypatch.setattr(_plans, "multiprocessors", lambda device: 12)
     monkeypatch.setattr(_plans, "architecture", lambda device: 90)
     device = -1  # whose plans nobody else makes
     spec = ForwardSpec("layer_norm", "float32", "float32", None, "float32", False, False, False)
-    ((most, config),) = _plans.few_rows(spec, 4096, 4, device)
-    assert most == 3 * config.blocks_per_multiprocessor
-    for m in (most, 1):
+    (fewest, split), (most, config) = _plans.few_rows(spec, 4096, 4, device)
+    assert (fewest, most) == (12 // split.cluster_blocks, 12 * config.blocks_per_multiprocessor)
+    for m in (fewest, 1):
+        fewer = _plans.forward_plan(spec, m, 4096, 4, device)
+        assert loaded == [fewer.kernel]
+        assert fewer.blocks(m) == 4 * m
+    loaded.clear()
+    for m in (most, fewest + 1):
         few = _plans.forward_plan(spec, m, 4096, 4, device)
         assert loaded == [few.kernel]
+        assert few.blocks(m) == m
     for m in (most + 1, 10**9):
         many = _plans.forward_plan(spec, m, 4096, 4, device)
         assert loaded == [few.kernel, many.kernel]
@@ -289,16 +300,17 @@ def test_a_plan_loads_only_the_kernel_of_its_rows(monkeypatch: pytest.MonkeyPatc
     loaded.clear()
     spec = ForwardSpec("rms_norm", "bfloat16", "float32", None, "bfloat16", False, False, False)
     tiers = [most for most, _ in _plans.few_rows(spec, 16384, 8, device)]
-    assert tiers == [3 * blocks for blocks in (1, 2, 4)]
+    assert tiers == [3, *(12 * blocks for blocks in (1, 2, 4))]
     kernels = [
         _plans.forward_plan(spec, m, 16384, 8, device).kernel
         for m in (1, *itertools.chain.from_iterable((most, most + 1) for most in tiers))
     ]
-    held, many, at_once = dict.fromkeys(kernels)
-    assert kernels == [held, held, many, many, at_once, at_once, many]
-    assert list(dict.fromkeys(loaded)) == [held, many, at_once]
+    split, held, many, at_once = dict.fromkeys(kernels)
+    assert kernels == [split, split, held, held, many, many, at_once, at_once, many]
+    assert list(dict.fromkeys(loaded)) == [split, held, many, at_once]
 
     loaded.clear()
+    monkeypatch.setattr(_plans, "multiprocessors", lambda device: 3)
     of_dy = BackwardSpec("layer_norm", "float32", "float32", "float32", "float32", False, False)
     alone, two, most, more = (
         _plans.backward_plan(of_dy, m, 4096, 4, device) for m in (1, 2, 256, 257)
@@ -781,7 +793,7 @@ def test_wide_rows_of_layer_norm_have_8_packs_a_thread(x: str, n: int) -> None:
         # They do not hold 64 registers of weight and bias beside those packs and a row's end, nor
         # beside float64.
         wide = dataclasses.replace(spec, weight=x, bias=x)
-        few = few_rows_configs(wide, config, 90)
+        few = few_rows_configs(wide, config, n, 90, 132)
         assert len(few) == 2 * (x == "float32" and vector == 4 and n == 8192)
     assert isinstance(forward_config(spec, 2 * n, 1, 90), StagedForward)
 

@@ -20,7 +20,12 @@ from strategies import DTYPES, make_values
 
 import cupynorm
 from cupynorm import _driver, _jit, testing
-from cupynorm._config import MOST_ROWS_BESIDE_COLUMNS, forward_config, pack_length
+from cupynorm._config import (
+    FIRST_WITH_CLUSTERS,
+    MOST_ROWS_BESIDE_COLUMNS,
+    forward_config,
+    pack_length,
+)
 from cupynorm._plans import (
     LEAST_COUNTED,
     architecture,
@@ -128,7 +133,7 @@ def test_inference_and_training_give_the_same_y() -> None:
 def test_few_rows_have_the_bits_of_many(
     norm: Any, name: str, weight: str, zero_centered: bool, relu: tuple[float, float] | None
 ) -> None:
-    had_their_own = []
+    had_their_own, in_clusters = [], []
     for n in (504, 1024, 2040, 4096, 12288, 16384):
         operands = [to_cupy(make_values("normal", (n,), DTYPES[weight], seed)) for seed in (2, 3)]
         call = functools.partial(
@@ -144,6 +149,8 @@ def test_few_rows_have_the_bits_of_many(
         one, *plans = (forward_plan(spec, m, n, vector, 0) for m in sizes)
         assert one is plans[0]
         assert all(a.kernel is not b.kernel for a, b in itertools.pairwise(plans))
+        if one.cluster_blocks > 1:
+            in_clusters.append(n)
         for regime in ("normal", "mean_1e2", "mixed_rows", "extreme", "nonfinite"):
             rows = to_cupy(make_values(regime, (sizes[-1], n), DTYPES[name], 1))
             many = call(rows, *operands)
@@ -153,6 +160,11 @@ def test_few_rows_have_the_bits_of_many(
                     if of_few is not None:
                         assert_same_bits(of_many[:most], of_few)
     assert had_their_own
+    if name == weight == "bfloat16":
+        assert 504 in had_their_own
+        # With both options RMSNorm has no kernel for few rows of 16384.
+        if not zero_centered and architecture(0) >= FIRST_WITH_CLUSTERS:
+            assert in_clusters == [16384]
 
 
 @pytest.mark.parametrize("n", [256, 1000, 2048, 4096, 8192, 12288, 16384, 32768])

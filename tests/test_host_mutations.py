@@ -227,6 +227,14 @@ MUTATIONS = [
         few("few_split"),
     ),
     Mutation(
+        "a cluster's barrier at which nobody arrives",
+        "team.cuh",
+        "        arrive_at_cluster_barrier();\n",
+        "",
+        "without having arrived",
+        few("few_split"),
+    ),
+    Mutation(
         "every block of a cluster writes the statistics",
         "forward.cu",
         "team.rank == 0 && team.block == 0",

@@ -226,9 +226,9 @@ def _norm(
 def _of_nested(x: Any, weight: Any, bias: Any, k: int, *options: Any) -> Any:
     """Return a nested tensor of the same lengths and layout."""
     if x.layout is torch.strided:
-        parts = x.unbind()
-        if k > x.ndim - 1:
+        if k == x.ndim > 1:
             raise NotImplementedError(f"axis must not name axis 0 of a nested x; got the last {k}")
+        parts = x.unbind()
         return torch.nested.as_nested_tensor(
             [_operations.normalize(part, weight, bias, k, *options) for part in parts]
         )

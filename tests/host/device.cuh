@@ -37,6 +37,8 @@ void commit_copies();
 void wait_for_copies(int groups);
 int block_in_cluster();
 void cluster_barrier();
+void arrive_at_cluster_barrier();
+void wait_at_cluster_barrier();
 void open_mailbox(void* mailbox);
 void expect_bytes(void* mailbox, int bytes);
 void send_to_block(void* shared, void* mailbox, int block, const void* value, int bytes);
@@ -105,8 +107,9 @@ __forceinline__ void store_past_l1(uint4* memory, uint4 value) { *memory = value
 
 __forceinline__ int block_in_cluster() { return host::block_in_cluster(); }
 __forceinline__ void cluster_barrier() { host::cluster_barrier(); }
-__forceinline__ void arrive_at_cluster_barrier() {}
-__forceinline__ void wait_at_cluster_barrier() { host::cluster_barrier(); }
+// As if all that came before were seen after the wait: on a GPU it is only that mailboxes are open.
+__forceinline__ void arrive_at_cluster_barrier() { host::arrive_at_cluster_barrier(); }
+__forceinline__ void wait_at_cluster_barrier() { host::wait_at_cluster_barrier(); }
 
 __forceinline__ int count_up(int* count) { return host::count_up(count); }
 __forceinline__ void report_arrival(unsigned* arrived) { host::report_arrival(arrived); }

@@ -125,6 +125,7 @@ struct Fiber {
   std::size_t known = 0;     // what other threads did, as an index of `knowledge`
   std::vector<Copy> copies;  // under way
   int groups = 0;            // of copies, closed
+  bool arrived = false;      // at the cluster's barrier, where it does not wait yet
 };
 
 // A lane may enter the next collective before the slowest has read of this one: two sets of slots.
@@ -878,6 +879,7 @@ bool run_cluster() {
     fibers[i].now = launched + 1;
     fibers[i].known = 0;
     fibers[i].collectives = 0;
+    fibers[i].arrived = false;
     fibers[i].copies.clear();
     fibers[i].groups = 0;
   }
@@ -991,6 +993,16 @@ void arrive_at_barrier(int barrier, int count) { ::arrive_at_barrier(barrier, co
 void block_barrier() { meet_at_barrier(0, threads, CALLER); }
 
 void cluster_barrier() { meet_at_cluster_barrier(CALLER); }
+void arrive_at_cluster_barrier() { fibers[current].arrived = true; }
+void wait_at_cluster_barrier() {
+  if (!fibers[current].arrived) {
+    report.message =
+        here() + "waits at the cluster's barrier without having arrived, at " + placed(CALLER);
+    give_up();
+  }
+  fibers[current].arrived = false;
+  meet_at_cluster_barrier(CALLER);
+}
 
 void* dynamic_shared_memory() {
   return reinterpret_cast<void*>(shared_memory[current_block].begin);
