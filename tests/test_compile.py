@@ -212,10 +212,10 @@ def backward_kernels(
 
 
 def groups(kernels: list[Instantiation]) -> Iterator[list[Instantiation]]:
-    """Yield the kernels of a file by eights, so that eight share its parsing."""
+    """Yield the kernels of a file in groups, so that those of a group share its parsing."""
     for file in {kernel.file: None for kernel in kernels}:
         own = [kernel for kernel in kernels if kernel.file == file]
-        yield from (own[i : i + 8] for i in range(0, len(own), 8))
+        yield from (own[i : i + 24] for i in range(0, len(own), 24))
 
 
 def compile_logs(kernels: list[Instantiation], architecture: str) -> dict[Instantiation, str]:
