@@ -83,7 +83,7 @@ def instantiations(architecture: int) -> list[Instantiation]:
         # The ReLU where it takes registers beside the most, and once where lanes share a byte.
         relus = (False,)
         if packs >= 1024 or packs == 8:
-            relus = (False, True) if every else (True,)
+            relus = (False, True) if architecture == 90 else (True,)
         for vector, relu in itertools.product((1, length), relus):
             forward = ForwardSpec(norm, x, weight, bias, y, True, True, relu)
             backward = BackwardSpec(norm, x, dy, weight, bias, True, relu)
