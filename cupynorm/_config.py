@@ -361,7 +361,7 @@ def forward_config(
 def few_rows_configs(
     spec: ForwardSpec, config: ResidentForward, n: int, architecture: int, multiprocessors: int
 ) -> tuple[tuple[int, ResidentForward], ...]:
-    """Return the configurations of few rows, the most that each is for before it, in that order.
+    """Return the configurations of few rows, each behind the most rows that it is for, ascending.
 
     They have the bits of `config`. Where all run at once, rows of a warp or several hold weight and
     bias, for registers are to spare: LayerNorm with both in bfloat16 takes 5.57 us, not 6.72, for
@@ -410,7 +410,7 @@ def few_rows_configs(
 
 
 def _most_at_once(few: ResidentForward, multiprocessors: int) -> int:
-    """Return how many rows run at once; in clusters, whose blocks have a multiprocessor each.
+    """Return how many rows run at once, those of clusters with a multiprocessor for each block.
 
     64 rows of 8192 in clusters take 5.79 us, as one block each 5.62 (bfloat16, H200).
     """

@@ -161,8 +161,6 @@ def forward_plan_of(
     if config.cluster_blocks > 1:
         at_once = kernel.clusters_at_once()
         if at_once == 0:  # a slice of a GPU
-            if config_of_few:
-                return forward_plan_of(spec, n, vector, device, None)
             config = forward_config(spec, n, vector, WITHOUT_CLUSTERS)
             kernel = _jit.load(_jit.forward_instantiation(spec, config), device)
         else:

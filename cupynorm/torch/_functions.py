@@ -18,6 +18,7 @@ Axis = int | Sequence[int] | None
 
 _OPTIONAL = (torch.Tensor, type(None))
 _HALVES = (torch.float16, torch.bfloat16)
+_NUMBERS = frozenset((float, int))
 
 # The norms of torch's that its autocast for CUDA has computed in float32, rms_norm from 2.13 on.
 _IN_FLOAT32 = frozenset(
@@ -228,9 +229,8 @@ def _of_nested(x: Any, weight: Any, bias: Any, k: int, *options: Any) -> Any:
     if x.layout is torch.strided:
         if k == x.ndim > 1:
             raise NotImplementedError(f"axis must not name axis 0 of a nested x; got the last {k}")
-        parts = x.unbind()
         return torch.nested.as_nested_tensor(
-            [_operations.normalize(part, weight, bias, k, *options) for part in parts]
+            [_operations.normalize(part, weight, bias, k, *options) for part in x.unbind()]
         )
     ragged = x._ragged_idx
     if ragged >= x.ndim - k:
@@ -274,6 +274,8 @@ def _without_leading(name: str, tensor: Any, k: int) -> Any:
 
 
 def _pair(relu: Any) -> Any:
-    # A tuple, by which calls are remembered. An operation would make floats of what is none.
-    _checks.check_pair(relu)
+    # A tuple, by which calls are remembered. An operation would make floats of what is none. Most
+    # bounds are numbers at first sight: the whole check takes 2 us.
+    if not (type(relu) is tuple and _NUMBERS.issuperset(map(type, relu))):
+        _checks.check_pair(relu)
     return tuple(relu)
