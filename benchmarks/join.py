@@ -1,10 +1,9 @@
-"""Join the parts of a run that several GPUs of one machine shared.
+"""Join the parts of a run that several GPUs of one kind shared.
 
 ``python -m benchmarks.join whole.json part.json part.json`` writes whole.json. Each part is a file
-of benchmarks.run, of one GPU (CUDA_VISIBLE_DEVICES) and of some operations (--operations), so that
-what is compared was measured on one GPU; the parts have no problem in common. Of their machines the
-versions and sizes must agree, as they do on one machine. The time that the whole took is that of
-its longest part.
+of benchmarks.run, of one GPU and of some operations (--operations), so that what is compared was
+measured on one GPU; the parts have no problem in common. Of their machines the versions and sizes
+must agree. The time that the whole took is that of its longest part.
 """
 
 from __future__ import annotations

@@ -171,7 +171,7 @@ def _resumed(report: dict[str, Any]) -> str:
     """Say how often a run went on, or on how many GPUs."""
     gpus = report["machine"].get("uuid", "").split(results.SEPARATOR)
     if len(gpus) > 1:
-        return f", on {len(gpus)} GPUs of one machine, each problem on one of them"
+        return f", on {len(gpus)} GPUs of this kind, each problem on one of them"
     times = len(report.get("sessions", ()))
     return f", resumed {times} time{'s' * (times > 1)} on the same GPU" if times else ""
 
