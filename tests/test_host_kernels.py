@@ -258,10 +258,10 @@ def test_the_cases_reach_every_regime() -> None:
 def test_the_cases_reach_the_lines_of_the_kernels(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    cases = CASES[::2]  # as good as all of them, in half the time
+    cases = CASES[::3]  # as good as half of them, in two thirds of the time
     build = Build(counts=tmp_path)
-    staged = STAGED[::2]
-    few = FEW[::2]
+    staged = STAGED[::3]
+    few = FEW[::3]
     staged_kernels = (one.kernel() for one in staged)
     build.compile([*kernels_of(cases), *kernels_of(few, few_rows=True), *staged_kernels])
     for case in cases:
