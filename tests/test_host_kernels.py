@@ -40,9 +40,14 @@ pytestmark = pytest.mark.skipif(compiler_problem() is not None, reason=str(compi
 
 
 @pytest.fixture(scope="module")
-def build() -> Build:
+def kernels() -> list[Instantiation]:
+    return [*kernels_of(CASES), *kernels_of(FEW, few_rows=True)]
+
+
+@pytest.fixture(scope="module")
+def build(kernels: list[Instantiation]) -> Build:
     build = Build()
-    build.compile([*kernels_of(CASES), *kernels_of(FEW, few_rows=True)])
+    build.compile(kernels)
     return build
 
 
@@ -209,13 +214,9 @@ def regimes(kernel: Instantiation) -> Iterator[str]:
         yield f"{name}, a row to a cluster"
 
 
-def test_the_cases_reach_every_regime() -> None:
-    kernels = {
-        *kernels_of(CASES),
-        *kernels_of(FEW, few_rows=True),
-        *(staged.kernel() for staged in STAGED),
-    }
-    reached = {regime for kernel in kernels for regime in regimes(kernel)}
+def test_the_cases_reach_every_regime(kernels: list[Instantiation]) -> None:
+    of_cases = {*kernels, *(staged.kernel() for staged in STAGED)}
+    reached = {regime for kernel in of_cases for regime in regimes(kernel)}
     print("\n".join(sorted(reached)))
     assert {
         "norm_forward, a row to part of a warp",
@@ -258,10 +259,10 @@ def test_the_cases_reach_every_regime() -> None:
 def test_the_cases_reach_the_lines_of_the_kernels(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    cases = CASES[::3]  # as good as half of them, in two thirds of the time
+    cases = CASES[::5]  # 98.6% of the statements; all of them 99.9%, in four times the time
     build = Build(counts=tmp_path)
-    staged = STAGED[::3]
-    few = FEW[::3]
+    staged = STAGED[::5]
+    few = FEW[::5]
     staged_kernels = (one.kernel() for one in staged)
     build.compile([*kernels_of(cases), *kernels_of(few, few_rows=True), *staged_kernels])
     for case in cases:
