@@ -42,7 +42,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def spare_the_garbage_collector() -> None:
-    """Keep it from what is imported: it takes 0.5 s with torch and JAX, once a measurement."""
+    """Keep it from what is imported: the benchmark has it run after each measurement."""
     gc.collect()
     gc.freeze()
 
