@@ -1143,14 +1143,22 @@ MUTATIONS = [
         )
         for where in (
             few("few_extreme", "rms_norm"),
-            few("few_mean"),
+            few("few_extreme"),
         )
+    ),
+    Mutation(
+        "few rows that are far off are not measured again",
+        "forward.cu",
+        "      recentre(far);\n      far = false;",
+        "      far = false;",
+        VALUE,
+        few("few_mean"),
     ),
     Mutation(
         "few rows leave no statistics",
         "forward.cu",
-        "      store_statistics();\n      normalize(kFromZero",
-        "      normalize(kFromZero",
+        "      store_statistics();\n      normalize(statistics.shift);\n      return;",
+        "      normalize(statistics.shift);\n      return;",
         UNWRITTEN,
         few("few_warp"),
     ),
