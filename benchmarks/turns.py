@@ -3,7 +3,7 @@
 Processes of the same code differ by up to 5 % at some microseconds, more than most changes of a
 kernel are worth. So all checkouts, folders that have `cupynorm/` and `kernels/` in them, are
 imported into one process, called on the same arrays and captured into CUDA graphs, and the graphs
-are launched by turns, each after a flush of the L2. Printed are the medians in microseconds, their
+are launched by turns, each after a flush of the L2. Printed are the times in microseconds, their
 speed over the first checkout's, and where outputs are not the same bit for bit; a backward pass has
 the statistics of its own checkout's forward pass. A checkout beside itself shows what is noise.
 Nothing is checked: for that there are `benchmarks.run` and the tests. Without `--shapes` it times
@@ -77,26 +77,30 @@ def _taken_out() -> dict[str, ModuleType]:
     return {name: sys.modules.pop(name) for name in names}
 
 
-def medians(
+def typical_times(
     clock: Clock, launches: Sequence[Sequence[Callable[[], object]]], rounds: int
 ) -> list[float]:
-    """Return the median time of each checkout's launches, which take turns in both directions.
+    """Return the time of each checkout's launches, which take turns in both directions.
 
     The first round warms up, and so does the first launch of a turn: the one before is another's.
+    Each turn begins with another set of arrays. The time is the mean of the middle half: events
+    come in steps of up to 0.2 us (H200), which a median would be rounded to.
     """
     times: list[list[float]] = [[] for _ in launches]
     for turn in range(rounds + 1):
         for index in range(len(launches))[:: -1 if turn % 2 else 1]:
-            found = clock.sample(launches[index], LAUNCHES)
+            first = turn * (LAUNCHES - 1) % len(launches[index])
+            taken = clock.sample([*launches[index][first:], *launches[index][:first]], LAUNCHES)
             if turn:
-                times[index] += found[1:]
-    return [statistics.median(found) for found in times]
+                times[index] += taken[1:]
+    quarter = len(times[0]) // 4
+    return [statistics.fmean(sorted(found)[quarter : len(found) - quarter]) for found in times]
 
 
 def time(
     problem: Problem, checkouts: Sequence[Checkout], clock: Clock, rounds: int, xp: Any
 ) -> tuple[list[float], list[bool]]:
-    """Return the median times of the checkouts, and which of the others have the first's bits."""
+    """Return the times of the checkouts, and which of the others have the first's bits."""
     sets = [
         _bench.inputs(problem, seed, xp)
         for seed in range(rotations(problem.bytes, clock.cache_bytes))
@@ -106,7 +110,7 @@ def time(
         first.launch()
     expected, *others = (first.outputs for first, *_ in replays)
     alike = [same_bits(expected, outputs, xp) for outputs in others]
-    return medians(clock, [[r.launch for r in replay] for replay in replays], rounds), alike
+    return typical_times(clock, [[r.launch for r in replay] for replay in replays], rounds), alike
 
 
 def row(what: str, times: Sequence[str], speeds: Sequence[str]) -> str:

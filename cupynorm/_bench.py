@@ -139,6 +139,7 @@ class Clock:
     ROUNDS = 3
     ROUND_SECONDS = 0.02
     WARMUP_RUNS = 3
+    MOST_QUEUED_RUNS = 4
     FLUSHES = ("Memset", "flush_read", "flush_demote")  # the profiler's names begin so
 
     def __init__(self) -> None:
@@ -179,6 +180,10 @@ class Clock:
         """Return the time of each run; runs take turns through `calls`, each on its own data.
 
         `resets`, none or one a call, are made before the call and not timed.
+
+        Few runs are queued at a time: a CUDA graph begins later, the more launches of it wait in
+        the queue. RMSNorm of 1 x 1024 takes 3.9 us with up to 4 runs, 4.5 with 8, 5.0 with 64
+        (bfloat16, H200).
         """
         import cupy
 
@@ -194,7 +199,8 @@ class Clock:
             calls[turn]()
             end.record()
             spans.append((start, end))
-        cupy.cuda.get_current_stream().synchronize()
+            if run % self.MOST_QUEUED_RUNS == self.MOST_QUEUED_RUNS - 1 or run == runs - 1:
+                cupy.cuda.get_current_stream().synchronize()
         return [1e-3 * float(cupy.cuda.get_elapsed_time(*span)) for span in spans]
 
     def measure(

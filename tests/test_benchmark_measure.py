@@ -76,6 +76,12 @@ def test_a_run_is_flushed_and_reset_before_its_events(recording, capability, flu
     assert recording.order == [*itertools.chain(*turns), "wait"]
 
 
+def test_no_more_than_four_runs_are_queued(recording) -> None:
+    assert len(Clock().sample([recording.call("run")], 9)) == 9
+    order = [event for event in recording.order if event in ("run", "wait")]
+    assert order == [*["run"] * 4, "wait", *["run"] * 4, "wait", "run", "wait"]
+
+
 def test_the_host_waits_for_the_device_before_and_after_what_it_times(recording) -> None:
     synchronize = recording.cuda.Device().synchronize
     measured = host_seconds(recording.call("run"), synchronize)

@@ -65,7 +65,9 @@ def test_the_standard_set_ends_with_decoding_and_its_backward_passes() -> None:
 
 
 def test_only_what_the_cache_could_hold_is_rotated() -> None:
-    assert rotations(1000, cache_bytes=1000) == 2
+    assert rotations(125, cache_bytes=1000) == 8
+    assert rotations(126, cache_bytes=1000) == 2
+    assert rotations(4000, cache_bytes=1000) == 2
     assert rotations(4001, cache_bytes=1000) == 1
 
 

@@ -52,8 +52,24 @@ def test_launches_take_turns_in_both_directions() -> None:
         late = 100.0 if len(order) <= 2 else 0.0  # the first round
         return [50.0, *(seconds[launches[0]] + late for _ in range(runs - 1))]
 
-    assert turns.medians(SimpleNamespace(sample=sample), [["a"], ["b"]], 3) == [2.0, 3.0]
+    clock = SimpleNamespace(sample=sample)
+    assert turns.typical_times(clock, [["a"], ["b"]], 3) == [2.0, 3.0]
     assert "".join(order) == "abbaabba"
+
+
+def test_each_set_of_arrays_has_its_turn_and_far_off_times_do_not_count() -> None:
+    begun = []
+
+    def sample(launches, runs) -> list[float]:
+        begun.append(launches[0])
+        turn = len(begun)
+        return [0.0, 1.0 * turn, 2.0 * turn, 1000.0 * (turn == 3)][:runs]
+
+    clock = SimpleNamespace(sample=sample)
+    (found,) = turns.typical_times(clock, [["a", "b", "c", "d"]], 4)
+    assert begun == ["a", "d", "c", "b", "a"]
+    middle = sorted([2, 4, 0, 3, 6, 1000, 4, 8, 0, 5, 10, 0])[3:-3]
+    assert found == sum(middle) / len(middle)
 
 
 def test_turns_are_a_table_with_what_differs(checkouts, monkeypatch, capsys) -> None:
