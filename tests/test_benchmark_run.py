@@ -361,7 +361,7 @@ def test_comparison_warns_where_the_method_differs(tmp_path, on_numpy, capsys) -
     path = tmp_path / "new.json"
     assert run.main([str(path), "--tables", "throughput", *NARROW]) == 0
     begun = results.load(path)
-    assert begun["method"] == results.METHOD == 3
+    assert begun["method"] == results.METHOD == 4
     results.save(synthetic | {"method": begun["method"]}, path)
     capsys.readouterr()
     warning = "WARNING: the method differs: "
