@@ -83,8 +83,8 @@ def typical_times(
     """Return the time of each checkout's launches, which take turns in both directions.
 
     The first round warms up, and so does the first launch of a turn: the one before is another's.
-    Each turn begins with another set of arrays. The time is the mean of the middle half: events
-    come in steps of up to 0.2 us (H200), which a median would be rounded to.
+    Each turn goes on with the set of arrays after the last one counted. The time is the mean of the
+    middle half: events come in steps of up to 0.2 us (H200), which a median would be rounded to.
     """
     times: list[list[float]] = [[] for _ in launches]
     for turn in range(rounds + 1):

@@ -199,7 +199,7 @@ class Clock:
             calls[turn]()
             end.record()
             spans.append((start, end))
-            if run % self.MOST_QUEUED_RUNS == self.MOST_QUEUED_RUNS - 1 or run == runs - 1:
+            if (run + 1) % self.MOST_QUEUED_RUNS == 0 or run + 1 == runs:
                 cupy.cuda.get_current_stream().synchronize()
         return [1e-3 * float(cupy.cuda.get_elapsed_time(*span)) for span in spans]
 
@@ -209,7 +209,7 @@ class Clock:
         resets: Sequence[Callable[[], object] | None] = (),
     ) -> Timing:
         """Warm up, then time rounds of runs."""
-        warm = statistics.median(self.sample(calls, self.WARMUP_RUNS, resets))
+        warm = statistics.median(self.sample(calls, max(self.WARMUP_RUNS, len(calls)), resets))
         runs = max(10, min(100, int(self.ROUND_SECONDS / max(warm, 1e-9))))
         return Timing.of([self.sample(calls, runs, resets) for _ in range(self.ROUNDS)])
 

@@ -16,8 +16,8 @@
 // Order:     a thread's packs in turn, or by halves where a warp has four of each thread, then the
 //            team's reduction: a function of n_cols and the dtype of x, never of n_rows or alignment.
 // Result:    the thread of rank 0 of a team, of its first block, writes the row's mean and rstd.
-// RareLast:  what rows out of range need, and rows of several warps that are far off, lies behind the
-//            end of all else: for few rows, as in decoding, where registers are to spare. The same bits.
+// RareLast:  what rows out of range need lies behind the end of all else: for few rows, as in decoding,
+//            where registers are to spare. The same bits.
 #include "affine.cuh"
 #include "relu.cuh"
 #include "statistics.cuh"

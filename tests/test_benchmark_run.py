@@ -366,7 +366,7 @@ def test_comparison_warns_where_the_method_differs(tmp_path, on_numpy, capsys) -
     capsys.readouterr()
     warning = "WARNING: the method differs: "
     assert compare.main([str(SYNTHETIC), str(path)]) == 0
-    assert f"{warning}1, 3 (METHOD of benchmarks/results.py)" in capsys.readouterr().out
+    assert f"{warning}1, 4 (METHOD of benchmarks/results.py)" in capsys.readouterr().out
     assert compare.main([str(path), str(path)]) == 0
     results.save(synthetic | {"method": 1}, path)
     assert compare.main([str(SYNTHETIC), str(path)]) == 0

@@ -1144,6 +1144,7 @@ MUTATIONS = [
         for where in (
             few("few_extreme", "rms_norm"),
             few("few_extreme"),
+            few("few_warp_extreme"),
         )
     ),
     Mutation(

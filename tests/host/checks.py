@@ -427,7 +427,10 @@ for _norm in NORMS:
         Case("few_warp_odd", _norm, 5, 1000, "float16", regime="nonfinite"),
         Case("few_extreme", _norm, 7, 1200, "float32", bias=None, regime="extreme"),
     ]
-FEW.append(Case("few_mean", "layer_norm", 7, 1024, "bfloat16", regime="mean_1e6"))
+FEW += [
+    Case("few_mean", "layer_norm", 7, 1024, "bfloat16", regime="mean_1e6"),
+    Case("few_warp_extreme", "layer_norm", 7, 1024, "bfloat16", regime="extreme"),
+]
 # Of less than a warp, which have fewer packs a thread, and with a cluster for each.
 FEW += [
     Case("few_short", "layer_norm", 37, 256, "bfloat16", regime="mixed_rows"),
