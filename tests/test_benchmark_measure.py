@@ -82,6 +82,12 @@ def test_no_more_than_four_runs_are_queued(recording) -> None:
     assert order == [*["run"] * 4, "wait", *["run"] * 4, "wait", "run", "wait"]
 
 
+def test_each_set_of_arrays_is_warm_before_it_is_timed(recording) -> None:
+    Clock().measure([recording.call(f"run {i}") for i in range(8)])
+    runs = [event for event in recording.order if event.startswith("run")]
+    assert runs[:10] == [f"run {i}" for i in (*range(8), 0, 1)]
+
+
 def test_the_host_waits_for_the_device_before_and_after_what_it_times(recording) -> None:
     synchronize = recording.cuda.Device().synchronize
     measured = host_seconds(recording.call("run"), synchronize)

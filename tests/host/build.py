@@ -36,7 +36,7 @@ HERE = Path(__file__).resolve().parent
 # Nothing is fused that the kernels do not fuse: see cupynorm._jit.OPTIONS.
 COMMON = ("-std=c++17", "-fPIC", "-ffp-contract=off", "-fno-math-errno")
 CHECKED = (
-    *("-O1", "-g1", "-gdwarf-4", "-fsanitize=thread"),
+    *("-O1", "-gdwarf-4", "-g1", "-fsanitize=thread"),
     *("-fsanitize=alignment,bounds-strict,shift,signed-integer-overflow,integer-divide-by-zero",),
 )
 COUNTED = ("-O0", "--coverage", "-DCOVERAGE")
