@@ -8,6 +8,7 @@ A configuration that spills, or takes more registers than its launch bounds allo
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import itertools
 import os
@@ -16,6 +17,7 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -257,15 +259,25 @@ def unlike(
                 yield spec, config
 
 
-def groups(kernels: list[Instantiation]) -> Iterator[list[Instantiation]]:
+def groups(kernels: list[Instantiation]) -> Iterator[tuple[Instantiation, ...]]:
     """Yield the kernels of a file in groups, so that those of a group share its parsing."""
     for file in {kernel.file: None for kernel in kernels}:
         own = [kernel for kernel in kernels if kernel.file == file]
-        yield from (own[i : i + 24] for i in range(0, len(own), 24))
+        yield from (tuple(own[i : i + 24]) for i in range(0, len(own), 24))
 
 
-def compile_logs(kernels: list[Instantiation], architecture: str) -> dict[Instantiation, str]:
-    """Compile kernels of one file; return what ptxas says of each."""
+@dataclass(frozen=True)
+class Compiled:
+    """Kernels of one file: what ptxas says of each, their symbols, and the machine code of all."""
+
+    logs: dict[Instantiation, str]
+    symbols: dict[str, Instantiation]
+    cubin: bytes
+
+
+@functools.cache  # the tests look at the same kernels
+def compiled(kernels: tuple[Instantiation, ...], architecture: str) -> Compiled:
+    """Compile kernels of one file."""
     file = kernels[0].file
     program = nvrtc.createProgram(source(file), file, (), ())
     try:
@@ -278,7 +290,10 @@ def compile_logs(kernels: list[Instantiation], architecture: str) -> dict[Instan
             raise AssertionError(f"{file}: {error}\n{nvrtc.getProgramLog(program)}") from error
         _, *logs = str(nvrtc.getProgramLog(program)).split("Compiling entry function '")
         by_name = dict(log.split("'", maxsplit=1) for log in logs)
-        return {k: by_name[nvrtc.getLoweredName(program, k.expression)] for k in kernels}
+        symbols = {nvrtc.getLoweredName(program, k.expression): k for k in kernels}
+        # CuPy drops the last byte, for a terminating zero that a cubin has not.
+        cubin = nvrtc.getCUBIN(program) + b"\0"
+        return Compiled({k: by_name[name] for name, k in symbols.items()}, symbols, cubin)
     finally:
         nvrtc.destroyProgram(program)
 
@@ -316,8 +331,8 @@ def test_no_configuration_spills_but_by_choice(architecture: str) -> None:
     kernels = instantiations(int(architecture))
     logs: dict[Instantiation, str] = {}
     with ThreadPoolExecutor() as pool:  # NVRTC runs without the interpreter's lock
-        for found in pool.map(lambda group: compile_logs(group, architecture), groups(kernels)):
-            logs |= found
+        for found in pool.map(lambda group: compiled(group, architecture), groups(kernels)):
+            logs |= found.logs
     assert logs.keys() == set(kernels)
     problems = []
     for kernel, log in logs.items():
@@ -341,25 +356,26 @@ def disassembler() -> str | None:
     return shutil.which("nvdisasm", path=os.pathsep.join([os.environ.get("PATH", ""), *wheels]))
 
 
-def machine_code(kernel: Instantiation, folder: Path) -> str:
-    """Compile a kernel for sm_90 and disassemble it."""
-    program = nvrtc.createProgram(source(kernel.file), kernel.file, (), ())
-    try:
-        nvrtc.addNameExpression(program, kernel.expression)
-        nvrtc.compileProgram(program, (*OPTIONS, *CUPY_OPTIONS, "-arch=sm_90"))
-        # CuPy drops the last byte, for a terminating zero that a cubin has not.
-        code = nvrtc.getCUBIN(program) + b"\0"
-    finally:
-        nvrtc.destroyProgram(program)
-    path = folder / f"{abs(hash(kernel))}.cubin"
-    path.write_bytes(code)
+def disassembled(kernels: tuple[Instantiation, ...], folder: Path) -> dict[Instantiation, str]:
+    """Return the machine code of kernels of one file, for sm_90."""
+    found = compiled(kernels, "90")
+    path = folder / f"{abs(hash(kernels))}.cubin"
+    path.write_bytes(found.cubin)
     command = [str(disassembler()), "-c", str(path)]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    _, *sections = re.split(r"\.section\s+\.text\.(\w+),", text)
+    by_symbol = dict(zip(sections[::2], sections[1::2], strict=True))
+    return {kernel: by_symbol[symbol] for symbol, kernel in found.symbols.items()}
 
 
-def copies(kernel: Instantiation, folder: Path) -> list[str]:
-    """Return a kernel's asynchronous copies in machine code, those in bulk as well."""
-    return re.findall(r"(?:LDGSTS|UBLKCP)[^;]*", machine_code(kernel, folder))
+def machine_code(
+    matches: Callable[[Instantiation], object], folder: Path
+) -> Iterator[tuple[Instantiation, str]]:
+    """Yield the configurations for sm_90 that match, each with its machine code."""
+    chosen = (group for group in groups(instantiations(90)) if any(map(matches, group)))
+    with ThreadPoolExecutor() as pool:
+        for found in pool.map(lambda group: disassembled(group, folder), chosen):
+            yield from ((kernel, code) for kernel, code in found.items() if matches(kernel))
 
 
 @pytest.mark.skipif(disassembler() is None, reason="needs nvdisasm")
@@ -372,8 +388,7 @@ def test_what_is_held_is_asked_for_before_the_row_is_measured(
     held = r"false, \w+, \d+, \w+, true(, \d+){5}, \w+, 8>$"
     kernels = [k for k in forward_kernels(n, 8, 90, spec) if re.search(held, k.expression)]
     assert kernels
-    for kernel in kernels:
-        code = machine_code(kernel, tmp_path)
+    for kernel, code in disassembled(tuple(kernels), tmp_path).items():
         asked, computed = (
             [found.start() for found in re.finditer(rf"\b{operation}", code)]
             for operation in ("LDG", "FFMA")
@@ -385,34 +400,35 @@ def test_what_is_held_is_asked_for_before_the_row_is_measured(
 def test_no_copy_with_a_policy_has_a_part_of_its_place_in_a_uniform_register(
     tmp_path: Path,
 ) -> None:
-    kernels = [
-        kernel
-        for kernel in instantiations(90)
-        if kernel.file in ("backward.cu", "forward_staged.cu")
-        and re.search(r"_(backward|staged)<(float|b?float16),.* [48]>$", kernel.expression)
-    ][::3]
-    assert len(kernels) > 40
-    with ThreadPoolExecutor() as pool:
-        for kernel, found in zip(
-            kernels, pool.map(lambda kernel: copies(kernel, tmp_path), kernels), strict=True
-        ):
-            assert found, kernel.expression
-            # The policy is the descriptor's: which of the copies have one does not show.
-            wrong = [copy for copy in found if ".128" in copy and re.search(r"\[R\d+\+UR", copy)]
-            assert not wrong, f"{kernel.expression}: {wrong[0]}"
+    def copies_with_policies(kernel: Instantiation) -> object:
+        return kernel.file in ("backward.cu", "forward_staged.cu") and re.search(
+            r"_(backward|staged)<(float|b?float16),.* [48]>$", kernel.expression
+        )
+
+    checked = 0
+    for kernel, code in machine_code(copies_with_policies, tmp_path):
+        copies = re.findall(r"(?:LDGSTS|UBLKCP)[^;]*", code)  # asynchronous, those in bulk as well
+        assert copies, kernel.expression
+        # The policy is the descriptor's: which of the copies have one does not show.
+        wrong = [copy for copy in copies if ".128" in copy and re.search(r"\[R\d+\+UR", copy)]
+        assert not wrong, f"{kernel.expression}: {wrong[0]}"
+        checked += 1
+    assert checked > 120
 
 
 @pytest.mark.skipif(disassembler() is None, reason="needs nvdisasm")
 def test_kernels_wait_for_the_one_before_them(tmp_path: Path) -> None:
     spec = BackwardSpec("layer_norm", "bfloat16", "bfloat16", None, "float32", False, False)
-    of_bias = [k for k in backward_kernels(4096, 8, 90, spec) if k.overlaps]
-    overlapping = [kernel for kernel in instantiations(90) if kernel.overlaps][::5] + of_bias
+    overlapping = dict(machine_code(lambda kernel: kernel.overlaps, tmp_path))
+    for kernel in backward_kernels(4096, 8, 90, spec):
+        if kernel.overlaps:
+            overlapping |= disassembled((kernel,), tmp_path)
     assert {kernel.expression.partition("<")[0] for kernel in overlapping} == {
         "norm_backward_resident_columns",
         "reduce_partials",
     }
-    for kernel in overlapping:
-        before, *after = machine_code(kernel, tmp_path).split("ACQBULK")
+    for kernel, code in overlapping.items():
+        before, *after = code.split("ACQBULK")
         assert after, kernel.expression
         # What it reads of that one's, and all it writes, comes after the wait; the gradient of a
         # bias alone needs nothing of it.
@@ -427,7 +443,7 @@ def test_copies_in_bulk_see_their_mailboxes(tmp_path: Path) -> None:
     spec = BackwardSpec("layer_norm", "bfloat16", "bfloat16", "float32", "float32", False, False)
     for n in (4096, 8192, 32768):
         kernel, _ = backward_instantiations(spec, backward_config(spec, n, 8, 90))
-        before, *copied = machine_code(kernel, tmp_path).split("UBLKCP")
+        before, *copied = disassembled((kernel,), tmp_path)[kernel].split("UBLKCP")
         assert copied, kernel.expression
         # After the last mailbox was opened: each begins with a fence of its own.
         assert "FENCE.VIEW.ASYNC" in before.rpartition("SYNCS.EXCH")[2], kernel.expression

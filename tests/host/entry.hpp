@@ -1,5 +1,6 @@
-// What the loader finds in a compiled kernel: KERNEL, an instantiation, and its parameters. Its
-// arguments come as cuLaunchKernel takes them, an address each.
+// What the loader finds of a compiled kernel: ENTRY, of a name and an instantiation, makes a function
+// that calls it and one that tells the bytes of each parameter, 0 past the last. Its arguments come as
+// cuLaunchKernel takes them, an address each.
 #include <utility>
 
 namespace {
@@ -22,16 +23,19 @@ struct Signature {
 };
 template <typename... Parameters>
 Signature<Parameters...> signature_of(void (*)(Parameters...));
-using KernelSignature = decltype(signature_of(&KERNEL));
 }  // namespace
 
-extern "C" {
-void call_kernel(void** arguments) { KernelSignature::call_with(&KERNEL, arguments); }
-// 0 past the last parameter.
-int parameter_bytes(int index) { return KernelSignature::bytes_of(index); }
+#define ENTRY(NAME, ...)                                                      \
+  extern "C" void call_##NAME(void** arguments) {                             \
+    decltype(signature_of(&__VA_ARGS__))::call_with(&__VA_ARGS__, arguments); \
+  }                                                                           \
+  extern "C" int bytes_of_##NAME(int index) {                                 \
+    return decltype(signature_of(&__VA_ARGS__))::bytes_of(index);             \
+  }
 
 #ifdef COVERAGE
+extern "C" {
 void __gcov_dump();
 void write_coverage() { __gcov_dump(); }
-#endif
 }
+#endif

@@ -277,7 +277,7 @@ class _Kernel:
     def __init__(self, gpu: Gpu, kernel: Instantiation) -> None:
         self.gpu = gpu
         self.kernel = kernel
-        self.library = None if gpu.build is None else gpu.build.load(kernel)
+        self.entry = None if gpu.build is None else gpu.build.load(kernel)
 
     def clusters_at_once(self) -> int:
         return self.gpu.clusters_at_once
@@ -288,7 +288,7 @@ class _Kernel:
     def launch(self, stream: int, blocks: int, arguments: tuple[Any, ...]) -> None:
         kernel, gpu = self.kernel, self.gpu
         gpu.launched.append(kernel)
-        if self.library is None:
+        if self.entry is None:
             return
         letters = kernel.parameters
         holders = [
@@ -296,7 +296,7 @@ class _Kernel:
             for letter, argument in zip(letters, arguments, strict=True)
         ]
         for i, holder in enumerate((*holders, None)):
-            given, wanted = getattr(holder, "nbytes", 0), self.library.parameter_bytes(i)
+            given, wanted = getattr(holder, "nbytes", 0), self.entry.parameter_bytes(i)
             if given != wanted:
                 what = f"argument {i} has {given} bytes, its parameter {wanted}"
                 raise KernelError(f"{kernel.expression}: {what}")
@@ -308,7 +308,7 @@ class _Kernel:
             raise KernelError(f"{kernel.expression}: {what}")
         addresses = (ctypes.c_void_p * len(holders))(*(h.ctypes.data for h in holders))
         problem = gpu.memory.runtime.launch(
-            self.library.call_kernel,
+            self.entry.call,
             blocks,
             kernel.block_threads,
             blocks if kernel.at_once else kernel.cluster_blocks,
