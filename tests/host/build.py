@@ -262,8 +262,11 @@ class Build:
 
     def _compile_together(self, kernels: dict[str, Instantiation]) -> None:
         """Compile kernels of one file, by their names, to a library that is found under each."""
+        # Another process may have come first, to some of them.
+        kernels = {n: kernel for n, kernel in kernels.items() if not self._library(n).exists()}
+        if not kernels:
+            return
         first = next(iter(kernels))
-        # Named by the process: others may be at the same kernels.
         own = self._library(f"{first}-{os.getpid()}")
         source, built = own.with_suffix(".cpp"), own.with_suffix(".o")
         entries = (f"ENTRY({name}, {kernel.expression})" for name, kernel in kernels.items())
@@ -275,26 +278,25 @@ class Build:
         rpath = f"-Wl,-rpath,{self.runtime.path.parent}"
         _compile("-shared", built, self.runtime.path, rpath, *coverage, "-o", own)
         for name in kernels:
-            link = own.with_name(f"{name}-{os.getpid()}.unfinished")
-            link.hardlink_to(own)
-            link.replace(self._library(name))
+            with contextlib.suppress(FileExistsError):
+                self._library(name).hardlink_to(own)
         for path in (source, built, own):
             path.unlink()
 
     def compile(self, kernels: Iterable[Instantiation]) -> None:
         """Compile the kernels that are not there side by side, some of a file together."""
-        missing: dict[str, dict[str, Instantiation]] = {}
+        missing: dict[str, list[tuple[str, Instantiation]]] = {}
         for kernel in dict.fromkeys(kernels):
             name = self._name(kernel)
             if self._library(name).exists():
                 os.utime(self._library(name))
             else:
-                missing.setdefault(kernel.file, {})[name] = kernel
-        groups = []
-        for of_file in missing.values():
-            rest = iter(of_file.items())
-            while group := dict(itertools.islice(rest, KERNELS_A_LIBRARY)):
-                groups.append(group)
+                missing.setdefault(kernel.file, []).append((name, kernel))
+        groups = [
+            dict(of_file[i : i + KERNELS_A_LIBRARY])
+            for of_file in missing.values()
+            for i in range(0, len(of_file), KERNELS_A_LIBRARY)
+        ]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(self._compile_together, groups))
 
