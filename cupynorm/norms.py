@@ -66,8 +66,8 @@ def rms_norm(
     out_dtype : dtype, optional
         y's dtype; by default out's, or x's.
     out : array, optional
-        Where to write y: of x's shape, in contiguous rows; may be x itself. Other overlap with an
-        argument is not detected and gives wrong values.
+        Where to write y: of x's shape, on a GPU in contiguous rows one stride apart; may be x
+        itself. Other overlap with an argument is not detected and gives wrong values.
 
     Returns
     -------
@@ -84,6 +84,8 @@ def rms_norm(
         below its upper one, or if out cannot be written.
     NotImplementedError
         If weight or bias would broadcast over the kept axes of x.
+    ImportError
+        If x is on a GPU, and CuPy cannot be imported.
     RuntimeError
         If the call is captured into a CUDA graph before its kernel was loaded: see `warmup`.
 
@@ -144,7 +146,7 @@ def layer_norm(
 
     Raises
     ------
-    TypeError, ValueError, NotImplementedError, RuntimeError
+    TypeError, ValueError, NotImplementedError, ImportError, RuntimeError
         As `rms_norm`.
 
     See Also
@@ -200,7 +202,7 @@ def rms_norm_forward(
 
     Raises
     ------
-    TypeError, ValueError, NotImplementedError, RuntimeError
+    TypeError, ValueError, NotImplementedError, ImportError, RuntimeError
         As `rms_norm`.
 
     Examples
@@ -250,7 +252,7 @@ def layer_norm_forward(
 
     Raises
     ------
-    TypeError, ValueError, NotImplementedError, RuntimeError
+    TypeError, ValueError, NotImplementedError, ImportError, RuntimeError
         As `layer_norm`.
 
     Examples
@@ -303,7 +305,8 @@ def rms_norm_backward(
     bitmask : array of uint8, shape (..., ceil(N / 8)), optional
         As the forward function returned it, where it had relu. Copied unless C-contiguous.
     dx : array, optional
-        Where to write dx: of x's shape and dtype, in contiguous rows; may be dy itself.
+        Where to write dx: of x's shape and dtype, on a GPU in contiguous rows one stride apart; may
+        be dy itself.
 
     Returns
     -------
@@ -313,7 +316,7 @@ def rms_norm_backward(
 
     Raises
     ------
-    TypeError, ValueError, NotImplementedError, RuntimeError
+    TypeError, ValueError, NotImplementedError, ImportError, RuntimeError
         As `rms_norm`.
 
     Notes
@@ -372,7 +375,7 @@ def layer_norm_backward(
 
     Raises
     ------
-    TypeError, ValueError, NotImplementedError, RuntimeError
+    TypeError, ValueError, NotImplementedError, ImportError, RuntimeError
         As `rms_norm`.
 
     Notes
