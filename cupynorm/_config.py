@@ -59,6 +59,8 @@ SHARED_KIB_OF_OTHERS = 99
 # Those whose multiprocessors hold 2048 threads; the others hold 1024 or 1536.
 HOLD_2048_THREADS = (80, 90, 100, 103)
 
+MULTIPROCESSORS = 128  # roughly, of the GPUs that this is tuned for
+
 FIRST_WITH_CLUSTERS = 90
 FIRST_WITH_OVERLAP = 90  # of a kernel with the one before it
 MOST_CLUSTER_BLOCKS = 16
@@ -79,7 +81,8 @@ class ResidentForward:
     In several blocks they give the bits of one block with all these threads, for few rows.
     `rare_last`: what is rare comes last in the code, for few rows. `hold_weight`: weight and bias
     are asked for with the row, not after it is measured. `full`: the row fills its threads' packs
-    exactly.
+    exactly. `blocks_ahead`: a block has the L2 fetch the rows of the one so many later, or none if
+    0; of an x of 32 MiB or more only `ahead_if_large`.
     """
 
     row_threads: int
@@ -89,6 +92,8 @@ class ResidentForward:
     cluster_blocks: int
     vector: int
     rare_last: bool
+    blocks_ahead: int
+    ahead_if_large: bool
     hold_weight: bool
     full: bool
 
@@ -345,17 +350,37 @@ def forward_config(
         threads = 1024
     else:
         threads = 768
+    # At least two, as nothing spills: LayerNorm of float16 by 512 threads had 72 registers and one
+    # block, and takes 14.7 us, not 16.3, at 512x16384, 254, not 286, at 16384x16384 (H200).
+    blocks = max(2 if vector == length else 1, threads // block_threads)
+    # Of a large x a row ahead costs up to 20%, but where there are two blocks at once: LayerNorm
+    # takes 501 us, not 532, at 32768x16384, half as far ahead (bfloat16, H200).
+    ahead_if_large = spec.norm == "layer_norm" and row_threads > 384 and packs_per_thread == 4
+    blocks_ahead = _blocks_ahead(blocks, packs_per_thread)
     return ResidentForward(
         row_threads=row_threads,
         block_threads=block_threads,
-        blocks_per_multiprocessor=max(1, threads // block_threads),
+        blocks_per_multiprocessor=blocks,
         packs_per_thread=packs_per_thread,
         cluster_blocks=1,
         vector=vector,
         rare_last=False,
+        blocks_ahead=blocks_ahead // 2 if ahead_if_large else blocks_ahead,
+        ahead_if_large=ahead_if_large,
         hold_weight=hold_weight,
         full=full,
     )
+
+
+def _blocks_ahead(blocks_per_multiprocessor: int, packs_per_thread: int) -> int:
+    """Return how many blocks ahead rows are fetched: 6 MiB, which all multiprocessors have at once.
+
+    LayerNorm takes 14.2 us, not 15.4, at 8192x1024, 13.4, not 13.9, at 32768x256, 15.4, not 16.1,
+    at 4096x2048, RMSNorm 12.6, not 12.9, at 32768x256 (bfloat16, float32 weight and bias); with
+    bfloat16 ones LayerNorm 19.7, not 20.7, at 4096x3584, and 20.7 by twice as far. The number of
+    multiprocessors is not asked for, which costs 0.1 us at 4096x128 (RMSNorm of float16, H200).
+    """
+    return MULTIPROCESSORS * blocks_per_multiprocessor * 4 // max(4, packs_per_thread)
 
 
 def few_rows_configs(
@@ -374,7 +399,7 @@ def few_rows_configs(
     if config.vector < pack_length(spec.x) or _is_wide(spec):
         return ()
     if config.row_threads < 32:
-        return _short_rows_configs(spec, config, n)
+        return _short_rows_configs(spec, config, n, multiprocessors)
     configs = []
     affine = _affine_registers(spec, config.packs_per_thread)
     most_held, threads = 64, 512
@@ -391,7 +416,12 @@ def few_rows_configs(
     if 0 < affine <= most_held:
         blocks = max(1, threads // config.block_threads)
         held = dataclasses.replace(
-            config, rare_last=True, hold_weight=True, blocks_per_multiprocessor=blocks
+            config,
+            rare_last=True,
+            blocks_ahead=0,
+            ahead_if_large=False,
+            hold_weight=True,
+            blocks_per_multiprocessor=blocks,
         )
         if architecture >= FIRST_WITH_CLUSTERS and _is_split(spec, config):
             configs.append(_split(held))
@@ -404,7 +434,9 @@ def few_rows_configs(
             configs.append(config)
         blocks = 1024 // config.block_threads
         configs.append(
-            dataclasses.replace(config, hold_weight=False, blocks_per_multiprocessor=blocks)
+            dataclasses.replace(
+                config, blocks_ahead=0, hold_weight=False, blocks_per_multiprocessor=blocks
+            )
         )
     return tuple((_most_at_once(few, multiprocessors), few) for few in configs)
 
@@ -420,7 +452,7 @@ def _most_at_once(few: ResidentForward, multiprocessors: int) -> int:
 
 
 def _short_rows_configs(
-    spec: ForwardSpec, config: ResidentForward, n: int
+    spec: ForwardSpec, config: ResidentForward, n: int, multiprocessors: int
 ) -> tuple[tuple[int, ResidentForward], ...]:
     """Return what `few_rows_configs` does, for rows of less than a warp.
 
@@ -428,14 +460,21 @@ def _short_rows_configs(
     bias: 13.9 us, not 15.0, at 32768x256, 7.2, not 7.5, at 8192x256, 14.0, not 15.1, at 16384x512,
     but 22.7, not 21.8, at 65536x256 and 23.2, not 21.7, at 32768x512. Rows of 2 packs a thread lose
     by it: RMSNorm takes 14.4 us, not 12.8, at 32768x256 (bfloat16, float32 weight and bias, H200).
+    Where all of RMSNorm's run at once none is fetched ahead: 4.79 us, not 4.88, at 4096x128
+    (float16, H200).
     """
-    if spec.norm != "layer_norm" or config.packs_per_thread != 4:
+    if spec.norm == "rms_norm":
+        few = dataclasses.replace(config, blocks_ahead=0)
+        return ((_most_at_once(few, multiprocessors), few),)
+    if config.packs_per_thread != 4:
         return ()
+    blocks = 768 // config.block_threads
     few = dataclasses.replace(
         config,
         row_threads=2 * config.row_threads,
-        blocks_per_multiprocessor=768 // config.block_threads,
+        blocks_per_multiprocessor=blocks,
         packs_per_thread=2,
+        blocks_ahead=_blocks_ahead(blocks, 2),
         hold_weight=bool(spec.weight or spec.bias),
     )
     return ((MOST_SHORT_ELEMENTS // n, few),)

@@ -91,6 +91,8 @@ def forward_instantiation(
             "norm_forward",
             *what,
             config.rare_last,
+            config.blocks_ahead,
+            config.ahead_if_large,
             config.hold_weight,
             config.cluster_blocks,
             config.row_threads,

@@ -277,6 +277,7 @@ __device__ __forceinline__ CachePolicy evict_last() {
 // given up first (evict_first) costs 1.5%. By selp: of a conditional expression NVRTC makes a
 // branch, which loads then wait behind, 8% in LayerNorm at N = 8192.
 constexpr long long kLargeBytes = 32 << 20;
+__device__ __forceinline__ bool is_large(long long bytes) { return bytes >= kLargeBytes; }
 __device__ __forceinline__ CachePolicy evict_last_if_large(long long bytes) {
   CachePolicy policy{};
 #if __CUDA_ARCH__ == 900
@@ -289,7 +290,7 @@ __device__ __forceinline__ CachePolicy evict_last_if_large(long long bytes) {
       "selp.b64 %0, %0, normal, last;\n"
       "}"
       : "=l"(policy.bits)
-      : "r"(static_cast<int>(bytes >= kLargeBytes)));
+      : "r"(static_cast<int>(is_large(bytes))));
 #endif
   return policy;
 }

@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import re
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given, settings
@@ -36,7 +36,7 @@ from cupynorm._jit import (
     kernels_directory,
     source,
 )
-from cupynorm._spec import ITEMSIZE, BackwardSpec, ForwardSpec
+from cupynorm._spec import ITEMSIZE, BackwardSpec, ForwardSpec, Norm
 
 NORMS = ("rms_norm", "layer_norm")
 DTYPES = ("float64", "float32", "float16", "bfloat16")
@@ -157,11 +157,14 @@ def test_few_rows_differ_only_in_what_does_not_show(
             split = few.cluster_blocks > 1
             short = few.packs_per_thread != config.packs_per_thread
             hidden = ["rare_last", "hold_weight", "blocks_per_multiprocessor"]
+            hidden += ["blocks_ahead", "ahead_if_large"]
             hidden += ["row_threads"] * (split or short) + ["packs_per_thread"] * short
             hidden += ["block_threads", "cluster_blocks"] * split
             same = {name: getattr(config, name) for name in hidden}
             assert dataclasses.replace(few, **same) == config
             threads = few.blocks_per_multiprocessor * few.block_threads
+            # None is fetched ahead where all run at once.
+            assert (few.blocks_ahead == 0) == (not short and few != config)
             if short:  # a warp sums 4 packs a thread as twice the lanes do 2
                 assert (config.packs_per_thread, few.packs_per_thread) == (4, 2)
                 assert (spec.norm, spec.x) == ("layer_norm", "bfloat16")
@@ -180,6 +183,10 @@ def test_few_rows_differ_only_in_what_does_not_show(
                 assert spec.weight or spec.bias
                 assert few.hold_weight
                 assert threads <= 512
+            elif few.row_threads < 32:
+                assert spec.norm == "rms_norm"
+                assert few == dataclasses.replace(config, blocks_ahead=0)
+                assert rows == 132 * config.blocks_per_multiprocessor * config.rows_per_block
             elif few != config:
                 assert (spec.norm, few.packs_per_thread, few.hold_weight) == ("rms_norm", 8, False)
                 assert threads > config.blocks_per_multiprocessor * config.block_threads
@@ -219,6 +226,26 @@ def test_few_rows_have_the_teams_of_many_in_the_backward(
         assert [kernel.expression.partition("<")[0] for kernel in kernels] == names
         assert [kernel.overlaps for kernel in kernels] == [False, True][: len(names)]
         assert all(kernel.shared_bytes <= 48 << 10 for kernel in kernels)
+
+
+def test_rows_are_fetched_ahead_by_what_all_multiprocessors_hold() -> None:
+    def config(norm: Norm, x: str, n: int) -> ResidentForward:
+        bias = x if norm == "layer_norm" else None
+        spec = ForwardSpec(norm, x, x, bias, x, False, False, False)
+        found = forward_config(spec, n, pack_length(x), 90)
+        assert isinstance(found, ResidentForward)
+        return found
+
+    for norm, n in itertools.product(get_args(Norm), (64, 256, 1024, 3584, 4096, 8192, 12288)):
+        of = config(norm, "bfloat16", n)
+        at_once = 128 * of.blocks_per_multiprocessor
+        assert of.blocks_ahead * of.packs_per_thread <= 4 * at_once
+        assert of.blocks_ahead * of.rows_per_block * n * 2 <= 8 << 20  # bytes
+        assert not of.ahead_if_large
+    for x in ("bfloat16", "float16"):
+        long = config("layer_norm", x, 16384)
+        assert (long.block_threads, long.blocks_per_multiprocessor) == (512, 2)
+        assert (long.blocks_ahead, long.ahead_if_large) == (128, True)
 
 
 def test_decoding_has_kernels_of_its_own() -> None:

@@ -195,8 +195,9 @@ def regimes(kernel: Instantiation) -> Iterator[str]:
             yield f"{name}, a row to a cluster"
         return
     # The last are the threads of a row and of a block, blocks a multiprocessor, packs a thread,
-    # Full and Vector. Forward has before them RareLast, HoldWeight and ClusterBlocks.
-    hold = 9 if name == "norm_forward" else 7
+    # Full and Vector. Forward has before them RareLast, BlocksAhead, AheadIfLarge, HoldWeight and
+    # ClusterBlocks.
+    hold = 11 if name == "norm_forward" else 7
     team_threads, block_threads = int(values[-6]), int(values[-5])
     parts = {32: "one warp"}
     size = parts.get(team_threads, "part of a warp" if team_threads < 32 else "several warps")
@@ -210,6 +211,8 @@ def regimes(kernel: Instantiation) -> Iterator[str]:
     yield f"{name}, {'with' if values[hold] == 'true' else 'without'} the weight held"
     if name == "norm_forward" and values[8] == "true":
         yield f"{name}, what is rare last"
+    if name == "norm_forward" and values[9] != "0":
+        yield f"{name}, rows fetched ahead"
     if kernel.cluster_blocks > 1:
         yield f"{name}, a row to a cluster"
 
@@ -230,6 +233,7 @@ def test_the_cases_reach_every_regime(kernels: list[Instantiation]) -> None:
         "norm_forward, with the weight held",
         "norm_forward, without the weight held",
         "norm_forward, what is rare last",
+        "norm_forward, rows fetched ahead",
         "norm_forward, a row to a cluster",
         "norm_forward_staged",
         "norm_forward_streaming",

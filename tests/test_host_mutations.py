@@ -28,7 +28,7 @@ from host.staged import STAGED, Staged
 pytestmark = pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem()))
 
 # What a mutation is caught by: a report of the runtime, or a value that exceeds its bound.
-OUT_OF_BOUNDS = "out of bounds|uninitialized: reads"  # as what lies behind the array
+OUT_OF_BOUNDS = "out of bounds|uninitialized: (reads|fetches)"  # as what lies behind the array
 RACE = "race: "
 UNWRITTEN = "uninitialized|was never written"
 STUCK = "no thread can go on|lanes of a warp disagree"
@@ -193,6 +193,30 @@ MUTATIONS = [
         "prefetch(row + first);",
         OUT_OF_BOUNDS,
         WARPS_ODD,
+    ),
+    Mutation(
+        "a row past the last is fetched ahead",
+        "forward.cu",
+        "if (row < n_rows && first < n_cols) prefetch(",
+        "if (first < n_cols) prefetch(",
+        OUT_OF_BOUNDS,
+        WARPS_ODD,
+    ),
+    Mutation(
+        "what lies past the end of a row ahead is fetched",
+        "forward.cu",
+        "if (row < n_rows && first < n_cols) prefetch(",
+        "if (row < n_rows) prefetch(",
+        OUT_OF_BOUNDS,
+        WARPS_ODD,
+    ),
+    Mutation(
+        "rows fetched ahead lie one after the other",
+        "forward.cu",
+        "prefetch(x + (row * x_stride + first));",
+        "prefetch(x + (row * n_cols + first));",
+        OUT_OF_BOUNDS,
+        case("block", x="bfloat16"),
     ),
     Mutation(
         "a team past the last row writes",

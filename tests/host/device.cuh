@@ -35,6 +35,7 @@ void* dynamic_shared_memory();
 void copy_async(void* shared, const void* global, int bytes, bool valid);
 void commit_copies();
 void wait_for_copies(int groups);
+void prefetch(const void* memory);
 int block_in_cluster();
 void cluster_barrier();
 void arrive_at_cluster_barrier();
@@ -83,10 +84,7 @@ __forceinline__ void wait_for_copies() {
   host::wait_for_copies(Groups);
 }
 
-// Of memory that may be read: the access is checked.
-__forceinline__ void prefetch(const void* memory) {
-  static_cast<void>(*static_cast<const volatile unsigned short*>(memory));
-}
+__forceinline__ void prefetch(const void* memory) { host::prefetch(memory); }
 struct CachePolicy {};
 constexpr bool kCopiesTakePolicies = true;
 struct OwnPlace {
@@ -101,6 +99,7 @@ __forceinline__ void copy_async(OwnPlace place, const void* global, bool valid, 
 }
 __forceinline__ CachePolicy evict_first() { return {}; }
 __forceinline__ CachePolicy evict_last() { return {}; }
+__forceinline__ bool is_large(long long) { return false; }
 __forceinline__ CachePolicy evict_last_if_large(long long) { return {}; }
 __forceinline__ uint4 load_with_policy(const uint4* memory, CachePolicy) { return *memory; }
 __forceinline__ void store_past_l1(uint4* memory, uint4 value) { *memory = value; }

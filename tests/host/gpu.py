@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import importlib.util
 import itertools
 import math
@@ -25,7 +26,12 @@ import numpy as np
 import cupynorm
 from cupynorm import NormBackward, NormForward, _jit
 from cupynorm._checks import trailing_axes
-from cupynorm._config import MOST_CLUSTER_BLOCKS, shared_limit
+from cupynorm._config import (
+    MOST_CLUSTER_BLOCKS,
+    ResidentForward,
+    forward_config,
+    shared_limit,
+)
 from cupynorm._jit import Instantiation
 from host.build import Build, KernelError, runtime
 
@@ -347,6 +353,13 @@ def _cupy(memory: Memory) -> Any:
 _copies = itertools.count()
 
 
+def _ahead_by_one(*of: Any) -> Any:
+    config = forward_config(*of)
+    if isinstance(config, ResidentForward):
+        return dataclasses.replace(config, blocks_ahead=min(1, config.blocks_ahead))
+    return config
+
+
 def _copy_of_launch(
     cupy: Any,
     memory: Memory,
@@ -360,6 +373,8 @@ def _copy_of_launch(
     plans.multiprocessors = lambda device: multiprocessors  # type: ignore[attr-defined]
     plans.architecture = lambda device: architecture  # type: ignore[attr-defined]
     plans.set_to_zero = memory.set_to_zero  # type: ignore[attr-defined]
+    # A row is fetched ahead by the next block, for want of so many.
+    plans.forward_config = _ahead_by_one  # type: ignore[attr-defined]
     if not few_rows:
         plans.few_rows_configs = lambda *_: ()  # type: ignore[attr-defined]
         plans.few_rows_backward_config = lambda *_, **__: None  # type: ignore[attr-defined]

@@ -372,6 +372,15 @@ void check_access(const void* memory, unsigned bytes, bool write, const void* pl
   check_granules(*span, address, bytes, write, place);
 }
 
+// Of memory that may be read, whoever writes it in the meantime.
+void prefetch(Address address, const void* place) {
+  Span* span = find(address, address + 1);
+  if (span == nullptr) report_access("out of bounds: fetches", address, 1, place);
+  for_each_granule(*span, address, 1, [&](const Granule& granule) {
+    if (granule.written.time == 0) report_access("uninitialized: fetches", address, 1, place);
+  });
+}
+
 // The present block's shared memory, in which an access by another instruction than a load or a
 // store must lie.
 Span& own_memory(const char* what, Address address, unsigned bytes, const void* place) {
@@ -1027,6 +1036,7 @@ void wait_for_arrivals(const unsigned* arrived, unsigned expected) {
   ::wait_for_arrivals(reinterpret_cast<Address>(arrived), expected, CALLER);
 }
 
+void prefetch(const void* memory) { ::prefetch(reinterpret_cast<Address>(memory), CALLER); }
 int count_up(int* count) { return ::count_up(reinterpret_cast<Address>(count), CALLER); }
 
 void copy_bulk(void* shared, const void* global, int bytes, void* mailbox) {
