@@ -200,7 +200,7 @@ def _specs(
 def _widths(n: int | Iterable[int]) -> list[int]:
     widths = list(n) if isinstance(n, Iterable) else [n]
     for width in widths:
-        if not isinstance(width, numbers.Integral):
+        if not isinstance(width, numbers.Integral) or isinstance(width, bool):
             raise TypeError(f"n must be an int or an iterable of ints, got {width!r}")
         if width < 1:
             raise ValueError(f"n must be at least 1, got {width}")

@@ -35,18 +35,28 @@ class Family:
         self.is_cupy = is_cupy
 
     def take(
-        self, name: str, array: Any, *, output: bool = False, dtypes: tuple[str, ...] = FLOATS
+        self,
+        name: str,
+        array: Any,
+        *,
+        output: bool = False,
+        dtypes: tuple[str, ...] = FLOATS,
+        besides: str = "",
     ) -> Any:
         """Return an argument as a NumPy or CuPy array that shares its memory.
 
         A dtype out of `dtypes` may be refused here, where the array would not come through.
+        `besides` says in the error what else the argument may be.
         """
         if not isinstance(array, self.array_type):
             raise TypeError(
-                f"{name} must be a {self.label}, as the other arrays of the call are; "
+                f"{name} must be {besides}a {self.label}, as the other arrays of the call are; "
                 f"got {_type_name(array)}"
             )
         return array
+
+    def check_holds(self, name: str, dtype: np.dtype[Any]) -> None:
+        """Raise TypeError if the framework, as it is configured, has no arrays of a dtype."""
 
     def give(self, array: Any) -> Any:
         """Return a result as an array of the framework."""
@@ -64,9 +74,15 @@ class _DLPackFamily(Family):
         self.immutable = namespace.__name__ == "jax.numpy"
 
     def take(
-        self, name: str, array: Any, *, output: bool = False, dtypes: tuple[str, ...] = FLOATS
+        self,
+        name: str,
+        array: Any,
+        *,
+        output: bool = False,
+        dtypes: tuple[str, ...] = FLOATS,
+        besides: str = "",
     ) -> Any:
-        array = super().take(name, array)
+        array = super().take(name, array, besides=besides)
         if output and self.immutable:
             raise TypeError(f"{name} must be None for JAX arrays, which are immutable")
         if getattr(array, "requires_grad", False) and self.namespace.is_grad_enabled():
@@ -80,11 +96,17 @@ class _DLPackFamily(Family):
             expected = f"{', '.join(others)} or {last}" if others else last
             raise TypeError(f"{name}.dtype must be {expected}, got {array.dtype}")
         try:
-            return self._import(name, array.detach() if hasattr(array, "detach") else array)
+            taken = self._import(name, array.detach() if hasattr(array, "detach") else array)
         except (BufferError, RuntimeError, ValueError) as error:
             if type(error).__module__.startswith("cupy"):
                 raise  # a fault of the GPU, not of the argument
             raise TypeError(f"{name} must be readable in place by DLPack: {error}") from error
+        self.check_holds(f"{name}.dtype", taken.dtype)
+        return taken
+
+    def check_holds(self, name: str, dtype: np.dtype[Any]) -> None:
+        if self.immutable and sys.modules["jax"].dtypes.canonicalize_dtype(dtype) != dtype:
+            raise TypeError(f"{name} must be one that JAX has enabled, got {dtype} without x64")
 
     def _import(self, name: str, array: Any) -> Any:
         device_type, device = array.__dlpack_device__()
@@ -105,13 +127,7 @@ class _DLPackFamily(Family):
         if isinstance(array, np.ndarray) and array.dtype == BFLOAT16:
             crossed = self.namespace.from_dlpack(array.view(np.int16))
             return crossed.view(self.namespace.bfloat16)
-        given = self.namespace.from_dlpack(array)
-        if str(given.dtype).rpartition(".")[2] != array.dtype.name:
-            raise TypeError(
-                f"{self.label}s cannot hold {array.dtype} results as JAX is configured: enable "
-                "jax_enable_x64"
-            )
-        return given
+        return self.namespace.from_dlpack(array)
 
     def give_back(self, target: Any, array: Any) -> Any:
         if not is_numpy(array):

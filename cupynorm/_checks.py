@@ -41,7 +41,8 @@ def trailing_axes(
         if x_ndim == 0:
             raise ValueError("x must have at least one axis, got a 0-dimensional array")
         owner = "weight" if weight_ndim is not None else "bias"
-        raise ValueError(f"{owner} must have 1 to {x_ndim} axes, as x has {x_ndim}; got {count}")
+        most = "1 axis" if x_ndim == 1 else f"1 to {x_ndim} axes"
+        raise ValueError(f"{owner} must have {most}, as x has {x_ndim}; got {count}")
     axes = axis if isinstance(axis, Sequence) else (axis,)
     if not all(isinstance(a, numbers.Integral) and not isinstance(a, bool) for a in axes):
         raise TypeError(f"axis must be an int, a tuple of ints or None, got {axis!r}")
@@ -95,7 +96,7 @@ def check_forward(
 
 def check_numbers(compute: np.dtype[Any], eps: Any, relu: Any) -> tuple[float, float] | None:
     """Check eps and the bounds of relu; return these, rounded to the compute dtype."""
-    if not isinstance(eps, numbers.Real):
+    if not isinstance(eps, numbers.Real) or isinstance(eps, bool):
         raise TypeError(f"eps must be a real number, got {eps!r}")
     if not 0 <= _to_float(eps) < math.inf:
         raise ValueError(f"eps must be a finite number of at least 0, got {eps!r}")
@@ -220,12 +221,12 @@ def _check_memory(name: str, array: Any, x: Any) -> None:
 
 def _check_like(name: str, array: Any, x: Any, shape: tuple[int, ...], dtype: Any) -> None:
     _check_memory(name, array, x)
-    if array.shape != shape:
-        raise ValueError(f"{name} must have shape {shape}, got {array.shape}")
     if dtype is None:
         to_dtype(f"{name}.dtype", array.dtype)
     elif array.dtype != dtype:
         raise TypeError(f"{name}.dtype must be {dtype}, got {array.dtype}")
+    if array.shape != shape:
+        raise ValueError(f"{name} must have shape {shape}, got {array.shape}")
 
 
 def _check_writable(name: str, array: Any, k: int) -> None:

@@ -448,6 +448,7 @@ def _forward(
         out_dtype=out_dtype,
         out=target,
     )
+    family.check_holds("out_dtype", dtype)
     if _arrays.is_numpy(x):
         result = getattr(reference, f"{norm}_forward")(
             x,
@@ -536,7 +537,10 @@ def _backward(
     mean = None if norm == "rms_norm" else family.take("mean", mean)
     rstd = family.take("rstd", rstd)
     bias = False if bias is None else bias
-    bias = bool(bias) if isinstance(bias, bool | np.bool_) else family.take("bias", bias)
+    if isinstance(bias, bool | np.bool_):
+        bias = bool(bias)
+    else:
+        bias = family.take("bias", bias, besides="True, False, None or ")
     if bitmask is not None:
         bitmask = family.take("bitmask", bitmask, dtypes=("uint8",))
     target = None if dx is None else family.take("dx", dx, output=True)

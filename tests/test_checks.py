@@ -141,6 +141,7 @@ WRONG = [
     wrong(ValueError, "bias", "(4,)", "(3,)", bias=zeros(3)),
     wrong(ValueError, "bias", "(4,)", "(3, 4)", bias=zeros(3, 4)),
     wrong(ValueError, "bias", "1 to 3 axes", "0", weight=None, bias=zeros()),
+    wrong(ValueError, "weight", "1 axis, ", "2", x=zeros(4), weight=zeros(1, 4), bias=None),
     wrong(ValueError, "bias", "broadcast", "(2,)", bias=zeros(2), axis=-1),
     *(
         wrong(ValueError, name, str(SHAPE), "(2, 4, 3)", **{name: zeros(2, 4, 3)})
@@ -187,7 +188,10 @@ WRONG = [
         wrong(ValueError, "eps must be", repr(eps), eps=eps)
         for eps in (-1e-6, float("nan"), float("inf"), -float("inf"))
     ),
-    *(wrong(TypeError, "eps must be", repr(eps), eps=eps) for eps in ("1e-6", None, 1j, [1e-6])),
+    *(
+        wrong(TypeError, "eps must be", repr(eps), eps=eps)
+        for eps in ("1e-6", None, 1j, [1e-6], True)
+    ),
     wrong(ValueError, "eps must be", eps=10**400),
     wrong(ValueError, "zero_centered", "weight", "True", zero_centered=True, weight=None),
     *(
@@ -221,8 +225,9 @@ WRONG = [
         **{"axis": (-2, -1), "weight": None, "bias": True, "bitmask": zeros(2, 3, 1, dtype="u1")},
         **{name: zeros(2) for name in ("mean", "rstd")},
     ),
+    wrong(TypeError, "bitmask.dtype", "uint8", "bool", bitmask=zeros(*SHAPE, dtype="bool")),
     # bias of the backward functions
-    wrong(TypeError, "bias must be", "int", dy=zeros(*SHAPE), bias=1),
+    wrong(TypeError, "bias must be True, False, None or", "int", dy=zeros(*SHAPE), bias=1),
     # outputs
     wrong(ValueError, "out must be writable", "read-only", out=read_only(*SHAPE)),
     wrong(ValueError, "dx must be writable", "read-only", dx=read_only(*SHAPE)),
@@ -296,7 +301,8 @@ def test_frameworks_do_not_mix(function: Callable[..., Any], framework: str, oth
         with pytest.raises(TypeError) as raised:
             function(**mixed)
         message = str(raised.value)
-        assert message.startswith(f"{name} must be a {LABELS[framework]}")
+        besides = "True, False, None or " if name == "bias" and "dy" in theirs else ""
+        assert message.startswith(f"{name} must be {besides}a {LABELS[framework]}")
         assert TYPES[other] in message
     for name, array in unwritten.items():
         np.testing.assert_array_equal(arguments[name], array)
@@ -377,6 +383,7 @@ def gpu_array(shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
         ({"n": "4"}, TypeError, ("n must be an int", "'4'")),
         ({"n": 4.0}, TypeError, ("n must be an int", "4.0")),
         ({"n": None}, TypeError, ("n must be an int", "None")),
+        ({"n": True}, TypeError, ("n must be an int", "True")),
         ({"x_dtype": None}, TypeError, ("x_dtype", *ALL_DTYPES, "None")),
         *(
             ({name: dtype}, TypeError, (name, *ALL_DTYPES, str(dtype)))
