@@ -7,10 +7,10 @@ what is launched in a round. Those to compare are timed in turns, and the ratio 
 rounds': the host drifts by more than it differs from one to the next. The weights have x's dtype,
 the only one that torch's own norms have kernels for.
 
-By torch: eager, without gradients, recorded for them, and with the backward pass to x and to the
-weights; then the same of a compiled block of a norm, an activation and a sum.
-QuACK's RMSNorm is among them where it is installed. By JAX: one norm in a program, alone, which XLA
-launches through Python; and a norm of several in one program, which become a command buffer.
+By JAX: one norm in a program, alone, which XLA launches through Python; and a norm of several in
+one program, which become a command buffer. By torch: eager, without gradients, recorded for them,
+and with the backward pass to x and to the weights; then the same of a compiled block of a norm, an
+activation and a sum. QuACK's RMSNorm is among these where it is installed.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def by_torch(device: str) -> Iterator[Group]:
     import torch
 
     backend = "inductor" if device == "cuda" else "aot_eager"  # which needs no C++ compiler
-    # Compiled ones last, for the same reason as torch.
+    # Compiled ones last: the processes that torch compiles in stay, and take time from the host.
     for kind, norm in itertools.product(("eager", "compiled block"), NORMS):
         x = torch.randn(SHAPE, device=device, dtype=torch.bfloat16, requires_grad=True)
         affine = [torch.rand_like(x[0]).detach() for _ in range(1 + (norm == "layer_norm"))]
@@ -221,7 +221,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"{name}, torch {torch.__version__}, JAX {jax.__version__}; {SHAPE} bfloat16")
     print("| host, us a norm | own | cupynorm | of own | others |")
     print("| --- | --- | --- | --- | --- |")
-    # torch last: the processes that it compiles in stay, and take time from the host.
+    # JAX before torch, which compiles in processes that stay.
     for groups, wait in ((by_jax(), wait_jax), (by_torch(device), wait_torch)):
         for what, calls, count in groups:
             taken = microseconds(calls, options.rounds, options.calls, wait)

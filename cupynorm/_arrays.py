@@ -56,7 +56,7 @@ class Family:
         return array
 
     def check_holds(self, name: str, dtype: np.dtype[Any]) -> None:
-        """Raise TypeError if the framework, as it is configured, has no arrays of a dtype."""
+        """Raise TypeError if the framework, as it is configured, makes no arrays of a dtype."""
 
     def give(self, array: Any) -> Any:
         """Return a result as an array of the framework."""

@@ -63,6 +63,8 @@ MULTIPROCESSORS = 128  # roughly, of the GPUs that this is tuned for
 
 FIRST_WITH_CLUSTERS = 90
 FIRST_WITH_OVERLAP = 90  # of a kernel with the one before it
+# An L2 of 4 to 6 MiB, as some GPUs before have, would give up what is fetched ahead unread.
+FIRST_WITH_ROWS_AHEAD = 90
 MOST_CLUSTER_BLOCKS = 16
 
 STAGED_THREADS = 512  # at most, of a block that stages rows in the forward pass
@@ -351,12 +353,13 @@ def forward_config(
     else:
         threads = 768
     # At least two, as nothing spills: LayerNorm of float16 by 512 threads had 72 registers and one
-    # block, and takes 14.7 us, not 16.3, at 512x16384, 254, not 286, at 16384x16384 (H200).
+    # block, and takes 14.7 us, not 16.3, at 512x16384 (H200).
     blocks = max(2 if vector == length else 1, threads // block_threads)
     # Of a large x a row ahead costs up to 20%, but where there are two blocks at once: LayerNorm
     # takes 501 us, not 532, at 32768x16384, half as far ahead (bfloat16, H200).
     ahead_if_large = spec.norm == "layer_norm" and row_threads > 384 and packs_per_thread == 4
-    blocks_ahead = _blocks_ahead(blocks, packs_per_thread)
+    ahead_if_large = ahead_if_large and architecture >= FIRST_WITH_ROWS_AHEAD
+    blocks_ahead = _blocks_ahead(blocks, packs_per_thread, architecture)
     return ResidentForward(
         row_threads=row_threads,
         block_threads=block_threads,
@@ -372,14 +375,17 @@ def forward_config(
     )
 
 
-def _blocks_ahead(blocks_per_multiprocessor: int, packs_per_thread: int) -> int:
-    """Return how many blocks ahead rows are fetched: 6 MiB, which all multiprocessors have at once.
+def _blocks_ahead(blocks_per_multiprocessor: int, packs_per_thread: int, architecture: int) -> int:
+    """Return how many blocks ahead rows are fetched: those that all multiprocessors have at once.
 
-    LayerNorm takes 14.2 us, not 15.4, at 8192x1024, 13.4, not 13.9, at 32768x256, 15.4, not 16.1,
-    at 4096x2048, RMSNorm 12.6, not 12.9, at 32768x256 (bfloat16, float32 weight and bias); with
-    bfloat16 ones LayerNorm 19.7, not 20.7, at 4096x3584, and 20.7 by twice as far. The number of
-    multiprocessors is not asked for, which costs 0.1 us at 4096x128 (RMSNorm of float16, H200).
+    That is 2.5 to 8 MiB; of more than 4 packs a thread, as many packs as of 4. LayerNorm takes
+    14.2 us, not 15.4, at 8192x1024, 13.4, not 13.9, at 32768x256, 15.4, not 16.1, at 4096x2048,
+    RMSNorm 12.6, not 12.9, at 32768x256 (bfloat16, float32 weight and bias); with bfloat16 ones
+    LayerNorm 19.7, not 20.7, at 4096x3584, and 20.7 by twice as far. The number of multiprocessors
+    is not asked for, which costs 0.1 us at 4096x128 (RMSNorm of float16, H200).
     """
+    if architecture < FIRST_WITH_ROWS_AHEAD:
+        return 0
     return MULTIPROCESSORS * blocks_per_multiprocessor * 4 // max(4, packs_per_thread)
 
 
@@ -399,7 +405,7 @@ def few_rows_configs(
     if config.vector < pack_length(spec.x) or _is_wide(spec):
         return ()
     if config.row_threads < 32:
-        return _short_rows_configs(spec, config, n, multiprocessors)
+        return _short_rows_configs(spec, config, n, architecture, multiprocessors)
     configs = []
     affine = _affine_registers(spec, config.packs_per_thread)
     most_held, threads = 64, 512
@@ -452,7 +458,7 @@ def _most_at_once(few: ResidentForward, multiprocessors: int) -> int:
 
 
 def _short_rows_configs(
-    spec: ForwardSpec, config: ResidentForward, n: int, multiprocessors: int
+    spec: ForwardSpec, config: ResidentForward, n: int, architecture: int, multiprocessors: int
 ) -> tuple[tuple[int, ResidentForward], ...]:
     """Return what `few_rows_configs` does, for rows of less than a warp.
 
@@ -464,6 +470,8 @@ def _short_rows_configs(
     (float16, H200).
     """
     if spec.norm == "rms_norm":
+        if not config.blocks_ahead:
+            return ()
         few = dataclasses.replace(config, blocks_ahead=0)
         return ((_most_at_once(few, multiprocessors), few),)
     if config.packs_per_thread != 4:
@@ -474,7 +482,7 @@ def _short_rows_configs(
         row_threads=2 * config.row_threads,
         blocks_per_multiprocessor=blocks,
         packs_per_thread=2,
-        blocks_ahead=_blocks_ahead(blocks, 2),
+        blocks_ahead=_blocks_ahead(blocks, 2, architecture),
         hold_weight=bool(spec.weight or spec.bias),
     )
     return ((MOST_SHORT_ELEMENTS // n, few),)

@@ -18,8 +18,8 @@
 // Result:    the thread of rank 0 of a team, of its first block, writes the row's mean and rstd.
 // RareLast:  what rows out of range need lies behind the end of all else: for few rows, as in decoding,
 //            where registers are to spare. The same bits.
-// BlocksAhead: while a block waits for its row the L2 fetches that of the block so many later, unless
-//            x is large and not AheadIfLarge; or none, if 0.
+// BlocksAhead: while a block waits for its rows it has the L2 fetch those of the block so many later,
+//            of a large x only if AheadIfLarge; 0 is none.
 #include "affine.cuh"
 #include "relu.cuh"
 #include "statistics.cuh"
