@@ -72,6 +72,7 @@ class _DLPackFamily(Family):
         super().__init__(array_type, f"{namespace.__name__.split('.')[0]} array")
         self.namespace = namespace
         self.immutable = namespace.__name__ == "jax.numpy"
+        self.is_torch = namespace.__name__ == "torch"
 
     def take(
         self,
@@ -85,24 +86,41 @@ class _DLPackFamily(Family):
         array = super().take(name, array, besides=besides)
         if output and self.immutable:
             raise TypeError(f"{name} must be None for JAX arrays, which are immutable")
-        if getattr(array, "requires_grad", False) and self.namespace.is_grad_enabled():
-            raise TypeError(
-                f"{name} requires grad, which would be lost here: call the function of "
-                f"cupynorm.torch, or pass {name}.detach(), and compute its gradient with the "
-                "backward function"
-            )
+        if self.is_torch:
+            array = self._without_autograd(name, array, output=output)
         if str(array.dtype).rpartition(".")[2] not in dtypes:
             *others, last = dtypes
             expected = f"{', '.join(others)} or {last}" if others else last
             raise TypeError(f"{name}.dtype must be {expected}, got {array.dtype}")
         try:
-            taken = self._import(name, array.detach() if hasattr(array, "detach") else array)
+            taken = self._import(name, array)
         except (BufferError, RuntimeError, ValueError) as error:
             if type(error).__module__.startswith("cupy"):
                 raise  # a fault of the GPU, not of the argument
             raise TypeError(f"{name} must be readable in place by DLPack: {error}") from error
         self.check_holds(f"{name}.dtype", taken.dtype)
         return taken
+
+    def _without_autograd(self, name: str, tensor: Any, *, output: bool) -> Any:
+        """Return a torch tensor without what the numbers in its memory do not say."""
+        torch = self.namespace
+        if tensor.requires_grad and torch.is_grad_enabled():
+            raise TypeError(
+                f"{name} requires grad, which would be lost here: call the function of "
+                f"cupynorm.torch, or pass {name}.detach(), and compute its gradient with the "
+                "backward function"
+            )
+        if torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None:
+            raise TypeError(
+                f"{name} has a tangent, which would be lost here: forward mode is not there, pass "
+                f"{name}.detach()"
+            )
+        # As of the imaginary part of a conjugate: DLPack hands out what is not negated.
+        if tensor.is_neg():
+            if output:
+                raise TypeError(f"{name} must not be a view that negates, got one: is_neg()")
+            tensor = tensor.resolve_neg()
+        return tensor.detach()
 
     def check_holds(self, name: str, dtype: np.dtype[Any]) -> None:
         if self.immutable and sys.modules["jax"].dtypes.canonicalize_dtype(dtype) != dtype:
@@ -130,6 +148,9 @@ class _DLPackFamily(Family):
         return self.namespace.from_dlpack(array)
 
     def give_back(self, target: Any, array: Any) -> Any:
+        if self.is_torch:
+            # What autograd has saved of it is no longer that.
+            self.namespace.autograd.graph.increment_version(target)
         if not is_numpy(array):
             self.namespace.from_dlpack(array)  # makes the framework's stream wait for the launch
         return target

@@ -46,8 +46,11 @@ def trailing_axes(
     axes = axis if isinstance(axis, Sequence) else (axis,)
     if not all(isinstance(a, numbers.Integral) and not isinstance(a, bool) for a in axes):
         raise TypeError(f"axis must be an int, a tuple of ints or None, got {axis!r}")
-    trailing = sorted(int(a) + x_ndim if a < 0 else int(a) for a in axes)
-    if not 1 <= len(axes) <= x_ndim or trailing != list(range(x_ndim - len(axes), x_ndim)):
+    places = [int(a) + x_ndim if a < 0 else int(a) for a in axes]
+    # Neither by sorting nor by `in`: torch.compile can do neither where an axis varies.
+    last = range(x_ndim - len(axes), x_ndim)
+    trailing = all(any(place == wanted for place in places) for wanted in last)
+    if not 1 <= len(axes) <= x_ndim or not trailing:
         raise ValueError(
             f"axis must name trailing axes of x, such as -1 or (-2, -1); got {axis!r} for an x of "
             f"{x_ndim} axes"
@@ -180,7 +183,8 @@ def _check_operands(
         to_dtype(f"{name}.dtype", array.dtype)
         _check_memory(name, array, x)
         if axis is None and array.shape != normalized:
-            hint = " (with leading axes of 1, pass axis=)" if array.shape[:1] == (1,) else ""
+            leads = array.ndim > 1 and array.shape[0] == 1
+            hint = " (with leading axes of 1, pass axis=)" if leads else ""
             raise ValueError(
                 f"{name} must have the shape of x's normalized axes, {normalized}; got "
                 f"{array.shape}{hint}"

@@ -369,6 +369,45 @@ def test_a_tensor_that_requires_grad_is_refused(name: str, dtype: str) -> None:
         cupynorm.layer_norm(**arrays)
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # of torch's own
+def test_a_tensor_with_a_tangent_is_refused() -> None:
+    torch = pytest.importorskip("torch")
+    x = torch.ones(3, 4)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, x)
+        with pytest.raises(TypeError, match=r"weight has a tangent, .* pass weight\.detach\(\)"):
+            cupynorm.rms_norm(x, dual[0])
+        assert torch.equal(cupynorm.rms_norm(dual.detach()), cupynorm.rms_norm(x))
+
+
+@pytest.mark.parametrize("saved", ["x", "dy"])
+def test_autograd_knows_of_what_was_written(saved: str) -> None:
+    torch = pytest.importorskip("torch")
+    factor = torch.ones(3, 4, requires_grad=True)
+    array = torch.arange(12.0).reshape(3, 4)
+    product = factor * array
+    if saved == "x":
+        cupynorm.rms_norm(array, out=array)
+    else:
+        x = torch.ones(3, 4)
+        rstd = cupynorm.rms_norm_forward(x).rstd
+        cupynorm.rms_norm_backward(array, x, None, rstd, dx=array)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.sum().backward()
+
+
+@each_dtype
+def test_a_tensor_that_negates_what_lies_in_memory(dtype: str) -> None:
+    torch = pytest.importorskip("torch")
+    values = torch.arange(1.0, 13, dtype=getattr(torch, dtype)).reshape(3, 4)
+    negated = torch._neg_view(values)
+    assert torch.equal(cupynorm.layer_norm(negated), cupynorm.layer_norm(-values))
+    assert torch.equal(cupynorm.rms_norm(values, negated[0]), cupynorm.rms_norm(values, -values[0]))
+    with pytest.raises(TypeError, match="out must not be a view that negates"):
+        cupynorm.rms_norm(values, out=negated)
+    assert torch.equal(values[0], torch.arange(1.0, 5, dtype=values.dtype))
+
+
 # ---- families ------------------------------------------------------------------------------------
 
 

@@ -114,11 +114,12 @@ def test_the_formula_holds_in_every_regime(norm: str, regime: str) -> None:
     check(norm, x, values((200,), "float32", 2), dy=values((5, 200), "float32", 3))
 
 
-def test_float64_is_rounded_to_bfloat16_once(path: str) -> None:
+@pytest.mark.parametrize(("dtype", "digits"), [("bfloat16", 8), ("float16", 11)])
+def test_float64_is_rounded_to_16_bits_once(dtype: str, digits: int, path: str) -> None:
     # Through float32, which ends in a tie, the first would round down.
-    x = np.array([[1 + 2**-8 + 2**-40, -(1 + 2**-8 + 2**-40), 1, 0]])
-    root = np.sqrt(np.mean(x * x))
-    check("rms_norm", x / root, eps=0.0, dy=values(x.shape, "bfloat16", 2))
+    bias = np.array([1 + 2.0**-digits + 2**-40, -(1 + 2.0**-digits + 2**-40), 1, 0])
+    x = np.zeros((2, 4))
+    check("layer_norm", x, bias=bias, dy=values(x.shape, dtype, 2))
 
 
 def test_two_axes_of_512_make_one_row(path: str) -> None:

@@ -437,6 +437,14 @@ def test_vmap_of_shared_weights_is_one_launch() -> None:
     assert [launch["m"] for launch in plans.launches] == [15, 15]
 
 
+def test_vmap_over_no_examples() -> None:
+    x, affine = torch.randn(0, 3, 8), torch.randn(0, 8)
+    assert vmap(rms_norm)(x, affine).shape == (0, 3, 8)
+    assert vmap(layer_norm, (None, 0, 0))(torch.randn(3, 8), affine, affine).shape == (0, 3, 8)
+    dx, dweight = vmap(grad(lambda *a: layer_norm(*a, relu=(0, 6)).sum(), (0, 1)))(x, affine)
+    assert (dx.shape, dweight.shape) == (x.shape, affine.shape)
+
+
 TRACED = {
     "grad": lambda f: grad(lambda *a: f(*a).pow(3).sum(), (0, 1, 2)),
     "jacobian": lambda f: jacrev(f, 1),
@@ -609,6 +617,19 @@ def test_compiled_options(call: Any) -> None:
     y = torch.compile(call, backend="aot_eager", fullgraph=True)(x, weight)
     assert_same_bits(y, call(x, weight))
     y.sum().backward()
+
+
+def test_compiled_with_an_axis_that_varies() -> None:
+    torch._dynamo.reset()
+    x = torch.randn(3, 4, 8)
+
+    def both(x: Any, first: int, last: int) -> Any:
+        return rms_norm(x, axis=last), rms_norm(x, axis=(first, last))
+
+    compiled = torch.compile(both, backend="aot_eager", fullgraph=True)
+    for first, last in ((-2, -1), (1, 2), (-2, 2)):
+        for actual, expected in zip(compiled(x, first, last), both(x, first, last), strict=True):
+            assert_same_bits(actual, expected)
 
 
 def test_exported_and_traced() -> None:
@@ -793,11 +814,12 @@ def test_options_are_checked_when_a_module_is_made(
         module(8, **options)
 
 
-def test_eps_of_a_module() -> None:
+def test_numbers_of_a_module() -> None:
     with pytest.raises(TypeError, match="eps must be a real number"):
         LayerNorm(8, eps=None)
     x = torch.randn(3, 8)
-    for made in (LayerNorm(8, eps=np.float64(1e-5)), RMSNorm(8, eps=np.float32(1e-5))):
+    relu = (np.float32(0), np.float64(6))
+    for made in (LayerNorm(8, eps=np.float64(1e-5)), RMSNorm(8, eps=np.float32(1e-5), relu=relu)):
         assert type(made.eps) is float
         compiled = torch.compile(made, backend="aot_eager", fullgraph=True)
         torch.testing.assert_close(compiled(x), made(x))
@@ -829,6 +851,11 @@ def test_strided_nested_tensors(mine: Any, theirs: Any) -> None:
         torch.testing.assert_close(one, other.grad, atol=1e-5, rtol=1e-5)
     with pytest.raises(NotImplementedError, match="axis must not name axis 0"):
         layer_norm(x, axis=(0, 1, 2))
+    plain = mine(8, elementwise_affine=False)
+    for one, part in zip(plain(x).unbind(), parts, strict=True):
+        assert_same_bits(one, plain(part))
+    with pytest.raises(ValueError, match=r"x must end in the axes \(7,\), got shape \(3, 8\)"):
+        mine(7, elementwise_affine=False)(x)
 
 
 @pytest.mark.parametrize(("mine", "theirs"), MODULES)

@@ -160,8 +160,10 @@ def _mean(array: Any, k: int) -> Any:
 
 def _round(values: Any, dtype: str | None) -> Any:
     """Round once, to nearest and ties to even; the derivative is not that of a rounding."""
-    if values is None or dtype != "bfloat16" or values.dtype != jnp.float64:
-        return values if values is None else values.astype(dtype)
+    if values is None:
+        return None
+    if dtype not in ("bfloat16", "float16") or values.dtype != jnp.float64:
+        return values.astype(dtype)
     # XLA goes through float32, and so rounds twice. See `reference.round_once`.
     single = values.astype(jnp.float32)
     bits = jax.lax.bitcast_convert_type(single, jnp.uint32)

@@ -22,6 +22,18 @@ def _is_called(module: Any, arguments: Any) -> None:
     """
 
 
+def _plain(number: Any) -> Any:
+    """Return a number of Python for one of NumPy's, of which torch.compile makes a tensor."""
+    return number.item() if isinstance(number, np.generic) else number
+
+
+def _with_shapes(x: Any) -> tuple[Any, ...]:
+    """Return what x consists of that has a shape: nothing of what torch.fx traces."""
+    if not isinstance(x, torch.Tensor):
+        return ()
+    return x.unbind() if x.is_nested and x.layout is torch.strided else (x,)
+
+
 class _Norm(torch.nn.Module):
     """What the modules add to those of torch.nn, of which each is also a subclass."""
 
@@ -40,7 +52,7 @@ class _Norm(torch.nn.Module):
         if not by_dtype:
             self.eps = float(self.eps)  # of NumPy's numbers torch.compile makes tensors
         self.zero_centered = zero_centered
-        self.relu = relu
+        self.relu = relu if relu is None else (_plain(relu[0]), _plain(relu[1]))
         self.reset_parameters()
         plain = isinstance(self, torch.nn.LayerNorm) and not zero_centered and relu is None
         if self.bias is not None and not plain:
@@ -57,11 +69,12 @@ class _Norm(torch.nn.Module):
         axis, weight = None, self.weight
         if weight is None:  # which would tell the axes, and be checked against them
             k = len(self.normalized_shape)
-            # Not of what torch.fx traces, which has no shape.
-            if isinstance(x, torch.Tensor) and tuple(x.shape[-k:]) != self.normalized_shape:
-                raise ValueError(
-                    f"x must end in the axes {self.normalized_shape}, got shape {tuple(x.shape)}"
-                )
+            for part in _with_shapes(x):
+                if tuple(part.shape[-k:]) != self.normalized_shape:
+                    raise ValueError(
+                        f"x must end in the axes {self.normalized_shape}, got shape "
+                        f"{tuple(part.shape)}"
+                    )
             axis = tuple(range(-k, 0))
         return function(
             x,

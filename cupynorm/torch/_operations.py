@@ -257,6 +257,9 @@ def _forward_of_batch(run: Callable[..., Any]) -> Callable[..., Any]:
         x_dim, *dims = in_dims[:3]
         if dims == [None, None]:
             results = run(tensors[0].movedim(x_dim, 0), *tensors[1:], *options)
+        elif info.batch_size == 0:
+            affine = (_of_example(t, d) for t, d in zip(tensors[1:], dims, strict=True))
+            results = run(_batched(tensors[0], x_dim, 0), *affine, *options)
         else:
             examples = [
                 run(*(_example(t, d, i) for t, d in zip(tensors, in_dims, strict=False)), *options)
@@ -276,6 +279,11 @@ def _batched(tensor: Any, dim: int | None, size: int) -> Any:
     if tensor is None:
         return None
     return tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+
+
+def _of_example(tensor: Any, dim: int | None) -> Any:
+    """Return a tensor like one of an example, where there is none."""
+    return tensor if dim is None else tensor.new_empty(tensor.movedim(dim, 0).shape[1:])
 
 
 def _example(tensor: Any, dim: int | None, i: int) -> Any:
