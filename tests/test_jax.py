@@ -120,6 +120,8 @@ def test_float64_is_rounded_to_16_bits_once(dtype: str, digits: int, path: str) 
     bias = np.array([1 + 2.0**-digits + 2**-40, -(1 + 2.0**-digits + 2**-40), 1, 0])
     x = np.zeros((2, 4))
     check("layer_norm", x, bias=bias, dy=values(x.shape, dtype, 2))
+    # And so are the gradients.
+    check("layer_norm", x, bias=bias.astype(DTYPES[dtype]), dy=np.stack([bias, 0 * bias]))
 
 
 def test_two_axes_of_512_make_one_row(path: str) -> None:

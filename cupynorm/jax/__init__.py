@@ -29,6 +29,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from cupynorm import _checks
 from cupynorm._arrays import DTYPES
 from cupynorm._spec import ForwardSpec, Norm
+from cupynorm.jax import _formula
 from cupynorm.jax._derivatives import differentiable, wide
 
 __all__ = ["layer_norm", "rms_norm"]
@@ -235,7 +236,7 @@ def _array(name: str, array: Any) -> Any:
 
 def _widened(x: Any, array: Any) -> Any:
     dtype = wide(DTYPES[x.dtype], DTYPES[array.dtype])
-    return array if array.dtype == dtype else array.astype(dtype)
+    return array if array.dtype == dtype else _formula.widened(array, dtype)
 
 
 def _outline(array: Any) -> Any:

@@ -7,6 +7,7 @@ equations in float64.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 from cupynorm._bitmask import bitmask_bytes
 from cupynorm._spec import BackwardSpec, ForwardSpec, Norm, compute_dtype
 
-__all__ = ["backward", "backward_of_x", "forward"]
+__all__ = ["backward", "backward_of_x", "forward", "widened"]
 
 # Terms added one after the other: what `testing` grants a sum.
 RUN = 64
@@ -73,6 +74,27 @@ def backward_of_x(
     gradients = _gradients(spec, k, dy, weight, xhat, rstd, bitmask)
     dtypes = (spec.x, spec.weight, spec.dbias)
     return tuple(a if a is None else a.astype(d) for a, d in zip(gradients, dtypes, strict=True))
+
+
+def widened(array: Any, dtype: Any) -> Any:
+    """Return an array in a wider dtype; what comes back to it is rounded once."""
+    return _widening(array.dtype.name, dtype)(array)
+
+
+@functools.cache
+def _widening(narrow: str, wide: Any) -> Any:
+    def widen(array: Any) -> Any:
+        return array.astype(wide)
+
+    @jax.custom_jvp  # type: ignore[untyped-decorator]
+    def rounded(gradient: Any) -> Any:
+        return _round(gradient, narrow)
+
+    # It works on bits, which have no derivative: that of a rounding counts as 1.
+    rounded.defjvps(lambda slope, *_: slope.astype(narrow))
+    differentiable = jax.custom_vjp(widen)
+    differentiable.defvjp(lambda array: (widen(array), None), lambda _, g: (rounded(g),))
+    return differentiable
 
 
 def _gradients(
