@@ -35,25 +35,23 @@ class Family:
         self.is_cupy = is_cupy
 
     def take(
-        self,
-        name: str,
-        array: Any,
-        *,
-        output: bool = False,
-        dtypes: tuple[str, ...] = FLOATS,
-        besides: str = "",
+        self, name: str, array: Any, *, output: bool = False, dtypes: tuple[str, ...] = FLOATS
     ) -> Any:
         """Return an argument as a NumPy or CuPy array that shares its memory.
 
+        A torch tensor that is a negated view is copied, as its memory has the other sign.
         A dtype out of `dtypes` may be refused here, where the array would not come through.
-        `besides` says in the error what else the argument may be.
         """
+        self.check_type(name, array)
+        return array
+
+    def check_type(self, name: str, array: Any, besides: str = "") -> None:
+        """Raise TypeError for what is no array of the framework; `besides`: what else it may be."""
         if not isinstance(array, self.array_type):
             raise TypeError(
                 f"{name} must be {besides}a {self.label}, as the other arrays of the call are; "
                 f"got {_type_name(array)}"
             )
-        return array
 
     def check_holds(self, name: str, dtype: np.dtype[Any]) -> None:
         """Raise TypeError if the framework, as it is configured, makes no arrays of a dtype."""
@@ -75,15 +73,9 @@ class _DLPackFamily(Family):
         self.is_torch = namespace.__name__ == "torch"
 
     def take(
-        self,
-        name: str,
-        array: Any,
-        *,
-        output: bool = False,
-        dtypes: tuple[str, ...] = FLOATS,
-        besides: str = "",
+        self, name: str, array: Any, *, output: bool = False, dtypes: tuple[str, ...] = FLOATS
     ) -> Any:
-        array = super().take(name, array, besides=besides)
+        array = super().take(name, array)
         if output and self.immutable:
             raise TypeError(f"{name} must be None for JAX arrays, which are immutable")
         if self.is_torch:

@@ -541,7 +541,8 @@ def _backward(
     if isinstance(bias, bool | np.bool_):
         bias = bool(bias)
     else:
-        bias = family.take("bias", bias, besides="True, False, None or ")
+        family.check_type("bias", bias, besides="True, False, None or ")
+        bias = family.take("bias", bias)
     if bitmask is not None:
         bitmask = family.take("bitmask", bitmask, dtypes=("uint8",))
     target = None if dx is None else family.take("dx", dx, output=True)
