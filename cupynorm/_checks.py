@@ -22,6 +22,7 @@ __all__ = [
     "check_pair",
     "check_zero_centered",
     "to_dtype",
+    "to_eps",
     "trailing_axes",
 ]
 
@@ -99,12 +100,11 @@ def check_forward(
 
 def check_numbers(compute: np.dtype[Any], eps: Any, relu: Any) -> tuple[float, float] | None:
     """Check eps and the bounds of relu; return these, rounded to the compute dtype."""
-    if not isinstance(eps, numbers.Real) or isinstance(eps, bool):
-        raise TypeError(f"eps must be a real number, got {eps!r}")
-    if not 0 <= _to_float(eps) < math.inf:
+    number = to_eps(eps)
+    if not 0 <= number < math.inf:
         raise ValueError(f"eps must be a finite number of at least 0, got {eps!r}")
     info = np.finfo(compute)
-    if 0 < _to_float(eps) < float(info.tiny) or _to_float(eps) > float(info.max):
+    if 0 < number < float(info.tiny) or number > float(info.max):
         raise ValueError(f"eps must be 0 or a normal {compute} number, got {eps!r}")
     if relu is None:
         return None
@@ -114,6 +114,13 @@ def check_numbers(compute: np.dtype[Any], eps: Any, relu: Any) -> tuple[float, f
     if not lower < upper:
         raise ValueError(f"relu must be (lower, upper) with lower < upper as {compute}, got {relu}")
     return lower, upper
+
+
+def to_eps(eps: Any) -> float:
+    """Return eps as a float."""
+    if not isinstance(eps, numbers.Real) or isinstance(eps, bool):
+        raise TypeError(f"eps must be a real number, got {eps!r}")
+    return _to_float(eps)
 
 
 def check_pair(relu: Any) -> None:

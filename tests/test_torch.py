@@ -916,6 +916,7 @@ ERRORS = [
     (lambda: rms_norm(X, relu=torch.tensor([0.0, 1.0])), TypeError, "relu must be a pair"),
     (lambda: rms_norm(X, relu=(*torch.tensor([0.0, 1.0]),)), TypeError, "relu must be a pair"),
     (lambda: rms_norm(X, eps=[1e-6]), TypeError, "eps must be a real number"),
+    (lambda: rms_norm(X, eps=True), TypeError, "eps must be a real number, got True"),
     (lambda: rms_norm(X, eps=np.array([1e-6])), TypeError, "eps must be a real number"),
     (lambda: rms_norm(X, out_dtype=[1]), TypeError, "out_dtype must be"),
     (lambda: rms_norm(X, relu=[6, 0]), ValueError, "relu must be .* lower < upper"),
@@ -950,6 +951,8 @@ def test_errors_come_when_a_call_is_traced(call: Any, error: Any, message: str) 
     ("accepted", "refused"),
     [
         ({"zero_centered": False}, {"zero_centered": 0}),
+        ({"eps": 1}, {"eps": True}),
+        ({"eps": 1}, {"eps": 1 + 0j}),
         ({"relu": (0, 1)}, {"relu": (False, True)}),
     ],
 )

@@ -209,6 +209,8 @@ def _norm(
             weight, bias = _without_leading("weight", weight, k), _without_leading("bias", bias, k)
     if type(zero_centered) is not bool:  # 0 is remembered as False is
         _checks.check_zero_centered(zero_centered, has_weight=weight is not None)
+    if type(eps) is not float:  # True is remembered as 1 is
+        eps = _checks.to_eps(eps)
     if relu is not None:
         relu = _pair(relu)
     if (
