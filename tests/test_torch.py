@@ -632,6 +632,14 @@ def test_compiled_with_an_axis_that_varies() -> None:
             assert_same_bits(actual, expected)
 
 
+def test_compiled_with_an_eps_of_numpys() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(rms_norm, backend="aot_eager", fullgraph=True)
+    x = torch.randn(3, 8)
+    for eps in (1e-3, 0.5):
+        assert_same_bits(compiled(x, eps=np.float64(eps)), rms_norm(x, eps=eps))
+
+
 def test_exported_and_traced() -> None:
     class Model(torch.nn.Module):
         def __init__(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from cupynorm import _checks
@@ -210,7 +211,9 @@ def _norm(
     if type(zero_centered) is not bool:  # 0 is remembered as False is
         _checks.check_zero_centered(zero_centered, has_weight=weight is not None)
     if type(eps) is not float:  # True is remembered as 1 is
-        eps = _checks.to_eps(eps)
+        # torch.compile has an array for a number of NumPy's, and the value of a float64.
+        is_array = torch.compiler.is_compiling() and isinstance(eps, np.ndarray)
+        eps = float(eps) if is_array else _checks.to_eps(eps)
     if relu is not None:
         relu = _pair(relu)
     if (
