@@ -20,6 +20,7 @@ __all__ = [
     "check_forward",
     "check_numbers",
     "check_pair",
+    "check_row",
     "check_zero_centered",
     "to_dtype",
     "to_eps",
@@ -196,20 +197,23 @@ def _check_operands(
                 f"{name} must have the shape of x's normalized axes, {normalized}; got "
                 f"{array.shape}{hint}"
             )
-        if array.shape == normalized:
-            continue
-        try:
-            fits = np.broadcast_shapes(array.shape, x.shape) == x.shape
-        except ValueError:
-            fits = False
-        if not fits:
-            raise ValueError(f"{name} must broadcast to x's shape {x.shape}, got {array.shape}")
-        if array.shape != (1,) * (array.ndim - k) + normalized:
-            raise NotImplementedError(
-                f"{name} of shape {array.shape} varies over the kept axes of x, or repeats over "
-                f"the normalized ones, {normalized}: broadcasting weights are not supported yet"
-            )
+        check_row(name, array.shape, x.shape, k)
     return k
+
+
+def check_row(name: str, shape: tuple[int, ...], x_shape: tuple[int, ...], k: int) -> None:
+    """Check that a weight or bias has one row for all of x, apart from leading axes of 1."""
+    normalized = x_shape[len(x_shape) - k :]
+    if shape == normalized:
+        return
+    pairs = zip(reversed(shape), reversed(x_shape), strict=False)
+    if len(shape) > len(x_shape) or not all(n == 1 or n == of_x for n, of_x in pairs):
+        raise ValueError(f"{name} must broadcast to x's shape {x_shape}, got {shape}")
+    if shape != (1,) * (len(shape) - k) + normalized:
+        raise NotImplementedError(
+            f"{name} of shape {shape} varies over the kept axes of x, or repeats over the "
+            f"normalized ones, {normalized}: broadcasting weights are not supported yet"
+        )
 
 
 def check_zero_centered(zero_centered: Any, *, has_weight: bool) -> None:

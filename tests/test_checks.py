@@ -308,6 +308,30 @@ def test_frameworks_do_not_mix(function: Callable[..., Any], framework: str, oth
         np.testing.assert_array_equal(arguments[name], array)
 
 
+@pytest.mark.parametrize("name", ["weight", "bias"])
+@pytest.mark.parametrize(
+    ("shape", "axis"),
+    [
+        *(((1, 1, 8), -1), ((5, 1, 8), -1), ((1, 8), 0), ((1, 1), 0)),
+        *(((3, 8), -1), ((5, 8), -1), ((1, 7), -1), ((7,), -1), ((1,), -1), ((), -1)),
+        *(((1, 8), (-2, -1)), ((8,), (-2, -1)), ((3, 1), (-2, -1))),
+        *(((1, 8), None), ((7,), None), ((), None)),
+    ],
+)
+def test_a_weight_is_refused_alike_everywhere(name: str, shape: Any, axis: Any) -> None:
+    torch, jnp = pytest.importorskip("torch"), pytest.importorskip("jax.numpy")
+    import cupynorm.jax
+    import cupynorm.torch
+
+    messages = []
+    for face, module in ((cupynorm, np), (cupynorm.torch, torch), (cupynorm.jax, jnp)):
+        x = module.ones((3, 8) if axis != 0 else (8,))
+        with pytest.raises((ValueError, NotImplementedError), match=name) as raised:
+            face.layer_norm(x, **{name: module.ones(shape)}, axis=axis)
+        messages.append((raised.type, str(raised.value)))
+    assert messages == messages[:1] * 3
+
+
 @every_function
 def test_jax_arrays_are_no_outputs(function: Callable[..., Any]) -> None:
     pytest.importorskip("jax")

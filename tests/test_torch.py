@@ -257,7 +257,7 @@ def test_gradients_without_operands_and_over_several_axes(norm: str) -> None:
         (function, (x, weight)),
         (lambda x, bias: function(x, None, bias), (x, bias)),
         (function, (drawn(6), drawn(6, seed=1), drawn(6, seed=2))),
-        (lambda x, weight: function(x, weight.reshape(1, 1, 4, 2), axis=(1, 2)), (x, weight)),
+        (lambda x, weight: function(x, weight.reshape(1, 4, 2), axis=(1, 2)), (x, weight)),
     ):
         assert gradcheck(call, arguments)
         assert gradgradcheck(call, arguments)

@@ -207,7 +207,7 @@ def _norm(
             None if bias is None else bias.ndim,
         )
         if axis is not None:
-            weight, bias = _without_leading("weight", weight, k), _without_leading("bias", bias, k)
+            weight, bias = _as_row("weight", weight, x, k), _as_row("bias", bias, x, k)
     if type(zero_centered) is not bool:  # 0 is remembered as False is
         _checks.check_zero_centered(zero_centered, has_weight=weight is not None)
     if type(eps) is not float:  # True is remembered as 1 is
@@ -266,16 +266,14 @@ def _overridden(norm: Norm, x: Any, weight: Any, bias: Any, options: dict[str, A
     raise TypeError(f"{name} must be a torch tensor, got {type(wrong).__name__}")
 
 
-def _without_leading(name: str, tensor: Any, k: int) -> Any:
+def _as_row(name: str, tensor: Any, x: Any, k: int) -> Any:
     """Return a weight or bias without leading axes of 1."""
-    if tensor is None or tensor.ndim <= k:
-        return tensor
-    if any(size != 1 for size in tensor.shape[: tensor.ndim - k]):
-        raise NotImplementedError(
-            f"{name} of shape {tuple(tensor.shape)} varies over the kept axes of x: broadcasting "
-            "weights are not supported yet"
-        )
-    return tensor.reshape(tensor.shape[tensor.ndim - k :])
+    if tensor is None:
+        return None
+    # A strided nested tensor has no shape: its parts are checked in their turn.
+    like = tensor if x.is_nested and x.layout is torch.strided else x
+    _checks.check_row(name, tuple(tensor.shape), tuple(like.shape), k)
+    return tensor if tensor.ndim <= k else tensor.reshape(tensor.shape[tensor.ndim - k :])
 
 
 def _pair(relu: Any) -> Any:
