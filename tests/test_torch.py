@@ -9,6 +9,7 @@ import copy
 import inspect
 import io
 import math
+import re
 import subprocess
 import sys
 from typing import Any
@@ -781,8 +782,21 @@ def test_what_the_modules_add() -> None:
     with pytest.raises(ValueError, match="zero_centered must be False without a weight"):
         LayerNorm(8, elementwise_affine=False, zero_centered=True)
     assert_same_bits(rms_norm(x, eps=None), RMSNorm(8)(x).detach())
-    with pytest.raises(ValueError, match=r"x must end in the axes \(4, 2\), got shape \(3, 8\)"):
-        LayerNorm((4, 2), elementwise_affine=False)(x)
+
+
+@pytest.mark.parametrize("elementwise_affine", [True, False])
+@pytest.mark.parametrize(
+    ("normalized_shape", "shape"),
+    [((8,), (3, 7)), ((4, 2), (3, 8)), ((3, 8), (8,)), ((8,), ()), ((), (3,))],
+)
+@pytest.mark.parametrize("module", [RMSNorm, LayerNorm])
+def test_a_module_blames_an_x_that_does_not_fit(
+    module: Any, normalized_shape: Any, shape: Any, elementwise_affine: bool
+) -> None:
+    norm = module(normalized_shape, elementwise_affine=elementwise_affine)
+    words = f"x must end in the axes of normalized_shape, {normalized_shape}; got shape {shape}"
+    with pytest.raises(ValueError, match=re.escape(words)):
+        norm(torch.ones(shape))
 
 
 @pytest.mark.parametrize(
@@ -862,8 +876,9 @@ def test_strided_nested_tensors(mine: Any, theirs: Any) -> None:
     plain = mine(8, elementwise_affine=False)
     for one, part in zip(plain(x).unbind(), parts, strict=True):
         assert_same_bits(one, plain(part))
-    with pytest.raises(ValueError, match=r"x must end in the axes \(7,\), got shape \(3, 8\)"):
-        mine(7, elementwise_affine=False)(x)
+    for affine in (True, False):
+        with pytest.raises(ValueError, match=r"of normalized_shape, \(7,\); got shape \(3, 8\)"):
+            mine(7, elementwise_affine=affine)(x)
 
 
 @pytest.mark.parametrize(("mine", "theirs"), MODULES)

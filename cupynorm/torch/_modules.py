@@ -68,23 +68,30 @@ class _Norm(torch.nn.Module):
     def _normalize(self, function: Any, x: torch.Tensor, eps: Any) -> torch.Tensor:
         axis, weight = None, self.weight
         if weight is None:  # which would tell the axes, and be checked against them
-            k = len(self.normalized_shape)
-            for part in _with_shapes(x):
-                if tuple(part.shape[-k:]) != self.normalized_shape:
-                    raise ValueError(
-                        f"x must end in the axes {self.normalized_shape}, got shape "
-                        f"{tuple(part.shape)}"
-                    )
-            axis = tuple(range(-k, 0))
-        return function(
-            x,
-            weight,
-            self.bias,
-            eps=eps,
-            axis=axis,
-            zero_centered=self.zero_centered,
-            relu=self.relu,
-        )
+            self._check_shape(x)
+            axis = tuple(range(-len(self.normalized_shape), 0))
+        try:
+            return function(
+                x,
+                weight,
+                self.bias,
+                eps=eps,
+                axis=axis,
+                zero_centered=self.zero_centered,
+                relu=self.relu,
+            )
+        except ValueError:
+            self._check_shape(x)  # here, as it takes a microsecond
+            raise
+
+    def _check_shape(self, x: Any) -> None:
+        k = len(self.normalized_shape)
+        for part in _with_shapes(x):
+            if tuple(part.shape[-k:]) != self.normalized_shape:
+                raise ValueError(
+                    f"x must end in the axes of normalized_shape, {self.normalized_shape}; got "
+                    f"shape {tuple(part.shape)}"
+                )
 
     def extra_repr(self) -> str:
         """Return what is shown of the module."""
