@@ -919,6 +919,9 @@ ERRORS = [
     (lambda: rms_norm(X, W, 1.0), TypeError, "bias must be a torch tensor, got float"),
     (lambda: rms_norm(X.int()), TypeError, r"x.dtype must be float64.* got torch.int32"),
     (lambda: rms_norm(X, W.int()), TypeError, r"weight.dtype must be float64.* got torch.int32"),
+    (lambda: rms_norm(X.to_sparse(), W), TypeError, "x must be a dense .* torch.sparse_coo"),
+    (lambda: rms_norm(X, W.to_sparse()), TypeError, "weight must be a dense tensor"),
+    (lambda: rms_norm(X, W, W.to_sparse()), TypeError, "bias must be a dense tensor"),
     (lambda: rms_norm(X, W[:4]), ValueError, r"weight must have the shape .*, \(8,\); got \(4,\)"),
     (lambda: rms_norm(X, W[None]), ValueError, r"weight must have the shape .*, \(4, 8\); got"),
     (lambda: rms_norm(X, None, W[:4]), ValueError, r"bias must have the shape .*, \(8,\); got"),
@@ -968,6 +971,14 @@ def test_errors_come_when_a_call_is_traced(call: Any, error: Any, message: str) 
         pytest.raises((error, RuntimeError), match=f"{message}|{by_schema}"),
     ):
         call()
+
+
+def test_a_sparse_gradient_is_refused() -> None:
+    rows = layer_norm(X[0], W.clone().requires_grad_())
+    looked_up = F.embedding(torch.tensor([0, 1]), rows, sparse=True)
+    for _ in range(2):
+        with pytest.raises(TypeError, match=r"dy must be a dense tensor, .* torch.sparse_coo"):
+            looked_up.sum().backward(retain_graph=True)
 
 
 @pytest.mark.parametrize(

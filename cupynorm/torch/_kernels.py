@@ -71,6 +71,8 @@ _current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 def check_tensor(name: str, tensor: Any, x: Any) -> None:
     """Check what needs no shape, which may be symbolic."""
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"{name} must be a dense tensor, got one of layout {tensor.layout}")
     if tensor.dtype not in NUMPY_DTYPES:
         raise TypeError(
             f"{name}.dtype must be float64, float32, float16 or bfloat16, got {tensor.dtype}"
@@ -166,20 +168,20 @@ def forward(
     """
     options = (k, norm, eps, zero_centered, relu, out_dtype, training)
     device = x.device
-    # What is contiguous needs no strides: they are the same but for axes of one element.
-    key = (
-        (x.shape, x.is_contiguous() or x.stride(), x.dtype, device),
-        weight
-        if weight is None
-        else (weight.shape, weight.is_contiguous(), weight.dtype, weight.device),
-        bias if bias is None else (bias.shape, bias.is_contiguous(), bias.dtype, bias.device),
-        options,
-        # False equals 0, and is refused; -0.0 equals 0.0, and is another bound.
-        relu if relu is None else repr(relu),
-    )
     try:
+        # What is contiguous needs no strides: they are the same but for axes of one element.
+        key = (
+            (x.shape, x.is_contiguous() or x.stride(), x.dtype, device),
+            weight
+            if weight is None
+            else (weight.shape, weight.is_contiguous(), weight.dtype, weight.device),
+            bias if bias is None else (bias.shape, bias.is_contiguous(), bias.dtype, bias.device),
+            options,
+            # False equals 0, and is refused; -0.0 equals 0.0, and is another bound.
+            relu if relu is None else repr(relu),
+        )
         call = _forwards.get(key)
-    except TypeError:  # an option that cannot be remembered is none that is taken
+    except (TypeError, RuntimeError):  # what cannot be remembered, or is sparse, is not taken
         _resolve_forward(x, weight, bias, *options)
         raise
     if call is None:
@@ -356,13 +358,17 @@ def backward(
     mean, rstd and bitmask are as `forward` returned them; dbias is wanted where its dtype is given.
     """
     options = (k, norm, zero_centered, bias_dtype, bitmask is None)
-    key = (
-        (dy.shape, dy.is_contiguous() or dy.stride(), dy.dtype, dy.device),
-        (x.shape, x.is_contiguous() or x.stride(), x.dtype, x.device),
-        weight if weight is None else (weight.shape, weight.dtype, weight.device),
-        options,
-    )
-    call = _backwards.get(key)
+    try:
+        key = (
+            (dy.shape, dy.is_contiguous() or dy.stride(), dy.dtype, dy.device),
+            (x.shape, x.is_contiguous() or x.stride(), x.dtype, x.device),
+            weight if weight is None else (weight.shape, weight.dtype, weight.device),
+            options,
+        )
+        call = _backwards.get(key)
+    except RuntimeError:  # as in forward
+        _resolve_backward(dy, x, weight, *options)
+        raise
     if call is None:
         call = _remember(_backwards, key, _resolve_backward(dy, x, weight, *options))
     if not call.has_kernels:
