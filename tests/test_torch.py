@@ -35,7 +35,8 @@ from torch_checks import NORMS, assert_same_bits, check_problem, to_numpy
 
 import cupynorm.torch
 from cupynorm import testing
-from cupynorm.torch import LayerNorm, RMSNorm, _kernels, layer_norm, rms_norm
+from cupynorm.reference import round_once
+from cupynorm.torch import LayerNorm, RMSNorm, _formulas, _kernels, layer_norm, rms_norm
 
 # What torch itself still uses of what it deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
@@ -499,6 +500,43 @@ def test_formulas_are_as_stable_as_kernels(
     for actual, expected in zip(found, [of_each(*wide), *slope(*wide)], strict=True):
         largest = expected.abs().max()
         torch.testing.assert_close(actual.double() / largest, expected / largest, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_formulas_round_float64_once(dtype: Any) -> None:
+    step = torch.finfo(dtype).eps
+    above_a_tie = torch.tensor([1.0, -1.0], dtype=torch.float64) * (1 + step / 2 + 2.0**-40)
+    expected = torch.tensor([1 + step, -1 - step], dtype=dtype)
+    x = torch.ones(3, 2, dtype=torch.float64)  # so that xhat is 1 as well, and P(a) is a
+    weight, bias = torch.ones(2, dtype=dtype), torch.zeros(2, dtype=dtype)
+
+    def loss(weight: Any, bias: Any, x: Any) -> Any:
+        return (rms_norm(x, weight, bias, eps=0) * above_a_tie).sum()
+
+    for gradient in vmap(grad(loss, (0, 1)), (None, None, 0))(weight, bias, x[:, None]):
+        assert_same_bits(gradient, expected.expand(3, 2))
+
+    dy = torch.ones(1, 2, dtype=dtype, requires_grad=True)
+    x, weight = x[:1].requires_grad_(), weight.requires_grad_()
+    y = rms_norm(x, weight, eps=0, out_dtype=dtype)
+    (dx,) = torch.autograd.grad(y, x, dy, create_graph=True)
+    for gradient in torch.autograd.grad(dx, (dy, weight), above_a_tie[None]):
+        assert_same_bits(gradient.flatten(), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_round_once(dtype: Any) -> None:
+    info = torch.finfo(dtype)
+    sizes = torch.logspace(-150, 150, 1201, 2, dtype=torch.float64)
+    steps = (info.smallest_normal * info.eps * torch.arange(0, 9, 0.25)).double()
+    around = torch.cat([torch.tensor([1, 1 + info.eps / 2, info.max, math.inf]), steps]).double()
+    values = torch.cat([sizes, *(around * (1 + shift) for shift in (-(2.0**-40), 0, 2.0**-40))])
+    values = torch.cat([values, -values, torch.tensor([math.nan])]).requires_grad_()
+    rounded = _formulas.round_once(values, dtype)
+    expected = round_once(values.detach().numpy(), to_numpy(rounded).dtype)
+    np.testing.assert_array_equal(to_numpy(rounded.double()), expected.astype(np.float64))
+    rounded.sum().backward()
+    assert bool((values.grad == 1).all())
 
 
 # ---- operations of torch.library -----------------------------------------------------------------

@@ -26,7 +26,14 @@ import torch
 from cupynorm._spec import Norm
 from cupynorm.torch._kernels import compute_type
 
-__all__ = ["effective_weight", "gradients_of_backward", "masked", "normalized", "sum_over_rows"]
+__all__ = [
+    "effective_weight",
+    "gradients_of_backward",
+    "masked",
+    "normalized",
+    "round_once",
+    "sum_over_rows",
+]
 
 
 def effective_weight(weight: Any, zero_centered: bool, dtype: torch.dtype) -> Any:
@@ -71,6 +78,19 @@ def sum_over_rows(values: Any, first: int, k: int) -> Any:
     return values.sum(axes) if axes else values  # torch sums over all axes where none is named
 
 
+def round_once(values: Any, dtype: torch.dtype) -> Any:
+    """Round to a dtype, to nearest and ties to even, as a function that torch differentiates."""
+    info = torch.finfo(dtype)
+    if values.dtype == torch.float64 and info.bits == 16:
+        # torch goes through float32, and so would round twice. What is added here has the last bit
+        # in float64 that values have in the dtype, down to its subnormals.
+        size = values.detach().abs().clamp(info.smallest_normal, info.max)
+        power = size / torch.frexp(size)[0]
+        shift = power * (0.75 * info.eps / torch.finfo(torch.float64).eps)
+        values = values + shift - shift
+    return values.to(dtype)
+
+
 def gradients_of_backward(
     a: Any,
     b: Any,
@@ -109,11 +129,12 @@ def gradients_of_backward(
         grad_x = grad_x - rstd * project(rstd * (a * g_slope + g * a_slope))
         grad_x = grad_x - rstd * (rstd * s) * xhat  # rstd**2 may overflow
         if weight is not None:
-            grad_weight = sum_over_rows(inside * scaled, 0, k).to(weight.dtype)
+            grad_weight = round_once(sum_over_rows(inside * scaled, 0, k), weight.dtype)
     if b is not None:
         b = b.to(dtype)
         grad_dy = grad_dy + b * xhat
         grad_x = grad_x + rstd * project(b * inside)
     if c is not None:
         grad_dy = grad_dy + c.to(dtype)
-    return masked(grad_dy, bitmask, k, dtype).to(dy.dtype), grad_x.to(x.dtype), grad_weight
+    grad_dy = round_once(masked(grad_dy, bitmask, k, dtype), dy.dtype)
+    return grad_dy, grad_x.to(x.dtype), grad_weight

@@ -308,9 +308,10 @@ def _backward_of_batch(run: Callable[..., Any]) -> Callable[..., Any]:
         dweight, dbias = unused
         if weight is not None:
             xhat, _ = _formulas.normalized(norm, x, k, eps)
-            dweight = _formulas.sum_over_rows(inside * xhat, 1, k).to(weight.dtype)
+            sums = _formulas.sum_over_rows(inside * xhat, 1, k)
+            dweight = _formulas.round_once(sums, weight.dtype)
         if bias_dtype is not None:
-            dbias = _formulas.sum_over_rows(inside, 1, k).to(bias_dtype)
+            dbias = _formulas.round_once(_formulas.sum_over_rows(inside, 1, k), bias_dtype)
         out_dims = (0, None if weight is None else 0, None if bias_dtype is None else 0)
         return (dx, dweight, dbias), out_dims
 
