@@ -68,7 +68,7 @@ def to_dtype(name: str, dtype: Any) -> np.dtype[Any]:
     for candidate in candidates:  # NumPy takes None for float64
         try:
             converted: np.dtype[Any] = np.dtype(candidate)
-        except TypeError:
+        except (TypeError, ValueError, SyntaxError):
             continue
         if converted in DTYPES:
             return converted

@@ -110,6 +110,7 @@ WRONG = [
         for name, shape in {"x": SHAPE, "dy": SHAPE, "weight": (4,), "bias": (4,)}.items()
         for dtype in ("int32", "bool", "complex64", ">f4", "float8_e4m3fn")
     ),
+    wrong(TypeError, "x.dtype", *ALL_DTYPES, "record", x=np.zeros(4, "f4,f4").view(np.recarray)),
     wrong(TypeError, "out.dtype", *ALL_DTYPES, "int64", out=zeros(*SHAPE, dtype="int64")),
     wrong(TypeError, "out.dtype", *ALL_DTYPES, ">f8", out=zeros(*SHAPE, dtype=">f8")),
     wrong(TypeError, "out.dtype", "float16", "float32", out=zeros(*SHAPE), out_dtype="float16"),
@@ -121,6 +122,7 @@ WRONG = [
         wrong(TypeError, "out_dtype", *ALL_DTYPES, str(dtype), out_dtype=dtype)
         for dtype in ("int32", np.int8, int, "float8_e4m3fn", ">f4", "half a float", 1.5, [1])
     ),
+    *(wrong(TypeError, "out_dtype", *ALL_DTYPES, out_dtype=dtype) for dtype in (("f4", 2), "i4,(")),
     # shapes
     wrong(ValueError, "x must have at least one axis", x=zeros(), weight=None, bias=None, out=None),
     wrong(ValueError, "x must have at least one axis", x=zeros(), weight=None, bias=True, dx=None),
