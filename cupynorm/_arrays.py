@@ -52,6 +52,8 @@ class Family:
                 f"{name} must be {besides}a {self.label}, as the other arrays of the call are; "
                 f"got {_type_name(array)}"
             )
+        if is_numpy(array) and hasattr(array, "mask"):  # numpy.ma need not be imported
+            raise TypeError(f"{name} must have no mask, which would be lost: pass {name}.filled()")
 
     def check_holds(self, name: str, dtype: np.dtype[Any]) -> None:
         """Raise TypeError if the framework, as it is configured, makes no arrays of a dtype."""

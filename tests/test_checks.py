@@ -104,6 +104,10 @@ WRONG = [
         wrong(TypeError, f"{name} must be", "NumPy array", "NoneType", **{name: None})
         for name in ("dy", "mean", "rstd")
     ),
+    *(
+        wrong(TypeError, f"{name} must have no mask", **{name: np.ma.array(zeros(*SHAPE))})
+        for name in ARRAYS
+    ),
     # dtypes
     *(
         wrong(TypeError, name, *ALL_DTYPES, dtype, **{name: zeros(*shape, dtype=dtype)})
