@@ -98,6 +98,12 @@ class _DLPackFamily(Family):
     def _without_autograd(self, name: str, tensor: Any, *, output: bool) -> Any:
         """Return a torch tensor without what the numbers in its memory do not say."""
         torch = self.namespace
+        # As of a DTensor or a FakeTensor, whose memory is not what its shape says.
+        if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+            raise TypeError(
+                f"{name} must be a plain tensor, got a {type(tensor).__qualname__}: call the "
+                "function of cupynorm.torch"
+            )
         if tensor.requires_grad and torch.is_grad_enabled():
             raise TypeError(
                 f"{name} requires grad, which would be lost here: call the function of "

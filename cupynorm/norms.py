@@ -78,8 +78,9 @@ def rms_norm(
     ------
     TypeError
         If an argument is no array, of another framework, or of another dtype, as float64 is where
-        JAX has not enabled it; if eps, axis or zero_centered is of another kind, or relu no pair of
-        real numbers.
+        JAX has not enabled it; if it is more than its numbers, as a masked array, a DTensor or a
+        tensor that requires grad; if eps, axis or zero_centered is of another kind, or relu no pair
+        of real numbers.
     ValueError
         If a shape, a device, axis, eps or zero_centered does not fit, if relu's lower bound is not
         below its upper one, or if out cannot be written.

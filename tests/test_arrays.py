@@ -447,6 +447,17 @@ def test_a_tensor_without_memory_is_named(where: str) -> None:
         cupynorm.rms_norm(x)
 
 
+@pytest.mark.parametrize("name", ["x", "weight", "out"])
+def test_a_tensor_of_other_memory_is_refused(name: str) -> None:
+    torch = pytest.importorskip("torch")
+    from torch._subclasses import FakeTensorMode
+
+    arrays = {"x": torch.ones(2, 4), "weight": torch.ones(4), "out": torch.ones(2, 4)}
+    fake = FakeTensorMode().from_tensor(arrays[name])  # as a DTensor, it has what memory it likes
+    with pytest.raises(TypeError, match=f"{name} must be a plain tensor, got a FakeTensor"):
+        cupynorm.rms_norm(**arrays | {name: fake})
+
+
 def test_a_traced_array_is_a_type_error() -> None:
     jax = pytest.importorskip("jax")
     with pytest.raises(TypeError, match=r"x must be .*Tracer"):
