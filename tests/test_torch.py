@@ -879,7 +879,10 @@ def test_numbers_of_a_module() -> None:
         LayerNorm(8, eps=None)
     x = torch.randn(3, 8)
     relu = (np.float32(0), np.float64(6))
-    for made in (LayerNorm(8, eps=np.float64(1e-5)), RMSNorm(8, eps=np.float32(1e-5), relu=relu)):
+    for made in (
+        LayerNorm(8, eps=np.float64(1e-5), zero_centered=np.True_),
+        RMSNorm(8, eps=np.float32(1e-5), relu=relu),
+    ):
         assert type(made.eps) is float
         compiled = torch.compile(made, backend="aot_eager", fullgraph=True)
         torch.testing.assert_close(compiled(x), made(x))

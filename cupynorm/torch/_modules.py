@@ -51,7 +51,7 @@ class _Norm(torch.nn.Module):
         check_numbers(np.dtype(np.float64), 0.0 if by_dtype else self.eps, relu)
         if not by_dtype:
             self.eps = float(self.eps)  # of NumPy's numbers torch.compile makes tensors
-        self.zero_centered = zero_centered
+        self.zero_centered = bool(zero_centered)
         self.relu = relu if relu is None else (_plain(relu[0]), _plain(relu[1]))
         self.reset_parameters()
         plain = isinstance(self, torch.nn.LayerNorm) and not zero_centered and relu is None
