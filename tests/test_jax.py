@@ -8,6 +8,7 @@ import json
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -430,18 +431,16 @@ def test_a_program_says_all_that_its_calls_need(kernels: Any) -> None:
 
 def test_structures_that_are_too_small_are_refused() -> None:
     words = ctypes.c_uint64 * 32
-    api, metadata, frame, extension = words(), words(), words(), words()
-    api[0], metadata[0], frame[0] = _xla.API_BYTES, _xla.METADATA_BYTES, _xla.FRAME_BYTES
-    frame[_xla.FRAME_API] = ctypes.addressof(api)
-    frame[_xla.FRAME_EXTENSION] = ctypes.addressof(extension)
-    extension[_xla.EXTENSION_TYPE] = _xla.METADATA_EXTENSION
-    extension[_xla.METADATA] = ctypes.addressof(metadata)
+    metadata, extension = words(36), words()
+    extension[1:4] = _xla.METADATA_EXTENSION, 0, ctypes.addressof(metadata)
+    api = words(192)
+    frame = words(168, ctypes.addressof(extension), ctypes.addressof(api))
     handler = _kernels._HANDLERS[0]
     before = handler.refusal
     try:
         assert handler._called(ctypes.addressof(frame)) == 0
         assert handler.refusal is None
-        assert metadata[_xla.METADATA_VERSION] == 1 << 32
+        assert metadata[:5] == [36, 0, 0, 1 << 32, 0]
         frame[0] -= 8
         handler._called(ctypes.addressof(frame))
         assert handler.refusal is not None
@@ -452,6 +451,56 @@ def test_structures_that_are_too_small_are_refused() -> None:
             ).block_until_ready()
     finally:
         handler.refusal = before
+
+
+def api_of(*functions: Any) -> Any:
+    """Return an API of functions that take a structure as words and return an error."""
+    kind = ctypes.CFUNCTYPE(ctypes.c_size_t, ctypes.POINTER(ctypes.c_uint64 * 5))
+    wrapped = [kind(lambda given, function=f: function(given.contents) or 0) for f in functions]
+    words = (ctypes.c_uint64 * 24)()
+    _xla.API.pack_into(words, 0, *(ctypes.cast(f, ctypes.c_void_p).value for f in wrapped))
+    api: Any = _xla._Api(ctypes.addressof(words))
+    api.kept = wrapped
+    return api
+
+
+def test_threads_do_not_mix_what_they_ask() -> None:
+    asked = threading.Barrier(2)
+
+    def answer(question: Any) -> None:
+        asked.wait(10)  # both have asked before either is answered
+        question[3] = question[2] + 1
+        asked.wait(10)
+
+    api = api_of(*5 * (answer,))
+    answers: dict[int, list[int]] = {}
+
+    def ask(first: int) -> None:
+        answers[first] = [api.ask(api.stream, first + turn) for turn in range(50)]
+
+    threads = [threading.Thread(target=ask, args=(first,)) for first in (1000, 1 << 60)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers == {first: [first + turn + 1 for turn in range(50)] for first in (1000, 1 << 60)}
+
+
+def test_what_xla_does_not_answer_is_an_error_with_its_message() -> None:
+    text = ctypes.create_string_buffer("no stream today: ü".encode())
+    destroyed = []
+
+    def tell(question: Any) -> None:
+        assert question[2] == 77
+        question[3] = ctypes.addressof(text)
+
+    def destroy(question: Any) -> None:
+        destroyed.append(question[2])
+
+    api = api_of(tell, tell, destroy, lambda question: 77, tell)
+    with pytest.raises(RuntimeError, match="no stream today: ü"):
+        api.ask(api.stream, 5)
+    assert destroyed == [77]
 
 
 def test_without_cupy_a_gpu_is_refused_with_what_to_install(
