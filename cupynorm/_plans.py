@@ -8,6 +8,7 @@ are in elements; the device is the current one.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -88,37 +89,30 @@ class ForwardPlan:
             return 0
         return COUNT_BYTES if m >= LEAST_COUNTED * self.most_clusters else 0
 
-    def launch(
-        self,
-        stream: int,
-        m: int,
-        x: int,
-        x_stride: int,
-        weight: int,
-        bias: int,
-        y: int,
-        y_stride: int,
-        mean: int,
-        rstd: int,
-        bitmask: int,
-        scratch: int,
-        eps: float,
-        lower: float,
-        upper: float,
-    ) -> None:
-        """Launch it over m rows; without scratch, 0, rows are taken in turn."""
-        blocks = self.blocks(m)
+    def prepared(
+        self, m: int, eps: float, lower: float, upper: float
+    ) -> Callable[[int, _Ints], None]:
+        """Return what launches it over m rows, on a stream and on operands.
+
+        These are x, x_stride, weight, bias, y, y_stride, mean, rstd, bitmask and scratch; without
+        scratch, 0, rows are taken in turn.
+        """
+        kernel, blocks, n = self.kernel, self.blocks(m), self.n
+        numbers = (m, n, 1 / n, eps, lower, upper)
+        counted = self.scratch_bytes(m) > 0
+
+        def launch_rows(stream: int, operands: _Ints) -> None:
+            kernel.launch(stream, blocks, operands[:-1] + numbers)
+
+        def launch_with_count(stream: int, operands: _Ints) -> None:
+            count = operands[-1] if counted else 0
+            if count:
+                set_to_zero(stream, count, COUNT_BYTES)
+            kernel.launch(stream, blocks, (*operands[:-1], *numbers, count))
+
         if blocks == 0:
-            return
-        n = self.n
-        arguments: tuple[float, ...] = (x, x_stride, weight, bias, y, y_stride, mean, rstd, bitmask)
-        arguments += (m, n, 1 / n, eps, lower, upper)
-        if self.takes_count:
-            counted = bool(scratch) and self.scratch_bytes(m) > 0
-            if counted:
-                set_to_zero(stream, scratch, COUNT_BYTES)
-            arguments += (scratch if counted else 0,)
-        self.kernel.launch(stream, blocks, arguments)
+            return lambda stream, operands: None
+        return launch_with_count if self.takes_count else launch_rows
 
     def blocks(self, m: int) -> int:
         """Return how many blocks m rows take."""

@@ -43,6 +43,9 @@ class ForwardPlan:
     def scratch_bytes(self, m: int) -> int:
         return 16 if m % 3 == 2 else 0
 
+    def prepared(self, m: int, *numbers: float) -> Any:
+        return lambda stream, operands: self.launch(stream, m, *operands, *numbers)
+
     def launch(
         self,
         stream: int,

@@ -612,7 +612,7 @@ def test_many_rows_are_counted(
         many = counted and m >= 32 * clusters
         assert plan.scratch_bytes(m) == (16 if many else 0)
         # Of a program made for other GPUs JAX may give none, or some that is of no use.
-        plan.launch(5, m, *range(1, 10), scratch, 0.5, 2.0, 3.0)
+        plan.prepared(m, 0.5, 2.0, 3.0)(5, (*range(1, 10), scratch))
         blocks = min(m, clusters) * plan.cluster_blocks
         count = scratch if many else 0
         launch = 5, blocks, (*range(1, 10), m, n, 1 / n, 0.5, 2.0, 3.0, count)

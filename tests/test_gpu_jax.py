@@ -29,7 +29,7 @@ from jax_calls import check  # noqa: E402
 
 import cupynorm  # noqa: E402
 import cupynorm.jax  # noqa: E402
-from cupynorm import _jit  # noqa: E402
+from cupynorm import _driver, _jit  # noqa: E402
 
 
 def jax_gpus() -> int:
@@ -174,17 +174,15 @@ def test_layers_in_a_rematerialized_scan_are_those_of_a_loop() -> None:
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return a list that gets the stream of each forward launch."""
-    from cupynorm import _plans
-
+    """Return a list that gets the stream of each launch."""
     streams: list[int] = []
-    launch = _plans.ForwardPlan.launch
+    launch = _driver.Kernel.launch
 
-    def counted(plan: Any, stream: int, *arguments: Any) -> None:
+    def counted(kernel: Any, stream: int, *arguments: Any) -> None:
         streams.append(stream)
-        launch(plan, stream, *arguments)
+        launch(kernel, stream, *arguments)
 
-    monkeypatch.setattr(_plans.ForwardPlan, "launch", counted)
+    monkeypatch.setattr(_driver.Kernel, "launch", counted)
     return streams
 
 
@@ -205,8 +203,6 @@ def test_nothing_is_loaded_after_tracing(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_an_error_in_a_launch_is_an_exception_and_the_next_call_is_right(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from cupynorm import _plans
-
     def fail(*arguments: Any) -> None:
         raise RuntimeError("no launch today")
 
@@ -214,7 +210,7 @@ def test_an_error_in_a_launch_is_an_exception_and_the_next_call_is_right(
     function = jax.jit(cupynorm.jax.rms_norm)
     expected = np.asarray(function(x))
     with monkeypatch.context() as patch:
-        patch.setattr(_plans.ForwardPlan, "launch", fail)
+        patch.setattr(_driver.Kernel, "launch", fail)
         with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match="no launch today"):
             function(x).block_until_ready()
     np.testing.assert_array_equal(function(x), expected)

@@ -26,8 +26,8 @@ __all__ = ["call", "platforms"]
 
 ALIGNMENT = 16  # bytes, of every buffer: XLA's is a multiple of it
 
-# What the launch of a plan takes between m and the numbers. Rows lie one after the other; where
-# there is no such array, its address is 0.
+# The operands of a plan. Rows lie one after the other; where there is no such array, its address
+# is 0.
 STRIDE, ABSENT = "stride", "absent"
 FORWARD = ("x", STRIDE, "weight", "bias", "y", STRIDE, "mean", "rstd", "bitmask", "scratch")
 BACKWARD = (
@@ -166,13 +166,18 @@ def _prepare(kind: type[Any], platform: str, description: str, device: int) -> L
     places = {name: i for i, name in enumerate((*arrays, STRIDE, ABSENT))}
     order = FORWARD if kind is ForwardSpec else BACKWARD
     take = operator.itemgetter(*(places.get(name, places[ABSENT]) for name in order))
-    numbers = (what["eps"], *(what["relu"] or (0.0, 0.0))) if kind is ForwardSpec else ()
+    if kind is ForwardSpec:
+        launch_plan = plan.prepared(m, what["eps"], *(what["relu"] or (0.0, 0.0)))
+    else:
+
+        def launch_plan(stream: int, operands: tuple[int, ...]) -> None:
+            plan.launch(stream, m, *operands)
 
     def launch(stream: int, addresses: Sequence[int]) -> None:
         if functools.reduce(operator.or_, addresses) % ALIGNMENT:
             at = ", ".join(f"{a} at {b:#x}" for a, b in zip(arrays, addresses, strict=True))
             raise ValueError(f"arrays must be aligned to {ALIGNMENT} bytes, got {at}")
-        plan.launch(stream, m, *take((*addresses, n, 0)), *numbers)
+        launch_plan(stream, take((*addresses, n, 0)))
 
     return launch if platform != "cuda" else _on(device, launch)
 
