@@ -108,6 +108,18 @@ def test_relu(norm: str, relu: tuple[float, float], path: str) -> None:
         check(norm, x, weight, bias, dy=dy, k=k, relu=relu)
 
 
+@pytest.mark.parametrize("bounds", [(0.0, 1.0), (-1.0, 0.0)])
+def test_a_bound_of_zero_keeps_its_sign(bounds: tuple[float, float], path: str) -> None:
+    """0.0 equals -0.0, and a call with the one is not that with the other."""
+    x = values((4, 33), "float32")
+    negative = tuple(bound or -0.0 for bound in bounds)
+    for relu in (bounds, negative, bounds):
+        y, expected = (f.rms_norm(x, relu=relu) for f in (cupynorm.jax, cupynorm))
+        (zeros,) = {*np.signbit(np.asarray(y)[np.asarray(y) == 0])}
+        assert zeros == (relu is negative)
+        np.testing.assert_array_equal(np.signbit(y), np.signbit(expected))
+
+
 @pytest.mark.parametrize("regime", REGIMES)
 @pytest.mark.parametrize("norm", NORMS)
 def test_the_formula_holds_in_every_regime(norm: str, regime: str) -> None:
