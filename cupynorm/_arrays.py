@@ -7,6 +7,7 @@ and CuPy makes the consumer's stream wait for the result.
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Sequence
 from types import ModuleType
@@ -33,6 +34,13 @@ class Family:
         self.array_type = array_type
         self.label = label
         self.is_cupy = is_cupy
+
+    def with_device_of(self, array: Any) -> Family:
+        """Return the family of one call, whose arrays are to be where its first one is.
+
+        As DLPack and NumPy have it, there is one CPU; JAX may have several CPU devices.
+        """
+        return self
 
     def take(
         self, name: str, array: Any, *, output: bool = False, dtypes: tuple[str, ...] = FLOATS
@@ -73,6 +81,14 @@ class _DLPackFamily(Family):
         self.namespace = namespace
         self.immutable = namespace.__name__ == "jax.numpy"
         self.is_torch = namespace.__name__ == "torch"
+        self.device: Any = None  # of a call's arrays, if they are JAX's
+
+    def with_device_of(self, array: Any) -> Family:
+        if not self.immutable:
+            return self
+        family = copy.copy(self)
+        family.device = array.device
+        return family
 
     def take(
         self, name: str, array: Any, *, output: bool = False, dtypes: tuple[str, ...] = FLOATS
@@ -93,6 +109,8 @@ class _DLPackFamily(Family):
                 raise  # a fault of the GPU, not of the argument
             raise TypeError(f"{name} must be readable in place by DLPack: {error}") from error
         self.check_holds(f"{name}.dtype", taken.dtype)
+        if is_numpy(taken) and self.device is not None and array.device != self.device:
+            raise ValueError(f"{name} must be on x's device, {self.device}; got {array.device}")
         return taken
 
     def _without_autograd(self, name: str, tensor: Any, *, output: bool) -> Any:
@@ -142,10 +160,11 @@ class _DLPackFamily(Family):
         )
 
     def give(self, array: Any) -> Any:
-        if isinstance(array, np.ndarray) and array.dtype == BFLOAT16:
-            crossed = self.namespace.from_dlpack(array.view(np.int16))
+        options = {"device": self.device} if self.device is not None and is_numpy(array) else {}
+        if is_numpy(array) and array.dtype == BFLOAT16:
+            crossed = self.namespace.from_dlpack(array.view(np.int16), **options)
             return crossed.view(self.namespace.bfloat16)
-        return self.namespace.from_dlpack(array)
+        return self.namespace.from_dlpack(array, **options)
 
     def give_back(self, target: Any, array: Any) -> Any:
         if self.is_torch:

@@ -52,7 +52,7 @@ def pack_bitmask(mask: Any) -> Any:
     array([[255,   1],
            [  0,   1]], dtype=uint8)
     """
-    family = _arrays.family_of("mask", mask)
+    family = _arrays.family_of("mask", mask).with_device_of(mask)
     mask = family.take("mask", mask, dtypes=("bool",))
     if mask.dtype != np.bool_:
         raise TypeError(f"mask.dtype must be bool, got {mask.dtype}")
@@ -96,7 +96,7 @@ def unpack_bitmask(bitmask: Any, n: int) -> Any:
     n = int(n)
     if n < 0:
         raise ValueError(f"n must be at least 0, got {n}")
-    family = _arrays.family_of("bitmask", bitmask)
+    family = _arrays.family_of("bitmask", bitmask).with_device_of(bitmask)
     bitmask = family.take("bitmask", bitmask, dtypes=("uint8",))
     if bitmask.dtype != np.uint8:
         raise TypeError(f"bitmask.dtype must be uint8, got {bitmask.dtype}")

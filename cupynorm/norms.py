@@ -435,6 +435,7 @@ def _forward(
             result = call.run(x, weight, bias, out)
             if result is not None:
                 return result
+    family = family.with_device_of(x)
     x = family.take("x", x)
     weight = None if weight is None else family.take("weight", weight)
     bias = None if bias is None else family.take("bias", bias)
@@ -533,6 +534,7 @@ def _backward(
             again: NormBackward | None = call.run(dy, x, weight, mean, rstd, like, bitmask, dx)
             if again is not None:
                 return again
+    family = family.with_device_of(x)
     x = family.take("x", x)
     dy = family.take("dy", dy)
     weight = None if weight is None else family.take("weight", weight)

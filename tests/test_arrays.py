@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from types import ModuleType
 from typing import Any
@@ -317,6 +319,52 @@ def test_a_dtype_that_jax_has_not_enabled() -> None:
         with pytest.raises(TypeError, match=r"weight\.dtype must be .*, got float64 without x64"):
             cupynorm.rms_norm(x, wide)
         assert cupynorm.rms_norm(x, out_dtype="float16").dtype == np.float16
+
+
+DEVICES = """
+import jax, numpy as np, cupynorm
+first, second = jax.devices("cpu")
+ones = lambda device, *shape, dtype="float32": jax.device_put(np.ones(shape, dtype), device)
+
+for dtype in ("float32", "bfloat16"):
+    x, weight = ones(second, 2, 8, dtype=dtype), ones(second, 8, dtype=dtype)
+    forward = cupynorm.layer_norm_forward(x, weight, weight, relu=(0, 1))
+    backward = cupynorm.layer_norm_backward(
+        x, x, weight, forward.mean, forward.rstd, bitmask=forward.bitmask
+    )
+    mask = cupynorm.unpack_bitmask(forward.bitmask, 8)
+    for array in (*forward, *backward, mask, cupynorm.pack_bitmask(mask)):
+        assert array.device == second, array.device
+
+rstd = forward.rstd
+for name, call in {
+    "weight": lambda: cupynorm.rms_norm(x, ones(first, 8)),
+    "bias": lambda: cupynorm.rms_norm(x, None, ones(first, 8)),
+    "dy": lambda: cupynorm.rms_norm_backward(ones(first, 2, 8), x, None, rstd),
+    "rstd": lambda: cupynorm.rms_norm_backward(x, x, None, ones(first, 2)),
+    "bitmask": lambda: cupynorm.rms_norm_backward(
+        x, x, None, rstd, bitmask=ones(first, 2, 1, dtype="uint8")
+    ),
+}.items():
+    try:
+        call()
+    except ValueError as error:
+        assert str(error) == f"{name} must be on x's device, cpu:1; got cpu:0", error
+    else:
+        raise AssertionError(name)
+"""
+
+
+def test_jax_arrays_stay_on_their_cpu_device() -> None:
+    pytest.importorskip("jax")
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
+    done = subprocess.run(
+        [sys.executable, "-c", DEVICES],
+        env=os.environ | {"XLA_FLAGS": flags},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 # ---- outputs and gradients in torch --------------------------------------------------------------
