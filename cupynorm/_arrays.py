@@ -109,7 +109,9 @@ class _DLPackFamily(Family):
                 raise  # a fault of the GPU, not of the argument
             raise TypeError(f"{name} must be readable in place by DLPack: {error}") from error
         self.check_holds(f"{name}.dtype", taken.dtype)
-        if is_numpy(taken) and self.device is not None and array.device != self.device:
+        # Of JAX's on the CPU; what is not committed to its device JAX would move.
+        elsewhere = self.device is not None and array.device != self.device
+        if is_numpy(taken) and elsewhere and array.committed:
             raise ValueError(f"{name} must be on x's device, {self.device}; got {array.device}")
         return taken
 
@@ -119,8 +121,8 @@ class _DLPackFamily(Family):
         # As of a DTensor or a FakeTensor, whose memory is not what its shape says.
         if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
             raise TypeError(
-                f"{name} must be a plain tensor, got a {type(tensor).__qualname__}: call the "
-                "function of cupynorm.torch"
+                f"{name} must be a plain tensor, got a {type(tensor).__qualname__}: the "
+                "norms of cupynorm.torch take others"
             )
         if tensor.requires_grad and torch.is_grad_enabled():
             raise TypeError(

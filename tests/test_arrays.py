@@ -336,6 +336,9 @@ for dtype in ("float32", "bfloat16"):
     for array in (*forward, *backward, mask, cupynorm.pack_bitmask(mask)):
         assert array.device == second, array.device
 
+weight = jax.numpy.ones(8)  # on the first, but committed to none
+assert cupynorm.rms_norm(x, weight).device == second
+
 rstd = forward.rstd
 for name, call in {
     "weight": lambda: cupynorm.rms_norm(x, ones(first, 8)),

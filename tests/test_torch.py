@@ -535,6 +535,8 @@ def test_round_once(dtype: Any) -> None:
     rounded = _formulas.round_once(values, dtype)
     expected = round_once(values.detach().numpy(), to_numpy(rounded).dtype)
     np.testing.assert_array_equal(to_numpy(rounded.double()), expected.astype(np.float64))
+    signs = torch.signbit(rounded), torch.signbit(values)
+    assert torch.equal(*(sign[:-1] for sign in signs))  # of all but the NaN
     rounded.sum().backward()
     assert bool((values.grad == 1).all())
 
@@ -948,6 +950,16 @@ def test_traced_by_fx(norm: Any) -> None:
     assert_same_bits(traced(x).detach(), model(x).detach())
     functions = {node.target for node in traced.graph.nodes if node.op == "call_function"}
     assert functions == {layer_norm if isinstance(norm, LayerNorm) else rms_norm}
+
+
+@pytest.mark.parametrize("eps", [lambda x: x.shape[0], lambda x: x.shape[0] * 1e-5])
+def test_traced_with_an_eps_left_open(eps: Any) -> None:
+    def function(x: Any) -> Any:
+        return rms_norm(x, eps=eps(x))
+
+    x = torch.randn(3, 8)
+    traced = make_fx(function, tracing_mode="symbolic")(x)
+    assert_same_bits(traced(x), function(x))
 
 
 # ---- errors --------------------------------------------------------------------------------------

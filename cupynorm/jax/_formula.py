@@ -29,7 +29,10 @@ class Bounds(tuple[float, ...]):
     __slots__ = ()
 
     def __eq__(self, other: object) -> bool:
-        return repr(self) == repr(other)
+        return isinstance(other, Bounds) and repr(self) == repr(other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
 
     def __hash__(self) -> int:
         return hash(repr(self))

@@ -78,7 +78,7 @@ class Handler:
         try:
             return self._answer(frame)
         except BaseException as error:
-            _, api, *_ = FRAME.unpack_from(_memory, frame)
+            api = FRAME.unpack_from(_memory, frame)[1]
             return _api(api).error(f"{type(error).__name__}: {error}")
 
     def _answer(self, frame: int) -> int:
@@ -186,4 +186,4 @@ class _Api:
         return self._create(arguments)  # type: ignore[no-any-return]
 
 
-_api = functools.cache(_Api)
+_api = functools.cache(_Api)  # XLA has one table, for ever

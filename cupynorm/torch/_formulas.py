@@ -87,7 +87,8 @@ def round_once(values: Any, dtype: torch.dtype) -> Any:
         size = values.detach().abs().clamp(info.smallest_normal, info.max)
         power = size / torch.frexp(size)[0]
         shift = power * (0.75 * info.eps / torch.finfo(torch.float64).eps)
-        values = values + shift - shift
+        rounded = (values + shift - shift).to(dtype)
+        return torch.where(rounded == 0, values.to(dtype), rounded)  # which has the sign
     return values.to(dtype)
 
 

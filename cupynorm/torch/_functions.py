@@ -210,7 +210,8 @@ def _norm(
             weight, bias = _as_row("weight", weight, x, k), _as_row("bias", bias, x, k)
     if type(zero_centered) is not bool:  # 0 is remembered as False is
         _checks.check_zero_centered(zero_centered, has_weight=weight is not None)
-    if type(eps) is not float:  # True is remembered as 1 is
+    # True is remembered as 1 is. A number that a trace leaves open is one.
+    if type(eps) not in (float, torch.SymFloat, torch.SymInt):
         # torch.compile has an array for a number of NumPy's, and the value of a float64.
         is_array = torch.compiler.is_compiling() and isinstance(eps, np.ndarray)
         eps = float(eps) if is_array else _checks.to_eps(eps)

@@ -81,7 +81,7 @@ class _Norm(torch.nn.Module):
                 relu=self.relu,
             )
         except ValueError:
-            self._check_shape(x)  # here, as it takes a microsecond
+            self._check_shape(x)  # not before each call: it takes a microsecond
             raise
 
     def _check_shape(self, x: Any) -> None:
