@@ -173,7 +173,7 @@ class _Api:
 
     def _taken(self, error: int) -> str:
         """Return the message of an error of XLA's, and free it."""
-        arguments = (ctypes.c_uint64 * 5)(40, 0, error)
+        arguments = (ctypes.c_uint64 * 4)(32, 0, error)
         self._message(arguments)
         message = ctypes.string_at(arguments[3]).decode()
         self._destroy((ctypes.c_uint64 * 3)(24, 0, error))

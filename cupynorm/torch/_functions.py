@@ -211,7 +211,7 @@ def _norm(
     if type(zero_centered) is not bool:  # 0 is remembered as False is
         _checks.check_zero_centered(zero_centered, has_weight=weight is not None)
     # True is remembered as 1 is. A number that a trace leaves open is one.
-    if type(eps) not in (float, torch.SymFloat, torch.SymInt):
+    if type(eps) is not float and not isinstance(eps, torch.SymFloat | torch.SymInt):
         # torch.compile has an array for a number of NumPy's, and the value of a float64.
         is_array = torch.compiler.is_compiling() and isinstance(eps, np.ndarray)
         eps = float(eps) if is_array else _checks.to_eps(eps)
