@@ -68,7 +68,7 @@ FIRST_WITH_ROWS_AHEAD = 90
 MOST_CLUSTER_BLOCKS = 16
 
 STAGED_THREADS = 512  # at most, of a block that stages rows in the forward pass
-
+TWO_BLOCKS_THREADS = 256  # the same, where two are on a multiprocessor
 SPLIT_BLOCKS = 4  # of a cluster that has a row of few
 
 MOST_SHORT_ELEMENTS = 1 << 23  # of few rows of less than a warp
@@ -108,11 +108,13 @@ class ResidentForward:
 class StagedForward:
     """Rows in the shared memory of a cluster of blocks, `stages` of them at a time.
 
-    `hold_weight`, `hold_bias`: it is in registers, else in shared memory. `counted`: of many rows
-    a cluster takes the next when it has room, as a count in device memory says; else in turn.
+    Blocks that share a multiprocessor are of different clusters. `hold_weight`, `hold_bias`: it is
+    in registers, else in shared memory. `counted`: of many rows a cluster takes the next when it
+    has room, as a count in device memory says; else in turn.
     """
 
     block_threads: int
+    blocks_per_multiprocessor: int
     packs_per_thread: int
     cluster_blocks: int
     stages: int
@@ -244,14 +246,18 @@ def shared_limit(architecture: int) -> int:
     return SHARED_KIB.get(architecture, SHARED_KIB_OF_OTHERS) << 10
 
 
-def team_bytes(x: str, row_threads: int, block_threads: int, cluster_blocks: int = 1) -> int:
+def team_bytes(
+    x: str, row_threads: int, block_threads: int, cluster_blocks: int = 1, *, split: bool = False
+) -> int:
     """Return the shared memory of a Team's reductions: see kernels/team.cuh."""
-    slots = cluster_blocks * max(1, row_threads // 32)
-    if slots == 1:
+    warps = max(1, row_threads // 32)
+    if cluster_blocks * warps == 1:
         return 0
-    values = 2 * (block_threads // row_threads) * slots * 4
     mailboxes = 16 if cluster_blocks > 1 else 0
-    return -(-(mailboxes + values * ITEMSIZE[compute_dtype(x)]) // 128) * 128
+    slots = 2 * (block_threads // row_threads * cluster_blocks) * warps
+    if cluster_blocks > 1 and warps > 1 and not split:
+        slots = 2 * cluster_blocks + warps
+    return -(-(mailboxes + 4 * slots * ITEMSIZE[compute_dtype(x)]) // 128) * 128
 
 
 def _team(packs: int, packs_per_thread: int) -> int:
@@ -633,14 +639,16 @@ def _staged_forward(
 ) -> StagedForward | None:
     """Return the configuration of rows in the shared memory of blocks of up to STAGED_THREADS.
 
-    As in `_deep_forward` or else 4 packs a thread, 3 where that leaves few threads: of the widths
-    tried (192 to 1024 threads, 1 to 8 packs) the fastest, or within 3%, from N = 11008 to 131072;
-    LayerNorm of 2**27 elements takes 141 us at 12288 by 384 threads, of 512, a quarter of them
-    idle, 161; at 9216 154 by 384 of 3 packs, 167 by 288 of 4 (bfloat16, H200).
+    As in `_deep_forward` or `_two_blocks_forward`, or else 4 packs a thread, 3 where that leaves
+    few threads: of the widths tried (192 to 1024 threads, 1 to 8 packs) the fastest, or within 3%,
+    from N = 11008 to 131072; LayerNorm of 2**27 elements takes 141 us at 12288 by 384 threads, of
+    512, a quarter of them idle, 161; at 9216 154 by 384 of 3 packs, 167 by 288 of 4 (bfloat16,
+    H200).
     """
-    deep = _deep_forward(spec, n, packs, vector, architecture, wide=wide)
-    if deep is not None and staged_forward_bytes(spec, deep) <= shared_limit(architecture):
-        return deep
+    for of_clusters in _deep_forward, _two_blocks_forward:
+        found = of_clusters(spec, n, packs, vector, architecture, wide=wide)
+        if found is not None:
+            return found
     length = pack_length(spec.x)
     cluster_blocks = _cluster(packs, STAGED_THREADS * 4)
     if cluster_blocks > _most_cluster_blocks(architecture):
@@ -649,15 +657,13 @@ def _staged_forward(
     packs_per_thread = 4 if block_packs > 4 * 288 else 3
     block_threads = _team(block_packs, packs_per_thread)
     affine = _affine_registers(spec, packs_per_thread)
-    # NVRTC finds room for 64 registers of them in LayerNorm alone, for none beside the addresses of
-    # 16 blocks.
+    # NVRTC finds room for 64 registers of them in LayerNorm alone.
     zero_centered_relu = spec.zero_centered and spec.relu
     most_held = 64 if spec.norm == "layer_norm" and not zero_centered_relu else 32
-    if cluster_blocks == MOST_CLUSTER_BLOCKS or wide:
-        most_held = 0
-    hold = vector == length and affine <= most_held
+    hold = vector == length and affine <= most_held and not wide
     config = StagedForward(
         block_threads=block_threads,
+        blocks_per_multiprocessor=1,
         packs_per_thread=packs_per_thread,
         cluster_blocks=cluster_blocks,
         stages=2,
@@ -668,16 +674,16 @@ def _staged_forward(
         full=n == cluster_blocks * block_threads * packs_per_thread * length,
     )
 
-    def fits(stages: int, *, hold: bool) -> bool:
-        changed = dataclasses.replace(config, stages=stages, hold_weight=hold, hold_bias=hold)
-        return staged_forward_bytes(spec, changed) <= shared_limit(architecture)
+    def of(stages: int, *, hold: bool) -> StagedForward:
+        return dataclasses.replace(config, stages=stages, hold_weight=hold, hold_bias=hold)
 
     # Whatever the alignment, so that a row's bits do not depend on it.
-    if not fits(2, hold=False):
+    if staged_forward_bytes(spec, of(2, hold=False)) > shared_limit(architecture):
         return None
     # LayerNorm's 2048 rows of 131072 take 270 us with 3, 324 with 2, 271 with 4 (bfloat16, float32
     # weight and bias, H200).
-    return dataclasses.replace(config, stages=3) if fits(3, hold=hold) else config
+    three = of(3, hold=hold)
+    return three if staged_forward_bytes(spec, three) <= shared_limit(architecture) else config
 
 
 def _deep_forward(
@@ -686,31 +692,78 @@ def _deep_forward(
     """Return the configuration of 16 blocks, of 5 to 8 packs a thread, of rows that fill them.
 
     They would be read twice: 28 us against 39 for LayerNorm of 32 rows of 262144 float32, 264
-    against 440 of 512 (H200). The weight is held however it is aligned, as shared memory mostly has
-    no room for it; beside it a bias, a ReLU and a 1 to be added, a y wider than x or a row's end
-    would spill on one architecture or another.
+    against 440 of 512, 104 against 169 of 256 rows of 393216 bfloat16 (H200). The weight is held
+    however it is aligned, as shared memory mostly has no room for it; beside it a row's end would
+    spill, and a ReLU in LayerNorm's 7 and 8 packs of 16 bits.
     """
     cluster_blocks = MOST_CLUSTER_BLOCKS
     too_many = _cluster(packs, STAGED_THREADS * 4) == 2 * cluster_blocks
     if architecture < FIRST_WITH_CLUSTERS or not too_many:
         return None
     packs_per_thread, rest = divmod(n, cluster_blocks * STAGED_THREADS * pack_length(spec.x))
-    plain = ITEMSIZE[spec.y] <= ITEMSIZE[spec.x] and not (spec.zero_centered and spec.relu)
-    rms_norm = spec.norm == "rms_norm" and not spec.bias
-    room = spec.x == "float32" or (rms_norm and spec.x != "float64")
-    if rest or wide or not plain or not room:
+    spills = spec.norm == "layer_norm" and ITEMSIZE[spec.x] == 2 and spec.relu
+    if rest or wide or spec.x == "float64" or (spills and packs_per_thread > 6):
         return None
-    return StagedForward(
+    config = StagedForward(
         block_threads=STAGED_THREADS,
+        blocks_per_multiprocessor=1,
         packs_per_thread=packs_per_thread,
         cluster_blocks=cluster_blocks,
-        stages=3 if rms_norm else 2,
+        stages=3,
         vector=vector,
         hold_weight=True,
         hold_bias=False,
         counted=_counted(spec, cluster_blocks),
         full=True,
     )
+    for deep in config, dataclasses.replace(config, stages=2):
+        if staged_forward_bytes(spec, deep) <= shared_limit(architecture):
+            return deep
+    return None
+
+
+def _two_blocks_forward(
+    spec: ForwardSpec, n: int, packs: int, vector: int, architecture: int, *, wide: bool
+) -> StagedForward | None:
+    """Return the configuration of clusters of which two are at once, with room for three stages.
+
+    Of each multiprocessor a cluster has a block of up to 256 threads, whose 5 to 7 packs of the
+    weight are in registers: one does not wait for the other. LayerNorm, with the bias in shared
+    memory, takes 173 us against 229 for 1024 rows of 163840, 171 against 195 for 8192 of 20480, 417
+    against 436 of 49152, 75 against 94 for 512 of 69632 float32; by two stages 203, 192, 425 and
+    no less than by one cluster. RMSNorm takes 195 against 212 for 1024 of 196608, 384 against 394
+    for 4096 of 98304; but 198 against 193 for 8192 of 24576 by clusters of two, 514 against 503 of
+    65536 with 8 packs (bfloat16, weight and bias of either width, H200). Not with a ReLU beside
+    more than 5 packs, which would spill.
+    """
+    cluster_blocks = _cluster(packs, STAGED_THREADS * 4)
+    if not 1 < cluster_blocks <= _most_cluster_blocks(architecture) or wide:
+        return None
+    block_packs = -(-packs // cluster_blocks)
+    most_packs = 5 if spec.relu else 7 if spec.norm == "layer_norm" else 6
+    widths = range(-(-block_packs // TWO_BLOCKS_THREADS), most_packs + 1)
+    measured = spec.x != "float64" and (spec.norm == "layer_norm" or cluster_blocks > 2)
+    if not (widths and measured):
+        return None
+    packs_per_thread = min(widths, key=lambda width: _slots(block_packs, _team(block_packs, width)))
+    block_threads = _team(block_packs, packs_per_thread)
+    length = pack_length(spec.x)
+    config = StagedForward(
+        block_threads=block_threads,
+        blocks_per_multiprocessor=2,
+        packs_per_thread=packs_per_thread,
+        cluster_blocks=cluster_blocks,
+        stages=3,
+        vector=vector,
+        hold_weight=True,
+        hold_bias=False,
+        counted=_counted(spec, cluster_blocks),
+        full=n == cluster_blocks * block_threads * packs_per_thread * length,
+    )
+    # With the KiB that each block has besides; whatever the alignment, as the bits of a row.
+    if 2 * (staged_forward_bytes(spec, config) + 1024) > shared_limit(architecture) + 1024:
+        return None
+    return dataclasses.replace(config, hold_weight=vector == length)
 
 
 def _counted(spec: ForwardSpec, cluster_blocks: int) -> bool:

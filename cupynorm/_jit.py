@@ -107,7 +107,10 @@ def forward_instantiation(
             template,
             parameters,
             config.block_threads,
-            team_bytes(spec.x, config.row_threads, config.block_threads, config.cluster_blocks),
+            team_bytes(
+                *(spec.x, config.row_threads, config.block_threads, config.cluster_blocks),
+                split=True,
+            ),
             config.cluster_blocks,
         )
     if isinstance(config, StagedForward):
@@ -119,6 +122,7 @@ def forward_instantiation(
             config.stages,
             config.cluster_blocks,
             config.block_threads,
+            config.blocks_per_multiprocessor,
             config.packs_per_thread,
             config.counted,
             config.full,

@@ -8,16 +8,16 @@
 //            weight and bias are one row; mean and rstd one value a row; bitmask (n_cols + 7) / 8
 //            bytes a row. y may be x. A row has at least one whole pack, of LayerNorm at least
 //            kFirstElements. Full: its columns fill the team's packs exactly.
-// Grid:      no more clusters of ClusterBlocks blocks than rows, each with Stages - 1 rows on their
-//            way into shared memory. They take rows in turn; if Counted and given a `count`, 0 before
-//            the launch, each takes the next row when it has room for one, since some
-//            multiprocessors are 4% slower.
+// Grid:      no more clusters of ClusterBlocks blocks than rows, nor than run at once, each with
+//            Stages - 1 rows on their way into shared memory. They take rows in turn; if Counted and
+//            given a `count`, 0 before the launch, each takes the next row when it has room for one,
+//            since some multiprocessors are 4% slower.
 // Traffic:   x read once, of LayerNorm the first 64 elements by every warp besides; y written once;
 //            weight and bias once a block.
 // Thread:    pack p of its block's columns for p = rank, rank + BlockThreads, ... (PacksPerThread
 //            of them).
-// Order:     a thread's packs in turn, then the team's reduction: a function of n_cols and the
-//            dtype of x, never of n_rows or alignment.
+// Order:     a thread's packs in turn, then the team's reduction: a function of n_cols, the dtypes
+//            and Relu, never of n_rows or alignment.
 // Result:    thread 0 of a cluster's first block writes the row's mean and rstd.
 #include "affine.cuh"
 #include "relu.cuh"
@@ -27,9 +27,9 @@
 
 template <typename X, typename Weight, typename Bias, typename Y, bool Centered, bool ZeroCentered,
           bool StoreStatistics, bool Relu, bool HoldWeight, bool HoldBias, int Stages,
-          int ClusterBlocks, int BlockThreads, int PacksPerThread, bool Counted, bool Full,
-          int Vector>
-__global__ __launch_bounds__(BlockThreads, 1) void norm_forward_staged(
+          int ClusterBlocks, int BlockThreads, int BlocksPerMultiprocessor, int PacksPerThread,
+          bool Counted, bool Full, int Vector>
+__global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_forward_staged(
     const X* x, long long x_stride, const Weight* weight, const Bias* bias, Y* y,
     long long y_stride, Compute<X>* mean, Compute<X>* rstd, unsigned char* bitmask,
     long long n_rows, long long row_length, Compute<X> inv_n, Compute<X> eps, Compute<X> lower,

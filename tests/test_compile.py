@@ -146,15 +146,33 @@ def instantiations(architecture: int) -> list[Instantiation]:
     for norm, x, packs, (centred, clamped) in itertools.product(
         ("rms_norm", "layer_norm"),
         ("float32", "bfloat16"),
-        (5, 8),
-        (plain, zero_centered, relu),
+        (6, 8),
+        (plain, zero_centered, both),
     ):
-        bias = "float32" if norm == "layer_norm" else None
-        longest = ForwardSpec(norm, x, "float32", bias, x, centred, True, clamped)
+        weight = "float32" if packs == 6 else x
+        bias = weight if norm == "layer_norm" else None
+        longest = ForwardSpec(norm, x, weight, bias, x, centred, True, clamped)
         for vector in (1, pack_length(x)):
             n = 16 * 512 * packs * pack_length(x)
             config = forward_config(longest, n, vector, architecture)
             kernels[forward_instantiation(longest, config)] = None
+    # Two blocks of clusters on a multiprocessor: 5 packs a thread with a ReLU, 6 and 7 without, of
+    # which 7 spill where there is least else.
+    for (norm, x, packs), rest in itertools.product(
+        (
+            *(("layer_norm", x, packs) for x in ("float32", "bfloat16") for packs in (5, 6, 7)),
+            ("rms_norm", "bfloat16", 6),
+        ),
+        (0, 1),
+    ):
+        weight = x if packs == 7 else "float32"
+        bias = weight if norm == "layer_norm" else None
+        most = packs < 7
+        two = ForwardSpec(norm, x, weight, bias, x, most, most, packs == 5)
+        n = (256 * (4 if most else 2) * packs - rest) * pack_length(x)
+        for vector in (1, pack_length(x)):
+            config = forward_config(two, n, vector, architecture)
+            kernels[forward_instantiation(two, config)] = None
     # What has a third stage for the weight that it holds, rows that fill their packs and others.
     for stored, (centred, clamped), packs in itertools.product(
         (False, True), (plain, zero_centered, relu), (9000, 16384)
@@ -303,7 +321,9 @@ def compiled(kernels: tuple[Instantiation, ...], architecture: str) -> Compiled:
 # takes 134 us by 5 blocks a multiprocessor that spill 80, 139 by 4 that do not, and of 18432 in
 # the backward 205 us with the weight held, by smaller blocks 283 (H200). A ReLU and a 1 to be
 # added spill most. Beside messengers, which make strips sooner, the widest leave 16-bit rows that
-# are moved by single elements, or of LayerNorm with a bitmask on sm_100, too few registers.
+# are moved by single elements, or of LayerNorm with a bitmask on sm_100, too few registers. By two
+# blocks on a multiprocessor, with 7 packs a thread, LayerNorm of 28672 takes 234 us, by one 249
+# (H200); what 16 blocks hold by single elements would be read twice.
 LAYER_NORM_BY_8_PACKS = (
     r"norm_forward<bfloat16, .*, true, \w+, \w+, \w+, false, \d+, false, false, .*, 8, \w+, 8>"
 )
@@ -314,12 +334,16 @@ RMS_NORM_AT_ONCE = (
 LAYER_NORM_IN_PAIRS = r"norm_backward<bfloat16, .*, 3, 2, 384, 384, 1, 3, true, 8>"
 STRIPS_BY_SINGLE_ELEMENTS = r"norm_backward_strips<b?float16, .*, 512, [12], 1>"
 STRIPS_WITH_BITMASK = r"norm_backward_strips<b?float16, .*, true, 512, [12], 8>"
+LAYER_NORM_BY_TWO_BLOCKS = r"norm_forward_staged<b?float16, .*, 256, 2, 7, \w+, true, 8>"
+LAYER_NORM_BY_SINGLE_ELEMENTS = r"norm_forward_staged<b?float16, .*, 512, 1, 8, false, true, 1>"
 SPILLED = {
     LAYER_NORM_BY_8_PACKS: 160,
     RMS_NORM_AT_ONCE: 184,
     LAYER_NORM_IN_PAIRS: 8,
     STRIPS_BY_SINGLE_ELEMENTS: 72,
     STRIPS_WITH_BITMASK: 8,
+    LAYER_NORM_BY_TWO_BLOCKS: 16,
+    LAYER_NORM_BY_SINGLE_ELEMENTS: 24,
 }
 
 

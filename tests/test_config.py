@@ -521,7 +521,7 @@ LONGEST: dict[int, tuple[tuple[tuple[type, int], ...], ...]] = {
     # architecture: RMSNorm forward, LayerNorm forward, RMSNorm backward, LayerNorm backward
     90: (
         ((RESIDENT, 32), (STAGED, 1024)),
-        ((RESIDENT, 24), (STAGED, 512)),
+        ((RESIDENT, 24), (STAGED, 896)),
         ((StagedBackward, 320), (StripsBackward, 1024)),
         ((StagedBackward, 320), (StripsBackward, 1024)),
     ),
@@ -566,8 +566,8 @@ def test_rows_that_a_cluster_holds_are_not_read_twice(architecture: int) -> None
             assert type(forward_config(spec, n, vector, architecture)) is held, n
 
 
-@pytest.mark.parametrize("n", [130000, 131072])
-def test_a_held_weight_leaves_room_for_a_third_stage(n: int) -> None:
+@pytest.mark.parametrize("n", [130000, 131072, 262144])
+def test_what_is_held_changes_no_bits(n: int) -> None:
     spec = ForwardSpec(
         "layer_norm", "bfloat16", "float32", "float32", "bfloat16", False, True, False
     )
@@ -575,9 +575,8 @@ def test_a_held_weight_leaves_room_for_a_third_stage(n: int) -> None:
     assert isinstance(held, StagedForward)
     assert isinstance(aside, StagedForward)
     assert (held.hold_weight, held.stages) == (True, 3)
-    assert (aside.hold_weight, aside.stages) == (False, 2)
-    # But for those, and for what an access moves, both are the same: so are the bits.
-    alike = {"hold_weight": True, "hold_bias": True, "stages": 3, "vector": 8}
+    assert (aside.hold_weight, aside.stages) == (False, 3)
+    alike = {"hold_weight": True, "hold_bias": True, "vector": 8}
     assert dataclasses.replace(aside, **alike) == held
 
 
@@ -633,7 +632,10 @@ def test_rows_that_come_and_go_are_not_counted(monkeypatch: pytest.MonkeyPatch) 
     ("norm", "n", "layout"),  # blocks of a cluster, threads of a block, packs of a thread
     [
         *(("layer_norm", n, layout) for n, layout in ((14336, (1, 448, 4)), (16384, (1, 512, 4)))),
-        *(("layer_norm", n, layout) for n, layout in ((18432, (2, 384, 3)), (20480, (2, 320, 4)))),
+        *(
+            ("layer_norm", n, layout)
+            for n, layout in ((28672, (2, 448, 4)), (262144, (16, 512, 4)))
+        ),
         *(("rms_norm", n, layout) for n, layout in ((18432, (2, 384, 3)), (20480, (2, 320, 4)))),
         *(("rms_norm", n, layout) for n, layout in ((24576, (2, 384, 4)), (28672, (2, 448, 4)))),
         *(("rms_norm", n, layout) for n, layout in ((65536, (4, 512, 4)), (131072, (8, 512, 4)))),
@@ -655,6 +657,36 @@ def test_staged_rows_fill_their_blocks(norm: Any, n: int, layout: tuple[int, int
     assert isinstance(config, StagedForward)
     assert not config.full
     assert (config.cluster_blocks, config.block_threads, config.packs_per_thread) == layout
+
+
+@pytest.mark.parametrize(
+    ("norm", "weight", "n", "layout"),  # blocks of a cluster, threads of a block, packs of a thread
+    [
+        *(("layer_norm", "float32", *row) for row in ((18432, (2, 192, 6)), (20480, (2, 256, 5)))),
+        *(("layer_norm", "bfloat16", *row) for row in ((28672, (2, 256, 7)), (49152, (4, 256, 6)))),
+        *((norm, "float32", 163840, (16, 256, 5)) for norm in NORMS),
+        *(("rms_norm", "float32", *row) for row in ((49152, (4, 256, 6)), (98304, (8, 256, 6)))),
+    ],
+)
+def test_two_blocks_are_on_a_multiprocessor(
+    norm: Any, weight: str, n: int, layout: tuple[int, int, int]
+) -> None:
+    bias = weight if norm == "layer_norm" else None
+    plain = ForwardSpec(norm, "bfloat16", weight, bias, "bfloat16", False, True, False)
+    configs = [forward_config(plain, n, vector, 90) for vector in (1, 2, 8)]
+    for config in configs:
+        assert isinstance(config, StagedForward)
+        assert (config.blocks_per_multiprocessor, config.stages, config.full) == (2, 3, True)
+        assert (config.cluster_blocks, config.block_threads, config.packs_per_thread) == layout
+    aside, _, held = configs
+    assert (aside.hold_weight, held.hold_weight, held.hold_bias) == (False, True, False)
+    # Of 228 KiB, with one that each block has besides.
+    assert 2 * (forward_instantiation(plain, held).shared_bytes + 1024) <= 228 << 10
+    # A ReLU beside more than 5 packs would spill.
+    clamped = forward_config(dataclasses.replace(plain, relu=True), n, 8, 90)
+    assert isinstance(clamped, StagedForward)
+    few = n // 8 <= 5 * 256 * layout[0]
+    assert clamped.blocks_per_multiprocessor == (2 if few else 1)
 
 
 @pytest.mark.parametrize(
@@ -794,27 +826,44 @@ def test_full_long_rows_are_staged_by_16_blocks(norm: str, n: int) -> None:
         assert (config.cluster_blocks, config.packs_per_thread) == (16, n // 32768)
         assert config.hold_weight
         assert config.full
-        if layer_norm:  # the bias is in shared memory, beside two stages
-            assert (config.stages, config.hold_bias) == (2, False)
-        else:
-            assert config.stages == 3
-        # Three of a block's share of a row, behind the sums and mailboxes of 16 blocks of 16 warps,
-        # and what rows are asked for.
-        shared_bytes = 8320 + 128 + 3 * (n // 16 * 4)
+        assert config.stages == (2 if layer_norm and n == 262144 else 3)
+        # A block's shares of rows and, of LayerNorm, of the bias, behind its mailboxes, the sums of
+        # 16 blocks, by turns, and of 16 warps, and what rows are asked for.
+        shares = config.stages + layer_norm
+        shared_bytes = 896 + 128 + shares * (n // 16 * 4)
         assert forward_instantiation(spec, config).shared_bytes == shared_bytes
         assert config.counted == (not options and not layer_norm)
         of_16_blocks.append(dataclasses.replace(config, vector=4, counted=False))
     assert len(set(of_16_blocks)) == 1
     for other in (
-        dataclasses.replace(plain, relu=True, zero_centered=True),
         dataclasses.replace(plain, weight="float64", bias=None),
-        dataclasses.replace(plain, x="bfloat16", y="float32", bias=None),
         dataclasses.replace(plain, x="float64", y="float64", bias=None),
     ):
         rows = n * 4 // ITEMSIZE[other.x]
         assert isinstance(forward_config(other, rows, 1, 90), StreamingForward), other
     assert isinstance(forward_config(plain, n + 4, 4, 90), StreamingForward)
     assert isinstance(forward_config(plain, n, 4, 80), StreamingForward)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("packs", [5, 6, 7, 8])
+def test_full_long_rows_of_16_bits_are_staged_by_16_blocks(norm: str, packs: int) -> None:
+    layer_norm = norm == "layer_norm"
+    bias = "float16" if layer_norm else None
+    plain = ForwardSpec(norm, "float16", "float16", bias, "float16", False, True, False)
+    n = 65536 * packs
+    for vector in (1, 8):
+        config = forward_config(plain, n, vector, 90)
+        assert isinstance(config, StagedForward)
+        assert (config.cluster_blocks, config.packs_per_thread) == (16, packs)
+        assert (config.hold_weight, config.hold_bias) == (True, False)
+        assert config.stages == (2 if layer_norm and packs == 8 else 3)
+    # What would spill, and what has no room.
+    clamped = dataclasses.replace(plain, relu=True, y="float32")
+    streamed = layer_norm and packs > 6
+    assert isinstance(forward_config(clamped, n, 8, 90), StreamingForward) == streamed
+    wide_affine = dataclasses.replace(plain, weight="float32", bias="float32")
+    assert isinstance(forward_config(wide_affine, n, 8, 90), StreamingForward) == (packs == 8)
 
 
 @pytest.mark.parametrize(("x", "n"), [("float32", 8192), ("float32", 5000), ("float64", 4096)])

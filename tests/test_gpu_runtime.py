@@ -58,7 +58,9 @@ def assert_same_bits(a: Any, b: Any) -> None:
 # ---- bits ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("n", [5, 64, 768, 769, 2048, 4096, 8192, 12288, 40000, 262152])
+@pytest.mark.parametrize(
+    "n", [5, 64, 768, 769, 2048, 4096, 8192, 12288, 40000, 98304, 163840, 262144, 262152]
+)
 @pytest.mark.parametrize("name", ["float32", "bfloat16"])
 @pytest.mark.parametrize("norm", NORMS)
 def test_a_row_has_the_same_bits_in_any_batch_and_at_any_alignment(
@@ -360,7 +362,8 @@ def test_kernels_that_fill_the_gpu_run_on_several_streams(norm: str) -> None:
     [
         *(("layer_norm", "bfloat16", 16384), ("layer_norm", "bfloat16", 32760)),
         *(("layer_norm", "float32", 12284), ("rms_norm", "bfloat16", 32768)),
-        *(("rms_norm", "bfloat16", 131072), ("rms_norm", "float32", 262144)),
+        *(("rms_norm", "bfloat16", n) for n in (131072, 163840)),
+        ("rms_norm", "float32", 262144),
     ],
 )
 def test_many_rows_are_counted_each_once(norm: Any, name: str, n: int) -> None:

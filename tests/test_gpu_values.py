@@ -220,7 +220,10 @@ LONG = (
     65536,
     131072,
     131073,
+    163840,
+    196600,
     262144,
+    393216,
 )
 
 
@@ -260,7 +263,24 @@ def test_rows_that_fill_their_teams(norm: str, n: int) -> None:
             )
 
 
-@pytest.mark.parametrize("n", [1, 3, 5, 8, 13, 100, 769, 1027, *LONG[::3], 262144])
+@pytest.mark.parametrize("n", [28672, 28664, 49152, 98296, 163840, 262144, 524288])
+@pytest.mark.parametrize("name", ["bfloat16", "float16"])
+@pytest.mark.parametrize("norm", NORMS)
+def test_rows_of_clusters_beside_others(norm: str, name: str, n: int) -> None:
+    # More than have a place in shared memory at once, with weights of their own dtype.
+    m = 200 if n < 50_000 else 70
+    for regime, options in (("mixed_rows", {}), ("mean_1e2", {"relu": RELUS[0]})):
+        check(
+            norm,
+            make_values(regime, (m, n), DTYPES[name], n),
+            make_values("normal", (n,), DTYPES[name], n + 1),
+            make_values("normal", (n,), DTYPES[name], n + 2) if norm == "layer_norm" else None,
+            key=("clusters", name),
+            **options,
+        )
+
+
+@pytest.mark.parametrize("n", [1, 3, 5, 8, 13, 100, 769, 1027, *LONG[::3]])
 @pytest.mark.parametrize("norm", NORMS)
 def test_relu_in_rows_of_any_length(norm: str, n: int) -> None:
     for i, (name, dtype) in enumerate(DTYPES.items()):

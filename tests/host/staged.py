@@ -150,9 +150,11 @@ class Staged:
         compute = ITEMSIZE[compute_dtype(self.x)]
         if self.in_strips:
             return strips_backward_bytes(self._spec, self._strips_config)
-        slots = self.cluster_blocks * max(1, self.row_threads // 32)
-        mailboxes = 16 if self.cluster_blocks > 1 else 0
-        scratch = mailboxes + (0 if slots == 1 else 2 * self.teams * slots * 4 * compute)
+        warps = max(1, self.row_threads // 32)
+        scratch = 2 * self.teams * warps * 4 * compute if warps > 1 else 0
+        if self.cluster_blocks > 1:
+            of_warps = warps if warps > 1 else 0
+            scratch = 16 + (2 * self.cluster_blocks + of_warps) * 4 * compute
         scratch = -(-scratch // 128) * 128
         elements = self.teams * self.columns
         x, other = ITEMSIZE[self.x], ITEMSIZE[self.other or self.x]
@@ -376,7 +378,8 @@ def _staged() -> Iterable[Staged]:
                         stages=3,
                         counted=True,
                     ),
-                    staged(60, 1100, cluster_blocks=3, row_threads=128, counted=True),
+                    # The warp that asks for a row is not always the one that tells the sum.
+                    staged(60, 1700, cluster_blocks=3, row_threads=160, counted=True),
                 )
                 # A weight held, and moved by single elements.
                 yield staged(6, 333, other="bfloat16", packs_per_thread=2, hold_weight=True)
