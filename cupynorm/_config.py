@@ -728,13 +728,14 @@ def _two_blocks_forward(
     """Return the configuration of clusters of which two are at once, with room for three stages.
 
     Of each multiprocessor a cluster has a block of up to 256 threads, whose 5 to 7 packs of the
-    weight are in registers: one does not wait for the other. LayerNorm, with the bias in shared
-    memory, takes 173 us against 229 for 1024 rows of 163840, 171 against 195 for 8192 of 20480, 417
-    against 436 of 49152, 75 against 94 for 512 of 69632 float32; by two stages 203, 192, 425 and
-    no less than by one cluster. RMSNorm takes 195 against 212 for 1024 of 196608, 384 against 394
-    for 4096 of 98304; but 198 against 193 for 8192 of 24576 by clusters of two, 514 against 503 of
-    65536 with 8 packs (bfloat16, weight and bias of either width, H200). Not with a ReLU beside
-    more than 5 packs, which would spill.
+    weight are in registers: one works while the other waits. LayerNorm, with the bias in shared
+    memory, takes 172 us against 229 for 1024 rows of 163840, 171 against 195 for 8192 of 20480, 75
+    against 94 for 512 of 69632 float32; by two stages 203, 192 and, of 24576, no less than by one
+    cluster. RMSNorm takes 195 against 212 for 1024 of 196608, 384 against 394 for 4096 of 98304;
+    but 198 against 193 for 8192 of 24576 by clusters of two, 514 against 503 of 65536 with 8 packs.
+    Here LayerNorm gains by a count in longer clusters as well: 321 us against 351 for 8192 of
+    40960, but 179 against 172 for 1024 of 163840 (bfloat16, weight and bias of either width, H200).
+    Not with a ReLU beside more than 5 packs, which would spill.
     """
     cluster_blocks = _cluster(packs, STAGED_THREADS * 4)
     if not 1 < cluster_blocks <= _most_cluster_blocks(architecture) or wide:
@@ -757,7 +758,7 @@ def _two_blocks_forward(
         vector=vector,
         hold_weight=True,
         hold_bias=False,
-        counted=_counted(spec, cluster_blocks),
+        counted=cluster_blocks < MOST_CLUSTER_BLOCKS or _counted(spec, cluster_blocks),
         full=n == cluster_blocks * block_threads * packs_per_thread * length,
     )
     # With the KiB that each block has besides; whatever the alignment, as the bits of a row.

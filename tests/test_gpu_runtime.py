@@ -363,7 +363,7 @@ def test_kernels_that_fill_the_gpu_run_on_several_streams(norm: str) -> None:
         *(("layer_norm", "bfloat16", 16384), ("layer_norm", "bfloat16", 32760)),
         *(("layer_norm", "float32", 12284), ("rms_norm", "bfloat16", 32768)),
         *(("rms_norm", "bfloat16", n) for n in (131072, 163840)),
-        ("rms_norm", "float32", 262144),
+        *(("rms_norm", "float32", 262144), ("layer_norm", "bfloat16", 40960)),
     ],
 )
 def test_many_rows_are_counted_each_once(norm: Any, name: str, n: int) -> None:
