@@ -7,10 +7,12 @@ what is launched in a round. Those to compare are timed in turns, and the ratio 
 rounds': the host drifts by more than it differs from one to the next. The weights have x's dtype,
 the only one that torch's own norms have kernels for.
 
-By JAX: one norm in a program, alone, which XLA launches through Python; and a norm of several in
-one program, which become a command buffer. By torch: eager, without gradients, recorded for them,
-and with the backward pass to x and to the weights; then the same of a compiled block of a norm, an
-activation and a sum. QuACK's RMSNorm is among these where it is installed.
+By JAX: one norm in a program, forward or with its backward pass, and a norm of several; each as XLA
+compiles it, which makes a command buffer (a CUDA graph) of five operations or more, without command
+buffers, where each kernel of these is launched through Python, and with all in one. By torch:
+eager, without gradients, recorded for them, and with the backward pass to x and to the weights;
+then the same of a compiled block of a norm, an activation and a sum. QuACK's RMSNorm is among these
+where it is installed.
 """
 
 from __future__ import annotations
@@ -38,7 +40,13 @@ from cupynorm._bench import EPS, Problem
 
 NORMS = ("rms_norm", "layer_norm")
 OURS = "cupynorm"
-CHAIN = 8  # norms in one program: XLA makes a command buffer of five operations or more
+CHAIN = 8  # norms in one program
+# XLA's options by what they do to a program of any length.
+COMMAND_BUFFERS: dict[str, dict[str, str | int]] = {
+    "": {},
+    ", without command buffers": {"xla_gpu_enable_command_buffer": ""},
+    ", in a command buffer": {"xla_gpu_graph_min_graph_size": 1},
+}
 
 # What is timed, the calls of it by library, and how many norms one call has.
 Group = tuple[str, dict[str, Callable[[], object]], int]
@@ -168,16 +176,18 @@ def by_jax() -> Iterator[Group]:
             y, pull_back = jax.vjp(function, x, *affine)
             return y, *pull_back(y)
 
-        for what, of_function, count in (
+        programs: tuple[tuple[str, Callable[[Any], Any], int], ...] = (
             ("forward", lambda f: f, 1),
             ("and backward", lambda f: functools.partial(step, function=f), 1),
             (f"forward of {CHAIN} in a row", lambda f: functools.partial(chain, function=f), CHAIN),
-        ):
+        )
+        for (what, of_function, count), how in itertools.product(programs, COMMAND_BUFFERS):
+            compiled = functools.partial(jax.jit, compiler_options=COMMAND_BUFFERS[how])
             calls = {
-                name: functools.partial(jax.jit(of_function(f)), x, *affine)
+                name: functools.partial(compiled(of_function(f)), x, *affine)
                 for name, f in functions.items()
             }
-            yield f"JAX {norm}, {what}", calls, count
+            yield f"JAX {norm}, {what}{how}", calls, count
 
 
 # ---- the command ---------------------------------------------------------------------------------
