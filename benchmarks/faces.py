@@ -9,7 +9,7 @@ the only one that torch's own norms have kernels for.
 
 By JAX: one norm in a program, forward or with its backward pass, and a norm of several; each as XLA
 compiles it, which makes a command buffer (a CUDA graph) of five operations or more, without command
-buffers, where each kernel of these is launched through Python, and with all in one. By torch:
+buffers, where Python launches each of cupynorm's kernels, and with all in one. By torch:
 eager, without gradients, recorded for them, and with the backward pass to x and to the weights;
 then the same of a compiled block of a norm, an activation and a sum. QuACK's RMSNorm is among these
 where it is installed.

@@ -68,7 +68,7 @@ FIRST_WITH_ROWS_AHEAD = 90
 MOST_CLUSTER_BLOCKS = 16
 
 STAGED_THREADS = 512  # at most, of a block that stages rows in the forward pass
-TWO_BLOCKS_THREADS = 256  # the same, where two are on a multiprocessor
+TWO_CLUSTERS_THREADS = 256  # the same, where two are on a multiprocessor
 SPLIT_BLOCKS = 4  # of a cluster that has a row of few
 
 MOST_SHORT_ELEMENTS = 1 << 23  # of few rows of less than a warp
@@ -108,9 +108,9 @@ class ResidentForward:
 class StagedForward:
     """Rows in the shared memory of a cluster of blocks, `stages` of them at a time.
 
-    Blocks that share a multiprocessor are of different clusters. `hold_weight`, `hold_bias`: it is
-    in registers, else in shared memory. `counted`: of many rows a cluster takes the next when it
-    has room, as a count in device memory says; else in turn.
+    Two blocks a multiprocessor let two clusters be at once. `hold_weight`, `hold_bias`: it is in
+    registers, else in shared memory. `counted`: of many rows a cluster takes the next when it has
+    room, as a count in device memory says; else in turn.
     """
 
     block_threads: int
@@ -254,9 +254,10 @@ def team_bytes(
     if cluster_blocks * warps == 1:
         return 0
     mailboxes = 16 if cluster_blocks > 1 else 0
-    slots = 2 * (block_threads // row_threads * cluster_blocks) * warps
     if cluster_blocks > 1 and warps > 1 and not split:
         slots = 2 * cluster_blocks + warps
+    else:
+        slots = 2 * (block_threads // row_threads * cluster_blocks) * warps
     return -(-(mailboxes + 4 * slots * ITEMSIZE[compute_dtype(x)]) // 128) * 128
 
 
@@ -639,13 +640,13 @@ def _staged_forward(
 ) -> StagedForward | None:
     """Return the configuration of rows in the shared memory of blocks of up to STAGED_THREADS.
 
-    As in `_deep_forward` or `_two_blocks_forward`, or else 4 packs a thread, 3 where that leaves
+    As in `_deep_forward` or `_two_clusters_forward`, or else 4 packs a thread, 3 where that leaves
     few threads: of the widths tried (192 to 1024 threads, 1 to 8 packs) the fastest, or within 3%,
     from N = 11008 to 131072; LayerNorm of 2**27 elements takes 141 us at 12288 by 384 threads, of
     512, a quarter of them idle, 161; at 9216 154 by 384 of 3 packs, 167 by 288 of 4 (bfloat16,
     H200).
     """
-    for of_clusters in _deep_forward, _two_blocks_forward:
+    for of_clusters in _deep_forward, _two_clusters_forward:
         found = of_clusters(spec, n, packs, vector, architecture, wide=wide)
         if found is not None:
             return found
@@ -657,7 +658,7 @@ def _staged_forward(
     packs_per_thread = 4 if block_packs > 4 * 288 else 3
     block_threads = _team(block_packs, packs_per_thread)
     affine = _affine_registers(spec, packs_per_thread)
-    # NVRTC finds room for 64 registers of them in LayerNorm alone.
+    # Those that were measured: LayerNorm alone has more than 32 registers of them.
     zero_centered_relu = spec.zero_centered and spec.relu
     most_held = 64 if spec.norm == "layer_norm" and not zero_centered_relu else 32
     hold = vector == length and affine <= most_held and not wide
@@ -694,7 +695,7 @@ def _deep_forward(
     They would be read twice: 28 us against 39 for LayerNorm of 32 rows of 262144 float32, 264
     against 440 of 512, 104 against 169 of 256 rows of 393216 bfloat16 (H200). The weight is held
     however it is aligned, as shared memory mostly has no room for it; beside it a row's end would
-    spill, and a ReLU in LayerNorm's 7 and 8 packs of 16 bits.
+    spill, and more than what does a ReLU in LayerNorm's 7 and 8 packs of 16 bits.
     """
     cluster_blocks = MOST_CLUSTER_BLOCKS
     too_many = _cluster(packs, STAGED_THREADS * 4) == 2 * cluster_blocks
@@ -722,7 +723,7 @@ def _deep_forward(
     return None
 
 
-def _two_blocks_forward(
+def _two_clusters_forward(
     spec: ForwardSpec, n: int, packs: int, vector: int, architecture: int, *, wide: bool
 ) -> StagedForward | None:
     """Return the configuration of clusters of which two are at once, with room for three stages.
@@ -735,14 +736,17 @@ def _two_blocks_forward(
     but 198 against 193 for 8192 of 24576 by clusters of two, 514 against 503 of 65536 with 8 packs.
     Here LayerNorm gains by a count in longer clusters as well: 321 us against 351 for 8192 of
     40960, but 179 against 172 for 1024 of 163840 (bfloat16, weight and bias of either width, H200).
-    Not with a ReLU beside more than 5 packs, which would spill.
+    Not with a ReLU beside more than 5 packs, which would spill more than those do, nor of a part of
+    a pack, whose weight is in shared memory and leaves no room for another block.
     """
     cluster_blocks = _cluster(packs, STAGED_THREADS * 4)
-    if not 1 < cluster_blocks <= _most_cluster_blocks(architecture) or wide:
+    if not 1 < cluster_blocks <= _most_cluster_blocks(architecture):
+        return None
+    if wide or n % pack_length(spec.x):
         return None
     block_packs = -(-packs // cluster_blocks)
     most_packs = 5 if spec.relu else 7 if spec.norm == "layer_norm" else 6
-    widths = range(-(-block_packs // TWO_BLOCKS_THREADS), most_packs + 1)
+    widths = range(-(-block_packs // TWO_CLUSTERS_THREADS), most_packs + 1)
     measured = spec.x != "float64" and (spec.norm == "layer_norm" or cluster_blocks > 2)
     if not (widths and measured):
         return None
@@ -761,7 +765,8 @@ def _two_blocks_forward(
         counted=cluster_blocks < MOST_CLUSTER_BLOCKS or _counted(spec, cluster_blocks),
         full=n == cluster_blocks * block_threads * packs_per_thread * length,
     )
-    # With the KiB that each block has besides; whatever the alignment, as the bits of a row.
+    # With the KiB that each block has besides. Rows whose address is no multiple of 16 bytes have
+    # the weight in shared memory, and mostly one block, but the same threads, for the same bits.
     if 2 * (staged_forward_bytes(spec, config) + 1024) > shared_limit(architecture) + 1024:
         return None
     return dataclasses.replace(config, hold_weight=vector == length)
@@ -772,8 +777,9 @@ def _counted(spec: ForwardSpec, cluster_blocks: int) -> bool:
 
     LayerNorm of 32768 rows of 16384 takes 503 us against 529, of 16384 of 32768 505 against 532;
     but of 8192 of 65536, where its blocks wait for the sums of three others, 534 against 519.
-    RMSNorm of 4096 of 131072 takes 504 us against 522 (bfloat16, H200). Beside the addresses of 16
-    blocks and a ReLU or a 1 to be added, NVRTC finds no registers for it.
+    RMSNorm of 4096 of 131072 takes 504 us against 522 (bfloat16, H200). Beside a ReLU or a 1 to be
+    added, rows of 16 blocks had no registers for it as long as each warp told all blocks its sums;
+    it was not measured since.
     """
     if cluster_blocks <= 2:
         return True

@@ -37,6 +37,7 @@ struct Team {
   // With a sum of each warp, up to 256 for every warp to read, LayerNorm of 2048 rows of 262144 took
   // 589 us, not 543 (bfloat16, float32 weight and bias, H200).
   static constexpr bool kByBlocks = ClusterBlocks > 1 && kWarps > 1 && !Split;
+  // Whose values every warp combines last.
   static constexpr int kSlots = kByBlocks ? ClusterBlocks : ClusterBlocks * kWarps;
   static_assert(kSlots <= 32, "a lane reads one");
   static constexpr int kMaxValues = 4;  // that one reduction may combine
@@ -99,7 +100,8 @@ struct Team {
     finish_reduction<Operation>(values);
   }
 
-  // A reduction in two halves, between which a thread need not wait for the others; one at a time.
+  // A reduction in two halves, between which a thread need not wait for the others; one at a time. In
+  // the first, one warp of each block of a cluster waits for the block's others.
   template <typename Operation, int Count, typename T>
   __device__ __forceinline__ void begin_reduction(T (&values)[Count]) {
     send<Operation>(values, rank == 0);
@@ -193,7 +195,7 @@ struct Team {
     }
   }
 
-  // A warp's values side by side, as one message brings them and one access reads them.
+  // The values of a warp or of a block, side by side: of float32, one message and one access.
   template <int Count, typename T>
   struct alignas(kSentBytes<Count, T> < 16 ? kSentBytes<Count, T> : 16) Slot {
     T values[kSentBytes<Count, T> / sizeof(T)];
@@ -205,7 +207,8 @@ struct Team {
     for (int i = 0; i < Count; ++i) slot.values[i] = values[i];
     return slot;
   }
-  // Those of a team, which has two sets that take turns, and behind them those of a block's warps.
+  // Those of a team, which has two sets that take turns, and behind them those of a block's warps: one
+  // set, as a warp writes there again only after its block's sum, which was made of them, has come.
   template <int Count, typename T>
   __device__ __forceinline__ Slot<Count, T>* slots() const {
     return slots_behind<Count, T>((reductions % 2 * kTeams + team) * kSlots);

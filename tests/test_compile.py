@@ -156,20 +156,40 @@ def instantiations(architecture: int) -> list[Instantiation]:
             n = 16 * 512 * packs * pack_length(x)
             config = forward_config(longest, n, vector, architecture)
             kernels[forward_instantiation(longest, config)] = None
-    # Two blocks of clusters on a multiprocessor: 5 packs a thread with a ReLU, 6 and 7 without, of
-    # which 7 spill where there is least else.
-    for (norm, x, packs), rest in itertools.product(
+    # Clusters of 16 blocks whose 4 packs of weight and bias are held, of full blocks and others.
+    for packs, rest, y in ((30720, 0, "bfloat16"), (32768, 0, "bfloat16"), (32768, 8, "float32")):
+        for centred, clamped in (plain, relu) if y == "bfloat16" else (both,):
+            held = ForwardSpec(
+                "layer_norm", "bfloat16", "float32", "float32", y, centred, True, clamped
+            )
+            config = forward_config(held, packs * 8 - rest, 8, architecture)
+            kernels[forward_instantiation(held, config)] = None
+    # What 16 blocks stage of 7 packs a thread spills most where there is least else.
+    for x, weight, y, centred in (
+        ("bfloat16", "bfloat16", "bfloat16", False),
+        ("bfloat16", "float32", "bfloat16", True),
+        ("float16", "float16", "bfloat16", False),
+    ):
+        seven = ForwardSpec("layer_norm", x, weight, weight, y, centred, False, False)
+        for vector in (1, 2, 4, 8):
+            config = forward_config(seven, 7 * 65536, vector, architecture)
+            kernels[forward_instantiation(seven, config)] = None
+    # Two clusters at once: 5 packs a thread with a ReLU, 6 and 7 without, which spill as those do.
+    for (norm, x, packs, weight, y), rest in itertools.product(
         (
-            *(("layer_norm", x, packs) for x in ("float32", "bfloat16") for packs in (5, 6, 7)),
-            ("rms_norm", "bfloat16", 6),
+            *(("layer_norm", x, 5, "float32", x) for x in ("float32", "bfloat16")),
+            *(("layer_norm", x, 6, "float32", x) for x in ("float32", "bfloat16")),
+            *(("layer_norm", "bfloat16", packs, "bfloat16", "bfloat16") for packs in (6, 7)),
+            *(("layer_norm", "float16", packs, "float16", "float32") for packs in (6, 7)),
+            ("layer_norm", "float32", 7, "float32", "float32"),
+            ("rms_norm", "bfloat16", 6, "float32", "bfloat16"),
         ),
         (0, 1),
     ):
-        weight = x if packs == 7 else "float32"
         bias = weight if norm == "layer_norm" else None
-        most = packs < 7
-        two = ForwardSpec(norm, x, weight, bias, x, most, most, packs == 5)
-        n = (256 * (4 if most else 2) * packs - rest) * pack_length(x)
+        most = packs < 7 and weight == "float32"
+        two = ForwardSpec(norm, x, weight, bias, y, most, most, packs == 5)
+        n = (256 * (2 if packs == 7 else 4) * packs - rest) * pack_length(x)
         for vector in (1, pack_length(x)):
             config = forward_config(two, n, vector, architecture)
             kernels[forward_instantiation(two, config)] = None
@@ -322,8 +342,9 @@ def compiled(kernels: tuple[Instantiation, ...], architecture: str) -> Compiled:
 # the backward 205 us with the weight held, by smaller blocks 283 (H200). A ReLU and a 1 to be
 # added spill most. Beside messengers, which make strips sooner, the widest leave 16-bit rows that
 # are moved by single elements, or of LayerNorm with a bitmask on sm_100, too few registers. By two
-# blocks on a multiprocessor, with 7 packs a thread, LayerNorm of 28672 takes 234 us, by one 249
-# (H200); what 16 blocks hold by single elements would be read twice.
+# clusters at once, 7 packs a thread, LayerNorm of 28672 takes 234 us, by one 249; what 16 blocks
+# hold of 16 bits, 5 packs a thread or more, would be read twice, and of 4, weight and bias held,
+# takes 547 us for 2048 rows of 262144, not 686 (H200).
 LAYER_NORM_BY_8_PACKS = (
     r"norm_forward<bfloat16, .*, true, \w+, \w+, \w+, false, \d+, false, false, .*, 8, \w+, 8>"
 )
@@ -334,16 +355,20 @@ RMS_NORM_AT_ONCE = (
 LAYER_NORM_IN_PAIRS = r"norm_backward<bfloat16, .*, 3, 2, 384, 384, 1, 3, true, 8>"
 STRIPS_BY_SINGLE_ELEMENTS = r"norm_backward_strips<b?float16, .*, 512, [12], 1>"
 STRIPS_WITH_BITMASK = r"norm_backward_strips<b?float16, .*, true, 512, [12], 8>"
-LAYER_NORM_BY_TWO_BLOCKS = r"norm_forward_staged<b?float16, .*, 256, 2, 7, \w+, true, 8>"
-LAYER_NORM_BY_SINGLE_ELEMENTS = r"norm_forward_staged<b?float16, .*, 512, 1, 8, false, true, 1>"
+LAYER_NORM_BY_TWO_CLUSTERS = r"norm_forward_staged<b?float16, .*, \d+, 2, [67], \w+, \w+, 8>"
+LAYER_NORM_BY_16_BLOCKS = r"norm_forward_staged<b?float16, .*, 16, 512, 1, [78], false, true, \d>"
+LAYER_NORM_HELD_BY_16_BLOCKS = (
+    r"norm_forward_staged<b?float16, .*, true, true, 3, 16, \d+, 1, 4, false, \w+, 8>"
+)
 SPILLED = {
     LAYER_NORM_BY_8_PACKS: 160,
     RMS_NORM_AT_ONCE: 184,
     LAYER_NORM_IN_PAIRS: 8,
     STRIPS_BY_SINGLE_ELEMENTS: 72,
     STRIPS_WITH_BITMASK: 8,
-    LAYER_NORM_BY_TWO_BLOCKS: 24,
-    LAYER_NORM_BY_SINGLE_ELEMENTS: 24,
+    LAYER_NORM_BY_TWO_CLUSTERS: 32,
+    LAYER_NORM_BY_16_BLOCKS: 72,
+    LAYER_NORM_HELD_BY_16_BLOCKS: 28,
 }
 
 

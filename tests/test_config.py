@@ -668,7 +668,7 @@ def test_staged_rows_fill_their_blocks(norm: Any, n: int, layout: tuple[int, int
         *(("rms_norm", "float32", *row) for row in ((49152, (4, 256, 6)), (98304, (8, 256, 6)))),
     ],
 )
-def test_two_blocks_are_on_a_multiprocessor(
+def test_two_clusters_share_multiprocessors(
     norm: Any, weight: str, n: int, layout: tuple[int, int, int]
 ) -> None:
     bias = weight if norm == "layer_norm" else None
@@ -682,7 +682,11 @@ def test_two_blocks_are_on_a_multiprocessor(
     assert (aside.hold_weight, held.hold_weight, held.hold_bias) == (False, True, False)
     # Of 228 KiB, with one that each block has besides.
     assert 2 * (forward_instantiation(plain, held).shared_bytes + 1024) <= 228 << 10
-    # A ReLU beside more than 5 packs would spill.
+    # A row that ends within a pack has its weight in shared memory, without room for another block.
+    odd = forward_config(plain, n - 1, 1, 90)
+    assert isinstance(odd, StagedForward)
+    assert odd.blocks_per_multiprocessor == 1
+    # A ReLU beside more than 5 packs would spill more.
     clamped = forward_config(dataclasses.replace(plain, relu=True), n, 8, 90)
     assert isinstance(clamped, StagedForward)
     few = n // 8 <= 5 * 256 * layout[0]
