@@ -289,10 +289,9 @@ class BackwardCall:
         dbias: tuple[tuple[int, ...], Any] | None,
         m: int,
     ) -> None:
-        self._launch = plan.launch
+        self._launch = plan.prepared(m)
         self._scratch_bytes = plan.scratch_bytes(m)
         self._device = x.array.device.id
-        self._m = m
         self._shape, self._dtype = x.array.shape, x.array.dtype
         self._dbias = dbias  # shape and dtype
         self._dy_stride, self._x_stride, self._dx_stride = dy.stride, x.stride, dx.stride
@@ -367,9 +366,7 @@ class BackwardCall:
             scratch = cupy.cuda.alloc(self._scratch_bytes)
             scratch_address = scratch.ptr
             _keep_if_captured(scratch, stream)
-        self._launch(
-            stream.ptr,
-            self._m,
+        operands = (
             dy_address,
             self._dy_stride,
             x_address,
@@ -384,6 +381,7 @@ class BackwardCall:
             dbias_address,
             scratch_address,
         )
+        self._launch(stream.ptr, operands)
         return NormBackward(dx, dweight, dbias)
 
 

@@ -49,6 +49,8 @@ COUNT_BYTES = 16  # of a count in device memory, an int; what is behind it is al
 LEAST_COUNTED = 32
 
 _Ints = tuple[int, ...]  # addresses, the rows' with their strides behind them
+# Of a backward pass's operands: what it reads, dx, the weight gradients; the last is scratch.
+_READ, _DX, _GRADIENTS = slice(8), slice(8, 10), slice(10, 12)
 
 
 @cache
@@ -198,49 +200,47 @@ class BackwardPlan(ABC):
         """Return the bytes of scratch that a launch over m rows needs, aligned to 16."""
         return self._partial_bytes(m)
 
-    def launch(
-        self,
-        stream: int,
-        m: int,
-        dy: int,
-        dy_stride: int,
-        x: int,
-        x_stride: int,
-        weight: int,
-        mean: int,
-        rstd: int,
-        bitmask: int,
-        dx: int,
-        dx_stride: int,
-        dweight: int,
-        dbias: int,
-        scratch: int,
-    ) -> None:
-        """Launch it over m rows; of none, the weight gradients are 0."""
-        operands = (dy, dy_stride, x, x_stride, weight, mean, rstd, bitmask)
-        self._launch_rows(stream, m, operands, (dx, dx_stride), (dweight, dbias), scratch)
-        if self.reduction_blocks:
-            sums = (scratch, dweight, dbias, self._partials(m), self.n)
-            self.kernels[-1].launch(stream, self.reduction_blocks, sums)
+    def prepared(self, m: int) -> Callable[[int, _Ints], None]:
+        """Return what launches it over m rows, on a stream and on operands.
+
+        These are dy, dy_stride, x, x_stride, weight, mean, rstd, bitmask, dx, dx_stride, dweight,
+        dbias and scratch. Of no rows, the weight gradients are 0.
+        """
+        launch_rows = self._prepared_rows(m)
+        if not self.reduction_blocks:
+            return launch_rows
+        kernel, blocks, sizes = self.kernels[-1], self.reduction_blocks, (self._partials(m), self.n)
+
+        def launch_rows_and_sums(stream: int, operands: _Ints) -> None:
+            launch_rows(stream, operands)
+            kernel.launch(stream, blocks, (operands[-1], *operands[_GRADIENTS], *sizes))
+
+        return launch_rows_and_sums
 
     @abstractmethod
-    def _launch_rows(
-        self, stream: int, m: int, operands: _Ints, dx: _Ints, gradients: _Ints, scratch: int
-    ) -> None:
-        """Launch all but the sums of partials; `dx` is with its stride."""
+    def _prepared_rows(self, m: int) -> Callable[[int, _Ints], None]:
+        """Return what launches all but the sums of partials."""
+
+
+def _launch_nothing(stream: int, operands: _Ints) -> None:
+    pass
 
 
 @dataclass(frozen=True)
 class StagedPlan(BackwardPlan):
     """Rows that wait in shared memory."""
 
-    def _launch_rows(
-        self, stream: int, m: int, operands: _Ints, dx: _Ints, gradients: _Ints, scratch: int
-    ) -> None:
-        if m:
-            blocks = self._partials(m) * self.cluster_blocks
-            arguments = (*operands, *dx, scratch, m, self.n, 1 / self.n)
-            self.kernels[0].launch(stream, blocks, arguments)
+    def _prepared_rows(self, m: int) -> Callable[[int, _Ints], None]:
+        if not m:
+            return _launch_nothing
+        kernel, blocks = self.kernels[0], self._partials(m) * self.cluster_blocks
+        numbers = (m, self.n, 1 / self.n)
+
+        def launch(stream: int, operands: _Ints) -> None:
+            rows = operands[_READ] + operands[_DX]
+            kernel.launch(stream, blocks, (*rows, operands[-1], *numbers))
+
+        return launch
 
 
 @dataclass(frozen=True)
@@ -258,22 +258,35 @@ class ResidentPlan(BackwardPlan):
         """Return the bytes of scratch that a launch over m rows needs, aligned to 16."""
         return m * self.itemsize if self.column_kernel else self._partial_bytes(m)
 
-    def _launch_rows(
-        self, stream: int, m: int, operands: _Ints, dx: _Ints, gradients: _Ints, scratch: int
-    ) -> None:
+    def _prepared_rows(self, m: int) -> Callable[[int, _Ints], None]:
         if not m:
-            return
-        blocks, n = m * self.cluster_blocks, self.n
-        of_rows = gradients
-        if self.reduction_blocks:
-            of_rows = scratch, scratch + (self.gradients - 1) * m * n * self.itemsize
-        arguments = (*operands, *dx, *of_rows, scratch, m, n, 1 / n)
+            return _launch_nothing
+        kernel, blocks, n = self.kernels[0], m * self.cluster_blocks, self.n
+        numbers = (m, n, 1 / n)
+
+        def launch(stream: int, operands: _Ints) -> None:
+            kernel.launch(stream, blocks, operands + numbers)
+
         if self.column_kernel:
-            self.kernels[0].launch(stream, blocks, arguments)
-            of_columns = (*operands, scratch, *gradients, m, n)
-            self.kernels[1].launch(stream, self.column_blocks, of_columns)
-        else:
-            self.kernels[0].launch(stream, blocks + self.column_blocks, arguments)
+            of_columns, column_blocks = self.kernels[1], self.column_blocks
+
+            def launch_with_columns(stream: int, operands: _Ints) -> None:
+                launch(stream, operands)
+                columns = (*operands[_READ], operands[-1], *operands[_GRADIENTS], m, n)
+                of_columns.launch(stream, column_blocks, columns)
+
+            return launch_with_columns
+        if self.reduction_blocks:
+            of_bias = (self.gradients - 1) * m * n * self.itemsize  # where its partials begin
+
+            def launch_with_partials(stream: int, operands: _Ints) -> None:
+                rows, scratch = operands[_READ] + operands[_DX], operands[-1]
+                partials = scratch, scratch + of_bias
+                kernel.launch(stream, blocks, (*rows, *partials, scratch, *numbers))
+
+            return launch_with_partials
+        blocks += self.column_blocks
+        return launch
 
 
 @dataclass(frozen=True)
@@ -287,13 +300,16 @@ class StripsPlan(BackwardPlan):
         """Return the bytes of scratch that a launch over m rows needs, aligned to 16."""
         return strips_counts_bytes() + self.exchange_bytes
 
-    def _launch_rows(
-        self, stream: int, m: int, operands: _Ints, dx: _Ints, gradients: _Ints, scratch: int
-    ) -> None:
-        set_to_zero(stream, scratch, strips_counts_bytes())
-        exchange = scratch + strips_counts_bytes()
-        arguments = (*operands, *dx, *gradients, scratch, exchange, m, self.n, 1 / self.n)
-        self.kernels[0].launch(stream, self.strips, arguments)
+    def _prepared_rows(self, m: int) -> Callable[[int, _Ints], None]:
+        kernel, strips, counts_bytes = self.kernels[0], self.strips, strips_counts_bytes()
+        numbers = (m, self.n, 1 / self.n)
+
+        def launch(stream: int, operands: _Ints) -> None:
+            counts = operands[-1]
+            set_to_zero(stream, counts, counts_bytes)
+            kernel.launch(stream, strips, (*operands, counts + counts_bytes, *numbers))
+
+        return launch
 
 
 @dataclass(frozen=True)
@@ -306,17 +322,23 @@ class StreamingPlan(BackwardPlan):
         """Return the bytes of scratch that a launch over m rows needs, aligned to 16."""
         return self._partial_bytes(m) + 3 * m * self.itemsize
 
-    def _launch_rows(
-        self, stream: int, m: int, operands: _Ints, dx: _Ints, gradients: _Ints, scratch: int
-    ) -> None:
+    def _prepared_rows(self, m: int) -> Callable[[int, _Ints], None]:
         if not m:
-            return
+            return _launch_nothing
         n, partials = self.n, self._partials(m)
-        coefficients = scratch + self._partial_bytes(m)
-        rows = (*operands, coefficients, m, n, 1 / n)
-        self.kernels[0].launch(stream, m * self.cluster_blocks, rows)
-        columns = (*operands, coefficients, *dx, scratch, partials, m, n)
-        self.kernels[1].launch(stream, self.tiles * partials, columns)
+        of_rows, of_columns, *_ = self.kernels
+        row_blocks, column_blocks = m * self.cluster_blocks, self.tiles * partials
+        partial_bytes = self._partial_bytes(m)
+
+        def launch(stream: int, operands: _Ints) -> None:
+            scratch = operands[-1]
+            coefficients = scratch + partial_bytes
+            given = (*operands[_READ], coefficients)
+            of_rows.launch(stream, row_blocks, (*given, m, n, 1 / n))
+            columns = (*given, *operands[_DX], scratch, partials, m, n)
+            of_columns.launch(stream, column_blocks, columns)
+
+        return launch
 
 
 def backward_plan(

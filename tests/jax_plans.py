@@ -97,6 +97,9 @@ class BackwardPlan:
     def scratch_bytes(self, m: int) -> int:
         return 4 * m + 12
 
+    def prepared(self, m: int) -> Any:
+        return lambda stream, operands: self.launch(stream, m, *operands)
+
     def launch(
         self,
         stream: int,

@@ -985,7 +985,7 @@ def test_strips_that_do_not_all_run_at_once_are_streamed(
         zeroed.clear()
         # The counts of eight groups of two rows, and each row's sums by 128 blocks.
         assert plan.scratch_bytes(m) == 8 * (128 + 2 * sums * 128 * 4)
-        plan.launch(5, m, *range(1, 13), 1 << 20)
+        plan.prepared(m)(5, (*range(1, 13), 1 << 20))
         assert zeroed == [(5, 1 << 20, 8 * 128)]
         [(kernel, blocks, arguments)] = launched
         assert kernel.at_once

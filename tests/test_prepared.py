@@ -80,11 +80,14 @@ class Machine:
         )
 
     def backward_plan(self, *key: Any, dx_given: bool) -> Any:
-        def launch(*arguments: Any) -> None:
-            assert key[-1] == self.current
-            self.launches.append((key, arguments))
+        def prepared(m: int) -> Any:
+            def launch(stream: int, operands: tuple[int, ...]) -> None:
+                assert key[-1] == self.current
+                self.launches.append((key, (stream, m, *operands)))
 
-        return SimpleNamespace(launch=launch, n=key[2], scratch_bytes=lambda m: 128 * m)
+            return launch
+
+        return SimpleNamespace(prepared=prepared, n=key[2], scratch_bytes=lambda m: 128 * m)
 
     @contextlib.contextmanager
     def on(self, device: int) -> Iterator[None]:

@@ -144,6 +144,9 @@ class BackwardPlan(Plan):
     def scratch_bytes(self, m: int) -> int:
         return 4 * m + 12
 
+    def prepared(self, m: int) -> Any:
+        return lambda stream, operands: self.launch(stream, m, *operands)
+
     def launch(
         self,
         stream: int,

@@ -412,13 +412,11 @@ def backward(
     if launch is None:
         plan = _load("backward_plan", device, call.spec, call.m, call.n, vector)
         elements = -(-plan.scratch_bytes(call.m) // x.itemsize)
-        launch = call.launches[vector] = plan.launch, elements
+        launch = call.launches[vector] = plan.prepared(call.m), elements
     launch_kernels, scratch_elements = launch
     # Freed on return, and handed out again only to what comes later on this stream.
     scratch = x.new_empty(scratch_elements)  # of another dtype it takes longer
-    launch_kernels(
-        _current_stream(device.index),
-        call.m,
+    operands = (
         dy_address,
         call.dy_stride,
         x_address,
@@ -433,6 +431,7 @@ def backward(
         0 if dbias is None else dbias.data_ptr(),
         scratch.data_ptr(),
     )
+    launch_kernels(_current_stream(device.index), operands)
     return dx, dweight, dbias
 
 
