@@ -144,20 +144,32 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
 #pragma unroll 1
       for (int stage = 0; stage < Stages; ++stage) open_mailbox(mailbox + stage);
       show_mailboxes();
+    }
+  }
+  const auto fetch_rows = [&](int first, int end) {
+    if constexpr (Bulk) {
+      if (asks) {
 #pragma unroll 1
-      for (int stage = 0; stage < Stages - kLate; ++stage) {
-        fetch_bulk(stage, row + stage * rows_a_turn);
+        for (int stage = first; stage < end; ++stage) fetch_bulk(stage, row + stage * rows_a_turn);
+      }
+    } else {
+#pragma unroll
+      for (int stage = first; stage < end; ++stage) {
+#pragma unroll
+        for (int p = 0; p < PacksPerThread; ++p) fetch(stage, p);
+        fetched_all(stage);
       }
     }
+  };
+  // The others once the first has come, which they would delay: LayerNorm of 512 rows of 16384 takes
+  // 25.2 us, not 26.6, of 8192 20.4, not 21.3; but RMSNorm of 4096, by threads that copy their own
+  // packs, 12.2 us, not 12.0 (bfloat16, H200).
+  constexpr int kFetched = Bulk ? Stages - kLate : Stages;
+  constexpr int kFirst = (Bulk || kAhead) && kFetched > 2 ? 2 : kFetched;
+  fetch_rows(0, kFirst);
+  if constexpr (Bulk) {
     block_barrier();
     wait_for_copies<0>();
-  } else {
-#pragma unroll
-    for (int stage = 0; stage < Stages; ++stage) {
-#pragma unroll
-      for (int p = 0; p < PacksPerThread; ++p) fetch(stage, p);
-      fetched_all(stage);
-    }
   }
   // What else of a row is asked for ahead, into registers.
   struct Beside {
@@ -284,10 +296,15 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
     if constexpr (Bulk) {
       wait_for_bytes<false>(mailbox, 0);
     } else {
-      wait_for_copies<Stages - 1>();
+      wait_for_copies<kFirst - 1>();
     }
     sum_up(0, next, sums);
+    team.meet();
     team.template begin_reduction<Sum>(sums);
+    fetch_rows(kFirst, kFetched);
+  } else if constexpr (Bulk) {
+    if (row < n_rows) wait_for_bytes<false>(mailbox, 0);
+    fetch_rows(kFirst, kFetched);
   }
   X* dx_row = dx + row * dx_stride;
   for (long long block_row = group * kTeams; block_row < n_rows; block_row += rows_a_turn) {

@@ -169,6 +169,7 @@ __global__ __launch_bounds__(RowThreads, 1) void norm_backward_resident(
     add_to_sums<ZeroCentered, Vector>(sums, centring, row_x[p], row_dy[p], weights[p],
                                       first_column(p), end_of_row(p));
   }
+  team.meet();
   team.template reduce<Sum>(sums);
   const RowMeans<Centered, T> means(sums, centring.significand, inv_n);
   if constexpr (Columns && Centered) {

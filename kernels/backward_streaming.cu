@@ -62,6 +62,7 @@ __global__ __launch_bounds__(BlockThreads, 1) void norm_backward_coefficients(
     }
   });
   T sums[3] = {sum_of_g_h.total(), sum_of_g.total(), sum_of_h.total()};
+  team.meet();
   team.template reduce<Sum>(sums);
   if (team.block == 0 && team.rank == 0) {
     const T recentre = sums[2] * inv_n;

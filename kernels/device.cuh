@@ -88,16 +88,8 @@ __device__ __forceinline__ int block_in_cluster() {
   return 0;
 #endif
 }
-// Every thread of the cluster.
-__device__ __forceinline__ void cluster_barrier() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-#endif
-}
-
-// In two halves. The first is relaxed: after the second, mailboxes opened before the first are seen to
-// be open, and nothing else is.
+// A barrier of every thread of the cluster, in two halves. The first is relaxed: after the second,
+// mailboxes opened before the first are seen to be open, and nothing else is.
 __device__ __forceinline__ void arrive_at_cluster_barrier() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");

@@ -100,7 +100,17 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
     }
     return guess;
   };
+  // The first row before the weight and bias, which are needed later; of the others, the second alone
+  // before the first one's sums, which they would delay. With all at once LayerNorm of 64 rows of
+  // 131072 takes 17.5 us, not 16.3, of 512 of 32768 24.1, not 22.7 (bfloat16, H200).
+  const auto fetch_row = [&](int stage) {
+#pragma unroll
+    for (int p = 0; p < PacksPerThread; ++p) fetch(stage, p);
+  };
   load_first_pack(rows[0]);
+  fetch_row(0);
+  fetched_all(0);
+  fetch_row(1);
 #pragma unroll
   for (int p = 0; p < PacksPerThread; ++p) {
     if constexpr (!HoldWeight) {
@@ -111,12 +121,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
       StageOfBias::template fetch<Vector>(stage_of_bias, p, bias, first_column(p), end_of_row(p));
     }
   }
-#pragma unroll
-  for (int stage = 0; stage < Stages; ++stage) {
-#pragma unroll
-    for (int p = 0; p < PacksPerThread; ++p) fetch(stage, p);
-    fetched_all(stage);
-  }
+  fetched_all(1);
   Pack<Weight, kLength> held_weight[HoldWeight ? PacksPerThread : 1];
   Pack<Bias, kLength> held_bias[HoldBias ? PacksPerThread : 1];
 #pragma unroll
@@ -193,9 +198,15 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
   T guess = guess_of_first_pack();
   load_first_pack(rows[1]);
   T sums[kSums];
-  wait_for_copies<Stages - 1>();
+  wait_for_copies<1>();
   sum_up(0, guess, sums);
+  team.meet();
   begin_reduction(sums);
+#pragma unroll
+  for (int stage = 2; stage < Stages; ++stage) {
+    fetch_row(stage);
+    fetched_all(stage);
+  }
   int stage = 0;
   while (rows[0] < n_rows) {
     // 4. The sums of the next row, while those of this one are on their way between the threads.

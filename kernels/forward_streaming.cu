@@ -110,6 +110,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
                                                               inv_unit);
   };
   T unit = 1, inv_unit = 1;
+  team.meet();
   Statistics<T> statistics = measured(guess, inv_unit);
   Scale<T> scale = scale_in_range(statistics.variance, eps);
   if constexpr (kCanLeaveRange<X>) {

@@ -119,7 +119,10 @@ FEW_MEAN = few("range_mean_1e6", x="float32")
 FEW_RELU, FEW_GAP = few("relu_warps"), few("block")
 COLUMNS, COLUMNS_BIAS = few("columns", "rms_norm"), few("columns_bias", "rms_norm")
 COLUMNS_MEAN, COLUMNS_IN_PLACE = few("columns_mean"), few("columns_in_place")
-BULK, BULK_TEAMS = staged("backward.cu", bulk=True, m=7), staged("backward.cu", bulk=True, teams=3)
+BULK, BULK_TEAMS = (
+    staged("backward.cu", bulk=True, m=7),
+    staged("backward.cu", bulk=True, teams=3, m=37),
+)
 BULK_CLUSTER = staged("backward.cu", bulk=True, cluster_blocks=2, m=20)
 
 COUNTED = staged("forward_staged.cu", counted=True, m=40)
@@ -242,18 +245,28 @@ MUTATIONS = [
         f"{OUT_OF_BOUNDS}|{RACE}",
         few("few_split_odd"),
     ),
-    Mutation(
-        "sums sent before mailboxes are open",
-        "forward.cu",
-        "team.meet();",
-        "",
-        f"{RACE}|{STUCK}|mailbox",
-        few("few_split"),
+    *(
+        Mutation(
+            f"sums sent before mailboxes are open, {kernel}",
+            file,
+            "team.meet();",
+            "",
+            f"{RACE}|{STUCK}|mailbox",
+            on,
+        )
+        for kernel, file, on in (
+            ("few rows", "forward.cu", few("few_split")),
+            ("staged", "forward_staged.cu", CLUSTER_FORWARD),
+            ("streaming", "forward_streaming.cu", CLUSTER_STREAM),
+            ("backward", "backward.cu", CLUSTER_BACKWARD),
+            ("coefficients", "backward_streaming.cu", CLUSTER_COEFFICIENTS),
+            ("few rows backward", "backward_resident.cu", few("columns_cluster")),
+        )
     ),
     Mutation(
         "a cluster's barrier at which nobody arrives",
         "team.cuh",
-        "        arrive_at_cluster_barrier();\n",
+        "      arrive_at_cluster_barrier();\n",
         "",
         "without having arrived",
         few("few_split"),
@@ -1647,10 +1660,50 @@ MUTATIONS = [
     Mutation(
         "no wait for the first row",
         "forward_staged.cu",
-        "wait_for_copies<Stages - 1>();\n",
+        "wait_for_copies<1>();\n",
         "",
         RACE,
         STAGED_FORWARD,
+    ),
+    Mutation(
+        "the rows after the second are never asked for",
+        "forward_staged.cu",
+        "for (int stage = 2; stage < Stages; ++stage)",
+        "for (int stage = 2; stage < 2; ++stage)",
+        f"{RACE}|{UNWRITTEN}",
+        staged("forward_staged.cu", stages=3),
+    ),
+    Mutation(
+        "the same of a cluster, backward",
+        "backward.cu",
+        "    fetch_rows(kFirst, kFetched);\n  } else if",
+        "  } else if",
+        f"{RACE}|{UNWRITTEN}",
+        staged("backward.cu", stages=3, cluster_blocks=3),
+    ),
+    Mutation(
+        "the same of teams that copy in bulk",
+        "backward.cu",
+        "    fetch_rows(kFirst, kFetched);\n  }\n  X*",
+        "  }\n  X*",
+        f"{STUCK}|mailbox",
+        staged("backward.cu", bulk=True, stages=4, teams=1, cluster_blocks=1),
+    ),
+    Mutation(
+        "the wait for the first row counts all stages",
+        "backward.cu",
+        "wait_for_copies<kFirst - 1>();",
+        "wait_for_copies<Stages - 1>();",
+        RACE,
+        staged("backward.cu", stages=3, cluster_blocks=3),
+    ),
+    Mutation(
+        "a team without a row waits for its first",
+        "backward.cu",
+        "if (row < n_rows) wait_for_bytes<false>(mailbox, 0);",
+        "wait_for_bytes<false>(mailbox, 0);",
+        STUCK,
+        staged("backward.cu", bulk=True, teams=3, m=5),
     ),
     Mutation(
         "the stage stays",
@@ -1835,14 +1888,6 @@ MUTATIONS = [
         "block + p;",
         f"{RACE}|{UNWRITTEN}",
         staged("backward.cu", n=504, packs_per_thread=2),
-    ),
-    Mutation(
-        "no barrier before the first reduction of a cluster",
-        "team.cuh",
-        "      cluster_barrier();\n",
-        "",
-        "mailbox",
-        CLUSTER_BACKWARD,
     ),
     Mutation(
         "one mailbox for two",

@@ -37,7 +37,6 @@ void commit_copies();
 void wait_for_copies(int groups);
 void prefetch(const void* memory);
 int block_in_cluster();
-void cluster_barrier();
 void arrive_at_cluster_barrier();
 void wait_at_cluster_barrier();
 void open_mailbox(void* mailbox);
@@ -105,7 +104,6 @@ __forceinline__ uint4 load_with_policy(const uint4* memory, CachePolicy) { retur
 __forceinline__ void store_past_l1(uint4* memory, uint4 value) { *memory = value; }
 
 __forceinline__ int block_in_cluster() { return host::block_in_cluster(); }
-__forceinline__ void cluster_barrier() { host::cluster_barrier(); }
 // As if all that came before were seen after the wait: on a GPU it is only that mailboxes are open.
 __forceinline__ void arrive_at_cluster_barrier() { host::arrive_at_cluster_barrier(); }
 __forceinline__ void wait_at_cluster_barrier() { host::wait_at_cluster_barrier(); }

@@ -324,6 +324,11 @@ __global__ void ends_before_its_copy(T* values) {
 
 // ---- clusters of two blocks ----------------------------------------------------------------------
 
+__device__ __forceinline__ void cluster_barrier() {
+  arrive_at_cluster_barrier();
+  wait_at_cluster_barrier();
+}
+
 template <typename T>
 __global__ void races_in_a_cluster(T* values) {
   cluster_barrier();

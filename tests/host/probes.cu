@@ -50,7 +50,8 @@ __global__ void sum_over_clusters(const T* values, T* results, long long n) {
   Mailbox* mailboxes = static_cast<Mailbox*>(dynamic_shared_memory());
   T* letters = reinterpret_cast<T*>(mailboxes + 2);
   if (thread_index() < 2) open_mailbox(mailboxes + thread_index());
-  cluster_barrier();
+  arrive_at_cluster_barrier();
+  wait_at_cluster_barrier();
   const T value = values[block_index()];
   T sum = 0;
   for (int k = 0; k < n; ++k) {

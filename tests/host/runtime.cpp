@@ -1001,7 +1001,6 @@ void barrier(int barrier, int count) { meet_at_barrier(barrier, count, CALLER); 
 void arrive_at_barrier(int barrier, int count) { ::arrive_at_barrier(barrier, count, CALLER); }
 void block_barrier() { meet_at_barrier(0, threads, CALLER); }
 
-void cluster_barrier() { meet_at_cluster_barrier(CALLER); }
 void arrive_at_cluster_barrier() { fibers[current].arrived = true; }
 void wait_at_cluster_barrier() {
   if (!fibers[current].arrived) {

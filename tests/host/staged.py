@@ -355,7 +355,8 @@ def _staged() -> Iterable[Staged]:
                 # As many rows as are dealt out beforehand, one more, and many; of one to four
                 # warps that take turns, and one that does not; kernels that count, given none.
                 yield from (
-                    *(staged(m, 200, counted=True) for m in (1, 8, 9, 40)),
+                    staged(1, 200, counted=True, groups=1),
+                    *(staged(m, 200, counted=True) for m in (8, 9, 40)),
                     staged(40, 200, counted=False),
                     staged(40, 290, row_threads=96, counted=True, groups=3),
                     staged(70, 500, row_threads=128, counted=True, in_place=norm == "rms_norm"),
@@ -403,7 +404,10 @@ def _staged() -> Iterable[Staged]:
                     # teams past the last row; clusters.
                     *(staged(m, 256, groups=1, stages=3, bulk=True) for m in (1, 2, 3, 4, 7)),
                     staged(9, 512, packs_per_thread=2, hold_weight=True, stages=4, bulk=True),
-                    staged(37, 512, "bfloat16", other="bfloat16", teams=3, stages=4, bulk=True),
+                    *(
+                        staged(m, 512, "bfloat16", other="bfloat16", teams=3, stages=4, bulk=True)
+                        for m in (5, 37)
+                    ),
                     staged(
                         11,
                         1024,
