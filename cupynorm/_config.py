@@ -650,7 +650,6 @@ def _staged_forward(
         found = of_clusters(spec, n, packs, vector, architecture, wide=wide)
         if found is not None:
             return found
-    length = pack_length(spec.x)
     cluster_blocks = _cluster(packs, STAGED_THREADS * 4)
     if cluster_blocks > _most_cluster_blocks(architecture):
         return None
@@ -661,30 +660,45 @@ def _staged_forward(
     # Those that were measured: LayerNorm alone has more than 32 registers of them.
     zero_centered_relu = spec.zero_centered and spec.relu
     most_held = 64 if spec.norm == "layer_norm" and not zero_centered_relu else 32
-    hold = vector == length and affine <= most_held and not wide
-    config = StagedForward(
-        block_threads=block_threads,
-        blocks_per_multiprocessor=1,
-        packs_per_thread=packs_per_thread,
-        cluster_blocks=cluster_blocks,
-        stages=2,
-        vector=vector,
+    hold = vector == pack_length(spec.x) and affine <= most_held and not wide
+    three = dataclasses.replace(
+        _three_stages(spec, n, vector, cluster_blocks, block_threads, packs_per_thread),
         hold_weight=hold,
         hold_bias=hold,
-        counted=_counted(spec, cluster_blocks),
-        full=n == cluster_blocks * block_threads * packs_per_thread * length,
     )
-
-    def of(stages: int, *, hold: bool) -> StagedForward:
-        return dataclasses.replace(config, stages=stages, hold_weight=hold, hold_bias=hold)
-
+    two = dataclasses.replace(three, stages=2)
     # Whatever the alignment, so that a row's bits do not depend on it.
-    if staged_forward_bytes(spec, of(2, hold=False)) > shared_limit(architecture):
+    least_held = dataclasses.replace(two, hold_weight=False, hold_bias=False)
+    if staged_forward_bytes(spec, least_held) > shared_limit(architecture):
         return None
     # LayerNorm's 2048 rows of 131072 take 270 us with 3, 324 with 2, 271 with 4 (bfloat16, float32
     # weight and bias, H200).
-    three = of(3, hold=hold)
-    return three if staged_forward_bytes(spec, three) <= shared_limit(architecture) else config
+    return three if staged_forward_bytes(spec, three) <= shared_limit(architecture) else two
+
+
+def _three_stages(
+    spec: ForwardSpec,
+    n: int,
+    vector: int,
+    cluster_blocks: int,
+    block_threads: int,
+    packs_per_thread: int,
+    blocks_per_multiprocessor: int = 1,
+) -> StagedForward:
+    """Return the configuration of three stages with the weight held, the bias in shared memory."""
+    columns = cluster_blocks * block_threads * packs_per_thread * pack_length(spec.x)
+    return StagedForward(
+        block_threads=block_threads,
+        blocks_per_multiprocessor=blocks_per_multiprocessor,
+        packs_per_thread=packs_per_thread,
+        cluster_blocks=cluster_blocks,
+        stages=3,
+        vector=vector,
+        hold_weight=True,
+        hold_bias=False,
+        counted=_counted(spec, cluster_blocks, packs_per_thread, blocks_per_multiprocessor),
+        full=n == columns,
+    )
 
 
 def _deep_forward(
@@ -705,19 +719,10 @@ def _deep_forward(
     spills = spec.norm == "layer_norm" and ITEMSIZE[spec.x] == 2 and spec.relu
     if rest or wide or spec.x == "float64" or (spills and packs_per_thread > 6):
         return None
-    config = StagedForward(
-        block_threads=STAGED_THREADS,
-        blocks_per_multiprocessor=1,
-        packs_per_thread=packs_per_thread,
-        cluster_blocks=cluster_blocks,
-        stages=3,
-        vector=vector,
-        hold_weight=True,
-        hold_bias=False,
-        counted=_counted(spec, cluster_blocks),
-        full=True,
-    )
-    for deep in config, dataclasses.replace(config, stages=2):
+    three = _three_stages(spec, n, vector, cluster_blocks, STAGED_THREADS, packs_per_thread)
+    # LayerNorm of 32 rows of 262144 float32 takes 26.5 us by a kernel that can count, 25.4 by one
+    # that cannot; of 2048, 1016 by a count, 1024 without (H200).
+    for deep in three, dataclasses.replace(three, stages=2, counted=False):
         if staged_forward_bytes(spec, deep) <= shared_limit(architecture):
             return deep
     return None
@@ -733,11 +738,10 @@ def _two_clusters_forward(
     memory, takes 172 us against 229 for 1024 rows of 163840, 171 against 195 for 8192 of 20480, 75
     against 94 for 512 of 69632 float32; by two stages 203, 192 and, of 24576, no less than by one
     cluster. RMSNorm takes 195 against 212 for 1024 of 196608, 384 against 394 for 4096 of 98304;
-    but 198 against 193 for 8192 of 24576 by clusters of two, 514 against 503 of 65536 with 8 packs.
-    Here LayerNorm gains by a count in longer clusters as well: 321 us against 351 for 8192 of
-    40960, but 179 against 172 for 1024 of 163840 (bfloat16, weight and bias of either width, H200).
-    Not with a ReLU beside more than 5 packs, which would spill more than those do, nor of a part of
-    a pack, whose weight is in shared memory and leaves no room for another block.
+    but 198 against 193 for 8192 of 24576 by clusters of two, 514 against 503 of 65536 with 8 packs
+    (bfloat16, weight and bias of either width, H200). Not with a ReLU beside more than 5 packs,
+    which would spill more than those do, nor of a part of a pack, whose weight is in shared memory
+    and leaves no room for another block.
     """
     cluster_blocks = _cluster(packs, STAGED_THREADS * 4)
     if not 1 < cluster_blocks <= _most_cluster_blocks(architecture):
@@ -752,39 +756,42 @@ def _two_clusters_forward(
         return None
     packs_per_thread = min(widths, key=lambda width: _slots(block_packs, _team(block_packs, width)))
     block_threads = _team(block_packs, packs_per_thread)
-    length = pack_length(spec.x)
-    config = StagedForward(
-        block_threads=block_threads,
+    config = _three_stages(
+        spec,
+        n,
+        vector,
+        cluster_blocks,
+        block_threads,
+        packs_per_thread,
         blocks_per_multiprocessor=2,
-        packs_per_thread=packs_per_thread,
-        cluster_blocks=cluster_blocks,
-        stages=3,
-        vector=vector,
-        hold_weight=True,
-        hold_bias=False,
-        counted=cluster_blocks < MOST_CLUSTER_BLOCKS or _counted(spec, cluster_blocks),
-        full=n == cluster_blocks * block_threads * packs_per_thread * length,
     )
     # With the KiB that each block has besides. Rows whose address is no multiple of 16 bytes have
     # the weight in shared memory, and mostly one block, but the same threads, for the same bits.
     if 2 * (staged_forward_bytes(spec, config) + 1024) > shared_limit(architecture) + 1024:
         return None
-    return dataclasses.replace(config, hold_weight=vector == length)
+    return dataclasses.replace(config, hold_weight=vector == pack_length(spec.x))
 
 
-def _counted(spec: ForwardSpec, cluster_blocks: int) -> bool:
+def _counted(
+    spec: ForwardSpec, cluster_blocks: int, packs_per_thread: int, blocks_per_multiprocessor: int
+) -> bool:
     """Return whether clusters may take rows as they have room for them.
 
-    LayerNorm of 32768 rows of 16384 takes 503 us against 529, of 16384 of 32768 505 against 532;
-    but of 8192 of 65536, where its blocks wait for the sums of three others, 534 against 519.
-    RMSNorm of 4096 of 131072 takes 504 us against 522 (bfloat16, H200). Beside a ReLU or a 1 to be
-    added, rows of 16 blocks had no registers for it as long as each warp told all blocks its sums;
-    it was not measured since.
+    RMSNorm of 4096 rows of 131072 takes 504 us against 522, of 163840 with a ReLU or a zero-centred
+    weight 628 against 668, LayerNorm of 32768 of 16384 503 against 529, of 16384 of 32768 505
+    against 532; but of 8192 of 65536, where its blocks wait for the sums of three others, 534
+    against 519, unless another cluster is on their multiprocessors: 321 against 351 for 8192 of
+    40960. By 16 blocks then too: 179 against 172 for 1024 of 163840 (bfloat16). Of float32
+    LayerNorm takes 130 us against 136 for 2048 of 32768, 993 against 1028 for 8192 of 65536, 756
+    against 803 for 4096 of 98304, 226 against 234 for 512 of 229376; but by 16 blocks of 4 packs a
+    thread 2095 against 2047 for 8192 of 131072 (H200).
     """
-    if cluster_blocks <= 2:
+    if spec.norm == "rms_norm" or cluster_blocks <= 2:
         return True
-    spills = cluster_blocks == MOST_CLUSTER_BLOCKS and (spec.relu or spec.zero_centered)
-    return spec.norm == "rms_norm" and not spills
+    of_most_blocks = cluster_blocks == MOST_CLUSTER_BLOCKS
+    if spec.x == "float32":
+        return packs_per_thread > 4 or not of_most_blocks
+    return blocks_per_multiprocessor == 2 and not of_most_blocks
 
 
 def _cluster(packs: int, packs_per_block: int) -> int:

@@ -581,14 +581,27 @@ def test_what_is_held_changes_no_bits(n: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("norm", "n", "clusters", "counted"),
+    ("norm", "x", "n", "clusters", "relu", "counted"),
     [
-        *(("layer_norm", n, clusters, n < 65536) for n, clusters in ((16384, 3), (65536, 2))),
-        *(("rms_norm", n, 2, True) for n in (32768, 65536, 131072)),
+        ("layer_norm", "bfloat16", 16384, 3, False, True),
+        # By clusters of 2, of 4 of which two are at once, of 4, of 16 of which two are, and of 16.
+        *(("layer_norm", "bfloat16", n, 2, True, n < 65536) for n in (32768, 40960, 65536)),
+        *(("layer_norm", "bfloat16", n, 2, False, False) for n in (163840, 262144)),
+        # By clusters of 4, of 8, of 16 with 6, 7, 4 and, in two stages, 8 packs a thread.
+        *(("layer_norm", "float32", n, 2, False, True) for n in (32768, 65536, 98304, 229376)),
+        *(("layer_norm", "float32", n, 2, True, False) for n in (131072, 262144)),
+        ("layer_norm", "float64", 32768, 2, False, False),
+        *(("rms_norm", "bfloat16", n, 2, n > 65536, True) for n in (32768, 65536, 131072, 262144)),
     ],
 )
 def test_many_rows_are_counted(
-    monkeypatch: pytest.MonkeyPatch, norm: Any, n: int, clusters: int, counted: bool
+    monkeypatch: pytest.MonkeyPatch,
+    norm: Any,
+    x: str,
+    n: int,
+    clusters: int,
+    relu: bool,
+    counted: bool,
 ) -> None:
     done: list[Any] = []
     kernel = SimpleNamespace(
@@ -601,8 +614,8 @@ def test_many_rows_are_counted(
     plan_of = _plans.forward_plan_of
     monkeypatch.setattr(_plans, plan_of.__name__, plan_of.__wrapped__)
     bias = "float32" if norm == "layer_norm" else None
-    spec = ForwardSpec(norm, "bfloat16", "float32", bias, "bfloat16", False, False, False)
-    plan = _plans.forward_plan(spec, 1, n, 8, -5)
+    spec = ForwardSpec(norm, x, "float32", bias, x, False, False, relu)
+    plan = _plans.forward_plan(spec, 1, n, pack_length(x), -5)
     assert plan.takes_count
     for m, scratch in itertools.product(
         (0, 1, 32 * clusters - 1, 32 * clusters, 10**6), (0, 1 << 20)
@@ -836,8 +849,8 @@ def test_full_long_rows_are_staged_by_16_blocks(norm: str, n: int) -> None:
         shares = config.stages + layer_norm
         shared_bytes = 896 + 128 + shares * (n // 16 * 4)
         assert forward_instantiation(spec, config).shared_bytes == shared_bytes
-        assert config.counted == (not options and not layer_norm)
-        of_16_blocks.append(dataclasses.replace(config, vector=4, counted=False))
+        assert config.counted == (config.stages == 3)
+        of_16_blocks.append(dataclasses.replace(config, vector=4))
     assert len(set(of_16_blocks)) == 1
     for other in (
         dataclasses.replace(plain, weight="float64", bias=None),

@@ -358,19 +358,21 @@ def test_kernels_that_fill_the_gpu_run_on_several_streams(norm: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("norm", "name", "n"),
+    ("norm", "name", "n", "relu"),
     [
-        *(("layer_norm", "bfloat16", 16384), ("layer_norm", "bfloat16", 32760)),
-        *(("layer_norm", "float32", 12284), ("rms_norm", "bfloat16", 32768)),
-        *(("rms_norm", "bfloat16", n) for n in (131072, 163840)),
-        *(("rms_norm", "float32", 262144), ("layer_norm", "bfloat16", 40960)),
+        *(("layer_norm", "bfloat16", n, None) for n in (16384, 32760, 40960)),
+        *(("layer_norm", "float32", n, None) for n in (12284, 32768, 65536, 98304, 229376)),
+        *(("rms_norm", "bfloat16", n, None) for n in (32768, 131072, 163840)),
+        *(("rms_norm", name, 262144, (0.0, 6.0)) for name in ("bfloat16", "float32")),
     ],
 )
-def test_many_rows_are_counted_each_once(norm: Any, name: str, n: int) -> None:
+def test_many_rows_are_counted_each_once(
+    norm: Any, name: str, n: int, relu: tuple[float, float] | None
+) -> None:
     import cupy
 
     bias = "float32" if norm == "layer_norm" else None
-    spec = ForwardSpec(norm, name, "float32", bias, name, False, True, False)
+    spec = ForwardSpec(norm, name, "float32", bias, name, False, True, relu is not None)
     vector = (n | pack_length(name)) & -(n | pack_length(name))
     plan = forward_plan(spec, 1, n, vector, 0)
     if not plan.takes_count:
@@ -383,7 +385,7 @@ def test_many_rows_are_counted_each_once(norm: Any, name: str, n: int) -> None:
     word = f"u{few.itemsize}"
     which = cupy.arange(m) % 97
     x = few.view(word)[which].view(few.dtype)
-    forward = getattr(cupynorm, f"{norm}_forward")
+    forward = functools.partial(getattr(cupynorm, f"{norm}_forward"), relu=relu)
     expected = forward(few, *affine)
 
     def assert_right(result: Any) -> None:

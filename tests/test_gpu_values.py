@@ -264,7 +264,7 @@ def test_rows_that_fill_their_teams(norm: str, n: int) -> None:
 
 
 @pytest.mark.parametrize("n", [28672, 28664, 49152, 98296, 163840, 262144, 524288])
-@pytest.mark.parametrize("name", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("norm", NORMS)
 def test_rows_of_clusters_beside_others(norm: str, name: str, n: int) -> None:
     # More than have a place in shared memory at once, with weights of their own dtype.
