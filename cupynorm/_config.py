@@ -720,9 +720,10 @@ def _deep_forward(
     if rest or wide or spec.x == "float64" or (spills and packs_per_thread > 6):
         return None
     three = _three_stages(spec, n, vector, cluster_blocks, STAGED_THREADS, packs_per_thread)
-    # LayerNorm of 32 rows of 262144 float32 takes 26.5 us by a kernel that can count, 25.4 by one
-    # that cannot; of 2048, 1016 by a count, 1024 without (H200).
-    for deep in three, dataclasses.replace(three, stages=2, counted=False):
+    # LayerNorm's 32 rows of 262144 float32, in two stages, take 26.5 us by a kernel that can count,
+    # 25.4 by one that cannot; 2048 of them 1016 by a count, 1024 without (H200).
+    counted = three.counted and spec.norm == "rms_norm"
+    for deep in three, dataclasses.replace(three, stages=2, counted=counted):
         if staged_forward_bytes(spec, deep) <= shared_limit(architecture):
             return deep
     return None
@@ -781,10 +782,10 @@ def _counted(
     weight 628 against 668, LayerNorm of 32768 of 16384 503 against 529, of 16384 of 32768 505
     against 532; but of 8192 of 65536, where its blocks wait for the sums of three others, 534
     against 519, unless another cluster is on their multiprocessors: 321 against 351 for 8192 of
-    40960. By 16 blocks then too: 179 against 172 for 1024 of 163840 (bfloat16). Of float32
-    LayerNorm takes 130 us against 136 for 2048 of 32768, 993 against 1028 for 8192 of 65536, 756
-    against 803 for 4096 of 98304, 226 against 234 for 512 of 229376; but by 16 blocks of 4 packs a
-    thread 2095 against 2047 for 8192 of 131072 (H200).
+    40960. By 16 blocks it loses even then: 179 against 172 for 1024 of 163840 (bfloat16). Of
+    float32 LayerNorm takes 130 us against 136 for 2048 of 32768, 993 against 1028 for 8192 of
+    65536, 756 against 803 for 4096 of 98304, 226 against 234 for 512 of 229376; but by 16 blocks of
+    4 packs a thread 2095 against 2047 for 8192 of 131072 (H200).
     """
     if spec.norm == "rms_norm" or cluster_blocks <= 2:
         return True

@@ -53,6 +53,10 @@ _Ints = tuple[int, ...]  # addresses, the rows' with their strides behind them
 _READ, _DX, _GRADIENTS = slice(8), slice(8, 10), slice(10, 12)
 
 
+def _launch_nothing(stream: int, operands: _Ints) -> None:
+    pass
+
+
 @cache
 def multiprocessors(device: int) -> int:
     """Return how many multiprocessors a device has."""
@@ -113,7 +117,7 @@ class ForwardPlan:
             kernel.launch(stream, blocks, (*operands[:-1], *numbers, count))
 
         if blocks == 0:
-            return lambda stream, operands: None
+            return _launch_nothing
         return launch_with_count if self.takes_count else launch_rows
 
     def blocks(self, m: int) -> int:
@@ -222,10 +226,6 @@ class BackwardPlan(ABC):
         """Return what launches all but the sums of partials."""
 
 
-def _launch_nothing(stream: int, operands: _Ints) -> None:
-    pass
-
-
 @dataclass(frozen=True)
 class StagedPlan(BackwardPlan):
     """Rows that wait in shared memory."""
@@ -262,6 +262,8 @@ class ResidentPlan(BackwardPlan):
         if not m:
             return _launch_nothing
         kernel, blocks, n = self.kernels[0], m * self.cluster_blocks, self.n
+        if not self.column_kernel:
+            blocks += self.column_blocks
         numbers = (m, n, 1 / n)
 
         def launch(stream: int, operands: _Ints) -> None:
@@ -285,7 +287,6 @@ class ResidentPlan(BackwardPlan):
                 kernel.launch(stream, blocks, (*rows, *partials, scratch, *numbers))
 
             return launch_with_partials
-        blocks += self.column_blocks
         return launch
 
 

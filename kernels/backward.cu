@@ -13,9 +13,9 @@
 //            holds a row of n_cols sums for each cluster, those of dweight (if there is a weight)
 //            before those of dbias. dx may be dy. Full: the row's columns fill the team's packs
 //            exactly.
-// Grid:      any number of clusters of ClusterBlocks blocks; their teams (of RowThreads threads a
-//            block) take rows in turn, the next Stages - 1 of which, or fewer where Bulk, are on
-//            their way into shared memory.
+// Grid:      any number of clusters of ClusterBlocks blocks, where those are several or Bulk no more
+//            than rows; their teams (of RowThreads threads a block) take rows in turn, the next
+//            Stages - 1 of which, or fewer where Bulk, are on their way into shared memory.
 // Traffic:   x, dy and bitmask read once, dx written once, partials written once; weight once a
 //            block.
 // Thread:    pack p of its block's columns for p = rank, rank + RowThreads, ... (PacksPerThread of
@@ -162,8 +162,8 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
     }
   };
   // The others once the first has come, which they would delay: LayerNorm of 512 rows of 16384 takes
-  // 25.2 us, not 26.6, of 8192 20.4, not 21.3; but RMSNorm of 4096, by threads that copy their own
-  // packs, 12.2 us, not 12.0 (bfloat16, H200).
+  // 25.7 us, not 26.3, of 8192 20.4, not 21.3; but RMSNorm of 4096, by single blocks whose threads copy
+  // their own packs, 12.3 us, not 12.0 (bfloat16, float32 weight and bias, H200).
   constexpr int kFetched = Bulk ? Stages - kLate : Stages;
   constexpr int kFirst = (Bulk || kAhead) && kFetched > 2 ? 2 : kFetched;
   fetch_rows(0, kFirst);
@@ -302,7 +302,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
     team.meet();
     team.template begin_reduction<Sum>(sums);
     fetch_rows(kFirst, kFetched);
-  } else if constexpr (Bulk) {
+  } else if constexpr (kFirst < kFetched) {
     if (row < n_rows) wait_for_bytes<false>(mailbox, 0);
     fetch_rows(kFirst, kFetched);
   }

@@ -90,11 +90,12 @@ __device__ __forceinline__ bool was_far(const Statistics<T>& statistics) {
 }
 // The same where the first mean was 0, for rows of up to Columns: by more than 2 standard errors of
 // the mean, as one row around 0 in twenty is. What the sum lost stays in c, and shows in a row whose
-// deviation is that of a few outliers: all others may lie at the mean itself.
+// deviation is that of a few outliers: all others may lie at the mean itself. Where the squares of both
+// vanish it counts as far, in a row of zeros too.
 template <int Columns, typename T>
 __device__ __forceinline__ bool zero_was_far(const Statistics<T>& statistics) {
   constexpr T kMost = T(4) / Columns;
-  return statistics.correction * statistics.correction > kMost * statistics.variance;
+  return statistics.correction * statistics.correction >= kMost * statistics.variance;
 }
 
 // The mean as one number, and what it lost in being rounded: then d is as exact as x and the mean

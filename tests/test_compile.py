@@ -164,6 +164,16 @@ def instantiations(architecture: int) -> list[Instantiation]:
             )
             config = forward_config(held, packs * 8 - rest, 8, architecture)
             kernels[forward_instantiation(held, config)] = None
+    # By a count: 16 blocks of 4 packs, two clusters of 16 at once, and 5 packs and more of float32.
+    for norm, x, n in (
+        *(("rms_norm", x, 32768 * pack_length(x)) for x in ("bfloat16", "float32")),
+        *(("layer_norm", "float32", n) for n in (98304, 163840, 229376)),
+    ):
+        bias = "float32" if norm == "layer_norm" else None
+        for centred, clamped in (both, plain):
+            counted = ForwardSpec(norm, x, "float32", bias, x, centred, True, clamped)
+            config = forward_config(counted, n, pack_length(x), architecture)
+            kernels[forward_instantiation(counted, config)] = None
     # What 16 blocks stage of 7 packs a thread spills most where there is least else.
     for x, weight, y, centred in (
         ("bfloat16", "bfloat16", "bfloat16", False),

@@ -862,6 +862,14 @@ def test_full_long_rows_are_staged_by_16_blocks(norm: str, n: int) -> None:
     assert isinstance(forward_config(plain, n, 4, 80), StreamingForward)
 
 
+@pytest.mark.parametrize(("norm", "counted"), [("rms_norm", True), ("layer_norm", False)])
+def test_beside_a_bias_the_longest_rows_have_two_stages(norm: Any, counted: bool) -> None:
+    spec = ForwardSpec(norm, "float32", "float32", "float32", "float32", False, True, False)
+    config = forward_config(spec, 262144, 4, 90)
+    assert isinstance(config, StagedForward)
+    assert (config.stages, config.counted) == (2, counted)
+
+
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("packs", [5, 6, 7, 8])
 def test_full_long_rows_of_16_bits_are_staged_by_16_blocks(norm: str, packs: int) -> None:

@@ -387,7 +387,7 @@ def test_two_axes_of_512_make_one_row_of_262144(norm: str) -> None:
     check(norm, x.astype(np.float32), weight, out_dtype=DTYPES["bfloat16"], wants_dbias=False)
 
 
-@pytest.mark.parametrize("n", [768, 8192, 40000])
+@pytest.mark.parametrize("n", [1, 3, 768, 8192, 40000])
 @pytest.mark.parametrize(
     "regime",
     [

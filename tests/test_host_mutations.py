@@ -88,6 +88,18 @@ LOADING = """    if (first + begin < n) {
         read_words"""
 STORING = LOADING.replace("read_words", "write_words")
 
+AFFINE = """#pragma unroll
+  for (int p = 0; p < PacksPerThread; ++p) {
+    if constexpr (!HoldWeight) {
+      StageOfWeight::template fetch<Vector>(stage_of_weight, p, weight, first_column(p),
+                                            end_of_row(p));
+    }
+    if constexpr (!HoldBias) {
+      StageOfBias::template fetch<Vector>(stage_of_bias, p, bias, first_column(p), end_of_row(p));
+    }
+  }
+"""
+
 ANNOUNCING = """      ask();
     }
     if constexpr (ClusterBlocks > 1) {
@@ -1658,6 +1670,14 @@ MUTATIONS = [
         STAGED_FORWARD,
     ),
     Mutation(
+        "the rows under way are one more than four stages",
+        "forward_staged.cu",
+        "wait_for_copies<Stages - 2>();",
+        "wait_for_copies<Stages - 1>();",
+        RACE,
+        staged("forward_staged.cu", regime="mean_1e6", stages=4),
+    ),
+    Mutation(
         "no wait for the first row",
         "forward_staged.cu",
         "wait_for_copies<1>();\n",
@@ -1674,7 +1694,15 @@ MUTATIONS = [
         staged("forward_staged.cu", stages=3),
     ),
     Mutation(
-        "the same of a cluster, backward",
+        "the weight comes with the third row, not the second",
+        "forward_staged.cu",
+        AFFINE + "  fetched_all(1);\n",
+        "  fetched_all(1);\n" + AFFINE,
+        RACE,
+        staged("forward_staged.cu", stages=3),
+    ),
+    Mutation(
+        "the rows of a cluster after the second are never asked for, backward",
         "backward.cu",
         "    fetch_rows(kFirst, kFetched);\n  } else if",
         "  } else if",
@@ -1682,7 +1710,7 @@ MUTATIONS = [
         staged("backward.cu", stages=3, cluster_blocks=3),
     ),
     Mutation(
-        "the same of teams that copy in bulk",
+        "nor those of teams that copy in bulk",
         "backward.cu",
         "    fetch_rows(kFirst, kFetched);\n  }\n  X*",
         "  }\n  X*",
@@ -2132,6 +2160,14 @@ MUTATIONS = [
         "",
         VALUE,
         case("stream_off_guess"),
+    ),
+    Mutation(
+        "rows whose squares vanish are measured from 0",
+        "statistics.cuh",
+        ">= kMost * statistics.variance",
+        "> kMost * statistics.variance",
+        VALUE,
+        case("minute_1"),
     ),
     Mutation(
         "the second round from the first mean",

@@ -166,8 +166,8 @@ def _prepare(kind: type[Any], platform: str, description: str, device: int) -> L
     places = {name: i for i, name in enumerate((*arrays, STRIDE, ABSENT))}
     order = FORWARD if kind is ForwardSpec else BACKWARD
     take = operator.itemgetter(*(places.get(name, places[ABSENT]) for name in order))
-    of_forward = (what["eps"], *(what["relu"] or (0.0, 0.0))) if kind is ForwardSpec else ()
-    launch_plan = plan.prepared(m, *of_forward)
+    numbers = (what["eps"], *(what["relu"] or (0.0, 0.0))) if kind is ForwardSpec else ()
+    launch_plan = plan.prepared(m, *numbers)
 
     def launch(stream: int, addresses: Sequence[int]) -> None:
         if functools.reduce(operator.or_, addresses) % ALIGNMENT:

@@ -360,6 +360,9 @@ def _cases() -> list[Case]:
             for regime in ("extreme", "minute", "mixed_rows", "zero_rows", "nonfinite", "mean_1e6"):
                 n = 24 if x == "float64" else 1100
                 cases.append(Case("range_" + regime, norm, 7, n, x, bias=None, regime=regime))
+            # The squares of mean and deviation vanish, and beside eps no row is out of range.
+            for n in (1, 2, 5):
+                cases.append(Case(f"minute_{n}", norm, 67, n, x, None, None, regime="minute"))
         for x, n in (("bfloat16", 40), ("float32", 300), ("float64", 2048), ("float32", 12300)):
             name = f"{'stream_' if n == 12300 else ''}infinite_dy_{n}"
             cases.append(Case(name, norm, 13, n, x, bias=None, dy_regime="infinities"))
