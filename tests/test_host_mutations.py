@@ -1138,7 +1138,7 @@ MUTATIONS = [
         "backward_strips.cu",
         "for (int r = 0; r < rows_of(group); ++r) {",
         "for (int r = 0; r < GroupRows; ++r) {",
-        OUT_OF_BOUNDS,
+        f"{OUT_OF_BOUNDS}|{RACE}",  # as what lies behind dx
         STRIPS,
     ),
     Mutation(
