@@ -225,7 +225,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
   bool far = false;
   if constexpr (kFromZero) {
     statistics = measure<true, false, Vector>(team, packs, T(0), n_cols, inv_n);
-    far = active && zero_was_far<kColumns>(statistics);
+    far = active && zero_was_far<kColumns>(statistics);  // a team without a row has zeros
     // One row in twenty is far, and of some hundred all wait for the slowest: it finds the code that
     // normalizes where the others' instructions are. LayerNorm takes 5.16 us, not 5.33, for 512 rows
     // of 1024, 4.45, not 4.60, for 64, but 4.05, not 3.99, for one (bfloat16, H200).

@@ -363,6 +363,7 @@ def test_kernels_that_fill_the_gpu_run_on_several_streams(norm: str) -> None:
         *(("layer_norm", "bfloat16", n, None) for n in (16384, 32760, 40960)),
         *(("layer_norm", "float32", n, None) for n in (12284, 32768, 65536, 98304, 229376)),
         *(("rms_norm", "bfloat16", n, None) for n in (32768, 131072, 163840)),
+        ("rms_norm", "float32", 262144, None),
         *(("rms_norm", name, 262144, (0.0, 6.0)) for name in ("bfloat16", "float32")),
     ],
 )

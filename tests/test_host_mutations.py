@@ -131,10 +131,8 @@ FEW_MEAN = few("range_mean_1e6", x="float32")
 FEW_RELU, FEW_GAP = few("relu_warps"), few("block")
 COLUMNS, COLUMNS_BIAS = few("columns", "rms_norm"), few("columns_bias", "rms_norm")
 COLUMNS_MEAN, COLUMNS_IN_PLACE = few("columns_mean"), few("columns_in_place")
-BULK, BULK_TEAMS = (
-    staged("backward.cu", bulk=True, m=7),
-    staged("backward.cu", bulk=True, teams=3, m=37),
-)
+BULK = staged("backward.cu", bulk=True, m=7)
+BULK_TEAMS = staged("backward.cu", bulk=True, teams=3, m=37)
 BULK_CLUSTER = staged("backward.cu", bulk=True, cluster_blocks=2, m=20)
 
 COUNTED = staged("forward_staged.cu", counted=True, m=40)
