@@ -64,7 +64,9 @@ def parts(arrays: dict[str, Any]) -> Rows:
     """Yield what `rms_norm(x, weight, out=out)` and an allocation consist of, from outside in."""
     import cupy
 
-    from cupynorm import _arrays, _prepared
+    from cupynorm import _arrays, _plans, _prepared
+    from cupynorm._arrays import DTYPES
+    from cupynorm._spec import ForwardSpec
 
     x, weight, out = arrays["x"], arrays["weight"], arrays["out"]
 
@@ -78,20 +80,20 @@ def parts(arrays: dict[str, Any]) -> Rows:
 
     cupynorm.rms_norm(x, weight, out=out)
     call = find()
-    kernel = call._launch.__self__
     stream, (m, n) = cupy.cuda.get_current_stream().ptr, SHAPE
     operands = (x.data.ptr, n, weight.data.ptr, 0, out.data.ptr, n, 0, 0, 0)
+    names = DTYPES[x.dtype], DTYPES[weight.dtype]
+    spec = ForwardSpec("rms_norm", *names, None, names[0], False, False, False)
+    plan = _plans.forward_plan(spec, m, n, 16 // x.itemsize, x.device.id)
     scalars = (1e-6, 0.0, 0.0)  # eps, and the bounds of no ReLU
-    kernel.launch(stream, m, (*operands, m, n, 1 / n, *scalars))
-    config = (kernel._handle, m, 1, 1, kernel._block_threads, 1, 1, kernel._shared_bytes, stream)
-    addresses = kernel._frames[-1][1]
+    launch = plan.prepared(m, *scalars)
+    kernel, blocks = plan.kernel, plan._blocks(m)
+    frame = kernel._new_frame(blocks, (*operands, m, n, 1 / n, *scalars))
+    config = (kernel._handle, blocks, 1, 1, kernel._block_threads, 1, 1, kernel._shared_bytes)
     yield "look-up: key and dictionary", find
     yield "prepared call: addresses, devices, kernel", lambda: call.run(x, weight, None, out)
-    yield (
-        "kernel: packing, driver",
-        lambda: kernel.launch(stream, m, (*operands, m, n, 1 / n, *scalars)),
-    )
-    yield "driver alone", lambda: kernel._launch(*config, addresses, 0)
+    yield "kernel: packing, driver", lambda: launch(stream, operands)
+    yield "driver alone", lambda: kernel._start(*config, stream, frame[1], 0)
     yield "current device", cupy.cuda.runtime.getDevice
     yield "current stream", cupy.cuda.get_current_stream
     yield "whether it is captured", lambda: cupy.cuda.get_current_stream().is_capturing()

@@ -1,8 +1,9 @@
 """Launches by the CUDA driver.
 
 CuPy's Function converts each argument on its own, 5.3 us a launch (H200's host). Here one struct
-packs them all, into memory whose addresses the driver is given. CuPy's launchKernel takes half of
-what ctypes does, but no attributes: kernels that have some are launched through ctypes.
+packs what differs from launch to launch, into memory whose addresses the driver is given. CuPy's
+launchKernel takes half of what ctypes does, but no attributes: kernels that have some are launched
+through ctypes.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ import ctypes
 import functools
 import struct
 import sys
+from collections.abc import Callable
 from typing import Any
 
-__all__ = ["Kernel", "driver", "library", "set_to_zero"]
+__all__ = ["Kernel", "Launch", "driver", "library", "set_to_zero"]
 
 INVALID_CONTEXT = 201
 
@@ -82,9 +84,12 @@ class LaunchAttribute(ctypes.Structure):
 # The arguments of a launch, what the driver is given for them, and their addresses.
 _Frame = tuple[Any, Any, Any]
 
+# Of a stream, and of the operands.
+Launch = Callable[[int, tuple[int, ...]], None]
+
 
 class Kernel:
-    """A loaded kernel, ready to launch from any thread.
+    """A loaded kernel.
 
     Parameters
     ----------
@@ -124,9 +129,6 @@ class Kernel:
         self._shared_bytes = shared_bytes
         self._cluster_blocks = cluster_blocks
         self._parameters = parameters
-        self._pack_into = struct.Struct(parameters).pack_into
-        # A launch takes one and puts it back: no two of them, in whatever threads, share one.
-        self._frames: list[_Frame] = []
         if shared_bytes > SHARED_BYTES_WITHOUT_ASKING:
             self._set(MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes)
         if cluster_blocks > PORTABLE_CLUSTER_BLOCKS:
@@ -140,7 +142,7 @@ class Kernel:
             values[COOPERATIVE] = (1,)
         self._config: Any = None
         if not values:
-            self._launch = driver().launchKernel
+            self._start = driver().launchKernel
             return
         attributes = (LaunchAttribute * len(values))()
         for attribute, (identifier, value) in zip(attributes, values.items(), strict=True):
@@ -151,29 +153,36 @@ class Kernel:
             *(0, 1, 1, block_threads, 1, 1, shared_bytes, None),
             *(ctypes.addressof(attributes), len(values)),
         )
-        self._launch_by_config = library().cuLaunchKernelEx
-        self._launch = self._launch_with_attributes
+        self._start_by_config = library().cuLaunchKernelEx
+        self._start = self._start_with_attributes
 
-    def launch(self, stream: int, blocks: int, arguments: tuple[float, ...]) -> None:
-        """Launch on a stream of the current device.
+    def prepared(self, blocks: int, numbers: tuple[float, ...] = ()) -> Launch:
+        """Return what launches so many blocks, on a stream of the current device and on operands.
 
-        Raises
-        ------
-        RuntimeError
-            If the driver refuses.
+        The operands are the kernel's arguments but for the last ones, which are `numbers`. Threads
+        may launch at the same time. A launch raises RuntimeError if the driver refuses it.
         """
-        try:
-            frame = self._frames.pop()
-        except IndexError:
-            frame = self._new_frame()
-        values, given, _ = frame
-        self._pack_into(values, 0, *arguments)
-        handle, threads, shared_bytes = self._handle, self._block_threads, self._shared_bytes
-        try:
-            self._launch(handle, blocks, 1, 1, threads, 1, 1, shared_bytes, stream, given, 0)
-        except RuntimeError as error:
-            self._launch_after(error, stream, blocks, given)
-        self._frames.append(frame)
+        of_operands = self._parameters[: len(self._parameters) - len(numbers)]
+        pack_into = struct.Struct(of_operands).pack_into
+        start, handle = self._start, self._handle
+        threads, shared_bytes = self._block_threads, self._shared_bytes
+        # A launch takes one and puts it back: no two of them, in whatever threads, share one.
+        frames = [self._new_frame(blocks, numbers)]
+
+        def launch(stream: int, operands: tuple[int, ...]) -> None:
+            try:
+                frame = frames.pop()
+            except IndexError:
+                frame = self._new_frame(blocks, numbers)
+            values, given, _ = frame
+            pack_into(values, 0, *operands)
+            try:
+                start(handle, blocks, 1, 1, threads, 1, 1, shared_bytes, stream, given, 0)
+            except RuntimeError as error:
+                self._start_after(error, stream, blocks, given)
+            frames.append(frame)
+
+        return launch
 
     def blocks_at_once(self) -> int:
         """Return how many blocks one multiprocessor of the current device runs at the same time."""
@@ -208,28 +217,29 @@ class Kernel:
             error = driver().CUDADriverError(status)
             raise RuntimeError(f"{self._name} cannot be given {value}: {error}") from error
 
-    def _new_frame(self) -> _Frame:
+    def _new_frame(self, blocks: int, numbers: tuple[float, ...]) -> _Frame:
         letters = self._parameters
         values = ctypes.create_string_buffer(struct.calcsize(letters))
+        struct.pack_into(letters, values, 0, *(0,) * (len(letters) - len(numbers)), *numbers)
         start = ctypes.addressof(values)
         offsets = (struct.calcsize(letters[:i] + f"0{p}") for i, p in enumerate(letters))
         addresses = (ctypes.c_void_p * len(letters))(*(start + offset for offset in offsets))
         if self._config is None:
             return values, ctypes.addressof(addresses), addresses
         config = LaunchConfig.from_buffer_copy(self._config)
+        config.grid_x = blocks
         given = (ctypes.byref(config), ctypes.c_void_p(self._handle), ctypes.byref(addresses), None)
         return values, (config, given), addresses
 
-    def _launch_with_attributes(self, _: int, blocks: int, *numbers: Any) -> None:
-        """Do as CuPy's launchKernel, with the attributes."""
-        stream, (config, given), _ = numbers[6:]
-        config.grid_x = blocks
+    def _start_with_attributes(self, *numbers: Any) -> None:
+        """Do as CuPy's launchKernel, with the attributes; blocks and threads are in the config."""
+        stream, (config, given), _ = numbers[8:]
         config.stream = stream
-        status = self._launch_by_config(*given)
+        status = self._start_by_config(*given)
         if status:
             raise driver().CUDADriverError(status)
 
-    def _launch_after(self, error: RuntimeError, stream: int, blocks: int, given: Any) -> None:
+    def _start_after(self, error: RuntimeError, stream: int, blocks: int, given: Any) -> None:
         """Launch again where only a context was missing, or say what was refused."""
         threads, shared_bytes = self._block_threads, self._shared_bytes
         if getattr(error, "status", None) == INVALID_CONTEXT:
@@ -239,7 +249,7 @@ class Kernel:
             cupy.cuda.runtime.setDevice(cupy.cuda.runtime.getDevice())
             numbers = (blocks, 1, 1, threads, 1, 1, shared_bytes, stream)
             try:
-                self._launch(self._handle, *numbers, given, 0)
+                self._start(self._handle, *numbers, given, 0)
             except RuntimeError as another:
                 error = another
             else:

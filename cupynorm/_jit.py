@@ -131,7 +131,7 @@ def forward_instantiation(
         return Instantiation(
             "forward_staged.cu",
             template,
-            parameters + "P",  # the count
+            parameters[:9] + "P" + parameters[9:],  # the count
             config.block_threads,
             staged_forward_bytes(spec, config),
             config.cluster_blocks,

@@ -15,7 +15,6 @@ import numpy as np
 from cupynorm._arrays import DTYPES, row_stride
 from cupynorm._bitmask import bitmask_bytes
 from cupynorm._config import pack_length
-from cupynorm._driver import set_to_zero
 from cupynorm._plans import BackwardPlan, ForwardPlan, backward_plan, forward_plan
 from cupynorm._results import NormBackward, NormForward
 from cupynorm._spec import BackwardSpec, ForwardSpec, Norm, compute_dtype
@@ -128,11 +127,8 @@ class ForwardCall:
     ) -> None:
         m = math.prod(kept)
         lower, upper = (0.0, 0.0) if relu is None else relu
-        self._launch = plan.kernel.launch
-        self._takes_count = plan.takes_count
+        self._launch = plan.prepared(m, float(eps), lower, upper)
         self._scratch_bytes = plan.scratch_bytes(m)
-        self._blocks = plan.blocks(m)
-        self._numbers = (m, plan.n, 1 / plan.n, float(eps), lower, upper)
         self._device = x.array.device.id
         self._shape, self._dtype = x.array.shape, y.array.dtype
         self._x_stride, self._y_stride = x.stride, y.stride
@@ -185,29 +181,23 @@ class ForwardCall:
                 bitmask = cupy.ndarray(self._bitmask, np.uint8)
                 bitmask_address = bitmask.data.ptr
             result = NormForward(y, mean, rstd, bitmask)
-        if self._blocks:
-            arguments: tuple[float, ...] = (
-                x_address,
-                self._x_stride,
-                weight_address,
-                bias_address,
-                y_address,
-                self._y_stride,
-                mean_address,
-                rstd_address,
-                bitmask_address,
-                *self._numbers,
-            )
-            stream = _get_current_stream()
-            if self._takes_count:
-                scratch_address = 0
-                if self._scratch_bytes:
-                    scratch = cupy.cuda.alloc(self._scratch_bytes)
-                    scratch_address = scratch.ptr
-                    _keep_if_captured(scratch, stream)
-                    set_to_zero(stream.ptr, scratch_address, self._scratch_bytes)
-                arguments += (scratch_address,)
-            self._launch(stream.ptr, self._blocks, arguments)
+        operands: tuple[int, ...] = (
+            x_address,
+            self._x_stride,
+            weight_address,
+            bias_address,
+            y_address,
+            self._y_stride,
+            mean_address,
+            rstd_address,
+            bitmask_address,
+        )
+        stream = _get_current_stream()
+        if self._scratch_bytes:
+            scratch = cupy.cuda.alloc(self._scratch_bytes)
+            _keep_if_captured(scratch, stream)
+            operands += (scratch.ptr,)
+        self._launch(stream.ptr, operands)
         return result
 
 

@@ -8,7 +8,6 @@ are in elements; the device is the current one.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -32,7 +31,7 @@ from cupynorm._config import (
     strips_counts_bytes,
     strips_exchange_bytes,
 )
-from cupynorm._driver import Kernel, set_to_zero
+from cupynorm._driver import Kernel, Launch, set_to_zero
 from cupynorm._spec import ITEMSIZE, BackwardSpec, ForwardSpec, compute_dtype
 
 __all__ = ["BackwardPlan", "ForwardPlan", "backward_plan", "forward_plan"]
@@ -84,44 +83,36 @@ class ForwardPlan:
     most_clusters: int | None  # that have several rows one after another; None where each has one
     counted: bool  # whether many rows are handed out by a count
 
-    @property
-    def takes_count(self) -> bool:
-        """Whether the kernel's last argument is a count, set to zero, or 0 for rows in turn."""
-        return self.most_clusters is not None
-
     def scratch_bytes(self, m: int) -> int:
         """Return the bytes of scratch that a launch over m rows can use, those of a count."""
         if not self.counted or self.most_clusters is None:
             return 0
         return COUNT_BYTES if m >= LEAST_COUNTED * self.most_clusters else 0
 
-    def prepared(
-        self, m: int, eps: float, lower: float, upper: float
-    ) -> Callable[[int, _Ints], None]:
+    def prepared(self, m: int, eps: float, lower: float, upper: float) -> Launch:
         """Return what launches it over m rows, on a stream and on operands.
 
-        These are x, x_stride, weight, bias, y, y_stride, mean, rstd, bitmask and scratch; without
-        scratch, 0, rows are taken in turn.
+        These are x, x_stride, weight, bias, y, y_stride, mean, rstd, bitmask and, where m rows can
+        use some, scratch; where that is 0, rows are taken in turn.
         """
-        kernel, blocks, n = self.kernel, self.blocks(m), self.n
-        numbers = (m, n, 1 / n, eps, lower, upper)
-        counted = self.scratch_bytes(m) > 0
-
-        def launch_rows(stream: int, operands: _Ints) -> None:
-            kernel.launch(stream, blocks, operands[:-1] + numbers)
-
-        def launch_with_count(stream: int, operands: _Ints) -> None:
-            count = operands[-1] if counted else 0
-            if count:
-                set_to_zero(stream, count, COUNT_BYTES)
-            kernel.launch(stream, blocks, (*operands[:-1], *numbers, count))
-
+        blocks = self._blocks(m)
         if blocks == 0:
             return _launch_nothing
-        return launch_with_count if self.takes_count else launch_rows
+        numbers: tuple[float, ...] = (m, self.n, 1 / self.n, eps, lower, upper)
+        if self.scratch_bytes(m) == 0:
+            takes_count = self.most_clusters is not None
+            return self.kernel.prepared(blocks, (0, *numbers) if takes_count else numbers)
+        launch_rows = self.kernel.prepared(blocks, numbers)
 
-    def blocks(self, m: int) -> int:
-        """Return how many blocks m rows take."""
+        def launch_with_count(stream: int, operands: _Ints) -> None:
+            count = operands[-1]
+            if count:
+                set_to_zero(stream, count, COUNT_BYTES)
+            launch_rows(stream, operands)
+
+        return launch_with_count
+
+    def _blocks(self, m: int) -> int:
         clusters = -(-m // self.rows_per_block)
         if self.most_clusters is not None:
             clusters = min(clusters, self.most_clusters)
@@ -204,7 +195,7 @@ class BackwardPlan(ABC):
         """Return the bytes of scratch that a launch over m rows needs, aligned to 16."""
         return self._partial_bytes(m)
 
-    def prepared(self, m: int) -> Callable[[int, _Ints], None]:
+    def prepared(self, m: int) -> Launch:
         """Return what launches it over m rows, on a stream and on operands.
 
         These are dy, dy_stride, x, x_stride, weight, mean, rstd, bitmask, dx, dx_stride, dweight,
@@ -213,16 +204,17 @@ class BackwardPlan(ABC):
         launch_rows = self._prepared_rows(m)
         if not self.reduction_blocks:
             return launch_rows
-        kernel, blocks, sizes = self.kernels[-1], self.reduction_blocks, (self._partials(m), self.n)
+        sizes = self._partials(m), self.n
+        launch_sums = self.kernels[-1].prepared(self.reduction_blocks, sizes)
 
         def launch_rows_and_sums(stream: int, operands: _Ints) -> None:
             launch_rows(stream, operands)
-            kernel.launch(stream, blocks, (operands[-1], *operands[_GRADIENTS], *sizes))
+            launch_sums(stream, (operands[-1], *operands[_GRADIENTS]))
 
         return launch_rows_and_sums
 
     @abstractmethod
-    def _prepared_rows(self, m: int) -> Callable[[int, _Ints], None]:
+    def _prepared_rows(self, m: int) -> Launch:
         """Return what launches all but the sums of partials."""
 
 
@@ -230,15 +222,14 @@ class BackwardPlan(ABC):
 class StagedPlan(BackwardPlan):
     """Rows that wait in shared memory."""
 
-    def _prepared_rows(self, m: int) -> Callable[[int, _Ints], None]:
+    def _prepared_rows(self, m: int) -> Launch:
         if not m:
             return _launch_nothing
-        kernel, blocks = self.kernels[0], self._partials(m) * self.cluster_blocks
-        numbers = (m, self.n, 1 / self.n)
+        blocks = self._partials(m) * self.cluster_blocks
+        launch_rows = self.kernels[0].prepared(blocks, (m, self.n, 1 / self.n))
 
         def launch(stream: int, operands: _Ints) -> None:
-            rows = operands[_READ] + operands[_DX]
-            kernel.launch(stream, blocks, (*rows, operands[-1], *numbers))
+            launch_rows(stream, (*operands[_READ], *operands[_DX], operands[-1]))
 
         return launch
 
@@ -258,24 +249,20 @@ class ResidentPlan(BackwardPlan):
         """Return the bytes of scratch that a launch over m rows needs, aligned to 16."""
         return m * self.itemsize if self.column_kernel else self._partial_bytes(m)
 
-    def _prepared_rows(self, m: int) -> Callable[[int, _Ints], None]:
+    def _prepared_rows(self, m: int) -> Launch:
         if not m:
             return _launch_nothing
-        kernel, blocks, n = self.kernels[0], m * self.cluster_blocks, self.n
+        blocks, n = m * self.cluster_blocks, self.n
         if not self.column_kernel:
             blocks += self.column_blocks
-        numbers = (m, n, 1 / n)
-
-        def launch(stream: int, operands: _Ints) -> None:
-            kernel.launch(stream, blocks, operands + numbers)
-
+        launch_rows = self.kernels[0].prepared(blocks, (m, n, 1 / n))
         if self.column_kernel:
-            of_columns, column_blocks = self.kernels[1], self.column_blocks
+            launch_columns = self.kernels[1].prepared(self.column_blocks, (m, n))
 
             def launch_with_columns(stream: int, operands: _Ints) -> None:
-                launch(stream, operands)
-                columns = (*operands[_READ], operands[-1], *operands[_GRADIENTS], m, n)
-                of_columns.launch(stream, column_blocks, columns)
+                launch_rows(stream, operands)
+                columns = (*operands[_READ], operands[-1], *operands[_GRADIENTS])
+                launch_columns(stream, columns)
 
             return launch_with_columns
         if self.reduction_blocks:
@@ -283,11 +270,10 @@ class ResidentPlan(BackwardPlan):
 
             def launch_with_partials(stream: int, operands: _Ints) -> None:
                 rows, scratch = operands[_READ] + operands[_DX], operands[-1]
-                partials = scratch, scratch + of_bias
-                kernel.launch(stream, blocks, (*rows, *partials, scratch, *numbers))
+                launch_rows(stream, (*rows, scratch, scratch + of_bias, scratch))
 
             return launch_with_partials
-        return launch
+        return launch_rows
 
 
 @dataclass(frozen=True)
@@ -301,14 +287,14 @@ class StripsPlan(BackwardPlan):
         """Return the bytes of scratch that a launch over m rows needs, aligned to 16."""
         return strips_counts_bytes() + self.exchange_bytes
 
-    def _prepared_rows(self, m: int) -> Callable[[int, _Ints], None]:
-        kernel, strips, counts_bytes = self.kernels[0], self.strips, strips_counts_bytes()
-        numbers = (m, self.n, 1 / self.n)
+    def _prepared_rows(self, m: int) -> Launch:
+        counts_bytes = strips_counts_bytes()
+        launch_rows = self.kernels[0].prepared(self.strips, (m, self.n, 1 / self.n))
 
         def launch(stream: int, operands: _Ints) -> None:
             counts = operands[-1]
             set_to_zero(stream, counts, counts_bytes)
-            kernel.launch(stream, strips, (*operands, counts + counts_bytes, *numbers))
+            launch_rows(stream, (*operands, counts + counts_bytes))
 
         return launch
 
@@ -323,21 +309,19 @@ class StreamingPlan(BackwardPlan):
         """Return the bytes of scratch that a launch over m rows needs, aligned to 16."""
         return self._partial_bytes(m) + 3 * m * self.itemsize
 
-    def _prepared_rows(self, m: int) -> Callable[[int, _Ints], None]:
+    def _prepared_rows(self, m: int) -> Launch:
         if not m:
             return _launch_nothing
-        n, partials = self.n, self._partials(m)
+        n, partials, partial_bytes = self.n, self._partials(m), self._partial_bytes(m)
         of_rows, of_columns, *_ = self.kernels
-        row_blocks, column_blocks = m * self.cluster_blocks, self.tiles * partials
-        partial_bytes = self._partial_bytes(m)
+        launch_rows = of_rows.prepared(m * self.cluster_blocks, (m, n, 1 / n))
+        launch_columns = of_columns.prepared(self.tiles * partials, (partials, m, n))
 
         def launch(stream: int, operands: _Ints) -> None:
             scratch = operands[-1]
-            coefficients = scratch + partial_bytes
-            given = (*operands[_READ], coefficients)
-            of_rows.launch(stream, row_blocks, (*given, m, n, 1 / n))
-            columns = (*given, *operands[_DX], scratch, partials, m, n)
-            of_columns.launch(stream, column_blocks, columns)
+            given = (*operands[_READ], scratch + partial_bytes)
+            launch_rows(stream, given)
+            launch_columns(stream, (*given, *operands[_DX], scratch))
 
         return launch
 

@@ -16,7 +16,7 @@ import numpy as np
 
 __all__ = ["backward_key", "calls", "forward_key", "remember"]
 
-# A key and its call take some 1.5 kB.
+# A key and its call take some 4 kB.
 MOST_CALLS = 4096
 
 calls: dict[Hashable, Any] = {}

@@ -31,9 +31,9 @@ template <typename X, typename Weight, typename Bias, typename Y, bool Centered,
           bool Counted, bool Full, int Vector>
 __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_forward_staged(
     const X* x, long long x_stride, const Weight* weight, const Bias* bias, Y* y,
-    long long y_stride, Compute<X>* mean, Compute<X>* rstd, unsigned char* bitmask,
+    long long y_stride, Compute<X>* mean, Compute<X>* rstd, unsigned char* bitmask, int* count,
     long long n_rows, long long row_length, Compute<X> inv_n, Compute<X> eps, Compute<X> lower,
-    Compute<X> upper, int* count) {
+    Compute<X> upper) {
   using T = Compute<X>;
   constexpr int kLength = 16 / static_cast<int>(sizeof(X));
   using TeamOf = Team<BlockThreads, BlockThreads, ClusterBlocks>;

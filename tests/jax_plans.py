@@ -44,7 +44,11 @@ class ForwardPlan:
         return 16 if m % 3 == 2 else 0
 
     def prepared(self, m: int, *numbers: float) -> Any:
-        return lambda stream, operands: self.launch(stream, m, *operands, *numbers)
+        def launch(stream: int, operands: tuple[int, ...]) -> None:
+            *arrays, scratch = operands if self.scratch_bytes(m) else (*operands, 0)
+            self.launch(stream, m, *arrays, scratch, *numbers)
+
+        return launch
 
     def launch(
         self,

@@ -301,6 +301,9 @@ def test_a_plan_loads_only_the_kernel_of_its_rows(monkeypatch: pytest.MonkeyPatc
         def clusters_at_once(self) -> int:
             return 3
 
+        def prepared(self, blocks: int, numbers: tuple[float, ...]) -> int:
+            return blocks
+
     loaded: list[Instantiation] = []
 
     def load(kernel: Instantiation, device: int) -> Instantiation:
@@ -317,12 +320,12 @@ def test_a_plan_loads_only_the_kernel_of_its_rows(monkeypatch: pytest.MonkeyPatc
     for m in (fewest, 1):
         fewer = _plans.forward_plan(spec, m, 4096, 4, device)
         assert loaded == [fewer.kernel]
-        assert fewer.blocks(m) == 4 * m
+        assert fewer.prepared(m, 0.5, 2.0, 3.0) == 4 * m
     loaded.clear()
     for m in (most, fewest + 1):
         few = _plans.forward_plan(spec, m, 4096, 4, device)
         assert loaded == [few.kernel]
-        assert few.blocks(m) == m
+        assert few.prepared(m, 0.5, 2.0, 3.0) == m
     for m in (most + 1, 10**9):
         many = _plans.forward_plan(spec, m, 4096, 4, device)
         assert loaded == [few.kernel, many.kernel]
@@ -604,9 +607,11 @@ def test_many_rows_are_counted(
     counted: bool,
 ) -> None:
     done: list[Any] = []
-    kernel = SimpleNamespace(
-        clusters_at_once=lambda: 2, launch=lambda *arguments: done.append(arguments)
-    )
+
+    def prepared(blocks: int, numbers: tuple[float, ...]) -> Any:
+        return lambda stream, operands: done.append((stream, blocks, (*operands, *numbers)))
+
+    kernel = SimpleNamespace(clusters_at_once=lambda: 2, prepared=prepared)
     monkeypatch.setattr(_jit, "load", lambda *_: kernel)
     monkeypatch.setattr(_plans, "set_to_zero", lambda *arguments: done.append(arguments))
     monkeypatch.setattr(_plans, "multiprocessors", lambda device: 3)
@@ -616,29 +621,34 @@ def test_many_rows_are_counted(
     bias = "float32" if norm == "layer_norm" else None
     spec = ForwardSpec(norm, x, "float32", bias, x, False, False, relu)
     plan = _plans.forward_plan(spec, 1, n, pack_length(x), -5)
-    assert plan.takes_count
     for m, scratch in itertools.product(
         (0, 1, 32 * clusters - 1, 32 * clusters, 10**6), (0, 1 << 20)
     ):
         done.clear()
         many = counted and m >= 32 * clusters
         assert plan.scratch_bytes(m) == (16 if many else 0)
-        # Of a program made for other GPUs JAX may give none, or some that is of no use.
-        plan.prepared(m, 0.5, 2.0, 3.0)(5, (*range(1, 10), scratch))
+        # Of a program made for other GPUs JAX may have none.
+        operands = *range(1, 10), *((scratch,) if many else ())
+        plan.prepared(m, 0.5, 2.0, 3.0)(5, operands)
         blocks = min(m, clusters) * plan.cluster_blocks
         count = scratch if many else 0
-        launch = 5, blocks, (*range(1, 10), m, n, 1 / n, 0.5, 2.0, 3.0, count)
+        launch = 5, blocks, (*range(1, 10), count, m, n, 1 / n, 0.5, 2.0, 3.0)
         assert done == ([(5, scratch, 16)] if count else []) + ([launch] if m else [])
 
 
 def test_rows_that_come_and_go_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_jit, "load", lambda *_: SimpleNamespace(clusters_at_once=lambda: 2))
+    def prepared(blocks: int, numbers: tuple[float, ...]) -> Any:
+        return numbers
+
+    kernel = SimpleNamespace(clusters_at_once=lambda: 2, prepared=prepared)
+    monkeypatch.setattr(_jit, "load", lambda *_: kernel)
     monkeypatch.setattr(_plans, "architecture", lambda device: 90)
     monkeypatch.setattr(_plans, "multiprocessors", lambda device: 3)
     spec = ForwardSpec("rms_norm", "bfloat16", "float32", None, "bfloat16", False, False, False)
     for n in (64, 8192, 16384, 1 << 20):
         plan = _plans.forward_plan(spec, 10**6, n, 8, -6)
-        assert (plan.takes_count, plan.scratch_bytes(10**6)) == (False, 0)
+        assert plan.scratch_bytes(10**6) == 0
+        assert plan.prepared(10**6, 0.5, 2.0, 3.0) == (10**6, n, 1 / n, 0.5, 2.0, 3.0)
 
 
 @pytest.mark.parametrize(
@@ -976,14 +986,14 @@ def test_strips_that_do_not_all_run_at_once_are_streamed(
     monkeypatch: pytest.MonkeyPatch, multiprocessors: int, at_once: int, norm: Any
 ) -> None:
     def load(kernel: Instantiation, device: int) -> Any:
-        def launch(stream: int, blocks: int, arguments: Any) -> None:
-            launched.append((kernel, blocks, arguments))
+        def prepared(blocks: int, numbers: tuple[float, ...]) -> Any:
+            return lambda stream, operands: launched.append((kernel, blocks, operands + numbers))
 
         return SimpleNamespace(
             at_once=kernel.at_once,
             blocks_at_once=lambda: at_once,
             clusters_at_once=lambda: 30,
-            launch=launch,
+            prepared=prepared,
         )
 
     launched: list[Any] = []

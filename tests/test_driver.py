@@ -163,26 +163,37 @@ def test_the_driver_gets_every_number_where_it_looks_for_it(
     launched, driver = kernel(monkeypatch, way, "PfqdPf")
     first = (2**48 - 1, 0.1, -(2**62), 0.1, 0, 2.0**-126)
     second = (0, 3.4e38, 2**63 - 1, 1e-308, 7, 0.5)
-    launched.launch(STREAM, 2**31 - 1, first)
-    launched.launch(0, 1, second)
-    rounded = struct.unpack("2f", struct.pack("2f", 0.1, 3.4e38))
-    attributes = WAYS[way][1]
-    assert driver.launches == [
-        (config(2**31 - 1, STREAM), attributes, (first[0], rounded[0], *first[2:])),
-        (config(1, 0), attributes, (second[0], rounded[1], *second[2:])),
-    ]
-    assert driver.by_config == (0 if way == "plain" else 2)
+    for operands in (0, 3, 6):
+        large = launched.prepared(2**31 - 1, first[operands:])
+        small = launched.prepared(1, second[operands:])
+        large(STREAM, first[:operands])
+        small(0, second[:operands])
+        large(0, second[:operands])
+        first_again = second[:operands] + first[operands:]
+        expected = [
+            (config(2**31 - 1, STREAM), first),
+            (config(1, 0), second),
+            (config(2**31 - 1, 0), first_again),
+        ]
+        attributes = WAYS[way][1]
+        assert driver.launches == [
+            (where, attributes, (a, *struct.unpack("f", struct.pack("f", b)), *others))
+            for where, (a, b, *others) in expected
+        ]
+        driver.launches.clear()
+    assert driver.by_config == (0 if way == "plain" else 9)
 
 
 @ways
 def test_a_refused_launch_says_what_and_why(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     launched, driver = kernel(monkeypatch, way, "q", (701, 0))
+    launch = launched.prepared(5)
     with pytest.raises(RuntimeError) as caught:
-        launched.launch(STREAM, 5, (1,))
+        launch(STREAM, (1,))
     for words in ("norm<float>", "5 blocks", "96 threads", "1234 bytes", "CUDA_ERROR_701"):
         assert words in str(caught.value)
-    launched.launch(STREAM, 6, (2,))
-    assert driver.launches[-1] == (config(6, STREAM), WAYS[way][1], (2,))
+    launch(STREAM, (2,))
+    assert driver.launches[-1] == (config(5, STREAM), WAYS[way][1], (2,))
 
 
 @ways
@@ -194,11 +205,12 @@ def test_a_thread_without_a_context_gets_one(monkeypatch: pytest.MonkeyPatch, wa
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     missing = _driver.INVALID_CONTEXT
     launched, driver = kernel(monkeypatch, way, "q", (missing, 0, missing, 701))
-    launched.launch(STREAM, 5, (1,))
+    launch = launched.prepared(5)
+    launch(STREAM, (1,))
     assert made == [3]
     assert driver.launches == [(config(5, STREAM), WAYS[way][1], (1,))] * 2
     with pytest.raises(RuntimeError, match=r"norm<float> .* 5 blocks .* CUDA_ERROR_701"):
-        launched.launch(STREAM, 5, (1,))
+        launch(STREAM, (1,))
     assert len(driver.launches) == 4
 
 
@@ -208,8 +220,15 @@ def test_arguments_that_do_not_fit_are_not_launched(
     monkeypatch: pytest.MonkeyPatch, way: str, arguments: tuple[Any, ...]
 ) -> None:
     launched, driver = kernel(monkeypatch, way, "Pfq")
+    launch = launched.prepared(1)
     with pytest.raises((struct.error, OverflowError)):
-        launched.launch(STREAM, 1, arguments)
+        launch(STREAM, arguments)
+    if len(arguments) == 3:
+        with pytest.raises((struct.error, OverflowError)):
+            launched.prepared(1, arguments)
+    launch = launched.prepared(1, (3,))
+    with pytest.raises(struct.error):
+        launch(STREAM, (1, 2.0, 3))
     assert driver.launches == []
 
 
@@ -223,22 +242,27 @@ def test_threads_do_not_mix_their_arguments(monkeypatch: pytest.MonkeyPatch, way
 
         def slow(*given: int) -> None:
             inside.wait(10)  # both have packed before either is read
+            places.add(given[-2])
             driver.launchKernel(*given)
 
-        launched._launch = slow
+        launched._start = slow
     else:
 
         def slow_by_config(*given: Any) -> int:
             inside.wait(10)
+            places.add(given[2])
             return driver._launch(*given)
 
-        launched._launch_by_config = ctypes.CFUNCTYPE(ctypes.c_int, *(ctypes.c_void_p,) * 4)(
+        launched._start_by_config = ctypes.CFUNCTYPE(ctypes.c_int, *(ctypes.c_void_p,) * 4)(
             slow_by_config
         )
 
+    places: set[int] = set()
+    launch = launched.prepared(7, (1, 2))
+
     def call(i: int) -> None:
         for turn in range(50):
-            launched.launch(i, 100 * i + turn + 1, (100 * i + turn,) * 4)
+            launch(i, (100 * i + turn,) * 2)
 
     threads = [threading.Thread(target=call, args=(i,)) for i in range(2)]
     for thread in threads:
@@ -246,12 +270,12 @@ def test_threads_do_not_mix_their_arguments(monkeypatch: pytest.MonkeyPatch, way
     for thread in threads:
         thread.join()
     expected = [
-        (config(100 * i + turn + 1, i), (100 * i + turn,) * 4)
+        (config(7, i), (100 * i + turn, 100 * i + turn, 1, 2))
         for i in range(2)
         for turn in range(50)
     ]
     assert sorted((c, a) for c, _, a in driver.launches) == sorted(expected)
-    assert len(launched._frames) == 2
+    assert len(places) == 2
 
 
 # ---- what is asked for when a kernel is loaded ---------------------------------------------------
@@ -274,7 +298,7 @@ def test_what_must_be_asked_for_is(
     driver = install(monkeypatch, "q")
     launched = make("q", shared_bytes, cluster_blocks=cluster_blocks)
     assert driver.set == asked
-    launched.launch(STREAM, 2 * cluster_blocks, (1,))
+    launched.prepared(2 * cluster_blocks)(STREAM, (1,))
     assert driver.launches[0][0][7] == shared_bytes
     assert driver.set == asked
 

@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from jax_calls import check  # noqa: E402
 import cupynorm  # noqa: E402
 import cupynorm.jax  # noqa: E402
 from cupynorm import _driver, _jit  # noqa: E402
+from cupynorm.jax import _kernels  # noqa: E402
 
 
 def jax_gpus() -> int:
@@ -172,17 +173,29 @@ def test_layers_in_a_rematerialized_scan_are_those_of_a_loop() -> None:
 # ---- launches ------------------------------------------------------------------------------------
 
 
+def see_launches(patch: pytest.MonkeyPatch, seen: Callable[[int], None]) -> None:
+    """Have a function called with the stream before each launch, those prepared earlier too."""
+    prepared = _driver.Kernel.prepared
+
+    def prepared_and_seen(*arguments: Any) -> _driver.Launch:
+        launch = prepared(*arguments)
+
+        def see_and_launch(stream: int, operands: Any) -> None:
+            seen(stream)
+            launch(stream, operands)
+
+        return see_and_launch
+
+    patch.setattr(_driver.Kernel, "prepared", prepared_and_seen)
+    for handler in _kernels._HANDLERS:
+        patch.setattr(handler, "_launches", {})
+
+
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return a list that gets the stream of each launch."""
     streams: list[int] = []
-    launch = _driver.Kernel.launch
-
-    def counted(kernel: Any, stream: int, *arguments: Any) -> None:
-        streams.append(stream)
-        launch(kernel, stream, *arguments)
-
-    monkeypatch.setattr(_driver.Kernel, "launch", counted)
+    see_launches(monkeypatch, streams.append)
     return streams
 
 
@@ -210,7 +223,7 @@ def test_an_error_in_a_launch_is_an_exception_and_the_next_call_is_right(
     function = jax.jit(cupynorm.jax.rms_norm)
     expected = np.asarray(function(x))
     with monkeypatch.context() as patch:
-        patch.setattr(_driver.Kernel, "launch", fail)
+        see_launches(patch, fail)
         with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match="no launch today"):
             function(x).block_until_ready()
     np.testing.assert_array_equal(function(x), expected)

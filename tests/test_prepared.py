@@ -38,7 +38,7 @@ class Machine:
     def __init__(self) -> None:
         self.current = 0
         self.alignment = 512
-        self.counted: int | None = None  # bytes of a count that forward kernels take
+        self.counted = 0  # bytes of a count that forward kernels take
         self.launches: list[Any] = []
         self._kept: list[Any] = []
 
@@ -66,18 +66,17 @@ class Machine:
     def forward_plan(self, *key: Any) -> Any:
         _, m, n, _, device = key
 
-        def launch(stream: int, blocks: int, arguments: tuple[Any, ...]) -> None:
-            assert device == self.current
-            assert blocks == m
-            self.launches.append((key, (stream, blocks, *arguments)))
+        def prepared(rows: int, *numbers: float) -> Any:
+            assert rows == m
 
-        return SimpleNamespace(
-            kernel=SimpleNamespace(launch=launch),
-            n=n,
-            blocks=lambda m: m,
-            takes_count=self.counted is not None,
-            scratch_bytes=lambda m: self.counted,
-        )
+            def launch(stream: int, operands: tuple[int, ...]) -> None:
+                assert device == self.current
+                noted = stream, m, *operands[:9], *numbers, *operands[9:]
+                self.launches.append((key, noted))
+
+            return launch
+
+        return SimpleNamespace(prepared=prepared, n=n, scratch_bytes=lambda m: self.counted)
 
     def backward_plan(self, *key: Any, dx_given: bool) -> Any:
         def prepared(m: int) -> Any:
@@ -126,7 +125,7 @@ FORWARD = (
 )
 BACKWARD = (cupynorm.rms_norm_backward, cupynorm.layer_norm_backward)
 ALL = FORWARD + BACKWARD
-BITMASK, EPS = 10, 14  # among what a forward launch is given; the bounds are last
+BITMASK, EPS = 10, 11  # among what a forward launch is given; the bounds follow eps
 
 
 def good(function: Callable[..., Any], machine: Machine) -> dict[str, Any]:
@@ -481,18 +480,13 @@ def test_each_backward_has_its_bitmask(machine: Machine, function: Callable[...,
         function(**arguments, bitmask=on_another)
 
 
-@pytest.mark.parametrize("counted", [None, 0, 16])
-def test_rows_that_are_counted_have_a_count_of_zero_each_time(
-    machine: Machine, counted: int | None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("counted", [0, 16])
+def test_rows_that_are_counted_have_scratch_of_their_own_each_time(
+    machine: Machine, counted: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from cupynorm import _launch
 
-    zeroed: list[Any] = []
     kept: list[Any] = []
-    # Before it is launched.
-    monkeypatch.setattr(
-        _launch, "set_to_zero", lambda *what: zeroed.append((*what, len(machine.launches)))
-    )
     monkeypatch.setattr(_launch, "_keep_if_captured", lambda memory, _: kept.append(memory))
     machine.counted = counted
     for calls in (1, 2, 3):
@@ -501,12 +495,11 @@ def test_rows_that_are_counted_have_a_count_of_zero_each_time(
         bounds, more = given[EPS + 1 : EPS + 3], given[EPS + 3 :]
         assert bounds == (0.0, 6.0)
         if not counted:
-            assert more == (() if counted is None else (0,))
-            assert zeroed == kept == []
+            assert more == ()
+            assert kept == []
             continue
-        assert zeroed[calls - 1 :] == [(4321, more[0], 16, calls - 1)]
-        assert [memory.ptr for memory in kept] == [address for _, address, *_ in zeroed]
-        assert len({memory.ptr for memory in kept}) == calls
+        assert more == (kept[-1].ptr,)
+        assert len({memory.ptr for memory in kept}) == calls == len(kept)
     assert len(_prepared.calls) == 1
 
 

@@ -10,7 +10,6 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -69,31 +68,19 @@ class Plan:
 class ForwardPlan(Plan):
     spec: ForwardSpec
 
-    @property
-    def kernel(self) -> Any:
-        return SimpleNamespace(launch=self.launch_kernel)
-
-    def blocks(self, m: int) -> int:
-        return m
-
-    @property
-    def takes_count(self) -> bool:
-        return self.m % 3 > 0
-
     def scratch_bytes(self, m: int) -> int:
         return 16 if m % 3 == 2 else 0
 
-    def launch_kernel(self, stream: int, blocks: int, arguments: tuple[Any, ...]) -> None:
-        if self.takes_count:
-            *arguments, scratch = arguments  # type: ignore[assignment]
-            size = self.scratch_bytes(self.m)
-            assert (scratch != 0) == (size != 0)
+    def prepared(self, m: int, eps: float, lower: float, upper: float) -> Any:
+        def launch(stream: int, operands: tuple[int, ...]) -> None:
+            size = self.scratch_bytes(m)
             if size:
-                assert ctypes.string_at(scratch, size) == bytes(size)
+                *operands, scratch = operands  # type: ignore[assignment]
                 ctypes.memset(scratch, 0xFF, size)
-        *operands, m, n, inv_n, eps, lower, upper = arguments
-        assert (blocks, m, n, inv_n) == (m, self.m, self.n, 1 / self.n)
-        self.launch(stream, m, *operands, eps, lower, upper)
+            self.launch(stream, m, *operands, eps, lower, upper)
+
+        assert m == self.m
+        return launch
 
     def launch(
         self,
@@ -212,11 +199,6 @@ class Plans:
         return [launch for plan in self.made for launch in plan.launches]
 
 
-def set_to_zero(stream: int, address: int, nbytes: int) -> None:
-    assert stream == STREAM
-    ctypes.memset(address, 0, nbytes)
-
-
 @contextmanager
 def in_place_of_kernels() -> Iterator[Plans]:
     """Treat CPU tensors as if they were on a GPU."""
@@ -229,6 +211,5 @@ def in_place_of_kernels() -> Iterator[Plans]:
         _load=plans.load,
         _current_device=lambda: None,
         _current_stream=lambda device: STREAM,
-        set_to_zero=set_to_zero,
     ):
         yield plans

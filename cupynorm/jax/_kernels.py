@@ -29,7 +29,7 @@ ALIGNMENT = 16  # bytes, of every buffer: XLA's is a multiple of it
 # The operands of a plan. Rows lie one after the other; where there is no such array, its address
 # is 0.
 STRIDE, ABSENT = "stride", "absent"
-FORWARD = ("x", STRIDE, "weight", "bias", "y", STRIDE, "mean", "rstd", "bitmask", "scratch")
+FORWARD = ("x", STRIDE, "weight", "bias", "y", STRIDE, "mean", "rstd", "bitmask")
 BACKWARD = (
     *("dy", STRIDE, "x", STRIDE, "weight", "mean", "rstd", "bitmask"),
     *("dx", STRIDE, "dweight", "dbias", "scratch"),
@@ -157,14 +157,17 @@ def _prepare(kind: type[Any], platform: str, description: str, device: int) -> L
     what = json.loads(description)
     m, n, arrays = what["m"], what["n"], what["arrays"]
     plan = _plan(platform, kind(**what["spec"]), m, n, device)
-    # A forward pass only takes longer without, where the program was made for other GPUs.
+    # A forward pass only takes longer without, where the program was made for other GPUs: its
+    # address is then 0.
     if kind is BackwardSpec and plan.scratch_bytes(m) > what["scratch"]:
         raise ValueError(
             f"the program has {what['scratch']} bytes of scratch for {m} rows of {n}, and GPU "
             f"{device} needs {plan.scratch_bytes(m)}: it was made for other GPUs, make it anew"
         )
     places = {name: i for i, name in enumerate((*arrays, STRIDE, ABSENT))}
-    order = FORWARD if kind is ForwardSpec else BACKWARD
+    order: tuple[str, ...] = BACKWARD
+    if kind is ForwardSpec:
+        order = (*FORWARD, "scratch") if plan.scratch_bytes(m) else FORWARD
     take = operator.itemgetter(*(places.get(name, places[ABSENT]) for name in order))
     numbers = (what["eps"], *(what["relu"] or (0.0, 0.0))) if kind is ForwardSpec else ()
     launch_plan = plan.prepared(m, *numbers)

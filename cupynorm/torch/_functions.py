@@ -18,6 +18,8 @@ __all__ = ["layer_norm", "rms_norm"]
 Axis = int | Sequence[int] | None
 
 _OPTIONAL = (torch.Tensor, type(None))
+_PLAIN = _operations.PLAIN  # by a name of this module, as here a microsecond counts
+_is_autocast_enabled = torch.is_autocast_enabled
 _HALVES = (torch.float16, torch.bfloat16)
 _NUMBERS = frozenset((float, int))
 
@@ -184,7 +186,10 @@ def _norm(
     relu: Relu,
     out_dtype: torch.dtype | None,
 ) -> Any:
-    if not (
+    is_plain = (
+        x is not None and type(x) in _PLAIN and type(weight) in _PLAIN and type(bias) in _PLAIN
+    )
+    if not is_plain and not (
         isinstance(x, torch.Tensor)
         and isinstance(weight, _OPTIONAL)
         and isinstance(bias, _OPTIONAL)
@@ -197,9 +202,8 @@ def _norm(
             "out_dtype": out_dtype,
         }
         return _overridden(norm, x, weight, bias, options)
-    if axis is None and weight is not None and 1 <= weight.ndim <= x.ndim:
-        k = weight.ndim  # so most calls are, and a microsecond counts
-    else:
+    # Most calls have a weight, and no axis.
+    if not (axis is None and weight is not None and 1 <= (k := weight.ndim) <= x.ndim):
         k = _checks.trailing_axes(
             x.ndim,
             axis,
@@ -220,31 +224,45 @@ def _norm(
     if (
         out_dtype is None
         and norm in _IN_FLOAT32
-        and torch.is_autocast_enabled("cuda")
+        and _is_autocast_enabled("cuda")
         and x.is_cuda
         and x.dtype in _HALVES
     ):
         out_dtype = torch.float32
     if x.is_nested:
         return _of_nested(x, weight, bias, k, norm, eps, zero_centered, relu, out_dtype)
-    return _operations.normalize(x, weight, bias, k, norm, eps, zero_centered, relu, out_dtype)
+    normalize = _operations.normalize if is_plain else _operations.normalize_seen
+    return normalize(x, weight, bias, k, norm, eps, zero_centered, relu, out_dtype)
 
 
-def _of_nested(x: Any, weight: Any, bias: Any, k: int, *options: Any) -> Any:
+def _of_nested(
+    x: Any,
+    weight: Any,
+    bias: Any,
+    k: int,
+    norm: Norm,
+    eps: Any,
+    zero_centered: bool,
+    relu: Relu,
+    out_dtype: torch.dtype | None,
+) -> Any:
     """Return a nested tensor of the same lengths and layout."""
+
+    def of_part(part: Any) -> Any:
+        axis = tuple(range(-k, 0))
+        return _norm(norm, part, weight, bias, eps, axis, zero_centered, relu, out_dtype)
+
     if x.layout is torch.strided:
         if k == x.ndim > 1:
             raise NotImplementedError(f"axis must not name axis 0 of a nested x; got the last {k}")
-        return torch.nested.as_nested_tensor(
-            [_operations.normalize(part, weight, bias, k, *options) for part in x.unbind()]
-        )
+        return torch.nested.as_nested_tensor([of_part(part) for part in x.unbind()])
     ragged = x._ragged_idx
     if ragged >= x.ndim - k:
         raise NotImplementedError(
             f"axis must not name the ragged axis of x, {ragged} of {x.ndim}; got the last {k}"
         )
     return torch.nested.nested_tensor_from_jagged(
-        _operations.normalize(x.values(), weight, bias, k, *options),
+        of_part(x.values()),
         x.offsets(),
         x.lengths(),
         jagged_dim=ragged,

@@ -18,7 +18,6 @@ from cupynorm import _checks, reference
 from cupynorm._arrays import BFLOAT16, DTYPES, row_stride
 from cupynorm._bitmask import bitmask_bytes
 from cupynorm._config import pack_length
-from cupynorm._driver import set_to_zero
 from cupynorm._spec import ITEMSIZE, BackwardSpec, ForwardSpec, Norm
 
 __all__ = ["NUMPY_DTYPES", "Relu", "backward", "check_tensor", "compute_type", "forward"]
@@ -137,14 +136,16 @@ class _Forward:
     y: torch.dtype
     y_is_as_x: bool  # in dtype and as contiguous
     statistics: torch.dtype
-    numbers: tuple[float, ...]  # what the kernel takes beside strides and addresses
+    numbers: tuple[float, ...]  # eps and the bounds of relu
     has_kernels: bool
+    index: int | None  # of the device
     copies: bool  # where a row stride cannot tell where x lies, or weight or bias has one
     x_stride: int
     itemsize: int
+    weight_itemsize: int
+    bias_itemsize: int
     divisors: int
-    # And blocks, and bytes of scratch where the kernel takes it, by the elements of an access.
-    launches: dict[int, tuple[Any, int, int | None]]
+    launches: dict[int, tuple[Any, int]]  # and bytes of scratch, by the elements of an access
 
 
 _forwards: dict[Any, _Forward] = {}
@@ -188,7 +189,7 @@ def forward(
         call = _remember(_forwards, key, _resolve_forward(x, weight, bias, *options))
     if not call.has_kernels:
         return _forward_on_cpu(call.spec, k, x, weight, bias, eps, relu, call.y)
-    index = device.index
+    index = call.index
     if _current_device() != index:
         with torch.cuda.device(device):
             return forward(x, weight, bias, *options)
@@ -215,41 +216,33 @@ def forward(
     weight_address = bias_address = 0
     if weight is not None:
         weight_address = weight.data_ptr()
-        divisors |= weight_address // weight.itemsize
+        divisors |= weight_address // call.weight_itemsize
     if bias is not None:
         bias_address = bias.data_ptr()
-        divisors |= bias_address // bias.itemsize
+        divisors |= bias_address // call.bias_itemsize
     vector = divisors & -divisors
     launch = call.launches.get(vector)
     if launch is None:
         plan = _load("forward_plan", device, call.spec, call.m, call.n, vector)
-        scratch_bytes = plan.scratch_bytes(call.m) if plan.takes_count else None
-        launch = plan.kernel.launch, plan.blocks(call.m), scratch_bytes
-        call.launches[vector] = launch
-    launch_kernel, blocks, scratch_bytes = launch
-    if blocks:
-        stream = _current_stream(index)
-        arguments: tuple[float, ...] = (
-            x_address,
-            call.x_stride,
-            weight_address,
-            bias_address,
-            y.data_ptr(),
-            call.n,
-            0 if mean is None else mean.data_ptr(),
-            0 if rstd is None else rstd.data_ptr(),
-            0 if bitmask is None else bitmask.data_ptr(),
-            *call.numbers,
-        )
-        if scratch_bytes is not None:
-            scratch_address = 0
-            if scratch_bytes:
-                # Freed on return, and handed out again only to what comes later on this stream.
-                scratch = torch.empty(scratch_bytes, dtype=torch.uint8, device=device)
-                scratch_address = scratch.data_ptr()
-                set_to_zero(stream, scratch_address, scratch_bytes)
-            arguments += (scratch_address,)
-        launch_kernel(stream, blocks, arguments)
+        prepared = plan.prepared(call.m, *call.numbers)
+        launch = call.launches[vector] = prepared, plan.scratch_bytes(call.m)
+    launch_kernel, scratch_bytes = launch
+    operands: tuple[int, ...] = (
+        x_address,
+        call.x_stride,
+        weight_address,
+        bias_address,
+        y.data_ptr(),
+        call.n,
+        0 if mean is None else mean.data_ptr(),
+        0 if rstd is None else rstd.data_ptr(),
+        0 if bitmask is None else bitmask.data_ptr(),
+    )
+    if scratch_bytes:
+        # Freed on return, and handed out again only to what comes later on this stream.
+        scratch = torch.empty(scratch_bytes, dtype=torch.uint8, device=device)
+        operands += (scratch.data_ptr(),)
+    launch_kernel(_current_stream(index), operands)
     return y, mean, rstd, bitmask
 
 
@@ -308,11 +301,14 @@ def _resolve_forward(
         y=y_dtype,
         y_is_as_x=y_dtype == x.dtype and x.is_contiguous(),
         statistics=compute_type(x),
-        numbers=(m, n, 1 / n, float(eps), *((0.0, 0.0) if bounds is None else bounds)),
+        numbers=(float(eps), *((0.0, 0.0) if bounds is None else bounds)),
         has_kernels=_has_kernels(x),
+        index=x.device.index,
         copies=copies,
         x_stride=x_stride,
         itemsize=x.itemsize,
+        weight_itemsize=0 if weight is None else weight.itemsize,
+        bias_itemsize=0 if bias is None else bias.itemsize,
         divisors=_divisors(x, n, x_stride),
         launches={},
     )

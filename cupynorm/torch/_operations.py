@@ -23,7 +23,7 @@ from cupynorm._spec import Norm
 from cupynorm.torch import _formulas, _kernels
 from cupynorm.torch._kernels import NUMPY_DTYPES, Relu, check_tensor, compute_type
 
-__all__ = ["norm_backward", "norm_forward", "normalize"]
+__all__ = ["PLAIN", "norm_backward", "norm_forward", "normalize", "normalize_seen"]
 
 # The values that are not tensors begin with an int, from which on DTensor tells calls apart.
 FORWARD = (
@@ -37,12 +37,15 @@ BACKWARD = (
     "-> (Tensor dx, Tensor dweight, Tensor dbias)"
 )
 
-_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
+PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
 
 
 # ---- which way a call goes -----------------------------------------------------------------------
 
 
+# By names of this module: to look each up in torch's takes a tenth of a microsecond.
+_is_grad_enabled = torch.is_grad_enabled
+_is_traced_by_dynamo = torch.compiler.is_dynamo_compiling  # elsewhere a dispatch mode tells
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _tracing_state = torch._C._get_tracing_state
 _transforms_active = torch._C._are_functorch_transforms_active
@@ -54,7 +57,7 @@ def _is_seen(*tensors: Any) -> bool:
     """Tell whether torch must see a call on these tensors; transforms are another matter."""
     return bool(
         any(
-            type(tensor) not in _PLAIN or not (tensor is None or tensor.is_cuda or tensor.is_cpu)
+            type(tensor) not in PLAIN or not (tensor is None or tensor.is_cuda or tensor.is_cpu)
             for tensor in tensors
         )
         or _dispatch_modes()
@@ -84,23 +87,20 @@ def normalize(
     relu: Relu,
     out_dtype: torch.dtype | None,
 ) -> Any:
-    """Return y; what `norm_backward` needs is kept where gradients may be asked for."""
+    """Return y; what `norm_backward` needs is kept where gradients may be asked for.
+
+    The tensors are of the `PLAIN` types.
+    """
     if (
-        torch.compiler.is_compiling()
-        or type(x) not in _PLAIN
-        or type(weight) not in _PLAIN
-        or type(bias) not in _PLAIN
+        _is_traced_by_dynamo()
         or not (x.is_cuda or x.is_cpu)
         or _transforms_active()
         or _dispatch_modes()
         or _tracing_state() is not None
         or forward_ad._current_level >= 0
     ):
-        training = _is_recorded(x, weight, bias)
-        return norm_forward(
-            x, weight, bias, k, norm, eps, zero_centered, relu, out_dtype, training
-        )[0]
-    if torch.is_grad_enabled() and (
+        return normalize_seen(x, weight, bias, k, norm, eps, zero_centered, relu, out_dtype)
+    if _is_grad_enabled() and (
         x.requires_grad
         or (weight is not None and weight.requires_grad)
         or (bias is not None and bias.requires_grad)
@@ -109,6 +109,12 @@ def normalize(
             x, weight, bias, (k, norm, eps, zero_centered, relu, out_dtype, True)
         )
     return _kernels.forward(x, weight, bias, k, norm, eps, zero_centered, relu, out_dtype, False)[0]
+
+
+def normalize_seen(x: Any, weight: Any, bias: Any, *options: Any) -> Any:
+    """Return what `normalize` does, of tensors of any type."""
+    arguments = (*options, _is_recorded(x, weight, bias))
+    return norm_forward(x, weight, bias, *arguments)[0]
 
 
 def norm_forward(
@@ -160,12 +166,12 @@ def norm_backward(
     elif _transforms_active():
         run = _Backward.apply
     elif (
-        type(dy) not in _PLAIN
-        or type(x) not in _PLAIN
-        or type(weight) not in _PLAIN
-        or type(mean) not in _PLAIN
-        or type(rstd) not in _PLAIN
-        or type(bitmask) not in _PLAIN
+        type(dy) not in PLAIN
+        or type(x) not in PLAIN
+        or type(weight) not in PLAIN
+        or type(mean) not in PLAIN
+        or type(rstd) not in PLAIN
+        or type(bitmask) not in PLAIN
         or not (x.is_cuda or x.is_cpu)
         or _is_batched(dy)
         or _dispatch_modes()
