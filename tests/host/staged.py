@@ -132,12 +132,12 @@ class Staged:
         letters = {
             "backward.cu": "PqPqPPPPPqPqq",
             "backward_strips.cu": "PqPqPPPPPqPPPPqq",
-            "forward_staged.cu": "PqPPPqPPPqq",
+            "forward_staged.cu": "PqPPPqPPPPqq",
         }
         return Instantiation(
             self.file,
             f"{match[2]}<{spelled}>",
-            letters[self.file] + (4 * scalar + "P" if self.is_forward else scalar),
+            letters[self.file] + (4 * scalar if self.is_forward else scalar),
             self._strips_config.block_threads if self.in_strips else self.block_threads,
             self._shared_bytes(),
             self.cluster_blocks,
@@ -231,7 +231,7 @@ class Staged:
         bounds = (compute(-np.inf), compute(np.inf))
         count = gpu.cupy.zeros(1, np.int32) if self.counted else None
         numbers = *sizes, compute(self.eps), *bounds
-        self._launch(gpu, x, *affine, y, mean, rstd, None, *numbers, count)
+        self._launch(gpu, x, *affine, y, mean, rstd, None, count, *numbers)
         found: NormForward = gpu.to_numpy(NormForward(y, mean, rstd))
         testing.check_forward(
             self.norm,
