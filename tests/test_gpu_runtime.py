@@ -376,9 +376,8 @@ def test_many_rows_are_counted_each_once(
     spec = ForwardSpec(norm, name, "float32", bias, name, False, True, relu is not None)
     vector = (n | pack_length(name)) & -(n | pack_length(name))
     plan = forward_plan(spec, 1, n, vector, 0)
-    if not plan.takes_count:
+    if plan.most_clusters is None:
         pytest.skip(f"this GPU does not stage rows of {n} {name}")
-    assert plan.most_clusters is not None
     m = LEAST_COUNTED * plan.most_clusters + 37
     assert plan.scratch_bytes(m) > plan.scratch_bytes(97) == 0
     few = to_cupy(make_values("mean_1e2", (97, n), DTYPES[name], 1))
