@@ -76,12 +76,14 @@ def check_problem(problem: Problem, device: str = "cpu") -> dict[str, float]:
     kept = _kernels.forward(
         x,
         *(t if t is None else t.reshape(row) for t in affine),
-        problem.k,
-        problem.norm,
-        problem.eps,
-        problem.zero_centered,
-        problem.relu,
-        options["out_dtype"],
+        (
+            problem.k,
+            problem.norm,
+            problem.eps,
+            problem.zero_centered,
+            problem.relu,
+            options["out_dtype"],
+        ),
         True,
     )
     assert_same_bits(kept[0], y)

@@ -194,14 +194,14 @@ def _norm(
         and isinstance(weight, _OPTIONAL)
         and isinstance(bias, _OPTIONAL)
     ):
-        options = {
+        named = {
             "eps": eps,
             "axis": axis,
             "zero_centered": zero_centered,
             "relu": relu,
             "out_dtype": out_dtype,
         }
-        return _overridden(norm, x, weight, bias, options)
+        return _overridden(norm, x, weight, bias, named)
     # Most calls have a weight, and no axis.
     if not (axis is None and weight is not None and 1 <= (k := weight.ndim) <= x.ndim):
         k = _checks.trailing_axes(
@@ -231,8 +231,10 @@ def _norm(
         out_dtype = torch.float32
     if x.is_nested:
         return _of_nested(x, weight, bias, k, norm, eps, zero_centered, relu, out_dtype)
-    normalize = _operations.normalize if is_plain else _operations.normalize_seen
-    return normalize(x, weight, bias, k, norm, eps, zero_centered, relu, out_dtype)
+    options = (k, norm, eps, zero_centered, relu, out_dtype)
+    if is_plain:
+        return _operations.normalize(x, weight, bias, options)
+    return _operations.normalize_seen(x, weight, bias, options)
 
 
 def _of_nested(

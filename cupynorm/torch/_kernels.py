@@ -20,7 +20,7 @@ from cupynorm._bitmask import bitmask_bytes
 from cupynorm._config import pack_length
 from cupynorm._spec import ITEMSIZE, BackwardSpec, ForwardSpec, Norm
 
-__all__ = ["NUMPY_DTYPES", "Relu", "backward", "check_tensor", "compute_type", "forward"]
+__all__ = ["NUMPY_DTYPES", "Options", "Relu", "backward", "check_tensor", "compute_type", "forward"]
 
 NUMPY_DTYPES = {getattr(torch, name): dtype for dtype, name in DTYPES.items()}
 NAMES = {getattr(torch, name): name for name in ITEMSIZE}
@@ -30,6 +30,8 @@ REMEMBERED = 4096
 
 Relu = tuple[float, float] | None
 Shape = tuple[int, ...]
+# k, norm, eps, zero_centered, relu and out_dtype. As one argument they are sooner handed on.
+Options = tuple[int, Norm, float, bool, Relu, torch.dtype | None]
 
 
 def compute_type(x: torch.Tensor) -> torch.dtype:
@@ -155,20 +157,14 @@ def forward(
     x: torch.Tensor,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
-    k: int,
-    norm: Norm,
-    eps: float,
-    zero_centered: bool,
-    relu: Relu,
-    out_dtype: torch.dtype | None,
+    options: Options,
     training: bool,
 ) -> tuple[Any, Any, Any, Any]:
     """Return y and, for training, mean, rstd and bitmask, each None where it does not apply.
 
     weight and bias have the shape of x's last k axes.
     """
-    options = (k, norm, eps, zero_centered, relu, out_dtype, training)
-    device = x.device
+    device, relu = x.device, options[4]
     try:
         # What is contiguous needs no strides: they are the same but for axes of one element.
         key = (
@@ -178,21 +174,22 @@ def forward(
             else (weight.shape, weight.is_contiguous(), weight.dtype, weight.device),
             bias if bias is None else (bias.shape, bias.is_contiguous(), bias.dtype, bias.device),
             options,
+            training,
             # False equals 0, and is refused; -0.0 equals 0.0, and is another bound.
             relu if relu is None else repr(relu),
         )
         call = _forwards.get(key)
     except (TypeError, RuntimeError):  # what cannot be remembered, or is sparse, is not taken
-        _resolve_forward(x, weight, bias, *options)
+        _resolve_forward(x, weight, bias, *options, training)
         raise
     if call is None:
-        call = _remember(_forwards, key, _resolve_forward(x, weight, bias, *options))
+        call = _remember(_forwards, key, _resolve_forward(x, weight, bias, *options, training))
     if not call.has_kernels:
-        return _forward_on_cpu(call.spec, k, x, weight, bias, eps, relu, call.y)
+        return _forward_on_cpu(call, x, weight, bias, options)
     index = call.index
     if _current_device() != index:
         with torch.cuda.device(device):
-            return forward(x, weight, bias, *options)
+            return forward(x, weight, bias, options, training)
 
     if call.y_is_as_x:
         y = torch.empty_like(x)
@@ -204,7 +201,7 @@ def forward(
         rstd = torch.empty_strided(
             call.kept, call.kept_strides, dtype=call.statistics, device=device
         )
-        if norm == "layer_norm":
+        if call.spec.norm == "layer_norm":
             mean = torch.empty_like(rstd)
         if relu is not None:
             shape = (*call.kept, bitmask_bytes(call.n))
@@ -494,15 +491,10 @@ def _from_numpy(array: Any) -> Any:
 
 
 def _forward_on_cpu(
-    spec: ForwardSpec,
-    k: int,
-    x: Any,
-    weight: Any,
-    bias: Any,
-    eps: float,
-    relu: Relu,
-    y: torch.dtype,
+    call: _Forward, x: Any, weight: Any, bias: Any, options: Options
 ) -> tuple[Any, Any, Any, Any]:
+    spec = call.spec
+    k, _, eps, _, relu, _ = options
     result = getattr(reference, f"{spec.norm}_forward")(
         _to_numpy(x),
         _to_numpy(weight),
@@ -511,7 +503,7 @@ def _forward_on_cpu(
         axis=tuple(range(-k, 0)),
         zero_centered=spec.zero_centered,
         relu=relu,
-        out_dtype=NUMPY_DTYPES[y],
+        out_dtype=NUMPY_DTYPES[call.y],
     )
     given = tuple(map(_from_numpy, result))
     return given if spec.store_statistics else (given[0], None, None, None)

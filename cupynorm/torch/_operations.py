@@ -21,7 +21,7 @@ from cupynorm import _checks
 from cupynorm._bitmask import bitmask_bytes
 from cupynorm._spec import Norm
 from cupynorm.torch import _formulas, _kernels
-from cupynorm.torch._kernels import NUMPY_DTYPES, Relu, check_tensor, compute_type
+from cupynorm.torch._kernels import NUMPY_DTYPES, Options, Relu, check_tensor, compute_type
 
 __all__ = ["PLAIN", "norm_backward", "norm_forward", "normalize", "normalize_seen"]
 
@@ -47,7 +47,7 @@ PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
 _is_grad_enabled = torch.is_grad_enabled
 _is_traced_by_dynamo = torch.compiler.is_dynamo_compiling  # elsewhere a dispatch mode tells
 _dispatch_modes = torch._C._len_torch_dispatch_stack
-_tracing_state = torch._C._get_tracing_state
+_is_jit_tracing = torch._C._is_tracing
 _transforms_active = torch._C._are_functorch_transforms_active
 # Gradients that autograd batches, of is_grads_batched=True, are tensors as others but for this.
 _is_batched = torch._C._functorch.is_legacy_batchedtensor
@@ -61,7 +61,7 @@ def _is_seen(*tensors: Any) -> bool:
             for tensor in tensors
         )
         or _dispatch_modes()
-        or _tracing_state() is not None
+        or _is_jit_tracing()
     )
 
 
@@ -76,17 +76,7 @@ def _is_recorded(*tensors: Any) -> bool:
     return torch.compiler.is_compiling() or _transforms_active()
 
 
-def normalize(
-    x: Any,
-    weight: Any,
-    bias: Any,
-    k: int,
-    norm: Norm,
-    eps: float,
-    zero_centered: bool,
-    relu: Relu,
-    out_dtype: torch.dtype | None,
-) -> Any:
+def normalize(x: Any, weight: Any, bias: Any, options: Options) -> Any:
     """Return y; what `norm_backward` needs is kept where gradients may be asked for.
 
     The tensors are of the `PLAIN` types.
@@ -96,25 +86,22 @@ def normalize(
         or not (x.is_cuda or x.is_cpu)
         or _transforms_active()
         or _dispatch_modes()
-        or _tracing_state() is not None
+        or _is_jit_tracing()
         or forward_ad._current_level >= 0
     ):
-        return normalize_seen(x, weight, bias, k, norm, eps, zero_centered, relu, out_dtype)
+        return normalize_seen(x, weight, bias, options)
     if _is_grad_enabled() and (
         x.requires_grad
         or (weight is not None and weight.requires_grad)
         or (bias is not None and bias.requires_grad)
     ):
-        return _apply_recorded(
-            x, weight, bias, (k, norm, eps, zero_centered, relu, out_dtype, True)
-        )
-    return _kernels.forward(x, weight, bias, k, norm, eps, zero_centered, relu, out_dtype, False)[0]
+        return _apply_recorded(x, weight, bias, options)
+    return _kernels.forward(x, weight, bias, options, False)[0]
 
 
-def normalize_seen(x: Any, weight: Any, bias: Any, *options: Any) -> Any:
+def normalize_seen(x: Any, weight: Any, bias: Any, options: Options) -> Any:
     """Return what `normalize` does, of tensors of any type."""
-    arguments = (*options, _is_recorded(x, weight, bias))
-    return norm_forward(x, weight, bias, *arguments)[0]
+    return norm_forward(x, weight, bias, *options, _is_recorded(x, weight, bias))[0]
 
 
 def norm_forward(
@@ -144,7 +131,8 @@ def norm_forward(
         return _forward_operation(*arguments)
     if training or forward_ad._current_level >= 0:  # where it says that it has no jvp
         return _apply_forward(*arguments)
-    return _kernels.forward(*arguments)
+    options = (k, norm, eps, zero_centered, relu, out_dtype)
+    return _kernels.forward(x, weight, bias, options, training)
 
 
 def norm_backward(
@@ -175,7 +163,7 @@ def norm_backward(
         or not (x.is_cuda or x.is_cpu)
         or _is_batched(dy)
         or _dispatch_modes()
-        or _tracing_state() is not None
+        or _is_jit_tracing()
     ):
         run = _backward_operation
     elif torch.is_grad_enabled() or forward_ad._current_level >= 0:  # as in norm_forward
@@ -330,11 +318,11 @@ def _backward_of_batch(run: Callable[..., Any]) -> Callable[..., Any]:
 class _Forward(torch.autograd.Function):
     # What lies below the transforms may be a tracer's, or a subclass, as well.
     @staticmethod
-    def forward(*arguments: Any) -> Any:
-        if _is_seen(*arguments[:3]):
+    def forward(x: Any, weight: Any, bias: Any, *options: Any) -> Any:
+        if _is_seen(x, weight, bias):
             _share_out()
-            return _forward_operation(*arguments)
-        return _kernels.forward(*arguments)
+            return _forward_operation(x, weight, bias, *options)
+        return _kernels.forward(x, weight, bias, options[:-1], options[-1])
 
     setup_context = staticmethod(_keep_for_backward)
     backward = staticmethod(_differentiate_forward)
@@ -371,7 +359,7 @@ class _Recorded(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Any, weight: Any, bias: Any, options: Any) -> Any:
-        y, mean, rstd, bitmask = _kernels.forward(x, weight, bias, *options)
+        y, mean, rstd, bitmask = _kernels.forward(x, weight, bias, options, True)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight, mean, rstd, bitmask)
         ctx.options = options, None if bias is None else bias.dtype
@@ -413,10 +401,8 @@ def _empty_for_none(like: torch.Tensor, tensors: tuple[Any, ...]) -> tuple[torch
 def _run_forward(x: Any, weight: Any, bias: Any, *options: Any) -> tuple[torch.Tensor, ...]:
     k, norm, eps, zero_centered, relu, out_dtype, training = options
     relu = None if relu is None else tuple(relu)
-    return _empty_for_none(
-        x,
-        _kernels.forward(x, weight, bias, k, norm, eps, zero_centered, relu, out_dtype, training),
-    )
+    options = (k, norm, eps, zero_centered, relu, out_dtype)
+    return _empty_for_none(x, _kernels.forward(x, weight, bias, options, training))
 
 
 def _outline_forward(
