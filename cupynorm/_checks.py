@@ -100,7 +100,10 @@ def check_forward(
 
 
 def check_numbers(compute: np.dtype[Any], eps: Any, relu: Any) -> tuple[float, float] | None:
-    """Check eps and the bounds of relu; return these, rounded to the compute dtype."""
+    """Check eps and the bounds of relu; return these, rounded to the compute dtype.
+
+    A bound of -0.0 becomes 0.0: what is remembered by the bounds cannot tell them apart.
+    """
     number = to_eps(eps)
     if not 0 <= number < math.inf:
         raise ValueError(f"eps must be a finite number of at least 0, got {eps!r}")
@@ -111,7 +114,7 @@ def check_numbers(compute: np.dtype[Any], eps: Any, relu: Any) -> tuple[float, f
         return None
     check_pair(relu)
     with np.errstate(over="ignore"):
-        lower, upper = (float(compute.type(_to_float(bound))) for bound in relu)
+        lower, upper = (float(compute.type(_to_float(bound))) + 0.0 for bound in relu)
     if not lower < upper:
         raise ValueError(f"relu must be (lower, upper) with lower < upper as {compute}, got {relu}")
     return lower, upper

@@ -3,12 +3,11 @@
 A key holds everything that checking and preparing a call depends on, but for what a call looks at
 again: the addresses, the devices of the arrays beside x, and the current device. What is not of
 the plainest kind has no key, and takes the way of a first call: a value may equal another one that
-is accepted, and yet be refused, as 0 for False, or mean something else, as -0.0 for 0.0.
+is accepted, and yet be refused, as False equals 0.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable
 from typing import Any
 
@@ -20,6 +19,8 @@ __all__ = ["backward_key", "calls", "forward_key", "remember"]
 MOST_CALLS = 4096
 
 calls: dict[Hashable, Any] = {}
+
+_NUMBERS = frozenset((float, int))
 
 
 def remember(key: Hashable, call: Any) -> None:
@@ -52,7 +53,7 @@ def forward_key(
         or type(eps) is not float
         or not (axis is None or type(axis) is int)
         or type(zero_centered) is not bool
-        or not (relu is None or (type(relu) is tuple and all(map(_is_plain, relu))))
+        or not (relu is None or (type(relu) is tuple and _NUMBERS.issuperset(map(type, relu))))
         or not (out_dtype is None or isinstance(out_dtype, np.dtype | str | type))
     ):
         return None
@@ -72,13 +73,6 @@ def forward_key(
         out_dtype,
         None if out is None else (out.dtype, out.shape, out.strides),
     )
-
-
-def _is_plain(bound: Any) -> bool:
-    """Return whether a bound is an int or a float, and not -0.0."""
-    if type(bound) is float:
-        return bound != 0 or math.copysign(1, bound) == 1
-    return type(bound) is int
 
 
 def backward_key(

@@ -61,8 +61,8 @@ def rms_norm(
         Scale by ``1 + weight``, added in the compute dtype.
     relu : (float, float), optional
         Clamp y to [lower, upper] before it is rounded; ``(0, math.inf)`` is the plain ReLU and
-        ``-math.inf`` clamps at one side only. The bounds are rounded to the compute dtype; NaN
-        stays NaN.
+        ``-math.inf`` clamps at one side only. The bounds are rounded to the compute dtype, -0.0
+        is 0.0; NaN stays NaN.
     out_dtype : dtype, optional
         y's dtype; by default out's, or x's.
     out : array, optional

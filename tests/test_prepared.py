@@ -316,7 +316,7 @@ def outcome(machine: Machine, function: Callable[..., Any], arguments: dict[str,
 
     def shown(i: int, number: float) -> Any:
         if isinstance(number, float):
-            return repr(number) if i > EPS else number  # a bound of 0.0 is none of -0.0
+            return repr(number) if i > EPS else number  # a bound is never -0.0
         return names.get(number, "new" if number > 1 << 20 else number)
 
     launches = [
@@ -421,10 +421,11 @@ BOUNDS = [
     ((0.0, 6.0), (0.0, 6.0)),
     (None, (0.0, 0.0)),
     ((0, 7), (0.0, 7.0)),
-    ((-0.0, 6.0), (-0.0, 6.0)),
+    ((-0.0, 6.0), (0.0, 6.0)),
     ((-1, 0.1), (-1.0, float(np.float32(0.1)))),
     ((-1.0, 0), (-1.0, 0.0)),
-    ((-1.0, -0.0), (-1.0, -0.0)),
+    ((-1.0, -0.0), (-1.0, 0.0)),
+    ((-1.0, -1e-60), (-1.0, 0.0)),
     ((0, 10**400), (0.0, float("inf"))),
 ]
 
@@ -447,7 +448,7 @@ def test_each_relu_has_its_bounds_and_bitmask(
             assert result.bitmask.dtype == np.uint8
         elif spec.store_statistics:
             assert result.bitmask is None
-    # (0, 6) and (0.0, 6.0) are one; those with -0.0 are prepared each time.
+    # (0, 6), (0.0, 6.0) and (-0.0, 6.0) are one, and (-1.0, 0) and (-1.0, -0.0).
     assert len(_prepared.calls) == len(BOUNDS) - 3
 
 

@@ -212,8 +212,7 @@ def _norm(
         store_statistics=False,
         relu=bounds is not None,
     )
-    clamp = None if bounds is None else _formula.Bounds(bounds)
-    y = differentiable(spec, k, float(eps), clamp)(rows, tuple(affine[:2]), tuple(affine[2:]))
+    y = differentiable(spec, k, float(eps), bounds)(rows, tuple(affine[:2]), tuple(affine[2:]))
     return _split_as(x, y)
 
 

@@ -17,28 +17,13 @@ import jax.numpy as jnp
 from cupynorm._bitmask import bitmask_bytes
 from cupynorm._spec import BackwardSpec, ForwardSpec, Norm, compute_dtype
 
-__all__ = ["Bounds", "backward", "backward_of_x", "forward", "widened"]
+__all__ = ["Relu", "backward", "backward_of_x", "forward", "widened"]
 
 # Terms added one after the other: what `testing` grants a sum.
 RUN = 64
 
 
-class Bounds(tuple[float, ...]):
-    """The bounds of a relu; in what is remembered by them, -0.0 is another one than 0.0."""
-
-    __slots__ = ()
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Bounds) and repr(self) == repr(other)
-
-    def __ne__(self, other: object) -> bool:
-        return not self == other
-
-    def __hash__(self) -> int:
-        return hash(repr(self))
-
-
-Relu = Bounds | None
+Relu = tuple[float, float] | None
 
 
 def forward(

@@ -164,7 +164,7 @@ def forward(
 
     weight and bias have the shape of x's last k axes.
     """
-    device, relu = x.device, options[4]
+    device = x.device
     try:
         # What is contiguous needs no strides: they are the same but for axes of one element.
         key = (
@@ -175,8 +175,6 @@ def forward(
             bias if bias is None else (bias.shape, bias.is_contiguous(), bias.dtype, bias.device),
             options,
             training,
-            # False equals 0, and is refused; -0.0 equals 0.0, and is another bound.
-            relu if relu is None else repr(relu),
         )
         call = _forwards.get(key)
     except (TypeError, RuntimeError):  # what cannot be remembered, or is sparse, is not taken
@@ -203,7 +201,7 @@ def forward(
         )
         if call.spec.norm == "layer_norm":
             mean = torch.empty_like(rstd)
-        if relu is not None:
+        if call.spec.relu:
             shape = (*call.kept, bitmask_bytes(call.n))
             bitmask = torch.empty(shape, dtype=torch.uint8, device=device)
     if call.copies:
