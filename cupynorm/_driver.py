@@ -84,7 +84,7 @@ class LaunchAttribute(ctypes.Structure):
 # The arguments of a launch, what the driver is given for them, and their addresses.
 _Frame = tuple[Any, Any, Any]
 
-# Of a stream, and of the operands.
+# What is called with a stream and the operands.
 Launch = Callable[[int, tuple[int, ...]], None]
 
 
@@ -129,6 +129,12 @@ class Kernel:
         self._shared_bytes = shared_bytes
         self._cluster_blocks = cluster_blocks
         self._parameters = parameters
+        self._pack_into = struct.Struct(parameters).pack_into
+        self._size = struct.calcsize(parameters)
+        self._offsets = [
+            struct.calcsize(parameters[:i] + f"0{letter}") for i, letter in enumerate(parameters)
+        ]
+        self._addresses_type = ctypes.c_void_p * len(parameters)
         if shared_bytes > SHARED_BYTES_WITHOUT_ASKING:
             self._set(MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes)
         if cluster_blocks > PORTABLE_CLUSTER_BLOCKS:
@@ -218,12 +224,10 @@ class Kernel:
             raise RuntimeError(f"{self._name} cannot be given {value}: {error}") from error
 
     def _new_frame(self, blocks: int, numbers: tuple[float, ...]) -> _Frame:
-        letters = self._parameters
-        values = ctypes.create_string_buffer(struct.calcsize(letters))
-        struct.pack_into(letters, values, 0, *(0,) * (len(letters) - len(numbers)), *numbers)
+        values = ctypes.create_string_buffer(self._size)
+        self._pack_into(values, 0, *(0,) * (len(self._parameters) - len(numbers)), *numbers)
         start = ctypes.addressof(values)
-        offsets = (struct.calcsize(letters[:i] + f"0{p}") for i, p in enumerate(letters))
-        addresses = (ctypes.c_void_p * len(letters))(*(start + offset for offset in offsets))
+        addresses = self._addresses_type(*[start + offset for offset in self._offsets])
         if self._config is None:
             return values, ctypes.addressof(addresses), addresses
         config = LaunchConfig.from_buffer_copy(self._config)

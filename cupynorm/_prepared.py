@@ -15,7 +15,7 @@ import numpy as np
 
 __all__ = ["backward_key", "calls", "forward_key", "remember"]
 
-# A key and its call take some 4 kB.
+# A key and its call take some 4 kB, of a backward pass up to 7.
 MOST_CALLS = 4096
 
 calls: dict[Hashable, Any] = {}

@@ -36,7 +36,15 @@ from torch_checks import NORMS, assert_same_bits, check_problem, to_numpy
 import cupynorm.torch
 from cupynorm import testing
 from cupynorm.reference import round_once
-from cupynorm.torch import LayerNorm, RMSNorm, _formulas, _kernels, layer_norm, rms_norm
+from cupynorm.torch import (
+    LayerNorm,
+    RMSNorm,
+    _formulas,
+    _kernels,
+    _operations,
+    layer_norm,
+    rms_norm,
+)
 
 # What torch itself still uses of what it deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
@@ -159,6 +167,38 @@ def test_calls_on_tensors_of_other_strides_are_told_apart(other: str) -> None:
         for tensor, alone in zip(layouts, expected, strict=True):
             for a, b in zip(run(tensor), alone, strict=True):
                 assert_same_bits(a, b)
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_each_operand_has_an_alignment_of_its_own(name: str) -> None:
+    x, memory = torch.randn(4, 64).bfloat16(), torch.randn(64 + 16)
+    start = -(memory.data_ptr() // 4) % 8 + 4
+    with torch_plans.in_place_of_kernels() as plans:
+        rms_norm(x, **{name: memory[start : start + 64]})
+    assert plans.made[0].vector == 4  # 8 of float32 would be 32 bytes
+
+
+def test_eager_calls_go_straight_to_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: Any) -> None:
+        raise AssertionError("a detour")
+
+    monkeypatch.setattr(_operations, "norm_forward", fail)
+    x, weight, bias = operands()
+    with torch_plans.in_place_of_kernels() as plans:
+        with torch.no_grad():
+            layer_norm(x, weight, bias)
+        layer_norm(x, weight, bias).sum().backward()
+    assert [launch["m"] for launch in plans.launches] == [15] * 3
+
+
+@pytest.mark.parametrize("leaf", range(3))
+def test_one_leaf_is_enough_to_be_recorded(leaf: int) -> None:
+    given = operands()
+    expected = torch.autograd.grad(layer_norm(*given).pow(3).sum(), given)[leaf]
+    alone = [tensor.detach() for tensor in given]
+    alone[leaf].requires_grad_()
+    layer_norm(*alone).pow(3).sum().backward()
+    assert_same_bits(alone[leaf].grad, expected)
 
 
 def test_other_layouts_are_copied() -> None:
@@ -919,6 +959,10 @@ def test_strided_nested_tensors(mine: Any, theirs: Any) -> None:
     plain = mine(8, elementwise_affine=False)
     for one, part in zip(plain(x).unbind(), parts, strict=True):
         assert_same_bits(one, plain(part))
+    options = {"relu": RELU, "out_dtype": torch.float64, "axis": (-2, -1)}
+    deep = torch.nested.nested_tensor([part.reshape(-1, 2, 4) for part in parts])
+    for one, part in zip(rms_norm(deep, **options).unbind(), deep.unbind(), strict=True):
+        assert_same_bits(one, rms_norm(part, **options))
     for affine in (True, False):
         with pytest.raises(ValueError, match=r"of normalized_shape, \(7,\); got shape \(3, 8\)"):
             mine(7, elementwise_affine=affine)(x)
@@ -940,6 +984,10 @@ def test_jagged_tensors(mine: Any, theirs: Any) -> None:
         torch.testing.assert_close(dx.values(), slope.values(), rtol=1e-4, atol=1e-5)
     with pytest.raises(NotImplementedError, match="axis must not name the ragged axis of x"):
         layer_norm(x, axis=(-2, -1))
+    options = {"relu": RELU, "out_dtype": torch.float64}
+    assert_same_bits(rms_norm(x, **options).values(), rms_norm(x.values(), **options))
+    with pytest.raises(ValueError, match=r"weight must have the shape .*, \(8,\); got \(5,\)"):
+        rms_norm(x, torch.ones(5))
 
 
 @pytest.mark.parametrize("norm", [LayerNorm(8), RMSNorm(8), RMSNorm(8, elementwise_affine=False)])
@@ -968,6 +1016,8 @@ X = torch.ones(3, 4, 8)
 W = torch.ones(8)
 ERRORS = [
     (lambda: rms_norm(np.ones((3, 8))), TypeError, "x must be a torch tensor, got ndarray"),
+    (lambda: rms_norm(None), TypeError, "x must be a torch tensor, got NoneType"),
+    (lambda: rms_norm(X, torch.ones(())), ValueError, "weight must have 1 to 3 axes"),
     (lambda: rms_norm(X, np.ones(8)), TypeError, "weight must be a torch tensor, got ndarray"),
     (lambda: rms_norm(X, W, 1.0), TypeError, "bias must be a torch tensor, got float"),
     (lambda: rms_norm(X.int()), TypeError, r"x.dtype must be float64.* got torch.int32"),

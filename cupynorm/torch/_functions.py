@@ -11,7 +11,7 @@ import torch
 from cupynorm import _checks
 from cupynorm._spec import Norm
 from cupynorm.torch import _operations
-from cupynorm.torch._kernels import Relu, compute_type
+from cupynorm.torch._kernels import Options, Relu, compute_type
 
 __all__ = ["layer_norm", "rms_norm"]
 
@@ -229,42 +229,30 @@ def _norm(
         and x.dtype in _HALVES
     ):
         out_dtype = torch.float32
-    if x.is_nested:
-        return _of_nested(x, weight, bias, k, norm, eps, zero_centered, relu, out_dtype)
     options = (k, norm, eps, zero_centered, relu, out_dtype)
+    if x.is_nested:
+        return _of_nested(x, weight, bias, options)
     if is_plain:
-        return _operations.normalize(x, weight, bias, options)
-    return _operations.normalize_seen(x, weight, bias, options)
+        return _operations.normalize_plain(x, weight, bias, options)
+    return _operations.normalize(x, weight, bias, options)
 
 
-def _of_nested(
-    x: Any,
-    weight: Any,
-    bias: Any,
-    k: int,
-    norm: Norm,
-    eps: Any,
-    zero_centered: bool,
-    relu: Relu,
-    out_dtype: torch.dtype | None,
-) -> Any:
+def _of_nested(x: Any, weight: Any, bias: Any, options: Options) -> Any:
     """Return a nested tensor of the same lengths and layout."""
-
-    def of_part(part: Any) -> Any:
-        axis = tuple(range(-k, 0))
-        return _norm(norm, part, weight, bias, eps, axis, zero_centered, relu, out_dtype)
-
+    k = options[0]
     if x.layout is torch.strided:
         if k == x.ndim > 1:
             raise NotImplementedError(f"axis must not name axis 0 of a nested x; got the last {k}")
-        return torch.nested.as_nested_tensor([of_part(part) for part in x.unbind()])
+        return torch.nested.as_nested_tensor(
+            [_operations.normalize(part, weight, bias, options) for part in x.unbind()]
+        )
     ragged = x._ragged_idx
     if ragged >= x.ndim - k:
         raise NotImplementedError(
             f"axis must not name the ragged axis of x, {ragged} of {x.ndim}; got the last {k}"
         )
     return torch.nested.nested_tensor_from_jagged(
-        of_part(x.values()),
+        _operations.normalize(x.values(), weight, bias, options),
         x.offsets(),
         x.lengths(),
         jagged_dim=ragged,

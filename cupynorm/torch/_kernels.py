@@ -25,7 +25,8 @@ __all__ = ["NUMPY_DTYPES", "Options", "Relu", "backward", "check_tensor", "compu
 NUMPY_DTYPES = {getattr(torch, name): dtype for dtype, name in DTYPES.items()}
 NAMES = {getattr(torch, name): name for name in ITEMSIZE}
 
-# Calls of so many kinds are remembered; each number of rows is a kind of its own.
+# Calls of so many kinds are remembered each way; each number of rows is a kind of its own. A call
+# takes some 4 kB, backward up to 7.
 REMEMBERED = 4096
 
 Relu = tuple[float, float] | None

@@ -23,7 +23,7 @@ from cupynorm._spec import Norm
 from cupynorm.torch import _formulas, _kernels
 from cupynorm.torch._kernels import NUMPY_DTYPES, Options, Relu, check_tensor, compute_type
 
-__all__ = ["PLAIN", "norm_backward", "norm_forward", "normalize", "normalize_seen"]
+__all__ = ["PLAIN", "norm_backward", "norm_forward", "normalize", "normalize_plain"]
 
 # The values that are not tensors begin with an int, from which on DTensor tells calls apart.
 FORWARD = (
@@ -76,11 +76,8 @@ def _is_recorded(*tensors: Any) -> bool:
     return torch.compiler.is_compiling() or _transforms_active()
 
 
-def normalize(x: Any, weight: Any, bias: Any, options: Options) -> Any:
-    """Return y; what `norm_backward` needs is kept where gradients may be asked for.
-
-    The tensors are of the `PLAIN` types.
-    """
+def normalize_plain(x: Any, weight: Any, bias: Any, options: Options) -> Any:
+    """Return what `normalize` does, of tensors of the `PLAIN` types."""
     if (
         _is_traced_by_dynamo()
         or not (x.is_cuda or x.is_cpu)
@@ -89,7 +86,7 @@ def normalize(x: Any, weight: Any, bias: Any, options: Options) -> Any:
         or _is_jit_tracing()
         or forward_ad._current_level >= 0
     ):
-        return normalize_seen(x, weight, bias, options)
+        return normalize(x, weight, bias, options)
     if _is_grad_enabled() and (
         x.requires_grad
         or (weight is not None and weight.requires_grad)
@@ -99,8 +96,8 @@ def normalize(x: Any, weight: Any, bias: Any, options: Options) -> Any:
     return _kernels.forward(x, weight, bias, options, False)[0]
 
 
-def normalize_seen(x: Any, weight: Any, bias: Any, options: Options) -> Any:
-    """Return what `normalize` does, of tensors of any type."""
+def normalize(x: Any, weight: Any, bias: Any, options: Options) -> Any:
+    """Return y; what `norm_backward` needs is kept where gradients may be asked for."""
     return norm_forward(x, weight, bias, *options, _is_recorded(x, weight, bias))[0]
 
 
