@@ -162,7 +162,7 @@ class Kernel:
         self._start_by_config = library().cuLaunchKernelEx
         self._start = self._start_with_attributes
 
-    def prepared(self, blocks: int, numbers: tuple[float, ...] = ()) -> Launch:
+    def prepared(self, blocks: int, numbers: tuple[float, ...]) -> Launch:
         """Return what launches so many blocks, on a stream of the current device and on operands.
 
         The operands are the kernel's arguments but for the last ones, which are `numbers`. Threads

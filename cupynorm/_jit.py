@@ -83,9 +83,8 @@ def forward_instantiation(
         spec.store_statistics,
         spec.relu,
     )
-    # x, x_stride, weight, bias, y, y_stride, mean, rstd, bitmask; n_rows, n_cols; inv_n, eps and
-    # the bounds of relu.
-    parameters = "PqPPPqPPPqq" + 4 * _scalar(spec.x)
+    operands = "PqPPPqPPP"  # x, x_stride, weight, bias, y, y_stride, mean, rstd, bitmask
+    numbers = "qq" + 4 * _scalar(spec.x)  # n_rows, n_cols; inv_n, eps and the bounds of relu
     if isinstance(config, ResidentForward):
         template = _expression(
             "norm_forward",
@@ -105,7 +104,7 @@ def forward_instantiation(
         return Instantiation(
             "forward.cu",
             template,
-            parameters,
+            operands + numbers,
             config.block_threads,
             team_bytes(
                 *(spec.x, config.row_threads, config.block_threads, config.cluster_blocks),
@@ -131,7 +130,7 @@ def forward_instantiation(
         return Instantiation(
             "forward_staged.cu",
             template,
-            parameters[:9] + "P" + parameters[9:],  # the count
+            operands + "P" + numbers,  # the count between them
             config.block_threads,
             staged_forward_bytes(spec, config),
             config.cluster_blocks,
@@ -149,7 +148,7 @@ def forward_instantiation(
     return Instantiation(
         "forward_streaming.cu",
         template,
-        parameters,
+        operands + numbers,
         threads,
         team_bytes(spec.x, threads, threads, config.cluster_blocks),
         config.cluster_blocks,

@@ -95,7 +95,7 @@ def affine(xhat: Float64, weight: Array | None, bias: Array | None, zero_centere
 def clamp(y: Float64, relu: tuple[float, float], x: Array) -> tuple[Float64, NDArray[np.bool_]]:
     """Return y clamped to bounds rounded to x's compute dtype, and where it was between them."""
     with np.errstate(over="ignore"):
-        lower, upper = np.array(relu, np.float64).astype(compute_dtype(x)).astype(np.float64) + 0.0
+        lower, upper = np.array(relu, np.float64).astype(compute_dtype(x)).astype(np.float64)
     return np.clip(y, lower, upper), (lower < y) & (y < upper)
 
 

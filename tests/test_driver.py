@@ -187,7 +187,7 @@ def test_the_driver_gets_every_number_where_it_looks_for_it(
 @ways
 def test_a_refused_launch_says_what_and_why(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     launched, driver = kernel(monkeypatch, way, "q", (701, 0))
-    launch = launched.prepared(5)
+    launch = launched.prepared(5, ())
     with pytest.raises(RuntimeError) as caught:
         launch(STREAM, (1,))
     for words in ("norm<float>", "5 blocks", "96 threads", "1234 bytes", "CUDA_ERROR_701"):
@@ -205,7 +205,7 @@ def test_a_thread_without_a_context_gets_one(monkeypatch: pytest.MonkeyPatch, wa
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     missing = _driver.INVALID_CONTEXT
     launched, driver = kernel(monkeypatch, way, "q", (missing, 0, missing, 701))
-    launch = launched.prepared(5)
+    launch = launched.prepared(5, ())
     launch(STREAM, (1,))
     assert made == [3]
     assert driver.launches == [(config(5, STREAM), WAYS[way][1], (1,))] * 2
@@ -220,7 +220,7 @@ def test_arguments_that_do_not_fit_are_not_launched(
     monkeypatch: pytest.MonkeyPatch, way: str, arguments: tuple[Any, ...]
 ) -> None:
     launched, driver = kernel(monkeypatch, way, "Pfq")
-    launch = launched.prepared(1)
+    launch = launched.prepared(1, ())
     with pytest.raises((struct.error, OverflowError)):
         launch(STREAM, arguments)
     if len(arguments) == 3:
@@ -298,7 +298,7 @@ def test_what_must_be_asked_for_is(
     driver = install(monkeypatch, "q")
     launched = make("q", shared_bytes, cluster_blocks=cluster_blocks)
     assert driver.set == asked
-    launched.prepared(2 * cluster_blocks)(STREAM, (1,))
+    launched.prepared(2 * cluster_blocks, ())(STREAM, (1,))
     assert driver.launches[0][0][7] == shared_bytes
     assert driver.set == asked
 

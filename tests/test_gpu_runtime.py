@@ -562,7 +562,7 @@ def test_a_refused_launch_names_the_error() -> None:
     for overlaps in (False, True):
         kernel = _driver.Kernel("too large", function, 1 << 20, 0, letters, overlaps=overlaps)
         with pytest.raises(RuntimeError, match=r"too large .* 1048576 threads .*CUDA_ERROR_"):
-            kernel.prepared(1)(0, (0,) * len(letters))
+            kernel.prepared(1, ())(0, (0,) * len(letters))
     with pytest.raises(RuntimeError, match=r"too large .* 1073741824: CUDA_ERROR_"):
         _driver.Kernel("too large", function, 1024, 1 << 30, letters)
 

@@ -26,6 +26,7 @@ cupy = pytest.importorskip("cupy")
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 SHAPE = (6, 4, 64)
+STREAM = 4321
 
 
 class Subclass(cupy.ndarray):
@@ -70,7 +71,7 @@ class Machine:
             assert rows == m
 
             def launch(stream: int, operands: tuple[int, ...]) -> None:
-                assert device == self.current
+                assert (device, stream) == (self.current, STREAM)
                 noted = stream, m, *operands[:9], *numbers, *operands[9:]
                 self.launches.append((key, noted))
 
@@ -81,7 +82,7 @@ class Machine:
     def backward_plan(self, *key: Any, dx_given: bool) -> Any:
         def prepared(m: int) -> Any:
             def launch(stream: int, operands: tuple[int, ...]) -> None:
-                assert key[-1] == self.current
+                assert (key[-1], stream) == (self.current, STREAM)
                 self.launches.append((key, (stream, m, *operands)))
 
             return launch
@@ -101,7 +102,7 @@ class Machine:
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     machine = Machine()
-    stream = SimpleNamespace(ptr=4321, is_capturing=lambda: False)
+    stream = SimpleNamespace(ptr=STREAM, is_capturing=lambda: False)
     # Imported with the runtime in place, as it is where there is a GPU.
     from cupynorm import _launch
 
@@ -546,5 +547,5 @@ def test_threads_share_calls(machine: Machine, monkeypatch: pytest.MonkeyPatch) 
     assert not wrong
     assert len(machine.launches) == 2000
     for (spec, m, n, vector, device), (stream, _, x, *_) in machine.launches:
-        assert (spec.norm, n, vector, device, stream) == ("layer_norm", 64, 4, 0, 4321)
+        assert (spec.norm, n, vector, device, stream) == ("layer_norm", 64, 4, 0, STREAM)
         assert arrays[m - 1].data.ptr == x

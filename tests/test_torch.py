@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import inspect
 import io
+import itertools
 import math
 import re
 import subprocess
@@ -1105,8 +1106,10 @@ def test_what_equals_an_accepted_option_is_still_refused(
 def test_a_bound_of_minus_zero_is_zero() -> None:
     x = -torch.ones(2, 4)
     compiled = torch.compile(rms_norm, backend="eager", fullgraph=True)
-    for function in (rms_norm, compiled):
-        with torch_plans.in_place_of_kernels():
+    for function, context in itertools.product(
+        (rms_norm, compiled), (torch.no_grad, torch_plans.in_place_of_kernels)
+    ):
+        with context():
             for lower in (-0.0, 0.0):
                 y = function(x, relu=(lower, 6))
                 assert not torch.signbit(y).any()

@@ -184,7 +184,7 @@ def forward(
     if call is None:
         call = _remember(_forwards, key, _resolve_forward(x, weight, bias, *options, training))
     if not call.has_kernels:
-        return _forward_on_cpu(call, x, weight, bias, options)
+        return _forward_on_cpu(call, options[0], x, weight, bias)
     index = call.index
     if _current_device() != index:
         with torch.cuda.device(device):
@@ -490,10 +490,10 @@ def _from_numpy(array: Any) -> Any:
 
 
 def _forward_on_cpu(
-    call: _Forward, x: Any, weight: Any, bias: Any, options: Options
+    call: _Forward, k: int, x: Any, weight: Any, bias: Any
 ) -> tuple[Any, Any, Any, Any]:
     spec = call.spec
-    k, _, eps, _, relu, _ = options
+    eps, *bounds = call.numbers
     result = getattr(reference, f"{spec.norm}_forward")(
         _to_numpy(x),
         _to_numpy(weight),
@@ -501,7 +501,7 @@ def _forward_on_cpu(
         eps=eps,
         axis=tuple(range(-k, 0)),
         zero_centered=spec.zero_centered,
-        relu=relu,
+        relu=tuple(bounds) if spec.relu else None,
         out_dtype=NUMPY_DTYPES[call.y],
     )
     given = tuple(map(_from_numpy, result))

@@ -241,7 +241,7 @@ class Gpu:
     def run(self, kernel: Instantiation, blocks: int, *arguments: Any) -> None:
         """Launch a kernel outside the package; arrays are passed by their addresses."""
         values = (a.data.ptr if isinstance(a, Array) else a for a in arguments)
-        self._load(kernel, 0).prepared(blocks)(0, tuple(values))
+        self._load(kernel, 0).prepared(blocks, ())(0, tuple(values))
 
     @contextlib.contextmanager
     def fresh_memory(self) -> Iterator[None]:
@@ -285,7 +285,7 @@ class _Kernel:
     def blocks_at_once(self) -> int:
         return self.gpu.blocks_at_once
 
-    def prepared(self, blocks: int, numbers: tuple[float, ...] = ()) -> Any:
+    def prepared(self, blocks: int, numbers: tuple[float, ...]) -> Any:
         return lambda stream, operands: self._launch(blocks, (*operands, *numbers))
 
     def _launch(self, blocks: int, arguments: tuple[Any, ...]) -> None:
