@@ -19,8 +19,8 @@ FORMAT = 1
 # do not name: the flush of the L2 left what was loaded with evict_last; 2: it displaces that, too;
 # 3: JAX is charged for its launch what cupynorm's kernel is, not what a kernel of one number is; 4:
 # no more than four runs are queued, and problems of up to an eighth of the L2 have eight sets of
-# arrays, not two.
-METHOD = 4
+# arrays, not two; 5: they have 50.
+METHOD = 5
 SEPARATOR = " and "  # of the GPUs of a file whose parts were joined
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -23,11 +23,12 @@ def rotations(problem_bytes: int, cache_bytes: int) -> int:
     """Return how many sets of arrays to take turns with; a large one evicts itself.
 
     Of a small one the addresses decide as well: 16 sets of 64 x 4096 took 4.8 to 5.4 us, each the
-    same time whenever it was measured (RMSNorm, bfloat16, H200).
+    same time whenever it was measured (RMSNorm, bfloat16, H200). Rounds of runs so short have each
+    of 50 twice.
     """
     if problem_bytes > 4 * cache_bytes:
         return 1
-    return 8 if problem_bytes <= cache_bytes // 8 else 2
+    return 50 if problem_bytes <= cache_bytes // 8 else 2
 
 
 def host_seconds(call: Callable[[], object], synchronize: Callable[[], object]) -> Timing:
@@ -65,17 +66,17 @@ def profiled(
     flush: Callable[[], object],
     synchronize: Callable[[], object],
     launch: float = 0.0,
-    runs: int = 10,
 ) -> Timing:
     """Return `launch` and the time that a call's kernels run, as torch's profiler sees it.
 
     The profiler sees the kernels of the whole process, on whatever stream, JAX's too. Each run
     comes after a flush. Gaps between the kernels of a call are not counted, nor are its memsets, as
-    those of the flush have the same name. All rounds, of so many `runs` each, are one session,
-    since starting one takes long.
+    those of the flush have the same name. All rounds, of ten runs or one of each call, are one
+    session, since starting one takes long.
     """
     import torch
 
+    runs = max(10, len(calls))
     total = Clock.ROUNDS * runs
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for run in range(total):

@@ -160,7 +160,9 @@ class Reduction:
 class StagedBackward:
     """As StagedForward, with the weight gradients; a block has a row for each of its teams.
 
-    `bulk`: one thread of a team copies its rows, else each thread the packs that it will read.
+    `shared_sums`: of how many gradients the sums of rows so far wait in shared memory. `hold_sums`:
+    the other's in registers, else in device memory. `bulk`: one thread of a team copies its rows,
+    else each thread the packs that it will read.
     """
 
     row_threads: int
@@ -171,6 +173,8 @@ class StagedBackward:
     stages: int
     vector: int
     hold_weight: bool
+    shared_sums: int
+    hold_sums: bool
     full: bool
     bulk: bool
     reduction: Reduction | None
@@ -473,26 +477,30 @@ def _short_rows_configs(
     bias: 13.9 us, not 15.0, at 32768x256, 7.2, not 7.5, at 8192x256, 14.0, not 15.1, at 16384x512,
     but 22.7, not 21.8, at 65536x256 and 23.2, not 21.7, at 32768x512. Rows of 2 packs a thread lose
     by it: RMSNorm takes 14.4 us, not 12.8, at 32768x256 (bfloat16, float32 weight and bias, H200).
-    Where all of RMSNorm's run at once none is fetched ahead: 4.79 us, not 4.88, at 4096x128
-    (float16, H200).
+    Where all run at once none is fetched ahead: 4.79 us, not 4.88, for RMSNorm of 4096x128
+    (float16, H200); and what is rare comes last for LayerNorm, of whose rows one in twenty is
+    measured again: 5.55 us, not 5.73, at 4096x256, 4.80, not 4.88, at 1024x256 (bfloat16, H200).
     """
+    at_once = dataclasses.replace(config, blocks_ahead=0)
     if spec.norm == "rms_norm":
-        if not config.blocks_ahead:
-            return ()
-        few = dataclasses.replace(config, blocks_ahead=0)
-        return ((_most_at_once(few, multiprocessors), few),)
-    if config.packs_per_thread != 4:
+        return ((_most_at_once(at_once, multiprocessors), at_once),) if config.blocks_ahead else ()
+    if config.packs_per_thread > 4:  # beside which a second copy of what is rare spills
         return ()
-    blocks = 768 // config.block_threads
-    few = dataclasses.replace(
-        config,
-        row_threads=2 * config.row_threads,
-        blocks_per_multiprocessor=blocks,
-        packs_per_thread=2,
-        blocks_ahead=_blocks_ahead(blocks, 2, architecture),
-        hold_weight=bool(spec.weight or spec.bias),
-    )
-    return ((MOST_SHORT_ELEMENTS // n, few),)
+    more: tuple[tuple[int, ResidentForward], ...] = ()
+    if config.packs_per_thread == 4:
+        blocks = 768 // config.block_threads
+        few = dataclasses.replace(
+            config,
+            row_threads=2 * config.row_threads,
+            blocks_per_multiprocessor=blocks,
+            packs_per_thread=2,
+            blocks_ahead=_blocks_ahead(blocks, 2, architecture),
+            hold_weight=bool(spec.weight or spec.bias),
+        )
+        more = ((MOST_SHORT_ELEMENTS // n, few),)
+        at_once = dataclasses.replace(few, blocks_ahead=0)
+    at_once = dataclasses.replace(at_once, rare_last=True)
+    return (_most_at_once(at_once, multiprocessors), at_once), *more
 
 
 def _is_split(spec: ForwardSpec, config: ResidentForward) -> bool:
@@ -842,7 +850,8 @@ def staged_backward_bytes(spec: BackwardSpec, config: StagedBackward) -> int:
         size += elements * ITEMSIZE[compute_dtype(spec.x)]
     if config.bulk:
         size += -(-config.rows_per_block * config.stages * 8 // 128) * 128
-    return size
+    sums = elements // config.rows_per_block * ITEMSIZE[compute_dtype(spec.x)]
+    return size + config.shared_sums * sums
 
 
 def _backward_registers(
@@ -1151,6 +1160,8 @@ def _staged_backward(
             stages=fewer,
             vector=vector,
             hold_weight=(spec.weight is not None and vector == length and fits(True, length)),
+            shared_sums=0,
+            hold_sums=False,
             full=full,
             bulk=False,
             reduction=_reduction(spec, n),
@@ -1167,10 +1178,34 @@ def _staged_backward(
             # clusters, whose blocks are smaller.
             crowded = packs_per_thread == 4 and spec.gradients == 2 and cluster_blocks == 1
             crowded = crowded and row_threads > 32
-            return in_bulk or dataclasses.replace(
+            found = in_bulk or dataclasses.replace(
                 config, hold_weight=config.hold_weight and not crowded
             )
+            return _sharing_sums(spec, found, limit)
     return None
+
+
+def _sharing_sums(spec: BackwardSpec, config: StagedBackward, limit: int) -> StagedBackward:
+    """Return the configuration with sums of rows in shared memory, as far as there is room.
+
+    In partials they are read and written once every 64 rows, which all threads wait for: LayerNorm
+    takes 758 us, not 786, for 32768 rows of 16384, 378, not 389, of 8192, RMSNorm 768, not 782, and
+    384, not 391. Beside six stages there is room for one gradient's alone, and registers for the
+    other's: 1475 us, not 1516, for LayerNorm of 32768 rows of 32768 (1545 with both in partials),
+    1553 by five stages. L1 has what shared memory leaves, and in it what is spilled by 5 packs a
+    thread: LayerNorm of 4096 rows of 40960 takes 253 us with one gradient's sums there, 323 with
+    both, 261 with none (bfloat16, float32 weight and bias, H200). Where elements are moved one by
+    one a block without room for them leaves room for a second of another cluster.
+    """
+    if config.vector < pack_length(spec.x):
+        return config
+    used = staged_backward_bytes(spec, config)
+    size = staged_backward_bytes(spec, dataclasses.replace(config, shared_sums=1)) - used
+    shared = min(spec.gradients, (limit - used) // size)
+    if config.packs_per_thread > 4:
+        shared = min(shared, 1)
+    hold = config.bulk and config.cluster_blocks > 1 and shared == spec.gradients - 1
+    return dataclasses.replace(config, shared_sums=shared, hold_sums=hold)
 
 
 def _in_bulk(
@@ -1181,14 +1216,18 @@ def _in_bulk(
     LayerNorm, whose instructions are what it waits for, saves 6% of them: 197 us against 205 at
     N = 4096, 306 against 327 at 6144, 396 against 402 at 8192, 397 against 408 for 8192 rows of
     32768, 400 against 408 for 4096 of 65536. But in clusters of two 408 against 399 for 16384 rows
-    of 16384; rows that do not fill their packs take 677 against 636 for 8192 of 40960, and RMSNorm
-    1 to 2% more everywhere. In clusters 6 stages: with 5, 417 where 6 take 397 (bfloat16, H200).
-    Without gradients two blocks of the others' shared memory find room on a multiprocessor.
+    of 16384, where RMSNorm takes 752 against 762 for 32768; elsewhere RMSNorm takes 1 to 2% more,
+    and rows that do not fill their packs 677 against 636 for 8192 of 40960. In clusters 6 stages:
+    with 5, 417 where 6 take 397 (bfloat16, H200). Without gradients two blocks of the others'
+    shared memory find room on a multiprocessor.
     """
     plain = config.full and config.vector == pack_length(spec.x) and config.row_threads >= 64
     plain = plain and ITEMSIZE[spec.x] == ITEMSIZE[spec.dy] <= 4 and spec.gradients > 0
-    if spec.norm != "layer_norm" or architecture != 90 or not plain or config.cluster_blocks == 2:
+    in_pairs = config.cluster_blocks == 2
+    if architecture != 90 or not plain or in_pairs != (spec.norm == "rms_norm"):
         return None
-    stages = 4 if config.cluster_blocks == 1 else 6
+    if in_pairs and config.packs_per_thread > 4:  # shared memory would have no room for the sums
+        return None
+    stages = 5 if in_pairs else 4 if config.cluster_blocks == 1 else 6
     in_bulk = dataclasses.replace(config, bulk=True, stages=stages)
     return in_bulk if staged_backward_bytes(spec, in_bulk) <= limit else None

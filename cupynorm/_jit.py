@@ -220,6 +220,8 @@ def backward_instantiations(
             dbias,
             spec.bitmask,
             config.hold_weight,
+            config.shared_sums,
+            config.hold_sums,
             config.bulk,
             config.stages,
             config.cluster_blocks,

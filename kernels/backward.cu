@@ -17,13 +17,16 @@
 //            than rows; their teams (of RowThreads threads a block) take rows in turn, the next
 //            Stages - 1 of which, or fewer where Bulk, are on their way into shared memory.
 // Traffic:   x, dy and bitmask read once, dx written once, partials written once; weight once a
-//            block.
+//            block. Of a gradient whose sums wait in partials these are read and written once more
+//            for each kTurns rows of a team.
 // Thread:    pack p of its block's columns for p = rank, rank + RowThreads, ... (PacksPerThread of
 //            them), whose weight gradients it keeps.
 // Order:     dx: a thread's packs in turn, then the team's reduction; weight gradients: up to kTurns
 //            rows of a team in turn, then the block's teams in turn, then such sums in turn, then
 //            reduce_partials.cu. No sum is one long sequence, and the bits are the same from run to
 //            run.
+// Sums:      those of so many gradients wait in shared memory for the next kTurns rows (SharedSums),
+//            the other's in registers (HoldSums), or else in partials. The same bits.
 // Bulk:      one thread asks for its team's rows, and a mailbox for each stage says when one is there,
 //            instead of each thread for its own packs: fewer instructions, for rows that fill their
 //            packs. Row r of a team waits in stage r % Stages. When the sums of row r are complete,
@@ -38,8 +41,9 @@
 #include "team.cuh"
 
 template <typename X, typename DY, typename Weight, bool Centered, bool ZeroCentered, bool DBias,
-          bool Bitmask, bool HoldWeight, bool Bulk, int Stages, int ClusterBlocks, int RowThreads,
-          int BlockThreads, int BlocksPerMultiprocessor, int PacksPerThread, bool Full, int Vector>
+          bool Bitmask, bool HoldWeight, int SharedSums, bool HoldSums, bool Bulk, int Stages,
+          int ClusterBlocks, int RowThreads, int BlockThreads, int BlocksPerMultiprocessor,
+          int PacksPerThread, bool Full, int Vector>
 __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_backward(
     const DY* dy, long long dy_stride, const X* x, long long x_stride, const Weight* weight,
     const Compute<X>* mean, const Compute<X>* rstd, const unsigned char* bitmask, X* dx,
@@ -195,47 +199,71 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
 
   T dweight[kDWeight ? PacksPerThread : 1][kLength] = {};
   T dbias[DBias ? PacksPerThread : 1][kLength] = {};
-  // Moves one gradient from registers to this block's partials; that of several teams by way of
-  // shared memory, one team after another.
+  // Adds one gradient of the last rows to its sums so far, which wait in shared memory, in registers or
+  // in partials, and when they are complete go there; that of several teams comes by way of shared
+  // memory, one team after another.
+  using StageOfSums = Stage<T, kLength, PacksPerThread, RowThreads>;
+  char* const stage_of_teams = stage_of_weight + (HoldWeight ? 0 : StageOfWeight::kBytes);
+  char* const stage_of_sums = stage_of_teams + (kTeams > 1 ? kTeams * StageOfSums::kBytes : 0);
+  static_assert(!HoldSums || (kTeams == 1 && SharedSums + 1 == kDWeight + DBias),
+                "of one gradient, a thread's own");
+  T held_sums[HoldSums ? PacksPerThread : 1][kLength] = {};
   bool flushed = false;
-  const auto flush = [&](T(&gradient)[PacksPerThread][kLength], long long index) {
-    T* target = partials + (index * groups + group) * n_cols;
+  const auto flush = [&](T(&gradient)[PacksPerThread][kLength], int index, bool complete) {
+    T* const target = partials + (index * groups + group) * n_cols;
+    char* const place = stage_of_sums + index * StageOfSums::kBytes;
+    const bool shared = index < SharedSums;
     if constexpr (kTeams == 1) {
 #pragma unroll
       for (int p = 0; p < PacksPerThread; ++p) {
-        Pack<T, kLength> sums;
-        load<Vector>(sums, target, first_column(p), flushed ? end_of_row(p) : 0);
+        Pack<T, kLength> sums = {};
+        if (shared) {
+          if (flushed) sums = StageOfSums::read(place, p);
+        } else if constexpr (HoldSums) {
+          sums.set(held_sums[p]);
+        } else {
+          load<Vector>(sums, target, first_column(p), flushed ? end_of_row(p) : 0);
+        }
 #pragma unroll
         for (int i = 0; i < kLength; ++i) {
           sums.set(i, sums.template get<T>(i) + gradient[p][i]);
           gradient[p][i] = 0;
         }
-        store<Vector>(sums, target, first_column(p), end_of_row(p));
+        if (complete || !(shared || HoldSums)) {
+          store<Vector>(sums, target, first_column(p), end_of_row(p));
+        } else if (shared) {
+          StageOfSums::write(sums, place, p);
+        } else if constexpr (HoldSums) {
+#pragma unroll
+          for (int i = 0; i < kLength; ++i) held_sums[p][i] = sums.template get<T>(i);
+        }
       }
     } else {
-      T* shared = reinterpret_cast<T*>(stage_of_weight + (HoldWeight ? 0 : StageOfWeight::kBytes));
+      T* const of_teams = reinterpret_cast<T*>(stage_of_teams);
 #pragma unroll
       for (int p = 0; p < PacksPerThread; ++p) {
         Pack<T, kLength> sums;
         sums.set(gradient[p]);
 #pragma unroll
         for (int i = 0; i < kLength; ++i) gradient[p][i] = 0;
-        store<kLength>(sums, shared + team.team * kColumns, first_column(p), kColumns);
+        store<kLength>(sums, of_teams + team.team * kColumns, first_column(p), kColumns);
       }
       block_barrier();
+      T* const so_far = shared ? reinterpret_cast<T*>(place) : target;
+      T* const now = complete ? target : so_far;
       for (int column = thread_index(); column < n_cols; column += BlockThreads) {
-        T sum = shared[column];
+        T sum = of_teams[column];
 #pragma unroll 4
-        for (int i = 1; i < kTeams; ++i) sum += shared[i * kColumns + column];
-        target[column] = flushed ? target[column] + sum : sum;
+        for (int i = 1; i < kTeams; ++i) sum += of_teams[i * kColumns + column];
+        now[column] = flushed ? so_far[column] + sum : sum;
       }
       block_barrier();
     }
   };
-  const auto flush_all = [&] {
+  const auto flush_all = [&](bool complete) {
     if constexpr (!Full) make_opaque(n_cols);
-    if constexpr (kDWeight) flush(dweight, 0);
-    if constexpr (DBias) flush(dbias, kDWeight ? 1 : 0);
+    if constexpr (kDWeight) flush(dweight, 0, complete);
+    if constexpr (DBias) flush(dbias, kDWeight ? 1 : 0, complete);
     flushed = true;
   };
   Pack<Weight, kLength> held_weight[HoldWeight ? PacksPerThread : 1];
@@ -390,9 +418,9 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
 
     // 5. Now and then, weight gradients leave the registers.
     if (++turn == kTurns) {
-      flush_all();
+      flush_all(false);
       turn = 0;
     }
   }
-  flush_all();
+  flush_all(true);
 }

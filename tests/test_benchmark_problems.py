@@ -65,7 +65,7 @@ def test_the_standard_set_ends_with_decoding_and_its_backward_passes() -> None:
 
 
 def test_only_what_the_cache_could_hold_is_rotated() -> None:
-    assert rotations(125, cache_bytes=1000) == 8
+    assert rotations(125, cache_bytes=1000) == 50
     assert rotations(126, cache_bytes=1000) == 2
     assert rotations(4000, cache_bytes=1000) == 2
     assert rotations(4001, cache_bytes=1000) == 1
@@ -98,6 +98,10 @@ def test_a_profile_is_split_into_runs_and_rounds(monkeypatch) -> None:
     arguments = (lambda _: None, flush, lambda: None)
     found = profiled([call, call], *arguments, launch=1e-6)
     assert astuple(found) == pytest.approx((5e-6, 4e-6, 6e-6, 30))
+    events.clear()
+    assert profiled([call] * 15, *arguments).runs == 45  # each of the calls in each round
+    events.clear()
+    profiled([call, call], *arguments)
     kernel("stray", 1.0)
     with pytest.raises(RuntimeError, match="121 kernels in 30 runs"):
         profiled([call, call], *arguments)

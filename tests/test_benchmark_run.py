@@ -361,12 +361,12 @@ def test_comparison_warns_where_the_method_differs(tmp_path, on_numpy, capsys) -
     path = tmp_path / "new.json"
     assert run.main([str(path), "--tables", "throughput", *NARROW]) == 0
     begun = results.load(path)
-    assert begun["method"] == results.METHOD == 4
+    assert begun["method"] == results.METHOD == 5
     results.save(synthetic | {"method": begun["method"]}, path)
     capsys.readouterr()
     warning = "WARNING: the method differs: "
     assert compare.main([str(SYNTHETIC), str(path)]) == 0
-    assert f"{warning}1, 4 (METHOD of benchmarks/results.py)" in capsys.readouterr().out
+    assert f"{warning}1, 5 (METHOD of benchmarks/results.py)" in capsys.readouterr().out
     assert compare.main([str(path), str(path)]) == 0
     results.save(synthetic | {"method": 1}, path)
     assert compare.main([str(SYNTHETIC), str(path)]) == 0

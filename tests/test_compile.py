@@ -349,12 +349,13 @@ def compiled(kernels: tuple[Instantiation, ...], architecture: str) -> Compiled:
 
 # What is faster with what it spills, in bytes, than where it has the registers: LayerNorm of 10240
 # takes 134 us by 5 blocks a multiprocessor that spill 80, 139 by 4 that do not, and of 18432 in
-# the backward 205 us with the weight held, by smaller blocks 283 (H200). A ReLU and a 1 to be
-# added spill most. Beside messengers, which make strips sooner, the widest leave 16-bit rows that
-# are moved by single elements, or of LayerNorm with a bitmask on sm_100, too few registers. By two
-# clusters at once, 7 packs a thread, LayerNorm of 28672 takes 234 us, by one 249; what 16 blocks
-# hold of 16 bits, 5 packs a thread or more, would be read twice, and of 4, weight and bias held,
-# takes 547 us for 2048 rows of 262144, not 686 (H200).
+# the backward 205 us with the weight held, by smaller blocks 283, and 224, not 228, with the sums
+# of its rows in shared memory, beside which it spills 32 (H200). A ReLU and a 1 to be added spill
+# most. Beside messengers, which make strips sooner, the widest leave 16-bit rows that are moved by
+# single elements, or of LayerNorm with a bitmask on sm_100, too few registers. By two clusters at
+# once, 7 packs a thread, LayerNorm of 28672 takes 234 us, by one 249; what 16 blocks hold of 16
+# bits, 5 packs a thread or more, would be read twice, and of 4, weight and bias held, takes 547 us
+# for 2048 rows of 262144, not 686 (H200).
 LAYER_NORM_BY_8_PACKS = (
     r"norm_forward<bfloat16, .*, true, \w+, \w+, \w+, false, \d+, false, false, .*, 8, \w+, 8>"
 )
@@ -373,7 +374,7 @@ LAYER_NORM_HELD_BY_16_BLOCKS = (
 SPILLED = {
     LAYER_NORM_BY_8_PACKS: 160,
     RMS_NORM_AT_ONCE: 184,
-    LAYER_NORM_IN_PAIRS: 8,
+    LAYER_NORM_IN_PAIRS: 32,
     STRIPS_BY_SINGLE_ELEMENTS: 72,
     STRIPS_WITH_BITMASK: 8,
     LAYER_NORM_BY_TWO_CLUSTERS: 32,

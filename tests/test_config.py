@@ -164,14 +164,22 @@ def test_few_rows_differ_only_in_what_does_not_show(
             assert dataclasses.replace(few, **same) == config
             threads = few.blocks_per_multiprocessor * few.block_threads
             # None is fetched ahead where all run at once.
-            none = architecture < 90 or (not short and few != config)
+            none = architecture < 90 or (few != config and (few.rare_last or not short))
             assert (few.blocks_ahead == 0) == none
             if short:  # a warp sums 4 packs a thread as twice the lanes do 2
                 assert (config.packs_per_thread, few.packs_per_thread) == (4, 2)
                 assert (spec.norm, spec.x) == ("layer_norm", "bfloat16")
                 assert few.row_threads <= 32
                 assert threads <= 768
-                assert rows * n <= 2**23 < (rows + 1) * n
+                if few.rare_last:
+                    assert rows == 132 * few.blocks_per_multiprocessor * few.rows_per_block
+                else:
+                    assert rows * n <= 2**23 < (rows + 1) * n
+                continue
+            if few.row_threads < 32:
+                rare_last = spec.norm == "layer_norm"
+                assert few == dataclasses.replace(config, blocks_ahead=0, rare_last=rare_last)
+                assert rows == 132 * config.blocks_per_multiprocessor * config.rows_per_block
                 continue
             if split:
                 assert architecture >= 90
@@ -184,10 +192,6 @@ def test_few_rows_differ_only_in_what_does_not_show(
                 assert spec.weight or spec.bias
                 assert few.hold_weight
                 assert threads <= 512
-            elif few.row_threads < 32:
-                assert spec.norm == "rms_norm"
-                assert few == dataclasses.replace(config, blocks_ahead=0)
-                assert rows == 132 * config.blocks_per_multiprocessor * config.rows_per_block
             elif few != config:
                 assert (spec.norm, few.packs_per_thread, few.hold_weight) == ("rms_norm", 8, False)
                 assert threads > config.blocks_per_multiprocessor * config.block_threads
@@ -330,7 +334,7 @@ def test_a_plan_loads_only_the_kernel_of_its_rows(monkeypatch: pytest.MonkeyPatc
         many = _plans.forward_plan(spec, m, 4096, 4, device)
         assert loaded == [few.kernel, many.kernel]
     assert few.kernel != many.kernel
-    plans = {_plans.forward_plan(spec, m, 64, 4, device) for m in (1, 10**9)}
+    plans = {_plans.forward_plan(spec, m, 64, 1, device) for m in (1, 10**9)}
     assert loaded == [few.kernel, many.kernel, *(plan.kernel for plan in plans)]
     assert len(plans) == 1
 
@@ -916,7 +920,7 @@ def test_wide_rows_of_layer_norm_have_8_packs_a_thread(x: str, n: int) -> None:
     assert isinstance(forward_config(spec, 2 * n, 1, 90), StagedForward)
 
 
-def test_layer_norm_copies_full_rows_in_bulk() -> None:
+def test_full_rows_are_copied_in_bulk() -> None:
     plain = BackwardSpec("layer_norm", "bfloat16", "bfloat16", "float32", "float32", False, False)
     for n, blocks, stages in (
         *((1024, 1, None), (2048, 1, 4), (4096, 1, 4), (8192, 1, 4), (8184, 1, None)),
@@ -937,6 +941,14 @@ def test_layer_norm_copies_full_rows_in_bulk() -> None:
                 aside = backward_config(plain, n, 1, 90)
                 for name in ("row_threads", "packs_per_thread", "cluster_blocks"):
                     assert getattr(config, name) == getattr(aside, name), name
+    # RMSNorm those of two blocks alone, with a bias as without.
+    for bias, n, vector in itertools.product((None, "float32"), (8192, 16384, 32768), (1, 8)):
+        config = backward_config(
+            dataclasses.replace(plain, norm="rms_norm", dbias=bias), n, vector, 90
+        )
+        assert isinstance(config, StagedBackward)
+        in_bulk = (n, vector) == (16384, 8)
+        assert (config.bulk, config.stages) == (in_bulk, 5 if in_bulk else 3)
     for other in (
         dataclasses.replace(plain, norm="rms_norm"),
         dataclasses.replace(plain, dy="float32"),
@@ -950,6 +962,33 @@ def test_layer_norm_copies_full_rows_in_bulk() -> None:
         config = backward_config(plain, 4096, 8, architecture)
         assert isinstance(config, StagedBackward)
         assert config.bulk == (architecture == 90)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_sums_of_rows_wait_in_shared_memory_or_registers(norm: Any) -> None:
+    bias = "float32" if norm == "layer_norm" else None
+    plain = BackwardSpec(norm, "bfloat16", "bfloat16", "float32", bias, False, False)
+    for n, of_layer_norm, columns in (
+        *((256, 2, 256), (4096, 2, 4096), (8192, 2, 8192), (16384, 2, 8192)),
+        *((32768, 1, 8192), (131072, 1, 8192)),  # beside six stages
+        *((20480, 1, 10240), (81920, 1, 10240)),  # 5 packs a thread, which spill into the L1
+    ):
+        config = backward_config(plain, n, 8, 90)
+        assert isinstance(config, StagedBackward)
+        assert config.shared_sums == min(plain.gradients, of_layer_norm), n
+        assert config.hold_sums == (norm == "layer_norm" and n in (32768, 131072)), n
+        without = dataclasses.replace(config, shared_sums=0)
+        sizes = [staged_backward_bytes(plain, one) for one in (config, without)]
+        assert sizes[0] - sizes[1] == config.shared_sums * columns * 4
+    bare = dataclasses.replace(plain, weight=None, dbias=None)
+    for spec, vector in ((bare, 8), (plain, 1)):
+        config = backward_config(spec, 8192, vector, 90)
+        assert isinstance(config, StagedBackward)
+        assert (config.shared_sums, config.hold_sums) == (0, False)
+    # 64 KiB have room for one gradient's beside two stages of these rows.
+    config = backward_config(plain, 4096, 8, 75)
+    assert isinstance(config, StagedBackward)
+    assert (config.shared_sums, config.hold_sums) == (1, False)
 
 
 @pytest.mark.parametrize("norm", NORMS)

@@ -134,6 +134,10 @@ COLUMNS_MEAN, COLUMNS_IN_PLACE = few("columns_mean"), few("columns_in_place")
 BULK = staged("backward.cu", bulk=True, m=7)
 BULK_TEAMS = staged("backward.cu", bulk=True, teams=3, m=37)
 BULK_CLUSTER = staged("backward.cu", bulk=True, cluster_blocks=2, m=20)
+SHARED_SUMS, SHARED_SUMS_OF_TEAMS = (
+    staged("backward.cu", shared_sums=2, teams=teams) for teams in (1, 4)
+)
+HELD_SUMS = staged("backward.cu", hold_sums=True)
 
 COUNTED = staged("forward_staged.cu", counted=True, m=40)
 COUNTED_WARPS = staged("forward_staged.cu", counted=True, cluster_blocks=3, m=60)
@@ -454,8 +458,8 @@ MUTATIONS = [
     Mutation(
         "no barrier before the block's partials are summed",
         "backward.cu",
-        "      block_barrier();\n      for (int column",
-        "      for (int column",
+        "      block_barrier();\n      T* const so_far",
+        "      T* const so_far",
         f"{RACE}|{UNWRITTEN}",
         TEAMS_BACKWARD,
     ),
@@ -655,8 +659,8 @@ MUTATIONS = [
     Mutation(
         "the stage of partials one column too long",
         "backward.cu",
-        "shared + team.team * kColumns,",
-        "shared + team.team * kColumns + kLength,",
+        "of_teams + team.team * kColumns,",
+        "of_teams + team.team * kColumns + kLength,",
         OUT_OF_BOUNDS,
         TEAMS_BACKWARD,
     ),
@@ -916,7 +920,7 @@ MUTATIONS = [
     Mutation(
         "the last rows' gradients are not written",
         "backward.cu",
-        "  }\n  flush_all();\n}",
+        "  }\n  flush_all(true);\n}",
         "  }\n}",
         UNWRITTEN,
         WARPS,
@@ -951,10 +955,66 @@ MUTATIONS = [
     Mutation(
         "dbias in the place of dweight",
         "backward.cu",
-        "flush(dbias, kDWeight ? 1 : 0)",
-        "flush(dbias, 0)",
+        "flush(dbias, kDWeight ? 1 : 0, complete)",
+        "flush(dbias, 0, complete)",
         UNWRITTEN,
         WARPS,
+    ),
+    Mutation(
+        "sums of rows over the gradients of teams",
+        "backward.cu",
+        "stage_of_teams + (kTeams > 1 ? kTeams * StageOfSums::kBytes : 0)",
+        "stage_of_teams",
+        f"{RACE}|{VALUE}",
+        SHARED_SUMS_OF_TEAMS,
+    ),
+    Mutation(
+        "sums of rows behind a weight that is held",
+        "backward.cu",
+        "stage_of_weight + (HoldWeight ? 0 : StageOfWeight::kBytes)",
+        "stage_of_weight + StageOfWeight::kBytes",
+        OUT_OF_BOUNDS,
+        staged("backward.cu", shared_sums=2, teams=1, hold_weight=True),
+    ),
+    Mutation(
+        "both gradients' sums of rows in one place",
+        "backward.cu",
+        "stage_of_sums + index * StageOfSums::kBytes",
+        "stage_of_sums",
+        VALUE,
+        SHARED_SUMS,
+    ),
+    Mutation(
+        "sums of rows begin with what shared memory held",
+        "backward.cu",
+        "if (flushed) sums = StageOfSums::read(place, p);",
+        "sums = StageOfSums::read(place, p);",
+        UNWRITTEN,
+        SHARED_SUMS,
+    ),
+    Mutation(
+        "complete sums stay in shared memory",
+        "backward.cu",
+        "if (complete || !(shared || HoldSums)) {",
+        "if (!(shared || HoldSums)) {",
+        UNWRITTEN,
+        SHARED_SUMS,
+    ),
+    Mutation(
+        "complete sums of teams stay in shared memory",
+        "backward.cu",
+        "T* const now = complete ? target : so_far;",
+        "T* const now = so_far;",
+        UNWRITTEN,
+        SHARED_SUMS_OF_TEAMS,
+    ),
+    Mutation(
+        "held sums of rows are not added to",
+        "backward.cu",
+        "          sums.set(held_sums[p]);\n",
+        "",
+        VALUE,
+        HELD_SUMS,
     ),
     Mutation(
         "the blocks' partials overlap",

@@ -439,6 +439,15 @@ FEW += [
     Case("few_short", "layer_norm", 37, 256, "bfloat16", regime="mixed_rows"),
     Case("few_short_odd", "layer_norm", 21, 504, "bfloat16", "bfloat16", None, relu=RELUS[1]),
     Case("few_short_mean", "layer_norm", 33, 248, "bfloat16", None, regime="mean_1e2", gap=8),
+    # More than run at once.
+    *(
+        Case("few_short_more", "layer_norm", 60, 256, "bfloat16", regime=regime, multiprocessors=1)
+        for regime in ("mixed_rows", "mean_1e2")
+    ),
+    # As many packs a thread, what is rare last.
+    Case("few_short_thin", "layer_norm", 37, 120, "float16", regime="mixed_rows"),
+    Case("few_short_thin_mean", "layer_norm", 21, 64, "float32", regime="mean_1e2", gap=4),
+    Case("few_short_wild", "layer_norm", 33, 40, "float32", regime="extreme", eps=1e-35),
 ]
 _SPLIT: dict[str, Any] = {"weight": "bfloat16", "bias": "bfloat16", "multiprocessors": 12}
 for _norm in NORMS:

@@ -53,6 +53,8 @@ class Staged:
     packs_per_thread: int = 1
     hold_weight: bool = False
     stage_bias: bool = False  # though the weight is held
+    shared_sums: int = 0
+    hold_sums: bool = False
     bulk: bool = False
     bitmask: bool = False
     groups: int = 2  # blocks of the grid, or clusters; not of strips
@@ -65,6 +67,8 @@ class Staged:
             over = f"{self.strips}x{self.row_threads}x{self.group_rows}"
         what = f"{self.file.removesuffix('.cu')}-{self.norm}-{self.x}-{self.other}-{self.regime}"
         how = f"{'-bulk' if self.bulk else ''}{'-counted' if self.counted else ''}"
+        how += f"-{self.shared_sums}_shared" if self.shared_sums else ""
+        how += "-held" if self.hold_sums else ""
         return f"{what}-{self.m}x{self.n}-{over}-{self.stages}{how}"
 
     @property
@@ -114,6 +118,8 @@ class Staged:
             "Bitmask": self.bitmask,
             "HoldWeight": self.hold_weight,
             "HoldBias": self.hold_weight and not self.stage_bias,
+            "SharedSums": self.shared_sums,
+            "HoldSums": self.hold_sums,
             "Bulk": self.bulk,
             "Stages": self.stages,
             "ClusterBlocks": self.cluster_blocks,
@@ -168,7 +174,7 @@ class Staged:
         stages = elements * (self.stages * (x + other) + (0 if held else other))
         gradients = self.other is not None or self.dbias
         partials = elements * compute if self.teams > 1 and gradients else 0
-        return scratch + stages + partials
+        return scratch + stages + partials + self.shared_sums * self.columns * compute
 
     @property
     def _spec(self) -> BackwardSpec:
@@ -196,7 +202,16 @@ class Staged:
             if not self.is_forward:
                 dy = make_values("normal", x.shape, dtype, 4)
                 dy_on_gpu = gap.apply(gpu.cupy, dy)
-                self._check_backward(gpu, (dy, x, weight), (dy_on_gpu, on_gpu))
+                partials = self._check_backward(gpu, (dy, x, weight), (dy_on_gpu, on_gpu))
+                if self.shared_sums or self.hold_sums:
+                    # Where sums wait does not show in their bits.
+                    in_partials = dataclasses.replace(
+                        self, shared_sums=0, hold_sums=False, in_place=False
+                    )
+                    again = gap.apply(gpu.cupy, dy), gap.apply(gpu.cupy, x)
+                    same = in_partials._check_backward(gpu, (dy, x, weight), again)
+                    bits = f"u{partials.itemsize}"
+                    np.testing.assert_equal(partials.view(bits), same.view(bits), "bits of sums")
             else:
                 found = self._check_forward(gpu, (x, weight, bias), on_gpu)
                 if self.counted is not None:
@@ -244,7 +259,8 @@ class Staged:
         )
         return found
 
-    def _check_backward(self, gpu: Gpu, host: Any, rows: tuple[Array, Array]) -> None:
+    def _check_backward(self, gpu: Gpu, host: Any, rows: tuple[Array, Array]) -> Any:
+        """Return the partials, if there are any."""
         compute = np.dtype(compute_dtype(self.x)).type
         _, x, weight = host
         dx = rows[0] if self.in_place else gpu.cupy.empty(x.shape, x.dtype)
@@ -267,12 +283,13 @@ class Staged:
                 gpu.cupy.empty(exchanged // compute().itemsize, compute),
             )
             self._launch(gpu, *rows, *operands, bits, dx, dweight, dbias, *exchange, *sizes)
-            gradients = gpu.to_numpy(dweight), gpu.to_numpy(dbias)
+            gradients, found = (gpu.to_numpy(dweight), gpu.to_numpy(dbias)), None
         else:
             wanted = weight is not None, self.dbias
             partials = gpu.cupy.empty((sum(wanted), self.groups, self.n), compute)
             self._launch(gpu, *rows, *operands, bits, dx, partials, *sizes)
-            sums = iter(gpu.to_numpy(partials).sum(axis=1, dtype=np.float64).astype(dtype))
+            found = gpu.to_numpy(partials)
+            sums = iter(found.sum(axis=1, dtype=np.float64).astype(dtype))
             gradients = tuple(next(sums) if one else None for one in wanted)
         testing.check_backward(
             self.norm,
@@ -285,6 +302,7 @@ class Staged:
             axis=-1,
             zero_centered=self.zero_centered,
         )
+        return found
 
 
 def _staged() -> Iterable[Staged]:
@@ -421,6 +439,48 @@ def _staged() -> Iterable[Staged]:
                     staged(140, 256, dbias=False, in_place=True, groups=1, stages=2, bulk=True),
                     *(staged(m, 512, cluster_blocks=2, stages=4, bulk=True) for m in (2, 8, 9, 20)),
                     staged(31, 768, cluster_blocks=3, groups=1, stages=6, bulk=True),
+                    # Sums of more rows than are added up in registers, or of as many, of both
+                    # gradients or one, in shared memory; the other's in partials or registers.
+                    staged(128, 200, groups=1, shared_sums=2),
+                    staged(129, 256, other=None, packs_per_thread=2, groups=1, shared_sums=1),
+                    staged(130, 256, groups=1, hold_weight=True, shared_sums=2),
+                    staged(
+                        150,
+                        250,
+                        "float64",
+                        other="float64",
+                        packs_per_thread=2,
+                        groups=1,
+                        shared_sums=2,
+                    ),
+                    staged(140, 301, "bfloat16", groups=1, shared_sums=1, stages=3),
+                    *(
+                        staged(
+                            600,
+                            24,
+                            row_threads=8,
+                            teams=4,
+                            groups=1,
+                            hold_weight=held,
+                            shared_sums=sums,
+                        )
+                        for sums, held in ((1, False), (2, False), (2, True))
+                    ),
+                    *(
+                        staged(
+                            140,
+                            512,
+                            cluster_blocks=2,
+                            groups=1,
+                            stages=4,
+                            bulk=True,
+                            dbias=dbias,
+                            hold_weight=dbias,
+                            shared_sums=int(dbias),
+                            hold_sums=True,
+                        )
+                        for dbias in (True, False)
+                    ),
                 )
 
 
