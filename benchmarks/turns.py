@@ -85,8 +85,8 @@ def typical_times(
 
     The first round warms up, and so does the first launch of a turn: the one before is another's.
     Each turn goes on with the set of arrays after the last one counted, so that 17 rounds have each
-    of 50. The time is the mean of the
-    middle half: events come in steps of up to 0.2 us (H200), which a median would be rounded to.
+    of 50. The time is the mean of the middle half: events come in steps of up to 0.2 us (H200),
+    which a median would be rounded to.
     """
     times: list[list[float]] = [[] for _ in launches]
     for turn in range(rounds + 1):
