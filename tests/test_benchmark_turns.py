@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from benchmarks import results, turns
@@ -70,6 +71,28 @@ def test_each_set_of_arrays_has_its_turn_and_far_off_times_do_not_count() -> Non
     assert begun == ["a", "d", "c", "b", "a"]
     middle = sorted([2, 4, 0, 3, 6, 1000, 4, 8, 0, 5, 10, 0])[3:-3]
     assert found == sum(middle) / len(middle)
+
+
+def test_each_graph_is_launched_once_before_any_is_timed(monkeypatch) -> None:
+    """The first launch of a graph may take longer."""
+    launched, timed = [], []
+
+    class Checkout:
+        def capture(self, problem, inputs) -> SimpleNamespace:
+            name = f"{id(self)} {id(inputs)}"
+            return SimpleNamespace(launch=lambda: launched.append(name), outputs=[np.zeros(2)])
+
+    def typical_times(clock, launches, rounds) -> list[float]:
+        timed.append([len(of_checkout) for of_checkout in launches])
+        assert len(launched) == len(set(launched)) == 2 * 50
+        return [1.0, 2.0]
+
+    monkeypatch.setattr(turns, "typical_times", typical_times)
+    problem = Problem("rms_norm", "forward", 2, 8, "float32", "float32")
+    clock = SimpleNamespace(cache_bytes=1 << 20)
+    found = turns.time(problem, [Checkout(), Checkout()], clock, 3, np)
+    assert found == ([1.0, 2.0], [True])
+    assert timed == [[50, 50]]
 
 
 def test_turns_are_a_table_with_what_differs(checkouts, monkeypatch, capsys) -> None:
