@@ -69,7 +69,6 @@ MOST_CLUSTER_BLOCKS = 16
 
 STAGED_THREADS = 512  # at most, of a block that stages rows in the forward pass
 TWO_CLUSTERS_THREADS = 256  # the same, where two are on a multiprocessor
-SPLIT_BLOCKS = 4  # of a cluster that has a row of few
 
 MOST_SHORT_ELEMENTS = 1 << 23  # of few rows of less than a warp
 
@@ -84,7 +83,7 @@ class ResidentForward:
     `rare_last`: what is rare comes last in the code, for few rows. `hold_weight`: weight and bias
     are asked for with the row, not after it is measured. `full`: the row fills its threads' packs
     exactly. `blocks_ahead`: a block has the L2 fetch the rows of the one so many later, or none if
-    0; of an x of 32 MiB or more only `ahead_if_large`.
+    0; of an x of 32 MiB or more `blocks_ahead_if_large`.
     """
 
     row_threads: int
@@ -95,7 +94,7 @@ class ResidentForward:
     vector: int
     rare_last: bool
     blocks_ahead: int
-    ahead_if_large: bool
+    blocks_ahead_if_large: int
     hold_weight: bool
     full: bool
 
@@ -330,14 +329,16 @@ def forward_config(
     # for the slowest than it gains: 3% at N = 8192 (bfloat16, float32 weight, H200). A 16-bit
     # weight costs half as many: 5.9 us against 6.4 at 1x8192, 4089 GB/s against 4088 at 32768x8192.
     affine = _affine_registers(spec, packs_per_thread)
-    most_held = 16 if spec.x == "float64" else 32
+    # RMSNorm of float64 holds it by 8 warps: 497 us, not 503, at 32768x4096 (H200).
+    held_of_float64 = spec.norm == "rms_norm" and spec.x == "float64" and packs_per_thread > 4
+    most_held = 16 if spec.x == "float64" and not held_of_float64 else 32
     # With more threads instead, LayerNorm takes 68.9 us against 72.2 at 1048576x64, 132 against 141
     # at 128; 14.7 against 13.9 at 32768x256 (bfloat16, H200).
     crowded = spec.norm == "layer_norm" and packs <= 16 and affine > 24
     if crowded:
         most_held = 24
     slim_weight = affine <= 16 and _widest(spec.weight, spec.bias) <= 2
-    most_threads = 256 if slim_weight else 128
+    most_threads = 256 if slim_weight or held_of_float64 else 128
     # Not in LayerNorm's rows of several warps: 4144 GB/s against 3659 at N = 4096, 3920 against
     # 3605 at 2048 (bfloat16, H200); few rows have few_rows_configs.
     never = wide or (spec.norm == "layer_norm" and row_threads > 32)
@@ -366,11 +367,26 @@ def forward_config(
     # At least two, as nothing spills: LayerNorm of float16 by 512 threads had 72 registers and one
     # block, and takes 14.7 us, not 16.3, at 512x16384 (H200).
     blocks = max(2 if vector == length else 1, threads // block_threads)
-    # Of a large x a row ahead costs up to 20%, but where there are two blocks at once: LayerNorm
-    # takes 501 us, not 532, at 32768x16384, half as far ahead (bfloat16, H200).
-    ahead_if_large = spec.norm == "layer_norm" and row_threads > 384 and packs_per_thread == 4
-    ahead_if_large = ahead_if_large and architecture >= FIRST_WITH_ROWS_AHEAD
     blocks_ahead = _blocks_ahead(blocks, packs_per_thread, architecture)
+    # Of a large x rows ahead mostly cost more than they save: RMSNorm takes 37.5 us, not 35.8, at
+    # 32768x1024, LayerNorm 103.4, not 99.9, for 16384 of 6144, which have the fewest threads. But
+    # other rows of LayerNorm gain: of up to a warp 36.5, not 37.7, at 32768x1024, 36.7, not 38.0,
+    # with a bfloat16 weight and bias, 36.1, not 37.6, at 131072x256; longer ones half as far 68.7,
+    # not 69.4, at 32768x2048, 252.6, not 255.1, at 8192, 501, not 532, at 16384, of float16 255.4,
+    # not 270.2, at 8192, 117.6, not 131.8, for 16384 of 7168. And RMSNorm's by most threads: 251.3,
+    # not 252.7, at 32768x8192. Those of two blocks a multiprocessor half as far whatever the size:
+    # 22.9, not 23.5, for 1000 of 16384 (bfloat16, H200).
+    blocks_ahead_if_large = 0
+    if spec.norm == "rms_norm":
+        slim_x = ITEMSIZE[spec.x] == 2 and packs_per_thread == 4
+        if slim_x and row_threads == 256 and not hold_weight:
+            blocks_ahead_if_large = blocks_ahead // 2
+    elif row_threads <= 32:
+        blocks_ahead_if_large = blocks_ahead
+    elif not fewest_threads:
+        blocks_ahead_if_large = blocks_ahead // 2
+        if row_threads > 384:
+            blocks_ahead = blocks_ahead_if_large
     return ResidentForward(
         row_threads=row_threads,
         block_threads=block_threads,
@@ -379,8 +395,8 @@ def forward_config(
         cluster_blocks=1,
         vector=vector,
         rare_last=False,
-        blocks_ahead=blocks_ahead // 2 if ahead_if_large else blocks_ahead,
-        ahead_if_large=ahead_if_large,
+        blocks_ahead=blocks_ahead,
+        blocks_ahead_if_large=blocks_ahead_if_large,
         hold_weight=hold_weight,
         full=full,
     )
@@ -433,15 +449,13 @@ def few_rows_configs(
     if 0 < affine <= most_held:
         blocks = max(1, threads // config.block_threads)
         held = dataclasses.replace(
-            config,
+            _none_ahead(config),
             rare_last=True,
-            blocks_ahead=0,
-            ahead_if_large=False,
             hold_weight=True,
             blocks_per_multiprocessor=blocks,
         )
-        if architecture >= FIRST_WITH_CLUSTERS and _is_split(spec, config):
-            configs.append(_split(held))
+        if architecture >= FIRST_WITH_CLUSTERS:
+            configs += [_split(held, split) for split in _split_blocks(spec, config)]
         configs.append(held)
     plain = config.full and not (spec.bias or spec.relu or spec.zero_centered)
     plain = plain and ITEMSIZE[spec.x] == ITEMSIZE[spec.y] == 2
@@ -452,10 +466,15 @@ def few_rows_configs(
         blocks = 1024 // config.block_threads
         configs.append(
             dataclasses.replace(
-                config, blocks_ahead=0, hold_weight=False, blocks_per_multiprocessor=blocks
+                _none_ahead(config), hold_weight=False, blocks_per_multiprocessor=blocks
             )
         )
     return tuple((_most_at_once(few, multiprocessors), few) for few in configs)
+
+
+def _none_ahead(config: ResidentForward) -> ResidentForward:
+    """Return the configuration of rows that all run at once, of which none is fetched ahead."""
+    return dataclasses.replace(config, blocks_ahead=0, blocks_ahead_if_large=0)
 
 
 def _most_at_once(few: ResidentForward, multiprocessors: int) -> int:
@@ -481,7 +500,7 @@ def _short_rows_configs(
     (float16, H200); and what is rare comes last for LayerNorm, of whose rows one in twenty is
     measured again: 5.55 us, not 5.73, at 4096x256, 4.80, not 4.88, at 1024x256 (bfloat16, H200).
     """
-    at_once = dataclasses.replace(config, blocks_ahead=0)
+    at_once = _none_ahead(config)
     if spec.norm == "rms_norm":
         return ((_most_at_once(at_once, multiprocessors), at_once),) if config.blocks_ahead else ()
     if config.packs_per_thread > 4:  # beside which a second copy of what is rare spills
@@ -489,45 +508,50 @@ def _short_rows_configs(
     more: tuple[tuple[int, ResidentForward], ...] = ()
     if config.packs_per_thread == 4:
         blocks = 768 // config.block_threads
+        blocks_ahead = _blocks_ahead(blocks, 2, architecture)
         few = dataclasses.replace(
             config,
             row_threads=2 * config.row_threads,
             blocks_per_multiprocessor=blocks,
             packs_per_thread=2,
-            blocks_ahead=_blocks_ahead(blocks, 2, architecture),
+            blocks_ahead=blocks_ahead,
+            blocks_ahead_if_large=blocks_ahead,
             hold_weight=bool(spec.weight or spec.bias),
         )
         more = ((MOST_SHORT_ELEMENTS // n, few),)
-        at_once = dataclasses.replace(few, blocks_ahead=0)
+        at_once = _none_ahead(few)
     at_once = dataclasses.replace(at_once, rare_last=True)
     return (_most_at_once(at_once, multiprocessors), at_once), *more
 
 
-def _is_split(spec: ForwardSpec, config: ResidentForward) -> bool:
-    """Return whether few rows are those of a cluster, of blocks of two warps or more.
+def _split_blocks(spec: ForwardSpec, config: ResidentForward) -> tuple[int, ...]:
+    """Return the blocks, of two warps or more, of clusters that have few rows: the most first.
 
     A block waits for its instructions and loads, of which each of a cluster has its share:
     LayerNorm takes 5.3 us, not 6.2, for 8 rows of 16384, 5.2, not 5.4, for 8 of 8192, RMSNorm 5.3,
-    not 5.6, for 8 of 16384. Clusters of 2 and of 8 gain less. In shorter rows they wait for each
-    other as long: 4.94 us, not 4.91, for 8 of 4096 (bfloat16, H200). Sums of float64 keep the sign
-    of one of two NaNs, and which the compiler decides for each kernel: those would differ.
+    not 5.6, for 8 of 16384. Clusters of 2 and of 8 gain less, but of 2 more rows are at once:
+    LayerNorm takes 6.6 us, not 6.9, for 64 of 16384, as one block each 5.7 for 64 of 8192, either
+    way, RMSNorm 6.1, not 6.2, for 64 of 16384. In shorter rows they wait for each other as long:
+    4.94 us, not 4.91, for 8 of 4096 (bfloat16, H200). Sums of float64 keep the sign of one of two
+    NaNs, and which the compiler decides for each kernel: those would differ.
     """
-    if spec.x == "float64" or config.row_threads < 64 * SPLIT_BLOCKS:
-        return False
-    least_slots = 1024 if spec.norm == "layer_norm" else 2048  # packs, those past the end too
-    long = config.row_threads * config.packs_per_thread >= least_slots
-    return long and config.row_threads % (32 * SPLIT_BLOCKS) == 0
+    if spec.x == "float64" or config.row_threads < 256 or config.row_threads % 128:
+        return ()
+    slots = config.row_threads * config.packs_per_thread  # packs, those past the end too
+    if spec.norm == "layer_norm":
+        return (4, 2) if slots >= 2048 else (4,) if slots >= 1024 else ()
+    return (4,) if slots >= 2048 else ()
 
 
-def _split(config: ResidentForward) -> ResidentForward:
-    """Return the configuration of a row whose warps are those of a cluster."""
-    threads = config.row_threads // SPLIT_BLOCKS
+def _split(config: ResidentForward, blocks: int) -> ResidentForward:
+    """Return the configuration of a row whose warps are those of a cluster of blocks."""
+    threads = config.row_threads // blocks
     return dataclasses.replace(
         config,
         row_threads=threads,
         block_threads=threads,
-        blocks_per_multiprocessor=config.blocks_per_multiprocessor * SPLIT_BLOCKS,
-        cluster_blocks=SPLIT_BLOCKS,
+        blocks_per_multiprocessor=config.blocks_per_multiprocessor * blocks,
+        cluster_blocks=blocks,
     )
 
 
@@ -728,13 +752,18 @@ def _deep_forward(
     if rest or wide or spec.x == "float64" or (spills and packs_per_thread > 6):
         return None
     three = _three_stages(spec, n, vector, cluster_blocks, STAGED_THREADS, packs_per_thread)
-    # LayerNorm's 32 rows of 262144 float32, in two stages, take 26.5 us by a kernel that can count,
-    # 25.4 by one that cannot; 2048 of them 1016 by a count, 1024 without (H200).
+    found = [three]
+    # A float32 bias leaves shared memory no third stage beside 8 packs of float32, but registers
+    # hold it: LayerNorm of 32 rows of 262144 takes 24.5 us, not 25.5, of 512 257, not 262, of one,
+    # which waits for it, 9.1, not 8.7 (H200). With a ReLU or moved by single elements it spills.
+    if spec.x == "float32" and vector == pack_length(spec.x) and not spec.relu:
+        found.append(dataclasses.replace(three, hold_bias=True))
+    # In two stages they take 26.5 us by a kernel that can count, 25.4 by one that cannot; 2048 of
+    # them 1016 by a count, 1024 without (H200).
     counted = three.counted and spec.norm == "rms_norm"
-    for deep in three, dataclasses.replace(three, stages=2, counted=counted):
-        if staged_forward_bytes(spec, deep) <= shared_limit(architecture):
-            return deep
-    return None
+    found.append(dataclasses.replace(three, stages=2, counted=counted))
+    fitting = (d for d in found if staged_forward_bytes(spec, d) <= shared_limit(architecture))
+    return next(fitting, None)
 
 
 def _two_clusters_forward(
@@ -1215,19 +1244,30 @@ def _in_bulk(
 
     LayerNorm, whose instructions are what it waits for, saves 6% of them: 197 us against 205 at
     N = 4096, 306 against 327 at 6144, 396 against 402 at 8192, 397 against 408 for 8192 rows of
-    32768, 400 against 408 for 4096 of 65536. But in clusters of two 408 against 399 for 16384 rows
-    of 16384, where RMSNorm takes 752 against 762 for 32768; elsewhere RMSNorm takes 1 to 2% more,
-    and rows that do not fill their packs 677 against 636 for 8192 of 40960. In clusters 6 stages:
-    with 5, 417 where 6 take 397 (bfloat16, H200). Without gradients two blocks of the others'
-    shared memory find room on a multiprocessor.
+    32768, 400 against 408 for 4096 of 65536. But of 16 bits, in clusters of two, 387 against 384
+    for 16384 rows of 16384, where RMSNorm takes 752 against 762 for 32768. Elsewhere RMSNorm of 16
+    bits takes 1 to 2% more, and rows that do not fill their packs 677 against 636 for 8192 of
+    40960 (bfloat16, H200). Of float64 either norm gains 1 to 5%, and in clusters so does float32:
+    380 against 394 and 383 against 395 for 16384 of 4096 float64, 382 against 391 for RMSNorm's
+    8192 of 16384 float32, 381 against 387 for LayerNorm's 16384 of 8192.
+
+    In LayerNorm's larger clusters 6 stages: with 5, 417 where 6 take 397; in RMSNorm's 5: 382 and
+    381 for 8192 of 16384 and 4096 of 32768 float32, with 6 389 and 380. Without gradients two
+    blocks of the others' shared memory find room on a multiprocessor.
     """
+    size = ITEMSIZE[spec.x]
     plain = config.full and config.vector == pack_length(spec.x) and config.row_threads >= 64
-    plain = plain and ITEMSIZE[spec.x] == ITEMSIZE[spec.dy] <= 4 and spec.gradients > 0
+    plain = plain and size == ITEMSIZE[spec.dy] and spec.gradients > 0
     in_pairs = config.cluster_blocks == 2
-    if architecture != 90 or not plain or in_pairs != (spec.norm == "rms_norm"):
+    if spec.norm == "layer_norm":
+        ahead = size >= 4 or not in_pairs
+    else:
+        ahead = size == 8 or in_pairs or (size == 4 and config.cluster_blocks > 2)
+    if architecture != 90 or not (plain and ahead):
         return None
-    if in_pairs and config.packs_per_thread > 4:  # shared memory would have no room for the sums
+    of_five = in_pairs or (spec.norm == "rms_norm" and config.cluster_blocks > 2)
+    if of_five and config.packs_per_thread > 4:  # shared memory would have no room for the sums
         return None
-    stages = 5 if in_pairs else 4 if config.cluster_blocks == 1 else 6
+    stages = 5 if of_five else 4 if config.cluster_blocks == 1 else 6
     in_bulk = dataclasses.replace(config, bulk=True, stages=stages)
     return in_bulk if staged_backward_bytes(spec, in_bulk) <= limit else None

@@ -91,7 +91,7 @@ def forward_instantiation(
             *what,
             config.rare_last,
             config.blocks_ahead,
-            config.ahead_if_large,
+            config.blocks_ahead_if_large,
             config.hold_weight,
             config.cluster_blocks,
             config.row_threads,

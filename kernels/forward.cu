@@ -19,7 +19,7 @@
 // RareLast:  what rows out of range need lies behind the end of all else: for few rows, as in decoding,
 //            where registers are to spare. The same bits.
 // BlocksAhead: while a block waits for its rows it has the L2 fetch those of the block so many later,
-//            of a large x only if AheadIfLarge; 0 is none.
+//            of a large x BlocksAheadIfLarge; 0 is none.
 #include "affine.cuh"
 #include "relu.cuh"
 #include "statistics.cuh"
@@ -92,7 +92,7 @@ __device__ __forceinline__ Statistics<Compute<X>> measure(TeamOf& team,
 }
 
 template <typename X, typename Weight, typename Bias, typename Y, bool Centered, bool ZeroCentered,
-          bool StoreStatistics, bool Relu, bool RareLast, int BlocksAhead, bool AheadIfLarge,
+          bool StoreStatistics, bool Relu, bool RareLast, int BlocksAhead, int BlocksAheadIfLarge,
           bool HoldWeight, int ClusterBlocks, int RowThreads, int BlockThreads,
           int BlocksPerMultiprocessor, int PacksPerThread, bool Full, int Vector>
 __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_forward(
@@ -158,11 +158,11 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
   }
   // Behind the loads of what is held, which the compiler moves past the branch otherwise: 8.0 us, not
   // 8.9, at LayerNorm's 4096x768 (float16, H200).
-  if constexpr (BlocksAhead > 0) {
-    if (AheadIfLarge || !is_large(bytes)) {
-      prefetch_row_ahead<PacksPerThread>(x, x_stride, row + BlocksAhead * team.kTeams, n_rows,
-                                         team.rank, n_cols);
-    }
+  const bool large = is_large(bytes);
+  if (large ? BlocksAheadIfLarge > 0 : BlocksAhead > 0) {
+    const int ahead = large ? BlocksAheadIfLarge : BlocksAhead;
+    prefetch_row_ahead<PacksPerThread>(x, x_stride, row + ahead * team.kTeams, n_rows, team.rank,
+                                       n_cols);
   }
 
   // 2. Mean and variance. A row whose first mean was far off is measured again from the mean found,

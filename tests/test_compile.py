@@ -9,6 +9,7 @@ bounds allow, fails here.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.util
 import itertools
@@ -142,7 +143,18 @@ def instantiations(architecture: int) -> list[Instantiation]:
     for x, weight in itertools.product(("float32", "float16", "bfloat16"), ("float32", None)):
         eight = ForwardSpec("rms_norm", x, weight, None, x, False, True, False)
         add(2048 * pack_length(x), (1, pack_length(x)), [eight])
-    # What 16 blocks stage in no other way, of LayerNorm with the bias in shared memory.
+    # Of float64 RMSNorm's weight is held; rows of float64, and of float32 those of two blocks or
+    # more, are copied in bulk.
+    for centred, clamped in (both, plain) if every else (plain,):
+        x = "float64"
+        for n, bias in itertools.product((2048, 4096), (None, x)):
+            add(n, (1, 2), [ForwardSpec("rms_norm", x, x, bias, x, centred, True, clamped)])
+        for x, n in (("float64", 768), ("float64", 4096), ("float32", 8192), ("float32", 16384)):
+            for norm, bias in (("rms_norm", None), ("layer_norm", x)):
+                spec = BackwardSpec(norm, x, x, x, bias, centred, clamped)
+                add(n, (pack_length(x),), (), [spec])
+    # What 16 blocks stage in no other way, of LayerNorm with the bias in shared memory or,
+    # without a ReLU, of 8 packs of float32 held.
     for norm, x, packs, (centred, clamped) in itertools.product(
         ("rms_norm", "layer_norm"),
         ("float32", "bfloat16"),
@@ -156,6 +168,10 @@ def instantiations(architecture: int) -> list[Instantiation]:
             n = 16 * 512 * packs * pack_length(x)
             config = forward_config(longest, n, vector, architecture)
             kernels[forward_instantiation(longest, config)] = None
+            if x == "float32" and packs == 8:
+                biased = dataclasses.replace(longest, bias="float32", store_statistics=False)
+                config = forward_config(biased, n, vector, architecture)
+                kernels[forward_instantiation(biased, config)] = None
     # Clusters of 16 blocks whose 4 packs of weight and bias are held, of full blocks and others.
     for packs, rest, y in ((30720, 0, "bfloat16"), (32768, 0, "bfloat16"), (32768, 8, "float32")):
         for centred, clamped in (plain, relu) if y == "bfloat16" else (both,):
@@ -357,10 +373,10 @@ def compiled(kernels: tuple[Instantiation, ...], architecture: str) -> Compiled:
 # bits, 5 packs a thread or more, would be read twice, and of 4, weight and bias held, takes 547 us
 # for 2048 rows of 262144, not 686 (H200).
 LAYER_NORM_BY_8_PACKS = (
-    r"norm_forward<bfloat16, .*, true, \w+, \w+, \w+, false, \d+, false, false, .*, 8, \w+, 8>"
+    r"norm_forward<bfloat16, .*, true, \w+, \w+, \w+, false, \d+, 0, false, .*, 8, \w+, 8>"
 )
 RMS_NORM_AT_ONCE = (
-    r"norm_forward<b?float16, .*(, false){2}, \w+(, false){2}, 0(, false){2}, .*"
+    r"norm_forward<b?float16, .*(, false){2}, \w+(, false){2}, 0, 0, false, .*"
     r", [456], 8, true, 8>"
 )
 LAYER_NORM_IN_PAIRS = r"norm_backward<bfloat16, .*, 3, 2, 384, 384, 1, 3, true, 8>"

@@ -157,7 +157,7 @@ def test_few_rows_differ_only_in_what_does_not_show(
             split = few.cluster_blocks > 1
             short = few.packs_per_thread != config.packs_per_thread
             hidden = ["rare_last", "hold_weight", "blocks_per_multiprocessor"]
-            hidden += ["blocks_ahead", "ahead_if_large"]
+            hidden += ["blocks_ahead", "blocks_ahead_if_large"]
             hidden += ["row_threads"] * (split or short) + ["packs_per_thread"] * short
             hidden += ["block_threads", "cluster_blocks"] * split
             same = {name: getattr(config, name) for name in hidden}
@@ -179,7 +179,9 @@ def test_few_rows_differ_only_in_what_does_not_show(
             if few.row_threads < 32:
                 rare_last = spec.norm == "layer_norm"
                 assert config.packs_per_thread <= 4 or not rare_last  # which would spill
-                assert few == dataclasses.replace(config, blocks_ahead=0, rare_last=rare_last)
+                assert few == dataclasses.replace(
+                    config, blocks_ahead=0, blocks_ahead_if_large=0, rare_last=rare_last
+                )
                 assert rows == 132 * config.blocks_per_multiprocessor * config.rows_per_block
                 continue
             if split:
@@ -248,16 +250,45 @@ def test_rows_are_fetched_ahead_by_what_all_multiprocessors_hold() -> None:
         at_once = 128 * of.blocks_per_multiprocessor * of.rows_per_block * n * 2
         assert (ahead == at_once) if of.packs_per_thread <= 4 else (ahead < at_once)
         assert 2 << 20 <= ahead <= 8 << 20
-        assert not of.ahead_if_large
     for x in ("bfloat16", "float16"):
         long = config("layer_norm", x, 16384)
         assert (long.block_threads, long.blocks_per_multiprocessor) == (512, 2)
-        assert (long.blocks_ahead, long.ahead_if_large) == (128, True)
+        assert (long.blocks_ahead, long.blocks_ahead_if_large) == (128, 128)
     for of in (
         config("rms_norm", "bfloat16", 1024, 86),
+        config("layer_norm", "bfloat16", 1024, 80),
         config("layer_norm", "bfloat16", 16384, 80),
     ):
-        assert (of.blocks_ahead, of.ahead_if_large) == (0, False)
+        assert (of.blocks_ahead, of.blocks_ahead_if_large) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("norm", "x", "weight", "n", "share"),
+    [
+        *(("layer_norm", "bfloat16", "float32", n, 1) for n in (64, 256, 640, 1024)),
+        *(("layer_norm", "bfloat16", "float32", n, 0.5) for n in (2048, 4096)),
+        # By the fewest threads.
+        *(("layer_norm", "bfloat16", "float32", n, 0) for n in (3072, 6144, 8192)),
+        *(("layer_norm", "bfloat16", "bfloat16", n, 0) for n in (3072, 6144, 12288)),
+        ("layer_norm", "bfloat16", "bfloat16", 8192, 0.5),
+        *(("layer_norm", "float16", "float16", n, 0.5) for n in (3072, 7168, 8192, 9728)),
+        *(("layer_norm", "float32", "float32", n, 0.5) for n in (1536, 5120)),
+        *(("rms_norm", "bfloat16", "float32", n, 0) for n in (256, 1024, 4096, 16384)),
+        ("rms_norm", "bfloat16", "float32", 8192, 0.5),
+        ("rms_norm", "bfloat16", "bfloat16", 8192, 0),  # which is held
+        ("rms_norm", "float32", "float32", 4096, 0),
+    ],
+)
+def test_of_a_large_x_some_rows_are_fetched_ahead(
+    norm: Norm, x: str, weight: str, n: int, share: float
+) -> None:
+    bias = weight if norm == "layer_norm" else None
+    spec = ForwardSpec(norm, x, weight, bias, x, False, False, False)
+    config = forward_config(spec, n, pack_length(x), 90)
+    assert isinstance(config, ResidentForward)
+    assert config.blocks_ahead_if_large == int(share * config.blocks_ahead)
+    for _, few in few_rows_configs(spec, config, n, 90, 132):
+        assert few.blocks_ahead_if_large == few.blocks_ahead or few == config
 
 
 def test_decoding_has_kernels_of_its_own() -> None:
@@ -268,7 +299,7 @@ def test_decoding_has_kernels_of_its_own() -> None:
         config = forward_config(spec, n, 8, 90)
         assert isinstance(config, ResidentForward)
         few_rows = few_rows_configs(spec, config, n, 90, 132)
-        blocks = [4, 1] if n in (8192, 16384, 24576) else [1]
+        blocks = {8192: [4, 1], 16384: [4, 2, 1], 24576: [4, 2, 1]}.get(n, [1])
         assert [few.cluster_blocks for _, few in few_rows] == blocks, n
         assert all(few.rare_last for _, few in few_rows), n
 
@@ -858,15 +889,18 @@ def test_full_long_rows_are_staged_by_16_blocks(norm: str, n: int) -> None:
         assert (config.cluster_blocks, config.packs_per_thread) == (16, n // 32768)
         assert config.hold_weight
         assert config.full
-        assert config.stages == (2 if layer_norm and n == 262144 else 3)
+        most = layer_norm and n == 262144
+        held = vector == 4 and not spec.relu  # else it spills
+        assert config.stages == (2 if most and not held else 3)
+        assert config.hold_bias == (most and held)
         # A block's shares of rows and, of LayerNorm, of the bias, behind its mailboxes, the sums of
         # 16 blocks, by turns, and of 16 warps, and what rows are asked for.
-        shares = config.stages + layer_norm
+        shares = config.stages + (layer_norm and not config.hold_bias)
         shared_bytes = 896 + 128 + shares * (n // 16 * 4)
         assert forward_instantiation(spec, config).shared_bytes == shared_bytes
         assert config.counted == (config.stages == 3)
         of_16_blocks.append(dataclasses.replace(config, vector=4))
-    assert len(set(of_16_blocks)) == 1
+    assert len(set(of_16_blocks)) == (2 if layer_norm and n == 262144 else 1)
     for other in (
         dataclasses.replace(plain, weight="float64", bias=None),
         dataclasses.replace(plain, x="float64", y="float64", bias=None),
@@ -878,11 +912,17 @@ def test_full_long_rows_are_staged_by_16_blocks(norm: str, n: int) -> None:
 
 
 @pytest.mark.parametrize(("norm", "counted"), [("rms_norm", True), ("layer_norm", False)])
-def test_beside_a_bias_the_longest_rows_have_two_stages(norm: Any, counted: bool) -> None:
+def test_the_bias_of_the_longest_rows_is_held_or_leaves_two_stages(
+    norm: Any, counted: bool
+) -> None:
     spec = ForwardSpec(norm, "float32", "float32", "float32", "float32", False, True, False)
-    config = forward_config(spec, 262144, 4, 90)
-    assert isinstance(config, StagedForward)
-    assert (config.stages, config.counted) == (2, counted)
+    for relu, found in ((False, (3, True, True)), (True, (2, False, counted))):
+        config = forward_config(dataclasses.replace(spec, relu=relu), 262144, 4, 90)
+        assert isinstance(config, StagedForward)
+        assert (config.stages, config.hold_bias, config.counted) == found
+    slim = forward_config(dataclasses.replace(spec, bias="bfloat16"), 262144, 4, 90)
+    assert isinstance(slim, StagedForward)
+    assert (slim.stages, slim.hold_bias) == (3, False)
 
 
 @pytest.mark.parametrize("norm", NORMS)
@@ -917,7 +957,7 @@ def test_wide_rows_of_layer_norm_have_8_packs_a_thread(x: str, n: int) -> None:
         # beside float64.
         wide = dataclasses.replace(spec, weight=x, bias=x)
         few = few_rows_configs(wide, config, n, 90, 132)
-        assert len(few) == 2 * (x == "float32" and vector == 4 and n == 8192)
+        assert len(few) == 3 * (x == "float32" and vector == 4 and n == 8192)
     assert isinstance(forward_config(spec, 2 * n, 1, 90), StagedForward)
 
 
@@ -942,7 +982,7 @@ def test_full_rows_are_copied_in_bulk() -> None:
                 aside = backward_config(plain, n, 1, 90)
                 for name in ("row_threads", "packs_per_thread", "cluster_blocks"):
                     assert getattr(config, name) == getattr(aside, name), name
-    # RMSNorm those of two blocks alone, with a bias as without.
+    # RMSNorm of 16 bits those of two blocks alone, with a bias as without.
     for bias, n, vector in itertools.product((None, "float32"), (8192, 16384, 32768), (1, 8)):
         config = backward_config(
             dataclasses.replace(plain, norm="rms_norm", dbias=bias), n, vector, 90
@@ -950,10 +990,24 @@ def test_full_rows_are_copied_in_bulk() -> None:
         assert isinstance(config, StagedBackward)
         in_bulk = (n, vector) == (16384, 8)
         assert (config.bulk, config.stages) == (in_bulk, 5 if in_bulk else 3)
+    # Of float32 all clusters, of float64 all rows of two warps or more; the blocks of a row and the
+    # stages of either norm.
+    for x, n, blocks, of_rms_norm, of_layer_norm in (
+        *(("float32", 4096, 1, None, 4), ("float32", 8192, 2, 5, 5)),
+        *(("float32", 16384, 4, 5, 6), ("float32", 65536, 16, 5, 6)),
+        ("float32", 20480, 4, None, None),  # 5 packs a thread, too many beside the stages
+        *(("float64", 512, 1, 4, 4), ("float64", 2048, 1, 4, 4), ("float64", 4096, 2, 5, 5)),
+        *(("float64", 8192, 4, 5, 6), ("float64", 128, 1, None, None)),
+    ):
+        for norm, stages in (("rms_norm", of_rms_norm), ("layer_norm", of_layer_norm)):
+            of_norm = BackwardSpec(norm, x, x, x, x, False, False)
+            config = backward_config(of_norm, n, pack_length(x), 90)
+            assert isinstance(config, StagedBackward)
+            assert (config.cluster_blocks, config.bulk) == (blocks, stages is not None), (x, n)
+            assert not config.bulk or config.stages == stages, (norm, x, n)
     for other in (
         dataclasses.replace(plain, norm="rms_norm"),
         dataclasses.replace(plain, dy="float32"),
-        dataclasses.replace(plain, x="float64", dy="float64"),
         dataclasses.replace(plain, weight=None, dbias=None),
     ):
         config = backward_config(other, 4096, pack_length(other.x), 90)

@@ -195,8 +195,8 @@ def regimes(kernel: Instantiation) -> Iterator[str]:
             yield f"{name}, a row to a cluster"
         return
     # The last are the threads of a row and of a block, blocks a multiprocessor, packs a thread,
-    # Full and Vector. Forward has before them RareLast, BlocksAhead, AheadIfLarge, HoldWeight and
-    # ClusterBlocks.
+    # Full and Vector. Forward has before them RareLast, BlocksAhead, BlocksAheadIfLarge, HoldWeight
+    # and ClusterBlocks.
     hold = 11 if name == "norm_forward" else 7
     team_threads, block_threads = int(values[-6]), int(values[-5])
     parts = {32: "one warp"}

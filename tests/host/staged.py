@@ -407,6 +407,8 @@ def _staged() -> Iterable[Staged]:
                     5, 512, row_threads=64, packs_per_thread=2, hold_weight=True, stage_bias=True
                 )
                 yield staged(5, 300, cluster_blocks=2, hold_weight=True, stage_bias=True)
+                # By 16 blocks, which ask for a float32 bias that is held when the sums are sent.
+                yield staged(3, 2048, row_threads=32, cluster_blocks=16, stages=3, hold_weight=True)
             if file == "backward.cu":
                 yield from (
                     # Teams of a block, some of them past the last row; gradients summed over them.
@@ -439,6 +441,20 @@ def _staged() -> Iterable[Staged]:
                     staged(140, 256, dbias=False, in_place=True, groups=1, stages=2, bulk=True),
                     *(staged(m, 512, cluster_blocks=2, stages=4, bulk=True) for m in (2, 8, 9, 20)),
                     staged(31, 768, cluster_blocks=3, groups=1, stages=6, bulk=True),
+                    *(
+                        staged(
+                            21,
+                            256,
+                            "float64",
+                            other="float64",
+                            packs_per_thread=2 // cluster_blocks,
+                            cluster_blocks=cluster_blocks,
+                            hold_weight=True,
+                            stages=5,
+                            bulk=True,
+                        )
+                        for cluster_blocks in (1, 2)
+                    ),
                     # Sums of more rows than are added up in registers, or of as many, of both
                     # gradients or one, in shared memory; the other's in partials or registers.
                     staged(128, 200, groups=1, shared_sums=2),
