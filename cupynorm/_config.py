@@ -329,7 +329,8 @@ def forward_config(
     # for the slowest than it gains: 3% at N = 8192 (bfloat16, float32 weight, H200). A 16-bit
     # weight costs half as many: 5.9 us against 6.4 at 1x8192, 4089 GB/s against 4088 at 32768x8192.
     affine = _affine_registers(spec, packs_per_thread)
-    # RMSNorm of float64 holds it by 8 warps: 497 us, not 503, at 32768x4096 (H200).
+    # Of float64, more than 4 packs a thread of RMSNorm have it held as well: 497 us, not 503, at
+    # 32768x4096 (H200).
     held_of_float64 = spec.norm == "rms_norm" and spec.x == "float64" and packs_per_thread > 4
     most_held = 16 if spec.x == "float64" and not held_of_float64 else 32
     # With more threads instead, LayerNorm takes 68.9 us against 72.2 at 1048576x64, 132 against 141
@@ -371,11 +372,12 @@ def forward_config(
     # Of a large x rows ahead mostly cost more than they save: RMSNorm takes 37.5 us, not 35.8, at
     # 32768x1024, LayerNorm 103.4, not 99.9, for 16384 of 6144, which have the fewest threads. But
     # other rows of LayerNorm gain: of up to a warp 36.5, not 37.7, at 32768x1024, 36.7, not 38.0,
-    # with a bfloat16 weight and bias, 36.1, not 37.6, at 131072x256; longer ones half as far 68.7,
-    # not 69.4, at 32768x2048, 252.6, not 255.1, at 8192, 501, not 532, at 16384, of float16 255.4,
-    # not 270.2, at 8192, 117.6, not 131.8, for 16384 of 7168. And RMSNorm's by most threads: 251.3,
-    # not 252.7, at 32768x8192. Those of two blocks a multiprocessor half as far whatever the size:
-    # 22.9, not 23.5, for 1000 of 16384 (bfloat16, H200).
+    # with a bfloat16 weight and bias, 36.1, not 37.6, at 131072x256, though 67.6, not 67.1, at
+    # 1048576x64; longer ones half as far 68.7, not 69.4, at 32768x2048, 252.6, not 255.1, at 8192,
+    # 501, not 532, at 16384, of float16 255.4, not 270.2, at 8192, 117.6, not 131.8, for 16384 of
+    # 7168. And RMSNorm's of 256 threads of 4 packs, the weight not held: 251.3, not 252.7, at
+    # 32768x8192. Those of more than 384 threads half as far whatever the size: 22.9, not 23.5, for
+    # 1000 of LayerNorm's 16384 (bfloat16, H200).
     blocks_ahead_if_large = 0
     if spec.norm == "rms_norm":
         slim_x = ITEMSIZE[spec.x] == 2 and packs_per_thread == 4
@@ -439,6 +441,7 @@ def few_rows_configs(
     # Beside the row's own; more would spill, or does by more threads.
     if ITEMSIZE[spec.x] == 2:
         needed = affine + 4 * config.packs_per_thread + 4 * spec.zero_centered
+        needed += 3 * config.packs_per_thread * spec.relu
         threads = 384 if needed > 80 else 512
         if config.packs_per_thread == 8 and spec.zero_centered and spec.relu:
             most_held = 32
@@ -530,17 +533,20 @@ def _split_blocks(spec: ForwardSpec, config: ResidentForward) -> tuple[int, ...]
     A block waits for its instructions and loads, of which each of a cluster has its share:
     LayerNorm takes 5.3 us, not 6.2, for 8 rows of 16384, 5.2, not 5.4, for 8 of 8192, RMSNorm 5.3,
     not 5.6, for 8 of 16384. Clusters of 2 and of 8 gain less, but of 2 more rows are at once:
-    LayerNorm takes 6.6 us, not 6.9, for 64 of 16384, as one block each 5.7 for 64 of 8192, either
-    way, RMSNorm 6.1, not 6.2, for 64 of 16384. In shorter rows they wait for each other as long:
-    4.94 us, not 4.91, for 8 of 4096 (bfloat16, H200). Sums of float64 keep the sign of one of two
-    NaNs, and which the compiler decides for each kernel: those would differ.
+    LayerNorm takes 6.6 us, not 6.9, for 64 of 16384; but 6.7, not 6.65, for 64 of 12288, 5.7 with
+    and without for 64 of 8192, RMSNorm 6.2, not 6.1, for 64 of 16384. In shorter rows they wait for
+    each other as long: 4.94 us, not 4.91, for 8 of 4096 (bfloat16, H200). Sums of float64 keep the
+    sign of one of two NaNs, and which the compiler decides for each kernel: those would differ. A
+    ReLU beside 8 packs would spill.
     """
-    if spec.x == "float64" or config.row_threads < 256 or config.row_threads % 128:
+    if spec.x == "float64" or (spec.relu and config.packs_per_thread == 8):
+        return ()
+    if config.row_threads < 256 or config.row_threads % 128:
         return ()
     slots = config.row_threads * config.packs_per_thread  # packs, those past the end too
-    if spec.norm == "layer_norm":
-        return (4, 2) if slots >= 2048 else (4,) if slots >= 1024 else ()
-    return (4,) if slots >= 2048 else ()
+    if slots >= 2048:
+        return (4, 2) if spec.norm == "layer_norm" else (4,)
+    return (4,) if spec.norm == "layer_norm" else ()
 
 
 def _split(config: ResidentForward, blocks: int) -> ResidentForward:
@@ -1247,9 +1253,10 @@ def _in_bulk(
     32768, 400 against 408 for 4096 of 65536. But of 16 bits, in clusters of two, 387 against 384
     for 16384 rows of 16384, where RMSNorm takes 752 against 762 for 32768. Elsewhere RMSNorm of 16
     bits takes 1 to 2% more, and rows that do not fill their packs 677 against 636 for 8192 of
-    40960 (bfloat16, H200). Of float64 either norm gains 1 to 5%, and in clusters so does float32:
-    380 against 394 and 383 against 395 for 16384 of 4096 float64, 382 against 391 for RMSNorm's
-    8192 of 16384 float32, 381 against 387 for LayerNorm's 16384 of 8192.
+    40960 (bfloat16, H200). Of float64 either norm gains up to 5%, but RMSNorm by 16 blocks, and in
+    clusters so does float32: 380 against 394 and 383 against 395 for 16384 of 4096 float64, 392
+    against 384 for RMSNorm's 2048 of 32768, 382 against 391 for its 8192 of 16384 float32, 381
+    against 387 for LayerNorm's 16384 of 8192.
 
     In LayerNorm's larger clusters 6 stages: with 5, 417 where 6 take 397; in RMSNorm's 5: 382 and
     381 for 8192 of 16384 and 4096 of 32768 float32, with 6 389 and 380. Without gradients two
@@ -1265,8 +1272,11 @@ def _in_bulk(
         ahead = size == 8 or in_pairs or (size == 4 and config.cluster_blocks > 2)
     if architecture != 90 or not (plain and ahead):
         return None
-    of_five = in_pairs or (spec.norm == "rms_norm" and config.cluster_blocks > 2)
-    if of_five and config.packs_per_thread > 4:  # shared memory would have no room for the sums
+    packs = config.blocks_per_multiprocessor * config.block_threads * config.packs_per_thread
+    of_five = in_pairs or spec.norm == "rms_norm" or packs > 1024
+    of_five = of_five and config.cluster_blocks > 1
+    # Else shared memory would have no room for the sums.
+    if of_five and config.packs_per_thread > 4:
         return None
     stages = 5 if of_five else 4 if config.cluster_blocks == 1 else 6
     in_bulk = dataclasses.replace(config, bulk=True, stages=stages)

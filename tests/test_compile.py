@@ -133,8 +133,17 @@ def instantiations(architecture: int) -> list[Instantiation]:
     x = "bfloat16"
     choices = (both, plain) if every else (plain,)
     eights = [ForwardSpec("layer_norm", x, x, x, x, c, True, r) for c, r in choices]
+    # Of few rows the ReLU without a weight around 0 takes the most: that is not held.
+    clamped_eights = [ForwardSpec("layer_norm", x, x, b, x, False, True, True) for b in (x, None)]
     for packs in (1250, 3072):
         add(packs * 8, (8,), eights)
+        if every:
+            add(packs * 8, (8,), clamped_eights)
+    if every:
+        add(16000, (8,), clamped_eights)
+        floats = ForwardSpec("layer_norm", *4 * ("float32",), True, True, True)
+        add(8192, (4,), [floats])
+        add(16384, (8,), [ForwardSpec("rms_norm", x, x, None, x, False, True, True)])
     # LayerNorm of float16 by 9 to 16 warps, two blocks a multiprocessor.
     long = [ForwardSpec("layer_norm", "float16", *3 * ("float16",), c, True, r) for c, r in choices]
     for packs in (1664, 1984, 2048):
@@ -143,8 +152,8 @@ def instantiations(architecture: int) -> list[Instantiation]:
     for x, weight in itertools.product(("float32", "float16", "bfloat16"), ("float32", None)):
         eight = ForwardSpec("rms_norm", x, weight, None, x, False, True, False)
         add(2048 * pack_length(x), (1, pack_length(x)), [eight])
-    # Of float64 RMSNorm's weight is held; rows of float64, and of float32 those of two blocks or
-    # more, are copied in bulk.
+    # Of float64 RMSNorm's weight is held by 8 packs a thread; rows of float64, and of float32 those
+    # of two blocks or more, are copied in bulk.
     for centred, clamped in (both, plain) if every else (plain,):
         x = "float64"
         for n, bias in itertools.product((2048, 4096), (None, x)):

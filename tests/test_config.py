@@ -274,7 +274,7 @@ def test_rows_are_fetched_ahead_by_what_all_multiprocessors_hold() -> None:
         *(("layer_norm", "float16", "float16", n, 0.5) for n in (3072, 7168, 8192, 9728)),
         *(("layer_norm", "float32", "float32", n, 0.5) for n in (1536, 5120)),
         *(("rms_norm", "bfloat16", "float32", n, 0) for n in (256, 1024, 4096, 16384)),
-        ("rms_norm", "bfloat16", "float32", 8192, 0.5),
+        *(("rms_norm", "bfloat16", "float32", n, share) for n, share in ((6144, 0), (8192, 0.5))),
         ("rms_norm", "bfloat16", "bfloat16", 8192, 0),  # which is held
         ("rms_norm", "float32", "float32", 4096, 0),
     ],
@@ -302,6 +302,41 @@ def test_decoding_has_kernels_of_its_own() -> None:
         blocks = {8192: [4, 1], 16384: [4, 2, 1], 24576: [4, 2, 1]}.get(n, [1])
         assert [few.cluster_blocks for _, few in few_rows] == blocks, n
         assert all(few.rare_last for _, few in few_rows), n
+
+
+@pytest.mark.parametrize(
+    ("norm", "x", "n", "relu", "blocks"),
+    [
+        ("layer_norm", "bfloat16", 8000, False, []),  # 128 threads
+        ("layer_norm", "float16", 12288, False, [4]),
+        ("layer_norm", "bfloat16", 16384, True, [4, 2]),
+        ("layer_norm", "bfloat16", 24576, True, []),  # 8 packs, beside which it would spill
+        ("rms_norm", "bfloat16", 8192, False, []),
+        ("rms_norm", "bfloat16", 16384, False, [4]),
+        ("rms_norm", "bfloat16", 16384, True, []),
+    ],
+)
+def test_few_long_rows_are_those_of_clusters(
+    norm: Norm, x: str, n: int, relu: bool, blocks: list[int]
+) -> None:
+    bias = x if norm == "layer_norm" else None
+    spec = ForwardSpec(norm, x, x, bias, x, False, False, relu)
+    config = forward_config(spec, n, 8, 90)
+    assert isinstance(config, ResidentForward)
+    found = few_rows_configs(spec, config, n, 90, 132)
+    rows = [(rows, few.cluster_blocks) for rows, few in found if few.cluster_blocks > 1]
+    assert rows == [(132 // count, count) for count in blocks]
+
+
+@pytest.mark.parametrize(
+    ("norm", "n", "held"),
+    [("rms_norm", 4096, True), ("rms_norm", 2048, False), ("layer_norm", 4096, False)],
+)
+def test_the_weight_of_long_rows_of_float64_is_held(norm: Norm, n: int, held: bool) -> None:
+    spec = ForwardSpec(norm, "float64", "float64", None, "float64", False, False, False)
+    config = forward_config(spec, n, 2, 90)
+    assert isinstance(config, ResidentForward)
+    assert config.hold_weight == held
 
 
 @pytest.mark.parametrize(
@@ -965,7 +1000,8 @@ def test_full_rows_are_copied_in_bulk() -> None:
     plain = BackwardSpec("layer_norm", "bfloat16", "bfloat16", "float32", "float32", False, False)
     for n, blocks, stages in (
         *((1024, 1, None), (2048, 1, 4), (4096, 1, 4), (8192, 1, 4), (8184, 1, None)),
-        *((16384, 2, None), (32768, 4, 6), (32760, 4, None), (65536, 8, 6), (131072, 16, 6)),
+        *((12288, 4, 5), (16384, 2, None), (32768, 4, 6), (32760, 4, None)),
+        *((65536, 8, 6), (131072, 16, 6)),
     ):
         for vector in (1, 8):
             config = backward_config(plain, n, vector, 90)
@@ -998,6 +1034,7 @@ def test_full_rows_are_copied_in_bulk() -> None:
         ("float32", 20480, 4, None, None),  # 5 packs a thread, too many beside the stages
         *(("float64", 512, 1, 4, 4), ("float64", 2048, 1, 4, 4), ("float64", 4096, 2, 5, 5)),
         *(("float64", 8192, 4, 5, 6), ("float64", 128, 1, None, None)),
+        *(("float64", 6144, 8, 5, 5), ("float32", 12288, 8, 5, 5)),  # 3 blocks a multiprocessor
     ):
         for norm, stages in (("rms_norm", of_rms_norm), ("layer_norm", of_layer_norm)):
             of_norm = BackwardSpec(norm, x, x, x, x, False, False)

@@ -450,6 +450,7 @@ FEW += [
     Case("few_short_wild", "layer_norm", 33, 40, "float32", regime="extreme", eps=1e-35),
 ]
 _SPLIT: dict[str, Any] = {"weight": "bfloat16", "bias": "bfloat16", "multiprocessors": 12}
+_PAIRS = _SPLIT | {"multiprocessors": 6}
 for _norm in NORMS:
     FEW += [
         Case("few_split", _norm, 3, 16384, "bfloat16", **_SPLIT),
@@ -460,6 +461,10 @@ FEW += [
     Case("few_split_wild", "layer_norm", 3, 4092, "float32", regime="extreme", **_SPLIT),
     Case("few_split_in_place", "layer_norm", 3, 8184, "float16", in_place=True, **_SPLIT),
     Case("few_split_relu", "layer_norm", 3, 4096, "float32", relu=RELUS[1], **_SPLIT),
+    # By clusters of two, as fewer multiprocessors have room for.
+    Case("few_pairs", "layer_norm", 3, 16384, "bfloat16", **_PAIRS),
+    Case("few_pairs_odd", "layer_norm", 2, 16376, "bfloat16", gap=8, regime="off_guess", **_PAIRS),
+    Case("few_pairs_wild", "layer_norm", 3, 8192, "float32", regime="extreme", **_PAIRS),
 ]
 # More than hold the weight at once, of which all run at once all the same.
 FEW.append(Case("few_at_once", "rms_norm", 9, 10240, "bfloat16", bias=None, regime="extreme"))
