@@ -443,7 +443,7 @@ def few_rows_configs(
         needed = affine + 4 * config.packs_per_thread + 4 * spec.zero_centered
         needed += 3 * config.packs_per_thread * spec.relu
         threads = 384 if needed > 80 else 512
-        if config.packs_per_thread == 8 and spec.zero_centered and spec.relu:
+        if config.packs_per_thread == 8 and spec.relu:
             most_held = 32
     elif config.packs_per_thread == 8:
         most_held = (64 if spec.x == "float32" else 32) if config.full else 0

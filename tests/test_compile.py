@@ -152,16 +152,18 @@ def instantiations(architecture: int) -> list[Instantiation]:
     for x, weight in itertools.product(("float32", "float16", "bfloat16"), ("float32", None)):
         eight = ForwardSpec("rms_norm", x, weight, None, x, False, True, False)
         add(2048 * pack_length(x), (1, pack_length(x)), [eight])
-    # Of float64 RMSNorm's weight is held by 8 packs a thread; rows of float64, and of float32 those
-    # of two blocks or more, are copied in bulk.
+    # Of float64 RMSNorm's weight is held by 8 packs a thread.
     for centred, clamped in (both, plain) if every else (plain,):
         x = "float64"
-        for n, bias in itertools.product((2048, 4096), (None, x)):
-            add(n, (1, 2), [ForwardSpec("rms_norm", x, x, bias, x, centred, True, clamped)])
-        for x, n in (("float64", 768), ("float64", 4096), ("float32", 8192), ("float32", 16384)):
-            for norm, bias in (("rms_norm", None), ("layer_norm", x)):
-                spec = BackwardSpec(norm, x, x, x, bias, centred, clamped)
-                add(n, (pack_length(x),), (), [spec])
+        add(4096, (2,), [ForwardSpec("rms_norm", x, x, None, x, centred, True, clamped)])
+    # Rows of float64, and of float32 those of two blocks or more, are copied in bulk there alone.
+    for norm, (x, n), (centred, clamped) in itertools.product(
+        ("rms_norm", "layer_norm"),
+        (("float64", 768), ("float64", 4096), ("float32", 8192), ("float32", 16384)),
+        (both, plain) if architecture == 90 else (),
+    ):
+        bias = x if norm == "layer_norm" else None
+        add(n, (pack_length(x),), (), [BackwardSpec(norm, x, x, x, bias, centred, clamped)])
     # What 16 blocks stage in no other way, of LayerNorm with the bias in shared memory or,
     # without a ReLU, of 8 packs of float32 held.
     for norm, x, packs, (centred, clamped) in itertools.product(
