@@ -329,17 +329,16 @@ def forward_config(
     # for the slowest than it gains: 3% at N = 8192 (bfloat16, float32 weight, H200). A 16-bit
     # weight costs half as many: 5.9 us against 6.4 at 1x8192, 4089 GB/s against 4088 at 32768x8192.
     affine = _affine_registers(spec, packs_per_thread)
-    # Of float64, more than 4 packs a thread of RMSNorm have it held as well: 497 us, not 503, at
-    # 32768x4096 (H200).
-    held_of_float64 = spec.norm == "rms_norm" and spec.x == "float64" and packs_per_thread > 4
-    most_held = 16 if spec.x == "float64" and not held_of_float64 else 32
+    most_held = 16 if spec.x == "float64" else 32
     # With more threads instead, LayerNorm takes 68.9 us against 72.2 at 1048576x64, 132 against 141
     # at 128; 14.7 against 13.9 at 32768x256 (bfloat16, H200).
     crowded = spec.norm == "layer_norm" and packs <= 16 and affine > 24
     if crowded:
         most_held = 24
     slim_weight = affine <= 16 and _widest(spec.weight, spec.bias) <= 2
-    most_threads = 256 if slim_weight or held_of_float64 else 128
+    most_threads = 256 if slim_weight else 128
+    if spec.norm == "rms_norm" and spec.x == "float64" and packs_per_thread > 4:
+        most_held, most_threads = 32, 256  # 497 us, not 503, at 32768x4096 (H200)
     # Not in LayerNorm's rows of several warps: 4144 GB/s against 3659 at N = 4096, 3920 against
     # 3605 at 2048 (bfloat16, H200); few rows have few_rows_configs.
     never = wide or (spec.norm == "layer_norm" and row_threads > 32)
@@ -380,8 +379,8 @@ def forward_config(
     # 1000 of LayerNorm's 16384 (bfloat16, H200).
     blocks_ahead_if_large = 0
     if spec.norm == "rms_norm":
-        slim_x = ITEMSIZE[spec.x] == 2 and packs_per_thread == 4
-        if slim_x and row_threads == 256 and not hold_weight:
+        of_most_threads = (row_threads, packs_per_thread) == (256, 4)
+        if ITEMSIZE[spec.x] == 2 and of_most_threads and not hold_weight:
             blocks_ahead_if_large = blocks_ahead // 2
     elif row_threads <= 32:
         blocks_ahead_if_large = blocks_ahead
@@ -518,7 +517,7 @@ def _short_rows_configs(
             blocks_per_multiprocessor=blocks,
             packs_per_thread=2,
             blocks_ahead=blocks_ahead,
-            blocks_ahead_if_large=blocks_ahead,
+            blocks_ahead_if_large=blocks_ahead,  # never: the two alike leave no branch
             hold_weight=bool(spec.weight or spec.bias),
         )
         more = ((MOST_SHORT_ELEMENTS // n, few),)
@@ -758,17 +757,17 @@ def _deep_forward(
     if rest or wide or spec.x == "float64" or (spills and packs_per_thread > 6):
         return None
     three = _three_stages(spec, n, vector, cluster_blocks, STAGED_THREADS, packs_per_thread)
-    found = [three]
+    tried = [three]
     # A float32 bias leaves shared memory no third stage beside 8 packs of float32, but registers
     # hold it: LayerNorm of 32 rows of 262144 takes 24.5 us, not 25.5, of 512 257, not 262, of one,
     # which waits for it, 9.1, not 8.7 (H200). With a ReLU or moved by single elements it spills.
     if spec.x == "float32" and vector == pack_length(spec.x) and not spec.relu:
-        found.append(dataclasses.replace(three, hold_bias=True))
+        tried.append(dataclasses.replace(three, hold_bias=True))
     # In two stages they take 26.5 us by a kernel that can count, 25.4 by one that cannot; 2048 of
     # them 1016 by a count, 1024 without (H200).
     counted = three.counted and spec.norm == "rms_norm"
-    found.append(dataclasses.replace(three, stages=2, counted=counted))
-    fitting = (d for d in found if staged_forward_bytes(spec, d) <= shared_limit(architecture))
+    tried.append(dataclasses.replace(three, stages=2, counted=counted))
+    fitting = (d for d in tried if staged_forward_bytes(spec, d) <= shared_limit(architecture))
     return next(fitting, None)
 
 
@@ -1266,19 +1265,17 @@ def _in_bulk(
     size = ITEMSIZE[spec.x]
     plain = config.full and config.vector == pack_length(spec.x) and config.row_threads >= 64
     plain = plain and size == ITEMSIZE[spec.dy] and spec.gradients > 0
-    in_pairs = config.cluster_blocks == 2
+    clustered, in_pairs = config.cluster_blocks > 1, config.cluster_blocks == 2
     if spec.norm == "layer_norm":
         ahead = size >= 4 or not in_pairs
     else:
-        ahead = size == 8 or in_pairs or (size == 4 and config.cluster_blocks > 2)
+        ahead = size == 8 or in_pairs or (size == 4 and clustered)
     if architecture != 90 or not (plain and ahead):
         return None
     packs = config.blocks_per_multiprocessor * config.block_threads * config.packs_per_thread
-    of_five = in_pairs or spec.norm == "rms_norm" or packs > 1024
-    of_five = of_five and config.cluster_blocks > 1
-    # Else shared memory would have no room for the sums.
-    if of_five and config.packs_per_thread > 4:
+    of_five = clustered and (in_pairs or spec.norm == "rms_norm" or packs > 1024)
+    if of_five and config.packs_per_thread > 4:  # shared memory would have no room for the sums
         return None
-    stages = 5 if of_five else 4 if config.cluster_blocks == 1 else 6
+    stages = 5 if of_five else 6 if clustered else 4
     in_bulk = dataclasses.replace(config, bulk=True, stages=stages)
     return in_bulk if staged_backward_bytes(spec, in_bulk) <= limit else None

@@ -133,16 +133,14 @@ def instantiations(architecture: int) -> list[Instantiation]:
     x = "bfloat16"
     choices = (both, plain) if every else (plain,)
     eights = [ForwardSpec("layer_norm", x, x, x, x, c, True, r) for c, r in choices]
-    # Of few rows the ReLU without a weight around 0 takes the most: that is not held.
-    clamped_eights = [ForwardSpec("layer_norm", x, x, b, x, False, True, True) for b in (x, None)]
     for packs in (1250, 3072):
         add(packs * 8, (8,), eights)
-        if every:
-            add(packs * 8, (8,), clamped_eights)
+    # 8 packs a thread of few rows with a ReLU, beside which most is held without a bias.
     if every:
-        add(16000, (8,), clamped_eights)
-        floats = ForwardSpec("layer_norm", *4 * ("float32",), True, True, True)
-        add(8192, (4,), [floats])
+        clamped = [ForwardSpec("layer_norm", x, x, b, x, False, True, True) for b in (x, None)]
+        for packs in (1250, 2000, 3072):
+            add(packs * 8, (8,), clamped)
+        add(8192, (4,), [ForwardSpec("layer_norm", *4 * ("float32",), True, True, True)])
         add(16384, (8,), [ForwardSpec("rms_norm", x, x, None, x, False, True, True)])
     # LayerNorm of float16 by 9 to 16 warps, two blocks a multiprocessor.
     long = [ForwardSpec("layer_norm", "float16", *3 * ("float16",), c, True, r) for c, r in choices]
@@ -153,10 +151,10 @@ def instantiations(architecture: int) -> list[Instantiation]:
         eight = ForwardSpec("rms_norm", x, weight, None, x, False, True, False)
         add(2048 * pack_length(x), (1, pack_length(x)), [eight])
     # Of float64 RMSNorm's weight is held by 8 packs a thread.
+    x = "float64"
     for centred, clamped in (both, plain) if every else (plain,):
-        x = "float64"
         add(4096, (2,), [ForwardSpec("rms_norm", x, x, None, x, centred, True, clamped)])
-    # Rows of float64, and of float32 those of two blocks or more, are copied in bulk there alone.
+    # Rows of float64, and of float32 those of two blocks or more, are copied in bulk on sm_90.
     for norm, (x, n), (centred, clamped) in itertools.product(
         ("rms_norm", "layer_norm"),
         (("float64", 768), ("float64", 4096), ("float32", 8192), ("float32", 16384)),
