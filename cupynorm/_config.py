@@ -305,9 +305,11 @@ def forward_config(
     wide = _is_wide(spec)
     # Where weight and bias together are more than a 16-bit row, registers hold them from row to
     # row: at N = 16384, 0.91 of the copy's speed against 0.87; where they are no more, it is 0.99
-    # without (bfloat16, H200). LayerNorm of float32 and float64 has 8 packs a thread instead.
+    # without (bfloat16, H200). LayerNorm of float32 and float64 has 8 packs a thread instead, and
+    # RMSNorm: 79.8 us, not 82.6, for 4096 rows of 16384, 16.0, not 27.1, for 512 (bfloat16, float32
+    # weight and bias, H200).
     exceed = spec.weight and spec.bias and _affine_bytes(spec) > 4 and not wide
-    exceed = exceed and (spec.norm == "rms_norm" or ITEMSIZE[spec.x] == 2)
+    exceed = exceed and spec.norm == "layer_norm" and ITEMSIZE[spec.x] == 2
     # LayerNorm of 24576 takes 132 us in registers, 153 in shared memory (2**27 elements), with a
     # float32 weight and bias 83 and 80 (2**26 elements; bfloat16, H200).
     fewest_threads = _has_fewest_threads(spec, packs)
@@ -328,6 +330,9 @@ def forward_config(
     # Registers for weight and bias beside 40 to 60 for the rest. A row of more warps waits longer
     # for the slowest than it gains: 3% at N = 8192 (bfloat16, float32 weight, H200). A 16-bit
     # weight costs half as many: 5.9 us against 6.4 at 1x8192, 4089 GB/s against 4088 at 32768x8192.
+    # Beside a ReLU or a weight around zero fewer threads would be left: 66.7 us, not 73.9 and 71.1,
+    # at 13107x5120, 67.2 and 67.0, not 72.0 and 69.8, at 8192x8192 (bfloat16, H200).
+    plain = not (spec.relu or spec.zero_centered)
     affine = _affine_registers(spec, packs_per_thread)
     most_held = 16 if spec.x == "float64" else 32
     # With more threads instead, LayerNorm takes 68.9 us against 72.2 at 1048576x64, 132 against 141
@@ -336,7 +341,7 @@ def forward_config(
     if crowded:
         most_held = 24
     slim_weight = affine <= 16 and _widest(spec.weight, spec.bias) <= 2
-    most_threads = 256 if slim_weight else 128
+    most_threads = 256 if slim_weight and plain else 128
     if spec.norm == "rms_norm" and spec.x == "float64" and packs_per_thread > 4:
         most_held, most_threads = 32, 256  # 497 us, not 503, at 32768x4096 (H200)
     # Not in LayerNorm's rows of several warps: 4144 GB/s against 3659 at N = 4096, 3920 against
@@ -346,7 +351,7 @@ def forward_config(
     hold_weight = hold_weight and affine <= most_held
     # Threads that a multiprocessor must hold at once bound their registers. What would spill has
     # fewer: up to 122 registers where single 16-bit elements are moved.
-    slim = spec.norm == "rms_norm" and full and not (spec.relu or spec.zero_centered)
+    slim = spec.norm == "rms_norm" and full and plain
     slim = slim and architecture >= FIRST_WITH_CLUSTERS  # where NVRTC needs 80 registers, not 88
     if wide:
         threads = 256
@@ -360,7 +365,7 @@ def forward_config(
         threads = 512
     elif packs_per_thread > 4 or (hold_weight and not slim):
         threads = 640
-    elif crowded and full and length == 8 and not (spec.relu or spec.zero_centered):
+    elif crowded and full and length == 8 and plain:
         threads = 1024
     else:
         threads = 768
@@ -694,10 +699,7 @@ def _staged_forward(
     packs_per_thread = 4 if block_packs > 4 * 288 else 3
     block_threads = _team(block_packs, packs_per_thread)
     affine = _affine_registers(spec, packs_per_thread)
-    # Those that were measured: LayerNorm alone has more than 32 registers of them.
-    zero_centered_relu = spec.zero_centered and spec.relu
-    most_held = 64 if spec.norm == "layer_norm" and not zero_centered_relu else 32
-    hold = vector == pack_length(spec.x) and affine <= most_held and not wide
+    hold = vector == pack_length(spec.x) and affine <= 64 and not wide
     three = dataclasses.replace(
         _three_stages(spec, n, vector, cluster_blocks, block_threads, packs_per_thread),
         hold_weight=hold,
@@ -901,8 +903,8 @@ def _backward_registers(
         registers += packs * length * _widest(spec.weight) // 4
     if ITEMSIZE[spec.dy] > ITEMSIZE[spec.x]:
         registers += 4 * packs
-    if spec.bitmask:
-        registers += 24 * packs
+    if spec.bitmask:  # by twice as many LayerNorm took 255 us, not 174, for 12288 rows of 9216
+        registers += 12 * packs
     if clustered:
         registers += 12
     if vector < length:
@@ -1058,7 +1060,7 @@ def _reduction(spec: BackwardSpec, n: int) -> Reduction | None:
     """Return how the partials of many rows are summed, the fewer the longer a row is.
 
     By as many groups as leave a thread about 5 partials, which are on their way at once, 9 at most:
-    there are 264 to 396 of short rows, 132 up to N = 8192 (H200). Four columns a thread, in blocks
+    there are 264 to 528 of short rows, 132 up to N = 8192 (H200). Four columns a thread, in blocks
     of 256, where it had been one in blocks of up to 1024, and 9 partials, 4 of them at once:
     RMSNorm takes 12.2 us at 4096x768, not 13.6, 17.3 at 512x8192, not 18.1, LayerNorm 20.8 at
     32768x256, not 22.3 (bfloat16, H200).
@@ -1071,7 +1073,9 @@ def _reduction(spec: BackwardSpec, n: int) -> Reduction | None:
 
 
 # By the packs that a thread has of a row that a warp holds: the most packs of such a row, the
-# threads of a block, the blocks of a multiprocessor, and the stages.
+# threads of a block, the blocks of a multiprocessor, and the stages. With two gradients 2 packs by
+# blocks of half as many threads: LayerNorm takes 56.2 us, not 57.2, for 131072 rows of 256 and for
+# 65536 of 512, RMSNorm 55.2, not 55.0, and 55.1, not 54.9 (bfloat16, float32 weight, H200).
 SHORT_LAYOUTS = {
     1: (16, 256, 3, 4),
     2: (64, 256, 2, 2),
@@ -1096,7 +1100,7 @@ def _backward_layouts(packs: int, gradients: int, architecture: int) -> Iterator
     threads, 242 by one of 288; of 18432 205 by two blocks of 384 threads, 280 by four of 256 (2**27
     elements of bfloat16, float32 weight and bias, H200). benchmarks/notes.md has more.
     """
-    yield from _short_layouts(packs)
+    yield from _short_layouts(packs, gradients)
     yield from _long_layouts(packs, gradients, architecture)
     # More registers and shared memory for a short row's, where it has wide operands or a bitmask.
     for width, block_threads in ((2, 512), (4, 256), (2, 256), (2, 128)):
@@ -1108,10 +1112,12 @@ def _backward_layouts(packs: int, gradients: int, architecture: int) -> Iterator
         yield 256, 256, 1, 2, 3
 
 
-def _short_layouts(packs: int) -> list[_Layout]:
+def _short_layouts(packs: int, gradients: int) -> list[_Layout]:
     """Return those of rows that a warp holds, by how many packs its threads leave empty."""
     ranked = []
     for width, (most_packs, block_threads, blocks, stages) in SHORT_LAYOUTS.items():
+        if width == 2 and gradients == 2:
+            block_threads, blocks = 128, 4
         row_threads = _team(packs, width)
         if packs <= most_packs and row_threads <= 32 and (width <= 2 or packs >= LEAST_FILLED):
             rank = _slots(packs, row_threads), width
@@ -1168,11 +1174,15 @@ def _staged_backward(
 ) -> StagedBackward | None:
     length = pack_length(spec.x)
     packs_per_thread = -(-n // (length * row_threads * cluster_blocks))
-    threads = block_threads * blocks_per_multiprocessor
+    # A quarter of a multiprocessor has whole warps: 320 threads have the registers of 384.
+    threads = -(-block_threads * blocks_per_multiprocessor // 128) * 128
     most_registers = min(255, REGISTERS_PER_MULTIPROCESSOR // threads // 8 * 8)
 
+    # A weight around zero that is held beside a bitmask spills 12 bytes on sm_100.
+    spare = 8 if architecture >= 100 and spec.zero_centered and spec.bitmask else 0
+
     def fits(hold_weight: bool, vector: int) -> bool:
-        return most_registers >= _backward_registers(
+        return most_registers >= spare * hold_weight + _backward_registers(
             spec,
             packs_per_thread,
             vector=vector,
@@ -1255,7 +1265,10 @@ def _in_bulk(
     40960 (bfloat16, H200). Of float64 either norm gains up to 5%, but RMSNorm by 16 blocks, and in
     clusters so does float32: 380 against 394 and 383 against 395 for 16384 of 4096 float64, 392
     against 384 for RMSNorm's 2048 of 32768, 382 against 391 for its 8192 of 16384 float32, 381
-    against 387 for LayerNorm's 16384 of 8192.
+    against 387 for LayerNorm's 16384 of 8192. And RMSNorm by one team of 320 to 448 threads: 147
+    against 157 for 16384 of 6144, 102 against 107 for 10082 of 6656 (bfloat16), 100 against 105 for
+    10922 of 3072 float32, but 1% more by 480 and 512; with a bias by several as well: 111 against
+    132 for 12483 of 5376, which spill otherwise.
 
     In LayerNorm's larger clusters 6 stages: with 5, 417 where 6 take 397; but 5 where 6 leave no
     room for the sums of rows, by 3 packs a thread: 153 against 161 for 8192 of 12288. In RMSNorm's
@@ -1268,6 +1281,8 @@ def _in_bulk(
     clustered, in_pairs = config.cluster_blocks > 1, config.cluster_blocks == 2
     if spec.norm == "layer_norm":
         ahead = size >= 4 or not in_pairs
+    elif not clustered and config.block_threads < 480 and size < 8:
+        ahead = config.rows_per_block == 1 or spec.gradients == 2
     else:
         ahead = size == 8 or in_pairs or (size == 4 and clustered)
     if architecture != 90 or not (plain and ahead):

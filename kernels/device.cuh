@@ -41,13 +41,14 @@ __device__ __forceinline__ unsigned shared_address(const void* shared) {
 
 // Asynchronous copies into shared memory, where the architecture has them (sm_80 on); before, copies
 // at once. `Bytes` is 4, 8 or 16; where `valid` is false, zeros are written and nothing is read. What
-// a thread has copied it sees after its own wait; a barrier must pass before others do.
-template <int Bytes>
+// a thread has copied it sees after its own wait; a barrier must pass before others do. 16 bytes come
+// past L1 unless `ThroughL1`.
+template <int Bytes, bool ThroughL1 = false>
 __device__ __forceinline__ void copy_async(void* shared, const void* global, bool valid) {
 #if __CUDA_ARCH__ >= 800
   const unsigned address = shared_address(shared);
   const int read = valid ? Bytes : 0;
-  if constexpr (Bytes == 16) {
+  if constexpr (Bytes == 16 && !ThroughL1) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(global),
                  "r"(read)
                  : "memory");
@@ -448,6 +449,31 @@ __device__ __forceinline__ float between(float value, float lower, float upper) 
 }
 __device__ __forceinline__ double between(double value, double lower, double upper) {
   return value < lower ? lower : value > upper ? upper : value;
+}
+// Sets a bit of `bits` where lower < value < upper: in three instructions, where the compiler makes
+// seven of it in C++. As it does, it takes what is subnormal for 0.
+__device__ __forceinline__ void set_if_strictly_between(unsigned& bits, unsigned bit, float value,
+                                                        float lower, float upper) {
+  asm("{\n"
+      "  .reg .pred inside;\n"
+      "  setp.gt.ftz.f32 inside, %2, %3;\n"
+      "  setp.lt.and.ftz.f32 inside, %2, %4, inside;\n"
+      "  @inside or.b32 %0, %0, %1;\n"
+      "}"
+      : "+r"(bits)
+      : "r"(bit), "f"(value), "f"(lower), "f"(upper));
+}
+__device__ __forceinline__ void set_if_strictly_between(unsigned& bits, unsigned bit, double value,
+                                                        double lower, double upper) {
+  if (lower < value && value < upper) bits |= bit;
+}
+// A word whose lower half is all ones or all zeros, as the top bit of byte `low` of `tops` is, and its
+// upper half as that of byte `high`.
+__device__ __forceinline__ unsigned spread_tops(unsigned tops, int low, int high) {
+  const unsigned selector = 0x8888u | static_cast<unsigned>(low * 0x11 | high * 0x1100);
+  unsigned spread;
+  asm("prmt.b32 %0, %1, 0, %2;" : "=r"(spread) : "r"(tops), "r"(selector));
+  return spread;
 }
 // Correctly rounded for float32, one ulp for float64.
 __device__ __forceinline__ float reciprocal_square_root(float value) { return __frsqrt_rn(value); }

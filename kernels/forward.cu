@@ -273,10 +273,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
         const T d = packs[p].template get<T>(i) - shift;
         const T xhat = Centered ? fused_multiply_add(d, scale.of_row, offset) : d * scale.of_row;
         values[i] = affine<ZeroCentered>(xhat, weights[p], biases[p], i);
-        if constexpr (Relu) {
-          const bool strictly_inside = clamp(values[i], lower, upper);
-          if (strictly_inside && inside<Vector>(first_column(p), i, end_of_row(p))) bits |= 1u << i;
-        }
+        if constexpr (Relu) clamp<StoreStatistics>(values[i], lower, upper, bits, i);
       }
       Pack<Y, kLength> normalized;
       normalized.set(values);
@@ -284,8 +281,8 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
       if constexpr (Relu && StoreStatistics) {
         static_assert(RowThreads * kLength >= 8,
                       "a byte of the bitmask lies in neighbouring lanes");
-        store_bits<kLength>(bits, bitmask + row * bitmask_bytes(n_cols), first_column(p),
-                            active ? n_cols : 0);
+        store_bits<Vector, kLength>(bits, bitmask + row * bitmask_bytes(n_cols), first_column(p),
+                                    active ? n_cols : 0);
       }
     }
   };

@@ -299,16 +299,14 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
         const T d = pack.template get<T>(i) - statistics.shift;
         const T xhat = Centered ? fused_multiply_add(d, scale.of_row, offset) : d * scale.of_row;
         values[i] = affine<ZeroCentered>(xhat, weights, biases, i);
-        if constexpr (Relu) {
-          const bool strictly_inside = clamp(values[i], lower, upper);
-          if (strictly_inside && inside<Vector>(first_column(p), i, end_of_row(p))) bits |= 1u << i;
-        }
+        if constexpr (Relu) clamp<StoreStatistics>(values[i], lower, upper, bits, i);
       }
       Pack<Y, kLength> normalized;
       normalized.set(values);
       store<Vector>(normalized, y + row * y_stride, first_column(p), end_of_row(p));
       if constexpr (Relu && StoreStatistics) {
-        store_bits<kLength>(bits, bitmask + row * bitmask_bytes(n_cols), first_column(p), n_cols);
+        store_bits<Vector, kLength>(bits, bitmask + row * bitmask_bytes(n_cols), first_column(p),
+                                    n_cols);
       }
       fetch(stage, p);
     }

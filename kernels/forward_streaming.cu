@@ -153,17 +153,14 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
         const T xhat =
             Centered ? fused_multiply_add(d, scale.of_row, offset) : in_unit * scale.of_row;
         values[i] = affine<ZeroCentered>(xhat, weights, biases, i);
-        if constexpr (Relu) {
-          const bool strictly_inside = clamp(values[i], lower, upper);
-          if (strictly_inside && inside<Vector>(first, i, columns)) bits |= 1u << i;
-        }
+        if constexpr (Relu) clamp<StoreStatistics>(values[i], lower, upper, bits, i);
       }
       Pack<Y, kLength> normalized;
       normalized.set(values);
       store<Vector, true>(normalized, normalized_row + base, first, columns);
       if constexpr (Relu && StoreStatistics) {
-        store_bits<kLength>(bits, bitmask + row_index * bitmask_bytes(n_cols) + base / 8, first,
-                            columns);
+        store_bits<Vector, kLength>(bits, bitmask + row_index * bitmask_bytes(n_cols) + base / 8,
+                                    first, columns);
       }
     }
   });

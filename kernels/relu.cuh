@@ -9,19 +9,22 @@
 
 __host__ __device__ constexpr long long bitmask_bytes(long long n_cols) { return (n_cols + 7) / 8; }
 
-// Clamps y, a NaN excepted, and says whether it was strictly between the bounds.
-template <typename T>
-__device__ __forceinline__ bool clamp(T& y, T lower, T upper) {
-  const bool strictly_inside = lower < y && y < upper;
+// Clamps y, a NaN excepted; if Marks, sets bit i of `bits` where it was strictly between the bounds.
+template <bool Marks, typename T>
+__device__ __forceinline__ void clamp(T& y, T lower, T upper, unsigned& bits, int i) {
+  if constexpr (Marks) set_if_strictly_between(bits, 1u << i, y, lower, upper);
   y = between(y, lower, upper);
-  return strictly_inside;
 }
 
-// Stores the bits of a pack that begins at column `first`; neighbouring lanes hold the packs of the
-// same byte. Every lane of the warp takes part; n = 0 stores nothing.
-template <int Length, typename Index>
+// Stores the bits of a pack that begins at column `first`, where it is inside a row of n; neighbouring
+// lanes hold the packs of the same byte. Every lane of the warp takes part; n = 0 stores nothing.
+template <int Vector, int Length, typename Index>
 __device__ __forceinline__ void store_bits(unsigned bits, unsigned char* row, Index first,
                                            Index n) {
+  if constexpr (Vector < 8) {
+    const Index left = n - first < Length ? n - first : Length;
+    bits &= left > 0 ? (1u << left) - 1 : 0u;
+  }
   unsigned byte = bits << (first % 8);
 #pragma unroll
   for (int lanes = 1; lanes < 8 / Length; lanes *= 2) byte |= shuffle_xor(byte, lanes);
@@ -40,14 +43,13 @@ __device__ __forceinline__ unsigned load_bits(const unsigned char* row, Index fi
 template <typename T, int Length, typename Index>
 __device__ __forceinline__ void keep(Pack<T, Length>& pack, unsigned byte, Index first) {
   const unsigned bits = Length == 8 ? byte : byte >> (first % 8);
+  // Of four bits each is the top one of a byte: bit k, moved by 7 * k + 7, and no others meet there.
+  constexpr unsigned kToTops = 1u << 7 | 1u << 14 | 1u << 21 | 1u << 28;
+  const unsigned tops[2] = {(bits & 15u) * kToTops, Length > 4 ? (bits >> 4) * kToTops : 0u};
 #pragma unroll
   for (int word = 0; word < Pack<T, Length>::kWords; ++word) {
-    if constexpr (sizeof(T) == 2) {
-      // Each of two bits spread over its half of the word; selects spilled at 4 packs of float16 on sm_90.
-      const unsigned pair = bits >> (2 * word);
-      pack.words[word] &= ((pair & 1u) | (pair & 2u) << 15) * 0xffffu;
-    } else if (!(bits >> (word * 4 / static_cast<int>(sizeof(T))) & 1)) {
-      pack.words[word] = 0;
-    }
+    const int first_element = word * 4 / static_cast<int>(sizeof(T));
+    const int last_element = (word * 4 + 3) / static_cast<int>(sizeof(T));
+    pack.words[word] &= spread_tops(tops[first_element / 4], first_element % 4, last_element % 4);
   }
 }

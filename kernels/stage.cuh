@@ -19,7 +19,8 @@ struct Stage {
   }
 
   // Asks for pack p of a row, elements first ... first + Length - 1; those past n are zero.
-  template <int Vector>
+  // `ThroughL1`: a row that other teams of the multiprocessor ask for as well.
+  template <int Vector, bool ThroughL1 = false>
   static __device__ __forceinline__ void fetch(char* stage, int p, const T* row, int first, int n) {
     constexpr int kAccess =
         kAccessBytes<T, Vector> < kPieceBytes ? kAccessBytes<T, Vector> : kPieceBytes;
@@ -32,7 +33,7 @@ struct Stage {
       const char* source = reinterpret_cast<const char*>(row + first) + begin;
       char* target = place(stage, p, begin / kPieceBytes) + begin % kPieceBytes;
       if constexpr (kAccess >= 4) {
-        copy_async<kAccess>(target, source, valid);
+        copy_async<kAccess, ThroughL1>(target, source, valid);
       } else {
         *reinterpret_cast<unsigned short*>(target) =
             valid ? *reinterpret_cast<const unsigned short*>(source) : 0;
@@ -115,7 +116,7 @@ struct Stage {
 template <int Length, int PacksPerThread, int BlockThreads>
 struct Stage<None, Length, PacksPerThread, BlockThreads> {
   static constexpr int kBytes = 0;
-  template <int Vector>
+  template <int Vector, bool ThroughL1 = false>
   static __device__ __forceinline__ void fetch(char*, int, const None*, int, int) {}
   static __device__ __forceinline__ Pack<None, Length> read(char*, int) { return {}; }
 };

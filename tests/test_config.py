@@ -39,6 +39,11 @@ from cupynorm._jit import (
 from cupynorm._spec import ITEMSIZE, BackwardSpec, ForwardSpec, Norm
 
 NORMS = ("rms_norm", "layer_norm")
+# Packs of a row that leave its thread too few registers for a bitmask beside two gradients.
+OTHERWISE_WITH_BITMASK = {
+    **{("layer_norm", x): [8, 16, 640] for x in ("float16", "bfloat16")},
+    ("layer_norm", "float64"): [640],
+}
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 OPTIONAL = (None, *DTYPES)
 SWITCH = (False, True)
@@ -640,6 +645,44 @@ def test_rows_that_a_cluster_holds_are_not_read_twice(architecture: int) -> None
             assert type(forward_config(spec, n, vector, architecture)) is held, n
 
 
+@pytest.mark.parametrize("n", [9216, 12288, 16384])
+def test_rms_norm_with_a_wide_bias_stays_in_registers(n: int) -> None:
+    spec = ForwardSpec("rms_norm", "bfloat16", "float32", "float32", "bfloat16", False, True, False)
+    config = forward_config(spec, n, 8, 90)
+    assert isinstance(config, ResidentForward)
+    assert isinstance(forward_config(spec, 2 * 16384, 8, 90), StagedForward)
+    of_layer_norm = forward_config(dataclasses.replace(spec, norm="layer_norm"), 16384, 8, 90)
+    assert isinstance(of_layer_norm, StagedForward)
+
+
+@pytest.mark.parametrize("n", [20480, 32768, 131072])
+@pytest.mark.parametrize("norm", NORMS)
+def test_staged_rows_of_4_packs_hold_weight_and_bias(norm: Any, n: int) -> None:
+    for zero_centered, relu in itertools.product(SWITCH, SWITCH):
+        spec = ForwardSpec(
+            norm, "bfloat16", "float32", "float32", "bfloat16", zero_centered, True, relu
+        )
+        config = forward_config(spec, n, 8, 90)
+        assert isinstance(config, StagedForward)
+        if config.packs_per_thread == 4:
+            assert (config.hold_weight, config.hold_bias, config.stages) == (True, True, 3)
+        else:
+            assert (norm, n, config.packs_per_thread) == ("layer_norm", 20480, 5)
+
+
+@pytest.mark.parametrize("n", [5120, 6144, 8192])
+def test_a_narrow_weight_of_long_rows_is_held_where_threads_are_many(n: int) -> None:
+    plain = ForwardSpec("rms_norm", "bfloat16", "bfloat16", None, "bfloat16", False, False, False)
+    for zero_centered, relu in itertools.product(SWITCH, SWITCH):
+        spec = dataclasses.replace(plain, zero_centered=zero_centered, relu=relu)
+        config = forward_config(spec, n, 8, 90)
+        assert isinstance(config, ResidentForward)
+        held = not (zero_centered or relu)
+        threads = 1024 if held else 768
+        blocks = threads // config.block_threads
+        assert (config.hold_weight, config.blocks_per_multiprocessor) == (held, blocks)
+
+
 @pytest.mark.parametrize("n", [130000, 131072, 262144])
 def test_what_is_held_changes_no_bits(n: int) -> None:
     spec = ForwardSpec(
@@ -883,6 +926,45 @@ def test_rows_fill_their_teams_and_teams_a_multiprocessor(
         assert (*found, config.rows_per_block) == layout
 
 
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("x", DTYPES)
+def test_a_bitmask_changes_no_layout(norm: Any, x: str) -> None:
+    weight = "float64" if x == "float64" else "float32"
+    bias = weight if norm == "layer_norm" else None
+    length = pack_length(x)
+    others = []
+    for packs in (8, 16, 24, 32, 40, 64, 72, 96, 128, 160, 192, 256, 384, 512, 576, 640, 896):
+        spec = BackwardSpec(norm, x, x, weight, bias, False, False)
+        plain, masked = (
+            backward_config(dataclasses.replace(spec, bitmask=bitmask), packs * length, length, 90)
+            for bitmask in SWITCH
+        )
+        assert isinstance(plain, StagedBackward)
+        assert isinstance(masked, StagedBackward)
+        if masked != plain:
+            others.append(packs)
+    assert others == OTHERWISE_WITH_BITMASK.get((norm, x), []), others
+
+
+@pytest.mark.parametrize(
+    ("norm", "bias", "threads", "blocks"),
+    [
+        ("rms_norm", None, 256, 2),
+        *(("rms_norm", "float32", 128, 4), ("layer_norm", "float32", 128, 4)),
+        ("layer_norm", None, 256, 2),
+    ],
+)
+def test_two_gradients_of_short_rows_have_smaller_blocks(
+    norm: Any, bias: str | None, threads: int, blocks: int
+) -> None:
+    for n, bitmask in itertools.product((256, 512), SWITCH):
+        spec = BackwardSpec(norm, "bfloat16", "bfloat16", "float32", bias, False, bitmask)
+        config = backward_config(spec, n, 8, 90)
+        assert isinstance(config, StagedBackward)
+        assert (config.block_threads, config.blocks_per_multiprocessor) == (threads, blocks)
+        assert config.hold_weight
+
+
 def regimes(spec: Spec, architecture: int) -> tuple[tuple[type, int], ...]:
     """Return each regime and the KiB of its longest row, but of the streaming one that is last."""
     length = pack_length(spec.x)
@@ -1030,6 +1112,14 @@ def test_full_rows_are_copied_in_bulk() -> None:
     # stages of either norm.
     for x, n, blocks, of_rms_norm, of_layer_norm in (
         *(("float32", 4096, 1, None, 4), ("float32", 8192, 2, 5, 5)),
+        # RMSNorm's by one team of 320 to 448 threads, with a bias, as here, by several as well.
+        *(
+            ("bfloat16", 2048, 1, None, 4),
+            ("bfloat16", 6144, 1, 4, 4),
+            ("bfloat16", 7680, 1, None, 4),
+        ),
+        *(("bfloat16", 5376, 1, 4, 4), ("bfloat16", 10240, 1, 4, 4), ("float32", 3072, 1, 4, 4)),
+        ("bfloat16", 32768, 4, None, 6),
         *(("float32", 16384, 4, 5, 6), ("float32", 65536, 16, 5, 6)),
         ("float32", 20480, 4, None, None),  # 5 packs a thread, too many beside the stages
         *(("float64", 512, 1, 4, 4), ("float64", 2048, 1, 4, 4), ("float64", 4096, 2, 5, 5)),
@@ -1042,6 +1132,11 @@ def test_full_rows_are_copied_in_bulk() -> None:
             assert isinstance(config, StagedBackward)
             assert (config.cluster_blocks, config.bulk) == (blocks, stages is not None), (x, n)
             assert not config.bulk or config.stages == stages, (norm, x, n)
+    alone = dataclasses.replace(plain, norm="rms_norm", dbias=None)
+    for n, in_bulk in ((3584, False), (5376, False), (6144, True), (7168, True), (7680, False)):
+        config = backward_config(alone, n, 8, 90)
+        assert isinstance(config, StagedBackward)
+        assert config.bulk == in_bulk, n
     for other in (
         dataclasses.replace(plain, norm="rms_norm"),
         dataclasses.replace(plain, dy="float32"),

@@ -71,7 +71,7 @@ __forceinline__ void arrive_at_barrier(int barrier, int threads) {
 }
 __forceinline__ void* dynamic_shared_memory() { return host::dynamic_shared_memory(); }
 
-template <int Bytes>
+template <int Bytes, bool ThroughL1 = false>
 __forceinline__ void copy_async(void* shared, const void* global, bool valid) {
   static_assert(Bytes == 4 || Bytes == 8 || Bytes == 16, "as wide as cp.async copies");
   host::copy_async(shared, global, Bytes, valid);
@@ -218,6 +218,15 @@ __forceinline__ double fused_multiply_add(double a, double b, double c) {
 template <typename T>
 __forceinline__ T between(T value, T lower, T upper) {
   return value < lower ? lower : value > upper ? upper : value;
+}
+template <typename T>
+__forceinline__ void set_if_strictly_between(unsigned& bits, unsigned bit, T value, T lower,
+                                             T upper) {
+  if (lower < value && value < upper) bits |= bit;
+}
+__forceinline__ unsigned spread_tops(unsigned tops, int low, int high) {
+  const auto half = [&](int byte) { return tops >> (8 * byte + 7) & 1 ? 0xffffu : 0u; };
+  return half(low) | half(high) << 16;
 }
 __forceinline__ float absolute(float value) { return __builtin_fabsf(value); }
 __forceinline__ double absolute(double value) { return __builtin_fabs(value); }
