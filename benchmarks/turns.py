@@ -6,6 +6,7 @@ imported into one process, called on the same arrays and captured into CUDA grap
 are launched by turns, each after a flush of the L2. Printed are the times in microseconds, their
 speed over the first checkout's, and where outputs are not the same bit for bit; a backward pass has
 the statistics of its own checkout's forward pass. A checkout beside itself shows what is noise.
+`--backends` times other libraries beside them, which differ from run to run as processes do.
 Nothing is checked: for that there are `benchmarks.run` and the tests. Without `--shapes` it times
 the quick set.
 """
@@ -23,7 +24,8 @@ from types import ModuleType
 from typing import Any
 
 from benchmarks import problems
-from benchmarks.backends.base import Call, CuPyBackend, Replay
+from benchmarks.backends import KINDS, discover
+from benchmarks.backends.base import Backend, Call, CuPyBackend, Replay
 from benchmarks.measure import same_bits
 from benchmarks.summary import geometric_mean, label
 from benchmarks.timing import Clock, rotations
@@ -99,19 +101,35 @@ def typical_times(
     return [statistics.fmean(sorted(found)[quarter : len(found) - quarter]) for found in times]
 
 
+def captured(backend: Backend, problem: Problem, inputs: dict[str, Any]) -> Replay:
+    """Return a graph that can be launched again and again; a ValueError says why there is none."""
+    replay = backend.capture(problem, inputs)
+    if replay is None:
+        raise ValueError(f"{backend.name} cannot be captured into a CUDA graph")
+    if replay.reset is not None:
+        raise ValueError(f"{backend.name} writes over its inputs in {problem.operation}")
+    return replay
+
+
 def time(
-    problem: Problem, checkouts: Sequence[Checkout], clock: Clock, rounds: int, xp: Any
+    problem: Problem, backends: Sequence[Backend], clock: Clock, rounds: int, xp: Any
 ) -> tuple[list[float], list[bool]]:
-    """Return the times of the checkouts, and which of the others have the first's bits."""
+    """Return the times, the first checkout's first, and which of the others have its bits.
+
+    Other libraries, whose bits are their own, count as alike.
+    """
     sets = [
         _bench.inputs(problem, seed, xp)
         for seed in range(rotations(problem.bytes, clock.cache_bytes))
     ]
-    replays = [[checkout.capture(problem, inputs) for inputs in sets] for checkout in checkouts]
+    replays = [[captured(backend, problem, inputs) for inputs in sets] for backend in backends]
     for replay in itertools.chain(*replays):
         replay.launch()
     expected, *others = (first.outputs for first, *_ in replays)
-    alike = [same_bits(expected, outputs, xp) for outputs in others]
+    alike = [
+        backend.kind != "ours" or same_bits(expected, outputs, xp)
+        for backend, outputs in zip(backends[1:], others, strict=True)
+    ]
     return typical_times(clock, [[r.launch for r in replay] for replay in replays], rounds), alike
 
 
@@ -125,6 +143,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.turns", description=__doc__)
     parser.add_argument("checkouts", type=Path, nargs="+", help="their folders, the oldest first")
     problems.add_selection(parser, "quick")
+    peers = [name for name, kind in KINDS.items() if kind == "peer"]
+    parser.add_argument(
+        "--backends",
+        nargs="+",
+        choices=peers,
+        default=[],
+        metavar="NAME",
+        help=f"other libraries beside the checkouts, of {', '.join(peers)}",
+    )
     parser.add_argument(
         "--rounds", type=int, default=17, metavar="N", help="turns of each (default: %(default)s)"
     )
@@ -142,25 +169,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
         checkouts = [Checkout(root) for root in options.checkouts]
     except ValueError as error:
         parser.error(str(error))
-    names = [f"[{i}]" for i in range(len(checkouts))]
-    print(*(f"{i} {checkout.name}" for i, checkout in zip(names, checkouts, strict=True)))
+    found, facts = discover(options.backends) if options.backends else ({}, {})
+    for name in options.backends:
+        if name not in found:
+            parser.error(f"{name}: {facts[name]}")
+    backends = [*checkouts, *(found[name] for name in options.backends)]
+    names = [f"[{i}]" for i in range(len(backends))]
+    print(*(f"{i} {backend.name}" for i, backend in zip(names, backends, strict=True)))
     print(row("us; speed over [0]", names, names[1:]))
     clock = Clock()
-    speeds: list[list[float]] = [[] for _ in checkouts[1:]]
+    speeds: list[list[float]] = [[] for _ in backends[1:]]
     for problem in chosen:
-        times, alike = time(problem, checkouts, clock, options.rounds, cupy)
+        try:
+            times, alike = time(problem, backends, clock, options.rounds, cupy)
+        except ValueError as error:
+            parser.error(str(error))
         for speed, seconds in zip(speeds, times[1:], strict=True):
             speed.append(times[0] / seconds)
-        found = [f"{speed[-1]:.3f}" for speed in speeds]
-        line = row(
-            f"{problem.operation} {label(problem)}", [f"{1e6 * t:.2f}" for t in times], found
-        )
+        last = [f"{speed[-1]:.3f}" for speed in speeds]
+        line = row(f"{problem.operation} {label(problem)}", [f"{1e6 * t:.2f}" for t in times], last)
         differ = [i for i, same in zip(names[1:], alike, strict=True) if not same]
         print(line + "".join(f"  bits of {i} differ" for i in differ), flush=True)
-        cupy.get_default_memory_pool().free_all_blocks()
+        for backend in backends:
+            backend.release()
     if speeds:
         means = [f"{geometric_mean(speed):.3f}" for speed in speeds]
-        print(row(f"geometric mean of {len(chosen)}", ["" for _ in checkouts], means))
+        print(row(f"geometric mean of {len(chosen)}", ["" for _ in backends], means))
     return 0
 
 

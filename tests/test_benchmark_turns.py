@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from benchmarks import results, turns
+from benchmarks.backends.base import Replay
 from cupynorm._bench import Problem
 
 
@@ -78,9 +79,11 @@ def test_each_graph_is_launched_once_before_any_is_timed(monkeypatch) -> None:
     launched, timed = [], []
 
     class Checkout:
-        def capture(self, problem, inputs) -> SimpleNamespace:
+        kind = "ours"
+
+        def capture(self, problem, inputs) -> Replay:
             name = f"{id(self)} {id(inputs)}"
-            return SimpleNamespace(launch=lambda: launched.append(name), outputs=[np.zeros(2)])
+            return Replay(lambda: launched.append(name), [np.zeros(2)])
 
     def typical_times(clock, launches, rounds) -> list[float]:
         timed.append([len(of_checkout) for of_checkout in launches])
@@ -95,6 +98,26 @@ def test_each_graph_is_launched_once_before_any_is_timed(monkeypatch) -> None:
     assert timed == [[50, 50]]
 
 
+def test_other_libraries_have_bits_of_their_own(monkeypatch) -> None:
+    def backend(kind: str, value: float, **replay) -> SimpleNamespace:
+        outputs = [np.full(2, value)]
+        return SimpleNamespace(
+            name="one", kind=kind, capture=lambda *_: Replay(int, outputs, **replay)
+        )
+
+    monkeypatch.setattr(turns, "typical_times", lambda clock, launches, rounds: [1.0] * 3)
+    problem = Problem("rms_norm", "forward", 2, 8, "float32", "float32")
+    clock = SimpleNamespace(cache_bytes=0)
+    them = [backend("ours", 1.0), backend("ours", 2.0), backend("peer", 2.0)]
+    assert turns.time(problem, them, clock, 3, np) == ([1.0] * 3, [False, True])
+    them[2] = SimpleNamespace(name="one", kind="peer", capture=lambda *_: None)
+    with pytest.raises(ValueError, match="one cannot be captured into a CUDA graph"):
+        turns.time(problem, them, clock, 3, np)
+    them[2] = backend("peer", 2.0, reset=int)
+    with pytest.raises(ValueError, match="one writes over its inputs in rms_norm forward"):
+        turns.time(problem, them, clock, 3, np)
+
+
 def test_turns_are_a_table_with_what_differs(checkouts, monkeypatch, capsys) -> None:
     cupy = SimpleNamespace(get_default_memory_pool=lambda: SimpleNamespace(free_all_blocks=list))
     monkeypatch.setitem(sys.modules, "cupy", cupy)
@@ -103,6 +126,8 @@ def test_turns_are_a_table_with_what_differs(checkouts, monkeypatch, capsys) -> 
     timed = []
 
     def time(problem, them, clock, rounds, xp) -> tuple[list[float], list[bool]]:
+        if any(one.name == "liger" for one in them):
+            raise ValueError("liger is tired")
         timed.append((problem, [one.root.name for one in them], clock, rounds, xp))
         return [5e-6, 4e-6], [problem.direction == "backward"]
 
@@ -125,6 +150,17 @@ def test_turns_are_a_table_with_what_differs(checkouts, monkeypatch, capsys) -> 
     with pytest.raises(SystemExit):
         turns.main([roots[0], "nowhere"])
     assert "nowhere must have a package cupynorm in it" in capsys.readouterr().err
+    liger = SimpleNamespace(name="liger", release=list)
+    monkeypatch.setattr(turns, "discover", lambda names: ({"liger": liger}, {"liger": "1"}))
+    with pytest.raises(SystemExit):
+        turns.main([*roots, "--backends", "liger"])
+    out, err = capsys.readouterr()
+    assert out.startswith(f"[0] {roots[0]} [1] {roots[1]} [2] liger\n")
+    assert "liger is tired" in err
+    monkeypatch.setattr(turns, "discover", lambda names: ({}, {"liger": "missing: liger"}))
+    with pytest.raises(SystemExit):
+        turns.main([*roots, "--backends", "liger"])
+    assert "liger: missing: liger" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         turns.main([*roots, "--rounds", "0"])
     assert "--rounds must be at least 1, got 0" in capsys.readouterr().err
