@@ -308,8 +308,8 @@ def forward_config(
     # without (bfloat16, H200). LayerNorm of float32 and float64 has 8 packs a thread instead, and
     # RMSNorm: 79.8 us, not 82.6, for 4096 rows of 16384, 16.0, not 27.1, for 512 (bfloat16, float32
     # weight and bias, H200).
-    exceed = spec.weight and spec.bias and _affine_bytes(spec) > 4 and not wide
-    exceed = exceed and spec.norm == "layer_norm" and ITEMSIZE[spec.x] == 2
+    exceed = spec.norm == "layer_norm" and ITEMSIZE[spec.x] == 2
+    exceed = exceed and _affine_bytes(spec) > 4 and not wide
     # LayerNorm of 24576 takes 132 us in registers, 153 in shared memory (2**27 elements), with a
     # float32 weight and bias 83 and 80 (2**26 elements; bfloat16, H200).
     fewest_threads = _has_fewest_threads(spec, packs)
@@ -698,8 +698,7 @@ def _staged_forward(
     block_packs = -(-packs // cluster_blocks)
     packs_per_thread = 4 if block_packs > 4 * 288 else 3
     block_threads = _team(block_packs, packs_per_thread)
-    affine = _affine_registers(spec, packs_per_thread)
-    hold = vector == pack_length(spec.x) and affine <= 64 and not wide
+    hold = vector == pack_length(spec.x) and not wide
     three = dataclasses.replace(
         _three_stages(spec, n, vector, cluster_blocks, block_threads, packs_per_thread),
         hold_weight=hold,
@@ -1075,7 +1074,8 @@ def _reduction(spec: BackwardSpec, n: int) -> Reduction | None:
 # By the packs that a thread has of a row that a warp holds: the most packs of such a row, the
 # threads of a block, the blocks of a multiprocessor, and the stages. With two gradients 2 packs by
 # blocks of half as many threads: LayerNorm takes 56.2 us, not 57.2, for 131072 rows of 256 and for
-# 65536 of 512, RMSNorm 55.2, not 55.0, and 55.1, not 54.9 (bfloat16, float32 weight, H200).
+# 65536 of 512; but RMSNorm without a bias 55.2, not 55.0, and 55.1, not 54.9 (bfloat16, float32
+# weight, H200).
 SHORT_LAYOUTS = {
     1: (16, 256, 3, 4),
     2: (64, 256, 2, 2),
@@ -1102,7 +1102,8 @@ def _backward_layouts(packs: int, gradients: int, architecture: int) -> Iterator
     """
     yield from _short_layouts(packs, gradients)
     yield from _long_layouts(packs, gradients, architecture)
-    # More registers and shared memory for a short row's, where it has wide operands or a bitmask.
+    # More registers and shared memory for a short row's, where it has operands of float64 or the
+    # architecture little shared memory.
     for width, block_threads in ((2, 512), (4, 256), (2, 256), (2, 128)):
         row_threads = _team(packs, width)
         if row_threads <= 32:
@@ -1178,8 +1179,9 @@ def _staged_backward(
     threads = -(-block_threads * blocks_per_multiprocessor // 128) * 128
     most_registers = min(255, REGISTERS_PER_MULTIPROCESSOR // threads // 8 * 8)
 
-    # A weight around zero that is held beside a bitmask spills 12 bytes on sm_100.
-    spare = 8 if architecture >= 100 and spec.zero_centered and spec.bitmask else 0
+    # Held beside both, by 416 and 448 threads, 12 bytes would spill on sm_100.
+    both = spec.zero_centered and spec.bitmask and spec.gradients == 2
+    spare = 8 if both and architecture >= 100 and block_threads % 128 else 0
 
     def fits(hold_weight: bool, vector: int) -> bool:
         return most_registers >= spare * hold_weight + _backward_registers(
@@ -1267,8 +1269,8 @@ def _in_bulk(
     against 384 for RMSNorm's 2048 of 32768, 382 against 391 for its 8192 of 16384 float32, 381
     against 387 for LayerNorm's 16384 of 8192. And RMSNorm by one team of 320 to 448 threads: 147
     against 157 for 16384 of 6144, 102 against 107 for 10082 of 6656 (bfloat16), 100 against 105 for
-    10922 of 3072 float32, but 1% more by 480 and 512; with a bias by several as well: 111 against
-    132 for 12483 of 5376, which spill otherwise.
+    10922 of 3072 float32, but 1% more by 480 and 512; with a bias 110 against 140 for 6553 of
+    10240, which spill otherwise.
 
     In LayerNorm's larger clusters 6 stages: with 5, 417 where 6 take 397; but 5 where 6 leave no
     room for the sums of rows, by 3 packs a thread: 153 against 161 for 8192 of 12288. In RMSNorm's
@@ -1281,10 +1283,11 @@ def _in_bulk(
     clustered, in_pairs = config.cluster_blocks > 1, config.cluster_blocks == 2
     if spec.norm == "layer_norm":
         ahead = size >= 4 or not in_pairs
-    elif not clustered and config.block_threads < 480 and size < 8:
-        ahead = config.rows_per_block == 1 or spec.gradients == 2
+    elif clustered:
+        ahead = size >= 4 or in_pairs
     else:
-        ahead = size == 8 or in_pairs or (size == 4 and clustered)
+        alone = config.rows_per_block == 1 and 320 <= config.block_threads < 480
+        ahead = size == 8 or alone
     if architecture != 90 or not (plain and ahead):
         return None
     packs = config.blocks_per_multiprocessor * config.block_threads * config.packs_per_thread

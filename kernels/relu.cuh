@@ -43,7 +43,8 @@ __device__ __forceinline__ unsigned load_bits(const unsigned char* row, Index fi
 template <typename T, int Length, typename Index>
 __device__ __forceinline__ void keep(Pack<T, Length>& pack, unsigned byte, Index first) {
   const unsigned bits = Length == 8 ? byte : byte >> (first % 8);
-  // Of four bits each is the top one of a byte: bit k, moved by 7 * k + 7, and no others meet there.
+  // Of four bits each is the top one of a byte: bit k, moved by 7 * k + 7, and no others meet there. A
+  // pack of up to four elements has the first of these words alone.
   constexpr unsigned kToTops = 1u << 7 | 1u << 14 | 1u << 21 | 1u << 28;
   const unsigned tops[2] = {(bits & 15u) * kToTops, Length > 4 ? (bits >> 4) * kToTops : 0u};
 #pragma unroll

@@ -965,6 +965,24 @@ def test_two_gradients_of_short_rows_have_smaller_blocks(
         assert config.hold_weight
 
 
+@pytest.mark.parametrize(
+    ("n", "architecture", "held"),
+    [(7168, 90, True), (7168, 100, False), (8192, 100, True), (6656, 100, False)],
+)
+def test_a_weight_around_zero_beside_a_bitmask_is_held_where_it_does_not_spill(
+    n: int, architecture: int, held: bool
+) -> None:
+    spec = BackwardSpec("layer_norm", "bfloat16", "bfloat16", "float32", "float32", True, True)
+    without = (
+        dataclasses.replace(spec, bitmask=False),
+        dataclasses.replace(spec, zero_centered=False),
+    )
+    for one, expected in ((spec, held), *((other, True) for other in without)):
+        config = backward_config(one, n, 8, architecture)
+        assert isinstance(config, StagedBackward)
+        assert config.hold_weight == expected
+
+
 def regimes(spec: Spec, architecture: int) -> tuple[tuple[type, int], ...]:
     """Return each regime and the KiB of its longest row, but of the streaming one that is last."""
     length = pack_length(spec.x)
@@ -1112,13 +1130,13 @@ def test_full_rows_are_copied_in_bulk() -> None:
     # stages of either norm.
     for x, n, blocks, of_rms_norm, of_layer_norm in (
         *(("float32", 4096, 1, None, 4), ("float32", 8192, 2, 5, 5)),
-        # RMSNorm's by one team of 320 to 448 threads, with a bias, as here, by several as well.
+        # RMSNorm's by one team of 320 to 448 threads.
         *(
             ("bfloat16", 2048, 1, None, 4),
             ("bfloat16", 6144, 1, 4, 4),
             ("bfloat16", 7680, 1, None, 4),
         ),
-        *(("bfloat16", 5376, 1, 4, 4), ("bfloat16", 10240, 1, 4, 4), ("float32", 3072, 1, 4, 4)),
+        *(("bfloat16", 5376, 1, None, 4), ("bfloat16", 10240, 1, 4, 4), ("float32", 3072, 1, 4, 4)),
         ("bfloat16", 32768, 4, None, 6),
         *(("float32", 16384, 4, 5, 6), ("float32", 65536, 16, 5, 6)),
         ("float32", 20480, 4, None, None),  # 5 packs a thread, too many beside the stages
@@ -1133,7 +1151,10 @@ def test_full_rows_are_copied_in_bulk() -> None:
             assert (config.cluster_blocks, config.bulk) == (blocks, stages is not None), (x, n)
             assert not config.bulk or config.stages == stages, (norm, x, n)
     alone = dataclasses.replace(plain, norm="rms_norm", dbias=None)
-    for n, in_bulk in ((3584, False), (5376, False), (6144, True), (7168, True), (7680, False)):
+    for n, in_bulk in (
+        *((3584, False), (5376, False), (6144, True), (7168, True)),
+        *((7680, False), (9216, True), (10240, False)),
+    ):
         config = backward_config(alone, n, 8, 90)
         assert isinstance(config, StagedBackward)
         assert config.bulk == in_bulk, n

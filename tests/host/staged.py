@@ -29,6 +29,7 @@ from host.gpu import Array, Gpu
 __all__ = ["STAGED", "Staged"]
 
 REGIMES = ("mean_1e6", "extreme", "mixed_rows", "nonfinite", "zero_rows")
+RELU = (-0.5, 1.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Staged:
     shared_sums: int = 0
     hold_sums: bool = False
     bulk: bool = False
-    bitmask: bool = False
+    bitmask: bool = False  # forward: what a ReLU stores
     groups: int = 2  # blocks of the grid, or clusters; not of strips
     counted: bool | None = None  # rows by a count; None: by a kernel that has none
     group_rows: int = 2  # of strips
@@ -114,7 +115,7 @@ class Staged:
             "DBias": (operand if self.dbias else "None") if self.in_strips else self.dbias,
             "GroupRows": self.group_rows,
             "StoreStatistics": True,
-            "Relu": False,
+            "Relu": self.bitmask,
             "Bitmask": self.bitmask,
             "HoldWeight": self.hold_weight,
             "HoldBias": self.hold_weight and not self.stage_bias,
@@ -243,11 +244,12 @@ class Staged:
         rstd = gpu.cupy.empty(self.m, compute)
         affine = (None if row is None else gpu.cupy.array(row) for row in host[1:])
         sizes = (self.m, self.n, compute(1 / self.n))
-        bounds = (compute(-np.inf), compute(np.inf))
+        bounds = [compute(bound) for bound in (RELU if self.bitmask else (-np.inf, np.inf))]
+        bits = gpu.cupy.empty((self.m, -(-self.n // 8)), np.uint8) if self.bitmask else None
         count = gpu.cupy.zeros(1, np.int32) if self.counted else None
         numbers = *sizes, compute(self.eps), *bounds
-        self._launch(gpu, x, *affine, y, mean, rstd, None, count, *numbers)
-        found: NormForward = gpu.to_numpy(NormForward(y, mean, rstd))
+        self._launch(gpu, x, *affine, y, mean, rstd, bits, count, *numbers)
+        found: NormForward = gpu.to_numpy(NormForward(y, mean, rstd, bits))
         testing.check_forward(
             self.norm,
             found,
@@ -255,6 +257,7 @@ class Staged:
             eps=self.eps,
             axis=-1,
             zero_centered=self.zero_centered,
+            relu=RELU if self.bitmask else None,
             out_dtype=y.dtype,
         )
         return found
@@ -399,6 +402,13 @@ def _staged() -> Iterable[Staged]:
                     ),
                     # The warp that asks for a row is not always the one that tells the sum.
                     staged(60, 1700, cluster_blocks=3, row_threads=160, counted=True),
+                )
+                # A ReLU's bits: of packs that share a byte, of whole packs and of single elements.
+                yield from (
+                    staged(5, 268, bitmask=True, row_threads=96),
+                    staged(4, 301, bitmask=True, packs_per_thread=2, zero_centered=True),
+                    staged(5, 333, "bfloat16", other="bfloat16", cluster_blocks=2, bitmask=True),
+                    staged(3, 131, "float64", other="float32", bitmask=True, row_threads=96),
                 )
                 # A weight held, and moved by single elements.
                 yield staged(6, 333, other="bfloat16", packs_per_thread=2, hold_weight=True)
