@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 
 from cupynorm import _jit, _plans
 from cupynorm._config import (
-    MOST_CLUSTER_BLOCKS,
-    REGISTERS_PER_MULTIPROCESSOR,
     ResidentForward,
     StagedBackward,
     StagedForward,
@@ -29,6 +27,7 @@ from cupynorm._config import (
     shared_limit,
     staged_backward_bytes,
 )
+from cupynorm._config._limits import MOST_CLUSTER_BLOCKS, REGISTERS_PER_MULTIPROCESSOR
 from cupynorm._jit import (
     Instantiation,
     backward_instantiations,

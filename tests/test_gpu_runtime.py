@@ -21,11 +21,11 @@ from strategies import DTYPES, make_values
 import cupynorm
 from cupynorm import _driver, _jit, testing
 from cupynorm._config import (
-    FIRST_WITH_CLUSTERS,
     MOST_ROWS_BESIDE_COLUMNS,
     forward_config,
     pack_length,
 )
+from cupynorm._config._limits import FIRST_WITH_CLUSTERS
 from cupynorm._plans import (
     LEAST_COUNTED,
     architecture,

@@ -27,11 +27,11 @@ import cupynorm
 from cupynorm import NormBackward, NormForward, _jit
 from cupynorm._checks import trailing_axes
 from cupynorm._config import (
-    MOST_CLUSTER_BLOCKS,
     ResidentForward,
     forward_config,
     shared_limit,
 )
+from cupynorm._config._limits import MOST_CLUSTER_BLOCKS
 from cupynorm._jit import Instantiation
 from host.build import Build, KernelError, runtime
 

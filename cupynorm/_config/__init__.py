@@ -1,0 +1,71 @@
+"""How to compute it: the regime, and how a row is laid over threads.
+
+Pure functions of the spec, the row length N, the GPU's architecture and `vector`, the elements
+moved by one access. What the bits of a row depend on (row_threads or, of staged rows,
+block_threads, packs_per_thread, cluster_blocks; strips and their strip_threads) follows from the
+spec, N and the architecture alone, and from whether the GPU has room for clusters, or for strips
+all at once; vector decides only what does not show in y, the statistics and dx. Few rows may be
+laid out otherwise, by kernels that give the same bits.
+
+A pack is 16 bytes of x. Registers and shared memory bound what a block may hold:
+tests/test_compile.py compiles those of some row lengths for every supported architecture and fails
+on a spill that it does not list.
+"""
+
+from cupynorm._config._backward import (
+    MOST_RESIDENT_ROWS,
+    MOST_ROWS_BESIDE_COLUMNS,
+    BackwardConfig,
+    Reduction,
+    ResidentBackward,
+    StagedBackward,
+    StreamingBackward,
+    StripsBackward,
+    backward_config,
+    few_rows_backward_config,
+    reduction_bytes,
+    resident_backward_bytes,
+    resident_columns_bytes,
+    staged_backward_bytes,
+    strips_backward_bytes,
+    strips_counts_bytes,
+    strips_exchange_bytes,
+)
+from cupynorm._config._forward import (
+    ResidentForward,
+    StagedForward,
+    StreamingForward,
+    few_rows_configs,
+    forward_config,
+    staged_forward_bytes,
+)
+from cupynorm._config._limits import pack_length, shared_limit, team_bytes
+
+__all__ = [
+    "MOST_RESIDENT_ROWS",
+    "MOST_ROWS_BESIDE_COLUMNS",
+    "BackwardConfig",
+    "Reduction",
+    "ResidentBackward",
+    "ResidentForward",
+    "StagedBackward",
+    "StagedForward",
+    "StreamingBackward",
+    "StreamingForward",
+    "StripsBackward",
+    "backward_config",
+    "few_rows_backward_config",
+    "few_rows_configs",
+    "forward_config",
+    "pack_length",
+    "reduction_bytes",
+    "resident_backward_bytes",
+    "resident_columns_bytes",
+    "shared_limit",
+    "staged_backward_bytes",
+    "staged_forward_bytes",
+    "strips_backward_bytes",
+    "strips_counts_bytes",
+    "strips_exchange_bytes",
+    "team_bytes",
+]

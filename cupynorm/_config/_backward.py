@@ -1,0 +1,579 @@
+"""How a backward pass lays rows over threads, and sums the weight gradients."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from cupynorm._config._limits import (
+    FIRST_WITH_CLUSTERS,
+    FIRST_WITH_OVERLAP,
+    LEAST_FILLED,
+    MOST_CLUSTER_BLOCKS,
+    REGISTERS_PER_MULTIPROCESSOR,
+    most_cluster_blocks,
+    pack_length,
+    shared_limit,
+    slots_of,
+    streaming_blocks,
+    team_bytes,
+    team_threads,
+    widest,
+)
+from cupynorm._spec import ITEMSIZE, BackwardSpec, compute_dtype
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """How partial weight gradients are summed: by `groups` of a block's threads side by side.
+
+    Each thread has `width` neighbouring columns, 16 bytes.
+    """
+
+    groups: int
+    width: int
+    vector: int
+    block_threads: ClassVar[int] = 256
+
+    @property
+    def columns(self) -> int:
+        return self.block_threads // self.groups * self.width
+
+
+@dataclass(frozen=True)
+class StagedBackward:
+    """As StagedForward, with the weight gradients; a block has a row for each of its teams.
+
+    `shared_sums`: of how many gradients the sums of rows so far wait in shared memory. `hold_sums`:
+    the other's in registers, else in device memory. `bulk`: one thread of a team copies its rows,
+    else each thread the packs that it will read.
+    """
+
+    row_threads: int
+    block_threads: int
+    blocks_per_multiprocessor: int
+    packs_per_thread: int
+    cluster_blocks: int
+    stages: int
+    vector: int
+    hold_weight: bool
+    shared_sums: int
+    hold_sums: bool
+    full: bool
+    bulk: bool
+    reduction: Reduction | None
+
+    @property
+    def rows_per_block(self) -> int:
+        return self.block_threads // self.row_threads
+
+
+@dataclass(frozen=True)
+class ResidentBackward:
+    """Few rows held in registers, each by `cluster_blocks` blocks of `row_threads` threads.
+
+    What a lone row writes are the weight gradients; those of several are summed by further blocks,
+    of `column_threads`, which read x and dy themselves, or where that is 0 by the `reduction` from
+    partials. The further blocks are in the same kernel; for LayerNorm, whose xhat is centred by a
+    sum of its row, in a second one that overlaps with it.
+    """
+
+    row_threads: int
+    packs_per_thread: int
+    cluster_blocks: int
+    vector: int
+    full: bool
+    column_threads: int
+    reduction: Reduction | None
+
+
+@dataclass(frozen=True)
+class StreamingBackward:
+    """One kernel reduces each row to coefficients, another walks down the columns.
+
+    A row is that of `cluster_blocks` blocks of `row_threads` threads each.
+    """
+
+    cluster_blocks: int
+    row_threads: int
+    column_threads: int
+    vector: int
+    reduction: Reduction | None
+
+
+@dataclass(frozen=True)
+class StripsBackward:
+    """Rows longer than a cluster holds, each block a strip of them all, `strip_threads` packs wide.
+
+    They are taken in groups of `group_rows`. A cooperative launch of `strips` blocks, which begins
+    when the GPU has room for them all; none shares its weight gradients with another.
+    """
+
+    strips: int
+    strip_threads: int
+    group_rows: int
+    vector: int
+    cluster_blocks: ClassVar[int] = 1
+    reduction: ClassVar[None] = None
+
+    @property
+    def block_threads(self) -> int:
+        return self.strip_threads + 32 * STRIPS_MESSENGERS
+
+
+BackwardConfig = StagedBackward | ResidentBackward | StripsBackward | StreamingBackward
+
+# Blocks that all run at once, one on each multiprocessor: an H200 has 132.
+MOST_STRIPS = 128
+
+# As kernels/backward_strips.cu has them: groups in shared memory, warps that exchange sums, and the
+# places of what they exchange.
+STRIPS_STAGES, STRIPS_MESSENGERS, STRIPS_PLACES = 5, 4, 8
+
+# Beyond, the partials of each row are too many: of 256 rows of 4096 LayerNorm takes 14.4 us where
+# staged rows take 12.3 (bfloat16, H200).
+MOST_RESIDENT_ROWS = 64  # with partials: where dx is given, of short rows, without overlap
+MOST_RESIDENT_BLOCKS = 128  # as many as were measured: LayerNorm's 64 rows of 16384, two each
+
+# Blocks for the weight gradients against partials, of RMSNorm and LayerNorm: 256 rows of 8192 take
+# 12.8 us against 14.6 and 14.6 against 17.9, 512 20.6 against 18.6 and 23.5 against 22.3; 160 of
+# 2048 9.3 against 8.8 and 9.9 against 10.1. Of rows that have 4, 8 and 16 blocks: 128 of 32768 17.7
+# against 18.3 and 19.7 against 22.3, 256 33.6 against 24.2 and 34.6 against 28.2; 64 of 65536 18.1
+# against 18.5 and 21.3 against 22.3; 32 of 131072 19.9 against 19.3 and 25.1 against 23.2
+# (bfloat16, H200).
+MOST_ROWS_BESIDE_COLUMNS = 256
+MOST_SHORT_ROWS_BESIDE_COLUMNS = 128  # held by fewer than 512 threads
+MOST_BLOCKS_BESIDE_COLUMNS = 512
+MOST_BLOCKS_OF_LONGEST_ROWS = 256  # clusters of MOST_CLUSTER_BLOCKS
+
+# 64 rows of 4096 take 7.6 us, by 256 threads 7.8, 128 rows 9.7 and 11.0, 8 rows 7.1 and 6.6
+# (bfloat16, H200).
+LAYER_NORM_COLUMN_THREADS = 512
+
+
+def staged_backward_bytes(spec: BackwardSpec, config: StagedBackward) -> int:
+    """Return the shared memory of a block: see kernels/backward.cu."""
+    elements = config.block_threads * config.packs_per_thread * pack_length(spec.x)
+    size = team_bytes(spec.x, config.row_threads, config.block_threads, config.cluster_blocks)
+    size += config.stages * elements * (ITEMSIZE[spec.x] + ITEMSIZE[spec.dy])
+    if spec.weight is not None and not config.hold_weight:
+        size += elements * ITEMSIZE[spec.weight]
+    if spec.gradients and config.rows_per_block > 1:
+        size += elements * ITEMSIZE[compute_dtype(spec.x)]
+    if config.bulk:
+        size += -(-config.rows_per_block * config.stages * 8 // 128) * 128
+    sums = elements // config.rows_per_block * ITEMSIZE[compute_dtype(spec.x)]
+    return size + config.shared_sums * sums
+
+
+def _backward_registers(
+    spec: BackwardSpec, packs: int, *, vector: int, hold_weight: bool, clustered: bool
+) -> int:
+    """Return an upper bound of the registers of a staged backward, fitted to NVRTC's counts."""
+    length = pack_length(spec.x)
+    word = ITEMSIZE[compute_dtype(spec.x)] // 4
+    registers = 52 + packs * length * word * spec.gradients
+    if widest(spec.dy, spec.weight, spec.x) > 4:
+        registers += packs * length
+    if hold_weight:
+        registers += packs * length * widest(spec.weight) // 4
+    if ITEMSIZE[spec.dy] > ITEMSIZE[spec.x]:
+        registers += 4 * packs
+    if spec.bitmask:  # by twice as many LayerNorm took 255 us, not 174, for 12288 rows of 9216
+        registers += 12 * packs
+    if clustered:
+        registers += 12
+    if vector < length:
+        registers += packs * (packs + 4) - 1
+    return registers
+
+
+def backward_config(
+    spec: BackwardSpec, n: int, vector: int, architecture: int, *, in_strips: bool = True
+) -> StagedBackward | StripsBackward | StreamingBackward:
+    """Return the configuration of a backward pass over rows of n elements.
+
+    `in_strips`: the GPU has room for strips, should they be the fastest.
+    """
+    packs = -(-n // pack_length(spec.x))
+    for layout in _backward_layouts(packs, spec.gradients, architecture):
+        config = _staged_backward(spec, n, vector, architecture, *layout)
+        if config is not None:
+            return config
+    strips = _strips_backward(spec, n, vector, architecture) if in_strips else None
+    return strips or StreamingBackward(
+        cluster_blocks=streaming_blocks(packs, architecture),
+        row_threads=512,
+        column_threads=256,
+        vector=vector,
+        reduction=_reduction(spec, n),
+    )
+
+
+def few_rows_backward_config(
+    spec: BackwardSpec,
+    config: StagedBackward,
+    m: int,
+    architecture: int,
+    *,
+    dx_given: bool = False,
+) -> ResidentBackward | None:
+    """Return the configuration of m rows, if they are few enough for one of their own.
+
+    `dx_given`: dx may be dy, and no block may read what another writes.
+
+    dx has the bits that `config`, that of many rows, gives it. RMSNorm of one row of 4096 takes
+    5.6 to 6.2 us against 8.7, LayerNorm 5.8 to 6.1 against 10.0; of 64 rows 8.3 against 9.7 and 9.7
+    against 10.9, with partials; with columns RMSNorm of 64 rows of 8192 6.4, with partials 9.6
+    (bfloat16, H200).
+    """
+    if config.row_threads < 32:
+        return None
+    several = m > 1 and spec.gradients > 0
+    column_threads = 0
+    if several and config.row_threads >= 128 and not dx_given:
+        if spec.norm == "rms_norm":
+            column_threads = config.row_threads
+        elif architecture >= FIRST_WITH_OVERLAP:
+            column_threads = LAYER_NORM_COLUMN_THREADS
+    most_rows, most_blocks = MOST_RESIDENT_ROWS, MOST_RESIDENT_BLOCKS
+    if column_threads:
+        most_rows, most_blocks = MOST_ROWS_BESIDE_COLUMNS, MOST_BLOCKS_BESIDE_COLUMNS
+        if config.row_threads * config.cluster_blocks < 512:
+            most_rows = MOST_SHORT_ROWS_BESIDE_COLUMNS
+        if config.cluster_blocks == MOST_CLUSTER_BLOCKS:
+            most_blocks = MOST_BLOCKS_OF_LONGEST_ROWS
+    if m > most_rows or m * config.cluster_blocks > most_blocks:
+        return None
+    reduction = None
+    if config.reduction is not None and several and not column_threads:
+        reduction = dataclasses.replace(config.reduction, groups=16)  # up to 4 partials each
+    return ResidentBackward(
+        row_threads=config.row_threads,
+        packs_per_thread=config.packs_per_thread,
+        cluster_blocks=config.cluster_blocks,
+        vector=config.vector,
+        full=config.full,
+        column_threads=column_threads,
+        reduction=reduction,
+    )
+
+
+def resident_backward_bytes(spec: BackwardSpec, config: ResidentBackward) -> int:
+    """Return the shared memory of a block: see kernels/backward_resident.cu."""
+    threads = config.row_threads
+    size = team_bytes(spec.x, threads, threads, config.cluster_blocks)
+    if config.column_threads and spec.norm == "rms_norm":
+        size = max(size, resident_columns_bytes(spec, config))
+    return size
+
+
+def resident_columns_bytes(spec: BackwardSpec, config: ResidentBackward) -> int:
+    """Return the shared memory of a block that sums the weight gradients of 32 packs."""
+    values = spec.gradients * config.column_threads * pack_length(spec.x)
+    return values * ITEMSIZE[compute_dtype(spec.x)]
+
+
+def reduction_bytes(config: Reduction) -> int:
+    """Return the shared memory of a block: see kernels/reduce_partials.cu."""
+    rows = min(config.groups, config.block_threads // 32)
+    return rows * (config.block_threads // config.groups) * 16
+
+
+def strips_backward_bytes(spec: BackwardSpec, config: StripsBackward) -> int:
+    """Return the shared memory of a block: see kernels/backward_strips.cu."""
+    row = config.strip_threads * pack_length(spec.x) * (ITEMSIZE[spec.x] + ITEMSIZE[spec.dy])
+    of_warps = STRIPS_MESSENGERS * _gradient_sums(spec) * config.strip_threads // 32
+    known = STRIPS_PLACES * 5  # values of each row
+    sums = (of_warps + known) * ITEMSIZE[compute_dtype(spec.x)]
+    return config.group_rows * (STRIPS_STAGES * row + sums)
+
+
+def strips_counts_bytes() -> int:
+    """Return the bytes of device memory of the counts, a line each, of blocks that have told."""
+    return STRIPS_PLACES * 128
+
+
+def strips_exchange_bytes(spec: BackwardSpec, config: StripsBackward) -> int:
+    """Return the bytes of device memory in which the blocks exchange their sums of rows."""
+    values = STRIPS_PLACES * config.group_rows * _gradient_sums(spec) * config.strips
+    return values * ITEMSIZE[compute_dtype(spec.x)]
+
+
+def _gradient_sums(spec: BackwardSpec) -> int:
+    """Return how many sums dx needs of a row."""
+    return 3 if spec.norm == "layer_norm" else 1
+
+
+def _strips_backward(
+    spec: BackwardSpec, n: int, vector: int, architecture: int
+) -> StripsBackward | None:
+    """Return the configuration of rows that no cluster holds, by strips of 192 to 512 packs.
+
+    Read once, not twice as they would be streamed: RMSNorm of 32 rows of 262144 float32 takes
+    35 us, not 58, LayerNorm 37, not 61; of 512 rows 386, not 653, and 391, not 674. Below 192 packs
+    what the blocks tell each other shows: 256 rows of 133120 bfloat16 take 83 us, by clusters 62,
+    and 110, by clusters 71; and so do packs that are moved by single elements: of 200001 612, not
+    314, and 638, not 367 (H200). N alone decides, never the alignment, since the bits of dx must
+    not depend on it: rows of whole packs are in strips at unaligned addresses, too, though slower
+    there.
+    """
+    whole, rest = divmod(n, pack_length(spec.x))
+    strip_threads = -(-whole // (32 * MOST_STRIPS)) * 32
+    if architecture < FIRST_WITH_CLUSTERS or rest or not 192 <= strip_threads <= 512:
+        return None
+    strips = -(-whole // strip_threads)
+    # Not 5, of which LayerNorm's messengers have one on its way at a time: 256 rows of 262144 take
+    # 143 us, not 121 (bfloat16, H200).
+    for group_rows in (6, 4, 3, 2, 1):
+        config = StripsBackward(strips, strip_threads, group_rows, vector)
+        if strips_backward_bytes(spec, config) <= shared_limit(architecture):
+            return config
+    return None
+
+
+def _reduction(spec: BackwardSpec, n: int) -> Reduction | None:
+    """Return how the partials of many rows are summed, the fewer the longer a row is.
+
+    By as many groups as leave a thread about 5 partials, which are on their way at once, 9 at most:
+    there are 264 to 528 of short rows, 132 up to N = 8192 (H200). Four columns a thread, in blocks
+    of 256, where it had been one in blocks of up to 1024, and 9 partials, 4 of them at once:
+    RMSNorm takes 12.2 us at 4096x768, not 13.6, 17.3 at 512x8192, not 18.1, LayerNorm 20.8 at
+    32768x256, not 22.3 (bfloat16, H200).
+    """
+    if not spec.gradients:
+        return None
+    groups = max(1, 64 >> (-(-spec.gradients * n // 8192) - 1).bit_length())
+    width = 16 // ITEMSIZE[compute_dtype(spec.x)]
+    return Reduction(groups=groups, width=width, vector=width if n % width == 0 else 1)
+
+
+# By the packs that a thread has of a row that a warp holds: the most packs of such a row, the
+# threads of a block, the blocks of a multiprocessor, and the stages. With two gradients 2 packs by
+# blocks of half as many threads: LayerNorm takes 56.2 us, not 57.2, for 131072 rows of 256 and for
+# 65536 of 512; but RMSNorm without a bias 55.2, not 55.0, and 55.1, not 54.9 (bfloat16, float32
+# weight, H200).
+SHORT_LAYOUTS = {
+    1: (16, 256, 3, 4),
+    2: (64, 256, 2, 2),
+    3: (96, 128, 3, 2),
+    4: (128, 128, 2, 2),
+    5: (160, 128, 2, 2),
+}
+
+# By the packs that a thread has of a longer one, the threads of a multiprocessor: their registers
+# hold the weight and its gradients.
+LONG_THREADS = {2: 512, 3: 384, 4: 256, 5: 256}
+
+# row_threads, block_threads, blocks a multiprocessor, cluster_blocks and stages.
+_Layout = tuple[int, int, int, int, int]
+
+
+def _backward_layouts(packs: int, gradients: int, architecture: int) -> Iterator[_Layout]:
+    """Yield the layouts of rows of so many packs, the fastest first, then for what does not fit.
+
+    What decides is whether the row fills its packs, and the teams their multiprocessor: LayerNorm
+    of 1280 takes 201 us by 32 threads of 5 packs, 226 by 96 of 2; of 4608 199 by two teams of 192
+    threads, 242 by one of 288; of 18432 205 by two blocks of 384 threads, 280 by four of 256 (2**27
+    elements of bfloat16, float32 weight and bias, H200). benchmarks/notes.md has more.
+    """
+    yield from _short_layouts(packs, gradients)
+    yield from _long_layouts(packs, gradients, architecture)
+    # More registers and shared memory for a short row's, where it has operands of float64 or the
+    # architecture little shared memory.
+    for width, block_threads in ((2, 512), (4, 256), (2, 256), (2, 128)):
+        row_threads = team_threads(packs, width)
+        if row_threads <= 32:
+            yield row_threads, block_threads, 1, 1, 3
+    # And for one of up to 1024 packs, which two blocks hold.
+    if 512 < packs <= 1024 and architecture >= FIRST_WITH_CLUSTERS:
+        yield 256, 256, 1, 2, 3
+
+
+def _short_layouts(packs: int, gradients: int) -> list[_Layout]:
+    """Return those of rows that a warp holds, by how many packs its threads leave empty."""
+    ranked = []
+    for width, (most_packs, block_threads, blocks, stages) in SHORT_LAYOUTS.items():
+        if width == 2 and gradients == 2:
+            block_threads, blocks = 128, 4
+        row_threads = team_threads(packs, width)
+        if packs <= most_packs and row_threads <= 32 and (width <= 2 or packs >= LEAST_FILLED):
+            rank = slots_of(packs, row_threads), width
+            ranked.append((rank, (row_threads, block_threads, blocks, 1, stages)))
+    return [layout for _, layout in sorted(ranked)]
+
+
+def _long_layouts(packs: int, gradients: int, architecture: int) -> list[_Layout]:
+    """Return those of longer rows, by how well they use what LONG_THREADS could hold."""
+    ranked = []
+    for cluster_blocks, width in itertools.product((1, 2, 4, 8, 16), LONG_THREADS):
+        most = LONG_THREADS[width]
+        row_threads = team_threads(-(-packs // cluster_blocks), width)
+        # 5 packs leave shorter rows few threads; beyond `most` they spill.
+        if width == 5 and (packs <= 512 or row_threads > most):
+            continue
+        # Empty slots are waited for, and packs are compared with the row's end.
+        filled = (packs / slots_of(packs, cluster_blocks * row_threads)) ** 2
+        if cluster_blocks > 1:
+            if packs <= 1024 or cluster_blocks > most_cluster_blocks(architecture):
+                continue
+            for blocks in range(1, most // row_threads + 1):
+                used = blocks * row_threads / most
+                rank = used * filled, -cluster_blocks, width
+                ranked.append((rank, (row_threads, row_threads, blocks, cluster_blocks, 3)))
+        elif row_threads >= 64:
+            if width == 4 and gradients == 2:
+                most = 320
+                # Then the weight stays in shared memory: 246 us at 9728, where 256 threads of 5
+                # packs take 203.
+                if packs % row_threads:
+                    filled *= 0.8
+            # By a block of 640, 512 rows of 5120 took 23.6 us, by one of 320 16.3; by one of 448
+            # that of 5376 takes 113 us, by one of 352 threads of 2 packs 123 (LayerNorm, bfloat16,
+            # H200).
+            most_threads = max(most, 448 if width <= 3 else row_threads)
+            for block_threads in range(row_threads, min(most_threads, 512) + 1, row_threads):
+                used = min(block_threads / most, most / block_threads)
+                rank = used * filled, -1, -width
+                ranked.append((rank, (row_threads, block_threads, 1, 1, 3)))
+    return [layout for _, layout in sorted(ranked, reverse=True)]
+
+
+def _staged_backward(
+    spec: BackwardSpec,
+    n: int,
+    vector: int,
+    architecture: int,
+    row_threads: int,
+    block_threads: int,
+    blocks_per_multiprocessor: int,
+    cluster_blocks: int,
+    stages: int,
+) -> StagedBackward | None:
+    length = pack_length(spec.x)
+    packs_per_thread = -(-n // (length * row_threads * cluster_blocks))
+    # A quarter of a multiprocessor has whole warps: 320 threads have the registers of 384.
+    threads = -(-block_threads * blocks_per_multiprocessor // 128) * 128
+    most_registers = min(255, REGISTERS_PER_MULTIPROCESSOR // threads // 8 * 8)
+
+    # Held beside both, by 416 and 448 threads, 12 bytes would spill on sm_100.
+    both = spec.zero_centered and spec.bitmask and spec.gradients == 2
+    spare = 8 if both and architecture >= 100 and block_threads % 128 else 0
+
+    def fits(hold_weight: bool, vector: int) -> bool:
+        return most_registers >= spare * hold_weight + _backward_registers(
+            spec,
+            packs_per_thread,
+            vector=vector,
+            hold_weight=hold_weight,
+            clustered=cluster_blocks > 1,
+        )
+
+    # Whatever the alignment, so that a row's bits do not depend on it.
+    if not (fits(False, length) and fits(False, 1)):
+        return None
+    full = n == cluster_blocks * row_threads * packs_per_thread * length
+    for fewer in range(stages, 1, -1):
+        config = StagedBackward(
+            row_threads=row_threads,
+            block_threads=block_threads,
+            blocks_per_multiprocessor=blocks_per_multiprocessor,
+            packs_per_thread=packs_per_thread,
+            cluster_blocks=cluster_blocks,
+            stages=fewer,
+            vector=vector,
+            hold_weight=(spec.weight is not None and vector == length and fits(True, length)),
+            shared_sums=0,
+            hold_sums=False,
+            full=full,
+            bulk=False,
+            reduction=_reduction(spec, n),
+        )
+        # A block's own 1 KiB is the system's.
+        limit = (shared_limit(architecture) + 1024) // blocks_per_multiprocessor - 1024
+        most = max(
+            staged_backward_bytes(spec, config),
+            staged_backward_bytes(spec, dataclasses.replace(config, hold_weight=False)),
+        )
+        if most <= limit:
+            in_bulk = _in_bulk(spec, config, architecture, limit)
+            # Otherwise copied, 4 packs beside both gradients leave no room for the weight, but in
+            # clusters, whose blocks are smaller.
+            crowded = packs_per_thread == 4 and spec.gradients == 2 and cluster_blocks == 1
+            crowded = crowded and row_threads > 32
+            found = in_bulk or dataclasses.replace(
+                config, hold_weight=config.hold_weight and not crowded
+            )
+            return _sharing_sums(spec, found, limit)
+    return None
+
+
+def _sharing_sums(spec: BackwardSpec, config: StagedBackward, limit: int) -> StagedBackward:
+    """Return the configuration with sums of rows in shared memory, as far as there is room.
+
+    In partials they are read and written once every 64 rows, which all threads wait for: LayerNorm
+    takes 758 us, not 786, for 32768 rows of 16384, 378, not 389, of 8192, RMSNorm 768, not 782, and
+    384, not 391. Beside six stages there is room for one gradient's alone, and registers for the
+    other's: 1475 us, not 1516, for LayerNorm of 32768 rows of 32768 (1545 with both in partials),
+    1553 by five stages. L1 has what shared memory leaves, and in it what is spilled by 5 packs a
+    thread: LayerNorm of 4096 rows of 40960 takes 253 us with one gradient's sums there, 323 with
+    both, 261 with none (bfloat16, float32 weight and bias, H200). Where elements are moved one by
+    one a block without room for them leaves room for a second of another cluster.
+    """
+    if config.vector < pack_length(spec.x):
+        return config
+    used = staged_backward_bytes(spec, config)
+    size = staged_backward_bytes(spec, dataclasses.replace(config, shared_sums=1)) - used
+    shared = min(spec.gradients, (limit - used) // size)
+    if config.packs_per_thread > 4:
+        shared = min(shared, 1)
+    hold = config.bulk and config.cluster_blocks > 1 and shared == spec.gradients - 1
+    return dataclasses.replace(config, shared_sums=shared, hold_sums=hold)
+
+
+def _in_bulk(
+    spec: BackwardSpec, config: StagedBackward, architecture: int, limit: int
+) -> StagedBackward | None:
+    """Return the configuration with bulk copies, where they are ahead and fit; the bits stay.
+
+    LayerNorm, whose instructions are what it waits for, saves 6% of them: 197 us against 205 at
+    N = 4096, 306 against 327 at 6144, 396 against 402 at 8192, 397 against 408 for 8192 rows of
+    32768, 400 against 408 for 4096 of 65536. But of 16 bits, in clusters of two, 387 against 384
+    for 16384 rows of 16384, where RMSNorm takes 752 against 762 for 32768. Elsewhere RMSNorm of 16
+    bits takes 1 to 2% more, and rows that do not fill their packs 677 against 636 for 8192 of
+    40960 (bfloat16, H200). Of float64 either norm gains up to 5%, but RMSNorm by 16 blocks, and in
+    clusters so does float32: 380 against 394 and 383 against 395 for 16384 of 4096 float64, 392
+    against 384 for RMSNorm's 2048 of 32768, 382 against 391 for its 8192 of 16384 float32, 381
+    against 387 for LayerNorm's 16384 of 8192. And RMSNorm by one team of 320 to 448 threads: 147
+    against 157 for 16384 of 6144, 102 against 107 for 10082 of 6656 (bfloat16), 100 against 105 for
+    10922 of 3072 float32, but 1% more by 480 and 512; with a bias 110 against 140 for 6553 of
+    10240, which spill otherwise.
+
+    In LayerNorm's larger clusters 6 stages: with 5, 417 where 6 take 397; but 5 where 6 leave no
+    room for the sums of rows, by 3 packs a thread: 153 against 161 for 8192 of 12288. In RMSNorm's
+    5: 382 and 381 for 8192 of 16384 and 4096 of 32768 float32, with 6 389 and 380. Without
+    gradients two blocks of the others' shared memory find room on a multiprocessor.
+    """
+    size = ITEMSIZE[spec.x]
+    plain = config.full and config.vector == pack_length(spec.x) and config.row_threads >= 64
+    plain = plain and size == ITEMSIZE[spec.dy] and spec.gradients > 0
+    clustered, in_pairs = config.cluster_blocks > 1, config.cluster_blocks == 2
+    if spec.norm == "layer_norm":
+        ahead = size >= 4 or not in_pairs
+    elif clustered:
+        ahead = size >= 4 or in_pairs
+    else:
+        alone = config.rows_per_block == 1 and 320 <= config.block_threads < 480
+        ahead = size == 8 or alone
+    if architecture != 90 or not (plain and ahead):
+        return None
+    packs = config.blocks_per_multiprocessor * config.block_threads * config.packs_per_thread
+    of_five = clustered and (in_pairs or spec.norm == "rms_norm" or packs > 1024)
+    if of_five and config.packs_per_thread > 4:  # shared memory would have no room for the sums
+        return None
+    stages = 5 if of_five else 6 if clustered else 4
+    in_bulk = dataclasses.replace(config, bulk=True, stages=stages)
+    return in_bulk if staged_backward_bytes(spec, in_bulk) <= limit else None

@@ -1,0 +1,77 @@
+"""What a GPU has for a block, and what both passes count of a row: packs, threads, blocks."""
+
+from __future__ import annotations
+
+from cupynorm._spec import ITEMSIZE, compute_dtype
+
+REGISTERS_PER_MULTIPROCESSOR = 65536
+
+# KiB of shared memory that a block may have: CUDA C++ Programming Guide, "Compute Capabilities".
+# Newer GPUs than these have at least the last.
+SHARED_KIB = {75: 64, 80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227}
+SHARED_KIB_OF_OTHERS = 99
+
+# Those whose multiprocessors hold 2048 threads; the others hold 1024 or 1536.
+HOLD_2048_THREADS = (80, 90, 100, 103)
+MULTIPROCESSORS = 128  # roughly, of the GPUs that this is tuned for
+FIRST_WITH_CLUSTERS = 90
+FIRST_WITH_OVERLAP = 90  # of a kernel with the one before it
+MOST_CLUSTER_BLOCKS = 16
+LEAST_FILLED = 12  # packs: shorter rows, by fewer than 4 threads, were not measured
+
+
+def pack_length(x: str) -> int:
+    """Return the elements of a pack."""
+    return 16 // ITEMSIZE[x]
+
+
+def shared_limit(architecture: int) -> int:
+    """Return the bytes of shared memory that a block may have."""
+    return SHARED_KIB.get(architecture, SHARED_KIB_OF_OTHERS) << 10
+
+
+def team_bytes(
+    x: str, row_threads: int, block_threads: int, cluster_blocks: int = 1, *, split: bool = False
+) -> int:
+    """Return the shared memory of a Team's reductions: see kernels/team.cuh."""
+    warps = max(1, row_threads // 32)
+    if cluster_blocks * warps == 1:
+        return 0
+    mailboxes = 16 if cluster_blocks > 1 else 0
+    if cluster_blocks > 1 and warps > 1 and not split:
+        slots = 2 * cluster_blocks + warps
+    else:
+        slots = 2 * (block_threads // row_threads * cluster_blocks) * warps
+    return -(-(mailboxes + 4 * slots * ITEMSIZE[compute_dtype(x)]) // 128) * 128
+
+
+def team_threads(packs: int, packs_per_thread: int) -> int:
+    """Return the threads that hold `packs` packs: a power of two up to 32, then whole warps."""
+    threads = -(-packs // packs_per_thread)
+    if threads <= 32:
+        return 1 << (threads - 1).bit_length()
+    return -(-threads // 32) * 32
+
+
+def slots_of(packs: int, threads: int) -> int:
+    """Return the packs that so many threads hold of a row, those past its end among them."""
+    return threads * -(-packs // threads)
+
+
+def widest(*dtypes: str | None) -> int:
+    """Return the bytes of an element of the widest of the operands that there are."""
+    return max((ITEMSIZE[dtype] for dtype in dtypes if dtype), default=0)
+
+
+def streaming_blocks(packs: int, architecture: int) -> int:
+    """Return the blocks that stream a row.
+
+    With one, 32 rows of 262144 float32 keep 32 of an H200's 132 multiprocessors busy. Clusters of 4
+    blocks of 512 threads, two a multiprocessor, all run at once; of 8 or 16 such, fewer rows do.
+    """
+    return 4 if architecture >= FIRST_WITH_CLUSTERS and packs > 8192 else 1
+
+
+def most_cluster_blocks(architecture: int) -> int:
+    """Return the blocks that a cluster may have, 1 where there are no clusters."""
+    return MOST_CLUSTER_BLOCKS if architecture >= FIRST_WITH_CLUSTERS else 1
