@@ -965,8 +965,8 @@ MUTATIONS = [
     Mutation(
         "one of two 16-bit elements is kept",
         "relu.cuh",
-        "(pair & 2u) << 15",
-        "(2u << 15)",
+        "last_element % 4);",
+        "first_element % 4);",
         VALUE,
         case("relu_sub_warp", x="bfloat16"),
     ),
