@@ -180,10 +180,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     clock = Clock()
     speeds: list[list[float]] = [[] for _ in backends[1:]]
     for problem in chosen:
-        try:
-            times, alike = time(problem, backends, clock, options.rounds, cupy)
-        except ValueError as error:
-            parser.error(str(error))
+        times, alike = time(problem, backends, clock, options.rounds, cupy)
         for speed, seconds in zip(speeds, times[1:], strict=True):
             speed.append(times[0] / seconds)
         last = [f"{speed[-1]:.3f}" for speed in speeds]

@@ -352,10 +352,7 @@ def _reduction(spec: BackwardSpec, n: int) -> Reduction | None:
 
 
 # By the packs that a thread has of a row that a warp holds: the most packs of such a row, the
-# threads of a block, the blocks of a multiprocessor, and the stages. With two gradients 2 packs by
-# blocks of half as many threads: LayerNorm takes 56.2 us, not 57.2, for 131072 rows of 256 and for
-# 65536 of 512; but RMSNorm without a bias 55.2, not 55.0, and 55.1, not 54.9 (bfloat16, float32
-# weight, H200).
+# threads of a block, the blocks of a multiprocessor, and the stages.
 SHORT_LAYOUTS = {
     1: (16, 256, 3, 4),
     2: (64, 256, 2, 2),
@@ -363,6 +360,9 @@ SHORT_LAYOUTS = {
     4: (128, 128, 2, 2),
     5: (160, 128, 2, 2),
 }
+# LayerNorm takes 56.2 us, not 57.2, for 131072 rows of 256 and for 65536 of 512; but RMSNorm, of
+# one, 55.2, not 55.0, and 55.1, not 54.9 (bfloat16, float32 weight, H200).
+SHORT_LAYOUTS_OF_TWO_GRADIENTS = {**SHORT_LAYOUTS, 2: (64, 128, 4, 2)}
 
 # By the packs that a thread has of a longer one, the threads of a multiprocessor: their registers
 # hold the weight and its gradients.
@@ -396,9 +396,8 @@ def _backward_layouts(packs: int, gradients: int, architecture: int) -> Iterator
 def _short_layouts(packs: int, gradients: int) -> list[_Layout]:
     """Return those of rows that a warp holds, by how many packs its threads leave empty."""
     ranked = []
-    for width, (most_packs, block_threads, blocks, stages) in SHORT_LAYOUTS.items():
-        if width == 2 and gradients == 2:
-            block_threads, blocks = 128, 4
+    layouts = SHORT_LAYOUTS_OF_TWO_GRADIENTS if gradients == 2 else SHORT_LAYOUTS
+    for width, (most_packs, block_threads, blocks, stages) in layouts.items():
         row_threads = team_threads(packs, width)
         if packs <= most_packs and row_threads <= 32 and (width <= 2 or packs >= LEAST_FILLED):
             rank = slots_of(packs, row_threads), width
