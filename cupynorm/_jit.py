@@ -223,6 +223,7 @@ def backward_instantiations(
             config.shared_sums,
             config.hold_sums,
             config.bulk,
+            config.pairs,
             config.stages,
             config.cluster_blocks,
             config.row_threads,

@@ -34,6 +34,7 @@
 //            cluster, which sends those of row r before it writes dx of row r - 1, with row r - 2.
 //            That row's stage is free, for the row Stages later. A row past the last is not asked
 //            for, nor waited for: each cluster must have one.
+// Pairs:     stage.cuh; of rows whose Vector is 1.
 // Result:    partials, of cluster c in row c.
 #include "gradient.cuh"
 #include "relu.cuh"
@@ -41,9 +42,9 @@
 #include "team.cuh"
 
 template <typename X, typename DY, typename Weight, bool Centered, bool ZeroCentered, bool DBias,
-          bool Bitmask, bool HoldWeight, int SharedSums, bool HoldSums, bool Bulk, int Stages,
-          int ClusterBlocks, int RowThreads, int BlockThreads, int BlocksPerMultiprocessor,
-          int PacksPerThread, bool Full, int Vector>
+          bool Bitmask, bool HoldWeight, int SharedSums, bool HoldSums, bool Bulk, bool Pairs,
+          int Stages, int ClusterBlocks, int RowThreads, int BlockThreads,
+          int BlocksPerMultiprocessor, int PacksPerThread, bool Full, int Vector>
 __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_backward(
     const DY* dy, long long dy_stride, const X* x, long long x_stride, const Weight* weight,
     const Compute<X>* mean, const Compute<X>* rstd, const unsigned char* bitmask, X* dx,
@@ -53,8 +54,8 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
   constexpr int kLength = 16 / static_cast<int>(sizeof(X));
   constexpr bool kDWeight = kPresent<Weight>;
   using TeamOf = Team<RowThreads, BlockThreads, ClusterBlocks>;
-  using StageOfX = Stage<X, kLength, PacksPerThread, BlockThreads>;
-  using StageOfDY = Stage<DY, kLength, PacksPerThread, BlockThreads>;
+  using StageOfX = Stage<X, kLength, PacksPerThread, BlockThreads, Pairs>;
+  using StageOfDY = Stage<DY, kLength, PacksPerThread, BlockThreads, Pairs>;
   using StageOfWeight = Stage<Weight, kLength, PacksPerThread, BlockThreads>;
   constexpr int kStageBytes = StageOfX::kBytes + StageOfDY::kBytes;
   constexpr int kTeams = TeamOf::kTeams;
@@ -93,14 +94,16 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
   long long row = group * kTeams + team.team;
   long long fetched = row;  // the row to be asked for next, and where it is
   // Of several teams each thread has a row's address anyway: it has that of its own first column, from
-  // which it counts (as in forward.cu). LayerNorm takes 57.5 us, not 58.1, at 32768x1024, RMSNorm 12.2,
-  // not 12.6, at 4096x768 of float16 (H200).
-  constexpr bool kFromOwnColumn = kTeams > 1 && !Bulk && Vector == kLength;
+  // which it counts (as in forward.cu), those of the statistics, which move on from turn to turn, and
+  // its own place in the stage that is read, which is filled next. LayerNorm takes 20.0 us, not 20.5, at
+  // 32768x256, RMSNorm 19.1, not 19.5; with the column alone LayerNorm 57.5, not 58.1, at 32768x1024
+  // (bfloat16, float32 weight and bias, H200).
+  constexpr bool kOwnAddresses = kTeams > 1 && !Bulk && Vector == kLength;
   constexpr int kStep = RowThreads * kLength;
-  const int counted_from = kFromOwnColumn ? first_column(0) : 0;
-  const auto column = [&](int p) { return kFromOwnColumn ? p * kStep : first_column(p); };
+  const int counted_from = kOwnAddresses ? first_column(0) : 0;
+  const auto column = [&](int p) { return kOwnAddresses ? p * kStep : first_column(p); };
   const auto left_of_row = [&](int p) {
-    if constexpr (!kFromOwnColumn) return end_of_row(p);
+    if constexpr (!kOwnAddresses) return end_of_row(p);
     return Full || p + 1 < PacksPerThread ? (p + 1) * kStep : n_cols - counted_from;
   };
   const X* fetched_x = x + row * x_stride + counted_from;
@@ -114,11 +117,15 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
     char* const place = stages + stage * kStageBytes;
     if constexpr (StageOfX::template kTakesPolicy<Vector>) {
       StageOfX::fetch(own, p, fetched_x, column(p), n, policy);
+    } else if constexpr (StageOfX::kPairs) {
+      StageOfX::fetch_pairs(place, p, fetched_x, column(p), n);
     } else {
       StageOfX::template fetch<Vector>(place, p, fetched_x, column(p), n);
     }
     if constexpr (StageOfDY::template kTakesPolicy<Vector>) {
       StageOfDY::fetch(own + StageOfX::kBytes, p, fetched_dy, column(p), n, policy);
+    } else if constexpr (StageOfDY::kPairs) {
+      StageOfDY::fetch_pairs(place + StageOfX::kBytes, p, fetched_dy, column(p), n);
     } else {
       StageOfDY::template fetch<Vector>(place + StageOfX::kBytes, p, fetched_dy, column(p), n);
     }
@@ -191,12 +198,18 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
   struct Beside {
     T mean = 0, rstd = 0;
     unsigned bits[Bitmask ? PacksPerThread : 1] = {};
+    bool odd_x = false, odd_dy = false;  // of pairs: where in them its packs are
   };
+  // Of the row that is asked for next: each call of load_beside is for that.
+  const T* mean_ahead = Centered ? mean + row : nullptr;
+  const T* rstd_ahead = rstd + row;
   const auto load_beside = [&](long long of_row) {
     Beside beside;
+    if constexpr (StageOfX::kPairs) beside.odd_x = is_odd(x + of_row * x_stride);
+    if constexpr (StageOfDY::kPairs) beside.odd_dy = is_odd(dy + of_row * dy_stride);
     if (of_row < n_rows) {
-      if constexpr (Centered) beside.mean = mean[of_row];
-      beside.rstd = rstd[of_row];
+      if constexpr (Centered) beside.mean = kOwnAddresses ? *mean_ahead : mean[of_row];
+      beside.rstd = kOwnAddresses ? *rstd_ahead : rstd[of_row];
       if constexpr (Bitmask) {
         const unsigned char* bytes = bitmask + of_row * bitmask_bytes(n_cols);
 #pragma unroll
@@ -205,6 +218,8 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
         }
       }
     }
+    if constexpr (Centered) mean_ahead += rows_a_turn;
+    rstd_ahead += rows_a_turn;
     return beside;
   };
   Beside next = load_beside(row), after_next = load_beside(row + rows_a_turn);
@@ -296,9 +311,14 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
 
   // 2. Sums of g * d, g and d, of which h = (x - mean) * rstd is made, xhat before it is centred again.
   constexpr int kSums = kGradientSums<Centered>;
-  const auto read_x = [&](int stage, int p) {
-    if constexpr (Bulk) {
-      return StageOfX::read(own + stage * kStageBytes, p);
+  constexpr bool kFromOwnPlace =
+      Bulk || (kOwnAddresses && StageOfX::kPackBytes == 16 && StageOfDY::kPackBytes == 16);
+  const auto place_read = [&](int stage) { return own + (Bulk ? stage * kStageBytes : 0); };
+  const auto read_x = [&](int stage, int p, const Beside& of_row) {
+    if constexpr (kFromOwnPlace) {
+      return StageOfX::read(place_read(stage), p);
+    } else if constexpr (StageOfX::kPairs) {
+      return StageOfX::read_pairs(stages + stage * kStageBytes, p, of_row.odd_x);
     } else {
       return StageOfX::read(stages + stage * kStageBytes, p);
     }
@@ -306,8 +326,11 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
   // dy of a pack, as the bitmask lets it through.
   const auto read_dy = [&](int stage, int p, const Beside& of_row) {
     Pack<DY, kLength> pack;
-    if constexpr (Bulk) {
-      pack = StageOfDY::read(own + (stage * kStageBytes + StageOfX::kBytes), p);
+    if constexpr (kFromOwnPlace) {
+      pack = StageOfDY::read(place_read(stage) + StageOfX::kBytes, p);
+    } else if constexpr (StageOfDY::kPairs) {
+      pack =
+          StageOfDY::read_pairs(stages + stage * kStageBytes + StageOfX::kBytes, p, of_row.odd_dy);
     } else {
       pack = StageOfDY::read(stages + stage * kStageBytes + StageOfX::kBytes, p);
     }
@@ -322,7 +345,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
     for (int i = 0; i < kSums; ++i) sums[i] = 0;
 #pragma unroll
     for (int p = 0; p < PacksPerThread; ++p) {
-      const Pack<X, kLength> row_x = read_x(stage, p);
+      const Pack<X, kLength> row_x = read_x(stage, p, of_row);
       const Pack<DY, kLength> row_dy = read_dy(stage, p, of_row);
       add_to_sums<ZeroCentered, Vector>(sums, centring, row_x, row_dy, weights_of(p),
                                         first_column(p), end_of_row(p));
@@ -347,6 +370,8 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
     fetch_rows(kFirst, kFetched);
   }
   X* dx_row = dx + row * dx_stride + counted_from;
+  long long dx_step = rows_a_turn * dx_stride;
+  if constexpr (kOwnAddresses) make_opaque(dx_step);  // else it is computed each time
   for (long long block_row = group * kTeams; block_row < n_rows; block_row += rows_a_turn) {
     // 3. The row's sums.
     const Beside current = next;
@@ -396,7 +421,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
 #pragma unroll
     for (int p = 0; p < PacksPerThread; ++p) {
       const int n_stored = stores ? left_of_row(p) : 0;
-      const Pack<X, kLength> row_x = read_x(stage, p);
+      const Pack<X, kLength> row_x = read_x(stage, p, current);
       const Pack<DY, kLength> row_dy = read_dy(stage, p, current);
       const Pack<Weight, kLength> weights = weights_of(p);
       T gradient[kLength];
@@ -410,7 +435,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
       }
       Pack<X, kLength> stored;
       stored.set(gradient);
-      if constexpr (Vector == kLength) {
+      if constexpr (Vector == kLength || StageOfX::kPairs) {
         store<Vector>(stored, dx_row, column(p), n_stored);
       } else {
         StageOfX::write(stored, place, p);
@@ -422,7 +447,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
     stage = next_stage;
     parity = next_parity;
     row += rows_a_turn;
-    dx_row += rows_a_turn * dx_stride;
+    dx_row += dx_step;
     if constexpr (kAhead) {
 #pragma unroll
       for (int i = 0; i < kSums; ++i) sums[i] = next_sums[i];

@@ -150,7 +150,7 @@ __global__ __launch_bounds__(RowThreads, 1) void norm_backward_resident(
   for (int p = 0; p < PacksPerThread; ++p) {
     load<Vector>(row_x[p], x + row * x_stride, first_column(p), end_of_row(p));
     load<Vector>(row_dy[p], dy + row * dy_stride, first_column(p), end_of_row(p));
-    load<Vector>(weights[p], weight, first_column(p), end_of_row(p));
+    load_operand<Vector>(weights[p], weight, first_column(p), end_of_row(p));
   }
   const T row_rstd = rstd[row];
   const Centring<Centered, T> centring(Centered ? mean[row] : T(0), row_rstd);

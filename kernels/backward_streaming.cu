@@ -35,12 +35,12 @@ __global__ __launch_bounds__(BlockThreads, 1) void norm_backward_coefficients(
     Pack<X, kLength> pack_x;
     Pack<DY, kLength> pack_dy;
     Pack<Weight, kLength> weights;
-    load<Vector>(pack_x, x + row * x_stride, first, n_cols);
-    load<Vector>(pack_dy, dy + row * dy_stride, first, n_cols);
+    load<Vector, false>(pack_x, x + row * x_stride, first, n_cols);
+    load<Vector, false>(pack_dy, dy + row * dy_stride, first, n_cols);
     if constexpr (Bitmask) {
       keep(pack_dy, load_bits(bitmask + row * bitmask_bytes(n_cols), first, n_cols), first);
     }
-    if constexpr (kPresent<Weight>) load<Vector>(weights, weight, first, n_cols);
+    if constexpr (kPresent<Weight>) load<Vector, false>(weights, weight, first, n_cols);
     T of_g_h = 0, of_g = 0, of_h = 0;
 #pragma unroll
     for (int i = 0; i < kLength; ++i) {
@@ -94,7 +94,7 @@ __global__ __launch_bounds__(BlockThreads, 2) void norm_backward_columns(
   const long long first = block_index() % tiles * kTile + thread_index() * kLength;
 
   Pack<Weight, kLength> weights;
-  if constexpr (kPresent<Weight>) load<Vector>(weights, weight, first, n_cols);
+  if constexpr (kPresent<Weight>) load<Vector, false>(weights, weight, first, n_cols);
   T dweight[kLength] = {}, dbias[kLength] = {};
   // Moves one gradient from registers to this chunk's partials.
   bool flushed = false;
@@ -119,8 +119,8 @@ __global__ __launch_bounds__(BlockThreads, 2) void norm_backward_columns(
   unsigned next_bits = 0;
   const auto prefetch = [&](long long row) {
     const long long n = row < n_rows ? n_cols : 0;
-    load<Vector>(next_x, x + row * x_stride, first, n);
-    load<Vector>(next_dy, dy + row * dy_stride, first, n);
+    load<Vector, false>(next_x, x + row * x_stride, first, n);
+    load<Vector, false>(next_dy, dy + row * dy_stride, first, n);
     if constexpr (Bitmask) {
       next_bits = load_bits(bitmask + row * bitmask_bytes(n_cols), first, n);
     }
@@ -151,7 +151,7 @@ __global__ __launch_bounds__(BlockThreads, 2) void norm_backward_columns(
       dweight[i] = fused_multiply_add(upstream, xhat, dweight[i]);
       dbias[i] += upstream;
     }
-    store<Vector>(gradient, dx + row * dx_stride, first, n_cols);
+    store<Vector, false, false>(gradient, dx + row * dx_stride, first, n_cols);
     if (++turn == kTurns) {
       flush_all();
       turn = 0;

@@ -65,6 +65,20 @@ __device__ __forceinline__ void copy_async(void* shared, const void* global, boo
   }
 #endif
 }
+// A pair of 16-bit elements at a multiple of 4, of which the first `bytes` count, 0, 2 or 4, the others are
+// zero, and where `second` the first need not: it lies before a row, and the pair can be read nevertheless.
+__device__ __forceinline__ void copy_pair_async(void* shared, const void* global, int bytes,
+                                                bool second) {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(shared)),
+               "l"(global), "r"(bytes)
+               : "memory");
+#else
+  const unsigned short* const source = static_cast<const unsigned short*>(global);
+  *static_cast<unsigned*>(shared) = (bytes > 0 && !second ? source[0] : 0u) |
+                                    static_cast<unsigned>(bytes > 2 ? source[1] : 0) << 16;
+#endif
+}
 // Closes a group of this thread's copies.
 __device__ __forceinline__ void commit_copies() {
 #if __CUDA_ARCH__ >= 800
@@ -364,6 +378,15 @@ __device__ __forceinline__ void store_past_l1(uint4* memory, uint4 value) {
 // The compiler may no longer assume that it knows this value.
 __device__ __forceinline__ void make_opaque(unsigned& word) { asm volatile("" : "+r"(word)); }
 __device__ __forceinline__ void make_opaque(int& word) { asm volatile("" : "+r"(word)); }
+__device__ __forceinline__ void make_opaque(long long& word) { asm volatile("" : "+l"(word)); }
+// The 32 bits from bit `bits` of `low` on, of which `high` has the rest, 0 <= bits < 32; and those that
+// end as many bits before the end of `high`.
+__device__ __forceinline__ unsigned shifted_right(unsigned low, unsigned high, unsigned bits) {
+  return __funnelshift_r(low, high, bits);
+}
+__device__ __forceinline__ unsigned shifted_left(unsigned low, unsigned high, unsigned bits) {
+  return __funnelshift_l(low, high, bits);
+}
 __device__ __forceinline__ unsigned float_bits(float value) { return __float_as_uint(value); }
 __device__ __forceinline__ float float_from_bits(unsigned bits) { return __uint_as_float(bits); }
 __device__ __forceinline__ unsigned long long double_bits(double value) {

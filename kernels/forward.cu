@@ -148,9 +148,8 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
   Pack<Weight, kLength> weights[PacksPerThread];
   Pack<Bias, kLength> biases[PacksPerThread];
   const auto load_affine = [&](int p) {
-    if constexpr (kPresent<Weight>)
-      load<Vector>(weights[p], weight, first_column(p), end_of_row(p));
-    if constexpr (kPresent<Bias>) load<Vector>(biases[p], bias, first_column(p), end_of_row(p));
+    load_operand<Vector>(weights[p], weight, first_column(p), end_of_row(p));
+    load_operand<Vector>(biases[p], bias, first_column(p), end_of_row(p));
   };
   if constexpr (HoldWeight) {
 #pragma unroll

@@ -35,7 +35,7 @@ struct TileOf {
   __device__ __forceinline__ TileOf(const X* start, int columns, CachePolicy policy) {
 #pragma unroll
     for (int p = 0; p < PacksPerThread; ++p) {
-      load<Vector>(packs[p], start, first_column(p), columns, policy);
+      load<Vector, false>(packs[p], start, first_column(p), columns, policy);
     }
   }
 };
@@ -118,7 +118,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
       T largest[1] = {0};
       for_each_pack<ClusterBlocks, BlockThreads, kLength>(n_cols, [&](long long first) {
         Pack<X, kLength> pack;
-        load<Vector>(pack, row, first, n_cols);
+        load<Vector, false>(pack, row, first, n_cols);
 #pragma unroll
         for (int i = 0; i < kLength; ++i) {
           largest[0] = larger(absolute(pack.template get<T>(i)), largest[0]);
@@ -142,8 +142,8 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
       const int first = of_x.first_column(p);
       Pack<Weight, kLength> weights;
       Pack<Bias, kLength> biases;
-      if constexpr (kPresent<Weight>) load<Vector>(weights, weight + base, first, columns);
-      if constexpr (kPresent<Bias>) load<Vector>(biases, bias + base, first, columns);
+      if constexpr (kPresent<Weight>) load<Vector, false>(weights, weight + base, first, columns);
+      if constexpr (kPresent<Bias>) load<Vector, false>(biases, bias + base, first, columns);
       T values[kLength];
       unsigned bits = 0;
 #pragma unroll
@@ -157,7 +157,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
       }
       Pack<Y, kLength> normalized;
       normalized.set(values);
-      store<Vector, true>(normalized, normalized_row + base, first, columns);
+      store<Vector, true, false>(normalized, normalized_row + base, first, columns);
       if constexpr (Relu && StoreStatistics) {
         store_bits<Vector, kLength>(bits, bitmask + row_index * bitmask_bytes(n_cols) + base / 8,
                                     first, columns);

@@ -129,6 +129,18 @@ def instantiations(architecture: int) -> list[Instantiation]:
         backward = [BackwardSpec(norm, x, x, "float32", bias, c, r) for c, r in choices]
         length = pack_length(x)
         add(packs * length, (1, length), forward, backward)
+    # 6 and 7 packs a thread of LayerNorm's rows that leave others empty, and of either norm's in
+    # clusters of 8; 5 in clusters, where full rows have the kernels of others.
+    for x, packs, bitmask in (
+        *(("bfloat16", packs, False) for packs in (200, 800, 3000, 12288, 14336)),
+        *(("float16", 3000, False), ("float32", 800, True), ("bfloat16", 2560, True)),
+    ):
+        length = pack_length(x)
+        many = [
+            BackwardSpec("layer_norm", x, x, "float32", "float32", True, bitmask),
+            BackwardSpec("rms_norm", x, x, "float32", None, True, bitmask),
+        ]
+        add(packs * length, (1, length), (), many)
     # 8 packs a thread of LayerNorm, by 5 to 12 warps, and of few rows with weight and bias held.
     x = "bfloat16"
     choices = (both, plain) if every else (plain,)
@@ -377,10 +389,15 @@ def compiled(kernels: tuple[Instantiation, ...], architecture: str) -> Compiled:
 # the backward 205 us with the weight held, by smaller blocks 283, and 224, not 228, with the sums
 # of its rows in shared memory, beside which it spills 32 (H200). A ReLU and a 1 to be added spill
 # most. Beside messengers, which make strips sooner, the widest leave 16-bit rows that are moved by
-# single elements, or of LayerNorm with a bitmask on sm_100, too few registers. By two clusters at
-# once, 7 packs a thread, LayerNorm of 28672 takes 234 us, by one 249; what 16 blocks hold of 16
-# bits, 5 packs a thread or more, would be read twice, and of 4, weight and bias held, takes 547 us
-# for 2048 rows of 262144, not 686 (H200).
+# single elements, or have a bitmask, too few registers. By pairs of elements rows take a third of
+# the time in the backward. Where no asynchronous copy has a policy, before sm_90, what several
+# teams keep of addresses leaves a weight around zero that is held beside a bitmask too few. By two
+# clusters at once, 7 packs a thread, LayerNorm of 28672 takes 234 us, by one 249; what 16 blocks
+# hold of 16 bits, 5 packs a thread or more, would be read twice, and of 4, weight and bias held,
+# takes 547 us for 2048 rows of 262144, not 686. In the backward 7 packs take 113 us for LayerNorm
+# of 585 rows of 114688, where 4 take 123, and 6 or 7 at addresses that allow only single elements
+# have the bits of those; a weight held beside a bitmask and 5 packs of two gradients spills 80 to
+# 120 bytes where the compiler knows that the row fills them (H200).
 LAYER_NORM_BY_8_PACKS = (
     r"norm_forward<bfloat16, .*, true, \w+, \w+, \w+, false, \d+, 0, false, .*, 8, \w+, 8>"
 )
@@ -388,7 +405,12 @@ RMS_NORM_AT_ONCE = (
     r"norm_forward<b?float16, .*(, false){2}, \w+(, false){2}, 0, 0, false, .*"
     r", [456], 8, true, 8>"
 )
+MANY_PACKS = r"norm_backward<b?float16, .*, 1, [567], false, 8>"
+MANY_PACKS_BY_SINGLE_ELEMENTS = r"norm_backward<b?float16, .*, 1, [67], false, 1>"
 LAYER_NORM_IN_PAIRS = r"norm_backward<bfloat16, .*, 3, 2, 384, 384, 1, 3, true, 8>"
+BY_PAIRS = r"norm_backward<b?float16, .*, true, (\d+, ){4}1, [2-5], \w+, 1>"
+RESIDENT_BY_PAIRS = r"norm_backward_resident<b?float16, .*, [67], \w+, 1>"
+BESIDE_A_BITMASK = r"norm_backward<b?float16, .*(, true){5}, 2, (false, ){3}\d, 1, .*, true, 8>"
 STRIPS_BY_SINGLE_ELEMENTS = r"norm_backward_strips<b?float16, .*, 512, [12], 1>"
 STRIPS_WITH_BITMASK = r"norm_backward_strips<b?float16, .*, true, 512, [12], 8>"
 LAYER_NORM_BY_TWO_CLUSTERS = r"norm_forward_staged<b?float16, .*, \d+, 2, [67], \w+, \w+, 8>"
@@ -399,9 +421,14 @@ LAYER_NORM_HELD_BY_16_BLOCKS = (
 SPILLED = {
     LAYER_NORM_BY_8_PACKS: 160,
     RMS_NORM_AT_ONCE: 184,
+    MANY_PACKS: 32,
+    MANY_PACKS_BY_SINGLE_ELEMENTS: 64,
     LAYER_NORM_IN_PAIRS: 32,
     STRIPS_BY_SINGLE_ELEMENTS: 72,
-    STRIPS_WITH_BITMASK: 8,
+    STRIPS_WITH_BITMASK: 32,
+    BY_PAIRS: 80,
+    RESIDENT_BY_PAIRS: 64,
+    BESIDE_A_BITMASK: 16,
     LAYER_NORM_BY_TWO_CLUSTERS: 32,
     LAYER_NORM_BY_16_BLOCKS: 96,
     LAYER_NORM_HELD_BY_16_BLOCKS: 28,

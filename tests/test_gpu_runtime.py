@@ -59,7 +59,11 @@ def assert_same_bits(a: Any, b: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "n", [5, 64, 768, 769, 2048, 4096, 8192, 12288, 40000, 98304, 163840, 262144, 262152]
+    "n",
+    [
+        *(5, 64, 768, 769, 1792, 2048, 4096, 6400, 8192, 12288, 25600, 40000),
+        *(98304, 163840, 200704, 262144, 262152),
+    ],
 )
 @pytest.mark.parametrize("name", ["float32", "bfloat16"])
 @pytest.mark.parametrize("norm", NORMS)
@@ -74,7 +78,7 @@ def test_a_row_has_the_same_bits_in_any_batch_and_at_any_alignment(
     dy = to_cupy(make_values("normal", shape, DTYPES[name], 2))
     weight = to_cupy(make_values("normal", (n,), np.float32, 3))
     forward, backward = run(norm, rows, weight, dy)
-    batches = [(slice(100, 101), 1), (slice(100, 107), 7)]
+    batches = [(slice(100, 101), 1), (slice(100, 107), 7), (slice(0, shape[0]), shape[0])]
     for where, m in batches:
         part, gradient = run(norm, rows[where], weight, dy[where])
         assert_same_bits(part.y, forward.y[where])

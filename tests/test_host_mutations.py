@@ -82,7 +82,7 @@ def staged(file: str, norm: str = "layer_norm", regime: str = "normal", **how: i
     )
 
 
-LOADING = """    if (first + begin < n) {
+LOADING = """    if (first + begin < n && !in_pairs) {
 #pragma unroll
       for (int offset = 0; offset < Vector * static_cast<int>(sizeof(T)); offset += kBytes) {
         read_words"""
@@ -138,6 +138,9 @@ SHARED_SUMS, SHARED_SUMS_OF_TEAMS = (
     staged("backward.cu", shared_sums=2, teams=teams) for teams in (1, 4)
 )
 HELD_SUMS = staged("backward.cu", hold_sums=True)
+PAIRS = staged("backward.cu", x="bfloat16", gap=0, cluster_blocks=1)
+PAIRS_OF_DY = staged("backward.cu", x="float16", gap=2)
+WEIGHT_BESIDE = case("weight_beside", x="bfloat16")
 
 COUNTED = staged("forward_staged.cu", counted=True, m=40)
 COUNTED_WARPS = staged("forward_staged.cu", counted=True, cluster_blocks=3, m=60)
@@ -151,7 +154,7 @@ MUTATIONS = [
         "load reads past the row",
         "pack.cuh",
         LOADING,
-        LOADING.replace("< n)", "<= n)"),
+        LOADING.replace("< n ", "<= n "),
         OUT_OF_BOUNDS,
         WARPS,
     ),
@@ -159,7 +162,7 @@ MUTATIONS = [
         "store writes past the row",
         "pack.cuh",
         STORING,
-        STORING.replace("< n)", "<= n)"),
+        STORING.replace("< n ", "<= n "),
         f"{OUT_OF_BOUNDS}|{RACE}",
         WARPS,
     ),
@@ -296,8 +299,8 @@ MUTATIONS = [
     Mutation(
         "a team past the last row reads rstd",
         "backward.cu",
-        "beside.rstd = rstd[of_row];",
-        "beside.rstd = rstd[of_row + n_rows];",
+        ": rstd[of_row];",
+        ": rstd[of_row + n_rows];",
         OUT_OF_BOUNDS,
         STAGED_BACKWARD,
     ),
@@ -377,8 +380,8 @@ MUTATIONS = [
     Mutation(
         "weights one column on",
         "forward.cu",
-        "load<Vector>(weights[p], weight, first_column(p), end_of_row(p))",
-        "load<Vector>(weights[p], weight + Vector, first_column(p), end_of_row(p))",
+        "load_operand<Vector>(weights[p], weight, first_column(p)",
+        "load_operand<Vector>(weights[p], weight + Vector, first_column(p)",
         OUT_OF_BOUNDS,
         WARPS,
     ),
@@ -433,8 +436,8 @@ MUTATIONS = [
     Mutation(
         "rstd of the block's first row",
         "backward.cu",
-        "beside.rstd = rstd[of_row];",
-        "beside.rstd = rstd[of_row - team.team];",
+        "rstd_ahead = rstd + row;",
+        "rstd_ahead = rstd + row - team.team;",
         VALUE,
         TEAMS_BACKWARD,
     ),
@@ -1256,10 +1259,50 @@ MUTATIONS = [
     Mutation(
         "strips of dy as it came",
         "backward_strips.cu",
-        "      keep(pack, load_bits(bytes, first, row < n_rows ? n_cols : 0), first);\n",
+        "      keep(pack, bits[r], first);\n",
         "",
         VALUE,
         STRIPS_BITMASK,
+    ),
+    Mutation(
+        "dx of strips of dy as it came",
+        "backward_strips.cu",
+        "      StageOfDY::write(pack, place_of(group, r) + StageOfX::kBytes, 0);\n",
+        "",
+        VALUE,
+        STRIPS_BITMASK,
+    ),
+    Mutation(
+        "strips masked by the bits of the group before",
+        "backward_strips.cu",
+        "ask_for_bits(group + 1);",
+        "ask_for_bits(group);",
+        VALUE,
+        STRIPS_BITMASK,
+    ),
+    Mutation(
+        "bits past the last row of strips",
+        "backward_strips.cu",
+        "first, row < n_rows ? n_cols : 0);",
+        "first, n_cols);",
+        OUT_OF_BOUNDS,
+        STRIPS_BITMASK,
+    ),
+    Mutation(
+        "bits past the last row of strips are fetched",
+        "backward_strips.cu",
+        "if (lane == 0 && n > 0) prefetch",
+        "if (lane == 0) prefetch",
+        OUT_OF_BOUNDS,
+        STRIPS_BITMASK,
+    ),
+    Mutation(
+        "the second half of a group is masked by the bits of the first",
+        "backward_strips.cu",
+        "masked_dy(group, begin + k), weights",
+        "masked_dy(group, k), weights",
+        VALUE,
+        staged("backward_strips.cu", bitmask=True, group_rows=6),
     ),
     Mutation(
         "the last group's weight gradients are lost",
@@ -1487,8 +1530,8 @@ MUTATIONS = [
     Mutation(
         "a tile's columns from the row's first",
         "forward_streaming.cu",
-        "load<Vector>(weights, weight + base, first, columns)",
-        "load<Vector>(weights, weight, first, columns)",
+        "load<Vector, false>(weights, weight + base, first, columns)",
+        "load<Vector, false>(weights, weight, first, columns)",
         VALUE,
         STREAM_LONG,
     ),
@@ -1932,6 +1975,102 @@ MUTATIONS = [
         "const int n = left_of_row(p);",
         OUT_OF_BOUNDS,
         STAGED_BACKWARD,
+    ),
+    Mutation(
+        "a team's rows all have the statistics of the first",
+        "backward.cu",
+        "    rstd_ahead += rows_a_turn;\n",
+        "",
+        VALUE,
+        SHARED_SUMS_OF_TEAMS,
+    ),
+    Mutation(
+        "pairs of all rows lie as those of even ones",
+        "stage.cuh",
+        "const int odd = is_odd(row + first);",
+        "const int odd = 0;",
+        f"{MISALIGNED}|{VALUE}|{OUT_OF_BOUNDS}",
+        PAIRS,
+    ),
+    Mutation(
+        "an element past the row's end is copied with the last",
+        "stage.cuh",
+        "left == 1 ? 2 : 4;",
+        "4;",
+        f"{OUT_OF_BOUNDS}|{VALUE}",
+        PAIRS,
+    ),
+    Mutation(
+        "the last element of an odd pack is not copied",
+        "stage.cuh",
+        "if (i < kWords || odd) copy_pair_async(",
+        "if (i < kWords) copy_pair_async(",
+        UNWRITTEN,
+        PAIRS,
+    ),
+    Mutation(
+        "dy lies in its pairs as x does in its own",
+        "backward.cu",
+        "of_row.odd_dy);",
+        "of_row.odd_x);",
+        f"{VALUE}|{UNWRITTEN}",
+        PAIRS_OF_DY,
+    ),
+    Mutation(
+        "x lies in its pairs as the next row does",
+        "backward.cu",
+        "read_x(stage, p, current)",
+        "read_x(stage, p, next)",
+        f"{VALUE}|{UNWRITTEN}",
+        PAIRS,
+    ),
+    Mutation(
+        "packs at odd addresses are loaded as at even ones",
+        "pack.cuh",
+        "shifted_right(pairs[i], pairs[i + 1], odd ? 16 : 0)",
+        "pairs[i]",
+        VALUE,
+        WARPS_ODD,
+    ),
+    Mutation(
+        "packs at odd addresses are stored as at even ones",
+        "pack.cuh",
+        "shifted_left(pack.words[i - 1], pack.words[i], odd ? 16 : 0)",
+        "pack.words[i]",
+        VALUE,
+        WARPS_ODD,
+    ),
+    Mutation(
+        "the last element of a pack at an odd address is not stored",
+        "pack.cuh",
+        "if (whole && odd) write_words<2>(pack.words, memory, 4 * kWords - 2);",
+        "",
+        f"{VALUE}|{UNWRITTEN}",
+        WARPS_ODD,
+    ),
+    Mutation(
+        "a weight at any address is loaded as at a multiple of 16",
+        "pack.cuh",
+        "const bool in_words = aligned && first + Length <= n;",
+        "const bool in_words = first + Length <= n;",
+        MISALIGNED,
+        WEIGHT_BESIDE,
+    ),
+    Mutation(
+        "a team's means lie as far apart as there are rows",
+        "backward.cu",
+        "mean_ahead += rows_a_turn;",
+        "mean_ahead += n_rows;",
+        OUT_OF_BOUNDS,
+        SHARED_SUMS_OF_TEAMS,
+    ),
+    Mutation(
+        "rows copied in bulk are all read from the first stage",
+        "backward.cu",
+        "own + (Bulk ? stage * kStageBytes : 0)",
+        "own",
+        f"{VALUE}|{RACE}",
+        BULK,
     ),
     Mutation(
         "a row of dy copied as often as its stage",

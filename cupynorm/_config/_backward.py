@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from cupynorm._config._limits import (
+    FIRST_WITH_ASYNCHRONOUS_COPIES,
     FIRST_WITH_CLUSTERS,
     FIRST_WITH_OVERLAP,
     LEAST_FILLED,
@@ -49,7 +50,8 @@ class StagedBackward:
 
     `shared_sums`: of how many gradients the sums of rows so far wait in shared memory. `hold_sums`:
     the other's in registers, else in device memory. `bulk`: one thread of a team copies its rows,
-    else each thread the packs that it will read.
+    else each thread the packs that it will read. `pairs`: of 16-bit elements two at a time, at
+    addresses that may be odd.
     """
 
     row_threads: int
@@ -64,6 +66,7 @@ class StagedBackward:
     hold_sums: bool
     full: bool
     bulk: bool
+    pairs: bool
     reduction: Reduction | None
 
     @property
@@ -159,6 +162,9 @@ def staged_backward_bytes(spec: BackwardSpec, config: StagedBackward) -> int:
     elements = config.block_threads * config.packs_per_thread * pack_length(spec.x)
     size = team_bytes(spec.x, config.row_threads, config.block_threads, config.cluster_blocks)
     size += config.stages * elements * (ITEMSIZE[spec.x] + ITEMSIZE[spec.dy])
+    if config.pairs:
+        more = 4 * sum(ITEMSIZE[operand] == 2 for operand in (spec.x, spec.dy))
+        size += config.stages * elements // pack_length(spec.x) * more
     if spec.weight is not None and not config.hold_weight:
         size += elements * ITEMSIZE[spec.weight]
     if spec.gradients and config.rows_per_block > 1:
@@ -172,7 +178,7 @@ def staged_backward_bytes(spec: BackwardSpec, config: StagedBackward) -> int:
 def _backward_registers(
     spec: BackwardSpec, packs: int, *, vector: int, hold_weight: bool, clustered: bool
 ) -> int:
-    """Return an upper bound of the registers of a staged backward, fitted to NVRTC's counts."""
+    """Return an estimate of the registers of a staged backward, fitted to NVRTC's counts."""
     length = pack_length(spec.x)
     word = ITEMSIZE[compute_dtype(spec.x)] // 4
     registers = 52 + packs * length * word * spec.gradients
@@ -199,7 +205,7 @@ def backward_config(
     `in_strips`: the GPU has room for strips, should they be the fastest.
     """
     packs = -(-n // pack_length(spec.x))
-    for layout in _backward_layouts(packs, spec.gradients, architecture):
+    for layout in _backward_layouts(spec, n, architecture):
         config = _staged_backward(spec, n, vector, architecture, *layout)
         if config is not None:
             return config
@@ -360,28 +366,34 @@ SHORT_LAYOUTS = {
     4: (128, 128, 2, 2),
     5: (160, 128, 2, 2),
 }
-# LayerNorm takes 56.2 us, not 57.2, for 131072 rows of 256 and for 65536 of 512; but RMSNorm, of
-# one, 55.2, not 55.0, and 55.1, not 54.9 (bfloat16, float32 weight, H200).
-SHORT_LAYOUTS_OF_TWO_GRADIENTS = {**SHORT_LAYOUTS, 2: (64, 128, 4, 2)}
+# It takes 56.2 us, not 57.2, for 131072 rows of 256 and for 65536 of 512; but RMSNorm 55.2, not
+# 55.0, and 55.1, not 54.9 (bfloat16, float32 weight and bias, H200).
+SHORT_LAYOUTS_OF_LAYER_NORM = {**SHORT_LAYOUTS, 2: (64, 128, 4, 2)}
 
 # By the packs that a thread has of a longer one, the threads of a multiprocessor: their registers
-# hold the weight and its gradients.
-LONG_THREADS = {2: 512, 3: 384, 4: 256, 5: 256}
+# hold the weight, up to 5 packs of it, and its gradients.
+LONG_THREADS = {2: 512, 3: 384, 4: 256, 5: 256, 6: 256, 7: 256}
 
 # row_threads, block_threads, blocks a multiprocessor, cluster_blocks and stages.
 _Layout = tuple[int, int, int, int, int]
 
 
-def _backward_layouts(packs: int, gradients: int, architecture: int) -> Iterator[_Layout]:
-    """Yield the layouts of rows of so many packs, the fastest first, then for what does not fit.
+def _backward_layouts(spec: BackwardSpec, n: int, architecture: int) -> Iterator[_Layout]:
+    """Yield the layouts of rows of n elements, the fastest first, then for what does not fit.
 
     What decides is whether the row fills its packs, and the teams their multiprocessor: LayerNorm
     of 1280 takes 201 us by 32 threads of 5 packs, 226 by 96 of 2; of 4608 199 by two teams of 192
     threads, 242 by one of 288; of 18432 205 by two blocks of 384 threads, 280 by four of 256 (2**27
     elements of bfloat16, float32 weight and bias, H200). benchmarks/notes.md has more.
     """
-    yield from _short_layouts(packs, gradients)
-    yield from _long_layouts(packs, gradients, architecture)
+    packs = -(-n // pack_length(spec.x))
+    whole = n % pack_length(spec.x) == 0
+    yield from _short_layouts(spec, packs)
+    # A warp of 7 packs a thread, two rows at once: 107 us, not 121, for 41943 rows of 1600, but
+    # RMSNorm 105, not 107, of 1792 105, not 104.
+    if spec.norm == "layer_norm" and whole and 192 < packs <= 224:
+        yield 32, 128, 2, 1, 2
+    yield from _long_layouts(spec, packs, whole, architecture)
     # More registers and shared memory for a short row's, where it has operands of float64 or the
     # architecture little shared memory.
     for width, block_threads in ((2, 512), (4, 256), (2, 256), (2, 128)):
@@ -393,10 +405,10 @@ def _backward_layouts(packs: int, gradients: int, architecture: int) -> Iterator
         yield 256, 256, 1, 2, 3
 
 
-def _short_layouts(packs: int, gradients: int) -> list[_Layout]:
+def _short_layouts(spec: BackwardSpec, packs: int) -> list[_Layout]:
     """Return those of rows that a warp holds, by how many packs its threads leave empty."""
     ranked = []
-    layouts = SHORT_LAYOUTS_OF_TWO_GRADIENTS if gradients == 2 else SHORT_LAYOUTS
+    layouts = SHORT_LAYOUTS_OF_LAYER_NORM if spec.norm == "layer_norm" else SHORT_LAYOUTS
     for width, (most_packs, block_threads, blocks, stages) in layouts.items():
         row_threads = team_threads(packs, width)
         if packs <= most_packs and row_threads <= 32 and (width <= 2 or packs >= LEAST_FILLED):
@@ -405,17 +417,27 @@ def _short_layouts(packs: int, gradients: int) -> list[_Layout]:
     return [layout for _, layout in sorted(ranked)]
 
 
-def _long_layouts(packs: int, gradients: int, architecture: int) -> list[_Layout]:
-    """Return those of longer rows, by how well they use what LONG_THREADS could hold."""
+def _long_layouts(spec: BackwardSpec, packs: int, whole: bool, architecture: int) -> list[_Layout]:
+    """Return those of longer rows, by how well they use what LONG_THREADS could hold.
+
+    `whole`: the last pack is inside the row.
+    """
     ranked = []
     for cluster_blocks, width in itertools.product((1, 2, 4, 8, 16), LONG_THREADS):
         most = LONG_THREADS[width]
         row_threads = team_threads(-(-packs // cluster_blocks), width)
         # 5 packs leave shorter rows few threads; beyond `most` they spill.
-        if width == 5 and (packs <= 512 or row_threads > most):
+        if (width == 5 and packs <= 512) or (width >= 5 and row_threads > most):
             continue
+        slots = slots_of(packs, cluster_blocks * row_threads)
+        if width >= 6:
+            of_fewer = slots < width * cluster_blocks * row_threads
+            if of_fewer or not (
+                whole and _by_many_packs(spec, packs == slots, row_threads, cluster_blocks)
+            ):
+                continue
         # Empty slots are waited for, and packs are compared with the row's end.
-        filled = (packs / slots_of(packs, cluster_blocks * row_threads)) ** 2
+        filled = (packs / slots) ** 2
         if cluster_blocks > 1:
             if packs <= 1024 or cluster_blocks > most_cluster_blocks(architecture):
                 continue
@@ -424,7 +446,7 @@ def _long_layouts(packs: int, gradients: int, architecture: int) -> list[_Layout
                 rank = used * filled, -cluster_blocks, width
                 ranked.append((rank, (row_threads, row_threads, blocks, cluster_blocks, 3)))
         elif row_threads >= 64:
-            if width == 4 and gradients == 2:
+            if width == 4 and spec.gradients == 2:
                 most = 320
                 # Then the weight stays in shared memory: 246 us at 9728, where 256 threads of 5
                 # packs take 203.
@@ -434,11 +456,42 @@ def _long_layouts(packs: int, gradients: int, architecture: int) -> list[_Layout
             # that of 5376 takes 113 us, by one of 352 threads of 2 packs 123 (LayerNorm, bfloat16,
             # H200).
             most_threads = max(most, 448 if width <= 3 else row_threads)
+            # By two teams of 224 that of 5248 spills beside two gradients, 151 us, by 128 threads
+            # of 6 packs 104; but not what is moved by pairs, nor, on sm_90, LayerNorm's of 5376,
+            # which is copied in bulk there.
+            in_bulk = packs == slots and spec.norm == "layer_norm"
+            if width == 3 and spec.gradients == 2 and whole and not in_bulk:
+                most_threads = max(most, min(row_threads, 448))
             for block_threads in range(row_threads, min(most_threads, 512) + 1, row_threads):
                 used = min(block_threads / most, most / block_threads)
                 rank = used * filled, -1, -width
                 ranked.append((rank, (row_threads, block_threads, 1, 1, 3)))
     return [layout for _, layout in sorted(ranked, reverse=True)]
+
+
+def _by_many_packs(
+    spec: BackwardSpec, fills_them: bool, row_threads: int, cluster_blocks: int
+) -> bool:
+    """Tell whether rows of whole packs are sooner by 6 or 7 of them a thread, if they fit.
+
+    LayerNorm's, by up to 128 threads or in clusters of fewer blocks than fewer packs need: 107 us,
+    not 115, for 20971 rows of 3200, 107, not 117, for 10485 of 6400, 111, not 129, for 2621 of
+    25600, and in place of rows that fewer packs copy in bulk 108, not 113, for 10082 of 6656 (of
+    float32 3328 and float64 1664 take 1 and 4 % longer); but by 256 threads without a cluster 150,
+    not 111, for 4854 of 13824, by a cluster of blocks of 128 117, not 109, for 5592 of 12000. And
+    of either norm by 8 and 16 blocks: LayerNorm 111, not 140, RMSNorm 105, not 122, for 682 of
+    98304; else RMSNorm 106, not 103, for 3048 of 22016, and with a bias, beside which it spills,
+    132, not 107, for 322 of 208000. By up to 4 blocks not where the row `fills_them`, and could be
+    copied in bulk by fewer: 111, not 108, of 24576 (bfloat16, float32 weight and bias, H200).
+
+    Rows of no whole packs are moved by pairs, for which 7 packs without a cluster leave no room:
+    847, not 211, for 41943 of 1601.
+    """
+    if (cluster_blocks == 1) != (row_threads <= 128):
+        return False
+    if spec.norm == "rms_norm":
+        return cluster_blocks >= 8 and spec.gradients < 2
+    return cluster_blocks >= 8 or not fills_them
 
 
 def _staged_backward(
@@ -474,8 +527,14 @@ def _staged_backward(
     # Whatever the alignment, so that a row's bits do not depend on it.
     if not (fits(False, length) and fits(False, 1)):
         return None
+    # That a row fills them the compiler need not know of more than 4 packs in a cluster, of which
+    # it spills up to 44 bytes: LayerNorm of 819 rows of 81920 takes 109 us, not 111.
     full = n == cluster_blocks * row_threads * packs_per_thread * length
-    for fewer in range(stages, 1, -1):
+    full = full and (packs_per_thread <= 4 or cluster_blocks == 1)
+    may_pair = vector == 1 and 2 in (ITEMSIZE[spec.x], ITEMSIZE[spec.dy])
+    may_pair = may_pair and architecture >= FIRST_WITH_ASYNCHRONOUS_COPIES
+    choices = (True, False) if may_pair else (False,)
+    for pairs, fewer in itertools.product(choices, range(stages, 1, -1)):
         config = StagedBackward(
             row_threads=row_threads,
             block_threads=block_threads,
@@ -489,6 +548,7 @@ def _staged_backward(
             hold_sums=False,
             full=full,
             bulk=False,
+            pairs=pairs,
             reduction=_reduction(spec, n),
         )
         # A block's own 1 KiB is the system's.
@@ -500,9 +560,9 @@ def _staged_backward(
         if most <= limit:
             in_bulk = _in_bulk(spec, config, architecture, limit)
             # Otherwise copied, 4 packs beside both gradients leave no room for the weight, but in
-            # clusters, whose blocks are smaller.
+            # clusters, whose blocks are smaller; nor do 6, which would spill 130 bytes.
             crowded = packs_per_thread == 4 and spec.gradients == 2 and cluster_blocks == 1
-            crowded = crowded and row_threads > 32
+            crowded = (crowded and row_threads > 32) or packs_per_thread > 5
             found = in_bulk or dataclasses.replace(
                 config, hold_weight=config.hold_weight and not crowded
             )
@@ -571,8 +631,6 @@ def _in_bulk(
         return None
     packs = config.blocks_per_multiprocessor * config.block_threads * config.packs_per_thread
     of_five = clustered and (in_pairs or spec.norm == "rms_norm" or packs > 1024)
-    if of_five and config.packs_per_thread > 4:  # shared memory would have no room for the sums
-        return None
     stages = 5 if of_five else 6 if clustered else 4
     in_bulk = dataclasses.replace(config, bulk=True, stages=stages)
     return in_bulk if staged_backward_bytes(spec, in_bulk) <= limit else None

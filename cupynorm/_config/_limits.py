@@ -14,6 +14,7 @@ SHARED_KIB_OF_OTHERS = 99
 # Those whose multiprocessors hold 2048 threads; the others hold 1024 or 1536.
 HOLD_2048_THREADS = (80, 90, 100, 103)
 MULTIPROCESSORS = 128  # roughly, of the GPUs that this is tuned for
+FIRST_WITH_ASYNCHRONOUS_COPIES = 80
 FIRST_WITH_CLUSTERS = 90
 FIRST_WITH_OVERLAP = 90  # of a kernel with the one before it
 MOST_CLUSTER_BLOCKS = 16

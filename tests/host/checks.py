@@ -60,6 +60,7 @@ class Case:
     wants_dbias: bool = True
     gap: int = 0
     offset: int = 0
+    weight_offset: int = 0  # and that of the bias
     in_place: bool = False
     multiprocessors: int = 2
 
@@ -74,6 +75,7 @@ class Case:
 
     def problem(self) -> Problem:
         shape, layout = (self.m, self.n), Layout(gap=self.gap, offset=self.offset)
+        affine = Layout(offset=self.weight_offset)
         x, dy = DTYPES[self.x], DTYPES[self.dy or self.x]
 
         def row(dtype: str | None, seed: int) -> Any:
@@ -90,7 +92,7 @@ class Case:
             wants_dbias=self.wants_dbias,
             regime=self.regime,
             seed=1,
-            layouts={"x": layout, "dy": layout, "weight": Layout(), "bias": Layout()},
+            layouts={"x": layout, "dy": layout, "weight": affine, "bias": affine},
             x=self._values(shape, x),
             dy=make_values(self.dy_regime, shape, dy, 2),
             weight=row(self.weight, 3),
@@ -314,6 +316,7 @@ def _cases() -> list[Case]:
                 Case("warps", norm, 11, 150 * pack, x, zero_centered=i % 2 == 0),
                 Case("in_place", norm, 13, 90 * pack, x, bias=None, in_place=True),
                 Case("warps_odd", norm, 5, 290 * pack + 1, x, other, None, offset=1),
+                Case("weight_beside", norm, 4, 75 * pack + 3, x, weight_offset=1),
                 Case("block", norm, 3, 1000 * pack, x, x, x, y=other, gap=8),
             ]
         cases += [

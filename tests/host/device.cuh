@@ -76,6 +76,14 @@ __forceinline__ void copy_async(void* shared, const void* global, bool valid) {
   static_assert(Bytes == 4 || Bytes == 8 || Bytes == 16, "as wide as cp.async copies");
   host::copy_async(shared, global, Bytes, valid);
 }
+__forceinline__ void copy_pair_async(void* shared, const void* global, int bytes, bool second) {
+  const int skipped = second ? 2 : 0;
+  if (skipped > 0 || bytes < 4) *static_cast<unsigned*>(shared) = 0;
+  if (bytes > skipped) {
+    host::copy_async(static_cast<char*>(shared) + skipped,
+                     static_cast<const char*>(global) + skipped, bytes - skipped, true);
+  }
+}
 __forceinline__ void commit_copies() { host::commit_copies(); }
 template <int Groups>
 __forceinline__ void wait_for_copies() {
@@ -148,6 +156,14 @@ __forceinline__ void let_next_kernel_start() {}
 
 __forceinline__ void make_opaque(unsigned& word) { asm volatile("" : "+r"(word)); }
 __forceinline__ void make_opaque(int& word) { asm volatile("" : "+r"(word)); }
+__forceinline__ void make_opaque(long long& word) { asm volatile("" : "+r"(word)); }
+
+__forceinline__ unsigned shifted_right(unsigned low, unsigned high, unsigned bits) {
+  return static_cast<unsigned>((static_cast<unsigned long long>(high) << 32 | low) >> bits);
+}
+__forceinline__ unsigned shifted_left(unsigned low, unsigned high, unsigned bits) {
+  return static_cast<unsigned>((static_cast<unsigned long long>(high) << 32 | low) >> (32 - bits));
+}
 
 template <typename To, typename From>
 __forceinline__ To same_bits(From value) {

@@ -47,6 +47,8 @@ class Staged:
     zero_centered: bool = False
     dbias: bool = True
     in_place: bool = False
+    gap: int | None = None  # between rows; None: as many elements as an access moves
+    offset: int = 0  # of x
     stages: int = 2
     cluster_blocks: int = 1
     row_threads: int = 64  # of a block
@@ -98,6 +100,10 @@ class Staged:
         divisors = self.n | pack_length(self.x)
         return divisors & -divisors
 
+    @property
+    def pairs(self) -> bool:
+        return self.vector == 1 and 2 in (ITEMSIZE[self.x], ITEMSIZE[self.other or self.x])
+
     def kernel(self) -> Instantiation:
         """Return the instantiation; template arguments go by the names of the parameters."""
         text = (kernels_directory() / self.file).read_text(encoding="utf-8")
@@ -122,6 +128,7 @@ class Staged:
             "SharedSums": self.shared_sums,
             "HoldSums": self.hold_sums,
             "Bulk": self.bulk,
+            "Pairs": self.pairs,
             "Stages": self.stages,
             "ClusterBlocks": self.cluster_blocks,
             "RowThreads": self.row_threads,
@@ -173,6 +180,9 @@ class Staged:
         if self.bulk:
             scratch += -(-self.teams * self.stages * 8 // 128) * 128
         stages = elements * (self.stages * (x + other) + (0 if held else other))
+        if self.pairs:
+            packs = elements // pack_length(self.x)
+            stages += self.stages * packs * 4 * ((x == 2) + (other == 2))
         gradients = self.other is not None or self.dbias
         partials = elements * compute if self.teams > 1 and gradients else 0
         return scratch + stages + partials + self.shared_sums * self.columns * compute
@@ -192,14 +202,16 @@ class Staged:
     def check(self, build: Build) -> None:
         """Run the kernel and check what it returns."""
         gpu = Gpu(build)
-        dtype, gap = DTYPES[self.other or self.x], Layout(gap=self.vector)
+        dtype = DTYPES[self.other or self.x]
+        gap = Layout(gap=self.vector if self.gap is None else self.gap)
+        of_x = dataclasses.replace(gap, offset=self.offset)
         x = make_values(self.regime, (self.m, self.n), DTYPES[self.x], 1)
         weight, bias = (
             None if self.other is None else make_values("normal", (self.n,), dtype, seed)
             for seed in (2, 3)
         )
         with gpu.fresh_memory():
-            on_gpu = gap.apply(gpu.cupy, x)
+            on_gpu = of_x.apply(gpu.cupy, x)
             if not self.is_forward:
                 dy = make_values("normal", x.shape, dtype, 4)
                 dy_on_gpu = gap.apply(gpu.cupy, dy)
@@ -209,7 +221,7 @@ class Staged:
                     in_partials = dataclasses.replace(
                         self, shared_sums=0, hold_sums=False, in_place=False
                     )
-                    again = gap.apply(gpu.cupy, dy), gap.apply(gpu.cupy, x)
+                    again = gap.apply(gpu.cupy, dy), of_x.apply(gpu.cupy, x)
                     same = in_partials._check_backward(gpu, (dy, x, weight), again)
                     bits = f"u{partials.itemsize}"
                     np.testing.assert_equal(partials.view(bits), same.view(bits), "bits of sums")
@@ -218,7 +230,7 @@ class Staged:
                 if self.counted is not None:
                     # By which block a row is worked on, and after which, does not show in its bits.
                     in_turn = dataclasses.replace(self, counted=None, in_place=False)
-                    again = gap.apply(gpu.cupy, x)
+                    again = of_x.apply(gpu.cupy, x)
                     same = in_turn._check_forward(gpu, (x, weight, bias), again)
                     for a, b in zip(found, same, strict=True):
                         np.testing.assert_equal(
@@ -334,6 +346,11 @@ def _staged() -> Iterable[Staged]:
                         staged(m, n, x, bitmask=True, row_threads=32)
                         for m, n, x in ((7, 300, "float32"), (6, 333, "bfloat16"))
                     ),
+                    # Sums of half a group at once, of which the last has less than that.
+                    *(
+                        staged(m, 520, "bfloat16", bitmask=True, row_threads=32, group_rows=6)
+                        for m in (20, 23)
+                    ),
                     # More rows than weight gradients are summed of at once.
                     staged(150, 136, row_threads=32, group_rows=4),
                     *(staged(7, 520, regime=regime, row_threads=64) for regime in REGIMES),
@@ -372,6 +389,17 @@ def _staged() -> Iterable[Staged]:
                     for row_threads, blocks in ((96, 1), (64, 2))
                 ),
             )
+            if file == "backward.cu":
+                # Rows at odd addresses and at even ones, of x and dy alike and not.
+                yield from (
+                    staged(9, 333, "bfloat16", other="bfloat16", gap=0, stages=3, groups=1),
+                    staged(9, 333, "float16", other="bfloat16", gap=2, offset=1),
+                    staged(
+                        7, 605, "bfloat16", other="bfloat16", gap=0, cluster_blocks=2, in_place=True
+                    ),
+                    staged(6, 333, other="bfloat16", gap=0, packs_per_thread=2),
+                    staged(8, 37, "bfloat16", gap=0, bitmask=True, row_threads=32),
+                )
             if file == "forward_staged.cu":
                 # As many rows as are dealt out beforehand, one more, and many; of one to four
                 # warps that take turns, and one that does not; kernels that count, given none.
