@@ -65,18 +65,15 @@ __device__ __forceinline__ void copy_async(void* shared, const void* global, boo
   }
 #endif
 }
-// A pair of 16-bit elements at a multiple of 4, of which the first `bytes` count, 0, 2 or 4, the others are
-// zero, and where `second` the first need not: it lies before a row, and the pair can be read nevertheless.
+// A pair of 16-bit elements at a multiple of 4 (sm_80 on), of which the first `bytes` count, 0, 2 or 4, the
+// others are zero. Where `second` the first element does not count either: it may lie before all rows, but in
+// the same 4 bytes as one that is read.
 __device__ __forceinline__ void copy_pair_async(void* shared, const void* global, int bytes,
-                                                bool second) {
+                                                [[maybe_unused]] bool second) {
 #if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(shared)),
                "l"(global), "r"(bytes)
                : "memory");
-#else
-  const unsigned short* const source = static_cast<const unsigned short*>(global);
-  *static_cast<unsigned*>(shared) = (bytes > 0 && !second ? source[0] : 0u) |
-                                    static_cast<unsigned>(bytes > 2 ? source[1] : 0) << 16;
 #endif
 }
 // Closes a group of this thread's copies.

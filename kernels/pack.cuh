@@ -195,9 +195,9 @@ __device__ __forceinline__ void store_pairs(const Pack<T, Length>& pack, T* memo
 }
 
 // Elements first ... first + Length - 1 of a row of n; those past its end are zero.
-// Index is int where a row fits in registers: fewer of them go into addresses. MayPair: but where rows are
-// read twice, forward for want of registers (of 64 a thread up to 100 bytes are spilled on sm_80, for 2 % on
-// sm_90), backward as it takes longer: 84 us, not 75, for LayerNorm of 7 rows of 600001 (bfloat16, H200).
+// Index is int where a row fits in registers: fewer of them go into addresses. MayPair: not where rows are
+// read twice, forward for want of registers (of 64 a thread up to 100 bytes would be spilled on sm_80, for 2 %
+// on sm_90), backward since it takes longer: 84 us, not 75, for LayerNorm of 7 rows of 600001 (bfloat16, H200).
 template <int Vector, bool MayPair = true, typename T, int Length, typename Index,
           typename Policy = NoPolicy>
 __device__ __forceinline__ void load(Pack<T, Length>& pack, const T* row, Index first, Index n,
