@@ -405,7 +405,10 @@ RMS_NORM_AT_ONCE = (
     r"norm_forward<b?float16, .*(, false){2}, \w+(, false){2}, 0, 0, false, .*"
     r", [456], 8, true, 8>"
 )
-MANY_PACKS = r"norm_backward<b?float16, .*, 1, [567], false, 8>"
+MANY_PACKS = (
+    r"norm_backward<b?float16, .*, "
+    r"(\d+, \d+, \d+, 1, [67]|([248]|16), \d+, \d+, 1, 5), false, 8>"
+)
 MANY_PACKS_BY_SINGLE_ELEMENTS = r"norm_backward<b?float16, .*, 1, [67], false, 1>"
 LAYER_NORM_IN_PAIRS = r"norm_backward<bfloat16, .*, 3, 2, 384, 384, 1, 3, true, 8>"
 BY_PAIRS = r"norm_backward<b?float16, .*, true, (\d+, ){4}1, [2-5], \w+, 1>"

@@ -51,7 +51,7 @@ class StagedBackward:
     `shared_sums`: of how many gradients the sums of rows so far wait in shared memory. `hold_sums`:
     the other's in registers, else in device memory. `bulk`: one thread of a team copies its rows,
     else each thread the packs that it will read. `pairs`: of 16-bit elements two at a time, at
-    addresses that may be odd.
+    addresses that may be no multiples of 4.
     """
 
     row_threads: int
@@ -389,7 +389,7 @@ def _backward_layouts(spec: BackwardSpec, n: int, architecture: int) -> Iterator
     packs = -(-n // pack_length(spec.x))
     whole = n % pack_length(spec.x) == 0
     yield from _short_layouts(spec, packs)
-    # A warp of 7 packs a thread, two rows at once: 107 us, not 121, for 41943 rows of 1600, but
+    # 7 packs a thread, two blocks of four rows: 107 us, not 121, for 41943 rows of 1600, but
     # RMSNorm 105, not 107, of 1792 105, not 104.
     if spec.norm == "layer_norm" and whole and 192 < packs <= 224:
         yield 32, 128, 2, 1, 2
@@ -431,10 +431,12 @@ def _long_layouts(spec: BackwardSpec, packs: int, whole: bool, architecture: int
             continue
         slots = slots_of(packs, cluster_blocks * row_threads)
         if width >= 6:
-            of_fewer = slots < width * cluster_blocks * row_threads
-            if of_fewer or not (
-                whole and _by_many_packs(spec, packs == slots, row_threads, cluster_blocks)
-            ):
+            # Rows of no whole packs stay as they are: by pairs 7 packs without a cluster leave no
+            # room, 847 us, not 211, for 41943 of 1601.
+            fewer_would_do = slots < width * cluster_blocks * row_threads
+            if fewer_would_do or not whole:
+                continue
+            if not _by_many_packs(spec, packs == slots, row_threads, cluster_blocks):
                 continue
         # Empty slots are waited for, and packs are compared with the row's end.
         filled = (packs / slots) ** 2
@@ -457,9 +459,9 @@ def _long_layouts(spec: BackwardSpec, packs: int, whole: bool, architecture: int
             # H200).
             most_threads = max(most, 448 if width <= 3 else row_threads)
             # By two teams of 224 that of 5248 spills beside two gradients, 151 us, by 128 threads
-            # of 6 packs 104; but not what is moved by pairs, nor, on sm_90, LayerNorm's of 5376,
-            # which is copied in bulk there.
-            in_bulk = packs == slots and spec.norm == "layer_norm"
+            # of 6 packs 104; but not what is copied in bulk, nor rows of no whole packs, whose
+            # weight is not held.
+            in_bulk = packs == slots and spec.norm == "layer_norm" and architecture == 90
             if width == 3 and spec.gradients == 2 and whole and not in_bulk:
                 most_threads = max(most, min(row_threads, 448))
             for block_threads in range(row_threads, min(most_threads, 512) + 1, row_threads):
@@ -474,18 +476,15 @@ def _by_many_packs(
 ) -> bool:
     """Tell whether rows of whole packs are sooner by 6 or 7 of them a thread, if they fit.
 
-    LayerNorm's, by up to 128 threads or in clusters of fewer blocks than fewer packs need: 107 us,
-    not 115, for 20971 rows of 3200, 107, not 117, for 10485 of 6400, 111, not 129, for 2621 of
-    25600, and in place of rows that fewer packs copy in bulk 108, not 113, for 10082 of 6656 (of
-    float32 3328 and float64 1664 take 1 and 4 % longer); but by 256 threads without a cluster 150,
-    not 111, for 4854 of 13824, by a cluster of blocks of 128 117, not 109, for 5592 of 12000. And
-    of either norm by 8 and 16 blocks: LayerNorm 111, not 140, RMSNorm 105, not 122, for 682 of
-    98304; else RMSNorm 106, not 103, for 3048 of 22016, and with a bias, beside which it spills,
-    132, not 107, for 322 of 208000. By up to 4 blocks not where the row `fills_them`, and could be
-    copied in bulk by fewer: 111, not 108, of 24576 (bfloat16, float32 weight and bias, H200).
-
-    Rows of no whole packs are moved by pairs, for which 7 packs without a cluster leave no room:
-    847, not 211, for 41943 of 1601.
+    LayerNorm's, by up to 128 threads or in clusters of blocks of 224 and 256: 107 us, not 115, for
+    20971 rows of 3200, 107, not 117, for 10485 of 6400, 111, not 129, for 2621 of 25600, and in
+    place of rows that fewer packs copy in bulk 108, not 113, for 10082 of 6656 (of float32 3328 and
+    float64 1664 take 1 and 4 % longer); but by 256 threads without a cluster 150, not 111, for 4854
+    of 13824, by a cluster of blocks of 128 117, not 109, for 5592 of 12000. And of either norm by 8
+    and 16 blocks: LayerNorm 111, not 140, RMSNorm 105, not 122, for 682 of 98304; else RMSNorm 106,
+    not 103, for 3048 of 22016, and with a bias, beside which it spills, 132, not 107, for 322 of
+    208000. By up to 4 blocks not where the row `fills_them`, and could be copied in bulk by fewer:
+    111, not 108, of 24576 (bfloat16, float32 weight and bias, H200).
     """
     if (cluster_blocks == 1) != (row_threads <= 128):
         return False
@@ -527,8 +526,8 @@ def _staged_backward(
     # Whatever the alignment, so that a row's bits do not depend on it.
     if not (fits(False, length) and fits(False, 1)):
         return None
-    # That a row fills them the compiler need not know of more than 4 packs in a cluster, of which
-    # it spills up to 44 bytes: LayerNorm of 819 rows of 81920 takes 109 us, not 111.
+    # Beyond 4 packs in a cluster the compiler is not told that the row fills them: it would spill
+    # up to 44 bytes, 120 beside a bitmask. LayerNorm of 819 rows of 81920 takes 109 us, not 111.
     full = n == cluster_blocks * row_threads * packs_per_thread * length
     full = full and (packs_per_thread <= 4 or cluster_blocks == 1)
     may_pair = vector == 1 and 2 in (ITEMSIZE[spec.x], ITEMSIZE[spec.dy])
@@ -560,7 +559,7 @@ def _staged_backward(
         if most <= limit:
             in_bulk = _in_bulk(spec, config, architecture, limit)
             # Otherwise copied, 4 packs beside both gradients leave no room for the weight, but in
-            # clusters, whose blocks are smaller; nor do 6, which would spill 130 bytes.
+            # clusters, whose blocks are smaller; nor do 6 or 7, which would spill 130 bytes.
             crowded = packs_per_thread == 4 and spec.gradients == 2 and cluster_blocks == 1
             crowded = (crowded and row_threads > 32) or packs_per_thread > 5
             found = in_bulk or dataclasses.replace(
