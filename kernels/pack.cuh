@@ -157,6 +157,17 @@ __device__ __forceinline__ bool is_odd(const void* memory) {
   return (reinterpret_cast<unsigned long long>(memory) & 2) != 0;
 }
 
+// A pack from the pairs that it lies in, of which an odd one begins with the second element of the first.
+template <typename T, int Length>
+__device__ __forceinline__ void set_from_pairs(Pack<T, Length>& pack,
+                                               const unsigned (&pairs)[Pack<T, Length>::kWords + 1],
+                                               bool odd) {
+#pragma unroll
+  for (int i = 0; i < Pack<T, Length>::kWords; ++i) {
+    pack.words[i] = shifted_right(pairs[i], pairs[i + 1], odd ? 16 : 0);
+  }
+}
+
 // At an address that is no multiple of 4, an odd one, all but a pack's first and last element are pairs.
 // Both do nothing unless `whole`, the pack of a load is zero then: without a branch, so that the loads of
 // several packs are on their way at once.
@@ -173,10 +184,7 @@ __device__ __forceinline__ void load_pairs(Pack<T, Length>& pack, const T* memor
     if (whole) read_words<4>(pairs, even, 4 * i);
   }
   if (whole && odd) read_words<2>(pairs, even, 4 * kWords);
-#pragma unroll
-  for (int i = 0; i < kWords; ++i) {
-    pack.words[i] = shifted_right(pairs[i], pairs[i + 1], odd ? 16 : 0);
-  }
+  set_from_pairs(pack, pairs, odd);
 }
 template <typename T, int Length>
 __device__ __forceinline__ void store_pairs(const Pack<T, Length>& pack, T* memory, bool whole) {

@@ -69,10 +69,7 @@ struct Stage {
       if (i < kWords || odd) read_words<4>(pairs, source, 4 * i);
     }
     Pack<T, Length> pack;
-#pragma unroll
-    for (int i = 0; i < kWords; ++i) {
-      pack.words[i] = shifted_right(pairs[i], pairs[i + 1], odd ? 16 : 0);
-    }
+    set_from_pairs(pack, pairs, odd);
     return pack;
   }
 
