@@ -63,9 +63,18 @@ HIDDEN: tuple[tuple[Shape, Pair], ...] = tuple(
         *(5120, 5376, 6656, 7168, 9216, 12288, 18432),
     )
 )
+# Rows of odd length, of which no two in a row begin at multiples of 4 bytes.
+ODD: tuple[tuple[Shape, Pair], ...] = (
+    *(
+        (s, PAIRS[0])
+        for s in ((65536, 777), (65536, 1001), (16384, 4097), (8192, 8191), (4096, 20001))
+    ),
+    ((16384, 4097), PAIRS[3]),
+)
 SETS = {
     "quick": QUICK,
     "hidden": HIDDEN,
+    "odd": ODD,
     "standard": STANDARD,
     "full": tuple(itertools.product(SHAPES, PAIRS)),
 }

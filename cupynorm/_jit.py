@@ -26,6 +26,7 @@ from cupynorm._config import (
     reduction_bytes,
     resident_backward_bytes,
     resident_columns_bytes,
+    resident_forward_bytes,
     staged_backward_bytes,
     staged_forward_bytes,
     strips_backward_bytes,
@@ -106,10 +107,7 @@ def forward_instantiation(
             template,
             operands + numbers,
             config.block_threads,
-            team_bytes(
-                *(spec.x, config.row_threads, config.block_threads, config.cluster_blocks),
-                split=True,
-            ),
+            resident_forward_bytes(spec, config),
             config.cluster_blocks,
         )
     if isinstance(config, StagedForward):
@@ -124,6 +122,7 @@ def forward_instantiation(
             config.blocks_per_multiprocessor,
             config.packs_per_thread,
             config.counted,
+            config.cells,
             config.full,
             config.vector,
         )
@@ -223,7 +222,7 @@ def backward_instantiations(
             config.shared_sums,
             config.hold_sums,
             config.bulk,
-            config.pairs,
+            config.cells,
             config.stages,
             config.cluster_blocks,
             config.row_threads,

@@ -34,7 +34,7 @@
 //            cluster, which sends those of row r before it writes dx of row r - 1, with row r - 2.
 //            That row's stage is free, for the row Stages later. A row past the last is not asked
 //            for, nor waited for: each cluster must have one.
-// Pairs:     stage.cuh; of rows whose Vector is 1.
+// ByCells:   stage.cuh; of rows whose accesses are of 4 bytes or less.
 // Result:    partials, of cluster c in row c.
 #include "gradient.cuh"
 #include "relu.cuh"
@@ -42,7 +42,7 @@
 #include "team.cuh"
 
 template <typename X, typename DY, typename Weight, bool Centered, bool ZeroCentered, bool DBias,
-          bool Bitmask, bool HoldWeight, int SharedSums, bool HoldSums, bool Bulk, bool Pairs,
+          bool Bitmask, bool HoldWeight, int SharedSums, bool HoldSums, bool Bulk, bool ByCells,
           int Stages, int ClusterBlocks, int RowThreads, int BlockThreads,
           int BlocksPerMultiprocessor, int PacksPerThread, bool Full, int Vector>
 __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_backward(
@@ -54,8 +54,9 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
   constexpr int kLength = 16 / static_cast<int>(sizeof(X));
   constexpr bool kDWeight = kPresent<Weight>;
   using TeamOf = Team<RowThreads, BlockThreads, ClusterBlocks>;
-  using StageOfX = Stage<X, kLength, PacksPerThread, BlockThreads, Pairs>;
-  using StageOfDY = Stage<DY, kLength, PacksPerThread, BlockThreads, Pairs>;
+  constexpr int kLanes = RowThreads < 32 ? RowThreads : 32;
+  using StageOfX = Stage<X, kLength, PacksPerThread, BlockThreads, ByCells ? kLanes : 0>;
+  using StageOfDY = Stage<DY, kLength, PacksPerThread, BlockThreads, ByCells ? kLanes : 0>;
   using StageOfWeight = Stage<Weight, kLength, PacksPerThread, BlockThreads>;
   constexpr int kStageBytes = StageOfX::kBytes + StageOfDY::kBytes;
   constexpr int kTeams = TeamOf::kTeams;
@@ -112,20 +113,23 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
   const CachePolicy policy = evict_last_if_large(n_rows * n_cols * kReadBytes);
   // In the stage to be filled next; where Bulk, in the first.
   OwnPlace own = own_place(StageOfX::place(stages, 0, 0));
+  // Packs of each thread that are known to begin in a row behind pack p.
+  const auto packs_behind = [&](int p) { return ClusterBlocks == 1 ? PacksPerThread - 1 - p : 0; };
   const auto fetch = [&](int stage, int p) {
-    const int n = fetched < n_rows ? left_of_row(p) : 0;
+    const int n = fetched < n_rows ? (ByCells ? n_cols : left_of_row(p)) : 0;
     char* const place = stages + stage * kStageBytes;
     if constexpr (StageOfX::template kTakesPolicy<Vector>) {
       StageOfX::fetch(own, p, fetched_x, column(p), n, policy);
-    } else if constexpr (StageOfX::kPairs) {
-      StageOfX::fetch_pairs(place, p, fetched_x, column(p), n);
+    } else if constexpr (StageOfX::kCells) {
+      StageOfX::fetch_cells(place, p, fetched_x, column(p), n, packs_behind(p));
     } else {
       StageOfX::template fetch<Vector>(place, p, fetched_x, column(p), n);
     }
     if constexpr (StageOfDY::template kTakesPolicy<Vector>) {
       StageOfDY::fetch(own + StageOfX::kBytes, p, fetched_dy, column(p), n, policy);
-    } else if constexpr (StageOfDY::kPairs) {
-      StageOfDY::fetch_pairs(place + StageOfX::kBytes, p, fetched_dy, column(p), n);
+    } else if constexpr (StageOfDY::kCells) {
+      StageOfDY::fetch_cells(place + StageOfX::kBytes, p, fetched_dy, column(p), n,
+                             packs_behind(p));
     } else {
       StageOfDY::template fetch<Vector>(place + StageOfX::kBytes, p, fetched_dy, column(p), n);
     }
@@ -198,15 +202,17 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
   struct Beside {
     T mean = 0, rstd = 0;
     unsigned bits[Bitmask ? PacksPerThread : 1] = {};
-    bool odd_x = false, odd_dy = false;  // of pairs: where in them its packs are
+    int before_x = 0, before_dy = 0;  // by cells: bytes before a pack in its first one
   };
   // Of the row that is asked for next: each call of load_beside is for that.
   const T* mean_ahead = Centered ? mean + row : nullptr;
   const T* rstd_ahead = rstd + row;
   const auto load_beside = [&](long long of_row) {
     Beside beside;
-    if constexpr (StageOfX::kPairs) beside.odd_x = is_odd(x + of_row * x_stride);
-    if constexpr (StageOfDY::kPairs) beside.odd_dy = is_odd(dy + of_row * dy_stride);
+    if constexpr (StageOfX::kCells)
+      beside.before_x = bytes_before<X, kLength>(x + of_row * x_stride);
+    if constexpr (StageOfDY::kCells)
+      beside.before_dy = bytes_before<DY, kLength>(dy + of_row * dy_stride);
     if (of_row < n_rows) {
       if constexpr (Centered) beside.mean = kOwnAddresses ? *mean_ahead : mean[of_row];
       beside.rstd = kOwnAddresses ? *rstd_ahead : rstd[of_row];
@@ -317,8 +323,8 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
   const auto read_x = [&](int stage, int p, const Beside& of_row) {
     if constexpr (kFromOwnPlace) {
       return StageOfX::read(place_read(stage), p);
-    } else if constexpr (StageOfX::kPairs) {
-      return StageOfX::read_pairs(stages + stage * kStageBytes, p, of_row.odd_x);
+    } else if constexpr (StageOfX::kCells) {
+      return StageOfX::read_cells(stages + stage * kStageBytes, p, of_row.before_x);
     } else {
       return StageOfX::read(stages + stage * kStageBytes, p);
     }
@@ -328,9 +334,9 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
     Pack<DY, kLength> pack;
     if constexpr (kFromOwnPlace) {
       pack = StageOfDY::read(place_read(stage) + StageOfX::kBytes, p);
-    } else if constexpr (StageOfDY::kPairs) {
-      pack =
-          StageOfDY::read_pairs(stages + stage * kStageBytes + StageOfX::kBytes, p, of_row.odd_dy);
+    } else if constexpr (StageOfDY::kCells) {
+      pack = StageOfDY::read_cells(stages + stage * kStageBytes + StageOfX::kBytes, p,
+                                   of_row.before_dy);
     } else {
       pack = StageOfDY::read(stages + stage * kStageBytes + StageOfX::kBytes, p);
     }
@@ -352,6 +358,10 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
     }
   };
 
+  // What lanes have copied by cells they show to each other.
+  const auto show_cells = [&] {
+    if constexpr (ByCells) warp_barrier();
+  };
   T sums[kSums];
   int turn = 0, stage = 0;
   int parity = 0;  // Bulk: of the times that the stage has been filled
@@ -360,6 +370,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
       wait_for_bytes<false>(mailbox, 0);
     } else {
       wait_for_copies<kFirst - 1>();
+      show_cells();
     }
     sum_up(0, next, sums);
     team.meet();
@@ -384,6 +395,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
     if constexpr (kAhead) {
       const bool more = block_row + rows_a_turn < n_rows;
       if constexpr (!Bulk) wait_for_copies<Stages - 2>();
+      show_cells();
       if (more) {
         if constexpr (Bulk) wait_for_bytes<false>(mailbox + next_stage, next_parity);
         sum_up(next_stage, next, next_sums);
@@ -393,6 +405,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
     } else {
       if constexpr (!Bulk) {
         wait_for_copies<Stages - 1>();
+        show_cells();
       } else if (kTeams == 1 || row < n_rows) {
         wait_for_bytes<false>(mailbox + stage, parity);
       } else {  // in the last turn, beside a team that has a row
@@ -418,6 +431,14 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
     if constexpr (!Full) make_opaque(n_cols);
     // A block's lone team has a row; but where not Bulk, without the condition RMSNorm of 16384 spills.
     const bool stores = (Bulk && kTeams == 1) || row < n_rows;
+    const int lane = team.rank % kLanes, of_first_lane = first_column(0) - lane * kLength;
+    const auto words = [&] {
+      if constexpr (StageOfX::kCells) {
+        return Words<X, kLength, kLanes>(dx, row * dx_stride + of_first_lane, lane);
+      } else {
+        return None{};
+      }
+    }();
 #pragma unroll
     for (int p = 0; p < PacksPerThread; ++p) {
       const int n_stored = stores ? left_of_row(p) : 0;
@@ -435,7 +456,13 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
       }
       Pack<X, kLength> stored;
       stored.set(gradient);
-      if constexpr (Vector == kLength || StageOfX::kPairs) {
+      show_cells();  // before other words take their place
+      if constexpr (StageOfX::kCells) {
+        words.store(stored, StageOfX::place_of_cells(place, p, 0), p * kStep,
+                    stores ? n_cols - of_first_lane - p * kStep : 0,
+                    kTeams == 1 && (Full || (ClusterBlocks == 1 && p + 1 < PacksPerThread)));
+        warp_barrier();
+      } else if constexpr (Vector == kLength) {
         store<Vector>(stored, dx_row, column(p), n_stored);
       } else {
         StageOfX::write(stored, place, p);

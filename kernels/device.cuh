@@ -6,7 +6,7 @@ __device__ __forceinline__ int thread_index() { return static_cast<int>(threadId
 __device__ __forceinline__ long long block_index() { return blockIdx.x; }
 __device__ __forceinline__ long long block_count() { return gridDim.x; }
 
-// All 32 lanes of the warp must take part in these three.
+// All 32 lanes of the warp must take part in these five.
 template <typename T>
 __device__ __forceinline__ T shuffle_xor(T value, int lane_mask) {
   return __shfl_xor_sync(0xffffffffu, value, lane_mask);
@@ -15,9 +15,16 @@ template <typename T>
 __device__ __forceinline__ T from_first_lane(T value) {
   return __shfl_sync(0xffffffffu, value, 0);
 }
+// That of the lane before; the first lane's own.
+template <typename T>
+__device__ __forceinline__ T from_lane_before(T value) {
+  return __shfl_up_sync(0xffffffffu, value, 1);
+}
 __device__ __forceinline__ bool any_in_warp(bool condition) {
   return __any_sync(0xffffffffu, condition) != 0;
 }
+// What a lane wrote before is seen by the others.
+__device__ __forceinline__ void warp_barrier() { __syncwarp(); }
 
 // Every thread of the block.
 __device__ __forceinline__ void block_barrier() { __syncthreads(); }
@@ -65,16 +72,29 @@ __device__ __forceinline__ void copy_async(void* shared, const void* global, boo
   }
 #endif
 }
-// A pair of 16-bit elements at a multiple of 4 (sm_80 on), of which the first `bytes` count, 0, 2 or 4, the
-// others are zero. Where `second` the first element does not count either: it may lie before all rows, but in
-// the same 4 bytes as one that is read.
-__device__ __forceinline__ void copy_pair_async(void* shared, const void* global, int bytes,
-                                                [[maybe_unused]] bool second) {
+// `Bytes` at a multiple of as many (sm_80 on), of which the first `bytes` count, an even number, all if
+// those are more, and the others are zero. The first `skipped` may be anything: they may lie before all
+// rows, but in the same 16 bytes as an element that is read.
+template <int Bytes>
+__device__ __forceinline__ void copy_cell_async(void* shared, const void* global, int bytes,
+                                                bool all_or_none, [[maybe_unused]] int skipped) {
+  if (all_or_none) {  // a size that is not known takes eight instructions more
+    copy_async<Bytes>(shared, global, bytes > 0);
+  } else {
 #if __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(shared)),
-               "l"(global), "r"(bytes)
-               : "memory");
+    const int read = bytes < 0 ? 0 : bytes < Bytes ? bytes : Bytes;
+    const unsigned address = shared_address(shared);
+    if constexpr (Bytes == 16) {
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(global),
+                   "r"(read)
+                   : "memory");
+    } else {
+      asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(address), "l"(global),
+                   "n"(Bytes), "r"(read)
+                   : "memory");
+    }
 #endif
+  }
 }
 // Closes a group of this thread's copies.
 __device__ __forceinline__ void commit_copies() {
@@ -359,6 +379,9 @@ __device__ __forceinline__ uint4 load_with_policy(const uint4* memory, CachePoli
   return *memory;
 #endif
 }
+
+// Whether 16 bytes are read of which some lie before all rows: none is beyond the memory's end.
+constexpr bool kReadsAroundRows = true;
 
 // Has the L2 fetch the line that an address lies in.
 __device__ __forceinline__ void prefetch(const void* memory) {

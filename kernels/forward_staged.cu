@@ -28,7 +28,7 @@
 template <typename X, typename Weight, typename Bias, typename Y, bool Centered, bool ZeroCentered,
           bool StoreStatistics, bool Relu, bool HoldWeight, bool HoldBias, int Stages,
           int ClusterBlocks, int BlockThreads, int BlocksPerMultiprocessor, int PacksPerThread,
-          bool Counted, bool Full, int Vector>
+          bool Counted, bool ByCells, bool Full, int Vector>
 __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_forward_staged(
     const X* x, long long x_stride, const Weight* weight, const Bias* bias, Y* y,
     long long y_stride, Compute<X>* mean, Compute<X>* rstd, unsigned char* bitmask, int* count,
@@ -37,7 +37,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
   using T = Compute<X>;
   constexpr int kLength = 16 / static_cast<int>(sizeof(X));
   using TeamOf = Team<BlockThreads, BlockThreads, ClusterBlocks>;
-  using StageOfX = Stage<X, kLength, PacksPerThread, BlockThreads>;
+  using StageOfX = Stage<X, kLength, PacksPerThread, BlockThreads, ByCells ? 32 : 0>;
   using StageOfWeight = Stage<Weight, kLength, PacksPerThread, BlockThreads>;
   using StageOfBias = Stage<Bias, kLength, PacksPerThread, BlockThreads>;
   TeamOf team;
@@ -68,8 +68,11 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
   const CachePolicy policy = evict_last_if_large(n_rows * n_cols * static_cast<int>(sizeof(X)));
   OwnPlace own = own_place(StageOfX::place(stages, 0, 0));  // in the stage to be filled next
   const auto fetch = [&](int stage, int p) {
-    const int n = fetched < n_rows ? end_of_row(p) : 0;
-    if constexpr (StageOfX::template kTakesPolicy<Vector>) {
+    const int n = fetched < n_rows ? (ByCells ? n_cols : end_of_row(p)) : 0;
+    if constexpr (StageOfX::kCells) {
+      StageOfX::fetch_cells(stages + stage * StageOfX::kBytes, p, fetched_x, first_column(p), n,
+                            ClusterBlocks == 1 ? PacksPerThread - 1 - p : 0);
+    } else if constexpr (StageOfX::template kTakesPolicy<Vector>) {
       StageOfX::fetch(own, p, fetched_x, first_column(p), n, policy);
     } else {
       StageOfX::template fetch<Vector>(stages + stage * StageOfX::kBytes, p, fetched_x,
@@ -141,16 +144,33 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
   }
   if constexpr (!kBiasLater) load_bias();
 
+  // By cells: what lies before a pack in its first one, of all of a row's; and what lanes have copied they
+  // show to each other.
+  const auto before_of = [&](int of_row) {
+    return StageOfX::kCells ? bytes_before<X, kLength>(x + of_row * x_stride) : 0;
+  };
+  const auto show_cells = [&] {
+    if constexpr (StageOfX::kCells) warp_barrier();
+  };
+  const auto read = [&](int stage, int p, int before) {
+    char* const place = stages + stage * StageOfX::kBytes;
+    if constexpr (StageOfX::kCells) {
+      return StageOfX::read_cells(place, p, before);
+    } else {
+      return StageOfX::read(place, p);
+    }
+  };
+
   // 2. Sums of d * d, d and |d|, d = x - shift.
   constexpr int kSums = Centered ? 3 : 1;
-  const auto sum_up = [&](int stage, T shift, T(&sums)[kSums]) {
+  const auto sum_up = [&](int stage, int before, T shift, T(&sums)[kSums]) {
     if constexpr (!Full)
       make_opaque(n_cols);  // else each element's comparison with it is kept for the next step
 #pragma unroll
     for (int i = 0; i < kSums; ++i) sums[i] = 0;
 #pragma unroll
     for (int p = 0; p < PacksPerThread; ++p) {
-      const Pack<X, kLength> pack = StageOfX::read(stages + stage * StageOfX::kBytes, p);
+      const Pack<X, kLength> pack = read(stage, p, before);
       T of_pack[kSums] = {};
 #pragma unroll
       for (int i = 0; i < kLength; ++i) {
@@ -163,7 +183,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
     }
   };
   // Measures a row of known sums.
-  const auto measured = [&](int stage, T guess, T(&sums)[kSums]) {
+  const auto measured = [&](int stage, int before, T guess, T(&sums)[kSums]) {
     Statistics<T> statistics;
     statistics.shift = guess;
     finish<Centered>(statistics, sums, inv_n);
@@ -171,7 +191,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
       if (was_far(statistics)) {
         Statistics<T> again;
         again.shift = statistics.shift + statistics.correction;
-        sum_up(stage, again.shift, sums);
+        sum_up(stage, before, again.shift, sums);
         team.template reduce<Sum>(sums);
         finish<Centered>(again, sums, inv_n);
         statistics = again;
@@ -210,7 +230,8 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
   load_first_pack(rows[1]);
   T sums[kSums];
   wait_for_copies<1>();
-  sum_up(0, guess, sums);
+  show_cells();
+  sum_up(0, before_of(rows[0]), guess, sums);
   team.meet();
   begin_reduction(sums);
   if constexpr (kBiasLater) load_bias();
@@ -231,7 +252,8 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
       load_first_pack(fetched);
     }
     wait_for_copies<Stages - 2>();
-    if (more) sum_up(next_stage, next_guess, next_sums);
+    show_cells();
+    if (more) sum_up(next_stage, before_of(rows[1]), next_guess, next_sums);
     team.template finish_reduction<Sum>(sums);
     if constexpr (Counted) {
       fetched = first_counted + team.received(sent_rows);
@@ -240,7 +262,8 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
     }
 
     // 5. Mean and variance; a row out of range is brought into it, exactly, and measured again.
-    Statistics<T> statistics = measured(stage, guess, sums);
+    int before = before_of(rows[0]);
+    Statistics<T> statistics = measured(stage, before, guess, sums);
     Scale<T> scale = scale_in_range(statistics.variance, eps);
     T unit = 1;
     if constexpr (kCanLeaveRange<X>) {
@@ -249,7 +272,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
         T largest[1] = {0};
 #pragma unroll 1
         for (int p = 0; p < PacksPerThread; ++p) {
-          const Pack<X, kLength> pack = StageOfX::read(stages + stage * StageOfX::kBytes, p);
+          const Pack<X, kLength> pack = read(stage, p, before);
 #pragma unroll
           for (int i = 0; i < kLength; ++i) {
             largest[0] = larger(absolute(pack.template get<T>(i)), largest[0]);
@@ -260,14 +283,21 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
         const T inv_unit = T(1) / unit;
 #pragma unroll 1
         for (int p = 0; p < PacksPerThread; ++p) {
-          Pack<X, kLength> pack = StageOfX::read(stages + stage * StageOfX::kBytes, p);
+          Pack<X, kLength> pack = read(stage, p, before);
 #pragma unroll
           for (int i = 0; i < kLength; ++i) pack.set(i, pack.template get<T>(i) * inv_unit);
-          StageOfX::write(pack, stages + stage * StageOfX::kBytes, p);
+          if constexpr (StageOfX::kCells) {
+            warp_barrier();
+            StageOfX::write_cells(pack, stages + stage * StageOfX::kBytes, p);
+          } else {
+            StageOfX::write(pack, stages + stage * StageOfX::kBytes, p);
+          }
         }
-        sum_up(stage, T(0), sums);
+        before = 0;
+        show_cells();
+        sum_up(stage, before, T(0), sums);
         team.template reduce<Sum>(sums);
-        statistics = measured(stage, T(0), sums);
+        statistics = measured(stage, before, T(0), sums);
         scale = scale_in_unit(statistics.variance, eps, unit);
       }
     }
@@ -277,9 +307,19 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
     if constexpr (!Full) make_opaque(n_cols);
     const T offset = -statistics.correction * scale.of_row;
     const long long row = rows[0];
+    constexpr int kStep = BlockThreads * kLength;
+    const int of_first_lane = first_column(0) - team.rank % 32 * kLength;
+    constexpr bool kStoresWords = StageOfX::kCells && sizeof(Y) <= sizeof(X);
+    const auto words = [&] {
+      if constexpr (kStoresWords) {
+        return Words<Y, kLength, 32>(y, row * y_stride + of_first_lane, team.rank % 32);
+      } else {
+        return None{};
+      }
+    }();
 #pragma unroll
     for (int p = 0; p < PacksPerThread; ++p) {
-      const Pack<X, kLength> pack = StageOfX::read(stages + stage * StageOfX::kBytes, p);
+      const Pack<X, kLength> pack = read(stage, p, before);
       Pack<Weight, kLength> weights;
       Pack<Bias, kLength> biases;
       if constexpr (HoldWeight) {
@@ -303,7 +343,15 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
       }
       Pack<Y, kLength> normalized;
       normalized.set(values);
-      store<Vector>(normalized, y + row * y_stride, first_column(p), end_of_row(p));
+      show_cells();  // before other words take their place
+      if constexpr (kStoresWords) {
+        words.store(normalized, StageOfX::place_of_cells(stages + stage * StageOfX::kBytes, p, 0),
+                    p * kStep, n_cols - of_first_lane - p * kStep,
+                    Full || (ClusterBlocks == 1 && p + 1 < PacksPerThread));
+        warp_barrier();
+      } else {
+        store<Vector>(normalized, y + row * y_stride, first_column(p), end_of_row(p));
+      }
       if constexpr (Relu && StoreStatistics) {
         store_bits<Vector, kLength>(bits, bitmask + row * bitmask_bytes(n_cols), first_column(p),
                                     n_cols);

@@ -3,20 +3,24 @@
 // one pack at a time. Or one thread has all packs of its team copied in bulk.
 #pragma once
 
-#include "pack.cuh"
+#include "unaligned.cuh"
 
-// The places of one operand's packs, for all threads of a block: pieces of up to 16 bytes, 20 of Pairs, those
-// of neighbouring threads side by side, so that an access of a warp meets every bank equally often.
-// Pairs: 16-bit elements whose rows may be at addresses that are no multiples of 4, odd ones, are copied by
-// the pairs that a pack lies in, one more than are in it. RMSNorm's backward of 16384 rows of 4097 takes 179
-// us, where each element was copied by itself, and waited for, 526 (bfloat16, H200).
-template <typename T, int Length, int PacksPerThread, int BlockThreads, bool Pairs = false>
+// The places of one operand's packs, for all threads of a block: pieces of up to 16 bytes, those of
+// neighbouring threads side by side, so that an access of a warp meets every bank equally often.
+// CellLanes: of rows that may be at any address (unaligned.cuh) each thread copies the cells in which its
+// packs begin, and the last of so many lanes, which share a row, one more: RMSNorm's backward of 16384 rows
+// of 4097 takes 157 us, by the pairs of elements that a pack lies in 181, and where each element was copied
+// by itself, and waited for, 526; of float32 224, where words were copied 402 (bfloat16, H200).
+template <typename T, int Length, int PacksPerThread, int BlockThreads, int CellLanes = 0>
 struct Stage {
-  static constexpr bool kPairs = Pairs && sizeof(T) == 2;
-  static constexpr int kPackBytes = Length * static_cast<int>(sizeof(T)) + (kPairs ? 4 : 0);
-  static constexpr int kPieceBytes = kPairs || kPackBytes < 16 ? kPackBytes : 16;
+  static constexpr bool kCells = CellLanes > 0 && sizeof(T) <= 4;
+  static constexpr int kPackBytes = Length * static_cast<int>(sizeof(T));
+  static constexpr int kPieceBytes = kPackBytes < 16 ? kPackBytes : 16;
   static constexpr int kPieces = kPackBytes / kPieceBytes;
-  static constexpr int kBytes = PacksPerThread * BlockThreads * kPackBytes;
+  static constexpr int kPlaces =
+      kCells ? BlockThreads * kPackBytes + BlockThreads / CellLanes * kPieceBytes
+             : BlockThreads * kPackBytes;  // of a pack of each thread
+  static constexpr int kBytes = PacksPerThread * kPlaces;
 
   static __device__ __forceinline__ char* place(char* stage, int p, int piece) {
     return stage + ((p * kPieces + piece) * BlockThreads + thread_index()) * kPieceBytes;
@@ -26,7 +30,6 @@ struct Stage {
   // `ThroughL1`: a row that other teams of the multiprocessor ask for as well.
   template <int Vector, bool ThroughL1 = false>
   static __device__ __forceinline__ void fetch(char* stage, int p, const T* row, int first, int n) {
-    static_assert(!kPairs, "for other places");
     constexpr int kAccess =
         kAccessBytes<T, Vector> < kPieceBytes ? kAccessBytes<T, Vector> : kPieceBytes;
     // Small accesses in turn: side by side they take up to 50 registers more.
@@ -46,38 +49,50 @@ struct Stage {
     }
   }
 
-  // The same by pairs, of which the first may begin before the pack, and the last end behind it.
-  static __device__ __forceinline__ void fetch_pairs(char* stage, int p, const T* row, int first,
-                                                     int n) {
-    constexpr int kWords = Pack<T, Length>::kWords;
-    const int odd = is_odd(row + first);
-    const T* const even = row + first - odd;
-    char* const target = place(stage, p, 0);
+  // The same by cells, which a barrier of the warp shows to the lanes; `before`: of the row.
+  // `packs_behind`: those of each thread that are known to begin in the row behind this one, if there is one.
+  static __device__ __forceinline__ char* place_of_cells(char* stage, int p, int lane) {
+    constexpr int kOfLanes = CellLanes * kPackBytes + kPieceBytes;
+    return stage + p * kPlaces + thread_index() / CellLanes * kOfLanes + lane * kPackBytes;
+  }
+  static __device__ __forceinline__ void fetch_cells(char* stage, int p, const T* row, int first,
+                                                     int n, int packs_behind) {
+    const int lane = thread_index() % CellLanes, before = bytes_before<T, Length>(row);
+    const char* const source = reinterpret_cast<const char*>(row + first) - before;
+    char* const target = place_of_cells(stage, p, lane);
+    // From the first cell on; it may begin before the row.
+    const int left = n > 0 ? (n - first) * static_cast<int>(sizeof(T)) + before : 0;
 #pragma unroll
-    for (int i = 0; i <= kWords; ++i) {
-      const int left = n - (first - odd + 2 * i);  // from the pair's first element on
-      const int bytes = first >= n || left <= 0 ? 0 : left == 1 ? 2 : 4;
-      if (i < kWords || odd) copy_pair_async(target + 4 * i, even + 2 * i, bytes, i == 0 && odd);
+    for (int i = 0; i <= kPieces; ++i) {
+      if (i < kPieces || lane == CellLanes - 1) {
+        copy_cell_async<kPieceBytes>(target + i * kPieceBytes, source + i * kPieceBytes,
+                                     left - i * kPieceBytes, packs_behind > (i == kPieces),
+                                     i == 0 && first == 0 ? before : 0);
+      }
     }
   }
-  static __device__ __forceinline__ Pack<T, Length> read_pairs(char* stage, int p, bool odd) {
-    constexpr int kWords = Pack<T, Length>::kWords;
-    const char* const source = place(stage, p, 0);
-    unsigned pairs[kWords + 1] = {};
+  static __device__ __forceinline__ Pack<T, Length> read_cells(char* stage, int p, int before) {
+    unsigned words[(kPackBytes + kPieceBytes) / 4] = {};
+    const char* const place = place_of_cells(stage, p, thread_index() % CellLanes);
 #pragma unroll
-    for (int i = 0; i <= kWords; ++i) {
-      if (i < kWords || odd) read_words<4>(pairs, source, 4 * i);
+    for (int i = 0; i <= kPieces; ++i) {
+      read_words<kPieceBytes>(words, place, i * kPieceBytes);
     }
-    Pack<T, Length> pack;
-    set_from_pairs(pack, pairs, odd);
-    return pack;
+    return pack_of_cells<T, Length>(words, before);
+  }
+  // In the place of the cells in which it begins, for this thread to read as one with nothing before it.
+  static __device__ __forceinline__ void write_cells(const Pack<T, Length>& pack, char* stage,
+                                                     int p) {
+    char* const place = place_of_cells(stage, p, thread_index() % CellLanes);
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) write_words<kPieceBytes>(pack.words, place, i * kPieceBytes);
   }
 
   // Whether packs can be asked for with a policy: in pieces of 16 bytes, as the place that is the
   // thread's own is counted. Of float64 LayerNorm's backward would spill 4 bytes.
   template <int Vector>
   static constexpr bool kTakesPolicy =
-      kCopiesTakePolicies && Vector == Length && !kPairs && kPieceBytes == 16 && sizeof(T) < 8;
+      kCopiesTakePolicies && Vector == Length && kPieceBytes == 16 && sizeof(T) < 8;
 
   // The same with a policy, by this thread's place for the first piece of a stage.
   static __device__ __forceinline__ void fetch(OwnPlace own, int p, const T* row, int first, int n,
@@ -121,7 +136,6 @@ struct Stage {
   }
 
   static __device__ __forceinline__ void write(const Pack<T, Length>& pack, char* stage, int p) {
-    static_assert(!kPairs, "for other places");
 #pragma unroll
     for (int piece = 0; piece < kPieces; ++piece) {
       write_words<kPieceBytes>(pack.words, place(stage, p, piece) - piece * kPieceBytes,
@@ -130,7 +144,6 @@ struct Stage {
   }
 
   static __device__ __forceinline__ Pack<T, Length> read(char* stage, int p) {
-    static_assert(!kPairs, "for other places");
     Pack<T, Length> pack;
 #pragma unroll
     for (int piece = 0; piece < kPieces; ++piece) {

@@ -42,9 +42,11 @@ def test_full_set_is_every_shape_pair_and_operation() -> None:
     assert len(set(full)) == len(full) == len(problems.SHAPES) * 5 * 4
     assert set(problems.select("standard")) <= set(full)
     assert set(problems.select("quick")) <= set(full)
-    hidden = list(problems.select("hidden"))
+    hidden, odd = (list(problems.select(name)) for name in ("hidden", "odd"))
     assert len(set(hidden)) == len(hidden) == 4 * len(problems.HIDDEN)
     assert all(p.cols & (p.cols - 1) for p in hidden)
+    assert len(set(odd)) == len(odd) == 4 * len(problems.ODD)
+    assert all(p.cols % 2 for p in odd)
 
 
 def test_selection_narrows_by_operation_shape_and_pair() -> None:

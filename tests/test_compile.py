@@ -54,7 +54,8 @@ from cupy.cuda import nvrtc
 Spec = TypeVar("Spec")
 Config = TypeVar("Config")
 
-ARCHITECTURES = ("75", "80", "89", "90", "100", "120")
+# sm_86 and sm_89 have the machine code of sm_80, in blocks of less shared memory.
+ARCHITECTURES = ("75", "80", "90", "100", "120")
 
 # What CuPy adds to the options of every compilation.
 CUPY_OPTIONS = ("-ftz=true", "--device-as-default-execution-space")
@@ -385,19 +386,19 @@ def compiled(kernels: tuple[Instantiation, ...], architecture: str) -> Compiled:
 
 
 # What is faster with what it spills, in bytes, than where it has the registers: LayerNorm of 10240
-# takes 134 us by 5 blocks a multiprocessor that spill 80, 139 by 4 that do not, and of 18432 in
-# the backward 205 us with the weight held, by smaller blocks 283, and 224, not 228, with the sums
-# of its rows in shared memory, beside which it spills 32 (H200). A ReLU and a 1 to be added spill
+# takes 134 us by 5 blocks a multiprocessor that spill 80, 139 by 4 that do not, and of 18432 in the
+# backward 205 us with the weight held, by smaller blocks 283, and 224, not 228, with the sums of
+# its rows in shared memory, beside which it spills 32 (H200). A ReLU and a 1 to be added spill
 # most. Beside messengers, which make strips sooner, the widest leave 16-bit rows that are moved by
-# single elements, or have a bitmask, too few registers. By pairs of elements rows take a third of
-# the time in the backward. Where no asynchronous copy has a policy, before sm_90, what several
-# teams keep of addresses leaves a weight around zero that is held beside a bitmask too few. By two
-# clusters at once, 7 packs a thread, LayerNorm of 28672 takes 234 us, by one 249; what 16 blocks
-# hold of 16 bits, 5 packs a thread or more, would be read twice, and of 4, weight and bias held,
-# takes 547 us for 2048 rows of 262144, not 686. In the backward 7 packs take 113 us for LayerNorm
-# of 585 rows of 114688, where 4 take 123, and 6 or 7 at addresses that allow only single elements
-# have the bits of those; a weight held beside a bitmask and 5 packs of two gradients spills 80 to
-# 120 bytes where the compiler knows that the row fills them (H200).
+# single elements, or have a bitmask, too few registers. By cells rows take a third of the time in
+# the backward, and those of 16 blocks half in the forward. Where no asynchronous copy has a policy,
+# before sm_90, what several teams keep of addresses leaves a weight around zero that is held beside
+# a bitmask too few. By two clusters at once, 7 packs a thread, LayerNorm of 28672 takes 234 us, by
+# one 249; what 16 blocks hold of 16 bits, 5 packs a thread or more, would be read twice, and of 4,
+# weight and bias held, takes 547 us for 2048 rows of 262144, not 686. In the backward 7 packs take
+# 113 us for LayerNorm of 585 rows of 114688, where 4 take 123, and 6 or 7 at addresses that allow
+# only single elements have the bits of those; a weight held beside a bitmask and 5 packs of two
+# gradients spills 80 to 120 bytes where the compiler knows that the row fills them (H200).
 LAYER_NORM_BY_8_PACKS = (
     r"norm_forward<bfloat16, .*, true, \w+, \w+, \w+, false, \d+, 0, false, .*, 8, \w+, 8>"
 )
@@ -411,15 +412,20 @@ MANY_PACKS = (
 )
 MANY_PACKS_BY_SINGLE_ELEMENTS = r"norm_backward<b?float16, .*, 1, [67], false, 1>"
 LAYER_NORM_IN_PAIRS = r"norm_backward<bfloat16, .*, 3, 2, 384, 384, 1, 3, true, 8>"
-BY_PAIRS = r"norm_backward<b?float16, .*, true, (\d+, ){4}1, [2-5], \w+, 1>"
+BY_CELLS = r"norm_backward<b?float16, .*, true, (\d+, ){5}[2-7], \w+, [12]>"
 RESIDENT_BY_PAIRS = r"norm_backward_resident<b?float16, .*, [67], \w+, 1>"
 BESIDE_A_BITMASK = r"norm_backward<b?float16, .*(, true){5}, 2, (false, ){3}\d, 1, .*, true, 8>"
 STRIPS_BY_SINGLE_ELEMENTS = r"norm_backward_strips<b?float16, .*, 512, [12], 1>"
 STRIPS_WITH_BITMASK = r"norm_backward_strips<b?float16, .*, true, 512, [12], 8>"
-LAYER_NORM_BY_TWO_CLUSTERS = r"norm_forward_staged<b?float16, .*, \d+, 2, [67], \w+, \w+, 8>"
-LAYER_NORM_BY_16_BLOCKS = r"norm_forward_staged<b?float16, .*, 16, 512, 1, [78], false, true, \d>"
+LAYER_NORM_BY_TWO_CLUSTERS = r"norm_forward_staged<b?float16, .*, \d+, 2, [67], \w+, false, \w+, 8>"
+LAYER_NORM_BY_16_BLOCKS = (
+    r"norm_forward_staged<b?float16, .*, 16, 512, 1, [78], false, false, true, \d>"
+)
+BY_16_BLOCKS_AND_CELLS = (
+    r"norm_forward_staged<b?float(16)?, .*, 16, 512, 1, [6-8], \w+, true, true, 1>"
+)
 LAYER_NORM_HELD_BY_16_BLOCKS = (
-    r"norm_forward_staged<b?float16, .*, true, true, 3, 16, \d+, 1, 4, false, \w+, 8>"
+    r"norm_forward_staged<b?float16, .*, true, true, 3, 16, \d+, 1, 4, false, false, \w+, 8>"
 )
 SPILLED = {
     LAYER_NORM_BY_8_PACKS: 160,
@@ -429,11 +435,12 @@ SPILLED = {
     LAYER_NORM_IN_PAIRS: 32,
     STRIPS_BY_SINGLE_ELEMENTS: 72,
     STRIPS_WITH_BITMASK: 32,
-    BY_PAIRS: 80,
+    BY_CELLS: 80,
     RESIDENT_BY_PAIRS: 64,
     BESIDE_A_BITMASK: 16,
     LAYER_NORM_BY_TWO_CLUSTERS: 32,
     LAYER_NORM_BY_16_BLOCKS: 96,
+    BY_16_BLOCKS_AND_CELLS: 40,
     LAYER_NORM_HELD_BY_16_BLOCKS: 28,
 }
 

@@ -687,8 +687,8 @@ def test_what_is_held_changes_no_bits(n: int) -> None:
     assert isinstance(held, StagedForward)
     assert isinstance(aside, StagedForward)
     assert (held.hold_weight, held.stages) == (True, 3)
-    assert (aside.hold_weight, aside.stages) == (False, 3)
-    alike = {"hold_weight": True, "hold_bias": True, "vector": 8}
+    assert (aside.hold_weight, aside.stages, aside.cells) == (False, 2, True)
+    alike = {"hold_weight": True, "hold_bias": True, "vector": 8, "stages": 3, "cells": False}
     assert dataclasses.replace(aside, **alike) == held
 
 
@@ -981,7 +981,7 @@ def test_two_teams_of_224_threads_do_not_spill_beside_two_gradients(
     assert isinstance(config, StagedBackward)
     assert (config.row_threads, config.packs_per_thread, config.rows_per_block) == layout
     assert config.bulk == (n == 5376 and norm == "layer_norm")
-    assert config.pairs == (n % 2 == 1)
+    assert config.cells == (n % 4 > 0)
     if config.bulk:  # as it is on sm_90 alone
         elsewhere = backward_config(spec, n, 8, 100)
         assert isinstance(elsewhere, StagedBackward)
@@ -1104,15 +1104,19 @@ def test_full_long_rows_are_staged_by_16_blocks(norm: str, n: int) -> None:
         assert config.full
         most = layer_norm and n == 262144
         held = vector == 4 and not spec.relu  # else it spills
-        assert config.stages == (2 if most and not held else 3)
+        assert config.cells == (vector == 1)
+        two_of_cells = config.cells and layer_norm and n == 229376
+        assert config.stages == (2 if (most and not held) or two_of_cells else 3)
         assert config.hold_bias == (most and held)
         # A block's shares of rows and, of LayerNorm, of the bias, behind its mailboxes, the sums of
-        # 16 blocks, by turns, and of 16 warps, and what rows are asked for.
+        # 16 blocks, by turns, and of 16 warps, and what rows are asked for; a cell more a warp.
         shares = config.stages + (layer_norm and not config.hold_bias)
         shared_bytes = 896 + 128 + shares * (n // 16 * 4)
+        shared_bytes += config.cells * config.stages * 16 * config.packs_per_thread * 16
         assert forward_instantiation(spec, config).shared_bytes == shared_bytes
-        assert config.counted == (config.stages == 3)
-        of_16_blocks.append(dataclasses.replace(config, vector=4))
+        assert config.counted == (not (most and not held))
+        alike = dataclasses.replace(config, vector=4, cells=False, stages=3)
+        of_16_blocks.append(alike)
     assert len(set(of_16_blocks)) == (2 if layer_norm and n == 262144 else 1)
     for other in (
         dataclasses.replace(plain, weight="float64", bias=None),
@@ -1150,7 +1154,8 @@ def test_full_long_rows_of_16_bits_are_staged_by_16_blocks(norm: str, packs: int
         assert isinstance(config, StagedForward)
         assert (config.cluster_blocks, config.packs_per_thread) == (16, packs)
         assert (config.hold_weight, config.hold_bias) == (True, False)
-        assert config.stages == (2 if layer_norm and packs == 8 else 3)
+        assert config.cells == (vector == 1)
+        assert config.stages == (2 if layer_norm and packs >= 8 - config.cells else 3)
     # What would spill, and what has no room.
     clamped = dataclasses.replace(plain, relu=True, y="float32")
     streamed = layer_norm and packs > 6
@@ -1247,34 +1252,39 @@ def test_full_rows_are_copied_in_bulk() -> None:
 
 
 @pytest.mark.parametrize("norm", NORMS)
-def test_rows_at_odd_addresses_are_copied_by_pairs_where_they_fit(norm: Any) -> None:
+def test_rows_at_any_address_are_copied_by_cells_where_they_fit(norm: Any) -> None:
     bias = "float32" if norm == "layer_norm" else None
     for x, dy, more in (
-        *(("bfloat16", "bfloat16", 8), ("float16", "float32", 4)),
-        *(("float32", "bfloat16", 4), ("float32", "float32", 0)),
+        *(("bfloat16", "bfloat16", 32), ("float16", "float32", 32)),
+        *(("float32", "bfloat16", 24), ("float32", "float32", 32), ("float64", "float32", 0)),
     ):
         spec = BackwardSpec(norm, x, dy, "float32", bias, False, False)
-        for n, vector in itertools.product((63, 777, 4097, 20001, 4098, 4096), (1, 2)):
-            if n % vector:
+        for n, vector in itertools.product((63, 777, 4097, 20001, 4098, 4100, 4096), (1, 2, 4, 8)):
+            if n % vector or vector > pack_length(x):
                 continue
             config = backward_config(spec, n, vector, 90)
             assert isinstance(config, StagedBackward)
-            assert config.pairs == (vector == 1 and more > 0), (n, vector)
-            packs = config.stages * config.block_threads * config.packs_per_thread
-            without = dataclasses.replace(config, pairs=False)
+            small = vector < pack_length(x) and vector * ITEMSIZE[x] <= 4
+            assert config.cells == (small and more > 0), (n, vector)
+            # A cell of each operand more for each warp, or each row of less than one.
+            groups = config.block_threads // min(32, config.row_threads) * config.packs_per_thread
+            without = dataclasses.replace(config, cells=False)
             sizes = [staged_backward_bytes(spec, one) for one in (config, without)]
-            assert sizes[0] - sizes[1] == packs * more * (vector == 1)
-    # Where shared memory has no room for them, as beside 7 packs of LayerNorm: the layout, and with
-    # it the bits, are the same. Before sm_80 no copy is asynchronous.
+            assert sizes[0] - sizes[1] == config.stages * groups * more * small
+    # Where shared memory has no room for them the layout, and with it the bits, are the same.
+    # Before sm_80 no copy is asynchronous.
     spec = BackwardSpec(norm, "bfloat16", "bfloat16", "float32", bias, False, False)
-    for n, architecture in ((8192, 86), (4096, 75), *((1600, 90),) * (norm == "layer_norm")):
+    for n, architecture, fits in (
+        *((512, 86, False), (4096, 75, False), (600, 80, False), (6000, 90, True)),
+        (1600, 90, norm == "rms_norm"),
+    ):
         layouts = []
-        for vector in (1, 8):
+        for vector in (1, 2, 8):
             config = backward_config(spec, n, vector, architecture)
             assert isinstance(config, StagedBackward)
-            assert not config.pairs
+            assert config.cells == (fits and vector < 8), (n, architecture)
             layouts.append((config.cluster_blocks, config.row_threads, config.packs_per_thread))
-        assert layouts[0] == layouts[1]
+        assert len(set(layouts)) == 1
 
 
 @pytest.mark.parametrize("norm", NORMS)

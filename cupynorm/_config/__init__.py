@@ -37,6 +37,7 @@ from cupynorm._config._forward import (
     StreamingForward,
     few_rows_configs,
     forward_config,
+    resident_forward_bytes,
     staged_forward_bytes,
 )
 from cupynorm._config._limits import pack_length, shared_limit, team_bytes
@@ -61,6 +62,7 @@ __all__ = [
     "reduction_bytes",
     "resident_backward_bytes",
     "resident_columns_bytes",
+    "resident_forward_bytes",
     "shared_limit",
     "staged_backward_bytes",
     "staged_forward_bytes",

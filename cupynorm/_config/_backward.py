@@ -50,8 +50,8 @@ class StagedBackward:
 
     `shared_sums`: of how many gradients the sums of rows so far wait in shared memory. `hold_sums`:
     the other's in registers, else in device memory. `bulk`: one thread of a team copies its rows,
-    else each thread the packs that it will read. `pairs`: of 16-bit elements two at a time, at
-    addresses that may be no multiples of 4.
+    else each thread the packs that it will read. `cells`: at any address by 16 bytes, of which a
+    pack lies in two.
     """
 
     row_threads: int
@@ -66,7 +66,7 @@ class StagedBackward:
     hold_sums: bool
     full: bool
     bulk: bool
-    pairs: bool
+    cells: bool
     reduction: Reduction | None
 
     @property
@@ -162,9 +162,10 @@ def staged_backward_bytes(spec: BackwardSpec, config: StagedBackward) -> int:
     elements = config.block_threads * config.packs_per_thread * pack_length(spec.x)
     size = team_bytes(spec.x, config.row_threads, config.block_threads, config.cluster_blocks)
     size += config.stages * elements * (ITEMSIZE[spec.x] + ITEMSIZE[spec.dy])
-    if config.pairs:
-        more = 4 * sum(ITEMSIZE[operand] == 2 for operand in (spec.x, spec.dy))
-        size += config.stages * elements // pack_length(spec.x) * more
+    if config.cells:
+        lanes, length = min(32, config.row_threads), pack_length(spec.x)
+        more = sum(min(16, length * ITEMSIZE[x]) for x in (spec.x, spec.dy) if ITEMSIZE[x] <= 4)
+        size += config.stages * elements // length // lanes * more
     if spec.weight is not None and not config.hold_weight:
         size += elements * ITEMSIZE[spec.weight]
     if spec.gradients and config.rows_per_block > 1:
@@ -431,12 +432,12 @@ def _long_layouts(spec: BackwardSpec, packs: int, whole: bool, architecture: int
             continue
         slots = slots_of(packs, cluster_blocks * row_threads)
         if width >= 6:
-            # Rows of no whole packs stay as they are: by pairs 7 packs without a cluster leave no
-            # room, 847 us, not 211, for 41943 of 1601.
             fewer_would_do = slots < width * cluster_blocks * row_threads
-            if fewer_would_do or not whole:
+            by_cells = spec.x != "float64" and architecture >= FIRST_WITH_ASYNCHRONOUS_COPIES
+            if fewer_would_do or not (whole or by_cells):
                 continue
-            if not _by_many_packs(spec, packs == slots, row_threads, cluster_blocks):
+            full = packs == slots and whole
+            if not _by_many_packs(spec, full, whole, row_threads, cluster_blocks):
                 continue
         # Empty slots are waited for, and packs are compared with the row's end.
         filled = (packs / slots) ** 2
@@ -472,9 +473,9 @@ def _long_layouts(spec: BackwardSpec, packs: int, whole: bool, architecture: int
 
 
 def _by_many_packs(
-    spec: BackwardSpec, fills_them: bool, row_threads: int, cluster_blocks: int
+    spec: BackwardSpec, fills_them: bool, whole: bool, row_threads: int, cluster_blocks: int
 ) -> bool:
-    """Tell whether rows of whole packs are sooner by 6 or 7 of them a thread, if they fit.
+    """Tell whether rows are sooner by 6 or 7 packs a thread, if they fit.
 
     LayerNorm's, by up to 128 threads or in clusters of blocks of 224 and 256: 107 us, not 115, for
     20971 rows of 3200, 107, not 117, for 10485 of 6400, 111, not 129, for 2621 of 25600, and in
@@ -484,9 +485,14 @@ def _by_many_packs(
     and 16 blocks: LayerNorm 111, not 140, RMSNorm 105, not 122, for 682 of 98304; else RMSNorm 106,
     not 103, for 3048 of 22016, and with a bias, beside which it spills, 132, not 107, for 322 of
     208000. By up to 4 blocks not where the row `fills_them`, and could be copied in bulk by fewer:
-    111, not 108, of 24576 (bfloat16, float32 weight and bias, H200).
+    111, not 108, of 24576 (bfloat16, float32 weight and bias, H200). Where the last pack is not
+    `whole`, LayerNorm's in one block, 161, not 201, for 11184 of 6001, or in 16, where they would
+    be streamed, 297, not 469, for 335 of 200001; but 250, not 232, for 2621 of 25601, 281, not 259,
+    for 682 of 98305.
     """
     if (cluster_blocks == 1) != (row_threads <= 128):
+        return False
+    if not whole and spec.norm == "layer_norm" and cluster_blocks not in (1, MOST_CLUSTER_BLOCKS):
         return False
     if spec.norm == "rms_norm":
         return cluster_blocks >= 8 and spec.gradients < 2
@@ -530,10 +536,13 @@ def _staged_backward(
     # up to 44 bytes, 120 beside a bitmask. LayerNorm of 819 rows of 81920 takes 109 us, not 111.
     full = n == cluster_blocks * row_threads * packs_per_thread * length
     full = full and (packs_per_thread <= 4 or cluster_blocks == 1)
-    may_pair = vector == 1 and 2 in (ITEMSIZE[spec.x], ITEMSIZE[spec.dy])
-    may_pair = may_pair and architecture >= FIRST_WITH_ASYNCHRONOUS_COPIES
-    choices = (True, False) if may_pair else (False,)
-    for pairs, fewer in itertools.product(choices, range(stages, 1, -1)):
+    by_cells = vector * ITEMSIZE[spec.x] <= 4 and vector < length
+    by_cells = by_cells and architecture >= FIRST_WITH_ASYNCHRONOUS_COPIES
+    choices = (True, False) if by_cells else (False,)
+    # Held beside cells, of float32 2 to 5 % sooner, if without a bitmask, which would spill; of 16
+    # bits LayerNorm takes 222 us, not 215, for 41943 of 1601.
+    for cells, fewer in itertools.product(choices, range(stages, 1, -1)):
+        holds = vector == length or (cells and spec.x == "float32" and not spec.bitmask)
         config = StagedBackward(
             row_threads=row_threads,
             block_threads=block_threads,
@@ -542,21 +551,22 @@ def _staged_backward(
             cluster_blocks=cluster_blocks,
             stages=fewer,
             vector=vector,
-            hold_weight=(spec.weight is not None and vector == length and fits(True, length)),
+            hold_weight=spec.weight is not None and holds and fits(True, vector),
             shared_sums=0,
             hold_sums=False,
             full=full,
             bulk=False,
-            pairs=pairs,
+            cells=cells,
             reduction=_reduction(spec, n),
         )
         # A block's own 1 KiB is the system's.
         limit = (shared_limit(architecture) + 1024) // blocks_per_multiprocessor - 1024
-        most = max(
-            staged_backward_bytes(spec, config),
-            staged_backward_bytes(spec, dataclasses.replace(config, hold_weight=False)),
-        )
-        if most <= limit:
+        # Nor does it of how they are copied: by single elements 7 packs took four times as long.
+        in_part = packs_per_thread >= 6 and n % length > 0
+        if in_part and by_cells and not cells:
+            continue
+        least_held = dataclasses.replace(config, hold_weight=False, cells=cells or in_part)
+        if max(staged_backward_bytes(spec, c) for c in (config, least_held)) <= limit:
             in_bulk = _in_bulk(spec, config, architecture, limit)
             # Otherwise copied, 4 packs beside both gradients leave no room for the weight, but in
             # clusters, whose blocks are smaller; nor do 6 or 7, which would spill 130 bytes.

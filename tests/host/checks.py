@@ -390,6 +390,16 @@ def _cases() -> list[Case]:
             Case("of_5_packs", norm, 37, 1280, "bfloat16"),
             Case("of_7_packs", norm, 9, 3584, "bfloat16"),
         ]
+    # At any address: a row that ends in the last thread's next cell, and shares its first with the
+    # row before, which is written in place.
+    for norm in NORMS:
+        cases += [
+            Case("unaligned", norm, 21, 129, "bfloat16"),
+            Case("unaligned_in_place", norm, 7, 1031, "float16", in_place=True, offset=1, gap=2),
+            Case("unaligned_wild", norm, 5, 515, "bfloat16", regime="extreme"),
+            Case("unaligned_wide_y", norm, 5, 259, "float16", y="float32", relu=RELUS[1]),
+            Case("unaligned_mean", norm, 6, 261, regime="mean_1e6"),
+        ]
     # Of few rows, more than a warp has under way; the last is not, as dx takes what dy still is.
     for norm in NORMS:
         cases += [

@@ -27,7 +27,9 @@ long long block_index();
 long long block_count();
 void exchange(void* value, int bytes, int lane_mask);
 void from_first_lane(void* value, int bytes);
+void from_lane_before(void* value, int bytes);
 bool any_in_warp(bool condition);
+void warp_barrier();
 void barrier(int barrier, int threads);
 void arrive_at_barrier(int barrier, int threads);
 void block_barrier();
@@ -63,6 +65,12 @@ __forceinline__ T from_first_lane(T value) {
   host::from_first_lane(&value, sizeof(T));
   return value;
 }
+template <typename T>
+__forceinline__ T from_lane_before(T value) {
+  host::from_lane_before(&value, sizeof(T));
+  return value;
+}
+__forceinline__ void warp_barrier() { host::warp_barrier(); }
 __forceinline__ bool any_in_warp(bool condition) { return host::any_in_warp(condition); }
 __forceinline__ void block_barrier() { host::block_barrier(); }
 __forceinline__ void named_barrier(int barrier, int threads) { host::barrier(barrier, threads); }
@@ -76,12 +84,20 @@ __forceinline__ void copy_async(void* shared, const void* global, bool valid) {
   static_assert(Bytes == 4 || Bytes == 8 || Bytes == 16, "as wide as cp.async copies");
   host::copy_async(shared, global, Bytes, valid);
 }
-__forceinline__ void copy_pair_async(void* shared, const void* global, int bytes, bool second) {
-  const int skipped = second ? 2 : 0;
-  if (skipped > 0 || bytes < 4) *static_cast<unsigned*>(shared) = 0;
-  if (bytes > skipped) {
-    host::copy_async(static_cast<char*>(shared) + skipped,
-                     static_cast<const char*>(global) + skipped, bytes - skipped, true);
+template <int Bytes>
+__forceinline__ void copy_cell_async(void* shared, const void* global, int bytes,
+                                     bool all_or_none, int skipped) {
+  if (all_or_none && bytes > 0) bytes = Bytes;
+  if (skipped >= bytes) skipped = 0;  // nothing of a row: what is there is read as well
+  if (bytes <= 0 || (skipped == 0 && bytes >= Bytes)) {
+    return host::copy_async(shared, global, Bytes, bytes > 0);
+  }
+  char* const target = static_cast<char*>(shared);
+  const char* const source = static_cast<const char*>(global);
+  for (int word = 0; word < Bytes; word += 4) {
+    *reinterpret_cast<unsigned*>(target + word) = 0;
+    const int first = skipped > word ? skipped : word, end = bytes < word + 4 ? bytes : word + 4;
+    if (first < end) host::copy_async(target + first, source + first, end - first, true);
   }
 }
 __forceinline__ void commit_copies() { host::commit_copies(); }
@@ -115,6 +131,7 @@ __forceinline__ CachePolicy evict_last() { return {}; }
 __forceinline__ bool is_large(long long) { return false; }
 __forceinline__ CachePolicy evict_last_if_large(long long) { return {}; }
 __forceinline__ uint4 load_with_policy(const uint4* memory, CachePolicy) { return *memory; }
+constexpr bool kReadsAroundRows = false;
 __forceinline__ void store_past_l1(uint4* memory, uint4 value) { *memory = value; }
 
 __forceinline__ int block_in_cluster() { return host::block_in_cluster(); }

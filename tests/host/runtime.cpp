@@ -94,6 +94,7 @@ enum class State {
   kReady,
   kAtShuffle,
   kAtVote,
+  kAtWarpBarrier,
   kAtBarrier,
   kAtClusterBarrier,
   kAtMailbox,
@@ -132,7 +133,8 @@ struct Fiber {
 struct Warp {
   int arrived = 0;
   std::uint64_t slots[2][kWarp];
-  Time met[kWarp];  // when its lanes last met
+  Time met[kWarp];    // when its lanes last met
+  Time wrote[kWarp];  // and at its barrier, where they see what others wrote before
 };
 
 // What some threads have done and known, for others to learn.
@@ -268,11 +270,11 @@ bool races(const Access& earlier, bool was_read = false) {
   const std::uint32_t other = earlier.thread - first_thread;
   if (other >= static_cast<std::uint32_t>(cluster_threads)) return true;
   if (static_cast<int>(other) == current) return false;
-  // A lane has what it read when it meets the others, but what it wrote need not be there for them.
-  const Warp& warp = warps[current / kWarp];
-  if (was_read && other / kWarp == static_cast<std::uint32_t>(current / kWarp) &&
-      warp.met[other % kWarp] >= earlier.time) {
-    return false;
+  // A lane has what it read when it meets the others, but what it wrote need not be there for them
+  // until they meet at their barrier.
+  if (other / kWarp == static_cast<std::uint32_t>(current / kWarp)) {
+    const Warp& warp = warps[current / kWarp];
+    if ((was_read ? warp.met : warp.wrote)[other % kWarp] >= earlier.time) return false;
   }
   return knowledge[fibers[current].known][other] < earlier.time;
 }
@@ -457,6 +459,8 @@ const char* name_of(State state) {
       return "wait in a shuffle of distance";
     case State::kAtVote:
       return "wait in a vote";
+    case State::kAtWarpBarrier:
+      return "wait at the warp's barrier";
     case State::kAtBarrier:
       return "wait at barrier";
     case State::kAtClusterBarrier:
@@ -525,6 +529,7 @@ const std::uint64_t* meet(State state, std::uint64_t mine, int detail, int bytes
   }
   for (int i = first; i < first + kWarp; ++i) {
     fibers[i].state = State::kReady;
+    if (state == State::kAtWarpBarrier) warp.wrote[i - first] = fibers[i].now;
     warp.met[i - first] = fibers[i].now++;
     latest = std::max(latest, fibers[i].now);
   }
@@ -872,6 +877,7 @@ bool run_cluster() {
   knowledge.assign(1, std::vector<Time>(cluster_threads, launched));
   for (int i = 0; i < cluster_threads / kWarp; ++i) {
     warps[i].arrived = 0;
+    std::fill(warps[i].wrote, warps[i].wrote + kWarp, launched);
     std::fill(warps[i].met, warps[i].met + kWarp, launched);
   }
   cluster_barrier.waiting.clear();
@@ -991,6 +997,15 @@ void from_first_lane(void* value, int bytes) {
   const std::uint64_t* slots = meet(State::kAtShuffle, mine, 0, bytes, CALLER);
   std::memcpy(value, &slots[0], bytes);
 }
+
+void from_lane_before(void* value, int bytes) {
+  std::uint64_t mine = 0;
+  std::memcpy(&mine, value, bytes);
+  const std::uint64_t* slots = meet(State::kAtShuffle, mine, -1, bytes, CALLER);
+  std::memcpy(value, &slots[std::max(current % kWarp - 1, 0)], bytes);
+}
+
+void warp_barrier() { meet(State::kAtWarpBarrier, 0, 0, 0, CALLER); }
 
 bool any_in_warp(bool condition) {
   const std::uint64_t* slots = meet(State::kAtVote, condition, 0, 0, CALLER);

@@ -101,8 +101,10 @@ class Staged:
         return divisors & -divisors
 
     @property
-    def pairs(self) -> bool:
-        return self.vector == 1 and 2 in (ITEMSIZE[self.x], ITEMSIZE[self.other or self.x])
+    def cells(self) -> bool:
+        most = ITEMSIZE[self.x] if self.is_forward else 4  # bytes of an access
+        unaligned = self.vector < pack_length(self.x) and ITEMSIZE[self.x] <= 4
+        return unaligned and self.vector * ITEMSIZE[self.x] <= most
 
     def kernel(self) -> Instantiation:
         """Return the instantiation; template arguments go by the names of the parameters."""
@@ -128,7 +130,7 @@ class Staged:
             "SharedSums": self.shared_sums,
             "HoldSums": self.hold_sums,
             "Bulk": self.bulk,
-            "Pairs": self.pairs,
+            "ByCells": self.cells,
             "Stages": self.stages,
             "ClusterBlocks": self.cluster_blocks,
             "RowThreads": self.row_threads,
@@ -173,16 +175,17 @@ class Staged:
         elements = self.teams * self.columns
         x, other = ITEMSIZE[self.x], ITEMSIZE[self.other or self.x]
         held = self.hold_weight or self.other is None
+        groups = elements // pack_length(self.x) // min(32, self.row_threads)  # of lanes
         if self.is_forward:
-            scratch += 128
+            scratch += 128 + self.stages * groups * 16 * self.cells
             operands = (not held) + (not held or self.stage_bias)
             return scratch + elements * (self.stages * x + operands * other)
         if self.bulk:
             scratch += -(-self.teams * self.stages * 8 // 128) * 128
         stages = elements * (self.stages * (x + other) + (0 if held else other))
-        if self.pairs:
-            packs = elements // pack_length(self.x)
-            stages += self.stages * packs * 4 * ((x == 2) + (other == 2))
+        if self.cells:
+            more = (min(16, pack_length(self.x) * size) for size in (x, other) if size <= 4)
+            stages += self.stages * groups * sum(more)
         gradients = self.other is not None or self.dbias
         partials = elements * compute if self.teams > 1 and gradients else 0
         return scratch + stages + partials + self.shared_sums * self.columns * compute
@@ -438,6 +441,18 @@ def _staged() -> Iterable[Staged]:
                     staged(5, 333, "bfloat16", other="bfloat16", cluster_blocks=2, bitmask=True),
                     staged(3, 131, "float64", other="float32", bitmask=True, row_threads=96),
                 )
+                # At any address, out of range as well: by cells, which then are packs.
+                yield staged(6, 333, "bfloat16", other="bfloat16", gap=0, regime="extreme")
+                yield staged(7, 605, other="bfloat16", gap=0, cluster_blocks=2, packs_per_thread=2)
+                for other, in_place in (("float32", False), ("float16", norm == "rms_norm")):
+                    yield staged(
+                        *(9, 333, "float16"),
+                        other=other,
+                        gap=2,
+                        offset=1,
+                        stages=3,
+                        in_place=in_place,
+                    )
                 # A weight held, and moved by single elements.
                 yield staged(6, 333, other="bfloat16", packs_per_thread=2, hold_weight=True)
                 # The weight alone.
