@@ -63,7 +63,7 @@ HIDDEN: tuple[tuple[Shape, Pair], ...] = tuple(
         *(5120, 5376, 6656, 7168, 9216, 12288, 18432),
     )
 )
-# Rows of odd length, of which no two in a row begin at multiples of 4 bytes.
+# Rows of odd length, which lie at any multiple of an element's size.
 ODD: tuple[tuple[Shape, Pair], ...] = (
     *(
         (s, PAIRS[0])

@@ -34,7 +34,7 @@
 //            cluster, which sends those of row r before it writes dx of row r - 1, with row r - 2.
 //            That row's stage is free, for the row Stages later. A row past the last is not asked
 //            for, nor waited for: each cluster must have one.
-// ByCells:   stage.cuh; of rows whose accesses are of 4 bytes or less.
+// ByCells:   stage.cuh; of rows whose addresses allow accesses of 4 bytes or less.
 // Result:    partials, of cluster c in row c.
 #include "gradient.cuh"
 #include "relu.cuh"
@@ -59,6 +59,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
   using StageOfDY = Stage<DY, kLength, PacksPerThread, BlockThreads, ByCells ? kLanes : 0>;
   using StageOfWeight = Stage<Weight, kLength, PacksPerThread, BlockThreads>;
   constexpr int kStageBytes = StageOfX::kBytes + StageOfDY::kBytes;
+  static_assert(StageOfX::kBytes % 16 == 0 && kStageBytes % 16 == 0, "for accesses of 16 bytes");
   constexpr int kTeams = TeamOf::kTeams;
   TeamOf team;
   constexpr int kColumns = ClusterBlocks * RowThreads * PacksPerThread * kLength;

@@ -16,6 +16,8 @@
 //            weight and bias once a block.
 // Thread:    pack p of its block's columns for p = rank, rank + BlockThreads, ... (PacksPerThread
 //            of them).
+// ByCells:   stage.cuh; of rows whose addresses allow accesses of single elements alone. Their y leaves by
+//            words (unaligned.cuh), if it is no wider than x, in whose place its lanes exchange them.
 // Order:     a thread's packs in turn, then the team's reduction: a function of n_cols, the dtypes
 //            and Relu, never of n_rows or alignment.
 // Result:    thread 0 of a cluster's first block writes the row's mean and rstd.

@@ -1,6 +1,7 @@
 // Rows that wait in shared memory. A thread copies the packs that it will itself read, asynchronously
-// and some rows ahead, so that nothing but its own wait stands between the two, and registers hold
-// one pack at a time. Or one thread has all packs of its team copied in bulk.
+// and some rows ahead, so that nothing but its own wait stands between the two, by cells a barrier of
+// its warp as well, and registers hold one pack at a time. Or one thread has all packs of its team
+// copied in bulk.
 #pragma once
 
 #include "unaligned.cuh"
@@ -20,7 +21,8 @@ struct Stage {
   static constexpr int kPlaces =
       kCells ? BlockThreads * kPackBytes + BlockThreads / CellLanes * kPieceBytes
              : BlockThreads * kPackBytes;  // of a pack of each thread
-  static constexpr int kBytes = PacksPerThread * kPlaces;
+  // Whole pieces of any operand: cells of 8 bytes may be an odd number of them.
+  static constexpr int kBytes = (PacksPerThread * kPlaces + 15) / 16 * 16;
 
   static __device__ __forceinline__ char* place(char* stage, int p, int piece) {
     return stage + ((p * kPieces + piece) * BlockThreads + thread_index()) * kPieceBytes;
@@ -49,12 +51,12 @@ struct Stage {
     }
   }
 
-  // The same by cells, which a barrier of the warp shows to the lanes; `before`: of the row.
-  // `packs_behind`: those of each thread that are known to begin in the row behind this one, if there is one.
   static __device__ __forceinline__ char* place_of_cells(char* stage, int p, int lane) {
     constexpr int kOfLanes = CellLanes * kPackBytes + kPieceBytes;
     return stage + p * kPlaces + thread_index() / CellLanes * kOfLanes + lane * kPackBytes;
   }
+  // Asks for pack p of a row of n elements, if there is one, by cells, which a barrier of the warp shows to
+  // the lanes. `packs_behind`: those of each thread that are known to begin in the row behind this one.
   static __device__ __forceinline__ void fetch_cells(char* stage, int p, const T* row, int first,
                                                      int n, int packs_behind) {
     const int lane = thread_index() % CellLanes, before = bytes_before<T, Length>(row);
@@ -71,6 +73,7 @@ struct Stage {
       }
     }
   }
+  // `before`: bytes_before of the row.
   static __device__ __forceinline__ Pack<T, Length> read_cells(char* stage, int p, int before) {
     unsigned words[(kPackBytes + kPieceBytes) / 4] = {};
     const char* const place = place_of_cells(stage, p, thread_index() % CellLanes);
@@ -80,12 +83,11 @@ struct Stage {
     }
     return pack_of_cells<T, Length>(words, before);
   }
-  // In the place of the cells in which it begins, for this thread to read as one with nothing before it.
+  // In the place of the cell in which it begins, for this thread to read as one with nothing before it.
   static __device__ __forceinline__ void write_cells(const Pack<T, Length>& pack, char* stage,
                                                      int p) {
-    char* const place = place_of_cells(stage, p, thread_index() % CellLanes);
-#pragma unroll
-    for (int i = 0; i < kPieces; ++i) write_words<kPieceBytes>(pack.words, place, i * kPieceBytes);
+    static_assert(kPackBytes == 16, "of x");
+    write_words<16>(pack.words, place_of_cells(stage, p, thread_index() % CellLanes), 0);
   }
 
   // Whether packs can be asked for with a policy: in pieces of 16 bytes, as the place that is the

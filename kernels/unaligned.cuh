@@ -27,8 +27,8 @@ __device__ __forceinline__ Pack<T, Length> pack_of_cells(unsigned (&words)[Words
 #pragma unroll
   for (int step = kOfCell / 2; step > 0; step /= 2) {
 #pragma unroll
-    for (int i = 0; i + step < Words; ++i) {
-      words[i] = before & (4 * step) ? words[i + step] : words[i];
+    for (int i = 0; i < Words; ++i) {  // to a constant: else 12 words are put into local memory
+      if (i + step < Words) words[i] = before & (4 * step) ? words[i + step] : words[i];
     }
   }
   Pack<T, Length> pack;

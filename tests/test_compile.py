@@ -46,7 +46,7 @@ from cupynorm._jit import (
     forward_instantiation,
     source,
 )
-from cupynorm._spec import BackwardSpec, ForwardSpec
+from cupynorm._spec import ITEMSIZE, BackwardSpec, ForwardSpec
 
 pytest.importorskip("cupy", reason="needs CuPy for NVRTC", exc_type=ImportError)
 from cupy.cuda import nvrtc
@@ -80,7 +80,9 @@ def widest(x: str) -> tuple[str, ...]:
 def instantiations(architecture: int) -> list[Instantiation]:
     # Elsewhere the code is that of one of these two in other instructions: a half of what takes the
     # most registers, of each kernel, x and kind of access, for compiling is half of CI's time. That
-    # of float16 is that of bfloat16 but for its conversions: with clusters alone.
+    # of float16 is that of bfloat16 but for its conversions and a few layouts: with clusters alone,
+    # and not where single elements are moved, which takes longest to compile; without clusters
+    # every second of those that move single elements.
     every = architecture in (80, 90)
     kernels: dict[Instantiation, None] = {}
 
@@ -91,6 +93,8 @@ def instantiations(architecture: int) -> list[Instantiation]:
         backward: Sequence[BackwardSpec] = (),
     ) -> None:
         for vector in vectors:
+            if vector == 1 and any(spec.x == "float16" for spec in (*forward, *backward)):
+                continue
             kernels.update(dict.fromkeys(forward_kernels(n, vector, architecture, *forward)))
             kernels.update(dict.fromkeys(backward_kernels(n, vector, architecture, *backward)))
 
@@ -111,7 +115,9 @@ def instantiations(architecture: int) -> list[Instantiation]:
             relus = (True, False) if every else (True,)
         forward = [ForwardSpec(norm, x, weight, bias, y, True, True, relu) for relu in relus]
         backward = [BackwardSpec(norm, x, dy, weight, bias, True, relu) for relu in relus]
-        add(packs * length, (1, length), forward, backward)
+        add(packs * length, (length,), forward, backward)
+        # At any address: RMSNorm's full as well, LayerNorm's as nearly all are, which takes more.
+        add(packs * length - (norm == "layer_norm"), (1,), forward, backward)
     for norm, x in itertools.product(("rms_norm", "layer_norm"), ("float32", "bfloat16")):
         bare = ForwardSpec(norm, x, None, None, x, False, False, False)
         add(4096, (pack_length(x),), [bare])
@@ -129,7 +135,17 @@ def instantiations(architecture: int) -> list[Instantiation]:
         forward = [ForwardSpec(norm, x, "float32", bias, x, c, True, r) for c, r in choices]
         backward = [BackwardSpec(norm, x, x, "float32", bias, c, r) for c, r in choices]
         length = pack_length(x)
-        add(packs * length, (1, length), forward, backward)
+        add(packs * length, (length,), forward, backward)
+        add(packs * length - (norm == "layer_norm"), (1,), forward, backward)
+    # Cells of another size for dy than for x, with a weight held beside those of float32 or not.
+    for (x, dy), packs in itertools.product(
+        (("float32", "bfloat16"), ("bfloat16", "float32"), ("float32", "float32")),
+        (17, 160, 640, 1300, 2304, 8192) if every else (),
+    ):
+        length = pack_length(x)
+        for norm, vector in (("layer_norm", 1), ("rms_norm", 1), ("layer_norm", 4 // ITEMSIZE[x])):
+            mixed = BackwardSpec(norm, x, dy, "float32", "float32", True, False)
+            add(packs * length - vector, (vector,), (), [mixed])
     # 6 and 7 packs a thread of LayerNorm's rows that leave others empty, and of either norm's in
     # clusters of 8; 5 in clusters, where full rows have the kernels of others.
     for x, packs, bitmask in (
@@ -289,7 +305,11 @@ def instantiations(architecture: int) -> list[Instantiation]:
             streamed = ForwardSpec(norm, x, weight, bias, y, zero_centered, True, False)
             config = forward_config(streamed, 40_000 * pack_length(x), pack_length(x), architecture)
             kernels[forward_instantiation(streamed, config)] = None
-    return list(kernels) if every else sorted(kernels, key=kind)[1::2]
+    by_kind = sorted(kernels, key=kind)
+    if architecture == 80:
+        by_elements = [kernel for kernel in by_kind if kind(kernel)[-1] == "1"]
+        return [kernel for kernel in by_kind if kind(kernel)[-1] != "1"] + by_elements[1::2]
+    return by_kind if every else by_kind[1::2]
 
 
 def kind(kernel: Instantiation) -> tuple[str, str, str]:
@@ -324,7 +344,8 @@ def backward_kernels(
         if not isinstance(config, StagedBackward):
             return [config]
         # That of a lone row stores the weight gradients in another type.
-        few_rows = (few_rows_backward_config(spec, config, m, architecture) for m in (1, 2))
+        lone = (1, 2) if vector == pack_length(spec.x) else (2,)
+        few_rows = (few_rows_backward_config(spec, config, m, architecture) for m in lone)
         return [config, *(few for few in few_rows if few and (spec.bitmask or few.column_threads))]
 
     for spec, config in unlike(specs, configs):
@@ -398,7 +419,9 @@ def compiled(kernels: tuple[Instantiation, ...], architecture: str) -> Compiled:
 # weight and bias held, takes 547 us for 2048 rows of 262144, not 686. In the backward 7 packs take
 # 113 us for LayerNorm of 585 rows of 114688, where 4 take 123, and 6 or 7 at addresses that allow
 # only single elements have the bits of those; a weight held beside a bitmask and 5 packs of two
-# gradients spills 80 to 120 bytes where the compiler knows that the row fills them (H200).
+# gradients spills 80 to 120 bytes where the compiler knows that the row fills them. With the
+# weight held beside cells LayerNorm of 13107 rows of 5197 float32, by 448 threads, takes 235 us,
+# without 239 (H200).
 LAYER_NORM_BY_8_PACKS = (
     r"norm_forward<bfloat16, .*, true, \w+, \w+, \w+, false, \d+, 0, false, .*, 8, \w+, 8>"
 )
@@ -413,6 +436,7 @@ MANY_PACKS = (
 MANY_PACKS_BY_SINGLE_ELEMENTS = r"norm_backward<b?float16, .*, 1, [67], false, 1>"
 LAYER_NORM_IN_PAIRS = r"norm_backward<bfloat16, .*, 3, 2, 384, 384, 1, 3, true, 8>"
 BY_CELLS = r"norm_backward<b?float16, .*, true, (\d+, ){5}[2-7], \w+, [12]>"
+HELD_BESIDE_CELLS = r"norm_backward<float, .*, true, 0, false, false, true, .*, 448, 1, 3, .*, 1>"
 RESIDENT_BY_PAIRS = r"norm_backward_resident<b?float16, .*, [67], \w+, 1>"
 BESIDE_A_BITMASK = r"norm_backward<b?float16, .*(, true){5}, 2, (false, ){3}\d, 1, .*, true, 8>"
 STRIPS_BY_SINGLE_ELEMENTS = r"norm_backward_strips<b?float16, .*, 512, [12], 1>"
@@ -435,7 +459,8 @@ SPILLED = {
     LAYER_NORM_IN_PAIRS: 32,
     STRIPS_BY_SINGLE_ELEMENTS: 72,
     STRIPS_WITH_BITMASK: 32,
-    BY_CELLS: 80,
+    BY_CELLS: 96,
+    HELD_BESIDE_CELLS: 8,
     RESIDENT_BY_PAIRS: 64,
     BESIDE_A_BITMASK: 16,
     LAYER_NORM_BY_TWO_CLUSTERS: 32,

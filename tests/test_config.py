@@ -1255,8 +1255,9 @@ def test_full_rows_are_copied_in_bulk() -> None:
 def test_rows_at_any_address_are_copied_by_cells_where_they_fit(norm: Any) -> None:
     bias = "float32" if norm == "layer_norm" else None
     for x, dy, more in (
-        *(("bfloat16", "bfloat16", 32), ("float16", "float32", 32)),
-        *(("float32", "bfloat16", 24), ("float32", "float32", 32), ("float64", "float32", 0)),
+        *(("bfloat16", "bfloat16", (16, 16)), ("float16", "float32", (16, 16))),
+        *(("float32", "bfloat16", (16, 8)), ("float32", "float32", (16, 16))),
+        ("float64", "float32", ()),
     ):
         spec = BackwardSpec(norm, x, dy, "float32", bias, False, False)
         for n, vector in itertools.product((63, 777, 4097, 20001, 4098, 4100, 4096), (1, 2, 4, 8)):
@@ -1265,12 +1266,14 @@ def test_rows_at_any_address_are_copied_by_cells_where_they_fit(norm: Any) -> No
             config = backward_config(spec, n, vector, 90)
             assert isinstance(config, StagedBackward)
             small = vector < pack_length(x) and vector * ITEMSIZE[x] <= 4
-            assert config.cells == (small and more > 0), (n, vector)
-            # A cell of each operand more for each warp, or each row of less than one.
+            assert config.cells == (small and len(more) > 0), (n, vector)
+            # A cell of each operand more for each warp, or each row of less than one, and what
+            # makes 16 bytes of an odd number of 8.
             groups = config.block_threads // min(32, config.row_threads) * config.packs_per_thread
             without = dataclasses.replace(config, cells=False)
             sizes = [staged_backward_bytes(spec, one) for one in (config, without)]
-            assert sizes[0] - sizes[1] == config.stages * groups * more * small
+            whole = sum((groups * cell + 15) // 16 * 16 for cell in more)
+            assert sizes[0] - sizes[1] == config.stages * whole * small
     # Where shared memory has no room for them the layout, and with it the bits, are the same.
     # Before sm_80 no copy is asynchronous.
     spec = BackwardSpec(norm, "bfloat16", "bfloat16", "float32", bias, False, False)

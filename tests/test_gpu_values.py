@@ -12,7 +12,7 @@ from conftest import ERROR_OVER_BOUND
 from device import poison, to_cupy, to_numpy
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from strategies import DTYPES, RELUS, Problem, make_values, problems
+from strategies import DTYPES, RELUS, Layout, Problem, make_values, problems
 
 import cupynorm
 from cupynorm import _config, _plans, _prepared, testing
@@ -479,6 +479,26 @@ def test_many_short_rows(norm: str, m: int) -> None:
             wants_dbias=True,
             key=("tall", name),
         )
+
+
+# Of 4097, 8193 and 49153 float32 the places of a 16-bit dy are an odd number of 8-byte cells.
+@pytest.mark.parametrize("n", [129, 777, 2561, 4097, 4098, 5197, 8193, 12292, 20001, 49153])
+@pytest.mark.parametrize(("x", "other"), [("float32", "bfloat16"), ("bfloat16", "float32")])
+@pytest.mark.parametrize("norm", NORMS)
+def test_rows_at_any_address_beside_others_of_another_dtype(
+    norm: str, x: str, other: str, n: int
+) -> None:
+    import cupy
+
+    m = 600 if n < 8192 else 300  # several for each block or cluster
+    host = {
+        "x": make_values("normal", (m, n), DTYPES[x], n),
+        "dy": make_values("normal", (m, n), DTYPES[other], n + 1),
+        "weight": make_values("normal", (n,), np.float32, n + 2),
+        "bias": make_values("normal", (n,), np.float32, n + 3),
+    }
+    shifted = {name: Layout(offset=1).apply(cupy, array) for name, array in host.items()}
+    check_arrays(norm, host, shifted, None, {"eps": EPS[norm]}, ("another dtype", x), {})
 
 
 @pytest.mark.parametrize("norm", NORMS)

@@ -14,12 +14,14 @@ import numpy as np
 import pytest
 from host.build import Build, compiler_problem
 from host.checks import (
+    ADDRESSES,
     CASES,
     FAR_ROWS,
     FEW,
     NORMS,
     SHORT_ROWS,
     Case,
+    check_addresses,
     check_case,
     check_clip_values,
     check_far_rows,
@@ -108,6 +110,11 @@ def test_a_row_keeps_its_bits_beside_rows_out_of_range(
     build: Build, norm: str, x: str, n: int
 ) -> None:
     check_neighbours(Gpu(build), norm, x, n)
+
+
+@pytest.mark.parametrize("case", ADDRESSES, ids=str)
+def test_a_row_has_the_same_bits_at_any_address(build: Build, case: Case) -> None:
+    check_addresses(build, case)
 
 
 @pytest.mark.parametrize("few_rows", [False, True])

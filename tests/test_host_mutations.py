@@ -12,10 +12,12 @@ import re
 import pytest
 from host.build import Build, compiler_problem
 from host.checks import (
+    ADDRESSES,
     CASES,
     FAR_ROWS,
     FEW,
     Case,
+    check_addresses,
     check_case,
     check_clip_values,
     check_far_rows,
@@ -40,6 +42,7 @@ BITS_OF = "bits of "
 FAR = "rows more than 2**31 elements apart"
 BOUNDS = "values on the bounds of a ReLU"
 BESIDE = "rows beside rows out of range"
+PLACED = "rows at other addresses"
 
 
 def case(
@@ -143,6 +146,9 @@ CELLS = staged("backward.cu", x="bfloat16", gap=0, cluster_blocks=1)
 CELLS_OF_DY = staged("backward.cu", x="float16", gap=2)
 CELLS_OF_CLUSTER = staged("backward.cu", x="bfloat16", gap=0, cluster_blocks=2)
 CELLS_FORWARD = staged("forward_staged.cu", regime="extreme", gap=0)
+CELLS_OF_PACKS_IN_CLUSTER = staged(
+    "backward.cu", x="float32", gap=0, cluster_blocks=2, packs_per_thread=2
+)
 CELLS_FLOAT32 = staged("backward.cu", x="float32", gap=0)
 CELLS_FORWARD_FLOAT32 = staged("forward_staged.cu", x="float32", n=301)
 UNALIGNED, UNALIGNED_IN_PLACE = case("unaligned"), case("unaligned_in_place")
@@ -351,6 +357,14 @@ MUTATIONS = [
         "dy + row * dy_stride",
         "dy + static_cast<int>(row * dy_stride)",
         f"{OUT_OF_BOUNDS}|{VALUE}",  # if what is there happens to be the case's own
+        FAR,
+    ),
+    Mutation(
+        "a 32-bit offset of the words of a row of y",
+        "unaligned.cuh",
+        "Words(T* rows, long long packs, int lane)",
+        "Words(T* rows, int packs, int lane)",
+        f"mul_overflow|{OUT_OF_BOUNDS}|{VALUE}",
         FAR,
     ),
     Mutation(
@@ -2145,6 +2159,30 @@ MUTATIONS = [
         UNALIGNED,
     ),
     Mutation(
+        "cells of a cluster are copied as if each pack but the last had one behind it",
+        "backward.cu",
+        "return ClusterBlocks == 1 ? PacksPerThread - 1 - p : 0;",
+        "return PacksPerThread - 1 - p;",
+        OUT_OF_BOUNDS,
+        CELLS_OF_PACKS_IN_CLUSTER,
+    ),
+    Mutation(
+        "words of a cluster's row are stored as if each pack but the last had one behind it",
+        "backward.cu",
+        "kTeams == 1 && (Full || (ClusterBlocks == 1 && p + 1 < PacksPerThread))",
+        "kTeams == 1 && (Full || p + 1 < PacksPerThread)",
+        f"{OUT_OF_BOUNDS}|{RACE}|{VALUE}",
+        CELLS_OF_PACKS_IN_CLUSTER,
+    ),
+    Mutation(
+        "the first elements are those of their first cell",
+        "forward.cu",
+        "first_pack = firsts.pack(firsts.load(0), firsts.load(1));",
+        "first_pack = firsts.pack(firsts.load(0), firsts.load(0));",
+        BITS_OF,
+        PLACED,
+    ),
+    Mutation(
         "cells are read before the other lanes' copies are there",
         "backward.cu",
         "        wait_for_copies<Stages - 1>();\n        show_cells();",
@@ -2696,6 +2734,9 @@ def run(build: Build, on: Case | FewRows | Staged | str) -> None:
         return
     if on is BESIDE:
         check_neighbours(Gpu(build), "layer_norm", "float32", 40)
+        return
+    if on is PLACED:
+        check_addresses(build, next(c for c in ADDRESSES if c.norm == "layer_norm"))
         return
     for n, architecture in FAR_ROWS:
         check_far_rows(Gpu(build, architecture=architecture), n)

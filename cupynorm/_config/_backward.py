@@ -50,8 +50,8 @@ class StagedBackward:
 
     `shared_sums`: of how many gradients the sums of rows so far wait in shared memory. `hold_sums`:
     the other's in registers, else in device memory. `bulk`: one thread of a team copies its rows,
-    else each thread the packs that it will read. `cells`: at any address by 16 bytes, of which a
-    pack lies in two.
+    else each thread the packs that it will read. `cells`: by cells, as rows at any address are: see
+    kernels/unaligned.cuh.
     """
 
     row_threads: int
@@ -163,9 +163,10 @@ def staged_backward_bytes(spec: BackwardSpec, config: StagedBackward) -> int:
     size = team_bytes(spec.x, config.row_threads, config.block_threads, config.cluster_blocks)
     size += config.stages * elements * (ITEMSIZE[spec.x] + ITEMSIZE[spec.dy])
     if config.cells:
-        lanes, length = min(32, config.row_threads), pack_length(spec.x)
-        more = sum(min(16, length * ITEMSIZE[x]) for x in (spec.x, spec.dy) if ITEMSIZE[x] <= 4)
-        size += config.stages * elements // length // lanes * more
+        groups = config.block_threads // min(32, config.row_threads) * config.packs_per_thread
+        for itemsize in (ITEMSIZE[spec.x], ITEMSIZE[spec.dy]):
+            cell = min(16, pack_length(spec.x) * itemsize) if itemsize <= 4 else 0
+            size += config.stages * -(-groups * cell // 16) * 16
     if spec.weight is not None and not config.hold_weight:
         size += elements * ITEMSIZE[spec.weight]
     if spec.gradients and config.rows_per_block > 1:
@@ -561,7 +562,8 @@ def _staged_backward(
         )
         # A block's own 1 KiB is the system's.
         limit = (shared_limit(architecture) + 1024) // blocks_per_multiprocessor - 1024
-        # Nor does it of how they are copied: by single elements 7 packs took four times as long.
+        # How rows are copied does not decide it either: by single elements 7 packs took four times
+        # as long.
         in_part = packs_per_thread >= 6 and n % length > 0
         if in_part and by_cells and not cells:
             continue

@@ -64,8 +64,8 @@ class StagedForward:
 
     Two blocks a multiprocessor let two clusters be at once. `hold_weight`, `hold_bias`: it is in
     registers, else in shared memory. `counted`: of many rows a cluster takes the next when it has
-    room, as a count in device memory says; else in turn. `cells`: rows at any address are copied by
-    16 bytes, of which a pack lies in two.
+    room, as a count in device memory says; else in turn. `cells`: they are copied by cells, as rows
+    at any address are: see kernels/unaligned.cuh.
     """
 
     block_threads: int

@@ -17,10 +17,12 @@ from host.build import Build
 from host.gpu import ARCHITECTURE, Gpu
 
 __all__ = [
+    "ADDRESSES",
     "CASES",
     "FAR_ROWS",
     "FEW",
     "Case",
+    "check_addresses",
     "check_case",
     "check_clip_values",
     "check_far_rows",
@@ -29,8 +31,8 @@ __all__ = [
     "kernels_of",
 ]
 
-# N and architecture: rows in registers, in shared memory, and streamed.
-FAR_ROWS = ((64, 90), (8232, 90), (8232, 75))
+# N and architecture: rows in registers, in shared memory, and streamed; at any address.
+FAR_ROWS = ((64, 90), (8232, 90), (8232, 75), (131, 90), (8233, 90))
 
 # N of rows of which a warp holds several.
 SHORT_ROWS = (5, 40, 96)
@@ -247,6 +249,17 @@ def check_neighbours(gpu: Gpu, norm: str, x_dtype: str, n: int) -> None:
             np.testing.assert_array_equal(*bits, "bits of neighbours")
 
 
+def check_addresses(build: Build, case: Case) -> None:
+    """Check that rows have the same bits wherever they lie."""
+    moved = [dataclasses.replace(case, offset=offset) for offset in (0, 1, 2, 5)]
+    build.compile(kernels_of(moved))
+    first, *others = (check_case(build, one) for one in moved)
+    for other in others:
+        for a, b in zip(first, other, strict=True):
+            bits = (of_rows.view(f"u{of_rows.itemsize}") for of_rows in (a, b))
+            np.testing.assert_array_equal(*bits, "bits of rows at other addresses")
+
+
 def check_subnormal_rstd(gpu: Gpu, n: int) -> None:
     """Check the gradients of float64 rows whose deviations are so large that rstd is subnormal."""
     x, dy = (make_values("normal", (7, n), np.dtype(np.float64), seed) for seed in (1, 2))
@@ -431,6 +444,14 @@ def _cases() -> list[Case]:
 
 
 CASES = _cases()
+
+# Rows of whole packs, which may lie at multiples of 16 bytes as well, and others. The first
+# elements decide what LayerNorm subtracts from all before it sums them up.
+ADDRESSES = [
+    Case("addresses", norm, 5, n, x, bias=None, regime="mean_1e2")
+    for norm in NORMS
+    for x, n in (("float32", 1160), ("float32", 1163), ("bfloat16", 2328), ("float16", 131))
+]
 
 # Those that few rows may have kernels of their own for, and as many of a lone row.
 _LONGER = ("warp", "in_place", "block", "relu_warps", "range")

@@ -88,14 +88,14 @@ template <int Bytes>
 __forceinline__ void copy_cell_async(void* shared, const void* global, int bytes,
                                      bool all_or_none, int skipped) {
   if (all_or_none && bytes > 0) bytes = Bytes;
-  if (skipped >= bytes) skipped = 0;  // nothing of a row: what is there is read as well
   if (bytes <= 0 || (skipped == 0 && bytes >= Bytes)) {
     return host::copy_async(shared, global, Bytes, bytes > 0);
   }
+  if constexpr (Bytes == 16) *static_cast<uint4*>(shared) = {};
+  if constexpr (Bytes == 8) *static_cast<uint2*>(shared) = {};
   char* const target = static_cast<char*>(shared);
   const char* const source = static_cast<const char*>(global);
   for (int word = 0; word < Bytes; word += 4) {
-    *reinterpret_cast<unsigned*>(target + word) = 0;
     const int first = skipped > word ? skipped : word, end = bytes < word + 4 ? bytes : word + 4;
     if (first < end) host::copy_async(target + first, source + first, end - first, true);
   }

@@ -184,8 +184,9 @@ class Staged:
             scratch += -(-self.teams * self.stages * 8 // 128) * 128
         stages = elements * (self.stages * (x + other) + (0 if held else other))
         if self.cells:
-            more = (min(16, pack_length(self.x) * size) for size in (x, other) if size <= 4)
-            stages += self.stages * groups * sum(more)
+            for size in (x, other):
+                cell = min(16, pack_length(self.x) * size) if size <= 4 else 0
+                stages += self.stages * -(-groups * cell // 16) * 16
         gradients = self.other is not None or self.dbias
         partials = elements * compute if self.teams > 1 and gradients else 0
         return scratch + stages + partials + self.shared_sums * self.columns * compute
@@ -400,7 +401,10 @@ def _staged() -> Iterable[Staged]:
                     staged(
                         7, 605, "bfloat16", other="bfloat16", gap=0, cluster_blocks=2, in_place=True
                     ),
+                    staged(7, 605, other="bfloat16", gap=0, cluster_blocks=2, packs_per_thread=2),
                     staged(6, 333, other="bfloat16", gap=0, packs_per_thread=2),
+                    # Of an odd number of 8-byte cells a stage.
+                    staged(6, 333, other="bfloat16", gap=0, row_threads=96, zero_centered=True),
                     staged(8, 37, "bfloat16", gap=0, bitmask=True, row_threads=32),
                 )
             if file == "forward_staged.cu":
