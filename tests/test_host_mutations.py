@@ -2009,8 +2009,8 @@ MUTATIONS = [
     Mutation(
         "a pack begins where its cell does",
         "unaligned.cuh",
-        "words[i] = before & (4 * step) ? words[i + step] : words[i];",
-        "",
+        "before & (4 * step) ? words[i + step]",
+        "before < 0 ? words[i + step]",
         VALUE,
         UNALIGNED,
     ),

@@ -88,6 +88,7 @@ template <int Bytes>
 __forceinline__ void copy_cell_async(void* shared, const void* global, int bytes,
                                      bool all_or_none, int skipped) {
   if (all_or_none && bytes > 0) bytes = Bytes;
+  if (skipped >= bytes) skipped = 0;  // nothing of a row: what is there is read as well
   if (bytes <= 0 || (skipped == 0 && bytes >= Bytes)) {
     return host::copy_async(shared, global, Bytes, bytes > 0);
   }
