@@ -92,6 +92,7 @@ __forceinline__ void copy_cell_async(void* shared, const void* global, int bytes
   if (bytes <= 0 || (skipped == 0 && bytes >= Bytes)) {
     return host::copy_async(shared, global, Bytes, bytes > 0);
   }
+  // Zeros, by one access, which must be at a multiple of its size as the GPU's copy must.
   if constexpr (Bytes == 16) *static_cast<uint4*>(shared) = {};
   if constexpr (Bytes == 8) *static_cast<uint2*>(shared) = {};
   char* const target = static_cast<char*>(shared);
