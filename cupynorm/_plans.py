@@ -28,6 +28,7 @@ from cupynorm._config import (
     few_rows_configs,
     forward_config,
     pack_length,
+    partials_stride,
     strips_counts_bytes,
     strips_exchange_bytes,
 )
@@ -170,8 +171,8 @@ class BackwardPlan(ABC):
     """A backward pass over rows of n elements, by kernels of one regime.
 
     Scratch has the partial sums of the weight gradients, if the last kernel is to sum them: one row
-    of n values of the compute dtype a cluster of blocks for each gradient, at most the larger of
-    4 * multiprocessors and MOST_RESIDENT_ROWS.
+    of n values of the compute dtype, and up to 7 more, a cluster of blocks for each gradient, at
+    most the larger of 4 * multiprocessors and MOST_RESIDENT_ROWS.
     """
 
     kernels: tuple[Kernel, ...]
@@ -189,7 +190,7 @@ class BackwardPlan(ABC):
     def _partial_bytes(self, m: int) -> int:
         if not self.reduction_blocks:
             return 0
-        return -(-self.gradients * self._partials(m) * self.n * self.itemsize // 16) * 16
+        return self.gradients * self._partials(m) * partials_stride(self.n) * self.itemsize
 
     def scratch_bytes(self, m: int) -> int:
         """Return the bytes of scratch that a launch over m rows needs, aligned to 16."""
@@ -266,7 +267,8 @@ class ResidentPlan(BackwardPlan):
 
             return launch_with_columns
         if self.reduction_blocks:
-            of_bias = (self.gradients - 1) * m * n * self.itemsize  # where its partials begin
+            # Where the partials of the bias begin.
+            of_bias = (self.gradients - 1) * m * partials_stride(n) * self.itemsize
 
             def launch_with_partials(stream: int, operands: _Ints) -> None:
                 rows, scratch = operands[_READ] + operands[_DX], operands[-1]

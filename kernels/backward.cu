@@ -10,8 +10,8 @@
 //
 // Layout:    x, dy and dx are n_rows rows of n_cols elements with strides of their own; weight is one
 //            row; mean and rstd one value a row; bitmask (n_cols + 7) / 8 bytes a row; partials
-//            holds a row of n_cols sums for each cluster, those of dweight (if there is a weight)
-//            before those of dbias. dx may be dy. Full: the row's columns fill the team's packs
+//            holds a row of sums for each cluster, partials_stride(n_cols) apart, those of dweight
+//            (if there is a weight) before those of dbias. dx may be dy. Full: the row's columns fill the team's packs
 //            exactly.
 // Grid:      any number of clusters of ClusterBlocks blocks, where those are several or Bulk no more
 //            than rows; their teams (of RowThreads threads a block) take rows in turn, the next
@@ -244,7 +244,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
   T held_sums[HoldSums ? PacksPerThread : 1][kLength] = {};
   bool flushed = false;
   const auto flush = [&](T(&gradient)[PacksPerThread][kLength], int index, bool complete) {
-    T* const target = partials + (index * groups + group) * n_cols;
+    T* const target = partials + (index * groups + group) * partials_stride(n_cols);
     char* const place = stage_of_sums + index * StageOfSums::kBytes;
     const bool shared = index < SharedSums;
     if constexpr (kTeams == 1) {
@@ -256,7 +256,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
         } else if constexpr (HoldSums) {
           sums.set(held_sums[p]);
         } else {
-          load<Vector>(sums, target, first_column(p), flushed ? end_of_row(p) : 0);
+          load<kLength>(sums, target, first_column(p), flushed ? end_of_row(p) : 0);
         }
 #pragma unroll
         for (int i = 0; i < kLength; ++i) {
@@ -264,7 +264,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
           gradient[p][i] = 0;
         }
         if (complete || !(shared || HoldSums)) {
-          store<Vector>(sums, target, first_column(p), end_of_row(p));
+          store<kLength>(sums, target, first_column(p), end_of_row(p));
         } else if (shared) {
           StageOfSums::write(sums, place, p);
         } else if constexpr (HoldSums) {

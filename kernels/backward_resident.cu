@@ -190,8 +190,9 @@ __global__ __launch_bounds__(RowThreads, 1) void norm_backward_resident(
     }
     write<Vector>(of_x, dx + row * dx_stride, first_column(p), end_of_row(p));
     if constexpr (!Columns) {
-      write<Vector>(of_weight, dweight + row * n_cols, first_column(p), end_of_row(p));
-      write<Vector>(of_bias, dbias + row * n_cols, first_column(p), end_of_row(p));
+      write<Vector>(of_weight, dweight + row * partials_stride(n_cols), first_column(p),
+                    end_of_row(p));
+      write<Vector>(of_bias, dbias + row * partials_stride(n_cols), first_column(p), end_of_row(p));
     }
   }
 }

@@ -99,15 +99,15 @@ __global__ __launch_bounds__(BlockThreads, 2) void norm_backward_columns(
   // Moves one gradient from registers to this chunk's partials.
   bool flushed = false;
   const auto flush = [&](T(&gradient)[kLength], long long index) {
-    T* target = partials + (index * n_partials + chunk) * n_cols;
+    T* target = partials + (index * n_partials + chunk) * partials_stride(n_cols);
     Pack<T, kLength> sums;
-    load<Vector>(sums, target, first, flushed ? n_cols : 0);
+    load<kLength>(sums, target, first, flushed ? n_cols : 0);
 #pragma unroll
     for (int i = 0; i < kLength; ++i) {
       sums.set(i, sums.template get<T>(i) + gradient[i]);
       gradient[i] = 0;
     }
-    store<Vector>(sums, target, first, n_cols);
+    store<kLength>(sums, target, first, n_cols);
   };
   const auto flush_all = [&] {
     if constexpr (kPresent<Weight>) flush(dweight, 0);

@@ -9,6 +9,12 @@
 // way each time: 248 of them in sequence lost 31 units in the last place, 64 lose 8.
 constexpr int kTurns = 64;
 
+// The distance of two rows of partial sums: whole packs of any dtype, so that those of a row of any
+// length are moved whole.
+__device__ __forceinline__ constexpr long long partials_stride(long long n_cols) {
+  return (n_cols + 7) & ~7LL;
+}
+
 // h = (x - mean) * rstd as d * significand, d = x * power + offset, where power is the power of two at
 // or below rstd: d is rounded as x - mean is, not at all where they are close, in one instruction. All
 // d of a constant row are 0; with rstd for the power each was what -mean * rstd had lost, and dweight

@@ -1,16 +1,16 @@
 // The weight gradients from the blocks' partial sums: dweight[j] = sum over p of partials[0][p][j],
 // dbias[j] = sum over p of partials[1][p][j] (partials[0] where there is no weight).
 //
-// Layout:    partials as backward.cu writes them, (gradients, n_partials, n_cols); 16-byte aligned,
-//            as are their rows where Vector > 1.
+// Layout:    partials as backward.cu writes them, (gradients, n_partials, partials_stride(n_cols));
+//            16-byte aligned.
 // Grid:      a block for each kColumns columns of each gradient, on grid.x.
 // Traffic:   partials read once, gradients written once.
 // Thread:    columns kWidth * (thread % kLanes) on, as many as fill 16 bytes, of partials
 //            thread / kLanes, + Groups, + 2 * Groups, ...
 // Order:     a thread's partials in turn, then a butterfly over the groups of its warp, then the
-//            warps, or groups of more than a warp, in turn: fixed, whatever Vector is.
-// Result:    thread t < kLanes writes its columns.
-#include "pack.cuh"
+//            warps, or groups of more than a warp, in turn.
+// Result:    thread t < kLanes writes its columns, by accesses of Vector.
+#include "gradient.cuh"
 
 template <int Vector, typename T, int Width, typename Gradient>
 __device__ __forceinline__ void write_gradient(const T (&sums)[Width], Gradient* gradient, int n) {
@@ -43,15 +43,23 @@ __global__ __launch_bounds__(BlockThreads, 4) void reduce_partials(const T* part
   // 1. Each group sums its partials, once the kernel that writes them has ended.
   wait_for_previous_kernel();
   T sum[kWidth] = {};
-  const T* source = partials + ((is_first ? 0 : n_partials) + group) * n_cols + column;
+  const bool whole = Vector == kWidth || n == kWidth;
+  const long long stride = partials_stride(n_cols), step = Groups * stride;
+  const T* source = partials + ((is_first ? 0 : n_partials) + group) * stride + column;
 #pragma unroll 1
   for (int left = static_cast<int>(n_partials) - group; left > 0; left -= kAtOnce * Groups) {
     Pack<T, kWidth> values[kAtOnce];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      load<Vector>(values[i], source, 0, left > i * Groups ? n : 0);
-      source += Groups * n_cols;
+      load<kWidth>(values[i], source + i * step, 0, whole && left > i * Groups ? n : 0);
     }
+    if (!whole) {
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        load<1>(values[i], source + i * step, 0, left > i * Groups ? n : 0);
+      }
+    }
+    source += kAtOnce * step;
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
 #pragma unroll

@@ -1098,8 +1098,8 @@ MUTATIONS = [
     Mutation(
         "the blocks' partials overlap",
         "backward.cu",
-        "(index * groups + group) * n_cols",
-        "(index + group) * n_cols",
+        "(index * groups + group) * partials_stride(n_cols)",
+        "(index + group) * partials_stride(n_cols)",
         f"{RACE}|{UNWRITTEN}",
         STAGED_BACKWARD,
     ),
@@ -1138,10 +1138,26 @@ MUTATIONS = [
     Mutation(
         "the first partial of each group alone",
         "reduce_partials.cu",
-        "left > i * Groups ? n : 0",
-        "i == 0 ? n : 0",
+        "whole && left > i * Groups ? n : 0",
+        "whole && i == 0 ? n : 0",
         VALUE,
         MANY,
+    ),
+    Mutation(
+        "the last columns' partials are moved whole though they are not",
+        "reduce_partials.cu",
+        "const bool whole = Vector == kWidth || n == kWidth;",
+        "const bool whole = true;",
+        UNWRITTEN,
+        WARPS_ODD,
+    ),
+    Mutation(
+        "the last columns' partials are left out where they are not whole",
+        "reduce_partials.cu",
+        "    if (!whole) {\n",
+        "    if (false) {\n",
+        VALUE,
+        WARPS_ODD,
     ),
     Mutation(
         "xhat is not centred again",
@@ -1672,7 +1688,7 @@ MUTATIONS = [
     Mutation(
         "of few rows, each has the weight gradients of the first",
         "backward_resident.cu",
-        "dweight + row * n_cols",
+        "dweight + row * partials_stride(n_cols)",
         "dweight",
         f"{RACE}|{UNWRITTEN}",
         COLUMNS_IN_PLACE,

@@ -285,6 +285,11 @@ def resident_columns_bytes(spec: BackwardSpec, config: ResidentBackward) -> int:
     return values * ITEMSIZE[compute_dtype(spec.x)]
 
 
+def partials_stride(n: int) -> int:
+    """Return the sums from one row of partials to the next: see kernels/gradient.cuh."""
+    return -(-n // 8) * 8
+
+
 def reduction_bytes(config: Reduction) -> int:
     """Return the shared memory of a block: see kernels/reduce_partials.cu."""
     rows = min(config.groups, config.block_threads // 32)

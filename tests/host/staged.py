@@ -17,6 +17,7 @@ from cupynorm import NormBackward, NormForward, pack_bitmask, reference, testing
 from cupynorm._config import (
     StripsBackward,
     pack_length,
+    partials_stride,
     strips_backward_bytes,
     strips_counts_bytes,
     strips_exchange_bytes,
@@ -305,9 +306,12 @@ class Staged:
             gradients, found = (gpu.to_numpy(dweight), gpu.to_numpy(dbias)), None
         else:
             wanted = weight is not None, self.dbias
-            partials = gpu.cupy.empty((sum(wanted), self.groups, self.n), compute)
+            shape = (sum(wanted), self.groups, partials_stride(self.n))
+            partials = gpu.cupy.empty(shape, compute)
             self._launch(gpu, *rows, *operands, bits, dx, partials, *sizes)
-            found = gpu.to_numpy(partials)
+            rows_of_sums = partials.reshape(-1, shape[-1])  # what lies behind n is not a sum
+            found = np.array([gpu.to_numpy(row[: self.n]) for row in rows_of_sums], compute)
+            found = found.reshape(sum(wanted), self.groups, self.n)
             sums = iter(found.sum(axis=1, dtype=np.float64).astype(dtype))
             gradients = tuple(next(sums) if one else None for one in wanted)
         testing.check_backward(
