@@ -123,6 +123,7 @@ def forward_instantiation(
             config.packs_per_thread,
             config.counted,
             config.cells,
+            config.through_l1,
             config.full,
             config.vector,
         )
@@ -223,6 +224,7 @@ def backward_instantiations(
             config.hold_sums,
             config.bulk,
             config.cells,
+            config.through_l1,
             config.stages,
             config.cluster_blocks,
             config.row_threads,

@@ -35,6 +35,7 @@
 //            That row's stage is free, for the row Stages later. A row past the last is not asked
 //            for, nor waited for: each cluster must have one.
 // ByCells:   stage.cuh; of rows whose addresses allow accesses of 4 bytes or less.
+// ThroughL1: rows come by way of L1, not past it.
 // Result:    partials, of cluster c in row c.
 #include "gradient.cuh"
 #include "relu.cuh"
@@ -43,7 +44,7 @@
 
 template <typename X, typename DY, typename Weight, bool Centered, bool ZeroCentered, bool DBias,
           bool Bitmask, bool HoldWeight, int SharedSums, bool HoldSums, bool Bulk, bool ByCells,
-          int Stages, int ClusterBlocks, int RowThreads, int BlockThreads,
+          bool ThroughL1, int Stages, int ClusterBlocks, int RowThreads, int BlockThreads,
           int BlocksPerMultiprocessor, int PacksPerThread, bool Full, int Vector>
 __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_backward(
     const DY* dy, long long dy_stride, const X* x, long long x_stride, const Weight* weight,
@@ -59,6 +60,9 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
   using StageOfDY = Stage<DY, kLength, PacksPerThread, BlockThreads, ByCells ? kLanes : 0>;
   using StageOfWeight = Stage<Weight, kLength, PacksPerThread, BlockThreads>;
   constexpr int kStageBytes = StageOfX::kBytes + StageOfDY::kBytes;
+  // Wide accesses to dx are made side by side, from registers; small ones, of which that takes up to 50
+  // more, in turn, from shared memory: RMSNorm of 65536 rows of 300 so took 51 us, not 42 (bfloat16, H200).
+  constexpr bool kWide = kAccessBytes<X, Vector> >= 8;
   static_assert(StageOfX::kBytes % 16 == 0 && kStageBytes % 16 == 0, "for accesses of 16 bytes");
   constexpr int kTeams = TeamOf::kTeams;
   TeamOf team;
@@ -100,7 +104,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
   // its own place in the stage that is read, which is filled next. LayerNorm takes 20.0 us, not 20.5, at
   // 32768x256, RMSNorm 19.1, not 19.5; with the column alone LayerNorm 57.5, not 58.1, at 32768x1024
   // (bfloat16, float32 weight and bias, H200).
-  constexpr bool kOwnAddresses = kTeams > 1 && !Bulk && Vector == kLength;
+  constexpr bool kOwnAddresses = kTeams > 1 && !Bulk && kWide;
   constexpr int kStep = RowThreads * kLength;
   const int counted_from = kOwnAddresses ? first_column(0) : 0;
   const auto column = [&](int p) { return kOwnAddresses ? p * kStep : first_column(p); };
@@ -112,6 +116,9 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
   const DY* fetched_dy = dy + row * dy_stride + counted_from;
   constexpr int kReadBytes = static_cast<int>(sizeof(X)) + static_cast<int>(sizeof(DY));
   const CachePolicy policy = evict_last_if_large(n_rows * n_cols * kReadBytes);
+  // Beside it LayerNorm in clusters spills some bytes, which rows that come by way of L1 push out of
+  // there: 142 us, not 126, for 1024 rows of 65544, and 117 without (bfloat16, H200).
+  constexpr bool kPolicy = !(ThroughL1 && Centered && ClusterBlocks > 1);
   // In the stage to be filled next; where Bulk, in the first.
   OwnPlace own = own_place(StageOfX::place(stages, 0, 0));
   // Packs of each thread that are known to begin in a row behind pack p.
@@ -119,20 +126,22 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
   const auto fetch = [&](int stage, int p) {
     const int n = fetched < n_rows ? (ByCells ? n_cols : left_of_row(p)) : 0;
     char* const place = stages + stage * kStageBytes;
-    if constexpr (StageOfX::template kTakesPolicy<Vector>) {
-      StageOfX::fetch(own, p, fetched_x, column(p), n, policy);
+    if constexpr (StageOfX::template kTakesPolicy<Vector> && kPolicy) {
+      StageOfX::template fetch<Vector, ThroughL1>(own, p, fetched_x, column(p), n, policy);
     } else if constexpr (StageOfX::kCells) {
-      StageOfX::fetch_cells(place, p, fetched_x, column(p), n, packs_behind(p));
+      StageOfX::template fetch_cells<ThroughL1>(place, p, fetched_x, column(p), n, packs_behind(p));
     } else {
-      StageOfX::template fetch<Vector>(place, p, fetched_x, column(p), n);
+      StageOfX::template fetch<Vector, ThroughL1>(place, p, fetched_x, column(p), n);
     }
-    if constexpr (StageOfDY::template kTakesPolicy<Vector>) {
-      StageOfDY::fetch(own + StageOfX::kBytes, p, fetched_dy, column(p), n, policy);
+    if constexpr (StageOfDY::template kTakesPolicy<Vector> && kPolicy) {
+      StageOfDY::template fetch<Vector, ThroughL1>(own + StageOfX::kBytes, p, fetched_dy, column(p),
+                                                   n, policy);
     } else if constexpr (StageOfDY::kCells) {
-      StageOfDY::fetch_cells(place + StageOfX::kBytes, p, fetched_dy, column(p), n,
-                             packs_behind(p));
+      StageOfDY::template fetch_cells<ThroughL1>(place + StageOfX::kBytes, p, fetched_dy, column(p),
+                                                 n, packs_behind(p));
     } else {
-      StageOfDY::template fetch<Vector>(place + StageOfX::kBytes, p, fetched_dy, column(p), n);
+      StageOfDY::template fetch<Vector, ThroughL1>(place + StageOfX::kBytes, p, fetched_dy,
+                                                   column(p), n);
     }
   };
   const auto fetched_all = [&](int stage) {
@@ -463,7 +472,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
                     stores ? n_cols - of_first_lane - p * kStep : 0,
                     kTeams == 1 && (Full || (ClusterBlocks == 1 && p + 1 < PacksPerThread)));
         warp_barrier();
-      } else if constexpr (Vector == kLength) {
+      } else if constexpr (kWide) {
         store<Vector>(stored, dx_row, column(p), n_stored);
       } else {
         StageOfX::write(stored, place, p);

@@ -75,16 +75,16 @@ __device__ __forceinline__ void copy_async(void* shared, const void* global, boo
 // `Bytes` at a multiple of as many (sm_80 on), of which the first `bytes` count, an even number, all if
 // those are more, and the others are zero. The first `skipped` may be anything: they may lie before all
 // rows, but in the same 16 bytes as an element that is read.
-template <int Bytes>
+template <int Bytes, bool ThroughL1>
 __device__ __forceinline__ void copy_cell_async(void* shared, const void* global, int bytes,
                                                 bool all_or_none, [[maybe_unused]] int skipped) {
   if (all_or_none) {  // a size that is not known takes eight instructions more
-    copy_async<Bytes>(shared, global, bytes > 0);
+    copy_async<Bytes, ThroughL1>(shared, global, bytes > 0);
   } else {
 #if __CUDA_ARCH__ >= 800
     const int read = bytes < 0 ? 0 : bytes < Bytes ? bytes : Bytes;
     const unsigned address = shared_address(shared);
-    if constexpr (Bytes == 16) {
+    if constexpr (Bytes == 16 && !ThroughL1) {
       asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(global),
                    "r"(read)
                    : "memory");
@@ -358,13 +358,22 @@ __device__ __forceinline__ void show_mailboxes() {
 __device__ __forceinline__ OwnPlace own_place(const void* shared) {
   return {shuffle_xor(shared_address(shared), 0)};
 }
+template <bool ThroughL1>
 __device__ __forceinline__ void copy_async(OwnPlace place, const void* global, bool valid,
                                            CachePolicy policy) {
 #if __CUDA_ARCH__ == 900
-  asm volatile(
-      "cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(place.address),
-      "l"(global), "r"(valid ? 16 : 0), "l"(policy.bits)
-      : "memory");
+  const int read = valid ? 16 : 0;
+  if constexpr (ThroughL1) {
+    asm volatile(
+        "cp.async.ca.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(place.address),
+        "l"(global), "r"(read), "l"(policy.bits)
+        : "memory");
+  } else {
+    asm volatile(
+        "cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(place.address),
+        "l"(global), "r"(read), "l"(policy.bits)
+        : "memory");
+  }
 #endif
 }
 // No memory clobber: no element is loaded after the kernel has written it.

@@ -18,6 +18,7 @@
 //            of them).
 // ByCells:   stage.cuh; of rows whose addresses allow accesses of single elements alone. Their y leaves by
 //            words (unaligned.cuh), if it is no wider than x, in whose place its lanes exchange them.
+// ThroughL1: rows come by way of L1, not past it.
 // Order:     a thread's packs in turn, then the team's reduction: a function of n_cols, the dtypes
 //            and Relu, never of n_rows or alignment.
 // Result:    thread 0 of a cluster's first block writes the row's mean and rstd.
@@ -30,7 +31,7 @@
 template <typename X, typename Weight, typename Bias, typename Y, bool Centered, bool ZeroCentered,
           bool StoreStatistics, bool Relu, bool HoldWeight, bool HoldBias, int Stages,
           int ClusterBlocks, int BlockThreads, int BlocksPerMultiprocessor, int PacksPerThread,
-          bool Counted, bool ByCells, bool Full, int Vector>
+          bool Counted, bool ByCells, bool ThroughL1, bool Full, int Vector>
 __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_forward_staged(
     const X* x, long long x_stride, const Weight* weight, const Bias* bias, Y* y,
     long long y_stride, Compute<X>* mean, Compute<X>* rstd, unsigned char* bitmask, int* count,
@@ -72,13 +73,14 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
   const auto fetch = [&](int stage, int p) {
     const int n = fetched < n_rows ? (ByCells ? n_cols : end_of_row(p)) : 0;
     if constexpr (StageOfX::kCells) {
-      StageOfX::fetch_cells(stages + stage * StageOfX::kBytes, p, fetched_x, first_column(p), n,
-                            ClusterBlocks == 1 ? PacksPerThread - 1 - p : 0);
+      StageOfX::template fetch_cells<ThroughL1>(stages + stage * StageOfX::kBytes, p, fetched_x,
+                                                first_column(p), n,
+                                                ClusterBlocks == 1 ? PacksPerThread - 1 - p : 0);
     } else if constexpr (StageOfX::template kTakesPolicy<Vector>) {
-      StageOfX::fetch(own, p, fetched_x, first_column(p), n, policy);
+      StageOfX::template fetch<Vector, ThroughL1>(own, p, fetched_x, first_column(p), n, policy);
     } else {
-      StageOfX::template fetch<Vector>(stages + stage * StageOfX::kBytes, p, fetched_x,
-                                       first_column(p), n);
+      StageOfX::template fetch<Vector, ThroughL1>(stages + stage * StageOfX::kBytes, p, fetched_x,
+                                                  first_column(p), n);
     }
   };
   const auto fetched_all = [&](int stage) {

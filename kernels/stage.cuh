@@ -29,7 +29,8 @@ struct Stage {
   }
 
   // Asks for pack p of a row, elements first ... first + Length - 1; those past n are zero.
-  // `ThroughL1`: a row that other teams of the multiprocessor ask for as well.
+  // `ThroughL1`: a row that other teams of the multiprocessor ask for as well, or that does not begin at a
+  // line, so that neighbouring copies ask for the same sectors of 32 bytes.
   template <int Vector, bool ThroughL1 = false>
   static __device__ __forceinline__ void fetch(char* stage, int p, const T* row, int first, int n) {
     constexpr int kAccess =
@@ -57,6 +58,7 @@ struct Stage {
   }
   // Asks for pack p of a row of n elements, if there is one, by cells, which a barrier of the warp shows to
   // the lanes. `packs_behind`: those of each thread that are known to begin in the row behind this one.
+  template <bool ThroughL1>
   static __device__ __forceinline__ void fetch_cells(char* stage, int p, const T* row, int first,
                                                      int n, int packs_behind) {
     const int lane = thread_index() % CellLanes, before = bytes_before<T, Length>(row);
@@ -67,9 +69,9 @@ struct Stage {
 #pragma unroll
     for (int i = 0; i <= kPieces; ++i) {
       if (i < kPieces || lane == CellLanes - 1) {
-        copy_cell_async<kPieceBytes>(target + i * kPieceBytes, source + i * kPieceBytes,
-                                     left - i * kPieceBytes, packs_behind > (i == kPieces),
-                                     i == 0 && first == 0 ? before : 0);
+        copy_cell_async<kPieceBytes, ThroughL1>(
+            target + i * kPieceBytes, source + i * kPieceBytes, left - i * kPieceBytes,
+            packs_behind > (i == kPieces), i == 0 && first == 0 ? before : 0);
       }
     }
   }
@@ -97,13 +99,14 @@ struct Stage {
       kCopiesTakePolicies && Vector == Length && kPieceBytes == 16 && sizeof(T) < 8;
 
   // The same with a policy, by this thread's place for the first piece of a stage.
+  template <int Vector, bool ThroughL1>
   static __device__ __forceinline__ void fetch(OwnPlace own, int p, const T* row, int first, int n,
                                                CachePolicy policy) {
 #pragma unroll
     for (int piece = 0; piece < kPieces; ++piece) {
-      copy_async(own + (p * kPieces + piece) * BlockThreads * kPieceBytes,
-                 reinterpret_cast<const char*>(row + first) + piece * kPieceBytes, first < n,
-                 policy);
+      copy_async<ThroughL1>(own + (p * kPieces + piece) * BlockThreads * kPieceBytes,
+                            reinterpret_cast<const char*>(row + first) + piece * kPieceBytes,
+                            first < n, policy);
     }
   }
 

@@ -689,6 +689,7 @@ def test_what_is_held_changes_no_bits(n: int) -> None:
     assert (held.hold_weight, held.stages) == (True, 3)
     assert (aside.hold_weight, aside.stages, aside.cells) == (False, 2, True)
     alike = {"hold_weight": True, "hold_bias": True, "vector": 8, "stages": 3, "cells": False}
+    alike["through_l1"] = n == 130000  # whose rows do not begin at lines
     assert dataclasses.replace(aside, **alike) == held
 
 
@@ -1288,6 +1289,84 @@ def test_rows_at_any_address_are_copied_by_cells_where_they_fit(norm: Any) -> No
             assert config.cells == (fits and vector < 8), (n, architecture)
             layouts.append((config.cluster_blocks, config.row_threads, config.packs_per_thread))
         assert len(set(layouts)) == 1
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_accesses_of_8_bytes_leave_the_layout_and_what_is_held_as_it_is(norm: Any) -> None:
+    bias = "float32" if norm == "layer_norm" else None
+    for x, ns in (("bfloat16", (100, 300, 1500, 4100, 8188, 20004)), ("float32", (302, 4102))):
+        spec = BackwardSpec(norm, x, x, "float32", bias, False, False)
+        length = pack_length(x)
+        for n in ns:
+            config = backward_config(spec, n, length // 2, 90)
+            whole = backward_config(spec, n + length // 2, length, 90)
+            assert isinstance(config, StagedBackward)
+            assert isinstance(whole, StagedBackward)
+            assert (config.hold_weight, config.cells) == (True, False), n
+            # The sums of a lone team's rows are in partials, since L1 has what they would take.
+            assert config.shared_sums == (whole.shared_sums if config.rows_per_block > 1 else 0)
+            alike = {"full": False, "bulk": False, "through_l1": True, "vector": length // 2}
+            alike |= {"shared_sums": config.shared_sums, "stages": config.stages}
+            alike["reduction"] = config.reduction
+            assert dataclasses.replace(whole, **alike) == config, n
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_forward_accesses_of_8_bytes_hold_the_weight_as_those_of_16(norm: Any) -> None:
+    def config(weight: str, n: int, vector: int) -> ResidentForward | StagedForward:
+        bias = weight if norm == "layer_norm" else None
+        spec = ForwardSpec(norm, "bfloat16", weight, bias, "bfloat16", False, False, False)
+        found = forward_config(spec, n, vector, 90)
+        assert isinstance(found, ResidentForward | StagedForward)
+        if isinstance(found, ResidentForward) and vector < 8:
+            few = few_rows_configs(spec, found, n, 90, 132)
+            may_have = vector == 4 and norm == "rms_norm"
+            assert bool(few) == may_have or (not few and found.row_threads < 32)
+        return found
+
+    for weight, n in itertools.product(("float32", "bfloat16"), (100, 300, 900, 1500, 4100)):
+        held = norm == "rms_norm" and n < 4100 and config(weight, n + 4, 8).hold_weight
+        assert config(weight, n, 4).hold_weight == held
+        assert not config(weight, n, 2).hold_weight
+    for weight, n, held in (
+        *(("float32", n, True) for n in (20004, 32772, 131076)),
+        *(("bfloat16", n, n == 28676) for n in (28676, 65540, 131076)),
+    ):
+        found = config(weight, n, 4)
+        assert isinstance(found, StagedForward)
+        assert (found.hold_weight, found.hold_bias) == (held, held), (weight, n)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_rows_that_do_not_begin_at_lines_come_by_way_of_l1_if_it_has_room(norm: Any) -> None:
+    bias, layer_norm = ("float32", True) if norm == "layer_norm" else (None, False)
+    backward = BackwardSpec(norm, "bfloat16", "bfloat16", "float32", bias, False, False)
+    for spec, n, vector, expected in (
+        *((backward, n, 8, True) for n in (1000, 1016, 4104, 20008, 65544)),
+        *((backward, n, 8, False) for n in (1024, 4096, 16384)),  # at lines
+        (backward, 200008, 8, False),  # 198 KiB
+        *((backward, n, vector, True) for n, vector in ((1024, 1), (4096, 4))),  # elsewhere
+        *((backward, n, 1, True) for n in (777, 20001)),
+        (backward, 4097, 1, True),  # without its sums
+        *((backward, n, vector, False) for n, vector in ((10399, 1), (10408, 8))),  # spill
+        (dataclasses.replace(backward, x="float32", dy="float32"), 4096, 4, False),
+        (dataclasses.replace(backward, x="float32"), 4112, 4, True),  # dy alone
+    ):
+        for architecture in (80, 90, 100):
+            config = backward_config(spec, n, vector, architecture)
+            found = isinstance(config, StagedBackward) and config.through_l1
+            assert found == (expected and architecture == 90), (spec, n, vector, architecture)
+    forward = ForwardSpec(norm, "bfloat16", "float32", bias, "bfloat16", False, False, False)
+    for n, vector, expected in (
+        *((n, 8, True) for n in (16392, 24584, 131080)),
+        *((n, 8, False) for n in (16384, 32768)),
+        (20008, 8, not layer_norm),  # whose two blocks have 203 KiB
+        *((24580, 4, True), (20001, 1, False)),  # by cells
+    ):
+        for architecture in (80, 90, 100):
+            staged = forward_config(forward, n, vector, architecture)
+            found = isinstance(staged, StagedForward) and staged.through_l1
+            assert found == (expected and architecture == 90), (n, vector, architecture)
 
 
 @pytest.mark.parametrize("norm", NORMS)

@@ -501,6 +501,49 @@ def test_rows_at_any_address_beside_others_of_another_dtype(
     check_arrays(norm, host, shifted, None, {"eps": EPS[norm]}, ("another dtype", x), {})
 
 
+# Whole packs of 16 bits at no multiples of 128 bytes, by way of L1, and accesses of 8 bytes.
+@pytest.mark.parametrize(
+    "n",
+    [
+        *(1000, 4104, 8200, 20008, 20592, 32776, 65544, 131080),
+        *(100, 300, 1500, 4100, 8188, 10396, 20004, 28676, 131076, 200004),
+    ],
+)
+@pytest.mark.parametrize("norm", NORMS)
+def test_rows_that_do_not_begin_at_lines(norm: str, n: int) -> None:
+    import cupy
+
+    rows = 6000 if n < 4096 else 300 if n < 30_000 else 40  # several for each team
+    for name, m, options in (
+        *(("bfloat16", rows, {}), ("float32", rows, {})),
+        *(("bfloat16", 5, {"relu": RELUS[1]}), ("bfloat16", rows, {"zero_centered": True})),
+    ):
+        columns = n + 2 * (name == "float32")  # of which accesses of 8 bytes are two
+        check(
+            norm,
+            make_values("normal", (m, columns), DTYPES[name], n),
+            make_values("normal", (columns,), np.float32, n + 1),
+            make_values("normal", (columns,), np.float32, n + 2) if norm == "layer_norm" else None,
+            key=("not at lines", name),
+            **options,
+        )
+    # In place a line that L1 has may end in a row that another block writes.
+    x, dy = (to_cupy(make_values("normal", (rows, n), DTYPES["bfloat16"], n + i)) for i in (3, 4))
+    weight = cupy.ones(n, np.float32)
+    forward = getattr(cupynorm, f"{norm}_forward")(x, weight)
+    statistics = (forward.rstd,) if norm == "rms_norm" else (forward.mean, forward.rstd)
+    backward = getattr(cupynorm, f"{norm}_backward")
+    given = x, weight, *statistics
+    aside = backward(dy, *given, bias=True)
+    over = dy.copy()
+    in_place = backward(over, *given, bias=True, dx=over)
+    assert in_place.dx is over
+    for one, other in zip(aside, in_place, strict=True):
+        assert (one.view(f"u{one.itemsize}") == other.view(f"u{one.itemsize}")).all()
+    assert getattr(cupynorm, norm)(x, weight, out=x) is x
+    assert (x.view("u2") == forward.y.view("u2")).all()
+
+
 @pytest.mark.parametrize("norm", NORMS)
 def test_the_gradient_of_a_mean_rounds_the_same_way_in_every_row(norm: str) -> None:
     for n, m in ((1024, 40_000), (8192, 33_000), (20_000, 9_000)):

@@ -1977,8 +1977,8 @@ MUTATIONS = [
     Mutation(
         "dy copied over x",
         "backward.cu",
-        "fetch(own + StageOfX::kBytes,",
-        "fetch(own,",
+        "ThroughL1>(own + StageOfX::kBytes,",
+        "ThroughL1>(own,",
         RACE,
         STAGED_BACKWARD,
     ),
@@ -1993,8 +1993,8 @@ MUTATIONS = [
     Mutation(
         "a pack past the row copied",
         "stage.cuh",
-        "piece * kPieceBytes, first < n,",
-        "piece * kPieceBytes, true,",
+        "first < n, policy);",
+        "true, policy);",
         OUT_OF_BOUNDS,
         STAGED_BACKWARD,
     ),
@@ -2225,8 +2225,8 @@ MUTATIONS = [
     Mutation(
         "a later row takes the place of words of dx that are yet to be stored",
         "backward.cu",
-        "        warp_barrier();\n      } else if constexpr (Vector == kLength) {",
-        "      } else if constexpr (Vector == kLength) {",
+        "        warp_barrier();\n      } else if constexpr (kWide) {",
+        "      } else if constexpr (kWide) {",
         RACE,
         CELLS,
     ),

@@ -14,14 +14,17 @@ from cupynorm._config._limits import (
     FIRST_WITH_OVERLAP,
     LEAST_FILLED,
     MOST_CLUSTER_BLOCKS,
+    MOST_SHARED_BESIDE_L1,
     REGISTERS_PER_MULTIPROCESSOR,
     most_cluster_blocks,
+    moves_8_bytes,
     pack_length,
     shared_limit,
     slots_of,
     streaming_blocks,
     team_bytes,
     team_threads,
+    through_l1,
     widest,
 )
 from cupynorm._spec import ITEMSIZE, BackwardSpec, compute_dtype
@@ -51,7 +54,7 @@ class StagedBackward:
     `shared_sums`: of how many gradients the sums of rows so far wait in shared memory. `hold_sums`:
     the other's in registers, else in device memory. `bulk`: one thread of a team copies its rows,
     else each thread the packs that it will read. `cells`: by cells, as rows at any address are: see
-    kernels/unaligned.cuh.
+    kernels/unaligned.cuh. `through_l1`: by way of L1, not past it.
     """
 
     row_threads: int
@@ -67,6 +70,7 @@ class StagedBackward:
     full: bool
     bulk: bool
     cells: bool
+    through_l1: bool
     reduction: Reduction | None
 
     @property
@@ -542,13 +546,14 @@ def _staged_backward(
     # up to 44 bytes, 120 beside a bitmask. LayerNorm of 819 rows of 81920 takes 109 us, not 111.
     full = n == cluster_blocks * row_threads * packs_per_thread * length
     full = full and (packs_per_thread <= 4 or cluster_blocks == 1)
-    by_cells = vector * ITEMSIZE[spec.x] <= 4 and vector < length
-    by_cells = by_cells and architecture >= FIRST_WITH_ASYNCHRONOUS_COPIES
+    wide = moves_8_bytes(spec.x, vector)
+    by_cells = not wide and architecture >= FIRST_WITH_ASYNCHRONOUS_COPIES
     choices = (True, False) if by_cells else (False,)
     # Held beside cells, of float32 2 to 5 % sooner, if without a bitmask, which would spill; of 16
-    # bits LayerNorm takes 222 us, not 215, for 41943 of 1601.
+    # bits LayerNorm takes 222 us, not 215, for 41943 of 1601. Held where accesses are of 8 bytes,
+    # 218 us, not 228, for 16384 of 8188 (bfloat16, H200).
     for cells, fewer in itertools.product(choices, range(stages, 1, -1)):
-        holds = vector == length or (cells and spec.x == "float32" and not spec.bitmask)
+        holds = wide or (cells and spec.x == "float32" and not spec.bitmask)
         config = StagedBackward(
             row_threads=row_threads,
             block_threads=block_threads,
@@ -563,6 +568,7 @@ def _staged_backward(
             full=full,
             bulk=False,
             cells=cells,
+            through_l1=False,
             reduction=_reduction(spec, n),
         )
         # A block's own 1 KiB is the system's.
@@ -582,8 +588,26 @@ def _staged_backward(
             found = in_bulk or dataclasses.replace(
                 config, hold_weight=config.hold_weight and not crowded
             )
-            return _sharing_sums(spec, found, limit)
+            return _in_all_room(spec, n, found, limit, architecture)
     return None
+
+
+def _in_all_room(
+    spec: BackwardSpec, n: int, config: StagedBackward, limit: int, architecture: int
+) -> StagedBackward:
+    """Return the configuration with what shared memory and L1 have room for besides.
+
+    Beside a weight that is not held sums leave room for rows in L1, if without some there is:
+    LayerNorm takes 258 us, not 301, for 8192 of 20592, 286, not 324, for 4096 of 41144, RMSNorm
+    289, not 302, for 32768 of 4097; but where it is held LayerNorm spills 24 bytes into the L1, 347
+    us, not 249, for 16384 of 10400 (bfloat16, H200).
+    """
+    of_l1 = MOST_SHARED_BESIDE_L1 // config.blocks_per_multiprocessor - 1024
+    rooms = (limit,) if config.hold_weight else (min(limit, of_l1), limit)
+    choices = [
+        _by_way_of_l1(spec, n, _sharing_sums(spec, config, room), architecture) for room in rooms
+    ]
+    return next((choice for choice in choices if choice.through_l1), choices[-1])
 
 
 def _sharing_sums(spec: BackwardSpec, config: StagedBackward, limit: int) -> StagedBackward:
@@ -595,18 +619,34 @@ def _sharing_sums(spec: BackwardSpec, config: StagedBackward, limit: int) -> Sta
     other's: 1475 us, not 1516, for LayerNorm of 32768 rows of 32768 (1545 with both in partials),
     1553 by five stages. L1 has what shared memory leaves, and in it what is spilled by 5 packs a
     thread: LayerNorm of 4096 rows of 40960 takes 253 us with one gradient's sums there, 323 with
-    both, 261 with none (bfloat16, float32 weight and bias, H200). Where elements are moved one by
-    one a block without room for them leaves room for a second of another cluster.
+    both, 261 with none (bfloat16, float32 weight and bias, H200). Where accesses are of less than
+    16 bytes those of several teams alone: with a weight held LayerNorm takes 206 us, not 223 with
+    neither, for 32768 rows of 4100, but 239, not 218, for 16384 of 8188, by one.
     """
-    if config.vector < pack_length(spec.x):
+    if config.vector < pack_length(spec.x) and config.rows_per_block == 1:
         return config
     used = staged_backward_bytes(spec, config)
     size = staged_backward_bytes(spec, dataclasses.replace(config, shared_sums=1)) - used
-    shared = min(spec.gradients, (limit - used) // size)
+    shared = max(0, min(spec.gradients, (limit - used) // size))
     if config.packs_per_thread > 4:
         shared = min(shared, 1)
     hold = config.bulk and config.cluster_blocks > 1 and shared == spec.gradients - 1
     return dataclasses.replace(config, shared_sums=shared, hold_sums=hold)
+
+
+def _by_way_of_l1(
+    spec: BackwardSpec, n: int, config: StagedBackward, architecture: int
+) -> StagedBackward:
+    """Return the configuration by way of L1, where that is ahead.
+
+    It has what is spilled, as by 448 threads of 3 packs: RMSNorm takes 237 us by way of it, not
+    201, for 8192 rows of 10399, 238, not 234, for 12582 of 10408 (bfloat16, H200).
+    """
+    spills = config.packs_per_thread == 3 and config.block_threads > 384
+    used = config.blocks_per_multiprocessor * (staged_backward_bytes(spec, config) + 1024)
+    sizes = ITEMSIZE[spec.x], ITEMSIZE[spec.dy]
+    ahead = through_l1(spec.x, n, config.vector, architecture, itemsizes=sizes, used=used)
+    return dataclasses.replace(config, through_l1=ahead and not spills)
 
 
 def _in_bulk(

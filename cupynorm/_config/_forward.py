@@ -13,12 +13,14 @@ from cupynorm._config._limits import (
     MOST_CLUSTER_BLOCKS,
     MULTIPROCESSORS,
     most_cluster_blocks,
+    moves_8_bytes,
     pack_length,
     shared_limit,
     slots_of,
     streaming_blocks,
     team_bytes,
     team_threads,
+    through_l1,
     widest,
 )
 from cupynorm._spec import ITEMSIZE, ForwardSpec
@@ -65,7 +67,7 @@ class StagedForward:
     Two blocks a multiprocessor let two clusters be at once. `hold_weight`, `hold_bias`: it is in
     registers, else in shared memory. `counted`: of many rows a cluster takes the next when it has
     room, as a count in device memory says; else in turn. `cells`: they are copied by cells, as rows
-    at any address are: see kernels/unaligned.cuh.
+    at any address are: see kernels/unaligned.cuh. `through_l1`: by way of L1, not past it.
     """
 
     block_threads: int
@@ -78,6 +80,7 @@ class StagedForward:
     hold_bias: bool
     counted: bool
     cells: bool
+    through_l1: bool
     full: bool
 
 
@@ -140,7 +143,7 @@ def forward_config(
     if packs > (most_packs // 2 if exceed else most_packs):
         staged = _staged_forward(spec, n, packs, vector, architecture, wide=wide)
         if staged is not None:
-            return _by_cells(spec, staged, architecture)
+            return _by_way_of_l1(spec, n, _by_cells(spec, staged, architecture), architecture)
         if packs > most_packs:
             return _streaming_forward(spec, packs, vector, architecture, wide=wide)
     row_threads = team_threads(packs, _packs_per_thread(spec, packs))
@@ -170,7 +173,12 @@ def forward_config(
     # Not in LayerNorm's rows of several warps: 4144 GB/s against 3659 at N = 4096, 3920 against
     # 3605 at 2048 (bfloat16, H200); few rows have few_rows_configs.
     never = wide or (spec.norm == "layer_norm" and row_threads > 32)
-    hold_weight = vector == length and row_threads <= most_threads and not never
+    # By accesses of 8 bytes RMSNorm with a 16-bit weight takes 81 us, not 96, for 262144 rows of
+    # 300, with a float32 one 115, not 119, for 131072 of 900, but with a 16-bit one 140, not 134,
+    # for 32768 of 4100, LayerNorm 133, not 121, for 131072 of 900 (bfloat16, H200).
+    by_8_bytes = moves_8_bytes(spec.x, vector) and plain and row_threads <= 64
+    may_hold = vector == length or (by_8_bytes and spec.norm == "rms_norm")
+    hold_weight = may_hold and row_threads <= most_threads and not never
     hold_weight = hold_weight and affine <= most_held
     # Threads that a multiprocessor must hold at once bound their registers. What would spill has
     # fewer: up to 122 registers where single 16-bit elements are moved.
@@ -195,8 +203,9 @@ def forward_config(
     else:
         threads = 768
     # At least two, as nothing spills: LayerNorm of float16 by 512 threads had 72 registers and one
-    # block, and takes 14.7 us, not 16.3, at 512x16384 (H200).
-    blocks = max(2 if vector == length else 1, threads // block_threads)
+    # block, and takes 14.7 us, not 16.3, at 512x16384, and by accesses of 8 bytes, with a bfloat16
+    # weight and bias, 355, not 478, for 16384 of 20004 (H200).
+    blocks = max(2 if moves_8_bytes(spec.x, vector) else 1, threads // block_threads)
     blocks_ahead = _blocks_ahead(blocks, packs_per_thread, architecture)
     # Of a large x rows ahead mostly cost more than they save: RMSNorm takes 37.5 us, not 35.8, at
     # 32768x1024, LayerNorm 103.4, not 99.9, for 16384 of 6144, which have the fewest threads. But
@@ -260,7 +269,10 @@ def few_rows_configs(
     rows more than `config` runs at once do so by 64 registers a thread, which spills where a row is
     out of range: 512 of 16384 take 13.1 us, not 14.6, 512 of 12288 11.3, not 13.3 (bfloat16, H200).
     """
-    if config.vector < pack_length(spec.x) or _is_wide(spec):
+    # By accesses of 8 bytes RMSNorm takes 5.1 us, not 5.7, for 64 rows of 4100, 4.8, not 5.4, of
+    # 1500, but LayerNorm 5.7, not 5.5, and 9.1, not 8.2, for 512 of 4100 (bfloat16, H200).
+    least = 8 if spec.norm == "rms_norm" else 16
+    if config.vector * ITEMSIZE[spec.x] < least or _is_wide(spec):
         return ()
     if config.row_threads < 32:
         return _short_rows_configs(spec, config, n, architecture, multiprocessors)
@@ -290,6 +302,7 @@ def few_rows_configs(
             configs += [_split(held, split) for split in _split_blocks(spec, config)]
         configs.append(held)
     plain = config.full and not (spec.bias or spec.relu or spec.zero_centered)
+    plain = plain and config.vector == pack_length(spec.x)
     plain = plain and ITEMSIZE[spec.x] == ITEMSIZE[spec.y] == 2
     plain = plain and architecture >= FIRST_WITH_CLUSTERS
     if plain and spec.norm == "rms_norm" and config.packs_per_thread == 8:
@@ -514,7 +527,13 @@ def _staged_forward(
     block_packs = -(-packs // cluster_blocks)
     packs_per_thread = 4 if block_packs > 4 * 288 else 3
     block_threads = team_threads(block_packs, packs_per_thread)
-    hold = vector == pack_length(spec.x) and not wide
+    # By accesses of 8 bytes RMSNorm takes 142 us, not 152, for 1024 rows of 131076, LayerNorm 209,
+    # not 225, and with a 16-bit weight RMSNorm 141, not 143, for 8192 of 16388, but LayerNorm 207,
+    # not 187, for those of 131076 (bfloat16, H200). With a ReLU or a wider y it would spill.
+    by_8_bytes = moves_8_bytes(spec.x, vector) and spec.x != "float64" and not spec.relu
+    by_8_bytes = by_8_bytes and ITEMSIZE[spec.y] <= ITEMSIZE[spec.x]
+    by_8_bytes = by_8_bytes and (widest(spec.weight, spec.bias) > 2 or cluster_blocks <= 2)
+    hold = (vector == pack_length(spec.x) or by_8_bytes) and not wide
     three = dataclasses.replace(
         _three_stages(spec, n, vector, cluster_blocks, block_threads, packs_per_thread),
         hold_weight=hold,
@@ -552,6 +571,7 @@ def _three_stages(
         hold_bias=False,
         counted=_counted(spec, cluster_blocks, packs_per_thread, blocks_per_multiprocessor),
         cells=False,
+        through_l1=False,
         full=n == columns,
     )
 
@@ -572,6 +592,20 @@ def _by_cells(spec: ForwardSpec, config: StagedForward, architecture: int) -> St
         if staged_forward_bytes(spec, found) <= shared_limit(architecture):
             return found
     return config
+
+
+def _by_way_of_l1(
+    spec: ForwardSpec, n: int, config: StagedForward, architecture: int
+) -> StagedForward:
+    """Return the configuration by way of L1, where that is ahead; of cells it is not always.
+
+    LayerNorm of 4096 rows of 20001 float32 would take 205 us, not 192, RMSNorm 174, not 180, and
+    111, not 109, of bfloat16 (H200).
+    """
+    used = config.blocks_per_multiprocessor * (staged_forward_bytes(spec, config) + 1024)
+    size = ITEMSIZE[spec.x]
+    ahead = through_l1(spec.x, n, config.vector, architecture, itemsizes=(size,), used=used)
+    return dataclasses.replace(config, through_l1=ahead and not config.cells)
 
 
 def _deep_forward(

@@ -84,9 +84,9 @@ __forceinline__ void copy_async(void* shared, const void* global, bool valid) {
   static_assert(Bytes == 4 || Bytes == 8 || Bytes == 16, "as wide as cp.async copies");
   host::copy_async(shared, global, Bytes, valid);
 }
-template <int Bytes>
-__forceinline__ void copy_cell_async(void* shared, const void* global, int bytes,
-                                     bool all_or_none, int skipped) {
+template <int Bytes, bool ThroughL1>
+__forceinline__ void copy_cell_async(void* shared, const void* global, int bytes, bool all_or_none,
+                                     int skipped) {
   if (all_or_none && bytes > 0) bytes = Bytes;
   if (skipped >= bytes) skipped = 0;  // nothing of a row: what is there is read as well
   if (bytes <= 0 || (skipped == 0 && bytes >= Bytes)) {
@@ -125,6 +125,7 @@ struct OwnPlace {
   char* pointer() const { return address; }
 };
 __forceinline__ OwnPlace own_place(char* shared) { return {shared}; }
+template <bool ThroughL1>
 __forceinline__ void copy_async(OwnPlace place, const void* global, bool valid, CachePolicy) {
   host::copy_async(place.address, global, 16, valid);
 }

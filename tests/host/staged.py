@@ -132,6 +132,7 @@ class Staged:
             "HoldSums": self.hold_sums,
             "Bulk": self.bulk,
             "ByCells": self.cells,
+            "ThroughL1": self.cells,
             "Stages": self.stages,
             "ClusterBlocks": self.cluster_blocks,
             "RowThreads": self.row_threads,
