@@ -170,9 +170,9 @@ def forward_plan_of(
 class BackwardPlan(ABC):
     """A backward pass over rows of n elements, by kernels of one regime.
 
-    Scratch has the partial sums of the weight gradients, if the last kernel is to sum them: one row
-    of n values of the compute dtype, and up to 7 more, a cluster of blocks for each gradient, at
-    most the larger of 4 * multiprocessors and MOST_RESIDENT_ROWS.
+    Scratch has the partial sums of the weight gradients, if the last kernel is to sum them: a row
+    of `partials_stride` values of the compute dtype for each gradient and cluster of blocks, which
+    are at most the larger of 4 * multiprocessors and MOST_RESIDENT_ROWS.
     """
 
     kernels: tuple[Kernel, ...]

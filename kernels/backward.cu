@@ -11,8 +11,8 @@
 // Layout:    x, dy and dx are n_rows rows of n_cols elements with strides of their own; weight is one
 //            row; mean and rstd one value a row; bitmask (n_cols + 7) / 8 bytes a row; partials
 //            holds a row of sums for each cluster, partials_stride(n_cols) apart, those of dweight
-//            (if there is a weight) before those of dbias. dx may be dy. Full: the row's columns fill the team's packs
-//            exactly.
+//            (if there is a weight) before those of dbias. dx may be dy. Full: the row's columns
+//            fill the team's packs exactly.
 // Grid:      any number of clusters of ClusterBlocks blocks, where those are several or Bulk no more
 //            than rows; their teams (of RowThreads threads a block) take rows in turn, the next
 //            Stages - 1 of which, or fewer where Bulk, are on their way into shared memory.
@@ -35,7 +35,7 @@
 //            That row's stage is free, for the row Stages later. A row past the last is not asked
 //            for, nor waited for: each cluster must have one.
 // ByCells:   stage.cuh; of rows whose addresses allow accesses of 4 bytes or less.
-// ThroughL1: rows come by way of L1, not past it.
+// ThroughL1: copies of 16 bytes come by way of L1, not past it, as all smaller ones do.
 // Result:    partials, of cluster c in row c.
 #include "gradient.cuh"
 #include "relu.cuh"

@@ -18,7 +18,7 @@
 //            of them).
 // ByCells:   stage.cuh; of rows whose addresses allow accesses of single elements alone. Their y leaves by
 //            words (unaligned.cuh), if it is no wider than x, in whose place its lanes exchange them.
-// ThroughL1: rows come by way of L1, not past it.
+// ThroughL1: a row's copies of 16 bytes come by way of L1, not past it, as all smaller ones do.
 // Order:     a thread's packs in turn, then the team's reduction: a function of n_cols, the dtypes
 //            and Relu, never of n_rows or alignment.
 // Result:    thread 0 of a cluster's first block writes the row's mean and rstd.

@@ -43,6 +43,7 @@ __global__ __launch_bounds__(BlockThreads, 4) void reduce_partials(const T* part
   // 1. Each group sums its partials, once the kernel that writes them has ended.
   wait_for_previous_kernel();
   T sum[kWidth] = {};
+  // What lies behind a row's end some kernels leave unwritten.
   const bool whole = Vector == kWidth || n == kWidth;
   const long long stride = partials_stride(n_cols), step = Groups * stride;
   const T* source = partials + ((is_first ? 0 : n_partials) + group) * stride + column;

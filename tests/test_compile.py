@@ -1,7 +1,8 @@
 """NVRTC compiles the configurations for every supported architecture, with no GPU present.
 
-With clusters (sm_90) every configuration, by the operation of the most registers that has it;
-without (sm_80) half of them, of the other architectures a third of what takes the most.
+With clusters (sm_90) every configuration of bfloat16, by the operation of the most registers that
+has it, and half of those of other dtypes; without (sm_80) a third of them, of the other
+architectures a sixth of what takes the most.
 
 A configuration that spills and is not listed as faster so, keeps an array in local memory, or takes
 more registers than its launch bounds allow, fails here.
@@ -78,11 +79,11 @@ def widest(x: str) -> tuple[str, ...]:
 
 
 def instantiations(architecture: int) -> list[Instantiation]:
-    # Elsewhere the code is that of one of these two in other instructions: a third of what takes
-    # the most registers, of each kernel, x and kind of access, and without clusters a half, for
-    # compiling is half of CI's time. That of float16 is that of bfloat16 but for its conversions
-    # and a few layouts: with clusters alone, and not where single elements are moved, which takes
-    # longest to compile.
+    # Elsewhere the code is that of one of these two in other instructions: a sixth of what takes
+    # the most registers, of each kernel, x and kind of access, and without clusters a third, for
+    # compiling is half of CI's time. Of what spills nearly all is of 16 bits. That of float16 is
+    # that of bfloat16 but for its conversions and a few layouts: with clusters alone, and not where
+    # single elements are moved, which takes longest to compile.
     every = architecture in (80, 90)
     kernels: dict[Instantiation, None] = {}
 
@@ -139,6 +140,22 @@ def instantiations(architecture: int) -> list[Instantiation]:
         add(packs * length - (norm == "layer_norm"), (1,), forward, backward)
         if packs in (40, 160, 576, 1152, 2304):  # accesses of 8 bytes
             add(packs * length - length // 2, (length // 2,), forward, backward)
+    # Rows that begin at no lines: in clusters of 2, 3 packs a thread and 6, and of 8.
+    for x, packs, (norm, bias) in itertools.product(
+        ("float32", "bfloat16"),
+        (2501, 5143, 8193),
+        (("rms_norm", None), ("layer_norm", "float32")),
+    ):
+        length = pack_length(x)
+        forward = [ForwardSpec(norm, x, "float32", bias, x, c, True, r) for c, r in (both, plain)]
+        backward = [BackwardSpec(norm, x, x, "float32", bias, c, r) for c, r in (both, plain)]
+        add(packs * length, (length,), forward, backward)
+    # Two blocks of 8 packs a thread by accesses of 8 bytes.
+    for packs in (2500, 2600, 2900):
+        eight = ForwardSpec(
+            "layer_norm", "bfloat16", "bfloat16", "bfloat16", "bfloat16", True, True, True
+        )
+        add(packs * 8 - 4, (4,), [eight])
     # Cells of another size for dy than for x, with a weight held beside those of float32 or not.
     for (x, dy), packs in itertools.product(
         (("float32", "bfloat16"), ("bfloat16", "float32"), ("float32", "float32")),
@@ -307,7 +324,12 @@ def instantiations(architecture: int) -> list[Instantiation]:
             streamed = ForwardSpec(norm, x, weight, bias, y, zero_centered, True, False)
             config = forward_config(streamed, 40_000 * pack_length(x), pack_length(x), architecture)
             kernels[forward_instantiation(streamed, config)] = None
-    return sorted(kernels, key=kind)[:: {90: 1, 80: 2}.get(architecture, 3)]
+    ordered = sorted(kernels, key=kind)
+    if architecture != 90:
+        return ordered[:: 3 if architecture == 80 else 6]
+    of_bfloat16 = [kernel for kernel in ordered if kind(kernel)[1] == "bfloat16"]
+    others = [kernel for kernel in ordered if kind(kernel)[1] != "bfloat16"]
+    return of_bfloat16 + others[::2]
 
 
 def kind(kernel: Instantiation) -> tuple[str, str, str]:
@@ -422,7 +444,7 @@ def compiled(kernels: tuple[Instantiation, ...], architecture: str) -> Compiled:
 # weight held beside cells LayerNorm of 13107 rows of 5197 float32, by 448 threads, takes 235 us,
 # without 239 (H200).
 LAYER_NORM_BY_8_PACKS = (
-    r"norm_forward<bfloat16, .*, true, \w+, \w+, \w+, false, \d+, 0, false, .*, 8, \w+, 8>"
+    r"norm_forward<bfloat16, .*, true, \w+, \w+, \w+, false, \d+, 0, false, .*, 8, \w+, [48]>"
 )
 RMS_NORM_AT_ONCE = (
     r"norm_forward<b?float16, .*(, false){2}, \w+(, false){2}, 0, 0, false, .*"

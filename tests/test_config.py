@@ -1335,6 +1335,38 @@ def test_forward_accesses_of_8_bytes_hold_the_weight_as_those_of_16(norm: Any) -
         found = config(weight, n, 4)
         assert isinstance(found, StagedForward)
         assert (found.hold_weight, found.hold_bias) == (held, held), (weight, n)
+    # LayerNorm's 4 packs a thread do not beside a ReLU or a wider y, which would spill.
+    bias = "float32" if norm == "layer_norm" else None
+    plain = ForwardSpec(norm, "bfloat16", "float32", bias, "bfloat16", False, True, False)
+    relu, wider = (dataclasses.replace(plain, **how) for how in ({"relu": True}, {"y": "float32"}))
+    for spec, n in itertools.product((plain, relu, wider), (32772, 28676)):
+        found = forward_config(spec, n, 4, 90)
+        assert isinstance(found, StagedForward)
+        of_four = found.packs_per_thread == 4
+        assert of_four == (n == 28676)
+        assert found.hold_weight == (spec is plain or norm == "rms_norm" or not of_four)
+    # In registers neither with one nor with a weight around zero.
+    for how in ({"relu": True}, {"zero_centered": True}):
+        short = dataclasses.replace(plain, bias=None, **how)
+        assert not getattr(forward_config(short, 300, 4, 90), "hold_weight", True)
+    # LayerNorm's rows of 8 packs a thread have two blocks a multiprocessor.
+    slim = ForwardSpec(norm, "bfloat16", "bfloat16", "bfloat16", "bfloat16", False, True, False)
+    if norm == "layer_norm":
+        for vector, blocks in ((8, 2), (4, 2), (2, 1), (1, 1)):
+            found = forward_config(slim, 20000, vector, 90)
+            assert isinstance(found, ResidentForward)
+            assert (found.packs_per_thread, found.blocks_per_multiprocessor) == (8, blocks)
+    # Those of 64 registers a thread, for more rows than run at once, are of whole packs alone.
+    else:
+        longest = dataclasses.replace(slim, bias=None)
+        for vector, registers in ((8, 64), (4, None)):
+            found = forward_config(longest, 16384, vector, 90)
+            assert isinstance(found, ResidentForward)
+            few = [c for _, c in few_rows_configs(longest, found, 16384, 90, 132)]
+            by_registers = [
+                65536 // (c.block_threads * c.blocks_per_multiprocessor) == registers for c in few
+            ]
+            assert any(by_registers) == (registers is not None)
 
 
 @pytest.mark.parametrize("norm", NORMS)

@@ -54,7 +54,7 @@ class StagedBackward:
     `shared_sums`: of how many gradients the sums of rows so far wait in shared memory. `hold_sums`:
     the other's in registers, else in device memory. `bulk`: one thread of a team copies its rows,
     else each thread the packs that it will read. `cells`: by cells, as rows at any address are: see
-    kernels/unaligned.cuh. `through_l1`: by way of L1, not past it.
+    kernels/unaligned.cuh. `through_l1`: those of 16 bytes by way of L1, as smaller ones.
     """
 
     row_threads: int
@@ -597,17 +597,16 @@ def _in_all_room(
 ) -> StagedBackward:
     """Return the configuration with what shared memory and L1 have room for besides.
 
-    Beside a weight that is not held sums leave room for rows in L1, if without some there is:
-    LayerNorm takes 258 us, not 301, for 8192 of 20592, 286, not 324, for 4096 of 41144, RMSNorm
-    289, not 302, for 32768 of 4097; but where it is held LayerNorm spills 24 bytes into the L1, 347
-    us, not 249, for 16384 of 10400 (bfloat16, H200).
+    Sums leave room for rows in L1, if without some there is: LayerNorm takes 258 us, not 301, for
+    8192 of 20592, 286, not 324, for 4096 of 41144, RMSNorm 289, not 302, for 32768 of 4097
+    (bfloat16, H200).
     """
     of_l1 = MOST_SHARED_BESIDE_L1 // config.blocks_per_multiprocessor - 1024
-    rooms = (limit,) if config.hold_weight else (min(limit, of_l1), limit)
-    choices = [
-        _by_way_of_l1(spec, n, _sharing_sums(spec, config, room), architecture) for room in rooms
-    ]
-    return next((choice for choice in choices if choice.through_l1), choices[-1])
+    beside_l1, without = (
+        _by_way_of_l1(spec, n, _sharing_sums(spec, config, room), architecture)
+        for room in (min(limit, of_l1), limit)
+    )
+    return beside_l1 if beside_l1.through_l1 else without
 
 
 def _sharing_sums(spec: BackwardSpec, config: StagedBackward, limit: int) -> StagedBackward:
@@ -640,7 +639,8 @@ def _by_way_of_l1(
     """Return the configuration by way of L1, where that is ahead.
 
     It has what is spilled, as by 448 threads of 3 packs: RMSNorm takes 237 us by way of it, not
-    201, for 8192 rows of 10399, 238, not 234, for 12582 of 10408 (bfloat16, H200).
+    201, for 8192 rows of 10399, 238, not 234, for 12582 of 10408, LayerNorm, which then spills 24
+    bytes, 347, not 249, for 16384 of 10400 (bfloat16, H200).
     """
     spills = config.packs_per_thread == 3 and config.block_threads > 384
     used = config.blocks_per_multiprocessor * (staged_backward_bytes(spec, config) + 1024)

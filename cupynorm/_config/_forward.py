@@ -67,7 +67,8 @@ class StagedForward:
     Two blocks a multiprocessor let two clusters be at once. `hold_weight`, `hold_bias`: it is in
     registers, else in shared memory. `counted`: of many rows a cluster takes the next when it has
     room, as a count in device memory says; else in turn. `cells`: they are copied by cells, as rows
-    at any address are: see kernels/unaligned.cuh. `through_l1`: by way of L1, not past it.
+    at any address are: see kernels/unaligned.cuh. `through_l1`: those of 16 bytes by way of L1, as
+    smaller ones.
     """
 
     block_threads: int
@@ -202,9 +203,10 @@ def forward_config(
         threads = 1024
     else:
         threads = 768
-    # At least two, as nothing spills: LayerNorm of float16 by 512 threads had 72 registers and one
-    # block, and takes 14.7 us, not 16.3, at 512x16384, and by accesses of 8 bytes, with a bfloat16
-    # weight and bias, 355, not 478, for 16384 of 20004 (H200).
+    # At least two, as next to nothing spills: LayerNorm of float16 by 512 threads had 72 registers
+    # and one block, and takes 14.7 us, not 16.3, at 512x16384, and by accesses of 8 bytes, with a
+    # bfloat16 weight and bias, 352, not 474, for 16384 of 20004, by 384 threads, which spill 16
+    # bytes, 362, not 449, for 14000 of 23196 (H200).
     blocks = max(2 if moves_8_bytes(spec.x, vector) else 1, threads // block_threads)
     blocks_ahead = _blocks_ahead(blocks, packs_per_thread, architecture)
     # Of a large x rows ahead mostly cost more than they save: RMSNorm takes 37.5 us, not 35.8, at
@@ -529,10 +531,12 @@ def _staged_forward(
     block_threads = team_threads(block_packs, packs_per_thread)
     # By accesses of 8 bytes RMSNorm takes 142 us, not 152, for 1024 rows of 131076, LayerNorm 209,
     # not 225, and with a 16-bit weight RMSNorm 141, not 143, for 8192 of 16388, but LayerNorm 207,
-    # not 187, for those of 131076 (bfloat16, H200). With a ReLU or a wider y it would spill.
-    by_8_bytes = moves_8_bytes(spec.x, vector) and spec.x != "float64" and not spec.relu
-    by_8_bytes = by_8_bytes and ITEMSIZE[spec.y] <= ITEMSIZE[spec.x]
+    # not 187, for those of 131076 (bfloat16, H200). With a ReLU or a wider y LayerNorm's 4 packs
+    # would spill, and elsewhere float64.
+    by_8_bytes = moves_8_bytes(spec.x, vector) and spec.x != "float64"
     by_8_bytes = by_8_bytes and (widest(spec.weight, spec.bias) > 2 or cluster_blocks <= 2)
+    if spec.norm == "layer_norm" and packs_per_thread == 4:
+        by_8_bytes = by_8_bytes and not spec.relu and ITEMSIZE[spec.y] <= ITEMSIZE[spec.x]
     hold = (vector == pack_length(spec.x) or by_8_bytes) and not wide
     three = dataclasses.replace(
         _three_stages(spec, n, vector, cluster_blocks, block_threads, packs_per_thread),

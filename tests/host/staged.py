@@ -370,6 +370,9 @@ def _staged() -> Iterable[Staged]:
                 staged(5, 256, other=None, dbias=False, packs_per_thread=2),
                 staged(3, 520, "float16", other="bfloat16", packs_per_thread=2, stages=3),
                 staged(8, 380, row_threads=96, in_place=True, hold_weight=True),
+                # Accesses of 8 bytes: the weight held, of one team.
+                staged(9, 500, "bfloat16", other="bfloat16", hold_weight=True),
+                staged(9, 506, packs_per_thread=2, cluster_blocks=2, hold_weight=True),
                 staged(11, 301, "bfloat16", other="float32", zero_centered=True, stages=3),
                 staged(150, 250, "float64", other="float64", packs_per_thread=2, groups=1),
                 # Of columns hardly more than the 64 that the forward wants at least.
@@ -399,6 +402,7 @@ def _staged() -> Iterable[Staged]:
                 ),
             )
             if file == "backward.cu":
+                yield staged(9, 492, "float16", other="float16", in_place=True, hold_weight=True)
                 # Rows at odd addresses and at even ones, of x and dy alike and not.
                 yield from (
                     staged(9, 333, "bfloat16", other="bfloat16", gap=0, stages=3, groups=1),
