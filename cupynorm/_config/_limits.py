@@ -47,8 +47,8 @@ def through_l1(
 
     Past it the copies of rows that do not begin at lines ask the L2 for sectors of 32 bytes that
     their neighbours ask for as well, most where they begin in the middle of one: backward of 4096
-    rows of 20008 RMSNorm takes 129 us, not 148, LayerNorm 130, not 156, forward of 16392 73, not
-    81, and 75, not 82, where they do not RMSNorm 200, not 208, for 1024 of 65544 float32; but 255,
+    rows of 20008 RMSNorm takes 128 us, not 149, LayerNorm 134, not 157, forward of 16392 73, not
+    80, and 80, not 82, where they do not RMSNorm 200, not 208, for 1024 of 65544 float32; but 255,
     not 225, for 670 of 200008, which leave L1 28 KiB (bfloat16 unless said, H200; other GPUs were
     not measured).
 
