@@ -1335,38 +1335,49 @@ def test_forward_accesses_of_8_bytes_hold_the_weight_as_those_of_16(norm: Any) -
         found = config(weight, n, 4)
         assert isinstance(found, StagedForward)
         assert (found.hold_weight, found.hold_bias) == (held, held), (weight, n)
-    # LayerNorm's 4 packs a thread do not beside a ReLU or a wider y, which would spill.
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_accesses_of_8_bytes_hold_no_weight_where_it_would_spill(norm: Any) -> None:
     bias = "float32" if norm == "layer_norm" else None
     plain = ForwardSpec(norm, "bfloat16", "float32", bias, "bfloat16", False, True, False)
     relu, wider = (dataclasses.replace(plain, **how) for how in ({"relu": True}, {"y": "float32"}))
-    for spec, n in itertools.product((plain, relu, wider), (32772, 28676)):
-        found = forward_config(spec, n, 4, 90)
-        assert isinstance(found, StagedForward)
-        of_four = found.packs_per_thread == 4
-        assert of_four == (n == 28676)
-        assert found.hold_weight == (spec is plain or norm == "rms_norm" or not of_four)
-    # In registers neither with one nor with a weight around zero.
-    for how in ({"relu": True}, {"zero_centered": True}):
-        short = dataclasses.replace(plain, bias=None, **how)
-        assert not getattr(forward_config(short, 300, 4, 90), "hold_weight", True)
-    # LayerNorm's rows of 8 packs a thread have two blocks a multiprocessor.
-    slim = ForwardSpec(norm, "bfloat16", "bfloat16", "bfloat16", "bfloat16", False, True, False)
-    if norm == "layer_norm":
-        for vector, blocks in ((8, 2), (4, 2), (2, 1), (1, 1)):
-            found = forward_config(slim, 20000, vector, 90)
-            assert isinstance(found, ResidentForward)
-            assert (found.packs_per_thread, found.blocks_per_multiprocessor) == (8, blocks)
-    # Those of 64 registers a thread, for more rows than run at once, are of whole packs alone.
-    else:
-        longest = dataclasses.replace(slim, bias=None)
-        for vector, registers in ((8, 64), (4, None)):
-            found = forward_config(longest, 16384, vector, 90)
-            assert isinstance(found, ResidentForward)
-            few = [c for _, c in few_rows_configs(longest, found, 16384, 90, 132)]
-            by_registers = [
-                65536 // (c.block_threads * c.blocks_per_multiprocessor) == registers for c in few
-            ]
-            assert any(by_registers) == (registers is not None)
+    for spec, (n, packs_per_thread) in itertools.product(
+        (plain, relu, wider), ((32772, 3), (28676, 4))
+    ):
+        staged = forward_config(spec, n, 4, 90)
+        assert isinstance(staged, StagedForward)
+        assert staged.packs_per_thread == packs_per_thread
+        spills = norm == "layer_norm" and packs_per_thread == 4 and spec is not plain
+        assert staged.hold_weight == (not spills)
+    if norm == "rms_norm":
+        for spec in (plain, relu, dataclasses.replace(plain, zero_centered=True)):
+            slim = dataclasses.replace(spec, weight="bfloat16")
+            in_registers = forward_config(slim, 300, 4, 90)
+            assert isinstance(in_registers, ResidentForward)
+            assert in_registers.hold_weight == (spec is plain)
+
+
+@pytest.mark.parametrize(("vector", "blocks"), [(8, 2), (4, 2), (2, 1), (1, 1)])
+def test_rows_of_8_packs_a_thread_have_two_blocks_if_accesses_are_wide(
+    vector: int, blocks: int
+) -> None:
+    x = "bfloat16"
+    spec = ForwardSpec("layer_norm", x, x, x, x, False, True, False)
+    config = forward_config(spec, 20000, vector, 90)
+    assert isinstance(config, ResidentForward)
+    assert (config.packs_per_thread, config.blocks_per_multiprocessor) == (8, blocks)
+
+
+@pytest.mark.parametrize(("vector", "has_some"), [(8, True), (4, False)])
+def test_kernels_of_64_registers_are_of_whole_packs(vector: int, has_some: bool) -> None:
+    x = "bfloat16"
+    spec = ForwardSpec("rms_norm", x, x, None, x, False, True, False)
+    config = forward_config(spec, 16384, vector, 90)
+    assert isinstance(config, ResidentForward)
+    few = [one for _, one in few_rows_configs(spec, config, 16384, 90, 132)]
+    threads = [one.block_threads * one.blocks_per_multiprocessor for one in few]
+    assert (65536 // 64 in threads) == has_some
 
 
 @pytest.mark.parametrize("norm", NORMS)
