@@ -99,6 +99,7 @@ def forward_instantiation(
             config.block_threads,
             config.blocks_per_multiprocessor,
             config.packs_per_thread,
+            config.pack_length,
             config.full,
             config.vector,
         )

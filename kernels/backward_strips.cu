@@ -175,16 +175,28 @@ __global__ __launch_bounds__(StripThreads + 32 * kMessengers, 1) void norm_backw
     return stages + (group % kStages * GroupRows + r) * kStageBytes;
   };
   const auto bits_of = [&](long long row) { return bitmask + row * bitmask_bytes(n_cols); };
+  // The L2 keeps what is read before what is written: 33.3 us, not 34.0, for RMSNorm of 32 rows of 262144,
+  // LayerNorm 34.6, not 36.1 (float32, H200).
+  const CachePolicy policy = evict_last();
   const auto fetch = [&](int group, int r) {
     const long long row = row_of(group, r);
     const int n = row < n_rows ? n_own : 0;
+    const X* const source_x = x + row * x_stride + first;
+    const DY* const source_dy = dy + row * dy_stride + first;
     char* const place = place_of(group, r);
     if constexpr (Bitmask) {
       if (lane == 0 && n > 0) prefetch(bits_of(row) + first / 8);
     }
-    StageOfX::template fetch<Vector>(place, 0, x + row * x_stride + first, 0, n);
-    StageOfDY::template fetch<Vector>(place + StageOfX::kBytes, 0, dy + row * dy_stride + first, 0,
-                                      n);
+    if constexpr (StageOfX::template kTakesPolicy<Vector> &&
+                  StageOfDY::template kTakesPolicy<Vector>) {
+      // Exchanged for each row: of one that is moved on from row to row a part is the block's.
+      const OwnPlace own = own_place(StageOfX::place(place, 0, 0));
+      StageOfX::template fetch<Vector, false>(own, 0, source_x, 0, n, policy);
+      StageOfDY::template fetch<Vector, false>(own + StageOfX::kBytes, 0, source_dy, 0, n, policy);
+    } else {
+      StageOfX::template fetch<Vector>(place, 0, source_x, 0, n);
+      StageOfDY::template fetch<Vector>(place + StageOfX::kBytes, 0, source_dy, 0, n);
+    }
   };
   const auto read_x = [&](int group, int r) { return StageOfX::read(place_of(group, r), 0); };
   const auto read_dy = [&](int group, int r) {
@@ -213,17 +225,17 @@ __global__ __launch_bounds__(StripThreads + 32 * kMessengers, 1) void norm_backw
     return pack;
   };
 
-  // 1. Ask for the first rows and the weight.
-  Pack<Weight, kLength> weights;
-#pragma unroll
-  for (int group = 0; group < kStages; ++group) {
+  const auto fetch_group = [&](int group) {
 #pragma unroll 1
     for (int r = 0; r < GroupRows; ++r) fetch(group, r);
     commit_copies();
-    if constexpr (kPresent<Weight>) {
-      if (group == 0) load<Vector>(weights, weight + first, 0, n_own);
-    }
-  }
+  };
+
+  // 1. Ask for the first rows and the weight.
+  fetch_group(0);
+  Pack<Weight, kLength> weights;
+  if constexpr (kPresent<Weight>) load<Vector>(weights, weight + first, 0, n_own);
+  fetch_group(1);
   block_barrier();
 
   // 2. Each warp's sums of a group's rows.
@@ -259,18 +271,14 @@ __global__ __launch_bounds__(StripThreads + 32 * kMessengers, 1) void norm_backw
     arrive_at_barrier(summed(group), kMeeting);
   };
   ask_for_bits(0);
-  static_assert(kAhead == 3, "the first groups, each as soon as it is there");
-  if (groups > 0) {
-    wait_for_copies<kStages - 1>();
-    sum_up(0);
-  }
-  if (groups > 1) {
-    wait_for_copies<kStages - 2>();
-    sum_up(1);
-  }
-  if (groups > 2) {
-    wait_for_copies<kStages - 3>();
-    sum_up(2);
+  // The first groups, each as soon as it is there, and no more than two on their way: with all five of
+  // them the first one comes later, and what the blocks tell each other of it. 32 rows of 262144 take
+  // RMSNorm 21.1 us, not 22.1, LayerNorm 23.9, not 24.5 (bfloat16, H200).
+#pragma unroll
+  for (int group = 0; group < kAhead; ++group) {
+    wait_for_copies<1>();
+    if (group < groups) sum_up(group);
+    fetch_group(group + 2);
   }
 
   T dweight_sums[kLength] = {}, dbias_sums[kLength] = {};
@@ -279,7 +287,7 @@ __global__ __launch_bounds__(StripThreads + 32 * kMessengers, 1) void norm_backw
 #pragma unroll 1
   for (int group = 0; group < groups; ++group) {
     if (group + kAhead < groups) {
-      wait_for_copies<kStages - 1 - kAhead>();
+      wait_for_copies<1>();
       sum_up(group + kAhead);
     }
     named_barrier(known(group), kMeeting);

@@ -389,6 +389,18 @@ __device__ __forceinline__ uint4 load_with_policy(const uint4* memory, CachePoli
 #endif
 }
 
+__device__ __forceinline__ uint2 load_with_policy(const uint2* memory, CachePolicy policy) {
+#if __CUDA_ARCH__ == 900
+  uint2 value;
+  asm volatile("ld.global.L2::cache_hint.v2.u32 {%0, %1}, [%2], %3;"
+               : "=r"(value.x), "=r"(value.y)
+               : "l"(memory), "l"(policy.bits));
+  return value;
+#else
+  return *memory;
+#endif
+}
+
 // Whether 16 bytes are read of which some lie before all rows: none is beyond the memory's end.
 constexpr bool kReadsAroundRows = true;
 

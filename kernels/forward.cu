@@ -12,7 +12,8 @@
 //            block of all these threads.
 // Traffic:   x read once, y written once; weight and bias from cache, and the first pack by every
 //            thread of LayerNorm's rows of several warps.
-// Thread:    packs rank, rank + threads of the team, ... of its row (PacksPerThread of them).
+// Thread:    packs rank, rank + threads of the team, ... of its row (PacksPerThread of them), of Length
+//            elements: 16 bytes, or 8 in rows of whole packs of 8 bytes alone.
 // Order:     a thread's packs in turn, or by halves where a warp has four of each thread, then the
 //            team's reduction: a function of n_cols and the dtype of x, never of n_rows or alignment.
 // Result:    the thread of rank 0 of a team, of its first block, writes the row's mean and rstd.
@@ -40,11 +41,12 @@ __device__ __forceinline__ void prefetch_row(const T* row, int n_cols) {
 }
 
 // Has the L2 fetch a row that a later block reads, if there is one, by a team's first threads.
-template <int PacksPerThread, typename X>
+template <int OfThread, typename X>
 __device__ __forceinline__ void prefetch_row_ahead(const X* x, long long x_stride, long long row,
                                                    long long n_rows, int rank, int n_cols) {
   constexpr int kOfLine = 128 / static_cast<int>(sizeof(X));
-  static_assert(16 * PacksPerThread <= 128, "a line a thread is as much as it holds, or more");
+  static_assert(OfThread * static_cast<int>(sizeof(X)) <= 128,
+                "a line a thread is as much as it holds, or more");
   const int first = rank * kOfLine;
   if (row < n_rows && first < n_cols) prefetch(x + (row * x_stride + first));
 }
@@ -95,14 +97,14 @@ __device__ __forceinline__ Statistics<Compute<X>> measure(TeamOf& team,
 template <typename X, typename Weight, typename Bias, typename Y, bool Centered, bool ZeroCentered,
           bool StoreStatistics, bool Relu, bool RareLast, int BlocksAhead, int BlocksAheadIfLarge,
           bool HoldWeight, int ClusterBlocks, int RowThreads, int BlockThreads,
-          int BlocksPerMultiprocessor, int PacksPerThread, bool Full, int Vector>
+          int BlocksPerMultiprocessor, int PacksPerThread, int Length, bool Full, int Vector>
 __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_forward(
     const X* x, long long x_stride, const Weight* weight, const Bias* bias, Y* y,
     long long y_stride, Compute<X>* mean, Compute<X>* rstd, unsigned char* bitmask,
     long long n_rows, long long row_length, Compute<X> inv_n, Compute<X> eps, Compute<X> lower,
     Compute<X> upper) {
   using T = Compute<X>;
-  constexpr int kLength = 16 / static_cast<int>(sizeof(X));
+  constexpr int kLength = Length;
   Team<RowThreads, BlockThreads, ClusterBlocks, true> team;
   constexpr int kColumns = team.kThreads * PacksPerThread * kLength;  // or fewer, unless Full
   const int n_cols = Full ? kColumns : static_cast<int>(row_length);
@@ -132,7 +134,8 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
   // 84 us, not 109, for 16384 of 4097, 77, not 127, for 8192 of 8191, LayerNorm 109, not 138, and 97, not
   // 128; of float32 134, not 164, and 148, not 152; but LayerNorm 32.7, not 28.2, for 262144 of 33, and
   // where accesses of two elements are allowed RMSNorm 82, not 78, for 16384 of 4098 (bfloat16, H200).
-  constexpr bool kUnaligned = Vector == 1 && sizeof(X) <= 4 && PacksPerThread > 2;
+  constexpr bool kUnaligned =
+      Vector == 1 && sizeof(X) <= 4 && kLength * sizeof(X) == 16 && PacksPerThread > 2;
   constexpr bool kStoresWords = kUnaligned && sizeof(Y) <= 4;
   constexpr int kLanes = RowThreads < 32 ? RowThreads : 32;
   using WordsOfY = Words<Y, kLength, kLanes>;
@@ -150,7 +153,8 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
     prefetch_row<BlockThreads>(weight, n_cols);
     prefetch_row<BlockThreads>(bias, n_cols);
   }
-  Pack<X, kLength> packs[PacksPerThread], first_pack;
+  Pack<X, kLength> packs[PacksPerThread];
+  Pack<X, 16 / sizeof(X)> first_pack;  // a sample, whatever the length of the others
   if constexpr (kGuesses && kUnaligned) {
     const Cells<X> firsts(x + row * x_stride, 0, n_cols);
     first_pack = firsts.pack(firsts.load(0), firsts.load(1));
@@ -187,8 +191,8 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
   const bool large = is_large(bytes);
   if (large ? BlocksAheadIfLarge > 0 : BlocksAhead > 0) {
     const int ahead = large ? BlocksAheadIfLarge : BlocksAhead;
-    prefetch_row_ahead<PacksPerThread>(x, x_stride, row + ahead * team.kTeams, n_rows, team.rank,
-                                       n_cols);
+    prefetch_row_ahead<PacksPerThread * kLength>(x, x_stride, row + ahead * team.kTeams, n_rows,
+                                                 team.rank, n_cols);
   }
 
   // 2. Mean and variance. A row whose first mean was far off is measured again from the mean found,
@@ -239,17 +243,16 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
       }
     }
   };
-  // Of rows measured from 0; those that only share the warp with one that is measured again keep the
-  // bits they had.
+  // Those that only share the warp with one that is measured again keep the bits they had.
   const auto recentre = [&](bool far) {
     if (team.any(far)) {
-      const T shift = statistics.correction;
+      const T shift = statistics.shift + statistics.correction;
       const Statistics<T> again = measure<true, true, Vector>(team, packs, shift, n_cols, inv_n);
       if (far) statistics = again;
     }
     if (far) settle(statistics);
   };
-  // Of the others. One piece of code for both rounds: skipped code still costs instruction fetches.
+  // One piece of code for both rounds: skipped code still costs instruction fetches.
   // With nothing to skip LayerNorm takes 5.9 us, not 6.3, for 64 rows of 4096. RMSNorm has one round,
   // which where it holds the weight is a loop for all that the compiler knows: into a loop ptxas moves
   // no loads, and those of the weight had come after the row was there. 9.0 us, not 10.1, at
@@ -279,6 +282,12 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
       recentre(far);
       far = false;
     }
+  } else if constexpr (kGuesses && RareLast) {
+    // No loop, before which ptxas has a thread wait for weight and bias as well: LayerNorm takes 5.75 us,
+    // not 5.86, for 64 rows of 8192, 4.96, not 5.13, for 8 (bfloat16, H200).
+    statistics = measure<true, true, Vector>(team, packs, first_mean<T>(first_pack), n_cols, inv_n);
+    far = was_far(statistics);
+    if (!far) settle(statistics);
   } else {
     measure_from(kGuesses ? first_mean<T>(first_pack) : T(0));
   }
@@ -300,7 +309,9 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
   // of bfloat16, 257 against 263 with 8 packs a thread and float32; but for RMSNorm at 4096, with a
   // weight of float32, 139 against 130 (H200).
   constexpr bool kNarrow = sizeof(Weight) <= 2 && sizeof(Bias) <= 2;
-  constexpr bool kAhead = !HoldWeight && (kNarrow || PacksPerThread > 4);
+  constexpr int kBytes = kLength * static_cast<int>(sizeof(X));
+  constexpr bool kAsksAhead = !HoldWeight && (kNarrow || PacksPerThread * kBytes > 64);
+  constexpr int kAhead = 16 / kBytes;  // packs, and so many are asked for at once
   Y* own_y = y + (row * y_stride + first_column(0));
   // Those of the first lane, and the place where the lanes exchange words.
   const int lane = team.rank % kLanes, of_first_lane = first_column(0) - lane * kLength;
@@ -315,13 +326,19 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
                       team.template scratch_bytes<T>() + thread_index() / kLanes * WordsOfY::kBytes;
   const auto normalize = [&](T shift) {
     const T offset = -statistics.correction * scale.of_row;
-    if constexpr (kAhead) load_affine(0);
+    if constexpr (kAsksAhead) {
+#pragma unroll
+      for (int p = 0; p < kAhead && p < PacksPerThread; ++p) load_affine(p);
+    }
 #pragma unroll
     for (int p = 0; p < PacksPerThread; ++p) {
-      if constexpr (kAhead) {
-        if (p + 1 < PacksPerThread) load_affine(p + 1);
+      if constexpr (kAsksAhead) {
+        if (p + kAhead < PacksPerThread) load_affine(p + kAhead);
       } else if constexpr (!HoldWeight) {
-        load_affine(p);
+        if (p % kAhead == 0) {
+#pragma unroll
+          for (int q = p; q < p + kAhead && q < PacksPerThread; ++q) load_affine(q);
+        }
       }
       T values[kLength];
       unsigned bits = 0;
@@ -362,7 +379,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
     }
   }
   if (!usual) {
-    if constexpr (kFromZero && !RareLast) {
+    if constexpr (Centered && kFromZero != RareLast) {
       recentre(far);
       scale = scale_in_range(statistics.variance, eps);
     }

@@ -101,7 +101,7 @@ __device__ __forceinline__ Access read_access(const Access* memory, NoPolicy) {
 }
 template <typename Access>
 __device__ __forceinline__ Access read_access(const Access* memory, CachePolicy policy) {
-  if constexpr (sizeof(Access) == 16) {
+  if constexpr (sizeof(Access) >= 8) {
     return load_with_policy(memory, policy);
   } else {
     return *memory;

@@ -47,6 +47,7 @@ class ResidentForward:
     block_threads: int
     blocks_per_multiprocessor: int
     packs_per_thread: int
+    pack_length: int
     cluster_blocks: int
     vector: int
     rare_last: bool
@@ -104,6 +105,7 @@ def resident_forward_bytes(spec: ForwardSpec, config: ResidentForward) -> int:
     blocks = config.cluster_blocks
     size = team_bytes(spec.x, config.row_threads, config.block_threads, blocks, split=True)
     unaligned = config.vector == 1 and ITEMSIZE[spec.x] <= 4 and config.packs_per_thread > 2
+    unaligned = unaligned and config.pack_length == pack_length(spec.x)
     if unaligned and ITEMSIZE[spec.y] <= 4:
         size += config.block_threads * pack_length(spec.x) * ITEMSIZE[spec.y]
     return size
@@ -148,12 +150,17 @@ def forward_config(
         if packs > most_packs:
             return _streaming_forward(spec, packs, vector, architecture, wide=wide)
     row_threads = team_threads(packs, _packs_per_thread(spec, packs))
-    if spec.relu:
-        row_threads = max(row_threads, 8 // length)  # a byte of the bitmask is of neighbours
     packs_per_thread = -(-packs // row_threads)
+    own_length = _own_pack_length(spec, n, row_threads, packs_per_thread)
+    if own_length < length and row_threads < 32 and packs_per_thread >= 4:
+        row_threads *= 2
+    if spec.relu:
+        row_threads = max(row_threads, 8 // own_length)  # a byte of the bitmask is of neighbours
+    packs_per_thread = -(-packs // row_threads)
+    own_packs = -(-n // (row_threads * own_length))
     # A row of several warps has a block to itself: sharing cost 13% at N = 2048 (bfloat16, H200).
     block_threads = max(row_threads, 64)
-    full = n == row_threads * packs_per_thread * length
+    full = n == row_threads * own_packs * own_length
     # Registers for weight and bias beside 40 to 60 for the rest. A row of more warps waits longer
     # for the slowest than it gains: 3% at N = 8192 (bfloat16, float32 weight, H200). A 16-bit
     # weight costs half as many: 5.9 us against 6.4 at 1x8192, 4089 GB/s against 4088 at 32768x8192.
@@ -176,9 +183,13 @@ def forward_config(
     never = wide or (spec.norm == "layer_norm" and row_threads > 32)
     # By accesses of 8 bytes RMSNorm with a 16-bit weight takes 81 us, not 96, for 262144 rows of
     # 300, with a float32 one 115, not 119, for 131072 of 900, but with a 16-bit one 140, not 134,
-    # for 32768 of 4100, LayerNorm 133, not 121, for 131072 of 900 (bfloat16, H200).
+    # for 32768 of 4100, LayerNorm 133, not 121, for 131072 of 900, though in packs of 8 bytes 58.5,
+    # not 65.7, for 262144 of 204, where RMSNorm, whatever its threads, takes 71.6, not 68.1, for
+    # 32768 of 2052 (bfloat16, H200).
+    halves = own_length < length
     by_8_bytes = moves_8_bytes(spec.x, vector) and plain and row_threads <= 64
-    may_hold = vector == length or (by_8_bytes and spec.norm == "rms_norm")
+    by_8_bytes = by_8_bytes and (spec.norm == "rms_norm" or halves)
+    may_hold = vector == length or by_8_bytes
     hold_weight = may_hold and row_threads <= most_threads and not never
     hold_weight = hold_weight and affine <= most_held
     # Threads that a multiprocessor must hold at once bound their registers. What would spill has
@@ -189,12 +200,18 @@ def forward_config(
         threads = 256
     elif slim and hold_weight and slim_weight and packs_per_thread == 4:
         threads = 1024  # 512 rows at once: 8.74 us against 9.73 at 512x8192 (bfloat16, H200)
-    elif length == 8 and vector < length:
-        threads = 512 if spec.norm == "layer_norm" or not plain else 640
-        if packs_per_thread <= 4:
+    elif length == 8 and vector < own_length:
+        # Packs of 8 bytes, moved by smaller accesses, are no cells.
+        threads = 512 if spec.norm == "layer_norm" or not plain or halves else 640
+        if packs_per_thread <= 4 and not halves:
             threads = 768
     elif packs_per_thread > 4 and fewest_threads:
         threads = 800  # 132 us against 137 by 640 at 7168, 134 against 139 at 10240
+        # Of packs of 8 bytes 148 against 136 at 4100 and 104 against 101 at 3004, 12 and 6 times 8
+        # bytes a thread, but 145 against 163 at 8196 and 127 against 153 at 6004, for which 16
+        # leave too few registers; by 512 73 against 75 at 2052 (bfloat16, H200).
+        if halves and packs_per_thread != 6:
+            threads = 640 if packs_per_thread > 6 else 512
     elif packs_per_thread > 6 and (spec.norm == "rms_norm" or spec.x == "float16"):
         threads = 512
     elif packs_per_thread > 4 or (hold_weight and not slim):
@@ -233,7 +250,8 @@ def forward_config(
         row_threads=row_threads,
         block_threads=block_threads,
         blocks_per_multiprocessor=blocks,
-        packs_per_thread=packs_per_thread,
+        packs_per_thread=own_packs,
+        pack_length=own_length,
         cluster_blocks=1,
         vector=vector,
         rare_last=False,
@@ -242,6 +260,21 @@ def forward_config(
         hold_weight=hold_weight,
         full=full,
     )
+
+
+def _own_pack_length(spec: ForwardSpec, n: int, row_threads: int, packs_per_thread: int) -> int:
+    """Return the elements of a pack of a row in registers: of 8 bytes where it has no whole ones.
+
+    Then neighbouring threads have neighbouring accesses; by halves of packs of 16 bytes each access
+    of a warp would meet half of each sector: RMSNorm takes 23.0 us, not 29.7, for 65536 rows of 300
+    with twice the threads, LayerNorm 26.0, not 30.8, and 142, not 175, for 13000 of 10004; but 414,
+    not 366, for 14000 of 23196, of which 16 a thread leave too few registers for two blocks
+    (bfloat16, H200). The alignment does not matter, as the bits must not depend on it.
+    """
+    length = pack_length(spec.x)
+    halves = ITEMSIZE[spec.x] <= 4 and n % length == length // 2
+    too_many = packs_per_thread == 8 and row_threads > 320
+    return length // 2 if halves and not too_many else length
 
 
 def _blocks_ahead(blocks_per_multiprocessor: int, packs_per_thread: int, architecture: int) -> int:
@@ -272,25 +305,28 @@ def few_rows_configs(
     out of range: 512 of 16384 take 13.1 us, not 14.6, 512 of 12288 11.3, not 13.3 (bfloat16, H200).
     """
     # By accesses of 8 bytes RMSNorm takes 5.1 us, not 5.7, for 64 rows of 4100, 4.8, not 5.4, of
-    # 1500, but LayerNorm 5.7, not 5.5, and 9.1, not 8.2, for 512 of 4100 (bfloat16, H200).
-    least = 8 if spec.norm == "rms_norm" else 16
+    # 1500, but LayerNorm 5.7, not 5.5, and 9.1, not 8.2, for 512 of 4100, though in packs of 8
+    # bytes 5.2, not 6.2, 7.8, not 8.4, and 4.8, not 5.6, for 64 of 1500 (bfloat16, H200).
+    halves = config.pack_length < pack_length(spec.x)
+    least = 8 if spec.norm == "rms_norm" or halves else 16
     if config.vector * ITEMSIZE[spec.x] < least or _is_wide(spec):
         return ()
     if config.row_threads < 32:
         return _short_rows_configs(spec, config, n, architecture, multiprocessors)
     configs = []
-    affine = _affine_registers(spec, config.packs_per_thread)
+    packs = _packs_of_16_bytes(spec, config)
+    affine = _affine_registers(spec, packs)
     most_held, threads = 64, 512
     # Beside the row's own; more would spill, or does by more threads.
     if ITEMSIZE[spec.x] == 2:
-        needed = affine + 4 * config.packs_per_thread + 4 * spec.zero_centered
-        needed += 3 * config.packs_per_thread * spec.relu
+        needed = affine + 4 * packs + 4 * spec.zero_centered
+        needed += 3 * packs * spec.relu
         threads = 384 if needed > 80 else 512
-        if config.packs_per_thread == 8 and spec.relu:
+        if packs == 8 and spec.relu:
             most_held = 32
-    elif config.packs_per_thread == 8:
+    elif packs == 8:
         most_held = (64 if spec.x == "float32" else 32) if config.full else 0
-    elif spec.x == "float64" and config.packs_per_thread > 4 and not config.full:
+    elif spec.x == "float64" and packs > 4 and not config.full:
         most_held = 0
     if 0 < affine <= most_held:
         blocks = max(1, threads // config.block_threads)
@@ -301,13 +337,13 @@ def few_rows_configs(
             blocks_per_multiprocessor=blocks,
         )
         if architecture >= FIRST_WITH_CLUSTERS:
-            configs += [_split(held, split) for split in _split_blocks(spec, config)]
+            configs += [_split(held, split) for split in _split_blocks(spec, config, packs)]
         configs.append(held)
     plain = config.full and not (spec.bias or spec.relu or spec.zero_centered)
     plain = plain and config.vector == pack_length(spec.x)
     plain = plain and ITEMSIZE[spec.x] == ITEMSIZE[spec.y] == 2
     plain = plain and architecture >= FIRST_WITH_CLUSTERS
-    if plain and spec.norm == "rms_norm" and config.packs_per_thread == 8:
+    if plain and spec.norm == "rms_norm" and packs == 8:
         if not configs or configs[-1].blocks_per_multiprocessor < config.blocks_per_multiprocessor:
             configs.append(config)
         blocks = 1024 // config.block_threads
@@ -317,6 +353,11 @@ def few_rows_configs(
             )
         )
     return tuple((_most_at_once(few, multiprocessors), few) for few in configs)
+
+
+def _packs_of_16_bytes(spec: ForwardSpec, config: ResidentForward) -> int:
+    """Return how many such packs a thread's would be."""
+    return -(-config.packs_per_thread * config.pack_length // pack_length(spec.x))
 
 
 def _none_ahead(config: ResidentForward) -> ResidentForward:
@@ -350,10 +391,11 @@ def _short_rows_configs(
     at_once = _none_ahead(config)
     if spec.norm == "rms_norm":
         return ((_most_at_once(at_once, multiprocessors), at_once),) if config.blocks_ahead else ()
-    if config.packs_per_thread > 4:  # beside which a second copy of what is rare spills
+    packs = _packs_of_16_bytes(spec, config)
+    if packs > 4:  # beside which a second copy of what is rare spills
         return ()
     more: tuple[tuple[int, ResidentForward], ...] = ()
-    if config.packs_per_thread == 4:
+    if packs == 4 and config.pack_length == pack_length(spec.x):
         blocks = 768 // config.block_threads
         blocks_ahead = _blocks_ahead(blocks, 2, architecture)
         few = dataclasses.replace(
@@ -371,7 +413,7 @@ def _short_rows_configs(
     return (_most_at_once(at_once, multiprocessors), at_once), *more
 
 
-def _split_blocks(spec: ForwardSpec, config: ResidentForward) -> tuple[int, ...]:
+def _split_blocks(spec: ForwardSpec, config: ResidentForward, packs: int) -> tuple[int, ...]:
     """Return the blocks, of two warps or more, of clusters that have few rows: the most first.
 
     A block waits for its instructions and loads, of which each of a cluster has its share:
@@ -381,13 +423,13 @@ def _split_blocks(spec: ForwardSpec, config: ResidentForward) -> tuple[int, ...]
     and without for 64 of 8192, RMSNorm 6.2, not 6.1, for 64 of 16384. In shorter rows they wait for
     each other as long: 4.94 us, not 4.91, for 8 of 4096 (bfloat16, H200). Sums of float64 keep the
     sign of one of two NaNs, and which the compiler decides for each kernel: those would differ. A
-    ReLU beside 8 packs would spill.
+    ReLU beside 8 packs would spill, and so would 16 of 8 bytes.
     """
-    if spec.x == "float64" or (spec.relu and config.packs_per_thread == 8):
+    if spec.x == "float64" or (packs == 8 and (spec.relu or config.packs_per_thread > 8)):
         return ()
     if config.row_threads < 256 or config.row_threads % 128:
         return ()
-    slots = config.row_threads * config.packs_per_thread  # packs, those past the end too
+    slots = config.row_threads * packs  # those past the end too
     if slots >= 2048:
         return (4, 2) if spec.norm == "layer_norm" else (4,)
     return (4,) if spec.norm == "layer_norm" else ()

@@ -403,6 +403,20 @@ def _cases() -> list[Case]:
             Case("of_5_packs", norm, 37, 1280, "bfloat16"),
             Case("of_7_packs", norm, 9, 3584, "bfloat16"),
         ]
+    # In packs of 8 bytes forward, also at addresses that allow smaller accesses alone.
+    for norm in NORMS:
+        cases += [
+            Case("halves", norm, 70, 100, "bfloat16", relu=RELUS[1]),
+            Case("halves_tiny", norm, 67, 12, "float16", relu=RELUS[1]),
+            Case("halves_of_5", norm, 37, 300, "bfloat16"),
+            Case("halves_warp", norm, 9, 900, "float16", "float16", zero_centered=True, gap=4),
+            Case("halves_warps", norm, 5, 2052, "bfloat16", y="float32", regime="mixed_rows"),
+            Case("halves_narrow", norm, 5, 4100, "bfloat16", "bfloat16", "bfloat16"),
+            Case("halves_in_place", norm, 13, 302, "float32", in_place=True),
+            Case("halves_wild", norm, 7, 1102, "float32", bias=None, regime="extreme"),
+            Case("halves_pairs", norm, 5, 300, "float16", offset=2, gap=2),
+            Case("halves_odd", norm, 7, 1500, "bfloat16", offset=1),
+        ]
     # At any address: a row that ends in the last thread's next cell, and shares its first with the
     # row before, which is written in place.
     for norm in NORMS:
@@ -450,7 +464,10 @@ CASES = _cases()
 ADDRESSES = [
     Case("addresses", norm, 5, n, x, bias=None, regime="mean_1e2")
     for norm in NORMS
-    for x, n in (("float32", 1160), ("float32", 1163), ("bfloat16", 2328), ("float16", 131))
+    for x, n in (
+        *(("float32", 1160), ("float32", 1163), ("float32", 1162)),
+        *(("bfloat16", 2328), ("bfloat16", 300), ("float16", 131)),
+    )
 ]
 
 # Those that few rows may have kernels of their own for, and as many of a lone row.
@@ -463,10 +480,14 @@ for _norm in NORMS:
         Case("few_warp", _norm, 7, 1024, "bfloat16", regime="mixed_rows"),
         Case("few_warp_odd", _norm, 5, 1000, "float16", regime="nonfinite"),
         Case("few_extreme", _norm, 7, 1200, "float32", bias=None, regime="extreme"),
+        Case("few_halves", _norm, 7, 1500, "bfloat16", "bfloat16", None, regime="mixed_rows"),
+        Case("few_halves_short", _norm, 21, 300, "float16", bias=None, relu=RELUS[1]),
     ]
 FEW += [
     Case("few_mean", "layer_norm", 7, 1024, "bfloat16", regime="mean_1e6"),
     Case("few_warp_extreme", "layer_norm", 7, 1024, "bfloat16", regime="extreme"),
+    Case("few_off_guess", "layer_norm", 7, 2048, "float32", regime="off_guess"),
+    Case("few_off_guess_wild", "layer_norm", 5, 1200, "float32", None, None, regime="off_guess"),
 ]
 # Of less than a warp, which have fewer packs a thread, and with a cluster for each.
 FEW += [

@@ -134,6 +134,7 @@ __forceinline__ CachePolicy evict_last() { return {}; }
 __forceinline__ bool is_large(long long) { return false; }
 __forceinline__ CachePolicy evict_last_if_large(long long) { return {}; }
 __forceinline__ uint4 load_with_policy(const uint4* memory, CachePolicy) { return *memory; }
+__forceinline__ uint2 load_with_policy(const uint2* memory, CachePolicy) { return *memory; }
 constexpr bool kReadsAroundRows = false;
 __forceinline__ void store_past_l1(uint4* memory, uint4 value) { *memory = value; }
 
