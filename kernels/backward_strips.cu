@@ -176,7 +176,7 @@ __global__ __launch_bounds__(StripThreads + 32 * kMessengers, 1) void norm_backw
   };
   const auto bits_of = [&](long long row) { return bitmask + row * bitmask_bytes(n_cols); };
   // The L2 keeps what is read before what is written: 33.3 us, not 34.0, for RMSNorm of 32 rows of 262144,
-  // LayerNorm 34.6, not 36.1 (float32, H200).
+  // LayerNorm 34.6, not 36.1 (float32, H200). Beside a bitmask rows of 16 bits would spill 48 bytes.
   const CachePolicy policy = evict_last();
   const auto fetch = [&](int group, int r) {
     const long long row = row_of(group, r);
@@ -188,7 +188,7 @@ __global__ __launch_bounds__(StripThreads + 32 * kMessengers, 1) void norm_backw
       if (lane == 0 && n > 0) prefetch(bits_of(row) + first / 8);
     }
     if constexpr (StageOfX::template kTakesPolicy<Vector> &&
-                  StageOfDY::template kTakesPolicy<Vector>) {
+                  StageOfDY::template kTakesPolicy<Vector> && !(Bitmask && sizeof(X) == 2)) {
       // Exchanged for each row: of one that is moved on from row to row a part is the block's.
       const OwnPlace own = own_place(StageOfX::place(place, 0, 0));
       StageOfX::template fetch<Vector, false>(own, 0, source_x, 0, n, policy);

@@ -209,9 +209,10 @@ def forward_config(
         threads = 800  # 132 us against 137 by 640 at 7168, 134 against 139 at 10240
         # Of packs of 8 bytes 148 against 136 at 4100 and 104 against 101 at 3004, 12 and 6 times 8
         # bytes a thread, but 145 against 163 at 8196 and 127 against 153 at 6004, for which 16
-        # leave too few registers; by 512 73 against 75 at 2052 (bfloat16, H200).
-        if halves and packs_per_thread != 6:
-            threads = 640 if packs_per_thread > 6 else 512
+        # leave too few registers, as 12 beside a ReLU; by 512 73 against 75 at 2052 (bfloat16,
+        # H200).
+        if halves and (packs_per_thread != 6 or not plain):
+            threads = 640 if packs_per_thread > 5 else 512
     elif packs_per_thread > 6 and (spec.norm == "rms_norm" or spec.x == "float16"):
         threads = 512
     elif packs_per_thread > 4 or (hold_weight and not slim):
