@@ -176,7 +176,7 @@ __global__ __launch_bounds__(StripThreads + 32 * kMessengers, 1) void norm_backw
   };
   const auto bits_of = [&](long long row) { return bitmask + row * bitmask_bytes(n_cols); };
   // The L2 keeps what is read before what is written: 33.3 us, not 34.0, for RMSNorm of 32 rows of 262144,
-  // LayerNorm 34.6, not 36.1 (float32, H200). Beside a bitmask rows of 16 bits would spill 48 bytes.
+  // LayerNorm 34.6, not 36.1 (float32, H200).
   const CachePolicy policy = evict_last();
   const auto fetch = [&](int group, int r) {
     const long long row = row_of(group, r);
@@ -188,8 +188,8 @@ __global__ __launch_bounds__(StripThreads + 32 * kMessengers, 1) void norm_backw
       if (lane == 0 && n > 0) prefetch(bits_of(row) + first / 8);
     }
     if constexpr (StageOfX::template kTakesPolicy<Vector> &&
-                  StageOfDY::template kTakesPolicy<Vector> && !(Bitmask && sizeof(X) == 2)) {
-      // Exchanged for each row: of one that is moved on from row to row a part is the block's.
+                  StageOfDY::template kTakesPolicy<Vector>) {
+      // Exchanged for each row, as copies with a policy want it (device.cuh).
       const OwnPlace own = own_place(StageOfX::place(place, 0, 0));
       StageOfX::template fetch<Vector, false>(own, 0, source_x, 0, n, policy);
       StageOfDY::template fetch<Vector, false>(own + StageOfX::kBytes, 0, source_dy, 0, n, policy);
@@ -232,6 +232,8 @@ __global__ __launch_bounds__(StripThreads + 32 * kMessengers, 1) void norm_backw
   };
 
   // 1. Ask for the first rows and the weight.
+  constexpr int kOnTheirWay = 2;
+  static_assert(kStages == kAhead + kOnTheirWay, "the sums of as many are formed ahead");
   fetch_group(0);
   Pack<Weight, kLength> weights;
   if constexpr (kPresent<Weight>) load<Vector>(weights, weight + first, 0, n_own);
@@ -276,9 +278,9 @@ __global__ __launch_bounds__(StripThreads + 32 * kMessengers, 1) void norm_backw
   // RMSNorm 21.1 us, not 22.1, LayerNorm 23.9, not 24.5 (bfloat16, H200).
 #pragma unroll
   for (int group = 0; group < kAhead; ++group) {
-    wait_for_copies<1>();
+    wait_for_copies<kOnTheirWay - 1>();
     if (group < groups) sum_up(group);
-    fetch_group(group + 2);
+    fetch_group(group + kOnTheirWay);
   }
 
   T dweight_sums[kLength] = {}, dbias_sums[kLength] = {};
@@ -287,7 +289,7 @@ __global__ __launch_bounds__(StripThreads + 32 * kMessengers, 1) void norm_backw
 #pragma unroll 1
   for (int group = 0; group < groups; ++group) {
     if (group + kAhead < groups) {
-      wait_for_copies<1>();
+      wait_for_copies<kOnTheirWay - 1>();
       sum_up(group + kAhead);
     }
     named_barrier(known(group), kMeeting);

@@ -15,7 +15,7 @@
 // Thread:    packs rank, rank + threads of the team, ... of its row (PacksPerThread of them), of Length
 //            elements: 16 bytes, or 8 in rows of whole packs of 8 bytes alone.
 // Order:     a thread's packs in turn, or by halves where a warp has four of each thread, then the
-//            team's reduction: a function of n_cols and the dtype of x, never of n_rows or alignment.
+//            team's reduction: a function of n_cols, the dtypes and options, never of n_rows or alignment.
 // Result:    the thread of rank 0 of a team, of its first block, writes the row's mean and rstd.
 // RareLast:  what rows out of range need lies behind the end of all else: for few rows, as in decoding,
 //            where registers are to spare. The same bits.
@@ -134,15 +134,15 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
   // 84 us, not 109, for 16384 of 4097, 77, not 127, for 8192 of 8191, LayerNorm 109, not 138, and 97, not
   // 128; of float32 134, not 164, and 148, not 152; but LayerNorm 32.7, not 28.2, for 262144 of 33, and
   // where accesses of two elements are allowed RMSNorm 82, not 78, for 16384 of 4098 (bfloat16, H200).
-  constexpr bool kUnaligned =
-      Vector == 1 && sizeof(X) <= 4 && kLength * sizeof(X) == 16 && PacksPerThread > 2;
+  constexpr int kBytes = kLength * static_cast<int>(sizeof(X));  // of a pack
+  constexpr bool kUnaligned = Vector == 1 && sizeof(X) <= 4 && PacksPerThread * kBytes > 32;
   constexpr bool kStoresWords = kUnaligned && sizeof(Y) <= 4;
   constexpr int kLanes = RowThreads < 32 ? RowThreads : 32;
   using WordsOfY = Words<Y, kLength, kLanes>;
   static_assert(!kUnaligned || ClusterBlocks == 1, "few rows are whole packs");
   const auto cells = [&] {
     if constexpr (kUnaligned) {
-      return Cells<X>(x + row * x_stride, team.rank, active ? n_cols : 0);
+      return Cells<X, kLength>(x + row * x_stride, team.rank, active ? n_cols : 0);
     } else {
       return None{};
     }
@@ -156,7 +156,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
   Pack<X, kLength> packs[PacksPerThread];
   Pack<X, 16 / sizeof(X)> first_pack;  // a sample, whatever the length of the others
   if constexpr (kGuesses && kUnaligned) {
-    const Cells<X> firsts(x + row * x_stride, 0, n_cols);
+    const Cells<X, 16 / sizeof(X)> firsts(x + row * x_stride, 0, n_cols);
     first_pack = firsts.pack(firsts.load(0), firsts.load(1));
   } else if constexpr (kGuesses) {
     load<Vector>(first_pack, x + row * x_stride, 0, n_cols);
@@ -309,9 +309,8 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
   // of bfloat16, 257 against 263 with 8 packs a thread and float32; but for RMSNorm at 4096, with a
   // weight of float32, 139 against 130 (H200).
   constexpr bool kNarrow = sizeof(Weight) <= 2 && sizeof(Bias) <= 2;
-  constexpr int kBytes = kLength * static_cast<int>(sizeof(X));
   constexpr bool kAsksAhead = !HoldWeight && (kNarrow || PacksPerThread * kBytes > 64);
-  constexpr int kAhead = 16 / kBytes;  // packs, and so many are asked for at once
+  constexpr int kAhead = 16 / kBytes;  // packs: 16 bytes of x
   Y* own_y = y + (row * y_stride + first_column(0));
   // Those of the first lane, and the place where the lanes exchange words.
   const int lane = team.rank % kLanes, of_first_lane = first_column(0) - lane * kLength;

@@ -43,19 +43,18 @@ __device__ __forceinline__ Pack<T, Length> pack_of_cells(unsigned (&words)[Words
 // The cells of a row of n elements from the one on in which a thread's first pack begins: pack i begins in
 // cell i. Of the row's first cell what lies before the row is loaded and not used; of its last nothing
 // beyond the row is.
-template <typename T>
+template <typename T, int Length>
 struct Cells {
-  static constexpr int kLength = 16 / static_cast<int>(sizeof(T));
-  using Cell = Pack<T, kLength>;
+  using Cell = Pack<T, Length>;
   const T* start;  // of the first cell
   int before;      // elements of a cell that lie before the pack which begins in it
   int left;        // those from the first cell's start to the row's end, if there is a row
   int skipped;     // those of the first cell that lie before the row
 
   __device__ __forceinline__ Cells(const T* row, int rank, int n) {
-    before = bytes_before<T, kLength>(row) / static_cast<int>(sizeof(T));
-    start = row - before + rank * kLength;
-    left = n > 0 ? before + n - rank * kLength : 0;
+    before = bytes_before<T, Length>(row) / static_cast<int>(sizeof(T));
+    start = row - before + rank * Length;
+    left = n > 0 ? before + n - rank * Length : 0;
     skipped = rank == 0 ? before : 0;
   }
 
@@ -63,38 +62,39 @@ struct Cells {
   template <typename Policy = NoPolicy>
   __device__ __forceinline__ Cell load(int i, Policy policy = {}) const {
     Cell cell = {};
-    if (left >= (i + 1) * kLength) {
+    if (left >= (i + 1) * Length) {
       if (kReadsAroundRows || i > 0 || skipped == 0) {
-        read_words<16>(cell.words, start + i * kLength, 0, policy);
+        read_words<kCellBytes<T, Length>>(cell.words, start + i * Length, 0, policy);
       } else {
-        load_elements(cell, 0, kLength);
+        load_elements(cell, 0, Length);
       }
     }
     return cell;
   }
   // Whether the row ends in the middle of cell i, and that cell.
   __device__ __forceinline__ bool is_last(int i) const {
-    return i * kLength < left && left < (i + 1) * kLength;
+    return i * Length < left && left < (i + 1) * Length;
   }
   __device__ __forceinline__ void load_last(Cell& cell) const {
-    load_elements(cell, left / kLength, left % kLength);
+    load_elements(cell, left / Length, left % Length);
   }
 
   // The pack that begins in `cell` and ends in `next`.
   __device__ __forceinline__ Cell pack(const Cell& cell, const Cell& next) const {
-    unsigned words[8];
+    constexpr int kWords = Cell::kWords;
+    unsigned words[2 * kWords];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) words[i] = cell.words[i], words[4 + i] = next.words[i];
-    return pack_of_cells<T, kLength>(words, before * static_cast<int>(sizeof(T)));
+    for (int i = 0; i < kWords; ++i) words[i] = cell.words[i], words[kWords + i] = next.words[i];
+    return pack_of_cells<T, Length>(words, before * static_cast<int>(sizeof(T)));
   }
 
  private:
   __device__ __forceinline__ void load_elements(Cell& cell, int i, int count) const {
 #pragma unroll
-    for (int element = 0; element < kLength; ++element) {
+    for (int element = 0; element < Length; ++element) {
       if (element < count && (i > 0 || element >= skipped)) {
         constexpr int kBytes = kAccessBytes<T, 1>;
-        read_words<kBytes>(cell.words, start + i * kLength, element * kBytes);
+        read_words<kBytes>(cell.words, start + i * Length, element * kBytes);
       }
     }
   }

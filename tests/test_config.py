@@ -184,7 +184,8 @@ def test_few_rows_differ_only_in_what_does_not_show(
                 continue
             if few.row_threads < 32:
                 rare_last = spec.norm == "layer_norm"
-                assert config.packs_per_thread <= 4 or not rare_last  # which would spill
+                bytes_of_x = config.packs_per_thread * config.pack_length * ITEMSIZE[spec.x]
+                assert bytes_of_x <= 64 or not rare_last  # which would spill
                 assert few == dataclasses.replace(
                     config, blocks_ahead=0, blocks_ahead_if_large=0, rare_last=rare_last
                 )
@@ -1370,7 +1371,7 @@ def test_rows_of_no_whole_packs_in_registers_have_packs_of_8_bytes(norm: Any, x:
     # Where those are whole, at any address: the bits must not depend on it.
     length = pack_length(x)
     spec = ForwardSpec(norm, x, "float32", "float32", x, False, True, False)
-    for packs, architecture in itertools.product((5, 13, 38, 188, 513, 751), ARCHITECTURES):
+    for packs, architecture in itertools.product((5, 13, 32, 38, 188, 513, 751), ARCHITECTURES):
         n = packs * length - length // 2
         halves = {}
         for vector in vectors(spec, n):
@@ -1391,6 +1392,54 @@ def test_rows_of_no_whole_packs_in_registers_have_packs_of_8_bytes(norm: Any, x:
         config = forward_config(spec, n, 1, 90)
         assert isinstance(config, ResidentForward)
         assert config.pack_length == length
+
+
+@pytest.mark.parametrize(
+    ("norm", "n", "relu", "vector", "layout"),
+    [
+        ("layer_norm", 2052, False, 4, (64, 9, 4, 8)),
+        ("layer_norm", 2052, False, 2, (64, 9, 4, 8)),
+        ("layer_norm", 3004, False, 4, (64, 12, 4, 12)),
+        ("layer_norm", 4100, False, 4, (96, 11, 4, 8)),
+        ("layer_norm", 4100, True, 4, (96, 11, 4, 6)),
+        ("layer_norm", 4100, False, 2, (96, 11, 4, 5)),
+        ("layer_norm", 8196, False, 4, (160, 13, 4, 4)),
+        ("layer_norm", 12004, False, 4, (192, 16, 4, 3)),
+        ("layer_norm", 20004, False, 4, (320, 16, 4, 2)),
+        ("layer_norm", 23196, False, 4, (384, 8, 8, 2)),
+        ("rms_norm", 4100, False, 4, (192, 6, 4, 4)),
+        ("rms_norm", 12004, False, 4, (192, 16, 4, 2)),
+        ("rms_norm", 4, True, 4, (2, 1, 4, 12)),
+        ("rms_norm", 12, True, 1, (2, 2, 4, 12)),
+    ],
+)
+def test_layouts_of_packs_of_8_bytes(
+    norm: Any, n: int, relu: bool, vector: int, layout: tuple[int, ...]
+) -> None:
+    # Threads of a row, packs of a thread, elements of a pack, blocks of a multiprocessor.
+    x = "bfloat16"
+    bias = x if norm == "layer_norm" else None
+    config = forward_config(ForwardSpec(norm, x, x, bias, x, False, True, relu), n, vector, 90)
+    assert isinstance(config, ResidentForward)
+    found = (config.row_threads, config.packs_per_thread, config.pack_length)
+    assert (*found, config.blocks_per_multiprocessor) == layout
+
+
+@pytest.mark.parametrize("n", [204, 420, 8188, 12004, 16132, 16380])
+def test_few_rows_of_packs_of_8_bytes_have_room_for_them(n: int) -> None:
+    x = "bfloat16"
+    for norm in NORMS:
+        bias = x if norm == "layer_norm" else None
+        spec = ForwardSpec(norm, x, x, bias, x, False, True, False)
+        config = forward_config(spec, n, 4, 90)
+        assert isinstance(config, ResidentForward)
+        assert config.pack_length == 4
+        few_rows = few_rows_configs(spec, config, n, 90, 132)
+        assert few_rows
+        for _, few in few_rows:
+            assert few.cluster_blocks * few.row_threads * few.packs_per_thread * 4 >= n
+            # 16 packs a thread would spill.
+            assert few.cluster_blocks == 1 or few.packs_per_thread <= 8
 
 
 @pytest.mark.parametrize(("vector", "blocks"), [(8, 2), (4, 2), (2, 1), (1, 1)])

@@ -1265,7 +1265,7 @@ MUTATIONS = [
     Mutation(
         "a group is not waited for",
         "backward_strips.cu",
-        "      wait_for_copies<1>();\n      sum_up(group + kAhead);",
+        "      wait_for_copies<kOnTheirWay - 1>();\n      sum_up(group + kAhead);",
         "      sum_up(group + kAhead);",
         RACE,
         STRIPS,
@@ -1273,7 +1273,7 @@ MUTATIONS = [
     Mutation(
         "the first groups are not waited for",
         "backward_strips.cu",
-        "    wait_for_copies<1>();\n    if (group < groups)",
+        "    wait_for_copies<kOnTheirWay - 1>();\n    if (group < groups)",
         "    if (group < groups)",
         RACE,
         STRIPS,
@@ -1281,8 +1281,8 @@ MUTATIONS = [
     Mutation(
         "one of the first groups is not asked for",
         "backward_strips.cu",
-        "    fetch_group(group + 2);\n",
-        "    if (group > 0) fetch_group(group + 2);\n",
+        "    fetch_group(group + kOnTheirWay);\n",
+        "    if (group > 0) fetch_group(group + kOnTheirWay);\n",
         f"{RACE}|{UNWRITTEN}",
         STRIPS,
     ),
@@ -2097,8 +2097,8 @@ MUTATIONS = [
     Mutation(
         "a cell that the row ends in is loaded as others",
         "unaligned.cuh",
-        "if (left >= (i + 1) * kLength) {",
-        "if (left > i * kLength) {",
+        "if (left >= (i + 1) * Length) {",
+        "if (left > i * Length) {",
         OUT_OF_BOUNDS,
         UNALIGNED,
     ),

@@ -2,14 +2,14 @@
 
 Pure functions of the spec, the row length N, the GPU's architecture and `vector`, the elements
 moved by one access. What the bits of a row depend on (row_threads or, of staged rows,
-block_threads, packs_per_thread, cluster_blocks; strips and their strip_threads) follows from the
-spec, N and the architecture alone, and from whether the GPU has room for clusters, or for strips
-all at once; vector decides only what does not show in y, the statistics and dx. Few rows may be
-laid out otherwise, by kernels that give the same bits.
+block_threads, packs_per_thread, pack_length, cluster_blocks; strips and their strip_threads)
+follows from the spec, N and the architecture alone, and from whether the GPU has room for clusters,
+or for strips all at once; vector decides only what does not show in y, the statistics and dx. Few
+rows may be laid out otherwise, by kernels that give the same bits.
 
-A pack is 16 bytes of x. Registers and shared memory bound what a block may hold:
-tests/test_compile.py compiles those of some row lengths for every supported architecture and fails
-on a spill that it does not list.
+A pack is 16 bytes of x, or 8 where a configuration's pack_length says so. Registers and shared
+memory bound what a block may hold: tests/test_compile.py compiles those of some row lengths for
+every supported architecture and fails on a spill that it does not list.
 """
 
 from cupynorm._config._backward import (

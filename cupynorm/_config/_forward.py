@@ -37,6 +37,7 @@ class ResidentForward:
     """Rows held in registers, read once, each by `row_threads` threads of `cluster_blocks` blocks.
 
     In several blocks they give the bits of one block with all these threads, for few rows.
+    `pack_length`: the elements of 16 bytes, or of 8 where a row has no whole packs of 16.
     `rare_last`: what is rare comes last in the code, for few rows. `hold_weight`: weight and bias
     are asked for with the row, not after it is measured. `full`: the row fills its threads' packs
     exactly. `blocks_ahead`: a block has the L2 fetch the rows of the one so many later, or none if
@@ -104,10 +105,10 @@ def resident_forward_bytes(spec: ForwardSpec, config: ResidentForward) -> int:
     """Return the shared memory of a block: see kernels/forward.cu."""
     blocks = config.cluster_blocks
     size = team_bytes(spec.x, config.row_threads, config.block_threads, blocks, split=True)
-    unaligned = config.vector == 1 and ITEMSIZE[spec.x] <= 4 and config.packs_per_thread > 2
-    unaligned = unaligned and config.pack_length == pack_length(spec.x)
+    own_bytes = config.packs_per_thread * config.pack_length * ITEMSIZE[spec.x]
+    unaligned = config.vector == 1 and ITEMSIZE[spec.x] <= 4 and own_bytes > 32
     if unaligned and ITEMSIZE[spec.y] <= 4:
-        size += config.block_threads * pack_length(spec.x) * ITEMSIZE[spec.y]
+        size += config.block_threads * config.pack_length * ITEMSIZE[spec.y]
     return size
 
 
@@ -184,8 +185,8 @@ def forward_config(
     # By accesses of 8 bytes RMSNorm with a 16-bit weight takes 81 us, not 96, for 262144 rows of
     # 300, with a float32 one 115, not 119, for 131072 of 900, but with a 16-bit one 140, not 134,
     # for 32768 of 4100, LayerNorm 133, not 121, for 131072 of 900, though in packs of 8 bytes 58.5,
-    # not 65.7, for 262144 of 204, where RMSNorm, whatever its threads, takes 71.6, not 68.1, for
-    # 32768 of 2052 (bfloat16, H200).
+    # not 65.7, for 262144 of 204; RMSNorm's held by 96 threads 71.6, not 68.1, for 32768 of 2052
+    # (bfloat16, H200).
     halves = own_length < length
     by_8_bytes = moves_8_bytes(spec.x, vector) and plain and row_threads <= 64
     by_8_bytes = by_8_bytes and (spec.norm == "rms_norm" or halves)
@@ -201,16 +202,14 @@ def forward_config(
     elif slim and hold_weight and slim_weight and packs_per_thread == 4:
         threads = 1024  # 512 rows at once: 8.74 us against 9.73 at 512x8192 (bfloat16, H200)
     elif length == 8 and vector < own_length:
-        # Packs of 8 bytes, moved by smaller accesses, are no cells.
-        threads = 512 if spec.norm == "layer_norm" or not plain or halves else 640
-        if packs_per_thread <= 4 and not halves:
+        threads = 512 if spec.norm == "layer_norm" or not plain else 640
+        if packs_per_thread <= 4:
             threads = 768
     elif packs_per_thread > 4 and fewest_threads:
         threads = 800  # 132 us against 137 by 640 at 7168, 134 against 139 at 10240
-        # Of packs of 8 bytes 148 against 136 at 4100 and 104 against 101 at 3004, 12 and 6 times 8
-        # bytes a thread, but 145 against 163 at 8196 and 127 against 153 at 6004, for which 16
-        # leave too few registers, as 12 beside a ReLU; by 512 73 against 75 at 2052 (bfloat16,
-        # H200).
+        # Of packs of 8 bytes 11 or 12 a thread: 136 us against 148 by 640 at 4100, 101 against 104
+        # at 3004. More, or beside a ReLU, leave too few registers: 163 against 145 at 8196, 153
+        # against 127 at 6004. Of 9 or 10 by 512 73 against 75 at 2052 (bfloat16, H200).
         if halves and (packs_per_thread != 6 or not plain):
             threads = 640 if packs_per_thread > 5 else 512
     elif packs_per_thread > 6 and (spec.norm == "rms_norm" or spec.x == "float16"):

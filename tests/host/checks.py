@@ -482,6 +482,7 @@ for _norm in NORMS:
         Case("few_extreme", _norm, 7, 1200, "float32", bias=None, regime="extreme"),
         Case("few_halves", _norm, 7, 1500, "bfloat16", "bfloat16", None, regime="mixed_rows"),
         Case("few_halves_short", _norm, 21, 300, "float16", bias=None, relu=RELUS[1]),
+        Case("few_halves_of_7", _norm, 21, 204, "bfloat16", "bfloat16"),
     ]
 FEW += [
     Case("few_mean", "layer_norm", 7, 1024, "bfloat16", regime="mean_1e6"),
@@ -511,6 +512,7 @@ for _norm in NORMS:
         Case("few_split", _norm, 3, 16384, "bfloat16", **_SPLIT),
         Case("few_split_odd", _norm, 2, 16376, "bfloat16", gap=8, **_SPLIT),
     ]
+FEW.append(Case("few_split_halves", "layer_norm", 3, 8188, "bfloat16", gap=4, **_SPLIT))
 FEW += [
     Case("few_split_mean", "layer_norm", 2, 8192, "bfloat16", regime="off_guess", **_SPLIT),
     Case("few_split_wild", "layer_norm", 3, 4092, "float32", regime="extreme", **_SPLIT),
