@@ -203,8 +203,12 @@ def regimes(kernel: Instantiation) -> Iterator[str]:
         return
     # The last are the threads of a row and of a block, blocks a multiprocessor, packs a thread,
     # Full and Vector. Forward has before them RareLast, BlocksAhead, BlocksAheadIfLarge, HoldWeight
-    # and ClusterBlocks.
+    # and ClusterBlocks, and Length between.
     hold = 11 if name == "norm_forward" else 7
+    if name == "norm_forward":
+        length = int(values.pop(-3))
+        if length * {"double": 8, "float": 4}.get(values[0], 2) == 8:
+            yield f"{name}, packs of 8 bytes"
     team_threads, block_threads = int(values[-6]), int(values[-5])
     parts = {32: "one warp"}
     size = parts.get(team_threads, "part of a warp" if team_threads < 32 else "several warps")
@@ -237,6 +241,7 @@ def test_the_cases_reach_every_regime(kernels: list[Instantiation]) -> None:
         "norm_forward, a row to one warp",
         "norm_forward, a row to several warps",
         "norm_forward, several packs a thread",
+        "norm_forward, packs of 8 bytes",
         "norm_forward, accesses of one element",
         "norm_forward, accesses of several elements",
         "norm_forward, rows that fill their packs",

@@ -409,12 +409,9 @@ def _cases() -> list[Case]:
             Case("halves", norm, 70, 100, "bfloat16", relu=RELUS[1]),
             Case("halves_tiny", norm, 67, 12, "float16", relu=RELUS[1]),
             Case("halves_of_5", norm, 37, 300, "bfloat16"),
-            Case("halves_warp", norm, 9, 900, "float16", "float16", zero_centered=True, gap=4),
             Case("halves_warps", norm, 5, 2052, "bfloat16", y="float32", regime="mixed_rows"),
             Case("halves_narrow", norm, 5, 4100, "bfloat16", "bfloat16", "bfloat16"),
             Case("halves_in_place", norm, 13, 302, "float32", in_place=True),
-            Case("halves_wild", norm, 7, 1102, "float32", bias=None, regime="extreme"),
-            Case("halves_pairs", norm, 5, 300, "float16", offset=2, gap=2),
             Case("halves_odd", norm, 7, 1500, "bfloat16", offset=1),
         ]
     # At any address: a row that ends in the last thread's next cell, and shares its first with the
