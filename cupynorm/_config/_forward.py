@@ -306,7 +306,7 @@ def few_rows_configs(
     """
     # By accesses of 8 bytes RMSNorm takes 5.1 us, not 5.7, for 64 rows of 4100, 4.8, not 5.4, of
     # 1500, but LayerNorm 5.7, not 5.5, and 9.1, not 8.2, for 512 of 4100, though in packs of 8
-    # bytes 5.2, not 6.2, 7.8, not 8.4, and 4.8, not 5.6, for 64 of 1500 (bfloat16, H200).
+    # bytes 5.2, not 6.2, 7.8, not 8.4, and 4.9, not 5.6, for 64 of 1500 (bfloat16, H200).
     halves = config.pack_length < pack_length(spec.x)
     least = 8 if spec.norm == "rms_norm" or halves else 16
     if config.vector * ITEMSIZE[spec.x] < least or _is_wide(spec):
