@@ -146,19 +146,15 @@ def instantiations(architecture: int) -> list[Instantiation]:
             add(packs * length - length // 2, (length // 2,), forward, backward)
     # 16 packs of 8 bytes a thread, and of the longest rows 8 of 16; fewer, also at other addresses.
     for packs in (750, 2500, 2900):
-        eight = ForwardSpec(
-            "layer_norm", "bfloat16", "bfloat16", "bfloat16", "bfloat16", True, True, True
-        )
+        eight = ForwardSpec("layer_norm", *4 * ("bfloat16",), True, True, True)
         add(packs * 8 - 4, (4,), [eight])
     for packs in (38, 513) if architecture == 90 else (38,):
         for norm in ("rms_norm", "layer_norm"):
             short = ForwardSpec(norm, *4 * ("bfloat16",), True, True, True)
             add(packs * 8 - 4, (1, 4), [short])
     # 14 of LayerNorm's float16; few rows in clusters.
-    x = "float16"
-    add(15996, (4,), [ForwardSpec("layer_norm", x, x, x, x, True, True, True)])
-    x = "bfloat16"
-    add(8188, (4,), [ForwardSpec("layer_norm", x, x, x, x, False, True, False)])
+    add(15996, (4,), [ForwardSpec("layer_norm", *4 * ("float16",), True, True, True)])
+    add(8188, (4,), [ForwardSpec("layer_norm", *4 * ("bfloat16",), False, True, False)])
     # Cells of another size for dy than for x, with a weight held beside those of float32 or not.
     for (x, dy), packs in itertools.product(
         (("float32", "bfloat16"), ("bfloat16", "float32"), ("float32", "float32")),
@@ -603,25 +599,48 @@ def test_what_is_held_is_asked_for_before_the_row_is_measured(
         assert max(asked) < min(computed), kernel.expression
 
 
+def check_places_of_copies(kernel: Instantiation, code: str) -> None:
+    """Check that no part of a place is in a uniform register, where the policy is as well."""
+    copies = re.findall(r"(?:LDGSTS|UBLKCP)[^;]*", code)  # asynchronous, those in bulk as well
+    assert copies, kernel.expression
+    # The policy is the descriptor's: which of the copies have one does not show.
+    wrong = [copy for copy in copies if ".128" in copy and re.search(r"\[R\d+\+UR", copy)]
+    assert not wrong, f"{kernel.expression}: {wrong[0]}"
+
+
 @pytest.mark.skipif(disassembler() is None, reason="needs nvdisasm")
 def test_no_copy_with_a_policy_has_a_part_of_its_place_in_a_uniform_register(
     tmp_path: Path,
 ) -> None:
     def has_copies_with_policies(kernel: Instantiation) -> object:
-        files = ("backward.cu", "backward_strips.cu", "forward_staged.cu")
-        return kernel.file in files and re.search(
-            r"_(backward|staged|strips)<(float|b?float16),.* [48]>$", kernel.expression
+        return kernel.file in ("backward.cu", "forward_staged.cu") and re.search(
+            r"_(backward|staged)<(float|b?float16),.* [48]>$", kernel.expression
         )
 
     checked = 0
     for kernel, code in machine_code(has_copies_with_policies, tmp_path):
-        copies = re.findall(r"(?:LDGSTS|UBLKCP)[^;]*", code)  # asynchronous, those in bulk as well
-        assert copies, kernel.expression
-        # The policy is the descriptor's: which of the copies have one does not show.
-        wrong = [copy for copy in copies if ".128" in copy and re.search(r"\[R\d+\+UR", copy)]
-        assert not wrong, f"{kernel.expression}: {wrong[0]}"
+        check_places_of_copies(kernel, code)
         checked += 1
     assert checked > 120
+
+
+# By themselves: of what takes the most registers, as above, all strips have a bitmask.
+@pytest.mark.skipif(disassembler() is None, reason="needs nvdisasm")
+@pytest.mark.parametrize("bitmask", [False, True])
+@pytest.mark.parametrize(
+    ("x", "n"), [("float32", 262144), ("bfloat16", 262144), ("float16", 400_000)]
+)
+def test_no_copy_to_strips_has_a_part_of_its_place_in_a_uniform_register(
+    x: str, n: int, bitmask: bool, tmp_path: Path
+) -> None:
+    kernels = []
+    for norm, bias in (("rms_norm", None), ("layer_norm", "float32")):
+        spec = BackwardSpec(norm, x, x, "float32", bias, False, bitmask)
+        config = backward_config(spec, n, pack_length(x), 90)
+        assert isinstance(config, StripsBackward)
+        kernels += backward_instantiations(spec, config)
+    for kernel, code in disassembled(tuple(kernels), tmp_path).items():
+        check_places_of_copies(kernel, code)
 
 
 @pytest.mark.skipif(disassembler() is None, reason="needs nvdisasm")

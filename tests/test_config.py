@@ -1388,7 +1388,7 @@ def test_rows_of_no_whole_packs_in_registers_have_packs_of_8_bytes(norm: Any, x:
             more = of_whole.row_threads < 32 and of_whole.packs_per_thread >= 4
             assert config.row_threads == of_whole.row_threads * (2 if more else 1)
         assert len(set(halves.values())) == 1
-    for n in (packs * length, packs * length - 1):
+    for n in (38 * length, 38 * length - 1):
         config = forward_config(spec, n, 1, 90)
         assert isinstance(config, ResidentForward)
         assert config.pack_length == length

@@ -153,7 +153,8 @@ def forward_config(
     row_threads = team_threads(packs, _packs_per_thread(spec, packs))
     packs_per_thread = -(-packs // row_threads)
     own_length = _own_pack_length(spec, n, row_threads, packs_per_thread)
-    if own_length < length and row_threads < 32 and packs_per_thread >= 4:
+    halves = own_length < length
+    if halves and row_threads < 32 and packs_per_thread >= 4:
         row_threads *= 2
     if spec.relu:
         row_threads = max(row_threads, 8 // own_length)  # a byte of the bitmask is of neighbours
@@ -187,7 +188,6 @@ def forward_config(
     # for 32768 of 4100, LayerNorm 133, not 121, for 131072 of 900, though in packs of 8 bytes 58.5,
     # not 65.7, for 262144 of 204; RMSNorm's held by 96 threads 71.6, not 68.1, for 32768 of 2052
     # (bfloat16, H200).
-    halves = own_length < length
     by_8_bytes = moves_8_bytes(spec.x, vector) and plain and row_threads <= 64
     by_8_bytes = by_8_bytes and (spec.norm == "rms_norm" or halves)
     may_hold = vector == length or by_8_bytes
@@ -337,7 +337,7 @@ def few_rows_configs(
             blocks_per_multiprocessor=blocks,
         )
         if architecture >= FIRST_WITH_CLUSTERS:
-            configs += [_split(held, split) for split in _split_blocks(spec, config, packs)]
+            configs += [_split(held, split) for split in _split_blocks(spec, config)]
         configs.append(held)
     plain = config.full and not (spec.bias or spec.relu or spec.zero_centered)
     plain = plain and config.vector == pack_length(spec.x)
@@ -413,7 +413,7 @@ def _short_rows_configs(
     return (_most_at_once(at_once, multiprocessors), at_once), *more
 
 
-def _split_blocks(spec: ForwardSpec, config: ResidentForward, packs: int) -> tuple[int, ...]:
+def _split_blocks(spec: ForwardSpec, config: ResidentForward) -> tuple[int, ...]:
     """Return the blocks, of two warps or more, of clusters that have few rows: the most first.
 
     A block waits for its instructions and loads, of which each of a cluster has its share:
@@ -425,6 +425,7 @@ def _split_blocks(spec: ForwardSpec, config: ResidentForward, packs: int) -> tup
     sign of one of two NaNs, and which the compiler decides for each kernel: those would differ. A
     ReLU beside 8 packs would spill, and so would 16 of 8 bytes.
     """
+    packs = _packs_of_16_bytes(spec, config)
     if spec.x == "float64" or (packs == 8 and (spec.relu or config.packs_per_thread > 8)):
         return ()
     if config.row_threads < 256 or config.row_threads % 128:
