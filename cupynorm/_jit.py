@@ -221,6 +221,7 @@ def backward_instantiations(
             dbias,
             spec.bitmask,
             config.hold_weight,
+            config.hold_row,
             config.shared_sums,
             config.hold_sums,
             config.bulk,

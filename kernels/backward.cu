@@ -27,13 +27,15 @@
 //            run.
 // Sums:      those of so many gradients wait in shared memory for the next kTurns rows (SharedSums),
 //            the other's in registers (HoldSums), or else in partials. The same bits.
+// HoldRow:   xhat and dy stay in registers from the sums on, and what was read of a row makes room for a
+//            later one before the sums are complete. Of RMSNorm, whose xhat is not centred.
 // Bulk:      one thread asks for its team's rows, and a mailbox for each stage says when one is there,
 //            instead of each thread for its own packs: fewer instructions, for rows that fill their
 //            packs. Row r of a team waits in stage r % Stages. When the sums of row r are complete,
 //            all threads of the team have sent theirs, and have before done with row r - 1; in a
 //            cluster, which sends those of row r before it writes dx of row r - 1, with row r - 2.
-//            That row's stage is free, for the row Stages later. A row past the last is not asked
-//            for, nor waited for: each cluster must have one.
+//            That row's stage is free, for the row Stages later; where HoldRow, row r's is. A row past
+//            the last is not asked for, nor waited for: each cluster must have one.
 // ByCells:   stage.cuh; of rows whose addresses allow accesses of 4 bytes or less.
 // ThroughL1: copies of 16 bytes come by way of L1, not past it, as all smaller ones do.
 // Result:    partials, of cluster c in row c.
@@ -43,9 +45,9 @@
 #include "team.cuh"
 
 template <typename X, typename DY, typename Weight, bool Centered, bool ZeroCentered, bool DBias,
-          bool Bitmask, bool HoldWeight, int SharedSums, bool HoldSums, bool Bulk, bool ByCells,
-          bool ThroughL1, int Stages, int ClusterBlocks, int RowThreads, int BlockThreads,
-          int BlocksPerMultiprocessor, int PacksPerThread, bool Full, int Vector>
+          bool Bitmask, bool HoldWeight, bool HoldRow, int SharedSums, bool HoldSums, bool Bulk,
+          bool ByCells, bool ThroughL1, int Stages, int ClusterBlocks, int RowThreads,
+          int BlockThreads, int BlocksPerMultiprocessor, int PacksPerThread, bool Full, int Vector>
 __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_backward(
     const DY* dy, long long dy_stride, const X* x, long long x_stride, const Weight* weight,
     const Compute<X>* mean, const Compute<X>* rstd, const unsigned char* bitmask, X* dx,
@@ -74,10 +76,12 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
   const auto end_of_row = [&](int p) {
     return team.template end_of_row<PacksPerThread, kLength>(p, n_cols);
   };
+  static_assert(!HoldRow || (!Centered && kWide && !ByCells),
+                "a stage is done with when it is read");
   // In a cluster the sums of the next row are formed while those of this one are on their way.
-  constexpr bool kAhead = ClusterBlocks > 1;
+  constexpr bool kAhead = ClusterBlocks > 1 && !HoldRow;
   // Bulk: turns after which a row's place is known to be free.
-  constexpr int kLate = kAhead ? 2 : 1;
+  constexpr int kLate = HoldRow ? 0 : kAhead ? 2 : 1;
   static_assert(!Bulk || kCopiesTakePolicies, "only there the copies are made");
   static_assert(!Bulk || (Full && Vector == kLength && RowThreads >= 64),
                 "for whole rows of warps");
@@ -353,6 +357,8 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
     if constexpr (Bitmask) keep(pack, of_row.bits[p], first_column(p));
     return pack;
   };
+  T held_xhat[HoldRow ? PacksPerThread : 1][kLength];
+  Pack<DY, kLength> held_dy[HoldRow ? PacksPerThread : 1];
   const auto sum_up = [&](int stage, const Beside& of_row, T(&sums)[kSums]) {
     if constexpr (!Full)
       make_opaque(n_cols);  // else each element's comparison with it is kept for the next step
@@ -365,7 +371,16 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
       const Pack<DY, kLength> row_dy = read_dy(stage, p, of_row);
       add_to_sums<ZeroCentered, Vector>(sums, centring, row_x, row_dy, weights_of(p),
                                         first_column(p), end_of_row(p));
+      if constexpr (HoldRow) {
+        held_dy[p] = row_dy;
+#pragma unroll
+        for (int i = 0; i < kLength; ++i) {
+          held_xhat[p][i] = centring.xhat_of(row_x.template get<T>(i), 0);
+        }
+        if constexpr (!Bulk) fetch(stage, p);
+      }
     }
+    if constexpr (HoldRow && !Bulk) fetched_all(stage);
   };
 
   // What lanes have copied by cells they show to each other.
@@ -383,7 +398,9 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
       show_cells();
     }
     sum_up(0, next, sums);
-    team.meet();
+  }
+  team.meet();
+  if constexpr (kAhead) {
     team.template begin_reduction<Sum>(sums);
     fetch_rows(kFirst, kFetched);
   } else if constexpr (kFirst < kFetched) {
@@ -452,16 +469,28 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
 #pragma unroll
     for (int p = 0; p < PacksPerThread; ++p) {
       const int n_stored = stores ? left_of_row(p) : 0;
-      const Pack<X, kLength> row_x = read_x(stage, p, current);
-      const Pack<DY, kLength> row_dy = read_dy(stage, p, current);
+      T xhat[kLength];
+      Pack<DY, kLength> row_dy;
+      if constexpr (HoldRow) {
+        row_dy = held_dy[p];
+#pragma unroll
+        for (int i = 0; i < kLength; ++i) xhat[i] = held_xhat[p][i];
+      } else {
+        const Pack<X, kLength> row_x = read_x(stage, p, current);
+        row_dy = read_dy(stage, p, current);
+#pragma unroll
+        for (int i = 0; i < kLength; ++i) {
+          xhat[i] = centring.xhat_of(row_x.template get<T>(i), means.h);
+        }
+      }
       const Pack<Weight, kLength> weights = weights_of(p);
       T gradient[kLength];
 #pragma unroll
       for (int i = 0; i < kLength; ++i) {
-        const T xhat = centring.xhat_of(row_x.template get<T>(i), means.h);
         const T upstream = row_dy.template get<T>(i);
-        gradient[i] = dx_of<ZeroCentered>(upstream, xhat, weights, i, means, current.rstd);
-        if constexpr (kDWeight) dweight[p][i] = fused_multiply_add(upstream, xhat, dweight[p][i]);
+        gradient[i] = dx_of<ZeroCentered>(upstream, xhat[i], weights, i, means, current.rstd);
+        if constexpr (kDWeight)
+          dweight[p][i] = fused_multiply_add(upstream, xhat[i], dweight[p][i]);
         if constexpr (DBias) dbias[p][i] += upstream;
       }
       Pack<X, kLength> stored;
@@ -478,9 +507,9 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
         StageOfX::write(stored, place, p);
         StageOfX::template store<Vector>(place, p, dx_row, column(p), n_stored);
       }
-      if constexpr (!Bulk) fetch(stage, p);
+      if constexpr (!Bulk && !HoldRow) fetch(stage, p);
     }
-    if constexpr (!Bulk) fetched_all(stage);
+    if constexpr (!Bulk && !HoldRow) fetched_all(stage);
     stage = next_stage;
     parity = next_parity;
     row += rows_a_turn;

@@ -142,6 +142,9 @@ SHARED_SUMS, SHARED_SUMS_OF_TEAMS = (
     staged("backward.cu", shared_sums=2, teams=teams) for teams in (1, 4)
 )
 HELD_SUMS = staged("backward.cu", hold_sums=True)
+HELD_ROW = staged("backward.cu", "rms_norm", hold_row=True, cluster_blocks=1, m=9)
+HELD_ROW_BULK = staged("backward.cu", "rms_norm", hold_row=True, bulk=True, m=7)
+HELD_ROW_CLUSTER = staged("backward.cu", "rms_norm", hold_row=True, cluster_blocks=2, m=9)
 CELLS = staged("backward.cu", x="bfloat16", gap=0, cluster_blocks=1)
 CELLS_OF_DY = staged("backward.cu", x="float16", gap=2)
 CELLS_OF_CLUSTER = staged("backward.cu", x="bfloat16", gap=0, cluster_blocks=2)
@@ -596,8 +599,8 @@ MUTATIONS = [
     Mutation(
         "a row is asked for before the last one there is done with",
         "backward.cu",
-        "constexpr int kLate = kAhead ? 2 : 1;",
-        "constexpr int kLate = 1;",
+        "constexpr int kLate = HoldRow ? 0 : kAhead ? 2 : 1;",
+        "constexpr int kLate = HoldRow ? 0 : 1;",
         RACE,
         BULK_CLUSTER,
     ),
@@ -608,6 +611,46 @@ MUTATIONS = [
         "stage - kLate + 1 : stage - kLate + 1",
         RACE,
         BULK,
+    ),
+    Mutation(
+        "a row is asked for though the last one there is not yet read, where rows are held",
+        "backward.cu",
+        "      sum_up(stage, current, sums);\n      team.template reduce<Sum>(sums);\n    }\n",
+        "      sum_up(stage, current, sums);\n    }\n",
+        f"{RACE}|{VALUE}",
+        HELD_ROW_BULK,
+    ),
+    Mutation(
+        "a row that is held read again",
+        "backward.cu",
+        "        row_dy = held_dy[p];\n",
+        "        row_dy = read_dy(stage, p, current);\n",
+        f"{RACE}|{VALUE}",
+        HELD_ROW,
+    ),
+    Mutation(
+        "a row that is held not asked for from the sums on",
+        "backward.cu",
+        "        if constexpr (!Bulk) fetch(stage, p);\n      }\n",
+        "      }\n",
+        VALUE,
+        HELD_ROW,
+    ),
+    Mutation(
+        "rows that are held counted once more",
+        "backward.cu",
+        "if constexpr (!Bulk && !HoldRow) fetched_all(stage);",
+        "if constexpr (!Bulk) fetched_all(stage);",
+        f"{OUT_OF_BOUNDS}|{RACE}",
+        HELD_ROW,
+    ),
+    Mutation(
+        "a cluster's sums sent before mailboxes are open, where rows are held",
+        "backward.cu",
+        "  team.meet();\n",
+        "  if constexpr (kAhead) team.meet();\n",
+        f"{RACE}|{STUCK}|mailbox",
+        HELD_ROW_CLUSTER,
     ),
     Mutation(
         "a mailbox's second time not told from its first, of rows",

@@ -65,6 +65,7 @@ class StagedBackward:
     stages: int
     vector: int
     hold_weight: bool
+    hold_row: bool
     shared_sums: int
     hold_sums: bool
     full: bool
@@ -456,6 +457,11 @@ def _long_layouts(spec: BackwardSpec, packs: int, whole: bool, architecture: int
                 continue
             for blocks in range(1, most // row_threads + 1):
                 used = blocks * row_threads / most
+                # RMSNorm of 16384 rows of 12288 takes 285 us so, 297 by three small blocks on each
+                # multiprocessor; by four blocks 334, not 295, for 8192 of 24576 (bfloat16, H200).
+                of_pairs = cluster_blocks == 2 and width == 2 and row_threads >= 352
+                if of_pairs and spec.norm == "rms_norm" and spec.gradients < 2 and not spec.bitmask:
+                    used = 1.0
                 rank = used * filled, -cluster_blocks, width
                 ranked.append((rank, (row_threads, row_threads, blocks, cluster_blocks, 3)))
         elif row_threads >= 64:
@@ -563,6 +569,7 @@ def _staged_backward(
             stages=fewer,
             vector=vector,
             hold_weight=spec.weight is not None and holds and fits(True, vector),
+            hold_row=False,
             shared_sums=0,
             hold_sums=False,
             full=full,
@@ -580,6 +587,7 @@ def _staged_backward(
             continue
         least_held = dataclasses.replace(config, hold_weight=False, cells=cells or in_part)
         if max(staged_backward_bytes(spec, c) for c in (config, least_held)) <= limit:
+            config = dataclasses.replace(config, hold_row=_holds_row(spec, config, architecture))
             in_bulk = _in_bulk(spec, config, architecture, limit)
             # Otherwise copied, 4 packs beside both gradients leave no room for the weight, but in
             # clusters, whose blocks are smaller; nor do 6 or 7, which would spill 130 bytes.
@@ -590,6 +598,35 @@ def _staged_backward(
             )
             return _in_all_room(spec, n, found, limit, architecture)
     return None
+
+
+def _holds_row(spec: BackwardSpec, config: StagedBackward, architecture: int) -> bool:
+    """Tell whether xhat and dy of a row stay in registers, where RMSNorm has them to spare.
+
+    A tenth of the instructions less, and a stage is filled again a reduction earlier: 377 us, not
+    384, for 32768 rows of 8192, 192, not 196, of 4096, 123, not 128, for 16384 of 5120, 215, not
+    223, of 9216. But 105, not 103, for 1048576 of 64, 19.7, not 19.4, for 32768 of 256. In clusters
+    they come instead of the next row's sums: by two and four blocks 228, not 233, for 8192 of 19200
+    and 472, not 490, of 40960, 311, not 323, of 26000; by 256 threads of 4 packs 398, not 383, of
+    32768, by three small blocks a multiprocessor 278, not 269, for 16384 of 11264. Beside a bitmask
+    1 to 4 % more of 2 and 4 packs, as ptxas then asks for its bits later (bfloat16, H200).
+    """
+    wide = moves_8_bytes(spec.x, config.vector) and not config.cells
+    narrow = ITEMSIZE[spec.dy] <= ITEMSIZE[spec.x]
+    if spec.norm != "rms_norm" or architecture < FIRST_WITH_ASYNCHRONOUS_COPIES:
+        return False
+    if spec.bitmask or not (wide and narrow):
+        return False
+    packs, threads = config.packs_per_thread, config.row_threads
+    if config.cluster_blocks > 1:
+        by_many_threads = threads >= 384 or (config.cluster_blocks == 2 and packs == 2)
+        return config.cluster_blocks <= 4 and (packs == 5 or by_many_threads)
+    if threads <= 32 and packs < 3:
+        return False
+    # Of more there would be spills of up to 280 bytes, but not of two rows that fill their packs.
+    slots = packs * config.block_threads * config.blocks_per_multiprocessor
+    fills_them = config.full and config.rows_per_block > 1
+    return slots <= (1152 if spec.gradients == 2 else 1344 if fills_them else 1280)
 
 
 def _in_all_room(
@@ -683,7 +720,8 @@ def _in_bulk(
     else:
         alone = config.rows_per_block == 1 and 320 <= config.block_threads < 480
         ahead = size == 8 or alone
-    if architecture != 90 or not (plain and ahead):
+    by_three = config.hold_row and config.packs_per_thread == 3
+    if architecture != 90 or by_three or not (plain and ahead):
         return None
     packs = config.blocks_per_multiprocessor * config.block_threads * config.packs_per_thread
     of_five = clustered and (in_pairs or spec.norm == "rms_norm" or packs > 1024)

@@ -6,8 +6,9 @@ Those that cupynorm._config chooses are for rows longer than the host has time f
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -57,6 +58,7 @@ class Staged:
     packs_per_thread: int = 1
     hold_weight: bool = False
     stage_bias: bool = False  # though the weight is held
+    hold_row: bool = False
     shared_sums: int = 0
     hold_sums: bool = False
     bulk: bool = False
@@ -73,6 +75,7 @@ class Staged:
         how = f"{'-bulk' if self.bulk else ''}{'-counted' if self.counted else ''}"
         how += f"-{self.shared_sums}_shared" if self.shared_sums else ""
         how += "-held" if self.hold_sums else ""
+        how += "-row_held" if self.hold_row else ""
         return f"{what}-{self.m}x{self.n}-{over}-{self.stages}{how}"
 
     @property
@@ -128,6 +131,7 @@ class Staged:
             "Bitmask": self.bitmask,
             "HoldWeight": self.hold_weight,
             "HoldBias": self.hold_weight and not self.stage_bias,
+            "HoldRow": self.hold_row,
             "SharedSums": self.shared_sums,
             "HoldSums": self.hold_sums,
             "Bulk": self.bulk,
@@ -221,24 +225,27 @@ class Staged:
             if not self.is_forward:
                 dy = make_values("normal", x.shape, dtype, 4)
                 dy_on_gpu = gap.apply(gpu.cupy, dy)
-                partials = self._check_backward(gpu, (dy, x, weight), (dy_on_gpu, on_gpu))
-                if self.shared_sums or self.hold_sums:
-                    # Where sums wait does not show in their bits.
-                    in_partials = dataclasses.replace(
-                        self, shared_sums=0, hold_sums=False, in_place=False
+                found = self._check_backward(gpu, (dy, x, weight), (dy_on_gpu, on_gpu))
+                if self.shared_sums or self.hold_sums or self.hold_row:
+                    # Where sums and rows wait does not show in their bits.
+                    elsewhere = dataclasses.replace(
+                        self, shared_sums=0, hold_sums=False, hold_row=False, in_place=False
                     )
+                    if self.bulk:  # which needs one more where rows are not held
+                        elsewhere = dataclasses.replace(elsewhere, stages=self.stages + 1)
                     again = gap.apply(gpu.cupy, dy), of_x.apply(gpu.cupy, x)
-                    same = in_partials._check_backward(gpu, (dy, x, weight), again)
-                    bits = f"u{partials.itemsize}"
-                    np.testing.assert_equal(partials.view(bits), same.view(bits), "bits of sums")
+                    same = elsewhere._check_backward(gpu, (dy, x, weight), again)
+                    for a, b in zip(found, same, strict=True):
+                        bits = f"u{a.itemsize}"
+                        np.testing.assert_equal(a.view(bits), b.view(bits), "bits of sums or dx")
             else:
-                found = self._check_forward(gpu, (x, weight, bias), on_gpu)
+                of_rows = self._check_forward(gpu, (x, weight, bias), on_gpu)
                 if self.counted is not None:
                     # By which block a row is worked on, and after which, does not show in its bits.
                     in_turn = dataclasses.replace(self, counted=None, in_place=False)
                     again = of_x.apply(gpu.cupy, x)
-                    same = in_turn._check_forward(gpu, (x, weight, bias), again)
-                    for a, b in zip(found, same, strict=True):
+                    in_order = in_turn._check_forward(gpu, (x, weight, bias), again)
+                    for a, b in zip(of_rows, in_order, strict=True):
                         np.testing.assert_equal(
                             a is None or a.view(f"u{a.itemsize}"),
                             b is None or b.view(f"u{b.itemsize}"),
@@ -280,8 +287,8 @@ class Staged:
         )
         return found
 
-    def _check_backward(self, gpu: Gpu, host: Any, rows: tuple[Array, Array]) -> Any:
-        """Return the partials, if there are any."""
+    def _check_backward(self, gpu: Gpu, host: Any, rows: tuple[Array, Array]) -> tuple[Any, ...]:
+        """Return dx and the partials, but of strips."""
         compute = np.dtype(compute_dtype(self.x)).type
         _, x, weight = host
         dx = rows[0] if self.in_place else gpu.cupy.empty(x.shape, x.dtype)
@@ -304,16 +311,17 @@ class Staged:
                 gpu.cupy.empty(exchanged // compute().itemsize, compute),
             )
             self._launch(gpu, *rows, *operands, bits, dx, dweight, dbias, *exchange, *sizes)
-            gradients, found = (gpu.to_numpy(dweight), gpu.to_numpy(dbias)), None
+            gradients, found = (gpu.to_numpy(dweight), gpu.to_numpy(dbias)), ()
         else:
             wanted = weight is not None, self.dbias
             shape = (sum(wanted), self.groups, partials_stride(self.n))
             partials = gpu.cupy.empty(shape, compute)
             self._launch(gpu, *rows, *operands, bits, dx, partials, *sizes)
             rows_of_sums = partials.reshape(-1, shape[-1])  # what lies behind n is not a sum
-            found = np.array([gpu.to_numpy(row[: self.n]) for row in rows_of_sums], compute)
-            found = found.reshape(sum(wanted), self.groups, self.n)
-            sums = iter(found.sum(axis=1, dtype=np.float64).astype(dtype))
+            of_rows = np.array([gpu.to_numpy(row[: self.n]) for row in rows_of_sums], compute)
+            of_rows = of_rows.reshape(sum(wanted), self.groups, self.n)
+            sums = iter(of_rows.sum(axis=1, dtype=np.float64).astype(dtype))
+            found = gpu.to_numpy(dx), of_rows
             gradients = tuple(next(sums) if one else None for one in wanted)
         testing.check_backward(
             self.norm,
@@ -403,6 +411,8 @@ def _staged() -> Iterable[Staged]:
             )
             if file == "backward.cu":
                 yield staged(9, 492, "float16", other="float16", in_place=True, hold_weight=True)
+                if norm == "rms_norm":
+                    yield from _with_rows_held(staged)
                 # Rows at odd addresses and at even ones, of x and dy alike and not.
                 yield from (
                     staged(9, 333, "bfloat16", other="bfloat16", gap=0, stages=3, groups=1),
@@ -564,6 +574,29 @@ def _staged() -> Iterable[Staged]:
                         for dbias in (True, False)
                     ),
                 )
+
+
+def _with_rows_held(staged: Callable[..., Staged]) -> Iterable[Staged]:
+    held = functools.partial(staged, hold_row=True)
+    yield from (
+        # Full rows and others, by accesses of 16 and of 8 bytes; rows past the last.
+        held(9, 200),
+        held(37, 60, row_threads=16, teams=4, shared_sums=1, dbias=False, hold_weight=True),
+        held(9, 506, packs_per_thread=2, in_place=True),
+        held(21, 1000, "bfloat16", packs_per_thread=2, teams=2, stages=3, hold_weight=True),
+        held(8, 492, "float16", other="float16", in_place=True, zero_centered=True),
+        held(5, 256, other=None, dbias=False, packs_per_thread=2),
+        held(7, 512, "bfloat16", other="bfloat16", bitmask=True, zero_centered=True),
+        held(6, 252, "float64", other="float64", packs_per_thread=2),
+        held(40, 40, regime="extreme", row_threads=16, teams=4),
+        # In bulk: as many rows of a block as stages, one fewer or more, twice as many.
+        *(held(m, 256, groups=1, stages=3, bulk=True) for m in (1, 2, 3, 4, 7)),
+        held(37, 512, "bfloat16", other="bfloat16", teams=3, stages=2, bulk=True),
+        # Clusters, which sum up no next row ahead.
+        held(9, 500, cluster_blocks=2),
+        held(31, 760, cluster_blocks=3, groups=1, stages=3, bitmask=True),
+        *(held(m, 512, cluster_blocks=2, stages=3, bulk=True) for m in (2, 8, 9, 20)),
+    )
 
 
 STAGED = list(_staged())
