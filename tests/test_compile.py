@@ -144,6 +144,14 @@ def instantiations(architecture: int) -> list[Instantiation]:
         add(packs * length - (norm == "layer_norm"), (1,), forward, backward)
         if packs in (40, 160, 576, 1152, 2304):  # accesses of 8 bytes
             add(packs * length - length // 2, (length // 2,), forward, backward)
+    # RMSNorm's rows that stay in registers: 2, 3, 5 and 6 packs a thread, by one to four blocks.
+    for x, packs, bias in (
+        *(("bfloat16", packs, None) for packs in (640, 672, 1472, 1536, 1664, 5120)),
+        *(("float32", packs, None) for packs in (672, 1536, 5120)),
+        *(("bfloat16", packs, "float32") for packs in (384, 512)),
+    ):
+        kept = BackwardSpec("rms_norm", x, x, "float32", bias, True, False)
+        add(packs * pack_length(x), (pack_length(x),), (), [kept])
     # 16 packs of 8 bytes a thread, and of the longest rows 8 of 16; fewer, also at other addresses.
     for packs in (750, 2500, 2900):
         eight = ForwardSpec("layer_norm", *4 * ("bfloat16",), True, True, True)
@@ -476,11 +484,15 @@ CELLS_BESIDE_FLOAT32 = (
 CELLS_ON_120 = (
     r"norm_backward<bfloat16, .*, true, false, 2, 1, (416, 416|448, 448), 1, 2, false, 1>"
 )
-HELD_BESIDE_CELLS = r"norm_backward<float, .*, true, \d, false, false, true, .*, 448, 1, 3, .*, 1>"
+HELD_BESIDE_CELLS = (
+    r"norm_backward<float, .*, true, false, \d, false, false, true, .*, 448, 1, 3, .*, 1>"
+)
 # Wide accesses side by side: LayerNorm takes 162 us, not 170, for 8192 rows of 10396 (H200).
 BY_8_BYTES = r"norm_backward<(b?float16, .*, 4|float, .*, 2|double, .*, 1)>"
 RESIDENT_BY_PAIRS = r"norm_backward_resident<b?float16, .*, [67], \w+, 1>"
-BESIDE_A_BITMASK = r"norm_backward<b?float16, .*(, true){5}, 2, (false, ){4}\d, 1, .*, true, 8>"
+BESIDE_A_BITMASK = (
+    r"norm_backward<b?float16, .*(, true){5}, false, 2, (false, ){4}\d, 1, .*, true, 8>"
+)
 STRIPS_BY_SINGLE_ELEMENTS = r"norm_backward_strips<b?float16, .*, 512, [12], 1>"
 STRIPS_WITH_BITMASK = r"norm_backward_strips<b?float16, .*, true, 512, [12], 8>"
 LAYER_NORM_BY_TWO_CLUSTERS = (

@@ -544,6 +544,35 @@ def test_rows_that_do_not_begin_at_lines(norm: str, n: int) -> None:
     assert (x.view("u2") == forward.y.view("u2")).all()
 
 
+# Of each layout whose rows RMSNorm's backward keeps in registers, full and not, by accesses of 16
+# bytes and of 8, so many that each team has several times as many as are on their way.
+@pytest.mark.parametrize(
+    "n",
+    [
+        *(768, 1024, 1280, 1536, 2048, 4096, 4100, 5120, 5376, 6136, 6144, 6656, 8192, 9216),
+        *(10240, 12004, 12288, 13312, 18432, 20480, 26000, 36864, 40960),
+    ],
+)
+@pytest.mark.parametrize("name", ["float16", "float32"])
+def test_rows_kept_in_registers_have_the_bits_of_others(name: str, n: int) -> None:
+    import cupy
+
+    m = 2**25 // n
+    random = cupy.random.default_rng(n)
+    x, dy = (random.standard_normal((m, n), np.float32).astype(name) for _ in range(2))
+    weight = random.standard_normal(n, np.float32)
+    rstd = cupynorm.rms_norm_forward(x, weight).rstd
+    found = cupynorm.rms_norm_backward(dy, x, weight, rstd)
+    # Nor are they kept of an x that begins one element further.
+    longer = cupy.empty(m * n + 1, name)
+    longer[1:] = x.ravel()
+    elsewhere = cupynorm.rms_norm_backward(dy, longer[1:].reshape(m, n), weight, rstd)
+    assert (found.dx.view(f"u{x.itemsize}") == elsewhere.dx.view(f"u{x.itemsize}")).all()
+    terms = dy.astype(np.float64) * x * rstd[:, None]
+    error = abs(found.dweight - terms.sum(axis=0)) / abs(terms).sum(axis=0)
+    assert float(error.max()) < 64 * 2**-24  # for 64 rows added up in turn
+
+
 @pytest.mark.parametrize("norm", NORMS)
 def test_the_gradient_of_a_mean_rounds_the_same_way_in_every_row(norm: str) -> None:
     for n, m in ((1024, 40_000), (8192, 33_000), (20_000, 9_000)):

@@ -224,9 +224,11 @@ def regimes(kernel: Instantiation) -> Iterator[str]:
         yield f"{name}, what is rare last"
     if name == "norm_forward" and values[9] != "0":
         yield f"{name}, rows fetched ahead"
-    if name == "norm_backward" and values[8] != "0":
+    if name == "norm_backward" and values[8] == "true":
+        yield f"{name}, rows held"
+    if name == "norm_backward" and values[9] != "0":
         yield f"{name}, sums of rows in shared memory"
-    if name == "norm_backward" and values[9] == "true":
+    if name == "norm_backward" and values[10] == "true":
         yield f"{name}, sums of rows held"
     if kernel.cluster_blocks > 1:
         yield f"{name}, a row to a cluster"
@@ -265,6 +267,7 @@ def test_the_cases_reach_every_regime(kernels: list[Instantiation]) -> None:
         "norm_backward, rows that do not fill their packs",
         "norm_backward, with the weight held",
         "norm_backward, without the weight held",
+        "norm_backward, rows held",
         "norm_backward, sums of rows in shared memory",
         "norm_backward, sums of rows held",
         "norm_backward_resident",

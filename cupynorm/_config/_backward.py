@@ -51,10 +51,11 @@ class Reduction:
 class StagedBackward:
     """As StagedForward, with the weight gradients; a block has a row for each of its teams.
 
-    `shared_sums`: of how many gradients the sums of rows so far wait in shared memory. `hold_sums`:
-    the other's in registers, else in device memory. `bulk`: one thread of a team copies its rows,
-    else each thread the packs that it will read. `cells`: by cells, as rows at any address are: see
-    kernels/unaligned.cuh. `through_l1`: those of 16 bytes by way of L1, as smaller ones.
+    `hold_row`: xhat and dy stay in registers from a row's sums on. `shared_sums`: of how many
+    gradients the sums of rows so far wait in shared memory. `hold_sums`: the other's in registers,
+    else in device memory. `bulk`: one thread of a team copies its rows, else each thread the packs
+    that it will read. `cells`: by cells, as rows at any address are: see kernels/unaligned.cuh.
+    `through_l1`: those of 16 bytes by way of L1, as smaller ones.
     """
 
     row_threads: int
@@ -435,6 +436,7 @@ def _long_layouts(spec: BackwardSpec, packs: int, whole: bool, architecture: int
     `whole`: the last pack is inside the row.
     """
     ranked = []
+    may_hold = _may_hold_rows(spec, architecture) and spec.gradients < 2
     for cluster_blocks, width in itertools.product((1, 2, 4, 8, 16), LONG_THREADS):
         most = LONG_THREADS[width]
         row_threads = team_threads(-(-packs // cluster_blocks), width)
@@ -448,7 +450,12 @@ def _long_layouts(spec: BackwardSpec, packs: int, whole: bool, architecture: int
             if fewer_would_do or not (whole or by_cells):
                 continue
             full = packs == slots and whole
-            if not _by_many_packs(spec, full, whole, row_threads, cluster_blocks):
+            # RMSNorm's that are held: 131 us, not 134, for 16384 rows of 5376, 142, not 148, of
+            # 5760, with a float32 weight 140, not 154; but 152, not 148, of 6144, which fill them,
+            # and by 7 packs 163, not 158, of 6656 (bfloat16, H200).
+            held = (cluster_blocks, row_threads, width) == (1, 128, 6) and may_hold
+            held = held and whole and not full
+            if not (held or _by_many_packs(spec, full, whole, row_threads, cluster_blocks)):
                 continue
         # Empty slots are waited for, and packs are compared with the row's end.
         filled = (packs / slots) ** 2
@@ -460,7 +467,7 @@ def _long_layouts(spec: BackwardSpec, packs: int, whole: bool, architecture: int
                 # RMSNorm of 16384 rows of 12288 takes 285 us so, 297 by three small blocks on each
                 # multiprocessor; by four blocks 334, not 295, for 8192 of 24576 (bfloat16, H200).
                 of_pairs = cluster_blocks == 2 and width == 2 and row_threads >= 352
-                if of_pairs and spec.norm == "rms_norm" and spec.gradients < 2 and not spec.bitmask:
+                if of_pairs and may_hold:
                     used = 1.0
                 rank = used * filled, -cluster_blocks, width
                 ranked.append((rank, (row_threads, row_threads, blocks, cluster_blocks, 3)))
@@ -479,7 +486,7 @@ def _long_layouts(spec: BackwardSpec, packs: int, whole: bool, architecture: int
             # of 6 packs 104; but not what is copied in bulk, nor rows of no whole packs, whose
             # weight is not held.
             in_bulk = packs == slots and spec.norm == "layer_norm" and architecture == 90
-            if width == 3 and spec.gradients == 2 and whole and not in_bulk:
+            if width == 3 and (spec.gradients == 2 or may_hold) and whole and not in_bulk:
                 most_threads = max(most, min(row_threads, 448))
             for block_threads in range(row_threads, min(most_threads, 512) + 1, row_threads):
                 used = min(block_threads / most, most / block_threads)
@@ -592,7 +599,9 @@ def _staged_backward(
             # Otherwise copied, 4 packs beside both gradients leave no room for the weight, but in
             # clusters, whose blocks are smaller; nor do 6 or 7, which would spill 130 bytes.
             crowded = packs_per_thread == 4 and spec.gradients == 2 and cluster_blocks == 1
-            crowded = (crowded and row_threads > 32) or packs_per_thread > 5
+            crowded = (crowded and row_threads > 32) or (
+                packs_per_thread > 5 and not config.hold_row
+            )
             found = in_bulk or dataclasses.replace(
                 config, hold_weight=config.hold_weight and not crowded
             )
@@ -600,33 +609,41 @@ def _staged_backward(
     return None
 
 
+def _may_hold_rows(spec: BackwardSpec, architecture: int) -> bool:
+    """Tell whether xhat and dy of a row can stay in registers, if it fits and is well aligned.
+
+    RMSNorm has them to spare. Beside a bitmask it takes 1 to 4 % longer by 2 and 4 packs a thread,
+    as ptxas then asks for its bits later; float64 gains nothing (bfloat16, H200).
+    """
+    narrow = ITEMSIZE[spec.dy] <= ITEMSIZE[spec.x] <= 4
+    with_room = spec.norm == "rms_norm" and not spec.bitmask and narrow
+    return with_room and architecture >= FIRST_WITH_ASYNCHRONOUS_COPIES
+
+
 def _holds_row(spec: BackwardSpec, config: StagedBackward, architecture: int) -> bool:
-    """Tell whether xhat and dy of a row stay in registers, where RMSNorm has them to spare.
+    """Tell whether xhat and dy of a row stay in registers.
 
     A tenth of the instructions less, and a stage is filled again a reduction earlier: 377 us, not
     384, for 32768 rows of 8192, 192, not 196, of 4096, 123, not 128, for 16384 of 5120, 215, not
     223, of 9216. But 105, not 103, for 1048576 of 64, 19.7, not 19.4, for 32768 of 256. In clusters
     they come instead of the next row's sums: by two and four blocks 228, not 233, for 8192 of 19200
     and 472, not 490, of 40960, 311, not 323, of 26000; by 256 threads of 4 packs 398, not 383, of
-    32768, by three small blocks a multiprocessor 278, not 269, for 16384 of 11264. Beside a bitmask
-    1 to 4 % more of 2 and 4 packs, as ptxas then asks for its bits later (bfloat16, H200).
+    32768, by three small blocks a multiprocessor 278, not 269, for 16384 of 11264 (bfloat16, H200).
     """
     wide = moves_8_bytes(spec.x, config.vector) and not config.cells
-    narrow = ITEMSIZE[spec.dy] <= ITEMSIZE[spec.x]
-    if spec.norm != "rms_norm" or architecture < FIRST_WITH_ASYNCHRONOUS_COPIES:
-        return False
-    if spec.bitmask or not (wide and narrow):
+    if not (wide and _may_hold_rows(spec, architecture)):
         return False
     packs, threads = config.packs_per_thread, config.row_threads
     if config.cluster_blocks > 1:
         by_many_threads = threads >= 384 or (config.cluster_blocks == 2 and packs == 2)
         return config.cluster_blocks <= 4 and (packs == 5 or by_many_threads)
+    if packs >= 6:
+        return True
     if threads <= 32 and packs < 3:
         return False
-    # Of more there would be spills of up to 280 bytes, but not of two rows that fill their packs.
+    # Of more there would be spills of up to 280 bytes.
     slots = packs * config.block_threads * config.blocks_per_multiprocessor
-    fills_them = config.full and config.rows_per_block > 1
-    return slots <= (1152 if spec.gradients == 2 else 1344 if fills_them else 1280)
+    return slots <= (1152 if spec.gradients == 2 else 1280)
 
 
 def _in_all_room(
@@ -702,7 +719,8 @@ def _in_bulk(
     against 387 for LayerNorm's 16384 of 8192. And RMSNorm by one team of 320 to 448 threads: 147
     against 157 for 16384 of 6144, 102 against 107 for 10082 of 6656 (bfloat16), 100 against 105 for
     10922 of 3072 float32, but 1% more by 480 and 512; with a bias 110 against 140 for 6553 of
-    10240, which spill otherwise.
+    10240, which spill otherwise. Not of 3 packs that are held: 222 against 216 for 16384 of 9216,
+    434 against 421 of 18432 (bfloat16, H200).
 
     In LayerNorm's larger clusters 6 stages: with 5, 417 where 6 take 397; but 5 where 6 leave no
     room for the sums of rows, by 3 packs a thread: 153 against 161 for 8192 of 12288. In RMSNorm's
