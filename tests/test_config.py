@@ -1024,6 +1024,8 @@ def test_rows_of_rms_norm_stay_in_registers_where_that_is_ahead() -> None:
     with_bias = dataclasses.replace(spec, dbias="float32")
     assert held(with_bias, 4096)
     assert held(with_bias, 9216)
+    assert not held(dataclasses.replace(with_bias, zero_centered=True), 9216)
+    assert held(dataclasses.replace(with_bias, zero_centered=True), 4096)
     assert not held(with_bias, 5120)
     assert not held(with_bias, 1280)
     # Nor without one more than five of 256, where two rows do not fill theirs.

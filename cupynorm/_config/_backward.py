@@ -642,8 +642,8 @@ def _holds_row(spec: BackwardSpec, config: StagedBackward, architecture: int) ->
     if threads <= 32 and packs < 3:
         return False
     # Of more there would be spills of up to 280 bytes.
-    slots = packs * config.block_threads * config.blocks_per_multiprocessor
-    return slots <= (1152 if spec.gradients == 2 else 1280)
+    most = 1280 if spec.gradients < 2 else 1024 if spec.zero_centered else 1152
+    return packs * config.block_threads * config.blocks_per_multiprocessor <= most
 
 
 def _in_all_room(
