@@ -15,7 +15,8 @@
 //            fill the team's packs exactly.
 // Grid:      any number of clusters of ClusterBlocks blocks, where those are several or Bulk no more
 //            than rows; their teams (of RowThreads threads a block) take rows in turn, the next
-//            Stages - 1 of which, or fewer where Bulk, are on their way into shared memory.
+//            Stages - 1 of which, fewer where Bulk, and Stages where HoldRow, are on their way into
+//            shared memory.
 // Traffic:   x, dy and bitmask read once, dx written once, partials written once; weight once a
 //            block. Of a gradient whose sums wait in partials these are read and written once more
 //            for each kTurns rows of a team.
@@ -32,10 +33,11 @@
 // Bulk:      one thread asks for its team's rows, and a mailbox for each stage says when one is there,
 //            instead of each thread for its own packs: fewer instructions, for rows that fill their
 //            packs. Row r of a team waits in stage r % Stages. When the sums of row r are complete,
-//            all threads of the team have sent theirs, and have before done with row r - 1; in a
-//            cluster, which sends those of row r before it writes dx of row r - 1, with row r - 2.
-//            That row's stage is free, for the row Stages later; where HoldRow, row r's is. A row past
-//            the last is not asked for, nor waited for: each cluster must have one.
+//            all threads of the team have sent theirs, and have before done with row r - 1; where
+//            HoldRow, with what they read of row r; else in a cluster, which sends those of row r
+//            before it writes dx of row r - 1, with row r - 2. That row's stage is free, for the row
+//            Stages later. A row past the last is not asked for, nor waited for: each cluster must have
+//            one.
 // ByCells:   stage.cuh; of rows whose addresses allow accesses of 4 bytes or less.
 // ThroughL1: copies of 16 bytes come by way of L1, not past it, as all smaller ones do.
 // Result:    partials, of cluster c in row c.
@@ -77,7 +79,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
     return team.template end_of_row<PacksPerThread, kLength>(p, n_cols);
   };
   static_assert(!HoldRow || (!Centered && kWide && !ByCells),
-                "a stage is done with when it is read");
+                "xhat is not centred again, and a stage is done with when it is read");
   // In a cluster the sums of the next row are formed while those of this one are on their way.
   constexpr bool kAhead = ClusterBlocks > 1 && !HoldRow;
   // Bulk: turns after which a row's place is known to be free.
@@ -454,7 +456,8 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
     const Centring<Centered, T> centring(current.mean, current.rstd);
     const RowMeans<Centered, T> means(sums, centring.significand, inv_n);
 
-    // 4. dx, and this row's share of the weight gradients; what was read makes room for a later row.
+    // 4. dx, and this row's share of the weight gradients; what was read makes room for a later row, if
+    // it has not yet.
     if constexpr (!Full) make_opaque(n_cols);
     // A block's lone team has a row; but where not Bulk, without the condition RMSNorm of 16384 spills.
     const bool stores = (Bulk && kTeams == 1) || row < n_rows;

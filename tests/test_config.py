@@ -1012,15 +1012,28 @@ def test_rows_of_rms_norm_stay_in_registers_where_that_is_ahead() -> None:
         *((n, False) for n in (22528, 65536, 73728, 81920, 131072)),  # 8 and 16 blocks
     ):
         assert held(spec, n) == expected, n
-        # By pairs or single elements what is read of a row is not all that waits in its place.
+        # By pairs or single elements dx waits in the row's place as well.
         assert not held(spec, n, 1)
         assert not held(dataclasses.replace(spec, norm="layer_norm", dbias="float32"), n)
         assert not held(dataclasses.replace(spec, dy="float32"), n)
+    # 3 packs of two blocks by 352 threads, at odd addresses, and what a thread of sm_120 holds so.
+    assert not held(spec, 16400)
+    assert not held(spec, 9503, 1, 120)
+    for x, dy, weight, expected in (
+        *(("float32", dy, "float32", True) for dy in ("float32", "bfloat16")),
+        *((x, x, "float64", False) for x in ("float64", "float32", "bfloat16")),
+        ("bfloat16", "bfloat16", None, True),
+    ):
+        of_dtypes = dataclasses.replace(spec, x=x, dy=dy, weight=weight)
+        assert held(of_dtypes, 2048) == expected, of_dtypes
+    without = backward_config(dataclasses.replace(spec, weight=None), 12288, 8, 90)
+    assert isinstance(without, StagedBackward)
+    assert (without.cluster_blocks, without.row_threads) == (2, 384)
     assert held(dataclasses.replace(spec, zero_centered=True), 4096)
     assert not held(dataclasses.replace(spec, bitmask=True), 4096)
     for architecture in ARCHITECTURES:
         assert held(spec, 4096, architecture=architecture) == (architecture >= 80)
-    # Beside a bias no more slots than three packs of 384 threads have.
+    # Beside a bias no more slots than three packs of 384 threads have, or fewer.
     with_bias = dataclasses.replace(spec, dbias="float32")
     assert held(with_bias, 4096)
     assert held(with_bias, 9216)
@@ -1028,9 +1041,12 @@ def test_rows_of_rms_norm_stay_in_registers_where_that_is_ahead() -> None:
     assert held(dataclasses.replace(with_bias, zero_centered=True), 4096)
     assert not held(with_bias, 5120)
     assert not held(with_bias, 1280)
-    # Nor without one more than five of 256, where two rows do not fill theirs.
-    assert not held(spec, 12288, architecture=80)
-    assert not held(spec, 14336, architecture=80)
+    assert not held(with_bias, 9216, architecture=80)
+    assert held(with_bias, 13312)
+    assert not held(with_bias, 13312, architecture=120)
+    # Nor without one more than five of 256.
+    for n in (10752, 12288, 14336):
+        assert not held(spec, n, architecture=80)
 
 
 @pytest.mark.parametrize(
@@ -1039,7 +1055,8 @@ def test_rows_of_rms_norm_stay_in_registers_where_that_is_ahead() -> None:
         *(("layer_norm", "float32", n, (128, 6, 2)) for n in (5136, 5368)),
         ("layer_norm", "float32", 5376, (224, 3, 2)),
         *(("rms_norm", "float32", n, (352, 2, 1)) for n in (5136, 5376)),
-        *(("rms_norm", None, n, (128, 6, 2)) for n in (5136, 5376)),
+        *(("rms_norm", None, n, (128, 6, 2)) for n in (5136, 5376, 6136)),
+        ("rms_norm", None, 5371, (224, 3, 2)),  # of no whole packs
         ("layer_norm", "float32", 10248, (448, 3, 1)),  # one team
         # Of no whole packs, without a held weight.
         *(("layer_norm", "float32", n, (224, 3, 2)) for n in (5130, 5137, 5369)),

@@ -617,7 +617,7 @@ MUTATIONS = [
         "backward.cu",
         "      sum_up(stage, current, sums);\n      team.template reduce<Sum>(sums);\n    }\n",
         "      sum_up(stage, current, sums);\n    }\n",
-        f"{RACE}|{VALUE}",
+        RACE,
         HELD_ROW_BULK,
     ),
     Mutation(

@@ -466,8 +466,8 @@ def _long_layouts(spec: BackwardSpec, packs: int, whole: bool, architecture: int
                 used = blocks * row_threads / most
                 # RMSNorm of 16384 rows of 12288 takes 285 us so, 297 by three small blocks on each
                 # multiprocessor; by four blocks 334, not 295, for 8192 of 24576 (bfloat16, H200).
-                of_pairs = cluster_blocks == 2 and width == 2 and row_threads >= 352
-                if of_pairs and may_hold:
+                two_of_two_packs = cluster_blocks == 2 and width == 2 and row_threads >= 352
+                if two_of_two_packs and may_hold:
                     used = 1.0
                 rank = used * filled, -cluster_blocks, width
                 ranked.append((rank, (row_threads, row_threads, blocks, cluster_blocks, 3)))
@@ -484,7 +484,7 @@ def _long_layouts(spec: BackwardSpec, packs: int, whole: bool, architecture: int
             most_threads = max(most, 448 if width <= 3 else row_threads)
             # By two teams of 224 that of 5248 spills beside two gradients, 151 us, by 128 threads
             # of 6 packs 104; but not what is copied in bulk, nor rows of no whole packs, whose
-            # weight is not held.
+            # weight is not held. RMSNorm's that may be held have 6 packs there as well (above).
             in_bulk = packs == slots and spec.norm == "layer_norm" and architecture == 90
             if width == 3 and (spec.gradients == 2 or may_hold) and whole and not in_bulk:
                 most_threads = max(most, min(row_threads, 448))
@@ -597,7 +597,8 @@ def _staged_backward(
             config = dataclasses.replace(config, hold_row=_holds_row(spec, config, architecture))
             in_bulk = _in_bulk(spec, config, architecture, limit)
             # Otherwise copied, 4 packs beside both gradients leave no room for the weight, but in
-            # clusters, whose blocks are smaller; nor do 6 or 7, which would spill 130 bytes.
+            # clusters, whose blocks are smaller; nor do 6 or 7, which would spill 130 bytes, but
+            # where rows are held, which have one gradient.
             crowded = packs_per_thread == 4 and spec.gradients == 2 and cluster_blocks == 1
             crowded = (crowded and row_threads > 32) or (
                 packs_per_thread > 5 and not config.hold_row
@@ -612,10 +613,11 @@ def _staged_backward(
 def _may_hold_rows(spec: BackwardSpec, architecture: int) -> bool:
     """Tell whether xhat and dy of a row can stay in registers, if it fits and is well aligned.
 
-    RMSNorm has them to spare. Beside a bitmask it takes 1 to 4 % longer by 2 and 4 packs a thread,
-    as ptxas then asks for its bits later; float64 gains nothing (bfloat16, H200).
+    RMSNorm has them to spare, but not beside a float64 weight. Beside a bitmask it takes 1 to 4 %
+    longer by 2 and 4 packs a thread, as ptxas then asks for its bits later; float64 gains nothing
+    (bfloat16, H200).
     """
-    narrow = ITEMSIZE[spec.dy] <= ITEMSIZE[spec.x] <= 4
+    narrow = ITEMSIZE[spec.dy] <= ITEMSIZE[spec.x] <= 4 and spec.weight != "float64"
     with_room = spec.norm == "rms_norm" and not spec.bitmask and narrow
     return with_room and architecture >= FIRST_WITH_ASYNCHRONOUS_COPIES
 
@@ -634,15 +636,18 @@ def _holds_row(spec: BackwardSpec, config: StagedBackward, architecture: int) ->
     if not (wide and _may_hold_rows(spec, architecture)):
         return False
     packs, threads = config.packs_per_thread, config.row_threads
+    both = spec.gradients == 2
     if config.cluster_blocks > 1:
         by_many_threads = threads >= 384 or (config.cluster_blocks == 2 and packs == 2)
-        return config.cluster_blocks <= 4 and (packs == 5 or by_many_threads)
-    if packs >= 6:
+        spills = both and architecture >= 120  # up to 24 bytes
+        return config.cluster_blocks <= 4 and (packs == 5 or by_many_threads) and not spills
+    if packs >= 6:  # only where they are held, and do not spill
         return True
     if threads <= 32 and packs < 3:
         return False
-    # Of more there would be spills of up to 280 bytes.
-    most = 1280 if spec.gradients < 2 else 1024 if spec.zero_centered else 1152
+    # Of more there would be spills of up to 280 bytes. 1152 slots have 3 packs of 384 threads.
+    fewer = spec.zero_centered or architecture < FIRST_WITH_CLUSTERS
+    most = (1024 if fewer else 1152) if both else 1280
     return packs * config.block_threads * config.blocks_per_multiprocessor <= most
 
 
@@ -738,8 +743,8 @@ def _in_bulk(
     else:
         alone = config.rows_per_block == 1 and 320 <= config.block_threads < 480
         ahead = size == 8 or alone
-    by_three = config.hold_row and config.packs_per_thread == 3
-    if architecture != 90 or by_three or not (plain and ahead):
+    three_packs_held = config.hold_row and config.packs_per_thread == 3
+    if architecture != 90 or three_packs_held or not (plain and ahead):
         return None
     packs = config.blocks_per_multiprocessor * config.block_threads * config.packs_per_thread
     of_five = clustered and (in_pairs or spec.norm == "rms_norm" or packs > 1024)

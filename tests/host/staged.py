@@ -231,7 +231,7 @@ class Staged:
                     elsewhere = dataclasses.replace(
                         self, shared_sums=0, hold_sums=False, hold_row=False, in_place=False
                     )
-                    if self.bulk:  # which needs one more where rows are not held
+                    if self.hold_row and self.bulk:  # which needs one more where they are not
                         elsewhere = dataclasses.replace(elsewhere, stages=self.stages + 1)
                     again = gap.apply(gpu.cupy, dy), of_x.apply(gpu.cupy, x)
                     same = elsewhere._check_backward(gpu, (dy, x, weight), again)
