@@ -1016,9 +1016,8 @@ def test_rows_of_rms_norm_stay_in_registers_where_that_is_ahead() -> None:
         assert not held(spec, n, 1)
         assert not held(dataclasses.replace(spec, norm="layer_norm", dbias="float32"), n)
         assert not held(dataclasses.replace(spec, dy="float32"), n)
-    # 3 packs of two blocks by 352 threads, at odd addresses, and what a thread of sm_120 holds so.
-    assert not held(spec, 16400)
-    assert not held(spec, 9503, 1, 120)
+    assert not held(spec, 16400)  # by two blocks of 352 threads, 3 packs each
+    assert not held(spec, 9503, 1, 120)  # by single elements, whose cells do not fit there
     for x, dy, weight, expected in (
         *(("float32", dy, "float32", True) for dy in ("float32", "bfloat16")),
         *((x, x, "float64", False) for x in ("float64", "float32", "bfloat16")),

@@ -632,8 +632,7 @@ def _holds_row(spec: BackwardSpec, config: StagedBackward, architecture: int) ->
     and 472, not 490, of 40960, 311, not 323, of 26000; by 256 threads of 4 packs 398, not 383, of
     32768, by three small blocks a multiprocessor 278, not 269, for 16384 of 11264 (bfloat16, H200).
     """
-    wide = moves_8_bytes(spec.x, config.vector) and not config.cells
-    if not (wide and _may_hold_rows(spec, architecture)):
+    if not (moves_8_bytes(spec.x, config.vector) and _may_hold_rows(spec, architecture)):
         return False
     packs, threads = config.packs_per_thread, config.row_threads
     both = spec.gradients == 2
