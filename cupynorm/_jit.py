@@ -125,6 +125,7 @@ def forward_instantiation(
             config.counted,
             config.cells,
             config.through_l1,
+            config.turned,
             config.full,
             config.vector,
         )
@@ -227,6 +228,7 @@ def backward_instantiations(
             config.bulk,
             config.cells,
             config.through_l1,
+            config.turned,
             config.stages,
             config.cluster_blocks,
             config.row_threads,

@@ -40,6 +40,7 @@
 //            one.
 // ByCells:   stage.cuh; of rows whose addresses allow accesses of 4 bytes or less.
 // ThroughL1: copies of 16 bytes come by way of L1, not past it, as all smaller ones do.
+// Turned:    stage.cuh; of rows of whole packs that begin at no lines and do not come by way of L1.
 // Result:    partials, of cluster c in row c.
 #include "gradient.cuh"
 #include "relu.cuh"
@@ -48,7 +49,7 @@
 
 template <typename X, typename DY, typename Weight, bool Centered, bool ZeroCentered, bool DBias,
           bool Bitmask, bool HoldWeight, bool HoldRow, int SharedSums, bool HoldSums, bool Bulk,
-          bool ByCells, bool ThroughL1, int Stages, int ClusterBlocks, int RowThreads,
+          bool ByCells, bool ThroughL1, bool Turned, int Stages, int ClusterBlocks, int RowThreads,
           int BlockThreads, int BlocksPerMultiprocessor, int PacksPerThread, bool Full, int Vector>
 __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_backward(
     const DY* dy, long long dy_stride, const X* x, long long x_stride, const Weight* weight,
@@ -84,6 +85,9 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
   constexpr bool kAhead = ClusterBlocks > 1 && !HoldRow;
   // Bulk: turns after which a row's place is known to be free.
   constexpr int kLate = HoldRow ? 0 : kAhead ? 2 : 1;
+  static_assert(!Turned || (Vector == kLength && RowThreads % 32 == 0 && !Full && !Bulk),
+                "of whole packs and warps, and rows that begin at no lines");
+  static_assert(!Turned || sizeof(DY) == sizeof(X), "a pack of dy is in one place, too");
   static_assert(!Bulk || kCopiesTakePolicies, "only there the copies are made");
   static_assert(!Bulk || (Full && Vector == kLength && RowThreads >= 64),
                 "for whole rows of warps");
@@ -125,6 +129,8 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
   // Beside it LayerNorm in clusters spills some bytes, which rows that come by way of L1 push out of
   // there: 142 us, not 126, for 1024 rows of 65544, and 117 without (bfloat16, H200).
   constexpr bool kPolicy = !(ThroughL1 && Centered && ClusterBlocks > 1);
+  int turn_of_fetched_x = Turned ? turn_of(fetched_x - counted_from) : 0;
+  int turn_of_fetched_dy = Turned ? turn_of(fetched_dy - counted_from) : 0;
   // In the stage to be filled next; where Bulk, in the first.
   OwnPlace own = own_place(StageOfX::place(stages, 0, 0));
   // Packs of each thread that are known to begin in a row behind pack p.
@@ -133,21 +139,23 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
     const int n = fetched < n_rows ? (ByCells ? n_cols : left_of_row(p)) : 0;
     char* const place = stages + stage * kStageBytes;
     if constexpr (StageOfX::template kTakesPolicy<Vector> && kPolicy) {
-      StageOfX::template fetch<Vector, ThroughL1>(own, p, fetched_x, column(p), n, policy);
+      StageOfX::template fetch<Vector, ThroughL1>(own + turn_of_fetched_x, p, fetched_x, column(p),
+                                                  n, policy);
     } else if constexpr (StageOfX::kCells) {
       StageOfX::template fetch_cells<ThroughL1>(place, p, fetched_x, column(p), n, packs_behind(p));
     } else {
-      StageOfX::template fetch<Vector, ThroughL1>(place, p, fetched_x, column(p), n);
+      StageOfX::template fetch<Vector, ThroughL1>(place + turn_of_fetched_x, p, fetched_x,
+                                                  column(p), n);
     }
     if constexpr (StageOfDY::template kTakesPolicy<Vector> && kPolicy) {
-      StageOfDY::template fetch<Vector, ThroughL1>(own + StageOfX::kBytes, p, fetched_dy, column(p),
-                                                   n, policy);
+      StageOfDY::template fetch<Vector, ThroughL1>(own + StageOfX::kBytes + turn_of_fetched_dy, p,
+                                                   fetched_dy, column(p), n, policy);
     } else if constexpr (StageOfDY::kCells) {
       StageOfDY::template fetch_cells<ThroughL1>(place + StageOfX::kBytes, p, fetched_dy, column(p),
                                                  n, packs_behind(p));
     } else {
-      StageOfDY::template fetch<Vector, ThroughL1>(place + StageOfX::kBytes, p, fetched_dy,
-                                                   column(p), n);
+      StageOfDY::template fetch<Vector, ThroughL1>(place + StageOfX::kBytes + turn_of_fetched_dy, p,
+                                                   fetched_dy, column(p), n);
     }
   };
   const auto fetched_all = [&](int stage) {
@@ -156,6 +164,10 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
     fetched += rows_a_turn;
     fetched_x += rows_a_turn * x_stride;
     fetched_dy += rows_a_turn * dy_stride;
+    if constexpr (Turned) {
+      turn_of_fetched_x = turn_of(fetched_x - counted_from);
+      turn_of_fetched_dy = turn_of(fetched_dy - counted_from);
+    }
   };
   constexpr int kAsker = RowThreads - 32;  // not in the first warp, which expects a cluster's sums
   const bool asks = team.rank == kAsker;
@@ -218,7 +230,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
   struct Beside {
     T mean = 0, rstd = 0;
     unsigned bits[Bitmask ? PacksPerThread : 1] = {};
-    int before_x = 0, before_dy = 0;  // by cells: bytes before a pack in its first one
+    int distance_of_x = 0, distance_of_dy = 0;  // from a thread's places to what it reads of them
   };
   // Of the row that is asked for next: each call of load_beside is for that.
   const T* mean_ahead = Centered ? mean + row : nullptr;
@@ -226,9 +238,13 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
   const auto load_beside = [&](long long of_row) {
     Beside beside;
     if constexpr (StageOfX::kCells)
-      beside.before_x = bytes_before<X, kLength>(x + of_row * x_stride);
+      beside.distance_of_x = bytes_before<X, kLength>(x + of_row * x_stride);
     if constexpr (StageOfDY::kCells)
-      beside.before_dy = bytes_before<DY, kLength>(dy + of_row * dy_stride);
+      beside.distance_of_dy = bytes_before<DY, kLength>(dy + of_row * dy_stride);
+    if constexpr (Turned) {
+      beside.distance_of_x = turn_of(x + of_row * x_stride);
+      beside.distance_of_dy = turn_of(dy + of_row * dy_stride);
+    }
     if (of_row < n_rows) {
       if constexpr (Centered) beside.mean = kOwnAddresses ? *mean_ahead : mean[of_row];
       beside.rstd = kOwnAddresses ? *rstd_ahead : rstd[of_row];
@@ -338,26 +354,31 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
   const auto place_read = [&](int stage) { return own + (Bulk ? stage * kStageBytes : 0); };
   const auto read_x = [&](int stage, int p, const Beside& of_row) {
     if constexpr (kFromOwnPlace) {
-      return StageOfX::read(place_read(stage), p);
+      return StageOfX::read(place_read(stage) + of_row.distance_of_x, p);
     } else if constexpr (StageOfX::kCells) {
-      return StageOfX::read_cells(stages + stage * kStageBytes, p, of_row.before_x);
+      return StageOfX::read_cells(stages + stage * kStageBytes, p, of_row.distance_of_x);
     } else {
-      return StageOfX::read(stages + stage * kStageBytes, p);
+      return StageOfX::read(stages + stage * kStageBytes + of_row.distance_of_x, p);
     }
   };
   // dy of a pack, as the bitmask lets it through.
   const auto read_dy = [&](int stage, int p, const Beside& of_row) {
     Pack<DY, kLength> pack;
     if constexpr (kFromOwnPlace) {
-      pack = StageOfDY::read(place_read(stage) + StageOfX::kBytes, p);
+      pack = StageOfDY::read(place_read(stage) + StageOfX::kBytes + of_row.distance_of_dy, p);
     } else if constexpr (StageOfDY::kCells) {
       pack = StageOfDY::read_cells(stages + stage * kStageBytes + StageOfX::kBytes, p,
-                                   of_row.before_dy);
+                                   of_row.distance_of_dy);
     } else {
-      pack = StageOfDY::read(stages + stage * kStageBytes + StageOfX::kBytes, p);
+      pack = StageOfDY::read(
+          stages + stage * kStageBytes + StageOfX::kBytes + of_row.distance_of_dy, p);
     }
     if constexpr (Bitmask) keep(pack, of_row.bits[p], first_column(p));
     return pack;
+  };
+  // What lanes have copied they show to each other, and where they are done with it make room for others.
+  const auto meet_lanes = [&] {
+    if constexpr (ByCells || Turned) warp_barrier();
   };
   T held_xhat[HoldRow ? PacksPerThread : 1][kLength];
   Pack<DY, kLength> held_dy[HoldRow ? PacksPerThread : 1];
@@ -379,16 +400,13 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
         for (int i = 0; i < kLength; ++i) {
           held_xhat[p][i] = centring.xhat_of(row_x.template get<T>(i), 0);
         }
+        meet_lanes();
         if constexpr (!Bulk) fetch(stage, p);
       }
     }
     if constexpr (HoldRow && !Bulk) fetched_all(stage);
   };
 
-  // What lanes have copied by cells they show to each other.
-  const auto show_cells = [&] {
-    if constexpr (ByCells) warp_barrier();
-  };
   T sums[kSums];
   int turn = 0, stage = 0;
   int parity = 0;  // Bulk: of the times that the stage has been filled
@@ -397,7 +415,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
       wait_for_bytes<false>(mailbox, 0);
     } else {
       wait_for_copies<kFirst - 1>();
-      show_cells();
+      meet_lanes();
     }
     sum_up(0, next, sums);
   }
@@ -424,7 +442,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
     if constexpr (kAhead) {
       const bool more = block_row + rows_a_turn < n_rows;
       if constexpr (!Bulk) wait_for_copies<Stages - 2>();
-      show_cells();
+      meet_lanes();
       if (more) {
         if constexpr (Bulk) wait_for_bytes<false>(mailbox + next_stage, next_parity);
         sum_up(next_stage, next, next_sums);
@@ -434,7 +452,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
     } else {
       if constexpr (!Bulk) {
         wait_for_copies<Stages - 1>();
-        show_cells();
+        meet_lanes();
       } else if (kTeams == 1 || row < n_rows) {
         wait_for_bytes<false>(mailbox + stage, parity);
       } else {  // in the last turn, beside a team that has a row
@@ -498,7 +516,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
       }
       Pack<X, kLength> stored;
       stored.set(gradient);
-      show_cells();  // before other words take their place
+      if constexpr (!HoldRow) meet_lanes();  // before others take what they have read
       if constexpr (StageOfX::kCells) {
         words.store(stored, StageOfX::place_of_cells(place, p, 0), p * kStep,
                     stores ? n_cols - of_first_lane - p * kStep : 0,

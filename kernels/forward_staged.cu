@@ -19,6 +19,7 @@
 // ByCells:   stage.cuh; of rows whose addresses allow accesses of single elements alone. Their y leaves by
 //            words (unaligned.cuh), if it is no wider than x, in whose place its lanes exchange them.
 // ThroughL1: a row's copies of 16 bytes come by way of L1, not past it, as all smaller ones do.
+// Turned:    stage.cuh; of rows of whole packs that begin at no lines and do not come by way of L1.
 // Order:     a thread's packs in turn, then the team's reduction: a function of n_cols, the dtypes
 //            and Relu, never of n_rows or alignment.
 // Result:    thread 0 of a cluster's first block writes the row's mean and rstd.
@@ -31,7 +32,7 @@
 template <typename X, typename Weight, typename Bias, typename Y, bool Centered, bool ZeroCentered,
           bool StoreStatistics, bool Relu, bool HoldWeight, bool HoldBias, int Stages,
           int ClusterBlocks, int BlockThreads, int BlocksPerMultiprocessor, int PacksPerThread,
-          bool Counted, bool ByCells, bool ThroughL1, bool Full, int Vector>
+          bool Counted, bool ByCells, bool ThroughL1, bool Turned, bool Full, int Vector>
 __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_forward_staged(
     const X* x, long long x_stride, const Weight* weight, const Bias* bias, Y* y,
     long long y_stride, Compute<X>* mean, Compute<X>* rstd, unsigned char* bitmask, int* count,
@@ -52,6 +53,8 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
   const auto end_of_row = [&](int p) {
     return team.template end_of_row<PacksPerThread, kLength>(p, n_cols);
   };
+  static_assert(!Turned || (Vector == kLength && BlockThreads % 32 == 0 && !Full),
+                "of whole packs and warps, and rows that begin at no lines");
   static_assert(Stages >= 2, "the first row and the second are asked for at once");
   static_assert(TeamOf::template scratch_bytes<T>() % 128 == 0, "stages begin at a line");
   char* const shared = static_cast<char*>(dynamic_shared_memory());
@@ -70,6 +73,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
   const X* fetched_x = x + fetched * x_stride;
   const CachePolicy policy = evict_last_if_large(n_rows * n_cols * static_cast<int>(sizeof(X)));
   OwnPlace own = own_place(StageOfX::place(stages, 0, 0));  // in the stage to be filled next
+  int turn_of_fetched = Turned ? turn_of(fetched_x) : 0;
   const auto fetch = [&](int stage, int p) {
     const int n = fetched < n_rows ? (ByCells ? n_cols : end_of_row(p)) : 0;
     if constexpr (StageOfX::kCells) {
@@ -77,10 +81,11 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
                                                 first_column(p), n,
                                                 ClusterBlocks == 1 ? PacksPerThread - 1 - p : 0);
     } else if constexpr (StageOfX::template kTakesPolicy<Vector>) {
-      StageOfX::template fetch<Vector, ThroughL1>(own, p, fetched_x, first_column(p), n, policy);
+      StageOfX::template fetch<Vector, ThroughL1>(own + turn_of_fetched, p, fetched_x,
+                                                  first_column(p), n, policy);
     } else {
-      StageOfX::template fetch<Vector, ThroughL1>(stages + stage * StageOfX::kBytes, p, fetched_x,
-                                                  first_column(p), n);
+      StageOfX::template fetch<Vector, ThroughL1>(
+          stages + stage * StageOfX::kBytes + turn_of_fetched, p, fetched_x, first_column(p), n);
     }
   };
   const auto fetched_all = [&](int stage) {
@@ -88,6 +93,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
     commit_copies();
     fetched += groups;
     fetched_x += groups * x_stride;
+    if constexpr (Turned) turn_of_fetched = turn_of(fetched_x);
   };
   Pack<X, kLength> first_pack;
   const auto load_first_pack = [&](int of_row) {
@@ -148,33 +154,34 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
   }
   if constexpr (!kBiasLater) load_bias();
 
-  // By cells: what lies before a pack in its first one, of all of a row's; and what lanes have copied they
-  // show to each other.
-  const auto before_of = [&](int of_row) {
-    return StageOfX::kCells ? bytes_before<X, kLength>(x + of_row * x_stride) : 0;
+  // From a thread's place to what it reads, of all packs of a row.
+  const auto distance_of = [&](int of_row) {
+    const X* const row = x + of_row * x_stride;
+    return Turned ? turn_of(row) : StageOfX::kCells ? bytes_before<X, kLength>(row) : 0;
   };
-  const auto show_cells = [&] {
-    if constexpr (StageOfX::kCells) warp_barrier();
+  // What lanes have copied they show to each other, and where they are done with it make room for others.
+  const auto meet_lanes = [&] {
+    if constexpr (StageOfX::kCells || Turned) warp_barrier();
   };
-  const auto read = [&](int stage, int p, int before) {
+  const auto read = [&](int stage, int p, int distance) {
     char* const place = stages + stage * StageOfX::kBytes;
     if constexpr (StageOfX::kCells) {
-      return StageOfX::read_cells(place, p, before);
+      return StageOfX::read_cells(place, p, distance);
     } else {
-      return StageOfX::read(place, p);
+      return StageOfX::read(place + distance, p);
     }
   };
 
   // 2. Sums of d * d, d and |d|, d = x - shift.
   constexpr int kSums = Centered ? 3 : 1;
-  const auto sum_up = [&](int stage, int before, T shift, T(&sums)[kSums]) {
+  const auto sum_up = [&](int stage, int distance, T shift, T(&sums)[kSums]) {
     if constexpr (!Full)
       make_opaque(n_cols);  // else each element's comparison with it is kept for the next step
 #pragma unroll
     for (int i = 0; i < kSums; ++i) sums[i] = 0;
 #pragma unroll
     for (int p = 0; p < PacksPerThread; ++p) {
-      const Pack<X, kLength> pack = read(stage, p, before);
+      const Pack<X, kLength> pack = read(stage, p, distance);
       T of_pack[kSums] = {};
 #pragma unroll
       for (int i = 0; i < kLength; ++i) {
@@ -187,7 +194,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
     }
   };
   // Measures a row of known sums.
-  const auto measured = [&](int stage, int before, T guess, T(&sums)[kSums]) {
+  const auto measured = [&](int stage, int distance, T guess, T(&sums)[kSums]) {
     Statistics<T> statistics;
     statistics.shift = guess;
     finish<Centered>(statistics, sums, inv_n);
@@ -195,7 +202,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
       if (was_far(statistics)) {
         Statistics<T> again;
         again.shift = statistics.shift + statistics.correction;
-        sum_up(stage, before, again.shift, sums);
+        sum_up(stage, distance, again.shift, sums);
         team.template reduce<Sum>(sums);
         finish<Centered>(again, sums, inv_n);
         statistics = again;
@@ -234,8 +241,8 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
   load_first_pack(rows[1]);
   T sums[kSums];
   wait_for_copies<1>();
-  show_cells();
-  sum_up(0, before_of(rows[0]), guess, sums);
+  meet_lanes();
+  sum_up(0, distance_of(rows[0]), guess, sums);
   team.meet();
   begin_reduction(sums);
   if constexpr (kBiasLater) load_bias();
@@ -256,18 +263,19 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
       load_first_pack(fetched);
     }
     wait_for_copies<Stages - 2>();
-    show_cells();
-    if (more) sum_up(next_stage, before_of(rows[1]), next_guess, next_sums);
+    meet_lanes();
+    if (more) sum_up(next_stage, distance_of(rows[1]), next_guess, next_sums);
     team.template finish_reduction<Sum>(sums);
     if constexpr (Counted) {
       fetched = first_counted + team.received(sent_rows);
       fetched_x = x + fetched * x_stride;
+      if constexpr (Turned) turn_of_fetched = turn_of(fetched_x);
       if constexpr (Stages == 2) load_first_pack(fetched);
     }
 
     // 5. Mean and variance; a row out of range is brought into it, exactly, and measured again.
-    int before = before_of(rows[0]);
-    Statistics<T> statistics = measured(stage, before, guess, sums);
+    int distance = distance_of(rows[0]);
+    Statistics<T> statistics = measured(stage, distance, guess, sums);
     Scale<T> scale = scale_in_range(statistics.variance, eps);
     T unit = 1;
     if constexpr (kCanLeaveRange<X>) {
@@ -276,7 +284,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
         T largest[1] = {0};
 #pragma unroll 1
         for (int p = 0; p < PacksPerThread; ++p) {
-          const Pack<X, kLength> pack = read(stage, p, before);
+          const Pack<X, kLength> pack = read(stage, p, distance);
 #pragma unroll
           for (int i = 0; i < kLength; ++i) {
             largest[0] = larger(absolute(pack.template get<T>(i)), largest[0]);
@@ -287,21 +295,21 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
         const T inv_unit = T(1) / unit;
 #pragma unroll 1
         for (int p = 0; p < PacksPerThread; ++p) {
-          Pack<X, kLength> pack = read(stage, p, before);
+          Pack<X, kLength> pack = read(stage, p, distance);
 #pragma unroll
           for (int i = 0; i < kLength; ++i) pack.set(i, pack.template get<T>(i) * inv_unit);
           if constexpr (StageOfX::kCells) {
             warp_barrier();
             StageOfX::write_cells(pack, stages + stage * StageOfX::kBytes, p);
           } else {
-            StageOfX::write(pack, stages + stage * StageOfX::kBytes, p);
+            StageOfX::write(pack, stages + stage * StageOfX::kBytes + distance, p);
           }
         }
-        before = 0;
-        show_cells();
-        sum_up(stage, before, T(0), sums);
+        if constexpr (StageOfX::kCells) distance = 0;
+        meet_lanes();
+        sum_up(stage, distance, T(0), sums);
         team.template reduce<Sum>(sums);
-        statistics = measured(stage, before, T(0), sums);
+        statistics = measured(stage, distance, T(0), sums);
         scale = scale_in_unit(statistics.variance, eps, unit);
       }
     }
@@ -323,7 +331,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
     }();
 #pragma unroll
     for (int p = 0; p < PacksPerThread; ++p) {
-      const Pack<X, kLength> pack = read(stage, p, before);
+      const Pack<X, kLength> pack = read(stage, p, distance);
       Pack<Weight, kLength> weights;
       Pack<Bias, kLength> biases;
       if constexpr (HoldWeight) {
@@ -347,7 +355,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
       }
       Pack<Y, kLength> normalized;
       normalized.set(values);
-      show_cells();  // before other words take their place
+      meet_lanes();  // before others take what they have read
       if constexpr (kStoresWords) {
         words.store(normalized, StageOfX::place_of_cells(stages + stage * StageOfX::kBytes, p, 0),
                     p * kStep, n_cols - of_first_lane - p * kStep,

@@ -6,6 +6,17 @@
 
 #include "unaligned.cuh"
 
+// Turned, of rows that begin at no lines: by how many bytes a lane's packs wait behind its own place, so
+// that each is as far from a line in shared memory as in memory; the last lanes' are where the first ones'
+// were, which a barrier of the warp shows. Else copies past L1 ask the L2 for sectors of 32 bytes that
+// their neighbours ask for as well: LayerNorm of 4096 rows of 20008 takes 108 us, not 98, backward of 10046
+// of 6680 120, not 112 (bfloat16, float32 weight and bias, H200).
+__device__ __forceinline__ int turn_of(const void* row) {
+  const int lane = thread_index() % 32;
+  const int packs = static_cast<int>(reinterpret_cast<unsigned long long>(row) / 16 % 8);
+  return ((lane + packs) % 32 - lane) * 16;
+}
+
 // The places of one operand's packs, for all threads of a block: pieces of up to 16 bytes, those of
 // neighbouring threads side by side, so that an access of a warp meets every bank equally often.
 // CellLanes: of rows that may be at any address (unaligned.cuh) each thread copies the cells in which its

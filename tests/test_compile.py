@@ -1,8 +1,8 @@
 """NVRTC compiles the configurations for every supported architecture, with no GPU present.
 
-With clusters (sm_90) every configuration of bfloat16, by the operation of the most registers that
-has it, and half of those of other dtypes; without (sm_80) a third of them, of the other
-architectures a sixth of what takes the most.
+With clusters (sm_90) every configuration of whole packs of bfloat16, by the operation of the most
+registers that has it, half of those that are moved by less, and a quarter of those of other dtypes;
+without (sm_80) a quarter of them, of the other architectures an eighth of what takes the most.
 
 A configuration that spills and is not listed as faster so, keeps an array in local memory, or takes
 more registers than its launch bounds allow, fails here.
@@ -79,11 +79,11 @@ def widest(x: str) -> tuple[str, ...]:
 
 
 def instantiations(architecture: int) -> list[Instantiation]:
-    # Elsewhere the code is that of one of these two in other instructions: a sixth of what takes
-    # the most registers, of each kernel, x and kind of access, and without clusters a third, for
-    # compiling is half of CI's time. Of what spills nearly all is of 16 bits. That of float16 is
+    # Elsewhere the code is that of one of these two in other instructions: an eighth of what takes
+    # the most registers, of each kernel, x and kind of access, and without clusters a quarter, for
+    # compiling is a third of CI's time. Of what spills nearly all is of 16 bits. That of float16 is
     # that of bfloat16 but for its conversions and a few layouts: with clusters alone, and not where
-    # single elements are moved, which takes longest to compile.
+    # single elements are moved, which takes longest to compile: twice as long as whole packs.
     every = architecture in (80, 90)
     kernels: dict[Instantiation, None] = {}
 
@@ -152,6 +152,18 @@ def instantiations(architecture: int) -> list[Instantiation]:
     ):
         kept = BackwardSpec("rms_norm", x, x, "float32", bias, True, False)
         add(packs * pack_length(x), (pack_length(x),), (), [kept])
+    # Rows that begin at no lines and leave L1 no room: LayerNorm's by 7 packs a thread, in a block
+    # and in two, by 448 threads and, forward, by two clusters at once; RMSNorm's that come by way
+    # of it as well.
+    for norm, packs in (*(("layer_norm", n) for n in (835, 1289, 3251)), ("rms_norm", 835)):
+        bias = "bfloat16" if norm == "layer_norm" else None
+        for centred, clamped in (both, plain) if architecture == 90 else ():
+            spec = BackwardSpec(norm, x := "bfloat16", x, x, bias, centred, clamped)
+            add(packs * 8, (8,), (), [spec])
+    if architecture == 90:
+        for centred, clamped in (both, plain):
+            long = ForwardSpec("layer_norm", *4 * ("bfloat16",), centred, True, clamped)
+            add(26008, (8,), [long])
     # 16 packs of 8 bytes a thread, and of the longest rows 8 of 16; fewer, also at other addresses.
     for packs in (750, 2500, 2900):
         eight = ForwardSpec("layer_norm", *4 * ("bfloat16",), True, True, True)
@@ -333,10 +345,12 @@ def instantiations(architecture: int) -> list[Instantiation]:
             kernels[forward_instantiation(streamed, config)] = None
     ordered = sorted(kernels, key=kind)
     if architecture != 90:
-        return ordered[:: 3 if architecture == 80 else 6]
+        return ordered[:: 4 if architecture == 80 else 8]
     of_bfloat16 = [kernel for kernel in ordered if kind(kernel)[1] == "bfloat16"]
+    whole = [kernel for kernel in of_bfloat16 if kind(kernel)[2] == "8"]
+    in_parts = [kernel for kernel in of_bfloat16 if kind(kernel)[2] != "8"]
     others = [kernel for kernel in ordered if kind(kernel)[1] != "bfloat16"]
-    return of_bfloat16 + others[::2]
+    return [*whole, *in_parts[::2], *others[::4]]
 
 
 def kind(kernel: Instantiation) -> tuple[str, str, str]:
@@ -472,17 +486,17 @@ MANY_PACKS = (
 )
 MANY_PACKS_BY_SINGLE_ELEMENTS = r"norm_backward<b?float16, .*, 1, [67], false, 1>"
 LAYER_NORM_IN_PAIRS = r"norm_backward<bfloat16, .*, 3, 2, 384, 384, 1, 3, true, 8>"
-BY_CELLS = r"norm_backward<b?float16, .*, true, \w+, (\d+, ){5}[2-7], \w+, [12]>"
+BY_CELLS = r"norm_backward<b?float16, .*, true, \w+, false, (\d+, ){5}[2-7], \w+, [12]>"
 # Two that spill most of them, beside a bitmask and beside a float32 dy, and on sm_120 LayerNorm's
 # by 416 and 448 threads: nothing was measured there.
 CELLS_BESIDE_A_BITMASK = (
     r"norm_backward<bfloat16, bfloat16, .*(, true){4}, false, .*, 192, 384, 1, 3, false, 1>"
 )
 CELLS_BESIDE_FLOAT32 = (
-    r"norm_backward<bfloat16, float, .*, true, \w+, 2, 1, 160, 320, 1, 4, false, 1>"
+    r"norm_backward<bfloat16, float, .*, true, \w+, false, 2, 1, 160, 320, 1, 4, false, 1>"
 )
 CELLS_ON_120 = (
-    r"norm_backward<bfloat16, .*, true, false, 2, 1, (416, 416|448, 448), 1, 2, false, 1>"
+    r"norm_backward<bfloat16, .*, true, false, false, 2, 1, (416, 416|448, 448), 1, 2, false, 1>"
 )
 HELD_BESIDE_CELLS = (
     r"norm_backward<float, .*, true, false, \d, false, false, true, .*, 448, 1, 3, .*, 1>"
@@ -491,21 +505,21 @@ HELD_BESIDE_CELLS = (
 BY_8_BYTES = r"norm_backward<(b?float16, .*, 4|float, .*, 2|double, .*, 1)>"
 RESIDENT_BY_PAIRS = r"norm_backward_resident<b?float16, .*, [67], \w+, 1>"
 BESIDE_A_BITMASK = (
-    r"norm_backward<b?float16, .*(, true){5}, false, 2, (false, ){4}\d, 1, .*, true, 8>"
+    r"norm_backward<b?float16, .*(, true){5}, false, 2, (false, ){5}\d, 1, .*, true, 8>"
 )
 STRIPS_BY_SINGLE_ELEMENTS = r"norm_backward_strips<b?float16, .*, 512, [12], 1>"
 STRIPS_WITH_BITMASK = r"norm_backward_strips<b?float16, .*, true, 512, [12], 8>"
 LAYER_NORM_BY_TWO_CLUSTERS = (
-    r"norm_forward_staged<b?float16, .*, \d+, 2, [67], \w+, false, \w+, \w+, 8>"
+    r"norm_forward_staged<b?float16, .*, \d+, 2, [67], \w+, false, \w+, \w+, \w+, 8>"
 )
 LAYER_NORM_BY_16_BLOCKS = (
-    r"norm_forward_staged<b?float16, .*, 16, 512, 1, [78], false, false, false, true, \d>"
+    r"norm_forward_staged<b?float16, .*, 16, 512, 1, [78], (false, ){4}true, \d>"
 )
 BY_16_BLOCKS_AND_CELLS = (
-    r"norm_forward_staged<b?float(16)?, .*, 16, 512, 1, [6-8], \w+, true, false, true, 1>"
+    r"norm_forward_staged<b?float(16)?, .*, 16, 512, 1, [6-8], \w+, true, false, false, true, 1>"
 )
 LAYER_NORM_HELD_BY_16_BLOCKS = (
-    r"norm_forward_staged<b?float16, .*, true, true, 3, 16, \d+, 1, 4, false, false, \w+, \w+, 8>"
+    r"norm_forward_staged<b?float16, .*, true, true, 3, 16, \d+, 1, 4, (false, ){2}(\w+, ){3}8>"
 )
 SPILLED = {
     LAYER_NORM_BY_8_PACKS: 160,

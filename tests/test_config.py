@@ -1552,36 +1552,50 @@ def test_kernels_of_64_registers_are_of_whole_packs(vector: int, has_some: bool)
 
 
 @pytest.mark.parametrize("norm", NORMS)
-def test_rows_that_do_not_begin_at_lines_come_by_way_of_l1_if_it_has_room(norm: Any) -> None:
+def test_rows_that_do_not_begin_at_lines_come_by_way_of_l1_or_to_turned_places(norm: Any) -> None:
     bias, layer_norm = ("float32", True) if norm == "layer_norm" else (None, False)
     backward = BackwardSpec(norm, "bfloat16", "bfloat16", "float32", bias, False, False)
+    by_l1, turned, by_both, neither = (True, False), (False, True), (True, True), (False, False)
+    short = dataclasses.replace(backward, weight="float64", dbias=None, bitmask=True)
     for spec, n, vector, expected in (
-        *((backward, n, 8, True) for n in (1000, 1016, 4104, 20008, 65544)),
-        *((backward, n, 8, False) for n in (1024, 4096, 16384)),  # at lines
-        (backward, 200008, 8, False),  # 198 KiB
-        *((backward, n, vector, True) for n, vector in ((1024, 1), (4096, 4))),  # elsewhere
-        *((backward, n, 1, True) for n in (777, 20001)),
-        (backward, 4097, 1, True),  # without its sums
+        *((backward, n, 8, by_l1) for n in (1000, 1016, 4104, 20008, 65544)),
+        *((backward, n, 8, neither) for n in (1024, 4096, 16384)),  # at lines
+        (backward, 200008, 8, turned),  # 198 KiB
+        (backward, 200001, 1, neither),  # by cells
+        # RMSNorm's 448 threads of a block that holds rows; LayerNorm's 7 packs a thread.
+        (backward, 6680, 8, turned if layer_norm else by_both),
+        (dataclasses.replace(backward, bitmask=True), 6680, 8, by_l1),
+        *((backward, n, vector, by_l1) for n, vector in ((1024, 1), (4096, 4))),  # elsewhere
+        *((backward, n, 1, by_l1) for n in (777, 20001)),
+        (backward, 4097, 1, by_l1),  # without its sums
         # Of LayerNorm, by 448 threads, they spill.
-        *((backward, n, vector, not layer_norm) for n, vector in ((10399, 1), (10408, 8))),
-        (dataclasses.replace(backward, x="float32", dy="float32"), 4096, 4, False),
-        (dataclasses.replace(backward, x="float32"), 4112, 4, True),  # dy alone
+        (backward, 10399, 1, neither if layer_norm else by_l1),
+        (backward, 10408, 8, turned if layer_norm else by_l1),
+        (dataclasses.replace(backward, x="float32", dy="float32"), 4096, 4, neither),
+        (dataclasses.replace(backward, x="float32"), 4112, 4, by_l1),  # dy alone
+        # What has no room in L1: packs of x and dy in places of 16 bytes, by whole warps.
+        (dataclasses.replace(backward, dy="float32"), 200008, 8, neither),
+        (short, 280, 8, neither),
     ):
         for architecture in (80, 90, 100):
             config = backward_config(spec, n, vector, architecture)
-            found = isinstance(config, StagedBackward) and config.through_l1
-            assert found == (expected and architecture == 90), (spec, n, vector, architecture)
+            found = neither
+            if isinstance(config, StagedBackward):
+                found = config.through_l1, config.turned
+            assert found == (expected if architecture == 90 else neither), (spec, n, architecture)
     forward = ForwardSpec(norm, "bfloat16", "float32", bias, "bfloat16", False, False, False)
     for n, vector, expected in (
-        *((n, 8, True) for n in (16392, 24584, 131080)),
-        *((n, 8, False) for n in (16384, 32768)),
-        (20008, 8, not layer_norm),  # whose two blocks have 203 KiB
-        *((24580, 4, True), (20001, 1, False)),  # by cells
+        *((n, 8, by_l1) for n in (16392, 24584, 131080)),
+        *((n, 8, neither) for n in (16384, 32768)),
+        (20008, 8, turned if layer_norm else by_l1),  # whose two blocks have 203 KiB
+        *((24580, 4, by_l1), (20001, 1, neither)),  # by cells
     ):
         for architecture in (80, 90, 100):
             staged = forward_config(forward, n, vector, architecture)
-            found = isinstance(staged, StagedForward) and staged.through_l1
-            assert found == (expected and architecture == 90), (n, vector, architecture)
+            found = neither
+            if isinstance(staged, StagedForward):
+                found = staged.through_l1, staged.turned
+            assert found == (expected if architecture == 90 else neither), (n, architecture)
 
 
 @pytest.mark.parametrize("norm", NORMS)

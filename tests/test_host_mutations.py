@@ -154,6 +154,9 @@ CELLS_OF_PACKS_IN_CLUSTER = staged(
 )
 CELLS_FLOAT32 = staged("backward.cu", x="float32", gap=0)
 CELLS_FORWARD_FLOAT32 = staged("forward_staged.cu", x="float32", n=301)
+TURNED_FORWARD = staged("forward_staged.cu", turned=True)
+TURNED = staged("backward.cu", turned=True, gap=0)
+TURNED_AHEAD = staged("backward.cu", turned=True, cluster_blocks=2)
 UNALIGNED, UNALIGNED_IN_PLACE = case("unaligned"), case("unaligned_in_place")
 UNALIGNED_FLOAT32 = case("unaligned_mean")
 FEW_ODD = few("warps_odd", "rms_norm", x="bfloat16")
@@ -1948,8 +1951,8 @@ MUTATIONS = [
     Mutation(
         "the rows under way are one more than their stages",
         "backward.cu",
-        "        wait_for_copies<Stages - 1>();\n        show_cells();",
-        "        wait_for_copies<Stages>();\n        show_cells();",
+        "        wait_for_copies<Stages - 1>();\n        meet_lanes();",
+        "        wait_for_copies<Stages>();\n        meet_lanes();",
         RACE,
         STAGED_BACKWARD,
     ),
@@ -2300,7 +2303,7 @@ MUTATIONS = [
     Mutation(
         "cells are read before the other lanes' copies are there",
         "backward.cu",
-        "        wait_for_copies<Stages - 1>();\n        show_cells();",
+        "        wait_for_copies<Stages - 1>();\n        meet_lanes();",
         "        wait_for_copies<Stages - 1>();",
         f"{RACE}|{UNWRITTEN}",
         CELLS,
@@ -2308,7 +2311,7 @@ MUTATIONS = [
     Mutation(
         "cells are read before the other lanes' copies are there, in a cluster",
         "backward.cu",
-        "wait_for_copies<Stages - 2>();\n      show_cells();",
+        "wait_for_copies<Stages - 2>();\n      meet_lanes();",
         "wait_for_copies<Stages - 2>();",
         RACE,
         CELLS_OF_CLUSTER,
@@ -2316,7 +2319,7 @@ MUTATIONS = [
     Mutation(
         "words of dx take the place of cells that are yet to be read",
         "backward.cu",
-        "      show_cells();  // before other words take their place\n",
+        "      if constexpr (!HoldRow) meet_lanes();  // before others take what they have read\n",
         "",
         RACE,
         CELLS_FLOAT32,
@@ -2340,8 +2343,8 @@ MUTATIONS = [
     Mutation(
         "dy lies in its cells as x does in its own",
         "backward.cu",
-        "of_row.before_dy);",
-        "of_row.before_x);",
+        "place + StageOfX::kBytes, p,\n                                   of_row.distance_of_dy);",
+        "place + StageOfX::kBytes, p,\n                                   of_row.distance_of_x);",
         VALUE,
         CELLS_OF_DY,
     ),
@@ -2356,7 +2359,7 @@ MUTATIONS = [
     Mutation(
         "cells of a row are read before the other lanes' copies are there, forward",
         "forward_staged.cu",
-        "wait_for_copies<Stages - 2>();\n    show_cells();",
+        "wait_for_copies<Stages - 2>();\n    meet_lanes();",
         "wait_for_copies<Stages - 2>();",
         RACE,
         CELLS_FORWARD,
@@ -2364,7 +2367,7 @@ MUTATIONS = [
     Mutation(
         "a row brought into range lies as it did",
         "forward_staged.cu",
-        "        before = 0;\n",
+        "        if constexpr (StageOfX::kCells) distance = 0;\n",
         "",
         VALUE,
         CELLS_FORWARD,
@@ -2380,7 +2383,7 @@ MUTATIONS = [
     Mutation(
         "words of y take the place of cells that are yet to be read",
         "forward_staged.cu",
-        "      show_cells();  // before other words take their place\n",
+        "      meet_lanes();  // before others take what they have read\n",
         "",
         RACE,
         CELLS_FORWARD_FLOAT32,
@@ -2392,6 +2395,87 @@ MUTATIONS = [
         "      } else {\n        store<Vector>",
         RACE,
         CELLS_FORWARD,
+    ),
+    # ---- turned places ----
+    Mutation(
+        "turned places go on past those of the warp",
+        "stage.cuh",
+        "((lane + packs) % 32 - lane) * 16",
+        "packs * 16",
+        f"{RACE}|{OUT_OF_BOUNDS}",
+        TURNED_FORWARD,
+    ),
+    Mutation(
+        "turned places are another row's",
+        "backward.cu",
+        "      turn_of_fetched_dy = turn_of(fetched_dy - counted_from);",
+        "      turn_of_fetched_dy = turn_of(fetched_x - counted_from);",
+        f"{VALUE}|{UNWRITTEN}",
+        TURNED,
+    ),
+    Mutation(
+        "the first row of dy is not turned",
+        "backward.cu",
+        "Turned ? turn_of(fetched_dy - counted_from) : 0",
+        "0",
+        f"{VALUE}|{UNWRITTEN}",
+        TURNED_AHEAD,
+    ),
+    Mutation(
+        "a turned row counts from a thread's own column",
+        "backward.cu",
+        "      turn_of_fetched_x = turn_of(fetched_x - counted_from);",
+        "      turn_of_fetched_x = turn_of(fetched_x);",
+        f"{VALUE}|{UNWRITTEN}",
+        staged("backward.cu", turned=True, teams=2),
+    ),
+    Mutation(
+        "what other lanes have copied to turned places is not shown",
+        "backward.cu",
+        "if constexpr (ByCells || Turned) warp_barrier();",
+        "if constexpr (ByCells) warp_barrier();",
+        f"{RACE}|{UNWRITTEN}",
+        TURNED,
+    ),
+    Mutation(
+        "turned places are filled again before the other lanes have read them",
+        "backward.cu",
+        "      if constexpr (!HoldRow) meet_lanes();  // before others take what they have read\n",
+        "",
+        RACE,
+        TURNED,
+    ),
+    Mutation(
+        "turned places are filled again before the other lanes hold what was there",
+        "backward.cu",
+        "        meet_lanes();\n        if constexpr (!Bulk) fetch(stage, p);",
+        "        if constexpr (!Bulk) fetch(stage, p);",
+        RACE,
+        staged("backward.cu", "rms_norm", turned=True, hold_row=True),
+    ),
+    Mutation(
+        "what other lanes have copied to turned places is not shown, forward",
+        "forward_staged.cu",
+        "if constexpr (StageOfX::kCells || Turned) warp_barrier();",
+        "if constexpr (StageOfX::kCells) warp_barrier();",
+        f"{RACE}|{UNWRITTEN}",
+        TURNED_FORWARD,
+    ),
+    Mutation(
+        "a row that is counted is turned as the one in turn",
+        "forward_staged.cu",
+        "      fetched_x = x + fetched * x_stride;\n      if constexpr (Turned)",
+        "      fetched_x = x + fetched * x_stride;\n      if constexpr (false)",
+        f"{VALUE}|{UNWRITTEN}",
+        staged("forward_staged.cu", turned=True, counted=True, cluster_blocks=1),
+    ),
+    Mutation(
+        "a turned row is brought into range beside where it is read",
+        "forward_staged.cu",
+        "StageOfX::write(pack, stages + stage * StageOfX::kBytes + distance, p);",
+        "StageOfX::write(pack, stages + stage * StageOfX::kBytes, p);",
+        f"{VALUE}|{RACE}",
+        staged("forward_staged.cu", regime="extreme", turned=True),
     ),
     Mutation(
         "packs at odd addresses are loaded as at even ones",

@@ -16,6 +16,7 @@ from cupynorm._config._limits import (
     MOST_CLUSTER_BLOCKS,
     MOST_SHARED_BESIDE_L1,
     REGISTERS_PER_MULTIPROCESSOR,
+    at_lines,
     most_cluster_blocks,
     moves_8_bytes,
     pack_length,
@@ -24,7 +25,6 @@ from cupynorm._config._limits import (
     streaming_blocks,
     team_bytes,
     team_threads,
-    through_l1,
     widest,
 )
 from cupynorm._spec import ITEMSIZE, BackwardSpec, compute_dtype
@@ -55,7 +55,8 @@ class StagedBackward:
     gradients the sums of rows so far wait in shared memory. `hold_sums`: the other's in registers,
     else in device memory. `bulk`: one thread of a team copies its rows, else each thread the packs
     that it will read. `cells`: by cells, as rows at any address are: see kernels/unaligned.cuh.
-    `through_l1`: those of 16 bytes by way of L1, as smaller ones.
+    `through_l1`: those of 16 bytes by way of L1, as smaller ones. `turned`: to places as far from a
+    line as they are: see kernels/stage.cuh.
     """
 
     row_threads: int
@@ -73,6 +74,7 @@ class StagedBackward:
     bulk: bool
     cells: bool
     through_l1: bool
+    turned: bool
     reduction: Reduction | None
 
     @property
@@ -583,6 +585,7 @@ def _staged_backward(
             bulk=False,
             cells=cells,
             through_l1=False,
+            turned=False,
             reduction=_reduction(spec, n),
         )
         # A block's own 1 KiB is the system's.
@@ -661,7 +664,7 @@ def _in_all_room(
     """
     of_l1 = MOST_SHARED_BESIDE_L1 // config.blocks_per_multiprocessor - 1024
     beside_l1, without = (
-        _by_way_of_l1(spec, n, _sharing_sums(spec, config, room), architecture)
+        _at_no_lines(spec, n, _sharing_sums(spec, config, room), architecture)
         for room in (min(limit, of_l1), limit)
     )
     return beside_l1 if beside_l1.through_l1 else without
@@ -691,20 +694,27 @@ def _sharing_sums(spec: BackwardSpec, config: StagedBackward, limit: int) -> Sta
     return dataclasses.replace(config, shared_sums=shared, hold_sums=hold)
 
 
-def _by_way_of_l1(
+def _at_no_lines(
     spec: BackwardSpec, n: int, config: StagedBackward, architecture: int
 ) -> StagedBackward:
-    """Return the configuration by way of L1, where that is ahead.
+    """Return the configuration for rows that may begin at no lines, and if they do, its copies.
 
-    It has what is spilled, as by 448 threads of 3 packs: RMSNorm takes 237 us by way of it, not
-    201, for 8192 rows of 10399, 238, not 234, for 12582 of 10408, LayerNorm, which then spills 24
-    bytes, 347, not 249, for 16384 of 10400 (bfloat16, H200).
+    As forward: of 4096 rows of 20008 RMSNorm takes 149 us, by way of L1 128, LayerNorm 157 and 134,
+    by turned places 131 and 135; where L1 has no room, LayerNorm's 10046 of 6680 120 us, by turned
+    places 112. By way of L1 where it has 28 KiB, RMSNorm's 670 of 200008 255 us, not 225. It has
+    what is spilled, as by 448 threads of 3 packs: RMSNorm takes 237 us by way of it, not 201, for
+    8192 rows of 10399, 238, not 234, for 12582 of 10408, LayerNorm, which then spills 24 bytes,
+    347, not 249, for 16384 of 10400 (bfloat16, H200; other GPUs were not measured).
     """
+    if architecture != 90 or at_lines(spec.x, n, config.vector, spec.x, spec.dy):
+        return config
     spills = config.packs_per_thread == 3 and config.block_threads > 384
     used = config.blocks_per_multiprocessor * (staged_backward_bytes(spec, config) + 1024)
-    sizes = ITEMSIZE[spec.x], ITEMSIZE[spec.dy]
-    ahead = through_l1(spec.x, n, config.vector, architecture, itemsizes=sizes, used=used)
-    return dataclasses.replace(config, through_l1=ahead and not spills)
+    through_l1 = used <= MOST_SHARED_BESIDE_L1 and not spills
+    by_packs = config.vector == pack_length(spec.x) and ITEMSIZE[spec.dy] == ITEMSIZE[spec.x]
+    by_both = config.hold_row and config.cluster_blocks == 1 and config.block_threads > 384
+    turned = by_packs and config.row_threads >= 32 and (by_both or not through_l1)
+    return dataclasses.replace(config, through_l1=through_l1, turned=turned)
 
 
 def _in_bulk(

@@ -11,7 +11,9 @@ from cupynorm._config._limits import (
     HOLD_2048_THREADS,
     LEAST_FILLED,
     MOST_CLUSTER_BLOCKS,
+    MOST_SHARED_BESIDE_L1,
     MULTIPROCESSORS,
+    at_lines,
     most_cluster_blocks,
     moves_8_bytes,
     pack_length,
@@ -20,7 +22,6 @@ from cupynorm._config._limits import (
     streaming_blocks,
     team_bytes,
     team_threads,
-    through_l1,
     widest,
 )
 from cupynorm._spec import ITEMSIZE, ForwardSpec
@@ -70,7 +71,7 @@ class StagedForward:
     registers, else in shared memory. `counted`: of many rows a cluster takes the next when it has
     room, as a count in device memory says; else in turn. `cells`: they are copied by cells, as rows
     at any address are: see kernels/unaligned.cuh. `through_l1`: those of 16 bytes by way of L1, as
-    smaller ones.
+    smaller ones. `turned`: to places as far from a line as they are: see kernels/stage.cuh.
     """
 
     block_threads: int
@@ -84,6 +85,7 @@ class StagedForward:
     counted: bool
     cells: bool
     through_l1: bool
+    turned: bool
     full: bool
 
 
@@ -147,7 +149,7 @@ def forward_config(
     if packs > (most_packs // 2 if exceed else most_packs):
         staged = _staged_forward(spec, n, packs, vector, architecture, wide=wide)
         if staged is not None:
-            return _by_way_of_l1(spec, n, _by_cells(spec, staged, architecture), architecture)
+            return _at_no_lines(spec, n, _by_cells(spec, staged, architecture), architecture)
         if packs > most_packs:
             return _streaming_forward(spec, packs, vector, architecture, wide=wide)
     row_threads = team_threads(packs, _packs_per_thread(spec, packs))
@@ -619,6 +621,7 @@ def _three_stages(
         counted=_counted(spec, cluster_blocks, packs_per_thread, blocks_per_multiprocessor),
         cells=False,
         through_l1=False,
+        turned=False,
         full=n == columns,
     )
 
@@ -641,18 +644,24 @@ def _by_cells(spec: ForwardSpec, config: StagedForward, architecture: int) -> St
     return config
 
 
-def _by_way_of_l1(
+def _at_no_lines(
     spec: ForwardSpec, n: int, config: StagedForward, architecture: int
 ) -> StagedForward:
-    """Return the configuration by way of L1, where that is ahead; of cells it is not always.
+    """Return the configuration for rows that may begin at no lines, and if they do, its copies.
 
-    LayerNorm of 4096 rows of 20001 float32 would take 205 us, not 192, RMSNorm 174, not 180, and
-    111, not 109, of bfloat16 (H200).
+    Past L1 those ask the L2 for sectors of 32 bytes that their neighbours ask for as well: RMSNorm
+    of 4096 rows of 16392 takes 80 us, by way of L1 73, LayerNorm 82 and 80. Where that has no room,
+    LayerNorm's 20008 takes 108 us, to turned places 98, but 16392 by them 75 and 81. By cells
+    LayerNorm of 4096 rows of 20001 float32 would take 205 us by way of L1, not 192, RMSNorm 174,
+    not 180, and 111, not 109, of bfloat16 (bfloat16 unless said, H200; other GPUs were not
+    measured).
     """
+    if architecture != 90 or config.cells or at_lines(spec.x, n, config.vector, spec.x):
+        return config
     used = config.blocks_per_multiprocessor * (staged_forward_bytes(spec, config) + 1024)
-    size = ITEMSIZE[spec.x]
-    ahead = through_l1(spec.x, n, config.vector, architecture, itemsizes=(size,), used=used)
-    return dataclasses.replace(config, through_l1=ahead and not config.cells)
+    if used <= MOST_SHARED_BESIDE_L1:
+        return dataclasses.replace(config, through_l1=True)
+    return dataclasses.replace(config, turned=config.vector == pack_length(spec.x))
 
 
 def _deep_forward(

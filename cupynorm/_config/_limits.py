@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from cupynorm._spec import ITEMSIZE, compute_dtype
 
 REGISTERS_PER_MULTIPROCESSOR = 65536
@@ -40,22 +38,9 @@ def shared_limit(architecture: int) -> int:
     return SHARED_KIB.get(architecture, SHARED_KIB_OF_OTHERS) << 10
 
 
-def through_l1(
-    x: str, n: int, vector: int, architecture: int, *, itemsizes: Iterable[int], used: int
-) -> bool:
-    """Return whether rows of n elements are copied to shared memory by way of L1.
-
-    Past it the copies of rows that do not begin at lines ask the L2 for sectors of 32 bytes that
-    their neighbours ask for as well, most where they begin in the middle of one: backward of 4096
-    rows of 20008 RMSNorm takes 128 us, not 149, LayerNorm 134, not 157, forward of 16392 73, not
-    80, and 80, not 82, where they do not RMSNorm 200, not 208, for 1024 of 65544 float32; but 255,
-    not 225, for 670 of 200008, which leave L1 28 KiB (bfloat16 unless said, H200; other GPUs were
-    not measured).
-
-    `itemsizes`: of what is copied. `used`: the shared memory of a multiprocessor.
-    """
-    at_lines = vector == pack_length(x) and all(n * size % 128 == 0 for size in itemsizes)
-    return architecture == 90 and not at_lines and used <= MOST_SHARED_BESIDE_L1
+def at_lines(x: str, n: int, vector: int, *dtypes: str) -> bool:
+    """Return whether each row of n elements begins at a line, as far as n and `vector` tell."""
+    return vector == pack_length(x) and all(n * ITEMSIZE[dtype] % 128 == 0 for dtype in dtypes)
 
 
 def team_bytes(
