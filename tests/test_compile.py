@@ -543,8 +543,12 @@ SPILLED = {
     BY_16_BLOCKS_AND_CELLS: 40,
     LAYER_NORM_HELD_BY_16_BLOCKS: 28,
 }
+# RMSNorm of 13312 around zero, on sm_80, where nothing was measured.
+AROUND_ZERO_ON_80 = (
+    r"norm_backward<bfloat16, bfloat16, float, false, true, false, .*, 416, 416, 1, 4, true, 8>"
+)
 ON_120 = {CELLS_ON_120: 144, LAYER_NORM_BY_PACKS_OF_8_BYTES: 72, LAYER_NORM_BY_TWO_BLOCKS: 64}
-SPILLED_ON = {"120": ON_120}
+SPILLED_ON = {"80": {AROUND_ZERO_ON_80: 8}, "120": ON_120}
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

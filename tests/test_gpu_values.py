@@ -544,6 +544,20 @@ def test_rows_that_do_not_begin_at_lines(norm: str, n: int) -> None:
     assert (x.view("u2") == forward.y.view("u2")).all()
 
 
+def one_element_further(rows: Any) -> Any:
+    """Return the same rows, where they are moved by accesses of single elements."""
+    import cupy
+
+    longer = cupy.empty(rows.size + 1, rows.dtype)
+    longer[1:] = rows.ravel()
+    return longer[1:].reshape(rows.shape)
+
+
+def check_sums(dweight: Any, terms: Any) -> None:
+    error = abs(dweight - terms.sum(axis=0)) / abs(terms).sum(axis=0)
+    assert float(error.max()) < 64 * 2**-24  # for 64 rows added up in turn
+
+
 # Of each layout whose rows RMSNorm's backward keeps in registers, full and not, by accesses of 16
 # bytes and of 8, so many that each team has several times as many as are on their way.
 @pytest.mark.parametrize(
@@ -563,14 +577,37 @@ def test_rows_kept_in_registers_have_the_bits_of_others(name: str, n: int) -> No
     weight = random.standard_normal(n, np.float32)
     rstd = cupynorm.rms_norm_forward(x, weight).rstd
     found = cupynorm.rms_norm_backward(dy, x, weight, rstd)
-    # Nor are they kept of an x that begins one element further.
-    longer = cupy.empty(m * n + 1, name)
-    longer[1:] = x.ravel()
-    elsewhere = cupynorm.rms_norm_backward(dy, longer[1:].reshape(m, n), weight, rstd)
+    elsewhere = cupynorm.rms_norm_backward(dy, one_element_further(x), weight, rstd)
     assert (found.dx.view(f"u{x.itemsize}") == elsewhere.dx.view(f"u{x.itemsize}")).all()
-    terms = dy.astype(np.float64) * x * rstd[:, None]
-    error = abs(found.dweight - terms.sum(axis=0)) / abs(terms).sum(axis=0)
-    assert float(error.max()) < 64 * 2**-24  # for 64 rows added up in turn
+    check_sums(found.dweight, dy.astype(np.float64) * x * rstd[:, None])
+
+
+# Of each layout whose rows wait in turned places, backward or, from 13004 on, forward as well.
+@pytest.mark.parametrize("n", [1608, 3160, 5204, 6680, 10312, 13004, 20008, 26008, 50488])
+@pytest.mark.parametrize("name", ["float16", "float32"])
+@pytest.mark.parametrize("norm", NORMS)
+def test_rows_in_turned_places_have_the_bits_of_others(norm: str, name: str, n: int) -> None:
+    import cupy
+
+    random = cupy.random.default_rng(n)
+    shape = 2**25 // n, n
+    x, dy = (random.standard_normal(shape, np.float32).astype(name) for _ in range(2))
+    affine = [random.standard_normal(n, np.float32) for _ in range(1 + (norm == "layer_norm"))]
+
+    def passes(x: Any, dy: Any) -> tuple[Any, ...]:
+        forward = getattr(cupynorm, f"{norm}_forward")(x, *affine)
+        statistics = [one for one in (forward.mean, forward.rstd) if one is not None]
+        backward = getattr(cupynorm, f"{norm}_backward")(dy, x, affine[0], *statistics)
+        return forward.y, forward.mean, forward.rstd, backward.dx, backward.dweight
+
+    found = passes(x, dy)
+    elsewhere = passes(one_element_further(x), one_element_further(dy))
+    for one, other in zip(found[:-1], elsewhere[:-1], strict=True):
+        if one is not None:
+            assert (one.view(f"u{one.itemsize}") == other.view(f"u{one.itemsize}")).all()
+    _, mean, rstd, _, dweight = found
+    centred = x.astype(np.float64) - (0 if mean is None else mean[:, None])
+    check_sums(dweight, dy * centred * rstd[:, None])
 
 
 @pytest.mark.parametrize("norm", NORMS)

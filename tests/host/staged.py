@@ -603,7 +603,7 @@ def _with_rows_held(staged: Callable[..., Staged]) -> Iterable[Staged]:
         *(held(m, 256, groups=1, stages=3, bulk=True) for m in (1, 2, 3, 4, 7)),
         held(37, 512, "bfloat16", other="bfloat16", teams=3, stages=2, bulk=True),
         # To turned places.
-        held(9, 200, turned=True, gap=0, offset=12),
+        held(9, 200, turned=True, offset=12),
         held(21, 1000, "bfloat16", other="float16", packs_per_thread=2, teams=2, turned=True),
         held(9, 500, cluster_blocks=2, stages=3, turned=True, in_place=True),
         # Clusters, which sum up no next row ahead.
