@@ -128,11 +128,12 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
 #pragma unroll
   for (int p = 0; p < PacksPerThread; ++p) {
     if constexpr (!HoldWeight) {
-      StageOfWeight::template fetch<Vector>(stage_of_weight, p, weight, first_column(p),
-                                            end_of_row(p));
+      StageOfWeight::template fetch<Vector, true>(stage_of_weight, p, weight, first_column(p),
+                                                  end_of_row(p));
     }
     if constexpr (!HoldBias) {
-      StageOfBias::template fetch<Vector>(stage_of_bias, p, bias, first_column(p), end_of_row(p));
+      StageOfBias::template fetch<Vector, true>(stage_of_bias, p, bias, first_column(p),
+                                                end_of_row(p));
     }
   }
   fetched_all(1);
@@ -362,7 +363,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
                     Full || (ClusterBlocks == 1 && p + 1 < PacksPerThread));
         warp_barrier();
       } else {
-        store<Vector>(normalized, y + row * y_stride, first_column(p), end_of_row(p));
+        store_by_sectors<Vector>(normalized, y + row * y_stride, first_column(p), end_of_row(p));
       }
       if constexpr (Relu && StoreStatistics) {
         store_bits<Vector, kLength>(bits, bitmask + row * bitmask_bytes(n_cols), first_column(p),

@@ -247,6 +247,31 @@ __device__ __forceinline__ void store(const Pack<T, Length>& pack, T* row, Index
   }
 }
 
+// The same for a row whose packs are of the lanes of a warp in turn, all of which must take part. Packs of 32
+// bytes are stored by halves, of which neighbouring lanes exchange one, so that together they store a sector.
+template <int Vector, typename T, int Length, typename Index>
+__device__ __forceinline__ void store_by_sectors(const Pack<T, Length>& pack, T* row, Index first,
+                                                 Index n) {
+  constexpr int kHalf = Length / 2;
+  if constexpr (kHalf * sizeof(T) == 16 && kAccessBytes<T, Vector> == 16) {
+    const bool odd = thread_index() % 2 == 1;
+    unsigned of_first[4],
+        of_second[4];  // what this lane stores of the even lane's pack and the odd one's
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const unsigned low = pack.words[i], high = pack.words[4 + i];
+      const unsigned received = shuffle_xor(odd ? low : high, 1);
+      of_first[i] = odd ? received : low;
+      of_second[i] = odd ? high : received;
+    }
+    const Index element = odd ? first - kHalf : first;
+    if (element < n) write_words<16>(of_first, row + element, 0);
+    if (element + Length < n) write_words<16>(of_second, row + element + Length, 0);
+  } else {
+    store<Vector>(pack, row, first, n);
+  }
+}
+
 template <int Vector, bool MayPair = true, int Length, typename Index>
 __device__ __forceinline__ void load(Pack<None, Length>&, const None*, Index, Index) {}
 

@@ -1557,6 +1557,7 @@ def test_rows_that_do_not_begin_at_lines_come_by_way_of_l1_or_to_turned_places(n
     backward = BackwardSpec(norm, "bfloat16", "bfloat16", "float32", bias, False, False)
     by_l1, turned, by_both, neither = (True, False), (False, True), (True, True), (False, False)
     short = dataclasses.replace(backward, weight="float64", dbias=None, bitmask=True)
+    wide = dataclasses.replace(backward, dy="float32")
     for spec, n, vector, expected in (
         *((backward, n, 8, by_l1) for n in (1000, 1016, 4104, 20008, 65544)),
         *((backward, n, 8, neither) for n in (1024, 4096, 16384)),  # at lines
@@ -1573,9 +1574,11 @@ def test_rows_that_do_not_begin_at_lines_come_by_way_of_l1_or_to_turned_places(n
         (backward, 10408, 8, turned if layer_norm else by_l1),
         (dataclasses.replace(backward, x="float32", dy="float32"), 4096, 4, neither),
         (dataclasses.replace(backward, x="float32"), 4112, 4, by_l1),  # dy alone
-        # What has no room in L1: packs of x and dy in places of 16 bytes, by whole warps.
-        (dataclasses.replace(backward, dy="float32"), 200008, 8, neither),
-        (short, 280, 8, neither),
+        (short, 280, 8, neither),  # which leave it no room, of less than a warp
+        # Of a wider dy all, with what L1 is left; of LayerNorm 200008 is in strips.
+        *((wide, n, 8, by_l1) for n in (4096, 4104, 4608, 5376, 8192, 65536)),
+        (wide, 200008, 8, neither if layer_norm else by_l1),
+        (wide, 20001, 1, neither),  # by cells
     ):
         for architecture in (80, 90, 100):
             config = backward_config(spec, n, vector, architecture)
@@ -1596,6 +1599,27 @@ def test_rows_that_do_not_begin_at_lines_come_by_way_of_l1_or_to_turned_places(n
             if isinstance(staged, StagedForward):
                 found = staged.through_l1, staged.turned
             assert found == (expected if architecture == 90 else neither), (n, architecture)
+
+
+@pytest.mark.parametrize(("norm", "n"), [("rms_norm", 4104), ("layer_norm", 3072)])
+def test_rows_beside_a_wider_dy_have_fewer_stages_where_that_leaves_l1_room(
+    norm: Any, n: int
+) -> None:
+    bias = "float16" if norm == "layer_norm" else None
+    wide = BackwardSpec(norm, "float16", "float32", "float16", bias, False, False)
+    for architecture, stages in ((90, 2), (100, 3)):
+        config = backward_config(wide, n, 8, architecture)
+        assert isinstance(config, StagedBackward)
+        assert (config.stages, config.through_l1) == (stages, architecture == 90)
+
+
+@pytest.mark.parametrize(("dy", "held"), [("bfloat16", True), ("float32", False)])
+def test_a_weight_beside_a_wider_dy_is_not_held_where_it_would_spill(dy: str, held: bool) -> None:
+    spec = BackwardSpec("layer_norm", "bfloat16", dy, "float32", "float32", False, False)
+    for n, weight_held in ((4096, True), (8192, held)):
+        config = backward_config(spec, n, 8, 90)
+        assert isinstance(config, StagedBackward)
+        assert config.hold_weight == weight_held
 
 
 @pytest.mark.parametrize("norm", NORMS)

@@ -544,6 +544,27 @@ def test_rows_that_do_not_begin_at_lines(norm: str, n: int) -> None:
     assert (x.view("u2") == forward.y.view("u2")).all()
 
 
+# Whose packs lanes copy and store by halves: rows of a warp and of several, full and not, at lines,
+# at none and at any address, in clusters and in strips.
+@pytest.mark.parametrize(
+    "n", [1024, 2056, 4096, 4104, 5376, 8192, 16384, 20001, 20480, 33000, 229376, 262144]
+)
+@pytest.mark.parametrize("norm", NORMS)
+def test_y_and_dy_wider_than_x(norm: str, n: int) -> None:
+    for x_dtype, wide, columns in (("float16", "float32", n), ("float32", "float64", n // 2)):
+        shape = 2**22 // n, columns
+        weight, bias = (make_values("normal", (columns,), np.float32, n + i) for i in (1, 2))
+        check(
+            norm,
+            make_values("normal", shape, DTYPES[x_dtype], n),
+            weight,
+            bias if norm == "layer_norm" else None,
+            dy=make_values("normal", shape, DTYPES[wide], n + 3),
+            out_dtype=DTYPES[wide],
+            key=("wide y and dy", x_dtype),
+        )
+
+
 def one_element_further(rows: Any) -> Any:
     """Return the same rows, where they are moved by accesses of single elements."""
     import cupy

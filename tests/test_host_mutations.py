@@ -154,6 +154,7 @@ CELLS_OF_PACKS_IN_CLUSTER = staged(
 )
 CELLS_FLOAT32 = staged("backward.cu", x="float32", gap=0)
 CELLS_FORWARD_FLOAT32 = staged("forward_staged.cu", x="float32", n=301)
+WIDE_Y = staged("forward_staged.cu", x="bfloat16", n=504)
 TURNED_FORWARD = staged("forward_staged.cu", turned=True)
 TURNED = staged("backward.cu", turned=True, gap=0)
 TURNED_AHEAD = staged("backward.cu", turned=True, cluster_blocks=2)
@@ -2403,6 +2404,39 @@ MUTATIONS = [
         "      } else {\n        store<Vector>",
         RACE,
         CELLS_FORWARD,
+    ),
+    # ---- halves of packs ----
+    Mutation(
+        "lanes exchange the other halves",
+        "pack.cuh",
+        "shuffle_xor(odd ? low : high, 1)",
+        "shuffle_xor(odd ? high : low, 1)",
+        VALUE,
+        WIDE_Y,
+    ),
+    Mutation(
+        "the even lane's pack twice",
+        "pack.cuh",
+        "of_second[i] = odd ? high : received;",
+        "of_second[i] = odd ? high : low;",
+        VALUE,
+        WIDE_Y,
+    ),
+    Mutation(
+        "the odd lane's pack is stored where the even lane's alone is in the row",
+        "pack.cuh",
+        "if (element + Length < n)",
+        "if (element < n)",
+        OUT_OF_BOUNDS,
+        WIDE_Y,
+    ),
+    Mutation(
+        "an odd lane stores as if its half were the even lane's",
+        "pack.cuh",
+        "const Index element = odd ? first - kHalf : first;",
+        "const Index element = first;",
+        f"{RACE}|{OUT_OF_BOUNDS}|{VALUE}",
+        WIDE_Y,
     ),
     # ---- turned places ----
     Mutation(
