@@ -295,7 +295,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
           gradient[p][i] = 0;
         }
         if (complete || !(shared || HoldSums)) {
-          store<kLength>(sums, target, first_column(p), end_of_row(p));
+          store_by_sectors<kLength>(sums, target, first_column(p), end_of_row(p));
         } else if (shared) {
           StageOfSums::write(sums, place, p);
         } else if constexpr (HoldSums) {

@@ -22,13 +22,18 @@
 #include "relu.cuh"
 #include "team.cuh"
 
-// Stores a pack of values to elements `first` ... of a row of n, if that is present.
-template <int Vector, typename T, typename Out, int Length>
+// Stores a pack of values to elements `first` ... of a row of n, if that is present; of several warps by
+// sectors: LayerNorm of 8 rows of 1024, by one, would take 5.80 us, not 5.66 (bfloat16, float32 weight, H200).
+template <int Vector, int RowThreads, typename T, typename Out, int Length>
 __device__ __forceinline__ void write(const T (&values)[Length], Out* row, int first, int n) {
   if constexpr (kPresent<Out>) {
     Pack<Out, Length> pack;
     pack.set(values);
-    store<Vector>(pack, row, first, n);
+    if constexpr (RowThreads > 32) {
+      store_by_sectors<Vector>(pack, row, first, n);
+    } else {
+      store<Vector>(pack, row, first, n);
+    }
   }
 }
 
@@ -188,11 +193,12 @@ __global__ __launch_bounds__(RowThreads, 1) void norm_backward_resident(
       of_weight[i] = of_bias[i] * xhat;
       of_x[i] = dx_of<ZeroCentered>(of_bias[i], xhat, weights[p], i, means, row_rstd);
     }
-    write<Vector>(of_x, dx + row * dx_stride, first_column(p), end_of_row(p));
+    write<Vector, RowThreads>(of_x, dx + row * dx_stride, first_column(p), end_of_row(p));
     if constexpr (!Columns) {
-      write<Vector>(of_weight, dweight + row * partials_stride(n_cols), first_column(p),
-                    end_of_row(p));
-      write<Vector>(of_bias, dbias + row * partials_stride(n_cols), first_column(p), end_of_row(p));
+      write<Vector, RowThreads>(of_weight, dweight + row * partials_stride(n_cols), first_column(p),
+                                end_of_row(p));
+      write<Vector, RowThreads>(of_bias, dbias + row * partials_stride(n_cols), first_column(p),
+                                end_of_row(p));
     }
   }
 }

@@ -178,8 +178,8 @@ __global__ __launch_bounds__(StripThreads + 32 * kMessengers, 1) void norm_backw
   // The L2 keeps what is read before what is written: 33.3 us, not 34.0, for RMSNorm of 32 rows of 262144,
   // LayerNorm 34.6, not 36.1 (float32, H200).
   const CachePolicy policy = evict_last();
-  constexpr bool kWide =
-      sizeof(DY) > sizeof(X);  // whose copies are of halves of sectors: stage.cuh
+  // A copy of half a pack is of half a sector: past L1 the L2 is asked for it twice.
+  constexpr bool kHalves = sizeof(DY) > sizeof(X);
   const auto fetch = [&](int group, int r) {
     const long long row = row_of(group, r);
     const int n = row < n_rows ? n_own : 0;
@@ -194,10 +194,11 @@ __global__ __launch_bounds__(StripThreads + 32 * kMessengers, 1) void norm_backw
       // Exchanged for each row, as copies with a policy want it (device.cuh).
       const OwnPlace own = own_place(StageOfX::place(place, 0, 0));
       StageOfX::template fetch<Vector, false>(own, 0, source_x, 0, n, policy);
-      StageOfDY::template fetch<Vector, kWide>(own + StageOfX::kBytes, 0, source_dy, 0, n, policy);
+      StageOfDY::template fetch<Vector, kHalves>(own + StageOfX::kBytes, 0, source_dy, 0, n,
+                                                 policy);
     } else {
       StageOfX::template fetch<Vector>(place, 0, source_x, 0, n);
-      StageOfDY::template fetch<Vector, kWide>(place + StageOfX::kBytes, 0, source_dy, 0, n);
+      StageOfDY::template fetch<Vector, kHalves>(place + StageOfX::kBytes, 0, source_dy, 0, n);
     }
   };
   const auto read_x = [&](int group, int r) { return StageOfX::read(place_of(group, r), 0); };

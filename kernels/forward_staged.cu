@@ -125,6 +125,8 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
   fetch_row(0);
   fetched_all(0);
   fetch_row(1);
+  // By way of L1, since a copy of half a float32 pack is of half a sector: LayerNorm of 512 rows of 20480
+  // takes 18.0 us, not 23.1, of 4096 90, not 96 (bfloat16, float32 weight and bias, H200).
 #pragma unroll
   for (int p = 0; p < PacksPerThread; ++p) {
     if constexpr (!HoldWeight) {

@@ -247,8 +247,11 @@ __device__ __forceinline__ void store(const Pack<T, Length>& pack, T* row, Index
   }
 }
 
-// The same for a row whose packs are of the lanes of a warp in turn, all of which must take part. Packs of 32
-// bytes are stored by halves, of which neighbouring lanes exchange one, so that together they store a sector.
+// The same for a row of several warps, all of whose lanes take part: packs of 32 bytes are stored by halves,
+// of which neighbouring lanes exchange one, so that together they store a sector, which is written once. Of
+// float32 y beside 16-bit x RMSNorm of 32768 rows of 4096 takes 196 us, not 277, and LayerNorm's backward of
+// 512 rows of 8192, with its partials so, 17.0, not 20.3; but 65536 rows of 1024, a warp each, 136, not 116
+// (16 bits, H200).
 template <int Vector, typename T, int Length, typename Index>
 __device__ __forceinline__ void store_by_sectors(const Pack<T, Length>& pack, T* row, Index first,
                                                  Index n) {

@@ -94,11 +94,12 @@ STORING = LOADING.replace("read_words", "write_words")
 AFFINE = """#pragma unroll
   for (int p = 0; p < PacksPerThread; ++p) {
     if constexpr (!HoldWeight) {
-      StageOfWeight::template fetch<Vector>(stage_of_weight, p, weight, first_column(p),
-                                            end_of_row(p));
+      StageOfWeight::template fetch<Vector, true>(stage_of_weight, p, weight, first_column(p),
+                                                  end_of_row(p));
     }
     if constexpr (!HoldBias) {
-      StageOfBias::template fetch<Vector>(stage_of_bias, p, bias, first_column(p), end_of_row(p));
+      StageOfBias::template fetch<Vector, true>(stage_of_bias, p, bias, first_column(p),
+                                                end_of_row(p));
     }
   }
 """
@@ -1336,8 +1337,8 @@ MUTATIONS = [
     Mutation(
         "dy is copied to where x is",
         "backward_strips.cu",
-        "fetch<Vector, false>(own + StageOfX::kBytes, 0, source_dy",
-        "fetch<Vector, false>(own, 0, source_dy",
+        "fetch<Vector, kHalves>(own + StageOfX::kBytes, 0, source_dy",
+        "fetch<Vector, kHalves>(own, 0, source_dy",
         f"{RACE}|{UNWRITTEN}",
         STRIPS,
     ),
@@ -1799,8 +1800,8 @@ MUTATIONS = [
     Mutation(
         "of few rows, dbias is that of xhat",
         "backward_resident.cu",
-        "write<Vector>(of_bias,",
-        "write<Vector>(of_weight,",
+        "write<Vector, RowThreads>(of_bias,",
+        "write<Vector, RowThreads>(of_weight,",
         VALUE,
         LONE_ROW,
     ),
@@ -2088,8 +2089,8 @@ MUTATIONS = [
     Mutation(
         "dy copied over x",
         "backward.cu",
-        "ThroughL1>(own + StageOfX::kBytes,",
-        "ThroughL1>(own,",
+        "ThroughL1>(own + StageOfX::kBytes + turn_of_fetched_dy,",
+        "ThroughL1>(own + turn_of_fetched_dy,",
         RACE,
         STAGED_BACKWARD,
     ),
@@ -2400,8 +2401,8 @@ MUTATIONS = [
     Mutation(
         "a later row takes the place of words of y that are yet to be stored",
         "forward_staged.cu",
-        "        warp_barrier();\n      } else {\n        store<Vector>",
-        "      } else {\n        store<Vector>",
+        "        warp_barrier();\n      } else {\n        store_by_sectors<Vector>",
+        "      } else {\n        store_by_sectors<Vector>",
         RACE,
         CELLS_FORWARD,
     ),
