@@ -40,7 +40,7 @@
 //            one.
 // ByCells:   stage.cuh; of rows whose addresses allow accesses of 4 bytes or less.
 // ThroughL1: copies of 16 bytes come by way of L1, not past it, as all smaller ones do.
-// Turned:    stage.cuh; of rows of whole packs that begin at no lines and do not come by way of L1.
+// Turned:    stage.cuh; of rows of whole packs that begin at no lines.
 // Result:    partials, of cluster c in row c.
 #include "gradient.cuh"
 #include "relu.cuh"
@@ -295,7 +295,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
           gradient[p][i] = 0;
         }
         if (complete || !(shared || HoldSums)) {
-          store_by_sectors<kLength>(sums, target, first_column(p), end_of_row(p));
+          store<kLength>(sums, target, first_column(p), end_of_row(p));
         } else if (shared) {
           StageOfSums::write(sums, place, p);
         } else if constexpr (HoldSums) {
@@ -386,7 +386,8 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
     if constexpr (Bitmask) keep(pack, of_row.bits[p], first_column(p));
     return pack;
   };
-  // What lanes have copied they show to each other, and where they are done with it make room for others.
+  // By cells lanes show each other what they have copied, and by turned places, too, none fills one again
+  // that another has yet to read.
   const auto meet_lanes = [&] {
     if constexpr (ByCells || Turned) warp_barrier();
   };
@@ -530,7 +531,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
       }
       Pack<X, kLength> stored;
       stored.set(gradient);
-      if constexpr (!HoldRow) meet_lanes();  // before others take what they have read
+      if constexpr (!HoldRow) meet_lanes();  // before others fill what this one read
       if constexpr (StageOfX::kCells) {
         words.store(stored, StageOfX::place_of_cells(place, p, 0), p * kStep,
                     stores ? n_cols - of_first_lane - p * kStep : 0,

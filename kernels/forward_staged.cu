@@ -19,7 +19,7 @@
 // ByCells:   stage.cuh; of rows whose addresses allow accesses of single elements alone. Their y leaves by
 //            words (unaligned.cuh), if it is no wider than x, in whose place its lanes exchange them.
 // ThroughL1: a row's copies of 16 bytes come by way of L1, not past it, as all smaller ones do.
-// Turned:    stage.cuh; of rows of whole packs that begin at no lines and do not come by way of L1.
+// Turned:    stage.cuh; of rows of whole packs that begin at no lines.
 // Order:     a thread's packs in turn, then the team's reduction: a function of n_cols, the dtypes
 //            and Relu, never of n_rows or alignment.
 // Result:    thread 0 of a cluster's first block writes the row's mean and rstd.
@@ -126,7 +126,8 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
   fetched_all(0);
   fetch_row(1);
   // By way of L1, since a copy of half a float32 pack is of half a sector: LayerNorm of 512 rows of 20480
-  // takes 18.0 us, not 23.1, of 4096 90, not 96 (bfloat16, float32 weight and bias, H200).
+  // takes 18.0 us, not 23.1, of 4096 90, not 96 (bfloat16, float32 weight and bias, H200; on other GPUs so,
+  // too, though not measured).
 #pragma unroll
   for (int p = 0; p < PacksPerThread; ++p) {
     if constexpr (!HoldWeight) {
@@ -162,7 +163,8 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
     const X* const row = x + of_row * x_stride;
     return Turned ? turn_of(row) : StageOfX::kCells ? bytes_before<X, kLength>(row) : 0;
   };
-  // What lanes have copied they show to each other, and where they are done with it make room for others.
+  // By cells lanes show each other what they have copied, and by turned places, too, none fills one again
+  // that another has yet to read.
   const auto meet_lanes = [&] {
     if constexpr (StageOfX::kCells || Turned) warp_barrier();
   };
@@ -358,7 +360,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
       }
       Pack<Y, kLength> normalized;
       normalized.set(values);
-      meet_lanes();  // before others take what they have read
+      meet_lanes();  // before others fill what this one read
       if constexpr (kStoresWords) {
         words.store(normalized, StageOfX::place_of_cells(stages + stage * StageOfX::kBytes, p, 0),
                     p * kStep, n_cols - of_first_lane - p * kStep,

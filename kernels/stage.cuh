@@ -8,9 +8,10 @@
 
 // Turned, of rows that begin at no lines: by how many bytes a lane's packs wait behind its own place, so
 // that each is as far from a line in shared memory as in memory; the last lanes' are where the first ones'
-// were, which a barrier of the warp shows. Else copies past L1 ask the L2 for sectors of 32 bytes that
-// their neighbours ask for as well: LayerNorm of 4096 rows of 20008 takes 108 us, not 98, backward of 10046
-// of 6680 120, not 112 (bfloat16, float32 weight and bias, H200).
+// were. For a row that is turned otherwise a place is another lane's, so that a warp's lanes meet before it
+// is filled again. Else copies past L1 ask the L2 for sectors of 32 bytes that their neighbours ask for as
+// well: LayerNorm of 4096 rows of 20008 takes 106 us, not 98, backward of 10046 of 6680 120, not 112
+// (bfloat16, float32 weight and bias, H200).
 __device__ __forceinline__ int turn_of(const void* row) {
   const int lane = thread_index() % 32;
   const int packs = static_cast<int>(reinterpret_cast<unsigned long long>(row) / 16 % 8);
@@ -40,8 +41,8 @@ struct Stage {
   }
 
   // Asks for pack p of a row, elements first ... first + Length - 1; those past n are zero.
-  // `ThroughL1`: a row that other teams of the multiprocessor ask for as well, or that does not begin at a
-  // line, so that neighbouring copies ask for the same sectors of 32 bytes.
+  // `ThroughL1`: a row that other teams of the multiprocessor ask for as well, or of which copies ask for
+  // the same sectors of 32 bytes, since it does not begin at a line or each is of a part of a wider pack.
   template <int Vector, bool ThroughL1 = false>
   static __device__ __forceinline__ void fetch(char* stage, int p, const T* row, int first, int n) {
     constexpr int kAccess =

@@ -1557,6 +1557,8 @@ def test_rows_that_do_not_begin_at_lines_come_by_way_of_l1_or_to_turned_places(n
     backward = BackwardSpec(norm, "bfloat16", "bfloat16", "float32", bias, False, False)
     by_l1, turned, by_both, neither = (True, False), (False, True), (True, True), (False, False)
     short = dataclasses.replace(backward, weight="float64", dbias=None, bitmask=True)
+    held = BackwardSpec("rms_norm", "bfloat16", "bfloat16", "bfloat16", None, False, False)
+    narrow = dataclasses.replace(backward, x="float32")
     wide = dataclasses.replace(backward, dy="float32")
     for spec, n, vector, expected in (
         *((backward, n, 8, by_l1) for n in (1000, 1016, 4104, 20008, 65544)),
@@ -1574,7 +1576,11 @@ def test_rows_that_do_not_begin_at_lines_come_by_way_of_l1_or_to_turned_places(n
         (backward, 10408, 8, turned if layer_norm else by_l1),
         (dataclasses.replace(backward, x="float32", dy="float32"), 4096, 4, neither),
         (dataclasses.replace(backward, x="float32"), 4112, 4, by_l1),  # dy alone
+        (held, 13008, 8, by_l1),  # of two blocks
+        (held, 6200, 8, by_both),
         (short, 280, 8, neither),  # which leave it no room, of less than a warp
+        # Of packs of x and dy in places of other sizes, of which L1 has no room for LayerNorm's.
+        (narrow, 5124, 4, neither if layer_norm else by_l1),
         # Of a wider dy all, with what L1 is left; of LayerNorm 200008 is in strips.
         *((wide, n, 8, by_l1) for n in (4096, 4104, 4608, 5376, 8192, 65536)),
         (wide, 200008, 8, neither if layer_norm else by_l1),
@@ -1592,6 +1598,7 @@ def test_rows_that_do_not_begin_at_lines_come_by_way_of_l1_or_to_turned_places(n
         *((n, 8, neither) for n in (16384, 32768)),
         (20008, 8, turned if layer_norm else by_l1),  # whose two blocks have 203 KiB
         *((24580, 4, by_l1), (20001, 1, neither)),  # by cells
+        (20008, 4, neither if layer_norm else by_l1),  # of two pieces a pack
     ):
         for architecture in (80, 90, 100):
             staged = forward_config(forward, n, vector, architecture)
@@ -1607,19 +1614,30 @@ def test_rows_beside_a_wider_dy_have_fewer_stages_where_that_leaves_l1_room(
 ) -> None:
     bias = "float16" if norm == "layer_norm" else None
     wide = BackwardSpec(norm, "float16", "float32", "float16", bias, False, False)
-    for architecture, stages in ((90, 2), (100, 3)):
-        config = backward_config(wide, n, 8, architecture)
+    for columns, architecture, stages in ((n, 90, 2), (n, 100, 3), (8192, 90, 3)):
+        config = backward_config(wide, columns, 8, architecture)
         assert isinstance(config, StagedBackward)
         assert (config.stages, config.through_l1) == (stages, architecture == 90)
 
 
-@pytest.mark.parametrize(("dy", "held"), [("bfloat16", True), ("float32", False)])
-def test_a_weight_beside_a_wider_dy_is_not_held_where_it_would_spill(dy: str, held: bool) -> None:
-    spec = BackwardSpec("layer_norm", "bfloat16", dy, "float32", "float32", False, False)
-    for n, weight_held in ((4096, True), (8192, held)):
-        config = backward_config(spec, n, 8, 90)
-        assert isinstance(config, StagedBackward)
-        assert config.hold_weight == weight_held
+@pytest.mark.parametrize(
+    ("norm", "dy", "n", "architecture", "held"),
+    [
+        ("layer_norm", "float32", 8192, 90, False),
+        ("layer_norm", "bfloat16", 8192, 90, True),
+        ("layer_norm", "float32", 8192, 100, True),
+        ("layer_norm", "float32", 7168, 90, True),  # by 448 threads
+        ("rms_norm", "float32", 8192, 90, True),
+    ],
+)
+def test_a_weight_beside_a_wider_dy_is_not_held_where_it_would_spill(
+    norm: Any, dy: str, n: int, architecture: int, held: bool
+) -> None:
+    bias = "float32" if norm == "layer_norm" else None
+    spec = BackwardSpec(norm, "bfloat16", dy, "float32", bias, False, False)
+    config = backward_config(spec, n, 8, architecture)
+    assert isinstance(config, StagedBackward)
+    assert config.hold_weight == held
 
 
 @pytest.mark.parametrize("norm", NORMS)

@@ -2329,7 +2329,7 @@ MUTATIONS = [
     Mutation(
         "words of dx take the place of cells that are yet to be read",
         "backward.cu",
-        "      if constexpr (!HoldRow) meet_lanes();  // before others take what they have read\n",
+        "      if constexpr (!HoldRow) meet_lanes();  // before others fill what this one read\n",
         "",
         RACE,
         CELLS_FLOAT32,
@@ -2393,7 +2393,7 @@ MUTATIONS = [
     Mutation(
         "words of y take the place of cells that are yet to be read",
         "forward_staged.cu",
-        "      meet_lanes();  // before others take what they have read\n",
+        "      meet_lanes();  // before others fill what this one read\n",
         "",
         RACE,
         CELLS_FORWARD_FLOAT32,
@@ -2481,17 +2481,9 @@ MUTATIONS = [
         staged("backward.cu", turned=True, teams=2),
     ),
     Mutation(
-        "what other lanes have copied to turned places is not shown",
-        "backward.cu",
-        "if constexpr (ByCells || Turned) warp_barrier();",
-        "if constexpr (ByCells) warp_barrier();",
-        f"{RACE}|{UNWRITTEN}",
-        TURNED,
-    ),
-    Mutation(
         "turned places are filled again before the other lanes have read them",
         "backward.cu",
-        "      if constexpr (!HoldRow) meet_lanes();  // before others take what they have read\n",
+        "      if constexpr (!HoldRow) meet_lanes();  // before others fill what this one read\n",
         "",
         RACE,
         TURNED,
@@ -2505,7 +2497,7 @@ MUTATIONS = [
         staged("backward.cu", "rms_norm", turned=True, hold_row=True),
     ),
     Mutation(
-        "what other lanes have copied to turned places is not shown, forward",
+        "turned places are filled again before the other lanes have read them, forward",
         "forward_staged.cu",
         "if constexpr (StageOfX::kCells || Turned) warp_barrier();",
         "if constexpr (StageOfX::kCells) warp_barrier();",

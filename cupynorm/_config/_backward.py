@@ -17,6 +17,7 @@ from cupynorm._config._limits import (
     MOST_SHARED_BESIDE_L1,
     REGISTERS_PER_MULTIPROCESSOR,
     at_lines,
+    leave_l1_room,
     most_cluster_blocks,
     moves_8_bytes,
     pack_length,
@@ -606,10 +607,11 @@ def _staged_backward(
             crowded = (crowded and row_threads > 32) or (
                 packs_per_thread > 5 and not config.hold_row
             )
-            # A wider dy comes by way of L1, which then has what is spilled: LayerNorm takes 140 us,
-            # not 162, for 8192 rows of 8192 beside a float32 one (float16, H200).
-            by_l1 = ITEMSIZE[spec.dy] > ITEMSIZE[spec.x] and architecture == 90
-            crowded |= by_l1 and spec.gradients == 2 and row_threads == 512
+            # Both gradients of 512 threads would spill beside a wider dy, to an L1 by way of which
+            # it comes: LayerNorm takes 140 us, not 162, for 8192 rows of 8192 (float16, dy float32,
+            # H200).
+            wide = _copies_halves(spec, config) and architecture == 90
+            crowded |= wide and spec.gradients == 2 and row_threads == 512
             found = in_bulk or dataclasses.replace(
                 config, hold_weight=config.hold_weight and not crowded
             )
@@ -664,17 +666,17 @@ def _in_all_room(
 
     Sums leave room for rows in L1, if without some there is: LayerNorm takes 258 us, not 301, for
     8192 of 20592, 286, not 324, for 4096 of 41144, RMSNorm 289, not 302, for 32768 of 4097
-    (bfloat16, H200).
+    (bfloat16, H200). So do stages beside a wider dy: RMSNorm takes 138 us by two, 156 by three, for
+    16384 of 4104 (float16, dy float32, H200).
     """
-    wide = _copies_halves(spec, config)
     room_beside_l1 = MOST_SHARED_BESIDE_L1 // config.blocks_per_multiprocessor - 1024
-    for stages in (config.stages, 2) if wide else (config.stages,):
+    for stages in (config.stages, 2) if _copies_halves(spec, config) else (config.stages,):
         fewer = dataclasses.replace(config, stages=stages)
-        sharing = _sharing_sums(spec, fewer, min(limit, room_beside_l1))
-        found = _asking_once(spec, n, sharing, architecture)
+        sharing = _sharing_sums(spec, fewer, room_beside_l1)
+        found = _asking_less(spec, n, sharing, architecture)
         if found.through_l1 and _leaves_l1_room(spec, found):
             return found
-    return _asking_once(spec, n, _sharing_sums(spec, config, limit), architecture)
+    return _asking_less(spec, n, _sharing_sums(spec, config, limit), architecture)
 
 
 def _sharing_sums(spec: BackwardSpec, config: StagedBackward, limit: int) -> StagedBackward:
@@ -707,39 +709,37 @@ def _copies_halves(spec: BackwardSpec, config: StagedBackward) -> bool:
 
 
 def _leaves_l1_room(spec: BackwardSpec, config: StagedBackward) -> bool:
-    used = config.blocks_per_multiprocessor * (staged_backward_bytes(spec, config) + 1024)
-    return used <= MOST_SHARED_BESIDE_L1
+    return leave_l1_room(config.blocks_per_multiprocessor, staged_backward_bytes(spec, config))
 
 
-def _asking_once(
+def _asking_less(
     spec: BackwardSpec, n: int, config: StagedBackward, architecture: int
 ) -> StagedBackward:
-    """Return the configuration whose copies ask the L2 for no sector of 32 bytes twice.
+    """Return the configuration whose copies ask the L2 for fewer sectors of 32 bytes twice.
 
-    Those of rows that begin at no lines would, as forward: of 4096 rows of 20008 RMSNorm takes 149
+    Those of rows that begin at no lines do, as forward: of 4096 rows of 20008 RMSNorm takes 149
     us, by way of L1 128, LayerNorm 157 and 134, by turned places 131 and 135; where L1 has no room,
     LayerNorm's 10046 of 6680 120 us, by turned places 112. By way of L1 where it has 28 KiB,
     RMSNorm's 670 of 200008 255 us, not 225. It has what is spilled, as by 448 threads of 3 packs:
     RMSNorm takes 237 us by way of it, not 201, for 8192 rows of 10399, 238, not 234, for 12582 of
-    10408, LayerNorm, which then spills 24 bytes, 347, not 249, for 16384 of 10400. Rows held by 448
-    threads of 2 packs gain by both: RMSNorm takes 102 us for 10046 of 6680, by way of L1 109, to
-    turned places 104.
+    10408, LayerNorm, which then spills 24 bytes, 347, not 249, for 16384 of 10400. Rows held by 416
+    to 512 threads of a block gain by both: RMSNorm takes 102 us for 10046 of 6680, by way of L1
+    109, to turned places 104, 101, not 109, for 10600 of 6200 and, by two teams, 97, not 98, for
+    20000 of 3160.
 
     And those of a dy wider than x, of whose packs of 32 bytes each copies a half: beside a float32
-    dy RMSNorm takes 256 us, not 354, for 32768 rows of 4096, 138, not 199, for 16384 of 4104, by
-    one stage fewer (156 by three that leave L1 less), LayerNorm, with what L1 is left, 199, not
-    236, for 16384 of 5376; but by cells 244, not 200, for 4096 of 20001 (bfloat16, these float16,
-    H200; other GPUs were not measured).
+    dy RMSNorm takes 256 us, not 354, for 32768 rows of 4096, LayerNorm, with what L1 is left, 199,
+    not 236, for 16384 of 5376; but by cells 244, not 200, for 4096 of 20001 (bfloat16, these
+    float16, H200; other GPUs were not measured).
     """
     wide = _copies_halves(spec, config)
-    at_line = at_lines(spec.x, n, config.vector, spec.x, spec.dy)
-    if architecture != 90 or (at_line and not wide):
+    if architecture != 90 or (at_lines(n, config.vector, spec.x, spec.dy) and not wide):
         return config
     spills = config.packs_per_thread == 3 and config.block_threads > 384
     through_l1 = wide or (_leaves_l1_room(spec, config) and not spills)
-    by_packs = config.vector == pack_length(spec.x) and ITEMSIZE[spec.dy] == ITEMSIZE[spec.x]
+    in_one_piece = config.vector == pack_length(spec.x) and ITEMSIZE[spec.dy] == ITEMSIZE[spec.x]
     by_both = config.hold_row and config.cluster_blocks == 1 and config.block_threads > 384
-    turned = by_packs and config.row_threads >= 32 and (by_both or not through_l1)
+    turned = in_one_piece and config.row_threads >= 32 and (by_both or not through_l1)
     return dataclasses.replace(config, through_l1=through_l1, turned=turned)
 
 

@@ -11,9 +11,9 @@ from cupynorm._config._limits import (
     HOLD_2048_THREADS,
     LEAST_FILLED,
     MOST_CLUSTER_BLOCKS,
-    MOST_SHARED_BESIDE_L1,
     MULTIPROCESSORS,
     at_lines,
+    leave_l1_room,
     most_cluster_blocks,
     moves_8_bytes,
     pack_length,
@@ -656,10 +656,9 @@ def _at_no_lines(
     not 180, and 111, not 109, of bfloat16 (bfloat16 unless said, H200; other GPUs were not
     measured).
     """
-    if architecture != 90 or config.cells or at_lines(spec.x, n, config.vector, spec.x):
+    if architecture != 90 or config.cells or at_lines(n, config.vector, spec.x):
         return config
-    used = config.blocks_per_multiprocessor * (staged_forward_bytes(spec, config) + 1024)
-    if used <= MOST_SHARED_BESIDE_L1:
+    if leave_l1_room(config.blocks_per_multiprocessor, staged_forward_bytes(spec, config)):
         return dataclasses.replace(config, through_l1=True)
     return dataclasses.replace(config, turned=config.vector == pack_length(spec.x))
 

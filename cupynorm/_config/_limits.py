@@ -38,9 +38,14 @@ def shared_limit(architecture: int) -> int:
     return SHARED_KIB.get(architecture, SHARED_KIB_OF_OTHERS) << 10
 
 
-def at_lines(x: str, n: int, vector: int, *dtypes: str) -> bool:
-    """Return whether each row of n elements begins at a line, as far as n and `vector` tell."""
-    return vector == pack_length(x) and all(n * ITEMSIZE[dtype] % 128 == 0 for dtype in dtypes)
+def at_lines(n: int, vector: int, x: str, *others: str) -> bool:
+    """Return whether rows of n elements of these dtypes begin at lines, as far as this tells."""
+    return vector == pack_length(x) and all(n * ITEMSIZE[d] % 128 == 0 for d in (x, *others))
+
+
+def leave_l1_room(blocks: int, block_bytes: int) -> bool:
+    """Return whether blocks with so much shared memory each leave a multiprocessor an L1."""
+    return blocks * (block_bytes + 1024) <= MOST_SHARED_BESIDE_L1
 
 
 def team_bytes(
