@@ -356,11 +356,8 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
         if (p > 0) warp_barrier();
         words_of_y.store(normalized, words, p * kStep, left, whole);
       } else {
-        if constexpr (RowThreads > 32 && RowThreads == BlockThreads) {
-          store_by_sectors<Vector>(normalized, own_y, p * kStep, left_of_row(p));
-        } else {
-          store<Vector>(normalized, own_y, p * kStep, left_of_row(p));
-        }
+        static_assert(RowThreads <= 32 || RowThreads == BlockThreads, "a lone team has a row");
+        store_by_sectors<Vector, RowThreads>(normalized, own_y, p * kStep, left_of_row(p));
       }
       if constexpr (Relu && StoreStatistics) {
         static_assert(RowThreads * kLength >= 8,

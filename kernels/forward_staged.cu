@@ -367,7 +367,8 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
                     Full || (ClusterBlocks == 1 && p + 1 < PacksPerThread));
         warp_barrier();
       } else {
-        store_by_sectors<Vector>(normalized, y + row * y_stride, first_column(p), end_of_row(p));
+        store_by_sectors<Vector, BlockThreads>(normalized, y + row * y_stride, first_column(p),
+                                               end_of_row(p));
       }
       if constexpr (Relu && StoreStatistics) {
         store_bits<Vector, kLength>(bits, bitmask + row * bitmask_bytes(n_cols), first_column(p),

@@ -247,16 +247,16 @@ __device__ __forceinline__ void store(const Pack<T, Length>& pack, T* row, Index
   }
 }
 
-// The same for a row of several warps, which must be there, as all of its lanes must take part: packs of 32
-// bytes are stored by halves, of which neighbouring lanes exchange one, so that together they store a sector,
-// where the row begins at one. `first` and n may count from the lane's own first pack. Of float32 y beside
-// 16-bit x RMSNorm of 32768 rows of 4096 takes 196 us, not 277; but 65536 rows of 1024, a warp each, 136, not
-// 116 (float16, H200).
-template <int Vector, typename T, int Length, typename Index>
+// The same for a row of RowThreads threads, which must be there where these are several warps, as all lanes
+// must take part then: packs of 32 bytes are stored by halves, of which neighbouring lanes exchange one, so
+// that together they store a sector, where the row begins at one. `first` and n may count from the lane's own
+// first pack. Of float32 y beside 16-bit x RMSNorm of 32768 rows of 4096 takes 196 us, not 277; but 65536 rows
+// of 1024, a warp each, would take 136, not 116 (float16, H200).
+template <int Vector, int RowThreads, typename T, int Length, typename Index>
 __device__ __forceinline__ void store_by_sectors(const Pack<T, Length>& pack, T* row, Index first,
                                                  Index n) {
   constexpr int kHalf = Length / 2;
-  if constexpr (kHalf * sizeof(T) == 16 && kAccessBytes<T, Vector> == 16) {
+  if constexpr (RowThreads > 32 && kHalf * sizeof(T) == 16 && kAccessBytes<T, Vector> == 16) {
     const bool odd = thread_index() % 2 == 1;
     // What this lane stores of the even lane's pack, and of the odd one's.
     unsigned of_first[4];

@@ -156,10 +156,9 @@ def instantiations(architecture: int) -> list[Instantiation]:
     # and in two, by 448 threads and, forward, by two clusters at once; RMSNorm's that come by way
     # of it as well.
     for norm, packs in (*(("layer_norm", n) for n in (835, 1289, 3251)), ("rms_norm", 835)):
-        bias = "bfloat16" if norm == "layer_norm" else None
+        x, bias = "bfloat16", "bfloat16" if norm == "layer_norm" else None
         for centred, clamped in (both, plain) if architecture == 90 else ():
-            spec = BackwardSpec(norm, x := "bfloat16", x, x, bias, centred, clamped)
-            add(packs * 8, (8,), (), [spec])
+            add(packs * 8, (8,), (), [BackwardSpec(norm, x, x, x, bias, centred, clamped)])
     if architecture == 90:
         for centred, clamped in (both, plain):
             long = ForwardSpec("layer_norm", *4 * ("bfloat16",), centred, True, clamped)

@@ -155,7 +155,7 @@ CELLS_OF_PACKS_IN_CLUSTER = staged(
 )
 CELLS_FLOAT32 = staged("backward.cu", x="float32", gap=0)
 CELLS_FORWARD_FLOAT32 = staged("forward_staged.cu", x="float32", n=301)
-WIDE_Y = staged("forward_staged.cu", x="bfloat16", n=504)
+WIDE_Y = staged("forward_staged.cu", x="bfloat16", n=1000)  # of an odd number of packs
 TURNED_FORWARD = staged("forward_staged.cu", turned=True)
 TURNED = staged("backward.cu", turned=True, gap=0)
 TURNED_AHEAD = staged("backward.cu", turned=True, cluster_blocks=2)
@@ -263,8 +263,8 @@ MUTATIONS = [
     Mutation(
         "a team past the last row writes",
         "forward.cu",
-        "store<Vector>(normalized, own_y, p * kStep, left_of_row(p));",
-        "store<Vector>(normalized, own_y, p * kStep, n_left);",
+        "(normalized, own_y, p * kStep, left_of_row(p));",
+        "(normalized, own_y, p * kStep, n_left);",
         OUT_OF_BOUNDS,
         SUB_WARP,
     ),
@@ -2401,8 +2401,8 @@ MUTATIONS = [
     Mutation(
         "a later row takes the place of words of y that are yet to be stored",
         "forward_staged.cu",
-        "        warp_barrier();\n      } else {\n        store_by_sectors<Vector>",
-        "      } else {\n        store_by_sectors<Vector>",
+        "        warp_barrier();\n      } else {\n        store_by_sectors<",
+        "      } else {\n        store_by_sectors<",
         RACE,
         CELLS_FORWARD,
     ),

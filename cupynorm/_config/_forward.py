@@ -647,13 +647,13 @@ def _by_cells(spec: ForwardSpec, config: StagedForward, architecture: int) -> St
 def _at_no_lines(
     spec: ForwardSpec, n: int, config: StagedForward, architecture: int
 ) -> StagedForward:
-    """Return the configuration for rows that may begin at no lines, and if they do, its copies.
+    """Return the configuration by way of L1, or to turned places, of rows that begin at no lines.
 
-    Past L1 those ask the L2 for sectors of 32 bytes that their neighbours ask for as well: RMSNorm
-    of 4096 rows of 16392 takes 80 us, by way of L1 73, LayerNorm 82 and 80. Where that has no room,
-    LayerNorm's 20008 takes 108 us, to turned places 98, but 16392 by them 75 and 81. By cells
-    LayerNorm of 4096 rows of 20001 float32 would take 205 us by way of L1, not 192, RMSNorm 174,
-    not 180, and 111, not 109, of bfloat16 (bfloat16 unless said, H200; other GPUs were not
+    Past L1 their copies ask the L2 for sectors of 32 bytes that their neighbours ask for as well:
+    RMSNorm of 4096 rows of 16392 takes 80 us, by way of L1 73, LayerNorm 82 and 80. Where that has
+    no room, LayerNorm's 20008 takes 108 us, to turned places 98, but 16392 by them 75 and 81. By
+    cells LayerNorm of 4096 rows of 20001 float32 would take 205 us by way of L1, not 192, RMSNorm
+    174, not 180, and 111, not 109, of bfloat16 (bfloat16 unless said, H200; other GPUs were not
     measured).
     """
     if architecture != 90 or config.cells or at_lines(n, config.vector, spec.x):

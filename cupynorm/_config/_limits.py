@@ -44,7 +44,7 @@ def at_lines(n: int, vector: int, x: str, *others: str) -> bool:
 
 
 def leave_l1_room(blocks: int, block_bytes: int) -> bool:
-    """Return whether blocks with so much shared memory each leave a multiprocessor an L1."""
+    """Return whether so many blocks on a multiprocessor leave its L1 room for rows."""
     return blocks * (block_bytes + 1024) <= MOST_SHARED_BESIDE_L1
 
 
