@@ -316,7 +316,7 @@ def instantiations(architecture: int) -> list[Instantiation]:
             continue
         weight, bias, _, dy = (widest if wide else usual)(x)
         n = packs * pack_length(x)
-        for vector, of_dy in itertools.product((1, pack_length(x)), {dy, "float32"}):
+        for vector, of_dy in itertools.product((1, pack_length(x)), dict.fromkeys((dy, "float32"))):
             if of_dy != dy and (wide or x == "float64" or packs < 65_536):
                 continue
             strips = [
