@@ -279,6 +279,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
     char* const place = stage_of_sums + index * StageOfSums::kBytes;
     const bool shared = index < SharedSums;
     if constexpr (kTeams == 1) {
+      if (complete) warp_barrier();  // a lane stores halves of packs that its neighbour has stored
 #pragma unroll
       for (int p = 0; p < PacksPerThread; ++p) {
         Pack<T, kLength> sums = {};
@@ -294,7 +295,9 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
           sums.set(i, sums.template get<T>(i) + gradient[p][i]);
           gradient[p][i] = 0;
         }
-        if (complete || !(shared || HoldSums)) {
+        if (complete) {  // not before: a lane would read halves that its neighbour stored
+          store_by_sectors<kLength, RowThreads>(sums, target, first_column(p), end_of_row(p));
+        } else if (!(shared || HoldSums)) {
           store<kLength>(sums, target, first_column(p), end_of_row(p));
         } else if (shared) {
           StageOfSums::write(sums, place, p);

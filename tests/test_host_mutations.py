@@ -155,6 +155,7 @@ CELLS_OF_PACKS_IN_CLUSTER = staged(
 )
 CELLS_FLOAT32 = staged("backward.cu", x="float32", gap=0)
 CELLS_FORWARD_FLOAT32 = staged("forward_staged.cu", x="float32", n=301)
+SUMS_IN_PARTIALS = staged("backward.cu", m=64, x="bfloat16", n=504)
 WIDE_Y = staged("forward_staged.cu", x="bfloat16", n=1000)  # of an odd number of packs
 TURNED_FORWARD = staged("forward_staged.cu", turned=True)
 TURNED = staged("backward.cu", turned=True, gap=0)
@@ -1122,10 +1123,18 @@ MUTATIONS = [
     Mutation(
         "complete sums stay in shared memory",
         "backward.cu",
-        "if (complete || !(shared || HoldSums)) {",
-        "if (!(shared || HoldSums)) {",
+        "if (complete) {",
+        "if (complete && !shared) {",
         UNWRITTEN,
         SHARED_SUMS,
+    ),
+    Mutation(
+        "sums that are yet to be read are stored by sectors",
+        "backward.cu",
+        "} else if (!(shared || HoldSums)) {\n          store<kLength>(",
+        "} else if (!(shared || HoldSums)) {\n          store_by_sectors<kLength, RowThreads>(",
+        RACE,
+        SUMS_IN_PARTIALS,
     ),
     Mutation(
         "complete sums of teams stay in shared memory",
