@@ -16,8 +16,8 @@
 //            weight and bias once a block.
 // Thread:    pack p of its block's columns for p = rank, rank + BlockThreads, ... (PacksPerThread
 //            of them).
-// ByCells:   stage.cuh; of rows whose addresses allow accesses of single elements alone. Their y leaves by
-//            words (unaligned.cuh), if it is no wider than x, in whose place its lanes exchange them.
+// ByCells:   stage.cuh; of rows whose addresses allow accesses of 4 bytes or less. Their y leaves by words
+//            (unaligned.cuh), if it is no wider than x, in whose place its lanes exchange them.
 // ThroughL1: a row's copies of 16 bytes come by way of L1, not past it, as all smaller ones do.
 // Turned:    stage.cuh; of rows of whole packs that begin at no lines.
 // Order:     a thread's packs in turn, then the team's reduction: a function of n_cols, the dtypes
@@ -145,7 +145,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
   const auto load_bias = [&] {
 #pragma unroll
     for (int p = 0; p < PacksPerThread; ++p) {
-      if constexpr (HoldBias) load<Vector>(held_bias[p], bias, first_column(p), end_of_row(p));
+      if constexpr (HoldBias) load_operand<Vector>(held_bias[p], bias, first_column(p), end_of_row(p));
     }
   };
   // By 16 blocks a float32 bias after the first row's sums: LayerNorm of 32 rows of 262144 takes 17.4
@@ -154,7 +154,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
   constexpr bool kBiasLater = ClusterBlocks == 16 && sizeof(Bias) == 4;
 #pragma unroll
   for (int p = 0; p < PacksPerThread; ++p) {
-    if constexpr (HoldWeight) load<Vector>(held_weight[p], weight, first_column(p), end_of_row(p));
+    if constexpr (HoldWeight) load_operand<Vector>(held_weight[p], weight, first_column(p), end_of_row(p));
   }
   if constexpr (!kBiasLater) load_bias();
 

@@ -286,16 +286,17 @@ template <int Vector, typename T, int Length, typename Index>
 __device__ __forceinline__ void load_operand(Pack<T, Length>& pack, const T* row, Index first,
                                              Index n) {
   constexpr int kBytes = kAccessBytes<T, Vector>, kAll = Length * static_cast<int>(sizeof(T));
-  if constexpr (kBytes == 16 || kAll < 16) {
+  constexpr int kPiece = kAll < 16 ? kAll : 16;
+  if constexpr (kBytes == kPiece) {
     load<Vector>(pack, row, first, n);
   } else {
-    const bool aligned = (reinterpret_cast<unsigned long long>(row) & 15) == 0;
+    const bool aligned = (reinterpret_cast<unsigned long long>(row) & (kPiece - 1)) == 0;
     const bool in_words = aligned && first + Length <= n;
 #pragma unroll
     for (int word = 0; word < Pack<T, Length>::kWords; ++word) pack.words[word] = 0;
 #pragma unroll
-    for (int offset = 0; offset < kAll; offset += 16) {
-      if (in_words) read_words<16>(pack.words, row + first, offset);
+    for (int offset = 0; offset < kAll; offset += kPiece) {
+      if (in_words) read_words<kPiece>(pack.words, row + first, offset);
     }
     if (!in_words) {
 #pragma unroll

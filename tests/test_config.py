@@ -694,8 +694,8 @@ def test_what_is_held_changes_no_bits(n: int) -> None:
     assert isinstance(held, StagedForward)
     assert isinstance(aside, StagedForward)
     assert (held.hold_weight, held.stages) == (True, 3)
-    assert (aside.hold_weight, aside.stages, aside.cells) == (False, 2, True)
-    alike = {"hold_weight": True, "hold_bias": True, "vector": 8, "stages": 3, "cells": False}
+    assert (aside.hold_weight, aside.hold_bias, aside.stages, aside.cells) == (True, False, 3, True)
+    alike = {"hold_bias": True, "vector": 8, "cells": False}
     alike["through_l1"] = n == 130000  # whose rows do not begin at lines
     assert dataclasses.replace(aside, **alike) == held
 
@@ -818,14 +818,22 @@ def test_two_clusters_share_multiprocessors(
         assert isinstance(config, StagedForward)
         assert (config.blocks_per_multiprocessor, config.stages, config.full) == (2, 3, True)
         assert (config.cluster_blocks, config.block_threads, config.packs_per_thread) == layout
-    aside, _, held = configs
-    assert (aside.hold_weight, held.hold_weight, held.hold_bias) == (False, True, False)
+        assert (config.hold_weight, config.hold_bias) == (True, False)
+        assert config.cells == (config.vector < 8)
     # Of 228 KiB, with one that each block has besides.
-    assert 2 * (forward_instantiation(plain, held).shared_bytes + 1024) <= 228 << 10
-    # A row that ends within a pack has its weight in shared memory, without room for another block.
-    odd = forward_config(plain, n - 1, 1, 90)
-    assert isinstance(odd, StagedForward)
-    assert odd.blocks_per_multiprocessor == 1
+    whole = forward_instantiation(plain, configs[-1])
+    assert 2 * (whole.shared_bytes + 1024) <= 228 << 10
+    # A row that ends within a pack takes more where it has to be copied by cells.
+    for odd in (n - 1, n - 2, n - 4):
+        shorter = forward_config(plain, odd, odd & -odd, 90)
+        assert isinstance(shorter, StagedForward)
+        two = layout != (2, 256, 7) or odd % 4 == 0
+        assert shorter.blocks_per_multiprocessor == (2 if two else 1)
+        if two:
+            found = (shorter.cluster_blocks, shorter.block_threads, shorter.packs_per_thread)
+            assert (*found, shorter.hold_weight) == (*layout, True)
+            bytes_of_two = 2 * (forward_instantiation(plain, shorter).shared_bytes + 1024)
+            assert bytes_of_two <= 228 << 10
     # A ReLU beside more than 5 packs would spill more.
     clamped = forward_config(dataclasses.replace(plain, relu=True), n, 8, 90)
     assert isinstance(clamped, StagedForward)
@@ -1423,12 +1431,13 @@ def test_forward_accesses_of_8_bytes_hold_the_weight_as_those_of_16(norm: Any) -
         assert config(weight, n, 4).hold_weight == (n <= most.get(weight, 0))
         assert not config(weight, n, 2).hold_weight
     for weight, n, held in (
-        *(("float32", n, True) for n in (20004, 32772, 131076)),
-        *(("bfloat16", n, n == 28676) for n in (28676, 65540, 131076)),
+        *(("float32", n, True) for n in (24580, 98308, 200004)),
+        *(("bfloat16", n, n == 28676) for n in (28676, 114692, 200004)),
     ):
         found = config(weight, n, 4)
         assert isinstance(found, StagedForward)
-        assert (found.hold_weight, found.hold_bias) == (held, held), (weight, n)
+        if found.blocks_per_multiprocessor == 1:
+            assert (found.hold_weight, found.hold_bias) == (held, held), (weight, n)
 
 
 @pytest.mark.parametrize("norm", NORMS)
@@ -1436,14 +1445,11 @@ def test_accesses_of_8_bytes_hold_no_weight_where_it_would_spill(norm: Any) -> N
     bias = "float32" if norm == "layer_norm" else None
     plain = ForwardSpec(norm, "bfloat16", "float32", bias, "bfloat16", False, True, False)
     relu, wider = (dataclasses.replace(plain, **how) for how in ({"relu": True}, {"y": "float32"}))
-    for spec, (n, packs_per_thread) in itertools.product(
-        (plain, relu, wider), ((32772, 3), (28676, 4))
-    ):
-        staged = forward_config(spec, n, 4, 90)
+    for spec in (plain, relu, wider):
+        staged = forward_config(spec, 28676, 4, 90)
         assert isinstance(staged, StagedForward)
-        assert staged.packs_per_thread == packs_per_thread
-        spills = norm == "layer_norm" and packs_per_thread == 4 and spec is not plain
-        assert staged.hold_weight == (not spills)
+        assert staged.packs_per_thread == 4
+        assert staged.hold_weight == (norm == "rms_norm" or spec is plain)
     if norm == "rms_norm":
         for spec in (plain, relu, dataclasses.replace(plain, zero_centered=True)):
             slim = dataclasses.replace(spec, weight="bfloat16")
@@ -1475,21 +1481,34 @@ def test_rows_of_no_whole_packs_in_registers_have_packs_of_8_bytes(norm: Any, x:
             more = of_whole.row_threads < 32 and of_whole.packs_per_thread >= 4
             assert config.row_threads == of_whole.row_threads * (2 if more else 1)
         assert len(set(halves.values())) == 1
-    for n in (38 * length, 38 * length - 1):
+    for n in (188 * length, 188 * length - 1, 65 * length - 1, 64 * length - 1, 2 * length - 1):
+        odd = n % 2 and (n < 64 * length or (norm == "layer_norm" and length == 8))
         config = forward_config(spec, n, 1, 90)
         assert isinstance(config, ResidentForward)
-        assert config.pack_length == length
+        assert config.pack_length == (length // 2 if odd and x != "float64" else length)
 
 
 @pytest.mark.parametrize(
     ("norm", "n", "relu", "vector", "layout"),
     [
         ("layer_norm", 2052, False, 4, (64, 9, 4, 8)),
-        ("layer_norm", 2052, False, 2, (64, 9, 4, 8)),
+        ("layer_norm", 2052, False, 2, (64, 9, 4, 10)),
         ("layer_norm", 3004, False, 4, (64, 12, 4, 12)),
         ("layer_norm", 4100, False, 4, (96, 11, 4, 8)),
         ("layer_norm", 4100, True, 4, (96, 11, 4, 6)),
-        ("layer_norm", 4100, False, 2, (96, 11, 4, 5)),
+        ("layer_norm", 4100, False, 2, (96, 11, 4, 7)),
+        ("layer_norm", 4100, True, 2, (96, 11, 4, 5)),
+        # At most accesses of 4 bytes, or of 2, of which 8 packs of 16 bytes are too many.
+        ("layer_norm", 4098, False, 2, (96, 11, 4, 7)),
+        ("layer_norm", 5762, False, 2, (128, 12, 4, 5)),
+        ("layer_norm", 8190, False, 2, (256, 8, 4, 3)),
+        ("layer_norm", 12002, False, 2, (192, 16, 4, 3)),
+        ("layer_norm", 4097, False, 1, (96, 6, 8, 7)),
+        ("layer_norm", 10241, False, 1, (224, 6, 8, 3)),
+        ("rms_norm", 258, False, 2, (16, 5, 4, 12)),
+        ("rms_norm", 4098, False, 2, (192, 6, 4, 4)),
+        ("rms_norm", 511, False, 1, (32, 4, 4, 12)),
+        ("rms_norm", 513, False, 1, (16, 5, 8, 10)),
         ("layer_norm", 8196, False, 4, (160, 13, 4, 4)),
         ("layer_norm", 12004, False, 4, (192, 16, 4, 3)),
         ("layer_norm", 20004, False, 4, (320, 16, 4, 2)),

@@ -38,7 +38,7 @@ class ResidentForward:
     """Rows held in registers, read once, each by `row_threads` threads of `cluster_blocks` blocks.
 
     In several blocks they give the bits of one block with all these threads, for few rows.
-    `pack_length`: the elements of 16 bytes, or of 8 where a row has no whole packs of 16.
+    `pack_length`: the elements of 16 bytes, or of 8 in many rows that have no whole packs of 16.
     `rare_last`: what is rare comes last in the code, for few rows. `hold_weight`: weight and bias
     are asked for with the row, not after it is measured. `full`: the row fills its threads' packs
     exactly. `blocks_ahead`: a block has the L2 fetch the rows of the one so many later, or none if
@@ -107,8 +107,7 @@ def resident_forward_bytes(spec: ForwardSpec, config: ResidentForward) -> int:
     """Return the shared memory of a block: see kernels/forward.cu."""
     blocks = config.cluster_blocks
     size = team_bytes(spec.x, config.row_threads, config.block_threads, blocks, split=True)
-    own_bytes = config.packs_per_thread * config.pack_length * ITEMSIZE[spec.x]
-    unaligned = config.vector == 1 and ITEMSIZE[spec.x] <= 4 and own_bytes > 32
+    unaligned = config.vector == 1 and ITEMSIZE[spec.x] <= 4 and config.packs_per_thread > 2
     if unaligned and ITEMSIZE[spec.y] <= 4:
         size += config.block_threads * config.pack_length * ITEMSIZE[spec.y]
     return size
@@ -146,15 +145,18 @@ def forward_config(
     # float32 weight and bias 83 and 80 (2**26 elements; bfloat16, H200).
     fewest_threads = _has_fewest_threads(spec, packs)
     most_packs = 1024 if wide else 3072 if fewest_threads else 2048
-    if packs > (most_packs // 2 if exceed else most_packs):
+    most_resident = most_packs // 2 if exceed else most_packs
+    if n % 2:  # 142 us, not 167, for 4096 of 20001 (bfloat16 throughout, H200)
+        most_resident = min(most_resident, 2048)
+    if packs > most_resident:
         staged = _staged_forward(spec, n, packs, vector, architecture, wide=wide)
         if staged is not None:
             return _at_no_lines(spec, n, _by_cells(spec, staged, architecture), architecture)
         if packs > most_packs:
             return _streaming_forward(spec, packs, vector, architecture, wide=wide)
-    row_threads = team_threads(packs, _packs_per_thread(spec, packs))
+    row_threads = team_threads(packs, _packs_per_thread(spec, n, packs))
     packs_per_thread = -(-packs // row_threads)
-    own_length = _own_pack_length(spec, n, row_threads, packs_per_thread)
+    own_length = _own_pack_length(spec, n, packs, row_threads, packs_per_thread)
     halves = own_length < length
     if halves and row_threads < 32 and packs_per_thread >= 4:
         row_threads *= 2
@@ -207,6 +209,10 @@ def forward_config(
         threads = 512 if spec.norm == "layer_norm" or not plain else 640
         if packs_per_thread <= 4:
             threads = 768
+        elif fewest_threads and plain and n % length:
+            # 92 us, not 99, for 16384 of 4097, 97, not 114, for 6500 of 10241, with a float32
+            # weight and bias 97, not 101, and of 7 packs 102, not 128 (bfloat16, H200).
+            threads = 672 if packs_per_thread <= 6 else 640
     elif packs_per_thread > 4 and fewest_threads:
         threads = 800  # 132 us against 137 by 640 at 7168, 134 against 139 at 10240
         # Of packs of 8 bytes 11 or 12 a thread: 136 us against 148 by 640 at 4100, 101 against 104
@@ -264,19 +270,29 @@ def forward_config(
     )
 
 
-def _own_pack_length(spec: ForwardSpec, n: int, row_threads: int, packs_per_thread: int) -> int:
-    """Return the elements of a pack of a row in registers: of 8 bytes where it has no whole ones.
+def _own_pack_length(
+    spec: ForwardSpec, n: int, packs: int, row_threads: int, packs_per_thread: int
+) -> int:
+    """Return the elements of a pack of a row in registers: 8 bytes if it has no whole ones of 16.
 
     Then neighbouring threads have neighbouring accesses; by halves of packs of 16 bytes each access
     of a warp would meet half of each sector: RMSNorm takes 23.0 us, not 29.7, for 65536 rows of 300
     with twice the threads, LayerNorm 26.0, not 30.8, and 142, not 175, for 13000 of 10004; but 414,
-    not 366, for 14000 of 23196, of which 16 a thread leave too few registers for two blocks
-    (bfloat16, H200). The alignment does not matter, as the bits must not depend on it.
+    not 366, for 14000 of 23196, of which 16 a thread leave too few registers for two blocks. By
+    accesses of 4 bytes RMSNorm takes 74 us, not 117, for 260000 of 258, 72, not 79, for 16384 of
+    4098, LayerNorm 81, not 105, and 79, not 108. Where rows are of odd length shifts cost as much
+    as that saves: RMSNorm would take 83, not 80, for 16384 of 4097. But a float32 weight and bias
+    are read by whole lines: LayerNorm takes 82 us, not 91, for 65536 of 777, 102, not 116, for 4097
+    (with bfloat16 ones 100 and 100), and short rows have twice the threads: RMSNorm takes 71, not
+    88, for 262144 of 129, LayerNorm 77, not 103 (bfloat16, float32 weight and bias, H200). The
+    alignment does not matter, as the bits must not depend on it.
     """
     length = pack_length(spec.x)
-    halves = ITEMSIZE[spec.x] <= 4 and n % length == length // 2
     too_many = packs_per_thread == 8 and row_threads > 320
-    return length // 2 if halves and not too_many else length
+    if ITEMSIZE[spec.x] > 4 or n % length == 0 or too_many:
+        return length
+    wide_affine = spec.norm == "layer_norm" and length == 8 and _affine_bytes(spec) > 4
+    return length // 2 if n % 2 == 0 or packs <= 64 or wide_affine else length
 
 
 def _blocks_ahead(blocks_per_multiprocessor: int, packs_per_thread: int, architecture: int) -> int:
@@ -465,14 +481,20 @@ def _affine_registers(spec: ForwardSpec, packs_per_thread: int) -> int:
     return packs_per_thread * pack_length(spec.x) * _affine_bytes(spec) // 4
 
 
-def _packs_per_thread(spec: ForwardSpec, packs: int) -> int:
+def _packs_per_thread(spec: ForwardSpec, n: int, packs: int) -> int:
     """Return how many packs of a row each thread of a ResidentForward holds."""
     # 8 packs of float64 and float32 need 72 to 95 registers: 254 us against 268 in shared memory
     # for 16384 rows of 8192 float32, 158 against 199 of 5000, 501 against 543 for 32768 of 4096
     # float64 (H200).
     wider = spec.norm == "layer_norm" and ITEMSIZE[spec.x] >= 4 and packs > 1024
-    if wider or _has_fewest_threads(spec, packs):
+    if wider:
         return 8
+    if _has_fewest_threads(spec, packs):
+        # 97 us, not 114, for 6500 of 10241 with a bfloat16 weight and bias; with float32 ones 8
+        # packs are as fast, but for those of 96 threads, whose warps the schedulers share unevenly:
+        # 93 us, not 101, for 11000 of 6001, 80, not 97, of 6002 (bfloat16, H200).
+        of_96_threads = 640 < packs <= 768
+        return 6 if (n % 2 and _affine_bytes(spec) <= 4) or (n % 4 and of_96_threads) else 8
     # Of the others those that the row fills best: LayerNorm of 2**27 elements takes 131 us at 320
     # by 8 threads of 5 packs, 187 by 32 of 2, 131 at 512 by 16 of 4, 144 by 32 of 2; RMSNorm 129 at
     # 3584 by 64 of 7, 135 by 224 of 2 (bfloat16, float32 weight and bias, H200).
@@ -627,18 +649,23 @@ def _three_stages(
 
 
 def _by_cells(spec: ForwardSpec, config: StagedForward, architecture: int) -> StagedForward:
-    """Return the configuration by cells, if they fit, of rows that are moved by single elements.
+    """Return the configuration by cells, if they fit, of rows that are moved by 4 bytes or less.
 
     RMSNorm of 4096 rows of 20001 takes 110 us, not 261, LayerNorm 176, not 397; where accesses are
-    of two elements LayerNorm of 20002 198, not 150, before cells were fetched as now (bfloat16,
-    H200).
+    of two elements RMSNorm of 20002 104, not 120, LayerNorm by two clusters 125, not 150.
+    LayerNorm's 4 packs a thread hold the weight besides: 130 us, not 144, for 5000 of 12289, 142,
+    not 147, for 2720 of 24577; its 3 packs would take 154, not 153, for 4096 of 16385, of float32
+    220, not 174, RMSNorm 106, not 95 (bfloat16, float32 weight and bias, H200).
     """
-    if config.vector > 1 or ITEMSIZE[spec.x] > 4:
+    if config.vector * ITEMSIZE[spec.x] > 4 or ITEMSIZE[spec.x] > 4:
         return config
     if architecture < FIRST_WITH_ASYNCHRONOUS_COPIES:
         return config
+    plain = not spec.relu and ITEMSIZE[spec.y] <= ITEMSIZE[spec.x]
+    four = spec.norm == "layer_norm" and config.packs_per_thread == 4
+    hold = config.hold_weight or (four and plain)
     for stages in range(config.stages, 1, -1):
-        found = dataclasses.replace(config, cells=True, stages=stages)
+        found = dataclasses.replace(config, hold_weight=hold, cells=True, stages=stages)
         if staged_forward_bytes(spec, found) <= shared_limit(architecture):
             return found
     return config
@@ -708,13 +735,15 @@ def _two_clusters_forward(
     cluster. RMSNorm takes 195 against 212 for 1024 of 196608, 384 against 394 for 4096 of 98304;
     but 198 against 193 for 8192 of 24576 by clusters of two, 514 against 503 of 65536 with 8 packs
     (bfloat16, weight and bias of either width, H200). Not with a ReLU beside more than 5 packs,
-    which would spill more than those do, nor of a part of a pack, whose weight is in shared memory
-    and leaves no room for another block.
+    which would spill more than those do. Of odd length LayerNorm takes 146 us against 177 for 4096
+    of 20001, 138 against 156 for 820 of 81921, 136 against 157 for 680 of 98305 with a bfloat16
+    weight and bias, RMSNorm 95 against 111 for 1630 of 40961 (bfloat16, float32 weight and bias
+    unless said, H200).
     """
     cluster_blocks = _cluster(packs, STAGED_THREADS * 4)
     if not 1 < cluster_blocks <= most_cluster_blocks(architecture):
         return None
-    if wide or n % pack_length(spec.x):
+    if wide:
         return None
     block_packs = -(-packs // cluster_blocks)
     most_packs = 5 if spec.relu else 7 if spec.norm == "layer_norm" else 6
@@ -735,11 +764,14 @@ def _two_clusters_forward(
         packs_per_thread,
         blocks_per_multiprocessor=2,
     )
-    # With the KiB that each block has besides. Rows whose address is no multiple of 16 bytes have
-    # the weight in shared memory, and mostly one block, but the same threads, for the same bits.
-    if 2 * (staged_forward_bytes(spec, config) + 1024) > shared_limit(architecture) + 1024:
+    # With the KiB that each block has besides, and cells where no address allows anything else. A
+    # wider y, stored by elements beside them, would spill up to 144 bytes.
+    wider = ITEMSIZE[spec.y] > ITEMSIZE[spec.x]
+    always = dataclasses.replace(config, cells=(n & -n) * ITEMSIZE[spec.x] <= 4)
+    needed = 2 * (staged_forward_bytes(spec, always) + 1024)
+    if needed > shared_limit(architecture) + 1024 or (wider and always.cells):
         return None
-    return dataclasses.replace(config, hold_weight=vector == pack_length(spec.x))
+    return dataclasses.replace(config, hold_weight=not wider or vector * ITEMSIZE[spec.x] > 4)
 
 
 def _counted(
