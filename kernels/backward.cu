@@ -277,9 +277,8 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
   const auto flush = [&](T(&gradient)[PacksPerThread][kLength], int index, bool complete) {
     T* const target = partials + (index * groups + group) * partials_stride(n_cols);
     char* const place = stage_of_sums + index * StageOfSums::kBytes;
-    const bool shared = index < SharedSums;
+    const bool shared = index < SharedSums, in_partials = !(shared || HoldSums);
     if constexpr (kTeams == 1) {
-      if (complete) warp_barrier();  // a lane stores halves of packs that its neighbour has stored
 #pragma unroll
       for (int p = 0; p < PacksPerThread; ++p) {
         Pack<T, kLength> sums = {};
@@ -295,10 +294,10 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
           sums.set(i, sums.template get<T>(i) + gradient[p][i]);
           gradient[p][i] = 0;
         }
-        if (complete) {  // not before: a lane would read halves that its neighbour stored
-          store_by_sectors<kLength, RowThreads>(sums, target, first_column(p), end_of_row(p));
-        } else if (!(shared || HoldSums)) {
+        if (in_partials) {  // of which a lane reads again what it has itself stored
           store<kLength>(sums, target, first_column(p), end_of_row(p));
+        } else if (complete) {
+          store_by_sectors<kLength, RowThreads>(sums, target, first_column(p), end_of_row(p));
         } else if (shared) {
           StageOfSums::write(sums, place, p);
         } else if constexpr (HoldSums) {

@@ -142,10 +142,17 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
   fetched_all(1);
   Pack<Weight, kLength> held_weight[HoldWeight ? PacksPerThread : 1];
   Pack<Bias, kLength> held_bias[HoldBias ? PacksPerThread : 1];
+  const auto load_held = [&](auto& pack, const auto* operand, int p) {
+    if constexpr (PacksPerThread == 8) {  // beside which 76 bytes would be spilled, not 40
+      load<Vector>(pack, operand, first_column(p), end_of_row(p));
+    } else {
+      load_operand<Vector>(pack, operand, first_column(p), end_of_row(p));
+    }
+  };
   const auto load_bias = [&] {
 #pragma unroll
     for (int p = 0; p < PacksPerThread; ++p) {
-      if constexpr (HoldBias) load_operand<Vector>(held_bias[p], bias, first_column(p), end_of_row(p));
+      if constexpr (HoldBias) load_held(held_bias[p], bias, p);
     }
   };
   // By 16 blocks a float32 bias after the first row's sums: LayerNorm of 32 rows of 262144 takes 17.4
@@ -154,7 +161,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
   constexpr bool kBiasLater = ClusterBlocks == 16 && sizeof(Bias) == 4;
 #pragma unroll
   for (int p = 0; p < PacksPerThread; ++p) {
-    if constexpr (HoldWeight) load_operand<Vector>(held_weight[p], weight, first_column(p), end_of_row(p));
+    if constexpr (HoldWeight) load_held(held_weight[p], weight, p);
   }
   if constexpr (!kBiasLater) load_bias();
 

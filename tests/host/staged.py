@@ -555,10 +555,11 @@ def _staged() -> Iterable[Staged]:
                         shared_sums=2,
                     ),
                     staged(140, 301, "bfloat16", groups=1, shared_sums=1, stages=3),
-                    # Sums in partials, those that are complete stored by sectors: at once behind
-                    # others, and of a row whose last pack is not whole.
+                    # Sums in partials, completed at once behind others or later, the last pack's in
+                    # part; in shared memory, stored by sectors.
                     staged(64, 504, "bfloat16", other="bfloat16", groups=1),
                     staged(70, 498, "bfloat16", other="bfloat16", groups=1),
+                    staged(70, 498, "bfloat16", other="bfloat16", groups=1, shared_sums=2),
                     *(
                         staged(
                             600,
