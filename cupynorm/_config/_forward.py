@@ -209,9 +209,10 @@ def forward_config(
         threads = 512 if spec.norm == "layer_norm" or not plain else 640
         if packs_per_thread <= 4:
             threads = 768
-        elif fewest_threads and plain and n % length:
+        elif fewest_threads and plain and n % length and packs <= most_resident:
             # 92 us, not 99, for 16384 of 4097, 97, not 114, for 6500 of 10241, with a float32
-            # weight and bias 97, not 101, and of 7 packs 102, not 128 (bfloat16, H200).
+            # weight and bias 97, not 101, and of 7 packs 102, not 128 (bfloat16, H200). Longer
+            # ones, for which a GPU has no shared memory, would spill up to 140 bytes.
             threads = 672 if packs_per_thread <= 6 else 640
     elif packs_per_thread > 4 and fewest_threads:
         threads = 800  # 132 us against 137 by 640 at 7168, 134 against 139 at 10240
