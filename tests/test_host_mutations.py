@@ -115,6 +115,7 @@ ANNOUNCING = """      ask();
 """
 
 SUB_WARP = case("sub_warp_odd", x="bfloat16")
+SUB_WARP_WHOLE = case("sub_warp", x="bfloat16")
 WARPS = case("warps", x="float32")
 WARPS_ODD = case("warps_odd", x="bfloat16")
 CLUSTER_STREAM, CLUSTER_COEFFICIENTS = case("cluster_tiles"), case("cluster_odd")
@@ -227,6 +228,22 @@ MUTATIONS = [
         "load<Vector>(packs[p], own_x, p * kStep, left_of_row(p), policy);",
         "load<Vector>(packs[p], own_x, p * kStep, n_left, policy);",
         OUT_OF_BOUNDS,
+        SUB_WARP_WHOLE,
+    ),
+    Mutation(
+        "a team past the last row reads cells",
+        "forward.cu",
+        "team.rank, active ? n_cols : 0);",
+        "team.rank, n_cols);",
+        OUT_OF_BOUNDS,
+        SUB_WARP,
+    ),
+    Mutation(
+        "a team past the last row writes words",
+        "forward.cu",
+        "active ? n_cols - of_first_lane - p * kStep : 0;",
+        "n_cols - of_first_lane - p * kStep;",
+        OUT_OF_BOUNDS,
         SUB_WARP,
     ),
     Mutation(
@@ -267,7 +284,7 @@ MUTATIONS = [
         "(normalized, own_y, p * kStep, left_of_row(p));",
         "(normalized, own_y, p * kStep, n_left);",
         OUT_OF_BOUNDS,
-        SUB_WARP,
+        SUB_WARP_WHOLE,
     ),
     Mutation(
         "a block of a cluster for a row of its own",
@@ -2414,6 +2431,31 @@ MUTATIONS = [
         "      } else {\n        store_by_sectors<",
         RACE,
         CELLS_FORWARD,
+    ),
+    # ---- packs of weight and bias ----
+    Mutation(
+        "a pack of the weight is taken to be at a multiple of its length",
+        "pack.cuh",
+        "const bool aligned = (reinterpret_cast<unsigned long long>(row) & (kPiece - 1)) == 0;",
+        "const bool aligned = true;",
+        MISALIGNED,
+        case("halves_weight_beside"),
+    ),
+    Mutation(
+        "a pack of the weight is read beyond the row",
+        "pack.cuh",
+        "const bool in_words = aligned && first + Length <= n;",
+        "const bool in_words = aligned && first < n;",
+        OUT_OF_BOUNDS,
+        case("halves_in_pairs"),
+    ),
+    Mutation(
+        "the first 16 bytes alone of a pack of the weight",
+        "pack.cuh",
+        "for (int offset = 0; offset < kAll; offset += kPiece) {",
+        "for (int offset = 0; offset < kPiece; offset += kPiece) {",
+        VALUE,
+        case("halves_of_long_odd"),
     ),
     # ---- halves of packs ----
     Mutation(

@@ -413,6 +413,12 @@ def _cases() -> list[Case]:
             Case("halves_narrow", norm, 5, 4100, "bfloat16", "bfloat16", "bfloat16"),
             Case("halves_in_place", norm, 13, 302, "float32", in_place=True),
             Case("halves_odd", norm, 7, 1500, "bfloat16", offset=1),
+            # By accesses of two 16-bit elements; of odd length.
+            Case("halves_in_pairs", norm, 21, 258, "bfloat16", relu=RELUS[1]),
+            Case("halves_of_pairs", norm, 67, 6, "float16", relu=RELUS[1]),
+            Case("halves_weight_beside", norm, 5, 1002, *3 * ("bfloat16",), weight_offset=1),
+            Case("halves_of_odd", norm, 37, 201, "float32", "bfloat16", relu=RELUS[1]),
+            Case("halves_of_long_odd", norm, 3, 6001, "bfloat16", in_place=True, gap=2),
         ]
     # At any address: a row that ends in the last thread's next cell, and shares its first with the
     # row before, which is written in place.
