@@ -2455,7 +2455,7 @@ MUTATIONS = [
         "for (int offset = 0; offset < kAll; offset += kPiece) {",
         "for (int offset = 0; offset < kPiece; offset += kPiece) {",
         VALUE,
-        case("halves_of_long_odd"),
+        case("halves_of_long_odd", "rms_norm"),
     ),
     # ---- halves of packs ----
     Mutation(
