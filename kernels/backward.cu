@@ -294,7 +294,9 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
           sums.set(i, sums.template get<T>(i) + gradient[p][i]);
           gradient[p][i] = 0;
         }
-        if (in_partials) {  // of which a lane reads again what it has itself stored
+        if (in_partials) {
+          // By sectors, the last ones alone, as else a lane would read what another has stored, they
+          // would take a barrier and spill 20 to 48 bytes of LayerNorm's 6 and 7 packs.
           store<kLength>(sums, target, first_column(p), end_of_row(p));
         } else if (complete) {
           store_by_sectors<kLength, RowThreads>(sums, target, first_column(p), end_of_row(p));

@@ -13,7 +13,8 @@
 // Traffic:   x read once, y written once; weight and bias from cache, and the first pack by every
 //            thread of LayerNorm's rows of several warps.
 // Thread:    packs rank, rank + threads of the team, ... of its row (PacksPerThread of them), of Length
-//            elements: 16 bytes, or 8 in many rows that have no whole packs of 16.
+//            elements: 16 bytes, or 8 where rows have no whole packs of 16 (cupynorm/_config/_forward.py
+//            says of which).
 // Order:     a thread's packs in turn, or by halves where a warp has four of each thread, then the
 //            team's reduction: a function of n_cols, the dtypes and options, never of n_rows or alignment.
 // Result:    the thread of rank 0 of a team, of its first block, writes the row's mean and rstd.
@@ -132,8 +133,9 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
 
   // Rows that allow accesses of single elements alone, by cells and words (unaligned.cuh): RMSNorm takes
   // 84 us, not 109, for 16384 of 4097, 77, not 127, for 8192 of 8191, LayerNorm 109, not 138, and 97, not
-  // 128; of float32 134, not 164, and 148, not 152; but by 2 packs LayerNorm 32.7, not 28.2, for 262144 of
-  // 33, and where accesses of two elements are allowed RMSNorm 82, not 78, for 16384 of 4098 (bfloat16, H200).
+  // 128; of float32 134, not 164, and 148, not 152; by 3 packs of 8 bytes 130, not 154, for 1000000 of 65, but
+  // by 2 of 16 LayerNorm took 32.7, not 28.2, for 262144 of 33, and where accesses of two elements are allowed
+  // RMSNorm, by packs of 16 bytes, 82, not 78, for 16384 of 4098 (bfloat16, H200).
   constexpr int kBytes = kLength * static_cast<int>(sizeof(X));  // of a pack
   constexpr bool kUnaligned = Vector == 1 && sizeof(X) <= 4 && PacksPerThread > 2;
   constexpr bool kStoresWords = kUnaligned && sizeof(Y) <= 4;

@@ -478,7 +478,7 @@ LAYER_NORM_BY_PACKS_OF_8_BYTES = (
 # By cells, of odd length, or by accesses of two elements: 5600 rows of 12001 take 112 us, 126 by
 # 384 threads a multiprocessor, of 12002 91, not 117 (bfloat16, float32 weight and bias, H200).
 LAYER_NORM_BY_PACKS_OF_8_BYTES_ANYWHERE = (
-    r"norm_forward<bfloat16, .*, true(, \w+){3}, false, \d+, \d+, false, .*, 1[1-6], 4, \w+, [12]>"
+    r"norm_forward<b?float16, .*, true(, \w+){3}, false, \d+, \d+, false, .*, 1[1-6], 4, \w+, [12]>"
 )
 LAYER_NORM_BY_TWO_BLOCKS = (
     r"norm_forward<bfloat16, .*, true, \w+, \w+, \w+, false, \d+, 0, false, .*, 2, 8, 8, \w+, 4>"
@@ -523,6 +523,11 @@ LAYER_NORM_BY_TWO_CLUSTERS = (
 LAYER_NORM_BY_TWO_CLUSTERS_AND_CELLS = (
     r"norm_forward_staged<b?float16, .*, \d+, 2, [5-7], \w+, true, false, false, \w+, [12]>"
 )
+# 5000 rows of 12289 take 130 us, 144 with the weight in shared memory (bfloat16, float32 weight and
+# bias, H200).
+LAYER_NORM_HELD_BESIDE_CELLS = (
+    r"norm_forward_staged<b?float16, .*, true, false, 3, \d+, \d+, 1, 4, \w+, true, .*, [12]>"
+)
 LAYER_NORM_BY_16_BLOCKS = (
     r"norm_forward_staged<b?float16, .*, 16, 512, 1, [78], (false, ){4}true, \d>"
 )
@@ -552,6 +557,7 @@ SPILLED = {
     BESIDE_A_BITMASK: 16,
     LAYER_NORM_BY_TWO_CLUSTERS: 32,
     LAYER_NORM_BY_TWO_CLUSTERS_AND_CELLS: 56,
+    LAYER_NORM_HELD_BESIDE_CELLS: 24,
     LAYER_NORM_BY_16_BLOCKS: 96,
     BY_16_BLOCKS_AND_CELLS: 40,
     LAYER_NORM_HELD_BY_16_BLOCKS: 40,

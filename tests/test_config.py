@@ -1430,14 +1430,16 @@ def test_forward_accesses_of_8_bytes_hold_the_weight_as_those_of_16(norm: Any) -
     for weight, n in itertools.product(("float32", "bfloat16"), (100, 300, 900, 1500, 4100)):
         assert config(weight, n, 4).hold_weight == (n <= most.get(weight, 0))
         assert not config(weight, n, 2).hold_weight
+    # By one cluster both, but not a 16-bit weight in more than two blocks; by two the weight.
     for weight, n, held in (
-        *(("float32", n, True) for n in (24580, 98308, 200004)),
-        *(("bfloat16", n, n == 28676) for n in (28676, 114692, 200004)),
+        *(("float32", n, (True, True)) for n in (24580, 98308, 200004)),
+        ("bfloat16", 28676, (True, True)),
+        ("bfloat16", 114692, (False, False)),
+        ("bfloat16", 40964, (True, False)),
     ):
         found = config(weight, n, 4)
         assert isinstance(found, StagedForward)
-        if found.blocks_per_multiprocessor == 1:
-            assert (found.hold_weight, found.hold_bias) == (held, held), (weight, n)
+        assert (found.hold_weight, found.hold_bias) == held, (weight, n)
 
 
 @pytest.mark.parametrize("norm", NORMS)
@@ -1482,10 +1484,80 @@ def test_rows_of_no_whole_packs_in_registers_have_packs_of_8_bytes(norm: Any, x:
             assert config.row_threads == of_whole.row_threads * (2 if more else 1)
         assert len(set(halves.values())) == 1
     for n in (188 * length, 188 * length - 1, 65 * length - 1, 64 * length - 1, 2 * length - 1):
-        odd = n % 2 and (n < 64 * length or (norm == "layer_norm" and length == 8))
+        odd = n % 2 and (n < 64 * length or (norm == "layer_norm" and x == "bfloat16"))
         config = forward_config(spec, n, 1, 90)
         assert isinstance(config, ResidentForward)
         assert config.pack_length == (length // 2 if odd and x != "float64" else length)
+
+
+def test_long_odd_rows_of_layer_norm_wait_in_shared_memory() -> None:
+    spec = ForwardSpec("layer_norm", *4 * ("bfloat16",), False, True, False)
+    for n, resident in ((16383, True), (16385, False), (20001, False), (20002, True)):
+        assert isinstance(forward_config(spec, n, n & -n, 90), ResidentForward) == resident, n
+
+
+def test_what_holds_the_weight_beside_cells() -> None:
+    held = ForwardSpec(
+        "layer_norm", "bfloat16", "float32", "float32", "bfloat16", False, True, False
+    )
+    for n, vector in ((12289, 1), (12290, 2), (28671, 1)):
+        config = forward_config(held, n, vector, 90)
+        assert isinstance(config, StagedForward)
+        assert (config.cells, config.hold_weight, config.hold_bias) == (True, True, False)
+        assert config.blocks_per_multiprocessor == 1
+    for n, how in itertools.product(
+        (12289, 12290, 28671),
+        ({"relu": True}, {"y": "float32"}, {"weight": "float64"}, {"bias": "float64"}),
+    ):
+        config = forward_config(dataclasses.replace(held, **how), n, n & -n, 90)
+        if not isinstance(config, StagedForward):  # of float64 they are streamed
+            continue
+        assert (config.cells, config.hold_weight) == (True, False), (n, how)
+    rms_norm = dataclasses.replace(held, norm="rms_norm", bias=None)
+    config = forward_config(rms_norm, 98305, 1, 90)
+    assert isinstance(config, StagedForward)
+    assert (config.cells, config.hold_weight) == (True, False)
+
+
+def test_two_clusters_of_a_wider_y() -> None:
+    spec = ForwardSpec(
+        "layer_norm", "bfloat16", "float32", "float32", "float32", False, True, False
+    )
+    for n, vector, blocks, held in (
+        (20001, 1, 1, False),
+        (20002, 2, 1, False),
+        (20004, 4, 2, True),
+        (20004, 2, 2, False),
+        (20008, 1, 2, False),
+    ):
+        config = forward_config(spec, n, vector, 90)
+        assert isinstance(config, StagedForward)
+        assert (config.blocks_per_multiprocessor, config.hold_weight) == (blocks, held), n
+
+
+def test_odd_rows_of_layer_norm() -> None:
+    def layout(n: int, architecture: int = 90, **how: Any) -> tuple[int, ...]:
+        spec = ForwardSpec("layer_norm", *4 * ("bfloat16",), False, True, False)
+        config = forward_config(dataclasses.replace(spec, **how), n, 1, architecture)
+        assert isinstance(config, ResidentForward)
+        found = (config.row_threads, config.packs_per_thread, config.pack_length)
+        return *found, config.blocks_per_multiprocessor
+
+    wide = {"weight": "float32", "bias": "float32"}
+    # By 8 packs of 16 bytes, but for those of 96 threads, or by 6 with a narrow weight and bias.
+    assert layout(5119, **wide) == (96, 14, 4, 6)
+    assert layout(5121, **wide) == (128, 11, 4, 5)
+    assert layout(6143, **wide) == (128, 12, 4, 5)
+    assert layout(6145, **wide) == (128, 13, 4, 5)
+    assert layout(12287) == (256, 6, 8, 2)
+    assert layout(12289) == (224, 7, 8, 2)
+    assert layout(777, weight="float32") == (32, 7, 4, 12)
+    assert layout(777) == (16, 7, 8, 8)
+    assert layout(777, **wide, x="float16")[2] == 8
+    # As many threads as registers allow, where it was measured.
+    assert layout(4097) == (96, 6, 8, 7)
+    assert layout(4097, architecture=100) == layout(4097, y="float32") == (96, 6, 8, 5)
+    assert layout(4097, relu=True) == (96, 6, 8, 5)
 
 
 @pytest.mark.parametrize(

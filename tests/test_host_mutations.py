@@ -1148,8 +1148,8 @@ MUTATIONS = [
     Mutation(
         "sums that are yet to be read are stored by sectors",
         "backward.cu",
-        "has itself stored\n          store<kLength>(",
-        "has itself stored\n          store_by_sectors<kLength, RowThreads>(",
+        "LayerNorm's 6 and 7 packs.\n          store<kLength>(",
+        "LayerNorm's 6 and 7 packs.\n          store_by_sectors<kLength, RowThreads>(",
         RACE,
         SUMS_IN_PARTIALS,
     ),

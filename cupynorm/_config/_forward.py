@@ -38,7 +38,7 @@ class ResidentForward:
     """Rows held in registers, read once, each by `row_threads` threads of `cluster_blocks` blocks.
 
     In several blocks they give the bits of one block with all these threads, for few rows.
-    `pack_length`: the elements of 16 bytes, or of 8 in many rows that have no whole packs of 16.
+    `pack_length`: the elements of 16 bytes, or of 8 (_own_pack_length).
     `rare_last`: what is rare comes last in the code, for few rows. `hold_weight`: weight and bias
     are asked for with the row, not after it is measured. `full`: the row fills its threads' packs
     exactly. `blocks_ahead`: a block has the L2 fetch the rows of the one so many later, or none if
@@ -70,8 +70,9 @@ class StagedForward:
     Two blocks a multiprocessor let two clusters be at once. `hold_weight`, `hold_bias`: it is in
     registers, else in shared memory. `counted`: of many rows a cluster takes the next when it has
     room, as a count in device memory says; else in turn. `cells`: they are copied by cells, as rows
-    at any address are: see kernels/unaligned.cuh. `through_l1`: those of 16 bytes by way of L1, as
-    smaller ones. `turned`: to places as far from a line as they are: see kernels/stage.cuh.
+    are that accesses of 4 bytes or less move: see kernels/unaligned.cuh. `through_l1`: those of 16
+    bytes by way of L1, as smaller ones. `turned`: to places as far from a line as they are: see
+    kernels/stage.cuh.
     """
 
     block_threads: int
@@ -173,6 +174,7 @@ def forward_config(
     # Beside a ReLU or a weight around zero fewer threads would be left: 66.7 us, not 73.9 and 71.1,
     # at 13107x5120, 67.2 and 67.0, not 72.0 and 69.8, at 8192x8192 (bfloat16, H200).
     plain = not (spec.relu or spec.zero_centered)
+    of_usual_y = ITEMSIZE[spec.y] <= ITEMSIZE[spec.x]
     affine = _affine_registers(spec, packs_per_thread)
     most_held = 16 if spec.x == "float64" else 32
     # With more threads instead, LayerNorm takes 68.9 us against 72.2 at 1048576x64, 132 against 141
@@ -209,10 +211,10 @@ def forward_config(
         threads = 512 if spec.norm == "layer_norm" or not plain else 640
         if packs_per_thread <= 4:
             threads = 768
-        elif fewest_threads and plain and n % length and packs <= most_resident:
-            # 92 us, not 99, for 16384 of 4097, 97, not 114, for 6500 of 10241, with a float32
-            # weight and bias 97, not 101, and of 7 packs 102, not 128 (bfloat16, H200). Longer
-            # ones, for which a GPU has no shared memory, would spill up to 140 bytes.
+        elif fewest_threads and of_usual_y and plain and n % length and architecture == 90:
+            # 91 us, not 99, for 16384 of 4097, 97 for 6500 of 10241 by 6 packs (_packs_per_thread),
+            # with a float32 weight and bias 97, not 101, and of 7 packs 102, not 128 (bfloat16,
+            # H200). On other GPUs, where nothing was measured, up to 140 bytes would be spilled.
             threads = 672 if packs_per_thread <= 6 else 640
     elif packs_per_thread > 4 and fewest_threads:
         threads = 800  # 132 us against 137 by 640 at 7168, 134 against 139 at 10240
@@ -274,7 +276,7 @@ def forward_config(
 def _own_pack_length(
     spec: ForwardSpec, n: int, packs: int, row_threads: int, packs_per_thread: int
 ) -> int:
-    """Return the elements of a pack of a row in registers: 8 bytes if it has no whole ones of 16.
+    """Return the elements of a pack of a row in registers: 16 bytes, or mostly 8 if none is whole.
 
     Then neighbouring threads have neighbouring accesses; by halves of packs of 16 bytes each access
     of a warp would meet half of each sector: RMSNorm takes 23.0 us, not 29.7, for 65536 rows of 300
@@ -292,7 +294,7 @@ def _own_pack_length(
     too_many = packs_per_thread == 8 and row_threads > 320
     if ITEMSIZE[spec.x] > 4 or n % length == 0 or too_many:
         return length
-    wide_affine = spec.norm == "layer_norm" and length == 8 and _affine_bytes(spec) > 4
+    wide_affine = spec.norm == "layer_norm" and spec.x == "bfloat16" and _affine_bytes(spec) > 4
     return length // 2 if n % 2 == 0 or packs <= 64 or wide_affine else length
 
 
@@ -491,11 +493,13 @@ def _packs_per_thread(spec: ForwardSpec, n: int, packs: int) -> int:
     if wider:
         return 8
     if _has_fewest_threads(spec, packs):
-        # 97 us, not 114, for 6500 of 10241 with a bfloat16 weight and bias; with float32 ones 8
-        # packs are as fast, but for those of 96 threads, whose warps the schedulers share unevenly:
-        # 93 us, not 101, for 11000 of 6001, 80, not 97, of 6002 (bfloat16, H200).
-        of_96_threads = 640 < packs <= 768
-        return 6 if (n % 2 and _affine_bytes(spec) <= 4) or (n % 4 and of_96_threads) else 8
+        # With a bfloat16 weight and bias, by more threads besides, 97 us, not 114, for 6500 of
+        # 10241, but 107 and 107 for 4800 of 14001; with float32 ones 8 packs are as fast, but for
+        # those of 96 threads, whose warps the schedulers share unevenly: 93 us, not 101, for 11000
+        # of 6001, 80, not 97, of 6002 (bfloat16, H200).
+        fewer = n % 2 and packs <= 1536 and _affine_bytes(spec) <= 4
+        of_96_threads = n % 4 and 640 < packs <= 768
+        return 6 if fewer or of_96_threads else 8
     # Of the others those that the row fills best: LayerNorm of 2**27 elements takes 131 us at 320
     # by 8 threads of 5 packs, 187 by 32 of 2, 131 at 512 by 16 of 4, 144 by 32 of 2; RMSNorm 129 at
     # 3584 by 64 of 7, 135 by 224 of 2 (bfloat16, float32 weight and bias, H200).
@@ -512,7 +516,7 @@ def _packs_per_thread(spec: ForwardSpec, n: int, packs: int) -> int:
 
 
 def _has_fewest_threads(spec: ForwardSpec, packs: int) -> bool:
-    """Return whether a row has as few threads as hold it by 8 packs each.
+    """Return whether a row has as few threads as hold it by 8 packs each, or 6 of some.
 
     LayerNorm of bfloat16 waits for its instructions and for weight and bias, of which each thread
     of a row loads its share. So it is as fast as a copy, or nearly, at any N: 2**27 elements take
@@ -654,17 +658,17 @@ def _by_cells(spec: ForwardSpec, config: StagedForward, architecture: int) -> St
 
     RMSNorm of 4096 rows of 20001 takes 110 us, not 261, LayerNorm 176, not 397; where accesses are
     of two elements RMSNorm of 20002 104, not 120, LayerNorm by two clusters 125, not 150.
-    LayerNorm's 4 packs a thread hold the weight besides: 130 us, not 144, for 5000 of 12289, 142,
-    not 147, for 2720 of 24577; its 3 packs would take 154, not 153, for 4096 of 16385, of float32
-    220, not 174, RMSNorm 106, not 95 (bfloat16, float32 weight and bias, H200).
+    LayerNorm's one cluster holds the weight besides: 130 us, not 144, for 5000 of 12289, 142, not
+    147, for 2720 of 24577; but RMSNorm's would take 106, not 95, for 4096 of 16385 (bfloat16,
+    float32 weight and bias, H200), and beside a ReLU, a wider y or operands of float64 up to 192
+    bytes would be spilled.
     """
-    if config.vector * ITEMSIZE[spec.x] > 4 or ITEMSIZE[spec.x] > 4:
+    if config.vector * ITEMSIZE[spec.x] > 4:
         return config
     if architecture < FIRST_WITH_ASYNCHRONOUS_COPIES:
         return config
-    plain = not spec.relu and ITEMSIZE[spec.y] <= ITEMSIZE[spec.x]
-    four = spec.norm == "layer_norm" and config.packs_per_thread == 4
-    hold = config.hold_weight or (four and plain)
+    plain = not (spec.relu or _is_wide(spec)) and ITEMSIZE[spec.y] <= ITEMSIZE[spec.x]
+    hold = config.hold_weight or (spec.norm == "layer_norm" and plain)
     for stages in range(config.stages, 1, -1):
         found = dataclasses.replace(config, hold_weight=hold, cells=True, stages=stages)
         if staged_forward_bytes(spec, found) <= shared_limit(architecture):
@@ -730,16 +734,16 @@ def _two_clusters_forward(
     """Return the configuration of clusters of which two are at once, with room for three stages.
 
     Of each multiprocessor a cluster has a block of up to 256 threads, whose 5 to 7 packs of the
-    weight are in registers: one works while the other waits. LayerNorm, with the bias in shared
-    memory, takes 172 us against 229 for 1024 rows of 163840, 171 against 195 for 8192 of 20480, 75
-    against 94 for 512 of 69632 float32; by two stages 203, 192 and, of 24576, no less than by one
-    cluster. RMSNorm takes 195 against 212 for 1024 of 196608, 384 against 394 for 4096 of 98304;
-    but 198 against 193 for 8192 of 24576 by clusters of two, 514 against 503 of 65536 with 8 packs
-    (bfloat16, weight and bias of either width, H200). Not with a ReLU beside more than 5 packs,
-    which would spill more than those do. Of odd length LayerNorm takes 146 us against 177 for 4096
-    of 20001, 138 against 156 for 820 of 81921, 136 against 157 for 680 of 98305 with a bfloat16
-    weight and bias, RMSNorm 95 against 111 for 1630 of 40961 (bfloat16, float32 weight and bias
-    unless said, H200).
+    weight are mostly in registers: one works while the other waits. LayerNorm, with the bias in
+    shared memory, takes 172 us against 229 for 1024 rows of 163840, 171 against 195 for 8192 of
+    20480, 75 against 94 for 512 of 69632 float32; by two stages 203, 192 and, of 24576, no less
+    than by one cluster. RMSNorm takes 195 against 212 for 1024 of 196608, 384 against 394 for 4096
+    of 98304; but 198 against 193 for 8192 of 24576 by clusters of two, 514 against 503 of 65536
+    with 8 packs (bfloat16, weight and bias of either width, H200). Not with a ReLU beside more than
+    5 packs, which would spill more than those do. Of odd length LayerNorm takes 146 us against 177
+    for 4096 of 20001, 138 against 156 for 820 of 81921, 136 against 157 for 680 of 98305 with a
+    bfloat16 weight and bias, RMSNorm 95 against 111 for 1630 of 40961 (bfloat16, float32 weight and
+    bias unless said, H200).
     """
     cluster_blocks = _cluster(packs, STAGED_THREADS * 4)
     if not 1 < cluster_blocks <= most_cluster_blocks(architecture):
@@ -766,7 +770,9 @@ def _two_clusters_forward(
         blocks_per_multiprocessor=2,
     )
     # With the KiB that each block has besides, and cells where no address allows anything else. A
-    # wider y, stored by elements beside them, would spill up to 144 bytes.
+    # wider y, stored by elements beside them, would spill up to 144 bytes: whole packs at such an
+    # address have the weight in shared memory, and mostly one block, but the same threads, for the
+    # same bits.
     wider = ITEMSIZE[spec.y] > ITEMSIZE[spec.x]
     always = dataclasses.replace(config, cells=(n & -n) * ITEMSIZE[spec.x] <= 4)
     needed = 2 * (staged_forward_bytes(spec, always) + 1024)
