@@ -1519,10 +1519,9 @@ def test_what_holds_the_weight_beside_cells() -> None:
     assert (config.cells, config.hold_weight) == (True, False)
 
 
-def test_two_clusters_of_a_wider_y() -> None:
-    spec = ForwardSpec(
-        "layer_norm", "bfloat16", "float32", "float32", "float32", False, True, False
-    )
+@pytest.mark.parametrize(("y", "relu"), [("float32", False), ("bfloat16", True)])
+def test_two_clusters_of_what_spills_beside_cells(y: str, relu: bool) -> None:
+    spec = ForwardSpec("layer_norm", "bfloat16", "float32", "float32", y, False, True, relu)
     for n, vector, blocks, held in (
         (20001, 1, 1, False),
         (20002, 2, 1, False),

@@ -769,16 +769,16 @@ def _two_clusters_forward(
         packs_per_thread,
         blocks_per_multiprocessor=2,
     )
-    # With the KiB that each block has besides, and cells where no address allows anything else. A
-    # wider y, stored by elements beside them, would spill up to 144 bytes: whole packs at such an
-    # address have the weight in shared memory, and mostly one block, but the same threads, for the
-    # same bits.
-    wider = ITEMSIZE[spec.y] > ITEMSIZE[spec.x]
+    # With the KiB that each block has besides, and cells where no address allows anything else.
+    # Beside them a ReLU, or a wider y, which is stored by elements, would spill up to 156 bytes:
+    # whole packs at such an address have the weight in shared memory, and mostly one block, but the
+    # same threads, for the same bits.
+    crowded = spec.relu or ITEMSIZE[spec.y] > ITEMSIZE[spec.x]
     always = dataclasses.replace(config, cells=(n & -n) * ITEMSIZE[spec.x] <= 4)
     needed = 2 * (staged_forward_bytes(spec, always) + 1024)
-    if needed > shared_limit(architecture) + 1024 or (wider and always.cells):
+    if needed > shared_limit(architecture) + 1024 or (crowded and always.cells):
         return None
-    return dataclasses.replace(config, hold_weight=not wider or vector * ITEMSIZE[spec.x] > 4)
+    return dataclasses.replace(config, hold_weight=not crowded or vector * ITEMSIZE[spec.x] > 4)
 
 
 def _counted(
