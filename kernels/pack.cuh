@@ -280,8 +280,8 @@ template <int Vector, bool MayPair = true, int Length, typename Index>
 __device__ __forceinline__ void load(Pack<None, Length>&, const None*, Index, Index) {}
 
 // The same of weight or bias, whose packs are at multiples of their length, or of 16 bytes, as a rule where
-// those of rows are not: RMSNorm of 16384 rows of 4097 takes 109 us, not 144, LayerNorm 137, not 211, with bfloat16 ones 112,
-// not 118, but 138, not 124 (bfloat16, float32 weight and bias unless said, H200).
+// those of rows are not: RMSNorm of 16384 rows of 4097 takes 109 us, not 144, LayerNorm 137, not 211, with
+// bfloat16 ones 112, not 118, but 138, not 124 (bfloat16, float32 weight and bias unless said, H200).
 template <int Vector, typename T, int Length, typename Index>
 __device__ __forceinline__ void load_operand(Pack<T, Length>& pack, const T* row, Index first,
                                              Index n) {
