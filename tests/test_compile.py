@@ -296,6 +296,16 @@ def instantiations(architecture: int) -> list[Instantiation]:
         for length, vector in ((n, 1), (n, pack_length(x)), (odd, 1)):
             config = forward_config(two, length, vector, architecture)
             kernels[forward_instantiation(two, config)] = None
+    # What spills most by cells, of 6 packs by two clusters and of 4 by one: in pairs, of which one
+    # stays where every other is left out.
+    for (weight, n, stored), centred in itertools.product(
+        (("bfloat16", 163841, False), ("float32", 52827, True)), (False, True)
+    ):
+        spilling = ForwardSpec(
+            "layer_norm", "bfloat16", weight, weight, "bfloat16", centred, stored, False
+        )
+        config = forward_config(spilling, n, 1, architecture)
+        kernels[forward_instantiation(spilling, config)] = None
     # What has a third stage for the weight that it holds, rows that fill their packs and others.
     for stored, (centred, clamped), packs in itertools.product(
         (False, True), (plain, zero_centered, relu), (9000, 16384)
@@ -478,7 +488,7 @@ LAYER_NORM_BY_PACKS_OF_8_BYTES = (
 # By cells, of odd length, or by accesses of two elements: 5600 rows of 12001 take 112 us, 126 by
 # 384 threads a multiprocessor, of 12002 91, not 117 (bfloat16, float32 weight and bias, H200).
 LAYER_NORM_BY_PACKS_OF_8_BYTES_ANYWHERE = (
-    r"norm_forward<b?float16, .*, true(, \w+){3}, false, \d+, \d+, false, .*, 1[1-6], 4, \w+, [12]>"
+    r"norm_forward<bfloat16, .*, true(, \w+){3}, false, \d+, \d+, false, .*, 1[4-6], 4, \w+, [12]>"
 )
 LAYER_NORM_BY_TWO_BLOCKS = (
     r"norm_forward<bfloat16, .*, true, \w+, \w+, \w+, false, \d+, 0, false, .*, 2, 8, 8, \w+, 4>"
@@ -521,12 +531,12 @@ LAYER_NORM_BY_TWO_CLUSTERS = (
 )
 # 410 rows of 163841 take 167 us, by one cluster 172, 680 of 98305 136 and 157 (bfloat16, H200).
 LAYER_NORM_BY_TWO_CLUSTERS_AND_CELLS = (
-    r"norm_forward_staged<b?float16, .*, \d+, 2, [5-7], \w+, true, false, false, \w+, [12]>"
+    r"norm_forward_staged<bfloat16, .*, \d+, 2, [5-7], \w+, true, false, false, \w+, [12]>"
 )
 # 5000 rows of 12289 take 130 us, 144 with the weight in shared memory (bfloat16, float32 weight and
 # bias, H200).
 LAYER_NORM_HELD_BESIDE_CELLS = (
-    r"norm_forward_staged<b?float16, .*, true, false, 3, \d+, \d+, 1, 4, \w+, true, .*, [12]>"
+    r"norm_forward_staged<bfloat16, .*, true, false, 3, \d+, \d+, 1, 4, \w+, true, .*, [12]>"
 )
 LAYER_NORM_BY_16_BLOCKS = (
     r"norm_forward_staged<b?float16, .*, 16, 512, 1, [78], (false, ){4}true, \d>"
