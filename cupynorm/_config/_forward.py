@@ -150,11 +150,11 @@ def forward_config(
     if n % 2:  # 142 us, not 167, for 4096 of 20001 (bfloat16 throughout, H200)
         most_resident = min(most_resident, 2048)
     if packs > most_resident:
-        staged = _staged_forward(spec, n, packs, vector, architecture, wide=wide)
+        staged = _staged_forward(spec, n, packs, vector, architecture)
         if staged is not None:
             return _at_no_lines(spec, n, _by_cells(spec, staged, architecture), architecture)
         if packs > most_packs:
-            return _streaming_forward(spec, packs, vector, architecture, wide=wide)
+            return _streaming_forward(spec, packs, vector, architecture)
     row_threads = team_threads(packs, _packs_per_thread(spec, n, packs))
     packs_per_thread = -(-packs // row_threads)
     own_length = _own_pack_length(spec, n, packs, row_threads, packs_per_thread)
@@ -173,8 +173,7 @@ def forward_config(
     # weight costs half as many: 5.9 us against 6.4 at 1x8192, 4089 GB/s against 4088 at 32768x8192.
     # Beside a ReLU or a weight around zero fewer threads would be left: 66.7 us, not 73.9 and 71.1,
     # at 13107x5120, 67.2 and 67.0, not 72.0 and 69.8, at 8192x8192 (bfloat16, H200).
-    plain = not (spec.relu or spec.zero_centered)
-    of_usual_y = ITEMSIZE[spec.y] <= ITEMSIZE[spec.x]
+    plain, wider_y = not (spec.relu or spec.zero_centered), _is_y_wider(spec)
     affine = _affine_registers(spec, packs_per_thread)
     most_held = 16 if spec.x == "float64" else 32
     # With more threads instead, LayerNorm takes 68.9 us against 72.2 at 1048576x64, 132 against 141
@@ -211,7 +210,7 @@ def forward_config(
         threads = 512 if spec.norm == "layer_norm" or not plain else 640
         if packs_per_thread <= 4:
             threads = 768
-        elif fewest_threads and of_usual_y and plain and n % length and architecture == 90:
+        elif fewest_threads and n % length and plain and not wider_y and architecture == 90:
             # 91 us, not 99, for 16384 of 4097, 97 for 6500 of 10241 by 6 packs (_packs_per_thread),
             # with a float32 weight and bias 97, not 101, and of 7 packs 102, not 128 (bfloat16,
             # H200). On other GPUs, where nothing was measured, up to 140 bytes would be spilled.
@@ -474,6 +473,11 @@ def _is_wide(spec: ForwardSpec) -> bool:
     return widest(spec.weight, spec.bias, spec.y) > max(4, ITEMSIZE[spec.x])
 
 
+def _is_y_wider(spec: ForwardSpec) -> bool:
+    """Return whether a pack of y has more bytes than one of x."""
+    return ITEMSIZE[spec.y] > ITEMSIZE[spec.x]
+
+
 def _affine_bytes(spec: ForwardSpec) -> int:
     """Return the bytes of an element of the weight and one of the bias."""
     return widest(spec.weight) + widest(spec.bias)
@@ -543,16 +547,16 @@ def _paired(spec: ForwardSpec, packs: int, architecture: int) -> bool:
         and architecture in HOLD_2048_THREADS
         and spec.norm == "rms_norm"
         and not (spec.bias or spec.relu)
-        and ITEMSIZE[spec.y] <= ITEMSIZE[spec.x] <= 4
-        and widest(spec.weight) <= 4
+        and not _is_y_wider(spec)
+        and widest(spec.x, spec.weight) <= 4
     )
 
 
 def _streaming_forward(
-    spec: ForwardSpec, packs: int, vector: int, architecture: int, *, wide: bool
+    spec: ForwardSpec, packs: int, vector: int, architecture: int
 ) -> StreamingForward:
     """Return the configuration of rows that are read twice."""
-    whole = vector == pack_length(spec.x)
+    wide, whole = _is_wide(spec), vector == pack_length(spec.x)
     # The fastest of a trial of RMSNorm: 2 packs of 2048 threads at N = 32768, 4 of 1024 at 65536
     # (bfloat16, H200). 64 registers hold 2 packs of float64, or of elements moved one by one.
     paired = _paired(spec, packs, architecture)
@@ -562,7 +566,7 @@ def _streaming_forward(
     # 64 registers do not hold 8 elements of weight and bias in float64; nor, from sm_100 on, a
     # cluster's addresses beside a ReLU, a weight around zero, single elements, a y wider than x or
     # LayerNorm's sums; on sm_120 hardly any.
-    plain = whole and not (wide or spec.relu) and ITEMSIZE[spec.y] <= ITEMSIZE[spec.x]
+    plain = whole and not (wide or spec.relu or _is_y_wider(spec))
     clustered = cluster_blocks > 1 and architecture in HOLD_2048_THREADS and not spec.zero_centered
     slim = plain and (spec.norm == "rms_norm" or architecture == 90)
     blocks_per_multiprocessor = 2 if slim and (paired or clustered) else 1
@@ -581,7 +585,7 @@ def _streaming_forward(
 
 
 def _staged_forward(
-    spec: ForwardSpec, n: int, packs: int, vector: int, architecture: int, *, wide: bool
+    spec: ForwardSpec, n: int, packs: int, vector: int, architecture: int
 ) -> StagedForward | None:
     """Return the configuration of rows in the shared memory of blocks of up to STAGED_THREADS.
 
@@ -592,7 +596,7 @@ def _staged_forward(
     H200).
     """
     for of_clusters in _deep_forward, _two_clusters_forward:
-        found = of_clusters(spec, n, packs, vector, architecture, wide=wide)
+        found = of_clusters(spec, n, packs, vector, architecture)
         if found is not None:
             return found
     cluster_blocks = _cluster(packs, STAGED_THREADS * 4)
@@ -608,8 +612,8 @@ def _staged_forward(
     by_8_bytes = moves_8_bytes(spec.x, vector) and spec.x != "float64"
     by_8_bytes = by_8_bytes and (widest(spec.weight, spec.bias) > 2 or cluster_blocks <= 2)
     if spec.norm == "layer_norm" and packs_per_thread == 4:
-        by_8_bytes = by_8_bytes and not spec.relu and ITEMSIZE[spec.y] <= ITEMSIZE[spec.x]
-    hold = (vector == pack_length(spec.x) or by_8_bytes) and not wide
+        by_8_bytes = by_8_bytes and not (spec.relu or _is_y_wider(spec))
+    hold = (vector == pack_length(spec.x) or by_8_bytes) and not _is_wide(spec)
     three = dataclasses.replace(
         _three_stages(spec, n, vector, cluster_blocks, block_threads, packs_per_thread),
         hold_weight=hold,
@@ -667,7 +671,7 @@ def _by_cells(spec: ForwardSpec, config: StagedForward, architecture: int) -> St
         return config
     if architecture < FIRST_WITH_ASYNCHRONOUS_COPIES:
         return config
-    plain = not (spec.relu or _is_wide(spec)) and ITEMSIZE[spec.y] <= ITEMSIZE[spec.x]
+    plain = not (spec.relu or _is_wide(spec) or _is_y_wider(spec))
     hold = config.hold_weight or (spec.norm == "layer_norm" and plain)
     for stages in range(config.stages, 1, -1):
         found = dataclasses.replace(config, hold_weight=hold, cells=True, stages=stages)
@@ -696,7 +700,7 @@ def _at_no_lines(
 
 
 def _deep_forward(
-    spec: ForwardSpec, n: int, packs: int, vector: int, architecture: int, *, wide: bool
+    spec: ForwardSpec, n: int, packs: int, vector: int, architecture: int
 ) -> StagedForward | None:
     """Return the configuration of 16 blocks, of 5 to 8 packs a thread, of rows that fill them.
 
@@ -711,7 +715,7 @@ def _deep_forward(
         return None
     packs_per_thread, rest = divmod(n, cluster_blocks * STAGED_THREADS * pack_length(spec.x))
     spills = spec.norm == "layer_norm" and ITEMSIZE[spec.x] == 2 and spec.relu
-    if rest or wide or spec.x == "float64" or (spills and packs_per_thread > 6):
+    if rest or _is_wide(spec) or spec.x == "float64" or (spills and packs_per_thread > 6):
         return None
     three = _three_stages(spec, n, vector, cluster_blocks, STAGED_THREADS, packs_per_thread)
     tried = [three]
@@ -729,7 +733,7 @@ def _deep_forward(
 
 
 def _two_clusters_forward(
-    spec: ForwardSpec, n: int, packs: int, vector: int, architecture: int, *, wide: bool
+    spec: ForwardSpec, n: int, packs: int, vector: int, architecture: int
 ) -> StagedForward | None:
     """Return the configuration of clusters of which two are at once, with room for three stages.
 
@@ -746,9 +750,7 @@ def _two_clusters_forward(
     bias unless said, H200).
     """
     cluster_blocks = _cluster(packs, STAGED_THREADS * 4)
-    if not 1 < cluster_blocks <= most_cluster_blocks(architecture):
-        return None
-    if wide:
+    if not 1 < cluster_blocks <= most_cluster_blocks(architecture) or _is_wide(spec):
         return None
     block_packs = -(-packs // cluster_blocks)
     most_packs = 5 if spec.relu else 7 if spec.norm == "layer_norm" else 6
@@ -773,7 +775,7 @@ def _two_clusters_forward(
     # Beside them a ReLU, or a wider y, which is stored by elements, would spill up to 156 bytes:
     # whole packs at such an address have the weight in shared memory, and mostly one block, but the
     # same threads, for the same bits.
-    crowded = spec.relu or ITEMSIZE[spec.y] > ITEMSIZE[spec.x]
+    crowded = spec.relu or _is_y_wider(spec)
     always = dataclasses.replace(config, cells=(n & -n) * ITEMSIZE[spec.x] <= 4)
     needed = 2 * (staged_forward_bytes(spec, always) + 1024)
     if needed > shared_limit(architecture) + 1024 or (crowded and always.cells):
