@@ -32,15 +32,13 @@ from cupynorm._config._backward import (
     strips_counts_bytes,
     strips_exchange_bytes,
 )
-from cupynorm._config._forward import (
+from cupynorm._config._forward import StreamingForward, forward_config
+from cupynorm._config._forward_resident import (
     ResidentForward,
-    StagedForward,
-    StreamingForward,
     few_rows_configs,
-    forward_config,
     resident_forward_bytes,
-    staged_forward_bytes,
 )
+from cupynorm._config._forward_staged import StagedForward, staged_forward_bytes
 from cupynorm._config._limits import pack_length, shared_limit, team_bytes
 
 __all__ = [
