@@ -16,18 +16,16 @@ from cupynorm._config._backward import (
     MOST_RESIDENT_ROWS,
     MOST_ROWS_BESIDE_COLUMNS,
     BackwardConfig,
-    Reduction,
     ResidentBackward,
-    StagedBackward,
     StreamingBackward,
-    StripsBackward,
     backward_config,
     few_rows_backward_config,
-    partials_stride,
-    reduction_bytes,
     resident_backward_bytes,
     resident_columns_bytes,
-    staged_backward_bytes,
+)
+from cupynorm._config._backward_staged import StagedBackward, staged_backward_bytes
+from cupynorm._config._backward_strips import (
+    StripsBackward,
     strips_backward_bytes,
     strips_counts_bytes,
     strips_exchange_bytes,
@@ -40,6 +38,7 @@ from cupynorm._config._forward_resident import (
 )
 from cupynorm._config._forward_staged import StagedForward, staged_forward_bytes
 from cupynorm._config._limits import pack_length, shared_limit, team_bytes
+from cupynorm._config._reduction import Reduction, partials_stride, reduction_bytes
 
 __all__ = [
     "MOST_RESIDENT_ROWS",

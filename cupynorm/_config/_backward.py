@@ -3,84 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
+from cupynorm._config._backward_staged import StagedBackward, staged_backward
+from cupynorm._config._backward_strips import StripsBackward, strips_backward
 from cupynorm._config._limits import (
-    FIRST_WITH_ASYNCHRONOUS_COPIES,
-    FIRST_WITH_CLUSTERS,
     FIRST_WITH_OVERLAP,
-    LEAST_FILLED,
     MOST_CLUSTER_BLOCKS,
-    MOST_SHARED_BESIDE_L1,
-    REGISTERS_PER_MULTIPROCESSOR,
-    at_lines,
-    leave_l1_room,
-    most_cluster_blocks,
-    moves_8_bytes,
     pack_length,
-    shared_limit,
-    slots_of,
     streaming_blocks,
     team_bytes,
-    team_threads,
-    widest,
 )
+from cupynorm._config._reduction import Reduction, reduction
 from cupynorm._spec import ITEMSIZE, BackwardSpec, compute_dtype
-
-
-@dataclass(frozen=True)
-class Reduction:
-    """How partial weight gradients are summed: by `groups` of a block's threads side by side.
-
-    Each thread has `width` neighbouring columns, 16 bytes.
-    """
-
-    groups: int
-    width: int
-    vector: int
-    block_threads: ClassVar[int] = 256
-
-    @property
-    def columns(self) -> int:
-        return self.block_threads // self.groups * self.width
-
-
-@dataclass(frozen=True)
-class StagedBackward:
-    """As StagedForward, with the weight gradients; a block has a row for each of its teams.
-
-    `hold_row`: xhat and dy stay in registers from a row's sums on. `shared_sums`: of how many
-    gradients the sums of rows so far wait in shared memory. `hold_sums`: the other's in registers,
-    else in device memory. `bulk`: one thread of a team copies its rows, else each thread the packs
-    that it will read. `cells`: by cells, as rows at any address are: see kernels/unaligned.cuh.
-    `through_l1`: those of 16 bytes by way of L1, as smaller ones. `turned`: to places as far from a
-    line as they are: see kernels/stage.cuh.
-    """
-
-    row_threads: int
-    block_threads: int
-    blocks_per_multiprocessor: int
-    packs_per_thread: int
-    cluster_blocks: int
-    stages: int
-    vector: int
-    hold_weight: bool
-    hold_row: bool
-    shared_sums: int
-    hold_sums: bool
-    full: bool
-    bulk: bool
-    cells: bool
-    through_l1: bool
-    turned: bool
-    reduction: Reduction | None
-
-    @property
-    def rows_per_block(self) -> int:
-        return self.block_threads // self.row_threads
 
 
 @dataclass(frozen=True)
@@ -116,34 +51,7 @@ class StreamingBackward:
     reduction: Reduction | None
 
 
-@dataclass(frozen=True)
-class StripsBackward:
-    """Rows longer than a cluster holds, each block a strip of them all, `strip_threads` packs wide.
-
-    They are taken in groups of `group_rows`. A cooperative launch of `strips` blocks, which begins
-    when the GPU has room for them all; none shares its weight gradients with another.
-    """
-
-    strips: int
-    strip_threads: int
-    group_rows: int
-    vector: int
-    cluster_blocks: ClassVar[int] = 1
-    reduction: ClassVar[None] = None
-
-    @property
-    def block_threads(self) -> int:
-        return self.strip_threads + 32 * STRIPS_MESSENGERS
-
-
 BackwardConfig = StagedBackward | ResidentBackward | StripsBackward | StreamingBackward
-
-# Blocks that all run at once, one on each multiprocessor: an H200 has 132.
-MOST_STRIPS = 128
-
-# As kernels/backward_strips.cu has them: groups in shared memory, warps that exchange sums, and the
-# places of what they exchange.
-STRIPS_STAGES, STRIPS_MESSENGERS, STRIPS_PLACES = 5, 4, 8
 
 # Beyond, the partials of each row are too many: of 256 rows of 4096 LayerNorm takes 14.4 us where
 # staged rows take 12.3 (bfloat16, H200).
@@ -166,48 +74,6 @@ MOST_BLOCKS_OF_LONGEST_ROWS = 256  # clusters of MOST_CLUSTER_BLOCKS
 LAYER_NORM_COLUMN_THREADS = 512
 
 
-def staged_backward_bytes(spec: BackwardSpec, config: StagedBackward) -> int:
-    """Return the shared memory of a block: see kernels/backward.cu."""
-    elements = config.block_threads * config.packs_per_thread * pack_length(spec.x)
-    size = team_bytes(spec.x, config.row_threads, config.block_threads, config.cluster_blocks)
-    size += config.stages * elements * (ITEMSIZE[spec.x] + ITEMSIZE[spec.dy])
-    if config.cells:
-        groups = config.block_threads // min(32, config.row_threads) * config.packs_per_thread
-        for itemsize in (ITEMSIZE[spec.x], ITEMSIZE[spec.dy]):
-            cell = min(16, pack_length(spec.x) * itemsize) if itemsize <= 4 else 0
-            size += config.stages * -(-groups * cell // 16) * 16
-    if spec.weight is not None and not config.hold_weight:
-        size += elements * ITEMSIZE[spec.weight]
-    if spec.gradients and config.rows_per_block > 1:
-        size += elements * ITEMSIZE[compute_dtype(spec.x)]
-    if config.bulk:
-        size += -(-config.rows_per_block * config.stages * 8 // 128) * 128
-    sums = elements // config.rows_per_block * ITEMSIZE[compute_dtype(spec.x)]
-    return size + config.shared_sums * sums
-
-
-def _backward_registers(
-    spec: BackwardSpec, packs: int, *, vector: int, hold_weight: bool, clustered: bool
-) -> int:
-    """Return an estimate of the registers of a staged backward, fitted to NVRTC's counts."""
-    length = pack_length(spec.x)
-    word = ITEMSIZE[compute_dtype(spec.x)] // 4
-    registers = 52 + packs * length * word * spec.gradients
-    if widest(spec.dy, spec.weight, spec.x) > 4:
-        registers += packs * length
-    if hold_weight:
-        registers += packs * length * widest(spec.weight) // 4
-    if ITEMSIZE[spec.dy] > ITEMSIZE[spec.x]:
-        registers += 4 * packs
-    if spec.bitmask:  # by twice as many LayerNorm took 255 us, not 174, for 12288 rows of 9216
-        registers += 12 * packs
-    if clustered:
-        registers += 12
-    if vector < length:
-        registers += packs * (packs + 4) - 1
-    return registers
-
-
 def backward_config(
     spec: BackwardSpec, n: int, vector: int, architecture: int, *, in_strips: bool = True
 ) -> StagedBackward | StripsBackward | StreamingBackward:
@@ -215,18 +81,16 @@ def backward_config(
 
     `in_strips`: the GPU has room for strips, should they be the fastest.
     """
-    packs = -(-n // pack_length(spec.x))
-    for layout in _backward_layouts(spec, n, architecture):
-        config = _staged_backward(spec, n, vector, architecture, *layout)
-        if config is not None:
-            return config
-    strips = _strips_backward(spec, n, vector, architecture) if in_strips else None
+    staged = staged_backward(spec, n, vector, architecture)
+    if staged is not None:
+        return staged
+    strips = strips_backward(spec, n, vector, architecture) if in_strips else None
     return strips or StreamingBackward(
-        cluster_blocks=streaming_blocks(packs, architecture),
+        cluster_blocks=streaming_blocks(-(-n // pack_length(spec.x)), architecture),
         row_threads=512,
         column_threads=256,
         vector=vector,
-        reduction=_reduction(spec, n),
+        reduction=reduction(spec, n),
     )
 
 
@@ -265,9 +129,9 @@ def few_rows_backward_config(
             most_blocks = MOST_BLOCKS_OF_LONGEST_ROWS
     if m > most_rows or m * config.cluster_blocks > most_blocks:
         return None
-    reduction = None
+    own = None
     if config.reduction is not None and several and not column_threads:
-        reduction = dataclasses.replace(config.reduction, groups=16)  # up to 4 partials each
+        own = dataclasses.replace(config.reduction, groups=16)  # up to 4 partials each
     return ResidentBackward(
         row_threads=config.row_threads,
         packs_per_thread=config.packs_per_thread,
@@ -275,7 +139,7 @@ def few_rows_backward_config(
         vector=config.vector,
         full=config.full,
         column_threads=column_threads,
-        reduction=reduction,
+        reduction=own,
     )
 
 
@@ -292,497 +156,3 @@ def resident_columns_bytes(spec: BackwardSpec, config: ResidentBackward) -> int:
     """Return the shared memory of a block that sums the weight gradients of 32 packs."""
     values = spec.gradients * config.column_threads * pack_length(spec.x)
     return values * ITEMSIZE[compute_dtype(spec.x)]
-
-
-def partials_stride(n: int) -> int:
-    """Return the sums from one row of partials to the next: see kernels/gradient.cuh."""
-    return -(-n // 8) * 8
-
-
-def reduction_bytes(config: Reduction) -> int:
-    """Return the shared memory of a block: see kernels/reduce_partials.cu."""
-    rows = min(config.groups, config.block_threads // 32)
-    return rows * (config.block_threads // config.groups) * 16
-
-
-def strips_backward_bytes(spec: BackwardSpec, config: StripsBackward) -> int:
-    """Return the shared memory of a block: see kernels/backward_strips.cu."""
-    row = config.strip_threads * pack_length(spec.x) * (ITEMSIZE[spec.x] + ITEMSIZE[spec.dy])
-    of_warps = STRIPS_MESSENGERS * _gradient_sums(spec) * config.strip_threads // 32
-    known = STRIPS_PLACES * 5  # values of each row
-    sums = (of_warps + known) * ITEMSIZE[compute_dtype(spec.x)]
-    return config.group_rows * (STRIPS_STAGES * row + sums)
-
-
-def strips_counts_bytes() -> int:
-    """Return the bytes of device memory of the counts, a line each, of blocks that have told."""
-    return STRIPS_PLACES * 128
-
-
-def strips_exchange_bytes(spec: BackwardSpec, config: StripsBackward) -> int:
-    """Return the bytes of device memory in which the blocks exchange their sums of rows."""
-    values = STRIPS_PLACES * config.group_rows * _gradient_sums(spec) * config.strips
-    return values * ITEMSIZE[compute_dtype(spec.x)]
-
-
-def _gradient_sums(spec: BackwardSpec) -> int:
-    """Return how many sums dx needs of a row."""
-    return 3 if spec.norm == "layer_norm" else 1
-
-
-def _strips_backward(
-    spec: BackwardSpec, n: int, vector: int, architecture: int
-) -> StripsBackward | None:
-    """Return the configuration of rows that no cluster holds, by strips of 192 to 512 packs.
-
-    Read once, not twice as they would be streamed: RMSNorm of 32 rows of 262144 float32 takes
-    35 us, not 58, LayerNorm 37, not 61; of 512 rows 386, not 653, and 391, not 674. Below 192 packs
-    what the blocks tell each other shows: 256 rows of 133120 bfloat16 take 83 us, by clusters 62,
-    and 110, by clusters 71; and so do packs that are moved by single elements: of 200001 612, not
-    314, and 638, not 367 (H200). N alone decides, never the alignment, since the bits of dx must
-    not depend on it: rows of whole packs are in strips at unaligned addresses, too, though slower
-    there.
-    """
-    whole, rest = divmod(n, pack_length(spec.x))
-    strip_threads = -(-whole // (32 * MOST_STRIPS)) * 32
-    if architecture < FIRST_WITH_CLUSTERS or rest or not 192 <= strip_threads <= 512:
-        return None
-    strips = -(-whole // strip_threads)
-    # Not 5, of which LayerNorm's messengers have one on its way at a time: 256 rows of 262144 take
-    # 143 us, not 121 (bfloat16, H200).
-    for group_rows in (6, 4, 3, 2, 1):
-        config = StripsBackward(strips, strip_threads, group_rows, vector)
-        if strips_backward_bytes(spec, config) <= shared_limit(architecture):
-            return config
-    return None
-
-
-def _reduction(spec: BackwardSpec, n: int) -> Reduction | None:
-    """Return how the partials of many rows are summed, the fewer the longer a row is.
-
-    By as many groups as leave a thread about 5 partials, which are on their way at once, 9 at most:
-    there are 264 to 528 of short rows, 132 up to N = 8192 (H200). Four columns a thread, in blocks
-    of 256, where it had been one in blocks of up to 1024, and 9 partials, 4 of them at once:
-    RMSNorm takes 12.2 us at 4096x768, not 13.6, 17.3 at 512x8192, not 18.1, LayerNorm 20.8 at
-    32768x256, not 22.3 (bfloat16, H200).
-    """
-    if not spec.gradients:
-        return None
-    groups = max(1, 64 >> (-(-spec.gradients * n // 8192) - 1).bit_length())
-    width = 16 // ITEMSIZE[compute_dtype(spec.x)]
-    return Reduction(groups=groups, width=width, vector=width if n % width == 0 else 1)
-
-
-# By the packs that a thread has of a row that a warp holds: the most packs of such a row, the
-# threads of a block, the blocks of a multiprocessor, and the stages.
-SHORT_LAYOUTS = {
-    1: (16, 256, 3, 4),
-    2: (64, 256, 2, 2),
-    3: (96, 128, 3, 2),
-    4: (128, 128, 2, 2),
-    5: (160, 128, 2, 2),
-}
-# It takes 56.2 us, not 57.2, for 131072 rows of 256 and for 65536 of 512; but RMSNorm 55.2, not
-# 55.0, and 55.1, not 54.9 (bfloat16, float32 weight and bias, H200).
-SHORT_LAYOUTS_OF_LAYER_NORM = {**SHORT_LAYOUTS, 2: (64, 128, 4, 2)}
-
-# By the packs that a thread has of a longer one, the threads of a multiprocessor: their registers
-# hold the weight, up to 5 packs of it, and its gradients.
-LONG_THREADS = {2: 512, 3: 384, 4: 256, 5: 256, 6: 256, 7: 256}
-
-# row_threads, block_threads, blocks a multiprocessor, cluster_blocks and stages.
-_Layout = tuple[int, int, int, int, int]
-
-
-def _backward_layouts(spec: BackwardSpec, n: int, architecture: int) -> Iterator[_Layout]:
-    """Yield the layouts of rows of n elements, the fastest first, then for what does not fit.
-
-    What decides is whether the row fills its packs, and the teams their multiprocessor: LayerNorm
-    of 1280 takes 201 us by 32 threads of 5 packs, 226 by 96 of 2; of 4608 199 by two teams of 192
-    threads, 242 by one of 288; of 18432 205 by two blocks of 384 threads, 280 by four of 256 (2**27
-    elements of bfloat16, float32 weight and bias, H200). benchmarks/notes.md has more.
-    """
-    packs = -(-n // pack_length(spec.x))
-    whole = n % pack_length(spec.x) == 0
-    yield from _short_layouts(spec, packs)
-    # 7 packs a thread, two blocks of four rows: 107 us, not 121, for 41943 rows of 1600, but
-    # RMSNorm 105, not 107, of 1792 105, not 104.
-    if spec.norm == "layer_norm" and whole and 192 < packs <= 224:
-        yield 32, 128, 2, 1, 2
-    yield from _long_layouts(spec, packs, whole, architecture)
-    # More registers and shared memory for a short row's, where it has operands of float64 or the
-    # architecture little shared memory.
-    for width, block_threads in ((2, 512), (4, 256), (2, 256), (2, 128)):
-        row_threads = team_threads(packs, width)
-        if row_threads <= 32:
-            yield row_threads, block_threads, 1, 1, 3
-    # And for one of up to 1024 packs, which two blocks hold.
-    if 512 < packs <= 1024 and architecture >= FIRST_WITH_CLUSTERS:
-        yield 256, 256, 1, 2, 3
-
-
-def _short_layouts(spec: BackwardSpec, packs: int) -> list[_Layout]:
-    """Return those of rows that a warp holds, by how many packs its threads leave empty."""
-    ranked = []
-    layouts = SHORT_LAYOUTS_OF_LAYER_NORM if spec.norm == "layer_norm" else SHORT_LAYOUTS
-    for width, (most_packs, block_threads, blocks, stages) in layouts.items():
-        row_threads = team_threads(packs, width)
-        if packs <= most_packs and row_threads <= 32 and (width <= 2 or packs >= LEAST_FILLED):
-            rank = slots_of(packs, row_threads), width
-            ranked.append((rank, (row_threads, block_threads, blocks, 1, stages)))
-    return [layout for _, layout in sorted(ranked)]
-
-
-def _long_layouts(spec: BackwardSpec, packs: int, whole: bool, architecture: int) -> list[_Layout]:
-    """Return those of longer rows, by how well they use what LONG_THREADS could hold.
-
-    `whole`: the last pack is inside the row.
-    """
-    ranked = []
-    may_hold = _may_hold_rows(spec, architecture) and spec.gradients < 2
-    for cluster_blocks, width in itertools.product((1, 2, 4, 8, 16), LONG_THREADS):
-        most = LONG_THREADS[width]
-        row_threads = team_threads(-(-packs // cluster_blocks), width)
-        # 5 packs leave shorter rows few threads; beyond `most` they spill.
-        if (width == 5 and packs <= 512) or (width >= 5 and row_threads > most):
-            continue
-        slots = slots_of(packs, cluster_blocks * row_threads)
-        if width >= 6:
-            fewer_would_do = slots < width * cluster_blocks * row_threads
-            by_cells = spec.x != "float64" and architecture >= FIRST_WITH_ASYNCHRONOUS_COPIES
-            if fewer_would_do or not (whole or by_cells):
-                continue
-            full = packs == slots and whole
-            # RMSNorm's that are held: 131 us, not 134, for 16384 rows of 5376, 142, not 148, of
-            # 5760, with a float32 weight 140, not 154; but 152, not 148, of 6144, which fill them,
-            # and by 7 packs 163, not 158, of 6656 (bfloat16, H200).
-            held = (cluster_blocks, row_threads, width) == (1, 128, 6) and may_hold
-            held = held and whole and not full
-            if not (held or _by_many_packs(spec, full, whole, row_threads, cluster_blocks)):
-                continue
-        # Empty slots are waited for, and packs are compared with the row's end.
-        filled = (packs / slots) ** 2
-        if cluster_blocks > 1:
-            if packs <= 1024 or cluster_blocks > most_cluster_blocks(architecture):
-                continue
-            for blocks in range(1, most // row_threads + 1):
-                used = blocks * row_threads / most
-                # RMSNorm of 16384 rows of 12288 takes 285 us so, 297 by three small blocks on each
-                # multiprocessor; by four blocks 334, not 295, for 8192 of 24576 (bfloat16, H200).
-                two_of_two_packs = cluster_blocks == 2 and width == 2 and row_threads >= 352
-                if two_of_two_packs and may_hold:
-                    used = 1.0
-                rank = used * filled, -cluster_blocks, width
-                ranked.append((rank, (row_threads, row_threads, blocks, cluster_blocks, 3)))
-        elif row_threads >= 64:
-            if width == 4 and spec.gradients == 2:
-                most = 320
-                # Then the weight stays in shared memory: 246 us at 9728, where 256 threads of 5
-                # packs take 203.
-                if packs % row_threads:
-                    filled *= 0.8
-            # By a block of 640, 512 rows of 5120 took 23.6 us, by one of 320 16.3; by one of 448
-            # that of 5376 takes 113 us, by one of 352 threads of 2 packs 123 (LayerNorm, bfloat16,
-            # H200).
-            most_threads = max(most, 448 if width <= 3 else row_threads)
-            # By two teams of 224 that of 5248 spills beside two gradients, 151 us, by 128 threads
-            # of 6 packs 104; but not what is copied in bulk, nor rows of no whole packs, whose
-            # weight is not held. RMSNorm's that may be held have 6 packs there as well (above).
-            in_bulk = packs == slots and spec.norm == "layer_norm" and architecture == 90
-            if width == 3 and (spec.gradients == 2 or may_hold) and whole and not in_bulk:
-                most_threads = max(most, min(row_threads, 448))
-            for block_threads in range(row_threads, min(most_threads, 512) + 1, row_threads):
-                used = min(block_threads / most, most / block_threads)
-                rank = used * filled, -1, -width
-                ranked.append((rank, (row_threads, block_threads, 1, 1, 3)))
-    return [layout for _, layout in sorted(ranked, reverse=True)]
-
-
-def _by_many_packs(
-    spec: BackwardSpec, fills_them: bool, whole: bool, row_threads: int, cluster_blocks: int
-) -> bool:
-    """Tell whether rows are sooner by 6 or 7 packs a thread, if they fit.
-
-    LayerNorm's, by up to 128 threads or in clusters of blocks of 224 and 256: 107 us, not 115, for
-    20971 rows of 3200, 107, not 117, for 10485 of 6400, 111, not 129, for 2621 of 25600, and in
-    place of rows that fewer packs copy in bulk 108, not 113, for 10082 of 6656 (of float32 3328 and
-    float64 1664 take 1 and 4 % longer); but by 256 threads without a cluster 150, not 111, for 4854
-    of 13824, by a cluster of blocks of 128 117, not 109, for 5592 of 12000. And of either norm by 8
-    and 16 blocks: LayerNorm 111, not 140, RMSNorm 105, not 122, for 682 of 98304; else RMSNorm 106,
-    not 103, for 3048 of 22016, and with a bias, beside which it spills, 132, not 107, for 322 of
-    208000. By up to 4 blocks not where the row `fills_them`, and could be copied in bulk by fewer:
-    111, not 108, of 24576 (bfloat16, float32 weight and bias, H200). Where the last pack is not
-    `whole`, LayerNorm's in one block, 161, not 201, for 11184 of 6001, or in 16, where they would
-    be streamed, 297, not 469, for 335 of 200001; but 250, not 232, for 2621 of 25601, 281, not 259,
-    for 682 of 98305.
-    """
-    if (cluster_blocks == 1) != (row_threads <= 128):
-        return False
-    if not whole and spec.norm == "layer_norm" and cluster_blocks not in (1, MOST_CLUSTER_BLOCKS):
-        return False
-    if spec.norm == "rms_norm":
-        return cluster_blocks >= 8 and spec.gradients < 2
-    return cluster_blocks >= 8 or not fills_them
-
-
-def _staged_backward(
-    spec: BackwardSpec,
-    n: int,
-    vector: int,
-    architecture: int,
-    row_threads: int,
-    block_threads: int,
-    blocks_per_multiprocessor: int,
-    cluster_blocks: int,
-    stages: int,
-) -> StagedBackward | None:
-    length = pack_length(spec.x)
-    packs_per_thread = -(-n // (length * row_threads * cluster_blocks))
-    # A quarter of a multiprocessor has whole warps: 320 threads have the registers of 384.
-    threads = -(-block_threads * blocks_per_multiprocessor // 128) * 128
-    most_registers = min(255, REGISTERS_PER_MULTIPROCESSOR // threads // 8 * 8)
-
-    # Held beside both, by 416 and 448 threads, 12 bytes would spill on sm_100.
-    both = spec.zero_centered and spec.bitmask and spec.gradients == 2
-    spare = 8 if both and architecture >= 100 and block_threads % 128 else 0
-
-    def fits(hold_weight: bool, vector: int) -> bool:
-        return most_registers >= spare * hold_weight + _backward_registers(
-            spec,
-            packs_per_thread,
-            vector=vector,
-            hold_weight=hold_weight,
-            clustered=cluster_blocks > 1,
-        )
-
-    # Whatever the alignment, so that a row's bits do not depend on it.
-    if not (fits(False, length) and fits(False, 1)):
-        return None
-    # Beyond 4 packs in a cluster the compiler is not told that the row fills them: it would spill
-    # up to 44 bytes, 120 beside a bitmask. LayerNorm of 819 rows of 81920 takes 109 us, not 111.
-    full = n == cluster_blocks * row_threads * packs_per_thread * length
-    full = full and (packs_per_thread <= 4 or cluster_blocks == 1)
-    wide = moves_8_bytes(spec.x, vector)
-    by_cells = not wide and architecture >= FIRST_WITH_ASYNCHRONOUS_COPIES
-    choices = (True, False) if by_cells else (False,)
-    # Held beside cells, of float32 2 to 5 % sooner, if without a bitmask, which would spill; of 16
-    # bits LayerNorm takes 222 us, not 215, for 41943 of 1601. Held where accesses are of 8 bytes,
-    # 218 us, not 228, for 16384 of 8188 (bfloat16, H200).
-    for cells, fewer in itertools.product(choices, range(stages, 1, -1)):
-        holds = wide or (cells and spec.x == "float32" and not spec.bitmask)
-        config = StagedBackward(
-            row_threads=row_threads,
-            block_threads=block_threads,
-            blocks_per_multiprocessor=blocks_per_multiprocessor,
-            packs_per_thread=packs_per_thread,
-            cluster_blocks=cluster_blocks,
-            stages=fewer,
-            vector=vector,
-            hold_weight=spec.weight is not None and holds and fits(True, vector),
-            hold_row=False,
-            shared_sums=0,
-            hold_sums=False,
-            full=full,
-            bulk=False,
-            cells=cells,
-            through_l1=False,
-            turned=False,
-            reduction=_reduction(spec, n),
-        )
-        # A block's own 1 KiB is the system's.
-        limit = (shared_limit(architecture) + 1024) // blocks_per_multiprocessor - 1024
-        # How rows are copied does not decide it either: by single elements 7 packs took four times
-        # as long.
-        in_part = packs_per_thread >= 6 and n % length > 0
-        if in_part and by_cells and not cells:
-            continue
-        least_held = dataclasses.replace(config, hold_weight=False, cells=cells or in_part)
-        if max(staged_backward_bytes(spec, c) for c in (config, least_held)) <= limit:
-            config = dataclasses.replace(config, hold_row=_holds_row(spec, config, architecture))
-            in_bulk = _in_bulk(spec, config, architecture, limit)
-            # Otherwise copied, 4 packs beside both gradients leave no room for the weight, but in
-            # clusters, whose blocks are smaller; nor do 6 or 7, which would spill 130 bytes, but
-            # where rows are held, which have one gradient.
-            crowded = packs_per_thread == 4 and spec.gradients == 2 and cluster_blocks == 1
-            crowded = (crowded and row_threads > 32) or (
-                packs_per_thread > 5 and not config.hold_row
-            )
-            # Both gradients of 512 threads would spill beside a wider dy, to an L1 by way of which
-            # it comes: LayerNorm takes 140 us, not 162, for 8192 rows of 8192 (float16, dy float32,
-            # H200).
-            wide = _copies_halves(spec, config) and architecture == 90
-            crowded |= wide and spec.gradients == 2 and row_threads == 512
-            found = in_bulk or dataclasses.replace(
-                config, hold_weight=config.hold_weight and not crowded
-            )
-            return _in_all_room(spec, n, found, limit, architecture)
-    return None
-
-
-def _may_hold_rows(spec: BackwardSpec, architecture: int) -> bool:
-    """Tell whether xhat and dy of a row can stay in registers, if it fits and is well aligned.
-
-    RMSNorm has them to spare, but not beside a float64 weight. Beside a bitmask it takes 1 to 4 %
-    longer by 2 and 4 packs a thread, as ptxas then asks for its bits later; float64 gains nothing
-    (bfloat16, H200).
-    """
-    narrow = ITEMSIZE[spec.dy] <= ITEMSIZE[spec.x] <= 4 and spec.weight != "float64"
-    with_room = spec.norm == "rms_norm" and not spec.bitmask and narrow
-    return with_room and architecture >= FIRST_WITH_ASYNCHRONOUS_COPIES
-
-
-def _holds_row(spec: BackwardSpec, config: StagedBackward, architecture: int) -> bool:
-    """Tell whether xhat and dy of a row stay in registers.
-
-    A tenth of the instructions less, and a stage is filled again a reduction earlier: 377 us, not
-    384, for 32768 rows of 8192, 192, not 196, of 4096, 123, not 128, for 16384 of 5120, 215, not
-    223, of 9216. But 105, not 103, for 1048576 of 64, 19.7, not 19.4, for 32768 of 256. In clusters
-    they come instead of the next row's sums: by two and four blocks 228, not 233, for 8192 of 19200
-    and 472, not 490, of 40960, 311, not 323, of 26000; by 256 threads of 4 packs 398, not 383, of
-    32768, by three small blocks a multiprocessor 278, not 269, for 16384 of 11264 (bfloat16, H200).
-    """
-    if not (moves_8_bytes(spec.x, config.vector) and _may_hold_rows(spec, architecture)):
-        return False
-    packs, threads = config.packs_per_thread, config.row_threads
-    both = spec.gradients == 2
-    if config.cluster_blocks > 1:
-        by_many_threads = threads >= 384 or (config.cluster_blocks == 2 and packs == 2)
-        spills = both and architecture >= 120  # up to 24 bytes
-        return config.cluster_blocks <= 4 and (packs == 5 or by_many_threads) and not spills
-    if packs >= 6:  # only where they are held, and do not spill
-        return True
-    if threads <= 32 and packs < 3:
-        return False
-    # Of more there would be spills of up to 280 bytes. 1152 slots have 3 packs of 384 threads.
-    fewer = spec.zero_centered or architecture < FIRST_WITH_CLUSTERS
-    most = (1024 if fewer else 1152) if both else 1280
-    return packs * config.block_threads * config.blocks_per_multiprocessor <= most
-
-
-def _in_all_room(
-    spec: BackwardSpec, n: int, config: StagedBackward, limit: int, architecture: int
-) -> StagedBackward:
-    """Return the configuration with what shared memory and L1 have room for besides.
-
-    Sums leave room for rows in L1, if without some there is: LayerNorm takes 258 us, not 301, for
-    8192 of 20592, 286, not 324, for 4096 of 41144, RMSNorm 289, not 302, for 32768 of 4097
-    (bfloat16, H200). So do stages beside a wider dy: RMSNorm takes 138 us by two, 156 by three, for
-    16384 of 4104 (float16, dy float32, H200).
-    """
-    room_beside_l1 = MOST_SHARED_BESIDE_L1 // config.blocks_per_multiprocessor - 1024
-    for stages in (config.stages, 2) if _copies_halves(spec, config) else (config.stages,):
-        fewer = dataclasses.replace(config, stages=stages)
-        sharing = _sharing_sums(spec, fewer, room_beside_l1)
-        found = _asking_less(spec, n, sharing, architecture)
-        if found.through_l1 and _leaves_l1_room(spec, found):
-            return found
-    return _asking_less(spec, n, _sharing_sums(spec, config, limit), architecture)
-
-
-def _sharing_sums(spec: BackwardSpec, config: StagedBackward, limit: int) -> StagedBackward:
-    """Return the configuration with sums of rows in shared memory, as far as there is room.
-
-    In partials they are read and written once every 64 rows, which all threads wait for: LayerNorm
-    takes 758 us, not 786, for 32768 rows of 16384, 378, not 389, of 8192, RMSNorm 768, not 782, and
-    384, not 391. Beside six stages there is room for one gradient's alone, and registers for the
-    other's: 1475 us, not 1516, for LayerNorm of 32768 rows of 32768 (1545 with both in partials),
-    1553 by five stages. L1 has what shared memory leaves, and in it what is spilled by 5 packs a
-    thread: LayerNorm of 4096 rows of 40960 takes 253 us with one gradient's sums there, 323 with
-    both, 261 with none (bfloat16, float32 weight and bias, H200). Where accesses are of less than
-    16 bytes those of several teams alone: with a weight held LayerNorm takes 206 us, not 223 with
-    neither, for 32768 rows of 4100, but 239, not 218, for 16384 of 8188, by one.
-    """
-    if config.vector < pack_length(spec.x) and config.rows_per_block == 1:
-        return config
-    used = staged_backward_bytes(spec, config)
-    size = staged_backward_bytes(spec, dataclasses.replace(config, shared_sums=1)) - used
-    shared = max(0, min(spec.gradients, (limit - used) // size))
-    if config.packs_per_thread > 4:
-        shared = min(shared, 1)
-    hold = config.bulk and config.cluster_blocks > 1 and shared == spec.gradients - 1
-    return dataclasses.replace(config, shared_sums=shared, hold_sums=hold)
-
-
-def _copies_halves(spec: BackwardSpec, config: StagedBackward) -> bool:
-    """Tell whether dy's packs are copied by halves, or less: not by cells, which lanes share."""
-    return ITEMSIZE[spec.dy] > ITEMSIZE[spec.x] and not config.cells
-
-
-def _leaves_l1_room(spec: BackwardSpec, config: StagedBackward) -> bool:
-    return leave_l1_room(config.blocks_per_multiprocessor, staged_backward_bytes(spec, config))
-
-
-def _asking_less(
-    spec: BackwardSpec, n: int, config: StagedBackward, architecture: int
-) -> StagedBackward:
-    """Return the configuration whose copies ask the L2 for fewer sectors of 32 bytes twice.
-
-    Those of rows that begin at no lines do, as forward: of 4096 rows of 20008 RMSNorm takes 149
-    us, by way of L1 128, LayerNorm 157 and 134, by turned places 131 and 135; where L1 has no room,
-    LayerNorm's 10046 of 6680 120 us, by turned places 112. By way of L1 where it has 28 KiB,
-    RMSNorm's 670 of 200008 255 us, not 225. It has what is spilled, as by 448 threads of 3 packs:
-    RMSNorm takes 237 us by way of it, not 201, for 8192 rows of 10399, 238, not 234, for 12582 of
-    10408, LayerNorm, which then spills 24 bytes, 347, not 249, for 16384 of 10400. Rows held by 416
-    to 512 threads of a block gain by both: RMSNorm takes 102 us for 10046 of 6680, by way of L1
-    109, to turned places 104, 101, not 109, for 10600 of 6200 and, by two teams, 97, not 98, for
-    20000 of 3160.
-
-    And those of a dy wider than x, of whose packs of 32 bytes each copies a half: beside a float32
-    dy RMSNorm takes 256 us, not 354, for 32768 rows of 4096, LayerNorm, with what L1 is left, 199,
-    not 236, for 16384 of 5376; but by cells 244, not 200, for 4096 of 20001 (bfloat16, these
-    float16, H200; other GPUs were not measured).
-    """
-    wide = _copies_halves(spec, config)
-    if architecture != 90 or (at_lines(n, config.vector, spec.x, spec.dy) and not wide):
-        return config
-    spills = config.packs_per_thread == 3 and config.block_threads > 384
-    through_l1 = wide or (_leaves_l1_room(spec, config) and not spills)
-    in_one_piece = config.vector == pack_length(spec.x) and ITEMSIZE[spec.dy] == ITEMSIZE[spec.x]
-    by_both = config.hold_row and config.cluster_blocks == 1 and config.block_threads > 384
-    turned = in_one_piece and config.row_threads >= 32 and (by_both or not through_l1)
-    return dataclasses.replace(config, through_l1=through_l1, turned=turned)
-
-
-def _in_bulk(
-    spec: BackwardSpec, config: StagedBackward, architecture: int, limit: int
-) -> StagedBackward | None:
-    """Return the configuration with bulk copies, where they are ahead and fit; the bits stay.
-
-    LayerNorm, whose instructions are what it waits for, saves 6% of them: 197 us against 205 at
-    N = 4096, 306 against 327 at 6144, 396 against 402 at 8192, 397 against 408 for 8192 rows of
-    32768, 400 against 408 for 4096 of 65536. But of 16 bits, in clusters of two, 387 against 384
-    for 16384 rows of 16384, where RMSNorm takes 752 against 762 for 32768. Elsewhere RMSNorm of 16
-    bits takes 1 to 2% more, and rows that do not fill their packs 677 against 636 for 8192 of
-    40960 (bfloat16, H200). Of float64 either norm gains up to 5%, but RMSNorm by 16 blocks, and in
-    clusters so does float32: 380 against 394 and 383 against 395 for 16384 of 4096 float64, 392
-    against 384 for RMSNorm's 2048 of 32768, 382 against 391 for its 8192 of 16384 float32, 381
-    against 387 for LayerNorm's 16384 of 8192. And RMSNorm by one team of 320 to 448 threads: 147
-    against 157 for 16384 of 6144, 102 against 107 for 10082 of 6656 (bfloat16), 100 against 105 for
-    10922 of 3072 float32, but 1% more by 480 and 512; with a bias 110 against 140 for 6553 of
-    10240, which spill otherwise. Not of 3 packs that are held: 222 against 216 for 16384 of 9216,
-    434 against 421 of 18432 (bfloat16, H200).
-
-    In LayerNorm's larger clusters 6 stages: with 5, 417 where 6 take 397; but 5 where 6 leave no
-    room for the sums of rows, by 3 packs a thread: 153 against 161 for 8192 of 12288. In RMSNorm's
-    5: 382 and 381 for 8192 of 16384 and 4096 of 32768 float32, with 6 389 and 380. Without
-    gradients two blocks of the others' shared memory find room on a multiprocessor.
-    """
-    size = ITEMSIZE[spec.x]
-    plain = config.full and config.vector == pack_length(spec.x) and config.row_threads >= 64
-    plain = plain and size == ITEMSIZE[spec.dy] and spec.gradients > 0
-    clustered, in_pairs = config.cluster_blocks > 1, config.cluster_blocks == 2
-    if spec.norm == "layer_norm":
-        ahead = size >= 4 or not in_pairs
-    elif clustered:
-        ahead = size >= 4 or in_pairs
-    else:
-        alone = config.rows_per_block == 1 and 320 <= config.block_threads < 480
-        ahead = size == 8 or alone
-    three_packs_held = config.hold_row and config.packs_per_thread == 3
-    if architecture != 90 or three_packs_held or not (plain and ahead):
-        return None
-    packs = config.blocks_per_multiprocessor * config.block_threads * config.packs_per_thread
-    of_five = clustered and (in_pairs or spec.norm == "rms_norm" or packs > 1024)
-    stages = 5 if of_five else 6 if clustered else 4
-    in_bulk = dataclasses.replace(config, bulk=True, stages=stages)
-    return in_bulk if staged_backward_bytes(spec, in_bulk) <= limit else None

@@ -1,0 +1,88 @@
+"""How a backward pass lays rows longer than a cluster holds over blocks, in strips."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from cupynorm._config._limits import FIRST_WITH_CLUSTERS, pack_length, shared_limit
+from cupynorm._spec import ITEMSIZE, BackwardSpec, compute_dtype
+
+# Blocks that all run at once, one on each multiprocessor: an H200 has 132.
+MOST_STRIPS = 128
+
+# As kernels/backward_strips.cu has them: groups in shared memory, warps that exchange sums, and the
+# places of what they exchange.
+STRIPS_STAGES, STRIPS_MESSENGERS, STRIPS_PLACES = 5, 4, 8
+
+
+@dataclass(frozen=True)
+class StripsBackward:
+    """Rows longer than a cluster holds, each block a strip of them all, `strip_threads` packs wide.
+
+    They are taken in groups of `group_rows`. A cooperative launch of `strips` blocks, which begins
+    when the GPU has room for them all; none shares its weight gradients with another.
+    """
+
+    strips: int
+    strip_threads: int
+    group_rows: int
+    vector: int
+    cluster_blocks: ClassVar[int] = 1
+    reduction: ClassVar[None] = None
+
+    @property
+    def block_threads(self) -> int:
+        return self.strip_threads + 32 * STRIPS_MESSENGERS
+
+
+def strips_backward(
+    spec: BackwardSpec, n: int, vector: int, architecture: int
+) -> StripsBackward | None:
+    """Return the configuration of rows that no cluster holds, by strips of 192 to 512 packs.
+
+    Read once, not twice as they would be streamed: RMSNorm of 32 rows of 262144 float32 takes
+    35 us, not 58, LayerNorm 37, not 61; of 512 rows 386, not 653, and 391, not 674. Below 192 packs
+    what the blocks tell each other shows: 256 rows of 133120 bfloat16 take 83 us, by clusters 62,
+    and 110, by clusters 71; and so do packs that are moved by single elements: of 200001 612, not
+    314, and 638, not 367 (H200). N alone decides, never the alignment, since the bits of dx must
+    not depend on it: rows of whole packs are in strips at unaligned addresses, too, though slower
+    there.
+    """
+    whole, rest = divmod(n, pack_length(spec.x))
+    strip_threads = -(-whole // (32 * MOST_STRIPS)) * 32
+    if architecture < FIRST_WITH_CLUSTERS or rest or not 192 <= strip_threads <= 512:
+        return None
+    strips = -(-whole // strip_threads)
+    # Not 5, of which LayerNorm's messengers have one on its way at a time: 256 rows of 262144 take
+    # 143 us, not 121 (bfloat16, H200).
+    for group_rows in (6, 4, 3, 2, 1):
+        config = StripsBackward(strips, strip_threads, group_rows, vector)
+        if strips_backward_bytes(spec, config) <= shared_limit(architecture):
+            return config
+    return None
+
+
+def strips_backward_bytes(spec: BackwardSpec, config: StripsBackward) -> int:
+    """Return the shared memory of a block: see kernels/backward_strips.cu."""
+    row = config.strip_threads * pack_length(spec.x) * (ITEMSIZE[spec.x] + ITEMSIZE[spec.dy])
+    of_warps = STRIPS_MESSENGERS * _gradient_sums(spec) * config.strip_threads // 32
+    known = STRIPS_PLACES * 5  # values of each row
+    sums = (of_warps + known) * ITEMSIZE[compute_dtype(spec.x)]
+    return config.group_rows * (STRIPS_STAGES * row + sums)
+
+
+def strips_counts_bytes() -> int:
+    """Return the bytes of device memory of the counts, a line each, of blocks that have told."""
+    return STRIPS_PLACES * 128
+
+
+def strips_exchange_bytes(spec: BackwardSpec, config: StripsBackward) -> int:
+    """Return the bytes of device memory in which the blocks exchange their sums of rows."""
+    values = STRIPS_PLACES * config.group_rows * _gradient_sums(spec) * config.strips
+    return values * ITEMSIZE[compute_dtype(spec.x)]
+
+
+def _gradient_sums(spec: BackwardSpec) -> int:
+    """Return how many sums dx needs of a row."""
+    return 3 if spec.norm == "layer_norm" else 1
