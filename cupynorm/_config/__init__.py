@@ -10,15 +10,16 @@ rows may be laid out otherwise, by kernels that give the same bits.
 A pack is 16 bytes of x, or 8 where a configuration's pack_length says so. Registers and shared
 memory bound what a block may hold: tests/test_compile.py compiles those of some row lengths for
 every supported architecture and fails on a spill that it does not list.
+
+`_forward` and `_backward` choose. `_resident`, `_few_rows`, `_staged` and `_strips` of either lay
+rows out, as the kernel of that name wants them; what is read twice is laid out where it is chosen.
 """
 
-from cupynorm._config._backward import (
+from cupynorm._config._backward import BackwardConfig, StreamingBackward, backward_config
+from cupynorm._config._backward_resident import (
     MOST_RESIDENT_ROWS,
     MOST_ROWS_BESIDE_COLUMNS,
-    BackwardConfig,
     ResidentBackward,
-    StreamingBackward,
-    backward_config,
     few_rows_backward_config,
     resident_backward_bytes,
     resident_columns_bytes,
@@ -31,11 +32,8 @@ from cupynorm._config._backward_strips import (
     strips_exchange_bytes,
 )
 from cupynorm._config._forward import StreamingForward, forward_config
-from cupynorm._config._forward_resident import (
-    ResidentForward,
-    few_rows_configs,
-    resident_forward_bytes,
-)
+from cupynorm._config._forward_few_rows import few_rows_configs
+from cupynorm._config._forward_resident import ResidentForward, resident_forward_bytes
 from cupynorm._config._forward_staged import StagedForward, staged_forward_bytes
 from cupynorm._config._limits import pack_length, shared_limit, team_bytes
 from cupynorm._config._reduction import Reduction, partials_stride, reduction_bytes

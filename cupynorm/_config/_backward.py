@@ -1,40 +1,15 @@
-"""How a backward pass lays rows over threads, and sums the weight gradients."""
+"""How a backward pass lays rows over threads."""
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 
+from cupynorm._config._backward_resident import ResidentBackward
 from cupynorm._config._backward_staged import StagedBackward, staged_backward
 from cupynorm._config._backward_strips import StripsBackward, strips_backward
-from cupynorm._config._limits import (
-    FIRST_WITH_OVERLAP,
-    MOST_CLUSTER_BLOCKS,
-    pack_length,
-    streaming_blocks,
-    team_bytes,
-)
-from cupynorm._config._reduction import Reduction, reduction
-from cupynorm._spec import ITEMSIZE, BackwardSpec, compute_dtype
-
-
-@dataclass(frozen=True)
-class ResidentBackward:
-    """Few rows held in registers, each by `cluster_blocks` blocks of `row_threads` threads.
-
-    What a lone row writes are the weight gradients; those of several are summed by further blocks,
-    of `column_threads`, which read x and dy themselves, or where that is 0 by the `reduction` from
-    partials. The further blocks are in the same kernel; for LayerNorm, whose xhat is centred by a
-    sum of its row, in a second one that overlaps with it.
-    """
-
-    row_threads: int
-    packs_per_thread: int
-    cluster_blocks: int
-    vector: int
-    full: bool
-    column_threads: int
-    reduction: Reduction | None
+from cupynorm._config._limits import pack_length, streaming_blocks
+from cupynorm._config._reduction import Reduction, reduction_of
+from cupynorm._spec import BackwardSpec
 
 
 @dataclass(frozen=True)
@@ -53,26 +28,6 @@ class StreamingBackward:
 
 BackwardConfig = StagedBackward | ResidentBackward | StripsBackward | StreamingBackward
 
-# Beyond, the partials of each row are too many: of 256 rows of 4096 LayerNorm takes 14.4 us where
-# staged rows take 12.3 (bfloat16, H200).
-MOST_RESIDENT_ROWS = 64  # with partials: where dx is given, of short rows, without overlap
-MOST_RESIDENT_BLOCKS = 128  # as many as were measured: LayerNorm's 64 rows of 16384, two each
-
-# Blocks for the weight gradients against partials, of RMSNorm and LayerNorm: 256 rows of 8192 take
-# 12.8 us against 14.6 and 14.6 against 17.9, 512 20.6 against 18.6 and 23.5 against 22.3; 160 of
-# 2048 9.3 against 8.8 and 9.9 against 10.1. Of rows that have 4, 8 and 16 blocks: 128 of 32768 17.7
-# against 18.3 and 19.7 against 22.3, 256 33.6 against 24.2 and 34.6 against 28.2; 64 of 65536 18.1
-# against 18.5 and 21.3 against 22.3; 32 of 131072 19.9 against 19.3 and 25.1 against 23.2
-# (bfloat16, H200).
-MOST_ROWS_BESIDE_COLUMNS = 256
-MOST_SHORT_ROWS_BESIDE_COLUMNS = 128  # held by fewer than 512 threads
-MOST_BLOCKS_BESIDE_COLUMNS = 512
-MOST_BLOCKS_OF_LONGEST_ROWS = 256  # clusters of MOST_CLUSTER_BLOCKS
-
-# 64 rows of 4096 take 7.6 us, by 256 threads 7.8, 128 rows 9.7 and 11.0, 8 rows 7.1 and 6.6
-# (bfloat16, H200).
-LAYER_NORM_COLUMN_THREADS = 512
-
 
 def backward_config(
     spec: BackwardSpec, n: int, vector: int, architecture: int, *, in_strips: bool = True
@@ -90,69 +45,5 @@ def backward_config(
         row_threads=512,
         column_threads=256,
         vector=vector,
-        reduction=reduction(spec, n),
+        reduction=reduction_of(spec, n),
     )
-
-
-def few_rows_backward_config(
-    spec: BackwardSpec,
-    config: StagedBackward,
-    m: int,
-    architecture: int,
-    *,
-    dx_given: bool = False,
-) -> ResidentBackward | None:
-    """Return the configuration of m rows, if they are few enough for one of their own.
-
-    `dx_given`: dx may be dy, and no block may read what another writes.
-
-    dx has the bits that `config`, that of many rows, gives it. RMSNorm of one row of 4096 takes
-    5.6 to 6.2 us against 8.7, LayerNorm 5.8 to 6.1 against 10.0; of 64 rows 8.3 against 9.7 and 9.7
-    against 10.9, with partials; with columns RMSNorm of 64 rows of 8192 6.4, with partials 9.6
-    (bfloat16, H200).
-    """
-    if config.row_threads < 32:
-        return None
-    several = m > 1 and spec.gradients > 0
-    column_threads = 0
-    if several and config.row_threads >= 128 and not dx_given:
-        if spec.norm == "rms_norm":
-            column_threads = config.row_threads
-        elif architecture >= FIRST_WITH_OVERLAP:
-            column_threads = LAYER_NORM_COLUMN_THREADS
-    most_rows, most_blocks = MOST_RESIDENT_ROWS, MOST_RESIDENT_BLOCKS
-    if column_threads:
-        most_rows, most_blocks = MOST_ROWS_BESIDE_COLUMNS, MOST_BLOCKS_BESIDE_COLUMNS
-        if config.row_threads * config.cluster_blocks < 512:
-            most_rows = MOST_SHORT_ROWS_BESIDE_COLUMNS
-        if config.cluster_blocks == MOST_CLUSTER_BLOCKS:
-            most_blocks = MOST_BLOCKS_OF_LONGEST_ROWS
-    if m > most_rows or m * config.cluster_blocks > most_blocks:
-        return None
-    own = None
-    if config.reduction is not None and several and not column_threads:
-        own = dataclasses.replace(config.reduction, groups=16)  # up to 4 partials each
-    return ResidentBackward(
-        row_threads=config.row_threads,
-        packs_per_thread=config.packs_per_thread,
-        cluster_blocks=config.cluster_blocks,
-        vector=config.vector,
-        full=config.full,
-        column_threads=column_threads,
-        reduction=own,
-    )
-
-
-def resident_backward_bytes(spec: BackwardSpec, config: ResidentBackward) -> int:
-    """Return the shared memory of a block: see kernels/backward_resident.cu."""
-    threads = config.row_threads
-    size = team_bytes(spec.x, threads, threads, config.cluster_blocks)
-    if config.column_threads and spec.norm == "rms_norm":
-        size = max(size, resident_columns_bytes(spec, config))
-    return size
-
-
-def resident_columns_bytes(spec: BackwardSpec, config: ResidentBackward) -> int:
-    """Return the shared memory of a block that sums the weight gradients of 32 packs."""
-    values = spec.gradients * config.column_threads * pack_length(spec.x)
-    return values * ITEMSIZE[compute_dtype(spec.x)]

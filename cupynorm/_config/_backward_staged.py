@@ -25,13 +25,13 @@ from cupynorm._config._limits import (
     team_threads,
     widest,
 )
-from cupynorm._config._reduction import Reduction, reduction
+from cupynorm._config._reduction import Reduction, reduction_of
 from cupynorm._spec import ITEMSIZE, BackwardSpec, compute_dtype
 
 
 @dataclass(frozen=True)
 class StagedBackward:
-    """As StagedForward, with the weight gradients; a block has a row for each of its teams.
+    """As _forward_staged.StagedForward, with the weight gradients; each team of a block has a row.
 
     `hold_row`: xhat and dy stay in registers from a row's sums on. `shared_sums`: of how many
     gradients the sums of rows so far wait in shared memory. `hold_sums`: the other's in registers,
@@ -89,32 +89,10 @@ def staged_backward(
 ) -> StagedBackward | None:
     """Return the configuration of rows in shared memory, or None where that has no room."""
     for layout in _backward_layouts(spec, n, architecture):
-        config = _staged_backward(spec, n, vector, architecture, *layout)
+        config = _of_layout(spec, n, vector, architecture, *layout)
         if config is not None:
             return config
     return None
-
-
-def _backward_registers(
-    spec: BackwardSpec, packs: int, *, vector: int, hold_weight: bool, clustered: bool
-) -> int:
-    """Return an estimate of the registers of a staged backward, fitted to NVRTC's counts."""
-    length = pack_length(spec.x)
-    word = ITEMSIZE[compute_dtype(spec.x)] // 4
-    registers = 52 + packs * length * word * spec.gradients
-    if widest(spec.dy, spec.weight, spec.x) > 4:
-        registers += packs * length
-    if hold_weight:
-        registers += packs * length * widest(spec.weight) // 4
-    if ITEMSIZE[spec.dy] > ITEMSIZE[spec.x]:
-        registers += 4 * packs
-    if spec.bitmask:  # by twice as many LayerNorm took 255 us, not 174, for 12288 rows of 9216
-        registers += 12 * packs
-    if clustered:
-        registers += 12
-    if vector < length:
-        registers += packs * (packs + 4) - 1
-    return registers
 
 
 # By the packs that a thread has of a row that a warp holds: the most packs of such a row, the
@@ -269,7 +247,7 @@ def _by_many_packs(
     return cluster_blocks >= 8 or not fills_them
 
 
-def _staged_backward(
+def _of_layout(
     spec: BackwardSpec,
     n: int,
     vector: int,
@@ -332,7 +310,7 @@ def _staged_backward(
             cells=cells,
             through_l1=False,
             turned=False,
-            reduction=reduction(spec, n),
+            reduction=reduction_of(spec, n),
         )
         # A block's own 1 KiB is the system's.
         limit = (shared_limit(architecture) + 1024) // blocks_per_multiprocessor - 1024
@@ -345,6 +323,28 @@ def _staged_backward(
         if max(staged_backward_bytes(spec, c) for c in (config, least_held)) <= limit:
             return _completed(spec, n, config, limit, architecture)
     return None
+
+
+def _backward_registers(
+    spec: BackwardSpec, packs: int, *, vector: int, hold_weight: bool, clustered: bool
+) -> int:
+    """Return an estimate of the registers of a staged backward, fitted to NVRTC's counts."""
+    length = pack_length(spec.x)
+    word = ITEMSIZE[compute_dtype(spec.x)] // 4
+    registers = 52 + packs * length * word * spec.gradients
+    if widest(spec.dy, spec.weight, spec.x) > 4:
+        registers += packs * length
+    if hold_weight:
+        registers += packs * length * widest(spec.weight) // 4
+    if _is_dy_wider(spec):
+        registers += 4 * packs
+    if spec.bitmask:  # by twice as many LayerNorm took 255 us, not 174, for 12288 rows of 9216
+        registers += 12 * packs
+    if clustered:
+        registers += 12
+    if vector < length:
+        registers += packs * (packs + 4) - 1
+    return registers
 
 
 def _completed(
@@ -459,9 +459,14 @@ def _sharing_sums(spec: BackwardSpec, config: StagedBackward, limit: int) -> Sta
     return dataclasses.replace(config, shared_sums=shared, hold_sums=hold)
 
 
+def _is_dy_wider(spec: BackwardSpec) -> bool:
+    """Return whether a pack of dy has more bytes than one of x."""
+    return ITEMSIZE[spec.dy] > ITEMSIZE[spec.x]
+
+
 def _copies_halves(spec: BackwardSpec, config: StagedBackward) -> bool:
     """Tell whether dy's packs are copied by halves, or less: not by cells, which lanes share."""
-    return ITEMSIZE[spec.dy] > ITEMSIZE[spec.x] and not config.cells
+    return _is_dy_wider(spec) and not config.cells
 
 
 def _leaves_l1_room(spec: BackwardSpec, config: StagedBackward) -> bool:

@@ -1,8 +1,8 @@
-"""What the operands of a forward pass beside x are to a row of it."""
+"""How wide weight, bias and y are beside x."""
 
 from __future__ import annotations
 
-from cupynorm._config._limits import widest
+from cupynorm._config._limits import pack_length, widest
 from cupynorm._spec import ITEMSIZE, ForwardSpec
 
 
@@ -19,3 +19,8 @@ def is_y_wider(spec: ForwardSpec) -> bool:
 def affine_bytes(spec: ForwardSpec) -> int:
     """Return the bytes of an element of the weight and one of the bias."""
     return widest(spec.weight) + widest(spec.bias)
+
+
+def affine_registers(spec: ForwardSpec, packs_per_thread: int) -> int:
+    """Return the registers that hold a thread's weight and bias."""
+    return packs_per_thread * pack_length(spec.x) * affine_bytes(spec) // 4

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 
-from cupynorm._config._forward_operands import affine_bytes, is_wide, is_y_wider
+from cupynorm._config._forward_operands import affine_bytes, affine_registers, is_wide, is_y_wider
 from cupynorm._config._limits import (
     FIRST_WITH_CLUSTERS,
     LEAST_FILLED,
@@ -21,7 +20,6 @@ from cupynorm._spec import ITEMSIZE, ForwardSpec
 
 # An L2 of 4 to 6 MiB, as some GPUs before have, would give up what is fetched ahead unread.
 FIRST_WITH_ROWS_AHEAD = 90
-MOST_SHORT_ELEMENTS = 1 << 23  # of few rows of less than a warp
 
 
 @dataclass(frozen=True)
@@ -64,6 +62,23 @@ def resident_forward_bytes(spec: ForwardSpec, config: ResidentForward) -> int:
     return size
 
 
+def has_fewest_threads(spec: ForwardSpec, packs: int) -> bool:
+    """Return whether a row has as few threads as hold it by 8 packs each, or 6 of some.
+
+    LayerNorm of bfloat16 waits for its instructions and for weight and bias, of which each thread
+    of a row loads its share. So it is as fast as a copy, or nearly, at any N: 2**27 elements take
+    131 us at 11008 where they took 169 by 4 packs, with a float32 weight and bias 133 at 7680, not
+    149 (H200). Where 4 packs fill a power of two of threads they are 6% slower at most, and few
+    rows sooner: 512 rows of 16384 take 16.4 us, by 8 packs 17.7. With a float32 weight and bias
+    that ends at 4096: 2**27 elements take 132 us at 8192, by 4 packs 144. Beside 768 to 800 threads
+    a multiprocessor 8 packs may spill, and are faster still than beside fewer: 134 us, not 139, at
+    10240. Of float16 more than 5 packs do.
+    """
+    usual = packs & (packs - 1) == 0 and (packs <= 512 or affine_bytes(spec) <= 4)
+    fits = spec.norm == "layer_norm" and spec.x == "bfloat16" and not is_wide(spec)
+    return fits and packs > 128 and not usual
+
+
 @dataclass(frozen=True)
 class _Row:
     """A row in registers, and the threads whose packs it is."""
@@ -74,29 +89,33 @@ class _Row:
     architecture: int
     packs: int  # of 16 bytes
     row_threads: int
-    packs_per_thread: int  # of 16 bytes
-    pack_length: int  # the elements of those that it has in fact
+    packs_of_16_bytes: int  # of a thread
+    own_pack_length: int  # the elements of 16 bytes, or of 8
 
     @property
     def own_packs_per_thread(self) -> int:
-        return -(-self.n // (self.row_threads * self.pack_length))
+        return -(-self.n // (self.row_threads * self.own_pack_length))
 
     @property
     def is_full(self) -> bool:
-        return self.n == self.row_threads * self.own_packs_per_thread * self.pack_length
+        return self.n == self.row_threads * self.own_packs_per_thread * self.own_pack_length
 
     @property
     def of_halves(self) -> bool:
-        return self.pack_length < pack_length(self.spec.x)
+        return self.own_pack_length < pack_length(self.spec.x)
 
     @property
     def is_plain(self) -> bool:
         return not (self.spec.relu or self.spec.zero_centered)
 
     @property
+    def has_fewest_threads(self) -> bool:
+        return has_fewest_threads(self.spec, self.packs)
+
+    @property
     def affine(self) -> int:
         """The registers that would hold a thread's weight and bias."""
-        return _affine_registers(self.spec, self.packs_per_thread)
+        return affine_registers(self.spec, self.packs_of_16_bytes)
 
     @property
     def has_slim_affine(self) -> bool:
@@ -132,7 +151,7 @@ def resident_forward(
         block_threads=block_threads,
         blocks_per_multiprocessor=blocks,
         packs_per_thread=row.own_packs_per_thread,
-        pack_length=row.pack_length,
+        pack_length=row.own_pack_length,
         cluster_blocks=1,
         vector=vector,
         rare_last=False,
@@ -154,107 +173,6 @@ def _row(spec: ForwardSpec, n: int, packs: int, vector: int, architecture: int) 
         row_threads = max(row_threads, 8 // own_length)  # a byte of the bitmask is of neighbours
     packs_per_thread = -(-packs // row_threads)
     return _Row(spec, n, vector, architecture, packs, row_threads, packs_per_thread, own_length)
-
-
-def _holds_affine(row: _Row) -> bool:
-    """Return whether registers hold weight and bias, beside 40 to 60 for the rest.
-
-    A row of more warps waits longer for the slowest than it gains: 3% at N = 8192 (bfloat16,
-    float32 weight). A 16-bit weight costs half as many: 5.9 us against 6.4 at 1x8192, 4089 GB/s
-    against 4088 at 32768x8192. Beside a ReLU or a weight around zero fewer threads would be left:
-    66.7 us, not 73.9 and 71.1, at 13107x5120, 67.2 and 67.0, not 72.0 and 69.8, at 8192x8192. Not
-    in LayerNorm's rows of several warps: 4144 GB/s against 3659 at N = 4096, 3920 against 3605 at
-    2048 (bfloat16, H200); few rows have few_rows_configs.
-    """
-    spec = row.spec
-    if is_wide(spec) or (spec.norm == "layer_norm" and row.row_threads > 32):
-        return False
-    # By accesses of 8 bytes RMSNorm with a 16-bit weight takes 81 us, not 96, for 262144 rows of
-    # 300, with a float32 one 115, not 119, for 131072 of 900, but with a 16-bit one 140, not 134,
-    # for 32768 of 4100, LayerNorm 133, not 121, for 131072 of 900, though in packs of 8 bytes 58.5,
-    # not 65.7, for 262144 of 204; RMSNorm's held by 96 threads 71.6, not 68.1, for 32768 of 2052
-    # (bfloat16, H200).
-    by_8_bytes = moves_8_bytes(spec.x, row.vector) and row.is_plain and row.row_threads <= 64
-    by_8_bytes = by_8_bytes and (spec.norm == "rms_norm" or row.of_halves)
-    if row.vector < pack_length(spec.x) and not by_8_bytes:
-        return False
-    most_held = 24 if row.has_wide_affine else 16 if spec.x == "float64" else 32
-    most_threads = 256 if row.has_slim_affine and row.is_plain else 128
-    if spec.norm == "rms_norm" and spec.x == "float64" and row.packs_per_thread > 4:
-        most_held, most_threads = 32, 256  # 497 us, not 503, at 32768x4096 (H200)
-    return row.row_threads <= most_threads and row.affine <= most_held
-
-
-def _threads_at_once(row: _Row, hold_weight: bool) -> int:
-    """Return the threads that a multiprocessor must hold at once, which bound their registers.
-
-    What would spill has fewer: up to 122 registers where single 16-bit elements are moved.
-    """
-    spec, length, packs_per_thread = row.spec, pack_length(row.spec.x), row.packs_per_thread
-    fewest_threads = has_fewest_threads(spec, row.packs)
-    slim = spec.norm == "rms_norm" and row.is_full and row.is_plain
-    slim = (
-        slim and row.architecture >= FIRST_WITH_CLUSTERS
-    )  # where NVRTC needs 80 registers, not 88
-    if is_wide(spec):
-        return 256
-    if slim and hold_weight and row.has_slim_affine and packs_per_thread == 4:
-        return 1024  # 512 rows at once: 8.74 us against 9.73 at 512x8192 (bfloat16, H200)
-    if length == 8 and row.vector < row.pack_length:
-        if packs_per_thread <= 4:
-            return 768
-        usual = row.is_plain and not is_y_wider(spec)
-        if fewest_threads and usual and row.n % length and row.architecture == 90:
-            # 91 us, not 99, for 16384 of 4097, 97 for 6500 of 10241 by 6 packs (_packs_per_thread),
-            # with a float32 weight and bias 97, not 101, and of 7 packs 102, not 128 (bfloat16,
-            # H200). On other GPUs, where nothing was measured, up to 140 bytes would be spilled.
-            return 672 if packs_per_thread <= 6 else 640
-        return 512 if spec.norm == "layer_norm" or not row.is_plain else 640
-    if packs_per_thread > 4 and fewest_threads:
-        # Of packs of 8 bytes 11 or 12 a thread: 136 us against 148 by 640 at 4100, 101 against 104
-        # at 3004. More, or beside a ReLU, leave too few registers: 163 against 145 at 8196, 153
-        # against 127 at 6004. Of 9 or 10 by 512 73 against 75 at 2052 (bfloat16, H200).
-        if row.of_halves and (packs_per_thread != 6 or not row.is_plain):
-            return 640 if packs_per_thread > 5 else 512
-        return 800  # 132 us against 137 by 640 at 7168, 134 against 139 at 10240
-    if packs_per_thread > 6 and (spec.norm == "rms_norm" or spec.x == "float16"):
-        return 512
-    if packs_per_thread > 4 or (hold_weight and not slim):
-        return 640
-    if row.has_wide_affine and row.is_full and row.is_plain and length == 8:
-        return 1024
-    return 768
-
-
-def _rows_ahead(row: _Row, blocks: int, hold_weight: bool) -> tuple[int, int]:
-    """Return how many blocks ahead rows are fetched, and of a large x.
-
-    There rows ahead mostly cost more than they save: RMSNorm takes 37.5 us, not 35.8, at
-    32768x1024, LayerNorm 103.4, not 99.9, for 16384 of 6144, which have the fewest threads. But
-    other rows of LayerNorm gain: of up to a warp 36.5, not 37.7, at 32768x1024, 36.7, not 38.0,
-    with a bfloat16 weight and bias, 36.1, not 37.6, at 131072x256, though 67.6, not 67.1, at
-    1048576x64; longer ones half as far 68.7, not 69.4, at 32768x2048, 252.6, not 255.1, at 8192,
-    501, not 532, at 16384, of float16 255.4, not 270.2, at 8192, 117.6, not 131.8, for 16384 of
-    7168. And RMSNorm's of 256 threads of 4 packs, the weight not held: 251.3, not 252.7, at
-    32768x8192. Those of more than 384 threads half as far whatever the size: 22.9, not 23.5, for
-    1000 of LayerNorm's 16384 (bfloat16, H200).
-    """
-    spec = row.spec
-    ahead = _blocks_ahead(blocks, row.packs_per_thread, row.architecture)
-    if spec.norm == "rms_norm":
-        of_most_threads = (row.row_threads, row.packs_per_thread) == (256, 4)
-        gains = ITEMSIZE[spec.x] == 2 and of_most_threads and not hold_weight
-        return ahead, ahead // 2 if gains else 0
-    if row.row_threads <= 32:
-        return ahead, ahead
-    if has_fewest_threads(spec, row.packs):
-        return ahead, 0
-    return (ahead // 2 if row.row_threads > 384 else ahead), ahead // 2
-
-
-def _affine_registers(spec: ForwardSpec, packs_per_thread: int) -> int:
-    """Return the registers that hold a thread's weight and bias."""
-    return packs_per_thread * pack_length(spec.x) * affine_bytes(spec) // 4
 
 
 def _packs_per_thread(spec: ForwardSpec, n: int, packs: int) -> int:
@@ -288,23 +206,6 @@ def _packs_per_thread(spec: ForwardSpec, n: int, packs: int) -> int:
     return min(widths, key=lambda width: slots_of(packs, team_threads(packs, width)))
 
 
-def has_fewest_threads(spec: ForwardSpec, packs: int) -> bool:
-    """Return whether a row has as few threads as hold it by 8 packs each, or 6 of some.
-
-    LayerNorm of bfloat16 waits for its instructions and for weight and bias, of which each thread
-    of a row loads its share. So it is as fast as a copy, or nearly, at any N: 2**27 elements take
-    131 us at 11008 where they took 169 by 4 packs, with a float32 weight and bias 133 at 7680, not
-    149 (H200). Where 4 packs fill a power of two of threads they are 6% slower at most, and few
-    rows sooner: 512 rows of 16384 take 16.4 us, by 8 packs 17.7. With a float32 weight and bias
-    that ends at 4096: 2**27 elements take 132 us at 8192, by 4 packs 144. Beside 768 to 800 threads
-    a multiprocessor 8 packs may spill, and are faster still than beside fewer: 134 us, not 139, at
-    10240. Of float16 more than 5 packs do.
-    """
-    usual = packs & (packs - 1) == 0 and (packs <= 512 or affine_bytes(spec) <= 4)
-    fits = spec.norm == "layer_norm" and spec.x == "bfloat16" and not is_wide(spec)
-    return fits and packs > 128 and not usual
-
-
 def _own_pack_length(
     spec: ForwardSpec, n: int, packs: int, row_threads: int, packs_per_thread: int
 ) -> int:
@@ -330,7 +231,103 @@ def _own_pack_length(
     return length // 2 if n % 2 == 0 or packs <= 64 or wide_affine else length
 
 
-def _blocks_ahead(blocks_per_multiprocessor: int, packs_per_thread: int, architecture: int) -> int:
+def _holds_affine(row: _Row) -> bool:
+    """Return whether registers hold weight and bias, beside 40 to 60 for the rest.
+
+    A row of more warps waits longer for the slowest than it gains: 3% at N = 8192 (bfloat16,
+    float32 weight). A 16-bit weight costs half as many: 5.9 us against 6.4 at 1x8192, 4089 GB/s
+    against 4088 at 32768x8192. Beside a ReLU or a weight around zero fewer threads would be left:
+    66.7 us, not 73.9 and 71.1, at 13107x5120, 67.2 and 67.0, not 72.0 and 69.8, at 8192x8192. Not
+    in LayerNorm's rows of several warps: 4144 GB/s against 3659 at N = 4096, 3920 against 3605 at
+    2048 (bfloat16, H200); few rows have few_rows_configs.
+    """
+    spec = row.spec
+    if is_wide(spec) or (spec.norm == "layer_norm" and row.row_threads > 32):
+        return False
+    # By accesses of 8 bytes RMSNorm with a 16-bit weight takes 81 us, not 96, for 262144 rows of
+    # 300, with a float32 one 115, not 119, for 131072 of 900, but with a 16-bit one 140, not 134,
+    # for 32768 of 4100, LayerNorm 133, not 121, for 131072 of 900, though in packs of 8 bytes 58.5,
+    # not 65.7, for 262144 of 204; RMSNorm's held by 96 threads 71.6, not 68.1, for 32768 of 2052
+    # (bfloat16, H200).
+    by_8_bytes = moves_8_bytes(spec.x, row.vector) and row.is_plain and row.row_threads <= 64
+    by_8_bytes = by_8_bytes and (spec.norm == "rms_norm" or row.of_halves)
+    if row.vector < pack_length(spec.x) and not by_8_bytes:
+        return False
+    most_held = 24 if row.has_wide_affine else 16 if spec.x == "float64" else 32
+    most_threads = 256 if row.has_slim_affine and row.is_plain else 128
+    if spec.norm == "rms_norm" and spec.x == "float64" and row.packs_of_16_bytes > 4:
+        most_held, most_threads = 32, 256  # 497 us, not 503, at 32768x4096 (H200)
+    return row.row_threads <= most_threads and row.affine <= most_held
+
+
+def _threads_at_once(row: _Row, hold_weight: bool) -> int:
+    """Return the threads that a multiprocessor must hold at once, which bound their registers.
+
+    What would spill has fewer: up to 122 registers where single 16-bit elements are moved.
+    """
+    spec, length, packs = row.spec, pack_length(row.spec.x), row.packs_of_16_bytes
+    # From there on NVRTC needs 80 registers, not 88.
+    slim = row.architecture >= FIRST_WITH_CLUSTERS and row.is_full and row.is_plain
+    slim = slim and spec.norm == "rms_norm"
+    if is_wide(spec):
+        return 256
+    if slim and hold_weight and row.has_slim_affine and packs == 4:
+        return 1024  # 512 rows at once: 8.74 us against 9.73 at 512x8192 (bfloat16, H200)
+    if length == 8 and row.vector < row.own_pack_length:
+        if packs <= 4:
+            return 768
+        usual = row.is_plain and not is_y_wider(spec)
+        if row.has_fewest_threads and usual and row.n % length and row.architecture == 90:
+            # 91 us, not 99, for 16384 of 4097, 97 for 6500 of 10241 by 6 packs (_packs_per_thread),
+            # with a float32 weight and bias 97, not 101, and of 7 packs 102, not 128 (bfloat16,
+            # H200). On other GPUs, where nothing was measured, up to 140 bytes would be spilled.
+            return 672 if packs <= 6 else 640
+        return 512 if spec.norm == "layer_norm" or not row.is_plain else 640
+    if packs > 4 and row.has_fewest_threads:
+        # Of packs of 8 bytes 11 or 12 a thread: 136 us against 148 by 640 at 4100, 101 against 104
+        # at 3004. More, or beside a ReLU, leave too few registers: 163 against 145 at 8196, 153
+        # against 127 at 6004. Of 9 or 10 by 512 73 against 75 at 2052 (bfloat16, H200).
+        if row.of_halves and (packs != 6 or not row.is_plain):
+            return 640 if packs > 5 else 512
+        return 800  # 132 us against 137 by 640 at 7168, 134 against 139 at 10240
+    if packs > 6 and (spec.norm == "rms_norm" or spec.x == "float16"):
+        return 512
+    if packs > 4 or (hold_weight and not slim):
+        return 640
+    if row.has_wide_affine and row.is_full and row.is_plain and length == 8:
+        return 1024
+    return 768
+
+
+def _rows_ahead(row: _Row, blocks: int, hold_weight: bool) -> tuple[int, int]:
+    """Return how many blocks ahead rows are fetched, and of a large x.
+
+    There rows ahead mostly cost more than they save: RMSNorm takes 37.5 us, not 35.8, at
+    32768x1024, LayerNorm 103.4, not 99.9, for 16384 of 6144, which have the fewest threads. But
+    other rows of LayerNorm gain: of up to a warp 36.5, not 37.7, at 32768x1024, 36.7, not 38.0,
+    with a bfloat16 weight and bias, 36.1, not 37.6, at 131072x256, though 67.6, not 67.1, at
+    1048576x64; longer ones half as far 68.7, not 69.4, at 32768x2048, 252.6, not 255.1, at 8192,
+    501, not 532, at 16384, of float16 255.4, not 270.2, at 8192, 117.6, not 131.8, for 16384 of
+    7168. And RMSNorm's of 256 threads of 4 packs, the weight not held: 251.3, not 252.7, at
+    32768x8192. Those of more than 384 threads half as far whatever the size: 22.9, not 23.5, for
+    1000 of LayerNorm's 16384 (bfloat16, H200).
+    """
+    spec = row.spec
+    ahead = blocks_ahead_of(blocks, row.packs_of_16_bytes, row.architecture)
+    if spec.norm == "rms_norm":
+        of_most_threads = (row.row_threads, row.packs_of_16_bytes) == (256, 4)
+        gains = ITEMSIZE[spec.x] == 2 and of_most_threads and not hold_weight
+        return ahead, ahead // 2 if gains else 0
+    if row.row_threads <= 32:
+        return ahead, ahead
+    if row.has_fewest_threads:
+        return ahead, 0
+    return (ahead // 2 if row.row_threads > 384 else ahead), ahead // 2
+
+
+def blocks_ahead_of(
+    blocks_per_multiprocessor: int, packs_per_thread: int, architecture: int
+) -> int:
     """Return how many blocks ahead rows are fetched: those that all multiprocessors have at once.
 
     That is 2.5 to 8 MiB; of more than 4 packs a thread, as many packs as of 4. LayerNorm takes
@@ -342,160 +339,3 @@ def _blocks_ahead(blocks_per_multiprocessor: int, packs_per_thread: int, archite
     if architecture < FIRST_WITH_ROWS_AHEAD:
         return 0
     return MULTIPROCESSORS * blocks_per_multiprocessor * 4 // max(4, packs_per_thread)
-
-
-def few_rows_configs(
-    spec: ForwardSpec, config: ResidentForward, n: int, architecture: int, multiprocessors: int
-) -> tuple[tuple[int, ResidentForward], ...]:
-    """Return the configurations of few rows, each behind the most rows that it is for, ascending.
-
-    They have the bits of `config`. Where all run at once, rows of a warp or several hold weight and
-    bias, for registers are to spare: LayerNorm with both in bfloat16 takes 5.57 us, not 6.72, for
-    one row of 4096, 7.97, not 8.70, for 512, but 11.8, not 10.4, for 512 of 8192, more than run at
-    once; with both in float32 6.14, not 7.26, for 512 of 1024. What is rare comes last in their
-    code: over some 20 shapes of decoding RMSNorm is 2.6% faster, LayerNorm 1%. Of RMSNorm's longest
-    rows more than `config` runs at once do so by 64 registers a thread, which spills where a row is
-    out of range: 512 of 16384 take 13.1 us, not 14.6, 512 of 12288 11.3, not 13.3 (bfloat16, H200).
-    """
-    # By accesses of 8 bytes RMSNorm takes 5.1 us, not 5.7, for 64 rows of 4100, 4.8, not 5.4, of
-    # 1500, but LayerNorm 5.7, not 5.5, and 9.1, not 8.2, for 512 of 4100, though in packs of 8
-    # bytes 5.2, not 6.2, 7.8, not 8.4, and 4.9, not 5.6, for 64 of 1500 (bfloat16, H200).
-    halves = config.pack_length < pack_length(spec.x)
-    least = 8 if spec.norm == "rms_norm" or halves else 16
-    if config.vector * ITEMSIZE[spec.x] < least or is_wide(spec):
-        return ()
-    if config.row_threads < 32:
-        return _short_rows_configs(spec, config, n, architecture, multiprocessors)
-    configs = []
-    packs = _packs_of_16_bytes(spec, config)
-    affine = _affine_registers(spec, packs)
-    most_held, threads = 64, 512
-    # Beside the row's own; more would spill, or does by more threads.
-    if ITEMSIZE[spec.x] == 2:
-        needed = affine + 4 * packs + 4 * spec.zero_centered
-        needed += 3 * packs * spec.relu
-        threads = 384 if needed > 80 else 512
-        if packs == 8 and spec.relu:
-            most_held = 32
-    elif packs == 8:
-        most_held = (64 if spec.x == "float32" else 32) if config.full else 0
-    elif spec.x == "float64" and packs > 4 and not config.full:
-        most_held = 0
-    if 0 < affine <= most_held:
-        blocks = max(1, threads // config.block_threads)
-        held = dataclasses.replace(
-            _none_ahead(config),
-            rare_last=True,
-            hold_weight=True,
-            blocks_per_multiprocessor=blocks,
-        )
-        if architecture >= FIRST_WITH_CLUSTERS:
-            configs += [_split(held, split) for split in _split_blocks(spec, config)]
-        configs.append(held)
-    plain = config.full and not (spec.bias or spec.relu or spec.zero_centered)
-    plain = plain and config.vector == pack_length(spec.x)
-    plain = plain and ITEMSIZE[spec.x] == ITEMSIZE[spec.y] == 2
-    plain = plain and architecture >= FIRST_WITH_CLUSTERS
-    if plain and spec.norm == "rms_norm" and packs == 8:
-        if not configs or configs[-1].blocks_per_multiprocessor < config.blocks_per_multiprocessor:
-            configs.append(config)
-        blocks = 1024 // config.block_threads
-        configs.append(
-            dataclasses.replace(
-                _none_ahead(config), hold_weight=False, blocks_per_multiprocessor=blocks
-            )
-        )
-    return tuple((_most_at_once(few, multiprocessors), few) for few in configs)
-
-
-def _packs_of_16_bytes(spec: ForwardSpec, config: ResidentForward) -> int:
-    """Return how many such packs a thread's would be."""
-    return -(-config.packs_per_thread * config.pack_length // pack_length(spec.x))
-
-
-def _none_ahead(config: ResidentForward) -> ResidentForward:
-    """Return the configuration of rows that all run at once, of which none is fetched ahead."""
-    return dataclasses.replace(config, blocks_ahead=0, blocks_ahead_if_large=0)
-
-
-def _most_at_once(few: ResidentForward, multiprocessors: int) -> int:
-    """Return how many rows run at once, those of clusters with a multiprocessor for each block.
-
-    64 rows of 8192 in clusters take 5.79 us, as one block each 5.62 (bfloat16, H200).
-    """
-    if few.cluster_blocks > 1:
-        return multiprocessors // few.cluster_blocks
-    return few.rows_per_block * few.blocks_per_multiprocessor * multiprocessors
-
-
-def _short_rows_configs(
-    spec: ForwardSpec, config: ResidentForward, n: int, architecture: int, multiprocessors: int
-) -> tuple[tuple[int, ResidentForward], ...]:
-    """Return what `few_rows_configs` does, for rows of less than a warp.
-
-    LayerNorm's of 4 packs a thread have twice the threads, whose registers then hold weight and
-    bias: 13.9 us, not 15.0, at 32768x256, 7.2, not 7.5, at 8192x256, 14.0, not 15.1, at 16384x512,
-    but 22.7, not 21.8, at 65536x256 and 23.2, not 21.7, at 32768x512. Rows of 2 packs a thread lose
-    by it: RMSNorm takes 14.4 us, not 12.8, at 32768x256 (bfloat16, float32 weight and bias, H200).
-    Where all run at once none is fetched ahead: 4.79 us, not 4.88, for RMSNorm of 4096x128
-    (float16, H200); and what is rare comes last for LayerNorm, of whose rows one in twenty is
-    measured again: 5.55 us, not 5.73, at 4096x256, 4.80, not 4.88, at 1024x256 (bfloat16, H200).
-    """
-    at_once = _none_ahead(config)
-    if spec.norm == "rms_norm":
-        return ((_most_at_once(at_once, multiprocessors), at_once),) if config.blocks_ahead else ()
-    packs = _packs_of_16_bytes(spec, config)
-    if packs > 4:  # beside which a second copy of what is rare spills
-        return ()
-    more: tuple[tuple[int, ResidentForward], ...] = ()
-    if packs == 4 and config.pack_length == pack_length(spec.x):
-        blocks = 768 // config.block_threads
-        blocks_ahead = _blocks_ahead(blocks, 2, architecture)
-        few = dataclasses.replace(
-            config,
-            row_threads=2 * config.row_threads,
-            blocks_per_multiprocessor=blocks,
-            packs_per_thread=2,
-            blocks_ahead=blocks_ahead,
-            blocks_ahead_if_large=blocks_ahead,  # never: the two alike leave no branch
-            hold_weight=bool(spec.weight or spec.bias),
-        )
-        more = ((MOST_SHORT_ELEMENTS // n, few),)
-        at_once = _none_ahead(few)
-    at_once = dataclasses.replace(at_once, rare_last=True)
-    return (_most_at_once(at_once, multiprocessors), at_once), *more
-
-
-def _split_blocks(spec: ForwardSpec, config: ResidentForward) -> tuple[int, ...]:
-    """Return the blocks, of two warps or more, of clusters that have few rows: the most first.
-
-    A block waits for its instructions and loads, of which each of a cluster has its share:
-    LayerNorm takes 5.3 us, not 6.2, for 8 rows of 16384, 5.2, not 5.4, for 8 of 8192, RMSNorm 5.3,
-    not 5.6, for 8 of 16384. Clusters of 2 and of 8 gain less, but of 2 more rows are at once:
-    LayerNorm takes 6.6 us, not 6.9, for 64 of 16384; but 6.7, not 6.65, for 64 of 12288, 5.7 with
-    and without for 64 of 8192, RMSNorm 6.2, not 6.1, for 64 of 16384. In shorter rows they wait for
-    each other as long: 4.94 us, not 4.91, for 8 of 4096 (bfloat16, H200). Sums of float64 keep the
-    sign of one of two NaNs, and which the compiler decides for each kernel: those would differ. A
-    ReLU beside 8 packs would spill, and so would 16 of 8 bytes.
-    """
-    packs = _packs_of_16_bytes(spec, config)
-    if spec.x == "float64" or (packs == 8 and (spec.relu or config.packs_per_thread > 8)):
-        return ()
-    if config.row_threads < 256 or config.row_threads % 128:
-        return ()
-    slots = config.row_threads * packs  # those past the end too
-    if slots >= 2048:
-        return (4, 2) if spec.norm == "layer_norm" else (4,)
-    return (4,) if spec.norm == "layer_norm" else ()
-
-
-def _split(config: ResidentForward, blocks: int) -> ResidentForward:
-    """Return the configuration of a row whose warps are those of a cluster of blocks."""
-    threads = config.row_threads // blocks
-    return dataclasses.replace(
-        config,
-        row_threads=threads,
-        block_threads=threads,
-        blocks_per_multiprocessor=config.blocks_per_multiprocessor * blocks,
-        cluster_blocks=blocks,
-    )

@@ -72,125 +72,11 @@ def staged_forward(
     spec: ForwardSpec, n: int, packs: int, vector: int, architecture: int
 ) -> StagedForward | None:
     """Return the configuration of rows in shared memory, or None where that has no room."""
-    config = _clusters_forward(spec, n, packs, vector, architecture)
-    if config is None:
-        return None
-    return _at_no_lines(spec, n, _by_cells(spec, config, architecture), architecture)
-
-
-def _clusters_forward(
-    spec: ForwardSpec, n: int, packs: int, vector: int, architecture: int
-) -> StagedForward | None:
-    """Return the configuration of rows in the shared memory of blocks of up to STAGED_THREADS.
-
-    As in `_deep_forward` or `_two_clusters_forward`, or else 4 packs a thread, 3 where that leaves
-    few threads: of the widths tried (192 to 1024 threads, 1 to 8 packs) the fastest, or within 3%,
-    from N = 11008 to 131072; LayerNorm of 2**27 elements takes 141 us at 12288 by 384 threads, of
-    512, a quarter of them idle, 161; at 9216 154 by 384 of 3 packs, 167 by 288 of 4 (bfloat16,
-    H200).
-    """
-    for of_clusters in _deep_forward, _two_clusters_forward:
-        found = of_clusters(spec, n, packs, vector, architecture)
-        if found is not None:
-            return found
-    cluster_blocks = _cluster(packs, STAGED_THREADS * 4)
-    if cluster_blocks > most_cluster_blocks(architecture):
-        return None
-    block_packs = -(-packs // cluster_blocks)
-    packs_per_thread = 4 if block_packs > 4 * 288 else 3
-    block_threads = team_threads(block_packs, packs_per_thread)
-    # By accesses of 8 bytes RMSNorm takes 142 us, not 152, for 1024 rows of 131076, LayerNorm 209,
-    # not 225, and with a 16-bit weight RMSNorm 141, not 143, for 8192 of 16388, but LayerNorm 207,
-    # not 187, for those of 131076 (bfloat16, H200). With a ReLU or a wider y LayerNorm's 4 packs
-    # would spill, and elsewhere float64.
-    by_8_bytes = moves_8_bytes(spec.x, vector) and spec.x != "float64"
-    by_8_bytes = by_8_bytes and (widest(spec.weight, spec.bias) > 2 or cluster_blocks <= 2)
-    if spec.norm == "layer_norm" and packs_per_thread == 4:
-        by_8_bytes = by_8_bytes and not (spec.relu or is_y_wider(spec))
-    hold = (vector == pack_length(spec.x) or by_8_bytes) and not is_wide(spec)
-    three = dataclasses.replace(
-        _three_stages(spec, n, vector, cluster_blocks, block_threads, packs_per_thread),
-        hold_weight=hold,
-        hold_bias=hold,
-    )
-    two = dataclasses.replace(three, stages=2)
-    # Whatever the alignment, so that a row's bits do not depend on it.
-    least_held = dataclasses.replace(two, hold_weight=False, hold_bias=False)
-    if staged_forward_bytes(spec, least_held) > shared_limit(architecture):
-        return None
-    # LayerNorm's 2048 rows of 131072 take 270 us with 3, 324 with 2, 271 with 4 (bfloat16, float32
-    # weight and bias, H200).
-    return three if staged_forward_bytes(spec, three) <= shared_limit(architecture) else two
-
-
-def _three_stages(
-    spec: ForwardSpec,
-    n: int,
-    vector: int,
-    cluster_blocks: int,
-    block_threads: int,
-    packs_per_thread: int,
-    blocks_per_multiprocessor: int = 1,
-) -> StagedForward:
-    """Return the configuration of three stages with the weight held, the bias in shared memory."""
-    columns = cluster_blocks * block_threads * packs_per_thread * pack_length(spec.x)
-    return StagedForward(
-        block_threads=block_threads,
-        blocks_per_multiprocessor=blocks_per_multiprocessor,
-        packs_per_thread=packs_per_thread,
-        cluster_blocks=cluster_blocks,
-        stages=3,
-        vector=vector,
-        hold_weight=True,
-        hold_bias=False,
-        counted=_counted(spec, cluster_blocks, packs_per_thread, blocks_per_multiprocessor),
-        cells=False,
-        through_l1=False,
-        turned=False,
-        full=n == columns,
-    )
-
-
-def _by_cells(spec: ForwardSpec, config: StagedForward, architecture: int) -> StagedForward:
-    """Return the configuration by cells, if they fit, of rows that are moved by 4 bytes or less.
-
-    RMSNorm of 4096 rows of 20001 takes 110 us, not 261, LayerNorm 176, not 397; where accesses are
-    of two elements RMSNorm of 20002 104, not 120, LayerNorm by two clusters 125, not 150.
-    LayerNorm's one cluster holds the weight besides: 130 us, not 144, for 5000 of 12289, 142, not
-    147, for 2720 of 24577; but RMSNorm's would take 106, not 95, for 4096 of 16385 (bfloat16,
-    float32 weight and bias, H200), and beside a ReLU, a wider y or operands of float64 up to 192
-    bytes would be spilled.
-    """
-    if config.vector * ITEMSIZE[spec.x] > 4:
-        return config
-    if architecture < FIRST_WITH_ASYNCHRONOUS_COPIES:
-        return config
-    plain = not (spec.relu or is_wide(spec) or is_y_wider(spec))
-    hold = config.hold_weight or (spec.norm == "layer_norm" and plain)
-    for stages in range(config.stages, 1, -1):
-        found = dataclasses.replace(config, hold_weight=hold, cells=True, stages=stages)
-        if staged_forward_bytes(spec, found) <= shared_limit(architecture):
-            return found
-    return config
-
-
-def _at_no_lines(
-    spec: ForwardSpec, n: int, config: StagedForward, architecture: int
-) -> StagedForward:
-    """Return the configuration by way of L1, or to turned places, of rows that begin at no lines.
-
-    Past L1 their copies ask the L2 for sectors of 32 bytes that their neighbours ask for as well:
-    RMSNorm of 4096 rows of 16392 takes 80 us, by way of L1 73, LayerNorm 82 and 80. Where that has
-    no room, LayerNorm's 20008 takes 108 us, to turned places 98, but 16392 by them 75 and 81. By
-    cells LayerNorm of 4096 rows of 20001 float32 would take 205 us by way of L1, not 192, RMSNorm
-    174, not 180, and 111, not 109, of bfloat16 (bfloat16 unless said, H200; other GPUs were not
-    measured).
-    """
-    if architecture != 90 or config.cells or at_lines(n, config.vector, spec.x):
-        return config
-    if leave_l1_room(config.blocks_per_multiprocessor, staged_forward_bytes(spec, config)):
-        return dataclasses.replace(config, through_l1=True)
-    return dataclasses.replace(config, turned=config.vector == pack_length(spec.x))
+    for of_clusters in _deep_forward, _two_clusters_forward, _one_cluster_forward:
+        config = of_clusters(spec, n, packs, vector, architecture)
+        if config is not None:
+            return _at_no_lines(spec, n, _by_cells(spec, config, architecture), architecture)
+    return None
 
 
 def _deep_forward(
@@ -277,6 +163,74 @@ def _two_clusters_forward(
     return dataclasses.replace(config, hold_weight=not crowded or vector * ITEMSIZE[spec.x] > 4)
 
 
+def _one_cluster_forward(
+    spec: ForwardSpec, n: int, packs: int, vector: int, architecture: int
+) -> StagedForward | None:
+    """Return the configuration of a block or a cluster, of up to STAGED_THREADS threads a block.
+
+    4 packs a thread, 3 where that leaves few threads: of the widths tried (192 to 1024 threads, 1
+    to 8 packs) the fastest, or within 3%, from N = 11008 to 131072; LayerNorm of 2**27 elements
+    takes 141 us at 12288 by 384 threads, of 512, a quarter of them idle, 161; at 9216 154 by 384 of
+    3 packs, 167 by 288 of 4 (bfloat16, H200).
+    """
+    cluster_blocks = _cluster(packs, STAGED_THREADS * 4)
+    if cluster_blocks > most_cluster_blocks(architecture):
+        return None
+    block_packs = -(-packs // cluster_blocks)
+    packs_per_thread = 4 if block_packs > 4 * 288 else 3
+    block_threads = team_threads(block_packs, packs_per_thread)
+    # By accesses of 8 bytes RMSNorm takes 142 us, not 152, for 1024 rows of 131076, LayerNorm 209,
+    # not 225, and with a 16-bit weight RMSNorm 141, not 143, for 8192 of 16388, but LayerNorm 207,
+    # not 187, for those of 131076 (bfloat16, H200). With a ReLU or a wider y LayerNorm's 4 packs
+    # would spill, and elsewhere float64.
+    by_8_bytes = moves_8_bytes(spec.x, vector) and spec.x != "float64"
+    by_8_bytes = by_8_bytes and (widest(spec.weight, spec.bias) > 2 or cluster_blocks <= 2)
+    if spec.norm == "layer_norm" and packs_per_thread == 4:
+        by_8_bytes = by_8_bytes and not (spec.relu or is_y_wider(spec))
+    hold = (vector == pack_length(spec.x) or by_8_bytes) and not is_wide(spec)
+    three = dataclasses.replace(
+        _three_stages(spec, n, vector, cluster_blocks, block_threads, packs_per_thread),
+        hold_weight=hold,
+        hold_bias=hold,
+    )
+    two = dataclasses.replace(three, stages=2)
+    # Whatever the alignment, so that a row's bits do not depend on it.
+    least_held = dataclasses.replace(two, hold_weight=False, hold_bias=False)
+    if staged_forward_bytes(spec, least_held) > shared_limit(architecture):
+        return None
+    # LayerNorm's 2048 rows of 131072 take 270 us with 3, 324 with 2, 271 with 4 (bfloat16, float32
+    # weight and bias, H200).
+    return three if staged_forward_bytes(spec, three) <= shared_limit(architecture) else two
+
+
+def _three_stages(
+    spec: ForwardSpec,
+    n: int,
+    vector: int,
+    cluster_blocks: int,
+    block_threads: int,
+    packs_per_thread: int,
+    blocks_per_multiprocessor: int = 1,
+) -> StagedForward:
+    """Return the configuration of three stages with the weight held, the bias in shared memory."""
+    columns = cluster_blocks * block_threads * packs_per_thread * pack_length(spec.x)
+    return StagedForward(
+        block_threads=block_threads,
+        blocks_per_multiprocessor=blocks_per_multiprocessor,
+        packs_per_thread=packs_per_thread,
+        cluster_blocks=cluster_blocks,
+        stages=3,
+        vector=vector,
+        hold_weight=True,
+        hold_bias=False,
+        counted=_counted(spec, cluster_blocks, packs_per_thread, blocks_per_multiprocessor),
+        cells=False,
+        through_l1=False,
+        turned=False,
+        full=n == columns,
+    )
+
+
 def _counted(
     spec: ForwardSpec, cluster_blocks: int, packs_per_thread: int, blocks_per_multiprocessor: int
 ) -> bool:
@@ -302,3 +256,45 @@ def _counted(
 def _cluster(packs: int, packs_per_block: int) -> int:
     """Return the power of two of blocks that hold `packs` packs."""
     return 1 << (-(-packs // packs_per_block) - 1).bit_length()
+
+
+def _by_cells(spec: ForwardSpec, config: StagedForward, architecture: int) -> StagedForward:
+    """Return the configuration by cells, if they fit, of rows that are moved by 4 bytes or less.
+
+    RMSNorm of 4096 rows of 20001 takes 110 us, not 261, LayerNorm 176, not 397; where accesses are
+    of two elements RMSNorm of 20002 104, not 120, LayerNorm by two clusters 125, not 150.
+    LayerNorm's one cluster holds the weight besides: 130 us, not 144, for 5000 of 12289, 142, not
+    147, for 2720 of 24577; but RMSNorm's would take 106, not 95, for 4096 of 16385 (bfloat16,
+    float32 weight and bias, H200), and beside a ReLU, a wider y or operands of float64 up to 192
+    bytes would be spilled.
+    """
+    if config.vector * ITEMSIZE[spec.x] > 4:
+        return config
+    if architecture < FIRST_WITH_ASYNCHRONOUS_COPIES:
+        return config
+    plain = not (spec.relu or is_wide(spec) or is_y_wider(spec))
+    hold = config.hold_weight or (spec.norm == "layer_norm" and plain)
+    for stages in range(config.stages, 1, -1):
+        found = dataclasses.replace(config, hold_weight=hold, cells=True, stages=stages)
+        if staged_forward_bytes(spec, found) <= shared_limit(architecture):
+            return found
+    return config
+
+
+def _at_no_lines(
+    spec: ForwardSpec, n: int, config: StagedForward, architecture: int
+) -> StagedForward:
+    """Return the configuration by way of L1, or to turned places, of rows that begin at no lines.
+
+    Past L1 their copies ask the L2 for sectors of 32 bytes that their neighbours ask for as well:
+    RMSNorm of 4096 rows of 16392 takes 80 us, by way of L1 73, LayerNorm 82 and 80. Where that has
+    no room, LayerNorm's 20008 takes 108 us, to turned places 98, but 16392 by them 75 and 81. By
+    cells LayerNorm of 4096 rows of 20001 float32 would take 205 us by way of L1, not 192, RMSNorm
+    174, not 180, and 111, not 109, of bfloat16 (bfloat16 unless said, H200; other GPUs were not
+    measured).
+    """
+    if architecture != 90 or config.cells or at_lines(n, config.vector, spec.x):
+        return config
+    if leave_l1_room(config.blocks_per_multiprocessor, staged_forward_bytes(spec, config)):
+        return dataclasses.replace(config, through_l1=True)
+    return dataclasses.replace(config, turned=config.vector == pack_length(spec.x))

@@ -25,7 +25,7 @@ class Reduction:
         return self.block_threads // self.groups * self.width
 
 
-def reduction(spec: BackwardSpec, n: int) -> Reduction | None:
+def reduction_of(spec: BackwardSpec, n: int) -> Reduction | None:
     """Return how the partials of many rows are summed, the fewer the longer a row is.
 
     By as many groups as leave a thread about 5 partials, which are on their way at once, 9 at most:
