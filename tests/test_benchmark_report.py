@@ -26,6 +26,12 @@ def synthetic() -> dict:
     return results.load(SYNTHETIC)
 
 
+@pytest.fixture
+def without_figures(monkeypatch) -> None:
+    """Of a report that is read for its words: to draw takes 2 s."""
+    monkeypatch.setattr(plots, "draw", lambda report, folder: [])
+
+
 def test_a_file_survives_saving(tmp_path, synthetic) -> None:
     results.save(synthetic, tmp_path / "new" / "file.json")
     assert results.load(tmp_path / "new" / "file.json") == synthetic
@@ -46,6 +52,7 @@ def test_the_lower_of_call_and_kernels_counts(synthetic) -> None:
     )
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_jax_without_a_profiler_counts_by_its_queue_of_calls(synthetic, tmp_path) -> None:
     own = [record for record in synthetic["measurements"] if record["backend"] == "JAX"]
     for record in own:
@@ -299,6 +306,7 @@ def host_record(backend: str, operation: str, low: float, median: float, high: f
     return {"backend": backend, "operation": operation, "seconds": seconds}
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_host_times_have_their_spread_where_there_is_one(tmp_path) -> None:
     host = [
         host_record("limit, CuPy", "rms_norm forward", 4.0, 4.0, 4.1),
@@ -430,6 +438,7 @@ def test_only_a_file_of_a_run_is_resumed(tmp_path, monkeypatch) -> None:
         run.main([str(path), "--resume"])
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_runs_on_two_gpus_are_joined_if_they_are_alike(synthetic, tmp_path, capsys) -> None:
     paths = [tmp_path / f"{norm}.json" for norm in ("rms_norm", "layer_norm")]
     measured, host = synthetic["measurements"], synthetic["host"]
@@ -622,6 +631,7 @@ def test_a_readme_without_markers_is_left_alone(
     assert list(tmp_path.iterdir()) == [readme]
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_a_report_names_what_lacks_a_host_time_or_a_first_call(tmp_path) -> None:
     file = results.load(SYNTHETIC)
     facts = {
@@ -641,6 +651,7 @@ def test_a_report_names_what_lacks_a_host_time_or_a_first_call(tmp_path) -> None
     assert "\n\nNot measured: quack.\n" in first_table
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_a_reason_is_shown_without_its_traceback(tmp_path) -> None:
     file = results.load(SYNTHETIC)
     for record in file["measurements"]:
@@ -652,6 +663,7 @@ def test_a_reason_is_shown_without_its_traceback(tmp_path) -> None:
     assert " and 11 more: `E: none here …`\n" in path.with_suffix(".md").read_text()
 
 
+@pytest.mark.usefixtures("without_figures")
 @pytest.mark.parametrize("mark", ["…", ""])  # as recorded now, and in older files
 @pytest.mark.parametrize(("words", "left_out"), [(30, False), (40, True)])
 def test_a_reason_that_was_cut_says_so(words, left_out, mark, tmp_path) -> None:
