@@ -1122,6 +1122,29 @@ def test_a_bitmask_changes_no_layout(norm: Any, x: str) -> None:
     assert others == OTHERWISE_WITH_BITMASK.get((norm, x), []), others
 
 
+@pytest.mark.parametrize("n", [32, 64, 128])
+def test_short_rows_of_layer_norm_have_more_threads_or_hold_weight_and_bias(n: int) -> None:
+    def found(operands: str, *, relu: bool = False) -> tuple[int, bool]:
+        spec = ForwardSpec(
+            "layer_norm", "bfloat16", operands, operands, "bfloat16", False, False, relu
+        )
+        config = forward_config(spec, n, 8, 90)
+        assert isinstance(config, ResidentForward)
+        return config.blocks_per_multiprocessor * config.block_threads, config.hold_weight
+
+    assert found("float32") == (1024, False)
+    assert found("float32", relu=True) == (768, False)
+    assert found("bfloat16") == found("bfloat16", relu=True) == (640, True)
+
+
+@pytest.mark.parametrize("n", [1000, 1024])
+def test_a_warp_holds_the_weight_beside_4_packs_of_both_gradients(n: int) -> None:
+    spec = BackwardSpec("layer_norm", "bfloat16", "bfloat16", "float32", "float32", False, False)
+    config = backward_config(spec, n, 8, 90)
+    assert isinstance(config, StagedBackward)
+    assert (config.row_threads, config.packs_per_thread, config.hold_weight) == (32, 4, True)
+
+
 @pytest.mark.parametrize(
     ("norm", "bias", "threads", "blocks"),
     [

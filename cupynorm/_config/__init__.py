@@ -11,8 +11,9 @@ A pack is 16 bytes of x, or 8 where a configuration's pack_length says so. Regis
 memory bound what a block may hold: tests/test_compile.py compiles those of some row lengths for
 every supported architecture and fails on a spill that it does not list.
 
-`_forward` and `_backward` choose. `_resident`, `_few_rows`, `_staged` and `_strips` of either lay
-rows out, as the kernel of that name wants them; what is read twice is laid out where it is chosen.
+`_forward` and `_backward` choose, and lay out what is read twice; each other way to lay rows out
+has a module: `_resident`, `_few_rows`, `_staged`, `_strips`. `_reduction` sums weight gradients,
+`_limits` is what a GPU has.
 """
 
 from cupynorm._config._backward import BackwardConfig, StreamingBackward, backward_config

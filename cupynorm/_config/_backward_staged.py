@@ -288,6 +288,11 @@ def _of_layout(
     by_8_bytes = moves_8_bytes(spec.x, vector)
     by_cells = not by_8_bytes and architecture >= FIRST_WITH_ASYNCHRONOUS_COPIES
     choices = (True, False) if by_cells else (False,)
+    # A block's own 1 KiB is the system's.
+    limit = (shared_limit(architecture) + 1024) // blocks_per_multiprocessor - 1024
+    # How rows are copied does not decide it either: by single elements 7 packs took four times as
+    # long.
+    in_part = packs_per_thread >= 6 and n % length > 0
     # Held beside cells, of float32 2 to 5 % sooner, if without a bitmask, which would spill; of 16
     # bits LayerNorm takes 222 us, not 215, for 41943 of 1601. Held where accesses are of 8 bytes,
     # 218 us, not 228, for 16384 of 8188 (bfloat16, H200).
@@ -312,11 +317,6 @@ def _of_layout(
             turned=False,
             reduction=reduction_of(spec, n),
         )
-        # A block's own 1 KiB is the system's.
-        limit = (shared_limit(architecture) + 1024) // blocks_per_multiprocessor - 1024
-        # How rows are copied does not decide it either: by single elements 7 packs took four times
-        # as long.
-        in_part = packs_per_thread >= 6 and n % length > 0
         if in_part and by_cells and not cells:
             continue
         least_held = dataclasses.replace(config, hold_weight=False, cells=cells or in_part)

@@ -122,8 +122,8 @@ class _Row:
         return self.affine <= 16 and widest(self.spec.weight, self.spec.bias) <= 2
 
     @property
-    def has_wide_affine(self) -> bool:
-        """Of short rows of LayerNorm, which have more threads rather than hold it.
+    def is_crowded(self) -> bool:
+        """Whether short rows of LayerNorm gain more by more threads than by holding these.
 
         They take 68.9 us against 72.2 at 1048576x64, 132 against 141 at 128; 14.7 against 13.9 at
         32768x256 (bfloat16, H200).
@@ -253,7 +253,7 @@ def _holds_affine(row: _Row) -> bool:
     by_8_bytes = by_8_bytes and (spec.norm == "rms_norm" or row.of_halves)
     if row.vector < pack_length(spec.x) and not by_8_bytes:
         return False
-    most_held = 24 if row.has_wide_affine else 16 if spec.x == "float64" else 32
+    most_held = 24 if row.is_crowded else 16 if spec.x == "float64" else 32
     most_threads = 256 if row.has_slim_affine and row.is_plain else 128
     if spec.norm == "rms_norm" and spec.x == "float64" and row.packs_of_16_bytes > 4:
         most_held, most_threads = 32, 256  # 497 us, not 503, at 32768x4096 (H200)
@@ -294,7 +294,7 @@ def _threads_at_once(row: _Row, hold_weight: bool) -> int:
         return 512
     if packs > 4 or (hold_weight and not slim):
         return 640
-    if row.has_wide_affine and row.is_full and row.is_plain and length == 8:
+    if row.is_crowded and row.is_full and row.is_plain and length == 8:
         return 1024
     return 768
 
