@@ -1296,8 +1296,8 @@ def test_wide_rows_of_layer_norm_have_8_packs_a_thread(x: str, n: int) -> None:
         # They do not hold 64 registers of weight and bias beside those packs and a row's end, nor
         # beside float64.
         wide = dataclasses.replace(spec, weight=x, bias=x)
-        few = few_rows_configs(wide, config, n, 90, 132)
-        assert len(few) == 3 * (x == "float32" and vector == 4 and n == 8192)
+        held = [few for _, few in few_rows_configs(wide, config, n, 90, 132) if few.hold_weight]
+        assert len(held) == 3 * (x == "float32" and vector == 4 and n == 8192)
     assert isinstance(forward_config(spec, 2 * n, 1, 90), StagedForward)
 
 
@@ -1650,6 +1650,65 @@ def test_rows_of_8_packs_a_thread_have_two_blocks_if_accesses_are_wide(
     config = forward_config(spec, 20000, vector, 90)
     assert isinstance(config, ResidentForward)
     assert (config.packs_per_thread, config.blocks_per_multiprocessor) == (8, blocks)
+
+
+@pytest.mark.parametrize(
+    ("norm", "x", "weight", "n", "threads", "elsewhere"),  # of a multiprocessor; before sm_90
+    [
+        ("rms_norm", "bfloat16", "bfloat16", 2696, 9 * 96, 6 * 96),
+        ("rms_norm", "bfloat16", "bfloat16", 3976, 7 * 128, 5 * 128),
+        ("rms_norm", "float16", "float16", 4872, 6 * 160, 4 * 160),
+        ("rms_norm", "bfloat16", "float32", 2696, 8 * 96, 6 * 96),
+        ("rms_norm", "float32", "float32", 1348, 6 * 96, 6 * 96),  # not measured
+        ("rms_norm", "bfloat16", "bfloat16", 4096, 8 * 128, 5 * 128),  # full
+        ("layer_norm", "float16", "float16", 4096, 6 * 128, 6 * 128),
+        ("layer_norm", "float16", "float16", 5120, 6 * 160, 4 * 160),
+        ("layer_norm", "float16", "float32", 8192, 4 * 256, 3 * 256),
+        ("layer_norm", "bfloat16", "bfloat16", 8192, 3 * 256, 3 * 256),
+    ],
+)
+def test_rows_of_4_packs_a_thread_have_the_registers_that_they_need(
+    norm: Any, x: str, weight: str, n: int, threads: int, elsewhere: int
+) -> None:
+    bias = weight if norm == "layer_norm" else None
+    spec = ForwardSpec(norm, x, weight, bias, x, False, False, False)
+
+    def threads_of(spec: ForwardSpec, architecture: int) -> int:
+        config = forward_config(spec, n, pack_length(x), architecture)
+        assert isinstance(config, ResidentForward)
+        assert config.packs_per_thread == 4
+        return config.block_threads * config.blocks_per_multiprocessor
+
+    assert threads_of(spec, 90) == threads
+    assert threads_of(spec, 80) == elsewhere
+    for wider in (
+        dataclasses.replace(spec, relu=True),
+        dataclasses.replace(spec, zero_centered=True),
+    ):
+        assert threads_of(wider, 90) <= 768
+    if x == "float16" and n != 4096:  # of which more would be spilled
+        assert threads_of(dataclasses.replace(spec, y="float32"), 90) == elsewhere
+
+
+@pytest.mark.parametrize(("n", "rows"), [(5120, 6), (6144, 5), (7168, None), (8192, 4)])
+def test_few_rows_of_float32_of_layer_norm_run_at_once(n: int, rows: int | None) -> None:
+    x = "float32"
+    plain = ForwardSpec("layer_norm", x, x, x, x, False, False, False)
+
+    def most_rows(spec: ForwardSpec, n: int, vector: int, architecture: int) -> set[int]:
+        config = forward_config(spec, n, vector, architecture)
+        assert isinstance(config, ResidentForward)
+        few = few_rows_configs(spec, config, n, architecture, 132)
+        return {most // 132 for most, one in few if not one.hold_weight and one != config}
+
+    assert most_rows(plain, n, 4, 90) == ({rows} if rows else set())
+    for other in (
+        dataclasses.replace(plain, relu=True),
+        dataclasses.replace(plain, zero_centered=True),
+    ):
+        assert most_rows(other, n, 4, 90) == set()
+    for others in ((n - 4, 4, 90), (n, 2, 90), (n, 4, 100)):
+        assert most_rows(plain, *others) == set()
 
 
 @pytest.mark.parametrize(("vector", "has_some"), [(8, True), (4, False)])

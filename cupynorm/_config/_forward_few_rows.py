@@ -21,9 +21,10 @@ def few_rows_configs(
     bias, for registers are to spare: LayerNorm with both in bfloat16 takes 5.57 us, not 6.72, for
     one row of 4096, 7.97, not 8.70, for 512, but 11.8, not 10.4, for 512 of 8192, more than run at
     once; with both in float32 6.14, not 7.26, for 512 of 1024. What is rare comes last in their
-    code: over some 20 shapes of decoding RMSNorm is 2.6% faster, LayerNorm 1%. Of RMSNorm's longest
-    rows more than `config` runs at once do so by 64 registers a thread, which spills where a row is
-    out of range: 512 of 16384 take 13.1 us, not 14.6, 512 of 12288 11.3, not 13.3 (bfloat16, H200).
+    code: over some 20 shapes of decoding RMSNorm is 2.6% faster, LayerNorm 1%. Of the longest rows
+    more than `config` runs at once do so by 64 registers a thread: 512 of RMSNorm's 16384 take
+    13.1 us, not 14.6, 512 of 12288 11.3, not 13.3 (bfloat16), 512 of LayerNorm's 8192 13.2, not
+    15.2, 600 of 6144 12.2, not 14.1, 700 of 5120 12.3, not 13.8 (float32, H200).
     """
     # By accesses of 8 bytes RMSNorm takes 5.1 us, not 5.7, for 64 rows of 4100, 4.8, not 5.4, of
     # 1500, but LayerNorm 5.7, not 5.5, and 9.1, not 8.2, for 512 of 4100, though in packs of 8
@@ -60,20 +61,32 @@ def few_rows_configs(
         if architecture >= FIRST_WITH_CLUSTERS:
             configs += [_split(held, split) for split in _split_blocks(spec, config)]
         configs.append(held)
-    plain = config.full and not (spec.bias or spec.relu or spec.zero_centered)
-    plain = plain and config.vector == pack_length(spec.x)
-    plain = plain and ITEMSIZE[spec.x] == ITEMSIZE[spec.y] == 2
-    plain = plain and architecture >= FIRST_WITH_CLUSTERS
-    if plain and spec.norm == "rms_norm" and packs == 8:
+    blocks = 1024 // config.block_threads
+    if packs == 8 and _fits_64_registers(spec, config, architecture):
         if not configs or configs[-1].blocks_per_multiprocessor < config.blocks_per_multiprocessor:
             configs.append(config)
-        blocks = 1024 // config.block_threads
         configs.append(
             dataclasses.replace(
                 _none_ahead(config), hold_weight=False, blocks_per_multiprocessor=blocks
             )
         )
     return tuple((_most_at_once(few, multiprocessors), few) for few in configs)
+
+
+def _fits_64_registers(spec: ForwardSpec, config: ResidentForward, architecture: int) -> bool:
+    """Return whether rows of 8 packs a thread are fast by 64 registers a thread, if few.
+
+    RMSNorm's of 16 bits spill where a row is out of range. LayerNorm's of float32 do not on sm_90;
+    those of 224 threads have as many at once as it is: 528 of 7168 take 12.3 us, so 12.6 (H200).
+    """
+    if not config.full or config.vector < pack_length(spec.x) or spec.relu or spec.zero_centered:
+        return False
+    if ITEMSIZE[spec.y] != ITEMSIZE[spec.x]:
+        return False
+    if spec.norm == "rms_norm":
+        fits = ITEMSIZE[spec.x] == 2 and spec.bias is None
+        return fits and architecture >= FIRST_WITH_CLUSTERS
+    return spec.x == "float32" and config.row_threads != 224 and architecture == 90
 
 
 def _packs_of_16_bytes(spec: ForwardSpec, config: ResidentForward) -> int:
