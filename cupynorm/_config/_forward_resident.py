@@ -274,16 +274,16 @@ def _threads_at_once(row: _Row, hold_weight: bool) -> int:
     if slim and hold_weight and row.has_slim_affine and packs == 4:
         return 1024  # 512 rows at once: 8.74 us against 9.73 at 512x8192 (bfloat16, H200)
     # On other GPUs, where nothing was measured, up to 44 bytes would be spilled.
-    usual = row.architecture == 90 and row.is_plain and not is_y_wider(spec)
-    usual = usual and ITEMSIZE[spec.x] == 2 and row.vector == length and packs == 4
-    if usual and spec.norm == "rms_norm" and hold_weight and not row.is_full:
+    measured = row.architecture == 90 and not is_y_wider(spec)
+    measured = measured and ITEMSIZE[spec.x] == 2 and row.vector == length and packs == 4
+    if measured and spec.norm == "rms_norm" and hold_weight and not slim:
         # 66.6 us, not 69.8, for 24892 rows of 2696, by 1024 67.6; of more threads a row, of which
         # 896 would be no more at once, 66.6, not 69.5, for 11915 of 5632; with a float32 weight
         # 70.8, not 75.1, for 24892 of 2696, by 896 82.5 (bfloat16, H200).
         if not row.has_slim_affine:
             return 768
         return 1024 if row.row_threads > 128 else 896
-    if usual and spec.norm == "layer_norm" and spec.x == "float16" and row.row_threads > 128:
+    if measured and spec.norm == "layer_norm" and spec.x == "float16" and row.row_threads > 128:
         # 253.3 us, not 256.3, for 32768 rows of 8192, 160, not 170, for 16384 of 10240; rows of
         # fewer threads, which have 800 and more at once as it is, gain nothing (H200).
         return 1024
