@@ -1659,6 +1659,7 @@ def test_rows_of_8_packs_a_thread_have_two_blocks_if_accesses_are_wide(
         ("rms_norm", "bfloat16", "bfloat16", 3976, 7 * 128, 7 * 128, 5 * 128),
         ("rms_norm", "float16", "float16", 4872, 6 * 160, 4 * 160, 4 * 160),
         ("rms_norm", "bfloat16", "float32", 2696, 8 * 96, 8 * 96, 6 * 96),
+        ("rms_norm", "bfloat16", "float32", 3976, 5 * 128, 5 * 128, 5 * 128),
         ("rms_norm", "float32", "float32", 1348, 6 * 96, 6 * 96, 6 * 96),  # not measured
         ("rms_norm", "bfloat16", "bfloat16", 4096, 8 * 128, 7 * 128, 5 * 128),  # full
         ("layer_norm", "float16", "float16", 4096, 6 * 128, 6 * 128, 6 * 128),

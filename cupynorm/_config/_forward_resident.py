@@ -279,9 +279,10 @@ def _threads_at_once(row: _Row, hold_weight: bool) -> int:
     if measured and spec.norm == "rms_norm" and hold_weight and not slim:
         # 66.6 us, not 69.8, for 24892 rows of 2696, by 1024 67.6; of more threads a row, of which
         # 896 would be no more at once, 66.6, not 69.5, for 11915 of 5632; with a float32 weight
-        # 70.8, not 75.1, for 24892 of 2696, by 896 82.5 (bfloat16, H200).
+        # 70.8, not 75.1, for 24892 of 2696, by 896 82.5, but 67.6, not 67.0, for 16878 of 3976
+        # around zero, whose registers allow as many as it is (bfloat16, H200).
         if not row.has_slim_affine:
-            return 768
+            return 768 if row.row_threads == 96 else 640
         return 1024 if row.row_threads > 128 else 896
     if measured and spec.norm == "layer_norm" and spec.x == "float16" and row.row_threads > 128:
         # 253.3 us, not 256.3, for 32768 rows of 8192, 160, not 170, for 16384 of 10240; rows of
