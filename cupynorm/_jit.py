@@ -95,6 +95,7 @@ def forward_instantiation(
             config.blocks_ahead_if_large,
             config.hold_weight,
             config.cluster_blocks,
+            config.folded,
             config.row_threads,
             config.block_threads,
             config.blocks_per_multiprocessor,

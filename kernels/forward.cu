@@ -9,7 +9,8 @@
 //            bytes a row. y may be x. Full: the row's columns fill the team's packs exactly.
 // Grid:      teams of RowThreads threads, one row each; blocks of BlockThreads threads, on grid.x; or
 //            a row to a cluster of ClusterBlocks blocks of RowThreads threads, with the bits of one
-//            block of all these threads.
+//            block of all these threads; or, Folded, to a block whose threads are two each, with the
+//            bits of twice as many.
 // Traffic:   x read once, y written once; weight and bias from cache, and the first pack by every
 //            thread of LayerNorm's rows of several warps.
 // Thread:    packs rank, rank + threads of the team, ... of its row (PacksPerThread of them), of Length
@@ -54,9 +55,9 @@ __device__ __forceinline__ void prefetch_row_ahead(const X* x, long long x_strid
 
 // Statistics of the whole team's row in registers, from sums of d*d, where Centered of d, and where
 // Shifted of |d|: d = x - shift, or x where not Shifted. Element i of pack p is at column
-// first_column(p) + i; those past the row's end are 0.
-template <bool Centered, bool Shifted, int Vector, typename X, int Length, int PacksPerThread,
-          typename TeamOf>
+// first_column(p) + i; those past the row's end are 0. Apart: see norm_forward.
+template <bool Centered, bool Shifted, bool Apart, int Vector, typename X, int Length,
+          int PacksPerThread, typename TeamOf>
 __device__ __forceinline__ Statistics<Compute<X>> measure(TeamOf& team,
                                                           Pack<X, Length> (&row)[PacksPerThread],
                                                           Compute<X> shift, int n_cols,
@@ -68,36 +69,40 @@ __device__ __forceinline__ Statistics<Compute<X>> measure(TeamOf& team,
   for (int p = 0; p < PacksPerThread; ++p) {
     const int first = team.template first_column<PacksPerThread, Length>(p);
     const int end = team.template end_of_row<PacksPerThread, Length>(p, n_cols);
+    if (!Apart || inv_n > T(0)) {
 #pragma unroll
-    for (int i = 0; i < Length; ++i) {
-      T d = row[p].template get<T>(i);
-      // Past the end x is 0, too: one shift for each access.
-      if constexpr (Shifted) d -= inside<Vector>(first, i, end) ? shift : T(0);
-      add_deviation(of_packs[p], d);
+      for (int i = 0; i < Length; ++i) {
+        T d = row[p].template get<T>(i);
+        // Past the end x is 0, too: one shift for each access.
+        if constexpr (Shifted) d -= inside<Vector>(first, i, end) ? shift : T(0);
+        add_deviation(of_packs[p], d);
+      }
     }
   }
-  T sums[kSums] = {};
+  T sums[2][kSums] = {};  // the second of a folded team alone
 #pragma unroll
   for (int k = 0; k < kSums; ++k) {
     if constexpr (TeamOf::kThreads <= 32 && PacksPerThread == 4) {
       // As twice as many lanes sum them by 2, which rows of less than a warp may have.
-      sums[k] = (of_packs[0][k] + of_packs[2][k]) + (of_packs[1][k] + of_packs[3][k]);
+      sums[0][k] = (of_packs[0][k] + of_packs[2][k]) + (of_packs[1][k] + of_packs[3][k]);
     } else {
 #pragma unroll
-      for (int p = 0; p < PacksPerThread; ++p) sums[k] += of_packs[p][k];
+      for (int p = 0; p < PacksPerThread; ++p) {
+        sums[TeamOf::kFolded ? p % 2 : 0][k] += of_packs[p][k];
+      }
     }
   }
-  team.template reduce<Sum>(sums);
+  team.template reduce<Sum>(sums[0], sums[1]);
   Statistics<T> statistics;
   if constexpr (Shifted) statistics.shift = shift;
-  finish<Centered>(statistics, sums, inv_n);
+  finish<Centered>(statistics, sums[0], inv_n);
   forget_conversions(row);
   return statistics;
 }
 
 template <typename X, typename Weight, typename Bias, typename Y, bool Centered, bool ZeroCentered,
           bool StoreStatistics, bool Relu, bool RareLast, int BlocksAhead, int BlocksAheadIfLarge,
-          bool HoldWeight, int ClusterBlocks, int RowThreads, int BlockThreads,
+          bool HoldWeight, int ClusterBlocks, bool Folded, int RowThreads, int BlockThreads,
           int BlocksPerMultiprocessor, int PacksPerThread, int Length, bool Full, int Vector>
 __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_forward(
     const X* x, long long x_stride, const Weight* weight, const Bias* bias, Y* y,
@@ -106,7 +111,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
     Compute<X> upper) {
   using T = Compute<X>;
   constexpr int kLength = Length;
-  Team<RowThreads, BlockThreads, ClusterBlocks, true> team;
+  Team<RowThreads, BlockThreads, ClusterBlocks, true, Folded> team;
   constexpr int kColumns = team.kThreads * PacksPerThread * kLength;  // or fewer, unless Full
   const int n_cols = Full ? kColumns : static_cast<int>(row_length);
   const long long row = block_index() / ClusterBlocks * team.kTeams + team.team;
@@ -130,6 +135,15 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
   constexpr bool kGuesses = Centered && team.kThreads > 32;
   static_assert(!kGuesses || team.kTeams == 1,
                 "the block's row exists: its first pack may be read");
+
+  // What is done with each pack before the row is normalized has a branch of its own, always taken, though
+  // the compiler cannot know, where threads have many packs and few registers: ptxas mixes the work of all
+  // packs else, and spills. LayerNorm takes 68 us, not 76, for 7281 rows of 9216, 79, not 87, for 5600 of
+  // 12002, RMSNorm 11.0, not 12.1, for 512 of float16, 12288; but where registers are to spare LayerNorm
+  // 5.9, not 5.5, for 64 of 6144 (bfloat16 unless said, H200).
+  constexpr int kRegisters = 65536 / (BlockThreads * BlocksPerMultiprocessor);
+  constexpr bool kApart = sizeof(X) == 2 && PacksPerThread * kLength > 32 && team.kThreads > 32 &&
+                          kRegisters < (Centered ? 128 : 80);
 
   // Rows that allow accesses of single elements alone, by cells and words (unaligned.cuh): RMSNorm takes
   // 84 us, not 109, for 16384 of 4097, 77, not 127, for 8192 of 8191, LayerNorm 109, not 138, and 97, not
@@ -229,19 +243,23 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
     T largest[1] = {0};
 #pragma unroll
     for (int p = 0; p < PacksPerThread; ++p) {
+      if (!kApart || inv_n > T(0)) {
 #pragma unroll
-      for (int i = 0; i < kLength; ++i) {
-        largest[0] = larger(absolute(packs[p].template get<T>(i)), largest[0]);
+        for (int i = 0; i < kLength; ++i) {
+          largest[0] = larger(absolute(packs[p].template get<T>(i)), largest[0]);
+        }
       }
     }
-    team.template reduce<Max>(largest);
+    team.template reduce<Max>(largest, largest);
     if (wild) unit = unit_of(larger(largest[0], square_root(eps)));
     const T inv_unit = T(1) / unit;
 #pragma unroll
     for (int p = 0; p < PacksPerThread; ++p) {
+      if (!kApart || inv_n > T(0)) {
 #pragma unroll
-      for (int i = 0; i < kLength; ++i) {
-        packs[p].set(i, packs[p].template get<T>(i) * inv_unit);
+        for (int i = 0; i < kLength; ++i) {
+          packs[p].set(i, packs[p].template get<T>(i) * inv_unit);
+        }
       }
     }
   };
@@ -249,7 +267,8 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
   const auto recentre = [&](bool far) {
     if (team.any(far)) {
       const T shift = statistics.shift + statistics.correction;
-      const Statistics<T> again = measure<true, true, Vector>(team, packs, shift, n_cols, inv_n);
+      const Statistics<T> again =
+          measure<true, true, kApart, Vector>(team, packs, shift, n_cols, inv_n);
       if (far) statistics = again;
     }
     if (far) settle(statistics);
@@ -265,7 +284,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
     bool recentred = false;
 #pragma unroll 1
     for (;;) {
-      statistics = measure<Centered, Centered, Vector>(team, packs, shift, n_cols, inv_n);
+      statistics = measure<Centered, Centered, kApart, Vector>(team, packs, shift, n_cols, inv_n);
       if (Centered ? recentred || !was_far(statistics) : only_round) break;
       shift += statistics.correction;
       recentred = true;
@@ -275,7 +294,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
   constexpr bool kFromZero = Centered && !kGuesses;
   bool far = false;
   if constexpr (kFromZero) {
-    statistics = measure<true, false, Vector>(team, packs, T(0), n_cols, inv_n);
+    statistics = measure<true, false, kApart, Vector>(team, packs, T(0), n_cols, inv_n);
     far = active && zero_was_far<kColumns>(statistics);  // a team without a row has zeros
     // One row in twenty is far, and of some hundred all wait for the slowest: it finds the code that
     // normalizes where the others' instructions are. LayerNorm takes 5.16 us, not 5.33, for 512 rows
@@ -287,7 +306,8 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
   } else if constexpr (kGuesses && RareLast) {
     // No loop, before which ptxas has a thread wait for weight and bias as well: LayerNorm takes 5.75 us,
     // not 5.86, for 64 rows of 8192, 4.96, not 5.13, for 8 (bfloat16, H200).
-    statistics = measure<true, true, Vector>(team, packs, first_mean<T>(first_pack), n_cols, inv_n);
+    statistics =
+        measure<true, true, kApart, Vector>(team, packs, first_mean<T>(first_pack), n_cols, inv_n);
     far = was_far(statistics);
     if (!far) settle(statistics);
   } else {
@@ -389,7 +409,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
     if (team.any(wild)) {
       bring_into_range(wild);
       if constexpr (kFromZero) {
-        statistics = measure<true, false, Vector>(team, packs, T(0), n_cols, inv_n);
+        statistics = measure<true, false, kApart, Vector>(team, packs, T(0), n_cols, inv_n);
         recentre(zero_was_far<kColumns>(statistics));
       } else {
         measure_from(T(0));

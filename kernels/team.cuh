@@ -6,7 +6,9 @@
 // order: a butterfly in each warp, one over the warps of a block, one over the blocks, of which every
 // warp repeats the last. Since addition commutes, every thread of the team ends with the same bits.
 // The order depends on RowThreads and ClusterBlocks alone; but the threads of a cluster that is Split
-// are those of one block of as many, with its packs and its bits.
+// are those of one block of as many, with its packs and its bits, and each of a Folded team is two, with
+// the packs and the bits of twice as many threads: its packs are by turns those of the one and of the
+// other, RowThreads further on.
 #pragma once
 
 #include "types.cuh"
@@ -24,7 +26,8 @@ struct Max {  // of values that are not negative and not NaN
   }
 };
 
-template <int RowThreads, int BlockThreads, int ClusterBlocks = 1, bool Split = false>
+template <int RowThreads, int BlockThreads, int ClusterBlocks = 1, bool Split = false,
+          bool Folded = false>
 struct Team {
   static_assert(BlockThreads % 32 == 0 && BlockThreads % RowThreads == 0, "teams fill the block");
   static_assert(RowThreads % 32 == 0 || 32 % RowThreads == 0, "a team is whole warps or a part");
@@ -33,12 +36,16 @@ struct Team {
   static constexpr int kWarps = RowThreads > 32 ? RowThreads / 32 : 1;
   static_assert(kWarps == 1 || kTeams <= 15, "each team of several warps has a named barrier");
   static_assert(ClusterBlocks == 1 || kTeams == 1, "a cluster is one team");
+  static_assert(!Folded || (ClusterBlocks == 1 && kTeams == 1 && RowThreads % 32 == 0),
+                "the folded team is the block");
+  static constexpr bool kFolded = Folded;
   // A cluster's blocks tell each other one sum each, which one of their warps has from the others.
   // With a sum of each warp, up to 256 for every warp to read, LayerNorm of 2048 rows of 262144 took
   // 589 us, not 543 (bfloat16, float32 weight and bias, H200).
   static constexpr bool kByBlocks = ClusterBlocks > 1 && kWarps > 1 && !Split;
   // Whose values every warp combines last.
-  static constexpr int kSlots = kByBlocks ? ClusterBlocks : ClusterBlocks * kWarps;
+  static constexpr int kSlots =
+      kByBlocks ? ClusterBlocks : ClusterBlocks * kWarps * (Folded ? 2 : 1);
   static_assert(kSlots <= 32, "a lane reads one");
   static constexpr int kMaxValues = 4;  // that one reduction may combine
   static constexpr int kMailboxBytes = ClusterBlocks > 1 ? 16 : 0;
@@ -96,6 +103,28 @@ struct Team {
   __device__ __forceinline__ void reduce(T (&values)[Count]) {
     begin_reduction<Operation>(values);
     finish_reduction<Operation>(values);
+  }
+
+  // The same, where each thread of a Folded team has `seconds` as well, those of the other that it is: half
+  // of a warp's lanes go on with these.
+  template <typename Operation, int Count, typename T>
+  __device__ __forceinline__ void reduce(T (&values)[Count], const T (&seconds)[Count]) {
+    if constexpr (Folded) {
+      const bool has_seconds = rank % 32 >= 16;
+#pragma unroll
+      for (int i = 0; i < Count; ++i) {
+        const T own = has_seconds ? seconds[i] : values[i];
+        const T others = has_seconds ? values[i] : seconds[i];
+        values[i] = Operation::combine(own, shuffle_xor(others, 16));
+      }
+      butterfly<Operation, 16>(values);
+      if (rank % 16 == 0) {
+        slots<Count, T>()[rank / 32 + (has_seconds ? kWarps : 0)] = slot_of(values);
+      }
+      finish_reduction<Operation>(values);
+    } else {
+      reduce<Operation>(values);
+    }
   }
 
   // A reduction in two halves, between which a thread need not wait for the others; one at a time. In

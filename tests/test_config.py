@@ -140,8 +140,14 @@ def test_a_row_fits_its_team_and_no_pack_is_idle(spec: Spec, n: int, architectur
             check_row(spec, n, config)
 
 
+def most_at_once(config: ResidentForward) -> int:
+    return config.blocks_per_multiprocessor * config.rows_per_block
+
+
 @given(
-    forward_specs, widths() | st.sampled_from((10240, 12288, 16384)), st.sampled_from(ARCHITECTURES)
+    forward_specs,
+    widths() | st.sampled_from((5120, 8192, 10240, 12288, 14336, 16384)),
+    st.sampled_from(ARCHITECTURES),
 )
 @settings(max_examples=500)
 def test_few_rows_differ_only_in_what_does_not_show(
@@ -161,11 +167,13 @@ def test_few_rows_differ_only_in_what_does_not_show(
                 config.row_threads * config.packs_per_thread
             )
             split = few.cluster_blocks > 1
-            short = few.packs_per_thread != config.packs_per_thread
+            folded = few.folded
+            short = few.packs_per_thread != config.packs_per_thread and not folded
             hidden = ["rare_last", "hold_weight", "blocks_per_multiprocessor"]
             hidden += ["blocks_ahead", "blocks_ahead_if_large"]
-            hidden += ["row_threads"] * (split or short) + ["packs_per_thread"] * short
-            hidden += ["block_threads", "cluster_blocks"] * split
+            hidden += ["row_threads"] * (split or short or folded)
+            hidden += ["packs_per_thread"] * (short or folded) + ["folded"] * folded
+            hidden += ["block_threads"] * (split or folded) + ["cluster_blocks"] * split
             same = {name: getattr(config, name) for name in hidden}
             assert dataclasses.replace(few, **same) == config
             threads = few.blocks_per_multiprocessor * few.block_threads
@@ -203,9 +211,17 @@ def test_few_rows_differ_only_in_what_does_not_show(
                 assert few.hold_weight
                 assert threads <= 512
             elif few != config:
-                assert (spec.norm, few.packs_per_thread, few.hold_weight) == ("rms_norm", 8, False)
-                assert threads > config.blocks_per_multiprocessor * config.block_threads
+                assert (few.packs_per_thread, few.hold_weight) == (8, False)
+                if spec.norm == "layer_norm":
+                    assert architecture == 90
+                    assert folded == (spec.x != "float32")
+                assert most_at_once(few) > most_at_once(config)
                 assert threads <= 1024
+            if folded:  # a warp has the sums of two, and each thread the packs of two
+                assert 2 * few.row_threads == config.row_threads
+                assert few.packs_per_thread == 2 * config.packs_per_thread
+                assert few.row_threads % 32 == 0
+                assert few.rows_per_block == 1
 
 
 @given(backward_specs, widths(), st.sampled_from(ARCHITECTURES), st.integers(1, 300), st.booleans())
@@ -307,8 +323,9 @@ def test_decoding_has_kernels_of_its_own() -> None:
         assert isinstance(config, ResidentForward)
         few_rows = few_rows_configs(spec, config, n, 90, 132)
         blocks = {8192: [4, 1], 16384: [4, 2, 1], 24576: [4, 2, 1]}.get(n, [1])
-        assert [few.cluster_blocks for _, few in few_rows] == blocks, n
-        assert all(few.rare_last for _, few in few_rows), n
+        held = [few for _, few in few_rows if few.rare_last]
+        assert [few.cluster_blocks for few in held] == blocks, n
+        assert [few for _, few in few_rows][: len(held)] == held, n
 
 
 @pytest.mark.parametrize(
@@ -1567,16 +1584,16 @@ def test_odd_rows_of_layer_norm() -> None:
     wide = {"weight": "float32", "bias": "float32"}
     # By 8 packs of 16 bytes, but for those of 96 threads, or by 6 with a narrow weight and bias.
     assert layout(5119, **wide) == (96, 14, 4, 6)
-    assert layout(5121, **wide) == (128, 11, 4, 5)
-    assert layout(6143, **wide) == (128, 12, 4, 5)
+    assert layout(5121, **wide) == (128, 11, 4, 6)
+    assert layout(6143, **wide) == (128, 12, 4, 6)
     assert layout(6145, **wide) == (128, 13, 4, 5)
-    assert layout(12287) == (256, 6, 8, 2)
+    assert layout(12287) == (256, 6, 8, 3)
     assert layout(12289) == (224, 7, 8, 2)
     assert layout(777, weight="float32") == (32, 7, 4, 12)
     assert layout(777) == (16, 7, 8, 8)
     assert layout(777, **wide, x="float16")[2] == 8
     # As many threads as registers allow, where it was measured.
-    assert layout(4097) == (96, 6, 8, 7)
+    assert layout(4097) == (96, 6, 8, 8)
     assert layout(4097, architecture=100) == layout(4097, y="float32") == (96, 6, 8, 5)
     assert layout(4097, relu=True) == (96, 6, 8, 5)
 
@@ -1585,18 +1602,18 @@ def test_odd_rows_of_layer_norm() -> None:
     ("norm", "n", "relu", "vector", "layout"),
     [
         ("layer_norm", 2052, False, 4, (64, 9, 4, 8)),
-        ("layer_norm", 2052, False, 2, (64, 9, 4, 10)),
+        ("layer_norm", 2052, False, 2, (64, 9, 4, 12)),
         ("layer_norm", 3004, False, 4, (64, 12, 4, 12)),
         ("layer_norm", 4100, False, 4, (96, 11, 4, 8)),
         ("layer_norm", 4100, True, 4, (96, 11, 4, 6)),
-        ("layer_norm", 4100, False, 2, (96, 11, 4, 7)),
+        ("layer_norm", 4100, False, 2, (96, 11, 4, 8)),
         ("layer_norm", 4100, True, 2, (96, 11, 4, 5)),
         # At most accesses of 4 bytes, or of 2, of which 8 packs of 16 bytes are too many.
-        ("layer_norm", 4098, False, 2, (96, 11, 4, 7)),
-        ("layer_norm", 5762, False, 2, (128, 12, 4, 5)),
+        ("layer_norm", 4098, False, 2, (96, 11, 4, 8)),
+        ("layer_norm", 5762, False, 2, (128, 12, 4, 6)),
         ("layer_norm", 8190, False, 2, (256, 8, 4, 3)),
         ("layer_norm", 12002, False, 2, (192, 16, 4, 3)),
-        ("layer_norm", 4097, False, 1, (96, 6, 8, 7)),
+        ("layer_norm", 4097, False, 1, (96, 6, 8, 8)),
         ("layer_norm", 10241, False, 1, (224, 6, 8, 3)),
         ("rms_norm", 258, False, 2, (16, 5, 4, 12)),
         ("rms_norm", 4098, False, 2, (192, 6, 4, 4)),
@@ -1707,6 +1724,52 @@ def test_few_rows_of_float32_of_layer_norm_run_at_once(n: int, rows: int | None)
         assert most_rows(other, n, 4, 90) == set()
     for others in ((n - 4, 4, 90), (n, 2, 90), (n, 4, 100)):
         assert most_rows(plain, *others) == set()
+
+
+@pytest.mark.parametrize(
+    ("n", "blocks", "elsewhere"),
+    [(10240, 5, 5), (12288, 4, 4), (13312, 4, 3), (14336, 4, 3), (18432, 3, 2), (20480, 2, 2)],
+)
+def test_long_rows_of_layer_norm_have_72_registers(n: int, blocks: int, elsewhere: int) -> None:
+    spec = ForwardSpec("layer_norm", *4 * ("bfloat16",), False, False, False)
+    for architecture, found in ((90, blocks), (100, elsewhere)):
+        config = forward_config(spec, n, 8, architecture)
+        assert isinstance(config, ResidentForward)
+        assert (config.packs_per_thread, config.blocks_per_multiprocessor) == (8, found)
+
+
+@pytest.mark.parametrize(
+    ("x", "n", "layout"),  # threads, packs of each, rows at once on a multiprocessor
+    [
+        ("float16", 10240, None),
+        ("float16", 12288, (192, 8, 5)),
+        ("float16", 13312, None),  # 6.5 warps
+        ("float16", 14336, (224, 8, 4)),
+        ("float16", 16384, (256, 8, 4)),
+        ("bfloat16", 16384, (256, 8, 4)),
+        ("bfloat16", 8192, None),
+        ("bfloat16", 14336, None),  # 8 packs a thread as it is
+    ],
+)
+def test_few_long_rows_of_layer_norm_are_folded(
+    x: str, n: int, layout: tuple[int, int, int] | None
+) -> None:
+    plain = ForwardSpec("layer_norm", x, x, x, x, False, False, False)
+
+    def folded(spec: ForwardSpec, n: int, vector: int, architecture: int) -> list[tuple[int, ...]]:
+        config = forward_config(spec, n, vector, architecture)
+        assert isinstance(config, ResidentForward)
+        return [
+            (few.row_threads, few.packs_per_thread, most // 132)
+            for most, few in few_rows_configs(spec, config, n, architecture, 132)
+            if few.folded
+        ]
+
+    assert folded(plain, n, 8, 90) == ([layout] if layout else [])
+    for other in ({"relu": True}, {"zero_centered": True}, {"y": "float32"}):
+        assert folded(dataclasses.replace(plain, **other), n, 8, 90) == []  # type: ignore[arg-type]
+    for others in ((n - 8, 8, 90), (n, 4, 90), (n, 8, 100)):
+        assert folded(plain, *others) == []
 
 
 @pytest.mark.parametrize(("vector", "has_some"), [(8, True), (4, False)])

@@ -211,8 +211,8 @@ def regimes(kernel: Instantiation) -> Iterator[str]:
             yield f"{name}, a row to a cluster"
         return
     # The last are the threads of a row and of a block, blocks a multiprocessor, packs a thread,
-    # Full and Vector. Forward has before them RareLast, BlocksAhead, BlocksAheadIfLarge, HoldWeight
-    # and ClusterBlocks, and Length between.
+    # Full and Vector. Forward has before them RareLast, BlocksAhead, BlocksAheadIfLarge,
+    # HoldWeight, ClusterBlocks and Folded, and Length between.
     hold = 11 if name == "norm_forward" else 7
     if name == "norm_forward":
         length = int(values.pop(-3))
@@ -233,6 +233,8 @@ def regimes(kernel: Instantiation) -> Iterator[str]:
         yield f"{name}, what is rare last"
     if name == "norm_forward" and values[9] != "0":
         yield f"{name}, rows fetched ahead"
+    if name == "norm_forward" and values[13] == "true":
+        yield f"{name}, threads that are two"
     if name == "norm_backward" and values[8] == "true":
         yield f"{name}, rows held"
     if name == "norm_backward" and values[9] != "0":
@@ -260,6 +262,7 @@ def test_the_cases_reach_every_regime(kernels: list[Instantiation]) -> None:
         "norm_forward, with the weight held",
         "norm_forward, without the weight held",
         "norm_forward, what is rare last",
+        "norm_forward, threads that are two",
         "norm_forward, rows fetched ahead",
         "norm_forward, a row to a cluster",
         "norm_forward_staged",

@@ -164,6 +164,7 @@ TURNED_AHEAD = staged("backward.cu", turned=True, cluster_blocks=2)
 UNALIGNED, UNALIGNED_IN_PLACE = case("unaligned"), case("unaligned_in_place")
 UNALIGNED_FLOAT32 = case("unaligned_mean")
 FEW_ODD = few("warps_odd", "rms_norm", x="bfloat16")
+FOLDED = few("few_folded", x="bfloat16")
 WEIGHT_BESIDE = case("weight_beside", x="bfloat16")
 
 COUNTED = staged("forward_staged.cu", counted=True, m=40)
@@ -512,6 +513,39 @@ MUTATIONS = [
         "coefficients[n_rows - row] = ",
         f"{RACE}|{UNWRITTEN}",
         STREAM,
+    ),
+    # ---- threads that are two ----
+    Mutation(
+        "a folded thread's second sums dropped",
+        "team.cuh",
+        "has_seconds ? seconds[i] : values[i]",
+        "values[i]",
+        VALUE,
+        FOLDED,
+    ),
+    Mutation(
+        "a folded warp's two sums in one place",
+        "team.cuh",
+        "rank / 32 + (has_seconds ? kWarps : 0)",
+        "rank / 32",
+        f"{RACE}|{UNWRITTEN}",
+        FOLDED,
+    ),
+    Mutation(
+        "a folded warp's sums, of which half of the lanes have no second",
+        "team.cuh",
+        "butterfly<Operation, 16>(values);",
+        "butterfly<Operation, 32>(values);",
+        VALUE,
+        FOLDED,
+    ),
+    Mutation(
+        "a folded team's scratch is that of its own threads",
+        "team.cuh",
+        "ClusterBlocks * kWarps * (Folded ? 2 : 1);",
+        "ClusterBlocks * kWarps;",
+        VALUE,
+        FOLDED,
     ),
     # ---- barriers ----
     Mutation(

@@ -23,8 +23,9 @@ def few_rows_configs(
     once; with both in float32 6.14, not 7.26, for 512 of 1024. What is rare comes last in their
     code: over some 20 shapes of decoding RMSNorm is 2.6% faster, LayerNorm 1%. Of the longest rows
     more than `config` runs at once do so by 64 registers a thread: 512 of RMSNorm's 16384 take
-    13.1 us, not 14.6, 512 of 12288 11.3, not 13.3 (bfloat16), 512 of LayerNorm's 8192 13.2, not
-    15.2, 600 of 6144 12.2, not 14.1, 700 of 5120 12.3, not 13.8 (float32, H200).
+    13.1 us, not 14.6, 512 of 12288 11.3, not 13.3, of LayerNorm's 16384 13.6, not 15.1 (bfloat16),
+    528 of 14336 12.9, not 13.9 (float16), 512 of 8192 13.2, not 15.2, 600 of 6144 12.2, not 14.1
+    (float32, H200).
     """
     # By accesses of 8 bytes RMSNorm takes 5.1 us, not 5.7, for 64 rows of 4100, 4.8, not 5.4, of
     # 1500, but LayerNorm 5.7, not 5.5, and 9.1, not 8.2, for 512 of 4100, though in packs of 8
@@ -61,32 +62,46 @@ def few_rows_configs(
         if architecture >= FIRST_WITH_CLUSTERS:
             configs += [_split(held, split) for split in _split_blocks(spec, config)]
         configs.append(held)
-    blocks = 1024 // config.block_threads
-    if packs == 8 and _fits_64_registers(spec, config, architecture):
+    by_64_registers = _by_64_registers(spec, config, packs, architecture)
+    if by_64_registers is not None:
         if not configs or configs[-1].blocks_per_multiprocessor < config.blocks_per_multiprocessor:
             configs.append(config)
-        configs.append(
-            dataclasses.replace(
-                _none_ahead(config), hold_weight=False, blocks_per_multiprocessor=blocks
-            )
-        )
+        configs.append(by_64_registers)
     return tuple((_most_at_once(few, multiprocessors), few) for few in configs)
 
 
-def _fits_64_registers(spec: ForwardSpec, config: ResidentForward, architecture: int) -> bool:
-    """Return whether rows of 8 packs a thread are fast by 64 registers a thread, if few.
+def _by_64_registers(
+    spec: ForwardSpec, config: ResidentForward, packs: int, architecture: int
+) -> ResidentForward | None:
+    """Return the configuration of more rows at once, by 64 registers a thread, or None.
 
-    RMSNorm's of 16 bits spill where a row is out of range. LayerNorm's of float32 do not on sm_90;
-    those of 224 threads have as many at once as it is: 528 of 7168 take 12.3 us, so 12.6 (H200).
+    Of RMSNorm's 8 packs a thread of 16 bits, of LayerNorm's of float32, and of LayerNorm's 4 of 16
+    bits where a row has 12 to 16 warps, whose threads are two each then. Rows of 224 threads of
+    float32 have as many at once as it is: 528 of 7168 take 12.3 us, so 12.6; of 10 warps 10.3, not
+    9.9, for 400 rows of 10240, 13.5, not 13.9, for 792 (float16, H200).
     """
     if not config.full or config.vector < pack_length(spec.x) or spec.relu or spec.zero_centered:
-        return False
+        return None
     if ITEMSIZE[spec.y] != ITEMSIZE[spec.x]:
-        return False
+        return None
+    most = _none_ahead(config)
     if spec.norm == "rms_norm":
-        fits = ITEMSIZE[spec.x] == 2 and spec.bias is None
-        return fits and architecture >= FIRST_WITH_CLUSTERS
-    return spec.x == "float32" and config.row_threads != 224 and architecture == 90
+        if packs != 8 or ITEMSIZE[spec.x] != 2 or spec.bias or architecture < FIRST_WITH_CLUSTERS:
+            return None
+        most = dataclasses.replace(most, hold_weight=False)
+    elif architecture != 90:
+        return None
+    elif spec.x == "float32":
+        if packs != 8 or config.row_threads == 224:
+            return None
+    elif ITEMSIZE[spec.x] != 2 or packs != 4 or config.row_threads not in (384, 448, 512):
+        return None
+    else:
+        threads = config.row_threads // 2
+        most = dataclasses.replace(
+            most, folded=True, row_threads=threads, block_threads=threads, packs_per_thread=8
+        )
+    return dataclasses.replace(most, blocks_per_multiprocessor=1024 // most.block_threads)
 
 
 def _packs_of_16_bytes(spec: ForwardSpec, config: ResidentForward) -> int:

@@ -26,7 +26,8 @@ FIRST_WITH_ROWS_AHEAD = 90
 class ResidentForward:
     """Rows held in registers, read once, each by `row_threads` threads of `cluster_blocks` blocks.
 
-    In several blocks they give the bits of one block with all these threads, for few rows.
+    In several blocks they give the bits of one block with all these threads, `folded` those of
+    twice as many threads with half the packs, for few rows.
     `pack_length`: the elements of 16 bytes, or of 8 (_own_pack_length).
     `rare_last`: what is rare comes last in the code, for few rows. `hold_weight`: weight and bias
     are asked for with the row, not after it is measured. `full`: the row fills its threads' packs
@@ -40,6 +41,7 @@ class ResidentForward:
     packs_per_thread: int
     pack_length: int
     cluster_blocks: int
+    folded: bool
     vector: int
     rare_last: bool
     blocks_ahead: int
@@ -54,8 +56,10 @@ class ResidentForward:
 
 def resident_forward_bytes(spec: ForwardSpec, config: ResidentForward) -> int:
     """Return the shared memory of a block: see kernels/forward.cu."""
-    blocks = config.cluster_blocks
-    size = team_bytes(spec.x, config.row_threads, config.block_threads, blocks, split=True)
+    threads = config.row_threads, config.block_threads
+    if config.folded:  # its warps have two sums each
+        threads = 2 * config.row_threads, 2 * config.block_threads
+    size = team_bytes(spec.x, *threads, config.cluster_blocks, split=True)
     unaligned = config.vector == 1 and ITEMSIZE[spec.x] <= 4 and config.packs_per_thread > 2
     if unaligned and ITEMSIZE[spec.y] <= 4:
         size += config.block_threads * config.pack_length * ITEMSIZE[spec.y]
@@ -153,6 +157,7 @@ def resident_forward(
         packs_per_thread=row.own_packs_per_thread,
         pack_length=row.own_pack_length,
         cluster_blocks=1,
+        folded=False,
         vector=vector,
         rare_last=False,
         blocks_ahead=blocks_ahead,
@@ -293,10 +298,10 @@ def _threads_at_once(row: _Row, hold_weight: bool) -> int:
             return 768
         usual = row.is_plain and not is_y_wider(spec)
         if row.has_fewest_threads and usual and row.n % length and row.architecture == 90:
-            # 91 us, not 99, for 16384 of 4097, 97 for 6500 of 10241 by 6 packs (_packs_per_thread),
-            # with a float32 weight and bias 97, not 101, and of 7 packs 102, not 128 (bfloat16,
-            # H200). On other GPUs, where nothing was measured, up to 140 bytes would be spilled.
-            return 672 if packs <= 6 else 640
+            # 91 us, not 108, for 5600 of 12001, 85, not 90, for 11000 of 6001, 105, not 110, for
+            # 32768 of 2049, with a float32 weight and bias 101, not 107; of 7 packs 102 by 640, not
+            # 128 by 512, for 6500 of 10241 (bfloat16, H200). On other GPUs nothing was measured.
+            return 768 if packs <= 6 and row.row_threads > 32 else 640
         return 512 if spec.norm == "layer_norm" or not row.is_plain else 640
     if packs > 4 and row.has_fewest_threads:
         # Of packs of 8 bytes 11 or 12 a thread: 136 us against 148 by 640 at 4100, 101 against 104
@@ -304,7 +309,10 @@ def _threads_at_once(row: _Row, hold_weight: bool) -> int:
         # against 127 at 6004. Of 9 or 10 by 512 73 against 75 at 2052 (bfloat16, H200).
         if row.of_halves and (packs != 6 or not row.is_plain):
             return 640 if packs > 5 else 512
-        return 800  # 132 us against 137 by 640 at 7168, 134 against 139 at 10240
+        # 132 us against 137 by 640 at 7168, 134 against 139 at 10240; by 960 68.3 against 72.9 at
+        # 18432, 67.6 against 68.4 at 14336, but 69.4 against 68.2 at 10240, where 32 bytes would be
+        # spilled, and at 20480 28, 69.9 against 71.3. On other GPUs nothing was measured.
+        return 960 if 192 < row.row_threads < 320 and row.architecture == 90 else 800
     if packs > 6 and (spec.norm == "rms_norm" or spec.x == "float16"):
         return 512
     if packs > 4 or (hold_weight and not slim):

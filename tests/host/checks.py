@@ -526,6 +526,16 @@ FEW += [
     Case("few_pairs_odd", "layer_norm", 2, 16376, "bfloat16", gap=8, regime="off_guess", **_PAIRS),
     Case("few_pairs_wild", "layer_norm", 3, 8192, "float32", regime="extreme", **_PAIRS),
 ]
+# More than run at once, each of whose threads is two then.
+_FOLDED: dict[str, Any] = {"multiprocessors": 1, "gap": 8}
+FEW += [
+    Case("few_folded", "layer_norm", 3, n, x, x, x, regime=regime, **_FOLDED)
+    for n, x, regime in (
+        (16384, "bfloat16", "mixed_rows"),
+        (16384, "bfloat16", "extreme"),
+        (12288, "float16", "off_guess"),
+    )
+]
 # More than hold the weight at once, of which all run at once all the same.
 FEW.append(Case("few_at_once", "rms_norm", 9, 10240, "bfloat16", bias=None, regime="extreme"))
 FEW += [dataclasses.replace(case, name=f"lone_{case.name}", m=1) for case in FEW[::2]]
