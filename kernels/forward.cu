@@ -55,13 +55,13 @@ __device__ __forceinline__ void prefetch_row_ahead(const X* x, long long x_strid
 
 // Statistics of the whole team's row in registers, from sums of d*d, where Centered of d, and where
 // Shifted of |d|: d = x - shift, or x where not Shifted. Element i of pack p is at column
-// first_column(p) + i; those past the row's end are 0. Apart: see norm_forward.
-template <bool Centered, bool Shifted, bool Apart, int Vector, typename X, int Length,
-          int PacksPerThread, typename TeamOf>
+// first_column(p) + i; those past the row's end are 0. `always`: see norm_forward.
+template <bool Centered, bool Shifted, int Vector, typename X, int Length, int PacksPerThread,
+          typename TeamOf>
 __device__ __forceinline__ Statistics<Compute<X>> measure(TeamOf& team,
                                                           Pack<X, Length> (&row)[PacksPerThread],
                                                           Compute<X> shift, int n_cols,
-                                                          Compute<X> inv_n) {
+                                                          Compute<X> inv_n, bool always) {
   using T = Compute<X>;
   constexpr int kSums = !Centered ? 1 : Shifted ? 3 : 2;
   T of_packs[PacksPerThread][kSums] = {};  // each by itself: a shorter chain of roundings
@@ -69,7 +69,7 @@ __device__ __forceinline__ Statistics<Compute<X>> measure(TeamOf& team,
   for (int p = 0; p < PacksPerThread; ++p) {
     const int first = team.template first_column<PacksPerThread, Length>(p);
     const int end = team.template end_of_row<PacksPerThread, Length>(p, n_cols);
-    if (!Apart || inv_n > T(0)) {
+    if (always) {
 #pragma unroll
       for (int i = 0; i < Length; ++i) {
         T d = row[p].template get<T>(i);
@@ -111,6 +111,8 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
     Compute<X> upper) {
   using T = Compute<X>;
   constexpr int kLength = Length;
+  static_assert(!Folded || (Full && PacksPerThread % 2 == 0),
+                "each of the two threads has as many packs, all inside");
   Team<RowThreads, BlockThreads, ClusterBlocks, true, Folded> team;
   constexpr int kColumns = team.kThreads * PacksPerThread * kLength;  // or fewer, unless Full
   const int n_cols = Full ? kColumns : static_cast<int>(row_length);
@@ -136,14 +138,15 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
   static_assert(!kGuesses || team.kTeams == 1,
                 "the block's row exists: its first pack may be read");
 
-  // What is done with each pack before the row is normalized has a branch of its own, always taken, though
-  // the compiler cannot know, where threads have many packs and few registers: ptxas mixes the work of all
-  // packs else, and spills. LayerNorm takes 68 us, not 76, for 7281 rows of 9216, 79, not 87, for 5600 of
-  // 12002, RMSNorm 11.0, not 12.1, for 512 of float16, 12288; but where registers are to spare LayerNorm
+  // What is done with each pack before the row is normalized has a branch of its own, on what is always true,
+  // though the compiler cannot know, where threads have many packs and few registers: ptxas mixes the work of
+  // all packs else, and spills. LayerNorm takes 68 us, not 76, for 7281 rows of 9216, 79, not 86, for 5600 of
+  // 12002, RMSNorm 11.1, not 12.0, for 512 of float16, 12288; but where registers are to spare LayerNorm
   // 5.9, not 5.5, for 64 of 6144 (bfloat16 unless said, H200).
   constexpr int kRegisters = 65536 / (BlockThreads * BlocksPerMultiprocessor);
   constexpr bool kApart = sizeof(X) == 2 && PacksPerThread * kLength > 32 && team.kThreads > 32 &&
                           kRegisters < (Centered ? 128 : 80);
+  const bool always = !kApart || inv_n > T(0);
 
   // Rows that allow accesses of single elements alone, by cells and words (unaligned.cuh): RMSNorm takes
   // 84 us, not 109, for 16384 of 4097, 77, not 127, for 8192 of 8191, LayerNorm 109, not 138, and 97, not
@@ -243,7 +246,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
     T largest[1] = {0};
 #pragma unroll
     for (int p = 0; p < PacksPerThread; ++p) {
-      if (!kApart || inv_n > T(0)) {
+      if (always) {
 #pragma unroll
         for (int i = 0; i < kLength; ++i) {
           largest[0] = larger(absolute(packs[p].template get<T>(i)), largest[0]);
@@ -255,7 +258,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
     const T inv_unit = T(1) / unit;
 #pragma unroll
     for (int p = 0; p < PacksPerThread; ++p) {
-      if (!kApart || inv_n > T(0)) {
+      if (always) {
 #pragma unroll
         for (int i = 0; i < kLength; ++i) {
           packs[p].set(i, packs[p].template get<T>(i) * inv_unit);
@@ -268,7 +271,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
     if (team.any(far)) {
       const T shift = statistics.shift + statistics.correction;
       const Statistics<T> again =
-          measure<true, true, kApart, Vector>(team, packs, shift, n_cols, inv_n);
+          measure<true, true, Vector>(team, packs, shift, n_cols, inv_n, always);
       if (far) statistics = again;
     }
     if (far) settle(statistics);
@@ -284,7 +287,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
     bool recentred = false;
 #pragma unroll 1
     for (;;) {
-      statistics = measure<Centered, Centered, kApart, Vector>(team, packs, shift, n_cols, inv_n);
+      statistics = measure<Centered, Centered, Vector>(team, packs, shift, n_cols, inv_n, always);
       if (Centered ? recentred || !was_far(statistics) : only_round) break;
       shift += statistics.correction;
       recentred = true;
@@ -294,7 +297,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
   constexpr bool kFromZero = Centered && !kGuesses;
   bool far = false;
   if constexpr (kFromZero) {
-    statistics = measure<true, false, kApart, Vector>(team, packs, T(0), n_cols, inv_n);
+    statistics = measure<true, false, Vector>(team, packs, T(0), n_cols, inv_n, always);
     far = active && zero_was_far<kColumns>(statistics);  // a team without a row has zeros
     // One row in twenty is far, and of some hundred all wait for the slowest: it finds the code that
     // normalizes where the others' instructions are. LayerNorm takes 5.16 us, not 5.33, for 512 rows
@@ -307,7 +310,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
     // No loop, before which ptxas has a thread wait for weight and bias as well: LayerNorm takes 5.75 us,
     // not 5.86, for 64 rows of 8192, 4.96, not 5.13, for 8 (bfloat16, H200).
     statistics =
-        measure<true, true, kApart, Vector>(team, packs, first_mean<T>(first_pack), n_cols, inv_n);
+        measure<true, true, Vector>(team, packs, first_mean<T>(first_pack), n_cols, inv_n, always);
     far = was_far(statistics);
     if (!far) settle(statistics);
   } else {
@@ -409,7 +412,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
     if (team.any(wild)) {
       bring_into_range(wild);
       if constexpr (kFromZero) {
-        statistics = measure<true, false, kApart, Vector>(team, packs, T(0), n_cols, inv_n);
+        statistics = measure<true, false, Vector>(team, packs, T(0), n_cols, inv_n, always);
         recentre(zero_was_far<kColumns>(statistics));
       } else {
         measure_from(T(0));

@@ -105,11 +105,13 @@ struct Team {
     finish_reduction<Operation>(values);
   }
 
-  // The same, where each thread of a Folded team has `seconds` as well, those of the other that it is: half
-  // of a warp's lanes go on with these.
+  // The same; each thread of a Folded team has `seconds`, too, the values of the second of the threads that
+  // it is, which may be `values` themselves where these are of both. Lanes 0 to 15 go on with the first ones,
+  // 16 to 31 with the second ones. Else `seconds` is not read.
   template <typename Operation, int Count, typename T>
   __device__ __forceinline__ void reduce(T (&values)[Count], const T (&seconds)[Count]) {
     if constexpr (Folded) {
+      static_assert(Count <= kMaxValues, "more values than the scratch has room for");
       const bool has_seconds = rank % 32 >= 16;
 #pragma unroll
       for (int i = 0; i < Count; ++i) {
@@ -193,6 +195,7 @@ struct Team {
   // bytes will come to its block.
   template <typename Operation, int Count, typename T>
   __device__ __forceinline__ void send(T (&values)[Count], bool announces) {
+    static_assert(!Folded, "its threads have seconds, too");
     static_assert(Count <= kMaxValues, "more values than the scratch has room for");
     butterfly<Operation, (RowThreads < 32 ? RowThreads : 32)>(values);
     if constexpr (kSlots > 1) {

@@ -475,23 +475,22 @@ def compiled(kernels: tuple[Instantiation, ...], architecture: str) -> Compiled:
         nvrtc.destroyProgram(program)
 
 
-# What is faster with what it spills, in bytes, than where it has the registers: LayerNorm of 10240
-# takes 134 us by 5 blocks a multiprocessor, 139 by 4, and of 18432 in the backward 205 us with the
-# weight held, by smaller blocks 283, and 224, not 228, with the sums of its rows in shared memory,
-# beside which it spills 32 (H200). A ReLU and a 1 to be added spill most. Beside messengers, which
-# make strips sooner, the widest leave 16-bit rows that are moved by single elements, or have a
-# bitmask, too few registers. By cells rows take a third of the time in the backward, and those of
-# 16 blocks half in the forward. Where no asynchronous copy has a policy, before sm_90, what several
-# teams keep of addresses leaves a weight around zero that is held beside a bitmask too few. By two
-# clusters at once, 7 packs a thread, LayerNorm of 28672 takes 234 us, by one 249; what 16 blocks
-# hold of 16 bits, 5 packs a thread or more, would be read twice, and of 4, weight and bias held,
-# takes 547 us for 2048 rows of 262144, not 686, and storing float32 by sectors, where with a ReLU
-# and a 1 to be added it spills 40, 246 us for 512, not 405. In the backward 7 packs take 113 us for
-# LayerNorm of 585 rows of 114688, where 4 take 123, and 6 or 7 at addresses that allow only single
-# elements have the bits of those; a weight held beside a bitmask and 5 packs of two gradients
-# spills 80 to 120 bytes where the compiler knows that the row fills them. With the weight held
-# beside cells LayerNorm of 13107 rows of 5197 float32, by 448 threads, takes 235 us, without 239
-# (H200).
+# What is faster with what it spills, in bytes, than where it has the registers: LayerNorm of 18432
+# in the backward 205 us with the weight held, by smaller blocks 283, and 224, not 228, with the
+# sums of its rows in shared memory, beside which it spills 32 (H200). A ReLU and a 1 to be added
+# spill most. Beside messengers, which make strips sooner, the widest leave 16-bit rows that are
+# moved by single elements, or have a bitmask, too few registers. By cells rows take a third of the
+# time in the backward, and those of 16 blocks half in the forward. Where no asynchronous copy has a
+# policy, before sm_90, what several teams keep of addresses leaves a weight around zero that is
+# held beside a bitmask too few. By two clusters at once, 7 packs a thread, LayerNorm of 28672 takes
+# 234 us, by one 249; what 16 blocks hold of 16 bits, 5 packs a thread or more, would be read twice,
+# and of 4, weight and bias held, takes 547 us for 2048 rows of 262144, not 686, and storing float32
+# by sectors, where with a ReLU and a 1 to be added it spills 40, 246 us for 512, not 405. In the
+# backward 7 packs take 113 us for LayerNorm of 585 rows of 114688, where 4 take 123, and 6 or 7 at
+# addresses that allow only single elements have the bits of those; a weight held beside a bitmask
+# and 5 packs of two gradients spills 80 to 120 bytes where the compiler knows that the row fills
+# them. With the weight held beside cells LayerNorm of 13107 rows of 5197 float32, by 448 threads,
+# takes 235 us, without 239 (H200).
 LAYER_NORM_BY_8_PACKS = (
     r"norm_forward<bfloat16, .*, true, \w+, \w+, \w+, false, \d+, 0, false, .*, 8, 8, \w+, 8>"
 )
@@ -508,9 +507,13 @@ LAYER_NORM_BY_PACKS_OF_8_BYTES_ANYWHERE = (
 )
 # Few rows by 64 registers: 512 of LayerNorm's 16384, whose threads are two each, take 13.6 us, not
 # 15.1, RMSNorm's 13.1, not 14.6 (bfloat16, H200).
-AT_ONCE = r"norm_forward<b?float16, .*(, false){2}, 0, 0, false, 1, \w+, .*, [456], 8, 8, true, 8>"
+FOLDED = r"norm_forward<b?float16, .*, false, 0, 0, false, 1, true, .*, [456], 8, 8, true, 8>"
+RMS_NORM_AT_ONCE = (
+    r"norm_forward<b?float16, .*(, false){2}, \w+(, false){2}, 0, 0, false, 1, false, .*"
+    r", [456], 8, 8, true, 8>"
+)
 # 11915 rows of 5632 take 66.6 us, 69.5 by 640 threads a multiprocessor, and with a float32 weight
-# 24892 of 2696 70.8, not 75.1 (bfloat16, H200).
+# 24892 of 2696 70.8, not 75.1 (bfloat16, H200). On other GPUs full rows alone are so.
 RMS_NORM_HOLDS_4_PACKS = (
     r"norm_forward<bfloat16, .*, false(, \w+){3}, false, \d+, \d+, true, 1, .*, 4, 8, \w+, 8>"
 )
@@ -568,7 +571,8 @@ SPILLED = {
     LAYER_NORM_BY_8_PACKS: 16,
     LAYER_NORM_BY_PACKS_OF_8_BYTES: 28,
     LAYER_NORM_BY_PACKS_OF_8_BYTES_ANYWHERE: 88,
-    AT_ONCE: 52,
+    FOLDED: 52,
+    RMS_NORM_AT_ONCE: 8,
     MANY_PACKS: 32,
     MANY_PACKS_BY_SINGLE_ELEMENTS: 64,
     LAYER_NORM_IN_PAIRS: 32,

@@ -389,6 +389,12 @@ def test_few_rows_of_rms_norm_hold_the_weight_or_more_of_the_longest_run_at_once
     before = forward_config(spec, n, 8, 80)
     assert isinstance(before, ResidentForward)
     assert all(few.rare_last for _, few in few_rows_configs(spec, before, n, 80, 132))
+    # Nor where it would spill.
+    for option in ({"bias": "bfloat16"}, {"y": "float32"}):
+        other = dataclasses.replace(spec, **option)  # type: ignore[arg-type]
+        config = forward_config(other, n, 8, 90)
+        assert isinstance(config, ResidentForward)
+        assert all(few.rare_last for _, few in few_rows_configs(other, config, n, 90, 132))
 
 
 def test_a_plan_loads_only_the_kernel_of_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1592,6 +1598,7 @@ def test_odd_rows_of_layer_norm() -> None:
     assert layout(777, weight="float32") == (32, 7, 4, 12)
     assert layout(777) == (16, 7, 8, 8)
     assert layout(777, **wide, x="float16")[2] == 8
+    assert layout(1271, **wide) == (32, 10, 4, 10)  # by more of a warp a row it would spill
     # As many threads as registers allow, where it was measured.
     assert layout(4097) == (96, 6, 8, 8)
     assert layout(4097, architecture=100) == layout(4097, y="float32") == (96, 6, 8, 5)
@@ -1705,6 +1712,15 @@ def test_rows_of_4_packs_a_thread_have_the_registers_that_they_need(
         assert threads_of(dataclasses.replace(spec, y="float32"), 90) == elsewhere
 
 
+def test_accesses_of_8_bytes_leave_rows_of_4_packs_their_registers() -> None:
+    x = "float16"
+    for norm, n, bias, threads in (("layer_norm", 5120, x, 768), ("rms_norm", 1928, None, 768)):
+        spec = ForwardSpec(norm, x, x, bias, x, False, False, False)  # type: ignore[arg-type]
+        config = forward_config(spec, n, 4, 90)
+        assert isinstance(config, ResidentForward)
+        assert threads // 2 < config.block_threads * config.blocks_per_multiprocessor <= threads
+
+
 @pytest.mark.parametrize(("n", "rows"), [(5120, 6), (6144, 5), (7168, None), (8192, 4)])
 def test_few_rows_of_float32_of_layer_norm_run_at_once(n: int, rows: int | None) -> None:
     x = "float32"
@@ -1717,10 +1733,8 @@ def test_few_rows_of_float32_of_layer_norm_run_at_once(n: int, rows: int | None)
         return {most // 132 for most, one in few if not one.hold_weight and one != config}
 
     assert most_rows(plain, n, 4, 90) == ({rows} if rows else set())
-    for other in (
-        dataclasses.replace(plain, relu=True),
-        dataclasses.replace(plain, zero_centered=True),
-    ):
+    for option in ({"relu": True}, {"zero_centered": True}, {"y": "float16"}):
+        other = dataclasses.replace(plain, **option)  # type: ignore[arg-type]
         assert most_rows(other, n, 4, 90) == set()
     for others in ((n - 4, 4, 90), (n, 2, 90), (n, 4, 100)):
         assert most_rows(plain, *others) == set()
@@ -1730,7 +1744,9 @@ def test_few_rows_of_float32_of_layer_norm_run_at_once(n: int, rows: int | None)
     ("n", "blocks", "elsewhere"),
     [(10240, 5, 5), (12288, 4, 4), (13312, 4, 3), (14336, 4, 3), (18432, 3, 2), (20480, 2, 2)],
 )
-def test_long_rows_of_layer_norm_have_72_registers(n: int, blocks: int, elsewhere: int) -> None:
+def test_rows_of_layer_norm_by_224_to_288_threads_have_more_at_once(
+    n: int, blocks: int, elsewhere: int
+) -> None:
     spec = ForwardSpec("layer_norm", *4 * ("bfloat16",), False, False, False)
     for architecture, found in ((90, blocks), (100, elsewhere)):
         config = forward_config(spec, n, 8, architecture)

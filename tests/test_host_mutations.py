@@ -1764,8 +1764,8 @@ MUTATIONS = [
     Mutation(
         "the first element of a pack is not looked at",
         "forward.cu",
-        "for (int i = 0; i < kLength; ++i) {\n        largest[0]",
-        "for (int i = 1; i < kLength; ++i) {\n        largest[0]",
+        "for (int i = 0; i < kLength; ++i) {\n          largest[0]",
+        "for (int i = 1; i < kLength; ++i) {\n          largest[0]",
         VALUE,
         case("range_lone", "rms_norm", "float32"),
     ),

@@ -75,10 +75,11 @@ def _by_64_registers(
 ) -> ResidentForward | None:
     """Return the configuration of more rows at once, by 64 registers a thread, or None.
 
-    Of RMSNorm's 8 packs a thread of 16 bits, of LayerNorm's of float32, and of LayerNorm's 4 of 16
-    bits where a row has 12 to 16 warps, whose threads are two each then. Rows of 224 threads of
-    float32 have as many at once as it is: 528 of 7168 take 12.3 us, so 12.6; of 10 warps 10.3, not
-    9.9, for 400 rows of 10240, 13.5, not 13.9, for 792 (float16, H200).
+    Of RMSNorm's 8 packs a thread of 16 bits, where a bias would be spilled; where it was measured,
+    of LayerNorm's 8 of float32 and of its 4 of 16 bits where a row has 12, 14 or 16 warps, whose
+    threads are two each then. Of rows of 224 threads of float32 registers happen to allow as many
+    as it is: 528 of 7168 take 12.3 us, so 12.6; rows of 10 warps take 10.3, not 9.9, for 400 of
+    10240, 13.5, not 13.9, for 792 (float16, H200).
     """
     if not config.full or config.vector < pack_length(spec.x) or spec.relu or spec.zero_centered:
         return None
@@ -99,7 +100,11 @@ def _by_64_registers(
     else:
         threads = config.row_threads // 2
         most = dataclasses.replace(
-            most, folded=True, row_threads=threads, block_threads=threads, packs_per_thread=8
+            most,
+            folded=True,
+            row_threads=threads,
+            block_threads=threads,
+            packs_per_thread=2 * packs,
         )
     return dataclasses.replace(most, blocks_per_multiprocessor=1024 // most.block_threads)
 

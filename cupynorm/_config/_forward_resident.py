@@ -73,8 +73,9 @@ def has_fewest_threads(spec: ForwardSpec, packs: int) -> bool:
     of a row loads its share. So it is as fast as a copy, or nearly, at any N: 2**27 elements take
     131 us at 11008 where they took 169 by 4 packs, with a float32 weight and bias 133 at 7680, not
     149 (H200). Where 4 packs fill a power of two of threads they are 6% slower at most, and few
-    rows sooner: 512 rows of 16384 take 16.4 us, by 8 packs 17.7. With a float32 weight and bias
-    that ends at 4096: 2**27 elements take 132 us at 8192, by 4 packs 144. Beside 768 to 800 threads
+    rows sooner: 512 rows of 16384 took 16.4 us, by 8 packs 17.7 in another order. With a float32
+    weight and bias
+    that ends at 4096: 2**27 elements take 132 us at 8192, by 4 packs 144. Beside 768 to 960 threads
     a multiprocessor 8 packs may spill, and are faster still than beside fewer: 134 us, not 139, at
     10240. Of float16 more than 5 packs do.
     """
@@ -283,7 +284,8 @@ def _threads_at_once(row: _Row, hold_weight: bool) -> int:
     measured = measured and ITEMSIZE[spec.x] == 2 and row.vector == length and packs == 4
     if measured and spec.norm == "rms_norm" and hold_weight and not slim:
         # 66.6 us, not 69.8, for 24892 rows of 2696, by 1024 67.6; of more threads a row, of which
-        # 896 would be no more at once, 66.6, not 69.5, for 11915 of 5632; with a float32 weight
+        # registers happened to allow 768 or more, 66.6 by 1024, not 69.5, for 11915 of 5632; with a
+        # float32 weight
         # 70.8, not 75.1, for 24892 of 2696, by 896 82.5, but 67.6, not 67.0, for 16878 of 3976
         # around zero, whose registers allow as many as it is (bfloat16, H200).
         if not row.has_slim_affine:
@@ -299,8 +301,9 @@ def _threads_at_once(row: _Row, hold_weight: bool) -> int:
         usual = row.is_plain and not is_y_wider(spec)
         if row.has_fewest_threads and usual and row.n % length and row.architecture == 90:
             # 91 us, not 108, for 5600 of 12001, 85, not 90, for 11000 of 6001, 105, not 110, for
-            # 32768 of 2049, with a float32 weight and bias 101, not 107; of 7 packs 102 by 640, not
-            # 128 by 512, for 6500 of 10241 (bfloat16, H200). On other GPUs nothing was measured.
+            # 32768 of 2049, with a float32 weight and bias 101, not 107, where 640 and 672 had been
+            # at once, and of 7 packs 102 by 640, not 129 by 512, for 6500 of 10241 (bfloat16,
+            # H200). On other GPUs nothing was measured.
             return 768 if packs <= 6 and row.row_threads > 32 else 640
         return 512 if spec.norm == "layer_norm" or not row.is_plain else 640
     if packs > 4 and row.has_fewest_threads:
@@ -309,9 +312,10 @@ def _threads_at_once(row: _Row, hold_weight: bool) -> int:
         # against 127 at 6004. Of 9 or 10 by 512 73 against 75 at 2052 (bfloat16, H200).
         if row.of_halves and (packs != 6 or not row.is_plain):
             return 640 if packs > 5 else 512
-        # 132 us against 137 by 640 at 7168, 134 against 139 at 10240; by 960 68.3 against 72.9 at
-        # 18432, 67.6 against 68.4 at 14336, but 69.4 against 68.2 at 10240, where 32 bytes would be
-        # spilled, and at 20480 28, 69.9 against 71.3. On other GPUs nothing was measured.
+        # 132 us against 137 by 640 at 7168, 134 against 139 at 10240; by 960 68.7 against 72.9 at
+        # 18432, 67.9 against 68.4 at 14336, but 69.4 against 68.2 at 10240, where 32 bytes would be
+        # spilled; at 20480, where 28 would, 69.9 and 71.3, and 70.3 in another run. On other GPUs
+        # nothing was measured.
         return 960 if 192 < row.row_threads < 320 and row.architecture == 90 else 800
     if packs > 6 and (spec.norm == "rms_norm" or spec.x == "float16"):
         return 512
