@@ -1714,11 +1714,15 @@ def test_rows_of_4_packs_a_thread_have_the_registers_that_they_need(
 
 def test_accesses_of_8_bytes_leave_rows_of_4_packs_their_registers() -> None:
     x = "float16"
-    for norm, n, bias, threads in (("layer_norm", 5120, x, 768), ("rms_norm", 1928, None, 768)):
+    for norm, n, bias, threads in (
+        ("layer_norm", 5120, x, 4 * 160),
+        ("rms_norm", 1928, None, 12 * 64),
+    ):
         spec = ForwardSpec(norm, x, x, bias, x, False, False, False)  # type: ignore[arg-type]
         config = forward_config(spec, n, 4, 90)
         assert isinstance(config, ResidentForward)
-        assert threads // 2 < config.block_threads * config.blocks_per_multiprocessor <= threads
+        assert config.packs_per_thread == 4
+        assert config.block_threads * config.blocks_per_multiprocessor == threads
 
 
 @pytest.mark.parametrize(("n", "rows"), [(5120, 6), (6144, 5), (7168, None), (8192, 4)])
