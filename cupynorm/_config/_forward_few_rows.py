@@ -81,32 +81,30 @@ def _by_64_registers(
     as it is: 528 of 7168 take 12.3 us, so 12.6; rows of 10 warps take 10.3, not 9.9, for 400 of
     10240, 13.5, not 13.9, for 792 (float16, H200).
     """
-    if not config.full or config.vector < pack_length(spec.x) or spec.relu or spec.zero_centered:
-        return None
-    if ITEMSIZE[spec.y] != ITEMSIZE[spec.x]:
-        return None
-    most = _none_ahead(config)
+    two_bytes = ITEMSIZE[spec.x] == 2
+    folded = False
     if spec.norm == "rms_norm":
-        if packs != 8 or ITEMSIZE[spec.x] != 2 or spec.bias or architecture < FIRST_WITH_CLUSTERS:
-            return None
-        most = dataclasses.replace(most, hold_weight=False)
-    elif architecture != 90:
-        return None
-    elif spec.x == "float32":
-        if packs != 8 or config.row_threads == 224:
-            return None
-    elif ITEMSIZE[spec.x] != 2 or packs != 4 or config.row_threads not in (384, 448, 512):
-        return None
+        gains = two_bytes and packs == 8 and spec.bias is None
+        gains = gains and architecture >= FIRST_WITH_CLUSTERS
     else:
-        threads = config.row_threads // 2
-        most = dataclasses.replace(
-            most,
-            folded=True,
-            row_threads=threads,
-            block_threads=threads,
-            packs_per_thread=2 * packs,
-        )
-    return dataclasses.replace(most, blocks_per_multiprocessor=1024 // most.block_threads)
+        folded = two_bytes and packs == 4 and config.row_threads in (384, 448, 512)
+        of_float32 = spec.x == "float32" and packs == 8 and config.row_threads != 224
+        gains = architecture == 90 and (folded or of_float32)
+    whole = config.full and config.vector == pack_length(spec.x)
+    plain = not (spec.relu or spec.zero_centered) and ITEMSIZE[spec.y] == ITEMSIZE[spec.x]
+    if not (gains and whole and plain):
+        return None
+    times = 2 if folded else 1
+    threads = config.row_threads // times
+    return dataclasses.replace(
+        _none_ahead(config),
+        hold_weight=False,
+        folded=folded,
+        row_threads=threads,
+        block_threads=threads,
+        packs_per_thread=times * config.packs_per_thread,
+        blocks_per_multiprocessor=1024 // threads,
+    )
 
 
 def _packs_of_16_bytes(spec: ForwardSpec, config: ResidentForward) -> int:

@@ -74,10 +74,9 @@ def has_fewest_threads(spec: ForwardSpec, packs: int) -> bool:
     131 us at 11008 where they took 169 by 4 packs, with a float32 weight and bias 133 at 7680, not
     149 (H200). Where 4 packs fill a power of two of threads they are 6% slower at most, and few
     rows sooner: 512 rows of 16384 took 16.4 us, by 8 packs 17.7 in another order. With a float32
-    weight and bias
-    that ends at 4096: 2**27 elements take 132 us at 8192, by 4 packs 144. Beside 768 to 960 threads
-    a multiprocessor 8 packs may spill, and are faster still than beside fewer: 134 us, not 139, at
-    10240. Of float16 more than 5 packs do.
+    weight and bias that ends at 4096: 2**27 elements take 132 us at 8192, by 4 packs 144. Beside
+    768 to 960 threads a multiprocessor 8 packs may spill, and are faster still than beside fewer:
+    134 us, not 139, at 10240. Of float16 more than 5 packs do.
     """
     usual = packs & (packs - 1) == 0 and (packs <= 512 or affine_bytes(spec) <= 4)
     fits = spec.norm == "layer_norm" and spec.x == "bfloat16" and not is_wide(spec)
@@ -285,9 +284,8 @@ def _threads_at_once(row: _Row, hold_weight: bool) -> int:
     if measured and spec.norm == "rms_norm" and hold_weight and not slim:
         # 66.6 us, not 69.8, for 24892 rows of 2696, by 1024 67.6; of more threads a row, of which
         # registers happened to allow 768 or more, 66.6 by 1024, not 69.5, for 11915 of 5632; with a
-        # float32 weight
-        # 70.8, not 75.1, for 24892 of 2696, by 896 82.5, but 67.6, not 67.0, for 16878 of 3976
-        # around zero, whose registers allow as many as it is (bfloat16, H200).
+        # float32 weight 70.8, not 75.1, for 24892 of 2696, by 896 82.5, but 67.6, not 67.0, for
+        # 16878 of 3976 around zero, whose registers allow as many as it is (bfloat16, H200).
         if not row.has_slim_affine:
             return 768 if row.row_threads == 96 else 640
         return 1024 if row.row_threads > 128 else 896
