@@ -1257,7 +1257,7 @@ MUTATIONS = [
         "const bool whole = Vector == kWidth || n == kWidth;",
         "const bool whole = true;",
         UNWRITTEN,
-        WARPS_ODD,
+        few("warp_of_packs", x="float16"),
     ),
     Mutation(
         "the last columns' partials are left out where they are not whole",
