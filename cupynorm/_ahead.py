@@ -139,7 +139,7 @@ def warmup(
         raise RuntimeError(f"cupynorm cannot compile for a GPU here: {problem}")
     import cupy
 
-    from cupynorm._plans import backward_plan, few_rows, forward_plan
+    from cupynorm._plans import backward_plan, few_rows, few_rows_backward, forward_plan
 
     device = cupy.cuda.Device().id
     for width in widths:
@@ -152,9 +152,10 @@ def warmup(
                 for m in (*few, sys.maxsize):
                     forward_plan(spec, m, width, vector, device)
             else:
-                for m in (1, 2, sys.maxsize):
-                    backward_plan(spec, m, width, vector, device)
-                backward_plan(spec, 2, width, vector, device, dx_given=True)
+                for dx_given in (False, True):
+                    tiers = few_rows_backward(spec, width, vector, device, dx_given)
+                    for m in (*(most for most, _ in tiers), sys.maxsize):
+                        backward_plan(spec, m, width, vector, device, dx_given=dx_given)
 
 
 def _specs(

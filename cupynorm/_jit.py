@@ -172,7 +172,6 @@ def backward_instantiations(
     operands = "PqPqPPPP"  # dy, dy_stride, x, x_stride, weight, mean, rstd, bitmask
     compute = compute_dtype(spec.x)
     if isinstance(config, ResidentBackward):
-        threads = config.row_threads
         gradients = [spec.weight, spec.dbias]
         if config.reduction is not None:
             gradients = [None if dtype is None else compute for dtype in gradients]
@@ -185,7 +184,8 @@ def backward_instantiations(
             spec.bitmask,
             config.column_threads > 0,
             config.cluster_blocks,
-            threads,
+            config.row_threads,
+            config.block_threads,
             config.packs_per_thread,
             config.full,
             config.vector,
@@ -196,7 +196,7 @@ def backward_instantiations(
                 template,
                 # dx, dx_stride, dweight, dbias, means_of_h; n_rows, n_cols; inv_n
                 operands + "PqPPPqq" + scalar,
-                threads,
+                config.block_threads,
                 resident_backward_bytes(spec, config),
                 config.cluster_blocks,
             ),

@@ -14,8 +14,6 @@ from typing import Any
 
 from cupynorm import _jit
 from cupynorm._config import (
-    MOST_RESIDENT_ROWS,
-    MOST_ROWS_BESIDE_COLUMNS,
     BackwardConfig,
     ResidentBackward,
     ResidentForward,
@@ -24,7 +22,7 @@ from cupynorm._config import (
     StreamingForward,
     StripsBackward,
     backward_config,
-    few_rows_backward_config,
+    few_rows_backward_configs,
     few_rows_configs,
     forward_config,
     pack_length,
@@ -172,7 +170,7 @@ class BackwardPlan(ABC):
 
     Scratch has the partial sums of the weight gradients, if the last kernel is to sum them: a row
     of `partials_stride` values of the compute dtype for each gradient and cluster of blocks, which
-    are at most the larger of 4 * multiprocessors and MOST_RESIDENT_ROWS.
+    are at most the larger of 4 * multiprocessors and `_config.MOST_RESIDENT_ROWS`.
     """
 
     kernels: tuple[Kernel, ...]
@@ -253,7 +251,8 @@ class ResidentPlan(BackwardPlan):
     def _prepared_rows(self, m: int) -> Launch:
         if not m:
             return _launch_nothing
-        blocks, n = m * self.cluster_blocks, self.n
+        partials, n = self._partials(m), self.n
+        blocks = partials * self.cluster_blocks
         if not self.column_kernel:
             blocks += self.column_blocks
         launch_rows = self.kernels[0].prepared(blocks, (m, n, 1 / n))
@@ -268,7 +267,7 @@ class ResidentPlan(BackwardPlan):
             return launch_with_columns
         if self.reduction_blocks:
             # Where the partials of the bias begin.
-            of_bias = (self.gradients - 1) * m * partials_stride(n) * self.itemsize
+            of_bias = (self.gradients - 1) * partials * partials_stride(n) * self.itemsize
 
             def launch_with_partials(stream: int, operands: _Ints) -> None:
                 rows, scratch = operands[_READ] + operands[_DX], operands[-1]
@@ -336,30 +335,31 @@ def backward_plan(
     It is for m rows, and all numbers of rows that are launched with the same kernels: few rows may
     have some of their own, with the same bits of dx. Only where `dx_given` may dx be dy.
     """
-    few = None
-    if 0 < m <= max(MOST_RESIDENT_ROWS, MOST_ROWS_BESIDE_COLUMNS):
-        few = few_rows_backward(spec, m, n, vector, device, dx_given)
-    plan = few and few_rows_backward_plan(spec, n, few, device)
+    tiers = few_rows_backward(spec, n, vector, device, dx_given) if m else ()
+    few = next((tier for tier in tiers if m <= tier[0]), None)
+    plan = few and few_rows_backward_plan(spec, n, *few, device)
     return plan or many_rows_backward_plan(spec, n, vector, device)
 
 
 @cache
 def few_rows_backward(
-    spec: BackwardSpec, m: int, n: int, vector: int, device: int, dx_given: bool
-) -> ResidentBackward | None:
-    """Return the configuration of m rows, few, if they have one of their own."""
+    spec: BackwardSpec, n: int, vector: int, device: int, dx_given: bool
+) -> tuple[tuple[int, ResidentBackward], ...]:
+    """Return the configurations of few rows, each behind the most rows that it is for."""
     capability = architecture(device)
     config = backward_config(spec, n, vector, capability)
     if not isinstance(config, StagedBackward):
-        return None
-    return few_rows_backward_config(spec, config, m, capability, dx_given=dx_given)
+        return ()
+    return few_rows_backward_configs(
+        spec, config, capability, multiprocessors(device), dx_given=dx_given
+    )
 
 
 @cache
 def few_rows_backward_plan(
-    spec: BackwardSpec, n: int, config: ResidentBackward, device: int
+    spec: BackwardSpec, n: int, most: int, config: ResidentBackward, device: int
 ) -> BackwardPlan | None:
-    """Return what `backward_plan` does for few rows, or None without room for their clusters."""
+    """Return what `backward_plan` does for up to `most` rows, or None without room for clusters."""
     if config.cluster_blocks > 1:
         # Where there is no room for those of many rows, whose blocks take more of a multiprocessor,
         # many rows have other teams, and dx other bits.
@@ -375,8 +375,9 @@ def few_rows_backward_plan(
         # In the kernel of the rows they come in clusters as well.
         clustered = 1 if column_kernel else config.cluster_blocks
         column_blocks = -(-n // (clustered * 32 * pack_length(spec.x))) * clustered
-    most_rows = MOST_ROWS_BESIDE_COLUMNS if config.column_threads else MOST_RESIDENT_ROWS
-    common = _common(spec, n, config, kernels, rows_per_partial=1, most_partials=most_rows)
+    rows = config.rows_per_block
+    most_blocks = -(-most // rows)
+    common = _common(spec, n, config, kernels, rows_per_partial=rows, most_partials=most_blocks)
     return ResidentPlan(**common, column_blocks=column_blocks, column_kernel=column_kernel)
 
 

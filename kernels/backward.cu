@@ -104,7 +104,6 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
   char* const stage_of_weight = stages + Stages * kStageBytes;
 
   // 1. Ask for the weight and the first rows.
-  let_next_kernel_start();
   const long long group = block_index() / ClusterBlocks, groups = block_count() / ClusterBlocks;
   const long long rows_a_turn = groups * kTeams;
   long long row = group * kTeams + team.team;
@@ -578,5 +577,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
       turn = 0;
     }
   }
+  // No sooner: 1.2 % in the mean of 28 problems, up to 4 (RMSNorm 4096x2048 19.8 us, not 20.7; bfloat16, H200).
+  let_next_kernel_start();
   flush_all(true);
 }

@@ -3,20 +3,21 @@
 // What few rows wait for is latency: of memory and, with empty caches, of instructions. So each has a
 // team, and nothing is copied, taken in turn or kept for a next row.
 //
-// Layout:    as backward.cu; where not Columns, dweight and dbias hold a row for each row of x, so that
+// Layout:    as backward.cu; where not Columns, dweight and dbias hold a row for each block, so that
 //            those of a lone row are the weight gradients; of several they are partials for
 //            reduce_partials.cu. dx may be dy, but overlaps neither dy nor x where Columns.
 //            means_of_h holds one value a row, by which xhat is centred again, where Columns and
 //            Centered.
-// Grid:      a cluster of ClusterBlocks blocks of RowThreads threads a row, on grid.x. Where Columns,
-//            blocks that sum the weight gradients of 32 packs each: as more such clusters, or, where
-//            Centered, as a kernel that overlaps with the first and waits for its end.
+// Grid:      a cluster of ClusterBlocks blocks of RowThreads threads a row, or a block of BlockThreads
+//            for as many rows as it has teams, on grid.x. Where Columns, blocks that sum the weight
+//            gradients of 32 packs each: as more such clusters, or, where Centered, as a kernel that
+//            overlaps with the first and waits for its end.
 // Traffic:   x, dy, bitmask and weight read once, twice where Columns, the second time mostly from L2;
-//            dx, dweight and dbias written once, for each row.
+//            dx written once, dweight and dbias once for each block.
 // Thread:    pack p of its block's columns for p = rank, rank + RowThreads, ... (PacksPerThread of
 //            them). Of columns: pack `lane`, rows warp, warp + kWarps, ...
-// Order:     dx: as backward.cu. Weight gradients where Columns: a warp's rows in turn, then the warps
-//            in turn.
+// Order:     dx: as backward.cu. Weight gradients: a block's teams in turn, then reduce_partials.cu;
+//            where Columns, a warp's rows in turn, then the warps in turn.
 // Result:    dx; dweight and dbias.
 #include "gradient.cuh"
 #include "relu.cuh"
@@ -113,8 +114,8 @@ __device__ __forceinline__ void sum_columns(const DY* dy, long long dy_stride, c
 
 template <typename X, typename DY, typename Weight, typename DWeight, typename DBias, bool Centered,
           bool ZeroCentered, bool Bitmask, bool Columns, int ClusterBlocks, int RowThreads,
-          int PacksPerThread, bool Full, int Vector>
-__global__ __launch_bounds__(RowThreads, 1) void norm_backward_resident(
+          int BlockThreads, int PacksPerThread, bool Full, int Vector>
+__global__ __launch_bounds__(BlockThreads, 1) void norm_backward_resident(
     const DY* dy, long long dy_stride, const X* x, long long x_stride, const Weight* weight,
     const Compute<X>* mean, const Compute<X>* rstd, const unsigned char* bitmask, X* dx,
     long long dx_stride, DWeight* dweight, DBias* dbias, Compute<X>* means_of_h, long long n_rows,
@@ -132,7 +133,10 @@ __global__ __launch_bounds__(RowThreads, 1) void norm_backward_resident(
       return;
     }
   }
-  Team<RowThreads, RowThreads, ClusterBlocks> team;
+  using TeamOf = Team<RowThreads, BlockThreads, ClusterBlocks>;
+  constexpr int kTeams = TeamOf::kTeams;
+  static_assert(kTeams == 1 || !Columns, "blocks of one row beside those of columns");
+  TeamOf team;
   const auto first_column = [&](int p) {
     return team.template first_column<PacksPerThread, kLength>(p);
   };
@@ -141,24 +145,27 @@ __global__ __launch_bounds__(RowThreads, 1) void norm_backward_resident(
   };
 
   // 1. The row.
-  let_next_kernel_start();
-  const long long row = block_index() / ClusterBlocks;
+  if constexpr (kTeams == 1) let_next_kernel_start();
+  const long long row = block_index() / ClusterBlocks * kTeams + team.team;
+  const bool has_row = kTeams == 1 || row < n_rows;
   Pack<X, kLength> row_x[PacksPerThread];
   Pack<DY, kLength> row_dy[PacksPerThread];
   Pack<Weight, kLength> weights[PacksPerThread];
 #pragma unroll
   for (int p = 0; p < PacksPerThread; ++p) {
-    load<Vector>(row_x[p], x + row * x_stride, first_column(p), end_of_row(p));
-    load<Vector>(row_dy[p], dy + row * dy_stride, first_column(p), end_of_row(p));
+    const int n = has_row ? end_of_row(p) : 0;
+    load<Vector>(row_x[p], x + row * x_stride, first_column(p), n);
+    load<Vector>(row_dy[p], dy + row * dy_stride, first_column(p), n);
     load_operand<Vector>(weights[p], weight, first_column(p), end_of_row(p));
   }
-  const T row_rstd = rstd[row];
-  const Centring<Centered, T> centring(Centered ? mean[row] : T(0), row_rstd);
+  const T row_rstd = has_row ? rstd[row] : T(0);
+  const Centring<Centered, T> centring(Centered && has_row ? mean[row] : T(0), row_rstd);
   if constexpr (Bitmask) {
     const unsigned char* bytes = bitmask + row * bitmask_bytes(n_cols);
 #pragma unroll
     for (int p = 0; p < PacksPerThread; ++p) {
-      keep(row_dy[p], load_bits(bytes, first_column(p), n_cols), first_column(p));
+      const int n = has_row ? n_cols : 0;
+      keep(row_dy[p], load_bits(bytes, first_column(p), n), first_column(p));
     }
   }
 
@@ -176,8 +183,17 @@ __global__ __launch_bounds__(RowThreads, 1) void norm_backward_resident(
     if (team.block == 0 && team.rank == 0) means_of_h[row] = means.h;
   }
 
-  // 3. dx and the weight gradients.
+  // 3. dx and the weight gradients, which of several teams wait in shared memory.
   if constexpr (!Full) make_opaque(n_cols);
+  constexpr int kGradients = kPresent<DWeight> + kPresent<DBias>;
+  T* const of_teams = reinterpret_cast<T*>(static_cast<char*>(dynamic_shared_memory()) +
+                                           TeamOf::template scratch_bytes<T>());
+  const auto keep_gradient = [&](const T(&values)[kLength], int index, int p) {
+    Pack<T, kLength> pack;
+    pack.set(values);
+    store<kLength>(pack, of_teams + (index * kTeams + team.team) * kColumns, first_column(p),
+                   kColumns);
+  };
 #pragma unroll
   for (int p = 0; p < PacksPerThread; ++p) {
     T of_x[kLength], of_weight[kLength], of_bias[kLength];
@@ -188,12 +204,49 @@ __global__ __launch_bounds__(RowThreads, 1) void norm_backward_resident(
       of_weight[i] = of_bias[i] * xhat;
       of_x[i] = dx_of<ZeroCentered>(of_bias[i], xhat, weights[p], i, means, row_rstd);
     }
-    write<Vector, RowThreads>(of_x, dx + row * dx_stride, first_column(p), end_of_row(p));
-    if constexpr (!Columns) {
+    write<Vector, RowThreads>(of_x, dx + row * dx_stride, first_column(p),
+                              has_row ? end_of_row(p) : 0);
+    if constexpr (kTeams > 1) {
+      if constexpr (kPresent<DWeight>) keep_gradient(of_weight, 0, p);
+      if constexpr (kPresent<DBias>) keep_gradient(of_bias, kGradients - 1, p);
+    } else if constexpr (!Columns) {
       write<Vector, RowThreads>(of_weight, dweight + row * partials_stride(n_cols), first_column(p),
                                 end_of_row(p));
       write<Vector, RowThreads>(of_bias, dbias + row * partials_stride(n_cols), first_column(p),
                                 end_of_row(p));
+    }
+  }
+
+  // 4. Those of a block.
+  if constexpr (kTeams > 1) {
+    static_assert(kSame<DWeight, T> || kSame<DBias, T>, "partials");
+    let_next_kernel_start();
+    block_barrier();
+    constexpr int kWidth = 16 / static_cast<int>(sizeof(T));
+#pragma unroll 1
+    for (int i = thread_index() * kWidth; i < kGradients * kColumns; i += BlockThreads * kWidth) {
+      const int index = i / kColumns, column = i % kColumns;
+      if (column >= n_cols) continue;
+      const T* const first = of_teams + index * kTeams * kColumns + column;
+      Pack<T, kWidth> sums, added;
+      load<kWidth>(sums, first, 0, kWidth);
+#pragma unroll
+      for (int other = 1; other < kTeams; ++other) {
+        load<kWidth>(added, first + other * kColumns, 0, kWidth);
+#pragma unroll
+        for (int k = 0; k < kWidth; ++k) {
+          sums.set(k, sums.template get<T>(k) + added.template get<T>(k));
+        }
+      }
+      T* gradient;
+      if constexpr (kGradients == 2) {
+        gradient = index == 0 ? dweight : dbias;
+      } else if constexpr (kPresent<DWeight>) {
+        gradient = dweight;
+      } else {
+        gradient = dbias;
+      }
+      store<kWidth>(sums, gradient + block_index() * partials_stride(n_cols) + column, 0, kWidth);
     }
   }
 }

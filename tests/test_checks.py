@@ -480,6 +480,12 @@ def test_warmup_loads_the_kernels_of_few_rows_and_of_many(monkeypatch: pytest.Mo
     few_and_sums = [*alone, "reduce_partials"]  # for a dx given
     assert names == [*alone, *few_and_columns, *many, *few_and_sums]
 
+    # 12 multiprocessors have 96 rows at once, 8 a block, where a row a block is for 64, not 128.
+    loaded.clear()
+    cupynorm.warmup("layer_norm", 1024, "float32", "float32")
+    names = [k.expression.partition("<")[0] for k in loaded if "forward" not in k.file]
+    assert names == [*alone, *few_and_columns, *many, *few_and_sums, *few_and_sums]
+
     loaded.clear()
     cupynorm.warmup("rms_norm", 4096, "float32", "float32")
     names = [kernel.expression.partition("<")[0] for kernel in loaded[4:]]

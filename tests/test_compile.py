@@ -35,7 +35,7 @@ from cupynorm._config import (
     StreamingForward,
     StripsBackward,
     backward_config,
-    few_rows_backward_config,
+    few_rows_backward_configs,
     few_rows_configs,
     forward_config,
     pack_length,
@@ -412,10 +412,12 @@ def backward_kernels(
         if not isinstance(config, StagedBackward):
             return [config]
         # That of a lone row stores the weight gradients in another type: of whole packs alone, as
-        # those of single elements take longest to compile.
-        lone = (1, 2) if vector == pack_length(spec.x) else (2,)
-        few_rows = (few_rows_backward_config(spec, config, m, architecture) for m in lone)
-        return [config, *(few for few in few_rows if few and (spec.bitmask or few.column_threads))]
+        # those of single elements take longest to compile. Of blocks of several rows, the largest.
+        tiers = [few for _, few in few_rows_backward_configs(spec, config, architecture, 132)]
+        lone = int(vector != pack_length(spec.x))
+        few_rows = [few for few in tiers if few.rows_per_block == 1][lone:]
+        few_rows += [few for few in tiers[-1:] if few.rows_per_block > 1]
+        return [config, *(few for few in few_rows if spec.bitmask or few.column_threads)]
 
     for spec, config in unlike(specs, configs):
         yield from backward_instantiations(spec, config)
@@ -540,6 +542,7 @@ HELD_BESIDE_CELLS = (
 )
 # Wide accesses side by side: LayerNorm takes 162 us, not 170, for 8192 rows of 10396 (H200).
 BY_8_BYTES = r"norm_backward<(b?float16, .*, 4|float, .*, 2|double, .*, 1)>"
+BY_1024_THREADS = r"norm_backward_resident<b?float16, .*, 1024, 2, \w+, \d>"
 RESIDENT_BY_PAIRS = r"norm_backward_resident<b?float16, .*, [67], \w+, 1>"
 BESIDE_A_BITMASK = (
     r"norm_backward<b?float16, .*(, true){5}, false, 2, (false, ){5}\d, 1, .*, true, 8>"
@@ -582,6 +585,7 @@ SPILLED = {
     CELLS_BESIDE_FLOAT32: 88,
     HELD_BESIDE_CELLS: 8,
     BY_8_BYTES: 16,
+    BY_1024_THREADS: 8,
     RESIDENT_BY_PAIRS: 64,
     BESIDE_A_BITMASK: 16,
     LAYER_NORM_BY_TWO_CLUSTERS: 32,
@@ -603,7 +607,7 @@ ON_120 = {
 SPILLED_ON = {
     "80": {AROUND_ZERO_ON_80: 8},
     "90": {RMS_NORM_HOLDS_4_PACKS: 16},
-    "100": {RMS_NORM_HOLDS_4_PACKS: 8},
+    "100": {RMS_NORM_HOLDS_4_PACKS: 16},
     "120": ON_120,
 }
 

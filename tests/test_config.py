@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from cupynorm import _jit, _plans
 from cupynorm._config import (
+    ResidentBackward,
     ResidentForward,
     StagedBackward,
     StagedForward,
@@ -19,7 +20,7 @@ from cupynorm._config import (
     StreamingForward,
     StripsBackward,
     backward_config,
-    few_rows_backward_config,
+    few_rows_backward_configs,
     few_rows_configs,
     forward_config,
     pack_length,
@@ -224,6 +225,14 @@ def test_few_rows_differ_only_in_what_does_not_show(
                 assert few.rows_per_block == 1
 
 
+def few_rows_backward(
+    spec: BackwardSpec, config: StagedBackward, m: int, architecture: int, **options: bool
+) -> ResidentBackward | None:
+    """Return the configuration of m rows, if they have one of their own on 132 multiprocessors."""
+    found = few_rows_backward_configs(spec, config, architecture, 132, **options)
+    return next((few for most, few in found if m <= most), None)
+
+
 @given(backward_specs, widths(), st.sampled_from(ARCHITECTURES), st.integers(1, 300), st.booleans())
 @settings(max_examples=500)
 def test_few_rows_have_the_teams_of_many_in_the_backward(
@@ -233,7 +242,7 @@ def test_few_rows_have_the_teams_of_many_in_the_backward(
         config = backward_config(spec, n, vector, architecture)
         if not isinstance(config, StagedBackward):
             continue
-        few = few_rows_backward_config(spec, config, m, architecture, dx_given=dx_given)
+        few = few_rows_backward(spec, config, m, architecture, dx_given=dx_given)
         several = m > 1 and spec.gradients > 0
         layer_norm = spec.norm == "layer_norm"
         columns = several and config.row_threads >= 128 and not dx_given
@@ -243,9 +252,11 @@ def test_few_rows_have_the_teams_of_many_in_the_backward(
             rows = 256 if config.row_threads * config.cluster_blocks >= 512 else 128
             blocks = 256 if config.cluster_blocks == 16 else 512
         most = min(rows, blocks // config.cluster_blocks)
-        assert (few is not None) == (config.row_threads >= 32 and m <= most)
-        if few is None:
+        if config.row_threads < 32 or m > most:
+            assert few is None or few.rows_per_block > 1
             continue
+        assert few is not None
+        assert few.rows_per_block == 1
         for name in ("row_threads", "packs_per_thread", "cluster_blocks", "vector", "full"):
             assert getattr(few, name) == getattr(config, name), name
         assert few.column_threads == (columns and (512 if layer_norm else config.row_threads))
@@ -257,6 +268,56 @@ def test_few_rows_have_the_teams_of_many_in_the_backward(
         assert [kernel.expression.partition("<")[0] for kernel in kernels] == names
         assert [kernel.overlaps for kernel in kernels] == [False, True][: len(names)]
         assert all(kernel.shared_bytes <= 48 << 10 for kernel in kernels)
+
+
+@given(backward_specs, widths(), st.sampled_from(ARCHITECTURES), st.booleans())
+@settings(max_examples=500)
+def test_blocks_of_several_rows_are_in_one_round(
+    spec: BackwardSpec, n: int, architecture: int, dx_given: bool
+) -> None:
+    for vector in vectors(spec, n):
+        config = backward_config(spec, n, vector, architecture)
+        if not isinstance(config, StagedBackward):
+            continue
+        found = few_rows_backward_configs(spec, config, architecture, 132, dx_given=dx_given)
+        most = [rows for rows, _ in found]
+        assert most == sorted(set(most))
+        of_several = [(rows, few) for rows, few in found if few.rows_per_block > 1]
+        assert found[len(found) - len(of_several) :] == tuple(of_several)
+        for rows, few in of_several:
+            assert rows == few.rows_per_block * 132
+            assert few.rows_per_block.bit_count() == 1
+            for name in ("row_threads", "packs_per_thread", "cluster_blocks", "vector", "full"):
+                assert getattr(few, name) == getattr(config, name), name
+            assert few.cluster_blocks == 1
+            assert few.reduction == config.reduction
+            assert few.column_threads == 0
+            assert not config.cells
+            rows_kernel, sums = backward_instantiations(spec, few)
+            assert rows_kernel.block_threads == few.block_threads <= 1024
+            assert rows_kernel.shared_bytes <= shared_limit(architecture)
+            assert sums.overlaps
+
+
+@pytest.mark.parametrize(
+    ("x", "n", "rows"),
+    [
+        ("bfloat16", 128, [8, 16, 32, 64]),
+        ("bfloat16", 1024, [4, 8, 16]),
+        ("bfloat16", 2048, [2, 4, 8]),
+        ("bfloat16", 4096, [2, 4]),
+        ("bfloat16", 6144, [2]),
+        ("bfloat16", 16384, []),
+        ("float32", 1024, [2, 4, 8]),
+        ("float32", 4096, [2]),
+    ],
+)
+def test_blocks_of_several_rows(x: str, n: int, rows: list[int]) -> None:
+    spec = BackwardSpec("layer_norm", x, x, x, x, False, False)
+    config = backward_config(spec, n, pack_length(x), 90)
+    assert isinstance(config, StagedBackward)
+    found = few_rows_backward_configs(spec, config, 90, 132)
+    assert [few.rows_per_block for _, few in found if few.rows_per_block > 1] == rows
 
 
 def test_rows_are_fetched_ahead_by_what_all_multiprocessors_hold() -> None:
@@ -2131,8 +2192,8 @@ def test_every_file_is_reachable() -> None:
         for packs in PACKS:
             configs: list[Any] = [configure(spec, packs * pack_length(spec.x), 1)]
             if isinstance(configs[0], StagedBackward):
-                few = few_rows_backward_config(spec, configs[0], 2, 90)  # type: ignore[arg-type]
-                configs += [few] if few else []
+                few = few_rows_backward_configs(spec, configs[0], 90, 132)  # type: ignore[arg-type]
+                configs += [config for _, config in few]
             used |= {kernel.file for config in configs for kernel in instantiate(spec, config)}
     assert sorted(used) == KERNELS
     pasted = {h for h in HEADERS if any(body(h) in source(file) for file in KERNELS)}

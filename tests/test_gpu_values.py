@@ -43,7 +43,7 @@ def kernels_of_many_rows() -> Iterator[None]:
     """Few rows have y and dx of many, says test_gpu_runtime.py; here they have their kernels."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_plans, "few_rows_configs", lambda *_: ())
-        patch.setattr(_plans, "few_rows_backward_config", lambda *_, **__: None)
+        patch.setattr(_plans, "few_rows_backward_configs", lambda *_, **__: ())
         forget_plans()
         yield
     forget_plans()
@@ -52,7 +52,7 @@ def kernels_of_many_rows() -> Iterator[None]:
 @pytest.fixture
 def kernels_of_few_rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(_plans, "few_rows_configs", _config.few_rows_configs)
-    monkeypatch.setattr(_plans, "few_rows_backward_config", _config.few_rows_backward_config)
+    monkeypatch.setattr(_plans, "few_rows_backward_configs", _config.few_rows_backward_configs)
     forget_plans()
     yield
     forget_plans()

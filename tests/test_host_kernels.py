@@ -209,6 +209,11 @@ def regimes(kernel: Instantiation) -> Iterator[str]:
         yield name
         if kernel.cluster_blocks > 1:
             yield f"{name}, a row to a cluster"
+        if name == "norm_backward_resident":
+            row_threads, block_threads = (int(threads) for threads in values[10:12])
+            if row_threads < block_threads:
+                team = "a warp or less" if row_threads <= 32 else "several warps"
+                yield f"{name}, several rows to {team} each"
         return
     # The last are the threads of a row and of a block, blocks a multiprocessor, packs a thread,
     # Full and Vector. Forward has before them RareLast, BlocksAhead, BlocksAheadIfLarge,
@@ -284,6 +289,8 @@ def test_the_cases_reach_every_regime(kernels: list[Instantiation]) -> None:
         "norm_backward, sums of rows held",
         "norm_backward_resident",
         "norm_backward_resident, a row to a cluster",
+        "norm_backward_resident, several rows to a warp or less each",
+        "norm_backward_resident, several rows to several warps each",
         "norm_backward_resident_columns",
         "norm_backward_coefficients",
         "norm_backward_coefficients, a row to a cluster",

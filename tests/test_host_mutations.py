@@ -135,6 +135,7 @@ TEAMS_BACKWARD = staged("backward.cu", n=1000)
 FEW_ROWS, LONE_ROW = few("warps"), few("lone_relu_warps_odd")
 FEW_MEAN = few("range_mean_1e6", x="float32")
 FEW_RELU, FEW_GAP = few("relu_warps"), few("block")
+FEW_TEAMS, FEW_TEAMS_ODD = few("few_teams"), few("few_teams_odd")
 COLUMNS, COLUMNS_BIAS = few("columns", "rms_norm"), few("columns_bias", "rms_norm")
 COLUMNS_MEAN, COLUMNS_IN_PLACE = few("columns_mean"), few("columns_in_place")
 BULK = staged("backward.cu", bulk=True, m=7)
@@ -1868,8 +1869,8 @@ MUTATIONS = [
     Mutation(
         "of few rows, each has the rstd of the first",
         "backward_resident.cu",
-        "row_rstd = rstd[row]",
-        "row_rstd = rstd[0]",
+        "row_rstd = has_row ? rstd[row]",
+        "row_rstd = has_row ? rstd[0]",
         VALUE,
         FEW_ROWS,
     ),
@@ -1888,6 +1889,87 @@ MUTATIONS = [
         "dx + row * dy_stride",
         f"{OUT_OF_BOUNDS}|{UNWRITTEN}",
         FEW_GAP,
+    ),
+    *(
+        Mutation(
+            f"of few teams, {what} of rows past the last",
+            "backward_resident.cu",
+            old,
+            new,
+            f"{OUT_OF_BOUNDS}|{UNWRITTEN}",
+            FEW_TEAMS_ODD,
+        )
+        for what, old, new in (
+            ("x and dy", "n = has_row ? end_of_row(p) : 0;", "n = end_of_row(p);"),
+            ("the mean", "Centered && has_row ?", "Centered ?"),
+            ("the rstd", "has_row ? rstd[row] : T(0)", "rstd[row]"),
+            ("the bitmask", "n = has_row ? n_cols : 0;", "n = n_cols;"),
+            ("dx", "has_row ? end_of_row(p) : 0);", "end_of_row(p));"),
+        )
+    ),
+    Mutation(
+        "few teams all have the row of the first",
+        "backward_resident.cu",
+        "* kTeams + team.team;",
+        "* kTeams;",
+        f"{RACE}|{UNWRITTEN}",
+        FEW_TEAMS,
+    ),
+    Mutation(
+        "the gradients of few teams are not waited for",
+        "backward_resident.cu",
+        "    let_next_kernel_start();\n    block_barrier();\n",
+        "    let_next_kernel_start();\n",
+        f"{RACE}|{UNWRITTEN}",
+        FEW_TEAMS,
+    ),
+    Mutation(
+        "few teams keep their gradients in one place",
+        "backward_resident.cu",
+        "(index * kTeams + team.team) * kColumns",
+        "index * kTeams * kColumns",
+        RACE,
+        FEW_TEAMS,
+    ),
+    Mutation(
+        "the last of few teams is left out",
+        "backward_resident.cu",
+        "other < kTeams;",
+        "other < kTeams - 1;",
+        VALUE,
+        FEW_TEAMS,
+    ),
+    Mutation(
+        "dbias is the sum of few teams' dweight",
+        "backward_resident.cu",
+        "of_teams + index * kTeams * kColumns + column",
+        "of_teams + column",
+        VALUE,
+        FEW_TEAMS,
+    ),
+    Mutation(
+        "of few teams, dweight and dbias are in one place",
+        "backward_resident.cu",
+        "gradient = index == 0 ? dweight : dbias;",
+        "gradient = dweight;",
+        f"{RACE}|{UNWRITTEN}",
+        FEW_TEAMS,
+    ),
+    Mutation(
+        "all blocks of few teams write the partials of the first",
+        "backward_resident.cu",
+        "gradient + block_index() * partials_stride(n_cols) + column",
+        "gradient + column",
+        f"{RACE}|{UNWRITTEN}",
+        FEW_TEAMS,
+    ),
+    Mutation(
+        "of few teams, columns past the row's end are summed",
+        "backward_resident.cu",
+        "      if (column >= n_cols) continue;\n",
+        "",
+        f"{RACE}|{OUT_OF_BOUNDS}",
+        few("few_teams_in_place"),
     ),
     Mutation(
         "of columns, xhat is not centred again",

@@ -18,10 +18,8 @@ has a module: `_resident`, `_few_rows`, `_staged`, `_strips`. `_reduction` sums 
 
 from cupynorm._config._backward import BackwardConfig, StreamingBackward, backward_config
 from cupynorm._config._backward_resident import (
-    MOST_RESIDENT_ROWS,
-    MOST_ROWS_BESIDE_COLUMNS,
     ResidentBackward,
-    few_rows_backward_config,
+    few_rows_backward_configs,
     resident_backward_bytes,
     resident_columns_bytes,
 )
@@ -40,8 +38,6 @@ from cupynorm._config._limits import pack_length, shared_limit, team_bytes
 from cupynorm._config._reduction import Reduction, partials_stride, reduction_bytes
 
 __all__ = [
-    "MOST_RESIDENT_ROWS",
-    "MOST_ROWS_BESIDE_COLUMNS",
     "BackwardConfig",
     "Reduction",
     "ResidentBackward",
@@ -52,7 +48,7 @@ __all__ = [
     "StreamingForward",
     "StripsBackward",
     "backward_config",
-    "few_rows_backward_config",
+    "few_rows_backward_configs",
     "few_rows_configs",
     "forward_config",
     "pack_length",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from cupynorm._config._backward_staged import StagedBackward
@@ -10,6 +12,7 @@ from cupynorm._config._limits import (
     FIRST_WITH_OVERLAP,
     MOST_CLUSTER_BLOCKS,
     pack_length,
+    shared_limit,
     team_bytes,
 )
 from cupynorm._config._reduction import Reduction
@@ -36,17 +39,25 @@ MOST_BLOCKS_OF_LONGEST_ROWS = 256  # clusters of MOST_CLUSTER_BLOCKS
 LAYER_NORM_COLUMN_THREADS = 512
 
 
+# Of a block whose teams have a row each, by the packs of a thread: with more some kernels spill.
+MOST_THREADS_OF_TEAMS = {1: 1024, 2: 1024, 3: 512, 4: 512, 5: 256, 6: 256, 7: 256}
+# With 64, two teams, 256 rows of 1024 take 6.9 us against 6.7 (RMSNorm, bfloat16, H200).
+LEAST_THREADS_OF_TEAMS = 128
+
+
 @dataclass(frozen=True)
 class ResidentBackward:
     """Few rows held in registers, each by `cluster_blocks` blocks of `row_threads` threads.
 
-    What a lone row writes are the weight gradients; those of several are summed by further blocks,
-    of `column_threads`, which read x and dy themselves, or where that is 0 by the `reduction` from
-    partials. The further blocks are in the same kernel; for LayerNorm, whose xhat is centred by a
-    sum of its row, in a second one that overlaps with it.
+    Or several rows by a block of `block_threads`, which adds up their weight gradients. What a lone
+    row's block writes are the weight gradients; those of several blocks are summed by further
+    blocks, of `column_threads`, which read x and dy themselves, or where that is 0 by the
+    `reduction` from partials. The further blocks are in the same kernel; for LayerNorm, whose xhat
+    is centred by a sum of its row, in a second one that overlaps with it.
     """
 
     row_threads: int
+    block_threads: int
     packs_per_thread: int
     cluster_blocks: int
     vector: int
@@ -54,16 +65,20 @@ class ResidentBackward:
     column_threads: int
     reduction: Reduction | None
 
+    @property
+    def rows_per_block(self) -> int:
+        return self.block_threads // self.row_threads
 
-def few_rows_backward_config(
+
+def few_rows_backward_configs(
     spec: BackwardSpec,
     config: StagedBackward,
-    m: int,
     architecture: int,
+    multiprocessors: int,
     *,
     dx_given: bool = False,
-) -> ResidentBackward | None:
-    """Return the configuration of m rows, if they are few enough for one of their own.
+) -> tuple[tuple[int, ResidentBackward], ...]:
+    """Return the configurations of few rows, each behind the most rows that it is for, ascending.
 
     `dx_given`: dx may be dy, and no block may read what another writes.
 
@@ -72,11 +87,39 @@ def few_rows_backward_config(
     against 10.9, with partials; with columns RMSNorm of 64 rows of 8192 6.4, with partials 9.6
     (bfloat16, H200).
     """
+    lone = ResidentBackward(
+        row_threads=config.row_threads,
+        block_threads=config.row_threads,
+        packs_per_thread=config.packs_per_thread,
+        cluster_blocks=config.cluster_blocks,
+        vector=config.vector,
+        full=config.full,
+        column_threads=0,
+        reduction=None,
+    )
+    found = [
+        (1, lone),
+        _of_a_row_each(spec, config, lone, architecture, dx_given=dx_given),
+        *_of_several_rows(spec, config, lone, architecture, multiprocessors),
+    ]
     if config.row_threads < 32:
-        return None
-    several = m > 1 and spec.gradients > 0
-    column_threads = 0
-    if several and config.row_threads >= 128 and not dx_given:
+        found = found[2:]
+    # An earlier one is the faster of two that are for the same rows.
+    ascending = itertools.accumulate((most for most, _ in found), max, initial=0)
+    return tuple(few for few, before in zip(found, ascending, strict=False) if few[0] > before)
+
+
+def _of_a_row_each(
+    spec: BackwardSpec,
+    config: StagedBackward,
+    lone: ResidentBackward,
+    architecture: int,
+    *,
+    dx_given: bool,
+) -> tuple[int, ResidentBackward]:
+    """Return that of several rows whose blocks have one each, behind the most rows."""
+    column_threads, reduction = 0, None
+    if config.row_threads >= 128 and spec.gradients and not dx_given:
         if spec.norm == "rms_norm":
             column_threads = config.row_threads
         elif architecture >= FIRST_WITH_OVERLAP:
@@ -88,26 +131,47 @@ def few_rows_backward_config(
             most_rows = MOST_SHORT_ROWS_BESIDE_COLUMNS
         if config.cluster_blocks == MOST_CLUSTER_BLOCKS:
             most_blocks = MOST_BLOCKS_OF_LONGEST_ROWS
-    if m > most_rows or m * config.cluster_blocks > most_blocks:
-        return None
-    reduction = None
-    if config.reduction is not None and several and not column_threads:
+    elif config.reduction is not None:
         reduction = dataclasses.replace(config.reduction, groups=16)  # up to 4 partials each
-    return ResidentBackward(
-        row_threads=config.row_threads,
-        packs_per_thread=config.packs_per_thread,
-        cluster_blocks=config.cluster_blocks,
-        vector=config.vector,
-        full=config.full,
-        column_threads=column_threads,
-        reduction=reduction,
-    )
+    few = dataclasses.replace(lone, column_threads=column_threads, reduction=reduction)
+    return min(most_rows, most_blocks // config.cluster_blocks), few
+
+
+def _of_several_rows(
+    spec: BackwardSpec,
+    config: StagedBackward,
+    lone: ResidentBackward,
+    architecture: int,
+    multiprocessors: int,
+) -> Iterator[tuple[int, ResidentBackward]]:
+    """Yield those whose blocks have 2, 4, 8, ... rows, as many blocks as run at once.
+
+    What they leave out is the rows' way through shared memory, and all that is for a next row:
+    LayerNorm of 256 rows of 2048 takes 8.2 us, not 9.7, of 512 9.1, not 10.6, of 1024 11.8, not
+    12.9, of 512 of 3072 10.7, not 12.5, RMSNorm 8.3, not 8.7, 10.3, not 10.9, and 9.4, not 10.5;
+    but of twice as many as run at once 18.4, not 16.5, for 2048 of 2048 (bfloat16, H200).
+    """
+    if not spec.gradients or config.cluster_blocks > 1 or config.cells:
+        return
+    most_threads = MOST_THREADS_OF_TEAMS.get(config.packs_per_thread, 0)
+    teams = 2
+    while teams * config.row_threads <= most_threads:
+        few = dataclasses.replace(
+            lone, block_threads=teams * config.row_threads, reduction=config.reduction
+        )
+        fits = resident_backward_bytes(spec, few) <= shared_limit(architecture)
+        if few.block_threads >= LEAST_THREADS_OF_TEAMS and fits:
+            yield teams * multiprocessors, few
+        teams *= 2
 
 
 def resident_backward_bytes(spec: BackwardSpec, config: ResidentBackward) -> int:
     """Return the shared memory of a block: see kernels/backward_resident.cu."""
     threads = config.row_threads
-    size = team_bytes(spec.x, threads, threads, config.cluster_blocks)
+    size = team_bytes(spec.x, threads, config.block_threads, config.cluster_blocks)
+    if config.rows_per_block > 1:
+        values = spec.gradients * config.block_threads * config.packs_per_thread
+        size += values * pack_length(spec.x) * ITEMSIZE[compute_dtype(spec.x)]
     if config.column_threads and spec.norm == "rms_norm":
         size = max(size, resident_columns_bytes(spec, config))
     return size

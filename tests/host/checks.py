@@ -539,3 +539,25 @@ FEW += [
 # More than hold the weight at once, of which all run at once all the same.
 FEW.append(Case("few_at_once", "rms_norm", 9, 10240, "bfloat16", bias=None, regime="extreme"))
 FEW += [dataclasses.replace(case, name=f"lone_{case.name}", m=1) for case in FEW[::2]]
+# More than have a block each, in the backward: several a block, the last of which has fewer.
+_TEAMS: dict[str, Any] = {"multiprocessors": 9}
+for _norm in NORMS:
+    FEW += [
+        Case("few_teams", _norm, 70, 768, "float32", regime="mixed_rows", **_TEAMS),
+        Case("few_teams_bias", _norm, 66, 768, "float32", None, "float32", gap=4, **_TEAMS),
+        Case("few_teams_odd", _norm, 67, 764, "bfloat16", relu=RELUS[1], gap=4, **_TEAMS),
+        Case("few_teams_in_place", _norm, 66, 1200, "float32", in_place=True, multiprocessors=18),
+    ]
+FEW += [
+    Case("few_teams_mean", "layer_norm", 71, 512, "bfloat16", regime="mean_1e2", **_TEAMS),
+    Case(
+        "few_teams_bad",
+        "layer_norm",
+        71,
+        512,
+        "float32",
+        bias=None,
+        dy_regime="nonfinite",
+        **_TEAMS,
+    ),
+]

@@ -380,7 +380,7 @@ def _copy_of_launch(
     plans.forward_config = _ahead_by_one  # type: ignore[attr-defined]
     if not few_rows:
         plans.few_rows_configs = lambda *_: ()  # type: ignore[attr-defined]
-        plans.few_rows_backward_config = lambda *_, **__: None  # type: ignore[attr-defined]
+        plans.few_rows_backward_configs = lambda *_, **__: ()  # type: ignore[attr-defined]
     plans._jit = SimpleNamespace(  # type: ignore[attr-defined]
         load=load,
         forward_instantiation=_jit.forward_instantiation,
