@@ -170,7 +170,7 @@ class BackwardPlan(ABC):
 
     Scratch has the partial sums of the weight gradients, if the last kernel is to sum them: a row
     of `partials_stride` values of the compute dtype for each gradient and cluster of blocks, which
-    are at most the larger of 4 * multiprocessors and `_config.MOST_RESIDENT_ROWS`.
+    are at most the larger of 4 * multiprocessors and 64.
     """
 
     kernels: tuple[Kernel, ...]

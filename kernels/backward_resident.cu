@@ -3,11 +3,11 @@
 // What few rows wait for is latency: of memory and, with empty caches, of instructions. So each has a
 // team, and nothing is copied, taken in turn or kept for a next row.
 //
-// Layout:    as backward.cu; where not Columns, dweight and dbias hold a row for each block, so that
-//            those of a lone row are the weight gradients; of several they are partials for
-//            reduce_partials.cu. dx may be dy, but overlaps neither dy nor x where Columns.
-//            means_of_h holds one value a row, by which xhat is centred again, where Columns and
-//            Centered.
+// Layout:    as backward.cu; where not Columns, dweight and dbias hold a row for each row of x or, of
+//            blocks of several teams, for each block: partials for reduce_partials.cu, but of a lone row
+//            whose block has one team the weight gradients. dx may be dy, but overlaps neither dy nor x
+//            where Columns. means_of_h holds one value a row, by which xhat is centred again, where
+//            Columns and Centered.
 // Grid:      a cluster of ClusterBlocks blocks of RowThreads threads a row, or a block of BlockThreads
 //            for as many rows as it has teams, on grid.x. Where Columns, blocks that sum the weight
 //            gradients of 32 packs each: as more such clusters, or, where Centered, as a kernel that

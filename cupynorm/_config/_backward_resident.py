@@ -39,21 +39,28 @@ MOST_BLOCKS_OF_LONGEST_ROWS = 256  # clusters of MOST_CLUSTER_BLOCKS
 LAYER_NORM_COLUMN_THREADS = 512
 
 
-# Of a block whose teams have a row each, by the packs of a thread: with more some kernels spill.
+# Of a block whose teams have a row each, by the packs of a thread. By 2 packs some of 1024 threads
+# spill up to 28 bytes: LayerNorm's 1000 rows of 2000 with a bitmask and a float32 weight around
+# zero, which take 12.6 us, not 13.2. By 3 and 5, of more threads than here, 28 and 36 (bfloat16,
+# H200).
 MOST_THREADS_OF_TEAMS = {1: 1024, 2: 1024, 3: 512, 4: 512, 5: 256, 6: 256, 7: 256}
 # With 64, two teams, 256 rows of 1024 take 6.9 us against 6.7 (RMSNorm, bfloat16, H200).
 LEAST_THREADS_OF_TEAMS = 128
+# No more teams than kTurns of kernels/gradient.cuh, as their gradients are added one after another,
+# and of several warps no more than kernels/team.cuh has barriers for.
+TEAMS = (2, 4, 8, 16, 32, 64)
+MOST_TEAMS_OF_SEVERAL_WARPS = 15
 
 
 @dataclass(frozen=True)
 class ResidentBackward:
     """Few rows held in registers, each by `cluster_blocks` blocks of `row_threads` threads.
 
-    Or several rows by a block of `block_threads`, which adds up their weight gradients. What a lone
-    row's block writes are the weight gradients; those of several blocks are summed by further
-    blocks, of `column_threads`, which read x and dy themselves, or where that is 0 by the
-    `reduction` from partials. The further blocks are in the same kernel; for LayerNorm, whose xhat
-    is centred by a sum of its row, in a second one that overlaps with it.
+    Or several rows by a block of `block_threads`, which adds up their weight gradients. What the
+    blocks of a lone row write are the weight gradients; else they are summed by further blocks, of
+    `column_threads`, which read x and dy themselves, or where that is 0 by the `reduction` from
+    partials. The further blocks are in the same kernel; for LayerNorm, whose xhat is centred by a
+    sum of its row, in a second one that overlaps with it.
     """
 
     row_threads: int
@@ -97,14 +104,12 @@ def few_rows_backward_configs(
         column_threads=0,
         reduction=None,
     )
-    found = [
-        (1, lone),
-        _of_a_row_each(spec, config, lone, architecture, dx_given=dx_given),
-        *_of_several_rows(spec, config, lone, architecture, multiprocessors),
-    ]
-    if config.row_threads < 32:
-        found = found[2:]
-    # An earlier one is the faster of two that are for the same rows.
+    found = []
+    if config.row_threads >= 32:  # a block is whole warps
+        found.append((1, lone))
+        found.append(_of_a_row_each(spec, config, lone, architecture, dx_given=dx_given))
+    found += _of_several_rows(spec, config, lone, architecture, multiprocessors)
+    # Of two that are for the same rows the earlier one; the later was not tried there.
     ascending = itertools.accumulate((most for most, _ in found), max, initial=0)
     return tuple(few for few, before in zip(found, ascending, strict=False) if few[0] > before)
 
@@ -147,22 +152,22 @@ def _of_several_rows(
     """Yield those whose blocks have 2, 4, 8, ... rows, as many blocks as run at once.
 
     What they leave out is the rows' way through shared memory, and all that is for a next row:
-    LayerNorm of 256 rows of 2048 takes 8.2 us, not 9.7, of 512 9.1, not 10.6, of 1024 11.8, not
-    12.9, of 512 of 3072 10.7, not 12.5, RMSNorm 8.3, not 8.7, 10.3, not 10.9, and 9.4, not 10.5;
-    but of twice as many as run at once 18.4, not 16.5, for 2048 of 2048 (bfloat16, H200).
+    LayerNorm takes 8.2 us, not 9.7, for 256 rows of 2048, 9.1, not 10.6, for 512, 11.8, not 12.9,
+    for 1024, 10.7, not 12.5, for 512 of 3072, RMSNorm 8.3, not 8.7, for 512 of 2048, 10.3, not
+    10.9, for 1024, 9.4, not 10.5, for 512 of 3072; but twice as many as run at once LayerNorm's
+    2048 of 2048, take 18.4, not 16.5 (bfloat16, H200).
     """
     if not spec.gradients or config.cluster_blocks > 1 or config.cells:
         return
     most_threads = MOST_THREADS_OF_TEAMS.get(config.packs_per_thread, 0)
-    teams = 2
-    while teams * config.row_threads <= most_threads:
-        few = dataclasses.replace(
-            lone, block_threads=teams * config.row_threads, reduction=config.reduction
-        )
-        fits = resident_backward_bytes(spec, few) <= shared_limit(architecture)
-        if few.block_threads >= LEAST_THREADS_OF_TEAMS and fits:
+    most_teams = MOST_TEAMS_OF_SEVERAL_WARPS if config.row_threads > 32 else TEAMS[-1]
+    for teams in TEAMS:
+        threads = teams * config.row_threads
+        if teams > most_teams or not LEAST_THREADS_OF_TEAMS <= threads <= most_threads:
+            continue
+        few = dataclasses.replace(lone, block_threads=threads, reduction=config.reduction)
+        if resident_backward_bytes(spec, few) <= shared_limit(architecture):
             yield teams * multiprocessors, few
-        teams *= 2
 
 
 def resident_backward_bytes(spec: BackwardSpec, config: ResidentBackward) -> int:
