@@ -232,16 +232,6 @@ def instantiations(architecture: int) -> list[Instantiation]:
         *(("bfloat16", 16384), ("bfloat16", 14336), ("bfloat16", 18432)),
     ):
         add(n, (pack_length(x),), [ForwardSpec("layer_norm", *4 * (x,), False, True, False)])
-    # Several rows a block, by the most threads: what spills most, and on sm_120 teams of two warps.
-    for norm, n, (centred, clamped) in itertools.product(
-        ("rms_norm", "layer_norm"), (1024, 2000, 2048), (plain, both)
-    ):
-        bias = "float32" if norm == "layer_norm" else None
-        rows = BackwardSpec(norm, "bfloat16", "bfloat16", "float32", bias, centred, clamped)
-        config = backward_config(rows, n, 8, architecture)
-        assert isinstance(config, StagedBackward)
-        *_, (_, few) = few_rows_backward_configs(rows, config, architecture, 132)
-        kernels |= dict.fromkeys(backward_instantiations(rows, few))
     # Of float64 RMSNorm's weight is held by 8 packs a thread.
     x = "float64"
     for centred, clamped in (both, plain) if every else (plain,):
@@ -381,13 +371,14 @@ def instantiations(architecture: int) -> list[Instantiation]:
             config = forward_config(streamed, 40_000 * pack_length(x), pack_length(x), architecture)
             kernels[forward_instantiation(streamed, config)] = None
     ordered = sorted(kernels, key=kind)
+    several_rows = several_rows_kernels(architecture)
     if architecture != 90:
-        return ordered[:: 4 if architecture == 80 else 8]
+        return [*ordered[:: 4 if architecture == 80 else 8], *several_rows]
     of_bfloat16 = [kernel for kernel in ordered if kind(kernel)[1] == "bfloat16"]
     whole = [kernel for kernel in of_bfloat16 if kind(kernel)[2] == "8"]
     in_parts = [kernel for kernel in of_bfloat16 if kind(kernel)[2] != "8"]
     others = [kernel for kernel in ordered if kind(kernel)[1] != "bfloat16"]
-    return [*whole, *in_parts[::2], *others[::4]]
+    return [*whole, *in_parts[::2], *others[::4], *several_rows]
 
 
 def kind(kernel: Instantiation) -> tuple[str, str, str]:
@@ -422,15 +413,36 @@ def backward_kernels(
         if not isinstance(config, StagedBackward):
             return [config]
         # That of a lone row stores the weight gradients in another type: of whole packs alone, as
-        # those of single elements take longest to compile. Of blocks of several rows, the largest.
-        tiers = [few for _, few in few_rows_backward_configs(spec, config, architecture, 132)]
+        # those of single elements take longest to compile.
         lone = int(vector != pack_length(spec.x))
+        tiers = [few for _, few in few_rows_backward_configs(spec, config, architecture, 132)]
         few_rows = [few for few in tiers if few.rows_per_block == 1][lone:]
-        few_rows += [few for few in tiers[-1:] if few.rows_per_block > 1]
         return [config, *(few for few in few_rows if spec.bitmask or few.column_threads)]
 
     for spec, config in unlike(specs, configs):
         yield from backward_instantiations(spec, config)
+
+
+def several_rows_kernels(architecture: int) -> Iterator[Instantiation]:
+    """Yield those of several rows a block, by the most threads that a row of some lengths has."""
+    rows = [("bfloat16", "float32", packs) for packs in (128, 250, 256)]
+    if architecture == 90:
+        others = [("bfloat16", "bfloat16"), *((x, x) for x in ("float16", "float32", "float64"))]
+        rows += [("bfloat16", "float32", packs) for packs in (16, 32, 96, 187.5, 512, 672)]
+        rows += [(*dtypes, packs) for dtypes in others for packs in (32, 250)]
+    for norm, (x, weight, packs), option in itertools.product(
+        ("rms_norm", "layer_norm"), rows, (False, True)
+    ):
+        bias = weight if norm == "layer_norm" else None
+        spec = BackwardSpec(norm, x, x, weight, bias, option, option)
+        n = int(packs * pack_length(x))
+        vector = pack_length(x) if packs == int(packs) else pack_length(x) // 2
+        config = backward_config(spec, n, vector, architecture)
+        assert isinstance(config, StagedBackward)
+        tiers = few_rows_backward_configs(spec, config, architecture, 132)
+        several = [few for _, few in tiers if few.rows_per_block > 1]
+        if several:
+            yield backward_instantiations(spec, several[-1])[0]
 
 
 def unlike(
@@ -554,7 +566,7 @@ HELD_BESIDE_CELLS = (
 BY_8_BYTES = r"norm_backward<(b?float16, .*, 4|float, .*, 2|double, .*, 1)>"
 # 1000 rows of LayerNorm's 2000 with a bitmask and a float32 weight around zero take 12.6 us, 13.2
 # where they wait in shared memory, RMSNorm's 10.5 and 12.1 (bfloat16, H200).
-BY_1024_THREADS = r"norm_backward_resident<b?float16, .*, 1024, 2, \w+, \d>"
+BY_1024_THREADS = r"norm_backward_resident<(b?float16|double), .*, 1024, 2, \w+, \d>"
 RESIDENT_BY_PAIRS = r"norm_backward_resident<b?float16, .*, [67], \w+, 1>"
 BESIDE_A_BITMASK = (
     r"norm_backward<b?float16, .*(, true){5}, false, 2, (false, ){5}\d, 1, .*, true, 8>"
@@ -597,7 +609,7 @@ SPILLED = {
     CELLS_BESIDE_FLOAT32: 88,
     HELD_BESIDE_CELLS: 8,
     BY_8_BYTES: 16,
-    BY_1024_THREADS: 28,
+    BY_1024_THREADS: 32,
     RESIDENT_BY_PAIRS: 64,
     BESIDE_A_BITMASK: 16,
     LAYER_NORM_BY_TWO_CLUSTERS: 32,
@@ -619,7 +631,7 @@ ON_120 = {
 SPILLED_ON = {
     "80": {AROUND_ZERO_ON_80: 8},
     "90": {RMS_NORM_HOLDS_4_PACKS: 16},
-    "100": {RMS_NORM_HOLDS_4_PACKS: 16},
+    "100": {RMS_NORM_HOLDS_4_PACKS: 8},
     "120": ON_120,
 }
 
