@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -37,7 +36,6 @@ MOST_BLOCKS_OF_LONGEST_ROWS = 256  # clusters of MOST_CLUSTER_BLOCKS
 # 64 rows of 4096 take 7.6 us, by 256 threads 7.8, 128 rows 9.7 and 11.0, 8 rows 7.1 and 6.6
 # (bfloat16, H200).
 LAYER_NORM_COLUMN_THREADS = 512
-
 
 # Of a block whose teams have a row each, by the packs of a thread. By 2 packs some of 1024 threads
 # spill up to 28 bytes: LayerNorm's 1000 rows of 2000 with a bitmask and a float32 weight around
@@ -106,12 +104,11 @@ def few_rows_backward_configs(
     )
     found = []
     if config.row_threads >= 32:  # a block is whole warps
-        found.append((1, lone))
-        found.append(_of_a_row_each(spec, config, lone, architecture, dx_given=dx_given))
-    found += _of_several_rows(spec, config, lone, architecture, multiprocessors)
-    # Of two that are for the same rows the earlier one; the later was not tried there.
-    ascending = itertools.accumulate((most for most, _ in found), max, initial=0)
-    return tuple(few for few, before in zip(found, ascending, strict=False) if few[0] > before)
+        of_a_row_each = _of_a_row_each(spec, config, lone, architecture, dx_given=dx_given)
+        found = [(1, lone), of_a_row_each]
+    most = found[-1][0] if found else 0  # up to which blocks of several rows were not tried
+    of_several = _of_several_rows(spec, config, lone, architecture, multiprocessors)
+    return (*found, *(few for few in of_several if few[0] > most))
 
 
 def _of_a_row_each(
@@ -154,8 +151,8 @@ def _of_several_rows(
     What they leave out is the rows' way through shared memory, and all that is for a next row:
     LayerNorm takes 8.2 us, not 9.7, for 256 rows of 2048, 9.1, not 10.6, for 512, 11.8, not 12.9,
     for 1024, 10.7, not 12.5, for 512 of 3072, RMSNorm 8.3, not 8.7, for 512 of 2048, 10.3, not
-    10.9, for 1024, 9.4, not 10.5, for 512 of 3072; but twice as many as run at once LayerNorm's
-    2048 of 2048, take 18.4, not 16.5 (bfloat16, H200).
+    10.9, for 1024, 9.4, not 10.5, for 512 of 3072; but LayerNorm's 2048 of 2048, twice as
+    many as run at once, 18.4, not 16.5 (bfloat16, H200).
     """
     if not spec.gradients or config.cluster_blocks > 1 or config.cells:
         return
