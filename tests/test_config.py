@@ -550,6 +550,23 @@ def test_a_plan_loads_only_the_kernel_of_its_rows(monkeypatch: pytest.MonkeyPatc
     assert isinstance(two_in_place, _plans.ResidentPlan)
 
 
+def test_several_rows_a_block_are_planned_up_to_what_runs_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_jit, "load", lambda kernel, device: kernel)
+    monkeypatch.setattr(_plans, "multiprocessors", lambda device: 40)
+    monkeypatch.setattr(_plans, "architecture", lambda device: 90)
+    spec = BackwardSpec("layer_norm", "float32", "float32", "float32", "float32", False, False)
+    row = 2 * 1024 * 4  # partials of both gradients
+    for m, rows, partials in ((129, 4, 33), (160, 4, 40), (161, 8, 21), (319, 8, 40), (320, 8, 40)):
+        plan = _plans.backward_plan(spec, m, 1024, 4, -4)
+        assert isinstance(plan, _plans.ResidentPlan)
+        assert plan.rows_per_partial == rows
+        assert plan.scratch_bytes(m) == partials * row
+    assert _plans.backward_plan(spec, 128, 1024, 4, -4).rows_per_partial == 1
+    assert isinstance(_plans.backward_plan(spec, 321, 1024, 4, -4), _plans.StagedPlan)
+
+
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("m", [1, 2])
 @pytest.mark.parametrize("without_room", ["backward.cu", "backward_resident.cu", None])
