@@ -182,10 +182,11 @@ def backward_instantiations(
             *of_gradients,
             *options,
             spec.bitmask,
-            config.column_threads > 0,
+            config.column_lanes,
             config.cluster_blocks,
             config.row_threads,
             config.block_threads,
+            config.blocks_per_multiprocessor,
             config.packs_per_thread,
             config.full,
             config.vector,
@@ -207,7 +208,8 @@ def backward_instantiations(
                 "backward_resident.cu",
                 _expression(
                     "norm_backward_resident_columns",
-                    *(*types, *of_gradients, spec.bitmask, threads, config.vector),
+                    *(*types, *of_gradients, spec.bitmask),
+                    *(config.column_lanes, threads, config.vector),
                 ),
                 operands + "PPPqq",  # means_of_h, dweight, dbias; n_rows, n_cols
                 threads,

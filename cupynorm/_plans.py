@@ -374,7 +374,8 @@ def few_rows_backward_plan(
         column_kernel = spec.norm == "layer_norm"
         # In the kernel of the rows they come in clusters as well.
         clustered = 1 if column_kernel else config.cluster_blocks
-        column_blocks = -(-n // (clustered * 32 * pack_length(spec.x))) * clustered
+        columns = config.column_lanes * pack_length(spec.x)
+        column_blocks = -(-n // (clustered * columns)) * clustered
     rows = config.rows_per_block
     most_blocks = -(-most // rows)
     common = _common(spec, n, config, kernels, rows_per_partial=rows, most_partials=most_blocks)

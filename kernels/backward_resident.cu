@@ -3,21 +3,21 @@
 // What few rows wait for is latency: of memory and, with empty caches, of instructions. So each has a
 // team, and nothing is copied, taken in turn or kept for a next row.
 //
-// Layout:    as backward.cu; where not Columns, dweight and dbias hold a row for each row of x or, of
+// Layout:    as backward.cu; without ColumnLanes, dweight and dbias hold a row for each row of x or, of
 //            blocks of several teams, for each block: partials for reduce_partials.cu, but of a lone row
 //            whose block has one team the weight gradients. dx may be dy, but overlaps neither dy nor x
-//            where Columns. means_of_h holds one value a row, by which xhat is centred again, where
-//            Columns and Centered.
+//            where there are ColumnLanes. means_of_h holds one value a row, by which xhat is centred
+//            again, where there are some and Centered.
 // Grid:      a cluster of ClusterBlocks blocks of RowThreads threads a row, or a block of BlockThreads
-//            for as many rows as it has teams, on grid.x. Where Columns, blocks that sum the weight
-//            gradients of 32 packs each: as more such clusters, or, where Centered, as a kernel that
+//            for as many rows as it has teams, on grid.x. Blocks that sum the weight gradients of
+//            ColumnLanes packs each, if any: as more such clusters or, where Centered, as a kernel that
 //            overlaps with the first and waits for its end.
-// Traffic:   x, dy, bitmask and weight read once, twice where Columns, the second time mostly from L2;
-//            dx written once, dweight and dbias once for each block.
+// Traffic:   x, dy, bitmask and weight read once, twice where blocks sum columns, one of the times mostly
+//            from L2; dx written once, dweight and dbias once for each block.
 // Thread:    pack p of its block's columns for p = rank, rank + RowThreads, ... (PacksPerThread of
-//            them). Of columns: pack `lane`, rows warp, warp + kWarps, ...
-// Order:     dx: as backward.cu. Weight gradients: a block's teams in turn, then reduce_partials.cu;
-//            where Columns, a warp's rows in turn, then the warps in turn.
+//            them). Of columns: pack `lane`, every kGroups-th row.
+// Order:     dx: as backward.cu. Weight gradients: a block's teams in turn, then reduce_partials.cu; of
+//            columns a thread's rows in turn, then a butterfly over its warp's, then the warps in turn.
 // Result:    dx; dweight and dbias.
 #include "gradient.cuh"
 #include "relu.cuh"
@@ -33,9 +33,9 @@ __device__ __forceinline__ void write(const T (&values)[Length], Out* row, int f
   }
 }
 
-// The weight gradients of 32 packs, of which the first begins at column `first`.
-template <int RowThreads, bool Centered, bool Bitmask, int Vector, typename X, typename DY,
-          typename DWeight, typename DBias>
+// The weight gradients of Lanes packs, of which the first begins at column `first`.
+template <int BlockThreads, int Lanes, bool Centered, bool Bitmask, int Vector, typename X,
+          typename DY, typename DWeight, typename DBias>
 __device__ __forceinline__ void sum_columns(const DY* dy, long long dy_stride, const X* x,
                                             long long x_stride, const Compute<X>* mean,
                                             const Compute<X>* rstd, const unsigned char* bitmask,
@@ -43,24 +43,26 @@ __device__ __forceinline__ void sum_columns(const DY* dy, long long dy_stride, c
                                             DBias* dbias, int n_rows, int n_cols, int first) {
   using T = Compute<X>;
   constexpr int kLength = 16 / static_cast<int>(sizeof(X));
-  constexpr int kWarps = RowThreads / 32;
+  constexpr int kWarps = BlockThreads / 32;
+  constexpr int kGroups = BlockThreads / Lanes;  // each with a row
   // Rows of a thread that are on their way.
   constexpr int kAtOnce = Vector == kLength && sizeof(DY) <= sizeof(X) ? 4 : 2;
-  constexpr int kColumns = 32 * kLength;
+  constexpr int kColumns = Lanes * kLength;
   constexpr int kGradients = kPresent<DWeight> + kPresent<DBias>;
-  const int lane = thread_index() % 32, warp = thread_index() / 32;
+  const int lane = thread_index() % Lanes, warp = thread_index() / 32;
+  const int group_of_warp = thread_index() % 32 / Lanes;
   const int own = first + lane * kLength;
 
-  // 1. Each warp sums its rows.
+  // 1. Each group sums its rows. All of a warp go on while its first one does.
   T of_weight[kLength] = {}, of_bias[kLength] = {};
 #pragma unroll 1
-  for (int begin = warp; begin < n_rows; begin += kAtOnce * kWarps) {
+  for (int begin = warp * (32 / Lanes); begin < n_rows; begin += kAtOnce * kGroups) {
     Pack<X, kLength> row_x[kAtOnce];
     Pack<DY, kLength> row_dy[kAtOnce];
     T row_mean[kAtOnce], row_rstd[kAtOnce];
 #pragma unroll
     for (int k = 0; k < kAtOnce; ++k) {
-      const int row = begin + k * kWarps;
+      const int row = begin + group_of_warp + k * kGroups;
       const int n = row < n_rows ? n_cols : 0;
       load<Vector>(row_x[k], x + row * x_stride, own, n);
       load<Vector>(row_dy[k], dy + row * dy_stride, own, n);
@@ -74,7 +76,7 @@ __device__ __forceinline__ void sum_columns(const DY* dy, long long dy_stride, c
     if constexpr (Centered) wait_for_previous_kernel();
 #pragma unroll
     for (int k = 0; k < kAtOnce; ++k) {
-      const int row = begin + k * kWarps;
+      const int row = begin + group_of_warp + k * kGroups;
       const T mean_of_h = Centered && row < n_rows ? means_of_h[row] : T(0);
       const Centring<Centered, T> centring(row_mean[k], row_rstd[k]);
 #pragma unroll
@@ -86,17 +88,27 @@ __device__ __forceinline__ void sum_columns(const DY* dy, long long dy_stride, c
       }
     }
   }
+
+  // 2. Those of its warp, then of all.
+#pragma unroll
+  for (int distance = 16; distance >= Lanes; distance /= 2) {
+#pragma unroll
+    for (int i = 0; i < kLength; ++i) {
+      if constexpr (kPresent<DWeight>) of_weight[i] += shuffle_xor(of_weight[i], distance);
+      if constexpr (kPresent<DBias>) of_bias[i] += shuffle_xor(of_bias[i], distance);
+    }
+  }
   T* sums = static_cast<T*>(dynamic_shared_memory());
   T* own_sums = sums + warp * kGradients * kColumns + lane * kLength;
+  if (group_of_warp == 0) {
 #pragma unroll
-  for (int i = 0; i < kLength; ++i) {
-    if constexpr (kPresent<DWeight>) own_sums[i] = of_weight[i];
-    if constexpr (kPresent<DBias>) own_sums[(kGradients - 1) * kColumns + i] = of_bias[i];
+    for (int i = 0; i < kLength; ++i) {
+      if constexpr (kPresent<DWeight>) own_sums[i] = of_weight[i];
+      if constexpr (kPresent<DBias>) own_sums[(kGradients - 1) * kColumns + i] = of_bias[i];
+    }
   }
   block_barrier();
-
-  // 2. All warps' sums.
-  for (int i = thread_index(); i < kGradients * kColumns; i += RowThreads) {
+  for (int i = thread_index(); i < kGradients * kColumns; i += BlockThreads) {
     const int column = first + i % kColumns;
     T sum = 0;
 #pragma unroll
@@ -113,9 +125,9 @@ __device__ __forceinline__ void sum_columns(const DY* dy, long long dy_stride, c
 }
 
 template <typename X, typename DY, typename Weight, typename DWeight, typename DBias, bool Centered,
-          bool ZeroCentered, bool Bitmask, bool Columns, int ClusterBlocks, int RowThreads,
-          int BlockThreads, int PacksPerThread, bool Full, int Vector>
-__global__ __launch_bounds__(BlockThreads, 1) void norm_backward_resident(
+          bool ZeroCentered, bool Bitmask, int ColumnLanes, int ClusterBlocks, int RowThreads,
+          int BlockThreads, int BlocksPerMultiprocessor, int PacksPerThread, bool Full, int Vector>
+__global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_backward_resident(
     const DY* dy, long long dy_stride, const X* x, long long x_stride, const Weight* weight,
     const Compute<X>* mean, const Compute<X>* rstd, const unsigned char* bitmask, X* dx,
     long long dx_stride, DWeight* dweight, DBias* dbias, Compute<X>* means_of_h, long long n_rows,
@@ -124,18 +136,24 @@ __global__ __launch_bounds__(BlockThreads, 1) void norm_backward_resident(
   constexpr int kLength = 16 / static_cast<int>(sizeof(X));
   constexpr int kColumns = ClusterBlocks * RowThreads * PacksPerThread * kLength;
   int n_cols = Full ? kColumns : static_cast<int>(row_length);
-  if constexpr (Columns && !Centered) {
-    const int block = static_cast<int>(block_index() - n_rows * ClusterBlocks);
-    if (block >= 0) {
-      sum_columns<RowThreads, false, Bitmask, Vector>(
-          dy, dy_stride, x, x_stride, mean, rstd, bitmask, means_of_h, dweight, dbias,
-          static_cast<int>(n_rows), n_cols, block * 32 * kLength);
-      return;
-    }
-  }
   using TeamOf = Team<RowThreads, BlockThreads, ClusterBlocks>;
   constexpr int kTeams = TeamOf::kTeams;
-  static_assert(kTeams == 1 || !Columns, "blocks of one row beside those of columns");
+  long long block = block_index();
+  if constexpr (ColumnLanes > 0 && !Centered) {
+    // Those of columns, which take longest, come first, but beside clusters of more than two: 8 rows of
+    // 65536 take 7.0 us, not 8.2; first, 256 of 16384 take 14.2, not 15.7 (RMSNorm, bfloat16, H200).
+    constexpr bool kLast = ClusterBlocks > 2;
+    const long long of_rows = (n_rows + kTeams - 1) / kTeams * ClusterBlocks;
+    const long long of_columns = block_count() - of_rows;
+    if (kLast ? block >= of_rows : block < of_columns) {
+      const int columns = static_cast<int>(kLast ? block - of_rows : block);
+      sum_columns<BlockThreads, ColumnLanes, false, Bitmask, Vector>(
+          dy, dy_stride, x, x_stride, mean, rstd, bitmask, means_of_h, dweight, dbias,
+          static_cast<int>(n_rows), n_cols, columns * ColumnLanes * kLength);
+      return;
+    }
+    if constexpr (!kLast) block -= of_columns;
+  }
   TeamOf team;
   const auto first_column = [&](int p) {
     return team.template first_column<PacksPerThread, kLength>(p);
@@ -145,8 +163,9 @@ __global__ __launch_bounds__(BlockThreads, 1) void norm_backward_resident(
   };
 
   // 1. The row.
-  if constexpr (kTeams == 1) let_next_kernel_start();
-  const long long row = block_index() / ClusterBlocks * kTeams + team.team;
+  constexpr bool kKeeps = kTeams > 1 && ColumnLanes == 0;  // gradients, for the block's sums
+  if constexpr (!kKeeps) let_next_kernel_start();
+  const long long row = block / ClusterBlocks * kTeams + team.team;
   const bool has_row = kTeams == 1 || row < n_rows;
   Pack<X, kLength> row_x[PacksPerThread];
   Pack<DY, kLength> row_dy[PacksPerThread];
@@ -179,8 +198,8 @@ __global__ __launch_bounds__(BlockThreads, 1) void norm_backward_resident(
   team.meet();
   team.template reduce<Sum>(sums);
   const RowMeans<Centered, T> means(sums, centring.significand, inv_n);
-  if constexpr (Columns && Centered) {
-    if (team.block == 0 && team.rank == 0) means_of_h[row] = means.h;
+  if constexpr (ColumnLanes > 0 && Centered) {
+    if (has_row && team.block == 0 && team.rank == 0) means_of_h[row] = means.h;
   }
 
   // 3. dx and the weight gradients, which of several teams wait in shared memory.
@@ -206,10 +225,10 @@ __global__ __launch_bounds__(BlockThreads, 1) void norm_backward_resident(
     }
     write<Vector, RowThreads>(of_x, dx + row * dx_stride, first_column(p),
                               has_row ? end_of_row(p) : 0);
-    if constexpr (kTeams > 1) {
+    if constexpr (kKeeps) {
       if constexpr (kPresent<DWeight>) keep_gradient(of_weight, 0, p);
       if constexpr (kPresent<DBias>) keep_gradient(of_bias, kGradients - 1, p);
-    } else if constexpr (!Columns) {
+    } else if constexpr (ColumnLanes == 0) {
       write<Vector, RowThreads>(of_weight, dweight + row * partials_stride(n_cols), first_column(p),
                                 end_of_row(p));
       write<Vector, RowThreads>(of_bias, dbias + row * partials_stride(n_cols), first_column(p),
@@ -218,7 +237,7 @@ __global__ __launch_bounds__(BlockThreads, 1) void norm_backward_resident(
   }
 
   // 4. Those of a block.
-  if constexpr (kTeams > 1) {
+  if constexpr (kKeeps) {
     static_assert(kSame<DWeight, T> || kSame<DBias, T>, "partials");
     let_next_kernel_start();
     block_barrier();
@@ -253,14 +272,14 @@ __global__ __launch_bounds__(BlockThreads, 1) void norm_backward_resident(
 
 // The weight gradients of few rows of LayerNorm, while norm_backward_resident is under way.
 template <typename X, typename DY, typename Weight, typename DWeight, typename DBias, bool Bitmask,
-          int BlockThreads, int Vector>
+          int ColumnLanes, int BlockThreads, int Vector>
 __global__ __launch_bounds__(BlockThreads, 1) void norm_backward_resident_columns(
     const DY* dy, long long dy_stride, const X* x, long long x_stride, const Weight* weight,
     const Compute<X>* mean, const Compute<X>* rstd, const unsigned char* bitmask,
     const Compute<X>* means_of_h, DWeight* dweight, DBias* dbias, long long n_rows,
     long long n_cols) {
-  constexpr int kColumns = 32 * (16 / static_cast<int>(sizeof(X)));
-  sum_columns<BlockThreads, true, Bitmask, Vector>(
+  constexpr int kColumns = ColumnLanes * (16 / static_cast<int>(sizeof(X)));
+  sum_columns<BlockThreads, ColumnLanes, true, Bitmask, Vector>(
       dy, dy_stride, x, x_stride, mean, rstd, bitmask, means_of_h, dweight, dbias,
       static_cast<int>(n_rows), static_cast<int>(n_cols),
       static_cast<int>(block_index()) * kColumns);

@@ -233,7 +233,9 @@ def few_rows_backward(
     return next((few for most, few in found if m <= most), None)
 
 
-@given(backward_specs, widths(), st.sampled_from(ARCHITECTURES), st.integers(1, 300), st.booleans())
+@given(
+    backward_specs, widths(), st.sampled_from(ARCHITECTURES), st.integers(1, 2000), st.booleans()
+)
 @settings(max_examples=500)
 def test_few_rows_have_the_teams_of_many_in_the_backward(
     spec: BackwardSpec, n: int, architecture: int, m: int, dx_given: bool
@@ -243,31 +245,78 @@ def test_few_rows_have_the_teams_of_many_in_the_backward(
         if not isinstance(config, StagedBackward):
             continue
         few = few_rows_backward(spec, config, m, architecture, dx_given=dx_given)
-        several = m > 1 and spec.gradients > 0
-        layer_norm = spec.norm == "layer_norm"
-        columns = several and config.row_threads >= 128 and not dx_given
-        columns = columns and (not layer_norm or architecture >= 90)
-        rows, blocks = 64, 128
-        if columns:
-            rows = 256 if config.row_threads * config.cluster_blocks >= 512 else 128
-            blocks = 256 if config.cluster_blocks == 16 else 512
-        most = min(rows, blocks // config.cluster_blocks)
-        if config.row_threads < 32 or m > most:
-            assert few is None or few.rows_per_block > 1
+        whole_warps = config.row_threads >= 32
+        if few is None:
+            assert m > 64 // config.cluster_blocks or not whole_warps
             continue
-        assert few is not None
-        assert few.rows_per_block == 1
         for name in ("row_threads", "packs_per_thread", "cluster_blocks", "vector", "full"):
             assert getattr(few, name) == getattr(config, name), name
-        assert few.column_threads == (columns and (512 if layer_norm else config.row_threads))
-        assert (few.reduction is None) == (not several or columns)
+        layer_norm = spec.norm == "layer_norm"
+        alone = m == 1 and whole_warps
+        columns = spec.gradients and not dx_given and not alone
+        if layer_norm:
+            columns = columns and config.row_threads >= 128 and architecture >= 90
+        if few.column_threads:
+            assert columns
+            assert few.reduction is None
+            assert few.column_lanes in (4, 8, 16, 32)
+            # Those that are added up one after another.
+            assert m <= 64 * (few.column_threads // few.column_lanes)
+            if layer_norm:
+                assert few.block_threads == few.row_threads
+            else:
+                assert few.block_threads == few.column_threads
+        else:
+            assert few.column_lanes == 0
+            assert not columns or m > 64 // config.cluster_blocks
+            assert (few.reduction is None) == (alone or not spec.gradients)
         kernels = backward_instantiations(spec, few)
         names = ["norm_backward_resident"]
-        if several and not (columns and not layer_norm):
-            names.append("norm_backward_resident_columns" if columns else "reduce_partials")
+        if few.reduction:
+            names.append("reduce_partials")
+        elif few.column_threads and layer_norm:
+            names.append("norm_backward_resident_columns")
         assert [kernel.expression.partition("<")[0] for kernel in kernels] == names
         assert [kernel.overlaps for kernel in kernels] == [False, True][: len(names)]
-        assert all(kernel.shared_bytes <= 48 << 10 for kernel in kernels)
+        if few.column_threads or few.rows_per_block == 1:
+            assert all(kernel.shared_bytes <= 48 << 10 for kernel in kernels)
+
+
+@pytest.mark.parametrize(
+    ("norm", "x", "n", "tiers"),
+    [
+        # The most rows, the lanes of columns, their threads and the rows of a block.
+        ("rms_norm", "bfloat16", 64, [(64, 16, 256, 32), (768, 4, 256, 32)]),
+        ("rms_norm", "bfloat16", 1024, [(64, 16, 256, 8), (768, 4, 256, 8)]),
+        ("rms_norm", "bfloat16", 2048, [(64, 16, 256, 2), (1536, 4, 256, 2)]),
+        ("rms_norm", "bfloat16", 2052, [(64, 16, 192, 2), (256, 4, 192, 2)]),
+        ("rms_norm", "bfloat16", 4096, [(64, 16, 256, 1), (1536, 4, 256, 1)]),
+        ("rms_norm", "bfloat16", 5120, [(64, 16, 256, 2), (768, 8, 256, 2)]),
+        ("rms_norm", "bfloat16", 8192, [(64, 16, 512, 1), (768, 8, 512, 1)]),
+        ("rms_norm", "bfloat16", 16384, [(64, 16, 256, 1), (256, 16, 256, 1)]),
+        ("rms_norm", "bfloat16", 65536, [(64, 32, 256, 1)]),
+        ("rms_norm", "bfloat16", 131072, [(16, 32, 256, 1)]),
+        ("rms_norm", "float32", 1024, [(64, 16, 256, 2), (768, 4, 256, 2)]),
+        ("layer_norm", "bfloat16", 1024, []),
+        ("layer_norm", "bfloat16", 2048, [(64, 16, 256, 1), (256, 8, 512, 1)]),
+        ("layer_norm", "bfloat16", 4096, [(64, 16, 256, 1), (640, 8, 512, 1)]),
+        ("layer_norm", "bfloat16", 4100, [(64, 16, 256, 1), (256, 8, 512, 1)]),
+        ("layer_norm", "bfloat16", 8192, [(64, 16, 256, 1), (320, 8, 512, 1)]),
+        ("layer_norm", "bfloat16", 32768, [(64, 16, 256, 1), (128, 32, 512, 1)]),
+    ],
+)
+def test_rows_beside_blocks_of_columns(
+    norm: Norm, x: str, n: int, tiers: list[tuple[int, ...]]
+) -> None:
+    spec = BackwardSpec(norm, x, x, x, x if norm == "layer_norm" else None, False, False)
+    config = backward_config(spec, n, min(n & -n, pack_length(x)), 90)
+    assert isinstance(config, StagedBackward)
+    found = few_rows_backward_configs(spec, config, 90, 132)
+    assert [
+        (rows, few.column_lanes, few.column_threads, few.rows_per_block)
+        for rows, few in found
+        if few.column_threads
+    ] == tiers
 
 
 @given(backward_specs, widths(), st.sampled_from(ARCHITECTURES), st.booleans())
@@ -282,7 +331,9 @@ def test_blocks_of_several_rows_are_in_one_round(
         found = few_rows_backward_configs(spec, config, architecture, 132, dx_given=dx_given)
         most = [rows for rows, _ in found]
         assert most == sorted(set(most))
-        of_several = [(rows, few) for rows, few in found if few.rows_per_block > 1]
+        of_several = [
+            (rows, few) for rows, few in found if few.rows_per_block > 1 and not few.column_threads
+        ]
         assert found[len(found) - len(of_several) :] == tuple(of_several)
         for rows, few in of_several:
             assert rows == few.rows_per_block * 132
@@ -293,7 +344,6 @@ def test_blocks_of_several_rows_are_in_one_round(
                 assert getattr(few, name) == getattr(config, name), name
             assert few.cluster_blocks == 1
             assert few.reduction == config.reduction
-            assert few.column_threads == 0
             assert not config.cells
             rows_kernel, sums = backward_instantiations(spec, few)
             assert rows_kernel.block_threads == few.block_threads <= 1024
@@ -321,8 +371,13 @@ def test_blocks_of_several_rows(x: str, n: int, architecture: int, rows: list[in
     spec = BackwardSpec("rms_norm", x, x, x, None, False, False)
     config = backward_config(spec, n, pack_length(x), architecture)
     assert isinstance(config, StagedBackward)
-    found = few_rows_backward_configs(spec, config, architecture, 132)
+    found = few_rows_backward_configs(spec, config, architecture, 132, dx_given=True)
     assert [few.rows_per_block for _, few in found if few.rows_per_block > 1] == rows
+    # Beside columns, of which no dx is given, where those are for fewer rows.
+    beside = few_rows_backward_configs(spec, config, architecture, 132)
+    most = max(most for most, few in beside if few.column_threads)
+    of_several = [few.rows_per_block for _, few in beside if few.reduction]
+    assert of_several == [teams for teams in rows if teams * 132 > most]
 
 
 def test_rows_are_fetched_ahead_by_what_all_multiprocessors_hold() -> None:
@@ -516,17 +571,18 @@ def test_a_plan_loads_only_the_kernel_of_its_rows(monkeypatch: pytest.MonkeyPatc
     loaded.clear()
     monkeypatch.setattr(_plans, "multiprocessors", lambda device: 3)
     of_dy = BackwardSpec("layer_norm", "float32", "float32", "float32", "float32", False, False)
-    alone, two, most, more = (
-        _plans.backward_plan(of_dy, m, 4096, 4, device) for m in (1, 2, 256, 257)
+    alone, two, most_of_few, most, more = (
+        _plans.backward_plan(of_dy, m, 4096, 4, device) for m in (1, 2, 64, 320, 321)
     )
-    assert two is most
-    assert loaded == [*alone.kernels, *two.kernels, *more.kernels]
-    assert [len(plan.kernels) for plan in (alone, two, more)] == [1, 2, 2]
+    assert two is most_of_few
+    assert loaded == [*alone.kernels, *two.kernels, *most.kernels, *more.kernels]
+    assert [len(plan.kernels) for plan in (alone, two, most, more)] == [1, 2, 2, 2]
     assert (alone.scratch_bytes(1), two.scratch_bytes(2)) == (0, 2 * 4)  # a mean a row
-    assert [type(plan) for plan in (alone, two, more)] == [_plans.ResidentPlan] * 2 + [
+    assert [type(plan) for plan in (alone, two, most, more)] == [_plans.ResidentPlan] * 3 + [
         _plans.StagedPlan
     ]
-    assert [plan.column_blocks for plan in (alone, two)] == [0, 4096 // 128]
+    # 16 packs of 4 columns each, then 8.
+    assert [plan.column_blocks for plan in (alone, two, most)] == [0, 4096 // 64, 4096 // 32]
     two_in_place = _plans.backward_plan(of_dy, 2, 4096, 4, device, dx_given=True)
     assert two_in_place.scratch_bytes(2) == 2 * 2 * 4096 * 4
     assert _plans.backward_plan(of_dy, 0, 4096, 4, device) is more  # sums no partials to 0
@@ -534,14 +590,13 @@ def test_a_plan_loads_only_the_kernel_of_its_rows(monkeypatch: pytest.MonkeyPatc
     loaded.clear()
     of_dy = dataclasses.replace(of_dy, norm="rms_norm", dbias=None)
     alone, two, most, more = (
-        _plans.backward_plan(of_dy, m, 4096, 4, device) for m in (1, 2, 256, 257)
+        _plans.backward_plan(of_dy, m, 4096, 4, device) for m in (1, 2, 768, 769)
     )
-    assert two is most
-    assert loaded == [*alone.kernels, *two.kernels, *more.kernels]
-    assert [len(plan.kernels) for plan in (alone, two, more)] == [1, 1, 2]
-    assert [plan.scratch_bytes(2) for plan in (alone, two)] == [0, 0]
-    # 32 packs of 4 columns each; dx written over dy takes what another block still needs.
-    assert [plan.column_blocks for plan in (alone, two)] == [0, 4096 // 128]
+    assert loaded == [*alone.kernels, *two.kernels, *most.kernels, *more.kernels]
+    assert [len(plan.kernels) for plan in (alone, two, most, more)] == [1, 1, 1, 2]
+    assert [plan.scratch_bytes(2) for plan in (alone, two, most)] == [0, 0, 0]
+    # dx written over dy takes what another block still needs.
+    assert [plan.column_blocks for plan in (alone, two, most)] == [0, 4096 // 64, 4096 // 32]
     alone_in_place, two_in_place, many_in_place = (
         _plans.backward_plan(of_dy, m, 4096, 4, device, dx_given=True) for m in (1, 2, 256)
     )
@@ -558,12 +613,12 @@ def test_several_rows_a_block_are_planned_up_to_what_runs_at_once(
     monkeypatch.setattr(_plans, "architecture", lambda device: 90)
     spec = BackwardSpec("layer_norm", "float32", "float32", "float32", "float32", False, False)
     row = 2 * 1024 * 4  # partials of both gradients
-    for m, rows, partials in ((129, 4, 33), (160, 4, 40), (161, 8, 21), (319, 8, 40), (320, 8, 40)):
+    for m, rows, partials in ((257, 8, 33), (319, 8, 40), (320, 8, 40)):
         plan = _plans.backward_plan(spec, m, 1024, 4, -4)
         assert isinstance(plan, _plans.ResidentPlan)
         assert plan.rows_per_partial == rows
         assert plan.scratch_bytes(m) == partials * row
-    assert _plans.backward_plan(spec, 128, 1024, 4, -4).rows_per_partial == 1
+    assert _plans.backward_plan(spec, 64, 1024, 4, -4).rows_per_partial == 1
     assert isinstance(_plans.backward_plan(spec, 321, 1024, 4, -4), _plans.StagedPlan)
 
 

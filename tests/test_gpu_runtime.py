@@ -248,7 +248,7 @@ def test_outputs_in_place(norm: str) -> None:
         assert in_place.dx is over
         assert_same_bits(over, backward.dx)
         # Beside dx, blocks that read dy themselves sum few rows' weight gradients, if dx is not dy.
-        if n in (768, 98304):
+        if n == 98304 or (n == 768 and norm == "layer_norm"):
             assert_same_bits(in_place.dweight, backward.dweight)
             assert_same_bits(in_place.dbias, backward.dbias)
         over[...] = dy

@@ -210,10 +210,13 @@ def regimes(kernel: Instantiation) -> Iterator[str]:
         if kernel.cluster_blocks > 1:
             yield f"{name}, a row to a cluster"
         if name == "norm_backward_resident":
-            row_threads, block_threads = (int(threads) for threads in values[10:12])
+            lanes, _, row_threads, block_threads = (int(value) for value in values[8:12])
+            team = "a warp or less" if row_threads <= 32 else "several warps"
             if row_threads < block_threads:
-                team = "a warp or less" if row_threads <= 32 else "several warps"
-                yield f"{name}, several rows to {team} each"
+                beside = " beside columns" if lanes else ""
+                yield f"{name}, several rows{beside} to {team} each"
+            if lanes:
+                yield f"{name}, columns by {lanes} lanes"
         return
     # The last are the threads of a row and of a block, blocks a multiprocessor, packs a thread,
     # Full and Vector. Forward has before them RareLast, BlocksAhead, BlocksAheadIfLarge,
@@ -291,6 +294,12 @@ def test_the_cases_reach_every_regime(kernels: list[Instantiation]) -> None:
         "norm_backward_resident, a row to a cluster",
         "norm_backward_resident, several rows to a warp or less each",
         "norm_backward_resident, several rows to several warps each",
+        "norm_backward_resident, several rows beside columns to a warp or less each",
+        "norm_backward_resident, several rows beside columns to several warps each",
+        "norm_backward_resident, columns by 4 lanes",
+        "norm_backward_resident, columns by 8 lanes",
+        "norm_backward_resident, columns by 16 lanes",
+        "norm_backward_resident, columns by 32 lanes",
         "norm_backward_resident_columns",
         "norm_backward_coefficients",
         "norm_backward_coefficients, a row to a cluster",

@@ -2006,7 +2006,7 @@ MUTATIONS = [
     Mutation(
         "all blocks of a cluster say how a row is centred",
         "backward_resident.cu",
-        "if (team.block == 0 && team.rank == 0) means_of_h",
+        "if (has_row && team.block == 0 && team.rank == 0) means_of_h",
         "if (team.rank == 0) means_of_h",
         RACE,
         few("columns_cluster"),
@@ -2014,7 +2014,7 @@ MUTATIONS = [
     Mutation(
         "of columns, each warp sums all rows",
         "backward_resident.cu",
-        "for (int begin = warp;",
+        "for (int begin = warp * (32 / Lanes);",
         "for (int begin = 0;",
         VALUE,
         COLUMNS,
@@ -2022,8 +2022,8 @@ MUTATIONS = [
     Mutation(
         "of columns, rows are summed that others are under way with",
         "backward_resident.cu",
-        "begin += kAtOnce * kWarps",
-        "begin += kWarps",
+        "begin += kAtOnce * kGroups",
+        "begin += kGroups",
         VALUE,
         COLUMNS,
     ),
@@ -2054,8 +2054,8 @@ MUTATIONS = [
     Mutation(
         "of columns, the warps' sums are not waited for",
         "backward_resident.cu",
-        "  block_barrier();\n\n  // 2. All warps' sums.",
-        "  // 2. All warps' sums.",
+        "  block_barrier();\n  for (int i = thread_index(); i < kGradients",
+        "  for (int i = thread_index(); i < kGradients",
         UNWRITTEN,
         COLUMNS_BIAS,
     ),
@@ -2075,11 +2075,42 @@ MUTATIONS = [
         UNWRITTEN,
         COLUMNS,
     ),
+    *(
+        Mutation(f"of columns, {what}", "backward_resident.cu", old, new, caught_by, COLUMNS)
+        for what, old, new, caught_by in (
+            (
+                "the rows of a warp's other groups are left out",
+                "of_weight[i] += shuffle_xor(of_weight[i], distance);",
+                "static_cast<void>(0);",
+                VALUE,
+            ),
+            (
+                "all groups of a warp sum one row",
+                "row = begin + group_of_warp + k * kGroups;\n      const int n =",
+                "row = begin + k * kGroups;\n      const int n =",
+                VALUE,
+            ),
+            (
+                "all groups of a warp tell their sums",
+                "  if (group_of_warp == 0) {\n",
+                "  {\n",
+                RACE,
+            ),
+        )
+    ),
+    Mutation(
+        "blocks of rows begin with those of columns",
+        "backward_resident.cu",
+        "    if constexpr (!kLast) block -= of_columns;\n",
+        "",
+        f"{OUT_OF_BOUNDS}|{UNWRITTEN}",
+        COLUMNS,
+    ),
     Mutation(
         "blocks of columns begin a cluster early",
         "backward_resident.cu",
-        "block_index() - n_rows * ClusterBlocks",
-        "block_index() - n_rows",
+        "(n_rows + kTeams - 1) / kTeams * ClusterBlocks;\n    const long long of_columns",
+        "(n_rows + kTeams - 1) / kTeams;\n    const long long of_columns",
         STUCK,
         few("staged_cluster", "rms_norm"),
     ),

@@ -22,20 +22,48 @@ from cupynorm._spec import ITEMSIZE, BackwardSpec, compute_dtype
 MOST_RESIDENT_ROWS = 64  # with partials: where dx is given, of short rows, without overlap
 MOST_RESIDENT_BLOCKS = 128  # as many as were measured: LayerNorm's 64 rows of 16384, two each
 
-# Blocks for the weight gradients against partials, of RMSNorm and LayerNorm: 256 rows of 8192 take
-# 12.8 us against 14.6 and 14.6 against 17.9, 512 20.6 against 18.6 and 23.5 against 22.3; 160 of
-# 2048 9.3 against 8.8 and 9.9 against 10.1. Of rows that have 4, 8 and 16 blocks: 128 of 32768 17.7
-# against 18.3 and 19.7 against 22.3, 256 33.6 against 24.2 and 34.6 against 28.2; 64 of 65536 18.1
-# against 18.5 and 21.3 against 22.3; 32 of 131072 19.9 against 19.3 and 25.1 against 23.2
-# (bfloat16, H200).
-MOST_ROWS_BESIDE_COLUMNS = 256
-MOST_SHORT_ROWS_BESIDE_COLUMNS = 128  # held by fewer than 512 threads
+# Rows of one block each beside blocks of columns, at most, by the least columns that they have, and
+# by the packs of all, against rows in shared memory or several a block: RMSNorm's 768 of 1024 take
+# 7.5 us against 7.9, 1024 8.5 against 8.3; 1536 of 2048 12.2 against 12.6, 1536 of 4096 17.3
+# against 18.1; 614 of 5120 13.0 against 14.0, 1228 21.3 against 18.4; 768 of 8192 17.8 against
+# 18.5, 1024 22.7 against 21.1. LayerNorm's 256 of 2048 7.7 against 8.2, 384 9.2 against 8.8; 768 of
+# 4096 14.7 against 15.0, 1024 18.3 against 16.4; 512 of 5120 13.5 against 15.1, of 6144 15.3
+# against 14.7; 256 of 8192 11.2 against 16.0 (bfloat16, H200).
+MOST_ROWS_BESIDE_COLUMNS = {
+    "rms_norm": ((4097, 768), (2048, 1536), (0, 768)),
+    "layer_norm": ((4096, 768), (0, 256)),
+}
+MOST_PACKS_BESIDE_COLUMNS = {"rms_norm": 3 * 2**18, "layer_norm": 5 * 2**16}
+# What is moved by less than packs: RMSNorm's 128 of 4097 8.8 us against 16.0, 512 19.7 against
+# 15.9, LayerNorm's 256 12.0 against 14.1, 512 18.5 against 17.4 (bfloat16, H200).
+MOST_IN_PARTS_BESIDE_COLUMNS = 256
+# Of 2, 4, 8 and 16 blocks each: 256 of 16384 14.2 against 18.2 and 17.0 against 20.1, RMSNorm's 512
+# 23.6 against 21.0; its 128 of 32768 16.9 against 17.1, 256 24.6 against 21.3; 128 of 65536 30.6
+# against 21.3; 32 of 131072 18.2 against 16.3 and 20.4 against 19.1 (bfloat16, H200).
 MOST_BLOCKS_BESIDE_COLUMNS = 512
 MOST_BLOCKS_OF_LONGEST_ROWS = 256  # clusters of MOST_CLUSTER_BLOCKS
 
-# 64 rows of 4096 take 7.6 us, by 256 threads 7.8, 128 rows 9.7 and 11.0, 8 rows 7.1 and 6.6
-# (bfloat16, H200).
+# RMSNorm's, beside whose columns a block has several rows: 64 of 1024 take 4.9 us, by 512 threads
+# 5.6. LayerNorm's have more threads where there are more rows, as registers hold 4 of each thread
+# while it waits for the rows' kernel: 64 of 2048 take 6.3 us, by 512 threads 6.6, 256 7.6 and 8.7,
+# by 256 (bfloat16, H200).
+COLUMN_THREADS = 256
 LAYER_NORM_COLUMN_THREADS = 512
+# On a multiprocessor at once, of 64 registers, as LayerNorm's kernel of columns begins when all of
+# rows are under way: 256 rows of 8192 take 11.1 us, by 72 registers 12.6; but RMSNorm's, which has
+# 64 anyway, 10.1, not 9.5 (bfloat16, H200). In parts, or of wider dtypes, what would spill.
+THREADS_OF_ROWS = 1024
+# Lanes have a pack each, at least so many of them side by side: RMSNorm's 64 of 8192 take 6.1 us by
+# 16, 6.4 by 8; 512 of 2048 10.2, 8.0 and, by 4, 7.4 us; LayerNorm's 64 of 8192 7.6 and 8.0, but 256
+# of 2048 8.7 and 7.7 (bfloat16, H200).
+FEW_ROWS = 64
+COLUMN_LANES_OF_FEW = 16
+COLUMN_LANES = {"rms_norm": 4, "layer_norm": 8}
+MOST_COLUMN_LANES = 32  # of a warp
+# No more than run at once: by 4 lanes, in 256 blocks, RMSNorm's 512 of 8192 take 16.1 us, by 8
+# 13.6. But LayerNorm's of few rows share multiprocessors: 64 of 32768 11.8 us by 16, 12.0 by 32.
+MOST_COLUMN_BLOCKS = 128
+MOST_LAYER_NORM_COLUMN_BLOCKS_OF_FEW = 256
 
 # Of a block whose teams have a row each, by the packs of a thread. By 2 packs some of 1024 threads
 # spill up to 28 bytes: LayerNorm's 1000 rows of 2000 with a bitmask and a float32 weight around
@@ -54,21 +82,28 @@ MOST_TEAMS_OF_SEVERAL_WARPS = 15
 class ResidentBackward:
     """Few rows held in registers, each by `cluster_blocks` blocks of `row_threads` threads.
 
-    Or several rows by a block of `block_threads`, which adds up their weight gradients. What the
-    blocks of a lone row write are the weight gradients; else they are summed by further blocks, of
-    `column_threads`, which read x and dy themselves, or where that is 0 by the `reduction` from
-    partials. The further blocks are in the same kernel; for LayerNorm, whose xhat is centred by a
-    sum of its row, in a second one that overlaps with it.
+    Or several rows by a block of `block_threads`. What the blocks of a lone row write are the
+    weight gradients; else they are summed by further blocks, of `column_threads` for `column_lanes`
+    packs each, which read x and dy themselves, or where those are 0 by the `reduction`, from a
+    partial of each block. The further blocks are in the same kernel; for LayerNorm, whose xhat is
+    centred by a sum of its row, in a second one that overlaps with it.
     """
 
     row_threads: int
     block_threads: int
+    blocks_per_multiprocessor: int
     packs_per_thread: int
     cluster_blocks: int
     vector: int
     full: bool
     column_threads: int
+    column_lanes: int
     reduction: Reduction | None
+
+    @property
+    def packs(self) -> int:
+        """Return how many packs of a row there is room for."""
+        return self.cluster_blocks * self.row_threads * self.packs_per_thread
 
     @property
     def rows_per_block(self) -> int:
@@ -89,54 +124,100 @@ def few_rows_backward_configs(
 
     dx has the bits that `config`, that of many rows, gives it. RMSNorm of one row of 4096 takes
     5.6 to 6.2 us against 8.7, LayerNorm 5.8 to 6.1 against 10.0; of 64 rows 8.3 against 9.7 and 9.7
-    against 10.9, with partials; with columns RMSNorm of 64 rows of 8192 6.4, with partials 9.6
-    (bfloat16, H200).
+    against 10.9, with partials; beside blocks of columns RMSNorm takes 4.9 us, not 5.9, for 64 rows
+    of 1024, 5.0, not 7.9, for 128 of 2048, 8.8, not 10.9, for 512 of 4096, LayerNorm 7.7, not 9.0,
+    for 128 of 4096 (bfloat16, H200).
     """
     lone = ResidentBackward(
         row_threads=config.row_threads,
         block_threads=config.row_threads,
+        blocks_per_multiprocessor=1,
         packs_per_thread=config.packs_per_thread,
         cluster_blocks=config.cluster_blocks,
         vector=config.vector,
         full=config.full,
         column_threads=0,
+        column_lanes=0,
         reduction=None,
     )
-    found = []
+    beside_columns = () if dx_given else _beside_columns(spec, lone, architecture)
+    found = beside_columns or _with_partials(config, lone)
     if config.row_threads >= 32:  # a block is whole warps
-        of_a_row_each = _of_a_row_each(spec, config, lone, architecture, dx_given=dx_given)
-        found = [(1, lone), of_a_row_each]
+        found = ((1, lone), *found)
     most = found[-1][0] if found else 0  # up to which blocks of several rows were not tried
     of_several = _of_several_rows(spec, config, lone, architecture, multiprocessors)
     return (*found, *(few for few in of_several if few[0] > most))
 
 
-def _of_a_row_each(
-    spec: BackwardSpec,
-    config: StagedBackward,
-    lone: ResidentBackward,
-    architecture: int,
-    *,
-    dx_given: bool,
-) -> tuple[int, ResidentBackward]:
-    """Return that of several rows whose blocks have one each, behind the most rows."""
-    column_threads, reduction = 0, None
-    if config.row_threads >= 128 and spec.gradients and not dx_given:
-        if spec.norm == "rms_norm":
-            column_threads = config.row_threads
-        elif architecture >= FIRST_WITH_OVERLAP:
-            column_threads = LAYER_NORM_COLUMN_THREADS
-    most_rows, most_blocks = MOST_RESIDENT_ROWS, MOST_RESIDENT_BLOCKS
-    if column_threads:
-        most_rows, most_blocks = MOST_ROWS_BESIDE_COLUMNS, MOST_BLOCKS_BESIDE_COLUMNS
-        if config.row_threads * config.cluster_blocks < 512:
-            most_rows = MOST_SHORT_ROWS_BESIDE_COLUMNS
-        if config.cluster_blocks == MOST_CLUSTER_BLOCKS:
-            most_blocks = MOST_BLOCKS_OF_LONGEST_ROWS
-    elif config.reduction is not None:
-        reduction = dataclasses.replace(config.reduction, groups=16)  # up to 4 partials each
-    few = dataclasses.replace(lone, column_threads=column_threads, reduction=reduction)
-    return min(most_rows, most_blocks // config.cluster_blocks), few
+def _with_partials(
+    config: StagedBackward, lone: ResidentBackward
+) -> tuple[tuple[int, ResidentBackward], ...]:
+    """Return that of a row a block, which writes partials, if a row has a warp or more."""
+    if lone.row_threads < 32:
+        return ()
+    reduction = config.reduction
+    if reduction is not None:
+        reduction = dataclasses.replace(reduction, groups=16)  # up to 4 partials each
+    most_rows = min(MOST_RESIDENT_ROWS, MOST_RESIDENT_BLOCKS // lone.cluster_blocks)
+    return ((most_rows, dataclasses.replace(lone, reduction=reduction)),)
+
+
+def _beside_columns(
+    spec: BackwardSpec, lone: ResidentBackward, architecture: int
+) -> tuple[tuple[int, ResidentBackward], ...]:
+    """Return those of rows whose weight gradients further blocks sum, in place of partials."""
+    layer_norm = spec.norm == "layer_norm"
+    if not spec.gradients or (
+        layer_norm and (lone.row_threads < 128 or architecture < FIRST_WITH_OVERLAP)
+    ):
+        return ()
+    block_threads, packs, at_once = lone.row_threads, lone.packs, 1
+    if layer_norm:
+        threads_of_few, threads = COLUMN_THREADS, LAYER_NORM_COLUMN_THREADS
+        if lone.packs_per_thread <= 2 and lone.vector == pack_length(spec.x) and not _wide(spec):
+            at_once = THREADS_OF_ROWS // block_threads
+    else:
+        if lone.cluster_blocks == 1:
+            block_threads *= max(1, COLUMN_THREADS // lone.row_threads)
+        threads_of_few = threads = block_threads
+
+    def beside(threads: int, lanes: int, most_blocks: int) -> ResidentBackward:
+        while packs > most_blocks * lanes and lanes < MOST_COLUMN_LANES:
+            lanes *= 2
+        return dataclasses.replace(
+            lone,
+            block_threads=block_threads,
+            blocks_per_multiprocessor=at_once,
+            column_threads=threads,
+            column_lanes=lanes,
+        )
+
+    most_rows = _most_rows_beside_columns(spec, lone)
+    most_blocks = MOST_LAYER_NORM_COLUMN_BLOCKS_OF_FEW if layer_norm else MOST_COLUMN_BLOCKS
+    few = beside(threads_of_few, COLUMN_LANES_OF_FEW, most_blocks)
+    if most_rows <= FEW_ROWS:
+        return ((most_rows, few),)
+    more = beside(threads, COLUMN_LANES[spec.norm], MOST_COLUMN_BLOCKS)
+    return (FEW_ROWS, few), (most_rows, more)
+
+
+def _wide(spec: BackwardSpec) -> bool:
+    """Return whether dy is wider than x, or the weight than 4 bytes."""
+    weight = 0 if spec.weight is None else ITEMSIZE[spec.weight]
+    return ITEMSIZE[spec.dy] > ITEMSIZE[spec.x] or weight > 4
+
+
+def _most_rows_beside_columns(spec: BackwardSpec, lone: ResidentBackward) -> int:
+    norm, blocks = spec.norm, lone.cluster_blocks
+    if blocks == MOST_CLUSTER_BLOCKS:
+        return MOST_BLOCKS_OF_LONGEST_ROWS // blocks
+    if blocks > 1:
+        return MOST_BLOCKS_BESIDE_COLUMNS // blocks
+    columns = lone.packs * pack_length(spec.x)
+    most_rows = next(most for least, most in MOST_ROWS_BESIDE_COLUMNS[norm] if columns >= least)
+    if lone.vector < pack_length(spec.x):
+        most_rows = min(most_rows, MOST_IN_PARTS_BESIDE_COLUMNS)
+    return min(most_rows, MOST_PACKS_BESIDE_COLUMNS[norm] // lone.packs)
 
 
 def _of_several_rows(
@@ -171,7 +252,7 @@ def resident_backward_bytes(spec: BackwardSpec, config: ResidentBackward) -> int
     """Return the shared memory of a block: see kernels/backward_resident.cu."""
     threads = config.row_threads
     size = team_bytes(spec.x, threads, config.block_threads, config.cluster_blocks)
-    if config.rows_per_block > 1:
+    if config.rows_per_block > 1 and not config.column_threads:
         values = spec.gradients * config.block_threads * config.packs_per_thread
         size += values * pack_length(spec.x) * ITEMSIZE[compute_dtype(spec.x)]
     if config.column_threads and spec.norm == "rms_norm":
@@ -180,6 +261,7 @@ def resident_backward_bytes(spec: BackwardSpec, config: ResidentBackward) -> int
 
 
 def resident_columns_bytes(spec: BackwardSpec, config: ResidentBackward) -> int:
-    """Return the shared memory of a block that sums the weight gradients of 32 packs."""
-    values = spec.gradients * config.column_threads * pack_length(spec.x)
+    """Return the shared memory of a block that sums the weight gradients of columns."""
+    warps = config.column_threads // 32
+    values = spec.gradients * warps * config.column_lanes * pack_length(spec.x)
     return values * ITEMSIZE[compute_dtype(spec.x)]
