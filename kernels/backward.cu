@@ -324,18 +324,11 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
       constexpr int kWidth = 16 / static_cast<int>(sizeof(T));
 #pragma unroll 1
       for (int column = thread_index() * kWidth; column < n_cols; column += BlockThreads * kWidth) {
-        Pack<T, kWidth> sums, added;
+        Pack<T, kWidth> sums;
         load<kWidth>(sums, of_teams + column, 0, kWidth);
-        const auto add = [&](const T* row) {
-          load<kWidth>(added, row + column, 0, kWidth);
-#pragma unroll
-          for (int k = 0; k < kWidth; ++k) {
-            sums.set(k, sums.template get<T>(k) + added.template get<T>(k));
-          }
-        };
 #pragma unroll 4
-        for (int i = 1; i < kTeams; ++i) add(of_teams + i * kColumns);
-        if (flushed) add(so_far);
+        for (int i = 1; i < kTeams; ++i) add(sums, of_teams + i * kColumns + column);
+        if (flushed) add(sums, so_far + column);
         store<kWidth>(sums, now + column, 0, kWidth);
       }
       block_barrier();

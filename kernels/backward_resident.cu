@@ -247,16 +247,10 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
       const int index = i / kColumns, column = i % kColumns;
       if (column >= n_cols) continue;
       const T* const first = of_teams + index * kTeams * kColumns + column;
-      Pack<T, kWidth> sums, added;
+      Pack<T, kWidth> sums;
       load<kWidth>(sums, first, 0, kWidth);
 #pragma unroll
-      for (int other = 1; other < kTeams; ++other) {
-        load<kWidth>(added, first + other * kColumns, 0, kWidth);
-#pragma unroll
-        for (int k = 0; k < kWidth; ++k) {
-          sums.set(k, sums.template get<T>(k) + added.template get<T>(k));
-        }
-      }
+      for (int other = 1; other < kTeams; ++other) add(sums, first + other * kColumns);
       T* gradient;
       if constexpr (kGradients == 2) {
         gradient = index == 0 ? dweight : dbias;

@@ -15,6 +15,15 @@ __device__ __forceinline__ constexpr long long partials_stride(long long n_cols)
   return (n_cols + 7) & ~7LL;
 }
 
+// Adds sums of weight gradients side by side, 16 bytes of which begin at `others`.
+template <typename T, int Width>
+__device__ __forceinline__ void add(Pack<T, Width>& sums, const T* others) {
+  Pack<T, Width> added;
+  load<Width>(added, others, 0, Width);
+#pragma unroll
+  for (int k = 0; k < Width; ++k) sums.set(k, sums.template get<T>(k) + added.template get<T>(k));
+}
+
 // h = (x - mean) * rstd as d * significand, d = x * power + offset, where power is the power of two at
 // or below rstd: d is rounded as x - mean is, not at all where they are close, in one instruction. All
 // d of a constant row are 0; with rstd for the power each was what -mean * rstd had lost, and dweight
