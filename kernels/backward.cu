@@ -327,8 +327,8 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
         Pack<T, kWidth> sums;
         load<kWidth>(sums, of_teams + column, 0, kWidth);
 #pragma unroll 4
-        for (int i = 1; i < kTeams; ++i) add(sums, of_teams + i * kColumns + column);
-        if (flushed) add(sums, so_far + column);
+        for (int i = 1; i < kTeams; ++i) add_gradients(sums, of_teams + i * kColumns + column);
+        if (flushed) add_gradients(sums, so_far + column);
         store<kWidth>(sums, now + column, 0, kWidth);
       }
       block_barrier();

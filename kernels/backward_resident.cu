@@ -10,8 +10,8 @@
 //            again, where there are some and Centered.
 // Grid:      a cluster of ClusterBlocks blocks of RowThreads threads a row, or a block of BlockThreads
 //            for as many rows as it has teams, on grid.x. Blocks that sum the weight gradients of
-//            ColumnLanes packs each, if any: as more such clusters or, where Centered, as a kernel that
-//            overlaps with the first and waits for its end.
+//            ColumnLanes packs each, if any: as more such clusters, before those of rows or behind
+//            (kLast) or, where Centered, as a kernel that overlaps with the first and waits for its end.
 // Traffic:   x, dy, bitmask and weight read once, twice where blocks sum columns, one of the times mostly
 //            from L2; dx written once, dweight and dbias once for each block.
 // Thread:    pack p of its block's columns for p = rank, rank + RowThreads, ... (PacksPerThread of
@@ -44,16 +44,17 @@ __device__ __forceinline__ void sum_columns(const DY* dy, long long dy_stride, c
   using T = Compute<X>;
   constexpr int kLength = 16 / static_cast<int>(sizeof(X));
   constexpr int kWarps = BlockThreads / 32;
-  constexpr int kGroups = BlockThreads / Lanes;  // each with a row
-  // Rows of a thread that are on their way.
-  constexpr int kAtOnce = Vector == kLength && sizeof(DY) <= sizeof(X) ? 4 : 2;
+  constexpr int kGroups = BlockThreads / Lanes;  // each with every kGroups-th row
+  // Rows of a thread that are on their way. Four of float64 spill beside a bitmask on sm_100.
+  constexpr bool kNarrow = sizeof(DY) <= sizeof(X) && (sizeof(X) <= 4 || !Bitmask);
+  constexpr int kAtOnce = Vector == kLength && kNarrow ? 4 : 2;
   constexpr int kColumns = Lanes * kLength;
   constexpr int kGradients = kPresent<DWeight> + kPresent<DBias>;
   const int lane = thread_index() % Lanes, warp = thread_index() / 32;
   const int group_of_warp = thread_index() % 32 / Lanes;
   const int own = first + lane * kLength;
 
-  // 1. Each group sums its rows. All of a warp go on while its first one does.
+  // 1. Each group sums its rows, as long as the first of its warp has some: all lanes shuffle below.
   T of_weight[kLength] = {}, of_bias[kLength] = {};
 #pragma unroll 1
   for (int begin = warp * (32 / Lanes); begin < n_rows; begin += kAtOnce * kGroups) {
@@ -138,10 +139,11 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
   int n_cols = Full ? kColumns : static_cast<int>(row_length);
   using TeamOf = Team<RowThreads, BlockThreads, ClusterBlocks>;
   constexpr int kTeams = TeamOf::kTeams;
+  static_assert(kTeams == 1 || !Centered || ColumnLanes == 0, "each row tells its mean of h");
   long long block = block_index();
   if constexpr (ColumnLanes > 0 && !Centered) {
-    // Those of columns, which take longest, come first, but beside clusters of more than two: 8 rows of
-    // 65536 take 7.0 us, not 8.2; first, 256 of 16384 take 14.2, not 15.7 (RMSNorm, bfloat16, H200).
+    // Those of columns, which take longest, come first, 256 rows of 16384 14.2 us, and last 15.7; but last
+    // beside clusters of more than two, 8 of 65536 7.0 us, and first 8.2 (RMSNorm, bfloat16, H200).
     constexpr bool kLast = ClusterBlocks > 2;
     const long long of_rows = (n_rows + kTeams - 1) / kTeams * ClusterBlocks;
     const long long of_columns = block_count() - of_rows;
@@ -199,7 +201,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
   team.template reduce<Sum>(sums);
   const RowMeans<Centered, T> means(sums, centring.significand, inv_n);
   if constexpr (ColumnLanes > 0 && Centered) {
-    if (has_row && team.block == 0 && team.rank == 0) means_of_h[row] = means.h;
+    if (team.block == 0 && team.rank == 0) means_of_h[row] = means.h;
   }
 
   // 3. dx and the weight gradients, which of several teams wait in shared memory.
@@ -250,7 +252,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
       Pack<T, kWidth> sums;
       load<kWidth>(sums, first, 0, kWidth);
 #pragma unroll
-      for (int other = 1; other < kTeams; ++other) add(sums, first + other * kColumns);
+      for (int other = 1; other < kTeams; ++other) add_gradients(sums, first + other * kColumns);
       T* gradient;
       if constexpr (kGradients == 2) {
         gradient = index == 0 ? dweight : dbias;

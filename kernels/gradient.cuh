@@ -15,9 +15,9 @@ __device__ __forceinline__ constexpr long long partials_stride(long long n_cols)
   return (n_cols + 7) & ~7LL;
 }
 
-// Adds sums of weight gradients side by side, 16 bytes of which begin at `others`.
+// Adds the sums of weight gradients that begin at `others`, a pack of them.
 template <typename T, int Width>
-__device__ __forceinline__ void add(Pack<T, Width>& sums, const T* others) {
+__device__ __forceinline__ void add_gradients(Pack<T, Width>& sums, const T* others) {
   Pack<T, Width> added;
   load<Width>(added, others, 0, Width);
 #pragma unroll

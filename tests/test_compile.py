@@ -1,8 +1,9 @@
 """NVRTC compiles the configurations for every supported architecture, with no GPU present.
 
 With clusters (sm_90) every configuration of whole packs of bfloat16, by the operation of the most
-registers that has it, half of those that are moved by less, and a quarter of those of other dtypes;
-without (sm_80) a quarter of them, of the other architectures an eighth of what takes the most.
+registers that has it, a quarter of those that are moved by less, and an eighth of those of other
+dtypes; without (sm_80) an eighth of them, of the other architectures a sixteenth of what takes the
+most.
 
 A configuration that spills and is not listed as faster so, keeps an array in local memory, or takes
 more registers than its launch bounds allow, fails here.
@@ -80,11 +81,11 @@ def widest(x: str) -> tuple[str, ...]:
 
 
 def instantiations(architecture: int) -> list[Instantiation]:
-    # Elsewhere the code is that of one of these two in other instructions: an eighth of what takes
-    # the most registers, of each kernel, x and kind of access, and without clusters a quarter, for
-    # compiling is a third of CI's time. Of what spills nearly all is of 16 bits. That of float16 is
-    # that of bfloat16 but for its conversions and a few layouts: with clusters alone, and not where
-    # single elements are moved, which takes longest to compile: twice as long as whole packs.
+    # Elsewhere the code is that of one of these two in other instructions: a sixteenth of what
+    # takes the most registers, and without clusters an eighth, for compiling is a third of CI's
+    # time. Of what spills nearly all is of 16 bits. That of float16 is that of bfloat16 but for its
+    # conversions and a few layouts: with clusters alone, and not where single elements are moved,
+    # which takes longest to compile: twice as long as whole packs.
     every = architecture in (80, 90)
     kernels: dict[Instantiation, None] = {}
 
@@ -372,6 +373,7 @@ def instantiations(architecture: int) -> list[Instantiation]:
             config = forward_config(streamed, 40_000 * pack_length(x), pack_length(x), architecture)
             kernels[forward_instantiation(streamed, config)] = None
     always.update(dict.fromkeys(several_rows_kernels(architecture)))
+    always.update(dict.fromkeys(columns_kernels(architecture)))
 
     def is_one_of(kernel: Instantiation, number: int) -> bool:
         """Choose by the kernel alone, so that others beside it change nothing."""
@@ -379,11 +381,11 @@ def instantiations(architecture: int) -> list[Instantiation]:
 
     def share(kernel: Instantiation) -> int:
         if architecture != 90:
-            return 4 if architecture == 80 else 8
+            return 8 if architecture == 80 else 16
         _, x, vector = kind(kernel)
         if x != "bfloat16":
-            return 4
-        return 1 if vector == "8" else 2
+            return 8
+        return 1 if vector == "8" else 4
 
     return [
         *(
@@ -438,6 +440,23 @@ def backward_kernels(
 
     for spec, config in unlike(specs, configs):
         yield from backward_instantiations(spec, config)
+
+
+def columns_kernels(architecture: int) -> Iterator[Instantiation]:
+    """Yield those of few rows whose weight gradients further blocks sum, by each layout."""
+    dtypes = [("bfloat16", "float32"), ("float64", "float64")]
+    if architecture == 90:
+        dtypes += [("float16", "float16"), ("float32", "float32"), ("bfloat16", "float64")]
+    for norm, (x, weight), packs in itertools.product(
+        ("rms_norm", "layer_norm"), dtypes, (32, 128, 250, 256, 512, 1024)
+    ):
+        bias = weight if norm == "layer_norm" else None
+        spec = BackwardSpec(norm, x, x, weight, bias, True, True)
+        config = backward_config(spec, packs * pack_length(x), pack_length(x), architecture)
+        if isinstance(config, StagedBackward):  # on sm_75 the longest are streamed
+            for _, few in few_rows_backward_configs(spec, config, architecture, 132):
+                if few.column_threads:
+                    yield from backward_instantiations(spec, few)
 
 
 def several_rows_kernels(architecture: int) -> Iterator[Instantiation]:

@@ -282,41 +282,85 @@ def test_few_rows_have_the_teams_of_many_in_the_backward(
             assert all(kernel.shared_bytes <= 48 << 10 for kernel in kernels)
 
 
+def beside_columns(
+    spec: BackwardSpec, n: int, architecture: int = 90, multiprocessors: int = 132
+) -> list[tuple[int, ResidentBackward]]:
+    """Return what rows beside blocks of columns have, behind the most rows."""
+    config = backward_config(spec, n, min(n & -n, pack_length(spec.x)), architecture)
+    assert isinstance(config, StagedBackward)
+    found = few_rows_backward_configs(spec, config, architecture, multiprocessors)
+    return [(rows, few) for rows, few in found if few.column_threads]
+
+
+def columns_spec(norm: str, x: str, **others: Any) -> BackwardSpec:
+    spec = BackwardSpec(norm, x, x, x, None if norm == "rms_norm" else x, False, False)  # type: ignore[arg-type]
+    return dataclasses.replace(spec, **others)
+
+
 @pytest.mark.parametrize(
     ("norm", "x", "n", "tiers"),
     [
-        # The most rows, the lanes of columns, their threads and the rows of a block.
-        ("rms_norm", "bfloat16", 64, [(64, 16, 256, 32), (768, 4, 256, 32)]),
-        ("rms_norm", "bfloat16", 1024, [(64, 16, 256, 8), (768, 4, 256, 8)]),
-        ("rms_norm", "bfloat16", 2048, [(64, 16, 256, 2), (1536, 4, 256, 2)]),
-        ("rms_norm", "bfloat16", 2052, [(64, 16, 192, 2), (256, 4, 192, 2)]),
-        ("rms_norm", "bfloat16", 4096, [(64, 16, 256, 1), (1536, 4, 256, 1)]),
-        ("rms_norm", "bfloat16", 5120, [(64, 16, 256, 2), (768, 8, 256, 2)]),
-        ("rms_norm", "bfloat16", 8192, [(64, 16, 512, 1), (768, 8, 512, 1)]),
-        ("rms_norm", "bfloat16", 16384, [(64, 16, 256, 1), (256, 16, 256, 1)]),
-        ("rms_norm", "bfloat16", 65536, [(64, 32, 256, 1)]),
-        ("rms_norm", "bfloat16", 131072, [(16, 32, 256, 1)]),
-        ("rms_norm", "float32", 1024, [(64, 16, 256, 2), (768, 4, 256, 2)]),
+        # The most rows, the lanes of columns, their threads, the rows of a block and its blocks a
+        # multiprocessor.
+        ("rms_norm", "bfloat16", 8, [(64, 16, 256, 256, 1), (768, 4, 256, 256, 1)]),
+        ("rms_norm", "bfloat16", 64, [(64, 16, 256, 32, 1), (768, 4, 256, 32, 1)]),
+        ("rms_norm", "bfloat16", 1024, [(64, 16, 256, 8, 1), (768, 4, 256, 8, 1)]),
+        ("rms_norm", "bfloat16", 2048, [(64, 16, 256, 2, 1), (1536, 4, 256, 2, 1)]),
+        ("rms_norm", "bfloat16", 2052, [(64, 16, 192, 2, 1), (256, 4, 192, 2, 1)]),
+        ("rms_norm", "bfloat16", 4096, [(64, 16, 256, 1, 1), (1536, 4, 256, 1, 1)]),
+        ("rms_norm", "bfloat16", 5120, [(64, 16, 256, 2, 1), (768, 8, 256, 2, 1)]),
+        ("rms_norm", "bfloat16", 8192, [(64, 16, 512, 1, 1), (768, 8, 512, 1, 1)]),
+        ("rms_norm", "bfloat16", 16384, [(256, 16, 256, 1, 1)]),
+        ("rms_norm", "bfloat16", 65536, [(64, 32, 256, 1, 1)]),
+        ("rms_norm", "bfloat16", 131072, [(16, 32, 256, 1, 1)]),
+        ("rms_norm", "float32", 1024, [(64, 16, 256, 2, 1), (768, 4, 256, 2, 1)]),
+        ("rms_norm", "float32", 4096, [(64, 16, 512, 1, 1), (768, 8, 512, 1, 1)]),
         ("layer_norm", "bfloat16", 1024, []),
-        ("layer_norm", "bfloat16", 2048, [(64, 16, 256, 1), (256, 8, 512, 1)]),
-        ("layer_norm", "bfloat16", 4096, [(64, 16, 256, 1), (640, 8, 512, 1)]),
-        ("layer_norm", "bfloat16", 4100, [(64, 16, 256, 1), (256, 8, 512, 1)]),
-        ("layer_norm", "bfloat16", 8192, [(64, 16, 256, 1), (320, 8, 512, 1)]),
-        ("layer_norm", "bfloat16", 32768, [(64, 16, 256, 1), (128, 32, 512, 1)]),
+        ("layer_norm", "bfloat16", 2048, [(64, 16, 256, 1, 8), (256, 8, 512, 1, 8)]),
+        ("layer_norm", "bfloat16", 4096, [(64, 16, 256, 1, 4), (640, 8, 512, 1, 4)]),
+        ("layer_norm", "bfloat16", 4100, [(64, 16, 256, 1, 1), (256, 8, 512, 1, 1)]),
+        ("layer_norm", "bfloat16", 6144, [(64, 16, 256, 1, 2), (426, 8, 512, 1, 2)]),
+        ("layer_norm", "bfloat16", 8192, [(64, 16, 256, 1, 2), (320, 8, 512, 1, 2)]),
+        ("layer_norm", "bfloat16", 32768, [(64, 16, 256, 1, 1), (128, 32, 512, 1, 1)]),
+        ("layer_norm", "float64", 1024, [(64, 16, 256, 1, 1), (256, 8, 512, 1, 1)]),
     ],
 )
 def test_rows_beside_blocks_of_columns(
-    norm: Norm, x: str, n: int, tiers: list[tuple[int, ...]]
+    norm: str, x: str, n: int, tiers: list[tuple[int, ...]]
 ) -> None:
-    spec = BackwardSpec(norm, x, x, x, x if norm == "layer_norm" else None, False, False)
-    config = backward_config(spec, n, min(n & -n, pack_length(x)), 90)
-    assert isinstance(config, StagedBackward)
-    found = few_rows_backward_configs(spec, config, 90, 132)
     assert [
-        (rows, few.column_lanes, few.column_threads, few.rows_per_block)
-        for rows, few in found
-        if few.column_threads
+        (
+            rows,
+            few.column_lanes,
+            few.column_threads,
+            few.rows_per_block,
+            few.blocks_per_multiprocessor,
+        )
+        for rows, few in beside_columns(columns_spec(norm, x), n)
     ] == tiers
+
+
+def test_fewer_rows_are_beside_blocks_of_columns_of_smaller_gpus_and_wider_dy() -> None:
+    def most(norm: str, n: int, multiprocessors: int = 132, **others: Any) -> int:
+        spec = columns_spec(norm, "bfloat16", **others)
+        return beside_columns(spec, n, multiprocessors=multiprocessors)[-1][0]
+
+    assert [most("rms_norm", 2048, number) for number in (160, 132, 66, 1)] == [1536, 1536, 768, 64]
+    assert [most("layer_norm", 8192, number) for number in (132, 66, 16)] == [320, 160, 64]
+    assert most("rms_norm", 16384, 16) == 256  # of clusters
+    assert most("rms_norm", 4096, dy="float32") == 1024
+    assert most("layer_norm", 8192, dy="float32") == 213
+
+
+def test_layer_norms_wide_rows_beside_columns_have_the_registers_that_they_need() -> None:
+    for others in ({"dy": "float32"}, {"weight": "float64"}):
+        for _, few in beside_columns(columns_spec("layer_norm", "bfloat16", **others), 4096):
+            assert few.blocks_per_multiprocessor == 1
+
+
+def test_no_layer_norm_is_beside_columns_without_overlap() -> None:
+    assert beside_columns(columns_spec("layer_norm", "bfloat16"), 4096, 80) == []
+    assert beside_columns(columns_spec("rms_norm", "bfloat16"), 4096, 80)
 
 
 @given(backward_specs, widths(), st.sampled_from(ARCHITECTURES), st.booleans())
@@ -569,7 +613,7 @@ def test_a_plan_loads_only_the_kernel_of_its_rows(monkeypatch: pytest.MonkeyPatc
     assert list(dict.fromkeys(loaded)) == [split, held, many, at_once]
 
     loaded.clear()
-    monkeypatch.setattr(_plans, "multiprocessors", lambda device: 3)
+    monkeypatch.setattr(_plans, "multiprocessors", lambda device: 132)
     of_dy = BackwardSpec("layer_norm", "float32", "float32", "float32", "float32", False, False)
     alone, two, most_of_few, most, more = (
         _plans.backward_plan(of_dy, m, 4096, 4, device) for m in (1, 2, 64, 320, 321)
@@ -598,7 +642,7 @@ def test_a_plan_loads_only_the_kernel_of_its_rows(monkeypatch: pytest.MonkeyPatc
     # dx written over dy takes what another block still needs.
     assert [plan.column_blocks for plan in (alone, two, most)] == [0, 4096 // 64, 4096 // 32]
     alone_in_place, two_in_place, many_in_place = (
-        _plans.backward_plan(of_dy, m, 4096, 4, device, dx_given=True) for m in (1, 2, 256)
+        _plans.backward_plan(of_dy, m, 4096, 4, device, dx_given=True) for m in (1, 2, 300)
     )
     assert (alone_in_place, many_in_place) == (alone, more)
     assert (two_in_place.column_blocks, two_in_place.scratch_bytes(2)) == (0, 2 * 4096 * 4)

@@ -231,7 +231,7 @@ def test_more_than_2_to_the_31_elements() -> None:
 
 @pytest.mark.parametrize("norm", NORMS)
 def test_outputs_in_place(norm: str) -> None:
-    # By partials, beside dx, and in clusters: beside dx, and more blocks than may be, by partials.
+    # LayerNorm's by partials, beside dx, in clusters beside dx, and more than may be, by partials.
     for n in (768, 769, 40000, 98304):
         x = to_cupy(make_values("normal", (37, n), DTYPES["float32"], 1))
         dy = to_cupy(make_values("normal", (37, n), DTYPES["float32"], 2))

@@ -210,13 +210,15 @@ def regimes(kernel: Instantiation) -> Iterator[str]:
         if kernel.cluster_blocks > 1:
             yield f"{name}, a row to a cluster"
         if name == "norm_backward_resident":
-            lanes, _, row_threads, block_threads = (int(value) for value in values[8:12])
+            lanes, blocks, row_threads, block_threads = (int(value) for value in values[8:12])
             team = "a warp or less" if row_threads <= 32 else "several warps"
             if row_threads < block_threads:
                 beside = " beside columns" if lanes else ""
                 yield f"{name}, several rows{beside} to {team} each"
             if lanes:
                 yield f"{name}, columns by {lanes} lanes"
+                if blocks > 1 and values[5] == "false":
+                    yield f"{name}, columns in clusters of {blocks}"
         return
     # The last are the threads of a row and of a block, blocks a multiprocessor, packs a thread,
     # Full and Vector. Forward has before them RareLast, BlocksAhead, BlocksAheadIfLarge,
@@ -300,6 +302,8 @@ def test_the_cases_reach_every_regime(kernels: list[Instantiation]) -> None:
         "norm_backward_resident, columns by 8 lanes",
         "norm_backward_resident, columns by 16 lanes",
         "norm_backward_resident, columns by 32 lanes",
+        "norm_backward_resident, columns in clusters of 2",
+        "norm_backward_resident, columns in clusters of 4",
         "norm_backward_resident_columns",
         "norm_backward_coefficients",
         "norm_backward_coefficients, a row to a cluster",

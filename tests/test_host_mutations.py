@@ -2006,7 +2006,7 @@ MUTATIONS = [
     Mutation(
         "all blocks of a cluster say how a row is centred",
         "backward_resident.cu",
-        "if (has_row && team.block == 0 && team.rank == 0) means_of_h",
+        "if (team.block == 0 && team.rank == 0) means_of_h",
         "if (team.rank == 0) means_of_h",
         RACE,
         few("columns_cluster"),
@@ -2142,7 +2142,7 @@ MUTATIONS = [
     Mutation(
         "several teams forget the rows before",
         "backward.cu",
-        "if (flushed) add(so_far);",
+        "if (flushed) add_gradients(sums, so_far + column);",
         "",
         VALUE,
         staged("backward.cu", m=300),
@@ -2150,8 +2150,8 @@ MUTATIONS = [
     Mutation(
         "several teams add to nothing",
         "backward.cu",
-        "if (flushed) add(so_far);",
-        "add(so_far);",
+        "if (flushed) add_gradients(sums, so_far + column);",
+        "add_gradients(sums, so_far + column);",
         UNWRITTEN,
         staged("backward.cu", m=37, n=60),
     ),

@@ -19,21 +19,23 @@ from cupynorm._spec import ITEMSIZE, BackwardSpec, compute_dtype
 
 # Beyond, the partials of each row are too many: of 256 rows of 4096 LayerNorm takes 14.4 us where
 # staged rows take 12.3 (bfloat16, H200).
-MOST_RESIDENT_ROWS = 64  # with partials: where dx is given, of short rows, without overlap
+MOST_RESIDENT_ROWS = 64  # with partials: where dx is given, of LayerNorm's short rows and sm_80
 MOST_RESIDENT_BLOCKS = 128  # as many as were measured: LayerNorm's 64 rows of 16384, two each
 
-# Rows of one block each beside blocks of columns, at most, by the least columns that they have, and
-# by the packs of all, against rows in shared memory or several a block: RMSNorm's 768 of 1024 take
-# 7.5 us against 7.9, 1024 8.5 against 8.3; 1536 of 2048 12.2 against 12.6, 1536 of 4096 17.3
-# against 18.1; 614 of 5120 13.0 against 14.0, 1228 21.3 against 18.4; 768 of 8192 17.8 against
-# 18.5, 1024 22.7 against 21.1. LayerNorm's 256 of 2048 7.7 against 8.2, 384 9.2 against 8.8; 768 of
-# 4096 14.7 against 15.0, 1024 18.3 against 16.4; 512 of 5120 13.5 against 15.1, of 6144 15.3
-# against 14.7; 256 of 8192 11.2 against 16.0 (bfloat16, H200).
+# Rows of one block each beside blocks of columns, at most, by the least columns that they have room
+# for, on so many multiprocessors, and by the bytes of x and dy, which are read twice, against rows
+# in shared memory or several a block: RMSNorm's 768 of 1024 take 7.5 us against 7.9, 1024 8.5
+# against 8.3; 1536 of 2048 12.2 against 12.6, 1536 of 4096 17.3 against 18.1; 614 of 5120 13.0
+# against 14.0, 1228 21.3 against 18.4; 768 of 8192 17.8 against 18.5, 1024 22.7 against 21.1.
+# LayerNorm's 256 of 2048 7.7 against 8.2, 384 9.2 against 8.8; 768 of 4096 14.7 against 15.0, 1024
+# 18.3 against 16.4; 512 of 5120 13.5 against 15.1, of 6144 15.3 against 14.7; 256 of 8192 11.2
+# against 16.0 (bfloat16, H200).
 MOST_ROWS_BESIDE_COLUMNS = {
     "rms_norm": ((4097, 768), (2048, 1536), (0, 768)),
     "layer_norm": ((4096, 768), (0, 256)),
 }
-MOST_PACKS_BESIDE_COLUMNS = {"rms_norm": 3 * 2**18, "layer_norm": 5 * 2**16}
+MEASURED_MULTIPROCESSORS = 132
+MOST_BYTES_BESIDE_COLUMNS = {"rms_norm": 3 * 2**23, "layer_norm": 5 * 2**21}
 # What is moved by less than packs: RMSNorm's 128 of 4097 8.8 us against 16.0, 512 19.7 against
 # 15.9, LayerNorm's 256 12.0 against 14.1, 512 18.5 against 17.4 (bfloat16, H200).
 MOST_IN_PARTS_BESIDE_COLUMNS = 256
@@ -42,28 +44,35 @@ MOST_IN_PARTS_BESIDE_COLUMNS = 256
 # against 21.3; 32 of 131072 18.2 against 16.3 and 20.4 against 19.1 (bfloat16, H200).
 MOST_BLOCKS_BESIDE_COLUMNS = 512
 MOST_BLOCKS_OF_LONGEST_ROWS = 256  # clusters of MOST_CLUSTER_BLOCKS
-
-# RMSNorm's, beside whose columns a block has several rows: 64 of 1024 take 4.9 us, by 512 threads
-# 5.6. LayerNorm's have more threads where there are more rows, as registers hold 4 of each thread
-# while it waits for the rows' kernel: 64 of 2048 take 6.3 us, by 512 threads 6.6, 256 7.6 and 8.7,
-# by 256 (bfloat16, H200).
-COLUMN_THREADS = 256
-LAYER_NORM_COLUMN_THREADS = 512
-# On a multiprocessor at once, of 64 registers, as LayerNorm's kernel of columns begins when all of
-# rows are under way: 256 rows of 8192 take 11.1 us, by 72 registers 12.6; but RMSNorm's, which has
-# 64 anyway, 10.1, not 9.5 (bfloat16, H200). In parts, or of wider dtypes, what would spill.
+# LayerNorm's kernel of columns begins when all blocks of rows are under way, of which a
+# multiprocessor therefore holds so many threads, by 64 registers, or up to 85 where blocks do not
+# fill it: 256 rows of 8192 take 11.1 us, by 72 12.6 (bfloat16, H200).
 THREADS_OF_ROWS = 1024
-# Lanes have a pack each, at least so many of them side by side: RMSNorm's 64 of 8192 take 6.1 us by
-# 16, 6.4 by 8; 512 of 2048 10.2, 8.0 and, by 4, 7.4 us; LayerNorm's 64 of 8192 7.6 and 8.0, but 256
-# of 2048 8.7 and 7.7 (bfloat16, H200).
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """How the blocks of columns are laid out: lanes side by side have a pack each."""
+
+    threads: int  # of a block; RMSNorm's, in the kernel of the rows, of as many rows as fit
+    least_lanes: int  # doubled up to a warp while there would be more blocks
+    most_blocks: int
+
+
+# RMSNorm's 64 rows of 1024, several a block, take 4.9 us, by 512 threads 5.6; 64 of 8192 6.1 by 16
+# lanes, 6.4 by 8; 512 of 2048 10.2 by 16, 8.0 by 8 and 7.4 by 4; 512 of 8192 13.6 by 8, and by 4,
+# in 256 blocks, 16.1. LayerNorm's registers hold 4 rows of each thread while the kernel waits for
+# that of the rows: 64 of 2048 take 6.3 by 16 lanes of 256 threads, 6.6 by 8 of 512, 256 8.7 and
+# 7.7; 64 of 32768 11.8 by 16 lanes, in 256 blocks, 12.0 by 32 (us, bfloat16, H200).
 FEW_ROWS = 64
-COLUMN_LANES_OF_FEW = 16
-COLUMN_LANES = {"rms_norm": 4, "layer_norm": 8}
-MOST_COLUMN_LANES = 32  # of a warp
-# No more than run at once: by 4 lanes, in 256 blocks, RMSNorm's 512 of 8192 take 16.1 us, by 8
-# 13.6. But LayerNorm's of few rows share multiprocessors: 64 of 32768 11.8 us by 16, 12.0 by 32.
-MOST_COLUMN_BLOCKS = 128
-MOST_LAYER_NORM_COLUMN_BLOCKS_OF_FEW = 256
+COLUMNS_OF_FEW_ROWS = {
+    "rms_norm": _Columns(threads=256, least_lanes=16, most_blocks=128),
+    "layer_norm": _Columns(threads=256, least_lanes=16, most_blocks=256),
+}
+COLUMNS_OF_MORE_ROWS = {
+    "rms_norm": _Columns(threads=256, least_lanes=4, most_blocks=128),
+    "layer_norm": _Columns(threads=512, least_lanes=8, most_blocks=128),
+}
 
 # Of a block whose teams have a row each, by the packs of a thread. By 2 packs some of 1024 threads
 # spill up to 28 bytes: LayerNorm's 1000 rows of 2000 with a bitmask and a float32 weight around
@@ -82,11 +91,12 @@ MOST_TEAMS_OF_SEVERAL_WARPS = 15
 class ResidentBackward:
     """Few rows held in registers, each by `cluster_blocks` blocks of `row_threads` threads.
 
-    Or several rows by a block of `block_threads`. What the blocks of a lone row write are the
-    weight gradients; else they are summed by further blocks, of `column_threads` for `column_lanes`
-    packs each, which read x and dy themselves, or where those are 0 by the `reduction`, from a
-    partial of each block. The further blocks are in the same kernel; for LayerNorm, whose xhat is
-    centred by a sum of its row, in a second one that overlaps with it.
+    Or several rows by a block of `block_threads`, of which a multiprocessor has registers for
+    `blocks_per_multiprocessor`. The blocks of a lone row write the weight gradients. Of more they
+    are summed by further blocks, of `column_threads` for `column_lanes` packs each, which read x
+    and dy themselves, or where those are 0 by the `reduction`, from a partial of each block. The
+    further blocks are in the same kernel; for LayerNorm, whose xhat is centred by a sum of its row,
+    in a second one that overlaps with it.
     """
 
     row_threads: int
@@ -140,11 +150,13 @@ def few_rows_backward_configs(
         column_lanes=0,
         reduction=None,
     )
-    beside_columns = () if dx_given else _beside_columns(spec, lone, architecture)
+    beside_columns: tuple[tuple[int, ResidentBackward], ...] = ()
+    if spec.gradients and not dx_given:
+        beside_columns = _beside_columns(spec, lone, architecture, multiprocessors)
     found = beside_columns or _with_partials(config, lone)
     if config.row_threads >= 32:  # a block is whole warps
         found = ((1, lone), *found)
-    most = found[-1][0] if found else 0  # up to which blocks of several rows were not tried
+    most = found[-1][0] if found else 0
     of_several = _of_several_rows(spec, config, lone, architecture, multiprocessors)
     return (*found, *(few for few in of_several if few[0] > most))
 
@@ -163,51 +175,42 @@ def _with_partials(
 
 
 def _beside_columns(
-    spec: BackwardSpec, lone: ResidentBackward, architecture: int
+    spec: BackwardSpec, lone: ResidentBackward, architecture: int, multiprocessors: int
 ) -> tuple[tuple[int, ResidentBackward], ...]:
     """Return those of rows whose weight gradients further blocks sum, in place of partials."""
-    layer_norm = spec.norm == "layer_norm"
-    if not spec.gradients or (
-        layer_norm and (lone.row_threads < 128 or architecture < FIRST_WITH_OVERLAP)
-    ):
-        return ()
-    block_threads, packs, at_once = lone.row_threads, lone.packs, 1
-    if layer_norm:
-        threads_of_few, threads = COLUMN_THREADS, LAYER_NORM_COLUMN_THREADS
-        if lone.packs_per_thread <= 2 and lone.vector == pack_length(spec.x) and not _wide(spec):
-            at_once = THREADS_OF_ROWS // block_threads
-    else:
-        if lone.cluster_blocks == 1:
-            block_threads *= max(1, COLUMN_THREADS // lone.row_threads)
-        threads_of_few = threads = block_threads
-
-    def beside(threads: int, lanes: int, most_blocks: int) -> ResidentBackward:
-        while packs > most_blocks * lanes and lanes < MOST_COLUMN_LANES:
-            lanes *= 2
-        return dataclasses.replace(
-            lone,
-            block_threads=block_threads,
-            blocks_per_multiprocessor=at_once,
-            column_threads=threads,
-            column_lanes=lanes,
-        )
-
-    most_rows = _most_rows_beside_columns(spec, lone)
-    most_blocks = MOST_LAYER_NORM_COLUMN_BLOCKS_OF_FEW if layer_norm else MOST_COLUMN_BLOCKS
-    few = beside(threads_of_few, COLUMN_LANES_OF_FEW, most_blocks)
-    if most_rows <= FEW_ROWS:
+    rows = lone
+    if spec.norm == "layer_norm":
+        if lone.row_threads < 128 or architecture < FIRST_WITH_OVERLAP:
+            return ()
+        # In parts, of more packs a thread or of wider dtypes, what would be left spills.
+        wide = ITEMSIZE[spec.dy] > ITEMSIZE[spec.x] or spec.weight == "float64"
+        if lone.packs_per_thread <= 2 and lone.vector == pack_length(spec.x) and not wide:
+            blocks = THREADS_OF_ROWS // lone.block_threads
+            rows = dataclasses.replace(lone, blocks_per_multiprocessor=blocks)
+    elif lone.cluster_blocks == 1:
+        teams = max(1, COLUMNS_OF_MORE_ROWS[spec.norm].threads // lone.row_threads)
+        rows = dataclasses.replace(lone, block_threads=teams * lone.row_threads)
+    few = _with_columns(spec, rows, COLUMNS_OF_FEW_ROWS[spec.norm])
+    more = _with_columns(spec, rows, COLUMNS_OF_MORE_ROWS[spec.norm])
+    most_rows = _most_rows_beside_columns(spec, lone, multiprocessors)
+    if most_rows <= FEW_ROWS or more == few:
         return ((most_rows, few),)
-    more = beside(threads, COLUMN_LANES[spec.norm], MOST_COLUMN_BLOCKS)
     return (FEW_ROWS, few), (most_rows, more)
 
 
-def _wide(spec: BackwardSpec) -> bool:
-    """Return whether dy is wider than x, or the weight than 4 bytes."""
-    weight = 0 if spec.weight is None else ITEMSIZE[spec.weight]
-    return ITEMSIZE[spec.dy] > ITEMSIZE[spec.x] or weight > 4
+def _with_columns(
+    spec: BackwardSpec, rows: ResidentBackward, columns: _Columns
+) -> ResidentBackward:
+    threads = columns.threads if spec.norm == "layer_norm" else rows.block_threads
+    lanes = columns.least_lanes
+    while lanes < 32 and rows.packs > columns.most_blocks * lanes:
+        lanes *= 2
+    return dataclasses.replace(rows, column_threads=threads, column_lanes=lanes)
 
 
-def _most_rows_beside_columns(spec: BackwardSpec, lone: ResidentBackward) -> int:
+def _most_rows_beside_columns(
+    spec: BackwardSpec, lone: ResidentBackward, multiprocessors: int
+) -> int:
     norm, blocks = spec.norm, lone.cluster_blocks
     if blocks == MOST_CLUSTER_BLOCKS:
         return MOST_BLOCKS_OF_LONGEST_ROWS // blocks
@@ -217,7 +220,10 @@ def _most_rows_beside_columns(spec: BackwardSpec, lone: ResidentBackward) -> int
     most_rows = next(most for least, most in MOST_ROWS_BESIDE_COLUMNS[norm] if columns >= least)
     if lone.vector < pack_length(spec.x):
         most_rows = min(most_rows, MOST_IN_PARTS_BESIDE_COLUMNS)
-    return min(most_rows, MOST_PACKS_BESIDE_COLUMNS[norm] // lone.packs)
+    row_bytes = columns * (ITEMSIZE[spec.x] + ITEMSIZE[spec.dy])
+    most_rows = min(most_rows, MOST_BYTES_BESIDE_COLUMNS[norm] // row_bytes)
+    share = min(1, multiprocessors / MEASURED_MULTIPROCESSORS)
+    return max(FEW_ROWS, int(most_rows * share))
 
 
 def _of_several_rows(
@@ -230,10 +236,9 @@ def _of_several_rows(
     """Yield those whose blocks have 2, 4, 8, ... rows, as many blocks as run at once.
 
     What they leave out is the rows' way through shared memory, and all that is for a next row:
-    LayerNorm takes 8.2 us, not 9.7, for 256 rows of 2048, 9.1, not 10.6, for 512, 11.8, not 12.9,
-    for 1024, 10.7, not 12.5, for 512 of 3072, RMSNorm 8.3, not 8.7, for 512 of 2048, 10.3, not
-    10.9, for 1024, 9.4, not 10.5, for 512 of 3072; but LayerNorm's 2048 of 2048, twice as
-    many as run at once, 18.4, not 16.5 (bfloat16, H200).
+    LayerNorm takes 9.1 us, not 10.6, for 512 rows of 2048, 11.8, not 12.9, for 1024, 10.7, not
+    12.5, for 512 of 3072, RMSNorm 10.0, not 10.5, for 4096 of 512, 9.6, not 10.3, for 8192 of 256;
+    but LayerNorm's 2048 of 2048, twice as many as run at once, 18.4, not 16.5 (bfloat16, H200).
     """
     if not spec.gradients or config.cluster_blocks > 1 or config.cells:
         return
