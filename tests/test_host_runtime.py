@@ -40,7 +40,7 @@ FAULTS = {
     "shuffles_at_two_distances": "the lanes of a warp disagree: threads 0 to 30 wait in a shuffle",
     "shuffles_beyond_the_warp": "thread 0: shuffles over 32 lanes",
     "shuffles_and_votes": "the lanes of a warp disagree: threads 0 to 30 wait in a shuffle",
-    "reads_across_an_alignment": "thread 0: misaligned: reads or writes at byte 4 of an array",
+    "reads_across_an_alignment": "thread 0: misaligned: reads 16 bytes at byte 4 of an array",
     "leaves_a_local_array": "thread 4: index 4 is outside a local array",
     "overflows_an_index": "thread 0: mul_overflow",
     "divides_by_zero": "thread 0: divrem_overflow",

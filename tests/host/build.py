@@ -38,7 +38,7 @@ HERE = Path(__file__).resolve().parent
 COMMON = ("-std=c++17", "-fPIC", "-ffp-contract=off", "-fno-math-errno")
 CHECKED = (
     *("-Og", "-gdwarf-4", "-g1", "-fsanitize=thread"),
-    *("-fsanitize=alignment,bounds-strict,shift,signed-integer-overflow,integer-divide-by-zero",),
+    *("-fsanitize=bounds-strict,shift,signed-integer-overflow,integer-divide-by-zero",),
 )
 COUNTED = ("-O0", "--coverage", "-DCOVERAGE")
 

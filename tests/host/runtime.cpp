@@ -374,6 +374,15 @@ void check_access(const void* memory, unsigned bytes, bool write, const void* pl
   check_granules(*span, address, bytes, write, place);
 }
 
+// Of a type that is aligned to its size. By -fsanitize=alignment kernels take half as long again to compile.
+void check_aligned_access(const void* memory, unsigned bytes, bool write, const void* place) {
+  const Address address = reinterpret_cast<Address>(memory);
+  if (address % bytes != 0) {
+    report_access(write ? "misaligned: writes" : "misaligned: reads", address, bytes, place);
+  }
+  check_access(memory, bytes, write, place);
+}
+
 // Of memory that may be read, whoever writes it in the meantime.
 void prefetch(Address address, const void* place) {
   Span* span = find(address, address + 1);
@@ -1072,8 +1081,8 @@ void wait_for_copies(int groups) { end_copies(groups, CALLER); }
 extern "C" {
 
 #define ACCESSES(bytes)                                                                           \
-  void __tsan_read##bytes(void* memory) { check_access(memory, bytes, false, CALLER); }           \
-  void __tsan_write##bytes(void* memory) { check_access(memory, bytes, true, CALLER); }           \
+  void __tsan_read##bytes(void* memory) { check_aligned_access(memory, bytes, false, CALLER); }   \
+  void __tsan_write##bytes(void* memory) { check_aligned_access(memory, bytes, true, CALLER); }   \
   void __tsan_unaligned_read##bytes(void* memory) { check_access(memory, bytes, false, CALLER); } \
   void __tsan_unaligned_write##bytes(void* memory) { check_access(memory, bytes, true, CALLER); }
 ACCESSES(1)
@@ -1093,11 +1102,6 @@ void __tsan_init() {}
 void __tsan_func_entry(void*) {}
 void __tsan_func_exit() {}
 
-void __ubsan_handle_type_mismatch_v1(void*, void* memory) {
-  report.message = here() + "misaligned: reads or writes" +
-                   describe(reinterpret_cast<Address>(memory)) + ", at " + placed(CALLER);
-  give_up();
-}
 void __ubsan_handle_out_of_bounds(void*, void* index) {
   report.message =
       here() +
