@@ -182,7 +182,7 @@ def _beside_columns(
     if spec.norm == "layer_norm":
         if lone.row_threads < 128 or architecture < FIRST_WITH_OVERLAP:
             return ()
-        # In parts, of more packs a thread or of wider dtypes, what would be left spills.
+        # What is moved in parts, is wider or has more packs a thread spills by so few registers.
         wide = ITEMSIZE[spec.dy] > ITEMSIZE[spec.x] or spec.weight == "float64"
         if lone.packs_per_thread <= 2 and lone.vector == pack_length(spec.x) and not wide:
             blocks = THREADS_OF_ROWS // lone.block_threads
