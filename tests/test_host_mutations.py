@@ -2134,8 +2134,8 @@ MUTATIONS = [
     Mutation(
         "the first team is added twice",
         "backward.cu",
-        "for (int i = 1; i < kTeams; ++i) add(",
-        "for (int i = 0; i < kTeams; ++i) add(",
+        "for (int i = 1; i < kTeams; ++i) add_gradients(",
+        "for (int i = 0; i < kTeams; ++i) add_gradients(",
         VALUE,
         staged("backward.cu", m=37, n=60),
     ),
