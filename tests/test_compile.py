@@ -387,14 +387,8 @@ def instantiations(architecture: int) -> list[Instantiation]:
             return 8
         return 1 if vector == "8" else 4
 
-    return [
-        *(
-            kernel
-            for kernel in kernels
-            if is_one_of(kernel, share(kernel)) and kernel not in always
-        ),
-        *always,
-    ]
+    chosen = (kernel for kernel in kernels if is_one_of(kernel, share(kernel)))
+    return list(dict.fromkeys((*chosen, *always)))
 
 
 def kind(kernel: Instantiation) -> tuple[str, str, str]:

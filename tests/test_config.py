@@ -317,6 +317,7 @@ def columns_spec(norm: str, x: str, **others: Any) -> BackwardSpec:
         ("rms_norm", "float32", 4096, [(64, 16, 512, 1, 1), (768, 8, 512, 1, 1)]),
         ("layer_norm", "bfloat16", 1024, []),
         ("layer_norm", "bfloat16", 2048, [(64, 16, 256, 1, 8), (256, 8, 512, 1, 8)]),
+        ("layer_norm", "bfloat16", 2044, [(64, 16, 256, 1, 1), (256, 8, 512, 1, 1)]),
         ("layer_norm", "bfloat16", 4096, [(64, 16, 256, 1, 4), (640, 8, 512, 1, 4)]),
         ("layer_norm", "bfloat16", 4100, [(64, 16, 256, 1, 1), (256, 8, 512, 1, 1)]),
         ("layer_norm", "bfloat16", 6144, [(64, 16, 256, 1, 2), (426, 8, 512, 1, 2)]),
@@ -347,6 +348,7 @@ def test_fewer_rows_are_beside_blocks_of_columns_of_smaller_gpus_and_wider_dy() 
 
     assert [most("rms_norm", 2048, number) for number in (160, 132, 66, 1)] == [1536, 1536, 768, 64]
     assert [most("layer_norm", 8192, number) for number in (132, 66, 16)] == [320, 160, 64]
+    assert most("rms_norm", 1024, 44) == 256  # a third, not rounded on the way
     assert most("rms_norm", 16384, 16) == 256  # of clusters
     assert most("rms_norm", 4096, dy="float32") == 1024
     assert most("layer_norm", 8192, dy="float32") == 213

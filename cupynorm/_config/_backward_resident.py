@@ -187,9 +187,6 @@ def _beside_columns(
         if lone.packs_per_thread <= 2 and lone.vector == pack_length(spec.x) and not wide:
             blocks = THREADS_OF_ROWS // lone.block_threads
             rows = dataclasses.replace(lone, blocks_per_multiprocessor=blocks)
-    elif lone.cluster_blocks == 1:
-        teams = max(1, COLUMNS_OF_MORE_ROWS[spec.norm].threads // lone.row_threads)
-        rows = dataclasses.replace(lone, block_threads=teams * lone.row_threads)
     few = _with_columns(spec, rows, COLUMNS_OF_FEW_ROWS[spec.norm])
     more = _with_columns(spec, rows, COLUMNS_OF_MORE_ROWS[spec.norm])
     most_rows = _most_rows_beside_columns(spec, lone, multiprocessors)
@@ -201,11 +198,17 @@ def _beside_columns(
 def _with_columns(
     spec: BackwardSpec, rows: ResidentBackward, columns: _Columns
 ) -> ResidentBackward:
-    threads = columns.threads if spec.norm == "layer_norm" else rows.block_threads
     lanes = columns.least_lanes
     while lanes < 32 and rows.packs > columns.most_blocks * lanes:
         lanes *= 2
-    return dataclasses.replace(rows, column_threads=threads, column_lanes=lanes)
+    block_threads, threads = rows.block_threads, columns.threads
+    if spec.norm == "rms_norm":  # in the kernel of the rows, whose blocks are as large
+        if rows.cluster_blocks == 1:
+            block_threads *= max(1, threads // rows.row_threads)
+        threads = block_threads
+    return dataclasses.replace(
+        rows, block_threads=block_threads, column_threads=threads, column_lanes=lanes
+    )
 
 
 def _most_rows_beside_columns(
@@ -222,8 +225,8 @@ def _most_rows_beside_columns(
         most_rows = min(most_rows, MOST_IN_PARTS_BESIDE_COLUMNS)
     row_bytes = columns * (ITEMSIZE[spec.x] + ITEMSIZE[spec.dy])
     most_rows = min(most_rows, MOST_BYTES_BESIDE_COLUMNS[norm] // row_bytes)
-    share = min(1, multiprocessors / MEASURED_MULTIPROCESSORS)
-    return max(FEW_ROWS, int(most_rows * share))
+    share = min(multiprocessors, MEASURED_MULTIPROCESSORS)
+    return max(FEW_ROWS, most_rows * share // MEASURED_MULTIPROCESSORS)
 
 
 def _of_several_rows(
