@@ -179,7 +179,7 @@ def _specs(
 
     weight, bias = named("weight_dtype", weight_dtype), named("bias_dtype", bias_dtype)
     y, dy = named("out_dtype", out_dtype, x) or x, named("dy_dtype", dy_dtype, x) or x
-    for name, value in (("zero_centered", zero_centered), ("relu", relu)):
+    for name, value in (("zero_centered", zero_centered), ("relu", relu), ("backward", backward)):
         if not isinstance(value, bool | np.bool_):
             raise TypeError(f"{name} must be True or False, got {value!r}")
     if zero_centered and weight is None:
@@ -192,14 +192,17 @@ def _specs(
             )
         if backward:
             # layer_norm_backward returns a dbias unless told not to.
-            dbias = bias or (weight or x if norm == "layer_norm" else None)
-            yield BackwardSpec(norm, x, dy, weight, dbias, bool(zero_centered), bitmask=bool(relu))
+            default = bias or (weight or x if norm == "layer_norm" else None)
+            for dbias in dict.fromkeys((default, bias)):
+                yield BackwardSpec(
+                    norm, x, dy, weight, dbias, bool(zero_centered), bitmask=bool(relu)
+                )
 
     return list(specs())
 
 
 def _widths(n: int | Iterable[int]) -> list[int]:
-    widths = list(n) if isinstance(n, Iterable) else [n]
+    widths = list(n) if isinstance(n, Iterable) and not isinstance(n, str | bytes) else [n]
     for width in widths:
         if not isinstance(width, numbers.Integral) or isinstance(width, bool):
             raise TypeError(f"n must be an int or an iterable of ints, got {width!r}")

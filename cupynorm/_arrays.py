@@ -118,18 +118,20 @@ class _DLPackFamily(Family):
     def _without_autograd(self, name: str, tensor: Any, *, output: bool) -> Any:
         """Return a torch tensor without what the numbers in its memory do not say."""
         torch = self.namespace
-        # As of a DTensor or a FakeTensor, whose memory is not what its shape says.
-        if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        other = self._other_than_plain(tensor)
+        if other is not None:
             raise TypeError(
-                f"{name} must be a plain tensor, got a {type(tensor).__qualname__}: the "
-                "norms of cupynorm.torch take others"
+                f"{name} must be a plain tensor, got {other}: the norms of cupynorm.torch take "
+                "others"
             )
         if tensor.requires_grad and torch.is_grad_enabled():
-            raise TypeError(
-                f"{name} requires grad, which would be lost here: call the function of "
-                f"cupynorm.torch, or pass {name}.detach(), and compute its gradient with the "
-                "backward function"
-            )
+            instead = f"pass {name}.detach()"
+            if not output:
+                instead = (
+                    f"call the function of cupynorm.torch, or {instead}, and compute its gradient "
+                    "with the backward function"
+                )
+            raise TypeError(f"{name} requires grad, which would be lost here: {instead}")
         if torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None:
             raise TypeError(
                 f"{name} has a tangent, which would be lost here: forward mode is not there, pass "
@@ -142,9 +144,28 @@ class _DLPackFamily(Family):
             tensor = tensor.resolve_neg()
         return tensor.detach()
 
+    def _other_than_plain(self, tensor: Any) -> str | None:
+        """Say what a torch tensor is whose memory is not all that there is to know of it."""
+        torch = self.namespace
+        # First, as torch.compile takes what follows for a program.
+        if torch.compiler.is_compiling():
+            return "one that is being compiled"
+        # As of a DTensor or a FakeTensor, whose memory is not what its shape says.
+        if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+            return f"a {type(tensor).__qualname__}"
+        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            return "one of a transform, such as torch.func.vmap"
+        # What reads memory would be a constant of the program.
+        make_fx = sys.modules.get("torch.fx.experimental.proxy_tensor")
+        if torch._C._is_tracing() or (make_fx is not None and make_fx.get_proxy_mode() is not None):
+            return "one that is being traced"
+        return "a nested one" if tensor.is_nested else None
+
     def check_holds(self, name: str, dtype: np.dtype[Any]) -> None:
         if self.immutable and sys.modules["jax"].dtypes.canonicalize_dtype(dtype) != dtype:
             raise TypeError(f"{name} must be one that JAX has enabled, got {dtype} without x64")
+        if dtype == BFLOAT16 and not hasattr(self.namespace, "bfloat16"):
+            raise TypeError(f"{name} must be one that {self.namespace.__name__} has, got bfloat16")
 
     def _import(self, name: str, array: Any) -> Any:
         device_type, device = array.__dlpack_device__()
@@ -162,11 +183,17 @@ class _DLPackFamily(Family):
         )
 
     def give(self, array: Any) -> Any:
-        options = {"device": self.device} if self.device is not None and is_numpy(array) else {}
-        if is_numpy(array) and array.dtype == BFLOAT16:
+        if not is_numpy(array):
+            return self.namespace.from_dlpack(array)
+        options = {} if self.device is None else {"device": self.device}
+        if array.dtype == BFLOAT16:
             crossed = self.namespace.from_dlpack(array.view(np.int16), **options)
-            return crossed.view(self.namespace.bfloat16)
-        return self.namespace.from_dlpack(array, **options)
+            given = crossed.view(self.namespace.bfloat16)
+        else:
+            given = self.namespace.from_dlpack(array, **options)
+        if self.immutable:
+            given.block_until_ready()  # JAX's client waits for ever at exit for what is under way
+        return given
 
     def give_back(self, target: Any, array: Any) -> Any:
         if self.is_torch:
@@ -200,8 +227,9 @@ def family_of(name: str, array: Any) -> Family:
     family = _families[kind]
     if family is None:
         raise TypeError(
-            f"{name} must be a NumPy or CuPy array, a torch tensor, a JAX array (outside jit and "
-            "grad), or one of another library with __dlpack__ and a from_dlpack function; "
+            f"{name} must be a NumPy or CuPy array, a torch tensor, a JAX array (within jit and "
+            "grad, cupynorm.jax has the norms), or one of another library with __dlpack__ and a "
+            "from_dlpack function; "
             f"got {_type_name(array)}"
         )
     return family

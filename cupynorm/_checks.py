@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from cupynorm._arrays import DTYPES, device_of, is_numpy, row_stride
+from cupynorm._arrays import BFLOAT16, DTYPES, device_of, is_numpy, row_stride
 from cupynorm._bitmask import bitmask_bytes
 from cupynorm._spec import compute_dtype
 
@@ -26,6 +26,8 @@ __all__ = [
     "to_eps",
     "trailing_axes",
 ]
+
+_REAL = numbers.Real, BFLOAT16.type
 
 
 def trailing_axes(
@@ -46,7 +48,9 @@ def trailing_axes(
         most = "1 axis" if x_ndim == 1 else f"1 to {x_ndim} axes"
         raise ValueError(f"{owner} must have {most}, as x has {x_ndim}; got {count}")
     axes = axis if isinstance(axis, Sequence) else (axis,)
-    if not all(isinstance(a, numbers.Integral) and not isinstance(a, bool) for a in axes):
+    if isinstance(axis, str | bytes) or not all(
+        isinstance(a, numbers.Integral) and not isinstance(a, bool) for a in axes
+    ):
         raise TypeError(f"axis must be an int, a tuple of ints or None, got {axis!r}")
     places = [int(a) + x_ndim if a < 0 else int(a) for a in axes]
     # Neither by sorting nor by `in`: torch.compile can do neither where an axis varies.
@@ -121,10 +125,10 @@ def check_numbers(compute: np.dtype[Any], eps: Any, relu: Any) -> tuple[float, f
 
 
 def to_eps(eps: Any) -> float:
-    """Return eps as a float."""
-    if not isinstance(eps, numbers.Real) or isinstance(eps, bool):
+    """Return eps as a float; -0.0 becomes 0.0, from which a row of zeros has rstd = inf."""
+    if not isinstance(eps, _REAL) or isinstance(eps, bool):
         raise TypeError(f"eps must be a real number, got {eps!r}")
-    return _to_float(eps)
+    return _to_float(eps) + 0.0
 
 
 def check_pair(relu: Any) -> None:
@@ -132,12 +136,12 @@ def check_pair(relu: Any) -> None:
     if (
         not isinstance(relu, Sequence)
         or len(relu) != 2
-        or not all(isinstance(b, numbers.Real) and not isinstance(b, bool) for b in relu)
+        or not all(isinstance(b, _REAL) and not isinstance(b, bool) for b in relu)
     ):
         raise TypeError(f"relu must be a pair of real numbers (lower, upper) or None, got {relu!r}")
 
 
-def _to_float(number: numbers.Real) -> float:
+def _to_float(number: Any) -> float:
     try:
         return float(number)
     except OverflowError:
@@ -251,8 +255,11 @@ def _check_writable(name: str, array: Any, k: int) -> None:
     if is_numpy(array):
         if not array.flags.writeable:
             raise ValueError(f"{name} must be writable, got a read-only array")
-        if any(n > 1 and step == 0 for n, step in zip(array.shape, array.strides, strict=True)):
-            raise ValueError(f"{name} must not be expanded, got strides {array.strides}")
+        if _overlaps_itself(array):
+            raise ValueError(
+                f"{name} must not overlap itself; got strides {array.strides} for shape "
+                f"{array.shape} of {array.itemsize} bytes"
+            )
         return
     if array.size == 0:
         return
@@ -263,3 +270,16 @@ def _check_writable(name: str, array: Any, k: int) -> None:
             f"{name} must hold contiguous rows that do not overlap, one stride apart; got strides "
             f"{array.strides} for shape {array.shape}"
         )
+
+
+def _overlaps_itself(array: Any) -> bool:
+    """Tell whether elements share memory, as far as the strides do not show that none do."""
+    if array.size == 0:
+        return False
+    reach = array.itemsize  # of what the axes of smaller strides cover
+    pairs = zip(array.shape, array.strides, strict=True)
+    for step, n in sorted((abs(step), n) for n, step in pairs if n > 1):
+        if step < reach:
+            return True
+        reach += step * (n - 1)
+    return False

@@ -14,6 +14,7 @@ import numpy as np
 
 from cupynorm._arrays import DTYPES, row_stride
 from cupynorm._bitmask import bitmask_bytes
+from cupynorm._checks import to_eps
 from cupynorm._config import pack_length
 from cupynorm._plans import BackwardPlan, ForwardPlan, backward_plan, forward_plan
 from cupynorm._results import NormBackward, NormForward
@@ -127,7 +128,7 @@ class ForwardCall:
     ) -> None:
         m = math.prod(kept)
         lower, upper = (0.0, 0.0) if relu is None else relu
-        self._launch = plan.prepared(m, float(eps), lower, upper)
+        self._launch = plan.prepared(m, to_eps(eps), lower, upper)
         self._scratch_bytes = plan.scratch_bytes(m)
         self._device = x.array.device.id
         self._shape, self._dtype = x.array.shape, y.array.dtype

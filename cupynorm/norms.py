@@ -51,7 +51,8 @@ def rms_norm(
         and on one device. Rows may be any distance apart: leading axes that collapse to one
         stride are read in place.
     weight, bias : array, optional
-        Of the shape of x's normalized axes and of any of the four dtypes.
+        Of the shape of x's normalized axes and of any of the four dtypes; where axis is given,
+        there may be axes of 1 before those.
     eps : float
         Added to the mean square.
     axis : int or tuple of int, optional

@@ -81,7 +81,11 @@ def normalize_by(norm: Norm, x: Array, mean: Array | None, rstd: Array, k: int) 
     if norm == "rms_norm":
         return widen(x) * widen(rstd).reshape(kept)
     assert mean is not None  # noqa: S101 - narrows the type; the callers always have it here
-    h = (widen(x) - widen(mean).reshape(kept)) * widen(rstd).reshape(kept)
+    # In parts, since x - mean may overflow where x * rstd does not.
+    significand, exponent = np.frexp(widen(rstd).reshape(kept))
+    down = np.where(np.isfinite(significand), np.minimum(exponent, 0), 0)
+    d = np.ldexp(widen(x), down) - np.ldexp(widen(mean).reshape(kept), down)
+    h: Float64 = d * np.ldexp(significand, exponent - down)
     h -= h.mean(axis=tuple(range(-k, 0)), keepdims=True)
     return h
 

@@ -74,7 +74,9 @@ def make_values(regime: str, shape: tuple[int, ...], dtype: Any, seed: int, k: i
     elif regime == "zero_rows":
         values = np.where(some_rows, 0.0, values)
     elif regime == "constant_rows":
-        values = np.where(some_rows, 100 * rng.standard_normal(kept), values)
+        decades = math.log10(SCALES["extreme"][dtype.name])
+        constants = rng.standard_normal(kept) * 10 ** rng.uniform(-decades, decades, kept)
+        values = np.where(some_rows, constants, values)
     elif regime == "infinities":  # one in some of the rows
         n = math.prod(shape[len(shape) - k :])
         lone = np.arange(n) == rng.integers(0, n, (values.size // n, 1))

@@ -3,7 +3,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -507,6 +507,50 @@ def test_a_tensor_of_other_memory_is_refused(name: str) -> None:
     fake = FakeTensorMode().from_tensor(arrays[name])  # as a DTensor, it has what memory it likes
     with pytest.raises(TypeError, match=f"{name} must be a plain tensor, got a FakeTensor"):
         cupynorm.rms_norm(**arrays | {name: fake})
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # of torch's own
+@pytest.mark.parametrize("how", ["functionalize", "vmap", "grad", "make_fx", "trace", "compile"])
+def test_a_tensor_that_stands_for_others_is_refused(how: str) -> None:
+    torch = pytest.importorskip("torch")
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    x = torch.randn(2, 4)
+    transform = {
+        "functionalize": torch.func.functionalize,
+        "vmap": torch.func.vmap,
+        "grad": torch.func.grad,
+        "make_fx": make_fx,
+        "trace": lambda function: torch.jit.trace(function, x),
+        "compile": torch.compile,
+    }[how]
+    with pytest.raises(TypeError, match=r"x must be a plain tensor, got one .* cupynorm\.torch"):
+        transform(lambda x: cupynorm.rms_norm(x * 1).sum())(x)
+    assert torch.isfinite(cupynorm.rms_norm(x)).all()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_a_nested_tensor_is_refused() -> None:
+    torch = pytest.importorskip("torch")
+    x = torch.nested.as_nested_tensor([torch.ones(2, 4), torch.ones(1, 4)])
+    with pytest.raises(TypeError, match="x must be a plain tensor, got a nested one"):
+        cupynorm.rms_norm(x)
+
+
+def test_jax_arrays_given_back_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    # What is under way when the process ends may keep JAX's client from ending.
+    jax = pytest.importorskip("jax")
+    taken = []
+
+    def from_dlpack(array: Any, **options: Any) -> Any:
+        given = SimpleNamespace(block_until_ready=lambda: taken.append(array.dtype))
+        return SimpleNamespace(view=lambda dtype: given) if array.dtype == np.int16 else given
+
+    x = jax.numpy.ones((2, 4), "float32"), jax.numpy.ones((2, 4), "bfloat16")
+    monkeypatch.setattr(jax.numpy, "from_dlpack", from_dlpack)
+    for array in x:
+        cupynorm.rms_norm(array)
+    assert len(taken) == len(x)
 
 
 def test_a_traced_array_is_a_type_error() -> None:

@@ -131,6 +131,7 @@ WRONG = [
     wrong(ValueError, "x must have at least one axis", x=zeros(), weight=None, bias=None, out=None),
     wrong(ValueError, "x must have at least one axis", x=zeros(), weight=None, bias=True, dx=None),
     *(wrong(ValueError, "axis", "0 axes", x=zeros(), axis=axis) for axis in (0, -1)),
+    *(wrong(TypeError, "axis must be an int", axis=axis) for axis in ("", b"", b"\x01", "-1")),
     wrong(ValueError, "x must have at least one element", "(3, 0)", x=zeros(3, 0)),
     wrong(ValueError, "x must have at least one element", "(3, 0)", x=zeros(3, 0), axis=-1),
     wrong(
@@ -410,7 +411,7 @@ def gpu_array(shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
         ({"n": 0}, ValueError, ("n must be at least 1", "0")),
         ({"n": [4, -1]}, ValueError, ("n must be at least 1", "-1")),
         ({"n": [4, 4.0]}, TypeError, ("n must be an int", "4.0")),
-        ({"n": "4"}, TypeError, ("n must be an int", "'4'")),
+        ({"n": "4096"}, TypeError, ("n must be an int", "'4096'")),
         ({"n": 4.0}, TypeError, ("n must be an int", "4.0")),
         ({"n": None}, TypeError, ("n must be an int", "None")),
         ({"n": True}, TypeError, ("n must be an int", "True")),
@@ -422,6 +423,7 @@ def gpu_array(shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
         ),
         ({"zero_centered": True}, ValueError, ("zero_centered", "weight")),
         ({"relu": (0, 6)}, TypeError, ("relu must be True or False", "(0, 6)")),
+        ({"backward": "no"}, TypeError, ("backward must be True or False", "'no'")),
     ],
     ids=str,
 )
@@ -478,13 +480,14 @@ def test_warmup_loads_the_kernels_of_few_rows_and_of_many(monkeypatch: pytest.Mo
     alone, many = ["norm_backward_resident"], ["norm_backward", "reduce_partials"]
     few_and_columns = [*alone, "norm_backward_resident_columns"]
     few_and_sums = [*alone, "reduce_partials"]  # for a dx given
-    assert names == [*alone, *few_and_columns, *many, *few_and_sums]
+    assert names[: len(names) // 2] == [*alone, *few_and_columns, *many, *few_and_sums]
+    assert names[len(names) // 2 :] == names[: len(names) // 2]  # without a gradient of the bias
 
     # 12 multiprocessors have 96 rows at once, 8 a block; a row a block is for 64.
     loaded.clear()
     cupynorm.warmup("layer_norm", 1024, "float32", "float32")
     names = [k.expression.partition("<")[0] for k in loaded if "forward" not in k.file]
-    assert names == [*alone, *few_and_columns, *few_and_sums, *many, *few_and_sums]
+    assert names == 2 * [*alone, *few_and_columns, *few_and_sums, *many, *few_and_sums]
 
     loaded.clear()
     cupynorm.warmup("rms_norm", 4096, "float32", "float32")
@@ -637,6 +640,41 @@ def test_bounds_beyond_the_compute_dtype_are_open() -> None:
         forward = cupynorm.rms_norm_forward(x, relu=relu)
         np.testing.assert_array_equal(forward.y, cupynorm.rms_norm(x))
         assert np.all(forward.bitmask == 0b1111)
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "overlaps"),
+    [
+        ((2, 4), (4, 4), True),
+        ((2, 4), (12, 4), True),
+        ((2, 4), (0, 4), True),
+        ((2, 4), (2, 8), True),
+        ((2, 4), (16, 4), False),
+        ((4, 2), (-4, 16), False),
+        ((1, 4), (0, 4), False),
+        ((0, 4), (0, 0), False),
+    ],
+)
+def test_an_output_that_overlaps_itself(
+    shape: tuple[int, ...], strides: tuple[int, ...], overlaps: bool
+) -> None:
+    memory = zeros(64)
+    x = zeros(*shape)
+    out = np.lib.stride_tricks.as_strided(memory[32:], shape, strides)
+    if not overlaps:
+        assert cupynorm.rms_norm(x, out=out) is out
+        return
+    with pytest.raises(ValueError, match="out must not overlap itself; got strides"):
+        cupynorm.rms_norm(x, out=out)
+
+
+def test_numbers_of_bfloat16_are_numbers() -> None:
+    x, one = zeros(2, 4), np.ones((), "bfloat16")[()]
+    assert np.array_equal(cupynorm.rms_norm(x, eps=one, relu=(-one, one)), x)
+
+
+def test_an_eps_of_minus_zero_is_zero() -> None:
+    assert math.copysign(1, _checks.to_eps(-0.0)) == 1
 
 
 def test_out_decides_the_dtype_and_may_be_x() -> None:

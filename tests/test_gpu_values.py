@@ -425,6 +425,13 @@ def test_rms_norm_in_range_by_rescue_with_a_small_eps(eps: float) -> None:
         check("rms_norm", x, eps=eps, wants_dbias=False)
 
 
+def test_an_eps_of_minus_zero_is_zero() -> None:
+    for norm in ("rms_norm", "layer_norm"):
+        zeros = to_cupy(np.zeros((3, 1024), np.float32))
+        result = getattr(cupynorm, f"{norm}_forward")(zeros, eps=-0.0)
+        np.testing.assert_array_equal(to_numpy(result.rstd), np.full(3, np.inf))
+
+
 def test_constant_rows_at_the_end_of_the_range() -> None:
     x = np.full((3, 1024), 1e38, np.float32)
     x[1] = 1.0

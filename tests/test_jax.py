@@ -69,6 +69,23 @@ def values(shape: tuple[int, ...], dtype: str = "float64", seed: int = 0) -> Any
 # ---- values --------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("value", [0.0, 0.1, 1e17, 1e20, 1e30, 3e38])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_of_equal_values(dtype: str, value: float) -> None:
+    for n in (1, 7, 1000):
+        x, bias = np.full((2, n), value, DTYPES[dtype]), np.full(n, 5, DTYPES[dtype])
+        for eps in (1e-5, 1e-12):
+            y = cupynorm.jax.layer_norm(x, bias=bias, eps=eps)
+            np.testing.assert_array_equal(np.asarray(y, np.float32), np.full((2, n), 5.0))
+        check("layer_norm", x, bias, bias, dy=values((2, n), dtype))
+
+
+def test_a_gradient_where_x_less_its_mean_overflows() -> None:
+    x = (3e38 * np.array([[1, -0.5, -0.5, -0.2], [1, 1, 1, 0.2]])).astype(np.float32)
+    ones = np.ones(4, np.float32)
+    check("layer_norm", x, ones, ones, dy=values((2, 4), "float32"))
+
+
 @pytest.mark.parametrize("weight", DTYPES)
 @pytest.mark.parametrize("x", DTYPES)
 def test_every_pair_of_x_and_weight(x: str, weight: str, path: str) -> None:
@@ -312,6 +329,11 @@ def test_wrong_arguments_are_named(
             jax.jit(lambda *arrays: function(*arrays, **options))(*arguments)
 
 
+def test_a_mask_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"weight must have no mask, .*: pass weight\.filled\(\)"):
+        cupynorm.jax.rms_norm(X, np.ma.masked_less(ROW, 0))
+
+
 def test_symbolic_shapes_are_refused() -> None:
     (rows,) = jax.export.symbolic_shape("rows")
     x = jax.ShapeDtypeStruct((rows, 8), np.float32)
@@ -319,11 +341,13 @@ def test_symbolic_shapes_are_refused() -> None:
         jax.export.export(jax.jit(cupynorm.jax.rms_norm))(x)
 
 
-def test_an_eps_that_is_traced_is_refused() -> None:
-    with pytest.raises(
-        TypeError, match="eps must be a Python number, under jit of static_argnames"
-    ):
-        jax.jit(lambda eps: cupynorm.jax.rms_norm(X, eps=eps))(1e-3)
+@pytest.mark.parametrize(
+    ("name", "option"), [("eps", 1e-3), ("axis", -1), ("zero_centered", True), ("relu", (0.0, 1.0))]
+)
+def test_an_option_that_is_traced_is_refused(name: str, option: Any) -> None:
+    message = f"{name} must be known when a program is traced: jit has it in static_argnames"
+    with pytest.raises(TypeError, match=message):
+        jax.jit(lambda option: cupynorm.jax.rms_norm(X, **{name: option}))(option)
 
 
 def test_no_axis_is_added_silently(path: str) -> None:

@@ -317,6 +317,19 @@ def test_equal_values_of_any_size_have_a_layer_norm_of_zero(value: float) -> Non
     np.testing.assert_array_equal(forward.rstd, [2.0])
 
 
+def test_a_gradient_where_x_less_its_mean_overflows() -> None:
+    rng = np.random.default_rng(0)
+    dy, x = rng.standard_normal((2, 2, 8))
+    x[:, :2] = 4, -4
+    large, small = (
+        run_backward("layer_norm", dy, v, None, run_forward("layer_norm", v, eps=0.0))
+        for v in (x * 2.0**1021, x * 2.0**900)
+    )
+    assert np.isfinite(large.dx).all()
+    # Around the least normal number.
+    np.testing.assert_allclose(large.dx, small.dx * 2.0**-121, rtol=0, atol=2.0**-1070)
+
+
 def test_a_large_mean_costs_no_digit_of_the_variance() -> None:
     x = 1e12 + np.array([[-1.0, 1.0, -1.0, 1.0]])
     forward = reference.layer_norm_forward(x, eps=0.0)

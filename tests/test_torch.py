@@ -388,7 +388,7 @@ def test_activation_checkpointing(reentrant: bool) -> None:
 
 def test_forward_mode_is_refused() -> None:
     x = torch.randn(2, 8)
-    with pytest.raises(NotImplementedError, match="jvp"):
+    with pytest.raises(NotImplementedError, match=r"no jvp, .*: use jacrev\(jacrev\(f\)\)"):
         torch.func.jvp(rms_norm, (x,), (x,))
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(x, x)
@@ -512,6 +512,20 @@ def test_a_transform_on_the_meta_device(norm: str) -> None:
     arrays = [t.detach().to("meta") for t in operands()]
     gradients = grad(lambda *a: ours(norm, *a).sum(), (0, 1, 2))(*arrays)
     assert [(g.shape, g.device) for g in gradients] == [(a.shape, a.device) for a in arrays]
+
+
+@pytest.mark.parametrize("value", [0.0, 0.1, 1e17, 1e20, 1e30, 3e38])
+@pytest.mark.parametrize("n", [1, 7, 8, 1000])
+def test_formulas_of_rows_of_equal_values(n: int, value: float) -> None:
+    # xhat is 0, its gradient that of x - mean times 1 / sqrt(eps), and so is what comes of dweight.
+    x = torch.full((2, n), value, requires_grad=True)
+    weight, along = torch.ones(n, requires_grad=True), torch.linspace(-1, 2, n)
+    (dweight,) = torch.autograd.grad(layer_norm(x, weight).sum(), weight, create_graph=True)
+    (slope,) = torch.autograd.grad(dweight @ along, x)
+    expected = (along - along.mean()).expand(2, n) / 1e-5**0.5
+    torch.testing.assert_close(slope, expected, rtol=1e-4, atol=1e-2)
+    of_each = vmap(grad(lambda w, x: layer_norm(x, w).sum()), (None, 0))(weight, x.detach())
+    assert torch.equal(of_each, torch.zeros(2, n))
 
 
 @pytest.mark.parametrize(

@@ -57,9 +57,11 @@ def rms_norm(
     Parameters
     ----------
     x : array, shape (..., N)
-        A JAX array, traced or not, or a NumPy array, of float64, float32, float16 or bfloat16.
+        A JAX array, traced or not, or a NumPy array, of float64, float32, float16 or bfloat16. A
+        NumPy array of float64 becomes float32 unless JAX has x64 enabled, as in ``jax.numpy``.
     weight, bias : array, optional
-        Of the shape of x's normalized axes and of any of the four dtypes.
+        Of the shape of x's normalized axes and of any of the four dtypes; where axis is given,
+        there may be axes of 1 before those.
     eps : float
         Added to the mean square; a Python number, not a traced one.
     axis : int or tuple of int, optional
@@ -179,8 +181,14 @@ def _norm(
     relu: Relu,
     out_dtype: Any,
 ) -> Any:
-    if isinstance(eps, jax.core.Tracer):
-        raise TypeError(f"eps must be a Python number, under jit of static_argnames; got {eps}")
+    options = {"eps": eps, "axis": axis, "zero_centered": zero_centered, "relu": relu}
+    for name, option in options.items():
+        for value in option if isinstance(option, tuple) else (option,):
+            if isinstance(value, jax.core.Tracer):
+                raise TypeError(
+                    f"{name} must be known when a program is traced: jit has it in "
+                    f"static_argnames; got {value}"
+                )
     x = _array("x", x)
     weight = None if weight is None else _array("weight", weight)
     bias = None if bias is None else _array("bias", bias)
@@ -212,12 +220,14 @@ def _norm(
         store_statistics=False,
         relu=bounds is not None,
     )
-    y = differentiable(spec, k, float(eps), bounds)(rows, tuple(affine[:2]), tuple(affine[2:]))
-    return _split_as(x, y)
+    norm_of = differentiable(spec, k, _checks.to_eps(eps), bounds)
+    return _split_as(x, norm_of(rows, tuple(affine[:2]), tuple(affine[2:])))
 
 
 def _array(name: str, array: Any) -> Any:
     if isinstance(array, np.ndarray):
+        if hasattr(array, "mask"):  # numpy.ma need not be imported
+            raise TypeError(f"{name} must have no mask, which would be lost: pass {name}.filled()")
         return jnp.asarray(array)
     if isinstance(array, jax.Array):
         if jnp.issubdtype(array.dtype, jax.dtypes.extended):  # of which NumPy knows nothing

@@ -60,7 +60,10 @@ def backward(
     if spec.norm == "rms_norm":
         xhat = wide * rstd
     else:
-        xhat = (wide - jnp.expand_dims(mean, tuple(range(-k, 0)))) * rstd
+        # In parts, since x - mean may overflow where x * rstd does not.
+        up, down = _powers(jnp.minimum(rstd, 1))
+        mean = jnp.expand_dims(mean, tuple(range(-k, 0)))
+        xhat = (wide * down - mean * down) * (rstd * up)
         xhat = xhat - _mean(xhat, k)
     gradients = _gradients(spec, k, dy, weight, xhat, rstd, bitmask)
     return tuple(map(_round, gradients, (spec.x, spec.weight, spec.dbias)))
@@ -138,16 +141,21 @@ def _normalize(norm: Norm, x: Any, k: int, eps: float) -> tuple[Any, Any, Any]:
     # two, nothing that counts overflows or underflows when squared.
     largest = jnp.abs(jax.lax.stop_gradient(x)).max(axes, keepdims=True)
     down, up = _powers(jnp.maximum(largest, math.sqrt(eps)))
-    d = x * down * down
-    mean = None
+    d, rest, mean = x * down, down, None
     if norm == "layer_norm":
         first = _mean(d, k)
         d = d - first
         correction = _mean(d, k)
         d = d - correction
-        mean = (first + correction) * up * up
-    root = jnp.sqrt(_mean(d * d, k) + jnp.square(math.sqrt(eps) * down * down))
-    return d / root, mean, 1 / root * down * down
+        mean = (first + correction) * up
+        # Of equal values all that is left is eps, which their size must not push out of range.
+        values = jax.lax.stop_gradient(x)
+        equal = values.max(axes, keepdims=True) == values.min(axes, keepdims=True)
+        d = d - jnp.where(equal, jax.lax.stop_gradient(d), 0)
+        rest = jnp.where(equal, up / (math.sqrt(eps) or 1), down)
+    d = d * rest
+    root = jnp.sqrt(_mean(d * d, k) + jnp.square(math.sqrt(eps) * down * rest))
+    return d / root, mean, 1 / root * down * rest
 
 
 def _powers(largest: Any) -> tuple[Any, Any]:

@@ -64,12 +64,17 @@ def normalized(norm: Norm, x: Any, k: int, eps: float) -> tuple[Any, Any]:
     largest = d.detach().abs().amax(axes, keepdim=True).clamp(min=math.sqrt(eps))
     _, exponent = torch.frexp(torch.where(largest.isfinite(), largest, 1.0))
     down = torch.ldexp(torch.ones_like(largest), -(exponent >> 1))
-    d = d * down * down
+    d, rest = d * down, down
     if norm == "layer_norm":
+        equal = d.detach().amax(axes, keepdim=True) == d.detach().amin(axes, keepdim=True)
         d = d - d.mean(axes, keepdim=True)
         d = d - d.mean(axes, keepdim=True)  # what that mean was off by
-    root = torch.sqrt((d * d).mean(axes, keepdim=True) + (math.sqrt(eps) * down * down).square())
-    return d / root, 1 / root * down * down
+        # Of equal values all that is left is eps, which their size must not push out of range.
+        d = d - torch.where(equal, d.detach(), 0.0)
+        rest = torch.where(equal, 1 / (math.sqrt(eps) or 1) / down, down)
+    d = d * rest
+    root = torch.sqrt((d * d).mean(axes, keepdim=True) + (math.sqrt(eps) * down * rest).square())
+    return d / root, 1 / root * down * rest
 
 
 def sum_over_rows(values: Any, first: int, k: int) -> Any:

@@ -297,7 +297,7 @@ def _resolve_forward(
         y=y_dtype,
         y_is_as_x=y_dtype == x.dtype and x.is_contiguous(),
         statistics=compute_type(x),
-        numbers=(float(eps), *((0.0, 0.0) if bounds is None else bounds)),
+        numbers=(_checks.to_eps(eps), *((0.0, 0.0) if bounds is None else bounds)),
         has_kernels=_has_kernels(x),
         index=x.device.index,
         copies=copies,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch._library.autograd import Info, make_autograd_impl
@@ -312,6 +312,13 @@ def _backward_of_batch(run: Callable[..., Any]) -> Callable[..., Any]:
 # ---- as functions of autograd --------------------------------------------------------------------
 
 
+def _refuse_forward_mode(*_: Any) -> NoReturn:
+    raise NotImplementedError(
+        "the norms of cupynorm.torch have no jvp, the forward mode of autograd: use "
+        "jacrev(jacrev(f)) for hessian(f)"
+    )
+
+
 class _Forward(torch.autograd.Function):
     # What lies below the transforms may be a tracer's, or a subclass, as well.
     @staticmethod
@@ -324,12 +331,14 @@ class _Forward(torch.autograd.Function):
     setup_context = staticmethod(_keep_for_backward)
     backward = staticmethod(_differentiate_forward)
     vmap = staticmethod(_forward_of_batch(norm_forward))
+    jvp = staticmethod(_refuse_forward_mode)
 
 
 class _Backward(torch.autograd.Function):
     setup_context = staticmethod(_keep_for_second_backward)
     backward = staticmethod(_differentiate_backward)
     vmap = staticmethod(_backward_of_batch(norm_backward))
+    jvp = staticmethod(_refuse_forward_mode)
 
     @staticmethod
     def forward(
@@ -506,7 +515,7 @@ def _define(
         A compiled program comes here in each call, its gradients long taken care of.
         """
         if forward_ad._current_level >= 0 and any(map(_has_tangent, arguments)):
-            raise NotImplementedError(f"cupynorm::{name} has no jvp, the forward mode of autograd")
+            _refuse_forward_mode()
         asked = torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments)
         following = (keys & torch._C._after_ADInplaceOrView_keyset).highestPriorityTypeId()
         if asked or following not in _DEVICES:
