@@ -16,6 +16,7 @@ from typing import Any
 
 from cupynorm import _driver
 from cupynorm._config import (
+    FIRST_WITH_OVERLAP,
     BackwardConfig,
     ResidentBackward,
     ResidentForward,
@@ -360,7 +361,9 @@ def load(kernel: Instantiation, device: int) -> _driver.Kernel:
     ------
     RuntimeError
         If it is not loaded and the current stream is being captured into a CUDA graph, which
-        loading would invalidate; or if the kernel cannot be compiled.
+        loading would invalidate.
+    cupy.cuda.compiler.CompileException
+        If the kernel cannot be compiled.
     """
     function = _functions.get((kernel, device))
     if function is not None:
@@ -383,6 +386,7 @@ def load(kernel: Instantiation, device: int) -> _driver.Kernel:
                     options=OPTIONS,
                     name_expressions=[kernel.expression],
                 )
+            capability = int(cupy.cuda.Device(device).compute_capability)
             function = _driver.Kernel(
                 kernel.expression,
                 module.get_function(kernel.expression).kernel,
@@ -390,7 +394,8 @@ def load(kernel: Instantiation, device: int) -> _driver.Kernel:
                 kernel.shared_bytes,
                 kernel.parameters,
                 kernel.cluster_blocks,
-                kernel.overlaps,
+                # On others it changes nothing, but that a launch takes the host longer.
+                kernel.overlaps and capability >= FIRST_WITH_OVERLAP,
                 kernel.at_once,
             )
             _modules[kernel] = module

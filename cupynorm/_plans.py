@@ -35,7 +35,7 @@ from cupynorm._spec import ITEMSIZE, BackwardSpec, ForwardSpec, compute_dtype
 
 __all__ = ["BackwardPlan", "ForwardPlan", "backward_plan", "forward_plan"]
 
-# The column kernel of the streaming backward uses up to 64 registers at 256 threads.
+# Of the streaming backward's column kernel, of which its 64 to 96 registers let two to four run.
 COLUMN_BLOCKS_PER_MULTIPROCESSOR = 4
 
 WITHOUT_CLUSTERS = 80  # an architecture

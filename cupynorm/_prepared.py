@@ -15,7 +15,8 @@ import numpy as np
 
 __all__ = ["backward_key", "calls", "forward_key", "remember"]
 
-# A key and its call take some 4 kB, of a backward pass up to 7.
+# Each number of rows is a call of its own. A key and its call take some 4 kB, of a backward pass up
+# to 7.
 MOST_CALLS = 4096
 
 calls: dict[Hashable, Any] = {}
@@ -23,11 +24,12 @@ calls: dict[Hashable, Any] = {}
 _NUMBERS = frozenset((float, int))
 
 
-def remember(key: Hashable, call: Any) -> None:
-    """Keep a call for the next one that has its key."""
+def remember(calls: dict[Any, Any], key: Any, call: Any) -> Any:
+    """Keep a call for the next one that has its key, and return it."""
     if len(calls) >= MOST_CALLS:
         calls.clear()
     calls[key] = call
+    return call
 
 
 def forward_key(

@@ -484,7 +484,7 @@ def _forward(
             store_statistics=store_statistics,
         )
         if key is not None and call is not None:
-            _prepared.remember(key, call)
+            _prepared.remember(_prepared.calls, key, call)
 
     def give_y(y: Any) -> Any:
         return family.give(y) if out is None else family.give_back(out, target)
@@ -592,7 +592,7 @@ def _backward(
             dx=target,
         )
         if key is not None and call is not None:
-            _prepared.remember(key, call)
+            _prepared.remember(_prepared.calls, key, call)
     return NormBackward(
         family.give(result.dx) if dx is None else family.give_back(dx, target),
         None if result.dweight is None else family.give(result.dweight),

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from cupynorm import _driver
+from cupynorm import _driver, _jit
 
 CONFIG = "@7IPPI"  # CUlaunchConfig
 ATTRIBUTE = "@I4x16I"  # CUlaunchAttribute
@@ -334,3 +334,25 @@ def test_clusters_at_once(monkeypatch: pytest.MonkeyPatch, overlaps: bool) -> No
     driver.statuses = [912]
     with pytest.raises(RuntimeError, match="norm<float> cannot have clusters: CUDA_ERROR_912"):
         launched.clusters_at_once()
+
+
+@pytest.mark.parametrize(("capability", "overlaps"), [("89", False), ("90", True), ("120", True)])
+def test_kernels_overlap_where_a_gpu_can(
+    monkeypatch: pytest.MonkeyPatch, capability: str, overlaps: bool
+) -> None:
+    cupy = pytest.importorskip("cupy", exc_type=ImportError)
+    made: list[bool] = []
+    handle = SimpleNamespace(kernel=None)
+    module = SimpleNamespace(get_function=lambda expression: handle)
+    stream = SimpleNamespace(is_capturing=lambda: False)
+    monkeypatch.setattr(cupy.cuda, "get_current_stream", lambda: stream)
+    monkeypatch.setattr(
+        cupy.cuda, "Device", lambda device: SimpleNamespace(compute_capability=capability)
+    )
+    monkeypatch.setattr(cupy, "RawModule", lambda **options: module)
+    monkeypatch.setattr(_driver, "Kernel", lambda *arguments: made.append(arguments[6]))
+    for name in ("_functions", "_modules", "_locks"):
+        monkeypatch.setattr(_jit, name, {})
+    for wanted in (False, True):
+        _jit.load(_jit.Instantiation("relu.cuh", f"k<{wanted}>", "q", 32, 0, 1, wanted), 0)
+    assert made == [False, overlaps]

@@ -35,7 +35,7 @@ from torch.utils.checkpoint import checkpoint
 from torch_checks import NORMS, assert_same_bits, check_problem, to_numpy
 
 import cupynorm.torch
-from cupynorm import testing
+from cupynorm import _prepared, testing
 from cupynorm.reference import round_once
 from cupynorm.torch import (
     LayerNorm,
@@ -244,7 +244,7 @@ def test_one_plan_serves_every_number_of_rows() -> None:
 
 
 def test_calls_are_not_remembered_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_kernels, "REMEMBERED", 4)
+    monkeypatch.setattr(_prepared, "MOST_CALLS", 4)
     monkeypatch.setattr(_kernels, "_forwards", {})
     for m in range(1, 12):
         rms_norm(torch.ones(m, 8))

@@ -34,10 +34,16 @@ from cupynorm._config._forward import StreamingForward, forward_config
 from cupynorm._config._forward_few_rows import few_rows_configs
 from cupynorm._config._forward_resident import ResidentForward, resident_forward_bytes
 from cupynorm._config._forward_staged import StagedForward, staged_forward_bytes
-from cupynorm._config._limits import pack_length, shared_limit, team_bytes
+from cupynorm._config._limits import (
+    FIRST_WITH_OVERLAP,
+    pack_length,
+    shared_limit,
+    team_bytes,
+)
 from cupynorm._config._reduction import Reduction, partials_stride, reduction_bytes
 
 __all__ = [
+    "FIRST_WITH_OVERLAP",
     "BackwardConfig",
     "Reduction",
     "ResidentBackward",

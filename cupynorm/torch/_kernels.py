@@ -18,16 +18,13 @@ from cupynorm import _checks, reference
 from cupynorm._arrays import BFLOAT16, DTYPES, row_stride
 from cupynorm._bitmask import bitmask_bytes
 from cupynorm._config import pack_length
+from cupynorm._prepared import remember
 from cupynorm._spec import ITEMSIZE, BackwardSpec, ForwardSpec, Norm
 
 __all__ = ["NUMPY_DTYPES", "Options", "Relu", "backward", "check_tensor", "compute_type", "forward"]
 
 NUMPY_DTYPES = {getattr(torch, name): dtype for dtype, name in DTYPES.items()}
 NAMES = {getattr(torch, name): name for name in ITEMSIZE}
-
-# Calls of so many kinds are remembered each way; each number of rows is a kind of its own. A call
-# takes some 4 kB, backward up to 7.
-REMEMBERED = 4096
 
 Relu = tuple[float, float] | None
 Shape = tuple[int, ...]
@@ -117,13 +114,6 @@ def _divisors(x: Any, n: int, *strides: int) -> int:
     return divisors
 
 
-def _remember(calls: dict[Any, Any], key: Any, call: Any) -> Any:
-    if len(calls) >= REMEMBERED:
-        calls.clear()
-    calls[key] = call
-    return call
-
-
 # ---- forward -------------------------------------------------------------------------------------
 
 
@@ -182,7 +172,7 @@ def forward(
         _resolve_forward(x, weight, bias, *options, training)
         raise
     if call is None:
-        call = _remember(_forwards, key, _resolve_forward(x, weight, bias, *options, training))
+        call = remember(_forwards, key, _resolve_forward(x, weight, bias, *options, training))
     if not call.has_kernels:
         return _forward_on_cpu(call, options[0], x, weight, bias)
     index = call.index
@@ -362,7 +352,7 @@ def backward(
         _resolve_backward(dy, x, weight, *options)
         raise
     if call is None:
-        call = _remember(_backwards, key, _resolve_backward(dy, x, weight, *options))
+        call = remember(_backwards, key, _resolve_backward(dy, x, weight, *options))
     if not call.has_kernels:
         return _backward_on_cpu(call.spec, k, dy, x, weight, mean, rstd, bitmask)
     device = x.device
