@@ -166,7 +166,12 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
 
   // 1. The row.
   constexpr bool kKeeps = kTeams > 1 && ColumnLanes == 0;  // gradients, for the block's sums
-  if constexpr (!kKeeps) let_next_kernel_start();
+  constexpr int kGradients = kPresent<DWeight> + kPresent<DBias>;
+  // A kernel follows that sums columns, or partials. As such count all gradients of T, though those of a
+  // lone row, after which none follows, may be of T as well.
+  constexpr bool kPartials = kGradients > 0 && kSame<DWeight, T> + kSame<DBias, T> == kGradients;
+  constexpr bool kFollowed = ColumnLanes > 0 ? Centered : kPartials;
+  if constexpr (kFollowed && !kKeeps) let_next_kernel_start();
   const long long row = block / ClusterBlocks * kTeams + team.team;
   const bool has_row = kTeams == 1 || row < n_rows;
   Pack<X, kLength> row_x[PacksPerThread];
@@ -206,7 +211,6 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
 
   // 3. dx and the weight gradients, which of several teams wait in shared memory.
   if constexpr (!Full) make_opaque(n_cols);
-  constexpr int kGradients = kPresent<DWeight> + kPresent<DBias>;
   T* const of_teams = reinterpret_cast<T*>(static_cast<char*>(dynamic_shared_memory()) +
                                            TeamOf::template scratch_bytes<T>());
   const auto keep_gradient = [&](const T(&values)[kLength], int index, int p) {
@@ -240,7 +244,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
 
   // 4. Those of a block.
   if constexpr (kKeeps) {
-    static_assert(kSame<DWeight, T> || kSame<DBias, T>, "partials");
+    static_assert(kPartials, "of each block");
     let_next_kernel_start();
     block_barrier();
     constexpr int kWidth = 16 / static_cast<int>(sizeof(T));

@@ -1100,8 +1100,8 @@ MUTATIONS = [
     Mutation(
         "the last rows' gradients are not written",
         "backward.cu",
-        "  let_next_kernel_start();\n  flush_all(true);\n}",
-        "  let_next_kernel_start();\n}",
+        "  flush_all(true);\n}",
+        "}",
         UNWRITTEN,
         WARPS,
     ),
