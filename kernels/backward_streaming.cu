@@ -61,16 +61,20 @@ __global__ __launch_bounds__(BlockThreads, 1) void norm_backward_coefficients(
       sum_of_h.add(of_h);
     }
   });
-  T sums[3] = {sum_of_g_h.total(), sum_of_g.total(), sum_of_h.total()};
+  T sums[kGradientSums<Centered>] = {sum_of_g_h.total()};
+  if constexpr (Centered) {
+    sums[1] = sum_of_g.total();
+    sums[2] = sum_of_h.total();
+  }
   team.meet();
   team.template reduce<Sum>(sums);
   if (team.block == 0 && team.rank == 0) {
-    const T recentre = sums[2] * inv_n;
+    const RowMeans<Centered, T> means(sums, T(1), inv_n);  // of h itself: no significand is left
     if constexpr (Centered) {
-      coefficients[row] = recentre;
-      coefficients[n_rows + row] = sums[1] * inv_n;
+      coefficients[row] = means.h;
+      coefficients[n_rows + row] = means.g;
     }
-    coefficients[2 * n_rows + row] = mean_of_g_xhat(sums[0], sums[1], recentre, inv_n);
+    coefficients[2 * n_rows + row] = means.g_xhat;
   }
 }
 
