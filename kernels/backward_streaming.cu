@@ -161,5 +161,5 @@ __global__ __launch_bounds__(BlockThreads, 2) void norm_backward_columns(
       turn = 0;
     }
   }
-  flush_all();
+  if (turn > 0 || !flushed) flush_all();  // of a chunk without rows, zeros
 }
