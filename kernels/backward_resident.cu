@@ -23,16 +23,6 @@
 #include "relu.cuh"
 #include "team.cuh"
 
-// Stores a pack of values to elements `first` ... of a row of n, if that is present.
-template <int Vector, int RowThreads, typename T, typename Out, int Length>
-__device__ __forceinline__ void write(const T (&values)[Length], Out* row, int first, int n) {
-  if constexpr (kPresent<Out>) {
-    Pack<Out, Length> pack;
-    pack.set(values);
-    store_by_sectors<Vector, RowThreads>(pack, row, first, n);
-  }
-}
-
 // The weight gradients of Lanes packs, of which the first begins at column `first`.
 template <int BlockThreads, int Lanes, bool Centered, bool Bitmask, int Vector, typename X,
           typename DY, typename DWeight, typename DBias>

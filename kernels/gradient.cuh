@@ -15,6 +15,17 @@ __device__ __forceinline__ constexpr long long partials_stride(long long n_cols)
   return (n_cols + 7) & ~7LL;
 }
 
+// Stores a pack of values to elements `first` ... of a row of n, if that is present; of RowThreads threads
+// as store_by_sectors wants them.
+template <int Vector, int RowThreads, typename T, typename Out, int Length, typename Index>
+__device__ __forceinline__ void write(const T (&values)[Length], Out* row, Index first, Index n) {
+  if constexpr (kPresent<Out>) {
+    Pack<Out, Length> pack;
+    pack.set(values);
+    store_by_sectors<Vector, RowThreads>(pack, row, first, n);
+  }
+}
+
 // Adds the sums of weight gradients that begin at `others`, a pack of them.
 template <typename T, int Width>
 __device__ __forceinline__ void add_gradients(Pack<T, Width>& sums, const T* others) {

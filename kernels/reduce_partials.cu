@@ -12,15 +12,6 @@
 // Result:    thread t < kLanes writes its columns, by accesses of Vector.
 #include "gradient.cuh"
 
-template <int Vector, typename T, int Width, typename Gradient>
-__device__ __forceinline__ void write_gradient(const T (&sums)[Width], Gradient* gradient, int n) {
-  Pack<Gradient, Width> pack;
-  pack.set(sums);
-  store<Vector>(pack, gradient, 0, n);
-}
-template <int Vector, typename T, int Width>
-__device__ __forceinline__ void write_gradient(const T (&)[Width], None*, int) {}
-
 // At least 4 blocks a multiprocessor: left to itself, ptxas aims at 8, for which it waits in between.
 template <typename T, typename DWeight, typename DBias, int BlockThreads, int Groups, int Vector>
 __global__ __launch_bounds__(BlockThreads, 4) void reduce_partials(const T* partials,
@@ -89,9 +80,10 @@ __global__ __launch_bounds__(BlockThreads, 4) void reduce_partials(const T* part
 #pragma unroll
     for (int k = 0; k < kWidth; ++k) sum[k] += pack.template get<T>(k);
   }
+  // Each thread by itself, as those of the other groups are gone.
   if (kPresent<DWeight> && is_first) {
-    write_gradient<Vector>(sum, dweight + column, n);
+    write<Vector, 1>(sum, dweight + column, 0, n);
   } else {
-    write_gradient<Vector>(sum, dbias + column, n);
+    write<Vector, 1>(sum, dbias + column, 0, n);
   }
 }
