@@ -365,14 +365,8 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
         }
       }
       T values[kLength];
-      unsigned bits = 0;
-#pragma unroll
-      for (int i = 0; i < kLength; ++i) {
-        const T d = packs[p].template get<T>(i) - shift;
-        const T xhat = Centered ? fused_multiply_add(d, scale.of_row, offset) : d * scale.of_row;
-        values[i] = affine<ZeroCentered>(xhat, weights[p], biases[p], i);
-        if constexpr (Relu) clamp<StoreStatistics>(values[i], lower, upper, bits, i);
-      }
+      const unsigned bits = normalize_pack<Centered, ZeroCentered, Relu, StoreStatistics>(
+          values, packs[p], shift, scale.of_row, offset, weights[p], biases[p], lower, upper);
       Pack<Y, kLength> normalized;
       normalized.set(values);
       if constexpr (kStoresWords) {

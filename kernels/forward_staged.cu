@@ -357,14 +357,8 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
         biases = StageOfBias::read(stage_of_bias, p);
       }
       T values[kLength];
-      unsigned bits = 0;
-#pragma unroll
-      for (int i = 0; i < kLength; ++i) {
-        const T d = pack.template get<T>(i) - statistics.shift;
-        const T xhat = Centered ? fused_multiply_add(d, scale.of_row, offset) : d * scale.of_row;
-        values[i] = affine<ZeroCentered>(xhat, weights, biases, i);
-        if constexpr (Relu) clamp<StoreStatistics>(values[i], lower, upper, bits, i);
-      }
+      const unsigned bits = normalize_pack<Centered, ZeroCentered, Relu, StoreStatistics>(
+          values, pack, statistics.shift, scale.of_row, offset, weights, biases, lower, upper);
       Pack<Y, kLength> normalized;
       normalized.set(values);
       meet_lanes();  // before others fill what this one read

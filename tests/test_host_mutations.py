@@ -914,9 +914,9 @@ MUTATIONS = [
     ),
     Mutation(
         "the bits of rounded y",
-        "forward.cu",
+        "affine.cuh",
         "if constexpr (Relu) clamp<",
-        "values[i] = convert<T>(convert<Y>(values[i]));\n        if constexpr (Relu) clamp<",
+        "values[i] = convert<T>(convert<bfloat16>(values[i]));\n        if constexpr (Relu) clamp<",
         BITS,
         case("relu_warps_odd", x="bfloat16"),
     ),
@@ -930,9 +930,9 @@ MUTATIONS = [
     ),
     Mutation(
         "the bits of rounded y, staged",
-        "forward_staged.cu",
+        "affine.cuh",
         "if constexpr (Relu) clamp<",
-        "values[i] = convert<T>(convert<Y>(values[i]));\n        if constexpr (Relu) clamp<",
+        "values[i] = convert<T>(convert<bfloat16>(values[i]));\n        if constexpr (Relu) clamp<",
         BITS,
         staged("forward_staged.cu", n=333, bitmask=True),
     ),
