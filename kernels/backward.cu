@@ -370,28 +370,23 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
       return place;
     }
   };
-  const auto read_x = [&](int stage, int p, const Beside& of_row) {
+  // A pack of the operand whose stage begins `before` bytes behind that of x.
+  const auto read = [&](auto operand, int before, int stage, int p, int distance) {
+    using StageOf = decltype(operand);
     if constexpr (kFromOwnPlace) {
-      return StageOfX::read(turned(place_read(stage), of_row.distance_of_x), p);
-    } else if constexpr (StageOfX::kCells) {
-      return StageOfX::read_cells(stages + stage * kStageBytes, p, of_row.distance_of_x);
+      return StageOf::read(turned(place_read(stage) + before, distance), p);
+    } else if constexpr (StageOf::kCells) {
+      return StageOf::read_cells(stages + stage * kStageBytes + before, p, distance);
     } else {
-      return StageOfX::read(turned(stages + stage * kStageBytes, of_row.distance_of_x), p);
+      return StageOf::read(turned(stages + stage * kStageBytes + before, distance), p);
     }
+  };
+  const auto read_x = [&](int stage, int p, const Beside& of_row) {
+    return read(StageOfX{}, 0, stage, p, of_row.distance_of_x);
   };
   // dy of a pack, as the bitmask lets it through.
   const auto read_dy = [&](int stage, int p, const Beside& of_row) {
-    Pack<DY, kLength> pack;
-    if constexpr (kFromOwnPlace) {
-      pack =
-          StageOfDY::read(turned(place_read(stage) + StageOfX::kBytes, of_row.distance_of_dy), p);
-    } else if constexpr (StageOfDY::kCells) {
-      pack = StageOfDY::read_cells(stages + stage * kStageBytes + StageOfX::kBytes, p,
-                                   of_row.distance_of_dy);
-    } else {
-      pack = StageOfDY::read(
-          turned(stages + stage * kStageBytes + StageOfX::kBytes, of_row.distance_of_dy), p);
-    }
+    Pack<DY, kLength> pack = read(StageOfDY{}, StageOfX::kBytes, stage, p, of_row.distance_of_dy);
     if constexpr (Bitmask) keep(pack, of_row.bits[p], first_column(p));
     return pack;
   };

@@ -2558,8 +2558,8 @@ MUTATIONS = [
     Mutation(
         "dy lies in its cells as x does in its own",
         "backward.cu",
-        "StageOfX::kBytes, p,\n                                   of_row.distance_of_dy);",
-        "StageOfX::kBytes, p,\n                                   of_row.distance_of_x);",
+        "of_row.distance_of_dy);",
+        "of_row.distance_of_x);",
         VALUE,
         CELLS_OF_DY,
     ),
