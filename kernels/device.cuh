@@ -46,15 +46,11 @@ __device__ __forceinline__ unsigned shared_address(const void* shared) {
   return static_cast<unsigned>(__cvta_generic_to_shared(shared));
 }
 
-// Asynchronous copies into shared memory, where the architecture has them (sm_80 on); before, copies
-// at once. `Bytes` is 4, 8 or 16; where `valid` is false, zeros are written and nothing is read. What
-// a thread has copied it sees after its own wait; a barrier must pass before others do. 16 bytes come
-// past L1 unless `ThroughL1`.
-template <int Bytes, bool ThroughL1 = false>
-__device__ __forceinline__ void copy_async(void* shared, const void* global, bool valid) {
+// Copies `Bytes`, of which the first `read` are read and the others are zero, as those below (sm_80 on).
+template <int Bytes, bool ThroughL1>
+__device__ __forceinline__ void copy_first_async(void* shared, const void* global, int read) {
 #if __CUDA_ARCH__ >= 800
   const unsigned address = shared_address(shared);
-  const int read = valid ? Bytes : 0;
   if constexpr (Bytes == 16 && !ThroughL1) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(global),
                  "r"(read)
@@ -64,6 +60,16 @@ __device__ __forceinline__ void copy_async(void* shared, const void* global, boo
                  "n"(Bytes), "r"(read)
                  : "memory");
   }
+#endif
+}
+// Asynchronous copies into shared memory, where the architecture has them (sm_80 on); before, copies
+// at once. `Bytes` is 4, 8 or 16; where `valid` is false, zeros are written and nothing is read. What
+// a thread has copied it sees after its own wait; a barrier must pass before others do. 16 bytes come
+// past L1 unless `ThroughL1`.
+template <int Bytes, bool ThroughL1>
+__device__ __forceinline__ void copy_async(void* shared, const void* global, bool valid) {
+#if __CUDA_ARCH__ >= 800
+  copy_first_async<Bytes, ThroughL1>(shared, global, valid ? Bytes : 0);
 #else
 #pragma unroll
   for (int offset = 0; offset < Bytes; offset += 4) {
@@ -81,19 +87,8 @@ __device__ __forceinline__ void copy_cell_async(void* shared, const void* global
   if (all_or_none) {  // a size that is not known takes eight instructions more
     copy_async<Bytes, ThroughL1>(shared, global, bytes > 0);
   } else {
-#if __CUDA_ARCH__ >= 800
     const int read = bytes < 0 ? 0 : bytes < Bytes ? bytes : Bytes;
-    const unsigned address = shared_address(shared);
-    if constexpr (Bytes == 16 && !ThroughL1) {
-      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(global),
-                   "r"(read)
-                   : "memory");
-    } else {
-      asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(address), "l"(global),
-                   "n"(Bytes), "r"(read)
-                   : "memory");
-    }
-#endif
+    copy_first_async<Bytes, ThroughL1>(shared, global, read);
   }
 }
 // Closes a group of this thread's copies.
