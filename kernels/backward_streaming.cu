@@ -40,7 +40,7 @@ __global__ __launch_bounds__(BlockThreads, 1) void norm_backward_coefficients(
     if constexpr (Bitmask) {
       keep(pack_dy, load_bits(bitmask + row * bitmask_bytes(n_cols), first, n_cols), first);
     }
-    if constexpr (kPresent<Weight>) load<Vector, false>(weights, weight, first, n_cols);
+    load<Vector, false>(weights, weight, first, n_cols);
     T of_g_h = 0, of_g = 0, of_h = 0;
 #pragma unroll
     for (int i = 0; i < kLength; ++i) {
@@ -98,7 +98,7 @@ __global__ __launch_bounds__(BlockThreads, 2) void norm_backward_columns(
   const long long first = block_index() % tiles * kTile + thread_index() * kLength;
 
   Pack<Weight, kLength> weights;
-  if constexpr (kPresent<Weight>) load<Vector, false>(weights, weight, first, n_cols);
+  load<Vector, false>(weights, weight, first, n_cols);
   T dweight[kLength] = {}, dbias[kLength] = {};
   // Moves one gradient from registers to this chunk's partials.
   bool flushed = false;

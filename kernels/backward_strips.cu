@@ -240,7 +240,7 @@ __global__ __launch_bounds__(StripThreads + 32 * kMessengers, 1) void norm_backw
   static_assert(kStages == kAhead + kOnTheirWay, "the sums of as many are formed ahead");
   fetch_group(0);
   Pack<Weight, kLength> weights;
-  if constexpr (kPresent<Weight>) load<Vector>(weights, weight + first, 0, n_own);
+  load<Vector>(weights, weight + first, 0, n_own);
   fetch_group(1);
   block_barrier();
 

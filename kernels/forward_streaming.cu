@@ -142,8 +142,8 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
       const int first = of_x.first_column(p);
       Pack<Weight, kLength> weights;
       Pack<Bias, kLength> biases;
-      if constexpr (kPresent<Weight>) load<Vector, false>(weights, weight + base, first, columns);
-      if constexpr (kPresent<Bias>) load<Vector, false>(biases, bias + base, first, columns);
+      load<Vector, false>(weights, weight + base, first, columns);
+      load<Vector, false>(biases, bias + base, first, columns);
       T values[kLength];
       unsigned bits = 0;
 #pragma unroll
