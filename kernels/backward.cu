@@ -138,8 +138,8 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
     const int n = fetched < n_rows ? (ByCells ? n_cols : left_of_row(p)) : 0;
     char* const place = stages + stage * kStageBytes;
     if constexpr (StageOfX::template kTakesPolicy<Vector> && kPolicy) {
-      StageOfX::template fetch<Vector, ThroughL1>(own + turn_of_fetched_x, p, fetched_x, column(p),
-                                                  n, policy);
+      StageOfX::template fetch<ThroughL1>(own + turn_of_fetched_x, p, fetched_x, column(p), n,
+                                          policy);
     } else if constexpr (StageOfX::kCells) {
       StageOfX::template fetch_cells<ThroughL1>(place, p, fetched_x, column(p), n, packs_behind(p));
     } else {
@@ -147,8 +147,8 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
                                                   column(p), n);
     }
     if constexpr (StageOfDY::template kTakesPolicy<Vector> && kPolicy) {
-      StageOfDY::template fetch<Vector, ThroughL1>(own + StageOfX::kBytes + turn_of_fetched_dy, p,
-                                                   fetched_dy, column(p), n, policy);
+      StageOfDY::template fetch<ThroughL1>(own + StageOfX::kBytes + turn_of_fetched_dy, p,
+                                           fetched_dy, column(p), n, policy);
     } else if constexpr (StageOfDY::kCells) {
       StageOfDY::template fetch_cells<ThroughL1>(place + StageOfX::kBytes, p, fetched_dy, column(p),
                                                  n, packs_behind(p));

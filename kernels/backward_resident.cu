@@ -264,7 +264,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
 template <typename X, typename DY, typename Weight, typename DWeight, typename DBias, bool Bitmask,
           int ColumnLanes, int BlockThreads, int Vector>
 __global__ __launch_bounds__(BlockThreads, 1) void norm_backward_resident_columns(
-    const DY* dy, long long dy_stride, const X* x, long long x_stride, const Weight* weight,
+    const DY* dy, long long dy_stride, const X* x, long long x_stride, const Weight* /*weight*/,
     const Compute<X>* mean, const Compute<X>* rstd, const unsigned char* bitmask,
     const Compute<X>* means_of_h, DWeight* dweight, DBias* dbias, long long n_rows,
     long long n_cols) {

@@ -194,9 +194,8 @@ __global__ __launch_bounds__(StripThreads + 32 * kMessengers, 1) void norm_backw
                   StageOfDY::template kTakesPolicy<Vector>) {
       // Exchanged for each row, as copies with a policy want it (device.cuh).
       const OwnPlace own = own_place(StageOfX::place(place, 0, 0));
-      StageOfX::template fetch<Vector, false>(own, 0, source_x, 0, n, policy);
-      StageOfDY::template fetch<Vector, kHalves>(own + StageOfX::kBytes, 0, source_dy, 0, n,
-                                                 policy);
+      StageOfX::template fetch<false>(own, 0, source_x, 0, n, policy);
+      StageOfDY::template fetch<kHalves>(own + StageOfX::kBytes, 0, source_dy, 0, n, policy);
     } else {
       StageOfX::template fetch<Vector>(place, 0, source_x, 0, n);
       StageOfDY::template fetch<Vector, kHalves>(place + StageOfX::kBytes, 0, source_dy, 0, n);

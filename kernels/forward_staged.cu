@@ -81,8 +81,8 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
                                                 first_column(p), n,
                                                 ClusterBlocks == 1 ? PacksPerThread - 1 - p : 0);
     } else if constexpr (StageOfX::template kTakesPolicy<Vector>) {
-      StageOfX::template fetch<Vector, ThroughL1>(own + turn_of_fetched, p, fetched_x,
-                                                  first_column(p), n, policy);
+      StageOfX::template fetch<ThroughL1>(own + turn_of_fetched, p, fetched_x, first_column(p), n,
+                                          policy);
     } else {
       StageOfX::template fetch<Vector, ThroughL1>(
           stages + stage * StageOfX::kBytes + turn_of_fetched, p, fetched_x, first_column(p), n);

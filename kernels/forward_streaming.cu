@@ -89,7 +89,7 @@ template <typename X, typename Weight, typename Bias, typename Y, bool Centered,
 __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_forward_streaming(
     const X* x, long long x_stride, const Weight* weight, const Bias* bias, Y* y,
     long long y_stride, Compute<X>* mean, Compute<X>* rstd, unsigned char* bitmask,
-    long long n_rows, long long n_cols, Compute<X> inv_n, Compute<X> eps, Compute<X> lower,
+    long long /*n_rows*/, long long n_cols, Compute<X> inv_n, Compute<X> eps, Compute<X> lower,
     Compute<X> upper) {
   using T = Compute<X>;
   using TileOfX = TileOf<X, ClusterBlocks, BlockThreads, PacksPerThread, Vector>;

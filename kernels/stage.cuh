@@ -111,7 +111,7 @@ struct Stage {
       kCopiesTakePolicies && Vector == Length && kPieceBytes == 16 && sizeof(T) < 8;
 
   // The same with a policy, by this thread's place for the first piece of a stage.
-  template <int Vector, bool ThroughL1>
+  template <bool ThroughL1>
   static __device__ __forceinline__ void fetch(OwnPlace own, int p, const T* row, int first, int n,
                                                CachePolicy policy) {
 #pragma unroll

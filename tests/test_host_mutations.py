@@ -1398,8 +1398,8 @@ MUTATIONS = [
     Mutation(
         "dy is copied to where x is",
         "backward_strips.cu",
-        "fetch<Vector, kHalves>(own + StageOfX::kBytes, 0, source_dy",
-        "fetch<Vector, kHalves>(own, 0, source_dy",
+        "fetch<kHalves>(own + StageOfX::kBytes, 0, source_dy",
+        "fetch<kHalves>(own, 0, source_dy",
         f"{RACE}|{UNWRITTEN}",
         STRIPS,
     ),
