@@ -174,12 +174,12 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
     if constexpr (Bulk) {
       if (of_row >= n_rows) return;
       char* const place = stages + stage * kStageBytes;
-      const int thread = thread_index() - kAsker, column = first_column(0) - kAsker * kLength;
+      const int thread = thread_index() - kAsker, first = first_column(0) - kAsker * kLength;
       expect_bytes(mailbox + stage, RowThreads * PacksPerThread * kLength * kReadBytes);
-      StageOfX::template fetch_bulk<RowThreads>(place, thread, x + of_row * x_stride + column,
+      StageOfX::template fetch_bulk<RowThreads>(place, thread, x + of_row * x_stride + first,
                                                 mailbox + stage, policy);
       StageOfDY::template fetch_bulk<RowThreads>(place + StageOfX::kBytes, thread,
-                                                 dy + of_row * dy_stride + column, mailbox + stage,
+                                                 dy + of_row * dy_stride + first, mailbox + stage,
                                                  policy);
     }
   };
@@ -323,13 +323,13 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
       // rows of 2048 (bfloat16), 14.0, not 14.3, for 4096 of 768 (float16, H200).
       constexpr int kWidth = 16 / static_cast<int>(sizeof(T));
 #pragma unroll 1
-      for (int column = thread_index() * kWidth; column < n_cols; column += BlockThreads * kWidth) {
+      for (int first = thread_index() * kWidth; first < n_cols; first += BlockThreads * kWidth) {
         Pack<T, kWidth> sums;
-        load<kWidth>(sums, of_teams + column, 0, kWidth);
+        load<kWidth>(sums, of_teams + first, 0, kWidth);
 #pragma unroll 4
-        for (int i = 1; i < kTeams; ++i) add_gradients(sums, of_teams + i * kColumns + column);
-        if (flushed) add_gradients(sums, so_far + column);
-        store<kWidth>(sums, now + column, 0, kWidth);
+        for (int i = 1; i < kTeams; ++i) add_gradients(sums, of_teams + i * kColumns + first);
+        if (flushed) add_gradients(sums, so_far + first);
+        store<kWidth>(sums, now + first, 0, kWidth);
       }
       block_barrier();
     }

@@ -243,10 +243,10 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
       const int index = i / kColumns, column = i % kColumns;
       if (column >= n_cols) continue;
       const T* const first = of_teams + index * kTeams * kColumns + column;
-      Pack<T, kWidth> sums;
-      load<kWidth>(sums, first, 0, kWidth);
+      Pack<T, kWidth> total;
+      load<kWidth>(total, first, 0, kWidth);
 #pragma unroll
-      for (int other = 1; other < kTeams; ++other) add_gradients(sums, first + other * kColumns);
+      for (int other = 1; other < kTeams; ++other) add_gradients(total, first + other * kColumns);
       T* gradient;
       if constexpr (kGradients == 2) {
         gradient = index == 0 ? dweight : dbias;
@@ -255,7 +255,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
       } else {
         gradient = dbias;
       }
-      store<kWidth>(sums, gradient + block_index() * partials_stride(n_cols) + column, 0, kWidth);
+      store<kWidth>(total, gradient + block_index() * partials_stride(n_cols) + column, 0, kWidth);
     }
   }
 }

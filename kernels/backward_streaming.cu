@@ -121,7 +121,7 @@ __global__ __launch_bounds__(BlockThreads, 2) void norm_backward_columns(
   Pack<X, kLength> next_x;
   Pack<DY, kLength> next_dy;
   unsigned next_bits = 0;
-  const auto prefetch = [&](long long row) {
+  const auto load_next = [&](long long row) {
     const long long n = row < n_rows ? n_cols : 0;
     load<Vector, false>(next_x, x + row * x_stride, first, n);
     load<Vector, false>(next_dy, dy + row * dy_stride, first, n);
@@ -130,13 +130,13 @@ __global__ __launch_bounds__(BlockThreads, 2) void norm_backward_columns(
     }
   };
 
-  prefetch(chunk);
+  load_next(chunk);
   int turn = 0;
   for (long long row = chunk; row < n_rows; row += n_partials) {
     const Pack<X, kLength> row_x = next_x;
     Pack<DY, kLength> row_dy = next_dy;
     if constexpr (Bitmask) keep(row_dy, next_bits, first);
-    prefetch(row + n_partials);
+    load_next(row + n_partials);
     const T row_mean = Centered ? mean[row] : T(0);
     const T row_rstd = rstd[row];
     const T recentre = Centered ? coefficients[row] : T(0);

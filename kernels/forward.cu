@@ -110,27 +110,26 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
     long long n_rows, long long row_length, Compute<X> inv_n, Compute<X> eps, Compute<X> lower,
     Compute<X> upper) {
   using T = Compute<X>;
-  constexpr int kLength = Length;
   static_assert(!Folded || (Full && PacksPerThread % 2 == 0),
                 "each of the two threads has as many packs, all inside");
   Team<RowThreads, BlockThreads, ClusterBlocks, true, Folded> team;
-  constexpr int kColumns = team.kThreads * PacksPerThread * kLength;  // or fewer, unless Full
+  constexpr int kColumns = team.kThreads * PacksPerThread * Length;  // or fewer, unless Full
   const int n_cols = Full ? kColumns : static_cast<int>(row_length);
   const long long row = block_index() / ClusterBlocks * team.kTeams + team.team;
   // A team without a row does not leave: a warp's lanes reduce together. A block of one row has one.
   const bool active = team.kTeams == 1 || row < n_rows;
   const auto first_column = [&](int p) {
-    return team.template first_column<PacksPerThread, kLength>(p);
+    return team.template first_column<PacksPerThread, Length>(p);
   };
   const auto end_of_row = [&](int p) {
-    return team.template end_of_row<PacksPerThread, kLength>(p, n_cols);
+    return team.template end_of_row<PacksPerThread, Length>(p, n_cols);
   };
   // A thread's columns counted from its first: pack p is at p * kStep, and the row ends at n_left, or
   // for all but the last at what is beyond p * kStep as well.
-  constexpr int kStep = team.kThreads * kLength;
+  constexpr int kStep = team.kThreads * Length;
   const int n_left = Full ? n_cols : n_cols - first_column(0);
   const auto left_of_row = [&](int p) {
-    return active ? team.template end_of_row<PacksPerThread, kLength>(p, n_left) : 0;
+    return active ? team.template end_of_row<PacksPerThread, Length>(p, n_left) : 0;
   };
   // A row of several warps is measured from a first mean, since a second round would have to wait
   // for all of them; others from 0, at no cost to rows around 0.
@@ -144,7 +143,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
   // 12002, RMSNorm 11.1, not 12.0, for 512 of float16, 12288; but where registers are to spare LayerNorm
   // 5.9, not 5.5, for 64 of 6144 (bfloat16 unless said, H200).
   constexpr int kRegisters = 65536 / (BlockThreads * BlocksPerMultiprocessor);
-  constexpr bool kApart = sizeof(X) == 2 && PacksPerThread * kLength > 32 && team.kThreads > 32 &&
+  constexpr bool kApart = sizeof(X) == 2 && PacksPerThread * Length > 32 && team.kThreads > 32 &&
                           kRegisters < (Centered ? 128 : 80);
   const bool always = !kApart || inv_n > T(0);
 
@@ -153,15 +152,15 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
   // 128; of float32 134, not 164, and 148, not 152; by 3 packs of 8 bytes 130, not 154, for 1000000 of 65, but
   // by 2 of 16 LayerNorm took 32.7, not 28.2, for 262144 of 33, and where accesses of two elements are allowed
   // RMSNorm, by packs of 16 bytes, 82, not 78, for 16384 of 4098 (bfloat16, H200).
-  constexpr int kBytes = kLength * static_cast<int>(sizeof(X));  // of a pack
+  constexpr int kBytes = Length * static_cast<int>(sizeof(X));  // of a pack
   constexpr bool kUnaligned = Vector == 1 && sizeof(X) <= 4 && PacksPerThread > 2;
   constexpr bool kStoresWords = kUnaligned && sizeof(Y) <= 4;
   constexpr int kLanes = RowThreads < 32 ? RowThreads : 32;
-  using WordsOfY = Words<Y, kLength, kLanes>;
+  using WordsOfY = Words<Y, Length, kLanes>;
   static_assert(!kUnaligned || ClusterBlocks == 1, "few rows are whole packs");
   const auto cells = [&] {
     if constexpr (kUnaligned) {
-      return Cells<X, kLength>(x + row * x_stride, team.rank, active ? n_cols : 0);
+      return Cells<X, Length>(x + row * x_stride, team.rank, active ? n_cols : 0);
     } else {
       return None{};
     }
@@ -172,7 +171,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
     prefetch_row<BlockThreads>(weight, n_cols);
     prefetch_row<BlockThreads>(bias, n_cols);
   }
-  Pack<X, kLength> packs[PacksPerThread];
+  Pack<X, Length> packs[PacksPerThread];
   Pack<X, 16 / sizeof(X)> first_pack;  // a sample, whatever the length of the others
   if constexpr (kGuesses && kUnaligned) {
     const Cells<X, 16 / sizeof(X)> firsts(x + row * x_stride, 0, n_cols);
@@ -183,7 +182,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
   const long long bytes = n_rows * n_cols * static_cast<int>(sizeof(X));
   const CachePolicy policy = evict_last_if_large(bytes);
   const X* own_x = x + (row * x_stride + first_column(0));
-  Pack<X, kLength> next_cells[kUnaligned ? PacksPerThread : 1];
+  Pack<X, Length> next_cells[kUnaligned ? PacksPerThread : 1];
 #pragma unroll
   for (int p = 0; p < PacksPerThread; ++p) {
     if constexpr (kUnaligned) {
@@ -195,8 +194,8 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
       load<Vector>(packs[p], own_x, p * kStep, left_of_row(p), policy);
     }
   }
-  Pack<Weight, kLength> weights[PacksPerThread];
-  Pack<Bias, kLength> biases[PacksPerThread];
+  Pack<Weight, Length> weights[PacksPerThread];
+  Pack<Bias, Length> biases[PacksPerThread];
   const auto load_affine = [&](int p) {
     load_operand<Vector>(weights[p], weight, first_column(p), end_of_row(p));
     load_operand<Vector>(biases[p], bias, first_column(p), end_of_row(p));
@@ -210,8 +209,8 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
   const bool large = is_large(bytes);
   if (large ? BlocksAheadIfLarge > 0 : BlocksAhead > 0) {
     const int ahead = large ? BlocksAheadIfLarge : BlocksAhead;
-    prefetch_row_ahead<PacksPerThread * kLength>(x, x_stride, row + ahead * team.kTeams, n_rows,
-                                                 team.rank, n_cols);
+    prefetch_row_ahead<PacksPerThread * Length>(x, x_stride, row + ahead * team.kTeams, n_rows,
+                                                team.rank, n_cols);
   }
 
   // 2. Mean and variance. A row whose first mean was far off is measured again from the mean found,
@@ -226,7 +225,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
     bool any_is_last = false;
 #pragma unroll
     for (int p = 0; p < PacksPerThread; ++p) any_is_last |= is_last(p, 0) || is_last(p, 1);
-    Pack<X, kLength> last = {};
+    Pack<X, Length> last = {};
     if (any_is_last) cells.load_last(last);
 #pragma unroll
     for (int p = 0; p < PacksPerThread; ++p) {
@@ -248,7 +247,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
     for (int p = 0; p < PacksPerThread; ++p) {
       if (always) {
 #pragma unroll
-        for (int i = 0; i < kLength; ++i) {
+        for (int i = 0; i < Length; ++i) {
           largest[0] = larger(absolute(packs[p].template get<T>(i)), largest[0]);
         }
       }
@@ -260,7 +259,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
     for (int p = 0; p < PacksPerThread; ++p) {
       if (always) {
 #pragma unroll
-        for (int i = 0; i < kLength; ++i) {
+        for (int i = 0; i < Length; ++i) {
           packs[p].set(i, packs[p].template get<T>(i) * inv_unit);
         }
       }
@@ -338,7 +337,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
   constexpr int kAhead = 16 / kBytes;  // packs: 16 bytes of x
   Y* own_y = y + (row * y_stride + first_column(0));
   // Those of the first lane, and the place where the lanes exchange words.
-  const int lane = team.rank % kLanes, of_first_lane = first_column(0) - lane * kLength;
+  const int lane = team.rank % kLanes, of_first_lane = first_column(0) - lane * Length;
   const auto words_of_y = [&] {
     if constexpr (kStoresWords) {
       return WordsOfY(y, row * y_stride + of_first_lane, lane);
@@ -364,10 +363,10 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
           for (int q = p; q < p + kAhead && q < PacksPerThread; ++q) load_affine(q);
         }
       }
-      T values[kLength];
+      T values[Length];
       const unsigned bits = normalize_pack<Centered, ZeroCentered, Relu, StoreStatistics>(
           values, packs[p], shift, scale.of_row, offset, weights[p], biases[p], lower, upper);
-      Pack<Y, kLength> normalized;
+      Pack<Y, Length> normalized;
       normalized.set(values);
       if constexpr (kStoresWords) {
         const int left = active ? n_cols - of_first_lane - p * kStep : 0;
@@ -379,10 +378,9 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
         store_by_sectors<Vector, RowThreads>(normalized, own_y, p * kStep, left_of_row(p));
       }
       if constexpr (Relu && StoreStatistics) {
-        static_assert(RowThreads * kLength >= 8,
-                      "a byte of the bitmask lies in neighbouring lanes");
-        store_bits<Vector, kLength>(bits, bitmask + row * bitmask_bytes(n_cols), first_column(p),
-                                    active ? n_cols : 0);
+        static_assert(RowThreads * Length >= 8, "a byte of the bitmask lies in neighbouring lanes");
+        store_bits<Vector, Length>(bits, bitmask + row * bitmask_bytes(n_cols), first_column(p),
+                                   active ? n_cols : 0);
       }
     }
   };

@@ -478,8 +478,8 @@ MUTATIONS = [
     Mutation(
         "prefetch of the wrong row, streaming",
         "backward_streaming.cu",
-        "prefetch(row + n_partials);",
-        "prefetch(row + 1);",
+        "load_next(row + n_partials);",
+        "load_next(row + 1);",
         VALUE,
         case("stream"),
     ),
@@ -761,8 +761,8 @@ MUTATIONS = [
     Mutation(
         "the rows of a cluster's blocks begin at the row's start",
         "backward.cu",
-        "column = first_column(0) - kAsker * kLength;",
-        "column = 0;",
+        "first = first_column(0) - kAsker * kLength;",
+        "first = 0;",
         VALUE,
         BULK_CLUSTER,
     ),
@@ -1765,8 +1765,8 @@ MUTATIONS = [
     Mutation(
         "the first element of a pack is not looked at",
         "forward.cu",
-        "for (int i = 0; i < kLength; ++i) {\n          largest[0]",
-        "for (int i = 1; i < kLength; ++i) {\n          largest[0]",
+        "for (int i = 0; i < Length; ++i) {\n          largest[0]",
+        "for (int i = 1; i < Length; ++i) {\n          largest[0]",
         VALUE,
         case("range_lone", "rms_norm", "float32"),
     ),
@@ -2126,8 +2126,8 @@ MUTATIONS = [
     Mutation(
         "the last columns of several teams are not added up",
         "backward.cu",
-        "column < n_cols; column += BlockThreads * kWidth",
-        "column + kWidth <= n_cols; column += BlockThreads * kWidth",
+        "first < n_cols; first += BlockThreads * kWidth",
+        "first + kWidth <= n_cols; first += BlockThreads * kWidth",
         UNWRITTEN,
         staged("backward.cu", regime="mean_1e6", m=90, n=3, teams=32),
     ),
@@ -2142,7 +2142,7 @@ MUTATIONS = [
     Mutation(
         "several teams forget the rows before",
         "backward.cu",
-        "if (flushed) add_gradients(sums, so_far + column);",
+        "if (flushed) add_gradients(sums, so_far + first);",
         "",
         VALUE,
         staged("backward.cu", m=300),
@@ -2150,8 +2150,8 @@ MUTATIONS = [
     Mutation(
         "several teams add to nothing",
         "backward.cu",
-        "if (flushed) add_gradients(sums, so_far + column);",
-        "add_gradients(sums, so_far + column);",
+        "if (flushed) add_gradients(sums, so_far + first);",
+        "add_gradients(sums, so_far + first);",
         UNWRITTEN,
         staged("backward.cu", m=37, n=60),
     ),
