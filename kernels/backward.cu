@@ -18,7 +18,7 @@
 //            Stages - 1 of which, fewer where Bulk, and Stages where HoldRow, are on their way into
 //            shared memory.
 // Traffic:   x, dy and bitmask read once, dx written once, partials written once; weight once a
-//            block. Of a gradient whose sums wait in partials these are read and written once more
+//            team. Of a gradient whose sums wait in partials these are read and written once more
 //            for each kTurns rows of a team.
 // Thread:    pack p of its block's columns for p = rank, rank + RowThreads, ... (PacksPerThread of
 //            them), whose weight gradients it keeps.

@@ -12,8 +12,8 @@
 //            for as many rows as it has teams, on grid.x. Blocks that sum the weight gradients of
 //            ColumnLanes packs each, if any: as more such clusters, before those of rows or behind
 //            (kLast) or, where Centered, as a kernel that overlaps with the first and waits for its end.
-// Traffic:   x, dy, bitmask and weight read once, twice where blocks sum columns, one of the times mostly
-//            from L2; dx written once, dweight and dbias once for each block.
+// Traffic:   x, dy and bitmask read once, twice where blocks sum columns, one of the times mostly from
+//            L2; weight once by each row's team; dx written once, dweight and dbias once for each block.
 // Thread:    pack p of its block's columns for p = rank, rank + RowThreads, ... (PacksPerThread of
 //            them). Of columns: pack `lane`, every kGroups-th row.
 // Order:     dx: as backward.cu. Weight gradients: a block's teams in turn, then reduce_partials.cu; of

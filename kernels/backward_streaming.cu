@@ -6,7 +6,8 @@
 // norm_backward_columns then walks down the columns, writes dx and sums the weight gradients.
 //
 // Layout:    as backward.cu; coefficients are (3, n_rows) in the order above, RMSNorm uses the last.
-// Traffic:   x, dy and bitmask read twice, dx written once, partials written once.
+// Traffic:   x, dy and bitmask read twice, dx written once, partials written once, and read and written
+//            once more for each further kTurns rows of a chunk.
 #include "affine.cuh"
 #include "gradient.cuh"
 #include "relu.cuh"

@@ -313,16 +313,13 @@ __device__ __forceinline__ CachePolicy evict_last_if_large(long long bytes) {
 #endif
   return policy;
 }
-// Asynchronous copies of 16 bytes with a policy, where kCopiesTakePolicies. The place in shared
-// memory is given as the thread's own, after an exchange that leaves it as it is: where NVRTC (12.9,
-// 13.2) sees a part of it that is the block's, it makes LDGSTS [R109+UR0], desc[UR1], an illegal
-// instruction, whose place and policy overlap in the uniform registers. tests/test_compile.py looks
-// for such.
+// Whether asynchronous copies can be asked for with a policy.
 #if __CUDA_ARCH__ == 900
 constexpr bool kCopiesTakePolicies = true;
 #else
 constexpr bool kCopiesTakePolicies = false;
 #endif
+// A thread's own place in shared memory.
 struct OwnPlace {
   unsigned address;
 
@@ -353,6 +350,11 @@ __device__ __forceinline__ void show_mailboxes() {
 __device__ __forceinline__ OwnPlace own_place(const void* shared) {
   return {shuffle_xor(shared_address(shared), 0)};
 }
+// An asynchronous copy of 16 bytes with a policy, where kCopiesTakePolicies. The place in shared
+// memory is given as the thread's own, after an exchange that leaves it as it is: where NVRTC (12.9,
+// 13.2) sees a part of it that is the block's, it makes LDGSTS [R109+UR0], desc[UR1], an illegal
+// instruction, whose place and policy overlap in the uniform registers. tests/test_compile.py looks
+// for such.
 template <bool ThroughL1>
 __device__ __forceinline__ void copy_async(OwnPlace place, const void* global, bool valid,
                                            CachePolicy policy) {
