@@ -47,6 +47,12 @@ __device__ __forceinline__ void add_up_lanes(T (&sums)[Rows][Sums]) {
   }
 }
 
+// The rows of a group whose sums are formed at once: all, or half of 4 or 6 that would have more sums than
+// `most`.
+__device__ __forceinline__ constexpr int rows_at_once(int group_rows, int sums, int most) {
+  return group_rows * sums <= most ? group_rows : group_rows / 2;
+}
+
 template <typename X, typename DY, typename Weight, typename DBias, bool Centered,
           bool ZeroCentered, bool Bitmask, int StripThreads, int GroupRows, int Vector>
 __global__ __launch_bounds__(StripThreads + 32 * kMessengers, 1) void norm_backward_strips(
@@ -127,10 +133,7 @@ __global__ __launch_bounds__(StripThreads + 32 * kMessengers, 1) void norm_backw
       wait_for_arrivals(arrived + place * kCountStride,
                         static_cast<unsigned>(group / kPlaces + 1) * strips);
       // So many rows that up to 36 sums of each lane are on their way.
-      constexpr int kAtOnce = GroupRows * kSums <= 9 ? GroupRows
-                              : GroupRows % 3 == 0   ? 3
-                              : GroupRows % 2 == 0   ? 2
-                                                     : 1;
+      constexpr int kAtOnce = rows_at_once(GroupRows, kSums, 9);
 #pragma unroll 1
       for (int begin = 0; begin < rows; begin += kAtOnce) {
         T sums[kAtOnce][kSums] = {};
@@ -245,11 +248,8 @@ __global__ __launch_bounds__(StripThreads + 32 * kMessengers, 1) void norm_backw
 
   // 2. Each warp's sums of a group's rows.
   const auto sum_up = [&](int group) {
-    constexpr int kAtOnce = Vector < kLength          ? 1
-                            : GroupRows * kSums <= 12 ? GroupRows
-                            : GroupRows % 3 == 0      ? 3
-                            : GroupRows % 2 == 0      ? 2
-                                                      : 1;
+    constexpr int kAtOnce = Vector < kLength ? 1 : rows_at_once(GroupRows, kSums, 12);
+    static_assert(GroupRows % kAtOnce == 0, "no row past the group's last is summed");
     T* const target = sums_of(group) + warp * GroupRows * kSums;
     const int rows = rows_of(group);
 #pragma unroll(Bitmask ? GroupRows : 1)

@@ -361,7 +361,7 @@ def _staged() -> Iterable[Staged]:
                     staged(7, 776, "float16", other="bfloat16", row_threads=32, group_rows=1),
                     staged(8, 400, row_threads=96, in_place=True, group_rows=4),
                     staged(70, 300, row_threads=32, dbias=False, in_place=True),
-                    staged(13, 904, "bfloat16", other="float32", row_threads=32, group_rows=5),
+                    staged(13, 904, "bfloat16", other="float32", row_threads=32, group_rows=6),
                     staged(6, 252, "float64", other="float64", row_threads=32),
                     staged(6, 251, "bfloat16", other="bfloat16", row_threads=32),
                     staged(9, 470, "float64", other="float32", row_threads=64),
