@@ -149,7 +149,7 @@ def _short_layouts(spec: BackwardSpec, packs: int) -> list[_Layout]:
     layouts = SHORT_LAYOUTS_OF_LAYER_NORM if spec.norm == "layer_norm" else SHORT_LAYOUTS
     for width, (most_packs, block_threads, blocks, stages) in layouts.items():
         row_threads = team_threads(packs, width)
-        if packs <= most_packs and row_threads <= 32 and (width <= 2 or packs >= LEAST_FILLED):
+        if packs <= most_packs and (width <= 2 or packs >= LEAST_FILLED):
             rank = slots_of(packs, row_threads), width
             ranked.append((rank, (row_threads, block_threads, blocks, 1, stages)))
     return [layout for _, layout in sorted(ranked)]

@@ -319,7 +319,7 @@ def _threads_at_once(row: _Row, hold_weight: bool) -> int:
         return 512
     if packs > 4 or (hold_weight and not slim):
         return 640
-    if row.is_crowded and row.is_full and row.is_plain and length == 8:
+    if row.is_crowded and row.is_full and row.is_plain:
         return 1024
     return 768
 
