@@ -40,12 +40,11 @@ from cupynorm._config._limits import (
     shared_limit,
     team_bytes,
 )
-from cupynorm._config._reduction import Reduction, partials_stride, reduction_bytes
+from cupynorm._config._reduction import partials_stride, reduction_bytes
 
 __all__ = [
     "FIRST_WITH_OVERLAP",
     "BackwardConfig",
-    "Reduction",
     "ResidentBackward",
     "ResidentForward",
     "StagedBackward",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from cupynorm._config._backward_resident import ResidentBackward
 from cupynorm._config._backward_staged import StagedBackward, staged_backward
@@ -20,10 +21,10 @@ class StreamingBackward:
     """
 
     cluster_blocks: int
-    row_threads: int
-    column_threads: int
     vector: int
     reduction: Reduction | None
+    row_threads: ClassVar[int] = 512
+    column_threads: ClassVar[int] = 256
 
 
 BackwardConfig = StagedBackward | ResidentBackward | StripsBackward | StreamingBackward
@@ -42,8 +43,6 @@ def backward_config(
     strips = strips_backward(spec, n, vector, architecture) if in_strips else None
     return strips or StreamingBackward(
         cluster_blocks=streaming_blocks(-(-n // pack_length(spec.x)), architecture),
-        row_threads=512,
-        column_threads=256,
         vector=vector,
         reduction=reduction_of(spec, n),
     )
