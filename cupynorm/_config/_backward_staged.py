@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from cupynorm._config._limits import (
     FIRST_WITH_ASYNCHRONOUS_COPIES,
@@ -89,7 +90,7 @@ def staged_backward(
 ) -> StagedBackward | None:
     """Return the configuration of rows in shared memory, or None where that has no room."""
     for layout in _backward_layouts(spec, n, architecture):
-        config = _of_layout(spec, n, vector, architecture, *layout)
+        config = _of_layout(spec, n, vector, architecture, layout)
         if config is not None:
             return config
     return None
@@ -112,8 +113,15 @@ SHORT_LAYOUTS_OF_LAYER_NORM = {**SHORT_LAYOUTS, 2: (64, 128, 4, 2)}
 # hold the weight, up to 5 packs of it, and its gradients.
 LONG_THREADS = {2: 512, 3: 384, 4: 256, 5: 256, 6: 256, 7: 256}
 
-# row_threads, block_threads, blocks a multiprocessor, cluster_blocks and stages.
-_Layout = tuple[int, int, int, int, int]
+
+class _Layout(NamedTuple):
+    """Threads and stages of rows of some length, before it is known whether they find room."""
+
+    row_threads: int
+    block_threads: int
+    blocks_per_multiprocessor: int
+    cluster_blocks: int
+    stages: int
 
 
 def _backward_layouts(spec: BackwardSpec, n: int, architecture: int) -> Iterator[_Layout]:
@@ -130,17 +138,17 @@ def _backward_layouts(spec: BackwardSpec, n: int, architecture: int) -> Iterator
     # 7 packs a thread, two blocks of four rows: 107 us, not 121, for 41943 rows of 1600, but
     # RMSNorm 105, not 107, of 1792 105, not 104.
     if spec.norm == "layer_norm" and whole and 192 < packs <= 224:
-        yield 32, 128, 2, 1, 2
+        yield _Layout(32, 128, 2, 1, 2)
     yield from _long_layouts(spec, packs, whole, architecture)
     # More registers and shared memory for a short row's, where it has operands of float64 or the
     # architecture little shared memory.
     for width, block_threads in ((2, 512), (4, 256), (2, 256), (2, 128)):
         row_threads = team_threads(packs, width)
         if row_threads <= 32:
-            yield row_threads, block_threads, 1, 1, 3
+            yield _Layout(row_threads, block_threads, 1, 1, 3)
     # And for one of up to 1024 packs, which two blocks hold.
     if 512 < packs <= 1024 and architecture >= FIRST_WITH_CLUSTERS:
-        yield 256, 256, 1, 2, 3
+        yield _Layout(256, 256, 1, 2, 3)
 
 
 def _short_layouts(spec: BackwardSpec, packs: int) -> list[_Layout]:
@@ -151,7 +159,7 @@ def _short_layouts(spec: BackwardSpec, packs: int) -> list[_Layout]:
         row_threads = team_threads(packs, width)
         if packs <= most_packs and (width <= 2 or packs >= LEAST_FILLED):
             rank = slots_of(packs, row_threads), width
-            ranked.append((rank, (row_threads, block_threads, blocks, 1, stages)))
+            ranked.append((rank, _Layout(row_threads, block_threads, blocks, 1, stages)))
     return [layout for _, layout in sorted(ranked)]
 
 
@@ -195,7 +203,8 @@ def _long_layouts(spec: BackwardSpec, packs: int, whole: bool, architecture: int
                 if two_of_two_packs and may_hold:
                     used = 1.0
                 rank = used * filled, -cluster_blocks, width
-                ranked.append((rank, (row_threads, row_threads, blocks, cluster_blocks, 3)))
+                layout = _Layout(row_threads, row_threads, blocks, cluster_blocks, 3)
+                ranked.append((rank, layout))
         elif row_threads >= 64:
             if width == 4 and spec.gradients == 2:
                 most = 320
@@ -216,7 +225,7 @@ def _long_layouts(spec: BackwardSpec, packs: int, whole: bool, architecture: int
             for block_threads in range(row_threads, min(most_threads, 512) + 1, row_threads):
                 used = min(block_threads / most, most / block_threads)
                 rank = used * filled, -1, -width
-                ranked.append((rank, (row_threads, block_threads, 1, 1, 3)))
+                ranked.append((rank, _Layout(row_threads, block_threads, 1, 1, 3)))
     return [layout for _, layout in sorted(ranked, reverse=True)]
 
 
@@ -248,17 +257,10 @@ def _by_many_packs(
 
 
 def _of_layout(
-    spec: BackwardSpec,
-    n: int,
-    vector: int,
-    architecture: int,
-    row_threads: int,
-    block_threads: int,
-    blocks_per_multiprocessor: int,
-    cluster_blocks: int,
-    stages: int,
+    spec: BackwardSpec, n: int, vector: int, architecture: int, layout: _Layout
 ) -> StagedBackward | None:
     """Return the configuration of a layout, or None where it finds no room."""
+    row_threads, block_threads, blocks_per_multiprocessor, cluster_blocks, stages = layout
     length = pack_length(spec.x)
     packs_per_thread = -(-n // (length * row_threads * cluster_blocks))
     # A quarter of a multiprocessor has whole warps: 320 threads have the registers of 384.
