@@ -377,6 +377,7 @@ def test_blocks_of_several_rows_are_in_one_round(
         found = few_rows_backward_configs(spec, config, architecture, 132, dx_given=dx_given)
         most = [rows for rows, _ in found]
         assert most == sorted(set(most))
+        assert len({few for _, few in found}) == len(found)  # none is there twice
         of_several = [
             (rows, few) for rows, few in found if few.rows_per_block > 1 and not few.column_threads
         ]
@@ -2128,7 +2129,7 @@ def test_strips_are_of_whole_packs_and_all_run_at_once(x: str, norm: str) -> Non
                 assert config.block_threads == threads + 4 * 32
                 assert (config.strips - 1) * threads < packs <= config.strips * threads
                 assert 100 < config.strips <= 128
-                # A half or a third of a group is summed at once where a whole one is too much.
+                # Half of a group of 4 or 6 is summed at once where a whole one is too much.
                 assert config.group_rows in (1, 2, 3, 4, 6)
                 shared_bytes = instantiate(spec, config)[0].shared_bytes
                 assert 5 * config.group_rows * bytes_of_row < shared_bytes

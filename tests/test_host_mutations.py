@@ -1106,6 +1106,14 @@ MUTATIONS = [
         WARPS,
     ),
     Mutation(
+        "the last rows' gradients are not added, streaming",
+        "backward_streaming.cu",
+        "if (turn > 0 || !flushed) flush_all();",
+        "if (!flushed) flush_all();",
+        VALUE,
+        STREAM_TURNS,
+    ),
+    Mutation(
         "a flush forgets the ones before", "backward.cu", "    flushed = true;\n", "", VALUE, TURNS
     ),
     Mutation(

@@ -19,7 +19,9 @@ from cupynorm._spec import ITEMSIZE, BackwardSpec, compute_dtype
 
 # Beyond, the partials of each row are too many: of 256 rows of 4096 LayerNorm takes 14.4 us where
 # staged rows take 12.3 (bfloat16, H200).
-MOST_RESIDENT_ROWS = 64  # with partials: where dx is given, of LayerNorm's short rows and sm_80
+# Rows with partials are those where dx is given, LayerNorm's short ones and those of sm_80; as many
+# have no weight gradients.
+MOST_RESIDENT_ROWS = 64
 MOST_RESIDENT_BLOCKS = 128  # as many as were measured: LayerNorm's 64 rows of 16384, two each
 
 # Rows of one block each beside blocks of columns, at most, by the least columns that they have room
@@ -154,7 +156,9 @@ def few_rows_backward_configs(
     if spec.gradients and not dx_given:
         beside_columns = _beside_columns(spec, lone, architecture, multiprocessors)
     found = beside_columns or _with_partials(config, lone)
-    if config.row_threads >= 32:  # a block is whole warps
+    # The blocks of a lone row write its weight gradients; without any it has the kernel of more. A
+    # block is whole warps.
+    if config.row_threads >= 32 and config.reduction is not None:
         found = ((1, lone), *found)
     most = found[-1][0] if found else 0
     of_several = _of_several_rows(spec, config, lone, architecture, multiprocessors)
