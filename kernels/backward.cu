@@ -361,8 +361,8 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
   constexpr bool kFromOwnPlace =
       Bulk || (kOwnAddresses && StageOfX::kPackBytes == 16 && StageOfDY::kPackBytes == 16);
   const auto place_read = [&](int stage) { return own + (Bulk ? stage * kStageBytes : 0); };
-  // Without the condition LayerNorm of 5376, not turned, spills 12 bytes, not 4: ptxas is given the same
-  // instructions in another order.
+  // Without the condition LayerNorm of 5376, not turned, spills 4 bytes (NVRTC 12.9): ptxas is given the
+  // same instructions in another order.
   const auto turned = [](auto place, int distance) {
     if constexpr (Turned) {
       return place + distance;
@@ -496,8 +496,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
     // 4. dx, and this row's share of the weight gradients; what was read makes room for a later row, if
     // it has not yet.
     if constexpr (!Full) make_opaque(n_cols);
-    // A block's lone team has a row; but where not Bulk, without the condition RMSNorm of 16384 spills.
-    const bool stores = (Bulk && kTeams == 1) || row < n_rows;
+    const bool stores = kTeams == 1 || row < n_rows;  // a block's lone team has a row
     const int lane = team.rank % kLanes, of_first_lane = first_column(0) - lane * kLength;
     const auto words = [&] {
       if constexpr (StageOfX::kCells) {

@@ -105,7 +105,7 @@ struct Stage {
   }
 
   // Whether packs can be asked for with a policy: in pieces of 16 bytes, as the place that is the
-  // thread's own is counted. Of float64 LayerNorm's backward would spill 4 bytes.
+  // thread's own is counted. Of float64, whose backward once spilled by it, it was not measured.
   template <int Vector>
   static constexpr bool kTakesPolicy =
       kCopiesTakePolicies && Vector == Length && kPieceBytes == 16 && sizeof(T) < 8;
