@@ -143,7 +143,8 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
   Pack<Weight, kLength> held_weight[HoldWeight ? PacksPerThread : 1];
   Pack<Bias, kLength> held_bias[HoldBias ? PacksPerThread : 1];
   const auto load_held = [&](auto& pack, const auto* operand, int p) {
-    if constexpr (PacksPerThread == 8) {  // beside which RMSNorm with a ReLU would spill 64 bytes, not 56
+    // By the other RMSNorm's with a ReLU would spill 64 bytes, not 56 (NVRTC 12.9).
+    if constexpr (PacksPerThread == 8) {
       load<Vector>(pack, operand, first_column(p), end_of_row(p));
     } else {
       load_operand<Vector>(pack, operand, first_column(p), end_of_row(p));
