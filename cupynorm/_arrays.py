@@ -142,23 +142,28 @@ class _DLPackFamily(Family):
             if output:
                 raise TypeError(f"{name} must not be a view that negates, got one: is_neg()")
             tensor = tensor.resolve_neg()
-        return tensor.detach()
+        # Within torch.func.grad, what is detached belongs to the transform.
+        return tensor.detach() if tensor.requires_grad else tensor
 
     def _other_than_plain(self, tensor: Any) -> str | None:
         """Say what a torch tensor is whose memory is not all that there is to know of it."""
         torch = self.namespace
-        # First, as torch.compile takes what follows for a program.
-        if torch.compiler.is_compiling():
+        # First, as torch.compile takes what follows for a program. Others may compile beside this.
+        if torch.compiler.is_dynamo_compiling():
             return "one that is being compiled"
         # As of a DTensor or a FakeTensor, whose memory is not what its shape says.
         if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
             return f"a {type(tensor).__qualname__}"
         if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             return "one of a transform, such as torch.func.vmap"
-        # What reads memory would be a constant of the program.
-        make_fx = sys.modules.get("torch.fx.experimental.proxy_tensor")
-        if torch._C._is_tracing() or (make_fx is not None and make_fx.get_proxy_mode() is not None):
-            return "one that is being traced"
+        # A trace, of torch.jit or make_fx, would have the result for a constant.
+        proxy = torch._C._TorchDispatchModeKey.PROXY
+        if (
+            torch._C._is_tracing()
+            or torch._C._get_dispatch_mode(proxy) is not None
+            or torch._ops._get_dispatch_mode_pre_dispatch(proxy) is not None
+        ):
+            return "one within a trace"
         return "a nested one" if tensor.is_nested else None
 
     def check_holds(self, name: str, dtype: np.dtype[Any]) -> None:

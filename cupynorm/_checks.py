@@ -273,13 +273,19 @@ def _check_writable(name: str, array: Any, k: int) -> None:
 
 
 def _overlaps_itself(array: Any) -> bool:
-    """Tell whether elements share memory, as far as the strides do not show that none do."""
+    """Tell whether elements share memory."""
     if array.size == 0:
         return False
+    axes = [(abs(step), n) for n, step in zip(array.shape, array.strides, strict=True) if n > 1]
     reach = array.itemsize  # of what the axes of smaller strides cover
-    pairs = zip(array.shape, array.strides, strict=True)
-    for step, n in sorted((abs(step), n) for n, step in pairs if n > 1):
+    for step, n in sorted(axes):
         if step < reach:
-            return True
+            break
         reach += step * (n - 1)
-    return False
+    else:
+        return False
+    # Axes may interleave all the same.
+    places = np.zeros(1, np.int64)
+    for step, n in axes:
+        places = np.add.outer(places, step * np.arange(n)).ravel()
+    return bool(np.any(np.diff(np.sort(places)) < array.itemsize))

@@ -510,7 +510,9 @@ def test_a_tensor_of_other_memory_is_refused(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # of torch's own
-@pytest.mark.parametrize("how", ["functionalize", "vmap", "grad", "make_fx", "trace", "compile"])
+@pytest.mark.parametrize(
+    "how", ["functionalize", "vmap", "grad", "make_fx", "pre_dispatch", "trace", "compile"]
+)
 def test_a_tensor_that_stands_for_others_is_refused(how: str) -> None:
     torch = pytest.importorskip("torch")
     from torch.fx.experimental.proxy_tensor import make_fx
@@ -521,6 +523,7 @@ def test_a_tensor_that_stands_for_others_is_refused(how: str) -> None:
         "vmap": torch.func.vmap,
         "grad": torch.func.grad,
         "make_fx": make_fx,
+        "pre_dispatch": lambda function: make_fx(function, pre_dispatch=True),
         "trace": lambda function: torch.jit.trace(function, x),
         "compile": torch.compile,
     }[how]
@@ -535,6 +538,27 @@ def test_a_nested_tensor_is_refused() -> None:
     x = torch.nested.as_nested_tensor([torch.ones(2, 4), torch.ones(1, 4)])
     with pytest.raises(TypeError, match="x must be a plain tensor, got a nested one"):
         cupynorm.rms_norm(x)
+
+
+def test_tensors_beside_a_transform_or_a_compiler_are_as_others() -> None:
+    torch = pytest.importorskip("torch")
+    x, weight = torch.randn(2, 4), torch.randn(2, 4)
+    expected = cupynorm.rms_norm(weight)
+    found = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        found.append(cupynorm.rms_norm(weight))
+        return graph.forward
+
+    def scaled(x: Any) -> Any:
+        found.append(cupynorm.rms_norm(weight))
+        return (x * found[-1]).sum()
+
+    torch.compile(lambda x: x + 1, backend=backend)(x)
+    assert torch.equal(torch.func.grad(scaled)(x), expected)
+    torch.func.vmap(scaled)(x[None])
+    assert len(found) == 3
+    assert all(torch.equal(y, expected) for y in found)
 
 
 def test_jax_arrays_given_back_are_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -649,6 +649,8 @@ def test_bounds_beyond_the_compute_dtype_are_open() -> None:
         ((2, 4), (12, 4), True),
         ((2, 4), (0, 4), True),
         ((2, 4), (2, 8), True),
+        ((4, 3), (8, 12), True),
+        ((3, 2), (8, 12), False),
         ((2, 4), (16, 4), False),
         ((4, 2), (-4, 16), False),
         ((1, 4), (0, 4), False),

@@ -81,9 +81,12 @@ def test_rows_of_equal_values(dtype: str, value: float) -> None:
 
 
 def test_a_gradient_where_x_less_its_mean_overflows() -> None:
-    x = (3e38 * np.array([[1, -0.5, -0.5, -0.2], [1, 1, 1, 0.2]])).astype(np.float32)
-    ones = np.ones(4, np.float32)
-    check("layer_norm", x, ones, ones, dy=values((2, 4), "float32"))
+    x = np.full((2, 64), 1e38, np.float32)
+    x[0, 5], x[1, 7] = -3e38, 2e38
+    mean = x.astype(np.float64).mean(axis=1, keepdims=True)
+    assert np.abs(x - mean).max() > np.finfo(np.float32).max
+    ones = np.ones(64, np.float32)
+    check("layer_norm", x, ones, ones, dy=values((2, 64), "float32"))
 
 
 @pytest.mark.parametrize("weight", DTYPES)
