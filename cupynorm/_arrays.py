@@ -16,7 +16,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-__all__ = ["DTYPES", "Family", "device_of", "family_of", "is_numpy", "row_stride"]
+__all__ = ["DTYPES", "Family", "check_no_mask", "device_of", "family_of", "is_numpy", "row_stride"]
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = {np.dtype(name): name for name in ("float64", "float32", "float16")} | {
@@ -60,8 +60,8 @@ class Family:
                 f"{name} must be {besides}a {self.label}, as the other arrays of the call are; "
                 f"got {_type_name(array)}"
             )
-        if is_numpy(array) and hasattr(array, "mask"):  # numpy.ma need not be imported
-            raise TypeError(f"{name} must have no mask, which would be lost: pass {name}.filled()")
+        if is_numpy(array):
+            check_no_mask(name, array)
 
     def check_holds(self, name: str, dtype: np.dtype[Any]) -> None:
         """Raise TypeError if the framework, as it is configured, makes no arrays of a dtype."""
@@ -234,8 +234,7 @@ def family_of(name: str, array: Any) -> Family:
         raise TypeError(
             f"{name} must be a NumPy or CuPy array, a torch tensor, a JAX array (within jit and "
             "grad, cupynorm.jax has the norms), or one of another library with __dlpack__ and a "
-            "from_dlpack function; "
-            f"got {_type_name(array)}"
+            f"from_dlpack function; got {_type_name(array)}"
         )
     return family
 
@@ -259,6 +258,12 @@ def _family_of_type(array_type: type[Any]) -> Family | None:
     if namespace is None or not hasattr(namespace, "from_dlpack"):
         return None
     return _DLPackFamily(base, namespace)
+
+
+def check_no_mask(name: str, array: Any) -> None:
+    """Raise TypeError for a NumPy array with a mask; numpy.ma need not be imported."""
+    if hasattr(array, "mask"):
+        raise TypeError(f"{name} must have no mask, which would be lost: pass {name}.filled()")
 
 
 def is_numpy(array: Any) -> bool:

@@ -812,6 +812,25 @@ def test_kernels_wait_for_the_one_before_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(disassembler() is None, reason="needs nvdisasm")
+@pytest.mark.parametrize("norm", ["rms_norm", "layer_norm"])
+def test_the_next_kernel_is_let_start_where_one_of_ours_overlaps(norm: str, tmp_path: Path) -> None:
+    x, followed = "bfloat16", {}
+    for weight, bias in ((None, None), (x, x if norm == "layer_norm" else None)):
+        spec = BackwardSpec(norm, x, x, weight, bias, False, False)
+        many = backward_config(spec, 2048, 8, 90)
+        assert isinstance(many, StagedBackward)
+        for dx_given in (False, True):
+            tiers = few_rows_backward_configs(spec, many, 90, 132, dx_given=dx_given)
+            for config in (many, *(few for _, few in tiers)):
+                first, *others = backward_instantiations(spec, config)
+                followed[first] = any(other.overlaps for other in others)
+    assert set(followed.values()) == {False, True}
+    for kernels in groups(list(followed)):
+        for kernel, code in disassembled(kernels, tmp_path).items():
+            assert ("PREEXIT" in code) == followed[kernel], kernel.expression
+
+
+@pytest.mark.skipif(disassembler() is None, reason="needs nvdisasm")
 def test_copies_in_bulk_see_their_mailboxes(tmp_path: Path) -> None:
     spec = BackwardSpec("layer_norm", "bfloat16", "bfloat16", "float32", "float32", False, False)
     for n in (4096, 8192, 32768):

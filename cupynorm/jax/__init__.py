@@ -27,7 +27,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from cupynorm import _checks
-from cupynorm._arrays import DTYPES
+from cupynorm._arrays import DTYPES, check_no_mask
 from cupynorm._spec import ForwardSpec, Norm
 from cupynorm.jax import _formula
 from cupynorm.jax._derivatives import differentiable, wide
@@ -226,8 +226,7 @@ def _norm(
 
 def _array(name: str, array: Any) -> Any:
     if isinstance(array, np.ndarray):
-        if hasattr(array, "mask"):  # numpy.ma need not be imported
-            raise TypeError(f"{name} must have no mask, which would be lost: pass {name}.filled()")
+        check_no_mask(name, array)
         return jnp.asarray(array)
     if isinstance(array, jax.Array):
         if jnp.issubdtype(array.dtype, jax.dtypes.extended):  # of which NumPy knows nothing
