@@ -38,7 +38,9 @@ from host.build import Build, KernelError, runtime
 __all__ = ["ARCHITECTURE", "Array", "Gpu"]
 
 MAP_NORESERVE = 0x4000  # of Linux; not every Python names it
-ALIGNMENT = 512  # as of CuPy's pool
+# On either side of an array, so that what misses one meets no other, wherever they lie; and an odd
+# multiple of 512 bytes, as which memory of CuPy's pool is aligned.
+GAP = (1 << 20) + 512
 ARCHITECTURE = 90
 # The parameters' types, by the letters of the struct module.
 PARAMETERS = {"P": np.int64, "q": np.int64, "f": np.float32, "d": np.float64}
@@ -83,10 +85,7 @@ class Memory:
         """Return an array in a layout that spans more memory than there is; gaps take none."""
         strides = [s * values.itemsize for s in layout.strides(values.shape)]
         nbytes = sum((n - 1) * s for n, s in zip(values.shape, strides, strict=True))
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
-        memory = mmap.mmap(-1, nbytes + values.itemsize, flags)
-        self.kept.append(memory)
-        whole = np.frombuffer(memory, values.dtype).view(Array)
+        whole = self._reserve(nbytes + values.itemsize).view(values.dtype)
         array = np.lib.stride_tricks.as_strided(whole, values.shape, strides, subok=True)
         array[...] = values
         self._register(array, True)
@@ -103,13 +102,19 @@ class Memory:
     def _allocate(self, shape: Any, dtype: np.dtype[Any], initialized: bool) -> Array:
         shape = (shape,) if isinstance(shape, int) else tuple(shape)
         nbytes = math.prod(shape) * dtype.itemsize
-        memory = np.full(nbytes + 2 * ALIGNMENT, 0xFF, np.uint8)
-        start = -memory.ctypes.data % ALIGNMENT
-        self.kept.append(memory)
-        array = memory[start : start + nbytes].view(dtype).reshape(shape).view(Array)
+        memory = self._reserve(nbytes)
+        memory[...] = 0xFF
+        array = memory.view(dtype).reshape(shape)
         if nbytes:
             self._register(array, initialized)
         return array
+
+    def _reserve(self, nbytes: int) -> Array:
+        """Return bytes between two gaps; what is not written takes no memory."""
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+        memory = mmap.mmap(-1, nbytes + 2 * GAP, flags)
+        self.kept.append(memory)
+        return np.frombuffer(memory, np.uint8, nbytes, GAP).view(Array)
 
     def _register(self, array: Array, initialized: bool) -> None:
         """Register runs of contiguous elements, each of them a span."""
