@@ -326,7 +326,8 @@ def test_frameworks_do_not_mix(function: Callable[..., Any], framework: str, oth
     ],
 )
 def test_a_weight_is_refused_alike_everywhere(name: str, shape: Any, axis: Any) -> None:
-    torch, jnp = pytest.importorskip("torch"), pytest.importorskip("jax.numpy")
+    torch = pytest.importorskip("torch", minversion="2.11")
+    jnp = pytest.importorskip("jax.numpy")
     import cupynorm.jax
     import cupynorm.torch
 

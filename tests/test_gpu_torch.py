@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch")
+torch = pytest.importorskip("torch", minversion="2.11")
 # ruff: noqa: E402 - what follows needs torch
 
 import numpy as np

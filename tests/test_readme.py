@@ -31,7 +31,8 @@ def test_readme_has_a_block_for_each_kind_of_array() -> None:
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 @pytest.mark.parametrize(("library", "source"), CASES)
 def test_block_runs(library: str, source: str) -> None:
-    pytest.importorskip(library, minversion="0.10.2" if library == "jax" else None)
+    oldest = {"torch": "2.11", "jax": "0.10.2"}
+    pytest.importorskip(library, minversion=oldest.get(library))
     exec(compile(source, "README.md", "exec"), {})
 
 

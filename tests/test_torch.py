@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch")
+torch = pytest.importorskip("torch", minversion="2.11")
 # ruff: noqa: E402 - what follows needs torch
 
 import numpy as np
@@ -54,6 +54,12 @@ RELU = (-0.5, 0.7)
 NORM = RMSNorm(8, bias=True)
 
 
+@pytest.fixture(autouse=True)
+def compile_anew() -> None:
+    """Let no test find what others compiled: of one function there may be no more than some."""
+    torch._dynamo.reset()
+
+
 def drawn(*shape: int, dtype: Any = torch.float64, seed: int = 0) -> Any:
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
@@ -77,6 +83,14 @@ def ours(norm: str, x: Any, weight: Any, bias: Any) -> Any:
 
 def assert_close(actual: Any, expected: Any) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_an_older_torch_is_refused() -> None:
+    program = (
+        "import torch; torch.__version__ = type(torch.__version__)('2.10.1'); import cupynorm.torch"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert "ImportError: cupynorm.torch needs torch 2.11 or newer, found 2.10.1" in done.stderr
 
 
 def test_importing_cupynorm_imports_no_torch() -> None:
@@ -626,7 +640,6 @@ def test_opcheck(norm: str, dtype: Any) -> None:
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("norm", NORMS)
 def test_compiled_once_for_any_batch(norm: str, backend: str) -> None:
-    torch._dynamo.reset()
     counter = CompileCounterWithBackend(backend)
 
     def block(x: Any, weight: Any, bias: Any) -> Any:
@@ -651,7 +664,6 @@ def test_compiled_once_for_any_batch(norm: str, backend: str) -> None:
 
 
 def test_compiled_once_for_any_width_with_a_relu() -> None:
-    torch._dynamo.reset()
     compiled = torch.compile(layer_norm, backend="aot_eager", fullgraph=True, dynamic=True)
     # Compiled for the first width, for those of bitmasks that have several bytes, and never again.
     with torch._dynamo.config.patch(recompile_limit=2, fail_on_recompile_limit_hit=True):
@@ -666,7 +678,6 @@ def test_compiled_once_for_any_width_with_a_relu() -> None:
 def test_a_compiled_program_calls_the_kernels_at_once(
     norm: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    torch._dynamo.reset()
     compiled = torch.compile(getattr(cupynorm.torch, norm), backend="aot_eager", fullgraph=True)
     x, weight, bias = operands(torch.float32)
     compiled(x, weight, bias).sum().backward()
@@ -687,7 +698,6 @@ def test_a_compiled_program_calls_the_kernels_at_once(
 
 
 def test_compiled_strided_rows_are_not_copied() -> None:
-    torch._dynamo.reset()
     compiled = torch.compile(lambda qkv, weight: rms_norm(qkv[..., 8:16], weight), fullgraph=True)
     qkv, weight = torch.randn(4, 24), torch.randn(8)
     with torch.no_grad(), torch_plans.in_place_of_kernels() as plans:
@@ -708,7 +718,6 @@ def test_compiled_strided_rows_are_not_copied() -> None:
     ],
 )
 def test_compiled_options(call: Any) -> None:
-    torch._dynamo.reset()
     x, weight, _ = operands(torch.float32)
     y = torch.compile(call, backend="aot_eager", fullgraph=True)(x, weight)
     assert_same_bits(y, call(x, weight))
@@ -716,7 +725,6 @@ def test_compiled_options(call: Any) -> None:
 
 
 def test_compiled_with_an_axis_that_varies() -> None:
-    torch._dynamo.reset()
     x = torch.randn(3, 4, 8)
 
     def both(x: Any, first: int, last: int) -> Any:
@@ -729,7 +737,6 @@ def test_compiled_with_an_axis_that_varies() -> None:
 
 
 def test_compiled_with_an_eps_of_numpys() -> None:
-    torch._dynamo.reset()
     compiled = torch.compile(rms_norm, backend="aot_eager", fullgraph=True)
     x = torch.randn(3, 8)
     for eps in (1e-3, 0.5):

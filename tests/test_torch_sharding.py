@@ -15,7 +15,7 @@ HERE = Path(__file__).parent
 
 
 def run(backend: str, processes: int) -> None:
-    torch = pytest.importorskip("torch")
+    torch = pytest.importorskip("torch", minversion="2.11")
     if not torch.distributed.is_available():
         pytest.skip("needs a build of torch with torch.distributed")
     if backend == "nccl" and torch.cuda.device_count() < processes:
@@ -70,7 +70,7 @@ def check_speedups(found: dict[tuple[str, int], Any], mode: str) -> None:
 
 
 def test_the_benchmark_of_scaling_without_a_gpu(tmp_path: Path) -> None:
-    torch = pytest.importorskip("torch")
+    torch = pytest.importorskip("torch", minversion="2.11")
     if not torch.distributed.is_available():
         pytest.skip("needs a build of torch with torch.distributed")
     found = measured(tmp_path / "results.json", {"CUDA_VISIBLE_DEVICES": ""})
@@ -82,7 +82,7 @@ def test_the_benchmark_of_scaling_without_a_gpu(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 def test_the_benchmark_of_scaling_as_called_and_as_a_graph(tmp_path: Path) -> None:
-    torch = pytest.importorskip("torch")
+    torch = pytest.importorskip("torch", minversion="2.11")
     if torch.cuda.device_count() < 2:
         pytest.skip(f"needs 2 GPUs, there are {torch.cuda.device_count()}")
     found = measured(tmp_path / "results.json", {})

@@ -7,6 +7,11 @@ backward, ``torch.func``, ``torch.compile(fullgraph=True)`` with dynamic shapes,
 tensors are supported; forward mode is not, nor is ``torch.func.grad`` within ``torch.compile``.
 """
 
+import torch
+
+if torch.__version__ < "2.11.0a0":  # as the previews of 2.11 call themselves
+    raise ImportError(f"cupynorm.torch needs torch 2.11 or newer, found {torch.__version__}")
+
 from cupynorm.torch._functions import layer_norm, rms_norm
 from cupynorm.torch._modules import LayerNorm, RMSNorm
 
