@@ -100,7 +100,8 @@ def warmup(
     x_dtype : dtype
         Of x and dx; float64, float32, float16 or bfloat16.
     weight_dtype, bias_dtype : dtype, optional
-        Of weight and bias and of their gradients; None where there is none.
+        Of weight and bias and of their gradients; None where there is none. The backward functions'
+        defaults are warmed as well: for LayerNorm, a gradient of the bias in the weight's dtype.
     dy_dtype, out_dtype : dtype, optional
         Of dy and y; by default x's.
     zero_centered : bool
@@ -191,8 +192,8 @@ def _specs(
                 norm, x, weight, bias, y, bool(zero_centered), stored, relu=bool(relu)
             )
         if backward:
-            # layer_norm_backward returns a dbias unless told not to.
-            default = bias or (weight or x if norm == "layer_norm" else None)
+            # What backward returns by default: LayerNorm's a dbias in the weight's dtype.
+            default = (weight or x) if norm == "layer_norm" else None
             for dbias in dict.fromkeys((default, bias)):
                 yield BackwardSpec(
                     norm, x, dy, weight, dbias, bool(zero_centered), bitmask=bool(relu)

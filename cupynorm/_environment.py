@@ -93,7 +93,9 @@ def _dotted(version: int) -> str:
 
 
 def _kernel_cache() -> str:
-    folder = Path(os.environ.get("CUPY_CACHE_DIR", Path.home() / ".cupy" / "kernel_cache"))
+    # As CuPy does; pathlib raises where there is no home.
+    default = os.path.expanduser("~/.cupy/kernel_cache")  # noqa: PTH111
+    folder = Path(os.environ.get("CUPY_CACHE_DIR", default))
     nearest = next(parent for parent in (folder, *folder.parents) if parent.exists())
     writable = nearest.is_dir() and os.access(nearest, os.W_OK)
     return f"{folder}, {'writable' if writable else 'NOT writable: every process compiles again'}"

@@ -20,7 +20,7 @@ import pytest
 import cupynorm
 from cupynorm import _ahead, _checks
 from cupynorm._config import ResidentForward, few_rows_configs, forward_config
-from cupynorm._spec import ForwardSpec
+from cupynorm._spec import BackwardSpec, ForwardSpec
 
 FORWARD = (
     cupynorm.rms_norm,
@@ -495,6 +495,23 @@ def test_warmup_loads_the_kernels_of_few_rows_and_of_many(monkeypatch: pytest.Mo
     names = [kernel.expression.partition("<")[0] for kernel in loaded[4:]]
     beside_columns = alone * 2  # of up to 64 rows and of up to 69, in the same kernel
     assert names == [*alone, *beside_columns, *many, *few_and_sums]
+
+
+@pytest.mark.parametrize(
+    ("norm", "bias", "dbias"),
+    [
+        ("layer_norm", None, {"float32", None}),
+        ("layer_norm", "float32", {"float32"}),
+        ("layer_norm", "bfloat16", {"float32", "bfloat16"}),
+        ("rms_norm", None, {None}),
+        ("rms_norm", "bfloat16", {None, "bfloat16"}),
+    ],
+)
+def test_warmup_is_for_the_defaults_of_backward_as_well(
+    norm: Any, bias: str | None, dbias: set[str | None]
+) -> None:
+    specs = _ahead._specs(norm, "bfloat16", "float32", bias, None, None, False, False, True)
+    assert {spec.dbias for spec in specs if isinstance(spec, BackwardSpec)} == dbias
 
 
 # ---- what must be accepted -----------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import functools
 import json
 import re
 import subprocess
@@ -162,12 +163,16 @@ def test_two_axes_of_512_make_one_row(path: str) -> None:
     check("rms_norm", x, weight, dy=values(x.shape, "bfloat16", 3), k=2)
 
 
-def test_no_rows(path: str) -> None:
-    x, weight = np.zeros((0, 8), np.float32), values((8,), "float32")
-    y, pull_back = jax.vjp(cupynorm.jax.layer_norm, x, weight, weight)
+@pytest.mark.parametrize(("n", "relu"), [(8, None), (128, None), (128, (0, 1))])
+def test_no_rows(n: int, relu: Any, path: str) -> None:
+    norm = functools.partial(cupynorm.jax.layer_norm, relu=relu)
+    x, weight = np.zeros((0, 2, n), np.float32), values((n,), "float32")
+    y, pull_back = jax.vjp(norm, x, weight, weight)
     dx, dweight, dbias = pull_back(y)
     assert y.shape == dx.shape == x.shape
     np.testing.assert_array_equal(np.stack([dweight, dbias]), 0)
+    slope = jax.jit(jax.grad(lambda weight: jnp.sum(norm(x, weight) ** 2)))
+    np.testing.assert_array_equal(jax.jacrev(slope)(weight), np.zeros((n, n)))
 
 
 def test_a_weight_with_leading_axes_of_one_keeps_them_in_its_gradient(path: str) -> None:
@@ -345,7 +350,11 @@ def test_symbolic_shapes_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "option"), [("eps", 1e-3), ("axis", -1), ("zero_centered", True), ("relu", (0.0, 1.0))]
+    ("name", "option"),
+    [
+        *(("eps", 1e-3), ("axis", -1), ("zero_centered", True), ("relu", (0.0, 1.0))),
+        ("out_dtype", 1.0),
+    ],
 )
 def test_an_option_that_is_traced_is_refused(name: str, option: Any) -> None:
     message = f"{name} must be known when a program is traced: jit has it in static_argnames"

@@ -119,3 +119,9 @@ def test_kernel_cache_that_cannot_be_written_is_reported(tmp_path, monkeypatch) 
     assert "NOT writable" in _environment._kernel_cache()
     monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "new" / "cache"))
     assert "NOT writable" not in _environment._kernel_cache()
+
+
+def test_kernel_cache_is_reported_to_who_has_no_home(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("pathlib.Path.home", mock.Mock(side_effect=RuntimeError("no home")))
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path))
+    assert str(tmp_path) in _environment._kernel_cache()

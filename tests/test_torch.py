@@ -773,6 +773,20 @@ def test_exported_and_traced() -> None:
             assert_same_bits(a, b)
 
 
+@pytest.mark.parametrize(("least", "records"), [(9, True), (2, False)])
+def test_exported_with_a_relu_for_any_width(least: int, records: bool) -> None:
+    class Model(torch.nn.Module):
+        def forward(self, x: Any) -> Any:
+            return rms_norm(x, relu=RELU)
+
+    width = {"x": {1: torch.export.Dim("width", min=least)}}
+    with torch.set_grad_enabled(records):
+        exported = torch.export.export(Model(), (torch.randn(3, 100),), dynamic_shapes=width)
+    for n in (least, 17, 200):
+        x = torch.randn(3, n)
+        assert_same_bits(exported.module()(x), rms_norm(x, relu=RELU))
+
+
 def test_meta_and_fake_tensors() -> None:
     y = rms_norm(torch.empty(3, 8, device="meta"), relu=(0, 6))
     assert (y.device.type, y.shape) == ("meta", (3, 8))
@@ -978,6 +992,9 @@ def test_strided_nested_tensors(mine: Any, theirs: Any) -> None:
         torch.testing.assert_close(one, other.grad, atol=1e-5, rtol=1e-5)
     with pytest.raises(NotImplementedError, match="axis must not name axis 0"):
         layer_norm(x, axis=(0, 1, 2))
+    nothing = torch.nested.nested_tensor([], dtype=torch.float64)
+    assert layer_norm(nothing).dtype == torch.float64
+    assert layer_norm(nothing, out_dtype=torch.float16).dtype == torch.float16
     plain = mine(8, elementwise_affine=False)
     for one, part in zip(plain(x).unbind(), parts, strict=True):
         assert_same_bits(one, plain(part))
@@ -1010,6 +1027,30 @@ def test_jagged_tensors(mine: Any, theirs: Any) -> None:
     assert_same_bits(rms_norm(x, **options).values(), rms_norm(x.values(), **options))
     with pytest.raises(ValueError, match=r"weight must have the shape .*, \(8,\); got \(5,\)"):
         rms_norm(x, torch.ones(5))
+    for arguments in ((x, x), (x[0], x), (x, torch.ones(8), x)):
+        name = "bias" if len(arguments) == 3 else "weight"
+        with pytest.raises(TypeError, match=f"{name} must be a dense tensor, got a nested one"):
+            rms_norm(*arguments)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_gradients_know_nothing_of_what_lies_between_the_parts_of_a_jagged_tensor(
+    norm: str,
+) -> None:
+    memory, (_, weight, bias) = drawn(2, 4, 8), operands()
+    with torch.no_grad():
+        memory[0, 2:], memory[1, :1] = math.nan, math.inf
+    lengths = torch.tensor([2, 3])
+    x = torch.nested.narrow(memory, 1, torch.tensor([0, 1]), lengths, layout=torch.jagged)
+    assert x.lengths() is not None
+    parts = ours(norm, x, weight, bias).unbind()
+    whole = ours(norm, torch.cat([memory[0, :2], memory[1, 1:]]), weight, bias)
+    assert_close(torch.cat(parts), whole)
+    arrays = memory, weight, bias
+    gradients = torch.autograd.grad(sum((part**2).sum() for part in parts), arrays)
+    expected = torch.autograd.grad((whole**2).sum(), arrays)
+    for one, other in zip(gradients, expected, strict=True):
+        assert_close(one, other)
 
 
 @pytest.mark.parametrize("norm", [LayerNorm(8), RMSNorm(8), RMSNorm(8, elementwise_affine=False)])
@@ -1047,6 +1088,7 @@ ERRORS = [
     (lambda: rms_norm(X.to_sparse(), W), TypeError, "x must be a dense .* torch.sparse_coo"),
     (lambda: rms_norm(X, W.to_sparse()), TypeError, "weight must be a dense tensor"),
     (lambda: rms_norm(X, W, W.to_sparse()), TypeError, "bias must be a dense tensor"),
+    (lambda: rms_norm(X, W[None].to_sparse(), axis=-1), TypeError, "weight must be a dense tensor"),
     (lambda: rms_norm(X, W[:4]), ValueError, r"weight must have the shape .*, \(8,\); got \(4,\)"),
     (lambda: rms_norm(X, W[None]), ValueError, r"weight must have the shape .*, \(4, 8\); got"),
     (lambda: rms_norm(X, None, W[:4]), ValueError, r"bias must have the shape .*, \(8,\); got"),
@@ -1122,6 +1164,13 @@ def test_what_equals_an_accepted_option_is_still_refused(
     rms_norm(x, weight, **accepted)
     with pytest.raises(TypeError, match=next(iter(refused))):
         rms_norm(x, weight, **refused)
+
+
+def test_numpys_true_is_true() -> None:
+    with torch_plans.in_place_of_kernels() as plans:
+        rms_norm(torch.ones(2, 24), torch.ones(24), zero_centered=np.True_)
+    (plan,) = plans.made
+    assert plan.spec.zero_centered is True  # by its name in C++, True of NumPy's is none
 
 
 def test_a_bound_of_minus_zero_is_zero() -> None:

@@ -181,7 +181,13 @@ def _norm(
     relu: Relu,
     out_dtype: Any,
 ) -> Any:
-    options = {"eps": eps, "axis": axis, "zero_centered": zero_centered, "relu": relu}
+    options = {
+        "eps": eps,
+        "axis": axis,
+        "zero_centered": zero_centered,
+        "relu": relu,
+        "out_dtype": out_dtype,
+    }
     for name, option in options.items():
         for value in option if isinstance(option, tuple) else (option,):
             if isinstance(value, jax.core.Tracer):

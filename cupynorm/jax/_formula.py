@@ -183,7 +183,8 @@ def _mean(array: Any, k: int) -> Any:
         while total.shape[-1] > RUN:
             padding = -total.shape[-1] % RUN
             total = jnp.pad(total, [(0, 0)] * (total.ndim - 1) + [(0, padding)])
-            total = total.reshape(*total.shape[:-1], -1, RUN).sum(-1)
+            *kept, n = total.shape  # of no rows JAX cannot tell a size by the others
+            total = total.reshape(*kept, n // RUN, RUN).sum(-1)
         total = total.sum(-1)
     return jnp.expand_dims(total / count, tuple(range(-k, 0)))
 
@@ -220,4 +221,4 @@ def _unpack(bitmask: Any, shape: tuple[int, ...]) -> Any:
     n = math.prod(shape[len(kept) :])
     places = jax.lax.broadcasted_iota(jnp.uint8, (*bitmask.shape, 8), bitmask.ndim)
     bits = bitmask[..., None] >> places & 1
-    return bits.reshape(*kept, -1)[..., :n].reshape(shape).astype(bool)
+    return bits.reshape(*kept, 8 * bitmask.shape[-1])[..., :n].reshape(shape).astype(bool)

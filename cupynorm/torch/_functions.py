@@ -11,7 +11,7 @@ import torch
 from cupynorm import _checks
 from cupynorm._spec import Norm
 from cupynorm.torch import _operations
-from cupynorm.torch._kernels import Options, Relu, compute_type
+from cupynorm.torch._kernels import Options, Relu, check_dense, compute_type
 
 __all__ = ["layer_norm", "rms_norm"]
 
@@ -202,6 +202,9 @@ def _norm(
             "out_dtype": out_dtype,
         }
         return _overridden(norm, x, weight, bias, named)
+    if not is_plain or axis is not None:  # else by the first of such calls
+        check_dense("weight", weight)
+        check_dense("bias", bias)
     # Most calls have a weight, and no axis.
     if not (axis is None and weight is not None and 1 <= (k := weight.ndim) <= x.ndim):
         k = _checks.trailing_axes(
@@ -214,6 +217,7 @@ def _norm(
             weight, bias = _as_row("weight", weight, x, k), _as_row("bias", bias, x, k)
     if type(zero_centered) is not bool:  # 0 is remembered as False is
         _checks.check_zero_centered(zero_centered, has_weight=weight is not None)
+        zero_centered = bool(zero_centered)
     # True is remembered as 1 is. A number that a trace leaves open is one.
     if type(eps) is not float and not isinstance(eps, torch.SymFloat | torch.SymInt):
         # torch.compile has an array for a number of NumPy's, and the value of a float64.
@@ -239,20 +243,25 @@ def _norm(
 
 def _of_nested(x: Any, weight: Any, bias: Any, options: Options) -> Any:
     """Return a nested tensor of the same lengths and layout."""
-    k = options[0]
+    k, *_, out_dtype = options
     if x.layout is torch.strided:
         if k == x.ndim > 1:
             raise NotImplementedError(f"axis must not name axis 0 of a nested x; got the last {k}")
         return torch.nested.as_nested_tensor(
-            [_operations.normalize(part, weight, bias, options) for part in x.unbind()]
+            [_operations.normalize(part, weight, bias, options) for part in x.unbind()],
+            dtype=x.dtype if out_dtype is None else out_dtype,
+            device=x.device,
         )
     ragged = x._ragged_idx
     if ragged >= x.ndim - k:
         raise NotImplementedError(
             f"axis must not name the ragged axis of x, {ragged} of {x.ndim}; got the last {k}"
         )
+    values = x.values()
+    if x.lengths() is not None and torch.is_grad_enabled():
+        values = torch.where(_belongs(x, ragged), values, 0)
     return torch.nested.nested_tensor_from_jagged(
-        _operations.normalize(x.values(), weight, bias, options),
+        _operations.normalize(values, weight, bias, options),
         x.offsets(),
         x.lengths(),
         jagged_dim=ragged,
@@ -260,6 +269,18 @@ def _of_nested(x: Any, weight: Any, bias: Any, options: Options) -> Any:
         min_seqlen=x._maybe_min_seqlen,
         max_seqlen=x._maybe_max_seqlen,
     )
+
+
+def _belongs(x: Any, ragged: int) -> Any:
+    """Tell which values of a jagged tensor are its own.
+
+    What lies between its parts may be NaN, which a weight gradient would have from a dy of 0.
+    """
+    values, begins = x.values(), x.offsets()[:-1]
+    ones = torch.ones_like(begins)
+    changes = begins.new_zeros(values.shape[ragged - 1] + 1).index_add(0, begins, ones)
+    changes = changes.index_add(0, begins + x.lengths(), -ones)
+    return (changes.cumsum(0)[:-1] > 0).reshape(-1, *(1,) * (values.ndim - ragged))
 
 
 def _overridden(norm: Norm, x: Any, weight: Any, bias: Any, options: dict[str, Any]) -> Any:

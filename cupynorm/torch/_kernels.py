@@ -68,10 +68,15 @@ _current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 # ---- tensors as the kernels take them ------------------------------------------------------------
 
 
+def check_dense(name: str, tensor: Any) -> None:
+    if tensor is not None and (tensor.is_nested or tensor.layout is not torch.strided):
+        nested = "a nested one" if tensor.is_nested else f"one of layout {tensor.layout}"
+        raise TypeError(f"{name} must be a dense tensor, got {nested}")
+
+
 def check_tensor(name: str, tensor: Any, x: Any) -> None:
     """Check what needs no shape, which may be symbolic."""
-    if tensor.layout is not torch.strided:
-        raise TypeError(f"{name} must be a dense tensor, got one of layout {tensor.layout}")
+    check_dense(name, tensor)
     if tensor.dtype not in NUMPY_DTYPES:
         raise TypeError(
             f"{name}.dtype must be float64, float32, float16 or bfloat16, got {tensor.dtype}"
