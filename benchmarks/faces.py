@@ -1,6 +1,6 @@
 """The host's time of calls by torch and by JAX, of each framework's own norms and of these.
 
-``python -m benchmarks.faces benchmarks/results/faces_h200.json``
+``python -m benchmarks.faces faces.json``
 
 Arrays so small that the host is what a call takes; nothing waits for the device, whose queue holds
 what is launched in a round. Those to compare are timed in turns, and the ratio is the median of the
@@ -209,6 +209,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=9, help="(default: %(default)s)")
     parser.add_argument("--calls", type=int, default=500, help="a round (default: %(default)s)")
     options = parser.parse_args(arguments)
+    if options.results.exists():
+        parser.error(f"{options.results} exists: name another file")
+    if min(options.rounds, options.calls) < 1:
+        parser.error("--rounds and --calls must be at least 1")
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch needs memory too
     import jax
     import torch

@@ -30,8 +30,13 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.whole.exists():
         parser.error(f"{options.whole} exists: name another file")
+    for path, count in Counter(options.parts).items():
+        if count > 1:
+            parser.error(f"{path} must be named once, got {count} times")
+        if not path.is_file():
+            parser.error(f"there is no file {path}")
     try:
-        parts = {path.name: results.load(path, "benchmarks.run") for path in options.parts}
+        parts = {str(path): results.load(path, "benchmarks.run") for path in options.parts}
         results.save(join(parts), options.whole)
     except (OSError, ValueError) as error:
         parser.error(str(error))

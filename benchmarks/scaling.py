@@ -29,6 +29,8 @@ def parse(module: str, description: str | None, arguments: Sequence[str]) -> arg
     options = parser.parse_args(arguments)
     if options.layers < 1:
         parser.error(f"--layers must be at least 1, got {options.layers}")
+    if options.devices and min(options.devices) < 1:
+        parser.error(f"--devices must be at least 1, got {min(options.devices)}")
     return options
 
 

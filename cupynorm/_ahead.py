@@ -96,7 +96,7 @@ def warmup(
     norm : {"rms_norm", "layer_norm"}
         Which norm.
     n : int or iterable of int
-        Elements of a row: the product of the normalized axes.
+        Elements of a row, the product of the normalized axes, or several such widths: no shape.
     x_dtype : dtype
         Of x and dx; float64, float32, float16 or bfloat16.
     weight_dtype, bias_dtype : dtype, optional

@@ -22,11 +22,13 @@ def gpu_problem() -> str | None:
         if error.name != "cupy":
             return f"CuPy needs {error.name}, which is not installed"
         return (
-            "CuPy is not installed (pip install cupynorm[cuda12] or cupynorm[cuda13], as the "
-            "driver's CUDA is 12 or 13)"
+            "CuPy is not installed (pip install 'cupynorm[cuda12]' or 'cupynorm[cuda13]', in a "
+            "clone '.[cuda12]' or '.[cuda13]', as the driver's CUDA is 12 or 13)"
         )
     except ImportError as error:
         return f"CuPy cannot be imported: {error}"
+    if tuple(map(int, cupy.__version__.split(".")[:2])) < (14, 2):
+        return f"CuPy 14.2 or newer is needed, found {cupy.__version__}"
     runtime = cupy.cuda.runtime
     try:
         if runtime.driverGetVersion() == 0:
@@ -49,6 +51,9 @@ def describe() -> dict[str, str]:
         "NumPy": importlib.metadata.version("numpy"),
         "ml_dtypes": importlib.metadata.version("ml_dtypes"),
     }
+    for name, package in (("torch", "torch"), ("JAX", "jax")):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            facts[name] = importlib.metadata.version(package)
     with contextlib.suppress(ImportError):
         facts |= _cupy_facts()
     problem = gpu_problem()

@@ -303,8 +303,9 @@ def rms_norm_backward(
     rstd : array
         As `rms_norm_forward` returned it.
     bias : bool or array
-        Whether dbias is wanted (None: no). True gives it weight's shape and dtype (x's normalized
-        shape and dtype without a weight); of an array, the forward's bias, its shape and dtype.
+        Whether dbias is wanted (None: no), which it is not by default. True gives it weight's shape
+        and dtype (x's normalized shape and dtype without a weight); of an array, the forward's
+        bias, its shape and dtype.
     bitmask : array of uint8, shape (..., ceil(N / 8)), optional
         As the forward function returned it, where it had relu. Copied unless C-contiguous.
     dx : array, optional

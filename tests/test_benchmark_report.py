@@ -480,7 +480,7 @@ def test_runs_on_two_gpus_are_joined_if_they_are_alike(synthetic, tmp_path, caps
         ({"backends": {"quack": "2"}}, f"quack {first['backends']['quack']!r} and '2'"),
     ):
         results.save(other | changed, path)
-        assert refused(str(path)).endswith(f"rms_norm.json and other.json differ: {name}\n")
+        assert refused(str(path)).endswith(f"{paths[0]} and {path} differ: {name}\n")
     for changed, name in (
         ({"machine": first["machine"]}, "GPU 01234567"),
         ({"measurements": first["measurements"][:1]}, "problem Problem(norm='rms_norm', "),
@@ -488,7 +488,14 @@ def test_runs_on_two_gpus_are_joined_if_they_are_alike(synthetic, tmp_path, caps
         ({"first_calls": first["first_calls"][:1]}, "first call ('cupynorm', "),
     ):
         results.save(other | {"first_calls": []} | changed, path)
-        assert f"more than one of rms_norm.json, other.json has the {name}" in refused(str(path))
+        assert f"more than one of {paths[0]}, {path} has the {name}" in refused(str(path))
+    assert f"{paths[0]} must be named once, got 2 times" in refused(str(paths[0]))
+    assert "there is no file nowhere.json" in refused("nowhere.json")
+    namesake = tmp_path / "another" / paths[0].name
+    namesake.parent.mkdir()
+    results.save(other, namesake)
+    join.main([str(tmp_path / "of_namesakes.json"), str(paths[0]), str(namesake)])
+    assert (tmp_path / "of_namesakes.json").read_text() == joined.read_text()
     with pytest.raises(SystemExit):
         join.main(arguments)
     assert f"{joined} exists: name another file" in capsys.readouterr().err

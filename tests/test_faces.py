@@ -32,6 +32,29 @@ def test_calls_take_turns_after_a_round_that_does_not_count() -> None:
     assert made == 3 * ["wait", *"aaa", "wait", "wait", *"bbb", "wait"]
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("kept.json", (), "kept.json exists: name another file"),
+        ("new.json", ("--rounds", "0"), "--rounds and --calls must be at least 1"),
+        ("new.json", ("--calls", "0"), "--rounds and --calls must be at least 1"),
+    ],
+)
+def test_nothing_is_timed_for_nothing_or_in_the_place_of_a_file(
+    name: str,
+    options: tuple[str, ...],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    kept = tmp_path / "kept.json"
+    kept.write_text("kept", encoding="utf-8")
+    with pytest.raises(SystemExit):
+        faces.main([str(tmp_path / name), *options])
+    assert message in capsys.readouterr().err
+    assert [path.read_text(encoding="utf-8") for path in tmp_path.iterdir()] == ["kept"]
+
+
 def test_every_call_is_timed_without_a_gpu(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     done = subprocess.run(

@@ -69,13 +69,23 @@ def test_a_missing_gpu_is_said_with_what_to_do(
     assert problem is None if said is None else said in problem
 
 
+@pytest.mark.parametrize("version", ["13.6.0", "14.1.0rc1"])
+def test_an_old_cupy_is_said_with_what_is_needed(
+    version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cupy = pytest.importorskip("cupy", exc_type=ImportError)
+    monkeypatch.setattr(cupy, "__version__", version)
+    problem = _environment.gpu_problem.__wrapped__()
+    assert problem == f"CuPy 14.2 or newer is needed, found {version}"
+
+
 def test_a_missing_cupy_is_said_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     missing = ModuleNotFoundError("No module named 'cupy'", name="cupy")
     with monkeypatch.context() as patch:
         patch.delitem(sys.modules, "cupy", raising=False)
         patch.setattr("builtins.__import__", mock.Mock(side_effect=missing))
         problem = _environment.gpu_problem.__wrapped__()
-    assert "pip install cupynorm[cuda12] or cupynorm[cuda13]" in problem
+    assert "pip install 'cupynorm[cuda12]' or 'cupynorm[cuda13]', in a clone '.[cuda12]'" in problem
 
 
 @pytest.mark.gpu
