@@ -105,9 +105,11 @@ def eagerly(kind: AxisType) -> Any:
     return []
 
 
-def with_relu(kind: AxisType) -> Any:
+def with_relu(kind: AxisType, normalized: tuple[int, ...] = SHAPE[-1:]) -> Any:
     """The gradient of a clamped norm, against the same on one device, in float32."""
-    arrays = [a.astype(np.float32) for a in (X, WEIGHT, BIAS, DY)]
+    arrays = [
+        a.astype(np.float32).reshape(*a.shape[:-1], *normalized) for a in (X, WEIGHT, BIAS, DY)
+    ]
     clamped = functools.partial(norm, relu=(0.0, 1.0))
     mesh = mesh_of((2, 2), kind)
     split = [
@@ -118,6 +120,10 @@ def with_relu(kind: AxisType) -> Any:
     for one, other in zip(program(*split), step(*arrays, norm=clamped), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
     return collectives(program)
+
+
+def with_relu_over_two_axes(kind: AxisType) -> Any:
+    return with_relu(kind, (4, 16))
 
 
 def under_vmap(kind: AxisType) -> Any:
@@ -221,6 +227,7 @@ CUT = [((4,), P(None, None, "a")), ((2, 2), P("a", None, "b"))]
 ONE_OF_EACH = (
     with_a_mesh_set,
     with_relu,
+    with_relu_over_two_axes,
     eagerly,
     under_vmap,
     through_layers,

@@ -222,9 +222,8 @@ def _axes(spec: Any) -> tuple[str, ...]:
 def _spec(name: str, kept: Any, k: int) -> PartitionSpec:
     """Return how an array is split where the leading axes of rows are split as `kept`."""
     kind = KINDS[name]
-    return PartitionSpec(
-        *(() if kind == ROW else kept), *(() if kind == STATISTIC else k * (None,))
-    )
+    whole = {STATISTIC: 0, BITS: 1}.get(kind, k)  # axes, which no device has a part of
+    return PartitionSpec(*(() if kind == ROW else kept), *whole * (None,))
 
 
 # ---- batched -------------------------------------------------------------------------------------
