@@ -212,7 +212,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.results.exists():
         parser.error(f"{options.results} exists: name another file")
     if min(options.rounds, options.calls) < 1:
-        parser.error("--rounds and --calls must be at least 1")
+        parser.error(
+            f"--rounds and --calls must be at least 1, got {options.rounds} and {options.calls}"
+        )
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch needs memory too
     import jax
     import torch

@@ -21,7 +21,16 @@ from cupynorm._config import pack_length
 from cupynorm._prepared import remember
 from cupynorm._spec import ITEMSIZE, BackwardSpec, ForwardSpec, Norm
 
-__all__ = ["NUMPY_DTYPES", "Options", "Relu", "backward", "check_tensor", "compute_type", "forward"]
+__all__ = [
+    "NUMPY_DTYPES",
+    "Options",
+    "Relu",
+    "backward",
+    "check_dense",
+    "check_tensor",
+    "compute_type",
+    "forward",
+]
 
 NUMPY_DTYPES = {getattr(torch, name): dtype for dtype, name in DTYPES.items()}
 NAMES = {getattr(torch, name): name for name in ITEMSIZE}
@@ -69,6 +78,7 @@ _current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
 def check_dense(name: str, tensor: Any) -> None:
+    """Check what must come first, as other tensors may have no shape that can be asked for."""
     if tensor is not None and (tensor.is_nested or tensor.layout is not torch.strided):
         nested = "a nested one" if tensor.is_nested else f"one of layout {tensor.layout}"
         raise TypeError(f"{name} must be a dense tensor, got {nested}")
