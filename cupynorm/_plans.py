@@ -302,13 +302,13 @@ class StripsPlan(BackwardPlan):
 
 @dataclass(frozen=True)
 class StreamingPlan(BackwardPlan):
-    """Rows read twice, by tiles of columns the second time; scratch has three values a row."""
+    """Rows read twice, by tiles of columns the second time; scratch has four values a row."""
 
     tiles: int
 
     def scratch_bytes(self, m: int) -> int:
         """Return the bytes of scratch that a launch over m rows needs, aligned to 16."""
-        return self._partial_bytes(m) + 3 * m * self.itemsize
+        return self._partial_bytes(m) + 4 * m * self.itemsize
 
     def _prepared_rows(self, m: int) -> Launch:
         if not m:

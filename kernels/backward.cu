@@ -446,6 +446,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
     }
     fetch_rows(kFirst, kFetched);
   }
+  bool any_is_wild = false;
   X* dx_row = dx + row * dx_stride + counted_from;
   long long dx_step = rows_a_turn * dx_stride;
   if constexpr (kOwnAddresses) make_opaque(dx_step);  // else it is computed each time
@@ -492,6 +493,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
     }
     const Centring<Centered, T> centring(current.mean, current.rstd);
     const RowMeans<Centered, T> means(sums, centring.significand, inv_n);
+    any_is_wild |= is_wild(means);
 
     // 4. dx, and this row's share of the weight gradients; what was read makes room for a later row, if
     // it has not yet.
@@ -571,4 +573,16 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
   // No sooner: 1.2 % in the mean of 28 problems, up to 4 (RMSNorm 4096x2048 19.8 us, not 20.7; bfloat16, H200).
   if constexpr (kDWeight || DBias) let_next_kernel_start();  // else none follows
   flush_all(true);
+
+  // 6. dx of wild rows.
+  if constexpr (kSame<T, float>) {
+    if (!team.any(any_is_wild) || dx == static_cast<const void*>(dy)) return;
+#pragma unroll 1
+    for (long long block_row = group * kTeams; block_row < n_rows; block_row += rows_a_turn) {
+      row = block_row + team.team;
+      team = write_wild_row<ZeroCentered, Centered, Bitmask, PacksPerThread>(
+          team, !any_is_wild || row >= n_rows, row, dy, dy_stride, x, x_stride, weight, mean, rstd,
+          bitmask, dx, dx_stride, n_cols, inv_n);
+    }
+  }
 }

@@ -195,6 +195,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
   team.meet();
   team.template reduce<Sum>(sums);
   const RowMeans<Centered, T> means(sums, centring.significand, inv_n);
+  const bool wild = is_wild(means);
   if constexpr (ColumnLanes > 0 && Centered) {
     if (team.block == 0 && team.rank == 0) means_of_h[row] = means.h;
   }
@@ -256,6 +257,16 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
         gradient = dbias;
       }
       store<kWidth>(total, gradient + block_index() * partials_stride(n_cols) + column, 0, kWidth);
+    }
+  }
+
+  // 5. dx of a wild row.
+  if constexpr (kSame<T, float>) {
+    if (team.any(wild) && dx != static_cast<const void*>(dy)) {
+      make_opaque(block);  // else addresses of the row are kept until here
+      write_wild_row<ZeroCentered, Centered, Bitmask, PacksPerThread>(
+          team, !wild, block / ClusterBlocks * kTeams + team.team, dy, dy_stride, x, x_stride,
+          weight, mean, rstd, bitmask, dx, dx_stride, n_cols, inv_n);
     }
   }
 }

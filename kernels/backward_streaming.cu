@@ -5,7 +5,9 @@
 //   h = (x - mean) * rstd, xhat = h - recentre;
 // norm_backward_columns then walks down the columns, writes dx and sums the weight gradients.
 //
-// Layout:    as backward.cu; coefficients are (3, n_rows) in the order above, RMSNorm uses the last.
+// Layout:    as backward.cu; coefficients are (4, n_rows) in the order above, RMSNorm uses the last two. The
+//            fourth is 1 of wild rows (gradient.cuh), whose means of g and of g * xhat are multiplied by
+//            kIntoRange, else 0.
 // Traffic:   x, dy and bitmask read twice, dx written once, partials written once, and read and written
 //            once more for each further kTurns rows of a chunk.
 #include "affine.cuh"
@@ -69,14 +71,36 @@ __global__ __launch_bounds__(BlockThreads, 1) void norm_backward_coefficients(
   }
   team.meet();
   team.template reduce<Sum>(sums);
-  if (team.block == 0 && team.rank == 0) {
-    const RowMeans<Centered, T> means(sums, T(1), inv_n);  // of h itself: no significand is left
+  const auto store_means = [&](const auto& means, auto into_range, T is_wild_row) {
+    if (team.block > 0 || team.rank > 0) return;
     if constexpr (Centered) {
-      coefficients[row] = means.h;
-      coefficients[n_rows + row] = means.g;
+      coefficients[row] = static_cast<T>(means.h);
+      coefficients[n_rows + row] = static_cast<T>(means.g * into_range);
     }
-    coefficients[2 * n_rows + row] = means.g_xhat;
+    coefficients[2 * n_rows + row] = static_cast<T>(means.g_xhat * into_range);
+    coefficients[3 * n_rows + row] = is_wild_row;
+  };
+  const RowMeans<Centered, T> means(sums, T(1), inv_n);  // of h itself: no significand is left
+  if constexpr (kSame<T, float>) {
+    if (is_wild(means)) {
+      const WildRow<ZeroCentered, Centered, Bitmask, long long, X, DY, Weight> again = {
+          dy + row * dy_stride,
+          x + row * x_stride,
+          weight,
+          bitmask + row * bitmask_bytes(n_cols),
+          nullptr,
+          row_mean,
+          row_rstd};
+      double wild_sums[kGradientSums<Centered>] = {};
+      constexpr long long kStep = static_cast<long long>(ClusterBlocks) * BlockThreads * kLength;
+      again.sum(wild_sums, thread_in_cluster<ClusterBlocks, BlockThreads>() * kLength, kStep,
+                n_cols);
+      add_up_wild(team, wild_sums);
+      store_means(RowMeans<Centered, double>(wild_sums, 1.0, inv_n), kIntoRange, T(1));
+      return;
+    }
   }
+  store_means(means, T(1), T(0));
 }
 
 // Grid:      block_index = chunk * tiles + tile: tiles of BlockThreads packs cover the columns; chunk c
@@ -156,7 +180,25 @@ __global__ __launch_bounds__(BlockThreads, 2) void norm_backward_columns(
       dweight[i] = fused_multiply_add(upstream, xhat, dweight[i]);
       dbias[i] += upstream;
     }
-    store<Vector, false, false>(gradient, dx + row * dx_stride, first, n_cols);
+    bool wild = false;
+    if constexpr (kSame<T, float>) wild = coefficients[3 * n_rows + row] != 0;
+    if (wild) {
+      RowMeans<Centered, double> means;
+      means.h = recentre;
+      means.g = mean_of_g / kIntoRange;
+      means.g_xhat = mean_of_g_xhat / kIntoRange;
+      const WildRow<ZeroCentered, Centered, Bitmask, long long, X, DY, Weight> again = {
+          dy + row * dy_stride,
+          x + row * x_stride,
+          weight,
+          bitmask + row * bitmask_bytes(n_cols),
+          dx + row * dx_stride,
+          static_cast<float>(row_mean),
+          static_cast<float>(row_rstd)};
+      again.write(means, first, kTile, first + kLength < n_cols ? first + kLength : n_cols);
+    } else {
+      store<Vector, false, false>(gradient, dx + row * dx_stride, first, n_cols);
+    }
     if (++turn == kTurns) {
       flush_all();
       turn = 0;

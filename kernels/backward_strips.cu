@@ -7,9 +7,13 @@
 // of a group, kAhead groups before they write its dx. In between a warp of its own, a messenger, tells
 // the other blocks the sums and adds up those of all: what takes 2 to 4 us the columns do not wait for.
 //
-// Layout:    as backward.cu. exchange: (kPlaces, GroupRows, kSums, strips), for groups in turn.
-//            arrived: (kPlaces, kCountStride), 0; the first of each place counts the blocks that have
-//            told their sums. A line for each: 386 us, not 401, for 512 rows of 262144 (float32, H200).
+// Of a wild row (gradient.cuh) the columns form the sums again, when they are to write its dx, and tell each
+// other themselves.
+//
+// Layout:    as backward.cu. exchange: (kPlaces, GroupRows, kSums, strips), for groups in turn, and of
+//            float64 (2, kSums, strips * kWarps), for wild rows in turn. arrived: (kPlaces + 2,
+//            kCountStride), 0; the first of each place counts the blocks, or warps, that have told their
+//            sums. A line for each: 386 us, not 401, for 512 rows of 262144 (float32, H200).
 // Grid:      block b has StripThreads packs of columns, from pack b * StripThreads on.
 // Traffic:   x, dy, weight and bitmask read once; dx, dweight and dbias written once.
 // Thread:    one pack of columns, of all rows. The warps beyond StripThreads are messengers, each of
@@ -53,6 +57,33 @@ __device__ __forceinline__ constexpr int rows_at_once(int group_rows, int sums, 
   return group_rows * sums <= most ? group_rows : group_rows / 2;
 }
 
+// Writes dx of a wild row. Each warp of the columns of all blocks tells the others its sums, as the own-th of
+// `warps`, in their place of `exchanged`, for the `times`-th time.
+template <typename Row>
+__device__ NOT_INLINED void write_wild_row(Row row, long long first, long long n_cols,
+                                           double* exchanged, int own, int warps, unsigned* told,
+                                           unsigned times, float inv_n) {
+  const long long step = Row::kLength, end = first + step < n_cols ? first + step : n_cols;
+  const int lane = thread_index() % 32;
+  double sums[1][Row::kSums] = {};
+  row.sum(sums[0], first, step, end);
+  add_up_lanes(sums);
+#pragma unroll
+  for (int i = 0; i < Row::kSums; ++i) {
+    if (lane == 0) exchanged[i * warps + own] = sums[0][i];
+    sums[0][i] = 0;
+  }
+  report_arrival(told);
+  wait_for_arrivals(told, times * warps);
+#pragma unroll 1
+  for (int other = lane; other < warps; other += 32) {
+#pragma unroll
+    for (int i = 0; i < Row::kSums; ++i) sums[0][i] += exchanged[i * warps + other];
+  }
+  add_up_lanes(sums);
+  row.write(typename Row::Means(sums[0], 1.0, inv_n), first, step, end);
+}
+
 template <typename X, typename DY, typename Weight, typename DBias, bool Centered,
           bool ZeroCentered, bool Bitmask, int StripThreads, int GroupRows, int Vector>
 __global__ __launch_bounds__(StripThreads + 32 * kMessengers, 1) void norm_backward_strips(
@@ -70,7 +101,7 @@ __global__ __launch_bounds__(StripThreads + 32 * kMessengers, 1) void norm_backw
   // What all threads know of a row.
   struct OfRow {
     T mean, rstd;
-    RowMeans<Centered, T> means;
+    RowMeans<Centered, T> means;  // that of g * xhat NaN where the row is wild
   };
 
   char* const stages = static_cast<char*>(dynamic_shared_memory());
@@ -162,6 +193,7 @@ __global__ __launch_bounds__(StripThreads + 32 * kMessengers, 1) void norm_backw
             OfRow& of_row = of_group(group)[begin + k];
             const Centring<Centered, T> centring(of_row.mean, of_row.rstd);
             of_row.means = RowMeans<Centered, T>(sums[k], centring.significand, inv_n);
+            if (is_wild(of_row.means)) of_row.means.g_xhat = float_from_bits(0x7fffffffu);
           }
         }
       }
@@ -286,6 +318,7 @@ __global__ __launch_bounds__(StripThreads + 32 * kMessengers, 1) void norm_backw
     fetch_group(group + kOnTheirWay);
   }
 
+  int wild_rows = 0;  // so far
   T dweight_sums[kLength] = {}, dbias_sums[kLength] = {};
   T of_weight[kLength] = {}, of_bias[kLength] = {};
   X* dx_row = dx + first;
@@ -298,6 +331,7 @@ __global__ __launch_bounds__(StripThreads + 32 * kMessengers, 1) void norm_backw
     named_barrier(known(group), kMeeting);
 
     // 3. dx, and the weight gradients; what was read makes room for a later row.
+    unsigned wild_of_group = 0;
     // Two rows at once, where registers allow.
     constexpr int kUnrolled = Vector == kLength && GroupRows > 1 && sizeof(DY) <= sizeof(X) ? 2 : 1;
 #pragma unroll kUnrolled
@@ -317,11 +351,37 @@ __global__ __launch_bounds__(StripThreads + 32 * kMessengers, 1) void norm_backw
       }
       Pack<X, kLength> stored;
       stored.set(gradient);
-      store<Vector>(stored, dx_row, 0, n_own);
+      const bool wild = kSame<T, float> && of_row.means.g_xhat != of_row.means.g_xhat;
+      store<Vector>(stored, dx_row, 0, wild ? 0 : n_own);
+      if (wild) wild_of_group |= 1u << r;
       dx_row += dx_stride;
       fetch(group + kStages, r);
     }
     commit_copies();
+    if constexpr (kSame<T, float>) {
+#pragma unroll 1
+      for (int r = 0; wild_of_group >> r != 0; ++r) {
+        if ((wild_of_group >> r & 1) == 0) continue;
+        // Two places take turns: who tells of a row has heard of the one before from all, who by then had read
+        // what was told of the one before that.
+        const long long row = row_of(group, r);
+        const int place = wild_rows % 2, warps = kWarps * strips;
+        double* const exchanged =
+            reinterpret_cast<double*>(exchange + kPlaces * GroupRows * kSums * strips);
+        const WildRow<ZeroCentered, Centered, Bitmask, long long, X, DY, Weight> again = {
+            dy + row * dy_stride,
+            x + row * x_stride,
+            weight,
+            bits_of(row),
+            dx + row * dx_stride,
+            static_cast<float>(of_group(group)[r].mean),
+            static_cast<float>(of_group(group)[r].rstd)};
+        write_wild_row(again, first, n_cols, exchanged + place * kSums * warps,
+                       static_cast<int>(block_index()) * kWarps + warp, warps,
+                       arrived + (kPlaces + place) * kCountStride, wild_rows / 2 + 1, inv_n);
+        ++wild_rows;
+      }
+    }
     if ((group + 1) % (kTurns / GroupRows) == 0 || group + 1 == groups) {
 #pragma unroll
       for (int i = 0; i < kLength; ++i) {

@@ -2,6 +2,8 @@
 // that the kernels above it are plain C++ and a host build can put its own versions in their place.
 #pragma once
 
+#define NOT_INLINED __noinline__
+
 __device__ __forceinline__ int thread_index() { return static_cast<int>(threadIdx.x); }
 __device__ __forceinline__ long long block_index() { return blockIdx.x; }
 __device__ __forceinline__ long long block_count() { return gridDim.x; }

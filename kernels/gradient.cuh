@@ -3,7 +3,9 @@
 #pragma once
 
 #include "affine.cuh"
+#include "relu.cuh"
 #include "statistics.cuh"
+#include "team.cuh"
 
 // Rows whose weight gradients are added one after another in registers. Equal terms round the same
 // way each time: 248 of them in sequence lost 31 units in the last place, 64 lose 8.
@@ -99,6 +101,7 @@ template <bool Centered, typename T>
 struct RowMeans {
   T h = 0, g = 0, g_xhat;
 
+  RowMeans() = default;
   // From the sums of add_to_sums, with the significand of their Centring.
   __device__ __forceinline__ RowMeans(const T (&sums)[kGradientSums<Centered>], T significand,
                                       T inv_n)
@@ -121,4 +124,124 @@ __device__ __forceinline__ T dx_of(T dy, T xhat, const Pack<Weight, Length>& wei
   } else {
     return (dy + along) * rstd;
   }
+}
+
+// Range. Products of float32, or their sums over a row, may overflow on the way to a dx that does not. All dx of
+// such a row, of one that is `wild`, are infinities or NaN: they are computed again in float64, and written, unless dy
+// was there. At the end of a kernel, by functions, whose registers are not those of rows that are not.
+template <bool Centered, typename T>
+__device__ __forceinline__ bool is_wild(const RowMeans<Centered, T>& means) {
+  if constexpr (!kSame<T, float>) return false;
+  const bool is_tame = absolute(means.g_xhat) <= Range<T>::kLargest;
+  if constexpr (Centered) return !(is_tame && absolute(means.g) <= Range<T>::kLargest);
+  return !is_tame;
+}
+
+template <bool ZeroCentered, bool Centered, bool Bitmask, typename Index, typename X, typename DY,
+          typename Weight>
+struct WildRow {
+  static constexpr int kLength = 16 / static_cast<int>(sizeof(X));
+  static constexpr int kSums = kGradientSums<Centered>;
+  using Means = RowMeans<Centered, double>;
+
+  const DY* dy;
+  const X* x;
+  const Weight* weight;
+  const unsigned char* bits;
+  X* dx;
+  float mean, rstd;
+
+  __device__ __forceinline__ double g(Index column) const {
+    const bool is_kept = !Bitmask || (bits[column / 8] >> (column % 8) & 1) != 0;
+    const double upstream = is_kept ? convert<double>(dy[column]) : 0.0;
+    if constexpr (!kPresent<Weight>)
+      return upstream;
+    else
+      return upstream * (convert<double>(weight[column]) + (ZeroCentered ? 1.0 : 0.0));
+  }
+  __device__ __forceinline__ double h(Index column) const {
+    return (convert<double>(x[column]) - (Centered ? mean : 0.0)) * rstd;
+  }
+  // Of what lies in a thread's packs, which begin at `first`, `step` apart, in a row of n columns; of h, not of d.
+  __device__ __forceinline__ void sum(double (&sums)[kSums], Index first, Index step,
+                                      Index n) const {
+    for_each_column(first, step, n, [&](Index column) {
+      sums[0] += g(column) * h(column);
+      if constexpr (Centered) sums[1] += g(column), sums[2] += h(column);
+    });
+  }
+  __device__ __forceinline__ void write(const Means& means, Index first, Index step,
+                                        Index n) const {
+    for_each_column(first, step, n, [&](Index column) {
+      const double projected = g(column) - (h(column) - means.h) * means.g_xhat - means.g;
+      dx[column] = convert<X>(projected * rstd);
+    });
+  }
+  __device__ __forceinline__ bool has_finite_dx(Index first, Index step, Index n) const {
+    bool found = false;
+    for_each_column(first, step, n, [&](Index column) {
+      found |= absolute(convert<float>(dx[column])) <= Range<float>::kLargest;
+    });
+    return found;
+  }
+
+ private:
+  template <typename Visit>
+  static __device__ __forceinline__ void for_each_column(Index first, Index step, Index n,
+                                                         const Visit& visit) {
+#pragma unroll 1
+    for (Index pack = first; pack < n; pack += step) {
+#pragma unroll 1
+      for (Index column = pack; column < pack + kLength && column < n; ++column) visit(column);
+    }
+  }
+};
+
+// What brings sums of g and of g * h into float32's range: 2^31 products of its largest numbers fit, and what
+// vanishes is far below what made them overflow.
+constexpr double kIntoRange = 6.842277657836021e-49;  // 2^-160
+
+// Adds up the sums of a team's threads, by a reduction of float32.
+template <int Sums, typename TeamOf>
+__device__ __forceinline__ void add_up_wild(TeamOf& team, double (&sums)[Sums]) {
+  float in_range[Sums];
+#pragma unroll
+  for (int i = 0; i < Sums; ++i) {
+    in_range[i] = static_cast<float>(i < 2 ? sums[i] * kIntoRange : sums[i]);
+  }
+  team.template reduce<Sum>(in_range);
+#pragma unroll
+  for (int i = 0; i < Sums; ++i) sums[i] = i < 2 ? in_range[i] / kIntoRange : in_range[i];
+}
+
+// Writes dx of a team's row, if it is wild. All teams of a warp take part; one that `skips` does nothing else.
+// Returns the team, which has reductions behind it.
+template <bool ZeroCentered, bool Centered, bool Bitmask, int PacksPerThread, typename TeamOf,
+          typename X, typename DY, typename Weight>
+__device__ NOT_INLINED TeamOf write_wild_row(TeamOf team, bool skips, long long row, const DY* dy,
+                                             long long dy_stride, const X* x, long long x_stride,
+                                             const Weight* weight, const float* mean,
+                                             const float* rstd, const unsigned char* bitmask, X* dx,
+                                             long long dx_stride, int n_cols, float inv_n) {
+  using Row = WildRow<ZeroCentered, Centered, Bitmask, int, X, DY, Weight>;
+  const Row wild = {dy + row * dy_stride,
+                    x + row * x_stride,
+                    weight,
+                    bitmask + row * bitmask_bytes(n_cols),
+                    dx + row * dx_stride,
+                    Centered && !skips ? mean[row] : 0.0f,
+                    skips ? 0.0f : rstd[row]};
+  const int first = team.template first_column<PacksPerThread, Row::kLength>(0);
+  const int step = team.template first_column<PacksPerThread, Row::kLength>(1) - first;
+  const int last = first + PacksPerThread * step;
+  const int end = skips ? 0 : n_cols < last ? n_cols : last;
+  float any_is_finite[1] = {wild.has_finite_dx(first, step, end) ? 1.0f : 0.0f};
+  team.template reduce<Max>(any_is_finite);
+  double sums[Row::kSums] = {};
+  wild.sum(sums, first, step, end);
+  add_up_wild(team, sums);
+  if (any_is_finite[0] == 0) {
+    wild.write(typename Row::Means(sums, 1.0, inv_n), first, step, end);
+  }
+  return team;
 }

@@ -88,6 +88,18 @@ def make_values(regime: str, shape: tuple[int, ...], dtype: Any, seed: int, k: i
     return round_once(values, dtype)
 
 
+# By what x, dy and weight of normal values are multiplied so that products overflow float32 on the
+# way to a dx that does not: g, its sums over a row, or both.
+OVERFLOWS = ((1e30, 1e35, 1e3), (1e36, 1e36, 1e36), (1.0, 3e35, 1.0))
+
+
+def scaled(values: Array, factor: float) -> Array:
+    """Return values times a factor, as far as their dtype has such numbers."""
+    info: Any = ml_dtypes.finfo(values.dtype)  # type: ignore[no-untyped-call]
+    product = values.astype(np.float64) * factor
+    return round_once(np.clip(product, float(info.min), float(info.max)), values.dtype)
+
+
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """Where the elements of an array lie in memory, counted in elements.

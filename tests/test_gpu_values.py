@@ -12,7 +12,16 @@ from conftest import ERROR_OVER_BOUND
 from device import poison, to_cupy, to_numpy
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from strategies import DTYPES, RELUS, Layout, Problem, make_values, problems
+from strategies import (
+    DTYPES,
+    OVERFLOWS,
+    RELUS,
+    Layout,
+    Problem,
+    make_values,
+    problems,
+    scaled,
+)
 
 import cupynorm
 from cupynorm import _config, _plans, _prepared, testing
@@ -416,6 +425,24 @@ def test_every_regime(norm: str, regime: str, n: int) -> None:
             wants_dbias=True,
             key=(regime, name),
         )
+
+
+@pytest.mark.parametrize("few_rows", [False, True])
+@pytest.mark.parametrize("n", [3, 40, 1000, 4096, 8193, 16384, 20480, 100_000, 262_144, 300_000])
+@pytest.mark.parametrize("x_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("norm", NORMS)
+def test_products_may_overflow_on_the_way_to_dx(
+    norm: str, x_dtype: str, n: int, few_rows: bool, request: pytest.FixtureRequest
+) -> None:
+    if few_rows:
+        request.getfixturevalue("kernels_of_few_rows")
+    m, dtype = 37 if n < 50_000 else 5, DTYPES[x_dtype]
+    for of_x, of_dy, of_weight in OVERFLOWS:
+        x = scaled(make_values("normal", (m, n), dtype, 1), of_x)
+        dy = make_values("normal", (m, n), dtype, 2)
+        dy[::2] = scaled(dy[::2], of_dy)
+        weight = scaled(make_values("normal", (n,), np.float32, 3), of_weight)
+        check(norm, x, weight, dy=dy, wants_dbias=norm == "layer_norm", key=("overflows",))
 
 
 @pytest.mark.parametrize("eps", [0.0, 1e-30, 1e-37])  # 1e-38 is subnormal: it counts as zero

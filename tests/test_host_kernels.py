@@ -19,6 +19,7 @@ from host.checks import (
     FAR_ROWS,
     FEW,
     NORMS,
+    OVERFLOWING,
     SHORT_ROWS,
     Case,
     check_addresses,
@@ -26,6 +27,7 @@ from host.checks import (
     check_clip_values,
     check_far_rows,
     check_neighbours,
+    check_overflows,
     check_problem,
     check_subnormal_rstd,
     kernels_of,
@@ -119,6 +121,12 @@ def test_a_row_keeps_its_bits_beside_rows_out_of_range(
     build: Build, norm: str, x: str, n: int
 ) -> None:
     check_neighbours(Gpu(build), norm, x, n)
+
+
+@pytest.mark.parametrize("few_rows", [False, True])
+@pytest.mark.parametrize("name", OVERFLOWING)
+def test_products_may_overflow_on_the_way_to_dx(build: Build, name: str, few_rows: bool) -> None:
+    check_overflows(build, OVERFLOWING[name], few_rows=few_rows)
 
 
 @pytest.mark.parametrize("case", ADDRESSES, ids=str)

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from strategies import DTYPES, REGIMES, make_values
+from strategies import DTYPES, OVERFLOWS, REGIMES, make_values, scaled
 
 jax = pytest.importorskip("jax", minversion="0.10.2")
 
@@ -88,6 +88,21 @@ def test_a_gradient_where_x_less_its_mean_overflows() -> None:
     assert np.abs(x - mean).max() > np.finfo(np.float32).max
     ones = np.ones(64, np.float32)
     check("layer_norm", x, ones, ones, dy=values((2, 64), "float32"))
+
+
+@pytest.mark.parametrize("factors", [*OVERFLOWS, (1e37, 1e37, 1e37)])
+@pytest.mark.parametrize("n", [1, 7, 300])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("norm", NORMS)
+def test_products_may_overflow_on_the_way_to_dx(
+    norm: str, dtype: str, n: int, factors: Any
+) -> None:
+    of_x, of_dy, of_weight = factors
+    x, dy = scaled(values((5, n), dtype, 1), of_x), values((5, n), dtype, 2)
+    dy[::2] = scaled(dy[::2], of_dy)
+    dy[2, ::3] = 1e-3  # beside huge ones: only x of 0 shows that they count
+    x[2, ::6] = 0
+    check(norm, x, scaled(values((n,), "float32", 3), of_weight), dy=dy)
 
 
 @pytest.mark.parametrize("weight", DTYPES)

@@ -12,8 +12,8 @@ from cupynorm._spec import ITEMSIZE, BackwardSpec, compute_dtype
 MOST_STRIPS = 128
 
 # As kernels/backward_strips.cu has them: groups in shared memory, warps that exchange sums, and the
-# places of what they exchange.
-STRIPS_STAGES, STRIPS_MESSENGERS, STRIPS_PLACES = 5, 4, 8
+# places of what they exchange; and those of wild rows.
+STRIPS_STAGES, STRIPS_MESSENGERS, STRIPS_PLACES, STRIPS_WILD_PLACES = 5, 4, 8, 2
 
 
 @dataclass(frozen=True)
@@ -74,13 +74,14 @@ def strips_backward_bytes(spec: BackwardSpec, config: StripsBackward) -> int:
 
 def strips_counts_bytes() -> int:
     """Return the bytes of device memory of the counts, a line each, of blocks that have told."""
-    return STRIPS_PLACES * 128
+    return (STRIPS_PLACES + STRIPS_WILD_PLACES) * 128
 
 
 def strips_exchange_bytes(spec: BackwardSpec, config: StripsBackward) -> int:
     """Return the bytes of device memory in which the blocks exchange their sums of rows."""
-    values = STRIPS_PLACES * config.group_rows * _gradient_sums(spec) * config.strips
-    return values * ITEMSIZE[compute_dtype(spec.x)]
+    sums = _gradient_sums(spec) * config.strips
+    of_groups = STRIPS_PLACES * config.group_rows * sums * ITEMSIZE[compute_dtype(spec.x)]
+    return of_groups + STRIPS_WILD_PLACES * sums * (config.strip_threads // 32) * 8
 
 
 def _gradient_sums(spec: BackwardSpec) -> int:

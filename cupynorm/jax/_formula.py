@@ -65,8 +65,16 @@ def backward(
         mean = jnp.expand_dims(mean, tuple(range(-k, 0)))
         xhat = (wide * down - mean * down) * (rstd * up)
         xhat = xhat - _mean(xhat, k)
-    gradients = _gradients(spec, k, dy, weight, xhat, rstd, bitmask)
-    return tuple(map(_round, gradients, (spec.x, spec.weight, spec.dbias)))
+    dx, *sums = _gradients(spec, k, dy, weight, xhat, rstd, bitmask)
+    # Where a product overflows on the way to it, dx is found another way.
+    lost = ~jnp.isfinite(dx).all(tuple(range(-k, 0)), keepdims=True)
+    dx = jax.lax.cond(
+        lost.any(),
+        lambda dx: jnp.where(lost, _dx_in_range(spec, k, dy, weight, xhat, rstd, bitmask), dx),
+        lambda dx: dx,
+        dx,
+    )
+    return tuple(map(_round, (dx, *sums), (spec.x, spec.weight, spec.dbias)))
 
 
 def backward_of_x(
@@ -103,9 +111,7 @@ def _widening(narrow: str, wide: Any) -> Any:
 def _gradients(
     spec: BackwardSpec, k: int, dy: Any, weight: Any, xhat: Any, rstd: Any, bitmask: Any
 ) -> tuple[Any, Any, Any]:
-    dy = _wide(spec, dy)
-    if bitmask is not None:
-        dy = jnp.where(_unpack(bitmask, dy.shape), dy, 0)
+    dy = _masked(spec, dy, bitmask)
     g = dy * _scale(spec, weight, dy.ndim)
     dx = g - xhat * _mean(g * xhat, k)
     if spec.norm == "layer_norm":
@@ -116,6 +122,53 @@ def _gradients(
         None if spec.weight is None else jnp.sum(dy * xhat, rows),
         None if spec.dbias is None else jnp.sum(dy, rows),
     )
+
+
+def _dx_in_range(
+    spec: BackwardSpec, k: int, dy: Any, weight: Any, xhat: Any, rstd: Any, bitmask: Any
+) -> Any:
+    """Return dx by products of significands, whose powers of four are counted beside them."""
+    dy = _masked(spec, dy, bitmask)
+    g, of_g = _significand(dy)
+    if weight is not None:
+        scale, of_scale = _significand(_scale(spec, weight, dy.ndim))
+        g, of_g = g * scale, of_g + of_scale
+    top = of_g.max(tuple(range(-k, 0)), keepdims=True)
+    beside_top = _times_four_to(g, of_g - top)
+    others = xhat * _mean(beside_top * xhat, k)
+    if spec.norm == "layer_norm":
+        others = others + _mean(beside_top, k)
+    rstd, of_rstd = _significand(rstd)
+
+    def total(less: int) -> Any:
+        """Return dx, divided by a power of four."""
+        own = _times_four_to(g * rstd, of_g + of_rstd - less)
+        return own - _times_four_to(others * rstd, top + of_rstd - less)
+
+    dx = total(0)
+    for less in (40, 120):  # both terms may overflow where their sum does not
+        dx = jnp.where(jnp.isfinite(dx), dx, _times_four_to(total(less), less))
+    return dx
+
+
+def _significand(array: Any) -> tuple[Any, Any]:
+    """Return an array divided by powers of four, which leaves 1 to 4, and their exponents."""
+    down, _ = _powers(jnp.abs(array))
+    _, exponent = jnp.frexp(down)
+    return array * down * down, 1 - exponent
+
+
+def _times_four_to(array: Any, exponent: Any) -> Any:
+    """Return an array times powers of four, which may be out of range."""
+    most = jnp.finfo(array.dtype).maxexp - 2
+    power = jnp.ldexp(jnp.ones((), array.dtype), jnp.clip(exponent, -most, most))
+    power = jax.lax.optimization_barrier(power)  # XLA squares a constant, out of range
+    return array * power * power
+
+
+def _masked(spec: BackwardSpec, dy: Any, bitmask: Any) -> Any:
+    dy = _wide(spec, dy)
+    return dy if bitmask is None else jnp.where(_unpack(bitmask, dy.shape), dy, 0)
 
 
 def _wide(spec: ForwardSpec | BackwardSpec, array: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from strategies import DTYPES, RELUS, Layout, Problem, make_values
+from strategies import DTYPES, OVERFLOWS, RELUS, Layout, Problem, make_values, scaled
 
 from cupynorm import pack_bitmask, testing
 from cupynorm._config import pack_length
@@ -21,11 +21,13 @@ __all__ = [
     "CASES",
     "FAR_ROWS",
     "FEW",
+    "OVERFLOWING",
     "Case",
     "check_addresses",
     "check_case",
     "check_clip_values",
     "check_far_rows",
+    "check_overflows",
     "check_problem",
     "check_subnormal_rstd",
     "kernels_of",
@@ -253,6 +255,29 @@ def check_neighbours(gpu: Gpu, norm: str, x_dtype: str, n: int) -> None:
             np.testing.assert_array_equal(*bits, "bits of neighbours")
 
 
+def check_overflows(build: Build, case: Case, *, few_rows: bool) -> None:
+    """Check dx of rows on the way to which float32 overflows; others keep their bits beside them."""
+    tame = case.problem()
+    others = tame.dy.copy()
+    # Elsewhere such a row is NaN where dx takes the place of dy.
+    in_place = case.in_place and case.name.startswith(("stream", "cluster"))
+    for of_x, of_dy, of_weight in OVERFLOWS:
+        wild = others.copy()
+        wild[::2] = scaled(others[::2], of_dy)
+        kept = []
+        for dy in (wild, others):
+            problem = dataclasses.replace(
+                tame,
+                x=scaled(tame.x, of_x),
+                dy=dy,
+                weight=None if tame.weight is None else scaled(tame.weight, of_weight),
+            )
+            gpu = case.gpu(build, few_rows=few_rows)
+            *_, dx = check_problem(gpu, problem, in_place=in_place)
+            kept.append(dx[1::2].view(f"u{dx.itemsize}"))
+        np.testing.assert_array_equal(*kept, "bits beside rows whose products overflow")
+
+
 def check_addresses(build: Build, case: Case) -> None:
     """Check that rows have the same bits wherever they lie."""
     moved = [dataclasses.replace(case, offset=offset) for offset in (0, 1, 2, 5)]
@@ -466,6 +491,21 @@ def _cases() -> list[Case]:
 
 
 CASES = _cases()
+
+# Of each name one whose numbers reach so far: a row in every regime of the backward pass.
+OVERFLOWING = {
+    case.name: case
+    for case in CASES
+    if case.regime == case.dy_regime == "normal"
+    and case.x in ("float32", "bfloat16")
+    and "float16" not in (case.dy, case.y)
+    and case.n > 8
+}
+OVERFLOWING |= {
+    f"{case.name}, {case.norm}": case
+    for case in CASES
+    if case.name in ("cluster_tiles", "stream", "two_blocks", "columns_gap", "columns_cluster")
+}
 
 # Rows of whole packs, which may lie at multiples of 16 bytes as well, and others. The first
 # elements decide what LayerNorm subtracts from all before it sums them up.

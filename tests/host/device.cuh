@@ -11,6 +11,7 @@
 #else
 #define __forceinline__ inline __attribute__((always_inline))
 #endif
+#define NOT_INLINED __attribute__((noinline))
 #define __launch_bounds__(...)
 
 struct alignas(8) uint2 {
