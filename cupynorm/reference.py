@@ -235,7 +235,7 @@ def _forward(
     out_dtype: DTypeLike | None,
     out: Array | None,
 ) -> NormForward:
-    k = trailing_axes(x.ndim, axis, _ndim(weight), _ndim(bias))
+    k = trailing_axes(x.ndim, axis, weight, bias)
     exact = forward_float64(
         norm, x, weight, bias, k=k, eps=eps, zero_centered=zero_centered, relu=relu
     )
@@ -262,7 +262,7 @@ def _backward(
     zero_centered: bool,
     dx: Array | None,
 ) -> NormBackward:
-    k = trailing_axes(x.ndim, axis, _ndim(weight), _ndim(bias))
+    k = trailing_axes(x.ndim, axis, weight, bias)
     shape, dtype = bias_like(x, weight, bias, k)
     dy = masked(dy, bitmask, k)
     exact = backward_float64(
@@ -273,10 +273,6 @@ def _backward(
         None if weight is None else round_once(exact.dweight, weight.dtype),
         None if shape is None else round_once(exact.dbias, dtype),
     )
-
-
-def _ndim(array: bool | Array | None) -> int | None:
-    return array.ndim if isinstance(array, np.ndarray) else None
 
 
 def bias_like(

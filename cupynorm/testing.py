@@ -191,7 +191,7 @@ def check_forward(
     ['rstd', 'y']
     """
     fields = result._asdict() if isinstance(result, NormForward) else {"y": result}
-    k = trailing_axes(x.ndim, axis, _ndim(weight), _ndim(bias))
+    k = trailing_axes(x.ndim, axis, weight, bias)
     compute, kept = reference.compute_dtype(x), x.shape[: x.ndim - k]
     dtypes = {"y": x.dtype if out_dtype is None else np.dtype(out_dtype)}
     shapes = {"y": x.shape}
@@ -266,7 +266,7 @@ def check_backward(
     >>> sorted(ratios)
     ['dx']
     """
-    k = trailing_axes(x.ndim, axis, _ndim(weight), _ndim(bias))
+    k = trailing_axes(x.ndim, axis, weight, bias)
     compute = reference.compute_dtype(x)
     dtypes, shapes = {"dx": x.dtype}, {"dx": x.shape}
     if weight is not None:
@@ -459,10 +459,6 @@ def _overflow_threshold(dtype: np.dtype[Any]) -> float:
         return float(largest + _half_ulp(np.array(largest), dtype))
 
 
-def _ndim(array: bool | Array | None) -> int | None:
-    return array.ndim if isinstance(array, np.ndarray) else None
-
-
 def _assert_layout(
     fields: dict[str, Any], shapes: dict[str, tuple[int, ...]], dtypes: dict[str, np.dtype[Any]]
 ) -> None:
@@ -487,7 +483,7 @@ def _chunks(
 ) -> Iterator[tuple[str, Rows, Array | None, Array | None]]:
     """Yield some rows at a time: their index in words, what takes them, their weight and bias."""
     lead = x.ndim - k
-    if max(_ndim(weight) or 0, _ndim(bias) or 0) > k:
+    if any(array is not None and array.ndim > k for array in (weight, bias)):
         yield "", lambda array: array, weight, bias  # the weight differs from row to row
         return
     count = math.prod(x.shape[:lead])

@@ -59,9 +59,9 @@ GRADIENT_SHAPES = {
     "one row": ((5,), None, (5,), (5,)),
     "one column": ((4, 1), None, (1,), (1,)),
     "no weight": ((3, 5), -1, None, None),
-    "bias alone": ((2, 3, 4), None, None, (3, 4)),
-    "two axes": ((2, 3, 4), None, (3, 4), (3, 4)),
-    "all axes": ((2, 3), None, (2, 3), (2, 3)),
+    "bias alone": ((2, 3, 4), (-2, -1), None, (3, 4)),
+    "two axes": ((2, 3, 4), (-2, -1), (3, 4), (3, 4)),
+    "all axes": ((2, 3), (0, 1), (2, 3), (2, 3)),
     "leading axes": ((2, 3, 4), -1, (4,), (4,)),
     "per head": ((2, 3, 4), -1, (3, 4), (3, 4)),
     "per example": ((2, 3, 4), -1, (2, 1, 4), (2, 1, 4)),
@@ -97,6 +97,25 @@ def test_backward_is_the_derivative_of_forward(norm: Norm, zero_centered: bool, 
         assert result.dbias is None
     else:
         assert_gradient(result.dbias, lambda at: loss(x, weight, at), bias)
+
+
+@both_norms
+@pytest.mark.parametrize("given", ["weight", "bias"])
+def test_operands_of_two_axes_need_an_axis(norm: Norm, given: str) -> None:
+    x = np.arange(24.0).reshape(2, 3, 4)
+    options: Any = {"bias": None if given == "weight" else x[0]}
+    weight = x[0] if given == "weight" else None
+    forward = run_forward(norm, x, weight, **options, axis=-1)
+    result = run_backward(norm, x, x, weight, forward, **options, axis=-1)
+    stored = (forward.mean, forward.rstd)
+    for call in (
+        lambda: run_forward(norm, x, weight, **options),
+        lambda: run_backward(norm, x, x, weight, forward, **options),
+        lambda: testing.check_forward(norm, forward, x, weight, **options, eps=1e-6),
+        lambda: testing.check_backward(norm, result, x, x, weight, *stored, **options),
+    ):
+        with pytest.raises(ValueError, match=f"{given} must have one axis where axis is None"):
+            call()
 
 
 @both_norms
@@ -180,8 +199,9 @@ def test_torch_agrees(norm: Norm, dtype: str, row: tuple[int, ...]) -> None:
     function = getattr(torch.nn.functional, norm)
     y = function(x, row, w, eps=1e-3) if b is None else function(x, row, w, b, eps=1e-3)
     y.backward(torch.tensor(arrays[1]))
-    testing.check_forward(norm, y.detach().numpy(), arrays[0], weight, bias, eps=1e-3)
-    forward = run_forward(norm, arrays[0], weight, bias, eps=1e-3)
+    options: Any = {"eps": 1e-3, "axis": tuple(range(-len(row), 0))}
+    testing.check_forward(norm, y.detach().numpy(), arrays[0], weight, bias, **options)
+    forward = run_forward(norm, arrays[0], weight, bias, **options)
     result = NormBackward(x.grad.numpy(), w.grad.numpy(), None if b is None else b.grad.numpy())
     testing.check_backward(
         norm,
@@ -192,6 +212,7 @@ def test_torch_agrees(norm: Norm, dtype: str, row: tuple[int, ...]) -> None:
         forward.mean,
         forward.rstd,
         bias=bias is not None,
+        axis=options["axis"],
     )
 
 
@@ -340,7 +361,7 @@ def test_a_large_mean_costs_no_digit_of_the_variance() -> None:
 
 def test_a_bitmask_has_the_bits_of_the_flattened_row_and_no_others() -> None:
     x = np.arange(-15, 15, dtype=np.float32).reshape(2, 3, 5)
-    forward = reference.rms_norm_forward(x, bias=0 * x[0], relu=(0, 1))
+    forward = reference.rms_norm_forward(x, axis=(1, 2), relu=(0, 1))
     inside = ((forward.y > 0) & (forward.y < 1)).reshape(2, 15)
     assert forward.bitmask.shape == (2, 2)
     np.testing.assert_array_equal(forward.bitmask, np.packbits(inside, axis=-1, bitorder="little"))

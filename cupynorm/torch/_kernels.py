@@ -247,11 +247,6 @@ def forward(
     return y, mean, rstd, bitmask
 
 
-def _covers(weight: Any, bias: Any, k: int) -> bool:
-    covering = bias if weight is None else weight
-    return covering is not None and covering.ndim == k
-
-
 def _resolve_forward(
     x: Any,
     weight: Any,
@@ -271,8 +266,7 @@ def _resolve_forward(
         _outline("weight", weight, x),
         _outline("bias", bias, x),
         eps=eps,
-        # Where it is what weight or bias covers, the message about a shape says so.
-        axis=None if _covers(weight, bias, k) else tuple(range(-k, 0)),
+        axis=None if k == 1 else tuple(range(-k, 0)),
         zero_centered=zero_centered,
         relu=relu,
         out_dtype=out_dtype,
