@@ -262,6 +262,23 @@ def test_bits_are_packed_and_unpacked_in_a_framework(
     assert_same_bits(to_numpy(unpacked), mask)
 
 
+@each_framework
+def test_up_to_64_axes(framework: str) -> None:
+    x = make_values("normal", (6, 9), "float32", seed=0)
+    shape = (2, *(1,) * 61, 3, 9)
+    weight, fewer, more = (convert(framework, a) for a in (x[0], x, x.reshape(shape)))
+    results = []
+    for x in (fewer, more):
+        forward = cupynorm.layer_norm_forward(x, relu=(-0.5, 0.5))
+        statistics = {name: getattr(forward, name) for name in ("mean", "rstd", "bitmask")}
+        backward = cupynorm.layer_norm_backward(x, x, weight, **statistics)
+        mask = cupynorm.unpack_bitmask(forward.bitmask, 9)
+        results.append((*forward, *backward, mask, cupynorm.pack_bitmask(mask)))
+    for expected, actual in zip(*results, strict=True):
+        assert actual.ndim in (1, 63, 64)
+        assert_same_bits(to_numpy(actual).reshape(expected.shape), to_numpy(expected))
+
+
 def test_views_are_packed_and_unpacked_as_their_copies() -> None:
     mask = np.random.default_rng(0).random((40, 24)) < 0.5
     for name, view in VIEWS.items():
