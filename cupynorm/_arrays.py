@@ -24,7 +24,7 @@ DTYPES = {np.dtype(name): name for name in ("float64", "float32", "float16")} | 
 }
 FLOATS = tuple(DTYPES.values())
 
-_DLPACK_CPU, _DLPACK_CUDA, _DLPACK_CUDA_MANAGED = 1, 2, 13
+_DLPACK_CPU, _DLPACK_CUDA, _DLPACK_CUDA_HOST, _DLPACK_CUDA_MANAGED = 1, 2, 3, 13
 
 
 class Family:
@@ -174,7 +174,7 @@ class _DLPackFamily(Family):
 
     def _import(self, name: str, array: Any) -> Any:
         device_type, device = array.__dlpack_device__()
-        if device_type == _DLPACK_CPU:
+        if device_type in (_DLPACK_CPU, _DLPACK_CUDA_HOST):  # the host's, pinned or not
             if str(array.dtype).rpartition(".")[2] != "bfloat16":
                 return np.from_dlpack(array)
             # NumPy's DLPack knows no bfloat16.

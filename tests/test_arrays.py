@@ -417,6 +417,37 @@ def test_torch_outputs_are_written_in_place_and_returned(norm: str, dtype: str) 
     assert torch.equal(dy, expected)
 
 
+@each_dtype
+@pytest.mark.parametrize("norm", ["rms_norm", "layer_norm"])
+def test_pinned_tensors_are_on_the_cpu(
+    norm: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch = pytest.importorskip("torch")
+    x, dy = (convert("torch", make_values("normal", (3, 5), dtype, seed)) for seed in (1, 2))
+    weight, out, dx = x[0].clone(), torch.empty_like(x), torch.empty_like(x)
+
+    def both(**outputs: Any) -> Any:
+        forward = getattr(cupynorm, f"{norm}_forward")(
+            x, weight, relu=(-1, 1), out=outputs.get("out")
+        )
+        statistics = [s for s in (forward.mean, forward.rstd) if s is not None]
+        backward = getattr(cupynorm, f"{norm}_backward")(
+            dy, x, weight, *statistics, bias=weight, bitmask=forward.bitmask, dx=outputs.get("dx")
+        )
+        mask = cupynorm.unpack_bitmask(forward.bitmask, 5)
+        return (*forward, *backward, mask, cupynorm.pack_bitmask(mask))
+
+    expected = both()
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: True)  # this takes a GPU
+    assert x.__dlpack_device__()[0] == 3
+    actual = both(out=out, dx=dx)
+    assert any(result is out for result in actual)
+    assert any(result is dx for result in actual)
+    monkeypatch.undo()
+    for one, other in zip(actual, expected, strict=True):
+        assert one is other is None or torch.equal(one, other)
+
+
 def test_a_torch_out_may_have_another_dtype() -> None:
     torch = pytest.importorskip("torch")
     x = torch.arange(12.0).reshape(3, 4)
