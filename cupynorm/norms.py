@@ -90,7 +90,8 @@ def rms_norm(
     ImportError
         If x is on a GPU, and CuPy cannot be imported.
     RuntimeError
-        If the call is captured into a CUDA graph before its kernel was loaded: see `warmup`.
+        If the call is captured into a CUDA graph before its kernel was loaded: see `warmup`; or if
+        CuPy cannot write the cache of its kernels.
 
     See Also
     --------

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -665,6 +666,17 @@ def test_a_gpu_array_without_cupy_says_what_to_install(
     monkeypatch.setitem(sys.modules, "cupy", None)
     with pytest.raises(ImportError, match=r"x is on GPU 3.*cupynorm\[cuda12\].*cupynorm\[cuda13\]"):
         cupynorm.rms_norm(array)
+
+
+def test_a_gpu_array_beside_a_kernel_cache_that_cannot_be_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    array = foreign_array(monkeypatch, 2)
+    with monkeypatch.context() as patch:
+        patch.delitem(sys.modules, "cupy", raising=False)
+        patch.setattr("builtins.__import__", mock.Mock(side_effect=FileExistsError("a file")))
+        with pytest.raises(ImportError, match=r"x is on GPU 3, .* a file; set CUPY_CACHE_DIR to"):
+            cupynorm.rms_norm(array)
 
 
 def test_a_framework_without_from_dlpack_is_a_type_error(monkeypatch: pytest.MonkeyPatch) -> None:

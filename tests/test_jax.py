@@ -555,8 +555,7 @@ def test_what_xla_does_not_answer_is_an_error_with_its_message() -> None:
 def test_without_cupy_a_gpu_is_refused_with_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(sys.modules, "cupynorm._plans", None)
-    monkeypatch.delattr(cupynorm, "_plans", raising=False)
+    monkeypatch.setitem(sys.modules, "cupy", None)
     with pytest.raises(ImportError, match=r"install cupynorm\[cuda12\] or cupynorm\[cuda13\]"):
         _kernels._cuda_plans()
 
