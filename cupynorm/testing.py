@@ -243,7 +243,7 @@ def check_backward(
     dy, x, weight, mean, rstd, bias, bitmask, axis, zero_centered
         What it was given, as NumPy arrays, mean being None for RMSNorm; see
         `cupynorm.layer_norm_backward`. The statistics and the bitmask are taken as given, right or
-        wrong.
+        wrong, but for an rstd of inf: that is one out of range, which is taken from x with eps = 0.
 
     Returns
     -------
@@ -395,10 +395,9 @@ def _backward_bounds(
         bias_shape=None if bias is None else bias.shape,
     )
     with np.errstate(all="ignore"):
-        r = reference.widen(rstd).reshape(rstd.shape + (1,) * k)
         dy_size = np.abs(reference.widen(dy)) + tiny
         g_size = dy_size * _weight_size(weight, zero_centered, compute) + tiny
-        xhat = reference.normalize_by(norm, x, mean, rstd, k)
+        xhat, r = reference.normalize_by(norm, x, mean, rstd, k)
         if mean is None:
             h_size = np.abs(xhat) + tiny * (1 + r)
             slope_size = np.mean(g_size * h_size, axis=axes, keepdims=True) + tiny

@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given
@@ -272,6 +273,33 @@ def test_a_row_depends_on_no_other_row(norm: Norm, seed: int) -> None:
 # ---- special values and ranges -------------------------------------------------------------------
 
 INF, NAN = np.inf, np.nan
+
+
+@both_norms
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_rows_of_subnormal_numbers_whose_rstd_is_out_of_range(norm: Norm, dtype: str) -> None:
+    rng = np.random.default_rng(0)
+    whole = rng.integers(-9, 10, (3, 64)).astype(np.float64)
+    least = float(ml_dtypes.finfo(dtype).smallest_subnormal)
+    x = np.concatenate([whole[:2] * least, whole[2:]]).astype(dtype)  # the last as it is
+    weight, dy = rng.standard_normal(64, np.float32), rng.standard_normal(x.shape)
+    forward = run_forward(norm, x, weight, eps=0.0, out_dtype="float64")
+    like = run_forward(norm, whole, weight, eps=0.0)
+    np.testing.assert_array_equal(np.isinf(forward.rstd), [True, True, False])
+    np.testing.assert_array_equal(forward.y, like.y)
+    for stored, of_whole in zip(forward[1:3], like[1:3], strict=True):
+        if stored is not None:
+            of_whole[2] = stored[2]
+    gradients = run_backward(norm, dy, x, weight, forward, bias=True)
+    expected = run_backward(norm, dy, whole, weight, like, bias=True)
+    with np.errstate(over="ignore"):
+        expected.dx[:2] /= least
+    np.testing.assert_array_equal(gradients.dweight, expected.dweight)
+    np.testing.assert_array_equal(gradients.dbias, expected.dbias)
+    np.testing.assert_array_equal(gradients.dx, round_once(expected.dx, dtype))
+    if dtype != "float64":
+        stored = (forward.mean, forward.rstd)
+        testing.check_backward(norm, gradients, dy, x, weight, *stored, bias=True)
 
 
 def test_an_infinity_makes_nan_of_itself_and_zero_of_its_row() -> None:
