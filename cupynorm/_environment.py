@@ -7,6 +7,7 @@ import functools
 import importlib.metadata
 import os
 import platform
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +127,11 @@ def cache_is_writable() -> bool:
     """Tell whether CuPy can keep kernels; where it cannot, a new one fails unless in memory."""
     folder = _cache_folder()
     nearest = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    return nearest.is_dir() and os.access(nearest, os.W_OK)
+    try:  # os.access has root write everything
+        with tempfile.TemporaryFile(dir=nearest):
+            return True
+    except OSError:
+        return False
 
 
 def _kernel_cache() -> str:

@@ -122,10 +122,10 @@ def test_a_home_without_room_for_a_kernel_cache_is_said_with_what_to_do(tmp_path
 @pytest.mark.gpu
 @pytest.mark.parametrize("arguments", [(), ("bench", "--shapes", "64x64")])
 def test_a_kernel_cache_that_cannot_be_written_is_done_without(arguments: tuple[str, ...]) -> None:
-    if not Path("/sys").is_dir() or os.access("/sys", os.W_OK):
-        pytest.skip("needs a folder that nobody can write: /sys, mounted to be read")
-    printed = run_report(*arguments, CUPY_CACHE_DIR="/sys")
-    assert "/sys, NOT writable: set CUPY_CACHE_DIR to a folder that can be written" in printed
+    if not Path("/proc").is_dir():
+        pytest.skip("needs a folder that not even root can write: Linux's /proc")
+    printed = run_report(*arguments, CUPY_CACHE_DIR="/proc")
+    assert "/proc, NOT writable: set CUPY_CACHE_DIR to a folder that can be written" in printed
     assert "on the CPU" not in printed
 
 
@@ -168,8 +168,12 @@ def test_kernel_cache_that_cannot_be_written_is_reported(tmp_path, monkeypatch) 
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "file" / "cache"))
     assert "NOT writable" in _environment._kernel_cache()
+    if Path("/proc").is_dir():  # where not even root can write
+        monkeypatch.setenv("CUPY_CACHE_DIR", "/proc")
+        assert "/proc, NOT writable: set CUPY_CACHE_DIR to" in _environment._kernel_cache()
     monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "new" / "cache"))
     assert "NOT writable" not in _environment._kernel_cache()
+    assert not list(tmp_path.glob("new*"))
 
 
 def test_kernel_cache_is_reported_to_who_has_no_home(tmp_path, monkeypatch) -> None:
