@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 import time
@@ -18,7 +19,7 @@ import numpy as np
 
 import cupynorm
 from cupynorm import _bench_command, testing
-from cupynorm._environment import describe, gpu_problem
+from cupynorm._environment import cache_is_writable, describe, gpu_problem
 from cupynorm.reference import Norm
 
 EPS = 1e-5
@@ -170,6 +171,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"  {name:<13} {fact}")
 
     missing = gpu_problem()
+    if not missing and not cache_is_writable():
+        os.environ["CUPY_CACHE_IN_MEMORY"] = "1"  # for this process, so that it can compile
     if options.command == "bench":
         if missing:
             print(f"\nThere is nothing to time: {missing}.")

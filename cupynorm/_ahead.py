@@ -116,7 +116,8 @@ def warmup(
     TypeError, ValueError
         If an argument does not fit.
     RuntimeError
-        If no GPU can be used, or the current one is older than compute capability 7.5.
+        If no GPU can be used, the current one is older than compute capability 7.5, or CuPy cannot
+        write the cache of its kernels.
 
     Examples
     --------

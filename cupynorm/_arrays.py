@@ -16,6 +16,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from cupynorm._environment import import_cupy
+
 __all__ = ["DTYPES", "Family", "check_no_mask", "device_of", "family_of", "is_numpy", "row_stride"]
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -24,7 +26,7 @@ DTYPES = {np.dtype(name): name for name in ("float64", "float32", "float16")} | 
 }
 FLOATS = tuple(DTYPES.values())
 
-_DLPACK_CPU, _DLPACK_CUDA, _DLPACK_CUDA_MANAGED = 1, 2, 13
+_DLPACK_CPU, _DLPACK_CUDA, _DLPACK_CUDA_HOST, _DLPACK_CUDA_MANAGED = 1, 2, 3, 13
 
 
 class Family:
@@ -174,7 +176,7 @@ class _DLPackFamily(Family):
 
     def _import(self, name: str, array: Any) -> Any:
         device_type, device = array.__dlpack_device__()
-        if device_type == _DLPACK_CPU:
+        if device_type in (_DLPACK_CPU, _DLPACK_CUDA_HOST):  # the host's, pinned or not
             if str(array.dtype).rpartition(".")[2] != "bfloat16":
                 return np.from_dlpack(array)
             # NumPy's DLPack knows no bfloat16.
@@ -182,7 +184,7 @@ class _DLPackFamily(Family):
                 return np.asarray(array)
             return np.from_dlpack(array.view(self.namespace.int16)).view(BFLOAT16)
         if device_type in (_DLPACK_CUDA, _DLPACK_CUDA_MANAGED):
-            return _import_cupy(f"{name} is on GPU {device}").from_dlpack(array)
+            return import_cupy(f"{name} is on GPU {device}").from_dlpack(array)
         raise TypeError(
             f"{name} must be on the CPU or on a CUDA GPU, got DLPack device type {device_type}"
         )
@@ -207,17 +209,6 @@ class _DLPackFamily(Family):
         if not is_numpy(array):
             self.namespace.from_dlpack(array)  # makes the framework's stream wait for the launch
         return target
-
-
-def _import_cupy(reason: str) -> Any:
-    try:
-        import cupy
-    except ImportError as error:
-        raise ImportError(
-            f"{reason}, and cupynorm's GPU path needs CuPy: install cupynorm[cuda12] or "
-            f"cupynorm[cuda13], as your driver's CUDA is 12 or 13 ({error})"
-        ) from error
-    return cupy
 
 
 def _type_name(array: Any) -> str:

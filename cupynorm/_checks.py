@@ -31,22 +31,25 @@ _REAL = numbers.Real, BFLOAT16.type
 
 
 def trailing_axes(
-    x_ndim: int,
-    axis: int | Sequence[int] | None,
-    weight_ndim: int | None = None,
-    bias_ndim: int | None = None,
+    x_ndim: int, axis: int | Sequence[int] | None, weight: Any = None, bias: Any = None
 ) -> int:
-    """Return how many trailing axes of x are normalized."""
+    """Return how many trailing axes of x are normalized; bias may be True or False."""
     if axis is None:
-        covering = weight_ndim if weight_ndim is not None else bias_ndim
-        count = 1 if covering is None else covering
-        if 1 <= count <= x_ndim:
-            return count
         if x_ndim == 0:
             raise ValueError("x must have at least one axis, got a 0-dimensional array")
-        owner = "weight" if weight_ndim is not None else "bias"
-        most = "1 axis" if x_ndim == 1 else f"1 to {x_ndim} axes"
-        raise ValueError(f"{owner} must have {most}, as x has {x_ndim}; got {count}")
+        for name, array in (("weight", weight), ("bias", bias)):
+            count = getattr(array, "ndim", 1)
+            if count != 1:
+                readings = (
+                    f": pass axis={tuple(range(-count, 0))} to normalize {count} axes together, or "
+                    f"axis=-1 to normalize the last alone, where a {name} that varies over the "
+                    "others, as one per head does, is not supported yet"
+                )
+                raise ValueError(
+                    f"{name} must have one axis where axis is None, got shape "
+                    f"{tuple(array.shape)}{readings if 1 < count <= x_ndim else ''}"
+                )
+        return 1
     axes = axis if isinstance(axis, Sequence) else (axis,)
     if isinstance(axis, str | bytes) or not all(
         isinstance(a, numbers.Integral) and not isinstance(a, bool) for a in axes
@@ -183,12 +186,7 @@ def _check_operands(
     to_dtype("x.dtype", x.dtype)
     _check_memory("x", x, x)
     check_zero_centered(zero_centered, has_weight=weight is not None)
-    k = trailing_axes(
-        x.ndim,
-        axis,
-        None if weight is None else weight.ndim,
-        None if bias is None else bias.ndim,
-    )
+    k = trailing_axes(x.ndim, axis, weight, bias)
     normalized = x.shape[x.ndim - k :]
     if 0 in normalized:
         raise ValueError(f"x must have at least one element in each row, got shape {x.shape}")
@@ -198,11 +196,9 @@ def _check_operands(
         to_dtype(f"{name}.dtype", array.dtype)
         _check_memory(name, array, x)
         if axis is None and array.shape != normalized:
-            leads = array.ndim > 1 and array.shape[0] == 1
-            hint = " (with leading axes of 1, pass axis=)" if leads else ""
             raise ValueError(
                 f"{name} must have the shape of x's normalized axes, {normalized}; got "
-                f"{array.shape}{hint}"
+                f"{array.shape}"
             )
         check_row(name, array.shape, x.shape, k)
     return k

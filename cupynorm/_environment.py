@@ -7,10 +7,28 @@ import functools
 import importlib.metadata
 import os
 import platform
+import tempfile
 from pathlib import Path
 from typing import Any
 
-__all__ = ["describe", "gpu_name", "gpu_problem"]
+__all__ = ["cache_is_writable", "describe", "gpu_name", "gpu_problem", "import_cupy"]
+
+NO_CACHE = "CuPy cannot be imported, as it cannot make its kernel cache"
+USE_A_FOLDER = "set CUPY_CACHE_DIR to a folder that can be written"
+
+
+def import_cupy(reason: str) -> Any:
+    """Return CuPy, or raise ImportError with the reason it is needed and what to do."""
+    try:
+        import cupy
+    except ImportError as error:
+        raise ImportError(
+            f"{reason}, and cupynorm's GPU path needs CuPy: install cupynorm[cuda12] or "
+            f"cupynorm[cuda13], as your driver's CUDA is 12 or 13 ({error})"
+        ) from error
+    except OSError as error:
+        raise ImportError(f"{reason}, and {NO_CACHE}: {error}; {USE_A_FOLDER}") from error
+    return cupy
 
 
 @functools.cache
@@ -27,6 +45,8 @@ def gpu_problem() -> str | None:
         )
     except ImportError as error:
         return f"CuPy cannot be imported: {error}"
+    except OSError as error:
+        return f"{NO_CACHE}: {error} ({USE_A_FOLDER})"
     if tuple(map(int, cupy.__version__.split(".")[:2])) < (14, 2):
         return f"CuPy 14.2 or newer is needed, found {cupy.__version__}"
     runtime = cupy.cuda.runtime
@@ -35,7 +55,7 @@ def gpu_problem() -> str | None:
             return "no NVIDIA driver is installed (https://www.nvidia.com/drivers)"
         count = runtime.getDeviceCount()
     except runtime.CUDARuntimeError as error:
-        return str(error)
+        return f"{error} (see CUDA_VISIBLE_DEVICES, nvidia-smi)"
     return None if count else "the driver shows no device (see CUDA_VISIBLE_DEVICES, nvidia-smi)"
 
 
@@ -54,7 +74,7 @@ def describe() -> dict[str, str]:
     for name, package in (("torch", "torch"), ("JAX", "jax")):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             facts[name] = importlib.metadata.version(package)
-    with contextlib.suppress(ImportError):
+    with contextlib.suppress(ImportError, OSError):
         facts |= _cupy_facts()
     problem = gpu_problem()
     if problem:
@@ -97,10 +117,27 @@ def _dotted(version: int) -> str:
     return f"{version // 1000}.{version % 1000 // 10}"
 
 
-def _kernel_cache() -> str:
+def _cache_folder() -> Path:
     # As CuPy does; pathlib raises where there is no home.
     default = os.path.expanduser("~/.cupy/kernel_cache")  # noqa: PTH111
-    folder = Path(os.environ.get("CUPY_CACHE_DIR", default))
+    return Path(os.environ.get("CUPY_CACHE_DIR", default))
+
+
+def cache_is_writable() -> bool:
+    """Tell whether CuPy can keep kernels; where it cannot, a new one fails unless in memory."""
+    folder = _cache_folder()
     nearest = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    writable = nearest.is_dir() and os.access(nearest, os.W_OK)
-    return f"{folder}, {'writable' if writable else 'NOT writable: every process compiles again'}"
+    try:  # os.access has root write everything
+        with tempfile.TemporaryFile(dir=nearest):
+            return True
+    except OSError:
+        return False
+
+
+def _kernel_cache() -> str:
+    if cache_is_writable():
+        return f"{_cache_folder()}, writable"
+    return (
+        f"{_cache_folder()}, NOT writable: {USE_A_FOLDER}, or CUPY_CACHE_IN_MEMORY to 1 to compile "
+        "anew in each process"
+    )

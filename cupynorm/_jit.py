@@ -33,6 +33,7 @@ from cupynorm._config import (
     strips_backward_bytes,
     team_bytes,
 )
+from cupynorm._environment import USE_A_FOLDER
 from cupynorm._spec import CPP_TYPES, BackwardSpec, ForwardSpec, compute_dtype
 
 __all__ = [
@@ -361,7 +362,7 @@ def load(kernel: Instantiation, device: int) -> _driver.Kernel:
     ------
     RuntimeError
         If it is not loaded and the current stream is being captured into a CUDA graph, which
-        loading would invalidate.
+        loading would invalidate; or if CuPy cannot write its kernel cache.
     cupy.cuda.compiler.CompileException
         If the kernel cannot be compiled.
     """
@@ -387,9 +388,16 @@ def load(kernel: Instantiation, device: int) -> _driver.Kernel:
                     name_expressions=[kernel.expression],
                 )
             capability = int(cupy.cuda.Device(device).compute_capability)
+            try:
+                handle = module.get_function(kernel.expression).kernel
+            except OSError as error:
+                raise RuntimeError(
+                    f"{kernel.expression} cannot be kept in CuPy's kernel cache: {error}; "
+                    f"{USE_A_FOLDER}, or CUPY_CACHE_IN_MEMORY to 1"
+                ) from error
             function = _driver.Kernel(
                 kernel.expression,
-                module.get_function(kernel.expression).kernel,
+                handle,
                 kernel.block_threads,
                 kernel.shared_bytes,
                 kernel.parameters,

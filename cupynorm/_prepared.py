@@ -22,6 +22,7 @@ MOST_CALLS = 4096
 calls: dict[Hashable, Any] = {}
 
 _NUMBERS = frozenset((float, int))
+_INTS = frozenset((int,))
 
 
 def remember(calls: dict[Any, Any], key: Any, call: Any) -> Any:
@@ -53,7 +54,11 @@ def forward_key(
         or not (bias is None or type(bias) is array_type)
         or not (out is None or type(out) is array_type)
         or type(eps) is not float
-        or not (axis is None or type(axis) is int)
+        or not (
+            axis is None
+            or type(axis) is int
+            or (type(axis) is tuple and _INTS.issuperset(map(type, axis)))
+        )
         or type(zero_centered) is not bool
         or not (relu is None or (type(relu) is tuple and _NUMBERS.issuperset(map(type, relu))))
         or not (out_dtype is None or isinstance(out_dtype, np.dtype | str | type))
@@ -101,7 +106,11 @@ def backward_key(
         or not (bias is None or type(bias) is bool or type(bias) is array_type)
         or not (bitmask is None or type(bitmask) is array_type)
         or not (dx is None or type(dx) is array_type)
-        or not (axis is None or type(axis) is int)
+        or not (
+            axis is None
+            or type(axis) is int
+            or (type(axis) is tuple and _INTS.issuperset(map(type, axis)))
+        )
         or type(zero_centered) is not bool
     ):
         return None

@@ -56,8 +56,8 @@ def rms_norm(
     eps : float
         Added to the mean square.
     axis : int or tuple of int, optional
-        The trailing axes to normalize over, together one row of N elements. By default those that
-        weight (or bias) covers, or the last axis without either.
+        The trailing axes to normalize over, together one row of N elements; by default the last. A
+        weight or bias of more axes than one needs it.
     zero_centered : bool
         Scale by ``1 + weight``, added in the compute dtype.
     relu : (float, float), optional
@@ -90,7 +90,8 @@ def rms_norm(
     ImportError
         If x is on a GPU, and CuPy cannot be imported.
     RuntimeError
-        If the call is captured into a CUDA graph before its kernel was loaded: see `warmup`.
+        If the call is captured into a CUDA graph before its kernel was loaded: see `warmup`; or if
+        CuPy cannot write the cache of its kernels.
 
     See Also
     --------

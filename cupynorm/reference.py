@@ -75,19 +75,30 @@ def normalize(norm: Norm, x: Array, k: int, eps: float) -> tuple[Float64, Float6
     return d / root, mean, np.ldexp(1.0 / root, -exponent)
 
 
-def normalize_by(norm: Norm, x: Array, mean: Array | None, rstd: Array, k: int) -> Float64:
-    """Return xhat from stored statistics, of which mean is no more than a shift."""
-    kept = rstd.shape + (1,) * k
+def normalize_by(
+    norm: Norm, x: Array, mean: Array | None, rstd: Array, k: int
+) -> tuple[Float64, Float64]:
+    """Return xhat and rstd from stored statistics, of which mean is no more than a shift.
+
+    rstd keeps axes of size 1. One of inf was out of its dtype's range, as that of a row of
+    subnormal numbers is where eps is 0: such a row is normalized again.
+    """
+    wide_rstd = widen(rstd).reshape(rstd.shape + (1,) * k)
     if norm == "rms_norm":
-        return widen(x) * widen(rstd).reshape(kept)
-    assert mean is not None  # noqa: S101 - narrows the type; the callers always have it here
-    # In parts, since x - mean may overflow where x * rstd does not.
-    significand, exponent = np.frexp(widen(rstd).reshape(kept))
-    down = np.where(np.isfinite(significand), np.minimum(exponent, 0), 0)
-    d = np.ldexp(widen(x), down) - np.ldexp(widen(mean).reshape(kept), down)
-    h: Float64 = d * np.ldexp(significand, exponent - down)
-    h -= h.mean(axis=tuple(range(-k, 0)), keepdims=True)
-    return h
+        xhat = widen(x) * wide_rstd
+    else:
+        assert mean is not None  # noqa: S101 - narrows the type; the callers always have it here
+        # In parts, since x - mean may overflow where x * rstd does not.
+        significand, exponent = np.frexp(wide_rstd)
+        down = np.where(np.isfinite(significand), np.minimum(exponent, 0), 0)
+        d = np.ldexp(widen(x), down) - np.ldexp(widen(mean).reshape(wide_rstd.shape), down)
+        xhat = d * np.ldexp(significand, exponent - down)
+        xhat -= xhat.mean(axis=tuple(range(-k, 0)), keepdims=True)
+    lost = np.isposinf(wide_rstd)
+    if lost.any():
+        again, _, exact_rstd = normalize(norm, x, k, 0.0)
+        return np.where(lost, again, xhat), np.where(lost, exact_rstd, wide_rstd)
+    return xhat, wide_rstd
 
 
 def affine(xhat: Float64, weight: Array | None, bias: Array | None, zero_centered: bool) -> Float64:
@@ -152,11 +163,11 @@ def backward_float64(
     with np.errstate(all="ignore"):
         wide_dy = widen(dy)
         g = wide_dy * effective_weight(weight, zero_centered)
-        xhat = normalize_by(norm, x, mean, rstd, k)
+        xhat, wide_rstd = normalize_by(norm, x, mean, rstd, k)
         dx = g - xhat * np.mean(g * xhat, axis=axes, keepdims=True)
         if norm == "layer_norm":
             dx -= g.mean(axis=axes, keepdims=True)
-        dx *= widen(rstd).reshape(rstd.shape + (1,) * k)
+        dx *= wide_rstd
         dweight = None if weight is None else sum_to_shape(wide_dy * xhat, weight.shape)
         dbias = None if bias_shape is None else sum_to_shape(wide_dy, bias_shape)
         return NormBackward(dx, dweight, dbias)
@@ -235,7 +246,7 @@ def _forward(
     out_dtype: DTypeLike | None,
     out: Array | None,
 ) -> NormForward:
-    k = trailing_axes(x.ndim, axis, _ndim(weight), _ndim(bias))
+    k = trailing_axes(x.ndim, axis, weight, bias)
     exact = forward_float64(
         norm, x, weight, bias, k=k, eps=eps, zero_centered=zero_centered, relu=relu
     )
@@ -262,7 +273,7 @@ def _backward(
     zero_centered: bool,
     dx: Array | None,
 ) -> NormBackward:
-    k = trailing_axes(x.ndim, axis, _ndim(weight), _ndim(bias))
+    k = trailing_axes(x.ndim, axis, weight, bias)
     shape, dtype = bias_like(x, weight, bias, k)
     dy = masked(dy, bitmask, k)
     exact = backward_float64(
@@ -273,10 +284,6 @@ def _backward(
         None if weight is None else round_once(exact.dweight, weight.dtype),
         None if shape is None else round_once(exact.dbias, dtype),
     )
-
-
-def _ndim(array: bool | Array | None) -> int | None:
-    return array.ndim if isinstance(array, np.ndarray) else None
 
 
 def bias_like(

@@ -191,7 +191,7 @@ def check_forward(
     ['rstd', 'y']
     """
     fields = result._asdict() if isinstance(result, NormForward) else {"y": result}
-    k = trailing_axes(x.ndim, axis, _ndim(weight), _ndim(bias))
+    k = trailing_axes(x.ndim, axis, weight, bias)
     compute, kept = reference.compute_dtype(x), x.shape[: x.ndim - k]
     dtypes = {"y": x.dtype if out_dtype is None else np.dtype(out_dtype)}
     shapes = {"y": x.shape}
@@ -243,7 +243,7 @@ def check_backward(
     dy, x, weight, mean, rstd, bias, bitmask, axis, zero_centered
         What it was given, as NumPy arrays, mean being None for RMSNorm; see
         `cupynorm.layer_norm_backward`. The statistics and the bitmask are taken as given, right or
-        wrong.
+        wrong, but for an rstd of inf: that is one out of range, which is taken from x with eps = 0.
 
     Returns
     -------
@@ -266,7 +266,7 @@ def check_backward(
     >>> sorted(ratios)
     ['dx']
     """
-    k = trailing_axes(x.ndim, axis, _ndim(weight), _ndim(bias))
+    k = trailing_axes(x.ndim, axis, weight, bias)
     compute = reference.compute_dtype(x)
     dtypes, shapes = {"dx": x.dtype}, {"dx": x.shape}
     if weight is not None:
@@ -395,10 +395,9 @@ def _backward_bounds(
         bias_shape=None if bias is None else bias.shape,
     )
     with np.errstate(all="ignore"):
-        r = reference.widen(rstd).reshape(rstd.shape + (1,) * k)
         dy_size = np.abs(reference.widen(dy)) + tiny
         g_size = dy_size * _weight_size(weight, zero_centered, compute) + tiny
-        xhat = reference.normalize_by(norm, x, mean, rstd, k)
+        xhat, r = reference.normalize_by(norm, x, mean, rstd, k)
         if mean is None:
             h_size = np.abs(xhat) + tiny * (1 + r)
             slope_size = np.mean(g_size * h_size, axis=axes, keepdims=True) + tiny
@@ -459,10 +458,6 @@ def _overflow_threshold(dtype: np.dtype[Any]) -> float:
         return float(largest + _half_ulp(np.array(largest), dtype))
 
 
-def _ndim(array: bool | Array | None) -> int | None:
-    return array.ndim if isinstance(array, np.ndarray) else None
-
-
 def _assert_layout(
     fields: dict[str, Any], shapes: dict[str, tuple[int, ...]], dtypes: dict[str, np.dtype[Any]]
 ) -> None:
@@ -487,7 +482,7 @@ def _chunks(
 ) -> Iterator[tuple[str, Rows, Array | None, Array | None]]:
     """Yield some rows at a time: their index in words, what takes them, their weight and bias."""
     lead = x.ndim - k
-    if max(_ndim(weight) or 0, _ndim(bias) or 0) > k:
+    if any(array is not None and array.ndim > k for array in (weight, bias)):
         yield "", lambda array: array, weight, bias  # the weight differs from row to row
         return
     count = math.prod(x.shape[:lead])

@@ -110,7 +110,7 @@ def with_relu(kind: AxisType, normalized: tuple[int, ...] = SHAPE[-1:]) -> Any:
     arrays = [
         a.astype(np.float32).reshape(*a.shape[:-1], *normalized) for a in (X, WEIGHT, BIAS, DY)
     ]
-    clamped = functools.partial(norm, relu=(0.0, 1.0))
+    clamped = functools.partial(norm, axis=tuple(range(-len(normalized), 0)), relu=(0.0, 1.0))
     mesh = mesh_of((2, 2), kind)
     split = [
         jax.device_put(a, NamedSharding(mesh, s))

@@ -238,7 +238,7 @@ def problems(
     weight_dtype = draw(st.none() | dtypes())
     bias_dtype = draw(st.none() | dtypes())
     weight_shape = bias_shape = shape[-k:]
-    axis = tuple(range(-k, 0)) if draw(st.booleans()) or not (weight_dtype or bias_dtype) else None
+    axis = tuple(range(-k, 0)) if k > 1 or draw(st.booleans()) else None
     if broadcast and axis is not None:
         weight_shape = tuple(n if draw(st.booleans()) else 1 for n in shape)
         bias_shape = tuple(n if draw(st.booleans()) else 1 for n in shape[-k - 1 :])

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -262,6 +263,23 @@ def test_bits_are_packed_and_unpacked_in_a_framework(
     assert_same_bits(to_numpy(unpacked), mask)
 
 
+@each_framework
+def test_up_to_64_axes(framework: str) -> None:
+    x = make_values("normal", (6, 9), "float32", seed=0)
+    shape = (2, *(1,) * 61, 3, 9)
+    weight, fewer, more = (convert(framework, a) for a in (x[0], x, x.reshape(shape)))
+    results = []
+    for x in (fewer, more):
+        forward = cupynorm.layer_norm_forward(x, relu=(-0.5, 0.5))
+        statistics = {name: getattr(forward, name) for name in ("mean", "rstd", "bitmask")}
+        backward = cupynorm.layer_norm_backward(x, x, weight, **statistics)
+        mask = cupynorm.unpack_bitmask(forward.bitmask, 9)
+        results.append((*forward, *backward, mask, cupynorm.pack_bitmask(mask)))
+    for expected, actual in zip(*results, strict=True):
+        assert actual.ndim in (1, 63, 64)
+        assert_same_bits(to_numpy(actual).reshape(expected.shape), to_numpy(expected))
+
+
 def test_views_are_packed_and_unpacked_as_their_copies() -> None:
     mask = np.random.default_rng(0).random((40, 24)) < 0.5
     for name, view in VIEWS.items():
@@ -398,6 +416,37 @@ def test_torch_outputs_are_written_in_place_and_returned(norm: str, dtype: str) 
     expected = backward(dy, x, weight, *statistics).dx
     assert backward(dy, x, weight, *statistics, dx=dy).dx is dy
     assert torch.equal(dy, expected)
+
+
+@each_dtype
+@pytest.mark.parametrize("norm", ["rms_norm", "layer_norm"])
+def test_pinned_tensors_are_on_the_cpu(
+    norm: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch = pytest.importorskip("torch")
+    x, dy = (convert("torch", make_values("normal", (3, 5), dtype, seed)) for seed in (1, 2))
+    weight, out, dx = x[0].clone(), torch.empty_like(x), torch.empty_like(x)
+
+    def both(**outputs: Any) -> Any:
+        forward = getattr(cupynorm, f"{norm}_forward")(
+            x, weight, relu=(-1, 1), out=outputs.get("out")
+        )
+        statistics = [s for s in (forward.mean, forward.rstd) if s is not None]
+        backward = getattr(cupynorm, f"{norm}_backward")(
+            dy, x, weight, *statistics, bias=weight, bitmask=forward.bitmask, dx=outputs.get("dx")
+        )
+        mask = cupynorm.unpack_bitmask(forward.bitmask, 5)
+        return (*forward, *backward, mask, cupynorm.pack_bitmask(mask))
+
+    expected = both()
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: True)  # this takes a GPU
+    assert x.__dlpack_device__()[0] == 3
+    actual = both(out=out, dx=dx)
+    assert any(result is out for result in actual)
+    assert any(result is dx for result in actual)
+    monkeypatch.undo()
+    for one, other in zip(actual, expected, strict=True):
+        assert one is other is None or torch.equal(one, other)
 
 
 def test_a_torch_out_may_have_another_dtype() -> None:
@@ -617,6 +666,17 @@ def test_a_gpu_array_without_cupy_says_what_to_install(
     monkeypatch.setitem(sys.modules, "cupy", None)
     with pytest.raises(ImportError, match=r"x is on GPU 3.*cupynorm\[cuda12\].*cupynorm\[cuda13\]"):
         cupynorm.rms_norm(array)
+
+
+def test_a_gpu_array_beside_a_kernel_cache_that_cannot_be_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    array = foreign_array(monkeypatch, 2)
+    with monkeypatch.context() as patch:
+        patch.delitem(sys.modules, "cupy", raising=False)
+        patch.setattr("builtins.__import__", mock.Mock(side_effect=FileExistsError("a file")))
+        with pytest.raises(ImportError, match=r"x is on GPU 3, .* a file; set CUPY_CACHE_DIR to"):
+            cupynorm.rms_norm(array)
 
 
 def test_a_framework_without_from_dlpack_is_a_type_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import sys
 import threading
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -356,3 +357,23 @@ def test_kernels_overlap_where_a_gpu_can(
     for wanted in (False, True):
         _jit.load(_jit.Instantiation("relu.cuh", f"k<{wanted}>", "q", 32, 0, 1, wanted), 0)
     assert made == [False, overlaps]
+
+
+def test_a_kernel_that_cannot_be_kept_is_named_with_what_to_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cupy = pytest.importorskip("cupy", exc_type=ImportError)
+    denied = mock.Mock(side_effect=PermissionError(13, "Permission denied", "/cache/a"))
+    stream = SimpleNamespace(is_capturing=lambda: False)
+    device = SimpleNamespace(compute_capability="90")
+    monkeypatch.setattr(cupy.cuda, "get_current_stream", lambda: stream)
+    monkeypatch.setattr(cupy.cuda, "Device", lambda index: device)
+    monkeypatch.setattr(cupy, "RawModule", lambda **options: SimpleNamespace(get_function=denied))
+    for name in ("_functions", "_modules", "_locks"):
+        monkeypatch.setattr(_jit, name, {})
+    for _ in range(2):
+        with pytest.raises(
+            RuntimeError, match=r"k<1> cannot be kept .* denied: '/cache/a'; set CUPY_CACHE_DIR to"
+        ):
+            _jit.load(_jit.Instantiation("relu.cuh", "k<1>", "q", 32, 0), 0)
+    assert denied.call_count == 2

@@ -687,6 +687,35 @@ def test_torch_tensors_come_and_go_by_dlpack(name: str) -> None:
     assert torch.equal(out, forward.y)
 
 
+@pytest.mark.parametrize("name", DTYPES)
+def test_pinned_tensors_are_on_the_cpu(name: str) -> None:
+    torch = pytest.importorskip("torch")
+    x, dy = (torch.randn(5, 40).to(getattr(torch, name)) for _ in range(2))
+    weight = torch.randn(40)
+    mask = torch.rand(5, 40) < 0.5
+
+    def both(pin: Any) -> Any:
+        arguments = pin(x), pin(weight)
+        out, dx = pin(torch.empty_like(x)), pin(torch.empty_like(x))
+        forward = cupynorm.layer_norm_forward(*arguments, out=out, relu=(0, 1))
+        bits = pin(forward.bitmask)
+        statistics = pin(forward.mean), pin(forward.rstd)
+        backward = cupynorm.layer_norm_backward(
+            pin(dy), *arguments, *statistics, bias=pin(weight), bitmask=bits, dx=dx
+        )
+        assert forward.y is out
+        assert backward.dx is dx
+        packed = cupynorm.pack_bitmask(pin(mask)), cupynorm.unpack_bitmask(bits, 40)
+        return (*forward, *backward, *packed)
+
+    def pinned(tensor: Any) -> Any:
+        return tensor.pin_memory()
+
+    assert pinned(x).__dlpack_device__()[0] == 3
+    for one, other in zip(both(pinned), both(torch.clone), strict=True):
+        assert torch.equal(one, other)
+
+
 def test_torch_streams_are_ordered_both_ways() -> None:
     torch = pytest.importorskip("torch")
     source = torch.randn(8192, 4096, device="cuda")

@@ -392,8 +392,10 @@ def test_rows_in_strips(norm: str, name: str, m: int) -> None:
 def test_two_axes_of_512_make_one_row_of_262144(norm: str) -> None:
     x = make_values("normal", (6, 512, 512), DTYPES["bfloat16"], 5)
     weight = make_values("normal", (512, 512), DTYPES["bfloat16"], 6)
-    check(norm, x, weight, wants_dbias=True)
-    check(norm, x.astype(np.float32), weight, out_dtype=DTYPES["bfloat16"], wants_dbias=False)
+    check(norm, x, weight, wants_dbias=True, axis=(-2, -1))
+    half = DTYPES["bfloat16"]
+    wide = x.astype(np.float32)
+    check(norm, wide, weight, out_dtype=half, wants_dbias=False, axis=(-2, -1))
 
 
 @pytest.mark.parametrize("n", [1, 3, 768, 8192, 40000])

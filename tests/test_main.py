@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -15,9 +16,9 @@ from cupynorm import __main__ as report
 from cupynorm import _environment
 
 
-def run_report(**environment: str) -> str:
+def run_report(*arguments: str, **environment: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-m", "cupynorm"],
+        [sys.executable, "-m", "cupynorm", *arguments],
         env=os.environ | environment,
         capture_output=True,
         text=True,
@@ -88,6 +89,46 @@ def test_a_missing_cupy_is_said_with_what_to_install(monkeypatch: pytest.MonkeyP
     assert "pip install 'cupynorm[cuda12]' or 'cupynorm[cuda13]', in a clone '.[cuda12]'" in problem
 
 
+@pytest.mark.parametrize("folder", ["{}/file", "{}/file/cache", ""])
+def test_a_kernel_cache_that_cannot_be_made_is_said_with_what_to_do(
+    folder: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("cupy", exc_type=ImportError)
+    (tmp_path / "file").write_text("")
+    printed = run_report(CUPY_CACHE_DIR=folder.format(tmp_path))
+    reason = "CuPy cannot be imported, as it cannot make its kernel cache: [Errno "
+    said = [line for line in printed.splitlines() if reason in line]
+    assert [line.split()[0] for line in said] == ["GPU", "No"]
+    assert all("set CUPY_CACHE_DIR to a folder that can be written" in line for line in said)
+    assert right_passes(printed) == expected_passes(report.CPU_PROBLEMS)
+
+
+def test_a_home_without_room_for_a_kernel_cache_is_said_with_what_to_do(tmp_path: Path) -> None:
+    pytest.importorskip("cupy", exc_type=ImportError)
+    (tmp_path / "home").write_text("")
+    program = "import cupynorm; print(cupynorm.supports('rms_norm', 64, 'float32'))"
+    environment = {name: value for name, value in os.environ.items() if name != "CUPY_CACHE_DIR"}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment | {"HOME": str(tmp_path / "home")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.startswith("CuPy cannot be imported, as it cannot make"), done.stderr
+    assert str(tmp_path / "home/.cupy") in done.stdout
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("arguments", [(), ("bench", "--shapes", "64x64")])
+def test_a_kernel_cache_that_cannot_be_written_is_done_without(arguments: tuple[str, ...]) -> None:
+    if not Path("/proc").is_dir():
+        pytest.skip("needs a folder that not even root can write: Linux's /proc")
+    printed = run_report(*arguments, CUPY_CACHE_DIR="/proc")
+    assert "/proc, NOT writable: set CUPY_CACHE_DIR to a folder that can be written" in printed
+    assert "on the CPU" not in printed
+
+
 @pytest.mark.gpu
 def test_on_gpu_every_pass_is_right() -> None:
     printed = run_report()
@@ -127,8 +168,12 @@ def test_kernel_cache_that_cannot_be_written_is_reported(tmp_path, monkeypatch) 
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "file" / "cache"))
     assert "NOT writable" in _environment._kernel_cache()
+    if Path("/proc").is_dir():  # where not even root can write
+        monkeypatch.setenv("CUPY_CACHE_DIR", "/proc")
+        assert "/proc, NOT writable: set CUPY_CACHE_DIR to" in _environment._kernel_cache()
     monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "new" / "cache"))
     assert "NOT writable" not in _environment._kernel_cache()
+    assert not list(tmp_path.glob("new*"))
 
 
 def test_kernel_cache_is_reported_to_who_has_no_home(tmp_path, monkeypatch) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given
@@ -59,9 +60,9 @@ GRADIENT_SHAPES = {
     "one row": ((5,), None, (5,), (5,)),
     "one column": ((4, 1), None, (1,), (1,)),
     "no weight": ((3, 5), -1, None, None),
-    "bias alone": ((2, 3, 4), None, None, (3, 4)),
-    "two axes": ((2, 3, 4), None, (3, 4), (3, 4)),
-    "all axes": ((2, 3), None, (2, 3), (2, 3)),
+    "bias alone": ((2, 3, 4), (-2, -1), None, (3, 4)),
+    "two axes": ((2, 3, 4), (-2, -1), (3, 4), (3, 4)),
+    "all axes": ((2, 3), (0, 1), (2, 3), (2, 3)),
     "leading axes": ((2, 3, 4), -1, (4,), (4,)),
     "per head": ((2, 3, 4), -1, (3, 4), (3, 4)),
     "per example": ((2, 3, 4), -1, (2, 1, 4), (2, 1, 4)),
@@ -97,6 +98,25 @@ def test_backward_is_the_derivative_of_forward(norm: Norm, zero_centered: bool, 
         assert result.dbias is None
     else:
         assert_gradient(result.dbias, lambda at: loss(x, weight, at), bias)
+
+
+@both_norms
+@pytest.mark.parametrize("given", ["weight", "bias"])
+def test_operands_of_two_axes_need_an_axis(norm: Norm, given: str) -> None:
+    x = np.arange(24.0).reshape(2, 3, 4)
+    options: Any = {"bias": None if given == "weight" else x[0]}
+    weight = x[0] if given == "weight" else None
+    forward = run_forward(norm, x, weight, **options, axis=-1)
+    result = run_backward(norm, x, x, weight, forward, **options, axis=-1)
+    stored = (forward.mean, forward.rstd)
+    for call in (
+        lambda: run_forward(norm, x, weight, **options),
+        lambda: run_backward(norm, x, x, weight, forward, **options),
+        lambda: testing.check_forward(norm, forward, x, weight, **options, eps=1e-6),
+        lambda: testing.check_backward(norm, result, x, x, weight, *stored, **options),
+    ):
+        with pytest.raises(ValueError, match=f"{given} must have one axis where axis is None"):
+            call()
 
 
 @both_norms
@@ -180,8 +200,9 @@ def test_torch_agrees(norm: Norm, dtype: str, row: tuple[int, ...]) -> None:
     function = getattr(torch.nn.functional, norm)
     y = function(x, row, w, eps=1e-3) if b is None else function(x, row, w, b, eps=1e-3)
     y.backward(torch.tensor(arrays[1]))
-    testing.check_forward(norm, y.detach().numpy(), arrays[0], weight, bias, eps=1e-3)
-    forward = run_forward(norm, arrays[0], weight, bias, eps=1e-3)
+    options: Any = {"eps": 1e-3, "axis": tuple(range(-len(row), 0))}
+    testing.check_forward(norm, y.detach().numpy(), arrays[0], weight, bias, **options)
+    forward = run_forward(norm, arrays[0], weight, bias, **options)
     result = NormBackward(x.grad.numpy(), w.grad.numpy(), None if b is None else b.grad.numpy())
     testing.check_backward(
         norm,
@@ -192,6 +213,7 @@ def test_torch_agrees(norm: Norm, dtype: str, row: tuple[int, ...]) -> None:
         forward.mean,
         forward.rstd,
         bias=bias is not None,
+        axis=options["axis"],
     )
 
 
@@ -251,6 +273,33 @@ def test_a_row_depends_on_no_other_row(norm: Norm, seed: int) -> None:
 # ---- special values and ranges -------------------------------------------------------------------
 
 INF, NAN = np.inf, np.nan
+
+
+@both_norms
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_rows_of_subnormal_numbers_whose_rstd_is_out_of_range(norm: Norm, dtype: str) -> None:
+    rng = np.random.default_rng(0)
+    whole = rng.integers(-9, 10, (3, 64)).astype(np.float64)
+    least = float(ml_dtypes.finfo(dtype).smallest_subnormal)
+    x = np.concatenate([whole[:2] * least, whole[2:]]).astype(dtype)  # the last as it is
+    weight, dy = rng.standard_normal(64, np.float32), rng.standard_normal(x.shape)
+    forward = run_forward(norm, x, weight, eps=0.0, out_dtype="float64")
+    like = run_forward(norm, whole, weight, eps=0.0)
+    np.testing.assert_array_equal(np.isinf(forward.rstd), [True, True, False])
+    np.testing.assert_array_equal(forward.y, like.y)
+    for stored, of_whole in zip(forward[1:3], like[1:3], strict=True):
+        if stored is not None:
+            of_whole[2] = stored[2]
+    gradients = run_backward(norm, dy, x, weight, forward, bias=True)
+    expected = run_backward(norm, dy, whole, weight, like, bias=True)
+    with np.errstate(over="ignore"):
+        expected.dx[:2] /= least
+    np.testing.assert_array_equal(gradients.dweight, expected.dweight)
+    np.testing.assert_array_equal(gradients.dbias, expected.dbias)
+    np.testing.assert_array_equal(gradients.dx, round_once(expected.dx, dtype))
+    if dtype != "float64":
+        stored = (forward.mean, forward.rstd)
+        testing.check_backward(norm, gradients, dy, x, weight, *stored, bias=True)
 
 
 def test_an_infinity_makes_nan_of_itself_and_zero_of_its_row() -> None:
@@ -340,7 +389,7 @@ def test_a_large_mean_costs_no_digit_of_the_variance() -> None:
 
 def test_a_bitmask_has_the_bits_of_the_flattened_row_and_no_others() -> None:
     x = np.arange(-15, 15, dtype=np.float32).reshape(2, 3, 5)
-    forward = reference.rms_norm_forward(x, bias=0 * x[0], relu=(0, 1))
+    forward = reference.rms_norm_forward(x, axis=(1, 2), relu=(0, 1))
     inside = ((forward.y > 0) & (forward.y < 1)).reshape(2, 15)
     assert forward.bitmask.shape == (2, 2)
     np.testing.assert_array_equal(forward.bitmask, np.packbits(inside, axis=-1, bitorder="little"))

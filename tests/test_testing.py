@@ -309,11 +309,12 @@ def test_gradients_of_an_unmasked_dy_are_refused(field: str) -> None:
 def test_rows_in_chunks_are_rows_at_once(norm: Norm, monkeypatch: pytest.MonkeyPatch) -> None:
     x, dy = (make_values("normal", (3, 11, 2, 8), "bfloat16", seed) for seed in (0, 1))
     weight = make_values("normal", (2, 8), "float32", 2)
-    options: Any = {"eps": 1e-6, "relu": (0, 6)}
+    axis = (-2, -1)
+    options: Any = {"eps": 1e-6, "relu": (0, 6), "axis": axis}
     forward = getattr(reference, f"{norm}_forward")(x, weight, **options)
     statistics = [s for s in (forward.mean, forward.rstd) if s is not None]
     backward = getattr(reference, f"{norm}_backward")(
-        dy, x, weight, *statistics, bias=True, bitmask=forward.bitmask
+        dy, x, weight, *statistics, bias=True, bitmask=forward.bitmask, axis=axis
     )
 
     def ratios() -> list[float]:
@@ -328,6 +329,7 @@ def test_rows_in_chunks_are_rows_at_once(norm: Norm, monkeypatch: pytest.MonkeyP
             forward.rstd,
             bias=True,
             bitmask=forward.bitmask,
+            axis=axis,
         )
         return list(found.values())
 

@@ -311,7 +311,7 @@ def test_gradients_without_operands_and_over_several_axes(norm: str) -> None:
     for call, arguments in (
         (lambda x: function(x), (x,)),
         (lambda x: function(x, axis=(-2, -1)), (x,)),
-        (function, (x, weight)),
+        (lambda x, weight: function(x, weight, axis=(-2, -1)), (x, weight)),
         (lambda x, bias: function(x, None, bias), (x, bias)),
         (function, (drawn(6), drawn(6, seed=1), drawn(6, seed=2))),
         (lambda x, weight: function(x, weight.reshape(1, 4, 2), axis=(1, 2)), (x, weight)),
@@ -879,6 +879,22 @@ def test_modules_compute_what_torchs_do(mine: Any, theirs: Any, dtype: Any) -> N
         torch.testing.assert_close(a(x), b(x))
 
 
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("module", [RMSNorm, LayerNorm])
+def test_a_module_of_two_axes_as_torch_sees_it(module: Any, affine: bool) -> None:
+    norm = module((4, 2), 1e-5, affine)
+    for parameter in norm.parameters():
+        torch.nn.init.normal_(parameter)
+    x = torch.randn(5, 3, 4, 2)
+    expected = norm(x).detach()
+    compiled = torch.compile(norm, backend="aot_eager", fullgraph=True, dynamic=True)
+    exported = torch.export.export(norm, (x,), dynamic_shapes=({0: torch.export.Dim("rows")},))
+    parameters = dict(norm.named_parameters())
+    batched = vmap(lambda x: torch.func.functional_call(norm, parameters, x))
+    for seen in (compiled, exported.module(), batched):
+        assert_same_bits(seen(x).detach(), expected)
+
+
 def test_what_the_modules_add() -> None:
     norm = RMSNorm(8, bias=True, zero_centered=True, relu=(0, 6))
     assert repr(norm) == (
@@ -903,7 +919,10 @@ def test_what_the_modules_add() -> None:
 @pytest.mark.parametrize("elementwise_affine", [True, False])
 @pytest.mark.parametrize(
     ("normalized_shape", "shape"),
-    [((8,), (3, 7)), ((4, 2), (3, 8)), ((3, 8), (8,)), ((8,), ()), ((), (3,))],
+    [
+        *(((8,), (3, 7)), ((4, 2), (3, 8)), ((3, 8), (8,)), ((8,), ()), ((), (3,))),
+        *(((4, 1), (3, 4, 8)), ((1, 8), (3, 8))),
+    ],
 )
 @pytest.mark.parametrize("module", [RMSNorm, LayerNorm])
 def test_a_module_blames_an_x_that_does_not_fit(
@@ -1053,11 +1072,18 @@ def test_gradients_know_nothing_of_what_lies_between_the_parts_of_a_jagged_tenso
         assert_close(one, other)
 
 
-@pytest.mark.parametrize("norm", [LayerNorm(8), RMSNorm(8), RMSNorm(8, elementwise_affine=False)])
+@pytest.mark.parametrize(
+    "norm",
+    [
+        *(LayerNorm(8), RMSNorm(8), RMSNorm(8, elementwise_affine=False)),
+        *(LayerNorm((4, 8)), RMSNorm((4, 8), elementwise_affine=False)),
+    ],
+    ids=str,
+)
 def test_traced_by_fx(norm: Any) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), norm)
     traced = torch.fx.symbolic_trace(model)
-    x = torch.randn(3, 8)
+    x = torch.randn(3, 4, 8)
     assert_same_bits(traced(x).detach(), model(x).detach())
     functions = {node.target for node in traced.graph.nodes if node.op == "call_function"}
     assert functions == {layer_norm if isinstance(norm, LayerNorm) else rms_norm}
@@ -1080,7 +1106,7 @@ W = torch.ones(8)
 ERRORS = [
     (lambda: rms_norm(np.ones((3, 8))), TypeError, "x must be a torch tensor, got ndarray"),
     (lambda: rms_norm(None), TypeError, "x must be a torch tensor, got NoneType"),
-    (lambda: rms_norm(X, torch.ones(())), ValueError, "weight must have 1 to 3 axes"),
+    (lambda: rms_norm(X, torch.ones(())), ValueError, "weight must have one axis where axis is"),
     (lambda: rms_norm(X, np.ones(8)), TypeError, "weight must be a torch tensor, got ndarray"),
     (lambda: rms_norm(X, W, 1.0), TypeError, "bias must be a torch tensor, got float"),
     (lambda: rms_norm(X.int()), TypeError, r"x.dtype must be float64.* got torch.int32"),
@@ -1090,7 +1116,18 @@ ERRORS = [
     (lambda: rms_norm(X, W, W.to_sparse()), TypeError, "bias must be a dense tensor"),
     (lambda: rms_norm(X, W[None].to_sparse(), axis=-1), TypeError, "weight must be a dense tensor"),
     (lambda: rms_norm(X, W[:4]), ValueError, r"weight must have the shape .*, \(8,\); got \(4,\)"),
-    (lambda: rms_norm(X, W[None]), ValueError, r"weight must have the shape .*, \(4, 8\); got"),
+    (
+        lambda: rms_norm(X, X[0]),
+        ValueError,
+        r"weight must have .* pass axis=\(-2, -1\) .* per head",
+    ),
+    (
+        lambda: rms_norm(X, W, X[0]),
+        ValueError,
+        r"bias must have .* pass axis=\(-2, -1\) .* per head",
+    ),
+    (lambda: rms_norm(X, X[0], axis=range(2)), ValueError, "axis must name trailing axes"),
+    (lambda: rms_norm(X, W, axis=range(-2, 0)), NotImplementedError, "weight of shape"),
     (lambda: rms_norm(X, None, W[:4]), ValueError, r"bias must have the shape .*, \(8,\); got"),
     (lambda: rms_norm(X, W.to("meta")), ValueError, "weight must be on x's device, cpu; got meta"),
     (lambda: rms_norm(torch.ones(3, 0)), ValueError, "x must have at least one element"),

@@ -65,8 +65,8 @@ def rms_norm(
     eps : float
         Added to the mean square; a Python number, not a traced one.
     axis : int or tuple of int, optional
-        The trailing axes to normalize over, together one row of N elements. By default those that
-        weight (or bias) covers, or the last axis without either.
+        The trailing axes to normalize over, together one row of N elements; by default the last. A
+        weight or bias of more axes than one needs it.
     zero_centered : bool
         Scale by ``1 + weight``, added in the compute dtype.
     relu : (float, float), optional

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from cupynorm._config import pack_length
+from cupynorm._environment import import_cupy
 from cupynorm._spec import BackwardSpec, ForwardSpec
 from cupynorm.jax._xla import Handler, Launch
 
@@ -37,13 +38,9 @@ BACKWARD = (
 
 
 def _cuda_plans() -> Any:
-    try:
-        from cupynorm import _plans
-    except ImportError as error:
-        raise ImportError(
-            "x is on a GPU, and cupynorm's GPU path needs CuPy: install cupynorm[cuda12] or "
-            f"cupynorm[cuda13], as your driver's CUDA is 12 or 13 ({error})"
-        ) from error
+    import_cupy("x is on a GPU")
+    from cupynorm import _plans
+
     return _plans
 
 

@@ -58,8 +58,8 @@ def rms_norm(
         Added to the mean square. None is the epsilon of the dtype that is computed in, the default
         of ``torch.nn.functional.rms_norm``.
     axis : int or tuple of int, optional
-        The trailing axes to normalize over, together one row of N elements. By default those that
-        weight (or bias) covers, or the last axis without either.
+        The trailing axes to normalize over, together one row of N elements; by default the last. A
+        weight or bias of more axes than one needs it.
     zero_centered : bool
         Scale by ``1 + weight``, added in the compute dtype.
     relu : (float, float), optional
@@ -202,17 +202,19 @@ def _norm(
             "out_dtype": out_dtype,
         }
         return _overridden(norm, x, weight, bias, named)
-    if not is_plain or axis is not None:  # else by the first of such calls
+    # Most calls have no axis; modules of several have a range, which holds nothing but ints. The
+    # rest is checked by the first of such calls.
+    k = 1 if axis is None else len(axis) if type(axis) is range else 0
+    if not (
+        is_plain
+        and 0 < k <= x.ndim
+        and (weight is None or weight.ndim == k)
+        and (bias is None or bias.ndim == k)
+        and (axis is None or axis == range(-k, 0))
+    ):
         check_dense("weight", weight)
         check_dense("bias", bias)
-    # Most calls have a weight, and no axis.
-    if not (axis is None and weight is not None and 1 <= (k := weight.ndim) <= x.ndim):
-        k = _checks.trailing_axes(
-            x.ndim,
-            axis,
-            None if weight is None else weight.ndim,
-            None if bias is None else bias.ndim,
-        )
+        k = _checks.trailing_axes(x.ndim, axis, weight, bias)
         if axis is not None:
             weight, bias = _as_row("weight", weight, x, k), _as_row("bias", bias, x, k)
     if type(zero_centered) is not bool:  # 0 is remembered as False is

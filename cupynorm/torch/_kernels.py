@@ -18,6 +18,7 @@ from cupynorm import _checks, reference
 from cupynorm._arrays import BFLOAT16, DTYPES, row_stride
 from cupynorm._bitmask import bitmask_bytes
 from cupynorm._config import pack_length
+from cupynorm._environment import import_cupy
 from cupynorm._prepared import remember
 from cupynorm._spec import ITEMSIZE, BackwardSpec, ForwardSpec, Norm
 
@@ -55,15 +56,9 @@ def _has_kernels(x: torch.Tensor) -> bool:
 
 def _load(make: str, device: Any, spec: ForwardSpec | BackwardSpec, *sizes: int) -> Any:
     """Return a plan for the current device; compile and load its kernels at need."""
-    try:
-        import cupy
+    cupy = import_cupy("x is on a GPU")
+    from cupynorm import _plans
 
-        from cupynorm import _plans
-    except ImportError as error:
-        raise ImportError(
-            "x is on a GPU, and cupynorm's GPU path needs CuPy: install cupynorm[cuda12] or "
-            f"cupynorm[cuda13], as your driver's CUDA is 12 or 13 ({error})"
-        ) from error
     # On torch's stream, so that nothing is loaded while that is captured into a graph.
     with cupy.cuda.Stream.from_external(torch.cuda.current_stream(device)):
         return getattr(_plans, make)(spec, *sizes, device.index)
@@ -247,11 +242,6 @@ def forward(
     return y, mean, rstd, bitmask
 
 
-def _covers(weight: Any, bias: Any, k: int) -> bool:
-    covering = bias if weight is None else weight
-    return covering is not None and covering.ndim == k
-
-
 def _resolve_forward(
     x: Any,
     weight: Any,
@@ -271,8 +261,7 @@ def _resolve_forward(
         _outline("weight", weight, x),
         _outline("bias", bias, x),
         eps=eps,
-        # Where it is what weight or bias covers, the message about a shape says so.
-        axis=None if _covers(weight, bias, k) else tuple(range(-k, 0)),
+        axis=None if k == 1 else tuple(range(-k, 0)),
         zero_centered=zero_centered,
         relu=relu,
         out_dtype=out_dtype,

@@ -66,10 +66,10 @@ class _Norm(torch.nn.Module):
             torch.nn.init.zeros_(self.bias)
 
     def _normalize(self, function: Any, x: torch.Tensor, eps: Any) -> torch.Tensor:
-        axis, weight = None, self.weight
-        if weight is None:  # which would tell the axes, and be checked against them
+        weight, k = self.weight, len(self.normalized_shape)
+        axis = None if k == 1 else range(-k, 0)
+        if weight is None:  # against which x would be checked
             self._check_shape(x)
-            axis = tuple(range(-len(self.normalized_shape), 0))
         try:
             return function(
                 x,
@@ -80,7 +80,7 @@ class _Norm(torch.nn.Module):
                 zero_centered=self.zero_centered,
                 relu=self.relu,
             )
-        except ValueError:
+        except (ValueError, NotImplementedError):
             self._check_shape(x)  # not before each call: it takes a microsecond
             raise
 

@@ -199,7 +199,7 @@ class Gpu:
             weight,
             bias,
             eps=eps,
-            k=_normalized_axes(x, axis, weight, bias),
+            k=trailing_axes(x.ndim, axis, weight, bias),
             zero_centered=zero_centered,
             out_dtype=(x if out is None else out).dtype if out_dtype is None else out_dtype,
             out=out,
@@ -234,7 +234,7 @@ class Gpu:
             rstd,
             bias=bias,
             bitmask=bitmask,
-            k=_normalized_axes(x, axis, weight, bias),
+            k=trailing_axes(x.ndim, axis, weight, bias),
             zero_centered=zero_centered,
             dx=dx,
         )
@@ -328,11 +328,6 @@ class _Kernel:
         )
         if problem:
             raise KernelError(f"{kernel.expression}, {problem}")
-
-
-def _normalized_axes(x: Array, axis: Any, weight: Any, bias: Any) -> int:
-    ndims = (getattr(operand, "ndim", None) for operand in (weight, bias))
-    return trailing_axes(x.ndim, axis, *ndims)
 
 
 def _cupy(memory: Memory) -> Any:
