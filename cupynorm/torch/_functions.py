@@ -80,7 +80,8 @@ def rms_norm(
         If an argument is no tensor, or of another dtype; if eps, axis, zero_centered or relu is of
         another kind.
     ValueError
-        If a shape, a device, axis, eps, zero_centered or relu does not fit.
+        If a shape, a device, axis, eps, zero_centered or relu does not fit; if the memory of a
+        tensor was freed, or it outlived the ``torch.func.vmap`` that made it.
     NotImplementedError
         If weight or bias would broadcast over the kept axes of x; in forward mode; on a device that
         is neither the CPU nor a CUDA GPU.

@@ -95,6 +95,11 @@ def check_tensor(name: str, tensor: Any, x: Any) -> None:
         raise ValueError(f"{name} must be on x's device, {x.device}; got {tensor.device}")
 
 
+def _check_device(x: Any) -> None:
+    if not (x.is_cuda or x.is_cpu):
+        raise NotImplementedError(f"x must be on the CPU or a CUDA GPU, got {x.device}")
+
+
 def _outline(name: str, tensor: Any, x: Any) -> Any:
     """Return a NumPy array of a tensor's shape and dtype, for the checks: it holds one element."""
     if tensor is None:
@@ -106,6 +111,13 @@ def _outline(name: str, tensor: Any, x: Any) -> Any:
 def _stride(tensor: Any, k: int) -> int | None:
     """Return the distance in elements between rows, or None where they must be copied."""
     return row_stride(tensor.shape, tensor.stride(), 1, k)
+
+
+def _without_memory(name: str, tensor: Any) -> int:
+    """Return 0, the address of what has no elements; refuse what keeps its values elsewhere."""
+    if tensor.numel():
+        raise ValueError(f"{name} must have memory, got {tensor.numel()} elements at address 0")
+    return 0
 
 
 def _contiguous(tensor: Any) -> Any:
@@ -212,14 +224,14 @@ def forward(
             bitmask = torch.empty(shape, dtype=torch.uint8, device=device)
     if call.copies:
         x, weight, bias = map(_contiguous, (x, weight, bias))
-    x_address = x.data_ptr()
+    x_address = x.data_ptr() or _without_memory("x", x)
     divisors = call.divisors | x_address // call.itemsize
     weight_address = bias_address = 0
     if weight is not None:
-        weight_address = weight.data_ptr()
+        weight_address = weight.data_ptr() or _without_memory("weight", weight)
         divisors |= weight_address // call.weight_itemsize
     if bias is not None:
-        bias_address = bias.data_ptr()
+        bias_address = bias.data_ptr() or _without_memory("bias", bias)
         divisors |= bias_address // call.bias_itemsize
     vector = divisors & -divisors
     launch = call.launches.get(vector)
@@ -264,6 +276,7 @@ def _resolve_forward(
     out_dtype: torch.dtype | None,
     training: bool,
 ) -> _Forward:
+    _check_device(x)
     if not isinstance(out_dtype, torch.dtype | None):
         raise TypeError(f"out_dtype must be a torch.dtype or None, got {out_dtype!r}")
     _, y, bounds = _checks.check_forward(
@@ -398,11 +411,12 @@ def backward(
         mean, rstd = _contiguous(mean), _contiguous(rstd)
     if not (bitmask is None or bitmask.is_contiguous()):
         bitmask = bitmask.contiguous()
-    dy_address, x_address = dy.data_ptr(), x.data_ptr()
+    dy_address = dy.data_ptr() or _without_memory("dy", dy)
+    x_address = x.data_ptr() or _without_memory("x", x)
     divisors = call.divisors | dy_address // dy.itemsize | x_address // x.itemsize
     weight_address = 0
     if weight is not None:
-        weight_address = weight.data_ptr()
+        weight_address = weight.data_ptr() or _without_memory("weight", weight)
         divisors |= weight_address // weight.itemsize
     vector = divisors & -divisors
     launch = call.launches.get(vector)
@@ -442,6 +456,7 @@ def _resolve_backward(
     bias_dtype: torch.dtype | None,
     no_bitmask: bool,
 ) -> _Backward:
+    _check_device(x)
     for name, tensor in (("x", x), ("dy", dy), ("weight", weight)):
         if tensor is not None:
             check_tensor(name, tensor, x)
@@ -476,10 +491,12 @@ def _resolve_backward(
 # ---- on the CPU ----------------------------------------------------------------------------------
 
 
-def _to_numpy(tensor: Any) -> Any:
+def _to_numpy(name: str, tensor: Any) -> Any:
     """Return a copy: memory that NumPy has seen cannot be resized, as FSDP resizes parameters."""
     if tensor is None:
         return None
+    if not tensor.data_ptr():  # which fails, too, where a launch would
+        _without_memory(name, tensor)
     copy = tensor.detach().clone(memory_format=torch.contiguous_format)
     if tensor.dtype == torch.bfloat16:  # which NumPy's side of torch does not know
         return copy.view(torch.int16).numpy().view(BFLOAT16)
@@ -500,9 +517,7 @@ def _forward_on_cpu(
     spec = call.spec
     eps, *bounds = call.numbers
     result = getattr(reference, f"{spec.norm}_forward")(
-        _to_numpy(x),
-        _to_numpy(weight),
-        _to_numpy(bias),
+        *map(_to_numpy, ("x", "weight", "bias"), (x, weight, bias)),
         eps=eps,
         axis=tuple(range(-k, 0)),
         zero_centered=spec.zero_centered,
@@ -523,17 +538,15 @@ def _backward_on_cpu(
     rstd: Any,
     bitmask: Any,
 ) -> tuple[Any, Any, Any]:
-    statistics = (rstd,) if mean is None else (mean, rstd)
+    statistics = {"rstd": rstd} if mean is None else {"mean": mean, "rstd": rstd}
     bias: Any = False
     if spec.dbias is not None:
         bias = np.empty(tuple(x.shape[x.ndim - k :]), NUMPY_DTYPES[getattr(torch, spec.dbias)])
     result = getattr(reference, f"{spec.norm}_backward")(
-        _to_numpy(dy),
-        _to_numpy(x),
-        _to_numpy(weight),
-        *map(_to_numpy, statistics),
+        *map(_to_numpy, ("dy", "x", "weight"), (dy, x, weight)),
+        *map(_to_numpy, statistics, statistics.values()),
         bias=bias,
-        bitmask=_to_numpy(bitmask),
+        bitmask=_to_numpy("bitmask", bitmask),
         axis=tuple(range(-k, 0)),
         zero_centered=spec.zero_centered,
     )
