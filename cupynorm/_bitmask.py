@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import numbers
 from typing import Any
 
@@ -113,23 +114,27 @@ def unpack_bitmask(bitmask: Any, n: int) -> Any:
 
 def pack(mask: Any) -> Any:
     """Pack along the last axis an array of NumPy or CuPy."""
+    *kept, n = mask.shape
     if _arrays.is_numpy(mask):
-        return np.packbits(mask, axis=-1, bitorder="little")
+        # As two axes, of which NumPy packs no more than 32.
+        packed = np.packbits(mask.reshape(math.prod(kept), n), axis=1, bitorder="little")
+        return packed.reshape(*kept, bitmask_bytes(n))
     import cupy
 
-    n = mask.shape[-1]
-    packed = cupy.empty((*mask.shape[:-1], bitmask_bytes(n)), np.uint8)
+    packed = cupy.empty((*kept, bitmask_bytes(n)), np.uint8)
     return _kernels()[0](mask, n, bitmask_bytes(n), packed)
 
 
 def unpack(bitmask: Any, n: int) -> Any:
     """Unpack n bits along the last axis of an array of NumPy or CuPy."""
+    *kept, n_bytes = bitmask.shape
     if _arrays.is_numpy(bitmask):
-        bits = np.unpackbits(bitmask, axis=-1, count=n, bitorder="little")
-        return bits.view(np.bool_)
+        rows = bitmask.reshape(math.prod(kept), n_bytes)
+        bits = np.unpackbits(rows, axis=1, count=n, bitorder="little")
+        return bits.view(np.bool_).reshape(*kept, n)
     import cupy
 
-    mask = cupy.empty((*bitmask.shape[:-1], n), np.bool_)
+    mask = cupy.empty((*kept, n), np.bool_)
     return _kernels()[1](bitmask, n, bitmask_bytes(n), mask)
 
 

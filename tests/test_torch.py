@@ -25,11 +25,13 @@ import torch.nn.functional as F
 import torch_plans
 from hypothesis import HealthCheck, given, settings
 from strategies import Problem, problems
+from torch._dynamo.decorators import mark_unbacked
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses import FakeTensorMode
 from torch.autograd import gradcheck, gradgradcheck
 from torch.func import grad, jacrev, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.utils._per_sample_grad import call_for_per_sample_grads
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch_checks import NEGATED, NORMS, assert_same_bits, check_problem, to_numpy
@@ -390,6 +392,52 @@ def test_no_rows() -> None:
             dx, dweight = torch.autograd.grad(y.sum(), (x, weight), create_graph=True)
         assert y.shape == dx.shape == (0, 4, 8)
         assert not dweight.any()
+
+
+@pytest.mark.parametrize(
+    "shape", [(0, 8), (2, 0, 8), (0, 3, 8), (3, 1, 8), (1, 1, 1), (8,), (0, 1)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("context", [torch.enable_grad, torch_plans.in_place_of_kernels])
+def test_results_have_the_strides_of_a_program_that_is_traced(
+    context: Any, dtype: Any, shape: tuple[int, ...]
+) -> None:
+    operations = torch.ops.cupynorm
+    n = shape[-1]
+    row = torch.ones(n, dtype=dtype)
+    for x in (torch.ones(shape, dtype=dtype), torch.ones(*shape[:-1], n + 4, dtype=dtype)[..., :n]):
+
+        def both(x: Any, weight: Any) -> Any:
+            options = (1, "layer_norm", 1e-5, False, RELU, None, True)
+            y, mean, rstd, bitmask = operations.norm_forward(x, weight, weight, *options)
+            options = (1, "layer_norm", 1e-5, False, dtype)
+            return (
+                y,
+                mean,
+                rstd,
+                bitmask,
+                *operations.norm_backward(x, x, weight, mean, rstd, bitmask, *options),
+            )
+
+        with FakeTensorMode() as mode:
+            expected = both(mode.from_tensor(x), mode.from_tensor(row))
+        with context():
+            actual = both(x, row)
+        for a, b in zip(actual, expected, strict=True):
+            assert a.shape == b.shape
+            # torch does not look at those of axes of one element.
+            steps = [
+                [s for n, s in zip(t.shape, t.stride(), strict=True) if n != 1] for t in (a, b)
+            ]
+            assert steps[0] == steps[1]
+
+
+def test_bits_of_more_than_32_axes() -> None:
+    x = drawn(*(1,) * 30, 2, 1, 3, 8)
+    (dx,) = torch.autograd.grad(rms_norm(x, relu=RELU).sum(), x)
+    flat = x.detach().reshape(6, 8).requires_grad_()
+    (expected,) = torch.autograd.grad(rms_norm(flat, relu=RELU).sum(), flat)
+    assert_same_bits(dx, expected.reshape(x.shape))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -926,6 +974,67 @@ def test_compiled_with_an_axis_that_varies() -> None:
             assert_same_bits(actual, expected)
 
 
+UNBACKED: dict[str, Any] = {
+    "weight": lambda norm, x, weight: norm(x, weight),
+    "bias": lambda norm, x, weight: norm(x, None, weight),
+    "axis": lambda norm, x, weight: norm(x, weight, weight, axis=-1),
+    "relu": lambda norm, x, weight: norm(x, weight, relu=RELU),
+}
+
+
+@pytest.mark.parametrize("call", UNBACKED)
+@pytest.mark.parametrize("norm", [rms_norm, layer_norm])
+def test_compiled_once_for_a_width_that_is_marked_unbacked(norm: Any, call: str) -> None:
+    def function(x: Any, weight: Any) -> Any:
+        return UNBACKED[call](norm, x, weight)
+
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(function, backend=counter, fullgraph=True)
+    for n in (16, 24, 1):
+        x, weight = drawn(3, n), drawn(n, seed=1)
+        for tensor in (x, weight):
+            mark_unbacked(tensor, tensor.ndim - 1)
+        actual, expected = compiled(x, weight), function(x, weight)
+        assert_same_bits(actual, expected)
+        for a, b in zip(
+            torch.autograd.grad(actual.pow(2).sum(), (x, weight)),
+            torch.autograd.grad(expected.pow(2).sum(), (x, weight)),
+            strict=True,
+        ):
+            assert_same_bits(a, b)
+    assert len([graph for graph in counter.graphs if len(graph.graph.nodes) > 1]) == 1
+    with pytest.raises(RuntimeError, match=r"must have the shape of x's normalized axes, \(16,\)"):
+        compiled(drawn(3, 16), drawn(15))
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("module", [RMSNorm, LayerNorm])
+def test_a_compiled_module_takes_a_width_that_is_marked_unbacked(module: Any, affine: bool) -> None:
+    norm = module(8, elementwise_affine=affine)
+    x = torch.randn(3, 8)
+    mark_unbacked(x, 1)
+    compiled = torch.compile(norm, backend="aot_eager", fullgraph=True)
+    assert_same_bits(compiled(x).detach(), norm(x).detach())
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("relu", [None, RELU])
+def test_exported_with_widths_that_depend_on_values(relu: Any, strict: bool) -> None:
+    class Model(torch.nn.Module):
+        def forward(self, x: Any, weight: Any, chosen: Any, also: Any) -> Any:
+            x, weight = x[:, chosen.nonzero()[:, 0]], weight[also.nonzero()[:, 0]]
+            return layer_norm(x, weight, relu=relu)
+
+    x, weight, chosen = torch.randn(3, 20), torch.randn(20), torch.arange(20) % 2 == 0
+    exported = torch.export.export(Model(), (x, weight, chosen, ~chosen), strict=strict).module()
+    fewer = torch.arange(20) % 5 == 0
+    for a, b in ((chosen, chosen), (fewer, fewer.roll(1))):
+        expected = layer_norm(x[:, a], weight[b], relu=relu)
+        assert_same_bits(exported(x, weight, a, b), expected)
+    with pytest.raises((RuntimeError, ValueError), match=r"Eq\(u1, u0\)"):
+        exported(x, weight, chosen, fewer)
+
+
 def test_compiled_with_an_eps_of_numpys() -> None:
     compiled = torch.compile(rms_norm, backend="aot_eager", fullgraph=True)
     x = torch.randn(3, 8)
@@ -1067,6 +1176,39 @@ def test_modules_compute_what_torchs_do(mine: Any, theirs: Any, dtype: Any) -> N
         check = {"eps": eps, "axis": (-2, -1)}
         testing.check_forward(norm, to_numpy(a(x)), *numpy, **check)
         torch.testing.assert_close(a(x), b(x))
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize(("mine", "theirs"), MODULES)
+def test_a_module_of_torchs_becomes_one_of_these(mine: Any, theirs: Any, affine: bool) -> None:
+    norm = theirs(8, 1e-5, affine)
+    reference, state = copy.deepcopy(norm), norm.state_dict()
+    norm.__class__ = mine
+    assert repr(norm) == repr(mine(8, 1e-5, affine))
+    assert norm.state_dict().keys() == state.keys()
+    saved = io.BytesIO()
+    torch.save(norm, saved)
+    saved.seek(0)
+    x, dy = torch.randn(3, 8), torch.randn(3, 8)
+    options = {"backend": "aot_eager", "fullgraph": True}
+    for each in (norm, copy.deepcopy(norm), torch.load(saved, weights_only=False)):
+        each.load_state_dict(state)
+        each.reset_parameters()
+        for call in (each, torch.compile(each, **options)):
+            results = []
+            for module, function in ((each, call), (reference, reference)):
+                leaf = x.clone().requires_grad_()
+                leaves = (leaf, *module.parameters())
+                y = function(leaf)
+                results.append((y, *torch.autograd.grad(y, leaves, dy)))
+            torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("module", [RMSNorm(8), LayerNorm(8)])
+def test_expanded_weights_are_refused(module: Any) -> None:
+    words = r"weight must not be an ExpandedWeight, .* use torch.func.vmap and torch.func.grad"
+    with pytest.raises(NotImplementedError, match=words):
+        call_for_per_sample_grads(module)(torch.randn(3, 8))
 
 
 def test_what_the_modules_add() -> None:

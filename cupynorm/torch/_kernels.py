@@ -79,6 +79,11 @@ _current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 def check_dense(name: str, tensor: Any) -> None:
     """Check what must come first, as other tensors may have no shape that can be asked for."""
+    if type(tensor).__name__ == "ExpandedWeight":  # of which torch refuses all that is asked here
+        raise NotImplementedError(
+            f"{name} must not be an ExpandedWeight, as of call_for_per_sample_grads: use "
+            "torch.func.vmap and torch.func.grad for the gradients of each example"
+        )
     if tensor is not None and (tensor.is_nested or tensor.layout is not torch.strided):
         nested = "a nested one" if tensor.is_nested else f"one of layout {tensor.layout}"
         raise TypeError(f"{name} must be a dense tensor, got {nested}")
@@ -313,7 +318,7 @@ def _resolve_forward(
         kept=kept,
         kept_strides=_contiguous_strides(kept),
         y=y_dtype,
-        y_is_as_x=y_dtype == x.dtype and x.is_contiguous(),
+        y_is_as_x=y_dtype == x.dtype and x.is_contiguous() and m > 0,
         statistics=compute_type(x),
         numbers=(_checks.to_eps(eps), *((0.0, 0.0) if bounds is None else bounds)),
         has_kernels=_has_kernels(x),
@@ -482,7 +487,7 @@ def _resolve_backward(
         copies_x=strides[1] is None,
         dy_stride=dy_stride,
         x_stride=x_stride,
-        dx_is_as_x=x.is_contiguous(),
+        dx_is_as_x=x.is_contiguous() and x.numel() > 0,
         divisors=_divisors(x, n, dy_stride, x_stride),
         launches={},
     )
@@ -507,8 +512,10 @@ def _from_numpy(array: Any) -> Any:
     if array is None:
         return None
     if array.dtype == BFLOAT16:
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(array)
+        tensor = torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    else:
+        tensor = torch.from_numpy(array)
+    return tensor if array.size else tensor.new_empty(array.shape)  # whose strides are no zeros
 
 
 def _forward_on_cpu(

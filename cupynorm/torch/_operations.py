@@ -447,6 +447,18 @@ def _run_forward(x: Any, weight: Any, bias: Any, *options: Any) -> tuple[torch.T
     return _empty_for_none(x, _kernels.forward(x, weight, bias, options, training))
 
 
+def _check_row(name: str, tensor: Any, normalized: Any) -> None:
+    def message() -> str:
+        return (
+            f"{name} must have the shape of x's normalized axes, {tuple(normalized)}; got "
+            f"{tuple(tensor.shape)}"
+        )
+
+    torch._check_value(tensor.ndim == len(normalized), message)
+    for size, wanted in zip(tensor.shape, normalized, strict=True):
+        torch._check_value(size == wanted, message)  # when the program runs, if not known before
+
+
 def _outline_forward(
     x: Any,
     weight: Any,
@@ -464,11 +476,8 @@ def _outline_forward(
     for name, tensor in (("x", x), ("weight", weight), ("bias", bias)):
         if tensor is not None:
             check_tensor(name, tensor, x)
-            if name != "x" and tensor.shape != normalized:
-                raise ValueError(
-                    f"{name} must have the shape of x's normalized axes, {tuple(normalized)}; got "
-                    f"{tuple(tensor.shape)}"
-                )
+            if name != "x":
+                _check_row(name, tensor, normalized)
     if any(isinstance(size, int) and size == 0 for size in normalized):
         raise ValueError(
             f"x must have at least one element in each row, got shape {tuple(x.shape)}"
