@@ -49,7 +49,8 @@ class Family:
     ) -> Any:
         """Return an argument as a NumPy or CuPy array that shares its memory.
 
-        A torch tensor that is a negated view is copied, as its memory has the other sign.
+        A torch tensor that is a negated view is copied, as its memory has the other sign, and so is
+        one of zeros that has no memory.
         A dtype out of `dtypes` may be refused here, where the array would not come through.
         """
         self.check_type(name, array)
@@ -144,6 +145,8 @@ class _DLPackFamily(Family):
             if output:
                 raise TypeError(f"{name} must not be a view that negates, got one: is_neg()")
             tensor = tensor.resolve_neg()
+        if tensor._is_zerotensor() and not output:  # which has no memory
+            tensor = tensor.clone()
         # Within torch.func.grad, what is detached belongs to the transform.
         return tensor.detach() if tensor.requires_grad else tensor
 
@@ -176,6 +179,8 @@ class _DLPackFamily(Family):
 
     def _import(self, name: str, array: Any) -> Any:
         device_type, device = array.__dlpack_device__()
+        if self.is_torch and array.numel() and not array.data_ptr():
+            raise ValueError("it has no memory")  # NumPy would take any
         if device_type in (_DLPACK_CPU, _DLPACK_CUDA_HOST):  # the host's, pinned or not
             if str(array.dtype).rpartition(".")[2] != "bfloat16":
                 return np.from_dlpack(array)

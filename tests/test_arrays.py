@@ -508,6 +508,35 @@ def test_a_tensor_that_negates_what_lies_in_memory(dtype: str) -> None:
     assert torch.equal(values[0], torch.arange(1.0, 5, dtype=values.dtype))
 
 
+@each_dtype
+def test_a_tensor_of_zeros_without_memory(dtype: str) -> None:
+    torch = pytest.importorskip("torch")
+    bias = torch.arange(1.0, 5, dtype=getattr(torch, dtype))
+    zeros = torch._efficientzerotensor((3, 4), dtype=bias.dtype)
+    for x in (zeros, torch._neg_view(zeros)):
+        assert torch.equal(cupynorm.layer_norm(x, bias=bias), bias.expand(3, 4))
+    assert not cupynorm.rms_norm(bias, zeros[0]).any()
+    with pytest.raises(TypeError, match=r"out must be readable in place .*: it has no memory"):
+        cupynorm.rms_norm(torch.ones(3, 4, dtype=bias.dtype), out=zeros)
+
+
+@pytest.mark.parametrize("name", ["x", "weight", "out"])
+def test_a_tensor_whose_memory_was_freed_is_refused(name: str) -> None:
+    torch = pytest.importorskip("torch")
+    arrays = {"x": torch.ones(2, 4), "weight": torch.ones(4), "out": torch.ones(2, 4)}
+    arrays[name].untyped_storage().resize_(0)
+    with pytest.raises(TypeError, match=rf"{name} must be readable in place .*: it has no memory"):
+        cupynorm.rms_norm(**arrays)
+
+
+def test_a_tensor_that_outlived_its_transform_is_refused() -> None:
+    torch = pytest.importorskip("torch")
+    kept: list[Any] = []
+    torch.func.grad(lambda x: kept.append(x) or x.sum())(torch.ones(2, 4))
+    with pytest.raises(TypeError, match="x must be a plain tensor, got one of a transform"):
+        cupynorm.rms_norm(kept[0])
+
+
 # ---- families ------------------------------------------------------------------------------------
 
 

@@ -20,7 +20,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import gradcheck, gradgradcheck
 from torch.func import grad, vmap
 from torch.utils.checkpoint import checkpoint
-from torch_checks import NORMS, assert_same_bits, check_problem
+from torch_checks import NEGATED, NORMS, assert_same_bits, check_problem
 
 import cupynorm.torch
 from cupynorm.torch import LayerNorm, RMSNorm, _kernels, layer_norm, rms_norm
@@ -44,10 +44,10 @@ def report(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.cuda.empty_cache()
 
 
-def check(problem: Problem) -> None:
+def check(problem: Problem, negated: frozenset[str] = frozenset()) -> None:
     # So that the allocator hands out NaN, and nothing that was not written looks right.
     torch.full((1 << 26,), 0xFF, dtype=torch.uint8, device="cuda")
-    for field, ratio in check_problem(problem, "cuda").items():
+    for field, ratio in check_problem(problem, "cuda", negated).items():
         name = f"torch {problem.norm} {field}"
         worst[name] = max(ratio, worst.get(name, 0.0))
 
@@ -71,9 +71,9 @@ def step(norm: str, x: Any, weight: Any, bias: Any, dy: Any) -> tuple[Any, ...]:
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-@given(problems())
-def test_values(problem: Problem) -> None:
-    check(problem)
+@given(problems(), NEGATED)
+def test_values(problem: Problem, negated: frozenset[str]) -> None:
+    check(problem, negated)
 
 
 @pytest.mark.parametrize("n", [768, 4096, 40000])
@@ -214,6 +214,72 @@ def test_compiled_once_for_any_batch() -> None:
         compiled(x, weight).sum().backward()
     # Beside it, dynamo compiles an empty graph of what it takes for constant.
     assert len([graph for graph in counter.graphs if len(graph.graph.nodes) > 1]) == 1
+
+
+# ---- tensors whose memory does not say what their values are -------------------------------------
+
+
+def outlived(tensor: Any) -> Any:
+    """Return what stood for a tensor within a transform that has ended."""
+    kept: list[Any] = []
+    grad(lambda t: kept.append(t) or t.sum())(tensor)
+    return kept[0]
+
+
+STANDING_FOR = {
+    "negated": lambda t: torch._neg_view(-t),
+    "of a conjugate": lambda t: torch.complex(torch.zeros_like(t), -t).conj().imag,
+    "zeros": lambda t: torch._efficientzerotensor(t.shape, dtype=t.dtype, device=t.device),
+    "outlived": outlived,
+}
+
+
+@pytest.mark.parametrize("kind", STANDING_FOR)
+@pytest.mark.parametrize("norm", NORMS)
+def test_what_stands_for_a_tensor_has_its_values(norm: str, kind: str) -> None:
+    leaves = operands(dtype=torch.float32)
+    plain = [*leaves, torch.randn_like(leaves[0])]
+    for i in range(4):
+        results = []
+        given, meant = list(plain), list(plain)
+        given[i] = STANDING_FOR[kind](plain[i])
+        if kind == "zeros":
+            meant[i] = torch.zeros_like(plain[i])
+        for *affine, dy in (given, meant):
+            with torch.no_grad():
+                inferred = getattr(cupynorm.torch, norm)(*affine, relu=RELU)
+            y = getattr(cupynorm.torch, norm)(*affine, relu=RELU)
+            assert_same_bits(inferred, y)
+            options = {"materialize_grads": True}
+            first = torch.autograd.grad(y, leaves, dy, create_graph=True, **options)
+            second = torch.autograd.grad(sum(g.pow(2).sum() for g in first), leaves, **options)
+            y, pull = torch.func.vjp(
+                lambda *a: getattr(cupynorm.torch, norm)(*a, relu=RELU), *affine
+            )
+            results.append((y, *first, *second, *pull(dy)))
+        torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_pull_backs_of_vjp(norm: str) -> None:
+    given = operands(dtype=torch.float32)
+    dy = torch.randn_like(given[0])
+    y, pull = torch.func.vjp(lambda *a: getattr(cupynorm.torch, norm)(*a, relu=RELU), *given)
+    expected = step(norm, *given, dy)
+    for context in (torch.enable_grad, torch.no_grad):
+        with context():
+            for a, b in zip((y, *pull(dy)), expected, strict=True):
+                assert_same_bits(a, b)
+    many = vmap(pull)(torch.stack([dy, dy]))
+    torch.testing.assert_close(many[0][1], expected[1])
+
+
+def test_what_has_no_memory_is_refused() -> None:
+    x, weight, _ = (t.detach() for t in operands())
+    weight.untyped_storage().resize_(0)  # as FSDP does
+    with pytest.raises(ValueError, match="weight must have memory"):
+        rms_norm(x, weight)
+    torch.cuda.synchronize()
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -25,14 +25,16 @@ import torch.nn.functional as F
 import torch_plans
 from hypothesis import HealthCheck, given, settings
 from strategies import Problem, problems
+from torch._dynamo.decorators import mark_unbacked
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses import FakeTensorMode
 from torch.autograd import gradcheck, gradgradcheck
 from torch.func import grad, jacrev, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.utils._per_sample_grad import call_for_per_sample_grads
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
-from torch_checks import NORMS, assert_same_bits, check_problem, to_numpy
+from torch_checks import NEGATED, NORMS, assert_same_bits, check_problem, to_numpy
 
 import cupynorm.torch
 from cupynorm import _prepared, testing
@@ -107,16 +109,16 @@ def test_importing_the_torch_face_does_not_import_torchs_compiler() -> None:
 
 
 @settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-@given(problems())
-def test_values(problem: Problem) -> None:
-    check_problem(problem)
+@given(problems(), NEGATED)
+def test_values(problem: Problem, negated: frozenset[str]) -> None:
+    check_problem(problem, negated=negated)
 
 
 @settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-@given(problems())
-def test_values_by_way_of_plans(problem: Problem) -> None:
+@given(problems(), NEGATED)
+def test_values_by_way_of_plans(problem: Problem, negated: frozenset[str]) -> None:
     with torch_plans.in_place_of_kernels() as plans:
-        check_problem(problem)
+        check_problem(problem, negated=negated)
         assert plans.launches
 
 
@@ -392,6 +394,52 @@ def test_no_rows() -> None:
         assert not dweight.any()
 
 
+@pytest.mark.parametrize(
+    "shape", [(0, 8), (2, 0, 8), (0, 3, 8), (3, 1, 8), (1, 1, 1), (8,), (0, 1)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("context", [torch.enable_grad, torch_plans.in_place_of_kernels])
+def test_results_have_the_strides_of_a_program_that_is_traced(
+    context: Any, dtype: Any, shape: tuple[int, ...]
+) -> None:
+    operations = torch.ops.cupynorm
+    n = shape[-1]
+    row = torch.ones(n, dtype=dtype)
+    for x in (torch.ones(shape, dtype=dtype), torch.ones(*shape[:-1], n + 4, dtype=dtype)[..., :n]):
+
+        def both(x: Any, weight: Any) -> Any:
+            options = (1, "layer_norm", 1e-5, False, RELU, None, True)
+            y, mean, rstd, bitmask = operations.norm_forward(x, weight, weight, *options)
+            options = (1, "layer_norm", 1e-5, False, dtype)
+            return (
+                y,
+                mean,
+                rstd,
+                bitmask,
+                *operations.norm_backward(x, x, weight, mean, rstd, bitmask, *options),
+            )
+
+        with FakeTensorMode() as mode:
+            expected = both(mode.from_tensor(x), mode.from_tensor(row))
+        with context():
+            actual = both(x, row)
+        for a, b in zip(actual, expected, strict=True):
+            assert a.shape == b.shape
+            # torch does not look at those of axes of one element.
+            steps = [
+                [s for n, s in zip(t.shape, t.stride(), strict=True) if n != 1] for t in (a, b)
+            ]
+            assert steps[0] == steps[1]
+
+
+def test_bits_of_more_than_32_axes() -> None:
+    x = drawn(*(1,) * 30, 2, 1, 3, 8)
+    (dx,) = torch.autograd.grad(rms_norm(x, relu=RELU).sum(), x)
+    flat = x.detach().reshape(6, 8).requires_grad_()
+    (expected,) = torch.autograd.grad(rms_norm(flat, relu=RELU).sum(), flat)
+    assert_same_bits(dx, expected.reshape(x.shape))
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_activation_checkpointing(reentrant: bool) -> None:
     x, weight, bias = operands()
@@ -610,6 +658,196 @@ def test_round_once(dtype: Any) -> None:
     assert bool((values.grad == 1).all())
 
 
+# ---- tensors whose memory does not say what their values are -------------------------------------
+
+
+def outlived(tensor: Any, transform: Any = grad) -> Any:
+    """Return what stood for a tensor within a transform that has ended."""
+    kept: list[Any] = []
+    transform(lambda t: kept.append(t) or t.sum())(tensor)
+    return kept[0]
+
+
+def zeros(tensor: Any) -> Any:
+    return torch._efficientzerotensor(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+
+
+# What has a tensor's values, or as many zeros.
+STANDING_FOR = {
+    "negated": lambda t: torch._neg_view(-t),
+    "of a conjugate": lambda t: torch.complex(torch.zeros_like(t), -t).conj().imag,
+    "zeros": zeros,
+    "negated zeros": lambda t: torch._neg_view(zeros(t)),
+    "outlived": outlived,
+    "outlived twice": lambda t: outlived(outlived(t)),
+    "outlived and negated": lambda t: outlived(torch._neg_view(-t)),
+}
+
+
+def recorded(f: Any, given: Any, dy: Any, leaves: Any, **options: Any) -> tuple[Any, ...]:
+    found = torch.autograd.grad(f(*given), leaves, dy, materialize_grads=True, **options)
+    return tuple(found)
+
+
+def recorded_twice(f: Any, given: Any, dy: Any, leaves: Any) -> tuple[Any, ...]:
+    first = recorded(f, given, dy, leaves, create_graph=True)
+    total = sum(g.pow(2).sum() for g in first)
+    return *first, *torch.autograd.grad(total, leaves, materialize_grads=True)
+
+
+def without_gradients(f: Any, given: Any, dy: Any, leaves: Any) -> Any:
+    with torch.no_grad():
+        return f(*given)
+
+
+def in_a_dispatch_mode(f: Any, given: Any, dy: Any, leaves: Any) -> Any:
+    with Seen():
+        return recorded(f, given, dy, leaves)
+
+
+def of_each_example(f: Any, given: Any, dy: Any, leaves: Any) -> Any:
+    one = grad(lambda x, weight, bias, dy: (f(x, weight, bias) * dy).sum(), (0, 1, 2))
+    return vmap(one, (0, None, None, 0))(*given, dy)
+
+
+def of_a_trace(f: Any, given: Any, dy: Any, leaves: Any) -> Any:
+    return make_fx(f)(*(torch.ones(t.shape, dtype=t.dtype) for t in given))(*given)
+
+
+def of_jagged_values(f: Any, given: Any, dy: Any, leaves: Any) -> Any:
+    x, *affine = given
+    offsets = torch.tensor([0, 2, 3])
+    return f(torch.nested.nested_tensor_from_jagged(x, offsets), *affine).values()
+
+
+WAYS: dict[str, Any] = {
+    "without gradients": without_gradients,
+    "gradients": recorded,
+    "gradients of the second order": recorded_twice,
+    "gradients that autograd batches": lambda f, given, dy, leaves: recorded(
+        f, given, torch.stack([dy, 2 * dy]), leaves, is_grads_batched=True
+    ),
+    "checkpointed": lambda f, *given: recorded(
+        lambda *a: checkpoint(f, *a, use_reentrant=False), *given
+    ),
+    "in a dispatch mode": in_a_dispatch_mode,
+    "traced": of_a_trace,
+    "jagged": of_jagged_values,
+    "vmap": lambda f, given, dy, leaves: vmap(f, (0, None, None))(*given),
+    "vjp": lambda f, given, dy, leaves: torch.func.vjp(f, *given)[1](dy),
+    "gradients of each example": of_each_example,
+    "compiled": lambda f, given, dy, leaves: torch.compile(f, backend="aot_eager")(*given),
+}
+
+
+@pytest.mark.parametrize("context", [torch.enable_grad, torch_plans.in_place_of_kernels])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", STANDING_FOR)
+def test_what_stands_for_a_tensor_has_its_values(kind: str, way: str, context: Any) -> None:
+    leaves = operands()
+    plain = [*leaves, drawn(3, 5, 8, seed=3).detach()]
+    # torch itself cannot multiply by a dy that outlived two, within others.
+    count = 3 if (kind, way) == ("outlived twice", "gradients of each example") else 4
+    for norm, i in itertools.product(NORMS, range(count)):
+        given = list(plain)
+        given[i] = STANDING_FOR[kind](plain[i])
+        meant = list(plain)
+        if "zeros" in kind:
+            meant[i] = torch.zeros_like(plain[i])
+        expected = WAYS[way](lambda *a, n=norm: formula(n, *a), meant[:3], meant[3], leaves)
+        with context():
+            actual = WAYS[way](lambda *a, n=norm: ours(n, *a), given[:3], given[3], leaves)
+        assert_close(actual, expected)
+
+
+def test_a_tensor_of_functionalize_that_outlived_it_is_computed_on_as_torch_does() -> None:
+    x = torch.randn(3, 8)
+    expected = rms_norm(x)
+    for context in (torch.enable_grad, torch_plans.in_place_of_kernels):
+        with context():
+            y = rms_norm(outlived(x, torch.func.functionalize))
+        values = torch._from_functional_tensor(y) if torch._is_functional_tensor(y) else y
+        assert_same_bits(values, expected)
+
+
+@pytest.mark.parametrize("context", [torch.enable_grad, torch_plans.in_place_of_kernels])
+def test_what_has_no_memory_is_refused_by_name(context: Any) -> None:
+    given = {"x": torch.ones(2, 3, 8), "weight": torch.ones(8), "bias": torch.ones(8)}
+    example = outlived(torch.ones(4, 2, 3, 8), vmap)
+    row = outlived(torch.ones(4, 8), vmap)
+    for name, tensor in given.items():
+        freed = torch.ones_like(tensor)
+        freed.untyped_storage().resize_(0)
+        for recorded in (False, True):
+            x = given["x"].clone().requires_grad_(recorded)
+            with context():
+                with pytest.raises(ValueError, match=f"{name} must have memory, got .* address 0"):
+                    rms_norm(**given | {"x": x, name: freed})
+                words = rf"{name} must not outlive the torch.func.vmap"
+                with pytest.raises(ValueError, match=words):
+                    rms_norm(**given | {"x": x, name: example if name == "x" else row})
+    x = given["x"].clone().requires_grad_()
+    with context():
+        y = rms_norm(x)
+        for create_graph in (False, True):
+            with pytest.raises(ValueError, match=r"dy must not outlive the torch.func.vmap"):
+                torch.autograd.grad(y, x, example, create_graph=create_graph)
+        freed = torch.ones_like(y)
+        freed.untyped_storage().resize_(0)
+        with pytest.raises(ValueError, match="dy must have memory"):
+            torch.autograd.grad(y, x, freed)
+
+
+PULLED: dict[str, Any] = {
+    "once": lambda f, given, dy: torch.func.vjp(f, *given)[1](dy),
+    "again": lambda f, given, dy: (lambda pull: (pull(dy), pull(2 * dy)))(
+        torch.func.vjp(f, *given)[1]
+    ),
+    "without recording": lambda f, given, dy: torch.no_grad()(torch.func.vjp(f, *given)[1])(dy),
+    "beside something else": lambda f, given, dy: torch.func.vjp(
+        lambda *a: (f(*a), a[0] + 1), *given, has_aux=True
+    )[1](dy),
+    "of the bias": lambda f, given, dy: torch.func.vjp(lambda bias: f(*given[:2], bias), given[2])[
+        1
+    ](dy),
+    "of the weight": lambda f, given, dy: torch.func.vjp(
+        lambda w: f(given[0], w, given[2]), given[1]
+    )[1](dy),
+    "many at once": lambda f, given, dy: vmap(torch.func.vjp(f, *given)[1])(
+        torch.stack([dy, 2 * dy])
+    ),
+    "of a gradient": lambda f, given, dy: torch.func.vjp(
+        lambda *a: grad(lambda x: (f(x, *a[1:]) * dy).sum())(a[0]), *given
+    )[1](dy),
+    "of a pull-back": lambda f, given, dy: torch.func.vjp(
+        lambda dy, *a: torch.func.vjp(f, *a)[1](dy)[0], dy, *given
+    )[1](dy),
+    "within grad": lambda f, given, dy: grad(
+        lambda x: torch.func.vjp(f, x, *given[1:])[1](dy)[0].pow(2).sum()
+    )(given[0]),
+    "and differentiated": lambda f, given, dy: torch.autograd.grad(
+        sum(g.pow(2).sum() for g in torch.func.vjp(f, *given)[1](dy)), given[:2]
+    ),
+    "of each example": lambda f, given, dy: torch.func.vjp(
+        lambda *a: vmap(f, (0, None, None))(*a), *given
+    )[1](dy),
+    "jacrev": lambda f, given, dy: jacrev(lambda x: torch.func.vjp(f, x, *given[1:])[1](dy)[0])(
+        given[0]
+    ),
+}
+
+
+@pytest.mark.parametrize("context", [torch.enable_grad, torch_plans.in_place_of_kernels])
+@pytest.mark.parametrize("how", PULLED)
+@pytest.mark.parametrize("norm", NORMS)
+def test_pull_backs_of_vjp(norm: str, how: str, context: Any) -> None:
+    given, dy = operands(), drawn(3, 5, 8, seed=3).detach()
+    expected = PULLED[how](lambda *a: formula(norm, *a), given, dy)
+    with context():
+        actual = PULLED[how](lambda *a: ours(norm, *a), given, dy)
+    assert_close(actual, expected)
+
+
 # ---- operations of torch.library -----------------------------------------------------------------
 
 
@@ -734,6 +972,67 @@ def test_compiled_with_an_axis_that_varies() -> None:
     for first, last in ((-2, -1), (1, 2), (-2, 2)):
         for actual, expected in zip(compiled(x, first, last), both(x, first, last), strict=True):
             assert_same_bits(actual, expected)
+
+
+UNBACKED: dict[str, Any] = {
+    "weight": lambda norm, x, weight: norm(x, weight),
+    "bias": lambda norm, x, weight: norm(x, None, weight),
+    "axis": lambda norm, x, weight: norm(x, weight, weight, axis=-1),
+    "relu": lambda norm, x, weight: norm(x, weight, relu=RELU),
+}
+
+
+@pytest.mark.parametrize("call", UNBACKED)
+@pytest.mark.parametrize("norm", [rms_norm, layer_norm])
+def test_compiled_once_for_a_width_that_is_marked_unbacked(norm: Any, call: str) -> None:
+    def function(x: Any, weight: Any) -> Any:
+        return UNBACKED[call](norm, x, weight)
+
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(function, backend=counter, fullgraph=True)
+    for n in (16, 24, 1):
+        x, weight = drawn(3, n), drawn(n, seed=1)
+        for tensor in (x, weight):
+            mark_unbacked(tensor, tensor.ndim - 1)
+        actual, expected = compiled(x, weight), function(x, weight)
+        assert_same_bits(actual, expected)
+        for a, b in zip(
+            torch.autograd.grad(actual.pow(2).sum(), (x, weight)),
+            torch.autograd.grad(expected.pow(2).sum(), (x, weight)),
+            strict=True,
+        ):
+            assert_same_bits(a, b)
+    assert len([graph for graph in counter.graphs if len(graph.graph.nodes) > 1]) == 1
+    with pytest.raises(RuntimeError, match=r"must have the shape of x's normalized axes, \(16,\)"):
+        compiled(drawn(3, 16), drawn(15))
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("module", [RMSNorm, LayerNorm])
+def test_a_compiled_module_takes_a_width_that_is_marked_unbacked(module: Any, affine: bool) -> None:
+    norm = module(8, elementwise_affine=affine)
+    x = torch.randn(3, 8)
+    mark_unbacked(x, 1)
+    compiled = torch.compile(norm, backend="aot_eager", fullgraph=True)
+    assert_same_bits(compiled(x).detach(), norm(x).detach())
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("relu", [None, RELU])
+def test_exported_with_widths_that_depend_on_values(relu: Any, strict: bool) -> None:
+    class Model(torch.nn.Module):
+        def forward(self, x: Any, weight: Any, chosen: Any, also: Any) -> Any:
+            x, weight = x[:, chosen.nonzero()[:, 0]], weight[also.nonzero()[:, 0]]
+            return layer_norm(x, weight, relu=relu)
+
+    x, weight, chosen = torch.randn(3, 20), torch.randn(20), torch.arange(20) % 2 == 0
+    exported = torch.export.export(Model(), (x, weight, chosen, ~chosen), strict=strict).module()
+    fewer = torch.arange(20) % 5 == 0
+    for a, b in ((chosen, chosen), (fewer, fewer.roll(1))):
+        expected = layer_norm(x[:, a], weight[b], relu=relu)
+        assert_same_bits(exported(x, weight, a, b), expected)
+    with pytest.raises((RuntimeError, ValueError), match=r"Eq\(u1, u0\)"):
+        exported(x, weight, chosen, fewer)
 
 
 def test_compiled_with_an_eps_of_numpys() -> None:
@@ -893,6 +1192,39 @@ def test_a_module_of_two_axes_as_torch_sees_it(module: Any, affine: bool) -> Non
     batched = vmap(lambda x: torch.func.functional_call(norm, parameters, x))
     for seen in (compiled, exported.module(), batched):
         assert_same_bits(seen(x).detach(), expected)
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize(("mine", "theirs"), MODULES)
+def test_a_module_of_torchs_becomes_one_of_these(mine: Any, theirs: Any, affine: bool) -> None:
+    norm = theirs(8, 1e-5, affine)
+    reference, state = copy.deepcopy(norm), norm.state_dict()
+    norm.__class__ = mine
+    assert repr(norm) == repr(mine(8, 1e-5, affine))
+    assert norm.state_dict().keys() == state.keys()
+    saved = io.BytesIO()
+    torch.save(norm, saved)
+    saved.seek(0)
+    x, dy = torch.randn(3, 8), torch.randn(3, 8)
+    options = {"backend": "aot_eager", "fullgraph": True}
+    for each in (norm, copy.deepcopy(norm), torch.load(saved, weights_only=False)):
+        each.load_state_dict(state)
+        each.reset_parameters()
+        for call in (each, torch.compile(each, **options)):
+            results = []
+            for module, function in ((each, call), (reference, reference)):
+                leaf = x.clone().requires_grad_()
+                leaves = (leaf, *module.parameters())
+                y = function(leaf)
+                results.append((y, *torch.autograd.grad(y, leaves, dy)))
+            torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("module", [RMSNorm(8), LayerNorm(8)])
+def test_expanded_weights_are_refused(module: Any) -> None:
+    words = r"weight must not be an ExpandedWeight, .* use torch.func.vmap and torch.func.grad"
+    with pytest.raises(NotImplementedError, match=words):
+        call_for_per_sample_grads(module)(torch.randn(3, 8))
 
 
 def test_what_the_modules_add() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import torch
+from hypothesis import strategies as st
 from strategies import DTYPES, Problem
 
 import cupynorm.torch
@@ -17,8 +18,15 @@ from cupynorm.torch import _kernels
 NORMS = ("rms_norm", "layer_norm")
 
 
-def to_torch(array: Any, device: str = "cpu") -> Any:
-    """Copy a NumPy array to a device, element by element at the same distances and alignment."""
+# Which operands of a problem are views that negate: none in half of the cases.
+NEGATED = st.just(frozenset()) | st.frozensets(st.sampled_from(["x", "dy", "weight", "bias"]))
+
+
+def to_torch(array: Any, device: str = "cpu", negated: bool = False) -> Any:
+    """Copy a NumPy array to a device, element by element at the same distances and alignment.
+
+    Where it is to be `negated`, its memory has the other sign, which the tensor makes good.
+    """
     if array is None:
         return None
     dtype = getattr(torch, array.dtype.name)
@@ -31,13 +39,17 @@ def to_torch(array: Any, device: str = "cpu") -> Any:
         span = np.zeros(1, bits.dtype)
     base = torch.zeros(offset + span.size, dtype=torch.from_numpy(bits[:0].reshape(-1)).dtype)
     base[offset:] = torch.from_numpy(span.copy())
-    return base.to(device).view(dtype)[offset:].as_strided(array.shape, strides, offset)
+    memory = base.to(device).view(dtype)
+    if negated:
+        memory.neg_()
+    tensor = memory[offset:].as_strided(array.shape, strides, offset)
+    return torch._neg_view(tensor) if negated else tensor
 
 
 def to_numpy(tensor: Any) -> Any:
     if tensor is None:
         return None
-    tensor = tensor.detach().cpu().contiguous()
+    tensor = tensor.detach().cpu().contiguous().resolve_neg()
     if tensor.dtype == torch.bfloat16:
         return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
     return tensor.numpy()
@@ -49,14 +61,16 @@ def assert_same_bits(a: Any, b: Any) -> None:
     np.testing.assert_array_equal(a.view(f"u{a.itemsize}"), b.view(f"u{b.itemsize}"))
 
 
-def check_problem(problem: Problem, device: str = "cpu") -> dict[str, float]:
+def check_problem(
+    problem: Problem, device: str = "cpu", negated: frozenset[str] = frozenset()
+) -> dict[str, float]:
     """Check y, what is kept for backward, and the gradients that autograd returns."""
     arrays = problem.on(np)
     # A gradient has the dtype of what it is the gradient of.
     with np.errstate(all="ignore"):
         dy_values = round_once(arrays["dy"].astype(np.float64), problem.out_dtype)
     arrays["dy"] = problem.layouts["dy"].apply(np, dy_values)
-    tensors = {name: to_torch(array, device) for name, array in arrays.items()}
+    tensors = {name: to_torch(array, device, name in negated) for name, array in arrays.items()}
     dy = tensors.pop("dy")
     function = getattr(cupynorm.torch, problem.norm)
     options: dict[str, Any] = problem.forward_options
@@ -71,7 +85,7 @@ def check_problem(problem: Problem, device: str = "cpu") -> dict[str, float]:
     gradients = dict(zip(leaves, torch.autograd.grad(y, list(leaves.values()), dy), strict=True))
 
     # What autograd keeps, which it does not hand out.
-    x, *affine = (t if t is None else t.detach() for t in tensors.values())
+    x, *affine = (t if t is None else t.detach().resolve_neg() for t in tensors.values())
     row = x.shape[x.ndim - problem.k :]
     kept = _kernels.forward(
         x,
@@ -106,4 +120,12 @@ def check_problem(problem: Problem, device: str = "cpu") -> dict[str, float]:
     return ratios
 
 
-__all__ = ["DTYPES", "NORMS", "assert_same_bits", "check_problem", "to_numpy", "to_torch"]
+__all__ = [
+    "DTYPES",
+    "NEGATED",
+    "NORMS",
+    "assert_same_bits",
+    "check_problem",
+    "to_numpy",
+    "to_torch",
+]

@@ -80,10 +80,11 @@ def rms_norm(
         If an argument is no tensor, or of another dtype; if eps, axis, zero_centered or relu is of
         another kind.
     ValueError
-        If a shape, a device, axis, eps, zero_centered or relu does not fit.
+        If a shape, a device, axis, eps, zero_centered or relu does not fit; if the memory of a
+        tensor was freed, or it outlived the ``torch.func.vmap`` that made it.
     NotImplementedError
-        If weight or bias would broadcast over the kept axes of x; in forward mode; on a device that
-        is neither the CPU nor a CUDA GPU.
+        If weight or bias would broadcast over the kept axes of x, or is an ExpandedWeight; in
+        forward mode; on a device that is neither the CPU nor a CUDA GPU.
     ImportError
         If x is on a GPU, and CuPy cannot be imported.
     RuntimeError
@@ -300,8 +301,9 @@ def _overridden(norm: Norm, x: Any, weight: Any, bias: Any, options: dict[str, A
 
 def _as_row(name: str, tensor: Any, x: Any, k: int) -> Any:
     """Return a weight or bias without leading axes of 1."""
-    if tensor is None:
-        return None
+    # In a program that is compiled sizes may be unknown: the operation checks them.
+    if tensor is None or (tensor.ndim == k and torch.compiler.is_compiling()):
+        return tensor
     # A strided nested tensor has no shape: its parts are checked in their turn.
     like = tensor if x.is_nested and x.layout is torch.strided else x
     _checks.check_row(name, tuple(tensor.shape), tuple(like.shape), k)

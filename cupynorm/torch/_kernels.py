@@ -74,6 +74,11 @@ _current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 def check_dense(name: str, tensor: Any) -> None:
     """Check what must come first, as other tensors may have no shape that can be asked for."""
+    if type(tensor).__name__ == "ExpandedWeight":  # of which torch refuses all that is asked here
+        raise NotImplementedError(
+            f"{name} must not be an ExpandedWeight, as of call_for_per_sample_grads: use "
+            "torch.func.vmap and torch.func.grad for the gradients of each example"
+        )
     if tensor is not None and (tensor.is_nested or tensor.layout is not torch.strided):
         nested = "a nested one" if tensor.is_nested else f"one of layout {tensor.layout}"
         raise TypeError(f"{name} must be a dense tensor, got {nested}")
@@ -90,6 +95,11 @@ def check_tensor(name: str, tensor: Any, x: Any) -> None:
         raise ValueError(f"{name} must be on x's device, {x.device}; got {tensor.device}")
 
 
+def _check_device(x: Any) -> None:
+    if not (x.is_cuda or x.is_cpu):
+        raise NotImplementedError(f"x must be on the CPU or a CUDA GPU, got {x.device}")
+
+
 def _outline(name: str, tensor: Any, x: Any) -> Any:
     """Return a NumPy array of a tensor's shape and dtype, for the checks: it holds one element."""
     if tensor is None:
@@ -101,6 +111,13 @@ def _outline(name: str, tensor: Any, x: Any) -> Any:
 def _stride(tensor: Any, k: int) -> int | None:
     """Return the distance in elements between rows, or None where they must be copied."""
     return row_stride(tensor.shape, tensor.stride(), 1, k)
+
+
+def _without_memory(name: str, tensor: Any) -> int:
+    """Return 0, the address of what has no elements; refuse what keeps its values elsewhere."""
+    if tensor.numel():
+        raise ValueError(f"{name} must have memory, got {tensor.numel()} elements at address 0")
+    return 0
 
 
 def _contiguous(tensor: Any) -> Any:
@@ -207,14 +224,14 @@ def forward(
             bitmask = torch.empty(shape, dtype=torch.uint8, device=device)
     if call.copies:
         x, weight, bias = map(_contiguous, (x, weight, bias))
-    x_address = x.data_ptr()
+    x_address = x.data_ptr() or _without_memory("x", x)
     divisors = call.divisors | x_address // call.itemsize
     weight_address = bias_address = 0
     if weight is not None:
-        weight_address = weight.data_ptr()
+        weight_address = weight.data_ptr() or _without_memory("weight", weight)
         divisors |= weight_address // call.weight_itemsize
     if bias is not None:
-        bias_address = bias.data_ptr()
+        bias_address = bias.data_ptr() or _without_memory("bias", bias)
         divisors |= bias_address // call.bias_itemsize
     vector = divisors & -divisors
     launch = call.launches.get(vector)
@@ -254,6 +271,7 @@ def _resolve_forward(
     out_dtype: torch.dtype | None,
     training: bool,
 ) -> _Forward:
+    _check_device(x)
     if not isinstance(out_dtype, torch.dtype | None):
         raise TypeError(f"out_dtype must be a torch.dtype or None, got {out_dtype!r}")
     _, y, bounds = _checks.check_forward(
@@ -289,7 +307,7 @@ def _resolve_forward(
         kept=kept,
         kept_strides=_contiguous_strides(kept),
         y=y_dtype,
-        y_is_as_x=y_dtype == x.dtype and x.is_contiguous(),
+        y_is_as_x=y_dtype == x.dtype and x.is_contiguous() and m > 0,
         statistics=compute_type(x),
         numbers=(_checks.to_eps(eps), *((0.0, 0.0) if bounds is None else bounds)),
         has_kernels=_has_kernels(x),
@@ -387,11 +405,12 @@ def backward(
         mean, rstd = _contiguous(mean), _contiguous(rstd)
     if not (bitmask is None or bitmask.is_contiguous()):
         bitmask = bitmask.contiguous()
-    dy_address, x_address = dy.data_ptr(), x.data_ptr()
+    dy_address = dy.data_ptr() or _without_memory("dy", dy)
+    x_address = x.data_ptr() or _without_memory("x", x)
     divisors = call.divisors | dy_address // dy.itemsize | x_address // x.itemsize
     weight_address = 0
     if weight is not None:
-        weight_address = weight.data_ptr()
+        weight_address = weight.data_ptr() or _without_memory("weight", weight)
         divisors |= weight_address // weight.itemsize
     vector = divisors & -divisors
     launch = call.launches.get(vector)
@@ -431,6 +450,7 @@ def _resolve_backward(
     bias_dtype: torch.dtype | None,
     no_bitmask: bool,
 ) -> _Backward:
+    _check_device(x)
     for name, tensor in (("x", x), ("dy", dy), ("weight", weight)):
         if tensor is not None:
             check_tensor(name, tensor, x)
@@ -456,7 +476,7 @@ def _resolve_backward(
         copies_x=strides[1] is None,
         dy_stride=dy_stride,
         x_stride=x_stride,
-        dx_is_as_x=x.is_contiguous(),
+        dx_is_as_x=x.is_contiguous() and x.numel() > 0,
         divisors=_divisors(x, n, dy_stride, x_stride),
         launches={},
     )
@@ -465,10 +485,12 @@ def _resolve_backward(
 # ---- on the CPU ----------------------------------------------------------------------------------
 
 
-def _to_numpy(tensor: Any) -> Any:
+def _to_numpy(name: str, tensor: Any) -> Any:
     """Return a copy: memory that NumPy has seen cannot be resized, as FSDP resizes parameters."""
     if tensor is None:
         return None
+    if not tensor.data_ptr():  # which fails, too, where a launch would
+        _without_memory(name, tensor)
     copy = tensor.detach().clone(memory_format=torch.contiguous_format)
     if tensor.dtype == torch.bfloat16:  # which NumPy's side of torch does not know
         return copy.view(torch.int16).numpy().view(BFLOAT16)
@@ -479,8 +501,10 @@ def _from_numpy(array: Any) -> Any:
     if array is None:
         return None
     if array.dtype == BFLOAT16:
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(array)
+        tensor = torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    else:
+        tensor = torch.from_numpy(array)
+    return tensor if array.size else tensor.new_empty(array.shape)  # whose strides are no zeros
 
 
 def _forward_on_cpu(
@@ -489,9 +513,7 @@ def _forward_on_cpu(
     spec = call.spec
     eps, *bounds = call.numbers
     result = getattr(reference, f"{spec.norm}_forward")(
-        _to_numpy(x),
-        _to_numpy(weight),
-        _to_numpy(bias),
+        *map(_to_numpy, ("x", "weight", "bias"), (x, weight, bias)),
         eps=eps,
         axis=tuple(range(-k, 0)),
         zero_centered=spec.zero_centered,
@@ -512,17 +534,15 @@ def _backward_on_cpu(
     rstd: Any,
     bitmask: Any,
 ) -> tuple[Any, Any, Any]:
-    statistics = (rstd,) if mean is None else (mean, rstd)
+    statistics = {"rstd": rstd} if mean is None else {"mean": mean, "rstd": rstd}
     bias: Any = False
     if spec.dbias is not None:
         bias = np.empty(tuple(x.shape[x.ndim - k :]), NUMPY_DTYPES[getattr(torch, spec.dbias)])
     result = getattr(reference, f"{spec.norm}_backward")(
-        _to_numpy(dy),
-        _to_numpy(x),
-        _to_numpy(weight),
-        *map(_to_numpy, statistics),
+        *map(_to_numpy, ("dy", "x", "weight"), (dy, x, weight)),
+        *map(_to_numpy, statistics, statistics.values()),
         bias=bias,
-        bitmask=_to_numpy(bitmask),
+        bitmask=_to_numpy("bitmask", bitmask),
         axis=tuple(range(-k, 0)),
         zero_centered=spec.zero_centered,
     )

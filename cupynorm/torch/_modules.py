@@ -74,7 +74,7 @@ class _Norm(torch.nn.Module):
             return function(
                 x,
                 weight,
-                self.bias,
+                getattr(self, "bias", None),  # which a torch.nn.RMSNorm lacks that became one
                 eps=eps,
                 axis=axis,
                 zero_centered=self.zero_centered,
@@ -85,12 +85,19 @@ class _Norm(torch.nn.Module):
             raise
 
     def _check_shape(self, x: Any) -> None:
-        k = len(self.normalized_shape)
+        expected = self.normalized_shape
+        k = len(expected)
         for part in _with_shapes(x):
-            if tuple(part.shape[-k:]) != self.normalized_shape:
+            if torch.compiler.is_compiling() and 0 < k <= part.ndim:
+                for size, wanted in zip(part.shape[-k:], expected, strict=True):
+                    torch._check_value(  # when the program runs, if the size is not known before
+                        size == wanted,
+                        lambda: f"x must end in the axes of normalized_shape, {expected}",
+                    )
+            elif tuple(part.shape[-k:]) != expected:
                 raise ValueError(
-                    f"x must end in the axes of normalized_shape, {self.normalized_shape}; got "
-                    f"shape {tuple(part.shape)}"
+                    f"x must end in the axes of normalized_shape, {expected}; got shape "
+                    f"{tuple(part.shape)}"
                 )
 
     def extra_repr(self) -> str:
@@ -163,7 +170,7 @@ class RMSNorm(_Norm, torch.nn.RMSNorm):
     def extra_repr(self) -> str:
         """Return what is shown of the module."""
         shown = super().extra_repr()
-        return shown if self.bias is None else f"{shown}, bias=True"
+        return shown if getattr(self, "bias", None) is None else f"{shown}, bias=True"
 
 
 class LayerNorm(_Norm, torch.nn.LayerNorm):

@@ -49,20 +49,39 @@ _is_traced_by_dynamo = torch.compiler.is_dynamo_compiling  # elsewhere a dispatc
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _is_jit_tracing = torch._C._is_tracing
 _transforms_active = torch._C._are_functorch_transforms_active
+_functorch = torch._C._functorch
+_is_wrapped = _functorch.is_functorch_wrapped_tensor
 # Gradients that autograd batches, of is_grads_batched=True, are tensors as others but for this.
-_is_batched = torch._C._functorch.is_legacy_batchedtensor
+_is_batched = _functorch.is_legacy_batchedtensor
 
 
 def _is_seen(*tensors: Any) -> bool:
     """Tell whether torch must see a call on these tensors; transforms are another matter."""
-    return bool(
-        any(
-            type(tensor) not in PLAIN or not (tensor is None or tensor.is_cuda or tensor.is_cpu)
-            for tensor in tensors
-        )
-        or _dispatch_modes()
-        or _is_jit_tracing()
+    return bool(_dispatch_modes() or _is_jit_tracing() or any(map(_says_more, tensors)))
+
+
+def _says_more(tensor: Any) -> bool:
+    """Tell whether a tensor is more than the numbers in its memory, of which torch knows."""
+    if type(tensor) not in PLAIN:
+        return True
+    return tensor is not None and bool(
+        not (tensor.is_cuda or tensor.is_cpu)
+        or tensor.is_neg()  # as the imaginary part of a conjugate, whose memory has the other sign
+        or tensor._is_zerotensor()  # which has no memory
+        or _is_wrapped(tensor)  # has none of its own
+        or _is_batched(tensor)
     )
+
+
+def _alive(name: str, tensor: Any) -> Any:
+    """Return what a tensor that has outlived its transform stands for, as torch does."""
+    if tensor is None or not _is_wrapped(tensor):
+        return tensor
+    while _functorch.is_dead_tensor_wrapper(tensor):
+        tensor = _functorch.unwrap_if_dead(tensor)
+    if _functorch.is_batchedtensor(tensor) and not _transforms_active():
+        raise ValueError(f"{name} must not outlive the torch.func.vmap of which it is one example")
+    return tensor
 
 
 def _is_recorded(*tensors: Any) -> bool:
@@ -80,24 +99,33 @@ def normalize_plain(x: Any, weight: Any, bias: Any, options: Options) -> Any:
     """Return what `normalize` does, of tensors of the `PLAIN` types."""
     if (
         _is_traced_by_dynamo()
-        or not (x.is_cuda or x.is_cpu)
         or _transforms_active()
         or _dispatch_modes()
         or _is_jit_tracing()
         or forward_ad._current_level >= 0
+        or x.is_neg()
+        or (weight is not None and weight.is_neg())
+        or (bias is not None and bias.is_neg())
     ):
         return normalize(x, weight, bias, options)
-    if _is_grad_enabled() and (
-        x.requires_grad
-        or (weight is not None and weight.requires_grad)
-        or (bias is not None and bias.requires_grad)
-    ):
-        return _apply_recorded(x, weight, bias, options)
-    return _kernels.forward(x, weight, bias, options, False)[0]
+    try:
+        if _is_grad_enabled() and (
+            x.requires_grad
+            or (weight is not None and weight.requires_grad)
+            or (bias is not None and bias.requires_grad)
+        ):
+            return _apply_recorded(x, weight, bias, options)
+        return _kernels.forward(x, weight, bias, options, False)[0]
+    except (RuntimeError, ValueError):  # of what has no memory here: to ask first takes time
+        if not _is_seen(x, weight, bias):
+            raise
+    return normalize(x, weight, bias, options)
 
 
 def normalize(x: Any, weight: Any, bias: Any, options: Options) -> Any:
     """Return y; what `norm_backward` needs is kept where gradients may be asked for."""
+    if not torch.compiler.is_compiling():
+        x, weight, bias = map(_alive, ("x", "weight", "bias"), (x, weight, bias))
     return norm_forward(x, weight, bias, *options, _is_recorded(x, weight, bias))[0]
 
 
@@ -157,18 +185,26 @@ def norm_backward(
         or type(mean) not in PLAIN
         or type(rstd) not in PLAIN
         or type(bitmask) not in PLAIN
-        or not (x.is_cuda or x.is_cpu)
-        or _is_batched(dy)
+        or dy.is_neg()
+        or x.is_neg()
+        or (weight is not None and weight.is_neg())
         or _dispatch_modes()
         or _is_jit_tracing()
     ):
         run = _backward_operation
-    elif torch.is_grad_enabled() or forward_ad._current_level >= 0:  # as in norm_forward
-        run = _apply_backward
     else:
-        return _kernels.backward(
-            dy, x, weight, mean, rstd, bitmask, k, norm, zero_centered, bias_dtype
-        )
+        if not torch.is_grad_enabled() and forward_ad._current_level < 0:  # as in norm_forward
+            try:
+                return _kernels.backward(
+                    dy, x, weight, mean, rstd, bitmask, k, norm, zero_centered, bias_dtype
+                )
+            except (RuntimeError, ValueError):  # as in normalize_plain
+                if not _is_seen(dy, x, weight, mean, rstd, bitmask):
+                    raise
+        names = ("dy", "x", "weight", "mean", "rstd", "bitmask")
+        tensors = (dy, x, weight, mean, rstd, bitmask)
+        dy, x, weight, mean, rstd, bitmask = map(_alive, names, tensors)
+        run = _backward_operation if _is_batched(dy) else _apply_backward
     return run(dy, x, weight, mean, rstd, bitmask, k, norm, eps, zero_centered, bias_dtype)
 
 
@@ -411,6 +447,18 @@ def _run_forward(x: Any, weight: Any, bias: Any, *options: Any) -> tuple[torch.T
     return _empty_for_none(x, _kernels.forward(x, weight, bias, options, training))
 
 
+def _check_row(name: str, tensor: Any, normalized: Any) -> None:
+    def message() -> str:
+        return (
+            f"{name} must have the shape of x's normalized axes, {tuple(normalized)}; got "
+            f"{tuple(tensor.shape)}"
+        )
+
+    torch._check_value(tensor.ndim == len(normalized), message)
+    for size, wanted in zip(tensor.shape, normalized, strict=True):
+        torch._check_value(size == wanted, message)  # when the program runs, if not known before
+
+
 def _outline_forward(
     x: Any,
     weight: Any,
@@ -428,11 +476,8 @@ def _outline_forward(
     for name, tensor in (("x", x), ("weight", weight), ("bias", bias)):
         if tensor is not None:
             check_tensor(name, tensor, x)
-            if name != "x" and tensor.shape != normalized:
-                raise ValueError(
-                    f"{name} must have the shape of x's normalized axes, {tuple(normalized)}; got "
-                    f"{tuple(tensor.shape)}"
-                )
+            if name != "x":
+                _check_row(name, tensor, normalized)
     if any(isinstance(size, int) and size == 0 for size in normalized):
         raise ValueError(
             f"x must have at least one element in each row, got shape {tuple(x.shape)}"

@@ -256,7 +256,7 @@ def check_neighbours(gpu: Gpu, norm: str, x_dtype: str, n: int) -> None:
 
 
 def check_overflows(build: Build, case: Case, *, few_rows: bool) -> None:
-    """Check dx of rows on the way to which float32 overflows; others keep their bits beside them."""
+    """Check dx of rows on the way to which float32 overflows; others keep their bits beside it."""
     tame = case.problem()
     others = tame.dy.copy()
     # Elsewhere such a row is NaN where dx takes the place of dy.
