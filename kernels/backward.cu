@@ -446,7 +446,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
     }
     fetch_rows(kFirst, kFetched);
   }
-  bool any_is_wild = false;
+  T wild = 0;  // NaN once a row is: so it takes one register, and no comparison
   X* dx_row = dx + row * dx_stride + counted_from;
   long long dx_step = rows_a_turn * dx_stride;
   if constexpr (kOwnAddresses) make_opaque(dx_step);  // else it is computed each time
@@ -493,7 +493,6 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
     }
     const Centring<Centered, T> centring(current.mean, current.rstd);
     const RowMeans<Centered, T> means(sums, centring.significand, inv_n);
-    any_is_wild |= is_wild(means);
 
     // 4. dx, and this row's share of the weight gradients; what was read makes room for a later row, if
     // it has not yet.
@@ -564,6 +563,9 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
       for (int i = 0; i < kSums; ++i) sums[i] = next_sums[i];
     }
 
+    wild = fused_multiply_add(means.g_xhat, T(0), wild);
+    if constexpr (Centered) wild = fused_multiply_add(means.g, T(0), wild);
+
     // 5. Now and then, weight gradients leave the registers.
     if (++turn == kTurns) {
       flush_all(false);
@@ -576,6 +578,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
 
   // 6. dx of wild rows.
   if constexpr (kSame<T, float>) {
+    const bool any_is_wild = wild != T(0);
     if (!team.any(any_is_wild) || dx == static_cast<const void*>(dy)) return;
 #pragma unroll 1
     for (long long block_row = group * kTeams; block_row < n_rows; block_row += rows_a_turn) {
