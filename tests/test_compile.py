@@ -602,7 +602,12 @@ BESIDE_A_BITMASK = (
     r"norm_backward<b?float16, .*(, true){5}, false, 2, (false, ){5}\d, 1, .*, true, 8>"
 )
 STRIPS_BY_SINGLE_ELEMENTS = r"norm_backward_strips<b?float16, .*, 512, [12], 1>"
-STRIPS_WITH_BITMASK = r"norm_backward_strips<b?float16, .*, true, 512, [12], 8>"
+STRIPS_WITH_BITMASK = r"norm_backward_strips<b?float16, .*, true, (512, [12]|320, 4), 8>"
+# Beside what tells whether a row was out of range, of few rows with a bitmask and a weight around
+# zero, whose columns are summed beside them.
+FEW_BESIDE_COLUMNS = (
+    r"norm_backward_resident<bfloat16, .*(, true){3}, (8|16), 1, 128, 128, 8, 2, false, 8>"
+)
 LAYER_NORM_BY_TWO_CLUSTERS = (
     r"norm_forward_staged<b?float16, .*, \d+, 2, [67], \w+, false, \w+, \w+, \w+, 8>"
 )
@@ -634,6 +639,7 @@ SPILLED = {
     LAYER_NORM_IN_PAIRS: 32,
     STRIPS_BY_SINGLE_ELEMENTS: 72,
     STRIPS_WITH_BITMASK: 48,
+    FEW_BESIDE_COLUMNS: 8,
     BY_CELLS: 80,
     CELLS_BESIDE_A_BITMASK: 96,
     CELLS_BESIDE_FLOAT32: 88,
@@ -653,13 +659,15 @@ SPILLED = {
 AROUND_ZERO_ON_80 = (
     r"norm_backward<bfloat16, bfloat16, float, false, true, false, .*, 416, 416, 1, 4, true, 8>"
 )
+# On sm_80, where nothing was measured.
+FEW_BY_1024_THREADS_ON_80 = r"norm_backward_resident<bfloat16, .*, 0, 1, 128, 1024, 1, 2, false, 8>"
 ON_120 = {
     CELLS_ON_120: 144,
     LAYER_NORM_BY_PACKS_OF_8_BYTES: 52,
     RMS_NORM_HOLDS_4_PACKS: 32,
 }
 SPILLED_ON = {
-    "80": {AROUND_ZERO_ON_80: 8},
+    "80": {AROUND_ZERO_ON_80: 8, FEW_BY_1024_THREADS_ON_80: 36},
     "90": {RMS_NORM_HOLDS_4_PACKS: 16},
     "100": {RMS_NORM_HOLDS_4_PACKS: 8},
     "120": ON_120,
