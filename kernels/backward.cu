@@ -41,6 +41,7 @@
 // ByCells:   stage.cuh; of rows whose addresses allow accesses of 4 bytes or less.
 // ThroughL1: copies of 16 bytes come by way of L1, not past it, as all smaller ones do.
 // Turned:    stage.cuh; of rows of whole packs that begin at no lines.
+// Wild:      rows on the way to whose dx float32 overflows are computed again at the end: gradient.cuh.
 // Result:    partials, of cluster c in row c.
 #include "gradient.cuh"
 #include "relu.cuh"
@@ -446,7 +447,8 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
     }
     fetch_rows(kFirst, kFetched);
   }
-  T wild = 0;  // NaN once a row is: so it takes one register, and no comparison
+  T wild =
+      0;  // NaN once there was a wild row, whose means are infinite or NaN: one register, no branch
   X* dx_row = dx + row * dx_stride + counted_from;
   long long dx_step = rows_a_turn * dx_stride;
   if constexpr (kOwnAddresses) make_opaque(dx_step);  // else it is computed each time

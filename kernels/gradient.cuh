@@ -126,9 +126,9 @@ __device__ __forceinline__ T dx_of(T dy, T xhat, const Pack<Weight, Length>& wei
   }
 }
 
-// Range. Products of float32, or their sums over a row, may overflow on the way to a dx that does not. All dx of
-// such a row, of one that is `wild`, are infinities or NaN: they are computed again in float64, and written, unless dy
-// was there. At the end of a kernel, by functions, whose registers are not those of rows that are not.
+// Products of float32, or their sums over a row, may overflow on the way to a dx that does not. Such a row is
+// `wild`: all its dx are infinite or NaN. They are computed again in float64, element by element, unless dy was
+// there; at the end of a kernel, by functions, so that other rows keep their registers.
 template <bool Centered, typename T>
 __device__ __forceinline__ bool is_wild(const RowMeans<Centered, T>& means) {
   if constexpr (!kSame<T, float>) return false;
