@@ -447,8 +447,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
     }
     fetch_rows(kFirst, kFetched);
   }
-  T wild =
-      0;  // NaN once there was a wild row, whose means are infinite or NaN: one register, no branch
+  T wild = 0;  // NaN once the means of a row were infinite or NaN: one register and no branch
   X* dx_row = dx + row * dx_stride + counted_from;
   long long dx_step = rows_a_turn * dx_stride;
   if constexpr (kOwnAddresses) make_opaque(dx_step);  // else it is computed each time
