@@ -6,12 +6,16 @@ the argument "kernels", NumPy behind XLA's FFI takes the place of the formula.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
+import math
 import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from random import Random
 from typing import Any
 
 import jax
@@ -20,11 +24,12 @@ import jax_plans
 import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax_calls import on_host
 from strategies import DTYPES, make_values
 
 import cupynorm.jax
 from cupynorm import NormBackward, reference, testing
-from cupynorm.jax import _kernels
+from cupynorm.jax import _kernels, _operations
 from cupynorm.jax._operations import Forward
 
 NORM = "layer_norm"
@@ -42,11 +47,12 @@ def step(x: Any, weight: Any, bias: Any, dy: Any, norm: Any = norm) -> Any:
     return y, *pull_back(dy)
 
 
-def check(results: Any) -> None:
+def check(results: Any, first: int = SHAPE[0]) -> None:
+    """Check y and the gradients of a step over the first of the rows."""
     y, *gradients = (np.asarray(result) for result in results)
     weight, bias = (a.astype(d.dtype) for a, d in zip((WEIGHT, BIAS), gradients[1:], strict=True))
-    testing.check_forward(NORM, y, X, weight, bias, eps=1e-5)
-    given = (DY, X, weight, STORED.mean, STORED.rstd)
+    testing.check_forward(NORM, y, X[:first], weight, bias, eps=1e-5)
+    given = (DY[:first], X[:first], weight, STORED.mean[:first], STORED.rstd[:first])
     testing.check_backward(NORM, NormBackward(*gradients), *given, bias=bias)
 
 
@@ -98,6 +104,66 @@ def with_a_mesh_set(kind: AxisType) -> Any:
     mesh = mesh_of((4,), kind)
     with jax.set_mesh(mesh):
         return compiled(step, *put(mesh, P("a"), P()))
+
+
+def made_outside_of_a_set_mesh(kind: AxisType) -> Any:
+    """No array is on the mesh, and no program has a sharding."""
+    batched = functools.partial(step, norm=jax.vmap(norm, in_axes=(0, None, None)))
+    with jax.set_mesh(mesh_of((2, 2), kind)):
+        for array, function in (
+            *((jnp.asarray, step), (jnp.asarray, jax.jit(batched))),
+            *((np.asarray, jax.jit(step)), (np.asarray, batched)),
+        ):
+            check(function(*(array(a) for a in (X, WEIGHT, BIAS, DY))))
+    return []
+
+
+def a_dy_made_outside_of_the_mesh(kind: AxisType) -> Any:
+    mesh = mesh_of((4,), kind)
+    with jax.set_mesh(mesh):
+        return compiled(step, *put(mesh, P("a"), P())[:3], DY)
+
+
+def with_axes_of_one_device(kind: AxisType) -> Any:
+    """They are axes of an Explicit mesh all the same, beside others of each kind."""
+    for sizes, rows, row in (((1, 4), "a", "b"), ((4, 1), "b", "a")):
+        for other in (kind, AxisType.Auto):
+            kinds = tuple(kind if name == rows else other for name in ("a", "b"))
+            mesh = jax.make_mesh(sizes, ("a", "b"), axis_types=kinds)
+            compiled(step, *put(mesh, P(rows), P(row)))
+    return []
+
+
+def with_relu_and_a_bias_alone(kind: AxisType) -> Any:
+    """The bits come before what tells of the bias."""
+    x, bias = np.asarray(X, np.float32), np.asarray(BIAS, np.float32)
+
+    def loss(x: Any, bias: Any) -> Any:
+        return jnp.sum(jnp.sin(norm(x, bias=bias, relu=(-0.5, 1.0))))
+
+    arguments = put(mesh_of((4,), kind), P("a"), P())
+    arguments = [a.astype(np.float32) for a in (arguments[0], arguments[2])]
+    program = jax.jit(jax.grad(loss, (0, 1))).lower(*arguments).compile()
+    for one, other in zip(program(*arguments), jax.grad(loss, (0, 1))(x, bias), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+    return collectives(program)
+
+
+def with_uneven_rows(count: int) -> Any:
+    """The last rows of X, of NaN, are cut off, but still in their device's memory."""
+    arguments = put(mesh_of((count,), AxisType.Auto), P("a"), P())
+    x, weight, bias, dy = arguments
+    x, dy = (a.at[-1].set(jnp.nan) for a in (x, dy))
+
+    def cut(x: Any, weight: Any, bias: Any, dy: Any) -> Any:
+        y, dx, *sums = step(x[:-1], weight, bias, dy[:-1])
+        # Results must have even rows.
+        return *(jnp.pad(a, ((0, 1), (0, 0), (0, 0))) for a in (y, dx)), *sums
+
+    program = jax.jit(cut).lower(x, weight, bias, dy).compile()
+    y, dx, *sums = program(x, weight, bias, dy)
+    check((y[:-1], dx[:-1], *sums), first=SHAPE[0] - 1)
+    return collectives(program)
 
 
 def eagerly(kind: AxisType) -> Any:
@@ -193,6 +259,186 @@ def second_derivatives(kind: AxisType) -> Any:
     return collectives(program)
 
 
+# ---- drawn shardings -----------------------------------------------------------------------------
+
+# How the rows of x come to be such that devices do not share them evenly, but for the last two; of
+# rows cut off, which stay in their device's memory, the values are NaN.
+WAYS: dict[str, Callable[[Any], Any]] = {
+    "constraint": lambda x: x,
+    "constraint of two axes": lambda x: x,
+    "one row": lambda x: x[:1],
+    "last row off": lambda x: x[:-1],
+    "first column off": lambda x: x[:, 1:],
+    "token in front": lambda x: jnp.concatenate([jnp.ones_like(x[:, :1]), x], axis=1),
+    "axis split in two": lambda x: x.reshape(2, x.shape[0] // 2, *x.shape[1:]),
+    "even": lambda x: x,
+}
+CONSTRAINED = (
+    "constraint",
+    "constraint of two axes",
+    "one row",
+)  # within the program: JAX refuses to put arrays so
+
+
+@dataclass(frozen=True)
+class Draw:
+    way: str
+    kind: AxisType
+    order: int  # of the derivatives
+    mesh_set: bool
+    shardy: bool
+    sizes: tuple[int, ...]  # of the mesh
+    spec: Any
+    weight_spec: Any
+    shape: tuple[int, ...]  # of x
+    k: int
+    norm: str
+    weight: bool
+    bias: bool
+    relu: tuple[float, float] | None
+
+
+def draw(
+    random: Random, way: str, kind: AxisType, order: int, mesh_set: bool, shardy: bool
+) -> Draw:
+    sizes = random.choice([(4,), (2, 2), (2, 2), (1, 4), (4, 1), (3,), (2,)])
+    axis = int(way in ("first column off", "token in front"))
+    kept = max(axis + 1, random.choice([1, 2, 2]))
+    sides = [12] if sizes == (3,) else [4, 8, 12]
+    if way == "constraint":
+        axis, sides = random.randrange(kept), [1, 2, 3, 5, 6, 7, 9]
+    if way == "constraint of two axes":
+        sizes, kept, sides = (2, 2), 2, [1, 3, 5, 7]
+    names = ("a", "b")[: len(sizes)]
+    entries: list[Any] = [None] * kept
+    several = [name for name, size in zip(names, sizes, strict=True) if size > 1]
+    entries[axis] = random.choice([*several, names, names[::-1]])
+    if way == "constraint of two axes" or (kept == 2 and sizes == (2, 2) and random.random() < 0.5):
+        entries = random.sample(names, 2)
+    row = random.choice([(6,), (16,), (2, 6)])
+    rows = tuple(random.choice(sides) for _ in range(kept))
+    whole = [None, *(n for n, size in zip(names, sizes, strict=True) if row[0] % size == 0)]
+    return Draw(
+        *(way, kind, order, mesh_set, shardy, sizes, P(*entries), P(random.choice(whole))),
+        *((*rows, *row), len(row), random.choice(["rms_norm", "layer_norm"])),
+        *(random.random() < 0.7, random.random() < 0.5, random.choice([None, (-0.5, 1.0)])),
+    )
+
+
+def drawn() -> list[Draw]:
+    random, auto = Random(53), AxisType.Auto
+    kinds = [
+        (way, auto, order, mesh_set, True)
+        for way in WAYS
+        for order in (1, 1, 2)
+        for mesh_set in (False, True)
+    ]
+    # JAX itself refuses what is not even on an Explicit mesh, and to return what it splits in two
+    # without Shardy.
+    kinds += [("even", AxisType.Explicit, order, True, True) for order in (1, 1, 1, 2)]
+    kinds += [(way, auto, 1, False, False) for way in WAYS if way != "axis split in two"]
+    return [draw(random, *kind) for kind in kinds]
+
+
+def plainly(norm: str, axes: Any, relu: Any, x: Any, weight: Any, bias: Any) -> Any:
+    """The norm in jax.numpy, on one device."""
+    y = x - x.mean(axes, keepdims=True) if norm == "layer_norm" else x
+    y = y / jnp.sqrt((y * y).mean(axes, keepdims=True) + 1e-5)
+    y = y if weight is None else y * weight
+    y = y if bias is None else y + bias
+    return y if relu is None else jnp.clip(y, *relu)
+
+
+@jax.enable_x64(True)
+def with_a_drawn_sharding(drawn: Draw) -> Any:
+    """Check y and its derivatives, and return the draw with how many axes XLA padded.
+
+    The first ones are held to the oracle, the second ones to those of a plain norm on one device.
+    """
+    mesh = jax.make_mesh(
+        drawn.sizes,
+        ("a", "b")[: len(drawn.sizes)],
+        axis_types=(drawn.kind,) * len(drawn.sizes),
+        devices=jax.devices()[: math.prod(drawn.sizes)],
+    )
+    sharding = NamedSharding(mesh, drawn.spec)
+    dtype = np.float32 if drawn.order == 1 else np.float64
+    x, weight, bias = (
+        make_values("normal", shape, dtype, seed)
+        for seed, shape in enumerate((drawn.shape, *2 * (drawn.shape[-drawn.k :],)))
+    )
+    if drawn.way == "last row off":
+        x[-1] = np.nan
+    if drawn.way == "first column off":
+        x[:, 0] = np.nan
+    weight, bias = weight if drawn.weight else None, bias if drawn.bias else None
+    rows = np.asarray(WAYS[drawn.way](x))
+    options = {"eps": 1e-5, "axis": tuple(range(-drawn.k, 0)), "relu": drawn.relu}
+    split_norm = functools.partial(getattr(cupynorm.jax, drawn.norm), **options)
+    plain_norm = functools.partial(plainly, drawn.norm, options["axis"], drawn.relu)
+    within = drawn.way in CONSTRAINED
+
+    def first(norm: Any, constrained: bool, x: Any, *affine: Any) -> Any:
+        x = WAYS[drawn.way](x)
+        if constrained:
+            x = jax.lax.with_sharding_constraint(x, sharding)
+        y, pull_back = jax.vjp(norm, x, *affine)
+        dy = jnp.cos(y)  # padded as y is
+        return y, dy, *pull_back(dy)
+
+    def second(norm: Any, constrained: bool, *arrays: Any) -> Any:
+        def slope(*arrays: Any) -> Any:
+            _, _, *gradients = first(norm, constrained, *arrays)
+            return sum(jnp.sum(jnp.sin(g)) for g in jax.tree.leaves(gradients))
+
+        given = tuple(i for i, array in enumerate(arrays) if array is not None)
+        return jax.grad(slope, given)(*arrays)
+
+    arguments = [x, weight, bias]
+    if not within:
+        specs = (drawn.spec, drawn.weight_spec, drawn.weight_spec)
+        arguments = [
+            a if a is None else jax.device_put(a, NamedSharding(mesh, spec))
+            for a, spec in zip(arguments, specs, strict=True)
+        ]
+    padded = []
+
+    def without_padding(*given: Any) -> Any:
+        _, mesh, kept, shape, (x, *_) = given
+        parts = [math.prod(mesh.shape[name] for name in names) for names in kept]
+        padded.append(sum(x.shape[i] * part != shape[i] for i, part in enumerate(parts)))
+        return real(*given)
+
+    real, _operations._without_padding = _operations._without_padding, without_padding
+    fast = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+    function = first if drawn.order == 1 else second
+    jax.config.update("jax_use_shardy_partitioner", drawn.shardy)
+    try:
+        with jax.set_mesh(mesh) if drawn.mesh_set else contextlib.nullcontext():
+            found = fast(functools.partial(function, split_norm, within))(*arguments)
+    finally:
+        jax.config.update("jax_use_shardy_partitioner", True)
+        _operations._without_padding = real
+    if drawn.order == 1:
+        y, dy, *gradients = map(on_host, found)
+        forward = getattr(cupynorm, f"{drawn.norm}_forward")(rows, weight, bias, **options)
+        testing.check_forward(drawn.norm, y, rows, weight, bias, **options)
+        testing.check_backward(
+            drawn.norm,
+            NormBackward(*gradients),
+            *(dy, rows, weight, forward.mean, forward.rstd),
+            bias=False if bias is None else bias,
+            bitmask=forward.bitmask,
+            axis=options["axis"],
+        )
+    else:
+        expected = fast(functools.partial(second, plain_norm, False))(x, weight, bias)
+        for one, other in zip(found, expected, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-9)
+    seen = {name: getattr(drawn, name) for name in Draw.__annotations__ if "spec" not in name}
+    return seen | {"kind": drawn.kind.name, "padded": max(padded, default=0)}
+
+
 def control() -> Any:
     """The kernel's call alone, of which XLA knows nothing: it must gather x to be right."""
     (x, *_) = put(mesh_of((4,), AxisType.Auto), P("a"), P())
@@ -226,8 +472,12 @@ CUT = [((4,), P(None, None, "a")), ((2, 2), P("a", None, "b"))]
 
 ONE_OF_EACH = (
     with_a_mesh_set,
+    made_outside_of_a_set_mesh,
+    a_dy_made_outside_of_the_mesh,
+    with_axes_of_one_device,
     with_relu,
     with_relu_over_two_axes,
+    with_relu_and_a_bias_alone,
     eagerly,
     under_vmap,
     through_layers,
@@ -260,8 +510,11 @@ def cases(kernels: bool) -> Iterator[tuple[str, Callable[[], Any]]]:
         yield f"split over the other, {kind.name}", functools.partial(over_one_axis, P("a", "b"))
         for function in ONE_OF_EACH:
             yield f"{function.__name__}, {kind.name}", functools.partial(function, kind)
+    for i, one in enumerate(drawn()):
+        yield f"drawn {i}", functools.partial(with_a_drawn_sharding, one)
     for tracked in (True, False):
         yield f"shard_map, {tracked}", functools.partial(under_shard_map, 4, tracked, False)
+    yield "uneven rows", functools.partial(with_uneven_rows, 4)
     yield "gradient within shard_map", functools.partial(under_shard_map, 4, True, True)
     if kernels:
         yield "control", control
@@ -273,7 +526,8 @@ def main(path: str) -> None:
     report = {}
     for name, case in cases(path == "kernels"):
         try:
-            report[name] = {"collectives": case()}
+            found = case()
+            report[name] = found if isinstance(found, dict) else {"collectives": found}
         except Exception:
             report[name] = {"error": traceback.format_exc()}
     print(json.dumps({"devices": jax.device_count(), "cases": report}))

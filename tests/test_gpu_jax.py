@@ -366,3 +366,19 @@ def test_rows_stay_on_their_gpu(kind: AxisType) -> None:
     exchanged = jax_sharding.with_named_shardings((MESH,), kind, P("a"), P("a"))
     gathered = {of for name, results in exchanged for of in results if name == "all-gather"}
     assert gathered <= {"bf16[64]", "f32[64]"}
+
+
+@pytest.mark.skipif(GPUS < 2, reason=f"needs two GPUs that JAX can use, has {GPUS}")
+def test_uneven_rows_stay_on_their_gpu_and_their_padding_does_not_count() -> None:
+    exchanged = jax_sharding.with_uneven_rows(MESH)
+    assert {operation for operation, _ in exchanged} == {"all-reduce"}
+    assert {of for _, results in exchanged for of in results} <= {"f32[64]", "f32[128]"}
+
+
+OVER_TWO = [drawn for drawn in jax_sharding.drawn() if drawn.sizes == (2,)]
+
+
+@pytest.mark.skipif(GPUS < 2, reason=f"needs two GPUs that JAX can use, has {GPUS}")
+@pytest.mark.parametrize("drawn", OVER_TWO, ids=lambda drawn: f"{drawn.way}-{drawn.order}")
+def test_drawn_shardings_over_two_gpus(drawn: Any) -> None:
+    jax_sharding.with_a_drawn_sharding(drawn)

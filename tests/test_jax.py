@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from strategies import DTYPES, OVERFLOWS, REGIMES, make_values, scaled
 
 jax = pytest.importorskip("jax", minversion="0.10.2")
@@ -222,10 +224,53 @@ def test_second_derivatives_of_a_clamped_norm(path: str) -> None:
     check_grads(clamped, (x, weight), order=2, modes=["rev"])
 
 
-def test_forward_mode_is_refused() -> None:
-    x = values((3, 8))
-    with pytest.raises(TypeError, match="forward-mode"):
-        jax.jvp(cupynorm.jax.rms_norm, (x,), (x,))
+def layered(weight: Any) -> Any:
+    """A loss of rows that layers of one weight normalize, in a scan."""
+
+    def layer(x: Any, _: Any) -> tuple[Any, None]:
+        return cupynorm.jax.rms_norm(x, weight), None
+
+    return jnp.sum(jax.lax.scan(layer, values((3, 8)), None, length=2)[0])
+
+
+FORWARD_MODES = {
+    "jvp": lambda f, v: jax.jvp(f, (v,), (v,)),
+    "jvp of jit": lambda f, v: jax.jvp(jax.jit(f), (v,), (v,)),
+    "jit of jvp": lambda f, v: jax.jit(lambda v: jax.jvp(f, (v,), (v,)))(v),
+    "jvp of grad": lambda f, v: jax.jvp(jax.grad(f), (v,), (v,)),
+    "jvp of checkpoint": lambda f, v: jax.jvp(jax.checkpoint(f), (v,), (v,)),
+    "jacfwd": lambda f, v: jax.jacfwd(f)(v),
+    "hessian": lambda f, v: jax.hessian(f)(v),
+    "vmap of hessian": lambda f, v: jax.vmap(jax.hessian(f))(np.stack([v, v])),
+    "jacfwd of vmap": lambda f, v: jax.jacfwd(jax.vmap(f))(np.stack([v, v])),
+    "linearize": lambda f, v: jax.linearize(f, v)[1](v),
+}
+
+
+@pytest.mark.parametrize("mode", FORWARD_MODES)
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_forward_mode_is_refused_with_what_to_use(mode: str, dtype: str) -> None:
+    x, weight = values((3, 8)), values((8,), dtype, 1)
+
+    def of_x(x: Any) -> Any:
+        return jnp.sum(cupynorm.jax.layer_norm(x, relu=(0, 1)))
+
+    def of_weight(weight: Any) -> Any:
+        return jnp.sum(cupynorm.jax.rms_norm(x, weight, weight))
+
+    # A narrow weight is widened first, which JAX differentiates too.
+    for function, v in ((of_x, values((3, 8), dtype)), (of_weight, weight), (layered, weight)):
+        with pytest.raises(NotImplementedError, match=r"jacrev\(jacrev\(f\)\) for hessian\(f\)"):
+            FORWARD_MODES[mode](function, v)
+
+
+def test_what_is_said_instead_of_forward_mode_works() -> None:
+    weight = values((8,), seed=1)
+    twice = jax.jacrev(jax.jacrev(layered))(weight)
+    step = 1e-5
+    for i, shift in enumerate(step * np.eye(8)):
+        difference = jax.grad(layered)(weight + shift) - jax.grad(layered)(weight - shift)
+        np.testing.assert_allclose(twice[i], difference / (2 * step), rtol=1e-5, atol=1e-7)
 
 
 def looped(function: Any, axes: tuple[int | None, ...]) -> Any:
@@ -319,6 +364,51 @@ def test_layers_in_a_rematerialized_scan_are_those_of_a_loop(path: str) -> None:
     found = jax.jit(jax.grad(scanned, (0, 1)))(x, weights)
     for one, other in zip(found, jax.grad(unrolled, (0, 1))(x, weights), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-12)
+
+
+# ---- what counts as an array ---------------------------------------------------------------------
+
+
+class Held:
+    """An array in the hands of another class, as a parameter of a module is."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+    def __jax_array__(self) -> Any:
+        return self.array
+
+
+def test_an_object_that_holds_an_array_is_one() -> None:
+    x, weight, bias = values((3, 8)), values((8,), seed=1), values((8,), seed=2)
+    expected = cupynorm.jax.layer_norm(x, weight, bias)
+    for hold in (jnp.asarray, lambda array: array, Held):
+        y = cupynorm.jax.layer_norm(Held(hold(x)), Held(hold(weight)), Held(hold(bias)))
+        np.testing.assert_array_equal(y, expected)
+
+    def gradient(hold: Any) -> Any:
+        return jax.grad(lambda w: jnp.sum(cupynorm.jax.rms_norm(x, hold(w)) ** 2))(weight)
+
+    np.testing.assert_array_equal(gradient(Held), gradient(lambda weight: weight))
+    with pytest.raises(TypeError, match=r"weight must be a JAX or NumPy array, got builtins.list"):
+        cupynorm.jax.rms_norm(x, Held([1.0]))
+
+
+def test_parameters_of_flax_are_arrays() -> None:
+    nnx = pytest.importorskip("flax.nnx")
+    x, weight = values((3, 8)), jnp.asarray(values((8,), seed=1))
+
+    class Module(nnx.Module):
+        def __init__(self) -> None:
+            self.scale = nnx.Param(weight)
+
+        def __call__(self, x: Any) -> Any:
+            return cupynorm.jax.rms_norm(x, self.scale)
+
+    expected = jax.grad(lambda weight: jnp.sum(cupynorm.jax.rms_norm(x, weight) ** 2))(weight)
+    for of in (lambda grad: grad, nnx.jit):
+        gradients = of(nnx.grad(lambda module: jnp.sum(module(x) ** 2)))(Module())
+        np.testing.assert_allclose(gradients["scale"][...], expected, rtol=1e-12)
 
 
 # ---- errors --------------------------------------------------------------------------------------
@@ -416,9 +506,77 @@ def test_an_exported_program_runs_by_the_formula_and_has_the_kernel_for_cuda() -
     np.testing.assert_array_equal(exported.call(X), norm(X))
 
 
+@pytest.mark.parametrize("platforms", [["cuda"], ["cpu", "cuda"]])
+def test_gradients_for_a_gpu_are_not_exported_without_one(
+    platforms: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_kernels, "_ordinals", lambda platform: ())
+    calls = ("cupynorm.forward", "cupynorm.backward")
+    allowed = [jax.export.DisabledSafetyCheck.custom_call(call) for call in calls]
+    gradient = jax.jit(jax.grad(lambda x: jnp.sum(cupynorm.jax.rms_norm(x, ROW) ** 2)))
+    message = r"gradients for cuda can be compiled or exported only where JAX has such a device"
+    with pytest.raises(NotImplementedError, match=message):
+        jax.export.export(gradient, platforms=platforms, disabled_checks=allowed)(X)
+    exported = jax.export.export(gradient, platforms=["cpu"])(X)
+    np.testing.assert_array_equal(exported.call(X), gradient(X))
+
+
 def test_float64_must_be_enabled() -> None:
     with jax.enable_x64(False), pytest.raises(TypeError, match=r"out_dtype .* float64 without"):
         cupynorm.jax.rms_norm(X, out_dtype="float64")
+
+
+# ---- how XLA splits rows ------------------------------------------------------------------------
+
+
+def parts_of(sizes: tuple[int, ...], along: list[list[int]]) -> Any:
+    """Return which part each device of a mesh has, along each axis of an array."""
+    digits = np.indices(sizes).reshape(len(sizes), -1)
+    return np.stack(
+        [
+            np.ravel_multi_index([digits[i] for i in axes], [sizes[i] for i in axes])
+            if axes
+            else 0 * digits[0]
+            for axes in along
+        ],
+        axis=-1,
+    )
+
+
+@dataclasses.dataclass
+class Split:
+    """A sharding, of which devices have which parts."""
+
+    parts: Any
+
+    @property
+    def num_devices(self) -> int:
+        return len(self.parts)
+
+    def devices_indices_map(self, shape: tuple[int, ...]) -> Any:
+        widths = shape // (self.parts.max(0) + 1)
+        return {
+            device: tuple(slice(p * w, (p + 1) * w) for p, w in zip(parts, widths, strict=True))
+            for device, parts in enumerate(self.parts)
+        }
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.data())
+def test_a_mesh_is_found_for_each_sharding(sizes: list[int], data: Any) -> None:
+    shape = tuple(sizes)
+    order = data.draw(st.permutations(range(len(sizes))))
+    # Of the places of an array's axes, the last stands for none.
+    places = [data.draw(st.integers(0, 3)) for _ in sizes]
+    parts = parts_of(shape, [[i for i in order if places[i] == place] for place in range(3)])
+    mesh, spec = _operations._mesh_of(Split(parts), 3)
+    axes = [[mesh.axis_names.index(name) for name in names] for names in spec]
+    np.testing.assert_array_equal(parts_of(mesh.axis_sizes or (1,), axes), parts)
+
+
+def test_rows_in_an_order_that_no_mesh_has_are_taken_as_whole() -> None:
+    for parts in ([[0], [1], [3], [2]], [[1], [0]], [[0, 0], [1, 1]]):
+        mesh, spec = _operations._mesh_of(Split(np.array(parts)), len(parts[0]))
+        assert (mesh.axis_names, spec) == ((), len(parts[0]) * ((),))
 
 
 # ---- XLA's foreign function interface ------------------------------------------------------------

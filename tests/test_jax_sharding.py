@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +47,38 @@ def test_every_program_is_right(report: dict[str, Any]) -> None:
     assert not errors, "\n".join(f"{name}: {error}" for name, error in errors.items())
 
 
+def test_drawn_shardings_have_uneven_ones_of_each_kind(report: dict[str, Any]) -> None:
+    drawn = [case for name, case in report.items() if name.startswith("drawn ")]
+    uneven = [case for case in drawn if case.get("padded")]
+
+    def counted(name: str) -> Counter[Any]:
+        return Counter(str(case[name]) for case in uneven)
+
+    assert len(drawn) == 59
+    assert len(uneven) >= 36
+    ways = counted("way")
+    assert set(ways) == {
+        *("constraint", "constraint of two axes", "one row", "last row off", "first column off"),
+        "token in front",
+    }
+    assert min(ways.values()) >= 4, ways
+    assert counted("padded")["2"] >= 5
+    for name in ("mesh_set", "k", "norm", "relu", "weight", "bias", "order"):
+        assert min(counted(name).values()) >= 6, name
+        assert len(counted(name)) == 2, name
+    assert counted("shardy")["False"] >= 3
+    # Those that JAX lets an Explicit mesh have.
+    assert sum(case.get("kind") == "Explicit" for case in drawn) == 4
+    assert sum(case.get("way") == "axis split in two" for case in drawn) == 6
+
+
 @pytest.mark.parametrize(
     "kind",
     [
         "whole rows",
+        "uneven rows",
         "with_a_mesh_set",
+        "a_dy_made_outside",
         "with_relu",
         "under_vmap",
         "through_layers",

@@ -5,11 +5,12 @@
 of a mesh, whose axes may be Auto or Explicit. On CUDA GPUs they are the kernels of this package,
 called by XLA; elsewhere, the same formula in jax.numpy.
 
-Rows stay where they are: no x, dy, y or dx is sent to another device, unless the normalized axes
-themselves are split, which is undone first, or a ``shard_map`` over other axes leaves them split
-over Auto ones. The gradients of weight and bias are summed over the devices in the compute dtype.
-Derivatives are taken in reverse, as often as one likes; forward mode (``jvp``, ``jacfwd``) is not
-defined.
+Rows stay where they are, also where the devices do not share them evenly: no x, dy, y or dx is sent
+to another device, unless the normalized axes themselves are split, which is undone first, or a
+``shard_map`` over other axes leaves them split over Auto ones. The gradients of weight and bias are
+summed over the devices in the compute dtype.
+Derivatives are taken in reverse, as often as one likes; forward mode (``jvp``, ``jacfwd``) is
+refused, when a program is compiled.
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ if jax.__version_info__ < (0, 10, 2):
 
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from cupynorm import _checks
 from cupynorm._arrays import DTYPES, check_no_mask
 from cupynorm._spec import ForwardSpec, Norm
 from cupynorm.jax import _formula
 from cupynorm.jax._derivatives import differentiable, wide
+from cupynorm.jax._operations import split_as
 
 __all__ = ["layer_norm", "rms_norm"]
 
@@ -57,8 +59,9 @@ def rms_norm(
     Parameters
     ----------
     x : array, shape (..., N)
-        A JAX array, traced or not, or a NumPy array, of float64, float32, float16 or bfloat16. A
-        NumPy array of float64 becomes float32 unless JAX has x64 enabled, as in ``jax.numpy``.
+        A JAX array, traced or not, a NumPy array, or what has ``__jax_array__``, as a parameter of
+        Flax does; of float64, float32, float16 or bfloat16. A NumPy array of float64 becomes
+        float32 unless JAX has x64 enabled, as in ``jax.numpy``.
     weight, bias : array, optional
         Of the shape of x's normalized axes and of any of the four dtypes; where axis is given,
         there may be axes of 1 before those.
@@ -90,7 +93,8 @@ def rms_norm(
         upper one.
     NotImplementedError
         If weight or bias would broadcast over the kept axes of x, or a shape is symbolic, as of
-        ``jax.export``.
+        ``jax.export``. And when a program is compiled: of forward mode, and of gradients for CUDA
+        where JAX has no GPU.
     ImportError
         If JAX has a CUDA GPU, and CuPy cannot be imported.
 
@@ -227,7 +231,7 @@ def _norm(
         relu=bounds is not None,
     )
     norm_of = differentiable(spec, k, _checks.to_eps(eps), bounds)
-    return _split_as(x, norm_of(rows, tuple(affine[:2]), tuple(affine[2:])))
+    return split_as(x, norm_of(rows, tuple(affine[:2]), tuple(affine[2:])))
 
 
 def _array(name: str, array: Any) -> Any:
@@ -245,6 +249,8 @@ def _array(name: str, array: Any) -> Any:
                 "chosen when the program is traced"
             )
         return array
+    if hasattr(array, "__jax_array__"):
+        return _array(name, array.__jax_array__())
     kind = f"{type(array).__module__.split('.')[0]}.{type(array).__qualname__}"
     raise TypeError(f"{name} must be a JAX or NumPy array, got {kind}")
 
@@ -285,13 +291,4 @@ def _varying(array: Any) -> Any:
 
 def _with_whole_rows(array: Any, k: int) -> Any:
     kept = jax.typeof(array).sharding.spec[: array.ndim - k]
-    return _split_as(array, array, PartitionSpec(*kept, *k * (None,)))
-
-
-def _split_as(like: Any, array: Any, spec: PartitionSpec | None = None) -> Any:
-    """Return an array split over an Explicit mesh as another one is, or by a spec of its own."""
-    sharding = jax.typeof(like).sharding
-    spec = sharding.spec if spec is None else spec
-    if jax.typeof(array).sharding.spec == spec:
-        return array
-    return jax.sharding.reshard(array, NamedSharding(sharding.mesh, spec))
+    return split_as(array, array, PartitionSpec(*kept, *k * (None,)))

@@ -10,7 +10,8 @@ import jax
 
 from cupynorm._spec import ITEMSIZE, BackwardSpec, ForwardSpec, compute_dtype
 from cupynorm.jax import _formula
-from cupynorm.jax._operations import Backward, Forward
+from cupynorm.jax._operations import Backward, Forward, split_as
+from cupynorm.jax._refusals import in_reverse
 
 __all__ = ["differentiable", "wide"]
 
@@ -58,7 +59,8 @@ def differentiable(spec: ForwardSpec, k: int, eps: float, relu: _formula.Relu) -
         return y, (x, widened[0], stored)
 
     def infer_backward(given: Any, dy: Any) -> tuple[Any, ...]:
-        dx, sums = gradients(dy, *given)
+        # JAX takes a dy that is not split as y is, such as one that is not on y's Explicit mesh.
+        dx, sums = gradients(split_as(given[0], dy), *given)
         return dx, None, sums
 
     def train_forward(x: Any, affine: Any, widened: Any) -> tuple[Any, Any]:
@@ -84,7 +86,10 @@ def differentiable(spec: ForwardSpec, k: int, eps: float, relu: _formula.Relu) -
     train.defvjp(train_forward, train_backward)
     gradients.defvjp(gradients_forward, gradients_backward)
 
-    return jax.jit(infer, inline=True)
+    def norm(x: Any, affine: Any, widened: Any) -> Any:
+        return infer(in_reverse(x), affine, jax.tree.map(in_reverse, widened))
+
+    return jax.jit(norm, inline=True)
 
 
 def wide(x: str, dtype: str | None) -> str | None:

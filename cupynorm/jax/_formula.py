@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from cupynorm._bitmask import bitmask_bytes
 from cupynorm._spec import BackwardSpec, ForwardSpec, Norm, compute_dtype
+from cupynorm.jax._refusals import in_reverse
 
 __all__ = ["Relu", "backward", "backward_of_x", "forward", "widened"]
 
@@ -105,7 +106,7 @@ def _widening(narrow: str, wide: Any) -> Any:
     rounded.defjvps(lambda slope, *_: slope.astype(narrow))
     differentiable = jax.custom_vjp(widen)
     differentiable.defvjp(lambda array: (widen(array), None), lambda _, g: (rounded(g),))
-    return differentiable
+    return jax.jit(lambda array: differentiable(in_reverse(array)), inline=True)
 
 
 def _gradients(

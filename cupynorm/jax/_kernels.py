@@ -21,6 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from cupynorm._config import pack_length
 from cupynorm._environment import import_cupy
 from cupynorm._spec import BackwardSpec, ForwardSpec
+from cupynorm.jax._refusals import not_compiled
 from cupynorm.jax._xla import Handler, Launch
 
 __all__ = ["call", "platforms"]
@@ -34,6 +35,11 @@ FORWARD = ("x", STRIDE, "weight", "bias", "y", STRIDE, "mean", "rstd", "bitmask"
 BACKWARD = (
     *("dy", STRIDE, "x", STRIDE, "weight", "mean", "rstd", "bitmask"),
     *("dx", STRIDE, "dweight", "dbias", "scratch"),
+)
+
+NO_PLANS = (
+    "gradients for {0} can be compiled or exported only where JAX has such a device, on which "
+    "their scratch depends: jax.devices('{0}') has none"
 )
 
 
@@ -70,6 +76,9 @@ def call(
     The results are given as types. Scratch, where it is needed, is one result more, dropped here.
     """
     plans = [_plan(platform, spec, m, n, device) for device in _ordinals(platform)]
+    if not plans and isinstance(spec, BackwardSpec):
+        dy = not_compiled(operands["dy"], NO_PLANS.format(platform))
+        operands = operands | {"dy": dy}
     results = {name: _on_mesh(result) for name, result in results.items()}
     size = max((plan.scratch_bytes(m) for plan in plans), default=0)
     if size:

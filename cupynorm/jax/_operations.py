@@ -13,20 +13,22 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import operator
 from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from cupynorm._spec import BackwardSpec, ForwardSpec
 from cupynorm.jax import _formula, _kernels
 
-__all__ = ["Backward", "Forward"]
+__all__ = ["Backward", "Forward", "split_as"]
 
 ROWS, ROW, STATISTIC, BITS = "rows", "row", "statistic", "bits"
 KINDS = {
@@ -153,10 +155,10 @@ def _split(operation: _Operation, *operands: Any) -> Arrays:
     if x.size == 0:
         return operation.formula(*operands)
     kept = jax.typeof(x).sharding.spec[: -operation.k]
-    axes = _axes(kept)
-    if axes:
+    mesh, axes = jax.typeof(x).sharding.mesh, _axes(kept)
+    # XLA takes no sum over axes that are one device together.
+    if math.prod(mesh.shape[axis] for axis in axes) > 1:
         # An Explicit mesh says in the types how x is split, where no partitioner is asked.
-        mesh = jax.typeof(x).sharding.mesh
         inside = jax.sharding.get_abstract_mesh()
         with jax.sharding.use_abstract_mesh(mesh) if inside.empty else contextlib.nullcontext():
             return jax.shard_map(
@@ -172,6 +174,15 @@ def _split(operation: _Operation, *operands: Any) -> Arrays:
     return _partitioned(operation)(*operands)
 
 
+def split_as(like: Any, array: Any, spec: PartitionSpec | None = None) -> Any:
+    """Return an array split over an Explicit mesh as another one is, or by a spec of its own."""
+    sharding = jax.typeof(like).sharding
+    spec = sharding.spec if spec is None else spec
+    if jax.typeof(array).sharding.spec == spec:
+        return array
+    return jax.sharding.reshard(array, NamedSharding(sharding.mesh, spec))
+
+
 @functools.cache
 def _partitioned(operation: _Operation) -> Any:
     """Return the operation as what XLA's partitioner splits, in an Auto mesh."""
@@ -185,29 +196,114 @@ def _partitioned(operation: _Operation) -> Any:
         # Of a weight's own, lest it pass on to x how it is split itself, along other axes.
         of_row = [f"w{i}" for i in range(operation.k)]
         dims = {ROWS: [*kept, *whole], STATISTIC: kept, BITS: [*kept, "bytes"], ROW: of_row}
-        sides = (
-            ", ".join(" ".join(dims[KINDS[name]]) for name in names)
-            for names in (operation.operands, operation.results)
+        names = [*operation.operands, *operation.results]
+        sides = [" ".join(dims[KINDS[name]]) for name in names]
+        count = len(operation.operands)
+        # A factor may be named only where it occurs, in the order of that.
+        uncut = dict.fromkeys(factor for side in sides for factor in side.split())
+        return (
+            f"{', '.join(sides[:count])} -> {', '.join(sides[count:])}",
+            {"need_replication_factors": tuple(f for f in uncut if f not in kept)},
         )
-        text = " -> ".join(sides)
-        # A factor may be named only where it occurs.
-        uncut = tuple(factor for factor in (*whole, *of_row, "bytes") if factor in text)
-        return text, {"need_replication_factors": uncut}
+
+    def shardings(operands: Any) -> tuple[Any, Any, Arrays, Arrays]:
+        """Return a mesh, how kept axes are split over it, and how results and operands are."""
+        mesh, spec = _mesh_of(operands[0].sharding, len(operands[0].shape))
+        kept = spec[: -operation.k]
+        of_results, of_operands = (
+            tuple(NamedSharding(mesh, _spec(name, kept, operation.k)) for name in names)
+            for names in (operation.results, operation.operands)
+        )
+        return mesh, kept, of_results, of_operands
 
     def partition(mesh: Any, operands: Any, results: Any) -> Any:
-        kept = operands[0].sharding.spec[: -operation.k]
-
-        def shardings(names: tuple[str, ...]) -> Arrays:
-            return tuple(NamedSharding(mesh, _spec(name, kept, operation.k)) for name in names)
+        mesh, kept, of_results, of_operands = shardings(operands)
+        has_float64 = any(array.dtype == jnp.float64 for array in (*operands, *results))
 
         def lowered(*local: Any) -> Arrays:
-            return operation.local_sum(_axes(kept), *local)
+            # XLA calls from a thread of its own, where enable_x64 of the caller's is not in force.
+            with jax.enable_x64(has_float64):
+                if ROW in map(KINDS.__getitem__, operation.results):
+                    local = _without_padding(operation, mesh, kept, operands[0].shape, local)
+                return operation.local_sum(_axes(kept), *local)
 
-        return mesh, lowered, shardings(operation.results), shardings(operation.operands)
+        return mesh, lowered, of_results, of_operands
+
+    def infer(mesh: Any, operands: Any, results: Any) -> Arrays:
+        return shardings(operands)[2]
 
     split = custom_partitioning(computed)
-    split.def_partition(partition, sharding_rule=rule)
+    split.def_partition(
+        partition,
+        infer_sharding_from_operands=infer,  # instead of the rule, where JAX is told to
+        decode_shardings=False,
+        sharding_rule=rule,
+    )
     return split
+
+
+def _mesh_of(sharding: Any, ndim: int) -> tuple[AbstractMesh, tuple[tuple[str, ...], ...]]:
+    """Return a mesh, and the spec of how a sharding splits an array over it.
+
+    The program's own mesh may not do: XLA splits one axis of it between several of an array where
+    that was reshaped, and may know of no mesh. So the axes are the digits of a device's number.
+    """
+    whole = AbstractMesh((), ()), ndim * ((),)
+    if sharding is None:
+        return whole
+    count = sharding.num_devices
+    parts = sharding.devices_indices_map(ndim * (count,)).values()
+    places = np.array([[axis.start or 0 for axis in part] for part in parts])
+    axes: list[tuple[int, Any]] = []  # sizes, and how far one index further is, along each axis
+    while len(places) > 1:
+        for size in range(2, len(places) + 1):
+            if len(places) % size == 0:
+                digits = places.reshape(-1, size, ndim)
+                step = digits[0, 1] - digits[0, 0]
+                regular = digits == digits[:, :1] + np.arange(size)[:, None] * step
+                if regular.all() and (step >= 0).all() and np.count_nonzero(step) < 2:
+                    break
+        else:
+            return whole  # no mesh has devices in such an order
+        axes.insert(0, (size, step))
+        places = digits[:, 0]
+    names = [f"axis{i}" for i in range(len(axes))]
+    mesh = AbstractMesh(tuple(size for size, _ in axes), tuple(names))
+    spec = []
+    for i in range(ndim):
+        along = [(step[i], name) for name, (_, step) in zip(names, axes, strict=True) if step[i]]
+        spec.append(tuple(name for _, name in sorted(along, reverse=True)))
+    return mesh, tuple(spec)
+
+
+def _without_padding(
+    operation: _Operation, mesh: Any, kept: Any, shape: tuple[int, ...], local: Arrays
+) -> Arrays:
+    """Return the operands of a device without what is in no row of the whole array, of a shape.
+
+    XLA pads an axis that its devices do not divide, and anything may lie there.
+    """
+    here = local[0].shape[: len(kept)]
+    inside = []
+    for i, names in enumerate(kept):
+        if here[i] * math.prod(mesh.shape[name] for name in names) == shape[i]:
+            continue
+        device = 0
+        for name in names:
+            device = device * mesh.shape[name] + jax.lax.axis_index(name)
+        inside.append(device * here[i] + jax.lax.broadcasted_iota(jnp.int32, here, i) < shape[i])
+    if not inside:
+        return local
+    mask = functools.reduce(operator.and_, inside)
+
+    def masked(kind: str, array: Any) -> Any:
+        if kind == ROW:
+            return array
+        rows = jnp.expand_dims(mask, tuple(range(mask.ndim, array.ndim)))
+        # Zeros with a mean and an rstd of 1: nothing of such a row is out of range.
+        return jnp.where(rows, array, int(kind == STATISTIC))
+
+    return tuple(map(masked, map(KINDS.__getitem__, operation.operands), local))
 
 
 def _axes(spec: Any) -> tuple[str, ...]:
