@@ -22,6 +22,7 @@ from host.checks import (
     check_clip_values,
     check_far_rows,
     check_neighbours,
+    check_overflows,
     kernels_of,
 )
 from host.gpu import Gpu
@@ -63,13 +64,21 @@ def few(name: str, norm: str = "layer_norm", x: str | None = None) -> FewRows:
 
 
 @dataclasses.dataclass(frozen=True)
+class Overflowing:
+    """A case on the way to whose dx products overflow."""
+
+    case: Case
+    few_rows: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
 class Mutation:
     name: str
     file: str
     old: str
     new: str
     caught_by: str
-    on: Case | FewRows | Staged | str
+    on: Case | FewRows | Overflowing | Staged | str
 
     def __str__(self) -> str:
         return self.name
@@ -406,8 +415,8 @@ MUTATIONS = [
     Mutation(
         "a 32-bit offset of a streamed row of dx",
         "backward_streaming.cu",
-        "dx + row * dx_stride",
-        "dx + static_cast<int>(row * dx_stride)",
+        "(gradient, dx + row * dx_stride",
+        "(gradient, dx + static_cast<int>(row * dx_stride)",
         f"{OUT_OF_BOUNDS}|{VALUE}",  # if what is there happens to be the case's own
         FAR,
     ),
@@ -1100,8 +1109,8 @@ MUTATIONS = [
     Mutation(
         "the last rows' gradients are not written",
         "backward.cu",
-        "  flush_all(true);\n}",
-        "}",
+        "  flush_all(true);\n\n  // 6.",
+        "\n  // 6.",
         UNWRITTEN,
         WARPS,
     ),
@@ -2222,16 +2231,16 @@ MUTATIONS = [
     Mutation(
         "nor those of teams that copy in bulk",
         "backward.cu",
-        "    fetch_rows(kFirst, kFetched);\n  }\n  X*",
-        "  }\n  X*",
+        "    fetch_rows(kFirst, kFetched);\n  }\n  T wild",
+        "  }\n  T wild",
         f"{STUCK}|mailbox",
         staged("backward.cu", bulk=True, stages=4, teams=1, cluster_blocks=1),
     ),
     Mutation(
         "nor those of a cluster that holds its rows",
         "backward.cu",
-        "    fetch_rows(kFirst, kFetched);\n  }\n  X*",
-        "  }\n  X*",
+        "    fetch_rows(kFirst, kFetched);\n  }\n  T wild",
+        "  }\n  T wild",
         f"{RACE}|{UNWRITTEN}",
         staged("backward.cu", "rms_norm", stages=3, cluster_blocks=3, hold_row=True),
     ),
@@ -2985,10 +2994,50 @@ MUTATIONS = [
     Mutation(
         "every block of a cluster writes the coefficients",
         "backward_streaming.cu",
-        "team.block == 0 && team.rank == 0",
-        "team.rank == 0",
+        "team.block > 0 || team.rank > 0",
+        "team.rank > 0",
         RACE,
         CLUSTER_COEFFICIENTS,
+    ),
+    Mutation(
+        "products overflow: each thread takes its own sums for the row's",
+        "gradient.cuh",
+        "  team.template reduce<Sum>(in_range);\n",
+        "",
+        VALUE,
+        Overflowing(WARPS),
+    ),
+    Mutation(
+        "products overflow without a word, backward",
+        "backward.cu",
+        "any_is_wild = wild != T(0)",
+        "any_is_wild = false",
+        VALUE,
+        Overflowing(WARPS),
+    ),
+    Mutation(
+        "products overflow without a word, backward resident",
+        "backward_resident.cu",
+        "wild = is_wild(means)",
+        "wild = false",
+        VALUE,
+        Overflowing(WARPS, few_rows=True),
+    ),
+    Mutation(
+        "products overflow without a word, backward strips",
+        "backward_strips.cu",
+        "if (is_wild(of_row.means))",
+        "if (false)",
+        VALUE,
+        Overflowing(case("cluster_tiles")),
+    ),
+    Mutation(
+        "products overflow without a word, backward streaming",
+        "backward_streaming.cu",
+        "if (is_wild(means))",
+        "if (false)",
+        VALUE,
+        Overflowing(case("stream")),
     ),
     Mutation(
         "a cluster's blocks take rows of their own, streaming",
@@ -3197,7 +3246,7 @@ MUTATIONS = [
 ]
 
 
-def run(build: Build, on: Case | FewRows | Staged | str) -> None:
+def run(build: Build, on: Case | FewRows | Overflowing | Staged | str) -> None:
     if isinstance(on, Staged):
         on.check(build)
         return
@@ -3208,6 +3257,10 @@ def run(build: Build, on: Case | FewRows | Staged | str) -> None:
     if isinstance(on, FewRows):
         build.compile(kernels_of([on.case], few_rows=True))
         check_case(build, on.case, few_rows=True)
+        return
+    if isinstance(on, Overflowing):
+        build.compile(kernels_of([on.case], few_rows=on.few_rows))
+        check_overflows(build, on.case, few_rows=on.few_rows)
         return
     if on is BOUNDS:
         check_clip_values(Gpu(build), "float32", 83)
