@@ -57,7 +57,7 @@ def check(results: Any, first: int = SHAPE[0]) -> None:
 
 
 COLLECTIVE = re.compile(
-    r"= (\([^)]*\)|\S+) (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)"
+    r"= (.*?) (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)"
     r"(?:-start)?\("
 )
 

@@ -375,7 +375,8 @@ def test_uneven_rows_stay_on_their_gpu_and_their_padding_does_not_count() -> Non
     assert {of for _, results in exchanged for of in results} <= {"f32[64]", "f32[128]"}
 
 
-OVER_TWO = [drawn for drawn in jax_sharding.drawn() if drawn.sizes == (2,)]
+# Without Shardy JAX itself refuses uneven rows on GPUs (0.11.2: IndivisibleError).
+OVER_TWO = [drawn for drawn in jax_sharding.drawn() if drawn.sizes == (2,) and drawn.shardy]
 
 
 @pytest.mark.skipif(GPUS < 2, reason=f"needs two GPUs that JAX can use, has {GPUS}")

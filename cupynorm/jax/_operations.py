@@ -169,7 +169,9 @@ def _split(operation: _Operation, *operands: Any) -> Arrays:
                 # Within a shard_map over other axes, the results vary along those as x does.
                 check_vma=bool(jax.typeof(x).manual_axis_type.varying),
             )(*operands)
-    if AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types:
+    kinds = jax.sharding.get_abstract_mesh().axis_types
+    # Where all axes are Explicit, none splits what the types do not say is split.
+    if AxisType.Manual in kinds or (kinds and AxisType.Auto not in kinds):
         return operation.local(*operands)
     return _partitioned(operation)(*operands)
 
