@@ -311,8 +311,8 @@ def rms_norm_backward(
         As the forward function returned it, where it had relu. Copied unless C-contiguous.
     dx : array, optional
         Where to write dx: of x's shape and dtype, on a GPU in contiguous rows one stride apart; may
-        be dy itself. Then a row on the way to whose dx float32 overflows may be NaN or infinite on
-        a GPU, though dx is not: elsewhere it is computed again, for which dy must still be there.
+        be dy itself. If it is, rows whose sums overflow float32 may become NaN or infinite on a
+        GPU. Otherwise they are computed again from dy.
 
     Returns
     -------

@@ -126,9 +126,10 @@ __device__ __forceinline__ T dx_of(T dy, T xhat, const Pack<Weight, Length>& wei
   }
 }
 
-// Products of float32, or their sums over a row, may overflow on the way to a dx that does not. Such a row is
-// `wild`: all its dx are infinite or NaN. They are computed again in float64, element by element, unless dy was
-// there; at the end of a kernel, by functions, so that other rows keep their registers.
+// The sums of a row may overflow float32 on the way to a dx that does not. Such a row is `wild`: all its dx are
+// infinite or NaN. They are computed again in float64, element by element, unless dx was written over dy; at the
+// end of a kernel, by functions, so that other rows keep their registers. Not told: a lone sum of g and what is
+// projected out of it that overflows in dx_of, where g is within a factor of two of the largest number.
 template <bool Centered, typename T>
 __device__ __forceinline__ bool is_wild(const RowMeans<Centered, T>& means) {
   if constexpr (!kSame<T, float>) return false;
