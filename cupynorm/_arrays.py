@@ -180,7 +180,7 @@ class _DLPackFamily(Family):
     def _import(self, name: str, array: Any) -> Any:
         device_type, device = array.__dlpack_device__()
         if self.is_torch and array.numel() and not array.data_ptr():
-            raise ValueError("it has no memory")  # NumPy would take any
+            raise ValueError("it has no memory, its storage was freed")  # NumPy would take any
         if device_type in (_DLPACK_CPU, _DLPACK_CUDA_HOST):  # the host's, pinned or not
             if str(array.dtype).rpartition(".")[2] != "bfloat16":
                 return np.from_dlpack(array)

@@ -38,16 +38,11 @@ def trailing_axes(
         if x_ndim == 0:
             raise ValueError("x must have at least one axis, got a 0-dimensional array")
         for name, array in (("weight", weight), ("bias", bias)):
-            count = getattr(array, "ndim", 1)
-            if count != 1:
-                readings = (
-                    f": pass axis={tuple(range(-count, 0))} to normalize {count} axes together, or "
-                    f"axis=-1 to normalize the last alone, where a {name} that varies over the "
-                    "others, as one per head does, is not supported yet"
-                )
+            if getattr(array, "ndim", 1) != 1:
+                shape = tuple(array.shape)
                 raise ValueError(
-                    f"{name} must have one axis where axis is None, got shape "
-                    f"{tuple(array.shape)}{readings if 1 < count <= x_ndim else ''}"
+                    f"{name} must have one axis where axis is None, got shape {shape}"
+                    f"{_readings(name, shape, x_ndim)}"
                 )
         return 1
     axes = axis if isinstance(axis, Sequence) else (axis,)
@@ -65,6 +60,20 @@ def trailing_axes(
             f"{x_ndim} axes"
         )
     return len(axes)
+
+
+def _readings(name: str, shape: tuple[int, ...], x_ndim: int) -> str:
+    """Say what a weight or bias may mean that has several axes, and what to pass for it."""
+    count = len(shape)
+    if count > 1 and set(shape[:-1]) == {1}:
+        return f": pass axis=-1, or {name}.reshape(-1)"
+    if not 1 < count <= x_ndim:
+        return ""
+    return (
+        f": pass axis={tuple(range(-count, 0))} to normalize {count} axes together, or axis=-1 to "
+        f"normalize the last alone, where a {name} that varies over the others, as one per head "
+        "does, is not supported yet"
+    )
 
 
 def to_dtype(name: str, dtype: Any) -> np.dtype[Any]:

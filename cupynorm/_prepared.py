@@ -33,6 +33,10 @@ def remember(calls: dict[Any, Any], key: Any, call: Any) -> Any:
     return call
 
 
+def _is_tuple_of_ints(axis: Any) -> bool:
+    return type(axis) is tuple and _INTS.issuperset(map(type, axis))
+
+
 def forward_key(
     array_type: type[Any],
     norm: str,
@@ -54,11 +58,7 @@ def forward_key(
         or not (bias is None or type(bias) is array_type)
         or not (out is None or type(out) is array_type)
         or type(eps) is not float
-        or not (
-            axis is None
-            or type(axis) is int
-            or (type(axis) is tuple and _INTS.issuperset(map(type, axis)))
-        )
+        or not (axis is None or type(axis) is int or _is_tuple_of_ints(axis))
         or type(zero_centered) is not bool
         or not (relu is None or (type(relu) is tuple and _NUMBERS.issuperset(map(type, relu))))
         or not (out_dtype is None or isinstance(out_dtype, np.dtype | str | type))
@@ -106,11 +106,7 @@ def backward_key(
         or not (bias is None or type(bias) is bool or type(bias) is array_type)
         or not (bitmask is None or type(bitmask) is array_type)
         or not (dx is None or type(dx) is array_type)
-        or not (
-            axis is None
-            or type(axis) is int
-            or (type(axis) is tuple and _INTS.issuperset(map(type, axis)))
-        )
+        or not (axis is None or type(axis) is int or _is_tuple_of_ints(axis))
         or type(zero_centered) is not bool
     ):
         return None

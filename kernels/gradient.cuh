@@ -128,8 +128,8 @@ __device__ __forceinline__ T dx_of(T dy, T xhat, const Pack<Weight, Length>& wei
 
 // The sums of a row may overflow float32 on the way to a dx that does not. Such a row is `wild`: all its dx are
 // infinite or NaN. They are computed again in float64, element by element, unless dx was written over dy; at the
-// end of a kernel, by functions, so that other rows keep their registers. Not told: a lone sum of g and what is
-// projected out of it that overflows in dx_of, where g is within a factor of two of the largest number.
+// end of a kernel, by functions, so that other rows keep their registers. The means do not tell where dx_of alone
+// overflows, as it may where |g| is within a factor of two of float32's largest number.
 template <bool Centered, typename T>
 __device__ __forceinline__ bool is_wild(const RowMeans<Centered, T>& means) {
   if constexpr (!kSame<T, float>) return false;
@@ -198,8 +198,8 @@ struct WildRow {
   }
 };
 
-// What brings sums of g and of g * h into float32's range: 2^31 products of its largest numbers fit, and what
-// vanishes is far below what made them overflow.
+// What brings sums of g and of g * h into float32's range. |g| is at most 2^256 and the sum of |h| at most N, as
+// the mean of h * h is at most 1: N of 2^31 fits. What vanishes is far below what made them overflow.
 constexpr double kIntoRange = 6.842277657836021e-49;  // 2^-160
 
 // Adds up the sums of a team's threads, by a reduction of float32.

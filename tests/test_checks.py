@@ -151,7 +151,17 @@ WRONG = [
             ),
         )
         for name in ("weight", "bias")
-        for shape in [(3, 4), (2, 3, 4), (1, 4), (1, 1, 4), (4, 3)]
+        for shape in [(3, 4), (2, 3, 4), (4, 3)]
+    ),
+    *(
+        wrong(
+            ValueError,
+            f"{name} must have one axis where axis is None, got shape {shape}: pass axis=-1, or "
+            f"{name}.reshape(-1)",
+            **({"weight": None} | {name: zeros(*shape)}),
+        )
+        for name in ("weight", "bias")
+        for shape in [(1, 4), (1, 1, 4), (1, 1, 1, 1, 4)]
     ),
     *(
         wrong(

@@ -81,7 +81,9 @@ def strips_exchange_bytes(spec: BackwardSpec, config: StripsBackward) -> int:
     """Return the bytes of device memory in which the blocks exchange their sums of rows."""
     sums = _gradient_sums(spec) * config.strips
     of_groups = STRIPS_PLACES * config.group_rows * sums * ITEMSIZE[compute_dtype(spec.x)]
-    return of_groups + STRIPS_WILD_PLACES * sums * (config.strip_threads // 32) * 8
+    return (
+        of_groups + STRIPS_WILD_PLACES * sums * (config.strip_threads // 32) * ITEMSIZE["float64"]
+    )
 
 
 def _gradient_sums(spec: BackwardSpec) -> int:

@@ -116,7 +116,10 @@ def _stride(tensor: Any, k: int) -> int | None:
 def _without_memory(name: str, tensor: Any) -> int:
     """Return 0, the address of what has no elements; refuse what keeps its values elsewhere."""
     if tensor.numel():
-        raise ValueError(f"{name} must have memory, got {tensor.numel()} elements at address 0")
+        raise ValueError(
+            f"{name} must have memory, got {tensor.numel()} elements at address 0: its storage was "
+            "freed, as FSDP frees that of parameters between calls"
+        )
     return 0
 
 
