@@ -447,7 +447,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
     }
     fetch_rows(kFirst, kFetched);
   }
-  T wild = 0;  // NaN once the means of a row were infinite or NaN: one register and no branch
+  T wild = 0;  // NaN once a row was wild: one register and no branch
   X* dx_row = dx + row * dx_stride + counted_from;
   long long dx_step = rows_a_turn * dx_stride;
   if constexpr (kOwnAddresses) make_opaque(dx_step);  // else it is computed each time
@@ -493,7 +493,8 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
       }
     }
     const Centring<Centered, T> centring(current.mean, current.rstd);
-    const RowMeans<Centered, T> means(sums, centring.significand, inv_n);
+    RowMeans<Centered, T> means(sums, centring.significand, inv_n);
+    mark_if_wild(means, dx == static_cast<const void*>(dy));
 
     // 4. dx, and this row's share of the weight gradients; what was read makes room for a later row, if
     // it has not yet.
@@ -564,8 +565,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
       for (int i = 0; i < kSums; ++i) sums[i] = next_sums[i];
     }
 
-    wild = fused_multiply_add(means.g_xhat, T(0), wild);
-    if constexpr (Centered) wild = fused_multiply_add(means.g, T(0), wild);
+    wild += means.g_xhat * 0;
 
     // 5. Now and then, weight gradients leave the registers.
     if (++turn == kTurns) {
@@ -579,14 +579,17 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
 
   // 6. dx of wild rows.
   if constexpr (kSame<T, float>) {
-    const bool any_is_wild = wild != T(0);
-    if (!team.any(any_is_wild) || dx == static_cast<const void*>(dy)) return;
+    if (!team.any(wild != T(0)) || dx == static_cast<const void*>(dy)) return;
+    warp_barrier();  // lanes may have stored each other's dx
+    const int first = first_column(0);
 #pragma unroll 1
     for (long long block_row = group * kTeams; block_row < n_rows; block_row += rows_a_turn) {
       row = block_row + team.team;
+      float own = 0;
+      if (row < n_rows && first < n_cols) own = convert<float>(dx[row * dx_stride + first]);
       team = write_wild_row<ZeroCentered, Centered, Bitmask, PacksPerThread>(
-          team, !any_is_wild || row >= n_rows, row, dy, dy_stride, x, x_stride, weight, mean, rstd,
-          bitmask, dx, dx_stride, n_cols, inv_n);
+          team, own == own, row, dy, dy_stride, x, x_stride, weight, mean, rstd, bitmask, dx,
+          dx_stride, n_cols, inv_n);
     }
   }
 }

@@ -263,6 +263,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
   // 5. dx of a wild row.
   if constexpr (kSame<T, float>) {
     if (team.any(wild) && dx != static_cast<const void*>(dy)) {
+      warp_barrier();      // lanes may have stored each other's dx
       make_opaque(block);  // else addresses of the row are kept until here
       write_wild_row<ZeroCentered, Centered, Bitmask, PacksPerThread>(
           team, !wild, block / ClusterBlocks * kTeams + team.team, dy, dy_stride, x, x_stride,

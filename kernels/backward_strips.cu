@@ -57,10 +57,10 @@ __device__ __forceinline__ constexpr int rows_at_once(int group_rows, int sums, 
   return group_rows * sums <= most ? group_rows : group_rows / 2;
 }
 
-// Writes dx of a wild row. Each warp of the columns of all blocks tells the others its sums, as the own-th of
-// `warps`, in their place of `exchanged`, for the `times`-th time.
+// Writes this thread's dx of a wild row. Each warp of the columns of all blocks tells the others its sums, as the
+// own-th of `warps`, in their place of `exchanged`, for the `times`-th time.
 template <typename Row>
-__device__ NOT_INLINED void write_wild_row(Row row, long long first, long long n_cols,
+__device__ NOT_INLINED void write_own_part(Row row, long long first, long long n_cols,
                                            double* exchanged, int own, int warps, unsigned* told,
                                            unsigned times, float inv_n) {
   const long long step = Row::kLength, end = first + step < n_cols ? first + step : n_cols;
@@ -101,7 +101,7 @@ __global__ __launch_bounds__(StripThreads + 32 * kMessengers, 1) void norm_backw
   // What all threads know of a row.
   struct OfRow {
     T mean, rstd;
-    RowMeans<Centered, T> means;  // that of g * xhat NaN where the row is wild
+    RowMeans<Centered, T> means;  // as mark_if_wild leaves them
   };
 
   char* const stages = static_cast<char*>(dynamic_shared_memory());
@@ -193,7 +193,7 @@ __global__ __launch_bounds__(StripThreads + 32 * kMessengers, 1) void norm_backw
             OfRow& of_row = of_group(group)[begin + k];
             const Centring<Centered, T> centring(of_row.mean, of_row.rstd);
             of_row.means = RowMeans<Centered, T>(sums[k], centring.significand, inv_n);
-            if (is_wild(of_row.means)) of_row.means.g_xhat = float_from_bits(0x7fffffffu);
+            mark_if_wild(of_row.means, false);
           }
         }
       }
@@ -376,7 +376,7 @@ __global__ __launch_bounds__(StripThreads + 32 * kMessengers, 1) void norm_backw
             dx + row * dx_stride,
             static_cast<float>(of_group(group)[r].mean),
             static_cast<float>(of_group(group)[r].rstd)};
-        write_wild_row(again, first, n_cols, exchanged + place * kSums * warps,
+        write_own_part(again, first, n_cols, exchanged + place * kSums * warps,
                        static_cast<int>(block_index()) * kWarps + warp, warps,
                        arrived + (kPlaces + place) * kCountStride, wild_rows / 2 + 1, inv_n);
         ++wild_rows;

@@ -126,16 +126,26 @@ __device__ __forceinline__ T dx_of(T dy, T xhat, const Pack<Weight, Length>& wei
   }
 }
 
-// The sums of a row may overflow float32 on the way to a dx that does not. Such a row is `wild`: all its dx are
-// infinite or NaN. They are computed again in float64, element by element, unless dx was written over dy; at the
-// end of a kernel, by functions, so that other rows keep their registers. The means do not tell where dx_of alone
-// overflows, as it may where |g| is within a factor of two of float32's largest number.
+// A row's sums, or the last addition of dx_of, may overflow float32 on the way to a dx that does not. So a row whose
+// means pass kTame is `wild`. Its dx is computed again in float64, element by element, unless dx was written over dy;
+// at the end of a kernel, by functions, so that other rows keep their registers. In other rows what dx_of adds to g,
+// at most (sqrt(N) + 1) * kTame, is less than half a unit in the last place of float32's largest number.
+constexpr float kTame = 1.2089258196146292e24f;  // 2^80
+
 template <bool Centered, typename T>
-__device__ __forceinline__ bool is_wild(const RowMeans<Centered, T>& means) {
+__device__ __forceinline__ bool is_wild(const RowMeans<Centered, T>& means, T most = kTame) {
   if constexpr (!kSame<T, float>) return false;
-  const bool is_tame = absolute(means.g_xhat) <= Range<T>::kLargest;
-  if constexpr (Centered) return !(is_tame && absolute(means.g) <= Range<T>::kLargest);
+  const bool is_tame = absolute(means.g_xhat) <= most;
+  if constexpr (Centered) return !(is_tame && absolute(means.g) <= most);
   return !is_tame;
+}
+
+// The same, told by NaN for the mean of g * xhat, and so for all dx of the row. Where dx takes the place of dy,
+// which is not there to be read again, a row of finite means is kept as it is.
+template <bool Centered, typename T>
+__device__ __forceinline__ void mark_if_wild(RowMeans<Centered, T>& means, bool in_place) {
+  const T most = in_place ? Range<T>::kLargest : T(kTame);
+  if (is_wild(means, most)) means.g_xhat = static_cast<T>(float_from_bits(0x7fffffffu));
 }
 
 template <bool ZeroCentered, bool Centered, bool Bitmask, typename Index, typename X, typename DY,
@@ -178,13 +188,6 @@ struct WildRow {
       dx[column] = convert<X>(projected * rstd);
     });
   }
-  __device__ __forceinline__ bool has_finite_dx(Index first, Index step, Index n) const {
-    bool found = false;
-    for_each_column(first, step, n, [&](Index column) {
-      found |= absolute(convert<float>(dx[column])) <= Range<float>::kLargest;
-    });
-    return found;
-  }
 
  private:
   template <typename Visit>
@@ -215,8 +218,8 @@ __device__ __forceinline__ void add_up_wild(TeamOf& team, double (&sums)[Sums]) 
   for (int i = 0; i < Sums; ++i) sums[i] = i < 2 ? in_range[i] / kIntoRange : in_range[i];
 }
 
-// Writes dx of a team's row, if it is wild. All teams of a warp take part; one that `skips` does nothing else.
-// Returns the team, which has reductions behind it.
+// Writes dx of a team's wild row. All teams of a warp take part; one that `skips` does nothing else. Returns the
+// team, which has a reduction behind it.
 template <bool ZeroCentered, bool Centered, bool Bitmask, int PacksPerThread, typename TeamOf,
           typename X, typename DY, typename Weight>
 __device__ NOT_INLINED TeamOf write_wild_row(TeamOf team, bool skips, long long row, const DY* dy,
@@ -236,13 +239,9 @@ __device__ NOT_INLINED TeamOf write_wild_row(TeamOf team, bool skips, long long 
   const int step = team.template first_column<PacksPerThread, Row::kLength>(1) - first;
   const int last = first + PacksPerThread * step;
   const int end = skips ? 0 : n_cols < last ? n_cols : last;
-  float any_is_finite[1] = {wild.has_finite_dx(first, step, end) ? 1.0f : 0.0f};
-  team.template reduce<Max>(any_is_finite);
   double sums[Row::kSums] = {};
   wild.sum(sums, first, step, end);
   add_up_wild(team, sums);
-  if (any_is_finite[0] == 0) {
-    wild.write(typename Row::Means(sums, 1.0, inv_n), first, step, end);
-  }
+  wild.write(typename Row::Means(sums, 1.0, inv_n), first, step, end);
   return team;
 }

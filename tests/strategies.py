@@ -100,6 +100,27 @@ def scaled(values: Array, factor: float) -> Array:
     return round_once(np.clip(product, float(info.min), float(info.max)), values.dtype)
 
 
+def largest_in_range(
+    x: Array, dy: Array, weight: Array | None, *, k: int = 1, zero_centered: bool = False
+) -> tuple[Array, Array, Array | None]:
+    """Return x, dy and weight of whose first row only the last addition of dx overflows float32.
+
+    g is 0 but in two places, dy's largest number and minus that: of sum 0, and xhat there alike.
+    """
+    x, dy = x.copy(), dy.copy()
+    n = math.prod(x.shape[x.ndim - k :])
+    of_x, of_dy = (rows.reshape(-1, n)[0] for rows in (x, dy))
+    of_x[...] = scaled(of_x, 4)
+    of_x[[0, -1]] = 2, 2.5
+    of_dy[...] = 0
+    info: Any = ml_dtypes.finfo(dy.dtype)  # type: ignore[no-untyped-call]
+    of_dy[[0, -1]] = info.max, info.min
+    if weight is not None:
+        weight = weight.copy()
+        weight.reshape(-1)[[0, -1]] = 0 if zero_centered else 1
+    return x, dy, weight
+
+
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """Where the elements of an array lie in memory, counted in elements.

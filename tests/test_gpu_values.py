@@ -18,6 +18,7 @@ from strategies import (
     RELUS,
     Layout,
     Problem,
+    largest_in_range,
     make_values,
     problems,
     scaled,
@@ -445,6 +446,9 @@ def test_products_may_overflow_on_the_way_to_dx(
         dy[::2] = scaled(dy[::2], of_dy)
         weight = scaled(make_values("normal", (n,), np.float32, 3), of_weight)
         check(norm, x, weight, dy=dy, wants_dbias=norm == "layer_norm", key=("overflows",))
+    x, dy = (make_values("normal", (m, n), dtype, seed) for seed in (1, 2))
+    x, dy, weight = largest_in_range(x, dy, make_values("normal", (n,), np.float32, 3))
+    check(norm, x, weight, dy=dy, wants_dbias=norm == "layer_norm", key=("overflows",))
 
 
 @pytest.mark.parametrize("eps", [0.0, 1e-30, 1e-37])  # 1e-38 is subnormal: it counts as zero

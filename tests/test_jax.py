@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import DTYPES, OVERFLOWS, REGIMES, make_values, scaled
+from strategies import DTYPES, OVERFLOWS, REGIMES, largest_in_range, make_values, scaled
 
 jax = pytest.importorskip("jax", minversion="0.10.2")
 
@@ -105,6 +105,16 @@ def test_products_may_overflow_on_the_way_to_dx(
     dy[2, ::3] = 1e-3  # beside huge ones: only x of 0 shows that they count
     x[2, ::6] = 0
     check(norm, x, scaled(values((n,), "float32", 3), of_weight), dy=dy)
+
+
+@pytest.mark.parametrize("n", [2, 7, 300])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("norm", NORMS)
+def test_the_last_addition_of_dx_may_overflow(norm: str, dtype: str, n: int) -> None:
+    x, dy, weight = largest_in_range(
+        values((5, n), dtype, 1), values((5, n), dtype, 2), values((n,), "float32", 3)
+    )
+    check(norm, x, weight, dy=dy)
 
 
 @pytest.mark.parametrize("weight", DTYPES)

@@ -1220,6 +1220,26 @@ def test_a_module_of_torchs_becomes_one_of_these(mine: Any, theirs: Any, affine:
             torch.testing.assert_close(*results)
 
 
+def test_the_bias_of_an_rms_norm_whose_class_was_changed() -> None:
+    norm, x = torch.nn.RMSNorm(8), torch.randn(3, 8)
+    norm.__class__ = RMSNorm
+    assert norm.bias is None
+    plain = norm(x)
+    norm.bias = torch.nn.Parameter(torch.ones(8))
+    torch.testing.assert_close(norm(x), plain + 1)
+    assert norm.state_dict().keys() == {"weight", "bias"}
+    del norm.bias
+    assert norm.bias is None
+    made = RMSNorm(8, bias=True)
+    torch.nn.utils.parametrize.register_parametrization(made, "bias", torch.nn.Tanh())
+    torch.nn.init.ones_(made.parametrizations.bias.original)
+    torch.testing.assert_close(made(x), plain + math.tanh(1))
+    torch.nn.utils.parametrize.remove_parametrizations(made, "bias")
+    del made.bias
+    with pytest.raises(AttributeError, match="'RMSNorm' object has no attribute 'bias'"):
+        made.bias  # noqa: B018
+
+
 @pytest.mark.parametrize("module", [RMSNorm(8), LayerNorm(8)])
 def test_expanded_weights_are_refused(module: Any) -> None:
     words = r"weight must not be an ExpandedWeight, .* use torch.func.vmap and torch.func.grad"

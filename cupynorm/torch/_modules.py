@@ -62,7 +62,7 @@ class _Norm(torch.nn.Module):
         """Let the norm begin without effect of its weight and bias."""
         if self.weight is not None:
             (torch.nn.init.zeros_ if self.zero_centered else torch.nn.init.ones_)(self.weight)
-        if getattr(self, "bias", None) is not None:
+        if self.bias is not None:
             torch.nn.init.zeros_(self.bias)
 
     def _normalize(self, function: Any, x: torch.Tensor, eps: Any) -> torch.Tensor:
@@ -74,7 +74,7 @@ class _Norm(torch.nn.Module):
             return function(
                 x,
                 weight,
-                getattr(self, "bias", None),  # which a torch.nn.RMSNorm lacks that became one
+                self.bias,
                 eps=eps,
                 axis=axis,
                 zero_centered=self.zero_centered,
@@ -106,6 +106,20 @@ class _Norm(torch.nn.Module):
         if self.zero_centered:
             shown += ", zero_centered=True"
         return shown if self.relu is None else f"{shown}, relu={self.relu}"
+
+
+class _BiasOfRMSNorm:
+    """The parameter `bias`: None of a torch.nn.RMSNorm, which has none, whose class was changed."""
+
+    def __get__(self, module: Any, owner: Any = None) -> Any:
+        if module is None:
+            return self
+        parameters = module._parameters
+        if "bias" not in parameters:
+            if "relu" in vars(module):  # made by __init__; its bias was deleted since
+                raise AttributeError(f"{type(module).__name__!r} object has no attribute 'bias'")
+            parameters["bias"] = None
+        return parameters["bias"]
 
 
 class RMSNorm(_Norm, torch.nn.RMSNorm):
@@ -144,6 +158,8 @@ class RMSNorm(_Norm, torch.nn.RMSNorm):
     tensor(8.0000, grad_fn=<SumBackward0>)
     """
 
+    bias = _BiasOfRMSNorm()
+
     def __init__(
         self,
         normalized_shape: Any,
@@ -170,7 +186,7 @@ class RMSNorm(_Norm, torch.nn.RMSNorm):
     def extra_repr(self) -> str:
         """Return what is shown of the module."""
         shown = super().extra_repr()
-        return shown if getattr(self, "bias", None) is None else f"{shown}, bias=True"
+        return shown if self.bias is None else f"{shown}, bias=True"
 
 
 class LayerNorm(_Norm, torch.nn.LayerNorm):

@@ -8,7 +8,16 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from strategies import DTYPES, OVERFLOWS, RELUS, Layout, Problem, make_values, scaled
+from strategies import (
+    DTYPES,
+    OVERFLOWS,
+    RELUS,
+    Layout,
+    Problem,
+    largest_in_range,
+    make_values,
+    scaled,
+)
 
 from cupynorm import pack_bitmask, testing
 from cupynorm._config import pack_length
@@ -276,6 +285,14 @@ def check_overflows(build: Build, case: Case, *, few_rows: bool) -> None:
             *_, dx = check_problem(gpu, problem, in_place=in_place)
             kept.append(dx[1::2].view(f"u{dx.itemsize}"))
         np.testing.assert_array_equal(*kept, "bits beside rows whose products overflow")
+    x, dy, weight = largest_in_range(
+        tame.x, tame.dy, tame.weight, k=tame.k, zero_centered=tame.zero_centered
+    )
+    problem = dataclasses.replace(tame, x=x, dy=dy, weight=weight)
+    check_problem(case.gpu(build, few_rows=few_rows), problem, in_place=in_place)
+    if case.in_place:  # such a row is right as long as its means are finite
+        problem = dataclasses.replace(tame, dy=scaled(others, 1e30))
+        check_problem(case.gpu(build, few_rows=few_rows), problem, in_place=True)
 
 
 def check_addresses(build: Build, case: Case) -> None:
