@@ -66,7 +66,7 @@ def parts(arrays: dict[str, Any]) -> Rows:
 
     from cupynorm import _arrays, _plans, _prepared
     from cupynorm._arrays import DTYPES
-    from cupynorm._spec import ForwardSpec
+    from cupynorm._operation import ForwardSpec
 
     x, weight, out = arrays["x"], arrays["weight"], arrays["out"]
 

@@ -40,7 +40,7 @@ METRICS = {  # and what their values are multiplied by
     "dram__bytes_read.sum": ("bytes_read", 1),
     "dram__bytes_write.sum": ("bytes_written", 1),
 }
-LAST_OF_BACKWARD = ("reduce_partials", "norm_backward_strips")
+LAST_OF_BACKWARD = ("reduce_partials", "norm_backward_column_parallel")
 HEAD = ("pass", "MxN", "rows", "kernel", "us", "% of the memory's peak", "GB/s")
 
 

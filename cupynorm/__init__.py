@@ -1,8 +1,8 @@
 """Fused RMSNorm and LayerNorm, forward and backward, for NumPy, CuPy, torch and JAX arrays."""
 
-from cupynorm._ahead import supports, warmup
 from cupynorm._bitmask import pack_bitmask, unpack_bitmask
-from cupynorm._results import NormBackward, NormForward
+from cupynorm._operation import NormBackward, NormForward
+from cupynorm._warmup import supports, warmup
 from cupynorm.norms import (
     layer_norm,
     layer_norm_backward,

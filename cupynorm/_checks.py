@@ -13,7 +13,7 @@ import numpy as np
 
 from cupynorm._arrays import BFLOAT16, DTYPES, device_of, is_numpy, row_stride
 from cupynorm._bitmask import bitmask_bytes
-from cupynorm._spec import compute_dtype
+from cupynorm._operation import compute_dtype
 
 __all__ = [
     "check_backward",

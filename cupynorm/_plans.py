@@ -12,26 +12,26 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from cupynorm import _jit
-from cupynorm._config import (
+from cupynorm import _compile
+from cupynorm._driver import Kernel, Launch, set_to_zero
+from cupynorm._layout import (
+    BackwardColumnParallel,
     BackwardConfig,
-    ResidentBackward,
-    ResidentForward,
-    StagedBackward,
-    StreamingBackward,
-    StreamingForward,
-    StripsBackward,
+    BackwardInRegisters,
+    BackwardPipelined,
+    BackwardStreaming,
+    ForwardInRegisters,
+    ForwardStreaming,
     backward_config,
+    column_parallel_counts_bytes,
+    column_parallel_exchange_bytes,
     few_rows_backward_configs,
     few_rows_configs,
     forward_config,
     pack_length,
     partials_stride,
-    strips_counts_bytes,
-    strips_exchange_bytes,
 )
-from cupynorm._driver import Kernel, Launch, set_to_zero
-from cupynorm._spec import ITEMSIZE, BackwardSpec, ForwardSpec, compute_dtype
+from cupynorm._operation import ITEMSIZE, BackwardSpec, ForwardSpec, compute_dtype
 
 __all__ = ["BackwardPlan", "ForwardPlan", "backward_plan", "forward_plan"]
 
@@ -131,35 +131,35 @@ def forward_plan(spec: ForwardSpec, m: int, n: int, vector: int, device: int) ->
 @cache
 def few_rows(
     spec: ForwardSpec, n: int, vector: int, device: int
-) -> tuple[tuple[int, ResidentForward], ...]:
+) -> tuple[tuple[int, ForwardInRegisters], ...]:
     """Return the configurations of few rows, each behind the most rows that it is for."""
     capability = architecture(device)
     config = forward_config(spec, n, vector, capability)
-    if not isinstance(config, ResidentForward):
+    if not isinstance(config, ForwardInRegisters):
         return ()
     return few_rows_configs(spec, config, n, capability, multiprocessors(device))
 
 
 @cache
 def forward_plan_of(
-    spec: ForwardSpec, n: int, vector: int, device: int, config_of_few: ResidentForward | None
+    spec: ForwardSpec, n: int, vector: int, device: int, config_of_few: ForwardInRegisters | None
 ) -> ForwardPlan:
     """Return what `forward_plan` does, by the configuration of few rows or else that of many."""
     config = config_of_few or forward_config(spec, n, vector, architecture(device))
-    kernel = _jit.load(_jit.forward_instantiation(spec, config), device)
+    kernel = _compile.load(_compile.forward_instantiation(spec, config), device)
     clusters = multiprocessors(device)
     if config.cluster_blocks > 1:
         at_once = kernel.clusters_at_once()
         if at_once == 0:  # a slice of a GPU
             config = forward_config(spec, n, vector, WITHOUT_CLUSTERS)
-            kernel = _jit.load(_jit.forward_instantiation(spec, config), device)
+            kernel = _compile.load(_compile.forward_instantiation(spec, config), device)
         else:
             clusters = at_once
-    if isinstance(config, ResidentForward):
+    if isinstance(config, ForwardInRegisters):
         return ForwardPlan(
             kernel, n, config.rows_per_block, config.cluster_blocks, None, counted=False
         )
-    if isinstance(config, StreamingForward):
+    if isinstance(config, ForwardStreaming):
         return ForwardPlan(kernel, n, 1, config.cluster_blocks, None, counted=False)
     return ForwardPlan(kernel, n, 1, config.cluster_blocks, clusters, config.counted)
 
@@ -218,7 +218,7 @@ class BackwardPlan(ABC):
 
 
 @dataclass(frozen=True)
-class StagedPlan(BackwardPlan):
+class PipelinedPlan(BackwardPlan):
     """Rows that wait in shared memory."""
 
     def _prepared_rows(self, m: int) -> Launch:
@@ -234,7 +234,7 @@ class StagedPlan(BackwardPlan):
 
 
 @dataclass(frozen=True)
-class ResidentPlan(BackwardPlan):
+class InRegistersPlan(BackwardPlan):
     """Few rows, held in registers.
 
     Where further blocks sum their weight gradients, LayerNorm's scratch has a value a row, and
@@ -278,7 +278,7 @@ class ResidentPlan(BackwardPlan):
 
 
 @dataclass(frozen=True)
-class StripsPlan(BackwardPlan):
+class ColumnParallelPlan(BackwardPlan):
     """Rows in strips, each a block's; scratch has counts and the sums that blocks exchange."""
 
     strips: int
@@ -286,10 +286,10 @@ class StripsPlan(BackwardPlan):
 
     def scratch_bytes(self, m: int) -> int:
         """Return the bytes of scratch that a launch over m rows needs, aligned to 16."""
-        return strips_counts_bytes() + self.exchange_bytes
+        return column_parallel_counts_bytes() + self.exchange_bytes
 
     def _prepared_rows(self, m: int) -> Launch:
-        counts_bytes = strips_counts_bytes()
+        counts_bytes = column_parallel_counts_bytes()
         launch_rows = self.kernels[0].prepared(self.strips, (m, self.n, 1 / self.n))
 
         def launch(stream: int, operands: _Ints) -> None:
@@ -344,11 +344,11 @@ def backward_plan(
 @cache
 def few_rows_backward(
     spec: BackwardSpec, n: int, vector: int, device: int, dx_given: bool
-) -> tuple[tuple[int, ResidentBackward], ...]:
+) -> tuple[tuple[int, BackwardInRegisters], ...]:
     """Return the configurations of few rows, each behind the most rows that it is for."""
     capability = architecture(device)
     config = backward_config(spec, n, vector, capability)
-    if not isinstance(config, StagedBackward):
+    if not isinstance(config, BackwardPipelined):
         return ()
     return few_rows_backward_configs(
         spec, config, capability, multiprocessors(device), dx_given=dx_given
@@ -357,7 +357,7 @@ def few_rows_backward(
 
 @cache
 def few_rows_backward_plan(
-    spec: BackwardSpec, n: int, most: int, config: ResidentBackward, device: int
+    spec: BackwardSpec, n: int, most: int, config: BackwardInRegisters, device: int
 ) -> BackwardPlan | None:
     """Return what `backward_plan` does for up to `most` rows, or None without room for clusters."""
     if config.cluster_blocks > 1:
@@ -379,7 +379,7 @@ def few_rows_backward_plan(
     rows = config.rows_per_block
     most_blocks = -(-most // rows)
     common = _common(spec, n, config, kernels, rows_per_partial=rows, most_partials=most_blocks)
-    return ResidentPlan(**common, column_blocks=column_blocks, column_kernel=column_kernel)
+    return InRegistersPlan(**common, column_blocks=column_blocks, column_kernel=column_kernel)
 
 
 @cache
@@ -389,7 +389,10 @@ def many_rows_backward_plan(spec: BackwardSpec, n: int, vector: int, device: int
     config = backward_config(spec, n, vector, capability)
     kernels = _load_backward(spec, config, device)
     at_once = multiprocessors(device)
-    if isinstance(config, StripsBackward) and config.strips > at_once * kernels[0].blocks_at_once():
+    if (
+        isinstance(config, BackwardColumnParallel)
+        and config.strips > at_once * kernels[0].blocks_at_once()
+    ):
         config = backward_config(spec, n, vector, capability, in_strips=False)
         kernels = _load_backward(spec, config, device)
     clusters = at_once
@@ -399,20 +402,20 @@ def many_rows_backward_plan(spec: BackwardSpec, n: int, vector: int, device: int
             config = backward_config(spec, n, vector, WITHOUT_CLUSTERS)
             kernels = _load_backward(spec, config, device)
             clusters = at_once
-    if isinstance(config, StagedBackward):
+    if isinstance(config, BackwardPipelined):
         if config.cluster_blocks == 1:
             clusters *= config.blocks_per_multiprocessor
         rows = config.rows_per_block
         common = _common(spec, n, config, kernels, rows_per_partial=rows, most_partials=clusters)
-        return StagedPlan(**common)
-    if isinstance(config, StreamingBackward):
+        return PipelinedPlan(**common)
+    if isinstance(config, BackwardStreaming):
         tiles = -(-n // (config.column_threads * pack_length(spec.x)))
         most = -(-at_once * COLUMN_BLOCKS_PER_MULTIPROCESSOR // tiles)
         common = _common(spec, n, config, kernels, rows_per_partial=1, most_partials=most)
         return StreamingPlan(**common, tiles=tiles)
     common = _common(spec, n, config, kernels, rows_per_partial=1, most_partials=0)
-    exchange_bytes = strips_exchange_bytes(spec, config)
-    return StripsPlan(**common, strips=config.strips, exchange_bytes=exchange_bytes)
+    exchange_bytes = column_parallel_exchange_bytes(spec, config)
+    return ColumnParallelPlan(**common, strips=config.strips, exchange_bytes=exchange_bytes)
 
 
 def _common(
@@ -439,5 +442,5 @@ def _common(
 
 
 def _load_backward(spec: BackwardSpec, config: BackwardConfig, device: int) -> tuple[Kernel, ...]:
-    kernels = _jit.backward_instantiations(spec, config)
-    return tuple(_jit.load(kernel, device) for kernel in kernels)
+    kernels = _compile.backward_instantiations(spec, config)
+    return tuple(_compile.load(kernel, device) for kernel in kernels)

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from cupynorm import _arrays, _checks, _prepared, reference
-from cupynorm._results import NormBackward, NormForward
-from cupynorm._spec import Norm
+from cupynorm._operation import Norm, NormBackward, NormForward
 
 __all__ = [
     "layer_norm",
@@ -471,9 +470,9 @@ def _forward(
         if not store_statistics:
             result = result.y
     else:
-        from cupynorm import _launch
+        from cupynorm import _calls
 
-        result, call = _launch.forward(
+        result, call = _calls.forward(
             norm,
             x,
             weight,
@@ -579,9 +578,9 @@ def _backward(
             dx=target,
         )
     else:
-        from cupynorm import _launch
+        from cupynorm import _calls
 
-        result, call = _launch.backward(
+        result, call = _calls.backward(
             norm,
             dy,
             x,

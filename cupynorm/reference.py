@@ -20,7 +20,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from cupynorm._bitmask import pack, unpack
 from cupynorm._checks import trailing_axes
-from cupynorm._results import NormBackward, NormForward
+from cupynorm._operation import NormBackward, NormForward
 
 __all__ = [
     "layer_norm",

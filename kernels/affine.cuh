@@ -1,5 +1,5 @@
 // The affine step of a norm: xhat * (weight [+ 1]) + bias, where weight and bias may be absent; and what
-// comes before and after it, of rows that are held or staged.
+// comes before and after it, of rows that are held or pipelined.
 #pragma once
 
 #include "relu.cuh"

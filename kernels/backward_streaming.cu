@@ -1,11 +1,11 @@
-// Backward of RMSNorm and LayerNorm for rows of any length; formulas and names as in backward.cu.
+// Backward of RMSNorm and LayerNorm for rows of any length; formulas and names as in backward_pipelined.cu.
 //
 // Two kernels. norm_backward_coefficients reduces each row to what dx needs of it:
 //   recentre = mean(h), mean_of_g = mean(g), mean_of_g_xhat = mean(g * xhat),
 //   h = (x - mean) * rstd, xhat = h - recentre;
 // norm_backward_columns then walks down the columns, writes dx and sums the weight gradients.
 //
-// Layout:    as backward.cu; coefficients are (4, n_rows) in the order above, RMSNorm uses the last two. The
+// Layout:    as backward_pipelined.cu; coefficients are (4, n_rows) in the order above, RMSNorm uses the last two. The
 //            fourth is 1 of wild rows (gradient.cuh), whose means of g and of g * xhat are multiplied by
 //            kIntoRange, else 0.
 // Traffic:   x, dy and bitmask read twice, dx written once, partials written once, and read and written

@@ -1,7 +1,7 @@
-// Forward of RMSNorm and LayerNorm for rows of any length: as forward.cu, but the row is read again
+// Forward of RMSNorm and LayerNorm for rows of any length: as forward_in_registers.cu, but the row is read again
 // instead of being held in registers.
 //
-// Layout:    as forward.cu; LayerNorm's rows have at least kFirstElements.
+// Layout:    as forward_in_registers.cu; LayerNorm's rows have at least kFirstElements.
 // Grid:      a cluster of ClusterBlocks blocks of BlockThreads threads a row, on grid.x.
 // Traffic:   x read twice, the second time from the row's end, which L1 and L2 still have: the L2 is
 //            told to keep it, and then that it is done with. A further time by LayerNorm where the

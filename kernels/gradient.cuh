@@ -1,5 +1,5 @@
 // What the backward kernels share: for how long weight gradients are added up and, where rows are read
-// once, the formulas of backward.cu's header.
+// once, the formulas of backward_pipelined.cu's header.
 #pragma once
 
 #include "affine.cuh"

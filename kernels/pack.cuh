@@ -1,5 +1,5 @@
 // A pack is the piece of a row that one thread holds: `Length` consecutive elements, 16 bytes of x,
-// or 8 (forward.cu).
+// or 8 (forward_in_registers.cu).
 //
 // Which elements form a pack never depends on alignment, so neither do the bits of a reduction. What
 // alignment decides is `Vector`, the elements moved by one access: a power of two that divides

@@ -1,7 +1,7 @@
 // The weight gradients from the blocks' partial sums: dweight[j] = sum over p of partials[0][p][j],
 // dbias[j] = sum over p of partials[1][p][j] (partials[0] where there is no weight).
 //
-// Layout:    partials as backward.cu writes them, (gradients, n_partials, partials_stride(n_cols));
+// Layout:    partials as backward_pipelined.cu writes them, (gradients, n_partials, partials_stride(n_cols));
 //            16-byte aligned.
 // Grid:      a block for each kColumns columns of each gradient, on grid.x.
 // Traffic:   partials read once, gradients written once.

@@ -1,7 +1,7 @@
 // Rows that wait in shared memory. A thread copies the packs that it will itself read, asynchronously
 // and some rows ahead, so that nothing but its own wait stands between the two, by cells a barrier of
 // its warp as well, and registers hold one pack at a time, or what is needed again of a row (HoldRow in
-// backward.cu). Or one thread has all packs of its team copied in bulk.
+// backward_pipelined.cu). Or one thread has all packs of its team copied in bulk.
 #pragma once
 
 #include "unaligned.cuh"

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from cupynorm._results import NormBackward, NormForward
+from cupynorm._operation import NormBackward, NormForward
 from cupynorm.reference import Array, Norm, round_once
 
 PACK, MOST_PACKS = 4, 8  # elements side by side, and how many of these a thread has

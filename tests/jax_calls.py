@@ -10,7 +10,7 @@ import numpy as np
 import cupynorm.jax
 from cupynorm import NormBackward, NormForward, testing
 from cupynorm._arrays import DTYPES as NAMES
-from cupynorm._spec import ForwardSpec
+from cupynorm._operation import ForwardSpec
 from cupynorm.jax._operations import Forward
 
 EPS = {"rms_norm": 1e-6, "layer_norm": 1e-5}

@@ -451,7 +451,7 @@ def control() -> Any:
     return collectives(program)
 
 
-FORWARD = cupynorm._spec.ForwardSpec(
+FORWARD = cupynorm._operation.ForwardSpec(
     NORM,
     "bfloat16",
     None,

@@ -400,7 +400,7 @@ SEEN_BY_NCU = [
     for name in (
         ["norm_forward"]
         if problem.direction == "forward"
-        else ["norm_backward_strips"]
+        else ["norm_backward_column_parallel"]
         if problem.cols == 262144
         else ["norm_backward", "reduce_partials"]
     )

@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 
 import cupynorm
-from cupynorm import _ahead, _checks
-from cupynorm._config import ResidentForward, few_rows_configs, forward_config
-from cupynorm._spec import BackwardSpec, ForwardSpec
+from cupynorm import _checks, _warmup
+from cupynorm._layout import ForwardInRegisters, few_rows_configs, forward_config
+from cupynorm._operation import BackwardSpec, ForwardSpec
 
 FORWARD = (
     cupynorm.rms_norm,
@@ -467,7 +467,7 @@ def test_supports_says_what_warmup_raises(
 
 @pytest.mark.parametrize("n", [4, [4, 8], (4,), range(1, 3), [], np.int64(4), np.array([4, 8])])
 def test_supports_says_why_no_gpu_can_be_used(monkeypatch: pytest.MonkeyPatch, n: Any) -> None:
-    monkeypatch.setattr(_ahead, "gpu_problem", lambda: "the GPU is on holiday")
+    monkeypatch.setattr(_warmup, "gpu_problem", lambda: "the GPU is on holiday")
     assert cupynorm.supports("rms_norm", n, "float16") == "the GPU is on holiday"
     with pytest.raises(RuntimeError, match="the GPU is on holiday"):
         cupynorm.warmup("rms_norm", n, "float16", "float32", backward=False)
@@ -476,7 +476,7 @@ def test_supports_says_why_no_gpu_can_be_used(monkeypatch: pytest.MonkeyPatch, n
 def test_a_gpu_may_be_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
     cupy = pytest.importorskip("cupy", exc_type=ImportError)
     old = SimpleNamespace(id=3, compute_capability="70")
-    monkeypatch.setattr(_ahead, "gpu_problem", lambda: None)
+    monkeypatch.setattr(_warmup, "gpu_problem", lambda: None)
     monkeypatch.setattr(cupy.cuda, "Device", lambda: old)
     problem = cupynorm.supports("rms_norm", 4096, "bfloat16")
     assert problem == "GPU 3 has compute capability 7.0, and 7.5 is the least supported"
@@ -488,24 +488,24 @@ def test_a_gpu_may_be_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_warmup_loads_the_kernels_of_few_rows_and_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
     cupy = pytest.importorskip("cupy", exc_type=ImportError)
-    from cupynorm import _jit, _plans
+    from cupynorm import _compile, _plans
 
     loaded = []
-    monkeypatch.setattr(_ahead, "_device_problem", lambda: None)
+    monkeypatch.setattr(_warmup, "_device_problem", lambda: None)
     monkeypatch.setattr(cupy.cuda, "Device", lambda: SimpleNamespace(id=-2))
     monkeypatch.setattr(_plans, "multiprocessors", lambda device: 12)
     monkeypatch.setattr(_plans, "architecture", lambda device: 90)
     kernel = SimpleNamespace(clusters_at_once=lambda: 1)
-    monkeypatch.setattr(_jit, "load", lambda wanted, device: loaded.append(wanted) or kernel)
+    monkeypatch.setattr(_compile, "load", lambda wanted, device: loaded.append(wanted) or kernel)
     cupynorm.warmup("layer_norm", 4096, "float32", "float32")
     spec = ForwardSpec("layer_norm", "float32", "float32", None, "float32", False, False, False)
     many = forward_config(spec, 4096, 4, 90)
-    assert isinstance(many, ResidentForward)
+    assert isinstance(many, ForwardInRegisters)
     few = [config for _, config in few_rows_configs(spec, many, 4096, 90, 12)]
-    assert loaded[:3] == [_jit.forward_instantiation(spec, config) for config in (*few, many)]
+    assert loaded[:3] == [_compile.forward_instantiation(spec, config) for config in (*few, many)]
     names = [kernel.expression.partition("<")[0] for kernel in loaded[6:]]
-    alone, many = ["norm_backward_resident"], ["norm_backward", "reduce_partials"]
-    few_and_columns = [*alone, "norm_backward_resident_columns"]
+    alone, many = ["norm_backward_in_registers"], ["norm_backward", "reduce_partials"]
+    few_and_columns = [*alone, "norm_backward_in_registers_columns"]
     few_and_sums = [*alone, "reduce_partials"]  # for a dx given
     assert names[: len(names) // 2] == [*alone, *few_and_columns, *many, *few_and_sums]
     assert names[len(names) // 2 :] == names[: len(names) // 2]  # without a gradient of the bias
@@ -536,7 +536,7 @@ def test_warmup_loads_the_kernels_of_few_rows_and_of_many(monkeypatch: pytest.Mo
 def test_warmup_is_for_the_defaults_of_backward_as_well(
     norm: Any, bias: str | None, dbias: set[str | None]
 ) -> None:
-    specs = _ahead._specs(norm, "bfloat16", "float32", bias, None, None, False, False, True)
+    specs = _warmup._specs(norm, "bfloat16", "float32", bias, None, None, False, False, True)
     assert {spec.dbias for spec in specs if isinstance(spec, BackwardSpec)} == dbias
 
 

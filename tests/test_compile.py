@@ -29,27 +29,27 @@ from typing import TypeVar
 import pytest
 
 from cupynorm._bench import FLUSH, Clock
-from cupynorm._config import (
-    BackwardConfig,
-    ResidentForward,
-    StagedBackward,
-    StagedForward,
-    StreamingForward,
-    StripsBackward,
-    backward_config,
-    few_rows_backward_configs,
-    few_rows_configs,
-    forward_config,
-    pack_length,
-)
-from cupynorm._jit import (
+from cupynorm._compile import (
     OPTIONS,
     Instantiation,
     backward_instantiations,
     forward_instantiation,
     source,
 )
-from cupynorm._spec import ITEMSIZE, BackwardSpec, ForwardSpec
+from cupynorm._layout import (
+    BackwardColumnParallel,
+    BackwardConfig,
+    BackwardPipelined,
+    ForwardInRegisters,
+    ForwardPipelined,
+    ForwardStreaming,
+    backward_config,
+    few_rows_backward_configs,
+    few_rows_configs,
+    forward_config,
+    pack_length,
+)
+from cupynorm._operation import ITEMSIZE, BackwardSpec, ForwardSpec
 
 pytest.importorskip("cupy", reason="needs CuPy for NVRTC", exc_type=ImportError)
 from cupy.cuda import nvrtc
@@ -354,7 +354,7 @@ def instantiations(architecture: int) -> list[Instantiation]:
                 for bitmask in (True, False)
             ]
             config = backward_config(strips[0], n, vector, architecture)
-            if isinstance(config, StripsBackward):
+            if isinstance(config, BackwardColumnParallel):
                 add(n, (vector,), (), strips)
     # What is streamed by two blocks a multiprocessor, of 32 registers a thread.
     for x, zero_centered in itertools.product(("float32", "float16", "bfloat16"), (False, True)):
@@ -402,9 +402,11 @@ def forward_kernels(
 ) -> Iterator[Instantiation]:
     """Yield the kernels of many rows, and those of few where they have some of their own."""
 
-    def configs(spec: ForwardSpec) -> list[ResidentForward | StagedForward | StreamingForward]:
+    def configs(
+        spec: ForwardSpec,
+    ) -> list[ForwardInRegisters | ForwardPipelined | ForwardStreaming]:
         config = forward_config(spec, n, vector, architecture)
-        if not isinstance(config, ResidentForward):
+        if not isinstance(config, ForwardInRegisters):
             return [config]
         few_rows = few_rows_configs(spec, config, n, architecture, multiprocessors=132)
         return [config, *(few for _, few in few_rows)]
@@ -420,7 +422,7 @@ def backward_kernels(
 
     def configs(spec: BackwardSpec) -> list[BackwardConfig]:
         config = backward_config(spec, n, vector, architecture)
-        if not isinstance(config, StagedBackward):
+        if not isinstance(config, BackwardPipelined):
             return [config]
         # That of a lone row stores the weight gradients in another type: of whole packs alone, as
         # those of single elements take longest to compile.
@@ -447,7 +449,7 @@ def columns_kernels(architecture: int) -> Iterator[Instantiation]:
         bias = weight if norm == "layer_norm" else None
         spec = BackwardSpec(norm, x, x, weight, bias, True, True)
         config = backward_config(spec, packs * pack_length(x), pack_length(x), architecture)
-        if isinstance(config, StagedBackward):  # on sm_75 the longest are streamed
+        if isinstance(config, BackwardPipelined):  # on sm_75 the longest are streamed
             for _, few in few_rows_backward_configs(spec, config, architecture, 132):
                 if few.column_threads:
                     yield from backward_instantiations(spec, few)
@@ -468,7 +470,7 @@ def several_rows_kernels(architecture: int) -> Iterator[Instantiation]:
         n = int(packs * pack_length(x))
         vector = pack_length(x) if packs == int(packs) else pack_length(x) // 2
         config = backward_config(spec, n, vector, architecture)
-        assert isinstance(config, StagedBackward)
+        assert isinstance(config, BackwardPipelined)
         tiers = few_rows_backward_configs(spec, config, architecture, 132)
         several = [few for _, few in tiers if few.rows_per_block > 1 and few.reduction]
         if several:
@@ -596,38 +598,38 @@ HELD_BESIDE_CELLS = (
 BY_8_BYTES = r"norm_backward<(b?float16, .*, 4|float, .*, 2|double, .*, 1)>"
 # 1000 rows of LayerNorm's 2000 with a bitmask and a float32 weight around zero take 12.6 us, 13.2
 # where they wait in shared memory, RMSNorm's 10.5 and 12.1 (bfloat16, H200).
-BY_1024_THREADS = r"norm_backward_resident<(b?float16|double), .*, 1024, 1, 2, \w+, \d>"
-RESIDENT_BY_PAIRS = r"norm_backward_resident<b?float16, .*, [67], \w+, 1>"
+BY_1024_THREADS = r"norm_backward_in_registers<(b?float16|double), .*, 1024, 1, 2, \w+, \d>"
+RESIDENT_BY_PAIRS = r"norm_backward_in_registers<b?float16, .*, [67], \w+, 1>"
 BESIDE_A_BITMASK = (
     r"norm_backward<b?float16, .*(, true){5}, false, 2, (false, ){5}\d, 1, .*, true, 8>"
 )
-STRIPS_BY_SINGLE_ELEMENTS = r"norm_backward_strips<b?float16, .*, 512, [12], 1>"
-STRIPS_WITH_BITMASK = r"norm_backward_strips<b?float16, .*, true, (512, [12]|320, 4), 8>"
+STRIPS_BY_SINGLE_ELEMENTS = r"norm_backward_column_parallel<b?float16, .*, 512, [12], 1>"
+STRIPS_WITH_BITMASK = r"norm_backward_column_parallel<b?float16, .*, true, (512, [12]|320, 4), 8>"
 # Beside what tells whether a row was out of range, of few rows with a bitmask and a weight around
 # zero, whose columns are summed beside them.
 FEW_BESIDE_COLUMNS = (
-    r"norm_backward_resident<bfloat16, .*(, true){3}, (8|16), 1, 128, 128, 8, 2, false, 8>"
+    r"norm_backward_in_registers<bfloat16, .*(, true){3}, (8|16), 1, 128, 128, 8, 2, false, 8>"
 )
 LAYER_NORM_BY_TWO_CLUSTERS = (
-    r"norm_forward_staged<b?float16, .*, \d+, 2, [67], \w+, false, \w+, \w+, \w+, 8>"
+    r"norm_forward_pipelined<b?float16, .*, \d+, 2, [67], \w+, false, \w+, \w+, \w+, 8>"
 )
 # 410 rows of 163841 take 167 us, by one cluster 172, 680 of 98305 136 and 157 (bfloat16, H200).
 LAYER_NORM_BY_TWO_CLUSTERS_AND_CELLS = (
-    r"norm_forward_staged<bfloat16, .*, \d+, 2, [5-7], \w+, true, false, false, \w+, [12]>"
+    r"norm_forward_pipelined<bfloat16, .*, \d+, 2, [5-7], \w+, true, false, false, \w+, [12]>"
 )
 # 5000 rows of 12289 take 130 us, 144 with the weight in shared memory (bfloat16, float32 weight and
 # bias, H200).
 LAYER_NORM_HELD_BESIDE_CELLS = (
-    r"norm_forward_staged<bfloat16, .*, true, false, 3, \d+, \d+, 1, 4, \w+, true, .*, [12]>"
+    r"norm_forward_pipelined<bfloat16, .*, true, false, 3, \d+, \d+, 1, 4, \w+, true, .*, [12]>"
 )
 LAYER_NORM_BY_16_BLOCKS = (
-    r"norm_forward_staged<b?float16, .*, 16, 512, 1, [78], (false, ){4}true, \d>"
+    r"norm_forward_pipelined<b?float16, .*, 16, 512, 1, [78], (false, ){4}true, \d>"
 )
 BY_16_BLOCKS_AND_CELLS = (
-    r"norm_forward_staged<b?float(16)?, .*, 16, 512, 1, [6-8], \w+, true, false, false, true, 1>"
+    r"norm_forward_pipelined<b?float(16)?, .*, 16, 512, 1, [6-8], \w+, true, false, false, true, 1>"
 )
 LAYER_NORM_HELD_BY_16_BLOCKS = (
-    r"norm_forward_staged<b?float16, .*, true, true, 3, 16, \d+, 1, 4, (false, ){2}(\w+, ){3}8>"
+    r"norm_forward_pipelined<b?float16, .*, true, true, 3, 16, \d+, 1, 4, (false, ){2}(\w+, ){3}8>"
 )
 SPILLED = {
     LAYER_NORM_BY_8_PACKS: 16,
@@ -660,7 +662,9 @@ AROUND_ZERO_ON_80 = (
     r"norm_backward<bfloat16, bfloat16, float, false, true, false, .*, 416, 416, 1, 4, true, 8>"
 )
 # On sm_80, where nothing was measured.
-FEW_BY_1024_THREADS_ON_80 = r"norm_backward_resident<bfloat16, .*, 0, 1, 128, 1024, 1, 2, false, 8>"
+FEW_BY_1024_THREADS_ON_80 = (
+    r"norm_backward_in_registers<bfloat16, .*, 0, 1, 128, 1024, 1, 2, false, 8>"
+)
 ON_120 = {
     CELLS_ON_120: 144,
     LAYER_NORM_BY_PACKS_OF_8_BYTES: 52,
@@ -771,8 +775,8 @@ def test_no_copy_with_a_policy_has_a_part_of_its_place_in_a_uniform_register(
     tmp_path: Path,
 ) -> None:
     def has_copies_with_policies(kernel: Instantiation) -> object:
-        return kernel.file in ("backward.cu", "forward_staged.cu") and re.search(
-            r"_(backward|staged)<(float|b?float16),.* [48]>$", kernel.expression
+        return kernel.file in ("backward_pipelined.cu", "forward_pipelined.cu") and re.search(
+            r"_(backward|pipelined)<(float|b?float16),.* [48]>$", kernel.expression
         )
 
     checked = 0
@@ -795,7 +799,7 @@ def test_no_copy_to_strips_has_a_part_of_its_place_in_a_uniform_register(
     for norm, bias in (("rms_norm", None), ("layer_norm", "float32")):
         spec = BackwardSpec(norm, x, x, "float32", bias, False, bitmask)
         config = backward_config(spec, n, pack_length(x), 90)
-        assert isinstance(config, StripsBackward)
+        assert isinstance(config, BackwardColumnParallel)
         kernels += backward_instantiations(spec, config)
     for kernel, code in disassembled(tuple(kernels), tmp_path).items():
         check_places_of_copies(kernel, code)
@@ -805,7 +809,7 @@ def test_no_copy_to_strips_has_a_part_of_its_place_in_a_uniform_register(
 def test_kernels_wait_for_the_one_before_them(tmp_path: Path) -> None:
     overlapping = dict(machine_code(lambda kernel: kernel.overlaps, tmp_path))
     assert {kernel.expression.partition("<")[0] for kernel in overlapping} == {
-        "norm_backward_resident_columns",
+        "norm_backward_in_registers_columns",
         "reduce_partials",
     }
     of_bias_alone = [
@@ -831,7 +835,7 @@ def test_the_next_kernel_is_let_start_where_one_of_ours_overlaps(norm: str, tmp_
     for weight, bias in ((None, None), (x, x if norm == "layer_norm" else None)):
         spec = BackwardSpec(norm, x, x, weight, bias, False, False)
         many = backward_config(spec, 2048, 8, 90)
-        assert isinstance(many, StagedBackward)
+        assert isinstance(many, BackwardPipelined)
         for dx_given in (False, True):
             tiers = few_rows_backward_configs(spec, many, 90, 132, dx_given=dx_given)
             for config in (many, *(few for _, few in tiers)):

@@ -10,33 +10,33 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from cupynorm import _jit, _plans
-from cupynorm._config import (
-    ResidentBackward,
-    ResidentForward,
-    StagedBackward,
-    StagedForward,
-    StreamingBackward,
-    StreamingForward,
-    StripsBackward,
-    backward_config,
-    few_rows_backward_configs,
-    few_rows_configs,
-    forward_config,
-    pack_length,
-    reduction_bytes,
-    shared_limit,
-    staged_backward_bytes,
-)
-from cupynorm._config._limits import MOST_CLUSTER_BLOCKS, REGISTERS_PER_MULTIPROCESSOR
-from cupynorm._jit import (
+from cupynorm import _compile, _plans
+from cupynorm._compile import (
     Instantiation,
     backward_instantiations,
     forward_instantiation,
     kernels_directory,
     source,
 )
-from cupynorm._spec import ITEMSIZE, BackwardSpec, ForwardSpec, Norm
+from cupynorm._layout import (
+    BackwardColumnParallel,
+    BackwardInRegisters,
+    BackwardPipelined,
+    BackwardStreaming,
+    ForwardInRegisters,
+    ForwardPipelined,
+    ForwardStreaming,
+    backward_config,
+    backward_pipelined_bytes,
+    few_rows_backward_configs,
+    few_rows_configs,
+    forward_config,
+    pack_length,
+    reduction_bytes,
+    shared_limit,
+)
+from cupynorm._layout.architectures import MOST_CLUSTER_BLOCKS, REGISTERS_PER_MULTIPROCESSOR
+from cupynorm._operation import ITEMSIZE, BackwardSpec, ForwardSpec, Norm
 
 NORMS = ("rms_norm", "layer_norm")
 DTYPES = ("float64", "float32", "float16", "bfloat16")
@@ -46,12 +46,12 @@ ARCHITECTURES = (75, 80, 86, 89, 90, 100, 120)
 
 Spec = ForwardSpec | BackwardSpec
 Config = (
-    ResidentForward
-    | StagedForward
-    | StreamingForward
-    | StagedBackward
-    | StripsBackward
-    | StreamingBackward
+    ForwardInRegisters
+    | ForwardPipelined
+    | ForwardStreaming
+    | BackwardPipelined
+    | BackwardColumnParallel
+    | BackwardStreaming
 )
 
 # Every spec there is.
@@ -102,7 +102,7 @@ def instantiate(spec: Spec, config: Any) -> tuple[Instantiation, ...]:
 
 def is_streaming(config: Config) -> bool:
     """Tell whether no block or cluster holds a row."""
-    return isinstance(config, (StreamingForward, StreamingBackward, StripsBackward))
+    return isinstance(config, (ForwardStreaming, BackwardStreaming, BackwardColumnParallel))
 
 
 def team_of(config: Any) -> int:
@@ -121,11 +121,11 @@ def check_row(spec: Spec, n: int, config: Any) -> None:
     clustered = getattr(config, "cluster_blocks", 1)
     tile = clustered * team_of(config) * length_of(spec, config)
     assert tile * config.packs_per_thread >= n, "the row does not fit"
-    told = clustered == 1 or isinstance(config, StagedForward) or config.packs_per_thread <= 4
+    told = clustered == 1 or isinstance(config, ForwardPipelined) or config.packs_per_thread <= 4
     assert config.full == (told and tile * config.packs_per_thread == n)
     if clustered > 1:
         assert 2 * n > tile * config.packs_per_thread, "half the blocks have nothing to do"
-    elif not isinstance(config, StagedForward):
+    elif not isinstance(config, ForwardPipelined):
         assert tile * (config.packs_per_thread - 1) < n, "no thread has a use for its last pack"
 
 
@@ -141,7 +141,7 @@ def test_a_row_fits_its_team_and_no_pack_is_idle(spec: Spec, n: int, architectur
             check_row(spec, n, config)
 
 
-def most_at_once(config: ResidentForward) -> int:
+def most_at_once(config: ForwardInRegisters) -> int:
     return config.blocks_per_multiprocessor * config.rows_per_block
 
 
@@ -156,7 +156,7 @@ def test_few_rows_differ_only_in_what_does_not_show(
 ) -> None:
     for vector in vectors(spec, n):
         config = forward_config(spec, n, vector, architecture)
-        if not isinstance(config, ResidentForward):
+        if not isinstance(config, ForwardInRegisters):
             continue
         few_rows = few_rows_configs(spec, config, n, architecture, 132)
         most = [rows for rows, _ in few_rows]
@@ -226,8 +226,8 @@ def test_few_rows_differ_only_in_what_does_not_show(
 
 
 def few_rows_backward(
-    spec: BackwardSpec, config: StagedBackward, m: int, architecture: int, **options: bool
-) -> ResidentBackward | None:
+    spec: BackwardSpec, config: BackwardPipelined, m: int, architecture: int, **options: bool
+) -> BackwardInRegisters | None:
     """Return the configuration of m rows, if they have one of their own on 132 multiprocessors."""
     found = few_rows_backward_configs(spec, config, architecture, 132, **options)
     return next((few for most, few in found if m <= most), None)
@@ -242,7 +242,7 @@ def test_few_rows_have_the_teams_of_many_in_the_backward(
 ) -> None:
     for vector in vectors(spec, n):
         config = backward_config(spec, n, vector, architecture)
-        if not isinstance(config, StagedBackward):
+        if not isinstance(config, BackwardPipelined):
             continue
         few = few_rows_backward(spec, config, m, architecture, dx_given=dx_given)
         whole_warps = config.row_threads >= 32
@@ -271,11 +271,11 @@ def test_few_rows_have_the_teams_of_many_in_the_backward(
             assert not columns or m > 64 // config.cluster_blocks
             assert (few.reduction is None) == (alone or not spec.gradients)
         kernels = backward_instantiations(spec, few)
-        names = ["norm_backward_resident"]
+        names = ["norm_backward_in_registers"]
         if few.reduction:
             names.append("reduce_partials")
         elif few.column_threads and layer_norm:
-            names.append("norm_backward_resident_columns")
+            names.append("norm_backward_in_registers_columns")
         assert [kernel.expression.partition("<")[0] for kernel in kernels] == names
         assert [kernel.overlaps for kernel in kernels] == [False, True][: len(names)]
         if few.column_threads or few.rows_per_block == 1:
@@ -284,10 +284,10 @@ def test_few_rows_have_the_teams_of_many_in_the_backward(
 
 def beside_columns(
     spec: BackwardSpec, n: int, architecture: int = 90, multiprocessors: int = 132
-) -> list[tuple[int, ResidentBackward]]:
+) -> list[tuple[int, BackwardInRegisters]]:
     """Return what rows beside blocks of columns have, behind the most rows."""
     config = backward_config(spec, n, min(n & -n, pack_length(spec.x)), architecture)
-    assert isinstance(config, StagedBackward)
+    assert isinstance(config, BackwardPipelined)
     found = few_rows_backward_configs(spec, config, architecture, multiprocessors)
     return [(rows, few) for rows, few in found if few.column_threads]
 
@@ -372,7 +372,7 @@ def test_blocks_of_several_rows_are_in_one_round(
 ) -> None:
     for vector in vectors(spec, n):
         config = backward_config(spec, n, vector, architecture)
-        if not isinstance(config, StagedBackward):
+        if not isinstance(config, BackwardPipelined):
             continue
         found = few_rows_backward_configs(spec, config, architecture, 132, dx_given=dx_given)
         most = [rows for rows, _ in found]
@@ -417,7 +417,7 @@ def test_blocks_of_several_rows_are_in_one_round(
 def test_blocks_of_several_rows(x: str, n: int, architecture: int, rows: list[int]) -> None:
     spec = BackwardSpec("rms_norm", x, x, x, None, False, False)
     config = backward_config(spec, n, pack_length(x), architecture)
-    assert isinstance(config, StagedBackward)
+    assert isinstance(config, BackwardPipelined)
     found = few_rows_backward_configs(spec, config, architecture, 132, dx_given=True)
     assert [few.rows_per_block for _, few in found if few.rows_per_block > 1] == rows
     # Beside columns, of which no dx is given, where those are for fewer rows.
@@ -428,11 +428,11 @@ def test_blocks_of_several_rows(x: str, n: int, architecture: int, rows: list[in
 
 
 def test_rows_are_fetched_ahead_by_what_all_multiprocessors_hold() -> None:
-    def config(norm: Norm, x: str, n: int, architecture: int = 90) -> ResidentForward:
+    def config(norm: Norm, x: str, n: int, architecture: int = 90) -> ForwardInRegisters:
         bias = x if norm == "layer_norm" else None
         spec = ForwardSpec(norm, x, x, bias, x, False, False, False)
         found = forward_config(spec, n, pack_length(x), architecture)
-        assert isinstance(found, ResidentForward)
+        assert isinstance(found, ForwardInRegisters)
         return found
 
     for norm, n in itertools.product(get_args(Norm), (64, 256, 1024, 3584, 4096, 8192, 12288)):
@@ -476,7 +476,7 @@ def test_of_a_large_x_some_rows_are_fetched_ahead(
     bias = weight if norm == "layer_norm" else None
     spec = ForwardSpec(norm, x, weight, bias, x, False, False, False)
     config = forward_config(spec, n, pack_length(x), 90)
-    assert isinstance(config, ResidentForward)
+    assert isinstance(config, ForwardInRegisters)
     assert config.blocks_ahead_if_large == int(share * config.blocks_ahead)
     for _, few in few_rows_configs(spec, config, n, 90, 132):
         assert few.blocks_ahead_if_large == few.blocks_ahead or few == config
@@ -488,7 +488,7 @@ def test_decoding_has_kernels_of_its_own() -> None:
             "layer_norm", "bfloat16", "bfloat16", bias, "bfloat16", False, False, False
         )
         config = forward_config(spec, n, 8, 90)
-        assert isinstance(config, ResidentForward)
+        assert isinstance(config, ForwardInRegisters)
         few_rows = few_rows_configs(spec, config, n, 90, 132)
         blocks = {8192: [4, 1], 16384: [4, 2, 1], 24576: [4, 2, 1]}.get(n, [1])
         held = [few for _, few in few_rows if few.rare_last]
@@ -514,7 +514,7 @@ def test_few_long_rows_are_those_of_clusters(
     bias = x if norm == "layer_norm" else None
     spec = ForwardSpec(norm, x, x, bias, x, False, False, relu)
     config = forward_config(spec, n, 8, 90)
-    assert isinstance(config, ResidentForward)
+    assert isinstance(config, ForwardInRegisters)
     found = few_rows_configs(spec, config, n, 90, 132)
     rows = [(rows, few.cluster_blocks) for rows, few in found if few.cluster_blocks > 1]
     assert rows == [(132 // count, count) for count in blocks]
@@ -527,7 +527,7 @@ def test_few_long_rows_are_those_of_clusters(
 def test_the_weight_of_long_rows_of_float64_is_held(norm: Norm, n: int, held: bool) -> None:
     spec = ForwardSpec(norm, "float64", "float64", None, "float64", False, False, False)
     config = forward_config(spec, n, 2, 90)
-    assert isinstance(config, ResidentForward)
+    assert isinstance(config, ForwardInRegisters)
     assert config.hold_weight == held
 
 
@@ -548,20 +548,20 @@ def test_few_rows_of_rms_norm_hold_the_weight_or_more_of_the_longest_run_at_once
 ) -> None:
     spec = ForwardSpec("rms_norm", "bfloat16", weight, None, "bfloat16", False, False, False)
     config = forward_config(spec, n, 8, 90)
-    assert isinstance(config, ResidentForward)
+    assert isinstance(config, ForwardInRegisters)
     few_rows = [few for _, few in few_rows_configs(spec, config, n, 90, 132)]
     assert [few.blocks_per_multiprocessor for few in few_rows] == held + blocks
     assert [few.rare_last for few in few_rows] == [True] * len(held) + [False] * len(blocks)
     assert (config in few_rows) == (len(blocks) == 2)
     # As on GPUs without clusters, where nobody has measured it.
     before = forward_config(spec, n, 8, 80)
-    assert isinstance(before, ResidentForward)
+    assert isinstance(before, ForwardInRegisters)
     assert all(few.rare_last for _, few in few_rows_configs(spec, before, n, 80, 132))
     # Nor where it would spill.
     for option in ({"bias": "bfloat16"}, {"y": "float32"}):
         other = dataclasses.replace(spec, **option)  # type: ignore[arg-type]
         config = forward_config(other, n, 8, 90)
-        assert isinstance(config, ResidentForward)
+        assert isinstance(config, ForwardInRegisters)
         assert all(few.rare_last for _, few in few_rows_configs(other, config, n, 90, 132))
 
 
@@ -579,7 +579,7 @@ def test_a_plan_loads_only_the_kernel_of_its_rows(monkeypatch: pytest.MonkeyPatc
         loaded.append(Loaded(**vars(kernel)))
         return loaded[-1]
 
-    monkeypatch.setattr(_jit, "load", load)
+    monkeypatch.setattr(_compile, "load", load)
     monkeypatch.setattr(_plans, "multiprocessors", lambda device: 12)
     monkeypatch.setattr(_plans, "architecture", lambda device: 90)
     device = -1  # whose plans nobody else makes
@@ -625,8 +625,8 @@ def test_a_plan_loads_only_the_kernel_of_its_rows(monkeypatch: pytest.MonkeyPatc
     assert loaded == [*alone.kernels, *two.kernels, *most.kernels, *more.kernels]
     assert [len(plan.kernels) for plan in (alone, two, most, more)] == [1, 2, 2, 2]
     assert (alone.scratch_bytes(1), two.scratch_bytes(2)) == (0, 2 * 4)  # a mean a row
-    assert [type(plan) for plan in (alone, two, most, more)] == [_plans.ResidentPlan] * 3 + [
-        _plans.StagedPlan
+    assert [type(plan) for plan in (alone, two, most, more)] == [_plans.InRegistersPlan] * 3 + [
+        _plans.PipelinedPlan
     ]
     # 16 packs of 4 columns each, then 8.
     assert [plan.column_blocks for plan in (alone, two, most)] == [0, 4096 // 64, 4096 // 32]
@@ -649,29 +649,31 @@ def test_a_plan_loads_only_the_kernel_of_its_rows(monkeypatch: pytest.MonkeyPatc
     )
     assert (alone_in_place, many_in_place) == (alone, more)
     assert (two_in_place.column_blocks, two_in_place.scratch_bytes(2)) == (0, 2 * 4096 * 4)
-    assert isinstance(two_in_place, _plans.ResidentPlan)
+    assert isinstance(two_in_place, _plans.InRegistersPlan)
 
 
 def test_several_rows_a_block_are_planned_up_to_what_runs_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(_jit, "load", lambda kernel, device: kernel)
+    monkeypatch.setattr(_compile, "load", lambda kernel, device: kernel)
     monkeypatch.setattr(_plans, "multiprocessors", lambda device: 40)
     monkeypatch.setattr(_plans, "architecture", lambda device: 90)
     spec = BackwardSpec("layer_norm", "float32", "float32", "float32", "float32", False, False)
     row = 2 * 1024 * 4  # partials of both gradients
     for m, rows, partials in ((257, 8, 33), (319, 8, 40), (320, 8, 40)):
         plan = _plans.backward_plan(spec, m, 1024, 4, -4)
-        assert isinstance(plan, _plans.ResidentPlan)
+        assert isinstance(plan, _plans.InRegistersPlan)
         assert plan.rows_per_partial == rows
         assert plan.scratch_bytes(m) == partials * row
     assert _plans.backward_plan(spec, 64, 1024, 4, -4).rows_per_partial == 1
-    assert isinstance(_plans.backward_plan(spec, 321, 1024, 4, -4), _plans.StagedPlan)
+    assert isinstance(_plans.backward_plan(spec, 321, 1024, 4, -4), _plans.PipelinedPlan)
 
 
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("m", [1, 2])
-@pytest.mark.parametrize("without_room", ["backward.cu", "backward_resident.cu", None])
+@pytest.mark.parametrize(
+    "without_room", ["backward_pipelined.cu", "backward_in_registers.cu", None]
+)
 def test_few_rows_have_clusters_where_many_have_them(
     monkeypatch: pytest.MonkeyPatch, without_room: str | None, m: int, norm: Any
 ) -> None:
@@ -679,20 +681,20 @@ def test_few_rows_have_clusters_where_many_have_them(
         room = 0 if kernel.file == without_room else 1
         return SimpleNamespace(file=kernel.file, clusters_at_once=lambda: room)
 
-    monkeypatch.setattr(_jit, "load", load)
+    monkeypatch.setattr(_compile, "load", load)
     monkeypatch.setattr(_plans, "multiprocessors", lambda device: 3)
     monkeypatch.setattr(_plans, "architecture", lambda device: 90)
     for function in (_plans.few_rows_backward_plan, _plans.many_rows_backward_plan):
         monkeypatch.setattr(_plans, function.__name__, function.__wrapped__)
     spec = BackwardSpec(norm, "float32", "float32", "float32", None, False, False)
     few, many = (_plans.backward_plan(spec, rows, 33000, 4, -3) for rows in (m, 10**9))
-    assert isinstance(few, _plans.ResidentPlan) == (without_room is None)
+    assert isinstance(few, _plans.InRegistersPlan) == (without_room is None)
     assert (few.cluster_blocks, few.kernels[0].file) == {
-        "backward.cu": (1, "backward_streaming.cu"),
-        "backward_resident.cu": (many.cluster_blocks, "backward.cu"),
-        None: (many.cluster_blocks, "backward_resident.cu"),
+        "backward_pipelined.cu": (1, "backward_streaming.cu"),
+        "backward_in_registers.cu": (many.cluster_blocks, "backward_pipelined.cu"),
+        None: (many.cluster_blocks, "backward_in_registers.cu"),
     }[without_room]
-    assert (many.cluster_blocks > 1) == (without_room != "backward.cu")
+    assert (many.cluster_blocks > 1) == (without_room != "backward_pipelined.cu")
     if without_room is None:
         # 32 packs of 4 a block: in clusters of the rows', or by a kernel of their own.
         in_clusters = norm == "rms_norm"
@@ -754,7 +756,7 @@ def test_streaming_blocks_are_whole_warps(spec: Spec, n: int) -> None:
         return
     names = (
         ("block_threads",)
-        if isinstance(config, StreamingForward)
+        if isinstance(config, ForwardStreaming)
         else ("row_threads", "column_threads")
     )
     for name in names:
@@ -767,12 +769,12 @@ def test_streaming_blocks_are_whole_warps(spec: Spec, n: int) -> None:
 
 def row_layout(config: Any) -> tuple[Any, ...]:
     """Return what decides the order in which a row is summed."""
-    if isinstance(config, StreamingForward):
+    if isinstance(config, ForwardStreaming):
         # Not packs_per_thread: whatever is on its way at once, sums are added pack by pack.
         return type(config), config.cluster_blocks, config.block_threads
-    if isinstance(config, StreamingBackward):
+    if isinstance(config, BackwardStreaming):
         return type(config), config.cluster_blocks, config.row_threads, config.column_threads
-    if isinstance(config, StripsBackward):
+    if isinstance(config, BackwardColumnParallel):
         return type(config), config.strips, config.strip_threads
     clustered = getattr(config, "cluster_blocks", 1)
     return type(config), team_of(config), config.packs_per_thread, clustered
@@ -805,22 +807,27 @@ def test_a_config_depends_on_nothing_but_its_arguments(spec: Spec, ns: list[int]
 # The longest row of each regime in turn, in KiB of x; all longer ones are streamed. A change here
 # changes bits and speed, and is meant to be seen. The weight (and LayerNorm's bias) is float32, dy
 # and y have x's dtype.
-RESIDENT, STAGED = ResidentForward, StagedForward
+RESIDENT, PIPELINED = ForwardInRegisters, ForwardPipelined
 LONGEST: dict[int, tuple[tuple[tuple[type, int], ...], ...]] = {
     # architecture: RMSNorm forward, LayerNorm forward, RMSNorm backward, LayerNorm backward
     90: (
-        ((RESIDENT, 32), (STAGED, 1024)),
-        ((RESIDENT, 24), (STAGED, 896)),
-        ((StagedBackward, 448), (StripsBackward, 1024)),
-        ((StagedBackward, 448), (StripsBackward, 1024)),
+        ((RESIDENT, 32), (PIPELINED, 1024)),
+        ((RESIDENT, 24), (PIPELINED, 896)),
+        ((BackwardPipelined, 448), (BackwardColumnParallel, 1024)),
+        ((BackwardPipelined, 448), (BackwardColumnParallel, 1024)),
     ),
     80: (
         ((RESIDENT, 32),),
         ((RESIDENT, 48),),
-        ((StagedBackward, 24),),
-        ((StagedBackward, 24),),
+        ((BackwardPipelined, 24),),
+        ((BackwardPipelined, 24),),
     ),
-    86: (((RESIDENT, 32),), ((RESIDENT, 48),), ((StagedBackward, 16),), ((StagedBackward, 16),)),
+    86: (
+        ((RESIDENT, 32),),
+        ((RESIDENT, 48),),
+        ((BackwardPipelined, 16),),
+        ((BackwardPipelined, 16),),
+    ),
 }
 
 
@@ -847,7 +854,7 @@ def test_the_longest_rows(architecture: int) -> None:
 @pytest.mark.parametrize("architecture", [80, 90, 100])
 def test_rows_that_a_cluster_holds_are_not_read_twice(architecture: int) -> None:
     plain = ForwardSpec("rms_norm", "bfloat16", "float32", None, "bfloat16", False, True, False)
-    held = StagedForward if architecture >= 90 else StreamingForward
+    held = ForwardPipelined if architecture >= 90 else ForwardStreaming
     for n in (24576, 28664, 28668, 28672, 28680, 32760, 32764, 32768):
         vector = n & -n if n % 8 else 8
         for changes in ({}, {"relu": True, "zero_centered": True}, {"bias": "float32"}):
@@ -859,21 +866,21 @@ def test_rows_that_a_cluster_holds_are_not_read_twice(architecture: int) -> None
 def test_rms_norm_with_a_wide_bias_stays_in_registers(n: int) -> None:
     spec = ForwardSpec("rms_norm", "bfloat16", "float32", "float32", "bfloat16", False, True, False)
     config = forward_config(spec, n, 8, 90)
-    assert isinstance(config, ResidentForward)
-    assert isinstance(forward_config(spec, 2 * 16384, 8, 90), StagedForward)
+    assert isinstance(config, ForwardInRegisters)
+    assert isinstance(forward_config(spec, 2 * 16384, 8, 90), ForwardPipelined)
     of_layer_norm = forward_config(dataclasses.replace(spec, norm="layer_norm"), 16384, 8, 90)
-    assert isinstance(of_layer_norm, StagedForward)
+    assert isinstance(of_layer_norm, ForwardPipelined)
 
 
 @pytest.mark.parametrize("n", [20480, 32768, 131072])
 @pytest.mark.parametrize("norm", NORMS)
-def test_staged_rows_of_4_packs_hold_weight_and_bias(norm: Any, n: int) -> None:
+def test_pipelined_rows_of_4_packs_hold_weight_and_bias(norm: Any, n: int) -> None:
     for zero_centered, relu in itertools.product(SWITCH, SWITCH):
         spec = ForwardSpec(
             norm, "bfloat16", "float32", "float32", "bfloat16", zero_centered, True, relu
         )
         config = forward_config(spec, n, 8, 90)
-        assert isinstance(config, StagedForward)
+        assert isinstance(config, ForwardPipelined)
         if config.packs_per_thread == 4:
             assert (config.hold_weight, config.hold_bias, config.stages) == (True, True, 3)
         else:
@@ -886,7 +893,7 @@ def test_a_narrow_weight_of_long_rows_is_held_where_threads_are_many(n: int) -> 
     for zero_centered, relu in itertools.product(SWITCH, SWITCH):
         spec = dataclasses.replace(plain, zero_centered=zero_centered, relu=relu)
         config = forward_config(spec, n, 8, 90)
-        assert isinstance(config, ResidentForward)
+        assert isinstance(config, ForwardInRegisters)
         held = not (zero_centered or relu)
         threads = 1024 if held else 768
         blocks = threads // config.block_threads
@@ -899,8 +906,8 @@ def test_what_is_held_changes_no_bits(n: int) -> None:
         "layer_norm", "bfloat16", "float32", "float32", "bfloat16", False, True, False
     )
     held, aside = (forward_config(spec, n, vector, 90) for vector in (8, 1))
-    assert isinstance(held, StagedForward)
-    assert isinstance(aside, StagedForward)
+    assert isinstance(held, ForwardPipelined)
+    assert isinstance(aside, ForwardPipelined)
     assert (held.hold_weight, held.stages) == (True, 3)
     assert (aside.hold_weight, aside.hold_bias, aside.stages, aside.cells) == (True, False, 3, True)
     alike = {"hold_bias": True, "vector": 8, "cells": False}
@@ -937,7 +944,7 @@ def test_many_rows_are_counted(
         return lambda stream, operands: done.append((stream, blocks, (*operands, *numbers)))
 
     kernel = SimpleNamespace(clusters_at_once=lambda: 2, prepared=prepared)
-    monkeypatch.setattr(_jit, "load", lambda *_: kernel)
+    monkeypatch.setattr(_compile, "load", lambda *_: kernel)
     monkeypatch.setattr(_plans, "set_to_zero", lambda *arguments: done.append(arguments))
     monkeypatch.setattr(_plans, "multiprocessors", lambda device: 3)
     monkeypatch.setattr(_plans, "architecture", lambda device: 90)
@@ -966,7 +973,7 @@ def test_rows_that_come_and_go_are_not_counted(monkeypatch: pytest.MonkeyPatch) 
         return numbers
 
     kernel = SimpleNamespace(clusters_at_once=lambda: 2, prepared=prepared)
-    monkeypatch.setattr(_jit, "load", lambda *_: kernel)
+    monkeypatch.setattr(_compile, "load", lambda *_: kernel)
     monkeypatch.setattr(_plans, "architecture", lambda device: 90)
     monkeypatch.setattr(_plans, "multiprocessors", lambda device: 3)
     spec = ForwardSpec("rms_norm", "bfloat16", "float32", None, "bfloat16", False, False, False)
@@ -989,20 +996,20 @@ def test_rows_that_come_and_go_are_not_counted(monkeypatch: pytest.MonkeyPatch) 
         *(("rms_norm", n, layout) for n, layout in ((65536, (4, 512, 4)), (131072, (8, 512, 4)))),
     ],
 )
-def test_staged_rows_fill_their_blocks(norm: Any, n: int, layout: tuple[int, int, int]) -> None:
+def test_pipelined_rows_fill_their_blocks(norm: Any, n: int, layout: tuple[int, int, int]) -> None:
     bias = "float32" if norm == "layer_norm" else None
     plain = ForwardSpec(norm, "bfloat16", "float32", bias, "bfloat16", False, True, False)
     for spec, vector in itertools.product(
         (plain, dataclasses.replace(plain, relu=True)), (1, 2, 4, 8)
     ):
         config = forward_config(spec, n, vector, 90)
-        assert isinstance(config, StagedForward)
+        assert isinstance(config, ForwardPipelined)
         assert config.full
         found = config.cluster_blocks, config.block_threads, config.packs_per_thread
         assert found == layout
     # One element less takes as many.
     config = forward_config(plain, n - 1, 1, 90)
-    assert isinstance(config, StagedForward)
+    assert isinstance(config, ForwardPipelined)
     assert not config.full
     assert (config.cluster_blocks, config.block_threads, config.packs_per_thread) == layout
 
@@ -1023,7 +1030,7 @@ def test_two_clusters_share_multiprocessors(
     plain = ForwardSpec(norm, "bfloat16", weight, bias, "bfloat16", False, True, False)
     configs = [forward_config(plain, n, vector, 90) for vector in (1, 2, 8)]
     for config in configs:
-        assert isinstance(config, StagedForward)
+        assert isinstance(config, ForwardPipelined)
         assert (config.blocks_per_multiprocessor, config.stages, config.full) == (2, 3, True)
         assert (config.cluster_blocks, config.block_threads, config.packs_per_thread) == layout
         assert (config.hold_weight, config.hold_bias) == (True, False)
@@ -1034,7 +1041,7 @@ def test_two_clusters_share_multiprocessors(
     # A row that ends within a pack takes more where it has to be copied by cells.
     for odd in (n - 1, n - 2, n - 4):
         shorter = forward_config(plain, odd, odd & -odd, 90)
-        assert isinstance(shorter, StagedForward)
+        assert isinstance(shorter, ForwardPipelined)
         two = layout != (2, 256, 7) or odd % 4 == 0
         assert shorter.blocks_per_multiprocessor == (2 if two else 1)
         if two:
@@ -1044,7 +1051,7 @@ def test_two_clusters_share_multiprocessors(
             assert bytes_of_two <= 228 << 10
     # A ReLU beside more than 5 packs would spill more.
     clamped = forward_config(dataclasses.replace(plain, relu=True), n, 8, 90)
-    assert isinstance(clamped, StagedForward)
+    assert isinstance(clamped, ForwardPipelined)
     few = n // 8 <= 5 * 256 * layout[0]
     assert clamped.blocks_per_multiprocessor == (2 if few else 1)
 
@@ -1067,7 +1074,7 @@ def test_rows_in_registers_fill_their_teams(norm: Any, n: int, layout: tuple[int
     for x, vector in itertools.product(("float16", "bfloat16"), (1, 8)):
         spec = ForwardSpec(norm, x, "float32", bias, x, False, True, False)
         config = forward_config(spec, n, vector, 90)
-        assert isinstance(config, ResidentForward)
+        assert isinstance(config, ForwardInRegisters)
         assert config.full
         assert (config.row_threads, config.packs_per_thread) == layout
 
@@ -1088,7 +1095,7 @@ def test_layer_norm_has_fewest_threads(n: int, weight: str, layout: tuple[int, i
         (plain, dataclasses.replace(plain, relu=True)), (1, 2, 4, 8)
     ):
         config = forward_config(spec, n, vector, 90)
-        assert isinstance(config, ResidentForward)
+        assert isinstance(config, ForwardInRegisters)
         assert (config.row_threads, config.packs_per_thread) == layout
 
 
@@ -1103,7 +1110,7 @@ def test_only_last_packs_lie_past_the_end_of_a_row(norm: Any, x: str, architectu
         backward = BackwardSpec(norm, x, x, weight, bias, option, option)
         for spec in (forward, backward):
             config = configure(spec, n, 1, architecture)
-            if isinstance(config, ResidentForward | StagedForward | StagedBackward):
+            if isinstance(config, ForwardInRegisters | ForwardPipelined | BackwardPipelined):
                 threads = getattr(config, "row_threads", config.block_threads)
                 blocks = getattr(config, "cluster_blocks", 1)
                 slots = (config.packs_per_thread - 1) * threads
@@ -1137,7 +1144,7 @@ def test_rows_fill_their_teams_and_teams_a_multiprocessor(
     for x, vector in itertools.product(("float16", "bfloat16"), (1, 8)):
         spec = BackwardSpec(norm, x, x, "float32", bias, False, False)
         config = backward_config(spec, n, vector, 90)
-        assert isinstance(config, StagedBackward)
+        assert isinstance(config, BackwardPipelined)
         assert config.full == (config.cluster_blocks == 1 or config.packs_per_thread <= 4)
         found = config.cluster_blocks, config.row_threads, config.packs_per_thread
         assert (*found, config.rows_per_block) == layout
@@ -1179,7 +1186,7 @@ def test_rows_that_leave_packs_empty_and_the_longest_have_6_or_7_a_thread(
         if norm == "rms_norm" and bias is None and n == 6000:  # held, its weight as well
             layout = of_layer_norm
             assert getattr(config, "hold_row", False) == (vector == 8)
-        assert isinstance(config, StagedBackward)
+        assert isinstance(config, BackwardPipelined)
         found = config.cluster_blocks, config.row_threads, config.packs_per_thread
         assert (*found, config.rows_per_block) == layout, norm
         held = config.packs_per_thread < 6 or config.hold_row
@@ -1201,11 +1208,11 @@ def test_rms_norms_rows_of_two_blocks_are_by_two_packs_a_thread(bias: str | None
         spec = BackwardSpec("rms_norm", "bfloat16", "bfloat16", "float32", bias, False, False)
         for vector in (1, 8):
             config = backward_config(spec, n, vector, 90)
-            assert isinstance(config, StagedBackward)
+            assert isinstance(config, BackwardPipelined)
             found = config.cluster_blocks, config.row_threads, config.packs_per_thread
             assert found == (of_both if bias else of_weight), (n, vector)
     config = backward_config(dataclasses.replace(spec, bitmask=True), 12288, 8, 90)
-    assert isinstance(config, StagedBackward)
+    assert isinstance(config, BackwardPipelined)
     assert config.cluster_blocks == 4
 
 
@@ -1215,7 +1222,7 @@ def test_rows_of_rms_norm_stay_in_registers_where_that_is_ahead() -> None:
     def held(spec: BackwardSpec, n: int, vector: int | None = None, architecture: int = 90) -> bool:
         divisors = n | pack_length(spec.x)
         config = backward_config(spec, n, vector or divisors & -divisors, architecture)
-        assert isinstance(config, StagedBackward)
+        assert isinstance(config, BackwardPipelined)
         return config.hold_row
 
     for n, expected in (
@@ -1242,7 +1249,7 @@ def test_rows_of_rms_norm_stay_in_registers_where_that_is_ahead() -> None:
         of_dtypes = dataclasses.replace(spec, x=x, dy=dy, weight=weight)
         assert held(of_dtypes, 2048) == expected, of_dtypes
     without = backward_config(dataclasses.replace(spec, weight=None), 12288, 8, 90)
-    assert isinstance(without, StagedBackward)
+    assert isinstance(without, BackwardPipelined)
     assert (without.cluster_blocks, without.row_threads) == (2, 384)
     assert held(dataclasses.replace(spec, zero_centered=True), 4096)
     assert not held(dataclasses.replace(spec, bitmask=True), 4096)
@@ -1282,13 +1289,13 @@ def test_two_teams_of_224_threads_do_not_spill_beside_two_gradients(
 ) -> None:
     spec = BackwardSpec(norm, "bfloat16", "bfloat16", "float32", bias, False, False)
     config = backward_config(spec, n, vectors(spec, n)[-1], 90)
-    assert isinstance(config, StagedBackward)
+    assert isinstance(config, BackwardPipelined)
     assert (config.row_threads, config.packs_per_thread, config.rows_per_block) == layout
     assert config.bulk == (n == 5376 and norm == "layer_norm")
     assert config.cells == (n % 4 > 0)
     if config.bulk:  # as it is on sm_90 alone
         elsewhere = backward_config(spec, n, 8, 100)
-        assert isinstance(elsewhere, StagedBackward)
+        assert isinstance(elsewhere, BackwardPipelined)
         assert (elsewhere.row_threads, elsewhere.packs_per_thread) == (128, 6)
 
 
@@ -1296,7 +1303,7 @@ def test_two_teams_of_224_threads_do_not_spill_beside_two_gradients(
 def test_no_team_of_more_than_448_threads_has_3_packs(n: int) -> None:
     spec = BackwardSpec("layer_norm", "bfloat16", "bfloat16", "float32", "float32", False, False)
     config = backward_config(spec, n, 8, 80)
-    assert isinstance(config, StagedBackward)
+    assert isinstance(config, BackwardPipelined)
     assert config.packs_per_thread == 4
 
 
@@ -1320,8 +1327,8 @@ def test_a_bitmask_changes_no_layout(norm: Any, x: str) -> None:
             backward_config(dataclasses.replace(spec, bitmask=bitmask), packs * length, length, 90)
             for bitmask in SWITCH
         )
-        assert isinstance(plain, StagedBackward)
-        assert isinstance(masked, StagedBackward)
+        assert isinstance(plain, BackwardPipelined)
+        assert isinstance(masked, BackwardPipelined)
         if norm == "rms_norm":  # which then holds no rows
             held = {field: getattr(masked, field) for field in ("hold_row", "bulk", "stages")}
             plain = dataclasses.replace(plain, **held, shared_sums=masked.shared_sums)
@@ -1337,7 +1344,7 @@ def test_short_rows_of_layer_norm_have_more_threads_or_hold_weight_and_bias(n: i
             "layer_norm", "bfloat16", operands, operands, "bfloat16", False, False, relu
         )
         config = forward_config(spec, n, 8, 90)
-        assert isinstance(config, ResidentForward)
+        assert isinstance(config, ForwardInRegisters)
         return config.blocks_per_multiprocessor * config.block_threads, config.hold_weight
 
     assert found("float32") == (1024, False)
@@ -1349,7 +1356,7 @@ def test_short_rows_of_layer_norm_have_more_threads_or_hold_weight_and_bias(n: i
 def test_a_warp_holds_the_weight_beside_4_packs_of_both_gradients(n: int) -> None:
     spec = BackwardSpec("layer_norm", "bfloat16", "bfloat16", "float32", "float32", False, False)
     config = backward_config(spec, n, 8, 90)
-    assert isinstance(config, StagedBackward)
+    assert isinstance(config, BackwardPipelined)
     assert (config.row_threads, config.packs_per_thread, config.hold_weight) == (32, 4, True)
 
 
@@ -1367,7 +1374,7 @@ def test_short_rows_of_layer_norm_have_smaller_blocks(
     for n, bitmask in itertools.product((256, 512), SWITCH):
         spec = BackwardSpec(norm, "bfloat16", "bfloat16", "float32", bias, False, bitmask)
         config = backward_config(spec, n, 8, 90)
-        assert isinstance(config, StagedBackward)
+        assert isinstance(config, BackwardPipelined)
         assert (config.block_threads, config.blocks_per_multiprocessor) == (threads, blocks)
         assert config.hold_weight
 
@@ -1386,7 +1393,7 @@ def test_a_weight_around_zero_beside_a_bitmask_is_held_where_it_does_not_spill(
     )
     for one, expected in ((spec, held), *((other, True) for other in without)):
         config = backward_config(one, n, 8, architecture)
-        assert isinstance(config, StagedBackward)
+        assert isinstance(config, BackwardPipelined)
         # 6656 elements have 7 packs a thread without a bitmask.
         assert config.hold_weight == (expected and (one.bitmask or n != 6656))
 
@@ -1401,7 +1408,7 @@ def regimes(spec: Spec, architecture: int) -> tuple[tuple[type, int], ...]:
         for here, following in itertools.pairwise([*kinds, (type(None), 0)])
         if here[0] is not following[0]
     ]
-    assert last[0] in (StreamingForward, StreamingBackward)
+    assert last[0] in (ForwardStreaming, BackwardStreaming)
     return tuple(changes)
 
 
@@ -1412,7 +1419,7 @@ def test_long_rows_are_streamed_by_clusters(norm: str, architecture: int, blocks
     backward = BackwardSpec(norm, "float32", "float32", "float32", "float32", False, False)
     for spec, vector in itertools.product((forward, backward), (1, 4)):
         config = configure(spec, 262148, vector, architecture)  # more than strips hold, too
-        assert isinstance(config, (StreamingForward, StreamingBackward))
+        assert isinstance(config, (ForwardStreaming, BackwardStreaming))
         # RMSNorm's forward has four times as many, where a multiprocessor holds 2048 threads.
         more = spec is forward and norm == "rms_norm" and architecture in (90, 100)
         assert config.cluster_blocks == (4 * blocks if more else blocks)
@@ -1420,7 +1427,7 @@ def test_long_rows_are_streamed_by_clusters(norm: str, architecture: int, blocks
 
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("n", [163840, 229376, 262144])
-def test_full_long_rows_are_staged_by_16_blocks(norm: str, n: int) -> None:
+def test_full_long_rows_are_pipelined_by_16_blocks(norm: str, n: int) -> None:
     layer_norm = norm == "layer_norm"
     bias = "float32" if layer_norm else None
     plain = ForwardSpec(norm, "float32", "float32", bias, "float32", False, True, False)
@@ -1428,7 +1435,7 @@ def test_full_long_rows_are_staged_by_16_blocks(norm: str, n: int) -> None:
     for options, vector in itertools.product(({}, {"relu": True}, {"zero_centered": True}), (1, 4)):
         spec = dataclasses.replace(plain, **options)
         config = forward_config(spec, n, vector, 90)
-        assert isinstance(config, StagedForward)
+        assert isinstance(config, ForwardPipelined)
         assert (config.cluster_blocks, config.packs_per_thread) == (16, n // 32768)
         assert config.hold_weight
         assert config.full
@@ -1453,9 +1460,9 @@ def test_full_long_rows_are_staged_by_16_blocks(norm: str, n: int) -> None:
         dataclasses.replace(plain, x="float64", y="float64", bias=None),
     ):
         rows = n * 4 // ITEMSIZE[other.x]
-        assert isinstance(forward_config(other, rows, 1, 90), StreamingForward), other
-    assert isinstance(forward_config(plain, n + 4, 4, 90), StreamingForward)
-    assert isinstance(forward_config(plain, n, 4, 80), StreamingForward)
+        assert isinstance(forward_config(other, rows, 1, 90), ForwardStreaming), other
+    assert isinstance(forward_config(plain, n + 4, 4, 90), ForwardStreaming)
+    assert isinstance(forward_config(plain, n, 4, 80), ForwardStreaming)
 
 
 @pytest.mark.parametrize(("norm", "counted"), [("rms_norm", True), ("layer_norm", False)])
@@ -1465,23 +1472,23 @@ def test_the_bias_of_the_longest_rows_is_held_or_leaves_two_stages(
     spec = ForwardSpec(norm, "float32", "float32", "float32", "float32", False, True, False)
     for relu, found in ((False, (3, True, True)), (True, (2, False, counted))):
         config = forward_config(dataclasses.replace(spec, relu=relu), 262144, 4, 90)
-        assert isinstance(config, StagedForward)
+        assert isinstance(config, ForwardPipelined)
         assert (config.stages, config.hold_bias, config.counted) == found
     slim = forward_config(dataclasses.replace(spec, bias="bfloat16"), 262144, 4, 90)
-    assert isinstance(slim, StagedForward)
+    assert isinstance(slim, ForwardPipelined)
     assert (slim.stages, slim.hold_bias) == (3, False)
 
 
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("packs", [5, 6, 7, 8])
-def test_full_long_rows_of_16_bits_are_staged_by_16_blocks(norm: str, packs: int) -> None:
+def test_full_long_rows_of_16_bits_are_pipelined_by_16_blocks(norm: str, packs: int) -> None:
     layer_norm = norm == "layer_norm"
     bias = "float16" if layer_norm else None
     plain = ForwardSpec(norm, "float16", "float16", bias, "float16", False, True, False)
     n = 65536 * packs
     for vector in (1, 8):
         config = forward_config(plain, n, vector, 90)
-        assert isinstance(config, StagedForward)
+        assert isinstance(config, ForwardPipelined)
         assert (config.cluster_blocks, config.packs_per_thread) == (16, packs)
         assert (config.hold_weight, config.hold_bias) == (True, False)
         assert config.cells == (vector == 1)
@@ -1489,9 +1496,9 @@ def test_full_long_rows_of_16_bits_are_staged_by_16_blocks(norm: str, packs: int
     # What would spill, and what has no room.
     clamped = dataclasses.replace(plain, relu=True, y="float32")
     streamed = layer_norm and packs > 6
-    assert isinstance(forward_config(clamped, n, 8, 90), StreamingForward) == streamed
+    assert isinstance(forward_config(clamped, n, 8, 90), ForwardStreaming) == streamed
     wide_affine = dataclasses.replace(plain, weight="float32", bias="float32")
-    assert isinstance(forward_config(wide_affine, n, 8, 90), StreamingForward) == (packs == 8)
+    assert isinstance(forward_config(wide_affine, n, 8, 90), ForwardStreaming) == (packs == 8)
 
 
 @pytest.mark.parametrize(("x", "n"), [("float32", 8192), ("float32", 5000), ("float64", 4096)])
@@ -1499,14 +1506,14 @@ def test_wide_rows_of_layer_norm_have_8_packs_a_thread(x: str, n: int) -> None:
     spec = ForwardSpec("layer_norm", x, "float32", "float32", x, False, True, False)
     for vector in (1, pack_length(x)):
         config = forward_config(spec, n, vector, 90)
-        assert isinstance(config, ResidentForward)
+        assert isinstance(config, ForwardInRegisters)
         assert (config.packs_per_thread, config.row_threads) == (8, 256 if n != 5000 else 160)
         # They do not hold 64 registers of weight and bias beside those packs and a row's end, nor
         # beside float64.
         wide = dataclasses.replace(spec, weight=x, bias=x)
         held = [few for _, few in few_rows_configs(wide, config, n, 90, 132) if few.hold_weight]
         assert len(held) == 3 * (x == "float32" and vector == 4 and n == 8192)
-    assert isinstance(forward_config(spec, 2 * n, 1, 90), StagedForward)
+    assert isinstance(forward_config(spec, 2 * n, 1, 90), ForwardPipelined)
 
 
 def test_full_rows_are_copied_in_bulk() -> None:
@@ -1518,14 +1525,14 @@ def test_full_rows_are_copied_in_bulk() -> None:
     ):
         for vector in (1, 8):
             config = backward_config(plain, n, vector, 90)
-            assert isinstance(config, StagedBackward)
+            assert isinstance(config, BackwardPipelined)
             in_bulk = vector == 8 and stages is not None
             assert (config.cluster_blocks, config.bulk) == (blocks, in_bulk), (n, vector)
             if in_bulk:
                 assert config.stages == stages
                 # Beside the stages and sums, a line of mailboxes.
                 without = dataclasses.replace(config, bulk=False)
-                sizes = [staged_backward_bytes(plain, one) for one in (config, without)]
+                sizes = [backward_pipelined_bytes(plain, one) for one in (config, without)]
                 assert sizes[0] - sizes[1] == 128
                 # The bits of a row are those of rows that are not.
                 aside = backward_config(plain, n, 1, 90)
@@ -1536,7 +1543,7 @@ def test_full_rows_are_copied_in_bulk() -> None:
         config = backward_config(
             dataclasses.replace(plain, norm="rms_norm", dbias=bias), n, vector, 90
         )
-        assert isinstance(config, StagedBackward)
+        assert isinstance(config, BackwardPipelined)
         in_bulk = (n, vector) == (16384, 8)
         assert (config.bulk, config.stages) == (in_bulk, 5 if in_bulk else 3)
     # Of float32 all clusters, of float64 all rows of two warps or more; the blocks of a row and the
@@ -1556,7 +1563,7 @@ def test_full_rows_are_copied_in_bulk() -> None:
         for norm, stages in (("rms_norm", of_rms_norm), ("layer_norm", of_layer_norm)):
             of_norm = BackwardSpec(norm, x, x, x, x, False, False)
             config = backward_config(of_norm, n, pack_length(x), 90)
-            assert isinstance(config, StagedBackward)
+            assert isinstance(config, BackwardPipelined)
             assert (config.cluster_blocks, config.bulk) == (blocks, stages is not None), (x, n)
             assert not config.bulk or config.stages == stages, (norm, x, n)
     alone = dataclasses.replace(plain, norm="rms_norm", dbias=None)
@@ -1567,7 +1574,7 @@ def test_full_rows_are_copied_in_bulk() -> None:
         *((11264, True), (12288, True), (14336, True), (15360, True), (18432, False)),
     ):
         config = backward_config(alone, n, 8, 90)
-        assert isinstance(config, StagedBackward)
+        assert isinstance(config, BackwardPipelined)
         assert config.bulk == in_bulk, n
     for other in (
         dataclasses.replace(plain, norm="rms_norm"),
@@ -1575,11 +1582,11 @@ def test_full_rows_are_copied_in_bulk() -> None:
         dataclasses.replace(plain, weight=None, dbias=None),
     ):
         config = backward_config(other, 4096, pack_length(other.x), 90)
-        assert isinstance(config, StagedBackward)
+        assert isinstance(config, BackwardPipelined)
         assert not config.bulk, other
     for architecture in ARCHITECTURES:
         config = backward_config(plain, 4096, 8, architecture)
-        assert isinstance(config, StagedBackward)
+        assert isinstance(config, BackwardPipelined)
         assert config.bulk == (architecture == 90)
 
 
@@ -1596,14 +1603,14 @@ def test_rows_at_any_address_are_copied_by_cells_where_they_fit(norm: Any) -> No
             if n % vector or vector > pack_length(x):
                 continue
             config = backward_config(spec, n, vector, 90)
-            assert isinstance(config, StagedBackward)
+            assert isinstance(config, BackwardPipelined)
             small = vector < pack_length(x) and vector * ITEMSIZE[x] <= 4
             assert config.cells == (small and len(more) > 0), (n, vector)
             # A cell of each operand more for each warp, or each row of less than one, and what
             # makes 16 bytes of an odd number of 8.
             groups = config.block_threads // min(32, config.row_threads) * config.packs_per_thread
             without = dataclasses.replace(config, cells=False)
-            sizes = [staged_backward_bytes(spec, one) for one in (config, without)]
+            sizes = [backward_pipelined_bytes(spec, one) for one in (config, without)]
             whole = sum((groups * cell + 15) // 16 * 16 for cell in more)
             assert sizes[0] - sizes[1] == config.stages * whole * small
     # Where shared memory has no room for them the layout, and with it the bits, are the same.
@@ -1616,7 +1623,7 @@ def test_rows_at_any_address_are_copied_by_cells_where_they_fit(norm: Any) -> No
         layouts = []
         for vector in (1, 2, 8):
             config = backward_config(spec, n, vector, architecture)
-            assert isinstance(config, StagedBackward)
+            assert isinstance(config, BackwardPipelined)
             assert config.cells == (fits and vector < 8), (n, architecture)
             layouts.append((config.cluster_blocks, config.row_threads, config.packs_per_thread))
         assert len(set(layouts)) == 1
@@ -1631,8 +1638,8 @@ def test_accesses_of_8_bytes_leave_the_layout_and_what_is_held_as_it_is(norm: An
         for n in ns:
             config = backward_config(spec, n, length // 2, 90)
             whole = backward_config(spec, n + length // 2, length, 90)
-            assert isinstance(config, StagedBackward)
-            assert isinstance(whole, StagedBackward)
+            assert isinstance(config, BackwardPipelined)
+            assert isinstance(whole, BackwardPipelined)
             assert (config.hold_weight, config.cells) == (True, False), n
             # The sums of a lone team's rows are in partials, since L1 has what they would take.
             assert config.shared_sums == (whole.shared_sums if config.rows_per_block > 1 else 0)
@@ -1644,12 +1651,12 @@ def test_accesses_of_8_bytes_leave_the_layout_and_what_is_held_as_it_is(norm: An
 
 @pytest.mark.parametrize("norm", NORMS)
 def test_forward_accesses_of_8_bytes_hold_the_weight_as_those_of_16(norm: Any) -> None:
-    def config(weight: str, n: int, vector: int) -> ResidentForward | StagedForward:
+    def config(weight: str, n: int, vector: int) -> ForwardInRegisters | ForwardPipelined:
         bias = weight if norm == "layer_norm" else None
         spec = ForwardSpec(norm, "bfloat16", weight, bias, "bfloat16", False, False, False)
         found = forward_config(spec, n, vector, 90)
-        assert isinstance(found, ResidentForward | StagedForward)
-        if isinstance(found, ResidentForward) and vector < 8:
+        assert isinstance(found, ForwardInRegisters | ForwardPipelined)
+        if isinstance(found, ForwardInRegisters) and vector < 8:
             few = few_rows_configs(spec, found, n, 90, 132)
             # LayerNorm's weight and bias of 1500 and more elements of float32 leave no registers.
             too_many = norm == "layer_norm" and weight == "float32" and n >= 1500
@@ -1669,7 +1676,7 @@ def test_forward_accesses_of_8_bytes_hold_the_weight_as_those_of_16(norm: Any) -
         ("bfloat16", 40964, (True, False)),
     ):
         found = config(weight, n, 4)
-        assert isinstance(found, StagedForward)
+        assert isinstance(found, ForwardPipelined)
         assert (found.hold_weight, found.hold_bias) == held, (weight, n)
 
 
@@ -1679,15 +1686,15 @@ def test_accesses_of_8_bytes_hold_no_weight_where_it_would_spill(norm: Any) -> N
     plain = ForwardSpec(norm, "bfloat16", "float32", bias, "bfloat16", False, True, False)
     relu, wider = (dataclasses.replace(plain, **how) for how in ({"relu": True}, {"y": "float32"}))
     for spec in (plain, relu, wider):
-        staged = forward_config(spec, 28676, 4, 90)
-        assert isinstance(staged, StagedForward)
-        assert staged.packs_per_thread == 4
-        assert staged.hold_weight == (norm == "rms_norm" or spec is plain)
+        pipelined = forward_config(spec, 28676, 4, 90)
+        assert isinstance(pipelined, ForwardPipelined)
+        assert pipelined.packs_per_thread == 4
+        assert pipelined.hold_weight == (norm == "rms_norm" or spec is plain)
     if norm == "rms_norm":
         for spec in (plain, relu, dataclasses.replace(plain, zero_centered=True)):
             slim = dataclasses.replace(spec, weight="bfloat16")
             in_registers = forward_config(slim, 300, 4, 90)
-            assert isinstance(in_registers, ResidentForward)
+            assert isinstance(in_registers, ForwardInRegisters)
             assert in_registers.hold_weight == (spec is plain)
 
 
@@ -1702,9 +1709,9 @@ def test_rows_of_no_whole_packs_in_registers_have_packs_of_8_bytes(norm: Any, x:
         halves = {}
         for vector in vectors(spec, n):
             config = forward_config(spec, n, vector, architecture)
-            assert isinstance(config, ResidentForward)
+            assert isinstance(config, ForwardInRegisters)
             of_whole = forward_config(spec, packs * length, length, architecture)
-            assert isinstance(of_whole, ResidentForward)
+            assert isinstance(of_whole, ForwardInRegisters)
             halves[vector] = config.row_threads, config.packs_per_thread, config.pack_length
             if x == "float64":
                 assert config.pack_length == length
@@ -1717,14 +1724,14 @@ def test_rows_of_no_whole_packs_in_registers_have_packs_of_8_bytes(norm: Any, x:
     for n in (188 * length, 188 * length - 1, 65 * length - 1, 64 * length - 1, 2 * length - 1):
         odd = n % 2 and (n < 64 * length or (norm == "layer_norm" and x == "bfloat16"))
         config = forward_config(spec, n, 1, 90)
-        assert isinstance(config, ResidentForward)
+        assert isinstance(config, ForwardInRegisters)
         assert config.pack_length == (length // 2 if odd and x != "float64" else length)
 
 
 def test_long_odd_rows_of_layer_norm_wait_in_shared_memory() -> None:
     spec = ForwardSpec("layer_norm", *4 * ("bfloat16",), False, True, False)
     for n, resident in ((16383, True), (16385, False), (20001, False), (20002, True)):
-        assert isinstance(forward_config(spec, n, n & -n, 90), ResidentForward) == resident, n
+        assert isinstance(forward_config(spec, n, n & -n, 90), ForwardInRegisters) == resident, n
 
 
 def test_what_holds_the_weight_beside_cells() -> None:
@@ -1733,7 +1740,7 @@ def test_what_holds_the_weight_beside_cells() -> None:
     )
     for n, vector in ((12289, 1), (12290, 2), (28671, 1)):
         config = forward_config(held, n, vector, 90)
-        assert isinstance(config, StagedForward)
+        assert isinstance(config, ForwardPipelined)
         assert (config.cells, config.hold_weight, config.hold_bias) == (True, True, False)
         assert config.blocks_per_multiprocessor == 1
     for n, how in itertools.product(
@@ -1741,11 +1748,11 @@ def test_what_holds_the_weight_beside_cells() -> None:
         ({"relu": True}, {"y": "float32"}, {"weight": "float64"}, {"bias": "float64"}),
     ):
         config = forward_config(dataclasses.replace(held, **how), n, n & -n, 90)
-        assert isinstance(config, StagedForward)
+        assert isinstance(config, ForwardPipelined)
         assert (config.cells, config.hold_weight) == (True, False), (n, how)
     rms_norm = dataclasses.replace(held, norm="rms_norm", bias=None)
     config = forward_config(rms_norm, 98305, 1, 90)
-    assert isinstance(config, StagedForward)
+    assert isinstance(config, ForwardPipelined)
     assert (config.cells, config.hold_weight) == (True, False)
 
 
@@ -1760,7 +1767,7 @@ def test_two_clusters_of_what_spills_beside_cells(y: str, relu: bool) -> None:
         (20008, 1, 2, False),
     ):
         config = forward_config(spec, n, vector, 90)
-        assert isinstance(config, StagedForward)
+        assert isinstance(config, ForwardPipelined)
         assert (config.blocks_per_multiprocessor, config.hold_weight) == (blocks, held), n
 
 
@@ -1768,7 +1775,7 @@ def test_odd_rows_of_layer_norm() -> None:
     def layout(n: int, architecture: int = 90, **how: Any) -> tuple[int, ...]:
         spec = ForwardSpec("layer_norm", *4 * ("bfloat16",), False, True, False)
         config = forward_config(dataclasses.replace(spec, **how), n, 1, architecture)
-        assert isinstance(config, ResidentForward)
+        assert isinstance(config, ForwardInRegisters)
         found = (config.row_threads, config.packs_per_thread, config.pack_length)
         return *found, config.blocks_per_multiprocessor
 
@@ -1828,7 +1835,7 @@ def test_layouts_of_packs_of_8_bytes(
     x = "bfloat16"
     bias = x if norm == "layer_norm" else None
     config = forward_config(ForwardSpec(norm, x, x, bias, x, False, True, relu), n, vector, 90)
-    assert isinstance(config, ResidentForward)
+    assert isinstance(config, ForwardInRegisters)
     found = (config.row_threads, config.packs_per_thread, config.pack_length)
     assert (*found, config.blocks_per_multiprocessor) == layout
 
@@ -1840,7 +1847,7 @@ def test_few_rows_of_packs_of_8_bytes_have_room_for_them(n: int) -> None:
         bias = x if norm == "layer_norm" else None
         spec = ForwardSpec(norm, x, x, bias, x, False, True, False)
         config = forward_config(spec, n, 4, 90)
-        assert isinstance(config, ResidentForward)
+        assert isinstance(config, ForwardInRegisters)
         assert config.pack_length == 4
         few_rows = few_rows_configs(spec, config, n, 90, 132)
         assert few_rows
@@ -1857,7 +1864,7 @@ def test_rows_of_8_packs_a_thread_have_two_blocks_if_accesses_are_wide(
     x = "bfloat16"
     spec = ForwardSpec("layer_norm", x, x, x, x, False, True, False)
     config = forward_config(spec, 20000, vector, 90)
-    assert isinstance(config, ResidentForward)
+    assert isinstance(config, ForwardInRegisters)
     assert (config.packs_per_thread, config.blocks_per_multiprocessor) == (8, blocks)
 
 
@@ -1885,7 +1892,7 @@ def test_rows_of_4_packs_a_thread_have_the_registers_that_they_need(
 
     def threads_of(spec: ForwardSpec, architecture: int) -> int:
         config = forward_config(spec, n, pack_length(x), architecture)
-        assert isinstance(config, ResidentForward)
+        assert isinstance(config, ForwardInRegisters)
         assert config.packs_per_thread == 4
         return config.block_threads * config.blocks_per_multiprocessor
 
@@ -1905,7 +1912,7 @@ def test_accesses_of_8_bytes_leave_rows_of_4_packs_their_registers() -> None:
     ):
         spec = ForwardSpec(norm, x, x, bias, x, False, False, False)  # type: ignore[arg-type]
         config = forward_config(spec, n, 4, 90)
-        assert isinstance(config, ResidentForward)
+        assert isinstance(config, ForwardInRegisters)
         assert config.packs_per_thread == 4
         assert config.block_threads * config.blocks_per_multiprocessor == threads
 
@@ -1917,7 +1924,7 @@ def test_few_rows_of_float32_of_layer_norm_run_at_once(n: int, rows: int | None)
 
     def most_rows(spec: ForwardSpec, n: int, vector: int, architecture: int) -> set[int]:
         config = forward_config(spec, n, vector, architecture)
-        assert isinstance(config, ResidentForward)
+        assert isinstance(config, ForwardInRegisters)
         few = few_rows_configs(spec, config, n, architecture, 132)
         return {most // 132 for most, one in few if not one.hold_weight and one != config}
 
@@ -1939,7 +1946,7 @@ def test_rows_of_layer_norm_by_224_to_288_threads_have_more_at_once(
     spec = ForwardSpec("layer_norm", *4 * ("bfloat16",), False, False, False)
     for architecture, found in ((90, blocks), (100, elsewhere)):
         config = forward_config(spec, n, 8, architecture)
-        assert isinstance(config, ResidentForward)
+        assert isinstance(config, ForwardInRegisters)
         assert (config.packs_per_thread, config.blocks_per_multiprocessor) == (8, found)
 
 
@@ -1963,7 +1970,7 @@ def test_few_long_rows_of_layer_norm_are_folded(
 
     def folded(spec: ForwardSpec, n: int, vector: int, architecture: int) -> list[tuple[int, ...]]:
         config = forward_config(spec, n, vector, architecture)
-        assert isinstance(config, ResidentForward)
+        assert isinstance(config, ForwardInRegisters)
         return [
             (few.row_threads, few.packs_per_thread, most // 132)
             for most, few in few_rows_configs(spec, config, n, architecture, 132)
@@ -1982,7 +1989,7 @@ def test_kernels_of_64_registers_are_of_whole_packs(vector: int, has_some: bool)
     x = "bfloat16"
     spec = ForwardSpec("rms_norm", x, x, None, x, False, True, False)
     config = forward_config(spec, 16384, vector, 90)
-    assert isinstance(config, ResidentForward)
+    assert isinstance(config, ForwardInRegisters)
     few = [one for _, one in few_rows_configs(spec, config, 16384, 90, 132)]
     threads = [one.block_threads * one.blocks_per_multiprocessor for one in few]
     assert (65536 // 64 in threads) == has_some
@@ -2026,7 +2033,7 @@ def test_rows_that_do_not_begin_at_lines_come_by_way_of_l1_or_to_turned_places(n
         for architecture in (80, 90, 100):
             config = backward_config(spec, n, vector, architecture)
             found = neither
-            if isinstance(config, StagedBackward):
+            if isinstance(config, BackwardPipelined):
                 found = config.through_l1, config.turned
             assert found == (expected if architecture == 90 else neither), (spec, n, architecture)
     forward = ForwardSpec(norm, "bfloat16", "float32", bias, "bfloat16", False, False, False)
@@ -2038,10 +2045,10 @@ def test_rows_that_do_not_begin_at_lines_come_by_way_of_l1_or_to_turned_places(n
         (20008, 4, neither if layer_norm else by_l1),  # of two pieces a pack
     ):
         for architecture in (80, 90, 100):
-            staged = forward_config(forward, n, vector, architecture)
+            pipelined = forward_config(forward, n, vector, architecture)
             found = neither
-            if isinstance(staged, StagedForward):
-                found = staged.through_l1, staged.turned
+            if isinstance(pipelined, ForwardPipelined):
+                found = pipelined.through_l1, pipelined.turned
             assert found == (expected if architecture == 90 else neither), (n, architecture)
 
 
@@ -2053,7 +2060,7 @@ def test_rows_beside_a_wider_dy_have_fewer_stages_where_that_leaves_l1_room(
     wide = BackwardSpec(norm, "float16", "float32", "float16", bias, False, False)
     for columns, architecture, stages in ((n, 90, 2), (n, 100, 3), (8192, 90, 3)):
         config = backward_config(wide, columns, 8, architecture)
-        assert isinstance(config, StagedBackward)
+        assert isinstance(config, BackwardPipelined)
         assert (config.stages, config.through_l1) == (stages, architecture == 90)
 
 
@@ -2073,7 +2080,7 @@ def test_a_weight_beside_a_wider_dy_is_not_held_where_it_would_spill(
     bias = "float32" if norm == "layer_norm" else None
     spec = BackwardSpec(norm, "bfloat16", dy, "float32", bias, False, False)
     config = backward_config(spec, n, 8, architecture)
-    assert isinstance(config, StagedBackward)
+    assert isinstance(config, BackwardPipelined)
     assert config.hold_weight == held
 
 
@@ -2088,20 +2095,20 @@ def test_sums_of_rows_wait_in_shared_memory_or_registers(norm: Any) -> None:
         *((5120, 1, 5120), (10240, 1, 10240)),  # bulk, but no clusters
     ):
         config = backward_config(plain, n, 8, 90)
-        assert isinstance(config, StagedBackward)
+        assert isinstance(config, BackwardPipelined)
         assert config.shared_sums == min(plain.gradients, of_layer_norm), n
         assert config.hold_sums == (norm == "layer_norm" and n in (32768, 131072)), n
         without = dataclasses.replace(config, shared_sums=0)
-        sizes = [staged_backward_bytes(plain, one) for one in (config, without)]
+        sizes = [backward_pipelined_bytes(plain, one) for one in (config, without)]
         assert sizes[0] - sizes[1] == config.shared_sums * columns * 4
     bare = dataclasses.replace(plain, weight=None, dbias=None)
     for spec, vector in ((bare, 8), (plain, 1)):
         config = backward_config(spec, 8192, vector, 90)
-        assert isinstance(config, StagedBackward)
+        assert isinstance(config, BackwardPipelined)
         assert (config.shared_sums, config.hold_sums) == (0, False)
     # 64 KiB have room for one gradient's beside two stages of these rows.
     config = backward_config(plain, 4096, 8, 75)
-    assert isinstance(config, StagedBackward)
+    assert isinstance(config, BackwardPipelined)
     assert (config.shared_sums, config.hold_sums) == (1, False)
 
 
@@ -2122,9 +2129,9 @@ def test_strips_are_of_whole_packs_and_all_run_at_once(x: str, norm: str) -> Non
                 bytes_of_row = threads * length * (ITEMSIZE[x] + ITEMSIZE[dy])
                 in_strips = in_strips and 5 * bytes_of_row < shared_limit(architecture) - 4096
                 if not (in_strips and architecture >= 90):
-                    assert not isinstance(config, StripsBackward), (n, architecture)
+                    assert not isinstance(config, BackwardColumnParallel), (n, architecture)
                     continue
-                assert isinstance(config, StripsBackward), (n, architecture)
+                assert isinstance(config, BackwardColumnParallel), (n, architecture)
                 assert config.strip_threads == threads
                 assert config.block_threads == threads + 4 * 32
                 assert (config.strips - 1) * threads < packs <= config.strips * threads
@@ -2153,7 +2160,7 @@ def test_strips_that_do_not_all_run_at_once_are_streamed(
 
     launched: list[Any] = []
     zeroed: list[Any] = []
-    monkeypatch.setattr(_jit, "load", load)
+    monkeypatch.setattr(_compile, "load", load)
     monkeypatch.setattr(_plans, "set_to_zero", lambda *arguments: zeroed.append(arguments))
     monkeypatch.setattr(_plans, "multiprocessors", lambda device: multiprocessors)
     monkeypatch.setattr(_plans, "architecture", lambda device: 90)
@@ -2177,7 +2184,7 @@ def test_strips_that_do_not_all_run_at_once_are_streamed(
         assert zeroed == [(5, 1 << 20, 10 * 128)]
         [(kernel, blocks, arguments)] = launched
         assert kernel.at_once
-        assert kernel.expression.startswith("norm_backward_strips<")
+        assert kernel.expression.startswith("norm_backward_column_parallel<")
         assert blocks == 128
         assert arguments[-5:] == (1 << 20, (1 << 20) + 10 * 128, m, 262144, 1 / 262144)
 
@@ -2189,7 +2196,7 @@ def test_strips_that_do_not_all_run_at_once_are_streamed(
 def test_long_rows_have_few_groups_of_partials(n: int, groups: int, x: str, itemsize: int) -> None:
     spec = BackwardSpec("rms_norm", x, x, "float32", None, False, False)
     for architecture in ARCHITECTURES:
-        if isinstance(backward_config(spec, n, 1, architecture), StripsBackward):
+        if isinstance(backward_config(spec, n, 1, architecture), BackwardColumnParallel):
             continue
         reduction = backward_config(spec, n, 1, architecture).reduction
         assert reduction is not None
@@ -2223,7 +2230,7 @@ def test_blocks_have_the_shared_memory_that_there_is(spec: Spec, n: int, archite
             assert 32 <= kernel.block_threads <= 1024
             assert kernel.block_threads % 32 == 0
         blocks = getattr(config, "blocks_per_multiprocessor", 1)
-        if isinstance(config, StagedForward) and vector < pack_length(spec.x):
+        if isinstance(config, ForwardPipelined) and vector < pack_length(spec.x):
             blocks = 1  # two clusters have the weight in shared memory there, and mostly run singly
         needed = blocks * (instantiate(spec, config)[0].shared_bytes + 1024)
         assert needed <= shared_limit(architecture) + 1024
@@ -2263,15 +2270,19 @@ def test_an_expression_is_valid_cpp() -> None:
 def test_gradients_are_reduced_by_a_last_kernel(spec: BackwardSpec, n: int) -> None:
     config: Any = configure(spec, n, 1)
     templates = [k.expression.partition("<")[0] for k in instantiate(spec, config)]
-    staged = isinstance(config, StagedBackward)
-    if isinstance(config, StripsBackward):
-        assert templates == ["norm_backward_strips"]
+    pipelined = isinstance(config, BackwardPipelined)
+    if isinstance(config, BackwardColumnParallel):
+        assert templates == ["norm_backward_column_parallel"]
         return
     assert templates == [
-        *(["norm_backward"] if staged else ["norm_backward_coefficients", "norm_backward_columns"]),
+        *(
+            ["norm_backward"]
+            if pipelined
+            else ["norm_backward_coefficients", "norm_backward_columns"]
+        ),
         *(["reduce_partials"] if spec.weight or spec.dbias else []),
     ]
-    if staged and config.rows_per_block > 1 and spec.gradients:
+    if pipelined and config.rows_per_block > 1 and spec.gradients:
         # The teams of a block put their gradients together: one tile for each.
         tile = config.row_threads * config.packs_per_thread * pack_length(spec.x)
         itemsize = max(4, ITEMSIZE[spec.x])
@@ -2317,7 +2328,7 @@ def test_every_file_is_reachable() -> None:
     for spec in FORWARD[::5] + BACKWARD[::5]:
         for packs in PACKS:
             configs: list[Any] = [configure(spec, packs * pack_length(spec.x), 1)]
-            if isinstance(configs[0], StagedBackward):
+            if isinstance(configs[0], BackwardPipelined):
                 few = few_rows_backward_configs(spec, configs[0], 90, 132)  # type: ignore[arg-type]
                 configs += [config for _, config in few]
             used |= {kernel.file for config in configs for kernel in instantiate(spec, config)}

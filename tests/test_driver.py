@@ -16,7 +16,7 @@ from unittest import mock
 
 import pytest
 
-from cupynorm import _driver, _jit
+from cupynorm import _compile, _driver
 
 CONFIG = "@7IPPI"  # CUlaunchConfig
 ATTRIBUTE = "@I4x16I"  # CUlaunchAttribute
@@ -353,9 +353,9 @@ def test_kernels_overlap_where_a_gpu_can(
     monkeypatch.setattr(cupy, "RawModule", lambda **options: module)
     monkeypatch.setattr(_driver, "Kernel", lambda *arguments: made.append(arguments[6]))
     for name in ("_functions", "_modules", "_locks"):
-        monkeypatch.setattr(_jit, name, {})
+        monkeypatch.setattr(_compile, name, {})
     for wanted in (False, True):
-        _jit.load(_jit.Instantiation("relu.cuh", f"k<{wanted}>", "q", 32, 0, 1, wanted), 0)
+        _compile.load(_compile.Instantiation("relu.cuh", f"k<{wanted}>", "q", 32, 0, 1, wanted), 0)
     assert made == [False, overlaps]
 
 
@@ -370,10 +370,10 @@ def test_a_kernel_that_cannot_be_kept_is_named_with_what_to_do(
     monkeypatch.setattr(cupy.cuda, "Device", lambda index: device)
     monkeypatch.setattr(cupy, "RawModule", lambda **options: SimpleNamespace(get_function=denied))
     for name in ("_functions", "_modules", "_locks"):
-        monkeypatch.setattr(_jit, name, {})
+        monkeypatch.setattr(_compile, name, {})
     for _ in range(2):
         with pytest.raises(
             RuntimeError, match=r"k<1> cannot be kept .* denied: '/cache/a'; set CUPY_CACHE_DIR to"
         ):
-            _jit.load(_jit.Instantiation("relu.cuh", "k<1>", "q", 32, 0), 0)
+            _compile.load(_compile.Instantiation("relu.cuh", "k<1>", "q", 32, 0), 0)
     assert denied.call_count == 2

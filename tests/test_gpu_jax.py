@@ -29,7 +29,7 @@ from jax_calls import check  # noqa: E402
 
 import cupynorm  # noqa: E402
 import cupynorm.jax  # noqa: E402
-from cupynorm import _driver, _jit  # noqa: E402
+from cupynorm import _compile, _driver  # noqa: E402
 from cupynorm.jax import _kernels  # noqa: E402
 
 
@@ -207,7 +207,7 @@ def test_nothing_is_loaded_after_tracing(monkeypatch: pytest.MonkeyPatch) -> Non
     def fail(*arguments: Any) -> None:
         raise AssertionError("loaded too late")
 
-    monkeypatch.setattr(_jit, "load", fail)
+    monkeypatch.setattr(_compile, "load", fail)
     dx, dweight = lowered.compile()(x, weight)
     assert np.isfinite(np.asarray(dx, np.float32)).all()
     assert np.isfinite(dweight).all()

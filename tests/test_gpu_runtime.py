@@ -19,9 +19,10 @@ from device import poison, to_cupy, to_numpy
 from strategies import DTYPES, make_values
 
 import cupynorm
-from cupynorm import _driver, _jit, testing
-from cupynorm._config import forward_config, pack_length
-from cupynorm._config._limits import FIRST_WITH_CLUSTERS
+from cupynorm import _compile, _driver, testing
+from cupynorm._layout import forward_config, pack_length
+from cupynorm._layout.architectures import FIRST_WITH_CLUSTERS
+from cupynorm._operation import BackwardSpec, ForwardSpec
 from cupynorm._plans import (
     LEAST_COUNTED,
     architecture,
@@ -29,7 +30,6 @@ from cupynorm._plans import (
     few_rows_backward,
     forward_plan,
 )
-from cupynorm._spec import BackwardSpec, ForwardSpec
 
 pytestmark = pytest.mark.gpu
 
@@ -550,12 +550,12 @@ def test_a_call_made_again_gives_new_arrays_with_the_same_bits(norm: str) -> Non
 
 
 def test_a_refused_launch_names_the_error() -> None:
-    instantiation = _jit.forward_instantiation(
+    instantiation = _compile.forward_instantiation(
         spec := ForwardSpec("rms_norm", "float32", None, None, "float32", False, False, False),
         forward_config(spec, 1024, 4, architecture(0)),
     )
     letters = instantiation.parameters
-    function = _jit.load(instantiation, 0)._function
+    function = _compile.load(instantiation, 0)._function
     for overlaps in (False, True):
         kernel = _driver.Kernel("too large", function, 1 << 20, 0, letters, overlaps=overlaps)
         with pytest.raises(RuntimeError, match=r"too large .* 1048576 threads .*CUDA_ERROR_"):
@@ -606,7 +606,7 @@ def test_warmup_leaves_nothing_to_compile(monkeypatch: pytest.MonkeyPatch) -> No
     import cupy
 
     cupynorm.warmup("layer_norm", [1409, 2048], "bfloat16", "float32", "float32")
-    monkeypatch.setattr(_jit, "_functions", dict(_jit._functions))
+    monkeypatch.setattr(_compile, "_functions", dict(_compile._functions))
     monkeypatch.setattr(cupy, "RawModule", None)  # calling it would fail
     # One row of 2048 and few have kernels of their own.
     for m, n in ((5, 1409), (1, 2048), (5, 2048), (4096, 2048)):

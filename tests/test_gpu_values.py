@@ -25,7 +25,7 @@ from strategies import (
 )
 
 import cupynorm
-from cupynorm import _config, _plans, _prepared, testing
+from cupynorm import _layout, _plans, _prepared, testing
 
 pytestmark = pytest.mark.gpu
 
@@ -61,8 +61,8 @@ def kernels_of_many_rows() -> Iterator[None]:
 
 @pytest.fixture
 def kernels_of_few_rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(_plans, "few_rows_configs", _config.few_rows_configs)
-    monkeypatch.setattr(_plans, "few_rows_backward_configs", _config.few_rows_backward_configs)
+    monkeypatch.setattr(_plans, "few_rows_configs", _layout.few_rows_configs)
+    monkeypatch.setattr(_plans, "few_rows_backward_configs", _layout.few_rows_backward_configs)
     forget_plans()
     yield
     forget_plans()

@@ -34,11 +34,11 @@ from host.checks import (
 )
 from host.coverage import coverage
 from host.gpu import Gpu
-from host.staged import STAGED, Staged
+from host.pipelined import PIPELINED, Pipelined
 from hypothesis import HealthCheck, given, settings
 from strategies import DTYPES, Problem, problems
 
-from cupynorm._jit import Instantiation
+from cupynorm._compile import Instantiation
 
 pytestmark = pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem()))
 
@@ -73,30 +73,30 @@ def test_a_call_made_again(build: Build, case: Case) -> None:
 
 
 @pytest.fixture(scope="module")
-def staged_build() -> Build:
+def pipelined_build() -> Build:
     build = Build()
-    build.compile(staged.kernel() for staged in STAGED)
+    build.compile(pipelined.kernel() for pipelined in PIPELINED)
     return build
 
 
-@pytest.mark.parametrize("staged", STAGED, ids=str)
-def test_staged_kernel(staged_build: Build, staged: Staged) -> None:
-    staged.check(staged_build)
+@pytest.mark.parametrize("pipelined", PIPELINED, ids=str)
+def test_pipelined_kernel(pipelined_build: Build, pipelined: Pipelined) -> None:
+    pipelined.check(pipelined_build)
 
 
 @pytest.fixture(scope="module")
 def build_without_policies() -> Build:
     # As on all architectures but sm_90.
     build = Build({"stage.cuh": (("kCopiesTakePolicies && ", "false && "),)})
-    build.compile(staged.kernel() for staged in STAGED[::6])
+    build.compile(pipelined.kernel() for pipelined in PIPELINED[::6])
     return build
 
 
-@pytest.mark.parametrize("staged", STAGED[::6], ids=str)
-def test_staged_kernel_whose_copies_take_no_policy(
-    build_without_policies: Build, staged: Staged
+@pytest.mark.parametrize("pipelined", PIPELINED[::6], ids=str)
+def test_pipelined_kernel_whose_copies_take_no_policy(
+    build_without_policies: Build, pipelined: Pipelined
 ) -> None:
-    staged.check(build_without_policies)
+    pipelined.check(build_without_policies)
 
 
 @settings(max_examples=100, suppress_health_check=list(HealthCheck))
@@ -145,7 +145,7 @@ def test_rows_more_than_2_to_the_31_elements_apart(build: Build, n: int, archite
     check_far_rows(Gpu(build, architecture=architecture), n)
 
 
-@pytest.mark.parametrize("name", ["cluster", "staged_cluster"])
+@pytest.mark.parametrize("name", ["cluster", "pipelined_cluster"])
 @pytest.mark.parametrize("norm", NORMS)
 def test_a_gpu_without_room_for_a_cluster(build: Build, norm: str, name: str) -> None:
     case = next(case for case in CASES if (case.name, case.norm) == (name, norm))
@@ -167,7 +167,7 @@ def test_a_gpu_without_room_for_the_cluster_of_few_rows() -> None:
     without.clusters_at_once = 0
     for gpu, blocks in ((with_clusters, 4), (without, 1)):
         check_problem(gpu, case.problem())
-        of_forward = [k.cluster_blocks for k in gpu.launched if k.file == "forward.cu"]
+        of_forward = [k.cluster_blocks for k in gpu.launched if k.file == "forward_in_registers.cu"]
         assert of_forward == [blocks] * 2
 
 
@@ -217,7 +217,7 @@ def regimes(kernel: Instantiation) -> Iterator[str]:
         yield name
         if kernel.cluster_blocks > 1:
             yield f"{name}, a row to a cluster"
-        if name == "norm_backward_resident":
+        if name == "norm_backward_in_registers":
             lanes, blocks, row_threads, block_threads = (int(value) for value in values[8:12])
             team = "a warp or less" if row_threads <= 32 else "several warps"
             if row_threads < block_threads:
@@ -264,7 +264,7 @@ def regimes(kernel: Instantiation) -> Iterator[str]:
 
 
 def test_the_cases_reach_every_regime(kernels: list[Instantiation]) -> None:
-    of_cases = {*kernels, *(staged.kernel() for staged in STAGED)}
+    of_cases = {*kernels, *(pipelined.kernel() for pipelined in PIPELINED)}
     reached = {regime for kernel in of_cases for regime in regimes(kernel)}
     print("\n".join(sorted(reached)))
     assert {
@@ -283,7 +283,7 @@ def test_the_cases_reach_every_regime(kernels: list[Instantiation]) -> None:
         "norm_forward, threads that are two",
         "norm_forward, rows fetched ahead",
         "norm_forward, a row to a cluster",
-        "norm_forward_staged",
+        "norm_forward_pipelined",
         "norm_forward_streaming",
         "norm_forward_streaming, a row to a cluster",
         "norm_backward, a row to part of a warp",
@@ -300,23 +300,23 @@ def test_the_cases_reach_every_regime(kernels: list[Instantiation]) -> None:
         "norm_backward, rows held",
         "norm_backward, sums of rows in shared memory",
         "norm_backward, sums of rows held",
-        "norm_backward_resident",
-        "norm_backward_resident, a row to a cluster",
-        "norm_backward_resident, several rows to a warp or less each",
-        "norm_backward_resident, several rows to several warps each",
-        "norm_backward_resident, several rows beside columns to a warp or less each",
-        "norm_backward_resident, several rows beside columns to several warps each",
-        "norm_backward_resident, columns by 4 lanes",
-        "norm_backward_resident, columns by 8 lanes",
-        "norm_backward_resident, columns by 16 lanes",
-        "norm_backward_resident, columns by 32 lanes",
-        "norm_backward_resident, columns in clusters of 2",
-        "norm_backward_resident, columns in clusters of 4",
-        "norm_backward_resident_columns",
+        "norm_backward_in_registers",
+        "norm_backward_in_registers, a row to a cluster",
+        "norm_backward_in_registers, several rows to a warp or less each",
+        "norm_backward_in_registers, several rows to several warps each",
+        "norm_backward_in_registers, several rows beside columns to a warp or less each",
+        "norm_backward_in_registers, several rows beside columns to several warps each",
+        "norm_backward_in_registers, columns by 4 lanes",
+        "norm_backward_in_registers, columns by 8 lanes",
+        "norm_backward_in_registers, columns by 16 lanes",
+        "norm_backward_in_registers, columns by 32 lanes",
+        "norm_backward_in_registers, columns in clusters of 2",
+        "norm_backward_in_registers, columns in clusters of 4",
+        "norm_backward_in_registers_columns",
         "norm_backward_coefficients",
         "norm_backward_coefficients, a row to a cluster",
         "norm_backward_columns",
-        "norm_backward_strips",
+        "norm_backward_column_parallel",
         "reduce_partials",
     } <= reached
 
@@ -326,15 +326,15 @@ def test_the_cases_reach_the_lines_of_the_kernels(
 ) -> None:
     cases = CASES[::5]  # 98.6% of the statements; all of them 99.9%, in four times the time
     build = Build(counts=tmp_path)
-    staged = STAGED[::5]
+    pipelined = PIPELINED[::5]
     few = FEW[::5]
-    staged_kernels = (one.kernel() for one in staged)
-    build.compile([*kernels_of(cases), *kernels_of(few, few_rows=True), *staged_kernels])
+    pipelined_kernels = (one.kernel() for one in pipelined)
+    build.compile([*kernels_of(cases), *kernels_of(few, few_rows=True), *pipelined_kernels])
     for case in cases:
         check_case(build, case)
     for case in few:
         check_case(build, case, few_rows=True)
-    for one in staged:
+    for one in pipelined:
         one.check(build)
     total, missed = coverage(build)
     with capsys.disabled():

@@ -26,7 +26,7 @@ from host.checks import (
     kernels_of,
 )
 from host.gpu import Gpu
-from host.staged import STAGED, Staged
+from host.pipelined import PIPELINED, Pipelined
 
 pytestmark = pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem()))
 
@@ -78,17 +78,17 @@ class Mutation:
     old: str
     new: str
     caught_by: str
-    on: Case | FewRows | Overflowing | Staged | str
+    on: Case | FewRows | Overflowing | Pipelined | str
 
     def __str__(self) -> str:
         return self.name
 
 
-def staged(file: str, norm: str = "layer_norm", regime: str = "normal", **how: int) -> Staged:
-    """Return the first staged kernel that is so."""
+def pipelined(file: str, norm: str = "layer_norm", regime: str = "normal", **how: int) -> Pipelined:
+    """Return the first pipelined kernel that is so."""
     return next(
         s
-        for s in STAGED
+        for s in PIPELINED
         if (s.file, s.norm, s.regime) == (file, norm, regime)
         and all(getattr(s, name) == value for name, value in how.items())
     )
@@ -135,11 +135,14 @@ RELU, RELU_STREAM = case("relu_sub_warp", x="float32"), case("relu_stream_odd")
 RELU_WHOLE = case("relu_two_threads", x="float32")
 WILD_MEAN = case("range_mean_1e6", x="float32")
 
-STAGED_FORWARD, STAGED_BACKWARD = staged("forward_staged.cu"), staged("backward.cu")
-CLUSTER_FORWARD = staged("forward_staged.cu", cluster_blocks=2)
-CLUSTER_BACKWARD = staged("backward.cu", cluster_blocks=2)
-WIDE_BACKWARD = staged("backward.cu", n=301)
-TEAMS_BACKWARD = staged("backward.cu", n=1000)
+PIPELINED_FORWARD, PIPELINED_BACKWARD = (
+    pipelined("forward_pipelined.cu"),
+    pipelined("backward_pipelined.cu"),
+)
+CLUSTER_FORWARD = pipelined("forward_pipelined.cu", cluster_blocks=2)
+CLUSTER_BACKWARD = pipelined("backward_pipelined.cu", cluster_blocks=2)
+WIDE_BACKWARD = pipelined("backward_pipelined.cu", n=301)
+TEAMS_BACKWARD = pipelined("backward_pipelined.cu", n=1000)
 
 FEW_ROWS, LONE_ROW = few("warps"), few("lone_relu_warps_odd")
 FEW_MEAN = few("range_mean_1e6", x="float32")
@@ -147,41 +150,43 @@ FEW_RELU, FEW_GAP = few("relu_warps"), few("block")
 FEW_TEAMS, FEW_TEAMS_ODD = few("few_teams"), few("few_teams_odd")
 COLUMNS, COLUMNS_BIAS = few("columns", "rms_norm"), few("columns_bias", "rms_norm")
 COLUMNS_MEAN, COLUMNS_IN_PLACE = few("columns_mean"), few("columns_in_place")
-BULK = staged("backward.cu", bulk=True, m=7)
-BULK_TEAMS = staged("backward.cu", bulk=True, teams=3, m=37)
-BULK_CLUSTER = staged("backward.cu", bulk=True, cluster_blocks=2, m=20)
+BULK = pipelined("backward_pipelined.cu", bulk=True, m=7)
+BULK_TEAMS = pipelined("backward_pipelined.cu", bulk=True, teams=3, m=37)
+BULK_CLUSTER = pipelined("backward_pipelined.cu", bulk=True, cluster_blocks=2, m=20)
 SHARED_SUMS, SHARED_SUMS_OF_TEAMS = (
-    staged("backward.cu", shared_sums=2, teams=teams) for teams in (1, 4)
+    pipelined("backward_pipelined.cu", shared_sums=2, teams=teams) for teams in (1, 4)
 )
-HELD_SUMS = staged("backward.cu", hold_sums=True)
-HELD_ROW = staged("backward.cu", "rms_norm", hold_row=True, cluster_blocks=1, m=9)
-HELD_ROW_BULK = staged("backward.cu", "rms_norm", hold_row=True, bulk=True, m=7)
-HELD_ROW_CLUSTER = staged("backward.cu", "rms_norm", hold_row=True, cluster_blocks=2, m=9)
-CELLS = staged("backward.cu", x="bfloat16", gap=0, cluster_blocks=1)
-CELLS_OF_DY = staged("backward.cu", x="float16", gap=2)
-CELLS_OF_CLUSTER = staged("backward.cu", x="bfloat16", gap=0, cluster_blocks=2)
-CELLS_FORWARD = staged("forward_staged.cu", regime="extreme", gap=0)
-CELLS_OF_PACKS_IN_CLUSTER = staged(
-    "backward.cu", x="float32", gap=0, cluster_blocks=2, packs_per_thread=2
+HELD_SUMS = pipelined("backward_pipelined.cu", hold_sums=True)
+HELD_ROW = pipelined("backward_pipelined.cu", "rms_norm", hold_row=True, cluster_blocks=1, m=9)
+HELD_ROW_BULK = pipelined("backward_pipelined.cu", "rms_norm", hold_row=True, bulk=True, m=7)
+HELD_ROW_CLUSTER = pipelined(
+    "backward_pipelined.cu", "rms_norm", hold_row=True, cluster_blocks=2, m=9
 )
-CELLS_FLOAT32 = staged("backward.cu", x="float32", gap=0)
-CELLS_FORWARD_FLOAT32 = staged("forward_staged.cu", x="float32", n=301)
-SUMS_IN_PARTIALS = staged("backward.cu", m=64, x="bfloat16", n=504)
-WIDE_Y = staged("forward_staged.cu", x="bfloat16", n=1000)  # of an odd number of packs
-TURNED_FORWARD = staged("forward_staged.cu", turned=True)
-TURNED = staged("backward.cu", turned=True, gap=0)
-TURNED_AHEAD = staged("backward.cu", turned=True, cluster_blocks=2)
+CELLS = pipelined("backward_pipelined.cu", x="bfloat16", gap=0, cluster_blocks=1)
+CELLS_OF_DY = pipelined("backward_pipelined.cu", x="float16", gap=2)
+CELLS_OF_CLUSTER = pipelined("backward_pipelined.cu", x="bfloat16", gap=0, cluster_blocks=2)
+CELLS_FORWARD = pipelined("forward_pipelined.cu", regime="extreme", gap=0)
+CELLS_OF_PACKS_IN_CLUSTER = pipelined(
+    "backward_pipelined.cu", x="float32", gap=0, cluster_blocks=2, packs_per_thread=2
+)
+CELLS_FLOAT32 = pipelined("backward_pipelined.cu", x="float32", gap=0)
+CELLS_FORWARD_FLOAT32 = pipelined("forward_pipelined.cu", x="float32", n=301)
+SUMS_IN_PARTIALS = pipelined("backward_pipelined.cu", m=64, x="bfloat16", n=504)
+WIDE_Y = pipelined("forward_pipelined.cu", x="bfloat16", n=1000)  # of an odd number of packs
+TURNED_FORWARD = pipelined("forward_pipelined.cu", turned=True)
+TURNED = pipelined("backward_pipelined.cu", turned=True, gap=0)
+TURNED_AHEAD = pipelined("backward_pipelined.cu", turned=True, cluster_blocks=2)
 UNALIGNED, UNALIGNED_IN_PLACE = case("unaligned"), case("unaligned_in_place")
 UNALIGNED_FLOAT32 = case("unaligned_mean")
 FEW_ODD = few("warps_odd", "rms_norm", x="bfloat16")
 FOLDED = few("few_folded", x="bfloat16")
 WEIGHT_BESIDE = case("weight_beside", x="bfloat16")
 
-COUNTED = staged("forward_staged.cu", counted=True, m=40)
-COUNTED_WARPS = staged("forward_staged.cu", counted=True, cluster_blocks=3, m=60)
-COUNTED_CLUSTER = staged("forward_staged.cu", counted=True, cluster_blocks=2, m=40)
-STRIPS = staged("backward_strips.cu", m=37)
-STRIPS_BITMASK = staged("backward_strips.cu", bitmask=True)
+COUNTED = pipelined("forward_pipelined.cu", counted=True, m=40)
+COUNTED_WARPS = pipelined("forward_pipelined.cu", counted=True, cluster_blocks=3, m=60)
+COUNTED_CLUSTER = pipelined("forward_pipelined.cu", counted=True, cluster_blocks=2, m=40)
+STRIPS = pipelined("backward_column_parallel.cu", m=37)
+STRIPS_BITMASK = pipelined("backward_column_parallel.cu", bitmask=True)
 
 MUTATIONS = [
     # ---- bounds ----
@@ -235,7 +240,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a team past the last row reads",
-        "forward.cu",
+        "forward_in_registers.cu",
         "load<Vector>(packs[p], own_x, p * kStep, left_of_row(p), policy);",
         "load<Vector>(packs[p], own_x, p * kStep, n_left, policy);",
         OUT_OF_BOUNDS,
@@ -243,7 +248,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a team past the last row reads cells",
-        "forward.cu",
+        "forward_in_registers.cu",
         "team.rank, active ? n_cols : 0);",
         "team.rank, n_cols);",
         OUT_OF_BOUNDS,
@@ -251,7 +256,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a team past the last row writes words",
-        "forward.cu",
+        "forward_in_registers.cu",
         "active ? n_cols - of_first_lane - p * kStep : 0;",
         "n_cols - of_first_lane - p * kStep;",
         OUT_OF_BOUNDS,
@@ -259,7 +264,7 @@ MUTATIONS = [
     ),
     Mutation(
         "what lies past the weight's end is prefetched",
-        "forward.cu",
+        "forward_in_registers.cu",
         "if (first < n_cols) prefetch(row + first);",
         "prefetch(row + first);",
         OUT_OF_BOUNDS,
@@ -267,7 +272,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a row past the last is fetched ahead",
-        "forward.cu",
+        "forward_in_registers.cu",
         "if (row < n_rows && first < n_cols) prefetch(",
         "if (first < n_cols) prefetch(",
         OUT_OF_BOUNDS,
@@ -275,7 +280,7 @@ MUTATIONS = [
     ),
     Mutation(
         "what lies past the end of a row ahead is fetched",
-        "forward.cu",
+        "forward_in_registers.cu",
         "if (row < n_rows && first < n_cols) prefetch(",
         "if (row < n_rows) prefetch(",
         OUT_OF_BOUNDS,
@@ -283,7 +288,7 @@ MUTATIONS = [
     ),
     Mutation(
         "rows fetched ahead lie one after the other",
-        "forward.cu",
+        "forward_in_registers.cu",
         "prefetch(x + (row * x_stride + first));",
         "prefetch(x + (row * n_cols + first));",
         OUT_OF_BOUNDS,
@@ -291,7 +296,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a team past the last row writes",
-        "forward.cu",
+        "forward_in_registers.cu",
         "(normalized, own_y, p * kStep, left_of_row(p));",
         "(normalized, own_y, p * kStep, n_left);",
         OUT_OF_BOUNDS,
@@ -299,7 +304,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a block of a cluster for a row of its own",
-        "forward.cu",
+        "forward_in_registers.cu",
         "block_index() / ClusterBlocks * team.kTeams",
         "block_index() * team.kTeams",
         OUT_OF_BOUNDS,
@@ -323,12 +328,12 @@ MUTATIONS = [
             on,
         )
         for kernel, file, on in (
-            ("few rows", "forward.cu", few("few_split")),
-            ("staged", "forward_staged.cu", CLUSTER_FORWARD),
+            ("few rows", "forward_in_registers.cu", few("few_split")),
+            ("pipelined", "forward_pipelined.cu", CLUSTER_FORWARD),
             ("streaming", "forward_streaming.cu", CLUSTER_STREAM),
-            ("backward", "backward.cu", CLUSTER_BACKWARD),
+            ("backward", "backward_pipelined.cu", CLUSTER_BACKWARD),
             ("coefficients", "backward_streaming.cu", CLUSTER_COEFFICIENTS),
-            ("few rows backward", "backward_resident.cu", few("columns_cluster")),
+            ("few rows backward", "backward_in_registers.cu", few("columns_cluster")),
         )
     ),
     Mutation(
@@ -341,7 +346,7 @@ MUTATIONS = [
     ),
     Mutation(
         "every block of a cluster writes the statistics",
-        "forward.cu",
+        "forward_in_registers.cu",
         "team.rank == 0 && team.block == 0",
         "team.rank == 0",
         RACE,
@@ -349,11 +354,11 @@ MUTATIONS = [
     ),
     Mutation(
         "a team past the last row reads rstd",
-        "backward.cu",
+        "backward_pipelined.cu",
         ": rstd[of_row];",
         ": rstd[of_row + n_rows];",
         OUT_OF_BOUNDS,
-        STAGED_BACKWARD,
+        PIPELINED_BACKWARD,
     ),
     Mutation(
         "the tail of a streamed row dropped",
@@ -374,7 +379,7 @@ MUTATIONS = [
     # ---- addresses ----
     Mutation(
         "a 32-bit offset of a row of x",
-        "forward.cu",
+        "forward_in_registers.cu",
         "x + (row * x_stride + first_column(0))",
         "x + (static_cast<int>(row * x_stride) + first_column(0))",
         f"{OUT_OF_BOUNDS}|{VALUE}",  # if what is there happens to be the case's own
@@ -382,7 +387,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a 32-bit offset of a row of y",
-        "forward.cu",
+        "forward_in_registers.cu",
         "y + (row * y_stride + first_column(0))",
         "y + (static_cast<int>(row * y_stride) + first_column(0))",
         f"{OUT_OF_BOUNDS}|{VALUE}",  # if what is there happens to be the case's own
@@ -390,7 +395,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a 32-bit offset of a row of dy",
-        "backward.cu",
+        "backward_pipelined.cu",
         "dy + row * dy_stride",
         "dy + static_cast<int>(row * dy_stride)",
         f"{OUT_OF_BOUNDS}|{VALUE}",  # if what is there happens to be the case's own
@@ -422,7 +427,7 @@ MUTATIONS = [
     ),
     Mutation(
         "y stored by the stride of x",
-        "forward.cu",
+        "forward_in_registers.cu",
         "y + (row * y_stride",
         "y + (row * x_stride",
         OUT_OF_BOUNDS,
@@ -430,7 +435,7 @@ MUTATIONS = [
     ),
     Mutation(
         "dy fetched by the stride of dx",
-        "backward.cu",
+        "backward_pipelined.cu",
         "dy + row * dy_stride",
         "dy + row * dx_stride",
         f"{OUT_OF_BOUNDS}|{VALUE}",
@@ -438,7 +443,7 @@ MUTATIONS = [
     ),
     Mutation(
         "weights one column on",
-        "forward.cu",
+        "forward_in_registers.cu",
         "load_operand<Vector>(weights[p], weight, first_column(p)",
         "load_operand<Vector>(weights[p], weight + Vector, first_column(p)",
         OUT_OF_BOUNDS,
@@ -454,7 +459,7 @@ MUTATIONS = [
     ),
     Mutation(
         "each thread takes the row of its rank",
-        "backward.cu",
+        "backward_pipelined.cu",
         "long long row = group * kTeams + team.team;",
         "long long row = group * kTeams + team.rank;",
         f"{RACE}|{OUT_OF_BOUNDS}",
@@ -462,7 +467,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a row ends as far from each thread's first column as from its own",
-        "backward.cu",
+        "backward_pipelined.cu",
         ": n_cols - counted_from;",
         ": n_cols;",
         f"{OUT_OF_BOUNDS}|{RACE}",
@@ -470,7 +475,7 @@ MUTATIONS = [
     ),
     Mutation(
         "dx from each row's first column",
-        "backward.cu",
+        "backward_pipelined.cu",
         "dx + row * dx_stride + counted_from;",
         "dx + row * dx_stride;",
         f"{RACE}|{VALUE}|{UNWRITTEN}",
@@ -478,7 +483,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a copy of the wrong row of x",
-        "backward.cu",
+        "backward_pipelined.cu",
         "fetched_x += rows_a_turn * x_stride;",
         "fetched_x += kTeams * x_stride;",
         VALUE,
@@ -494,7 +499,7 @@ MUTATIONS = [
     ),
     Mutation(
         "rstd of the block's first row",
-        "backward.cu",
+        "backward_pipelined.cu",
         "rstd_ahead = rstd + row;",
         "rstd_ahead = rstd + row - team.team;",
         VALUE,
@@ -564,11 +569,11 @@ MUTATIONS = [
         "      } else if constexpr (kTeams == 1) {\n        block_barrier();\n",
         "      } else if constexpr (kTeams == 1) {\n",
         f"{RACE}|{UNWRITTEN}",
-        STAGED_BACKWARD,
+        PIPELINED_BACKWARD,
     ),
     Mutation(
         "no barrier before the block's partials are summed",
-        "backward.cu",
+        "backward_pipelined.cu",
         "      block_barrier();\n      T* const so_far",
         "      T* const so_far",
         f"{RACE}|{UNWRITTEN}",
@@ -576,7 +581,7 @@ MUTATIONS = [
     ),
     Mutation(
         "no barrier after the block's partials are summed",
-        "backward.cu",
+        "backward_pipelined.cu",
         "      }\n      block_barrier();\n    }",
         "      }\n    }",
         RACE,
@@ -660,12 +665,12 @@ MUTATIONS = [
         "(reductions % 2 * kTeams + team) *",
         "team *",
         RACE,
-        STAGED_BACKWARD,
+        PIPELINED_BACKWARD,
     ),
     # ---- rows in bulk ----
     Mutation(
         "a row is asked for before the last one there is done with",
-        "backward.cu",
+        "backward_pipelined.cu",
         "constexpr int kLate = HoldRow ? 0 : kAhead ? 2 : 1;",
         "constexpr int kLate = HoldRow ? 0 : 1;",
         RACE,
@@ -673,7 +678,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a row is asked for in the place of the present one",
-        "backward.cu",
+        "backward_pipelined.cu",
         "stage - kLate : stage - kLate + Stages",
         "stage - kLate + 1 : stage - kLate + 1",
         RACE,
@@ -681,7 +686,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a row is asked for though the last one there is not yet read, where rows are held",
-        "backward.cu",
+        "backward_pipelined.cu",
         "      sum_up(stage, current, sums);\n      team.template reduce<Sum>(sums);\n    }\n",
         "      sum_up(stage, current, sums);\n    }\n",
         RACE,
@@ -689,7 +694,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a row that is held read again",
-        "backward.cu",
+        "backward_pipelined.cu",
         "        row_dy = held_dy[p];\n",
         "        row_dy = read_dy(stage, p, current);\n",
         f"{RACE}|{VALUE}",
@@ -697,7 +702,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a row that is held not asked for from the sums on",
-        "backward.cu",
+        "backward_pipelined.cu",
         "        if constexpr (!Bulk) fetch(stage, p);\n      }\n",
         "      }\n",
         VALUE,
@@ -705,7 +710,7 @@ MUTATIONS = [
     ),
     Mutation(
         "rows that are held counted once more",
-        "backward.cu",
+        "backward_pipelined.cu",
         "if constexpr (!Bulk && !HoldRow) fetched_all(stage);",
         "if constexpr (!Bulk) fetched_all(stage);",
         f"{OUT_OF_BOUNDS}|{RACE}",
@@ -713,7 +718,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a cluster's sums sent before mailboxes are open, where rows are held",
-        "backward.cu",
+        "backward_pipelined.cu",
         "  team.meet();\n",
         "  if constexpr (kAhead) team.meet();\n",
         f"{RACE}|{STUCK}|mailbox",
@@ -721,7 +726,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a mailbox's second time not told from its first, of rows",
-        "backward.cu",
+        "backward_pipelined.cu",
         "? parity ^ 1 : parity",
         "? parity : parity",
         f"{RACE}|{STUCK}",
@@ -729,7 +734,7 @@ MUTATIONS = [
     ),
     Mutation(
         "no wait for a row",
-        "backward.cu",
+        "backward_pipelined.cu",
         "        wait_for_bytes<false>(mailbox + stage, parity);\n",
         "",
         RACE,
@@ -737,7 +742,7 @@ MUTATIONS = [
     ),
     Mutation(
         "no wait for a cluster's next row",
-        "backward.cu",
+        "backward_pipelined.cu",
         "if constexpr (Bulk) wait_for_bytes<false>(mailbox + next_stage, next_parity);",
         "",
         RACE,
@@ -745,7 +750,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a team past the last row sums the row before",
-        "backward.cu",
+        "backward_pipelined.cu",
         "        for (int p = 0; p < PacksPerThread; ++p) {\n          StageOfX::write(Pack",
         "        for (int p = 0; p < 0; ++p) {\n          StageOfX::write(Pack",
         VALUE,
@@ -753,7 +758,7 @@ MUTATIONS = [
     ),
     Mutation(
         "teams share their mailboxes",
-        "backward.cu",
+        "backward_pipelined.cu",
         "(kTeams > 1 ? team.team * Stages : 0)",
         "0",
         "mailbox",
@@ -761,7 +766,7 @@ MUTATIONS = [
     ),
     Mutation(
         "all teams' rows where the first one's are",
-        "backward.cu",
+        "backward_pipelined.cu",
         "const int thread = thread_index() - kAsker,",
         "const int thread = 0 * kAsker,",
         f"{RACE}|{UNWRITTEN}",
@@ -769,7 +774,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the rows of a cluster's blocks begin at the row's start",
-        "backward.cu",
+        "backward_pipelined.cu",
         "first = first_column(0) - kAsker * kLength;",
         "first = 0;",
         VALUE,
@@ -777,7 +782,7 @@ MUTATIONS = [
     ),
     Mutation(
         "rows past the last are asked for",
-        "backward.cu",
+        "backward_pipelined.cu",
         "if (of_row >= n_rows) return;",
         "",
         OUT_OF_BOUNDS,
@@ -785,23 +790,23 @@ MUTATIONS = [
     ),
     Mutation(
         "the weight's place is kept though it is held",
-        "forward_staged.cu",
+        "forward_pipelined.cu",
         "stage_of_weight + (HoldWeight ? 0 : StageOfWeight::kBytes)",
         "stage_of_weight + StageOfWeight::kBytes",
         OUT_OF_BOUNDS,
-        staged("forward_staged.cu", stage_bias=True),
+        pipelined("forward_pipelined.cu", stage_bias=True),
     ),
     Mutation(
         "the bias over the weight",
-        "forward_staged.cu",
+        "forward_pipelined.cu",
         "stage_of_weight + (HoldWeight ? 0 : StageOfWeight::kBytes)",
         "stage_of_weight",
         f"{RACE}|{VALUE}",
-        STAGED_FORWARD,
+        PIPELINED_FORWARD,
     ),
     Mutation(
         "the stage of partials over the scratch",
-        "backward.cu",
+        "backward_pipelined.cu",
         "stage_of_weight + (HoldWeight ? 0 : StageOfWeight::kBytes)",
         "stages",
         RACE,
@@ -809,7 +814,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the stage of partials one column too long",
-        "backward.cu",
+        "backward_pipelined.cu",
         "of_teams + team.team * kColumns,",
         "of_teams + team.team * kColumns + kLength,",
         OUT_OF_BOUNDS,
@@ -829,7 +834,7 @@ MUTATIONS = [
         "if (lane == 0) all[warp] = slot_of(values);",
         "if (lane == 0) all[warp / 2] = slot_of(values);",
         f"{RACE}|{UNWRITTEN}",
-        STAGED_BACKWARD,
+        PIPELINED_BACKWARD,
     ),
     # ---- shuffles ----
     Mutation(
@@ -854,11 +859,11 @@ MUTATIONS = [
         "if (Slots == kLanes || rank % kLanes < Slots) slot = slots[rank % kLanes];",
         "slot = slots[rank % kLanes < Slots ? rank % kLanes : 0];",
         VALUE,
-        staged("backward.cu", row_threads=96),
+        pipelined("backward_pipelined.cu", row_threads=96),
     ),
     Mutation(
         "teams past the last row leave",
-        "forward.cu",
+        "forward_in_registers.cu",
         "const bool active = team.kTeams == 1 || row < n_rows;",
         "const bool active = team.kTeams == 1 || row < n_rows;\n  if (!active) return;",
         STUCK,
@@ -938,20 +943,20 @@ MUTATIONS = [
         case("relu_stream"),
     ),
     Mutation(
-        "the bits of rounded y, staged",
+        "the bits of rounded y, pipelined",
         "affine.cuh",
         "if constexpr (Relu) clamp<",
         "values[i] = convert<T>(convert<bfloat16>(values[i]));\n        if constexpr (Relu) clamp<",
         BITS,
-        staged("forward_staged.cu", n=333, bitmask=True),
+        pipelined("forward_pipelined.cu", n=333, bitmask=True),
     ),
     Mutation(
-        "spare bits are set, staged",
+        "spare bits are set, pipelined",
         "relu.cuh",
         "bits &= left > 0 ? (1u << left) - 1 : 0u;",
         "",
         BITS,
-        staged("forward_staged.cu", n=268, bitmask=True),
+        pipelined("forward_pipelined.cu", n=268, bitmask=True),
     ),
     Mutation(
         "spare bits of packs of 4 are set",
@@ -959,7 +964,7 @@ MUTATIONS = [
         "if constexpr (Vector < 8) {",
         "if constexpr (Vector < 4) {",
         BITS,
-        staged("forward_staged.cu", n=268, bitmask=True),
+        pipelined("forward_pipelined.cu", n=268, bitmask=True),
     ),
     Mutation(
         "spare bits are set",
@@ -1035,7 +1040,7 @@ MUTATIONS = [
     ),
     Mutation(
         "dy is not masked",
-        "backward.cu",
+        "backward_pipelined.cu",
         "if constexpr (Bitmask) keep(pack, of_row.bits[p], first_column(p));",
         "",
         VALUE,
@@ -1043,7 +1048,7 @@ MUTATIONS = [
     ),
     Mutation(
         "dy is masked by the next row's bits",
-        "backward.cu",
+        "backward_pipelined.cu",
         "read_dy(stage, p, current)",
         "read_dy(stage, p, next)",
         VALUE,
@@ -1075,7 +1080,7 @@ MUTATIONS = [
     ),
     Mutation(
         "dbias of dy as it came",
-        "backward.cu",
+        "backward_pipelined.cu",
         "dbias[p][i] += upstream;",
         "dbias[p][i] += StageOfDY::read(place + StageOfX::kBytes, p).template get<T>(i);",
         r"dbias.* times the bound",
@@ -1108,7 +1113,7 @@ MUTATIONS = [
     # ---- weight gradients and statistics ----
     Mutation(
         "the last rows' gradients are not written",
-        "backward.cu",
+        "backward_pipelined.cu",
         "  flush_all(true);\n\n  // 6.",
         "\n  // 6.",
         UNWRITTEN,
@@ -1123,7 +1128,12 @@ MUTATIONS = [
         STREAM_TURNS,
     ),
     Mutation(
-        "a flush forgets the ones before", "backward.cu", "    flushed = true;\n", "", VALUE, TURNS
+        "a flush forgets the ones before",
+        "backward_pipelined.cu",
+        "    flushed = true;\n",
+        "",
+        VALUE,
+        TURNS,
     ),
     Mutation(
         "a flush forgets the ones before, streaming",
@@ -1135,7 +1145,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the first flush adds to nothing",
-        "backward.cu",
+        "backward_pipelined.cu",
         "bool flushed = false;",
         "bool flushed = true;",
         UNWRITTEN,
@@ -1143,15 +1153,15 @@ MUTATIONS = [
     ),
     Mutation(
         "gradients are kept after a flush",
-        "backward.cu",
+        "backward_pipelined.cu",
         "        gradient[p][i] = 0;\n",
         "",
         VALUE,
-        staged("backward.cu", m=150),
+        pipelined("backward_pipelined.cu", m=150),
     ),
     Mutation(
         "dbias in the place of dweight",
-        "backward.cu",
+        "backward_pipelined.cu",
         "flush(dbias, kDWeight ? 1 : 0, complete)",
         "flush(dbias, 0, complete)",
         UNWRITTEN,
@@ -1159,7 +1169,7 @@ MUTATIONS = [
     ),
     Mutation(
         "sums of rows over the gradients of teams",
-        "backward.cu",
+        "backward_pipelined.cu",
         "stage_of_teams + (kTeams > 1 ? kTeams * StageOfSums::kBytes : 0)",
         "stage_of_teams",
         f"{RACE}|{VALUE}",
@@ -1167,15 +1177,15 @@ MUTATIONS = [
     ),
     Mutation(
         "sums of rows behind a weight that is held",
-        "backward.cu",
+        "backward_pipelined.cu",
         "stage_of_weight + (HoldWeight ? 0 : StageOfWeight::kBytes)",
         "stage_of_weight + StageOfWeight::kBytes",
         OUT_OF_BOUNDS,
-        staged("backward.cu", shared_sums=2, teams=1, hold_weight=True),
+        pipelined("backward_pipelined.cu", shared_sums=2, teams=1, hold_weight=True),
     ),
     Mutation(
         "both gradients' sums of rows in one place",
-        "backward.cu",
+        "backward_pipelined.cu",
         "stage_of_sums + index * StageOfSums::kBytes",
         "stage_of_sums",
         VALUE,
@@ -1183,7 +1193,7 @@ MUTATIONS = [
     ),
     Mutation(
         "sums of rows begin with what shared memory held",
-        "backward.cu",
+        "backward_pipelined.cu",
         "if (flushed) sums = StageOfSums::read(place, p);",
         "sums = StageOfSums::read(place, p);",
         UNWRITTEN,
@@ -1191,7 +1201,7 @@ MUTATIONS = [
     ),
     Mutation(
         "complete sums stay in shared memory",
-        "backward.cu",
+        "backward_pipelined.cu",
         "} else if (complete) {",
         "} else if (complete && !shared) {",
         UNWRITTEN,
@@ -1199,7 +1209,7 @@ MUTATIONS = [
     ),
     Mutation(
         "sums that are yet to be read are stored by sectors",
-        "backward.cu",
+        "backward_pipelined.cu",
         "LayerNorm's 6 and 7 packs.\n          store<kLength>(",
         "LayerNorm's 6 and 7 packs.\n          store_by_sectors<kLength, RowThreads>(",
         RACE,
@@ -1207,7 +1217,7 @@ MUTATIONS = [
     ),
     Mutation(
         "complete sums of teams stay in shared memory",
-        "backward.cu",
+        "backward_pipelined.cu",
         "T* const now = complete ? target : so_far;",
         "T* const now = so_far;",
         UNWRITTEN,
@@ -1215,7 +1225,7 @@ MUTATIONS = [
     ),
     Mutation(
         "held sums of rows are not added to",
-        "backward.cu",
+        "backward_pipelined.cu",
         "          sums.set(held_sums[p]);\n",
         "",
         VALUE,
@@ -1223,11 +1233,11 @@ MUTATIONS = [
     ),
     Mutation(
         "the blocks' partials overlap",
-        "backward.cu",
+        "backward_pipelined.cu",
         "(index * groups + group) * partials_stride(n_cols)",
         "(index + group) * partials_stride(n_cols)",
         f"{RACE}|{UNWRITTEN}",
-        STAGED_BACKWARD,
+        PIPELINED_BACKWARD,
     ),
     Mutation(
         "a group of partials dropped",
@@ -1287,11 +1297,11 @@ MUTATIONS = [
     ),
     Mutation(
         "xhat is not centred again",
-        "backward.cu",
+        "backward_pipelined.cu",
         ", means.h);",
         ", T(0));",
         VALUE,
-        staged("backward.cu", regime="mean_1e6"),
+        pipelined("backward_pipelined.cu", regime="mean_1e6"),
     ),
     Mutation(
         "xhat is not centred again, streaming",
@@ -1304,7 +1314,7 @@ MUTATIONS = [
     # ---- strips ----
     Mutation(
         "one strip is not waited for",
-        "backward_strips.cu",
+        "backward_column_parallel.cu",
         "static_cast<unsigned>(group / kPlaces + 1) * strips);",
         "static_cast<unsigned>(group / kPlaces + 1) * strips - 1);",
         f"{UNWRITTEN}|{RACE}",
@@ -1312,7 +1322,7 @@ MUTATIONS = [
     ),
     Mutation(
         "nobody says that a strip is there",
-        "backward_strips.cu",
+        "backward_column_parallel.cu",
         "      report_arrival(arrived + place * kCountStride);\n",
         "",
         STUCK,
@@ -1320,7 +1330,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a strip is there before its sums are",
-        "backward_strips.cu",
+        "backward_column_parallel.cu",
         "      named_barrier(summed(group), kMeeting);\n",
         "      report_arrival(arrived + place * kCountStride);\n"
         "      named_barrier(summed(group), kMeeting);\n",
@@ -1329,7 +1339,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a block that is ahead counts for one that is not",
-        "backward_strips.cu",
+        "backward_column_parallel.cu",
         """      report_arrival(arrived + place * kCountStride);
       wait_for_arrivals(arrived + place * kCountStride,
                         static_cast<unsigned>(group / kPlaces + 1) * strips);
@@ -1342,7 +1352,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a barrier serves two messengers",
-        "backward_strips.cu",
+        "backward_column_parallel.cu",
         "return 1 + kMessengers + group % kMessengers;",
         "return 1 + kMessengers + group % kAhead;",
         f"{RACE}|{UNWRITTEN}|twice",
@@ -1350,7 +1360,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a group takes the place of one that other blocks still read",
-        "backward_strips.cu",
+        "backward_column_parallel.cu",
         "T* const exchanged = exchange + place * GroupRows",
         "T* const exchanged = exchange + group % (kPlaces - 1) * GroupRows",
         RACE,
@@ -1358,7 +1368,7 @@ MUTATIONS = [
     ),
     Mutation(
         "statistics take the place of a group whose dx is written",
-        "backward_strips.cu",
+        "backward_column_parallel.cu",
         "return of_rows + group % kPlaces * GroupRows;",
         "return of_rows + group % (kPlaces - 1) * GroupRows;",
         RACE,
@@ -1366,7 +1376,7 @@ MUTATIONS = [
     ),
     Mutation(
         "sums of warps are told before they are there",
-        "backward_strips.cu",
+        "backward_column_parallel.cu",
         "      named_barrier(summed(group), kMeeting);\n",
         "",
         f"{UNWRITTEN}|{RACE}",
@@ -1374,7 +1384,7 @@ MUTATIONS = [
     ),
     Mutation(
         "means are used before they are there",
-        "backward_strips.cu",
+        "backward_column_parallel.cu",
         "    named_barrier(known(group), kMeeting);\n",
         "",
         f"{UNWRITTEN}|{RACE}",
@@ -1382,15 +1392,15 @@ MUTATIONS = [
     ),
     Mutation(
         "sums of a row past the last",
-        "backward_strips.cu",
+        "backward_column_parallel.cu",
         "const int row = begin + k < rows ? begin + k : rows - 1;",
         "const int row = begin + k;",
         UNWRITTEN,
-        staged("backward_strips.cu", m=11),
+        pipelined("backward_column_parallel.cu", m=11),
     ),
     Mutation(
         "a group is not waited for",
-        "backward_strips.cu",
+        "backward_column_parallel.cu",
         "      wait_for_copies<kOnTheirWay - 1>();\n      sum_up(group + kAhead);",
         "      sum_up(group + kAhead);",
         RACE,
@@ -1398,7 +1408,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the first groups are not waited for",
-        "backward_strips.cu",
+        "backward_column_parallel.cu",
         "    wait_for_copies<kOnTheirWay - 1>();\n    if (group < groups)",
         "    if (group < groups)",
         RACE,
@@ -1406,7 +1416,7 @@ MUTATIONS = [
     ),
     Mutation(
         "one of the first groups is not asked for",
-        "backward_strips.cu",
+        "backward_column_parallel.cu",
         "    fetch_group(group + kOnTheirWay);\n",
         "    if (group > 0) fetch_group(group + kOnTheirWay);\n",
         f"{RACE}|{UNWRITTEN}",
@@ -1414,7 +1424,7 @@ MUTATIONS = [
     ),
     Mutation(
         "dy is copied to where x is",
-        "backward_strips.cu",
+        "backward_column_parallel.cu",
         "fetch<kHalves>(own + StageOfX::kBytes, 0, source_dy",
         "fetch<kHalves>(own, 0, source_dy",
         f"{RACE}|{UNWRITTEN}",
@@ -1422,7 +1432,7 @@ MUTATIONS = [
     ),
     Mutation(
         "rows past the last are copied",
-        "backward_strips.cu",
+        "backward_column_parallel.cu",
         "const int n = row < n_rows ? n_own : 0;",
         "const int n = n_own;",
         OUT_OF_BOUNDS,
@@ -1430,7 +1440,7 @@ MUTATIONS = [
     ),
     Mutation(
         "rows past the last are written",
-        "backward_strips.cu",
+        "backward_column_parallel.cu",
         "for (int r = 0; r < rows_of(group); ++r) {",
         "for (int r = 0; r < GroupRows; ++r) {",
         f"{OUT_OF_BOUNDS}|{RACE}",  # as what lies behind dx
@@ -1438,7 +1448,7 @@ MUTATIONS = [
     ),
     Mutation(
         "strips of dy as it came",
-        "backward_strips.cu",
+        "backward_column_parallel.cu",
         "      keep(pack, bits[r], first);\n",
         "",
         VALUE,
@@ -1446,7 +1456,7 @@ MUTATIONS = [
     ),
     Mutation(
         "dx of strips of dy as it came",
-        "backward_strips.cu",
+        "backward_column_parallel.cu",
         "      StageOfDY::write(pack, place_of(group, r) + StageOfX::kBytes, 0);\n",
         "",
         VALUE,
@@ -1454,7 +1464,7 @@ MUTATIONS = [
     ),
     Mutation(
         "strips masked by the bits of the group before",
-        "backward_strips.cu",
+        "backward_column_parallel.cu",
         "ask_for_bits(group + 1);",
         "ask_for_bits(group);",
         VALUE,
@@ -1462,7 +1472,7 @@ MUTATIONS = [
     ),
     Mutation(
         "bits past the last row of strips",
-        "backward_strips.cu",
+        "backward_column_parallel.cu",
         "first, row < n_rows ? n_cols : 0);",
         "first, n_cols);",
         OUT_OF_BOUNDS,
@@ -1470,7 +1480,7 @@ MUTATIONS = [
     ),
     Mutation(
         "bits past the last row of strips are fetched",
-        "backward_strips.cu",
+        "backward_column_parallel.cu",
         "if (lane == 0 && n > 0) prefetch",
         "if (lane == 0) prefetch",
         OUT_OF_BOUNDS,
@@ -1478,15 +1488,15 @@ MUTATIONS = [
     ),
     Mutation(
         "the second half of a group is masked by the bits of the first",
-        "backward_strips.cu",
+        "backward_column_parallel.cu",
         "masked_dy(group, begin + k), weights",
         "masked_dy(group, k), weights",
         VALUE,
-        staged("backward_strips.cu", bitmask=True, group_rows=6),
+        pipelined("backward_column_parallel.cu", bitmask=True, group_rows=6),
     ),
     Mutation(
         "the last group's weight gradients are lost",
-        "backward_strips.cu",
+        "backward_column_parallel.cu",
         " || group + 1 == groups) {",
         ") {",
         VALUE,
@@ -1494,27 +1504,27 @@ MUTATIONS = [
     ),
     Mutation(
         "weight gradients count twice",
-        "backward_strips.cu",
+        "backward_column_parallel.cu",
         "        of_weight[i] = of_bias[i] = 0;\n",
         "",
         VALUE,
-        staged("backward_strips.cu", m=150),
+        pipelined("backward_column_parallel.cu", m=150),
     ),
     Mutation(
         "xhat is not centred again, strips",
-        "backward_strips.cu",
+        "backward_column_parallel.cu",
         ", of_row.means.h);",
         ", T(0));",
         VALUE,
-        staged("backward_strips.cu", regime="mean_1e6"),
+        pipelined("backward_column_parallel.cu", regime="mean_1e6"),
     ),
     Mutation(
         "the mean's rounding stays in y",
-        "forward_staged.cu",
+        "forward_pipelined.cu",
         "const T offset = -statistics.correction * scale.of_row;",
         "const T offset = 0;",
         VALUE,
-        staged("forward_staged.cu", regime="mean_1e6", cluster_blocks=2),
+        pipelined("forward_pipelined.cu", regime="mean_1e6", cluster_blocks=2),
     ),
     Mutation(
         "the mean's rounding stays in y, streaming",
@@ -1526,7 +1536,7 @@ MUTATIONS = [
     ),
     Mutation(
         "every thread of a team writes rstd",
-        "forward.cu",
+        "forward_in_registers.cu",
         "if (active && team.rank == 0 && team.block == 0)",
         "if (active)",
         RACE,
@@ -1534,7 +1544,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a row out of range stays there",
-        "forward.cu",
+        "forward_in_registers.cu",
         "if (team.any(wild)) {",
         "if (false) {",
         VALUE,
@@ -1542,7 +1552,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a short row out of range stays there",
-        "forward.cu",
+        "forward_in_registers.cu",
         "if (team.any(wild)) {",
         "if (false) {",
         VALUE,
@@ -1550,7 +1560,7 @@ MUTATIONS = [
     ),
     Mutation(
         "rows beside one out of range are scaled as it is",
-        "forward.cu",
+        "forward_in_registers.cu",
         "if (wild) scale = scale_in_unit(statistics.variance, eps, unit);",
         "scale = scale_in_unit(statistics.variance, eps, unit);",
         BITS_OF,
@@ -1559,7 +1569,7 @@ MUTATIONS = [
     *(
         Mutation(
             f"few rows are all written as most are, {where.case.norm}, {where.case.n}",
-            "forward.cu",
+            "forward_in_registers.cu",
             "    if (usual) {\n",
             "    {\n",
             VALUE,
@@ -1573,7 +1583,7 @@ MUTATIONS = [
     ),
     Mutation(
         "few rows that are far off are not measured again",
-        "forward.cu",
+        "forward_in_registers.cu",
         "      recentre(far);\n      far = false;",
         "      far = false;",
         VALUE,
@@ -1581,7 +1591,7 @@ MUTATIONS = [
     ),
     Mutation(
         "few rows whose first mean is far off are not measured again",
-        "forward.cu",
+        "forward_in_registers.cu",
         "if constexpr (Centered && kFromZero != RareLast) {",
         "if (false) {",
         VALUE,
@@ -1589,7 +1599,7 @@ MUTATIONS = [
     ),
     Mutation(
         "few rows' first mean is never far off",
-        "forward.cu",
+        "forward_in_registers.cu",
         "    far = was_far(statistics);\n",
         "",
         VALUE,
@@ -1597,7 +1607,7 @@ MUTATIONS = [
     ),
     Mutation(
         "few rows whose first mean is far off are measured from the difference",
-        "forward.cu",
+        "forward_in_registers.cu",
         "const T shift = statistics.shift + statistics.correction;",
         "const T shift = statistics.correction;",
         VALUE,
@@ -1605,7 +1615,7 @@ MUTATIONS = [
     ),
     Mutation(
         "few rows leave no statistics",
-        "forward.cu",
+        "forward_in_registers.cu",
         "      store_statistics();\n      normalize(statistics.shift);\n      return;",
         "      normalize(statistics.shift);\n      return;",
         UNWRITTEN,
@@ -1613,7 +1623,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the next pack's weight is not asked for",
-        "forward.cu",
+        "forward_in_registers.cu",
         "if (p + kAhead < PacksPerThread) load_affine(p + kAhead);",
         "",
         VALUE,
@@ -1621,7 +1631,7 @@ MUTATIONS = [
     ),
     Mutation(
         "of two packs of 8 bytes the first one's weight alone is asked for",
-        "forward.cu",
+        "forward_in_registers.cu",
         "q < p + kAhead && q < PacksPerThread",
         "q < p + 1 && q < PacksPerThread",
         VALUE,
@@ -1629,7 +1639,7 @@ MUTATIONS = [
     ),
     Mutation(
         "of the first two packs of 8 bytes one's weight alone is asked for",
-        "forward.cu",
+        "forward_in_registers.cu",
         "p < kAhead && p < PacksPerThread",
         "p < 1 && p < PacksPerThread",
         VALUE,
@@ -1637,7 +1647,7 @@ MUTATIONS = [
     ),
     Mutation(
         "rows beside one with a mean are measured again with it",
-        "forward.cu",
+        "forward_in_registers.cu",
         "if (far) statistics = again;",
         "statistics = again;",
         BITS_OF,
@@ -1653,7 +1663,7 @@ MUTATIONS = [
     ),
     Mutation(
         "rows beside one with a mean are settled with it",
-        "forward.cu",
+        "forward_in_registers.cu",
         "if (far) settle(statistics);",
         "settle(statistics);",
         BITS_OF,
@@ -1661,7 +1671,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a mean is left where the first round found it",
-        "forward.cu",
+        "forward_in_registers.cu",
         "if (team.any(far)) {",
         "if (false) {",
         VALUE,
@@ -1669,7 +1679,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a row that was brought into range is not measured again",
-        "forward.cu",
+        "forward_in_registers.cu",
         "        measure_from(T(0));\n",
         "",
         VALUE,
@@ -1677,7 +1687,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a first mean far off is kept in a row that was brought into range",
-        "forward.cu",
+        "forward_in_registers.cu",
         "bool recentred = false;",
         "bool recentred = unit != T(1);",
         VALUE,
@@ -1685,7 +1695,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a first mean far off is kept",
-        "forward.cu",
+        "forward_in_registers.cu",
         "if (Centered ? recentred || !was_far(statistics) : only_round) break;",
         "break;",
         VALUE,
@@ -1781,7 +1791,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the first element of a pack is not looked at",
-        "forward.cu",
+        "forward_in_registers.cu",
         "for (int i = 0; i < Length; ++i) {\n          largest[0]",
         "for (int i = 1; i < Length; ++i) {\n          largest[0]",
         VALUE,
@@ -1813,7 +1823,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the sign stays in the largest element",
-        "forward.cu",
+        "forward_in_registers.cu",
         "larger(absolute(packs[p].template get<T>(i)), largest[0])",
         "larger(packs[p].template get<T>(i), largest[0])",
         VALUE,
@@ -1849,7 +1859,7 @@ MUTATIONS = [
         "      h = sums[2] * significand * inv_n;",
         "      h = sums[2] * inv_n;",
         VALUE,
-        staged("backward.cu", regime="mean_1e6"),
+        pipelined("backward_pipelined.cu", regime="mean_1e6"),
     ),
     Mutation(
         "the mean of g * xhat is that of g * d",
@@ -1857,11 +1867,11 @@ MUTATIONS = [
         "mean_of_g_xhat(sums[0] * significand, ",
         "mean_of_g_xhat(sums[0], ",
         VALUE,
-        staged("backward.cu"),
+        pipelined("backward_pipelined.cu"),
     ),
     Mutation(
         "of few rows, xhat is not centred again",
-        "backward_resident.cu",
+        "backward_in_registers.cu",
         ", means.h);",
         ", T(0));",
         VALUE,
@@ -1869,7 +1879,7 @@ MUTATIONS = [
     ),
     Mutation(
         "of few rows, each has the weight gradients of the first",
-        "backward_resident.cu",
+        "backward_in_registers.cu",
         "dweight + row * partials_stride(n_cols)",
         "dweight",
         f"{RACE}|{UNWRITTEN}",
@@ -1877,7 +1887,7 @@ MUTATIONS = [
     ),
     Mutation(
         "of few rows, dbias is that of xhat",
-        "backward_resident.cu",
+        "backward_in_registers.cu",
         "write<Vector, RowThreads>(of_bias,",
         "write<Vector, RowThreads>(of_weight,",
         VALUE,
@@ -1885,7 +1895,7 @@ MUTATIONS = [
     ),
     Mutation(
         "of few rows, each has the rstd of the first",
-        "backward_resident.cu",
+        "backward_in_registers.cu",
         "row_rstd = has_row ? rstd[row]",
         "row_rstd = has_row ? rstd[0]",
         VALUE,
@@ -1893,7 +1903,7 @@ MUTATIONS = [
     ),
     Mutation(
         "of few rows, the bitmask lets all dy through",
-        "backward_resident.cu",
+        "backward_in_registers.cu",
         "      keep(row_dy[p],",
         "      if (false) keep(row_dy[p],",
         VALUE,
@@ -1901,7 +1911,7 @@ MUTATIONS = [
     ),
     Mutation(
         "of few rows, dx is stored with dy's stride",
-        "backward_resident.cu",
+        "backward_in_registers.cu",
         "dx + row * dx_stride",
         "dx + row * dy_stride",
         f"{OUT_OF_BOUNDS}|{UNWRITTEN}",
@@ -1910,7 +1920,7 @@ MUTATIONS = [
     *(
         Mutation(
             f"of few teams, {what} of rows past the last",
-            "backward_resident.cu",
+            "backward_in_registers.cu",
             old,
             new,
             f"{OUT_OF_BOUNDS}|{UNWRITTEN}",
@@ -1926,7 +1936,7 @@ MUTATIONS = [
     ),
     Mutation(
         "few teams all have the row of the first",
-        "backward_resident.cu",
+        "backward_in_registers.cu",
         "* kTeams + team.team;",
         "* kTeams;",
         f"{RACE}|{UNWRITTEN}",
@@ -1934,7 +1944,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the gradients of few teams are not waited for",
-        "backward_resident.cu",
+        "backward_in_registers.cu",
         "    let_next_kernel_start();\n    block_barrier();\n",
         "    let_next_kernel_start();\n",
         f"{RACE}|{UNWRITTEN}",
@@ -1942,7 +1952,7 @@ MUTATIONS = [
     ),
     Mutation(
         "few teams keep their gradients in one place",
-        "backward_resident.cu",
+        "backward_in_registers.cu",
         "(index * kTeams + team.team) * kColumns",
         "index * kTeams * kColumns",
         RACE,
@@ -1950,7 +1960,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the last of few teams is left out",
-        "backward_resident.cu",
+        "backward_in_registers.cu",
         "other < kTeams;",
         "other < kTeams - 1;",
         VALUE,
@@ -1958,7 +1968,7 @@ MUTATIONS = [
     ),
     Mutation(
         "dbias is the sum of few teams' dweight",
-        "backward_resident.cu",
+        "backward_in_registers.cu",
         "of_teams + index * kTeams * kColumns + column",
         "of_teams + column",
         VALUE,
@@ -1966,7 +1976,7 @@ MUTATIONS = [
     ),
     Mutation(
         "of few teams, dweight and dbias are in one place",
-        "backward_resident.cu",
+        "backward_in_registers.cu",
         "gradient = index == 0 ? dweight : dbias;",
         "gradient = dweight;",
         f"{RACE}|{UNWRITTEN}",
@@ -1974,7 +1984,7 @@ MUTATIONS = [
     ),
     Mutation(
         "all blocks of few teams write the partials of the first",
-        "backward_resident.cu",
+        "backward_in_registers.cu",
         "gradient + block_index() * partials_stride(n_cols) + column",
         "gradient + column",
         f"{RACE}|{UNWRITTEN}",
@@ -1982,7 +1992,7 @@ MUTATIONS = [
     ),
     Mutation(
         "of few teams, columns past the row's end are summed",
-        "backward_resident.cu",
+        "backward_in_registers.cu",
         "      if (column >= n_cols) continue;\n",
         "",
         f"{RACE}|{OUT_OF_BOUNDS}",
@@ -1990,7 +2000,7 @@ MUTATIONS = [
     ),
     Mutation(
         "of columns, xhat is not centred again",
-        "backward_resident.cu",
+        "backward_in_registers.cu",
         ", mean_of_h);",
         ", T(0));",
         VALUE,
@@ -1998,7 +2008,7 @@ MUTATIONS = [
     ),
     Mutation(
         "of columns, each row is centred as the first",
-        "backward_resident.cu",
+        "backward_in_registers.cu",
         "? means_of_h[row] :",
         "? means_of_h[0] :",
         VALUE,
@@ -2006,7 +2016,7 @@ MUTATIONS = [
     ),
     Mutation(
         "of columns, each row has the mean of the first",
-        "backward_resident.cu",
+        "backward_in_registers.cu",
         "row < n_rows ? mean[row] :",
         "row < n_rows ? mean[0] :",
         VALUE,
@@ -2014,7 +2024,7 @@ MUTATIONS = [
     ),
     Mutation(
         "rows keep to themselves how they are centred",
-        "backward_resident.cu",
+        "backward_in_registers.cu",
         "means_of_h[row] = means.h;",
         "static_cast<void>(0);",
         UNWRITTEN,
@@ -2022,7 +2032,7 @@ MUTATIONS = [
     ),
     Mutation(
         "all blocks of a cluster say how a row is centred",
-        "backward_resident.cu",
+        "backward_in_registers.cu",
         "if (team.block == 0 && team.rank == 0) means_of_h",
         "if (team.rank == 0) means_of_h",
         RACE,
@@ -2030,7 +2040,7 @@ MUTATIONS = [
     ),
     Mutation(
         "of columns, each warp sums all rows",
-        "backward_resident.cu",
+        "backward_in_registers.cu",
         "for (int begin = warp * (32 / Lanes);",
         "for (int begin = 0;",
         VALUE,
@@ -2038,7 +2048,7 @@ MUTATIONS = [
     ),
     Mutation(
         "of columns, rows are summed that others are under way with",
-        "backward_resident.cu",
+        "backward_in_registers.cu",
         "begin += kAtOnce * kGroups",
         "begin += kGroups",
         VALUE,
@@ -2046,7 +2056,7 @@ MUTATIONS = [
     ),
     Mutation(
         "of columns, rows past the last are loaded",
-        "backward_resident.cu",
+        "backward_in_registers.cu",
         "row < n_rows ? n_cols : 0;",
         "n_cols;",
         OUT_OF_BOUNDS,
@@ -2054,7 +2064,7 @@ MUTATIONS = [
     ),
     Mutation(
         "of columns, each row has the rstd of the first",
-        "backward_resident.cu",
+        "backward_in_registers.cu",
         "row < n_rows ? rstd[row] : T(0)",
         "rstd[0]",
         VALUE,
@@ -2062,7 +2072,7 @@ MUTATIONS = [
     ),
     Mutation(
         "of columns, the bitmask lets all dy through",
-        "backward_resident.cu",
+        "backward_in_registers.cu",
         "        keep(row_dy[k],",
         "        if (false) keep(row_dy[k],",
         VALUE,
@@ -2070,7 +2080,7 @@ MUTATIONS = [
     ),
     Mutation(
         "of columns, the warps' sums are not waited for",
-        "backward_resident.cu",
+        "backward_in_registers.cu",
         "  block_barrier();\n  for (int i = thread_index(); i < kGradients",
         "  for (int i = thread_index(); i < kGradients",
         UNWRITTEN,
@@ -2078,7 +2088,7 @@ MUTATIONS = [
     ),
     Mutation(
         "of columns, dbias is stored past the row's end",
-        "backward_resident.cu",
+        "backward_in_registers.cu",
         "    if (column < n_cols) {",
         "    if (true) {",
         OUT_OF_BOUNDS,
@@ -2086,14 +2096,14 @@ MUTATIONS = [
     ),
     Mutation(
         "of columns, dbias is added to what is of dweight",
-        "backward_resident.cu",
+        "backward_in_registers.cu",
         "own_sums[(kGradients - 1) * kColumns + i] = of_bias[i]",
         "own_sums[i] = of_bias[i]",
         UNWRITTEN,
         COLUMNS,
     ),
     *(
-        Mutation(f"of columns, {what}", "backward_resident.cu", old, new, caught_by, COLUMNS)
+        Mutation(f"of columns, {what}", "backward_in_registers.cu", old, new, caught_by, COLUMNS)
         for what, old, new, caught_by in (
             (
                 "the rows of a warp's other groups are left out",
@@ -2117,7 +2127,7 @@ MUTATIONS = [
     ),
     Mutation(
         "blocks of rows begin with those of columns",
-        "backward_resident.cu",
+        "backward_in_registers.cu",
         "    if constexpr (!kLast) block -= of_columns;\n",
         "",
         f"{OUT_OF_BOUNDS}|{UNWRITTEN}",
@@ -2125,156 +2135,156 @@ MUTATIONS = [
     ),
     Mutation(
         "blocks of columns begin a cluster early",
-        "backward_resident.cu",
+        "backward_in_registers.cu",
         "(n_rows + kTeams - 1) / kTeams * ClusterBlocks;\n    const long long of_columns",
         "(n_rows + kTeams - 1) / kTeams;\n    const long long of_columns",
         STUCK,
-        few("staged_cluster", "rms_norm"),
+        few("pipelined_cluster", "rms_norm"),
     ),
     # ---- stages and clusters ----
     Mutation(
         "gradients of several teams are kept after a flush",
-        "backward.cu",
+        "backward_pipelined.cu",
         "        for (int i = 0; i < kLength; ++i) gradient[p][i] = 0;\n",
         "",
         VALUE,
-        staged("backward.cu", m=300),
+        pipelined("backward_pipelined.cu", m=300),
     ),
     Mutation(
         "the last columns of several teams are not added up",
-        "backward.cu",
+        "backward_pipelined.cu",
         "first < n_cols; first += BlockThreads * kWidth",
         "first + kWidth <= n_cols; first += BlockThreads * kWidth",
         UNWRITTEN,
-        staged("backward.cu", regime="mean_1e6", m=90, n=3, teams=32),
+        pipelined("backward_pipelined.cu", regime="mean_1e6", m=90, n=3, teams=32),
     ),
     Mutation(
         "the first team is added twice",
-        "backward.cu",
+        "backward_pipelined.cu",
         "for (int i = 1; i < kTeams; ++i) add_gradients(",
         "for (int i = 0; i < kTeams; ++i) add_gradients(",
         VALUE,
-        staged("backward.cu", m=37, n=60),
+        pipelined("backward_pipelined.cu", m=37, n=60),
     ),
     Mutation(
         "several teams forget the rows before",
-        "backward.cu",
+        "backward_pipelined.cu",
         "if (flushed) add_gradients(sums, so_far + first);",
         "",
         VALUE,
-        staged("backward.cu", m=300),
+        pipelined("backward_pipelined.cu", m=300),
     ),
     Mutation(
         "several teams add to nothing",
-        "backward.cu",
+        "backward_pipelined.cu",
         "if (flushed) add_gradients(sums, so_far + first);",
         "add_gradients(sums, so_far + first);",
         UNWRITTEN,
-        staged("backward.cu", m=37, n=60),
+        pipelined("backward_pipelined.cu", m=37, n=60),
     ),
     Mutation(
         "the rows under way are one more than their stages",
-        "backward.cu",
+        "backward_pipelined.cu",
         "        wait_for_copies<Stages - 1>();\n        meet_lanes();",
         "        wait_for_copies<Stages>();\n        meet_lanes();",
         RACE,
-        STAGED_BACKWARD,
+        PIPELINED_BACKWARD,
     ),
     Mutation(
         "the rows under way are one more than their stages, forward",
-        "forward_staged.cu",
+        "forward_pipelined.cu",
         "wait_for_copies<Stages - 2>();",
         "wait_for_copies<Stages - 1>();",
         RACE,
-        STAGED_FORWARD,
+        PIPELINED_FORWARD,
     ),
     Mutation(
         "the rows under way are one more than four stages",
-        "forward_staged.cu",
+        "forward_pipelined.cu",
         "wait_for_copies<Stages - 2>();",
         "wait_for_copies<Stages - 1>();",
         RACE,
-        staged("forward_staged.cu", regime="mean_1e6", stages=4),
+        pipelined("forward_pipelined.cu", regime="mean_1e6", stages=4),
     ),
     Mutation(
         "no wait for the first row",
-        "forward_staged.cu",
+        "forward_pipelined.cu",
         "wait_for_copies<1>();\n",
         "",
         RACE,
-        STAGED_FORWARD,
+        PIPELINED_FORWARD,
     ),
     Mutation(
         "the rows after the second are never asked for",
-        "forward_staged.cu",
+        "forward_pipelined.cu",
         "for (int stage = 2; stage < Stages; ++stage)",
         "for (int stage = 2; stage < 2; ++stage)",
         f"{RACE}|{UNWRITTEN}",
-        staged("forward_staged.cu", stages=3),
+        pipelined("forward_pipelined.cu", stages=3),
     ),
     Mutation(
         "the weight comes with the third row, not the second",
-        "forward_staged.cu",
+        "forward_pipelined.cu",
         AFFINE + "  fetched_all(1);\n",
         "  fetched_all(1);\n" + AFFINE,
         RACE,
-        staged("forward_staged.cu", stages=3),
+        pipelined("forward_pipelined.cu", stages=3),
     ),
     Mutation(
         "the rows of a cluster after the second are never asked for, backward",
-        "backward.cu",
+        "backward_pipelined.cu",
         "    fetch_rows(kFirst, kFetched);\n  } else if",
         "  } else if",
         f"{RACE}|{UNWRITTEN}",
-        staged("backward.cu", stages=3, cluster_blocks=3),
+        pipelined("backward_pipelined.cu", stages=3, cluster_blocks=3),
     ),
     Mutation(
         "nor those of teams that copy in bulk",
-        "backward.cu",
+        "backward_pipelined.cu",
         "    fetch_rows(kFirst, kFetched);\n  }\n  T wild",
         "  }\n  T wild",
         f"{STUCK}|mailbox",
-        staged("backward.cu", bulk=True, stages=4, teams=1, cluster_blocks=1),
+        pipelined("backward_pipelined.cu", bulk=True, stages=4, teams=1, cluster_blocks=1),
     ),
     Mutation(
         "nor those of a cluster that holds its rows",
-        "backward.cu",
+        "backward_pipelined.cu",
         "    fetch_rows(kFirst, kFetched);\n  }\n  T wild",
         "  }\n  T wild",
         f"{RACE}|{UNWRITTEN}",
-        staged("backward.cu", "rms_norm", stages=3, cluster_blocks=3, hold_row=True),
+        pipelined("backward_pipelined.cu", "rms_norm", stages=3, cluster_blocks=3, hold_row=True),
     ),
     Mutation(
         "the wait for the first row counts all stages",
-        "backward.cu",
+        "backward_pipelined.cu",
         "wait_for_copies<kFirst - 1>();\n      meet_lanes();",
         "wait_for_copies<Stages - 1>();\n      meet_lanes();",
         RACE,
-        staged("backward.cu", stages=3, cluster_blocks=3),
+        pipelined("backward_pipelined.cu", stages=3, cluster_blocks=3),
     ),
     Mutation(
         "a team without a row waits for its first",
-        "backward.cu",
+        "backward_pipelined.cu",
         "    } else if (row < n_rows) {\n      wait_for_bytes<false>(mailbox, 0);",
         "    } else {\n      wait_for_bytes<false>(mailbox, 0);",
         STUCK,
-        staged("backward.cu", bulk=True, teams=3, m=5),
+        pipelined("backward_pipelined.cu", bulk=True, teams=3, m=5),
     ),
     Mutation(
         "the stage stays",
-        "backward.cu",
+        "backward_pipelined.cu",
         "stage = next_stage;",
         "",
         RACE,
-        STAGED_BACKWARD,
+        PIPELINED_BACKWARD,
     ),
     Mutation(
         "the stage stays, forward",
-        "forward_staged.cu",
+        "forward_pipelined.cu",
         "stage = next_stage;",
         "",
         OUT_OF_BOUNDS,
-        STAGED_FORWARD,
+        PIPELINED_FORWARD,
     ),
     Mutation(
         "an infinity leaves NaN behind it",
@@ -2294,27 +2304,27 @@ MUTATIONS = [
     ),
     Mutation(
         "the place of copies stays",
-        "backward.cu",
+        "backward_pipelined.cu",
         "own = own + (stage + 1 == Stages ? -(Stages - 1) * kStageBytes : kStageBytes);",
         "",
         RACE,
-        STAGED_BACKWARD,
+        PIPELINED_BACKWARD,
     ),
     Mutation(
         "the place of copies leaves the stages",
-        "forward_staged.cu",
+        "forward_pipelined.cu",
         "(stage + 1 == Stages ? -(Stages - 1) * StageOfX::kBytes : StageOfX::kBytes)",
         "StageOfX::kBytes",
         OUT_OF_BOUNDS,
-        STAGED_FORWARD,
+        PIPELINED_FORWARD,
     ),
     Mutation(
         "dy copied over x",
-        "backward.cu",
+        "backward_pipelined.cu",
         "ThroughL1>(own + StageOfX::kBytes + turn_of_fetched_dy,",
         "ThroughL1>(own + turn_of_fetched_dy,",
         RACE,
-        STAGED_BACKWARD,
+        PIPELINED_BACKWARD,
     ),
     Mutation(
         "pieces of a pack onto one, whole",
@@ -2322,7 +2332,7 @@ MUTATIONS = [
         "own + (p * kPieces + piece) * BlockThreads * kPieceBytes",
         "own + p * kPieces * BlockThreads * kPieceBytes",
         RACE,
-        staged("backward.cu", n=504),
+        pipelined("backward_pipelined.cu", n=504),
     ),
     Mutation(
         "a pack past the row copied",
@@ -2330,27 +2340,27 @@ MUTATIONS = [
         "first < n, policy);",
         "true, policy);",
         OUT_OF_BOUNDS,
-        STAGED_BACKWARD,
+        PIPELINED_BACKWARD,
     ),
     Mutation(
         "copies are no group",
-        "backward.cu",
+        "backward_pipelined.cu",
         "    commit_copies();\n    fetched += ",
         "    fetched += ",
         RACE,
-        STAGED_BACKWARD,
+        PIPELINED_BACKWARD,
     ),
     Mutation(
         "copies go on past the last row",
-        "backward.cu",
+        "backward_pipelined.cu",
         "const int n = fetched < n_rows ? (ByCells ? n_cols : left_of_row(p)) : 0;",
         "const int n = ByCells ? n_cols : left_of_row(p);",
         OUT_OF_BOUNDS,
-        STAGED_BACKWARD,
+        PIPELINED_BACKWARD,
     ),
     Mutation(
         "a team's rows all have the statistics of the first",
-        "backward.cu",
+        "backward_pipelined.cu",
         "    rstd_ahead += rows_a_turn;\n",
         "",
         VALUE,
@@ -2398,7 +2408,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the cell that the row ends in is not loaded",
-        "forward.cu",
+        "forward_in_registers.cu",
         "if (any_is_last) cells.load_last(last);",
         "",
         VALUE,
@@ -2406,7 +2416,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the row ends in cells of the last pack alone",
-        "forward.cu",
+        "forward_in_registers.cu",
         "return p + 1 + next >= PacksPerThread && cells",
         "return p + 1 >= PacksPerThread && cells",
         VALUE,
@@ -2430,7 +2440,7 @@ MUTATIONS = [
     ),
     Mutation(
         "words are written before all lanes have read the last pack's",
-        "forward.cu",
+        "forward_in_registers.cu",
         "if (p > 0) warp_barrier();",
         "",
         RACE,
@@ -2502,7 +2512,7 @@ MUTATIONS = [
     ),
     Mutation(
         "cells are copied as if each pack but the last had one behind it",
-        "backward.cu",
+        "backward_pipelined.cu",
         "const int n = fetched < n_rows ? (ByCells ? n_cols : left_of_row(p)) : 0;",
         "const int n = fetched < n_rows ? left_of_row(p) : 0;",
         OUT_OF_BOUNDS,
@@ -2510,7 +2520,7 @@ MUTATIONS = [
     ),
     Mutation(
         "cells of a cluster are copied as if each pack but the last had one behind it",
-        "backward.cu",
+        "backward_pipelined.cu",
         "return ClusterBlocks == 1 ? PacksPerThread - 1 - p : 0;",
         "return PacksPerThread - 1 - p;",
         OUT_OF_BOUNDS,
@@ -2518,7 +2528,7 @@ MUTATIONS = [
     ),
     Mutation(
         "words of a cluster's row are stored as if each pack but the last had one behind it",
-        "backward.cu",
+        "backward_pipelined.cu",
         "kTeams == 1 && (Full || (ClusterBlocks == 1 && p + 1 < PacksPerThread))",
         "kTeams == 1 && (Full || p + 1 < PacksPerThread)",
         f"{OUT_OF_BOUNDS}|{RACE}|{VALUE}",
@@ -2526,7 +2536,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the first elements are those of their first cell",
-        "forward.cu",
+        "forward_in_registers.cu",
         "first_pack = firsts.pack(firsts.load(0), firsts.load(1));",
         "first_pack = firsts.pack(firsts.load(0), firsts.load(0));",
         BITS_OF,
@@ -2534,7 +2544,7 @@ MUTATIONS = [
     ),
     Mutation(
         "cells are read before the other lanes' copies are there",
-        "backward.cu",
+        "backward_pipelined.cu",
         "        wait_for_copies<Stages - 1>();\n        meet_lanes();",
         "        wait_for_copies<Stages - 1>();",
         f"{RACE}|{UNWRITTEN}",
@@ -2542,7 +2552,7 @@ MUTATIONS = [
     ),
     Mutation(
         "cells are read before the other lanes' copies are there, in a cluster",
-        "backward.cu",
+        "backward_pipelined.cu",
         "wait_for_copies<Stages - 2>();\n      meet_lanes();",
         "wait_for_copies<Stages - 2>();",
         RACE,
@@ -2550,7 +2560,7 @@ MUTATIONS = [
     ),
     Mutation(
         "words of dx take the place of cells that are yet to be read",
-        "backward.cu",
+        "backward_pipelined.cu",
         "      if constexpr (!HoldRow) meet_lanes();  // before others fill what this one read\n",
         "",
         RACE,
@@ -2558,7 +2568,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a later row takes the place of words of dx that are yet to be stored",
-        "backward.cu",
+        "backward_pipelined.cu",
         "        warp_barrier();\n      } else if constexpr (kWide) {",
         "      } else if constexpr (kWide) {",
         RACE,
@@ -2566,7 +2576,7 @@ MUTATIONS = [
     ),
     Mutation(
         "dx is stored past the last row",
-        "backward.cu",
+        "backward_pipelined.cu",
         "stores ? n_cols - of_first_lane - p * kStep : 0,",
         "n_cols - of_first_lane - p * kStep,",
         OUT_OF_BOUNDS,
@@ -2574,7 +2584,7 @@ MUTATIONS = [
     ),
     Mutation(
         "dy lies in its cells as x does in its own",
-        "backward.cu",
+        "backward_pipelined.cu",
         "of_row.distance_of_dy);",
         "of_row.distance_of_x);",
         VALUE,
@@ -2582,7 +2592,7 @@ MUTATIONS = [
     ),
     Mutation(
         "x lies in its cells as the next row does",
-        "backward.cu",
+        "backward_pipelined.cu",
         "read_x(stage, p, current)",
         "read_x(stage, p, next)",
         VALUE,
@@ -2590,7 +2600,7 @@ MUTATIONS = [
     ),
     Mutation(
         "cells of a row are read before the other lanes' copies are there, forward",
-        "forward_staged.cu",
+        "forward_pipelined.cu",
         "wait_for_copies<Stages - 2>();\n    meet_lanes();",
         "wait_for_copies<Stages - 2>();",
         RACE,
@@ -2598,7 +2608,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a row brought into range lies as it did",
-        "forward_staged.cu",
+        "forward_pipelined.cu",
         "        if constexpr (StageOfX::kCells) distance = 0;\n",
         "",
         VALUE,
@@ -2606,7 +2616,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a pack brought into range takes the place of a cell that is yet to be read",
-        "forward_staged.cu",
+        "forward_pipelined.cu",
         "            warp_barrier();\n            StageOfX::write_cells",
         "            StageOfX::write_cells",
         RACE,
@@ -2614,7 +2624,7 @@ MUTATIONS = [
     ),
     Mutation(
         "words of y take the place of cells that are yet to be read",
-        "forward_staged.cu",
+        "forward_pipelined.cu",
         "      meet_lanes();  // before others fill what this one read\n",
         "",
         RACE,
@@ -2622,7 +2632,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a later row takes the place of words of y that are yet to be stored",
-        "forward_staged.cu",
+        "forward_pipelined.cu",
         "        warp_barrier();\n      } else {\n        store_by_sectors<",
         "      } else {\n        store_by_sectors<",
         RACE,
@@ -2697,7 +2707,7 @@ MUTATIONS = [
     ),
     Mutation(
         "turned places are another row's",
-        "backward.cu",
+        "backward_pipelined.cu",
         "      turn_of_fetched_dy = turn_of(fetched_dy - counted_from);",
         "      turn_of_fetched_dy = turn_of(fetched_x - counted_from);",
         f"{VALUE}|{UNWRITTEN}",
@@ -2705,7 +2715,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the first row of dy is not turned",
-        "backward.cu",
+        "backward_pipelined.cu",
         "Turned ? turn_of(fetched_dy - counted_from) : 0",
         "0",
         f"{VALUE}|{UNWRITTEN}",
@@ -2713,7 +2723,7 @@ MUTATIONS = [
     ),
     Mutation(
         "nor the first row of x, in a cluster",
-        "backward.cu",
+        "backward_pipelined.cu",
         "Turned ? turn_of(fetched_x - counted_from) : 0",
         "0",
         f"{VALUE}|{UNWRITTEN}|{RACE}",
@@ -2721,15 +2731,15 @@ MUTATIONS = [
     ),
     Mutation(
         "a turned row counts from a thread's own column",
-        "backward.cu",
+        "backward_pipelined.cu",
         "      turn_of_fetched_x = turn_of(fetched_x - counted_from);",
         "      turn_of_fetched_x = turn_of(fetched_x);",
         f"{VALUE}|{UNWRITTEN}|{RACE}",
-        staged("backward.cu", turned=True, teams=2),
+        pipelined("backward_pipelined.cu", turned=True, teams=2),
     ),
     Mutation(
         "turned places are filled again before the other lanes have read them",
-        "backward.cu",
+        "backward_pipelined.cu",
         "      if constexpr (!HoldRow) meet_lanes();  // before others fill what this one read\n",
         "",
         RACE,
@@ -2737,15 +2747,15 @@ MUTATIONS = [
     ),
     Mutation(
         "turned places are filled again before the other lanes hold what was there",
-        "backward.cu",
+        "backward_pipelined.cu",
         "        meet_lanes();\n        if constexpr (!Bulk) fetch(stage, p);",
         "        if constexpr (!Bulk) fetch(stage, p);",
         RACE,
-        staged("backward.cu", "rms_norm", turned=True, hold_row=True),
+        pipelined("backward_pipelined.cu", "rms_norm", turned=True, hold_row=True),
     ),
     Mutation(
         "turned places are filled again before the other lanes have read them, forward",
-        "forward_staged.cu",
+        "forward_pipelined.cu",
         "if constexpr (StageOfX::kCells || Turned) warp_barrier();",
         "if constexpr (StageOfX::kCells) warp_barrier();",
         f"{RACE}|{UNWRITTEN}",
@@ -2753,19 +2763,19 @@ MUTATIONS = [
     ),
     Mutation(
         "a row that is counted is turned as the one in turn",
-        "forward_staged.cu",
+        "forward_pipelined.cu",
         "      fetched_x = x + fetched * x_stride;\n      if constexpr (Turned)",
         "      fetched_x = x + fetched * x_stride;\n      if constexpr (false)",
         f"{VALUE}|{UNWRITTEN}",
-        staged("forward_staged.cu", turned=True, counted=True, cluster_blocks=1),
+        pipelined("forward_pipelined.cu", turned=True, counted=True, cluster_blocks=1),
     ),
     Mutation(
         "a turned row is brought into range beside where it is read",
-        "forward_staged.cu",
+        "forward_pipelined.cu",
         "StageOfX::write(pack, stages + stage * StageOfX::kBytes + distance, p);",
         "StageOfX::write(pack, stages + stage * StageOfX::kBytes, p);",
         f"{VALUE}|{RACE}",
-        staged("forward_staged.cu", regime="extreme", turned=True),
+        pipelined("forward_pipelined.cu", regime="extreme", turned=True),
     ),
     Mutation(
         "packs at odd addresses are loaded as at even ones",
@@ -2801,7 +2811,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a team's means lie as far apart as there are rows",
-        "backward.cu",
+        "backward_pipelined.cu",
         "mean_ahead += rows_a_turn;",
         "mean_ahead += n_rows;",
         OUT_OF_BOUNDS,
@@ -2809,7 +2819,7 @@ MUTATIONS = [
     ),
     Mutation(
         "rows copied in bulk are all read from the first stage",
-        "backward.cu",
+        "backward_pipelined.cu",
         "own + (Bulk ? stage * kStageBytes : 0)",
         "own",
         f"{VALUE}|{RACE}",
@@ -2817,35 +2827,35 @@ MUTATIONS = [
     ),
     Mutation(
         "a row of dy copied as often as its stage",
-        "backward.cu",
+        "backward_pipelined.cu",
         "fetched_dy += rows_a_turn * dy_stride;",
         "",
         VALUE,
-        STAGED_BACKWARD,
+        PIPELINED_BACKWARD,
     ),
     Mutation(
         "rows counted slower than copied",
-        "forward_staged.cu",
+        "forward_pipelined.cu",
         "fetched += groups;",
         "fetched += groups - 1;",
         f"{OUT_OF_BOUNDS}|{VALUE}|did not wait",
-        STAGED_FORWARD,
+        PIPELINED_FORWARD,
     ),
     Mutation(
         "stages that overlap",
-        "backward.cu",
+        "backward_pipelined.cu",
         "kStageBytes = StageOfX::kBytes + StageOfDY::kBytes;",
         "kStageBytes = StageOfX::kBytes;",
         RACE,
-        STAGED_BACKWARD,
+        PIPELINED_BACKWARD,
     ),
     Mutation(
         "the stage of the weight over that of rows",
-        "forward_staged.cu",
+        "forward_pipelined.cu",
         "stage_of_weight = stages + Stages * StageOfX::kBytes;",
         "stage_of_weight = stages;",
         RACE,
-        STAGED_FORWARD,
+        PIPELINED_FORWARD,
     ),
     Mutation(
         "a copy past the row",
@@ -2853,7 +2863,7 @@ MUTATIONS = [
         "const bool valid = inside<Vector>(first, element, n);",
         "const bool valid = true;",
         OUT_OF_BOUNDS,
-        STAGED_BACKWARD,
+        PIPELINED_BACKWARD,
     ),
     Mutation(
         "a copy past the row by one access",
@@ -2861,7 +2871,7 @@ MUTATIONS = [
         "const bool valid = inside<Vector>(first, element, n);",
         "const bool valid = inside<Vector>(first, element, n + 1);",
         OUT_OF_BOUNDS,
-        STAGED_BACKWARD,
+        PIPELINED_BACKWARD,
     ),
     Mutation(
         "an access's validity for the whole pack",
@@ -2877,7 +2887,7 @@ MUTATIONS = [
         "char* target = place(stage, p, begin / kPieceBytes) +",
         "char* target = place(stage, p, 0) +",
         f"{RACE}|{UNWRITTEN}",
-        staged("backward.cu", n=504),
+        pipelined("backward_pipelined.cu", n=504),
     ),
     Mutation(
         "all packs in the first one's place",
@@ -2885,7 +2895,7 @@ MUTATIONS = [
         "stage + ((p * kPieces + piece) * BlockThreads",
         "stage + (piece * BlockThreads",
         RACE,
-        staged("backward.cu", n=1000),
+        pipelined("backward_pipelined.cu", n=1000),
     ),
     Mutation(
         "the place of the thread beside",
@@ -2893,7 +2903,7 @@ MUTATIONS = [
         "char* target = place(stage, p, begin / kPieceBytes)",
         "char* target = place(stage, p, begin / kPieceBytes) + kPieceBytes",
         f"{RACE}|{UNWRITTEN}|{OUT_OF_BOUNDS}",
-        STAGED_BACKWARD,
+        PIPELINED_BACKWARD,
     ),
     Mutation(
         "the blocks of a cluster at the same columns",
@@ -2909,7 +2919,7 @@ MUTATIONS = [
         "block * PacksPerThread + p;",
         "block + p;",
         f"{RACE}|{UNWRITTEN}",
-        staged("backward.cu", n=504, packs_per_thread=2),
+        pipelined("backward_pipelined.cu", n=504, packs_per_thread=2),
     ),
     Mutation(
         "one mailbox for two",
@@ -2973,11 +2983,11 @@ MUTATIONS = [
         "while (power < n)",
         "while (2 * power < n)",
         VALUE,
-        staged("backward.cu", cluster_blocks=9),
+        pipelined("backward_pipelined.cu", cluster_blocks=9),
     ),
     Mutation(
         "every block of a cluster writes rstd",
-        "forward_staged.cu",
+        "forward_pipelined.cu",
         "team.block == 0 && team.rank == 0",
         "team.rank == 0",
         RACE,
@@ -3009,7 +3019,7 @@ MUTATIONS = [
     ),
     Mutation(
         "products overflow without a word, backward",
-        "backward.cu",
+        "backward_pipelined.cu",
         "team.any(wild != T(0))",
         "team.any(false)",
         VALUE,
@@ -3017,7 +3027,7 @@ MUTATIONS = [
     ),
     Mutation(
         "products overflow without a word, backward resident",
-        "backward_resident.cu",
+        "backward_in_registers.cu",
         "wild = is_wild(means)",
         "wild = false",
         VALUE,
@@ -3025,7 +3035,7 @@ MUTATIONS = [
     ),
     Mutation(
         "products overflow without a word, backward strips",
-        "backward_strips.cu",
+        "backward_column_parallel.cu",
         "mark_if_wild(of_row.means, false);",
         "",
         VALUE,
@@ -3065,7 +3075,7 @@ MUTATIONS = [
     ),
     Mutation(
         "rows beside a wild one are computed again as well",
-        "backward.cu",
+        "backward_pipelined.cu",
         "own == own",
         "row >= n_rows",
         VALUE,
@@ -3097,7 +3107,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a cluster's blocks take rows of their own",
-        "forward_staged.cu",
+        "forward_pipelined.cu",
         "const int group = static_cast<int>(block_index() / ClusterBlocks);",
         "const int group = static_cast<int>(block_index());",
         "has ended",
@@ -3106,7 +3116,7 @@ MUTATIONS = [
     # ---- rows by a count ----
     Mutation(
         "a row that was dealt out is handed out again",
-        "forward_staged.cu",
+        "forward_pipelined.cu",
         "first_counted = (Stages + kTurns) * groups;",
         "first_counted = (Stages + kTurns) * groups - 1;",
         RACE,
@@ -3114,7 +3124,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a row is left out behind those that are dealt out",
-        "forward_staged.cu",
+        "forward_pipelined.cu",
         "first_counted = (Stages + kTurns) * groups;",
         "first_counted = (Stages + kTurns) * groups + 1;",
         UNWRITTEN,
@@ -3122,7 +3132,7 @@ MUTATIONS = [
     ),
     Mutation(
         "one warp has every turn",
-        "forward_staged.cu",
+        "forward_pipelined.cu",
         "turn = turn + 1 == kTurns ? 0 : turn + 1;",
         "",
         UNWRITTEN,
@@ -3130,15 +3140,15 @@ MUTATIONS = [
     ),
     Mutation(
         "rows in turn step too far",
-        "forward_staged.cu",
+        "forward_pipelined.cu",
         "asked += kTurns * groups;",
         "asked += (kTurns + 1) * groups;",
         UNWRITTEN,
-        staged("forward_staged.cu", counted=False),
+        pipelined("forward_pipelined.cu", counted=False),
     ),
     Mutation(
         "each block of a cluster says which row is next",
-        "forward_staged.cu",
+        "forward_pipelined.cu",
         "const bool sends = team.block == 0 && warp == turn;",
         "const bool sends = warp == turn;",
         f"{STUCK}|mailbox|{RACE}",
@@ -3146,7 +3156,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the row that was asked for is forgotten",
-        "forward_staged.cu",
+        "forward_pipelined.cu",
         "rows[Stages - 1] = fetched;",
         "",
         "does not end",
@@ -3194,7 +3204,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the first mean of another row",
-        "forward_staged.cu",
+        "forward_pipelined.cu",
         "      if constexpr (Stages == 2) load_first_pack(fetched);\n",
         "",
         "bits of rows in turn",
@@ -3217,7 +3227,7 @@ MUTATIONS = [
             VALUE,
             where,
         )
-        for where in map(case, ("warps_off_guess", "staged_off_guess", "stream_off_guess"))
+        for where in map(case, ("warps_off_guess", "pipelined_off_guess", "stream_off_guess"))
     ),
     Mutation(
         "the first mean of a lane's own pack",
@@ -3237,19 +3247,19 @@ MUTATIONS = [
     ),
     Mutation(
         "the second round from the first mean",
-        "forward_staged.cu",
+        "forward_pipelined.cu",
         "again.shift = statistics.shift + statistics.correction;",
         "again.shift = statistics.shift;",
         VALUE,
-        case("staged_off_guess"),
+        case("pipelined_off_guess"),
     ),
     Mutation(
         "padded columns count",
-        "forward_staged.cu",
+        "forward_pipelined.cu",
         "(is_inside ? shift : T(0))",
         "shift",
         VALUE,
-        staged("forward_staged.cu", regime="mean_1e6", cluster_blocks=2),
+        pipelined("forward_pipelined.cu", regime="mean_1e6", cluster_blocks=2),
     ),
     Mutation(
         "padded columns count, backward",
@@ -3257,7 +3267,7 @@ MUTATIONS = [
         "is_inside ? offset : T(0)",
         "offset",
         VALUE,
-        staged("backward.cu", regime="mean_1e6", cluster_blocks=2),
+        pipelined("backward_pipelined.cu", regime="mean_1e6", cluster_blocks=2),
     ),
     Mutation(
         "columns past a streamed row count, backward",
@@ -3278,8 +3288,8 @@ MUTATIONS = [
 ]
 
 
-def run(build: Build, on: Case | FewRows | Overflowing | Staged | str) -> None:
-    if isinstance(on, Staged):
+def run(build: Build, on: Case | FewRows | Overflowing | Pipelined | str) -> None:
+    if isinstance(on, Pipelined):
         on.check(build)
         return
     if isinstance(on, Case):

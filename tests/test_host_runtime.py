@@ -11,8 +11,8 @@ from host.build import HERE, Build, KernelError, compiler_problem
 from host.gpu import Gpu
 from strategies import DTYPES
 
-from cupynorm._jit import Instantiation
-from cupynorm._spec import CPP_TYPES
+from cupynorm._compile import Instantiation
+from cupynorm._operation import CPP_TYPES
 from cupynorm.reference import round_once
 
 pytestmark = pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem()))

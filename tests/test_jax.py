@@ -28,7 +28,7 @@ from jax_calls import check  # noqa: E402
 
 import cupynorm  # noqa: E402
 import cupynorm.jax  # noqa: E402
-from cupynorm._spec import BackwardSpec, ForwardSpec  # noqa: E402
+from cupynorm._operation import BackwardSpec, ForwardSpec  # noqa: E402
 from cupynorm.jax import _derivatives, _kernels, _operations, _xla  # noqa: E402
 
 NORMS = ("rms_norm", "layer_norm")

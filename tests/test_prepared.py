@@ -34,7 +34,7 @@ class Subclass(cupy.ndarray):
 
 
 class Machine:
-    """Two devices that launch nothing: it stands for the runtime below `_launch`."""
+    """Two devices that launch nothing: it stands for the runtime below `_calls`."""
 
     def __init__(self) -> None:
         self.current = 0
@@ -104,14 +104,14 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     machine = Machine()
     stream = SimpleNamespace(ptr=STREAM, is_capturing=lambda: False)
     # Imported with the runtime in place, as it is where there is a GPU.
-    from cupynorm import _launch
+    from cupynorm import _calls
 
-    monkeypatch.setattr(_launch, "_get_device", lambda: machine.current)
-    monkeypatch.setattr(_launch, "_get_current_stream", lambda: stream)
-    monkeypatch.setattr(_launch, "_on", machine.on)
-    monkeypatch.setattr(_launch, "_contiguous", machine.contiguous)
-    monkeypatch.setattr(_launch, "forward_plan", machine.forward_plan)
-    monkeypatch.setattr(_launch, "backward_plan", machine.backward_plan)
+    monkeypatch.setattr(_calls, "_get_device", lambda: machine.current)
+    monkeypatch.setattr(_calls, "_get_current_stream", lambda: stream)
+    monkeypatch.setattr(_calls, "_on", machine.on)
+    monkeypatch.setattr(_calls, "_contiguous", machine.contiguous)
+    monkeypatch.setattr(_calls, "forward_plan", machine.forward_plan)
+    monkeypatch.setattr(_calls, "backward_plan", machine.backward_plan)
     monkeypatch.setattr(_prepared, "calls", {})
     cupy.cuda.set_allocator(machine.allocate)
     yield machine
@@ -486,10 +486,10 @@ def test_each_backward_has_its_bitmask(machine: Machine, function: Callable[...,
 def test_rows_that_are_counted_have_scratch_of_their_own_each_time(
     machine: Machine, counted: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cupynorm import _launch
+    from cupynorm import _calls
 
     kept: list[Any] = []
-    monkeypatch.setattr(_launch, "_keep_if_captured", lambda memory, _: kept.append(memory))
+    monkeypatch.setattr(_calls, "_keep_if_captured", lambda memory, _: kept.append(memory))
     machine.counted = counted
     for calls in (1, 2, 3):
         cupynorm.rms_norm(machine.array(SHAPE), relu=(0.0, 6.0))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from strategies import DTYPES, Problem, make_values, problems
 
 from cupynorm import reference, testing
-from cupynorm._results import NormBackward
+from cupynorm._operation import NormBackward
 from cupynorm.reference import Array, Float64, Norm, round_once, sum_to_shape
 
 NORMS: tuple[Norm, ...] = ("rms_norm", "layer_norm")

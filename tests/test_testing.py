@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from strategies import DTYPES, REGIMES, WIDTHS, dtypes, make_values
 
 from cupynorm import reference
-from cupynorm._results import NormBackward, NormForward
+from cupynorm._operation import NormBackward, NormForward
 from cupynorm.reference import Array, Norm
 from cupynorm.testing import assert_one_rounding, check_backward, check_forward
 

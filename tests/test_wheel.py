@@ -21,14 +21,14 @@ KERNELS = {path.name for path in (ROOT / "kernels").iterdir()}
 PROBE = """
 import json
 import cupynorm
-from cupynorm import _jit
+from cupynorm import _compile
 
-folder = _jit.kernels_directory()
+folder = _compile.kernels_directory()
 names = sorted(path.name for path in folder.iterdir())
 print(json.dumps({
     "package": cupynorm.__file__,
     "folder": str(folder),
-    "sizes": {name: len(_jit.source(name)) for name in names},
+    "sizes": {name: len(_compile.source(name)) for name in names},
 }))
 """
 

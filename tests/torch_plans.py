@@ -17,7 +17,7 @@ import numpy as np
 from strategies import DTYPES
 
 from cupynorm import reference
-from cupynorm._spec import ITEMSIZE, BackwardSpec, ForwardSpec, compute_dtype
+from cupynorm._operation import ITEMSIZE, BackwardSpec, ForwardSpec, compute_dtype
 from cupynorm.torch import _kernels
 
 STREAM = 0x5EED

@@ -29,7 +29,7 @@ from jax.sharding import PartitionSpec
 
 from cupynorm import _checks
 from cupynorm._arrays import DTYPES, check_no_mask
-from cupynorm._spec import ForwardSpec, Norm
+from cupynorm._operation import ForwardSpec, Norm
 from cupynorm.jax import _formula
 from cupynorm.jax._derivatives import differentiable, wide
 from cupynorm.jax._operations import split_as

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from cupynorm._spec import ITEMSIZE, BackwardSpec, ForwardSpec, compute_dtype
+from cupynorm._operation import ITEMSIZE, BackwardSpec, ForwardSpec, compute_dtype
 from cupynorm.jax import _formula
 from cupynorm.jax._operations import Backward, Forward, split_as
 from cupynorm.jax._refusals import in_reverse

@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from cupynorm._config import pack_length
 from cupynorm._environment import import_cupy
-from cupynorm._spec import BackwardSpec, ForwardSpec
+from cupynorm._layout import pack_length
+from cupynorm._operation import BackwardSpec, ForwardSpec
 from cupynorm.jax._refusals import not_compiled
 from cupynorm.jax._xla import Handler, Launch
 

@@ -25,7 +25,7 @@ from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from cupynorm._spec import BackwardSpec, ForwardSpec
+from cupynorm._operation import BackwardSpec, ForwardSpec
 from cupynorm.jax import _formula, _kernels
 
 __all__ = ["Backward", "Forward", "split_as"]
@@ -163,8 +163,8 @@ def _split(operation: _Operation, *operands: Any) -> Arrays:
         with jax.sharding.use_abstract_mesh(mesh) if inside.empty else contextlib.nullcontext():
             return jax.shard_map(
                 functools.partial(operation.local_sum, axes),
-                in_specs=tuple(_spec(name, kept, operation.k) for name in operation.operands),
-                out_specs=tuple(_spec(name, kept, operation.k) for name in operation.results),
+                in_specs=tuple(_operation(name, kept, operation.k) for name in operation.operands),
+                out_specs=tuple(_operation(name, kept, operation.k) for name in operation.results),
                 axis_names=set(axes),
                 # Within a shard_map over other axes, the results vary along those as x does.
                 check_vma=bool(jax.typeof(x).manual_axis_type.varying),
@@ -213,7 +213,7 @@ def _partitioned(operation: _Operation) -> Any:
         mesh, spec = _mesh_of(operands[0].sharding, len(operands[0].shape))
         kept = spec[: -operation.k]
         of_results, of_operands = (
-            tuple(NamedSharding(mesh, _spec(name, kept, operation.k)) for name in names)
+            tuple(NamedSharding(mesh, _operation(name, kept, operation.k)) for name in names)
             for names in (operation.results, operation.operands)
         )
         return mesh, kept, of_results, of_operands
@@ -317,7 +317,7 @@ def _axes(spec: Any) -> tuple[str, ...]:
     )
 
 
-def _spec(name: str, kept: Any, k: int) -> PartitionSpec:
+def _operation(name: str, kept: Any, k: int) -> PartitionSpec:
     """Return how an array is split where the leading axes of rows are split as `kept`."""
     kind = KINDS[name]
     whole = {STATISTIC: 0, BITS: 1}.get(kind, k)  # axes, which no device has a part of

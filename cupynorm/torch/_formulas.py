@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from cupynorm._spec import Norm
+from cupynorm._operation import Norm
 from cupynorm.torch._kernels import compute_type
 
 __all__ = [

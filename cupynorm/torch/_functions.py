@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from cupynorm import _checks
-from cupynorm._spec import Norm
+from cupynorm._operation import Norm
 from cupynorm.torch import _operations
 from cupynorm.torch._kernels import Options, Relu, check_dense, compute_type
 

@@ -17,10 +17,10 @@ import torch
 from cupynorm import _checks, reference
 from cupynorm._arrays import BFLOAT16, DTYPES, row_stride
 from cupynorm._bitmask import bitmask_bytes
-from cupynorm._config import pack_length
 from cupynorm._environment import import_cupy
+from cupynorm._layout import pack_length
+from cupynorm._operation import ITEMSIZE, BackwardSpec, ForwardSpec, Norm
 from cupynorm._prepared import remember
-from cupynorm._spec import ITEMSIZE, BackwardSpec, ForwardSpec, Norm
 
 __all__ = [
     "NUMPY_DTYPES",

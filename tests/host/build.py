@@ -1,4 +1,4 @@
-"""From an instantiation to a function on the host: what `cupynorm._jit` does with NVRTC, by g++.
+"""From an instantiation to a function on the host: by g++, as `cupynorm._compile` does by NVRTC.
 
 A build is a directory that holds the files of `kernels/`, edited or not, with the host's device.cuh
 in place of the GPU's, and shared libraries of instantiations, compiled when first needed.
@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from cupynorm._jit import Instantiation, kernels_directory
+from cupynorm._compile import Instantiation, kernels_directory
 
 __all__ = ["Build", "Edits", "Entry", "KernelError", "compiler_problem", "runtime"]
 
@@ -34,7 +34,7 @@ HERE = Path(__file__).resolve().parent
 
 # -fsanitize makes g++ announce each access to the runtime, which has the functions that it calls.
 # -Og takes four fifths of the time of -O1. Nothing is fused that the kernels do not fuse: see
-# cupynorm._jit.OPTIONS.
+# cupynorm._compile.OPTIONS.
 COMMON = ("-std=c++17", "-fPIC", "-ffp-contract=off", "-fno-math-errno")
 CHECKED = (
     *("-Og", "-gdwarf-4", "-g1", "-fsanitize=thread"),

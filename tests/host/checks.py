@@ -20,8 +20,8 @@ from strategies import (
 )
 
 from cupynorm import pack_bitmask, testing
-from cupynorm._config import pack_length
-from cupynorm._jit import Instantiation
+from cupynorm._compile import Instantiation
+from cupynorm._layout import pack_length
 from host.build import Build
 from host.gpu import ARCHITECTURE, Gpu
 
@@ -397,7 +397,7 @@ def _cases() -> list[Case]:
             Case("relu_nonfinite", norm, 9, 300, "float16", regime="nonfinite", relu=RELUS[0]),
             Case("stream_wild", norm, 4, 12296, "float32", None, None, regime="extreme", eps=0.0),
             Case("stream_nonfinite", norm, 6, 12300, "float32", None, regime="nonfinite"),
-            Case("staged_cluster", norm, 3, 8200, "float64", "float64", dy="float32"),
+            Case("pipelined_cluster", norm, 3, 8200, "float64", "float64", dy="float32"),
             # Longer than clusters hold: streamed by clusters, whole packs backward in strips.
             Case("cluster", norm, 3, 65541, "float64", None, dy="float32", gap=2),
             Case("cluster_tiles", norm, 2, 140004, "float32", zero_centered=True, gap=4),
@@ -490,7 +490,7 @@ def _cases() -> list[Case]:
     cases.append(Case("outlier", "layer_norm", 60, 511, "float32", bias=None, regime="outlier"))
     for n in (64, 511, 512):
         cases.append(Case(f"pair_{n}", "layer_norm", 60, n, "float32", bias=None, regime="pair"))
-    for name, n in (("warps", 4096), ("staged", 10240), ("stream", 12304)):
+    for name, n in (("warps", 4096), ("pipelined", 10240), ("stream", 12304)):
         name = f"{name}_off_guess"
         cases.append(Case(name, "layer_norm", 4, n, "float32", bias=None, regime="off_guess"))
     cases.append(
@@ -538,7 +538,7 @@ ADDRESSES = [
 # Those that few rows may have kernels of their own for, and as many of a lone row.
 _LONGER = ("warp", "in_place", "block", "relu_warps", "range")
 FEW = [case for case in CASES if case.name.startswith(_LONGER) and case.m <= 64][::3]
-FEW += [case for case in CASES if case.name in ("staged_cluster", "infinite_dy_300")]
+FEW += [case for case in CASES if case.name in ("pipelined_cluster", "infinite_dy_300")]
 FEW += [case for case in CASES if case.name.startswith("columns")]
 for _norm in NORMS:
     FEW += [

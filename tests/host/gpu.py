@@ -1,6 +1,6 @@
-"""A GPU for `cupynorm._launch`: CuPy's arrays and functions, as far as it uses them, by NumPy.
+"""A GPU for `cupynorm._calls`: CuPy's arrays and functions, as far as it uses them, by NumPy.
 
-`_launch` and `_plans` are executed a second time with this in place of CuPy and of the driver, so
+`_calls` and `_plans` are executed a second time with this in place of CuPy and of the driver, so
 that their own code lays out the rows, chooses the grid, orders the arguments and allocates scratch.
 Memory comes as from CuPy's pool, aligned and holding NaN; kernels may touch what an array holds and
 nothing beside.
@@ -24,15 +24,15 @@ from unittest import mock
 import numpy as np
 
 import cupynorm
-from cupynorm import NormBackward, NormForward, _jit
+from cupynorm import NormBackward, NormForward, _compile
 from cupynorm._checks import trailing_axes
-from cupynorm._config import (
-    ResidentForward,
+from cupynorm._compile import Instantiation
+from cupynorm._layout import (
+    ForwardInRegisters,
     forward_config,
     shared_limit,
 )
-from cupynorm._config._limits import MOST_CLUSTER_BLOCKS
-from cupynorm._jit import Instantiation
+from cupynorm._layout.architectures import MOST_CLUSTER_BLOCKS
 from host.build import Build, KernelError, runtime
 
 __all__ = ["ARCHITECTURE", "Array", "Gpu"]
@@ -44,7 +44,7 @@ GAP = (1 << 20) + 512
 ARCHITECTURE = 90
 # The parameters' types, by the letters of the struct module.
 PARAMETERS = {"P": np.int64, "q": np.int64, "f": np.float32, "d": np.float64}
-# Single elements that kernels never get to see: _launch copies such arrays.
+# Single elements that kernels never get to see: _calls copies such arrays.
 MOST_SPANS = 4096
 
 
@@ -174,7 +174,7 @@ class Gpu:
         self.blocks_at_once = 64
         self.cupy: Any = _cupy(self.memory)
         self.architecture = architecture
-        self._launch = _copy_of_launch(
+        self._calls = _copy_of_calls(
             self.cupy, self.memory, self._load, multiprocessors, architecture, few_rows
         )
 
@@ -193,7 +193,7 @@ class Gpu:
         out: Any = None,
         store_statistics: bool = True,
     ) -> Any:
-        result, call = self._launch.forward(
+        result, call = self._calls.forward(
             norm,
             x,
             weight,
@@ -225,7 +225,7 @@ class Gpu:
         zero_centered: bool = False,
         dx: Any = None,
     ) -> NormBackward:
-        result, call = self._launch.backward(
+        result, call = self._calls.backward(
             norm,
             dy,
             x,
@@ -358,12 +358,12 @@ _copies = itertools.count()
 
 def _ahead_by_one(*of: Any) -> Any:
     config = forward_config(*of)
-    if isinstance(config, ResidentForward):
+    if isinstance(config, ForwardInRegisters):
         return dataclasses.replace(config, blocks_ahead=min(1, config.blocks_ahead))
     return config
 
 
-def _copy_of_launch(
+def _copy_of_calls(
     cupy: Any,
     memory: Memory,
     load: Callable[[Instantiation, int], Any],
@@ -371,7 +371,7 @@ def _copy_of_launch(
     architecture: int,
     few_rows: bool,
 ) -> ModuleType:
-    """Return `cupynorm._launch` executed again: its plans hold kernels of this GPU alone."""
+    """Return `cupynorm._calls` executed again: its plans hold kernels of this GPU alone."""
     plans = _copy_of("_plans", {})
     plans.multiprocessors = lambda device: multiprocessors  # type: ignore[attr-defined]
     plans.architecture = lambda device: architecture  # type: ignore[attr-defined]
@@ -381,12 +381,12 @@ def _copy_of_launch(
     if not few_rows:
         plans.few_rows_configs = lambda *_: ()  # type: ignore[attr-defined]
         plans.few_rows_backward_configs = lambda *_, **__: ()  # type: ignore[attr-defined]
-    plans._jit = SimpleNamespace(  # type: ignore[attr-defined]
+    plans._compile = SimpleNamespace(  # type: ignore[attr-defined]
         load=load,
-        forward_instantiation=_jit.forward_instantiation,
-        backward_instantiations=_jit.backward_instantiations,
+        forward_instantiation=_compile.forward_instantiation,
+        backward_instantiations=_compile.backward_instantiations,
     )
-    return _copy_of("_launch", {"cupy": cupy, "cupynorm._plans": plans})
+    return _copy_of("_calls", {"cupy": cupy, "cupynorm._plans": plans})
 
 
 def _copy_of(module: str, others: dict[str, Any]) -> ModuleType:

@@ -11,9 +11,9 @@ import numpy as np
 
 from cupynorm._arrays import DTYPES
 from cupynorm._checks import to_dtype
-from cupynorm._config import pack_length
 from cupynorm._environment import gpu_problem
-from cupynorm._spec import BackwardSpec, ForwardSpec, Norm
+from cupynorm._layout import pack_length
+from cupynorm._operation import BackwardSpec, ForwardSpec, Norm
 
 __all__ = ["supports", "warmup"]
 

@@ -15,26 +15,26 @@ from pathlib import Path
 from typing import Any
 
 from cupynorm import _driver
-from cupynorm._config import (
+from cupynorm._environment import USE_A_FOLDER
+from cupynorm._layout import (
     FIRST_WITH_OVERLAP,
+    BackwardColumnParallel,
     BackwardConfig,
-    ResidentBackward,
-    ResidentForward,
-    StagedBackward,
-    StagedForward,
-    StreamingForward,
-    StripsBackward,
+    BackwardInRegisters,
+    BackwardPipelined,
+    ForwardInRegisters,
+    ForwardPipelined,
+    ForwardStreaming,
+    backward_column_parallel_bytes,
+    backward_columns_bytes,
+    backward_in_registers_bytes,
+    backward_pipelined_bytes,
+    forward_in_registers_bytes,
+    forward_pipelined_bytes,
     reduction_bytes,
-    resident_backward_bytes,
-    resident_columns_bytes,
-    resident_forward_bytes,
-    staged_backward_bytes,
-    staged_forward_bytes,
-    strips_backward_bytes,
     team_bytes,
 )
-from cupynorm._environment import USE_A_FOLDER
-from cupynorm._spec import CPP_TYPES, BackwardSpec, ForwardSpec, compute_dtype
+from cupynorm._operation import CPP_TYPES, BackwardSpec, ForwardSpec, compute_dtype
 
 __all__ = [
     "OPTIONS",
@@ -76,7 +76,7 @@ def _scalar(x: str) -> str:
 
 
 def forward_instantiation(
-    spec: ForwardSpec, config: ResidentForward | StagedForward | StreamingForward
+    spec: ForwardSpec, config: ForwardInRegisters | ForwardPipelined | ForwardStreaming
 ) -> Instantiation:
     """Return the kernel of a forward pass."""
     what = (
@@ -88,7 +88,7 @@ def forward_instantiation(
     )
     operands = "PqPPPqPPP"  # x, x_stride, weight, bias, y, y_stride, mean, rstd, bitmask
     numbers = "qq" + 4 * _scalar(spec.x)  # n_rows, n_cols; inv_n, eps and the bounds of relu
-    if isinstance(config, ResidentForward):
+    if isinstance(config, ForwardInRegisters):
         template = _expression(
             "norm_forward",
             *what,
@@ -107,16 +107,16 @@ def forward_instantiation(
             config.vector,
         )
         return Instantiation(
-            "forward.cu",
+            "forward_in_registers.cu",
             template,
             operands + numbers,
             config.block_threads,
-            resident_forward_bytes(spec, config),
+            forward_in_registers_bytes(spec, config),
             config.cluster_blocks,
         )
-    if isinstance(config, StagedForward):
+    if isinstance(config, ForwardPipelined):
         template = _expression(
-            "norm_forward_staged",
+            "norm_forward_pipelined",
             *what,
             config.hold_weight,
             config.hold_bias,
@@ -133,11 +133,11 @@ def forward_instantiation(
             config.vector,
         )
         return Instantiation(
-            "forward_staged.cu",
+            "forward_pipelined.cu",
             template,
             operands + "P" + numbers,  # the count between them
             config.block_threads,
-            staged_forward_bytes(spec, config),
+            forward_pipelined_bytes(spec, config),
             config.cluster_blocks,
         )
     threads = config.block_threads
@@ -173,13 +173,13 @@ def backward_instantiations(
     scalar = _scalar(spec.x)
     operands = "PqPqPPPP"  # dy, dy_stride, x, x_stride, weight, mean, rstd, bitmask
     compute = compute_dtype(spec.x)
-    if isinstance(config, ResidentBackward):
+    if isinstance(config, BackwardInRegisters):
         gradients = [spec.weight, spec.dbias]
         if config.reduction is not None:
             gradients = [None if dtype is None else compute for dtype in gradients]
         of_gradients = tuple(CPP_TYPES[dtype] for dtype in gradients)
         template = _expression(
-            "norm_backward_resident",
+            "norm_backward_in_registers",
             *types,
             *of_gradients,
             *options,
@@ -195,31 +195,31 @@ def backward_instantiations(
         )
         passes: tuple[Instantiation, ...] = (
             Instantiation(
-                "backward_resident.cu",
+                "backward_in_registers.cu",
                 template,
                 # dx, dx_stride, dweight, dbias, means_of_h; n_rows, n_cols; inv_n
                 operands + "PqPPPqq" + scalar,
                 config.block_threads,
-                resident_backward_bytes(spec, config),
+                backward_in_registers_bytes(spec, config),
                 config.cluster_blocks,
             ),
         )
         if config.column_threads and spec.norm == "layer_norm":
             threads = config.column_threads
             columns = Instantiation(
-                "backward_resident.cu",
+                "backward_in_registers.cu",
                 _expression(
-                    "norm_backward_resident_columns",
+                    "norm_backward_in_registers_columns",
                     *(*types, *of_gradients, spec.bitmask),
                     *(config.column_lanes, threads, config.vector),
                 ),
                 operands + "PPPqq",  # means_of_h, dweight, dbias; n_rows, n_cols
                 threads,
-                resident_columns_bytes(spec, config),
+                backward_columns_bytes(spec, config),
                 overlaps=True,
             )
             passes = (*passes, columns)
-    elif isinstance(config, StagedBackward):
+    elif isinstance(config, BackwardPipelined):
         template = _expression(
             "norm_backward",
             *types,
@@ -245,17 +245,17 @@ def backward_instantiations(
         )
         passes = (
             Instantiation(
-                "backward.cu",
+                "backward_pipelined.cu",
                 template,
                 operands + "PqPqq" + scalar,  # dx, dx_stride, partials; n_rows, n_cols; inv_n
                 config.block_threads,
-                staged_backward_bytes(spec, config),
+                backward_pipelined_bytes(spec, config),
                 config.cluster_blocks,
             ),
         )
-    elif isinstance(config, StripsBackward):
+    elif isinstance(config, BackwardColumnParallel):
         template = _expression(
-            "norm_backward_strips",
+            "norm_backward_column_parallel",
             *types,
             CPP_TYPES[spec.dbias],
             *options,
@@ -266,12 +266,12 @@ def backward_instantiations(
         )
         passes = (
             Instantiation(
-                "backward_strips.cu",
+                "backward_column_parallel.cu",
                 template,
                 # dx, dx_stride, dweight, dbias, arrived, exchange; n_rows, n_cols; inv_n
                 operands + "PqPPPPqq" + scalar,
                 config.block_threads,
-                strips_backward_bytes(spec, config),
+                backward_column_parallel_bytes(spec, config),
                 at_once=True,
             ),
         )
@@ -327,7 +327,7 @@ def kernels_directory() -> Path:
     """Return the directory of the CUDA sources: in the package, or beside it in a checkout."""
     here = Path(__file__).resolve().parent
     for directory in (here / "kernels", here.parent / "kernels"):
-        if (directory / "forward.cu").is_file():
+        if (directory / "forward_in_registers.cu").is_file():
             return directory
     raise FileNotFoundError(
         f"cupynorm's CUDA sources are neither in {here / 'kernels'} nor in "

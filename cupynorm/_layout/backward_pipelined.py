@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from cupynorm._config._limits import (
+from cupynorm._layout.architectures import (
     FIRST_WITH_ASYNCHRONOUS_COPIES,
     FIRST_WITH_CLUSTERS,
     LEAST_FILLED,
@@ -26,13 +26,13 @@ from cupynorm._config._limits import (
     team_threads,
     widest,
 )
-from cupynorm._config._reduction import Reduction, reduction_of
-from cupynorm._spec import ITEMSIZE, BackwardSpec, compute_dtype
+from cupynorm._layout.reduction import Reduction, reduction_of
+from cupynorm._operation import ITEMSIZE, BackwardSpec, compute_dtype
 
 
 @dataclass(frozen=True)
-class StagedBackward:
-    """As _forward_staged.StagedForward, with the weight gradients; each team of a block has a row.
+class BackwardPipelined:
+    """As ForwardPipelined, with the weight gradients; each team of a block has a row.
 
     `hold_row`: xhat and dy stay in registers from a row's sums on. `shared_sums`: of how many
     gradients the sums of rows so far wait in shared memory. `hold_sums`: the other's in registers,
@@ -65,8 +65,8 @@ class StagedBackward:
         return self.block_threads // self.row_threads
 
 
-def staged_backward_bytes(spec: BackwardSpec, config: StagedBackward) -> int:
-    """Return the shared memory of a block: see kernels/backward.cu."""
+def backward_pipelined_bytes(spec: BackwardSpec, config: BackwardPipelined) -> int:
+    """Return the shared memory of a block: see kernels/backward_pipelined.cu."""
     elements = config.block_threads * config.packs_per_thread * pack_length(spec.x)
     size = team_bytes(spec.x, config.row_threads, config.block_threads, config.cluster_blocks)
     size += config.stages * elements * (ITEMSIZE[spec.x] + ITEMSIZE[spec.dy])
@@ -85,9 +85,9 @@ def staged_backward_bytes(spec: BackwardSpec, config: StagedBackward) -> int:
     return size + config.shared_sums * sums
 
 
-def staged_backward(
+def backward_pipelined(
     spec: BackwardSpec, n: int, vector: int, architecture: int
-) -> StagedBackward | None:
+) -> BackwardPipelined | None:
     """Return the configuration of rows in shared memory, or None where that has no room."""
     for layout in _backward_layouts(spec, n, architecture):
         config = _of_layout(spec, n, vector, architecture, layout)
@@ -258,7 +258,7 @@ def _by_many_packs(
 
 def _of_layout(
     spec: BackwardSpec, n: int, vector: int, architecture: int, layout: _Layout
-) -> StagedBackward | None:
+) -> BackwardPipelined | None:
     """Return the configuration of a layout, or None where it finds no room."""
     row_threads, block_threads, blocks_per_multiprocessor, cluster_blocks, stages = layout
     length = pack_length(spec.x)
@@ -300,7 +300,7 @@ def _of_layout(
     # 218 us, not 228, for 16384 of 8188 (bfloat16, H200).
     for cells, fewer in itertools.product(choices, range(stages, 1, -1)):
         holds = by_8_bytes or (cells and spec.x == "float32" and not spec.bitmask)
-        config = StagedBackward(
+        config = BackwardPipelined(
             row_threads=row_threads,
             block_threads=block_threads,
             blocks_per_multiprocessor=blocks_per_multiprocessor,
@@ -322,7 +322,7 @@ def _of_layout(
         if in_part and by_cells and not cells:
             continue
         least_held = dataclasses.replace(config, hold_weight=False, cells=cells or in_part)
-        if max(staged_backward_bytes(spec, c) for c in (config, least_held)) <= limit:
+        if max(backward_pipelined_bytes(spec, c) for c in (config, least_held)) <= limit:
             return _completed(spec, n, config, limit, architecture)
     return None
 
@@ -330,7 +330,7 @@ def _of_layout(
 def _backward_registers(
     spec: BackwardSpec, packs: int, *, vector: int, hold_weight: bool, clustered: bool
 ) -> int:
-    """Return an estimate of the registers of a staged backward, fitted to NVRTC's counts."""
+    """Return an estimate of the registers of a pipelined backward, fitted to NVRTC's counts."""
     length = pack_length(spec.x)
     word = ITEMSIZE[compute_dtype(spec.x)] // 4
     registers = 52 + packs * length * word * spec.gradients
@@ -350,8 +350,8 @@ def _backward_registers(
 
 
 def _completed(
-    spec: BackwardSpec, n: int, config: StagedBackward, limit: int, architecture: int
-) -> StagedBackward:
+    spec: BackwardSpec, n: int, config: BackwardPipelined, limit: int, architecture: int
+) -> BackwardPipelined:
     """Return the configuration with all that does not decide whether it fits."""
     config = dataclasses.replace(config, hold_row=_holds_row(spec, config, architecture))
     found = _in_bulk(spec, config, architecture, limit)
@@ -361,7 +361,7 @@ def _completed(
     return _in_all_room(spec, n, found, limit, architecture)
 
 
-def _is_crowded(spec: BackwardSpec, config: StagedBackward, architecture: int) -> bool:
+def _is_crowded(spec: BackwardSpec, config: BackwardPipelined, architecture: int) -> bool:
     """Tell whether registers have no room for the weight, where rows are not copied in bulk.
 
     4 packs beside both gradients leave none, but in clusters, whose blocks are smaller; nor do 6 or
@@ -389,7 +389,7 @@ def _may_hold_rows(spec: BackwardSpec, architecture: int) -> bool:
     return with_room and architecture >= FIRST_WITH_ASYNCHRONOUS_COPIES
 
 
-def _holds_row(spec: BackwardSpec, config: StagedBackward, architecture: int) -> bool:
+def _holds_row(spec: BackwardSpec, config: BackwardPipelined, architecture: int) -> bool:
     """Tell whether xhat and dy of a row stay in registers.
 
     A tenth of the instructions less, and a stage is filled again a reduction earlier: 377 us, not
@@ -418,8 +418,8 @@ def _holds_row(spec: BackwardSpec, config: StagedBackward, architecture: int) ->
 
 
 def _in_all_room(
-    spec: BackwardSpec, n: int, config: StagedBackward, limit: int, architecture: int
-) -> StagedBackward:
+    spec: BackwardSpec, n: int, config: BackwardPipelined, limit: int, architecture: int
+) -> BackwardPipelined:
     """Return the configuration with what shared memory and L1 have room for besides.
 
     Sums leave room for rows in L1, if without some there is: LayerNorm takes 258 us, not 301, for
@@ -437,7 +437,7 @@ def _in_all_room(
     return _asking_less(spec, n, _sharing_sums(spec, config, limit), architecture)
 
 
-def _sharing_sums(spec: BackwardSpec, config: StagedBackward, limit: int) -> StagedBackward:
+def _sharing_sums(spec: BackwardSpec, config: BackwardPipelined, limit: int) -> BackwardPipelined:
     """Return the configuration with sums of rows in shared memory, as far as there is room.
 
     In partials they are read and written once every 64 rows, which all threads wait for: LayerNorm
@@ -452,8 +452,8 @@ def _sharing_sums(spec: BackwardSpec, config: StagedBackward, limit: int) -> Sta
     """
     if config.vector < pack_length(spec.x) and config.rows_per_block == 1:
         return config
-    used = staged_backward_bytes(spec, config)
-    size = staged_backward_bytes(spec, dataclasses.replace(config, shared_sums=1)) - used
+    used = backward_pipelined_bytes(spec, config)
+    size = backward_pipelined_bytes(spec, dataclasses.replace(config, shared_sums=1)) - used
     shared = max(0, min(spec.gradients, (limit - used) // size))
     if config.packs_per_thread > 4:
         shared = min(shared, 1)
@@ -466,18 +466,18 @@ def _is_dy_wider(spec: BackwardSpec) -> bool:
     return ITEMSIZE[spec.dy] > ITEMSIZE[spec.x]
 
 
-def _copies_halves(spec: BackwardSpec, config: StagedBackward) -> bool:
+def _copies_halves(spec: BackwardSpec, config: BackwardPipelined) -> bool:
     """Tell whether dy's packs are copied by halves, or less: not by cells, which lanes share."""
     return _is_dy_wider(spec) and not config.cells
 
 
-def _leaves_l1_room(spec: BackwardSpec, config: StagedBackward) -> bool:
-    return leave_l1_room(config.blocks_per_multiprocessor, staged_backward_bytes(spec, config))
+def _leaves_l1_room(spec: BackwardSpec, config: BackwardPipelined) -> bool:
+    return leave_l1_room(config.blocks_per_multiprocessor, backward_pipelined_bytes(spec, config))
 
 
 def _asking_less(
-    spec: BackwardSpec, n: int, config: StagedBackward, architecture: int
-) -> StagedBackward:
+    spec: BackwardSpec, n: int, config: BackwardPipelined, architecture: int
+) -> BackwardPipelined:
     """Return the configuration whose copies ask the L2 for fewer sectors of 32 bytes twice.
 
     Those of rows that begin at no lines do, as forward: of 4096 rows of 20008 RMSNorm takes 149
@@ -507,8 +507,8 @@ def _asking_less(
 
 
 def _in_bulk(
-    spec: BackwardSpec, config: StagedBackward, architecture: int, limit: int
-) -> StagedBackward | None:
+    spec: BackwardSpec, config: BackwardPipelined, architecture: int, limit: int
+) -> BackwardPipelined | None:
     """Return the configuration with bulk copies, where they are ahead and fit; the bits stay.
 
     LayerNorm, whose instructions are what it waits for, saves 6% of them: 197 us against 205 at
@@ -548,4 +548,4 @@ def _in_bulk(
     of_five = clustered and (in_pairs or spec.norm == "rms_norm" or packs > 1024)
     stages = 5 if of_five else 6 if clustered else 4
     in_bulk = dataclasses.replace(config, bulk=True, stages=stages)
-    return in_bulk if staged_backward_bytes(spec, in_bulk) <= limit else None
+    return in_bulk if backward_pipelined_bytes(spec, in_bulk) <= limit else None

@@ -6,19 +6,19 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from cupynorm._config._backward_staged import StagedBackward
-from cupynorm._config._limits import (
+from cupynorm._layout.architectures import (
     FIRST_WITH_OVERLAP,
     MOST_CLUSTER_BLOCKS,
     pack_length,
     shared_limit,
     team_bytes,
 )
-from cupynorm._config._reduction import Reduction
-from cupynorm._spec import ITEMSIZE, BackwardSpec, compute_dtype
+from cupynorm._layout.backward_pipelined import BackwardPipelined
+from cupynorm._layout.reduction import Reduction
+from cupynorm._operation import ITEMSIZE, BackwardSpec, compute_dtype
 
 # Beyond, the partials of each row are too many: of 256 rows of 4096 LayerNorm takes 14.4 us where
-# staged rows take 12.3 (bfloat16, H200).
+# pipelined rows take 12.3 (bfloat16, H200).
 # Rows with partials are those where dx is given, LayerNorm's short ones and those of sm_80; as many
 # have no weight gradients.
 MOST_RESIDENT_ROWS = 64
@@ -90,7 +90,7 @@ MOST_TEAMS_OF_SEVERAL_WARPS = 15
 
 
 @dataclass(frozen=True)
-class ResidentBackward:
+class BackwardInRegisters:
     """Few rows held in registers, each by `cluster_blocks` blocks of `row_threads` threads.
 
     Or several rows by a block of `block_threads`, of which a multiprocessor has registers for
@@ -124,12 +124,12 @@ class ResidentBackward:
 
 def few_rows_backward_configs(
     spec: BackwardSpec,
-    config: StagedBackward,
+    config: BackwardPipelined,
     architecture: int,
     multiprocessors: int,
     *,
     dx_given: bool = False,
-) -> tuple[tuple[int, ResidentBackward], ...]:
+) -> tuple[tuple[int, BackwardInRegisters], ...]:
     """Return the configurations of few rows, each behind the most rows that it is for, ascending.
 
     `dx_given`: dx may be dy, and no block may read what another writes.
@@ -140,7 +140,7 @@ def few_rows_backward_configs(
     of 1024, 5.0, not 7.9, for 128 of 2048, 8.8, not 10.9, for 512 of 4096, LayerNorm 7.7, not 9.0,
     for 128 of 4096 (bfloat16, H200).
     """
-    lone = ResidentBackward(
+    lone = BackwardInRegisters(
         row_threads=config.row_threads,
         block_threads=config.row_threads,
         blocks_per_multiprocessor=1,
@@ -152,7 +152,7 @@ def few_rows_backward_configs(
         column_lanes=0,
         reduction=None,
     )
-    beside_columns: tuple[tuple[int, ResidentBackward], ...] = ()
+    beside_columns: tuple[tuple[int, BackwardInRegisters], ...] = ()
     if spec.gradients and not dx_given:
         beside_columns = _beside_columns(spec, lone, architecture, multiprocessors)
     found = beside_columns or _with_partials(config, lone)
@@ -166,8 +166,8 @@ def few_rows_backward_configs(
 
 
 def _with_partials(
-    config: StagedBackward, lone: ResidentBackward
-) -> tuple[tuple[int, ResidentBackward], ...]:
+    config: BackwardPipelined, lone: BackwardInRegisters
+) -> tuple[tuple[int, BackwardInRegisters], ...]:
     """Return that of a row a block, which writes partials, if a row has a warp or more."""
     if lone.row_threads < 32:
         return ()
@@ -179,8 +179,8 @@ def _with_partials(
 
 
 def _beside_columns(
-    spec: BackwardSpec, lone: ResidentBackward, architecture: int, multiprocessors: int
-) -> tuple[tuple[int, ResidentBackward], ...]:
+    spec: BackwardSpec, lone: BackwardInRegisters, architecture: int, multiprocessors: int
+) -> tuple[tuple[int, BackwardInRegisters], ...]:
     """Return those of rows whose weight gradients further blocks sum, in place of partials."""
     rows = lone
     if spec.norm == "layer_norm":
@@ -200,8 +200,8 @@ def _beside_columns(
 
 
 def _with_columns(
-    spec: BackwardSpec, rows: ResidentBackward, columns: _Columns
-) -> ResidentBackward:
+    spec: BackwardSpec, rows: BackwardInRegisters, columns: _Columns
+) -> BackwardInRegisters:
     lanes = columns.least_lanes
     while lanes < 32 and rows.packs > columns.most_blocks * lanes:
         lanes *= 2
@@ -216,7 +216,7 @@ def _with_columns(
 
 
 def _most_rows_beside_columns(
-    spec: BackwardSpec, lone: ResidentBackward, multiprocessors: int
+    spec: BackwardSpec, lone: BackwardInRegisters, multiprocessors: int
 ) -> int:
     norm, blocks = spec.norm, lone.cluster_blocks
     if blocks == MOST_CLUSTER_BLOCKS:
@@ -235,11 +235,11 @@ def _most_rows_beside_columns(
 
 def _of_several_rows(
     spec: BackwardSpec,
-    config: StagedBackward,
-    lone: ResidentBackward,
+    config: BackwardPipelined,
+    lone: BackwardInRegisters,
     architecture: int,
     multiprocessors: int,
-) -> Iterator[tuple[int, ResidentBackward]]:
+) -> Iterator[tuple[int, BackwardInRegisters]]:
     """Yield those whose blocks have 2, 4, 8, ... rows, as many blocks as run at once.
 
     What they leave out is the rows' way through shared memory, and all that is for a next row:
@@ -256,23 +256,23 @@ def _of_several_rows(
         if teams > most_teams or not LEAST_THREADS_OF_TEAMS <= threads <= most_threads:
             continue
         few = dataclasses.replace(lone, block_threads=threads, reduction=config.reduction)
-        if resident_backward_bytes(spec, few) <= shared_limit(architecture):
+        if backward_in_registers_bytes(spec, few) <= shared_limit(architecture):
             yield teams * multiprocessors, few
 
 
-def resident_backward_bytes(spec: BackwardSpec, config: ResidentBackward) -> int:
-    """Return the shared memory of a block: see kernels/backward_resident.cu."""
+def backward_in_registers_bytes(spec: BackwardSpec, config: BackwardInRegisters) -> int:
+    """Return the shared memory of a block: see kernels/backward_in_registers.cu."""
     threads = config.row_threads
     size = team_bytes(spec.x, threads, config.block_threads, config.cluster_blocks)
     if config.rows_per_block > 1 and not config.column_threads:
         values = spec.gradients * config.block_threads * config.packs_per_thread
         size += values * pack_length(spec.x) * ITEMSIZE[compute_dtype(spec.x)]
     if config.column_threads and spec.norm == "rms_norm":
-        size = max(size, resident_columns_bytes(spec, config))
+        size = max(size, backward_columns_bytes(spec, config))
     return size
 
 
-def resident_columns_bytes(spec: BackwardSpec, config: ResidentBackward) -> int:
+def backward_columns_bytes(spec: BackwardSpec, config: BackwardInRegisters) -> int:
     """Return the shared memory of a block that sums the weight gradients of columns."""
     warps = config.column_threads // 32
     values = spec.gradients * warps * config.column_lanes * pack_length(spec.x)

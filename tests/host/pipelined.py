@@ -1,6 +1,6 @@
 """Kernels that spread a row over stages, clusters or a grid, in configurations of the test's own.
 
-Those that cupynorm._config chooses are for rows longer than the host has time for.
+Those that cupynorm._layout chooses are for rows longer than the host has time for.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ import numpy as np
 from strategies import DTYPES, Layout, make_values
 
 from cupynorm import NormBackward, NormForward, pack_bitmask, reference, testing
-from cupynorm._config import (
-    StripsBackward,
+from cupynorm._compile import Instantiation, kernels_directory
+from cupynorm._layout import (
+    BackwardColumnParallel,
+    backward_column_parallel_bytes,
+    column_parallel_counts_bytes,
+    column_parallel_exchange_bytes,
     pack_length,
     partials_stride,
-    strips_backward_bytes,
-    strips_counts_bytes,
-    strips_exchange_bytes,
 )
-from cupynorm._jit import Instantiation, kernels_directory
-from cupynorm._spec import CPP_TYPES, ITEMSIZE, BackwardSpec, compute_dtype
+from cupynorm._operation import CPP_TYPES, ITEMSIZE, BackwardSpec, compute_dtype
 from host.build import Build
 from host.gpu import Array, Gpu
 
-__all__ = ["STAGED", "Staged"]
+__all__ = ["PIPELINED", "Pipelined"]
 
 REGIMES = ("mean_1e6", "extreme", "mixed_rows", "nonfinite", "zero_rows")
 RELU = (-0.5, 1.0)
 
 
 @dataclasses.dataclass(frozen=True)
-class Staged:
+class Pipelined:
     """One launch, of the kernel of `file`, and what it is to compute; dtypes by name."""
 
     file: str
@@ -82,11 +82,11 @@ class Staged:
 
     @property
     def in_strips(self) -> bool:
-        return self.file == "backward_strips.cu"
+        return self.file == "backward_column_parallel.cu"
 
     @property
     def is_forward(self) -> bool:
-        return self.file == "forward_staged.cu"
+        return self.file == "forward_pipelined.cu"
 
     @property
     def strips(self) -> int:
@@ -154,9 +154,9 @@ class Staged:
         spelled = ", ".join(str(a).lower() if isinstance(a, bool) else str(a) for a in chosen)
         scalar = "d" if compute_dtype(self.x) == "float64" else "f"
         letters = {
-            "backward.cu": "PqPqPPPPPqPqq",
-            "backward_strips.cu": "PqPqPPPPPqPPPPqq",
-            "forward_staged.cu": "PqPPPqPPPPqq",
+            "backward_pipelined.cu": "PqPqPPPPPqPqq",
+            "backward_column_parallel.cu": "PqPqPPPPPqPPPPqq",
+            "forward_pipelined.cu": "PqPPPqPPPPqq",
         }
         return Instantiation(
             self.file,
@@ -173,7 +173,7 @@ class Staged:
     def _shared_bytes(self) -> int:
         compute = ITEMSIZE[compute_dtype(self.x)]
         if self.in_strips:
-            return strips_backward_bytes(self._spec, self._strips_config)
+            return backward_column_parallel_bytes(self._operation, self._strips_config)
         warps = max(1, self.row_threads // 32)
         scratch = 2 * self.teams * warps * 4 * compute if warps > 1 else 0
         if self.cluster_blocks > 1:
@@ -200,7 +200,7 @@ class Staged:
         return scratch + stages + partials + self.shared_sums * self.columns * compute
 
     @property
-    def _spec(self) -> BackwardSpec:
+    def _operation(self) -> BackwardSpec:
         other = self.other or self.x
         dbias = other if self.dbias else None
         return BackwardSpec(
@@ -208,8 +208,8 @@ class Staged:
         )
 
     @property
-    def _strips_config(self) -> StripsBackward:
-        return StripsBackward(self.strips, self.row_threads, self.group_rows, self.vector)
+    def _strips_config(self) -> BackwardColumnParallel:
+        return BackwardColumnParallel(self.strips, self.row_threads, self.group_rows, self.vector)
 
     def check(self, build: Build) -> None:
         """Run the kernel and check what it returns."""
@@ -313,9 +313,9 @@ class Staged:
         if self.in_strips:
             dweight = None if weight is None else gpu.cupy.empty(self.n, dtype)
             dbias = gpu.cupy.empty(self.n, dtype) if self.dbias else None
-            exchanged = strips_exchange_bytes(self._spec, self._strips_config)
+            exchanged = column_parallel_exchange_bytes(self._operation, self._strips_config)
             exchange = (
-                gpu.cupy.zeros(strips_counts_bytes() // 4, np.uint32),
+                gpu.cupy.zeros(column_parallel_counts_bytes() // 4, np.uint32),
                 gpu.cupy.empty(exchanged // compute().itemsize, compute),
             )
             self._launch(gpu, *rows, *operands, bits, dx, dweight, dbias, *exchange, *sizes)
@@ -345,82 +345,86 @@ class Staged:
         return found
 
 
-def _staged() -> Iterable[Staged]:
+def _pipelined() -> Iterable[Pipelined]:
     for norm in ("rms_norm", "layer_norm"):
-        for file in ("backward.cu", "backward_strips.cu", "forward_staged.cu"):
+        for file in (
+            "backward_pipelined.cu",
+            "backward_column_parallel.cu",
+            "forward_pipelined.cu",
+        ):
 
-            def staged(m: int, n: int, x: str = "float32", **how: Any) -> Staged:
-                return Staged(file, norm, m, n, x, **how)  # noqa: B023
+            def pipelined(m: int, n: int, x: str = "float32", **how: Any) -> Pipelined:
+                return Pipelined(file, norm, m, n, x, **how)  # noqa: B023
 
-            if file == "backward_strips.cu":
+            if file == "backward_column_parallel.cu":
                 yield from (
                     # Groups that the rows fill or do not, one of them, two and more than places.
-                    *(staged(m, 600) for m in (1, 2, 3, 4, 5, 8, 11, 37)),
-                    staged(9, 1024, group_rows=3, zero_centered=True),
-                    staged(5, 512, other=None, dbias=False),
-                    staged(7, 776, "float16", other="bfloat16", row_threads=32, group_rows=1),
-                    staged(8, 400, row_threads=96, in_place=True, group_rows=4),
-                    staged(70, 300, row_threads=32, dbias=False, in_place=True),
-                    staged(13, 904, "bfloat16", other="float32", row_threads=32, group_rows=6),
-                    staged(6, 252, "float64", other="float64", row_threads=32),
-                    staged(6, 251, "bfloat16", other="bfloat16", row_threads=32),
-                    staged(9, 470, "float64", other="float32", row_threads=64),
+                    *(pipelined(m, 600) for m in (1, 2, 3, 4, 5, 8, 11, 37)),
+                    pipelined(9, 1024, group_rows=3, zero_centered=True),
+                    pipelined(5, 512, other=None, dbias=False),
+                    pipelined(7, 776, "float16", other="bfloat16", row_threads=32, group_rows=1),
+                    pipelined(8, 400, row_threads=96, in_place=True, group_rows=4),
+                    pipelined(70, 300, row_threads=32, dbias=False, in_place=True),
+                    pipelined(13, 904, "bfloat16", other="float32", row_threads=32, group_rows=6),
+                    pipelined(6, 252, "float64", other="float64", row_threads=32),
+                    pipelined(6, 251, "bfloat16", other="bfloat16", row_threads=32),
+                    pipelined(9, 470, "float64", other="float32", row_threads=64),
                     # More rows a group than a block has warps, more strips than a warp has lanes.
-                    staged(23, 4352, row_threads=32, group_rows=10),
+                    pipelined(23, 4352, row_threads=32, group_rows=10),
                     *(
-                        staged(m, n, x, bitmask=True, row_threads=32)
+                        pipelined(m, n, x, bitmask=True, row_threads=32)
                         for m, n, x in ((7, 300, "float32"), (6, 333, "bfloat16"))
                     ),
                     # Sums of half a group at once, of which the last has less than that.
                     *(
-                        staged(m, 520, "bfloat16", bitmask=True, row_threads=32, group_rows=6)
+                        pipelined(m, 520, "bfloat16", bitmask=True, row_threads=32, group_rows=6)
                         for m in (20, 23)
                     ),
                     # More rows than weight gradients are summed of at once.
-                    staged(150, 136, row_threads=32, group_rows=4),
-                    *(staged(7, 520, regime=regime, row_threads=64) for regime in REGIMES),
+                    pipelined(150, 136, row_threads=32, group_rows=4),
+                    *(pipelined(7, 520, regime=regime, row_threads=64) for regime in REGIMES),
                 )
                 continue
             yield from (
-                staged(9, 200),
-                staged(5, 256, other=None, dbias=False, packs_per_thread=2),
-                staged(3, 520, "float16", other="bfloat16", packs_per_thread=2, stages=3),
-                staged(8, 380, row_threads=96, in_place=True, hold_weight=True),
+                pipelined(9, 200),
+                pipelined(5, 256, other=None, dbias=False, packs_per_thread=2),
+                pipelined(3, 520, "float16", other="bfloat16", packs_per_thread=2, stages=3),
+                pipelined(8, 380, row_threads=96, in_place=True, hold_weight=True),
                 # Accesses of 8 bytes: the weight held, of one team.
-                staged(9, 500, "bfloat16", other="bfloat16", hold_weight=True),
-                staged(9, 506, packs_per_thread=2, cluster_blocks=2, hold_weight=True),
-                staged(11, 301, "bfloat16", other="float32", zero_centered=True, stages=3),
-                staged(150, 250, "float64", other="float64", packs_per_thread=2, groups=1),
+                pipelined(9, 500, "bfloat16", other="bfloat16", hold_weight=True),
+                pipelined(9, 506, packs_per_thread=2, cluster_blocks=2, hold_weight=True),
+                pipelined(11, 301, "bfloat16", other="float32", zero_centered=True, stages=3),
+                pipelined(150, 250, "float64", other="float64", packs_per_thread=2, groups=1),
                 # Of columns hardly more than the 64 that the forward wants at least.
-                staged(90, 69, regime="mean_1e6", row_threads=32),
+                pipelined(90, 69, regime="mean_1e6", row_threads=32),
                 # Clusters: the last block partly or wholly past the row's end, or all of it full.
-                staged(9, 500, cluster_blocks=2, zero_centered=True),
-                staged(7, 504, "bfloat16", row_threads=32, cluster_blocks=3, stages=3),
-                staged(3, 504, packs_per_thread=2, row_threads=32, cluster_blocks=2),
-                staged(6, 512, other=None, row_threads=64, cluster_blocks=2, dbias=False),
-                staged(
+                pipelined(9, 500, cluster_blocks=2, zero_centered=True),
+                pipelined(7, 504, "bfloat16", row_threads=32, cluster_blocks=3, stages=3),
+                pipelined(3, 504, packs_per_thread=2, row_threads=32, cluster_blocks=2),
+                pipelined(6, 512, other=None, row_threads=64, cluster_blocks=2, dbias=False),
+                pipelined(
                     8,
                     300,
                     row_threads=32,
                     cluster_blocks=4,
                     # Past the last row, LayerNorm's forward reads what another block may be
                     # writing, and makes nothing of it.
-                    in_place=file == "backward.cu" or norm == "rms_norm",
+                    in_place=file == "backward_pipelined.cu" or norm == "rms_norm",
                 ),
-                staged(2, 4500, row_threads=128, cluster_blocks=9),
-                staged(3, 4500, regime="odd_start", row_threads=256, packs_per_thread=5),
-                staged(70, 130, "float64", other="float32", cluster_blocks=2, groups=1),
-                staged(7, 301, "float16", other="float32", cluster_blocks=2, row_threads=32),
+                pipelined(2, 4500, row_threads=128, cluster_blocks=9),
+                pipelined(3, 4500, regime="odd_start", row_threads=256, packs_per_thread=5),
+                pipelined(70, 130, "float64", other="float32", cluster_blocks=2, groups=1),
+                pipelined(7, 301, "float16", other="float32", cluster_blocks=2, row_threads=32),
                 *(
-                    staged(7, 290, regime=regime, row_threads=row_threads, cluster_blocks=blocks)
+                    pipelined(7, 290, regime=regime, row_threads=row_threads, cluster_blocks=blocks)
                     for regime in REGIMES
                     for row_threads, blocks in ((96, 1), (64, 2))
                 ),
             )
-            if file == "forward_staged.cu":
+            if file == "forward_pipelined.cu":
                 # By cells with the weight held, as two clusters have rows, of odd length and not.
                 for n, other in ((602, "bfloat16"), (605, "bfloat16"), (605, "float32")):
-                    yield staged(
+                    yield pipelined(
                         9,
                         n,
                         "bfloat16",
@@ -432,35 +436,37 @@ def _staged() -> Iterable[Staged]:
                         stage_bias=True,
                         stages=3,
                     )
-            if file == "backward.cu":
-                yield staged(9, 492, "float16", other="float16", in_place=True, hold_weight=True)
+            if file == "backward_pipelined.cu":
+                yield pipelined(9, 492, "float16", other="float16", in_place=True, hold_weight=True)
                 if norm == "rms_norm":
-                    yield from _with_rows_held(staged)
+                    yield from _with_rows_held(pipelined)
                 # Rows at odd addresses and at even ones, of x and dy alike and not.
                 yield from (
-                    staged(9, 333, "bfloat16", other="bfloat16", gap=0, stages=3, groups=1),
-                    staged(9, 333, "float16", other="bfloat16", gap=2, offset=1),
-                    staged(
+                    pipelined(9, 333, "bfloat16", other="bfloat16", gap=0, stages=3, groups=1),
+                    pipelined(9, 333, "float16", other="bfloat16", gap=2, offset=1),
+                    pipelined(
                         7, 605, "bfloat16", other="bfloat16", gap=0, cluster_blocks=2, in_place=True
                     ),
-                    staged(7, 605, other="bfloat16", gap=0, cluster_blocks=2, packs_per_thread=2),
-                    staged(6, 333, other="bfloat16", gap=0, packs_per_thread=2),
+                    pipelined(
+                        7, 605, other="bfloat16", gap=0, cluster_blocks=2, packs_per_thread=2
+                    ),
+                    pipelined(6, 333, other="bfloat16", gap=0, packs_per_thread=2),
                     # Of an odd number of 8-byte cells a stage.
-                    staged(6, 333, other="bfloat16", gap=0, row_threads=96, zero_centered=True),
-                    staged(8, 37, "bfloat16", gap=0, bitmask=True, row_threads=32),
+                    pipelined(6, 333, other="bfloat16", gap=0, row_threads=96, zero_centered=True),
+                    pipelined(8, 37, "bfloat16", gap=0, bitmask=True, row_threads=32),
                 )
-            if file == "forward_staged.cu":
+            if file == "forward_pipelined.cu":
                 # As many rows as are dealt out beforehand, one more, and many; of one to four
                 # warps that take turns, and one that does not; kernels that count, given none.
                 yield from (
-                    staged(1, 200, counted=True, groups=1),
-                    *(staged(m, 200, counted=True) for m in (8, 9, 40)),
-                    staged(40, 200, counted=False),
-                    staged(40, 290, row_threads=96, counted=True, groups=3),
-                    staged(70, 500, row_threads=128, counted=True, in_place=norm == "rms_norm"),
-                    staged(50, 600, row_threads=160, stages=4, counted=True, regime="mean_1e6"),
+                    pipelined(1, 200, counted=True, groups=1),
+                    *(pipelined(m, 200, counted=True) for m in (8, 9, 40)),
+                    pipelined(40, 200, counted=False),
+                    pipelined(40, 290, row_threads=96, counted=True, groups=3),
+                    pipelined(70, 500, row_threads=128, counted=True, in_place=norm == "rms_norm"),
+                    pipelined(50, 600, row_threads=160, stages=4, counted=True, regime="mean_1e6"),
                     *(
-                        staged(m, 290, cluster_blocks=2, counted=counted, regime=regime)
+                        pipelined(m, 290, cluster_blocks=2, counted=counted, regime=regime)
                         for m, counted, regime in (
                             (6, True, "normal"),
                             (40, True, "normal"),
@@ -468,7 +474,7 @@ def _staged() -> Iterable[Staged]:
                             (30, True, "extreme"),
                         )
                     ),
-                    staged(
+                    pipelined(
                         40,
                         504,
                         "bfloat16",
@@ -478,20 +484,22 @@ def _staged() -> Iterable[Staged]:
                         counted=True,
                     ),
                     # The warp that asks for a row is not always the one that tells the sum.
-                    staged(60, 1700, cluster_blocks=3, row_threads=160, counted=True),
+                    pipelined(60, 1700, cluster_blocks=3, row_threads=160, counted=True),
                 )
                 # A ReLU's bits: of packs that share a byte, of whole packs and of single elements.
                 yield from (
-                    staged(5, 268, bitmask=True, row_threads=96),
-                    staged(4, 301, bitmask=True, packs_per_thread=2, zero_centered=True),
-                    staged(5, 333, "bfloat16", other="bfloat16", cluster_blocks=2, bitmask=True),
-                    staged(3, 131, "float64", other="float32", bitmask=True, row_threads=96),
+                    pipelined(5, 268, bitmask=True, row_threads=96),
+                    pipelined(4, 301, bitmask=True, packs_per_thread=2, zero_centered=True),
+                    pipelined(5, 333, "bfloat16", other="bfloat16", cluster_blocks=2, bitmask=True),
+                    pipelined(3, 131, "float64", other="float32", bitmask=True, row_threads=96),
                 )
                 # At any address, out of range as well: by cells, which then are packs.
-                yield staged(6, 333, "bfloat16", other="bfloat16", gap=0, regime="extreme")
-                yield staged(7, 605, other="bfloat16", gap=0, cluster_blocks=2, packs_per_thread=2)
+                yield pipelined(6, 333, "bfloat16", other="bfloat16", gap=0, regime="extreme")
+                yield pipelined(
+                    7, 605, other="bfloat16", gap=0, cluster_blocks=2, packs_per_thread=2
+                )
                 for other, in_place in (("float32", False), ("float16", norm == "rms_norm")):
-                    yield staged(
+                    yield pipelined(
                         *(9, 333, "float16"),
                         other=other,
                         gap=2,
@@ -500,34 +508,38 @@ def _staged() -> Iterable[Staged]:
                         in_place=in_place,
                     )
                 # A weight held, and moved by single elements.
-                yield staged(6, 333, other="bfloat16", packs_per_thread=2, hold_weight=True)
+                yield pipelined(6, 333, other="bfloat16", packs_per_thread=2, hold_weight=True)
                 # The weight alone.
-                yield staged(
+                yield pipelined(
                     5, 512, row_threads=64, packs_per_thread=2, hold_weight=True, stage_bias=True
                 )
-                yield staged(5, 300, cluster_blocks=2, hold_weight=True, stage_bias=True)
+                yield pipelined(5, 300, cluster_blocks=2, hold_weight=True, stage_bias=True)
                 # By 16 blocks, which ask for a float32 bias that is held when the sums are sent.
-                yield staged(3, 2048, row_threads=32, cluster_blocks=16, stages=3, hold_weight=True)
-            if file == "backward.cu":
+                yield pipelined(
+                    3, 2048, row_threads=32, cluster_blocks=16, stages=3, hold_weight=True
+                )
+            if file == "backward_pipelined.cu":
                 yield from (
                     # Teams of a block, some of them past the last row; gradients summed over them.
-                    staged(37, 60, row_threads=16, teams=4, stages=3),
-                    staged(300, 24, row_threads=8, teams=4, groups=1),
-                    staged(90, 3, regime="mean_1e6", row_threads=1, teams=32),
-                    staged(90, 3, regime="mean_1e6", row_threads=32),
-                    staged(30, 28, row_threads=8, teams=8, in_place=True, hold_weight=True),
-                    staged(21, 1000, "bfloat16", row_threads=64, teams=2, packs_per_thread=2),
-                    staged(40, 40, regime="extreme", row_threads=16, teams=4),
-                    staged(40, 40, regime="mixed_rows", eps=1e-35, row_threads=16, teams=4),
+                    pipelined(37, 60, row_threads=16, teams=4, stages=3),
+                    pipelined(300, 24, row_threads=8, teams=4, groups=1),
+                    pipelined(90, 3, regime="mean_1e6", row_threads=1, teams=32),
+                    pipelined(90, 3, regime="mean_1e6", row_threads=32),
+                    pipelined(30, 28, row_threads=8, teams=8, in_place=True, hold_weight=True),
+                    pipelined(21, 1000, "bfloat16", row_threads=64, teams=2, packs_per_thread=2),
+                    pipelined(40, 40, regime="extreme", row_threads=16, teams=4),
+                    pipelined(40, 40, regime="mixed_rows", eps=1e-35, row_threads=16, teams=4),
                     # In bulk: as many rows of a block as stages, one fewer or more, twice as many;
                     # teams past the last row; clusters.
-                    *(staged(m, 256, groups=1, stages=3, bulk=True) for m in (1, 2, 3, 4, 7)),
-                    staged(9, 512, packs_per_thread=2, hold_weight=True, stages=4, bulk=True),
+                    *(pipelined(m, 256, groups=1, stages=3, bulk=True) for m in (1, 2, 3, 4, 7)),
+                    pipelined(9, 512, packs_per_thread=2, hold_weight=True, stages=4, bulk=True),
                     *(
-                        staged(m, 512, "bfloat16", other="bfloat16", teams=3, stages=4, bulk=True)
+                        pipelined(
+                            m, 512, "bfloat16", other="bfloat16", teams=3, stages=4, bulk=True
+                        )
                         for m in (5, 37)
                     ),
-                    staged(
+                    pipelined(
                         11,
                         1024,
                         "bfloat16",
@@ -537,11 +549,14 @@ def _staged() -> Iterable[Staged]:
                         other="float16",
                         bulk=True,
                     ),
-                    staged(140, 256, dbias=False, in_place=True, groups=1, stages=2, bulk=True),
-                    *(staged(m, 512, cluster_blocks=2, stages=4, bulk=True) for m in (2, 8, 9, 20)),
-                    staged(31, 768, cluster_blocks=3, groups=1, stages=6, bulk=True),
+                    pipelined(140, 256, dbias=False, in_place=True, groups=1, stages=2, bulk=True),
                     *(
-                        staged(
+                        pipelined(m, 512, cluster_blocks=2, stages=4, bulk=True)
+                        for m in (2, 8, 9, 20)
+                    ),
+                    pipelined(31, 768, cluster_blocks=3, groups=1, stages=6, bulk=True),
+                    *(
+                        pipelined(
                             21,
                             256,
                             "float64",
@@ -556,10 +571,10 @@ def _staged() -> Iterable[Staged]:
                     ),
                     # Sums of more rows than are added up in registers, or of as many, of both
                     # gradients or one, in shared memory; the other's in partials or registers.
-                    staged(128, 200, groups=1, shared_sums=2),
-                    staged(129, 256, other=None, packs_per_thread=2, groups=1, shared_sums=1),
-                    staged(130, 256, groups=1, hold_weight=True, shared_sums=2),
-                    staged(
+                    pipelined(128, 200, groups=1, shared_sums=2),
+                    pipelined(129, 256, other=None, packs_per_thread=2, groups=1, shared_sums=1),
+                    pipelined(130, 256, groups=1, hold_weight=True, shared_sums=2),
+                    pipelined(
                         150,
                         250,
                         "float64",
@@ -568,14 +583,14 @@ def _staged() -> Iterable[Staged]:
                         groups=1,
                         shared_sums=2,
                     ),
-                    staged(140, 301, "bfloat16", groups=1, shared_sums=1, stages=3),
+                    pipelined(140, 301, "bfloat16", groups=1, shared_sums=1, stages=3),
                     # Sums in partials, completed at once behind others or later, the last pack's in
                     # part; in shared memory, stored by sectors.
-                    staged(64, 504, "bfloat16", other="bfloat16", groups=1),
-                    staged(70, 498, "bfloat16", other="bfloat16", groups=1),
-                    staged(70, 498, "bfloat16", other="bfloat16", groups=1, shared_sums=2),
+                    pipelined(64, 504, "bfloat16", other="bfloat16", groups=1),
+                    pipelined(70, 498, "bfloat16", other="bfloat16", groups=1),
+                    pipelined(70, 498, "bfloat16", other="bfloat16", groups=1, shared_sums=2),
                     *(
-                        staged(
+                        pipelined(
                             600,
                             24,
                             row_threads=8,
@@ -587,7 +602,7 @@ def _staged() -> Iterable[Staged]:
                         for sums, held in ((1, False), (2, False), (2, True))
                     ),
                     *(
-                        staged(
+                        pipelined(
                             140,
                             512,
                             cluster_blocks=2,
@@ -602,11 +617,11 @@ def _staged() -> Iterable[Staged]:
                         for dbias in (True, False)
                     ),
                 )
-            yield from _turned(functools.partial(staged, turned=True), file, norm)
+            yield from _turned(functools.partial(pipelined, turned=True), file, norm)
 
 
-def _with_rows_held(staged: Callable[..., Staged]) -> Iterable[Staged]:
-    held = functools.partial(staged, hold_row=True)
+def _with_rows_held(pipelined: Callable[..., Pipelined]) -> Iterable[Pipelined]:
+    held = functools.partial(pipelined, hold_row=True)
     yield from (
         # Full rows and others, by accesses of 16 and of 8 bytes; rows past the last.
         held(9, 200),
@@ -632,9 +647,9 @@ def _with_rows_held(staged: Callable[..., Staged]) -> Iterable[Staged]:
     )
 
 
-def _turned(turned: Callable[..., Staged], file: str, norm: str) -> Iterable[Staged]:
+def _turned(turned: Callable[..., Pipelined], file: str, norm: str) -> Iterable[Pipelined]:
     """Yield kernels whose rows wait in turned places, in the backward of x and dy alike and not."""
-    if file == "forward_staged.cu":
+    if file == "forward_pipelined.cu":
         yield from (
             turned(9, 200),
             turned(8, 380, row_threads=96, in_place=norm == "rms_norm"),
@@ -660,4 +675,4 @@ def _turned(turned: Callable[..., Staged], file: str, norm: str) -> Iterable[Sta
         )
 
 
-STAGED = list(_staged())
+PIPELINED = list(_pipelined())

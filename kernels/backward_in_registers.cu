@@ -1,9 +1,9 @@
-// Backward of few rows, each held in registers; formulas, names and the bits of dx as in backward.cu.
+// Backward of few rows, each held in registers; formulas, names and the bits of dx as in backward_pipelined.cu.
 //
 // What few rows wait for is latency: of memory and, with empty caches, of instructions. So each has a
 // team, and nothing is copied, taken in turn or kept for a next row.
 //
-// Layout:    as backward.cu; without ColumnLanes, dweight and dbias hold a row for each row of x or, of
+// Layout:    as backward_pipelined.cu; without ColumnLanes, dweight and dbias hold a row for each row of x or, of
 //            blocks of several teams, for each block: partials for reduce_partials.cu, but of a lone row
 //            whose block has one team the weight gradients. dx may be dy, but overlaps neither dy nor x
 //            where there are ColumnLanes. means_of_h holds one value a row, by which xhat is centred
@@ -16,7 +16,7 @@
 //            L2; weight once by each row's team; dx written once, dweight and dbias once for each block.
 // Thread:    pack p of its block's columns for p = rank, rank + RowThreads, ... (PacksPerThread of
 //            them). Of columns: pack `lane`, every kGroups-th row.
-// Order:     dx: as backward.cu. Weight gradients: a block's teams in turn, then reduce_partials.cu; of
+// Order:     dx: as backward_pipelined.cu. Weight gradients: a block's teams in turn, then reduce_partials.cu; of
 //            columns a thread's rows in turn, then a butterfly over its warp's, then the warps in turn.
 // Result:    dx; dweight and dbias.
 #include "gradient.cuh"
@@ -118,7 +118,7 @@ __device__ __forceinline__ void sum_columns(const DY* dy, long long dy_stride, c
 template <typename X, typename DY, typename Weight, typename DWeight, typename DBias, bool Centered,
           bool ZeroCentered, bool Bitmask, int ColumnLanes, int ClusterBlocks, int RowThreads,
           int BlockThreads, int BlocksPerMultiprocessor, int PacksPerThread, bool Full, int Vector>
-__global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_backward_resident(
+__global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_backward_in_registers(
     const DY* dy, long long dy_stride, const X* x, long long x_stride, const Weight* weight,
     const Compute<X>* mean, const Compute<X>* rstd, const unsigned char* bitmask, X* dx,
     long long dx_stride, DWeight* dweight, DBias* dbias, Compute<X>* means_of_h, long long n_rows,
@@ -272,10 +272,10 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
   }
 }
 
-// The weight gradients of few rows of LayerNorm, while norm_backward_resident is under way.
+// The weight gradients of few rows of LayerNorm, while norm_backward_in_registers is under way.
 template <typename X, typename DY, typename Weight, typename DWeight, typename DBias, bool Bitmask,
           int ColumnLanes, int BlockThreads, int Vector>
-__global__ __launch_bounds__(BlockThreads, 1) void norm_backward_resident_columns(
+__global__ __launch_bounds__(BlockThreads, 1) void norm_backward_in_registers_columns(
     const DY* dy, long long dy_stride, const X* x, long long x_stride, const Weight* /*weight*/,
     const Compute<X>* mean, const Compute<X>* rstd, const unsigned char* bitmask,
     const Compute<X>* means_of_h, DWeight* dweight, DBias* dbias, long long n_rows,

@@ -14,7 +14,7 @@
 // Traffic:   x read once, y written once; weight and bias from cache, and the first pack by every
 //            thread of LayerNorm's rows of several warps.
 // Thread:    packs rank, rank + threads of the team, ... of its row (PacksPerThread of them), of Length
-//            elements: 16 bytes, or 8 where rows have no whole packs of 16 (cupynorm/_config says
+//            elements: 16 bytes, or 8 where rows have no whole packs of 16 (cupynorm/_layout says
 //            of which).
 // Order:     a thread's packs in turn, or by halves where a warp has four of each thread, then the
 //            team's reduction: a function of n_cols, the dtypes and options, never of n_rows or alignment.

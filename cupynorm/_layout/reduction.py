@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from cupynorm._spec import ITEMSIZE, BackwardSpec, compute_dtype
+from cupynorm._operation import ITEMSIZE, BackwardSpec, compute_dtype
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,16 @@ import numpy as np
 from cupynorm._arrays import DTYPES, row_stride
 from cupynorm._bitmask import bitmask_bytes
 from cupynorm._checks import to_eps
-from cupynorm._config import pack_length
+from cupynorm._layout import pack_length
+from cupynorm._operation import (
+    BackwardSpec,
+    ForwardSpec,
+    Norm,
+    NormBackward,
+    NormForward,
+    compute_dtype,
+)
 from cupynorm._plans import BackwardPlan, ForwardPlan, backward_plan, forward_plan
-from cupynorm._results import NormBackward, NormForward
-from cupynorm._spec import BackwardSpec, ForwardSpec, Norm, compute_dtype
 
 __all__ = ["BackwardCall", "ForwardCall", "backward", "forward"]
 

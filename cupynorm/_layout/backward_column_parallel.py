@@ -5,19 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from cupynorm._config._limits import FIRST_WITH_CLUSTERS, pack_length, shared_limit
-from cupynorm._spec import ITEMSIZE, BackwardSpec, compute_dtype
+from cupynorm._layout.architectures import FIRST_WITH_CLUSTERS, pack_length, shared_limit
+from cupynorm._operation import ITEMSIZE, BackwardSpec, compute_dtype
 
 # Blocks that all run at once, one on each multiprocessor: an H200 has 132.
 MOST_STRIPS = 128
 
-# As kernels/backward_strips.cu has them: groups in shared memory, warps that exchange sums, and the
-# places of what they exchange; and those of wild rows.
+# As kernels/backward_column_parallel.cu has them: groups in shared memory, warps that exchange
+# sums, and the places of what they exchange; and those of wild rows.
 STRIPS_STAGES, STRIPS_MESSENGERS, STRIPS_PLACES, STRIPS_WILD_PLACES = 5, 4, 8, 2
 
 
 @dataclass(frozen=True)
-class StripsBackward:
+class BackwardColumnParallel:
     """Rows longer than a cluster holds, each block a strip of them all, `strip_threads` packs wide.
 
     They are taken in groups of `group_rows`. A cooperative launch of `strips` blocks, which begins
@@ -36,9 +36,9 @@ class StripsBackward:
         return self.strip_threads + 32 * STRIPS_MESSENGERS
 
 
-def strips_backward(
+def backward_column_parallel(
     spec: BackwardSpec, n: int, vector: int, architecture: int
-) -> StripsBackward | None:
+) -> BackwardColumnParallel | None:
     """Return the configuration of rows that no cluster holds, by strips of 192 to 512 packs.
 
     Read once, not twice as they would be streamed: RMSNorm of 32 rows of 262144 float32 takes
@@ -57,14 +57,14 @@ def strips_backward(
     # Not 5, of which LayerNorm's messengers have one on its way at a time: 256 rows of 262144 take
     # 143 us, not 121 (bfloat16, H200).
     for group_rows in (6, 4, 3, 2, 1):
-        config = StripsBackward(strips, strip_threads, group_rows, vector)
-        if strips_backward_bytes(spec, config) <= shared_limit(architecture):
+        config = BackwardColumnParallel(strips, strip_threads, group_rows, vector)
+        if backward_column_parallel_bytes(spec, config) <= shared_limit(architecture):
             return config
     return None
 
 
-def strips_backward_bytes(spec: BackwardSpec, config: StripsBackward) -> int:
-    """Return the shared memory of a block: see kernels/backward_strips.cu."""
+def backward_column_parallel_bytes(spec: BackwardSpec, config: BackwardColumnParallel) -> int:
+    """Return the shared memory of a block: see kernels/backward_column_parallel.cu."""
     row = config.strip_threads * pack_length(spec.x) * (ITEMSIZE[spec.x] + ITEMSIZE[spec.dy])
     of_warps = STRIPS_MESSENGERS * _gradient_sums(spec) * config.strip_threads // 32
     known = STRIPS_PLACES * 5  # values of each row
@@ -72,12 +72,12 @@ def strips_backward_bytes(spec: BackwardSpec, config: StripsBackward) -> int:
     return config.group_rows * (STRIPS_STAGES * row + sums)
 
 
-def strips_counts_bytes() -> int:
+def column_parallel_counts_bytes() -> int:
     """Return the bytes of device memory of the counts, a line each, of blocks that have told."""
     return (STRIPS_PLACES + STRIPS_WILD_PLACES) * 128
 
 
-def strips_exchange_bytes(spec: BackwardSpec, config: StripsBackward) -> int:
+def column_parallel_exchange_bytes(spec: BackwardSpec, config: BackwardColumnParallel) -> int:
     """Return the bytes of device memory in which the blocks exchange their sums of rows."""
     sums = _gradient_sums(spec) * config.strips
     of_groups = STRIPS_PLACES * config.group_rows * sums * ITEMSIZE[compute_dtype(spec.x)]

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from cupynorm._config._forward_operands import is_wide, is_y_wider
-from cupynorm._config._limits import (
+from cupynorm._layout.architectures import (
     FIRST_WITH_ASYNCHRONOUS_COPIES,
     FIRST_WITH_CLUSTERS,
     MOST_CLUSTER_BLOCKS,
     at_lines,
+    is_wide,
+    is_y_wider,
     leave_l1_room,
     most_cluster_blocks,
     moves_8_bytes,
@@ -21,14 +22,14 @@ from cupynorm._config._limits import (
     team_threads,
     widest,
 )
-from cupynorm._spec import ITEMSIZE, ForwardSpec
+from cupynorm._operation import ITEMSIZE, ForwardSpec
 
-STAGED_THREADS = 512  # at most, of a block that stages rows in the forward pass
+PIPELINED_THREADS = 512  # at most, of a block that stages rows in the forward pass
 TWO_CLUSTERS_THREADS = 256  # the same, where two are on a multiprocessor
 
 
 @dataclass(frozen=True)
-class StagedForward:
+class ForwardPipelined:
     """Rows in the shared memory of a cluster of blocks, `stages` of them at a time.
 
     Two blocks a multiprocessor let two clusters be at once. `hold_weight`, `hold_bias`: it is in
@@ -54,8 +55,8 @@ class StagedForward:
     full: bool
 
 
-def staged_forward_bytes(spec: ForwardSpec, config: StagedForward) -> int:
-    """Return the shared memory of a block: see kernels/forward_staged.cu."""
+def forward_pipelined_bytes(spec: ForwardSpec, config: ForwardPipelined) -> int:
+    """Return the shared memory of a block: see kernels/forward_pipelined.cu."""
     packs = config.block_threads * config.packs_per_thread
     size = team_bytes(spec.x, config.block_threads, config.block_threads, config.cluster_blocks)
     size += 128  # the next rows' numbers, and the rest of their line
@@ -68,9 +69,9 @@ def staged_forward_bytes(spec: ForwardSpec, config: StagedForward) -> int:
     return size
 
 
-def staged_forward(
+def forward_pipelined(
     spec: ForwardSpec, n: int, packs: int, vector: int, architecture: int
-) -> StagedForward | None:
+) -> ForwardPipelined | None:
     """Return the configuration of rows in shared memory, or None where that has no room."""
     for of_clusters in _deep_forward, _two_clusters_forward, _one_cluster_forward:
         config = of_clusters(spec, n, packs, vector, architecture)
@@ -81,7 +82,7 @@ def staged_forward(
 
 def _deep_forward(
     spec: ForwardSpec, n: int, packs: int, vector: int, architecture: int
-) -> StagedForward | None:
+) -> ForwardPipelined | None:
     """Return the configuration of 16 blocks, of 5 to 8 packs a thread, of rows that fill them.
 
     They would be read twice: 28 us against 39 for LayerNorm of 32 rows of 262144 float32, 264
@@ -90,14 +91,14 @@ def _deep_forward(
     spill, and more than what does a ReLU in LayerNorm's 7 and 8 packs of 16 bits.
     """
     cluster_blocks = MOST_CLUSTER_BLOCKS
-    too_many = _cluster(packs, STAGED_THREADS * 4) == 2 * cluster_blocks
+    too_many = _cluster(packs, PIPELINED_THREADS * 4) == 2 * cluster_blocks
     if architecture < FIRST_WITH_CLUSTERS or not too_many:
         return None
-    packs_per_thread, rest = divmod(n, cluster_blocks * STAGED_THREADS * pack_length(spec.x))
+    packs_per_thread, rest = divmod(n, cluster_blocks * PIPELINED_THREADS * pack_length(spec.x))
     spills = spec.norm == "layer_norm" and ITEMSIZE[spec.x] == 2 and spec.relu
     if rest or is_wide(spec) or spec.x == "float64" or (spills and packs_per_thread > 6):
         return None
-    three = _three_stages(spec, n, vector, cluster_blocks, STAGED_THREADS, packs_per_thread)
+    three = _three_stages(spec, n, vector, cluster_blocks, PIPELINED_THREADS, packs_per_thread)
     tried = [three]
     # A float32 bias leaves shared memory no third stage beside 8 packs of float32, but registers
     # hold it: LayerNorm of 32 rows of 262144 takes 24.5 us, not 25.5, of 512 257, not 262, of one,
@@ -108,13 +109,13 @@ def _deep_forward(
     # them 1016 by a count, 1024 without (H200).
     counted = three.counted and spec.norm == "rms_norm"
     tried.append(dataclasses.replace(three, stages=2, counted=counted))
-    fitting = (d for d in tried if staged_forward_bytes(spec, d) <= shared_limit(architecture))
+    fitting = (d for d in tried if forward_pipelined_bytes(spec, d) <= shared_limit(architecture))
     return next(fitting, None)
 
 
 def _two_clusters_forward(
     spec: ForwardSpec, n: int, packs: int, vector: int, architecture: int
-) -> StagedForward | None:
+) -> ForwardPipelined | None:
     """Return the configuration of clusters of which two are at once, with room for three stages.
 
     Of each multiprocessor a cluster has a block of up to 256 threads, whose 5 to 7 packs of the
@@ -129,7 +130,7 @@ def _two_clusters_forward(
     bfloat16 weight and bias, RMSNorm 95 against 111 for 1630 of 40961 (bfloat16, float32 weight and
     bias unless said, H200).
     """
-    cluster_blocks = _cluster(packs, STAGED_THREADS * 4)
+    cluster_blocks = _cluster(packs, PIPELINED_THREADS * 4)
     if not 1 < cluster_blocks <= most_cluster_blocks(architecture) or is_wide(spec):
         return None
     block_packs = -(-packs // cluster_blocks)
@@ -157,7 +158,7 @@ def _two_clusters_forward(
     # same threads, for the same bits.
     crowded = spec.relu or is_y_wider(spec)
     always = dataclasses.replace(config, cells=(n & -n) * ITEMSIZE[spec.x] <= 4)
-    needed = 2 * (staged_forward_bytes(spec, always) + 1024)
+    needed = 2 * (forward_pipelined_bytes(spec, always) + 1024)
     if needed > shared_limit(architecture) + 1024 or (crowded and always.cells):
         return None
     return dataclasses.replace(config, hold_weight=not crowded or vector * ITEMSIZE[spec.x] > 4)
@@ -165,15 +166,15 @@ def _two_clusters_forward(
 
 def _one_cluster_forward(
     spec: ForwardSpec, n: int, packs: int, vector: int, architecture: int
-) -> StagedForward | None:
-    """Return the configuration of a block or a cluster, of up to STAGED_THREADS threads a block.
+) -> ForwardPipelined | None:
+    """Return the configuration of a block or a cluster, of up to PIPELINED_THREADS threads a block.
 
     4 packs a thread, 3 where that leaves few threads: of the widths tried (192 to 1024 threads, 1
     to 8 packs) the fastest, or within 3%, from N = 11008 to 131072; LayerNorm of 2**27 elements
     takes 141 us at 12288 by 384 threads, of 512, a quarter of them idle, 161; at 9216 154 by 384 of
     3 packs, 167 by 288 of 4 (bfloat16, H200).
     """
-    cluster_blocks = _cluster(packs, STAGED_THREADS * 4)
+    cluster_blocks = _cluster(packs, PIPELINED_THREADS * 4)
     if cluster_blocks > most_cluster_blocks(architecture):
         return None
     block_packs = -(-packs // cluster_blocks)
@@ -196,11 +197,11 @@ def _one_cluster_forward(
     two = dataclasses.replace(three, stages=2)
     # Whatever the alignment, so that a row's bits do not depend on it.
     least_held = dataclasses.replace(two, hold_weight=False, hold_bias=False)
-    if staged_forward_bytes(spec, least_held) > shared_limit(architecture):
+    if forward_pipelined_bytes(spec, least_held) > shared_limit(architecture):
         return None
     # LayerNorm's 2048 rows of 131072 take 270 us with 3, 324 with 2, 271 with 4 (bfloat16, float32
     # weight and bias, H200).
-    return three if staged_forward_bytes(spec, three) <= shared_limit(architecture) else two
+    return three if forward_pipelined_bytes(spec, three) <= shared_limit(architecture) else two
 
 
 def _three_stages(
@@ -211,10 +212,10 @@ def _three_stages(
     block_threads: int,
     packs_per_thread: int,
     blocks_per_multiprocessor: int = 1,
-) -> StagedForward:
+) -> ForwardPipelined:
     """Return the configuration of three stages with the weight held, the bias in shared memory."""
     columns = cluster_blocks * block_threads * packs_per_thread * pack_length(spec.x)
-    return StagedForward(
+    return ForwardPipelined(
         block_threads=block_threads,
         blocks_per_multiprocessor=blocks_per_multiprocessor,
         packs_per_thread=packs_per_thread,
@@ -258,7 +259,7 @@ def _cluster(packs: int, packs_per_block: int) -> int:
     return 1 << (-(-packs // packs_per_block) - 1).bit_length()
 
 
-def _by_cells(spec: ForwardSpec, config: StagedForward, architecture: int) -> StagedForward:
+def _by_cells(spec: ForwardSpec, config: ForwardPipelined, architecture: int) -> ForwardPipelined:
     """Return the configuration by cells, if they fit, of rows that are moved by 4 bytes or less.
 
     RMSNorm of 4096 rows of 20001 takes 110 us, not 261, LayerNorm 176, not 397; where accesses are
@@ -276,14 +277,14 @@ def _by_cells(spec: ForwardSpec, config: StagedForward, architecture: int) -> St
     hold = config.hold_weight or (spec.norm == "layer_norm" and plain)
     for stages in range(config.stages, 1, -1):
         found = dataclasses.replace(config, hold_weight=hold, cells=True, stages=stages)
-        if staged_forward_bytes(spec, found) <= shared_limit(architecture):
+        if forward_pipelined_bytes(spec, found) <= shared_limit(architecture):
             return found
     return config
 
 
 def _at_no_lines(
-    spec: ForwardSpec, n: int, config: StagedForward, architecture: int
-) -> StagedForward:
+    spec: ForwardSpec, n: int, config: ForwardPipelined, architecture: int
+) -> ForwardPipelined:
     """Return the configuration by way of L1, or to turned places, of rows that begin at no lines.
 
     Past L1 their copies ask the L2 for sectors of 32 bytes that their neighbours ask for as well:
@@ -295,6 +296,6 @@ def _at_no_lines(
     """
     if architecture != 90 or config.cells or at_lines(n, config.vector, spec.x):
         return config
-    if leave_l1_room(config.blocks_per_multiprocessor, staged_forward_bytes(spec, config)):
+    if leave_l1_room(config.blocks_per_multiprocessor, forward_pipelined_bytes(spec, config)):
         return dataclasses.replace(config, through_l1=True)
     return dataclasses.replace(config, turned=config.vector == pack_length(spec.x))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cupynorm._spec import ITEMSIZE, compute_dtype
+from cupynorm._operation import ITEMSIZE, ForwardSpec, compute_dtype
 
 REGISTERS_PER_MULTIPROCESSOR = 65536
 
@@ -93,3 +93,26 @@ def streaming_blocks(packs: int, architecture: int) -> int:
 def most_cluster_blocks(architecture: int) -> int:
     """Return the blocks that a cluster may have, 1 where there are no clusters."""
     return MOST_CLUSTER_BLOCKS if architecture >= FIRST_WITH_CLUSTERS else 1
+
+
+# ---- how wide weight, bias and y are beside x ----------------------------------------------------
+
+
+def is_wide(spec: ForwardSpec) -> bool:
+    """Return whether operands of float64 widen a pack of a narrower x: up to 168 registers."""
+    return widest(spec.weight, spec.bias, spec.y) > max(4, ITEMSIZE[spec.x])
+
+
+def is_y_wider(spec: ForwardSpec) -> bool:
+    """Return whether a pack of y has more bytes than one of x."""
+    return ITEMSIZE[spec.y] > ITEMSIZE[spec.x]
+
+
+def affine_bytes(spec: ForwardSpec) -> int:
+    """Return the bytes of an element of the weight and one of the bias."""
+    return widest(spec.weight) + widest(spec.bias)
+
+
+def affine_registers(spec: ForwardSpec, packs_per_thread: int) -> int:
+    """Return the registers that hold a thread's weight and bias."""
+    return packs_per_thread * pack_length(spec.x) * affine_bytes(spec) // 4

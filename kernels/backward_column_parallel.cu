@@ -1,5 +1,5 @@
 // Backward of RMSNorm and LayerNorm for rows longer than a cluster holds; formulas and names as in
-// backward.cu.
+// backward_pipelined.cu.
 //
 // The columns are dealt out to the blocks, which all run at once (a cooperative launch): each has its
 // strip of every row, and the weight gradients of its columns to itself. Rows are taken in groups, of
@@ -10,7 +10,7 @@
 // Of a wild row (gradient.cuh) the columns form the sums again, when they are to write its dx, and tell each
 // other themselves.
 //
-// Layout:    as backward.cu. exchange: (kPlaces, GroupRows, kSums, strips), for groups in turn, and of
+// Layout:    as backward_pipelined.cu. exchange: (kPlaces, GroupRows, kSums, strips), for groups in turn, and of
 //            float64 (2, kSums, strips * kWarps), for wild rows in turn. arrived: (kPlaces + 2,
 //            kCountStride), 0; the first of each place counts the blocks, or warps, that have told their
 //            sums. A line for each: 386 us, not 401, for 512 rows of 262144 (float32, H200).
@@ -86,7 +86,7 @@ __device__ NOT_INLINED void write_own_part(Row row, long long first, long long n
 
 template <typename X, typename DY, typename Weight, typename DBias, bool Centered,
           bool ZeroCentered, bool Bitmask, int StripThreads, int GroupRows, int Vector>
-__global__ __launch_bounds__(StripThreads + 32 * kMessengers, 1) void norm_backward_strips(
+__global__ __launch_bounds__(StripThreads + 32 * kMessengers, 1) void norm_backward_column_parallel(
     const DY* dy, long long dy_stride, const X* x, long long x_stride, const Weight* weight,
     const Compute<X>* mean, const Compute<X>* rstd, const unsigned char* bitmask, X* dx,
     long long dx_stride, Weight* dweight, DBias* dbias, unsigned* arrived, Compute<X>* exchange,

@@ -4,15 +4,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cupynorm._config._forward_operands import affine_bytes, is_wide, is_y_wider
-from cupynorm._config._forward_resident import ResidentForward, has_fewest_threads, resident_forward
-from cupynorm._config._forward_staged import StagedForward, staged_forward
-from cupynorm._config._limits import HOLD_2048_THREADS, pack_length, streaming_blocks, widest
-from cupynorm._spec import ITEMSIZE, ForwardSpec
+from cupynorm._layout.architectures import (
+    HOLD_2048_THREADS,
+    affine_bytes,
+    is_wide,
+    is_y_wider,
+    pack_length,
+    streaming_blocks,
+    widest,
+)
+from cupynorm._layout.forward_in_registers import (
+    ForwardInRegisters,
+    forward_in_registers,
+    has_fewest_threads,
+)
+from cupynorm._layout.forward_pipelined import ForwardPipelined, forward_pipelined
+from cupynorm._operation import ITEMSIZE, ForwardSpec
 
 
 @dataclass(frozen=True)
-class StreamingForward:
+class ForwardStreaming:
     """Rows of any length, read twice, each by a cluster of blocks.
 
     A thread asks for `packs_per_thread` at once.
@@ -27,7 +38,7 @@ class StreamingForward:
 
 def forward_config(
     spec: ForwardSpec, n: int, vector: int, architecture: int
-) -> ResidentForward | StagedForward | StreamingForward:
+) -> ForwardInRegisters | ForwardPipelined | ForwardStreaming:
     """Return the configuration of a forward pass over rows of n elements."""
     packs = -(-n // pack_length(spec.x))
     wide = is_wide(spec)
@@ -42,16 +53,16 @@ def forward_config(
     # float32 weight and bias 83 and 80 (2**26 elements; bfloat16, H200).
     fewest_threads = has_fewest_threads(spec, packs)
     most_packs = 1024 if wide else 3072 if fewest_threads else 2048
-    most_resident = most_packs // 2 if exceed else most_packs
+    most_in_registers = most_packs // 2 if exceed else most_packs
     if n % 2:  # 142 us, not 167, for 4096 of 20001 (bfloat16 throughout, H200)
-        most_resident = min(most_resident, 2048)
-    if packs > most_resident:
-        staged = staged_forward(spec, n, packs, vector, architecture)
-        if staged is not None:
-            return staged
+        most_in_registers = min(most_in_registers, 2048)
+    if packs > most_in_registers:
+        pipelined = forward_pipelined(spec, n, packs, vector, architecture)
+        if pipelined is not None:
+            return pipelined
         if packs > most_packs:
             return _streaming_forward(spec, packs, vector, architecture)
-    return resident_forward(spec, n, packs, vector, architecture)
+    return forward_in_registers(spec, n, packs, vector, architecture)
 
 
 def _paired(spec: ForwardSpec, packs: int, architecture: int) -> bool:
@@ -72,7 +83,7 @@ def _paired(spec: ForwardSpec, packs: int, architecture: int) -> bool:
 
 def _streaming_forward(
     spec: ForwardSpec, packs: int, vector: int, architecture: int
-) -> StreamingForward:
+) -> ForwardStreaming:
     """Return the configuration of rows that are read twice."""
     wide, whole = is_wide(spec), vector == pack_length(spec.x)
     # The fastest of a trial of RMSNorm: 2 packs of 2048 threads at N = 32768, 4 of 1024 at 65536
@@ -89,11 +100,11 @@ def _streaming_forward(
     slim = plain and (spec.norm == "rms_norm" or architecture == 90)
     blocks_per_multiprocessor = 2 if slim and (paired or clustered) else 1
     if clustered and spec.norm == "rms_norm":
-        # 28.4 us against 34.6 at 32x262144 float32 (staged since), where twice the threads then
+        # 28.4 us against 34.6 at 32x262144 float32 (pipelined since), where twice the threads then
         # have a row; LayerNorm, whose blocks wait for more sums, takes 43.6 and 37.1 (H200).
         cluster_blocks, block_threads = 4 * cluster_blocks, block_threads // 2
         blocks_per_multiprocessor *= 2
-    return StreamingForward(
+    return ForwardStreaming(
         cluster_blocks=cluster_blocks,
         block_threads=block_threads,
         blocks_per_multiprocessor=blocks_per_multiprocessor,

@@ -33,7 +33,7 @@ template <typename X, typename Weight, typename Bias, typename Y, bool Centered,
           bool StoreStatistics, bool Relu, bool HoldWeight, bool HoldBias, int Stages,
           int ClusterBlocks, int BlockThreads, int BlocksPerMultiprocessor, int PacksPerThread,
           bool Counted, bool ByCells, bool ThroughL1, bool Turned, bool Full, int Vector>
-__global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_forward_staged(
+__global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_forward_pipelined(
     const X* x, long long x_stride, const Weight* weight, const Bias* bias, Y* y,
     long long y_stride, Compute<X>* mean, Compute<X>* rstd, unsigned char* bitmask, int* count,
     long long n_rows, long long row_length, Compute<X> inv_n, Compute<X> eps, Compute<X> lower,
