@@ -64,22 +64,19 @@ def parts(arrays: dict[str, Any]) -> Rows:
     """Yield what `rms_norm(x, weight, out=out)` and an allocation consist of, from outside in."""
     import cupy
 
-    from cupynorm import _arrays, _plans, _prepared
+    from cupynorm import _arrays, _calls, _plans
     from cupynorm._arrays import DTYPES
     from cupynorm._operation import ForwardSpec
 
     x, weight, out = arrays["x"], arrays["weight"], arrays["out"]
 
     def find() -> Any:
-        kind = _arrays.family_of("x", x).array_type
-        return _prepared.calls.get(
-            _prepared.forward_key(
-                kind, "rms_norm", x, weight, None, 1e-6, None, False, None, None, out, False
-            )
-        )
+        _arrays.family_of("x", x)
+        options = "rms_norm", False, None, False, 1e-6, None, None
+        return _calls.calls.get(_calls.forward_key(options, x, weight, None, out))
 
     cupynorm.rms_norm(x, weight, out=out)
-    call = find()
+    run = find()
     stream, (m, n) = cupy.cuda.get_current_stream().ptr, SHAPE
     operands = (x.data.ptr, n, weight.data.ptr, 0, out.data.ptr, n, 0, 0, 0)
     names = DTYPES[x.dtype], DTYPES[weight.dtype]
@@ -91,7 +88,7 @@ def parts(arrays: dict[str, Any]) -> Rows:
     frame = kernel._new_frame(blocks, (*operands, m, n, 1 / n, *scalars))
     config = (kernel._handle, blocks, 1, 1, kernel._block_threads, 1, 1, kernel._shared_bytes)
     yield "look-up: key and dictionary", find
-    yield "prepared call: addresses, devices, kernel", lambda: call.run(x, weight, None, out)
+    yield "prepared call: addresses, devices, kernel", lambda: run(x, weight, None, out)
     yield "kernel: packing, driver", lambda: launch(stream, operands)
     yield "driver alone", lambda: kernel._start(*config, stream, frame[1], 0)
     yield "current device", cupy.cuda.runtime.getDevice

@@ -18,13 +18,23 @@ import numpy as np
 
 from cupynorm._environment import import_cupy
 
-__all__ = ["DTYPES", "Family", "check_no_mask", "device_of", "family_of", "is_numpy", "row_stride"]
+__all__ = [
+    "DTYPES",
+    "Family",
+    "check_no_mask",
+    "device_of",
+    "family_of",
+    "is_numpy",
+    "row_stride",
+    "to_numpy",
+]
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = {np.dtype(name): name for name in ("float64", "float32", "float16")} | {
     BFLOAT16: "bfloat16"
 }
 FLOATS = tuple(DTYPES.values())
+_OF_NAMES = {name: dtype for dtype, name in DTYPES.items()} | {"uint8": np.dtype(np.uint8)}
 
 _DLPACK_CPU, _DLPACK_CUDA, _DLPACK_CUDA_HOST, _DLPACK_CUDA_MANAGED = 1, 2, 3, 13
 
@@ -72,6 +82,10 @@ class Family:
     def give(self, array: Any) -> Any:
         """Return a result as an array of the framework."""
         return array
+
+    def give_present(self, array: Any) -> Any:
+        """Return a result, or None where there is none."""
+        return None if array is None else self.give(array)
 
     def give_back(self, target: Any, array: Any) -> Any:
         """Return an output that the caller gave, now written through `array`."""
@@ -260,6 +274,12 @@ def check_no_mask(name: str, array: Any) -> None:
     """Raise TypeError for a NumPy array with a mask; numpy.ma need not be imported."""
     if hasattr(array, "mask"):
         raise TypeError(f"{name} must have no mask, which would be lost: pass {name}.filled()")
+
+
+def to_numpy(name: str | None) -> np.dtype[Any]:
+    """Return the dtype of one of the names that specs have."""
+    dtype: np.dtype[Any] = _OF_NAMES[name or ""]
+    return dtype
 
 
 def is_numpy(array: Any) -> bool:

@@ -11,13 +11,9 @@ from typing import Any
 import numpy as np
 
 from cupynorm import _arrays
+from cupynorm._operation import bitmask_bytes
 
-__all__ = ["bitmask_bytes", "pack", "pack_bitmask", "unpack", "unpack_bitmask"]
-
-
-def bitmask_bytes(n: int) -> int:
-    """Return the bytes of a row of n bits."""
-    return -(-n // 8)
+__all__ = ["pack", "pack_bitmask", "unpack", "unpack_bitmask"]
 
 
 def pack_bitmask(mask: Any) -> Any:

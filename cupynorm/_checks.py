@@ -7,15 +7,23 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupynorm._arrays import BFLOAT16, DTYPES, device_of, is_numpy, row_stride
-from cupynorm._bitmask import bitmask_bytes
-from cupynorm._operation import compute_dtype
+from cupynorm._arrays import BFLOAT16, DTYPES, device_of, is_numpy, row_stride, to_numpy
+from cupynorm._operation import (
+    KINDS,
+    BackwardSpec,
+    ForwardSpec,
+    Norm,
+    Options,
+    compute_dtype,
+    shape_of,
+)
 
 __all__ = [
+    "Asked",
     "check_backward",
     "check_forward",
     "check_numbers",
@@ -91,28 +99,52 @@ def to_dtype(name: str, dtype: Any) -> np.dtype[Any]:
     raise TypeError(f"{name} must be float64, float32, float16 or bfloat16, got {dtype}")
 
 
+class Asked(NamedTuple):
+    """The options of a call as a caller gave them, in the order of its key."""
+
+    norm: Norm
+    training: bool
+    axis: Any
+    zero_centered: Any
+    eps: Any = 0.0
+    relu: Any = None
+    out_dtype: Any = None
+
+
 def check_forward(
-    x: Any,
-    weight: Any,
-    bias: Any,
-    *,
-    eps: float,
-    axis: int | Sequence[int] | None,
-    zero_centered: bool,
-    relu: Any,
-    out_dtype: Any,
-    out: Any,
-) -> tuple[int, Any, tuple[float, float] | None]:
-    """Check a forward pass; return the number of normalized axes, y's dtype and relu's bounds."""
-    k = _check_operands(x, weight, bias, axis, zero_centered)
-    bounds = check_numbers(np.dtype(compute_dtype(DTYPES[x.dtype])), eps, relu)
-    dtype = x.dtype if out_dtype is None else to_dtype("out_dtype", out_dtype)
+    x: Any, weight: Any, bias: Any, out: Any, asked: Asked
+) -> tuple[ForwardSpec, Options]:
+    """Check a forward pass; return what is to be compiled, and how it is called."""
+    k = _check_operands(x, weight, bias, asked)
+    bounds = check_numbers(np.dtype(compute_dtype(DTYPES[x.dtype])), asked.eps, asked.relu)
+    dtype = x.dtype if asked.out_dtype is None else to_dtype("out_dtype", asked.out_dtype)
     if out is not None:
-        if out_dtype is None:
+        if asked.out_dtype is None:
             dtype = to_dtype("out.dtype", out.dtype)
         _check_like("out", out, x, x.shape, dtype)
         _check_writable("out", out, k)
-    return k, dtype, bounds
+    spec = ForwardSpec(
+        norm=asked.norm,
+        x=DTYPES[x.dtype],
+        weight=_name_of(weight),
+        bias=_name_of(bias),
+        y=DTYPES[dtype],
+        zero_centered=bool(asked.zero_centered),
+        store_statistics=asked.training,
+        relu=bounds is not None,
+    )
+    return spec, Options(
+        norm=asked.norm,
+        k=k,
+        zero_centered=spec.zero_centered,
+        eps=to_eps(asked.eps),
+        relu=bounds,
+        training=asked.training,
+    )
+
+
+def _name_of(array: Any) -> str | None:
+    return None if array is None else DTYPES[array.dtype]
 
 
 def check_numbers(compute: np.dtype[Any], eps: Any, relu: Any) -> tuple[float, float] | None:
@@ -160,42 +192,38 @@ def _to_float(number: Any) -> float:
         return -math.inf if str(number).startswith("-") else math.inf
 
 
-def check_backward(
-    dy: Any,
-    x: Any,
-    weight: Any,
-    mean: Any,
-    rstd: Any,
-    *,
-    bias: Any,
-    bitmask: Any,
-    axis: int | Sequence[int] | None,
-    zero_centered: bool,
-    dx: Any,
-) -> int:
-    """Check a backward pass; return the number of normalized axes."""
-    k = _check_operands(x, weight, None if isinstance(bias, bool) else bias, axis, zero_centered)
+def check_backward(arrays: dict[str, Any], bias: Any, asked: Asked) -> tuple[BackwardSpec, Options]:
+    """Check a backward pass, of arrays by name; `bias` is True, False or an array."""
+    x, weight = arrays["x"], arrays["weight"]
+    like = None if isinstance(bias, bool) else bias
+    k = _check_operands(x, weight, like, asked)
+    if bias is True:
+        like = x if weight is None else weight
+    dy = arrays["dy"]
     _check_like("dy", dy, x, x.shape, None)
-    statistics = np.dtype(compute_dtype(DTYPES[x.dtype]))
-    for name, array in (("mean", mean), ("rstd", rstd)):
-        if array is not None:
-            _check_like(name, array, x, x.shape[: x.ndim - k], statistics)
-    if bitmask is not None:
-        width = bitmask_bytes(math.prod(x.shape[x.ndim - k :]))
-        _check_like("bitmask", bitmask, x, (*x.shape[: x.ndim - k], width), np.dtype(np.uint8))
-    if dx is not None:
-        _check_like("dx", dx, x, x.shape, x.dtype)
-        _check_writable("dx", dx, k)
-    return k
+    spec = BackwardSpec(
+        norm=asked.norm,
+        x=DTYPES[x.dtype],
+        dy=DTYPES[dy.dtype],
+        weight=_name_of(weight),
+        dbias=_name_of(like),
+        zero_centered=bool(asked.zero_centered),
+        bitmask=arrays["bitmask"] is not None,
+    )
+    for name in ("mean", "rstd", "bitmask", "dx"):
+        if arrays[name] is not None:
+            shape, dtype = shape_of(KINDS[name], x.shape, k), to_numpy(spec.dtypes[name])
+            _check_like(name, arrays[name], x, shape, dtype)
+    if arrays["dx"] is not None:
+        _check_writable("dx", arrays["dx"], k)
+    return spec, Options(norm=asked.norm, k=k, zero_centered=spec.zero_centered)
 
 
-def _check_operands(
-    x: Any, weight: Any, bias: Any, axis: int | Sequence[int] | None, zero_centered: bool
-) -> int:
+def _check_operands(x: Any, weight: Any, bias: Any, asked: Asked) -> int:
     to_dtype("x.dtype", x.dtype)
     _check_memory("x", x, x)
-    check_zero_centered(zero_centered, has_weight=weight is not None)
-    k = trailing_axes(x.ndim, axis, weight, bias)
+    check_zero_centered(asked.zero_centered, has_weight=weight is not None)
+    k = trailing_axes(x.ndim, asked.axis, weight, bias)
     normalized = x.shape[x.ndim - k :]
     if 0 in normalized:
         raise ValueError(f"x must have at least one element in each row, got shape {x.shape}")
@@ -204,7 +232,7 @@ def _check_operands(
             continue
         to_dtype(f"{name}.dtype", array.dtype)
         _check_memory(name, array, x)
-        if axis is None and array.shape != normalized:
+        if asked.axis is None and array.shape != normalized:
             raise ValueError(
                 f"{name} must have the shape of x's normalized axes, {normalized}; got "
                 f"{array.shape}"

@@ -1,26 +1,44 @@
-"""What to compute: a norm's operands and options, and what comes of them, without sizes, addresses
-or devices.
+"""One description of the operation: what a pass reads, writes and is told.
 
-A new fusion is a new field here.
+Each array of a pass has a kind, from which its shape follows, and a dtype, which a spec says, or is
+absent. Checks, keys, allocations and launches, and what torch and JAX are told of a pass, are
+derived from the tables here. Nothing here knows sizes, addresses or devices.
 """
 
 from __future__ import annotations
 
+import enum
+import functools
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 __all__ = [
+    "BACKWARD",
     "CPP_TYPES",
+    "FORWARD",
     "ITEMSIZE",
+    "KINDS",
     "BackwardSpec",
     "ForwardSpec",
+    "Kind",
     "Norm",
     "NormBackward",
     "NormForward",
+    "Options",
+    "Pass",
+    "Relu",
+    "Spec",
+    "bitmask_bytes",
     "compute_dtype",
+    "shape_of",
 ]
 
 Norm = Literal["rms_norm", "layer_norm"]
+Relu = tuple[float, float] | None
+
+# ---- dtypes --------------------------------------------------------------------------------------
 
 ITEMSIZE = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
@@ -39,9 +57,129 @@ def compute_dtype(x: str) -> str:
     return "float64" if x == "float64" else "float32"
 
 
+# ---- arrays --------------------------------------------------------------------------------------
+
+
+class Kind(enum.Enum):
+    """What an array of a pass holds; its shape, where x is (*kept, *normalized)."""
+
+    ROWS = "as x, rows one stride apart"
+    VECTOR = "normalized: what the elements of each row are scaled or shifted by"
+    STATISTIC = "kept: a number a row"
+    BITS = "(*kept, ceil(N / 8)): a bit an element"
+
+
+KINDS = {
+    **dict.fromkeys(("x", "y", "dy", "dx"), Kind.ROWS),
+    **dict.fromkeys(("weight", "bias", "dweight", "dbias"), Kind.VECTOR),
+    **dict.fromkeys(("mean", "rstd"), Kind.STATISTIC),
+    "bitmask": Kind.BITS,
+}
+
+
+def bitmask_bytes(n: int) -> int:
+    """Return the bytes of a row of n bits."""
+    return -(-n // 8)
+
+
+def shape_of(kind: Kind, x_shape: Sequence[Any], k: int) -> tuple[Any, ...]:
+    """Return the shape of an array of a kind, of whose x the last k axes are normalized."""
+    kept, normalized = tuple(x_shape[: len(x_shape) - k]), tuple(x_shape[len(x_shape) - k :])
+    if kind is Kind.ROWS:
+        return kept + normalized
+    if kind is Kind.VECTOR:
+        return normalized
+    if kind is Kind.BITS:
+        return (*kept, bitmask_bytes(math.prod(normalized)))
+    return kept
+
+
+# ---- passes --------------------------------------------------------------------------------------
+
+
+class Pass(NamedTuple):
+    """The arrays of a pass, in the order in which kernels take them, by their names."""
+
+    name: str
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    takes_scratch: bool  # whether or not there is some, as the last operand of a launch
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        """What a launch is given: an address for each array, and a stride behind that of rows."""
+        return tuple(
+            operand
+            for name in self.reads + self.writes
+            for operand in ((name, f"{name}_stride") if KINDS[name] is Kind.ROWS else (name,))
+        )
+
+
+FORWARD = Pass(
+    "forward", ("x", "weight", "bias"), ("y", "mean", "rstd", "bitmask"), takes_scratch=False
+)
+BACKWARD = Pass(
+    "backward",
+    ("dy", "x", "weight", "mean", "rstd", "bitmask"),
+    ("dx", "dweight", "dbias"),
+    takes_scratch=True,
+)
+
+
 @dataclass(frozen=True)
-class ForwardSpec:
-    """A forward pass; dtypes by name, None for an operand that is absent."""
+class Options:
+    """What a pass is told beside its arrays.
+
+    `k`: how many trailing axes of x are normalized. `training`: the statistics are stored and, with
+    relu, the bits.
+    """
+
+    norm: Norm
+    k: int
+    zero_centered: bool = False
+    eps: float = 0.0
+    relu: Relu = None
+    training: bool = False
+
+    @property
+    def axis(self) -> tuple[int, ...]:
+        """The normalized axes, as the public functions take them."""
+        return tuple(range(-self.k, 0))
+
+
+class Spec:
+    """What the specs of both passes derive from their dtypes."""
+
+    table: ClassVar[Pass]
+    x: str
+
+    @property
+    def dtypes(self) -> dict[str, str | None]:
+        """The dtype of each array of the table by its name, None where it is absent."""
+        raise NotImplementedError
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The names of the arrays that are there to read."""
+        return _present(self, self.table.reads)
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        """The names of the arrays that are written."""
+        return _present(self, self.table.writes)
+
+
+@functools.cache
+def _present(spec: Spec, names: tuple[str, ...]) -> tuple[str, ...]:
+    dtypes = spec.dtypes
+    return tuple(name for name in names if dtypes[name] is not None)
+
+
+@dataclass(frozen=True)
+class ForwardSpec(Spec):
+    """A forward pass to compile; dtypes by name, None for an operand that is absent."""
+
+    table: ClassVar[Pass] = FORWARD
 
     norm: Norm
     x: str
@@ -52,10 +190,26 @@ class ForwardSpec:
     store_statistics: bool  # and, with relu, the bitmask
     relu: bool
 
+    @property
+    def dtypes(self) -> dict[str, str | None]:
+        """The dtype of each array of the table by its name, None where it is absent."""
+        statistic = compute_dtype(self.x) if self.store_statistics else None
+        return {
+            "x": self.x,
+            "weight": self.weight,
+            "bias": self.bias,
+            "y": self.y,
+            "mean": statistic if self.norm == "layer_norm" else None,
+            "rstd": statistic,
+            "bitmask": "uint8" if self.store_statistics and self.relu else None,
+        }
+
 
 @dataclass(frozen=True)
-class BackwardSpec:
-    """A backward pass; dx has x's dtype, dweight weight's, and exists where weight does."""
+class BackwardSpec(Spec):
+    """A backward pass to compile; there is a dweight where there is a weight."""
+
+    table: ClassVar[Pass] = BACKWARD
 
     norm: Norm
     x: str
@@ -66,9 +220,28 @@ class BackwardSpec:
     bitmask: bool
 
     @property
+    def dtypes(self) -> dict[str, str | None]:
+        """The dtype of each array of the table by its name, None where it is absent."""
+        statistic = compute_dtype(self.x)
+        return {
+            "dy": self.dy,
+            "x": self.x,
+            "weight": self.weight,
+            "mean": statistic if self.norm == "layer_norm" else None,
+            "rstd": statistic,
+            "bitmask": "uint8" if self.bitmask else None,
+            "dx": self.x,
+            "dweight": self.weight,
+            "dbias": self.dbias,
+        }
+
+    @property
     def gradients(self) -> int:
         """How many gradients are summed over the rows."""
         return (self.weight is not None) + (self.dbias is not None)
+
+
+# ---- results -------------------------------------------------------------------------------------
 
 
 class NormForward(NamedTuple):

@@ -1,31 +1,28 @@
-"""Calls on CuPy arrays that were made before, by all that was looked at when they were.
+"""A call worked out once: by what it is found again, and the code that makes it again.
 
-A key holds everything that checking and preparing a call depends on, but for what a call looks at
-again: the addresses, the devices of the arrays beside x, and the current device. What is not of
-the plainest kind has no key, and takes the way of a first call: a value may equal another one that
-is accepted, and yet be refused, as False equals 0.
+That code is straight-line, written here for just the arrays that a call has: of a call of 5 us, a
+loop over a table would take one more. How a framework spells it is its `Dialect`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import builtins
+import functools
+import symtable
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
+from cupynorm._operation import KINDS, Kind, Pass
 
-__all__ = ["backward_key", "calls", "forward_key", "remember"]
+__all__ = ["Dialect", "key_function", "remember", "run_maker"]
 
 # Each number of rows is a call of its own. A key and its call take some 4 kB, of a backward pass up
 # to 7.
 MOST_CALLS = 4096
 
-calls: dict[Hashable, Any] = {}
 
-_NUMBERS = frozenset((float, int))
-_INTS = frozenset((int,))
-
-
-def remember(calls: dict[Any, Any], key: Any, call: Any) -> Any:
+def remember(calls: dict[Any, Any], key: Hashable, call: Any) -> Any:
     """Keep a call for the next one that has its key, and return it."""
     if len(calls) >= MOST_CALLS:
         calls.clear()
@@ -33,100 +30,158 @@ def remember(calls: dict[Any, Any], key: Any, call: Any) -> Any:
     return call
 
 
-def _is_tuple_of_ints(axis: Any) -> bool:
-    return type(axis) is tuple and _INTS.issuperset(map(type, axis))
+@dataclass(frozen=True, eq=False)
+class Dialect:
+    """How a framework spells what a call does; {0} stands for the name of an array.
+
+    The names that this uses are a module's, looked up at each call, or what the call knows.
+
+    Attributes
+    ----------
+    names : dict
+        The module's.
+    accepts : str
+        The condition on an array without which a call has no key.
+    signature : str
+        What a call depends on, of an array.
+    device : str
+        What it depends on beside, of x alone.
+    before : str
+        A statement that begins a call.
+    look : str
+        A statement that names what the next two are told by.
+    elsewhere : str
+        The condition that an array is not where x is; empty where the signature tells.
+    address : str
+        The address of an array.
+    misaligned : str
+        A statement for arrays less aligned than those of the first call.
+    allocate : str
+        A new array.
+    stream, handle : str
+        What a launch is ordered by, named `stream`, and what it takes for that.
+    scratch : str
+        A statement that names the address of scratch, `scratch_address`.
+    """
+
+    names: dict[str, Any]
+    accepts: str
+    signature: str
+    device: str
+    before: str
+    look: str
+    elsewhere: str
+    address: str
+    misaligned: str
+    allocate: str
+    stream: str
+    handle: str
+    scratch: str
 
 
-def forward_key(
-    array_type: type[Any],
-    norm: str,
-    x: Any,
-    weight: Any,
-    bias: Any,
-    eps: Any,
-    axis: Any,
-    zero_centered: Any,
-    relu: Any,
-    out_dtype: Any,
-    out: Any,
-    store_statistics: bool,
-) -> Hashable:
-    """Return the key of a forward call whose arrays are of this very type, or None."""
-    if (
-        type(x) is not array_type
-        or not (weight is None or type(weight) is array_type)
-        or not (bias is None or type(bias) is array_type)
-        or not (out is None or type(out) is array_type)
-        or type(eps) is not float
-        or not (axis is None or type(axis) is int or _is_tuple_of_ints(axis))
-        or type(zero_centered) is not bool
-        or not (relu is None or (type(relu) is tuple and _NUMBERS.issuperset(map(type, relu))))
-        or not (out_dtype is None or isinstance(out_dtype, np.dtype | str | type))
-    ):
-        return None
-    return (
-        norm,
-        store_statistics,
-        x.data.device_id,
-        x.dtype,
-        x.shape,
-        x.strides,
-        None if weight is None else (weight.dtype, weight.shape, weight.strides),
-        None if bias is None else (bias.dtype, bias.shape, bias.strides),
-        eps,
-        axis,
-        zero_centered,
-        relu,
-        out_dtype,
-        None if out is None else (out.dtype, out.shape, out.strides),
+def key_function(
+    dialect: Dialect,
+    options: dict[str, str],
+    required: tuple[str, ...],
+    optional: tuple[str, ...],
+) -> Callable[..., Hashable]:
+    """Return what makes the key, or None, of a call: of its options, as a tuple, and its arrays.
+
+    `options` has the condition on each without which a call has no key: a value may equal another
+    one that is accepted, and yet be refused, as False equals 0.
+    """
+    conditions = [condition for condition in options.values() if condition]
+    conditions += [dialect.accepts.format(name) for name in required]
+    conditions += [f"({name} is None or {dialect.accepts.format(name)})" for name in optional]
+    signatures = [dialect.signature.format(name) for name in required]
+    signatures += [
+        f"None if {name} is None else {dialect.signature.format(name)}" for name in optional
+    ]
+    lines = (
+        f"def key(options, {', '.join(required + optional)}):",
+        f"    {', '.join(options)} = options",
+        f"    if not ({' and '.join(conditions)}):",
+        "        return None",
+        f"    return options, {dialect.device}, {', '.join(signatures)}",
     )
+    return _defined("key", "\n".join(lines), dialect.names)  # type: ignore[no-any-return]
 
 
-def backward_key(
-    array_type: type[Any],
-    norm: str,
-    dy: Any,
-    x: Any,
-    weight: Any,
-    mean: Any,
-    rstd: Any,
-    bias: Any,
-    bitmask: Any,
-    axis: Any,
-    zero_centered: Any,
-    dx: Any,
-) -> Hashable:
-    """Return the key of a backward call whose arrays are of this very type, or None."""
-    if (
-        type(x) is not array_type
-        or type(dy) is not array_type
-        or not (weight is None or type(weight) is array_type)
-        or not (mean is None or type(mean) is array_type)
-        or type(rstd) is not array_type
-        or not (bias is None or type(bias) is bool or type(bias) is array_type)
-        or not (bitmask is None or type(bitmask) is array_type)
-        or not (dx is None or type(dx) is array_type)
-        or not (axis is None or type(axis) is int or _is_tuple_of_ints(axis))
-        or type(zero_centered) is not bool
-    ):
-        return None
-    return (
-        norm,
-        x.data.device_id,
-        x.dtype,
-        x.shape,
-        x.strides,
-        dy.dtype,
-        dy.shape,
-        dy.strides,
-        None if weight is None else (weight.dtype, weight.shape, weight.strides),
-        None if mean is None else (mean.dtype, mean.shape, mean.strides),
-        rstd.dtype,
-        rstd.shape,
-        rstd.strides,
-        bias if bias is None or type(bias) is bool else (bias.dtype, bias.shape, bias.strides),
-        None if bitmask is None else (bitmask.dtype, bitmask.shape, bitmask.strides),
-        axis,
-        zero_centered,
-        None if dx is None else (dx.dtype, dx.shape, dx.strides),
-    )
+@functools.cache
+def run_maker(
+    dialect: Dialect,
+    table: Pass,
+    arguments: tuple[str, ...],
+    given: tuple[str, ...],
+    written: tuple[str, ...],
+    result: str,
+    *,
+    has_scratch: bool,
+) -> Callable[[dict[str, Any]], Callable[..., Any]]:
+    """Return what makes the `run` of a call from what that knows.
+
+    `run` takes arrays by position, launches, and returns a result; it returns None, before anything
+    is launched, if the dialect says so. It knows its `launch` and, of each array, the bits of an
+    address that are 0 where it is aligned, `{0}_mask`; of rows, their `{0}_stride`; and whatever
+    else the dialect names.
+
+    Parameters
+    ----------
+    arguments, given : tuple of str
+        The arrays that `run` takes, and those of them that are not None. At one that is not in the
+        table it looks, and that is all.
+    written : tuple of str
+        The arrays that are written; those not given are allocated.
+    result : str
+        An expression of the names of arrays.
+    """
+    new = [name for name in written if name not in given]
+    body = [dialect.before] if dialect.before else []
+    body += [dialect.look.format(name) for name in given if dialect.look]
+    elsewhere = [dialect.elsewhere.format(name) for name in given if name != "x"]
+    if dialect.elsewhere and elsewhere:
+        body.append(f"if {' or '.join(elsewhere)}: return None")
+    body += [f"{name}_address = {dialect.address.format(name)}" for name in given]
+
+    def check(names: list[str]) -> None:
+        bits = " | ".join(f"{name}_address & {name}_mask" for name in names)
+        if bits:
+            body.append(f"if {bits}: {dialect.misaligned}")
+
+    check([name for name in given if KINDS.get(name) is not Kind.BITS])
+    for name in new:
+        body.append(f"{name} = {dialect.allocate.format(name)}")
+        body += [dialect.look.format(name)] if dialect.look else []
+        body.append(f"{name}_address = {dialect.address.format(name)}")
+    check([name for name in new if KINDS[name] is Kind.ROWS])  # an allocator may align less
+    body.append(f"stream = {dialect.stream}")
+    names = {*given, *new}
+    strides = {f"{name}_stride" for name in names}
+    operands = [
+        f"{operand}_address" if operand in names else operand if operand in strides else "0"
+        for operand in table.operands
+    ]
+    if has_scratch:
+        body.append(dialect.scratch)
+        operands.append("scratch_address")
+    elif table.takes_scratch:
+        operands.append("0")
+    body += [f"launch({dialect.handle}, ({', '.join(operands)}))", f"return {result}"]
+    run = f"def run({', '.join(arguments)}):\n" + "\n".join(f"    {line}" for line in body)
+    code: Any = symtable.symtable(run, "run", "exec").get_children()[0]
+    elsewhere_known = dialect.names | vars(builtins)
+    known = sorted(set(code.get_globals()) - elsewhere_known.keys())
+    lines = [
+        "def make(known):",
+        *(f"    {name} = known[{name!r}]" for name in known),
+        *(f"    {line}" for line in run.split("\n")),
+        "    return run",
+    ]
+    return _defined("make", "\n".join(lines), dialect.names)  # type: ignore[no-any-return]
+
+
+def _defined(name: str, source: str, names: dict[str, Any]) -> Any:
+    """Return what code defines by a name, among other names."""
+    found: dict[str, Any] = {}
+    exec(source, names, found)
+    return found[name]

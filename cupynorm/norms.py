@@ -4,13 +4,15 @@ kernels, and the results return as arrays of the caller's framework.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from cupynorm import _arrays, _checks, _prepared, reference
-from cupynorm._operation import Norm, NormBackward, NormForward
+from cupynorm import _arrays, _checks, reference
+from cupynorm._operation import NormBackward, NormForward, Relu
+from cupynorm._prepared import remember
 
 __all__ = [
     "layer_norm",
@@ -22,7 +24,6 @@ __all__ = [
 ]
 
 Axis = int | Sequence[int] | None
-Relu = tuple[float, float] | None
 
 
 def rms_norm(
@@ -113,7 +114,7 @@ def rms_norm(
            [ 1.   ,  2.   ]], dtype=float32)
     """
     return _forward(
-        "rms_norm", x, weight, bias, eps, axis, zero_centered, relu, out_dtype, out, False
+        x, weight, bias, out, ("rms_norm", False, axis, zero_centered, eps, relu, out_dtype)
     )
 
 
@@ -172,7 +173,7 @@ def layer_norm(
            [-1., 11.]], dtype=float32)
     """
     return _forward(
-        "layer_norm", x, weight, bias, eps, axis, zero_centered, relu, out_dtype, out, False
+        x, weight, bias, out, ("layer_norm", False, axis, zero_centered, eps, relu, out_dtype)
     )
 
 
@@ -222,7 +223,7 @@ def rms_norm_forward(
            [3]], dtype=uint8))
     """
     result: NormForward = _forward(
-        "rms_norm", x, weight, bias, eps, axis, zero_centered, relu, out_dtype, out, True
+        x, weight, bias, out, ("rms_norm", True, axis, zero_centered, eps, relu, out_dtype)
     )
     return result
 
@@ -267,7 +268,7 @@ def layer_norm_forward(
     (array([2., 6.], dtype=float32), array([1. , 0.5], dtype=float32))
     """
     result: NormForward = _forward(
-        "layer_norm", x, weight, bias, eps, axis, zero_centered, relu, out_dtype, out, True
+        x, weight, bias, out, ("layer_norm", True, axis, zero_centered, eps, relu, out_dtype)
     )
     return result
 
@@ -338,7 +339,9 @@ def rms_norm_backward(
     >>> cupynorm.rms_norm_backward(np.ones_like(x), x, weight, rstd, bias=True).dbias
     array([2., 2.], dtype=float32)
     """
-    return _backward("rms_norm", dy, x, weight, None, rstd, bias, bitmask, axis, zero_centered, dx)
+    return _backward(
+        dy, x, weight, None, rstd, bitmask, dx, bias, ("rms_norm", axis, zero_centered)
+    )
 
 
 def layer_norm_backward(
@@ -398,44 +401,27 @@ def layer_norm_backward(
     array([ 5., 11.], dtype=float32)
     """
     return _backward(
-        "layer_norm", dy, x, weight, mean, rstd, bias, bitmask, axis, zero_centered, dx
+        dy, x, weight, mean, rstd, bitmask, dx, bias, ("layer_norm", axis, zero_centered)
     )
 
 
-def _forward(
-    norm: Norm,
-    x: Any,
-    weight: Any,
-    bias: Any,
-    eps: float,
-    axis: Axis,
-    zero_centered: bool,
-    relu: Relu,
-    out_dtype: Any,
-    out: Any,
-    store_statistics: bool,
-) -> Any:
+@functools.cache
+def _cupy_calls() -> Any:
+    from cupynorm import _calls
+
+    return _calls
+
+
+def _forward(x: Any, weight: Any, bias: Any, out: Any, asked: tuple[Any, ...]) -> Any:
     """Return NormForward if the statistics are stored, else y."""
     family = _arrays.family_of("x", x)
     key = None
     if family.is_cupy:
-        key = _prepared.forward_key(
-            family.array_type,
-            norm,
-            x,
-            weight,
-            bias,
-            eps,
-            axis,
-            zero_centered,
-            relu,
-            out_dtype,
-            out,
-            store_statistics,
-        )
-        call = _prepared.calls.get(key)
-        if call is not None:
-            result = call.run(x, weight, bias, out)
+        calls = _cupy_calls()
+        key = calls.forward_key(asked, x, weight, bias, out)
+        run = calls.calls.get(key)
+        if run is not None:
+            result = run(x, weight, bias, out)
             if result is not None:
                 return result
     family = family.with_device_of(x)
@@ -443,160 +429,97 @@ def _forward(
     weight = None if weight is None else family.take("weight", weight)
     bias = None if bias is None else family.take("bias", bias)
     target = None if out is None else family.take("out", out, output=True)
-    k, dtype, relu = _checks.check_forward(
-        x,
-        weight,
-        bias,
-        eps=eps,
-        axis=axis,
-        zero_centered=zero_centered,
-        relu=relu,
-        out_dtype=out_dtype,
-        out=target,
-    )
+    spec, options = _checks.check_forward(x, weight, bias, target, _checks.Asked(*asked))
+    dtype = _arrays.to_numpy(spec.y)
     family.check_holds("out_dtype", dtype)
     if _arrays.is_numpy(x):
-        result = getattr(reference, f"{norm}_forward")(
+        result = getattr(reference, f"{spec.norm}_forward")(
             x,
             weight,
             bias,
-            eps=eps,
-            axis=tuple(range(-k, 0)),
-            zero_centered=zero_centered,
-            relu=relu,
+            eps=options.eps,
+            axis=options.axis,
+            zero_centered=options.zero_centered,
+            relu=options.relu,
             out_dtype=dtype,
             out=target,
         )
-        if not store_statistics:
+        if not options.training:
             result = result.y
     else:
-        from cupynorm import _calls
-
-        result, call = _calls.forward(
-            norm,
-            x,
-            weight,
-            bias,
-            eps=eps,
-            k=k,
-            zero_centered=zero_centered,
-            relu=relu,
-            out_dtype=dtype,
-            out=target,
-            store_statistics=store_statistics,
-        )
-        if key is not None and call is not None:
-            _prepared.remember(_prepared.calls, key, call)
+        calls = _cupy_calls()
+        result, run = calls.forward(spec, options, x, weight, bias, target)
+        if key is not None and run is not None:
+            remember(calls.calls, key, run)
 
     def give_y(y: Any) -> Any:
         return family.give(y) if out is None else family.give_back(out, target)
 
-    if not store_statistics:
+    if not options.training:
         return give_y(result)
-    return NormForward(
-        give_y(result.y),
-        None if result.mean is None else family.give(result.mean),
-        family.give(result.rstd),
-        None if result.bitmask is None else family.give(result.bitmask),
-    )
+    return NormForward(give_y(result.y), *map(family.give_present, result[1:]))
 
 
 def _backward(
-    norm: Norm,
     dy: Any,
     x: Any,
     weight: Any,
     mean: Any,
     rstd: Any,
-    bias: Any,
     bitmask: Any,
-    axis: Axis,
-    zero_centered: bool,
     dx: Any,
+    bias: Any,
+    asked: tuple[Any, ...],
 ) -> NormBackward:
     family = _arrays.family_of("x", x)
+    norm, axis, zero_centered = asked
     key = None
     if family.is_cupy:
-        key = _prepared.backward_key(
-            family.array_type,
-            norm,
-            dy,
-            x,
-            weight,
-            mean,
-            rstd,
-            bias,
-            bitmask,
-            axis,
-            zero_centered,
-            dx,
-        )
-        call = _prepared.calls.get(key)
-        if call is not None:
-            like = bias if type(bias) is family.array_type else None
-            again: NormBackward | None = call.run(dy, x, weight, mean, rstd, like, bitmask, dx)
+        calls = _cupy_calls()
+        like, wanted = (bias, None) if type(bias) is family.array_type else (None, bias)
+        options = norm, True, axis, zero_centered, wanted
+        key = calls.backward_key(options, dy, x, rstd, weight, mean, bitmask, dx, like)
+        run = calls.calls.get(key)
+        if run is not None:
+            again: NormBackward | None = run(dy, x, weight, mean, rstd, bitmask, dx, like)
             if again is not None:
                 return again
     family = family.with_device_of(x)
-    x = family.take("x", x)
-    dy = family.take("dy", dy)
-    weight = None if weight is None else family.take("weight", weight)
-    mean = None if norm == "rms_norm" else family.take("mean", mean)
-    rstd = family.take("rstd", rstd)
+    arrays = {"x": family.take("x", x), "dy": family.take("dy", dy)}
+    arrays["weight"] = None if weight is None else family.take("weight", weight)
+    arrays["mean"] = None if norm == "rms_norm" else family.take("mean", mean)
+    arrays["rstd"] = family.take("rstd", rstd)
     bias = False if bias is None else bias
     if isinstance(bias, bool | np.bool_):
         bias = bool(bias)
     else:
         family.check_type("bias", bias, besides="True, False, None or ")
         bias = family.take("bias", bias)
+    arrays["bitmask"] = bitmask
     if bitmask is not None:
-        bitmask = family.take("bitmask", bitmask, dtypes=("uint8",))
-    target = None if dx is None else family.take("dx", dx, output=True)
-    k = _checks.check_backward(
-        dy,
-        x,
-        weight,
-        mean,
-        rstd,
-        bias=bias,
-        bitmask=bitmask,
-        axis=axis,
-        zero_centered=zero_centered,
-        dx=target,
+        arrays["bitmask"] = family.take("bitmask", bitmask, dtypes=("uint8",))
+    arrays["dx"] = target = None if dx is None else family.take("dx", dx, output=True)
+    spec, told = _checks.check_backward(
+        arrays, bias, _checks.Asked(norm, True, axis, zero_centered)
     )
-    if _arrays.is_numpy(x):
-        statistics = (rstd,) if norm == "rms_norm" else (mean, rstd)
+    if _arrays.is_numpy(arrays["x"]):
+        statistics = {name: arrays[name] for name in ("mean", "rstd") if name in spec.reads}
         result = getattr(reference, f"{norm}_backward")(
-            dy,
-            x,
-            weight,
-            *statistics,
+            *(arrays[name] for name in ("dy", "x", "weight")),
+            **statistics,
             bias=bias,
-            bitmask=bitmask,
-            axis=tuple(range(-k, 0)),
-            zero_centered=zero_centered,
+            bitmask=arrays["bitmask"],
+            axis=told.axis,
+            zero_centered=told.zero_centered,
             dx=target,
         )
     else:
-        from cupynorm import _calls
-
-        result, call = _calls.backward(
-            norm,
-            dy,
-            x,
-            weight,
-            mean,
-            rstd,
-            bias=bias,
-            bitmask=bitmask,
-            k=k,
-            zero_centered=zero_centered,
-            dx=target,
-        )
-        if key is not None and call is not None:
-            _prepared.remember(_prepared.calls, key, call)
+        calls = _cupy_calls()
+        like = None if isinstance(bias, bool) else bias
+        result, run = calls.backward(spec, told, **arrays, like=like)
+        if key is not None and run is not None:
+            remember(calls.calls, key, run)
     return NormBackward(
         family.give(result.dx) if dx is None else family.give_back(dx, target),
-        None if result.dweight is None else family.give(result.dweight),
-        None if result.dbias is None else family.give(result.dbias),
+        *map(family.give_present, result[1:]),
     )

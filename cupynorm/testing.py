@@ -49,9 +49,9 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from cupynorm import reference
-from cupynorm._bitmask import bitmask_bytes, unpack
+from cupynorm._bitmask import unpack
 from cupynorm._checks import trailing_axes
-from cupynorm._operation import NormBackward, NormForward
+from cupynorm._operation import NormBackward, NormForward, bitmask_bytes
 from cupynorm.reference import Array, Axis, Float64, Norm, Relu
 
 __all__ = ["assert_one_rounding", "check_backward", "check_forward"]

@@ -14,8 +14,7 @@ import numpy as np
 from strategies import DTYPES
 
 from cupynorm import reference
-from cupynorm._bitmask import bitmask_bytes
-from cupynorm._operation import BackwardSpec, ForwardSpec, compute_dtype
+from cupynorm._operation import BackwardSpec, ForwardSpec, bitmask_bytes, compute_dtype
 
 
 def array(address: int, shape: tuple[int, ...], dtype: str | None) -> Any:

@@ -25,7 +25,7 @@ from strategies import (
 )
 
 import cupynorm
-from cupynorm import _layout, _plans, _prepared, testing
+from cupynorm import _calls, _layout, _plans, testing
 
 pytestmark = pytest.mark.gpu
 
@@ -45,7 +45,7 @@ def record(key: tuple[str, ...], ratios: dict[str, float]) -> None:
 def forget_plans() -> None:
     _plans.few_rows.cache_clear()
     _plans.few_rows_backward.cache_clear()
-    _prepared.calls.clear()
+    _calls.calls.clear()
 
 
 @pytest.fixture(autouse=True, scope="module")

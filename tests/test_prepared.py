@@ -24,6 +24,8 @@ from cupynorm import NormBackward, NormForward, _prepared
 
 cupy = pytest.importorskip("cupy")
 
+from cupynorm import _calls  # noqa: E402 - it needs CuPy
+
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 SHAPE = (6, 4, 64)
 STREAM = 4321
@@ -103,16 +105,13 @@ class Machine:
 def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     machine = Machine()
     stream = SimpleNamespace(ptr=STREAM, is_capturing=lambda: False)
-    # Imported with the runtime in place, as it is where there is a GPU.
-    from cupynorm import _calls
-
     monkeypatch.setattr(_calls, "_get_device", lambda: machine.current)
     monkeypatch.setattr(_calls, "_get_current_stream", lambda: stream)
     monkeypatch.setattr(_calls, "_on", machine.on)
     monkeypatch.setattr(_calls, "_contiguous", machine.contiguous)
     monkeypatch.setattr(_calls, "forward_plan", machine.forward_plan)
     monkeypatch.setattr(_calls, "backward_plan", machine.backward_plan)
-    monkeypatch.setattr(_prepared, "calls", {})
+    monkeypatch.setattr(_calls, "calls", {})
     cupy.cuda.set_allocator(machine.allocate)
     yield machine
     cupy.cuda.set_allocator(cupy.get_default_memory_pool().malloc)
@@ -340,7 +339,7 @@ def assert_as_the_first_time(
     actual = outcome(machine, function, arguments)
     with pytest.MonkeyPatch.context() as patch:
         for key in ("forward_key", "backward_key"):
-            patch.setattr(_prepared, key, lambda *arguments: None)
+            patch.setattr(_calls, key, lambda *arguments: None)
         assert actual == outcome(machine, function, arguments)
     return actual
 
@@ -359,13 +358,13 @@ def test_one_argument_at_a_time(machine: Machine, function: Callable[..., Any]) 
                 right += len(assert_as_the_first_time(machine, function, base)) == 3
                 right += len(assert_as_the_first_time(machine, function, base | {name: value})) == 3
     assert right > 100
-    assert len(_prepared.calls) > 10
+    assert len(_calls.calls) > 10
 
 
 @settings(max_examples=300, suppress_health_check=list(HealthCheck), deadline=None)
 @given(data=st.data())
 def test_any_sequence_of_calls(machine: Machine, data: st.DataObject) -> None:
-    _prepared.calls.clear()
+    _calls.calls.clear()
     values = variants(machine)
     direction = data.draw(st.sampled_from([FORWARD, BACKWARD]))
     for _ in range(data.draw(st.integers(2, 6))):
@@ -403,7 +402,7 @@ def test_a_call_like_an_earlier_one_is_not_checked_again(
     for check in ("check_forward", "check_backward"):
         monkeypatch.setattr(cupynorm._checks, check, None)
     assert outcome(machine, function, cases[1]) == expected
-    assert len(_prepared.calls) == 1
+    assert len(_calls.calls) == 1
 
 
 @pytest.mark.parametrize("functions", [FORWARD, BACKWARD], ids=["forward", "backward"])
@@ -414,7 +413,7 @@ def test_functions_do_not_share_calls(machine: Machine, functions: Any) -> None:
         options = {"eps": 1e-5} if "eps" in names else {"bias": True}
         arguments = {name: arrays[name] for name in arrays.keys() & names} | options
         assert_as_the_first_time(machine, function, arguments)
-    assert len(_prepared.calls) == len(functions)
+    assert len(_calls.calls) == len(functions)
 
 
 BOUNDS = [
@@ -450,7 +449,7 @@ def test_each_relu_has_its_bounds_and_bitmask(
         elif spec.store_statistics:
             assert result.bitmask is None
     # (0, 6), (0.0, 6.0) and (-0.0, 6.0) are one, and (-1.0, 0) and (-1.0, -0.0).
-    assert len(_prepared.calls) == len(BOUNDS) - 3
+    assert len(_calls.calls) == len(BOUNDS) - 3
 
 
 def test_the_bitmask_of_a_row_that_no_byte_ends(machine: Machine) -> None:
@@ -459,7 +458,7 @@ def test_the_bitmask_of_a_row_that_no_byte_ends(machine: Machine) -> None:
         assert result.bitmask.shape == (3, 9)
         result = cupynorm.layer_norm_forward(machine.array((3, 5, 13)), relu=(0, 1))
         assert result.bitmask.shape == (3, 5, 2)
-    assert len(_prepared.calls) == 2
+    assert len(_calls.calls) == 2
 
 
 @pytest.mark.parametrize("function", BACKWARD, ids=lambda f: f.__name__)
@@ -471,12 +470,12 @@ def test_each_backward_has_its_bitmask(machine: Machine, function: Callable[...,
         (spec, *_), given = machine.launches[-1]
         assert spec.bitmask == (bitmask is not None)
         assert given[9] == (0 if bitmask is None else bitmask.data.ptr)
-    assert len(_prepared.calls) == 2
+    assert len(_calls.calls) == 2
     strided = machine.array((*SHAPE[:-1], 8), "uint8", strides=(64, 16, 1))
     for _ in range(2):
         function(**arguments, bitmask=strided)  # copied
         assert machine.launches[-1][1][9] not in (0, strided.data.ptr)
-    assert len(_prepared.calls) == 2
+    assert len(_calls.calls) == 2
     on_another = machine.array((*SHAPE[:-1], 8), "uint8", device=1)
     with pytest.raises(ValueError, match="bitmask must be on x's device"):
         function(**arguments, bitmask=on_another)
@@ -486,8 +485,6 @@ def test_each_backward_has_its_bitmask(machine: Machine, function: Callable[...,
 def test_rows_that_are_counted_have_scratch_of_their_own_each_time(
     machine: Machine, counted: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cupynorm import _calls
-
     kept: list[Any] = []
     monkeypatch.setattr(_calls, "_keep_if_captured", lambda memory, _: kept.append(memory))
     machine.counted = counted
@@ -502,7 +499,7 @@ def test_rows_that_are_counted_have_scratch_of_their_own_each_time(
             continue
         assert more == (kept[-1].ptr,)
         assert len({memory.ptr for memory in kept}) == calls == len(kept)
-    assert len(_prepared.calls) == 1
+    assert len(_calls.calls) == 1
 
 
 def test_another_device_is_served_by_a_call_of_its_own(machine: Machine) -> None:
@@ -516,14 +513,14 @@ def test_another_device_is_served_by_a_call_of_its_own(machine: Machine) -> None
         device = arguments["x"].data.device_id
         assert launches[0][0][-1] == results[0][4] == device
         assert machine.current == current
-    assert len(_prepared.calls) == 2
+    assert len(_calls.calls) == 2
 
 
 def test_calls_are_bounded(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_prepared, "MOST_CALLS", 10)
     for rows in range(1, 100):
         cupynorm.rms_norm(machine.array((rows, 8)))
-        assert 1 <= len(_prepared.calls) <= 10
+        assert 1 <= len(_calls.calls) <= 10
 
 
 def test_threads_share_calls(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,8 +28,8 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from cupynorm import _checks
-from cupynorm._arrays import DTYPES, check_no_mask
-from cupynorm._operation import ForwardSpec, Norm
+from cupynorm._arrays import DTYPES, check_no_mask, to_numpy
+from cupynorm._operation import Norm
 from cupynorm.jax import _formula
 from cupynorm.jax._derivatives import differentiable, wide
 from cupynorm.jax._operations import split_as
@@ -202,17 +202,14 @@ def _norm(
     x = _array("x", x)
     weight = None if weight is None else _array("weight", weight)
     bias = None if bias is None else _array("bias", bias)
-    k, dtype, bounds = _checks.check_forward(
+    spec, told = _checks.check_forward(
         _outline(x),
         _outline(weight),
         _outline(bias),
-        eps=eps,
-        axis=axis,
-        zero_centered=zero_centered,
-        relu=relu,
-        out_dtype=out_dtype,
-        out=None,
+        None,
+        _checks.Asked(norm, False, axis, zero_centered, eps, relu, out_dtype),
     )
+    k, dtype = told.k, to_numpy(spec.y)
     if jax.dtypes.canonicalize_dtype(dtype) != dtype:
         raise TypeError(f"out_dtype must be one that JAX has enabled, got {dtype} without x64")
     weight, bias = (
@@ -220,17 +217,7 @@ def _norm(
     )
     widened = [a if a is None else _widened(x, a) for a in (weight, bias)]
     rows, *affine = _over_one_mesh(k, x, *jax.lax.stop_gradient((weight, bias)), *widened)
-    spec = ForwardSpec(
-        norm=norm,
-        x=DTYPES[x.dtype],
-        weight=None if weight is None else DTYPES[weight.dtype],
-        bias=None if bias is None else DTYPES[bias.dtype],
-        y=DTYPES[dtype],
-        zero_centered=bool(zero_centered),
-        store_statistics=False,
-        relu=bounds is not None,
-    )
-    norm_of = differentiable(spec, k, _checks.to_eps(eps), bounds)
+    norm_of = differentiable(spec, k, told.eps, told.relu)
     return split_as(x, norm_of(rows, tuple(affine[:2]), tuple(affine[2:])))
 
 

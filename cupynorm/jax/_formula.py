@@ -14,8 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from cupynorm._bitmask import bitmask_bytes
-from cupynorm._operation import BackwardSpec, ForwardSpec, Norm, compute_dtype
+from cupynorm._operation import BackwardSpec, ForwardSpec, Norm, bitmask_bytes, compute_dtype
 from cupynorm.jax._refusals import in_reverse
 
 __all__ = ["Relu", "backward", "backward_of_x", "forward", "widened"]

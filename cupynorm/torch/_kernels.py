@@ -16,10 +16,9 @@ import torch
 
 from cupynorm import _checks, reference
 from cupynorm._arrays import BFLOAT16, DTYPES, row_stride
-from cupynorm._bitmask import bitmask_bytes
 from cupynorm._environment import import_cupy
 from cupynorm._layout import pack_length
-from cupynorm._operation import ITEMSIZE, BackwardSpec, ForwardSpec, Norm
+from cupynorm._operation import ITEMSIZE, BackwardSpec, ForwardSpec, Norm, bitmask_bytes
 from cupynorm._prepared import remember
 
 __all__ = [
@@ -277,34 +276,22 @@ def _resolve_forward(
     _check_device(x)
     if not isinstance(out_dtype, torch.dtype | None):
         raise TypeError(f"out_dtype must be a torch.dtype or None, got {out_dtype!r}")
-    _, y, bounds = _checks.check_forward(
+    axis = None if k == 1 else tuple(range(-k, 0))
+    spec, told = _checks.check_forward(
         _outline("x", x, x),
         _outline("weight", weight, x),
         _outline("bias", bias, x),
-        eps=eps,
-        axis=None if k == 1 else tuple(range(-k, 0)),
-        zero_centered=zero_centered,
-        relu=relu,
-        out_dtype=out_dtype,
-        out=None,
+        None,
+        _checks.Asked(norm, training, axis, zero_centered, eps, relu, out_dtype),
     )
     n = math.prod(x.shape[x.ndim - k :])
     x_stride = _stride(x, k)
     copies = x_stride is None or not all(t is None or t.is_contiguous() for t in (weight, bias))
     x_stride = n if copies or x_stride is None else x_stride
     m, kept = x.numel() // n, tuple(x.shape[: x.ndim - k])
-    y_dtype = getattr(torch, DTYPES[y])
+    y_dtype = getattr(torch, spec.y)
     return _Forward(
-        spec=ForwardSpec(
-            norm=norm,
-            x=NAMES[x.dtype],
-            weight=None if weight is None else NAMES[weight.dtype],
-            bias=None if bias is None else NAMES[bias.dtype],
-            y=DTYPES[y],
-            zero_centered=zero_centered,
-            store_statistics=training,
-            relu=relu is not None,
-        ),
+        spec=spec,
         m=m,
         n=n,
         kept=kept,
@@ -312,7 +299,7 @@ def _resolve_forward(
         y=y_dtype,
         y_is_as_x=y_dtype == x.dtype and x.is_contiguous() and m > 0,
         statistics=compute_type(x),
-        numbers=(_checks.to_eps(eps), *((0.0, 0.0) if bounds is None else bounds)),
+        numbers=(told.eps, *((0.0, 0.0) if told.relu is None else told.relu)),
         has_kernels=_has_kernels(x),
         index=x.device.index,
         copies=copies,

@@ -18,8 +18,7 @@ from torch._library.autograd import Info, make_autograd_impl
 from torch.autograd import forward_ad
 
 from cupynorm import _checks
-from cupynorm._bitmask import bitmask_bytes
-from cupynorm._operation import Norm
+from cupynorm._operation import Norm, bitmask_bytes
 from cupynorm.torch import _formulas, _kernels
 from cupynorm.torch._kernels import NUMPY_DTYPES, Options, Relu, check_tensor, compute_type
 

@@ -25,7 +25,7 @@ import numpy as np
 
 import cupynorm
 from cupynorm import NormBackward, NormForward, _compile
-from cupynorm._checks import trailing_axes
+from cupynorm._checks import Asked, check_backward, check_forward
 from cupynorm._compile import Instantiation
 from cupynorm._layout import (
     ForwardInRegisters,
@@ -193,21 +193,11 @@ class Gpu:
         out: Any = None,
         store_statistics: bool = True,
     ) -> Any:
-        result, call = self._calls.forward(
-            norm,
-            x,
-            weight,
-            bias,
-            eps=eps,
-            k=trailing_axes(x.ndim, axis, weight, bias),
-            zero_centered=zero_centered,
-            out_dtype=(x if out is None else out).dtype if out_dtype is None else out_dtype,
-            out=out,
-            relu=relu,
-            store_statistics=store_statistics,
-        )
-        if self.repeats and call is not None and out is None:
-            return call.run(x, weight, bias, None)
+        asked = Asked(norm, store_statistics, axis, zero_centered, eps, relu, out_dtype)
+        spec, options = check_forward(x, weight, bias, out, asked)
+        result, run = self._calls.forward(spec, options, x, weight, bias, out)
+        if self.repeats and run is not None and out is None:
+            return run(x, weight, bias, None)
         return result
 
     def backward(
@@ -225,22 +215,14 @@ class Gpu:
         zero_centered: bool = False,
         dx: Any = None,
     ) -> NormBackward:
-        result, call = self._calls.backward(
-            norm,
-            dy,
-            x,
-            weight,
-            mean,
-            rstd,
-            bias=bias,
-            bitmask=bitmask,
-            k=trailing_axes(x.ndim, axis, weight, bias),
-            zero_centered=zero_centered,
-            dx=dx,
-        )
-        if self.repeats and call is not None and dx is None:
-            like = bias if isinstance(bias, Array) else None
-            result = call.run(dy, x, weight, mean, rstd, like, bitmask, None)
+        arrays = {"dy": dy, "x": x, "weight": weight, "mean": mean, "rstd": rstd}
+        arrays |= {"bitmask": bitmask, "dx": dx}
+        asked = Asked(norm, True, axis, zero_centered)
+        spec, options = check_backward(arrays, bias, asked)
+        like = bias if isinstance(bias, Array) else None
+        result, run = self._calls.backward(spec, options, **arrays, like=like)
+        if self.repeats and run is not None and dx is None:
+            result = run(*arrays.values(), like)
         return cast("NormBackward", result)
 
     def run(self, kernel: Instantiation, blocks: int, *arguments: Any) -> None:
