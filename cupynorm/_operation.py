@@ -147,11 +147,10 @@ class Options:
         return tuple(range(-self.k, 0))
 
 
-class Spec:
+class _Spec:
     """What the specs of both passes derive from their dtypes."""
 
     table: ClassVar[Pass]
-    x: str
 
     @property
     def dtypes(self) -> dict[str, str | None]:
@@ -170,13 +169,13 @@ class Spec:
 
 
 @functools.cache
-def _present(spec: Spec, names: tuple[str, ...]) -> tuple[str, ...]:
+def _present(spec: _Spec, names: tuple[str, ...]) -> tuple[str, ...]:
     dtypes = spec.dtypes
     return tuple(name for name in names if dtypes[name] is not None)
 
 
 @dataclass(frozen=True)
-class ForwardSpec(Spec):
+class ForwardSpec(_Spec):
     """A forward pass to compile; dtypes by name, None for an operand that is absent."""
 
     table: ClassVar[Pass] = FORWARD
@@ -206,7 +205,7 @@ class ForwardSpec(Spec):
 
 
 @dataclass(frozen=True)
-class BackwardSpec(Spec):
+class BackwardSpec(_Spec):
     """A backward pass to compile; there is a dweight where there is a weight."""
 
     table: ClassVar[Pass] = BACKWARD
@@ -240,6 +239,8 @@ class BackwardSpec(Spec):
         """How many gradients are summed over the rows."""
         return (self.weight is not None) + (self.dbias is not None)
 
+
+Spec = ForwardSpec | BackwardSpec
 
 # ---- results -------------------------------------------------------------------------------------
 

@@ -10,8 +10,8 @@ import numpy as np
 import cupynorm.jax
 from cupynorm import NormBackward, NormForward, testing
 from cupynorm._arrays import DTYPES as NAMES
-from cupynorm._operation import ForwardSpec
-from cupynorm.jax._operations import Forward
+from cupynorm._operation import ForwardSpec, Options
+from cupynorm.jax._operations import Operation
 
 EPS = {"rms_norm": 1e-6, "layer_norm": 1e-5}
 
@@ -66,7 +66,7 @@ def check(
         store_statistics=True,
         relu=relu is not None,
     )
-    operation = Forward(spec, k, eps, relu)
+    operation = Operation(spec, Options(norm, k, zero_centered, eps, relu, training=True))
     forward = NormForward(**dict(zip(operation.results, on_host(operation(*given)), strict=True)))
     checks = {"eps": eps, "relu": relu, "out_dtype": dy.dtype, **options}
     for y in (forward, inferred, trained):

@@ -29,8 +29,9 @@ from strategies import DTYPES, make_values
 
 import cupynorm.jax
 from cupynorm import NormBackward, reference, testing
+from cupynorm._operation import Options
 from cupynorm.jax import _kernels, _operations
-from cupynorm.jax._operations import Forward
+from cupynorm.jax._operations import Operation
 
 NORM = "layer_norm"
 SHAPE = (8, 6, 64)
@@ -445,7 +446,7 @@ def with_a_drawn_sharding(drawn: Draw) -> Any:
 def control() -> Any:
     """The kernel's call alone, of which XLA knows nothing: it must gather x to be right."""
     (x, *_) = put(mesh_of((4,), AxisType.Auto), P("a"), P())
-    forward = Forward(FORWARD, 1, 1e-5)
+    forward = Operation(FORWARD, Options(NORM, 1, eps=1e-5))
     program = jax.jit(lambda x: forward.kernel("cpu", x)).lower(x).compile()
     program(x)[0].block_until_ready()
     return collectives(program)

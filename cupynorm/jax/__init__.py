@@ -217,7 +217,7 @@ def _norm(
     )
     widened = [a if a is None else _widened(x, a) for a in (weight, bias)]
     rows, *affine = _over_one_mesh(k, x, *jax.lax.stop_gradient((weight, bias)), *widened)
-    norm_of = differentiable(spec, k, told.eps, told.relu)
+    norm_of = differentiable(spec, told)
     return split_as(x, norm_of(rows, tuple(affine[:2]), tuple(affine[2:])))
 
 

@@ -8,16 +8,16 @@ from typing import Any
 
 import jax
 
-from cupynorm._operation import ITEMSIZE, BackwardSpec, ForwardSpec, compute_dtype
+from cupynorm._operation import ITEMSIZE, BackwardSpec, ForwardSpec, Options, compute_dtype
 from cupynorm.jax import _formula
-from cupynorm.jax._operations import Backward, Forward, split_as
+from cupynorm.jax._operations import Operation, split_as
 from cupynorm.jax._refusals import in_reverse
 
 __all__ = ["differentiable", "wide"]
 
 
 @functools.cache
-def differentiable(spec: ForwardSpec, k: int, eps: float, relu: _formula.Relu) -> Any:
+def differentiable(spec: ForwardSpec, options: Options) -> Any:
     """Return y as a function of x, (weight, bias), and these two widened; None if not in the spec.
 
     The first derivative is the backward kernel, on what the forward one stored for it; further
@@ -25,8 +25,8 @@ def differentiable(spec: ForwardSpec, k: int, eps: float, relu: _formula.Relu) -
     devices, or over a batch, does so before a gradient is rounded to a narrower dtype. As given,
     weight and bias are what the forward kernel reads, and count as constants.
     """
-    storing_nothing = Forward(spec, k, eps, relu)
-    storing = Forward(replace(spec, store_statistics=True), k, eps, relu)
+    storing_nothing = Operation(spec, options)
+    storing = Operation(replace(spec, store_statistics=True), options)
     backward_spec = BackwardSpec(
         norm=spec.norm,
         x=spec.x,
@@ -36,7 +36,7 @@ def differentiable(spec: ForwardSpec, k: int, eps: float, relu: _formula.Relu) -
         zero_centered=spec.zero_centered,
         bitmask=spec.relu,
     )
-    backward = Backward(backward_spec, k)
+    backward = Operation(backward_spec, options)
 
     @jax.custom_vjp  # type: ignore[untyped-decorator]
     def infer(x: Any, affine: Any, widened: Any) -> Any:
@@ -50,7 +50,7 @@ def differentiable(spec: ForwardSpec, k: int, eps: float, relu: _formula.Relu) -
 
     @jax.custom_vjp  # type: ignore[untyped-decorator]
     def gradients(dy: Any, x: Any, weight: Any, stored: Any) -> tuple[Any, tuple[Any, Any]]:
-        dx, *sums = backward(*_present(x, dy, weight, *stored))
+        dx, *sums = backward(*_present(dy, x, weight, *stored))
         dweight = None if spec.weight is None else sums.pop(0)
         return dx, (dweight, *(sums or [None]))
 
@@ -78,7 +78,7 @@ def differentiable(spec: ForwardSpec, k: int, eps: float, relu: _formula.Relu) -
         # As functions of x, of which the statistics were computed. The bitmask is a step function.
         *arrays, stored = given
         bitmask = stored[-1] if spec.relu else None
-        formula = functools.partial(_formula.backward_of_x, backward_spec, k, eps, bitmask)
+        formula = functools.partial(_formula.backward_of_x, backward_spec, options, bitmask)
         _, pull_back = jax.vjp(formula, *arrays)
         return *pull_back((cotangents[0], *cotangents[1])), None
 

@@ -14,29 +14,35 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from cupynorm._operation import BackwardSpec, ForwardSpec, Norm, bitmask_bytes, compute_dtype
+from cupynorm._operation import (
+    BACKWARD,
+    FORWARD,
+    BackwardSpec,
+    ForwardSpec,
+    Norm,
+    Options,
+    Pass,
+    bitmask_bytes,
+    compute_dtype,
+)
 from cupynorm.jax._refusals import in_reverse
 
-__all__ = ["Relu", "backward", "backward_of_x", "forward", "widened"]
+__all__ = ["FORMULAS", "backward_of_x", "widened"]
 
 # Terms added one after the other: what `testing` grants a sum.
 RUN = 64
 
 
-Relu = tuple[float, float] | None
-
-
-def forward(
-    spec: ForwardSpec, k: int, eps: float, relu: Relu, x: Any, weight: Any, bias: Any
-) -> tuple[Any, ...]:
+def forward(spec: ForwardSpec, options: Options, x: Any, weight: Any, bias: Any) -> tuple[Any, ...]:
     """Return y, mean (None for RMSNorm), rstd and bitmask (None without relu)."""
-    xhat, mean, rstd = _normalize(spec.norm, _wide(spec, x), k, eps)
+    k = options.k
+    xhat, mean, rstd = _normalize(spec.norm, _wide(spec, x), k, options.eps)
     y = xhat * _scale(spec, weight, x.ndim)
     if bias is not None:
         y = y + _as_row(bias.astype(y.dtype), x.ndim)
     bitmask = None
-    if relu is not None:
-        lower, upper = relu
+    if options.relu is not None:
+        lower, upper = options.relu
         bitmask = _pack((lower < y) & (y < upper), k)
         y = jnp.clip(y, lower, upper)
     kept = x.shape[: x.ndim - k]
@@ -46,7 +52,7 @@ def forward(
 
 def backward(
     spec: BackwardSpec,
-    k: int,
+    options: Options,
     dy: Any,
     x: Any,
     weight: Any,
@@ -55,6 +61,7 @@ def backward(
     bitmask: Any,
 ) -> tuple[Any, ...]:
     """Return dx, dweight and dbias (None where the spec has none), by what was stored."""
+    k = options.k
     rstd = jnp.expand_dims(rstd, tuple(range(-k, 0)))
     wide = _wide(spec, x)
     if spec.norm == "rms_norm":
@@ -77,11 +84,16 @@ def backward(
     return tuple(map(_round, (dx, *sums), (spec.x, spec.weight, spec.dbias)))
 
 
+# By the tables of the passes, as whose arrays their arguments and results are ordered.
+FORMULAS: dict[Pass, Any] = {FORWARD: forward, BACKWARD: backward}
+
+
 def backward_of_x(
-    spec: BackwardSpec, k: int, eps: float, bitmask: Any, dy: Any, x: Any, weight: Any
+    spec: BackwardSpec, options: Options, bitmask: Any, dy: Any, x: Any, weight: Any
 ) -> tuple[Any, ...]:
     """Return what `backward` does as a function of dy, x and weight, to be differentiated."""
-    xhat, _, rstd = _normalize(spec.norm, _wide(spec, x), k, eps)
+    k = options.k
+    xhat, _, rstd = _normalize(spec.norm, _wide(spec, x), k, options.eps)
     gradients = _gradients(spec, k, dy, weight, xhat, rstd, bitmask)
     dtypes = (spec.x, spec.weight, spec.dbias)
     return tuple(a if a is None else a.astype(d) for a, d in zip(gradients, dtypes, strict=True))

@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from cupynorm._environment import import_cupy
 from cupynorm._layout import pack_length
-from cupynorm._operation import BackwardSpec, ForwardSpec
+from cupynorm._operation import BackwardSpec, ForwardSpec, Spec
 from cupynorm.jax._refusals import not_compiled
 from cupynorm.jax._xla import Handler, Launch
 
@@ -28,14 +28,9 @@ __all__ = ["call", "platforms"]
 
 ALIGNMENT = 16  # bytes, of every buffer: XLA's is a multiple of it
 
-# The operands of a plan. Rows lie one after the other; where there is no such array, its address
-# is 0.
+# What else the operands of a launch are: rows lie one after the other, and where there is no such
+# array, its address is 0.
 STRIDE, ABSENT = "stride", "absent"
-FORWARD = ("x", STRIDE, "weight", "bias", "y", STRIDE, "mean", "rstd", "bitmask")
-BACKWARD = (
-    *("dy", STRIDE, "x", STRIDE, "weight", "mean", "rstd", "bitmask"),
-    *("dx", STRIDE, "dweight", "dbias", "scratch"),
-)
 
 NO_PLANS = (
     "gradients for {0} can be compiled or exported only where JAX has such a device, on which "
@@ -64,7 +59,7 @@ def platforms() -> tuple[str, ...]:
 
 def call(
     platform: str,
-    spec: ForwardSpec | BackwardSpec,
+    spec: Spec,
     m: int,
     n: int,
     numbers: dict[str, Any],
@@ -129,14 +124,13 @@ def _ordinals(platform: str) -> tuple[int, ...]:
     return tuple(device.local_hardware_id for device in devices)
 
 
-def _plan(platform: str, spec: ForwardSpec | BackwardSpec, m: int, n: int, device: int) -> Any:
+def _plan(platform: str, spec: Spec, m: int, n: int, device: int) -> Any:
     """Return the plan for m aligned rows that lie one after the other, loaded on the device."""
     plans = _providers[platform]()
     divisors = n | pack_length(spec.x)
     vector = divisors & -divisors
     with _current(platform, device):
-        make = plans.forward_plan if isinstance(spec, ForwardSpec) else plans.backward_plan
-        return make(spec, m, n, vector, device)
+        return getattr(plans, f"{spec.table.name}_plan")(spec, m, n, vector, device)
 
 
 @contextlib.contextmanager
@@ -158,7 +152,7 @@ def _current(platform: str, device: int) -> Iterator[None]:
 # ---- when it runs --------------------------------------------------------------------------------
 
 
-def _prepare(kind: type[Any], platform: str, description: str, device: int) -> Launch:
+def _prepare(kind: type[Spec], platform: str, description: str, device: int) -> Launch:
     """Return what launches a call on the addresses of its operands and results."""
     what = json.loads(description)
     m, n, arrays = what["m"], what["n"], what["arrays"]
@@ -171,10 +165,10 @@ def _prepare(kind: type[Any], platform: str, description: str, device: int) -> L
             f"{device} needs {plan.scratch_bytes(m)}: it was made for other GPUs, make it anew"
         )
     places = {name: i for i, name in enumerate((*arrays, STRIDE, ABSENT))}
-    order: tuple[str, ...] = BACKWARD
-    if kind is ForwardSpec:
-        order = (*FORWARD, "scratch") if plan.scratch_bytes(m) else FORWARD
-    take = operator.itemgetter(*(places.get(name, places[ABSENT]) for name in order))
+    names = [STRIDE if o.endswith("_stride") else o for o in kind.table.operands]
+    if kind.table.takes_scratch or plan.scratch_bytes(m):
+        names.append("scratch")
+    take = operator.itemgetter(*(places.get(name, places[ABSENT]) for name in names))
     numbers = (what["eps"], *(what["relu"] or (0.0, 0.0))) if kind is ForwardSpec else ()
     launch_plan = plan.prepared(m, *numbers)
 
@@ -204,7 +198,7 @@ def _on(device: int, launch: Launch) -> Launch:
     return there
 
 
-_TARGETS = {ForwardSpec: "cupynorm.forward", BackwardSpec: "cupynorm.backward"}
+_TARGETS = {kind: f"cupynorm.{kind.table.name}" for kind in (ForwardSpec, BackwardSpec)}
 # On the CPU too, where no program calls them: XLA looks at each when it is registered, and at those
 # of a platform that is not there never.
 _HANDLERS = [

@@ -1,8 +1,8 @@
-"""A forward or a backward pass as an operation that JAX may batch, and split over devices.
+"""A pass as an operation that JAX may batch, and split over devices.
 
-Its arrays are of four kinds. Of `rows`, leading axes may be split, and the last k are whole; a
-`statistic` has the leading axes alone, and `bits` have one more; a `row` has the last k alone, the
-same on each device: where it is a result, it is the sum over theirs.
+How follows from the kinds of its arrays. Of rows, leading axes may be split, and the last k are
+whole; a statistic has the leading axes alone, and bits have one more; a vector has the last k
+alone, the same on each device: where it is a result, it is the sum over theirs.
 
 From inner to outer: the kernel, or the formula where there is none; what splits it over devices;
 what batches it. Neither of these can be differentiated, so that derivatives are defined outside.
@@ -14,7 +14,6 @@ import contextlib
 import functools
 import math
 import operator
-from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,55 +24,53 @@ from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from cupynorm._operation import BackwardSpec, ForwardSpec
+from cupynorm._operation import KINDS, Kind, Options, Spec
 from cupynorm.jax import _formula, _kernels
 
-__all__ = ["Backward", "Forward", "split_as"]
-
-ROWS, ROW, STATISTIC, BITS = "rows", "row", "statistic", "bits"
-KINDS = {
-    **dict.fromkeys(("x", "y", "dx", "dy"), ROWS),
-    **dict.fromkeys(("weight", "bias", "dweight", "dbias"), ROW),
-    **dict.fromkeys(("mean", "rstd"), STATISTIC),
-    "bitmask": BITS,
-}
+__all__ = ["Operation", "split_as"]
 
 Arrays = Any  # a tuple, of what JAX makes of arrays
 
 
 @dataclass(frozen=True)
-class _Operation:
-    """What is computed over the last k axes; the first operand consists of rows."""
+class Operation:
+    """What is computed, over the last k axes."""
 
-    spec: Any
-    k: int
-    eps: float = 0.0
-    relu: _formula.Relu = None
+    spec: Spec
+    options: Options
 
     @property
-    @abstractmethod
     def operands(self) -> tuple[str, ...]:
         """The names of the arrays that it takes."""
+        return self.spec.reads
 
     @property
-    @abstractmethod
     def results(self) -> tuple[str, ...]:
         """The names of the arrays that it returns."""
+        return self.spec.writes
 
-    @abstractmethod
+    def x_of(self, operands: Any) -> Any:
+        """Return what is x's among what belongs to the operands."""
+        return operands[self.operands.index("x")]
+
     def formula(self, *operands: Any) -> Arrays:
         """Return the results as jax.numpy computes them."""
+        arrays = dict.fromkeys(self.spec.table.reads)
+        arrays |= zip(self.operands, operands, strict=True)
+        computed = _formula.FORMULAS[self.spec.table](self.spec, self.options, **arrays)
+        named = dict(zip(self.spec.table.writes, computed, strict=True))
+        return tuple(named[name] for name in self.results)
 
     def kernel(self, platform: str, *operands: Any) -> Arrays:
         """Return the results as the kernels of a platform compute them."""
-        shape = operands[0].shape
+        shape, k = self.x_of(operands).shape, self.options.k
         types = jax.eval_shape(self.formula, *operands)
         return _kernels.call(
             platform,
             self.spec,
-            math.prod(shape[: -self.k]),
-            math.prod(shape[-self.k :]),
-            {"eps": self.eps, "relu": self.relu},
+            math.prod(shape[:-k]),
+            math.prod(shape[-k:]),
+            {"eps": self.options.eps, "relu": self.options.relu},
             dict(zip(self.operands, operands, strict=True)),
             dict(zip(self.results, types, strict=True)),
         )
@@ -87,7 +84,7 @@ class _Operation:
         """Return the same, where other devices along these axes of the mesh hold other rows."""
         results = zip(self.results, self.local(*operands), strict=True)
         return tuple(
-            jax.lax.psum(array, axes) if axes and KINDS[name] == ROW else array
+            jax.lax.psum(array, axes) if axes and KINDS[name] is Kind.VECTOR else array
             for name, array in results
         )
 
@@ -95,66 +92,15 @@ class _Operation:
         return _batched(self)(*operands)
 
 
-class Forward(_Operation):
-    """A forward pass, of a `ForwardSpec`."""
-
-    spec: ForwardSpec
-
-    @property
-    def operands(self) -> tuple[str, ...]:
-        return _present(x=True, weight=self.spec.weight, bias=self.spec.bias)
-
-    @property
-    def results(self) -> tuple[str, ...]:
-        stored = self.spec.store_statistics
-        mean = stored and self.spec.norm == "layer_norm"
-        return _present(y=True, mean=mean, rstd=stored, bitmask=stored and self.spec.relu)
-
-    def formula(self, *operands: Any) -> Arrays:
-        given = dict(zip(self.operands, operands, strict=True))
-        arrays = (given.get(name) for name in ("x", "weight", "bias"))
-        result = _formula.forward(self.spec, self.k, self.eps, self.relu, *arrays)
-        named = dict(zip(("y", "mean", "rstd", "bitmask"), result, strict=True))
-        return tuple(named[name] for name in self.results)
-
-
-class Backward(_Operation):
-    """A backward pass, of a `BackwardSpec`."""
-
-    spec: BackwardSpec
-
-    @property
-    def operands(self) -> tuple[str, ...]:
-        spec, mean = self.spec, self.spec.norm == "layer_norm"
-        return _present(
-            x=True, dy=True, weight=spec.weight, mean=mean, rstd=True, bitmask=spec.bitmask
-        )
-
-    @property
-    def results(self) -> tuple[str, ...]:
-        return _present(dx=True, dweight=self.spec.weight, dbias=self.spec.dbias)
-
-    def formula(self, *operands: Any) -> Arrays:
-        given = dict(zip(self.operands, operands, strict=True))
-        names = ("dy", "x", "weight", "mean", "rstd", "bitmask")
-        arrays = (given.get(name) for name in names)
-        result = _formula.backward(self.spec, self.k, *arrays)
-        return tuple(array for array in result if array is not None)
-
-
-def _present(**arrays: Any) -> tuple[str, ...]:
-    return tuple(name for name, there in arrays.items() if there)
-
-
 # ---- over devices --------------------------------------------------------------------------------
 
 
-def _split(operation: _Operation, *operands: Any) -> Arrays:
+def _split(operation: Operation, *operands: Any) -> Arrays:
     """Return the results, each device computing those of its rows."""
-    x = operands[0]
+    x = operation.x_of(operands)
     if x.size == 0:
         return operation.formula(*operands)
-    kept = jax.typeof(x).sharding.spec[: -operation.k]
+    kept = jax.typeof(x).sharding.spec[: -operation.options.k]
     mesh, axes = jax.typeof(x).sharding.mesh, _axes(kept)
     # XLA takes no sum over axes that are one device together.
     if math.prod(mesh.shape[axis] for axis in axes) > 1:
@@ -163,8 +109,12 @@ def _split(operation: _Operation, *operands: Any) -> Arrays:
         with jax.sharding.use_abstract_mesh(mesh) if inside.empty else contextlib.nullcontext():
             return jax.shard_map(
                 functools.partial(operation.local_sum, axes),
-                in_specs=tuple(_operation(name, kept, operation.k) for name in operation.operands),
-                out_specs=tuple(_operation(name, kept, operation.k) for name in operation.results),
+                in_specs=tuple(
+                    _split_of(name, kept, operation.options.k) for name in operation.operands
+                ),
+                out_specs=tuple(
+                    _split_of(name, kept, operation.options.k) for name in operation.results
+                ),
                 axis_names=set(axes),
                 # Within a shard_map over other axes, the results vary along those as x does.
                 check_vma=bool(jax.typeof(x).manual_axis_type.varying),
@@ -186,18 +136,23 @@ def split_as(like: Any, array: Any, spec: PartitionSpec | None = None) -> Any:
 
 
 @functools.cache
-def _partitioned(operation: _Operation) -> Any:
+def _partitioned(operation: Operation) -> Any:
     """Return the operation as what XLA's partitioner splits, in an Auto mesh."""
 
     def computed(*operands: Any) -> Arrays:
         return operation.local(*operands)
 
     def rule(mesh: Any, operands: Any, results: Any) -> tuple[str, dict[str, Any]]:
-        kept = [f"b{i}" for i in range(operands[0].rank - operation.k)]
-        whole = [f"n{i}" for i in range(operation.k)]
+        kept = [f"b{i}" for i in range(operation.x_of(operands).rank - operation.options.k)]
+        whole = [f"n{i}" for i in range(operation.options.k)]
         # Of a weight's own, lest it pass on to x how it is split itself, along other axes.
-        of_row = [f"w{i}" for i in range(operation.k)]
-        dims = {ROWS: [*kept, *whole], STATISTIC: kept, BITS: [*kept, "bytes"], ROW: of_row}
+        vector = [f"w{i}" for i in range(operation.options.k)]
+        dims = {
+            Kind.ROWS: [*kept, *whole],
+            Kind.STATISTIC: kept,
+            Kind.BITS: [*kept, "bytes"],
+            Kind.VECTOR: vector,
+        }
         names = [*operation.operands, *operation.results]
         sides = [" ".join(dims[KINDS[name]]) for name in names]
         count = len(operation.operands)
@@ -210,10 +165,11 @@ def _partitioned(operation: _Operation) -> Any:
 
     def shardings(operands: Any) -> tuple[Any, Any, Arrays, Arrays]:
         """Return a mesh, how kept axes are split over it, and how results and operands are."""
-        mesh, spec = _mesh_of(operands[0].sharding, len(operands[0].shape))
-        kept = spec[: -operation.k]
+        x = operation.x_of(operands)
+        mesh, spec = _mesh_of(x.sharding, len(x.shape))
+        kept = spec[: -operation.options.k]
         of_results, of_operands = (
-            tuple(NamedSharding(mesh, _operation(name, kept, operation.k)) for name in names)
+            tuple(NamedSharding(mesh, _split_of(name, kept, operation.options.k)) for name in names)
             for names in (operation.results, operation.operands)
         )
         return mesh, kept, of_results, of_operands
@@ -225,8 +181,9 @@ def _partitioned(operation: _Operation) -> Any:
         def lowered(*local: Any) -> Arrays:
             # XLA calls from a thread of its own, where enable_x64 of the caller's is not in force.
             with jax.enable_x64(has_float64):
-                if ROW in map(KINDS.__getitem__, operation.results):
-                    local = _without_padding(operation, mesh, kept, operands[0].shape, local)
+                if Kind.VECTOR in map(KINDS.__getitem__, operation.results):
+                    shape = operation.x_of(operands).shape
+                    local = _without_padding(operation, mesh, kept, shape, local)
                 return operation.local_sum(_axes(kept), *local)
 
         return mesh, lowered, of_results, of_operands
@@ -279,13 +236,13 @@ def _mesh_of(sharding: Any, ndim: int) -> tuple[AbstractMesh, tuple[tuple[str, .
 
 
 def _without_padding(
-    operation: _Operation, mesh: Any, kept: Any, shape: tuple[int, ...], local: Arrays
+    operation: Operation, mesh: Any, kept: Any, shape: tuple[int, ...], local: Arrays
 ) -> Arrays:
     """Return the operands of a device without what is in no row of the whole array, of a shape.
 
     XLA pads an axis that its devices do not divide, and anything may lie there.
     """
-    here = local[0].shape[: len(kept)]
+    here = operation.x_of(local).shape[: len(kept)]
     inside = []
     for i, names in enumerate(kept):
         if here[i] * math.prod(mesh.shape[name] for name in names) == shape[i]:
@@ -298,12 +255,12 @@ def _without_padding(
         return local
     mask = functools.reduce(operator.and_, inside)
 
-    def masked(kind: str, array: Any) -> Any:
-        if kind == ROW:
+    def masked(kind: Kind, array: Any) -> Any:
+        if kind is Kind.VECTOR:
             return array
         rows = jnp.expand_dims(mask, tuple(range(mask.ndim, array.ndim)))
         # Zeros with a mean and an rstd of 1: nothing of such a row is out of range.
-        return jnp.where(rows, array, int(kind == STATISTIC))
+        return jnp.where(rows, array, int(kind is Kind.STATISTIC))
 
     return tuple(map(masked, map(KINDS.__getitem__, operation.operands), local))
 
@@ -317,38 +274,38 @@ def _axes(spec: Any) -> tuple[str, ...]:
     )
 
 
-def _operation(name: str, kept: Any, k: int) -> PartitionSpec:
+def _split_of(name: str, kept: Any, k: int) -> PartitionSpec:
     """Return how an array is split where the leading axes of rows are split as `kept`."""
     kind = KINDS[name]
-    whole = {STATISTIC: 0, BITS: 1}.get(kind, k)  # axes, which no device has a part of
-    return PartitionSpec(*(() if kind == ROW else kept), *whole * (None,))
+    whole = {Kind.STATISTIC: 0, Kind.BITS: 1}.get(kind, k)  # axes, which no device has a part of
+    return PartitionSpec(*(() if kind is Kind.VECTOR else kept), *whole * (None,))
 
 
 # ---- batched -------------------------------------------------------------------------------------
 
 
 @functools.cache
-def _batched(operation: _Operation) -> Any:
+def _batched(operation: Operation) -> Any:
     def call(*operands: Any) -> Arrays:
         return _split(operation, *operands)
 
     def rule(size: int, batched: list[bool], *operands: Any) -> tuple[Arrays, tuple[bool, ...]]:
-        names, results = operation.operands, operation.results
+        vectors = [KINDS[name] is Kind.VECTOR for name in operation.operands]
         axes = tuple(0 if there else None for there in batched)
         by_formula = jax.vmap(operation.formula, in_axes=axes, axis_size=size)(*operands)
-        everywhere = (True,) * len(results)
-        if any(there and KINDS[name] == ROW for name, there in zip(names, batched, strict=True)):
-            # A row that differs from one part of the batch to the next has no kernel.
+        everywhere = (True,) * len(by_formula)
+        if any(map(operator.and_, vectors, batched)):
+            # A vector that differs from one part of the batch to the next has no kernel.
             return by_formula, everywhere
         given = [
-            a if there or KINDS[name] == ROW else jnp.broadcast_to(a, (size, *a.shape))
-            for name, a, there in zip(names, operands, batched, strict=True)
+            a if there or is_vector else jnp.broadcast_to(a, (size, *a.shape))
+            for is_vector, a, there in zip(vectors, operands, batched, strict=True)
         ]
         # The batch is a leading axis like others, but for what is summed over those.
         together = operation(*given)
         return tuple(
-            formula if KINDS[name] == ROW else kernel
-            for name, formula, kernel in zip(results, by_formula, together, strict=True)
+            formula if KINDS[name] is Kind.VECTOR else kernel
+            for name, formula, kernel in zip(operation.results, by_formula, together, strict=True)
         ), everywhere
 
     batched = custom_vmap(call)
