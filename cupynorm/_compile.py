@@ -17,7 +17,6 @@ from typing import Any
 from cupynorm import _driver
 from cupynorm._environment import USE_A_FOLDER
 from cupynorm._layout import (
-    FIRST_WITH_OVERLAP,
     BackwardColumnParallel,
     BackwardConfig,
     BackwardInRegisters,
@@ -31,6 +30,7 @@ from cupynorm._layout import (
     backward_pipelined_bytes,
     forward_in_registers_bytes,
     forward_pipelined_bytes,
+    gpu_of,
     reduction_bytes,
     team_bytes,
 )
@@ -403,7 +403,7 @@ def load(kernel: Instantiation, device: int) -> _driver.Kernel:
                 kernel.parameters,
                 kernel.cluster_blocks,
                 # On others it changes nothing, but that a launch takes the host longer.
-                kernel.overlaps and capability >= FIRST_WITH_OVERLAP,
+                kernel.overlaps and gpu_of(capability).overlap,
                 kernel.at_once,
             )
             _modules[kernel] = module

@@ -16,7 +16,7 @@ a module. `reduction` sums weight gradients, `architectures` is what a GPU has.
 """
 
 from cupynorm._layout.architectures import (
-    FIRST_WITH_OVERLAP,
+    gpu_of,
     pack_length,
     shared_limit,
     team_bytes,
@@ -45,7 +45,6 @@ from cupynorm._layout.forward_pipelined import ForwardPipelined, forward_pipelin
 from cupynorm._layout.reduction import partials_stride, reduction_bytes
 
 __all__ = [
-    "FIRST_WITH_OVERLAP",
     "BackwardColumnParallel",
     "BackwardConfig",
     "BackwardInRegisters",
@@ -66,6 +65,7 @@ __all__ = [
     "forward_config",
     "forward_in_registers_bytes",
     "forward_pipelined_bytes",
+    "gpu_of",
     "pack_length",
     "partials_stride",
     "reduction_bytes",

@@ -2,23 +2,59 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+from functools import cache
+
 from cupynorm._operation import ITEMSIZE, ForwardSpec, compute_dtype
 
 REGISTERS_PER_MULTIPROCESSOR = 65536
 
-# KiB of shared memory that a block may have: CUDA C++ Programming Guide, "Compute Capabilities".
-# Newer GPUs than these have at least the last.
-SHARED_KIB = {75: 64, 80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227}
-SHARED_KIB_OF_OTHERS = 99
 
-# Those whose multiprocessors hold 2048 threads; the others hold 1024 or 1536.
-HOLD_2048_THREADS = (80, 90, 100, 103)
+@dataclass(frozen=True)
+class Architecture:
+    """What GPUs of a compute capability have: CUDA C++ Programming Guide, "Compute Capabilities".
+
+    `shared_kib`: of shared memory, for a block. `threads`: that a multiprocessor holds. `overlap`:
+    programmatic dependent launch. `large_l2`: 50 MiB or more, which rows fetched ahead stay in.
+    `timed`: choices were timed there; one that needs a measurement is made nowhere else.
+    """
+
+    shared_kib: int
+    threads: int
+    asynchronous_copies: bool = True
+    clusters: bool = True
+    overlap: bool = True
+    large_l2: bool = True
+    timed: bool = False
+
+
+_BEFORE_CLUSTERS = {"clusters": False, "overlap": False, "large_l2": False}
+
+ARCHITECTURES = {
+    75: Architecture(64, 1024, asynchronous_copies=False, **_BEFORE_CLUSTERS),
+    80: Architecture(163, 2048, **_BEFORE_CLUSTERS),
+    86: Architecture(99, 1536, **_BEFORE_CLUSTERS),
+    87: Architecture(163, 1536, **_BEFORE_CLUSTERS),
+    89: Architecture(99, 1536, **_BEFORE_CLUSTERS),
+    90: Architecture(227, 2048, timed=True),
+    100: Architecture(227, 2048),
+    103: Architecture(227, 2048),
+    120: Architecture(99, 1536),
+}
+
+
+@cache
+def gpu_of(architecture: int) -> Architecture:
+    """Return what GPUs of a compute capability have, 90 for 9.0; of one not listed, the least."""
+    if architecture in ARCHITECTURES:
+        return ARCHITECTURES[architecture]
+    before = max((known for known in ARCHITECTURES if known < architecture), default=75)
+    return replace(ARCHITECTURES[before], shared_kib=99, threads=1536, timed=False)
+
+
 # Of an H200's 256 KiB shared memory is given 228, or 196 or fewer; L1 has the others.
 MOST_SHARED_BESIDE_L1 = 196 << 10
 MULTIPROCESSORS = 128  # roughly, of the GPUs that this is tuned for
-FIRST_WITH_ASYNCHRONOUS_COPIES = 80
-FIRST_WITH_CLUSTERS = 90
-FIRST_WITH_OVERLAP = 90  # of a kernel with the one before it
 MOST_CLUSTER_BLOCKS = 16
 LEAST_FILLED = 12  # packs: shorter rows, by fewer than 4 threads, were not measured
 
@@ -35,7 +71,7 @@ def moves_8_bytes(x: str, vector: int) -> bool:
 
 def shared_limit(architecture: int) -> int:
     """Return the bytes of shared memory that a block may have."""
-    return SHARED_KIB.get(architecture, SHARED_KIB_OF_OTHERS) << 10
+    return gpu_of(architecture).shared_kib << 10
 
 
 def at_lines(n: int, vector: int, x: str, *others: str) -> bool:
@@ -87,12 +123,12 @@ def streaming_blocks(packs: int, architecture: int) -> int:
     With one, 32 rows of 262144 float32 keep 32 of an H200's 132 multiprocessors busy. Clusters of 4
     blocks of 512 threads, two a multiprocessor, all run at once; of 8 or 16 such, fewer rows do.
     """
-    return 4 if architecture >= FIRST_WITH_CLUSTERS and packs > 8192 else 1
+    return 4 if gpu_of(architecture).clusters and packs > 8192 else 1
 
 
 def most_cluster_blocks(architecture: int) -> int:
     """Return the blocks that a cluster may have, 1 where there are no clusters."""
-    return MOST_CLUSTER_BLOCKS if architecture >= FIRST_WITH_CLUSTERS else 1
+    return MOST_CLUSTER_BLOCKS if gpu_of(architecture).clusters else 1
 
 
 # ---- how wide weight, bias and y are beside x ----------------------------------------------------

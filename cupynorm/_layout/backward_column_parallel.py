@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from cupynorm._layout.architectures import FIRST_WITH_CLUSTERS, pack_length, shared_limit
+from cupynorm._layout.architectures import gpu_of, pack_length, shared_limit
 from cupynorm._operation import ITEMSIZE, BackwardSpec, compute_dtype
 
 # Blocks that all run at once, one on each multiprocessor: an H200 has 132.
@@ -51,7 +51,7 @@ def backward_column_parallel(
     """
     whole, rest = divmod(n, pack_length(spec.x))
     strip_threads = -(-whole // (32 * MOST_STRIPS)) * 32
-    if architecture < FIRST_WITH_CLUSTERS or rest or not 192 <= strip_threads <= 512:
+    if not gpu_of(architecture).clusters or rest or not 192 <= strip_threads <= 512:
         return None
     strips = -(-whole // strip_threads)
     # Not 5, of which LayerNorm's messengers have one on its way at a time: 256 rows of 262144 take

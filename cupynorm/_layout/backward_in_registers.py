@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from cupynorm._layout.architectures import (
-    FIRST_WITH_OVERLAP,
     MOST_CLUSTER_BLOCKS,
+    gpu_of,
     pack_length,
     shared_limit,
     team_bytes,
@@ -184,7 +184,7 @@ def _beside_columns(
     """Return those of rows whose weight gradients further blocks sum, in place of partials."""
     rows = lone
     if spec.norm == "layer_norm":
-        if lone.row_threads < 128 or architecture < FIRST_WITH_OVERLAP:
+        if lone.row_threads < 128 or not gpu_of(architecture).overlap:
             return ()
         # What is moved in parts, is wider or has more packs a thread spills by so few registers.
         wide = ITEMSIZE[spec.dy] > ITEMSIZE[spec.x] or spec.weight == "float64"

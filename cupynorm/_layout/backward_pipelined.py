@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from cupynorm._layout.architectures import (
-    FIRST_WITH_ASYNCHRONOUS_COPIES,
-    FIRST_WITH_CLUSTERS,
     LEAST_FILLED,
     MOST_CLUSTER_BLOCKS,
     MOST_SHARED_BESIDE_L1,
     REGISTERS_PER_MULTIPROCESSOR,
     at_lines,
+    gpu_of,
     leave_l1_room,
     most_cluster_blocks,
     moves_8_bytes,
@@ -147,7 +146,7 @@ def _backward_layouts(spec: BackwardSpec, n: int, architecture: int) -> Iterator
         if row_threads <= 32:
             yield _Layout(row_threads, block_threads, 1, 1, 3)
     # And for one of up to 1024 packs, which two blocks hold.
-    if 512 < packs <= 1024 and architecture >= FIRST_WITH_CLUSTERS:
+    if 512 < packs <= 1024 and gpu_of(architecture).clusters:
         yield _Layout(256, 256, 1, 2, 3)
 
 
@@ -179,7 +178,7 @@ def _long_layouts(spec: BackwardSpec, packs: int, whole: bool, architecture: int
         slots = slots_of(packs, cluster_blocks * row_threads)
         if width >= 6:
             fewer_would_do = slots < width * cluster_blocks * row_threads
-            by_cells = spec.x != "float64" and architecture >= FIRST_WITH_ASYNCHRONOUS_COPIES
+            by_cells = spec.x != "float64" and gpu_of(architecture).asynchronous_copies
             if fewer_would_do or not (whole or by_cells):
                 continue
             full = packs == slots and whole
@@ -219,7 +218,7 @@ def _long_layouts(spec: BackwardSpec, packs: int, whole: bool, architecture: int
             # By two teams of 224 that of 5248 spills beside two gradients, 151 us, by 128 threads
             # of 6 packs 104; but not what is copied in bulk, nor rows of no whole packs, whose
             # weight is not held. RMSNorm's that may be held have 6 packs there as well (above).
-            in_bulk = packs == slots and spec.norm == "layer_norm" and architecture == 90
+            in_bulk = packs == slots and spec.norm == "layer_norm" and gpu_of(architecture).timed
             if width == 3 and (spec.gradients == 2 or may_hold) and whole and not in_bulk:
                 most_threads = max(most, min(row_threads, 448))
             for block_threads in range(row_threads, min(most_threads, 512) + 1, row_threads):
@@ -288,7 +287,7 @@ def _of_layout(
     full = n == cluster_blocks * row_threads * packs_per_thread * length
     full = full and (packs_per_thread <= 4 or cluster_blocks == 1)
     by_8_bytes = moves_8_bytes(spec.x, vector)
-    by_cells = not by_8_bytes and architecture >= FIRST_WITH_ASYNCHRONOUS_COPIES
+    by_cells = not by_8_bytes and gpu_of(architecture).asynchronous_copies
     choices = (True, False) if by_cells else (False,)
     # A block's own 1 KiB is the system's.
     limit = (shared_limit(architecture) + 1024) // blocks_per_multiprocessor - 1024
@@ -372,7 +371,7 @@ def _is_crowded(spec: BackwardSpec, config: BackwardPipelined, architecture: int
     both, threads = spec.gradients == 2, config.row_threads
     if config.packs_per_thread > 5:
         return not config.hold_row
-    if both and threads == 512 and architecture == 90 and _copies_halves(spec, config):
+    if both and threads == 512 and gpu_of(architecture).timed and _copies_halves(spec, config):
         return True
     return both and config.packs_per_thread == 4 and config.cluster_blocks == 1 and threads > 32
 
@@ -386,7 +385,7 @@ def _may_hold_rows(spec: BackwardSpec, architecture: int) -> bool:
     """
     narrow = ITEMSIZE[spec.dy] <= ITEMSIZE[spec.x] <= 4 and spec.weight != "float64"
     with_room = spec.norm == "rms_norm" and not spec.bitmask and narrow
-    return with_room and architecture >= FIRST_WITH_ASYNCHRONOUS_COPIES
+    return with_room and gpu_of(architecture).asynchronous_copies
 
 
 def _holds_row(spec: BackwardSpec, config: BackwardPipelined, architecture: int) -> bool:
@@ -412,7 +411,7 @@ def _holds_row(spec: BackwardSpec, config: BackwardPipelined, architecture: int)
     if threads <= 32 and packs < 3:
         return False
     # Of more there would be spills of up to 280 bytes. 1152 slots have 3 packs of 384 threads.
-    fewer = spec.zero_centered or architecture < FIRST_WITH_CLUSTERS
+    fewer = spec.zero_centered or not gpu_of(architecture).clusters
     most = (1024 if fewer else 1152) if both else 1280
     return packs * config.block_threads * config.blocks_per_multiprocessor <= most
 
@@ -496,7 +495,7 @@ def _asking_less(
     float16, H200; other GPUs were not measured).
     """
     wide = _copies_halves(spec, config)
-    if architecture != 90 or (at_lines(n, config.vector, spec.x, spec.dy) and not wide):
+    if not gpu_of(architecture).timed or (at_lines(n, config.vector, spec.x, spec.dy) and not wide):
         return config
     spills = config.packs_per_thread == 3 and config.block_threads > 384
     through_l1 = wide or (_leaves_l1_room(spec, config) and not spills)
@@ -542,7 +541,7 @@ def _in_bulk(
         alone = config.rows_per_block == 1 and 320 <= config.block_threads < 480
         ahead = size == 8 or alone
     three_packs_held = config.hold_row and config.packs_per_thread == 3
-    if architecture != 90 or three_packs_held or not (plain and ahead):
+    if not gpu_of(architecture).timed or three_packs_held or not (plain and ahead):
         return None
     packs = config.blocks_per_multiprocessor * config.block_threads * config.packs_per_thread
     of_five = clustered and (in_pairs or spec.norm == "rms_norm" or packs > 1024)

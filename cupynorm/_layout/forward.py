@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cupynorm._layout.architectures import (
-    HOLD_2048_THREADS,
     affine_bytes,
+    gpu_of,
     is_wide,
     is_y_wider,
     pack_length,
@@ -73,7 +73,7 @@ def _paired(spec: ForwardSpec, packs: int, architecture: int) -> bool:
     """
     return (
         2048 < packs <= 4096
-        and architecture in HOLD_2048_THREADS
+        and gpu_of(architecture).threads == 2048
         and spec.norm == "rms_norm"
         and not (spec.bias or spec.relu)
         and not is_y_wider(spec)
@@ -96,8 +96,9 @@ def _streaming_forward(
     # cluster's addresses beside a ReLU, a weight around zero, single elements, a y wider than x or
     # LayerNorm's sums; on sm_120 hardly any.
     plain = whole and not (wide or spec.relu or is_y_wider(spec))
-    clustered = cluster_blocks > 1 and architecture in HOLD_2048_THREADS and not spec.zero_centered
-    slim = plain and (spec.norm == "rms_norm" or architecture == 90)
+    clustered = cluster_blocks > 1 and not spec.zero_centered
+    clustered = clustered and gpu_of(architecture).threads == 2048
+    slim = plain and (spec.norm == "rms_norm" or gpu_of(architecture).timed)
     blocks_per_multiprocessor = 2 if slim and (paired or clustered) else 1
     if clustered and spec.norm == "rms_norm":
         # 28.4 us against 34.6 at 32x262144 float32 (pipelined since), where twice the threads then

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from cupynorm._layout.architectures import (
-    FIRST_WITH_CLUSTERS,
     LEAST_FILLED,
     MULTIPROCESSORS,
     affine_bytes,
     affine_registers,
+    gpu_of,
     is_wide,
     is_y_wider,
     moves_8_bytes,
@@ -22,8 +22,6 @@ from cupynorm._layout.architectures import (
 from cupynorm._operation import ITEMSIZE, ForwardSpec
 
 MOST_SHORT_ELEMENTS = 1 << 23  # of few rows of less than a warp
-# An L2 of 4 to 6 MiB, as some GPUs before have, would give up what is fetched ahead unread.
-FIRST_WITH_ROWS_AHEAD = 90
 
 
 @dataclass(frozen=True)
@@ -276,14 +274,14 @@ def _threads_at_once(row: _Row, hold_weight: bool) -> int:
     """
     spec, length, packs = row.spec, pack_length(row.spec.x), row.packs_of_16_bytes
     # From there on NVRTC needs 80 registers, not 88.
-    slim = row.architecture >= FIRST_WITH_CLUSTERS and row.is_full and row.is_plain
+    slim = gpu_of(row.architecture).clusters and row.is_full and row.is_plain
     slim = slim and spec.norm == "rms_norm"
     if is_wide(spec):
         return 256
     if slim and hold_weight and row.has_slim_affine and packs == 4:
         return 1024  # 512 rows at once: 8.74 us against 9.73 at 512x8192 (bfloat16, H200)
     # On other GPUs, where nothing was measured, up to 44 bytes would be spilled.
-    measured = row.architecture == 90 and not is_y_wider(spec)
+    measured = gpu_of(row.architecture).timed and not is_y_wider(spec)
     measured = measured and ITEMSIZE[spec.x] == 2 and row.vector == length and packs == 4
     if measured and spec.norm == "rms_norm" and hold_weight and not slim:
         # 66.6 us, not 69.8, for 24892 rows of 2696, by 1024 67.6; of more threads a row, of which
@@ -301,7 +299,7 @@ def _threads_at_once(row: _Row, hold_weight: bool) -> int:
         if packs <= 4:
             return 768
         usual = row.is_plain and not is_y_wider(spec)
-        if row.has_fewest_threads and usual and row.n % length and row.architecture == 90:
+        if row.has_fewest_threads and usual and row.n % length and gpu_of(row.architecture).timed:
             # 91 us, not 108, for 5600 of 12001, 85, not 90, for 11000 of 6001, 105, not 110, for
             # 32768 of 2049, with a float32 weight and bias 101, not 107, where 640 and 672 had been
             # at once, and of 7 packs 102 by 640, not 129 by 512, for 6500 of 10241 (bfloat16,
@@ -318,7 +316,7 @@ def _threads_at_once(row: _Row, hold_weight: bool) -> int:
         # 18432, 67.9 against 68.4 at 14336, but 69.4 against 68.2 at 10240, where 32 bytes would be
         # spilled; at 20480, where 28 would, 69.9 and 71.3, and 70.3 in another run. On other GPUs
         # nothing was measured.
-        return 960 if 192 < row.row_threads < 320 and row.architecture == 90 else 800
+        return 960 if 192 < row.row_threads < 320 and gpu_of(row.architecture).timed else 800
     if packs > 6 and (spec.norm == "rms_norm" or spec.x == "float16"):
         return 512
     if packs > 4 or (hold_weight and not slim):
@@ -365,7 +363,7 @@ def blocks_ahead_of(
     LayerNorm 19.7, not 20.7, at 4096x3584, and 20.7 by twice as far. The number of multiprocessors
     is not asked for, which costs 0.1 us at 4096x128 (RMSNorm of float16, H200).
     """
-    if architecture < FIRST_WITH_ROWS_AHEAD:
+    if not gpu_of(architecture).large_l2:
         return 0
     return MULTIPROCESSORS * blocks_per_multiprocessor * 4 // max(4, packs_per_thread)
 
@@ -420,7 +418,7 @@ def few_rows_configs(
             hold_weight=True,
             blocks_per_multiprocessor=blocks,
         )
-        if architecture >= FIRST_WITH_CLUSTERS:
+        if gpu_of(architecture).clusters:
             configs += [_split(held, split) for split in _split_blocks(spec, config)]
         configs.append(held)
     by_64_registers = _by_64_registers(spec, config, packs, architecture)
@@ -446,11 +444,11 @@ def _by_64_registers(
     folded = False
     if spec.norm == "rms_norm":
         gains = two_bytes and packs == 8 and spec.bias is None
-        gains = gains and architecture >= FIRST_WITH_CLUSTERS
+        gains = gains and gpu_of(architecture).clusters
     else:
         folded = two_bytes and packs == 4 and config.row_threads in (384, 448, 512)
         of_float32 = spec.x == "float32" and packs == 8 and config.row_threads != 224
-        gains = architecture == 90 and (folded or of_float32)
+        gains = gpu_of(architecture).timed and (folded or of_float32)
     whole = config.full and config.vector == pack_length(spec.x)
     plain = not (spec.relu or spec.zero_centered) and ITEMSIZE[spec.y] == ITEMSIZE[spec.x]
     if not (gains and whole and plain):

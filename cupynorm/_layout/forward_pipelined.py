@@ -6,10 +6,9 @@ import dataclasses
 from dataclasses import dataclass
 
 from cupynorm._layout.architectures import (
-    FIRST_WITH_ASYNCHRONOUS_COPIES,
-    FIRST_WITH_CLUSTERS,
     MOST_CLUSTER_BLOCKS,
     at_lines,
+    gpu_of,
     is_wide,
     is_y_wider,
     leave_l1_room,
@@ -92,7 +91,7 @@ def _deep_forward(
     """
     cluster_blocks = MOST_CLUSTER_BLOCKS
     too_many = _cluster(packs, PIPELINED_THREADS * 4) == 2 * cluster_blocks
-    if architecture < FIRST_WITH_CLUSTERS or not too_many:
+    if not gpu_of(architecture).clusters or not too_many:
         return None
     packs_per_thread, rest = divmod(n, cluster_blocks * PIPELINED_THREADS * pack_length(spec.x))
     spills = spec.norm == "layer_norm" and ITEMSIZE[spec.x] == 2 and spec.relu
@@ -271,7 +270,7 @@ def _by_cells(spec: ForwardSpec, config: ForwardPipelined, architecture: int) ->
     """
     if config.vector * ITEMSIZE[spec.x] > 4:
         return config
-    if architecture < FIRST_WITH_ASYNCHRONOUS_COPIES:
+    if not gpu_of(architecture).asynchronous_copies:
         return config
     plain = not (spec.relu or is_wide(spec) or is_y_wider(spec))
     hold = config.hold_weight or (spec.norm == "layer_norm" and plain)
@@ -294,7 +293,7 @@ def _at_no_lines(
     174, not 180, and 111, not 109, of bfloat16 (bfloat16 unless said, H200; other GPUs were not
     measured).
     """
-    if architecture != 90 or config.cells or at_lines(n, config.vector, spec.x):
+    if not gpu_of(architecture).timed or config.cells or at_lines(n, config.vector, spec.x):
         return config
     if leave_l1_room(config.blocks_per_multiprocessor, forward_pipelined_bytes(spec, config)):
         return dataclasses.replace(config, through_l1=True)
