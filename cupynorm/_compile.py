@@ -43,6 +43,7 @@ __all__ = [
     "ARGUMENTS",
     "OPTIONS",
     "Instantiation",
+    "arguments_of",
     "backward_instantiations",
     "forward_instantiation",
     "kernels_directory",
@@ -81,7 +82,7 @@ ARGUMENTS = {
 }
 
 
-def _arguments(struct: str, x: str) -> tuple[tuple[str, str], ...]:
+def arguments_of(struct: str, x: str) -> tuple[tuple[str, str], ...]:
     """Return the members of a struct of arguments with their letters in the format of `struct`."""
 
     def letter(name: str) -> str:
@@ -189,7 +190,7 @@ def forward_instantiation(
         f"norm_forward_{regime}",
         op,
         _layout(config),
-        _arguments(struct, spec.x),
+        arguments_of(struct, spec.x),
         threads,
         shared_bytes,
         blocks,
@@ -219,7 +220,7 @@ def backward_instantiations(
     partials = op(spec.weight and compute, spec.dbias and compute)
     if isinstance(config, BackwardInRegisters):
         of_gradients = partials if config.reduction is not None else gradients
-        arguments = _arguments("BackwardInRegistersArguments", spec.x)
+        arguments = arguments_of("BackwardInRegistersArguments", spec.x)
         fields = [f.name for f in dataclasses.fields(config) if f.name != "column_threads"]
         passes: tuple[Instantiation, ...] = (
             Instantiation(
@@ -255,7 +256,7 @@ def backward_instantiations(
                 "norm_backward_pipelined",
                 partials,
                 _layout(config),
-                _arguments("BackwardPipelinedArguments", spec.x),
+                arguments_of("BackwardPipelinedArguments", spec.x),
                 config.block_threads,
                 backward_pipelined_bytes(spec, config),
                 config.cluster_blocks,
@@ -268,14 +269,14 @@ def backward_instantiations(
                 "norm_backward_column_parallel",
                 gradients,
                 _layout(config, ("strip_threads", "group_rows", "vector")),
-                _arguments("BackwardColumnParallelArguments", spec.x),
+                arguments_of("BackwardColumnParallelArguments", spec.x),
                 config.block_threads,
                 backward_column_parallel_bytes(spec, config),
                 at_once=True,
             ),
         )
     else:
-        arguments = _arguments("BackwardStreamingArguments", spec.x)
+        arguments = arguments_of("BackwardStreamingArguments", spec.x)
         threads = config.row_threads
         passes = (
             Instantiation(
@@ -305,7 +306,7 @@ def backward_instantiations(
         "reduce_partials",
         _op({}, X=compute, DWeight=spec.weight, DBias=spec.dbias),
         _layout(config.reduction, ("block_threads", "groups", "vector")),
-        _arguments("ReductionArguments", spec.x),
+        arguments_of("ReductionArguments", spec.x),
         config.reduction.block_threads,
         reduction_bytes(config.reduction),
         overlaps=True,

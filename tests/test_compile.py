@@ -18,20 +18,24 @@ import itertools
 import os
 import re
 import shutil
+import struct
 import subprocess
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
+from cupynorm import kernel_source
 from cupynorm._bench import FLUSH, Clock
 from cupynorm._compile import (
+    ARGUMENTS,
     OPTIONS,
     Instantiation,
+    arguments_of,
     backward_instantiations,
     forward_instantiation,
     source,
@@ -49,7 +53,7 @@ from cupynorm._layout import (
     forward_config,
     pack_length,
 )
-from cupynorm._operation import ITEMSIZE, BackwardSpec, ForwardSpec
+from cupynorm._operation import CPP_TYPES, ITEMSIZE, BackwardSpec, ForwardSpec
 
 pytest.importorskip("cupy", reason="needs CuPy for NVRTC", exc_type=ImportError)
 from cupy.cuda import nvrtc
@@ -1141,6 +1145,46 @@ def test_the_flush_of_the_clock_compiles(architecture: str) -> None:
     finally:
         nvrtc.destroyProgram(program)
     assert all(name.encode() in cubin for name in Clock.FLUSHES[1:])
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_the_source_to_read_compiles(backward: bool) -> None:
+    options: dict[str, Any] = {"relu": True, "backward": backward, "architecture": 90}
+    sources = kernel_source("layer_norm", 1 << 20, "float16", "float32", "float32", **options)
+    assert len(sources) == (3 if backward else 1)
+    for name, text in sources.items():
+        program = nvrtc.createProgram(text, "kernel.cu", (), ())
+        try:
+            nvrtc.addNameExpression(program, f"{name}<Op, Layout>")
+            nvrtc.compileProgram(program, (*OPTIONS, *CUPY_OPTIONS, "-arch=sm_90"))
+            assert name in nvrtc.getLoweredName(program, f"{name}<Op, Layout>")
+        finally:
+            nvrtc.destroyProgram(program)
+
+
+@pytest.mark.parametrize("x", ["float64", "bfloat16"])
+def test_arguments_are_where_the_kernel_looks_for_them(x: str) -> None:
+    types = {"X": x, "DY": x, "Weight": x, "Bias": x, "Y": x, "DWeight": x, "DBias": x}
+    op = "".join(f"using {name} = {CPP_TYPES[dtype]};" for name, dtype in types.items())
+    asserts = [source("operation.cuh"), f"struct Op {{ {op} }};"]
+    for name in ARGUMENTS:
+        members, letters = arguments_of(name, x), ""
+        for member, letter in members:
+            offset = struct.calcsize(f"{letters}0{letter}")
+            size = struct.calcsize(letter)
+            letters += letter
+            place = f"__INTADDR__(&static_cast<{name}<Op>*>(nullptr)->{member})"
+            asserts.append(f'static_assert({place} == {offset}, "{name}::{member}");')
+            asserts.append(f'static_assert(sizeof({name}<Op>::{member}) == {size}, "{member}");')
+        total = struct.calcsize(f"{letters}0P")
+        asserts.append(f'static_assert(sizeof({name}<Op>) == {total}, "{name} has others");')
+    program = nvrtc.createProgram("\n".join(asserts), "arguments.cu", (), ())
+    try:
+        nvrtc.compileProgram(program, (*OPTIONS, *CUPY_OPTIONS, "-arch=sm_90"))
+    except nvrtc.NVRTCError as error:
+        raise AssertionError(nvrtc.getProgramLog(program)) from error
+    finally:
+        nvrtc.destroyProgram(program)
 
 
 def test_the_source_is_self_contained() -> None:
