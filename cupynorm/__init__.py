@@ -2,7 +2,7 @@
 
 from cupynorm._bitmask import pack_bitmask, unpack_bitmask
 from cupynorm._operation import NormBackward, NormForward
-from cupynorm._warmup import supports, warmup
+from cupynorm._warmup import kernel_source, supports, warmup
 from cupynorm.norms import (
     layer_norm,
     layer_norm_backward,
@@ -15,6 +15,7 @@ from cupynorm.norms import (
 __all__ = [
     "NormBackward",
     "NormForward",
+    "kernel_source",
     "layer_norm",
     "layer_norm_backward",
     "layer_norm_forward",

@@ -1,14 +1,17 @@
 """From spec and config to a loaded kernel.
 
-An instantiation names one template of `kernels/` with its arguments. Its source is assembled with
-the includes pasted in: CuPy's disk cache keys on the source text, so an edited header is a new key.
-Each is one RawModule, compiled when first needed for the present device and shared by all threads.
+An instantiation names one kernel of `kernels/` with the operation and the layout that it is for.
+Its source is assembled with the includes pasted in, and the two as short C++ behind them: CuPy's
+disk cache keys on the source text, so an edited header is a new key. Each is one RawModule,
+compiled when first needed for the present device and shared by all threads.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -37,8 +40,10 @@ from cupynorm._layout import (
 from cupynorm._operation import CPP_TYPES, BackwardSpec, ForwardSpec, compute_dtype
 
 __all__ = [
+    "ARGUMENTS",
     "OPTIONS",
     "Instantiation",
+    "arguments_of",
     "backward_instantiations",
     "forward_instantiation",
     "kernels_directory",
@@ -51,112 +56,144 @@ __all__ = [
 OPTIONS = ("-std=c++17", "--fmad=false")
 
 
+# Of a struct, each member's name and value, or its type where that is a str.
+Members = tuple[tuple[str, str | bool | int], ...]
+
+_FORWARD = (
+    *("n_rows", "n_cols", "inv_n", "eps", "lower", "upper"),
+    *("x", "x_stride", "weight", "bias", "y", "y_stride", "mean", "rstd", "bitmask"),
+)
+_BACKWARD = (
+    *("n_rows", "n_cols", "inv_n"),
+    *("dy", "dy_stride", "x", "x_stride", "weight", "mean", "rstd", "bitmask"),
+    *("dx", "dx_stride", "dweight", "dbias"),
+)
+
+# The structs of arguments of kernels/operation.cuh, by the names of their members.
+ARGUMENTS = {
+    "ForwardArguments": _FORWARD,
+    "ForwardPipelinedArguments": (*_FORWARD, "count"),
+    "BackwardArguments": _BACKWARD,
+    "BackwardPipelinedArguments": (*_BACKWARD, "partials"),
+    "BackwardInRegistersArguments": (*_BACKWARD, "means_of_h"),
+    "BackwardColumnParallelArguments": (*_BACKWARD, "arrived", "exchange"),
+    "BackwardStreamingArguments": (*_BACKWARD, "partials", "coefficients", "n_partials"),
+    "ReductionArguments": ("n_partials", "n_cols", "partials", "dweight", "dbias"),
+}
+
+
+def arguments_of(struct: str, x: str) -> tuple[tuple[str, str], ...]:
+    """Return the members of a struct of arguments with their letters in the format of `struct`."""
+
+    def letter(name: str) -> str:
+        if name.startswith("n_") or name.endswith("_stride"):
+            return "q"
+        if name in ("inv_n", "eps", "lower", "upper"):
+            return "d" if compute_dtype(x) == "float64" else "f"
+        return "P"
+
+    return tuple((name, letter(name)) for name in ARGUMENTS[struct])
+
+
 @dataclass(frozen=True)
 class Instantiation:
-    """A template of `kernels/` with its arguments, and how it is launched: see `_driver.Kernel`."""
+    """A kernel of `kernels/` for an operation and a layout, and how it is launched.
+
+    `op` and `layout` are the members of the structs that are its template arguments, `arguments`
+    those of the struct that it is passed: for these and the others see `_driver.Kernel`.
+    """
 
     file: str
-    expression: str
-    parameters: str
+    name: str
+    op: Members
+    layout: Members
+    arguments: tuple[tuple[str, str], ...]
     block_threads: int
     shared_bytes: int
     cluster_blocks: int = 1
     overlaps: bool = False
     at_once: bool = False
 
+    def __str__(self) -> str:
+        members = ", ".join(f"{name}={_cpp(value)}" for name, value in (*self.op, *self.layout))
+        return f"{self.name}<{members}>"
 
-def _expression(template: str, *arguments: Any) -> str:
-    spelled = (str(a).lower() if isinstance(a, bool) else str(a) for a in arguments)
-    return f"{template}<{', '.join(spelled)}>"
+    def expression(self, suffix: str = "") -> str:
+        """Return what names it in C++, by structs whose names have a suffix."""
+        return f"{self.name}<Op{suffix}, Layout{suffix}>"
+
+    def structs(self, suffix: str = "") -> str:
+        """Return the definitions of these structs."""
+        return _struct(f"Op{suffix}", self.op) + _struct(f"Layout{suffix}", self.layout)
+
+    def source(self) -> str:
+        """Return the whole text that is compiled."""
+        return f"{source(self.file)}\n// {self.expression()}, of these:\n{self.structs()}"
 
 
-def _scalar(x: str) -> str:
-    """Return the letter of the compute type among a kernel's parameters."""
-    return "d" if compute_dtype(x) == "float64" else "f"
+def _cpp(value: str | bool | int) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _struct(name: str, members: Members) -> str:
+    lines = (
+        f"  using {member} = {value};"
+        if isinstance(value, str)
+        else f"  static constexpr {type(value).__name__} {member} = {_cpp(value)};"
+        for member, value in members
+    )
+    return "\n".join((f"struct {name} {{", *lines, "};", ""))
+
+
+def _op(options: dict[str, bool], **dtypes: str | None) -> Members:
+    """Return the members of an Op: the dtypes by the names of their types, and the options."""
+    return (*((name, CPP_TYPES[dtype]) for name, dtype in dtypes.items()), *options.items())
+
+
+def _layout(config: Any, only: Iterable[str] = ()) -> Members:
+    """Return the members of a Layout, a configuration's fields or some of them: kVector of vector.
+
+    A field that is neither a number nor a flag is none of the kernel's.
+    """
+    names = only or [field.name for field in dataclasses.fields(config)]
+    values = ((name, getattr(config, name)) for name in names)
+    return tuple(
+        (f"k{name.title().replace('_', '')}", value)
+        for name, value in values
+        if isinstance(value, int)
+    )
 
 
 def forward_instantiation(
     spec: ForwardSpec, config: ForwardInRegisters | ForwardPipelined | ForwardStreaming
 ) -> Instantiation:
     """Return the kernel of a forward pass."""
-    what = (
-        *(CPP_TYPES[dtype] for dtype in (spec.x, spec.weight, spec.bias, spec.y)),
-        spec.norm == "layer_norm",
-        spec.zero_centered,
-        spec.store_statistics,
-        spec.relu,
-    )
-    operands = "PqPPPqPPP"  # x, x_stride, weight, bias, y, y_stride, mean, rstd, bitmask
-    numbers = "qq" + 4 * _scalar(spec.x)  # n_rows, n_cols; inv_n, eps and the bounds of relu
+    options = {
+        "kCentered": spec.norm == "layer_norm",
+        "kZeroCentered": spec.zero_centered,
+        "kStoresStatistics": spec.store_statistics,
+        "kRelu": spec.relu,
+    }
+    op = _op(options, X=spec.x, Weight=spec.weight, Bias=spec.bias, Y=spec.y)
+    threads, blocks = config.block_threads, config.cluster_blocks
     if isinstance(config, ForwardInRegisters):
-        template = _expression(
-            "norm_forward",
-            *what,
-            config.rare_last,
-            config.blocks_ahead,
-            config.blocks_ahead_if_large,
-            config.hold_weight,
-            config.cluster_blocks,
-            config.folded,
-            config.row_threads,
-            config.block_threads,
-            config.blocks_per_multiprocessor,
-            config.packs_per_thread,
-            config.pack_length,
-            config.full,
-            config.vector,
-        )
-        return Instantiation(
-            "forward_in_registers.cu",
-            template,
-            operands + numbers,
-            config.block_threads,
-            forward_in_registers_bytes(spec, config),
-            config.cluster_blocks,
-        )
-    if isinstance(config, ForwardPipelined):
-        template = _expression(
-            "norm_forward_pipelined",
-            *what,
-            config.hold_weight,
-            config.hold_bias,
-            config.stages,
-            config.cluster_blocks,
-            config.block_threads,
-            config.blocks_per_multiprocessor,
-            config.packs_per_thread,
-            config.counted,
-            config.cells,
-            config.through_l1,
-            config.turned,
-            config.full,
-            config.vector,
-        )
-        return Instantiation(
-            "forward_pipelined.cu",
-            template,
-            operands + "P" + numbers,  # the count between them
-            config.block_threads,
-            forward_pipelined_bytes(spec, config),
-            config.cluster_blocks,
-        )
-    threads = config.block_threads
-    template = _expression(
-        "norm_forward_streaming",
-        *what,
-        config.cluster_blocks,
-        threads,
-        config.blocks_per_multiprocessor,
-        config.packs_per_thread,
-        config.vector,
-    )
+        regime, struct = "in_registers", "ForwardArguments"
+        shared_bytes = forward_in_registers_bytes(spec, config)
+    elif isinstance(config, ForwardPipelined):
+        regime, struct = "pipelined", "ForwardPipelinedArguments"
+        shared_bytes = forward_pipelined_bytes(spec, config)
+    else:
+        regime, struct = "streaming", "ForwardArguments"
+        shared_bytes = team_bytes(spec.x, threads, threads, blocks)
     return Instantiation(
-        "forward_streaming.cu",
-        template,
-        operands + numbers,
+        f"forward_{regime}.cu",
+        f"norm_forward_{regime}",
+        op,
+        _layout(config),
+        arguments_of(struct, spec.x),
         threads,
-        team_bytes(spec.x, threads, threads, config.cluster_blocks),
-        config.cluster_blocks,
+        shared_bytes,
+        blocks,
     )
 
 
@@ -167,135 +204,97 @@ def backward_instantiations(
 
     The last one sums the partials, where there are any.
     """
-    types = tuple(CPP_TYPES[dtype] for dtype in (spec.x, spec.dy, spec.weight))
-    options = (spec.norm == "layer_norm", spec.zero_centered)
-    dbias = spec.dbias is not None
-    scalar = _scalar(spec.x)
-    operands = "PqPqPPPP"  # dy, dy_stride, x, x_stride, weight, mean, rstd, bitmask
     compute = compute_dtype(spec.x)
+
+    def op(dweight: str | None, dbias: str | None) -> Members:
+        """Return the Op of a kernel that writes weight gradients of these dtypes, or none."""
+        options = {
+            "kCentered": spec.norm == "layer_norm",
+            "kZeroCentered": spec.zero_centered,
+            "kBitmask": spec.bitmask,
+        }
+        dtypes = {"X": spec.x, "DY": spec.dy, "Weight": spec.weight}
+        return _op(options, **dtypes, DWeight=dweight, DBias=dbias)
+
+    gradients = op(spec.weight, spec.dbias)
+    partials = op(spec.weight and compute, spec.dbias and compute)
     if isinstance(config, BackwardInRegisters):
-        gradients = [spec.weight, spec.dbias]
-        if config.reduction is not None:
-            gradients = [None if dtype is None else compute for dtype in gradients]
-        of_gradients = tuple(CPP_TYPES[dtype] for dtype in gradients)
-        template = _expression(
-            "norm_backward_in_registers",
-            *types,
-            *of_gradients,
-            *options,
-            spec.bitmask,
-            config.column_lanes,
-            config.cluster_blocks,
-            config.row_threads,
-            config.block_threads,
-            config.blocks_per_multiprocessor,
-            config.packs_per_thread,
-            config.full,
-            config.vector,
-        )
+        of_gradients = partials if config.reduction is not None else gradients
+        arguments = arguments_of("BackwardInRegistersArguments", spec.x)
+        fields = [f.name for f in dataclasses.fields(config) if f.name != "column_threads"]
         passes: tuple[Instantiation, ...] = (
             Instantiation(
                 "backward_in_registers.cu",
-                template,
-                # dx, dx_stride, dweight, dbias, means_of_h; n_rows, n_cols; inv_n
-                operands + "PqPPPqq" + scalar,
+                "norm_backward_in_registers",
+                of_gradients,
+                _layout(config, fields),
+                arguments,
                 config.block_threads,
                 backward_in_registers_bytes(spec, config),
                 config.cluster_blocks,
             ),
         )
         if config.column_threads and spec.norm == "layer_norm":
-            threads = config.column_threads
+            of_columns = dataclasses.replace(config, block_threads=config.column_threads)
+            # What is around zero in the weight does not show in its gradient.
+            without_weight = (m for m in of_gradients if m[0] != "kZeroCentered")
             columns = Instantiation(
                 "backward_in_registers.cu",
-                _expression(
-                    "norm_backward_in_registers_columns",
-                    *(*types, *of_gradients, spec.bitmask),
-                    *(config.column_lanes, threads, config.vector),
-                ),
-                operands + "PPPqq",  # means_of_h, dweight, dbias; n_rows, n_cols
-                threads,
+                "norm_backward_in_registers_columns",
+                tuple(without_weight),
+                _layout(of_columns, ("block_threads", "column_lanes", "vector")),
+                arguments,
+                config.column_threads,
                 backward_columns_bytes(spec, config),
                 overlaps=True,
             )
             passes = (*passes, columns)
     elif isinstance(config, BackwardPipelined):
-        template = _expression(
-            "norm_backward",
-            *types,
-            *options,
-            dbias,
-            spec.bitmask,
-            config.hold_weight,
-            config.hold_row,
-            config.shared_sums,
-            config.hold_sums,
-            config.bulk,
-            config.cells,
-            config.through_l1,
-            config.turned,
-            config.stages,
-            config.cluster_blocks,
-            config.row_threads,
-            config.block_threads,
-            config.blocks_per_multiprocessor,
-            config.packs_per_thread,
-            config.full,
-            config.vector,
-        )
         passes = (
             Instantiation(
                 "backward_pipelined.cu",
-                template,
-                operands + "PqPqq" + scalar,  # dx, dx_stride, partials; n_rows, n_cols; inv_n
+                "norm_backward_pipelined",
+                partials,
+                _layout(config),
+                arguments_of("BackwardPipelinedArguments", spec.x),
                 config.block_threads,
                 backward_pipelined_bytes(spec, config),
                 config.cluster_blocks,
             ),
         )
     elif isinstance(config, BackwardColumnParallel):
-        template = _expression(
-            "norm_backward_column_parallel",
-            *types,
-            CPP_TYPES[spec.dbias],
-            *options,
-            spec.bitmask,
-            config.strip_threads,
-            config.group_rows,
-            config.vector,
-        )
         passes = (
             Instantiation(
                 "backward_column_parallel.cu",
-                template,
-                # dx, dx_stride, dweight, dbias, arrived, exchange; n_rows, n_cols; inv_n
-                operands + "PqPPPPqq" + scalar,
+                "norm_backward_column_parallel",
+                gradients,
+                _layout(config, ("strip_threads", "group_rows", "vector")),
+                arguments_of("BackwardColumnParallelArguments", spec.x),
                 config.block_threads,
                 backward_column_parallel_bytes(spec, config),
                 at_once=True,
             ),
         )
     else:
-        threads, vector = config.row_threads, config.vector
+        arguments = arguments_of("BackwardStreamingArguments", spec.x)
+        threads = config.row_threads
         passes = (
             Instantiation(
                 "backward_streaming.cu",
-                _expression(
-                    "norm_backward_coefficients",
-                    *(*types, *options, spec.bitmask, config.cluster_blocks, threads, vector),
-                ),
-                operands + "Pqq" + scalar,  # coefficients; n_rows, n_cols; inv_n
+                "norm_backward_coefficients",
+                op(None, None),
+                _layout(config, ("cluster_blocks", "row_threads", "vector")),
+                arguments,
                 threads,
                 team_bytes(spec.x, threads, threads, config.cluster_blocks),
                 config.cluster_blocks,
             ),
             Instantiation(
                 "backward_streaming.cu",
-                _expression(
-                    "norm_backward_columns",
-                    *(*types, *options, dbias, spec.bitmask, config.column_threads, vector),
-                ),
-                operands + "PPqPqqq",  # coefficients, dx, dx_stride, partials; their number, ...
+                "norm_backward_columns",
+                partials,
+                _layout(config, ("column_threads", "vector")),
+                arguments,
                 config.column_threads,
                 0,
             ),
@@ -304,14 +303,10 @@ def backward_instantiations(
         return passes
     reduction = Instantiation(
         "reduce_partials.cu",
-        _expression(
-            "reduce_partials",
-            *(CPP_TYPES[d] for d in (compute, spec.weight, spec.dbias)),
-            config.reduction.block_threads,
-            config.reduction.groups,
-            config.reduction.vector,
-        ),
-        "PPPqq",  # partials, dweight, dbias; n_partials, n_cols
+        "reduce_partials",
+        _op({}, X=compute, DWeight=spec.weight, DBias=spec.dbias),
+        _layout(config.reduction, ("block_threads", "groups", "vector")),
+        arguments_of("ReductionArguments", spec.x),
         config.reduction.block_threads,
         reduction_bytes(config.reduction),
         overlaps=True,
@@ -373,7 +368,7 @@ def load(kernel: Instantiation, device: int) -> _driver.Kernel:
 
     if cupy.cuda.get_current_stream().is_capturing():
         raise RuntimeError(
-            f"{kernel.expression} is not loaded yet, and loading it would invalidate the CUDA "
+            f"{kernel} is not loaded yet, and loading it would invalidate the CUDA "
             "graph being captured: call cupynorm.warmup(...), or make this very call, once before "
             "the capture begins"
         )
@@ -383,24 +378,24 @@ def load(kernel: Instantiation, device: int) -> _driver.Kernel:
             module = _modules.get(kernel)
             if module is None:
                 module = cupy.RawModule(
-                    code=source(kernel.file),
+                    code=kernel.source(),
                     options=OPTIONS,
-                    name_expressions=[kernel.expression],
+                    name_expressions=[kernel.expression()],
                 )
             capability = int(cupy.cuda.Device(device).compute_capability)
             try:
-                handle = module.get_function(kernel.expression).kernel
+                handle = module.get_function(kernel.expression()).kernel
             except OSError as error:
                 raise RuntimeError(
-                    f"{kernel.expression} cannot be kept in CuPy's kernel cache: {error}; "
+                    f"{kernel} cannot be kept in CuPy's kernel cache: {error}; "
                     f"{USE_A_FOLDER}, or CUPY_CACHE_IN_MEMORY to 1"
                 ) from error
             function = _driver.Kernel(
-                kernel.expression,
+                str(kernel),
                 handle,
                 kernel.block_threads,
                 kernel.shared_bytes,
-                kernel.parameters,
+                kernel.arguments,
                 kernel.cluster_blocks,
                 # On others it changes nothing, but that a launch takes the host longer.
                 kernel.overlaps and gpu_of(capability).overlap,

@@ -1,7 +1,7 @@
 """Launches by the CUDA driver.
 
-CuPy's Function converts each argument on its own, 5.3 us a launch (H200's host). Here one struct
-packs what differs from launch to launch, into memory whose addresses the driver is given. CuPy's
+CuPy's Function converts each argument on its own, 5.3 us a launch (H200's host). Here a kernel has
+one, a struct, in which what differs from launch to launch is packed at once. CuPy's
 launchKernel takes half of what ctypes does, but no attributes: kernels that have some are launched
 through ctypes.
 """
@@ -12,7 +12,7 @@ import ctypes
 import functools
 import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 __all__ = ["Kernel", "Launch", "driver", "library", "set_to_zero"]
@@ -81,7 +81,10 @@ class LaunchAttribute(ctypes.Structure):
     )
 
 
-# The arguments of a launch, what the driver is given for them, and their addresses.
+# A struct ends, and what is packed of it begins, where a pointer or a long long may.
+STRUCT_END = "0q"
+
+# The arguments of a launch, what the driver is given for them, and their address.
 _Frame = tuple[Any, Any, Any]
 
 # What is called with a stream and the operands.
@@ -99,9 +102,9 @@ class Kernel:
         CuPy's Function; `ptr` is the driver's handle, and the object keeps its module loaded.
     block_threads, shared_bytes : int
         Of every launch.
-    parameters : str
-        The kernel's parameters in the format of `struct`: P for a pointer, q for a long long, f and
-        d for a float and a double.
+    arguments : tuple of (str, str)
+        The members of the struct that the kernel is passed, with their letters in the format of
+        `struct`: P for a pointer, q for a long long, f and d for a float and a double.
     cluster_blocks : int
         Blocks of a cluster, of which a grid consists.
     overlaps : bool
@@ -117,7 +120,7 @@ class Kernel:
         function: Any,
         block_threads: int,
         shared_bytes: int,
-        parameters: str,
+        arguments: tuple[tuple[str, str], ...],
         cluster_blocks: int = 1,
         overlaps: bool = False,
         at_once: bool = False,
@@ -128,13 +131,10 @@ class Kernel:
         self._block_threads = block_threads
         self._shared_bytes = shared_bytes
         self._cluster_blocks = cluster_blocks
-        self._parameters = parameters
-        self._pack_into = struct.Struct(parameters).pack_into
-        self._size = struct.calcsize(parameters)
-        self._offsets = [
-            struct.calcsize(parameters[:i] + f"0{letter}") for i, letter in enumerate(parameters)
-        ]
-        self._addresses_type = ctypes.c_void_p * len(parameters)
+        self._arguments = arguments
+        self._letters = "".join(letter for _, letter in arguments)
+        self._pack_into = struct.Struct(self._letters).pack_into
+        self._size = struct.calcsize(self._letters + STRUCT_END)
         if shared_bytes > SHARED_BYTES_WITHOUT_ASKING:
             self._set(MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes)
         if cluster_blocks > PORTABLE_CLUSTER_BLOCKS:
@@ -162,14 +162,21 @@ class Kernel:
         self._start_by_config = library().cuLaunchKernelEx
         self._start = self._start_with_attributes
 
-    def prepared(self, blocks: int, numbers: tuple[float, ...]) -> Launch:
+    def prepared(self, blocks: int, numbers: Mapping[str, float]) -> Launch:
         """Return what launches so many blocks, on a stream of the current device and on operands.
 
-        The operands are the kernel's arguments but for the last ones, which are `numbers`. Threads
-        may launch at the same time. A launch raises RuntimeError if the driver refuses it.
+        The operands are the kernel's arguments but for `numbers`, which have theirs by name: those
+        left are side by side, the first of them a pointer or a long long. Threads may launch at the
+        same time. A launch raises RuntimeError if the driver refuses it.
         """
-        of_operands = self._parameters[: len(self._parameters) - len(numbers)]
-        pack_into = struct.Struct(of_operands).pack_into
+        names = [name for name, _ in self._arguments]
+        left = [i for i, name in enumerate(names) if name not in numbers]
+        first, end = (left[0], left[-1] + 1) if left else (0, 0)
+        offset = struct.calcsize(self._letters[:first] + STRUCT_END)
+        own = struct.calcsize(self._letters[:first] + f"0{self._letters[first]}")
+        if not numbers.keys() <= set(names) or end - first != len(left) or offset != own:
+            raise ValueError(f"{self._name} cannot have {list(numbers)} of {names} beforehand")
+        pack_into = struct.Struct(self._letters[first:end]).pack_into
         start, handle = self._start, self._handle
         threads, shared_bytes = self._block_threads, self._shared_bytes
         # A launch takes one and puts it back: no two of them, in whatever threads, share one.
@@ -181,7 +188,7 @@ class Kernel:
             except IndexError:
                 frame = self._new_frame(blocks, numbers)
             values, given, _ = frame
-            pack_into(values, 0, *operands)
+            pack_into(values, offset, *operands)
             try:
                 start(handle, blocks, 1, 1, threads, 1, 1, shared_bytes, stream, given, 0)
             except RuntimeError as error:
@@ -223,11 +230,10 @@ class Kernel:
             error = driver().CUDADriverError(status)
             raise RuntimeError(f"{self._name} cannot be given {value}: {error}") from error
 
-    def _new_frame(self, blocks: int, numbers: tuple[float, ...]) -> _Frame:
+    def _new_frame(self, blocks: int, numbers: Mapping[str, float]) -> _Frame:
         values = ctypes.create_string_buffer(self._size)
-        self._pack_into(values, 0, *(0,) * (len(self._parameters) - len(numbers)), *numbers)
-        start = ctypes.addressof(values)
-        addresses = self._addresses_type(*[start + offset for offset in self._offsets])
+        self._pack_into(values, 0, *(numbers.get(name, 0) for name, _ in self._arguments))
+        addresses = (ctypes.c_void_p * 1)(ctypes.addressof(values))
         if self._config is None:
             return values, ctypes.addressof(addresses), addresses
         config = LaunchConfig.from_buffer_copy(self._config)

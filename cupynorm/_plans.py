@@ -47,8 +47,14 @@ COUNT_BYTES = 16  # of a count in device memory, an int; what is behind it is al
 LEAST_COUNTED = 32
 
 _Ints = tuple[int, ...]  # addresses, the rows' with their strides behind them
-# Of a backward pass's operands: what it reads, dx, the weight gradients; the last is scratch.
-_READ, _DX, _GRADIENTS = slice(8), slice(8, 10), slice(10, 12)
+# Of a backward pass's operands: the rows and what is read beside them; the weight gradients. The
+# last is scratch.
+_ROWS, _GRADIENTS = slice(10), slice(10, 12)
+
+
+def _sizes(m: int, n: int) -> dict[str, float]:
+    """Return what every pass is told of m rows of n elements."""
+    return {"n_rows": m, "n_cols": n, "inv_n": 1 / n}
 
 
 def _launch_nothing(stream: int, operands: _Ints) -> None:
@@ -97,10 +103,10 @@ class ForwardPlan:
         blocks = self._blocks(m)
         if blocks == 0:
             return _launch_nothing
-        numbers: tuple[float, ...] = (m, self.n, 1 / self.n, eps, lower, upper)
+        numbers = _sizes(m, self.n) | {"eps": eps, "lower": lower, "upper": upper}
         if self.scratch_bytes(m) == 0:
-            takes_count = self.most_clusters is not None
-            return self.kernel.prepared(blocks, (0, *numbers) if takes_count else numbers)
+            without_count = {} if self.most_clusters is None else {"count": 0}
+            return self.kernel.prepared(blocks, numbers | without_count)
         launch_rows = self.kernel.prepared(blocks, numbers)
 
         def launch_with_count(stream: int, operands: _Ints) -> None:
@@ -203,7 +209,7 @@ class BackwardPlan(ABC):
         launch_rows = self._prepared_rows(m)
         if not self.reduction_blocks:
             return launch_rows
-        sizes = self._partials(m), self.n
+        sizes = {"n_partials": self._partials(m), "n_cols": self.n}
         launch_sums = self.kernels[-1].prepared(self.reduction_blocks, sizes)
 
         def launch_rows_and_sums(stream: int, operands: _Ints) -> None:
@@ -225,12 +231,7 @@ class PipelinedPlan(BackwardPlan):
         if not m:
             return _launch_nothing
         blocks = self._partials(m) * self.cluster_blocks
-        launch_rows = self.kernels[0].prepared(blocks, (m, self.n, 1 / self.n))
-
-        def launch(stream: int, operands: _Ints) -> None:
-            launch_rows(stream, (*operands[_READ], *operands[_DX], operands[-1]))
-
-        return launch
+        return self.kernels[0].prepared(blocks, _sizes(m, self.n))
 
 
 @dataclass(frozen=True)
@@ -255,14 +256,14 @@ class InRegistersPlan(BackwardPlan):
         blocks = partials * self.cluster_blocks
         if not self.column_kernel:
             blocks += self.column_blocks
-        launch_rows = self.kernels[0].prepared(blocks, (m, n, 1 / n))
+        sizes = _sizes(m, n)
+        launch_rows = self.kernels[0].prepared(blocks, sizes)
         if self.column_kernel:
-            launch_columns = self.kernels[1].prepared(self.column_blocks, (m, n))
+            launch_columns = self.kernels[1].prepared(self.column_blocks, sizes)
 
             def launch_with_columns(stream: int, operands: _Ints) -> None:
                 launch_rows(stream, operands)
-                columns = (*operands[_READ], operands[-1], *operands[_GRADIENTS])
-                launch_columns(stream, columns)
+                launch_columns(stream, operands)
 
             return launch_with_columns
         if self.reduction_blocks:
@@ -270,8 +271,8 @@ class InRegistersPlan(BackwardPlan):
             of_bias = (self.gradients - 1) * partials * partials_stride(n) * self.itemsize
 
             def launch_with_partials(stream: int, operands: _Ints) -> None:
-                rows, scratch = operands[_READ] + operands[_DX], operands[-1]
-                launch_rows(stream, (*rows, scratch, scratch + of_bias, scratch))
+                scratch = operands[-1]
+                launch_rows(stream, (*operands[_ROWS], scratch, scratch + of_bias, scratch))
 
             return launch_with_partials
         return launch_rows
@@ -290,7 +291,7 @@ class ColumnParallelPlan(BackwardPlan):
 
     def _prepared_rows(self, m: int) -> Launch:
         counts_bytes = column_parallel_counts_bytes()
-        launch_rows = self.kernels[0].prepared(self.strips, (m, self.n, 1 / self.n))
+        launch_rows = self.kernels[0].prepared(self.strips, _sizes(m, self.n))
 
         def launch(stream: int, operands: _Ints) -> None:
             counts = operands[-1]
@@ -315,14 +316,14 @@ class StreamingPlan(BackwardPlan):
             return _launch_nothing
         n, partials, partial_bytes = self.n, self._partials(m), self._partial_bytes(m)
         of_rows, of_columns, *_ = self.kernels
-        launch_rows = of_rows.prepared(m * self.cluster_blocks, (m, n, 1 / n))
-        launch_columns = of_columns.prepared(self.tiles * partials, (partials, m, n))
+        numbers = _sizes(m, n) | {"n_partials": partials}
+        launch_rows = of_rows.prepared(m * self.cluster_blocks, numbers)
+        launch_columns = of_columns.prepared(self.tiles * partials, numbers)
 
         def launch(stream: int, operands: _Ints) -> None:
-            scratch = operands[-1]
-            given = (*operands[_READ], scratch + partial_bytes)
-            launch_rows(stream, given)
-            launch_columns(stream, (*given, *operands[_DX], scratch))
+            with_coefficients = (*operands, operands[-1] + partial_bytes)
+            launch_rows(stream, with_coefficients)
+            launch_columns(stream, with_coefficients)
 
         return launch
 

@@ -1,23 +1,36 @@
-"""Before the first call: what is supported here, and compiling it ahead."""
+"""Before the first call: what is supported here, compiling it ahead, and its source to read."""
 
 from __future__ import annotations
 
 import numbers
 import sys
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from cupynorm._arrays import DTYPES
 from cupynorm._checks import to_dtype
+from cupynorm._compile import backward_instantiations, forward_instantiation
 from cupynorm._environment import gpu_problem
-from cupynorm._layout import pack_length
+from cupynorm._layout import (
+    BackwardConfig,
+    BackwardPipelined,
+    ForwardInRegisters,
+    backward_config,
+    few_rows_backward_configs,
+    few_rows_configs,
+    forward_config,
+    pack_length,
+)
 from cupynorm._operation import BackwardSpec, ForwardSpec, Norm
 
-__all__ = ["supports", "warmup"]
+__all__ = ["kernel_source", "supports", "warmup"]
 
 LEAST_COMPUTE_CAPABILITY = 75
+# What sources are for where there is no GPU: an H100 or H200.
+USUAL_ARCHITECTURE, USUAL_MULTIPROCESSORS = 90, 132
 
 
 def supports(
@@ -146,8 +159,7 @@ def warmup(
     device = cupy.cuda.Device().id
     for width in widths:
         for spec in specs:
-            divisors = width | pack_length(spec.x)
-            vector = divisors & -divisors
+            vector = _vector(spec, width)
             # One row and few may have kernels of their own.
             if isinstance(spec, ForwardSpec):
                 few = (most for most, _ in few_rows(spec, width, vector, device))
@@ -158,6 +170,129 @@ def warmup(
                     tiers = few_rows_backward(spec, width, vector, device, dx_given)
                     for m in (*(most for most, _ in tiers), sys.maxsize):
                         backward_plan(spec, m, width, vector, device, dx_given=dx_given)
+
+
+def kernel_source(
+    norm: Norm,
+    n: int,
+    x_dtype: Any,
+    weight_dtype: Any = None,
+    bias_dtype: Any = None,
+    *,
+    dy_dtype: Any = None,
+    out_dtype: Any = None,
+    zero_centered: bool = False,
+    relu: bool = False,
+    backward: bool = False,
+    statistics: bool = False,
+    rows: int | None = None,
+    architecture: int | None = None,
+) -> dict[str, str]:
+    """Return the CUDA C++ that a call compiles and runs, to be read; it needs no GPU.
+
+    Parameters
+    ----------
+    norm : {"rms_norm", "layer_norm"}
+        Which norm.
+    n : int
+        Elements of a row, the product of the normalized axes.
+    x_dtype, weight_dtype, bias_dtype, dy_dtype, out_dtype, zero_centered, relu
+        As of `warmup`. Arrays are assumed to be aligned as there.
+    backward : bool
+        Whether the kernels of the backward pass are wanted, with the gradients that it returns by
+        default and, with a bias_dtype, that of a bias of this dtype; else that of the forward pass.
+    statistics : bool
+        Whether the forward pass keeps what backward needs: `rms_norm_forward`, not `rms_norm`.
+    rows : int, optional
+        How many rows, since few of them may have kernels of their own; by default many.
+    architecture : int, optional
+        The compute capability of the GPU, 90 for 9.0; by default the current GPU's or, without one,
+        90. Which rows are few is told by the current GPU's multiprocessors, or else by 132.
+
+    Returns
+    -------
+    dict of str to str
+        By the names of the kernels, in the order of their launches: one of a forward pass, one to
+        three of a backward pass. Each text is complete: the templates, and behind them the structs
+        `Op` and `Layout`, of which the kernel is `name<Op, Layout>`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument does not fit.
+
+    Examples
+    --------
+    >>> import cupynorm
+    >>> sources = cupynorm.kernel_source(
+    ...     "rms_norm", 4096, "bfloat16", "float32", backward=True, architecture=90
+    ... )
+    >>> list(sources)
+    ['norm_backward_pipelined', 'reduce_partials']
+    >>> "struct Op {" in sources["reduce_partials"]
+    True
+    """
+    if isinstance(n, Iterable):
+        raise TypeError(f"n must be an int, got {n!r}")
+    (width,) = _widths(n)
+    specs = _specs(
+        *(norm, x_dtype, weight_dtype, bias_dtype, dy_dtype, out_dtype),
+        *(zero_centered, relu, backward),
+    )
+    if not isinstance(statistics, bool | np.bool_):
+        raise TypeError(f"statistics must be True or False, got {statistics!r}")
+    if backward and statistics:
+        raise ValueError("statistics must be False for a backward pass, got True")
+    m = _at_least("rows", rows, 1, sys.maxsize)
+    usual_architecture, multiprocessors = _current_gpu()
+    capability = _at_least(
+        "architecture", architecture, LEAST_COMPUTE_CAPABILITY, usual_architecture
+    )
+    if backward:
+        backwards = [spec for spec in specs if isinstance(spec, BackwardSpec)]
+        of_dy = backwards[0 if bias_dtype is None else -1]
+        vector = _vector(of_dy, width)
+        config: BackwardConfig = backward_config(of_dy, width, vector, capability)
+        if isinstance(config, BackwardPipelined):
+            tiers = few_rows_backward_configs(of_dy, config, capability, multiprocessors)
+            config = next((few for most, few in tiers if m <= most), config)
+        kernels = backward_instantiations(of_dy, config)
+    else:
+        forward = next(spec for spec in specs if isinstance(spec, ForwardSpec))
+        forward = replace(forward, store_statistics=bool(statistics))
+        layout = forward_config(forward, width, _vector(forward, width), capability)
+        if isinstance(layout, ForwardInRegisters):
+            fewer = few_rows_configs(forward, layout, width, capability, multiprocessors)
+            layout = next((few for most, few in fewer if m <= most), layout)
+        kernels = (forward_instantiation(forward, layout),)
+    return {kernel.name: kernel.source() for kernel in kernels}
+
+
+def _vector(spec: ForwardSpec | BackwardSpec, n: int) -> int:
+    """Return the elements that an access moves where arrays are aligned and rows follow them."""
+    divisors = n | pack_length(spec.x)
+    return divisors & -divisors
+
+
+def _at_least(name: str, value: Any, least: int, default: int) -> int:
+    """Return an argument that must be None, for the default, or an int of at least so many."""
+    if value is None:
+        return default
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool):
+        raise TypeError(f"{name} must be an int or None, got {value!r}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
+    return int(value)
+
+
+def _current_gpu() -> tuple[int, int]:
+    """Return the compute capability and the multiprocessors of the current GPU, or the usual."""
+    if _device_problem():
+        return USUAL_ARCHITECTURE, USUAL_MULTIPROCESSORS
+    import cupy
+
+    device = cupy.cuda.Device()
+    return int(device.compute_capability), int(device.attributes["MultiProcessorCount"])
 
 
 def _specs(

@@ -10,13 +10,13 @@
 // Of a wild row (gradient.cuh) the columns form the sums again, when they are to write its dx, and tell each
 // other themselves.
 //
-// Layout:    as backward_pipelined.cu. exchange: (kPlaces, GroupRows, kSums, strips), for groups in turn, and of
+// Layout:    as backward_pipelined.cu. exchange: (kPlaces, kGroupRows, kSums, strips), for groups in turn, and of
 //            float64 (2, kSums, strips * kWarps), for wild rows in turn. arrived: (kPlaces + 2,
 //            kCountStride), 0; the first of each place counts the blocks, or warps, that have told their
 //            sums. A line for each: 386 us, not 401, for 512 rows of 262144 (float32, H200).
-// Grid:      block b has StripThreads packs of columns, from pack b * StripThreads on.
+// Grid:      block b has kStripThreads packs of columns, from pack b * kStripThreads on.
 // Traffic:   x, dy, weight and bitmask read once; dx, dweight and dbias written once.
-// Thread:    one pack of columns, of all rows. The warps beyond StripThreads are messengers, each of
+// Thread:    one pack of columns, of all rows. The warps beyond kStripThreads are messengers, each of
 //            every kMessengers-th group.
 // Order:     a thread's elements in turn, a butterfly in each warp, the warps in turn; of all strips,
 //            those of a lane in turn (lane, lane + 32, ...), then a butterfly. Weight gradients: up to
@@ -84,46 +84,49 @@ __device__ NOT_INLINED void write_own_part(Row row, long long first, long long n
   row.write(typename Row::Means(sums[0], 1.0, inv_n), first, step, end);
 }
 
-template <typename X, typename DY, typename Weight, typename DBias, bool Centered,
-          bool ZeroCentered, bool Bitmask, int StripThreads, int GroupRows, int Vector>
-__global__ __launch_bounds__(StripThreads + 32 * kMessengers, 1) void norm_backward_column_parallel(
-    const DY* dy, long long dy_stride, const X* x, long long x_stride, const Weight* weight,
-    const Compute<X>* mean, const Compute<X>* rstd, const unsigned char* bitmask, X* dx,
-    long long dx_stride, Weight* dweight, DBias* dbias, unsigned* arrived, Compute<X>* exchange,
-    long long n_rows, long long n_cols, Compute<X> inv_n) {
+template <typename Op, typename Layout>
+__global__ void __launch_bounds__(Layout::kStripThreads + 32 * kMessengers, 1)
+    norm_backward_column_parallel(
+        const __grid_constant__ BackwardColumnParallelArguments<Op> args) {
+  using X = typename Op::X;
+  using DY = typename Op::DY;
+  using Weight = typename Op::Weight;
+  using DBias = typename Op::DBias;
   using T = Compute<X>;
+  const long long n_cols = args.n_cols;
   constexpr int kLength = 16 / static_cast<int>(sizeof(X));
-  constexpr int kWarps = StripThreads / 32;
-  constexpr int kSums = kGradientSums<Centered>;
-  using StageOfX = Stage<X, kLength, 1, StripThreads>;
-  using StageOfDY = Stage<DY, kLength, 1, StripThreads>;
+  constexpr int kWarps = Layout::kStripThreads / 32;
+  constexpr int kSums = kGradientSums<Op::kCentered>;
+  using StageOfX = Stage<X, kLength, 1, Layout::kStripThreads>;
+  using StageOfDY = Stage<DY, kLength, 1, Layout::kStripThreads>;
   constexpr int kStageBytes = StageOfX::kBytes + StageOfDY::kBytes;
   // What all threads know of a row.
   struct OfRow {
     T mean, rstd;
-    RowMeans<Centered, T> means;  // as mark_if_wild leaves them
+    RowMeans<Op::kCentered, T> means;  // as mark_if_wild leaves them
   };
 
   char* const stages = static_cast<char*>(dynamic_shared_memory());
-  OfRow* const of_rows = reinterpret_cast<OfRow*>(stages + kStages * GroupRows * kStageBytes);
-  T* const sums_of_warps = reinterpret_cast<T*>(of_rows + kPlaces * GroupRows);
+  OfRow* const of_rows =
+      reinterpret_cast<OfRow*>(stages + kStages * Layout::kGroupRows * kStageBytes);
+  T* const sums_of_warps = reinterpret_cast<T*>(of_rows + kPlaces * Layout::kGroupRows);
   const int lane = thread_index() % 32, warp = thread_index() / 32;
   const int strips = static_cast<int>(block_count());
-  const int groups = static_cast<int>((n_rows + GroupRows - 1) / GroupRows);
+  const int groups = static_cast<int>((args.n_rows + Layout::kGroupRows - 1) / Layout::kGroupRows);
 
   const auto row_of = [&](int group, int r) {
-    return static_cast<long long>(group) * GroupRows + r;
+    return static_cast<long long>(group) * Layout::kGroupRows + r;
   };
   const auto rows_of = [&](int group) {
-    const long long rows = n_rows - row_of(group, 0);
-    return rows < GroupRows ? static_cast<int>(rows) : GroupRows;
+    const long long rows = args.n_rows - row_of(group, 0);
+    return rows < Layout::kGroupRows ? static_cast<int>(rows) : Layout::kGroupRows;
   };
-  const auto of_group = [&](int group) { return of_rows + group % kPlaces * GroupRows; };
+  const auto of_group = [&](int group) { return of_rows + group % kPlaces * Layout::kGroupRows; };
   const auto sums_of = [&](int group) {
-    return sums_of_warps + group % kMessengers * (kWarps * GroupRows * kSums);
+    return sums_of_warps + group % kMessengers * (kWarps * Layout::kGroupRows * kSums);
   };
   // Barriers of the columns and a messenger: here are the sums of a group, and here its means.
-  constexpr int kMeeting = StripThreads + 32;
+  constexpr int kMeeting = Layout::kStripThreads + 32;
   const auto summed = [](int group) { return 1 + group % kMessengers; };
   const auto known = [](int group) { return 1 + kMessengers + group % kMessengers; };
 
@@ -133,12 +136,12 @@ __global__ __launch_bounds__(StripThreads + 32 * kMessengers, 1) void norm_backw
     T of_mean = 0, of_rstd = 0;
     const auto load_statistics = [&](int group) {
       const long long row = row_of(group, lane);
-      const bool valid = lane < GroupRows && row < n_rows;
-      if constexpr (Centered) of_mean = valid ? mean[row] : T(0);
-      of_rstd = valid ? rstd[row] : T(0);
+      const bool valid = lane < Layout::kGroupRows && row < args.n_rows;
+      if constexpr (Op::kCentered) of_mean = valid ? args.mean[row] : T(0);
+      of_rstd = valid ? args.rstd[row] : T(0);
     };
     const auto store_statistics = [&](int group) {
-      if (lane < GroupRows) {
+      if (lane < Layout::kGroupRows) {
         of_group(group)[lane].mean = of_mean;
         of_group(group)[lane].rstd = of_rstd;
       }
@@ -150,21 +153,21 @@ __global__ __launch_bounds__(StripThreads + 32 * kMessengers, 1) void norm_backw
     for (int group = messenger; group < groups; group += kMessengers) {
       load_statistics(group + kMessengers);
       const int rows = rows_of(group), place = group % kPlaces;
-      T* const exchanged = exchange + place * GroupRows * kSums * strips;
+      T* const exchanged = args.exchange + place * Layout::kGroupRows * kSums * strips;
       named_barrier(summed(group), kMeeting);
       for (int i = lane; i < rows * kSums; i += 32) {
         T sum = 0;
 #pragma unroll
         for (int other = 0; other < kWarps; ++other) {
-          sum += sums_of(group)[other * GroupRows * kSums + i];
+          sum += sums_of(group)[other * Layout::kGroupRows * kSums + i];
         }
         exchanged[i * strips + block_index()] = sum;
       }
-      report_arrival(arrived + place * kCountStride);
-      wait_for_arrivals(arrived + place * kCountStride,
+      report_arrival(args.arrived + place * kCountStride);
+      wait_for_arrivals(args.arrived + place * kCountStride,
                         static_cast<unsigned>(group / kPlaces + 1) * strips);
       // So many rows that up to 36 sums of each lane are on their way.
-      constexpr int kAtOnce = rows_at_once(GroupRows, kSums, 9);
+      constexpr int kAtOnce = rows_at_once(Layout::kGroupRows, kSums, 9);
 #pragma unroll 1
       for (int begin = 0; begin < rows; begin += kAtOnce) {
         T sums[kAtOnce][kSums] = {};
@@ -191,8 +194,8 @@ __global__ __launch_bounds__(StripThreads + 32 * kMessengers, 1) void norm_backw
 #pragma unroll
           for (int k = 0; k < kAtOnce; ++k) {
             OfRow& of_row = of_group(group)[begin + k];
-            const Centring<Centered, T> centring(of_row.mean, of_row.rstd);
-            of_row.means = RowMeans<Centered, T>(sums[k], centring.significand, inv_n);
+            const Centring<Op::kCentered, T> centring(of_row.mean, of_row.rstd);
+            of_row.means = RowMeans<Op::kCentered, T>(sums[k], centring.significand, args.inv_n);
             mark_if_wild(of_row.means, false);
           }
         }
@@ -203,13 +206,13 @@ __global__ __launch_bounds__(StripThreads + 32 * kMessengers, 1) void norm_backw
     return;
   }
 
-  const long long first = (block_index() * StripThreads + thread_index()) * kLength;
+  const long long first = (block_index() * Layout::kStripThreads + thread_index()) * kLength;
   // Elements of this thread's pack that lie inside a row.
   const int n_own = static_cast<int>(first < n_cols ? n_cols - first : 0);
   const auto place_of = [&](int group, int r) {
-    return stages + (group % kStages * GroupRows + r) * kStageBytes;
+    return stages + (group % kStages * Layout::kGroupRows + r) * kStageBytes;
   };
-  const auto bits_of = [&](long long row) { return bitmask + row * bitmask_bytes(n_cols); };
+  const auto bits_of = [&](long long row) { return args.bitmask + row * bitmask_bytes(n_cols); };
   // The L2 keeps what is read before what is written: 33.3 us, not 34.0, for RMSNorm of 32 rows of 262144,
   // LayerNorm 34.6, not 36.1 (float32, H200).
   const CachePolicy policy = evict_last();
@@ -218,22 +221,23 @@ __global__ __launch_bounds__(StripThreads + 32 * kMessengers, 1) void norm_backw
   constexpr bool kHalves = sizeof(DY) > sizeof(X);
   const auto fetch = [&](int group, int r) {
     const long long row = row_of(group, r);
-    const int n = row < n_rows ? n_own : 0;
-    const X* const source_x = x + row * x_stride + first;
-    const DY* const source_dy = dy + row * dy_stride + first;
+    const int n = row < args.n_rows ? n_own : 0;
+    const X* const source_x = args.x + row * args.x_stride + first;
+    const DY* const source_dy = args.dy + row * args.dy_stride + first;
     char* const place = place_of(group, r);
-    if constexpr (Bitmask) {
+    if constexpr (Op::kBitmask) {
       if (lane == 0 && n > 0) prefetch(bits_of(row) + first / 8);
     }
-    if constexpr (StageOfX::template kTakesPolicy<Vector> &&
-                  StageOfDY::template kTakesPolicy<Vector>) {
+    if constexpr (StageOfX::template kTakesPolicy<Layout::kVector> &&
+                  StageOfDY::template kTakesPolicy<Layout::kVector>) {
       // Exchanged for each row, as copies with a policy want it (device.cuh).
       const OwnPlace own = own_place(StageOfX::place(place, 0, 0));
       StageOfX::template fetch<false>(own, 0, source_x, 0, n, policy);
       StageOfDY::template fetch<kHalves>(own + StageOfX::kBytes, 0, source_dy, 0, n, policy);
     } else {
-      StageOfX::template fetch<Vector>(place, 0, source_x, 0, n);
-      StageOfDY::template fetch<Vector, kHalves>(place + StageOfX::kBytes, 0, source_dy, 0, n);
+      StageOfX::template fetch<Layout::kVector>(place, 0, source_x, 0, n);
+      StageOfDY::template fetch<Layout::kVector, kHalves>(place + StageOfX::kBytes, 0, source_dy, 0,
+                                                          n);
     }
   };
   const auto read_x = [&](int group, int r) { return StageOfX::read(place_of(group, r), 0); };
@@ -243,20 +247,20 @@ __global__ __launch_bounds__(StripThreads + 32 * kMessengers, 1) void norm_backw
   // The bits of the group whose sums are formed next, asked for when the last one's are, of the L2, which
   // has them fetched with the rows. RMSNorm of 512 rows of 262144 takes 407 us, 448 where nothing is
   // fetched, 636 where each row's are waited for, twice, 385 without a bitmask (float32, H200).
-  unsigned bits[Bitmask ? GroupRows : 1] = {};
+  unsigned bits[Op::kBitmask ? Layout::kGroupRows : 1] = {};
   const auto ask_for_bits = [&](int group) {
-    if constexpr (Bitmask) {
+    if constexpr (Op::kBitmask) {
 #pragma unroll
-      for (int r = 0; r < GroupRows; ++r) {
+      for (int r = 0; r < Layout::kGroupRows; ++r) {
         const long long row = row_of(group, r);
-        bits[r] = load_bits(bits_of(row), first, row < n_rows ? n_cols : 0);
+        bits[r] = load_bits(bits_of(row), first, row < args.n_rows ? n_cols : 0);
       }
     }
   };
   // dy of a pack, of which the bitmask lets through what is left in its place from then on.
   const auto masked_dy = [&](int group, int r) {
     Pack<DY, kLength> pack = read_dy(group, r);
-    if constexpr (Bitmask) {
+    if constexpr (Op::kBitmask) {
       keep(pack, bits[r], first);
       StageOfDY::write(pack, place_of(group, r) + StageOfX::kBytes, 0);
     }
@@ -265,7 +269,7 @@ __global__ __launch_bounds__(StripThreads + 32 * kMessengers, 1) void norm_backw
 
   const auto fetch_group = [&](int group) {
 #pragma unroll 1
-    for (int r = 0; r < GroupRows; ++r) fetch(group, r);
+    for (int r = 0; r < Layout::kGroupRows; ++r) fetch(group, r);
     commit_copies();
   };
 
@@ -274,26 +278,27 @@ __global__ __launch_bounds__(StripThreads + 32 * kMessengers, 1) void norm_backw
   static_assert(kStages == kAhead + kOnTheirWay, "the sums of as many are formed ahead");
   fetch_group(0);
   Pack<Weight, kLength> weights;
-  load<Vector>(weights, weight + first, 0, n_own);
+  load<Layout::kVector>(weights, args.weight + first, 0, n_own);
   fetch_group(1);
   block_barrier();
 
   // 2. Each warp's sums of a group's rows.
   const auto sum_up = [&](int group) {
-    constexpr int kAtOnce = Vector < kLength ? 1 : rows_at_once(GroupRows, kSums, 12);
-    static_assert(GroupRows % kAtOnce == 0, "no row past the group's last is summed");
-    T* const target = sums_of(group) + warp * GroupRows * kSums;
+    constexpr int kAtOnce =
+        Layout::kVector < kLength ? 1 : rows_at_once(Layout::kGroupRows, kSums, 12);
+    static_assert(Layout::kGroupRows % kAtOnce == 0, "no row past the group's last is summed");
+    T* const target = sums_of(group) + warp * Layout::kGroupRows * kSums;
     const int rows = rows_of(group);
-#pragma unroll(Bitmask ? GroupRows : 1)
-    for (int begin = 0; begin < GroupRows; begin += kAtOnce) {
+#pragma unroll(Op::kBitmask ? Layout::kGroupRows : 1)
+    for (int begin = 0; begin < Layout::kGroupRows; begin += kAtOnce) {
       if (begin >= rows) continue;
       T sums[kAtOnce][kSums] = {};
 #pragma unroll
       for (int k = 0; k < kAtOnce; ++k) {
         const OfRow& of_row = of_group(group)[begin + k];
-        const Centring<Centered, T> centring(of_row.mean, of_row.rstd);
-        add_to_sums<ZeroCentered, Vector>(sums[k], centring, read_x(group, begin + k),
-                                          masked_dy(group, begin + k), weights, 0, n_own);
+        const Centring<Op::kCentered, T> centring(of_row.mean, of_row.rstd);
+        add_to_sums<Op, Layout::kVector>(sums[k], centring, read_x(group, begin + k),
+                                         masked_dy(group, begin + k), weights, 0, n_own);
       }
       add_up_lanes(sums);
       if (lane == 0) {
@@ -321,7 +326,7 @@ __global__ __launch_bounds__(StripThreads + 32 * kMessengers, 1) void norm_backw
   int wild_rows = 0;  // so far
   T dweight_sums[kLength] = {}, dbias_sums[kLength] = {};
   T of_weight[kLength] = {}, of_bias[kLength] = {};
-  X* dx_row = dx + first;
+  X* dx_row = args.dx + first;
 #pragma unroll 1
   for (int group = 0; group < groups; ++group) {
     if (group + kAhead < groups) {
@@ -333,28 +338,29 @@ __global__ __launch_bounds__(StripThreads + 32 * kMessengers, 1) void norm_backw
     // 3. dx, and the weight gradients; what was read makes room for a later row.
     unsigned wild_of_group = 0;
     // Two rows at once, where registers allow.
-    constexpr int kUnrolled = Vector == kLength && GroupRows > 1 && sizeof(DY) <= sizeof(X) ? 2 : 1;
+    constexpr int kUnrolled =
+        Layout::kVector == kLength && Layout::kGroupRows > 1 && sizeof(DY) <= sizeof(X) ? 2 : 1;
 #pragma unroll kUnrolled
     for (int r = 0; r < rows_of(group); ++r) {
       const Pack<X, kLength> row_x = read_x(group, r);
       const Pack<DY, kLength> row_dy = read_dy(group, r);
       const OfRow of_row = of_group(group)[r];
-      const Centring<Centered, T> centring(of_row.mean, of_row.rstd);
+      const Centring<Op::kCentered, T> centring(of_row.mean, of_row.rstd);
       T gradient[kLength];
 #pragma unroll
       for (int i = 0; i < kLength; ++i) {
         const T xhat = centring.xhat_of(row_x.template get<T>(i), of_row.means.h);
         const T upstream = row_dy.template get<T>(i);
-        gradient[i] = dx_of<ZeroCentered>(upstream, xhat, weights, i, of_row.means, of_row.rstd);
+        gradient[i] = dx_of<Op>(upstream, xhat, weights, i, of_row.means, of_row.rstd);
         of_weight[i] = fused_multiply_add(upstream, xhat, of_weight[i]);
         of_bias[i] += upstream;
       }
       Pack<X, kLength> stored;
       stored.set(gradient);
       const bool wild = kSame<T, float> && of_row.means.g_xhat != of_row.means.g_xhat;
-      store<Vector>(stored, dx_row, 0, wild ? 0 : n_own);
+      store<Layout::kVector>(stored, dx_row, 0, wild ? 0 : n_own);
       if (wild) wild_of_group |= 1u << r;
-      dx_row += dx_stride;
+      dx_row += args.dx_stride;
       fetch(group + kStages, r);
     }
     commit_copies();
@@ -366,23 +372,18 @@ __global__ __launch_bounds__(StripThreads + 32 * kMessengers, 1) void norm_backw
         // what was told of the one before that.
         const long long row = row_of(group, r);
         const int place = wild_rows % 2, warps = kWarps * strips;
-        double* const exchanged =
-            reinterpret_cast<double*>(exchange + kPlaces * GroupRows * kSums * strips);
-        const WildRow<ZeroCentered, Centered, Bitmask, long long, X, DY, Weight> again = {
-            dy + row * dy_stride,
-            x + row * x_stride,
-            weight,
-            bits_of(row),
-            dx + row * dx_stride,
-            static_cast<float>(of_group(group)[r].mean),
-            static_cast<float>(of_group(group)[r].rstd)};
+        double* const exchanged = reinterpret_cast<double*>(
+            args.exchange + kPlaces * Layout::kGroupRows * kSums * strips);
+        const WildRow<Op, long long> again(args, row, of_group(group)[r].mean,
+                                           of_group(group)[r].rstd);
         write_own_part(again, first, n_cols, exchanged + place * kSums * warps,
                        static_cast<int>(block_index()) * kWarps + warp, warps,
-                       arrived + (kPlaces + place) * kCountStride, wild_rows / 2 + 1, inv_n);
+                       args.arrived + (kPlaces + place) * kCountStride, wild_rows / 2 + 1,
+                       args.inv_n);
         ++wild_rows;
       }
     }
-    if ((group + 1) % (kTurns / GroupRows) == 0 || group + 1 == groups) {
+    if ((group + 1) % (kTurns / Layout::kGroupRows) == 0 || group + 1 == groups) {
 #pragma unroll
       for (int i = 0; i < kLength; ++i) {
         dweight_sums[i] += of_weight[i];
@@ -396,11 +397,11 @@ __global__ __launch_bounds__(StripThreads + 32 * kMessengers, 1) void norm_backw
   if constexpr (kPresent<Weight>) {
     Pack<Weight, kLength> stored;
     stored.set(dweight_sums);
-    store<Vector>(stored, dweight + first, 0, n_own);
+    store<Layout::kVector>(stored, args.dweight + first, 0, n_own);
   }
   if constexpr (kPresent<DBias>) {
     Pack<DBias, kLength> stored;
     stored.set(dbias_sums);
-    store<Vector>(stored, dbias + first, 0, n_own);
+    store<Layout::kVector>(stored, args.dbias + first, 0, n_own);
   }
 }

@@ -1,9 +1,9 @@
-// Backward of RMSNorm (Centered = false) and LayerNorm (Centered = true), for rows that fit in the
+// Backward of RMSNorm (kCentered = false) and LayerNorm (kCentered = true), for rows that fit in the
 // shared memory of a block or of a cluster of blocks.
 //
 //   xhat = (x - mean) * rstd,   g = dy * (weight [+ 1])
 //   dx = rstd * (g - xhat * mean(g * xhat) [- mean(g)]),   dweight = sum dy * xhat,   dbias = sum dy
-//   [dy = 0 where its bit of the bitmask is, if Bitmask: relu.cuh]
+//   [dy = 0 where its bit of the bitmask is, if kBitmask: relu.cuh]
 //
 // The stored mean is rounded, by 0.03 at 1e6 in float32: it serves as a shift, and xhat is centred
 // again by its own mean over the row. One reduction gives all three sums.
@@ -11,36 +11,36 @@
 // Layout:    x, dy and dx are n_rows rows of n_cols elements with strides of their own; weight is one
 //            row; mean and rstd one value a row; bitmask (n_cols + 7) / 8 bytes a row; partials
 //            holds a row of sums for each cluster, partials_stride(n_cols) apart, those of dweight
-//            (if there is a weight) before those of dbias. dx may be dy. Full: the row's columns
+//            (if there is a weight) before those of dbias. dx may be dy. kFull: the row's columns
 //            fill the team's packs exactly.
-// Grid:      any number of clusters of ClusterBlocks blocks, where those are several or Bulk no more
-//            than rows; their teams (of RowThreads threads a block) take rows in turn, the next
-//            Stages - 1 of which, fewer where Bulk, and Stages where HoldRow, are on their way into
+// Grid:      any number of clusters of kClusterBlocks blocks, where those are several or kBulk no more
+//            than rows; their teams (of kRowThreads threads a block) take rows in turn, the next
+//            kStages - 1 of which, fewer where kBulk, and kStages where kHoldRow, are on their way into
 //            shared memory.
 // Traffic:   x, dy and bitmask read once, dx written once, partials written once; weight once a
 //            team. Of a gradient whose sums wait in partials these are read and written once more
 //            for each kTurns rows of a team.
-// Thread:    pack p of its block's columns for p = rank, rank + RowThreads, ... (PacksPerThread of
+// Thread:    pack p of its block's columns for p = rank, rank + kRowThreads, ... (kPacksPerThread of
 //            them), whose weight gradients it keeps.
 // Order:     dx: a thread's packs in turn, then the team's reduction; weight gradients: up to kTurns
 //            rows of a team in turn, then the block's teams in turn, then such sums in turn, then
 //            reduce_partials.cu. No sum is one long sequence, and the bits are the same from run to
 //            run.
-// Sums:      those of so many gradients wait in shared memory for the next kTurns rows (SharedSums),
-//            the other's in registers (HoldSums), or else in partials. The same bits.
-// HoldRow:   xhat and dy stay in registers from the sums on, and what was read of a row makes room for a
+// Sums:      those of so many gradients wait in shared memory for the next kTurns rows (kSharedSums),
+//            the other's in registers (kHoldSums), or else in partials. The same bits.
+// kHoldRow:  xhat and dy stay in registers from the sums on, and what was read of a row makes room for a
 //            later one before the sums are complete. Of RMSNorm, whose xhat is not centred.
-// Bulk:      one thread asks for its team's rows, and a mailbox for each stage says when one is there,
+// kBulk:     one thread asks for its team's rows, and a mailbox for each stage says when one is there,
 //            instead of each thread for its own packs: fewer instructions, for rows that fill their
-//            packs. Row r of a team waits in stage r % Stages. When the sums of row r are complete,
+//            packs. Row r of a team waits in stage r % kStages. When the sums of row r are complete,
 //            all threads of the team have sent theirs, and have before done with row r - 1; where
-//            HoldRow, with what they read of row r; else in a cluster, which sends those of row r
+//            kHoldRow, with what they read of row r; else in a cluster, which sends those of row r
 //            before it writes dx of row r - 1, with row r - 2. That row's stage is free, for the row
-//            Stages later. A row past the last is not asked for, nor waited for: each cluster must have
+//            kStages later. A row past the last is not asked for, nor waited for: each cluster must have
 //            one.
-// ByCells:   stage.cuh; of rows whose addresses allow accesses of 4 bytes or less.
-// ThroughL1: copies of 16 bytes come by way of L1, not past it, as all smaller ones do.
-// Turned:    stage.cuh; of rows of whole packs that begin at no lines.
+// kCells:    stage.cuh; of rows whose addresses allow accesses of 4 bytes or less.
+// kThroughL1: copies of 16 bytes come by way of L1, not past it, as all smaller ones do.
+// kTurned:   stage.cuh; of rows of whole packs that begin at no lines.
 // Wild:      rows on the way to whose dx float32 overflows are computed again at the end: gradient.cuh.
 // Result:    partials, of cluster c in row c.
 #include "gradient.cuh"
@@ -48,64 +48,75 @@
 #include "stage.cuh"
 #include "team.cuh"
 
-template <typename X, typename DY, typename Weight, bool Centered, bool ZeroCentered, bool DBias,
-          bool Bitmask, bool HoldWeight, bool HoldRow, int SharedSums, bool HoldSums, bool Bulk,
-          bool ByCells, bool ThroughL1, bool Turned, int Stages, int ClusterBlocks, int RowThreads,
-          int BlockThreads, int BlocksPerMultiprocessor, int PacksPerThread, bool Full, int Vector>
-__global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_backward(
-    const DY* dy, long long dy_stride, const X* x, long long x_stride, const Weight* weight,
-    const Compute<X>* mean, const Compute<X>* rstd, const unsigned char* bitmask, X* dx,
-    long long dx_stride, Compute<X>* partials, long long n_rows, long long row_length,
-    Compute<X> inv_n) {
+template <typename Op, typename Layout>
+__global__ void __launch_bounds__(Layout::kBlockThreads, Layout::kBlocksPerMultiprocessor)
+    norm_backward_pipelined(const __grid_constant__ BackwardPipelinedArguments<Op> given) {
+  // Else what is made of the strides is kept from row to row, and in some kernels spilled.
+  auto args = given;
+  make_opaque(args.x_stride);
+  make_opaque(args.dy_stride);
+  using X = typename Op::X;
+  using DY = typename Op::DY;
+  using Weight = typename Op::Weight;
   using T = Compute<X>;
   constexpr int kLength = 16 / static_cast<int>(sizeof(X));
-  constexpr bool kDWeight = kPresent<Weight>;
-  using TeamOf = Team<RowThreads, BlockThreads, ClusterBlocks>;
-  constexpr int kLanes = RowThreads < 32 ? RowThreads : 32;
-  using StageOfX = Stage<X, kLength, PacksPerThread, BlockThreads, ByCells ? kLanes : 0>;
-  using StageOfDY = Stage<DY, kLength, PacksPerThread, BlockThreads, ByCells ? kLanes : 0>;
-  using StageOfWeight = Stage<Weight, kLength, PacksPerThread, BlockThreads>;
+  constexpr bool kDWeight = kPresent<typename Op::DWeight>;
+  constexpr bool kDBias = kPresent<typename Op::DBias>;
+  using TeamOf = Team<Layout::kRowThreads, Layout::kBlockThreads, Layout::kClusterBlocks>;
+  constexpr int kLanes = Layout::kRowThreads < 32 ? Layout::kRowThreads : 32;
+  using StageOfX = Stage<X, kLength, Layout::kPacksPerThread, Layout::kBlockThreads,
+                         Layout::kCells ? kLanes : 0>;
+  using StageOfDY = Stage<DY, kLength, Layout::kPacksPerThread, Layout::kBlockThreads,
+                          Layout::kCells ? kLanes : 0>;
+  using StageOfWeight = Stage<Weight, kLength, Layout::kPacksPerThread, Layout::kBlockThreads>;
   constexpr int kStageBytes = StageOfX::kBytes + StageOfDY::kBytes;
   // Wide accesses to dx are made side by side, from registers; small ones, of which that takes up to 50
   // more, in turn, from shared memory: RMSNorm of 65536 rows of 300 so took 51 us, not 42 (bfloat16, H200).
-  constexpr bool kWide = kAccessBytes<X, Vector> >= 8;
+  constexpr bool kWide = kAccessBytes<X, Layout::kVector> >= 8;
   static_assert(StageOfX::kBytes % 16 == 0 && kStageBytes % 16 == 0, "for accesses of 16 bytes");
   constexpr int kTeams = TeamOf::kTeams;
   TeamOf team;
-  constexpr int kColumns = ClusterBlocks * RowThreads * PacksPerThread * kLength;
-  int n_cols = Full ? kColumns : static_cast<int>(row_length);
+  constexpr int kColumns =
+      Layout::kClusterBlocks * Layout::kRowThreads * Layout::kPacksPerThread * kLength;
+  int n_cols = Layout::kFull ? kColumns : static_cast<int>(args.n_cols);
   const auto first_column = [&](int p) {
-    return team.template first_column<PacksPerThread, kLength>(p);
+    return team.template first_column<Layout::kPacksPerThread, kLength>(p);
   };
   const auto end_of_row = [&](int p) {
-    return team.template end_of_row<PacksPerThread, kLength>(p, n_cols);
+    return team.template end_of_row<Layout::kPacksPerThread, kLength>(p, n_cols);
   };
-  static_assert(!HoldRow || (!Centered && kWide && !ByCells),
+  static_assert(!Layout::kHoldRow || (!Op::kCentered && kWide && !Layout::kCells),
                 "xhat is not centred again, and a stage is done with when it is read");
   // In a cluster the sums of the next row are formed while those of this one are on their way.
-  constexpr bool kAhead = ClusterBlocks > 1 && !HoldRow;
-  // Bulk: turns after which a row's place is known to be free.
-  constexpr int kLate = HoldRow ? 0 : kAhead ? 2 : 1;
-  static_assert(!Turned || (Vector == kLength && RowThreads % 32 == 0 && !Full && !Bulk),
+  constexpr bool kAhead = Layout::kClusterBlocks > 1 && !Layout::kHoldRow;
+  // kBulk: turns after which a row's place is known to be free.
+  constexpr int kLate = Layout::kHoldRow ? 0 : kAhead ? 2 : 1;
+  static_assert(!Layout::kTurned || (Layout::kVector == kLength && Layout::kRowThreads % 32 == 0 &&
+                                     !Layout::kFull && !Layout::kBulk),
                 "of whole packs and warps, and rows that begin at no lines");
-  static_assert(!Turned || sizeof(DY) == sizeof(X), "a pack of dy is in one place, too");
-  static_assert(!Bulk || kCopiesTakePolicies, "only there the copies are made");
-  static_assert(!Bulk || (Full && Vector == kLength && RowThreads >= 64),
-                "for whole rows of warps");
-  static_assert(!Bulk || Stages > kLate + kAhead, "a row is asked for before it is waited for");
+  static_assert(!Layout::kTurned || sizeof(DY) == sizeof(X), "a pack of dy is in one place, too");
+  static_assert(!Layout::kBulk || kCopiesTakePolicies, "only there the copies are made");
+  static_assert(
+      !Layout::kBulk || (Layout::kFull && Layout::kVector == kLength && Layout::kRowThreads >= 64),
+      "for whole rows of warps");
+  static_assert(!Layout::kBulk || Layout::kStages > kLate + kAhead,
+                "a row is asked for before it is waited for");
   constexpr int kMailboxBytes =
-      Bulk ? (kTeams * Stages * static_cast<int>(sizeof(Mailbox)) + 127) / 128 * 128 : 0;
+      Layout::kBulk
+          ? (kTeams * Layout::kStages * static_cast<int>(sizeof(Mailbox)) + 127) / 128 * 128
+          : 0;
   static_assert(TeamOf::template scratch_bytes<T>() % 128 == 0, "stages begin at a line");
   char* const mailboxes =
       static_cast<char*>(dynamic_shared_memory()) + TeamOf::template scratch_bytes<T>();
   Mailbox* const mailbox =  // of stage 0
-      reinterpret_cast<Mailbox*>(mailboxes) + (kTeams > 1 ? team.team * Stages : 0);
+      reinterpret_cast<Mailbox*>(mailboxes) + (kTeams > 1 ? team.team * Layout::kStages : 0);
   char* const stages = mailboxes + kMailboxBytes;
 
-  char* const stage_of_weight = stages + Stages * kStageBytes;
+  char* const stage_of_weight = stages + Layout::kStages * kStageBytes;
 
   // 1. Ask for the weight and the first rows.
-  const long long group = block_index() / ClusterBlocks, groups = block_count() / ClusterBlocks;
+  const long long group = block_index() / Layout::kClusterBlocks,
+                  groups = block_count() / Layout::kClusterBlocks;
   const long long rows_a_turn = groups * kTeams;
   long long row = group * kTeams + team.team;
   long long fetched = row;  // the row to be asked for next, and where it is
@@ -114,95 +125,101 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
   // its own place in the stage that is read, which is filled next. LayerNorm takes 20.0 us, not 20.5, at
   // 32768x256, RMSNorm 19.1, not 19.5; with the column alone LayerNorm 57.5, not 58.1, at 32768x1024
   // (bfloat16, float32 weight and bias, H200).
-  constexpr bool kOwnAddresses = kTeams > 1 && !Bulk && kWide;
-  constexpr int kStep = RowThreads * kLength;
+  constexpr bool kOwnAddresses = kTeams > 1 && !Layout::kBulk && kWide;
+  constexpr int kStep = Layout::kRowThreads * kLength;
   const int counted_from = kOwnAddresses ? first_column(0) : 0;
   const auto column = [&](int p) { return kOwnAddresses ? p * kStep : first_column(p); };
   const auto left_of_row = [&](int p) {
     if constexpr (!kOwnAddresses) return end_of_row(p);
-    return Full || p + 1 < PacksPerThread ? (p + 1) * kStep : n_cols - counted_from;
+    return Layout::kFull || p + 1 < Layout::kPacksPerThread ? (p + 1) * kStep
+                                                            : n_cols - counted_from;
   };
-  const X* fetched_x = x + row * x_stride + counted_from;
-  const DY* fetched_dy = dy + row * dy_stride + counted_from;
+  const X* fetched_x = args.x + row * args.x_stride + counted_from;
+  const DY* fetched_dy = args.dy + row * args.dy_stride + counted_from;
   constexpr int kReadBytes = static_cast<int>(sizeof(X)) + static_cast<int>(sizeof(DY));
-  const CachePolicy policy = evict_last_if_large(n_rows * n_cols * kReadBytes);
+  const CachePolicy policy = evict_last_if_large(args.n_rows * n_cols * kReadBytes);
   // Beside it LayerNorm in clusters spills some bytes, which rows that come by way of L1 push out of
   // there: 142 us, not 126, for 1024 rows of 65544, and 117 without (bfloat16, H200).
-  constexpr bool kPolicy = !(ThroughL1 && Centered && ClusterBlocks > 1);
-  int turn_of_fetched_x = Turned ? turn_of(fetched_x - counted_from) : 0;
-  int turn_of_fetched_dy = Turned ? turn_of(fetched_dy - counted_from) : 0;
-  // In the stage to be filled next; where Bulk, in the first.
+  constexpr bool kPolicy = !(Layout::kThroughL1 && Op::kCentered && Layout::kClusterBlocks > 1);
+  int turn_of_fetched_x = Layout::kTurned ? turn_of(fetched_x - counted_from) : 0;
+  int turn_of_fetched_dy = Layout::kTurned ? turn_of(fetched_dy - counted_from) : 0;
+  // In the stage to be filled next; where kBulk, in the first.
   OwnPlace own = own_place(StageOfX::place(stages, 0, 0));
   // Packs of each thread that are known to begin in a row behind pack p.
-  const auto packs_behind = [&](int p) { return ClusterBlocks == 1 ? PacksPerThread - 1 - p : 0; };
+  const auto packs_behind = [&](int p) {
+    return Layout::kClusterBlocks == 1 ? Layout::kPacksPerThread - 1 - p : 0;
+  };
   const auto fetch = [&](int stage, int p) {
-    const int n = fetched < n_rows ? (ByCells ? n_cols : left_of_row(p)) : 0;
+    const int n = fetched < args.n_rows ? (Layout::kCells ? n_cols : left_of_row(p)) : 0;
     char* const place = stages + stage * kStageBytes;
-    if constexpr (StageOfX::template kTakesPolicy<Vector> && kPolicy) {
-      StageOfX::template fetch<ThroughL1>(own + turn_of_fetched_x, p, fetched_x, column(p), n,
-                                          policy);
+    if constexpr (StageOfX::template kTakesPolicy<Layout::kVector> && kPolicy) {
+      StageOfX::template fetch<Layout::kThroughL1>(own + turn_of_fetched_x, p, fetched_x, column(p),
+                                                   n, policy);
     } else if constexpr (StageOfX::kCells) {
-      StageOfX::template fetch_cells<ThroughL1>(place, p, fetched_x, column(p), n, packs_behind(p));
+      StageOfX::template fetch_cells<Layout::kThroughL1>(place, p, fetched_x, column(p), n,
+                                                         packs_behind(p));
     } else {
-      StageOfX::template fetch<Vector, ThroughL1>(place + turn_of_fetched_x, p, fetched_x,
-                                                  column(p), n);
+      StageOfX::template fetch<Layout::kVector, Layout::kThroughL1>(place + turn_of_fetched_x, p,
+                                                                    fetched_x, column(p), n);
     }
-    if constexpr (StageOfDY::template kTakesPolicy<Vector> && kPolicy) {
-      StageOfDY::template fetch<ThroughL1>(own + StageOfX::kBytes + turn_of_fetched_dy, p,
-                                           fetched_dy, column(p), n, policy);
+    if constexpr (StageOfDY::template kTakesPolicy<Layout::kVector> && kPolicy) {
+      StageOfDY::template fetch<Layout::kThroughL1>(own + StageOfX::kBytes + turn_of_fetched_dy, p,
+                                                    fetched_dy, column(p), n, policy);
     } else if constexpr (StageOfDY::kCells) {
-      StageOfDY::template fetch_cells<ThroughL1>(place + StageOfX::kBytes, p, fetched_dy, column(p),
-                                                 n, packs_behind(p));
+      StageOfDY::template fetch_cells<Layout::kThroughL1>(place + StageOfX::kBytes, p, fetched_dy,
+                                                          column(p), n, packs_behind(p));
     } else {
-      StageOfDY::template fetch<Vector, ThroughL1>(place + StageOfX::kBytes + turn_of_fetched_dy, p,
-                                                   fetched_dy, column(p), n);
+      StageOfDY::template fetch<Layout::kVector, Layout::kThroughL1>(
+          place + StageOfX::kBytes + turn_of_fetched_dy, p, fetched_dy, column(p), n);
     }
   };
   const auto fetched_all = [&](int stage) {
-    own = own + (stage + 1 == Stages ? -(Stages - 1) * kStageBytes : kStageBytes);
+    own = own + (stage + 1 == Layout::kStages ? -(Layout::kStages - 1) * kStageBytes : kStageBytes);
     commit_copies();
     fetched += rows_a_turn;
-    fetched_x += rows_a_turn * x_stride;
-    fetched_dy += rows_a_turn * dy_stride;
-    if constexpr (Turned) {
+    fetched_x += rows_a_turn * args.x_stride;
+    fetched_dy += rows_a_turn * args.dy_stride;
+    if constexpr (Layout::kTurned) {
       turn_of_fetched_x = turn_of(fetched_x - counted_from);
       turn_of_fetched_dy = turn_of(fetched_dy - counted_from);
     }
   };
-  constexpr int kAsker = RowThreads - 32;  // not in the first warp, which expects a cluster's sums
+  constexpr int kAsker =
+      Layout::kRowThreads - 32;  // not in the first warp, which expects a cluster's sums
   const bool asks = team.rank == kAsker;
   const auto fetch_bulk = [&](int stage, long long of_row) {
-    if constexpr (Bulk) {
-      if (of_row >= n_rows) return;
+    if constexpr (Layout::kBulk) {
+      if (of_row >= args.n_rows) return;
       char* const place = stages + stage * kStageBytes;
       const int thread = thread_index() - kAsker, first = first_column(0) - kAsker * kLength;
-      expect_bytes(mailbox + stage, RowThreads * PacksPerThread * kLength * kReadBytes);
-      StageOfX::template fetch_bulk<RowThreads>(place, thread, x + of_row * x_stride + first,
-                                                mailbox + stage, policy);
-      StageOfDY::template fetch_bulk<RowThreads>(place + StageOfX::kBytes, thread,
-                                                 dy + of_row * dy_stride + first, mailbox + stage,
-                                                 policy);
+      expect_bytes(mailbox + stage,
+                   Layout::kRowThreads * Layout::kPacksPerThread * kLength * kReadBytes);
+      StageOfX::template fetch_bulk<Layout::kRowThreads>(
+          place, thread, args.x + of_row * args.x_stride + first, mailbox + stage, policy);
+      StageOfDY::template fetch_bulk<Layout::kRowThreads>(place + StageOfX::kBytes, thread,
+                                                          args.dy + of_row * args.dy_stride + first,
+                                                          mailbox + stage, policy);
     }
   };
-  if constexpr (!HoldWeight) {
+  if constexpr (!Layout::kHoldWeight) {
     // Past L1 all teams' copies are of the same lines of the L2, one after another: RMSNorm of 32768 rows
     // of 256 took 62.8 us, not 20.3 (bfloat16, float32 weight, bitmask, H200).
 #pragma unroll
-    for (int p = 0; p < PacksPerThread; ++p) {
-      StageOfWeight::template fetch<Vector, true>(stage_of_weight, p, weight, first_column(p),
-                                                  end_of_row(p));
+    for (int p = 0; p < Layout::kPacksPerThread; ++p) {
+      StageOfWeight::template fetch<Layout::kVector, true>(stage_of_weight, p, args.weight,
+                                                           first_column(p), end_of_row(p));
     }
   }
-  if constexpr (Bulk) {
+  if constexpr (Layout::kBulk) {
     commit_copies();
     if (asks) {
 #pragma unroll 1
-      for (int stage = 0; stage < Stages; ++stage) open_mailbox(mailbox + stage);
+      for (int stage = 0; stage < Layout::kStages; ++stage) open_mailbox(mailbox + stage);
       show_mailboxes();
     }
   }
   const auto fetch_rows = [&](int first, int end) {
-    if constexpr (Bulk) {
+    if constexpr (Layout::kBulk) {
       if (asks) {
 #pragma unroll 1
         for (int stage = first; stage < end; ++stage) fetch_bulk(stage, row + stage * rows_a_turn);
@@ -211,7 +228,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
 #pragma unroll
       for (int stage = first; stage < end; ++stage) {
 #pragma unroll
-        for (int p = 0; p < PacksPerThread; ++p) fetch(stage, p);
+        for (int p = 0; p < Layout::kPacksPerThread; ++p) fetch(stage, p);
         fetched_all(stage);
       }
     }
@@ -219,72 +236,73 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
   // The others once the first has come, which they would delay: LayerNorm of 512 rows of 16384 takes
   // 25.7 us, not 26.3, of 8192 20.4, not 21.3, RMSNorm of 2048 of 40960 128, not 130; but of 512 of 4096,
   // by single blocks whose threads copy their own packs, 12.3 us, not 12.0 (bfloat16, H200).
-  constexpr int kFetched = Bulk ? Stages - kLate : Stages;
-  constexpr int kFirst = (Bulk || ClusterBlocks > 1) && kFetched > 2 ? 2 : kFetched;
+  constexpr int kFetched = Layout::kBulk ? Layout::kStages - kLate : Layout::kStages;
+  constexpr int kFirst =
+      (Layout::kBulk || Layout::kClusterBlocks > 1) && kFetched > 2 ? 2 : kFetched;
   fetch_rows(0, kFirst);
-  if constexpr (Bulk) {
+  if constexpr (Layout::kBulk) {
     block_barrier();
     wait_for_copies<0>();
   }
   // What else of a row is asked for ahead, into registers.
   struct Beside {
     T mean = 0, rstd = 0;
-    unsigned bits[Bitmask ? PacksPerThread : 1] = {};
+    unsigned bits[Op::kBitmask ? Layout::kPacksPerThread : 1] = {};
     int distance_of_x = 0, distance_of_dy = 0;  // from a thread's places to what it reads of them
   };
   // Of the row that is asked for next: each call of load_beside is for that.
-  const T* mean_ahead = Centered ? mean + row : nullptr;
-  const T* rstd_ahead = rstd + row;
+  const T* mean_ahead = Op::kCentered ? args.mean + row : nullptr;
+  const T* rstd_ahead = args.rstd + row;
   const auto load_beside = [&](long long of_row) {
     Beside beside;
     if constexpr (StageOfX::kCells)
-      beside.distance_of_x = bytes_before<X, kLength>(x + of_row * x_stride);
+      beside.distance_of_x = bytes_before<X, kLength>(args.x + of_row * args.x_stride);
     if constexpr (StageOfDY::kCells)
-      beside.distance_of_dy = bytes_before<DY, kLength>(dy + of_row * dy_stride);
-    if constexpr (Turned) {
-      beside.distance_of_x = turn_of(x + of_row * x_stride);
-      beside.distance_of_dy = turn_of(dy + of_row * dy_stride);
+      beside.distance_of_dy = bytes_before<DY, kLength>(args.dy + of_row * args.dy_stride);
+    if constexpr (Layout::kTurned) {
+      beside.distance_of_x = turn_of(args.x + of_row * args.x_stride);
+      beside.distance_of_dy = turn_of(args.dy + of_row * args.dy_stride);
     }
-    if (of_row < n_rows) {
-      if constexpr (Centered) beside.mean = kOwnAddresses ? *mean_ahead : mean[of_row];
-      beside.rstd = kOwnAddresses ? *rstd_ahead : rstd[of_row];
-      if constexpr (Bitmask) {
-        const unsigned char* bytes = bitmask + of_row * bitmask_bytes(n_cols);
+    if (of_row < args.n_rows) {
+      if constexpr (Op::kCentered) beside.mean = kOwnAddresses ? *mean_ahead : args.mean[of_row];
+      beside.rstd = kOwnAddresses ? *rstd_ahead : args.rstd[of_row];
+      if constexpr (Op::kBitmask) {
+        const unsigned char* bytes = args.bitmask + of_row * bitmask_bytes(n_cols);
 #pragma unroll
-        for (int p = 0; p < PacksPerThread; ++p) {
+        for (int p = 0; p < Layout::kPacksPerThread; ++p) {
           beside.bits[p] = load_bits(bytes, first_column(p), n_cols);
         }
       }
     }
-    if constexpr (Centered) mean_ahead += rows_a_turn;
+    if constexpr (Op::kCentered) mean_ahead += rows_a_turn;
     rstd_ahead += rows_a_turn;
     return beside;
   };
   Beside next = load_beside(row), after_next = load_beside(row + rows_a_turn);
 
-  T dweight[kDWeight ? PacksPerThread : 1][kLength] = {};
-  T dbias[DBias ? PacksPerThread : 1][kLength] = {};
+  T dweight[kDWeight ? Layout::kPacksPerThread : 1][kLength] = {};
+  T dbias[kDBias ? Layout::kPacksPerThread : 1][kLength] = {};
   // Adds one gradient of the last rows to its sums so far, which wait in shared memory, in registers or
   // in partials, and when they are complete go there; that of several teams comes by way of shared
   // memory, one team after another.
-  using StageOfSums = Stage<T, kLength, PacksPerThread, RowThreads>;
-  char* const stage_of_teams = stage_of_weight + (HoldWeight ? 0 : StageOfWeight::kBytes);
+  using StageOfSums = Stage<T, kLength, Layout::kPacksPerThread, Layout::kRowThreads>;
+  char* const stage_of_teams = stage_of_weight + (Layout::kHoldWeight ? 0 : StageOfWeight::kBytes);
   char* const stage_of_sums = stage_of_teams + (kTeams > 1 ? kTeams * StageOfSums::kBytes : 0);
-  static_assert(!HoldSums || (kTeams == 1 && SharedSums + 1 == kDWeight + DBias),
+  static_assert(!Layout::kHoldSums || (kTeams == 1 && Layout::kSharedSums + 1 == kDWeight + kDBias),
                 "of one gradient, a thread's own");
-  T held_sums[HoldSums ? PacksPerThread : 1][kLength] = {};
+  T held_sums[Layout::kHoldSums ? Layout::kPacksPerThread : 1][kLength] = {};
   bool flushed = false;
-  const auto flush = [&](T(&gradient)[PacksPerThread][kLength], int index, bool complete) {
-    T* const target = partials + (index * groups + group) * partials_stride(n_cols);
+  const auto flush = [&](T(&gradient)[Layout::kPacksPerThread][kLength], int index, bool complete) {
+    T* const target = args.partials + (index * groups + group) * partials_stride(n_cols);
     char* const place = stage_of_sums + index * StageOfSums::kBytes;
-    const bool shared = index < SharedSums, in_partials = !(shared || HoldSums);
+    const bool shared = index < Layout::kSharedSums, in_partials = !(shared || Layout::kHoldSums);
     if constexpr (kTeams == 1) {
 #pragma unroll
-      for (int p = 0; p < PacksPerThread; ++p) {
+      for (int p = 0; p < Layout::kPacksPerThread; ++p) {
         Pack<T, kLength> sums = {};
         if (shared) {
           if (flushed) sums = StageOfSums::read(place, p);
-        } else if constexpr (HoldSums) {
+        } else if constexpr (Layout::kHoldSums) {
           sums.set(held_sums[p]);
         } else {
           load<kLength>(sums, target, first_column(p), flushed ? end_of_row(p) : 0);
@@ -299,10 +317,11 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
           // would take a barrier and spill 20 to 48 bytes of LayerNorm's 6 and 7 packs.
           store<kLength>(sums, target, first_column(p), end_of_row(p));
         } else if (complete) {
-          store_by_sectors<kLength, RowThreads>(sums, target, first_column(p), end_of_row(p));
+          store_by_sectors<kLength, Layout::kRowThreads>(sums, target, first_column(p),
+                                                         end_of_row(p));
         } else if (shared) {
           StageOfSums::write(sums, place, p);
-        } else if constexpr (HoldSums) {
+        } else if constexpr (Layout::kHoldSums) {
 #pragma unroll
           for (int i = 0; i < kLength; ++i) held_sums[p][i] = sums.template get<T>(i);
         }
@@ -310,7 +329,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
     } else {
       T* const of_teams = reinterpret_cast<T*>(stage_of_teams);
 #pragma unroll
-      for (int p = 0; p < PacksPerThread; ++p) {
+      for (int p = 0; p < Layout::kPacksPerThread; ++p) {
         Pack<T, kLength> sums;
         sums.set(gradient[p]);
 #pragma unroll
@@ -324,7 +343,8 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
       // rows of 2048 (bfloat16), 14.0, not 14.3, for 4096 of 768 (float16, H200).
       constexpr int kWidth = 16 / static_cast<int>(sizeof(T));
 #pragma unroll 1
-      for (int first = thread_index() * kWidth; first < n_cols; first += BlockThreads * kWidth) {
+      for (int first = thread_index() * kWidth; first < n_cols;
+           first += Layout::kBlockThreads * kWidth) {
         Pack<T, kWidth> sums;
         load<kWidth>(sums, of_teams + first, 0, kWidth);
 #pragma unroll 4
@@ -336,21 +356,21 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
     }
   };
   const auto flush_all = [&](bool complete) {
-    if constexpr (!Full) make_opaque(n_cols);
+    if constexpr (!Layout::kFull) make_opaque(n_cols);
     if constexpr (kDWeight) flush(dweight, 0, complete);
-    if constexpr (DBias) flush(dbias, kDWeight ? 1 : 0, complete);
+    if constexpr (kDBias) flush(dbias, kDWeight ? 1 : 0, complete);
     flushed = true;
   };
-  Pack<Weight, kLength> held_weight[HoldWeight ? PacksPerThread : 1];
-  if constexpr (HoldWeight) {
+  Pack<Weight, kLength> held_weight[Layout::kHoldWeight ? Layout::kPacksPerThread : 1];
+  if constexpr (Layout::kHoldWeight) {
 #pragma unroll
-    for (int p = 0; p < PacksPerThread; ++p) {
-      load<Vector>(held_weight[p], weight, first_column(p), end_of_row(p));
+    for (int p = 0; p < Layout::kPacksPerThread; ++p) {
+      load<Layout::kVector>(held_weight[p], args.weight, first_column(p), end_of_row(p));
     }
   }
   // A pack of the weight, from registers or from shared memory.
   const auto weights_of = [&](int p) {
-    if constexpr (HoldWeight) {
+    if constexpr (Layout::kHoldWeight) {
       return held_weight[p];
     } else {
       return StageOfWeight::read(stage_of_weight, p);
@@ -358,14 +378,16 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
   };
 
   // 2. Sums of g * d, g and d, of which h = (x - mean) * rstd is made, xhat before it is centred again.
-  constexpr int kSums = kGradientSums<Centered>;
+  constexpr int kSums = kGradientSums<Op::kCentered>;
   constexpr bool kFromOwnPlace =
-      Bulk || (kOwnAddresses && StageOfX::kPackBytes == 16 && StageOfDY::kPackBytes == 16);
-  const auto place_read = [&](int stage) { return own + (Bulk ? stage * kStageBytes : 0); };
+      Layout::kBulk || (kOwnAddresses && StageOfX::kPackBytes == 16 && StageOfDY::kPackBytes == 16);
+  const auto place_read = [&](int stage) {
+    return own + (Layout::kBulk ? stage * kStageBytes : 0);
+  };
   // Without the condition LayerNorm of 5376, not turned, spills 4 bytes (NVRTC 12.9): ptxas is given the
   // same instructions in another order.
   const auto turned = [](auto place, int distance) {
-    if constexpr (Turned) {
+    if constexpr (Layout::kTurned) {
       return place + distance;
     } else {
       return place;
@@ -388,46 +410,46 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
   // dy of a pack, as the bitmask lets it through.
   const auto read_dy = [&](int stage, int p, const Beside& of_row) {
     Pack<DY, kLength> pack = read(StageOfDY{}, StageOfX::kBytes, stage, p, of_row.distance_of_dy);
-    if constexpr (Bitmask) keep(pack, of_row.bits[p], first_column(p));
+    if constexpr (Op::kBitmask) keep(pack, of_row.bits[p], first_column(p));
     return pack;
   };
   // By cells lanes show each other what they have copied, and by turned places, too, none fills one again
   // that another has yet to read.
   const auto meet_lanes = [&] {
-    if constexpr (ByCells || Turned) warp_barrier();
+    if constexpr (Layout::kCells || Layout::kTurned) warp_barrier();
   };
-  T held_xhat[HoldRow ? PacksPerThread : 1][kLength];
-  Pack<DY, kLength> held_dy[HoldRow ? PacksPerThread : 1];
+  T held_xhat[Layout::kHoldRow ? Layout::kPacksPerThread : 1][kLength];
+  Pack<DY, kLength> held_dy[Layout::kHoldRow ? Layout::kPacksPerThread : 1];
   const auto sum_up = [&](int stage, const Beside& of_row, T(&sums)[kSums]) {
-    if constexpr (!Full)
+    if constexpr (!Layout::kFull)
       make_opaque(n_cols);  // else each element's comparison with it is kept for the next step
-    const Centring<Centered, T> centring(of_row.mean, of_row.rstd);
+    const Centring<Op::kCentered, T> centring(of_row.mean, of_row.rstd);
 #pragma unroll
     for (int i = 0; i < kSums; ++i) sums[i] = 0;
 #pragma unroll
-    for (int p = 0; p < PacksPerThread; ++p) {
+    for (int p = 0; p < Layout::kPacksPerThread; ++p) {
       const Pack<X, kLength> row_x = read_x(stage, p, of_row);
       const Pack<DY, kLength> row_dy = read_dy(stage, p, of_row);
-      add_to_sums<ZeroCentered, Vector>(sums, centring, row_x, row_dy, weights_of(p),
-                                        first_column(p), end_of_row(p));
-      if constexpr (HoldRow) {
+      add_to_sums<Op, Layout::kVector>(sums, centring, row_x, row_dy, weights_of(p),
+                                       first_column(p), end_of_row(p));
+      if constexpr (Layout::kHoldRow) {
         held_dy[p] = row_dy;
 #pragma unroll
         for (int i = 0; i < kLength; ++i) {
           held_xhat[p][i] = centring.xhat_of(row_x.template get<T>(i), 0);
         }
         meet_lanes();
-        if constexpr (!Bulk) fetch(stage, p);
+        if constexpr (!Layout::kBulk) fetch(stage, p);
       }
     }
-    if constexpr (HoldRow && !Bulk) fetched_all(stage);
+    if constexpr (Layout::kHoldRow && !Layout::kBulk) fetched_all(stage);
   };
 
   T sums[kSums];
   int turn = 0, stage = 0;
-  int parity = 0;  // Bulk: of the times that the stage has been filled
+  int parity = 0;  // kBulk: of the times that the stage has been filled
   if constexpr (kAhead) {
-    if constexpr (Bulk) {
+    if constexpr (Layout::kBulk) {
       wait_for_bytes<false>(mailbox, 0);
     } else {
       wait_for_copies<kFirst - 1>();
@@ -440,45 +462,45 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
     team.template begin_reduction<Sum>(sums);
     fetch_rows(kFirst, kFetched);
   } else if constexpr (kFirst < kFetched) {
-    if constexpr (!Bulk) {
+    if constexpr (!Layout::kBulk) {
       wait_for_copies<kFirst - 1>();
-    } else if (row < n_rows) {
+    } else if (row < args.n_rows) {
       wait_for_bytes<false>(mailbox, 0);
     }
     fetch_rows(kFirst, kFetched);
   }
   T wild = 0;  // NaN once a row was wild: one register and no branch
-  X* dx_row = dx + row * dx_stride + counted_from;
-  long long dx_step = rows_a_turn * dx_stride;
+  X* dx_row = args.dx + row * args.dx_stride + counted_from;
+  long long dx_step = rows_a_turn * args.dx_stride;
   if constexpr (kOwnAddresses) make_opaque(dx_step);  // else it is computed each time
-  for (long long block_row = group * kTeams; block_row < n_rows; block_row += rows_a_turn) {
+  for (long long block_row = group * kTeams; block_row < args.n_rows; block_row += rows_a_turn) {
     // 3. The row's sums.
     const Beside current = next;
     next = after_next;
     after_next = load_beside(row + 2 * rows_a_turn);
-    const int next_stage = stage + 1 == Stages ? 0 : stage + 1;
-    const int next_parity = stage + 1 == Stages ? parity ^ 1 : parity;
+    const int next_stage = stage + 1 == Layout::kStages ? 0 : stage + 1;
+    const int next_parity = stage + 1 == Layout::kStages ? parity ^ 1 : parity;
     char* const place = stages + stage * kStageBytes;
     T next_sums[kSums];
     if constexpr (kAhead) {
-      const bool more = block_row + rows_a_turn < n_rows;
-      if constexpr (!Bulk) wait_for_copies<Stages - 2>();
+      const bool more = block_row + rows_a_turn < args.n_rows;
+      if constexpr (!Layout::kBulk) wait_for_copies<Layout::kStages - 2>();
       meet_lanes();
       if (more) {
-        if constexpr (Bulk) wait_for_bytes<false>(mailbox + next_stage, next_parity);
+        if constexpr (Layout::kBulk) wait_for_bytes<false>(mailbox + next_stage, next_parity);
         sum_up(next_stage, next, next_sums);
       }
       team.template finish_reduction<Sum>(sums);
       if (more) team.template begin_reduction<Sum>(next_sums);
     } else {
-      if constexpr (!Bulk) {
-        wait_for_copies<Stages - 1>();
+      if constexpr (!Layout::kBulk) {
+        wait_for_copies<Layout::kStages - 1>();
         meet_lanes();
-      } else if (kTeams == 1 || row < n_rows) {
+      } else if (kTeams == 1 || row < args.n_rows) {
         wait_for_bytes<false>(mailbox + stage, parity);
       } else {  // in the last turn, beside a team that has a row
 #pragma unroll
-        for (int p = 0; p < PacksPerThread; ++p) {
+        for (int p = 0; p < Layout::kPacksPerThread; ++p) {
           StageOfX::write(Pack<X, kLength>{}, place, p);
           StageOfDY::write(Pack<DY, kLength>{}, place + StageOfX::kBytes, p);
         }
@@ -486,38 +508,39 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
       sum_up(stage, current, sums);
       team.template reduce<Sum>(sums);
     }
-    if constexpr (Bulk) {
+    if constexpr (Layout::kBulk) {
       if (asks) {
-        fetch_bulk(stage >= kLate ? stage - kLate : stage - kLate + Stages,
-                   row + (Stages - kLate) * rows_a_turn);
+        fetch_bulk(stage >= kLate ? stage - kLate : stage - kLate + Layout::kStages,
+                   row + (Layout::kStages - kLate) * rows_a_turn);
       }
     }
-    const Centring<Centered, T> centring(current.mean, current.rstd);
-    RowMeans<Centered, T> means(sums, centring.significand, inv_n);
-    mark_if_wild(means, dx == static_cast<const void*>(dy));
+    const Centring<Op::kCentered, T> centring(current.mean, current.rstd);
+    RowMeans<Op::kCentered, T> means(sums, centring.significand, args.inv_n);
+    mark_if_wild(means, args.dx == static_cast<const void*>(args.dy));
 
     // 4. dx, and this row's share of the weight gradients; what was read makes room for a later row, if
     // it has not yet.
-    if constexpr (!Full) make_opaque(n_cols);
-    // A block's lone team has a row. But where that is said, by other registers, rows that are not Bulk may
+    if constexpr (!Layout::kFull) make_opaque(n_cols);
+    // A block's lone team has a row. But where that is said, by other registers, rows that are not kBulk may
     // be slower: RMSNorm's 8192 of 8196 take 115 us, not 110 (float32 weight), though 4096 of 16388, in
     // clusters, 109, not 123; LayerNorm's 111, not 114, but 133, not 129 (bfloat16, H200).
-    constexpr bool kHasRow = kTeams == 1 && (Bulk || Centered == (ClusterBlocks == 1));
-    const bool stores = kHasRow || row < n_rows;
+    constexpr bool kHasRow =
+        kTeams == 1 && (Layout::kBulk || Op::kCentered == (Layout::kClusterBlocks == 1));
+    const bool stores = kHasRow || row < args.n_rows;
     const int lane = team.rank % kLanes, of_first_lane = first_column(0) - lane * kLength;
     const auto words = [&] {
       if constexpr (StageOfX::kCells) {
-        return Words<X, kLength, kLanes>(dx, row * dx_stride + of_first_lane, lane);
+        return Words<X, kLength, kLanes>(args.dx, row * args.dx_stride + of_first_lane, lane);
       } else {
         return None{};
       }
     }();
 #pragma unroll
-    for (int p = 0; p < PacksPerThread; ++p) {
+    for (int p = 0; p < Layout::kPacksPerThread; ++p) {
       const int n_stored = stores ? left_of_row(p) : 0;
       T xhat[kLength];
       Pack<DY, kLength> row_dy;
-      if constexpr (HoldRow) {
+      if constexpr (Layout::kHoldRow) {
         row_dy = held_dy[p];
 #pragma unroll
         for (int i = 0; i < kLength; ++i) xhat[i] = held_xhat[p][i];
@@ -534,28 +557,29 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
 #pragma unroll
       for (int i = 0; i < kLength; ++i) {
         const T upstream = row_dy.template get<T>(i);
-        gradient[i] = dx_of<ZeroCentered>(upstream, xhat[i], weights, i, means, current.rstd);
+        gradient[i] = dx_of<Op>(upstream, xhat[i], weights, i, means, current.rstd);
         if constexpr (kDWeight)
           dweight[p][i] = fused_multiply_add(upstream, xhat[i], dweight[p][i]);
-        if constexpr (DBias) dbias[p][i] += upstream;
+        if constexpr (kDBias) dbias[p][i] += upstream;
       }
       Pack<X, kLength> stored;
       stored.set(gradient);
-      if constexpr (!HoldRow) meet_lanes();  // before others fill what this one read
+      if constexpr (!Layout::kHoldRow) meet_lanes();  // before others fill what this one read
       if constexpr (StageOfX::kCells) {
         words.store(stored, StageOfX::place_of_cells(place, p, 0), p * kStep,
                     stores ? n_cols - of_first_lane - p * kStep : 0,
-                    kTeams == 1 && (Full || (ClusterBlocks == 1 && p + 1 < PacksPerThread)));
+                    kTeams == 1 && (Layout::kFull || (Layout::kClusterBlocks == 1 &&
+                                                      p + 1 < Layout::kPacksPerThread)));
         warp_barrier();
       } else if constexpr (kWide) {
-        store<Vector>(stored, dx_row, column(p), n_stored);
+        store<Layout::kVector>(stored, dx_row, column(p), n_stored);
       } else {
         StageOfX::write(stored, place, p);
-        StageOfX::template store<Vector>(place, p, dx_row, column(p), n_stored);
+        StageOfX::template store<Layout::kVector>(place, p, dx_row, column(p), n_stored);
       }
-      if constexpr (!Bulk && !HoldRow) fetch(stage, p);
+      if constexpr (!Layout::kBulk && !Layout::kHoldRow) fetch(stage, p);
     }
-    if constexpr (!Bulk && !HoldRow) fetched_all(stage);
+    if constexpr (!Layout::kBulk && !Layout::kHoldRow) fetched_all(stage);
     stage = next_stage;
     parity = next_parity;
     row += rows_a_turn;
@@ -574,22 +598,21 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_ba
     }
   }
   // No sooner: 1.2 % in the mean of 28 problems, up to 4 (RMSNorm 4096x2048 19.8 us, not 20.7; bfloat16, H200).
-  if constexpr (kDWeight || DBias) let_next_kernel_start();  // else none follows
+  if constexpr (kDWeight || kDBias) let_next_kernel_start();  // else none follows
   flush_all(true);
 
   // 6. dx of wild rows.
   if constexpr (kSame<T, float>) {
-    if (!team.any(wild != T(0)) || dx == static_cast<const void*>(dy)) return;
+    if (!team.any(wild != T(0)) || args.dx == static_cast<const void*>(args.dy)) return;
     warp_barrier();  // lanes may have stored each other's dx
     const int first = first_column(0);
 #pragma unroll 1
-    for (long long block_row = group * kTeams; block_row < n_rows; block_row += rows_a_turn) {
+    for (long long block_row = group * kTeams; block_row < args.n_rows; block_row += rows_a_turn) {
       row = block_row + team.team;
       float own = 0;
-      if (row < n_rows && first < n_cols) own = convert<float>(dx[row * dx_stride + first]);
-      team = write_wild_row<ZeroCentered, Centered, Bitmask, PacksPerThread>(
-          team, own == own, row, dy, dy_stride, x, x_stride, weight, mean, rstd, bitmask, dx,
-          dx_stride, n_cols, inv_n);
+      if (row < args.n_rows && first < n_cols)
+        own = convert<float>(args.dx[row * args.dx_stride + first]);
+      team = write_wild_row<Op, Layout::kPacksPerThread>(team, own == own, row, given);
     }
   }
 }

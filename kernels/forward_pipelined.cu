@@ -1,27 +1,27 @@
-// Forward of RMSNorm (Centered = false) and LayerNorm (Centered = true), for rows that fit in the
+// Forward of RMSNorm (kCentered = false) and LayerNorm (kCentered = true), for rows that fit in the
 // shared memory of a block, or of a cluster of blocks, but not in registers.
 //
-//   y = ((x - mean) * rstd) * (weight [+ 1 if ZeroCentered]) + bias,   rstd = 1 / sqrt(variance + eps)
-//   [y = min(max(y, lower), upper) if Relu, its bitmask stored with the statistics: relu.cuh]
+//   y = ((x - mean) * rstd) * (weight [+ 1 if kZeroCentered]) + bias,   rstd = 1 / sqrt(variance + eps)
+//   [y = min(max(y, lower), upper) if kRelu, its bitmask stored with the statistics: relu.cuh]
 //
 // Layout:    x and y are n_rows rows of n_cols elements, rows x_stride and y_stride elements apart;
 //            weight and bias are one row; mean and rstd one value a row; bitmask (n_cols + 7) / 8
 //            bytes a row. y may be x. A row has at least one whole pack, of LayerNorm at least
-//            kFirstElements. Full: its columns fill the team's packs exactly.
-// Grid:      no more clusters of ClusterBlocks blocks than rows, nor than run at once, each with
-//            Stages - 1 rows on their way into shared memory. They take rows in turn; if Counted and
+//            kFirstElements. kFull: its columns fill the team's packs exactly.
+// Grid:      no more clusters of kClusterBlocks blocks than rows, nor than run at once, each with
+//            kStages - 1 rows on their way into shared memory. They take rows in turn; if kCounted and
 //            given a `count`, 0 before the launch, each takes the next row when it has room for one,
 //            since some multiprocessors are 4% slower.
 // Traffic:   x read once, of LayerNorm the first 64 elements by every warp besides; y written once;
 //            weight and bias once a block.
-// Thread:    pack p of its block's columns for p = rank, rank + BlockThreads, ... (PacksPerThread
+// Thread:    pack p of its block's columns for p = rank, rank + kBlockThreads, ... (kPacksPerThread
 //            of them).
-// ByCells:   stage.cuh; of rows whose addresses allow accesses of 4 bytes or less. Their y leaves by words
+// kCells:    stage.cuh; of rows whose addresses allow accesses of 4 bytes or less. Their y leaves by words
 //            (unaligned.cuh), if it is no wider than x, in whose place its lanes exchange them.
-// ThroughL1: a row's copies of 16 bytes come by way of L1, not past it, as all smaller ones do.
-// Turned:    stage.cuh; of rows of whole packs that begin at no lines.
+// kThroughL1: a row's copies of 16 bytes come by way of L1, not past it, as all smaller ones do.
+// kTurned:   stage.cuh; of rows of whole packs that begin at no lines.
 // Order:     a thread's packs in turn, then the team's reduction: a function of n_cols, the dtypes
-//            and Relu, never of n_rows or alignment.
+//            and kRelu, never of n_rows or alignment.
 // Result:    thread 0 of a cluster's first block writes the row's mean and rstd.
 #include "affine.cuh"
 #include "relu.cuh"
@@ -29,84 +29,87 @@
 #include "statistics.cuh"
 #include "team.cuh"
 
-template <typename X, typename Weight, typename Bias, typename Y, bool Centered, bool ZeroCentered,
-          bool StoreStatistics, bool Relu, bool HoldWeight, bool HoldBias, int Stages,
-          int ClusterBlocks, int BlockThreads, int BlocksPerMultiprocessor, int PacksPerThread,
-          bool Counted, bool ByCells, bool ThroughL1, bool Turned, bool Full, int Vector>
-__global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_forward_pipelined(
-    const X* x, long long x_stride, const Weight* weight, const Bias* bias, Y* y,
-    long long y_stride, Compute<X>* mean, Compute<X>* rstd, unsigned char* bitmask, int* count,
-    long long n_rows, long long row_length, Compute<X> inv_n, Compute<X> eps, Compute<X> lower,
-    Compute<X> upper) {
+template <typename Op, typename Layout>
+__global__ void __launch_bounds__(Layout::kBlockThreads, Layout::kBlocksPerMultiprocessor)
+    norm_forward_pipelined(const __grid_constant__ ForwardPipelinedArguments<Op> args) {
+  using X = typename Op::X;
+  using Weight = typename Op::Weight;
+  using Bias = typename Op::Bias;
+  using Y = typename Op::Y;
   using T = Compute<X>;
   constexpr int kLength = 16 / static_cast<int>(sizeof(X));
-  using TeamOf = Team<BlockThreads, BlockThreads, ClusterBlocks>;
-  using StageOfX = Stage<X, kLength, PacksPerThread, BlockThreads, ByCells ? 32 : 0>;
-  using StageOfWeight = Stage<Weight, kLength, PacksPerThread, BlockThreads>;
-  using StageOfBias = Stage<Bias, kLength, PacksPerThread, BlockThreads>;
+  using TeamOf = Team<Layout::kBlockThreads, Layout::kBlockThreads, Layout::kClusterBlocks>;
+  using StageOfX =
+      Stage<X, kLength, Layout::kPacksPerThread, Layout::kBlockThreads, Layout::kCells ? 32 : 0>;
+  using StageOfWeight = Stage<Weight, kLength, Layout::kPacksPerThread, Layout::kBlockThreads>;
+  using StageOfBias = Stage<Bias, kLength, Layout::kPacksPerThread, Layout::kBlockThreads>;
   TeamOf team;
-  constexpr int kColumns = ClusterBlocks * BlockThreads * PacksPerThread * kLength;
-  int n_cols = Full ? kColumns : static_cast<int>(row_length);
+  constexpr int kColumns =
+      Layout::kClusterBlocks * Layout::kBlockThreads * Layout::kPacksPerThread * kLength;
+  int n_cols = Layout::kFull ? kColumns : static_cast<int>(args.n_cols);
   const auto first_column = [&](int p) {
-    return team.template first_column<PacksPerThread, kLength>(p);
+    return team.template first_column<Layout::kPacksPerThread, kLength>(p);
   };
   const auto end_of_row = [&](int p) {
-    return team.template end_of_row<PacksPerThread, kLength>(p, n_cols);
+    return team.template end_of_row<Layout::kPacksPerThread, kLength>(p, n_cols);
   };
-  static_assert(!Turned || (Vector == kLength && BlockThreads % 32 == 0 && !Full),
+  static_assert(!Layout::kTurned || (Layout::kVector == kLength &&
+                                     Layout::kBlockThreads % 32 == 0 && !Layout::kFull),
                 "of whole packs and warps, and rows that begin at no lines");
-  static_assert(Stages >= 2, "the first row and the second are asked for at once");
+  static_assert(Layout::kStages >= 2, "the first row and the second are asked for at once");
   static_assert(TeamOf::template scratch_bytes<T>() % 128 == 0, "stages begin at a line");
   char* const shared = static_cast<char*>(dynamic_shared_memory());
   int* const sent_rows = reinterpret_cast<int*>(shared + TeamOf::template scratch_bytes<T>());
   char* const stages = shared + TeamOf::template scratch_bytes<T>() + 128;
-  char* const stage_of_weight = stages + Stages * StageOfX::kBytes;
-  char* const stage_of_bias = stage_of_weight + (HoldWeight ? 0 : StageOfWeight::kBytes);
+  char* const stage_of_weight = stages + Layout::kStages * StageOfX::kBytes;
+  char* const stage_of_bias = stage_of_weight + (Layout::kHoldWeight ? 0 : StageOfWeight::kBytes);
 
   // 1. Ask for the first rows, the weight and the bias.
-  const int group = static_cast<int>(block_index() / ClusterBlocks);
-  const int groups = static_cast<int>(block_count() / ClusterBlocks);
-  int rows[Stages];  // this one, and those that are on their way
+  const int group = static_cast<int>(block_index() / Layout::kClusterBlocks);
+  const int groups = static_cast<int>(block_count() / Layout::kClusterBlocks);
+  int rows[Layout::kStages];  // this one, and those that are on their way
 #pragma unroll
-  for (int i = 0; i < Stages; ++i) rows[i] = group + i * groups;
+  for (int i = 0; i < Layout::kStages; ++i) rows[i] = group + i * groups;
   int fetched = group;  // the row to be asked for next, and where it is
-  const X* fetched_x = x + fetched * x_stride;
-  const CachePolicy policy = evict_last_if_large(n_rows * n_cols * static_cast<int>(sizeof(X)));
+  const X* fetched_x = args.x + fetched * args.x_stride;
+  const CachePolicy policy =
+      evict_last_if_large(args.n_rows * n_cols * static_cast<int>(sizeof(X)));
   OwnPlace own = own_place(StageOfX::place(stages, 0, 0));  // in the stage to be filled next
-  int turn_of_fetched = Turned ? turn_of(fetched_x) : 0;
+  int turn_of_fetched = Layout::kTurned ? turn_of(fetched_x) : 0;
   const auto fetch = [&](int stage, int p) {
-    const int n = fetched < n_rows ? (ByCells ? n_cols : end_of_row(p)) : 0;
+    const int n = fetched < args.n_rows ? (Layout::kCells ? n_cols : end_of_row(p)) : 0;
     if constexpr (StageOfX::kCells) {
-      StageOfX::template fetch_cells<ThroughL1>(stages + stage * StageOfX::kBytes, p, fetched_x,
-                                                first_column(p), n,
-                                                ClusterBlocks == 1 ? PacksPerThread - 1 - p : 0);
-    } else if constexpr (StageOfX::template kTakesPolicy<Vector>) {
-      StageOfX::template fetch<ThroughL1>(own + turn_of_fetched, p, fetched_x, first_column(p), n,
-                                          policy);
+      StageOfX::template fetch_cells<Layout::kThroughL1>(
+          stages + stage * StageOfX::kBytes, p, fetched_x, first_column(p), n,
+          Layout::kClusterBlocks == 1 ? Layout::kPacksPerThread - 1 - p : 0);
+    } else if constexpr (StageOfX::template kTakesPolicy<Layout::kVector>) {
+      StageOfX::template fetch<Layout::kThroughL1>(own + turn_of_fetched, p, fetched_x,
+                                                   first_column(p), n, policy);
     } else {
-      StageOfX::template fetch<Vector, ThroughL1>(
+      StageOfX::template fetch<Layout::kVector, Layout::kThroughL1>(
           stages + stage * StageOfX::kBytes + turn_of_fetched, p, fetched_x, first_column(p), n);
     }
   };
   const auto fetched_all = [&](int stage) {
-    own = own + (stage + 1 == Stages ? -(Stages - 1) * StageOfX::kBytes : StageOfX::kBytes);
+    own = own + (stage + 1 == Layout::kStages ? -(Layout::kStages - 1) * StageOfX::kBytes
+                                              : StageOfX::kBytes);
     commit_copies();
     fetched += groups;
-    fetched_x += groups * x_stride;
-    if constexpr (Turned) turn_of_fetched = turn_of(fetched_x);
+    fetched_x += groups * args.x_stride;
+    if constexpr (Layout::kTurned) turn_of_fetched = turn_of(fetched_x);
   };
   Pack<X, kLength> first_pack;
   const auto load_first_pack = [&](int of_row) {
-    if constexpr (Centered) {
+    if constexpr (Op::kCentered) {
       // Past the last row the last one: a load under a condition ends in a move that waits for it.
       // In place another block may be writing that row, but nothing is made of what is read.
-      const long long there = of_row < n_rows ? of_row : n_rows - 1;
-      load_first<Vector>(first_pack, x + there * x_stride);
+      const long long there = of_row < args.n_rows ? of_row : args.n_rows - 1;
+      load_first<Layout::kVector>(first_pack, args.x + there * args.x_stride);
     }
   };
   const auto guess_of_first_pack = [&] {
     T guess = 0;
-    if constexpr (Centered) {
+    if constexpr (Op::kCentered) {
       // Nothing is computed from it earlier: that would wait for the load as well, 0.7 us a row.
 #pragma unroll
       for (unsigned& word : first_pack.words) make_opaque(word);
@@ -119,7 +122,7 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
   // 131072 takes 17.6 us, not 16.4, of 512 of 32768 24.0, not 22.7 (bfloat16, H200).
   const auto fetch_row = [&](int stage) {
 #pragma unroll
-    for (int p = 0; p < PacksPerThread; ++p) fetch(stage, p);
+    for (int p = 0; p < Layout::kPacksPerThread; ++p) fetch(stage, p);
   };
   load_first_pack(rows[0]);
   fetch_row(0);
@@ -129,52 +132,52 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
   // takes 18.0 us, not 23.1, of 4096 90, not 96 (bfloat16, float32 weight and bias, H200; on other GPUs so,
   // too, though not measured).
 #pragma unroll
-  for (int p = 0; p < PacksPerThread; ++p) {
-    if constexpr (!HoldWeight) {
-      StageOfWeight::template fetch<Vector, true>(stage_of_weight, p, weight, first_column(p),
-                                                  end_of_row(p));
+  for (int p = 0; p < Layout::kPacksPerThread; ++p) {
+    if constexpr (!Layout::kHoldWeight) {
+      StageOfWeight::template fetch<Layout::kVector, true>(stage_of_weight, p, args.weight,
+                                                           first_column(p), end_of_row(p));
     }
-    if constexpr (!HoldBias) {
-      StageOfBias::template fetch<Vector, true>(stage_of_bias, p, bias, first_column(p),
-                                                end_of_row(p));
+    if constexpr (!Layout::kHoldBias) {
+      StageOfBias::template fetch<Layout::kVector, true>(stage_of_bias, p, args.bias,
+                                                         first_column(p), end_of_row(p));
     }
   }
   fetched_all(1);
-  Pack<Weight, kLength> held_weight[HoldWeight ? PacksPerThread : 1];
-  Pack<Bias, kLength> held_bias[HoldBias ? PacksPerThread : 1];
+  Pack<Weight, kLength> held_weight[Layout::kHoldWeight ? Layout::kPacksPerThread : 1];
+  Pack<Bias, kLength> held_bias[Layout::kHoldBias ? Layout::kPacksPerThread : 1];
   const auto load_held = [&](auto& pack, const auto* operand, int p) {
     // By the other RMSNorm's with a ReLU would spill 64 bytes, not 56 (NVRTC 12.9).
-    if constexpr (PacksPerThread == 8) {
-      load<Vector>(pack, operand, first_column(p), end_of_row(p));
+    if constexpr (Layout::kPacksPerThread == 8) {
+      load<Layout::kVector>(pack, operand, first_column(p), end_of_row(p));
     } else {
-      load_operand<Vector>(pack, operand, first_column(p), end_of_row(p));
+      load_operand<Layout::kVector>(pack, operand, first_column(p), end_of_row(p));
     }
   };
   const auto load_bias = [&] {
 #pragma unroll
-    for (int p = 0; p < PacksPerThread; ++p) {
-      if constexpr (HoldBias) load_held(held_bias[p], bias, p);
+    for (int p = 0; p < Layout::kPacksPerThread; ++p) {
+      if constexpr (Layout::kHoldBias) load_held(held_bias[p], args.bias, p);
     }
   };
   // By 16 blocks a float32 bias after the first row's sums: LayerNorm of 32 rows of 262144 takes 17.4
   // us, not 17.7, of float32 24.5, not 24.7, and one row 9.1, not 9.5; but a bfloat16 one 17.6, not
   // 17.1, and by fewer blocks 64 rows of 16384 7.8, not 7.5 (bfloat16, H200).
-  constexpr bool kBiasLater = ClusterBlocks == 16 && sizeof(Bias) == 4;
+  constexpr bool kBiasLater = Layout::kClusterBlocks == 16 && sizeof(Bias) == 4;
 #pragma unroll
-  for (int p = 0; p < PacksPerThread; ++p) {
-    if constexpr (HoldWeight) load_held(held_weight[p], weight, p);
+  for (int p = 0; p < Layout::kPacksPerThread; ++p) {
+    if constexpr (Layout::kHoldWeight) load_held(held_weight[p], args.weight, p);
   }
   if constexpr (!kBiasLater) load_bias();
 
   // From a thread's place to what it reads, of all packs of a row.
   const auto distance_of = [&](int of_row) {
-    const X* const row = x + of_row * x_stride;
-    return Turned ? turn_of(row) : StageOfX::kCells ? bytes_before<X, kLength>(row) : 0;
+    const X* const row = args.x + of_row * args.x_stride;
+    return Layout::kTurned ? turn_of(row) : StageOfX::kCells ? bytes_before<X, kLength>(row) : 0;
   };
   // By cells lanes show each other what they have copied, and by turned places, too, none fills one again
   // that another has yet to read.
   const auto meet_lanes = [&] {
-    if constexpr (StageOfX::kCells || Turned) warp_barrier();
+    if constexpr (StageOfX::kCells || Layout::kTurned) warp_barrier();
   };
   const auto read = [&](int stage, int p, int distance) {
     char* const place = stages + stage * StageOfX::kBytes;
@@ -186,20 +189,21 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
   };
 
   // 2. Sums of d * d, d and |d|, d = x - shift.
-  constexpr int kSums = Centered ? 3 : 1;
+  constexpr int kSums = Op::kCentered ? 3 : 1;
   const auto sum_up = [&](int stage, int distance, T shift, T(&sums)[kSums]) {
-    if constexpr (!Full)
+    if constexpr (!Layout::kFull)
       make_opaque(n_cols);  // else each element's comparison with it is kept for the next step
 #pragma unroll
     for (int i = 0; i < kSums; ++i) sums[i] = 0;
 #pragma unroll
-    for (int p = 0; p < PacksPerThread; ++p) {
+    for (int p = 0; p < Layout::kPacksPerThread; ++p) {
       const Pack<X, kLength> pack = read(stage, p, distance);
       T of_pack[kSums] = {};
 #pragma unroll
       for (int i = 0; i < kLength; ++i) {
         // Past the end x is 0, too: one shift for each access.
-        const bool is_inside = !Centered || inside<Vector>(first_column(p), i, end_of_row(p));
+        const bool is_inside =
+            !Op::kCentered || inside<Layout::kVector>(first_column(p), i, end_of_row(p));
         add_deviation(of_pack, pack.template get<T>(i) - (is_inside ? shift : T(0)));
       }
 #pragma unroll
@@ -210,14 +214,14 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
   const auto measured = [&](int stage, int distance, T guess, T(&sums)[kSums]) {
     Statistics<T> statistics;
     statistics.shift = guess;
-    finish<Centered>(statistics, sums, inv_n);
-    if constexpr (Centered) {
+    finish<Op::kCentered>(statistics, sums, args.inv_n);
+    if constexpr (Op::kCentered) {
       if (was_far(statistics)) {
         Statistics<T> again;
         again.shift = statistics.shift + statistics.correction;
         sum_up(stage, distance, again.shift, sums);
         team.template reduce<Sum>(sums);
-        finish<Centered>(again, sums, inv_n);
+        finish<Op::kCentered>(again, sums, args.inv_n);
         statistics = again;
       }
       settle(statistics);
@@ -229,19 +233,19 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
   // tell the others with the sums of a later row: it takes 2 to 4 us, for which one warp would wait
   // at each row (527 us against 503 for LayerNorm of 32768 rows of 16384, bfloat16, H200). Each asks
   // after the one before it, so that rows only grow, and past the last come none.
-  constexpr int kTurns = BlockThreads / 32 < 4 ? BlockThreads / 32 : 4;
-  const int first_counted = (Stages + kTurns) * groups;
+  constexpr int kTurns = Layout::kBlockThreads / 32 < 4 ? Layout::kBlockThreads / 32 : 4;
+  const int first_counted = (Layout::kStages + kTurns) * groups;
   const int warp = team.rank / 32;
   // Rows from first_counted on: what a warp tells first was dealt out beforehand, and is negative.
   int turn = 0, asked = group + (warp - kTurns) * groups;
   const auto begin_reduction = [&](T(&sums)[kSums]) {
-    if constexpr (Counted) {
+    if constexpr (Layout::kCounted) {
       const bool sends = team.block == 0 && warp == turn;
       team.template begin_reduction<Sum>(sums, sends, asked, sent_rows, [&] {
-        if (count == nullptr) {
+        if (args.count == nullptr) {
           asked += kTurns * groups;
         } else if (team.rank % 32 == 0) {
-          asked = count_up(count);
+          asked = count_up(args.count);
         }
       });
       turn = turn + 1 == kTurns ? 0 : turn + 1;
@@ -260,43 +264,43 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
   begin_reduction(sums);
   if constexpr (kBiasLater) load_bias();
 #pragma unroll
-  for (int stage = 2; stage < Stages; ++stage) {
+  for (int stage = 2; stage < Layout::kStages; ++stage) {
     fetch_row(stage);
     fetched_all(stage);
   }
   int stage = 0;
-  while (rows[0] < n_rows) {
+  while (rows[0] < args.n_rows) {
     // 4. The sums of the next row, while those of this one are on their way between the threads.
-    const int next_stage = stage + 1 == Stages ? 0 : stage + 1;
-    const bool more = rows[1] < n_rows;
+    const int next_stage = stage + 1 == Layout::kStages ? 0 : stage + 1;
+    const bool more = rows[1] < args.n_rows;
     T next_sums[kSums], next_guess = guess_of_first_pack();
-    if constexpr (Stages > 2) {
+    if constexpr (Layout::kStages > 2) {
       load_first_pack(rows[2]);
-    } else if constexpr (!Counted) {
+    } else if constexpr (!Layout::kCounted) {
       load_first_pack(fetched);
     }
-    wait_for_copies<Stages - 2>();
+    wait_for_copies<Layout::kStages - 2>();
     meet_lanes();
     if (more) sum_up(next_stage, distance_of(rows[1]), next_guess, next_sums);
     team.template finish_reduction<Sum>(sums);
-    if constexpr (Counted) {
+    if constexpr (Layout::kCounted) {
       fetched = first_counted + team.received(sent_rows);
-      fetched_x = x + fetched * x_stride;
-      if constexpr (Turned) turn_of_fetched = turn_of(fetched_x);
-      if constexpr (Stages == 2) load_first_pack(fetched);
+      fetched_x = args.x + fetched * args.x_stride;
+      if constexpr (Layout::kTurned) turn_of_fetched = turn_of(fetched_x);
+      if constexpr (Layout::kStages == 2) load_first_pack(fetched);
     }
 
     // 5. Mean and variance; a row out of range is brought into it, exactly, and measured again.
     int distance = distance_of(rows[0]);
     Statistics<T> statistics = measured(stage, distance, guess, sums);
-    Scale<T> scale = scale_in_range(statistics.variance, eps);
+    Scale<T> scale = scale_in_range(statistics.variance, args.eps);
     T unit = 1;
     if constexpr (kCanLeaveRange<X>) {
-      if (!in_range(statistics.variance + eps)) {
+      if (!in_range(statistics.variance + args.eps)) {
         // Pack by pack: side by side they take the registers of 7 or 8 held packs of the weight.
         T largest[1] = {0};
 #pragma unroll 1
-        for (int p = 0; p < PacksPerThread; ++p) {
+        for (int p = 0; p < Layout::kPacksPerThread; ++p) {
           const Pack<X, kLength> pack = read(stage, p, distance);
 #pragma unroll
           for (int i = 0; i < kLength; ++i) {
@@ -304,10 +308,10 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
           }
         }
         team.template reduce<Max>(largest);
-        unit = unit_of(larger(largest[0], square_root(eps)));
+        unit = unit_of(larger(largest[0], square_root(args.eps)));
         const T inv_unit = T(1) / unit;
 #pragma unroll 1
-        for (int p = 0; p < PacksPerThread; ++p) {
+        for (int p = 0; p < Layout::kPacksPerThread; ++p) {
           Pack<X, kLength> pack = read(stage, p, distance);
 #pragma unroll
           for (int i = 0; i < kLength; ++i) pack.set(i, pack.template get<T>(i) * inv_unit);
@@ -323,71 +327,75 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
         sum_up(stage, distance, T(0), sums);
         team.template reduce<Sum>(sums);
         statistics = measured(stage, distance, T(0), sums);
-        scale = scale_in_unit(statistics.variance, eps, unit);
+        scale = scale_in_unit(statistics.variance, args.eps, unit);
       }
     }
     if (more) begin_reduction(next_sums);
 
     // 6. Normalize and store; what was read makes room for a later row.
-    if constexpr (!Full) make_opaque(n_cols);
+    make_opaque(
+        team.rank);  // else addresses of each pack are kept from row to row, and up to 128 bytes spilled
+    if constexpr (!Layout::kFull) make_opaque(n_cols);
     const T offset = -statistics.correction * scale.of_row;
     const long long row = rows[0];
-    constexpr int kStep = BlockThreads * kLength;
+    constexpr int kStep = Layout::kBlockThreads * kLength;
     const int of_first_lane = first_column(0) - team.rank % 32 * kLength;
     constexpr bool kStoresWords = StageOfX::kCells && sizeof(Y) <= sizeof(X);
     const auto words = [&] {
       if constexpr (kStoresWords) {
-        return Words<Y, kLength, 32>(y, row * y_stride + of_first_lane, team.rank % 32);
+        return Words<Y, kLength, 32>(args.y, row * args.y_stride + of_first_lane, team.rank % 32);
       } else {
         return None{};
       }
     }();
 #pragma unroll
-    for (int p = 0; p < PacksPerThread; ++p) {
+    for (int p = 0; p < Layout::kPacksPerThread; ++p) {
       const Pack<X, kLength> pack = read(stage, p, distance);
       Pack<Weight, kLength> weights;
       Pack<Bias, kLength> biases;
-      if constexpr (HoldWeight) {
+      if constexpr (Layout::kHoldWeight) {
         weights = held_weight[p];
       } else {
         weights = StageOfWeight::read(stage_of_weight, p);
       }
-      if constexpr (HoldBias) {
+      if constexpr (Layout::kHoldBias) {
         biases = held_bias[p];
       } else {
         biases = StageOfBias::read(stage_of_bias, p);
       }
       T values[kLength];
-      const unsigned bits = normalize_pack<Centered, ZeroCentered, Relu, StoreStatistics>(
-          values, pack, statistics.shift, scale.of_row, offset, weights, biases, lower, upper);
+      const unsigned bits = normalize_pack<Op>(values, pack, statistics.shift, scale.of_row, offset,
+                                               weights, biases, args);
       Pack<Y, kLength> normalized;
       normalized.set(values);
       meet_lanes();  // before others fill what this one read
       if constexpr (kStoresWords) {
-        words.store(normalized, StageOfX::place_of_cells(stages + stage * StageOfX::kBytes, p, 0),
-                    p * kStep, n_cols - of_first_lane - p * kStep,
-                    Full || (ClusterBlocks == 1 && p + 1 < PacksPerThread));
+        words.store(
+            normalized, StageOfX::place_of_cells(stages + stage * StageOfX::kBytes, p, 0),
+            p * kStep, n_cols - of_first_lane - p * kStep,
+            Layout::kFull || (Layout::kClusterBlocks == 1 && p + 1 < Layout::kPacksPerThread));
         warp_barrier();
       } else {
-        store_by_sectors<Vector, BlockThreads>(normalized, y + row * y_stride, first_column(p),
-                                               end_of_row(p));
+        store_by_sectors<Layout::kVector, Layout::kBlockThreads>(
+            normalized, args.y + row * args.y_stride, first_column(p), end_of_row(p));
       }
-      if constexpr (Relu && StoreStatistics) {
-        store_bits<Vector, kLength>(bits, bitmask + row * bitmask_bytes(n_cols), first_column(p),
-                                    n_cols);
+      if constexpr (Op::kRelu && Op::kStoresStatistics) {
+        store_bits<Layout::kVector, kLength>(bits, args.bitmask + row * bitmask_bytes(n_cols),
+                                             first_column(p), n_cols);
       }
       fetch(stage, p);
     }
 #pragma unroll
-    for (int i = 0; i + 1 < Stages; ++i) rows[i] = rows[i + 1];
-    rows[Stages - 1] = fetched;
+    for (int i = 0; i + 1 < Layout::kStages; ++i) rows[i] = rows[i + 1];
+    rows[Layout::kStages - 1] = fetched;
     fetched_all(stage);
 
     // 7. Keep what backward needs.
-    if constexpr (StoreStatistics) {
+    if constexpr (Op::kStoresStatistics) {
       if (team.block == 0 && team.rank == 0) {
-        if constexpr (Centered) mean[row] = (statistics.shift + statistics.correction) * unit;
-        rstd[row] = scale.rstd;
+        if constexpr (Op::kCentered)
+          args.mean[row] = (statistics.shift + statistics.correction) * unit;
+        args.rstd[row] = scale.rstd;
       }
     }
     stage = next_stage;

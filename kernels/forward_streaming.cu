@@ -2,15 +2,15 @@
 // instead of being held in registers.
 //
 // Layout:    as forward_in_registers.cu; LayerNorm's rows have at least kFirstElements.
-// Grid:      a cluster of ClusterBlocks blocks of BlockThreads threads a row, on grid.x.
+// Grid:      a cluster of kClusterBlocks blocks of kBlockThreads threads a row, on grid.x.
 // Traffic:   x read twice, the second time from the row's end, which L1 and L2 still have: the L2 is
 //            told to keep it, and then that it is done with. A further time by LayerNorm where the
 //            first mean was far off, and where a row is out of range once for its largest element
 //            and once for each measurement. y written once, past L1.
-// Thread:    t of the cluster's T has packs t, t + T, ... of the row; PacksPerThread of them, those of
+// Thread:    t of the cluster's T has packs t, t + T, ... of the row; kPacksPerThread of them, those of
 //            one tile of the row, are on their way at a time.
 // Order:     a thread's packs in turn, compensated from pack to pack; then the cluster's reduction: a
-//            function of n_cols, BlockThreads and ClusterBlocks, never of n_rows, PacksPerThread or
+//            function of n_cols, kBlockThreads and kClusterBlocks, never of n_rows, kPacksPerThread or
 //            alignment.
 // Result:    thread 0 of a cluster's first block writes the row's mean and rstd.
 #include "affine.cuh"
@@ -83,67 +83,69 @@ __device__ __forceinline__ Statistics<T> measure(TeamOf& team, const X* row, T g
   return statistics;
 }
 
-template <typename X, typename Weight, typename Bias, typename Y, bool Centered, bool ZeroCentered,
-          bool StoreStatistics, bool Relu, int ClusterBlocks, int BlockThreads,
-          int BlocksPerMultiprocessor, int PacksPerThread, int Vector>
-__global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_forward_streaming(
-    const X* x, long long x_stride, const Weight* weight, const Bias* bias, Y* y,
-    long long y_stride, Compute<X>* mean, Compute<X>* rstd, unsigned char* bitmask,
-    long long /*n_rows*/, long long n_cols, Compute<X> inv_n, Compute<X> eps, Compute<X> lower,
-    Compute<X> upper) {
+template <typename Op, typename Layout>
+__global__ void __launch_bounds__(Layout::kBlockThreads, Layout::kBlocksPerMultiprocessor)
+    norm_forward_streaming(const __grid_constant__ ForwardArguments<Op> args) {
+  using X = typename Op::X;
+  using Weight = typename Op::Weight;
+  using Bias = typename Op::Bias;
+  using Y = typename Op::Y;
   using T = Compute<X>;
-  using TileOfX = TileOf<X, ClusterBlocks, BlockThreads, PacksPerThread, Vector>;
+  const long long n_cols = args.n_cols;
+  using TileOfX = TileOf<X, Layout::kClusterBlocks, Layout::kBlockThreads, Layout::kPacksPerThread,
+                         Layout::kVector>;
   constexpr int kLength = TileOfX::kLength;
-  Team<BlockThreads, BlockThreads, ClusterBlocks> team;
-  const long long row_index = block_index() / ClusterBlocks;
-  const X* row = x + row_index * x_stride;
+  Team<Layout::kBlockThreads, Layout::kBlockThreads, Layout::kClusterBlocks> team;
+  const long long row_index = block_index() / Layout::kClusterBlocks;
+  const X* row = args.x + row_index * args.x_stride;
 
   // 1. Mean and variance; a row out of range is measured again in a unit that brings it into it.
   T guess = 0;
-  if constexpr (Centered) {
+  if constexpr (Op::kCentered) {
     Pack<X, kLength> first_pack;
-    load_first<Vector>(first_pack, row);
+    load_first<Layout::kVector>(first_pack, row);
     guess = first_mean_by_warp<T>(first_pack);
   }
   const auto measured = [&](T from, T inv_unit) {
-    return measure<TileOfX, Centered, Vector, PacksPerThread>(team, row, from, n_cols, inv_n,
-                                                              inv_unit);
+    return measure<TileOfX, Op::kCentered, Layout::kVector, Layout::kPacksPerThread>(
+        team, row, from, n_cols, args.inv_n, inv_unit);
   };
   T unit = 1, inv_unit = 1;
   team.meet();
   Statistics<T> statistics = measured(guess, inv_unit);
-  Scale<T> scale = scale_in_range(statistics.variance, eps);
+  Scale<T> scale = scale_in_range(statistics.variance, args.eps);
   if constexpr (kCanLeaveRange<X>) {
-    if (!in_range(statistics.variance + eps)) {
+    if (!in_range(statistics.variance + args.eps)) {
       T largest[1] = {0};
-      for_each_pack<ClusterBlocks, BlockThreads, kLength>(n_cols, [&](long long first) {
-        Pack<X, kLength> pack;
-        load<Vector, false>(pack, row, first, n_cols);
+      for_each_pack<Layout::kClusterBlocks, Layout::kBlockThreads, kLength>(
+          n_cols, [&](long long first) {
+            Pack<X, kLength> pack;
+            load<Layout::kVector, false>(pack, row, first, n_cols);
 #pragma unroll
-        for (int i = 0; i < kLength; ++i) {
-          largest[0] = larger(absolute(pack.template get<T>(i)), largest[0]);
-        }
-      });
+            for (int i = 0; i < kLength; ++i) {
+              largest[0] = larger(absolute(pack.template get<T>(i)), largest[0]);
+            }
+          });
       team.template reduce<Max>(largest);
-      unit = unit_of(larger(largest[0], square_root(eps)));
+      unit = unit_of(larger(largest[0], square_root(args.eps)));
       inv_unit = T(1) / unit;
       statistics = measured(T(0), inv_unit);
-      scale = scale_in_unit(statistics.variance, eps, unit);
+      scale = scale_in_unit(statistics.variance, args.eps, unit);
     }
   }
 
   // 2. Normalize and store. In place, a pack is read and written by the same thread.
-  Y* const normalized_row = y + row_index * y_stride;
+  Y* const normalized_row = args.y + row_index * args.y_stride;
   const T offset = -statistics.correction * scale.of_row;
   for_each_tile<TileOfX::kColumns, true>(n_cols, [&](long long base, int columns) {
     const TileOfX of_x(row + base, columns, evict_first());
 #pragma unroll
-    for (int p = 0; p < PacksPerThread; ++p) {
+    for (int p = 0; p < Layout::kPacksPerThread; ++p) {
       const int first = of_x.first_column(p);
       Pack<Weight, kLength> weights;
       Pack<Bias, kLength> biases;
-      load<Vector, false>(weights, weight + base, first, columns);
-      load<Vector, false>(biases, bias + base, first, columns);
+      load<Layout::kVector, false>(weights, args.weight + base, first, columns);
+      load<Layout::kVector, false>(biases, args.bias + base, first, columns);
       T values[kLength];
       unsigned bits = 0;
 #pragma unroll
@@ -151,26 +153,27 @@ __global__ __launch_bounds__(BlockThreads, BlocksPerMultiprocessor) void norm_fo
         const T in_unit = of_x.packs[p].template get<T>(i) * inv_unit;
         const T d = in_unit - statistics.shift;
         const T xhat =
-            Centered ? fused_multiply_add(d, scale.of_row, offset) : in_unit * scale.of_row;
-        values[i] = affine<ZeroCentered>(xhat, weights, biases, i);
-        if constexpr (Relu) clamp<StoreStatistics>(values[i], lower, upper, bits, i);
+            Op::kCentered ? fused_multiply_add(d, scale.of_row, offset) : in_unit * scale.of_row;
+        values[i] = affine<Op>(xhat, weights, biases, i);
+        if constexpr (Op::kRelu)
+          clamp<Op::kStoresStatistics>(values[i], args.lower, args.upper, bits, i);
       }
       Pack<Y, kLength> normalized;
       normalized.set(values);
-      store<Vector, true, false>(normalized, normalized_row + base, first, columns);
-      if constexpr (Relu && StoreStatistics) {
-        store_bits<Vector, kLength>(bits, bitmask + row_index * bitmask_bytes(n_cols) + base / 8,
-                                    first, columns);
+      store<Layout::kVector, true, false>(normalized, normalized_row + base, first, columns);
+      if constexpr (Op::kRelu && Op::kStoresStatistics) {
+        store_bits<Layout::kVector, kLength>(
+            bits, args.bitmask + row_index * bitmask_bytes(n_cols) + base / 8, first, columns);
       }
     }
   });
   // 3. Keep what backward needs.
-  if constexpr (StoreStatistics) {
+  if constexpr (Op::kStoresStatistics) {
     if (team.block == 0 && team.rank == 0) {
-      if constexpr (Centered) {
-        mean[row_index] = (statistics.shift + statistics.correction) * unit;
+      if constexpr (Op::kCentered) {
+        args.mean[row_index] = (statistics.shift + statistics.correction) * unit;
       }
-      rstd[row_index] = scale.rstd;
+      args.rstd[row_index] = scale.rstd;
     }
   }
 }

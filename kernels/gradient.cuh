@@ -69,19 +69,18 @@ template <bool Centered>
 constexpr int kGradientSums = Centered ? 3 : 1;
 
 // Adds a pack of a row, which begins at element `first` of n.
-template <bool ZeroCentered, int Vector, bool Centered, typename T, typename X, typename DY,
-          typename Weight, int Length>
-__device__ __forceinline__ void add_to_sums(T (&sums)[kGradientSums<Centered>],
-                                            const Centring<Centered, T>& centring,
+template <typename Op, int Vector, typename T, typename X, typename DY, typename Weight, int Length>
+__device__ __forceinline__ void add_to_sums(T (&sums)[kGradientSums<Op::kCentered>],
+                                            const Centring<Op::kCentered, T>& centring,
                                             const Pack<X, Length>& x, const Pack<DY, Length>& dy,
                                             const Pack<Weight, Length>& weights, int first, int n) {
 #pragma unroll
   for (int i = 0; i < Length; ++i) {
     T g = dy.template get<T>(i);
-    if constexpr (kPresent<Weight>) g *= weight_at<ZeroCentered, T>(weights, i);
+    if constexpr (kPresent<Weight>) g *= weight_at<Op, T>(weights, i);
     const T d = centring.d_of(x.template get<T>(i), inside<Vector>(first, i, n));
     sums[0] = fused_multiply_add(g, d, sums[0]);
-    if constexpr (Centered) {
+    if constexpr (Op::kCentered) {
       sums[1] += g;
       sums[2] += d;
     }
@@ -115,12 +114,12 @@ struct RowMeans {
 };
 
 // Element i of a pack's dx.
-template <bool ZeroCentered, bool Centered, typename T, typename Weight, int Length>
+template <typename Op, typename T, typename Weight, int Length>
 __device__ __forceinline__ T dx_of(T dy, T xhat, const Pack<Weight, Length>& weights, int i,
-                                   const RowMeans<Centered, T>& means, T rstd) {
+                                   const RowMeans<Op::kCentered, T>& means, T rstd) {
   const T along = fused_multiply_add(-xhat, means.g_xhat, -means.g);
   if constexpr (kPresent<Weight>) {
-    return fused_multiply_add(dy, weight_at<ZeroCentered, T>(weights, i), along) * rstd;
+    return fused_multiply_add(dy, weight_at<Op, T>(weights, i), along) * rstd;
   } else {
     return (dy + along) * rstd;
   }
@@ -148,37 +147,48 @@ __device__ __forceinline__ void mark_if_wild(RowMeans<Centered, T>& means, bool 
   if (is_wild(means, most)) means.g_xhat = static_cast<T>(float_from_bits(0x7fffffffu));
 }
 
-template <bool ZeroCentered, bool Centered, bool Bitmask, typename Index, typename X, typename DY,
-          typename Weight>
+template <typename Op, typename Index>
 struct WildRow {
+  using X = typename Op::X;
+  using Weight = typename Op::Weight;
   static constexpr int kLength = 16 / static_cast<int>(sizeof(X));
-  static constexpr int kSums = kGradientSums<Centered>;
-  using Means = RowMeans<Centered, double>;
+  static constexpr int kSums = kGradientSums<Op::kCentered>;
+  using Means = RowMeans<Op::kCentered, double>;
 
-  const DY* dy;
+  const typename Op::DY* dy;
   const X* x;
   const Weight* weight;
   const unsigned char* bits;
   X* dx;
   float mean, rstd;
 
+  __device__ __forceinline__ WildRow(const BackwardArguments<Op>& args, long long row, float mean,
+                                     float rstd)
+      : dy(args.dy + row * args.dy_stride),
+        x(args.x + row * args.x_stride),
+        weight(args.weight),
+        bits(args.bitmask + row * bitmask_bytes(args.n_cols)),
+        dx(args.dx + row * args.dx_stride),
+        mean(mean),
+        rstd(rstd) {}
+
   __device__ __forceinline__ double g(Index column) const {
-    const bool is_kept = !Bitmask || (bits[column / 8] >> (column % 8) & 1) != 0;
+    const bool is_kept = !Op::kBitmask || (bits[column / 8] >> (column % 8) & 1) != 0;
     const double upstream = is_kept ? convert<double>(dy[column]) : 0.0;
     if constexpr (!kPresent<Weight>)
       return upstream;
     else
-      return upstream * (convert<double>(weight[column]) + (ZeroCentered ? 1.0 : 0.0));
+      return upstream * (convert<double>(weight[column]) + (Op::kZeroCentered ? 1.0 : 0.0));
   }
   __device__ __forceinline__ double h(Index column) const {
-    return (convert<double>(x[column]) - (Centered ? mean : 0.0)) * rstd;
+    return (convert<double>(x[column]) - (Op::kCentered ? mean : 0.0)) * rstd;
   }
   // Of what lies in a thread's packs, which begin at `first`, `step` apart, in a row of n columns; of h, not of d.
   __device__ __forceinline__ void sum(double (&sums)[kSums], Index first, Index step,
                                       Index n) const {
     for_each_column(first, step, n, [&](Index column) {
       sums[0] += g(column) * h(column);
-      if constexpr (Centered) sums[1] += g(column), sums[2] += h(column);
+      if constexpr (Op::kCentered) sums[1] += g(column), sums[2] += h(column);
     });
   }
   __device__ __forceinline__ void write(const Means& means, Index first, Index step,
@@ -220,28 +230,19 @@ __device__ __forceinline__ void add_up_wild(TeamOf& team, double (&sums)[Sums]) 
 
 // Writes dx of a team's wild row. All teams of a warp take part; one that `skips` does nothing else. Returns the
 // team, which has a reduction behind it.
-template <bool ZeroCentered, bool Centered, bool Bitmask, int PacksPerThread, typename TeamOf,
-          typename X, typename DY, typename Weight>
-__device__ NOT_INLINED TeamOf write_wild_row(TeamOf team, bool skips, long long row, const DY* dy,
-                                             long long dy_stride, const X* x, long long x_stride,
-                                             const Weight* weight, const float* mean,
-                                             const float* rstd, const unsigned char* bitmask, X* dx,
-                                             long long dx_stride, int n_cols, float inv_n) {
-  using Row = WildRow<ZeroCentered, Centered, Bitmask, int, X, DY, Weight>;
-  const Row wild = {dy + row * dy_stride,
-                    x + row * x_stride,
-                    weight,
-                    bitmask + row * bitmask_bytes(n_cols),
-                    dx + row * dx_stride,
-                    Centered && !skips ? mean[row] : 0.0f,
-                    skips ? 0.0f : rstd[row]};
+template <typename Op, int PacksPerThread, typename TeamOf>
+__device__ NOT_INLINED TeamOf write_wild_row(TeamOf team, bool skips, long long row,
+                                             const BackwardArguments<Op>& args) {
+  using Row = WildRow<Op, int>;
+  const Row wild(args, row, Op::kCentered && !skips ? args.mean[row] : 0.0f,
+                 skips ? 0.0f : args.rstd[row]);
   const int first = team.template first_column<PacksPerThread, Row::kLength>(0);
   const int step = team.template first_column<PacksPerThread, Row::kLength>(1) - first;
-  const int last = first + PacksPerThread * step;
+  const int last = first + PacksPerThread * step, n_cols = static_cast<int>(args.n_cols);
   const int end = skips ? 0 : n_cols < last ? n_cols : last;
   double sums[Row::kSums] = {};
   wild.sum(sums, first, step, end);
   add_up_wild(team, sums);
-  wild.write(typename Row::Means(sums, 1.0, inv_n), first, step, end);
+  wild.write(typename Row::Means(sums, 1.0, args.inv_n), first, step, end);
   return team;
 }

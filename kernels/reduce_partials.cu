@@ -9,21 +9,23 @@
 //            thread / kLanes, + Groups, + 2 * Groups, ...
 // Order:     a thread's partials in turn, then a butterfly over the groups of its warp, then the
 //            warps, or groups of more than a warp, in turn.
-// Result:    thread t < kLanes writes its columns, by accesses of Vector.
+// Result:    thread t < kLanes writes its columns, by accesses of kVector.
 #include "gradient.cuh"
 
 // At least 4 blocks a multiprocessor: left to itself, ptxas aims at 8, for which it waits in between.
-template <typename T, typename DWeight, typename DBias, int BlockThreads, int Groups, int Vector>
-__global__ __launch_bounds__(BlockThreads, 4) void reduce_partials(const T* partials,
-                                                                   DWeight* dweight, DBias* dbias,
-                                                                   long long n_partials,
-                                                                   long long n_cols) {
+template <typename Op, typename Layout>
+__global__ void __launch_bounds__(Layout::kBlockThreads, 4)
+    reduce_partials(const __grid_constant__ ReductionArguments<Op> args) {
+  using T = Compute<typename Op::X>;
+  using DWeight = typename Op::DWeight;
+  const long long n_cols = args.n_cols;
   constexpr int kAtOnce = 5;  // partials of a thread that are on their way
   constexpr int kWidth = 16 / static_cast<int>(sizeof(T));
-  constexpr int kLanes = BlockThreads / Groups;
+  constexpr int kLanes = Layout::kBlockThreads / Layout::kGroups;
   constexpr int kColumns = kLanes * kWidth;
-  constexpr int kWarps = BlockThreads / 32;
-  constexpr int kSums = Groups < kWarps ? Groups : kWarps;  // of a column, in shared memory
+  constexpr int kWarps = Layout::kBlockThreads / 32;
+  constexpr int kSums =
+      Layout::kGroups < kWarps ? Layout::kGroups : kWarps;  // of a column, in shared memory
   const long long tiles = (n_cols + kColumns - 1) / kColumns;
   const long long tile = block_index() - (block_index() < tiles ? 0 : tiles);
   const bool is_first = block_index() < tiles;
@@ -35,20 +37,21 @@ __global__ __launch_bounds__(BlockThreads, 4) void reduce_partials(const T* part
   wait_for_previous_kernel();
   T sum[kWidth] = {};
   // What lies behind a row's end some kernels leave unwritten.
-  const bool whole = Vector == kWidth || n == kWidth;
-  const long long stride = partials_stride(n_cols), step = Groups * stride;
-  const T* source = partials + ((is_first ? 0 : n_partials) + group) * stride + column;
+  const bool whole = Layout::kVector == kWidth || n == kWidth;
+  const long long stride = partials_stride(n_cols), step = Layout::kGroups * stride;
+  const T* source = args.partials + ((is_first ? 0 : args.n_partials) + group) * stride + column;
 #pragma unroll 1
-  for (int left = static_cast<int>(n_partials) - group; left > 0; left -= kAtOnce * Groups) {
+  for (int left = static_cast<int>(args.n_partials) - group; left > 0;
+       left -= kAtOnce * Layout::kGroups) {
     Pack<T, kWidth> values[kAtOnce];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      load<kWidth>(values[i], source + i * step, 0, whole && left > i * Groups ? n : 0);
+      load<kWidth>(values[i], source + i * step, 0, whole && left > i * Layout::kGroups ? n : 0);
     }
     if (!whole) {
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
-        load<1>(values[i], source + i * step, 0, left > i * Groups ? n : 0);
+        load<1>(values[i], source + i * step, 0, left > i * Layout::kGroups ? n : 0);
       }
     }
     source += kAtOnce * step;
@@ -82,8 +85,8 @@ __global__ __launch_bounds__(BlockThreads, 4) void reduce_partials(const T* part
   }
   // Each thread by itself, as those of the other groups are gone.
   if (kPresent<DWeight> && is_first) {
-    write<Vector, 1>(sum, dweight + column, 0, n);
+    write<Layout::kVector, 1>(sum, args.dweight + column, 0, n);
   } else {
-    write<Vector, 1>(sum, dbias + column, 0, n);
+    write<Layout::kVector, 1>(sum, args.dbias + column, 0, n);
   }
 }

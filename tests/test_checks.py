@@ -6,6 +6,7 @@ The tables name an argument by its parameter, and are applied to every public fu
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -463,6 +464,95 @@ def test_supports_says_what_warmup_raises(
     for word in words:
         assert word in str(raised.value)
     assert cupynorm.supports(**arguments) == str(raised.value)
+    if not isinstance(arguments["n"], list):
+        with pytest.raises(error) as of_source:
+            cupynorm.kernel_source(**arguments)
+        for word in words:
+            assert word in str(of_source.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"n": [4, 8]}, TypeError, ("n must be an int", "[4, 8]")),
+        ({"statistics": 1}, TypeError, ("statistics must be True or False", "1")),
+        ({"statistics": True, "backward": True}, ValueError, ("statistics must be False", "True")),
+        *(
+            ({name: value}, error, (f"{name} must be", str(value)))
+            for name in ("rows", "architecture")
+            for value, error in ((0, ValueError), (-90, ValueError), (9.0, TypeError))
+        ),
+        ({"rows": True}, TypeError, ("rows must be an int or None", "True")),
+        ({"architecture": "sm_90"}, TypeError, ("architecture must be an int or None", "'sm_90'")),
+        ({"architecture": 70}, ValueError, ("architecture must be at least 75", "70")),
+    ],
+    ids=str,
+)
+def test_kernel_source_says_which_argument_is_wrong(
+    changes: dict[str, Any], error: type[Exception], words: tuple[str, ...]
+) -> None:
+    with pytest.raises(error) as raised:
+        cupynorm.kernel_source(**{"norm": "layer_norm", "n": 4, "x_dtype": "float32"} | changes)
+    for word in words:
+        assert word in str(raised.value)
+
+
+def test_kernel_source_is_of_the_kernels_that_a_call_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    cupy = pytest.importorskip("cupy", exc_type=ImportError)
+    from cupynorm import _compile, _plans
+
+    def sources(plan: Any) -> dict[str, str]:
+        return {kernel.name: kernel.source() for kernel in plan}
+
+    gpu = SimpleNamespace(compute_capability="90", attributes={"MultiProcessorCount": 12})
+    monkeypatch.setattr(_warmup, "_device_problem", lambda: None)
+    monkeypatch.setattr(cupy.cuda, "Device", lambda: gpu)
+    monkeypatch.setattr(_plans, "multiprocessors", lambda device: 12)
+    monkeypatch.setattr(_plans, "architecture", lambda device: 90)
+
+    class Loaded(_compile.Instantiation):
+        def clusters_at_once(self) -> int:
+            return 3
+
+        def blocks_at_once(self) -> int:
+            return 100
+
+    monkeypatch.setattr(_compile, "load", lambda kernel, device: Loaded(**vars(kernel)))
+    for norm, n, (weight, bias) in itertools.product(
+        ("rms_norm", "layer_norm"),
+        (96, 1003, 4096, 65536, 262144),
+        ((None, None), ("float32", None), ("float32", "bfloat16")),
+    ):
+        vector = min(8, n & -n)
+        dtypes = norm, n, "bfloat16", weight, bias
+        dbias = bias or (None if norm == "rms_norm" else weight or "bfloat16")
+        of_dy = BackwardSpec(norm, "bfloat16", "float32", weight, dbias, False, True)
+        for rows, m in ((1, 1), (40, 40), (None, 10**9)):
+            for stored in (False, True):
+                spec = ForwardSpec(
+                    norm, "bfloat16", weight, bias, "float16", weight is not None, stored, False
+                )
+                plan = _plans.forward_plan(spec, m, n, vector, -7)
+                assert cupynorm.kernel_source(
+                    *dtypes,
+                    out_dtype="float16",
+                    zero_centered=weight is not None,
+                    statistics=stored,
+                    rows=rows,
+                ) == sources([plan.kernel])
+            kernels = _plans.backward_plan(of_dy, m, n, vector, -7).kernels
+            options: dict[str, Any] = {"dy_dtype": "float32", "relu": True, "backward": True}
+            assert cupynorm.kernel_source(*dtypes, **options, rows=rows) == sources(kernels)
+
+
+def test_kernel_source_needs_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_warmup, "gpu_problem", lambda: "the GPU is on holiday")
+    arguments: tuple[Any, ...] = ("layer_norm", 1 << 20, "float32", "float32")
+    usual = cupynorm.kernel_source(*arguments)
+    assert usual == cupynorm.kernel_source(*arguments, architecture=90)
+    assert usual != cupynorm.kernel_source(*arguments, architecture=80)
+    assert list(usual) == ["norm_forward_streaming"]
+    assert "#include" not in usual["norm_forward_streaming"]
 
 
 @pytest.mark.parametrize("n", [4, [4, 8], (4,), range(1, 3), [], np.int64(4), np.array([4, 8])])
@@ -503,8 +593,8 @@ def test_warmup_loads_the_kernels_of_few_rows_and_of_many(monkeypatch: pytest.Mo
     assert isinstance(many, ForwardInRegisters)
     few = [config for _, config in few_rows_configs(spec, many, 4096, 90, 12)]
     assert loaded[:3] == [_compile.forward_instantiation(spec, config) for config in (*few, many)]
-    names = [kernel.expression.partition("<")[0] for kernel in loaded[6:]]
-    alone, many = ["norm_backward_in_registers"], ["norm_backward", "reduce_partials"]
+    names = [kernel.name for kernel in loaded[6:]]
+    alone, many = ["norm_backward_in_registers"], ["norm_backward_pipelined", "reduce_partials"]
     few_and_columns = [*alone, "norm_backward_in_registers_columns"]
     few_and_sums = [*alone, "reduce_partials"]  # for a dx given
     assert names[: len(names) // 2] == [*alone, *few_and_columns, *many, *few_and_sums]
@@ -513,12 +603,12 @@ def test_warmup_loads_the_kernels_of_few_rows_and_of_many(monkeypatch: pytest.Mo
     # 12 multiprocessors have 96 rows at once, 8 a block; a row a block is for 64.
     loaded.clear()
     cupynorm.warmup("layer_norm", 1024, "float32", "float32")
-    names = [k.expression.partition("<")[0] for k in loaded if "forward" not in k.file]
+    names = [k.name for k in loaded if "forward" not in k.file]
     assert names == 2 * [*alone, *few_and_columns, *few_and_sums, *many, *few_and_sums]
 
     loaded.clear()
     cupynorm.warmup("rms_norm", 4096, "float32", "float32")
-    names = [kernel.expression.partition("<")[0] for kernel in loaded[4:]]
+    names = [kernel.name for kernel in loaded[4:]]
     beside_columns = alone * 2  # of up to 64 rows and of up to 69, in the same kernel
     assert names == [*alone, *beside_columns, *many, *few_and_sums]
 

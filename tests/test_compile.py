@@ -18,20 +18,24 @@ import itertools
 import os
 import re
 import shutil
+import struct
 import subprocess
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
+from cupynorm import kernel_source
 from cupynorm._bench import FLUSH, Clock
 from cupynorm._compile import (
+    ARGUMENTS,
     OPTIONS,
     Instantiation,
+    arguments_of,
     backward_instantiations,
     forward_instantiation,
     source,
@@ -49,7 +53,7 @@ from cupynorm._layout import (
     forward_config,
     pack_length,
 )
-from cupynorm._operation import ITEMSIZE, BackwardSpec, ForwardSpec
+from cupynorm._operation import CPP_TYPES, ITEMSIZE, BackwardSpec, ForwardSpec
 
 pytest.importorskip("cupy", reason="needs CuPy for NVRTC", exc_type=ImportError)
 from cupy.cuda import nvrtc
@@ -377,24 +381,23 @@ def instantiations(architecture: int) -> list[Instantiation]:
 
     def is_one_of(kernel: Instantiation, number: int) -> bool:
         """Choose by the kernel alone, so that others beside it change nothing."""
-        return zlib.crc32(kernel.expression.encode()) % number == 0
+        return zlib.crc32(str(kernel).encode()) % number == 0
 
     def share(kernel: Instantiation) -> int:
         if architecture != 90:
             return 8 if architecture == 80 else 16
-        _, x, vector = kind(kernel)
-        if x != "bfloat16":
+        members = members_of(kernel)
+        if members["X"] != "bfloat16":
             return 8
-        return 1 if vector == "8" else 4
+        return 1 if members["kVector"] == 8 else 4
 
     chosen = (kernel for kernel in kernels if is_one_of(kernel, share(kernel)))
     return list(dict.fromkeys((*chosen, *always)))
 
 
-def kind(kernel: Instantiation) -> tuple[str, str, str]:
-    """Return a kernel's name, the dtype of x, and how many elements it moves at once."""
-    name, arguments = kernel.expression[:-1].split("<")
-    return name, arguments.split(", ")[0], arguments.split(", ")[-1]
+def members_of(kernel: Instantiation) -> dict[str, str | bool | int]:
+    """Return the members of a kernel's Op and Layout."""
+    return dict((*kernel.op, *kernel.layout))
 
 
 def forward_kernels(
@@ -512,10 +515,12 @@ class Compiled:
 def compiled(kernels: tuple[Instantiation, ...], architecture: str) -> Compiled:
     """Compile kernels of one file."""
     file = kernels[0].file
-    program = nvrtc.createProgram(source(file), file, (), ())
+    structs = "".join(kernel.structs(f"_{i}") for i, kernel in enumerate(kernels))
+    expressions = {kernel: kernel.expression(f"_{i}") for i, kernel in enumerate(kernels)}
+    program = nvrtc.createProgram(source(file) + structs, file, (), ())
     try:
-        for kernel in kernels:
-            nvrtc.addNameExpression(program, kernel.expression)
+        for expression in expressions.values():
+            nvrtc.addNameExpression(program, expression)
         options = (*OPTIONS, *CUPY_OPTIONS, f"-arch=sm_{architecture}", "--ptxas-options=-v")
         try:
             nvrtc.compileProgram(program, options)
@@ -523,12 +528,17 @@ def compiled(kernels: tuple[Instantiation, ...], architecture: str) -> Compiled:
             raise AssertionError(f"{file}: {error}\n{nvrtc.getProgramLog(program)}") from error
         _, *logs = str(nvrtc.getProgramLog(program)).split("Compiling entry function '")
         by_name = dict(log.split("'", maxsplit=1) for log in logs)
-        symbols = {nvrtc.getLoweredName(program, k.expression): k for k in kernels}
+        symbols = {nvrtc.getLoweredName(program, e): kernel for kernel, e in expressions.items()}
         # CuPy drops the last byte, for a terminating zero that a cubin has not.
         cubin = nvrtc.getCUBIN(program) + b"\0"
         return Compiled({k: by_name[name] for name, k in symbols.items()}, symbols, cubin)
     finally:
         nvrtc.destroyProgram(program)
+
+
+def kernels_with(name: str, **members: str) -> str:
+    """Return a pattern of the kernels of a name of which some members are as patterns say."""
+    return f"{name}<" + "".join(rf"(?=.*\b{key}=({value})[,>])" for key, value in members.items())
 
 
 # What is faster with what it spills, in bytes, than where it has the registers: LayerNorm of 18432
@@ -547,89 +557,337 @@ def compiled(kernels: tuple[Instantiation, ...], architecture: str) -> Compiled:
 # and 5 packs of two gradients spills 80 to 120 bytes where the compiler knows that the row fills
 # them. With the weight held beside cells LayerNorm of 13107 rows of 5197 float32, by 448 threads,
 # takes 235 us, without 239 (H200).
-LAYER_NORM_BY_8_PACKS = (
-    r"norm_forward<bfloat16, .*, true, \w+, \w+, \w+, false, \d+, 0, false, .*, 8, 8, \w+, 8>"
+LAYER_NORM_BY_8_PACKS = kernels_with(
+    "norm_forward_in_registers",
+    X="bfloat16",
+    kCentered="true",
+    kRareLast="false",
+    kBlocksAheadIfLarge="0",
+    kHoldWeight="false",
+    kPacksPerThread="8",
+    kPackLength="8",
+    kVector="8",
 )
 # On sm_120, where nothing was measured. By 640 threads a multiprocessor 20000 rows of 6004 take 127
 # us, by 512 135, 10000 of 12004 138 and 159 (bfloat16, H200).
-LAYER_NORM_BY_PACKS_OF_8_BYTES = (
-    r"norm_forward<b?float16, .*, true(, \w+){3}, false, \d+, \d+, false, .*, 1[1-6], 4, \w+, 4>"
+LAYER_NORM_BY_PACKS_OF_8_BYTES = kernels_with(
+    "norm_forward_in_registers",
+    X="b?float16",
+    kCentered="true",
+    kRareLast="false",
+    kHoldWeight="false",
+    kPacksPerThread="1[1-6]",
+    kPackLength="4",
+    kVector="4",
 )
 # By cells, of odd length: 5600 rows of 12001 take 106 us, 126 by 384 threads a multiprocessor, 6990
 # of 9599, which spill most, 98.7, and 99.6 where they spilled less, 14563 of 4607 90.6, 97.0 by 640
 # (bfloat16, float32 weight and bias, H200).
-LAYER_NORM_BY_PACKS_OF_8_BYTES_ANYWHERE = (
-    r"norm_forward<bfloat16, .*, true(, \w+){3}, false, \d+, \d+, false, .*, 1[2-6], 4, \w+, [12]>"
+LAYER_NORM_BY_PACKS_OF_8_BYTES_ANYWHERE = kernels_with(
+    "norm_forward_in_registers",
+    X="bfloat16",
+    kCentered="true",
+    kRareLast="false",
+    kHoldWeight="false",
+    kPacksPerThread="1[2-6]",
+    kPackLength="4",
+    kVector="[12]",
 )
 # Few rows by 64 registers: 512 of LayerNorm's 16384, whose threads are two each, take 13.6 us, not
 # 15.1, RMSNorm's 13.1, not 14.6 (bfloat16, H200).
-FOLDED = r"norm_forward<b?float16, .*, false, 0, 0, false, 1, true, .*, [456], 8, 8, true, 8>"
-RMS_NORM_AT_ONCE = (
-    r"norm_forward<b?float16, .*(, false){2}, \w+(, false){2}, 0, 0, false, 1, false, .*"
-    r", [456], 8, 8, true, 8>"
+FOLDED = kernels_with(
+    "norm_forward_in_registers",
+    X="b?float16",
+    kRareLast="false",
+    kBlocksAhead="0",
+    kBlocksAheadIfLarge="0",
+    kHoldWeight="false",
+    kClusterBlocks="1",
+    kFolded="true",
+    kBlocksPerMultiprocessor="[456]",
+    kPacksPerThread="8",
+    kPackLength="8",
+    kFull="true",
+    kVector="8",
+)
+RMS_NORM_AT_ONCE = kernels_with(
+    "norm_forward_in_registers",
+    X="b?float16",
+    kCentered="false",
+    kZeroCentered="false",
+    kRelu="false",
+    kRareLast="false",
+    kBlocksAhead="0",
+    kBlocksAheadIfLarge="0",
+    kHoldWeight="false",
+    kClusterBlocks="1",
+    kFolded="false",
+    kBlocksPerMultiprocessor="[456]",
+    kPacksPerThread="8",
+    kPackLength="8",
+    kFull="true",
+    kVector="8",
 )
 # 11915 rows of 5632 take 66.6 us, 69.5 by 640 threads a multiprocessor, and with a float32 weight
 # 24892 of 2696 70.8, not 75.1 (bfloat16, H200). On other GPUs full rows alone are so.
-RMS_NORM_HOLDS_4_PACKS = (
-    r"norm_forward<bfloat16, .*, false(, \w+){3}, false, \d+, \d+, true, 1, .*, 4, 8, \w+, 8>"
+RMS_NORM_HOLDS_4_PACKS = kernels_with(
+    "norm_forward_in_registers",
+    X="bfloat16",
+    kCentered="false",
+    kRareLast="false",
+    kHoldWeight="true",
+    kClusterBlocks="1",
+    kPacksPerThread="4",
+    kPackLength="8",
+    kVector="8",
 )
-MANY_PACKS = (
-    r"norm_backward<b?float16, .*, "
-    r"(\d+, \d+, \d+, 1, [67]|([248]|16), \d+, \d+, 1, 5), false, 8>"
+MANY_PACKS = kernels_with(
+    "norm_backward_pipelined",
+    X="b?float16",
+    kPacksPerThread="[67]",
+    kBlocksPerMultiprocessor="1",
+    kFull="false",
+    kVector="8",
 )
-MANY_PACKS_BY_SINGLE_ELEMENTS = r"norm_backward<b?float16, .*, 1, [67], false, 1>"
-LAYER_NORM_IN_PAIRS = r"norm_backward<bfloat16, .*, 3, 2, 384, 384, 1, 3, true, 8>"
-BY_CELLS = r"norm_backward<b?float16, .*, true, \w+, false, (\d+, ){5}[2-7], \w+, [12]>"
+MANY_PACKS_IN_CLUSTERS = kernels_with(
+    "norm_backward_pipelined",
+    X="b?float16",
+    kClusterBlocks="[248]|16",
+    kPacksPerThread="5",
+    kBlocksPerMultiprocessor="1",
+    kFull="false",
+    kVector="8",
+)
+MANY_PACKS_BY_SINGLE_ELEMENTS = kernels_with(
+    "norm_backward_pipelined",
+    X="b?float16",
+    kBlocksPerMultiprocessor="1",
+    kPacksPerThread="[67]",
+    kFull="false",
+    kVector="1",
+)
+LAYER_NORM_IN_PAIRS = kernels_with(
+    "norm_backward_pipelined",
+    X="bfloat16",
+    kStages="3",
+    kClusterBlocks="2",
+    kRowThreads="384",
+    kBlockThreads="384",
+    kBlocksPerMultiprocessor="1",
+    kPacksPerThread="3",
+    kFull="true",
+    kVector="8",
+)
+BY_CELLS = kernels_with(
+    "norm_backward_pipelined",
+    X="b?float16",
+    kCells="true",
+    kTurned="false",
+    kPacksPerThread="[2-7]",
+    kVector="[12]",
+)
 # Two that spill most of them, beside a bitmask and beside a float32 dy, and on sm_120 LayerNorm's
 # by 416 and 448 threads: nothing was measured there.
-CELLS_BESIDE_A_BITMASK = (
-    r"norm_backward<bfloat16, bfloat16, .*(, true){4}, false, .*, 192, 384, 1, 3, false, 1>"
+CELLS_BESIDE_A_BITMASK = kernels_with(
+    "norm_backward_pipelined",
+    X="bfloat16",
+    DY="bfloat16",
+    DBias="float",
+    kCentered="true",
+    kZeroCentered="true",
+    kBitmask="true",
+    kHoldWeight="false",
+    kRowThreads="192",
+    kBlockThreads="384",
+    kBlocksPerMultiprocessor="1",
+    kPacksPerThread="3",
+    kFull="false",
+    kVector="1",
 )
-CELLS_BESIDE_FLOAT32 = (
-    r"norm_backward<bfloat16, float, .*, true, \w+, false, 2, 1, 160, 320, 1, 4, false, 1>"
+CELLS_BESIDE_FLOAT32 = kernels_with(
+    "norm_backward_pipelined",
+    X="bfloat16",
+    DY="float",
+    kCells="true",
+    kTurned="false",
+    kStages="2",
+    kClusterBlocks="1",
+    kRowThreads="160",
+    kBlockThreads="320",
+    kBlocksPerMultiprocessor="1",
+    kPacksPerThread="4",
+    kFull="false",
+    kVector="1",
 )
-CELLS_ON_120 = (
-    r"norm_backward<bfloat16, .*, true, false, false, 2, 1, (416, 416|448, 448), 1, 2, false, 1>"
+CELLS_ON_120 = kernels_with(
+    "norm_backward_pipelined",
+    X="bfloat16",
+    kCells="true",
+    kThroughL1="false",
+    kTurned="false",
+    kStages="2",
+    kClusterBlocks="1",
+    kRowThreads="416|448",
+    kBlockThreads="416|448",
+    kBlocksPerMultiprocessor="1",
+    kPacksPerThread="2",
+    kFull="false",
+    kVector="1",
 )
-HELD_BESIDE_CELLS = (
-    r"norm_backward<float, .*, true, false, \d, false, false, true, .*, 448, 1, 3, .*, 1>"
+HELD_BESIDE_CELLS = kernels_with(
+    "norm_backward_pipelined",
+    X="float",
+    kHoldWeight="true",
+    kHoldRow="false",
+    kHoldSums="false",
+    kBulk="false",
+    kCells="true",
+    kBlockThreads="448",
+    kBlocksPerMultiprocessor="1",
+    kPacksPerThread="3",
+    kVector="1",
 )
 # Wide accesses side by side: LayerNorm takes 162 us, not 170, for 8192 rows of 10396 (H200).
-BY_8_BYTES = r"norm_backward<(b?float16, .*, 4|float, .*, 2|double, .*, 1)>"
+BY_8_BYTES = "|".join(
+    kernels_with("norm_backward_pipelined", X=x, kVector=vector)
+    for x, vector in (("b?float16", "4"), ("float", "2"), ("double", "1"))
+)
 # 1000 rows of LayerNorm's 2000 with a bitmask and a float32 weight around zero take 12.6 us, 13.2
 # where they wait in shared memory, RMSNorm's 10.5 and 12.1 (bfloat16, H200).
-BY_1024_THREADS = r"norm_backward_in_registers<(b?float16|double), .*, 1024, 1, 2, \w+, \d>"
-RESIDENT_BY_PAIRS = r"norm_backward_in_registers<b?float16, .*, [67], \w+, 1>"
-BESIDE_A_BITMASK = (
-    r"norm_backward<b?float16, .*(, true){5}, false, 2, (false, ){5}\d, 1, .*, true, 8>"
+BY_1024_THREADS = kernels_with(
+    "norm_backward_in_registers",
+    X="b?float16|double",
+    kBlockThreads="1024",
+    kBlocksPerMultiprocessor="1",
+    kPacksPerThread="2",
 )
-STRIPS_BY_SINGLE_ELEMENTS = r"norm_backward_column_parallel<b?float16, .*, 512, [12], 1>"
-STRIPS_WITH_BITMASK = r"norm_backward_column_parallel<b?float16, .*, true, (512, [12]|320, 4), 8>"
+RESIDENT_BY_PAIRS = kernels_with(
+    "norm_backward_in_registers", X="b?float16", kPacksPerThread="[67]", kVector="1"
+)
+BESIDE_A_BITMASK = kernels_with(
+    "norm_backward_pipelined",
+    X="b?float16",
+    DBias="float",
+    kCentered="true",
+    kZeroCentered="true",
+    kBitmask="true",
+    kHoldWeight="true",
+    kHoldRow="false",
+    kSharedSums="2",
+    kHoldSums="false",
+    kBulk="false",
+    kCells="false",
+    kThroughL1="false",
+    kTurned="false",
+    kClusterBlocks="1",
+    kFull="true",
+    kVector="8",
+)
+STRIPS_BY_SINGLE_ELEMENTS = kernels_with(
+    "norm_backward_column_parallel",
+    X="b?float16",
+    kStripThreads="512",
+    kGroupRows="[12]",
+    kVector="1",
+)
+STRIPS_WITH_BITMASK = "|".join(
+    kernels_with(
+        "norm_backward_column_parallel",
+        X="b?float16",
+        kBitmask="true",
+        kStripThreads=threads,
+        kGroupRows=rows,
+        kVector="8",
+    )
+    for threads, rows in (("512", "[12]"), ("320", "4"))
+)
 # Beside what tells whether a row was out of range, of few rows with a bitmask and a weight around
 # zero, whose columns are summed beside them.
-FEW_BESIDE_COLUMNS = (
-    r"norm_backward_in_registers<bfloat16, .*(, true){3}, (8|16), 1, 128, 128, 8, 2, false, 8>"
+FEW_BESIDE_COLUMNS = kernels_with(
+    "norm_backward_in_registers",
+    X="bfloat16",
+    kCentered="true",
+    kZeroCentered="true",
+    kBitmask="true",
+    kColumnLanes="8|16",
+    kClusterBlocks="1",
+    kRowThreads="128",
+    kBlockThreads="128",
+    kBlocksPerMultiprocessor="8",
+    kPacksPerThread="2",
+    kFull="false",
+    kVector="8",
 )
-LAYER_NORM_BY_TWO_CLUSTERS = (
-    r"norm_forward_pipelined<b?float16, .*, \d+, 2, [67], \w+, false, \w+, \w+, \w+, 8>"
+LAYER_NORM_BY_TWO_CLUSTERS = kernels_with(
+    "norm_forward_pipelined",
+    X="b?float16",
+    kBlocksPerMultiprocessor="2",
+    kPacksPerThread="[67]",
+    kCells="false",
+    kVector="8",
 )
 # 410 rows of 163841 take 167 us, by one cluster 172, 680 of 98305 136 and 157 (bfloat16, H200).
-LAYER_NORM_BY_TWO_CLUSTERS_AND_CELLS = (
-    r"norm_forward_pipelined<bfloat16, .*, \d+, 2, [5-7], \w+, true, false, false, \w+, [12]>"
+LAYER_NORM_BY_TWO_CLUSTERS_AND_CELLS = kernels_with(
+    "norm_forward_pipelined",
+    X="bfloat16",
+    kBlocksPerMultiprocessor="2",
+    kPacksPerThread="[5-7]",
+    kCells="true",
+    kThroughL1="false",
+    kTurned="false",
+    kVector="[12]",
 )
 # 5000 rows of 12289 take 130 us, 144 with the weight in shared memory (bfloat16, float32 weight and
 # bias, H200).
-LAYER_NORM_HELD_BESIDE_CELLS = (
-    r"norm_forward_pipelined<bfloat16, .*, true, false, 3, \d+, \d+, 1, 4, \w+, true, .*, [12]>"
+LAYER_NORM_HELD_BESIDE_CELLS = kernels_with(
+    "norm_forward_pipelined",
+    X="bfloat16",
+    kHoldWeight="true",
+    kHoldBias="false",
+    kStages="3",
+    kBlocksPerMultiprocessor="1",
+    kPacksPerThread="4",
+    kCells="true",
+    kVector="[12]",
 )
-LAYER_NORM_BY_16_BLOCKS = (
-    r"norm_forward_pipelined<b?float16, .*, 16, 512, 1, [78], (false, ){4}true, \d>"
+LAYER_NORM_BY_16_BLOCKS = kernels_with(
+    "norm_forward_pipelined",
+    X="b?float16",
+    kClusterBlocks="16",
+    kBlockThreads="512",
+    kBlocksPerMultiprocessor="1",
+    kPacksPerThread="[78]",
+    kCounted="false",
+    kCells="false",
+    kThroughL1="false",
+    kTurned="false",
+    kFull="true",
 )
-BY_16_BLOCKS_AND_CELLS = (
-    r"norm_forward_pipelined<b?float(16)?, .*, 16, 512, 1, [6-8], \w+, true, false, false, true, 1>"
+BY_16_BLOCKS_AND_CELLS = kernels_with(
+    "norm_forward_pipelined",
+    X="b?float16|float",
+    kClusterBlocks="16",
+    kBlockThreads="512",
+    kBlocksPerMultiprocessor="1",
+    kPacksPerThread="[6-8]",
+    kCells="true",
+    kThroughL1="false",
+    kTurned="false",
+    kFull="true",
+    kVector="1",
 )
-LAYER_NORM_HELD_BY_16_BLOCKS = (
-    r"norm_forward_pipelined<b?float16, .*, true, true, 3, 16, \d+, 1, 4, (false, ){2}(\w+, ){3}8>"
+LAYER_NORM_HELD_BY_16_BLOCKS = kernels_with(
+    "norm_forward_pipelined",
+    X="b?float16",
+    kHoldWeight="true",
+    kHoldBias="true",
+    kStages="3",
+    kClusterBlocks="16",
+    kBlocksPerMultiprocessor="1",
+    kPacksPerThread="4",
+    kCounted="false",
+    kCells="false",
+    kVector="8",
 )
 SPILLED = {
     LAYER_NORM_BY_8_PACKS: 16,
@@ -637,6 +895,7 @@ SPILLED = {
     FOLDED: 52,
     RMS_NORM_AT_ONCE: 8,
     MANY_PACKS: 36,
+    MANY_PACKS_IN_CLUSTERS: 36,
     MANY_PACKS_BY_SINGLE_ELEMENTS: 64,
     LAYER_NORM_IN_PAIRS: 32,
     STRIPS_BY_SINGLE_ELEMENTS: 72,
@@ -658,12 +917,33 @@ SPILLED = {
     LAYER_NORM_HELD_BY_16_BLOCKS: 40,
 }
 # RMSNorm of 13312 around zero, on sm_80, where nothing was measured.
-AROUND_ZERO_ON_80 = (
-    r"norm_backward<bfloat16, bfloat16, float, false, true, false, .*, 416, 416, 1, 4, true, 8>"
+AROUND_ZERO_ON_80 = kernels_with(
+    "norm_backward_pipelined",
+    X="bfloat16",
+    DY="bfloat16",
+    Weight="float",
+    DBias="None",
+    kCentered="false",
+    kZeroCentered="true",
+    kRowThreads="416",
+    kBlockThreads="416",
+    kBlocksPerMultiprocessor="1",
+    kPacksPerThread="4",
+    kFull="true",
+    kVector="8",
 )
 # On sm_80, where nothing was measured.
-FEW_BY_1024_THREADS_ON_80 = (
-    r"norm_backward_in_registers<bfloat16, .*, 0, 1, 128, 1024, 1, 2, false, 8>"
+FEW_BY_1024_THREADS_ON_80 = kernels_with(
+    "norm_backward_in_registers",
+    X="bfloat16",
+    kColumnLanes="0",
+    kClusterBlocks="1",
+    kRowThreads="128",
+    kBlockThreads="1024",
+    kBlocksPerMultiprocessor="1",
+    kPacksPerThread="2",
+    kFull="false",
+    kVector="8",
 )
 ON_120 = {
     CELLS_ON_120: 144,
@@ -702,14 +982,12 @@ def test_no_configuration_spills_but_by_choice(architecture: str) -> None:
         assert spilled, f"no report of spills in {log!r}"
         local = int(re.search(r"(\d+) bytes stack frame", log)[1])
         allowed = {"": least} | SPILLED | SPILLED_ON.get(architecture, {})
-        most = max(n for kind, n in allowed.items() if re.match(kind, kernel.expression))
+        most = max(n for kind, n in allowed.items() if re.match(kind, str(kernel)))
         # Registers are handed to a warp in eights.
         too_many = -(-registers // 8) * 8 * kernel.block_threads > 65536
         an_array = local > max(spilled) + 8  # a frame is of whole 8 bytes
         if max(*spilled, local) > most or an_array or too_many:
-            problems.append(
-                f"{kernel.expression}: {registers} registers, spills {spilled}, {local} local"
-            )
+            problems.append(f"{kernel}: {registers} registers, spills {spilled}, {local} local")
     assert not problems, "\n".join(problems)
 
 
@@ -750,34 +1028,34 @@ def test_what_is_held_is_asked_for_before_the_row_is_measured(
     n: int, weight: str, tmp_path: Path
 ) -> None:
     spec = ForwardSpec("rms_norm", "bfloat16", weight, None, "bfloat16", False, True, False)
-    held = r"false, \w+, \d+, \w+, true, \d+, \w+(, \d+){5}, \w+, 8>$"
-    kernels = [k for k in forward_kernels(n, 8, 90, spec) if re.search(held, k.expression)]
+    held = {"kRelu": False, "kHoldWeight": True, "kVector": 8}.items()
+    kernels = [k for k in forward_kernels(n, 8, 90, spec) if held <= members_of(k).items()]
     assert kernels
     for kernel, code in disassembled(tuple(kernels), tmp_path).items():
         asked, computed = (
             [found.start() for found in re.finditer(rf"\b{operation}", code)]
             for operation in ("LDG", "FFMA")
         )
-        assert max(asked) < min(computed), kernel.expression
+        assert max(asked) < min(computed), str(kernel)
 
 
 def check_places_of_copies(kernel: Instantiation, code: str) -> None:
     """Check that no part of a place is in a uniform register, where the policy is as well."""
     copies = re.findall(r"(?:LDGSTS|UBLKCP)[^;]*", code)  # asynchronous, those in bulk as well
-    assert copies, kernel.expression
+    assert copies, str(kernel)
     # The policy is the descriptor's: which of the copies have one does not show.
     wrong = [copy for copy in copies if ".128" in copy and re.search(r"\[R\d+\+UR", copy)]
-    assert not wrong, f"{kernel.expression}: {wrong[0]}"
+    assert not wrong, f"{kernel}: {wrong[0]}"
 
 
 @pytest.mark.skipif(disassembler() is None, reason="needs nvdisasm")
 def test_no_copy_with_a_policy_has_a_part_of_its_place_in_a_uniform_register(
     tmp_path: Path,
 ) -> None:
-    def has_copies_with_policies(kernel: Instantiation) -> object:
-        return kernel.file in ("backward_pipelined.cu", "forward_pipelined.cu") and re.search(
-            r"_(backward|pipelined)<(float|b?float16),.* [48]>$", kernel.expression
-        )
+    def has_copies_with_policies(kernel: Instantiation) -> bool:
+        members = members_of(kernel)
+        pipelined = kernel.file in ("backward_pipelined.cu", "forward_pipelined.cu")
+        return pipelined and members["X"] != "double" and members["kVector"] in (4, 8)
 
     checked = 0
     for kernel, code in machine_code(has_copies_with_policies, tmp_path):
@@ -808,24 +1086,24 @@ def test_no_copy_to_strips_has_a_part_of_its_place_in_a_uniform_register(
 @pytest.mark.skipif(disassembler() is None, reason="needs nvdisasm")
 def test_kernels_wait_for_the_one_before_them(tmp_path: Path) -> None:
     overlapping = dict(machine_code(lambda kernel: kernel.overlaps, tmp_path))
-    assert {kernel.expression.partition("<")[0] for kernel in overlapping} == {
+    assert {kernel.name for kernel in overlapping} == {
         "norm_backward_in_registers_columns",
         "reduce_partials",
     }
     of_bias_alone = [
         kernel
         for kernel in overlapping
-        if re.match(r"\w+_columns<\w+, \w+, None, None, ", kernel.expression)
+        if members_of(kernel).get("Weight") == members_of(kernel)["DWeight"] == "None"
     ]
     assert of_bias_alone
     for kernel, code in overlapping.items():
         before, *after = code.split("ACQBULK")
-        assert after, kernel.expression
+        assert after, str(kernel)
         # What it reads of that one's, and all it writes, comes after the wait; the gradient of a
         # bias alone needs nothing of it.
-        assert "STG" not in before, kernel.expression
-        assert ("LDG" in after[-1]) == (kernel not in of_bias_alone), kernel.expression
-        assert ("LDG" in before) == ("columns" in kernel.expression), kernel.expression
+        assert "STG" not in before, str(kernel)
+        assert ("LDG" in after[-1]) == (kernel not in of_bias_alone), str(kernel)
+        assert ("LDG" in before) == ("columns" in kernel.name), str(kernel)
 
 
 @pytest.mark.skipif(disassembler() is None, reason="needs nvdisasm")
@@ -844,7 +1122,7 @@ def test_the_next_kernel_is_let_start_where_one_of_ours_overlaps(norm: str, tmp_
     assert set(followed.values()) == {False, True}
     for kernels in groups(list(followed)):
         for kernel, code in disassembled(kernels, tmp_path).items():
-            assert ("PREEXIT" in code) == followed[kernel], kernel.expression
+            assert ("PREEXIT" in code) == followed[kernel], str(kernel)
 
 
 @pytest.mark.skipif(disassembler() is None, reason="needs nvdisasm")
@@ -853,9 +1131,9 @@ def test_copies_in_bulk_see_their_mailboxes(tmp_path: Path) -> None:
     for n in (4096, 8192, 32768):
         kernel, _ = backward_instantiations(spec, backward_config(spec, n, 8, 90))
         before, *copied = disassembled((kernel,), tmp_path)[kernel].split("UBLKCP")
-        assert copied, kernel.expression
+        assert copied, str(kernel)
         # After the last mailbox was opened: each begins with a fence of its own.
-        assert "FENCE.VIEW.ASYNC" in before.rpartition("SYNCS.EXCH")[2], kernel.expression
+        assert "FENCE.VIEW.ASYNC" in before.rpartition("SYNCS.EXCH")[2], str(kernel)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES[1:])
@@ -867,6 +1145,46 @@ def test_the_flush_of_the_clock_compiles(architecture: str) -> None:
     finally:
         nvrtc.destroyProgram(program)
     assert all(name.encode() in cubin for name in Clock.FLUSHES[1:])
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_the_source_to_read_compiles(backward: bool) -> None:
+    options: dict[str, Any] = {"relu": True, "backward": backward, "architecture": 90}
+    sources = kernel_source("layer_norm", 1 << 20, "float16", "float32", "float32", **options)
+    assert len(sources) == (3 if backward else 1)
+    for name, text in sources.items():
+        program = nvrtc.createProgram(text, "kernel.cu", (), ())
+        try:
+            nvrtc.addNameExpression(program, f"{name}<Op, Layout>")
+            nvrtc.compileProgram(program, (*OPTIONS, *CUPY_OPTIONS, "-arch=sm_90"))
+            assert name in nvrtc.getLoweredName(program, f"{name}<Op, Layout>")
+        finally:
+            nvrtc.destroyProgram(program)
+
+
+@pytest.mark.parametrize("x", ["float64", "bfloat16"])
+def test_arguments_are_where_the_kernel_looks_for_them(x: str) -> None:
+    types = {"X": x, "DY": x, "Weight": x, "Bias": x, "Y": x, "DWeight": x, "DBias": x}
+    op = "".join(f"using {name} = {CPP_TYPES[dtype]};" for name, dtype in types.items())
+    asserts = [source("operation.cuh"), f"struct Op {{ {op} }};"]
+    for name in ARGUMENTS:
+        members, letters = arguments_of(name, x), ""
+        for member, letter in members:
+            offset = struct.calcsize(f"{letters}0{letter}")
+            size = struct.calcsize(letter)
+            letters += letter
+            place = f"__INTADDR__(&static_cast<{name}<Op>*>(nullptr)->{member})"
+            asserts.append(f'static_assert({place} == {offset}, "{name}::{member}");')
+            asserts.append(f'static_assert(sizeof({name}<Op>::{member}) == {size}, "{member}");')
+        total = struct.calcsize(f"{letters}0P")
+        asserts.append(f'static_assert(sizeof({name}<Op>) == {total}, "{name} has others");')
+    program = nvrtc.createProgram("\n".join(asserts), "arguments.cu", (), ())
+    try:
+        nvrtc.compileProgram(program, (*OPTIONS, *CUPY_OPTIONS, "-arch=sm_90"))
+    except nvrtc.NVRTCError as error:
+        raise AssertionError(nvrtc.getProgramLog(program)) from error
+    finally:
+        nvrtc.destroyProgram(program)
 
 
 def test_the_source_is_self_contained() -> None:

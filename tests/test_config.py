@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from cupynorm import _compile, _plans
 from cupynorm._compile import (
+    ARGUMENTS,
     Instantiation,
     backward_instantiations,
     forward_instantiation,
@@ -276,7 +277,7 @@ def test_few_rows_have_the_teams_of_many_in_the_backward(
             names.append("reduce_partials")
         elif few.column_threads and layer_norm:
             names.append("norm_backward_in_registers_columns")
-        assert [kernel.expression.partition("<")[0] for kernel in kernels] == names
+        assert [kernel.name for kernel in kernels] == names
         assert [kernel.overlaps for kernel in kernels] == [False, True][: len(names)]
         if few.column_threads or few.rows_per_block == 1:
             assert all(kernel.shared_bytes <= 48 << 10 for kernel in kernels)
@@ -570,7 +571,7 @@ def test_a_plan_loads_only_the_kernel_of_its_rows(monkeypatch: pytest.MonkeyPatc
         def clusters_at_once(self) -> int:
             return 3
 
-        def prepared(self, blocks: int, numbers: tuple[float, ...]) -> int:
+        def prepared(self, blocks: int, numbers: dict[str, float]) -> int:
             return blocks
 
     loaded: list[Instantiation] = []
@@ -940,8 +941,8 @@ def test_many_rows_are_counted(
 ) -> None:
     done: list[Any] = []
 
-    def prepared(blocks: int, numbers: tuple[float, ...]) -> Any:
-        return lambda stream, operands: done.append((stream, blocks, (*operands, *numbers)))
+    def prepared(blocks: int, numbers: dict[str, float]) -> Any:
+        return lambda stream, operands: done.append((stream, blocks, operands, numbers))
 
     kernel = SimpleNamespace(clusters_at_once=lambda: 2, prepared=prepared)
     monkeypatch.setattr(_compile, "load", lambda *_: kernel)
@@ -963,13 +964,14 @@ def test_many_rows_are_counted(
         operands = *range(1, 10), *((scratch,) if many else ())
         plan.prepared(m, 0.5, 2.0, 3.0)(5, operands)
         blocks = min(m, clusters) * plan.cluster_blocks
-        count = scratch if many else 0
-        launch = 5, blocks, (*range(1, 10), count, m, n, 1 / n, 0.5, 2.0, 3.0)
-        assert done == ([(5, scratch, 16)] if count else []) + ([launch] if m else [])
+        numbers = {"n_rows": m, "n_cols": n, "inv_n": 1 / n, "eps": 0.5, "lower": 2.0, "upper": 3.0}
+        launch = 5, blocks, operands, numbers if many else numbers | {"count": 0}
+        zeroed = [(5, scratch, 16)] if many and scratch else []
+        assert done == zeroed + ([launch] if m else [])
 
 
 def test_rows_that_come_and_go_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    def prepared(blocks: int, numbers: tuple[float, ...]) -> Any:
+    def prepared(blocks: int, numbers: dict[str, float]) -> Any:
         return numbers
 
     kernel = SimpleNamespace(clusters_at_once=lambda: 2, prepared=prepared)
@@ -980,7 +982,12 @@ def test_rows_that_come_and_go_are_not_counted(monkeypatch: pytest.MonkeyPatch) 
     for n in (64, 8192, 16384, 1 << 20):
         plan = _plans.forward_plan(spec, 10**6, n, 8, -6)
         assert plan.scratch_bytes(10**6) == 0
-        assert plan.prepared(10**6, 0.5, 2.0, 3.0) == (10**6, n, 1 / n, 0.5, 2.0, 3.0)
+        sizes = {"n_rows": 10**6, "n_cols": n, "inv_n": 1 / n}
+        assert plan.prepared(10**6, 0.5, 2.0, 3.0) == sizes | {
+            "eps": 0.5,
+            "lower": 2.0,
+            "upper": 3.0,
+        }
 
 
 @pytest.mark.parametrize(
@@ -2148,8 +2155,8 @@ def test_strips_that_do_not_all_run_at_once_are_streamed(
     monkeypatch: pytest.MonkeyPatch, multiprocessors: int, at_once: int, norm: Any
 ) -> None:
     def load(kernel: Instantiation, device: int) -> Any:
-        def prepared(blocks: int, numbers: tuple[float, ...]) -> Any:
-            return lambda stream, operands: launched.append((kernel, blocks, operands + numbers))
+        def prepared(blocks: int, numbers: dict[str, float]) -> Any:
+            return lambda stream, operands: launched.append((kernel, blocks, operands, numbers))
 
         return SimpleNamespace(
             at_once=kernel.at_once,
@@ -2182,11 +2189,12 @@ def test_strips_that_do_not_all_run_at_once_are_streamed(
         assert plan.scratch_bytes(m) == 8 * (128 + 2 * sums * 128 * 4) + of_wild_rows
         plan.prepared(m)(5, (*range(1, 13), 1 << 20))
         assert zeroed == [(5, 1 << 20, 10 * 128)]
-        [(kernel, blocks, arguments)] = launched
+        [(kernel, blocks, operands, numbers)] = launched
         assert kernel.at_once
-        assert kernel.expression.startswith("norm_backward_column_parallel<")
+        assert kernel.name == "norm_backward_column_parallel"
         assert blocks == 128
-        assert arguments[-5:] == (1 << 20, (1 << 20) + 10 * 128, m, 262144, 1 / 262144)
+        assert operands == (*range(1, 13), 1 << 20, (1 << 20) + 10 * 128)
+        assert numbers == {"n_rows": m, "n_cols": 262144, "inv_n": 1 / 262144}
 
 
 @pytest.mark.parametrize(
@@ -2241,42 +2249,49 @@ PACKS = (1, 8, 33, 64, 97, 200, 400, 1000, 1024, 2048, 5000, 20_000, 40_000, 200
 
 
 @pytest.mark.parametrize("all_specs", [FORWARD, BACKWARD], ids=["forward", "backward"])
-def test_expressions_say_all_that_a_spec_and_config_say(all_specs: tuple[Spec, ...]) -> None:
+def test_structs_say_all_that_a_spec_and_config_say(all_specs: tuple[Spec, ...]) -> None:
     seen: dict[tuple[str, ...], tuple[Spec, Config]] = {}
     launched: dict[str, Instantiation] = {}
     for spec, packs in itertools.product(all_specs, PACKS):
         for vector in (1, pack_length(spec.x)):
             config = configure(spec, packs * pack_length(spec.x), vector)
             kernels = instantiate(spec, config)
-            expressions = tuple(kernel.expression for kernel in kernels)
-            assert seen.setdefault(expressions, (spec, config)) == (spec, config)
-            for kernel in kernels:
-                assert launched.setdefault(kernel.expression, kernel) == kernel
+            sources = tuple(kernel.file + kernel.name + kernel.structs() for kernel in kernels)
+            assert seen.setdefault(sources, (spec, config)) == (spec, config)
+            for kernel, text in zip(kernels, sources, strict=True):
+                assert launched.setdefault(text, kernel) == kernel
     assert len(seen) > len(all_specs)
 
 
-def test_an_expression_is_valid_cpp() -> None:
+def test_structs_are_of_members_that_have_a_type_or_a_value() -> None:
+    member = (
+        r"  using [A-Z]\w* = (double|float|float16|bfloat16|None);\n"
+        r"|  static constexpr (bool k[A-Z]\w* = (true|false)|int k[A-Z]\w* = \d+);\n"
+    )
     for spec in FORWARD[::7] + BACKWARD[::7]:
         for packs in PACKS:
             config = configure(spec, packs * pack_length(spec.x), 1)
             for kernel in instantiate(spec, config):
                 assert re.fullmatch(
-                    r"[a-z_]+<((double|float|float16|bfloat16|None|true|false|\d+)(, |>$))+",
-                    kernel.expression,
+                    rf"struct Op {{\n({member})+}};\nstruct Layout {{\n({member})+}};\n",
+                    kernel.structs(),
                 )
+                assert re.fullmatch(r"[a-z_]+<Op_1, Layout_1>", kernel.expression("_1"))
+                renamed = re.sub(r"struct (\w+)", r"struct \1_1", kernel.structs())
+                assert kernel.structs("_1") == renamed
 
 
 @given(st.sampled_from(BACKWARD), widths())
 def test_gradients_are_reduced_by_a_last_kernel(spec: BackwardSpec, n: int) -> None:
     config: Any = configure(spec, n, 1)
-    templates = [k.expression.partition("<")[0] for k in instantiate(spec, config)]
+    templates = [kernel.name for kernel in instantiate(spec, config)]
     pipelined = isinstance(config, BackwardPipelined)
     if isinstance(config, BackwardColumnParallel):
         assert templates == ["norm_backward_column_parallel"]
         return
     assert templates == [
         *(
-            ["norm_backward"]
+            ["norm_backward_pipelined"]
             if pipelined
             else ["norm_backward_coefficients", "norm_backward_columns"]
         ),
@@ -2338,12 +2353,24 @@ def test_every_file_is_reachable() -> None:
 
 
 @pytest.mark.parametrize("spec", [FORWARD[-1], BACKWARD[-1]], ids=["forward", "backward"])
-def test_an_expression_names_a_template_with_as_many_parameters(spec: Spec) -> None:
+def test_a_kernel_is_passed_the_struct_that_is_packed_for_it(spec: Spec) -> None:
     for packs in PACKS:
         for kernel in instantiate(spec, configure(spec, packs * pack_length(spec.x), 1)):
-            template, _, arguments = kernel.expression.partition("<")
             declared = re.search(
-                rf"template <([^<>]*)>\s*__global__[^;{{]*\b{template}\(", source(kernel.file)
+                rf"template <typename Op, typename Layout>\s*__global__[^;{{]*\b{kernel.name}\(\s*"
+                r"const __grid_constant__ (\w+)<Op> \w+\) {",
+                source(kernel.file),
             )
-            assert declared is not None, template
-            assert len(declared[1].split(",")) == len(arguments.split(","))
+            assert declared is not None, kernel.name
+            assert ARGUMENTS[declared[1]] == tuple(name for name, _ in kernel.arguments)
+
+
+def test_the_layout_has_what_the_kernel_uses_and_no_more() -> None:
+    used: dict[str, set[str]] = {}
+    for spec in FORWARD[::5] + BACKWARD[::5]:
+        for packs in PACKS:
+            for kernel in instantiate(spec, configure(spec, packs * pack_length(spec.x), 1)):
+                used[kernel.file] = used.get(kernel.file, set()) | {n for n, _ in kernel.layout}
+    for file, members in used.items():
+        text = (kernels_directory() / file).read_text(encoding="utf-8")
+        assert members == set(re.findall(r"\bLayout::(\w+)", text)), file

@@ -33,6 +33,16 @@ WAYS: dict[str, tuple[dict[str, Any], dict[int, tuple[int, ...]]]] = {
 ways = pytest.mark.parametrize("way", WAYS)
 
 
+def size_of(letters: str) -> int:
+    """Return the bytes of a struct in C."""
+    return struct.calcsize(f"{letters}0{max(letters, key=struct.calcsize)}")
+
+
+def named(letters: str) -> tuple[tuple[str, str], ...]:
+    """Return the members of a struct by their letters: a, b, c, ..."""
+    return tuple((chr(ord("a") + i), letter) for i, letter in enumerate(letters))
+
+
 class DriverError(RuntimeError):
     def __init__(self, status: int) -> None:
         super().__init__(f"CUDA_ERROR_{status}: too much")
@@ -43,7 +53,7 @@ Launch = tuple[tuple[int, ...], dict[int, tuple[int, ...]], tuple[float, ...]]
 
 
 class Driver:
-    """Reads arguments of a format, as a kernel with these parameters would; statuses in order.
+    """Reads a struct of a format, as a kernel with this argument would; statuses in order.
 
     Attributes
     ----------
@@ -53,8 +63,8 @@ class Driver:
 
     CUDADriverError = DriverError
 
-    def __init__(self, parameters: str, statuses: tuple[int, ...] = ()) -> None:
-        self.parameters = parameters
+    def __init__(self, letters: str, statuses: tuple[int, ...] = ()) -> None:
+        self.letters = letters
         self.statuses = list(statuses)
         self.launches: list[Launch] = []
         self.by_config = 0
@@ -102,14 +112,11 @@ class Driver:
     def _note(
         self, config: tuple[int, ...], attributes: dict[int, tuple[int, ...]], addresses: int
     ) -> int:
-        size = len(self.parameters) * struct.calcsize("P")
-        read = struct.unpack(f"{len(self.parameters)}P", ctypes.string_at(addresses, size))
-        assert all(a % struct.calcsize(p) == 0 for a, p in zip(read, self.parameters, strict=True))
-        values = (
-            struct.unpack(letter, ctypes.string_at(address, struct.calcsize(letter)))[0]
-            for letter, address in zip(self.parameters, read, strict=True)
-        )
-        self.launches.append((config, attributes, tuple(values)))
+        (address,) = struct.unpack("P", ctypes.string_at(addresses, struct.calcsize("P")))
+        assert address % struct.calcsize("P") == 0
+        # As C has it, each member at a multiple of its size, and the end at one of the largest.
+        values = struct.unpack_from(self.letters, ctypes.string_at(address, size_of(self.letters)))
+        self.launches.append((config, attributes, values))
         return self.statuses.pop(0) if self.statuses else 0
 
     def _set(self, function: int, attribute: int, value: int) -> int:
@@ -129,25 +136,25 @@ class Driver:
 
 
 def install(
-    monkeypatch: pytest.MonkeyPatch, parameters: str, statuses: tuple[int, ...] = ()
+    monkeypatch: pytest.MonkeyPatch, letters: str, statuses: tuple[int, ...] = ()
 ) -> Driver:
-    driver = Driver(parameters, statuses)
+    driver = Driver(letters, statuses)
     monkeypatch.setattr(_driver, "driver", lambda: driver)
     monkeypatch.setattr(_driver, "library", lambda: driver)
     return driver
 
 
-def make(parameters: str, shared_bytes: int = 1234, **options: Any) -> _driver.Kernel:
+def make(letters: str, shared_bytes: int = 1234, **options: Any) -> _driver.Kernel:
     function = SimpleNamespace(ptr=HANDLE)
-    return _driver.Kernel("norm<float>", function, 96, shared_bytes, parameters, **options)
+    return _driver.Kernel("norm<float>", function, 96, shared_bytes, named(letters), **options)
 
 
 def kernel(
-    monkeypatch: pytest.MonkeyPatch, way: str, parameters: str, statuses: tuple[int, ...] = ()
+    monkeypatch: pytest.MonkeyPatch, way: str, letters: str, statuses: tuple[int, ...] = ()
 ) -> tuple[_driver.Kernel, Driver]:
     """Return a kernel, and a driver that returns the statuses from its first launch on."""
-    driver = install(monkeypatch, parameters)
-    made = make(parameters, **WAYS[way][0])
+    driver = install(monkeypatch, letters)
+    made = make(letters, **WAYS[way][0])
     driver.statuses += statuses
     return made, driver
 
@@ -161,16 +168,22 @@ def config(blocks: int, stream: int) -> tuple[int, ...]:
 def test_the_driver_gets_every_number_where_it_looks_for_it(
     monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
-    launched, driver = kernel(monkeypatch, way, "PfqdPf")
-    first = (2**48 - 1, 0.1, -(2**62), 0.1, 0, 2.0**-126)
-    second = (0, 3.4e38, 2**63 - 1, 1e-308, 7, 0.5)
-    for operands in (0, 3, 6):
-        large = launched.prepared(2**31 - 1, first[operands:])
-        small = launched.prepared(1, second[operands:])
-        large(STREAM, first[:operands])
-        small(0, second[:operands])
-        large(0, second[:operands])
-        first_again = second[:operands] + first[operands:]
+    launched, driver = kernel(monkeypatch, way, "qfPdqPf")
+    first = -(2**62), 0.1, 2**48 - 1, 0.1, 5, 0, 2.0**-126
+    second = 2**63 - 1, 3.4e38, 0, 1e-308, -6, 7, 0.5
+    # The operands: all, none, those behind some numbers, before, and between.
+    for begin, end in ((0, 7), (0, 0), (2, 7), (0, 5), (2, 6)):
+
+        def numbers(values: tuple[float, ...]) -> dict[str, float]:
+            outside = [i for i in range(7) if not begin <= i < end]  # noqa: B023
+            return {chr(ord("a") + i): values[i] for i in reversed(outside)}
+
+        large = launched.prepared(2**31 - 1, numbers(first))
+        small = launched.prepared(1, numbers(second))
+        large(STREAM, first[begin:end])
+        small(0, second[begin:end])
+        large(0, second[begin:end])
+        first_again = first[:begin] + second[begin:end] + first[end:]
         expected = [
             (config(2**31 - 1, STREAM), first),
             (config(1, 0), second),
@@ -178,17 +191,17 @@ def test_the_driver_gets_every_number_where_it_looks_for_it(
         ]
         attributes = WAYS[way][1]
         assert driver.launches == [
-            (where, attributes, (a, *struct.unpack("f", struct.pack("f", b)), *others))
-            for where, (a, b, *others) in expected
+            (where, attributes, struct.unpack("qfPdqPf", struct.pack("qfPdqPf", *values)))
+            for where, values in expected
         ]
         driver.launches.clear()
-    assert driver.by_config == (0 if way == "plain" else 9)
+    assert driver.by_config == (0 if way == "plain" else 15)
 
 
 @ways
 def test_a_refused_launch_says_what_and_why(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     launched, driver = kernel(monkeypatch, way, "q", (701, 0))
-    launch = launched.prepared(5, ())
+    launch = launched.prepared(5, {})
     with pytest.raises(RuntimeError) as caught:
         launch(STREAM, (1,))
     for words in ("norm<float>", "5 blocks", "96 threads", "1234 bytes", "CUDA_ERROR_701"):
@@ -206,7 +219,7 @@ def test_a_thread_without_a_context_gets_one(monkeypatch: pytest.MonkeyPatch, wa
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     missing = _driver.INVALID_CONTEXT
     launched, driver = kernel(monkeypatch, way, "q", (missing, 0, missing, 701))
-    launch = launched.prepared(5, ())
+    launch = launched.prepared(5, {})
     launch(STREAM, (1,))
     assert made == [3]
     assert driver.launches == [(config(5, STREAM), WAYS[way][1], (1,))] * 2
@@ -221,16 +234,32 @@ def test_arguments_that_do_not_fit_are_not_launched(
     monkeypatch: pytest.MonkeyPatch, way: str, arguments: tuple[Any, ...]
 ) -> None:
     launched, driver = kernel(monkeypatch, way, "Pfq")
-    launch = launched.prepared(1, ())
+    launch = launched.prepared(1, {})
     with pytest.raises((struct.error, OverflowError)):
         launch(STREAM, arguments)
     if len(arguments) == 3:
         with pytest.raises((struct.error, OverflowError)):
-            launched.prepared(1, arguments)
-    launch = launched.prepared(1, (3,))
+            launched.prepared(1, dict(zip("abc", arguments, strict=True)))(STREAM, ())
+    launch = launched.prepared(1, {"c": 3})
     with pytest.raises(struct.error):
         launch(STREAM, (1, 2.0, 3))
     assert driver.launches == []
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        {"a": 1, "e": 2},  # there is no such argument
+        {"b": 2.0},  # between operands
+        {"a": 1, "b": 2.0},  # before one in the middle of 8 bytes
+    ],
+)
+def test_numbers_that_leave_no_run_of_operands_are_refused(
+    monkeypatch: pytest.MonkeyPatch, numbers: dict[str, float]
+) -> None:
+    launched, _ = kernel(monkeypatch, "plain", "qffP")
+    with pytest.raises(ValueError, match=r"norm<float> cannot have .* of \['a', 'b', 'c', 'd'\]"):
+        launched.prepared(1, numbers)
 
 
 @ways
@@ -259,7 +288,7 @@ def test_threads_do_not_mix_their_arguments(monkeypatch: pytest.MonkeyPatch, way
         )
 
     places: set[int] = set()
-    launch = launched.prepared(7, (1, 2))
+    launch = launched.prepared(7, {"c": 1, "d": 2})
 
     def call(i: int) -> None:
         for turn in range(50):
@@ -299,7 +328,7 @@ def test_what_must_be_asked_for_is(
     driver = install(monkeypatch, "q")
     launched = make("q", shared_bytes, cluster_blocks=cluster_blocks)
     assert driver.set == asked
-    launched.prepared(2 * cluster_blocks, ())(STREAM, (1,))
+    launched.prepared(2 * cluster_blocks, {})(STREAM, (1,))
     assert driver.launches[0][0][7] == shared_bytes
     assert driver.set == asked
 
@@ -355,7 +384,10 @@ def test_kernels_overlap_where_a_gpu_can(
     for name in ("_functions", "_modules", "_locks"):
         monkeypatch.setattr(_compile, name, {})
     for wanted in (False, True):
-        _compile.load(_compile.Instantiation("relu.cuh", f"k<{wanted}>", "q", 32, 0, 1, wanted), 0)
+        kernel = _compile.Instantiation(
+            "relu.cuh", "k", (("kWanted", wanted),), (), named("q"), 32, 0, overlaps=wanted
+        )
+        _compile.load(kernel, 0)
     assert made == [False, overlaps]
 
 
@@ -373,7 +405,10 @@ def test_a_kernel_that_cannot_be_kept_is_named_with_what_to_do(
         monkeypatch.setattr(_compile, name, {})
     for _ in range(2):
         with pytest.raises(
-            RuntimeError, match=r"k<1> cannot be kept .* denied: '/cache/a'; set CUPY_CACHE_DIR to"
+            RuntimeError,
+            match=r"k<kOf=1> cannot be kept .* denied: '/cache/a'; set CUPY_CACHE_DIR to",
         ):
-            _compile.load(_compile.Instantiation("relu.cuh", "k<1>", "q", 32, 0), 0)
+            _compile.load(
+                _compile.Instantiation("relu.cuh", "k", (), (("kOf", 1),), named("q"), 32, 0), 0
+            )
     assert denied.call_count == 2

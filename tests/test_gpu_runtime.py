@@ -554,14 +554,14 @@ def test_a_refused_launch_names_the_error() -> None:
         spec := ForwardSpec("rms_norm", "float32", None, None, "float32", False, False, False),
         forward_config(spec, 1024, 4, architecture(0)),
     )
-    letters = instantiation.parameters
+    members = instantiation.arguments
     function = _compile.load(instantiation, 0)._function
     for overlaps in (False, True):
-        kernel = _driver.Kernel("too large", function, 1 << 20, 0, letters, overlaps=overlaps)
+        kernel = _driver.Kernel("too large", function, 1 << 20, 0, members, overlaps=overlaps)
         with pytest.raises(RuntimeError, match=r"too large .* 1048576 threads .*CUDA_ERROR_"):
-            kernel.prepared(1, ())(0, (0,) * len(letters))
+            kernel.prepared(1, {})(0, (0,) * len(members))
     with pytest.raises(RuntimeError, match=r"too large .* 1073741824: CUDA_ERROR_"):
-        _driver.Kernel("too large", function, 1024, 1 << 30, letters)
+        _driver.Kernel("too large", function, 1024, 1 << 30, members)
 
 
 COUNT_COMPILATIONS = """

@@ -210,57 +210,52 @@ def test_few_rows_have_kernels_of_their_own(x: str) -> None:
 
 
 def regimes(kernel: Instantiation) -> Iterator[str]:
-    """Name what is particular in a kernel's template arguments."""
-    name, arguments = kernel.expression[:-1].split("<")
-    values = arguments.split(", ")
-    if name not in ("norm_forward", "norm_backward"):
+    """Name what is particular in the members of a kernel's Op and Layout."""
+    name, members = kernel.name, dict((*kernel.op, *kernel.layout))
+    if name not in ("norm_forward_in_registers", "norm_backward_pipelined"):
         yield name
         if kernel.cluster_blocks > 1:
             yield f"{name}, a row to a cluster"
         if name == "norm_backward_in_registers":
-            lanes, blocks, row_threads, block_threads = (int(value) for value in values[8:12])
+            lanes, blocks = members["kColumnLanes"], members["kClusterBlocks"]
+            row_threads, block_threads = members["kRowThreads"], members["kBlockThreads"]
+            assert isinstance(row_threads, int)
+            assert isinstance(block_threads, int)
             team = "a warp or less" if row_threads <= 32 else "several warps"
             if row_threads < block_threads:
                 beside = " beside columns" if lanes else ""
                 yield f"{name}, several rows{beside} to {team} each"
             if lanes:
                 yield f"{name}, columns by {lanes} lanes"
-                if blocks > 1 and values[5] == "false":
+                if blocks != 1 and not members["kCentered"]:
                     yield f"{name}, columns in clusters of {blocks}"
         return
-    # The last are the threads of a row and of a block, blocks a multiprocessor, packs a thread,
-    # Full and Vector. Forward has before them RareLast, BlocksAhead, BlocksAheadIfLarge,
-    # HoldWeight, ClusterBlocks and Folded, and Length between.
-    hold = 11 if name == "norm_forward" else 7
-    if name == "norm_forward":
-        length = int(values.pop(-3))
-        if length * {"double": 8, "float": 4}.get(values[0], 2) == 8:
-            yield f"{name}, packs of 8 bytes"
-    team_threads, block_threads = int(values[-6]), int(values[-5])
+    team_threads, packs = members["kRowThreads"], members["kPacksPerThread"]
+    assert isinstance(team_threads, int)
     parts = {32: "one warp"}
     size = parts.get(team_threads, "part of a warp" if team_threads < 32 else "several warps")
     yield f"{name}, a row to {size}"
-    if 32 < team_threads < block_threads:
+    if 32 < team_threads < kernel.block_threads:
         yield f"{name}, several rows to several warps each"
-    if int(values[-3]) > 1:
+    if packs != 1:
         yield f"{name}, several packs a thread"
-    yield f"{name}, rows that {'fill' if values[-2] == 'true' else 'do not fill'} their packs"
-    yield f"{name}, accesses of {'one element' if values[-1] == '1' else 'several elements'}"
-    yield f"{name}, {'with' if values[hold] == 'true' else 'without'} the weight held"
-    if name == "norm_forward" and values[8] == "true":
-        yield f"{name}, what is rare last"
-    if name == "norm_forward" and values[9] != "0":
-        yield f"{name}, rows fetched ahead"
-    if name == "norm_forward" and values[13] == "true":
-        yield f"{name}, threads that are two"
-    if name == "norm_backward" and values[8] == "true":
-        yield f"{name}, rows held"
-    if name == "norm_backward" and values[9] != "0":
-        yield f"{name}, sums of rows in shared memory"
-    if name == "norm_backward" and values[10] == "true":
-        yield f"{name}, sums of rows held"
+    yield f"{name}, rows that {'fill' if members['kFull'] else 'do not fill'} their packs"
+    yield f"{name}, accesses of {'one element' if members['kVector'] == 1 else 'several elements'}"
+    yield f"{name}, {'with' if members['kHoldWeight'] else 'without'} the weight held"
     if kernel.cluster_blocks > 1:
         yield f"{name}, a row to a cluster"
+    others = {
+        "kRareLast": "what is rare last",
+        "kBlocksAhead": "rows fetched ahead",
+        "kFolded": "threads that are two",
+        "kHoldRow": "rows held",
+        "kSharedSums": "sums of rows in shared memory",
+        "kHoldSums": "sums of rows held",
+    }
+    yield from (f"{name}, {what}" for member, what in others.items() if members.get(member))
+    of_8_bytes = {"double": 1, "float": 2}.get(str(members["X"]), 4)
+    if members.get("kPackLength") == of_8_bytes:
+        yield f"{name}, packs of 8 bytes"
 
 
 def test_the_cases_reach_every_regime(kernels: list[Instantiation]) -> None:
@@ -268,38 +263,38 @@ def test_the_cases_reach_every_regime(kernels: list[Instantiation]) -> None:
     reached = {regime for kernel in of_cases for regime in regimes(kernel)}
     print("\n".join(sorted(reached)))
     assert {
-        "norm_forward, a row to part of a warp",
-        "norm_forward, a row to one warp",
-        "norm_forward, a row to several warps",
-        "norm_forward, several packs a thread",
-        "norm_forward, packs of 8 bytes",
-        "norm_forward, accesses of one element",
-        "norm_forward, accesses of several elements",
-        "norm_forward, rows that fill their packs",
-        "norm_forward, rows that do not fill their packs",
-        "norm_forward, with the weight held",
-        "norm_forward, without the weight held",
-        "norm_forward, what is rare last",
-        "norm_forward, threads that are two",
-        "norm_forward, rows fetched ahead",
-        "norm_forward, a row to a cluster",
+        "norm_forward_in_registers, a row to part of a warp",
+        "norm_forward_in_registers, a row to one warp",
+        "norm_forward_in_registers, a row to several warps",
+        "norm_forward_in_registers, several packs a thread",
+        "norm_forward_in_registers, packs of 8 bytes",
+        "norm_forward_in_registers, accesses of one element",
+        "norm_forward_in_registers, accesses of several elements",
+        "norm_forward_in_registers, rows that fill their packs",
+        "norm_forward_in_registers, rows that do not fill their packs",
+        "norm_forward_in_registers, with the weight held",
+        "norm_forward_in_registers, without the weight held",
+        "norm_forward_in_registers, what is rare last",
+        "norm_forward_in_registers, threads that are two",
+        "norm_forward_in_registers, rows fetched ahead",
+        "norm_forward_in_registers, a row to a cluster",
         "norm_forward_pipelined",
         "norm_forward_streaming",
         "norm_forward_streaming, a row to a cluster",
-        "norm_backward, a row to part of a warp",
-        "norm_backward, a row to one warp",
-        "norm_backward, a row to several warps",
-        "norm_backward, several rows to several warps each",
-        "norm_backward, several packs a thread",
-        "norm_backward, accesses of one element",
-        "norm_backward, accesses of several elements",
-        "norm_backward, rows that fill their packs",
-        "norm_backward, rows that do not fill their packs",
-        "norm_backward, with the weight held",
-        "norm_backward, without the weight held",
-        "norm_backward, rows held",
-        "norm_backward, sums of rows in shared memory",
-        "norm_backward, sums of rows held",
+        "norm_backward_pipelined, a row to part of a warp",
+        "norm_backward_pipelined, a row to one warp",
+        "norm_backward_pipelined, a row to several warps",
+        "norm_backward_pipelined, several rows to several warps each",
+        "norm_backward_pipelined, several packs a thread",
+        "norm_backward_pipelined, accesses of one element",
+        "norm_backward_pipelined, accesses of several elements",
+        "norm_backward_pipelined, rows that fill their packs",
+        "norm_backward_pipelined, rows that do not fill their packs",
+        "norm_backward_pipelined, with the weight held",
+        "norm_backward_pipelined, without the weight held",
+        "norm_backward_pipelined, rows held",
+        "norm_backward_pipelined, sums of rows in shared memory",
+        "norm_backward_pipelined, sums of rows held",
         "norm_backward_in_registers",
         "norm_backward_in_registers, a row to a cluster",
         "norm_backward_in_registers, several rows to a warp or less each",

@@ -101,14 +101,14 @@ LOADING = """    if (first + begin < n && !in_pairs) {
 STORING = LOADING.replace("read_words", "write_words")
 
 AFFINE = """#pragma unroll
-  for (int p = 0; p < PacksPerThread; ++p) {
-    if constexpr (!HoldWeight) {
-      StageOfWeight::template fetch<Vector, true>(stage_of_weight, p, weight, first_column(p),
-                                                  end_of_row(p));
+  for (int p = 0; p < Layout::kPacksPerThread; ++p) {
+    if constexpr (!Layout::kHoldWeight) {
+      StageOfWeight::template fetch<Layout::kVector, true>(stage_of_weight, p, args.weight,
+                                                           first_column(p), end_of_row(p));
     }
-    if constexpr (!HoldBias) {
-      StageOfBias::template fetch<Vector, true>(stage_of_bias, p, bias, first_column(p),
-                                                end_of_row(p));
+    if constexpr (!Layout::kHoldBias) {
+      StageOfBias::template fetch<Layout::kVector, true>(stage_of_bias, p, args.bias,
+                                                         first_column(p), end_of_row(p));
     }
   }
 """
@@ -241,8 +241,8 @@ MUTATIONS = [
     Mutation(
         "a team past the last row reads",
         "forward_in_registers.cu",
-        "load<Vector>(packs[p], own_x, p * kStep, left_of_row(p), policy);",
-        "load<Vector>(packs[p], own_x, p * kStep, n_left, policy);",
+        "load<Layout::kVector>(packs[p], own_x, p * kStep, left_of_row(p), policy);",
+        "load<Layout::kVector>(packs[p], own_x, p * kStep, n_left, policy);",
         OUT_OF_BOUNDS,
         SUB_WARP_WHOLE,
     ),
@@ -297,7 +297,8 @@ MUTATIONS = [
     Mutation(
         "a team past the last row writes",
         "forward_in_registers.cu",
-        "(normalized, own_y, p * kStep, left_of_row(p));",
+        "(normalized, own_y, p * kStep,\n"
+        "                                                               left_of_row(p));",
         "(normalized, own_y, p * kStep, n_left);",
         OUT_OF_BOUNDS,
         SUB_WARP_WHOLE,
@@ -305,7 +306,7 @@ MUTATIONS = [
     Mutation(
         "a block of a cluster for a row of its own",
         "forward_in_registers.cu",
-        "block_index() / ClusterBlocks * team.kTeams",
+        "block_index() / Layout::kClusterBlocks * team.kTeams",
         "block_index() * team.kTeams",
         OUT_OF_BOUNDS,
         few("few_split"),
@@ -355,8 +356,8 @@ MUTATIONS = [
     Mutation(
         "a team past the last row reads rstd",
         "backward_pipelined.cu",
-        ": rstd[of_row];",
-        ": rstd[of_row + n_rows];",
+        ": args.rstd[of_row];",
+        ": args.rstd[of_row + args.n_rows];",
         OUT_OF_BOUNDS,
         PIPELINED_BACKWARD,
     ),
@@ -380,24 +381,24 @@ MUTATIONS = [
     Mutation(
         "a 32-bit offset of a row of x",
         "forward_in_registers.cu",
-        "x + (row * x_stride + first_column(0))",
-        "x + (static_cast<int>(row * x_stride) + first_column(0))",
+        "args.x + (row * args.x_stride + first_column(0))",
+        "args.x + (static_cast<int>(row * args.x_stride) + first_column(0))",
         f"{OUT_OF_BOUNDS}|{VALUE}",  # if what is there happens to be the case's own
         FAR,
     ),
     Mutation(
         "a 32-bit offset of a row of y",
         "forward_in_registers.cu",
-        "y + (row * y_stride + first_column(0))",
-        "y + (static_cast<int>(row * y_stride) + first_column(0))",
+        "args.y + (row * args.y_stride + first_column(0))",
+        "args.y + (static_cast<int>(row * args.y_stride) + first_column(0))",
         f"{OUT_OF_BOUNDS}|{VALUE}",  # if what is there happens to be the case's own
         FAR,
     ),
     Mutation(
         "a 32-bit offset of a row of dy",
         "backward_pipelined.cu",
-        "dy + row * dy_stride",
-        "dy + static_cast<int>(row * dy_stride)",
+        "args.dy + row * args.dy_stride",
+        "args.dy + static_cast<int>(row * args.dy_stride)",
         f"{OUT_OF_BOUNDS}|{VALUE}",  # if what is there happens to be the case's own
         FAR,
     ),
@@ -412,48 +413,48 @@ MUTATIONS = [
     Mutation(
         "a 32-bit offset of a streamed row of y",
         "forward_streaming.cu",
-        "y + row_index * y_stride",
-        "y + static_cast<int>(row_index * y_stride)",
+        "args.y + row_index * args.y_stride",
+        "args.y + static_cast<int>(row_index * args.y_stride)",
         f"{OUT_OF_BOUNDS}|{VALUE}",  # if what is there happens to be the case's own
         FAR,
     ),
     Mutation(
         "a 32-bit offset of a streamed row of dx",
         "backward_streaming.cu",
-        "(gradient, dx + row * dx_stride",
-        "(gradient, dx + static_cast<int>(row * dx_stride)",
+        "(gradient, args.dx + row * args.dx_stride",
+        "(gradient, args.dx + static_cast<int>(row * args.dx_stride)",
         f"{OUT_OF_BOUNDS}|{VALUE}",  # if what is there happens to be the case's own
         FAR,
     ),
     Mutation(
         "y stored by the stride of x",
         "forward_in_registers.cu",
-        "y + (row * y_stride",
-        "y + (row * x_stride",
+        "args.y + (row * args.y_stride",
+        "args.y + (row * args.x_stride",
         OUT_OF_BOUNDS,
         case("block"),
     ),
     Mutation(
         "dy fetched by the stride of dx",
         "backward_pipelined.cu",
-        "dy + row * dy_stride",
-        "dy + row * dx_stride",
+        "args.dy + row * args.dy_stride",
+        "args.dy + row * args.dx_stride",
         f"{OUT_OF_BOUNDS}|{VALUE}",
         case("block"),
     ),
     Mutation(
         "weights one column on",
         "forward_in_registers.cu",
-        "load_operand<Vector>(weights[p], weight, first_column(p)",
-        "load_operand<Vector>(weights[p], weight + Vector, first_column(p)",
+        "load_operand<Layout::kVector>(weights[p], args.weight, first_column(p)",
+        "load_operand<Layout::kVector>(weights[p], args.weight + Layout::kVector, first_column(p)",
         OUT_OF_BOUNDS,
         WARPS,
     ),
     Mutation(
         "the weight of another column",
         "gradient.cuh",
-        "g *= weight_at<ZeroCentered, T>(weights, i);",
-        "g *= weight_at<ZeroCentered, T>(weights, i ^ 1);",
+        "g *= weight_at<Op, T>(weights, i);",
+        "g *= weight_at<Op, T>(weights, i ^ 1);",
         VALUE,
         WARPS_ODD,
     ),
@@ -476,23 +477,23 @@ MUTATIONS = [
     Mutation(
         "dx from each row's first column",
         "backward_pipelined.cu",
-        "dx + row * dx_stride + counted_from;",
-        "dx + row * dx_stride;",
+        "args.dx + row * args.dx_stride + counted_from;",
+        "args.dx + row * args.dx_stride;",
         f"{RACE}|{VALUE}|{UNWRITTEN}",
         TEAMS_BACKWARD,
     ),
     Mutation(
         "a copy of the wrong row of x",
         "backward_pipelined.cu",
-        "fetched_x += rows_a_turn * x_stride;",
-        "fetched_x += kTeams * x_stride;",
+        "fetched_x += rows_a_turn * args.x_stride;",
+        "fetched_x += kTeams * args.x_stride;",
         VALUE,
         TEAMS_BACKWARD,
     ),
     Mutation(
         "prefetch of the wrong row, streaming",
         "backward_streaming.cu",
-        "load_next(row + n_partials);",
+        "load_next(row + args.n_partials);",
         "load_next(row + 1);",
         VALUE,
         case("stream"),
@@ -500,8 +501,8 @@ MUTATIONS = [
     Mutation(
         "rstd of the block's first row",
         "backward_pipelined.cu",
-        "rstd_ahead = rstd + row;",
-        "rstd_ahead = rstd + row - team.team;",
+        "rstd_ahead = args.rstd + row;",
+        "rstd_ahead = args.rstd + row - team.team;",
         VALUE,
         TEAMS_BACKWARD,
     ),
@@ -516,16 +517,16 @@ MUTATIONS = [
     Mutation(
         "a coefficient of another kind",
         "backward_streaming.cu",
-        "Centered ? coefficients[n_rows + row]",
-        "Centered ? coefficients[row]",
+        "Op::kCentered ? args.coefficients[args.n_rows + row]",
+        "Op::kCentered ? args.coefficients[ row]",
         VALUE,
         STREAM,
     ),
     Mutation(
         "a coefficient of no row",
         "backward_streaming.cu",
-        "coefficients[n_rows + row] = ",
-        "coefficients[n_rows - row] = ",
+        "args.coefficients[args.n_rows + row] = ",
+        "args.coefficients[args.n_rows - row] = ",
         f"{RACE}|{UNWRITTEN}",
         STREAM,
     ),
@@ -671,15 +672,15 @@ MUTATIONS = [
     Mutation(
         "a row is asked for before the last one there is done with",
         "backward_pipelined.cu",
-        "constexpr int kLate = HoldRow ? 0 : kAhead ? 2 : 1;",
-        "constexpr int kLate = HoldRow ? 0 : 1;",
+        "constexpr int kLate = Layout::kHoldRow ? 0 : kAhead ? 2 : 1;",
+        "constexpr int kLate = Layout::kHoldRow ? 0 : 1;",
         RACE,
         BULK_CLUSTER,
     ),
     Mutation(
         "a row is asked for in the place of the present one",
         "backward_pipelined.cu",
-        "stage - kLate : stage - kLate + Stages",
+        "stage - kLate : stage - kLate + Layout::kStages",
         "stage - kLate + 1 : stage - kLate + 1",
         RACE,
         BULK,
@@ -703,16 +704,16 @@ MUTATIONS = [
     Mutation(
         "a row that is held not asked for from the sums on",
         "backward_pipelined.cu",
-        "        if constexpr (!Bulk) fetch(stage, p);\n      }\n",
-        "      }\n",
+        "        if constexpr (!Layout::kBulk) fetch(stage, p);\n      }\n",
+        "        \n      }\n",
         VALUE,
         HELD_ROW,
     ),
     Mutation(
         "rows that are held counted once more",
         "backward_pipelined.cu",
-        "if constexpr (!Bulk && !HoldRow) fetched_all(stage);",
-        "if constexpr (!Bulk) fetched_all(stage);",
+        "if constexpr (!Layout::kBulk && !Layout::kHoldRow) fetched_all(stage);",
+        "if constexpr (!Layout::kBulk) fetched_all(stage);",
         f"{OUT_OF_BOUNDS}|{RACE}",
         HELD_ROW,
     ),
@@ -743,7 +744,7 @@ MUTATIONS = [
     Mutation(
         "no wait for a cluster's next row",
         "backward_pipelined.cu",
-        "if constexpr (Bulk) wait_for_bytes<false>(mailbox + next_stage, next_parity);",
+        "if constexpr (Layout::kBulk) wait_for_bytes<false>(mailbox + next_stage, next_parity);",
         "",
         RACE,
         BULK_CLUSTER,
@@ -751,7 +752,8 @@ MUTATIONS = [
     Mutation(
         "a team past the last row sums the row before",
         "backward_pipelined.cu",
-        "        for (int p = 0; p < PacksPerThread; ++p) {\n          StageOfX::write(Pack",
+        "        for (int p = 0; p < Layout::kPacksPerThread; ++p) {\n"
+        "          StageOfX::write(Pack",
         "        for (int p = 0; p < 0; ++p) {\n          StageOfX::write(Pack",
         VALUE,
         BULK_TEAMS,
@@ -759,7 +761,7 @@ MUTATIONS = [
     Mutation(
         "teams share their mailboxes",
         "backward_pipelined.cu",
-        "(kTeams > 1 ? team.team * Stages : 0)",
+        "(kTeams > 1 ? team.team * Layout::kStages : 0)",
         "0",
         "mailbox",
         BULK_TEAMS,
@@ -783,7 +785,7 @@ MUTATIONS = [
     Mutation(
         "rows past the last are asked for",
         "backward_pipelined.cu",
-        "if (of_row >= n_rows) return;",
+        "if (of_row >= args.n_rows) return;",
         "",
         OUT_OF_BOUNDS,
         BULK,
@@ -791,7 +793,7 @@ MUTATIONS = [
     Mutation(
         "the weight's place is kept though it is held",
         "forward_pipelined.cu",
-        "stage_of_weight + (HoldWeight ? 0 : StageOfWeight::kBytes)",
+        "stage_of_weight + (Layout::kHoldWeight ? 0 : StageOfWeight::kBytes)",
         "stage_of_weight + StageOfWeight::kBytes",
         OUT_OF_BOUNDS,
         pipelined("forward_pipelined.cu", stage_bias=True),
@@ -799,7 +801,7 @@ MUTATIONS = [
     Mutation(
         "the bias over the weight",
         "forward_pipelined.cu",
-        "stage_of_weight + (HoldWeight ? 0 : StageOfWeight::kBytes)",
+        "stage_of_weight + (Layout::kHoldWeight ? 0 : StageOfWeight::kBytes)",
         "stage_of_weight",
         f"{RACE}|{VALUE}",
         PIPELINED_FORWARD,
@@ -807,7 +809,7 @@ MUTATIONS = [
     Mutation(
         "the stage of partials over the scratch",
         "backward_pipelined.cu",
-        "stage_of_weight + (HoldWeight ? 0 : StageOfWeight::kBytes)",
+        "stage_of_weight + (Layout::kHoldWeight ? 0 : StageOfWeight::kBytes)",
         "stages",
         RACE,
         TEAMS_BACKWARD,
@@ -864,8 +866,8 @@ MUTATIONS = [
     Mutation(
         "teams past the last row leave",
         "forward_in_registers.cu",
-        "const bool active = team.kTeams == 1 || row < n_rows;",
-        "const bool active = team.kTeams == 1 || row < n_rows;\n  if (!active) return;",
+        "const bool active = team.kTeams == 1 || row < args.n_rows;",
+        "const bool active = team.kTeams == 1 || row < args.n_rows;\n  if (!active) return;",
         STUCK,
         SUB_WARP,
     ),
@@ -929,24 +931,26 @@ MUTATIONS = [
     Mutation(
         "the bits of rounded y",
         "affine.cuh",
-        "if constexpr (Relu) clamp<",
-        "values[i] = convert<T>(convert<bfloat16>(values[i]));\n        if constexpr (Relu) clamp<",
+        "    if constexpr (Op::kRelu) {\n",
+        "    values[i] = convert<T>(convert<bfloat16>(values[i]));\n"
+        "    if constexpr (Op::kRelu) {\n",
         BITS,
         case("relu_warps_odd", x="bfloat16"),
     ),
     Mutation(
         "the bits of rounded y, streaming",
         "forward_streaming.cu",
-        "if constexpr (Relu) clamp<",
-        "values[i] = convert<T>(convert<Y>(values[i]));\n        if constexpr (Relu) clamp<",
+        "if constexpr (Op::kRelu)\n          clamp<",
+        "values[i] = convert<T>(convert<Y>(values[i]));if constexpr (Op::kRelu)\n          clamp<",
         BITS,
         case("relu_stream"),
     ),
     Mutation(
         "the bits of rounded y, pipelined",
         "affine.cuh",
-        "if constexpr (Relu) clamp<",
-        "values[i] = convert<T>(convert<bfloat16>(values[i]));\n        if constexpr (Relu) clamp<",
+        "    if constexpr (Op::kRelu) {\n",
+        "    values[i] = convert<T>(convert<bfloat16>(values[i]));\n"
+        "    if constexpr (Op::kRelu) {\n",
         BITS,
         pipelined("forward_pipelined.cu", n=333, bitmask=True),
     ),
@@ -1033,15 +1037,15 @@ MUTATIONS = [
     Mutation(
         "lanes of a streamed row leave",
         "forward_streaming.cu",
-        "        store_bits<Vector, kLength>(",
-        "        if (first < columns) store_bits<Vector, kLength>(",
+        "        store_bits<Layout::kVector, kLength>(",
+        "        if (first < columns)        store_bits<Layout::kVector, kLength>(",
         STUCK,
         RELU_STREAM,
     ),
     Mutation(
         "dy is not masked",
         "backward_pipelined.cu",
-        "if constexpr (Bitmask) keep(pack, of_row.bits[p], first_column(p));",
+        "if constexpr (Op::kBitmask) keep(pack, of_row.bits[p], first_column(p));",
         "",
         VALUE,
         RELU,
@@ -1089,7 +1093,8 @@ MUTATIONS = [
     Mutation(
         "row coefficients of dy as it came",
         "backward_streaming.cu",
-        "keep(pack_dy, load_bits(bitmask + row * bitmask_bytes(n_cols), first, n_cols), first);",
+        "keep(pack_dy, load_bits(args.bitmask + row * bitmask_bytes(n_cols), first, n_cols), "
+        "first);",
         "",
         VALUE,
         RELU_STREAM,
@@ -1097,7 +1102,7 @@ MUTATIONS = [
     Mutation(
         "columns of dy as it came",
         "backward_streaming.cu",
-        "if constexpr (Bitmask) keep(row_dy, next_bits, first);",
+        "if constexpr (Op::kBitmask) keep(row_dy, next_bits, first);",
         "",
         VALUE,
         RELU_STREAM,
@@ -1178,7 +1183,7 @@ MUTATIONS = [
     Mutation(
         "sums of rows behind a weight that is held",
         "backward_pipelined.cu",
-        "stage_of_weight + (HoldWeight ? 0 : StageOfWeight::kBytes)",
+        "stage_of_weight + (Layout::kHoldWeight ? 0 : StageOfWeight::kBytes)",
         "stage_of_weight + StageOfWeight::kBytes",
         OUT_OF_BOUNDS,
         pipelined("backward_pipelined.cu", shared_sums=2, teams=1, hold_weight=True),
@@ -1266,7 +1271,7 @@ MUTATIONS = [
     Mutation(
         "the first partials of each group, as many as are on their way at once, alone",
         "reduce_partials.cu",
-        "left -= kAtOnce * Groups",
+        "left -= kAtOnce * Layout::kGroups",
         "left = 0",
         VALUE,
         MANY,
@@ -1274,7 +1279,7 @@ MUTATIONS = [
     Mutation(
         "the first partial of each group alone",
         "reduce_partials.cu",
-        "whole && left > i * Groups ? n : 0",
+        "whole && left > i * Layout::kGroups ? n : 0",
         "whole && i == 0 ? n : 0",
         VALUE,
         MANY,
@@ -1282,7 +1287,7 @@ MUTATIONS = [
     Mutation(
         "the last columns' partials are moved whole though they are not",
         "reduce_partials.cu",
-        "const bool whole = Vector == kWidth || n == kWidth;",
+        "const bool whole = Layout::kVector == kWidth || n == kWidth;",
         "const bool whole = true;",
         UNWRITTEN,
         few("warp_of_packs", x="float16"),
@@ -1306,7 +1311,7 @@ MUTATIONS = [
     Mutation(
         "xhat is not centred again, streaming",
         "backward_streaming.cu",
-        "if constexpr (Centered) xhat -= recentre;",
+        "if constexpr (Op::kCentered) xhat -= recentre;",
         "",
         VALUE,
         case("stream_mean"),
@@ -1323,7 +1328,7 @@ MUTATIONS = [
     Mutation(
         "nobody says that a strip is there",
         "backward_column_parallel.cu",
-        "      report_arrival(arrived + place * kCountStride);\n",
+        "      report_arrival(args.arrived + place * kCountStride);\n",
         "",
         STUCK,
         STRIPS,
@@ -1340,13 +1345,11 @@ MUTATIONS = [
     Mutation(
         "a block that is ahead counts for one that is not",
         "backward_column_parallel.cu",
-        """      report_arrival(arrived + place * kCountStride);
-      wait_for_arrivals(arrived + place * kCountStride,
-                        static_cast<unsigned>(group / kPlaces + 1) * strips);
-""",
-        """      report_arrival(arrived);
-      wait_for_arrivals(arrived, static_cast<unsigned>(group + 1) * strips);
-""",
+        "      report_arrival(args.arrived + place * kCountStride);\n"
+        "      wait_for_arrivals(args.arrived + place * kCountStride,\n"
+        "                        static_cast<unsigned>(group / kPlaces + 1) * strips);\n",
+        "      report_arrival(args.arrived);\n"
+        "      wait_for_arrivals(args.arrived, static_cast<unsigned>(group + 1) * strips);\n",
         f"{UNWRITTEN}|{RACE}",
         STRIPS,
     ),
@@ -1361,16 +1364,16 @@ MUTATIONS = [
     Mutation(
         "a group takes the place of one that other blocks still read",
         "backward_column_parallel.cu",
-        "T* const exchanged = exchange + place * GroupRows",
-        "T* const exchanged = exchange + group % (kPlaces - 1) * GroupRows",
+        "T* const exchanged = args.exchange + place * Layout::kGroupRows",
+        "T* const exchanged = args.exchange + group % (kPlaces - 1) * Layout::kGroupRows",
         RACE,
         STRIPS,
     ),
     Mutation(
         "statistics take the place of a group whose dx is written",
         "backward_column_parallel.cu",
-        "return of_rows + group % kPlaces * GroupRows;",
-        "return of_rows + group % (kPlaces - 1) * GroupRows;",
+        "return of_rows + group % kPlaces * Layout::kGroupRows;",
+        "return of_rows + group % (kPlaces - 1) * Layout::kGroupRows;",
         RACE,
         STRIPS,
     ),
@@ -1433,7 +1436,7 @@ MUTATIONS = [
     Mutation(
         "rows past the last are copied",
         "backward_column_parallel.cu",
-        "const int n = row < n_rows ? n_own : 0;",
+        "const int n = row < args.n_rows ? n_own : 0;",
         "const int n = n_own;",
         OUT_OF_BOUNDS,
         STRIPS,
@@ -1473,7 +1476,7 @@ MUTATIONS = [
     Mutation(
         "bits past the last row of strips",
         "backward_column_parallel.cu",
-        "first, row < n_rows ? n_cols : 0);",
+        "first, row < args.n_rows ? n_cols : 0);",
         "first, n_cols);",
         OUT_OF_BOUNDS,
         STRIPS_BITMASK,
@@ -1561,8 +1564,8 @@ MUTATIONS = [
     Mutation(
         "rows beside one out of range are scaled as it is",
         "forward_in_registers.cu",
-        "if (wild) scale = scale_in_unit(statistics.variance, eps, unit);",
-        "scale = scale_in_unit(statistics.variance, eps, unit);",
+        "if (wild) scale = scale_in_unit(statistics.variance, args.eps, unit);",
+        " scale = scale_in_unit(statistics.variance, args.eps, unit);",
         BITS_OF,
         BESIDE,
     ),
@@ -1592,7 +1595,7 @@ MUTATIONS = [
     Mutation(
         "few rows whose first mean is far off are not measured again",
         "forward_in_registers.cu",
-        "if constexpr (Centered && kFromZero != RareLast) {",
+        "if constexpr (Op::kCentered && kFromZero != Layout::kRareLast) {",
         "if (false) {",
         VALUE,
         few("few_off_guess"),
@@ -1624,7 +1627,7 @@ MUTATIONS = [
     Mutation(
         "the next pack's weight is not asked for",
         "forward_in_registers.cu",
-        "if (p + kAhead < PacksPerThread) load_affine(p + kAhead);",
+        "if (p + kAhead < Layout::kPacksPerThread) load_affine(p + kAhead);",
         "",
         VALUE,
         case("block", x="bfloat16"),
@@ -1632,16 +1635,16 @@ MUTATIONS = [
     Mutation(
         "of two packs of 8 bytes the first one's weight alone is asked for",
         "forward_in_registers.cu",
-        "q < p + kAhead && q < PacksPerThread",
-        "q < p + 1 && q < PacksPerThread",
+        "q < p + kAhead && q < Layout::kPacksPerThread",
+        "q < p + 1 && q < Layout::kPacksPerThread",
         VALUE,
         case("halves"),
     ),
     Mutation(
         "of the first two packs of 8 bytes one's weight alone is asked for",
         "forward_in_registers.cu",
-        "p < kAhead && p < PacksPerThread",
-        "p < 1 && p < PacksPerThread",
+        "p < kAhead && p < Layout::kPacksPerThread",
+        "p < 1 && p < Layout::kPacksPerThread",
         VALUE,
         case("halves_narrow"),
     ),
@@ -1696,8 +1699,8 @@ MUTATIONS = [
     Mutation(
         "a first mean far off is kept",
         "forward_in_registers.cu",
-        "if (Centered ? recentred || !was_far(statistics) : only_round) break;",
-        "break;",
+        "if (Op::kCentered ? recentred || !was_far(statistics) : only_round) break;",
+        " break;",
         VALUE,
         case("warps_off_guess"),
     ),
@@ -1760,8 +1763,8 @@ MUTATIONS = [
     Mutation(
         "a tile's columns from the row's first",
         "forward_streaming.cu",
-        "load<Vector, false>(weights, weight + base, first, columns)",
-        "load<Vector, false>(weights, weight, first, columns)",
+        "load<Layout::kVector, false>(weights, args.weight + base, first, columns)",
+        "load<Layout::kVector, false>(weights, args.weight, first, columns)",
         VALUE,
         STREAM_LONG,
     ),
@@ -1792,8 +1795,8 @@ MUTATIONS = [
     Mutation(
         "the first element of a pack is not looked at",
         "forward_in_registers.cu",
-        "for (int i = 0; i < Length; ++i) {\n          largest[0]",
-        "for (int i = 1; i < Length; ++i) {\n          largest[0]",
+        "for (int i = 0; i < kLength; ++i) {\n          largest[0]",
+        "for (int i = 1; i < kLength; ++i) {\n          largest[0]",
         VALUE,
         case("range_lone", "rms_norm", "float32"),
     ),
@@ -1808,8 +1811,8 @@ MUTATIONS = [
     Mutation(
         "an element past the pack is looked at",
         "forward_streaming.cu",
-        "        for (int i = 0; i < kLength; ++i) {\n          largest[0]",
-        "        for (int i = 0; i <= kLength; ++i) {\n          largest[0]",
+        "        for (int i = 0; i < kLength; ++i) {\n              largest[0]",
+        "        for (int i = 0; i <= kLength; ++i) {\n              largest[0]",
         "outside a local array",
         case("stream_wild"),
     ),
@@ -1888,16 +1891,16 @@ MUTATIONS = [
     Mutation(
         "of few rows, dbias is that of xhat",
         "backward_in_registers.cu",
-        "write<Vector, RowThreads>(of_bias,",
-        "write<Vector, RowThreads>(of_weight,",
+        "write<Layout::kVector, Layout::kRowThreads>(\n          of_bias,",
+        "write<Layout::kVector, Layout::kRowThreads>(\n          of_weight,",
         VALUE,
         LONE_ROW,
     ),
     Mutation(
         "of few rows, each has the rstd of the first",
         "backward_in_registers.cu",
-        "row_rstd = has_row ? rstd[row]",
-        "row_rstd = has_row ? rstd[0]",
+        "row_rstd = has_row ? args.rstd[row]",
+        "row_rstd = has_row ? args.rstd[0]",
         VALUE,
         FEW_ROWS,
     ),
@@ -1912,8 +1915,8 @@ MUTATIONS = [
     Mutation(
         "of few rows, dx is stored with dy's stride",
         "backward_in_registers.cu",
-        "dx + row * dx_stride",
-        "dx + row * dy_stride",
+        "args.dx + row * args.dx_stride",
+        "args.dx + row * args.dy_stride",
         f"{OUT_OF_BOUNDS}|{UNWRITTEN}",
         FEW_GAP,
     ),
@@ -1929,7 +1932,7 @@ MUTATIONS = [
         for what, old, new in (
             ("x and dy", "n = has_row ? end_of_row(p) : 0;", "n = end_of_row(p);"),
             ("the mean", "Centered && has_row ?", "Centered ?"),
-            ("the rstd", "has_row ? rstd[row] : T(0)", "rstd[row]"),
+            ("the rstd", "has_row ? args.rstd[row] : T(0)", "args.rstd[row]"),
             ("the bitmask", "n = has_row ? n_cols : 0;", "n = n_cols;"),
             ("dx", "has_row ? end_of_row(p) : 0);", "end_of_row(p));"),
         )
@@ -1977,8 +1980,8 @@ MUTATIONS = [
     Mutation(
         "of few teams, dweight and dbias are in one place",
         "backward_in_registers.cu",
-        "gradient = index == 0 ? dweight : dbias;",
-        "gradient = dweight;",
+        "gradient = index == 0 ? args.dweight : args.dbias;",
+        "gradient = args.dweight;",
         f"{RACE}|{UNWRITTEN}",
         FEW_TEAMS,
     ),
@@ -2009,16 +2012,16 @@ MUTATIONS = [
     Mutation(
         "of columns, each row is centred as the first",
         "backward_in_registers.cu",
-        "? means_of_h[row] :",
-        "? means_of_h[0] :",
+        "? args.means_of_h[row] :",
+        "? args.means_of_h[0] :",
         VALUE,
         COLUMNS_MEAN,
     ),
     Mutation(
         "of columns, each row has the mean of the first",
         "backward_in_registers.cu",
-        "row < n_rows ? mean[row] :",
-        "row < n_rows ? mean[0] :",
+        "row < n_rows ? args.mean[row] :",
+        "row < n_rows ? args.mean[0] :",
         VALUE,
         COLUMNS_MEAN,
     ),
@@ -2033,15 +2036,15 @@ MUTATIONS = [
     Mutation(
         "all blocks of a cluster say how a row is centred",
         "backward_in_registers.cu",
-        "if (team.block == 0 && team.rank == 0) means_of_h",
-        "if (team.rank == 0) means_of_h",
+        "if (team.block == 0 && team.rank == 0) args.means_of_h",
+        "if (team.rank == 0) args.means_of_h",
         RACE,
         few("columns_cluster"),
     ),
     Mutation(
         "of columns, each warp sums all rows",
         "backward_in_registers.cu",
-        "for (int begin = warp * (32 / Lanes);",
+        "for (int begin = warp * (32 / kLanes);",
         "for (int begin = 0;",
         VALUE,
         COLUMNS,
@@ -2065,8 +2068,8 @@ MUTATIONS = [
     Mutation(
         "of columns, each row has the rstd of the first",
         "backward_in_registers.cu",
-        "row < n_rows ? rstd[row] : T(0)",
-        "rstd[0]",
+        "row < n_rows ? args.rstd[row] : T(0)",
+        "args.rstd[0]",
         VALUE,
         COLUMNS,
     ),
@@ -2136,8 +2139,9 @@ MUTATIONS = [
     Mutation(
         "blocks of columns begin a cluster early",
         "backward_in_registers.cu",
-        "(n_rows + kTeams - 1) / kTeams * ClusterBlocks;\n    const long long of_columns",
-        "(n_rows + kTeams - 1) / kTeams;\n    const long long of_columns",
+        "(args.n_rows + kTeams - 1) / kTeams * Layout::kClusterBlocks;\n"
+        "    const long long of_columns",
+        "(args.n_rows + kTeams - 1) / kTeams;\n    const long long of_columns",
         STUCK,
         few("pipelined_cluster", "rms_norm"),
     ),
@@ -2153,8 +2157,8 @@ MUTATIONS = [
     Mutation(
         "the last columns of several teams are not added up",
         "backward_pipelined.cu",
-        "first < n_cols; first += BlockThreads * kWidth",
-        "first + kWidth <= n_cols; first += BlockThreads * kWidth",
+        "first < n_cols;\n           first += Layout::kBlockThreads * kWidth",
+        "first + kWidth <= n_cols;\n           first += Layout::kBlockThreads * kWidth",
         UNWRITTEN,
         pipelined("backward_pipelined.cu", regime="mean_1e6", m=90, n=3, teams=32),
     ),
@@ -2185,24 +2189,24 @@ MUTATIONS = [
     Mutation(
         "the rows under way are one more than their stages",
         "backward_pipelined.cu",
-        "        wait_for_copies<Stages - 1>();\n        meet_lanes();",
-        "        wait_for_copies<Stages>();\n        meet_lanes();",
+        "        wait_for_copies<Layout::kStages - 1>();\n        meet_lanes();",
+        "        wait_for_copies<Layout::kStages>();\n        meet_lanes();",
         RACE,
         PIPELINED_BACKWARD,
     ),
     Mutation(
         "the rows under way are one more than their stages, forward",
         "forward_pipelined.cu",
-        "wait_for_copies<Stages - 2>();",
-        "wait_for_copies<Stages - 1>();",
+        "wait_for_copies<Layout::kStages - 2>();",
+        "wait_for_copies<Layout::kStages - 1>();",
         RACE,
         PIPELINED_FORWARD,
     ),
     Mutation(
         "the rows under way are one more than four stages",
         "forward_pipelined.cu",
-        "wait_for_copies<Stages - 2>();",
-        "wait_for_copies<Stages - 1>();",
+        "wait_for_copies<Layout::kStages - 2>();",
+        "wait_for_copies<Layout::kStages - 1>();",
         RACE,
         pipelined("forward_pipelined.cu", regime="mean_1e6", stages=4),
     ),
@@ -2217,7 +2221,7 @@ MUTATIONS = [
     Mutation(
         "the rows after the second are never asked for",
         "forward_pipelined.cu",
-        "for (int stage = 2; stage < Stages; ++stage)",
+        "for (int stage = 2; stage < Layout::kStages; ++stage)",
         "for (int stage = 2; stage < 2; ++stage)",
         f"{RACE}|{UNWRITTEN}",
         pipelined("forward_pipelined.cu", stages=3),
@@ -2265,7 +2269,7 @@ MUTATIONS = [
     Mutation(
         "a team without a row waits for its first",
         "backward_pipelined.cu",
-        "    } else if (row < n_rows) {\n      wait_for_bytes<false>(mailbox, 0);",
+        "    } else if (row < args.n_rows) {\n      wait_for_bytes<false>(mailbox, 0);",
         "    } else {\n      wait_for_bytes<false>(mailbox, 0);",
         STUCK,
         pipelined("backward_pipelined.cu", bulk=True, teams=3, m=5),
@@ -2305,7 +2309,8 @@ MUTATIONS = [
     Mutation(
         "the place of copies stays",
         "backward_pipelined.cu",
-        "own = own + (stage + 1 == Stages ? -(Stages - 1) * kStageBytes : kStageBytes);",
+        "own = own + (stage + 1 == Layout::kStages ? -(Layout::kStages - 1) * kStageBytes : "
+        "kStageBytes);",
         "",
         RACE,
         PIPELINED_BACKWARD,
@@ -2313,7 +2318,8 @@ MUTATIONS = [
     Mutation(
         "the place of copies leaves the stages",
         "forward_pipelined.cu",
-        "(stage + 1 == Stages ? -(Stages - 1) * StageOfX::kBytes : StageOfX::kBytes)",
+        "(stage + 1 == Layout::kStages ? -(Layout::kStages - 1) * StageOfX::kBytes\n"
+        "                                              : StageOfX::kBytes)",
         "StageOfX::kBytes",
         OUT_OF_BOUNDS,
         PIPELINED_FORWARD,
@@ -2353,8 +2359,8 @@ MUTATIONS = [
     Mutation(
         "copies go on past the last row",
         "backward_pipelined.cu",
-        "const int n = fetched < n_rows ? (ByCells ? n_cols : left_of_row(p)) : 0;",
-        "const int n = ByCells ? n_cols : left_of_row(p);",
+        "const int n = fetched < args.n_rows ? (Layout::kCells ? n_cols : left_of_row(p)) : 0;",
+        "const int n = Layout::kCells ? n_cols : left_of_row(p);",
         OUT_OF_BOUNDS,
         PIPELINED_BACKWARD,
     ),
@@ -2417,8 +2423,8 @@ MUTATIONS = [
     Mutation(
         "the row ends in cells of the last pack alone",
         "forward_in_registers.cu",
-        "return p + 1 + next >= PacksPerThread && cells",
-        "return p + 1 >= PacksPerThread && cells",
+        "return p + 1 + next >= Layout::kPacksPerThread && cells",
+        "return p + 1 >= Layout::kPacksPerThread && cells",
         VALUE,
         UNALIGNED,
     ),
@@ -2513,24 +2519,25 @@ MUTATIONS = [
     Mutation(
         "cells are copied as if each pack but the last had one behind it",
         "backward_pipelined.cu",
-        "const int n = fetched < n_rows ? (ByCells ? n_cols : left_of_row(p)) : 0;",
-        "const int n = fetched < n_rows ? left_of_row(p) : 0;",
+        "const int n = fetched < args.n_rows ? (Layout::kCells ? n_cols : left_of_row(p)) : 0;",
+        "const int n = fetched < args.n_rows ? left_of_row(p) : 0;",
         OUT_OF_BOUNDS,
         UNALIGNED,
     ),
     Mutation(
         "cells of a cluster are copied as if each pack but the last had one behind it",
         "backward_pipelined.cu",
-        "return ClusterBlocks == 1 ? PacksPerThread - 1 - p : 0;",
-        "return PacksPerThread - 1 - p;",
+        "return Layout::kClusterBlocks == 1 ? Layout::kPacksPerThread - 1 - p : 0;",
+        "return Layout::kPacksPerThread - 1 - p;",
         OUT_OF_BOUNDS,
         CELLS_OF_PACKS_IN_CLUSTER,
     ),
     Mutation(
         "words of a cluster's row are stored as if each pack but the last had one behind it",
         "backward_pipelined.cu",
-        "kTeams == 1 && (Full || (ClusterBlocks == 1 && p + 1 < PacksPerThread))",
-        "kTeams == 1 && (Full || p + 1 < PacksPerThread)",
+        "kTeams == 1 && (Layout::kFull || (Layout::kClusterBlocks == 1 &&\n"
+        "                                                      p + 1 < Layout::kPacksPerThread))",
+        "kTeams == 1 && (Layout::kFull || p + 1 < Layout::kPacksPerThread)",
         f"{OUT_OF_BOUNDS}|{RACE}|{VALUE}",
         CELLS_OF_PACKS_IN_CLUSTER,
     ),
@@ -2545,23 +2552,24 @@ MUTATIONS = [
     Mutation(
         "cells are read before the other lanes' copies are there",
         "backward_pipelined.cu",
-        "        wait_for_copies<Stages - 1>();\n        meet_lanes();",
-        "        wait_for_copies<Stages - 1>();",
+        "        wait_for_copies<Layout::kStages - 1>();\n        meet_lanes();",
+        "        wait_for_copies<Layout::kStages - 1>();",
         f"{RACE}|{UNWRITTEN}",
         CELLS,
     ),
     Mutation(
         "cells are read before the other lanes' copies are there, in a cluster",
         "backward_pipelined.cu",
-        "wait_for_copies<Stages - 2>();\n      meet_lanes();",
-        "wait_for_copies<Stages - 2>();",
+        "wait_for_copies<Layout::kStages - 2>();\n      meet_lanes();",
+        "wait_for_copies<Layout::kStages - 2>();",
         RACE,
         CELLS_OF_CLUSTER,
     ),
     Mutation(
         "words of dx take the place of cells that are yet to be read",
         "backward_pipelined.cu",
-        "      if constexpr (!HoldRow) meet_lanes();  // before others fill what this one read\n",
+        "      if constexpr (!Layout::kHoldRow) meet_lanes();  // before others fill what this "
+        "one read\n",
         "",
         RACE,
         CELLS_FLOAT32,
@@ -2601,8 +2609,8 @@ MUTATIONS = [
     Mutation(
         "cells of a row are read before the other lanes' copies are there, forward",
         "forward_pipelined.cu",
-        "wait_for_copies<Stages - 2>();\n    meet_lanes();",
-        "wait_for_copies<Stages - 2>();",
+        "wait_for_copies<Layout::kStages - 2>();\n    meet_lanes();",
+        "wait_for_copies<Layout::kStages - 2>();",
         RACE,
         CELLS_FORWARD,
     ),
@@ -2740,7 +2748,8 @@ MUTATIONS = [
     Mutation(
         "turned places are filled again before the other lanes have read them",
         "backward_pipelined.cu",
-        "      if constexpr (!HoldRow) meet_lanes();  // before others fill what this one read\n",
+        "      if constexpr (!Layout::kHoldRow) meet_lanes();  // before others fill what this "
+        "one read\n",
         "",
         RACE,
         TURNED,
@@ -2748,15 +2757,15 @@ MUTATIONS = [
     Mutation(
         "turned places are filled again before the other lanes hold what was there",
         "backward_pipelined.cu",
-        "        meet_lanes();\n        if constexpr (!Bulk) fetch(stage, p);",
-        "        if constexpr (!Bulk) fetch(stage, p);",
+        "        meet_lanes();\n        if constexpr (!Layout::kBulk) fetch(stage, p);",
+        "        \n        if constexpr (!Layout::kBulk) fetch(stage, p);",
         RACE,
         pipelined("backward_pipelined.cu", "rms_norm", turned=True, hold_row=True),
     ),
     Mutation(
         "turned places are filled again before the other lanes have read them, forward",
         "forward_pipelined.cu",
-        "if constexpr (StageOfX::kCells || Turned) warp_barrier();",
+        "if constexpr (StageOfX::kCells || Layout::kTurned) warp_barrier();",
         "if constexpr (StageOfX::kCells) warp_barrier();",
         f"{RACE}|{UNWRITTEN}",
         TURNED_FORWARD,
@@ -2764,8 +2773,8 @@ MUTATIONS = [
     Mutation(
         "a row that is counted is turned as the one in turn",
         "forward_pipelined.cu",
-        "      fetched_x = x + fetched * x_stride;\n      if constexpr (Turned)",
-        "      fetched_x = x + fetched * x_stride;\n      if constexpr (false)",
+        "      fetched_x = args.x + fetched * args.x_stride;\n      if constexpr (Layout::kTurned)",
+        "      fetched_x = args.x + fetched * args.x_stride;\n      if constexpr (false)",
         f"{VALUE}|{UNWRITTEN}",
         pipelined("forward_pipelined.cu", turned=True, counted=True, cluster_blocks=1),
     ),
@@ -2820,7 +2829,7 @@ MUTATIONS = [
     Mutation(
         "rows copied in bulk are all read from the first stage",
         "backward_pipelined.cu",
-        "own + (Bulk ? stage * kStageBytes : 0)",
+        "own + (Layout::kBulk ? stage * kStageBytes : 0)",
         "own",
         f"{VALUE}|{RACE}",
         BULK,
@@ -2828,7 +2837,7 @@ MUTATIONS = [
     Mutation(
         "a row of dy copied as often as its stage",
         "backward_pipelined.cu",
-        "fetched_dy += rows_a_turn * dy_stride;",
+        "fetched_dy += rows_a_turn * args.dy_stride;",
         "",
         VALUE,
         PIPELINED_BACKWARD,
@@ -2852,7 +2861,7 @@ MUTATIONS = [
     Mutation(
         "the stage of the weight over that of rows",
         "forward_pipelined.cu",
-        "stage_of_weight = stages + Stages * StageOfX::kBytes;",
+        "stage_of_weight = stages + Layout::kStages * StageOfX::kBytes;",
         "stage_of_weight = stages;",
         RACE,
         PIPELINED_FORWARD,
@@ -3084,7 +3093,7 @@ MUTATIONS = [
     Mutation(
         "a cluster's blocks take rows of their own, streaming",
         "forward_streaming.cu",
-        "row_index = block_index() / ClusterBlocks;",
+        "row_index = block_index() / Layout::kClusterBlocks;",
         "row_index = block_index();",
         OUT_OF_BOUNDS,
         CLUSTER_STREAM,
@@ -3092,7 +3101,7 @@ MUTATIONS = [
     Mutation(
         "a cluster's blocks take rows of their own, backward",
         "backward_streaming.cu",
-        "row = block_index() / ClusterBlocks;",
+        "row = block_index() / Layout::kClusterBlocks;",
         "row = block_index();",
         OUT_OF_BOUNDS,
         CLUSTER_COEFFICIENTS,
@@ -3108,7 +3117,7 @@ MUTATIONS = [
     Mutation(
         "a cluster's blocks take rows of their own",
         "forward_pipelined.cu",
-        "const int group = static_cast<int>(block_index() / ClusterBlocks);",
+        "const int group = static_cast<int>(block_index() / Layout::kClusterBlocks);",
         "const int group = static_cast<int>(block_index());",
         "has ended",
         CLUSTER_FORWARD,
@@ -3117,16 +3126,16 @@ MUTATIONS = [
     Mutation(
         "a row that was dealt out is handed out again",
         "forward_pipelined.cu",
-        "first_counted = (Stages + kTurns) * groups;",
-        "first_counted = (Stages + kTurns) * groups - 1;",
+        "first_counted = (Layout::kStages + kTurns) * groups;",
+        "first_counted = (Layout::kStages + kTurns) * groups - 1;",
         RACE,
         COUNTED,
     ),
     Mutation(
         "a row is left out behind those that are dealt out",
         "forward_pipelined.cu",
-        "first_counted = (Stages + kTurns) * groups;",
-        "first_counted = (Stages + kTurns) * groups + 1;",
+        "first_counted = (Layout::kStages + kTurns) * groups;",
+        "first_counted = (Layout::kStages + kTurns) * groups + 1;",
         UNWRITTEN,
         COUNTED,
     ),
@@ -3157,7 +3166,7 @@ MUTATIONS = [
     Mutation(
         "the row that was asked for is forgotten",
         "forward_pipelined.cu",
-        "rows[Stages - 1] = fetched;",
+        "rows[Layout::kStages - 1] = fetched;",
         "",
         "does not end",
         COUNTED,
@@ -3205,7 +3214,7 @@ MUTATIONS = [
     Mutation(
         "the first mean of another row",
         "forward_pipelined.cu",
-        "      if constexpr (Stages == 2) load_first_pack(fetched);\n",
+        "      if constexpr (Layout::kStages == 2) load_first_pack(fetched);\n",
         "",
         "bits of rows in turn",
         COUNTED,
@@ -3272,7 +3281,7 @@ MUTATIONS = [
     Mutation(
         "columns past a streamed row count, backward",
         "backward_streaming.cu",
-        "inside<Vector>(first, i, n_cols) ? row_mean : T(0)",
+        "inside<Layout::kVector>(first, i, n_cols) ? row_mean : T(0)",
         "row_mean",
         VALUE,
         dataclasses.replace(case("stream_odd"), regime="mean_1e4"),

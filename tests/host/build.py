@@ -196,10 +196,10 @@ def _place(library: str, offset: int) -> str:
 
 @dataclass(frozen=True)
 class Entry:
-    """A compiled kernel: what calls it with an address for each argument, and their sizes."""
+    """A compiled kernel: what calls it with the address of its argument, and the size of that."""
 
     call: Any
-    parameter_bytes: Callable[[int], int]  # 0 past the last
+    argument_bytes: Callable[[], int]
 
 
 class Build:
@@ -256,7 +256,8 @@ class Build:
     def _name(self, kernel: Instantiation) -> str:
         """Name a kernel by what it is made of: an edit leaves those of other files as they are."""
         made_of = itertools.chain(*self._sources(kernel.file).items(), self._texts["entry.hpp"])
-        return _digest(kernel.expression, *made_of, *self.options, self.runtime.path.name)
+        own = kernel.expression(), kernel.structs()
+        return _digest(*own, *made_of, *self.options, self.runtime.path.name)
 
     def _library(self, name: str) -> Path:
         return (self.counts or cache_directory() / "libraries") / f"{name}.so"
@@ -270,7 +271,10 @@ class Build:
         first = next(iter(kernels))
         own = self._library(f"{first}-{os.getpid()}")
         source, built = own.with_suffix(".cpp"), own.with_suffix(".o")
-        entries = (f"ENTRY({name}, {kernel.expression})" for name, kernel in kernels.items())
+        entries = (
+            f"{kernel.structs(f'_{name}')}ENTRY({name}, {kernel.expression(f'_{name}')})"
+            for name, kernel in kernels.items()
+        )
         included = (f'#include "{name}"' for name in (kernels[first].file, "entry.hpp"))
         source.write_text("\n".join((*included, *entries, "")), encoding="utf-8")
         _compile(*self.options, "-I", self.directory, "-c", source, "-o", built)

@@ -6,6 +6,7 @@
 #define __device__
 #define __global__
 #define __host__
+#define __grid_constant__
 #ifdef COVERAGE
 #define __forceinline__ inline  // the line of an inlined call is not counted
 #else

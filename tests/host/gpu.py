@@ -15,8 +15,10 @@ import importlib.util
 import itertools
 import math
 import mmap
+import re
+import struct
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType, SimpleNamespace
 from typing import Any, cast
 from unittest import mock
@@ -42,8 +44,6 @@ MAP_NORESERVE = 0x4000  # of Linux; not every Python names it
 # multiple of 512 bytes, as which memory of CuPy's pool is aligned.
 GAP = (1 << 20) + 512
 ARCHITECTURE = 90
-# The parameters' types, by the letters of the struct module.
-PARAMETERS = {"P": np.int64, "q": np.int64, "f": np.float32, "d": np.float64}
 # Single elements that kernels never get to see: _calls copies such arrays.
 MOST_SPANS = 4096
 
@@ -228,7 +228,7 @@ class Gpu:
     def run(self, kernel: Instantiation, blocks: int, *arguments: Any) -> None:
         """Launch a kernel outside the package; arrays are passed by their addresses."""
         values = (a.data.ptr if isinstance(a, Array) else a for a in arguments)
-        self._load(kernel, 0).prepared(blocks, ())(0, tuple(values))
+        self._load(kernel, 0).prepared(blocks, {})(0, tuple(values))
 
     @contextlib.contextmanager
     def fresh_memory(self) -> Iterator[None]:
@@ -250,7 +250,7 @@ class Gpu:
                 index = np.unravel_index(missing // result.itemsize, result.shape)
                 raise KernelError(
                     f"element {[int(i) for i in index]} of a {result.dtype} result of shape "
-                    f"{result.shape} was never written, by {self.launched[-1].expression}"
+                    f"{result.shape} was never written, by {self.launched[-1]}"
                 )
         return np.array(result).view(np.ndarray)
 
@@ -272,44 +272,50 @@ class _Kernel:
     def blocks_at_once(self) -> int:
         return self.gpu.blocks_at_once
 
-    def prepared(self, blocks: int, numbers: tuple[float, ...]) -> Any:
-        return lambda stream, operands: self._launch(blocks, (*operands, *numbers))
+    def prepared(self, blocks: int, numbers: Mapping[str, float]) -> Any:
+        names = [name for name, _ in self.kernel.arguments]
+        assert numbers.keys() <= set(names)
+        left = [name for name in names if name not in numbers]
 
-    def _launch(self, blocks: int, arguments: tuple[Any, ...]) -> None:
+        def launch(stream: int, operands: tuple[int, ...]) -> None:
+            values = dict(numbers) | dict(zip(left, operands, strict=True))
+            self._launch(blocks, [values[name] for name in names])
+
+        return launch
+
+    def _launch(self, blocks: int, values: list[Any]) -> None:
         kernel, gpu = self.kernel, self.gpu
         gpu.launched.append(kernel)
         if self.entry is None:
             return
-        letters = kernel.parameters
-        holders = [
-            np.array(argument, PARAMETERS[letter])
-            for letter, argument in zip(letters, arguments, strict=True)
-        ]
-        for i, holder in enumerate((*holders, None)):
-            given, wanted = getattr(holder, "nbytes", 0), self.entry.parameter_bytes(i)
-            if given != wanted:
-                what = f"argument {i} has {given} bytes, its parameter {wanted}"
-                raise KernelError(f"{kernel.expression}: {what}")
+        letters = "".join(letter for _, letter in kernel.arguments)
+        packed = struct.pack(letters, *values)
+        wanted = self.entry.argument_bytes()
+        if len(packed) != wanted:
+            raise KernelError(
+                f"{kernel}: its arguments have {len(packed)} bytes, its struct {wanted}"
+            )
         most = shared_limit(gpu.architecture)
         if kernel.shared_bytes > most:
-            raise KernelError(f"{kernel.expression}: {kernel.shared_bytes} bytes of shared memory")
+            raise KernelError(f"{kernel}: {kernel.shared_bytes} bytes of shared memory")
         if kernel.cluster_blocks > MOST_CLUSTER_BLOCKS:
             what = f"a grid of {blocks} blocks in clusters of {kernel.cluster_blocks}"
-            raise KernelError(f"{kernel.expression}: {what}")
-        addresses = (ctypes.c_void_p * len(holders))(*(h.ctypes.data for h in holders))
+            raise KernelError(f"{kernel}: {what}")
+        held = ctypes.create_string_buffer(packed, len(packed))
+        address = (ctypes.c_void_p * 1)(ctypes.addressof(held))
         problem = gpu.memory.runtime.launch(
             self.entry.call,
             blocks,
             kernel.block_threads,
             blocks if kernel.at_once else kernel.cluster_blocks,
             kernel.shared_bytes,
-            addresses,
-            # The first template parameter is x's dtype, or that of the partials.
-            "<double" not in kernel.expression,
+            address,
+            # The first of the types is x's, or that of the partials.
+            re.match(r"\w+<(X=)?double", str(kernel)) is None,
             kernel.at_once,
         )
         if problem:
-            raise KernelError(f"{kernel.expression}, {problem}")
+            raise KernelError(f"{kernel}, {problem}")
 
 
 def _cupy(memory: Memory) -> Any:

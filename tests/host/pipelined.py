@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -15,16 +14,18 @@ import numpy as np
 from strategies import DTYPES, Layout, make_values
 
 from cupynorm import NormBackward, NormForward, pack_bitmask, reference, testing
-from cupynorm._compile import Instantiation, kernels_directory
+from cupynorm._compile import Instantiation, backward_instantiations, forward_instantiation
 from cupynorm._layout import (
     BackwardColumnParallel,
+    BackwardPipelined,
+    ForwardPipelined,
     backward_column_parallel_bytes,
     column_parallel_counts_bytes,
     column_parallel_exchange_bytes,
     pack_length,
     partials_stride,
 )
-from cupynorm._operation import CPP_TYPES, ITEMSIZE, BackwardSpec, compute_dtype
+from cupynorm._operation import ITEMSIZE, BackwardSpec, ForwardSpec, compute_dtype
 from host.build import Build
 from host.gpu import Array, Gpu
 
@@ -112,59 +113,51 @@ class Pipelined:
         return unaligned and self.vector * ITEMSIZE[self.x] <= 4  # bytes of an access
 
     def kernel(self) -> Instantiation:
-        """Return the instantiation; template arguments go by the names of the parameters."""
-        text = (kernels_directory() / self.file).read_text(encoding="utf-8")
-        match = re.search(r"template <([^<]*)>\n__global__ .* (norm_\w+)\(", text)
-        assert match is not None
-        operand, rest = CPP_TYPES[self.other], CPP_TYPES[self.other or self.x]
-        arguments: dict[str, Any] = {
-            "X": CPP_TYPES[self.x],
-            "DY": rest,
-            "Weight": operand,
-            "Bias": operand,
-            "Y": rest,
-            "Centered": self.norm == "layer_norm",
-            "ZeroCentered": self.zero_centered,
-            "DBias": (operand if self.dbias else "None") if self.in_strips else self.dbias,
-            "GroupRows": self.group_rows,
-            "StoreStatistics": True,
-            "Relu": self.bitmask,
-            "Bitmask": self.bitmask,
-            "HoldWeight": self.hold_weight,
-            "HoldBias": self.hold_weight and not self.stage_bias,
-            "HoldRow": self.hold_row,
-            "SharedSums": self.shared_sums,
-            "HoldSums": self.hold_sums,
-            "Bulk": self.bulk,
-            "ByCells": self.cells,
-            "ThroughL1": self.cells,
-            "Turned": self.turned,
-            "Stages": self.stages,
-            "ClusterBlocks": self.cluster_blocks,
-            "RowThreads": self.row_threads,
-            "BlockThreads": self.block_threads,
-            "StripThreads": self.row_threads,
-            "BlocksPerMultiprocessor": 1,
-            "PacksPerThread": self.packs_per_thread,
-            "Counted": self.counted is not None,
-            "Full": self.n == self.cluster_blocks * self.columns,
-            "Vector": self.vector,
+        """Return the instantiation, with the shared memory as it is counted here."""
+        full = self.n == self.cluster_blocks * self.columns
+        row: dict[str, Any] = {
+            "block_threads": self.block_threads,
+            "blocks_per_multiprocessor": 1,
+            "packs_per_thread": self.packs_per_thread,
+            "cluster_blocks": self.cluster_blocks,
+            "stages": self.stages,
+            "vector": self.vector,
+            "hold_weight": self.hold_weight,
+            "cells": self.cells,
+            "through_l1": self.cells,
+            "turned": self.turned,
+            "full": full,
         }
-        chosen = (arguments[parameter.split()[1]] for parameter in match[1].split(","))
-        spelled = ", ".join(str(a).lower() if isinstance(a, bool) else str(a) for a in chosen)
-        scalar = "d" if compute_dtype(self.x) == "float64" else "f"
-        letters = {
-            "backward_pipelined.cu": "PqPqPPPPPqPqq",
-            "backward_column_parallel.cu": "PqPqPPPPPqPPPPqq",
-            "forward_pipelined.cu": "PqPPPqPPPPqq",
-        }
-        return Instantiation(
-            self.file,
-            f"{match[2]}<{spelled}>",
-            letters[self.file] + (4 * scalar if self.is_forward else scalar),
-            self._strips_config.block_threads if self.in_strips else self.block_threads,
-            self._shared_bytes(),
-            self.cluster_blocks,
+        if self.is_forward:
+            y = self.other or self.x
+            relu = self.bitmask
+            spec = ForwardSpec(
+                *(self.norm, self.x, self.other, self.other, y, self.zero_centered, True, relu)
+            )
+            kernel = forward_instantiation(
+                spec,
+                ForwardPipelined(
+                    **row,
+                    hold_bias=self.hold_weight and not self.stage_bias,
+                    counted=self.counted is not None,
+                ),
+            )
+        elif self.in_strips:
+            (kernel,) = backward_instantiations(self._operation, self._strips_config)
+        else:
+            config = BackwardPipelined(
+                **row,
+                row_threads=self.row_threads,
+                hold_row=self.hold_row,
+                shared_sums=self.shared_sums,
+                hold_sums=self.hold_sums,
+                bulk=self.bulk,
+                reduction=None,
+            )
+            (kernel,) = backward_instantiations(self._operation, config)
+        return dataclasses.replace(
+            kernel,
+            shared_bytes=self._shared_bytes(),
             # Of two blocks that count; else the first takes all that is counted.
             at_once=self.in_strips
             or (self.counted is not None and self.cluster_blocks == 1 and self.groups == 2),
@@ -281,7 +274,7 @@ class Pipelined:
         bits = gpu.cupy.empty((self.m, -(-self.n // 8)), np.uint8) if self.bitmask else None
         count = gpu.cupy.zeros(1, np.int32) if self.counted else None
         numbers = *sizes, compute(self.eps), *bounds
-        self._launch(gpu, x, *affine, y, mean, rstd, bits, count, *numbers)
+        self._launch(gpu, *numbers, x, *affine, y, mean, rstd, bits, count)
         found: NormForward = gpu.to_numpy(NormForward(y, mean, rstd, bits))
         testing.check_forward(
             self.norm,
@@ -318,13 +311,13 @@ class Pipelined:
                 gpu.cupy.zeros(column_parallel_counts_bytes() // 4, np.uint32),
                 gpu.cupy.empty(exchanged // compute().itemsize, compute),
             )
-            self._launch(gpu, *rows, *operands, bits, dx, dweight, dbias, *exchange, *sizes)
+            self._launch(gpu, *sizes, *rows, *operands, bits, dx, dweight, dbias, *exchange)
             gradients, found = (gpu.to_numpy(dweight), gpu.to_numpy(dbias)), ()
         else:
             wanted = weight is not None, self.dbias
             shape = (sum(wanted), self.groups, partials_stride(self.n))
             partials = gpu.cupy.empty(shape, compute)
-            self._launch(gpu, *rows, *operands, bits, dx, partials, *sizes)
+            self._launch(gpu, *sizes, *rows, *operands, bits, dx, None, None, partials)
             rows_of_sums = partials.reshape(-1, shape[-1])  # what lies behind n is not a sum
             of_rows = np.array([gpu.to_numpy(row[: self.n]) for row in rows_of_sums], compute)
             of_rows = of_rows.reshape(sum(wanted), self.groups, self.n)

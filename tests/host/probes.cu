@@ -1,20 +1,30 @@
 // The primitives of device.cuh by themselves.
 #include "types.cuh"
 
+template <typename From, typename To>
+struct Probed {
+  const From* values;
+  To* results;
+  long long n;
+};
+
 // Element i of results from element i of values.
 template <typename From, typename To>
-__global__ void convert_all(const From* values, To* results, long long n) {
+__global__ void convert_all(const Probed<From, To> args) {
+  const auto [values, results, n] = args;
   for (long long i = thread_index(); i < n; i += 32) results[i] = convert<To>(values[i]);
 }
 
 template <typename T>
-__global__ void reciprocal_square_roots(const T* values, T* results, long long n) {
+__global__ void reciprocal_square_roots(const Probed<T, T> args) {
+  const auto [values, results, n] = args;
   for (long long i = thread_index(); i < n; i += 32) results[i] = reciprocal_square_root(values[i]);
 }
 
 // Pairs of elements at once, to 16 bits.
 template <typename To>
-__global__ void convert_pairs(const float* values, unsigned* results, long long n) {
+__global__ void convert_pairs(const Probed<float, unsigned> args) {
+  const auto [values, results, n] = args;
   for (long long i = thread_index(); i < n; i += 32) {
     const float first = values[2 * i], second = values[2 * i + 1];
     results[i] = kSame<To, float16> ? floats_to_float16_bits(first, second)
@@ -25,7 +35,10 @@ __global__ void convert_pairs(const float* values, unsigned* results, long long 
 // Columns of n elements of 4 bytes, which pass through shared memory, the next two rows under way;
 // beside them, the zeros that stand for what a row does not have. A row is as wide as a block.
 template <typename T, int Bytes>
-__global__ void copy_rows(const T* values, T* results, long long n) {
+__global__ void copy_rows(const Probed<T, T> args) {
+  const T* const values = args.values;
+  T* const results = args.results;
+  const long long n = args.n;
   constexpr int kLength = Bytes / 4;
   T* stages = static_cast<T*>(dynamic_shared_memory());
   const int width = 32 * kLength;
@@ -46,7 +59,8 @@ __global__ void copy_rows(const T* values, T* results, long long n) {
 
 // Each block of a cluster adds up, in order, what all blocks send it: n times, values[block] * k.
 template <typename T, int ClusterBlocks>
-__global__ void sum_over_clusters(const T* values, T* results, long long n) {
+__global__ void sum_over_clusters(const Probed<T, T> args) {
+  const auto [values, results, n] = args;
   Mailbox* mailboxes = static_cast<Mailbox*>(dynamic_shared_memory());
   T* letters = reinterpret_cast<T*>(mailboxes + 2);
   if (thread_index() < 2) open_mailbox(mailboxes + thread_index());
