@@ -37,7 +37,14 @@ from cupynorm._layout import (
     reduction_bytes,
     team_bytes,
 )
-from cupynorm._operation import CPP_TYPES, BackwardSpec, ForwardSpec, compute_dtype
+from cupynorm._operation import (
+    BACKWARD,
+    CPP_TYPES,
+    FORWARD,
+    BackwardSpec,
+    ForwardSpec,
+    compute_dtype,
+)
 
 __all__ = [
     "ARGUMENTS",
@@ -59,15 +66,8 @@ OPTIONS = ("-std=c++17", "--fmad=false")
 # Of a struct, each member's name and value, or its type where that is a str.
 Members = tuple[tuple[str, str | bool | int], ...]
 
-_FORWARD = (
-    *("n_rows", "n_cols", "inv_n", "eps", "lower", "upper"),
-    *("x", "x_stride", "weight", "bias", "y", "y_stride", "mean", "rstd", "bitmask"),
-)
-_BACKWARD = (
-    *("n_rows", "n_cols", "inv_n"),
-    *("dy", "dy_stride", "x", "x_stride", "weight", "mean", "rstd", "bitmask"),
-    *("dx", "dx_stride", "dweight", "dbias"),
-)
+_FORWARD = ("n_rows", "n_cols", "inv_n", "eps", "lower", "upper", *FORWARD.operands)
+_BACKWARD = ("n_rows", "n_cols", "inv_n", *BACKWARD.operands)
 
 # The structs of arguments of kernels/operation.cuh, by the names of their members.
 ARGUMENTS = {

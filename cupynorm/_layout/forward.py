@@ -11,7 +11,6 @@ from cupynorm._layout.architectures import (
     is_y_wider,
     pack_length,
     streaming_blocks,
-    widest,
 )
 from cupynorm._layout.forward_in_registers import (
     ForwardInRegisters,
@@ -65,31 +64,13 @@ def forward_config(
     return forward_in_registers(spec, n, packs, vector, architecture)
 
 
-def _paired(spec: ForwardSpec, packs: int, architecture: int) -> bool:
-    """Return whether rows may be streamed by two blocks a multiprocessor, of 32 registers a thread.
-
-    The fastest of a trial at N = 32768; at 65536 it was one block (bfloat16, H200). NVRTC fits no
-    bias, ReLU, or y wider than x into 32 registers.
-    """
-    return (
-        2048 < packs <= 4096
-        and gpu_of(architecture).threads == 2048
-        and spec.norm == "rms_norm"
-        and not (spec.bias or spec.relu)
-        and not is_y_wider(spec)
-        and widest(spec.x, spec.weight) <= 4
-    )
-
-
 def _streaming_forward(
     spec: ForwardSpec, packs: int, vector: int, architecture: int
 ) -> ForwardStreaming:
     """Return the configuration of rows that are read twice."""
     wide, whole = is_wide(spec), vector == pack_length(spec.x)
-    # The fastest of a trial of RMSNorm: 2 packs of 2048 threads at N = 32768, 4 of 1024 at 65536
-    # (bfloat16, H200). 64 registers hold 2 packs of float64, or of elements moved one by one.
-    paired = _paired(spec, packs, architecture)
-    fewer = paired or not whole or spec.x == "float64"
+    # 64 registers hold 2 packs of float64, or of elements moved one by one.
+    fewer = not whole or spec.x == "float64"
     cluster_blocks = streaming_blocks(packs, architecture)
     block_threads = 512 if wide or cluster_blocks > 1 else 1024
     # 64 registers do not hold 8 elements of weight and bias in float64; nor, from sm_100 on, a
@@ -99,7 +80,7 @@ def _streaming_forward(
     clustered = cluster_blocks > 1 and not spec.zero_centered
     clustered = clustered and gpu_of(architecture).threads == 2048
     slim = plain and (spec.norm == "rms_norm" or gpu_of(architecture).timed)
-    blocks_per_multiprocessor = 2 if slim and (paired or clustered) else 1
+    blocks_per_multiprocessor = 2 if slim and clustered else 1
     if clustered and spec.norm == "rms_norm":
         # 28.4 us against 34.6 at 32x262144 float32 (pipelined since), where twice the threads then
         # have a row; LayerNorm, whose blocks wait for more sums, takes 43.6 and 37.1 (H200).
