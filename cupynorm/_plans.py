@@ -30,6 +30,7 @@ from cupynorm._layout import (
     forward_config,
     pack_length,
     partials_stride,
+    without_clusters,
 )
 from cupynorm._operation import ITEMSIZE, BackwardSpec, ForwardSpec, compute_dtype
 
@@ -38,7 +39,6 @@ __all__ = ["BackwardPlan", "ForwardPlan", "backward_plan", "forward_plan"]
 # Of the streaming backward's column kernel, of which its 64 to 96 registers let two to four run.
 COLUMN_BLOCKS_PER_MULTIPROCESSOR = 4
 
-WITHOUT_CLUSTERS = 80  # an architecture
 COUNT_BYTES = 16  # of a count in device memory, an int; what is behind it is aligned
 
 # Rows a cluster from which on a count hands them out; it has to be set to zero. LayerNorm of 16384
@@ -157,7 +157,7 @@ def forward_plan_of(
     if config.cluster_blocks > 1:
         at_once = kernel.clusters_at_once()
         if at_once == 0:  # a slice of a GPU
-            config = forward_config(spec, n, vector, WITHOUT_CLUSTERS)
+            config = forward_config(spec, n, vector, without_clusters(architecture(device)))
             kernel = _compile.load(_compile.forward_instantiation(spec, config), device)
         else:
             clusters = at_once
@@ -400,7 +400,7 @@ def many_rows_backward_plan(spec: BackwardSpec, n: int, vector: int, device: int
     if config.cluster_blocks > 1:
         clusters = kernels[0].clusters_at_once()
         if clusters == 0:  # a slice of a GPU
-            config = backward_config(spec, n, vector, WITHOUT_CLUSTERS)
+            config = backward_config(spec, n, vector, without_clusters(capability))
             kernels = _load_backward(spec, config, device)
             clusters = at_once
     if isinstance(config, BackwardPipelined):

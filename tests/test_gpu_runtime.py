@@ -20,8 +20,7 @@ from strategies import DTYPES, make_values
 
 import cupynorm
 from cupynorm import _compile, _driver, testing
-from cupynorm._layout import forward_config, pack_length
-from cupynorm._layout.architectures import FIRST_WITH_CLUSTERS
+from cupynorm._layout import forward_config, gpu_of, pack_length
 from cupynorm._operation import BackwardSpec, ForwardSpec
 from cupynorm._plans import (
     LEAST_COUNTED,
@@ -165,7 +164,7 @@ def test_few_rows_have_the_bits_of_many(
     if name == weight == "bfloat16":
         assert 504 in had_their_own
         # With both options RMSNorm has no kernel for few rows of 16384.
-        if not zero_centered and architecture(0) >= FIRST_WITH_CLUSTERS:
+        if not zero_centered and gpu_of(architecture(0)).clusters:
             assert in_clusters == ([8192, 16384] if norm == "layer_norm" else [16384])
 
 

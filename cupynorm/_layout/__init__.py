@@ -20,6 +20,7 @@ from cupynorm._layout.architectures import (
     pack_length,
     shared_limit,
     team_bytes,
+    without_clusters,
 )
 from cupynorm._layout.backward import BackwardConfig, BackwardStreaming, backward_config
 from cupynorm._layout.backward_column_parallel import (
@@ -71,4 +72,5 @@ __all__ = [
     "reduction_bytes",
     "shared_limit",
     "team_bytes",
+    "without_clusters",
 ]

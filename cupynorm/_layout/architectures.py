@@ -59,6 +59,11 @@ MOST_CLUSTER_BLOCKS = 16
 LEAST_FILLED = 12  # packs: shorter rows, by fewer than 4 threads, were not measured
 
 
+def without_clusters(architecture: int) -> int:
+    """Return the capability whose layouts serve a slice of a GPU with no room for clusters."""
+    return next(of for of in (80, 86) if shared_limit(of) <= shared_limit(architecture))
+
+
 def pack_length(x: str) -> int:
     """Return the elements of a pack."""
     return 16 // ITEMSIZE[x]
