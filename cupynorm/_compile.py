@@ -145,7 +145,7 @@ def _struct(name: str, members: Members) -> str:
     return "\n".join((f"struct {name} {{", *lines, "};", ""))
 
 
-def _op(options: dict[str, bool], **dtypes: str | None) -> Members:
+def _op(options: dict[str, str | bool], **dtypes: str | None) -> Members:
     """Return the members of an Op: the dtypes by the names of their types, and the options."""
     return (*((name, CPP_TYPES[dtype]) for name, dtype in dtypes.items()), *options.items())
 
@@ -168,11 +168,11 @@ def forward_instantiation(
     spec: ForwardSpec, config: ForwardInRegisters | ForwardPipelined | ForwardStreaming
 ) -> Instantiation:
     """Return the kernel of a forward pass."""
-    options = {
+    options: dict[str, str | bool] = {
+        "Epilogue": "Clamp" if spec.relu else "Identity",
         "kCentered": spec.norm == "layer_norm",
         "kZeroCentered": spec.zero_centered,
         "kStoresStatistics": spec.store_statistics,
-        "kRelu": spec.relu,
     }
     op = _op(options, X=spec.x, Weight=spec.weight, Bias=spec.bias, Y=spec.y)
     threads, blocks = config.block_threads, config.cluster_blocks
@@ -208,10 +208,10 @@ def backward_instantiations(
 
     def op(dweight: str | None, dbias: str | None) -> Members:
         """Return the Op of a kernel that writes weight gradients of these dtypes, or none."""
-        options = {
+        options: dict[str, str | bool] = {
+            "Epilogue": "Clamp" if spec.bitmask else "Identity",
             "kCentered": spec.norm == "layer_norm",
             "kZeroCentered": spec.zero_centered,
-            "kBitmask": spec.bitmask,
         }
         dtypes = {"X": spec.x, "DY": spec.dy, "Weight": spec.weight}
         return _op(options, **dtypes, DWeight=dweight, DBias=dbias)

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "operation.cuh"
-#include "relu.cuh"
+#include "epilogue.cuh"
 
 template <typename Op, typename T, typename Weight, int Length>
 __device__ __forceinline__ T weight_at(const Pack<Weight, Length>& weights, int i) {
@@ -25,8 +25,8 @@ __device__ __forceinline__ T affine(T xhat, const Pack<Weight, Length>& weights,
   }
 }
 
-// The values of y from a pack of x: xhat = (x - shift) * scale [+ offset if kCentered], the affine step, and
-// if kRelu the clamp, of which it returns the bits if kStoresStatistics.
+// The values of y from a pack of x: xhat = (x - shift) * scale [+ offset if kCentered], the affine step and
+// the epilogue, whose bits it returns if kStoresStatistics.
 template <typename Op, typename T, typename X, typename Weight, typename Bias, int Length>
 __device__ __forceinline__ unsigned normalize_pack(T (&values)[Length], const Pack<X, Length>& pack,
                                                    T shift, T scale, T offset,
@@ -39,9 +39,7 @@ __device__ __forceinline__ unsigned normalize_pack(T (&values)[Length], const Pa
     const T d = pack.template get<T>(i) - shift;
     const T xhat = Op::kCentered ? fused_multiply_add(d, scale, offset) : d * scale;
     values[i] = affine<Op>(xhat, weights, biases, i);
-    if constexpr (Op::kRelu) {
-      clamp<Op::kStoresStatistics>(values[i], args.lower, args.upper, bits, i);
-    }
+    Op::Epilogue::template forward<Op::kStoresStatistics>(values[i], args, bits, i);
   }
   return bits;
 }

@@ -23,7 +23,7 @@
 //            kTurns rows in turn, then such sums of all rows in turn.
 // Result:    dx, dweight and dbias.
 #include "gradient.cuh"
-#include "relu.cuh"
+#include "epilogue.cuh"
 #include "stage.cuh"
 
 constexpr int kAhead = 3, kStages = kAhead + 2;
@@ -225,7 +225,7 @@ __global__ void __launch_bounds__(Layout::kStripThreads + 32 * kMessengers, 1)
     const X* const source_x = args.x + row * args.x_stride + first;
     const DY* const source_dy = args.dy + row * args.dy_stride + first;
     char* const place = place_of(group, r);
-    if constexpr (Op::kBitmask) {
+    if constexpr (Op::Epilogue::kHasBits) {
       if (lane == 0 && n > 0) prefetch(bits_of(row) + first / 8);
     }
     if constexpr (StageOfX::template kTakesPolicy<Layout::kVector> &&
@@ -247,9 +247,9 @@ __global__ void __launch_bounds__(Layout::kStripThreads + 32 * kMessengers, 1)
   // The bits of the group whose sums are formed next, asked for when the last one's are, of the L2, which
   // has them fetched with the rows. RMSNorm of 512 rows of 262144 takes 407 us, 448 where nothing is
   // fetched, 636 where each row's are waited for, twice, 385 without a bitmask (float32, H200).
-  unsigned bits[Op::kBitmask ? Layout::kGroupRows : 1] = {};
+  unsigned bits[Op::Epilogue::kHasBits ? Layout::kGroupRows : 1] = {};
   const auto ask_for_bits = [&](int group) {
-    if constexpr (Op::kBitmask) {
+    if constexpr (Op::Epilogue::kHasBits) {
 #pragma unroll
       for (int r = 0; r < Layout::kGroupRows; ++r) {
         const long long row = row_of(group, r);
@@ -260,8 +260,8 @@ __global__ void __launch_bounds__(Layout::kStripThreads + 32 * kMessengers, 1)
   // dy of a pack, of which the bitmask lets through what is left in its place from then on.
   const auto masked_dy = [&](int group, int r) {
     Pack<DY, kLength> pack = read_dy(group, r);
-    if constexpr (Op::kBitmask) {
-      keep(pack, bits[r], first);
+    if constexpr (Op::Epilogue::kHasBits) {
+      Op::Epilogue::backward(pack, bits[r], first);
       StageOfDY::write(pack, place_of(group, r) + StageOfX::kBytes, 0);
     }
     return pack;
@@ -289,7 +289,7 @@ __global__ void __launch_bounds__(Layout::kStripThreads + 32 * kMessengers, 1)
     static_assert(Layout::kGroupRows % kAtOnce == 0, "no row past the group's last is summed");
     T* const target = sums_of(group) + warp * Layout::kGroupRows * kSums;
     const int rows = rows_of(group);
-#pragma unroll(Op::kBitmask ? Layout::kGroupRows : 1)
+#pragma unroll(Op::Epilogue::kHasBits ? Layout::kGroupRows : 1)
     for (int begin = 0; begin < Layout::kGroupRows; begin += kAtOnce) {
       if (begin >= rows) continue;
       T sums[kAtOnce][kSums] = {};

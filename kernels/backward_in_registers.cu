@@ -20,7 +20,7 @@
 //            columns a thread's rows in turn, then a butterfly over its warp's, then the warps in turn.
 // Result:    dx; dweight and dbias.
 #include "gradient.cuh"
-#include "relu.cuh"
+#include "epilogue.cuh"
 #include "team.cuh"
 
 // The weight gradients of kColumnLanes packs, of which the first begins at column `first`.
@@ -37,7 +37,7 @@ __device__ __forceinline__ void sum_columns(const BackwardInRegistersArguments<O
   constexpr int kLanes = Layout::kColumnLanes;
   constexpr int kGroups = Layout::kBlockThreads / kLanes;  // each with every kGroups-th row
   // Rows of a thread that are on their way. Four of float64 spill beside a bitmask on sm_100.
-  constexpr bool kNarrow = sizeof(DY) <= sizeof(X) && (sizeof(X) <= 4 || !Op::kBitmask);
+  constexpr bool kNarrow = sizeof(DY) <= sizeof(X) && (sizeof(X) <= 4 || !Op::Epilogue::kHasBits);
   constexpr int kAtOnce = Layout::kVector == kLength && kNarrow ? 4 : 2;
   constexpr int kColumns = kLanes * kLength;
   constexpr int kGradients = kPresent<DWeight> + kPresent<DBias>;
@@ -61,8 +61,9 @@ __device__ __forceinline__ void sum_columns(const BackwardInRegistersArguments<O
       load<Layout::kVector>(row_dy[k], args.dy + row * args.dy_stride, own, n);
       row_mean[k] = Op::kCentered && row < n_rows ? args.mean[row] : T(0);
       row_rstd[k] = row < n_rows ? args.rstd[row] : T(0);
-      if constexpr (Op::kBitmask) {
-        keep(row_dy[k], load_bits(args.bitmask + row * bitmask_bytes(n_cols), own, n), own);
+      if constexpr (Op::Epilogue::kHasBits) {
+        Op::Epilogue::backward(row_dy[k],
+                               load_bits(args.bitmask + row * bitmask_bytes(n_cols), own, n), own);
       }
     }
     // By every block, as its first warp has a row: what follows both kernels then follows this one.
@@ -180,12 +181,12 @@ __global__ void __launch_bounds__(Layout::kBlockThreads, Layout::kBlocksPerMulti
   const T row_rstd = has_row ? args.rstd[row] : T(0);
   const Centring<Op::kCentered, T> centring(Op::kCentered && has_row ? args.mean[row] : T(0),
                                             row_rstd);
-  if constexpr (Op::kBitmask) {
+  if constexpr (Op::Epilogue::kHasBits) {
     const unsigned char* bytes = args.bitmask + row * bitmask_bytes(n_cols);
 #pragma unroll
     for (int p = 0; p < Layout::kPacksPerThread; ++p) {
       const int n = has_row ? n_cols : 0;
-      keep(row_dy[p], load_bits(bytes, first_column(p), n), first_column(p));
+      Op::Epilogue::backward(row_dy[p], load_bits(bytes, first_column(p), n), first_column(p));
     }
   }
 

@@ -3,7 +3,7 @@
 //
 //   xhat = (x - mean) * rstd,   g = dy * (weight [+ 1])
 //   dx = rstd * (g - xhat * mean(g * xhat) [- mean(g)]),   dweight = sum dy * xhat,   dbias = sum dy
-//   [dy = 0 where its bit of the bitmask is, if kBitmask: relu.cuh]
+//   [dy = 0 where its bit of the bitmask is, if Clamp: epilogue.cuh]
 //
 // The stored mean is rounded, by 0.03 at 1e6 in float32: it serves as a shift, and xhat is centred
 // again by its own mean over the row. One reduction gives all three sums.
@@ -44,7 +44,7 @@
 // Wild:      rows on the way to whose dx float32 overflows are computed again at the end: gradient.cuh.
 // Result:    partials, of cluster c in row c.
 #include "gradient.cuh"
-#include "relu.cuh"
+#include "epilogue.cuh"
 #include "stage.cuh"
 #include "team.cuh"
 
@@ -247,7 +247,7 @@ __global__ void __launch_bounds__(Layout::kBlockThreads, Layout::kBlocksPerMulti
   // What else of a row is asked for ahead, into registers.
   struct Beside {
     T mean = 0, rstd = 0;
-    unsigned bits[Op::kBitmask ? Layout::kPacksPerThread : 1] = {};
+    unsigned bits[Op::Epilogue::kHasBits ? Layout::kPacksPerThread : 1] = {};
     int distance_of_x = 0, distance_of_dy = 0;  // from a thread's places to what it reads of them
   };
   // Of the row that is asked for next: each call of load_beside is for that.
@@ -266,7 +266,7 @@ __global__ void __launch_bounds__(Layout::kBlockThreads, Layout::kBlocksPerMulti
     if (of_row < args.n_rows) {
       if constexpr (Op::kCentered) beside.mean = kOwnAddresses ? *mean_ahead : args.mean[of_row];
       beside.rstd = kOwnAddresses ? *rstd_ahead : args.rstd[of_row];
-      if constexpr (Op::kBitmask) {
+      if constexpr (Op::Epilogue::kHasBits) {
         const unsigned char* bytes = args.bitmask + of_row * bitmask_bytes(n_cols);
 #pragma unroll
         for (int p = 0; p < Layout::kPacksPerThread; ++p) {
@@ -410,7 +410,9 @@ __global__ void __launch_bounds__(Layout::kBlockThreads, Layout::kBlocksPerMulti
   // dy of a pack, as the bitmask lets it through.
   const auto read_dy = [&](int stage, int p, const Beside& of_row) {
     Pack<DY, kLength> pack = read(StageOfDY{}, StageOfX::kBytes, stage, p, of_row.distance_of_dy);
-    if constexpr (Op::kBitmask) keep(pack, of_row.bits[p], first_column(p));
+    if constexpr (Op::Epilogue::kHasBits) {
+      Op::Epilogue::backward(pack, of_row.bits[p], first_column(p));
+    }
     return pack;
   };
   // By cells lanes show each other what they have copied, and by turned places, too, none fills one again

@@ -12,7 +12,7 @@
 //            once more for each further kTurns rows of a chunk.
 #include "affine.cuh"
 #include "gradient.cuh"
-#include "relu.cuh"
+#include "epilogue.cuh"
 #include "stream.cuh"
 #include "team.cuh"
 
@@ -41,8 +41,9 @@ __global__ void __launch_bounds__(Layout::kRowThreads, 1)
     Pack<Weight, kLength> weights;
     load<Layout::kVector, false>(pack_x, args.x + row * args.x_stride, first, n_cols);
     load<Layout::kVector, false>(pack_dy, args.dy + row * args.dy_stride, first, n_cols);
-    if constexpr (Op::kBitmask) {
-      keep(pack_dy, load_bits(args.bitmask + row * bitmask_bytes(n_cols), first, n_cols), first);
+    if constexpr (Op::Epilogue::kHasBits) {
+      Op::Epilogue::backward(
+          pack_dy, load_bits(args.bitmask + row * bitmask_bytes(n_cols), first, n_cols), first);
     }
     load<Layout::kVector, false>(weights, args.weight, first, n_cols);
     T of_g_h = 0, of_g = 0, of_h = 0;
@@ -148,7 +149,7 @@ __global__ void __launch_bounds__(Layout::kColumnThreads, 2)
     const long long n = row < args.n_rows ? n_cols : 0;
     load<Layout::kVector, false>(next_x, args.x + row * args.x_stride, first, n);
     load<Layout::kVector, false>(next_dy, args.dy + row * args.dy_stride, first, n);
-    if constexpr (Op::kBitmask) {
+    if constexpr (Op::Epilogue::kHasBits) {
       next_bits = load_bits(args.bitmask + row * bitmask_bytes(n_cols), first, n);
     }
   };
@@ -158,7 +159,7 @@ __global__ void __launch_bounds__(Layout::kColumnThreads, 2)
   for (long long row = chunk; row < args.n_rows; row += args.n_partials) {
     const Pack<X, kLength> row_x = next_x;
     Pack<DY, kLength> row_dy = next_dy;
-    if constexpr (Op::kBitmask) keep(row_dy, next_bits, first);
+    if constexpr (Op::Epilogue::kHasBits) Op::Epilogue::backward(row_dy, next_bits, first);
     load_next(row + args.n_partials);
     const T row_mean = Op::kCentered ? args.mean[row] : T(0);
     const T row_rstd = args.rstd[row];

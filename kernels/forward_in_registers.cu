@@ -2,7 +2,7 @@
 // registers.
 //
 //   y = ((x - mean) * rstd) * (weight [+ 1 if kZeroCentered]) + bias,   rstd = 1 / sqrt(variance + eps)
-//   [y = min(max(y, lower), upper) if kRelu, its bitmask stored with the statistics: relu.cuh]
+//   [y = min(max(y, lower), upper) if Clamp, its bitmask stored with the statistics: epilogue.cuh]
 //
 // Layout:    x and y are n_rows rows of n_cols elements, rows x_stride and y_stride elements apart;
 //            weight and bias are one row; mean and rstd one value a row; bitmask (n_cols + 7) / 8
@@ -24,7 +24,7 @@
 // kBlocksAhead: while a block waits for its rows it has the L2 fetch those of the block so many later,
 //            of a large x kBlocksAheadIfLarge; 0 is none.
 #include "affine.cuh"
-#include "relu.cuh"
+#include "epilogue.cuh"
 #include "statistics.cuh"
 #include "team.cuh"
 #include "unaligned.cuh"
@@ -388,7 +388,7 @@ __global__ void __launch_bounds__(Layout::kBlockThreads, Layout::kBlocksPerMulti
         store_by_sectors<Layout::kVector, Layout::kRowThreads>(normalized, own_y, p * kStep,
                                                                left_of_row(p));
       }
-      if constexpr (Op::kRelu && Op::kStoresStatistics) {
+      if constexpr (Op::Epilogue::kHasBits && Op::kStoresStatistics) {
         static_assert(Layout::kRowThreads * kLength >= 8,
                       "a byte of the bitmask lies in neighbouring lanes");
         store_bits<Layout::kVector, kLength>(bits, args.bitmask + row * bitmask_bytes(n_cols),

@@ -2,7 +2,7 @@
 // shared memory of a block, or of a cluster of blocks, but not in registers.
 //
 //   y = ((x - mean) * rstd) * (weight [+ 1 if kZeroCentered]) + bias,   rstd = 1 / sqrt(variance + eps)
-//   [y = min(max(y, lower), upper) if kRelu, its bitmask stored with the statistics: relu.cuh]
+//   [y = min(max(y, lower), upper) if Clamp, its bitmask stored with the statistics: epilogue.cuh]
 //
 // Layout:    x and y are n_rows rows of n_cols elements, rows x_stride and y_stride elements apart;
 //            weight and bias are one row; mean and rstd one value a row; bitmask (n_cols + 7) / 8
@@ -21,10 +21,10 @@
 // kThroughL1: a row's copies of 16 bytes come by way of L1, not past it, as all smaller ones do.
 // kTurned:   stage.cuh; of rows of whole packs that begin at no lines.
 // Order:     a thread's packs in turn, then the team's reduction: a function of n_cols, the dtypes
-//            and kRelu, never of n_rows or alignment.
+//            and the epilogue, never of n_rows or alignment.
 // Result:    thread 0 of a cluster's first block writes the row's mean and rstd.
 #include "affine.cuh"
-#include "relu.cuh"
+#include "epilogue.cuh"
 #include "stage.cuh"
 #include "statistics.cuh"
 #include "team.cuh"
@@ -379,7 +379,7 @@ __global__ void __launch_bounds__(Layout::kBlockThreads, Layout::kBlocksPerMulti
         store_by_sectors<Layout::kVector, Layout::kBlockThreads>(
             normalized, args.y + row * args.y_stride, first_column(p), end_of_row(p));
       }
-      if constexpr (Op::kRelu && Op::kStoresStatistics) {
+      if constexpr (Op::Epilogue::kHasBits && Op::kStoresStatistics) {
         store_bits<Layout::kVector, kLength>(bits, args.bitmask + row * bitmask_bytes(n_cols),
                                              first_column(p), n_cols);
       }

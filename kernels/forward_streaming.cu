@@ -14,7 +14,7 @@
 //            alignment.
 // Result:    thread 0 of a cluster's first block writes the row's mean and rstd.
 #include "affine.cuh"
-#include "relu.cuh"
+#include "epilogue.cuh"
 #include "statistics.cuh"
 #include "stream.cuh"
 #include "team.cuh"
@@ -155,13 +155,12 @@ __global__ void __launch_bounds__(Layout::kBlockThreads, Layout::kBlocksPerMulti
         const T xhat =
             Op::kCentered ? fused_multiply_add(d, scale.of_row, offset) : in_unit * scale.of_row;
         values[i] = affine<Op>(xhat, weights, biases, i);
-        if constexpr (Op::kRelu)
-          clamp<Op::kStoresStatistics>(values[i], args.lower, args.upper, bits, i);
+        Op::Epilogue::template forward<Op::kStoresStatistics>(values[i], args, bits, i);
       }
       Pack<Y, kLength> normalized;
       normalized.set(values);
       store<Layout::kVector, true, false>(normalized, normalized_row + base, first, columns);
-      if constexpr (Op::kRelu && Op::kStoresStatistics) {
+      if constexpr (Op::Epilogue::kHasBits && Op::kStoresStatistics) {
         store_bits<Layout::kVector, kLength>(
             bits, args.bitmask + row_index * bitmask_bytes(n_cols) + base / 8, first, columns);
       }

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "affine.cuh"
-#include "relu.cuh"
+#include "epilogue.cuh"
 #include "statistics.cuh"
 #include "team.cuh"
 
@@ -173,7 +173,7 @@ struct WildRow {
         rstd(rstd) {}
 
   __device__ __forceinline__ double g(Index column) const {
-    const bool is_kept = !Op::kBitmask || (bits[column / 8] >> (column % 8) & 1) != 0;
+    const bool is_kept = !Op::Epilogue::kHasBits || (bits[column / 8] >> (column % 8) & 1) != 0;
     const double upstream = is_kept ? convert<double>(dy[column]) : 0.0;
     if constexpr (!kPresent<Weight>)
       return upstream;

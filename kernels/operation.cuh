@@ -2,10 +2,10 @@
 // and what differs from launch to launch by one struct of arguments. cupynorm/_compile.py writes the types, which
 // `cupynorm.kernel_source` shows, and lists the members of the structs in this order.
 //
-// Op:        the dtypes as types, X, DY, Weight, Bias, Y, DWeight and DBias, None for what is absent; and the
-//            options, kCentered (LayerNorm, else RMSNorm), kZeroCentered (1 is added to the weight),
-//            kStoresStatistics, kRelu and kBitmask. It has what the kernel depends on, and no more. DWeight and
-//            DBias are of what the kernel itself writes: the compute type for partials.
+// Op:        the dtypes as types, X, DY, Weight, Bias, Y, DWeight and DBias, None for what is absent; the Epilogue
+//            (epilogue.cuh); and the options, kCentered (LayerNorm, else RMSNorm), kZeroCentered (1 is added to the
+//            weight) and kStoresStatistics. It has what the kernel depends on, and no more. DWeight and DBias are of
+//            what the kernel itself writes: the compute type for partials.
 // Layout:    the fields of a configuration of cupynorm/_layout that the kernel needs, row_threads as kRowThreads.
 // Arguments: sizes and other numbers first, then arrays as a caller passes them; a row's stride is in elements.
 #pragma once

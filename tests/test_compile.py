@@ -615,7 +615,7 @@ RMS_NORM_AT_ONCE = kernels_with(
     X="b?float16",
     kCentered="false",
     kZeroCentered="false",
-    kRelu="false",
+    Epilogue="Identity",
     kRareLast="false",
     kBlocksAhead="0",
     kBlocksAheadIfLarge="0",
@@ -695,7 +695,7 @@ CELLS_BESIDE_A_BITMASK = kernels_with(
     DBias="float",
     kCentered="true",
     kZeroCentered="true",
-    kBitmask="true",
+    Epilogue="Clamp",
     kHoldWeight="false",
     kRowThreads="192",
     kBlockThreads="384",
@@ -770,7 +770,7 @@ BESIDE_A_BITMASK = kernels_with(
     DBias="float",
     kCentered="true",
     kZeroCentered="true",
-    kBitmask="true",
+    Epilogue="Clamp",
     kHoldWeight="true",
     kHoldRow="false",
     kSharedSums="2",
@@ -794,7 +794,7 @@ STRIPS_WITH_BITMASK = "|".join(
     kernels_with(
         "norm_backward_column_parallel",
         X="b?float16",
-        kBitmask="true",
+        Epilogue="Clamp",
         kStripThreads=threads,
         kGroupRows=rows,
         kVector="8",
@@ -808,7 +808,7 @@ FEW_BESIDE_COLUMNS = kernels_with(
     X="bfloat16",
     kCentered="true",
     kZeroCentered="true",
-    kBitmask="true",
+    Epilogue="Clamp",
     kColumnLanes="8|16",
     kClusterBlocks="1",
     kRowThreads="128",
@@ -1028,7 +1028,7 @@ def test_what_is_held_is_asked_for_before_the_row_is_measured(
     n: int, weight: str, tmp_path: Path
 ) -> None:
     spec = ForwardSpec("rms_norm", "bfloat16", weight, None, "bfloat16", False, True, False)
-    held = {"kRelu": False, "kHoldWeight": True, "kVector": 8}.items()
+    held = {"Epilogue": "Identity", "kHoldWeight": True, "kVector": 8}.items()
     kernels = [k for k in forward_kernels(n, 8, 90, spec) if held <= members_of(k).items()]
     assert kernels
     for kernel, code in disassembled(tuple(kernels), tmp_path).items():

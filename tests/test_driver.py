@@ -385,7 +385,7 @@ def test_kernels_overlap_where_a_gpu_can(
         monkeypatch.setattr(_compile, name, {})
     for wanted in (False, True):
         kernel = _compile.Instantiation(
-            "relu.cuh", "k", (("kWanted", wanted),), (), named("q"), 32, 0, overlaps=wanted
+            "epilogue.cuh", "k", (("kWanted", wanted),), (), named("q"), 32, 0, overlaps=wanted
         )
         _compile.load(kernel, 0)
     assert made == [False, overlaps]
@@ -409,6 +409,6 @@ def test_a_kernel_that_cannot_be_kept_is_named_with_what_to_do(
             match=r"k<kOf=1> cannot be kept .* denied: '/cache/a'; set CUPY_CACHE_DIR to",
         ):
             _compile.load(
-                _compile.Instantiation("relu.cuh", "k", (), (("kOf", 1),), named("q"), 32, 0), 0
+                _compile.Instantiation("epilogue.cuh", "k", (), (("kOf", 1),), named("q"), 32, 0), 0
             )
     assert denied.call_count == 2
