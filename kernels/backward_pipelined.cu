@@ -40,7 +40,6 @@
 //            one.
 // kCells:    stage.cuh; of rows whose addresses allow accesses of 4 bytes or less.
 // kThroughL1: copies of 16 bytes come by way of L1, not past it, as all smaller ones do.
-// kTurned:   stage.cuh; of rows of whole packs that begin at no lines.
 // Wild:      rows on the way to whose dx float32 overflows are computed again at the end: gradient.cuh.
 // Result:    partials, of cluster c in row c.
 #include "gradient.cuh"
@@ -91,10 +90,6 @@ __global__ void __launch_bounds__(Layout::kBlockThreads, Layout::kBlocksPerMulti
   constexpr bool kAhead = Layout::kClusterBlocks > 1 && !Layout::kHoldRow;
   // kBulk: turns after which a row's place is known to be free.
   constexpr int kLate = Layout::kHoldRow ? 0 : kAhead ? 2 : 1;
-  static_assert(!Layout::kTurned || (Layout::kVector == kLength && Layout::kRowThreads % 32 == 0 &&
-                                     !Layout::kFull && !Layout::kBulk),
-                "of whole packs and warps, and rows that begin at no lines");
-  static_assert(!Layout::kTurned || sizeof(DY) == sizeof(X), "a pack of dy is in one place, too");
   static_assert(!Layout::kBulk || kCopiesTakePolicies, "only there the copies are made");
   static_assert(
       !Layout::kBulk || (Layout::kFull && Layout::kVector == kLength && Layout::kRowThreads >= 64),
@@ -141,8 +136,6 @@ __global__ void __launch_bounds__(Layout::kBlockThreads, Layout::kBlocksPerMulti
   // Beside it LayerNorm in clusters spills some bytes, which rows that come by way of L1 push out of
   // there: 142 us, not 126, for 1024 rows of 65544, and 117 without (bfloat16, H200).
   constexpr bool kPolicy = !(Layout::kThroughL1 && Op::kCentered && Layout::kClusterBlocks > 1);
-  int turn_of_fetched_x = Layout::kTurned ? turn_of(fetched_x - counted_from) : 0;
-  int turn_of_fetched_dy = Layout::kTurned ? turn_of(fetched_dy - counted_from) : 0;
   // In the stage to be filled next; where kBulk, in the first.
   OwnPlace own = own_place(StageOfX::place(stages, 0, 0));
   // Packs of each thread that are known to begin in a row behind pack p.
@@ -153,24 +146,22 @@ __global__ void __launch_bounds__(Layout::kBlockThreads, Layout::kBlocksPerMulti
     const int n = fetched < args.n_rows ? (Layout::kCells ? n_cols : left_of_row(p)) : 0;
     char* const place = stages + stage * kStageBytes;
     if constexpr (StageOfX::template kTakesPolicy<Layout::kVector> && kPolicy) {
-      StageOfX::template fetch<Layout::kThroughL1>(own + turn_of_fetched_x, p, fetched_x, column(p),
-                                                   n, policy);
+      StageOfX::template fetch<Layout::kThroughL1>(own, p, fetched_x, column(p), n, policy);
     } else if constexpr (StageOfX::kCells) {
-      StageOfX::template fetch_cells<Layout::kThroughL1>(place, p, fetched_x, column(p), n,
-                                                         packs_behind(p));
+      StageOfX::fetch_cells(place, p, fetched_x, column(p), n, packs_behind(p));
     } else {
-      StageOfX::template fetch<Layout::kVector, Layout::kThroughL1>(place + turn_of_fetched_x, p,
-                                                                    fetched_x, column(p), n);
+      StageOfX::template fetch<Layout::kVector, Layout::kThroughL1>(place, p, fetched_x, column(p),
+                                                                    n);
     }
     if constexpr (StageOfDY::template kTakesPolicy<Layout::kVector> && kPolicy) {
-      StageOfDY::template fetch<Layout::kThroughL1>(own + StageOfX::kBytes + turn_of_fetched_dy, p,
-                                                    fetched_dy, column(p), n, policy);
+      StageOfDY::template fetch<Layout::kThroughL1>(own + StageOfX::kBytes, p, fetched_dy,
+                                                    column(p), n, policy);
     } else if constexpr (StageOfDY::kCells) {
-      StageOfDY::template fetch_cells<Layout::kThroughL1>(place + StageOfX::kBytes, p, fetched_dy,
-                                                          column(p), n, packs_behind(p));
+      StageOfDY::fetch_cells(place + StageOfX::kBytes, p, fetched_dy, column(p), n,
+                             packs_behind(p));
     } else {
-      StageOfDY::template fetch<Layout::kVector, Layout::kThroughL1>(
-          place + StageOfX::kBytes + turn_of_fetched_dy, p, fetched_dy, column(p), n);
+      StageOfDY::template fetch<Layout::kVector, Layout::kThroughL1>(place + StageOfX::kBytes, p,
+                                                                     fetched_dy, column(p), n);
     }
   };
   const auto fetched_all = [&](int stage) {
@@ -179,10 +170,6 @@ __global__ void __launch_bounds__(Layout::kBlockThreads, Layout::kBlocksPerMulti
     fetched += rows_a_turn;
     fetched_x += rows_a_turn * args.x_stride;
     fetched_dy += rows_a_turn * args.dy_stride;
-    if constexpr (Layout::kTurned) {
-      turn_of_fetched_x = turn_of(fetched_x - counted_from);
-      turn_of_fetched_dy = turn_of(fetched_dy - counted_from);
-    }
   };
   constexpr int kAsker =
       Layout::kRowThreads - 32;  // not in the first warp, which expects a cluster's sums
@@ -248,7 +235,7 @@ __global__ void __launch_bounds__(Layout::kBlockThreads, Layout::kBlocksPerMulti
   struct Beside {
     T mean = 0, rstd = 0;
     unsigned bits[Op::Epilogue::kHasBits ? Layout::kPacksPerThread : 1] = {};
-    int distance_of_x = 0, distance_of_dy = 0;  // from a thread's places to what it reads of them
+    int distance_of_x = 0, distance_of_dy = 0;  // kCells: from a thread's places to what it reads
   };
   // Of the row that is asked for next: each call of load_beside is for that.
   const T* mean_ahead = Op::kCentered ? args.mean + row : nullptr;
@@ -259,10 +246,6 @@ __global__ void __launch_bounds__(Layout::kBlockThreads, Layout::kBlocksPerMulti
       beside.distance_of_x = bytes_before<X, kLength>(args.x + of_row * args.x_stride);
     if constexpr (StageOfDY::kCells)
       beside.distance_of_dy = bytes_before<DY, kLength>(args.dy + of_row * args.dy_stride);
-    if constexpr (Layout::kTurned) {
-      beside.distance_of_x = turn_of(args.x + of_row * args.x_stride);
-      beside.distance_of_dy = turn_of(args.dy + of_row * args.dy_stride);
-    }
     if (of_row < args.n_rows) {
       if constexpr (Op::kCentered) beside.mean = kOwnAddresses ? *mean_ahead : args.mean[of_row];
       beside.rstd = kOwnAddresses ? *rstd_ahead : args.rstd[of_row];
@@ -384,24 +367,15 @@ __global__ void __launch_bounds__(Layout::kBlockThreads, Layout::kBlocksPerMulti
   const auto place_read = [&](int stage) {
     return own + (Layout::kBulk ? stage * kStageBytes : 0);
   };
-  // Without the condition LayerNorm of 5376, not turned, spills 4 bytes (NVRTC 12.9): ptxas is given the
-  // same instructions in another order.
-  const auto turned = [](auto place, int distance) {
-    if constexpr (Layout::kTurned) {
-      return place + distance;
-    } else {
-      return place;
-    }
-  };
   // A pack of the operand whose stage begins `before` bytes behind that of x.
   const auto read = [&](auto operand, int before, int stage, int p, int distance) {
     using StageOf = decltype(operand);
     if constexpr (kFromOwnPlace) {
-      return StageOf::read(turned(place_read(stage) + before, distance), p);
+      return StageOf::read(place_read(stage) + before, p);
     } else if constexpr (StageOf::kCells) {
       return StageOf::read_cells(stages + stage * kStageBytes + before, p, distance);
     } else {
-      return StageOf::read(turned(stages + stage * kStageBytes + before, distance), p);
+      return StageOf::read(stages + stage * kStageBytes + before, p);
     }
   };
   const auto read_x = [&](int stage, int p, const Beside& of_row) {
@@ -415,10 +389,9 @@ __global__ void __launch_bounds__(Layout::kBlockThreads, Layout::kBlocksPerMulti
     }
     return pack;
   };
-  // By cells lanes show each other what they have copied, and by turned places, too, none fills one again
-  // that another has yet to read.
+  // By cells lanes show each other what they have copied.
   const auto meet_lanes = [&] {
-    if constexpr (Layout::kCells || Layout::kTurned) warp_barrier();
+    if constexpr (Layout::kCells) warp_barrier();
   };
   T held_xhat[Layout::kHoldRow ? Layout::kPacksPerThread : 1][kLength];
   Pack<DY, kLength> held_dy[Layout::kHoldRow ? Layout::kPacksPerThread : 1];
@@ -440,7 +413,6 @@ __global__ void __launch_bounds__(Layout::kBlockThreads, Layout::kBlocksPerMulti
         for (int i = 0; i < kLength; ++i) {
           held_xhat[p][i] = centring.xhat_of(row_x.template get<T>(i), 0);
         }
-        meet_lanes();
         if constexpr (!Layout::kBulk) fetch(stage, p);
       }
     }

@@ -83,14 +83,14 @@ __device__ __forceinline__ void copy_async(void* shared, const void* global, boo
 // `Bytes` at a multiple of as many (sm_80 on), of which the first `bytes` count, an even number, all if
 // those are more, and the others are zero. The first `skipped` may be anything: they may lie before all
 // rows, but in the same 16 bytes as an element that is read.
-template <int Bytes, bool ThroughL1>
+template <int Bytes>
 __device__ __forceinline__ void copy_cell_async(void* shared, const void* global, int bytes,
                                                 bool all_or_none, [[maybe_unused]] int skipped) {
   if (all_or_none) {  // a size that is not known takes eight instructions more
-    copy_async<Bytes, ThroughL1>(shared, global, bytes > 0);
+    copy_async<Bytes, false>(shared, global, bytes > 0);
   } else {
     const int read = bytes < 0 ? 0 : bytes < Bytes ? bytes : Bytes;
-    copy_first_async<Bytes, ThroughL1>(shared, global, read);
+    copy_first_async<Bytes, false>(shared, global, read);
   }
 }
 // Closes a group of this thread's copies.

@@ -18,8 +18,6 @@
 //            of them).
 // kCells:    stage.cuh; of rows whose addresses allow accesses of 4 bytes or less. Their y leaves by words
 //            (unaligned.cuh), if it is no wider than x, in whose place its lanes exchange them.
-// kThroughL1: a row's copies of 16 bytes come by way of L1, not past it, as all smaller ones do.
-// kTurned:   stage.cuh; of rows of whole packs that begin at no lines.
 // Order:     a thread's packs in turn, then the team's reduction: a function of n_cols, the dtypes
 //            and the epilogue, never of n_rows or alignment.
 // Result:    thread 0 of a cluster's first block writes the row's mean and rstd.
@@ -53,9 +51,6 @@ __global__ void __launch_bounds__(Layout::kBlockThreads, Layout::kBlocksPerMulti
   const auto end_of_row = [&](int p) {
     return team.template end_of_row<Layout::kPacksPerThread, kLength>(p, n_cols);
   };
-  static_assert(!Layout::kTurned || (Layout::kVector == kLength &&
-                                     Layout::kBlockThreads % 32 == 0 && !Layout::kFull),
-                "of whole packs and warps, and rows that begin at no lines");
   static_assert(Layout::kStages >= 2, "the first row and the second are asked for at once");
   static_assert(TeamOf::template scratch_bytes<T>() % 128 == 0, "stages begin at a line");
   char* const shared = static_cast<char*>(dynamic_shared_memory());
@@ -75,19 +70,16 @@ __global__ void __launch_bounds__(Layout::kBlockThreads, Layout::kBlocksPerMulti
   const CachePolicy policy =
       evict_last_if_large(args.n_rows * n_cols * static_cast<int>(sizeof(X)));
   OwnPlace own = own_place(StageOfX::place(stages, 0, 0));  // in the stage to be filled next
-  int turn_of_fetched = Layout::kTurned ? turn_of(fetched_x) : 0;
   const auto fetch = [&](int stage, int p) {
     const int n = fetched < args.n_rows ? (Layout::kCells ? n_cols : end_of_row(p)) : 0;
     if constexpr (StageOfX::kCells) {
-      StageOfX::template fetch_cells<Layout::kThroughL1>(
-          stages + stage * StageOfX::kBytes, p, fetched_x, first_column(p), n,
-          Layout::kClusterBlocks == 1 ? Layout::kPacksPerThread - 1 - p : 0);
+      StageOfX::fetch_cells(stages + stage * StageOfX::kBytes, p, fetched_x, first_column(p), n,
+                            Layout::kClusterBlocks == 1 ? Layout::kPacksPerThread - 1 - p : 0);
     } else if constexpr (StageOfX::template kTakesPolicy<Layout::kVector>) {
-      StageOfX::template fetch<Layout::kThroughL1>(own + turn_of_fetched, p, fetched_x,
-                                                   first_column(p), n, policy);
+      StageOfX::template fetch<false>(own, p, fetched_x, first_column(p), n, policy);
     } else {
-      StageOfX::template fetch<Layout::kVector, Layout::kThroughL1>(
-          stages + stage * StageOfX::kBytes + turn_of_fetched, p, fetched_x, first_column(p), n);
+      StageOfX::template fetch<Layout::kVector>(stages + stage * StageOfX::kBytes, p, fetched_x,
+                                                first_column(p), n);
     }
   };
   const auto fetched_all = [&](int stage) {
@@ -96,7 +88,6 @@ __global__ void __launch_bounds__(Layout::kBlockThreads, Layout::kBlocksPerMulti
     commit_copies();
     fetched += groups;
     fetched_x += groups * args.x_stride;
-    if constexpr (Layout::kTurned) turn_of_fetched = turn_of(fetched_x);
   };
   Pack<X, kLength> first_pack;
   const auto load_first_pack = [&](int of_row) {
@@ -172,19 +163,18 @@ __global__ void __launch_bounds__(Layout::kBlockThreads, Layout::kBlocksPerMulti
   // From a thread's place to what it reads, of all packs of a row.
   const auto distance_of = [&](int of_row) {
     const X* const row = args.x + of_row * args.x_stride;
-    return Layout::kTurned ? turn_of(row) : StageOfX::kCells ? bytes_before<X, kLength>(row) : 0;
+    return StageOfX::kCells ? bytes_before<X, kLength>(row) : 0;
   };
-  // By cells lanes show each other what they have copied, and by turned places, too, none fills one again
-  // that another has yet to read.
+  // By cells lanes show each other what they have copied.
   const auto meet_lanes = [&] {
-    if constexpr (StageOfX::kCells || Layout::kTurned) warp_barrier();
+    if constexpr (StageOfX::kCells) warp_barrier();
   };
   const auto read = [&](int stage, int p, int distance) {
     char* const place = stages + stage * StageOfX::kBytes;
     if constexpr (StageOfX::kCells) {
       return StageOfX::read_cells(place, p, distance);
     } else {
-      return StageOfX::read(place + distance, p);
+      return StageOfX::read(place, p);
     }
   };
 
@@ -286,7 +276,6 @@ __global__ void __launch_bounds__(Layout::kBlockThreads, Layout::kBlocksPerMulti
     if constexpr (Layout::kCounted) {
       fetched = first_counted + team.received(sent_rows);
       fetched_x = args.x + fetched * args.x_stride;
-      if constexpr (Layout::kTurned) turn_of_fetched = turn_of(fetched_x);
       if constexpr (Layout::kStages == 2) load_first_pack(fetched);
     }
 
@@ -319,7 +308,7 @@ __global__ void __launch_bounds__(Layout::kBlockThreads, Layout::kBlocksPerMulti
             warp_barrier();
             StageOfX::write_cells(pack, stages + stage * StageOfX::kBytes, p);
           } else {
-            StageOfX::write(pack, stages + stage * StageOfX::kBytes + distance, p);
+            StageOfX::write(pack, stages + stage * StageOfX::kBytes, p);
           }
         }
         if constexpr (StageOfX::kCells) distance = 0;

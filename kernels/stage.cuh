@@ -6,18 +6,6 @@
 
 #include "unaligned.cuh"
 
-// Turned, of rows that begin at no lines: by how many bytes a lane's packs wait behind its own place, so
-// that each is as far from a line in shared memory as in memory; the last lanes' are where the first ones'
-// were. For a row that is turned otherwise a place is another lane's, so that a warp's lanes meet before it
-// is filled again. Else copies past L1 ask the L2 for sectors of 32 bytes that their neighbours ask for as
-// well: LayerNorm of 4096 rows of 20008 takes 106 us, not 98, backward of 10046 of 6680 120, not 112
-// (bfloat16, float32 weight and bias, H200).
-__device__ __forceinline__ int turn_of(const void* row) {
-  const int lane = thread_index() % 32;
-  const int packs = static_cast<int>(reinterpret_cast<unsigned long long>(row) / 16 % 8);
-  return ((lane + packs) % 32 - lane) * 16;
-}
-
 // The places of one operand's packs, for all threads of a block: pieces of up to 16 bytes, those of
 // neighbouring threads side by side, so that an access of a warp meets every bank equally often.
 // CellLanes: of rows that may be at any address (unaligned.cuh) each thread copies the cells in which its
@@ -42,7 +30,7 @@ struct Stage {
 
   // Asks for pack p of a row, elements first ... first + Length - 1; those past n are zero.
   // `ThroughL1`: a row that other teams of the multiprocessor ask for as well, or of which copies ask for
-  // the same sectors of 32 bytes, since it does not begin at a line or each is of a part of a wider pack.
+  // the same sectors of 32 bytes, since each is of a part of a wider pack.
   template <int Vector, bool ThroughL1 = false>
   static __device__ __forceinline__ void fetch(char* stage, int p, const T* row, int first, int n) {
     constexpr int kAccess =
@@ -70,7 +58,6 @@ struct Stage {
   }
   // Asks for pack p of a row of n elements, if there is one, by cells, which a barrier of the warp shows to
   // the lanes. `packs_behind`: those of each thread that are known to begin in the row behind this one.
-  template <bool ThroughL1>
   static __device__ __forceinline__ void fetch_cells(char* stage, int p, const T* row, int first,
                                                      int n, int packs_behind) {
     const int lane = thread_index() % CellLanes, before = bytes_before<T, Length>(row);
@@ -81,9 +68,9 @@ struct Stage {
 #pragma unroll
     for (int i = 0; i <= kPieces; ++i) {
       if (i < kPieces || lane == CellLanes - 1) {
-        copy_cell_async<kPieceBytes, ThroughL1>(
-            target + i * kPieceBytes, source + i * kPieceBytes, left - i * kPieceBytes,
-            packs_behind > (i == kPieces), i == 0 && first == 0 ? before : 0);
+        copy_cell_async<kPieceBytes>(target + i * kPieceBytes, source + i * kPieceBytes,
+                                     left - i * kPieceBytes, packs_behind > (i == kPieces),
+                                     i == 0 && first == 0 ? before : 0);
       }
     }
   }

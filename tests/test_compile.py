@@ -682,7 +682,6 @@ BY_CELLS = kernels_with(
     "norm_backward_pipelined",
     X="b?float16",
     kCells="true",
-    kTurned="false",
     kPacksPerThread="[2-7]",
     kVector="[12]",
 )
@@ -709,7 +708,6 @@ CELLS_BESIDE_FLOAT32 = kernels_with(
     X="bfloat16",
     DY="float",
     kCells="true",
-    kTurned="false",
     kStages="2",
     kClusterBlocks="1",
     kRowThreads="160",
@@ -724,7 +722,6 @@ CELLS_ON_120 = kernels_with(
     X="bfloat16",
     kCells="true",
     kThroughL1="false",
-    kTurned="false",
     kStages="2",
     kClusterBlocks="1",
     kRowThreads="416|448",
@@ -778,7 +775,6 @@ BESIDE_A_BITMASK = kernels_with(
     kBulk="false",
     kCells="false",
     kThroughL1="false",
-    kTurned="false",
     kClusterBlocks="1",
     kFull="true",
     kVector="8",
@@ -834,7 +830,6 @@ LAYER_NORM_BY_TWO_CLUSTERS_AND_CELLS = kernels_with(
     kPacksPerThread="[5-7]",
     kCells="true",
     kThroughL1="false",
-    kTurned="false",
     kVector="[12]",
 )
 # 5000 rows of 12289 take 130 us, 144 with the weight in shared memory (bfloat16, float32 weight and
@@ -860,7 +855,6 @@ LAYER_NORM_BY_16_BLOCKS = kernels_with(
     kCounted="false",
     kCells="false",
     kThroughL1="false",
-    kTurned="false",
     kFull="true",
 )
 BY_16_BLOCKS_AND_CELLS = kernels_with(
@@ -872,7 +866,6 @@ BY_16_BLOCKS_AND_CELLS = kernels_with(
     kPacksPerThread="[6-8]",
     kCells="true",
     kThroughL1="false",
-    kTurned="false",
     kFull="true",
     kVector="1",
 )

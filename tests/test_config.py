@@ -220,8 +220,6 @@ def is_one_that_the_kernels_compile(chosen: Chosen) -> None:
     if pipelined:
         assert config.stages >= 2
         assert not config.cells or (access <= 4 and architecture >= 80)
-        assert not config.turned or (whole and not config.full and not config.cells)
-        assert not (config.through_l1 or config.turned) or architecture == 90
     if isinstance(config, ForwardInRegisters):
         bytes_of_x = config.packs_per_thread * config.pack_length * ITEMSIZE[spec.x]
         assert bytes_of_x <= 128
@@ -238,8 +236,8 @@ def is_one_that_the_kernels_compile(chosen: Chosen) -> None:
         assert spec.weight or not config.hold_weight
         held = spec.norm == "rms_norm" and access >= 8 and not config.cells
         assert held or not config.hold_row
-        turns = config.row_threads % 32 == 0 and ITEMSIZE[spec.dy] == ITEMSIZE[spec.x]
-        assert turns or not config.turned
+        wider = ITEMSIZE[spec.dy] > ITEMSIZE[spec.x]
+        assert not config.through_l1 or (wider and not config.cells and architecture == 90)
         assert config.shared_sums <= spec.gradients
         sums = config.rows_per_block == 1 and config.shared_sums + 1 == spec.gradients
         assert sums or not config.hold_sums

@@ -643,12 +643,11 @@ def test_rows_kept_in_registers_have_the_bits_of_others(name: str, n: int) -> No
     check_sums(found.dweight, dy.astype(np.float64) * x * rstd[:, None])
 
 
-# Rows that wait in turned places: backward by one block and two, 5204 and 13004 of float32 alone,
-# and LayerNorm's forward from 13004 on.
+# Rows of whole packs that begin at no lines of 128 bytes.
 @pytest.mark.parametrize("n", [1608, 3160, 5204, 6680, 10312, 13004, 20008, 26008, 50488])
 @pytest.mark.parametrize("name", ["float16", "float32"])
 @pytest.mark.parametrize("norm", NORMS)
-def test_rows_in_turned_places_have_the_bits_of_others(norm: str, name: str, n: int) -> None:
+def test_rows_at_no_lines_have_the_bits_of_others(norm: str, name: str, n: int) -> None:
     import cupy
 
     random = cupy.random.default_rng(n)

@@ -173,9 +173,6 @@ CELLS_FLOAT32 = pipelined("backward_pipelined.cu", x="float32", gap=0)
 CELLS_FORWARD_FLOAT32 = pipelined("forward_pipelined.cu", x="float32", n=301)
 SUMS_IN_PARTIALS = pipelined("backward_pipelined.cu", m=64, x="bfloat16", n=504)
 WIDE_Y = pipelined("forward_pipelined.cu", x="bfloat16", n=1000)  # of an odd number of packs
-TURNED_FORWARD = pipelined("forward_pipelined.cu", turned=True)
-TURNED = pipelined("backward_pipelined.cu", turned=True, gap=0)
-TURNED_AHEAD = pipelined("backward_pipelined.cu", turned=True, cluster_blocks=2)
 UNALIGNED, UNALIGNED_IN_PLACE = case("unaligned"), case("unaligned_in_place")
 UNALIGNED_FLOAT32 = case("unaligned_mean")
 FEW_ODD = few("warps_odd", "rms_norm", x="bfloat16")
@@ -2326,8 +2323,8 @@ MUTATIONS = [
     Mutation(
         "dy copied over x",
         "backward_pipelined.cu",
-        "ThroughL1>(own + StageOfX::kBytes + turn_of_fetched_dy,",
-        "ThroughL1>(own + turn_of_fetched_dy,",
+        "ThroughL1>(own + StageOfX::kBytes, p, fetched_dy",
+        "ThroughL1>(own, p, fetched_dy",
         RACE,
         PIPELINED_BACKWARD,
     ),
@@ -2702,88 +2699,6 @@ MUTATIONS = [
         "const Index element = first;",
         f"{RACE}|{OUT_OF_BOUNDS}|{VALUE}",
         WIDE_Y,
-    ),
-    # ---- turned places ----
-    Mutation(
-        "turned places go on past those of the warp",
-        "stage.cuh",
-        "((lane + packs) % 32 - lane) * 16",
-        "packs * 16",
-        f"{RACE}|{OUT_OF_BOUNDS}",
-        TURNED_FORWARD,
-    ),
-    Mutation(
-        "turned places are another row's",
-        "backward_pipelined.cu",
-        "      turn_of_fetched_dy = turn_of(fetched_dy - counted_from);",
-        "      turn_of_fetched_dy = turn_of(fetched_x - counted_from);",
-        f"{VALUE}|{UNWRITTEN}",
-        TURNED,
-    ),
-    Mutation(
-        "the first row of dy is not turned",
-        "backward_pipelined.cu",
-        "Turned ? turn_of(fetched_dy - counted_from) : 0",
-        "0",
-        f"{VALUE}|{UNWRITTEN}",
-        TURNED,
-    ),
-    Mutation(
-        "nor the first row of x, in a cluster",
-        "backward_pipelined.cu",
-        "Turned ? turn_of(fetched_x - counted_from) : 0",
-        "0",
-        f"{VALUE}|{UNWRITTEN}|{RACE}",
-        TURNED_AHEAD,
-    ),
-    Mutation(
-        "a turned row counts from a thread's own column",
-        "backward_pipelined.cu",
-        "      turn_of_fetched_x = turn_of(fetched_x - counted_from);",
-        "      turn_of_fetched_x = turn_of(fetched_x);",
-        f"{VALUE}|{UNWRITTEN}|{RACE}",
-        pipelined("backward_pipelined.cu", turned=True, teams=2),
-    ),
-    Mutation(
-        "turned places are filled again before the other lanes have read them",
-        "backward_pipelined.cu",
-        "      if constexpr (!Layout::kHoldRow) meet_lanes();  // before others fill what this "
-        "one read\n",
-        "",
-        RACE,
-        TURNED,
-    ),
-    Mutation(
-        "turned places are filled again before the other lanes hold what was there",
-        "backward_pipelined.cu",
-        "        meet_lanes();\n        if constexpr (!Layout::kBulk) fetch(stage, p);",
-        "        \n        if constexpr (!Layout::kBulk) fetch(stage, p);",
-        RACE,
-        pipelined("backward_pipelined.cu", "rms_norm", turned=True, hold_row=True),
-    ),
-    Mutation(
-        "turned places are filled again before the other lanes have read them, forward",
-        "forward_pipelined.cu",
-        "if constexpr (StageOfX::kCells || Layout::kTurned) warp_barrier();",
-        "if constexpr (StageOfX::kCells) warp_barrier();",
-        f"{RACE}|{UNWRITTEN}",
-        TURNED_FORWARD,
-    ),
-    Mutation(
-        "a row that is counted is turned as the one in turn",
-        "forward_pipelined.cu",
-        "      fetched_x = args.x + fetched * args.x_stride;\n      if constexpr (Layout::kTurned)",
-        "      fetched_x = args.x + fetched * args.x_stride;\n      if constexpr (false)",
-        f"{VALUE}|{UNWRITTEN}",
-        pipelined("forward_pipelined.cu", turned=True, counted=True, cluster_blocks=1),
-    ),
-    Mutation(
-        "a turned row is brought into range beside where it is read",
-        "forward_pipelined.cu",
-        "StageOfX::write(pack, stages + stage * StageOfX::kBytes + distance, p);",
-        "StageOfX::write(pack, stages + stage * StageOfX::kBytes, p);",
-        f"{VALUE}|{RACE}",
-        pipelined("forward_pipelined.cu", regime="extreme", turned=True),
     ),
     Mutation(
         "packs at odd addresses are loaded as at even ones",

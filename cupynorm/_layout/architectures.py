@@ -79,11 +79,6 @@ def shared_limit(architecture: int) -> int:
     return gpu_of(architecture).shared_kib << 10
 
 
-def at_lines(n: int, vector: int, x: str, *others: str) -> bool:
-    """Return whether rows of n elements of these dtypes begin at lines, as far as this tells."""
-    return vector == pack_length(x) and all(n * ITEMSIZE[d] % 128 == 0 for d in (x, *others))
-
-
 def leave_l1_room(blocks: int, block_bytes: int) -> bool:
     """Return whether so many blocks on a multiprocessor leave its L1 room for rows."""
     return blocks * (block_bytes + 1024) <= MOST_SHARED_BESIDE_L1

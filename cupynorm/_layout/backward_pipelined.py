@@ -13,7 +13,6 @@ from cupynorm._layout.architectures import (
     MOST_CLUSTER_BLOCKS,
     MOST_SHARED_BESIDE_L1,
     REGISTERS_PER_MULTIPROCESSOR,
-    at_lines,
     gpu_of,
     leave_l1_room,
     most_cluster_blocks,
@@ -37,8 +36,7 @@ class BackwardPipelined:
     gradients the sums of rows so far wait in shared memory. `hold_sums`: the other's in registers,
     else in device memory. `bulk`: one thread of a team copies its rows, else each thread the packs
     that it will read. `cells`: by cells, as rows at any address are: see kernels/unaligned.cuh.
-    `through_l1`: those of 16 bytes by way of L1, as smaller ones. `turned`: to places as far from a
-    line as they are: see kernels/stage.cuh.
+    `through_l1`: copies of 16 bytes come by way of L1, as smaller ones do.
     """
 
     row_threads: int
@@ -56,7 +54,6 @@ class BackwardPipelined:
     bulk: bool
     cells: bool
     through_l1: bool
-    turned: bool
     reduction: Reduction | None
 
     @property
@@ -315,14 +312,13 @@ def _of_layout(
             bulk=False,
             cells=cells,
             through_l1=False,
-            turned=False,
             reduction=reduction_of(spec, n),
         )
         if in_part and by_cells and not cells:
             continue
         least_held = dataclasses.replace(config, hold_weight=False, cells=cells or in_part)
         if max(backward_pipelined_bytes(spec, c) for c in (config, least_held)) <= limit:
-            return _completed(spec, n, config, limit, architecture)
+            return _completed(spec, config, limit, architecture)
     return None
 
 
@@ -349,7 +345,7 @@ def _backward_registers(
 
 
 def _completed(
-    spec: BackwardSpec, n: int, config: BackwardPipelined, limit: int, architecture: int
+    spec: BackwardSpec, config: BackwardPipelined, limit: int, architecture: int
 ) -> BackwardPipelined:
     """Return the configuration with all that does not decide whether it fits."""
     config = dataclasses.replace(config, hold_row=_holds_row(spec, config, architecture))
@@ -357,7 +353,7 @@ def _completed(
     if found is None:
         hold = config.hold_weight and not _is_crowded(spec, config, architecture)
         found = dataclasses.replace(config, hold_weight=hold)
-    return _in_all_room(spec, n, found, limit, architecture)
+    return _in_all_room(spec, found, limit, architecture)
 
 
 def _is_crowded(spec: BackwardSpec, config: BackwardPipelined, architecture: int) -> bool:
@@ -417,23 +413,27 @@ def _holds_row(spec: BackwardSpec, config: BackwardPipelined, architecture: int)
 
 
 def _in_all_room(
-    spec: BackwardSpec, n: int, config: BackwardPipelined, limit: int, architecture: int
+    spec: BackwardSpec, config: BackwardPipelined, limit: int, architecture: int
 ) -> BackwardPipelined:
     """Return the configuration with what shared memory and L1 have room for besides.
 
-    Sums leave room for rows in L1, if without some there is: LayerNorm takes 258 us, not 301, for
-    8192 of 20592, 286, not 324, for 4096 of 41144, RMSNorm 289, not 302, for 32768 of 4097
-    (bfloat16, H200). So do stages beside a wider dy: RMSNorm takes 138 us by two, 156 by three, for
-    16384 of 4104 (float16, dy float32, H200).
+    Of a dy wider than x, of whose packs of 32 bytes each copies a half, copies past L1 ask the L2
+    for the same sectors twice. Sums, and a third stage, leave room in L1 for such rows, if without
+    them there is: RMSNorm takes 138 us by two stages, 156 by three, for 16384 of 4104 (float16, dy
+    float32, H200). By way of L1 it takes 256 us, not 354, for 32768 rows of 4096, LayerNorm, with
+    what L1 is left, 199, not 236, for 16384 of 5376 (float16, dy float32, H200); other GPUs were
+    not measured.
     """
+    if not (gpu_of(architecture).timed and _copies_halves(spec, config)):
+        return _sharing_sums(spec, config, limit)
     room_beside_l1 = MOST_SHARED_BESIDE_L1 // config.blocks_per_multiprocessor - 1024
-    for stages in (config.stages, 2) if _copies_halves(spec, config) else (config.stages,):
-        fewer = dataclasses.replace(config, stages=stages)
+    through_l1 = dataclasses.replace(config, through_l1=True)
+    for stages in (config.stages, 2):
+        fewer = dataclasses.replace(through_l1, stages=stages)
         sharing = _sharing_sums(spec, fewer, room_beside_l1)
-        found = _asking_less(spec, n, sharing, architecture)
-        if found.through_l1 and _leaves_l1_room(spec, found):
-            return found
-    return _asking_less(spec, n, _sharing_sums(spec, config, limit), architecture)
+        if _leaves_l1_room(spec, sharing):
+            return sharing
+    return _sharing_sums(spec, through_l1, limit)
 
 
 def _sharing_sums(spec: BackwardSpec, config: BackwardPipelined, limit: int) -> BackwardPipelined:
@@ -472,37 +472,6 @@ def _copies_halves(spec: BackwardSpec, config: BackwardPipelined) -> bool:
 
 def _leaves_l1_room(spec: BackwardSpec, config: BackwardPipelined) -> bool:
     return leave_l1_room(config.blocks_per_multiprocessor, backward_pipelined_bytes(spec, config))
-
-
-def _asking_less(
-    spec: BackwardSpec, n: int, config: BackwardPipelined, architecture: int
-) -> BackwardPipelined:
-    """Return the configuration whose copies ask the L2 for fewer sectors of 32 bytes twice.
-
-    Those of rows that begin at no lines do, as forward: of 4096 rows of 20008 RMSNorm takes 149
-    us, by way of L1 128, LayerNorm 157 and 134, by turned places 131 and 135; where L1 has no room,
-    LayerNorm's 10046 of 6680 120 us, by turned places 112. By way of L1 where it has 28 KiB,
-    RMSNorm's 670 of 200008 255 us, not 225. It has what is spilled, as by 448 threads of 3 packs:
-    RMSNorm takes 237 us by way of it, not 201, for 8192 rows of 10399, 238, not 234, for 12582 of
-    10408, LayerNorm, which then spills 24 bytes, 347, not 249, for 16384 of 10400. Rows held by 416
-    to 512 threads of a block gain by both: RMSNorm takes 102 us for 10046 of 6680, by way of L1
-    109, to turned places 104, 101, not 109, for 10600 of 6200 and, by two teams, 97, not 98, for
-    20000 of 3160.
-
-    And those of a dy wider than x, of whose packs of 32 bytes each copies a half: beside a float32
-    dy RMSNorm takes 256 us, not 354, for 32768 rows of 4096, LayerNorm, with what L1 is left, 199,
-    not 236, for 16384 of 5376; but by cells 244, not 200, for 4096 of 20001 (bfloat16, these
-    float16, H200; other GPUs were not measured).
-    """
-    wide = _copies_halves(spec, config)
-    if not gpu_of(architecture).timed or (at_lines(n, config.vector, spec.x, spec.dy) and not wide):
-        return config
-    spills = config.packs_per_thread == 3 and config.block_threads > 384
-    through_l1 = wide or (_leaves_l1_room(spec, config) and not spills)
-    in_one_piece = config.vector == pack_length(spec.x) and ITEMSIZE[spec.dy] == ITEMSIZE[spec.x]
-    by_both = config.hold_row and config.cluster_blocks == 1 and config.block_threads > 384
-    turned = in_one_piece and config.row_threads >= 32 and (by_both or not through_l1)
-    return dataclasses.replace(config, through_l1=through_l1, turned=turned)
 
 
 def _in_bulk(

@@ -7,11 +7,9 @@ from dataclasses import dataclass
 
 from cupynorm._layout.architectures import (
     MOST_CLUSTER_BLOCKS,
-    at_lines,
     gpu_of,
     is_wide,
     is_y_wider,
-    leave_l1_room,
     most_cluster_blocks,
     moves_8_bytes,
     pack_length,
@@ -34,9 +32,7 @@ class ForwardPipelined:
     Two blocks a multiprocessor let two clusters be at once. `hold_weight`, `hold_bias`: it is in
     registers, else in shared memory. `counted`: of many rows a cluster takes the next when it has
     room, as a count in device memory says; else in turn. `cells`: they are copied by cells, as rows
-    are that accesses of 4 bytes or less move: see kernels/unaligned.cuh. `through_l1`: those of 16
-    bytes by way of L1, as smaller ones. `turned`: to places as far from a line as they are: see
-    kernels/stage.cuh.
+    are that accesses of 4 bytes or less move: see kernels/unaligned.cuh.
     """
 
     block_threads: int
@@ -49,8 +45,6 @@ class ForwardPipelined:
     hold_bias: bool
     counted: bool
     cells: bool
-    through_l1: bool
-    turned: bool
     full: bool
 
 
@@ -75,7 +69,7 @@ def forward_pipelined(
     for of_clusters in _deep_forward, _two_clusters_forward, _one_cluster_forward:
         config = of_clusters(spec, n, packs, vector, architecture)
         if config is not None:
-            return _at_no_lines(spec, n, _by_cells(spec, config, architecture), architecture)
+            return _by_cells(spec, config, architecture)
     return None
 
 
@@ -225,8 +219,6 @@ def _three_stages(
         hold_bias=False,
         counted=_counted(spec, cluster_blocks, packs_per_thread, blocks_per_multiprocessor),
         cells=False,
-        through_l1=False,
-        turned=False,
         full=n == columns,
     )
 
@@ -279,22 +271,3 @@ def _by_cells(spec: ForwardSpec, config: ForwardPipelined, architecture: int) ->
         if forward_pipelined_bytes(spec, found) <= shared_limit(architecture):
             return found
     return config
-
-
-def _at_no_lines(
-    spec: ForwardSpec, n: int, config: ForwardPipelined, architecture: int
-) -> ForwardPipelined:
-    """Return the configuration by way of L1, or to turned places, of rows that begin at no lines.
-
-    Past L1 their copies ask the L2 for sectors of 32 bytes that their neighbours ask for as well:
-    RMSNorm of 4096 rows of 16392 takes 80 us, by way of L1 73, LayerNorm 82 and 80. Where that has
-    no room, LayerNorm's 20008 takes 108 us, to turned places 98, but 16392 by them 75 and 81. By
-    cells LayerNorm of 4096 rows of 20001 float32 would take 205 us by way of L1, not 192, RMSNorm
-    174, not 180, and 111, not 109, of bfloat16 (bfloat16 unless said, H200; other GPUs were not
-    measured).
-    """
-    if not gpu_of(architecture).timed or config.cells or at_lines(n, config.vector, spec.x):
-        return config
-    if leave_l1_room(config.blocks_per_multiprocessor, forward_pipelined_bytes(spec, config)):
-        return dataclasses.replace(config, through_l1=True)
-    return dataclasses.replace(config, turned=config.vector == pack_length(spec.x))

@@ -86,7 +86,7 @@ __forceinline__ void copy_async(void* shared, const void* global, bool valid) {
   static_assert(Bytes == 4 || Bytes == 8 || Bytes == 16, "as wide as cp.async copies");
   host::copy_async(shared, global, Bytes, valid);
 }
-template <int Bytes, bool ThroughL1>
+template <int Bytes>
 __forceinline__ void copy_cell_async(void* shared, const void* global, int bytes, bool all_or_none,
                                      int skipped) {
   if (all_or_none && bytes > 0) bytes = Bytes;

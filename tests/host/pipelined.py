@@ -63,7 +63,6 @@ class Pipelined:
     shared_sums: int = 0
     hold_sums: bool = False
     bulk: bool = False
-    turned: bool = False
     bitmask: bool = False  # forward: what a ReLU stores
     groups: int = 2  # blocks of the grid, or clusters; not of strips
     counted: bool | None = None  # rows by a count; None: by a kernel that has none
@@ -78,7 +77,6 @@ class Pipelined:
         how += f"-{self.shared_sums}_shared" if self.shared_sums else ""
         how += "-held" if self.hold_sums else ""
         how += "-row_held" if self.hold_row else ""
-        how += "-turned" if self.turned else ""
         return f"{what}-{self.m}x{self.n}-{over}-{self.stages}{how}"
 
     @property
@@ -124,8 +122,6 @@ class Pipelined:
             "vector": self.vector,
             "hold_weight": self.hold_weight,
             "cells": self.cells,
-            "through_l1": self.cells,
-            "turned": self.turned,
             "full": full,
         }
         if self.is_forward:
@@ -221,14 +217,13 @@ class Pipelined:
                 dy = make_values("normal", x.shape, dtype, 4)
                 dy_on_gpu = gap.apply(gpu.cupy, dy)
                 found = self._check_backward(gpu, (dy, x, weight), (dy_on_gpu, on_gpu))
-                if self.shared_sums or self.hold_sums or self.hold_row or self.turned:
+                if self.shared_sums or self.hold_sums or self.hold_row:
                     # Where sums and rows wait does not show in their bits.
                     elsewhere = dataclasses.replace(
                         self,
                         shared_sums=0,
                         hold_sums=False,
                         hold_row=False,
-                        turned=False,
                         in_place=False,
                     )
                     if self.hold_row and self.bulk:  # which needs one more where they are not
@@ -240,10 +235,9 @@ class Pipelined:
                         np.testing.assert_equal(a.view(bits), b.view(bits), "bits of sums or dx")
             else:
                 of_rows = self._check_forward(gpu, (x, weight, bias), on_gpu)
-                if self.counted is not None or self.turned:
-                    # By which block a row is worked on, after which, and where it waits does not
-                    # show in its bits.
-                    in_turn = dataclasses.replace(self, counted=None, turned=False, in_place=False)
+                if self.counted is not None:
+                    # By which block a row is worked on, and after which, does not show in its bits.
+                    in_turn = dataclasses.replace(self, counted=None, in_place=False)
                     again = of_x.apply(gpu.cupy, x)
                     in_order = in_turn._check_forward(gpu, (x, weight, bias), again)
                     for a, b in zip(of_rows, in_order, strict=True):
@@ -507,6 +501,7 @@ def _pipelined() -> Iterable[Pipelined]:
                     5, 512, row_threads=64, packs_per_thread=2, hold_weight=True, stage_bias=True
                 )
                 yield pipelined(5, 300, cluster_blocks=2, hold_weight=True, stage_bias=True)
+                yield pipelined(11, 1000, "bfloat16", packs_per_thread=2, stages=3)
                 # By 16 blocks, which ask for a float32 bias that is held when the sums are sent.
                 yield pipelined(
                     3, 2048, row_threads=32, cluster_blocks=16, stages=3, hold_weight=True
@@ -610,7 +605,6 @@ def _pipelined() -> Iterable[Pipelined]:
                         for dbias in (True, False)
                     ),
                 )
-            yield from _turned(functools.partial(pipelined, turned=True), file, norm)
 
 
 def _with_rows_held(pipelined: Callable[..., Pipelined]) -> Iterable[Pipelined]:
@@ -629,43 +623,11 @@ def _with_rows_held(pipelined: Callable[..., Pipelined]) -> Iterable[Pipelined]:
         # In bulk: as many rows of a block as stages, one fewer or more, twice as many.
         *(held(m, 256, groups=1, stages=3, bulk=True) for m in (1, 2, 3, 4, 7)),
         held(37, 512, "bfloat16", other="bfloat16", teams=3, stages=2, bulk=True),
-        # To turned places.
-        held(9, 200, turned=True, offset=12),
-        held(21, 1000, "bfloat16", other="float16", packs_per_thread=2, teams=2, turned=True),
-        held(9, 500, cluster_blocks=2, stages=3, turned=True, in_place=True),
         # Clusters, which sum up no next row ahead.
         held(9, 500, cluster_blocks=2),
         held(31, 760, cluster_blocks=3, groups=1, stages=3, bitmask=True),
         *(held(m, 512, cluster_blocks=2, stages=3, bulk=True) for m in (2, 8, 9, 20)),
     )
-
-
-def _turned(turned: Callable[..., Pipelined], file: str, norm: str) -> Iterable[Pipelined]:
-    """Yield kernels whose rows wait in turned places, in the backward of x and dy alike and not."""
-    if file == "forward_pipelined.cu":
-        yield from (
-            turned(9, 200),
-            turned(8, 380, row_threads=96, in_place=norm == "rms_norm"),
-            turned(11, 1000, "bfloat16", packs_per_thread=2, stages=3),
-            turned(9, 250, "float64", other="float64", packs_per_thread=2),
-            turned(9, 500, cluster_blocks=2, gap=12, offset=4),
-            turned(40, 300, counted=True, gap=0, packs_per_thread=2),
-            turned(40, 504, "float16", cluster_blocks=2, row_threads=32, counted=True),
-            *(turned(7, 292, regime=regime, row_threads=96) for regime in REGIMES),
-        )
-    else:
-        yield from (
-            turned(9, 200),
-            turned(9, 200, gap=0, offset=12, stages=3),
-            turned(8, 380, row_threads=96, in_place=True, hold_weight=True),
-            turned(21, 1000, "bfloat16", other="float16", teams=2, packs_per_thread=2),
-            turned(37, 120, teams=4, row_threads=32, offset=4),
-            turned(9, 250, "float64", other="float64", packs_per_thread=2, stages=3),
-            turned(7, 248, "bfloat16", other="bfloat16", bitmask=True, row_threads=32),
-            turned(9, 500, cluster_blocks=2, zero_centered=True, gap=12, offset=8),
-            turned(11, 752, cluster_blocks=3, groups=1, stages=3),
-            turned(7, 500, regime="extreme", row_threads=96, packs_per_thread=2),
-        )
 
 
 PIPELINED = list(_pipelined())
