@@ -139,7 +139,7 @@ class Pipelined:
                 ),
             )
         elif self.in_strips:
-            (kernel,) = backward_instantiations(self._operation, self._strips_config)
+            (kernel,) = backward_instantiations(self._spec, self._strips_config)
         else:
             config = BackwardPipelined(
                 **row,
@@ -148,9 +148,10 @@ class Pipelined:
                 shared_sums=self.shared_sums,
                 hold_sums=self.hold_sums,
                 bulk=self.bulk,
+                through_l1=False,
                 reduction=None,
             )
-            (kernel,) = backward_instantiations(self._operation, config)
+            (kernel,) = backward_instantiations(self._spec, config)
         return dataclasses.replace(
             kernel,
             shared_bytes=self._shared_bytes(),
@@ -162,7 +163,7 @@ class Pipelined:
     def _shared_bytes(self) -> int:
         compute = ITEMSIZE[compute_dtype(self.x)]
         if self.in_strips:
-            return backward_column_parallel_bytes(self._operation, self._strips_config)
+            return backward_column_parallel_bytes(self._spec, self._strips_config)
         warps = max(1, self.row_threads // 32)
         scratch = 2 * self.teams * warps * 4 * compute if warps > 1 else 0
         if self.cluster_blocks > 1:
@@ -189,7 +190,7 @@ class Pipelined:
         return scratch + stages + partials + self.shared_sums * self.columns * compute
 
     @property
-    def _operation(self) -> BackwardSpec:
+    def _spec(self) -> BackwardSpec:
         other = self.other or self.x
         dbias = other if self.dbias else None
         return BackwardSpec(
@@ -300,7 +301,7 @@ class Pipelined:
         if self.in_strips:
             dweight = None if weight is None else gpu.cupy.empty(self.n, dtype)
             dbias = gpu.cupy.empty(self.n, dtype) if self.dbias else None
-            exchanged = column_parallel_exchange_bytes(self._operation, self._strips_config)
+            exchanged = column_parallel_exchange_bytes(self._spec, self._strips_config)
             exchange = (
                 gpu.cupy.zeros(column_parallel_counts_bytes() // 4, np.uint32),
                 gpu.cupy.empty(exchanged // compute().itemsize, compute),
