@@ -190,6 +190,17 @@ class ForwardSpec(Spec):
     store_statistics: bool  # and, with relu, the bitmask
     relu: bool
 
+    @classmethod
+    def of(cls, options: Options, **dtypes: Any) -> ForwardSpec:
+        """Return the spec of a pass that is told options, on arrays of these dtypes."""
+        return cls(
+            norm=options.norm,
+            zero_centered=options.zero_centered,
+            store_statistics=options.training,
+            relu=options.relu is not None,
+            **dtypes,
+        )
+
     @property
     def dtypes(self) -> dict[str, str | None]:
         """The dtype of each array of the table by its name, None where it is absent."""
@@ -218,6 +229,11 @@ class BackwardSpec(Spec):
     dbias: str | None
     zero_centered: bool
     bitmask: bool
+
+    @classmethod
+    def of(cls, options: Options, **dtypes: Any) -> BackwardSpec:
+        """Return the spec of a pass that is told options, on arrays of these dtypes or bits."""
+        return cls(norm=options.norm, zero_centered=options.zero_centered, **dtypes)
 
     @property
     def dtypes(self) -> dict[str, str | None]:

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from cupynorm import _checks
-from cupynorm._operation import Norm
+from cupynorm._operation import Norm, Relu
 from cupynorm.torch import _operations
-from cupynorm.torch._kernels import Options, Relu, check_dense, compute_type
+from cupynorm.torch._kernels import Asked, check_dense, compute_type
 
 __all__ = ["layer_norm", "rms_norm"]
 
@@ -244,7 +244,7 @@ def _norm(
     return _operations.normalize(x, weight, bias, options)
 
 
-def _of_nested(x: Any, weight: Any, bias: Any, options: Options) -> Any:
+def _of_nested(x: Any, weight: Any, bias: Any, options: Asked) -> Any:
     """Return a nested tensor of the same lengths and layout."""
     k, *_, out_dtype = options
     if x.layout is torch.strided:

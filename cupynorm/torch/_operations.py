@@ -18,9 +18,9 @@ from torch._library.autograd import Info, make_autograd_impl
 from torch.autograd import forward_ad
 
 from cupynorm import _checks
-from cupynorm._operation import Norm, bitmask_bytes
+from cupynorm._operation import Norm, Relu, bitmask_bytes
 from cupynorm.torch import _formulas, _kernels
-from cupynorm.torch._kernels import NUMPY_DTYPES, Options, Relu, check_tensor, compute_type
+from cupynorm.torch._kernels import NUMPY_DTYPES, Asked, check_tensor, compute_type
 
 __all__ = ["PLAIN", "norm_backward", "norm_forward", "normalize", "normalize_plain"]
 
@@ -94,7 +94,7 @@ def _is_recorded(*tensors: Any) -> bool:
     return torch.compiler.is_compiling() or _transforms_active()
 
 
-def normalize_plain(x: Any, weight: Any, bias: Any, options: Options) -> Any:
+def normalize_plain(x: Any, weight: Any, bias: Any, options: Asked) -> Any:
     """Return what `normalize` does, of tensors of the `PLAIN` types."""
     if (
         _is_traced_by_dynamo()
@@ -102,9 +102,6 @@ def normalize_plain(x: Any, weight: Any, bias: Any, options: Options) -> Any:
         or _dispatch_modes()
         or _is_jit_tracing()
         or forward_ad._current_level >= 0
-        or x.is_neg()
-        or (weight is not None and weight.is_neg())
-        or (bias is not None and bias.is_neg())
     ):
         return normalize(x, weight, bias, options)
     try:
@@ -114,18 +111,19 @@ def normalize_plain(x: Any, weight: Any, bias: Any, options: Options) -> Any:
             or (bias is not None and bias.requires_grad)
         ):
             return _apply_recorded(x, weight, bias, options)
-        return _kernels.forward(x, weight, bias, options, False)[0]
+        return _kernels.forward((x, weight, bias), options, False)[0]
     except (RuntimeError, ValueError):  # of what has no memory here: to ask first takes time
         if not _is_seen(x, weight, bias):
             raise
     return normalize(x, weight, bias, options)
 
 
-def normalize(x: Any, weight: Any, bias: Any, options: Options) -> Any:
+def normalize(x: Any, weight: Any, bias: Any, options: Asked) -> Any:
     """Return y; what `norm_backward` needs is kept where gradients may be asked for."""
     if not torch.compiler.is_compiling():
         x, weight, bias = map(_alive, ("x", "weight", "bias"), (x, weight, bias))
-    return norm_forward(x, weight, bias, *options, _is_recorded(x, weight, bias))[0]
+    arguments: Any = (x, weight, bias, *options, _is_recorded(x, weight, bias))
+    return norm_forward(*arguments)[0]
 
 
 def norm_forward(
@@ -156,7 +154,7 @@ def norm_forward(
     if training or forward_ad._current_level >= 0:  # where it says that it has no jvp
         return _apply_forward(*arguments)
     options = (k, norm, eps, zero_centered, relu, out_dtype)
-    return _kernels.forward(x, weight, bias, options, training)
+    return _kernels.forward((x, weight, bias), options, training)
 
 
 def norm_backward(
@@ -184,9 +182,6 @@ def norm_backward(
         or type(mean) not in PLAIN
         or type(rstd) not in PLAIN
         or type(bitmask) not in PLAIN
-        or dy.is_neg()
-        or x.is_neg()
-        or (weight is not None and weight.is_neg())
         or _dispatch_modes()
         or _is_jit_tracing()
     ):
@@ -195,7 +190,7 @@ def norm_backward(
         if not torch.is_grad_enabled() and forward_ad._current_level < 0:  # as in norm_forward
             try:
                 return _kernels.backward(
-                    dy, x, weight, mean, rstd, bitmask, k, norm, zero_centered, bias_dtype
+                    (dy, x, weight, mean, rstd, bitmask), (k, norm, eps, zero_centered), bias_dtype
                 )
             except (RuntimeError, ValueError):  # as in normalize_plain
                 if not _is_seen(dy, x, weight, mean, rstd, bitmask):
@@ -361,7 +356,7 @@ class _Forward(torch.autograd.Function):
         if _is_seen(x, weight, bias):
             _share_out()
             return _forward_operation(x, weight, bias, *options)
-        return _kernels.forward(x, weight, bias, options[:-1], options[-1])
+        return _kernels.forward((x, weight, bias), options[:-1], options[-1])
 
     setup_context = staticmethod(_keep_for_backward)
     backward = staticmethod(_differentiate_forward)
@@ -392,7 +387,7 @@ class _Backward(torch.autograd.Function):
         tensors = dy, x, weight, mean, rstd, bitmask
         if _is_seen(*tensors):
             return _backward_operation(*tensors, k, norm, eps, zero_centered, bias_dtype)
-        return _kernels.backward(*tensors, k, norm, zero_centered, bias_dtype)
+        return _kernels.backward(tensors, (k, norm, eps, zero_centered), bias_dtype)
 
 
 class _Recorded(torch.autograd.Function):
@@ -400,7 +395,7 @@ class _Recorded(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Any, weight: Any, bias: Any, options: Any) -> Any:
-        y, mean, rstd, bitmask = _kernels.forward(x, weight, bias, options, True)
+        y, mean, rstd, bitmask = _kernels.forward((x, weight, bias), options, True)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight, mean, rstd, bitmask)
         ctx.options = options, None if bias is None else bias.dtype
@@ -443,7 +438,7 @@ def _run_forward(x: Any, weight: Any, bias: Any, *options: Any) -> tuple[torch.T
     k, norm, eps, zero_centered, relu, out_dtype, training = options
     relu = None if relu is None else tuple(relu)
     options = (k, norm, eps, zero_centered, relu, out_dtype)
-    return _empty_for_none(x, _kernels.forward(x, weight, bias, options, training))
+    return _empty_for_none(x, _kernels.forward((x, weight, bias), options, training))
 
 
 def _check_row(name: str, tensor: Any, normalized: Any) -> None:
@@ -500,11 +495,9 @@ def _outline_forward(
 
 
 def _run_backward(*arguments: Any) -> tuple[torch.Tensor, ...]:
-    dy, x, weight, mean, rstd, bitmask, k, norm, _, zero_centered, bias_dtype = arguments
-    gradients = _kernels.backward(
-        dy, x, weight, mean, rstd, bitmask, k, norm, zero_centered, bias_dtype
-    )
-    return _empty_for_none(x, gradients)
+    *tensors, k, norm, eps, zero_centered, bias_dtype = arguments
+    gradients = _kernels.backward(tuple(tensors), (k, norm, eps, zero_centered), bias_dtype)
+    return _empty_for_none(tensors[1], gradients)
 
 
 def _outline_backward(
