@@ -81,14 +81,12 @@ forward_key = key_function(
         "relu": "(relu is None or (type(relu) is tuple and _are_numbers(map(type, relu))))",
         "out_dtype": "(out_dtype is None or isinstance(out_dtype, (_dtype, str, type)))",
     },
-    ("x",),
-    ("weight", "bias", "y"),
+    ("x", "weight", "bias", "y"),
 )
 backward_key = key_function(
     CUPY,
     _OPTIONS | {"bias": "(bias is None or type(bias) is bool)"},
-    ("dy", "x", "rstd"),
-    ("weight", "mean", "bitmask", "dx", "like"),
+    ("dy", "x", "rstd", "weight", "mean", "bitmask", "dx", "like"),
 )
 
 # ---- arrays as the kernels take them -------------------------------------------------------------

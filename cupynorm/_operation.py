@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
 __all__ = [
+    "ALWAYS_READ",
     "BACKWARD",
     "CPP_TYPES",
     "FORWARD",
@@ -75,6 +76,7 @@ KINDS = {
     **dict.fromkeys(("mean", "rstd"), Kind.STATISTIC),
     "bitmask": Kind.BITS,
 }
+ALWAYS_READ = frozenset(("x", "dy", "rstd"))  # of what passes read, what is never absent
 
 
 def bitmask_bytes(n: int) -> int:

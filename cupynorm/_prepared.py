@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
-from cupynorm._operation import KINDS, Kind, Pass
+from cupynorm._operation import ALWAYS_READ, KINDS, Kind, Pass
 
 __all__ = ["Dialect", "key_function", "remember", "run_maker"]
 
@@ -61,7 +61,8 @@ class Dialect:
     checked, checked_new : frozenset
         The kinds of given and of new arrays that may be less aligned than those of the first call.
     misaligned : str
-        A statement for arrays that are.
+        A statement for arrays that are. {divisors} stands for a number whose lowest set bit is
+        the most elements of an access for which they are aligned.
     allocate, allocate_like : str
         A new array, and one of the shape and dtype of the array {1}.
     stream, handle : str
@@ -93,8 +94,7 @@ class Dialect:
 def key_function(
     dialect: Dialect,
     options: dict[str, str],
-    required: tuple[str, ...],
-    optional: tuple[str, ...],
+    arrays: tuple[str, ...],
 ) -> Callable[..., Hashable]:
     """Return what makes the key, or None, of a call: of its options, as a tuple, and its arrays.
 
@@ -102,15 +102,15 @@ def key_function(
     one that is accepted, and yet be refused, as False equals 0.
     """
     conditions = [condition for condition in options.values() if condition]
-    lines = _head(dialect, "key", ("options",), required + optional)
+    lines = _head(dialect, "key", ("options",), arrays)
     if conditions:
         lines.append(f"    {', '.join(options)} = options")
     signatures = [dialect.device] if dialect.device else []
-    for name in required + optional:
+    for name in arrays:
         kind = KINDS.get(name)
         condition = dialect.accepts.get(kind, "").format(name)
         signature = dialect.signature[kind].format(name)
-        if name in optional:
+        if name not in ALWAYS_READ:
             condition = condition and f"({name} is None or {condition})"
             signature = f"None if {name} is None else {signature}"
         conditions += [condition] if condition else []
@@ -167,7 +167,8 @@ def run_maker(
     def check(names: list[str]) -> None:
         bits = " | ".join(f"{name}_address & {name}_mask" for name in names)
         if bits:
-            body.append(f"if {bits}: {dialect.misaligned}")
+            divisors = " | ".join(f"{name}_address // {name}_itemsize" for name in names)
+            body.append(f"if {bits}: {dialect.misaligned.format(divisors=divisors)}")
 
     check([name for name in given if KINDS.get(name) in dialect.checked])
     others = dict(like)

@@ -195,6 +195,18 @@ def test_each_operand_has_an_alignment_of_its_own(name: str) -> None:
     assert plans.made[0].vector == 4  # 8 of float32 would be 32 bytes
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_each_alignment_has_a_plan_of_its_own(order: tuple[int, int]) -> None:
+    memory = torch.randn(4 * 64 + 1)
+    with torch_plans.in_place_of_kernels() as plans:
+        for start in order * 2:
+            x = memory[start : start + 4 * 64].view(4, 64)
+            assert_same_bits(rms_norm(x), rms_norm(x.clone()))
+    # The copies are aligned.
+    assert {plan.vector: len(plan.launches) for plan in plans.made} == {4: 6, 1: 2}
+    assert len(plans.made) == 2
+
+
 def test_eager_calls_go_straight_to_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*arguments: Any) -> None:
         raise AssertionError("a detour")

@@ -36,14 +36,16 @@ from cupynorm._operation import (
 from cupynorm._prepared import Dialect, key_function, remember, run_maker
 
 __all__ = [
-    "NAMES",
     "NUMPY_DTYPES",
     "Asked",
+    "Tensors",
     "backward",
+    "backward_spec",
     "check_dense",
     "check_tensor",
     "compute_type",
     "forward",
+    "forward_spec",
     "to_options",
 ]
 
@@ -69,6 +71,29 @@ def to_options(
 ) -> Options:
     """Return what is asked, by name; an out_dtype is a spec's."""
     return Options(norm, k, zero_centered, eps, relu, training)
+
+
+def forward_spec(tensors: Tensors, asked: Asked, training: bool) -> ForwardSpec:
+    """Return what a forward pass computes; nothing is checked."""
+    dtypes = {n: _name(t) for n, t in zip(FORWARD.reads, tensors, strict=True)}
+    *_, out_dtype = asked
+    y = dtypes["x"] if out_dtype is None else NAMES[out_dtype]
+    return ForwardSpec.of(to_options(*asked, training=training), **dtypes, y=y)
+
+
+def backward_spec(tensors: Tensors, asked: Asked, bias_dtype: torch.dtype | None) -> BackwardSpec:
+    """Return what a backward pass computes; nothing is checked."""
+    given = dict(zip(BACKWARD.reads, tensors, strict=True))
+    return BackwardSpec.of(
+        to_options(*asked),
+        **{name: _name(given[name]) for name in ("x", "dy", "weight")},
+        dbias=None if bias_dtype is None else NAMES[bias_dtype],
+        bitmask=given["bitmask"] is not None,
+    )
+
+
+def _name(tensor: Any) -> str | None:
+    return None if tensor is None else NAMES[tensor.dtype]
 
 
 def compute_type(x: torch.Tensor) -> torch.dtype:
@@ -178,7 +203,7 @@ TORCH = Dialect(
     address='{0}.data_ptr() or _without_memory("{0}", {0})',
     checked=frozenset((Kind.ROWS, Kind.VECTOR)),
     checked_new=frozenset(),  # torch allocates at multiples of more than an access
-    misaligned="return serve(arrays)",
+    misaligned="return serve_by(arrays, {divisors})",
     allocate="_empty_strided({0}_shape, {0}_strides, dtype={0}_dtype, device=device)",
     allocate_like="_empty_like({1})",
     stream="_current_stream(index)",
@@ -192,8 +217,8 @@ TORCH = Dialect(
 # device.
 calls: dict[Hashable, Run] = {}
 
-_forward_key = key_function(TORCH, {}, ("x",), ("weight", "bias"))
-_backward_key = key_function(TORCH, {}, ("dy", "x"), ("weight", "mean", "rstd", "bitmask"))
+_forward_key = key_function(TORCH, {}, FORWARD.reads)
+_backward_key = key_function(TORCH, {}, BACKWARD.reads)
 
 
 def forward(tensors: Tensors, asked: Asked, training: bool) -> tuple[Any, ...]:
@@ -253,15 +278,7 @@ def _check_backward(
             check_tensor(name, given[name], x)
     if dy.shape != x.shape:
         raise ValueError(f"dy must have shape {tuple(x.shape)}, got {tuple(dy.shape)}")
-    options = to_options(*asked)
-    spec = BackwardSpec.of(
-        options,
-        **{name: NAMES[given[name].dtype] for name in ("x", "dy")},
-        weight=None if given["weight"] is None else NAMES[given["weight"].dtype],
-        dbias=None if bias_dtype is None else NAMES[bias_dtype],
-        bitmask=given["bitmask"] is not None,
-    )
-    return spec, options
+    return backward_spec(tensors, asked, bias_dtype), to_options(*asked)
 
 
 def _prepare(key: Hashable, spec: Spec, options: Options, tensors: Tensors) -> Run:
@@ -295,9 +312,10 @@ class _Call:
         if table is FORWARD:
             bounds = (0.0, 0.0) if options.relu is None else options.relu
             self.numbers = options.eps, *bounds
-        self.known: dict[str, Any] = {"serve": self, "device": self.device}
-        self.known["index"] = self.device.index
-        self.itemsizes: list[int] = []  # of each that is read, 0 where its address is no matter
+        self.known: dict[str, Any] = {"serve": self, "serve_by": self._serve_by}
+        self.known |= {"device": self.device, "index": self.device.index}
+        # Of what accesses of several elements are made to: its place, name and itemsize.
+        self.wide: list[tuple[int, str, int]] = []
         self.copied: tuple[str, ...] = ()
         self.like: tuple[tuple[str, str], ...] = ()
         self.divisors = self.n | pack_length(spec.x)  # their lowest bit divides all but addresses
@@ -307,19 +325,22 @@ class _Call:
 
     def _look(self, given: dict[str, Any], k: int) -> None:
         """Note how the arrays that are read lie."""
-        for name, tensor in given.items():
-            kind, stride, itemsize = KINDS[name], self.n, 0
-            if tensor is not None and not tensor.is_contiguous():
-                of_rows = row_stride(tensor.shape, tensor.stride(), 1, k)
-                if kind is not Kind.ROWS or of_rows is None:
+        for i, (name, tensor) in enumerate(given.items()):
+            self.known |= {f"{name}_stride": self.n, f"{name}_mask": 0, f"{name}_itemsize": 1}
+            if tensor is None:
+                continue
+            if not tensor.is_contiguous():
+                stride = None
+                if KINDS[name] is Kind.ROWS:
+                    stride = row_stride(tensor.shape, tensor.stride(), 1, k)
+                if stride is None:
                     self.copied += (name,)
-                else:
-                    stride = of_rows
-            if tensor is not None and kind in TORCH.checked and name not in self.copied:
+                    continue
+                self.known[f"{name}_stride"] = stride
                 self.divisors |= stride
-                itemsize = tensor.itemsize
-            self.known[f"{name}_stride"] = stride
-            self.itemsizes.append(itemsize)
+            if KINDS[name] in TORCH.checked:
+                self.wide.append((i, name, tensor.itemsize))
+                self.known[f"{name}_itemsize"] = tensor.itemsize
 
     def _allocate(self, given: dict[str, Any], k: int) -> None:
         """Note what is allocated, and like which other array."""
@@ -345,11 +366,15 @@ class _Call:
         if _current_device() != self.device.index:
             with torch.cuda.device(self.device):
                 return self(tensors)
-        divisors, names = self.divisors, self.spec.table.reads
-        for name, tensor, itemsize in zip(names, tensors, self.itemsizes, strict=True):
-            if itemsize:
-                address = tensor.data_ptr() or _without_memory(name, tensor)
-                divisors |= address // itemsize
+        divisors = 0
+        for i, name, itemsize in self.wide:
+            address = tensors[i].data_ptr() or _without_memory(name, tensors[i])
+            divisors |= address // itemsize
+        return self._serve_by(tensors, divisors)
+
+    def _serve_by(self, tensors: Tensors, divisors: int) -> Any:
+        """Run by accesses that these divisors allow, too."""
+        divisors |= self.divisors
         vector = divisors & -divisors
         run = self.runs.get(vector)
         if run is None:
@@ -364,10 +389,8 @@ class _Call:
         scratch_bytes = plan.scratch_bytes(self.m)
         known = self.known | {"launch": plan.prepared(self.m, *self.numbers)}
         known["scratch_elements"] = -(-scratch_bytes // ITEMSIZE[spec.x])
-        # Of fewer elements than there may be, the addresses have been looked at.
-        is_largest = vector == self.divisors & -self.divisors
-        for name, itemsize in zip(table.reads, self.itemsizes, strict=True):
-            known[f"{name}_mask"] = vector * itemsize - 1 if is_largest and itemsize else 0
+        if vector == self.divisors & -self.divisors:
+            known |= {f"{name}_mask": vector * itemsize - 1 for _, name, itemsize in self.wide}
         fields = (name if name in writes else "None" for name in table.writes)
         make = run_maker(
             *(TORCH, table, table.reads, spec.reads, writes, f"({', '.join(fields)})"),
@@ -435,5 +458,5 @@ def _backward_on_cpu(spec: BackwardSpec, options: Options, tensors: Tensors) -> 
 
 def _given(spec: Spec, result: Any) -> tuple[Any, ...]:
     """Return the results of NumPy's that a pass returns, as tensors."""
-    names = zip(spec.table.writes, result, strict=True)
-    return tuple(_from_numpy(array) if name in spec.writes else None for name, array in names)
+    dtypes, names = spec.dtypes, zip(spec.table.writes, result, strict=True)
+    return tuple(None if dtypes[name] is None else _from_numpy(array) for name, array in names)
