@@ -39,15 +39,20 @@ _get_current_stream = cupy.cuda.get_current_stream
 
 CUPY = Dialect(
     names=globals(),
-    accepts="type({0}) is _ndarray",
-    signature="({0}.dtype, {0}.shape, {0}.strides)",
+    is_packed=False,
+    accepts=dict.fromkeys((*Kind, None), "type({0}) is _ndarray"),
+    signature=dict.fromkeys((*Kind, None), "({0}.dtype, {0}.shape, {0}.strides)"),
     device="x.data.device_id",
     before="if _get_device() != device: return None",
+    copy="",  # what has to be copied is not remembered
     look="{0}_data = {0}.data",
     elsewhere="{0}_data.device_id != device",
     address="{0}_data.ptr",
+    checked=frozenset((*Kind, None)) - {Kind.BITS},
+    checked_new=frozenset({Kind.ROWS}),  # an allocator may align less
     misaligned="return None",
     allocate="_ndarray({0}_shape, {0}_dtype)",
+    allocate_like="",
     stream="_get_current_stream()",
     handle="stream.ptr",
     scratch="scratch = _alloc(scratch_bytes); scratch_address = scratch.ptr; "
@@ -76,14 +81,12 @@ forward_key = key_function(
         "relu": "(relu is None or (type(relu) is tuple and _are_numbers(map(type, relu))))",
         "out_dtype": "(out_dtype is None or isinstance(out_dtype, (_dtype, str, type)))",
     },
-    ("x",),
-    ("weight", "bias", "y"),
+    ("x", "weight", "bias", "y"),
 )
 backward_key = key_function(
     CUPY,
     _OPTIONS | {"bias": "(bias is None or type(bias) is bool)"},
-    ("dy", "x", "rstd"),
-    ("weight", "mean", "bitmask", "dx", "like"),
+    ("dy", "x", "rstd", "weight", "mean", "bitmask", "dx", "like"),
 )
 
 # ---- arrays as the kernels take them -------------------------------------------------------------

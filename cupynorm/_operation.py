@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
 __all__ = [
+    "ALWAYS_READ",
     "BACKWARD",
     "CPP_TYPES",
     "FORWARD",
@@ -75,6 +76,7 @@ KINDS = {
     **dict.fromkeys(("mean", "rstd"), Kind.STATISTIC),
     "bitmask": Kind.BITS,
 }
+ALWAYS_READ = frozenset(("x", "dy", "rstd"))  # of what passes read, what is never absent
 
 
 def bitmask_bytes(n: int) -> int:
@@ -189,6 +191,17 @@ class ForwardSpec(_Spec):
     store_statistics: bool  # and, with relu, the bitmask
     relu: bool
 
+    @classmethod
+    def of(cls, options: Options, **dtypes: Any) -> ForwardSpec:
+        """Return the spec of a pass that is told options, on arrays of these dtypes."""
+        return cls(
+            norm=options.norm,
+            zero_centered=options.zero_centered,
+            store_statistics=options.training,
+            relu=options.relu is not None,
+            **dtypes,
+        )
+
     @property
     def dtypes(self) -> dict[str, str | None]:
         """The dtype of each array of the table by its name, None where it is absent."""
@@ -217,6 +230,11 @@ class BackwardSpec(_Spec):
     dbias: str | None
     zero_centered: bool
     bitmask: bool
+
+    @classmethod
+    def of(cls, options: Options, **dtypes: Any) -> BackwardSpec:
+        """Return the spec of a pass that is told options, on arrays of these dtypes or bits."""
+        return cls(norm=options.norm, zero_centered=options.zero_centered, **dtypes)
 
     @property
     def dtypes(self) -> dict[str, str | None]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
-from cupynorm._operation import KINDS, Kind, Pass
+from cupynorm._operation import ALWAYS_READ, KINDS, Kind, Pass
 
 __all__ = ["Dialect", "key_function", "remember", "run_maker"]
 
@@ -40,24 +40,31 @@ class Dialect:
     ----------
     names : dict
         The module's.
-    accepts : str
-        The condition on an array without which a call has no key.
-    signature : str
-        What a call depends on, of an array.
+    is_packed : bool
+        Whether or not the arrays of a call come as one tuple, `arrays`.
+    accepts : dict
+        By kind, the condition on an array without which a call has no key; may lack kinds.
+    signature : dict
+        By kind, what a call depends on, of an array.
     device : str
-        What it depends on beside, of x alone.
+        What it depends on beside, of x alone; empty where the signature tells.
     before : str
         A statement that begins a call.
+    copy : str
+        A statement that makes an array contiguous.
     look : str
         A statement that names what the next two are told by.
     elsewhere : str
         The condition that an array is not where x is; empty where the signature tells.
     address : str
         The address of an array.
+    checked, checked_new : frozenset
+        The kinds of given and of new arrays that may be less aligned than those of the first call.
     misaligned : str
-        A statement for arrays less aligned than those of the first call.
-    allocate : str
-        A new array.
+        A statement for arrays that are. {divisors} stands for a number whose lowest set bit is
+        the most elements of an access for which they are aligned.
+    allocate, allocate_like : str
+        A new array, and one of the shape and dtype of the array {1}.
     stream, handle : str
         What a launch is ordered by, named `stream`, and what it takes for that.
     scratch : str
@@ -65,15 +72,20 @@ class Dialect:
     """
 
     names: dict[str, Any]
-    accepts: str
-    signature: str
+    is_packed: bool
+    accepts: dict[Kind | None, str]
+    signature: dict[Kind | None, str]
     device: str
     before: str
+    copy: str
     look: str
     elsewhere: str
     address: str
+    checked: frozenset[Kind | None]
+    checked_new: frozenset[Kind]
     misaligned: str
     allocate: str
+    allocate_like: str
     stream: str
     handle: str
     scratch: str
@@ -82,8 +94,7 @@ class Dialect:
 def key_function(
     dialect: Dialect,
     options: dict[str, str],
-    required: tuple[str, ...],
-    optional: tuple[str, ...],
+    arrays: tuple[str, ...],
 ) -> Callable[..., Hashable]:
     """Return what makes the key, or None, of a call: of its options, as a tuple, and its arrays.
 
@@ -91,19 +102,22 @@ def key_function(
     one that is accepted, and yet be refused, as False equals 0.
     """
     conditions = [condition for condition in options.values() if condition]
-    conditions += [dialect.accepts.format(name) for name in required]
-    conditions += [f"({name} is None or {dialect.accepts.format(name)})" for name in optional]
-    signatures = [dialect.signature.format(name) for name in required]
-    signatures += [
-        f"None if {name} is None else {dialect.signature.format(name)}" for name in optional
-    ]
-    lines = (
-        f"def key(options, {', '.join(required + optional)}):",
-        f"    {', '.join(options)} = options",
-        f"    if not ({' and '.join(conditions)}):",
-        "        return None",
-        f"    return options, {dialect.device}, {', '.join(signatures)}",
-    )
+    lines = _head(dialect, "key", ("options",), arrays)
+    if conditions:
+        lines.append(f"    {', '.join(options)} = options")
+    signatures = [dialect.device] if dialect.device else []
+    for name in arrays:
+        kind = KINDS.get(name)
+        condition = dialect.accepts.get(kind, "").format(name)
+        signature = dialect.signature[kind].format(name)
+        if name not in ALWAYS_READ:
+            condition = condition and f"({name} is None or {condition})"
+            signature = f"None if {name} is None else {signature}"
+        conditions += [condition] if condition else []
+        signatures.append(signature)
+    if conditions:
+        lines += [f"    if not ({' and '.join(conditions)}):", "        return None"]
+    lines.append(f"    return options, {', '.join(signatures)}")
     return _defined("key", "\n".join(lines), dialect.names)  # type: ignore[no-any-return]
 
 
@@ -117,11 +131,13 @@ def run_maker(
     result: str,
     *,
     has_scratch: bool,
+    copied: tuple[str, ...] = (),
+    like: tuple[tuple[str, str], ...] = (),
 ) -> Callable[[dict[str, Any]], Callable[..., Any]]:
     """Return what makes the `run` of a call from what that knows.
 
-    `run` takes arrays by position, launches, and returns a result; it returns None, before anything
-    is launched, if the dialect says so. It knows its `launch` and, of each array, the bits of an
+    `run` takes arrays by position, launches, and returns a result; it returns what the dialect says
+    instead, before anything is launched. It knows its `launch` and, of each array, the bits of an
     address that are 0 where it is aligned, `{0}_mask`; of rows, their `{0}_stride`; and whatever
     else the dialect names.
 
@@ -134,9 +150,14 @@ def run_maker(
         The arrays that are written; those not given are allocated.
     result : str
         An expression of the names of arrays.
+    copied : tuple of str
+        The arrays that are made contiguous.
+    like : tuple of pairs of str
+        New arrays that are allocated like others, which are given or new before them.
     """
     new = [name for name in written if name not in given]
     body = [dialect.before] if dialect.before else []
+    body += [dialect.copy.format(name) for name in copied]
     body += [dialect.look.format(name) for name in given if dialect.look]
     elsewhere = [dialect.elsewhere.format(name) for name in given if name != "x"]
     if dialect.elsewhere and elsewhere:
@@ -146,14 +167,19 @@ def run_maker(
     def check(names: list[str]) -> None:
         bits = " | ".join(f"{name}_address & {name}_mask" for name in names)
         if bits:
-            body.append(f"if {bits}: {dialect.misaligned}")
+            divisors = " | ".join(f"{name}_address // {name}_itemsize" for name in names)
+            body.append(f"if {bits}: {dialect.misaligned.format(divisors=divisors)}")
 
-    check([name for name in given if KINDS.get(name) is not Kind.BITS])
+    check([name for name in given if KINDS.get(name) in dialect.checked])
+    others = dict(like)
     for name in new:
-        body.append(f"{name} = {dialect.allocate.format(name)}")
+        if name in others:
+            body.append(f"{name} = {dialect.allocate_like.format(name, others[name])}")
+        else:
+            body.append(f"{name} = {dialect.allocate.format(name)}")
         body += [dialect.look.format(name)] if dialect.look else []
         body.append(f"{name}_address = {dialect.address.format(name)}")
-    check([name for name in new if KINDS[name] is Kind.ROWS])  # an allocator may align less
+    check([name for name in new if KINDS[name] in dialect.checked_new])
     body.append(f"stream = {dialect.stream}")
     names = {*given, *new}
     strides = {f"{name}_stride" for name in names}
@@ -167,7 +193,7 @@ def run_maker(
     elif table.takes_scratch:
         operands.append("0")
     body += [f"launch({dialect.handle}, ({', '.join(operands)}))", f"return {result}"]
-    run = f"def run({', '.join(arguments)}):\n" + "\n".join(f"    {line}" for line in body)
+    run = "\n".join((*_head(dialect, "run", (), arguments), *(f"    {line}" for line in body)))
     code: Any = symtable.symtable(run, "run", "exec").get_children()[0]
     elsewhere_known = dialect.names | vars(builtins)
     known = sorted(set(code.get_globals()) - elsewhere_known.keys())
@@ -178,6 +204,15 @@ def run_maker(
         "    return run",
     ]
     return _defined("make", "\n".join(lines), dialect.names)  # type: ignore[no-any-return]
+
+
+def _head(
+    dialect: Dialect, name: str, before: tuple[str, ...], arrays: tuple[str, ...]
+) -> list[str]:
+    """Return the lines by which a function begins."""
+    if not dialect.is_packed:
+        return [f"def {name}({', '.join(before + arrays)}):"]
+    return [f"def {name}({', '.join((*before, 'arrays'))}):", f"    {', '.join(arrays)} = arrays"]
 
 
 def _defined(name: str, source: str, names: dict[str, Any]) -> Any:

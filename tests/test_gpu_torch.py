@@ -417,7 +417,7 @@ def test_plans_are_shared_by_numbers_of_rows() -> None:
     loaded = []
     original = _kernels._load
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_kernels, "_forwards", {})
+        patch.setattr(_kernels, "calls", {})
         patch.setattr(_kernels, "_load", lambda *a: loaded.append(original(*a)) or loaded[-1])
         for m in (1, 5, 64):
             with torch.no_grad():

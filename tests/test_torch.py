@@ -155,7 +155,7 @@ def test_strides_of_axes_of_one_element_are_not_looked_at(shape: tuple[int, ...]
                 y = rms_norm(x, weight)
                 assert y.is_contiguous()
                 results.append((y, *torch.autograd.grad(y, (x, weight), x.detach())))
-            assert len(_kernels._forwards) == len(_kernels._backwards) == 1
+            assert len(_kernels.calls) == 2  # one of each pass
             assert [plan.vector for plan in plans.made] == [4, 4]
         for a, b in zip(*results, strict=True):
             assert_same_bits(a, b)
@@ -193,6 +193,18 @@ def test_each_operand_has_an_alignment_of_its_own(name: str) -> None:
     with torch_plans.in_place_of_kernels() as plans:
         rms_norm(x, **{name: memory[start : start + 64]})
     assert plans.made[0].vector == 4  # 8 of float32 would be 32 bytes
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_each_alignment_has_a_plan_of_its_own(order: tuple[int, int]) -> None:
+    memory = torch.randn(4 * 64 + 1)
+    with torch_plans.in_place_of_kernels() as plans:
+        for start in order * 2:
+            x = memory[start : start + 4 * 64].view(4, 64)
+            assert_same_bits(rms_norm(x), rms_norm(x.clone()))
+    # The copies are aligned.
+    assert {plan.vector: len(plan.launches) for plan in plans.made} == {4: 6, 1: 2}
+    assert len(plans.made) == 2
 
 
 def test_eager_calls_go_straight_to_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,10 +273,10 @@ def test_one_plan_serves_every_number_of_rows() -> None:
 
 def test_calls_are_not_remembered_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_prepared, "MOST_CALLS", 4)
-    monkeypatch.setattr(_kernels, "_forwards", {})
+    monkeypatch.setattr(_kernels, "calls", {})
     for m in range(1, 12):
         rms_norm(torch.ones(m, 8))
-        assert len(_kernels._forwards) <= 4
+        assert len(_kernels.calls) <= 4
 
 
 class Seen(TorchDispatchMode):

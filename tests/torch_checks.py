@@ -88,8 +88,7 @@ def check_problem(
     x, *affine = (t if t is None else t.detach().resolve_neg() for t in tensors.values())
     row = x.shape[x.ndim - problem.k :]
     kept = _kernels.forward(
-        x,
-        *(t if t is None else t.reshape(row) for t in affine),
+        (x, *(t if t is None else t.reshape(row) for t in affine)),
         (
             problem.k,
             problem.norm,

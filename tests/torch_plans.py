@@ -205,8 +205,7 @@ def in_place_of_kernels() -> Iterator[Plans]:
     plans = Plans()
     with mock.patch.multiple(
         _kernels,
-        _forwards={},
-        _backwards={},
+        calls={},
         _has_kernels=lambda x: True,
         _load=plans.load,
         _current_device=lambda: None,

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from cupynorm._operation import Norm
+from cupynorm._operation import Options
 from cupynorm.torch._kernels import compute_type
 
 __all__ = [
@@ -36,11 +36,11 @@ __all__ = [
 ]
 
 
-def effective_weight(weight: Any, zero_centered: bool, dtype: torch.dtype) -> Any:
+def effective_weight(options: Options, weight: Any, dtype: torch.dtype) -> Any:
     """Return what xhat is multiplied by."""
     if weight is None:
         return 1.0
-    return weight.to(dtype) + 1 if zero_centered else weight.to(dtype)
+    return weight.to(dtype) + 1 if options.zero_centered else weight.to(dtype)
 
 
 def masked(dy: Any, bitmask: Any, k: int, dtype: torch.dtype) -> Any:
@@ -54,9 +54,9 @@ def masked(dy: Any, bitmask: Any, k: int, dtype: torch.dtype) -> Any:
     return torch.where(mask.reshape(dy.shape) != 0, dy, 0.0)
 
 
-def normalized(norm: Norm, x: Any, k: int, eps: float) -> tuple[Any, Any]:
+def normalized(options: Options, x: Any) -> tuple[Any, Any]:
     """Return xhat and rstd, as functions of x that torch differentiates."""
-    axes = tuple(range(-k, 0))
+    axes, eps = options.axis, options.eps
     d = x.to(compute_type(x))
     # As in `reference`: by a power of two that brings the larger of max|x| and sqrt(eps) near 1, so
     # that nothing that counts overflows or underflows when squared. By its root, twice: it may be
@@ -65,7 +65,7 @@ def normalized(norm: Norm, x: Any, k: int, eps: float) -> tuple[Any, Any]:
     _, exponent = torch.frexp(torch.where(largest.isfinite(), largest, 1.0))
     down = torch.ldexp(torch.ones_like(largest), -(exponent >> 1))
     d, rest = d * down, down
-    if norm == "layer_norm":
+    if options.norm == "layer_norm":
         equal = d.detach().amax(axes, keepdim=True) == d.detach().amin(axes, keepdim=True)
         d = d - d.mean(axes, keepdim=True)
         d = d - d.mean(axes, keepdim=True)  # what that mean was off by
@@ -98,21 +98,12 @@ def round_once(values: Any, dtype: torch.dtype) -> Any:
 
 
 def gradients_of_backward(
-    a: Any,
-    b: Any,
-    c: Any,
-    dy: Any,
-    x: Any,
-    weight: Any,
-    bitmask: Any,
-    k: int,
-    norm: Norm,
-    eps: float,
-    zero_centered: bool,
+    given: tuple[Any, Any, Any], dy: Any, x: Any, weight: Any, bitmask: Any, options: Options
 ) -> tuple[Any, Any, Any]:
     """Return the gradients of dy, x and weight, given those of dx, dweight and dbias or None."""
-    dtype, axes = compute_type(x), tuple(range(-k, 0))
-    centred = norm == "layer_norm"
+    a, b, c = given
+    dtype, axes, k = compute_type(x), options.axis, options.k
+    centred = options.norm == "layer_norm"
 
     def m(v: Any) -> Any:
         return v.mean(axes, keepdim=True)
@@ -121,8 +112,8 @@ def gradients_of_backward(
         projected = v - xhat * m(v * xhat)
         return projected - m(v) if centred else projected
 
-    xhat, rstd = normalized(norm, x, k, eps)
-    w = effective_weight(weight, zero_centered, dtype)
+    xhat, rstd = normalized(options, x)
+    w = effective_weight(options, weight, dtype)
     inside = masked(dy, bitmask, k, dtype)
     grad_dy, grad_x, grad_weight = torch.zeros_like(xhat), torch.zeros_like(xhat), None
     if a is not None:

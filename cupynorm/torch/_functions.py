@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from cupynorm import _checks
-from cupynorm._operation import Norm
+from cupynorm._operation import FORWARD, Norm, Relu
 from cupynorm.torch import _operations
-from cupynorm.torch._kernels import Options, Relu, check_dense, compute_type
+from cupynorm.torch._kernels import Asked, Tensors, check_dense, compute_type
 
 __all__ = ["layer_norm", "rms_norm"]
 
@@ -121,7 +121,7 @@ def rms_norm(
     """
     if eps is None and isinstance(x, torch.Tensor):
         eps = torch.finfo(compute_type(x)).eps
-    return _norm("rms_norm", x, weight, bias, eps, axis, zero_centered, relu, out_dtype)
+    return _norm("rms_norm", (x, weight, bias), eps, axis, zero_centered, relu, out_dtype)
 
 
 def layer_norm(
@@ -173,20 +173,19 @@ def layer_norm(
     tensor([[-1.0000, 11.0000],
             [-1.0000, 11.0000]])
     """
-    return _norm("layer_norm", x, weight, bias, eps, axis, zero_centered, relu, out_dtype)
+    return _norm("layer_norm", (x, weight, bias), eps, axis, zero_centered, relu, out_dtype)
 
 
 def _norm(
     norm: Norm,
-    x: Any,
-    weight: Any,
-    bias: Any,
+    tensors: Tensors,
     eps: Any,
     axis: Axis,
     zero_centered: bool,
     relu: Relu,
     out_dtype: torch.dtype | None,
 ) -> Any:
+    x, weight, bias = tensors
     is_plain = (
         x is not None and type(x) in _PLAIN and type(weight) in _PLAIN and type(bias) in _PLAIN
     )
@@ -202,7 +201,7 @@ def _norm(
             "relu": relu,
             "out_dtype": out_dtype,
         }
-        return _overridden(norm, x, weight, bias, named)
+        return _overridden(norm, tensors, named)
     # Most calls have no axis; modules of several have a range, which holds nothing but ints. The
     # rest is checked by the first of such calls.
     k = 1 if axis is None else len(axis) if type(axis) is range else 0
@@ -218,6 +217,7 @@ def _norm(
         k = _checks.trailing_axes(x.ndim, axis, weight, bias)
         if axis is not None:
             weight, bias = _as_row("weight", weight, x, k), _as_row("bias", bias, x, k)
+            tensors = x, weight, bias
     if type(zero_centered) is not bool:  # 0 is remembered as False is
         _checks.check_zero_centered(zero_centered, has_weight=weight is not None)
         zero_centered = bool(zero_centered)
@@ -236,22 +236,23 @@ def _norm(
         and x.dtype in _HALVES
     ):
         out_dtype = torch.float32
-    options = (k, norm, eps, zero_centered, relu, out_dtype)
+    asked = (k, norm, eps, zero_centered, relu, out_dtype)
     if x.is_nested:
-        return _of_nested(x, weight, bias, options)
+        return _of_nested(tensors, asked)
     if is_plain:
-        return _operations.normalize_plain(x, weight, bias, options)
-    return _operations.normalize(x, weight, bias, options)
+        return _operations.normalize_plain(tensors, asked)
+    return _operations.normalize(tensors, asked)
 
 
-def _of_nested(x: Any, weight: Any, bias: Any, options: Options) -> Any:
+def _of_nested(tensors: Tensors, asked: Asked) -> Any:
     """Return a nested tensor of the same lengths and layout."""
-    k, *_, out_dtype = options
+    x, *others = tensors
+    k, *_, out_dtype = asked
     if x.layout is torch.strided:
         if k == x.ndim > 1:
             raise NotImplementedError(f"axis must not name axis 0 of a nested x; got the last {k}")
         return torch.nested.as_nested_tensor(
-            [_operations.normalize(part, weight, bias, options) for part in x.unbind()],
+            [_operations.normalize((part, *others), asked) for part in x.unbind()],
             dtype=x.dtype if out_dtype is None else out_dtype,
             device=x.device,
         )
@@ -264,7 +265,7 @@ def _of_nested(x: Any, weight: Any, bias: Any, options: Options) -> Any:
     if x.lengths() is not None and torch.is_grad_enabled():
         values = torch.where(_belongs(x, ragged), values, 0)
     return torch.nested.nested_tensor_from_jagged(
-        _operations.normalize(values, weight, bias, options),
+        _operations.normalize((values, *others), asked),
         x.offsets(),
         x.lengths(),
         jagged_dim=ragged,
@@ -286,14 +287,13 @@ def _belongs(x: Any, ragged: int) -> Any:
     return (changes.cumsum(0)[:-1] > 0).reshape(-1, *(1,) * (values.ndim - ragged))
 
 
-def _overridden(norm: Norm, x: Any, weight: Any, bias: Any, options: dict[str, Any]) -> Any:
+def _overridden(norm: Norm, given: Tensors, options: dict[str, Any]) -> Any:
     """Have what stands in for a tensor, such as a proxy of torch.fx, return what it likes."""
-    given = x, weight, bias
     if torch.overrides.has_torch_function(given):
         return torch.overrides.handle_torch_function(globals()[norm], given, *given, **options)
     name, wrong = next(
         (name, array)
-        for name, array in zip(("x", "weight", "bias"), given, strict=True)
+        for name, array in zip(FORWARD.reads, given, strict=True)
         if not isinstance(array, torch.Tensor) and (array is not None or name == "x")
     )
     raise TypeError(f"{name} must be a torch tensor, got {type(wrong).__name__}")

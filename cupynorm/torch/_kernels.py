@@ -7,38 +7,93 @@ and remembered: a call then costs its allocations, the addresses and the launch.
 
 from __future__ import annotations
 
+import functools
 import math
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import numpy as np
 import torch
 
 from cupynorm import _checks, reference
-from cupynorm._arrays import BFLOAT16, DTYPES, row_stride
+from cupynorm._arrays import BFLOAT16, DTYPES, row_stride, to_numpy
 from cupynorm._environment import import_cupy
 from cupynorm._layout import pack_length
-from cupynorm._operation import ITEMSIZE, BackwardSpec, ForwardSpec, Norm, bitmask_bytes
-from cupynorm._prepared import remember
+from cupynorm._operation import (
+    BACKWARD,
+    FORWARD,
+    ITEMSIZE,
+    KINDS,
+    BackwardSpec,
+    ForwardSpec,
+    Kind,
+    Norm,
+    Options,
+    Relu,
+    Spec,
+    shape_of,
+)
+from cupynorm._prepared import Dialect, key_function, remember, run_maker
 
 __all__ = [
     "NUMPY_DTYPES",
-    "Options",
-    "Relu",
+    "Asked",
+    "Tensors",
     "backward",
+    "backward_spec",
     "check_dense",
     "check_tensor",
     "compute_type",
     "forward",
+    "forward_spec",
+    "to_options",
 ]
 
 NUMPY_DTYPES = {getattr(torch, name): dtype for dtype, name in DTYPES.items()}
 NAMES = {getattr(torch, name): name for name in ITEMSIZE}
 
-Relu = tuple[float, float] | None
-Shape = tuple[int, ...]
-# k, norm, eps, zero_centered, relu and out_dtype. As one argument they are sooner handed on.
-Options = tuple[int, Norm, float, bool, Relu, torch.dtype | None]
+Tensors = tuple[Any, ...]  # those that a pass reads, in the order of its table
+# What a call is told beside its tensors: k, norm, eps and zero_centered, and of a forward pass relu
+# and out_dtype. A tuple, by which calls are remembered: an object takes longer to make.
+Asked = tuple[Any, ...]
+Run = Callable[[Tensors], Any]
+
+
+def to_options(
+    k: int,
+    norm: Norm,
+    eps: float,
+    zero_centered: bool,
+    relu: Relu = None,
+    out_dtype: torch.dtype | None = None,
+    *,
+    training: bool = False,
+) -> Options:
+    """Return what is asked, by name; an out_dtype is a spec's."""
+    return Options(norm, k, zero_centered, eps, relu, training)
+
+
+def forward_spec(tensors: Tensors, asked: Asked, training: bool) -> ForwardSpec:
+    """Return what a forward pass computes; nothing is checked."""
+    dtypes = {n: _name(t) for n, t in zip(FORWARD.reads, tensors, strict=True)}
+    *_, out_dtype = asked
+    y = dtypes["x"] if out_dtype is None else NAMES[out_dtype]
+    return ForwardSpec.of(to_options(*asked, training=training), **dtypes, y=y)
+
+
+def backward_spec(tensors: Tensors, asked: Asked, bias_dtype: torch.dtype | None) -> BackwardSpec:
+    """Return what a backward pass computes; nothing is checked."""
+    given = dict(zip(BACKWARD.reads, tensors, strict=True))
+    return BackwardSpec.of(
+        to_options(*asked),
+        **{name: _name(given[name]) for name in ("x", "dy", "weight")},
+        dbias=None if bias_dtype is None else NAMES[bias_dtype],
+        bitmask=given["bitmask"] is not None,
+    )
+
+
+def _name(tensor: Any) -> str | None:
+    return None if tensor is None else NAMES[tensor.dtype]
 
 
 def compute_type(x: torch.Tensor) -> torch.dtype:
@@ -53,7 +108,7 @@ def _has_kernels(x: torch.Tensor) -> bool:
     return bool(x.is_cuda)
 
 
-def _load(make: str, device: Any, spec: ForwardSpec | BackwardSpec, *sizes: int) -> Any:
+def _load(make: str, device: Any, spec: Spec, *sizes: int) -> Any:
     """Return a plan for the current device; compile and load its kernels at need."""
     cupy = import_cupy("x is on a GPU")
     from cupynorm import _plans
@@ -107,11 +162,6 @@ def _outline(name: str, tensor: Any, x: Any) -> Any:
     return np.broadcast_to(np.zeros((), NUMPY_DTYPES[tensor.dtype]), tensor.shape)
 
 
-def _stride(tensor: Any, k: int) -> int | None:
-    """Return the distance in elements between rows, or None where they must be copied."""
-    return row_stride(tensor.shape, tensor.stride(), 1, k)
-
-
 def _without_memory(name: str, tensor: Any) -> int:
     """Return 0, the address of what has no elements; refuse what keeps its values elsewhere."""
     if tensor.numel():
@@ -122,354 +172,233 @@ def _without_memory(name: str, tensor: Any) -> int:
     return 0
 
 
-def _contiguous(tensor: Any) -> Any:
-    return None if tensor is None else tensor.contiguous()
-
-
-def _contiguous_strides(shape: Shape) -> Shape:
+def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(math.prod(max(size, 1) for size in shape[i + 1 :]) for i in range(len(shape)))
 
 
-def _divisors(x: Any, n: int, *strides: int) -> int:
-    """Return a number whose lowest set bit divides the pack, the row and the row strides.
+# ---- calls ---------------------------------------------------------------------------------------
 
-    With the addresses of inputs, it tells how many elements one access moves: the largest power of
-    two that divides all. Outputs need not be asked: torch allocates at multiples of more.
-    """
-    divisors = n | pack_length(NAMES[x.dtype])
-    if x.numel() > n:
-        for stride in strides:
-            divisors |= stride
-    return divisors
+# Names of this module for what a call looks up.
+_empty_like = torch.empty_like
+_empty_strided = torch.empty_strided
+
+# A view that negates its memory has no key: torch must see it. What is contiguous needs no strides:
+# they are the same but for axes of one element. What a forward pass made is only asked whether it
+# still is contiguous, as it was made: what hooks bring back need not be.
+TORCH = Dialect(
+    names=globals(),
+    is_packed=True,  # to hand on a tuple takes less time than to make arguments of it
+    accepts=dict.fromkeys((Kind.ROWS, Kind.VECTOR), "not {0}.is_neg()"),
+    signature={
+        Kind.ROWS: "({0}.shape, {0}.is_contiguous() or {0}.stride(), {0}.dtype, {0}.device)",
+        Kind.VECTOR: "({0}.shape, {0}.is_contiguous(), {0}.dtype, {0}.device)",
+        Kind.STATISTIC: "{0}.is_contiguous()",
+        Kind.BITS: "{0}.is_contiguous()",
+    },
+    device="",
+    before="if _current_device() != index: return serve(arrays)",
+    copy="{0} = {0}.contiguous()",
+    look="",
+    elsewhere="",
+    address='{0}.data_ptr() or _without_memory("{0}", {0})',
+    checked=frozenset((Kind.ROWS, Kind.VECTOR)),
+    checked_new=frozenset(),  # torch allocates at multiples of more than an access
+    misaligned="return serve_by(arrays, {divisors})",
+    allocate="_empty_strided({0}_shape, {0}_strides, dtype={0}_dtype, device=device)",
+    allocate_like="_empty_like({1})",
+    stream="_current_stream(index)",
+    handle="stream",
+    # Freed on return, and handed out again only to what comes later on this stream. Of another
+    # dtype than x's it takes longer.
+    scratch="scratch = x.new_empty(scratch_elements); scratch_address = scratch.data_ptr()",
+)
+
+# What calls were made, by all that making them depended on but the addresses and the current
+# device.
+calls: dict[Hashable, Run] = {}
+
+_forward_key = key_function(TORCH, {}, FORWARD.reads)
+_backward_key = key_function(TORCH, {}, BACKWARD.reads)
 
 
-# ---- forward -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Forward:
-    """A forward pass without its addresses."""
-
-    spec: ForwardSpec
-    m: int
-    n: int
-    kept: tuple[int, ...]
-    kept_strides: tuple[int, ...]  # contiguous
-    y: torch.dtype
-    y_is_as_x: bool  # in dtype and as contiguous
-    statistics: torch.dtype
-    numbers: tuple[float, ...]  # eps and the bounds of relu
-    has_kernels: bool
-    index: int | None  # of the device
-    copies: bool  # where a row stride cannot tell where x lies, or weight or bias has one
-    x_stride: int
-    itemsize: int
-    weight_itemsize: int
-    bias_itemsize: int
-    divisors: int
-    launches: dict[int, tuple[Any, int]]  # and bytes of scratch, by the elements of an access
-
-
-_forwards: dict[Any, _Forward] = {}
-
-
-def forward(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    options: Options,
-    training: bool,
-) -> tuple[Any, Any, Any, Any]:
+def forward(tensors: Tensors, asked: Asked, training: bool) -> tuple[Any, ...]:
     """Return y and, for training, mean, rstd and bitmask, each None where it does not apply.
 
     weight and bias have the shape of x's last k axes.
     """
-    device = x.device
     try:
-        # What is contiguous needs no strides: they are the same but for axes of one element.
-        key = (
-            (x.shape, x.is_contiguous() or x.stride(), x.dtype, device),
-            weight
-            if weight is None
-            else (weight.shape, weight.is_contiguous(), weight.dtype, weight.device),
-            bias if bias is None else (bias.shape, bias.is_contiguous(), bias.dtype, bias.device),
-            options,
-            training,
-        )
-        call = _forwards.get(key)
+        key = _forward_key((asked, training), tensors)
+        run = calls.get(key)
     except (TypeError, RuntimeError):  # what cannot be remembered, or is sparse, is not taken
-        _resolve_forward(x, weight, bias, *options, training)
+        _check_forward(tensors, asked, training)
         raise
-    if call is None:
-        call = remember(_forwards, key, _resolve_forward(x, weight, bias, *options, training))
-    if not call.has_kernels:
-        return _forward_on_cpu(call, options[0], x, weight, bias)
-    index = call.index
-    if _current_device() != index:
-        with torch.cuda.device(device):
-            return forward(x, weight, bias, options, training)
-
-    if call.y_is_as_x:
-        y = torch.empty_like(x)
-    else:
-        y = torch.empty_like(x, dtype=call.y, memory_format=torch.contiguous_format)
-    mean = rstd = bitmask = None
-    if training:
-        # torch.empty takes twice as long over a tuple.
-        rstd = torch.empty_strided(
-            call.kept, call.kept_strides, dtype=call.statistics, device=device
-        )
-        if call.spec.norm == "layer_norm":
-            mean = torch.empty_like(rstd)
-        if call.spec.relu:
-            shape = (*call.kept, bitmask_bytes(call.n))
-            bitmask = torch.empty(shape, dtype=torch.uint8, device=device)
-    if call.copies:
-        x, weight, bias = map(_contiguous, (x, weight, bias))
-    x_address = x.data_ptr() or _without_memory("x", x)
-    divisors = call.divisors | x_address // call.itemsize
-    weight_address = bias_address = 0
-    if weight is not None:
-        weight_address = weight.data_ptr() or _without_memory("weight", weight)
-        divisors |= weight_address // call.weight_itemsize
-    if bias is not None:
-        bias_address = bias.data_ptr() or _without_memory("bias", bias)
-        divisors |= bias_address // call.bias_itemsize
-    vector = divisors & -divisors
-    launch = call.launches.get(vector)
-    if launch is None:
-        plan = _load("forward_plan", device, call.spec, call.m, call.n, vector)
-        prepared = plan.prepared(call.m, *call.numbers)
-        launch = call.launches[vector] = prepared, plan.scratch_bytes(call.m)
-    launch_kernel, scratch_bytes = launch
-    operands: tuple[int, ...] = (
-        x_address,
-        call.x_stride,
-        weight_address,
-        bias_address,
-        y.data_ptr(),
-        call.n,
-        0 if mean is None else mean.data_ptr(),
-        0 if rstd is None else rstd.data_ptr(),
-        0 if bitmask is None else bitmask.data_ptr(),
-    )
-    if scratch_bytes:
-        # Freed on return, and handed out again only to what comes later on this stream.
-        scratch = torch.empty(scratch_bytes, dtype=torch.uint8, device=device)
-        operands += (scratch.data_ptr(),)
-    launch_kernel(_current_stream(index), operands)
-    return y, mean, rstd, bitmask
-
-
-def _resolve_forward(
-    x: Any,
-    weight: Any,
-    bias: Any,
-    k: int,
-    norm: Norm,
-    eps: float,
-    zero_centered: bool,
-    relu: Relu,
-    out_dtype: torch.dtype | None,
-    training: bool,
-) -> _Forward:
-    _check_device(x)
-    if not isinstance(out_dtype, torch.dtype | None):
-        raise TypeError(f"out_dtype must be a torch.dtype or None, got {out_dtype!r}")
-    axis = None if k == 1 else tuple(range(-k, 0))
-    spec, told = _checks.check_forward(
-        _outline("x", x, x),
-        _outline("weight", weight, x),
-        _outline("bias", bias, x),
-        None,
-        _checks.Asked(norm, training, axis, zero_centered, eps, relu, out_dtype),
-    )
-    n = math.prod(x.shape[x.ndim - k :])
-    x_stride = _stride(x, k)
-    copies = x_stride is None or not all(t is None or t.is_contiguous() for t in (weight, bias))
-    x_stride = n if copies or x_stride is None else x_stride
-    m, kept = x.numel() // n, tuple(x.shape[: x.ndim - k])
-    y_dtype = getattr(torch, spec.y)
-    return _Forward(
-        spec=spec,
-        m=m,
-        n=n,
-        kept=kept,
-        kept_strides=_contiguous_strides(kept),
-        y=y_dtype,
-        y_is_as_x=y_dtype == x.dtype and x.is_contiguous() and m > 0,
-        statistics=compute_type(x),
-        numbers=(told.eps, *((0.0, 0.0) if told.relu is None else told.relu)),
-        has_kernels=_has_kernels(x),
-        index=x.device.index,
-        copies=copies,
-        x_stride=x_stride,
-        itemsize=x.itemsize,
-        weight_itemsize=0 if weight is None else weight.itemsize,
-        bias_itemsize=0 if bias is None else bias.itemsize,
-        divisors=_divisors(x, n, x_stride),
-        launches={},
-    )
-
-
-# ---- backward ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Backward:
-    """A backward pass without its addresses."""
-
-    spec: BackwardSpec
-    m: int
-    n: int
-    has_kernels: bool
-    copies_dy: bool
-    copies_x: bool
-    dy_stride: int
-    x_stride: int
-    dx_is_as_x: bool  # as contiguous
-    divisors: int
-    launches: dict[int, tuple[Any, int]]  # and elements of scratch, by the elements of an access
-
-
-_backwards: dict[Any, _Backward] = {}
+    if run is None:
+        run = _prepare(key, *_check_forward(tensors, asked, training), tensors)
+    return run(tensors)
 
 
 def backward(
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    mean: torch.Tensor | None,
-    rstd: torch.Tensor,
-    bitmask: torch.Tensor | None,
-    k: int,
-    norm: Norm,
-    zero_centered: bool,
-    bias_dtype: torch.dtype | None,
+    tensors: Tensors, asked: Asked, bias_dtype: torch.dtype | None
 ) -> tuple[Any, Any, Any]:
     """Return dx, dweight and dbias, each None where it does not apply.
 
-    mean, rstd and bitmask are as `forward` returned them; dbias is wanted where its dtype is given.
+    What a forward pass made is as `forward` returned it; dbias is wanted where its dtype is given.
     """
-    options = (k, norm, zero_centered, bias_dtype, bitmask is None)
     try:
-        key = (
-            (dy.shape, dy.is_contiguous() or dy.stride(), dy.dtype, dy.device),
-            (x.shape, x.is_contiguous() or x.stride(), x.dtype, x.device),
-            weight if weight is None else (weight.shape, weight.dtype, weight.device),
-            options,
-        )
-        call = _backwards.get(key)
+        key = _backward_key((asked, bias_dtype), tensors)
+        run = calls.get(key)
     except RuntimeError:  # as in forward
-        _resolve_backward(dy, x, weight, *options)
+        _check_backward(tensors, asked, bias_dtype)
         raise
-    if call is None:
-        call = remember(_backwards, key, _resolve_backward(dy, x, weight, *options))
-    if not call.has_kernels:
-        return _backward_on_cpu(call.spec, k, dy, x, weight, mean, rstd, bitmask)
-    device = x.device
-    if _current_device() != device.index:
-        with torch.cuda.device(device):
-            return backward(dy, x, weight, mean, rstd, bitmask, k, norm, zero_centered, bias_dtype)
-
-    if call.dx_is_as_x:
-        dx = torch.empty_like(x)
-    else:
-        dx = torch.empty_like(x, memory_format=torch.contiguous_format)
-    dweight = dbias = None
-    if weight is not None:
-        if not weight.is_contiguous():
-            weight = weight.contiguous()
-        dweight = torch.empty_like(weight)
-    if bias_dtype is not None:
-        if dweight is not None and bias_dtype == dweight.dtype:
-            dbias = torch.empty_like(dweight)
-        else:
-            dbias = torch.empty(x.shape[x.ndim - k :], dtype=bias_dtype, device=device)
-    if call.copies_dy:
-        dy = dy.contiguous()
-    if call.copies_x:
-        x = x.contiguous()
-    # Contiguous as `forward` and most users made them; what hooks bring back need not be.
-    if not rstd.is_contiguous() or not (mean is None or mean.is_contiguous()):
-        mean, rstd = _contiguous(mean), _contiguous(rstd)
-    if not (bitmask is None or bitmask.is_contiguous()):
-        bitmask = bitmask.contiguous()
-    dy_address = dy.data_ptr() or _without_memory("dy", dy)
-    x_address = x.data_ptr() or _without_memory("x", x)
-    divisors = call.divisors | dy_address // dy.itemsize | x_address // x.itemsize
-    weight_address = 0
-    if weight is not None:
-        weight_address = weight.data_ptr() or _without_memory("weight", weight)
-        divisors |= weight_address // weight.itemsize
-    vector = divisors & -divisors
-    launch = call.launches.get(vector)
-    if launch is None:
-        plan = _load("backward_plan", device, call.spec, call.m, call.n, vector)
-        elements = -(-plan.scratch_bytes(call.m) // x.itemsize)
-        launch = call.launches[vector] = plan.prepared(call.m), elements
-    launch_kernels, scratch_elements = launch
-    # Freed on return, and handed out again only to what comes later on this stream.
-    scratch = x.new_empty(scratch_elements)  # of another dtype it takes longer
-    operands = (
-        dy_address,
-        call.dy_stride,
-        x_address,
-        call.x_stride,
-        weight_address,
-        0 if mean is None else mean.data_ptr(),
-        rstd.data_ptr(),
-        0 if bitmask is None else bitmask.data_ptr(),
-        dx.data_ptr(),
-        call.n,
-        0 if dweight is None else dweight.data_ptr(),
-        0 if dbias is None else dbias.data_ptr(),
-        scratch.data_ptr(),
-    )
-    launch_kernels(_current_stream(device.index), operands)
-    return dx, dweight, dbias
+    if run is None:
+        run = _prepare(key, *_check_backward(tensors, asked, bias_dtype), tensors)
+    return run(tensors)
 
 
-def _resolve_backward(
-    dy: Any,
-    x: Any,
-    weight: Any,
-    k: int,
-    norm: Norm,
-    zero_centered: bool,
-    bias_dtype: torch.dtype | None,
-    no_bitmask: bool,
-) -> _Backward:
+def _check_forward(tensors: Tensors, asked: Asked, training: bool) -> tuple[ForwardSpec, Options]:
+    x, *_ = tensors
     _check_device(x)
-    for name, tensor in (("x", x), ("dy", dy), ("weight", weight)):
-        if tensor is not None:
-            check_tensor(name, tensor, x)
+    k, norm, eps, zero_centered, relu, out_dtype = asked
+    if not isinstance(out_dtype, torch.dtype | None):
+        raise TypeError(f"out_dtype must be a torch.dtype or None, got {out_dtype!r}")
+    axis = None if k == 1 else tuple(range(-k, 0))
+    told = _checks.Asked(norm, training, axis, zero_centered, eps, relu, out_dtype)
+    outlines = {n: _outline(n, t, x) for n, t in zip(FORWARD.reads, tensors, strict=True)}
+    return _checks.check_forward(**outlines, out=None, asked=told)
+
+
+def _check_backward(
+    tensors: Tensors, asked: Asked, bias_dtype: torch.dtype | None
+) -> tuple[BackwardSpec, Options]:
+    given = dict(zip(BACKWARD.reads, tensors, strict=True))
+    x, dy = given["x"], given["dy"]
+    _check_device(x)
+    for name in ("x", "dy", "weight"):
+        if given[name] is not None:
+            check_tensor(name, given[name], x)
     if dy.shape != x.shape:
         raise ValueError(f"dy must have shape {tuple(x.shape)}, got {tuple(dy.shape)}")
-    n = math.prod(x.shape[x.ndim - k :])
-    strides = _stride(dy, k), _stride(x, k)
-    dy_stride, x_stride = (n if stride is None else stride for stride in strides)
-    return _Backward(
-        spec=BackwardSpec(
-            norm=norm,
-            x=NAMES[x.dtype],
-            dy=NAMES[dy.dtype],
-            weight=None if weight is None else NAMES[weight.dtype],
-            dbias=None if bias_dtype is None else NAMES[bias_dtype],
-            zero_centered=zero_centered,
-            bitmask=not no_bitmask,
-        ),
-        m=x.numel() // n,
-        n=n,
-        has_kernels=_has_kernels(x),
-        copies_dy=strides[0] is None,
-        copies_x=strides[1] is None,
-        dy_stride=dy_stride,
-        x_stride=x_stride,
-        dx_is_as_x=x.is_contiguous() and x.numel() > 0,
-        divisors=_divisors(x, n, dy_stride, x_stride),
-        launches={},
-    )
+    return backward_spec(tensors, asked, bias_dtype), to_options(*asked)
+
+
+def _prepare(key: Hashable, spec: Spec, options: Options, tensors: Tensors) -> Run:
+    """Return, and remember, what runs a pass on tensors like these."""
+    x = tensors[spec.table.reads.index("x")]
+    if key is None:
+        raise RuntimeError("what negates its memory is for torch to see")
+    if _has_kernels(x):
+        return remember(calls, key, _Call(key, spec, options, tensors))
+    on_cpu: Any = _forward_on_cpu if spec.table is FORWARD else _backward_on_cpu
+    return remember(calls, key, functools.partial(on_cpu, spec, options))
+
+
+class _Call:
+    """A pass on a GPU, without its addresses.
+
+    It prepares a `run` for each number of elements that one access may move: the largest power of
+    two that divides the pack, the row, the strides and the addresses of inputs. The `run` of the
+    most elements is remembered in place of this, and comes back here with less aligned tensors, or
+    where another device is current.
+    """
+
+    def __init__(self, key: Hashable, spec: Spec, options: Options, tensors: Tensors) -> None:
+        table = spec.table
+        given = dict(zip(table.reads, tensors, strict=True))
+        x, k = given["x"], options.k
+        self.key, self.spec, self.device = key, spec, x.device
+        self.n = math.prod(x.shape[x.ndim - k :])
+        self.m = x.numel() // self.n
+        self.numbers: tuple[float, ...] = ()
+        if table is FORWARD:
+            bounds = (0.0, 0.0) if options.relu is None else options.relu
+            self.numbers = options.eps, *bounds
+        self.known: dict[str, Any] = {"serve": self, "serve_by": self._serve_by}
+        self.known |= {"device": self.device, "index": self.device.index}
+        # Of what accesses of several elements are made to: its place, name and itemsize.
+        self.wide: list[tuple[int, str, int]] = []
+        self.copied: tuple[str, ...] = ()
+        self.like: tuple[tuple[str, str], ...] = ()
+        self.divisors = self.n | pack_length(spec.x)  # their lowest bit divides all but addresses
+        self.runs: dict[int, Run] = {}
+        self._look(given, k)
+        self._allocate(given, k)
+
+    def _look(self, given: dict[str, Any], k: int) -> None:
+        """Note how the arrays that are read lie."""
+        for i, (name, tensor) in enumerate(given.items()):
+            self.known |= {f"{name}_stride": self.n, f"{name}_mask": 0, f"{name}_itemsize": 1}
+            if tensor is None:
+                continue
+            if not tensor.is_contiguous():
+                stride = None
+                if KINDS[name] is Kind.ROWS:
+                    stride = row_stride(tensor.shape, tensor.stride(), 1, k)
+                if stride is None:
+                    self.copied += (name,)
+                    continue
+                self.known[f"{name}_stride"] = stride
+                self.divisors |= stride
+            if KINDS[name] in TORCH.checked:
+                self.wide.append((i, name, tensor.itemsize))
+                self.known[f"{name}_itemsize"] = tensor.itemsize
+
+    def _allocate(self, given: dict[str, Any], k: int) -> None:
+        """Note what is allocated, and like which other array."""
+        x = given["x"]
+        others: dict[Any, str] = {}
+        for name in ("x", *given):
+            tensor = given[name]
+            # One of no elements may have strides that are not a new one's.
+            if tensor is not None and tensor.is_contiguous() and tensor.numel():
+                others.setdefault((tuple(tensor.shape), tensor.dtype), name)
+        for name in self.spec.writes:
+            shape = tuple(shape_of(KINDS[name], x.shape, k))
+            dtype = getattr(torch, self.spec.dtypes[name] or "")
+            if (shape, dtype) in others:
+                self.like += ((name, others[shape, dtype]),)
+            elif math.prod(shape):
+                others[shape, dtype] = name
+            self.known[f"{name}_shape"], self.known[f"{name}_dtype"] = shape, dtype
+            self.known[f"{name}_strides"] = _contiguous_strides(shape)
+            self.known[f"{name}_stride"] = self.n
+
+    def __call__(self, tensors: Tensors) -> Any:
+        if _current_device() != self.device.index:
+            with torch.cuda.device(self.device):
+                return self(tensors)
+        divisors = 0
+        for i, name, itemsize in self.wide:
+            address = tensors[i].data_ptr() or _without_memory(name, tensors[i])
+            divisors |= address // itemsize
+        return self._serve_by(tensors, divisors)
+
+    def _serve_by(self, tensors: Tensors, divisors: int) -> Any:
+        """Run by accesses that these divisors allow, too."""
+        divisors |= self.divisors
+        vector = divisors & -divisors
+        run = self.runs.get(vector)
+        if run is None:
+            run = self.runs[vector] = self._prepared(vector)
+            if vector == self.divisors & -self.divisors:
+                remember(calls, self.key, run)
+        return run(tensors)
+
+    def _prepared(self, vector: int) -> Run:
+        spec, table, writes = self.spec, self.spec.table, self.spec.writes
+        plan = _load(f"{table.name}_plan", self.device, spec, self.m, self.n, vector)
+        scratch_bytes = plan.scratch_bytes(self.m)
+        known = self.known | {"launch": plan.prepared(self.m, *self.numbers)}
+        known["scratch_elements"] = -(-scratch_bytes // ITEMSIZE[spec.x])
+        if vector == self.divisors & -self.divisors:
+            known |= {f"{name}_mask": vector * itemsize - 1 for _, name, itemsize in self.wide}
+        fields = (name if name in writes else "None" for name in table.writes)
+        make = run_maker(
+            *(TORCH, table, table.reads, spec.reads, writes, f"({', '.join(fields)})"),
+            has_scratch=scratch_bytes > 0,
+            copied=self.copied,
+            like=self.like,
+        )
+        return make(known)
 
 
 # ---- on the CPU ----------------------------------------------------------------------------------
@@ -497,43 +426,37 @@ def _from_numpy(array: Any) -> Any:
     return tensor if array.size else tensor.new_empty(array.shape)  # whose strides are no zeros
 
 
-def _forward_on_cpu(
-    call: _Forward, k: int, x: Any, weight: Any, bias: Any
-) -> tuple[Any, Any, Any, Any]:
-    spec = call.spec
-    eps, *bounds = call.numbers
+def _forward_on_cpu(spec: ForwardSpec, options: Options, tensors: Tensors) -> tuple[Any, ...]:
     result = getattr(reference, f"{spec.norm}_forward")(
-        *map(_to_numpy, ("x", "weight", "bias"), (x, weight, bias)),
-        eps=eps,
-        axis=tuple(range(-k, 0)),
-        zero_centered=spec.zero_centered,
-        relu=tuple(bounds) if spec.relu else None,
-        out_dtype=NUMPY_DTYPES[call.y],
+        *map(_to_numpy, FORWARD.reads, tensors),
+        eps=options.eps,
+        axis=options.axis,
+        zero_centered=options.zero_centered,
+        relu=options.relu,
+        out_dtype=to_numpy(spec.y),
     )
-    given = tuple(map(_from_numpy, result))
-    return given if spec.store_statistics else (given[0], None, None, None)
+    return _given(spec, result)
 
 
-def _backward_on_cpu(
-    spec: BackwardSpec,
-    k: int,
-    dy: Any,
-    x: Any,
-    weight: Any,
-    mean: Any,
-    rstd: Any,
-    bitmask: Any,
-) -> tuple[Any, Any, Any]:
-    statistics = {"rstd": rstd} if mean is None else {"mean": mean, "rstd": rstd}
+def _backward_on_cpu(spec: BackwardSpec, options: Options, tensors: Tensors) -> tuple[Any, ...]:
+    arrays = dict(zip(BACKWARD.reads, map(_to_numpy, BACKWARD.reads, tensors), strict=True))
+    statistics = (array for name, array in arrays.items() if KINDS[name] is Kind.STATISTIC)
     bias: Any = False
     if spec.dbias is not None:
-        bias = np.empty(tuple(x.shape[x.ndim - k :]), NUMPY_DTYPES[getattr(torch, spec.dbias)])
+        shape = shape_of(KINDS["dbias"], arrays["x"].shape, options.k)
+        bias = np.empty(shape, to_numpy(spec.dbias))
     result = getattr(reference, f"{spec.norm}_backward")(
-        *map(_to_numpy, ("dy", "x", "weight"), (dy, x, weight)),
-        *map(_to_numpy, statistics, statistics.values()),
+        *(arrays[name] for name in ("dy", "x", "weight")),
+        *(array for array in statistics if array is not None),
         bias=bias,
-        bitmask=_to_numpy("bitmask", bitmask),
-        axis=tuple(range(-k, 0)),
-        zero_centered=spec.zero_centered,
+        bitmask=arrays["bitmask"],
+        axis=options.axis,
+        zero_centered=options.zero_centered,
     )
-    return tuple(map(_from_numpy, result))
+    return _given(spec, result)
+
+
+def _given(spec: Spec, result: Any) -> tuple[Any, ...]:
+    """Return the results of NumPy's that a pass returns, as tensors."""
+    dtypes, names = spec.dtypes, zip(spec.table.writes, result, strict=True)
+    return tuple(None if dtypes[name] is None else _from_numpy(array) for name, array in names)

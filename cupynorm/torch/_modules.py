@@ -9,8 +9,8 @@ import torch
 from torch.nn.parameter import Parameter
 
 from cupynorm._checks import check_numbers, check_zero_centered
+from cupynorm._operation import Relu
 from cupynorm.torch._functions import layer_norm, rms_norm
-from cupynorm.torch._kernels import Relu
 
 __all__ = ["LayerNorm", "RMSNorm"]
 
