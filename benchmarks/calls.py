@@ -66,7 +66,7 @@ def parts(arrays: dict[str, Any]) -> Rows:
 
     from cupynorm import _arrays, _calls, _plans
     from cupynorm._arrays import DTYPES
-    from cupynorm._operation import ForwardSpec
+    from cupynorm._operation import FORWARD, ForwardSpec
 
     x, weight, out = arrays["x"], arrays["weight"], arrays["out"]
 
@@ -85,7 +85,9 @@ def parts(arrays: dict[str, Any]) -> Rows:
     scalars = (1e-6, 0.0, 0.0)  # eps, and the bounds of no ReLU
     launch = plan.prepared(m, *scalars)
     kernel, blocks = plan.kernel, plan._blocks(m)
-    frame = kernel._new_frame(blocks, (*operands, m, n, 1 / n, *scalars))
+    given = dict(zip(FORWARD.operands, operands, strict=True))
+    given |= dict(zip(("eps", "lower", "upper"), scalars, strict=True))
+    frame = kernel._new_frame(blocks, given | {"n_rows": m, "n_cols": n, "inv_n": 1 / n})
     config = (kernel._handle, blocks, 1, 1, kernel._block_threads, 1, 1, kernel._shared_bytes)
     yield "look-up: key and dictionary", find
     yield "prepared call: addresses, devices, kernel", lambda: run(x, weight, None, out)

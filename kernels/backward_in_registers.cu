@@ -207,6 +207,10 @@ __global__ void __launch_bounds__(Layout::kBlockThreads, Layout::kBlocksPerMulti
 
   // 3. dx and the weight gradients, which of several teams wait in shared memory.
   if constexpr (!Layout::kFull) make_opaque(n_cols);
+  // Of 64 registers a thread none keeps an address beside the row.
+  if constexpr (Layout::kBlockThreads * Layout::kBlocksPerMultiprocessor >= 1024) {
+    make_opaque(team.rank);
+  }
   T* const of_teams = reinterpret_cast<T*>(static_cast<char*>(dynamic_shared_memory()) +
                                            TeamOf::template scratch_bytes<T>());
   const auto keep_gradient = [&](const T(&values)[kLength], int index, int p) {

@@ -105,7 +105,7 @@ def largest_in_range(
 ) -> tuple[Array, Array, Array | None]:
     """Return x, dy and weight of whose first row only the last addition of dx overflows float32.
 
-    g is 0 but in two places, dy's largest number and minus that: of sum 0, and xhat there alike.
+    g is 0 but in two places, the largest number and minus that: of sum 0, and xhat there alike.
     """
     x, dy = x.copy(), dy.copy()
     n = math.prod(x.shape[x.ndim - k :])
@@ -114,7 +114,8 @@ def largest_in_range(
     of_x[[0, -1]] = 2, 2.5
     of_dy[...] = 0
     info: Any = ml_dtypes.finfo(dy.dtype)  # type: ignore[no-untyped-call]
-    of_dy[[0, -1]] = info.max, info.min
+    largest = min(float(info.max), float(np.finfo(np.float32).max))
+    of_dy[[0, -1]] = largest, -largest
     if weight is not None:
         weight = weight.copy()
         weight.reshape(-1)[[0, -1]] = 0 if zero_centered else 1
