@@ -123,24 +123,16 @@ def check_forward(
             dtype = to_dtype("out.dtype", out.dtype)
         _check_like("out", out, x, x.shape, dtype)
         _check_writable("out", out, k)
-    spec = ForwardSpec(
-        norm=asked.norm,
-        x=DTYPES[x.dtype],
-        weight=_name_of(weight),
-        bias=_name_of(bias),
-        y=DTYPES[dtype],
-        zero_centered=bool(asked.zero_centered),
-        store_statistics=asked.training,
-        relu=bounds is not None,
-    )
-    return spec, Options(
+    options = Options(
         norm=asked.norm,
         k=k,
-        zero_centered=spec.zero_centered,
+        zero_centered=bool(asked.zero_centered),
         eps=to_eps(asked.eps),
         relu=bounds,
         training=asked.training,
     )
+    dtypes = {"x": DTYPES[x.dtype], "weight": _name_of(weight), "bias": _name_of(bias)}
+    return ForwardSpec.of(options, **dtypes, y=DTYPES[dtype]), options
 
 
 def _name_of(array: Any) -> str | None:
@@ -201,13 +193,13 @@ def check_backward(arrays: dict[str, Any], bias: Any, asked: Asked) -> tuple[Bac
         like = x if weight is None else weight
     dy = arrays["dy"]
     _check_like("dy", dy, x, x.shape, None)
-    spec = BackwardSpec(
-        norm=asked.norm,
+    options = Options(norm=asked.norm, k=k, zero_centered=bool(asked.zero_centered))
+    spec = BackwardSpec.of(
+        options,
         x=DTYPES[x.dtype],
         dy=DTYPES[dy.dtype],
         weight=_name_of(weight),
         dbias=_name_of(like),
-        zero_centered=bool(asked.zero_centered),
         bitmask=arrays["bitmask"] is not None,
     )
     for name in ("mean", "rstd", "bitmask", "dx"):
@@ -216,7 +208,7 @@ def check_backward(arrays: dict[str, Any], bias: Any, asked: Asked) -> tuple[Bac
             _check_like(name, arrays[name], x, shape, dtype)
     if arrays["dx"] is not None:
         _check_writable("dx", arrays["dx"], k)
-    return spec, Options(norm=asked.norm, k=k, zero_centered=spec.zero_centered)
+    return spec, options
 
 
 def _check_operands(x: Any, weight: Any, bias: Any, asked: Asked) -> int:
