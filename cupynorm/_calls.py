@@ -13,6 +13,7 @@ import cupy
 import numpy as np
 
 from cupynorm._arrays import row_stride, to_numpy
+from cupynorm._checks import Asked
 from cupynorm._layout import pack_length
 from cupynorm._operation import (
     KINDS,
@@ -66,26 +67,25 @@ calls: dict[Hashable, Callable[..., Any]] = {}
 _are_ints = frozenset((int,)).issuperset
 _are_numbers = frozenset((int, float)).issuperset
 
-_OPTIONS = {
+# What options must be for a call to have a key.
+_PLAIN = {
     "norm": "",
     "training": "",
     "axis": "(axis is None or type(axis) is int"
     " or (type(axis) is tuple and _are_ints(map(type, axis))))",
     "zero_centered": "type(zero_centered) is bool",
+    "eps": "type(eps) is float",
+    "relu": "(relu is None or (type(relu) is tuple and _are_numbers(map(type, relu))))",
+    "out_dtype": "(out_dtype is None or isinstance(out_dtype, (_dtype, str, type)))",
+    "bias": "(bias is None or type(bias) is bool)",
 }
+_OF_BACKWARD = ("norm", "training", "axis", "zero_centered", "bias")
 forward_key = key_function(
-    CUPY,
-    _OPTIONS
-    | {
-        "eps": "type(eps) is float",
-        "relu": "(relu is None or (type(relu) is tuple and _are_numbers(map(type, relu))))",
-        "out_dtype": "(out_dtype is None or isinstance(out_dtype, (_dtype, str, type)))",
-    },
-    ("x", "weight", "bias", "y"),
+    CUPY, {name: _PLAIN[name] for name in Asked._fields}, ("x", "weight", "bias", "y")
 )
 backward_key = key_function(
     CUPY,
-    _OPTIONS | {"bias": "(bias is None or type(bias) is bool)"},
+    {name: _PLAIN[name] for name in _OF_BACKWARD},
     ("dy", "x", "rstd", "weight", "mean", "bitmask", "dx", "like"),
 )
 

@@ -128,7 +128,8 @@ class Instantiation:
 
     def source(self) -> str:
         """Return the whole text that is compiled."""
-        return f"{source(self.file)}\n// {self.expression()}, of these:\n{self.structs()}"
+        head = f"// {self.expression()}, of the Op and Layout at the end; {' '.join(OPTIONS)}\n"
+        return f"{head}{source(self.file)}\n// {self.expression()}, of these:\n{self.structs()}"
 
 
 def _cpp(value: str | bool | int) -> str:

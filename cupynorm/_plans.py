@@ -32,7 +32,7 @@ from cupynorm._layout import (
     partials_stride,
     without_clusters,
 )
-from cupynorm._operation import ITEMSIZE, BackwardSpec, ForwardSpec, compute_dtype
+from cupynorm._operation import BACKWARD, ITEMSIZE, BackwardSpec, ForwardSpec, compute_dtype
 
 __all__ = ["BackwardPlan", "ForwardPlan", "backward_plan", "forward_plan"]
 
@@ -47,9 +47,9 @@ COUNT_BYTES = 16  # of a count in device memory, an int; what is behind it is al
 LEAST_COUNTED = 32
 
 _Ints = tuple[int, ...]  # addresses, the rows' with their strides behind them
-# Of a backward pass's operands: the rows and what is read beside them; the weight gradients. The
-# last is scratch.
-_ROWS, _GRADIENTS = slice(10), slice(10, 12)
+# Of a backward pass's operands: all before the weight gradients; these. The last is scratch.
+_ROWS = slice(BACKWARD.operands.index("dweight"))
+_GRADIENTS = slice(_ROWS.stop, len(BACKWARD.operands))
 
 
 def _sizes(m: int, n: int) -> dict[str, float]:

@@ -214,7 +214,8 @@ def kernel_source(
     dict of str to str
         By the names of the kernels, in the order of their launches: one of a forward pass, one to
         three of a backward pass. Each text is complete: the templates, and behind them the structs
-        `Op` and `Layout`, of which the kernel is `name<Op, Layout>`.
+        `Op` and `Layout`, of which the kernel is `name<Op, Layout>`. Its first line has the flags
+        without which its results would have other bits.
 
     Raises
     ------
@@ -232,7 +233,7 @@ def kernel_source(
     >>> "struct Op {" in sources["reduce_partials"]
     True
     """
-    if isinstance(n, Iterable):
+    if not isinstance(n, numbers.Integral) or isinstance(n, bool):
         raise TypeError(f"n must be an int, got {n!r}")
     (width,) = _widths(n)
     specs = _specs(

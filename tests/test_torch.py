@@ -1236,6 +1236,9 @@ def test_the_bias_of_an_rms_norm_whose_class_was_changed() -> None:
     norm, x = torch.nn.RMSNorm(8), torch.randn(3, 8)
     norm.__class__ = RMSNorm
     assert norm.bias is None
+    norm.relu = (0.0, 1.0)
+    torch.testing.assert_close(norm(x), torch.nn.functional.rms_norm(x, (8,)).clamp(0, 1))
+    norm.relu = None
     plain = norm(x)
     norm.bias = torch.nn.Parameter(torch.ones(8))
     torch.testing.assert_close(norm(x), plain + 1)
@@ -1248,6 +1251,8 @@ def test_the_bias_of_an_rms_norm_whose_class_was_changed() -> None:
     torch.testing.assert_close(made(x), plain + math.tanh(1))
     torch.nn.utils.parametrize.remove_parametrizations(made, "bias")
     del made.bias
+    torch.testing.assert_close(made(x), plain)
+    assert repr(made) == repr(RMSNorm(8))
     with pytest.raises(AttributeError, match="'RMSNorm' object has no attribute 'bias'"):
         made.bias  # noqa: B018
 

@@ -348,9 +348,12 @@ class _Call:
         others: dict[Any, str] = {}
         for name in ("x", *given):
             tensor = given[name]
-            # One of no elements may have strides that are not a new one's.
-            if tensor is not None and tensor.is_contiguous() and tensor.numel():
-                others.setdefault((tuple(tensor.shape), tensor.dtype), name)
+            if tensor is None or not tensor.numel():
+                continue
+            shape = tuple(tensor.shape)
+            # Axes of one element may have any, which one like it would have as well.
+            if tensor.stride() == _contiguous_strides(shape):
+                others.setdefault((shape, tensor.dtype), name)
         for name in self.spec.writes:
             shape = tuple(shape_of(KINDS[name], x.shape, k))
             dtype = getattr(torch, self.spec.dtypes[name] or "")

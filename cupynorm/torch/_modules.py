@@ -62,7 +62,7 @@ class _Norm(torch.nn.Module):
         """Let the norm begin without effect of its weight and bias."""
         if self.weight is not None:
             (torch.nn.init.zeros_ if self.zero_centered else torch.nn.init.ones_)(self.weight)
-        if self.bias is not None:
+        if getattr(self, "bias", None) is not None:
             torch.nn.init.zeros_(self.bias)
 
     def _normalize(self, function: Any, x: torch.Tensor, eps: Any) -> torch.Tensor:
@@ -74,7 +74,7 @@ class _Norm(torch.nn.Module):
             return function(
                 x,
                 weight,
-                self.bias,
+                getattr(self, "bias", None),  # which may have been deleted
                 eps=eps,
                 axis=axis,
                 zero_centered=self.zero_centered,
@@ -116,9 +116,9 @@ class _BiasOfRMSNorm:
             return self
         parameters = module._parameters
         if "bias" not in parameters:
-            if "relu" in vars(module):  # made by __init__; its bias was deleted since
+            if "_is_made_here" in vars(module):  # its bias was deleted since
                 raise AttributeError(f"{type(module).__name__!r} object has no attribute 'bias'")
-            parameters["bias"] = None
+            parameters["bias"] = None  # else one that is assigned would seem to be there already
         return parameters["bias"]
 
 
@@ -177,6 +177,7 @@ class RMSNorm(_Norm, torch.nn.RMSNorm):
         if elementwise_affine and bias:
             parameter = Parameter(torch.empty(self.normalized_shape, device=device, dtype=dtype))
         self.register_parameter("bias", parameter)
+        self._is_made_here = True
         self._extend(zero_centered, relu)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -186,7 +187,7 @@ class RMSNorm(_Norm, torch.nn.RMSNorm):
     def extra_repr(self) -> str:
         """Return what is shown of the module."""
         shown = super().extra_repr()
-        return shown if self.bias is None else f"{shown}, bias=True"
+        return shown if getattr(self, "bias", None) is None else f"{shown}, bias=True"
 
 
 class LayerNorm(_Norm, torch.nn.LayerNorm):
