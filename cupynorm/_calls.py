@@ -17,6 +17,7 @@ from cupynorm._checks import Asked
 from cupynorm._layout import pack_length
 from cupynorm._operation import (
     KINDS,
+    MOVED_BY_PACKS,
     BackwardSpec,
     ForwardSpec,
     Kind,
@@ -31,7 +32,7 @@ from cupynorm._prepared import Dialect, key_function, run_maker
 
 __all__ = ["backward", "backward_key", "calls", "forward", "forward_key"]
 
-# Names of this module for what a call looks up.
+# A call looks these up by names of this module.
 _ndarray = cupy.ndarray
 _alloc = cupy.cuda.alloc
 _dtype = np.dtype
@@ -60,8 +61,8 @@ CUPY = Dialect(
     "_keep_if_captured(scratch, stream)",
 )
 
-# What calls were made, by all that making them depended on but the addresses, the current device
-# and the devices of the arrays beside x, at which `run` looks again.
+# The `run` of each call so far, by all that preparing it depended on. `run` itself checks the rest:
+# the addresses, the current device, and the devices of the arrays beside x.
 calls: dict[Hashable, Callable[..., Any]] = {}
 
 _are_ints = frozenset((int,)).issuperset
@@ -145,11 +146,10 @@ def forward(
         The `run` that serves arrays like these again; None if some were copied or are poorly
         aligned.
     """
-    bounds = (0.0, 0.0) if options.relu is None else options.relu
 
     def plan(m: int, n: int, vector: int, device: int) -> Any:
         made = forward_plan(spec, m, n, vector, device)
-        return made.prepared(m, options.eps, *bounds), made.scratch_bytes(m)
+        return made.prepared(m, *options.numbers), made.scratch_bytes(m)
 
     arguments = {"x": x, "weight": weight, "bias": bias, "y": out}
     kind = NormForward if options.training else None
@@ -210,8 +210,7 @@ def _launch(
     device, dtypes = x.device.id, spec.dtypes
     m, n = math.prod(x.shape[: x.ndim - k]), math.prod(x.shape[x.ndim - k :])
     known: dict[str, Any] = {"device": device, "result_of": result_of}
-    fields = (name if name in spec.writes else "None" for name in spec.table.writes)
-    result = f"result_of({', '.join(fields)})" if result_of else spec.table.writes[0]
+    result = "result_of({fields})" if result_of else spec.table.writes[0]
     for name in spec.writes:
         known[f"{name}_shape"] = shapes.get(name) or shape_of(KINDS[name], x.shape, k)
         known[f"{name}_dtype"] = to_numpy(dtypes[name])
@@ -233,12 +232,13 @@ def _launch(
         there = {name: array for name, array in taken.items() if array is not None}
         vector, is_aligned = _vector(spec.x, n, there, known)
         for name, array in there.items():
-            moved = vector if KINDS.get(name) in (Kind.ROWS, Kind.VECTOR) else 1
+            moved = vector if KINDS.get(name) in MOVED_BY_PACKS else 1
             known[f"{name}_mask"] = moved * array.itemsize - 1
         known["launch"], known["scratch_bytes"] = plan(m, n, vector, device)
         launched = run_of(taken)(*taken.values())
     given = {name: array for name, array in arguments.items() if array is not None}
     copied = any(taken[name] is not array for name, array in given.items())
+    # Later calls allocate their results. This one had them before, to know how they are aligned.
     return launched, None if copied or not is_aligned else run_of(arguments)
 
 
@@ -249,7 +249,7 @@ def _vector(x: str, n: int, arrays: dict[str, Any], known: dict[str, Any]) -> tu
     """
     layout, addresses = n | pack_length(x), 0
     for name, array in arrays.items():
-        if KINDS.get(name) in (Kind.ROWS, Kind.VECTOR):
+        if KINDS.get(name) in MOVED_BY_PACKS:
             layout |= known[f"{name}_stride"] or 0
             addresses |= array.data.ptr // array.itemsize
     vector = (layout | addresses) & -(layout | addresses)

@@ -21,6 +21,7 @@ __all__ = [
     "FORWARD",
     "ITEMSIZE",
     "KINDS",
+    "MOVED_BY_PACKS",
     "BackwardSpec",
     "ForwardSpec",
     "Kind",
@@ -77,6 +78,9 @@ KINDS = {
     "bitmask": Kind.BITS,
 }
 ALWAYS_READ = frozenset(("x", "dy", "rstd"))  # of what passes read, what is never absent
+
+# Those whose elements one access moves several of.
+MOVED_BY_PACKS = frozenset((Kind.ROWS, Kind.VECTOR))
 
 
 def bitmask_bytes(n: int) -> int:
@@ -147,6 +151,11 @@ class Options:
     def axis(self) -> tuple[int, ...]:
         """The normalized axes, as the public functions take them."""
         return tuple(range(-self.k, 0))
+
+    @property
+    def numbers(self) -> tuple[float, float, float]:
+        """What a forward plan is told: eps, and the bounds, or any where there are none."""
+        return (self.eps, *(self.relu or (0.0, 0.0)))
 
 
 class _Spec:
@@ -305,5 +314,5 @@ class NormBackward(NamedTuple):
     dbias: Any = None
 
 
-# As which they are pickled: where they are defined here is nobody's business.
+# Pickles name them by the public module, so that this one may be renamed.
 NormForward.__module__ = NormBackward.__module__ = "cupynorm"

@@ -149,7 +149,7 @@ def run_maker(
     written : tuple of str
         The arrays that are written; those not given are allocated.
     result : str
-        An expression of the names of arrays.
+        An expression, with {fields} for the arrays that the table writes, None for one that is not.
     copied : tuple of str
         The arrays that are made contiguous.
     like : tuple of pairs of str
@@ -192,7 +192,9 @@ def run_maker(
         operands.append("scratch_address")
     elif table.takes_scratch:
         operands.append("0")
-    body += [f"launch({dialect.handle}, ({', '.join(operands)}))", f"return {result}"]
+    fields = ", ".join(name if name in written else "None" for name in table.writes)
+    body.append(f"launch({dialect.handle}, ({', '.join(operands)}))")
+    body.append(f"return {result.format(fields=fields)}")
     run = "\n".join((*_head(dialect, "run", (), arguments), *(f"    {line}" for line in body)))
     code: Any = symtable.symtable(run, "run", "exec").get_children()[0]
     elsewhere_known = dialect.names | vars(builtins)

@@ -24,6 +24,7 @@ from cupynorm._operation import (
     FORWARD,
     ITEMSIZE,
     KINDS,
+    MOVED_BY_PACKS,
     BackwardSpec,
     ForwardSpec,
     Kind,
@@ -178,7 +179,7 @@ def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 # ---- calls ---------------------------------------------------------------------------------------
 
-# Names of this module for what a call looks up.
+# A call looks these up by names of this module.
 _empty_like = torch.empty_like
 _empty_strided = torch.empty_strided
 
@@ -188,7 +189,7 @@ _empty_strided = torch.empty_strided
 TORCH = Dialect(
     names=globals(),
     is_packed=True,  # to hand on a tuple takes less time than to make arguments of it
-    accepts=dict.fromkeys((Kind.ROWS, Kind.VECTOR), "not {0}.is_neg()"),
+    accepts=dict.fromkeys(MOVED_BY_PACKS, "not {0}.is_neg()"),
     signature={
         Kind.ROWS: "({0}.shape, {0}.is_contiguous() or {0}.stride(), {0}.dtype, {0}.device)",
         Kind.VECTOR: "({0}.shape, {0}.is_contiguous(), {0}.dtype, {0}.device)",
@@ -201,7 +202,7 @@ TORCH = Dialect(
     look="",
     elsewhere="",
     address='{0}.data_ptr() or _without_memory("{0}", {0})',
-    checked=frozenset((Kind.ROWS, Kind.VECTOR)),
+    checked=MOVED_BY_PACKS,
     checked_new=frozenset(),  # torch allocates at multiples of more than an access
     misaligned="return serve_by(arrays, {divisors})",
     allocate="_empty_strided({0}_shape, {0}_strides, dtype={0}_dtype, device=device)",
@@ -213,7 +214,7 @@ TORCH = Dialect(
     scratch="scratch = x.new_empty(scratch_elements); scratch_address = scratch.data_ptr()",
 )
 
-# What calls were made, by all that making them depended on but the addresses and the current
+# What runs each call so far, by all that preparing it depended on but the addresses and the current
 # device.
 calls: dict[Hashable, Run] = {}
 
@@ -308,10 +309,7 @@ class _Call:
         self.key, self.spec, self.device = key, spec, x.device
         self.n = math.prod(x.shape[x.ndim - k :])
         self.m = x.numel() // self.n
-        self.numbers: tuple[float, ...] = ()
-        if table is FORWARD:
-            bounds = (0.0, 0.0) if options.relu is None else options.relu
-            self.numbers = options.eps, *bounds
+        self.numbers = options.numbers if table is FORWARD else ()
         self.known: dict[str, Any] = {"serve": self, "serve_by": self._serve_by}
         self.known |= {"device": self.device, "index": self.device.index}
         # Of what accesses of several elements are made to: its place, name and itemsize.
@@ -387,16 +385,15 @@ class _Call:
         return run(tensors)
 
     def _prepared(self, vector: int) -> Run:
-        spec, table, writes = self.spec, self.spec.table, self.spec.writes
+        spec, table = self.spec, self.spec.table
         plan = _load(f"{table.name}_plan", self.device, spec, self.m, self.n, vector)
         scratch_bytes = plan.scratch_bytes(self.m)
         known = self.known | {"launch": plan.prepared(self.m, *self.numbers)}
         known["scratch_elements"] = -(-scratch_bytes // ITEMSIZE[spec.x])
         if vector == self.divisors & -self.divisors:
             known |= {f"{name}_mask": vector * itemsize - 1 for _, name, itemsize in self.wide}
-        fields = (name if name in writes else "None" for name in table.writes)
         make = run_maker(
-            *(TORCH, table, table.reads, spec.reads, writes, f"({', '.join(fields)})"),
+            *(TORCH, table, table.reads, spec.reads, spec.writes, "({fields})"),
             has_scratch=scratch_bytes > 0,
             copied=self.copied,
             like=self.like,
