@@ -13,7 +13,7 @@
 // Layout:    as backward_pipelined.cu. exchange: (kPlaces, kGroupRows, kSums, strips), for groups in turn, and of
 //            float64 (2, kSums, strips * kWarps), for wild rows in turn. arrived: (kPlaces + 2,
 //            kCountStride), 0; the first of each place counts the blocks, or warps, that have told their
-//            sums. A line for each: 386 us, not 401, for 512 rows of 262144 (float32, H200).
+//            sums. Each has a line of its own (notes.md#columns-and-the-l2).
 // Grid:      block b has kStripThreads packs of columns, from pack b * kStripThreads on.
 // Traffic:   x, dy, weight and bitmask read once; dx, dweight and dbias written once.
 // Thread:    one pack of columns, of all rows. The warps beyond kStripThreads are messengers, each of
@@ -84,28 +84,31 @@ __device__ NOT_INLINED void write_own_part(Row row, long long first, long long n
   row.write(typename Row::Means(sums[0], 1.0, inv_n), first, step, end);
 }
 
+// What the columns and the messengers of a block share.
 template <typename Op, typename Layout>
-__global__ void __launch_bounds__(Layout::kStripThreads + 32 * kMessengers, 1)
-    norm_backward_column_parallel(
-        const __grid_constant__ BackwardColumnParallelArguments<Op> args) {
+struct ColumnParallel {
   using X = typename Op::X;
   using DY = typename Op::DY;
   using Weight = typename Op::Weight;
   using DBias = typename Op::DBias;
   using T = Compute<X>;
-  const long long n_cols = args.n_cols;
-  constexpr int kLength = 16 / static_cast<int>(sizeof(X));
-  constexpr int kWarps = Layout::kStripThreads / 32;
-  constexpr int kSums = kGradientSums<Op::kCentered>;
+  static constexpr int kLength = 16 / static_cast<int>(sizeof(X));
+  static constexpr int kWarps = Layout::kStripThreads / 32;
+  static constexpr int kSums = kGradientSums<Op::kCentered>;
   using StageOfX = Stage<X, kLength, 1, Layout::kStripThreads>;
   using StageOfDY = Stage<DY, kLength, 1, Layout::kStripThreads>;
-  constexpr int kStageBytes = StageOfX::kBytes + StageOfDY::kBytes;
+  static constexpr int kStageBytes = StageOfX::kBytes + StageOfDY::kBytes;
+  // Of the barriers at which the columns and a messenger meet.
+  static constexpr int kMeeting = Layout::kStripThreads + 32;
+
   // What all threads know of a row.
   struct OfRow {
     T mean, rstd;
     RowMeans<Op::kCentered, T> means;  // as mark_if_wild leaves them
   };
 
+  const BackwardColumnParallelArguments<Op>& args;
+  const long long n_cols = args.n_cols;
   char* const stages = static_cast<char*>(dynamic_shared_memory());
   OfRow* const of_rows =
       reinterpret_cast<OfRow*>(stages + kStages * Layout::kGroupRows * kStageBytes);
@@ -114,113 +117,167 @@ __global__ void __launch_bounds__(Layout::kStripThreads + 32 * kMessengers, 1)
   const int strips = static_cast<int>(block_count());
   const int groups = static_cast<int>((args.n_rows + Layout::kGroupRows - 1) / Layout::kGroupRows);
 
-  const auto row_of = [&](int group, int r) {
+  __device__ __forceinline__ explicit ColumnParallel(
+      const BackwardColumnParallelArguments<Op>& args)
+      : args(args) {}
+
+  __device__ __forceinline__ long long row_of(int group, int r) const {
     return static_cast<long long>(group) * Layout::kGroupRows + r;
-  };
-  const auto rows_of = [&](int group) {
+  }
+  __device__ __forceinline__ int rows_of(int group) const {
     const long long rows = args.n_rows - row_of(group, 0);
     return rows < Layout::kGroupRows ? static_cast<int>(rows) : Layout::kGroupRows;
-  };
-  const auto of_group = [&](int group) { return of_rows + group % kPlaces * Layout::kGroupRows; };
-  const auto sums_of = [&](int group) {
+  }
+  __device__ __forceinline__ OfRow* of_group(int group) const {
+    return of_rows + group % kPlaces * Layout::kGroupRows;
+  }
+  __device__ __forceinline__ T* sums_of(int group) const {
     return sums_of_warps + group % kMessengers * (kWarps * Layout::kGroupRows * kSums);
-  };
-  // Barriers of the columns and a messenger: here are the sums of a group, and here its means.
-  constexpr int kMeeting = Layout::kStripThreads + 32;
-  const auto summed = [](int group) { return 1 + group % kMessengers; };
-  const auto known = [](int group) { return 1 + kMessengers + group % kMessengers; };
+  }
+  // The barriers: here are the sums of a group, and here its means.
+  static __device__ __forceinline__ int summed(int group) { return 1 + group % kMessengers; }
+  static __device__ __forceinline__ int known(int group) {
+    return 1 + kMessengers + group % kMessengers;
+  }
+};
 
-  if (warp >= kWarps) {
-    const int messenger = warp - kWarps;
-    // The statistics of a group, which are stored when its messenger is done with the one before.
-    T of_mean = 0, of_rstd = 0;
-    const auto load_statistics = [&](int group) {
-      const long long row = row_of(group, lane);
-      const bool valid = lane < Layout::kGroupRows && row < args.n_rows;
-      if constexpr (Op::kCentered) of_mean = valid ? args.mean[row] : T(0);
-      of_rstd = valid ? args.rstd[row] : T(0);
-    };
-    const auto store_statistics = [&](int group) {
-      if (lane < Layout::kGroupRows) {
-        of_group(group)[lane].mean = of_mean;
-        of_group(group)[lane].rstd = of_rstd;
+// A warp that tells the other blocks the sums of every kMessengers-th group, and adds up those of all.
+template <typename Op, typename Layout>
+struct Messenger : ColumnParallel<Op, Layout> {
+  using Base = ColumnParallel<Op, Layout>;
+  using Base::args, Base::kMeeting, Base::kSums, Base::kWarps, Base::lane, Base::strips;
+  using typename Base::OfRow;
+  using typename Base::T;
+
+  T of_mean = 0, of_rstd = 0;  // stored when the messenger is done with the group before
+
+  using Base::Base;
+
+  __device__ __forceinline__ void load_statistics(int group) {
+    const long long row = this->row_of(group, lane);
+    const bool valid = lane < Layout::kGroupRows && row < args.n_rows;
+    if constexpr (Op::kCentered) of_mean = valid ? args.mean[row] : T(0);
+    of_rstd = valid ? args.rstd[row] : T(0);
+  }
+  __device__ __forceinline__ void store_statistics(int group) {
+    if (lane < Layout::kGroupRows) {
+      this->of_group(group)[lane].mean = of_mean;
+      this->of_group(group)[lane].rstd = of_rstd;
+    }
+  }
+  // Tells the sums of this block's warps, and waits until all blocks have told theirs.
+  __device__ __forceinline__ void exchange(int group, int rows, T* exchanged) {
+    for (int i = lane; i < rows * kSums; i += 32) {
+      T sum = 0;
+#pragma unroll
+      for (int other = 0; other < kWarps; ++other) {
+        sum += this->sums_of(group)[other * Layout::kGroupRows * kSums + i];
       }
-    };
+      exchanged[i * strips + block_index()] = sum;
+    }
+    const int place = group % kPlaces;
+    report_arrival(args.arrived + place * kCountStride);
+    wait_for_arrivals(args.arrived + place * kCountStride,
+                      static_cast<unsigned>(group / kPlaces + 1) * strips);
+  }
+  // The means of the group's rows, of what all blocks have told.
+  __device__ __forceinline__ void add_up(int group, int rows, const T* exchanged) {
+    // So many rows that up to 36 sums of each lane are on their way.
+    constexpr int kAtOnce = rows_at_once(Layout::kGroupRows, kSums, 9);
+#pragma unroll 1
+    for (int begin = 0; begin < rows; begin += kAtOnce) {
+      T sums[kAtOnce][kSums] = {};
+      const T* sources[kAtOnce];
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) {
+        // Instead of a row past the last, that: without a branch around each.
+        const int row = begin + k < rows ? begin + k : rows - 1;
+        sources[k] = exchanged + row * kSums * strips + lane;
+      }
+#pragma unroll
+      for (int strip = 0; strip < kMostStrips; strip += 32) {
+        const bool valid = strip + lane < strips;
+#pragma unroll
+        for (int k = 0; k < kAtOnce; ++k) {
+#pragma unroll
+          for (int i = 0; i < kSums; ++i) {
+            sums[k][i] += valid ? sources[k][i * strips + strip] : T(0);
+          }
+        }
+      }
+      add_up_lanes(sums);
+      if (lane == 0) {
+#pragma unroll
+        for (int k = 0; k < kAtOnce; ++k) {
+          OfRow& of_row = this->of_group(group)[begin + k];
+          const Centring<Op::kCentered, T> centring(of_row.mean, of_row.rstd);
+          of_row.means = RowMeans<Op::kCentered, T>(sums[k], centring.significand, args.inv_n);
+          mark_if_wild(of_row.means, false);
+        }
+      }
+    }
+  }
+  __device__ __forceinline__ void run(int messenger) {
     load_statistics(messenger);
     store_statistics(messenger);
     block_barrier();
 #pragma unroll 1
-    for (int group = messenger; group < groups; group += kMessengers) {
+    for (int group = messenger; group < this->groups; group += kMessengers) {
       load_statistics(group + kMessengers);
-      const int rows = rows_of(group), place = group % kPlaces;
-      T* const exchanged = args.exchange + place * Layout::kGroupRows * kSums * strips;
-      named_barrier(summed(group), kMeeting);
-      for (int i = lane; i < rows * kSums; i += 32) {
-        T sum = 0;
-#pragma unroll
-        for (int other = 0; other < kWarps; ++other) {
-          sum += sums_of(group)[other * Layout::kGroupRows * kSums + i];
-        }
-        exchanged[i * strips + block_index()] = sum;
-      }
-      report_arrival(args.arrived + place * kCountStride);
-      wait_for_arrivals(args.arrived + place * kCountStride,
-                        static_cast<unsigned>(group / kPlaces + 1) * strips);
-      // So many rows that up to 36 sums of each lane are on their way.
-      constexpr int kAtOnce = rows_at_once(Layout::kGroupRows, kSums, 9);
-#pragma unroll 1
-      for (int begin = 0; begin < rows; begin += kAtOnce) {
-        T sums[kAtOnce][kSums] = {};
-        const T* sources[kAtOnce];
-#pragma unroll
-        for (int k = 0; k < kAtOnce; ++k) {
-          // Instead of a row past the last, that: without a branch around each.
-          const int row = begin + k < rows ? begin + k : rows - 1;
-          sources[k] = exchanged + row * kSums * strips + lane;
-        }
-#pragma unroll
-        for (int strip = 0; strip < kMostStrips; strip += 32) {
-          const bool valid = strip + lane < strips;
-#pragma unroll
-          for (int k = 0; k < kAtOnce; ++k) {
-#pragma unroll
-            for (int i = 0; i < kSums; ++i) {
-              sums[k][i] += valid ? sources[k][i * strips + strip] : T(0);
-            }
-          }
-        }
-        add_up_lanes(sums);
-        if (lane == 0) {
-#pragma unroll
-          for (int k = 0; k < kAtOnce; ++k) {
-            OfRow& of_row = of_group(group)[begin + k];
-            const Centring<Op::kCentered, T> centring(of_row.mean, of_row.rstd);
-            of_row.means = RowMeans<Op::kCentered, T>(sums[k], centring.significand, args.inv_n);
-            mark_if_wild(of_row.means, false);
-          }
-        }
-      }
+      const int rows = this->rows_of(group);
+      T* const exchanged = args.exchange + group % kPlaces * Layout::kGroupRows * kSums * strips;
+      named_barrier(this->summed(group), kMeeting);
+      exchange(group, rows, exchanged);
+      add_up(group, rows, exchanged);
       store_statistics(group + kMessengers);
-      arrive_at_barrier(known(group), kMeeting);
+      arrive_at_barrier(this->known(group), kMeeting);
     }
-    return;
   }
+};
+
+// A thread's pack of columns, of all rows.
+template <typename Op, typename Layout>
+struct Columns : ColumnParallel<Op, Layout> {
+  using Base = ColumnParallel<Op, Layout>;
+  using Base::args, Base::groups, Base::kLength, Base::kMeeting, Base::kStageBytes, Base::kSums,
+      Base::kWarps, Base::lane, Base::n_cols, Base::stages, Base::strips, Base::warp;
+  using typename Base::DBias;
+  using typename Base::DY;
+  using typename Base::OfRow;
+  using typename Base::StageOfDY;
+  using typename Base::StageOfX;
+  using typename Base::T;
+  using typename Base::Weight;
+  using typename Base::X;
+
+  // A copy of half a pack is of half a sector, which the L2 would be asked for twice: by way of L1, not
+  // (notes.md#halves-of-packs).
+  static constexpr bool kHalves = sizeof(DY) > sizeof(X);
+  static constexpr int kOnTheirWay = 2;
+  static_assert(kStages == kAhead + kOnTheirWay, "the sums of as many are formed ahead");
 
   const long long first = (block_index() * Layout::kStripThreads + thread_index()) * kLength;
   // Elements of this thread's pack that lie inside a row.
   const int n_own = static_cast<int>(first < n_cols ? n_cols - first : 0);
-  const auto place_of = [&](int group, int r) {
-    return stages + (group % kStages * Layout::kGroupRows + r) * kStageBytes;
-  };
-  const auto bits_of = [&](long long row) { return args.bitmask + row * bitmask_bytes(n_cols); };
-  // The L2 keeps what is read before what is written: 33.3 us, not 34.0, for RMSNorm of 32 rows of 262144,
-  // LayerNorm 34.6, not 36.1 (float32, H200).
+  // The L2 keeps what is read before what is written (notes.md#columns-and-the-l2).
   const CachePolicy policy = evict_last();
-  // A copy of half a pack is of half a sector, which the L2 would be asked for twice: RMSNorm of 512 rows of
-  // 262144 takes 257 us, not 369 (float16, dy float32, H200; on other GPUs so, too, though not measured).
-  constexpr bool kHalves = sizeof(DY) > sizeof(X);
-  const auto fetch = [&](int group, int r) {
-    const long long row = row_of(group, r);
+  Pack<Weight, kLength> weights;
+  unsigned bits[Op::Epilogue::kHasBits ? Layout::kGroupRows : 1] = {};  // summed next
+  X* dx_row = args.dx + first;
+  T of_weight[kLength] = {}, of_bias[kLength] = {};
+  T dweight_sums[kLength] = {}, dbias_sums[kLength] = {};
+  int wild_rows = 0;  // so far
+
+  using Base::Base;
+
+  __device__ __forceinline__ char* place_of(int group, int r) const {
+    return stages + (group % kStages * Layout::kGroupRows + r) * kStageBytes;
+  }
+  __device__ __forceinline__ const unsigned char* bits_of(long long row) const {
+    return args.bitmask + row * bitmask_bytes(n_cols);
+  }
+  __device__ __forceinline__ void fetch(int group, int r) const {
+    const long long row = this->row_of(group, r);
     const int n = row < args.n_rows ? n_own : 0;
     const X* const source_x = args.x + row * args.x_stride + first;
     const DY* const source_dy = args.dy + row * args.dy_stride + first;
@@ -239,63 +296,61 @@ __global__ void __launch_bounds__(Layout::kStripThreads + 32 * kMessengers, 1)
       StageOfDY::template fetch<Layout::kVector, kHalves>(place + StageOfX::kBytes, 0, source_dy, 0,
                                                           n);
     }
-  };
-  const auto read_x = [&](int group, int r) { return StageOfX::read(place_of(group, r), 0); };
-  const auto read_dy = [&](int group, int r) {
+  }
+  __device__ __forceinline__ void fetch_group(int group) const {
+#pragma unroll 1
+    for (int r = 0; r < Layout::kGroupRows; ++r) fetch(group, r);
+    commit_copies();
+  }
+  __device__ __forceinline__ Pack<X, kLength> read_x(int group, int r) const {
+    return StageOfX::read(place_of(group, r), 0);
+  }
+  __device__ __forceinline__ Pack<DY, kLength> read_dy(int group, int r) const {
     return StageOfDY::read(place_of(group, r) + StageOfX::kBytes, 0);
-  };
-  // The bits of the group whose sums are formed next, asked for when the last one's are, of the L2, which
-  // has them fetched with the rows. RMSNorm of 512 rows of 262144 takes 407 us, 448 where nothing is
-  // fetched, 636 where each row's are waited for, twice, 385 without a bitmask (float32, H200).
-  unsigned bits[Op::Epilogue::kHasBits ? Layout::kGroupRows : 1] = {};
-  const auto ask_for_bits = [&](int group) {
+  }
+  // Asks the L2, which has them fetched with the rows, for the bits of the group whose sums are formed next
+  // (notes.md#bits-beside-columns).
+  __device__ __forceinline__ void ask_for_bits(int group) {
     if constexpr (Op::Epilogue::kHasBits) {
 #pragma unroll
       for (int r = 0; r < Layout::kGroupRows; ++r) {
-        const long long row = row_of(group, r);
+        const long long row = this->row_of(group, r);
         bits[r] = load_bits(bits_of(row), first, row < args.n_rows ? n_cols : 0);
       }
     }
-  };
+  }
   // dy of a pack, of which the bitmask lets through what is left in its place from then on.
-  const auto masked_dy = [&](int group, int r) {
+  __device__ __forceinline__ Pack<DY, kLength> masked_dy(int group, int r) const {
     Pack<DY, kLength> pack = read_dy(group, r);
     if constexpr (Op::Epilogue::kHasBits) {
       Op::Epilogue::backward(pack, bits[r], first);
       StageOfDY::write(pack, place_of(group, r) + StageOfX::kBytes, 0);
     }
     return pack;
-  };
+  }
 
-  const auto fetch_group = [&](int group) {
-#pragma unroll 1
-    for (int r = 0; r < Layout::kGroupRows; ++r) fetch(group, r);
-    commit_copies();
-  };
+  // Asks for the first rows and the weight.
+  __device__ __forceinline__ void begin() {
+    fetch_group(0);
+    load<Layout::kVector>(weights, args.weight + first, 0, n_own);
+    fetch_group(1);
+    block_barrier();
+  }
 
-  // 1. Ask for the first rows and the weight.
-  constexpr int kOnTheirWay = 2;
-  static_assert(kStages == kAhead + kOnTheirWay, "the sums of as many are formed ahead");
-  fetch_group(0);
-  Pack<Weight, kLength> weights;
-  load<Layout::kVector>(weights, args.weight + first, 0, n_own);
-  fetch_group(1);
-  block_barrier();
-
-  // 2. Each warp's sums of a group's rows.
-  const auto sum_up = [&](int group) {
+  // Each warp's sums of a group's rows.
+  __device__ __forceinline__ void sum_up(int group) {
     constexpr int kAtOnce =
         Layout::kVector < kLength ? 1 : rows_at_once(Layout::kGroupRows, kSums, 12);
     static_assert(Layout::kGroupRows % kAtOnce == 0, "no row past the group's last is summed");
-    T* const target = sums_of(group) + warp * Layout::kGroupRows * kSums;
-    const int rows = rows_of(group);
+    T* const target = this->sums_of(group) + warp * Layout::kGroupRows * kSums;
+    const int rows = this->rows_of(group);
 #pragma unroll(Op::Epilogue::kHasBits ? Layout::kGroupRows : 1)
     for (int begin = 0; begin < Layout::kGroupRows; begin += kAtOnce) {
       if (begin >= rows) continue;
       T sums[kAtOnce][kSums] = {};
 #pragma unroll
       for (int k = 0; k < kAtOnce; ++k) {
-        const OfRow& of_row = of_group(group)[begin + k];
+        const OfRow& of_row = this->of_group(group)[begin + k];
         const Centring<Op::kCentered, T> centring(of_row.mean, of_row.rstd);
         add_to_sums<Op, Layout::kVector>(sums[k], centring, read_x(group, begin + k),
                                          masked_dy(group, begin + k), weights, 0, n_own);
@@ -310,72 +365,58 @@ __global__ void __launch_bounds__(Layout::kStripThreads + 32 * kMessengers, 1)
       }
     }
     ask_for_bits(group + 1);
-    arrive_at_barrier(summed(group), kMeeting);
-  };
-  ask_for_bits(0);
-  // The first groups, each as soon as it is there, and no more than two on their way: with all five of
-  // them the first one comes later, and what the blocks tell each other of it. 32 rows of 262144 take
-  // RMSNorm 21.1 us, not 22.1, LayerNorm 23.9, not 24.5 (bfloat16, H200).
+    arrive_at_barrier(this->summed(group), kMeeting);
+  }
+  // Those of the first groups, each as soon as it is there, and no more than two on their way: with all five
+  // of them the first one comes later (notes.md#the-first-rows-first).
+  __device__ __forceinline__ void begin_sums() {
+    ask_for_bits(0);
 #pragma unroll
-  for (int group = 0; group < kAhead; ++group) {
-    wait_for_copies<kOnTheirWay - 1>();
-    if (group < groups) sum_up(group);
-    fetch_group(group + kOnTheirWay);
+    for (int group = 0; group < kAhead; ++group) {
+      wait_for_copies<kOnTheirWay - 1>();
+      if (group < groups) sum_up(group);
+      fetch_group(group + kOnTheirWay);
+    }
   }
 
-  int wild_rows = 0;  // so far
-  T dweight_sums[kLength] = {}, dbias_sums[kLength] = {};
-  T of_weight[kLength] = {}, of_bias[kLength] = {};
-  X* dx_row = args.dx + first;
-#pragma unroll 1
-  for (int group = 0; group < groups; ++group) {
-    if (group + kAhead < groups) {
-      wait_for_copies<kOnTheirWay - 1>();
-      sum_up(group + kAhead);
-    }
-    named_barrier(known(group), kMeeting);
-
-    // 3. dx, and the weight gradients; what was read makes room for a later row.
-    unsigned wild_of_group = 0;
-    // Two rows at once, where registers allow.
-    constexpr int kUnrolled =
-        Layout::kVector == kLength && Layout::kGroupRows > 1 && sizeof(DY) <= sizeof(X) ? 2 : 1;
-#pragma unroll kUnrolled
-    for (int r = 0; r < rows_of(group); ++r) {
-      const Pack<X, kLength> row_x = read_x(group, r);
-      const Pack<DY, kLength> row_dy = read_dy(group, r);
-      const OfRow of_row = of_group(group)[r];
-      const Centring<Op::kCentered, T> centring(of_row.mean, of_row.rstd);
-      T gradient[kLength];
+  // dx of a row and its share of the weight gradients; what was read makes room for a later row. Returns
+  // whether the row is wild, of which nothing is stored.
+  __device__ __forceinline__ bool write_dx(int group, int r) {
+    const Pack<X, kLength> row_x = read_x(group, r);
+    const Pack<DY, kLength> row_dy = read_dy(group, r);
+    const OfRow of_row = this->of_group(group)[r];
+    const Centring<Op::kCentered, T> centring(of_row.mean, of_row.rstd);
+    T gradient[kLength];
 #pragma unroll
-      for (int i = 0; i < kLength; ++i) {
-        const T xhat = centring.xhat_of(row_x.template get<T>(i), of_row.means.h);
-        const T upstream = row_dy.template get<T>(i);
-        gradient[i] = dx_of<Op>(upstream, xhat, weights, i, of_row.means, of_row.rstd);
-        of_weight[i] = fused_multiply_add(upstream, xhat, of_weight[i]);
-        of_bias[i] += upstream;
-      }
-      Pack<X, kLength> stored;
-      stored.set(gradient);
-      const bool wild = kSame<T, float> && of_row.means.g_xhat != of_row.means.g_xhat;
-      store<Layout::kVector>(stored, dx_row, 0, wild ? 0 : n_own);
-      if (wild) wild_of_group |= 1u << r;
-      dx_row += args.dx_stride;
-      fetch(group + kStages, r);
+    for (int i = 0; i < kLength; ++i) {
+      const T xhat = centring.xhat_of(row_x.template get<T>(i), of_row.means.h);
+      const T upstream = row_dy.template get<T>(i);
+      gradient[i] = dx_of<Op>(upstream, xhat, weights, i, of_row.means, of_row.rstd);
+      of_weight[i] = fused_multiply_add(upstream, xhat, of_weight[i]);
+      of_bias[i] += upstream;
     }
-    commit_copies();
+    Pack<X, kLength> stored;
+    stored.set(gradient);
+    const bool wild = kSame<T, float> && of_row.means.g_xhat != of_row.means.g_xhat;
+    store<Layout::kVector>(stored, dx_row, 0, wild ? 0 : n_own);
+    dx_row += args.dx_stride;
+    fetch(group + kStages, r);
+    return wild;
+  }
+  // `wild_of_group`: a bit for each row.
+  __device__ __forceinline__ void write_wild_rows(int group, unsigned wild_of_group) {
     if constexpr (kSame<T, float>) {
 #pragma unroll 1
       for (int r = 0; wild_of_group >> r != 0; ++r) {
         if ((wild_of_group >> r & 1) == 0) continue;
         // Two places take turns: who tells of a row has heard of the one before from all, who by then had read
         // what was told of the one before that.
-        const long long row = row_of(group, r);
+        const long long row = this->row_of(group, r);
         const int place = wild_rows % 2, warps = kWarps * strips;
         double* const exchanged = reinterpret_cast<double*>(
             args.exchange + kPlaces * Layout::kGroupRows * kSums * strips);
-        const WildRow<Op, long long> again(args, row, of_group(group)[r].mean,
-                                           of_group(group)[r].rstd);
+        const OfRow& of_row = this->of_group(group)[r];
+        const WildRow<Op, long long> again(args, row, of_row.mean, of_row.rstd);
         write_own_part(again, first, n_cols, exchanged + place * kSums * warps,
                        static_cast<int>(block_index()) * kWarps + warp, warps,
                        args.arrived + (kPlaces + place) * kCountStride, wild_rows / 2 + 1,
@@ -383,6 +424,18 @@ __global__ void __launch_bounds__(Layout::kStripThreads + 32 * kMessengers, 1)
         ++wild_rows;
       }
     }
+  }
+  __device__ __forceinline__ void do_group(int group) {
+    unsigned wild_of_group = 0;
+    // Two rows at once, where registers allow.
+    constexpr int kUnrolled =
+        Layout::kVector == kLength && Layout::kGroupRows > 1 && sizeof(DY) <= sizeof(X) ? 2 : 1;
+#pragma unroll kUnrolled
+    for (int r = 0; r < this->rows_of(group); ++r) {
+      if (write_dx(group, r)) wild_of_group |= 1u << r;
+    }
+    commit_copies();
+    write_wild_rows(group, wild_of_group);
     if ((group + 1) % (kTurns / Layout::kGroupRows) == 0 || group + 1 == groups) {
 #pragma unroll
       for (int i = 0; i < kLength; ++i) {
@@ -392,16 +445,43 @@ __global__ void __launch_bounds__(Layout::kStripThreads + 32 * kMessengers, 1)
       }
     }
   }
-
-  // 4. The weight gradients.
-  if constexpr (kPresent<Weight>) {
-    Pack<Weight, kLength> stored;
-    stored.set(dweight_sums);
-    store<Layout::kVector>(stored, args.dweight + first, 0, n_own);
+  __device__ __forceinline__ void write_gradients() const {
+    if constexpr (kPresent<Weight>) {
+      Pack<Weight, kLength> stored;
+      stored.set(dweight_sums);
+      store<Layout::kVector>(stored, args.dweight + first, 0, n_own);
+    }
+    if constexpr (kPresent<DBias>) {
+      Pack<DBias, kLength> stored;
+      stored.set(dbias_sums);
+      store<Layout::kVector>(stored, args.dbias + first, 0, n_own);
+    }
   }
-  if constexpr (kPresent<DBias>) {
-    Pack<DBias, kLength> stored;
-    stored.set(dbias_sums);
-    store<Layout::kVector>(stored, args.dbias + first, 0, n_own);
+  __device__ __forceinline__ void run() {
+    begin();
+    begin_sums();
+#pragma unroll 1
+    for (int group = 0; group < groups; ++group) {
+      if (group + kAhead < groups) {
+        wait_for_copies<kOnTheirWay - 1>();
+        sum_up(group + kAhead);
+      }
+      named_barrier(this->known(group), kMeeting);
+      do_group(group);
+    }
+    write_gradients();
+  }
+};
+
+template <typename Op, typename Layout>
+__global__ void __launch_bounds__(Layout::kStripThreads + 32 * kMessengers, 1)
+    norm_backward_column_parallel(
+        const __grid_constant__ BackwardColumnParallelArguments<Op> args) {
+  const int warp = thread_index() / 32;
+  constexpr int kWarps = Layout::kStripThreads / 32;
+  if (warp >= kWarps) {
+    Messenger<Op, Layout>(args).run(warp - kWarps);
+  } else {
+    Columns<Op, Layout>(args).run();
   }
 }

@@ -118,165 +118,210 @@ __device__ __forceinline__ void sum_columns(const BackwardInRegistersArguments<O
   }
 }
 
+// A row, or of several teams as many, from its packs to dx and what it adds to the weight gradients.
 template <typename Op, typename Layout>
-__global__ void __launch_bounds__(Layout::kBlockThreads, Layout::kBlocksPerMultiprocessor)
-    norm_backward_in_registers(const __grid_constant__ BackwardInRegistersArguments<Op> args) {
+struct RowInRegisters {
   using X = typename Op::X;
   using DY = typename Op::DY;
   using Weight = typename Op::Weight;
   using DWeight = typename Op::DWeight;
   using DBias = typename Op::DBias;
   using T = Compute<X>;
-  constexpr int kLength = 16 / static_cast<int>(sizeof(X));
-  constexpr int kColumns =
-      Layout::kClusterBlocks * Layout::kRowThreads * Layout::kPacksPerThread * kLength;
-  int n_cols = Layout::kFull ? kColumns : static_cast<int>(args.n_cols);
+  static constexpr int kPacks = Layout::kPacksPerThread;
+  static constexpr int kLength = 16 / static_cast<int>(sizeof(X));
+  static constexpr int kColumns = Layout::kClusterBlocks * Layout::kRowThreads * kPacks * kLength;
   using TeamOf = Team<Layout::kRowThreads, Layout::kBlockThreads, Layout::kClusterBlocks>;
-  constexpr int kTeams = TeamOf::kTeams;
+  static constexpr int kTeams = TeamOf::kTeams;
+  static constexpr int kGradients = kPresent<DWeight> + kPresent<DBias>;
+  // Gradients wait for the block's sums.
+  static constexpr bool kKeeps = kTeams > 1 && Layout::kColumnLanes == 0;
+  // A kernel follows that sums columns, or partials. As such count all gradients of T, though those of a
+  // lone row, after which none follows, may be of T as well.
+  static constexpr bool kPartials =
+      kGradients > 0 && kSame<DWeight, T> + kSame<DBias, T> == kGradients;
+  static constexpr bool kFollowed = Layout::kColumnLanes > 0 ? Op::kCentered : kPartials;
   static_assert(kTeams == 1 || !Op::kCentered || Layout::kColumnLanes == 0,
                 "each row tells its mean of h");
+  static_assert(!kKeeps || kPartials, "of each block");
+
+  const BackwardInRegistersArguments<Op>& args;
+  int n_cols;
+  TeamOf team;
+  const long long row;
+  const bool has_row;
+  Pack<X, kLength> row_x[kPacks];
+  Pack<DY, kLength> row_dy[kPacks];
+  Pack<Weight, kLength> weights[kPacks];
+
+  // `block`: of those that have rows.
+  __device__ __forceinline__ RowInRegisters(const BackwardInRegistersArguments<Op>& args,
+                                            int n_cols, long long block)
+      : args(args),
+        n_cols(n_cols),
+        row(block / Layout::kClusterBlocks * kTeams + team.team),
+        has_row(kTeams == 1 || row < args.n_rows) {}
+
+  __device__ __forceinline__ int first_column(int p) const {
+    return team.template first_column<kPacks, kLength>(p);
+  }
+  __device__ __forceinline__ int end_of_row(int p) const {
+    return team.template end_of_row<kPacks, kLength>(p, n_cols);
+  }
+  __device__ __forceinline__ T* gradients_of_teams() const {
+    return reinterpret_cast<T*>(static_cast<char*>(dynamic_shared_memory()) +
+                                TeamOf::template scratch_bytes<T>());
+  }
+
+  __device__ __forceinline__ void load_packs() {
+#pragma unroll
+    for (int p = 0; p < kPacks; ++p) {
+      const int n = has_row ? end_of_row(p) : 0;
+      load<Layout::kVector>(row_x[p], args.x + row * args.x_stride, first_column(p), n);
+      load<Layout::kVector>(row_dy[p], args.dy + row * args.dy_stride, first_column(p), n);
+      load_operand<Layout::kVector>(weights[p], args.weight, first_column(p), end_of_row(p));
+    }
+  }
+  __device__ __forceinline__ void apply_bitmask() {
+    if constexpr (Op::Epilogue::kHasBits) {
+      const unsigned char* bytes = args.bitmask + row * bitmask_bytes(n_cols);
+#pragma unroll
+      for (int p = 0; p < kPacks; ++p) {
+        const int n = has_row ? n_cols : 0;
+        Op::Epilogue::backward(row_dy[p], load_bits(bytes, first_column(p), n), first_column(p));
+      }
+    }
+  }
+  __device__ __forceinline__ RowMeans<Op::kCentered, T> reduce(
+      const Centring<Op::kCentered, T>& centring) {
+    T sums[kGradientSums<Op::kCentered>] = {};
+#pragma unroll
+    for (int p = 0; p < kPacks; ++p) {
+      add_to_sums<Op, Layout::kVector>(sums, centring, row_x[p], row_dy[p], weights[p],
+                                       first_column(p), end_of_row(p));
+    }
+    team.meet();
+    team.template reduce<Sum>(sums);
+    return RowMeans<Op::kCentered, T>(sums, centring.significand, args.inv_n);
+  }
+
+  __device__ __forceinline__ void keep_gradient(const T (&values)[kLength], int index,
+                                                int p) const {
+    Pack<T, kLength> pack;
+    pack.set(values);
+    store<kLength>(pack, gradients_of_teams() + (index * kTeams + team.team) * kColumns,
+                   first_column(p), kColumns);
+  }
+  template <typename Out>
+  __device__ __forceinline__ void write_gradient(const T (&values)[kLength], Out* gradient,
+                                                 int p) const {
+    write<Layout::kVector, Layout::kRowThreads>(values, gradient + row * partials_stride(n_cols),
+                                                first_column(p), end_of_row(p));
+  }
+  // dx, and the weight gradients, which of several teams wait in shared memory.
+  __device__ __forceinline__ void write_all(const Centring<Op::kCentered, T>& centring,
+                                            const RowMeans<Op::kCentered, T>& means, T rstd) {
+#pragma unroll
+    for (int p = 0; p < kPacks; ++p) {
+      T of_x[kLength], of_weight[kLength], of_bias[kLength];
+#pragma unroll
+      for (int i = 0; i < kLength; ++i) {
+        const T xhat = centring.xhat_of(row_x[p].template get<T>(i), means.h);
+        of_bias[i] = row_dy[p].template get<T>(i);
+        of_weight[i] = of_bias[i] * xhat;
+        of_x[i] = dx_of<Op>(of_bias[i], xhat, weights[p], i, means, rstd);
+      }
+      write<Layout::kVector, Layout::kRowThreads>(of_x, args.dx + row * args.dx_stride,
+                                                  first_column(p), has_row ? end_of_row(p) : 0);
+      if constexpr (kKeeps) {
+        if constexpr (kPresent<DWeight>) keep_gradient(of_weight, 0, p);
+        if constexpr (kPresent<DBias>) keep_gradient(of_bias, kGradients - 1, p);
+      } else if constexpr (Layout::kColumnLanes == 0) {
+        write_gradient(of_weight, args.dweight, p);
+        write_gradient(of_bias, args.dbias, p);
+      }
+    }
+  }
+  // The weight gradients of a block, of what its teams keep.
+  __device__ __forceinline__ void sum_teams() const {
+    if constexpr (kKeeps) {
+      let_next_kernel_start();
+      block_barrier();
+      constexpr int kWidth = 16 / static_cast<int>(sizeof(T));
+#pragma unroll 1
+      for (int i = thread_index() * kWidth; i < kGradients * kColumns;
+           i += Layout::kBlockThreads * kWidth) {
+        const int index = i / kColumns, column = i % kColumns;
+        if (column >= n_cols) continue;
+        const T* const first = gradients_of_teams() + index * kTeams * kColumns + column;
+        Pack<T, kWidth> total;
+        load<kWidth>(total, first, 0, kWidth);
+#pragma unroll
+        for (int other = 1; other < kTeams; ++other) add_gradients(total, first + other * kColumns);
+        T* gradient;
+        if constexpr (kGradients == 2) {
+          gradient = index == 0 ? args.dweight : args.dbias;
+        } else if constexpr (kPresent<DWeight>) {
+          gradient = args.dweight;
+        } else {
+          gradient = args.dbias;
+        }
+        store<kWidth>(total, gradient + block_index() * partials_stride(n_cols) + column, 0,
+                      kWidth);
+      }
+    }
+  }
+};
+
+template <typename Op, typename Layout>
+__global__ void __launch_bounds__(Layout::kBlockThreads, Layout::kBlocksPerMultiprocessor)
+    norm_backward_in_registers(const __grid_constant__ BackwardInRegistersArguments<Op> args) {
+  using Row = RowInRegisters<Op, Layout>;
+  using T = typename Row::T;
+  int n_cols = Layout::kFull ? Row::kColumns : static_cast<int>(args.n_cols);
   long long block = block_index();
   if constexpr (Layout::kColumnLanes > 0 && !Op::kCentered) {
-    // Those of columns, which take longest, come first, 256 rows of 16384 14.2 us, and last 15.7; but last
-    // beside clusters of more than two, 8 of 65536 7.0 us, and first 8.2 (RMSNorm, bfloat16, H200).
+    // Blocks of columns, which take longest, come first, but beside clusters of more than two last
+    // (notes.md#columns-beside-few-rows).
     constexpr bool kLast = Layout::kClusterBlocks > 2;
-    const long long of_rows = (args.n_rows + kTeams - 1) / kTeams * Layout::kClusterBlocks;
+    const long long of_rows =
+        (args.n_rows + Row::kTeams - 1) / Row::kTeams * Layout::kClusterBlocks;
     const long long of_columns = block_count() - of_rows;
     if (kLast ? block >= of_rows : block < of_columns) {
       const int columns = static_cast<int>(kLast ? block - of_rows : block);
-      sum_columns<Op, Layout>(args, n_cols, columns * Layout::kColumnLanes * kLength);
+      sum_columns<Op, Layout>(args, n_cols, columns * Layout::kColumnLanes * Row::kLength);
       return;
     }
     if constexpr (!kLast) block -= of_columns;
   }
-  TeamOf team;
-  const auto first_column = [&](int p) {
-    return team.template first_column<Layout::kPacksPerThread, kLength>(p);
-  };
-  const auto end_of_row = [&](int p) {
-    return team.template end_of_row<Layout::kPacksPerThread, kLength>(p, n_cols);
-  };
+  if constexpr (Row::kFollowed && !Row::kKeeps) let_next_kernel_start();
 
-  // 1. The row.
-  constexpr bool kKeeps =
-      kTeams > 1 && Layout::kColumnLanes == 0;  // gradients, for the block's sums
-  constexpr int kGradients = kPresent<DWeight> + kPresent<DBias>;
-  // A kernel follows that sums columns, or partials. As such count all gradients of T, though those of a
-  // lone row, after which none follows, may be of T as well.
-  constexpr bool kPartials = kGradients > 0 && kSame<DWeight, T> + kSame<DBias, T> == kGradients;
-  constexpr bool kFollowed = Layout::kColumnLanes > 0 ? Op::kCentered : kPartials;
-  if constexpr (kFollowed && !kKeeps) let_next_kernel_start();
-  const long long row = block / Layout::kClusterBlocks * kTeams + team.team;
-  const bool has_row = kTeams == 1 || row < args.n_rows;
-  Pack<X, kLength> row_x[Layout::kPacksPerThread];
-  Pack<DY, kLength> row_dy[Layout::kPacksPerThread];
-  Pack<Weight, kLength> weights[Layout::kPacksPerThread];
-#pragma unroll
-  for (int p = 0; p < Layout::kPacksPerThread; ++p) {
-    const int n = has_row ? end_of_row(p) : 0;
-    load<Layout::kVector>(row_x[p], args.x + row * args.x_stride, first_column(p), n);
-    load<Layout::kVector>(row_dy[p], args.dy + row * args.dy_stride, first_column(p), n);
-    load_operand<Layout::kVector>(weights[p], args.weight, first_column(p), end_of_row(p));
-  }
-  const T row_rstd = has_row ? args.rstd[row] : T(0);
-  const Centring<Op::kCentered, T> centring(Op::kCentered && has_row ? args.mean[row] : T(0),
-                                            row_rstd);
-  if constexpr (Op::Epilogue::kHasBits) {
-    const unsigned char* bytes = args.bitmask + row * bitmask_bytes(n_cols);
-#pragma unroll
-    for (int p = 0; p < Layout::kPacksPerThread; ++p) {
-      const int n = has_row ? n_cols : 0;
-      Op::Epilogue::backward(row_dy[p], load_bits(bytes, first_column(p), n), first_column(p));
-    }
-  }
-
-  // 2. Its sums.
-  T sums[kGradientSums<Op::kCentered>] = {};
-#pragma unroll
-  for (int p = 0; p < Layout::kPacksPerThread; ++p) {
-    add_to_sums<Op, Layout::kVector>(sums, centring, row_x[p], row_dy[p], weights[p],
-                                     first_column(p), end_of_row(p));
-  }
-  team.meet();
-  team.template reduce<Sum>(sums);
-  const RowMeans<Op::kCentered, T> means(sums, centring.significand, args.inv_n);
+  Row row(args, n_cols, block);
+  row.load_packs();
+  const T rstd = row.has_row ? args.rstd[row.row] : T(0);
+  const Centring<Op::kCentered, T> centring(
+      Op::kCentered && row.has_row ? args.mean[row.row] : T(0), rstd);
+  row.apply_bitmask();
+  const RowMeans<Op::kCentered, T> means = row.reduce(centring);
   const bool wild = is_wild(means);
   if constexpr (Layout::kColumnLanes > 0 && Op::kCentered) {
-    if (team.block == 0 && team.rank == 0) args.means_of_h[row] = means.h;
+    if (row.team.block == 0 && row.team.rank == 0) args.means_of_h[row.row] = means.h;
   }
 
-  // 3. dx and the weight gradients, which of several teams wait in shared memory.
-  if constexpr (!Layout::kFull) make_opaque(n_cols);
+  if constexpr (!Layout::kFull) make_opaque(row.n_cols);
   // Of 64 registers a thread none keeps an address beside the row.
   if constexpr (Layout::kBlockThreads * Layout::kBlocksPerMultiprocessor >= 1024) {
-    make_opaque(team.rank);
+    make_opaque(row.team.rank);
   }
-  T* const of_teams = reinterpret_cast<T*>(static_cast<char*>(dynamic_shared_memory()) +
-                                           TeamOf::template scratch_bytes<T>());
-  const auto keep_gradient = [&](const T(&values)[kLength], int index, int p) {
-    Pack<T, kLength> pack;
-    pack.set(values);
-    store<kLength>(pack, of_teams + (index * kTeams + team.team) * kColumns, first_column(p),
-                   kColumns);
-  };
-#pragma unroll
-  for (int p = 0; p < Layout::kPacksPerThread; ++p) {
-    T of_x[kLength], of_weight[kLength], of_bias[kLength];
-#pragma unroll
-    for (int i = 0; i < kLength; ++i) {
-      const T xhat = centring.xhat_of(row_x[p].template get<T>(i), means.h);
-      of_bias[i] = row_dy[p].template get<T>(i);
-      of_weight[i] = of_bias[i] * xhat;
-      of_x[i] = dx_of<Op>(of_bias[i], xhat, weights[p], i, means, row_rstd);
-    }
-    write<Layout::kVector, Layout::kRowThreads>(of_x, args.dx + row * args.dx_stride,
-                                                first_column(p), has_row ? end_of_row(p) : 0);
-    if constexpr (kKeeps) {
-      if constexpr (kPresent<DWeight>) keep_gradient(of_weight, 0, p);
-      if constexpr (kPresent<DBias>) keep_gradient(of_bias, kGradients - 1, p);
-    } else if constexpr (Layout::kColumnLanes == 0) {
-      write<Layout::kVector, Layout::kRowThreads>(
-          of_weight, args.dweight + row * partials_stride(n_cols), first_column(p), end_of_row(p));
-      write<Layout::kVector, Layout::kRowThreads>(
-          of_bias, args.dbias + row * partials_stride(n_cols), first_column(p), end_of_row(p));
-    }
-  }
+  row.write_all(centring, means, rstd);
+  row.sum_teams();
 
-  // 4. Those of a block.
-  if constexpr (kKeeps) {
-    static_assert(kPartials, "of each block");
-    let_next_kernel_start();
-    block_barrier();
-    constexpr int kWidth = 16 / static_cast<int>(sizeof(T));
-#pragma unroll 1
-    for (int i = thread_index() * kWidth; i < kGradients * kColumns;
-         i += Layout::kBlockThreads * kWidth) {
-      const int index = i / kColumns, column = i % kColumns;
-      if (column >= n_cols) continue;
-      const T* const first = of_teams + index * kTeams * kColumns + column;
-      Pack<T, kWidth> total;
-      load<kWidth>(total, first, 0, kWidth);
-#pragma unroll
-      for (int other = 1; other < kTeams; ++other) add_gradients(total, first + other * kColumns);
-      T* gradient;
-      if constexpr (kGradients == 2) {
-        gradient = index == 0 ? args.dweight : args.dbias;
-      } else if constexpr (kPresent<DWeight>) {
-        gradient = args.dweight;
-      } else {
-        gradient = args.dbias;
-      }
-      store<kWidth>(total, gradient + block_index() * partials_stride(n_cols) + column, 0, kWidth);
-    }
-  }
-
-  // 5. dx of a wild row.
+  // dx of a wild row.
   if constexpr (kSame<T, float>) {
-    if (team.any(wild) && args.dx != static_cast<const void*>(args.dy)) {
+    if (row.team.any(wild) && args.dx != static_cast<const void*>(args.dy)) {
       warp_barrier();      // lanes may have stored each other's dx
       make_opaque(block);  // else addresses of the row are kept until here
       write_wild_row<Op, Layout::kPacksPerThread>(
-          team, !wild, block / Layout::kClusterBlocks * kTeams + team.team, args);
+          row.team, !wild, block / Layout::kClusterBlocks * Row::kTeams + row.team.team, args);
     }
   }
 }
