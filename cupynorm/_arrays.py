@@ -21,6 +21,7 @@ from cupynorm._environment import import_cupy
 __all__ = [
     "DTYPES",
     "Family",
+    "address_of",
     "check_no_mask",
     "device_of",
     "family_of",
@@ -290,6 +291,11 @@ def is_numpy(array: Any) -> bool:
 def device_of(array: Any) -> str:
     """Name the device that a NumPy or CuPy array is on."""
     return "cpu" if is_numpy(array) else f"cuda:{array.device.id}"
+
+
+def address_of(array: Any) -> int:
+    """Return where a NumPy or CuPy array begins."""
+    return int(array.ctypes.data if is_numpy(array) else array.data.ptr)
 
 
 def row_stride(shape: Sequence[int], strides: Sequence[int], itemsize: int, k: int) -> int | None:

@@ -80,14 +80,23 @@ _PLAIN = {
     "out_dtype": "(out_dtype is None or isinstance(out_dtype, (_dtype, str, type)))",
     "bias": "(bias is None or type(bias) is bool)",
 }
-_OF_BACKWARD = ("norm", "training", "axis", "zero_centered", "bias")
+_PLAIN |= {
+    name: _PLAIN["out_dtype"].replace("out_dtype", name)
+    for name in ("residual_dtype", "dx_dtype", "dresidual_dtype")
+}
+_OF_BACKWARD = (
+    *("norm", "training", "axis", "zero_centered", "bias"),
+    *("dx_dtype", "dresidual_dtype"),
+)
 forward_key = key_function(
-    CUPY, {name: _PLAIN[name] for name in Asked._fields}, ("x", "weight", "bias", "y")
+    CUPY,
+    {name: _PLAIN[name] for name in Asked._fields},
+    ("x", "weight", "bias", "y", "residual", "residual_out"),
 )
 backward_key = key_function(
     CUPY,
     {name: _PLAIN[name] for name in _OF_BACKWARD},
-    ("dy", "x", "rstd", "weight", "mean", "bitmask", "dx", "like"),
+    ("dy", "x", "rstd", "weight", "mean", "bitmask", "dx", "like", "dresidual_out"),
 )
 
 # ---- arrays as the kernels take them -------------------------------------------------------------
@@ -134,14 +143,21 @@ def _keep_if_captured(memory: Any, stream: Any) -> None:
 
 
 def forward(
-    spec: ForwardSpec, options: Options, x: Any, weight: Any, bias: Any, out: Any
+    spec: ForwardSpec,
+    options: Options,
+    x: Any,
+    weight: Any,
+    bias: Any,
+    out: Any,
+    residual: Any,
+    residual_out: Any,
 ) -> tuple[Any, Callable[..., Any] | None]:
     """Launch a forward pass.
 
     Returns
     -------
-    array or NormForward
-        NormForward if the statistics are stored, else y.
+    array, pair or NormForward
+        NormForward if the statistics are stored, else y, or y and residual_out.
     callable or None
         The `run` that serves arrays like these again; None if some were copied or are poorly
         aligned.
@@ -152,8 +168,10 @@ def forward(
         return made.prepared(m, *options.numbers), made.scratch_bytes(m)
 
     arguments = {"x": x, "weight": weight, "bias": bias, "y": out}
-    kind = NormForward if options.training else None
-    return _launch(spec, options.k, plan, arguments, {}, kind)
+    arguments |= {"residual": residual, "residual_out": residual_out}
+    result = "({y}, {residual_out})" if spec.residual else "{y}"
+    result = "NormForward({fields})" if options.training else result
+    return _launch(spec, options.k, plan, arguments, {}, result)
 
 
 def backward(
@@ -167,8 +185,13 @@ def backward(
     bitmask: Any,
     dx: Any,
     like: Any,
+    dresidual_out: Any,
+    *,
+    has_residual: bool,
 ) -> tuple[NormBackward, Callable[..., Any] | None]:
     """Launch a backward pass; `like`: the bias, if dbias is to have its shape.
+
+    `has_residual`: dresidual is wanted, which is dx where both have one dtype.
 
     Returns
     -------
@@ -184,12 +207,14 @@ def backward(
         return made.prepared(m), made.scratch_bytes(m)
 
     arguments = {"dy": dy, "x": x, "weight": weight, "mean": mean, "rstd": rstd}
-    arguments |= {"bitmask": bitmask, "dx": dx, "like": like}
+    arguments |= {"bitmask": bitmask, "dx": dx, "like": like, "dresidual_out": dresidual_out}
     # Leading axes of 1 of a weight or bias are its gradient's, too.
     shapes = {} if weight is None else {"dweight": weight.shape, "dbias": weight.shape}
     if like is not None:
         shapes["dbias"] = like.shape
-    return _launch(spec, options.k, plan, arguments, shapes, NormBackward)
+    is_dx = has_residual and spec.dresidual is None
+    result = "NormBackward({dx}, {dweight}, {dbias}, {dx})" if is_dx else "NormBackward({fields})"
+    return _launch(spec, options.k, plan, arguments, shapes, result)
 
 
 def _launch(
@@ -198,19 +223,18 @@ def _launch(
     plan: Callable[..., tuple[Any, int]],
     arguments: dict[str, Any],
     shapes: dict[str, tuple[int, ...]],
-    result_of: type | None,
+    result: str,
 ) -> tuple[Any, Callable[..., Any] | None]:
     """Launch a pass on its arguments, by name; return its result, and the `run` of calls like it.
 
     `plan` returns what launches m rows of n by accesses of some elements, and its bytes of scratch.
-    `shapes` are those of results that do not follow from their kinds. The result is made of all by
-    `result_of`, or else is the first.
+    `shapes` are those of results that do not follow from their kinds, and `result` is the expression
+    of what is returned: see `run_maker`.
     """
     x = arguments["x"]
     device, dtypes = x.device.id, spec.dtypes
     m, n = math.prod(x.shape[: x.ndim - k]), math.prod(x.shape[x.ndim - k :])
-    known: dict[str, Any] = {"device": device, "result_of": result_of}
-    result = "result_of({fields})" if result_of else spec.table.writes[0]
+    known: dict[str, Any] = {"device": device}
     for name in spec.writes:
         known[f"{name}_shape"] = shapes.get(name) or shape_of(KINDS[name], x.shape, k)
         known[f"{name}_dtype"] = to_numpy(dtypes[name])
@@ -218,14 +242,15 @@ def _launch(
     def run_of(given: dict[str, Any]) -> Callable[..., Any]:
         names = tuple(name for name, array in given.items() if array is not None)
         make = run_maker(
-            *(CUPY, spec.table, tuple(arguments), names, spec.writes, result),
+            *(CUPY, spec.table, tuple(given), names, spec.writes, result),
             has_scratch=known["scratch_bytes"] > 0,
         )
         return make(known)
 
     with _on(device):
         taken: dict[str, Any] = {}
-        for name, array in arguments.items():
+        new_rows = {name: None for name in spec.writes if KINDS[name] is Kind.ROWS}
+        for name, array in (new_rows | arguments).items():
             if array is None and name in spec.writes:
                 array = _ndarray(known[f"{name}_shape"], known[f"{name}_dtype"])
             taken[name], known[f"{name}_stride"] = _taken(name, array, k, n)

@@ -11,7 +11,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupynorm._arrays import BFLOAT16, DTYPES, device_of, is_numpy, row_stride, to_numpy
+from cupynorm._arrays import (
+    BFLOAT16,
+    DTYPES,
+    address_of,
+    device_of,
+    is_numpy,
+    row_stride,
+    to_numpy,
+)
 from cupynorm._operation import (
     KINDS,
     BackwardSpec,
@@ -109,20 +117,36 @@ class Asked(NamedTuple):
     eps: Any = 0.0
     relu: Any = None
     out_dtype: Any = None
+    residual_dtype: Any = None
 
 
 def check_forward(
-    x: Any, weight: Any, bias: Any, out: Any, asked: Asked
+    x: Any,
+    weight: Any,
+    bias: Any,
+    out: Any,
+    asked: Asked,
+    residual: Any = None,
+    residual_out: Any = None,
 ) -> tuple[ForwardSpec, Options]:
     """Check a forward pass; return what is to be compiled, and how it is called."""
     k = _check_operands(x, weight, bias, asked)
-    bounds = check_numbers(np.dtype(compute_dtype(DTYPES[x.dtype])), asked.eps, asked.relu)
-    dtype = x.dtype if asked.out_dtype is None else to_dtype("out_dtype", asked.out_dtype)
-    if out is not None:
-        if asked.out_dtype is None:
-            dtype = to_dtype("out.dtype", out.dtype)
-        _check_like("out", out, x, x.shape, dtype)
-        _check_writable("out", out, k)
+    dtype = _check_output("out", out, x, k, asked.out_dtype, x.dtype)
+    dtypes = {"x": DTYPES[x.dtype], "weight": _name_of(weight), "bias": _name_of(bias)}
+    if residual is not None:
+        _check_like("residual", residual, x, x.shape, None)
+        total = _check_output(
+            *("residual_out", residual_out, x, k, asked.residual_dtype, residual.dtype)
+        )
+        outputs = [array for array in (out, residual_out) if array is not None and array.size]
+        if len({address_of(array) for array in outputs}) < len(outputs):
+            raise ValueError("residual_out must be another array than out, got the same memory")
+        dtypes |= {"x": DTYPES[total], "branch": dtypes["x"], "residual": _name_of(residual)}
+    else:
+        for name, given in (("dtype", asked.residual_dtype), ("out", residual_out)):
+            if given is not None:
+                raise ValueError(f"residual_{name} must be None without a residual, got {given!r}")
+    bounds = check_numbers(np.dtype(compute_dtype(str(dtypes["x"]))), asked.eps, asked.relu)
     options = Options(
         norm=asked.norm,
         k=k,
@@ -131,8 +155,21 @@ def check_forward(
         relu=bounds,
         training=asked.training,
     )
-    dtypes = {"x": DTYPES[x.dtype], "weight": _name_of(weight), "bias": _name_of(bias)}
     return ForwardSpec.of(options, **dtypes, y=DTYPES[dtype]), options
+
+
+def _check_output(
+    name: str, out: Any, x: Any, k: int, asked: Any, default: np.dtype[Any]
+) -> np.dtype[Any]:
+    """Check an output of x's shape, if it is given; return its dtype, which `asked` may say."""
+    dtype_name = "out_dtype" if name == "out" else "residual_dtype"
+    dtype = default if asked is None else to_dtype(dtype_name, asked)
+    if out is not None:
+        if asked is None:
+            dtype = to_dtype(f"{name}.dtype", out.dtype)
+        _check_like(name, out, x, x.shape, dtype)
+        _check_writable(name, out, k)
+    return dtype
 
 
 def _name_of(array: Any) -> str | None:
@@ -184,7 +221,13 @@ def _to_float(number: Any) -> float:
         return -math.inf if str(number).startswith("-") else math.inf
 
 
-def check_backward(arrays: dict[str, Any], bias: Any, asked: Asked) -> tuple[BackwardSpec, Options]:
+def check_backward(
+    arrays: dict[str, Any],
+    bias: Any,
+    asked: Asked,
+    dx_dtype: Any = None,
+    dresidual_dtype: Any = None,
+) -> tuple[BackwardSpec, Options]:
     """Check a backward pass, of arrays by name; `bias` is True, False or an array."""
     x, weight = arrays["x"], arrays["weight"]
     like = None if isinstance(bias, bool) else bias
@@ -193,6 +236,13 @@ def check_backward(arrays: dict[str, Any], bias: Any, asked: Asked) -> tuple[Bac
         like = x if weight is None else weight
     dy = arrays["dy"]
     _check_like("dy", dy, x, x.shape, None)
+    dr = arrays["dresidual_out"]
+    if dr is not None:
+        _check_like("dresidual_out", dr, x, x.shape, None)
+    of_x, of_residual = (
+        x.dtype if asked_dtype is None else to_dtype(name, asked_dtype)
+        for name, asked_dtype in (("dx_dtype", dx_dtype), ("dresidual_dtype", dresidual_dtype))
+    )
     options = Options(norm=asked.norm, k=k, zero_centered=bool(asked.zero_centered))
     spec = BackwardSpec.of(
         options,
@@ -201,6 +251,9 @@ def check_backward(arrays: dict[str, Any], bias: Any, asked: Asked) -> tuple[Bac
         weight=_name_of(weight),
         dbias=_name_of(like),
         bitmask=arrays["bitmask"] is not None,
+        dresidual_out=_name_of(dr),
+        dx=None if of_x == x.dtype else DTYPES[of_x],
+        dresidual=None if of_residual == of_x else DTYPES[of_residual],
     )
     for name in ("mean", "rstd", "bitmask", "dx"):
         if arrays[name] is not None:

@@ -170,12 +170,14 @@ def forward_instantiation(
 ) -> Instantiation:
     """Return the kernel of a forward pass."""
     options: dict[str, str | bool] = {
+        "Prologue": "AddResidual" if spec.residual else "Plain",
         "Epilogue": "Clamp" if spec.relu else "Identity",
         "kCentered": spec.norm == "layer_norm",
         "kZeroCentered": spec.zero_centered,
         "kStoresStatistics": spec.store_statistics,
     }
-    op = _op(options, X=spec.x, Weight=spec.weight, Bias=spec.bias, Y=spec.y)
+    read = {"X": spec.x, "Branch": spec.dtypes["x"], "Residual": spec.residual}
+    op = _op(options, **read, Weight=spec.weight, Bias=spec.bias, Y=spec.y)
     threads, blocks = config.block_threads, config.cluster_blocks
     if isinstance(config, ForwardInRegisters):
         regime, struct = "in_registers", "ForwardArguments"
@@ -215,7 +217,9 @@ def backward_instantiations(
             "kZeroCentered": spec.zero_centered,
         }
         dtypes = {"X": spec.x, "DY": spec.dy, "Weight": spec.weight}
-        return _op(options, **dtypes, DWeight=dweight, DBias=dbias)
+        dtypes |= {"DWeight": dweight, "DBias": dbias, "DX": spec.dtypes["dx"]}
+        dtypes |= {"DResidualOut": spec.dresidual_out, "DResidual": spec.dresidual}
+        return _op(options, **dtypes)
 
     gradients = op(spec.weight, spec.dbias)
     partials = op(spec.weight and compute, spec.dbias and compute)

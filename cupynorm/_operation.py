@@ -7,6 +7,7 @@ derived from the tables here. Nothing here knows sizes, addresses or devices.
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import functools
 import math
@@ -72,7 +73,8 @@ class Kind(enum.Enum):
 
 
 KINDS = {
-    **dict.fromkeys(("x", "y", "dy", "dx"), Kind.ROWS),
+    **dict.fromkeys(("x", "residual", "y", "residual_out"), Kind.ROWS),
+    **dict.fromkeys(("dy", "dresidual_out", "dx", "dresidual"), Kind.ROWS),
     **dict.fromkeys(("weight", "bias", "dweight", "dbias"), Kind.VECTOR),
     **dict.fromkeys(("mean", "rstd"), Kind.STATISTIC),
     "bitmask": Kind.BITS,
@@ -122,12 +124,15 @@ class Pass(NamedTuple):
 
 
 FORWARD = Pass(
-    "forward", ("x", "weight", "bias"), ("y", "mean", "rstd", "bitmask"), takes_scratch=False
+    "forward",
+    ("x", "residual", "weight", "bias"),
+    ("y", "mean", "rstd", "bitmask", "residual_out"),
+    takes_scratch=False,
 )
-BACKWARD = Pass(
+BACKWARD = Pass(  # x is what was normalized: the forward's residual_out, where there is one
     "backward",
-    ("dy", "x", "weight", "mean", "rstd", "bitmask"),
-    ("dx", "dweight", "dbias"),
+    ("dy", "x", "dresidual_out", "weight", "mean", "rstd", "bitmask"),
+    ("dx", "dweight", "dbias", "dresidual"),
     takes_scratch=True,
 )
 
@@ -187,7 +192,10 @@ def _present(spec: _Spec, names: tuple[str, ...]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class ForwardSpec(_Spec):
-    """A forward pass to compile; dtypes by name, None for an operand that is absent."""
+    """A forward pass to compile; dtypes by name, None for an operand that is absent.
+
+    `x` is what is normalized: where there is a residual, the sum of that and the `branch`.
+    """
 
     table: ClassVar[Pass] = FORWARD
 
@@ -199,6 +207,8 @@ class ForwardSpec(_Spec):
     zero_centered: bool
     store_statistics: bool  # and, with relu, the bitmask
     relu: bool
+    branch: str | None = None
+    residual: str | None = None
 
     @classmethod
     def of(cls, options: Options, **dtypes: Any) -> ForwardSpec:
@@ -216,19 +226,24 @@ class ForwardSpec(_Spec):
         """The dtype of each array of the table by its name, None where it is absent."""
         statistic = compute_dtype(self.x) if self.store_statistics else None
         return {
-            "x": self.x,
+            "x": self.branch or self.x,
+            "residual": self.residual,
             "weight": self.weight,
             "bias": self.bias,
             "y": self.y,
             "mean": statistic if self.norm == "layer_norm" else None,
             "rstd": statistic,
             "bitmask": "uint8" if self.store_statistics and self.relu else None,
+            "residual_out": self.x if self.residual else None,
         }
 
 
 @dataclass(frozen=True)
 class BackwardSpec(_Spec):
-    """A backward pass to compile; there is a dweight where there is a weight."""
+    """A backward pass to compile; there is a dweight where there is a weight.
+
+    `dx`: of its dtype, where that is not x's. `dresidual`: where it is not dx.
+    """
 
     table: ClassVar[Pass] = BACKWARD
 
@@ -239,6 +254,9 @@ class BackwardSpec(_Spec):
     dbias: str | None
     zero_centered: bool
     bitmask: bool
+    dresidual_out: str | None = None
+    dx: str | None = None
+    dresidual: str | None = None
 
     @classmethod
     def of(cls, options: Options, **dtypes: Any) -> BackwardSpec:
@@ -252,14 +270,21 @@ class BackwardSpec(_Spec):
         return {
             "dy": self.dy,
             "x": self.x,
+            "dresidual_out": self.dresidual_out,
             "weight": self.weight,
             "mean": statistic if self.norm == "layer_norm" else None,
             "rstd": statistic,
             "bitmask": "uint8" if self.bitmask else None,
-            "dx": self.x,
+            "dx": self.dx or self.x,
             "dweight": self.weight,
             "dbias": self.dbias,
+            "dresidual": self.dresidual,
         }
+
+    @property
+    def without_residual(self) -> BackwardSpec:
+        """The same pass of a norm without a residual, whose sums these have."""
+        return dataclasses.replace(self, dresidual_out=None, dx=None, dresidual=None)
 
     @property
     def gradients(self) -> int:
@@ -288,12 +313,16 @@ class NormForward(NamedTuple):
         Where y was strictly between relu's bounds, before it was rounded, a bit an element, as
         `pack_bitmask` packs them: of x's shape without the normalized axes, and ceil(N / 8); None
         without relu.
+    residual_out : array or None
+        ``x + residual``, which is what was normalized, and the x of the backward pass; None without
+        a residual.
     """
 
     y: Any
     mean: Any = None
     rstd: Any = None
     bitmask: Any = None
+    residual_out: Any = None
 
 
 class NormBackward(NamedTuple):
@@ -307,11 +336,14 @@ class NormBackward(NamedTuple):
         Gradient of the weight, of its shape and dtype; None without a weight.
     dbias : array or None
         Gradient of the bias; None where it was not asked for.
+    dresidual : array or None
+        Gradient of the residual: dx itself where both have one dtype; None where there was none.
     """
 
     dx: Any
     dweight: Any = None
     dbias: Any = None
+    dresidual: Any = None
 
 
 # Pickles name them by the public module, so that this one may be renamed.

@@ -47,9 +47,11 @@ COUNT_BYTES = 16  # of a count in device memory, an int; what is behind it is al
 LEAST_COUNTED = 32
 
 _Ints = tuple[int, ...]  # addresses, the rows' with their strides behind them
-# Of a backward pass's operands: all before the weight gradients; these. The last is scratch.
+# Of a backward pass's operands: all before the weight gradients; these; the others. The last is
+# scratch.
 _ROWS = slice(BACKWARD.operands.index("dweight"))
-_GRADIENTS = slice(_ROWS.stop, len(BACKWARD.operands))
+_GRADIENTS = slice(_ROWS.stop, BACKWARD.operands.index("dbias") + 1)
+_BEHIND = slice(_GRADIENTS.stop, len(BACKWARD.operands))
 
 
 def _sizes(m: int, n: int) -> dict[str, float]:
@@ -272,7 +274,8 @@ class InRegistersPlan(BackwardPlan):
 
             def launch_with_partials(stream: int, operands: _Ints) -> None:
                 scratch = operands[-1]
-                launch_rows(stream, (*operands[_ROWS], scratch, scratch + of_bias, scratch))
+                sums = scratch, scratch + of_bias
+                launch_rows(stream, (*operands[_ROWS], *sums, *operands[_BEHIND], scratch))
 
             return launch_with_partials
         return launch_rows

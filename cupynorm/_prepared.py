@@ -149,7 +149,8 @@ def run_maker(
     written : tuple of str
         The arrays that are written; those not given are allocated.
     result : str
-        An expression, with {fields} for the arrays that the table writes, None for one that is not.
+        An expression, with {fields} for the arrays that the table writes, None for one that is not,
+        and {y}, say, for one by itself.
     copied : tuple of str
         The arrays that are made contiguous.
     like : tuple of pairs of str
@@ -192,9 +193,9 @@ def run_maker(
         operands.append("scratch_address")
     elif table.takes_scratch:
         operands.append("0")
-    fields = ", ".join(name if name in written else "None" for name in table.writes)
+    fields = {name: name if name in written else "None" for name in table.writes}
     body.append(f"launch({dialect.handle}, ({', '.join(operands)}))")
-    body.append(f"return {result.format(fields=fields)}")
+    body.append(f"return {result.format(fields=', '.join(fields.values()), **fields)}")
     run = "\n".join((*_head(dialect, "run", (), arguments), *(f"    {line}" for line in body)))
     code: Any = symtable.symtable(run, "run", "exec").get_children()[0]
     elsewhere_known = dialect.names | vars(builtins)

@@ -37,6 +37,9 @@ def rms_norm(
     relu: Relu = None,
     out_dtype: Any = None,
     out: Any = None,
+    residual: Any = None,
+    residual_dtype: Any = None,
+    residual_out: Any = None,
 ) -> Any:
     """Divide each row by its root mean square, then scale and shift it.
 
@@ -67,13 +70,22 @@ def rms_norm(
     out_dtype : dtype, optional
         y's dtype; by default out's, or x's.
     out : array, optional
-        Where to write y: of x's shape, on a GPU in contiguous rows one stride apart; may be x
-        itself. Other overlap with an argument is not detected and gives wrong values.
+        Where to write y: of x's shape, on a GPU in contiguous rows one stride apart; may be x or
+        residual itself. Other overlap with an argument is not detected and gives wrong values.
+    residual : array, shape of x, optional
+        What is added to x first, of any of the four dtypes: the norm is that of
+        ``s = x + residual``, added in the compute dtype and rounded once. The bits of y are those
+        of a call on s.
+    residual_dtype : dtype, optional
+        s's dtype; by default residual_out's, or residual's.
+    residual_out : array, optional
+        Where to write s, as `out`; may be x or residual itself, but not `out`.
 
     Returns
     -------
-    array
-        y, of x's shape and framework: `out` if given, else a new C-contiguous array.
+    array, or pair of arrays
+        y, of x's shape and framework: `out` if given, else a new C-contiguous array; with a
+        residual y and s.
 
     Raises
     ------
@@ -114,7 +126,8 @@ def rms_norm(
            [ 1.   ,  2.   ]], dtype=float32)
     """
     return _forward(
-        x, weight, bias, out, ("rms_norm", False, axis, zero_centered, eps, relu, out_dtype)
+        *(x, weight, bias, out, residual, residual_out),
+        ("rms_norm", False, axis, zero_centered, eps, relu, out_dtype, residual_dtype),
     )
 
 
@@ -129,6 +142,9 @@ def layer_norm(
     relu: Relu = None,
     out_dtype: Any = None,
     out: Any = None,
+    residual: Any = None,
+    residual_dtype: Any = None,
+    residual_out: Any = None,
 ) -> Any:
     """Bring each row to mean 0 and variance 1, then scale and shift it.
 
@@ -138,15 +154,17 @@ def layer_norm(
 
     Parameters
     ----------
-    x, weight, bias, axis, zero_centered, relu, out_dtype, out
+    x, weight, bias, axis, zero_centered, relu, out_dtype, out, residual, residual_dtype, \
+residual_out
         As of `rms_norm`.
     eps : float
         Added to the variance.
 
     Returns
     -------
-    array
-        y, of x's shape and framework: `out` if given, else a new C-contiguous array.
+    array, or pair of arrays
+        y, of x's shape and framework: `out` if given, else a new C-contiguous array; with a
+        residual y and ``s = x + residual``.
 
     Raises
     ------
@@ -173,7 +191,8 @@ def layer_norm(
            [-1., 11.]], dtype=float32)
     """
     return _forward(
-        x, weight, bias, out, ("layer_norm", False, axis, zero_centered, eps, relu, out_dtype)
+        *(x, weight, bias, out, residual, residual_out),
+        ("layer_norm", False, axis, zero_centered, eps, relu, out_dtype, residual_dtype),
     )
 
 
@@ -188,12 +207,16 @@ def rms_norm_forward(
     relu: Relu = None,
     out_dtype: Any = None,
     out: Any = None,
+    residual: Any = None,
+    residual_dtype: Any = None,
+    residual_out: Any = None,
 ) -> NormForward:
     """Compute `rms_norm` and keep what `rms_norm_backward` needs.
 
     Parameters
     ----------
-    x, weight, bias, eps, axis, zero_centered, relu, out_dtype, out
+    x, weight, bias, eps, axis, zero_centered, relu, out_dtype, out, residual, residual_dtype, \
+residual_out
         As of `rms_norm`.
 
     Returns
@@ -202,7 +225,8 @@ def rms_norm_forward(
         ``y`` as of `rms_norm`, and ``rstd = 1 / sqrt(mean(x**2) + eps)`` of each row: of x's shape
         without the normalized axes, float32 (float64 where x is). With relu, ``bitmask`` of shape
         (..., ceil(N / 8)): a bit an element, set where lower < y < upper before rounding; see
-        `pack_bitmask` for the layout. ``mean`` is None, and so is ``bitmask`` without relu.
+        `pack_bitmask` for the layout. ``mean`` is None, and so is ``bitmask`` without relu. With a
+        residual, ``residual_out`` is ``s = x + residual``, the x of `rms_norm_backward`.
 
     Raises
     ------
@@ -216,14 +240,15 @@ def rms_norm_forward(
     >>> x = np.array([[3.0, -4.0], [0.5, 0.5]], dtype=np.float32)
     >>> cupynorm.rms_norm_forward(x).rstd.round(3)
     array([0.283, 2.   ], dtype=float32)
-    >>> y, _, _, bitmask = cupynorm.rms_norm_forward(x, relu=(0, 6))
-    >>> y.round(3), bitmask
+    >>> result = cupynorm.rms_norm_forward(x, relu=(0, 6))
+    >>> result.y.round(3), result.bitmask
     (array([[0.849, 0.   ],
            [1.   , 1.   ]], dtype=float32), array([[1],
            [3]], dtype=uint8))
     """
     result: NormForward = _forward(
-        x, weight, bias, out, ("rms_norm", True, axis, zero_centered, eps, relu, out_dtype)
+        *(x, weight, bias, out, residual, residual_out),
+        ("rms_norm", True, axis, zero_centered, eps, relu, out_dtype, residual_dtype),
     )
     return result
 
@@ -239,20 +264,24 @@ def layer_norm_forward(
     relu: Relu = None,
     out_dtype: Any = None,
     out: Any = None,
+    residual: Any = None,
+    residual_dtype: Any = None,
+    residual_out: Any = None,
 ) -> NormForward:
     """Compute `layer_norm` and keep what `layer_norm_backward` needs.
 
     Parameters
     ----------
-    x, weight, bias, eps, axis, zero_centered, relu, out_dtype, out
+    x, weight, bias, eps, axis, zero_centered, relu, out_dtype, out, residual, residual_dtype, \
+residual_out
         As of `layer_norm`.
 
     Returns
     -------
     NormForward
         ``y`` as of `layer_norm`; ``mean`` and ``rstd = 1 / sqrt(var(x) + eps)`` of each row: of
-        x's shape without the normalized axes, float32 (float64 where x is); ``bitmask`` as of
-        `rms_norm_forward`.
+        x's shape without the normalized axes, float32 (float64 where x is); ``bitmask`` and
+        ``residual_out`` as of `rms_norm_forward`.
 
     Raises
     ------
@@ -268,7 +297,8 @@ def layer_norm_forward(
     (array([2., 6.], dtype=float32), array([1. , 0.5], dtype=float32))
     """
     result: NormForward = _forward(
-        x, weight, bias, out, ("layer_norm", True, axis, zero_centered, eps, relu, out_dtype)
+        *(x, weight, bias, out, residual, residual_out),
+        ("layer_norm", True, axis, zero_centered, eps, relu, out_dtype, residual_dtype),
     )
     return result
 
@@ -284,6 +314,9 @@ def rms_norm_backward(
     axis: Axis = None,
     zero_centered: bool = False,
     dx: Any = None,
+    dresidual_out: Any = None,
+    dx_dtype: Any = None,
+    dresidual_dtype: Any = None,
 ) -> NormBackward:
     """Compute the gradients of `rms_norm`.
 
@@ -310,15 +343,22 @@ def rms_norm_backward(
     bitmask : array of uint8, shape (..., ceil(N / 8)), optional
         As the forward function returned it, where it had relu. Copied unless C-contiguous.
     dx : array, optional
-        Where to write dx: of x's shape and dtype, on a GPU in contiguous rows one stride apart; may
-        be dy itself. If it is, rows whose sums overflow float32 may become NaN or infinite on a
-        GPU. Otherwise they are computed again from dy.
+        Where to write dx: of x's shape and dx's dtype, on a GPU in contiguous rows one stride
+        apart; may be dy or dresidual_out itself. If it is, rows whose sums overflow float32 may
+        become NaN or infinite on a GPU. Otherwise they are computed again.
+    dresidual_out : array, shape of x, optional
+        Where the forward had a residual: the gradient of its residual_out, which is x here. It is
+        added to dx in the compute dtype, before the one rounding.
+    dx_dtype, dresidual_dtype : dtype, optional
+        The dtypes of the forward's x and residual; by default x's here. Where they are one dtype,
+        dresidual is dx.
 
     Returns
     -------
     NormBackward
-        ``dx``; ``dweight``, None without a weight; ``dbias``, None unless wanted. The same bits
-        from run to run; with a dx given, dweight and dbias may have others than without.
+        ``dx``; ``dweight``, None without a weight; ``dbias``, None unless wanted; ``dresidual``,
+        None unless dresidual_out or one of the two dtypes is given: without them it is dx. The same
+        bits from run to run; with a dx given, dweight and dbias may have others than without.
 
     Raises
     ------
@@ -340,7 +380,8 @@ def rms_norm_backward(
     array([2., 2.], dtype=float32)
     """
     return _backward(
-        dy, x, weight, None, rstd, bitmask, dx, bias, ("rms_norm", axis, zero_centered)
+        *(dy, x, weight, None, rstd, bitmask, dx, dresidual_out, bias),
+        ("rms_norm", axis, zero_centered, dx_dtype, dresidual_dtype),
     )
 
 
@@ -356,6 +397,9 @@ def layer_norm_backward(
     axis: Axis = None,
     zero_centered: bool = False,
     dx: Any = None,
+    dresidual_out: Any = None,
+    dx_dtype: Any = None,
+    dresidual_dtype: Any = None,
 ) -> NormBackward:
     """Compute the gradients of `layer_norm`.
 
@@ -369,7 +413,8 @@ def layer_norm_backward(
 
     Parameters
     ----------
-    dy, x, weight, rstd, bias, bitmask, axis, zero_centered, dx
+    dy, x, weight, rstd, bias, bitmask, axis, zero_centered, dx, dresidual_out, dx_dtype, \
+dresidual_dtype
         As of `rms_norm_backward`, but dbias is wanted by default.
     mean : array
         As `layer_norm_forward` returned it. It serves as a shift: xhat is centred again by its own
@@ -378,8 +423,9 @@ def layer_norm_backward(
     Returns
     -------
     NormBackward
-        ``dx``; ``dweight``, None without a weight; ``dbias``, None unless wanted. The same bits
-        from run to run; with a dx given, dweight and dbias may have others than without.
+        ``dx``; ``dweight``, None without a weight; ``dbias``, None unless wanted; ``dresidual`` as
+        of `rms_norm_backward`. The same bits from run to run; with a dx given, dweight and dbias
+        may have others than without.
 
     Raises
     ------
@@ -401,7 +447,8 @@ def layer_norm_backward(
     array([ 5., 11.], dtype=float32)
     """
     return _backward(
-        dy, x, weight, mean, rstd, bitmask, dx, bias, ("layer_norm", axis, zero_centered)
+        *(dy, x, weight, mean, rstd, bitmask, dx, dresidual_out, bias),
+        ("layer_norm", axis, zero_centered, dx_dtype, dresidual_dtype),
     )
 
 
@@ -412,26 +459,41 @@ def _cupy_calls() -> Any:
     return _calls
 
 
-def _forward(x: Any, weight: Any, bias: Any, out: Any, asked: tuple[Any, ...]) -> Any:
-    """Return NormForward if the statistics are stored, else y."""
+def _forward(
+    x: Any,
+    weight: Any,
+    bias: Any,
+    out: Any,
+    residual: Any,
+    residual_out: Any,
+    asked: tuple[Any, ...],
+) -> Any:
+    """Return NormForward if the statistics are stored, else y, or y and residual_out."""
     family = _arrays.family_of("x", x)
     key = None
     if family.is_cupy:
         calls = _cupy_calls()
-        key = calls.forward_key(asked, x, weight, bias, out)
+        key = calls.forward_key(asked, x, weight, bias, out, residual, residual_out)
         run = calls.calls.get(key)
         if run is not None:
-            result = run(x, weight, bias, out)
+            result = run(x, weight, bias, out, residual, residual_out)
             if result is not None:
                 return result
     family = family.with_device_of(x)
     x = family.take("x", x)
     weight = None if weight is None else family.take("weight", weight)
     bias = None if bias is None else family.take("bias", bias)
+    residual = None if residual is None else family.take("residual", residual)
     target = None if out is None else family.take("out", out, output=True)
-    spec, options = _checks.check_forward(x, weight, bias, target, _checks.Asked(*asked))
+    total = None
+    if residual_out is not None:
+        total = family.take("residual_out", residual_out, output=True)
+    spec, options = _checks.check_forward(
+        x, weight, bias, target, _checks.Asked(*asked), residual, total
+    )
     dtype = _arrays.to_numpy(spec.y)
     family.check_holds("out_dtype", dtype)
+    family.check_holds("residual_dtype", _arrays.to_numpy(spec.x))
     if _arrays.is_numpy(x):
         result = getattr(reference, f"{spec.norm}_forward")(
             x,
@@ -443,21 +505,30 @@ def _forward(x: Any, weight: Any, bias: Any, out: Any, asked: tuple[Any, ...]) -
             relu=options.relu,
             out_dtype=dtype,
             out=target,
+            residual=residual,
+            residual_dtype=_arrays.to_numpy(spec.x),
+            residual_out=total,
         )
         if not options.training:
-            result = result.y
+            result = result.y if residual is None else (result.y, result.residual_out)
     else:
         calls = _cupy_calls()
-        result, run = calls.forward(spec, options, x, weight, bias, target)
+        result, run = calls.forward(
+            spec, options, x, weight, bias, target, residual=residual, residual_out=total
+        )
         if key is not None and run is not None:
             remember(calls.calls, key, run)
 
-    def give_y(y: Any) -> Any:
-        return family.give(y) if out is None else family.give_back(out, target)
+    def give_out(array: Any, given: Any, taken: Any) -> Any:
+        return family.give_present(array) if given is None else family.give_back(given, taken)
 
+    if not options.training and residual is None:
+        return give_out(result, out, target)
+    y = give_out(result[0], out, target)
+    summed = give_out(result[-1], residual_out, total)
     if not options.training:
-        return give_y(result)
-    return NormForward(give_y(result.y), *map(family.give_present, result[1:]))
+        return y, summed
+    return NormForward(y, *map(family.give_present, result[1:-1]), summed)
 
 
 def _backward(
@@ -468,20 +539,25 @@ def _backward(
     rstd: Any,
     bitmask: Any,
     dx: Any,
+    dresidual_out: Any,
     bias: Any,
     asked: tuple[Any, ...],
 ) -> NormBackward:
     family = _arrays.family_of("x", x)
-    norm, axis, zero_centered = asked
+    norm, axis, zero_centered, dx_dtype, dresidual_dtype = asked
     key = None
     if family.is_cupy:
         calls = _cupy_calls()
         like, wanted = (bias, None) if type(bias) is family.array_type else (None, bias)
-        options = norm, True, axis, zero_centered, wanted
-        key = calls.backward_key(options, dy, x, rstd, weight, mean, bitmask, dx, like)
+        options = norm, True, axis, zero_centered, wanted, dx_dtype, dresidual_dtype
+        key = calls.backward_key(
+            options, dy, x, rstd, weight, mean, bitmask, dx, like, dresidual_out
+        )
         run = calls.calls.get(key)
         if run is not None:
-            again: NormBackward | None = run(dy, x, weight, mean, rstd, bitmask, dx, like)
+            again: NormBackward | None = run(
+                dy, x, weight, mean, rstd, bitmask, dx, like, dresidual_out
+            )
             if again is not None:
                 return again
     family = family.with_device_of(x)
@@ -499,9 +575,13 @@ def _backward(
     if bitmask is not None:
         arrays["bitmask"] = family.take("bitmask", bitmask, dtypes=("uint8",))
     arrays["dx"] = target = None if dx is None else family.take("dx", dx, output=True)
+    arrays["dresidual_out"] = None
+    if dresidual_out is not None:
+        arrays["dresidual_out"] = family.take("dresidual_out", dresidual_out)
     spec, told = _checks.check_backward(
-        arrays, bias, _checks.Asked(norm, True, axis, zero_centered)
+        arrays, bias, _checks.Asked(norm, True, axis, zero_centered), dx_dtype, dresidual_dtype
     )
+    has_residual = any(given is not None for given in (dresidual_out, dx_dtype, dresidual_dtype))
     if _arrays.is_numpy(arrays["x"]):
         statistics = {name: arrays[name] for name in ("mean", "rstd") if name in spec.reads}
         result = getattr(reference, f"{norm}_backward")(
@@ -512,14 +592,18 @@ def _backward(
             axis=told.axis,
             zero_centered=told.zero_centered,
             dx=target,
+            dresidual_out=arrays["dresidual_out"],
+            dx_dtype=_arrays.to_numpy(spec.dtypes["dx"]),
+            dresidual_dtype=_arrays.to_numpy(spec.dresidual or spec.dtypes["dx"]),
         )
     else:
         calls = _cupy_calls()
         like = None if isinstance(bias, bool) else bias
-        result, run = calls.backward(spec, told, **arrays, like=like)
+        result, run = calls.backward(spec, told, **arrays, like=like, has_residual=has_residual)
         if key is not None and run is not None:
             remember(calls.calls, key, run)
-    return NormBackward(
-        family.give(result.dx) if dx is None else family.give_back(dx, target),
-        *map(family.give_present, result[1:]),
-    )
+    of_x = family.give(result.dx) if dx is None else family.give_back(dx, target)
+    of_residual = None
+    if has_residual:
+        of_residual = of_x if spec.dresidual is None else family.give(result.dresidual)
+    return NormBackward(of_x, *map(family.give_present, result[1:3]), of_residual)

@@ -53,6 +53,14 @@ def effective_weight(weight: Array | None, zero_centered: bool) -> Float64:
     return widen(weight) + 1.0 if zero_centered else widen(weight)
 
 
+def add_residual(x: Array, residual: Array, dtype: DTypeLike) -> Array:
+    """Return x + residual, added in the compute dtype of the two and rounded to `dtype`."""
+    wide = any(np.dtype(of) == np.float64 for of in (x.dtype, residual.dtype, dtype))
+    compute = np.float64 if wide else np.float32
+    with np.errstate(all="ignore"):
+        return round_once(widen(x.astype(compute) + residual.astype(compute)), dtype)
+
+
 def normalize(norm: Norm, x: Array, k: int, eps: float) -> tuple[Float64, Float64 | None, Float64]:
     """Return xhat, mean and rstd over the last k axes; mean and rstd keep axes of size 1."""
     axes = tuple(range(-k, 0))
@@ -245,18 +253,28 @@ def _forward(
     relu: Relu,
     out_dtype: DTypeLike | None,
     out: Array | None,
+    residual: Array | None,
+    residual_dtype: DTypeLike | None,
+    residual_out: Array | None,
 ) -> NormForward:
     k = trailing_axes(x.ndim, axis, weight, bias)
+    default, total = x.dtype if out is None else out.dtype, None
+    if residual is not None:
+        of_total = residual.dtype if residual_out is None else residual_out.dtype
+        x = total = add_residual(x, residual, residual_dtype or of_total)
     exact = forward_float64(
         norm, x, weight, bias, k=k, eps=eps, zero_centered=zero_centered, relu=relu
     )
-    default = x.dtype if out is None else out.dtype
     stats = compute_dtype(x)
+    if total is not None and residual_out is not None:
+        residual_out[...] = total
+        total = residual_out
     return NormForward(
         _store(exact.y, default if out_dtype is None else out_dtype, out),
         None if exact.mean is None else round_once(exact.mean, stats),
         round_once(exact.rstd, stats),
         exact.bitmask,
+        total,
     )
 
 
@@ -272,6 +290,9 @@ def _backward(
     axis: Axis,
     zero_centered: bool,
     dx: Array | None,
+    dresidual_out: Array | None,
+    dx_dtype: DTypeLike | None,
+    dresidual_dtype: DTypeLike | None,
 ) -> NormBackward:
     k = trailing_axes(x.ndim, axis, weight, bias)
     shape, dtype = bias_like(x, weight, bias, k)
@@ -279,10 +300,20 @@ def _backward(
     exact = backward_float64(
         norm, dy, x, weight, mean, rstd, k=k, zero_centered=zero_centered, bias_shape=shape
     )
+    of_total = exact.dx
+    if dresidual_out is not None:
+        with np.errstate(all="ignore"):
+            of_total = of_total + widen(dresidual_out)
+    of_x = _store(of_total, dx_dtype or x.dtype, dx)
+    has_residual = any(given is not None for given in (dresidual_out, dx_dtype, dresidual_dtype))
+    of_residual = of_x
+    if np.dtype(dresidual_dtype or x.dtype) != of_x.dtype:
+        of_residual = round_once(of_total, dresidual_dtype or x.dtype)
     return NormBackward(
-        _store(exact.dx, x.dtype, dx),
+        of_x,
         None if weight is None else round_once(exact.dweight, weight.dtype),
         None if shape is None else round_once(exact.dbias, dtype),
+        of_residual if has_residual else None,
     )
 
 
@@ -309,7 +340,10 @@ def rms_norm(
     relu: Relu = None,
     out_dtype: DTypeLike | None = None,
     out: Array | None = None,
-) -> Array:
+    residual: Array | None = None,
+    residual_dtype: DTypeLike | None = None,
+    residual_out: Array | None = None,
+) -> Any:
     """Return the RMSNorm of a NumPy array; see `cupynorm.rms_norm`.
 
     Examples
@@ -319,8 +353,19 @@ def rms_norm(
     >>> reference.rms_norm(np.array([3.0, -4.0]), eps=0.0).round(3)
     array([ 0.849, -1.131])
     """
-    result = _forward("rms_norm", x, weight, bias, eps, axis, zero_centered, relu, out_dtype, out)
-    return result.y  # type: ignore[no-any-return]
+    result = rms_norm_forward(
+        *(x, weight, bias),
+        eps=eps,
+        axis=axis,
+        zero_centered=zero_centered,
+        relu=relu,
+        out_dtype=out_dtype,
+        out=out,
+        residual=residual,
+        residual_dtype=residual_dtype,
+        residual_out=residual_out,
+    )
+    return result.y if residual is None else (result.y, result.residual_out)
 
 
 def layer_norm(
@@ -334,7 +379,10 @@ def layer_norm(
     relu: Relu = None,
     out_dtype: DTypeLike | None = None,
     out: Array | None = None,
-) -> Array:
+    residual: Array | None = None,
+    residual_dtype: DTypeLike | None = None,
+    residual_out: Array | None = None,
+) -> Any:
     """Return the LayerNorm of a NumPy array; see `cupynorm.layer_norm`.
 
     Examples
@@ -344,8 +392,19 @@ def layer_norm(
     >>> reference.layer_norm(np.array([1.0, 3.0]), eps=0.0)
     array([-1.,  1.])
     """
-    result = _forward("layer_norm", x, weight, bias, eps, axis, zero_centered, relu, out_dtype, out)
-    return result.y  # type: ignore[no-any-return]
+    result = layer_norm_forward(
+        *(x, weight, bias),
+        eps=eps,
+        axis=axis,
+        zero_centered=zero_centered,
+        relu=relu,
+        out_dtype=out_dtype,
+        out=out,
+        residual=residual,
+        residual_dtype=residual_dtype,
+        residual_out=residual_out,
+    )
+    return result.y if residual is None else (result.y, result.residual_out)
 
 
 def rms_norm_forward(
@@ -359,9 +418,15 @@ def rms_norm_forward(
     relu: Relu = None,
     out_dtype: DTypeLike | None = None,
     out: Array | None = None,
+    residual: Array | None = None,
+    residual_dtype: DTypeLike | None = None,
+    residual_out: Array | None = None,
 ) -> NormForward:
     """Return y, rstd and bitmask, as backward needs them; see `cupynorm.rms_norm_forward`."""
-    return _forward("rms_norm", x, weight, bias, eps, axis, zero_centered, relu, out_dtype, out)
+    return _forward(
+        *("rms_norm", x, weight, bias, eps, axis, zero_centered, relu, out_dtype, out),
+        *(residual, residual_dtype, residual_out),
+    )
 
 
 def layer_norm_forward(
@@ -375,9 +440,15 @@ def layer_norm_forward(
     relu: Relu = None,
     out_dtype: DTypeLike | None = None,
     out: Array | None = None,
+    residual: Array | None = None,
+    residual_dtype: DTypeLike | None = None,
+    residual_out: Array | None = None,
 ) -> NormForward:
     """Return y and what backward needs; see `cupynorm.layer_norm_forward`."""
-    return _forward("layer_norm", x, weight, bias, eps, axis, zero_centered, relu, out_dtype, out)
+    return _forward(
+        *("layer_norm", x, weight, bias, eps, axis, zero_centered, relu, out_dtype, out),
+        *(residual, residual_dtype, residual_out),
+    )
 
 
 def rms_norm_backward(
@@ -391,9 +462,15 @@ def rms_norm_backward(
     axis: Axis = None,
     zero_centered: bool = False,
     dx: Array | None = None,
+    dresidual_out: Array | None = None,
+    dx_dtype: DTypeLike | None = None,
+    dresidual_dtype: DTypeLike | None = None,
 ) -> NormBackward:
     """Return the gradients of RMSNorm; see `cupynorm.rms_norm_backward`."""
-    return _backward("rms_norm", dy, x, weight, None, rstd, bias, bitmask, axis, zero_centered, dx)
+    return _backward(
+        *("rms_norm", dy, x, weight, None, rstd, bias, bitmask, axis, zero_centered, dx),
+        *(dresidual_out, dx_dtype, dresidual_dtype),
+    )
 
 
 def layer_norm_backward(
@@ -408,8 +485,12 @@ def layer_norm_backward(
     axis: Axis = None,
     zero_centered: bool = False,
     dx: Array | None = None,
+    dresidual_out: Array | None = None,
+    dx_dtype: DTypeLike | None = None,
+    dresidual_dtype: DTypeLike | None = None,
 ) -> NormBackward:
     """Return the gradients of LayerNorm; see `cupynorm.layer_norm_backward`."""
     return _backward(
-        "layer_norm", dy, x, weight, mean, rstd, bias, bitmask, axis, zero_centered, dx
+        *("layer_norm", dy, x, weight, mean, rstd, bias, bitmask, axis, zero_centered, dx),
+        *(dresidual_out, dx_dtype, dresidual_dtype),
     )

@@ -20,6 +20,7 @@ dx         ``rstd * (|g| + m|g| + H * |m(g * xhat)| + |xhat| * m(|g| * H))``;
            RMSNorm: ``rstd * (|g| + |xhat| * m|g * xhat|)``
 dweight    the sum over rows of ``|dy| * H``; RMSNorm: of ``|dy * xhat|``
 dbias      the sum over rows of ``|dy|``
+dresidual  as dx, which both gain ``|dresidual_out|``
 =========  =======================================================================================
 
 What LayerNorm adds comes from its mean. The first mean of the corrected two-pass may be off by
@@ -32,6 +33,9 @@ H = |h| + m|h|. A weight of float64 is rounded to float32 before 1 is added to i
 A clamp moves no two values apart, so y keeps its magnitude within ``16 * u * S`` of the bounds of a
 ReLU; beyond them it must be a bound, rounded. The bitmask is that of exact y, bit for bit, but for
 elements within ``16 * u * S`` of a bound, where either will do.
+
+Where there is a residual, residual_out must be x + residual as NumPy adds them in the compute dtype
+and rounds them to its own, bit for bit, and everything else is that of residual_out as given.
 
 CuPy compiles for the GPU with flush-to-zero, so in float32 any value below 2**-126 may count as
 zero: an absolute error of 4 * 2**-126 is granted to each input, statistic and product, and goes
@@ -156,6 +160,8 @@ def check_forward(
     zero_centered: bool = False,
     relu: Relu = None,
     out_dtype: DTypeLike | None = None,
+    residual: Array | None = None,
+    residual_dtype: DTypeLike | None = None,
 ) -> dict[str, float]:
     """Assert that a forward pass is right: shapes, dtypes, and each value by `assert_one_rounding`.
 
@@ -163,11 +169,11 @@ def check_forward(
     ----------
     norm : {"rms_norm", "layer_norm"}
         Which norm it is.
-    result : NormForward or array
+    result : NormForward, array or pair of arrays
         What it returned, as NumPy arrays: of a forward pass for training all of y, mean (None for
-        RMSNorm), rstd and bitmask (None without relu) are checked; a bare array is the y of
-        inference.
-    x, weight, bias, eps, axis, zero_centered, relu, out_dtype
+        RMSNorm), rstd, bitmask (None without relu) and residual_out (None without a residual) are
+        checked; a bare array is the y of inference, with a residual a pair.
+    x, weight, bias, eps, axis, zero_centered, relu, out_dtype, residual, residual_dtype
         What it was given, as NumPy arrays; see `cupynorm.rms_norm`.
 
     Returns
@@ -190,11 +196,18 @@ def check_forward(
     >>> sorted(ratios)
     ['rstd', 'y']
     """
-    fields = result._asdict() if isinstance(result, NormForward) else {"y": result}
+    if isinstance(result, NormForward):
+        fields = result._asdict()
+    else:
+        names = ("y",) if residual is None else ("y", "residual_out")
+        fields = dict(zip(names, (result,) if residual is None else result, strict=True))
     k = trailing_axes(x.ndim, axis, weight, bias)
-    compute, kept = reference.compute_dtype(x), x.shape[: x.ndim - k]
     dtypes = {"y": x.dtype if out_dtype is None else np.dtype(out_dtype)}
     shapes = {"y": x.shape}
+    if residual is not None:
+        of_total = np.dtype(residual_dtype or residual.dtype)
+        x = _assert_total(fields.pop("residual_out"), x, residual, of_total)
+    compute, kept = reference.compute_dtype(x), x.shape[: x.ndim - k]
     if isinstance(result, NormForward):
         for name in ("rstd",) if norm == "rms_norm" else ("mean", "rstd"):
             dtypes[name], shapes[name] = compute, kept
@@ -231,6 +244,9 @@ def check_backward(
     bitmask: Array | None = None,
     axis: Axis = None,
     zero_centered: bool = False,
+    dresidual_out: Array | None = None,
+    dx_dtype: DTypeLike | None = None,
+    dresidual_dtype: DTypeLike | None = None,
 ) -> dict[str, float]:
     """Assert that a backward pass is right, as `check_forward` does.
 
@@ -240,7 +256,8 @@ def check_backward(
         Which norm it is.
     result : NormBackward
         What it returned, as NumPy arrays.
-    dy, x, weight, mean, rstd, bias, bitmask, axis, zero_centered
+    dy, x, weight, mean, rstd, bias, bitmask, axis, zero_centered, dresidual_out, dx_dtype, \
+dresidual_dtype
         What it was given, as NumPy arrays, mean being None for RMSNorm; see
         `cupynorm.layer_norm_backward`. The statistics and the bitmask are taken as given, right or
         wrong, but for an rstd of inf: that is one out of range, which is taken from x with eps = 0.
@@ -260,7 +277,7 @@ def check_backward(
     >>> import numpy as np
     >>> from cupynorm import reference, testing
     >>> x = np.linspace(-1, 1, 12, dtype=np.float32).reshape(3, 4)
-    >>> _, mean, rstd, _ = reference.layer_norm_forward(x)
+    >>> _, mean, rstd, *_ = reference.layer_norm_forward(x)
     >>> result = reference.layer_norm_backward(x, x, None, mean, rstd, bias=False)
     >>> ratios = testing.check_backward("layer_norm", result, x, x, None, mean, rstd, bias=False)
     >>> sorted(ratios)
@@ -268,26 +285,39 @@ def check_backward(
     """
     k = trailing_axes(x.ndim, axis, weight, bias)
     compute = reference.compute_dtype(x)
-    dtypes, shapes = {"dx": x.dtype}, {"dx": x.shape}
+    of_x = np.dtype(dx_dtype or x.dtype)
+    dtypes, shapes = {"dx": of_x}, {"dx": x.shape}
+    inputs = ["dx"]
+    if any(given is not None for given in (dresidual_out, dx_dtype, dresidual_dtype)):
+        inputs.append("dresidual")
+        dtypes["dresidual"], shapes["dresidual"] = np.dtype(dresidual_dtype or x.dtype), x.shape
     if weight is not None:
         dtypes["dweight"], shapes["dweight"] = weight.dtype, weight.shape
     bias_shape, bias_dtype = reference.bias_like(x, weight, bias, k)
     if bias_shape is not None:
         dtypes["dbias"], shapes["dbias"] = bias_dtype, bias_shape
     _assert_layout(result._asdict(), shapes, dtypes)
-    ratios = {"dx": 0.0}
-    sums = {name: np.zeros(shape) for name, shape in shapes.items() if name != "dx"}
-    sum_magnitudes = {name: np.zeros(shape) for name, shape in shapes.items() if name != "dx"}
+    ratios = dict.fromkeys(inputs, 0.0)
+    sums = {name: np.zeros(shape) for name, shape in shapes.items() if name not in inputs}
+    sum_magnitudes = {name: np.zeros(shape) for name, shape in shapes.items() if name not in inputs}
     dbias_like = None if bias_shape is None else np.empty(bias_shape)
     for where, rows, w, b in _chunks(x, weight, dbias_like, k):
         kept_dy = reference.masked(rows(dy), rows(bitmask), k)
         exact, magnitude = _backward_bounds(
             norm, kept_dy, rows(x), w, rows(mean), rows(rstd), b, k, zero_centered, compute
         )
-        largest = assert_one_rounding(
-            rows(result.dx), exact["dx"], magnitude["dx"], compute, "dx" + where
-        )
-        ratios["dx"] = max(ratios["dx"], largest)
+        if dresidual_out is not None:
+            with np.errstate(all="ignore"):
+                of_total = reference.widen(rows(dresidual_out))
+                exact["dx"], magnitude["dx"] = (
+                    exact["dx"] + of_total,
+                    magnitude["dx"] + np.abs(of_total),
+                )
+        for name in inputs:
+            largest = assert_one_rounding(
+                rows(getattr(result, name)), exact["dx"], magnitude["dx"], compute, name + where
+            )
+            ratios[name] = max(ratios[name], largest)
         for name in sums:
             sums[name] += exact[name]
             sum_magnitudes[name] += magnitude[name]
@@ -295,6 +325,20 @@ def check_backward(
         actual = getattr(result, name)
         ratios[name] = assert_one_rounding(actual, sums[name], sum_magnitudes[name], compute, name)
     return ratios
+
+
+def _assert_total(actual: Any, x: Array, residual: Array, dtype: np.dtype[Any]) -> Array:
+    """Assert that residual_out is x + residual, and return it."""
+    _assert_layout({"residual_out": actual}, {"residual_out": x.shape}, {"residual_out": dtype})
+    exact = reference.add_residual(x, residual, dtype)
+    wrong = (actual != exact) & ~(np.isnan(actual) & np.isnan(exact))
+    if wrong.any():
+        index = tuple(int(i) for i in np.argwhere(wrong)[0])
+        raise AssertionError(
+            f"residual_out{list(index)} is {float(actual[index])!r}, x + residual "
+            f"{float(exact[index])!r}"
+        )
+    return np.asarray(actual)
 
 
 # ---- the magnitudes ------------------------------------------------------------------------------

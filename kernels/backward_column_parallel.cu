@@ -91,13 +91,16 @@ struct ColumnParallel {
   using DY = typename Op::DY;
   using Weight = typename Op::Weight;
   using DBias = typename Op::DBias;
+  using DResidualOut = typename Op::DResidualOut;
   using T = Compute<X>;
   static constexpr int kLength = 16 / static_cast<int>(sizeof(X));
   static constexpr int kWarps = Layout::kStripThreads / 32;
   static constexpr int kSums = kGradientSums<Op::kCentered>;
   using StageOfX = Stage<X, kLength, 1, Layout::kStripThreads>;
   using StageOfDY = Stage<DY, kLength, 1, Layout::kStripThreads>;
-  static constexpr int kStageBytes = StageOfX::kBytes + StageOfDY::kBytes;
+  using StageOfTotal = Stage<DResidualOut, kLength, 1, Layout::kStripThreads>;  // of dresidual_out
+  static constexpr int kBeforeTotal = StageOfX::kBytes + StageOfDY::kBytes;
+  static constexpr int kStageBytes = kBeforeTotal + StageOfTotal::kBytes;
   // Of the barriers at which the columns and a messenger meet.
   static constexpr int kMeeting = Layout::kStripThreads + 32;
 
@@ -239,12 +242,15 @@ struct Messenger : ColumnParallel<Op, Layout> {
 template <typename Op, typename Layout>
 struct Columns : ColumnParallel<Op, Layout> {
   using Base = ColumnParallel<Op, Layout>;
-  using Base::args, Base::groups, Base::kLength, Base::kMeeting, Base::kStageBytes, Base::kSums,
-      Base::kWarps, Base::lane, Base::n_cols, Base::stages, Base::strips, Base::warp;
+  using Base::args, Base::groups, Base::kBeforeTotal, Base::kLength, Base::kMeeting,
+      Base::kStageBytes, Base::kSums, Base::kWarps, Base::lane, Base::n_cols, Base::stages,
+      Base::strips, Base::warp;
   using typename Base::DBias;
+  using typename Base::DResidualOut;
   using typename Base::DY;
   using typename Base::OfRow;
   using typename Base::StageOfDY;
+  using typename Base::StageOfTotal;
   using typename Base::StageOfX;
   using typename Base::T;
   using typename Base::Weight;
@@ -253,6 +259,7 @@ struct Columns : ColumnParallel<Op, Layout> {
   // A copy of half a pack is of half a sector, which the L2 would be asked for twice: by way of L1, not
   // (notes.md#halves-of-packs).
   static constexpr bool kHalves = sizeof(DY) > sizeof(X);
+  static constexpr bool kHalvesOfTotal = sizeof(DResidualOut) > sizeof(X);
   static constexpr int kOnTheirWay = 2;
   static_assert(kStages == kAhead + kOnTheirWay, "the sums of as many are formed ahead");
 
@@ -263,7 +270,7 @@ struct Columns : ColumnParallel<Op, Layout> {
   const CachePolicy policy = evict_last();
   Pack<Weight, kLength> weights;
   unsigned bits[Op::Epilogue::kHasBits ? Layout::kGroupRows : 1] = {};  // summed next
-  X* dx_row = args.dx + first;
+  typename Op::DX* dx_row = args.dx + first;
   T of_weight[kLength] = {}, of_bias[kLength] = {};
   T dweight_sums[kLength] = {}, dbias_sums[kLength] = {};
   int wild_rows = 0;  // so far
@@ -281,6 +288,8 @@ struct Columns : ColumnParallel<Op, Layout> {
     const int n = row < args.n_rows ? n_own : 0;
     const X* const source_x = args.x + row * args.x_stride + first;
     const DY* const source_dy = args.dy + row * args.dy_stride + first;
+    const DResidualOut* const source_total =
+        args.dresidual_out + row * args.dresidual_out_stride + first;
     char* const place = place_of(group, r);
     if constexpr (Op::Epilogue::kHasBits) {
       if (lane == 0 && n > 0) prefetch(bits_of(row) + first / 8);
@@ -291,10 +300,14 @@ struct Columns : ColumnParallel<Op, Layout> {
       const OwnPlace own = own_place(StageOfX::place(place, 0, 0));
       StageOfX::template fetch<false>(own, 0, source_x, 0, n, policy);
       StageOfDY::template fetch<kHalves>(own + StageOfX::kBytes, 0, source_dy, 0, n, policy);
+      StageOfTotal::template fetch<Layout::kVector, kHalvesOfTotal>(place + kBeforeTotal, 0,
+                                                                    source_total, 0, n);
     } else {
       StageOfX::template fetch<Layout::kVector>(place, 0, source_x, 0, n);
       StageOfDY::template fetch<Layout::kVector, kHalves>(place + StageOfX::kBytes, 0, source_dy, 0,
                                                           n);
+      StageOfTotal::template fetch<Layout::kVector, kHalvesOfTotal>(place + kBeforeTotal, 0,
+                                                                    source_total, 0, n);
     }
   }
   __device__ __forceinline__ void fetch_group(int group) const {
@@ -386,19 +399,29 @@ struct Columns : ColumnParallel<Op, Layout> {
     const Pack<DY, kLength> row_dy = read_dy(group, r);
     const OfRow of_row = this->of_group(group)[r];
     const Centring<Op::kCentered, T> centring(of_row.mean, of_row.rstd);
+    const auto of_total = StageOfTotal::read(place_of(group, r) + kBeforeTotal, 0);
     T gradient[kLength];
 #pragma unroll
     for (int i = 0; i < kLength; ++i) {
       const T xhat = centring.xhat_of(row_x.template get<T>(i), of_row.means.h);
       const T upstream = row_dy.template get<T>(i);
-      gradient[i] = dx_of<Op>(upstream, xhat, weights, i, of_row.means, of_row.rstd);
+      const T of_norm = dx_of<Op>(upstream, xhat, weights, i, of_row.means, of_row.rstd);
+      gradient[i] = gradient_of_inputs(of_norm, of_total, i);
       of_weight[i] = fused_multiply_add(upstream, xhat, of_weight[i]);
       of_bias[i] += upstream;
     }
-    Pack<X, kLength> stored;
+    Pack<typename Op::DX, kLength> stored;
     stored.set(gradient);
     const bool wild = kSame<T, float> && of_row.means.g_xhat != of_row.means.g_xhat;
-    store<Layout::kVector>(stored, dx_row, 0, wild ? 0 : n_own);
+    const int n_stored = wild ? 0 : n_own;
+    store<Layout::kVector>(stored, dx_row, 0, n_stored);
+    if constexpr (kPresent<typename Op::DResidual>) {
+      Pack<typename Op::DResidual, kLength> of_residual;
+      of_residual.set(gradient);
+      store<Layout::kVector>(
+          of_residual, args.dresidual + this->row_of(group, r) * args.dresidual_stride + first, 0,
+          n_stored);
+    }
     dx_row += args.dx_stride;
     fetch(group + kStages, r);
     return wild;

@@ -126,6 +126,7 @@ struct RowInRegisters {
   using Weight = typename Op::Weight;
   using DWeight = typename Op::DWeight;
   using DBias = typename Op::DBias;
+  using DResidualOut = typename Op::DResidualOut;
   using T = Compute<X>;
   static constexpr int kPacks = Layout::kPacksPerThread;
   static constexpr int kLength = 16 / static_cast<int>(sizeof(X));
@@ -140,6 +141,9 @@ struct RowInRegisters {
   static constexpr bool kPartials =
       kGradients > 0 && kSame<DWeight, T> + kSame<DBias, T> == kGradients;
   static constexpr bool kFollowed = Layout::kColumnLanes > 0 ? Op::kCentered : kPartials;
+  // Where registers are to spare, dresidual_out is asked for with the row.
+  static constexpr bool kTotalEarly =
+      Layout::kBlockThreads * Layout::kBlocksPerMultiprocessor * kPacks <= 1024;
   static_assert(kTeams == 1 || !Op::kCentered || Layout::kColumnLanes == 0,
                 "each row tells its mean of h");
   static_assert(!kKeeps || kPartials, "of each block");
@@ -151,6 +155,7 @@ struct RowInRegisters {
   const bool has_row;
   Pack<X, kLength> row_x[kPacks];
   Pack<DY, kLength> row_dy[kPacks];
+  Pack<DResidualOut, kLength> of_total[kPacks];
   Pack<Weight, kLength> weights[kPacks];
 
   // `block`: of those that have rows.
@@ -172,12 +177,17 @@ struct RowInRegisters {
                                 TeamOf::template scratch_bytes<T>());
   }
 
+  __device__ __forceinline__ void load_total(int p, int n) {
+    load<Layout::kVector>(of_total[p], args.dresidual_out + row * args.dresidual_out_stride,
+                          first_column(p), n);
+  }
   __device__ __forceinline__ void load_packs() {
 #pragma unroll
     for (int p = 0; p < kPacks; ++p) {
       const int n = has_row ? end_of_row(p) : 0;
       load<Layout::kVector>(row_x[p], args.x + row * args.x_stride, first_column(p), n);
       load<Layout::kVector>(row_dy[p], args.dy + row * args.dy_stride, first_column(p), n);
+      if constexpr (kTotalEarly) load_total(p, n);
       load_operand<Layout::kVector>(weights[p], args.weight, first_column(p), end_of_row(p));
     }
   }
@@ -223,15 +233,20 @@ struct RowInRegisters {
 #pragma unroll
     for (int p = 0; p < kPacks; ++p) {
       T of_x[kLength], of_weight[kLength], of_bias[kLength];
+      const int n = has_row ? end_of_row(p) : 0;
+      if constexpr (!kTotalEarly) load_total(p, n);
 #pragma unroll
       for (int i = 0; i < kLength; ++i) {
         const T xhat = centring.xhat_of(row_x[p].template get<T>(i), means.h);
         of_bias[i] = row_dy[p].template get<T>(i);
         of_weight[i] = of_bias[i] * xhat;
-        of_x[i] = dx_of<Op>(of_bias[i], xhat, weights[p], i, means, rstd);
+        const T of_norm = dx_of<Op>(of_bias[i], xhat, weights[p], i, means, rstd);
+        of_x[i] = gradient_of_inputs(of_norm, of_total[p], i);
       }
       write<Layout::kVector, Layout::kRowThreads>(of_x, args.dx + row * args.dx_stride,
-                                                  first_column(p), has_row ? end_of_row(p) : 0);
+                                                  first_column(p), n);
+      write<Layout::kVector, Layout::kRowThreads>(
+          of_x, args.dresidual + row * args.dresidual_stride, first_column(p), n);
       if constexpr (kKeeps) {
         if constexpr (kPresent<DWeight>) keep_gradient(of_weight, 0, p);
         if constexpr (kPresent<DBias>) keep_gradient(of_bias, kGradients - 1, p);
@@ -317,7 +332,7 @@ __global__ void __launch_bounds__(Layout::kBlockThreads, Layout::kBlocksPerMulti
 
   // dx of a wild row.
   if constexpr (kSame<T, float>) {
-    if (row.team.any(wild) && args.dx != static_cast<const void*>(args.dy)) {
+    if (row.team.any(wild) && !is_in_place<Op>(args)) {
       warp_barrier();      // lanes may have stored each other's dx
       make_opaque(block);  // else addresses of the row are kept until here
       write_wild_row<Op, Layout::kPacksPerThread>(

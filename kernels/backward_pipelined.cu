@@ -52,6 +52,9 @@ struct PipelinedBackward {
   using X = typename Op::X;
   using DY = typename Op::DY;
   using Weight = typename Op::Weight;
+  using DX = typename Op::DX;
+  using DResidual = typename Op::DResidual;
+  using DResidualOut = typename Op::DResidualOut;
   using T = Compute<X>;
   static constexpr int kPacks = Layout::kPacksPerThread;
   static constexpr int kLength = 16 / static_cast<int>(sizeof(X));
@@ -67,10 +70,14 @@ struct PipelinedBackward {
 
   using StageOfX = Stage<X, kLength, kPacks, Layout::kBlockThreads, Layout::kCells ? kLanes : 0>;
   using StageOfDY = Stage<DY, kLength, kPacks, Layout::kBlockThreads, Layout::kCells ? kLanes : 0>;
+  using Ahead = typename Either<Layout::kTotalAhead, DResidualOut, None>::type;
+  using StageOfTotal =  // of dresidual_out
+      Stage<Ahead, kLength, kPacks, Layout::kBlockThreads, Layout::kCells ? kLanes : 0>;
   using StageOfWeight = Stage<Weight, kLength, kPacks, Layout::kBlockThreads>;
   using StageOfSums = Stage<T, kLength, kPacks, Layout::kRowThreads>;
-  static constexpr int kStageBytes = StageOfX::kBytes + StageOfDY::kBytes;
-  static constexpr int kReadBytes = static_cast<int>(sizeof(X)) + static_cast<int>(sizeof(DY));
+  static constexpr int kBeforeTotal = StageOfX::kBytes + StageOfDY::kBytes;
+  static constexpr int kStageBytes = kBeforeTotal + StageOfTotal::kBytes;
+  static constexpr int kReadBytes = kBytesOf<X> + kBytesOf<DY> + kBytesOf<Ahead>;
   static constexpr int kMailboxBytes =
       Layout::kBulk
           ? (kTeams * Layout::kStages * static_cast<int>(sizeof(Mailbox)) + 127) / 128 * 128
@@ -88,10 +95,13 @@ struct PipelinedBackward {
   static constexpr int kFetched = Layout::kBulk ? Layout::kStages - kLate : Layout::kStages;
   static constexpr int kFirst =
       (Layout::kBulk || Layout::kClusterBlocks > 1) && kFetched > 2 ? 2 : kFetched;
+  // Those of dx alone, in the place where x was.
+  static constexpr bool kByPlace = !kWide && sizeof(DX) == sizeof(X) && !kPresent<DResidual>;
   // Of several teams each thread counts from addresses of its own (notes.md#a-threads-own-addresses).
   static constexpr bool kOwnAddresses = kTeams > 1 && !Layout::kBulk && kWide;
   static constexpr bool kFromOwnPlace =
-      Layout::kBulk || (kOwnAddresses && StageOfX::kPackBytes == 16 && StageOfDY::kPackBytes == 16);
+      Layout::kBulk || (kOwnAddresses && StageOfX::kPackBytes == 16 &&
+                        StageOfDY::kPackBytes == 16 && StageOfTotal::kPackBytes == 16);
   // LayerNorm in clusters spills some bytes beside a policy, which rows that come by way of L1 push out of
   // there (notes.md#policies-beside-l1).
   static constexpr bool kPolicy =
@@ -104,8 +114,10 @@ struct PipelinedBackward {
   static constexpr int kAsker = Layout::kRowThreads - 32;
 
   static_assert(StageOfX::kBytes % 16 == 0 && kStageBytes % 16 == 0, "for accesses of 16 bytes");
-  static_assert(!Layout::kHoldRow || (!Op::kCentered && kWide && !Layout::kCells),
+  static_assert(!Layout::kHoldRow ||
+                    (!Op::kCentered && kWide && !Layout::kCells && !Layout::kTotalAhead),
                 "xhat is not centred again, and a stage is done with when it is read");
+  static_assert(!Layout::kCells || (kSame<DX, X> && !kPresent<DResidual>), "dx leaves by words");
   static_assert(!Layout::kBulk || kCopiesTakePolicies, "only there the copies are made");
   static_assert(!Layout::kBulk ||
                     (Layout::kFull && Layout::kVector == kLength && Layout::kRowThreads >= 64),
@@ -120,7 +132,8 @@ struct PipelinedBackward {
   struct Beside {
     T mean = 0, rstd = 0;
     unsigned bits[Op::Epilogue::kHasBits ? kPacks : 1] = {};
-    int distance_of_x = 0, distance_of_dy = 0;  // kCells: from a thread's places to what it reads
+    // kCells: from a thread's places to what it reads.
+    int distance_of_x = 0, distance_of_dy = 0, distance_of_total = 0;
   };
 
   BackwardPipelinedArguments<Op> args;
@@ -138,6 +151,7 @@ struct PipelinedBackward {
   long long fetched;
   const X* fetched_x;
   const DY* fetched_dy;
+  const DResidualOut* fetched_total;
   CachePolicy policy;
   OwnPlace own;  // in the stage to be filled next; where kBulk, in the first
 
@@ -147,7 +161,7 @@ struct PipelinedBackward {
   T held_xhat[Layout::kHoldRow ? kPacks : 1][kLength];
   Pack<DY, kLength> held_dy[Layout::kHoldRow ? kPacks : 1];
   Pack<Weight, kLength> held_weight[Layout::kHoldWeight ? kPacks : 1];
-  X* dx_row;
+  DX* dx_row;
   long long dx_step;
   T wild = 0;  // NaN once a row was wild: one register and no branch
 
@@ -161,6 +175,7 @@ struct PipelinedBackward {
     // Else what is made of the strides is kept from row to row, and in some kernels spilled.
     make_opaque(args.x_stride);
     make_opaque(args.dy_stride);
+    if constexpr (kPresent<DResidualOut>) make_opaque(args.dresidual_out_stride);
     n_cols = Layout::kFull ? kColumns : static_cast<int>(args.n_cols);
     mailboxes = static_cast<char*>(dynamic_shared_memory()) + TeamOf::template scratch_bytes<T>();
     mailbox =
@@ -176,6 +191,7 @@ struct PipelinedBackward {
     counted_from = kOwnAddresses ? first_column(0) : 0;
     fetched_x = args.x + row * args.x_stride + counted_from;
     fetched_dy = args.dy + row * args.dy_stride + counted_from;
+    fetched_total = args.dresidual_out + row * args.dresidual_out_stride + counted_from;
     policy = evict_last_if_large(args.n_rows * n_cols * kReadBytes);
     own = own_place(StageOfX::place(stages, 0, 0));
   }
@@ -222,6 +238,8 @@ struct PipelinedBackward {
     const int n = fetched < args.n_rows ? (Layout::kCells ? n_cols : left_of_row(p)) : 0;
     fetch_pack<StageOfX>(into, 0, p, fetched_x, n);
     fetch_pack<StageOfDY>(into, StageOfX::kBytes, p, fetched_dy, n);
+    if constexpr (Layout::kTotalAhead)
+      fetch_pack<StageOfTotal>(into, kBeforeTotal, p, fetched_total, n);
   }
   __device__ __forceinline__ void fetched_all(int into) {
     own = own + (into + 1 == Layout::kStages ? -(Layout::kStages - 1) * kStageBytes : kStageBytes);
@@ -229,6 +247,7 @@ struct PipelinedBackward {
     fetched += rows_a_turn;
     fetched_x += rows_a_turn * args.x_stride;
     fetched_dy += rows_a_turn * args.dy_stride;
+    fetched_total += rows_a_turn * args.dresidual_out_stride;
   }
 
   __device__ __forceinline__ bool asks() const { return team.rank == kAsker; }
@@ -243,6 +262,12 @@ struct PipelinedBackward {
       StageOfDY::template fetch_bulk<Layout::kRowThreads>(place + StageOfX::kBytes, thread,
                                                           args.dy + of_row * args.dy_stride + first,
                                                           mailbox + into, policy);
+      if constexpr (Layout::kTotalAhead) {
+        StageOfTotal::template fetch_bulk<Layout::kRowThreads>(
+            place + kBeforeTotal, thread,
+            args.dresidual_out + of_row * args.dresidual_out_stride + first, mailbox + into,
+            policy);
+      }
     }
   }
   __device__ __forceinline__ void fetch_rows(int first, int end) {
@@ -280,6 +305,9 @@ struct PipelinedBackward {
       beside.distance_of_x = bytes_before<X, kLength>(args.x + of_row * args.x_stride);
     if constexpr (StageOfDY::kCells)
       beside.distance_of_dy = bytes_before<DY, kLength>(args.dy + of_row * args.dy_stride);
+    if constexpr (StageOfTotal::kCells)
+      beside.distance_of_total = bytes_before<DResidualOut, kLength>(
+          args.dresidual_out + of_row * args.dresidual_out_stride);
     if (of_row < args.n_rows) {
       if constexpr (Op::kCentered) beside.mean = kOwnAddresses ? *mean_ahead : args.mean[of_row];
       beside.rstd = kOwnAddresses ? *rstd_ahead : args.rstd[of_row];
@@ -346,6 +374,16 @@ struct PipelinedBackward {
   }
   __device__ __forceinline__ Pack<X, kLength> read_x(int from, int p, const Beside& beside) const {
     return read<StageOfX>(0, from, p, beside.distance_of_x);
+  }
+  __device__ __forceinline__ Pack<DResidualOut, kLength> read_total(int p, bool has_row) const {
+    if constexpr (Layout::kTotalAhead) {
+      return read<StageOfTotal>(kBeforeTotal, stage, p, current.distance_of_total);
+    } else {
+      Pack<DResidualOut, kLength> pack;
+      load<Layout::kVector>(pack, args.dresidual_out + row * args.dresidual_out_stride,
+                            first_column(p), has_row ? end_of_row(p) : 0);
+      return pack;
+    }
   }
   // dy of a pack, as the epilogue lets it through.
   __device__ __forceinline__ Pack<DY, kLength> read_dy(int from, int p,
@@ -431,6 +469,8 @@ struct PipelinedBackward {
       for (int p = 0; p < kPacks; ++p) {
         StageOfX::write(Pack<X, kLength>{}, place, p);
         StageOfDY::write(Pack<DY, kLength>{}, place + StageOfX::kBytes, p);
+        if constexpr (Layout::kTotalAhead)
+          StageOfTotal::write(Pack<Ahead, kLength>{}, place + kBeforeTotal, p);
       }
     }
     sum_up(stage, current, sums);
@@ -454,22 +494,21 @@ struct PipelinedBackward {
 
   // ---- dx, and the row's share of the weight gradients ----------------------------------------------
 
-  // dx of a pack whose xhat and dy are known.
-  __device__ __forceinline__ Pack<X, kLength> differentiate(
-      int p, const T (&xhat)[kLength], const Pack<DY, kLength>& row_dy,
-      const RowMeans<Op::kCentered, T>& means) {
+  // The gradient of a pack's inputs, whose xhat and dy are known.
+  __device__ __forceinline__ void differentiate(T (&gradient)[kLength], int p,
+                                                const T (&xhat)[kLength],
+                                                const Pack<DY, kLength>& row_dy,
+                                                const Pack<DResidualOut, kLength>& of_total,
+                                                const RowMeans<Op::kCentered, T>& means) {
     const Pack<Weight, kLength> weights = weights_of(p);
-    T gradient[kLength];
 #pragma unroll
     for (int i = 0; i < kLength; ++i) {
       const T upstream = row_dy.template get<T>(i);
-      gradient[i] = dx_of<Op>(upstream, xhat[i], weights, i, means, current.rstd);
+      const T of_x = dx_of<Op>(upstream, xhat[i], weights, i, means, current.rstd);
+      gradient[i] = gradient_of_inputs(of_x, of_total, i);
       if constexpr (kDWeight) dweight[p][i] = fused_multiply_add(upstream, xhat[i], dweight[p][i]);
       if constexpr (kDBias) dbias[p][i] += upstream;
     }
-    Pack<X, kLength> stored;
-    stored.set(gradient);
-    return stored;
   }
 
   // Where x moves by cells, dx leaves by words.
@@ -482,8 +521,10 @@ struct PipelinedBackward {
     }
   }
   template <typename WordsOfDX>
-  __device__ __forceinline__ void store_dx(const Pack<X, kLength>& stored, int p, bool stores,
-                                           const WordsOfDX& words) {
+  __device__ __forceinline__ void store_gradient(const T (&gradient)[kLength], int p, bool stores,
+                                                 const WordsOfDX& words) {
+    Pack<DX, kLength> stored;
+    stored.set(gradient);
     char* const place = stages + stage * kStageBytes;
     const int n_stored = stores ? left_of_row(p) : 0;
     if constexpr (StageOfX::kCells) {
@@ -493,18 +534,26 @@ struct PipelinedBackward {
           stores ? n_cols - of_first_lane - p * kStep : 0,
           kTeams == 1 && (Layout::kFull || (Layout::kClusterBlocks == 1 && p + 1 < kPacks)));
       warp_barrier();
-    } else if constexpr (kWide) {
-      store<Layout::kVector>(stored, dx_row, column(p), n_stored);
+    } else if constexpr (kByPlace) {
+      using StageOfDX = Stage<DX, kLength, kPacks, Layout::kBlockThreads>;
+      StageOfDX::write(stored, place, p);
+      StageOfDX::template store<Layout::kVector>(place, p, dx_row, column(p), n_stored);
     } else {
-      StageOfX::write(stored, place, p);
-      StageOfX::template store<Layout::kVector>(place, p, dx_row, column(p), n_stored);
+      store<Layout::kVector>(stored, dx_row, column(p), n_stored);
+    }
+    if constexpr (kPresent<DResidual>) {
+      Pack<DResidual, kLength> of_residual;
+      of_residual.set(gradient);
+      store<Layout::kVector>(of_residual,
+                             args.dresidual + row * args.dresidual_stride + counted_from, column(p),
+                             n_stored);
     }
   }
   // What was read of the row makes room for a later one, if it has not yet.
   __device__ __forceinline__ void write_dx() {
     const Centring<Op::kCentered, T> centring(current.mean, current.rstd);
     RowMeans<Op::kCentered, T> means(sums, centring.significand, args.inv_n);
-    mark_if_wild(means, args.dx == static_cast<const void*>(args.dy));
+    mark_if_wild(means, is_in_place<Op>(args));
     forget_comparisons();
     const bool stores = kHasRow || row < args.n_rows;
     const auto words = words_of_dx();
@@ -524,9 +573,11 @@ struct PipelinedBackward {
           xhat[i] = centring.xhat_of(row_x.template get<T>(i), means.h);
         }
       }
-      const Pack<X, kLength> stored = differentiate(p, xhat, row_dy, means);
+      const Pack<DResidualOut, kLength> of_total = read_total(p, stores);
+      T gradient[kLength];
+      differentiate(gradient, p, xhat, row_dy, of_total, means);
       if constexpr (!Layout::kHoldRow) meet_lanes();  // before others fill what this one read
-      store_dx(stored, p, stores, words);
+      store_gradient(gradient, p, stores, words);
       if constexpr (!Layout::kBulk && !Layout::kHoldRow) fetch(stage, p);
     }
     if constexpr (!Layout::kBulk && !Layout::kHoldRow) fetched_all(stage);
@@ -648,7 +699,7 @@ struct PipelinedBackward {
   // dx of wild rows.
   __device__ __forceinline__ void write_wild_rows(const BackwardPipelinedArguments<Op>& given) {
     if constexpr (kSame<T, float>) {
-      if (!team.any(wild != T(0)) || args.dx == static_cast<const void*>(args.dy)) return;
+      if (!team.any(wild != T(0)) || is_in_place<Op>(args)) return;
       warp_barrier();  // lanes may have stored each other's dx
       const int first = first_column(0);
 #pragma unroll 1

@@ -101,6 +101,16 @@ __global__ void __launch_bounds__(Layout::kRowThreads, 1)
   store_means(means, T(1), T(0));
 }
 
+template <int Vector, typename T, typename Out, int Length>
+__device__ __forceinline__ void store_streamed(const T (&values)[Length], Out* row, long long first,
+                                               long long n) {
+  if constexpr (kPresent<Out>) {
+    Pack<Out, Length> pack;
+    pack.set(values);
+    store<Vector, false, false>(pack, row, first, n);
+  }
+}
+
 // Grid:      block_index = chunk * tiles + tile: tiles of kColumnThreads packs cover the columns; chunk c
 //            of n_partials takes rows c, c + n_partials, ...
 // Thread:    one pack of columns, down the rows of its chunk, each prefetched.
@@ -112,6 +122,7 @@ __global__ void __launch_bounds__(Layout::kColumnThreads, 2)
   using X = typename Op::X;
   using DY = typename Op::DY;
   using Weight = typename Op::Weight;
+  using DResidualOut = typename Op::DResidualOut;
   using T = Compute<X>;
   const long long n_cols = args.n_cols;
   constexpr int kLength = 16 / static_cast<int>(sizeof(X));
@@ -144,11 +155,14 @@ __global__ void __launch_bounds__(Layout::kColumnThreads, 2)
   };
   Pack<X, kLength> next_x;
   Pack<DY, kLength> next_dy;
+  Pack<DResidualOut, kLength> next_total;
   unsigned next_bits = 0;
   const auto load_next = [&](long long row) {
     const long long n = row < args.n_rows ? n_cols : 0;
     load<Layout::kVector, false>(next_x, args.x + row * args.x_stride, first, n);
     load<Layout::kVector, false>(next_dy, args.dy + row * args.dy_stride, first, n);
+    load<Layout::kVector, false>(next_total, args.dresidual_out + row * args.dresidual_out_stride,
+                                 first, n);
     if constexpr (Op::Epilogue::kHasBits) {
       next_bits = load_bits(args.bitmask + row * bitmask_bytes(n_cols), first, n);
     }
@@ -159,6 +173,7 @@ __global__ void __launch_bounds__(Layout::kColumnThreads, 2)
   for (long long row = chunk; row < args.n_rows; row += args.n_partials) {
     const Pack<X, kLength> row_x = next_x;
     Pack<DY, kLength> row_dy = next_dy;
+    const Pack<DResidualOut, kLength> of_total = next_total;
     if constexpr (Op::Epilogue::kHasBits) Op::Epilogue::backward(row_dy, next_bits, first);
     load_next(row + args.n_partials);
     const T row_mean = Op::kCentered ? args.mean[row] : T(0);
@@ -166,7 +181,7 @@ __global__ void __launch_bounds__(Layout::kColumnThreads, 2)
     const T recentre = Op::kCentered ? args.coefficients[row] : T(0);
     const T mean_of_g = Op::kCentered ? args.coefficients[args.n_rows + row] : T(0);
     const T mean_of_g_xhat = args.coefficients[2 * args.n_rows + row];
-    Pack<X, kLength> gradient;
+    T gradient[kLength];
 #pragma unroll
     for (int i = 0; i < kLength; ++i) {
       const T upstream = row_dy.template get<T>(i);
@@ -175,7 +190,7 @@ __global__ void __launch_bounds__(Layout::kColumnThreads, 2)
       T xhat = (row_x.template get<T>(i) - row_mean) * row_rstd;
       if constexpr (Op::kCentered) xhat -= recentre;
       const T projected = fused_multiply_add(-xhat, mean_of_g_xhat, g - mean_of_g);
-      gradient.set(i, projected * row_rstd);
+      gradient[i] = gradient_of_inputs(projected * row_rstd, of_total, i);
       dweight[i] = fused_multiply_add(upstream, xhat, dweight[i]);
       dbias[i] += upstream;
     }
@@ -189,7 +204,9 @@ __global__ void __launch_bounds__(Layout::kColumnThreads, 2)
       const WildRow<Op, long long> again(args, row, row_mean, row_rstd);
       again.write(means, first, kTile, first + kLength < n_cols ? first + kLength : n_cols);
     } else {
-      store<Layout::kVector, false, false>(gradient, args.dx + row * args.dx_stride, first, n_cols);
+      store_streamed<Layout::kVector>(gradient, args.dx + row * args.dx_stride, first, n_cols);
+      store_streamed<Layout::kVector>(gradient, args.dresidual + row * args.dresidual_stride, first,
+                                      n_cols);
     }
     if (++turn == kTurns) {
       flush_all();

@@ -4,6 +4,7 @@
 
 #include "affine.cuh"
 #include "epilogue.cuh"
+#include "prologue.cuh"
 #include "statistics.cuh"
 #include "team.cuh"
 
@@ -139,8 +140,18 @@ __device__ __forceinline__ bool is_wild(const RowMeans<Centered, T>& means, T mo
   return !is_tame;
 }
 
-// The same, told by NaN for the mean of g * xhat, and so for all dx of the row. Where dx takes the place of dy,
-// which is not there to be read again, a row of finite means is kept as it is.
+// Whether dx takes the place of what would have to be read again.
+template <typename Op>
+__device__ __forceinline__ bool is_in_place(const BackwardArguments<Op>& args) {
+  const void* const dx = args.dx;
+  if constexpr (kPresent<typename Op::DResidualOut>) {
+    if (dx == args.dresidual_out) return true;
+  }
+  return dx == args.dy;
+}
+
+// The same, told by NaN for the mean of g * xhat, and so for all dx of the row. Where dx is in place a row of finite
+// means is kept as it is.
 template <bool Centered, typename T>
 __device__ __forceinline__ void mark_if_wild(RowMeans<Centered, T>& means, bool in_place) {
   const T most = in_place ? Range<T>::kLargest : T(kTame);
@@ -155,20 +166,26 @@ struct WildRow {
   static constexpr int kSums = kGradientSums<Op::kCentered>;
   using Means = RowMeans<Op::kCentered, double>;
 
+  using DResidualOut = typename Op::DResidualOut;
+
   const typename Op::DY* dy;
   const X* x;
+  const DResidualOut* dresidual_out;
   const Weight* weight;
   const unsigned char* bits;
-  X* dx;
+  typename Op::DX* dx;
+  typename Op::DResidual* dresidual;
   float mean, rstd;
 
   __device__ __forceinline__ WildRow(const BackwardArguments<Op>& args, long long row, float mean,
                                      float rstd)
       : dy(args.dy + row * args.dy_stride),
         x(args.x + row * args.x_stride),
+        dresidual_out(args.dresidual_out + row * args.dresidual_out_stride),
         weight(args.weight),
         bits(args.bitmask + row * bitmask_bytes(args.n_cols)),
         dx(args.dx + row * args.dx_stride),
+        dresidual(args.dresidual + row * args.dresidual_stride),
         mean(mean),
         rstd(rstd) {}
 
@@ -195,7 +212,11 @@ struct WildRow {
                                         Index n) const {
     for_each_column(first, step, n, [&](Index column) {
       const double projected = g(column) - (h(column) - means.h) * means.g_xhat - means.g;
-      dx[column] = convert<X>(projected * rstd);
+      double gradient = projected * rstd;
+      if constexpr (kPresent<DResidualOut>) gradient += convert<double>(dresidual_out[column]);
+      dx[column] = convert<typename Op::DX>(gradient);
+      if constexpr (kPresent<typename Op::DResidual>)
+        dresidual[column] = convert<typename Op::DResidual>(gradient);
     });
   }
 

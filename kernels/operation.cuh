@@ -2,10 +2,11 @@
 // and what differs from launch to launch by one struct of arguments. cupynorm/_compile.py writes the types, which
 // `cupynorm.kernel_source` shows, and lists the members of the structs in this order.
 //
-// Op:        the dtypes as types, X, DY, Weight, Bias, Y, DWeight and DBias, None for what is absent; the Epilogue
-//            (epilogue.cuh); and the options, kCentered (LayerNorm, else RMSNorm), kZeroCentered (1 is added to the
-//            weight) and kStoresStatistics. It has what the kernel depends on, and no more. DWeight and DBias are of
-//            what the kernel itself writes: the compute type for partials.
+// Op:        the dtypes as types, X, DY, Weight, Bias, Y, DWeight and DBias, None for what is absent; forward
+//            the Prologue (prologue.cuh), and the Epilogue (epilogue.cuh); and the options, kCentered (LayerNorm, else RMSNorm),
+//            kZeroCentered (1 is added to the weight) and kStoresStatistics. It has what the kernel depends on, and
+//            no more. X is of what is normalized: with a Residual, of the sum of that and a Branch. DWeight and DBias
+//            are of what the kernel itself writes: the compute type for partials. DResidual is None where it is DX.
 // Layout:    the fields of a configuration of cupynorm/_layout that the kernel needs, row_threads as kRowThreads.
 // Arguments: sizes and other numbers first, then arrays as a caller passes them; a row's stride is in elements.
 #pragma once
@@ -16,8 +17,10 @@ template <typename Op>
 struct ForwardArguments {
   long long n_rows, n_cols;
   Compute<typename Op::X> inv_n, eps, lower, upper;  // 1 / n_cols; the bounds of the ReLU
-  const typename Op::X* x;
+  const typename Op::Branch* x;
   long long x_stride;
+  const typename Op::Residual* residual;
+  long long residual_stride;
   const typename Op::Weight* weight;
   const typename Op::Bias* bias;
   typename Op::Y* y;
@@ -25,6 +28,8 @@ struct ForwardArguments {
   Compute<typename Op::X>* mean;
   Compute<typename Op::X>* rstd;
   unsigned char* bitmask;
+  typename Op::X* residual_out;
+  long long residual_out_stride;
 };
 
 template <typename Op>
@@ -40,14 +45,18 @@ struct BackwardArguments {
   long long dy_stride;
   const typename Op::X* x;
   long long x_stride;
+  const typename Op::DResidualOut* dresidual_out;
+  long long dresidual_out_stride;
   const typename Op::Weight* weight;
   const Compute<typename Op::X>* mean;
   const Compute<typename Op::X>* rstd;
   const unsigned char* bitmask;
-  typename Op::X* dx;
+  typename Op::DX* dx;
   long long dx_stride;
   typename Op::DWeight* dweight;
   typename Op::DBias* dbias;
+  typename Op::DResidual* dresidual;
+  long long dresidual_stride;
 };
 
 template <typename Op>

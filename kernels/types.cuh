@@ -19,6 +19,15 @@ constexpr bool kSame<A, A> = true;
 template <typename T>
 constexpr bool kPresent = !kSame<T, None>;
 
+template <bool First, typename A, typename B>
+struct Either {
+  using type = A;
+};
+template <typename A, typename B>
+struct Either<false, A, B> {
+  using type = B;
+};
+
 template <typename X>
 struct ComputeOf {
   using type = float;

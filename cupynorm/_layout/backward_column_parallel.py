@@ -65,7 +65,8 @@ def backward_column_parallel(
 
 def backward_column_parallel_bytes(spec: BackwardSpec, config: BackwardColumnParallel) -> int:
     """Return the shared memory of a block: see kernels/backward_column_parallel.cu."""
-    row = config.strip_threads * pack_length(spec.x) * (ITEMSIZE[spec.x] + ITEMSIZE[spec.dy])
+    itemsizes = [ITEMSIZE[dtype] for dtype in (spec.x, spec.dy, spec.dresidual_out) if dtype]
+    row = config.strip_threads * pack_length(spec.x) * sum(itemsizes)
     of_warps = STRIPS_MESSENGERS * _gradient_sums(spec) * config.strip_threads // 32
     known = STRIPS_PLACES * 5  # values of each row
     sums = (of_warps + known) * ITEMSIZE[compute_dtype(spec.x)]

@@ -250,6 +250,8 @@ def _of_several_rows(
     if not spec.gradients or config.cluster_blocks > 1 or config.cells:
         return
     most_threads = MOST_THREADS_OF_TEAMS.get(config.packs_per_thread, 0)
+    if spec.dresidual_out:  # beside which the most would spill
+        most_threads = min(most_threads, 512)
     most_teams = MOST_TEAMS_OF_SEVERAL_WARPS if config.row_threads > 32 else TEAMS[-1]
     for teams in TEAMS:
         threads = teams * config.row_threads

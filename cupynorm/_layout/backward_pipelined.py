@@ -36,7 +36,8 @@ class BackwardPipelined:
     gradients the sums of rows so far wait in shared memory. `hold_sums`: the other's in registers,
     else in device memory. `bulk`: one thread of a team copies its rows, else each thread the packs
     that it will read. `cells`: by cells, as rows at any address are: see kernels/unaligned.cuh.
-    `through_l1`: copies of 16 bytes come by way of L1, as smaller ones do.
+    `through_l1`: copies of 16 bytes come by way of L1, as smaller ones do. `total_ahead`:
+    dresidual_out waits in shared memory as well, else it is read where it is added.
     """
 
     row_threads: int
@@ -54,6 +55,7 @@ class BackwardPipelined:
     bulk: bool
     cells: bool
     through_l1: bool
+    total_ahead: bool
     reduction: Reduction | None
 
     @property
@@ -65,10 +67,12 @@ def backward_pipelined_bytes(spec: BackwardSpec, config: BackwardPipelined) -> i
     """Return the shared memory of a block: see kernels/backward_pipelined.cu."""
     elements = config.block_threads * config.packs_per_thread * pack_length(spec.x)
     size = team_bytes(spec.x, config.row_threads, config.block_threads, config.cluster_blocks)
-    size += config.stages * elements * (ITEMSIZE[spec.x] + ITEMSIZE[spec.dy])
+    of_total = spec.dresidual_out if config.total_ahead else None
+    itemsizes = [ITEMSIZE[dtype] for dtype in (spec.x, spec.dy, of_total) if dtype]
+    size += config.stages * elements * sum(itemsizes)
     if config.cells:
         groups = config.block_threads // min(32, config.row_threads) * config.packs_per_thread
-        for itemsize in (ITEMSIZE[spec.x], ITEMSIZE[spec.dy]):
+        for itemsize in itemsizes:
             cell = min(16, pack_length(spec.x) * itemsize) if itemsize <= 4 else 0
             size += config.stages * -(-groups * cell // 16) * 16
     if spec.weight is not None and not config.hold_weight:
@@ -85,11 +89,32 @@ def backward_pipelined(
     spec: BackwardSpec, n: int, vector: int, architecture: int
 ) -> BackwardPipelined | None:
     """Return the configuration of rows in shared memory, or None where that has no room."""
-    for layout in _backward_layouts(spec, n, architecture):
-        config = _of_layout(spec, n, vector, architecture, layout)
+    plain = spec.without_residual
+    for layout in _backward_layouts(plain, n, architecture):
+        config = _of_layout(plain, n, vector, architecture, layout)
         if config is not None:
-            return config
+            return _with_residual(spec, config, architecture)
     return None
+
+
+def _with_residual(
+    spec: BackwardSpec, config: BackwardPipelined, architecture: int
+) -> BackwardPipelined:
+    """Return the configuration with what a residual needs, and the bits that it has without."""
+    if spec == spec.without_residual:
+        return config
+    # By cells dx leaves in words, of x's dtype.
+    cells = config.cells and spec.dx is None and spec.dresidual is None
+    config = dataclasses.replace(config, cells=cells, hold_row=False)
+    if spec.dresidual_out is None:
+        return config
+    limit = (shared_limit(architecture) + 1024) // config.blocks_per_multiprocessor - 1024
+    least = 4 if config.bulk and config.cluster_blocks > 1 else 2
+    for stages in range(config.stages, least - 1, -1):
+        ahead = dataclasses.replace(config, stages=stages, total_ahead=True)
+        if backward_pipelined_bytes(spec, ahead) <= limit:
+            return ahead
+    return config
 
 
 # By the packs that a thread has of a row that a warp holds: the most packs of such a row, the
@@ -312,6 +337,7 @@ def _of_layout(
             bulk=False,
             cells=cells,
             through_l1=False,
+            total_ahead=False,
             reduction=reduction_of(spec, n),
         )
         if in_part and by_cells and not cells:

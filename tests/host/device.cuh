@@ -261,6 +261,10 @@ __forceinline__ double fused_multiply_add(double a, double b, double c) {
   return __builtin_fma(a, b, c);
 }
 template <typename T>
+__forceinline__ T add_with_subnormals(T a, T b) {
+  return a + b;
+}
+template <typename T>
 __forceinline__ T between(T value, T lower, T upper) {
   return value < lower ? lower : value > upper ? upper : value;
 }

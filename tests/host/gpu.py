@@ -191,13 +191,19 @@ class Gpu:
         relu: Any = None,
         out_dtype: Any = None,
         out: Any = None,
+        residual: Any = None,
+        residual_dtype: Any = None,
+        residual_out: Any = None,
         store_statistics: bool = True,
     ) -> Any:
-        asked = Asked(norm, store_statistics, axis, zero_centered, eps, relu, out_dtype)
-        spec, options = check_forward(x, weight, bias, out, asked)
-        result, run = self._calls.forward(spec, options, x, weight, bias, out)
-        if self.repeats and run is not None and out is None:
-            return run(x, weight, bias, None)
+        asked = Asked(
+            *(norm, store_statistics, axis, zero_centered, eps, relu, out_dtype, residual_dtype)
+        )
+        spec, options = check_forward(x, weight, bias, out, asked, residual, residual_out)
+        arrays = x, weight, bias, out, residual, residual_out
+        result, run = self._calls.forward(spec, options, *arrays)
+        if self.repeats and run is not None and out is None and residual_out is None:
+            return run(*arrays)
         return result
 
     def backward(
@@ -214,15 +220,22 @@ class Gpu:
         axis: Any = None,
         zero_centered: bool = False,
         dx: Any = None,
+        dresidual_out: Any = None,
+        dx_dtype: Any = None,
+        dresidual_dtype: Any = None,
     ) -> NormBackward:
         arrays = {"dy": dy, "x": x, "weight": weight, "mean": mean, "rstd": rstd}
-        arrays |= {"bitmask": bitmask, "dx": dx}
+        arrays |= {"bitmask": bitmask, "dx": dx, "dresidual_out": dresidual_out}
         asked = Asked(norm, True, axis, zero_centered)
-        spec, options = check_backward(arrays, bias, asked)
-        like = bias if isinstance(bias, Array) else None
-        result, run = self._calls.backward(spec, options, **arrays, like=like)
+        spec, options = check_backward(arrays, bias, asked, dx_dtype, dresidual_dtype)
+        given = dresidual_out, dx_dtype, dresidual_dtype
+        arrays |= {"like": bias if isinstance(bias, Array) else None}
+        result, run = self._calls.backward(
+            spec, options, **arrays, has_residual=any(one is not None for one in given)
+        )
         if self.repeats and run is not None and dx is None:
-            result = run(*arrays.values(), like)
+            names = "dy", "x", "weight", "mean", "rstd", "bitmask", "dx", "like", "dresidual_out"
+            result = run(*(arrays[name] for name in names))
         return cast("NormBackward", result)
 
     def run(self, kernel: Instantiation, blocks: int, *arguments: Any) -> None:
