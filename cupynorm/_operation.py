@@ -222,6 +222,11 @@ class ForwardSpec(_Spec):
         )
 
     @property
+    def without_residual(self) -> ForwardSpec:
+        """The same pass on the sum, whose bits these results have."""
+        return dataclasses.replace(self, branch=None, residual=None)
+
+    @property
     def dtypes(self) -> dict[str, str | None]:
         """The dtype of each array of the table by its name, None where it is absent."""
         statistic = compute_dtype(self.x) if self.store_statistics else None

@@ -25,6 +25,7 @@
 //            of a large x kBlocksAheadIfLarge; 0 is none.
 #include "affine.cuh"
 #include "epilogue.cuh"
+#include "prologue.cuh"
 #include "statistics.cuh"
 #include "team.cuh"
 #include "unaligned.cuh"
@@ -46,16 +47,20 @@ template <int OfThread, typename X>
 __device__ __forceinline__ void prefetch_row_ahead(const X* x, long long x_stride, long long row,
                                                    long long n_rows, int rank, int n_cols) {
   constexpr int kOfLine = 128 / static_cast<int>(sizeof(X));
-  static_assert(OfThread * static_cast<int>(sizeof(X)) <= 128,
-                "a line a thread is as much as it holds, or more");
-  const int first = rank * kOfLine;
-  if (row < n_rows && first < n_cols) prefetch(x + (row * x_stride + first));
+  constexpr int kLines = (OfThread + kOfLine - 1) / kOfLine;  // of what a thread holds
+#pragma unroll
+  for (int line = 0; line < kLines; ++line) {
+    const int first = (rank * kLines + line) * kOfLine;
+    if (row < n_rows && first < n_cols) prefetch(x + (row * x_stride + first));
+  }
 }
 
 // The kernel's state and its steps.
 template <typename Op, typename Layout>
 struct InRegistersForward {
   using X = typename Op::X;
+  using Branch = typename Op::Branch;
+  using Residual = typename Op::Residual;
   using Weight = typename Op::Weight;
   using Bias = typename Op::Bias;
   using Y = typename Op::Y;
@@ -86,8 +91,9 @@ struct InRegistersForward {
                                  TeamOf::kThreads > 32 && kRegisters < (Op::kCentered ? 128 : 80);
   // Rows that allow accesses of single elements alone are moved by cells and words (unaligned.cuh,
   // notes.md#rows-by-cells-and-words).
+  static constexpr bool kAdds = Op::Prologue::kAdds;
   static constexpr bool kUnaligned =
-      Layout::kVector == 1 && sizeof(X) <= 4 && Layout::kPacksPerThread > 2;
+      Layout::kVector == 1 && sizeof(X) <= 4 && Layout::kPacksPerThread > 2 && !kAdds;
   static_assert(!kUnaligned || Layout::kClusterBlocks == 1, "few rows are whole packs");
   static constexpr bool kStoresWords = kUnaligned && sizeof(Y) <= 4;
   static constexpr int kLanes = Layout::kRowThreads < 32 ? Layout::kRowThreads : 32;
@@ -104,7 +110,10 @@ struct InRegistersForward {
   // has unrolled the loops.
   struct Arrays {
     Pack<X, kLength> packs[Layout::kPacksPerThread];
-    Pack<X, 16 / sizeof(X)> first_pack;  // a sample, whatever the length of the others
+    Pack<Branch, 16 / sizeof(X)> first_pack;  // a sample, whatever the length of the others
+    Pack<Residual, 16 / sizeof(X)> first_residual;
+    Pack<Branch, kLength> branches[kAdds ? Layout::kPacksPerThread : 1];
+    Pack<Residual, kLength> residuals[kAdds ? Layout::kPacksPerThread : 1];
     Pack<X, kLength> next_cells[kUnaligned ? Layout::kPacksPerThread : 1];
     Pack<Weight, kLength> weights[Layout::kPacksPerThread];
     Pack<Bias, kLength> biases[Layout::kPacksPerThread];
@@ -120,7 +129,7 @@ struct InRegistersForward {
   const bool active = team.kTeams == 1 || row < args.n_rows;
   const int n_left = Layout::kFull ? n_cols : n_cols - first_column(0);
   const bool always = !kApart || args.inv_n > T(0);
-  const long long bytes = args.n_rows * n_cols * static_cast<int>(sizeof(X));
+  const long long bytes = args.n_rows * n_cols * (kBytesOf<Branch> + kBytesOf<Residual>);
   Statistics<T> statistics;
   Scale<T> scale;
   T unit = 1;
@@ -158,17 +167,24 @@ struct InRegistersForward {
       arrays.first_pack = firsts.pack(firsts.load(0), firsts.load(1));
     } else if constexpr (kGuesses) {
       load<Layout::kVector>(arrays.first_pack, args.x + row * args.x_stride, 0, n_cols);
+      if constexpr (kAdds)
+        load<Layout::kVector>(arrays.first_residual, args.residual + row * args.residual_stride, 0,
+                              n_cols);
     }
   }
   template <typename CellsOfX>
   __device__ __forceinline__ void load_row(const CellsOfX& cells) {
     const CachePolicy policy = evict_last_if_large(bytes);
-    const X* own_x = args.x + (row * args.x_stride + first_column(0));
+    const Branch* own_x = args.x + (row * args.x_stride + first_column(0));
 #pragma unroll
     for (int p = 0; p < Layout::kPacksPerThread; ++p) {
       if constexpr (kUnaligned) {
         packs[p] = cells.load(p * team.kThreads, policy);
         arrays.next_cells[p] = cells.load(p * team.kThreads + 1, policy);
+      } else if constexpr (kAdds) {
+        const Residual* residual = args.residual + (row * args.residual_stride + first_column(0));
+        load<Layout::kVector>(arrays.branches[p], own_x, p * kStep, left_of_row(p), policy);
+        load<Layout::kVector>(arrays.residuals[p], residual, p * kStep, left_of_row(p), policy);
       } else if constexpr (Layout::kRareLast) {  // few rows, never large
         load<Layout::kVector>(packs[p], own_x, p * kStep, left_of_row(p));
       } else {
@@ -200,6 +216,30 @@ struct InRegistersForward {
       const int ahead = large ? Layout::kBlocksAheadIfLarge : Layout::kBlocksAhead;
       prefetch_row_ahead<Layout::kPacksPerThread * kLength>(
           args.x, args.x_stride, row + ahead * team.kTeams, args.n_rows, team.rank, n_cols);
+      if constexpr (kAdds) {
+        prefetch_row_ahead<Layout::kPacksPerThread * kLength>(args.residual, args.residual_stride,
+                                                              row + ahead * team.kTeams,
+                                                              args.n_rows, team.rank, n_cols);
+      }
+    }
+  }
+  __device__ __forceinline__ void add_residual() {
+    if constexpr (kAdds) {
+#pragma unroll
+      for (int p = 0; p < Layout::kPacksPerThread; ++p) {
+        packs[p] = Op::Prologue::template forward<X>(arrays.branches[p], arrays.residuals[p]);
+      }
+    }
+  }
+  // Behind the first reduction of a team: in place, others may have to read the row's first elements before.
+  __device__ __forceinline__ void store_total() const {
+    if constexpr (kAdds) {
+      X* const own = args.residual_out + (row * args.residual_out_stride + first_column(0));
+#pragma unroll
+      for (int p = 0; p < Layout::kPacksPerThread; ++p) {
+        store_by_sectors<Layout::kVector, Layout::kRowThreads>(packs[p], own, p * kStep,
+                                                               left_of_row(p));
+      }
     }
   }
   // Whether the row ends in this cell: one of the last pack's, or the last thread's next one of the pack before.
@@ -299,7 +339,9 @@ struct InRegistersForward {
     if constexpr (Op::kCentered) settle(statistics);
   }
   __device__ __forceinline__ T guess() const {
-    return kGuesses ? first_mean<T>(arrays.first_pack) : T(0);
+    if constexpr (!kGuesses) return T(0);
+    return first_mean<T>(
+        Op::Prologue::template forward<X>(arrays.first_pack, arrays.first_residual));
   }
   // Measures the row, and returns whether its first mean was far off and it is yet to be measured again.
   __device__ __forceinline__ bool measure_row() {
@@ -472,7 +514,9 @@ __global__ void __launch_bounds__(Layout::kBlockThreads, Layout::kBlocksPerMulti
   forward.ask_for_all(cells);
   team.meet();
   forward.join_cells(cells);
+  forward.add_residual();
   const bool far = forward.measure_row();
+  forward.store_total();
   const bool wild = forward.is_wild();
   // The same in a whole team, and in the lanes of a warp.
   const bool usual = !team.any(far || wild);

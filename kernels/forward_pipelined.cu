@@ -23,6 +23,7 @@
 // Result:    thread 0 of a cluster's first block writes the row's mean and rstd.
 #include "affine.cuh"
 #include "epilogue.cuh"
+#include "prologue.cuh"
 #include "stage.cuh"
 #include "statistics.cuh"
 #include "team.cuh"
@@ -31,6 +32,8 @@ template <typename Op, typename Layout>
 struct PipelinedForward {
   using Arguments = ForwardPipelinedArguments<Op>;
   using X = typename Op::X;
+  using Branch = typename Op::Branch;
+  using Residual = typename Op::Residual;
   using Weight = typename Op::Weight;
   using Bias = typename Op::Bias;
   using Y = typename Op::Y;
@@ -38,7 +41,12 @@ struct PipelinedForward {
   static constexpr int kLength = 16 / static_cast<int>(sizeof(X));
   static constexpr int kPacks = Layout::kPacksPerThread;
   using TeamOf = Team<Layout::kBlockThreads, Layout::kBlockThreads, Layout::kClusterBlocks>;
-  using StageOfX = Stage<X, kLength, kPacks, Layout::kBlockThreads, Layout::kCells ? 32 : 0>;
+  using StageOfX = Stage<Branch, kLength, kPacks, Layout::kBlockThreads, Layout::kCells ? 32 : 0>;
+  static constexpr bool kAdds = Op::Prologue::kAdds;
+  using Ahead = typename Either<Layout::kResidualAhead, Residual, None>::type;
+  using StageOfResidual = Stage<Ahead, kLength, kPacks, Layout::kBlockThreads>;
+  static constexpr int kStageBytes = StageOfX::kBytes + StageOfResidual::kBytes;
+  static_assert(!kAdds || !Layout::kCells, "residual_out does not leave by words");
   using StageOfWeight = Stage<Weight, kLength, kPacks, Layout::kBlockThreads>;
   using StageOfBias = Stage<Bias, kLength, kPacks, Layout::kBlockThreads>;
   static constexpr int kColumns =
@@ -69,7 +77,8 @@ struct PipelinedForward {
   // has unrolled the loops, and loads of arguments would be repeated.
   struct Arrays {
     int rows[Layout::kStages];  // this one, and those that are on their way
-    Pack<X, kLength> first_pack;
+    Pack<Branch, kLength> first_pack;
+    Pack<Residual, kLength> first_residual;
     Pack<Weight, kLength> weight[Layout::kHoldWeight ? Layout::kPacksPerThread : 1];
     Pack<Bias, kLength> bias[Layout::kHoldBias ? Layout::kPacksPerThread : 1];
   };
@@ -81,14 +90,16 @@ struct PipelinedForward {
   char* const shared = static_cast<char*>(dynamic_shared_memory());
   int* const sent_rows = reinterpret_cast<int*>(shared + TeamOf::template scratch_bytes<T>());
   char* const stages = shared + TeamOf::template scratch_bytes<T>() + 128;
-  char* const stage_of_weight = stages + Layout::kStages * StageOfX::kBytes;
+  char* const stage_of_weight = stages + Layout::kStages * kStageBytes;
   char* const stage_of_bias = stage_of_weight + (Layout::kHoldWeight ? 0 : StageOfWeight::kBytes);
   const int group = static_cast<int>(block_index() / Layout::kClusterBlocks);
   const int groups = static_cast<int>(block_count() / Layout::kClusterBlocks);
   int fetched = group;  // the row to be asked for next, and where it is
-  const X* fetched_x;
+  const Branch* fetched_x;
+  const Residual* fetched_residual;
   const CachePolicy policy;
-  OwnPlace own;  // in the stage to be filled next
+  OwnPlace own;    // in the stage to be filled next
+  T inv_unit = 1;  // kAdds: what a row that is read is multiplied by
   // Rows from first_counted on are counted: what a warp tells first was dealt out, and is negative.
   const int first_counted = (Layout::kStages + kTurns) * groups;
   const int warp = team.rank / 32;
@@ -98,7 +109,8 @@ struct PipelinedForward {
       : args(args),
         arrays(arrays),
         fetched_x(args.x + fetched * args.x_stride),
-        policy(evict_last_if_large(args.n_rows * n_cols * static_cast<int>(sizeof(X)))),
+        fetched_residual(args.residual + fetched * args.residual_stride),
+        policy(evict_last_if_large(args.n_rows * n_cols * (kBytesOf<Branch> + kBytesOf<Residual>))),
         own(own_place(StageOfX::place(stages, 0, 0))) {
 #pragma unroll
     for (int i = 0; i < Layout::kStages; ++i) arrays.rows[i] = group + i * groups;
@@ -114,20 +126,51 @@ struct PipelinedForward {
   }
   // From a thread's place to what it reads, of all packs of a row.
   __device__ __forceinline__ int distance_of(int of_row) const {
-    const X* const row = args.x + of_row * args.x_stride;
-    return StageOfX::kCells ? bytes_before<X, kLength>(row) : 0;
+    const Branch* const row = args.x + of_row * args.x_stride;
+    return StageOfX::kCells ? bytes_before<Branch, kLength>(row) : 0;
   }
   // By cells lanes show each other what they have copied.
   static __device__ __forceinline__ void meet_lanes() {
     if constexpr (StageOfX::kCells) warp_barrier();
   }
-  __device__ __forceinline__ Pack<X, kLength> read(int stage, int p, int distance) const {
-    char* const place = stages + stage * StageOfX::kBytes;
+  __device__ __forceinline__ Pack<Branch, kLength> read_x(int stage, int p, int distance) const {
+    char* const place = stages + stage * kStageBytes;
     if constexpr (StageOfX::kCells) {
       return StageOfX::read_cells(place, p, distance);
     } else {
       return StageOfX::read(place, p);
     }
+  }
+  __device__ __forceinline__ Pack<Residual, kLength> read_residual(int stage, int p,
+                                                                   long long row) const {
+    if constexpr (!kAdds || Layout::kResidualAhead) {
+      return StageOfResidual::read(stages + stage * kStageBytes + StageOfX::kBytes, p);
+    } else {
+      Pack<Residual, kLength> pack;
+      load<Layout::kVector>(pack, args.residual + row * args.residual_stride, first_column(p),
+                            end_of_row(p));
+      return pack;
+    }
+  }
+  // What is normalized, as it was read.
+  __device__ __forceinline__ Pack<X, kLength> read_total(int stage, int p, int distance,
+                                                         long long row) const {
+    return Op::Prologue::template forward<X>(read_x(stage, p, distance),
+                                             read_residual(stage, p, row));
+  }
+  // The same in the unit that brings the row into range. Plain rows are multiplied where they wait.
+  __device__ __forceinline__ Pack<X, kLength> in_unit(Pack<X, kLength> pack) const {
+    if constexpr (kAdds && kCanLeaveRange<X>) {
+      if (inv_unit != T(1)) {
+#pragma unroll
+        for (int i = 0; i < kLength; ++i) pack.set(i, pack.template get<T>(i) * inv_unit);
+      }
+    }
+    return pack;
+  }
+  __device__ __forceinline__ Pack<X, kLength> read(int stage, int p, int distance,
+                                                   long long row) const {
+    return in_unit(read_total(stage, p, distance, row));
   }
 
   // ---- asking for rows, weight and bias ----
@@ -135,13 +178,20 @@ struct PipelinedForward {
   __device__ __forceinline__ void fetch(int stage, int p) {
     const int n = fetched < args.n_rows ? (Layout::kCells ? n_cols : end_of_row(p)) : 0;
     if constexpr (StageOfX::kCells) {
-      StageOfX::fetch_cells(stages + stage * StageOfX::kBytes, p, fetched_x, first_column(p), n,
+      StageOfX::fetch_cells(stages + stage * kStageBytes, p, fetched_x, first_column(p), n,
                             Layout::kClusterBlocks == 1 ? Layout::kPacksPerThread - 1 - p : 0);
     } else if constexpr (StageOfX::template kTakesPolicy<Layout::kVector>) {
       StageOfX::template fetch<false>(own, p, fetched_x, first_column(p), n, policy);
     } else {
-      StageOfX::template fetch<Layout::kVector>(stages + stage * StageOfX::kBytes, p, fetched_x,
+      StageOfX::template fetch<Layout::kVector>(stages + stage * kStageBytes, p, fetched_x,
                                                 first_column(p), n);
+    }
+    if constexpr (StageOfResidual::template kTakesPolicy<Layout::kVector>) {
+      StageOfResidual::template fetch<false>(own + StageOfX::kBytes, p, fetched_residual,
+                                             first_column(p), n, policy);
+    } else if constexpr (Layout::kResidualAhead) {
+      StageOfResidual::template fetch<Layout::kVector>(
+          stages + stage * kStageBytes + StageOfX::kBytes, p, fetched_residual, first_column(p), n);
     }
   }
   __device__ __forceinline__ void fetch_row(int stage) {
@@ -149,11 +199,11 @@ struct PipelinedForward {
     for (int p = 0; p < Layout::kPacksPerThread; ++p) fetch(stage, p);
   }
   __device__ __forceinline__ void fetched_all(int stage) {
-    own = own + (stage + 1 == Layout::kStages ? -(Layout::kStages - 1) * StageOfX::kBytes
-                                              : StageOfX::kBytes);
+    own = own + (stage + 1 == Layout::kStages ? -(Layout::kStages - 1) * kStageBytes : kStageBytes);
     commit_copies();
     fetched += groups;
     fetched_x += groups * args.x_stride;
+    fetched_residual += groups * args.residual_stride;
   }
   __device__ __forceinline__ void load_first_pack(int of_row) {
     if constexpr (Op::kCentered) {
@@ -161,6 +211,9 @@ struct PipelinedForward {
       // In place another block may be writing that row, but nothing is made of what is read.
       const long long there = of_row < args.n_rows ? of_row : args.n_rows - 1;
       load_first<Layout::kVector>(arrays.first_pack, args.x + there * args.x_stride);
+      if constexpr (kAdds)
+        load_first<Layout::kVector>(arrays.first_residual,
+                                    args.residual + there * args.residual_stride);
     }
   }
   __device__ __forceinline__ T guess_of_first_pack() {
@@ -169,7 +222,12 @@ struct PipelinedForward {
       // Nothing is computed from it earlier, which would wait for the load as well, 0.7 us a row.
 #pragma unroll
       for (unsigned& word : arrays.first_pack.words) make_opaque(word);
-      guess = first_mean_by_warp<T>(arrays.first_pack);
+      if constexpr (kAdds) {
+#pragma unroll
+        for (unsigned& word : arrays.first_residual.words) make_opaque(word);
+      }
+      guess = first_mean_by_warp<T>(
+          Op::Prologue::template forward<X>(arrays.first_pack, arrays.first_residual));
     }
     return guess;
   }
@@ -233,14 +291,15 @@ struct PipelinedForward {
 
   // ---- sums ----
 
-  __device__ __forceinline__ void sum_up(int stage, int distance, T shift, T (&sums)[kSums]) {
+  __device__ __forceinline__ void sum_up(int stage, int distance, long long row, T shift,
+                                         T (&sums)[kSums]) {
     if constexpr (!Layout::kFull)
       make_opaque(n_cols);  // else each element's comparison with it is kept for the next step
 #pragma unroll
     for (int i = 0; i < kSums; ++i) sums[i] = 0;
 #pragma unroll
     for (int p = 0; p < Layout::kPacksPerThread; ++p) {
-      const Pack<X, kLength> pack = read(stage, p, distance);
+      const Pack<X, kLength> pack = read(stage, p, distance, row);
       T of_pack[kSums] = {};
 #pragma unroll
       for (int i = 0; i < kLength; ++i) {
@@ -276,7 +335,7 @@ struct PipelinedForward {
     load_first_pack(arrays.rows[1]);
     wait_for_copies<1>();
     meet_lanes();
-    sum_up(0, distance_of(arrays.rows[0]), sums.guess, sums.of_row);
+    sum_up(0, distance_of(arrays.rows[0]), arrays.rows[0], sums.guess, sums.of_row);
     team.meet();
     begin_reduction(sums.of_row);
   }
@@ -292,7 +351,8 @@ struct PipelinedForward {
     }
     wait_for_copies<Layout::kStages - 2>();
     meet_lanes();
-    if (more) sum_up(next_stage, distance_of(arrays.rows[1]), next.guess, next.of_row);
+    if (more)
+      sum_up(next_stage, distance_of(arrays.rows[1]), arrays.rows[1], next.guess, next.of_row);
   }
   // The sums of this row, with which comes the row to be asked for next.
   __device__ __forceinline__ void finish_reduction(T (&sums)[kSums]) {
@@ -300,6 +360,7 @@ struct PipelinedForward {
     if constexpr (Layout::kCounted) {
       fetched = first_counted + team.received(sent_rows);
       fetched_x = args.x + fetched * args.x_stride;
+      fetched_residual = args.residual + fetched * args.residual_stride;
       if constexpr (Layout::kStages == 2) load_first_pack(fetched);
     }
   }
@@ -316,7 +377,7 @@ struct PipelinedForward {
       if (was_far(statistics)) {
         Statistics<T> again;
         again.shift = statistics.shift + statistics.correction;
-        sum_up(stage, distance, again.shift, sums);
+        sum_up(stage, distance, arrays.rows[0], again.shift, sums);
         team.template reduce<Sum>(sums);
         finish<Op::kCentered>(again, sums, args.inv_n);
         statistics = again;
@@ -331,7 +392,7 @@ struct PipelinedForward {
     T largest[1] = {0};
 #pragma unroll 1
     for (int p = 0; p < Layout::kPacksPerThread; ++p) {
-      const Pack<X, kLength> pack = read(stage, p, distance);
+      const Pack<X, kLength> pack = read(stage, p, distance, arrays.rows[0]);
 #pragma unroll
       for (int i = 0; i < kLength; ++i) {
         largest[0] = larger(absolute(pack.template get<T>(i)), largest[0]);
@@ -343,14 +404,14 @@ struct PipelinedForward {
   __device__ __forceinline__ void multiply_row(int stage, int distance, T factor) const {
 #pragma unroll 1
     for (int p = 0; p < Layout::kPacksPerThread; ++p) {
-      Pack<X, kLength> pack = read(stage, p, distance);
+      Pack<Branch, kLength> pack = read_x(stage, p, distance);
 #pragma unroll
       for (int i = 0; i < kLength; ++i) pack.set(i, pack.template get<T>(i) * factor);
       if constexpr (StageOfX::kCells) {
         warp_barrier();
-        StageOfX::write_cells(pack, stages + stage * StageOfX::kBytes, p);
+        StageOfX::write_cells(pack, stages + stage * kStageBytes, p);
       } else {
-        StageOfX::write(pack, stages + stage * StageOfX::kBytes, p);
+        StageOfX::write(pack, stages + stage * kStageBytes, p);
       }
     }
   }
@@ -358,10 +419,14 @@ struct PipelinedForward {
   __device__ __forceinline__ void bring_into_range(Measured& row, int stage, T (&sums)[kSums]) {
     const T largest = largest_of_row(stage, row.distance);
     row.unit = unit_of(larger(largest, square_root(args.eps)));
-    multiply_row(stage, row.distance, T(1) / row.unit);
+    if constexpr (kAdds) {
+      inv_unit = T(1) / row.unit;
+    } else {
+      multiply_row(stage, row.distance, T(1) / row.unit);
+    }
     if constexpr (StageOfX::kCells) row.distance = 0;
     meet_lanes();
-    sum_up(stage, row.distance, T(0), sums);
+    sum_up(stage, row.distance, arrays.rows[0], T(0), sums);
     team.template reduce<Sum>(sums);
     row.statistics = measured(stage, row.distance, T(0), sums);
     row.scale = scale_in_unit(row.statistics.variance, args.eps, row.unit);
@@ -418,7 +483,13 @@ struct PipelinedForward {
     const auto words = words_of_y(row * args.y_stride + of_first_lane);
 #pragma unroll
     for (int p = 0; p < Layout::kPacksPerThread; ++p) {
-      const Pack<X, kLength> pack = read(stage, p, measured.distance);
+      const Pack<X, kLength> total = read_total(stage, p, measured.distance, row);
+      if constexpr (kAdds) {
+        store_by_sectors<Layout::kVector, Layout::kBlockThreads>(
+            total, args.residual_out + row * args.residual_out_stride, first_column(p),
+            end_of_row(p));
+      }
+      const Pack<X, kLength> pack = in_unit(total);
       const Pack<Weight, kLength> weights = weight_of(p);
       const Pack<Bias, kLength> biases = bias_of(p);
       T values[kLength];
@@ -429,8 +500,8 @@ struct PipelinedForward {
       meet_lanes();  // before others fill what this one read
       if constexpr (kStoresWords) {
         words.store(
-            normalized, StageOfX::place_of_cells(stages + stage * StageOfX::kBytes, p, 0),
-            p * kStep, n_cols - of_first_lane - p * kStep,
+            normalized, StageOfX::place_of_cells(stages + stage * kStageBytes, p, 0), p * kStep,
+            n_cols - of_first_lane - p * kStep,
             Layout::kFull || (Layout::kClusterBlocks == 1 && p + 1 < Layout::kPacksPerThread));
         warp_barrier();
       } else {
@@ -445,6 +516,7 @@ struct PipelinedForward {
     }
   }
   __device__ __forceinline__ void go_on(int stage) {
+    inv_unit = 1;
 #pragma unroll
     for (int i = 0; i + 1 < Layout::kStages; ++i) arrays.rows[i] = arrays.rows[i + 1];
     arrays.rows[Layout::kStages - 1] = fetched;

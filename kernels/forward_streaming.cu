@@ -15,27 +15,51 @@
 // Result:    thread 0 of a cluster's first block writes the row's mean and rstd.
 #include "affine.cuh"
 #include "epilogue.cuh"
+#include "prologue.cuh"
 #include "statistics.cuh"
 #include "stream.cuh"
 #include "team.cuh"
 
-// The packs of a row that a thread has at once.
-template <typename X, int ClusterBlocks, int BlockThreads, int PacksPerThread, int Vector>
-struct TileOf {
+// A row's packs as they are normalized: of x, or of its sum with the residual.
+template <typename Op, int Vector>
+struct RowOf {
+  using X = typename Op::X;
   static constexpr int kLength = 16 / static_cast<int>(sizeof(X));
+  const typename Op::Branch* x;
+  const typename Op::Residual* residual;
+
+  __device__ __forceinline__ RowOf behind(long long columns) const {
+    return {x + columns, residual + columns};
+  }
+  template <typename Index, typename Policy = NoPolicy>
+  __device__ __forceinline__ Pack<X, kLength> load_pack(Index first, Index n,
+                                                        Policy policy = {}) const {
+    Pack<typename Op::Branch, kLength> of_x;
+    Pack<typename Op::Residual, kLength> of_residual;
+    load<Vector, false>(of_x, x, first, n, policy);
+    if constexpr (Op::Prologue::kAdds) load<Vector, false>(of_residual, residual, first, n, policy);
+    return Op::Prologue::template forward<X>(of_x, of_residual);
+  }
+};
+
+// The packs of a row that a thread has at once.
+template <typename Op, int ClusterBlocks, int BlockThreads, int PacksPerThread, int Vector>
+struct TileOf {
+  using Row = RowOf<Op, Vector>;
+  static constexpr int kLength = Row::kLength;
   static constexpr int kRowThreads = ClusterBlocks * BlockThreads;
   static constexpr int kColumns = kRowThreads * PacksPerThread * kLength;
-  Pack<X, kLength> packs[PacksPerThread];
+  Pack<typename Op::X, kLength> packs[PacksPerThread];
 
   // Of pack p, from the tile's first.
   static __device__ __forceinline__ int first_column(int p) {
     return (p * kRowThreads + thread_in_cluster<ClusterBlocks, BlockThreads>()) * kLength;
   }
   // All are asked for before the first is used.
-  __device__ __forceinline__ TileOf(const X* start, int columns, CachePolicy policy) {
+  __device__ __forceinline__ TileOf(const Row& start, int columns, CachePolicy policy) {
 #pragma unroll
     for (int p = 0; p < PacksPerThread; ++p) {
-      load<Vector, false>(packs[p], start, first_column(p), columns, policy);
+      packs[p] = start.load_pack(first_column(p), columns, policy);
     }
   }
 };
@@ -48,7 +72,7 @@ struct StreamingForward {
   using Bias = typename Op::Bias;
   using Y = typename Op::Y;
   using T = Compute<X>;
-  using TileOfX = TileOf<X, Layout::kClusterBlocks, Layout::kBlockThreads, Layout::kPacksPerThread,
+  using TileOfX = TileOf<Op, Layout::kClusterBlocks, Layout::kBlockThreads, Layout::kPacksPerThread,
                          Layout::kVector>;
   using TeamOf = Team<Layout::kBlockThreads, Layout::kBlockThreads, Layout::kClusterBlocks>;
   static constexpr int kLength = TileOfX::kLength;
@@ -58,7 +82,9 @@ struct StreamingForward {
   TeamOf& team;
   const long long n_cols = args.n_cols;
   const long long row_index = block_index() / Layout::kClusterBlocks;
-  const X* row = args.x + row_index * args.x_stride;
+  using Row = typename TileOfX::Row;
+  const Row row = {args.x + row_index * args.x_stride,
+                   args.residual + row_index * args.residual_stride};
   Statistics<T> statistics;
   Scale<T> scale;
   T unit = 1, inv_unit = 1;
@@ -69,18 +95,20 @@ struct StreamingForward {
   __device__ __forceinline__ T guess() const {
     T guess = 0;
     if constexpr (Op::kCentered) {
-      Pack<X, kLength> first_pack;
-      load_first<Layout::kVector>(first_pack, row);
-      guess = first_mean_by_warp<T>(first_pack);
+      Pack<typename Op::Branch, kLength> of_x;
+      Pack<typename Op::Residual, kLength> of_residual;
+      load_first<Layout::kVector>(of_x, row.x);
+      if constexpr (Op::Prologue::kAdds) load_first<Layout::kVector>(of_residual, row.residual);
+      guess = first_mean_by_warp<T>(Op::Prologue::template forward<X>(of_x, of_residual));
     }
     return guess;
   }
   // Adds up a row of which each element is multiplied by inv_unit: d = x - shift.
-  static __device__ __forceinline__ void sum_up(const X* row, long long n_cols, T shift, T inv_unit,
-                                                T (&sums)[kSums]) {
+  static __device__ __forceinline__ void sum_up(const Row& row, long long n_cols, T shift,
+                                                T inv_unit, T (&sums)[kSums]) {
     CompensatedSum<T> exact[Op::kCentered ? 2 : 1];
     for_each_tile<TileOfX::kColumns, false>(n_cols, [&](long long base, int columns) {
-      const TileOfX x(row + base, columns, evict_last());
+      const TileOfX x(row.behind(base), columns, evict_last());
 #pragma unroll
       for (int p = 0; p < Layout::kPacksPerThread; ++p) {
         T of_pack[kSums] = {};
@@ -118,12 +146,11 @@ struct StreamingForward {
     if constexpr (Op::kCentered) settle(statistics);
     this->statistics = statistics;
   }
-  static __device__ __forceinline__ T largest_of_thread(const X* row, long long n_cols) {
+  static __device__ __forceinline__ T largest_of_thread(const Row& row, long long n_cols) {
     T largest = 0;
     for_each_pack<Layout::kClusterBlocks, Layout::kBlockThreads, kLength>(
         n_cols, [&](long long first) {
-          Pack<X, kLength> pack;
-          load<Layout::kVector, false>(pack, row, first, n_cols);
+          const Pack<X, kLength> pack = row.load_pack(first, n_cols);
 #pragma unroll
           for (int i = 0; i < kLength; ++i) {
             largest = larger(absolute(pack.template get<T>(i)), largest);
@@ -167,7 +194,7 @@ struct StreamingForward {
     Y* const normalized_row = args.y + row_index * args.y_stride;
     const T offset = -statistics.correction * scale.of_row;
     for_each_tile<TileOfX::kColumns, true>(n_cols, [&](long long base, int columns) {
-      const TileOfX of_x(row + base, columns, evict_first());
+      const TileOfX of_x(row.behind(base), columns, evict_first());
 #pragma unroll
       for (int p = 0; p < Layout::kPacksPerThread; ++p) {
         const int first = of_x.first_column(p);
@@ -175,6 +202,11 @@ struct StreamingForward {
         Pack<Bias, kLength> biases;
         load<Layout::kVector, false>(weights, args.weight + base, first, columns);
         load<Layout::kVector, false>(biases, args.bias + base, first, columns);
+        if constexpr (Op::Prologue::kAdds) {
+          store<Layout::kVector, true, false>(
+              of_x.packs[p], args.residual_out + row_index * args.residual_out_stride + base, first,
+              columns);
+        }
         T values[kLength];
         const unsigned bits = normalize(values, of_x.packs[p], offset, weights, biases);
         Pack<Y, kLength> normalized;

@@ -14,6 +14,8 @@ template <typename T>
 constexpr int kBytesOf = kPresent<T> ? static_cast<int>(sizeof(T)) : 0;
 
 struct Plain {
+  static constexpr bool kAdds = false;
+
   template <typename X, int Length>
   static __device__ __forceinline__ Pack<X, Length> forward(const Pack<X, Length>& x,
                                                             const Pack<None, Length>&) {
@@ -22,6 +24,8 @@ struct Plain {
 };
 
 struct AddResidual {
+  static constexpr bool kAdds = true;
+
   template <typename X, typename Branch, typename Residual, int Length>
   static __device__ __forceinline__ Pack<X, Length> forward(
       const Pack<Branch, Length>& x, const Pack<Residual, Length>& residual) {

@@ -168,6 +168,8 @@ template <int Length, int PacksPerThread, int BlockThreads, int CellLanes>
 struct Stage<None, Length, PacksPerThread, BlockThreads, CellLanes> {
   static constexpr int kBytes = 0, kPackBytes = 16;
   static constexpr bool kCells = false;
+  template <int Vector>
+  static constexpr bool kTakesPolicy = false;
   template <int Vector, bool ThroughL1 = false>
   static __device__ __forceinline__ void fetch(char*, int, const None*, int, int) {}
   static __device__ __forceinline__ Pack<None, Length> read(char*, int) { return {}; }

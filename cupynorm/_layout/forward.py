@@ -16,8 +16,13 @@ from cupynorm._layout.forward_in_registers import (
     ForwardInRegisters,
     forward_in_registers,
     has_fewest_threads,
+    in_registers_with_residual,
 )
-from cupynorm._layout.forward_pipelined import ForwardPipelined, forward_pipelined
+from cupynorm._layout.forward_pipelined import (
+    ForwardPipelined,
+    forward_pipelined,
+    pipelined_with_residual,
+)
 from cupynorm._operation import ITEMSIZE, ForwardSpec
 
 
@@ -39,6 +44,18 @@ def forward_config(
     spec: ForwardSpec, n: int, vector: int, architecture: int
 ) -> ForwardInRegisters | ForwardPipelined | ForwardStreaming:
     """Return the configuration of a forward pass over rows of n elements."""
+    config = _plain_config(spec.without_residual, n, vector, architecture)
+    if spec.residual is None or isinstance(config, ForwardStreaming):
+        return config
+    if isinstance(config, ForwardPipelined):
+        return pipelined_with_residual(spec, config, architecture)
+    return in_registers_with_residual(spec, config)
+
+
+def _plain_config(
+    spec: ForwardSpec, n: int, vector: int, architecture: int
+) -> ForwardInRegisters | ForwardPipelined | ForwardStreaming:
+    """Return that of rows without a residual."""
     packs = -(-n // pack_length(spec.x))
     wide = is_wide(spec)
     # Where weight and bias together are more than a 16-bit row, registers hold them from row to

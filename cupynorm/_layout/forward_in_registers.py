@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from cupynorm._layout.architectures import (
     LEAST_FILLED,
     MULTIPROCESSORS,
+    REGISTERS_PER_MULTIPROCESSOR,
     affine_bytes,
     affine_registers,
     gpu_of,
@@ -371,6 +372,20 @@ def blocks_ahead_of(
 # ---- few rows, with the bits of many -------------------------------------------------------------
 
 
+def in_registers_with_residual(
+    spec: ForwardSpec, config: ForwardInRegisters
+) -> ForwardInRegisters:
+    """Return the configuration with registers for x and the residual, side by side as they come."""
+    elements = config.packs_per_thread * config.pack_length
+    needed = 40 + elements * (widest(spec.branch) + widest(spec.residual)) // 4
+    if config.hold_weight:
+        needed += elements * affine_bytes(spec) // 4
+    blocks = REGISTERS_PER_MULTIPROCESSOR // (config.block_threads * min(255, needed))
+    return replace(
+        config, blocks_per_multiprocessor=max(1, min(config.blocks_per_multiprocessor, blocks))
+    )
+
+
 def few_rows_configs(
     spec: ForwardSpec, config: ForwardInRegisters, n: int, architecture: int, multiprocessors: int
 ) -> tuple[tuple[int, ForwardInRegisters], ...]:
@@ -426,6 +441,8 @@ def few_rows_configs(
         if not configs or configs[-1].blocks_per_multiprocessor < config.blocks_per_multiprocessor:
             configs.append(config)
         configs.append(by_64_registers)
+    if spec.residual is not None:
+        configs = [in_registers_with_residual(spec, few) for few in configs]
     return tuple((_most_at_once(few, multiprocessors), few) for few in configs)
 
 

@@ -46,6 +46,7 @@ class ForwardPipelined:
     counted: bool
     cells: bool
     full: bool
+    residual_ahead: bool = False  # the residual waits there as well, else it is read where it is added
 
 
 def forward_pipelined_bytes(spec: ForwardSpec, config: ForwardPipelined) -> int:
@@ -53,13 +54,32 @@ def forward_pipelined_bytes(spec: ForwardSpec, config: ForwardPipelined) -> int:
     packs = config.block_threads * config.packs_per_thread
     size = team_bytes(spec.x, config.block_threads, config.block_threads, config.cluster_blocks)
     size += 128  # the next rows' numbers, and the rest of their line
-    size += config.stages * packs * 16
+    of_stage = [spec.branch or spec.x, spec.residual if config.residual_ahead else None]
+    elements = packs * pack_length(spec.x)
+    size += config.stages * elements * sum(ITEMSIZE[dtype] for dtype in of_stage if dtype)
     if config.cells:
         size += config.stages * packs // 32 * 16
     for dtype, held in ((spec.weight, config.hold_weight), (spec.bias, config.hold_bias)):
         if dtype and not held:
-            size += packs * pack_length(spec.x) * ITEMSIZE[dtype]
+            size += elements * ITEMSIZE[dtype]
     return size
+
+
+def pipelined_with_residual(
+    spec: ForwardSpec, config: ForwardPipelined, architecture: int
+) -> ForwardPipelined:
+    """Return the configuration with what a residual needs, and the bits that it has without."""
+    config = dataclasses.replace(config, cells=False)  # residual_out does not leave by words
+    limit = (shared_limit(architecture) + 1024) // config.blocks_per_multiprocessor - 1024
+    for stages in range(config.stages, 1, -1):
+        ahead = dataclasses.replace(config, stages=stages, residual_ahead=True)
+        if forward_pipelined_bytes(spec, ahead) <= limit:
+            return ahead
+    return next(
+        fewer
+        for stages in range(config.stages, 1, -1)
+        if forward_pipelined_bytes(spec, fewer := dataclasses.replace(config, stages=stages)) <= limit
+    )
 
 
 def forward_pipelined(
