@@ -110,6 +110,8 @@ struct InRegistersForward {
     Pack<Bias, kLength> biases[Layout::kPacksPerThread];
   };
 
+  Statistics<T> statistics;  // first, so that it is aligned to its size on the host, too
+  Scale<T> scale;
   const ForwardArguments<Op>& args;
   TeamOf& team;
   Pack<X, kLength> (&packs)[Layout::kPacksPerThread];
@@ -121,8 +123,6 @@ struct InRegistersForward {
   const int n_left = Layout::kFull ? n_cols : n_cols - first_column(0);
   const bool always = !kApart || args.inv_n > T(0);
   const long long bytes = args.n_rows * n_cols * static_cast<int>(sizeof(X));
-  Statistics<T> statistics;
-  Scale<T> scale;
   T unit = 1;
 
   __device__ __forceinline__ InRegistersForward(const ForwardArguments<Op>& args, TeamOf& team,

@@ -475,9 +475,9 @@ __global__ void __launch_bounds__(Layout::kBlockThreads, Layout::kBlocksPerMulti
   forward.ask_for_later_rows();
   int stage = 0;
   while (forward.has_row()) {
-    // The sums of the next row are made while those of this one are on their way between the threads.
     const int next_stage = stage + 1 == Layout::kStages ? 0 : stage + 1;
     const bool more = forward.has_next_row();
+    // The next row is summed up while the sums of this one are on their way between the threads.
     typename Forward::Sums next_sums;
     forward.sum_up_next_row(next_sums, next_stage, more);
     forward.finish_reduction(sums.of_row);

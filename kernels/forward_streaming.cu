@@ -54,13 +54,13 @@ struct StreamingForward {
   static constexpr int kLength = TileOfX::kLength;
   static constexpr int kSums = Op::kCentered ? 3 : 1;
 
+  Statistics<T> statistics;  // first, so that it is aligned to its size on the host, too
+  Scale<T> scale;
   const ForwardArguments<Op>& args;
   TeamOf& team;
   const long long n_cols = args.n_cols;
   const long long row_index = block_index() / Layout::kClusterBlocks;
   const X* row = args.x + row_index * args.x_stride;
-  Statistics<T> statistics;
-  Scale<T> scale;
   T unit = 1, inv_unit = 1;
 
   __device__ __forceinline__ StreamingForward(const ForwardArguments<Op>& args, TeamOf& team)
