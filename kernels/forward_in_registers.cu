@@ -106,8 +106,8 @@ struct InRegistersForward {
       !Layout::kHoldWeight && (kNarrow || Layout::kPacksPerThread * kBytes > 64);
   static constexpr int kAhead = 16 / kBytes;  // packs: 16 bytes of x
 
-  // What has loops over it is apart: as members these would keep all others in memory until the compiler
-  // has unrolled the loops.
+  // Arrays are apart, as is the team, since as members they would keep all others in memory until loops
+  // over them are unrolled (notes.md#state-in-structs).
   struct Arrays {
     Pack<X, kLength> packs[Layout::kPacksPerThread];
     Pack<Branch, 16 / sizeof(X)> first_pack;  // a sample, whatever the length of the others
@@ -119,6 +119,8 @@ struct InRegistersForward {
     Pack<Bias, kLength> biases[Layout::kPacksPerThread];
   };
 
+  Statistics<T> statistics;
+  Scale<T> scale;
   const ForwardArguments<Op>& args;
   TeamOf& team;
   Pack<X, kLength> (&packs)[Layout::kPacksPerThread];
@@ -130,8 +132,6 @@ struct InRegistersForward {
   const int n_left = Layout::kFull ? n_cols : n_cols - first_column(0);
   const bool always = !kApart || args.inv_n > T(0);
   const long long bytes = args.n_rows * n_cols * (kBytesOf<Branch> + kBytesOf<Residual>);
-  Statistics<T> statistics;
-  Scale<T> scale;
   T unit = 1;
 
   __device__ __forceinline__ InRegistersForward(const ForwardArguments<Op>& args, TeamOf& team,
@@ -383,7 +383,7 @@ struct InRegistersForward {
     team.template reduce<Max>(largest, largest);
     if (wild) unit = unit_of(larger(largest[0], square_root(args.eps)));
     // Beside a held weight of RMSNorm conversions are kept for the products, and up to 8 bytes spilled.
-    if constexpr (!Op::kCentered && Layout::kHoldWeight && !Layout::kRareLast) {
+    if constexpr (kHolds && !Op::kCentered && !Layout::kRareLast && TeamOf::kThreads > 32) {
       forget_conversions(packs);
     }
     const T inv_unit = T(1) / unit;
@@ -429,8 +429,7 @@ struct InRegistersForward {
       }
     }
   }
-  // Where y is stored from, or where words are: their column is that of the first lane's first pack, and
-  // in `exchange` the lanes exchange them.
+  // Where this thread's y begins, and for words the first lane's column and where lanes exchange them.
   struct PlaceOfY {
     Y* own;
     int lane, of_first_lane;
@@ -506,7 +505,7 @@ __global__ void __launch_bounds__(Layout::kBlockThreads, Layout::kBlocksPerMulti
     norm_forward_in_registers(const __grid_constant__ ForwardArguments<Op> given) {
   using Forward = InRegistersForward<Op, Layout>;
   using T = typename Forward::T;
-  const auto args = given;  // some kernels take up to 32 registers more else
+  const auto args = given;  // without a copy some kernels take up to 32 registers more
   typename Forward::TeamOf team;
   typename Forward::Arrays arrays;
   Forward forward(args, team, arrays);

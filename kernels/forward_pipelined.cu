@@ -28,6 +28,7 @@
 #include "statistics.cuh"
 #include "team.cuh"
 
+// The kernel's state and its steps.
 template <typename Op, typename Layout>
 struct PipelinedForward {
   using Arguments = ForwardPipelinedArguments<Op>;
@@ -73,8 +74,8 @@ struct PipelinedForward {
     int distance;
   };
 
-  // What has loops over it is apart: as members these would keep all others in memory until the compiler
-  // has unrolled the loops, and loads of arguments would be repeated.
+  // Arrays are apart, since as members they would keep all others in memory until loops over them are
+  // unrolled (notes.md#state-in-structs).
   struct Arrays {
     int rows[Layout::kStages];  // this one, and those that are on their way
     Pack<Branch, kLength> first_pack;
@@ -207,8 +208,8 @@ struct PipelinedForward {
   }
   __device__ __forceinline__ void load_first_pack(int of_row) {
     if constexpr (Op::kCentered) {
-      // Past the last row it is the last one's, since a load under a condition is waited for.
-      // In place another block may be writing that row, but nothing is made of what is read.
+      // Past the last row the last one's is loaded, and not used, since a load under a condition ends in a
+      // move that waits for it.
       const long long there = of_row < args.n_rows ? of_row : args.n_rows - 1;
       load_first<Layout::kVector>(arrays.first_pack, args.x + there * args.x_stride);
       if constexpr (kAdds)
@@ -249,7 +250,7 @@ struct PipelinedForward {
   template <typename Operand>
   __device__ __forceinline__ void load_held(Pack<Operand, kLength>& pack, const Operand* operand,
                                             int p) const {
-    // By load_operand 8 packs of RMSNorm's with a ReLU would spill 8 bytes more.
+    // By load_operand 8 packs would spill more (notes.md#held-weights-by-plain-loads).
     if constexpr (Layout::kPacksPerThread == 8) {
       load<Layout::kVector>(pack, operand, first_column(p), end_of_row(p));
     } else {
@@ -268,8 +269,8 @@ struct PipelinedForward {
       if constexpr (Layout::kHoldBias) load_held(arrays.bias[p], args.bias, p);
     }
   }
-  // Weight and bias are needed later than the first row, whose sums the third row and later ones
-  // would delay (notes.md#rows-asked-for-before-the-first-sums).
+  // The third row and later ones come after the first row's sums, which they would delay
+  // (notes.md#rows-asked-for-before-the-first-sums).
   __device__ __forceinline__ void ask_for_first_rows() {
     load_first_pack(arrays.rows[0]);
     fetch_row(0);
@@ -312,9 +313,8 @@ struct PipelinedForward {
       for (int k = 0; k < kSums; ++k) sums[k] += of_pack[k];
     }
   }
-  // The warps of a cluster's first block ask the count by turns, and tell the others with the sums
-  // of a later row, since one warp would wait at each row (notes.md#who-asks-the-count). Each asks
-  // after the one before it, so that rows only grow, and past the last come none.
+  // Some warps of a cluster's first block ask the count by turns, each after the one before it so that rows
+  // only grow, and tell the others with the sums of a later row (notes.md#who-asks-the-count).
   __device__ __forceinline__ void begin_reduction(T (&sums)[kSums]) {
     if constexpr (Layout::kCounted) {
       const bool sends = team.block == 0 && warp == turn;
@@ -354,7 +354,7 @@ struct PipelinedForward {
     if (more)
       sum_up(next_stage, distance_of(arrays.rows[1]), arrays.rows[1], next.guess, next.of_row);
   }
-  // The sums of this row, with which comes the row to be asked for next.
+  // Ends the sums of this row, with which comes the row to be asked for next.
   __device__ __forceinline__ void finish_reduction(T (&sums)[kSums]) {
     team.template finish_reduction<Sum>(sums);
     if constexpr (Layout::kCounted) {
@@ -368,8 +368,8 @@ struct PipelinedForward {
   // ---- mean and variance ----
 
   // Measures a row of known sums.
-  __device__ __forceinline__ Statistics<T> measured(int stage, int distance, T guess,
-                                                    T (&sums)[kSums]) {
+  __device__ __forceinline__ Statistics<T> measure(int stage, int distance, T guess,
+                                                   T (&sums)[kSums]) {
     Statistics<T> statistics;
     statistics.shift = guess;
     finish<Op::kCentered>(statistics, sums, args.inv_n);
@@ -428,13 +428,13 @@ struct PipelinedForward {
     meet_lanes();
     sum_up(stage, row.distance, arrays.rows[0], T(0), sums);
     team.template reduce<Sum>(sums);
-    row.statistics = measured(stage, row.distance, T(0), sums);
+    row.statistics = measure(stage, row.distance, T(0), sums);
     row.scale = scale_in_unit(row.statistics.variance, args.eps, row.unit);
   }
   __device__ __forceinline__ Measured measure_row(int stage, Sums& sums) {
     Measured row;
     row.distance = distance_of(arrays.rows[0]);
-    row.statistics = measured(stage, row.distance, sums.guess, sums.of_row);
+    row.statistics = measure(stage, row.distance, sums.guess, sums.of_row);
     row.scale = scale_in_range(row.statistics.variance, args.eps);
     row.unit = 1;
     if constexpr (kCanLeaveRange<X>) {
@@ -547,9 +547,9 @@ __global__ void __launch_bounds__(Layout::kBlockThreads, Layout::kBlocksPerMulti
   forward.ask_for_later_rows();
   int stage = 0;
   while (forward.has_row()) {
-    // The sums of the next row are made while those of this one are on their way between the threads.
     const int next_stage = stage + 1 == Layout::kStages ? 0 : stage + 1;
     const bool more = forward.has_next_row();
+    // The next row is summed up while the sums of this one are on their way between the threads.
     typename Forward::Sums next_sums;
     forward.sum_up_next_row(next_sums, next_stage, more);
     forward.finish_reduction(sums.of_row);

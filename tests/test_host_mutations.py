@@ -100,19 +100,6 @@ LOADING = """    if (first + begin < n && !in_pairs) {
         read_words"""
 STORING = LOADING.replace("read_words", "write_words")
 
-AFFINE = """#pragma unroll
-  for (int p = 0; p < Layout::kPacksPerThread; ++p) {
-    if constexpr (!Layout::kHoldWeight) {
-      StageOfWeight::template fetch<Layout::kVector, true>(stage_of_weight, p, args.weight,
-                                                           first_column(p), end_of_row(p));
-    }
-    if constexpr (!Layout::kHoldBias) {
-      StageOfBias::template fetch<Layout::kVector, true>(stage_of_bias, p, args.bias,
-                                                         first_column(p), end_of_row(p));
-    }
-  }
-"""
-
 ANNOUNCING = """      ask();
     }
     if constexpr (ClusterBlocks > 1) {
@@ -254,8 +241,8 @@ MUTATIONS = [
     Mutation(
         "a team past the last row writes words",
         "forward_in_registers.cu",
-        "active ? n_cols - of_first_lane - p * kStep : 0;",
-        "n_cols - of_first_lane - p * kStep;",
+        "active ? n_cols - place.of_first_lane - p * kStep : 0;",
+        "n_cols - place.of_first_lane - p * kStep;",
         OUT_OF_BOUNDS,
         SUB_WARP,
     ),
@@ -294,9 +281,9 @@ MUTATIONS = [
     Mutation(
         "a team past the last row writes",
         "forward_in_registers.cu",
-        "(normalized, own_y, p * kStep,\n"
+        "(normalized, place.own, p * kStep,\n"
         "                                                               left_of_row(p));",
-        "(normalized, own_y, p * kStep, n_left);",
+        "(normalized, place.own, p * kStep, n_left);",
         OUT_OF_BOUNDS,
         SUB_WARP_WHOLE,
     ),
@@ -442,8 +429,8 @@ MUTATIONS = [
     Mutation(
         "weights one column on",
         "forward_in_registers.cu",
-        "load_operand<Layout::kVector>(weights[p], args.weight, first_column(p)",
-        "load_operand<Layout::kVector>(weights[p], args.weight + Layout::kVector, first_column(p)",
+        "(arrays.weights[p], args.weight, first_column(p)",
+        "(arrays.weights[p], args.weight + Layout::kVector, first_column(p)",
         OUT_OF_BOUNDS,
         WARPS,
     ),
@@ -1583,8 +1570,8 @@ MUTATIONS = [
     Mutation(
         "few rows that are far off are not measured again",
         "forward_in_registers.cu",
-        "      recentre(far);\n      far = false;",
-        "      far = false;",
+        "        recentre(far);\n        far = false;",
+        "        far = false;",
         VALUE,
         few("few_mean"),
     ),
@@ -1615,8 +1602,8 @@ MUTATIONS = [
     Mutation(
         "few rows leave no statistics",
         "forward_in_registers.cu",
-        "      store_statistics();\n      normalize(statistics.shift);\n      return;",
-        "      normalize(statistics.shift);\n      return;",
+        "      forward.store_statistics();\n      forward.normalize(",
+        "      forward.normalize(",
         UNWRITTEN,
         few("few_warp"),
     ),
@@ -1735,8 +1722,8 @@ MUTATIONS = [
     Mutation(
         "columns past a streamed row count",
         "forward_streaming.cu",
-        "inside<Vector>(x.first_column(p), i, columns) ? statistics.shift : T(0)",
-        "statistics.shift",
+        "inside<Layout::kVector>(x.first_column(p), i, columns) ? shift : T(0)",
+        "shift",
         VALUE,
         case("stream_mean"),
     ),
@@ -1775,8 +1762,8 @@ MUTATIONS = [
     Mutation(
         "a unit left out of a streamed row",
         "forward_streaming.cu",
-        "const T in_unit = of_x.packs[p].template get<T>(i) * inv_unit;",
-        "const T in_unit = of_x.packs[p].template get<T>(i);",
+        "const T in_unit = pack.template get<T>(i) * inv_unit;",
+        "const T in_unit = pack.template get<T>(i);",
         VALUE,
         case("stream_wild"),
     ),
@@ -1807,8 +1794,8 @@ MUTATIONS = [
     Mutation(
         "an element past the pack is looked at",
         "forward_streaming.cu",
-        "        for (int i = 0; i < kLength; ++i) {\n              largest[0]",
-        "        for (int i = 0; i <= kLength; ++i) {\n              largest[0]",
+        "for (int i = 0; i < kLength; ++i) {\n            largest =",
+        "for (int i = 0; i <= kLength; ++i) {\n            largest =",
         "outside a local array",
         case("stream_wild"),
     ),
@@ -2225,8 +2212,8 @@ MUTATIONS = [
     Mutation(
         "the weight comes with the third row, not the second",
         "forward_pipelined.cu",
-        AFFINE + "  fetched_all(1);\n",
-        "  fetched_all(1);\n" + AFFINE,
+        "    fetch_weight_and_bias();\n    fetched_all(1);\n",
+        "    fetched_all(1);\n    fetch_weight_and_bias();\n",
         RACE,
         pipelined("forward_pipelined.cu", stages=3),
     ),
@@ -2613,7 +2600,7 @@ MUTATIONS = [
     Mutation(
         "a row brought into range lies as it did",
         "forward_pipelined.cu",
-        "        if constexpr (StageOfX::kCells) distance = 0;\n",
+        "    if constexpr (StageOfX::kCells) row.distance = 0;\n",
         "",
         VALUE,
         CELLS_FORWARD,
@@ -2621,8 +2608,8 @@ MUTATIONS = [
     Mutation(
         "a pack brought into range takes the place of a cell that is yet to be read",
         "forward_pipelined.cu",
-        "            warp_barrier();\n            StageOfX::write_cells",
-        "            StageOfX::write_cells",
+        "        warp_barrier();\n        StageOfX::write_cells",
+        "        StageOfX::write_cells",
         RACE,
         CELLS_FORWARD,
     ),
