@@ -112,7 +112,7 @@ struct PipelinedForward {
         fetched_x(args.x + fetched * args.x_stride),
         fetched_residual(args.residual + fetched * args.residual_stride),
         policy(evict_last_if_large(args.n_rows * n_cols * (kBytesOf<Branch> + kBytesOf<Residual>))),
-        own(own_place(StageOfX::place(stages, 0, 0))) {
+        own(own_place(Stage<X, kLength, kPacks, Layout::kBlockThreads>::place(stages, 0, 0))) {
 #pragma unroll
     for (int i = 0; i < Layout::kStages; ++i) arrays.rows[i] = group + i * groups;
   }

@@ -48,7 +48,9 @@ def forward_config(
     if spec.residual is None or isinstance(config, ForwardStreaming):
         return config
     if isinstance(config, ForwardPipelined):
-        return pipelined_with_residual(spec, config, architecture)
+        packs = -(-n // pack_length(spec.x))
+        pipelined = pipelined_with_residual(spec, config, architecture)
+        return pipelined or _streaming_forward(spec, packs, vector, architecture)
     return in_registers_with_residual(spec, config)
 
 

@@ -380,10 +380,10 @@ def in_registers_with_residual(
     needed = 40 + elements * (widest(spec.branch) + widest(spec.residual)) // 4
     if config.hold_weight:
         needed += elements * affine_bytes(spec) // 4
-    blocks = REGISTERS_PER_MULTIPROCESSOR // (config.block_threads * min(255, needed))
-    return replace(
-        config, blocks_per_multiprocessor=max(1, min(config.blocks_per_multiprocessor, blocks))
-    )
+    # A quarter of a multiprocessor has whole warps.
+    threads = REGISTERS_PER_MULTIPROCESSOR // min(255, needed) // 128 * 128
+    blocks = max(1, min(config.blocks_per_multiprocessor, threads // config.block_threads))
+    return replace(config, blocks_per_multiprocessor=blocks)
 
 
 def few_rows_configs(

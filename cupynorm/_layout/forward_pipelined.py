@@ -67,19 +67,20 @@ def forward_pipelined_bytes(spec: ForwardSpec, config: ForwardPipelined) -> int:
 
 def pipelined_with_residual(
     spec: ForwardSpec, config: ForwardPipelined, architecture: int
-) -> ForwardPipelined:
-    """Return the configuration with what a residual needs, and the bits that it has without."""
+) -> ForwardPipelined | None:
+    """Return the configuration with what a residual needs, and the bits that it has without.
+
+    None where an x wider than the sum leaves no room.
+    """
     config = dataclasses.replace(config, cells=False)  # residual_out does not leave by words
     limit = (shared_limit(architecture) + 1024) // config.blocks_per_multiprocessor - 1024
-    for stages in range(config.stages, 1, -1):
-        ahead = dataclasses.replace(config, stages=stages, residual_ahead=True)
-        if forward_pipelined_bytes(spec, ahead) <= limit:
-            return ahead
-    return next(
-        fewer
+    held = dataclasses.replace(config, hold_weight=True, hold_bias=True)
+    found = (
+        dataclasses.replace(of, stages=stages, residual_ahead=ahead)
+        for ahead, of in ((True, config), (False, config), (False, held))
         for stages in range(config.stages, 1, -1)
-        if forward_pipelined_bytes(spec, fewer := dataclasses.replace(config, stages=stages)) <= limit
     )
+    return next((of for of in found if forward_pipelined_bytes(spec, of) <= limit), None)
 
 
 def forward_pipelined(
