@@ -33,7 +33,10 @@ BACKWARD = (cupynorm.rms_norm_backward, cupynorm.layer_norm_backward)
 every_function = pytest.mark.parametrize("function", FORWARD + BACKWARD, ids=lambda f: f.__name__)
 
 SHAPE = (2, 3, 4)
-ARRAYS = ("dy", "x", "weight", "bias", "mean", "rstd", "bitmask", "out", "dx")
+ARRAYS = (
+    *("dy", "x", "residual", "dresidual_out", "weight", "bias", "mean", "rstd", "bitmask"),
+    *("out", "dx", "residual_out"),
+)
 
 
 def parameters(function: Callable[..., Any]) -> tuple[str, ...]:
@@ -46,7 +49,7 @@ def correct(function: Callable[..., Any]) -> dict[str, Any]:
     shapes = {"weight": SHAPE[-1:], "bias": SHAPE[-1:], "mean": SHAPE[:-1], "rstd": SHAPE[:-1]}
     arrays = {name: rng.random(shapes.get(name, SHAPE), np.float32) for name in ARRAYS}
     arrays["bitmask"] = rng.integers(0, 16, (2, 3, 1), np.uint8)
-    arrays["out"][...] = arrays["dx"][...] = 777
+    arrays["out"][...] = arrays["dx"][...] = arrays["residual_out"][...] = 777
     return {name: arrays[name] for name in parameters(function) if name in arrays}
 
 
@@ -112,7 +115,10 @@ WRONG = [
     # dtypes
     *(
         wrong(TypeError, name, *ALL_DTYPES, dtype, **{name: zeros(*shape, dtype=dtype)})
-        for name, shape in {"x": SHAPE, "dy": SHAPE, "weight": (4,), "bias": (4,)}.items()
+        for name, shape in {
+            **dict.fromkeys(("x", "dy", "residual", "dresidual_out"), SHAPE),
+            **{"weight": (4,), "bias": (4,)},
+        }.items()
         for dtype in ("int32", "bool", "complex64", ">f4", "float8_e4m3fn")
     ),
     wrong(TypeError, "x.dtype", *ALL_DTYPES, "record", x=np.zeros(4, "f4,f4").view(np.recarray)),
@@ -128,6 +134,30 @@ WRONG = [
         for dtype in ("int32", np.int8, int, "float8_e4m3fn", ">f4", "half a float", 1.5, [1])
     ),
     *(wrong(TypeError, "out_dtype", *ALL_DTYPES, out_dtype=dtype) for dtype in (("f4", 2), "i4,(")),
+    *(
+        wrong(TypeError, name, *ALL_DTYPES, "int32", **{name: "int32"})
+        for name in ("residual_dtype", "dx_dtype", "dresidual_dtype")
+    ),
+    *(
+        wrong(TypeError, "residual_out.dtype", *words, residual_out=zeros(*SHAPE, dtype=dtype), **more)
+        for dtype, words, more in (
+            ("int64", ("int64",), {}),
+            ("float32", ("float16", "float32"), {"residual_dtype": "float16"}),
+        )
+    ),
+    *(
+        wrong(ValueError, f"{name} must be None without a residual", **({"residual": None} | given))
+        for name, given in {
+            "residual_out": {},
+            "residual_dtype": {"residual_out": None, "residual_dtype": "float32"},
+        }.items()
+    ),
+    wrong(ValueError, "residual_out must be writable", residual_out=read_only(*SHAPE)),
+    wrong(
+        ValueError,
+        "residual_out must be another array than out",
+        **dict.fromkeys(("out", "residual_out"), zeros(*SHAPE)),
+    ),
     # shapes
     wrong(ValueError, "x must have at least one axis", x=zeros(), weight=None, bias=None, out=None),
     wrong(ValueError, "x must have at least one axis", x=zeros(), weight=None, bias=True, dx=None),
@@ -179,12 +209,12 @@ WRONG = [
     wrong(ValueError, "bias", "broadcast", "(2,)", bias=zeros(2), axis=-1),
     *(
         wrong(ValueError, name, str(SHAPE), "(2, 4, 3)", **{name: zeros(2, 4, 3)})
-        for name in ("dy", "out", "dx")
+        for name in ("dy", "out", "dx", "residual", "residual_out", "dresidual_out")
     ),
     *(
         # What NumPy would broadcast is wrong as well.
         wrong(ValueError, name, str(SHAPE), "(3, 4)", **{name: zeros(3, 4)})
-        for name in ("dy", "out", "dx")
+        for name in ("dy", "out", "dx", "residual", "residual_out", "dresidual_out")
     ),
     *(
         wrong(ValueError, name, "(2, 3)", str(shape), **{name: zeros(*shape)})
@@ -647,7 +677,7 @@ def test_no_rows_give_empty_results_and_zero_gradients(
     assert forward.rstd.shape == kept
     statistics = [s for s in (forward.mean, forward.rstd) if s is not None]
     backward = getattr(cupynorm, f"{norm}_backward")
-    dx, dweight, dbias = backward(x, x, weight, *statistics, bias=bias, axis=axis)
+    dx, dweight, dbias, _ = backward(x, x, weight, *statistics, bias=bias, axis=axis)
     assert dx.shape == shape
     assert (dweight.shape, dweight.dtype, np.count_nonzero(dweight)) == (row, np.float16, 0)
     assert (dbias.shape, dbias.dtype, np.count_nonzero(dbias)) == (row, np.float64, 0)

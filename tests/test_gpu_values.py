@@ -12,6 +12,14 @@ from conftest import ERROR_OVER_BOUND
 from device import poison, to_cupy, to_numpy
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from residuals import (
+    RESIDUAL_WIDTHS,
+    OfCupyNorm,
+    WithResidual,
+    check_residual,
+    residual_problems,
+    with_residual,
+)
 from strategies import (
     DTYPES,
     OVERFLOWS,
@@ -154,6 +162,56 @@ def check_arrays(
 @given(problem=problems())
 def test_any_problem(problem: Problem) -> None:
     check_drawn(problem, "any")
+
+
+def check_residual_on_gpu(drawn: WithResidual) -> None:
+    import cupy
+
+    poison()
+    check_residual(OfCupyNorm(cupy, to_cupy, to_numpy), drawn)
+
+
+@settings(max_examples=150, suppress_health_check=list(HealthCheck))
+@given(drawn=residual_problems())
+def test_any_residual(drawn: WithResidual) -> None:
+    check_residual_on_gpu(drawn)
+
+
+@pytest.mark.usefixtures("kernels_of_few_rows")
+@settings(max_examples=150, suppress_health_check=list(HealthCheck))
+@given(drawn=residual_problems(RESIDUAL_WIDTHS))
+def test_any_residual_of_few_rows(drawn: WithResidual) -> None:
+    check_residual_on_gpu(drawn)
+
+
+@pytest.mark.parametrize("m", [37, 1100])
+@pytest.mark.parametrize("n", RESIDUAL_WIDTHS)
+@pytest.mark.parametrize("norm", NORMS)
+def test_residuals_of_each_width(norm: str, n: int, m: int) -> None:
+    m = min(m, 2**24 // n + 3)
+    for x, residual, total in (
+        ("bfloat16", "bfloat16", "bfloat16"),
+        ("bfloat16", "float32", "float32"),
+        ("float32", "float32", "float32"),
+    ):
+        problem = Problem(
+            norm=norm,  # type: ignore[arg-type]
+            k=1,
+            eps=EPS[norm],
+            axis=None,
+            zero_centered=False,
+            relu=None,
+            out_dtype=DTYPES[x],
+            wants_dbias=norm == "layer_norm",
+            regime="normal",
+            seed=n,
+            layouts=dict.fromkeys(("x", "dy", "weight", "bias"), Layout()),
+            x=make_values("normal", (m, n), DTYPES[x], n),
+            dy=make_values("normal", (m, n), DTYPES[x], n + 1),
+            weight=make_values("normal", (n,), DTYPES["float32"], n + 2),
+            bias=None,
+        )
+        check_residual_on_gpu(with_residual(problem, residual, total, layout=Layout()))
 
 
 @pytest.mark.parametrize("n", [3, 40, 1000, 4096, 16384, 20480, 100_000, 300_000])

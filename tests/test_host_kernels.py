@@ -33,9 +33,11 @@ from host.checks import (
     kernels_of,
 )
 from host.coverage import coverage
-from host.gpu import Gpu
+from host.gpu import Caller, Gpu
 from host.pipelined import PIPELINED, Pipelined
 from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from residuals import RESIDUAL_WIDTHS, WithResidual, check_residual, residual_problems
 from strategies import DTYPES, Problem, problems
 
 from cupynorm._compile import Instantiation
@@ -53,6 +55,14 @@ def build(kernels: list[Instantiation]) -> Build:
     build = Build()
     build.compile(kernels)
     return build
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(drawn=residual_problems(RESIDUAL_WIDTHS), few_rows=st.booleans())
+def test_any_residual(drawn: WithResidual, few_rows: bool) -> None:
+    gpu = Gpu(Build(), few_rows=few_rows)
+    with gpu.fresh_memory():
+        check_residual(Caller(gpu), drawn)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

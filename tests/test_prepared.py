@@ -21,6 +21,8 @@ from hypothesis import strategies as st
 
 import cupynorm
 from cupynorm import NormBackward, NormForward, _prepared
+from cupynorm._operation import BACKWARD as BACKWARD_PASS
+from cupynorm._operation import FORWARD as FORWARD_PASS
 
 cupy = pytest.importorskip("cupy")
 
@@ -74,7 +76,8 @@ class Machine:
 
             def launch(stream: int, operands: tuple[int, ...]) -> None:
                 assert (device, stream) == (self.current, STREAM)
-                noted = stream, m, *operands[:9], *numbers, *operands[9:]
+                count = len(FORWARD_PASS.operands)
+                noted = stream, m, *operands[:count], *numbers, *operands[count:]
                 self.launches.append((key, noted))
 
             return launch
@@ -125,7 +128,9 @@ FORWARD = (
 )
 BACKWARD = (cupynorm.rms_norm_backward, cupynorm.layer_norm_backward)
 ALL = FORWARD + BACKWARD
-BITMASK, EPS = 10, 11  # among what a forward launch is given; the bounds follow eps
+# Among what a launch is given; the bounds follow eps.
+BITMASK, EPS = 2 + FORWARD_PASS.operands.index("bitmask"), 2 + len(FORWARD_PASS.operands)
+BITMASK_OF_BACKWARD = 2 + BACKWARD_PASS.operands.index("bitmask")
 
 
 def good(function: Callable[..., Any], machine: Machine) -> dict[str, Any]:
@@ -469,7 +474,7 @@ def test_each_backward_has_its_bitmask(machine: Machine, function: Callable[...,
         function(**arguments, bitmask=bitmask)
         (spec, *_), given = machine.launches[-1]
         assert spec.bitmask == (bitmask is not None)
-        assert given[9] == (0 if bitmask is None else bitmask.data.ptr)
+        assert given[BITMASK_OF_BACKWARD] == (0 if bitmask is None else bitmask.data.ptr)
     assert len(_calls.calls) == 2
     strided = machine.array((*SHAPE[:-1], 8), "uint8", strides=(64, 16, 1))
     for _ in range(2):
@@ -532,7 +537,7 @@ def test_threads_share_calls(machine: Machine, monkeypatch: pytest.MonkeyPatch) 
         start.wait()
         for turn in range(500):
             x = arrays[turn % 7]
-            y, mean, rstd, _ = cupynorm.layer_norm_forward(x)
+            y, mean, rstd, *_ = cupynorm.layer_norm_forward(x)
             if not y.shape == x.shape or not mean.shape == rstd.shape == x.shape[:1]:
                 wrong.append(turn)
 

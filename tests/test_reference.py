@@ -6,8 +6,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from residuals import OfCupyNorm, WithResidual, check_residual, residual_problems
 from strategies import DTYPES, Problem, make_values, problems
 
 from cupynorm import reference, testing
@@ -513,3 +514,33 @@ def test_sum_to_shape_undoes_a_broadcast(shape: list[int], drop: int, repeated: 
     kept = (1,) * (array.ndim - len(target)) + target
     axes = tuple(a for a, n in enumerate(kept) if n == 1)
     np.testing.assert_array_equal(sum_to_shape(array, target), array.sum(axes).reshape(target))
+
+
+@settings(suppress_health_check=list(HealthCheck))
+@given(drawn=residual_problems())
+def test_any_residual(drawn: WithResidual) -> None:
+    check_residual(OfCupyNorm(np, np.array, lambda result: result), drawn)
+
+
+@pytest.mark.parametrize("norm", ["rms_norm", "layer_norm"])
+def test_the_gradient_of_a_residual_by_finite_differences(norm: str) -> None:
+    rng = np.random.default_rng(0)
+    x, residual, of_y, of_total = rng.standard_normal((4, 3, 7))
+    weight = rng.standard_normal(7)
+
+    def loss(x: np.ndarray, residual: np.ndarray) -> float:
+        y, total = getattr(reference, norm)(x, weight, eps=1e-3, residual=residual)
+        return float(np.sum(y * of_y) + np.sum(total * of_total))
+
+    result = getattr(reference, f"{norm}_forward")(x, weight, eps=1e-3, residual=residual)
+    statistics = [result.rstd] if norm == "rms_norm" else [result.mean, result.rstd]
+    backward = getattr(reference, f"{norm}_backward")
+    found = backward(of_y, result.residual_out, weight, *statistics, dresidual_out=of_total)
+    for name, place in (("dx", 0), ("dresidual", 1)):
+        for index in ((0, 0), (2, 6)):
+            step = np.zeros_like(x)
+            step[index] = 1e-6
+            up, down = [x, residual], [x, residual]
+            up[place], down[place] = up[place] + step, down[place] - step
+            slope = (loss(*up) - loss(*down)) / 2e-6
+            assert getattr(found, name)[index] == pytest.approx(slope, rel=1e-6, abs=1e-8)

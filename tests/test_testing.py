@@ -163,7 +163,7 @@ def test_a_careless_backward_is_killed(bug: str, norm: Norm, n: int) -> None:
     dy = make_values("normal", (33, n), x_type, 1)
     # With a mean of its own, g is not orthogonal to 1, which LayerNorm takes out.
     weight = 1 + make_values("normal", (n,), "float32", 2)
-    _, mean, rstd, _ = emulation.forward(norm, x, weight, None, eps=1e-6)
+    _, mean, rstd, *_ = emulation.forward(norm, x, weight, None, eps=1e-6)
     given: Any = (dy, x, weight, mean, rstd)
     right = emulation.backward(norm, *given, dbias=weight.dtype)
     check_backward(norm, right, *given, bias=True)
@@ -177,7 +177,7 @@ def test_a_careless_backward_is_killed(bug: str, norm: Norm, n: int) -> None:
 def test_one_wrong_element_of_a_backward_is_found(field: str, planted: float) -> None:
     x, dy = (make_values("normal", (33, 65), "float32", seed) for seed in (0, 1))
     weight = make_values("normal", (65,), "float32", 2)
-    _, mean, rstd, _ = reference.layer_norm_forward(x, weight)
+    _, mean, rstd, *_ = reference.layer_norm_forward(x, weight)
     result = reference.layer_norm_backward(dy, x, weight, mean, rstd)
     getattr(result, field)[..., -1] = planted
     with pytest.raises(AssertionError, match=field):
@@ -187,7 +187,7 @@ def test_one_wrong_element_of_a_backward_is_found(field: str, planted: float) ->
 # ---- shapes, dtypes, fields ----------------------------------------------------------------------
 
 X = make_values("normal", (4, 6), "float32", 0)
-Y, MEAN, RSTD, _ = reference.layer_norm_forward(X, eps=1e-6)
+Y, MEAN, RSTD, *_ = reference.layer_norm_forward(X, eps=1e-6)
 SQUARE_RSTD = reference.rms_norm_forward(X).rstd
 
 
@@ -216,7 +216,7 @@ def test_a_wrong_forward_result_is_refused(
 
 
 def test_a_wrong_backward_result_is_refused() -> None:
-    dx, dweight, dbias = reference.rms_norm_backward(X, X, X[0], SQUARE_RSTD, bias=True)
+    dx, dweight, dbias, _ = reference.rms_norm_backward(X, X, X[0], SQUARE_RSTD, bias=True)
 
     def check(result: NormBackward, bias: bool = True) -> None:
         check_backward("rms_norm", result, X, X, X[0], None, SQUARE_RSTD, bias=bias)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from cupynorm._layout.architectures import (
@@ -45,8 +46,11 @@ def forward_config(
 ) -> ForwardInRegisters | ForwardPipelined | ForwardStreaming:
     """Return the configuration of a forward pass over rows of n elements."""
     config = _plain_config(spec.without_residual, n, vector, architecture)
-    if spec.residual is None or isinstance(config, ForwardStreaming):
+    if spec.residual is None:
         return config
+    if isinstance(config, ForwardStreaming):  # whose packs would spill
+        blocks = max(1, config.blocks_per_multiprocessor // 2)
+        return dataclasses.replace(config, blocks_per_multiprocessor=blocks)
     if isinstance(config, ForwardPipelined):
         packs = -(-n // pack_length(spec.x))
         pipelined = pipelined_with_residual(spec, config, architecture)
