@@ -110,7 +110,7 @@ struct InRegistersForward {
     Pack<Bias, kLength> biases[Layout::kPacksPerThread];
   };
 
-  Statistics<T> statistics;  // first, so that it is aligned to its size on the host, too
+  Statistics<T> statistics;
   Scale<T> scale;
   const ForwardArguments<Op>& args;
   TeamOf& team;

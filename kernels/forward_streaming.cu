@@ -54,7 +54,7 @@ struct StreamingForward {
   static constexpr int kLength = TileOfX::kLength;
   static constexpr int kSums = Op::kCentered ? 3 : 1;
 
-  Statistics<T> statistics;  // first, so that it is aligned to its size on the host, too
+  Statistics<T> statistics;
   Scale<T> scale;
   const ForwardArguments<Op>& args;
   TeamOf& team;
