@@ -216,7 +216,7 @@ def ratio_bars(title: str, found: list[Ratio]) -> Figure:
 
 def overview(results: dict[str, Any]) -> Figure:
     """Draw the speed over the limit's of both passes of both norms, of the shapes of training."""
-    figure = Figure(figsize=(10, 6.2), layout="constrained", facecolor="white")
+    figure = Figure(figsize=(10, 4.9), layout="constrained", facecolor="white")
     panels = figure.subplots(2, 2, sharex=True, sharey=True)
     operations = itertools.product(get_args(Norm), get_args(Direction))
     cells = dict(by_problem(results["measurements"]))
