@@ -52,7 +52,7 @@ def _links(app: object, page: str, text: list[str]) -> None:
         if path.startswith("examples/"):
             return f"[{link['text']}]({path})"
         name = f"`{path}`"
-        return name if link["text"].strip("`") in path else f"{link['text']} ({name})"
+        return name if link["text"].strip("`/") in path else f"{link['text']} ({name})"
 
     # A notebook is JSON, a line a string.
     words = r'[^\]"\n]+' if page.startswith("examples/") else r"[^\]]+"
