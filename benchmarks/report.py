@@ -273,14 +273,14 @@ def _headline(report: dict[str, Any], source: Path, folder: Path) -> Iterator[st
     peers = [name for name in peers if any(r["backend"] == name for r in measured)]
     yield from _origin(report, source, folder)
     groups = {
-        "all other shapes": [r for r in measured if (r["rows"], r["cols"]) not in DECODE],
-        "decoding (1 to 512 rows)": [r for r in measured if (r["rows"], r["cols"]) in DECODE],
+        "other shapes": [r for r in measured if (r["rows"], r["cols"]) not in DECODE],
+        "decoding": [r for r in measured if (r["rows"], r["cols"]) in DECODE],
     }
     for direction in get_args(Direction):
         rows = [
             [
-                f"{NAMES[s.operation.split()[0]]}, {group}",
-                timed(s),
+                f"{NAMES[s.operation.split()[0]]}, {group}"
+                + (f", {timed(s)}" if s.missing else ""),
                 _ratio(s.to_limit),
                 _ratio(s.to_peer, "*" if s.incomplete else ""),
                 f"{s.ahead} of {s.compared}",
@@ -295,7 +295,7 @@ def _headline(report: dict[str, Any], source: Path, folder: Path) -> Iterator[st
         ]
         if rows:
             yield f"\n**{direction.capitalize()}**\n"
-            head = ("", "timed", "to the limit", "to the best peer", "ahead at", "worst shape")
+            head = ("", "to the limit", "to the best peer", "ahead at", "worst shape")
             yield from _table([*head, *(f"to {name}" for name in peers)], rows)
     yield from _unreached(report)
 
