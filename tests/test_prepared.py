@@ -479,7 +479,7 @@ def test_each_backward_has_its_bitmask(machine: Machine, function: Callable[...,
     strided = machine.array((*SHAPE[:-1], 8), "uint8", strides=(64, 16, 1))
     for _ in range(2):
         function(**arguments, bitmask=strided)  # copied
-        assert machine.launches[-1][1][9] not in (0, strided.data.ptr)
+        assert machine.launches[-1][1][BITMASK_OF_BACKWARD] not in (0, strided.data.ptr)
     assert len(_calls.calls) == 2
     on_another = machine.array((*SHAPE[:-1], 8), "uint8", device=1)
     with pytest.raises(ValueError, match="bitmask must be on x's device"):
