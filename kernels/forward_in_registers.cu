@@ -103,12 +103,11 @@ struct InRegistersForward {
   // Arrays are apart, as is the team, since as members they would keep all others in memory until loops
   // over them are unrolled (notes.md#state-in-structs).
   struct Arrays {
-    // Each is aligned as an array of its own would be, which a host build checks.
-    alignas(16) Pack<X, kLength> packs[Layout::kPacksPerThread];
-    alignas(16) Pack<X, 16 / sizeof(X)> first_pack;  // a sample, whatever the length of the others
-    alignas(16) Pack<X, kLength> next_cells[kUnaligned ? Layout::kPacksPerThread : 1];
-    alignas(16) Pack<Weight, kLength> weights[Layout::kPacksPerThread];
-    alignas(16) Pack<Bias, kLength> biases[Layout::kPacksPerThread];
+    Pack<X, kLength> packs[Layout::kPacksPerThread];
+    Pack<X, 16 / sizeof(X)> first_pack;  // a sample, whatever the length of the others
+    Pack<X, kLength> next_cells[kUnaligned ? Layout::kPacksPerThread : 1];
+    Pack<Weight, kLength> weights[Layout::kPacksPerThread];
+    Pack<Bias, kLength> biases[Layout::kPacksPerThread];
   };
 
   Statistics<T> statistics;

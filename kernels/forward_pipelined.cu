@@ -70,10 +70,9 @@ struct PipelinedForward {
   // unrolled (notes.md#state-in-structs).
   struct Arrays {
     int rows[Layout::kStages];  // this one, and those that are on their way
-    // Each is aligned as an array of its own would be, which a host build checks.
-    alignas(16) Pack<X, kLength> first_pack;
-    alignas(16) Pack<Weight, kLength> weight[Layout::kHoldWeight ? Layout::kPacksPerThread : 1];
-    alignas(16) Pack<Bias, kLength> bias[Layout::kHoldBias ? Layout::kPacksPerThread : 1];
+    Pack<X, kLength> first_pack;
+    Pack<Weight, kLength> weight[Layout::kHoldWeight ? Layout::kPacksPerThread : 1];
+    Pack<Bias, kLength> bias[Layout::kHoldBias ? Layout::kPacksPerThread : 1];
   };
 
   const Arguments& args;
