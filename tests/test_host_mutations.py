@@ -850,8 +850,8 @@ MUTATIONS = [
     Mutation(
         "teams past the last row leave",
         "forward_in_registers.cu",
-        "const bool active = team.kTeams == 1 || row < args.n_rows;",
-        "const bool active = team.kTeams == 1 || row < args.n_rows;\n  if (!active) return;",
+        "Forward forward(args, team, arrays);",
+        "Forward forward(args, team, arrays);\n  if (!forward.active) return;",
         STUCK,
         SUB_WARP,
     ),
@@ -3067,7 +3067,7 @@ MUTATIONS = [
     Mutation(
         "the row that was asked for is forgotten",
         "forward_pipelined.cu",
-        "rows[Layout::kStages - 1] = fetched;",
+        "arrays.rows[Layout::kStages - 1] = fetched;",
         "",
         "does not end",
         COUNTED,
