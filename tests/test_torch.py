@@ -34,7 +34,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils._per_sample_grad import call_for_per_sample_grads
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
-from torch_checks import NEGATED, NORMS, assert_same_bits, check_problem, to_numpy
+from torch_checks import NEGATED, NORMS, RESIDUALS, assert_same_bits, check_problem, to_numpy
 
 import cupynorm.torch
 from cupynorm import _prepared, testing
@@ -109,16 +109,16 @@ def test_importing_the_torch_face_does_not_import_torchs_compiler() -> None:
 
 
 @settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-@given(problems(), NEGATED)
-def test_values(problem: Problem, negated: frozenset[str]) -> None:
-    check_problem(problem, negated=negated)
+@given(problems(), NEGATED, RESIDUALS)
+def test_values(problem: Problem, negated: frozenset[str], residual: Any) -> None:
+    check_problem(problem, negated=negated, dtypes=residual)
 
 
 @settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-@given(problems(), NEGATED)
-def test_values_by_way_of_plans(problem: Problem, negated: frozenset[str]) -> None:
+@given(problems(), NEGATED, RESIDUALS)
+def test_values_by_way_of_plans(problem: Problem, negated: frozenset[str], residual: Any) -> None:
     with torch_plans.in_place_of_kernels() as plans:
-        check_problem(problem, negated=negated)
+        check_problem(problem, negated=negated, dtypes=residual)
         assert plans.launches
 
 
@@ -420,16 +420,12 @@ def test_results_have_the_strides_of_a_program_that_is_traced(
     for x in (torch.ones(shape, dtype=dtype), torch.ones(*shape[:-1], n + 4, dtype=dtype)[..., :n]):
 
         def both(x: Any, weight: Any) -> Any:
-            options = (1, "layer_norm", 1e-5, False, RELU, None, True)
-            y, mean, rstd, bitmask = operations.norm_forward(x, weight, weight, *options)
-            options = (1, "layer_norm", 1e-5, False, dtype)
-            return (
-                y,
-                mean,
-                rstd,
-                bitmask,
-                *operations.norm_backward(x, x, weight, mean, rstd, bitmask, *options),
-            )
+            options = (1, "layer_norm", 1e-5, False, RELU, None, None, True)
+            forward = operations.norm_forward(x, x, weight, weight, *options)
+            _, mean, rstd, bitmask, total = forward
+            kept = (weight, mean, rstd, bitmask)
+            options = (1, "layer_norm", 1e-5, False, None, torch.float64, dtype)
+            return *forward, *operations.norm_backward(x, total, x, *kept, *options)
 
         with FakeTensorMode() as mode:
             expected = both(mode.from_tensor(x), mode.from_tensor(row))
@@ -871,19 +867,20 @@ def test_opcheck(norm: str, dtype: Any) -> None:
     x = x.detach().to(dtype).requires_grad_()
     for w, b in ((weight, bias), (weight, None), (None, None)):
         for relu in (None, [0.0, math.inf]):
-            options = (1, norm, 1e-5, False, relu, torch.float32, True)
-            torch.library.opcheck(operations.norm_forward.default, (x, w, b, *options))
-            _, mean, rstd, bitmask = operations.norm_forward(x.detach(), w, b, *options)
+            options = (1, norm, 1e-5, False, relu, torch.float32, None, True)
+            torch.library.opcheck(operations.norm_forward.default, (x, None, w, b, *options))
+            _, mean, rstd, bitmask, _ = operations.norm_forward(x.detach(), None, w, b, *options)
             kept = (mean if norm == "layer_norm" else None, rstd, None if relu is None else bitmask)
             dy = drawn(*x.shape, dtype=torch.float32, seed=3)
-            arguments = (dy, x, w, *kept, 1, norm, 1e-5, False, None if b is None else b.dtype)
+            options = (1, norm, 1e-5, False, None, None, None if b is None else b.dtype)
+            arguments = (dy, x, None, w, *kept, *options)
             torch.library.opcheck(operations.norm_backward.default, arguments)
-    inference = (1, norm, 1e-5, False, None, None, False)
-    y, *_ = operations.norm_forward(x, weight, None, *inference)
+    inference = (1, norm, 1e-5, False, None, None, None, False)
+    y, *_ = operations.norm_forward(x, None, weight, None, *inference)
     with pytest.raises(RuntimeError, match="training=False"):
         y.sum().backward()
     torch.library.opcheck(
-        operations.norm_forward.default, (x.detach(), weight.detach(), None, *inference)
+        operations.norm_forward.default, (x.detach(), None, weight.detach(), None, *inference)
     )
 
 
@@ -942,9 +939,9 @@ def test_a_compiled_program_calls_the_kernels_at_once(
     with torch.no_grad():
         assert_same_bits(compiled(x, weight, bias), expected)
     # What asks for gradients does go that way: autograd records it.
-    options = (1, norm, 1e-5, False, None, None, True)
+    options = (1, norm, 1e-5, False, None, None, None, True)
     with pytest.raises(AssertionError, match="by way of the dispatcher"):
-        torch.ops.cupynorm.norm_forward(x, weight, bias, *options)
+        torch.ops.cupynorm.norm_forward(x, None, weight, bias, *options)
 
 
 def test_compiled_strided_rows_are_not_copied() -> None:
@@ -1155,9 +1152,8 @@ def test_modules_are_made_as_torchs_are(mine: Any, theirs: Any) -> None:
     actual = list(inspect.signature(mine).parameters.values())
     positional = [p for p in actual if p.kind is not p.KEYWORD_ONLY]
     assert [(p.name, p.default) for p in positional] == [(p.name, p.default) for p in expected]
-    assert list(inspect.signature(mine.forward).parameters) == list(
-        inspect.signature(theirs.forward).parameters
-    )
+    taken = list(inspect.signature(mine.forward).parameters)
+    assert taken == [*inspect.signature(theirs.forward).parameters, "residual"]
     for arguments, options in (
         ((8,), {}),
         (([4, 2], 1e-3), {}),
