@@ -271,7 +271,18 @@ def _keep(ctx: Any, tensors: Tensors, told: Told, results: Tensors) -> None:
         ctx.save_for_backward(*_kept(tensors + results))
     else:
         ctx.rows = tensors[_X].dtype, residual.dtype, results[_TOTAL].dtype
+        summands = _X, _RESIDUAL
+        ctx.apart = all(ctx.needs_input_grad[i] and _is_of_leaf(tensors[i]) for i in summands)
         ctx.save_for_backward(*_kept_of_sum(tensors + results))
+
+
+def _is_of_leaf(tensor: Any) -> bool:
+    """Tell whether a tensor is a view of a leaf, which its gradient reaches as a view, too.
+
+    A leaf keeps a gradient to which nobody else refers, and adds others to it in place. Two that
+    get views of one gradient would both keep its memory, as they do after torch's own addition.
+    """
+    return tensor._base is not None and tensor._base.is_leaf
 
 
 def _differentiate(ctx: Any, dy: Any, ds: Any) -> tuple[Any, ...]:
@@ -286,11 +297,11 @@ def _differentiate(ctx: Any, dy: Any, ds: Any) -> tuple[Any, ...]:
         elif not needs[_RESIDUAL]:
             of_residual = of_x
         if dy is None and ds is not None:
-            dx = dresidual = _formulas.round_once(ds, of_x)
-            if of_residual != of_x:
-                dresidual = _formulas.round_once(ds, of_residual)
-            of_rows = {"dx": dx, "dresidual": dresidual}
-            return tuple(map(of_rows.get, _OF_READS))
+            of_rows = dict.fromkeys(BACKWARD.writes) | {"dx": _formulas.round_once(ds, of_x)}
+            if of_residual == of_x:
+                return _of_one_dtype(ctx, tuple(of_rows.values()))
+            of_rows["dresidual"] = _formulas.round_once(ds, of_residual)
+            return _gradients(tuple(of_rows.values()))
         dx_dtype = None if of_x == of_total else of_x
         dresidual_dtype = None if of_residual == of_x else of_residual
     if dy is None:
@@ -302,7 +313,15 @@ def _differentiate(ctx: Any, dy: Any, ds: Any) -> tuple[Any, ...]:
     found = norm_backward(tensors, (*ctx.told, dx_dtype, dresidual_dtype), bias_dtype)
     if ctx.rows is None or dresidual_dtype is not None:
         return _gradients(found)
-    return _gradients_of_one_dtype(found)
+    return _of_one_dtype(ctx, found)
+
+
+def _of_one_dtype(ctx: Any, found: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the gradients of what a forward pass read, of which dx is the residual's as well."""
+    gradients = _gradients_of_one_dtype(found)
+    if not ctx.apart:
+        return gradients
+    return tuple([t.clone() if i == _RESIDUAL else t for i, t in enumerate(gradients)])
 
 
 def _keep_for_backward(ctx: Any, inputs: Any, output: Any) -> None:
