@@ -76,8 +76,9 @@ def check_a_residual_stays_where_it_is(mesh: DeviceMesh) -> None:
         for axis in (0, 1):
             rows = [Shard(axis)]
             split = [distribute_tensor(t, mesh, rows) for t in of_rows]
+            shared = distribute_tensor(weight, mesh, [Replicate()])
             with CommDebugMode() as communicated:
-                *found, dweight = step(*split, distribute_tensor(weight, mesh, [Replicate()]))
+                *found, dweight = step(*split, shared)
             assert communicated.get_total_counts() == 0
             assert dweight.placements == (Partial("sum"),)
             torch.testing.assert_close(dweight.full_tensor(), expected[-1])

@@ -564,6 +564,25 @@ def test_gradients_with_a_residual(norm: str, wanted: tuple[int, ...]) -> None:
     assert gradgradcheck(lambda x, residual: function(x, residual, None, None), without)
 
 
+@pytest.mark.parametrize("norm", NORMS)
+def test_second_derivatives_of_gradients_of_two_dtypes(norm: str) -> None:
+    x, residual, weight, bias = summands(torch.float64, torch.float32)
+    along = drawn(3, 5, 8, seed=5).detach()
+    found = []
+    for function in (
+        lambda *a: fused(norm, *a, residual_dtype=torch.float64),
+        lambda *a: unfused(norm, *a),
+    ):
+        results = function(x, residual, weight, bias)
+        first = torch.autograd.grad(total(results), (x, residual), create_graph=True)
+        assert [t.dtype for t in first] == [torch.float64, torch.float32]
+        for gradient in first:
+            slopes = torch.autograd.grad((gradient * along).sum(), (x, weight), retain_graph=True)
+            found.append(slopes)
+    half = len(found) // 2
+    torch.testing.assert_close(found[:half], found[half:], rtol=1e-5, atol=1e-5)
+
+
 def test_third_derivatives_with_a_residual() -> None:
     x, residual, weight, bias = (t[..., :3].detach().requires_grad_() for t in summands())
 

@@ -140,7 +140,7 @@ def normalize_plain(tensors: Tensors, told: Told) -> Any:
         if _is_grad_enabled() and _is_asked_for_gradients(tensors):
             return _apply_recorded(*tensors, told)
         results = _kernels.forward(tensors, told, False)
-        return results[0] if tensors[_RESIDUAL] is None else (results[0], results[_TOTAL])
+        return results[_Y] if tensors[_RESIDUAL] is None else (results[_Y], results[_TOTAL])
     except (RuntimeError, ValueError):  # of what has no memory here: to ask first takes time
         if not _is_seen(*tensors):
             raise
@@ -155,7 +155,7 @@ def normalize(tensors: Tensors, told: Told) -> Any:
     if not torch.compiler.is_compiling():
         tensors = tuple(map(_alive, FORWARD.reads, tensors))
     results = norm_forward(tensors, told, _is_recorded(tensors))
-    return results[0] if tensors[_RESIDUAL] is None else (results[0], results[_TOTAL])
+    return results[_Y] if tensors[_RESIDUAL] is None else (results[_Y], results[_TOTAL])
 
 
 def norm_forward(tensors: Tensors, told: Told, training: bool) -> tuple[Any, ...]:
@@ -235,8 +235,7 @@ def _getter(names: tuple[str, ...], wanted: tuple[str, ...]) -> Callable[..., tu
 
 
 _X, _RESIDUAL, _BIAS = map(FORWARD.reads.index, ("x", "residual", "bias"))
-_TOTAL = FORWARD.writes.index("residual_out")
-_DY = FORWARD.writes.index("y")
+_Y, _TOTAL = map(FORWARD.writes.index, ("y", "residual_out"))
 
 # What is kept for a backward pass is all that it reads but the gradients. Its x is what was
 # normalized, which is the sum where there was a residual.
@@ -291,11 +290,8 @@ def _differentiate(ctx: Any, dy: Any, ds: Any) -> tuple[Any, ...]:
     dx_dtype = dresidual_dtype = None
     if ctx.rows is not None:
         of_x, of_residual, of_total = ctx.rows
-        if not needs[_X]:
-            of_x = of_residual  # of which one is enough
-            ds = ds if needs[_RESIDUAL] else None
-        elif not needs[_RESIDUAL]:
-            of_residual = of_x
+        if not (needs[_X] and needs[_RESIDUAL]):  # one array is enough
+            of_x = of_residual = of_x if needs[_X] else of_residual
         if dy is None and ds is not None:
             of_rows = dict.fromkeys(BACKWARD.writes) | {"dx": _formulas.round_once(ds, of_x)}
             if of_residual == of_x:
@@ -348,7 +344,7 @@ def _has_gradients(ctx: Any) -> bool:
 
 
 def _differentiate_forward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
-    dy, ds = gradients[_DY], gradients[_TOTAL]
+    dy, ds = gradients[_Y], gradients[_TOTAL]
     if dy is not None and not ctx.training:
         raise RuntimeError("norm_forward was called with training=False: nothing was kept for it")
     return _padded(ctx, _differentiate(ctx, dy, ds))
@@ -508,7 +504,7 @@ class _Recorded(torch.autograd.Function):
         tensors, told = arguments[:-1], arguments[-1]
         results = _kernels.forward(tensors, told, True)
         _keep(ctx, tensors, told, results)
-        y, total = results[_DY], results[_TOTAL]
+        y, total = results[_Y], results[_TOTAL]
         if total is None:
             return y
         if not _has_gradients(ctx):
