@@ -60,6 +60,33 @@ def check_rows_stay_where_they_are(mesh: DeviceMesh) -> None:
                     torch.testing.assert_close(total.full_tensor(), whole)
 
 
+def check_a_residual_stays_where_it_is(mesh: DeviceMesh) -> None:
+    device = mesh.device_type
+    of_rows = [drawn(*SHAPE, device=device) for _ in range(4)]  # x, residual, dy and ds
+    weight = drawn(64, device=device)
+
+    def step(x: Any, residual: Any, dy: Any, ds: Any, weight: Any) -> Any:
+        leaves = [t.detach().requires_grad_() for t in (x, residual, weight)]
+        results = cupynorm.torch.rms_norm(leaves[0], leaves[2], residual=leaves[1])
+        return *results, *torch.autograd.grad(results, leaves, (dy, ds))
+
+    for dtype in (torch.float32, torch.bfloat16):
+        of_rows[0], of_rows[2] = of_rows[0].to(dtype), of_rows[2].to(dtype)
+        expected = step(*of_rows, weight)
+        for axis in (0, 1):
+            rows = [Shard(axis)]
+            split = [distribute_tensor(t, mesh, rows) for t in of_rows]
+            shared = distribute_tensor(weight, mesh, [Replicate()])
+            with CommDebugMode() as communicated:
+                *found, dweight = step(*split, shared)
+            assert communicated.get_total_counts() == 0
+            assert dweight.placements == (Partial("sum"),)
+            torch.testing.assert_close(dweight.full_tensor(), expected[-1])
+            for tensor, whole in zip(found, expected[:-1], strict=True):
+                assert tensor.placements == tuple(rows)
+                torch.testing.assert_close(tensor.full_tensor(), whole, rtol=0, atol=0)
+
+
 def check_split_columns_are_gathered(mesh: DeviceMesh) -> None:
     x, weight = drawn(*SHAPE, device=mesh.device_type), drawn(64, device=mesh.device_type)
     split = distribute_tensor(x, mesh, [Shard(2)])
@@ -149,6 +176,7 @@ def main(rank: int, backend: str, world: int, directory: str) -> None:
         mesh = init_device_mesh(device, (world,))
         torch.manual_seed(0)
         check_rows_stay_where_they_are(mesh)
+        check_a_residual_stays_where_it_is(mesh)
         check_split_columns_are_gathered(mesh)
         check_no_rows_on_some(mesh)
         check_compiled(mesh)

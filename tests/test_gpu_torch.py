@@ -20,7 +20,14 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import gradcheck, gradgradcheck
 from torch.func import grad, vmap
 from torch.utils.checkpoint import checkpoint
-from torch_checks import NEGATED, NORMS, assert_same_bits, check_problem
+from torch_checks import (
+    NEGATED,
+    NORMS,
+    RESIDUALS,
+    ResidualDtypes,
+    assert_same_bits,
+    check_problem,
+)
 
 import cupynorm.torch
 from cupynorm.torch import LayerNorm, RMSNorm, _kernels, layer_norm, rms_norm
@@ -44,10 +51,12 @@ def report(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.cuda.empty_cache()
 
 
-def check(problem: Problem, negated: frozenset[str] = frozenset()) -> None:
+def check(
+    problem: Problem, negated: frozenset[str] = frozenset(), residual: ResidualDtypes | None = None
+) -> None:
     # So that the allocator hands out NaN, and nothing that was not written looks right.
     torch.full((1 << 26,), 0xFF, dtype=torch.uint8, device="cuda")
-    for field, ratio in check_problem(problem, "cuda", negated).items():
+    for field, ratio in check_problem(problem, "cuda", negated, residual).items():
         name = f"torch {problem.norm} {field}"
         worst[name] = max(ratio, worst.get(name, 0.0))
 
@@ -71,9 +80,9 @@ def step(norm: str, x: Any, weight: Any, bias: Any, dy: Any) -> tuple[Any, ...]:
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-@given(problems(), NEGATED)
-def test_values(problem: Problem, negated: frozenset[str]) -> None:
-    check(problem, negated)
+@given(problems(), NEGATED, RESIDUALS)
+def test_values(problem: Problem, negated: frozenset[str], residual: ResidualDtypes | None) -> None:
+    check(problem, negated, residual)
 
 
 @pytest.mark.parametrize("n", [768, 4096, 40000])
@@ -117,6 +126,134 @@ def test_gradients_of_first_and_second_order(norm: str) -> None:
     leaves = [array.requires_grad_() for array in arrays]
     assert gradcheck(function, leaves, nondet_tol=0.0)
     assert gradgradcheck(function, leaves)
+
+
+def with_residual(norm: str, x: Any, residual: Any, *affine: Any) -> Any:
+    return getattr(cupynorm.torch, norm)(x, *affine, residual=residual, relu=RELU)
+
+
+def step_with_residual(norm: str, leaves: Any, dy: Any, ds: Any) -> tuple[Any, ...]:
+    y, s = with_residual(norm, *leaves)
+    both = torch.autograd.grad((y, s), leaves, (dy, ds), retain_graph=True)
+    of_y = torch.autograd.grad(y, leaves, dy)
+    return y, s, *both, *of_y
+
+
+@pytest.mark.parametrize("n", [768, 1000, 4096, 24576, 40000])
+@pytest.mark.parametrize("of_residual", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("norm", NORMS)
+def test_a_residual_is_added_first(norm: str, of_residual: Any, n: int) -> None:
+    for m in (3, 700):
+        x, weight, bias = operands(n, m=m)
+        residual = torch.randn(m, n, device="cuda").to(of_residual).requires_grad_()
+        leaves = (x, residual, weight, bias)
+        dy, ds = torch.randn_like(x), torch.randn_like(residual)
+        y, s, *gradients = step_with_residual(norm, leaves, dy, ds)
+        assert_same_bits(s, x + residual)
+        total = s.detach().requires_grad_()
+        options = {"relu": RELU, "out_dtype": x.dtype}
+        alone = getattr(cupynorm.torch, norm)(total, weight, bias, **options)
+        assert_same_bits(y, alone)
+        both, of_y = gradients[:4], gradients[4:]
+        expected = torch.autograd.grad(alone, (total, weight, bias), dy)
+        assert_same_bits(of_y[1], expected[0])
+        assert_same_bits(of_y[0], expected[0].to(x.dtype))
+        for found in (both, of_y):
+            assert [g.dtype for g in found] == [leaf.dtype for leaf in leaves]
+            for a, b in zip(found[2:], expected[1:], strict=True):
+                assert_same_bits(a, b)
+        wide = expected[0].double() + ds.double()
+        for gradient, leaf in zip(both[:2], leaves[:2], strict=True):
+            torch.testing.assert_close(
+                gradient.double(), wide, rtol=0, atol=4 * torch.finfo(leaf.dtype).eps * 8
+            )
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_gradients_of_first_and_second_order_with_a_residual(norm: str) -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+    leaves = [
+        torch.randn(shape, generator=generator, device="cuda", dtype=torch.float64).requires_grad_()
+        for shape in ((5, 24), (5, 24), (24,), (24,))
+    ]
+    assert gradcheck(lambda *a: with_residual(norm, *a), leaves, nondet_tol=0.0)
+    assert gradgradcheck(lambda *a: with_residual(norm, *a), leaves)
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_compiled_with_a_residual(mode: str) -> None:
+    torch._dynamo.reset()
+    _, weight, bias = operands()
+
+    def block(x: Any, residual: Any, weight: Any, bias: Any) -> Any:
+        y, s = with_residual("layer_norm", x, residual, weight, bias)
+        return 2 * y, s + 1
+
+    compiled = torch.compile(block, fullgraph=True, mode=mode)
+    for _ in range(4):
+        torch.compiler.cudagraph_mark_step_begin()
+        x = torch.randn(64, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        residual = torch.randn(64, 1024, device="cuda", requires_grad=True)
+        leaves, found = (x, residual, weight, bias), []
+        given = (torch.randn_like(x), torch.randn_like(residual))
+        for function in (compiled, block):
+            results = function(*leaves)
+            found.append((*results, *torch.autograd.grad(results, leaves, given)))
+        for a, b in zip(*found, strict=True):
+            assert_same_bits(a, b)
+
+
+@pytest.mark.parametrize("of_residual", [torch.float32, torch.bfloat16])
+def test_captured_into_a_graph_with_a_residual(of_residual: Any) -> None:
+    x, weight, bias = operands(4096)
+    residual = torch.randn_like(x, dtype=of_residual).requires_grad_()
+    leaves, given = (x, residual, weight, bias), (torch.randn_like(x), torch.randn_like(residual))
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step_with_residual("layer_norm", leaves, *given)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        captured = step_with_residual("layer_norm", leaves, *given)
+    with torch.no_grad():
+        x.copy_(torch.randn_like(x))
+        residual.copy_(torch.randn_like(residual))
+    graph.replay()
+    for a, b in zip(captured, step_with_residual("layer_norm", leaves, *given), strict=True):
+        assert_same_bits(a, b)
+
+
+@pytest.mark.parametrize("of_residual", [torch.float32, torch.bfloat16])
+def test_memory_of_a_call_with_a_residual(of_residual: Any) -> None:
+    x, weight, _ = operands(4096, m=4096)
+    residual = torch.randn_like(x, dtype=of_residual).requires_grad_()
+    leaves, given = (x, residual, weight), (torch.randn_like(x), torch.randn_like(residual))
+    with torch.autograd.set_multithreading_enabled(False):
+        torch.autograd.grad(rms_norm(x, weight, residual=residual), leaves, given)
+        held = torch.cuda.memory_allocated()
+        results = rms_norm(x, weight, residual=residual)
+        assert torch.cuda.memory_allocated() - held == x.nbytes + residual.nbytes + 4096 * 4
+        before = torch.cuda.memory_allocated()
+        dx, dresidual, dweight = torch.autograd.grad(results, leaves, given)
+    after = torch.cuda.memory_allocated() + 4096 * 4
+    is_one = of_residual == x.dtype
+    assert (dx.data_ptr() == dresidual.data_ptr()) == is_one
+    of_residual_alone = 0 if is_one else dresidual.nbytes
+    assert after - before == dx.nbytes + of_residual_alone + dweight.nbytes
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_autocast_with_a_residual(norm: str) -> None:
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        x = torch.randn(4, 64, device="cuda").to(dtype).requires_grad_()
+        residual, weight = torch.randn(4, 64, device="cuda"), torch.ones(64, device="cuda")
+        with torch.autocast("cuda", torch.bfloat16):
+            y, s = getattr(cupynorm.torch, norm)(x, weight, residual=residual.to(dtype))
+            assert y.dtype == getattr(cupynorm.torch, norm)(x, weight).dtype
+        assert s.dtype == dtype
+        (y.sum() + s.sum()).backward()
+        assert x.grad.dtype == dtype
 
 
 def test_a_gradient_expanded_from_one_value() -> None:
@@ -169,13 +306,19 @@ def test_gradients_of_each_example() -> None:
 @pytest.mark.parametrize("norm", NORMS)
 def test_opcheck(norm: str) -> None:
     x, weight, bias = operands(64)
-    options = (1, norm, 1e-5, False, [0.0, math.inf], None, True)
+    residual = x.detach().float().requires_grad_()
     operations = torch.ops.cupynorm
-    torch.library.opcheck(operations.norm_forward.default, (x, weight, bias, *options))
-    _, mean, rstd, bitmask = operations.norm_forward(x.detach(), weight, bias, *options)
-    mean = mean if norm == "layer_norm" else None
-    arguments = (x, x, weight, mean, rstd, bitmask, 1, norm, 1e-5, False, torch.bfloat16)
-    torch.library.opcheck(operations.norm_backward.default, arguments)
+    for to_add in (None, residual):
+        options = (1, norm, 1e-5, False, [0.0, math.inf], None, None, True)
+        arguments = (x, to_add, weight, bias, *options)
+        torch.library.opcheck(operations.norm_forward.default, arguments)
+        with torch.no_grad():
+            _, mean, rstd, bitmask, total = operations.norm_forward(*arguments)
+        kept = (weight, mean if norm == "layer_norm" else None, rstd, bitmask)
+        read = (x, x, None) if to_add is None else (x, total.requires_grad_(), residual)
+        dtypes = (None, None) if to_add is None else (torch.bfloat16, torch.float32)
+        arguments = (*read, *kept, 1, norm, 1e-5, False, *dtypes, torch.bfloat16)
+        torch.library.opcheck(operations.norm_backward.default, arguments)
 
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])

@@ -6,6 +6,7 @@ What a call on a GPU does up to the launch runs here too, with plans of NumPy's 
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import io
 import itertools
@@ -34,7 +35,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils._per_sample_grad import call_for_per_sample_grads
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
-from torch_checks import NEGATED, NORMS, assert_same_bits, check_problem, to_numpy
+from torch_checks import NEGATED, NORMS, RESIDUALS, assert_same_bits, check_problem, to_numpy
 
 import cupynorm.torch
 from cupynorm import _prepared, testing
@@ -109,16 +110,16 @@ def test_importing_the_torch_face_does_not_import_torchs_compiler() -> None:
 
 
 @settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-@given(problems(), NEGATED)
-def test_values(problem: Problem, negated: frozenset[str]) -> None:
-    check_problem(problem, negated=negated)
+@given(problems(), NEGATED, RESIDUALS)
+def test_values(problem: Problem, negated: frozenset[str], residual: Any) -> None:
+    check_problem(problem, negated=negated, dtypes=residual)
 
 
 @settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-@given(problems(), NEGATED)
-def test_values_by_way_of_plans(problem: Problem, negated: frozenset[str]) -> None:
+@given(problems(), NEGATED, RESIDUALS)
+def test_values_by_way_of_plans(problem: Problem, negated: frozenset[str], residual: Any) -> None:
     with torch_plans.in_place_of_kernels() as plans:
-        check_problem(problem, negated=negated)
+        check_problem(problem, negated=negated, dtypes=residual)
         assert plans.launches
 
 
@@ -161,7 +162,7 @@ def test_strides_of_axes_of_one_element_are_not_looked_at(shape: tuple[int, ...]
             assert_same_bits(a, b)
 
 
-@pytest.mark.parametrize("other", ["x", "dy", "weight", "bias"])
+@pytest.mark.parametrize("other", ["x", "residual", "dy", "ds", "weight", "bias"])
 def test_calls_on_tensors_of_other_strides_are_told_apart(other: str) -> None:
     rows, row = torch.randn(6, 8), torch.randn(8)
     like = row if other in ("weight", "bias") else rows
@@ -170,11 +171,13 @@ def test_calls_on_tensors_of_other_strides_are_told_apart(other: str) -> None:
     layouts += [torch.randn(8, 6).T] if like is rows else [torch.randn(8, 2)[:, 0]]
 
     def run(tensor: torch.Tensor) -> list[torch.Tensor]:
-        given = {"x": rows, "dy": rows, "weight": row, "bias": row, other: tensor}
-        x, weight, bias = (given[name].detach() for name in ("x", "weight", "bias"))
-        leaves = [leaf.requires_grad_() for leaf in (x, weight, bias)]
-        y = layer_norm(*leaves)
-        return [y, *torch.autograd.grad(y, leaves, given["dy"])]
+        given = dict.fromkeys(("x", "residual", "dy", "ds"), rows)
+        given |= {"weight": row, "bias": row, other: tensor}
+        names = ("x", "weight", "bias", "residual")
+        leaves = {name: given[name].detach().requires_grad_() for name in names}
+        results = layer_norm(**leaves)
+        gradients = torch.autograd.grad(results, [*leaves.values()], (given["dy"], given["ds"]))
+        return [*results, *gradients]
 
     expected = []
     for tensor in layouts:
@@ -420,16 +423,12 @@ def test_results_have_the_strides_of_a_program_that_is_traced(
     for x in (torch.ones(shape, dtype=dtype), torch.ones(*shape[:-1], n + 4, dtype=dtype)[..., :n]):
 
         def both(x: Any, weight: Any) -> Any:
-            options = (1, "layer_norm", 1e-5, False, RELU, None, True)
-            y, mean, rstd, bitmask = operations.norm_forward(x, weight, weight, *options)
-            options = (1, "layer_norm", 1e-5, False, dtype)
-            return (
-                y,
-                mean,
-                rstd,
-                bitmask,
-                *operations.norm_backward(x, x, weight, mean, rstd, bitmask, *options),
-            )
+            options = (1, "layer_norm", 1e-5, False, RELU, None, None, True)
+            forward = operations.norm_forward(x, x, weight, weight, *options)
+            _, mean, rstd, bitmask, total = forward
+            kept = (weight, mean, rstd, bitmask)
+            options = (1, "layer_norm", 1e-5, False, None, torch.float64, dtype)
+            return *forward, *operations.norm_backward(x, total, x, *kept, *options)
 
         with FakeTensorMode() as mode:
             expected = both(mode.from_tensor(x), mode.from_tensor(row))
@@ -505,6 +504,532 @@ def test_forward_mode_is_refused_by_the_operations() -> None:
     # What has no tangent is no matter.
     _, tangent = torch.func.jvp(lambda v: v * exported(x), (x,), (x,))
     assert_close(tangent, x * exported(x))
+
+
+# ---- a residual ----------------------------------------------------------------------------------
+
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+IN_PLACE_OF_A_GPU = [torch.enable_grad, torch_plans.in_place_of_kernels]
+
+
+def summands(dtype: Any = torch.float64, of_residual: Any = None) -> tuple[Any, Any, Any, Any]:
+    """Return x, a residual, weight and bias."""
+    x, weight, bias = operands(dtype)
+    return x, drawn(3, 5, 8, dtype=of_residual or dtype, seed=4), weight, bias
+
+
+def fused(norm: str, x: Any, residual: Any, weight: Any, bias: Any, **options: Any) -> Any:
+    function = getattr(cupynorm.torch, norm)
+    return function(x, weight, bias, residual=residual, relu=RELU, **options)
+
+
+def unfused(norm: str, x: Any, residual: Any, weight: Any, bias: Any) -> Any:
+    return formula(norm, x + residual, weight, bias), x + residual
+
+
+@pytest.mark.parametrize("context", IN_PLACE_OF_A_GPU)
+@pytest.mark.parametrize("of_total", [None, *DTYPES])
+@pytest.mark.parametrize("of_residual", DTYPES)
+@pytest.mark.parametrize("of_x", DTYPES)
+def test_a_residual_is_added_first_and_the_sum_returned(
+    of_x: Any, of_residual: Any, of_total: Any, context: Any
+) -> None:
+    x, residual, weight, bias = (t.detach() for t in summands(of_x, of_residual))
+    total = of_total or of_residual
+    wide = torch.float64 in (of_x, of_residual, total)
+    compute = torch.float64 if wide else torch.float32
+    expected = _formulas.round_once(x.to(compute) + residual.to(compute), total)
+    with context():
+        for leaf in (x, x.clone().requires_grad_()):
+            y, s = fused("rms_norm", leaf, residual, weight, bias, residual_dtype=of_total)
+            assert y.dtype == of_x
+            assert_same_bits(s, expected)
+            assert_same_bits(
+                y, rms_norm(expected, weight, bias, relu=RELU, out_dtype=of_x).detach()
+            )
+
+
+@pytest.mark.parametrize("wanted", [(0, 1), (0,), (1,)])
+@pytest.mark.parametrize("norm", NORMS)
+def test_gradients_with_a_residual(norm: str, wanted: tuple[int, ...]) -> None:
+    """Of y and of the sum, and of each alone."""
+
+    def function(*arguments: Any) -> Any:
+        results = fused(norm, *arguments, eps=0.1)
+        return tuple(results[i] for i in wanted)
+
+    assert gradcheck(function, summands())
+    assert gradgradcheck(function, summands())
+    without = summands()[:2]
+    assert gradgradcheck(lambda x, residual: function(x, residual, None, None), without)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_second_derivatives_of_gradients_of_two_dtypes(norm: str) -> None:
+    x, residual, weight, bias = summands(torch.float64, torch.float32)
+    along = drawn(3, 5, 8, seed=5).detach()
+    found = []
+    for function in (
+        lambda *a: fused(norm, *a, residual_dtype=torch.float64),
+        lambda *a: unfused(norm, *a),
+    ):
+        results = function(x, residual, weight, bias)
+        first = torch.autograd.grad(total(results), (x, residual), create_graph=True)
+        assert [t.dtype for t in first] == [torch.float64, torch.float32]
+        for gradient in first:
+            slopes = torch.autograd.grad((gradient * along).sum(), (x, weight), retain_graph=True)
+            found.append(slopes)
+    half = len(found) // 2
+    torch.testing.assert_close(found[:half], found[half:], rtol=1e-5, atol=1e-5)
+
+
+def test_third_derivatives_with_a_residual() -> None:
+    x, residual, weight, bias = (t[..., :3].detach().requires_grad_() for t in summands())
+
+    def third(f: Any) -> Any:
+        y, s = f("rms_norm", x, residual, weight, bias)
+        total = y * s
+        for leaf in (x, residual, x):
+            (total,) = torch.autograd.grad(total.pow(3).sum(), leaf, create_graph=True)
+        return total
+
+    assert_close(third(fused), third(unfused))
+
+
+@pytest.mark.parametrize("context", IN_PLACE_OF_A_GPU)
+@pytest.mark.parametrize("given", ["both", "dy", "ds"])
+@pytest.mark.parametrize("leaves", [(0,), (1,), (2,), (3,), (0, 1), (1, 2), (0, 1, 2, 3)])
+@pytest.mark.parametrize("of_residual", [torch.float32, torch.bfloat16, torch.float64])
+def test_gradients_are_of_what_wants_them_in_its_dtype(
+    of_residual: Any, leaves: tuple[int, ...], given: str, context: Any
+) -> None:
+    tensors = [t.detach() for t in summands(torch.bfloat16, of_residual)]
+    for i in leaves:
+        tensors[i].requires_grad_()
+    with context() as plans:
+        y, s = fused("layer_norm", *tensors)
+        assert s.requires_grad == (0 in leaves or 1 in leaves)
+        dy, ds = torch.randn(3, 5, 8).to(y.dtype), torch.randn(3, 5, 8).to(s.dtype)
+        pairs = [(y, dy), (s, ds)] if given == "both" else [(y, dy)] if given == "dy" else [(s, ds)]
+        pairs = [(result, gradient) for result, gradient in pairs if result.requires_grad]
+        if not pairs:
+            return
+        torch.autograd.backward(*zip(*pairs, strict=True))
+    has_dy, has_ds = (any(of is result for of, _ in pairs) for result in (y, s))
+    kept = _kernels.forward(tuple(t.detach() for t in tensors), TOLD_OF_ONE, True)
+    exact = torch.zeros(3, 5, 8, dtype=torch.float64)
+    sums: Any = (None, None)
+    if has_dy:
+        read = (dy, s.detach(), ds if has_ds else None, tensors[2].detach(), *kept[1:4])
+        told = (1, "layer_norm", 1e-5, False, torch.float64, None)
+        exact, *sums, _ = _kernels.backward(read, told, torch.bfloat16)
+    elif has_ds:
+        exact = ds.double()
+    for i, expected in enumerate((exact, exact, *sums)):
+        gradient = tensors[i].grad
+        assert (gradient is None) == (i not in leaves or (i > 1 and not has_dy))
+        if gradient is not None:
+            assert gradient.dtype == tensors[i].dtype
+            assert_same_bits(gradient, _formulas.round_once(expected, gradient.dtype))
+    if plans is not None:
+        spec = plans.made[-1].spec
+        assert len(plans.launches) == 1 + has_dy
+        if has_dy:
+            both = {0, 1} <= set(leaves) and of_residual != torch.bfloat16
+            assert spec.dresidual == (str(of_residual).rpartition(".")[2] if both else None)
+            assert (spec.dresidual_out is not None) == has_ds
+
+
+# What `fused` tells layer_norm of one axis.
+TOLD_OF_ONE = (1, "layer_norm", 1e-5, False, RELU, None, None)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_of_a_residual_only_the_sum_is_kept(norm: str) -> None:
+    x, residual, weight, bias = summands(torch.float32)
+    kept: list[Any] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        y, s = fused(norm, x, residual, weight, bias)
+    addresses = {tensor.data_ptr() for tensor in kept}
+    assert {s.data_ptr(), weight.data_ptr()} <= addresses
+    assert not {x.data_ptr(), residual.data_ptr(), y.data_ptr()} & addresses
+    assert len(kept) == (4 if norm == "rms_norm" else 5)
+    y, s = fused(norm, x, residual, weight, bias)
+    with torch.no_grad():
+        s.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+AS_SUMMANDS = {
+    "leaves": lambda a, b: (a, b),
+    "a view": lambda a, b: (a.view(3, 5, 8), b),
+    "views": lambda a, b: (a.view(3, 5, 8), b.view(3, 5, 8)),
+    "twice one": lambda a, b: (a, a),
+    "views of one": lambda a, b: (a.view(3, 5, 8), a.view(3, 5, 8)),
+    "what is used again": lambda a, b: (a * 2, b * 3),
+}
+
+
+@pytest.mark.parametrize("given", [(0, 1), (0,), (1,)])
+@pytest.mark.parametrize("how", AS_SUMMANDS)
+@pytest.mark.parametrize("norm", NORMS)
+def test_one_gradient_of_two_is_added_to_in_neither(
+    norm: str, how: str, given: tuple[int, ...]
+) -> None:
+    leaves, results = summands()[:2], []
+    for _ in range(3):
+        x, residual = AS_SUMMANDS[how](*leaves)
+        of_norm = fused(norm, x, residual, None, None)
+        again = x.sin().sum() + residual.exp().sum() if "again" in how else 0
+        before = [0 if leaf.grad is None else leaf.grad.clone() for leaf in leaves]
+        sum([of_norm[i].pow(3).sum() for i in given], again).backward()
+        used = [leaf for leaf in leaves if leaf.grad is not None]
+        results.append([leaf.grad - had for leaf, had in zip(used, before, strict=False)])
+    for later in results[1:]:
+        assert_close(later, results[0])
+    memory = {leaf.grad.untyped_storage().data_ptr() for leaf in used}
+    assert len(memory) == len(used) == (1 if "one" in how else 2)
+
+
+OVER_SUMMANDS: dict[str, Any] = {
+    "vmap": lambda f: vmap(f, (0, 0, None, None)),
+    "vmap of x alone": lambda f: vmap(f, (1, None, None, None)),
+    "vmap of the residual alone": lambda f: vmap(f, (None, 1, None, None)),
+    "vmap over weights": lambda f: vmap(f, (None, 1, 0, None)),
+    "grad": lambda f: grad(lambda *a: total(f(*a)), (0, 1, 2, 3)),
+    "gradients of each example": lambda f: vmap(
+        grad(lambda *a: total(f(*a)), (0, 1, 2, 3)), (0, 0, None, None)
+    ),
+    "gradients of each residual": lambda f: vmap(
+        grad(lambda *a: total(f(*a)), (0, 1, 2)), (None, 1, None, None)
+    ),
+    "jacobians": lambda f: jacrev(f, (0, 1, 2)),
+    "second derivatives": lambda f: jacrev(grad(lambda *a: total(f(*a)), 1), (0, 1, 2)),
+    "pull-backs of both": lambda f: (
+        lambda *a: torch.func.vjp(f, *a)[1](
+            tuple(torch.full((3, 5, 8), n, dtype=torch.float64) for n in (2, 3))
+        )
+    ),
+    "many at once": lambda f: (
+        lambda *a: vmap(torch.func.vjp(f, *a)[1])(
+            (torch.ones(2, 3, 5, 8, dtype=torch.float64),) * 2
+        )
+    ),
+}
+
+
+def total(results: Any) -> Any:
+    y, s = results
+    return y.pow(3).sum() + s.pow(2).sum()
+
+
+@pytest.mark.parametrize("context", IN_PLACE_OF_A_GPU)
+@pytest.mark.parametrize("transform", OVER_SUMMANDS)
+@pytest.mark.parametrize("norm", NORMS)
+def test_transforms_with_a_residual(norm: str, transform: str, context: Any) -> None:
+    given = [t.detach() for t in summands()]
+    if "weights" in transform:
+        given[2] = drawn(5, 8, seed=1).detach()
+    if any(words in transform for words in ("over weights", "each residual", "residual alone")):
+        given[0] = given[0][:, 0]
+    if "x alone" in transform:
+        given[1] = given[1][:, 0]
+    over = OVER_SUMMANDS[transform]
+    with context():
+        actual = over(lambda *a: fused(norm, *a))(*given)
+        traced = make_fx(over(lambda *a: fused(norm, *a)))(*given)(*given)
+    expected = over(lambda *a: unfused(norm, *a))(*given)
+    assert_close(actual, expected)
+    assert_close(traced, expected)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_gradients_with_a_residual_that_autograd_batches(norm: str) -> None:
+    given = summands()
+    many = torch.randn(2, 3, 5, 8, dtype=torch.float64)
+    found = []
+    for function in (fused, unfused):
+        options = {"is_grads_batched": True, "create_graph": True, "retain_graph": True}
+        y, s = function(norm, *given)
+        both = torch.autograd.grad((y, s), given, (many, 2 * many), **options)
+        of_sum = torch.autograd.grad(s, given[:2], many, **options)
+        second = torch.autograd.grad(both[1].pow(2).sum(), given[:3])
+        found.append((*both, *of_sum, *second))
+    assert_close(*found)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing_with_a_residual(reentrant: bool) -> None:
+    given = summands()
+    expected = torch.autograd.grad(total(fused("layer_norm", *given)), given)
+    total(checkpoint(fused, "layer_norm", *given, use_reentrant=reentrant)).backward()
+    assert_close(tuple(t.grad for t in given), expected)
+
+
+def test_a_vmap_with_a_residual_is_one_launch() -> None:
+    given = [t.detach() for t in summands()]
+    each = grad(lambda *a: total(fused("layer_norm", *a)), (0, 1))
+    with torch_plans.in_place_of_kernels() as plans:
+        vmap(each, (0, 0, None, None))(*given)
+    assert [launch["m"] for launch in plans.launches] == [15, 15]
+    backward = plans.made[-1].spec
+    assert (backward.dresidual_out, backward.dresidual) == ("float64", None)
+
+
+def test_strided_rows_of_a_residual_are_launched_where_they_lie() -> None:
+    x, weight = torch.randn(4, 8).bfloat16(), torch.randn(8, requires_grad=True)
+    residual = torch.randn(4, 24)[:, 8:16]
+    ds = torch.randn(4, 16)[:, :8]
+    with torch_plans.in_place_of_kernels() as plans:
+        x.requires_grad_()
+        _, s = rms_norm(x, weight, residual=residual.requires_grad_())
+        (s * 1).backward(ds)
+        y, s = rms_norm(x, weight, residual=residual)
+        torch.autograd.backward((y, s), (y.detach(), ds))
+    forward, _, backward = plans.launches
+    assert (forward["residual"], forward["residual_stride"]) == (residual.data_ptr(), 24)
+    assert backward["x"] == s.data_ptr()
+    assert (backward["dresidual_out"], backward["dresidual_out_stride"]) == (ds.data_ptr(), 16)
+    assert backward["dresidual"] not in (0, backward["dx"])
+    specs = [plan.spec for plan in plans.made]
+    assert (specs[0].branch, specs[0].residual, specs[0].x) == ("bfloat16", "float32", "float32")
+    assert (specs[-1].dx, specs[-1].dresidual) == ("bfloat16", "float32")
+
+
+def test_scratch_of_a_call_with_a_wider_residual(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, residual = torch.randn(5, 8).bfloat16(), torch.randn(5, 8)
+    made: list[Any] = []
+    original = torch.Tensor.new_empty
+
+    def new_empty(tensor: Any, size: Any) -> Any:
+        made.append(original(tensor, size))
+        return made[-1]
+
+    with torch_plans.in_place_of_kernels() as plans:
+        rms_norm(x, residual=residual)  # as the launch is not made into the next one's
+        monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)
+        rms_norm(x, residual=residual)
+        assert [scratch.nbytes for scratch in made] == [plans.made[0].scratch_bytes(5)]
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_opcheck_with_a_residual(norm: str) -> None:
+    operations = torch.ops.cupynorm
+    x, residual, weight, bias = summands(torch.float32)
+    half = x.detach().bfloat16().requires_grad_()
+    for first, dtype in ((x, None), (half, None), (half, torch.float16)):
+        options = (1, norm, 1e-5, False, [0.0, math.inf], None, dtype, True)
+        arguments: Any = (first, residual, weight, bias, *options)
+        torch.library.opcheck(operations.norm_forward.default, arguments)
+        _, mean, rstd, bitmask, s = operations.norm_forward(
+            *(t.detach() for t in arguments[:4]), *options
+        )
+        kept = (weight, mean if norm == "layer_norm" else None, rstd, bitmask)
+        dy, ds = (drawn(*x.shape, dtype=t, seed=3) for t in (torch.float32, s.dtype))
+        for total, of_x, of_residual in (
+            (ds, torch.bfloat16, torch.float32),
+            (None, torch.float64, torch.float16),
+            (ds, None, None),
+        ):
+            options = (1, norm, 1e-5, False, of_x, of_residual, torch.float64)
+            arguments = (dy, s.detach().requires_grad_(), total, *kept, *options)
+            torch.library.opcheck(operations.norm_backward.default, arguments)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("norm", NORMS)
+def test_compiled_with_a_residual(norm: str, dtype: Any) -> None:
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(fused, backend=counter, fullgraph=True, dynamic=True)
+    _, _, weight, bias = summands(torch.float32)
+    for m in (3, 5, 7):
+        x, residual = drawn(m, 8, dtype=dtype), drawn(m, 8, dtype=torch.float32, seed=m)
+        leaves = (x, residual, weight, bias)
+        found = []
+        for function in (compiled, fused):
+            results = function(norm, *leaves)
+            gradients = torch.autograd.grad(total(results), leaves)
+            of_sum = torch.autograd.grad(function(norm, *leaves)[1].sum(), leaves[:2])
+            with torch.no_grad():
+                found.append((*results, *gradients, *of_sum, *function(norm, *leaves)))
+        for a, b in zip(*found, strict=True):
+            assert_same_bits(a, b)
+    with pytest.raises(RuntimeError, match="residual must have x's shape"):
+        compiled(norm, x, residual[:, :7], weight, bias)
+
+
+def test_exported_with_a_residual() -> None:
+    class Block(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = RMSNorm(8)
+
+        def forward(self, x: Any, residual: Any) -> Any:
+            return self.norm(x, residual)
+
+    block, given = Block(), [t.detach() for t in summands(torch.bfloat16, torch.float32)[:2]]
+    for exported in (
+        torch.export.export(block, tuple(given)).module(),
+        torch.jit.trace(block, tuple(given), check_trace=False),
+    ):
+        for a, b in zip(exported(*given), block(*given), strict=True):
+            assert_same_bits(a.detach(), b.detach())
+
+
+def test_autocast_with_a_residual() -> None:
+    torch.set_autocast_enabled("cuda", True)
+    try:
+        with FakeTensorMode():
+            x = torch.empty(4, 8, device="cuda", dtype=torch.float16)
+            for dtype in DTYPES:
+                y, s = layer_norm(x, residual=x.to(dtype))
+                assert (y.dtype, s.dtype) == (torch.float32, dtype)
+            y, s = layer_norm(x, residual=x, out_dtype=x.dtype, residual_dtype=torch.float32)
+            assert (y.dtype, s.dtype) == (x.dtype, torch.float32)
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("module", [RMSNorm, LayerNorm])
+def test_modules_with_a_residual(module: Any, affine: bool) -> None:
+    norm = module(8, elementwise_affine=affine)
+    for x, residual in (
+        [t.detach() for t in summands(torch.float32, dtype)[:2]] for dtype in DTYPES[1:]
+    ):
+        y, s = norm(x, residual)
+        assert_same_bits(s, (x + residual).to(residual.dtype))
+        if residual.dtype == x.dtype:
+            assert_same_bits(y.detach(), norm(s).detach())
+        traced = torch.fx.symbolic_trace(norm)
+        for arguments in ((x, residual), (x,)):
+            torch.testing.assert_close(traced(*arguments), norm(*arguments), rtol=0, atol=0)
+    if module is RMSNorm:  # of no eps, the epsilon of what the sum is computed in
+        wide = x.double() * 1e-4
+        expected = rms_norm(wide, eps=torch.finfo(torch.float64).eps)
+        y, _ = rms_norm(wide.float(), residual=wide - wide.float(), eps=None, out_dtype=wide.dtype)
+        torch.testing.assert_close(y, expected, rtol=1e-12, atol=0)
+    with pytest.raises(ValueError, match="residual must have shape"):
+        norm(x, residual[:2])
+
+
+def test_a_subclass_sees_the_residual() -> None:
+    seen: list[Any] = []
+
+    class Subclass(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None):
+            seen.append((function, args, kwargs))
+            return super().__torch_function__(function, types, args, kwargs or {})
+
+    class Proxy:
+        @classmethod
+        def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None):
+            return function, args, kwargs
+
+    x, residual, weight, bias = (t.detach() for t in summands())
+    y, s = fused("rms_norm", x, residual.as_subclass(Subclass), weight, bias)
+    for a, b in zip((y, s), fused("rms_norm", x, residual, weight, bias), strict=True):
+        assert_same_bits(a.as_subclass(torch.Tensor), b)
+    proxy = Proxy()
+    function, args, kwargs = rms_norm(x, weight, bias, residual=proxy, residual_dtype=x.dtype)
+    assert function is rms_norm
+    assert [a is b for a, b in zip(args, (x, weight, bias), strict=True)] == [True] * 3
+    assert kwargs["residual"] is proxy
+    assert kwargs["residual_dtype"] == x.dtype
+
+
+def test_jagged_tensors_with_a_residual() -> None:
+    offsets = torch.tensor([0, 3, 8, 9])
+    values = [drawn(9, 8, dtype=torch.float32, seed=i) for i in range(2)]
+    x, residual = (torch.nested.nested_tensor_from_jagged(v, offsets) for v in values)
+    weight = torch.randn(8)
+    compiled = torch.compile(rms_norm, backend="aot_eager", fullgraph=True)
+    expected = rms_norm(values[0], weight, residual=values[1], residual_dtype=torch.float64)
+    for function in (rms_norm, compiled):
+        results = function(x, weight, residual=residual, residual_dtype=torch.float64)
+        for result, flat in zip(results, expected, strict=True):
+            assert result.is_nested
+            assert_same_bits(result.values(), flat)
+            assert (x + result).shape == x.shape
+    gradients = torch.autograd.grad(total([t.values() for t in results]), values)
+    for a, b in zip(gradients, torch.autograd.grad(total(expected), values), strict=True):
+        assert_same_bits(a, b)
+    others = torch.nested.nested_tensor_from_jagged(values[1], torch.tensor([0, 2, 8, 9]))
+    with pytest.raises(ValueError, match=r"residual must be of x's shape, .* share its offsets"):
+        rms_norm(x, residual=others)
+    for one, other, of in ((x, values[1], "a dense tensor"), (x, strided(values), "torch.strided")):
+        with pytest.raises(TypeError, match=f"residual must be nested as x, .* got {of}"):
+            rms_norm(one, residual=other)
+    with pytest.raises(TypeError, match="residual must be a dense tensor, got a nested one"):
+        rms_norm(values[0], residual=residual)
+
+
+def strided(parts: Any) -> Any:
+    return torch.nested.nested_tensor([part.detach() for part in parts])
+
+
+def test_the_gaps_of_jagged_tensors_with_a_residual() -> None:
+    memory = [drawn(2, 4, 8, seed=i) for i in range(2)]
+    with torch.no_grad():
+        memory[1][0, 2:] = math.nan
+    begins, lengths = torch.tensor([0, 1]), torch.tensor([2, 3])
+    x = torch.nested.narrow(memory[0], 1, begins, lengths, layout=torch.jagged)
+    residual = torch.nested.nested_tensor_from_jagged(
+        memory[1].reshape(8, 8), x.offsets(), x.lengths()
+    )
+    weight = drawn(8, seed=2)
+    y, s = rms_norm(x, weight, residual=residual)
+    flat = [torch.cat([m[0, :2], m[1, 1:]]) for m in memory]
+    expected = rms_norm(flat[0], weight, residual=flat[1])
+    for result, of_flat in zip((y, s), expected, strict=True):
+        assert_close(torch.cat(result.unbind()), of_flat)
+    leaves = (*memory, weight)
+    found = torch.autograd.grad(total([torch.cat(t.unbind()) for t in (y, s)]), leaves)
+    assert_close(found, torch.autograd.grad(total(expected), leaves))
+    elsewhere = torch.nested.nested_tensor_from_jagged(
+        memory[1].reshape(8, 8), x.offsets().clone(), x.lengths()
+    )
+    with pytest.raises(ValueError, match="share its offsets"):
+        rms_norm(x, residual=elsewhere)
+
+
+def test_strided_nested_tensors_with_a_residual() -> None:
+    parts = [[drawn(n, 8, dtype=torch.float32, seed=n + i) for n in (3, 5, 1)] for i in range(2)]
+    results = rms_norm(strided(parts[0]), residual=strided(parts[1]), residual_dtype=torch.float64)
+    pairs = zip(*parts, strict=True)
+    expected = [rms_norm(a, residual=b, residual_dtype=torch.float64) for a, b in pairs]
+    for result, flat in zip(results, zip(*expected, strict=True), strict=True):
+        for one, other in zip(result.unbind(), flat, strict=True):
+            assert_same_bits(one, other)
+    with pytest.raises(ValueError, match="residual must have parts of shapes"):
+        rms_norm(strided(parts[0]), residual=strided(parts[1][:2]))
+    nothing = torch.nested.nested_tensor([], dtype=torch.float64)
+    y, s = rms_norm(nothing, residual=nothing, residual_dtype=torch.float32)
+    assert (y.dtype, s.dtype) == (torch.float64, torch.float32)
+
+
+def test_dtypes_that_a_backward_operation_is_told() -> None:
+    x, rstd = torch.ones(3, 8), torch.ones(3)
+    options = {"bias_dtype": None, "dx_dtype": None, "dresidual_dtype": None}
+    call = functools.partial(
+        torch.ops.cupynorm.norm_backward, *(x, x, None, None, None, rstd, None)
+    )
+    shared = (1, "rms_norm", 1e-6, False)
+    for context in (torch.enable_grad, lambda: FakeTensorMode(allow_non_fake_inputs=True)):
+        with context():
+            for name in options:
+                told = options | {name: torch.int8}
+                with pytest.raises(TypeError, match=f"{name} must be float64, .* torch.int8"):
+                    call(*shared, told["dx_dtype"], told["dresidual_dtype"], told["bias_dtype"])
+            for of_x in (None, torch.float32):
+                with pytest.raises(ValueError, match="dresidual_dtype must not be dx's"):
+                    call(*shared, of_x, torch.float32, None)
+    with pytest.raises(ValueError, match=r"dresidual_out must have shape \(3, 8\), got \(3, 4\)"):
+        torch.ops.cupynorm.norm_backward(
+            *(x, x, x[:, :4], None, None, rstd, None), *shared, None, None, None
+        )
 
 
 # ---- transforms of functions ---------------------------------------------------------------------
@@ -871,19 +1396,20 @@ def test_opcheck(norm: str, dtype: Any) -> None:
     x = x.detach().to(dtype).requires_grad_()
     for w, b in ((weight, bias), (weight, None), (None, None)):
         for relu in (None, [0.0, math.inf]):
-            options = (1, norm, 1e-5, False, relu, torch.float32, True)
-            torch.library.opcheck(operations.norm_forward.default, (x, w, b, *options))
-            _, mean, rstd, bitmask = operations.norm_forward(x.detach(), w, b, *options)
+            options = (1, norm, 1e-5, False, relu, torch.float32, None, True)
+            torch.library.opcheck(operations.norm_forward.default, (x, None, w, b, *options))
+            _, mean, rstd, bitmask, _ = operations.norm_forward(x.detach(), None, w, b, *options)
             kept = (mean if norm == "layer_norm" else None, rstd, None if relu is None else bitmask)
             dy = drawn(*x.shape, dtype=torch.float32, seed=3)
-            arguments = (dy, x, w, *kept, 1, norm, 1e-5, False, None if b is None else b.dtype)
+            options = (1, norm, 1e-5, False, None, None, None if b is None else b.dtype)
+            arguments = (dy, x, None, w, *kept, *options)
             torch.library.opcheck(operations.norm_backward.default, arguments)
-    inference = (1, norm, 1e-5, False, None, None, False)
-    y, *_ = operations.norm_forward(x, weight, None, *inference)
+    inference = (1, norm, 1e-5, False, None, None, None, False)
+    y, *_ = operations.norm_forward(x, None, weight, None, *inference)
     with pytest.raises(RuntimeError, match="training=False"):
         y.sum().backward()
     torch.library.opcheck(
-        operations.norm_forward.default, (x.detach(), weight.detach(), None, *inference)
+        operations.norm_forward.default, (x.detach(), None, weight.detach(), None, *inference)
     )
 
 
@@ -942,9 +1468,9 @@ def test_a_compiled_program_calls_the_kernels_at_once(
     with torch.no_grad():
         assert_same_bits(compiled(x, weight, bias), expected)
     # What asks for gradients does go that way: autograd records it.
-    options = (1, norm, 1e-5, False, None, None, True)
+    options = (1, norm, 1e-5, False, None, None, None, True)
     with pytest.raises(AssertionError, match="by way of the dispatcher"):
-        torch.ops.cupynorm.norm_forward(x, weight, bias, *options)
+        torch.ops.cupynorm.norm_forward(x, None, weight, bias, *options)
 
 
 def test_compiled_strided_rows_are_not_copied() -> None:
@@ -1155,9 +1681,8 @@ def test_modules_are_made_as_torchs_are(mine: Any, theirs: Any) -> None:
     actual = list(inspect.signature(mine).parameters.values())
     positional = [p for p in actual if p.kind is not p.KEYWORD_ONLY]
     assert [(p.name, p.default) for p in positional] == [(p.name, p.default) for p in expected]
-    assert list(inspect.signature(mine.forward).parameters) == list(
-        inspect.signature(theirs.forward).parameters
-    )
+    taken = list(inspect.signature(mine.forward).parameters)
+    assert taken == [*inspect.signature(theirs.forward).parameters, "residual"]
     for arguments, options in (
         ((8,), {}),
         (([4, 2], 1e-3), {}),
@@ -1522,6 +2047,28 @@ ERRORS = [
     (lambda: rms_norm(X, out_dtype="float32"), TypeError, "out_dtype must be a torch.dtype"),
     (lambda: rms_norm(X, out_dtype=torch.int8), TypeError, "out_dtype must be float64"),
     (lambda: rms_norm(X, X[0], axis=-1), NotImplementedError, "weight of shape .* varies"),
+    (lambda: rms_norm(X, residual=1.0), TypeError, "residual must be a torch tensor, got float"),
+    (
+        lambda: rms_norm(X, residual=X.int()),
+        TypeError,
+        "residual.dtype must be float64.* torch.int32",
+    ),
+    (
+        lambda: rms_norm(X, residual=X[0]),
+        ValueError,
+        r"residual must have .*\(3, 4, 8\).* \(4, 8\)",
+    ),
+    (lambda: rms_norm(X, residual=X[..., :7]), ValueError, r"residual must have .*\(3, 4, 7\)"),
+    (lambda: rms_norm(X, residual=X.to("meta")), ValueError, "residual must be on x's device, cpu"),
+    (lambda: rms_norm(X, residual=X.to_sparse()), TypeError, "residual must be a dense tensor"),
+    (lambda: rms_norm(X, residual=X, residual_dtype="f4"), TypeError, "residual_dtype must be a t"),
+    (lambda: rms_norm(X, residual=X, residual_dtype=torch.int8), TypeError, "residual_dtype must"),
+    (lambda: rms_norm(X, residual_dtype=X.dtype), ValueError, "residual_dtype must be None with"),
+    (
+        lambda: rms_norm(X, eps=None, residual_dtype=1, residual=X),
+        TypeError,
+        "residual_dtype must be",
+    ),
 ]
 
 

@@ -8,10 +8,11 @@ import ml_dtypes
 import numpy as np
 import torch
 from hypothesis import strategies as st
-from strategies import DTYPES, Problem
+from strategies import DTYPES, Problem, make_values
 
 import cupynorm.torch
 from cupynorm import NormBackward, NormForward, testing
+from cupynorm._operation import FORWARD
 from cupynorm.reference import round_once
 from cupynorm.torch import _kernels
 
@@ -19,7 +20,13 @@ NORMS = ("rms_norm", "layer_norm")
 
 
 # Which operands of a problem are views that negate: none in half of the cases.
-NEGATED = st.just(frozenset()) | st.frozensets(st.sampled_from(["x", "dy", "weight", "bias"]))
+NEGATED = st.just(frozenset()) | st.frozensets(
+    st.sampled_from(["x", "dy", "weight", "bias", "residual"])
+)
+
+# The dtypes of a residual and of the sum, or no residual.
+ResidualDtypes = tuple[str, str]
+RESIDUALS = st.none() | st.tuples(st.sampled_from(list(DTYPES)), st.sampled_from(list(DTYPES)))
 
 
 def to_torch(array: Any, device: str = "cpu", negated: bool = False) -> Any:
@@ -62,33 +69,57 @@ def assert_same_bits(a: Any, b: Any) -> None:
 
 
 def check_problem(
-    problem: Problem, device: str = "cpu", negated: frozenset[str] = frozenset()
+    problem: Problem,
+    device: str = "cpu",
+    negated: frozenset[str] = frozenset(),
+    dtypes: ResidualDtypes | None = None,
 ) -> dict[str, float]:
-    """Check y, what is kept for backward, and the gradients that autograd returns."""
+    """Check y, what is kept for backward, and the gradients that autograd returns.
+
+    With `dtypes`, of a residual and of the sum, the same of a call with a residual.
+    """
     arrays = problem.on(np)
     # A gradient has the dtype of what it is the gradient of.
     with np.errstate(all="ignore"):
         dy_values = round_once(arrays["dy"].astype(np.float64), problem.out_dtype)
     arrays["dy"] = problem.layouts["dy"].apply(np, dy_values)
+    arrays["residual"] = ds_array = None
+    if dtypes is not None:
+        of_residual, of_total = (DTYPES[name] for name in dtypes)
+        shape, k = problem.x.shape, problem.k
+        values = make_values("normal", shape, of_residual, problem.seed + 4, k)
+        # Laid out otherwise than x and dy where those are.
+        arrays["residual"] = problem.layouts["dy"].apply(np, values)
+        values = make_values("mixed_rows", shape, of_total, problem.seed + 5, k)
+        ds_array = problem.layouts["x"].apply(np, values)
     tensors = {name: to_torch(array, device, name in negated) for name, array in arrays.items()}
-    dy = tensors.pop("dy")
-    function = getattr(cupynorm.torch, problem.norm)
+    dy, ds = tensors.pop("dy"), to_torch(ds_array, device, "dy" in negated)
     options: dict[str, Any] = problem.forward_options
     options["out_dtype"] = getattr(torch, problem.out_dtype.name)
+    options["residual_dtype"] = None if dtypes is None else getattr(torch, dtypes[1])
+
+    def call() -> tuple[Any, ...]:
+        results = getattr(cupynorm.torch, problem.norm)(**tensors, **options)
+        return results if isinstance(results, tuple) else (results,)
 
     with torch.no_grad():
-        inferred = function(*tensors.values(), **options)
+        inferred = call()
     leaves = {n: t.requires_grad_() for n, t in tensors.items() if t is not None}
-    y = function(*tensors.values(), **options)
-    assert y.is_contiguous()
-    assert_same_bits(inferred, y)
-    gradients = dict(zip(leaves, torch.autograd.grad(y, list(leaves.values()), dy), strict=True))
+    results = call()
+    for one, other in zip(inferred, results, strict=True):
+        assert other.is_contiguous()
+        assert_same_bits(one, other)
+    given = (dy,) if ds is None else (dy, ds)
+    found = torch.autograd.grad(results, list(leaves.values()), given)
+    gradients = dict(zip(leaves, found, strict=True))
 
     # What autograd keeps, which it does not hand out.
-    x, *affine = (t if t is None else t.detach().resolve_neg() for t in tensors.values())
-    row = x.shape[x.ndim - problem.k :]
+    plain = {n: t if t is None else t.detach().resolve_neg() for n, t in tensors.items()}
+    row = problem.x.shape[problem.x.ndim - problem.k :]
+    for name in ("weight", "bias"):
+        plain[name] = None if plain[name] is None else plain[name].reshape(row)
     kept = _kernels.forward(
-        (x, *(t if t is None else t.reshape(row) for t in affine)),
+        tuple(plain[name] for name in FORWARD.reads),
         (
             problem.k,
             problem.norm,
@@ -96,24 +127,36 @@ def check_problem(
             problem.zero_centered,
             problem.relu,
             options["out_dtype"],
+            options["residual_dtype"],
         ),
         True,
     )
-    assert_same_bits(kept[0], y)
     forward = NormForward(*map(to_numpy, kept))
+    for name, tensor in zip(("y", "residual_out"), results, strict=False):
+        assert_same_bits(tensor, getattr(NormForward(*kept), name))
     host = (arrays["x"], arrays["weight"], arrays["bias"])
-    ratios = testing.check_forward(problem.norm, forward, *host, **problem.forward_options)
-    backward = NormBackward(*(to_numpy(gradients.get(n)) for n in ("x", "weight", "bias")))
+    of_sum: dict[str, Any] = {}
+    of_gradients: dict[str, Any] = {}
+    if dtypes is not None:
+        of_sum = {"residual": arrays["residual"], "residual_dtype": of_total}
+        of_gradients = {"dx_dtype": problem.x.dtype, "dresidual_dtype": of_residual}
+    ratios = testing.check_forward(
+        problem.norm, forward, *host, **problem.forward_options, **of_sum
+    )
+    names = ("x", "weight", "bias", "residual")
+    backward = NormBackward(*(to_numpy(gradients.get(name)) for name in names))
     ratios |= testing.check_backward(
         problem.norm,
         backward,
         arrays["dy"],
-        arrays["x"],
+        arrays["x"] if dtypes is None else forward.residual_out,
         arrays["weight"],
         forward.mean,
         forward.rstd,
         bias=False if arrays["bias"] is None else arrays["bias"],
         bitmask=forward.bitmask,
+        dresidual_out=ds_array,
+        **of_gradients,
         **problem.options,
     )
     return ratios
@@ -123,6 +166,7 @@ __all__ = [
     "DTYPES",
     "NEGATED",
     "NORMS",
+    "RESIDUALS",
     "assert_same_bits",
     "check_problem",
     "to_numpy",

@@ -14,10 +14,19 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-from strategies import DTYPES
 
 from cupynorm import reference
-from cupynorm._operation import ITEMSIZE, BackwardSpec, ForwardSpec, compute_dtype
+from cupynorm._arrays import to_numpy
+from cupynorm._operation import (
+    BACKWARD,
+    FORWARD,
+    ITEMSIZE,
+    KINDS,
+    MOVED_BY_PACKS,
+    BackwardSpec,
+    ForwardSpec,
+    shape_of,
+)
 from cupynorm.torch import _kernels
 
 STREAM = 0x5EED
@@ -40,15 +49,9 @@ def memory(address: int, shape: tuple[int, ...], dtype: Any, stride: int | None 
     return np.ndarray(shape, dtype, block, strides=strides)
 
 
-def write(target: Any, values: Any) -> None:
-    assert (target is None) == (values is None)
-    if target is not None:
-        target[...] = values
-
-
 @dataclass
 class Plan:
-    """A plan, and the arguments of its launches by name."""
+    """A plan, and the operands of its launches by name."""
 
     spec: Any
     n: int
@@ -56,13 +59,47 @@ class Plan:
     m: int
     launches: list[dict[str, Any]] = field(default_factory=list)
 
-    def check(self, **addresses: tuple[int, str | None, int | None]) -> None:
-        """Assert that accesses of `vector` elements are aligned."""
+    def scratch_bytes(self, m: int) -> int:
+        raise NotImplementedError
+
+    def prepared(self, m: int, *numbers: float) -> Any:
+        assert m == self.m
+
+        def launch(stream: int, operands: tuple[int, ...]) -> None:
+            assert stream == STREAM
+            size = self.scratch_bytes(m)
+            if size:
+                *operands, scratch = operands  # type: ignore[assignment]
+                ctypes.memset(scratch, 0xFF, size)
+            named = dict(zip(self.spec.table.operands, operands, strict=True))
+            self.launches.append({"m": m, **named})
+            self.run(self.arrays(named), *numbers)
+
+        return launch
+
+    def arrays(self, operands: dict[str, int]) -> dict[str, Any]:
+        """Return what is at the addresses, None for 0; of what is read, accesses are aligned."""
         assert self.n % self.vector == 0
-        for name, (address, dtype, stride) in addresses.items():
-            if dtype is not None:
+        table, found = self.spec.table, {}
+        for name, dtype in self.spec.dtypes.items():
+            address, stride = operands[name], operands.get(f"{name}_stride")
+            if dtype is not None and name in table.writes:
+                assert stride in (None, self.n), name
+            elif dtype is not None and KINDS[name] in MOVED_BY_PACKS:
                 assert address % (self.vector * ITEMSIZE[dtype]) == 0, name
-                assert stride is None or stride % self.vector == 0, name
+                assert stride is None or self.m <= 1 or stride % self.vector == 0, name
+            shape = shape_of(KINDS[name], (self.m, self.n), 1)
+            found[name] = memory(address, shape, dtype and to_numpy(dtype), stride)
+        return found
+
+    def run(self, arrays: dict[str, Any], *numbers: float) -> None:
+        raise NotImplementedError
+
+    def write(self, arrays: dict[str, Any], result: Any) -> None:
+        """Write results where they are wanted."""
+        for name in self.spec.writes:
+            if arrays[name] is not None:
+                arrays[name][...] = getattr(result, name)
 
 
 class ForwardPlan(Plan):
@@ -71,58 +108,18 @@ class ForwardPlan(Plan):
     def scratch_bytes(self, m: int) -> int:
         return 16 if m % 3 == 2 else 0
 
-    def prepared(self, m: int, eps: float, lower: float, upper: float) -> Any:
-        def launch(stream: int, operands: tuple[int, ...]) -> None:
-            size = self.scratch_bytes(m)
-            if size:
-                *operands, scratch = operands  # type: ignore[assignment]
-                ctypes.memset(scratch, 0xFF, size)
-            self.launch(stream, m, *operands, eps, lower, upper)
-
-        assert m == self.m
-        return launch
-
-    def launch(
-        self,
-        stream: int,
-        m: int,
-        x: int,
-        x_stride: int,
-        weight: int,
-        bias: int,
-        y: int,
-        y_stride: int,
-        mean: int,
-        rstd: int,
-        bitmask: int,
-        eps: float,
-        lower: float,
-        upper: float,
-    ) -> None:
-        self.launches.append(locals())
-        spec, rows, row = self.spec, (m, self.n), (self.n,)
-        assert stream == STREAM
-        assert y_stride == self.n
-        step = x_stride if m > 1 else None
-        self.check(x=(x, spec.x, step), weight=(weight, spec.weight, None))
-        self.check(bias=(bias, spec.bias, None))
+    def run(self, arrays: dict[str, Any], *numbers: float) -> None:
+        spec, (eps, lower, upper) = self.spec, numbers
         result = getattr(reference, f"{spec.norm}_forward")(
-            memory(x, rows, DTYPES[spec.x], x_stride),
-            memory(weight, row, spec.weight and DTYPES[spec.weight]),
-            memory(bias, row, spec.bias and DTYPES[spec.bias]),
+            **{name: arrays[name] for name in FORWARD.reads},
             eps=eps,
             axis=-1,
             zero_centered=spec.zero_centered,
             relu=(lower, upper) if spec.relu else None,
-            out_dtype=DTYPES[spec.y],
+            out_dtype=to_numpy(spec.y),
+            residual_dtype=to_numpy(spec.x) if spec.residual else None,
         )
-        write(memory(y, rows, DTYPES[spec.y]), result.y)
-        stored = compute_dtype(spec.x) if spec.store_statistics else None
-        has_mean = spec.norm == "layer_norm"
-        write(memory(rstd, (m,), stored), result.rstd if stored else None)
-        write(memory(mean, (m,), stored if has_mean else None), result.mean if stored else None)
-        bits = np.uint8 if spec.relu and stored else None
-        write(memory(bitmask, (m, -(-self.n // 8)), bits), result.bitmask if stored else None)
+        self.write(arrays, result)
 
 
 class BackwardPlan(Plan):
@@ -131,55 +128,20 @@ class BackwardPlan(Plan):
     def scratch_bytes(self, m: int) -> int:
         return 4 * m + 12
 
-    def prepared(self, m: int) -> Any:
-        return lambda stream, operands: self.launch(stream, m, *operands)
-
-    def launch(
-        self,
-        stream: int,
-        m: int,
-        dy: int,
-        dy_stride: int,
-        x: int,
-        x_stride: int,
-        weight: int,
-        mean: int,
-        rstd: int,
-        bitmask: int,
-        dx: int,
-        dx_stride: int,
-        dweight: int,
-        dbias: int,
-        scratch: int,
-    ) -> None:
-        self.launches.append(locals())
-        spec, rows, row = self.spec, (m, self.n), (self.n,)
-        assert (stream, m) == (STREAM, self.m)
-        assert dx_stride == self.n
-        several = m > 1
-        self.check(
-            dy=(dy, spec.dy, dy_stride if several else None),
-            x=(x, spec.x, x_stride if several else None),
-            weight=(weight, spec.weight, None),
-        )
-        ctypes.memset(scratch, 0xFF, self.scratch_bytes(m))
-        stored = compute_dtype(spec.x)
-        statistics = [memory(rstd, (m,), stored)]
-        if spec.norm == "layer_norm":
-            statistics.insert(0, memory(mean, (m,), stored))
+    def run(self, arrays: dict[str, Any], *numbers: float) -> None:
+        spec, read = self.spec, {name: arrays[name] for name in BACKWARD.reads}
+        if spec.norm == "rms_norm":
+            del read["mean"]
+        of_x = to_numpy(spec.dtypes["dx"])
         result = getattr(reference, f"{spec.norm}_backward")(
-            memory(dy, rows, DTYPES[spec.dy], dy_stride),
-            memory(x, rows, DTYPES[spec.x], x_stride),
-            memory(weight, row, spec.weight and DTYPES[spec.weight]),
-            *statistics,
-            bias=False if spec.dbias is None else np.empty(row, DTYPES[spec.dbias]),
-            bitmask=memory(bitmask, (m, -(-self.n // 8)), np.uint8 if spec.bitmask else None),
+            **read,
+            bias=False if spec.dbias is None else np.empty((self.n,), to_numpy(spec.dbias)),
             axis=-1,
             zero_centered=spec.zero_centered,
+            dx_dtype=of_x,
+            dresidual_dtype=to_numpy(spec.dresidual) if spec.dresidual else of_x,
         )
-        write(memory(dx, rows, DTYPES[spec.x]), result.dx)
-        write(memory(dweight, row, spec.weight and DTYPES[spec.weight]), result.dweight)
-        write(memory(dbias, row, spec.dbias and DTYPES[spec.dbias]), result.dbias)
+        self.write(arrays, result)
 
 
 class Plans:

@@ -14,6 +14,9 @@ whose second term is absent in RMSNorm::
     dy:      w * rstd * P(a) + b * xhat + c
     weight:  sum(dy * rstd * P(a))
     x:       rstd * P(b * dy - rstd * (a * m(g * xhat) + g * m(a * xhat))) - rstd**2 * s * xhat
+
+Where there was a residual, dx and dresidual are both ``rstd * P(g) + dresidual_out``: a is the sum
+of what they are weighted by, and the gradient of dresidual_out.
 """
 
 from __future__ import annotations
@@ -57,7 +60,7 @@ def masked(dy: Any, bitmask: Any, k: int, dtype: torch.dtype) -> Any:
 def normalized(options: Options, x: Any) -> tuple[Any, Any]:
     """Return xhat and rstd, as functions of x that torch differentiates."""
     axes, eps = options.axis, options.eps
-    d = x.to(compute_type(x))
+    d = x.to(compute_type(x.dtype))
     # As in `reference`: by a power of two that brings the larger of max|x| and sqrt(eps) near 1, so
     # that nothing that counts overflows or underflows when squared. By its root, twice: it may be
     # out of range itself.
@@ -98,11 +101,17 @@ def round_once(values: Any, dtype: torch.dtype) -> Any:
 
 
 def gradients_of_backward(
-    given: tuple[Any, Any, Any], dy: Any, x: Any, weight: Any, bitmask: Any, options: Options
-) -> tuple[Any, Any, Any]:
-    """Return the gradients of dy, x and weight, given those of dx, dweight and dbias or None."""
-    a, b, c = given
-    dtype, axes, k = compute_type(x), options.axis, options.k
+    given: dict[str, Any], read: dict[str, Any], options: Options
+) -> dict[str, Any]:
+    """Return the gradients of dy, x, dresidual_out and weight, given those of a pass's results.
+
+    All by names, None for what is absent. `read` has dy, x, weight and bitmask; the gradient of
+    dresidual_out is not rounded to its dtype.
+    """
+    dy, x, weight, bitmask = (read[name] for name in ("dy", "x", "weight", "bitmask"))
+    dtype, axes, k = compute_type(x.dtype), options.axis, options.k
+    of_rows = [given[name].to(dtype) for name in ("dx", "dresidual") if given[name] is not None]
+    a, b, c = sum(of_rows) if of_rows else None, given["dweight"], given["dbias"]
     centred = options.norm == "layer_norm"
 
     def m(v: Any) -> Any:
@@ -115,9 +124,10 @@ def gradients_of_backward(
     xhat, rstd = normalized(options, x)
     w = effective_weight(options, weight, dtype)
     inside = masked(dy, bitmask, k, dtype)
-    grad_dy, grad_x, grad_weight = torch.zeros_like(xhat), torch.zeros_like(xhat), None
+    grad_dy, grad_x = torch.zeros_like(xhat), torch.zeros_like(xhat)
+    grad_weight = None
     if a is not None:
-        a, g = a.to(dtype), inside * w
+        g = inside * w
         scaled = rstd * project(a)
         grad_dy = grad_dy + w * scaled
         a_slope, g_slope = m(a * xhat), m(g * xhat)
@@ -133,5 +143,9 @@ def gradients_of_backward(
         grad_x = grad_x + rstd * project(b * inside)
     if c is not None:
         grad_dy = grad_dy + c.to(dtype)
-    grad_dy = round_once(masked(grad_dy, bitmask, k, dtype), dy.dtype)
-    return grad_dy, grad_x.to(x.dtype), grad_weight
+    return {
+        "dy": round_once(masked(grad_dy, bitmask, k, dtype), dy.dtype),
+        "x": grad_x.to(x.dtype),
+        "dresidual_out": a,
+        "weight": grad_weight,
+    }

@@ -11,7 +11,7 @@ import torch
 from cupynorm import _checks
 from cupynorm._operation import FORWARD, Norm, Relu
 from cupynorm.torch import _operations
-from cupynorm.torch._kernels import Asked, Tensors, check_dense, compute_type
+from cupynorm.torch._kernels import Tensors, Told, check_dense, compute_type
 
 __all__ = ["layer_norm", "rms_norm"]
 
@@ -41,7 +41,9 @@ def rms_norm(
     zero_centered: bool = False,
     relu: Relu = None,
     out_dtype: torch.dtype | None = None,
-) -> torch.Tensor:
+    residual: torch.Tensor | None = None,
+    residual_dtype: torch.dtype | None = None,
+) -> Any:
     """Divide each row by its root mean square, then scale and shift it.
 
     ``y = x / sqrt(mean(x**2) + eps) * weight + bias``, computed in float32 (float64 where x is
@@ -68,11 +70,19 @@ def rms_norm(
     out_dtype : torch.dtype, optional
         y's dtype; by default x's. Under autocast for CUDA it is float32 where x is float16 or
         bfloat16 and torch's own norm gives that: layer_norm, and from torch 2.13 on rms_norm.
+    residual : Tensor, shape of x, optional
+        What is added to x first, of any of the four dtypes: the norm is that of
+        ``s = x + residual``, added in the compute dtype and rounded once. The bits of y are those
+        of a call on s. Nested where x is, of the same lengths.
+    residual_dtype : torch.dtype, optional
+        s's dtype; by default residual's, under autocast too.
 
     Returns
     -------
-    Tensor
-        y, of x's shape, contiguous.
+    Tensor, or pair of tensors
+        y, of x's shape, contiguous; with a residual y and s. Both may be differentiated: the
+        gradient of s is added to that of x and of residual, before each is rounded to the dtype of
+        its tensor.
 
     Raises
     ------
@@ -80,8 +90,9 @@ def rms_norm(
         If an argument is no tensor, or of another dtype; if eps, axis, zero_centered or relu is of
         another kind.
     ValueError
-        If a shape, a device, axis, eps, zero_centered or relu does not fit; if the memory of a
-        tensor was freed, or it outlived the ``torch.func.vmap`` that made it.
+        If a shape, a device, axis, eps, zero_centered or relu does not fit; if there is a
+        residual_dtype without a residual; if the memory of a tensor was freed, or it outlived the
+        ``torch.func.vmap`` that made it.
     NotImplementedError
         If weight or bias would broadcast over the kept axes of x, or is an ExpandedWeight; in
         forward mode; on a device that is neither the CPU nor a CUDA GPU.
@@ -97,13 +108,15 @@ def rms_norm(
 
     Notes
     -----
-    For the backward pass x, weight, a statistic or two of each row, and the bits of relu are kept.
+    For the backward pass x, weight, a statistic or two of each row, and the bits of relu are kept,
+    with a residual s in place of x.
     The weight gradients have the same bits from run to run. What second derivatives, and
     ``torch.func.vmap`` over gradients of weight and bias, need beyond the kernels is computed by
     torch, in the compute dtype.
 
     Where x is a DTensor that is split over axes that are kept, y and dx are split as x is, and
-    nothing is communicated: the gradients of weight and bias are partial sums.
+    nothing is communicated: the gradients of weight and bias are partial sums. A residual is split
+    as x.
 
     Examples
     --------
@@ -118,10 +131,21 @@ def rms_norm(
     >>> y.sum().backward()
     >>> weight.grad
     tensor([ 1.8485, -0.1314])
+
+    A block that adds to a stream and normalizes it:
+
+    >>> stream = torch.ones(2, 2)
+    >>> y, stream = cupynorm.torch.rms_norm(x.bfloat16(), residual=stream)
+    >>> stream
+    tensor([[ 4.0000, -3.0000],
+            [ 1.5000,  1.5000]])
     """
     if eps is None and isinstance(x, torch.Tensor):
-        eps = torch.finfo(compute_type(x)).eps
-    return _norm("rms_norm", (x, weight, bias), eps, axis, zero_centered, relu, out_dtype)
+        # Of what is normalized; what is no tensor is refused later.
+        of_total = x.dtype if residual is None else residual_dtype or getattr(residual, "dtype", "")
+        eps = torch.finfo(compute_type(of_total)).eps
+    tensors = x, residual, weight, bias
+    return _norm("rms_norm", tensors, eps, axis, zero_centered, relu, out_dtype, residual_dtype)
 
 
 def layer_norm(
@@ -134,7 +158,9 @@ def layer_norm(
     zero_centered: bool = False,
     relu: Relu = None,
     out_dtype: torch.dtype | None = None,
-) -> torch.Tensor:
+    residual: torch.Tensor | None = None,
+    residual_dtype: torch.dtype | None = None,
+) -> Any:
     """Bring each row to mean 0 and variance 1, then scale and shift it.
 
     ``y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias``, computed in float32 (float64 where x
@@ -144,15 +170,15 @@ def layer_norm(
 
     Parameters
     ----------
-    x, weight, bias, axis, zero_centered, relu, out_dtype
+    x, weight, bias, axis, zero_centered, relu, out_dtype, residual, residual_dtype
         As of `rms_norm`.
     eps : float
         Added to the variance.
 
     Returns
     -------
-    Tensor
-        y, of x's shape, contiguous.
+    Tensor, or pair of tensors
+        y, of x's shape, contiguous; with a residual y and ``s = x + residual``.
 
     Raises
     ------
@@ -173,7 +199,8 @@ def layer_norm(
     tensor([[-1.0000, 11.0000],
             [-1.0000, 11.0000]])
     """
-    return _norm("layer_norm", (x, weight, bias), eps, axis, zero_centered, relu, out_dtype)
+    tensors = x, residual, weight, bias
+    return _norm("layer_norm", tensors, eps, axis, zero_centered, relu, out_dtype, residual_dtype)
 
 
 def _norm(
@@ -184,13 +211,19 @@ def _norm(
     zero_centered: bool,
     relu: Relu,
     out_dtype: torch.dtype | None,
+    residual_dtype: torch.dtype | None,
 ) -> Any:
-    x, weight, bias = tensors
+    x, residual, weight, bias = tensors
     is_plain = (
-        x is not None and type(x) in _PLAIN and type(weight) in _PLAIN and type(bias) in _PLAIN
+        x is not None
+        and type(x) in _PLAIN
+        and type(residual) in _PLAIN
+        and type(weight) in _PLAIN
+        and type(bias) in _PLAIN
     )
     if not is_plain and not (
         isinstance(x, torch.Tensor)
+        and isinstance(residual, _OPTIONAL)
         and isinstance(weight, _OPTIONAL)
         and isinstance(bias, _OPTIONAL)
     ):
@@ -200,6 +233,8 @@ def _norm(
             "zero_centered": zero_centered,
             "relu": relu,
             "out_dtype": out_dtype,
+            "residual": residual,
+            "residual_dtype": residual_dtype,
         }
         return _overridden(norm, tensors, named)
     # Most calls have no axis; modules of several have a range, which holds nothing but ints. The
@@ -217,7 +252,7 @@ def _norm(
         k = _checks.trailing_axes(x.ndim, axis, weight, bias)
         if axis is not None:
             weight, bias = _as_row("weight", weight, x, k), _as_row("bias", bias, x, k)
-            tensors = x, weight, bias
+            tensors = x, residual, weight, bias
     if type(zero_centered) is not bool:  # 0 is remembered as False is
         _checks.check_zero_centered(zero_centered, has_weight=weight is not None)
         zero_centered = bool(zero_centered)
@@ -236,39 +271,80 @@ def _norm(
         and x.dtype in _HALVES
     ):
         out_dtype = torch.float32
-    asked = (k, norm, eps, zero_centered, relu, out_dtype)
+    told = (k, norm, eps, zero_centered, relu, out_dtype, residual_dtype)
     if x.is_nested:
-        return _of_nested(tensors, asked)
+        return _of_nested(tensors, told)
     if is_plain:
-        return _operations.normalize_plain(tensors, asked)
-    return _operations.normalize(tensors, asked)
+        return _operations.normalize_plain(tensors, told)
+    check_dense("residual", residual)
+    return _operations.normalize(tensors, told)
 
 
-def _of_nested(tensors: Tensors, asked: Asked) -> Any:
-    """Return a nested tensor of the same lengths and layout."""
-    x, *others = tensors
-    k, *_, out_dtype = asked
+def _of_nested(tensors: Tensors, told: Told) -> Any:
+    """Return a nested tensor of the same lengths and layout, where there is a residual two."""
+    x, residual, *others = tensors
+    k, *_, out_dtype, residual_dtype = told
+    if residual is not None:
+        _check_nested(residual, x)
     if x.layout is torch.strided:
         if k == x.ndim > 1:
             raise NotImplementedError(f"axis must not name axis 0 of a nested x; got the last {k}")
-        return torch.nested.as_nested_tensor(
-            [_operations.normalize((part, *others), asked) for part in x.unbind()],
-            dtype=x.dtype if out_dtype is None else out_dtype,
-            device=x.device,
+        if residual is None:
+            parts = [_operations.normalize((part, None, *others), told) for part in x.unbind()]
+            return _nested(parts, out_dtype or x.dtype, x)
+        pairs = [
+            _operations.normalize((part, to_add, *others), told)
+            for part, to_add in zip(x.unbind(), residual.unbind(), strict=True)
+        ]
+        return (
+            _nested([y for y, _ in pairs], out_dtype or x.dtype, x),
+            _nested([total for _, total in pairs], residual_dtype or residual.dtype, x),
         )
     ragged = x._ragged_idx
     if ragged >= x.ndim - k:
         raise NotImplementedError(
             f"axis must not name the ragged axis of x, {ragged} of {x.ndim}; got the last {k}"
         )
-    values = x.values()
+    values = [None if t is None else t.values() for t in (x, residual)]
     if x.lengths() is not None and torch.is_grad_enabled():
-        values = torch.where(_belongs(x, ragged), values, 0)
+        own = _belongs(x, ragged)
+        values = [None if v is None else torch.where(own, v, 0) for v in values]
+    results = _operations.normalize((*values, *others), told)
+    return _jagged(results, x) if residual is None else tuple(_jagged(r, x) for r in results)
+
+
+def _check_nested(residual: Any, x: Any) -> None:
+    """Check that a residual has the values of the same places as a nested x."""
+    if not residual.is_nested or residual.layout is not x.layout:
+        kind = residual.layout if residual.is_nested else "a dense tensor"
+        raise TypeError(f"residual must be nested as x, of layout {x.layout}; got {kind}")
+    if x.layout is torch.strided:
+        shapes = [[tuple(part.shape) for part in t.unbind()] for t in (x, residual)]
+        if shapes[0] != shapes[1]:
+            raise ValueError(f"residual must have parts of shapes {shapes[0]}, got {shapes[1]}")
+        return
+    # Jagged tensors have an axis in common only where they share the tensor of their lengths.
+    alike = residual.shape == x.shape and residual.values().shape == x.values().shape
+    if alike and x.lengths() is not None:
+        alike = residual.offsets() is x.offsets()
+    if not alike:
+        raise ValueError(
+            f"residual must be of x's shape, {tuple(x.shape)}, and share its offsets; got "
+            f"{tuple(residual.shape)}"
+        )
+
+
+def _nested(parts: list[Any], dtype: torch.dtype, x: Any) -> Any:
+    return torch.nested.as_nested_tensor(parts, dtype=dtype, device=x.device)
+
+
+def _jagged(values: Any, x: Any) -> Any:
+    """Return a jagged tensor of values where x has its own."""
     return torch.nested.nested_tensor_from_jagged(
-        _operations.normalize((values, *others), asked),
+        values,
         x.offsets(),
         x.lengths(),
-        jagged_dim=ragged,
+        jagged_dim=x._ragged_idx,
         # What is known of them: to find it again, attention would wait for the device.
         min_seqlen=x._maybe_min_seqlen,
         max_seqlen=x._maybe_max_seqlen,
@@ -290,7 +366,8 @@ def _belongs(x: Any, ragged: int) -> Any:
 def _overridden(norm: Norm, given: Tensors, options: dict[str, Any]) -> Any:
     """Have what stands in for a tensor, such as a proxy of torch.fx, return what it likes."""
     if torch.overrides.has_torch_function(given):
-        return torch.overrides.handle_torch_function(globals()[norm], given, *given, **options)
+        x, _, *affine = given  # in the order in which the function takes them
+        return torch.overrides.handle_torch_function(globals()[norm], given, x, *affine, **options)
     name, wrong = next(
         (name, array)
         for name, array in zip(FORWARD.reads, given, strict=True)

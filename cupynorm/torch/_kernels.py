@@ -28,9 +28,8 @@ from cupynorm._operation import (
     BackwardSpec,
     ForwardSpec,
     Kind,
-    Norm,
     Options,
-    Relu,
+    Pass,
     Spec,
     shape_of,
 )
@@ -38,68 +37,89 @@ from cupynorm._prepared import Dialect, key_function, remember, run_maker
 
 __all__ = [
     "NUMPY_DTYPES",
-    "Asked",
     "Tensors",
+    "Told",
     "backward",
+    "backward_options",
     "backward_spec",
+    "by_name",
     "check_dense",
     "check_tensor",
     "compute_type",
     "forward",
+    "forward_options",
     "forward_spec",
-    "to_options",
 ]
 
 NUMPY_DTYPES = {getattr(torch, name): dtype for dtype, name in DTYPES.items()}
 NAMES = {getattr(torch, name): name for name in ITEMSIZE}
 
 Tensors = tuple[Any, ...]  # those that a pass reads, in the order of its table
-# What a call is told beside its tensors: k, norm, eps and zero_centered, and of a forward pass relu
-# and out_dtype. A tuple, by which calls are remembered: an object takes longer to make.
-Asked = tuple[Any, ...]
+# What a call is told beside its tensors: k, norm, eps and zero_centered; then a forward pass relu,
+# out_dtype and residual_dtype, and a backward pass dx_dtype and dresidual_dtype. A tuple, by which
+# calls are remembered: an object takes longer to make.
+Told = tuple[Any, ...]
 Run = Callable[[Tensors], Any]
 
 
-def to_options(
-    k: int,
-    norm: Norm,
-    eps: float,
-    zero_centered: bool,
-    relu: Relu = None,
-    out_dtype: torch.dtype | None = None,
-    *,
-    training: bool = False,
-) -> Options:
-    """Return what is asked, by name; an out_dtype is a spec's."""
+def by_name(table: Pass, tensors: Tensors) -> dict[str, Any]:
+    """Return the tensors that a pass reads, by their names."""
+    return dict(zip(table.reads, tensors, strict=True))
+
+
+def forward_options(told: Told, *, training: bool = False) -> Options:
+    """Return what a forward pass is told, by name; its dtypes are a spec's."""
+    k, norm, eps, zero_centered, relu, _, _ = told
     return Options(norm, k, zero_centered, eps, relu, training)
 
 
-def forward_spec(tensors: Tensors, asked: Asked, training: bool) -> ForwardSpec:
+def backward_options(told: Told) -> Options:
+    """Return what a backward pass is told, by name; its dtypes are a spec's."""
+    k, norm, eps, zero_centered, _, _ = told
+    return Options(norm, k, zero_centered, eps)
+
+
+def forward_spec(tensors: Tensors, told: Told, training: bool) -> ForwardSpec:
     """Return what a forward pass computes; nothing is checked."""
-    dtypes = {n: _name(t) for n, t in zip(FORWARD.reads, tensors, strict=True)}
-    *_, out_dtype = asked
-    y = dtypes["x"] if out_dtype is None else NAMES[out_dtype]
-    return ForwardSpec.of(to_options(*asked, training=training), **dtypes, y=y)
+    *_, out_dtype, residual_dtype = told
+    dtypes = {name: _name(tensor) for name, tensor in by_name(FORWARD, tensors).items()}
+    dtypes["y"] = dtypes["x"] if out_dtype is None else NAMES[out_dtype]
+    if dtypes["residual"] is not None:
+        total = dtypes["residual"] if residual_dtype is None else NAMES[residual_dtype]
+        dtypes |= {"x": total, "branch": dtypes["x"]}
+    return ForwardSpec.of(forward_options(told, training=training), **dtypes)
 
 
-def backward_spec(tensors: Tensors, asked: Asked, bias_dtype: torch.dtype | None) -> BackwardSpec:
-    """Return what a backward pass computes; nothing is checked."""
-    given = dict(zip(BACKWARD.reads, tensors, strict=True))
+def backward_spec(tensors: Tensors, told: Told, bias_dtype: torch.dtype | None) -> BackwardSpec:
+    """Return what a backward pass computes; only the dtypes that it is told are checked."""
+    *_, dx_dtype, dresidual_dtype = told
+    given = by_name(BACKWARD, tensors)
+    dtypes = {name: _name(given[name]) for name in ("x", "dy", "dresidual_out", "weight")}
+    dx = _told_name("dx_dtype", dx_dtype) or dtypes["x"]
+    dresidual = _told_name("dresidual_dtype", dresidual_dtype)
+    if dresidual == dx:
+        raise ValueError(f"dresidual_dtype must not be dx's: dresidual is dx then; got {dresidual}")
     return BackwardSpec.of(
-        to_options(*asked),
-        **{name: _name(given[name]) for name in ("x", "dy", "weight")},
-        dbias=None if bias_dtype is None else NAMES[bias_dtype],
+        backward_options(told),
+        **dtypes,
+        dbias=_told_name("bias_dtype", bias_dtype),
         bitmask=given["bitmask"] is not None,
+        dx=None if dx == dtypes["x"] else dx,
+        dresidual=dresidual,
     )
+
+
+def _told_name(name: str, dtype: torch.dtype | None) -> str | None:
+    return None if dtype is None else DTYPES[_checks.to_dtype(name, dtype)]
 
 
 def _name(tensor: Any) -> str | None:
     return None if tensor is None else NAMES[tensor.dtype]
 
 
-def compute_type(x: torch.Tensor) -> torch.dtype:
-    """Return the dtype that rows of x are computed in."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
+def compute_type(dtype: Any) -> torch.dtype:
+    """Return the dtype that rows of a dtype are computed in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 # ---- the device, as it is reached ----------------------------------------------------------------
@@ -222,72 +242,74 @@ _forward_key = key_function(TORCH, {}, FORWARD.reads)
 _backward_key = key_function(TORCH, {}, BACKWARD.reads)
 
 
-def forward(tensors: Tensors, asked: Asked, training: bool) -> tuple[Any, ...]:
-    """Return y and, for training, mean, rstd and bitmask, each None where it does not apply.
+def forward(tensors: Tensors, told: Told, training: bool) -> tuple[Any, ...]:
+    """Return y, for training mean, rstd and bitmask, and x + residual: None what does not apply.
 
     weight and bias have the shape of x's last k axes.
     """
     try:
-        key = _forward_key((asked, training), tensors)
+        key = _forward_key((told, training), tensors)
         run = calls.get(key)
     except (TypeError, RuntimeError):  # what cannot be remembered, or is sparse, is not taken
-        _check_forward(tensors, asked, training)
+        _check_forward(tensors, told, training)
         raise
     if run is None:
-        run = _prepare(key, *_check_forward(tensors, asked, training), tensors)
+        run = _prepare(key, *_check_forward(tensors, told, training), tensors)
     return run(tensors)
 
 
-def backward(
-    tensors: Tensors, asked: Asked, bias_dtype: torch.dtype | None
-) -> tuple[Any, Any, Any]:
-    """Return dx, dweight and dbias, each None where it does not apply.
+def backward(tensors: Tensors, told: Told, bias_dtype: torch.dtype | None) -> tuple[Any, ...]:
+    """Return dx, dweight, dbias and dresidual, each None where it does not apply.
 
-    What a forward pass made is as `forward` returned it; dbias is wanted where its dtype is given.
+    What a forward pass made is as `forward` returned it; dbias is wanted where its dtype is given,
+    and so is a dresidual beside dx.
     """
     try:
-        key = _backward_key((asked, bias_dtype), tensors)
+        key = _backward_key((told, bias_dtype), tensors)
         run = calls.get(key)
     except RuntimeError:  # as in forward
-        _check_backward(tensors, asked, bias_dtype)
+        _check_backward(tensors, told, bias_dtype)
         raise
     if run is None:
-        run = _prepare(key, *_check_backward(tensors, asked, bias_dtype), tensors)
+        run = _prepare(key, *_check_backward(tensors, told, bias_dtype), tensors)
     return run(tensors)
 
 
-def _check_forward(tensors: Tensors, asked: Asked, training: bool) -> tuple[ForwardSpec, Options]:
-    x, *_ = tensors
+def _check_forward(tensors: Tensors, told: Told, training: bool) -> tuple[ForwardSpec, Options]:
+    given = by_name(FORWARD, tensors)
+    x = given["x"]
     _check_device(x)
-    k, norm, eps, zero_centered, relu, out_dtype = asked
-    if not isinstance(out_dtype, torch.dtype | None):
-        raise TypeError(f"out_dtype must be a torch.dtype or None, got {out_dtype!r}")
+    k, norm, eps, zero_centered, relu, *dtypes = told
+    for name, dtype in zip(("out_dtype", "residual_dtype"), dtypes, strict=True):
+        if not isinstance(dtype, torch.dtype | None):
+            raise TypeError(f"{name} must be a torch.dtype or None, got {dtype!r}")
     axis = None if k == 1 else tuple(range(-k, 0))
-    told = _checks.Asked(norm, training, axis, zero_centered, eps, relu, out_dtype)
-    outlines = {n: _outline(n, t, x) for n, t in zip(FORWARD.reads, tensors, strict=True)}
-    return _checks.check_forward(**outlines, out=None, asked=told)
+    asked = _checks.Asked(norm, training, axis, zero_centered, eps, relu, *dtypes)
+    outlines = {name: _outline(name, tensor, x) for name, tensor in given.items()}
+    return _checks.check_forward(**outlines, out=None, asked=asked)
 
 
 def _check_backward(
-    tensors: Tensors, asked: Asked, bias_dtype: torch.dtype | None
+    tensors: Tensors, told: Told, bias_dtype: torch.dtype | None
 ) -> tuple[BackwardSpec, Options]:
-    given = dict(zip(BACKWARD.reads, tensors, strict=True))
-    x, dy = given["x"], given["dy"]
+    given = by_name(BACKWARD, tensors)
+    x = given["x"]
     _check_device(x)
-    for name in ("x", "dy", "weight"):
-        if given[name] is not None:
-            check_tensor(name, given[name], x)
-    if dy.shape != x.shape:
-        raise ValueError(f"dy must have shape {tuple(x.shape)}, got {tuple(dy.shape)}")
-    return backward_spec(tensors, asked, bias_dtype), to_options(*asked)
+    for name in ("x", "dy", "dresidual_out", "weight"):
+        if given[name] is None:
+            continue
+        check_tensor(name, given[name], x)
+        if KINDS[name] is Kind.ROWS and given[name].shape != x.shape:
+            shapes = tuple(x.shape), tuple(given[name].shape)
+            raise ValueError(f"{name} must have shape {shapes[0]}, got {shapes[1]}")
+    return backward_spec(tensors, told, bias_dtype), backward_options(told)
 
 
 def _prepare(key: Hashable, spec: Spec, options: Options, tensors: Tensors) -> Run:
     """Return, and remember, what runs a pass on tensors like these."""
-    x = tensors[spec.table.reads.index("x")]
     if key is None:
         raise RuntimeError("what negates its memory is for torch to see")
-    if _has_kernels(x):
+    if _has_kernels(by_name(spec.table, tensors)["x"]):
         return remember(calls, key, _Call(key, spec, options, tensors))
     on_cpu: Any = _forward_on_cpu if spec.table is FORWARD else _backward_on_cpu
     return remember(calls, key, functools.partial(on_cpu, spec, options))
@@ -304,9 +326,10 @@ class _Call:
 
     def __init__(self, key: Hashable, spec: Spec, options: Options, tensors: Tensors) -> None:
         table = spec.table
-        given = dict(zip(table.reads, tensors, strict=True))
+        given = by_name(table, tensors)
         x, k = given["x"], options.k
         self.key, self.spec, self.device = key, spec, x.device
+        self.itemsize = x.itemsize  # of what scratch is made of
         self.n = math.prod(x.shape[x.ndim - k :])
         self.m = x.numel() // self.n
         self.numbers = options.numbers if table is FORWARD else ()
@@ -389,7 +412,7 @@ class _Call:
         plan = _load(f"{table.name}_plan", self.device, spec, self.m, self.n, vector)
         scratch_bytes = plan.scratch_bytes(self.m)
         known = self.known | {"launch": plan.prepared(self.m, *self.numbers)}
-        known["scratch_elements"] = -(-scratch_bytes // ITEMSIZE[spec.x])
+        known["scratch_elements"] = -(-scratch_bytes // self.itemsize)
         if vector == self.divisors & -self.divisors:
             known |= {f"{name}_mask": vector * itemsize - 1 for _, name, itemsize in self.wide}
         make = run_maker(
@@ -427,31 +450,35 @@ def _from_numpy(array: Any) -> Any:
 
 
 def _forward_on_cpu(spec: ForwardSpec, options: Options, tensors: Tensors) -> tuple[Any, ...]:
+    dtypes = spec.dtypes
     result = getattr(reference, f"{spec.norm}_forward")(
-        *map(_to_numpy, FORWARD.reads, tensors),
+        **{name: _to_numpy(name, tensor) for name, tensor in by_name(FORWARD, tensors).items()},
         eps=options.eps,
         axis=options.axis,
         zero_centered=options.zero_centered,
         relu=options.relu,
-        out_dtype=to_numpy(spec.y),
+        out_dtype=to_numpy(dtypes["y"]),
+        residual_dtype=None if spec.residual is None else to_numpy(dtypes["residual_out"]),
     )
     return _given(spec, result)
 
 
 def _backward_on_cpu(spec: BackwardSpec, options: Options, tensors: Tensors) -> tuple[Any, ...]:
-    arrays = dict(zip(BACKWARD.reads, map(_to_numpy, BACKWARD.reads, tensors), strict=True))
-    statistics = (array for name, array in arrays.items() if KINDS[name] is Kind.STATISTIC)
+    dtypes = spec.dtypes
+    arrays = {name: _to_numpy(name, tensor) for name, tensor in by_name(BACKWARD, tensors).items()}
+    if dtypes["mean"] is None:
+        del arrays["mean"]  # RMSNorm's function takes none
     bias: Any = False
     if spec.dbias is not None:
         shape = shape_of(KINDS["dbias"], arrays["x"].shape, options.k)
         bias = np.empty(shape, to_numpy(spec.dbias))
     result = getattr(reference, f"{spec.norm}_backward")(
-        *(arrays[name] for name in ("dy", "x", "weight")),
-        *(array for array in statistics if array is not None),
+        **arrays,
         bias=bias,
-        bitmask=arrays["bitmask"],
         axis=options.axis,
         zero_centered=options.zero_centered,
+        dx_dtype=to_numpy(dtypes["dx"]),
+        dresidual_dtype=to_numpy(spec.dresidual or dtypes["dx"]),
     )
     return _given(spec, result)
 

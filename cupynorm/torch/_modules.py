@@ -65,7 +65,7 @@ class _Norm(torch.nn.Module):
         if getattr(self, "bias", None) is not None:
             torch.nn.init.zeros_(self.bias)
 
-    def _normalize(self, function: Any, x: torch.Tensor, eps: Any) -> torch.Tensor:
+    def _normalize(self, function: Any, x: Any, residual: Any, eps: Any) -> Any:
         weight, k = self.weight, len(self.normalized_shape)
         axis = None if k == 1 else range(-k, 0)
         if weight is None:  # against which x would be checked
@@ -79,6 +79,7 @@ class _Norm(torch.nn.Module):
                 axis=axis,
                 zero_centered=self.zero_centered,
                 relu=self.relu,
+                residual=residual,
             )
         except (ValueError, NotImplementedError):
             self._check_shape(x)  # not before each call: it takes a microsecond
@@ -156,6 +157,12 @@ class RMSNorm(_Norm, torch.nn.RMSNorm):
     <All keys matched successfully>
     >>> norm(torch.ones(2, 4)).sum()
     tensor(8.0000, grad_fn=<SumBackward0>)
+
+    Called with a residual, it returns two: the norm of their sum, and the sum.
+
+    >>> y, residual = norm(torch.ones(2, 4), torch.ones(2, 4))
+    >>> residual.sum()
+    tensor(16.)
     """
 
     bias = _BiasOfRMSNorm()
@@ -180,9 +187,9 @@ class RMSNorm(_Norm, torch.nn.RMSNorm):
         self._is_made_here = True
         self._extend(zero_centered, relu)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return `rms_norm` of x."""
-        return self._normalize(rms_norm, x, self.eps)
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+        """Return `rms_norm` of x; with a residual of ``x + residual``, and that."""
+        return self._normalize(rms_norm, x, residual, self.eps)
 
     def extra_repr(self) -> str:
         """Return what is shown of the module."""
@@ -219,6 +226,9 @@ class LayerNorm(_Norm, torch.nn.LayerNorm):
     >>> from cupynorm.torch import LayerNorm
     >>> LayerNorm(768, zero_centered=True)
     LayerNorm((768,), eps=1e-05, elementwise_affine=True, bias=True, zero_centered=True)
+    >>> y, residual = LayerNorm(4)(torch.ones(2, 4), torch.ones(2, 4))
+    >>> residual.sum()
+    tensor(16.)
     """
 
     def __init__(
@@ -236,6 +246,6 @@ class LayerNorm(_Norm, torch.nn.LayerNorm):
         super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
         self._extend(zero_centered, relu)
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Return `layer_norm` of the input."""
-        return self._normalize(layer_norm, input, self.eps)
+    def forward(self, input: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+        """Return `layer_norm` of the input; with a residual of ``input + residual``, and that."""
+        return self._normalize(layer_norm, input, residual, self.eps)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import operator
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -19,18 +19,30 @@ from torch._library.autograd import Info, make_autograd_impl
 from torch.autograd import forward_ad
 
 from cupynorm import _checks
-from cupynorm._operation import ALWAYS_READ, BACKWARD, FORWARD, KINDS, Kind, Pass, Spec, shape_of
+from cupynorm._arrays import to_numpy
+from cupynorm._operation import (
+    ALWAYS_READ,
+    BACKWARD,
+    FORWARD,
+    KINDS,
+    Kind,
+    Pass,
+    Spec,
+    compute_dtype,
+    shape_of,
+)
 from cupynorm._prepared import remember
 from cupynorm.torch import _formulas, _kernels
 from cupynorm.torch._kernels import (
-    NUMPY_DTYPES,
-    Asked,
     Tensors,
+    Told,
+    backward_options,
     backward_spec,
+    by_name,
     check_tensor,
     compute_type,
+    forward_options,
     forward_spec,
-    to_options,
 )
 
 __all__ = ["PLAIN", "norm_backward", "norm_forward", "normalize", "normalize_plain"]
@@ -38,15 +50,17 @@ __all__ = ["PLAIN", "norm_backward", "norm_forward", "normalize", "normalize_pla
 PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
 
 # What an operation takes behind the tensors that its pass reads. That begins with an int, from
-# which on DTensor tells calls apart. Both begin as `Asked`.
+# which on DTensor tells calls apart. Both begin as `Told`.
 SHARED = "int k, str norm, float eps, bool zero_centered"
-FORWARD_OPTIONS = f"{SHARED}, float[]? relu, ScalarType? out_dtype, bool training"
-BACKWARD_OPTIONS = f"{SHARED}, ScalarType? bias_dtype"
+_OF_FORWARD = "float[]? relu, ScalarType? out_dtype, ScalarType? residual_dtype"
+FORWARD_OPTIONS = f"{SHARED}, {_OF_FORWARD}, bool training"
+_OF_BACKWARD = "ScalarType? dx_dtype, ScalarType? dresidual_dtype"
+BACKWARD_OPTIONS = f"{SHARED}, {_OF_BACKWARD}, ScalarType? bias_dtype"
 _COUNT_SHARED = len(SHARED.split(", "))
 
 
-def _split(table: Pass, arguments: tuple[Any, ...]) -> tuple[Tensors, Asked, Any]:
-    """Return what an operation was given: tensors, what is asked, and the last option."""
+def _split(table: Pass, arguments: tuple[Any, ...]) -> tuple[Tensors, Told, Any]:
+    """Return what an operation was given: tensors, what it is told, and the last option."""
     count = len(table.reads)
     return arguments[:count], arguments[count:-1], arguments[-1]
 
@@ -112,7 +126,7 @@ def _is_recorded(tensors: Tensors) -> bool:
     return torch.compiler.is_compiling() or _transforms_active()
 
 
-def normalize_plain(tensors: Tensors, asked: Asked) -> Any:
+def normalize_plain(tensors: Tensors, told: Told) -> Any:
     """Return what `normalize` does, of tensors of the `PLAIN` types."""
     if (
         _is_traced_by_dynamo()
@@ -121,30 +135,35 @@ def normalize_plain(tensors: Tensors, asked: Asked) -> Any:
         or _is_jit_tracing()
         or forward_ad._current_level >= 0
     ):
-        return normalize(tensors, asked)
+        return normalize(tensors, told)
     try:
         if _is_grad_enabled() and _is_asked_for_gradients(tensors):
-            return _apply_recorded(*tensors, asked)
-        return _kernels.forward(tensors, asked, False)[0]
+            return _apply_recorded(*tensors, told)
+        results = _kernels.forward(tensors, told, False)
+        return results[_Y] if tensors[_RESIDUAL] is None else (results[_Y], results[_TOTAL])
     except (RuntimeError, ValueError):  # of what has no memory here: to ask first takes time
         if not _is_seen(*tensors):
             raise
-    return normalize(tensors, asked)
+    return normalize(tensors, told)
 
 
-def normalize(tensors: Tensors, asked: Asked) -> Any:
-    """Return y; what `norm_backward` needs is kept where gradients may be asked for."""
+def normalize(tensors: Tensors, told: Told) -> Any:
+    """Return y, where there is a residual with x + residual.
+
+    What `norm_backward` needs is kept where gradients may be asked for.
+    """
     if not torch.compiler.is_compiling():
         tensors = tuple(map(_alive, FORWARD.reads, tensors))
-    return norm_forward(tensors, asked, _is_recorded(tensors))[0]
+    results = norm_forward(tensors, told, _is_recorded(tensors))
+    return results[_Y] if tensors[_RESIDUAL] is None else (results[_Y], results[_TOTAL])
 
 
-def norm_forward(tensors: Tensors, asked: Asked, training: bool) -> tuple[Any, ...]:
-    """Return y and, for training, what `norm_backward` needs.
+def norm_forward(tensors: Tensors, told: Told, training: bool) -> tuple[Any, ...]:
+    """Return y, for training what `norm_backward` needs, and x + residual.
 
     An array that does not apply is None, or empty where the call was an operation of torch.library.
     """
-    arguments: Any = (*tensors, *asked, training)
+    arguments: Any = (*tensors, *told, training)
     if torch.compiler.is_compiling():
         _share_out()
         return _forward_operation(*arguments)
@@ -155,13 +174,11 @@ def norm_forward(tensors: Tensors, asked: Asked, training: bool) -> tuple[Any, .
         return _forward_operation(*arguments)
     if training or forward_ad._current_level >= 0:  # where it says that it has no jvp
         return _apply_forward(*arguments)
-    return _kernels.forward(tensors, asked, training)
+    return _kernels.forward(tensors, told, training)
 
 
-def norm_backward(
-    tensors: Tensors, asked: Asked, bias_dtype: torch.dtype | None
-) -> tuple[Any, ...]:
-    """Return dx, dweight and dbias, each None where it does not apply."""
+def norm_backward(tensors: Tensors, told: Told, bias_dtype: torch.dtype | None) -> tuple[Any, ...]:
+    """Return dx, dweight, dbias and dresidual, each None where it does not apply."""
     if torch.compiler.is_compiling():
         run = _backward_seen
     elif _transforms_active():
@@ -171,14 +188,14 @@ def norm_backward(
     else:
         if not torch.is_grad_enabled() and forward_ad._current_level < 0:  # as in norm_forward
             try:
-                return _kernels.backward(tensors, asked, bias_dtype)
+                return _kernels.backward(tensors, told, bias_dtype)
             except (RuntimeError, ValueError):  # as in normalize_plain
                 if not _is_seen(*tensors):
                     raise
-        dy, *others = map(_alive, BACKWARD.reads, tensors)
-        tensors = dy, *others
-        run = _backward_seen if _is_batched(dy) else _apply_backward
-    return run(*tensors, *asked, bias_dtype)
+        tensors = tuple(map(_alive, BACKWARD.reads, tensors))
+        batched = any(tensor is not None and _is_batched(tensor) for tensor in tensors)
+        run = _backward_seen if batched else _apply_backward
+    return run(*tensors, *told, bias_dtype)
 
 
 def _backward_seen(*arguments: Any) -> tuple[Any, ...]:
@@ -190,13 +207,13 @@ def _backward_seen(*arguments: Any) -> tuple[Any, ...]:
 _presences: dict[Any, tuple[bool, ...]] = {}
 
 
-def _present(table: Pass, tensors: Tensors, asked: Asked, last: Any) -> tuple[bool, ...]:
+def _present(table: Pass, tensors: Tensors, told: Told, last: Any) -> tuple[bool, ...]:
     """Tell which results there are: the norm, the last option and what is None say that."""
-    _, norm, *_ = asked
-    key = table.name, norm, last, *map(type, tensors), *map(type, asked)
+    _, norm, *_ = told
+    key = table.name, norm, last, *map(type, tensors), *map(type, told)
     found = _presences.get(key)
     if found is None:
-        dtypes = _SPECS[table.name](tensors, asked, last).dtypes
+        dtypes = _SPECS[table.name](tensors, told, last).dtypes
         found = tuple(dtypes[name] is not None for name in table.writes)
         remember(_presences, key, found)
     return found
@@ -211,33 +228,126 @@ def _none_for_absent(results: Any, present: tuple[bool, ...]) -> tuple[Any, ...]
 
 # ---- derivatives ---------------------------------------------------------------------------------
 
-# The results of a backward pass are the gradients of what the forward pass reads, in its order. Of
-# that and its results, this is what a backward pass reads beside dy.
-_kept = operator.itemgetter(
-    *map((FORWARD.reads + FORWARD.writes).index, (n for n in BACKWARD.reads if n != "dy"))
+
+def _getter(names: tuple[str, ...], wanted: tuple[str, ...]) -> Callable[..., tuple[Any, ...]]:
+    """Return what picks some of a tuple, of which the names are given, by theirs."""
+    return operator.itemgetter(*map(names.index, wanted))
+
+
+_X, _RESIDUAL, _BIAS = map(FORWARD.reads.index, ("x", "residual", "bias"))
+_Y, _TOTAL = map(FORWARD.writes.index, ("y", "residual_out"))
+
+# What is kept for a backward pass is all that it reads but the gradients. Its x is what was
+# normalized, which is the sum where there was a residual.
+_GIVEN = ("dy", "dresidual_out")
+_KEPT = tuple(name for name in BACKWARD.reads if name not in _GIVEN)
+_OF_SUM = tuple("residual_out" if name == "x" else name for name in _KEPT)
+_kept = _getter(FORWARD.reads + FORWARD.writes, _KEPT)
+_kept_of_sum = _getter(FORWARD.reads + FORWARD.writes, _OF_SUM)
+_in_order = _getter(_GIVEN + _KEPT, BACKWARD.reads)
+
+# The gradients of what a forward pass reads; dresidual is dx where both have one dtype.
+_OF_READS = tuple(f"d{name}" for name in FORWARD.reads)
+_gradients = _getter(BACKWARD.writes, _OF_READS)
+_gradients_of_one_dtype = _getter(
+    BACKWARD.writes, tuple("dx" if name == "dresidual" else name for name in _OF_READS)
 )
-_BIAS = FORWARD.reads.index("bias")
-_NO_ROWS = [i for i, name in enumerate(FORWARD.writes) if KINDS[name] is not Kind.ROWS]
+_NO_GRADIENTS = (None,) * len(FORWARD.reads)
+
+# What a second backward pass reads of what the first did.
+_READ_AGAIN = ("dy", "x", "weight", "bitmask")
+_read_again = _getter(BACKWARD.reads, _READ_AGAIN)
+
+
+def _keep(ctx: Any, tensors: Tensors, told: Told, results: Tensors) -> None:
+    """Keep what `_differentiate` needs."""
+    ctx.set_materialize_grads(False)
+    residual, bias = tensors[_RESIDUAL], tensors[_BIAS]
+    ctx.told = told[:_COUNT_SHARED]
+    ctx.bias_dtype = None if bias is None else bias.dtype
+    if residual is None:
+        ctx.rows = None
+        ctx.save_for_backward(*_kept(tensors + results))
+    else:
+        ctx.rows = tensors[_X].dtype, residual.dtype, results[_TOTAL].dtype
+        summands = _X, _RESIDUAL
+        ctx.apart = all(ctx.needs_input_grad[i] and _is_of_leaf(tensors[i]) for i in summands)
+        ctx.save_for_backward(*_kept_of_sum(tensors + results))
+
+
+def _is_of_leaf(tensor: Any) -> bool:
+    """Tell whether a tensor is a view of a leaf, which its gradient reaches as a view, too.
+
+    A leaf keeps a gradient to which nobody else refers, and adds others to it in place. Two that
+    get views of one gradient would both keep its memory, as they do after torch's own addition.
+    """
+    return tensor._base is not None and tensor._base.is_leaf
+
+
+def _differentiate(ctx: Any, dy: Any, ds: Any) -> tuple[Any, ...]:
+    """Return the gradients of what a forward pass read, given those of y and x + residual."""
+    needs = ctx.needs_input_grad
+    dx_dtype = dresidual_dtype = None
+    if ctx.rows is not None:
+        of_x, of_residual, of_total = ctx.rows
+        if not (needs[_X] and needs[_RESIDUAL]):  # one array is enough
+            of_x = of_residual = of_x if needs[_X] else of_residual
+        if dy is None and ds is not None:
+            of_rows = dict.fromkeys(BACKWARD.writes) | {"dx": _formulas.round_once(ds, of_x)}
+            if of_residual == of_x:
+                return _of_one_dtype(ctx, tuple(of_rows.values()))
+            of_rows["dresidual"] = _formulas.round_once(ds, of_residual)
+            return _gradients(tuple(of_rows.values()))
+        dx_dtype = None if of_x == of_total else of_x
+        dresidual_dtype = None if of_residual == of_x else of_residual
+    if dy is None:
+        return _NO_GRADIENTS
+    bias_dtype = ctx.bias_dtype
+    if bias_dtype is not None and not needs[_BIAS]:
+        bias_dtype = None
+    tensors = _in_order((dy, ds, *ctx.saved_tensors))
+    found = norm_backward(tensors, (*ctx.told, dx_dtype, dresidual_dtype), bias_dtype)
+    if ctx.rows is None or dresidual_dtype is not None:
+        return _gradients(found)
+    return _of_one_dtype(ctx, found)
+
+
+def _of_one_dtype(ctx: Any, found: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the gradients of what a forward pass read, of which dx is the residual's as well."""
+    gradients = _gradients_of_one_dtype(found)
+    if not ctx.apart:
+        return gradients
+    return tuple([t.clone() if i == _RESIDUAL else t for i, t in enumerate(gradients)])
 
 
 def _keep_for_backward(ctx: Any, inputs: Any, output: Any) -> None:
-    tensors, asked, ctx.training = _split(FORWARD, inputs)
-    ctx.mark_non_differentiable(*[output[i] for i in _NO_ROWS if output[i] is not None])
-    ctx.set_materialize_grads(False)
-    results = _none_for_absent(output, _present(FORWARD, tensors, asked, ctx.training))
-    ctx.save_for_backward(*_kept(tensors + results))
-    ctx.asked = asked[:_COUNT_SHARED]
-    ctx.bias_dtype = None if tensors[_BIAS] is None else tensors[_BIAS].dtype
+    tensors, told, ctx.training = _split(FORWARD, inputs)
+    results = _none_for_absent(output, _present(FORWARD, tensors, told, ctx.training))
+    ctx.mark_non_differentiable(*_without_gradients(ctx, output, results))
+    _keep(ctx, tensors, told, results)
 
 
-def _differentiate_forward(ctx: Any, dy: Any, *_: Any) -> tuple[Any, ...]:
-    if dy is None:
-        return (None,) * len(ctx.needs_input_grad)
-    if not ctx.training:
+def _without_gradients(ctx: Any, output: Any, results: Tensors) -> Iterator[Any]:
+    """Return the results of which there is no gradient."""
+    for name, tensor, result in zip(FORWARD.writes, output, results, strict=True):
+        if tensor is None:
+            continue
+        if result is None or KINDS[name] is not Kind.ROWS:
+            yield tensor
+        elif name == "residual_out" and not _has_gradients(ctx):
+            yield tensor
+
+
+def _has_gradients(ctx: Any) -> bool:
+    """Tell whether x + residual has them, as it has in torch."""
+    return bool(ctx.needs_input_grad[_X] or ctx.needs_input_grad[_RESIDUAL])
+
+
+def _differentiate_forward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+    dy, ds = gradients[_Y], gradients[_TOTAL]
+    if dy is not None and not ctx.training:
         raise RuntimeError("norm_forward was called with training=False: nothing was kept for it")
-    bias_dtype = ctx.bias_dtype if ctx.needs_input_grad[_BIAS] else None
-    gradients = norm_backward((dy, *ctx.saved_tensors), ctx.asked, bias_dtype)
-    return _padded(ctx, gradients)
+    return _padded(ctx, _differentiate(ctx, dy, ds))
 
 
 def _padded(ctx: Any, gradients: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -246,18 +356,22 @@ def _padded(ctx: Any, gradients: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _keep_for_second_backward(ctx: Any, inputs: Any, output: Any) -> None:
-    tensors, ctx.asked, bias_dtype = _split(BACKWARD, inputs)
-    dy, x, weight, _, _, bitmask = tensors
+    tensors, ctx.told, bias_dtype = _split(BACKWARD, inputs)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(dy, x, weight, bitmask)
-    ctx.has_bias = bias_dtype is not None
+    ctx.save_for_backward(*_read_again(tensors))
+    ctx.present = _present(BACKWARD, tensors, ctx.told, bias_dtype)
+    total = by_name(BACKWARD, tensors)["dresidual_out"]
+    ctx.of_total = None if total is None else total.dtype
 
 
-def _differentiate_backward(ctx: Any, a: Any, b: Any, c: Any) -> tuple[Any, ...]:
-    dy, x, weight, bitmask = ctx.saved_tensors
-    given = a, None if weight is None else b, c if ctx.has_bias else None
-    options = to_options(*ctx.asked)
-    return _padded(ctx, _formulas.gradients_of_backward(given, dy, x, weight, bitmask, options))
+def _differentiate_backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+    given = dict(zip(BACKWARD.writes, _none_for_absent(gradients, ctx.present), strict=True))
+    read = dict(zip(_READ_AGAIN, ctx.saved_tensors, strict=True))
+    found = _formulas.gradients_of_backward(given, read, backward_options(ctx.told))
+    total = found.pop("dresidual_out")
+    if ctx.of_total is not None and total is not None:
+        found["dresidual_out"] = _formulas.round_once(total, ctx.of_total)
+    return _padded(ctx, tuple(map(found.get, BACKWARD.reads)))
 
 
 # ---- a batch of calls at once --------------------------------------------------------------------
@@ -267,8 +381,8 @@ def _forward_of_batch(run: Callable[..., Any]) -> Callable[..., Any]:
     """Return the rule for vmap, which makes one call of many where the weight is shared."""
 
     def rule(info: Any, in_dims: Any, *arguments: Any) -> tuple[Any, Any]:
-        tensors, asked, training = _split(FORWARD, arguments)
-        options, dims = (*asked, training), in_dims[: len(tensors)]
+        tensors, told, training = _split(FORWARD, arguments)
+        options, dims = (*told, training), in_dims[: len(tensors)]
         named = list(zip(FORWARD.reads, tensors, dims, strict=True))
         is_shared = all(dim is None for name, _, dim in named if KINDS[name] is Kind.VECTOR)
         if is_shared or info.batch_size == 0:
@@ -288,7 +402,7 @@ def _forward_of_batch(run: Callable[..., Any]) -> Callable[..., Any]:
                 None if parts[0] is None else torch.stack(parts)
                 for parts in zip(*examples, strict=True)
             )
-        present = _present(FORWARD, tensors, asked, training)
+        present = _present(FORWARD, tensors, told, training)
         return results, _none_for_absent((0,) * len(present), present)
 
     return rule
@@ -313,27 +427,31 @@ def _backward_of_batch(run: Callable[..., Any]) -> Callable[..., Any]:
     """Return the rule for vmap: one call for dx, and formulas for the sums of each example."""
 
     def rule(info: Any, in_dims: Any, *arguments: Any) -> tuple[Any, Any]:
-        tensors, asked, bias_dtype = _split(BACKWARD, arguments)
-        options = to_options(*asked)
+        tensors, told, bias_dtype = _split(BACKWARD, arguments)
+        options = backward_options(told)
         dims = in_dims[: len(tensors)]
         batched = (_batched(t, d, info.batch_size) for t, d in zip(tensors, dims, strict=True))
-        dy, x, weight, mean, rstd, bitmask = batched
-        k, dtype = options.k, compute_type(x)
+        read = by_name(BACKWARD, tuple(batched))
+        x, weight = read["x"], read["weight"]
+        k, dtype = options.k, compute_type(x.dtype)
         w = _formulas.effective_weight(options, weight, dtype)
         if weight is not None:
             w = w.reshape(info.batch_size, *(1,) * (x.ndim - 1 - k), *weight.shape[1:])
-        inside = _formulas.masked(dy, bitmask, k, dtype)
+        inside = _formulas.masked(read["dy"], read["bitmask"], k, dtype)
         # Of what is multiplied and masked before, the pass is one without a weight, bias and bits.
-        *shared, _ = asked
-        dx, dweight, dbias = run(inside * w, x, None, mean, rstd, None, *shared, False, None)
+        read |= {"dy": inside * w, "weight": None, "bitmask": None}
+        _, norm, eps, _, *dtypes = told
+        results = run(*read.values(), k, norm, eps, False, *dtypes, None)
+        found = dict(zip(BACKWARD.writes, results, strict=True))
         if weight is not None:
             xhat, _ = _formulas.normalized(options, x)
             sums = _formulas.sum_over_rows(inside * xhat, 1, k)
-            dweight = _formulas.round_once(sums, weight.dtype)
+            found["dweight"] = _formulas.round_once(sums, weight.dtype)
         if bias_dtype is not None:
-            dbias = _formulas.round_once(_formulas.sum_over_rows(inside, 1, k), bias_dtype)
-        present = _present(BACKWARD, tensors, asked, bias_dtype)
-        return (dx, dweight, dbias), _none_for_absent((0,) * len(present), present)
+            sums = _formulas.sum_over_rows(inside, 1, k)
+            found["dbias"] = _formulas.round_once(sums, bias_dtype)
+        present = _present(BACKWARD, tensors, told, bias_dtype)
+        return tuple(found.values()), _none_for_absent((0,) * len(present), present)
 
     return rule
 
@@ -352,11 +470,11 @@ class _Forward(torch.autograd.Function):
     # What lies below the transforms may be a tracer's, or a subclass, as well.
     @staticmethod
     def forward(*arguments: Any) -> Any:
-        tensors, asked, training = _split(FORWARD, arguments)
+        tensors, told, training = _split(FORWARD, arguments)
         if _is_seen(*tensors):
             _share_out()
             return _forward_operation(*arguments)
-        return _kernels.forward(tensors, asked, training)
+        return _kernels.forward(tensors, told, training)
 
     setup_context = staticmethod(_keep_for_backward)
     backward = staticmethod(_differentiate_forward)
@@ -367,10 +485,10 @@ class _Forward(torch.autograd.Function):
 class _Backward(torch.autograd.Function):
     @staticmethod
     def forward(*arguments: Any) -> Any:
-        tensors, asked, bias_dtype = _split(BACKWARD, arguments)
+        tensors, told, bias_dtype = _split(BACKWARD, arguments)
         if _is_seen(*tensors):
             return _backward_seen(*arguments)
-        return _kernels.backward(tensors, asked, bias_dtype)
+        return _kernels.backward(tensors, told, bias_dtype)
 
     setup_context = staticmethod(_keep_for_second_backward)
     backward = staticmethod(_differentiate_backward)
@@ -383,22 +501,19 @@ class _Recorded(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Any:
-        tensors, asked, bias = arguments[:-1], arguments[-1], arguments[_BIAS]
-        results = _kernels.forward(tensors, asked, True)
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*_kept(tensors + results))
-        ctx.options = asked, None if bias is None else bias.dtype
-        return results[0]
+        tensors, told = arguments[:-1], arguments[-1]
+        results = _kernels.forward(tensors, told, True)
+        _keep(ctx, tensors, told, results)
+        y, total = results[_Y], results[_TOTAL]
+        if total is None:
+            return y
+        if not _has_gradients(ctx):
+            ctx.mark_non_differentiable(total)
+        return y, total
 
     @staticmethod
-    def backward(ctx: Any, dy: Any) -> Any:
-        if dy is None:
-            return (None,) * len(ctx.needs_input_grad)
-        asked, bias_dtype = ctx.options
-        if bias_dtype is not None and not ctx.needs_input_grad[_BIAS]:
-            bias_dtype = None
-        tensors = dy, *ctx.saved_tensors
-        return *norm_backward(tensors, asked[:_COUNT_SHARED], bias_dtype), None
+    def backward(ctx: Any, dy: Any, ds: Any = None) -> Any:
+        return *_differentiate(ctx, dy, ds), None
 
 
 # Past what Function.apply does for transforms of functions, which costs 13 us.
@@ -416,46 +531,49 @@ def _empty_for_none(like: torch.Tensor, tensors: tuple[Any, ...]) -> tuple[torch
 
 
 def _run_forward(*arguments: Any) -> tuple[torch.Tensor, ...]:
-    tensors, asked, training = _split(FORWARD, arguments)
-    *shared, relu, out_dtype = asked
+    tensors, told, training = _split(FORWARD, arguments)
+    *shared, relu, out_dtype, residual_dtype = told
     if relu is not None:  # as a list
-        asked = *shared, tuple(relu), out_dtype
-    return _empty_for_none(tensors[0], _kernels.forward(tensors, asked, training))
+        told = *shared, tuple(relu), out_dtype, residual_dtype
+    return _empty_for_none(tensors[_X], _kernels.forward(tensors, told, training))
 
 
-def _check_row(name: str, tensor: Any, normalized: Any) -> None:
+def _check_shape(name: str, tensor: Any, wanted: Any, of: str = "") -> None:
     def message() -> str:
-        return (
-            f"{name} must have the shape of x's normalized axes, {tuple(normalized)}; got "
-            f"{tuple(tensor.shape)}"
-        )
+        return f"{name} must have {of}{tuple(wanted)}; got {tuple(tensor.shape)}"
 
-    torch._check_value(tensor.ndim == len(normalized), message)
-    for size, wanted in zip(tensor.shape, normalized, strict=True):
-        torch._check_value(size == wanted, message)  # when the program runs, if not known before
+    torch._check_value(tensor.ndim == len(wanted), message)
+    for size, expected in zip(tensor.shape, wanted, strict=True):
+        torch._check_value(size == expected, message)  # when the program runs, if not known before
 
 
 def _outline_forward(*arguments: Any) -> tuple[torch.Tensor, ...]:
     # What the kernels will ask for, when a program is traced: shapes may be symbolic.
-    tensors, asked, training = _split(FORWARD, arguments)
-    options, (*_, out_dtype) = to_options(*asked), asked
-    given = {n: t for n, t in zip(FORWARD.reads, tensors, strict=True) if t is not None}
+    tensors, told, training = _split(FORWARD, arguments)
+    options, (*_, out_dtype, residual_dtype) = forward_options(told, training=training), told
+    given = {n: t for n, t in by_name(FORWARD, tensors).items() if t is not None}
     x = given["x"]
     normalized = x.shape[x.ndim - options.k :]
     for name, tensor in given.items():
         check_tensor(name, tensor, x)
         if KINDS[name] is Kind.VECTOR:
-            _check_row(name, tensor, normalized)
+            _check_shape(name, tensor, normalized, "the shape of x's normalized axes, ")
+        elif name == "residual":
+            _check_shape(name, tensor, x.shape, "x's shape, ")
     if any(isinstance(size, int) and size == 0 for size in normalized):
         raise ValueError(
             f"x must have at least one element in each row, got shape {tuple(x.shape)}"
         )
-    if out_dtype is not None:
-        _checks.to_dtype("out_dtype", out_dtype)
+    for name, dtype in (("out_dtype", out_dtype), ("residual_dtype", residual_dtype)):
+        if dtype is not None:
+            _checks.to_dtype(name, dtype)
+    if residual_dtype is not None and "residual" not in given:
+        raise ValueError(f"residual_dtype must be None without a residual, got {residual_dtype}")
     _checks.check_zero_centered(options.zero_centered, has_weight="weight" in given)
+    spec = forward_spec(tensors, told, training)
     relu = None if options.relu is None else tuple(options.relu)
-    _checks.check_numbers(NUMPY_DTYPES[compute_type(x)], options.eps, relu)
-    return _outlines(forward_spec(tensors, asked, training), x, options.k)
+    _checks.check_numbers(to_numpy(compute_dtype(spec.x)), options.eps, relu)
+    return _outlines(spec, x, options.k)
 
 
 def _outlines(spec: Spec, x: Any, k: int) -> tuple[torch.Tensor, ...]:
@@ -470,14 +588,15 @@ def _outlines(spec: Spec, x: Any, k: int) -> tuple[torch.Tensor, ...]:
 
 
 def _run_backward(*arguments: Any) -> tuple[torch.Tensor, ...]:
-    tensors, asked, bias_dtype = _split(BACKWARD, arguments)
-    return _empty_for_none(tensors[1], _kernels.backward(tensors, asked, bias_dtype))
+    tensors, told, bias_dtype = _split(BACKWARD, arguments)
+    x = by_name(BACKWARD, tensors)["x"]
+    return _empty_for_none(x, _kernels.backward(tensors, told, bias_dtype))
 
 
 def _outline_backward(*arguments: Any) -> tuple[torch.Tensor, ...]:
-    tensors, asked, bias_dtype = _split(BACKWARD, arguments)
-    spec, x = backward_spec(tensors, asked, bias_dtype), tensors[BACKWARD.reads.index("x")]
-    return _outlines(spec, x, to_options(*asked).k)
+    tensors, told, bias_dtype = _split(BACKWARD, arguments)
+    spec, x = backward_spec(tensors, told, bias_dtype), by_name(BACKWARD, tensors)["x"]
+    return _outlines(spec, x, backward_options(told).k)
 
 
 def _schema(table: Pass, options: str) -> str:
@@ -581,10 +700,10 @@ def _splits(table: Pass, *arguments: Any) -> list[Any]:
     """
     from torch.distributed.tensor import Partial, Replicate, Shard
 
-    tensors, asked, last = _split(table, arguments)
-    x, whole = tensors[table.reads.index("x")], Replicate()
+    tensors, told, last = _split(table, arguments)
+    x, whole, (k, *_) = by_name(table, tensors)["x"], Replicate(), told
     metas = tuple(t if t is None else t.tensor_meta for t in tensors)
-    present = _present(table, metas, asked, last)
+    present = _present(table, metas, told, last)
 
     def rule(rows: Any) -> tuple[list[Any], list[Any]]:
         of_vector = whole if rows == whole else Partial("sum")
@@ -598,5 +717,5 @@ def _splits(table: Pass, *arguments: Any) -> list[Any]:
         ]
         return results, [*reads, *(None,) * (len(arguments) - len(tensors))]
 
-    axes = range(x.ndim - to_options(*asked).k)
+    axes = range(x.ndim - k)
     return [rule(rows) for rows in (whole, *map(Shard, axes))]
