@@ -35,42 +35,64 @@ def check(
     eps: float | None = None,
     zero_centered: bool = False,
     relu: tuple[float, float] | None = None,
+    residual: Any = None,
+    residual_dtype: Any = None,
+    dresidual_out: Any = None,
 ) -> None:
     """Check the function and its gradients, then the very passes that these are made of.
 
-    dy has y's dtype. Only the passes show the statistics that the gradients depend on.
+    dy has y's dtype. Only the passes show the statistics that the gradients depend on. With a
+    residual and no dresidual_out, the gradients are those of y alone.
     """
     eps = EPS[norm] if eps is None else eps
     options = {"axis": tuple(range(-k, 0)), "zero_centered": zero_centered}
-    given = [a for a in (x, weight, bias) if a is not None]
+    arrays = {"x": x, "weight": weight, "bias": bias, "residual": residual}
+    arrays = {name: array for name, array in arrays.items() if array is not None}
+    has_total = dresidual_out is not None
+    of_results = (dy, dresidual_out) if has_total else dy
 
-    def function(*arrays: Any) -> Any:
-        there = iter(arrays)
-        x_, weight_, bias_ = (None if a is None else next(there) for a in (x, weight, bias))
+    def function(arrays: Any) -> Any:
         return getattr(cupynorm.jax, norm)(
-            x_, weight_, bias_, eps=eps, relu=relu, out_dtype=dy.dtype, **options
+            **arrays,
+            eps=eps,
+            relu=relu,
+            out_dtype=dy.dtype,
+            residual_dtype=residual_dtype,
+            **options,
         )
 
-    def both(dy: Any, *arrays: Any) -> Any:
-        y, pull_back = jax.vjp(function, *arrays)
-        return function(*arrays), y, pull_back(dy)
+    def differentiated(arrays: Any) -> Any:
+        results = function(arrays)
+        return results if residual is None or has_total else results[0]
 
-    inferred, trained, gradients = on_host(jax.jit(both)(dy, *given))
-    there = iter(gradients)
-    result = NormBackward(*(None if a is None else next(there) for a in (x, weight, bias)))
+    def both(of_results: Any, arrays: Any) -> Any:
+        trained, pull_back = jax.vjp(differentiated, arrays)
+        return function(arrays), trained, *pull_back(of_results)
 
-    spec = ForwardSpec(
-        norm,
-        *map(name_of, (x, weight, bias, dy)),
-        zero_centered,
-        store_statistics=True,
-        relu=relu is not None,
+    inferred, trained, gradients = on_host(jax.jit(both)(of_results, arrays))
+    result = NormBackward(**{f"d{name}": gradient for name, gradient in gradients.items()})
+
+    dtypes = {name: name_of(array) for name, array in (("weight", weight), ("bias", bias))}
+    if residual is None:
+        dtypes["x"] = name_of(x)
+    else:
+        dtypes |= {"branch": name_of(x), "residual": name_of(residual)}
+        dtypes["x"] = NAMES[np.dtype(residual_dtype or residual.dtype)]
+    told = Options(norm, k, zero_centered, eps, relu, training=True)
+    operation = Operation(ForwardSpec.of(told, y=name_of(dy), **dtypes), told)
+    forward = NormForward(
+        **on_host(operation.by_name(**(dict.fromkeys(operation.operands) | arrays)))
     )
-    operation = Operation(spec, Options(norm, k, zero_centered, eps, relu, training=True))
-    forward = NormForward(**dict(zip(operation.results, on_host(operation(*given)), strict=True)))
+    if residual is not None and not has_total:
+        trained = trained, inferred[1]
     checks = {"eps": eps, "relu": relu, "out_dtype": dy.dtype, **options}
+    checks |= {"residual": residual, "residual_dtype": residual_dtype}
     for y in (forward, inferred, trained):
         testing.check_forward(norm, y, x, weight, bias, **checks)
-    given = (dy, x, weight, forward.mean, forward.rstd)
+    total = x if residual is None else forward.residual_out
+    given = (dy, total, weight, forward.mean, forward.rstd)
     wanted = {"bias": False if bias is None else bias, "bitmask": forward.bitmask}
+    if residual is not None:
+        wanted |= {"dx_dtype": x.dtype, "dresidual_dtype": residual.dtype}
+        wanted |= {"dresidual_out": dresidual_out}
     testing.check_backward(norm, result, *given, **wanted, **options)

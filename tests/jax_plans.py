@@ -14,23 +14,44 @@ import numpy as np
 from strategies import DTYPES
 
 from cupynorm import reference
-from cupynorm._operation import BackwardSpec, ForwardSpec, bitmask_bytes, compute_dtype
+from cupynorm._operation import (
+    KINDS,
+    BackwardSpec,
+    ForwardSpec,
+    Kind,
+    NormBackward,
+    NormForward,
+    Spec,
+    shape_of,
+)
 
 
-def array(address: int, shape: tuple[int, ...], dtype: str | None) -> Any:
-    """Return the memory at an address as an array; None where an array is absent."""
-    assert (address == 0) == (dtype is None)
-    if dtype is None:
-        return None
+def arrays_of(spec: Spec, m: int, n: int, operands: tuple[int, ...]) -> dict[str, Any]:
+    """Return the memory at the addresses of operands, but scratch, as arrays by name, or None."""
+    arrays, given = {}, iter(operands)
+    for name in spec.table.reads + spec.table.writes:
+        address, kind, dtype = next(given), KINDS[name], spec.dtypes[name]
+        if kind is Kind.ROWS:
+            assert next(given) == n, f"{name}_stride"
+        assert (address == 0) == (dtype is None), name
+        arrays[name] = None if dtype is None else array(address, shape_of(kind, (m, n), 1), dtype)
+    assert not [*given]
+    return arrays
+
+
+def array(address: int, shape: tuple[int, ...], dtype: str) -> Any:
     kind = DTYPES.get(dtype, np.dtype(np.uint8))
     memory = (ctypes.c_char * (math.prod(shape) * kind.itemsize)).from_address(address)
     return np.frombuffer(memory, kind).reshape(shape)
 
 
-def write(target: Any, values: Any) -> None:
-    assert (target is None) == (values is None)
-    if target is not None:
-        target[...] = values
+def write(spec: Spec, arrays: dict[str, Any], result: NormForward | NormBackward) -> None:
+    for name in spec.writes:
+        arrays[name][...] = getattr(result, name)
+
+
+def dtype_of(name: str | None) -> Any:
+    return None if name is None else DTYPES[name]
 
 
 @dataclass(frozen=True)
@@ -45,50 +66,28 @@ class ForwardPlan:
     def prepared(self, m: int, *numbers: float) -> Any:
         def launch(stream: int, operands: tuple[int, ...]) -> None:
             *arrays, scratch = operands if self.scratch_bytes(m) else (*operands, 0)
-            self.launch(stream, m, *arrays, scratch, *numbers)
+            self.launch(stream, m, arrays, scratch, *numbers)
 
         return launch
 
     def launch(
-        self,
-        stream: int,
-        m: int,
-        x: int,
-        x_stride: int,
-        weight: int,
-        bias: int,
-        y: int,
-        y_stride: int,
-        mean: int,
-        rstd: int,
-        bitmask: int,
-        scratch: int,
-        eps: float,
-        lower: float,
-        upper: float,
+        self, stream: int, m: int, operands: Any, scratch: int, eps: float, *relu: float
     ) -> None:
-        spec, rows, row = self.spec, (m, self.n), (self.n,)
+        spec = self.spec
         assert (stream, m) == (0, self.m)
-        assert x_stride == y_stride == self.n
         assert (scratch != 0) == (self.scratch_bytes(m) != 0)
         ctypes.memset(scratch, 0xFF, self.scratch_bytes(m))
-        stored = compute_dtype(spec.x) if spec.store_statistics else None
+        arrays = arrays_of(spec, m, self.n, operands)
         result = getattr(reference, f"{spec.norm}_forward")(
-            array(x, rows, spec.x),
-            array(weight, row, spec.weight),
-            array(bias, row, spec.bias),
+            *(arrays[name] for name in ("x", "weight", "bias")),
             eps=eps,
             zero_centered=spec.zero_centered,
-            relu=(lower, upper) if spec.relu else None,
+            relu=relu if spec.relu else None,
             out_dtype=DTYPES[spec.y],
+            residual=arrays["residual"],
+            residual_dtype=dtype_of(spec.dtypes["residual_out"]),
         )
-        write(array(y, rows, spec.y), result.y)
-        if stored:
-            write(array(rstd, (m,), stored), result.rstd)
-            has_mean = spec.norm == "layer_norm"
-            write(array(mean, (m,), stored if has_mean else None), result.mean)
-            bits = "uint8" if spec.relu else None
-            write(array(bitmask, (m, bitmask_bytes(self.n)), bits), result.bitmask)
+        write(spec, arrays, result)
 
 
 @dataclass(frozen=True)
@@ -101,47 +100,26 @@ class BackwardPlan:
         return 4 * m + 12
 
     def prepared(self, m: int) -> Any:
-        return lambda stream, operands: self.launch(stream, m, *operands)
+        return lambda stream, operands: self.launch(stream, m, operands)
 
-    def launch(
-        self,
-        stream: int,
-        m: int,
-        dy: int,
-        dy_stride: int,
-        x: int,
-        x_stride: int,
-        weight: int,
-        mean: int,
-        rstd: int,
-        bitmask: int,
-        dx: int,
-        dx_stride: int,
-        dweight: int,
-        dbias: int,
-        scratch: int,
-    ) -> None:
-        spec, rows, row = self.spec, (m, self.n), (self.n,)
+    def launch(self, stream: int, m: int, operands: Any) -> None:
+        spec = self.spec
         assert (stream, m) == (0, self.m)
-        assert dy_stride == x_stride == dx_stride == self.n
+        *addresses, scratch = operands
         ctypes.memset(scratch, 0xFF, self.scratch_bytes(m))
-        stored = compute_dtype(spec.x)
-        statistics = [array(rstd, (m,), stored)]
-        if spec.norm == "layer_norm":
-            statistics.insert(0, array(mean, (m,), stored))
-        bias = False if spec.dbias is None else np.empty(row, DTYPES[spec.dbias])
+        arrays = arrays_of(spec, m, self.n, tuple(addresses))
+        names = ["dy", "x", "weight", *(name for name in ("mean", "rstd") if name in spec.reads)]
+        dbias = arrays["dbias"]
         result = getattr(reference, f"{spec.norm}_backward")(
-            array(dy, rows, spec.dy),
-            array(x, rows, spec.x),
-            array(weight, row, spec.weight),
-            *statistics,
-            bias=bias,
-            bitmask=array(bitmask, (m, bitmask_bytes(self.n)), "uint8" if spec.bitmask else None),
+            *(arrays[name] for name in names),
+            bias=False if dbias is None else dbias,
+            bitmask=arrays["bitmask"],
             zero_centered=spec.zero_centered,
+            dresidual_out=arrays["dresidual_out"],
+            dx_dtype=dtype_of(spec.dx),
+            dresidual_dtype=dtype_of(spec.dresidual),
         )
-        write(array(dx, rows, spec.x), result.dx)
-        write(array(dweight, row, spec.weight), result.dweight)
-        write(array(dbias, row, spec.dbias), result.dbias)
+        write(spec, arrays, result)
 
 
 def forward_plan(spec: ForwardSpec, m: int, n: int, vector: int, device: int) -> ForwardPlan:

@@ -3,12 +3,12 @@
 `rms_norm` and `layer_norm` are those of `cupynorm`, as functions of JAX: under ``jit``, ``grad``,
 ``vmap``, ``scan``, ``checkpoint`` and ``shard_map``, and on arrays that are split over the devices
 of a mesh, whose axes may be Auto or Explicit. On CUDA GPUs they are the kernels of this package,
-called by XLA; elsewhere, the same formula in jax.numpy.
+called by XLA; elsewhere, the same formula in jax.numpy. Each may add a residual to x first.
 
-Rows stay where they are, also where the devices do not share them evenly: no x, dy, y or dx is sent
-to another device, unless the normalized axes themselves are split, which is undone first, or a
-``shard_map`` over other axes leaves them split over Auto ones. The gradients of weight and bias are
-summed over the devices in the compute dtype.
+Rows stay where they are, also where the devices do not share them evenly: no x, dy, y or dx, nor
+what is added to them, is sent to another device, unless the normalized axes themselves are split,
+which is undone first, or a ``shard_map`` over other axes leaves them split over Auto ones. The
+gradients of weight and bias are summed over the devices in the compute dtype.
 Derivatives are taken in reverse, as often as one likes; forward mode (``jvp``, ``jacfwd``) is
 refused, when a program is compiled.
 """
@@ -29,7 +29,6 @@ from jax.sharding import PartitionSpec
 
 from cupynorm import _checks
 from cupynorm._arrays import DTYPES, check_no_mask, to_numpy
-from cupynorm._operation import Norm
 from cupynorm.jax import _formula
 from cupynorm.jax._derivatives import differentiable, wide
 from cupynorm.jax._operations import split_as
@@ -50,7 +49,9 @@ def rms_norm(
     zero_centered: bool = False,
     relu: Relu = None,
     out_dtype: Any = None,
-) -> jax.Array:
+    residual: Any = None,
+    residual_dtype: Any = None,
+) -> Any:
     """Divide each row by its root mean square, then scale and shift it.
 
     ``y = x / sqrt(mean(x**2) + eps) * weight + bias``, computed in float32 (float64 where x is
@@ -77,20 +78,27 @@ def rms_norm(
         ``math.inf`` leave a side open. Gradients pass where y was strictly between.
     out_dtype : dtype, optional
         y's dtype; by default x's.
+    residual : array, shape of x, optional
+        What is added to x first, of any of the four dtypes, x's or another: the norm is that of
+        ``s = x + residual``, added in the compute dtype and rounded once. The bits of y are those
+        of a call on s.
+    residual_dtype : dtype, optional
+        s's dtype; by default residual's.
 
     Returns
     -------
-    jax.Array
-        y, of x's shape, split over devices as x is.
+    jax.Array, or pair of them
+        y, of x's shape, split over devices as x is; with a residual y and s, split as x is or,
+        over an Explicit mesh where x is not split, as residual is.
 
     Raises
     ------
     TypeError
         If an argument is no array or has another dtype, if eps, axis, zero_centered or relu is of
-        another kind, or if out_dtype is float64 while JAX has it disabled.
+        another kind, or if out_dtype or residual_dtype is float64 while JAX has it disabled.
     ValueError
-        If a shape, axis, eps or zero_centered does not fit, or relu's lower bound is not below its
-        upper one.
+        If a shape, axis, eps or zero_centered does not fit, if relu's lower bound is not below its
+        upper one, or if there is a residual_dtype and no residual.
     NotImplementedError
         If weight or bias would broadcast over the kept axes of x, or a shape is symbolic, as of
         ``jax.export``. And when a program is compiled: of forward mode, and of gradients for CUDA
@@ -108,6 +116,10 @@ def rms_norm(
     bias that is mapped over as well, or their gradient for each example, is left to XLA's own
     kernels of the formula.
 
+    With a residual, s is all that is kept of x and residual for the gradients. What comes back to s
+    is added to the gradient of the norm before that is rounded, in the same kernel; where s is of
+    no further use, nothing is read for it.
+
     Examples
     --------
     >>> import jax
@@ -120,8 +132,21 @@ def rms_norm(
     >>> dweight = jax.grad(lambda weight: cupynorm.jax.rms_norm(x, weight).sum())(weight)
     >>> np.asarray(dweight).round(3)
     array([ 1.849, -0.131], dtype=float32)
+
+    With a residual, as between the layers of a transformer:
+
+    >>> y, s = cupynorm.jax.rms_norm(x, weight, residual=np.float32([[0, 8], [0.5, 0.5]]))
+    >>> s
+    Array([[3., 4.],
+           [1., 1.]], dtype=float32)
+    >>> np.asarray(y).round(3)
+    array([[0.849, 2.263],
+           [1.   , 2.   ]], dtype=float32)
     """
-    return _norm("rms_norm", x, weight, bias, eps, axis, zero_centered, relu, out_dtype)
+    asked = _checks.Asked(
+        "rms_norm", False, axis, zero_centered, eps, relu, out_dtype, residual_dtype
+    )
+    return _norm(x, weight, bias, residual, asked)
 
 
 def layer_norm(
@@ -134,7 +159,9 @@ def layer_norm(
     zero_centered: bool = False,
     relu: Relu = None,
     out_dtype: Any = None,
-) -> jax.Array:
+    residual: Any = None,
+    residual_dtype: Any = None,
+) -> Any:
     """Bring each row to mean 0 and variance 1, then scale and shift it.
 
     ``y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias``, computed in float32 (float64 where
@@ -143,15 +170,16 @@ def layer_norm(
 
     Parameters
     ----------
-    x, weight, bias, axis, zero_centered, relu, out_dtype
+    x, weight, bias, axis, zero_centered, relu, out_dtype, residual, residual_dtype
         As of `rms_norm`.
     eps : float
         Added to the variance; a Python number, not a traced one.
 
     Returns
     -------
-    jax.Array
-        y, of x's shape, split over devices as x is.
+    jax.Array, or pair of them
+        y, of x's shape, and with a residual ``s = x + residual``, split over devices as those of
+        `rms_norm` are.
 
     Raises
     ------
@@ -171,28 +199,14 @@ def layer_norm(
     array([[-1., 11.],
            [-1., 11.]], dtype=float32)
     """
-    return _norm("layer_norm", x, weight, bias, eps, axis, zero_centered, relu, out_dtype)
+    asked = _checks.Asked(
+        "layer_norm", False, axis, zero_centered, eps, relu, out_dtype, residual_dtype
+    )
+    return _norm(x, weight, bias, residual, asked)
 
 
-def _norm(
-    norm: Norm,
-    x: Any,
-    weight: Any,
-    bias: Any,
-    eps: float,
-    axis: Axis,
-    zero_centered: bool,
-    relu: Relu,
-    out_dtype: Any,
-) -> Any:
-    options = {
-        "eps": eps,
-        "axis": axis,
-        "zero_centered": zero_centered,
-        "relu": relu,
-        "out_dtype": out_dtype,
-    }
-    for name, option in options.items():
+def _norm(x: Any, weight: Any, bias: Any, residual: Any, asked: _checks.Asked) -> Any:
+    for name, option in asked._asdict().items():
         for value in option if isinstance(option, tuple) else (option,):
             if isinstance(value, jax.core.Tracer):
                 raise TypeError(
@@ -200,25 +214,27 @@ def _norm(
                     f"static_argnames; got {value}"
                 )
     x = _array("x", x)
-    weight = None if weight is None else _array("weight", weight)
-    bias = None if bias is None else _array("bias", bias)
-    spec, told = _checks.check_forward(
-        _outline(x),
-        _outline(weight),
-        _outline(bias),
-        None,
-        _checks.Asked(norm, False, axis, zero_centered, eps, relu, out_dtype),
+    weight, bias, residual = (
+        None if array is None else _array(name, array)
+        for name, array in (("weight", weight), ("bias", bias), ("residual", residual))
     )
-    k, dtype = told.k, to_numpy(spec.y)
-    if jax.dtypes.canonicalize_dtype(dtype) != dtype:
-        raise TypeError(f"out_dtype must be one that JAX has enabled, got {dtype} without x64")
+    spec, told = _checks.check_forward(
+        *(_outline(x), _outline(weight), _outline(bias), None, asked, _outline(residual))
+    )
+    k = told.k
+    for name, dtype in (("out_dtype", to_numpy(spec.y)), ("residual_dtype", to_numpy(spec.x))):
+        if jax.dtypes.canonicalize_dtype(dtype) != dtype:
+            raise TypeError(f"{name} must be one that JAX has enabled, got {dtype} without x64")
     weight, bias = (
         a if a is None or a.ndim == k else a.reshape(x.shape[x.ndim - k :]) for a in (weight, bias)
     )
-    widened = [a if a is None else _widened(x, a) for a in (weight, bias)]
-    rows, *affine = _over_one_mesh(k, x, *jax.lax.stop_gradient((weight, bias)), *widened)
+    widened = [a if a is None else _widened(spec.x, a) for a in (weight, bias)]
+    like = _more_split(x, residual)
+    arrays = *jax.lax.stop_gradient((weight, bias)), *widened
+    rows, added, *affine = _over_one_mesh(k, like, x, residual, *arrays)
     norm_of = differentiable(spec, told)
-    return split_as(x, norm_of(rows, tuple(affine[:2]), tuple(affine[2:])))
+    y, total = norm_of(rows, added, tuple(affine[:2]), tuple(affine[2:]))
+    return split_as(like, y) if total is None else (split_as(like, y), split_as(like, total))
 
 
 def _array(name: str, array: Any) -> Any:
@@ -242,8 +258,8 @@ def _array(name: str, array: Any) -> Any:
     raise TypeError(f"{name} must be a JAX or NumPy array, got {kind}")
 
 
-def _widened(x: Any, array: Any) -> Any:
-    dtype = wide(DTYPES[x.dtype], DTYPES[array.dtype])
+def _widened(x: str, array: Any) -> Any:
+    dtype = wide(x, DTYPES[array.dtype])
     return array if array.dtype == dtype else _formula.widened(array, dtype)
 
 
@@ -255,13 +271,19 @@ def _outline(array: Any) -> Any:
 # ---- what the types say of devices ---------------------------------------------------------------
 
 
-def _over_one_mesh(k: int, *arrays: Any) -> list[Any]:
+def _over_one_mesh(k: int, like: Any, x: Any, residual: Any, *affine: Any) -> list[Any]:
     """Return arrays with whole rows on each device, and varying over the same axes.
 
-    Their types say so where a mesh has Explicit axes, and within shard_map. JAX undoes it in the
-    gradients, and can do so only here, outside of custom_vjp.
+    Rows are split as one array is. Their types say so where a mesh has Explicit axes, and within
+    shard_map. JAX undoes it in the gradients, and can do so only here, outside of custom_vjp.
     """
-    whole = [a if a is None else _with_whole_rows(a, k) for a in arrays]
+    kept = jax.typeof(like).sharding.spec[: like.ndim - k]
+    rows = PartitionSpec(*kept, *k * (None,))
+    whole = [a if a is None else split_as(like, a, rows) for a in (x, residual)]
+    for array in affine:
+        whole.append(
+            array if array is None else split_as(array, array, PartitionSpec(*k * (None,)))
+        )
     varying = frozenset().union(*(_varying(a) for a in whole if a is not None))
     return [
         a
@@ -276,6 +298,8 @@ def _varying(array: Any) -> Any:
     return jax.typeof(array).manual_axis_type.varying
 
 
-def _with_whole_rows(array: Any, k: int) -> Any:
-    kept = jax.typeof(array).sharding.spec[: array.ndim - k]
-    return split_as(array, array, PartitionSpec(*kept, *k * (None,)))
+def _more_split(x: Any, residual: Any) -> Any:
+    """Return which of two arrays says how both are split over an Explicit mesh: x, if it is."""
+    if residual is None or any(jax.typeof(x).sharding.spec):
+        return x
+    return residual

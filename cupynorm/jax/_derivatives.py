@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 
 from cupynorm._operation import ITEMSIZE, BackwardSpec, ForwardSpec, Options, compute_dtype
 from cupynorm.jax import _formula
@@ -18,54 +19,81 @@ __all__ = ["differentiable", "wide"]
 
 @functools.cache
 def differentiable(spec: ForwardSpec, options: Options) -> Any:
-    """Return y as a function of x, (weight, bias), and these two widened; None if not in the spec.
+    """Return a function of x, residual, (weight, bias), and these two widened; None if not in spec.
+
+    It returns y and residual_out, None where there is no residual.
 
     The first derivative is the backward kernel, on what the forward one stored for it; further
     ones are those of the formula, in jax.numpy. It is with respect to the widened: what sums over
     devices, or over a batch, does so before a gradient is rounded to a narrower dtype. As given,
     weight and bias are what the forward kernel reads, and count as constants.
     """
+    of_x = spec.branch or spec.x
     storing_nothing = Operation(spec, options)
     storing = Operation(replace(spec, store_statistics=True), options)
-    backward_spec = BackwardSpec(
-        norm=spec.norm,
-        x=spec.x,
-        dy=spec.y,
-        weight=wide(spec.x, spec.weight),
-        dbias=wide(spec.x, spec.bias),
-        zero_centered=spec.zero_centered,
-        bitmask=spec.relu,
-    )
-    backward = Operation(backward_spec, options)
+
+    @functools.cache
+    def backward(has_dresidual_out: bool) -> Operation:
+        backward_spec = BackwardSpec(
+            norm=spec.norm,
+            x=spec.x,
+            dy=spec.y,
+            weight=wide(spec.x, spec.weight),
+            dbias=wide(spec.x, spec.bias),
+            zero_centered=spec.zero_centered,
+            bitmask=spec.relu,
+            dresidual_out=spec.x if has_dresidual_out else None,
+            dx=None if of_x == spec.x else of_x,
+            dresidual=None if spec.residual == of_x else spec.residual,
+        )
+        return Operation(backward_spec, options)
+
+    def forward(operation: Operation, x: Any, residual: Any, affine: Any) -> tuple[Any, Any]:
+        """Return y and residual_out, and what else is stored, by name."""
+        weight, bias = affine
+        made = operation.by_name(x=x, residual=residual, weight=weight, bias=bias)
+        return (made.pop("y"), made.pop("residual_out", None)), made
 
     @jax.custom_vjp  # type: ignore[untyped-decorator]
-    def infer(x: Any, affine: Any, widened: Any) -> Any:
-        (y,) = storing_nothing(*_present(x, *affine))
-        return y
+    def infer(*given: Any) -> tuple[Any, Any]:
+        x, residual, affine, _ = given
+        return forward(storing_nothing, x, residual, affine)[0]
 
     @jax.custom_vjp  # type: ignore[untyped-decorator]
-    def train(x: Any, affine: Any, widened: Any) -> tuple[Any, tuple[Any, ...]]:
-        y, *stored = storing(*_present(x, *affine))
-        return y, tuple(stored)
+    def train(*given: Any) -> tuple[tuple[Any, Any], dict[str, Any]]:
+        x, residual, affine, _ = given
+        return forward(storing, x, residual, affine)
 
     @jax.custom_vjp  # type: ignore[untyped-decorator]
-    def gradients(dy: Any, x: Any, weight: Any, stored: Any) -> tuple[Any, tuple[Any, Any]]:
-        dx, *sums = backward(*_present(dy, x, weight, *stored))
-        dweight = None if spec.weight is None else sums.pop(0)
-        return dx, (dweight, *(sums or [None]))
+    def gradients(dy: Any, x: Any, dresidual_out: Any, weight: Any, stored: Any) -> dict[str, Any]:
+        arrays = {"dy": dy, "x": x, "dresidual_out": dresidual_out, "weight": weight}
+        return backward(dresidual_out is not None).by_name(**arrays, **stored)
 
-    def infer_forward(x: Any, affine: Any, widened: Any) -> tuple[Any, Any]:
-        y, stored = train(x, affine, widened)
-        return y, (x, widened[0], stored)
+    def infer_forward(*primals: Any) -> tuple[Any, Any]:
+        x, residual, affine, widened = custom_vjp_primal_tree_values(primals)
+        (y, total), stored = train(x, residual, affine, widened)
+        return (y, total), (x if total is None else total, widened[0], stored)
 
-    def infer_backward(given: Any, dy: Any) -> tuple[Any, ...]:
+    def infer_backward(given: Any, cotangents: Any) -> tuple[Any, ...]:
         # JAX takes a dy that is not split as y is, such as one that is not on y's Explicit mesh.
-        dx, sums = gradients(split_as(given[0], dy), *given)
-        return dx, None, sums
+        x, weight, stored = given
+        dy, of_total = (
+            None if a is None or isinstance(a, SymbolicZero) else split_as(x, a) for a in cotangents
+        )
+        if dy is None:  # y was of no use
+            dx, dresidual = (
+                None if of_total is None or dtype is None else _formula.rounded(of_total, dtype)
+                for dtype in (of_x, spec.residual)
+            )
+            return dx, dresidual, None, None
+        made = gradients(dy, x, of_total, weight, stored)
+        dx = made["dx"]
+        dresidual = made.get("dresidual", dx) if spec.residual else None
+        return dx, dresidual, None, (made.get("dweight"), made.get("dbias"))
 
-    def train_forward(x: Any, affine: Any, widened: Any) -> tuple[Any, Any]:
-        y, given = infer_forward(x, affine, widened)
-        return (y, given[-1]), given
+    def train_forward(*primals: Any) -> tuple[Any, Any]:
+        results, given = infer_forward(*primals)
+        return (results, given[-1]), given
 
     def train_backward(given: Any, cotangents: Any) -> tuple[Any, ...]:
         # Nothing comes back through what is stored: see gradients_backward.
@@ -77,17 +105,21 @@ def differentiable(spec: ForwardSpec, options: Options) -> Any:
     def gradients_backward(given: Any, cotangents: Any) -> tuple[Any, ...]:
         # As functions of x, of which the statistics were computed. The bitmask is a step function.
         *arrays, stored = given
-        bitmask = stored[-1] if spec.relu else None
-        formula = functools.partial(_formula.backward_of_x, backward_spec, options, bitmask)
+        backward_spec = backward(arrays[2] is not None).spec
+        formula = functools.partial(
+            _formula.backward_of_x, backward_spec, options, stored.get("bitmask")
+        )
         _, pull_back = jax.vjp(formula, *arrays)
-        return *pull_back((cotangents[0], *cotangents[1])), None
+        return *pull_back(tuple(map(cotangents.get, backward_spec.table.writes))), None
 
-    infer.defvjp(infer_forward, infer_backward)
-    train.defvjp(train_forward, train_backward)
+    # A cotangent that is known to be 0 is no array to read.
+    infer.defvjp(infer_forward, infer_backward, symbolic_zeros=True)
+    train.defvjp(train_forward, train_backward, symbolic_zeros=True)
     gradients.defvjp(gradients_forward, gradients_backward)
 
-    def norm(x: Any, affine: Any, widened: Any) -> Any:
-        return infer(in_reverse(x), affine, jax.tree.map(in_reverse, widened))
+    def norm(x: Any, residual: Any, affine: Any, widened: Any) -> tuple[Any, Any]:
+        x, residual, widened = jax.tree.map(in_reverse, (x, residual, widened))
+        return infer(x, residual, affine, widened)
 
     return jax.jit(norm, inline=True)
 
@@ -95,7 +127,3 @@ def differentiable(spec: ForwardSpec, options: Options) -> Any:
 def wide(x: str, dtype: str | None) -> str | None:
     """Return the wider of a dtype and that which rows of x are computed in."""
     return dtype and max(compute_dtype(x), dtype, key=ITEMSIZE.__getitem__)
-
-
-def _present(*arrays: Any) -> tuple[Any, ...]:
-    return tuple(array for array in arrays if array is not None)

@@ -27,15 +27,19 @@ from cupynorm._operation import (
 )
 from cupynorm.jax._refusals import in_reverse
 
-__all__ = ["FORMULAS", "backward_of_x", "widened"]
+__all__ = ["FORMULAS", "backward_of_x", "rounded", "widened"]
 
 # Terms added one after the other: what `testing` grants a sum.
 RUN = 64
 
 
-def forward(spec: ForwardSpec, options: Options, x: Any, weight: Any, bias: Any) -> tuple[Any, ...]:
-    """Return y, mean (None for RMSNorm), rstd and bitmask (None without relu)."""
-    k = options.k
+def forward(
+    spec: ForwardSpec, options: Options, x: Any, residual: Any, weight: Any, bias: Any
+) -> tuple[Any, ...]:
+    """Return y, mean, rstd, bitmask and residual_out, None where the spec has none."""
+    k, total = options.k, None
+    if residual is not None:
+        x = total = _added(x, residual, spec.x)
     xhat, mean, rstd = _normalize(spec.norm, _wide(spec, x), k, options.eps)
     y = xhat * _scale(spec, weight, x.ndim)
     if bias is not None:
@@ -47,7 +51,7 @@ def forward(spec: ForwardSpec, options: Options, x: Any, weight: Any, bias: Any)
         y = jnp.clip(y, lower, upper)
     kept = x.shape[: x.ndim - k]
     mean = None if mean is None else mean.reshape(kept)
-    return _round(y, spec.y), mean, rstd.reshape(kept), bitmask
+    return _round(y, spec.y), mean, rstd.reshape(kept), bitmask, total
 
 
 def backward(
@@ -55,12 +59,13 @@ def backward(
     options: Options,
     dy: Any,
     x: Any,
+    dresidual_out: Any,
     weight: Any,
     mean: Any,
     rstd: Any,
     bitmask: Any,
 ) -> tuple[Any, ...]:
-    """Return dx, dweight and dbias (None where the spec has none), by what was stored."""
+    """Return dx, dweight, dbias and dresidual, None where the spec has none, by what was stored."""
     k = options.k
     rstd = jnp.expand_dims(rstd, tuple(range(-k, 0)))
     wide = _wide(spec, x)
@@ -72,16 +77,17 @@ def backward(
         mean = jnp.expand_dims(mean, tuple(range(-k, 0)))
         xhat = (wide * down - mean * down) * (rstd * up)
         xhat = xhat - _mean(xhat, k)
-    dx, *sums = _gradients(spec, k, dy, weight, xhat, rstd, bitmask)
+    given = dy, dresidual_out, weight, xhat, rstd, bitmask
+    dx, *sums = _gradients(spec, k, *given)
     # Where a product overflows on the way to it, dx is found another way.
     lost = ~jnp.isfinite(dx).all(tuple(range(-k, 0)), keepdims=True)
     dx = jax.lax.cond(
         lost.any(),
-        lambda dx: jnp.where(lost, _dx_in_range(spec, k, dy, weight, xhat, rstd, bitmask), dx),
+        lambda dx: jnp.where(lost, _dx_in_range(spec, k, *given), dx),
         lambda dx: dx,
         dx,
     )
-    return tuple(map(_round, (dx, *sums), (spec.x, spec.weight, spec.dbias)))
+    return tuple(map(_round, (dx, *sums, dx), _dtypes_of_gradients(spec)))
 
 
 # By the tables of the passes, as whose arrays their arguments and results are ordered.
@@ -89,14 +95,20 @@ FORMULAS: dict[Pass, Any] = {FORWARD: forward, BACKWARD: backward}
 
 
 def backward_of_x(
-    spec: BackwardSpec, options: Options, bitmask: Any, dy: Any, x: Any, weight: Any
+    spec: BackwardSpec,
+    options: Options,
+    bitmask: Any,
+    dy: Any,
+    x: Any,
+    dresidual_out: Any,
+    weight: Any,
 ) -> tuple[Any, ...]:
-    """Return what `backward` does as a function of dy, x and weight, to be differentiated."""
+    """Return what `backward` does as a function of the other arrays, to be differentiated."""
     k = options.k
     xhat, _, rstd = _normalize(spec.norm, _wide(spec, x), k, options.eps)
-    gradients = _gradients(spec, k, dy, weight, xhat, rstd, bitmask)
-    dtypes = (spec.x, spec.weight, spec.dbias)
-    return tuple(a if a is None else a.astype(d) for a, d in zip(gradients, dtypes, strict=True))
+    dx, *sums = _gradients(spec, k, dy, dresidual_out, weight, xhat, rstd, bitmask)
+    gradients = zip((dx, *sums, dx), _dtypes_of_gradients(spec), strict=True)
+    return tuple(None if dtype is None else array.astype(dtype) for array, dtype in gradients)
 
 
 def widened(array: Any, dtype: Any) -> Any:
@@ -104,40 +116,78 @@ def widened(array: Any, dtype: Any) -> Any:
     return _widening(array.dtype.name, dtype)(array)
 
 
+def rounded(array: Any, dtype: str) -> Any:
+    """Return an array in a dtype, rounded once; the derivative of that counts as 1."""
+    return _rounding(dtype)(array)
+
+
 @functools.cache
 def _widening(narrow: str, wide: Any) -> Any:
     def widen(array: Any) -> Any:
         return array.astype(wide)
 
-    @jax.custom_jvp  # type: ignore[untyped-decorator]
-    def rounded(gradient: Any) -> Any:
-        return _round(gradient, narrow)
-
-    # It works on bits, which have no derivative: that of a rounding counts as 1.
-    rounded.defjvps(lambda slope, *_: slope.astype(narrow))
     differentiable = jax.custom_vjp(widen)
-    differentiable.defvjp(lambda array: (widen(array), None), lambda _, g: (rounded(g),))
+    differentiable.defvjp(lambda array: (widen(array), None), lambda _, g: (rounded(g, narrow),))
     return jax.jit(lambda array: differentiable(in_reverse(array)), inline=True)
 
 
+@functools.cache
+def _rounding(dtype: str) -> Any:
+    @jax.custom_jvp  # type: ignore[untyped-decorator]
+    def round_(array: Any) -> Any:
+        return _round(array, dtype)
+
+    # It works on bits, which have no derivative.
+    round_.defjvps(lambda slope, *_: slope.astype(dtype))
+    return round_
+
+
+def _dtypes_of_gradients(spec: BackwardSpec) -> tuple[str | None, ...]:
+    return tuple(spec.dtypes[name] for name in spec.table.writes)
+
+
+def _added(x: Any, residual: Any, dtype: str) -> Any:
+    """Return x + residual, added in the compute dtype of all three and rounded once."""
+    wide = "float64" if "float64" in (x.dtype.name, residual.dtype.name, dtype) else "float32"
+    total = _round(x.astype(wide) + residual.astype(wide), dtype)
+    return jax.lax.optimization_barrier(total)  # XLA would normalize what was not rounded
+
+
 def _gradients(
-    spec: BackwardSpec, k: int, dy: Any, weight: Any, xhat: Any, rstd: Any, bitmask: Any
+    spec: BackwardSpec,
+    k: int,
+    dy: Any,
+    dresidual_out: Any,
+    weight: Any,
+    xhat: Any,
+    rstd: Any,
+    bitmask: Any,
 ) -> tuple[Any, Any, Any]:
     dy = _masked(spec, dy, bitmask)
     g = dy * _scale(spec, weight, dy.ndim)
     dx = g - xhat * _mean(g * xhat, k)
     if spec.norm == "layer_norm":
         dx = dx - _mean(g, k)
+    dx = dx * rstd
+    if dresidual_out is not None:
+        dx = dx + _wide(spec, dresidual_out)
     rows = tuple(range(dy.ndim - k))
     return (
-        dx * rstd,
+        dx,
         None if spec.weight is None else jnp.sum(dy * xhat, rows),
         None if spec.dbias is None else jnp.sum(dy, rows),
     )
 
 
 def _dx_in_range(
-    spec: BackwardSpec, k: int, dy: Any, weight: Any, xhat: Any, rstd: Any, bitmask: Any
+    spec: BackwardSpec,
+    k: int,
+    dy: Any,
+    dresidual_out: Any,
+    weight: Any,
+    xhat: Any,
+    rstd: Any,
+    bitmask: Any,
 ) -> Any:
     """Return dx by products of significands, whose powers of four are counted beside them."""
     dy = _masked(spec, dy, bitmask)
@@ -155,10 +205,13 @@ def _dx_in_range(
     def total(less: int) -> Any:
         """Return dx, divided by a power of four."""
         own = _times_four_to(g * rstd, of_g + of_rstd - less)
-        return own - _times_four_to(others * rstd, top + of_rstd - less)
+        dx = own - _times_four_to(others * rstd, top + of_rstd - less)
+        if dresidual_out is None:
+            return dx
+        return dx + _times_four_to(_wide(spec, dresidual_out), -less)
 
     dx = total(0)
-    for less in (40, 120):  # both terms may overflow where their sum does not
+    for less in (40, 120):  # the terms may overflow where their sum does not
         dx = jnp.where(jnp.isfinite(dx), dx, _times_four_to(total(less), less))
     return dx
 
@@ -256,7 +309,7 @@ def _mean(array: Any, k: int) -> Any:
 
 def _round(values: Any, dtype: str | None) -> Any:
     """Round once, to nearest and ties to even; the derivative is not that of a rounding."""
-    if values is None:
+    if dtype is None:
         return None
     if dtype not in ("bfloat16", "float16") or values.dtype != jnp.float64:
         return values.astype(dtype)

@@ -91,6 +91,11 @@ class Operation:
     def __call__(self, *operands: Any) -> Arrays:
         return _batched(self)(*operands)
 
+    def by_name(self, **arrays: Any) -> dict[str, Any]:
+        """Return the results by their names, of arrays by theirs, None where one is absent."""
+        results = self(*(arrays[name] for name in self.operands))
+        return dict(zip(self.results, results, strict=True))
+
 
 # ---- over devices --------------------------------------------------------------------------------
 
