@@ -22,7 +22,6 @@ from cupynorm._operation import (
     ForwardSpec,
     Kind,
     NormBackward,
-    NormForward,
     Options,
     Spec,
     shape_of,

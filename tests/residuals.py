@@ -44,9 +44,7 @@ def with_residual(
     gradient = None
     if has_gradient:
         gradient = make_values("normal", shape, DTYPES[total], seed + 1, problem.k)
-    return WithResidual(
-        problem, layout.apply(np, values), gradient, DTYPES[total], layout
-    )
+    return WithResidual(problem, layout.apply(np, values), gradient, DTYPES[total], layout)
 
 
 @st.composite

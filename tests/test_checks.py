@@ -139,7 +139,9 @@ WRONG = [
         for name in ("residual_dtype", "dx_dtype", "dresidual_dtype")
     ),
     *(
-        wrong(TypeError, "residual_out.dtype", *words, residual_out=zeros(*SHAPE, dtype=dtype), **more)
+        wrong(
+            TypeError, "residual_out.dtype", *words, residual_out=zeros(*SHAPE, dtype=dtype), **more
+        )
         for dtype, words, more in (
             ("int64", ("int64",), {}),
             ("float32", ("float16", "float32"), {"residual_dtype": "float16"}),

@@ -372,9 +372,7 @@ def blocks_ahead_of(
 # ---- few rows, with the bits of many -------------------------------------------------------------
 
 
-def in_registers_with_residual(
-    spec: ForwardSpec, config: ForwardInRegisters
-) -> ForwardInRegisters:
+def in_registers_with_residual(spec: ForwardSpec, config: ForwardInRegisters) -> ForwardInRegisters:
     """Return the configuration with registers for x and the residual, side by side as they come."""
     elements = config.packs_per_thread * config.pack_length
     needed = 40 + elements * (widest(spec.branch) + widest(spec.residual)) // 4

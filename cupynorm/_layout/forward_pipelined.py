@@ -46,7 +46,9 @@ class ForwardPipelined:
     counted: bool
     cells: bool
     full: bool
-    residual_ahead: bool = False  # the residual waits there as well, else it is read where it is added
+    residual_ahead: bool = (
+        False  # the residual waits there as well, else it is read where it is added
+    )
 
 
 def forward_pipelined_bytes(spec: ForwardSpec, config: ForwardPipelined) -> int:
