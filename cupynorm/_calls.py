@@ -22,6 +22,7 @@ from cupynorm._operation import (
     ForwardSpec,
     Kind,
     NormBackward,
+    NormForward,
     Options,
     Spec,
     shape_of,
@@ -169,7 +170,7 @@ def forward(
     arguments = {"x": x, "weight": weight, "bias": bias, "y": out}
     arguments |= {"residual": residual, "residual_out": residual_out}
     result = "({y}, {residual_out})" if spec.residual else "{y}"
-    result = "NormForward({fields})" if options.training else result
+    result = f"{NormForward.__name__}({{fields}})" if options.training else result
     return _launch(spec, options.k, plan, arguments, {}, result)
 
 
@@ -212,7 +213,8 @@ def backward(
     if like is not None:
         shapes["dbias"] = like.shape
     is_dx = has_residual and spec.dresidual is None
-    result = "NormBackward({dx}, {dweight}, {dbias}, {dx})" if is_dx else "NormBackward({fields})"
+    fields = "{dx}, {dweight}, {dbias}, {dx}" if is_dx else "{fields}"
+    result = f"{NormBackward.__name__}({fields})"
     return _launch(spec, options.k, plan, arguments, shapes, result)
 
 
@@ -227,8 +229,8 @@ def _launch(
     """Launch a pass on its arguments, by name; return its result, and the `run` of calls like it.
 
     `plan` returns what launches m rows of n by accesses of some elements, and its bytes of scratch.
-    `shapes` are those of results that do not follow from their kinds, and `result` is the expression
-    of what is returned: see `run_maker`.
+    `shapes` are those of results that do not follow from their kinds. `result` is the expression of
+    what is returned: see `run_maker`.
     """
     x = arguments["x"]
     device, dtypes = x.device.id, spec.dtypes

@@ -101,8 +101,8 @@ def assert_bits(actual: Array | None, expected: Array | None, name: str) -> None
 def check_residual(caller: Any, drawn: WithResidual) -> None:
     """Check a forward and a backward pass, and that both have the bits of the unfused pair.
 
-    `caller` has `put` and `get` for arrays, and `forward`, `infer` and `backward`, which take the norm
-    first.
+    `caller` has `put` and `get` for arrays, and `forward`, `infer` and `backward`, which take the
+    norm first.
     """
     problem, total_dtype = drawn.problem, drawn.total_dtype
     norm, options = problem.norm, problem.forward_options

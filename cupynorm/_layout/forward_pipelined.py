@@ -32,7 +32,8 @@ class ForwardPipelined:
     Two blocks a multiprocessor let two clusters be at once. `hold_weight`, `hold_bias`: it is in
     registers, else in shared memory. `counted`: of many rows a cluster takes the next when it has
     room, as a count in device memory says; else in turn. `cells`: they are copied by cells, as rows
-    are that accesses of 4 bytes or less move: see kernels/unaligned.cuh.
+    are that accesses of 4 bytes or less move: see kernels/unaligned.cuh. `residual_ahead`: the
+    residual waits there as well, else it is read where it is added.
     """
 
     block_threads: int
