@@ -263,15 +263,14 @@ def _keep(ctx: Any, tensors: Tensors, told: Told, results: Tensors) -> None:
     """Keep what `_differentiate` needs."""
     ctx.set_materialize_grads(False)
     residual, bias = tensors[_RESIDUAL], tensors[_BIAS]
-    ctx.told = told[:_COUNT_SHARED]
-    ctx.bias_dtype = None if bias is None else bias.dtype
+    bias_dtype = None if bias is None else bias.dtype
     if residual is None:
-        ctx.rows = None
+        ctx.noted = told[:_COUNT_SHARED], bias_dtype, None, False
         ctx.save_for_backward(*_kept(tensors + results))
     else:
-        ctx.rows = tensors[_X].dtype, residual.dtype, results[_TOTAL].dtype
-        summands = _X, _RESIDUAL
-        ctx.apart = all(ctx.needs_input_grad[i] and _is_of_leaf(tensors[i]) for i in summands)
+        of_rows = tensors[_X].dtype, residual.dtype, results[_TOTAL].dtype
+        is_apart = all(ctx.needs_input_grad[i] and _is_of_leaf(tensors[i]) for i in (_X, _RESIDUAL))
+        ctx.noted = told[:_COUNT_SHARED], bias_dtype, of_rows, is_apart
         ctx.save_for_backward(*_kept_of_sum(tensors + results))
 
 
@@ -286,37 +285,33 @@ def _is_of_leaf(tensor: Any) -> bool:
 
 def _differentiate(ctx: Any, dy: Any, ds: Any) -> tuple[Any, ...]:
     """Return the gradients of what a forward pass read, given those of y and x + residual."""
-    needs = ctx.needs_input_grad
-    dx_dtype = dresidual_dtype = None
-    if ctx.rows is not None:
-        of_x, of_residual, of_total = ctx.rows
-        if not (needs[_X] and needs[_RESIDUAL]):  # one array is enough
-            of_x = of_residual = of_x if needs[_X] else of_residual
-        if dy is None and ds is not None:
-            of_rows = dict.fromkeys(BACKWARD.writes) | {"dx": _formulas.round_once(ds, of_x)}
-            if of_residual == of_x:
-                return _of_one_dtype(ctx, tuple(of_rows.values()))
-            of_rows["dresidual"] = _formulas.round_once(ds, of_residual)
-            return _gradients(tuple(of_rows.values()))
+    told, bias_dtype, of_rows, is_apart = ctx.noted
+    gradients, dx_dtype, dresidual_dtype = _gradients, None, None
+    if of_rows is not None:
+        of_x, of_residual, of_total = of_rows
+        if not (ctx.needs_input_grad[_X] and ctx.needs_input_grad[_RESIDUAL]):
+            of_x = of_residual = of_x if ctx.needs_input_grad[_X] else of_residual  # one is enough
         dx_dtype = None if of_x == of_total else of_x
-        dresidual_dtype = None if of_residual == of_x else of_residual
-    if dy is None:
+        if of_residual != of_x:
+            dresidual_dtype = of_residual
+        else:
+            gradients = _gradients_apart if is_apart else _gradients_of_one_dtype
+    if dy is not None:
+        if bias_dtype is not None and not ctx.needs_input_grad[_BIAS]:
+            bias_dtype = None
+        tensors = _in_order((dy, ds, *ctx.saved_tensors))
+        return gradients(norm_backward(tensors, (*told, dx_dtype, dresidual_dtype), bias_dtype))
+    if ds is None:
         return _NO_GRADIENTS
-    bias_dtype = ctx.bias_dtype
-    if bias_dtype is not None and not needs[_BIAS]:
-        bias_dtype = None
-    tensors = _in_order((dy, ds, *ctx.saved_tensors))
-    found = norm_backward(tensors, (*ctx.told, dx_dtype, dresidual_dtype), bias_dtype)
-    if ctx.rows is None or dresidual_dtype is not None:
-        return _gradients(found)
-    return _of_one_dtype(ctx, found)
+    found = dict.fromkeys(BACKWARD.writes) | {"dx": _formulas.round_once(ds, of_x)}
+    if dresidual_dtype is not None:
+        found["dresidual"] = _formulas.round_once(ds, of_residual)
+    return gradients(tuple(found.values()))
 
 
-def _of_one_dtype(ctx: Any, found: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the gradients of what a forward pass read, of which dx is the residual's as well."""
+def _gradients_apart(found: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Do as `_gradients_of_one_dtype`, with a copy for the residual."""
     gradients = _gradients_of_one_dtype(found)
-    if not ctx.apart:
-        return gradients
     return tuple([t.clone() if i == _RESIDUAL else t for i, t in enumerate(gradients)])
 
 
