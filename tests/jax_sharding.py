@@ -38,6 +38,7 @@ SHAPE = (8, 6, 64)
 # bfloat16 would show a sum over devices in anything narrower than float32.
 X, DY = (make_values("normal", SHAPE, DTYPES["bfloat16"], seed) for seed in (1, 2))
 WEIGHT, BIAS = (make_values("normal", SHAPE[-1:], DTYPES["bfloat16"], seed) for seed in (3, 4))
+RESIDUAL = make_values("normal", SHAPE, np.float32, 6)
 STORED = reference.layer_norm_forward(X, WEIGHT, BIAS)
 
 norm = cupynorm.jax.layer_norm
@@ -55,6 +56,33 @@ def check(results: Any, first: int = SHAPE[0]) -> None:
     testing.check_forward(NORM, y, X[:first], weight, bias, eps=1e-5)
     given = (DY[:first], X[:first], weight, STORED.mean[:first], STORED.rstd[:first])
     testing.check_backward(NORM, NormBackward(*gradients), *given, bias=bias)
+
+
+def residual_step(x: Any, residual: Any, weight: Any, bias: Any, dy: Any, norm: Any = norm) -> Any:
+    """A step whose residual and s are of float32, of which s has dy for its cotangent too."""
+    (y, s), pull_back = jax.vjp(
+        lambda x, residual, *affine: norm(x, *affine, residual=residual),
+        *(x, residual, weight, bias),
+    )
+    return y, s, *pull_back((dy, dy.astype(s.dtype)))
+
+
+def check_residual(results: Any, first: int = SHAPE[0]) -> None:
+    """Check y, s and the gradients of a step over the first of the rows."""
+    y, s, dx, dresidual, *sums = (np.asarray(result) for result in results)
+    weight, bias = (a.astype(d.dtype) for a, d in zip((WEIGHT, BIAS), sums, strict=True))
+    testing.check_forward(
+        NORM, (y, s), X[:first], weight, bias, eps=1e-5, residual=RESIDUAL[:first]
+    )
+    stored = reference.layer_norm_forward(s, weight, bias)
+    testing.check_backward(
+        NORM,
+        NormBackward(dx, *sums, dresidual),
+        *(DY[:first], s, weight, stored.mean, stored.rstd),
+        bias=bias,
+        dresidual_out=DY[:first].astype(s.dtype),
+        dx_dtype=dx.dtype,
+    )
 
 
 COLLECTIVE = re.compile(
@@ -164,6 +192,88 @@ def with_uneven_rows(count: int) -> Any:
     program = jax.jit(cut).lower(x, weight, bias, dy).compile()
     y, dx, *sums = program(x, weight, bias, dy)
     check((y[:-1], dx[:-1], *sums), first=SHAPE[0] - 1)
+    return collectives(program)
+
+
+def put_residual(mesh: Any, rows: Any, of_residual: Any) -> list[Any]:
+    (x, *_), (_, weight, bias, dy) = put(mesh, rows, P()), put(mesh, of_residual, P())
+    residual = jax.device_put(RESIDUAL, NamedSharding(mesh, of_residual))
+    return [x, residual, weight, bias, dy]
+
+
+def with_a_residual(sizes: tuple[int, ...], kind: AxisType, rows: Any, of_residual: Any) -> Any:
+    arguments = put_residual(mesh_of(sizes, kind), rows, of_residual)
+    program = jax.jit(residual_step).lower(*arguments).compile()
+    results = program(*arguments)
+    check_residual(results)
+    for array, like in zip(results[:4], (*2 * arguments[1:2], *arguments[:2]), strict=True):
+        assert array.sharding.is_equivalent_to(like.sharding, array.ndim), array.sharding
+    return collectives(program)
+
+
+def with_a_residual_and_uneven_rows(count: int) -> Any:
+    """As `with_uneven_rows`."""
+    arguments = put_residual(mesh_of((count,), AxisType.Auto), P("a"), P("a"))
+    x, residual, weight, bias, dy = arguments
+    x, residual, dy = (jax.device_put(a.at[-1].set(jnp.nan), a.sharding) for a in (x, residual, dy))
+
+    def cut(x: Any, residual: Any, weight: Any, bias: Any, dy: Any) -> Any:
+        *rows, dweight, dbias = residual_step(x[:-1], residual[:-1], weight, bias, dy[:-1])
+        return *(jnp.pad(a, ((0, 1), (0, 0), (0, 0))) for a in rows), dweight, dbias
+
+    program = jax.jit(cut).lower(x, residual, weight, bias, dy).compile()
+    *rows, dweight, dbias = program(x, residual, weight, bias, dy)
+    check_residual((*(a[:-1] for a in rows), dweight, dbias), first=SHAPE[0] - 1)
+    return collectives(program)
+
+
+def with_a_residual_under_shard_map(tracked: bool) -> Any:
+    mesh = mesh_of((4,), AxisType.Auto)
+    rows, row = P("a"), P()
+    specs = {"in_specs": (rows, rows, row, row), "out_specs": (rows, rows)}
+    # As in `under_shard_map`.
+    weight, bias = (a if tracked else a.astype(np.float32) for a in (WEIGHT, BIAS))
+    split = jax.shard_map(
+        lambda x, residual, *affine: norm(x, *affine, residual=residual),
+        mesh=mesh,
+        check_vma=tracked,
+        **specs,
+    )
+
+    def split_norm(x: Any, *affine: Any, residual: Any) -> Any:
+        return split(x, residual, *affine)
+
+    step = functools.partial(residual_step, norm=split_norm)
+    program = jax.jit(step).lower(X, RESIDUAL, weight, bias, DY).compile()
+    results = program(X, RESIDUAL, weight, bias, DY)
+    check_residual(results)
+    return collectives(program)
+
+
+def a_stream_through_layers(kind: AxisType) -> Any:
+    """Branches that a scan adds to a stream, against the same on one device, in float32."""
+    arrays = np.asarray(X, np.float32), RESIDUAL
+    weights = make_values("normal", (3, *SHAPE[-1:]), np.float32, 5)
+
+    def loss(x: Any, residual: Any, weights: Any) -> Any:
+        def layer(carry: Any, weight: Any) -> Any:
+            branch, stream = carry
+            y, stream = norm(branch, weight, residual=stream)
+            return (jnp.sin(y), stream), None
+
+        y, stream = jax.lax.scan(jax.checkpoint(layer), (x, residual), weights)[0]
+        return jnp.sum(y * stream)
+
+    mesh = mesh_of((4,), kind)
+    specs = (P("a"), P("a"), P())
+    arguments = [
+        jax.device_put(a, NamedSharding(mesh, s))
+        for a, s in zip((*arrays, weights), specs, strict=True)
+    ]
+    gradient = jax.grad(loss, (0, 1, 2))
+    program = jax.jit(gradient).lower(*arguments).compile()
+    for split, whole in zip(program(*arguments), gradient(*arrays, weights), strict=True):
+        np.testing.assert_allclose(split, whole, rtol=1e-4, atol=1e-4)
     return collectives(program)
 
 
@@ -485,6 +595,7 @@ ONE_OF_EACH = (
     eagerly,
     under_vmap,
     through_layers,
+    a_stream_through_layers,
     second_derivatives,
 )
 
@@ -495,6 +606,10 @@ def cases(kernels: bool) -> Iterator[tuple[str, Callable[[], Any]]]:
             yield (
                 f"whole rows, {kind.name} {sizes} {spec}",
                 functools.partial(with_named_shardings, sizes, kind, spec, P()),
+            )
+            yield (
+                f"a residual, {kind.name} {sizes} {spec}",
+                functools.partial(with_a_residual, sizes, kind, spec, spec),
             )
         for sizes, spec in CUT:
             yield (
@@ -514,10 +629,19 @@ def cases(kernels: bool) -> Iterator[tuple[str, Callable[[], Any]]]:
         yield f"split over the other, {kind.name}", functools.partial(over_one_axis, P("a", "b"))
         for function in ONE_OF_EACH:
             yield f"{function.__name__}, {kind.name}", functools.partial(function, kind)
+    yield (
+        "a whole x beside a residual",
+        functools.partial(with_a_residual, (4,), AxisType.Explicit, P(), P("a")),
+    )
     for i, one in enumerate(drawn()):
         yield f"drawn {i}", functools.partial(with_a_drawn_sharding, one)
     for tracked in (True, False):
         yield f"shard_map, {tracked}", functools.partial(under_shard_map, 4, tracked, False)
+        yield (
+            f"a residual under shard_map, {tracked}",
+            functools.partial(with_a_residual_under_shard_map, tracked),
+        )
+    yield "a residual and uneven rows", functools.partial(with_a_residual_and_uneven_rows, 4)
     yield "uneven rows", functools.partial(with_uneven_rows, 4)
     yield "gradient within shard_map", functools.partial(under_shard_map, 4, True, True)
     if kernels:

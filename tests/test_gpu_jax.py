@@ -127,6 +127,84 @@ def test_the_bits_are_those_of_the_plain_functions(norm: str, n: int) -> None:
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
 
 
+# ---- a residual ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("residual", DTYPES)
+@pytest.mark.parametrize("x", DTYPES)
+@pytest.mark.parametrize("norm", NORMS)
+def test_every_pair_of_x_and_residual(norm: str, x: str, residual: str) -> None:
+    for n in (1000, 4096):
+        weight = values((n,), "float32", 3)
+        for total in (None, values((67, n), residual, 5)):
+            check(
+                norm,
+                values((67, n), x, 1),
+                weight,
+                dy=values((67, n), x, 4),
+                residual=values((67, n), residual, 2),
+                dresidual_out=total,
+            )
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_a_residual_beside_other_options(norm: str) -> None:
+    x, dy = (values((5, 3, 33), "bfloat16", seed) for seed in (1, 2))
+    residual, bias = values(x.shape, "float32", 3), values((3, 33), "float16", 4)
+    options = {"dy": dy, "k": 2, "relu": (-0.5, 1.0), "residual": residual}
+    for dtype in ("float32", "bfloat16"):
+        options |= {"residual_dtype": DTYPES[dtype], "dresidual_out": values(x.shape, dtype, 5)}
+        check(norm, x, values((3, 33), "bfloat16", 6), bias, zero_centered=True, **options)
+        check(norm, x, **options)
+
+
+@pytest.mark.parametrize("n", [33, 768, 4096, 40000])
+@pytest.mark.parametrize("norm", NORMS)
+def test_the_bits_with_a_residual_are_those_of_the_plain_functions(norm: str, n: int) -> None:
+    x, dy = (jnp.asarray(values((129, n), "bfloat16", seed)) for seed in (1, 2))
+    weight, residual, total = (
+        jnp.asarray(values(shape, "float32", seed))
+        for seed, shape in ((3, (n,)), (4, x.shape), (5, x.shape))
+    )
+    function = lambda x, residual, weight: getattr(cupynorm.jax, norm)(  # noqa: E731
+        x, weight, residual=residual
+    )
+    (y, s), pull_back = jax.vjp(function, x, residual, weight)
+    dx, dresidual, dweight = pull_back((dy, total))
+    stored = getattr(cupynorm, f"{norm}_forward")(x, weight, residual=residual)
+    statistics = (stored.rstd,) if norm == "rms_norm" else (stored.mean, stored.rstd)
+    plain = getattr(cupynorm, f"{norm}_backward")(
+        *(dy, stored.residual_out, weight, *statistics),
+        bias=False,
+        dresidual_out=total,
+        dx_dtype=x.dtype,
+    )
+    for one, other in (
+        *((y, stored.y), (s, stored.residual_out), (dx, plain.dx)),
+        *((dresidual, plain.dresidual), (dweight, plain.dweight)),
+    ):
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+
+
+def test_a_residual_is_one_launch_each_way() -> None:
+    x, residual, weight = values((4, 64)), values((4, 64), seed=1), values((64,), seed=2)
+
+    def loss(x: Any, residual: Any, weight: Any) -> Any:
+        y, s = cupynorm.jax.rms_norm(x, weight, residual=residual)
+        return jnp.sum(jnp.sin(y) * jnp.cos(s))
+
+    def pair(x: Any, residual: Any, weight: Any) -> Any:
+        s = x + residual
+        return jnp.sum(jnp.sin(cupynorm.jax.rms_norm(s, weight)) * jnp.cos(s))
+
+    gradient = jax.grad(loss, (0, 1, 2))
+    program = jax.jit(gradient).lower(x, residual, weight).compile()
+    assert sorted(targets(program)) == ["backward", "forward"]
+    expected = jax.grad(pair, (0, 1, 2))(x, residual, weight)
+    for one, other in zip(program(x, residual, weight), expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
 # ---- transformations -----------------------------------------------------------------------------
 
 
@@ -366,6 +444,13 @@ def test_rows_stay_on_their_gpu(kind: AxisType) -> None:
     exchanged = jax_sharding.with_named_shardings((MESH,), kind, P("a"), P("a"))
     gathered = {of for name, results in exchanged for of in results if name == "all-gather"}
     assert gathered <= {"bf16[64]", "f32[64]"}
+
+
+@pytest.mark.skipif(GPUS < 2, reason=f"needs two GPUs that JAX can use, has {GPUS}")
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
+def test_a_residual_stays_on_its_gpu(kind: AxisType) -> None:
+    exchanged = jax_sharding.with_a_residual((MESH,), kind, P("a"), P("a"))
+    assert {operation for operation, _ in exchanged} == {"all-reduce"}
 
 
 @pytest.mark.skipif(GPUS < 2, reason=f"needs two GPUs that JAX can use, has {GPUS}")

@@ -376,6 +376,213 @@ def test_layers_in_a_rematerialized_scan_are_those_of_a_loop(path: str) -> None:
         np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-12)
 
 
+# ---- a residual ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("residual", DTYPES)
+@pytest.mark.parametrize("x", DTYPES)
+def test_every_pair_of_x_and_residual(x: str, residual: str, path: str) -> None:
+    place = 4 * list(DTYPES).index(x) + list(DTYPES).index(residual)
+    norm, shape = NORMS[place % 2], (5, 2, 33)
+    weight = values((33,), "float32", 3)
+    for dtype in (None, list(DTYPES)[(place // 2) % 4]):
+        for has_total in (False, True):
+            check(
+                norm,
+                values(shape, x, 1),
+                weight,
+                weight if has_total else None,
+                dy=values(shape, "float32", 4),
+                residual=values(shape, residual, 2),
+                residual_dtype=None if dtype is None else DTYPES[dtype],
+                dresidual_out=values(shape, dtype or residual, 5) if has_total else None,
+            )
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_a_residual_beside_other_options(norm: str, path: str) -> None:
+    x, dy, total = (values((4, 3, 10), "bfloat16", seed) for seed in (1, 2, 3))
+    residual, bias = values(x.shape, "float32", 4), values((3, 10), "float16", 5)
+    weight = values((3, 10), "bfloat16", 6)
+    options = {"dy": dy, "k": 2, "relu": (-0.5, 1.0), "eps": 1e-3, "residual": residual}
+    options |= {"dresidual_out": total.astype(np.float32)}
+    check(norm, x, weight, bias, zero_centered=True, **options)
+    check(norm, x, None, None, **options)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_what_is_normalized_is_the_rounded_sum(dtype: str, path: str) -> None:
+    x, residual = values((64, 65), dtype, 1), values((64, 65), dtype, 2)
+    norm = functools.partial(cupynorm.jax.layer_norm, out_dtype=np.float32)
+    y, s = jax.jit(lambda x, residual: norm(x, residual=residual))(x, residual)
+    assert (np.asarray(s, np.float64) != x.astype(np.float64) + residual.astype(np.float64)).any()
+    np.testing.assert_array_equal(y, jax.jit(norm)(s))
+
+
+@pytest.mark.parametrize("factor", [1e36, 3e38])
+@pytest.mark.parametrize("norm", NORMS)
+def test_dx_is_in_range_where_its_terms_are_not(norm: str, factor: float) -> None:
+    """What the norm passes back overflows, and what comes back to s brings it into range again."""
+    x, residual = (values((5, 96), "float32", seed) for seed in (1, 2))
+    x, residual = (scaled(a, 1e-3) for a in (x, residual))
+    dy = scaled(values((5, 96), "float32", 3), factor / 1e3)
+    weight = values((96,), "float32", 4)
+    function = functools.partial(getattr(cupynorm, f"{norm}_forward"), weight=weight)
+    forward = function((x + residual).astype(np.float32))
+    statistics = {"rstd": forward.rstd.astype(np.float64)}
+    if norm == "layer_norm":
+        statistics["mean"] = forward.mean.astype(np.float64)
+    wide = getattr(cupynorm, f"{norm}_backward")(
+        *(a.astype(np.float64) for a in (dy, x + residual, weight)), **statistics, bias=False
+    )
+    largest = float(np.finfo(np.float32).max)
+    assert (np.abs(wide.dx) > 1e35).any()
+    total = (-np.clip(wide.dx, -largest, largest)).astype(np.float32)
+    check(norm, x, weight, dy=dy, residual=residual, dresidual_out=total)
+    check(norm, x, weight, dy=dy, residual=residual)
+
+
+def unfused(norm: str, x: Any, residual: Any, *affine: Any, **options: Any) -> Any:
+    s = x + residual
+    return getattr(cupynorm.jax, norm)(s, *affine, **options), s
+
+
+def fused(norm: str, x: Any, residual: Any, *affine: Any, **options: Any) -> Any:
+    return getattr(cupynorm.jax, norm)(x, *affine, residual=residual, **options)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_gradients_with_a_residual_are_those_of_finite_differences(norm: str, path: str) -> None:
+    x, residual = values((3, 2, 8)), values((3, 2, 8), seed=1)
+    weight, bias = values((8,), seed=2), values((8,), seed=3)
+    both = functools.partial(fused, norm)
+    check_grads(both, (x, residual, weight, bias), order=2, modes=["rev"])
+    for i in range(2):
+        check_grads(lambda *a: both(*a)[i], (x, residual, weight), order=2, modes=["rev"])  # noqa: B023
+
+
+LOSSES = {
+    "y": lambda y, s: jnp.sum(jnp.sin(y)),
+    "s": lambda y, s: jnp.sum(jnp.sin(s)),
+    "both": lambda y, s: jnp.sum(jnp.sin(y) * jnp.cos(s)),
+}
+
+
+@pytest.mark.parametrize("used", LOSSES)
+def test_second_derivatives_with_a_residual_are_those_of_the_pair(used: str, path: str) -> None:
+    arrays = [values(s, seed=seed) for seed, s in enumerate([(3, 8), (3, 8), (8,)])]
+
+    def slope(norm: Any, *arrays: Any) -> Any:
+        loss = lambda *a: LOSSES[used](*norm("rms_norm", *a))  # noqa: E731
+        return sum(jnp.sum(g**2) for g in jax.grad(loss, (0, 1, 2))(*arrays))
+
+    for function in (fused, unfused):
+        found = [
+            jax.grad(functools.partial(slope, f), (0, 1, 2))(*arrays) for f in (function, unfused)
+        ]
+        for one, other in zip(*found, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-12)
+
+
+def calls_of(function: Any, *arrays: Any) -> list[list[str]]:
+    """Return what each of our calls in a program reads and writes, but scratch."""
+    text = jax.jit(function).lower(*arrays).as_text().replace("\\22", '"')
+    found = re.findall(r'"arrays": (\[.*?\])', text)
+    return [[name for name in json.loads(names) if name != "scratch"] for names in found]
+
+
+FORWARD_CALL = ["x", "residual", "weight", "y", "rstd", "residual_out"]
+BACKWARD_CALL = ["dy", "x", "weight", "rstd", "dx", "dweight"]
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["plain", "jit"])
+@pytest.mark.parametrize("used", LOSSES)
+def test_a_program_reads_only_what_comes_back(used: str, wrap: Any, kernels: Any) -> None:
+    x, residual, weight = values((3, 8)), values((3, 8), seed=1), values((8,), seed=2)
+    norm = wrap(functools.partial(fused, "rms_norm"))
+    assert calls_of(norm, x, residual, weight) == [["x", "residual", "weight", "y", "residual_out"]]
+    step = jax.grad(lambda *a: LOSSES[used](*norm(*a)), (0, 1, 2))
+    calls = calls_of(step, x, residual, weight)
+    if used == "s":  # the norm passes nothing back
+        assert not [call for call in calls if "dy" in call]
+        return
+    read = ["dy", "x", "dresidual_out"] if used == "both" else ["dy", "x"]
+    assert sorted(calls) == sorted([FORWARD_CALL, read + BACKWARD_CALL[2:]])
+
+
+@pytest.mark.parametrize("branch", ["float32", "bfloat16"])
+def test_s_is_all_that_is_kept_of_x_and_residual(branch: str, path: str) -> None:
+    x, residual = values((3, 8), branch), values((3, 8), "float32", 1)
+    weight = values((8,), "float32", 2)
+    (_, s), pull_back = jax.vjp(functools.partial(fused, "layer_norm"), x, residual, weight, weight)
+    kept = jax.tree.leaves(pull_back)
+    assert sorted(a.shape for a in kept) == [(3,), (3,), (3, 8), (8,)]
+    (rows,) = (a for a in kept if a.shape == (3, 8))
+    np.testing.assert_array_equal(rows, s)
+
+
+@pytest.mark.parametrize("axes", [(0, None), (1, None), (None, 0), (0, 1)])
+@pytest.mark.parametrize("norm", NORMS)
+def test_vmap_with_a_residual_is_a_loop_over_the_batch(norm: str, axes: Any, path: str) -> None:
+    axes = (*axes, None)
+    of_batch = (4, 4, 8)
+    x, residual = (
+        values((4, 8) if axis is None else of_batch, seed=seed)
+        for seed, axis in enumerate(axes[:2])
+    )
+    weight = values((8,), seed=2)
+
+    def gradients(*arrays: Any) -> Any:
+        return jax.grad(lambda *a: LOSSES["both"](*fused(norm, *a)), (0, 1, 2))(*arrays)
+
+    for f in (functools.partial(fused, norm), gradients):
+        batched = jax.jit(jax.vmap(f, in_axes=axes))(x, residual, weight)
+        expected = looped(f, axes)(x, residual, weight)
+        for b, e in zip(jax.tree.leaves(batched), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(b, e, rtol=1e-10, atol=1e-12)
+
+
+def stream(norm: Any, x: Any, residual: Any, weights: Any) -> Any:
+    """A loss of layers whose branches are added to a stream in the norm that follows them."""
+
+    def layer(carry: Any, weight: Any) -> Any:
+        branch, s = carry
+        y, s = norm("rms_norm", branch, s, weight)
+        return (jnp.sin(y).astype(branch.dtype), s), None
+
+    (y, s), _ = jax.lax.scan(jax.checkpoint(layer), (x, residual), weights)
+    return jnp.sum(jnp.square(y.astype(s.dtype)) + jnp.square(s))
+
+
+def test_a_stream_through_a_rematerialized_scan_is_that_of_the_pair(path: str) -> None:
+    arrays = values((3, 8)), values((3, 8), seed=1), values((4, 8), seed=2)
+    found, expected = (
+        jax.jit(jax.grad(functools.partial(stream, norm), (0, 1, 2)))(*arrays)
+        for norm in (fused, unfused)
+    )
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-12)
+    # And a stream of float32 takes branches of bfloat16.
+    narrow = values((3, 8), "bfloat16"), *(a.astype(np.float32) for a in arrays[1:])
+    gradients = jax.grad(functools.partial(stream, fused), (0, 1, 2))(*narrow)
+    assert [g.dtype for g in gradients] == [a.dtype for a in narrow]
+
+
+def test_forward_mode_of_a_residual_is_refused() -> None:
+    x, residual = values((3, 8)), values((3, 8), seed=1)
+    with pytest.raises(NotImplementedError, match=r"jacrev\(jacrev\(f\)\) for hessian\(f\)"):
+        jax.jvp(lambda r: fused("rms_norm", x, r), (residual,), (residual,))
+
+
+def test_a_norm_with_a_residual_is_exported() -> None:
+    norm = jax.jit(lambda x, residual: cupynorm.jax.rms_norm(x, residual=residual))
+    allowed = jax.export.DisabledSafetyCheck.custom_call("cupynorm.forward")
+    exported = jax.export.export(norm, platforms=["cpu", "cuda"], disabled_checks=[allowed])(X, X)
+    assert "residual_out" in exported.mlir_module()
+    for one, other in zip(exported.call(X, X), norm(X, X), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 # ---- what counts as an array ---------------------------------------------------------------------
 
 
@@ -439,6 +646,11 @@ X, ROW = np.ones((2, 3, 8), np.float32), np.ones(8, np.float32)
         (TypeError, "out_dtype must be float64", (X,), {"out_dtype": "int8"}),
         (ValueError, "lower < upper", (X,), {"relu": (1, 0)}),
         (NotImplementedError, "weight of shape", (X, np.ones((3, 8))), {"axis": -1}),
+        (TypeError, "residual must be a JAX or NumPy array", (X,), {"residual": 1.0}),
+        (TypeError, "residual.dtype must be .* int32", (X,), {"residual": X.astype(np.int32)}),
+        (ValueError, r"residual must have shape \(2, 3, 8\)", (X,), {"residual": X[0]}),
+        (TypeError, "residual_dtype must be", (X,), {"residual": X, "residual_dtype": "int8"}),
+        (ValueError, "residual_dtype must be None without", (X,), {"residual_dtype": "float32"}),
     ],
 )
 @pytest.mark.parametrize("norm", NORMS)
@@ -469,7 +681,7 @@ def test_symbolic_shapes_are_refused() -> None:
     ("name", "option"),
     [
         *(("eps", 1e-3), ("axis", -1), ("zero_centered", True), ("relu", (0.0, 1.0))),
-        ("out_dtype", 1.0),
+        *(("out_dtype", 1.0), ("residual_dtype", 1.0)),
     ],
 )
 def test_an_option_that_is_traced_is_refused(name: str, option: Any) -> None:
@@ -534,6 +746,9 @@ def test_gradients_for_a_gpu_are_not_exported_without_one(
 def test_float64_must_be_enabled() -> None:
     with jax.enable_x64(False), pytest.raises(TypeError, match=r"out_dtype .* float64 without"):
         cupynorm.jax.rms_norm(X, out_dtype="float64")
+    message = r"residual_dtype .* float64 without"
+    with jax.enable_x64(False), pytest.raises(TypeError, match=message):
+        cupynorm.jax.rms_norm(X, residual=X, residual_dtype="float64")
 
 
 # ---- how XLA splits rows ------------------------------------------------------------------------

@@ -82,9 +82,11 @@ def test_drawn_shardings_have_uneven_ones_of_each_kind(report: dict[str, Any]) -
         "with_relu",
         "under_vmap",
         "through_layers",
+        "a_stream_through_layers",
         "second_derivatives",
         "shard_map",
         "gradient within shard_map",
+        "a residual",
     ],
 )
 def test_whole_rows_exchange_nothing_but_the_gradients_of_weight_and_bias(

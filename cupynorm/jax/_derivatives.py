@@ -32,9 +32,8 @@ def differentiable(spec: ForwardSpec, options: Options) -> Any:
     storing_nothing = Operation(spec, options)
     storing = Operation(replace(spec, store_statistics=True), options)
 
-    @functools.cache
-    def backward(has_dresidual_out: bool) -> Operation:
-        backward_spec = BackwardSpec(
+    def backward_spec(has_dresidual_out: bool) -> BackwardSpec:
+        return BackwardSpec(
             norm=spec.norm,
             x=spec.x,
             dy=spec.y,
@@ -46,7 +45,6 @@ def differentiable(spec: ForwardSpec, options: Options) -> Any:
             dx=None if of_x == spec.x else of_x,
             dresidual=None if spec.residual == of_x else spec.residual,
         )
-        return Operation(backward_spec, options)
 
     def forward(operation: Operation, x: Any, residual: Any, affine: Any) -> tuple[Any, Any]:
         """Return y and residual_out, and what else is stored, by name."""
@@ -55,7 +53,7 @@ def differentiable(spec: ForwardSpec, options: Options) -> Any:
         return (made.pop("y"), made.pop("residual_out", None)), made
 
     @jax.custom_vjp  # type: ignore[untyped-decorator]
-    def infer(*given: Any) -> tuple[Any, Any]:
+    def infer(*given: Any) -> Any:
         x, residual, affine, _ = given
         return forward(storing_nothing, x, residual, affine)[0]
 
@@ -67,7 +65,8 @@ def differentiable(spec: ForwardSpec, options: Options) -> Any:
     @jax.custom_vjp  # type: ignore[untyped-decorator]
     def gradients(dy: Any, x: Any, dresidual_out: Any, weight: Any, stored: Any) -> dict[str, Any]:
         arrays = {"dy": dy, "x": x, "dresidual_out": dresidual_out, "weight": weight}
-        return backward(dresidual_out is not None).by_name(**arrays, **stored)
+        backward = Operation(backward_spec(dresidual_out is not None), options)
+        return backward.by_name(**arrays, **stored)
 
     def infer_forward(*primals: Any) -> tuple[Any, Any]:
         x, residual, affine, widened = custom_vjp_primal_tree_values(primals)
@@ -105,19 +104,17 @@ def differentiable(spec: ForwardSpec, options: Options) -> Any:
     def gradients_backward(given: Any, cotangents: Any) -> tuple[Any, ...]:
         # As functions of x, of which the statistics were computed. The bitmask is a step function.
         *arrays, stored = given
-        backward_spec = backward(arrays[2] is not None).spec
-        formula = functools.partial(
-            _formula.backward_of_x, backward_spec, options, stored.get("bitmask")
-        )
+        told = backward_spec(arrays[2] is not None)
+        formula = functools.partial(_formula.backward_of_x, told, options, stored.get("bitmask"))
         _, pull_back = jax.vjp(formula, *arrays)
-        return *pull_back(tuple(map(cotangents.get, backward_spec.table.writes))), None
+        return *pull_back(tuple(map(cotangents.get, told.table.writes))), None
 
     # A cotangent that is known to be 0 is no array to read.
     infer.defvjp(infer_forward, infer_backward, symbolic_zeros=True)
     train.defvjp(train_forward, train_backward, symbolic_zeros=True)
     gradients.defvjp(gradients_forward, gradients_backward)
 
-    def norm(x: Any, residual: Any, affine: Any, widened: Any) -> tuple[Any, Any]:
+    def norm(x: Any, residual: Any, affine: Any, widened: Any) -> Any:
         x, residual, widened = jax.tree.map(in_reverse, (x, residual, widened))
         return infer(x, residual, affine, widened)
 

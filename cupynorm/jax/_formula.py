@@ -150,7 +150,7 @@ def _added(x: Any, residual: Any, dtype: str) -> Any:
     """Return x + residual, added in the compute dtype of all three and rounded once."""
     wide = "float64" if "float64" in (x.dtype.name, residual.dtype.name, dtype) else "float32"
     total = _round(x.astype(wide) + residual.astype(wide), dtype)
-    return jax.lax.optimization_barrier(total)  # XLA would normalize what was not rounded
+    return jax.lax.optimization_barrier(total)  # lest XLA drop the rounding
 
 
 def _gradients(
