@@ -285,7 +285,7 @@ def ours(problem: Problem, arrays: dict[str, Any]) -> Callable[[], tuple[Any, ..
     if problem.direction == "forward":
         function = getattr(cupynorm, problem.norm)
         return lambda: (function(x, weight, bias, eps=eps),)
-    _, mean, rstd, _ = getattr(cupynorm, f"{problem.norm}_forward")(x, weight, bias, eps=eps)
+    _, mean, rstd, *_ = getattr(cupynorm, f"{problem.norm}_forward")(x, weight, bias, eps=eps)
     if problem.norm == "rms_norm":
         return lambda: cupynorm.rms_norm_backward(arrays["dy"], x, weight, rstd)[:2]
-    return lambda: cupynorm.layer_norm_backward(arrays["dy"], x, weight, mean, rstd)
+    return lambda: cupynorm.layer_norm_backward(arrays["dy"], x, weight, mean, rstd)[:3]

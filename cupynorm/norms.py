@@ -528,7 +528,7 @@ def _forward(
     summed = give_out(result[-1], residual_out, total)
     if not options.training:
         return y, summed
-    return NormForward(y, *map(family.give_present, result[1:-1]), summed)
+    return NormForward._make([y, *map(family.give_present, result[1:-1]), summed])
 
 
 def _backward(
@@ -606,4 +606,4 @@ def _backward(
     of_residual = None
     if has_residual:
         of_residual = of_x if spec.dresidual is None else family.give(result.dresidual)
-    return NormBackward(of_x, *map(family.give_present, result[1:3]), of_residual)
+    return NormBackward._make([of_x, *map(family.give_present, result[1:3]), of_residual])
