@@ -15,21 +15,23 @@ REGISTERS_PER_MULTIPROCESSOR = 65536
 class Architecture:
     """What GPUs of a compute capability have: CUDA C++ Programming Guide, "Compute Capabilities".
 
-    `shared_kib`: of shared memory, for a block. `threads`: that a multiprocessor holds. `overlap`:
-    programmatic dependent launch. `large_l2`: 50 MiB or more, which rows fetched ahead stay in.
-    `timed`: choices were timed there; one that needs a measurement is made nowhere else.
+    `shared_kib`: of shared memory, for a block. `threads`: that a multiprocessor holds.
+    `bulk_copies`: of a whole row by one thread. `overlap`: programmatic dependent launch.
+    `large_l2`: 50 MiB or more, which rows fetched ahead stay in. `timed`: layouts were timed there;
+    the others have the same ones, but for those that spill there or rest on what its L1 does.
     """
 
     shared_kib: int
     threads: int
     asynchronous_copies: bool = True
     clusters: bool = True
+    bulk_copies: bool = True
     overlap: bool = True
     large_l2: bool = True
     timed: bool = False
 
 
-_BEFORE_CLUSTERS = {"clusters": False, "overlap": False, "large_l2": False}
+_BEFORE_CLUSTERS = {"clusters": False, "bulk_copies": False, "overlap": False, "large_l2": False}
 
 ARCHITECTURES = {
     75: Architecture(64, 1024, asynchronous_copies=False, **_BEFORE_CLUSTERS),
@@ -38,7 +40,7 @@ ARCHITECTURES = {
     87: Architecture(163, 1536, **_BEFORE_CLUSTERS),
     89: Architecture(99, 1536, **_BEFORE_CLUSTERS),
     90: Architecture(227, 2048, timed=True),
-    100: Architecture(227, 2048),
+    100: Architecture(227, 2048),  # untimed, and so are the next
     103: Architecture(227, 2048),
     120: Architecture(99, 1536),
 }

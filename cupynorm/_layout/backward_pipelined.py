@@ -255,7 +255,7 @@ def _max_threads(team: _Team, most: int) -> int:
     """Return the threads of the largest block: notes.md#teams-that-fill-their-packs."""
     if team.width > 3:
         return max(most, team.row_threads)
-    # By two teams of 224 rows of 3 packs spill beside two gradients, but not what is copied in
+    # By two teams of 224 rows of 3 packs spill beside two gradients, but not what sm_90 copies in
     # bulk, nor rows of no whole packs, whose weight is not held.
     timed = gpu_of(team.architecture).timed
     in_bulk = team.packs == team.slots and team.spec.norm == "layer_norm" and timed
@@ -497,9 +497,10 @@ def _in_bulk(
     spec: BackwardSpec, config: BackwardPipelined, architecture: int, limit: int
 ) -> BackwardPipelined | None:
     """Return the configuration with bulk copies, where they are ahead and fit; the bits stay."""
-    if not (gpu_of(architecture).timed and _can_be_in_bulk(spec, config)):
+    gpu = gpu_of(architecture)
+    if not (gpu.bulk_copies and _can_be_in_bulk(spec, config) and _gains_in_bulk(spec, config)):
         return None
-    if not _gains_in_bulk(spec, config):
+    if not gpu.timed and _is_crowded_in_bulk(spec, config):
         return None
     in_bulk = dataclasses.replace(config, bulk=True, stages=_bulk_stages(spec, config))
     return in_bulk if backward_pipelined_bytes(spec, in_bulk) <= limit else None
@@ -512,6 +513,17 @@ def _can_be_in_bulk(spec: BackwardSpec, config: BackwardPipelined) -> bool:
     """
     whole = config.full and config.vector == pack_length(spec.x) and config.row_threads >= 64
     return whole and ITEMSIZE[spec.x] == ITEMSIZE[spec.dy] and spec.gradients > 0
+
+
+def _is_crowded_in_bulk(spec: BackwardSpec, config: BackwardPipelined) -> bool:
+    """Tell whether up to 16 bytes would be spilled on sm_100, though on sm_90 none are."""
+    if spec.gradients < 2 or not config.hold_weight:
+        return False
+    if spec.zero_centered and spec.bitmask and config.block_threads > 448:
+        return True
+    # Of whole quarters of a multiprocessor each thread has more registers.
+    quarters = config.block_threads % 128 == 0
+    return not quarters and (config.packs_per_thread >= 3 or config.hold_row)
 
 
 def _gains_in_bulk(spec: BackwardSpec, config: BackwardPipelined) -> bool:
