@@ -399,7 +399,8 @@ def few_rows_configs(
     """Return the configurations of few rows, each behind the most rows that it is for, ascending.
 
     They have the bits of `config`. Rows that all run at once hold weight and bias, for registers
-    are to spare, and what is rare comes last in their code (notes.md#few-rows-hold-weight-and-bias)
+    are to spare, and what is rare comes last in their code
+    (notes.md#few-rows-hold-weight-and-bias).
     """
     halves = config.pack_length < pack_length(spec.x)
     least = 8 if spec.norm == "rms_norm" or halves else 16

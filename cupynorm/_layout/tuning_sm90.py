@@ -1,8 +1,8 @@
 """The thresholds between layouts, as rows of data: measured on an H200 (sm_90).
 
-Each table has those of a module of this package. A row is a choice, its gain, and the section of
-benchmarks/notes.md that has all figures. The gain goes from another choice to this one, or "beyond"
-this one, where it ends. `python -m benchmarks.tune KEY` measures a row again.
+Each table has those of a module of this package. A row is a choice, its gain and the section of
+benchmarks/notes.md that has all figures. The gain goes from another choice to this one.
+`python -m benchmarks.tune KEY` measures a row again, at the shapes of benchmarks/tuning_cases.py.
 GPUs of other architectures have the same choices, where their registers and shared memory allow.
 """
 
@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar
 T = TypeVar("T")
 
 UNKNOWN = "unknown"  # no figure of this choice alone is recorded
+
 SHORT = {
     1: (16, 256, 3, 4),
     2: (64, 256, 2, 2),
@@ -39,7 +40,7 @@ ROWS: dict[str, Row[Any]] = {}  # by their keys, such as "Forward.max_packs"
 
 
 class AnyPass:
-    """What forward.py and the backward's modules share, in architectures.py."""
+    """What both passes share."""
 
     # Of 3 packs a thread or more.
     min_packs_filled = Row(12, UNKNOWN, "packs-of-a-thread")
