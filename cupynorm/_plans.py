@@ -397,7 +397,7 @@ def many_rows_backward_plan(spec: BackwardSpec, n: int, vector: int, device: int
         isinstance(config, BackwardColumnParallel)
         and config.strips > at_once * kernels[0].blocks_at_once()
     ):
-        config = backward_config(spec, n, vector, capability, in_strips=False)
+        config = backward_config(spec, n, vector, capability, column_parallel=False)
         kernels = _load_backward(spec, config, device)
     clusters = at_once
     if config.cluster_blocks > 1:

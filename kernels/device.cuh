@@ -271,21 +271,21 @@ __device__ __forceinline__ void let_next_kernel_start() {
 #endif
 }
 
-// How soon the L2 gives up the lines that a load brings. On sm_90 alone, where it was measured (H200,
+// How soon the L2 gives up the lines that a load brings: from sm_90 on, measured on that alone (H200,
 // an L2 of 60 MiB).
 struct CachePolicy {
   unsigned long long bits;
 };
 __device__ __forceinline__ CachePolicy evict_first() {
   CachePolicy policy{};
-#if __CUDA_ARCH__ == 900
+#if __CUDA_ARCH__ >= 900
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy.bits));
 #endif
   return policy;
 }
 __device__ __forceinline__ CachePolicy evict_last() {
   CachePolicy policy{};
-#if __CUDA_ARCH__ == 900
+#if __CUDA_ARCH__ >= 900
   asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy.bits));
 #endif
   return policy;
@@ -301,7 +301,7 @@ constexpr long long kLargeBytes = 32 << 20;
 __device__ __forceinline__ bool is_large(long long bytes) { return bytes >= kLargeBytes; }
 __device__ __forceinline__ CachePolicy evict_last_if_large(long long bytes) {
   CachePolicy policy{};
-#if __CUDA_ARCH__ == 900
+#if __CUDA_ARCH__ >= 900
   asm("{\n"
       ".reg .pred last;\n"
       ".reg .b64 normal;\n"
@@ -316,7 +316,7 @@ __device__ __forceinline__ CachePolicy evict_last_if_large(long long bytes) {
   return policy;
 }
 // Whether asynchronous copies can be asked for with a policy.
-#if __CUDA_ARCH__ == 900
+#if __CUDA_ARCH__ >= 900
 constexpr bool kCopiesTakePolicies = true;
 #else
 constexpr bool kCopiesTakePolicies = false;
@@ -334,7 +334,7 @@ struct OwnPlace {
 // `mailbox` counts. Where it overwrites what threads have read, a barrier must lie in between.
 __device__ __forceinline__ void copy_bulk(void* shared, const void* global, int bytes,
                                           Mailbox* mailbox, CachePolicy policy) {
-#if __CUDA_ARCH__ == 900
+#if __CUDA_ARCH__ >= 900
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
       "[%0], [%1], %2, [%3], %4;" ::"r"(shared_address(shared)),
@@ -360,7 +360,7 @@ __device__ __forceinline__ OwnPlace own_place(const void* shared) {
 template <bool ThroughL1>
 __device__ __forceinline__ void copy_async(OwnPlace place, const void* global, bool valid,
                                            CachePolicy policy) {
-#if __CUDA_ARCH__ == 900
+#if __CUDA_ARCH__ >= 900
   const int read = valid ? 16 : 0;
   if constexpr (ThroughL1) {
     asm volatile(
@@ -377,7 +377,7 @@ __device__ __forceinline__ void copy_async(OwnPlace place, const void* global, b
 }
 // No memory clobber: no element is loaded after the kernel has written it.
 __device__ __forceinline__ uint4 load_with_policy(const uint4* memory, CachePolicy policy) {
-#if __CUDA_ARCH__ == 900
+#if __CUDA_ARCH__ >= 900
   uint4 value;
   asm volatile("ld.global.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
                : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
@@ -389,7 +389,7 @@ __device__ __forceinline__ uint4 load_with_policy(const uint4* memory, CachePoli
 }
 
 __device__ __forceinline__ uint2 load_with_policy(const uint2* memory, CachePolicy policy) {
-#if __CUDA_ARCH__ == 900
+#if __CUDA_ARCH__ >= 900
   uint2 value;
   asm volatile("ld.global.L2::cache_hint.v2.u32 {%0, %1}, [%2], %3;"
                : "=r"(value.x), "=r"(value.y)

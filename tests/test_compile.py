@@ -242,11 +242,11 @@ def instantiations(architecture: int) -> list[Instantiation]:
     x = "float64"
     for centred, clamped in (both, plain) if every else (plain,):
         add(4096, (2,), [ForwardSpec("rms_norm", x, x, None, x, centred, True, clamped)])
-    # Rows of float64, and of float32 those of two blocks or more, are copied in bulk on sm_90.
+    # Rows of float64, and of float32 those of two blocks or more, are copied in bulk from sm_90 on.
     for norm, (x, n), (centred, clamped) in itertools.product(
         ("rms_norm", "layer_norm"),
         (("float64", 768), ("float64", 4096), ("float32", 8192), ("float32", 16384)),
-        (both, plain) if architecture == 90 else (),
+        (both, plain) if architecture >= 90 else (),
     ):
         bias = x if norm == "layer_norm" else None
         add(n, (pack_length(x),), (), [BackwardSpec(norm, x, x, x, bias, centred, clamped)])
@@ -1006,9 +1006,11 @@ def disassembler() -> str | None:
     return shutil.which("nvdisasm", path=os.pathsep.join([os.environ.get("PATH", ""), *wheels]))
 
 
-def disassembled(kernels: tuple[Instantiation, ...], folder: Path) -> dict[Instantiation, str]:
-    """Return the machine code of kernels of one file, for sm_90."""
-    found = compiled(kernels, "90")
+def disassembled(
+    kernels: tuple[Instantiation, ...], folder: Path, architecture: str = "90"
+) -> dict[Instantiation, str]:
+    """Return the machine code of kernels of one file."""
+    found = compiled(kernels, architecture)
     path = folder / f"{abs(hash(kernels))}.cubin"
     path.write_bytes(found.cubin)
     command = [str(disassembler()), "-c", str(path)]
@@ -1019,12 +1021,13 @@ def disassembled(kernels: tuple[Instantiation, ...], folder: Path) -> dict[Insta
 
 
 def machine_code(
-    matches: Callable[[Instantiation], object], folder: Path
+    matches: Callable[[Instantiation], object], folder: Path, architecture: str = "90"
 ) -> Iterator[tuple[Instantiation, str]]:
-    """Yield the configurations for sm_90 that match, each with its machine code."""
-    chosen = (group for group in groups(instantiations(90)) if any(map(matches, group)))
+    """Yield the configurations that match, each with its machine code."""
+    every = groups(instantiations(int(architecture)))
+    chosen = (group for group in every if any(map(matches, group)))
     with ThreadPoolExecutor() as pool:
-        for found in pool.map(lambda group: disassembled(group, folder), chosen):
+        for found in pool.map(lambda group: disassembled(group, folder, architecture), chosen):
             yield from ((kernel, code) for kernel, code in found.items() if matches(kernel))
 
 
@@ -1056,8 +1059,9 @@ def check_places_of_copies(kernel: Instantiation, code: str) -> None:
 
 
 @pytest.mark.skipif(disassembler() is None, reason="needs nvdisasm")
+@pytest.mark.parametrize(("architecture", "most"), [("90", 120), ("100", 5), ("120", 5)])
 def test_no_copy_with_a_policy_has_a_part_of_its_place_in_a_uniform_register(
-    tmp_path: Path,
+    architecture: str, most: int, tmp_path: Path
 ) -> None:
     def has_copies_with_policies(kernel: Instantiation) -> bool:
         members = members_of(kernel)
@@ -1065,28 +1069,29 @@ def test_no_copy_with_a_policy_has_a_part_of_its_place_in_a_uniform_register(
         return pipelined and members["X"] != "double" and members["kVector"] in (4, 8)
 
     checked = 0
-    for kernel, code in machine_code(has_copies_with_policies, tmp_path):
+    for kernel, code in machine_code(has_copies_with_policies, tmp_path, architecture):
         check_places_of_copies(kernel, code)
         checked += 1
-    assert checked > 120
+    assert checked > most
 
 
 # By themselves: of what takes the most registers, as above, all strips have a bitmask.
 @pytest.mark.skipif(disassembler() is None, reason="needs nvdisasm")
 @pytest.mark.parametrize("bitmask", [False, True])
+@pytest.mark.parametrize("architecture", ["90", "100"])
 @pytest.mark.parametrize(
     ("x", "n"), [("float32", 262144), ("bfloat16", 262144), ("float16", 400_000)]
 )
 def test_no_copy_to_strips_has_a_part_of_its_place_in_a_uniform_register(
-    x: str, n: int, bitmask: bool, tmp_path: Path
+    x: str, n: int, architecture: str, bitmask: bool, tmp_path: Path
 ) -> None:
     kernels = []
     for norm, bias in (("rms_norm", None), ("layer_norm", "float32")):
         spec = BackwardSpec(norm, x, x, "float32", bias, False, bitmask)
-        config = backward_config(spec, n, pack_length(x), 90)
+        config = backward_config(spec, n, pack_length(x), int(architecture))
         assert isinstance(config, BackwardColumnParallel)
         kernels += backward_instantiations(spec, config)
-    for kernel, code in disassembled(tuple(kernels), tmp_path).items():
+    for kernel, code in disassembled(tuple(kernels), tmp_path, architecture).items():
         check_places_of_copies(kernel, code)
 
 
@@ -1133,14 +1138,18 @@ def test_the_next_kernel_is_let_start_where_one_of_ours_overlaps(norm: str, tmp_
 
 
 @pytest.mark.skipif(disassembler() is None, reason="needs nvdisasm")
-def test_copies_in_bulk_see_their_mailboxes(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "n"),
+    [*itertools.product(("90", "100"), (4096, 8192, 32768)), ("120", 4096)],
+)
+def test_copies_in_bulk_see_their_mailboxes(architecture: str, n: int, tmp_path: Path) -> None:
     spec = BackwardSpec("layer_norm", "bfloat16", "bfloat16", "float32", "float32", False, False)
-    for n in (4096, 8192, 32768):
-        kernel, _ = backward_instantiations(spec, backward_config(spec, n, 8, 90))
-        before, *copied = disassembled((kernel,), tmp_path)[kernel].split("UBLKCP")
-        assert copied, str(kernel)
-        # After the last mailbox was opened: each begins with a fence of its own.
-        assert "FENCE.VIEW.ASYNC" in before.rpartition("SYNCS.EXCH")[2], str(kernel)
+    config = backward_config(spec, n, 8, int(architecture))
+    kernel, _ = backward_instantiations(spec, config)
+    before, *copied = disassembled((kernel,), tmp_path, architecture)[kernel].split("UBLKCP")
+    assert copied, str(kernel)
+    # After the last mailbox was opened: each begins with a fence of its own.
+    assert "FENCE.VIEW.ASYNC" in before.rpartition("SYNCS.EXCH")[2], str(kernel)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES[1:])

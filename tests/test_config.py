@@ -249,10 +249,10 @@ def is_one_that_the_kernels_compile(chosen: Chosen) -> None:
         alone = config.rows_per_block == 1
         assert alone or spec.norm == "rms_norm" or config.column_lanes == 0
     elif isinstance(config, Strips):
-        without = configure(spec, chosen.n, chosen.vector, architecture, in_strips=False)
+        without = configure(spec, chosen.n, chosen.vector, architecture, column_parallel=False)
         assert isinstance(without, BackwardStreaming)
         assert architecture >= 90
-        assert config.strips <= backward_column_parallel.MOST_STRIPS
+        assert config.strips <= backward_column_parallel.MAX_STRIPS
         for most in (9, 12):  # sums of all rows are formed at once, or those of half of them
             sums = config.group_rows * (3 if spec.norm == "layer_norm" else 1)
             assert sums <= most or config.group_rows % 2 == 0
@@ -534,14 +534,14 @@ def test_constants_are_those_of_the_kernels() -> None:
     strips = backward_column_parallel
     names = "kAhead kStages kMessengers kPlaces kCountStride kMostStrips"
     found = constants("backward_column_parallel.cu", names)
-    assert strips.STRIPS_STAGES == found["kStages"]
-    assert strips.STRIPS_MESSENGERS == found["kMessengers"]
-    assert strips.STRIPS_PLACES == found["kPlaces"]
-    assert strips.MOST_STRIPS == found["kMostStrips"]
-    counts = strips.STRIPS_PLACES + strips.STRIPS_WILD_PLACES
+    assert strips.STAGES == found["kStages"]
+    assert strips.MESSENGERS == found["kMessengers"]
+    assert strips.PLACES == found["kPlaces"]
+    assert strips.MAX_STRIPS == found["kMostStrips"]
+    counts = strips.PLACES + strips.WILD_PLACES
     assert column_parallel_counts_bytes() == counts * found["kCountStride"] * 4
     assert max(backward_in_registers.TEAMS) == constants("gradient.cuh", "kTurns")["kTurns"] == 64
-    most_teams = backward_in_registers.MOST_TEAMS_OF_SEVERAL_WARPS
+    most_teams = backward_in_registers.MAX_TEAMS_OF_SEVERAL_WARPS
     assert f"kTeams <= {most_teams}" in source("team.cuh")
     assert "return (n_cols + 7) & ~7LL;" in source("gradient.cuh")
     assert [partials_stride(n) for n in range(40)] == [(n + 7) & ~7 for n in range(40)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cache
 
+from cupynorm._layout.tuning_sm90 import AnyPass as Tuned
 from cupynorm._operation import ITEMSIZE, ForwardSpec, compute_dtype
 
 REGISTERS_PER_MULTIPROCESSOR = 65536
@@ -14,21 +15,23 @@ REGISTERS_PER_MULTIPROCESSOR = 65536
 class Architecture:
     """What GPUs of a compute capability have: CUDA C++ Programming Guide, "Compute Capabilities".
 
-    `shared_kib`: of shared memory, for a block. `threads`: that a multiprocessor holds. `overlap`:
-    programmatic dependent launch. `large_l2`: 50 MiB or more, which rows fetched ahead stay in.
-    `timed`: choices were timed there; one that needs a measurement is made nowhere else.
+    `shared_kib`: of shared memory, for a block. `threads`: that a multiprocessor holds.
+    `bulk_copies`: of a whole row by one thread. `overlap`: programmatic dependent launch.
+    `large_l2`: 50 MiB or more, which rows fetched ahead stay in. `timed`: layouts were timed there;
+    the others have the same ones, but for those that spill there or rest on what its L1 does.
     """
 
     shared_kib: int
     threads: int
     asynchronous_copies: bool = True
     clusters: bool = True
+    bulk_copies: bool = True
     overlap: bool = True
     large_l2: bool = True
     timed: bool = False
 
 
-_BEFORE_CLUSTERS = {"clusters": False, "overlap": False, "large_l2": False}
+_BEFORE_CLUSTERS = {"clusters": False, "bulk_copies": False, "overlap": False, "large_l2": False}
 
 ARCHITECTURES = {
     75: Architecture(64, 1024, asynchronous_copies=False, **_BEFORE_CLUSTERS),
@@ -37,7 +40,7 @@ ARCHITECTURES = {
     87: Architecture(163, 1536, **_BEFORE_CLUSTERS),
     89: Architecture(99, 1536, **_BEFORE_CLUSTERS),
     90: Architecture(227, 2048, timed=True),
-    100: Architecture(227, 2048),
+    100: Architecture(227, 2048),  # untimed, and so are the next
     103: Architecture(227, 2048),
     120: Architecture(99, 1536),
 }
@@ -53,10 +56,8 @@ def gpu_of(architecture: int) -> Architecture:
 
 
 # Of an H200's 256 KiB shared memory is given 228, or 196 or fewer; L1 has the others.
-MOST_SHARED_BESIDE_L1 = 196 << 10
-MULTIPROCESSORS = 128  # roughly, of the GPUs that this is tuned for
-MOST_CLUSTER_BLOCKS = 16
-LEAST_FILLED = 12  # packs: shorter rows, by fewer than 4 threads, were not measured
+MAX_SHARED_BESIDE_L1 = 196 << 10
+MAX_CLUSTER_BLOCKS = 16
 
 
 def without_clusters(architecture: int) -> int:
@@ -81,7 +82,7 @@ def shared_limit(architecture: int) -> int:
 
 def leave_l1_room(blocks: int, block_bytes: int) -> bool:
     """Return whether so many blocks on a multiprocessor leave its L1 room for rows."""
-    return blocks * (block_bytes + 1024) <= MOST_SHARED_BESIDE_L1
+    return blocks * (block_bytes + 1024) <= MAX_SHARED_BESIDE_L1
 
 
 def team_bytes(
@@ -120,15 +121,16 @@ def widest(*dtypes: str | None) -> int:
 def streaming_blocks(packs: int, architecture: int) -> int:
     """Return the blocks that stream a row.
 
-    With one, 32 rows of 262144 float32 keep 32 of an H200's 132 multiprocessors busy. Clusters of 4
-    blocks of 512 threads, two a multiprocessor, all run at once; of 8 or 16 such, fewer rows do.
+    Few long rows by one block each would leave multiprocessors idle
+    (notes.md#rows-that-are-read-twice).
     """
-    return 4 if gpu_of(architecture).clusters and packs > 8192 else 1
+    long = packs > Tuned.max_packs_streamed_by_one_block
+    return 4 if long and gpu_of(architecture).clusters else 1
 
 
-def most_cluster_blocks(architecture: int) -> int:
+def max_cluster_blocks(architecture: int) -> int:
     """Return the blocks that a cluster may have, 1 where there are no clusters."""
-    return MOST_CLUSTER_BLOCKS if gpu_of(architecture).clusters else 1
+    return MAX_CLUSTER_BLOCKS if gpu_of(architecture).clusters else 1
 
 
 # ---- how wide weight, bias and y are beside x ----------------------------------------------------
@@ -147,6 +149,11 @@ def is_y_wider(spec: ForwardSpec) -> bool:
 def affine_bytes(spec: ForwardSpec) -> int:
     """Return the bytes of an element of the weight and one of the bias."""
     return widest(spec.weight) + widest(spec.bias)
+
+
+def has_heavy_affine(spec: ForwardSpec) -> bool:
+    """Return whether an element of weight and bias together exceeds 4 bytes."""
+    return affine_bytes(spec) > 4
 
 
 def affine_registers(spec: ForwardSpec, packs_per_thread: int) -> int:

@@ -36,17 +36,20 @@ BackwardConfig = (
 
 
 def backward_config(
-    spec: BackwardSpec, n: int, vector: int, architecture: int, *, in_strips: bool = True
+    spec: BackwardSpec, n: int, vector: int, architecture: int, *, column_parallel: bool = True
 ) -> BackwardPipelined | BackwardColumnParallel | BackwardStreaming:
     """Return the configuration of a backward pass over rows of n elements.
 
-    `in_strips`: the GPU has room for strips, should they be the fastest.
+    `column_parallel`: the GPU has room for strips all at once, should they be the fastest.
     """
     pipelined = backward_pipelined(spec, n, vector, architecture)
     if pipelined is not None:
         return pipelined
-    strips = backward_column_parallel(spec, n, vector, architecture) if in_strips else None
-    return strips or BackwardStreaming(
+    if column_parallel:
+        by_strips = backward_column_parallel(spec, n, vector, architecture)
+        if by_strips is not None:
+            return by_strips
+    return BackwardStreaming(
         cluster_blocks=streaming_blocks(-(-n // pack_length(spec.x)), architecture),
         vector=vector,
         reduction=reduction_of(spec, n),

@@ -6,14 +6,15 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from cupynorm._layout.architectures import gpu_of, pack_length, shared_limit
+from cupynorm._layout.tuning_sm90 import BackwardColumnParallel as Tuned
 from cupynorm._operation import ITEMSIZE, BackwardSpec, compute_dtype
 
 # Blocks that all run at once, one on each multiprocessor: an H200 has 132.
-MOST_STRIPS = 128
+MAX_STRIPS = 128
 
 # As kernels/backward_column_parallel.cu has them: groups in shared memory, warps that exchange
 # sums, and the places of what they exchange; and those of wild rows.
-STRIPS_STAGES, STRIPS_MESSENGERS, STRIPS_PLACES, STRIPS_WILD_PLACES = 5, 4, 8, 2
+STAGES, MESSENGERS, PLACES, WILD_PLACES = 5, 4, 8, 2
 
 
 @dataclass(frozen=True)
@@ -33,30 +34,26 @@ class BackwardColumnParallel:
 
     @property
     def block_threads(self) -> int:
-        return self.strip_threads + 32 * STRIPS_MESSENGERS
+        return self.strip_threads + 32 * MESSENGERS
 
 
 def backward_column_parallel(
     spec: BackwardSpec, n: int, vector: int, architecture: int
 ) -> BackwardColumnParallel | None:
-    """Return the configuration of rows that no cluster holds, by strips of 192 to 512 packs.
+    """Return the configuration of rows that no cluster holds, by strips of up to 512 packs.
 
-    Read once, not twice as they would be streamed: RMSNorm of 32 rows of 262144 float32 takes
-    35 us, not 58, LayerNorm 37, not 61; of 512 rows 386, not 653, and 391, not 674. Below 192 packs
-    what the blocks tell each other shows: 256 rows of 133120 bfloat16 take 83 us, by clusters 62,
-    and 110, by clusters 71; and so do packs that are moved by single elements: of 200001 612, not
-    314, and 638, not 367 (H200). N alone decides, never the alignment, since the bits of dx must
-    not depend on it: rows of whole packs are in strips at unaligned addresses, too, though slower
-    there.
+    They are read once, not twice as they would be streamed (notes.md#column-parallel-rows). N alone
+    decides, never the alignment, since the bits of dx must not depend on it: rows of whole packs
+    are so at unaligned addresses, too, though slower there.
     """
     whole, rest = divmod(n, pack_length(spec.x))
-    strip_threads = -(-whole // (32 * MOST_STRIPS)) * 32
-    if not gpu_of(architecture).clusters or rest or not 192 <= strip_threads <= 512:
+    strip_threads = -(-whole // (32 * MAX_STRIPS)) * 32
+    if not gpu_of(architecture).clusters or rest:
+        return None
+    if not Tuned.min_threads <= strip_threads <= 512:
         return None
     strips = -(-whole // strip_threads)
-    # Not 5, of which LayerNorm's messengers have one on its way at a time: 256 rows of 262144 take
-    # 143 us, not 121 (bfloat16, H200).
-    for group_rows in (6, 4, 3, 2, 1):
+    for group_rows in Tuned.group_rows:
         config = BackwardColumnParallel(strips, strip_threads, group_rows, vector)
         if backward_column_parallel_bytes(spec, config) <= shared_limit(architecture):
             return config
@@ -67,24 +64,22 @@ def backward_column_parallel_bytes(spec: BackwardSpec, config: BackwardColumnPar
     """Return the shared memory of a block: see kernels/backward_column_parallel.cu."""
     itemsizes = [ITEMSIZE[dtype] for dtype in (spec.x, spec.dy, spec.dresidual_out) if dtype]
     row = config.strip_threads * pack_length(spec.x) * sum(itemsizes)
-    of_warps = STRIPS_MESSENGERS * _gradient_sums(spec) * config.strip_threads // 32
-    known = STRIPS_PLACES * 5  # values of each row
+    of_warps = MESSENGERS * _gradient_sums(spec) * config.strip_threads // 32
+    known = PLACES * 5  # values of each row
     sums = (of_warps + known) * ITEMSIZE[compute_dtype(spec.x)]
-    return config.group_rows * (STRIPS_STAGES * row + sums)
+    return config.group_rows * (STAGES * row + sums)
 
 
 def column_parallel_counts_bytes() -> int:
     """Return the bytes of device memory of the counts, a line each, of blocks that have told."""
-    return (STRIPS_PLACES + STRIPS_WILD_PLACES) * 128
+    return (PLACES + WILD_PLACES) * 128
 
 
 def column_parallel_exchange_bytes(spec: BackwardSpec, config: BackwardColumnParallel) -> int:
     """Return the bytes of device memory in which the blocks exchange their sums of rows."""
     sums = _gradient_sums(spec) * config.strips
-    of_groups = STRIPS_PLACES * config.group_rows * sums * ITEMSIZE[compute_dtype(spec.x)]
-    return (
-        of_groups + STRIPS_WILD_PLACES * sums * (config.strip_threads // 32) * ITEMSIZE["float64"]
-    )
+    of_groups = PLACES * config.group_rows * sums * ITEMSIZE[compute_dtype(spec.x)]
+    return of_groups + WILD_PLACES * sums * (config.strip_threads // 32) * ITEMSIZE["float64"]
 
 
 def _gradient_sums(spec: BackwardSpec) -> int:

@@ -6,11 +6,11 @@ import dataclasses
 from dataclasses import dataclass
 
 from cupynorm._layout.architectures import (
-    MOST_CLUSTER_BLOCKS,
+    MAX_CLUSTER_BLOCKS,
     gpu_of,
     is_wide,
     is_y_wider,
-    most_cluster_blocks,
+    max_cluster_blocks,
     moves_8_bytes,
     pack_length,
     shared_limit,
@@ -19,10 +19,8 @@ from cupynorm._layout.architectures import (
     team_threads,
     widest,
 )
+from cupynorm._layout.tuning_sm90 import ForwardPipelined as Tuned
 from cupynorm._operation import ITEMSIZE, ForwardSpec
-
-PIPELINED_THREADS = 512  # at most, of a block that stages rows in the forward pass
-TWO_CLUSTERS_THREADS = 256  # the same, where two are on a multiprocessor
 
 
 @dataclass(frozen=True)
@@ -102,28 +100,24 @@ def _deep_forward(
 ) -> ForwardPipelined | None:
     """Return the configuration of 16 blocks, of 5 to 8 packs a thread, of rows that fill them.
 
-    They would be read twice: 28 us against 39 for LayerNorm of 32 rows of 262144 float32, 264
-    against 440 of 512, 104 against 169 of 256 rows of 393216 bfloat16 (H200). The weight is held
-    however it is aligned, as shared memory mostly has no room for it; beside it a row's end would
-    spill, and more than what does a ReLU in LayerNorm's 7 and 8 packs of 16 bits.
+    They would be read twice (notes.md#sixteen-blocks-of-more-packs). The weight is held however it
+    is aligned, as shared memory mostly has no room for it; beside it a row's end would spill.
     """
-    cluster_blocks = MOST_CLUSTER_BLOCKS
-    too_many = _cluster(packs, PIPELINED_THREADS * 4) == 2 * cluster_blocks
-    if not gpu_of(architecture).clusters or not too_many:
+    too_many = _cluster(packs, Tuned.max_threads * 4) == 2 * MAX_CLUSTER_BLOCKS
+    if not gpu_of(architecture).clusters or not too_many or is_wide(spec) or spec.x == "float64":
         return None
-    packs_per_thread, rest = divmod(n, cluster_blocks * PIPELINED_THREADS * pack_length(spec.x))
-    spills = spec.norm == "layer_norm" and ITEMSIZE[spec.x] == 2 and spec.relu
-    if rest or is_wide(spec) or spec.x == "float64" or (spills and packs_per_thread > 6):
+    threads = MAX_CLUSTER_BLOCKS * Tuned.max_threads
+    packs_per_thread, rest = divmod(n, threads * pack_length(spec.x))
+    crowded = spec.norm == "layer_norm" and ITEMSIZE[spec.x] == 2 and spec.relu
+    if rest or (crowded and packs_per_thread > 6):
         return None
-    three = _three_stages(spec, n, vector, cluster_blocks, PIPELINED_THREADS, packs_per_thread)
+    three = _three_stages(spec, n, vector, MAX_CLUSTER_BLOCKS, Tuned.max_threads, packs_per_thread)
     tried = [three]
-    # A float32 bias leaves shared memory no third stage beside 8 packs of float32, but registers
-    # hold it: LayerNorm of 32 rows of 262144 takes 24.5 us, not 25.5, of 512 257, not 262, of one,
-    # which waits for it, 9.1, not 8.7 (H200). With a ReLU or moved by single elements it spills.
+    # Registers hold a float32 bias beside which shared memory has no room for a third stage; with a
+    # ReLU or moved by single elements it would spill.
     if spec.x == "float32" and vector == pack_length(spec.x) and not spec.relu:
         tried.append(dataclasses.replace(three, hold_bias=True))
-    # In two stages they take 26.5 us by a kernel that can count, 25.4 by one that cannot; 2048 of
-    # them 1016 by a count, 1024 without (H200).
+    # In two stages LayerNorm's are sooner by a kernel that cannot count.
     counted = three.counted and spec.norm == "rms_norm"
     tried.append(dataclasses.replace(three, stages=2, counted=counted))
     fitting = (d for d in tried if forward_pipelined_bytes(spec, d) <= shared_limit(architecture))
@@ -135,90 +129,101 @@ def _two_clusters_forward(
 ) -> ForwardPipelined | None:
     """Return the configuration of clusters of which two are at once, with room for three stages.
 
-    Of each multiprocessor a cluster has a block of up to 256 threads, whose 5 to 7 packs of the
-    weight are mostly in registers: one works while the other waits. LayerNorm, with the bias in
-    shared memory, takes 172 us against 229 for 1024 rows of 163840, 171 against 195 for 8192 of
-    20480, 75 against 94 for 512 of 69632 float32; by two stages 203, 192 and, of 24576, no less
-    than by one cluster. RMSNorm takes 195 against 212 for 1024 of 196608, 384 against 394 for 4096
-    of 98304; but 198 against 193 for 8192 of 24576 by clusters of two, 514 against 503 of 65536
-    with 8 packs (bfloat16, weight and bias of either width, H200). Not with a ReLU beside more than
-    5 packs, which would spill more than those do. Of odd length LayerNorm takes 146 us against 177
-    for 4096 of 20001, 138 against 156 for 820 of 81921, 136 against 157 for 680 of 98305 with a
-    bfloat16 weight and bias, RMSNorm 95 against 111 for 1630 of 40961 (bfloat16, float32 weight and
-    bias unless said, H200).
+    Of each multiprocessor a cluster has a small block, whose packs of the weight are mostly in
+    registers: one works while the other waits (notes.md#two-clusters-at-once).
     """
-    cluster_blocks = _cluster(packs, PIPELINED_THREADS * 4)
-    if not 1 < cluster_blocks <= most_cluster_blocks(architecture) or is_wide(spec):
+    cluster_blocks = _cluster(packs, Tuned.max_threads * 4)
+    if not 1 < cluster_blocks <= max_cluster_blocks(architecture):
+        return None
+    if is_wide(spec) or spec.x == "float64":
+        return None
+    if spec.norm == "rms_norm" and cluster_blocks <= Tuned.two_clusters_beyond_blocks:
         return None
     block_packs = -(-packs // cluster_blocks)
-    most_packs = 5 if spec.relu else 7 if spec.norm == "layer_norm" else 6
-    widths = range(-(-block_packs // TWO_CLUSTERS_THREADS), most_packs + 1)
-    measured = spec.x != "float64" and (spec.norm == "layer_norm" or cluster_blocks > 2)
-    if not (widths and measured):
+    packs_per_thread = _packs_of_two_clusters(spec, block_packs)
+    if packs_per_thread is None:
         return None
-    packs_per_thread = min(
-        widths, key=lambda width: slots_of(block_packs, team_threads(block_packs, width))
-    )
-    block_threads = team_threads(block_packs, packs_per_thread)
     config = _three_stages(
         spec,
         n,
         vector,
         cluster_blocks,
-        block_threads,
+        team_threads(block_packs, packs_per_thread),
         packs_per_thread,
         blocks_per_multiprocessor=2,
     )
-    # With the KiB that each block has besides, and cells where no address allows anything else.
-    # Beside them a ReLU, or a wider y, which is stored by elements, would spill up to 156 bytes:
-    # whole packs at such an address have the weight in shared memory, and mostly one block, but the
-    # same threads, for the same bits.
+    # Cells where no address allows anything else; beside them a ReLU, or a wider y, which is stored
+    # by elements, would spill up to 156 bytes. Whole packs at such an address have the weight in
+    # shared memory, and mostly one block, but the same threads, for the same bits.
     crowded = spec.relu or is_y_wider(spec)
     always = dataclasses.replace(config, cells=(n & -n) * ITEMSIZE[spec.x] <= 4)
-    needed = 2 * (forward_pipelined_bytes(spec, always) + 1024)
+    needed = 2 * (forward_pipelined_bytes(spec, always) + 1024)  # the KiB that each block has
     if needed > shared_limit(architecture) + 1024 or (crowded and always.cells):
         return None
     return dataclasses.replace(config, hold_weight=not crowded or vector * ITEMSIZE[spec.x] > 4)
 
 
+def _packs_of_two_clusters(spec: ForwardSpec, block_packs: int) -> int | None:
+    """Return the packs of a thread that leave the fewest empty, or None if all would be too many.
+
+    Of more packs a ReLU would spill.
+    """
+    least = -(-block_packs // Tuned.two_clusters_max_threads)
+    most = Tuned.two_clusters_max_packs
+    if spec.norm == "layer_norm":
+        most = Tuned.two_clusters_max_packs_of_layer_norm
+    if spec.relu:
+        most = 5
+    return min(
+        range(least, most + 1),
+        key=lambda width: slots_of(block_packs, team_threads(block_packs, width)),
+        default=None,
+    )
+
+
 def _one_cluster_forward(
     spec: ForwardSpec, n: int, packs: int, vector: int, architecture: int
 ) -> ForwardPipelined | None:
-    """Return the configuration of a block or a cluster, of up to PIPELINED_THREADS threads a block.
+    """Return the configuration of a block or a cluster, of 4 packs a thread.
 
-    4 packs a thread, 3 where that leaves few threads: of the widths tried (192 to 1024 threads, 1
-    to 8 packs) the fastest, or within 3%, from N = 11008 to 131072; LayerNorm of 2**27 elements
-    takes 141 us at 12288 by 384 threads, of 512, a quarter of them idle, 161; at 9216 154 by 384 of
-    3 packs, 167 by 288 of 4 (bfloat16, H200).
+    Or of 3, where that leaves few threads (notes.md#one-cluster-of-blocks).
     """
-    cluster_blocks = _cluster(packs, PIPELINED_THREADS * 4)
-    if cluster_blocks > most_cluster_blocks(architecture):
+    cluster_blocks = _cluster(packs, Tuned.max_threads * 4)
+    if cluster_blocks > max_cluster_blocks(architecture):
         return None
     block_packs = -(-packs // cluster_blocks)
-    packs_per_thread = 4 if block_packs > 4 * 288 else 3
+    packs_per_thread = 4 if block_packs > Tuned.three_packs_max else 3
     block_threads = team_threads(block_packs, packs_per_thread)
-    # By accesses of 8 bytes RMSNorm takes 142 us, not 152, for 1024 rows of 131076, LayerNorm 209,
-    # not 225, and with a 16-bit weight RMSNorm 141, not 143, for 8192 of 16388, but LayerNorm 207,
-    # not 187, for those of 131076 (bfloat16, H200). With a ReLU or a wider y LayerNorm's 4 packs
-    # would spill, and elsewhere float64.
-    by_8_bytes = moves_8_bytes(spec.x, vector) and spec.x != "float64"
-    by_8_bytes = by_8_bytes and (widest(spec.weight, spec.bias) > 2 or cluster_blocks <= 2)
-    if spec.norm == "layer_norm" and packs_per_thread == 4:
-        by_8_bytes = by_8_bytes and not (spec.relu or is_y_wider(spec))
-    hold = (vector == pack_length(spec.x) or by_8_bytes) and not is_wide(spec)
-    three = dataclasses.replace(
+    hold = _one_cluster_holds(spec, vector, cluster_blocks, packs_per_thread)
+    most = dataclasses.replace(
         _three_stages(spec, n, vector, cluster_blocks, block_threads, packs_per_thread),
+        stages=Tuned.stages,
         hold_weight=hold,
         hold_bias=hold,
     )
-    two = dataclasses.replace(three, stages=2)
+    two = dataclasses.replace(most, stages=2)
     # Whatever the alignment, so that a row's bits do not depend on it.
     least_held = dataclasses.replace(two, hold_weight=False, hold_bias=False)
     if forward_pipelined_bytes(spec, least_held) > shared_limit(architecture):
         return None
-    # LayerNorm's 2048 rows of 131072 take 270 us with 3, 324 with 2, 271 with 4 (bfloat16, float32
-    # weight and bias, H200).
-    return three if forward_pipelined_bytes(spec, three) <= shared_limit(architecture) else two
+    return most if forward_pipelined_bytes(spec, most) <= shared_limit(architecture) else two
+
+
+def _one_cluster_holds(
+    spec: ForwardSpec, vector: int, cluster_blocks: int, packs_per_thread: int
+) -> bool:
+    """Return whether registers hold weight and bias."""
+    if is_wide(spec):
+        return False
+    if vector == pack_length(spec.x):
+        return True
+    if not moves_8_bytes(spec.x, vector) or spec.x == "float64":  # which would spill
+        return False
+    narrow = widest(spec.weight, spec.bias) <= 2
+    if narrow and cluster_blocks > Tuned.held_by_8_bytes_max_blocks:
+        return False
+    spills = spec.norm == "layer_norm" and packs_per_thread == 4
+    return not (spills and (spec.relu or is_y_wider(spec)))
 
 
 def _three_stages(
@@ -252,21 +257,15 @@ def _counted(
 ) -> bool:
     """Return whether clusters may take rows as they have room for them.
 
-    RMSNorm of 4096 rows of 131072 takes 504 us against 522, of 163840 with a ReLU or a zero-centred
-    weight 628 against 668, LayerNorm of 32768 of 16384 503 against 529, of 16384 of 32768 505
-    against 532; but of 8192 of 65536, where its blocks wait for the sums of three others, 534
-    against 519, unless another cluster is on their multiprocessors: 321 against 351 for 8192 of
-    40960. By 16 blocks it loses even then: 179 against 172 for 1024 of 163840 (bfloat16). Of
-    float32 LayerNorm takes 130 us against 136 for 2048 of 32768, 993 against 1028 for 8192 of
-    65536, 756 against 803 for 4096 of 98304, 226 against 234 for 512 of 229376; but by 16 blocks of
-    4 packs a thread 2095 against 2047 for 8192 of 131072 (H200).
+    LayerNorm's larger clusters lose by it, where they wait for the sums of many others and no other
+    cluster is on their multiprocessors (notes.md#rows-taken-by-a-count).
     """
-    if spec.norm == "rms_norm" or cluster_blocks <= 2:
+    if spec.norm == "rms_norm" or cluster_blocks <= Tuned.counted_max_blocks:
         return True
-    of_most_blocks = cluster_blocks == MOST_CLUSTER_BLOCKS
+    largest = cluster_blocks == MAX_CLUSTER_BLOCKS
     if spec.x == "float32":
-        return packs_per_thread > 4 or not of_most_blocks
-    return blocks_per_multiprocessor == 2 and not of_most_blocks
+        return not largest or packs_per_thread > Tuned.counted_float32_beyond_packs
+    return not largest and blocks_per_multiprocessor == 2
 
 
 def _cluster(packs: int, packs_per_block: int) -> int:
@@ -277,12 +276,8 @@ def _cluster(packs: int, packs_per_block: int) -> int:
 def _by_cells(spec: ForwardSpec, config: ForwardPipelined, architecture: int) -> ForwardPipelined:
     """Return the configuration by cells, if they fit, of rows that are moved by 4 bytes or less.
 
-    RMSNorm of 4096 rows of 20001 takes 110 us, not 261, LayerNorm 176, not 397; where accesses are
-    of two elements RMSNorm of 20002 104, not 120, LayerNorm by two clusters 125, not 150.
-    LayerNorm's one cluster holds the weight besides: 130 us, not 144, for 5000 of 12289, 142, not
-    147, for 2720 of 24577; but RMSNorm's would take 106, not 95, for 4096 of 16385 (bfloat16,
-    float32 weight and bias, H200), and beside a ReLU, a wider y or operands of float64 up to 192
-    bytes would be spilled.
+    LayerNorm's one cluster holds the weight besides, where up to 192 bytes would not be spilled
+    (notes.md#rows-by-cells).
     """
     if config.vector * ITEMSIZE[spec.x] > 4:
         return config

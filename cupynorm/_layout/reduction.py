@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from cupynorm._layout.tuning_sm90 import Reduction as Tuned
 from cupynorm._operation import ITEMSIZE, BackwardSpec, compute_dtype
 
 
@@ -26,17 +27,14 @@ class Reduction:
 
 
 def reduction_of(spec: BackwardSpec, n: int) -> Reduction | None:
-    """Return how the partials of many rows are summed, the fewer the longer a row is.
+    """Return how the partials of many rows are summed, by fewer groups the longer a row is.
 
-    By as many groups as leave a thread about 5 partials, which are on their way at once, 9 at most:
-    there are 264 to 528 of short rows, 132 up to N = 8192 (H200). Four columns a thread, in blocks
-    of 256, where it had been one in blocks of up to 1024, and 9 partials, 4 of them at once:
-    RMSNorm takes 12.2 us at 4096x768, not 13.6, 17.3 at 512x8192, not 18.1, LayerNorm 20.8 at
-    32768x256, not 22.3 (bfloat16, H200).
+    So a thread has about 5 partials, which are on their way at once
+    (notes.md#partial-sums-of-gradients).
     """
     if not spec.gradients:
         return None
-    groups = max(1, 64 >> (-(-spec.gradients * n // 8192) - 1).bit_length())
+    groups = max(1, Tuned.max_groups >> (-(-spec.gradients * n // 8192) - 1).bit_length())
     width = 16 // ITEMSIZE[compute_dtype(spec.x)]
     return Reduction(groups=groups, width=width, vector=width if n % width == 0 else 1)
 

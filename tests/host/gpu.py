@@ -34,7 +34,7 @@ from cupynorm._layout import (
     forward_config,
     shared_limit,
 )
-from cupynorm._layout.architectures import MOST_CLUSTER_BLOCKS
+from cupynorm._layout.architectures import MAX_CLUSTER_BLOCKS
 from host.build import Build, KernelError, runtime
 
 __all__ = ["ARCHITECTURE", "Array", "Gpu"]
@@ -311,7 +311,7 @@ class _Kernel:
         most = shared_limit(gpu.architecture)
         if kernel.shared_bytes > most:
             raise KernelError(f"{kernel}: {kernel.shared_bytes} bytes of shared memory")
-        if kernel.cluster_blocks > MOST_CLUSTER_BLOCKS:
+        if kernel.cluster_blocks > MAX_CLUSTER_BLOCKS:
             what = f"a grid of {blocks} blocks in clusters of {kernel.cluster_blocks}"
             raise KernelError(f"{kernel}: {what}")
         held = ctypes.create_string_buffer(packed, len(packed))

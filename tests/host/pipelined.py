@@ -70,7 +70,7 @@ class Pipelined:
 
     def __str__(self) -> str:
         over = f"{self.cluster_blocks}x{self.teams}x{self.row_threads}x{self.packs_per_thread}"
-        if self.in_strips:
+        if self.column_parallel:
             over = f"{self.strips}x{self.row_threads}x{self.group_rows}"
         what = f"{self.file.removesuffix('.cu')}-{self.norm}-{self.x}-{self.other}-{self.regime}"
         how = f"{'-bulk' if self.bulk else ''}{'-counted' if self.counted else ''}"
@@ -80,7 +80,7 @@ class Pipelined:
         return f"{what}-{self.m}x{self.n}-{over}-{self.stages}{how}"
 
     @property
-    def in_strips(self) -> bool:
+    def column_parallel(self) -> bool:
         return self.file == "backward_column_parallel.cu"
 
     @property
@@ -138,8 +138,8 @@ class Pipelined:
                     counted=self.counted is not None,
                 ),
             )
-        elif self.in_strips:
-            (kernel,) = backward_instantiations(self._spec, self._strips_config)
+        elif self.column_parallel:
+            (kernel,) = backward_instantiations(self._spec, self._column_parallel_config)
         else:
             config = BackwardPipelined(
                 **row,
@@ -156,14 +156,14 @@ class Pipelined:
             kernel,
             shared_bytes=self._shared_bytes(),
             # Of two blocks that count; else the first takes all that is counted.
-            at_once=self.in_strips
+            at_once=self.column_parallel
             or (self.counted is not None and self.cluster_blocks == 1 and self.groups == 2),
         )
 
     def _shared_bytes(self) -> int:
         compute = ITEMSIZE[compute_dtype(self.x)]
-        if self.in_strips:
-            return backward_column_parallel_bytes(self._spec, self._strips_config)
+        if self.column_parallel:
+            return backward_column_parallel_bytes(self._spec, self._column_parallel_config)
         warps = max(1, self.row_threads // 32)
         scratch = 2 * self.teams * warps * 4 * compute if warps > 1 else 0
         if self.cluster_blocks > 1:
@@ -198,7 +198,7 @@ class Pipelined:
         )
 
     @property
-    def _strips_config(self) -> BackwardColumnParallel:
+    def _column_parallel_config(self) -> BackwardColumnParallel:
         return BackwardColumnParallel(self.strips, self.row_threads, self.group_rows, self.vector)
 
     def check(self, build: Build) -> None:
@@ -255,7 +255,7 @@ class Pipelined:
             spelled.append(0 if argument is None else argument)
             if isinstance(argument, Array) and argument.shape == (self.m, self.n):
                 spelled.append(argument.strides[0] // argument.itemsize)
-        blocks = self.strips if self.in_strips else self.groups * self.cluster_blocks
+        blocks = self.strips if self.column_parallel else self.groups * self.cluster_blocks
         gpu.run(self.kernel(), blocks, *spelled)
 
     def _check_forward(self, gpu: Gpu, host: Any, x: Array) -> NormForward:
@@ -298,10 +298,10 @@ class Pipelined:
         bitmask = pack_bitmask(passes) if self.bitmask else None
         bits = None if bitmask is None else gpu.cupy.array(bitmask)
         sizes = (self.m, self.n, compute(1 / self.n))
-        if self.in_strips:
+        if self.column_parallel:
             dweight = None if weight is None else gpu.cupy.empty(self.n, dtype)
             dbias = gpu.cupy.empty(self.n, dtype) if self.dbias else None
-            exchanged = column_parallel_exchange_bytes(self._spec, self._strips_config)
+            exchanged = column_parallel_exchange_bytes(self._spec, self._column_parallel_config)
             exchange = (
                 gpu.cupy.zeros(column_parallel_counts_bytes() // 4, np.uint32),
                 gpu.cupy.empty(exchanged // compute().itemsize, compute),
