@@ -174,16 +174,25 @@ class Source:
             i = self.inside[i]
         return i
 
+    def _before(self, brace: int) -> list[str]:
+        """Return the tokens of what a brace opens, from the end of the statement before."""
+        first = brace
+        while first and self.tokens[first - 1] not in (";", "{", "}", "(", "[", "template<"):
+            first -= 1
+            if self.tokens[first] in (")", "]", "template>"):
+                first = self.partner[first]
+        while first < brace and self.tokens[first] in ("public", "private", ":"):
+            first += 1
+        return self.tokens[first:brace]
+
+    def is_struct(self, brace: int) -> bool:
+        return brace < 0 or self._before(brace)[:1] in (["struct"], ["namespace"])
+
     def _name(self, brace: int) -> str:
         """Name the struct, function or lambda that a brace opens, or nothing."""
-        first = brace
-        while first and self.tokens[first - 1] not in (";", "{", "}", "public", "private", ","):
-            first -= 1
-            if self.tokens[first] in (")", "]") and self.inside[first] == self.inside[brace]:
-                first = self.partner[first]
-        before = self.tokens[first:brace]
+        before = self._before(brace)
         if before and before[0] in ("struct", "namespace"):
-            return before[1]
+            return next(token for token in before[1:] if token not in ("alignas", "(", ")"))
         text = " ".join(before)
         if match := re.search(r"(?:(\w+) = )?\[ &? \]", text):
             return match[1] or ""
@@ -281,6 +290,7 @@ def _statements(source: Source) -> Iterator[Change]:
             optional
             or not re.match(r"\w|\*|\+\+|--", source.tokens[first])
             or source.tokens[last] != ";"
+            or source.is_struct(source.inside[i])
             or not source.functions[i]
             or DECLARATION.match(statement.replace("template ", ""))
             or "= default" in statement
