@@ -27,50 +27,113 @@
 #include "statistics.cuh"
 #include "team.cuh"
 
+// The kernel's state and its steps.
 template <typename Op, typename Layout>
-__global__ void __launch_bounds__(Layout::kBlockThreads, Layout::kBlocksPerMultiprocessor)
-    norm_forward_pipelined(const __grid_constant__ ForwardPipelinedArguments<Op> args) {
+struct PipelinedForward {
+  using Arguments = ForwardPipelinedArguments<Op>;
   using X = typename Op::X;
   using Weight = typename Op::Weight;
   using Bias = typename Op::Bias;
   using Y = typename Op::Y;
   using T = Compute<X>;
-  constexpr int kLength = 16 / static_cast<int>(sizeof(X));
+  static constexpr int kLength = 16 / static_cast<int>(sizeof(X));
+  static constexpr int kPacks = Layout::kPacksPerThread;
   using TeamOf = Team<Layout::kBlockThreads, Layout::kBlockThreads, Layout::kClusterBlocks>;
-  using StageOfX =
-      Stage<X, kLength, Layout::kPacksPerThread, Layout::kBlockThreads, Layout::kCells ? 32 : 0>;
-  using StageOfWeight = Stage<Weight, kLength, Layout::kPacksPerThread, Layout::kBlockThreads>;
-  using StageOfBias = Stage<Bias, kLength, Layout::kPacksPerThread, Layout::kBlockThreads>;
-  TeamOf team;
-  constexpr int kColumns =
+  using StageOfX = Stage<X, kLength, kPacks, Layout::kBlockThreads, Layout::kCells ? 32 : 0>;
+  using StageOfWeight = Stage<Weight, kLength, kPacks, Layout::kBlockThreads>;
+  using StageOfBias = Stage<Bias, kLength, kPacks, Layout::kBlockThreads>;
+  static constexpr int kColumns =
       Layout::kClusterBlocks * Layout::kBlockThreads * Layout::kPacksPerThread * kLength;
-  int n_cols = Layout::kFull ? kColumns : static_cast<int>(args.n_cols);
-  const auto first_column = [&](int p) {
-    return team.template first_column<Layout::kPacksPerThread, kLength>(p);
-  };
-  const auto end_of_row = [&](int p) {
-    return team.template end_of_row<Layout::kPacksPerThread, kLength>(p, n_cols);
-  };
   static_assert(Layout::kStages >= 2, "the first row and the second are asked for at once");
   static_assert(TeamOf::template scratch_bytes<T>() % 128 == 0, "stages begin at a line");
+  // A float32 bias of 16 blocks comes after the first row's sums (notes.md#bias-of-16-blocks).
+  static constexpr bool kBiasLater = Layout::kClusterBlocks == 16 && sizeof(Bias) == 4;
+  static constexpr bool kStoresWords = StageOfX::kCells && sizeof(Y) <= sizeof(X);
+  // How many warps ask the count by turns.
+  static constexpr int kTurns = Layout::kBlockThreads / 32 < 4 ? Layout::kBlockThreads / 32 : 4;
+  static constexpr int kSums = Op::kCentered ? 3 : 1;
+
+  // A row's first mean, and its sums of d * d, d and |d|, d = x - guess.
+  struct Sums {
+    T guess;
+    T of_row[kSums];
+  };
+  // A measured row, whose packs were divided by `unit` and are read from `distance` on.
+  struct Measured {
+    Statistics<T> statistics;
+    Scale<T> scale;
+    T unit;
+    int distance;
+  };
+
+  // Arrays are apart, since as members they would keep all others in memory until loops over them are
+  // unrolled (notes.md#state-in-structs).
+  struct Arrays {
+    int rows[Layout::kStages];  // this one, and those that are on their way
+    Pack<X, kLength> first_pack;
+    Pack<Weight, kLength> weight[Layout::kHoldWeight ? Layout::kPacksPerThread : 1];
+    Pack<Bias, kLength> bias[Layout::kHoldBias ? Layout::kPacksPerThread : 1];
+  };
+
+  const Arguments& args;
+  Arrays& arrays;
+  TeamOf team;
+  int n_cols = Layout::kFull ? kColumns : static_cast<int>(args.n_cols);
   char* const shared = static_cast<char*>(dynamic_shared_memory());
   int* const sent_rows = reinterpret_cast<int*>(shared + TeamOf::template scratch_bytes<T>());
   char* const stages = shared + TeamOf::template scratch_bytes<T>() + 128;
   char* const stage_of_weight = stages + Layout::kStages * StageOfX::kBytes;
   char* const stage_of_bias = stage_of_weight + (Layout::kHoldWeight ? 0 : StageOfWeight::kBytes);
-
-  // 1. Ask for the first rows, the weight and the bias.
   const int group = static_cast<int>(block_index() / Layout::kClusterBlocks);
   const int groups = static_cast<int>(block_count() / Layout::kClusterBlocks);
-  int rows[Layout::kStages];  // this one, and those that are on their way
-#pragma unroll
-  for (int i = 0; i < Layout::kStages; ++i) rows[i] = group + i * groups;
   int fetched = group;  // the row to be asked for next, and where it is
-  const X* fetched_x = args.x + fetched * args.x_stride;
-  const CachePolicy policy =
-      evict_last_if_large(args.n_rows * n_cols * static_cast<int>(sizeof(X)));
-  OwnPlace own = own_place(StageOfX::place(stages, 0, 0));  // in the stage to be filled next
-  const auto fetch = [&](int stage, int p) {
+  const X* fetched_x;
+  const CachePolicy policy;
+  OwnPlace own;  // in the stage to be filled next
+  // Rows from first_counted on are counted: what a warp tells first was dealt out, and is negative.
+  const int first_counted = (Layout::kStages + kTurns) * groups;
+  const int warp = team.rank / 32;
+  int turn = 0, asked = group + (warp - kTurns) * groups;
+
+  __device__ __forceinline__ PipelinedForward(const Arguments& args, Arrays& arrays)
+      : args(args),
+        arrays(arrays),
+        fetched_x(args.x + fetched * args.x_stride),
+        policy(evict_last_if_large(args.n_rows * n_cols * static_cast<int>(sizeof(X)))),
+        own(own_place(StageOfX::place(stages, 0, 0))) {
+#pragma unroll
+    for (int i = 0; i < Layout::kStages; ++i) arrays.rows[i] = group + i * groups;
+  }
+
+  // ---- places ----
+
+  __device__ __forceinline__ int first_column(int p) const {
+    return team.template first_column<Layout::kPacksPerThread, kLength>(p);
+  }
+  __device__ __forceinline__ int end_of_row(int p) const {
+    return team.template end_of_row<Layout::kPacksPerThread, kLength>(p, n_cols);
+  }
+  // From a thread's place to what it reads, of all packs of a row.
+  __device__ __forceinline__ int distance_of(int of_row) const {
+    const X* const row = args.x + of_row * args.x_stride;
+    return StageOfX::kCells ? bytes_before<X, kLength>(row) : 0;
+  }
+  // By cells lanes show each other what they have copied.
+  static __device__ __forceinline__ void meet_lanes() {
+    if constexpr (StageOfX::kCells) warp_barrier();
+  }
+  __device__ __forceinline__ Pack<X, kLength> read(int stage, int p, int distance) const {
+    char* const place = stages + stage * StageOfX::kBytes;
+    if constexpr (StageOfX::kCells) {
+      return StageOfX::read_cells(place, p, distance);
+    } else {
+      return StageOfX::read(place, p);
+    }
+  }
+
+  // ---- asking for rows, weight and bias ----
+
+  __device__ __forceinline__ void fetch(int stage, int p) {
     const int n = fetched < args.n_rows ? (Layout::kCells ? n_cols : end_of_row(p)) : 0;
     if constexpr (StageOfX::kCells) {
       StageOfX::fetch_cells(stages + stage * StageOfX::kBytes, p, fetched_x, first_column(p), n,
@@ -81,106 +144,97 @@ __global__ void __launch_bounds__(Layout::kBlockThreads, Layout::kBlocksPerMulti
       StageOfX::template fetch<Layout::kVector>(stages + stage * StageOfX::kBytes, p, fetched_x,
                                                 first_column(p), n);
     }
-  };
-  const auto fetched_all = [&](int stage) {
+  }
+  __device__ __forceinline__ void fetch_row(int stage) {
+#pragma unroll
+    for (int p = 0; p < Layout::kPacksPerThread; ++p) fetch(stage, p);
+  }
+  __device__ __forceinline__ void fetched_all(int stage) {
     own = own + (stage + 1 == Layout::kStages ? -(Layout::kStages - 1) * StageOfX::kBytes
                                               : StageOfX::kBytes);
     commit_copies();
     fetched += groups;
     fetched_x += groups * args.x_stride;
-  };
-  Pack<X, kLength> first_pack;
-  const auto load_first_pack = [&](int of_row) {
+  }
+  __device__ __forceinline__ void load_first_pack(int of_row) {
     if constexpr (Op::kCentered) {
-      // Past the last row the last one: a load under a condition ends in a move that waits for it.
-      // In place another block may be writing that row, but nothing is made of what is read.
+      // Past the last row the last one's is loaded, and not used, since a load under a condition ends in a
+      // move that waits for it.
       const long long there = of_row < args.n_rows ? of_row : args.n_rows - 1;
-      load_first<Layout::kVector>(first_pack, args.x + there * args.x_stride);
-    }
-  };
-  const auto guess_of_first_pack = [&] {
-    T guess = 0;
-    if constexpr (Op::kCentered) {
-      // Nothing is computed from it earlier: that would wait for the load as well, 0.7 us a row.
-#pragma unroll
-      for (unsigned& word : first_pack.words) make_opaque(word);
-      guess = first_mean_by_warp<T>(first_pack);
-    }
-    return guess;
-  };
-  // The first row before the weight and bias, which are needed later; of the others, the second alone
-  // before the first one's sums, which they would delay. With all at once LayerNorm of 64 rows of
-  // 131072 takes 17.6 us, not 16.4, of 512 of 32768 24.0, not 22.7 (bfloat16, H200).
-  const auto fetch_row = [&](int stage) {
-#pragma unroll
-    for (int p = 0; p < Layout::kPacksPerThread; ++p) fetch(stage, p);
-  };
-  load_first_pack(rows[0]);
-  fetch_row(0);
-  fetched_all(0);
-  fetch_row(1);
-  // By way of L1, since a copy of half a float32 pack is of half a sector: LayerNorm of 512 rows of 20480
-  // takes 18.0 us, not 23.1, of 4096 90, not 96 (bfloat16, float32 weight and bias, H200; on other GPUs so,
-  // too, though not measured).
-#pragma unroll
-  for (int p = 0; p < Layout::kPacksPerThread; ++p) {
-    if constexpr (!Layout::kHoldWeight) {
-      StageOfWeight::template fetch<Layout::kVector, true>(stage_of_weight, p, args.weight,
-                                                           first_column(p), end_of_row(p));
-    }
-    if constexpr (!Layout::kHoldBias) {
-      StageOfBias::template fetch<Layout::kVector, true>(stage_of_bias, p, args.bias,
-                                                         first_column(p), end_of_row(p));
+      load_first<Layout::kVector>(arrays.first_pack, args.x + there * args.x_stride);
     }
   }
-  fetched_all(1);
-  Pack<Weight, kLength> held_weight[Layout::kHoldWeight ? Layout::kPacksPerThread : 1];
-  Pack<Bias, kLength> held_bias[Layout::kHoldBias ? Layout::kPacksPerThread : 1];
-  const auto load_held = [&](auto& pack, const auto* operand, int p) {
-    // By the other RMSNorm's with a ReLU would spill 64 bytes, not 56 (NVRTC 12.9).
+  __device__ __forceinline__ T guess_of_first_pack() {
+    T guess = 0;
+    if constexpr (Op::kCentered) {
+      // Nothing is computed from it earlier, which would wait for the load as well, 0.7 us a row.
+#pragma unroll
+      for (unsigned& word : arrays.first_pack.words) make_opaque(word);
+      guess = first_mean_by_warp<T>(arrays.first_pack);
+    }
+    return guess;
+  }
+  // Copies of half a pack are of half a sector, so that they come by way of L1
+  // (notes.md#weight-and-bias-by-way-of-l1).
+  __device__ __forceinline__ void fetch_weight_and_bias() {
+#pragma unroll
+    for (int p = 0; p < Layout::kPacksPerThread; ++p) {
+      if constexpr (!Layout::kHoldWeight) {
+        StageOfWeight::template fetch<Layout::kVector, true>(stage_of_weight, p, args.weight,
+                                                             first_column(p), end_of_row(p));
+      }
+      if constexpr (!Layout::kHoldBias) {
+        StageOfBias::template fetch<Layout::kVector, true>(stage_of_bias, p, args.bias,
+                                                           first_column(p), end_of_row(p));
+      }
+    }
+  }
+  template <typename Operand>
+  __device__ __forceinline__ void load_held(Pack<Operand, kLength>& pack, const Operand* operand,
+                                            int p) const {
+    // By load_operand 8 packs would spill more (notes.md#held-weights-by-plain-loads).
     if constexpr (Layout::kPacksPerThread == 8) {
       load<Layout::kVector>(pack, operand, first_column(p), end_of_row(p));
     } else {
       load_operand<Layout::kVector>(pack, operand, first_column(p), end_of_row(p));
     }
-  };
-  const auto load_bias = [&] {
+  }
+  __device__ __forceinline__ void load_weight() {
 #pragma unroll
     for (int p = 0; p < Layout::kPacksPerThread; ++p) {
-      if constexpr (Layout::kHoldBias) load_held(held_bias[p], args.bias, p);
+      if constexpr (Layout::kHoldWeight) load_held(arrays.weight[p], args.weight, p);
     }
-  };
-  // By 16 blocks a float32 bias after the first row's sums: LayerNorm of 32 rows of 262144 takes 17.4
-  // us, not 17.7, of float32 24.5, not 24.7, and one row 9.1, not 9.5; but a bfloat16 one 17.6, not
-  // 17.1, and by fewer blocks 64 rows of 16384 7.8, not 7.5 (bfloat16, H200).
-  constexpr bool kBiasLater = Layout::kClusterBlocks == 16 && sizeof(Bias) == 4;
-#pragma unroll
-  for (int p = 0; p < Layout::kPacksPerThread; ++p) {
-    if constexpr (Layout::kHoldWeight) load_held(held_weight[p], args.weight, p);
   }
-  if constexpr (!kBiasLater) load_bias();
-
-  // From a thread's place to what it reads, of all packs of a row.
-  const auto distance_of = [&](int of_row) {
-    const X* const row = args.x + of_row * args.x_stride;
-    return StageOfX::kCells ? bytes_before<X, kLength>(row) : 0;
-  };
-  // By cells lanes show each other what they have copied.
-  const auto meet_lanes = [&] {
-    if constexpr (StageOfX::kCells) warp_barrier();
-  };
-  const auto read = [&](int stage, int p, int distance) {
-    char* const place = stages + stage * StageOfX::kBytes;
-    if constexpr (StageOfX::kCells) {
-      return StageOfX::read_cells(place, p, distance);
-    } else {
-      return StageOfX::read(place, p);
+  __device__ __forceinline__ void load_bias() {
+#pragma unroll
+    for (int p = 0; p < Layout::kPacksPerThread; ++p) {
+      if constexpr (Layout::kHoldBias) load_held(arrays.bias[p], args.bias, p);
     }
-  };
+  }
+  // The third row and later ones come after the first row's sums, which they would delay
+  // (notes.md#rows-asked-for-before-the-first-sums).
+  __device__ __forceinline__ void ask_for_first_rows() {
+    load_first_pack(arrays.rows[0]);
+    fetch_row(0);
+    fetched_all(0);
+    fetch_row(1);
+    fetch_weight_and_bias();
+    fetched_all(1);
+    load_weight();
+    if constexpr (!kBiasLater) load_bias();
+  }
+  __device__ __forceinline__ void ask_for_later_rows() {
+    if constexpr (kBiasLater) load_bias();
+#pragma unroll
+    for (int stage = 2; stage < Layout::kStages; ++stage) {
+      fetch_row(stage);
+      fetched_all(stage);
+    }
+  }
 
-  // 2. Sums of d * d, d and |d|, d = x - shift.
-  constexpr int kSums = Op::kCentered ? 3 : 1;
-  const auto sum_up = [&](int stage, int distance, T shift, T(&sums)[kSums]) {
+  // ---- sums ----
+
+  __device__ __forceinline__ void sum_up(int stage, int distance, T shift, T (&sums)[kSums]) {
     if constexpr (!Layout::kFull)
       make_opaque(n_cols);  // else each element's comparison with it is kept for the next step
 #pragma unroll
@@ -199,9 +253,62 @@ __global__ void __launch_bounds__(Layout::kBlockThreads, Layout::kBlocksPerMulti
 #pragma unroll
       for (int k = 0; k < kSums; ++k) sums[k] += of_pack[k];
     }
-  };
+  }
+  // Some warps of a cluster's first block ask the count by turns, each after the one before it so that rows
+  // only grow, and tell the others with the sums of a later row (notes.md#who-asks-the-count).
+  __device__ __forceinline__ void begin_reduction(T (&sums)[kSums]) {
+    if constexpr (Layout::kCounted) {
+      const bool sends = team.block == 0 && warp == turn;
+      team.template begin_reduction<Sum>(sums, sends, asked, sent_rows, [&] {
+        if (args.count == nullptr) {
+          asked += kTurns * groups;
+        } else if (team.rank % 32 == 0) {
+          asked = count_up(args.count);
+        }
+      });
+      turn = turn + 1 == kTurns ? 0 : turn + 1;
+    } else {
+      team.template begin_reduction<Sum>(sums);
+    }
+  }
+  __device__ __forceinline__ void sum_up_first_row(Sums& sums) {
+    sums.guess = guess_of_first_pack();
+    load_first_pack(arrays.rows[1]);
+    wait_for_copies<1>();
+    meet_lanes();
+    sum_up(0, distance_of(arrays.rows[0]), sums.guess, sums.of_row);
+    team.meet();
+    begin_reduction(sums.of_row);
+  }
+  __device__ __forceinline__ bool has_row() const { return arrays.rows[0] < args.n_rows; }
+  __device__ __forceinline__ bool has_next_row() const { return arrays.rows[1] < args.n_rows; }
+  // The sums of the next row, if there is one.
+  __device__ __forceinline__ void sum_up_next_row(Sums& next, int next_stage, bool more) {
+    next.guess = guess_of_first_pack();
+    if constexpr (Layout::kStages > 2) {
+      load_first_pack(arrays.rows[2]);
+    } else if constexpr (!Layout::kCounted) {
+      load_first_pack(fetched);
+    }
+    wait_for_copies<Layout::kStages - 2>();
+    meet_lanes();
+    if (more) sum_up(next_stage, distance_of(arrays.rows[1]), next.guess, next.of_row);
+  }
+  // Ends the sums of this row, with which comes the row to be asked for next.
+  __device__ __forceinline__ void finish_reduction(T (&sums)[kSums]) {
+    team.template finish_reduction<Sum>(sums);
+    if constexpr (Layout::kCounted) {
+      fetched = first_counted + team.received(sent_rows);
+      fetched_x = args.x + fetched * args.x_stride;
+      if constexpr (Layout::kStages == 2) load_first_pack(fetched);
+    }
+  }
+
+  // ---- mean and variance ----
+
   // Measures a row of known sums.
-  const auto measured = [&](int stage, int distance, T guess, T(&sums)[kSums]) {
+  __device__ __forceinline__ Statistics<T> measure(int stage, int distance, T guess,
+                                                   T (&sums)[kSums]) {
     Statistics<T> statistics;
     statistics.shift = guess;
     finish<Op::kCentered>(statistics, sums, args.inv_n);
@@ -217,141 +324,103 @@ __global__ void __launch_bounds__(Layout::kBlockThreads, Layout::kBlocksPerMulti
       settle(statistics);
     }
     return statistics;
-  };
-
-  // 3. Which row is asked for next. Some warps of a cluster's first block ask the count by turns, and
-  // tell the others with the sums of a later row: it takes 2 to 4 us, for which one warp would wait
-  // at each row (527 us against 503 for LayerNorm of 32768 rows of 16384, bfloat16, H200). Each asks
-  // after the one before it, so that rows only grow, and past the last come none.
-  constexpr int kTurns = Layout::kBlockThreads / 32 < 4 ? Layout::kBlockThreads / 32 : 4;
-  const int first_counted = (Layout::kStages + kTurns) * groups;
-  const int warp = team.rank / 32;
-  // Rows from first_counted on: what a warp tells first was dealt out beforehand, and is negative.
-  int turn = 0, asked = group + (warp - kTurns) * groups;
-  const auto begin_reduction = [&](T(&sums)[kSums]) {
-    if constexpr (Layout::kCounted) {
-      const bool sends = team.block == 0 && warp == turn;
-      team.template begin_reduction<Sum>(sums, sends, asked, sent_rows, [&] {
-        if (args.count == nullptr) {
-          asked += kTurns * groups;
-        } else if (team.rank % 32 == 0) {
-          asked = count_up(args.count);
-        }
-      });
-      turn = turn + 1 == kTurns ? 0 : turn + 1;
-    } else {
-      team.template begin_reduction<Sum>(sums);
-    }
-  };
-
-  T guess = guess_of_first_pack();
-  load_first_pack(rows[1]);
-  T sums[kSums];
-  wait_for_copies<1>();
-  meet_lanes();
-  sum_up(0, distance_of(rows[0]), guess, sums);
-  team.meet();
-  begin_reduction(sums);
-  if constexpr (kBiasLater) load_bias();
-#pragma unroll
-  for (int stage = 2; stage < Layout::kStages; ++stage) {
-    fetch_row(stage);
-    fetched_all(stage);
   }
-  int stage = 0;
-  while (rows[0] < args.n_rows) {
-    // 4. The sums of the next row, while those of this one are on their way between the threads.
-    const int next_stage = stage + 1 == Layout::kStages ? 0 : stage + 1;
-    const bool more = rows[1] < args.n_rows;
-    T next_sums[kSums], next_guess = guess_of_first_pack();
-    if constexpr (Layout::kStages > 2) {
-      load_first_pack(rows[2]);
-    } else if constexpr (!Layout::kCounted) {
-      load_first_pack(fetched);
-    }
-    wait_for_copies<Layout::kStages - 2>();
-    meet_lanes();
-    if (more) sum_up(next_stage, distance_of(rows[1]), next_guess, next_sums);
-    team.template finish_reduction<Sum>(sums);
-    if constexpr (Layout::kCounted) {
-      fetched = first_counted + team.received(sent_rows);
-      fetched_x = args.x + fetched * args.x_stride;
-      if constexpr (Layout::kStages == 2) load_first_pack(fetched);
-    }
-
-    // 5. Mean and variance; a row out of range is brought into it, exactly, and measured again.
-    int distance = distance_of(rows[0]);
-    Statistics<T> statistics = measured(stage, distance, guess, sums);
-    Scale<T> scale = scale_in_range(statistics.variance, args.eps);
-    T unit = 1;
-    if constexpr (kCanLeaveRange<X>) {
-      if (!in_range(statistics.variance + args.eps)) {
-        // Pack by pack: side by side they take the registers of 7 or 8 held packs of the weight.
-        T largest[1] = {0};
+  // The largest element of a row, pack by pack, since packs side by side take the registers of 7 or 8
+  // held packs of the weight.
+  __device__ __forceinline__ T largest_of_row(int stage, int distance) {
+    T largest[1] = {0};
 #pragma unroll 1
-        for (int p = 0; p < Layout::kPacksPerThread; ++p) {
-          const Pack<X, kLength> pack = read(stage, p, distance);
-#pragma unroll
-          for (int i = 0; i < kLength; ++i) {
-            largest[0] = larger(absolute(pack.template get<T>(i)), largest[0]);
-          }
-        }
-        team.template reduce<Max>(largest);
-        unit = unit_of(larger(largest[0], square_root(args.eps)));
-        const T inv_unit = T(1) / unit;
-#pragma unroll 1
-        for (int p = 0; p < Layout::kPacksPerThread; ++p) {
-          Pack<X, kLength> pack = read(stage, p, distance);
-#pragma unroll
-          for (int i = 0; i < kLength; ++i) pack.set(i, pack.template get<T>(i) * inv_unit);
-          if constexpr (StageOfX::kCells) {
-            warp_barrier();
-            StageOfX::write_cells(pack, stages + stage * StageOfX::kBytes, p);
-          } else {
-            StageOfX::write(pack, stages + stage * StageOfX::kBytes, p);
-          }
-        }
-        if constexpr (StageOfX::kCells) distance = 0;
-        meet_lanes();
-        sum_up(stage, distance, T(0), sums);
-        team.template reduce<Sum>(sums);
-        statistics = measured(stage, distance, T(0), sums);
-        scale = scale_in_unit(statistics.variance, args.eps, unit);
-      }
-    }
-    if (more) begin_reduction(next_sums);
-
-    // 6. Normalize and store; what was read makes room for a later row.
-    make_opaque(
-        team.rank);  // else addresses of each pack are kept from row to row, and up to 128 bytes spilled
-    if constexpr (!Layout::kFull) make_opaque(n_cols);
-    const T offset = -statistics.correction * scale.of_row;
-    const long long row = rows[0];
-    constexpr int kStep = Layout::kBlockThreads * kLength;
-    const int of_first_lane = first_column(0) - team.rank % 32 * kLength;
-    constexpr bool kStoresWords = StageOfX::kCells && sizeof(Y) <= sizeof(X);
-    const auto words = [&] {
-      if constexpr (kStoresWords) {
-        return Words<Y, kLength, 32>(args.y, row * args.y_stride + of_first_lane, team.rank % 32);
-      } else {
-        return None{};
-      }
-    }();
-#pragma unroll
     for (int p = 0; p < Layout::kPacksPerThread; ++p) {
       const Pack<X, kLength> pack = read(stage, p, distance);
-      Pack<Weight, kLength> weights;
-      Pack<Bias, kLength> biases;
-      if constexpr (Layout::kHoldWeight) {
-        weights = held_weight[p];
-      } else {
-        weights = StageOfWeight::read(stage_of_weight, p);
+#pragma unroll
+      for (int i = 0; i < kLength; ++i) {
+        largest[0] = larger(absolute(pack.template get<T>(i)), largest[0]);
       }
-      if constexpr (Layout::kHoldBias) {
-        biases = held_bias[p];
+    }
+    team.template reduce<Max>(largest);
+    return largest[0];
+  }
+  __device__ __forceinline__ void multiply_row(int stage, int distance, T factor) const {
+#pragma unroll 1
+    for (int p = 0; p < Layout::kPacksPerThread; ++p) {
+      Pack<X, kLength> pack = read(stage, p, distance);
+#pragma unroll
+      for (int i = 0; i < kLength; ++i) pack.set(i, pack.template get<T>(i) * factor);
+      if constexpr (StageOfX::kCells) {
+        warp_barrier();
+        StageOfX::write_cells(pack, stages + stage * StageOfX::kBytes, p);
       } else {
-        biases = StageOfBias::read(stage_of_bias, p);
+        StageOfX::write(pack, stages + stage * StageOfX::kBytes, p);
       }
+    }
+  }
+  // Brings a row into range, exactly, and measures it again.
+  __device__ __forceinline__ void bring_into_range(Measured& row, int stage, T (&sums)[kSums]) {
+    const T largest = largest_of_row(stage, row.distance);
+    row.unit = unit_of(larger(largest, square_root(args.eps)));
+    multiply_row(stage, row.distance, T(1) / row.unit);
+    if constexpr (StageOfX::kCells) row.distance = 0;
+    meet_lanes();
+    sum_up(stage, row.distance, T(0), sums);
+    team.template reduce<Sum>(sums);
+    row.statistics = measure(stage, row.distance, T(0), sums);
+    row.scale = scale_in_unit(row.statistics.variance, args.eps, row.unit);
+  }
+  __device__ __forceinline__ Measured measure_row(int stage, Sums& sums) {
+    Measured row;
+    row.distance = distance_of(arrays.rows[0]);
+    row.statistics = measure(stage, row.distance, sums.guess, sums.of_row);
+    row.scale = scale_in_range(row.statistics.variance, args.eps);
+    row.unit = 1;
+    if constexpr (kCanLeaveRange<X>) {
+      if (!in_range(row.statistics.variance + args.eps)) {
+        bring_into_range(row, stage, sums.of_row);
+      }
+    }
+    return row;
+  }
+
+  // ---- y and the statistics ----
+
+  __device__ __forceinline__ Pack<Weight, kLength> weight_of(int p) const {
+    if constexpr (Layout::kHoldWeight) {
+      return arrays.weight[p];
+    } else {
+      return StageOfWeight::read(stage_of_weight, p);
+    }
+  }
+  __device__ __forceinline__ Pack<Bias, kLength> bias_of(int p) const {
+    if constexpr (Layout::kHoldBias) {
+      return arrays.bias[p];
+    } else {
+      return StageOfBias::read(stage_of_bias, p);
+    }
+  }
+  // The words of y from an element on, if it is stored by them.
+  __device__ __forceinline__ auto words_of_y([[maybe_unused]] long long first) const {
+    if constexpr (kStoresWords) {
+      return Words<Y, kLength, 32>(args.y, first, team.rank % 32);
+    } else {
+      return None{};
+    }
+  }
+  // Normalizes and stores the row, and has each pack that was read make room for one of a later row.
+  __device__ __forceinline__ void write_y(const Measured& measured, int stage) {
+    // Else addresses of each pack are kept from row to row, and up to 128 bytes spilled.
+    make_opaque(team.rank);
+    if constexpr (!Layout::kFull) make_opaque(n_cols);
+    const Statistics<T>& statistics = measured.statistics;
+    const Scale<T>& scale = measured.scale;
+    const T offset = -statistics.correction * scale.of_row;
+    const long long row = arrays.rows[0];
+    constexpr int kStep = Layout::kBlockThreads * kLength;
+    const int of_first_lane = first_column(0) - team.rank % 32 * kLength;
+    const auto words = words_of_y(row * args.y_stride + of_first_lane);
+#pragma unroll
+    for (int p = 0; p < Layout::kPacksPerThread; ++p) {
+      const Pack<X, kLength> pack = read(stage, p, measured.distance);
+      const Pack<Weight, kLength> weights = weight_of(p);
+      const Pack<Bias, kLength> biases = bias_of(p);
       T values[kLength];
       const unsigned bits = normalize_pack<Op>(values, pack, statistics.shift, scale.of_row, offset,
                                                weights, biases, args);
@@ -374,22 +443,51 @@ __global__ void __launch_bounds__(Layout::kBlockThreads, Layout::kBlocksPerMulti
       }
       fetch(stage, p);
     }
+  }
+  __device__ __forceinline__ void go_on(int stage) {
 #pragma unroll
-    for (int i = 0; i + 1 < Layout::kStages; ++i) rows[i] = rows[i + 1];
-    rows[Layout::kStages - 1] = fetched;
+    for (int i = 0; i + 1 < Layout::kStages; ++i) arrays.rows[i] = arrays.rows[i + 1];
+    arrays.rows[Layout::kStages - 1] = fetched;
     fetched_all(stage);
-
-    // 7. Keep what backward needs.
+  }
+  // What backward needs.
+  __device__ __forceinline__ void keep_statistics(const Measured& measured, long long row) const {
     if constexpr (Op::kStoresStatistics) {
       if (team.block == 0 && team.rank == 0) {
+        const Statistics<T>& statistics = measured.statistics;
         if constexpr (Op::kCentered)
-          args.mean[row] = (statistics.shift + statistics.correction) * unit;
-        args.rstd[row] = scale.rstd;
+          args.mean[row] = (statistics.shift + statistics.correction) * measured.unit;
+        args.rstd[row] = measured.scale.rstd;
       }
     }
+  }
+};
+
+template <typename Op, typename Layout>
+__global__ void __launch_bounds__(Layout::kBlockThreads, Layout::kBlocksPerMultiprocessor)
+    norm_forward_pipelined(const __grid_constant__ ForwardPipelinedArguments<Op> args) {
+  using Forward = PipelinedForward<Op, Layout>;
+  typename Forward::Arrays arrays;
+  Forward forward(args, arrays);
+  forward.ask_for_first_rows();
+  typename Forward::Sums sums;
+  forward.sum_up_first_row(sums);
+  forward.ask_for_later_rows();
+  int stage = 0;
+  while (forward.has_row()) {
+    const int next_stage = stage + 1 == Layout::kStages ? 0 : stage + 1;
+    const bool more = forward.has_next_row();
+    // The next row is summed up while the sums of this one are on their way between the threads.
+    typename Forward::Sums next_sums;
+    forward.sum_up_next_row(next_sums, next_stage, more);
+    forward.finish_reduction(sums.of_row);
+    const typename Forward::Measured measured = forward.measure_row(stage, sums);
+    if (more) forward.begin_reduction(next_sums.of_row);
+    const long long row = arrays.rows[0];
+    forward.write_y(measured, stage);
+    forward.go_on(stage);
+    forward.keep_statistics(measured, row);
     stage = next_stage;
-    guess = next_guess;
-#pragma unroll
-    for (int i = 0; i < kSums; ++i) sums[i] = next_sums[i];
+    sums = next_sums;
   }
 }

@@ -40,139 +40,175 @@ struct TileOf {
   }
 };
 
-// From `guess`, a first mean; where that was far off, a second round starts from the mean found.
-template <typename TileOfX, bool Centered, int Vector, int PacksPerThread, typename TeamOf,
-          typename X, typename T>
-__device__ __forceinline__ Statistics<T> measure(TeamOf& team, const X* row, T guess,
-                                                 long long n_cols, T inv_n, T inv_unit) {
+// The kernel's state and its steps.
+template <typename Op, typename Layout>
+struct StreamingForward {
+  using X = typename Op::X;
+  using Weight = typename Op::Weight;
+  using Bias = typename Op::Bias;
+  using Y = typename Op::Y;
+  using T = Compute<X>;
+  using TileOfX = TileOf<X, Layout::kClusterBlocks, Layout::kBlockThreads, Layout::kPacksPerThread,
+                         Layout::kVector>;
+  using TeamOf = Team<Layout::kBlockThreads, Layout::kBlockThreads, Layout::kClusterBlocks>;
+  static constexpr int kLength = TileOfX::kLength;
+  static constexpr int kSums = Op::kCentered ? 3 : 1;
+
   Statistics<T> statistics;
-  statistics.shift = guess;
-  constexpr int kSums = Centered ? 3 : 1;
-  for (bool again = false;; again = true) {
-    CompensatedSum<T> exact[Centered ? 2 : 1];
-    T sums[kSums] = {};
+  Scale<T> scale;
+  const ForwardArguments<Op>& args;
+  TeamOf& team;
+  const long long n_cols = args.n_cols;
+  const long long row_index = block_index() / Layout::kClusterBlocks;
+  const X* row = args.x + row_index * args.x_stride;
+  T unit = 1, inv_unit = 1;
+
+  __device__ __forceinline__ StreamingForward(const ForwardArguments<Op>& args, TeamOf& team)
+      : args(args), team(team) {}
+
+  __device__ __forceinline__ T guess() const {
+    T guess = 0;
+    if constexpr (Op::kCentered) {
+      Pack<X, kLength> first_pack;
+      load_first<Layout::kVector>(first_pack, row);
+      guess = first_mean_by_warp<T>(first_pack);
+    }
+    return guess;
+  }
+  // Adds up a row of which each element is multiplied by inv_unit: d = x - shift.
+  static __device__ __forceinline__ void sum_up(const X* row, long long n_cols, T shift, T inv_unit,
+                                                T (&sums)[kSums]) {
+    CompensatedSum<T> exact[Op::kCentered ? 2 : 1];
     for_each_tile<TileOfX::kColumns, false>(n_cols, [&](long long base, int columns) {
       const TileOfX x(row + base, columns, evict_last());
 #pragma unroll
-      for (int p = 0; p < PacksPerThread; ++p) {
+      for (int p = 0; p < Layout::kPacksPerThread; ++p) {
         T of_pack[kSums] = {};
 #pragma unroll
-        for (int i = 0; i < TileOfX::kLength; ++i) {
+        for (int i = 0; i < kLength; ++i) {
           T d = x.packs[p].template get<T>(i) * inv_unit;
           // Past the end x is 0, too: one shift for each access.
-          if constexpr (Centered) {
-            d -= inside<Vector>(x.first_column(p), i, columns) ? statistics.shift : T(0);
+          if constexpr (Op::kCentered) {
+            d -= inside<Layout::kVector>(x.first_column(p), i, columns) ? shift : T(0);
           }
           add_deviation(of_pack, d);
         }
         exact[0].add(of_pack[0]);
-        if constexpr (Centered) {
+        if constexpr (Op::kCentered) {
           exact[1].add(of_pack[1]);
           sums[2] += of_pack[2];  // only judged by: it need not be exact
         }
       }
     });
     sums[0] = exact[0].total();
-    if constexpr (Centered) sums[1] = exact[1].total();
-    team.template reduce<Sum>(sums);
-    finish<Centered>(statistics, sums, inv_n);
-    if (!Centered || again || !was_far(statistics)) break;
-    statistics.shift += statistics.correction;
+    if constexpr (Op::kCentered) sums[1] = exact[1].total();
   }
-  if constexpr (Centered) settle(statistics);
-  return statistics;
-}
+  // Measures the row from a first mean; where that was far off, a second round starts from the mean found.
+  __device__ __forceinline__ void measure(T from) {
+    Statistics<T> statistics;
+    statistics.shift = from;
+    for (bool again = false;; again = true) {
+      T sums[kSums] = {};
+      sum_up(row, n_cols, statistics.shift, inv_unit, sums);
+      team.template reduce<Sum>(sums);
+      finish<Op::kCentered>(statistics, sums, args.inv_n);
+      if (!Op::kCentered || again || !was_far(statistics)) break;
+      statistics.shift += statistics.correction;
+    }
+    if constexpr (Op::kCentered) settle(statistics);
+    this->statistics = statistics;
+  }
+  static __device__ __forceinline__ T largest_of_thread(const X* row, long long n_cols) {
+    T largest = 0;
+    for_each_pack<Layout::kClusterBlocks, Layout::kBlockThreads, kLength>(
+        n_cols, [&](long long first) {
+          Pack<X, kLength> pack;
+          load<Layout::kVector, false>(pack, row, first, n_cols);
+#pragma unroll
+          for (int i = 0; i < kLength; ++i) {
+            largest = larger(absolute(pack.template get<T>(i)), largest);
+          }
+        });
+    return largest;
+  }
+  // Measures the row; one out of range is measured again in a unit that brings it into it.
+  __device__ __forceinline__ void measure_row(T guess) {
+    measure(guess);
+    scale = scale_in_range(statistics.variance, args.eps);
+    if constexpr (kCanLeaveRange<X>) {
+      if (!in_range(statistics.variance + args.eps)) {
+        T largest[1] = {largest_of_thread(row, n_cols)};
+        team.template reduce<Max>(largest);
+        unit = unit_of(larger(largest[0], square_root(args.eps)));
+        inv_unit = T(1) / unit;
+        measure(T(0));
+        scale = scale_in_unit(statistics.variance, args.eps, unit);
+      }
+    }
+  }
+  // The values of y from a pack of x, and their bits.
+  __device__ __forceinline__ unsigned normalize(T (&values)[kLength], const Pack<X, kLength>& pack,
+                                                T offset, const Pack<Weight, kLength>& weights,
+                                                const Pack<Bias, kLength>& biases) const {
+    unsigned bits = 0;
+#pragma unroll
+    for (int i = 0; i < kLength; ++i) {
+      const T in_unit = pack.template get<T>(i) * inv_unit;
+      const T d = in_unit - statistics.shift;
+      const T xhat =
+          Op::kCentered ? fused_multiply_add(d, scale.of_row, offset) : in_unit * scale.of_row;
+      values[i] = affine<Op>(xhat, weights, biases, i);
+      Op::Epilogue::template forward<Op::kStoresStatistics>(values[i], args, bits, i);
+    }
+    return bits;
+  }
+  // Normalizes and stores the row. In place, a pack is read and written by the same thread.
+  __device__ __forceinline__ void write_y() const {
+    Y* const normalized_row = args.y + row_index * args.y_stride;
+    const T offset = -statistics.correction * scale.of_row;
+    for_each_tile<TileOfX::kColumns, true>(n_cols, [&](long long base, int columns) {
+      const TileOfX of_x(row + base, columns, evict_first());
+#pragma unroll
+      for (int p = 0; p < Layout::kPacksPerThread; ++p) {
+        const int first = of_x.first_column(p);
+        Pack<Weight, kLength> weights;
+        Pack<Bias, kLength> biases;
+        load<Layout::kVector, false>(weights, args.weight + base, first, columns);
+        load<Layout::kVector, false>(biases, args.bias + base, first, columns);
+        T values[kLength];
+        const unsigned bits = normalize(values, of_x.packs[p], offset, weights, biases);
+        Pack<Y, kLength> normalized;
+        normalized.set(values);
+        store<Layout::kVector, true, false>(normalized, normalized_row + base, first, columns);
+        if constexpr (Op::Epilogue::kHasBits && Op::kStoresStatistics) {
+          store_bits<Layout::kVector, kLength>(
+              bits, args.bitmask + row_index * bitmask_bytes(n_cols) + base / 8, first, columns);
+        }
+      }
+    });
+  }
+  // What backward needs.
+  __device__ __forceinline__ void store_statistics() const {
+    if constexpr (Op::kStoresStatistics) {
+      if (team.block == 0 && team.rank == 0) {
+        if constexpr (Op::kCentered) {
+          args.mean[row_index] = (statistics.shift + statistics.correction) * unit;
+        }
+        args.rstd[row_index] = scale.rstd;
+      }
+    }
+  }
+};
 
 template <typename Op, typename Layout>
 __global__ void __launch_bounds__(Layout::kBlockThreads, Layout::kBlocksPerMultiprocessor)
     norm_forward_streaming(const __grid_constant__ ForwardArguments<Op> args) {
-  using X = typename Op::X;
-  using Weight = typename Op::Weight;
-  using Bias = typename Op::Bias;
-  using Y = typename Op::Y;
-  using T = Compute<X>;
-  const long long n_cols = args.n_cols;
-  using TileOfX = TileOf<X, Layout::kClusterBlocks, Layout::kBlockThreads, Layout::kPacksPerThread,
-                         Layout::kVector>;
-  constexpr int kLength = TileOfX::kLength;
-  Team<Layout::kBlockThreads, Layout::kBlockThreads, Layout::kClusterBlocks> team;
-  const long long row_index = block_index() / Layout::kClusterBlocks;
-  const X* row = args.x + row_index * args.x_stride;
-
-  // 1. Mean and variance; a row out of range is measured again in a unit that brings it into it.
-  T guess = 0;
-  if constexpr (Op::kCentered) {
-    Pack<X, kLength> first_pack;
-    load_first<Layout::kVector>(first_pack, row);
-    guess = first_mean_by_warp<T>(first_pack);
-  }
-  const auto measured = [&](T from, T inv_unit) {
-    return measure<TileOfX, Op::kCentered, Layout::kVector, Layout::kPacksPerThread>(
-        team, row, from, n_cols, args.inv_n, inv_unit);
-  };
-  T unit = 1, inv_unit = 1;
+  using Forward = StreamingForward<Op, Layout>;
+  typename Forward::TeamOf team;
+  Forward forward(args, team);
+  const auto guess = forward.guess();
   team.meet();
-  Statistics<T> statistics = measured(guess, inv_unit);
-  Scale<T> scale = scale_in_range(statistics.variance, args.eps);
-  if constexpr (kCanLeaveRange<X>) {
-    if (!in_range(statistics.variance + args.eps)) {
-      T largest[1] = {0};
-      for_each_pack<Layout::kClusterBlocks, Layout::kBlockThreads, kLength>(
-          n_cols, [&](long long first) {
-            Pack<X, kLength> pack;
-            load<Layout::kVector, false>(pack, row, first, n_cols);
-#pragma unroll
-            for (int i = 0; i < kLength; ++i) {
-              largest[0] = larger(absolute(pack.template get<T>(i)), largest[0]);
-            }
-          });
-      team.template reduce<Max>(largest);
-      unit = unit_of(larger(largest[0], square_root(args.eps)));
-      inv_unit = T(1) / unit;
-      statistics = measured(T(0), inv_unit);
-      scale = scale_in_unit(statistics.variance, args.eps, unit);
-    }
-  }
-
-  // 2. Normalize and store. In place, a pack is read and written by the same thread.
-  Y* const normalized_row = args.y + row_index * args.y_stride;
-  const T offset = -statistics.correction * scale.of_row;
-  for_each_tile<TileOfX::kColumns, true>(n_cols, [&](long long base, int columns) {
-    const TileOfX of_x(row + base, columns, evict_first());
-#pragma unroll
-    for (int p = 0; p < Layout::kPacksPerThread; ++p) {
-      const int first = of_x.first_column(p);
-      Pack<Weight, kLength> weights;
-      Pack<Bias, kLength> biases;
-      load<Layout::kVector, false>(weights, args.weight + base, first, columns);
-      load<Layout::kVector, false>(biases, args.bias + base, first, columns);
-      T values[kLength];
-      unsigned bits = 0;
-#pragma unroll
-      for (int i = 0; i < kLength; ++i) {
-        const T in_unit = of_x.packs[p].template get<T>(i) * inv_unit;
-        const T d = in_unit - statistics.shift;
-        const T xhat =
-            Op::kCentered ? fused_multiply_add(d, scale.of_row, offset) : in_unit * scale.of_row;
-        values[i] = affine<Op>(xhat, weights, biases, i);
-        Op::Epilogue::template forward<Op::kStoresStatistics>(values[i], args, bits, i);
-      }
-      Pack<Y, kLength> normalized;
-      normalized.set(values);
-      store<Layout::kVector, true, false>(normalized, normalized_row + base, first, columns);
-      if constexpr (Op::Epilogue::kHasBits && Op::kStoresStatistics) {
-        store_bits<Layout::kVector, kLength>(
-            bits, args.bitmask + row_index * bitmask_bytes(n_cols) + base / 8, first, columns);
-      }
-    }
-  });
-  // 3. Keep what backward needs.
-  if constexpr (Op::kStoresStatistics) {
-    if (team.block == 0 && team.rank == 0) {
-      if constexpr (Op::kCentered) {
-        args.mean[row_index] = (statistics.shift + statistics.correction) * unit;
-      }
-      args.rstd[row_index] = scale.rstd;
-    }
-  }
+  forward.measure_row(guess);
+  forward.write_y();
+  forward.store_statistics();
 }
