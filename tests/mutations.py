@@ -302,7 +302,7 @@ def main() -> None:
     found = outcomes(chosen, few_checks(), log=log)
     survivors = [mutant for mutant, outcome in found.items() if outcome.check is None]
     if survivors and not options.quick:
-        log(f"{len(survivors)} of {len(chosen)} survive these")
+        log("\n".join((f"{len(survivors)} of {len(chosen)} survive these:", *map(str, survivors))))
         found |= outcomes(survivors, other_checks(options.every), 40, log)
         survivors = [mutant for mutant, outcome in found.items() if outcome.check is None]
     print(f"{len(chosen)} mutants in {time.perf_counter() - begin:.0f} s")
