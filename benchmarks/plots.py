@@ -1,26 +1,32 @@
 """Figures from measurements: GB/s over N, decoding's time over M, ratios to the best peer.
 
 Decoding's times are over the copy's or the add's: of those near it, tenths of a microsecond count.
+``python -m benchmarks.plots results.json docs/speed.svg`` draws the README's figure, which has both
+passes of both norms.
 """
 
 from __future__ import annotations
 
+import argparse
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import matplotlib
 from matplotlib.figure import Figure
 
 from benchmarks.backends import ALL
-from benchmarks.problems import DECODE, OPERATIONS
-from benchmarks.results import Record, by_problem, seconds
-from benchmarks.summary import Ratio, label, ratios, short
-from cupynorm._bench import Problem
+from benchmarks.problems import DECODE, OPERATIONS, PAIRS, TRAINING
+from benchmarks.results import Record, by_problem, load, seconds
+from benchmarks.summary import NAMES, Ratio, label, ratios, short
+from cupynorm._bench import Direction, Problem
+from cupynorm.reference import Norm
 
-FORMATS = ("png", "svg")
+# Of a text that stays text a figure is a third of the size.
+STYLE = {"svg.fonttype": "none", "svg.hashsalt": "cupynorm"}
 # Okabe and Ito's colours, told apart by the colour-blind too.
 COLOURS = (
     *("#0072B2", "#332288", "#117733", "#E69F00", "#009E73"),
@@ -35,8 +41,6 @@ BEYOND = {"forward": 2.0, "backward": 3.0}
 def draw(results: dict[str, Any], folder: Path) -> list[Path]:
     """Write the figures of each operation that there is anything to show in; return the paths."""
     folder.mkdir(parents=True, exist_ok=True)
-    # So that the same figures give the same files.
-    matplotlib.rcParams["svg.hashsalt"] = "cupynorm"
     title = f"{results['machine']['gpu']}, {short(results['commit'])}"
     found = ratios(results["measurements"])
     paths = []
@@ -45,12 +49,13 @@ def draw(results: dict[str, Any], folder: Path) -> list[Path]:
         bars = [r for r in found if r.problem.operation == operation and r.to_peer is not None]
         name = operation.replace(" ", "_")
         if own:
-            paths += _save(lines(f"{operation}, {title}", own), folder / f"{name}_speed")
+            paths.append(_save(lines(f"{operation}, {title}", own), folder / f"{name}_speed.svg"))
         figure = decoding(f"{operation}, {title}", own)
         if figure is not None:
-            paths += _save(figure, folder / f"{name}_decoding")
+            paths.append(_save(figure, folder / f"{name}_decoding.svg"))
         if bars:
-            paths += _save(ratio_bars(f"{operation}, {title}", bars), folder / f"{name}_ratio")
+            figure = ratio_bars(f"{operation}, {title}", bars)
+            paths.append(_save(figure, folder / f"{name}_ratio.svg"))
     return paths
 
 
@@ -209,12 +214,62 @@ def ratio_bars(title: str, found: list[Ratio]) -> Figure:
     return figure
 
 
-def _save(figure: Figure, stem: Path) -> list[Path]:
-    paths = []
-    for extension in FORMATS:
-        path = stem.with_suffix(f".{extension}")
-        # No date, for the same reason as the salt.
-        metadata = {"Date": None} if extension == "svg" else {"Software": None}
-        figure.savefig(path, dpi=120, metadata=metadata)
-        paths.append(path)
-    return paths
+def overview(results: dict[str, Any]) -> Figure:
+    """Draw the speed over the limit's of both passes of both norms, of the shapes of training."""
+    figure = Figure(figsize=(10, 4.9), layout="constrained", facecolor="white")
+    panels = figure.subplots(2, 2, sharex=True, sharey=True)
+    operations = itertools.product(get_args(Norm), get_args(Direction))
+    cells = dict(by_problem(results["measurements"]))
+    widths = [cols for _, cols in TRAINING]
+    legend: dict[str, Any] = {}
+    for axes, (norm, direction) in zip(panels.flat, operations, strict=True):
+        own = [cells.get(Problem(norm, direction, *shape, *PAIRS[0]), {}) for shape in TRAINING]
+        (_, limits, _), *backends = _backends(direction)
+        for name, names, style in backends:
+            if "torch eager" in names or (name != "cupynorm" and name.startswith("cupynorm")):
+                continue
+            times = (_over(cell, names, limits) for cell in own)
+            points = ((n, t and 1 / t) for n, t in zip(widths, times, strict=True))
+            # cupynorm above the others, which are as many as to hide it.
+            _plot(axes, name, _parts(points), style | {"zorder": 3 if name == "cupynorm" else 2})
+        axes.axhline(1, color="black", linestyle="--", linewidth=1)
+        one = "a copy" if direction == "forward" else "an add"
+        axes.set_title(f"{NAMES[norm]} {direction}: 1 is the speed of {one}", fontsize="medium")
+        axes.set_xscale("log", base=2)
+        axes.set_ylim(0, 1.08)
+        axes.set_xticks(widths, [f"{n}" for n in widths], rotation=45, ha="right")
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+        legend |= dict(zip(*axes.get_legend_handles_labels()[::-1], strict=True))
+    for axes in panels[-1]:
+        axes.set_xlabel("values a row")
+    figure.supylabel("speed over the memory's limit", fontsize="medium")
+    x, weight = PAIRS[0]
+    figure.suptitle(
+        f"{results['machine']['gpu']}, {short(results['commit'])}: x {x}, weight {weight}; "
+        "32768 rows (16384 of 65536 values, 8192 of 131072)",
+        fontsize="medium",
+    )
+    figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=len(legend))
+    return figure
+
+
+def _save(figure: Figure, path: Path) -> Path:
+    # No date, and names that do not change: the same figures give the same files.
+    with matplotlib.rc_context(STYLE):
+        figure.savefig(path, metadata={"Date": None})
+    return path
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.plots", description=__doc__)
+    parser.add_argument("results", type=Path, help="a file of benchmarks.run")
+    parser.add_argument("figure", type=Path, help="the SVG to write")
+    options = parser.parse_args(arguments)
+    print(
+        f"written into {_save(overview(load(options.results, 'benchmarks.run')), options.figure)}"
+    )
+
+
+if __name__ == "__main__":
+    main()

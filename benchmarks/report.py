@@ -1,10 +1,10 @@
 """Write a results file as tables and figures: ``python -m benchmarks.report results.json``.
 
 The tables go into results.md beside the file, or between the markers of the file that --readme
-names; the figures into the folder results beside the file. What is of several GPUs has a section
-of its own: ``python -m benchmarks.report --scaling sharding_torch.json sharding_jax.json``, and so
-has the clamped ReLU: ``python -m benchmarks.report --relu relu.json``. Nothing between the markers
-is written by hand.
+names; the figures into the folder results beside the file. --headline writes no more than a table
+a pass, between markers of its own. What is of several GPUs has a section of its own: ``python -m
+benchmarks.report --scaling sharding_torch.json sharding_jax.json``, and so has the clamped ReLU:
+``python -m benchmarks.report --relu relu.json``. Nothing between the markers is written by hand.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import argparse
 import os
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from benchmarks import plots, relu, results, scaling
 from benchmarks.backends import ALL, KINDS
@@ -24,9 +24,11 @@ from benchmarks.measure import MOST_SAID
 from benchmarks.problems import DECODE, OPERATIONS, PAIRS, select
 from benchmarks.results import Record
 from benchmarks.summary import (
+    NAMES,
     SMALL_SECONDS,
     Ratio,
     digits,
+    geometric_mean,
     label,
     partial,
     ratios,
@@ -35,14 +37,17 @@ from benchmarks.summary import (
     summarize,
     timed,
 )
-from cupynorm._bench import Problem
+from cupynorm._bench import Direction, Problem
 
 BEGIN = "<!-- results: written by `python -m benchmarks.report` -->"
 END = "<!-- end of results -->"
+BEGIN_HEADLINE = "<!-- headline: written by `python -m benchmarks.report --headline` -->"
+END_HEADLINE = "<!-- end of headline -->"
 BEGIN_SCALING = "<!-- scaling: written by `python -m benchmarks.report --scaling` -->"
 END_SCALING = "<!-- end of scaling -->"
 BEGIN_RELU = "<!-- relu: written by `python -m benchmarks.report --relu` -->"
 END_RELU = "<!-- end of relu -->"
+STOPPED = "The run was stopped before its end: what it did not reach is missing."
 HOST_SPREAD = 1.05  # what the host's times may differ by unsaid
 # Shown as called and as kernels alone: where the host counts most, and two large ones beside them.
 AS_CALLED = (
@@ -60,9 +65,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--readme", type=Path, help="what to write into (default: the file's name with .md)"
     )
+    parser.add_argument("--headline", type=Path, help="write into this file a table a pass alone")
     options = parser.parse_args(arguments)
+    if options.headline and (options.readme or not options.results):
+        parser.error("--headline is of a file of benchmarks.run, and takes the place of --readme")
     sources = options.scaling or [options.relu or options.results]
-    readme = options.readme or sources[0].with_suffix(".md")
+    readme = options.headline or options.readme or sources[0].with_suffix(".md")
     for source in sources:
         if not source.is_file():
             parser.error(f"there is no file {source}")
@@ -78,7 +86,7 @@ def main(arguments: list[str] | None = None) -> None:
         else:
             report = results.load(options.results, "benchmarks.run")
             report["measurements"] = _ordered(report["measurements"])
-            begin, end = BEGIN, END
+            begin, end = (BEGIN_HEADLINE, END_HEADLINE) if options.headline else (BEGIN, END)
         before, after = _around(readme, begin, end)
     except ValueError as error:
         parser.error(str(error))
@@ -86,6 +94,8 @@ def main(arguments: list[str] | None = None) -> None:
         section = _scaling(zip(sources, reports, strict=True), readme.parent)
     elif options.relu:
         section = _relu(report, options.relu, readme.parent)
+    elif options.headline:
+        section = _headline(report, options.results, readme.parent)
     else:
         figures = plots.draw(report, options.results.with_suffix(""))
         section = _section(report, options.results, figures, readme.parent)
@@ -147,6 +157,8 @@ def _relu(report: dict[str, Any], source: Path, folder: Path) -> Iterator[str]:
     yield "\nMicroseconds:\n"
     cells = list(results.by_problem(report["measurements"]))
     yield from _table(list(relu.TIMES), (relu.times(problem, cell) for problem, cell in cells))
+    if not report.get("complete"):
+        yield f"\n{STOPPED}"
     yield (
         "\nError of each output against float64: in the 2-norm, relative to the exact result; and "
         "of the worst element, over the bound of `cupynorm.testing`.\n"
@@ -163,8 +175,6 @@ def _origin(report: dict[str, Any], source: Path, folder: Path) -> Iterator[str]
         f"From [{source.name}]({_relative(source, folder)}), {report['machine']['gpu']}, commit "
         f"{short(report['commit'])}, started {report['started']}{_resumed(report)}."
     )
-    if not report.get("complete"):
-        yield "\n**This run did not finish; what it did not reach is missing.**"
 
 
 def _resumed(report: dict[str, Any]) -> str:
@@ -177,11 +187,10 @@ def _resumed(report: dict[str, Any]) -> str:
 
 
 def _section(
-    report: dict[str, Any], source: Path, figures: Iterable[Path], folder: Path
+    report: dict[str, Any], source: Path, figures: Sequence[Path], folder: Path
 ) -> Iterator[str]:
     measured = report["measurements"]
     yield from _origin(report, source, folder)
-    yield from _unreached(report)
     yield "\n### Summary\n"
     yield (
         "Speed of cupynorm over that of the best peer and of the limit: geometric means over the "
@@ -214,7 +223,7 @@ def _section(
             for s in summarize(measured)
         ],
     )
-    pngs = [path for path in figures if path.suffix == ".png"]
+    yield from _unreached(report)
     found = {ratio.problem: ratio for ratio in ratios(measured)}
     for operation in OPERATIONS:
         own = [r for r in measured if f"{r['norm']} {r['direction']}" == operation]
@@ -222,10 +231,9 @@ def _section(
             continue
         yield f"\n### {operation}"
         stem = operation.replace(" ", "_")
-        for path in pngs:
+        for path in figures:
             if path.stem.startswith(stem):
-                svg = _relative(path.with_suffix(".svg"), folder)
-                yield f"\n[![{path.stem}]({_relative(path, folder)})]({svg})"
+                yield f"\n![{path.stem}]({_relative(path, folder)})"
         yield from _speeds(own, found)
         yield from _as_called(own)
     yield from _remarks(measured)
@@ -242,7 +250,7 @@ def _ordered(records: Iterable[Record]) -> list[Record]:
 
 
 def _unreached(report: dict[str, Any]) -> Iterator[str]:
-    """Yield which backends were there and not measured on every problem."""
+    """Yield on one line what is missing: the backends that were not measured on every problem."""
     cells = [cell for _, cell in results.by_problem(report["measurements"])]
     counts = {
         name: sum(name in cell for cell in cells)
@@ -254,6 +262,55 @@ def _unreached(report: dict[str, Any]) -> Iterator[str]:
     fewer = [f"{name} on {count}" for name, count in counts.items() if count < len(cells)]
     if fewer:
         yield f"\nNot measured on all of the {len(cells)} problems: {', '.join(fewer)}."
+    elif not report.get("complete"):
+        yield f"\n{STOPPED}"
+
+
+def _headline(report: dict[str, Any], source: Path, folder: Path) -> Iterator[str]:
+    """Yield a table a pass: decoding and the rest, to the limit, the best peer and each of them."""
+    measured = report["measurements"]
+    peers = [b.name for b in ALL if b.kind == "peer"]
+    peers = [name for name in peers if any(r["backend"] == name for r in measured)]
+    yield from _origin(report, source, folder)
+    groups = {
+        "other shapes": [r for r in measured if (r["rows"], r["cols"]) not in DECODE],
+        "decoding": [r for r in measured if (r["rows"], r["cols"]) in DECODE],
+    }
+    for direction in get_args(Direction):
+        rows = [
+            [
+                f"{NAMES[s.operation.split()[0]]}, {group}"
+                + (f", {timed(s)}" if s.missing else ""),
+                _ratio(s.to_limit),
+                _ratio(s.to_peer, "*" if s.incomplete else ""),
+                f"{s.ahead} of {s.compared}",
+                ""
+                if s.worst is None
+                else f"{_to_peer(s.worst)} of {s.worst.peer}, {label(s.worst.problem)}",
+                *_to_each(records, s.operation, peers),
+            ]
+            for group, records in groups.items()
+            for s in summarize(records)
+            if s.operation.endswith(direction)
+        ]
+        if rows:
+            yield f"\n**{direction.capitalize()}**\n"
+            head = ("", "to the limit", "to the best peer", "ahead at", "worst shape")
+            yield from _table([*head, *(f"to {name}" for name in peers)], rows)
+    yield from _unreached(report)
+
+
+def _to_each(records: Iterable[Record], operation: str, peers: list[str]) -> Iterator[str]:
+    """Yield the geometric mean of the speed over each peer's, and of how many shapes if not all."""
+    cells = [cell for p, cell in results.by_problem(records) if p.operation == operation]
+    for name in peers:
+        pairs = [
+            [results.seconds(cell[backend]) for backend in (name, "cupynorm") if backend in cell]
+            for cell in cells
+        ]
+        values = [pair[0] / pair[1] for pair in pairs if len(pair) == 2 and None not in pair]
+        count = f" ({len(values)})" * (0 < len(values) < len(cells))
+        yield _ratio(geometric_mean(values)) + count
 
 
 def _versions(report: dict[str, Any]) -> Iterator[str]:

@@ -13,6 +13,7 @@ from cupynorm._bench import Problem
 
 # Of problems whose limit takes less, GB/s say little: the launch is most of the time.
 SMALL_SECONDS = 10e-6
+NAMES = {"rms_norm": "RMSNorm", "layer_norm": "LayerNorm"}
 
 
 class Ratio(NamedTuple):

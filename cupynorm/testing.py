@@ -23,11 +23,11 @@ dbias      the sum over rows of ``|dy|``
 =========  =======================================================================================
 
 What LayerNorm adds comes from its mean. The first mean of the corrected two-pass may be off by
-s = 8u * m|x|. So the recentred difference is off by some u of |x - mean| + m|x - mean| + s; and the
-variance, in which c**2 <= s**2 cancels, by some u of a = 1 + (s * rstd)**2, relative. In backward,
-h = (x - mean) * rstd with the stored mean, and recentring makes xhat = h - m(h) off by some u of
-H = |h| + m|h|. A weight of float64 is rounded to float32 before 1 is added to it: |w| then gains
-|weight| / 16.
+``s = 8u * m|x|``. So the recentred difference is off by some u of ``|x - mean| + m|x - mean| + s``;
+and the variance, in which ``c**2 <= s**2`` cancels, by some u of ``a = 1 + (s * rstd)**2``,
+relative. In backward, ``h = (x - mean) * rstd`` with the stored mean, and recentring makes
+``xhat = h - m(h)`` off by some u of ``H = |h| + m|h|``. A weight of float64 is rounded to float32
+before 1 is added to it: ``|w|`` then gains ``|weight| / 16``.
 
 A clamp moves no two values apart, so y keeps its magnitude within ``16 * u * S`` of the bounds of a
 ReLU; beyond them it must be a bound, rounded. The bitmask is that of exact y, bit for bit, but for

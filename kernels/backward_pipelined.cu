@@ -408,12 +408,13 @@ struct PipelinedBackward {
   }
 
   // kAhead: this row's sums are on their way, and the next row's follow, if there is one.
-  __device__ __forceinline__ void finish_sums(bool more, T (&next_sums)[kSums]) {
+  __device__ __forceinline__ void finish_sums(bool more, int next_stage, int next_parity,
+                                              T (&next_sums)[kSums]) {
     if constexpr (!Layout::kBulk) wait_for_copies<Layout::kStages - 2>();
     meet_lanes();
     if (more) {
-      if constexpr (Layout::kBulk) wait_for_bytes<false>(mailbox + next_stage(), next_parity());
-      sum_up(next_stage(), next, next_sums);
+      if constexpr (Layout::kBulk) wait_for_bytes<false>(mailbox + next_stage, next_parity);
+      sum_up(next_stage, next, next_sums);
     }
     team.template finish_reduction<Sum>(sums);
     if (more) team.template begin_reduction<Sum>(next_sums);
@@ -435,12 +436,6 @@ struct PipelinedBackward {
     }
     sum_up(stage, current, sums);
     team.template reduce<Sum>(sums);
-  }
-  __device__ __forceinline__ int next_stage() const {
-    return stage + 1 == Layout::kStages ? 0 : stage + 1;
-  }
-  __device__ __forceinline__ int next_parity() const {
-    return stage + 1 == Layout::kStages ? parity ^ 1 : parity;
   }
   // kBulk: a stage is free, for the row kStages later than the one that was in it.
   __device__ __forceinline__ void ask_for_a_later_row() {
@@ -545,16 +540,18 @@ struct PipelinedBackward {
     current = next;
     next = after_next;
     after_next = load_beside(row + 2 * rows_a_turn);
+    const int next_stage = stage + 1 == Layout::kStages ? 0 : stage + 1;
+    const int next_parity = stage + 1 == Layout::kStages ? parity ^ 1 : parity;
     T next_sums[kSums];
     if constexpr (kAhead) {
-      finish_sums(more, next_sums);
+      finish_sums(more, next_stage, next_parity, next_sums);
     } else {
       reduce_sums();
     }
     ask_for_a_later_row();
     write_dx();
-    parity = next_parity();
-    stage = next_stage();
+    parity = next_parity;
+    stage = next_stage;
     row += rows_a_turn;
     dx_row += dx_step;
     if constexpr (kAhead) {

@@ -23,8 +23,28 @@ def case(block: re.Match[str]) -> object:
 CASES = [case(block) for block in BLOCKS]
 
 
-def test_readme_has_a_block_for_each_kind_of_array() -> None:
-    assert {case.values[0] for case in CASES} == {"numpy", "cupy", "torch", "jax"}
+def test_readme_is_short_and_has_what_a_newcomer_starts_with() -> None:
+    lines = README.splitlines()
+    assert len(lines) <= 200
+    assert not [line for line in lines if len(line) > 120]
+    assert {case.values[0] for case in CASES} == {"numpy", "torch"}
+    commands = "".join(re.findall(r"^```console\n(.*?)^```$", README, re.MULTILINE | re.DOTALL))
+    for command in (
+        "git clone ",
+        'pip install ".[cuda12]" && python -m cupynorm\n',
+        'pip install ".[cuda12,test]" && python -m pytest -n auto --dist loadfile\n',
+    ):
+        assert command in commands
+
+
+def test_ci_runs_the_readmes_test_command() -> None:
+    (command,) = re.findall(r"^(pip install .* && python -m pytest .*)$", README, re.MULTILINE)
+    script = HERE.parent / ".ci" / "run"
+    if not script.is_file():
+        pytest.skip("a source distribution has no .ci")
+    install, run = command.split(" && ")
+    text = script.read_text(encoding="utf-8")
+    assert f"{install.replace('pip install', 'pip install --quiet')}\n{run}\n" in text
 
 
 # What torch itself still uses of what it deprecates.
