@@ -273,7 +273,7 @@ IN_PAIRS = ForwardSpec("layer_norm", "bfloat16", "float32", "float16", "float32"
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 @given(specs, widths(), capabilities)
 @example(IN_PAIRS, 44336, 90)
-@settings(max_examples=400)
+@settings(max_examples=200)
 def test_every_layout(
     check: Callable[[Chosen], None], spec: Spec, n: int, architecture: int
 ) -> None:
@@ -324,7 +324,7 @@ def row_layout(config: Any) -> tuple[Any, ...]:
 
 @given(specs, widths() | st.integers(8192, 1 << 17), capabilities)
 @example(ForwardSpec("layer_norm", *4 * ("bfloat16",), False, True, True), 20008, 90)
-@settings(max_examples=500)
+@settings(max_examples=250)
 def test_bits_do_not_depend_on_alignment_or_the_number_of_rows(
     spec: Spec, n: int, architecture: int
 ) -> None:
@@ -351,7 +351,7 @@ def test_a_layout_depends_on_nothing_but_its_arguments(spec: Spec, ns: list[int]
 
 
 @given(specs, widths(), capabilities, st.integers(1, 200), st.booleans())
-@settings(max_examples=800)
+@settings(max_examples=400)
 def test_few_rows_differ_only_in_what_does_not_show(
     spec: Any, n: int, architecture: int, multiprocessors: int, dx_given: bool
 ) -> None:
@@ -618,7 +618,7 @@ class Gpu:
     st.builds(Gpu, capabilities, st.integers(1, 200), st.integers(0, 40)),
     st.booleans(),
 )
-@settings(max_examples=500)
+@settings(max_examples=250)
 def test_every_plan_covers_all_rows_within_its_scratch(
     spec: Any, n: int, m: int, gpu: Gpu, dx_given: bool
 ) -> None:

@@ -69,7 +69,7 @@ def compiler_problem() -> str | None:
 def _compile(*arguments: str | Path) -> None:
     process = subprocess.run(["g++", *map(str, arguments)], capture_output=True, text=True)
     if process.returncode:
-        raise KernelError(f"g++ fails: {process.stderr[:4000]}")
+        raise KernelError(f"g++ fails: {process.stderr[:12000]}")
 
 
 def _digest(*texts: str) -> str:

@@ -88,6 +88,9 @@ Span* find(Address first, Address last) {
   return own.holds(first, last) ? &own : find_registered(first, last);
 }
 
+int mutant = -1;                  // which of those in the kernels is run
+std::vector<char> mutants_asked;  // by number
+
 // ---- threads -------------------------------------------------------------------------------------
 
 enum class State {
@@ -989,6 +992,13 @@ class CatchFaults {
 
 namespace host {
 
+// Which mutants would have done something else, and which one does: see mutants.hpp.
+bool is_mutant(int number) {
+  if (number >= static_cast<int>(mutants_asked.size())) mutants_asked.resize(number + 1);
+  mutants_asked[number] = 1;
+  return number == mutant;
+}
+
 int thread_index() { return current - current_block * threads; }
 long long block_index() { return first_block + current_block; }
 long long block_count() { return blocks; }
@@ -1084,6 +1094,14 @@ void wait_for_copies(int groups) { end_copies(groups, CALLER); }
 // ---- for g++ -------------------------------------------------------------------------------------
 
 extern "C" {
+
+void choose_mutant(int number) {
+  mutant = number;
+  mutants_asked.clear();
+}
+bool mutant_asked(int number) {
+  return number < static_cast<int>(mutants_asked.size()) && mutants_asked[number] != 0;
+}
 
 #define ACCESSES(bytes)                                                                           \
   void __tsan_read##bytes(void* memory) { check_aligned_access(memory, bytes, false, CALLER); }   \

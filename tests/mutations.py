@@ -1,0 +1,324 @@
+"""How many mutants of the kernels the host's cases notice: `python tests/mutations.py`.
+
+Operators make them from the kernels' text (host/mutants.py). Each is run in a few of the cases that
+it changes something in; what they do not notice, in a few dozen of all others. What survives lacks
+a case, or changes nothing that can be noticed: then it belongs in EQUIVALENT.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+import os
+import re
+import select
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from host.build import Build
+from host.checks import (
+    ADDRESSES,
+    CASES,
+    FAR_ROWS,
+    FEW,
+    OVERFLOWING,
+    Case,
+    check_addresses,
+    check_case,
+    check_clip_values,
+    check_far_rows,
+    check_neighbours,
+    check_overflows,
+    kernels_of,
+    may_overflow,
+)
+from host.gpu import Gpu
+from host.mutants import Mutant, all_mutants, instrumented
+from host.pipelined import PIPELINED, Pipelined
+
+from cupynorm._compile import Instantiation
+
+__all__ = ["Check", "all_checks"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """What a mutant may be noticed by."""
+
+    name: str
+    kernels: Callable[[], list[Instantiation]]
+    run: Callable[[Build], object]
+
+
+def _of_case(case: Case, few_rows: bool) -> Check:
+    return Check(
+        f"{case}{' as few rows' if few_rows else ''}",
+        lambda: kernels_of([case], few_rows=few_rows),
+        lambda build: check_case(build, case, few_rows=few_rows),
+    )
+
+
+def _of_overflows(case: Case, few_rows: bool) -> Check:
+    return Check(
+        f"{case} overflowing{' as few rows' if few_rows else ''}",
+        lambda: kernels_of([case], few_rows=few_rows),
+        lambda build: check_overflows(build, case, few_rows=few_rows),
+    )
+
+
+def _of_pipelined(pipelined: Pipelined) -> Check:
+    return Check(str(pipelined), lambda: [pipelined.kernel()], pipelined.check)
+
+
+def _far_rows(build: Build) -> None:
+    for n, architecture in FAR_ROWS:
+        check_far_rows(Gpu(build, architecture=architecture), n)
+
+
+PLACED = next(case for case in ADDRESSES if case.norm == "layer_norm")
+# Their kernels are compiled when they are run.
+OTHERS = [
+    Check(name, list, run)
+    for name, run in (
+        ("rows more than 2**31 elements apart", _far_rows),
+        ("values on the bounds of a ReLU", lambda b: check_clip_values(Gpu(b), "float32", 83)),
+        (
+            "rows beside rows out of range",
+            lambda b: check_neighbours(Gpu(b), "layer_norm", "float32", 40),
+        ),
+        ("rows at other addresses", lambda b: check_addresses(b, PLACED)),
+    )
+]
+
+
+def all_checks() -> Iterator[Check]:
+    """Yield the checks, those of one name one after another: the first is the one that is meant."""
+    for few_rows, cases in ((False, CASES), (True, FEW)):
+        yield from (_of_case(case, few_rows) for case in cases)
+        yield from (_of_overflows(case, few_rows) for case in CASES if may_overflow(case))
+    yield from map(_of_pipelined, PIPELINED)
+    yield from OTHERS
+
+
+def by_hand() -> list[str]:
+    """Return the names of the checks that mutations made by hand are noticed by."""
+    text = (Path(__file__).parent / "data" / "mutations.txt").read_text(encoding="utf-8")
+    return [block.strip("\n").split("\n")[-1].split(": ", 1)[1] for block in text.split("\n\n")]
+
+
+# Beside those, what notices most of the others: rows out of range, and those computed again.
+NAMED = ("range_", "stream_infinite", "stream_nonfinite", "outlier", "minute_2", "two_blocks")
+WILD = ("cluster_tiles, rms_norm", "stream, rms_norm", "warps")
+
+
+def few_checks() -> list[Check]:
+    """Return those that notice most, for the time that they take."""
+    every = list(all_checks())
+    # Of rows computed again, which take long, those few alone.
+    names = {name for name in by_hand() if "overflowing" not in name}
+    names |= {f"{OVERFLOWING[name]} overflowing" for name in WILD}
+    names |= {str(case) for case in CASES if case.name.startswith(NAMED) and case.x == "float32"}
+    # The first of a name is the one that is meant.
+    few = {check.name: check for check in reversed(every) if check.name in names}
+    return [check for check in few.values() if check not in OTHERS]
+
+
+def other_checks(every: int) -> list[Check]:
+    few = {check.name for check in few_checks()}
+    others = {check.name: check for check in all_checks() if check not in OTHERS}
+    return [check for name, check in others.items() if name not in few][::every]
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What became of a mutant: the check that noticed it, and how, or None."""
+
+    check: str | None
+    message: str
+
+
+def _in_processes(tasks: Sequence[Callable[[], str]]) -> Iterator[tuple[int, str]]:
+    """Yield what each task returns, by its number, from a process of its own that may die."""
+    waiting = list(range(len(tasks)))[::-1]
+    running: dict[int, tuple[int, int, bytes]] = {}
+    while waiting or running:
+        while waiting and len(running) < (os.cpu_count() or 1):
+            number = waiting.pop()
+            ours, theirs = os.pipe()
+            pid = os.fork()
+            if not pid:
+                os.close(ours)
+                answer = tasks[number]().encode()
+                while answer:
+                    answer = answer[os.write(theirs, answer) :]
+                os._exit(0)
+            os.close(theirs)
+            running[ours] = number, pid, b""
+        for ours in select.select(list(running), [], [])[0]:
+            number, pid, answer = running[ours]
+            if part := os.read(ours, 1 << 16):
+                running[ours] = number, pid, answer + part
+                continue
+            os.close(ours)
+            _, status = os.waitpid(pid, 0)
+            del running[ours]
+            yield number, answer.decode() if not status else f"killed by signal {status}"
+
+
+def _asked(build: Build, checks: Sequence[Check], count: int) -> Iterator[tuple[int, float, bytes]]:
+    """Yield how long each check takes, and which mutants would do something else in it."""
+
+    def task(check: Check) -> str:
+        build.runtime.library.choose_mutant(-1)
+        begin = time.perf_counter()
+        check.run(build)
+        seconds = time.perf_counter() - begin
+        asked = (str(i) for i in range(count) if build.runtime.library.mutant_asked(i))
+        return f"{seconds}:{','.join(asked)}"
+
+    for number, answer in _in_processes([lambda c=c: task(c) for c in checks]):
+        seconds, _, asked = answer.partition(":")
+        if not asked and "signal" in answer:
+            raise RuntimeError(f"{checks[number].name} fails without a mutant: {answer}")
+        yield number, float(seconds), [int(i) for i in asked.split(",") if i]
+
+
+def outcomes(
+    chosen: Sequence[Mutant],
+    checks: Sequence[Check],
+    most: int = 12,
+    log: Callable[[str], None] = lambda _: None,
+) -> dict[Mutant, Outcome]:
+    """Run each mutant in the checks that it could change, until one notices it."""
+    build = Build(added=instrumented(chosen))
+    begin = time.perf_counter()
+    build.compile(kernel for check in checks for kernel in check.kernels())
+    log(f"{len(checks)} checks compiled in {time.perf_counter() - begin:.0f} s")
+    for check in checks:
+        for kernel in check.kernels():
+            build.load(kernel)
+    begin = time.perf_counter()
+    by_mutant: list[list[tuple[float, int]]] = [[] for _ in chosen]
+    for number, seconds, asked in _asked(build, checks, len(chosen)):
+        for mutant in asked:
+            by_mutant[mutant].append((seconds, number))
+    log(f"run once in {time.perf_counter() - begin:.0f} s")
+
+    def task(mutant: int) -> str:
+        # The quickest, and some of the others.
+        mine = sorted(by_mutant[mutant])
+        quick, slow = mine[: most * 2 // 3], mine[most * 2 // 3 :]
+        for seconds, number in quick + slow[:: 1 + 3 * len(slow) // most]:
+            # What goes on for longer has a loop without an end and without an access.
+            signal.setitimer(signal.ITIMER_REAL, 5 + 20 * seconds)
+            build.runtime.library.choose_mutant(mutant)
+            try:
+                checks[number].run(build)
+            except AssertionError as error:
+                return f"{checks[number].name}\n{error}"
+            except Exception as error:
+                return f"{checks[number].name}\n{type(error).__name__}: {error}"
+        return ""
+
+    found = {}
+    for number, answer in _in_processes([lambda m=m: task(m) for m in range(len(chosen))]):
+        if "signal" in answer[:16]:
+            found[chosen[number]] = Outcome("", answer)
+        elif answer:
+            found[chosen[number]] = Outcome(*answer.split("\n", 1))
+        else:
+            message = "passes" if by_mutant[number] else "no check is any different"
+            found[chosen[number]] = Outcome(None, message)
+    return found
+
+
+# Mutants that change nothing which a check could notice, by what their description has.
+EQUIVALENT = (
+    ("the bound itself", "a > b ? a : b", "equal numbers"),
+    ("the bound itself", "variance < T(0) ? T(0) : variance", "zero is zero"),
+    ("always so", "if (team.any(far))", "what was not far is measured again, and not used"),
+    ("always so", "if (!in_words)", "what was read by words is read once more"),
+    ("left of || dropped", "kTeams == 1 || row <", "the block's row exists"),
+    ("right of && dropped", "write_words<2>(pack.words, memory, 0)", "then no lane writes it"),
+)
+
+
+def sample(count: int) -> list[Mutant]:
+    """Return so many mutants, of each file as many, those of the smallest hashes."""
+    groups: dict[str, list[tuple[str, Mutant]]] = {}
+    for mutant in all_mutants():
+        if not any(what == mutant.operator and text in mutant.line for what, text, _ in EQUIVALENT):
+            digest = hashlib.sha256(str(mutant).encode()).hexdigest()
+            groups.setdefault(mutant.file, []).append((digest, mutant))
+    ranked = [
+        (rank, digest, mutant)
+        for group in groups.values()
+        for rank, (digest, mutant) in enumerate(sorted(group, key=lambda one: one[0]))
+    ]
+    return [mutant for *_, mutant in sorted(ranked, key=lambda one: one[:2])[:count]]
+
+
+KINDS = (
+    ("values", "times the bound|wrong bits|bits of|not equal|must be|not close"),
+    ("races", "race"),
+    ("out of bounds", "out of bounds|outside a local array|shift|overflow"),
+    ("unwritten", "uninitialized|never written"),
+    ("barriers", "no thread can go on|disagree|mailbox|arrived|has ended|twice"),
+    ("no end", "does not end|signal 14"),
+    ("misaligned", "misaligned"),
+    ("crashes", "signal"),
+)
+
+
+def _kind(message: str) -> str:
+    return next((kind for kind, what in KINDS if re.search(what, message)), "others")
+
+
+def log(text: str) -> None:
+    print(text, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--sample", type=int, metavar="N", default=1 << 30, help="N of them, chosen by their lines")
+    add("--only", metavar="TEXT", default="", help="those whose description has the text")
+    add("--quick", action="store_true", help="do not run survivors in other checks")
+    add("--every", type=int, metavar="K", default=1, help="of these, in each K-th")
+    add(
+        "--least", type=float, default=0, help="exit with an error below this share of noticed ones"
+    )
+    add("--verbose", action="store_true", help="say what each is noticed by")
+    options = parser.parse_args()
+    chosen = [mutant for mutant in sample(options.sample) if options.only in str(mutant)]
+    begin = time.perf_counter()
+    found = outcomes(chosen, few_checks(), log=log)
+    survivors = [mutant for mutant, outcome in found.items() if outcome.check is None]
+    if survivors and not options.quick:
+        log("\n".join((f"{len(survivors)} of {len(chosen)} survive these:", *map(str, survivors))))
+        found |= outcomes(survivors, other_checks(options.every), 40, log)
+        survivors = [mutant for mutant, outcome in found.items() if outcome.check is None]
+    print(f"{len(chosen)} mutants in {time.perf_counter() - begin:.0f} s")
+    print(Counter(_kind(o.message) for o in found.values() if o.check is not None))
+    print(Counter(o.message for o in found.values() if o.check is None))
+    if options.verbose:
+        for mutant, outcome in found.items():
+            if outcome.check is not None:
+                print(f"{mutant}\n    {outcome.check}: {outcome.message[:300]}")
+    for mutant in sorted(survivors, key=str):
+        print(f"survives ({found[mutant].message}): {mutant}")
+    share = 1 - len(survivors) / len(chosen)
+    print(f"{share:.1%} of {len(chosen)} noticed")
+    if share < options.least:
+        sys.exit(f"fewer than {options.least:.0%} of the mutants are noticed")
+
+
+if __name__ == "__main__":
+    main()
