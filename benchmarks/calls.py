@@ -66,19 +66,23 @@ def parts(arrays: dict[str, Any]) -> Rows:
 
     from cupynorm import _arrays, _calls, _plans
     from cupynorm._arrays import DTYPES
+    from cupynorm._checks import Asked
     from cupynorm._operation import FORWARD, ForwardSpec
 
     x, weight, out = arrays["x"], arrays["weight"], arrays["out"]
+    arguments = x, weight, None, out, None, None  # no bias, and no residual
 
     def find() -> Any:
         _arrays.family_of("x", x)
-        options = "rms_norm", False, None, False, 1e-6, None, None
-        return _calls.calls.get(_calls.forward_key(options, x, weight, None, out))
+        options = Asked("rms_norm", training=False, axis=None, zero_centered=False, eps=1e-6)
+        return _calls.calls.get(_calls.forward_key(tuple(options), *arguments))
 
     cupynorm.rms_norm(x, weight, out=out)
     run = find()
     stream, (m, n) = cupy.cuda.get_current_stream().ptr, SHAPE
-    operands = (x.data.ptr, n, weight.data.ptr, 0, out.data.ptr, n, 0, 0, 0)
+    named = {"x": x.data.ptr, "x_stride": n, "weight": weight.data.ptr}
+    named |= {"y": out.data.ptr, "y_stride": n}
+    operands = tuple(named.get(name, 0) for name in FORWARD.operands)
     names = DTYPES[x.dtype], DTYPES[weight.dtype]
     spec = ForwardSpec("rms_norm", *names, None, names[0], False, False, False)
     plan = _plans.forward_plan(spec, m, n, 16 // x.itemsize, x.device.id)
@@ -90,7 +94,7 @@ def parts(arrays: dict[str, Any]) -> Rows:
     frame = kernel._new_frame(blocks, given | {"n_rows": m, "n_cols": n, "inv_n": 1 / n})
     config = (kernel._handle, blocks, 1, 1, kernel._block_threads, 1, 1, kernel._shared_bytes)
     yield "look-up: key and dictionary", find
-    yield "prepared call: addresses, devices, kernel", lambda: run(x, weight, None, out)
+    yield "prepared call: addresses, devices, kernel", lambda: run(*arguments)
     yield "kernel: packing, driver", lambda: launch(stream, operands)
     yield "driver alone", lambda: kernel._start(*config, stream, frame[1], 0)
     yield "current device", cupy.cuda.runtime.getDevice

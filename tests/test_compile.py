@@ -125,6 +125,26 @@ def instantiations(architecture: int) -> list[Instantiation]:
         add(packs * length, (length,), forward, backward)
         # At any address: RMSNorm's fill their packs, LayerNorm's, which take more, do not, as most.
         add(packs * length - (norm == "layer_norm"), (1,), forward, backward)
+    # A residual of each width beside x, in each regime; elsewhere the widest.
+    dtypes = ("bfloat16", "float32") if architecture == 90 else ("bfloat16",)
+    for norm, branch, residual, packs in itertools.product(
+        ("rms_norm", "layer_norm"),
+        dtypes,
+        dtypes,
+        (64, 300, 512, 1024, 2048, 8192, 40_000) if architecture == 90 else (512, 8192),
+    ):
+        n, bias = packs * pack_length(residual), "float32" if norm == "layer_norm" else None
+        given = {"zero_centered": False, "weight": "float32"}
+        of_sum = ForwardSpec(
+            *(norm, residual), **given, bias=bias, y=branch, store_statistics=True, relu=False,
+            branch=branch, residual=residual,
+        )  # fmt: skip
+        of_inputs = BackwardSpec(
+            *(norm, residual), **given, dy=branch, dbias=bias, bitmask=False,
+            dresidual_out=residual, dx=None if branch == residual else branch,
+            dresidual=None if branch == residual else residual,
+        )  # fmt: skip
+        add(n, (pack_length(residual),), [of_sum], [of_inputs])
     for norm, x in itertools.product(("rms_norm", "layer_norm"), ("float32", "bfloat16")):
         bare = ForwardSpec(norm, x, None, None, x, False, False, False)
         add(4096, (pack_length(x),), [bare])

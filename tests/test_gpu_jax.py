@@ -340,7 +340,7 @@ def test_strips_in_a_command_buffer() -> None:
     weight, bias = (values((98304,), seed=seed) for seed in (3, 4))
     dy, x, weight, bias = (jnp.asarray(array) for array in (dy, x, weight, bias))
     _, mean, rstd, *_ = cupynorm.layer_norm_forward(x, weight, bias)
-    expected = cupynorm.layer_norm_backward(dy, x, weight, mean, rstd, bias=bias)
+    expected = cupynorm.layer_norm_backward(dy, x, weight, mean, rstd, bias=bias)[:3]
     for _ in range(5):
         for found, same in zip(gradients(dy, x, weight, bias), expected, strict=True):
             np.testing.assert_array_equal(found, same)

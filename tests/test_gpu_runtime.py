@@ -672,7 +672,7 @@ def test_torch_tensors_come_and_go_by_dlpack(name: str) -> None:
     testing.check_forward("layer_norm", result, x_host, weight_host, eps=1e-5)
     testing.check_backward(
         "layer_norm",
-        cupynorm.NormBackward(*map(host, gradient)),
+        cupynorm.NormBackward(*map(host, gradient[:3])),
         x_host,
         x_host,
         weight_host,
