@@ -42,6 +42,7 @@ def supports(
     *,
     dy_dtype: Any = None,
     out_dtype: Any = None,
+    residual_dtype: Any = None,
     zero_centered: bool = False,
     relu: bool = False,
     backward: bool = True,
@@ -52,7 +53,8 @@ def supports(
 
     Parameters
     ----------
-    norm, n, x_dtype, weight_dtype, bias_dtype, dy_dtype, out_dtype, zero_centered, relu, backward
+    norm, n, x_dtype, weight_dtype, bias_dtype, dy_dtype, out_dtype, residual_dtype, \
+zero_centered, relu, backward
         As of `warmup`.
 
     Returns
@@ -74,6 +76,7 @@ def supports(
             bias_dtype,
             dy_dtype,
             out_dtype,
+            residual_dtype,
             zero_centered,
             relu,
             backward,
@@ -93,6 +96,7 @@ def warmup(
     *,
     dy_dtype: Any = None,
     out_dtype: Any = None,
+    residual_dtype: Any = None,
     zero_centered: bool = False,
     relu: bool = False,
     backward: bool = True,
@@ -117,6 +121,8 @@ def warmup(
         defaults are warmed as well: for LayerNorm, a gradient of the bias in the weight's dtype.
     dy_dtype, out_dtype : dtype, optional
         Of dy and y; by default x's.
+    residual_dtype : dtype, optional
+        Of the residual, of its sum with x and of their gradients, where there is a residual.
     zero_centered : bool
         As of `rms_norm`.
     relu : bool
@@ -144,6 +150,7 @@ def warmup(
         bias_dtype,
         dy_dtype,
         out_dtype,
+        residual_dtype,
         zero_centered,
         relu,
         backward,
@@ -181,6 +188,7 @@ def kernel_source(
     *,
     dy_dtype: Any = None,
     out_dtype: Any = None,
+    residual_dtype: Any = None,
     zero_centered: bool = False,
     relu: bool = False,
     backward: bool = False,
@@ -196,7 +204,7 @@ def kernel_source(
         Which norm.
     n : int
         Elements of a row, the product of the normalized axes.
-    x_dtype, weight_dtype, bias_dtype, dy_dtype, out_dtype, zero_centered, relu
+    x_dtype, weight_dtype, bias_dtype, dy_dtype, out_dtype, residual_dtype, zero_centered, relu
         As of `warmup`. Arrays are assumed to be aligned as there.
     backward : bool
         Whether the kernels of the backward pass are wanted, with the gradients that it returns by
@@ -237,7 +245,7 @@ def kernel_source(
         raise TypeError(f"n must be an int, got {n!r}")
     (width,) = _widths(n)
     specs = _specs(
-        *(norm, x_dtype, weight_dtype, bias_dtype, dy_dtype, out_dtype),
+        *(norm, x_dtype, weight_dtype, bias_dtype, dy_dtype, out_dtype, residual_dtype),
         *(zero_centered, relu, backward),
     )
     if not isinstance(statistics, bool | np.bool_):
@@ -303,6 +311,7 @@ def _specs(
     bias_dtype: Any,
     dy_dtype: Any,
     out_dtype: Any,
+    residual_dtype: Any,
     zero_centered: bool,
     relu: bool,
     backward: bool,
@@ -317,6 +326,7 @@ def _specs(
 
     weight, bias = named("weight_dtype", weight_dtype), named("bias_dtype", bias_dtype)
     y, dy = named("out_dtype", out_dtype, x) or x, named("dy_dtype", dy_dtype, x) or x
+    residual = named("residual_dtype", residual_dtype)
     for name, value in (("zero_centered", zero_centered), ("relu", relu), ("backward", backward)):
         if not isinstance(value, bool | np.bool_):
             raise TypeError(f"{name} must be True or False, got {value!r}")
@@ -325,16 +335,24 @@ def _specs(
 
     def specs() -> Iterator[ForwardSpec | BackwardSpec]:
         for stored in (False, True) if backward else (False,):
-            yield ForwardSpec(
+            plain = ForwardSpec(
                 norm, x, weight, bias, y, bool(zero_centered), stored, relu=bool(relu)
             )
+            yield replace(plain, x=residual, branch=x, residual=residual) if residual else plain
         if backward:
             # What backward returns by default: LayerNorm's a dbias in the weight's dtype.
             default = (weight or x) if norm == "layer_norm" else None
             for dbias in dict.fromkeys((default, bias)):
-                yield BackwardSpec(
+                of_x = BackwardSpec(
                     norm, x, dy, weight, dbias, bool(zero_centered), bitmask=bool(relu)
                 )
+                if not residual:
+                    yield of_x
+                elif residual == x:
+                    yield replace(of_x, dresidual_out=x)
+                else:
+                    of_sum = replace(of_x, x=residual, dresidual_out=residual)
+                    yield replace(of_sum, dx=x, dresidual=residual)
 
     return list(specs())
 

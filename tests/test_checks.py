@@ -9,7 +9,7 @@ import inspect
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +21,7 @@ import pytest
 import cupynorm
 from cupynorm import _checks, _warmup
 from cupynorm._layout import ForwardInRegisters, few_rows_configs, forward_config
-from cupynorm._operation import BackwardSpec, ForwardSpec
+from cupynorm._operation import ITEMSIZE, BackwardSpec, ForwardSpec
 
 FORWARD = (
     cupynorm.rms_norm,
@@ -575,6 +575,24 @@ def test_kernel_source_is_of_the_kernels_that_a_call_runs(monkeypatch: pytest.Mo
             kernels = _plans.backward_plan(of_dy, m, n, vector, -7).kernels
             options: dict[str, Any] = {"dy_dtype": "float32", "relu": True, "backward": True}
             assert cupynorm.kernel_source(*dtypes, **options, rows=rows) == sources(kernels)
+            for residual in ("bfloat16", "float32"):
+                options = {"residual_dtype": residual, "rows": rows}
+                of_sum = replace(
+                    ForwardSpec(norm, residual, weight, bias, "bfloat16", False, False, False),
+                    **{"branch": "bfloat16", "residual": residual},
+                )
+                wide = min(vector, 16 // ITEMSIZE[residual])
+                plan = _plans.forward_plan(of_sum, m, n, wide, -7)
+                assert cupynorm.kernel_source(*dtypes, **options) == sources([plan.kernel])
+                differ = residual != "bfloat16"
+                of_inputs = replace(
+                    BackwardSpec(norm, residual, "bfloat16", weight, dbias, False, False),
+                    dresidual_out=residual,
+                    dx="bfloat16" if differ else None,
+                    dresidual=residual if differ else None,
+                )
+                kernels = _plans.backward_plan(of_inputs, m, n, wide, -7).kernels
+                assert cupynorm.kernel_source(*dtypes, **options, backward=True) == sources(kernels)
 
 
 def test_kernel_source_needs_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -658,7 +676,9 @@ def test_warmup_loads_the_kernels_of_few_rows_and_of_many(monkeypatch: pytest.Mo
 def test_warmup_is_for_the_defaults_of_backward_as_well(
     norm: Any, bias: str | None, dbias: set[str | None]
 ) -> None:
-    specs = _warmup._specs(norm, "bfloat16", "float32", bias, None, None, False, False, True)
+    specs = _warmup._specs(
+        *(norm, "bfloat16", "float32", bias, None, None, None, False, False, True)
+    )
     assert {spec.dbias for spec in specs if isinstance(spec, BackwardSpec)} == dbias
 
 
