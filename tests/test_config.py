@@ -35,6 +35,8 @@ from cupynorm._layout import (
     shared_limit,
 )
 from cupynorm._layout.backward_pipelined import _backward_registers
+from cupynorm._operation import BACKWARD as BACKWARD_PASS
+from cupynorm._operation import FORWARD as FORWARD_PASS
 from cupynorm._operation import ITEMSIZE, BackwardSpec, ForwardSpec, Norm, compute_dtype
 
 NORMS = ("rms_norm", "layer_norm")
@@ -604,7 +606,8 @@ class Gpu:
         self.launched.clear()
         self.zeroed.clear()
         forward = isinstance(plan, _plans.ForwardPlan)
-        operands = (*range(1, 10 if forward else 13), scratch)
+        table = FORWARD_PASS if forward else BACKWARD_PASS
+        operands = (*range(1, len(table.operands) + 1), scratch)
         if forward and not plan.scratch_bytes(m):
             operands = operands[:-1]
         plan.prepared(m, *((0.5, 2.0, 3.0) if forward else ()))(5, operands)
@@ -664,7 +667,8 @@ def test_every_plan_covers_all_rows_within_its_scratch(
         assert size >= spec.gradients * partials * partials_stride(n) * plan.itemsize
         _, blocks, arguments = launches[-1]
         assert blocks == plan.reduction_blocks
-        sums = {"partials": SCRATCH, "dweight": 11, "dbias": 12}
+        place = 1 + BACKWARD_PASS.operands.index("dweight")
+        sums = {"partials": SCRATCH, "dweight": place, "dbias": place + 1}
         assert arguments == sums | {"n_partials": partials, "n_cols": n}
 
 
@@ -833,7 +837,7 @@ def test_structs_say_all_that_a_spec_and_layout_say(all_specs: tuple[Spec, ...])
 
 def test_structs_are_of_members_that_have_a_type_or_a_value() -> None:
     member = (
-        r"  using [A-Z]\w* = (double|float|float16|bfloat16|None|Identity|Clamp);\n"
+        r"  using [A-Z]\w* = (double|float|float16|bfloat16|None|Identity|Clamp|Plain|AddResidual);\n"
         r"|  static constexpr (bool k[A-Z]\w* = (true|false)|int k[A-Z]\w* = \d+);\n"
     )
     for spec, packs in itertools.product(FORWARD[::61] + BACKWARD[::61], PACKS):

@@ -149,6 +149,7 @@ class Pipelined:
                 hold_sums=self.hold_sums,
                 bulk=self.bulk,
                 through_l1=False,
+                total_ahead=False,
                 reduction=None,
             )
             (kernel,) = backward_instantiations(self._spec, config)
@@ -248,28 +249,29 @@ class Pipelined:
                             "bits of rows in turn",
                         )
 
-    def _launch(self, gpu: Gpu, *arguments: Any) -> None:
+    def _launch(self, gpu: Gpu, **arguments: Any) -> None:
         """Launch the kernel, each array of rows with its stride and each absent one as null."""
-        spelled: list[Any] = []
-        for argument in arguments:
-            spelled.append(0 if argument is None else argument)
+        kernel, compute = self.kernel(), np.dtype(compute_dtype(self.x)).type
+        given = {"n_rows": self.m, "n_cols": self.n, "inv_n": compute(1 / self.n)}
+        for name, argument in arguments.items():
+            given[name] = 0 if argument is None else argument
             if isinstance(argument, Array) and argument.shape == (self.m, self.n):
-                spelled.append(argument.strides[0] // argument.itemsize)
+                given[f"{name}_stride"] = argument.strides[0] // argument.itemsize
         blocks = self.strips if self.column_parallel else self.groups * self.cluster_blocks
-        gpu.run(self.kernel(), blocks, *spelled)
+        gpu.run(kernel, blocks, *(given.get(name, 0) for name, _ in kernel.arguments))
 
     def _check_forward(self, gpu: Gpu, host: Any, x: Array) -> NormForward:
         compute = np.dtype(compute_dtype(self.x)).type
         y = x if self.in_place else gpu.cupy.empty(x.shape, DTYPES[self.other or self.x])
         mean = gpu.cupy.empty(self.m, compute) if self.norm == "layer_norm" else None
         rstd = gpu.cupy.empty(self.m, compute)
-        affine = (None if row is None else gpu.cupy.array(row) for row in host[1:])
-        sizes = (self.m, self.n, compute(1 / self.n))
-        bounds = [compute(bound) for bound in (RELU if self.bitmask else (-np.inf, np.inf))]
+        weight, bias = (None if row is None else gpu.cupy.array(row) for row in host[1:])
+        lower, upper = [compute(bound) for bound in (RELU if self.bitmask else (-np.inf, np.inf))]
         bits = gpu.cupy.empty((self.m, -(-self.n // 8)), np.uint8) if self.bitmask else None
         count = gpu.cupy.zeros(1, np.int32) if self.counted else None
-        numbers = *sizes, compute(self.eps), *bounds
-        self._launch(gpu, *numbers, x, *affine, y, mean, rstd, bits, count)
+        numbers = {"eps": compute(self.eps), "lower": lower, "upper": upper, "count": count}
+        arrays = {"x": x, "weight": weight, "bias": bias, "y": y, "mean": mean, "rstd": rstd}
+        self._launch(gpu, **numbers, **arrays, bitmask=bits)
         found: NormForward = gpu.to_numpy(NormForward(y, mean, rstd, bits))
         testing.check_forward(
             self.norm,
@@ -289,30 +291,28 @@ class Pipelined:
         _, x, weight = host
         dx = rows[0] if self.in_place else gpu.cupy.empty(x.shape, x.dtype)
         forward = getattr(reference, f"{self.norm}_forward")(x, eps=self.eps, axis=-1)
-        operands = (
-            None if row is None else gpu.cupy.array(row)
-            for row in (weight, forward.mean, forward.rstd)
-        )
+        read = {"weight": weight, "mean": forward.mean, "rstd": forward.rstd}
+        given = {n: None if row is None else gpu.cupy.array(row) for n, row in read.items()}
+        given |= {"dy": rows[0], "x": rows[1], "dx": dx}
         dtype = x.dtype if weight is None else weight.dtype
         passes = np.random.default_rng(5).random(x.shape) < 0.5
         bitmask = pack_bitmask(passes) if self.bitmask else None
-        bits = None if bitmask is None else gpu.cupy.array(bitmask)
-        sizes = (self.m, self.n, compute(1 / self.n))
+        given["bitmask"] = None if bitmask is None else gpu.cupy.array(bitmask)
         if self.column_parallel:
             dweight = None if weight is None else gpu.cupy.empty(self.n, dtype)
             dbias = gpu.cupy.empty(self.n, dtype) if self.dbias else None
             exchanged = column_parallel_exchange_bytes(self._spec, self._column_parallel_config)
-            exchange = (
-                gpu.cupy.zeros(column_parallel_counts_bytes() // 4, np.uint32),
-                gpu.cupy.empty(exchanged // compute().itemsize, compute),
-            )
-            self._launch(gpu, *sizes, *rows, *operands, bits, dx, dweight, dbias, *exchange)
+            exchange = {
+                "arrived": gpu.cupy.zeros(column_parallel_counts_bytes() // 4, np.uint32),
+                "exchange": gpu.cupy.empty(exchanged // compute().itemsize, compute),
+            }
+            self._launch(gpu, **given, dweight=dweight, dbias=dbias, **exchange)
             gradients, found = (gpu.to_numpy(dweight), gpu.to_numpy(dbias)), ()
         else:
             wanted = weight is not None, self.dbias
             shape = (sum(wanted), self.groups, partials_stride(self.n))
             partials = gpu.cupy.empty(shape, compute)
-            self._launch(gpu, *sizes, *rows, *operands, bits, dx, None, None, partials)
+            self._launch(gpu, **given, partials=partials)
             rows_of_sums = partials.reshape(-1, shape[-1])  # what lies behind n is not a sum
             of_rows = np.array([gpu.to_numpy(row[: self.n]) for row in rows_of_sums], compute)
             of_rows = of_rows.reshape(sum(wanted), self.groups, self.n)
