@@ -117,7 +117,7 @@ def check_residual(caller: Any, drawn: WithResidual) -> None:
     testing.check_forward(
         norm, host, x, weight, bias, residual=drawn.residual, residual_dtype=total_dtype, **options
     )
-    total = result.residual_out
+    total = caller.put(host.residual_out)
     # An x wider than the sum may leave no room for the kernel of the sum.
     has_room = x.dtype.itemsize <= total_dtype.itemsize or x.shape[-1] < 4096
     if has_room:
@@ -155,7 +155,8 @@ def check_gradients(
     problem = drawn.problem
     wanted = problem.wants_dbias if problem.bias is None else on_gpu["bias"]
     of_total = None if drawn.dresidual_out is None else caller.put(drawn.dresidual_out)
-    arguments = on_gpu["dy"], result.residual_out, on_gpu["weight"], result.mean, result.rstd
+    total = caller.put(host.residual_out)
+    arguments = on_gpu["dy"], total, on_gpu["weight"], result.mean, result.rstd
     known = {"bias": wanted, "bitmask": result.bitmask, **problem.options}
     gradients = caller.get(
         caller.backward(problem.norm, *arguments, **known, dresidual_out=of_total, **drawn.dtypes)

@@ -902,8 +902,8 @@ LAYER_NORM_HELD_BY_16_BLOCKS = kernels_with(
     kCells="false",
     kVector="8",
 )
-# Beside a residual of LayerNorm's rows of 4 packs with weight and bias held: 8 bytes where all is of
-# bfloat16, at 1.01 of the limit for 32768 rows of 16384 (H200), more where x is wider.
+# Beside a residual, of LayerNorm's rows of 4 packs with weight and bias held: 8 bytes where all is
+# of bfloat16, at 1.01 of the limit for 32768 rows of 16384 (H200), more where x is wider.
 LAYER_NORM_BESIDE_A_RESIDUAL = kernels_with(
     "norm_forward_pipelined",
     Prologue="AddResidual",

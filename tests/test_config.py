@@ -837,7 +837,7 @@ def test_structs_say_all_that_a_spec_and_layout_say(all_specs: tuple[Spec, ...])
 
 def test_structs_are_of_members_that_have_a_type_or_a_value() -> None:
     member = (
-        r"  using [A-Z]\w* = (double|float|float16|bfloat16|None|Identity|Clamp|Plain|AddResidual);\n"
+        r"  using [A-Z]\w* = (double|float|b?float16|None|Identity|Clamp|Plain|AddResidual);\n"
         r"|  static constexpr (bool k[A-Z]\w* = (true|false)|int k[A-Z]\w* = \d+);\n"
     )
     for spec, packs in itertools.product(FORWARD[::61] + BACKWARD[::61], PACKS):

@@ -37,8 +37,14 @@ from host.gpu import Caller, Gpu
 from host.pipelined import PIPELINED, Pipelined
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from residuals import RESIDUAL_WIDTHS, WithResidual, check_residual, residual_problems
-from strategies import DTYPES, Problem, problems
+from residuals import (
+    RESIDUAL_WIDTHS,
+    WithResidual,
+    check_residual,
+    residual_problems,
+    with_residual,
+)
+from strategies import DTYPES, Layout, Problem, problems
 
 from cupynorm._compile import Instantiation
 
@@ -358,6 +364,18 @@ def test_the_cases_reach_the_lines_of_the_kernels(
         one.check(build)
     for name in ("cluster_tiles, rms_norm", "stream, rms_norm"):  # for rows computed again
         check_overflows(build, OVERFLOWING[name], few_rows=False)
+    for n, norm, sm, residual, regime in (
+        (1000, "layer_norm", 90, "bfloat16", "normal"),
+        (1001, "rms_norm", 90, "float32", "normal"),
+        (20000, "layer_norm", 90, "float32", "extreme"),
+        (20001, "layer_norm", 90, "float32", "odd_start"),
+        (20004, "layer_norm", 75, "float32", "normal"),
+    ):
+        problem = Case("residual", norm, 3, n, regime=regime).problem()
+        gpu = Gpu(build, architecture=sm)
+        with gpu.fresh_memory():
+            drawn = with_residual(problem, residual, residual, layout=Layout())
+            check_residual(Caller(gpu), drawn)
     total, missed = coverage(build)
     with capsys.disabled():
         share = 100 * (1 - len(missed) / total)
