@@ -353,17 +353,9 @@ def rms_norm(
     >>> reference.rms_norm(np.array([3.0, -4.0]), eps=0.0).round(3)
     array([ 0.849, -1.131])
     """
-    result = rms_norm_forward(
-        *(x, weight, bias),
-        eps=eps,
-        axis=axis,
-        zero_centered=zero_centered,
-        relu=relu,
-        out_dtype=out_dtype,
-        out=out,
-        residual=residual,
-        residual_dtype=residual_dtype,
-        residual_out=residual_out,
+    result = _forward(
+        *("rms_norm", x, weight, bias, eps, axis, zero_centered, relu, out_dtype, out),
+        *(residual, residual_dtype, residual_out),
     )
     return result.y if residual is None else (result.y, result.residual_out)
 
@@ -392,17 +384,9 @@ def layer_norm(
     >>> reference.layer_norm(np.array([1.0, 3.0]), eps=0.0)
     array([-1.,  1.])
     """
-    result = layer_norm_forward(
-        *(x, weight, bias),
-        eps=eps,
-        axis=axis,
-        zero_centered=zero_centered,
-        relu=relu,
-        out_dtype=out_dtype,
-        out=out,
-        residual=residual,
-        residual_dtype=residual_dtype,
-        residual_out=residual_out,
+    result = _forward(
+        *("layer_norm", x, weight, bias, eps, axis, zero_centered, relu, out_dtype, out),
+        *(residual, residual_dtype, residual_out),
     )
     return result.y if residual is None else (result.y, result.residual_out)
 

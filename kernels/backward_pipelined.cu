@@ -4,6 +4,7 @@
 //   xhat = (x - mean) * rstd,   g = dy * (weight [+ 1])
 //   dx = rstd * (g - xhat * mean(g * xhat) [- mean(g)]),   dweight = sum dy * xhat,   dbias = sum dy
 //   [dy = 0 where its bit of the bitmask is, if Clamp: epilogue.cuh]
+//   [dx + dresidual_out, stored to dx and, where that has another dtype, to dresidual: prologue.cuh]
 //
 // The stored mean is rounded, by 0.03 at 1e6 in float32: it serves as a shift, and xhat is centred
 // again by its own mean over the row. One reduction gives all three sums.
@@ -11,7 +12,7 @@
 // Layout:    x, dy and dx are n_rows rows of n_cols elements with strides of their own; weight is one
 //            row; mean and rstd one value a row; bitmask (n_cols + 7) / 8 bytes a row; partials
 //            holds a row of sums for each cluster, partials_stride(n_cols) apart, those of dweight
-//            (if there is a weight) before those of dbias. dx may be dy. kFull: the row's columns
+//            (if there is a weight) before those of dbias. dx may be dy or dresidual_out. kFull: the row's columns
 //            fill the team's packs exactly.
 // Grid:      any number of clusters of kClusterBlocks blocks, where those are several or kBulk no more
 //            than rows; their teams (of kRowThreads threads a block) take rows in turn, the next
@@ -39,6 +40,7 @@
 //            kStages later. A row past the last is not asked for, nor waited for: each cluster must have
 //            one.
 // kCells:    stage.cuh; of rows whose addresses allow accesses of 4 bytes or less.
+// kTotalAhead: dresidual_out waits in shared memory as well, else it is read where it is added.
 // kThroughL1: copies of 16 bytes come by way of L1, not past it, as all smaller ones do.
 // Wild:      rows on the way to whose dx float32 overflows are computed again at the end: gradient.cuh.
 // Result:    partials, of cluster c in row c.
@@ -95,7 +97,7 @@ struct PipelinedBackward {
   static constexpr int kFetched = Layout::kBulk ? Layout::kStages - kLate : Layout::kStages;
   static constexpr int kFirst =
       (Layout::kBulk || Layout::kClusterBlocks > 1) && kFetched > 2 ? 2 : kFetched;
-  // Those of dx alone, in the place where x was.
+  // The latter, if nothing but dx is written, and its packs have the size of those of x.
   static constexpr bool kByPlace = !kWide && sizeof(DX) == sizeof(X) && !kPresent<DResidual>;
   // Of several teams each thread counts from addresses of its own (notes.md#a-threads-own-addresses).
   static constexpr bool kOwnAddresses = kTeams > 1 && !Layout::kBulk && kWide;

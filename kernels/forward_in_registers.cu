@@ -2,6 +2,7 @@
 // registers.
 //
 //   y = ((x - mean) * rstd) * (weight [+ 1 if kZeroCentered]) + bias,   rstd = 1 / sqrt(variance + eps)
+//   [of x + residual in place of x, stored to residual_out, if AddResidual: prologue.cuh]
 //   [y = min(max(y, lower), upper) if Clamp, its bitmask stored with the statistics: epilogue.cuh]
 //
 // Layout:    x and y are n_rows rows of n_cols elements, rows x_stride and y_stride elements apart;

@@ -2,6 +2,7 @@
 // shared memory of a block, or of a cluster of blocks, but not in registers.
 //
 //   y = ((x - mean) * rstd) * (weight [+ 1 if kZeroCentered]) + bias,   rstd = 1 / sqrt(variance + eps)
+//   [of x + residual in place of x, stored to residual_out, if AddResidual: prologue.cuh]
 //   [y = min(max(y, lower), upper) if Clamp, its bitmask stored with the statistics: epilogue.cuh]
 //
 // Layout:    x and y are n_rows rows of n_cols elements, rows x_stride and y_stride elements apart;
@@ -18,6 +19,7 @@
 //            of them).
 // kCells:    stage.cuh; of rows whose addresses allow accesses of 4 bytes or less. Their y leaves by words
 //            (unaligned.cuh), if it is no wider than x, in whose place its lanes exchange them.
+// kResidualAhead: the residual waits in shared memory as well, else it is read where it is added, twice.
 // Order:     a thread's packs in turn, then the team's reduction: a function of n_cols, the dtypes
 //            and the epilogue, never of n_rows or alignment.
 // Result:    thread 0 of a cluster's first block writes the row's mean and rstd.

@@ -3,6 +3,7 @@
 //
 // Layout:    as forward_in_registers.cu; LayerNorm's rows have at least kFirstElements.
 // Grid:      a cluster of kClusterBlocks blocks of kBlockThreads threads a row, on grid.x.
+// Residual:  added at each reading, and their sum stored with y, if AddResidual: prologue.cuh.
 // Traffic:   x read twice, the second time from the row's end, which L1 and L2 still have: the L2 is
 //            told to keep it, and then that it is done with. A further time by LayerNorm where the
 //            first mean was far off, and where a row is out of range once for its largest element

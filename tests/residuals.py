@@ -175,7 +175,15 @@ def check_gradients(
         dresidual_out=drawn.dresidual_out,
         **drawn.dtypes,
     )
-    compute = compute_dtype(host.residual_out)
+    if of_total is not None and drawn.total_dtype == problem.x.dtype:
+        over = caller.put(drawn.dresidual_out)
+        in_place = caller.backward(
+            problem.norm, *arguments, **known, dresidual_out=over, dx=over, **drawn.dtypes
+        )
+        assert_bits(caller.get(in_place).dx, gradients.dx, "dx in place of dresidual_out")
+        assert_bits(caller.get(over), gradients.dx, "dresidual_out, over which dx is written")
+    # NumPy computes all in float64, and rounds the sum of the two gradients alone.
+    compute = np.dtype(np.float64) if caller.xp is np else compute_dtype(host.residual_out)
     if drawn.total_dtype != compute or drawn.dresidual_out is None:
         return
     unfused = caller.get(caller.backward(problem.norm, *arguments, **known)).dx

@@ -111,6 +111,7 @@ def _with_residual(
     if spec.dresidual_out is None:
         return config
     limit = (shared_limit(architecture) + 1024) // config.blocks_per_multiprocessor - 1024
+    # As kernels/backward_pipelined.cu asserts.
     least = 4 if config.bulk and config.cluster_blocks > 1 else 2
     for stages in range(config.stages, least - 1, -1):
         ahead = dataclasses.replace(config, stages=stages, total_ahead=True)

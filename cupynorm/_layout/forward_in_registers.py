@@ -397,6 +397,7 @@ def blocks_ahead_of(
 def in_registers_with_residual(spec: ForwardSpec, config: ForwardInRegisters) -> ForwardInRegisters:
     """Return the configuration with registers for x and the residual, side by side as they come."""
     elements = config.packs_per_thread * config.pack_length
+    # An estimate, fitted to NVRTC's counts.
     needed = 40 + elements * (widest(spec.branch) + widest(spec.residual)) // 4
     if config.hold_weight:
         needed += affine_registers(spec, elements // pack_length(spec.x))
