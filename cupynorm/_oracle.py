@@ -55,7 +55,8 @@ def errors(
     """Return the `Errors` of each output; a ValueError names a wrong shape or dtype.
 
     Of the problem's outputs none may be missing; forward may have mean and rstd besides. With relu,
-    y was clamped; with a bitmask, backward counts dy as 0 where its bit is not set.
+    y was clamped; with a bitmask, backward counts dy as 0 where its bit is not set. Where the
+    inputs have dresidual_out, it is added to dx.
     """
     if not set(problem.outputs) <= set(outputs):
         raise ValueError(f"of {problem.outputs} only {list(outputs)}")
@@ -177,6 +178,9 @@ def _exact(
         h_size = size + mean(size)
         dx_size = g_size + mean(g_size) + h_size * xp.abs(slope) + size * mean(g_size * h_size)
         dx_size, size = rstd * dx_size, h_size
+    if "dresidual_out" in inputs:
+        added = widen(inputs["dresidual_out"][rows])
+        dx, dx_size = dx + added, dx_size + xp.abs(added)
     exact = {"dx": dx, "dweight": (dy * xhat).sum(axis=0), "dbias": dy.sum(axis=0)}
     magnitude = {
         "dx": dx_size,

@@ -1,0 +1,370 @@
+"""The norm of a sum, compared with an addition before the norm and with the peers' fused kernels.
+
+``python -m benchmarks.residual benchmarks/results/residual_h200.json``
+
+Forward adds x and the residual, and writes the sum and its norm. Backward reads dy, the sum and the
+sum's own gradient, and writes one dx and the gradients of the weights. All of it is bfloat16. The
+limit moves as many bytes. Times and checks are those of `benchmarks.run`; the sum must have the
+bits of an addition that is rounded once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import itertools
+import math
+import multiprocessing
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import cupynorm
+from benchmarks import results
+from benchmarks.backends.base import Call, CuPyBackend, Outputs, TorchBackend
+from benchmarks.backends.torch_peers import formula
+from benchmarks.measure import measure, reason, same_bits
+from benchmarks.results import Record
+from benchmarks.timing import Clock, rotations
+from cupynorm import _bench, _oracle
+from cupynorm._bench import EPS, Problem
+from cupynorm._environment import gpu_problem
+
+POWERS = (1024, 4096, 8192, 16384)
+LARGE = tuple(itertools.product((32768, 4096), POWERS))
+SHAPES = (
+    *LARGE,
+    *itertools.product((16, 1), POWERS),
+    *((16384, cols) for cols in (768, 2304, 2560, 3072, 3584, 5120, 7168, 12288)),
+)
+HEAD = ("norm", "direction", "MxN", "limit", "cupynorm", "of the limit")
+
+
+@dataclass(frozen=True)
+class OfSum(Problem):
+    """The norm of x + residual, or its gradient."""
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        return ("y", "residual_out") if self.direction == "forward" else super().outputs
+
+    @property
+    def bytes(self) -> int:
+        """Count four matrices: half of them read forward, three read backward."""
+        matrix = self.rows * self.cols * int(_bench.DTYPES[self.dtype].itemsize)
+        return super().bytes + matrix * (2 if self.direction == "forward" else 1)
+
+
+def inputs(problem: Problem, seed: int, xp: Any) -> dict[str, Any]:
+    """Draw what a plain pass takes, the residual and the sum's gradient; add the sum."""
+    arrays = _bench.inputs(problem, seed, xp)
+    arrays["residual"] = _bench.inputs(problem, seed + 1000, xp)["x"]
+    arrays["total"] = added(arrays["x"], arrays["residual"], xp)
+    if problem.direction == "backward":
+        arrays["dresidual_out"] = _bench.inputs(problem, seed + 2000, xp)["x"]
+    return arrays
+
+
+def added(x: Any, residual: Any, xp: Any) -> Any:
+    """Return the sum of two bfloat16 arrays, rounded once, to nearest even."""
+
+    def wide(array: Any) -> Any:
+        return (array.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+    bits = (wide(x) + wide(residual)).view(np.uint32)
+    bits += np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+    return (bits >> np.uint32(16)).astype(np.uint16).view(x.dtype)
+
+
+class Limit(CuPyBackend):
+    """A copy of two matrices forward, the sum of three backward."""
+
+    name = "limit, CuPy"
+    kind = "limit"
+
+    def prepare(self, problem: Problem, inputs: dict[str, Any]) -> Call:
+        import cupy
+
+        x = inputs["x"].reshape(-1)
+        if problem.direction == "forward":
+            source = cupy.concatenate((x.view("u1"), x.view("u1")))
+            target = cupy.empty_like(source)
+            return Call(
+                lambda: target.data.copy_from_device_async(source.data, target.nbytes) or ()
+            )
+        read = [inputs[name].reshape(-1).view("c16") for name in ("dy", "total", "dresidual_out")]
+        add = cupy.ElementwiseKernel("T a, T b, T c", "T d", "d = a + b + c", "add_three")
+        target = cupy.empty_like(read[0])
+
+        def run() -> tuple[()]:
+            add(*read, target)
+            return ()
+
+        return Call(run)
+
+
+class Ours(CuPyBackend):
+    """The residual in the norm's pass."""
+
+    name = "cupynorm"
+    kind = "ours"
+
+    def prepare(self, problem: Problem, inputs: dict[str, Any]) -> Call:
+        weights = inputs["weight"], inputs.get("bias")
+        given = {"eps": EPS[problem.norm], "residual": inputs["residual"]}
+        if problem.direction == "forward":
+            function = getattr(cupynorm, problem.norm)
+            return Call(lambda: function(inputs["x"], *weights, **given))
+        stored = getattr(cupynorm, f"{problem.norm}_forward")(inputs["x"], *weights, **given)
+        means = [] if stored.mean is None else [stored.mean]
+        arguments = inputs["dy"], inputs["total"], inputs["weight"], *means, stored.rstd
+        backward = getattr(cupynorm, f"{problem.norm}_backward")
+
+        def run() -> Outputs:
+            found = backward(*arguments, dresidual_out=inputs["dresidual_out"])
+            return tuple(getattr(found, name) for name in problem.outputs)
+
+        return Call(run)
+
+
+class Peer(TorchBackend):
+    """A function of x, residual and the weights that returns the norm and the sum."""
+
+    def function(self, problem: Problem) -> Callable[..., Any]:
+        raise NotImplementedError
+
+    def prepare_tensors(self, problem: Problem, tensors: dict[str, Any]) -> Call:
+        import torch
+
+        function = self.function(problem)
+        given = [
+            tensors[name]
+            for name in ("x", "residual", "weight", "bias")
+            if tensors.get(name) is not None
+        ]
+        if problem.direction == "forward":
+
+            def forward() -> Outputs:
+                with torch.no_grad():
+                    return tuple(function(*given))
+
+            return Call(forward)
+        leaves = [tensor.detach().requires_grad_() for tensor in given]
+        results = function(*leaves)
+        gradients = tensors["dy"], tensors["dresidual_out"]
+
+        def backward() -> Outputs:
+            dx, _, *others = torch.autograd.grad(results, leaves, gradients, retain_graph=True)
+            return (dx, *others)
+
+        return Call(backward)
+
+
+class Apart(Peer):
+    """What a user writes without it: torch's addition, then our norm."""
+
+    name = "torch add, cupynorm"
+    modules = ("torch", "cupynorm.torch")
+
+    def function(self, problem: Problem) -> Callable[..., Any]:
+        import cupynorm.torch
+
+        norm = getattr(cupynorm.torch, problem.norm)
+
+        def apart(x: Any, residual: Any, *weights: Any) -> Any:
+            total = x + residual
+            return norm(total, *weights, eps=EPS[problem.norm]), total
+
+        return apart
+
+
+class Eager(Peer):
+    name = "torch eager"
+
+    def function(self, problem: Problem) -> Callable[..., Any]:
+        norm = formula(problem)
+
+        def eager(x: Any, residual: Any, *weights: Any) -> Any:
+            total = x + residual
+            return norm(total, *weights), total
+
+        return eager
+
+
+class Compiled(Eager):
+    name = "torch.compile"
+
+    def function(self, problem: Problem) -> Callable[..., Any]:
+        import torch
+        import torch._functorch.config
+
+        # The gradient is taken again and again from one forward pass.
+        torch._functorch.config.donated_buffer = False
+        torch._dynamo.reset()
+        return torch.compile(super().function(problem), dynamic=False, fullgraph=True)
+
+
+class Quack(TorchBackend):
+    """QuACK's functions; its LayerNorm takes no residual."""
+
+    name = "quack"
+    modules = ("torch", "quack.rmsnorm")
+    distribution = "quack-kernels"
+
+    def prepare_tensors(self, problem: Problem, tensors: dict[str, Any]) -> Call:
+        rmsnorm = importlib.import_module("quack.rmsnorm")
+        given = {"residual": tensors["residual"], "eps": EPS[problem.norm]}
+        x, weight = tensors["x"], tensors["weight"]
+        if problem.direction == "forward":
+            return Call(lambda: rmsnorm.rmsnorm_fwd(x, weight, **given)[:2])
+        *_, rstd = rmsnorm.rmsnorm_fwd(x, weight, **given, store_rstd=True)
+        arguments = tensors["total"], weight, tensors["dy"], rstd, tensors["dresidual_out"]
+        return Call(lambda: rmsnorm.rmsnorm_bwd(*arguments, has_residual=True)[:2])
+
+
+class Liger(Peer):
+    """Liger's function; it has none for LayerNorm."""
+
+    name = "liger"
+    modules = ("torch", "liger_kernel.ops.fused_add_rms_norm")
+    distribution = "liger-kernel"
+
+    def function(self, problem: Problem) -> Callable[..., Any]:
+        module = importlib.import_module("liger_kernel.ops.fused_add_rms_norm")
+        apply = module.LigerFusedAddRMSNormFunction.apply
+        # "gemma" computes in float32 throughout, as all others do.
+        return lambda x, r, w: apply(x, r, w, EPS[problem.norm], 0.0, "gemma", False)
+
+
+BACKENDS = (Limit, Ours, Apart, Quack, Liger, Compiled, Eager)
+PEERS = tuple(backend.name for backend in BACKENDS[2:])
+
+
+def is_measured(problem: Problem, backend: Any) -> bool:
+    """Tell whether a library has the operation; the compiler takes seconds for each shape."""
+    if isinstance(backend, (Quack, Liger)):
+        return problem.norm == "rms_norm"
+    return not isinstance(backend, Eager) or (problem.rows, problem.cols) in LARGE
+
+
+def check(
+    problem: Problem, backend: Any, inputs: dict[str, Any], outputs: Outputs, xp: Any
+) -> Record:
+    """Return the record of a check: y and dx against float64, the sum by its bits.
+
+    cupynorm has to keep its bound at every element. A peer's gradient may be rounded before the
+    sum's is added, and the two may cancel: its errors count in the 2-norm.
+    """
+    named = dict(zip(problem.outputs, backend.collect(outputs, xp), strict=True))
+    total = named.pop("residual_out", inputs["total"])
+    if not same_bits([inputs["total"]], [total], xp):
+        return {"status": "wrong", "reason": "the sum is not x + residual, rounded once"}
+    plain = Problem(**{name: getattr(problem, name) for name in Problem.__dataclass_fields__})
+    found = _oracle.errors(plain, {**inputs, "x": inputs["total"]}, named, xp)
+    most = 1.0 if backend.kind == "ours" else math.inf
+    wrong = [
+        f"{name} is off by {e.relative:.2g}, {e.over_bound:.3g} of its bound"
+        for name, e in found.items()
+        if not (e.relative <= e.tolerance and e.over_bound <= most)
+    ]
+    return {
+        "status": "wrong" if wrong else "ok",
+        "reason": "; ".join(wrong) or None,
+        "errors": {name: [e.relative, e.over_bound] for name, e in found.items()},
+    }
+
+
+def row(problem: Problem, cell: dict[str, Record]) -> list[str]:
+    """Return the cells of a problem under HEAD and PEERS: times in microseconds."""
+    times = {name: results.seconds(record) for name, record in cell.items()}
+
+    def shown(name: str) -> str:
+        time = times.get(name)
+        return (
+            (cell[name]["status"] if name in cell else "") if time is None else f"{1e6 * time:.1f}"
+        )
+
+    limit, ours = times.get(Limit.name), times.get(Ours.name)
+    return [
+        *(problem.norm, problem.direction, f"{problem.rows}x{problem.cols}"),
+        *(shown(Limit.name), shown(Ours.name), f"{limit / ours:.2f}" if limit and ours else ""),
+        *map(shown, PEERS),
+    ]
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "".join(f"{cell:>14}" for cell in cells[:6]) + "".join(f"{c:>21}" for c in cells[6:])
+
+
+def _compile(problem: OfSum) -> None:
+    """Fill the disk caches with what a problem compiles."""
+    import cupy
+
+    for backend in (kind() for kind in BACKENDS):
+        if is_measured(problem, backend):
+            with contextlib.suppress(Exception):  # which is reported where it is measured
+                backend.prepare(problem, inputs(problem, 0, cupy)).run()
+                backend.synchronize()
+                backend.release()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.residual", description=__doc__)
+    parser.add_argument("results", type=Path, help="the JSON file to write")
+    parser.add_argument("--workers", type=int, default=1, help="compile ahead in so many processes")
+    options = parser.parse_args(arguments)
+    missing = gpu_problem()
+    if missing:
+        print(f"There is nothing to time: {missing}.")
+        return 1
+    problems = [
+        OfSum(norm, direction, *shape, "bfloat16", "bfloat16")  # type: ignore[arg-type]
+        for norm in ("rms_norm", "layer_norm")
+        for shape in SHAPES
+        for direction in ("forward", "backward")
+    ]
+    if options.workers > 1:
+        with multiprocessing.get_context("spawn").Pool(options.workers) as pool:
+            pool.map(_compile, problems, chunksize=1)
+    import cupy
+
+    clock = Clock()
+    backends, facts = [], {"cupynorm": cupynorm.__version__}
+    for backend in (kind() for kind in BACKENDS):
+        try:
+            facts[backend.name] = backend.version()
+            backends.append(backend)
+        except ImportError as error:
+            facts[backend.name] = f"missing: {reason(error)}"
+    report = results.new(facts, list(sys.argv[1:] if arguments is None else arguments))
+    print(_line((*HEAD, *PEERS)))
+    for problem in problems:
+        sets = [
+            inputs(problem, seed, cupy)
+            for seed in range(rotations(problem.bytes, clock.cache_bytes))
+        ]
+        cell = {
+            backend.name: measure(problem, backend, sets, clock, cupy, check)
+            for backend in backends
+            if is_measured(problem, backend)
+        }
+        report["measurements"] += cell.values()
+        print(_line(row(problem, cell)), flush=True)
+        for record in cell.values():
+            if record.get("reason"):
+                print(f"{record['backend']}: {record['reason']}", file=sys.stderr)
+        del sets
+        cupy.get_default_memory_pool().free_all_blocks()
+        results.save(report, options.results)
+    report["complete"] = True
+    results.save(report, options.results)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
