@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import importlib
 import itertools
 import math
@@ -342,6 +343,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except ImportError as error:
             facts[backend.name] = f"missing: {reason(error)}"
     report = results.new(facts, list(sys.argv[1:] if arguments is None else arguments))
+    # What is imported by now stays: to collect what each backend leaves behind is then quick.
+    gc.collect()
+    gc.freeze()
     print(_line((*HEAD, *PEERS)))
     for problem in problems:
         sets = [

@@ -121,9 +121,9 @@ struct PipelinedBackward {
                 "xhat is not centred again, and a stage is done with when it is read");
   static_assert(!Layout::kCells || (kSame<DX, X> && !kPresent<DResidual>), "dx leaves by words");
   static_assert(!Layout::kBulk || kCopiesTakePolicies, "only there the copies are made");
-  static_assert(!Layout::kBulk ||
-                    (Layout::kFull && Layout::kVector == kLength && Layout::kRowThreads >= 64),
-                "for whole rows of warps");
+  static_assert(!Layout::kBulk || (Layout::kFull && Layout::kVector == kLength &&
+                                   Layout::kRowThreads >= 64 && !Layout::kTotalAhead),
+                "for whole rows of warps, of x and dy alone");
   static_assert(!Layout::kBulk || Layout::kStages > kLate + kAhead,
                 "a row is asked for before it is waited for");
   static_assert(TeamOf::template scratch_bytes<T>() % 128 == 0, "stages begin at a line");
@@ -264,12 +264,6 @@ struct PipelinedBackward {
       StageOfDY::template fetch_bulk<Layout::kRowThreads>(place + StageOfX::kBytes, thread,
                                                           args.dy + of_row * args.dy_stride + first,
                                                           mailbox + into, policy);
-      if constexpr (Layout::kTotalAhead) {
-        StageOfTotal::template fetch_bulk<Layout::kRowThreads>(
-            place + kBeforeTotal, thread,
-            args.dresidual_out + of_row * args.dresidual_out_stride + first, mailbox + into,
-            policy);
-      }
     }
   }
   __device__ __forceinline__ void fetch_rows(int first, int end) {
@@ -472,8 +466,6 @@ struct PipelinedBackward {
       for (int p = 0; p < kPacks; ++p) {
         StageOfX::write(Pack<X, kLength>{}, place, p);
         StageOfDY::write(Pack<DY, kLength>{}, place + StageOfX::kBytes, p);
-        if constexpr (Layout::kTotalAhead)
-          StageOfTotal::write(Pack<Ahead, kLength>{}, place + kBeforeTotal, p);
       }
     }
     sum_up(stage, current, sums);

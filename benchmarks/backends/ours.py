@@ -9,7 +9,7 @@ from unittest import mock
 
 import cupynorm
 from benchmarks.backends.base import Call, CuPyBackend, Outputs
-from cupynorm import _bench, _plans, _prepared
+from cupynorm import _bench, _calls, _plans
 from cupynorm._bench import Problem
 
 PLANS = (
@@ -59,7 +59,7 @@ def _as_on(architecture: int) -> Iterator[None]:
     def forget() -> None:
         for plan in PLANS:
             plan.cache_clear()
-        _prepared.calls.clear()
+        _calls.calls.clear()
 
     forget()
     try:

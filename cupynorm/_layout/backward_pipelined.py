@@ -110,10 +110,15 @@ def _with_residual(
     config = dataclasses.replace(config, cells=cells, hold_row=False)
     if spec.dresidual_out is None:
         return config
-    limit = (shared_limit(architecture) + 1024) // config.blocks_per_multiprocessor - 1024
-    # As kernels/backward_pipelined.cu asserts.
-    least = 4 if config.bulk and config.cluster_blocks > 1 else 2
-    for stages in range(config.stages, least - 1, -1):
+    limit = _shared_limit(config.blocks_per_multiprocessor, architecture)
+    if config.bulk:  # which is slower with the stages that three arrays leave (notes.md#residual)
+        config = dataclasses.replace(config, bulk=False, stages=3, shared_sums=0, hold_sums=False)
+        hold = config.hold_weight and not _is_crowded(spec, config, architecture)
+        config = dataclasses.replace(config, hold_weight=hold)
+        beside = dataclasses.replace(config, total_ahead=True)
+        if backward_pipelined_bytes(spec, beside) <= limit:
+            return _sharing_sums(spec, beside, limit)
+    for stages in range(config.stages, 1, -1):
         ahead = dataclasses.replace(config, stages=stages, total_ahead=True)
         if backward_pipelined_bytes(spec, ahead) <= limit:
             return ahead
