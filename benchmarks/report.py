@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from benchmarks import plots, relu, results, scaling
+from benchmarks import plots, relu, residual, results, scaling
 from benchmarks.backends import ALL, KINDS
 from benchmarks.host import STATES
 from benchmarks.measure import MOST_SAID
@@ -47,6 +47,8 @@ BEGIN_SCALING = "<!-- scaling: written by `python -m benchmarks.report --scaling
 END_SCALING = "<!-- end of scaling -->"
 BEGIN_RELU = "<!-- relu: written by `python -m benchmarks.report --relu` -->"
 END_RELU = "<!-- end of relu -->"
+BEGIN_RESIDUAL = "<!-- residual: written by `python -m benchmarks.report --residual` -->"
+END_RESIDUAL = "<!-- end of residual -->"
 STOPPED = "The run was stopped before its end: what it did not reach is missing."
 HOST_SPREAD = 1.05  # what the host's times may differ by unsaid
 # Shown as called and as kernels alone: where the host counts most, and two large ones beside them.
@@ -62,6 +64,7 @@ def main(arguments: list[str] | None = None) -> None:
     what.add_argument("results", type=Path, nargs="?", help="a file of benchmarks.run")
     what.add_argument("--scaling", type=Path, nargs="+", help="files of benchmarks.sharding_*")
     what.add_argument("--relu", type=Path, help="a file of benchmarks.relu")
+    what.add_argument("--residual", type=Path, help="a file of benchmarks.residual")
     parser.add_argument(
         "--readme", type=Path, help="what to write into (default: the file's name with .md)"
     )
@@ -69,7 +72,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.headline and (options.readme or not options.results):
         parser.error("--headline is of a file of benchmarks.run, and takes the place of --readme")
-    sources = options.scaling or [options.relu or options.results]
+    sources = options.scaling or [options.relu or options.residual or options.results]
     readme = options.headline or options.readme or sources[0].with_suffix(".md")
     for source in sources:
         if not source.is_file():
@@ -83,6 +86,9 @@ def main(arguments: list[str] | None = None) -> None:
         elif options.relu:
             report = results.load(options.relu, "benchmarks.relu")
             begin, end = BEGIN_RELU, END_RELU
+        elif options.residual:
+            report = results.load(options.residual, "benchmarks.residual")
+            begin, end = BEGIN_RESIDUAL, END_RESIDUAL
         else:
             report = results.load(options.results, "benchmarks.run")
             report["measurements"] = _ordered(report["measurements"])
@@ -94,6 +100,8 @@ def main(arguments: list[str] | None = None) -> None:
         section = _scaling(zip(sources, reports, strict=True), readme.parent)
     elif options.relu:
         section = _relu(report, options.relu, readme.parent)
+    elif options.residual:
+        section = _residual(report, options.residual, readme.parent)
     elif options.headline:
         section = _headline(report, options.results, readme.parent)
     else:
@@ -166,6 +174,19 @@ def _relu(report: dict[str, Any], source: Path, folder: Path) -> Iterator[str]:
     yield from _table(
         list(relu.ERRORS), (row for problem, cell in cells for row in relu.errors(problem, cell))
     )
+    yield from _remarks(report["measurements"])
+
+
+def _residual(report: dict[str, Any], source: Path, folder: Path) -> Iterator[str]:
+    yield from _origin(report, source, folder)
+    yield ""
+    yield from _versions(report)
+    yield "\nMicroseconds:\n"
+    cells = results.by_problem(report["measurements"])
+    head = [*residual.HEAD, *residual.PEERS]
+    yield from _table(head, (residual.row(problem, cell) for problem, cell in cells))
+    if not report.get("complete"):
+        yield f"\n{STOPPED}"
     yield from _remarks(report["measurements"])
 
 

@@ -27,6 +27,7 @@ import numpy as np
 
 import cupynorm
 from benchmarks import results
+from benchmarks.backends import quack_peer
 from benchmarks.backends.base import Call, CuPyBackend, Outputs, TorchBackend
 from benchmarks.backends.torch_peers import formula
 from benchmarks.measure import measure, reason, same_bits
@@ -114,6 +115,9 @@ class Ours(CuPyBackend):
 
     name = "cupynorm"
     kind = "ours"
+
+    def version(self) -> str:
+        return cupynorm.__version__
 
     def prepare(self, problem: Problem, inputs: dict[str, Any]) -> Call:
         weights = inputs["weight"], inputs.get("bias")
@@ -210,12 +214,8 @@ class Compiled(Eager):
         return torch.compile(super().function(problem), dynamic=False, fullgraph=True)
 
 
-class Quack(TorchBackend):
+class Quack(quack_peer.Quack):
     """QuACK's functions; its LayerNorm takes no residual."""
-
-    name = "quack"
-    modules = ("torch", "quack.rmsnorm")
-    distribution = "quack-kernels"
 
     def prepare_tensors(self, problem: Problem, tensors: dict[str, Any]) -> Call:
         rmsnorm = importlib.import_module("quack.rmsnorm")
@@ -335,7 +335,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     import cupy
 
     clock = Clock()
-    backends, facts = [], {"cupynorm": cupynorm.__version__}
+    backends, facts = [], {}
     for backend in (kind() for kind in BACKENDS):
         try:
             facts[backend.name] = backend.version()

@@ -174,6 +174,8 @@ def _written_by(results: dict[str, Any]) -> str:
     names = {record.get("backend") for record in results["measurements"]}
     if None in names:
         return "benchmarks.regimes"
+    if "torch add, cupynorm" in names:
+        return "benchmarks.residual"
     return "benchmarks.relu" if names & {"plain", "relu"} else "benchmarks.run"
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ pytest.importorskip("rich")
 from benchmarks import exchange, residual, results
 from benchmarks.residual import OfSum
 
+SYNTHETIC = Path(__file__).parent / "data" / "synthetic_results.json"
 NORMS = ("rms_norm", "layer_norm")
 DIRECTIONS = ("forward", "backward")
 
@@ -69,6 +72,32 @@ def test_bytes_are_of_four_matrices() -> None:
     matrix = 33 * 48 * 2
     assert problem_of("rms_norm", "forward").bytes == 4 * matrix + 48 * 2
     assert problem_of("rms_norm", "backward").bytes == 4 * matrix + 2 * 48 * 2
+
+
+def test_the_table_is_made_from_the_file(tmp_path) -> None:
+    pytest.importorskip("matplotlib")
+    from benchmarks import report
+
+    source, readme = tmp_path / "residual.json", tmp_path / "README.md"
+    problem = problem_of("rms_norm", "backward")
+    times = {"limit, CuPy": 2e-6, "cupynorm": 2.5e-6, "torch add, cupynorm": 5e-6}
+    found = json.loads(SYNTHETIC.read_text())
+    found["measurements"] = [
+        {
+            **dataclasses.asdict(problem), "bytes": problem.bytes, "backend": name, "status": "ok",
+            "times": {"call": {"median": time, "low": time, "high": time, "runs": 3}},
+        }
+        for name, time in times.items()
+    ]  # fmt: skip
+    results.save(found, source)
+    readme.write_text(f"before\n{report.BEGIN_RESIDUAL}\n{report.END_RESIDUAL}\nafter\n")
+    report.main(["--residual", str(source), "--readme", str(readme)])
+    text = readme.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("\nafter\n")
+    assert "| rms_norm | backward | 33x48 | 2.0 | 2.5 | 0.80 | 5.0 |" in text
+    with pytest.raises(SystemExit):
+        report.main(["--residual", str(SYNTHETIC)])
 
 
 @pytest.mark.gpu
