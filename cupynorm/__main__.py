@@ -44,7 +44,7 @@ CPU_PROBLEMS = (Problem(512, 768, FLOAT16, FLOAT16), Problem(256, 4096, BFLOAT16
 
 @dataclass(frozen=True)
 class Machine:
-    """How arrays get to where the work is done and back, and how a call is timed there."""
+    """How arrays are moved to the device and back, and how a call is timed there."""
 
     put: Callable[[Any], Any]
     get: Callable[[Any], Any]
@@ -52,7 +52,7 @@ class Machine:
 
 
 class Outcome(NamedTuple):
-    """One pass of one norm: its time, the bytes that it had to move, and how right it was."""
+    """One pass of one norm: its time, the bytes that it must move, and its errors."""
 
     direction: str
     seconds: float
@@ -158,13 +158,15 @@ def main(arguments: list[str] | None = None) -> int:
     """Print the report; return 0 where every result is right, else 1."""
     parser = argparse.ArgumentParser(
         prog="python -m cupynorm",
-        description="Say what this machine offers, then run, check and time both passes of each norm.",
+        description="Show what this machine offers, then run, check and time each norm's passes.",
     )
     version = f"cupynorm {cupynorm.__version__}"
     parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(dest="command")
     bench = commands.add_parser(
-        "bench", help="time each norm against the memory's limit", description=_bench_command.__doc__
+        "bench",
+        help="time each norm against the memory's limit",
+        description=_bench_command.__doc__,
     )
     _bench_command.add_arguments(bench)
     options = parser.parse_args(arguments)
