@@ -29,7 +29,7 @@ from cupynorm.jax import _formula, _kernels
 
 __all__ = ["Operation", "split_as"]
 
-Arrays = Any  # a tuple, of what JAX makes of arrays
+Arrays = Any  # a tuple of arrays, or of what JAX replaces them by
 
 
 @dataclass(frozen=True)
@@ -306,7 +306,7 @@ def _batched(operation: Operation) -> Any:
             a if there or is_vector else jnp.broadcast_to(a, (size, *a.shape))
             for is_vector, a, there in zip(vectors, operands, batched, strict=True)
         ]
-        # The batch is a leading axis like others, but for what is summed over those.
+        # The batch is a leading axis like others, except for results that are summed over those.
         together = operation(*given)
         return tuple(
             formula if KINDS[name] is Kind.VECTOR else kernel

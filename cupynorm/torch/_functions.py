@@ -390,7 +390,7 @@ def _as_row(name: str, tensor: Any, x: Any, k: int) -> Any:
 
 
 def _pair(relu: Any) -> Any:
-    # A tuple, by which calls are remembered. An operation would make floats of what is none. Most
+    # A tuple is part of the key of a call. An operation would turn other numbers into floats. Most
     # bounds are numbers at first sight: the whole check takes 2 us.
     if not (type(relu) is tuple and _NUMBERS.issuperset(map(type, relu))):
         _checks.check_pair(relu)

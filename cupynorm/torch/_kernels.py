@@ -56,9 +56,9 @@ NUMPY_DTYPES = {getattr(torch, name): dtype for dtype, name in DTYPES.items()}
 NAMES = {getattr(torch, name): name for name in ITEMSIZE}
 
 Tensors = tuple[Any, ...]  # those that a pass reads, in the order of its table
-# What a call is told beside its tensors: k, norm, eps and zero_centered; then a forward pass relu,
-# out_dtype and residual_dtype, and a backward pass dx_dtype and dresidual_dtype. A tuple, by which
-# calls are remembered: an object takes longer to make.
+# The options of a call: k, norm, eps and zero_centered, then relu, out_dtype and residual_dtype
+# (forward) or dx_dtype and dresidual_dtype (backward). It is a tuple, since it is part of a key and
+# an object takes longer to make.
 Told = tuple[Any, ...]
 Run = Callable[[Tensors], Any]
 
@@ -200,13 +200,13 @@ def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 # ---- calls ---------------------------------------------------------------------------------------
 
-# A call looks these up by names of this module.
+# Names of this module, which a call looks up.
 _empty_like = torch.empty_like
 _empty_strided = torch.empty_strided
 
-# A view that negates its memory has no key: torch must see it. What is contiguous needs no strides:
-# they are the same but for axes of one element. What a forward pass made is only asked whether it
-# still is contiguous, as it was made: what hooks bring back need not be.
+# A view that negates its memory has no key: torch must see it. Contiguous tensors need no strides:
+# these are the same, except those of axes of one element. Results of a forward pass are only asked
+# whether they are still contiguous, since hooks may bring back other tensors.
 TORCH = Dialect(
     names=globals(),
     is_packed=True,  # to hand on a tuple takes less time than to make arguments of it
@@ -235,8 +235,8 @@ TORCH = Dialect(
     scratch="scratch = x.new_empty(scratch_elements); scratch_address = scratch.data_ptr()",
 )
 
-# What runs each call so far, by all that preparing it depended on but the addresses and the current
-# device.
+# The function that runs each call so far. The key is everything that preparing it depended on,
+# except the addresses and the current device.
 calls: dict[Hashable, Run] = {}
 
 _forward_key = key_function(TORCH, {}, FORWARD.reads)
@@ -330,7 +330,7 @@ class _Call:
         given = by_name(table, tensors)
         x, k = given["x"], options.k
         self.key, self.spec, self.device = key, spec, x.device
-        self.itemsize = x.itemsize  # of what scratch is made of
+        self.itemsize = x.itemsize  # of the dtype of scratch
         self.n = math.prod(x.shape[x.ndim - k :])
         self.m = x.numel() // self.n
         self.numbers = options.numbers if table is FORWARD else ()

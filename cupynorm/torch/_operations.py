@@ -141,7 +141,7 @@ def normalize_plain(tensors: Tensors, told: Told) -> Any:
             return _apply_recorded(*tensors, told)
         results = _kernels.forward(tensors, told, False)
         return results[_Y] if tensors[_RESIDUAL] is None else (results[_Y], results[_TOTAL])
-    except (RuntimeError, ValueError):  # of what has no memory here: to ask first takes time
+    except (RuntimeError, ValueError):  # the tensor has no memory here; to ask first takes time
         if not _is_seen(*tensors):
             raise
     return normalize(tensors, told)
@@ -284,7 +284,7 @@ def _is_of_leaf(tensor: Any) -> bool:
 
 
 def _differentiate(ctx: Any, dy: Any, ds: Any) -> tuple[Any, ...]:
-    """Return the gradients of what a forward pass read, given those of y and x + residual."""
+    """Return the gradients of a forward pass's inputs, given those of y and x + residual."""
     told, bias_dtype, of_rows, is_apart = ctx.noted
     gradients, dx_dtype, dresidual_dtype = _gradients, None, None
     if of_rows is not None:
