@@ -1,6 +1,7 @@
 """``python -m cupynorm``: what this machine offers, then each norm run, checked and timed.
 
-``python -m cupynorm bench`` times them beside the limit that the memory sets, over some shapes.
+``python -m cupynorm bench`` times them against the limit that the memory sets, over some shapes.
+``python -m cupynorm --version`` prints the version alone.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ CPU_PROBLEMS = (Problem(512, 768, FLOAT16, FLOAT16), Problem(256, 4096, BFLOAT16
 
 @dataclass(frozen=True)
 class Machine:
-    """How arrays get to where the work is done and back, and how a call is timed there."""
+    """How arrays are moved to the device and back, and how a call is timed there."""
 
     put: Callable[[Any], Any]
     get: Callable[[Any], Any]
@@ -51,7 +52,7 @@ class Machine:
 
 
 class Outcome(NamedTuple):
-    """One pass of one norm: its time, the bytes that it had to move, and how right it was."""
+    """One pass of one norm: its time, the bytes that it must move, and its errors."""
 
     direction: str
     seconds: float
@@ -157,16 +158,20 @@ def main(arguments: list[str] | None = None) -> int:
     """Print the report; return 0 where every result is right, else 1."""
     parser = argparse.ArgumentParser(
         prog="python -m cupynorm",
-        description="Say what this machine offers, then run, check and time each norm, both ways.",
+        description="Show what this machine offers, then run, check and time each norm's passes.",
     )
+    version = f"cupynorm {cupynorm.__version__}"
+    parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(dest="command")
     bench = commands.add_parser(
-        "bench", help="time each norm beside the memory's limit", description=_bench_command.__doc__
+        "bench",
+        help="time each norm against the memory's limit",
+        description=_bench_command.__doc__,
     )
     _bench_command.add_arguments(bench)
     options = parser.parse_args(arguments)
 
-    print(f"cupynorm {cupynorm.__version__}")
+    print(version)
     for name, fact in describe().items():
         print(f"  {name:<13} {fact}")
 

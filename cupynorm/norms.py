@@ -1,5 +1,7 @@
-"""The public functions: arguments checked, then NumPy arrays go to `reference`, GPU arrays to the
-kernels, and the results return as arrays of the caller's framework.
+"""The public functions.
+
+They check their arguments. NumPy arrays then go to `reference`, and GPU arrays to the kernels. The
+results are arrays of the caller's framework.
 """
 
 from __future__ import annotations
@@ -50,71 +52,71 @@ def rms_norm(
     ----------
     x : array, shape (..., N)
         A NumPy or CuPy array, or any array with ``__dlpack__`` such as a torch tensor or a JAX
-        array, of float64, float32, float16 or bfloat16. All arrays of a call are of one framework
-        and on one device. Rows may be any distance apart: leading axes that collapse to one
-        stride are read in place.
+        array. Its dtype is float64, float32, float16 or bfloat16. All arrays of a call belong to
+        one framework and are on one device. Rows may be any distance apart: leading axes that
+        collapse to one stride are read in place.
     weight, bias : array, optional
-        Of the shape of x's normalized axes and of any of the four dtypes; where axis is given,
-        there may be axes of 1 before those.
+        They have the shape of x's normalized axes and any of the four dtypes. If axis is given,
+        axes of 1 may come before those.
     eps : float
         Added to the mean square.
     axis : int or tuple of int, optional
-        The trailing axes to normalize over, together one row of N elements; by default the last. A
-        weight or bias of more axes than one needs it.
+        The trailing axes to normalize over. Together they are one row of N elements. The default is
+        the last axis. A weight or bias of more than one axis needs this argument.
     zero_centered : bool
         Scale by ``1 + weight``, added in the compute dtype.
     relu : (float, float), optional
-        Clamp y to [lower, upper] before it is rounded; ``(0, math.inf)`` is the plain ReLU and
-        ``-math.inf`` clamps at one side only. The bounds are rounded to the compute dtype, -0.0
-        is 0.0; NaN stays NaN.
+        Clamp y to [lower, upper] before it is rounded. ``(0, math.inf)`` is the plain ReLU, and
+        ``-math.inf`` clamps at one side only. The bounds are rounded to the compute dtype. -0.0
+        counts as 0.0, and NaN stays NaN.
     out_dtype : dtype, optional
-        y's dtype; by default out's, or x's.
+        y's dtype. The default is out's, or else x's.
     out : array, optional
-        Where to write y: of x's shape, on a GPU in contiguous rows one stride apart; may be x or
-        residual itself. Other overlap with an argument is not detected and gives wrong values.
+        The array to write y to. It has x's shape, and on a GPU contiguous rows one stride apart. It
+        may be x or residual itself. Other overlap with an argument is not detected and gives wrong
+        values.
     residual : array, shape of x, optional
-        What is added to x first, of any of the four dtypes: the norm is that of
-        ``s = x + residual``, added in the compute dtype and rounded once. The bits of y are those
-        of a call on s.
+        An array to add to x first, of any of the four dtypes. ``s = x + residual`` is added in the
+        compute dtype and rounded once, and s is normalized. The bits of y are those of a call on s.
     residual_dtype : dtype, optional
-        s's dtype; by default residual_out's, or residual's.
+        s's dtype. The default is residual_out's, or else residual's.
     residual_out : array, optional
-        Where to write s, as `out`; may be x or residual itself, but not `out`.
+        The array to write s to, as `out`. It may be x or residual itself, but not `out`.
 
     Returns
     -------
     array, or pair of arrays
-        y, of x's shape and framework: `out` if given, else a new C-contiguous array; with a
-        residual y and s.
+        y, of x's shape and framework. It is `out` if given, else a new C-contiguous array. With a
+        residual, y and s.
 
     Raises
     ------
     TypeError
-        If an argument is no array, of another framework, or of another dtype, as float64 is where
-        JAX has not enabled it; if it is more than its numbers, as a masked array, a DTensor or a
-        tensor that requires grad; if eps, axis or zero_centered is of another kind, or relu no pair
-        of real numbers.
+        If an argument is not an array, or belongs to another framework, or has another dtype, such
+        as float64 while JAX has it disabled. If it is more than its numbers, such as a masked
+        array, a DTensor or a tensor that requires grad. If eps, axis or zero_centered has another
+        type, or relu is not a pair of real numbers.
     ValueError
         If a shape, a device, axis, eps or zero_centered does not fit, if relu's lower bound is not
-        below its upper one, or if out cannot be written.
+        below its upper bound, or if out cannot be written.
     NotImplementedError
         If weight or bias would broadcast over the kept axes of x.
     ImportError
         If x is on a GPU, and CuPy cannot be imported.
     RuntimeError
-        If the call is captured into a CUDA graph before its kernel was loaded: see `warmup`; or if
-        CuPy cannot write the cache of its kernels.
+        If the call is captured into a CUDA graph before its kernel was loaded (see `warmup`), or if
+        CuPy cannot write its kernel cache.
 
     See Also
     --------
-    rms_norm_forward : also returns what backward needs.
+    rms_norm_forward : also returns the arrays that backward needs.
 
     Notes
     -----
     Formula: Zhang and Sennrich, "Root Mean Square Layer Normalization", NeurIPS 2019,
     arXiv:1910.07467, with eps inside the root as in torch.nn.functional.rms_norm. The bits of a
-    row of y depend on that row, N, the dtypes, the options and the GPU architecture, never on the
-    other rows.
+    row of y depend on that row, N, the dtypes, the options and the GPU architecture. They never
+    depend on the other rows.
 
     Examples
     --------
@@ -149,31 +151,31 @@ def layer_norm(
     """Bring each row to mean 0 and variance 1, then scale and shift it.
 
     ``y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias``, computed in float32 (float64 where
-    x is float64) and rounded once, to y's dtype. The variance is the biased one, by a corrected
-    two-pass sum, so that a large mean costs no digits.
+    x is float64) and rounded once, to y's dtype. The variance is the biased one. A corrected
+    two-pass sum computes it, so a large mean costs no digits.
 
     Parameters
     ----------
     x, weight, bias, axis, zero_centered, relu, out_dtype, out, residual, residual_dtype, \
 residual_out
-        As of `rms_norm`.
+        As for `rms_norm`.
     eps : float
         Added to the variance.
 
     Returns
     -------
     array, or pair of arrays
-        y, of x's shape and framework: `out` if given, else a new C-contiguous array; with a
-        residual y and ``s = x + residual``.
+        y, of x's shape and framework. It is `out` if given, else a new C-contiguous array. With a
+        residual, y and ``s = x + residual``.
 
     Raises
     ------
     TypeError, ValueError, NotImplementedError, ImportError, RuntimeError
-        As `rms_norm`.
+        As for `rms_norm`.
 
     See Also
     --------
-    layer_norm_forward : also returns what backward needs.
+    layer_norm_forward : also returns the arrays that backward needs.
 
     Notes
     -----
@@ -211,27 +213,28 @@ def rms_norm_forward(
     residual_dtype: Any = None,
     residual_out: Any = None,
 ) -> NormForward:
-    """Compute `rms_norm` and keep what `rms_norm_backward` needs.
+    """Compute `rms_norm`, and return the arrays that `rms_norm_backward` needs.
 
     Parameters
     ----------
     x, weight, bias, eps, axis, zero_centered, relu, out_dtype, out, residual, residual_dtype, \
 residual_out
-        As of `rms_norm`.
+        As for `rms_norm`.
 
     Returns
     -------
     NormForward
-        ``y`` as of `rms_norm`, and ``rstd = 1 / sqrt(mean(x**2) + eps)`` of each row: of x's shape
-        without the normalized axes, float32 (float64 where x is). With relu, ``bitmask`` of shape
-        (..., ceil(N / 8)): a bit an element, set where lower < y < upper before rounding; see
-        `pack_bitmask` for the layout. ``mean`` is None, and so is ``bitmask`` without relu. With a
-        residual, ``residual_out`` is ``s = x + residual``, the x of `rms_norm_backward`.
+        ``y`` is that of `rms_norm`. ``rstd`` is ``1 / sqrt(mean(x**2) + eps)`` of each row. It has
+        x's shape without the normalized axes and is float32 (float64 where x is). With relu,
+        ``bitmask`` has shape (..., ceil(N / 8)) and a bit for each element, set where
+        lower < y < upper before rounding; `pack_bitmask` has the layout. ``mean`` is None, and so
+        is ``bitmask`` without relu. With a residual, ``residual_out`` is ``s = x + residual``,
+        which is the x of `rms_norm_backward`.
 
     Raises
     ------
     TypeError, ValueError, NotImplementedError, ImportError, RuntimeError
-        As `rms_norm`.
+        As for `rms_norm`.
 
     Examples
     --------
@@ -268,25 +271,25 @@ def layer_norm_forward(
     residual_dtype: Any = None,
     residual_out: Any = None,
 ) -> NormForward:
-    """Compute `layer_norm` and keep what `layer_norm_backward` needs.
+    """Compute `layer_norm`, and return the arrays that `layer_norm_backward` needs.
 
     Parameters
     ----------
     x, weight, bias, eps, axis, zero_centered, relu, out_dtype, out, residual, residual_dtype, \
 residual_out
-        As of `layer_norm`.
+        As for `layer_norm`.
 
     Returns
     -------
     NormForward
-        ``y`` as of `layer_norm`; ``mean`` and ``rstd = 1 / sqrt(var(x) + eps)`` of each row: of
-        x's shape without the normalized axes, float32 (float64 where x is); ``bitmask`` and
-        ``residual_out`` as of `rms_norm_forward`.
+        ``y`` is that of `layer_norm`. ``mean`` and ``rstd = 1 / sqrt(var(x) + eps)`` of each row
+        have x's shape without the normalized axes and are float32 (float64 where x is).
+        ``bitmask`` and ``residual_out`` are as for `rms_norm_forward`.
 
     Raises
     ------
     TypeError, ValueError, NotImplementedError, ImportError, RuntimeError
-        As `layer_norm`.
+        As for `layer_norm`.
 
     Examples
     --------
@@ -320,54 +323,56 @@ def rms_norm_backward(
 ) -> NormBackward:
     """Compute the gradients of `rms_norm`.
 
-    With ``xhat = x * rstd`` and ``g = dy * weight`` (``1 + weight`` if zero_centered), means over a
-    row and sums over the rows::
+    With ``xhat = x * rstd`` and ``g = dy * weight`` (``1 + weight`` if zero_centered)::
 
         dx = rstd * (g - xhat * mean(g * xhat)),  dweight = sum(dy * xhat),  dbias = sum(dy)
 
-    With a bitmask, dy counts as 0 wherever its bit is not set, there and in the sums.
+    Means are over a row, sums over the rows. With a bitmask, dy counts as 0 in all of them wherever
+    its bit is not set.
 
     Parameters
     ----------
     dy : array, shape of x
-        Gradient of y, of any of the four dtypes and with strides of its own (an expanded dy is
-        fine).
+        Gradient of y, of any of the four dtypes. It may have strides of its own, such as an
+        expanded dy.
     x, weight, axis, zero_centered
         As given to the forward function.
     rstd : array
-        As `rms_norm_forward` returned it.
+        The one that `rms_norm_forward` returned.
     bias : bool or array
-        Whether dbias is wanted (None: no), which it is not by default. True gives it weight's shape
-        and dtype (x's normalized shape and dtype without a weight); of an array, the forward's
-        bias, its shape and dtype.
+        Whether to compute dbias. The default is False, and None counts as False. True gives dbias
+        weight's shape and dtype, or without a weight x's normalized shape and dtype. An array, the
+        forward's bias, gives it its own shape and dtype.
     bitmask : array of uint8, shape (..., ceil(N / 8)), optional
-        As the forward function returned it, where it had relu. Copied unless C-contiguous.
+        The one that the forward function returned, if it had relu. It is copied unless it is
+        C-contiguous.
     dx : array, optional
-        Where to write dx: of x's shape and dx's dtype, on a GPU in contiguous rows one stride
-        apart; may be dy or dresidual_out itself. If it is, rows whose sums overflow float32 may
-        become NaN or infinite on a GPU. Otherwise they are computed again.
+        The array to write dx to. It has x's shape and dx's dtype, and on a GPU contiguous rows one
+        stride apart. It may be dy or dresidual_out itself. If it is, rows whose sums overflow
+        float32 may become NaN or infinite on a GPU. Otherwise they are computed again.
     dresidual_out : array, shape of x, optional
-        Where the forward had a residual: the gradient of its residual_out, which is x here. It is
-        added to dx in the compute dtype, before the one rounding.
+        The gradient of the forward's residual_out, if it had a residual. That residual_out is x
+        here. The gradient is added to dx in the compute dtype, before the one rounding.
     dx_dtype, dresidual_dtype : dtype, optional
-        The dtypes of the forward's x and residual; by default x's here. Where they are one dtype,
-        dresidual is dx.
+        The dtypes of the forward's x and residual. The default is x's here. If both are the same
+        dtype, dresidual is dx.
 
     Returns
     -------
     NormBackward
-        ``dx``; ``dweight``, None without a weight; ``dbias``, None unless wanted; ``dresidual``,
-        None unless dresidual_out or one of the two dtypes is given: without them it is dx. The same
-        bits from run to run; with a dx given, dweight and dbias may have others than without.
+        ``dx``. ``dweight``, None without a weight. ``dbias``, None unless asked for. ``dresidual``,
+        None unless dresidual_out or one of the two dtypes is given; without them it is dx. The bits
+        are the same from run to run. A given dx may change the bits of dweight and dbias.
 
     Raises
     ------
     TypeError, ValueError, NotImplementedError, ImportError, RuntimeError
-        As `rms_norm`.
+        As for `rms_norm`.
 
     Notes
     -----
-    Formulas: derived from `rms_norm`'s; see also Zhang and Sennrich, arXiv:1910.07467, section 3.
+    The formulas follow from that of `rms_norm`. See also Zhang and Sennrich, arXiv:1910.07467,
+    section 3.
 
     Examples
     --------
@@ -403,38 +408,38 @@ def layer_norm_backward(
 ) -> NormBackward:
     """Compute the gradients of `layer_norm`.
 
-    With ``xhat = (x - mean) * rstd`` and ``g = dy * weight`` (``1 + weight`` if zero_centered),
-    means over a row and sums over the rows::
+    With ``xhat = (x - mean) * rstd`` and ``g = dy * weight`` (``1 + weight`` if zero_centered)::
 
         dx = rstd * (g - mean(g) - xhat * mean(g * xhat)),  dweight = sum(dy * xhat),
         dbias = sum(dy)
 
-    With a bitmask, dy counts as 0 wherever its bit is not set, there and in the sums.
+    Means are over a row, sums over the rows. With a bitmask, dy counts as 0 in all of them wherever
+    its bit is not set.
 
     Parameters
     ----------
     dy, x, weight, rstd, bias, bitmask, axis, zero_centered, dx, dresidual_out, dx_dtype, \
 dresidual_dtype
-        As of `rms_norm_backward`, but dbias is wanted by default.
+        As for `rms_norm_backward`, except that bias is True by default.
     mean : array
-        As `layer_norm_forward` returned it. It serves as a shift: xhat is centred again by its own
-        mean, so that the rounding of a large mean costs nothing.
+        The one that `layer_norm_forward` returned. It serves only as a shift: xhat is centred again
+        by its own mean, so the rounding of a large mean costs nothing.
 
     Returns
     -------
     NormBackward
-        ``dx``; ``dweight``, None without a weight; ``dbias``, None unless wanted; ``dresidual`` as
-        of `rms_norm_backward`. The same bits from run to run; with a dx given, dweight and dbias
-        may have others than without.
+        ``dx``. ``dweight``, None without a weight. ``dbias``, None unless asked for. ``dresidual``,
+        as for `rms_norm_backward`. The bits are the same from run to run. A given dx may change the
+        bits of dweight and dbias.
 
     Raises
     ------
     TypeError, ValueError, NotImplementedError, ImportError, RuntimeError
-        As `rms_norm`.
+        As for `rms_norm`.
 
     Notes
     -----
-    Formulas: derived from `layer_norm`'s; see also Ba, Kiros and Hinton, arXiv:1607.06450.
+    The formulas follow from that of `layer_norm`. See also Ba, Kiros and Hinton, arXiv:1607.06450.
 
     Examples
     --------

@@ -1,11 +1,11 @@
-"""RMSNorm and LayerNorm in NumPy: what every kernel is held to, and the path without a GPU.
+"""RMSNorm and LayerNorm in NumPy: the oracle for every kernel, and the path without a GPU.
 
 Everything is computed in float64 and rounded once, to the dtype of each output. The functions take
-NumPy arrays and trust their arguments; `cupynorm.rms_norm` and its siblings check them first.
+NumPy arrays and trust their arguments. `cupynorm.rms_norm` and its siblings check them first.
 
 Rows are scaled by a power of two before anything is squared, so no float64 input overflows or
-underflows on the way. NaN and inf stay in their row: where a row of RMSNorm holds an inf, rstd is
-0 and y is NaN at the inf and 0 elsewhere; where a row of LayerNorm does, all of it is NaN.
+underflows on the way. NaN and inf stay in their row. If a row of RMSNorm holds an inf, rstd is 0,
+and y is NaN at the inf and 0 elsewhere. If a row of LayerNorm does, all of it is NaN.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def widen(array: Array) -> Float64:
 
 
 def effective_weight(weight: Array | None, zero_centered: bool) -> Float64:
-    """Return what xhat is multiplied by: weight, 1 + weight, or 1 without a weight."""
+    """Return the factor of xhat: weight, 1 + weight, or 1 without a weight."""
     if weight is None:
         return np.ones((), np.float64)
     return widen(weight) + 1.0 if zero_centered else widen(weight)
@@ -65,8 +65,8 @@ def normalize(norm: Norm, x: Array, k: int, eps: float) -> tuple[Float64, Float6
     """Return xhat, mean and rstd over the last k axes; mean and rstd keep axes of size 1."""
     axes = tuple(range(-k, 0))
     wide = widen(x)
-    # Dividing by the larger of max|x| and sqrt(eps) leaves nothing above 1: what then underflows is
-    # too small to count. frexp leaves the exponent of inf and NaN unspecified.
+    # Dividing by the larger of max|x| and sqrt(eps) leaves nothing above 1. Values that underflow
+    # then are too small to count. frexp leaves the exponent of inf and NaN unspecified.
     largest = np.maximum(np.abs(wide).max(axis=axes, keepdims=True), math.sqrt(eps))
     exponent = np.where(np.isfinite(largest), np.frexp(largest)[1], 0)
     d = np.ldexp(wide, -exponent)
@@ -78,7 +78,7 @@ def normalize(norm: Norm, x: Array, k: int, eps: float) -> tuple[Float64, Float6
         d -= correction
         mean = np.ldexp(first + correction, exponent)
     rms = np.sqrt(np.mean(d * d, axis=axes, keepdims=True))
-    # hypot, since eps squared out of range still decides the rstd of a row of large equal values.
+    # hypot, since an eps whose square is out of range still decides the rstd of large equal values.
     root = np.hypot(rms, np.ldexp(math.sqrt(eps), -exponent))
     return d / root, mean, np.ldexp(1.0 / root, -exponent)
 
@@ -86,10 +86,10 @@ def normalize(norm: Norm, x: Array, k: int, eps: float) -> tuple[Float64, Float6
 def normalize_by(
     norm: Norm, x: Array, mean: Array | None, rstd: Array, k: int
 ) -> tuple[Float64, Float64]:
-    """Return xhat and rstd from stored statistics, of which mean is no more than a shift.
+    """Return xhat and rstd from stored statistics. The mean serves only as a shift.
 
-    rstd keeps axes of size 1. One of inf was out of its dtype's range, as that of a row of
-    subnormal numbers is where eps is 0: such a row is normalized again.
+    rstd keeps axes of size 1. If it is inf, it was out of its dtype's range, as for a row of
+    subnormal numbers with an eps of 0. Such a row is normalized again.
     """
     wide_rstd = widen(rstd).reshape(rstd.shape + (1,) * k)
     if norm == "rms_norm":
@@ -116,7 +116,7 @@ def affine(xhat: Float64, weight: Array | None, bias: Array | None, zero_centere
 
 
 def clamp(y: Float64, relu: tuple[float, float], x: Array) -> tuple[Float64, NDArray[np.bool_]]:
-    """Return y clamped to bounds rounded to x's compute dtype, and where it was between them."""
+    """Return y, clamped to bounds in x's compute dtype, and a mask of the values between them."""
     with np.errstate(over="ignore"):
         lower, upper = np.array(relu, np.float64).astype(compute_dtype(x)).astype(np.float64)
     return np.clip(y, lower, upper), (lower < y) & (y < upper)
@@ -184,8 +184,8 @@ def backward_float64(
 def sum_to_shape(array: Float64, shape: tuple[int, ...]) -> Float64:
     """Undo a broadcast: sum over the axes along which `shape` was repeated.
 
-    The sum halves, so that its error grows with the logarithm of the length; `numpy.sum` over a
-    leading axis adds one after the other.
+    The sum adds halves to each other, so its error grows with the logarithm of the length.
+    `numpy.sum` over a leading axis adds one term after the other.
     """
     full = (1,) * (array.ndim - len(shape)) + tuple(shape)
     summed = [a for a in range(array.ndim) if full[a] == 1]
@@ -208,7 +208,7 @@ def sum_to_shape(array: Float64, shape: tuple[int, ...]) -> Float64:
 
 
 def compute_dtype(x: Array) -> np.dtype[Any]:
-    """Return the dtype of the statistics, in which a kernel computes."""
+    """Return the dtype that a kernel computes in, which is that of the statistics."""
     return np.dtype(np.float64 if x.dtype == np.float64 else np.float32)
 
 
@@ -217,8 +217,8 @@ def round_once(values: Float64, dtype: DTypeLike) -> Array:
     with np.errstate(all="ignore"):
         if np.dtype(dtype) != ml_dtypes.bfloat16:
             return values.astype(dtype)
-        # ml_dtypes goes through float32 and so rounds twice: 1 + 2**-8 + 2**-40 becomes 1. Rounded
-        # to odd instead, the float32 remembers on which side of a tie it lies.
+        # ml_dtypes goes through float32 and so rounds twice: 1 + 2**-8 + 2**-40 becomes 1. A
+        # float32 that is rounded to odd remembers on which side of a tie it lies.
         single = values.astype(np.float32)
         bits = single.view(np.uint32)
         inexact = (single != values) & ~np.isnan(values)
@@ -320,7 +320,7 @@ def _backward(
 def bias_like(
     x: Array, weight: Array | None, bias: bool | Array, k: int
 ) -> tuple[tuple[int, ...] | None, np.dtype[Any]]:
-    """Return the shape and dtype of dbias, its shape None where it is not asked for."""
+    """Return the shape and dtype of dbias. The shape is None if it is not asked for."""
     if isinstance(bias, np.ndarray):
         return bias.shape, bias.dtype
     shape, dtype = (
@@ -406,7 +406,7 @@ def rms_norm_forward(
     residual_dtype: DTypeLike | None = None,
     residual_out: Array | None = None,
 ) -> NormForward:
-    """Return y, rstd and bitmask, as backward needs them; see `cupynorm.rms_norm_forward`."""
+    """Return y, rstd and bitmask; see `cupynorm.rms_norm_forward`."""
     return _forward(
         *("rms_norm", x, weight, bias, eps, axis, zero_centered, relu, out_dtype, out),
         *(residual, residual_dtype, residual_out),
@@ -428,7 +428,7 @@ def layer_norm_forward(
     residual_dtype: DTypeLike | None = None,
     residual_out: Array | None = None,
 ) -> NormForward:
-    """Return y and what backward needs; see `cupynorm.layer_norm_forward`."""
+    """Return y, mean, rstd and bitmask; see `cupynorm.layer_norm_forward`."""
     return _forward(
         *("layer_norm", x, weight, bias, eps, axis, zero_centered, relu, out_dtype, out),
         *(residual, residual_dtype, residual_out),

@@ -1,16 +1,16 @@
 """How close a result must be: one rounding from a careful computation in the compute dtype.
 
-`assert_one_rounding` is the comparison; `check_forward` and `check_backward` apply it to every
-field of a result, with the exact values of `cupynorm.reference` and the magnitudes derived here. A
-result of a kernel of your own, brought to NumPy, is checked by the same functions.
+`assert_one_rounding` is the comparison. `check_forward` and `check_backward` apply it to every
+field of a result, with the exact values of `cupynorm.reference` and the magnitudes derived here.
+They also check the results of a kernel of your own, once these are NumPy arrays.
 
-The bound on each element is ``ulp_T / 2 + 16 * u * S``: the rounding to the dtype T of the output,
-and what came before it. u is the unit roundoff of the compute dtype, 2**-24 or 2**-53. The
-magnitude S is the sum of the absolute values of the terms that the result is made of; each carries
-a few roundings of u relative to it, and 16 leaves room for sums in any order that adds no more than
-some 64 terms one after the other.
+The bound on each element is ``ulp_T / 2 + 16 * u * S``. The first term is the rounding to the dtype
+T of the output, the second covers everything before it. u is the unit roundoff of the compute
+dtype, 2**-24 or 2**-53. The magnitude S is the sum of the absolute values of the terms that make up
+the result. Each term carries a few roundings of u relative to it. The factor 16 leaves room for
+sums in any order that adds no more than some 64 terms one after the other.
 
-With m the mean over a row, w the weight or 1 + weight, and g = dy * w:
+Let m be the mean over a row, w the weight or 1 + weight, and g = dy * w:
 
 =========  =======================================================================================
 y          ``(a * |xhat| + m|xhat| + s * rstd) * |w| + |b|``; RMSNorm: ``|xhat * w| + |b|``
@@ -23,23 +23,24 @@ dbias      the sum over rows of ``|dy|``
 dresidual  as dx, which both gain ``|dresidual_out|``
 =========  =======================================================================================
 
-What LayerNorm adds comes from its mean. The first mean of the corrected two-pass may be off by
-``s = 8u * m|x|``. So the recentred difference is off by some u of ``|x - mean| + m|x - mean| + s``;
-and the variance, in which ``c**2 <= s**2`` cancels, by some u of ``a = 1 + (s * rstd)**2``,
-relative. In backward, ``h = (x - mean) * rstd`` with the stored mean, and recentring makes
-``xhat = h - m(h)`` off by some u of ``H = |h| + m|h|``. A weight of float64 is rounded to float32
-before 1 is added to it: ``|w|`` then gains ``|weight| / 16``.
+LayerNorm's additional terms come from its mean. The first mean of the corrected two-pass may be off
+by ``s = 8u * m|x|``. So the recentred difference is off by some u of
+``|x - mean| + m|x - mean| + s``. In the variance ``c**2 <= s**2`` cancels, so it is off by some u
+of ``a = 1 + (s * rstd)**2``, relative. In backward, ``h = (x - mean) * rstd`` with the stored mean,
+and recentring makes ``xhat = h - m(h)`` off by some u of ``H = |h| + m|h|``. A float64 weight is
+rounded to float32 before 1 is added to it, so ``|w|`` gains ``|weight| / 16``.
 
-A clamp moves no two values apart, so y keeps its magnitude within ``16 * u * S`` of the bounds of a
-ReLU; beyond them it must be a bound, rounded. The bitmask is that of exact y, bit for bit, but for
-elements within ``16 * u * S`` of a bound, where either will do.
+A clamp moves no two values apart. So y keeps its magnitude within ``16 * u * S`` of a ReLU's
+bounds, and beyond them it must be a bound, rounded. The bitmask must be that of exact y, bit for
+bit. Elements within ``16 * u * S`` of a bound may have either bit.
 
-Where there is a residual, residual_out must be x + residual as NumPy adds them in the compute dtype
-and rounds them to its own, bit for bit, and everything else is that of residual_out as given.
+With a residual, residual_out must be x + residual, bit for bit, as NumPy adds them in the compute
+dtype and rounds the sum to residual_out's dtype. Everything else is checked on residual_out as
+given.
 
 CuPy compiles for the GPU with flush-to-zero, so in float32 any value below 2**-126 may count as
-zero: an absolute error of 4 * 2**-126 is granted to each input, statistic and product, and goes
-through the equations above; the bound itself has another 2**-126.
+zero. Each input, statistic and product is granted an absolute error of 4 * 2**-126, which goes
+through the equations above. The bound itself has another 2**-126.
 """
 
 from __future__ import annotations
@@ -60,34 +61,35 @@ from cupynorm.reference import Array, Axis, Float64, Norm, Relu
 
 __all__ = ["assert_one_rounding", "check_backward", "check_forward"]
 
-# Rows are checked so many elements at a time that a float64 temporary, of 2 MB, stays in cache.
+# So many elements are checked at a time. A float64 temporary of them, 2 MB, stays in cache.
 CHUNK_ELEMENTS = 1 << 18
 
 
 def assert_one_rounding(
     actual: Array, exact: Array, magnitude: Array, compute_dtype: DTypeLike, name: str
 ) -> float:
-    """Assert that `actual` is `exact`, but for one rounding and the noise of the compute dtype.
+    """Assert that `actual` is `exact`, up to one rounding and the noise of the compute dtype.
 
-    Each element must satisfy ``|actual - exact| <= ulp / 2 + 16 * u * magnitude + tiny``, where ulp
+    Each element must satisfy ``|actual - exact| <= ulp / 2 + 16 * u * magnitude + tiny``. Here ulp
     is the spacing of actual's dtype at the far end of that interval, u the unit roundoff of
-    `compute_dtype`, and tiny its smallest normal number. NaN must be where exact is NaN and nowhere
-    else. An infinity must have exact's sign, and be where exact rounds to an infinity, in actual's
-    dtype or in the compute dtype; within ``16 * u * magnitude`` of that threshold either will do.
+    `compute_dtype`, and tiny its smallest normal number. actual must be NaN exactly where exact is.
+    An infinity must have exact's sign, and exact must round to an infinity there, in actual's dtype
+    or in the compute dtype. Within ``16 * u * magnitude`` of that threshold, actual may be finite
+    or infinite.
 
     Parameters
     ----------
     actual : array
-        What came out, of any floating dtype up to float64.
+        The result, of any floating dtype up to float64.
     exact : array of float64
-        What should have, not rounded, of actual's shape.
+        The exact result, not rounded, of actual's shape.
     magnitude : array of float64
-        The sum of the absolute values of the terms that make up exact, of a shape that broadcasts
-        to actual's; finite wherever exact is.
+        The sum of the absolute values of the terms that make up exact. Its shape broadcasts to
+        actual's. It is finite wherever exact is.
     compute_dtype : dtype
         float32 or float64.
     name : str
-        What the message calls the array.
+        The array's name in the message.
 
     Returns
     -------
@@ -97,7 +99,7 @@ def assert_one_rounding(
     Raises
     ------
     AssertionError
-        If an element is out of its bound, or the shape is wrong. The message names the array, the
+        If an element exceeds its bound, or the shape is wrong. The message names the array, the
         worst element's index, its value, the exact value, the bound and the ratio.
     ValueError
         If the magnitude is not finite where exact is, so that it would bound nothing.
@@ -170,16 +172,16 @@ def check_forward(
     norm : {"rms_norm", "layer_norm"}
         Which norm it is.
     result : NormForward, array or pair of arrays
-        What it returned, as NumPy arrays: of a forward pass for training all of y, mean (None for
-        RMSNorm), rstd, bitmask (None without relu) and residual_out (None without a residual) are
-        checked; a bare array is the y of inference, with a residual a pair.
+        The results, as NumPy arrays. All fields of a NormForward are checked: y, mean (None for
+        RMSNorm), rstd, bitmask (None without relu) and residual_out (None without a residual). A
+        bare array is the y of inference. With a residual, inference returns a pair.
     x, weight, bias, eps, axis, zero_centered, relu, out_dtype, residual, residual_dtype
-        What it was given, as NumPy arrays; see `cupynorm.rms_norm`.
+        The arguments, as NumPy arrays; see `cupynorm.rms_norm`.
 
     Returns
     -------
     dict of float
-        The largest ratio of error to bound of each field but the bitmask, such as
+        The largest ratio of error to bound of each field except the bitmask, such as
         ``{"y": 0.98, "rstd": 0.1}``.
 
     Raises
@@ -255,12 +257,12 @@ def check_backward(
     norm : {"rms_norm", "layer_norm"}
         Which norm it is.
     result : NormBackward
-        What it returned, as NumPy arrays.
+        The results, as NumPy arrays.
     dy, x, weight, mean, rstd, bias, bitmask, axis, zero_centered, dresidual_out, dx_dtype, \
 dresidual_dtype
-        What it was given, as NumPy arrays, mean being None for RMSNorm; see
-        `cupynorm.layer_norm_backward`. The statistics and the bitmask are taken as given, right or
-        wrong, but for an rstd of inf: that is one out of range, which is taken from x with eps = 0.
+        The arguments, as NumPy arrays; see `cupynorm.layer_norm_backward`. mean is None for
+        RMSNorm. The statistics and the bitmask are taken as given, right or wrong, except an rstd
+        of inf. That one was out of range, so it is computed from x with eps = 0.
 
     Returns
     -------
@@ -384,7 +386,7 @@ def _clamp_bounds(
     relu: tuple[float, float],
     compute: np.dtype[Any],
 ) -> tuple[Array, Array]:
-    """Clamp the exact y; return the bits of the bitmask, and where either will do."""
+    """Clamp the exact y. Return the bits of the bitmask, and where either bit is right."""
     with np.errstate(all="ignore"):
         y, tiny = exact["y"], float(_info(compute).smallest_normal)
         slack = 16 * _unit_roundoff(compute) * magnitude["y"] + tiny
@@ -398,7 +400,7 @@ def _clamp_bounds(
 
 
 def _assert_bits(bitmask: Array, inside: Array, either: Array, k: int, name: str) -> None:
-    """Assert that a bitmask has the bits of `inside`, but for `either`, and no others."""
+    """Assert that a bitmask has the bits of `inside`, except where `either`, and no others."""
     kept = inside.shape[: inside.ndim - k]
     n = math.prod(inside.shape[inside.ndim - k :])
     bits = unpack(bitmask, 8 * bitmask.shape[-1])
@@ -524,7 +526,7 @@ Rows = Callable[[Any], Any]
 def _chunks(
     x: Array, weight: Array | None, bias: Array | None, k: int
 ) -> Iterator[tuple[str, Rows, Array | None, Array | None]]:
-    """Yield some rows at a time: their index in words, what takes them, their weight and bias."""
+    """Yield some rows at a time: their index in words, their selector, weight and bias."""
     lead = x.ndim - k
     if any(array is not None and array.ndim > k for array in (weight, bias)):
         yield "", lambda array: array, weight, bias  # the weight differs from row to row

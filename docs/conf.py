@@ -51,6 +51,8 @@ def _links(app: object, page: str, text: list[str]) -> None:
         path = link["path"].removeprefix("../")
         if path.startswith("examples/"):
             return f"[{link['text']}]({path})"
+        if path.startswith("docs/"):  # from a notebook
+            return f"[{link['text']}](../{path.removeprefix('docs/')})"
         name = f"`{path}`"
         return name if link["text"].strip("`/") in path else f"{link['text']} ({name})"
 

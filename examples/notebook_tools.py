@@ -1,4 +1,4 @@
-"""What the notebooks on cuDNN's samples share beside the norms themselves."""
+"""What the notebooks on cuDNN's samples share, apart from the norms themselves."""
 
 from __future__ import annotations
 
@@ -251,7 +251,7 @@ def show_times(times):
         bars = axes.barh(np.arange(2) + i * height, pair, height=0.9 * height, label=name)
         axes.bar_label(bars, fmt="%.1f", padding=3)
     axes.set_yticks(np.arange(2) + (len(times) - 1) * height / 2, ["forward", "backward"])
-    axes.set_xlabel("microseconds")
+    axes.set(xlabel="microseconds", title="Arrays in the L2 cache")
     axes.margins(x=0.12)  # room for the numbers
     axes.invert_yaxis()
     figure.legend(loc="outside right upper")

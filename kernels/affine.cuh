@@ -1,5 +1,5 @@
-// The affine step of a norm: xhat * (weight [+ 1]) + bias, where weight and bias may be absent; and what
-// comes before and after it, of rows that are held or pipelined.
+// The affine step of a norm: xhat * (weight [+ 1]) + bias. Weight and bias may be absent. Rows that
+// are held or pipelined share the steps before and after it.
 #pragma once
 
 #include "operation.cuh"
@@ -25,8 +25,8 @@ __device__ __forceinline__ T affine(T xhat, const Pack<Weight, Length>& weights,
   }
 }
 
-// The values of y from a pack of x: xhat = (x - shift) * scale [+ offset if kCentered], the affine step and
-// the epilogue, whose bits it returns if kStoresStatistics.
+// Returns the values of y from a pack of x: xhat = (x - shift) * scale [+ offset if kCentered], the
+// affine step and the epilogue. If kStoresStatistics, it returns the epilogue's bits as well.
 template <typename Op, typename T, typename X, typename Weight, typename Bias, int Length>
 __device__ __forceinline__ unsigned normalize_pack(T (&values)[Length], const Pack<X, Length>& pack,
                                                    T shift, T scale, T offset,

@@ -1,26 +1,25 @@
 // Backward of RMSNorm and LayerNorm for rows longer than a cluster holds; formulas and names as in
 // backward_pipelined.cu.
 //
-// The columns are dealt out to the blocks, which all run at once (a cooperative launch): each has its
-// strip of every row, and the weight gradients of its columns to itself. Rows are taken in groups, of
-// which kStages are in shared memory or on their way there. The threads of the columns form the sums
-// of a group, kAhead groups before they write its dx. In between a warp of its own, a messenger, tells
-// the other blocks the sums and adds up those of all: what takes 2 to 4 us the columns do not wait for.
+// The columns are dealt out to the blocks, which all run at once (a cooperative launch). Each block has its strip of
+// every row, and the weight gradients of its columns to itself. Rows are taken in groups. kStages groups are in shared
+// memory or on their way there. The threads of the columns form the sums of a group kAhead groups before they write its
+// dx. In between a warp of its own, a messenger, tells the other blocks the sums and adds up those of all. That takes 2
+// to 4 us, for which the columns do not wait.
 //
-// Of a wild row (gradient.cuh) the columns form the sums again, when they are to write its dx, and tell each
-// other themselves.
-//
-// Layout:    as backward_pipelined.cu. exchange: (kPlaces, kGroupRows, kSums, strips), for groups in turn, and of
-//            float64 (2, kSums, strips * kWarps), for wild rows in turn. arrived: (kPlaces + 2,
-//            kCountStride), 0; the first of each place counts the blocks, or warps, that have told their
-//            sums. Each has a line of its own (notes.md#columns-and-the-l2).
+// Wild:      when the columns are to write dx of a wild row (gradient.cuh), they form its sums again and tell each
+//            other themselves.
+// Layout:    as backward_pipelined.cu. exchange is (kPlaces, kGroupRows, kSums, strips), for groups in turn, and in
+//            float64 (2, kSums, strips * kWarps), for wild rows in turn. arrived is (kPlaces + 2, kCountStride), 0
+//            before the launch. The first of each place counts the blocks, or warps, that have told their sums. Each
+//            count has a line of its own (notes.md#columns-and-the-l2).
 // Grid:      block b has kStripThreads packs of columns, from pack b * kStripThreads on.
 // Traffic:   x, dy, weight and bitmask read once; dx, dweight and dbias written once.
-// Thread:    one pack of columns, of all rows. The warps beyond kStripThreads are messengers, each of
-//            every kMessengers-th group.
-// Order:     a thread's elements in turn, a butterfly in each warp, the warps in turn; of all strips,
-//            those of a lane in turn (lane, lane + 32, ...), then a butterfly. Weight gradients: up to
-//            kTurns rows in turn, then such sums of all rows in turn.
+// Thread:    one pack of columns, of all rows. The warps beyond kStripThreads are messengers, each for every
+//            kMessengers-th group.
+// Order:     a thread's elements in turn, a butterfly in each warp, the warps in turn. Over strips: those of a lane in
+//            turn (lane, lane + 32, ...), then a butterfly. Weight gradients: up to kTurns rows in turn, then such sums
+//            of all rows in turn.
 // Result:    dx, dweight and dbias.
 #include "gradient.cuh"
 #include "epilogue.cuh"
@@ -28,17 +27,17 @@
 
 constexpr int kAhead = 3, kStages = kAhead + 2;
 // Once the means of group g are known, the sums of g + kMessengers are formed next, for the same
-// messenger. So what the columns and a messenger share of a group, its barriers and the sums of warps,
-// serves the messenger's next group as well.
+// messenger. So its next group can reuse what the columns and a messenger share of a group: its
+// barriers and the sums of warps.
 constexpr int kMessengers = kAhead + 1;
-// Not so what is known of its rows: their statistics are stored kMessengers groups before their sums
-// are formed, when the columns may be at dx of kMessengers groups before that. Nor what blocks tell each
-// other: who tells of group g has heard of g - kMessengers from all, whose same messengers had read
-// what was told kMessengers groups before.
+// The statistics of its rows cannot be shared so. They are stored kMessengers groups before their
+// sums are formed, when the columns may be at dx of kMessengers groups before that. Nor can the
+// words that blocks tell each other. A messenger that tells of group g has heard of g - kMessengers
+// from all, and their same messengers had read by then what was told kMessengers groups before.
 constexpr int kPlaces = 2 * kMessengers;
 constexpr int kCountStride = 32, kMostStrips = 128;
 
-// Of each row and sum, that of all lanes of the warp, by butterflies side by side.
+// The sum over all lanes of the warp, for each row and sum, by butterflies side by side.
 template <typename T, int Rows, int Sums>
 __device__ __forceinline__ void add_up_lanes(T (&sums)[Rows][Sums]) {
 #pragma unroll
@@ -51,14 +50,14 @@ __device__ __forceinline__ void add_up_lanes(T (&sums)[Rows][Sums]) {
   }
 }
 
-// The rows of a group whose sums are formed at once: all, or half of 4 or 6 that would have more sums than
-// `most`.
+// So many rows of a group have their sums formed at once: all, or half of 4 or 6 that would have
+// more sums than `most`.
 __device__ __forceinline__ constexpr int rows_at_once(int group_rows, int sums, int most) {
   return group_rows * sums <= most ? group_rows : group_rows / 2;
 }
 
-// Writes this thread's dx of a wild row. Each warp of the columns of all blocks tells the others its sums, as the
-// own-th of `warps`, in their place of `exchanged`, for the `times`-th time.
+// Writes this thread's dx of a wild row. Each warp of the columns of all blocks tells the others
+// its sums, as the own-th of `warps`, in their place of `exchanged`, for the `times`-th time.
 template <typename Row>
 __device__ NOT_INLINED void write_own_part(Row row, long long first, long long n_cols,
                                            double* exchanged, int own, int warps, unsigned* told,
@@ -101,7 +100,7 @@ struct ColumnParallel {
   using StageOfTotal = Stage<DResidualOut, kLength, 1, Layout::kStripThreads>;  // of dresidual_out
   static constexpr int kBeforeTotal = StageOfX::kBytes + StageOfDY::kBytes;
   static constexpr int kStageBytes = kBeforeTotal + StageOfTotal::kBytes;
-  // Of the barriers at which the columns and a messenger meet.
+  // The barriers at which the columns and a messenger meet.
   static constexpr int kMeeting = Layout::kStripThreads + 32;
 
   // What all threads know of a row.
@@ -137,14 +136,15 @@ struct ColumnParallel {
   __device__ __forceinline__ T* sums_of(int group) const {
     return sums_of_warps + group % kMessengers * (kWarps * Layout::kGroupRows * kSums);
   }
-  // The barriers: here are the sums of a group, and here its means.
+  // Two barriers: the sums of a group are here, and its means are here.
   static __device__ __forceinline__ int summed(int group) { return 1 + group % kMessengers; }
   static __device__ __forceinline__ int known(int group) {
     return 1 + kMessengers + group % kMessengers;
   }
 };
 
-// A warp that tells the other blocks the sums of every kMessengers-th group, and adds up those of all.
+// A warp that tells the other blocks the sums of every kMessengers-th group, and adds up those of
+// all.
 template <typename Op, typename Layout>
 struct Messenger : ColumnParallel<Op, Layout> {
   using Base = ColumnParallel<Op, Layout>;
@@ -183,9 +183,9 @@ struct Messenger : ColumnParallel<Op, Layout> {
     wait_for_arrivals(args.arrived + place * kCountStride,
                       static_cast<unsigned>(group / kPlaces + 1) * strips);
   }
-  // The means of the group's rows, of what all blocks have told.
+  // The means of the group's rows, from what all blocks have told.
   __device__ __forceinline__ void add_up(int group, int rows, const T* exchanged) {
-    // So many rows that up to 36 sums of each lane are on their way.
+    // So many rows that up to 36 sums of each lane are in flight.
     constexpr int kAtOnce = rows_at_once(Layout::kGroupRows, kSums, 9);
 #pragma unroll 1
     for (int begin = 0; begin < rows; begin += kAtOnce) {
@@ -193,7 +193,7 @@ struct Messenger : ColumnParallel<Op, Layout> {
       const T* sources[kAtOnce];
 #pragma unroll
       for (int k = 0; k < kAtOnce; ++k) {
-        // Instead of a row past the last, that: without a branch around each.
+        // It replaces a row past the last, without a branch around each.
         const int row = begin + k < rows ? begin + k : rows - 1;
         sources[k] = exchanged + row * kSums * strips + lane;
       }
@@ -256,7 +256,7 @@ struct Columns : ColumnParallel<Op, Layout> {
   using typename Base::Weight;
   using typename Base::X;
 
-  // A copy of half a pack is of half a sector, which the L2 would be asked for twice: by way of L1, not
+  // A copy of half a pack is of half a sector, which would be asked of the L2 twice past the L1
   // (notes.md#halves-of-packs).
   static constexpr bool kHalves = sizeof(DY) > sizeof(X);
   static constexpr bool kHalvesOfTotal = sizeof(DResidualOut) > sizeof(X);
@@ -296,7 +296,7 @@ struct Columns : ColumnParallel<Op, Layout> {
     }
     if constexpr (StageOfX::template kTakesPolicy<Layout::kVector> &&
                   StageOfDY::template kTakesPolicy<Layout::kVector>) {
-      // Exchanged for each row, as copies with a policy want it (device.cuh).
+      // Exchanged for each row, as copies with a policy need it (device.cuh).
       const OwnPlace own = own_place(StageOfX::place(place, 0, 0));
       StageOfX::template fetch<false>(own, 0, source_x, 0, n, policy);
       StageOfDY::template fetch<kHalves>(own + StageOfX::kBytes, 0, source_dy, 0, n, policy);
@@ -321,8 +321,8 @@ struct Columns : ColumnParallel<Op, Layout> {
   __device__ __forceinline__ Pack<DY, kLength> read_dy(int group, int r) const {
     return StageOfDY::read(place_of(group, r) + StageOfX::kBytes, 0);
   }
-  // Asks the L2, which has them fetched with the rows, for the bits of the group whose sums are formed next
-  // (notes.md#bits-beside-columns).
+  // Asks the L2 for the bits of the group whose sums are formed next. It has them fetched with the
+  // rows (notes.md#bits-beside-columns).
   __device__ __forceinline__ void ask_for_bits(int group) {
     if constexpr (Op::Epilogue::kHasBits) {
 #pragma unroll
@@ -332,7 +332,7 @@ struct Columns : ColumnParallel<Op, Layout> {
       }
     }
   }
-  // dy of a pack, of which the bitmask lets through what is left in its place from then on.
+  // dy of a pack. From then on its place holds what the bitmask lets through.
   __device__ __forceinline__ Pack<DY, kLength> masked_dy(int group, int r) const {
     Pack<DY, kLength> pack = read_dy(group, r);
     if constexpr (Op::Epilogue::kHasBits) {
@@ -380,8 +380,8 @@ struct Columns : ColumnParallel<Op, Layout> {
     ask_for_bits(group + 1);
     arrive_at_barrier(this->summed(group), kMeeting);
   }
-  // Those of the first groups, each as soon as it is there, and no more than two on their way: with all five
-  // of them the first one comes later (notes.md#the-first-rows-first).
+  // The sums of the first groups, each as soon as it is there. No more than two groups are in
+  // flight: with all five the first one comes later (notes.md#the-first-rows-first).
   __device__ __forceinline__ void begin_sums() {
     ask_for_bits(0);
 #pragma unroll
@@ -392,8 +392,8 @@ struct Columns : ColumnParallel<Op, Layout> {
     }
   }
 
-  // dx of a row and its share of the weight gradients; what was read makes room for a later row. Returns
-  // whether the row is wild, of which nothing is stored.
+  // Writes dx of a row and adds its share of the weight gradients. The row's place is given to a
+  // later row. Returns whether the row is wild; then nothing is stored.
   __device__ __forceinline__ bool write_dx(int group, int r) {
     const Pack<X, kLength> row_x = read_x(group, r);
     const Pack<DY, kLength> row_dy = read_dy(group, r);
@@ -432,8 +432,8 @@ struct Columns : ColumnParallel<Op, Layout> {
 #pragma unroll 1
       for (int r = 0; wild_of_group >> r != 0; ++r) {
         if ((wild_of_group >> r & 1) == 0) continue;
-        // Two places take turns: who tells of a row has heard of the one before from all, who by then had read
-        // what was told of the one before that.
+        // Two places alternate. A warp that tells of a row has heard of the one before from all,
+        // and they had read by then what was told of the one before that.
         const long long row = this->row_of(group, r);
         const int place = wild_rows % 2, warps = kWarps * strips;
         double* const exchanged = reinterpret_cast<double*>(
@@ -450,7 +450,7 @@ struct Columns : ColumnParallel<Op, Layout> {
   }
   __device__ __forceinline__ void do_group(int group) {
     unsigned wild_of_group = 0;
-    // Two rows at once, where registers allow.
+    // Two rows at once, if registers allow.
     constexpr int kUnrolled =
         Layout::kVector == kLength && Layout::kGroupRows > 1 && sizeof(DY) <= sizeof(X) ? 2 : 1;
 #pragma unroll kUnrolled

@@ -1,29 +1,29 @@
 // Backward of few rows, each held in registers; formulas, names and the bits of dx as in backward_pipelined.cu.
 //
-// What few rows wait for is latency: of memory and, with empty caches, of instructions. So each has a
-// team, and nothing is copied, taken in turn or kept for a next row.
+// Few rows wait for latency: that of memory and, with empty caches, that of instructions. So each row has a team, and
+// nothing is copied, taken in turn or kept for a next row.
 //
-// Layout:    as backward_pipelined.cu; without kColumnLanes, dweight and dbias hold a row for each row of x or, of
-//            blocks of several teams, for each block: partials for reduce_partials.cu, but of a lone row
-//            whose block has one team the weight gradients. dx may be dy, but overlaps neither dy nor x
-//            where there are kColumnLanes. means_of_h holds one value a row, by which xhat is centred
-//            again, where there are some and kCentered.
-// Grid:      a cluster of kClusterBlocks blocks of kRowThreads threads a row, or a block of kBlockThreads
-//            for as many rows as it has teams, on grid.x. Blocks that sum the weight gradients of
-//            kColumnLanes packs each, if any: as more such clusters, before those of rows or behind
-//            (kLast) or, where kCentered, as a kernel that overlaps with the first and waits for its end.
-// Traffic:   x, dy and bitmask read once, twice where blocks sum columns, one of the times mostly from
-//            L2; weight once by each row's team; dx written once, dweight and dbias once for each block.
+// Layout:    as backward_pipelined.cu. Without kColumnLanes, dweight and dbias hold a row for each row of x, or for
+//            each block if blocks have several teams: these are partials for reduce_partials.cu. A lone row whose
+//            block has one team writes the weight gradients themselves. dx may be dy. With kColumnLanes it overlaps
+//            neither dy nor x. means_of_h holds one value a row, which centres xhat again, if there are kColumnLanes
+//            and kCentered.
+// Grid:      a cluster of kClusterBlocks blocks of kRowThreads threads a row, or a block of kBlockThreads for as many
+//            rows as it has teams, on grid.x. Other blocks, if any, sum the weight gradients of kColumnLanes packs
+//            each. They are further such clusters, before those of rows or behind them (kLast). If kCentered, they
+//            are a kernel that overlaps with the first and waits for its end.
+// Traffic:   x, dy and bitmask read once. If blocks sum columns they are read twice, once mostly from the L2. weight
+//            once by each row's team; dx written once, dweight and dbias once for each block.
 // Thread:    pack p of its block's columns for p = rank, rank + kRowThreads, ... (kPacksPerThread of
-//            them). Of columns: pack `lane`, every kGroups-th row.
-// Order:     dx: as backward_pipelined.cu. Weight gradients: a block's teams in turn, then reduce_partials.cu; of
-//            columns a thread's rows in turn, then a butterfly over its warp's, then the warps in turn.
+//            them). For columns: pack `lane`, every kGroups-th row.
+// Order:     dx: as backward_pipelined.cu. Weight gradients: a block's teams in turn, then reduce_partials.cu. For
+//            columns: a thread's rows in turn, then a butterfly over its warp's, then the warps in turn.
 // Result:    dx; dweight and dbias.
 #include "gradient.cuh"
 #include "epilogue.cuh"
 #include "team.cuh"
 
-// The weight gradients of kColumnLanes packs, of which the first begins at column `first`.
+// Sums the weight gradients of kColumnLanes packs, the first of which begins at column `first`.
 template <typename Op, typename Layout>
 __device__ __forceinline__ void sum_columns(const BackwardInRegistersArguments<Op>& args,
                                             int n_cols, int first) {
@@ -35,8 +35,8 @@ __device__ __forceinline__ void sum_columns(const BackwardInRegistersArguments<O
   constexpr int kLength = 16 / static_cast<int>(sizeof(X));
   constexpr int kWarps = Layout::kBlockThreads / 32;
   constexpr int kLanes = Layout::kColumnLanes;
-  constexpr int kGroups = Layout::kBlockThreads / kLanes;  // each with every kGroups-th row
-  // Rows of a thread that are on their way. Four of float64 spill beside a bitmask on sm_100.
+  constexpr int kGroups = Layout::kBlockThreads / kLanes;  // each sums every kGroups-th row
+  // Rows of a thread in flight. Four of float64 spill with a bitmask on sm_100.
   constexpr bool kNarrow = sizeof(DY) <= sizeof(X) && (sizeof(X) <= 4 || !Op::Epilogue::kHasBits);
   constexpr int kAtOnce = Layout::kVector == kLength && kNarrow ? 4 : 2;
   constexpr int kColumns = kLanes * kLength;
@@ -46,7 +46,8 @@ __device__ __forceinline__ void sum_columns(const BackwardInRegistersArguments<O
   const int group_of_warp = thread_index() % 32 / kLanes;
   const int own = first + lane * kLength;
 
-  // 1. Each group sums its rows, as long as the first of its warp has some: all lanes shuffle below.
+  // 1. Each group sums its rows, as long as the first group of its warp has some: all lanes shuffle
+  // below.
   T of_weight[kLength] = {}, of_bias[kLength] = {};
 #pragma unroll 1
   for (int begin = warp * (32 / kLanes); begin < n_rows; begin += kAtOnce * kGroups) {
@@ -66,7 +67,8 @@ __device__ __forceinline__ void sum_columns(const BackwardInRegistersArguments<O
                                load_bits(args.bitmask + row * bitmask_bytes(n_cols), own, n), own);
       }
     }
-    // By every block, as its first warp has a row: what follows both kernels then follows this one.
+    // Every block says so when its first warp has a row. A kernel that follows both then follows
+    // this one.
     if constexpr (Op::kCentered) wait_for_previous_kernel();
 #pragma unroll
     for (int k = 0; k < kAtOnce; ++k) {
@@ -83,7 +85,7 @@ __device__ __forceinline__ void sum_columns(const BackwardInRegistersArguments<O
     }
   }
 
-  // 2. Those of its warp, then of all.
+  // 2. Those of the thread's warp are added, then all.
 #pragma unroll
   for (int distance = 16; distance >= kLanes; distance /= 2) {
 #pragma unroll
@@ -118,7 +120,8 @@ __device__ __forceinline__ void sum_columns(const BackwardInRegistersArguments<O
   }
 }
 
-// A row, or of several teams as many, from its packs to dx and what it adds to the weight gradients.
+// A row, or as many rows as there are teams, from its packs to dx and its share of the weight
+// gradients.
 template <typename Op, typename Layout>
 struct RowInRegisters {
   using X = typename Op::X;
@@ -136,12 +139,12 @@ struct RowInRegisters {
   static constexpr int kGradients = kPresent<DWeight> + kPresent<DBias>;
   // Gradients wait for the block's sums.
   static constexpr bool kKeeps = kTeams > 1 && Layout::kColumnLanes == 0;
-  // A kernel follows that sums columns, or partials. As such count all gradients of T, though those of a
-  // lone row, after which none follows, may be of T as well.
+  // A kernel follows that sums columns, or partials. Gradients of type T count as partials, though
+  // those of a lone row, which no kernel follows, may have type T as well.
   static constexpr bool kPartials =
       kGradients > 0 && kSame<DWeight, T> + kSame<DBias, T> == kGradients;
   static constexpr bool kFollowed = Layout::kColumnLanes > 0 ? Op::kCentered : kPartials;
-  // Where registers are to spare, dresidual_out is asked for with the row.
+  // If registers are to spare, dresidual_out is asked for with the row.
   static constexpr bool kTotalEarly =
       Layout::kBlockThreads * Layout::kBlocksPerMultiprocessor * kPacks <= 1024;
   static_assert(kTeams == 1 || !Op::kCentered || Layout::kColumnLanes == 0,
@@ -158,7 +161,7 @@ struct RowInRegisters {
   Pack<DResidualOut, kLength> of_total[kPacks];
   Pack<Weight, kLength> weights[kPacks];
 
-  // `block`: of those that have rows.
+  // `block`: counted among those that have rows.
   __device__ __forceinline__ RowInRegisters(const BackwardInRegistersArguments<Op>& args,
                                             int n_cols, long long block)
       : args(args),
@@ -227,7 +230,7 @@ struct RowInRegisters {
     write<Layout::kVector, Layout::kRowThreads>(values, gradient + row * partials_stride(n_cols),
                                                 first_column(p), end_of_row(p));
   }
-  // dx, and the weight gradients, which of several teams wait in shared memory.
+  // Writes dx, and the weight gradients. Those of several teams wait in shared memory.
   __device__ __forceinline__ void write_all(const Centring<Op::kCentered, T>& centring,
                                             const RowMeans<Op::kCentered, T>& means, T rstd) {
 #pragma unroll
@@ -256,7 +259,7 @@ struct RowInRegisters {
       }
     }
   }
-  // The weight gradients of a block, of what its teams keep.
+  // The weight gradients of a block, from those that its teams keep.
   __device__ __forceinline__ void sum_teams() const {
     if constexpr (kKeeps) {
       let_next_kernel_start();
@@ -295,8 +298,8 @@ __global__ void __launch_bounds__(Layout::kBlockThreads, Layout::kBlocksPerMulti
   int n_cols = Layout::kFull ? Row::kColumns : static_cast<int>(args.n_cols);
   long long block = block_index();
   if constexpr (Layout::kColumnLanes > 0 && !Op::kCentered) {
-    // Blocks of columns, which take longest, come first, but beside clusters of more than two last
-    // (notes.md#columns-beside-few-rows).
+    // Blocks of columns take longest, so they come first, except next to clusters of more than two
+    // blocks. There they come last (notes.md#columns-beside-few-rows).
     constexpr bool kLast = Layout::kClusterBlocks > 2;
     const long long of_rows =
         (args.n_rows + Row::kTeams - 1) / Row::kTeams * Layout::kClusterBlocks;
@@ -323,25 +326,25 @@ __global__ void __launch_bounds__(Layout::kBlockThreads, Layout::kBlocksPerMulti
   }
 
   if constexpr (!Layout::kFull) make_opaque(row.n_cols);
-  // Of 64 registers a thread none keeps an address beside the row.
+  // With 64 registers a thread, none keeps an address besides the row.
   if constexpr (Layout::kBlockThreads * Layout::kBlocksPerMultiprocessor >= 1024) {
     make_opaque(row.team.rank);
   }
   row.write_all(centring, means, rstd);
   row.sum_teams();
 
-  // dx of a wild row.
+  // Writes dx of a wild row.
   if constexpr (kSame<T, float>) {
     if (row.team.any(wild) && !is_in_place<Op>(args)) {
-      warp_barrier();      // lanes may have stored each other's dx
-      make_opaque(block);  // else addresses of the row are kept until here
+      warp_barrier();      // lanes may have stored parts of each other's dx
+      make_opaque(block);  // otherwise addresses of the row are kept until here
       write_wild_row<Op, Layout::kPacksPerThread>(
           row.team, !wild, block / Layout::kClusterBlocks * Row::kTeams + row.team.team, args);
     }
   }
 }
 
-// The weight gradients of few rows of LayerNorm, while norm_backward_in_registers is under way.
+// Sums the weight gradients of few rows of LayerNorm while norm_backward_in_registers is under way.
 template <typename Op, typename Layout>
 __global__ void __launch_bounds__(Layout::kBlockThreads, 1) norm_backward_in_registers_columns(
     const __grid_constant__ BackwardInRegistersArguments<Op> args) {

@@ -3,47 +3,43 @@
 //
 //   xhat = (x - mean) * rstd,   g = dy * (weight [+ 1])
 //   dx = rstd * (g - xhat * mean(g * xhat) [- mean(g)]),   dweight = sum dy * xhat,   dbias = sum dy
-//   [dy = 0 where its bit of the bitmask is, if Clamp: epilogue.cuh]
-//   [dx + dresidual_out, stored to dx and, where that has another dtype, to dresidual: prologue.cuh]
+//   [dy = 0 where its bit of the bitmask is 0, if Clamp: epilogue.cuh]
+//   [dx + dresidual_out, stored to dx and, if that has another dtype, to dresidual: prologue.cuh]
 //
-// The stored mean is rounded, by 0.03 at 1e6 in float32: it serves as a shift, and xhat is centred
-// again by its own mean over the row. One reduction gives all three sums.
+// The stored mean is rounded, by 0.03 at 1e6 in float32. So it serves only as a shift, and xhat is centred again by
+// its own mean over the row. One reduction gives all three sums.
 //
 // Layout:    x, dy and dx are n_rows rows of n_cols elements with strides of their own; weight is one
 //            row; mean and rstd one value a row; bitmask (n_cols + 7) / 8 bytes a row; partials
-//            holds a row of sums for each cluster, partials_stride(n_cols) apart, those of dweight
+//            hold a row of sums for each cluster, partials_stride(n_cols) apart, those of dweight
 //            (if there is a weight) before those of dbias. dx may be dy or dresidual_out. kFull: the row's columns
 //            fill the team's packs exactly.
-// Grid:      any number of clusters of kClusterBlocks blocks, where those are several or kBulk no more
-//            than rows; their teams (of kRowThreads threads a block) take rows in turn, the next
-//            kStages - 1 of which, fewer where kBulk, and kStages where kHoldRow, are on their way into
-//            shared memory.
-// Traffic:   x, dy and bitmask read once, dx written once, partials written once; weight once a
-//            team. Of a gradient whose sums wait in partials these are read and written once more
-//            for each kTurns rows of a team.
+// Grid:      any number of clusters of kClusterBlocks blocks, but no more than rows if kClusterBlocks > 1 or kBulk.
+//            Their teams (of kRowThreads threads a block) take rows in turn. The next kStages - 1 rows are on their
+//            way into shared memory; fewer if kBulk; kStages if kHoldRow.
+// Traffic:   x, dy and bitmask read once, dx written once, partials written once; weight once a team. If a gradient's
+//            sums wait in partials, these are read and written once more for each kTurns rows of a team.
 // Thread:    pack p of its block's columns for p = rank, rank + kRowThreads, ... (kPacksPerThread of
-//            them), whose weight gradients it keeps.
-// Order:     dx: a thread's packs in turn, then the team's reduction; weight gradients: up to kTurns
-//            rows of a team in turn, then the block's teams in turn, then such sums in turn, then
-//            reduce_partials.cu. No sum is one long sequence, and the bits are the same from run to
-//            run.
-// Sums:      those of so many gradients wait in shared memory for the next kTurns rows (kSharedSums),
-//            the other's in registers (kHoldSums), or else in partials. The same bits.
-// kHoldRow:  xhat and dy stay in registers from the sums on, and what was read of a row makes room for a
-//            later one before the sums are complete. Of RMSNorm, whose xhat is not centred.
-// kBulk:     one thread asks for its team's rows, and a mailbox for each stage says when one is there,
-//            instead of each thread for its own packs: fewer instructions, for rows that fill their
-//            packs. Row r of a team waits in stage r % kStages. When the sums of row r are complete,
-//            all threads of the team have sent theirs, and have before done with row r - 1; where
-//            kHoldRow, with what they read of row r; else in a cluster, which sends those of row r
-//            before it writes dx of row r - 1, with row r - 2. That row's stage is free, for the row
-//            kStages later. A row past the last is not asked for, nor waited for: each cluster must have
-//            one.
-// kCells:    stage.cuh; of rows whose addresses allow accesses of 4 bytes or less.
-// kTotalAhead: dresidual_out waits in shared memory as well, else it is read where it is added.
-// kThroughL1: copies of 16 bytes come by way of L1, not past it, as all smaller ones do.
-// Wild:      rows on the way to whose dx float32 overflows are computed again at the end: gradient.cuh.
-// Result:    partials, of cluster c in row c.
+//            them). It keeps their weight gradients.
+// Order:     dx: a thread's packs in turn, then the team's reduction. Weight gradients: up to kTurns rows of a team in
+//            turn, then the block's teams in turn, then such sums in turn, then reduce_partials.cu. No sum is one long
+//            sequence, and the bits are the same from run to run.
+// Sums:      kSharedSums gradients wait in shared memory for the next kTurns rows. The other waits in registers
+//            (kHoldSums) or in partials. The bits are the same.
+// kHoldRow:  xhat and dy stay in registers from the sums on, so the row's place is free for a later row before the sums
+//            are complete. For RMSNorm, whose xhat is not centred.
+// kBulk:     one thread asks for its team's rows, and a mailbox for each stage says when one is there. Otherwise each
+//            thread asks for its own packs. Bulk copies take fewer instructions, for rows that fill their packs. Row r
+//            of a team waits in stage r % kStages. When the sums of row r are complete, all threads of the team have
+//            sent theirs, and before that they were done with row r - 1; if kHoldRow, with what they read of row r.
+//            Otherwise a cluster sends the sums of row r before it writes dx of row r - 1, so it is done with row
+//            r - 2. The stage of that row is free, for the row kStages later. A row past the last is neither asked for
+//            nor waited for, so each cluster must have a row.
+// kCells:    stage.cuh; for rows whose addresses allow accesses of 4 bytes or less.
+// kTotalAhead: dresidual_out waits in shared memory as well. Otherwise it is read where it is added.
+// kThroughL1: copies of 16 bytes come by way of the L1, as all smaller ones do. Otherwise they bypass it.
+// Wild:      rows on whose way to dx float32 overflows are computed again at the end: gradient.cuh.
+// Result:    partials, those of cluster c in row c.
 #include "gradient.cuh"
 #include "epilogue.cuh"
 #include "stage.cuh"
@@ -85,34 +81,35 @@ struct PipelinedBackward {
           ? (kTeams * Layout::kStages * static_cast<int>(sizeof(Mailbox)) + 127) / 128 * 128
           : 0;
 
-  // Wide accesses to dx are made side by side, from registers; small ones, which would take up to 50
-  // registers more, in turn, from shared memory (notes.md#small-accesses-in-turn).
+  // Wide accesses to dx are made side by side, from registers. Small ones would take up to 50
+  // registers more, so they are made in turn, from shared memory (notes.md#small-accesses-in-turn).
   static constexpr bool kWide = kAccessBytes<X, Layout::kVector> >= 8;
-  // A cluster forms the sums of the next row while those of this one are on their way.
+  // A cluster forms the sums of the next row while those of this one are in flight.
   static constexpr bool kAhead = Layout::kClusterBlocks > 1 && !Layout::kHoldRow;
-  // kBulk: turns after which a row's place is known to be free.
+  // kBulk: after so many turns a row's place is known to be free.
   static constexpr int kLate = Layout::kHoldRow ? 0 : kAhead ? 2 : 1;
-  // Rows asked for before the loop, and those of them that are asked for first: the others would delay
-  // these (notes.md#the-first-rows-first).
+  // Rows asked for before the loop, and those of them that are asked for first. The others would
+  // delay these (notes.md#the-first-rows-first).
   static constexpr int kFetched = Layout::kBulk ? Layout::kStages - kLate : Layout::kStages;
   static constexpr int kFirst =
       (Layout::kBulk || Layout::kClusterBlocks > 1) && kFetched > 2 ? 2 : kFetched;
-  // The latter, if nothing but dx is written, and its packs have the size of those of x.
+  // The latter, if nothing except dx is written and its packs have the size of those of x.
   static constexpr bool kByPlace = !kWide && sizeof(DX) == sizeof(X) && !kPresent<DResidual>;
-  // Of several teams each thread counts from addresses of its own (notes.md#a-threads-own-addresses).
+  // If there are several teams, each thread counts from addresses of its own
+  // (notes.md#a-threads-own-addresses).
   static constexpr bool kOwnAddresses = kTeams > 1 && !Layout::kBulk && kWide;
   static constexpr bool kFromOwnPlace =
       Layout::kBulk || (kOwnAddresses && StageOfX::kPackBytes == 16 &&
                         StageOfDY::kPackBytes == 16 && StageOfTotal::kPackBytes == 16);
-  // LayerNorm in clusters spills some bytes beside a policy, which rows that come by way of L1 push out of
-  // there (notes.md#policies-beside-l1).
+  // LayerNorm in clusters spills some bytes with a policy. Rows that come by way of the L1 push
+  // them out of it (notes.md#policies-beside-l1).
   static constexpr bool kPolicy =
       !(Layout::kThroughL1 && Op::kCentered && Layout::kClusterBlocks > 1);
-  // A block's lone team has a row. Where that is said, ptxas chooses other registers: it is said where that
-  // is faster (notes.md#a-lone-team-has-a-row).
+  // A block's lone team has a row. ptxas chooses other registers if the code says so. It says so
+  // where that is faster (notes.md#a-lone-team-has-a-row).
   static constexpr bool kHasRow =
       kTeams == 1 && (Layout::kBulk || Op::kCentered == (Layout::kClusterBlocks == 1));
-  // The one thread that asks, where kBulk: not in the first warp, which expects a cluster's sums.
+  // kBulk: the one thread that asks. It is not in the first warp, which expects a cluster's sums.
   static constexpr int kAsker = Layout::kRowThreads - 32;
 
   static_assert(StageOfX::kBytes % 16 == 0 && kStageBytes % 16 == 0, "for accesses of 16 bytes");
@@ -134,7 +131,7 @@ struct PipelinedBackward {
   struct Beside {
     T mean = 0, rstd = 0;
     unsigned bits[Op::Epilogue::kHasBits ? kPacks : 1] = {};
-    // kCells: from a thread's places to what it reads.
+    // kCells: from a thread's places to those that it reads.
     int distance_of_x = 0, distance_of_dy = 0, distance_of_total = 0;
   };
 
@@ -146,8 +143,8 @@ struct PipelinedBackward {
   char *stages, *stage_of_weight, *stage_of_teams, *stage_of_sums;
   long long group, groups, rows_a_turn;
   long long row;
-  int counted_from;           // the column from which a thread counts its own
-  int stage = 0, parity = 0;  // of the row; kBulk: of the times that the stage has been filled
+  int counted_from;           // the column from which a thread counts
+  int stage = 0, parity = 0;  // number of the row; kBulk: how often the stage has been filled
 
   // The row to be asked for next, and where it is.
   long long fetched;
@@ -155,17 +152,17 @@ struct PipelinedBackward {
   const DY* fetched_dy;
   const DResidualOut* fetched_total;
   CachePolicy policy;
-  OwnPlace own;  // in the stage to be filled next; where kBulk, in the first
+  OwnPlace own;  // in the stage to be filled next; kBulk: in the first
 
-  const T *mean_ahead, *rstd_ahead;  // of the row for which load_beside is called next
+  const T *mean_ahead, *rstd_ahead;  // the row for which load_beside is called next
   Beside current, next, after_next;
-  T sums[kSums];  // of g * d, g and d, of which h = (x - mean) * rstd is made
+  T sums[kSums];  // sums of g * d, g and d; h = (x - mean) * rstd follows from d
   T held_xhat[Layout::kHoldRow ? kPacks : 1][kLength];
   Pack<DY, kLength> held_dy[Layout::kHoldRow ? kPacks : 1];
   Pack<Weight, kLength> held_weight[Layout::kHoldWeight ? kPacks : 1];
   DX* dx_row;
   long long dx_step;
-  T wild = 0;  // NaN once a row was wild: one register and no branch
+  T wild = 0;  // NaN once a row was wild: this takes one register and no branch
 
   T dweight[kDWeight ? kPacks : 1][kLength] = {};
   T dbias[kDBias ? kPacks : 1][kLength] = {};
@@ -174,7 +171,7 @@ struct PipelinedBackward {
 
   __device__ __forceinline__ explicit PipelinedBackward(const BackwardPipelinedArguments<Op>& given)
       : args(given) {
-    // Else what is made of the strides is kept from row to row, and in some kernels spilled.
+    // Otherwise values made of the strides are kept from row to row, and spilled in some kernels.
     make_opaque(args.x_stride);
     make_opaque(args.dy_stride);
     if constexpr (kPresent<DResidualOut>) make_opaque(args.dresidual_out_stride);
@@ -206,7 +203,7 @@ struct PipelinedBackward {
   __device__ __forceinline__ int end_of_row(int p) const {
     return team.template end_of_row<kPacks, kLength>(p, n_cols);
   }
-  // Pack p, and the row's end, from where the thread counts.
+  // Pack p and the row's end, from where the thread counts.
   __device__ __forceinline__ int column(int p) const {
     return kOwnAddresses ? p * kStep : first_column(p);
   }
@@ -214,14 +211,14 @@ struct PipelinedBackward {
     if constexpr (!kOwnAddresses) return end_of_row(p);
     return Layout::kFull || p + 1 < kPacks ? (p + 1) * kStep : n_cols - counted_from;
   }
-  // Else each element's comparison with it is kept for the next step.
+  // Otherwise each element's comparison with it is kept for the next step.
   __device__ __forceinline__ void forget_comparisons() {
     if constexpr (!Layout::kFull) make_opaque(n_cols);
   }
 
   // ---- rows on their way into shared memory ---------------------------------------------------------
 
-  // Asks for a pack of an operand whose part of a stage begins `before` bytes behind that of x.
+  // Asks for a pack of an operand. Its part of a stage begins `before` bytes behind that of x.
   template <typename StageOf, typename Element>
   __device__ __forceinline__ void fetch_pack(int into, int before, int p, const Element* source,
                                              int n) {
@@ -229,7 +226,7 @@ struct PipelinedBackward {
     if constexpr (StageOf::template kTakesPolicy<Layout::kVector> && kPolicy) {
       StageOf::template fetch<Layout::kThroughL1>(own + before, p, source, column(p), n, policy);
     } else if constexpr (StageOf::kCells) {
-      // Of the packs behind this one those of a cluster are not known to begin in a row.
+      // The packs behind this one are not known to begin in a row, if they belong to a cluster.
       StageOf::fetch_cells(place, p, source, column(p), n,
                            Layout::kClusterBlocks == 1 ? kPacks - 1 - p : 0);
     } else {
@@ -291,7 +288,7 @@ struct PipelinedBackward {
       }
     }
   }
-  // By cells lanes show each other what they have copied.
+  // By cells, lanes show each other what they have copied.
   __device__ __forceinline__ void meet_lanes() const {
     if constexpr (Layout::kCells) warp_barrier();
   }
@@ -320,10 +317,10 @@ struct PipelinedBackward {
     return beside;
   }
 
-  // Asks for the weight, the first rows and what is beside them.
+  // Asks for the weight, the first rows and what goes with them.
   __device__ __forceinline__ void begin() {
     if constexpr (!Layout::kHoldWeight) {
-      // By way of L1: past it all teams ask the L2 for the same lines, one after another
+      // By way of the L1. Past it all teams would ask the L2 for the same lines, one after another
       // (notes.md#the-weight-by-way-of-l1).
 #pragma unroll
       for (int p = 0; p < kPacks; ++p) {
@@ -381,7 +378,7 @@ struct PipelinedBackward {
       return pack;
     }
   }
-  // dy of a pack, as the epilogue lets it through.
+  // dy of a pack, as the epilogue passes it.
   __device__ __forceinline__ Pack<DY, kLength> read_dy(int from, int p,
                                                        const Beside& beside) const {
     Pack<DY, kLength> pack = read<StageOfDY>(StageOfX::kBytes, from, p, beside.distance_of_dy);
@@ -416,7 +413,7 @@ struct PipelinedBackward {
     if constexpr (Layout::kHoldRow && !Layout::kBulk) fetched_all(from);
   }
 
-  // Those of the first row, of a cluster, and the rows that were not asked for at once.
+  // The sums of a cluster's first row, and the rows that were not asked for at once.
   __device__ __forceinline__ void begin_sums() {
     if constexpr (kAhead) {
       if constexpr (Layout::kBulk) {
@@ -441,7 +438,7 @@ struct PipelinedBackward {
     }
   }
 
-  // kAhead: this row's sums are on their way, and the next row's follow, if there is one.
+  // kAhead: this row's sums are in flight, and those of the next row follow, if there is one.
   __device__ __forceinline__ void finish_sums(bool more, int next_stage, int next_parity,
                                               T (&next_sums)[kSums]) {
     if constexpr (!Layout::kBulk) wait_for_copies<Layout::kStages - 2>();
@@ -453,14 +450,14 @@ struct PipelinedBackward {
     team.template finish_reduction<Sum>(sums);
     if (more) team.template begin_reduction<Sum>(next_sums);
   }
-  // Else the row is waited for, and its sums as well.
+  // Otherwise the row is waited for, and its sums as well.
   __device__ __forceinline__ void reduce_sums() {
     if constexpr (!Layout::kBulk) {
       wait_for_copies<Layout::kStages - 1>();
       meet_lanes();
     } else if (kTeams == 1 || row < args.n_rows) {
       wait_for_bytes<false>(mailbox + stage, parity);
-    } else {  // in the last turn, beside a team that has a row
+    } else {  // in the last turn, next to a team that has a row
       char* const place = stages + stage * kStageBytes;
 #pragma unroll
       for (int p = 0; p < kPacks; ++p) {
@@ -471,7 +468,7 @@ struct PipelinedBackward {
     sum_up(stage, current, sums);
     team.template reduce<Sum>(sums);
   }
-  // kBulk: a stage is free, for the row kStages later than the one that was in it.
+  // kBulk: a stage is free for the row kStages later than the one that was in it.
   __device__ __forceinline__ void ask_for_a_later_row() {
     if constexpr (Layout::kBulk) {
       if (asks()) {
@@ -483,7 +480,7 @@ struct PipelinedBackward {
 
   // ---- dx, and the row's share of the weight gradients ----------------------------------------------
 
-  // The gradient of a pack's inputs, whose xhat and dy are known.
+  // The gradient of a pack's inputs, from its xhat and dy.
   __device__ __forceinline__ void differentiate(T (&gradient)[kLength], int p,
                                                 const T (&xhat)[kLength],
                                                 const Pack<DY, kLength>& row_dy,
@@ -500,7 +497,7 @@ struct PipelinedBackward {
     }
   }
 
-  // Where x moves by cells, dx leaves by words.
+  // If x moves by cells, dx leaves by words.
   __device__ __forceinline__ auto words_of_dx() const {
     if constexpr (StageOfX::kCells) {
       const int lane = team.rank % kLanes, of_first_lane = first_column(0) - lane * kLength;
@@ -538,7 +535,7 @@ struct PipelinedBackward {
                              n_stored);
     }
   }
-  // What was read of the row makes room for a later one, if it has not yet.
+  // The row's place is given to a later row, if it has not been yet.
   __device__ __forceinline__ void write_dx() {
     const Centring<Op::kCentered, T> centring(current.mean, current.rstd);
     RowMeans<Op::kCentered, T> means(sums, centring.significand, args.inv_n);
@@ -578,9 +575,9 @@ struct PipelinedBackward {
   __device__ __forceinline__ void begin_rows() {
     dx_row = args.dx + row * args.dx_stride + counted_from;
     dx_step = rows_a_turn * args.dx_stride;
-    if constexpr (kOwnAddresses) make_opaque(dx_step);  // else it is computed each time
+    if constexpr (kOwnAddresses) make_opaque(dx_step);  // otherwise it is computed each time
   }
-  // `more`: there is another row behind it.
+  // `more`: there is another row behind this one.
   __device__ __forceinline__ void do_row(bool more) {
     current = next;
     next = after_next;
@@ -607,8 +604,8 @@ struct PipelinedBackward {
 
   // ---- the weight gradients' sums -----------------------------------------------------------------
 
-  // Adds one gradient of the last rows to its sums so far, which wait in shared memory, in registers or
-  // in partials, and go there when they are complete.
+  // Adds one gradient of the last rows to its sums so far. These wait in shared memory, in
+  // registers or in partials, and go to partials when they are complete.
   __device__ __forceinline__ void flush(T (&gradient)[kPacks][kLength], int index, bool complete) {
     T* const target = args.partials + (index * groups + group) * partials_stride(n_cols);
     char* const place = stage_of_sums + index * StageOfSums::kBytes;
@@ -638,8 +635,8 @@ struct PipelinedBackward {
         gradient[p][i] = 0;
       }
       if (in_partials) {
-        // Not by sectors, but the last time: a lane would read what another has stored, which takes a
-        // barrier, and LayerNorm's 6 and 7 packs would spill.
+        // By sectors only the last time. Otherwise a lane would read what another has stored, which
+        // takes a barrier, and LayerNorm's 6 and 7 packs would spill.
         store<kLength>(total, target, first_column(p), end_of_row(p));
       } else if (complete) {
         store_by_sectors<kLength, Layout::kRowThreads>(total, target, first_column(p),
@@ -652,8 +649,8 @@ struct PipelinedBackward {
       }
     }
   }
-  // Those of several teams meet in shared memory, one team after another. By 16 bytes, as rows of partials
-  // are whole packs, too (notes.md#sums-of-teams-by-16-bytes).
+  // The sums of several teams meet in shared memory, one team after another. Accesses are of 16
+  // bytes, since rows of partials are whole packs (notes.md#sums-of-teams-by-16-bytes).
   __device__ __forceinline__ void flush_teams(T (&gradient)[kPacks][kLength], T* target, T* so_far,
                                               bool complete) {
     T* const of_teams = reinterpret_cast<T*>(stage_of_teams);
@@ -687,11 +684,11 @@ struct PipelinedBackward {
     flushed = true;
   }
 
-  // dx of wild rows.
+  // Writes dx of wild rows.
   __device__ __forceinline__ void write_wild_rows(const BackwardPipelinedArguments<Op>& given) {
     if constexpr (kSame<T, float>) {
       if (!team.any(wild != T(0)) || is_in_place<Op>(args)) return;
-      warp_barrier();  // lanes may have stored each other's dx
+      warp_barrier();  // lanes may have stored parts of each other's dx
       const int first = first_column(0);
 #pragma unroll 1
       for (long long block_row = group * kTeams; block_row < args.n_rows;
@@ -723,7 +720,8 @@ __global__ void __launch_bounds__(Layout::kBlockThreads, Layout::kBlocksPerMulti
       turn = 0;
     }
   }
-  // No sooner (notes.md#when-the-reduction-may-start); without weight gradients no kernel follows.
+  // Not earlier (notes.md#when-the-reduction-may-start). Without weight gradients no kernel
+  // follows.
   if constexpr (Pass::kDWeight || Pass::kDBias) let_next_kernel_start();
   pass.flush_all(true);
   pass.write_wild_rows(given);

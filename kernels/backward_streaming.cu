@@ -1,15 +1,15 @@
 // Backward of RMSNorm and LayerNorm for rows of any length; formulas and names as in backward_pipelined.cu.
 //
-// Two kernels. norm_backward_coefficients reduces each row to what dx needs of it:
+// There are two kernels. norm_backward_coefficients reduces each row to what dx needs of it:
 //   recentre = mean(h), mean_of_g = mean(g), mean_of_g_xhat = mean(g * xhat),
 //   h = (x - mean) * rstd, xhat = h - recentre;
 // norm_backward_columns then walks down the columns, writes dx and sums the weight gradients.
 //
-// Layout:    as backward_pipelined.cu; coefficients are (4, n_rows) in the order above, RMSNorm uses the last two. The
-//            fourth is 1 of wild rows (gradient.cuh), whose means of g and of g * xhat are multiplied by
+// Layout:    as backward_pipelined.cu; coefficients are (4, n_rows) in the order above; RMSNorm uses the last two. The
+//            fourth is 1 for wild rows (gradient.cuh), whose means of g and of g * xhat are multiplied by
 //            kIntoRange, else 0.
-// Traffic:   x, dy and bitmask read twice, dx written once, partials written once, and read and written
-//            once more for each further kTurns rows of a chunk.
+// Traffic:   x, dy and bitmask read twice, dx written once, partials written once. Partials are read and written once
+//            more for each further kTurns rows of a chunk.
 #include "affine.cuh"
 #include "gradient.cuh"
 #include "epilogue.cuh"
@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(Layout::kRowThreads, 1)
     T of_g_h = 0, of_g = 0, of_h = 0;
 #pragma unroll
     for (int i = 0; i < kLength; ++i) {
-      // Past the end x is 0, too: one mean for each access.
+      // Past the end x is 0, too, so one mean serves an access.
       const T mean_inside = inside<Layout::kVector>(first, i, n_cols) ? row_mean : T(0);
       const T h = (pack_x.template get<T>(i) - mean_inside) * row_rstd;
       T g = pack_dy.template get<T>(i);
@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(Layout::kRowThreads, 1)
     args.coefficients[3 * args.n_rows + row] = is_wild_row;
   };
   const RowMeans<Op::kCentered, T> means(sums, T(1),
-                                         args.inv_n);  // of h itself: no significand is left
+                                         args.inv_n);  // of h itself, since no significand is left
   if constexpr (kSame<T, float>) {
     if (is_wild(means)) {
       const WildRow<Op, long long> again(args, row, row_mean, row_rstd);
@@ -115,7 +115,7 @@ __device__ __forceinline__ void store_streamed(const T (&values)[Length], Out* r
 //            of n_partials takes rows c, c + n_partials, ...
 // Thread:    one pack of columns, down the rows of its chunk, each prefetched.
 // Order:     up to kTurns rows in turn, then such sums in turn, then reduce_partials.cu.
-// Result:    partials, of chunk c in row c.
+// Result:    partials, those of chunk c in row c.
 template <typename Op, typename Layout>
 __global__ void __launch_bounds__(Layout::kColumnThreads, 2)
     norm_backward_columns(const __grid_constant__ BackwardStreamingArguments<Op> args) {
@@ -213,5 +213,5 @@ __global__ void __launch_bounds__(Layout::kColumnThreads, 2)
       turn = 0;
     }
   }
-  if (turn > 0 || !flushed) flush_all();  // of a chunk without rows, zeros
+  if (turn > 0 || !flushed) flush_all();  // zeros for a chunk without rows
 }

@@ -1,5 +1,5 @@
-// Device primitives: everything that only a GPU provides sits behind the functions of this file, so
-// that the kernels above it are plain C++ and a host build can put its own versions in their place.
+// Device primitives. Everything that only a GPU provides sits behind the functions of this file. So
+// the kernels above it are plain C++, and a host build can replace this file.
 #pragma once
 
 #define NOT_INLINED __noinline__
@@ -17,7 +17,7 @@ template <typename T>
 __device__ __forceinline__ T from_first_lane(T value) {
   return __shfl_sync(0xffffffffu, value, 0);
 }
-// That of the lane before; the first lane's own.
+// The value of the lane before; the first lane gets its own.
 template <typename T>
 __device__ __forceinline__ T from_lane_before(T value) {
   return __shfl_up_sync(0xffffffffu, value, 1);
@@ -25,16 +25,17 @@ __device__ __forceinline__ T from_lane_before(T value) {
 __device__ __forceinline__ bool any_in_warp(bool condition) {
   return __any_sync(0xffffffffu, condition) != 0;
 }
-// What a lane wrote before is seen by the others.
+// The other lanes see what a lane wrote before.
 __device__ __forceinline__ void warp_barrier() { __syncwarp(); }
 
-// Every thread of the block.
+// Waits for every thread of the block.
 __device__ __forceinline__ void block_barrier() { __syncthreads(); }
-// `threads` (a multiple of 32) threads of the block that name the same barrier; 0 is the block's own.
+// Waits for `threads` (a multiple of 32) threads of the block that name the same barrier; 0 is the
+// block's.
 __device__ __forceinline__ void named_barrier(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
-// Counts as one of them and does not wait: what it did before is seen by those who do.
+// Counts as one of them and does not wait. Those that wait see what it did before.
 __device__ __forceinline__ void arrive_at_barrier(int barrier, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
@@ -48,7 +49,7 @@ __device__ __forceinline__ unsigned shared_address(const void* shared) {
   return static_cast<unsigned>(__cvta_generic_to_shared(shared));
 }
 
-// Copies `Bytes`, of which the first `read` are read and the others are zero, as those below (sm_80 on).
+// Copies `Bytes` as those below do (sm_80 on). The first `read` are read and the others are zero.
 template <int Bytes, bool ThroughL1>
 __device__ __forceinline__ void copy_first_async(void* shared, const void* global, int read) {
 #if __CUDA_ARCH__ >= 800
@@ -64,10 +65,9 @@ __device__ __forceinline__ void copy_first_async(void* shared, const void* globa
   }
 #endif
 }
-// Asynchronous copies into shared memory, where the architecture has them (sm_80 on); before, copies
-// at once. `Bytes` is 4, 8 or 16; where `valid` is false, zeros are written and nothing is read. What
-// a thread has copied it sees after its own wait; a barrier must pass before others do. 16 bytes come
-// past L1 unless `ThroughL1`.
+// Asynchronous copies into shared memory (sm_80 on). Older architectures copy at once. `Bytes` is
+// 4, 8 or 16. If `valid` is false, zeros are written and nothing is read. A thread sees its copies
+// after its own wait. Others see them after a barrier. 16 bytes bypass the L1 unless `ThroughL1`.
 template <int Bytes, bool ThroughL1>
 __device__ __forceinline__ void copy_async(void* shared, const void* global, bool valid) {
 #if __CUDA_ARCH__ >= 800
@@ -80,13 +80,13 @@ __device__ __forceinline__ void copy_async(void* shared, const void* global, boo
   }
 #endif
 }
-// `Bytes` at a multiple of as many (sm_80 on), of which the first `bytes` count, an even number, all if
-// those are more, and the others are zero. The first `skipped` may be anything: they may lie before all
-// rows, but in the same 16 bytes as an element that is read.
+// Copies `Bytes` at a multiple of as many (sm_80 on). The first `bytes` count, an even number; more
+// than `Bytes` means all. The others are zero. The first `skipped` may be anything: they may lie
+// before all rows, but in the same 16 bytes as an element that is read.
 template <int Bytes>
 __device__ __forceinline__ void copy_cell_async(void* shared, const void* global, int bytes,
                                                 bool all_or_none, [[maybe_unused]] int skipped) {
-  if (all_or_none) {  // a size that is not known takes eight instructions more
+  if (all_or_none) {  // an unknown size takes eight instructions more
     copy_async<Bytes, false>(shared, global, bytes > 0);
   } else {
     const int read = bytes < 0 ? 0 : bytes < Bytes ? bytes : Bytes;
@@ -99,7 +99,7 @@ __device__ __forceinline__ void commit_copies() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 #endif
 }
-// Waits until at most `Groups` of the groups that this thread closed last are under way.
+// Waits until at most `Groups` of the groups that this thread closed last are in flight.
 template <int Groups>
 __device__ __forceinline__ void wait_for_copies() {
 #if __CUDA_ARCH__ >= 800
@@ -117,8 +117,8 @@ __device__ __forceinline__ int block_in_cluster() {
   return 0;
 #endif
 }
-// A barrier of every thread of the cluster, in two halves. The first is relaxed: after the second,
-// mailboxes opened before the first are seen to be open, and nothing else is.
+// A barrier of every thread of the cluster, in two halves. The first half is relaxed. After the
+// second, mailboxes that were opened before the first are seen to be open, and nothing else is.
 __device__ __forceinline__ void arrive_at_cluster_barrier() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
@@ -130,9 +130,9 @@ __device__ __forceinline__ void wait_at_cluster_barrier() {
 #endif
 }
 
-// Between the blocks of a grid that all run at once (a cooperative launch): a warp, by all its lanes,
-// counts itself as arrived, and what they have written is seen by every thread that has waited for
-// the count (a release and an acquire of the GPU's scope). The count is 0 before the launch.
+// A barrier between the blocks of a grid that all run at once (a cooperative launch). A warp, with
+// all its lanes, counts itself as arrived. Every thread that has waited for the count sees what
+// they wrote (a release and an acquire of the GPU's scope). The count is 0 before the launch.
 __device__ __forceinline__ void report_arrival(unsigned* arrived) {
   __syncwarp();
   if (thread_index() % 32 == 0) {
@@ -146,9 +146,10 @@ __device__ __forceinline__ void wait_for_arrivals(const unsigned* arrived, unsig
   } while (found < expected);
 }
 
-// Counts up by one, together with all blocks, and returns the count before. Nothing waits for it but
-// the use of what it returns: of an atomic addition ptxas makes one for the whole warp, whose shuffle
-// waits at once, 2 to 4 us where copies are on their way. The bound is never reached.
+// Counts up by one, together with all blocks, and returns the count before. Only the use of the
+// result waits for it. ptxas turns an atomic addition into one for the whole warp, whose shuffle
+// waits at once, so this is an increment with a bound that is never reached
+// (notes.md#who-asks-the-count).
 __device__ __forceinline__ int count_up(int* count) {
   int before;
   asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], 0x7fffffff;"
@@ -158,18 +159,18 @@ __device__ __forceinline__ int count_up(int* count) {
   return before;
 }
 
-// A mailbox counts the bytes that the blocks of a cluster send to its block, or copy_bulk brings: a
-// barrier that says when all have come would, unlike it, wait for each block's stores to device
-// memory as well.
+// A mailbox counts the bytes that the blocks of a cluster send to its block, or that copy_bulk
+// brings. A barrier that says when all have come would also wait for each block's stores to device
+// memory.
 using Mailbox = unsigned long long;
-// One thread, before a barrier of all who use it.
+// By one thread, before a barrier of all who use it.
 __device__ __forceinline__ void open_mailbox(Mailbox* mailbox) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(mailbox)) : "memory");
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #endif
 }
-// One thread, each time.
+// By one thread, each time.
 __device__ __forceinline__ void expect_bytes(Mailbox* mailbox, int bytes) {
 #if __CUDA_ARCH__ >= 900
   asm volatile(
@@ -178,7 +179,7 @@ __device__ __forceinline__ void expect_bytes(Mailbox* mailbox, int bytes) {
       : "memory");
 #endif
 }
-// The address in `block` of the cluster of what is at `shared` in this one.
+// The address in `block` of the cluster that corresponds to `shared` in this one.
 __device__ __forceinline__ unsigned address_in_block(const void* shared, int block) {
   unsigned address = 0;
 #if __CUDA_ARCH__ >= 900
@@ -188,8 +189,8 @@ __device__ __forceinline__ unsigned address_in_block(const void* shared, int blo
 #endif
   return address;
 }
-// Stores values where `block` of the cluster has its `shared`, and counts them in that block's
-// `mailbox`: kSentBytes, in one message where float32 allows.
+// Stores values at `block`'s `shared`, and counts them in that block's `mailbox`: kSentBytes, in
+// one message if float32 allows.
 template <int Count, typename T>
 constexpr int kSentBytes = (Count == 3 ? 4 : Count) * static_cast<int>(sizeof(T));
 template <int Count, typename T>
@@ -228,8 +229,9 @@ __device__ __forceinline__ void send_to_block(T* shared, Mailbox* mailbox, int b
   }
 #endif
 }
-// Waits until the bytes expected have come, for the time whose number has this lowest bit. Those that
-// other blocks sent are seen by an acquire of the cluster, which has the warp give up what L1 holds.
+// Waits until the expected bytes have come, for the time whose number has this lowest bit. An
+// acquire of the cluster shows those that other blocks sent. It makes the warp give up what the L1
+// holds.
 template <bool FromOtherBlocks>
 __device__ __forceinline__ void wait_for_bytes(Mailbox* mailbox, int parity) {
 #if __CUDA_ARCH__ >= 900
@@ -257,8 +259,8 @@ __device__ __forceinline__ void wait_for_bytes(Mailbox* mailbox, int parity) {
 #endif
 }
 
-// A kernel launched to overlap with the one before it (programmatic dependent launch, sm_90 on)
-// waits here until that one has ended and its memory can be read; the one before says how early the
+// A kernel that overlaps with the one before it (programmatic dependent launch, sm_90 on) waits
+// here until that one has ended and its memory can be read. The one before says how early the
 // blocks of the next may take free places.
 __device__ __forceinline__ void wait_for_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
@@ -271,8 +273,8 @@ __device__ __forceinline__ void let_next_kernel_start() {
 #endif
 }
 
-// How soon the L2 gives up the lines that a load brings: from sm_90 on, measured on that alone (H200,
-// an L2 of 60 MiB).
+// How soon the L2 gives up the lines that a load brings. Policies are used from sm_90 on, and were
+// measured only there (H200, an L2 of 60 MiB).
 struct CachePolicy {
   unsigned long long bits;
 };
@@ -290,13 +292,10 @@ __device__ __forceinline__ CachePolicy evict_last() {
 #endif
   return policy;
 }
-// evict_last for a kernel that reads so many bytes of rows, else as a load without a policy. From
-// 32 MiB on the L2 is told to keep them before others, though the kernel reads none again: what it
-// then gives up is what the kernel writes. 4238 GB/s against 4079 for RMSNorm of 32768 rows of 8192,
-// 4253 against 4145 for LayerNorm of 4096 float32, backward of RMSNorm 2 to 7% sooner; but 2485
-// against 2717 forward at 32768x256 (H200), and a copy of y takes 0.4 us more after it. To have y
-// given up first (evict_first) costs 1.5%. By selp: of a conditional expression NVRTC makes a
-// branch, which loads then wait behind, 8% in LayerNorm at N = 8192.
+// evict_last for a kernel that reads so many bytes of rows, else no policy. For large rows the L2
+// is told to keep these lines before others, though the kernel reads none again: so it gives up
+// what the kernel writes (notes.md#evict_last-for-large-rows). selp selects it, since NVRTC makes a
+// branch of a conditional expression, and loads then wait behind the branch.
 constexpr long long kLargeBytes = 32 << 20;
 __device__ __forceinline__ bool is_large(long long bytes) { return bytes >= kLargeBytes; }
 __device__ __forceinline__ CachePolicy evict_last_if_large(long long bytes) {
@@ -330,8 +329,8 @@ struct OwnPlace {
     return static_cast<char*>(__cvta_shared_to_generic(address));
   }
 };
-// Has one thread copy `bytes`, a multiple of 16, from and to multiples of 16, which the block's
-// `mailbox` counts. Where it overwrites what threads have read, a barrier must lie in between.
+// Has one thread copy `bytes`, a multiple of 16, from and to multiples of 16. The block's `mailbox`
+// counts them. If the copy overwrites what threads have read, a barrier must lie in between.
 __device__ __forceinline__ void copy_bulk(void* shared, const void* global, int bytes,
                                           Mailbox* mailbox, CachePolicy policy) {
 #if __CUDA_ARCH__ >= 900
@@ -342,7 +341,7 @@ __device__ __forceinline__ void copy_bulk(void* shared, const void* global, int 
       : "memory");
 #endif
 }
-// Has such copies see the mailboxes that this thread has opened.
+// Makes such copies see the mailboxes that this thread has opened.
 __device__ __forceinline__ void show_mailboxes() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -352,11 +351,11 @@ __device__ __forceinline__ void show_mailboxes() {
 __device__ __forceinline__ OwnPlace own_place(const void* shared) {
   return {shuffle_xor(shared_address(shared), 0)};
 }
-// An asynchronous copy of 16 bytes with a policy, where kCopiesTakePolicies. The place in shared
-// memory is given as the thread's own, after an exchange that leaves it as it is: where NVRTC (12.9,
-// 13.2) sees a part of it that is the block's, it makes LDGSTS [R109+UR0], desc[UR1], an illegal
-// instruction, whose place and policy overlap in the uniform registers. tests/test_compile.py looks
-// for such.
+// An asynchronous copy of 16 bytes with a policy, if kCopiesTakePolicies. The place in shared
+// memory is given as the thread's own, after an exchange that leaves it as it is. If NVRTC (12.9,
+// 13.2) sees that a part of it belongs to the block, it makes LDGSTS [R109+UR0], desc[UR1]. That
+// instruction is illegal: its place and its policy overlap in the uniform registers.
+// tests/test_compile.py looks for such.
 template <bool ThroughL1>
 __device__ __forceinline__ void copy_async(OwnPlace place, const void* global, bool valid,
                                            CachePolicy policy) {
@@ -375,7 +374,7 @@ __device__ __forceinline__ void copy_async(OwnPlace place, const void* global, b
   }
 #endif
 }
-// No memory clobber: no element is loaded after the kernel has written it.
+// There is no memory clobber: no element is loaded after the kernel has written it.
 __device__ __forceinline__ uint4 load_with_policy(const uint4* memory, CachePolicy policy) {
 #if __CUDA_ARCH__ >= 900
   uint4 value;
@@ -400,15 +399,16 @@ __device__ __forceinline__ uint2 load_with_policy(const uint2* memory, CachePoli
 #endif
 }
 
-// Whether 16 bytes are read of which some lie before all rows: none is beyond the memory's end.
+// Whether 16 bytes may be read if some of them lie before all rows. None lies beyond the memory's
+// end.
 constexpr bool kReadsAroundRows = true;
 
-// Has the L2 fetch the line that an address lies in.
+// Has the L2 fetch the line of an address.
 __device__ __forceinline__ void prefetch(const void* memory) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(memory));
 }
 
-// Stores 16 bytes that nobody reads soon: L1 keeps what it has instead.
+// Stores 16 bytes that nobody reads soon, so that the L1 keeps what it has.
 __device__ __forceinline__ void store_past_l1(uint4* memory, uint4 value) {
   asm volatile("st.global.L1::no_allocate.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(memory),
                "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w)
@@ -419,8 +419,8 @@ __device__ __forceinline__ void store_past_l1(uint4* memory, uint4 value) {
 __device__ __forceinline__ void make_opaque(unsigned& word) { asm volatile("" : "+r"(word)); }
 __device__ __forceinline__ void make_opaque(int& word) { asm volatile("" : "+r"(word)); }
 __device__ __forceinline__ void make_opaque(long long& word) { asm volatile("" : "+l"(word)); }
-// The 32 bits from bit `bits` of `low` on, of which `high` has the rest, 0 <= bits < 32; and those that
-// end as many bits before the end of `high`.
+// Returns the 32 bits from bit `bits` of `low` on; `high` has the rest, 0 <= bits < 32. The second
+// returns those that end as many bits before the end of `high`.
 __device__ __forceinline__ unsigned shifted_right(unsigned low, unsigned high, unsigned bits) {
   return __funnelshift_r(low, high, bits);
 }
@@ -436,8 +436,8 @@ __device__ __forceinline__ double double_from_bits(unsigned long long bits) {
   return __longlong_as_double(static_cast<long long>(bits));
 }
 
-// IEEE 754 binary16 and bfloat16 by their bits, so that no CUDA header is needed. All round to
-// nearest even; a float64 is rounded once, never by way of float32.
+// IEEE 754 binary16 and bfloat16 from their bits, so that no CUDA header is needed. All round to
+// nearest even. A float64 is rounded once, never by way of float32.
 __device__ __forceinline__ float float16_bits_to_float(unsigned short bits) {
   float value;
   asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
@@ -464,7 +464,7 @@ __device__ __forceinline__ unsigned short float_to_bfloat16_bits(float value) {
   return static_cast<unsigned short>((word + 0x7fffu + ((word >> 16) & 1u)) >> 16);
 #endif
 }
-// Two at once: the first in the lower half.
+// Two at once, the first in the lower half.
 __device__ __forceinline__ unsigned floats_to_float16_bits(float first, float second) {
 #if __CUDA_ARCH__ >= 800
   unsigned bits;
@@ -491,14 +491,15 @@ __device__ __forceinline__ unsigned short double_to_bfloat16_bits(double value) 
   return float_to_bfloat16_bits(float_from_bits(float_bits(toward_zero) | (inexact ? 1u : 0u)));
 }
 
-// The compiler contracts nothing (--fmad=false): a fused multiply-add happens where it is written.
+// The compiler contracts nothing (--fmad=false), so a fused multiply-add happens only where it is
+// written.
 __device__ __forceinline__ float fused_multiply_add(float a, float b, float c) {
   return __fmaf_rn(a, b, c);
 }
 __device__ __forceinline__ double fused_multiply_add(double a, double b, double c) {
   return __fma_rn(a, b, c);
 }
-// A sum in which subnormal numbers count, which these kernels are compiled to take for 0.
+// A sum in which subnormal numbers count. Elsewhere these kernels are compiled to take them for 0.
 __device__ __forceinline__ float add_with_subnormals(float a, float b) {
   float sum;
   asm("add.rn.f32 %0, %1, %2;" : "=f"(sum) : "f"(a), "f"(b));
@@ -507,7 +508,7 @@ __device__ __forceinline__ float add_with_subnormals(float a, float b) {
 __device__ __forceinline__ double add_with_subnormals(double a, double b) { return a + b; }
 __device__ __forceinline__ float absolute(float value) { return fabsf(value); }
 __device__ __forceinline__ double absolute(double value) { return fabs(value); }
-// The value, or the bound that it lies beyond; a NaN stays.
+// The value, or the bound that it exceeds; a NaN stays.
 __device__ __forceinline__ float between(float value, float lower, float upper) {
 #if __CUDA_ARCH__ >= 800
   asm("max.NaN.f32 %0, %0, %1;" : "+f"(value) : "f"(lower));
@@ -520,8 +521,8 @@ __device__ __forceinline__ float between(float value, float lower, float upper) 
 __device__ __forceinline__ double between(double value, double lower, double upper) {
   return value < lower ? lower : value > upper ? upper : value;
 }
-// Sets a bit of `bits` where lower < value < upper: in three instructions, where the compiler makes
-// seven of it in C++. As it does, it takes what is subnormal for 0.
+// Sets a bit of `bits` if lower < value < upper, in three instructions; the compiler makes seven of
+// the C++. It takes subnormal values for 0, as the compiler does.
 __device__ __forceinline__ void set_if_strictly_between(unsigned& bits, unsigned bit, float value,
                                                         float lower, float upper) {
   asm("{\n"
@@ -537,8 +538,8 @@ __device__ __forceinline__ void set_if_strictly_between(unsigned& bits, unsigned
                                                         double lower, double upper) {
   if (lower < value && value < upper) bits |= bit;
 }
-// A word whose lower half is all ones or all zeros, as the top bit of byte `low` of `tops` is, and its
-// upper half as that of byte `high`.
+// A word whose lower half is all ones or all zeros, as the top bit of byte `low` of `tops` says,
+// and its upper half as that of byte `high`.
 __device__ __forceinline__ unsigned spread_tops(unsigned tops, int low, int high) {
   const unsigned selector = 0x8888u | static_cast<unsigned>(low * 0x11 | high * 0x1100);
   unsigned spread;

@@ -1,11 +1,10 @@
-// The way out of a norm, Op::Epilogue, in all regimes: what a normalized, scaled and shifted value becomes before it
-// is rounded and stored, and in the backward pass what the gradient of that becomes, the value's own.
+// The way out of a norm, Op::Epilogue, in all regimes. It changes the normalized, scaled and shifted value before that
+// is rounded and stored. Backward, it turns the gradient of the result into that of the value.
 //
-// Identity:  itself.
-// Clamp:     the clamped ReLU, min(max(y, lower), upper), with a bit an element, set where lower < y < upper.
-// Bitmask:   a row of n columns has (n + 7) / 8 bytes; column 8 j + b is bit b of byte j, and the
-//            bits past the row's end are zero. A pack of 8 elements is one byte; those of fewer
-//            share one with their neighbours.
+// Identity:  The value stays as it is.
+// Clamp:     The clamped ReLU, min(max(y, lower), upper), with one bit an element, set where lower < y < upper.
+// Bitmask:   A row of n columns has (n + 7) / 8 bytes. Column 8 j + b is bit b of byte j. The bits past the row's end
+//            are zero. A pack of 8 elements is one byte. Shorter packs share a byte with their neighbours.
 #pragma once
 
 #include "operation.cuh"
@@ -23,7 +22,8 @@ struct Identity {
 struct Clamp {
   static constexpr bool kHasBits = true;
 
-  // Clamps y, a NaN excepted; if Marks, sets bit i of `bits` where it was strictly between the bounds.
+  // Clamps y, but keeps a NaN. If Marks, sets bit i of `bits` if it was strictly between the
+  // bounds.
   template <bool Marks, typename T, typename Arguments>
   static __device__ __forceinline__ void forward(T& y, const Arguments& args, unsigned& bits,
                                                  int i) {
@@ -31,14 +31,14 @@ struct Clamp {
     y = between(y, args.lower, args.upper);
   }
 
-  // Zeroes the elements of the pack that begins at column `first` whose bits in `byte` are zero, be
-  // they NaN.
+  // Zeroes the elements of the pack at column `first` whose bits in `byte` are zero, even if they
+  // are NaN.
   template <typename T, int Length, typename Index>
   static __device__ __forceinline__ void backward(Pack<T, Length>& pack, unsigned byte,
                                                   Index first) {
     const unsigned bits = Length == 8 ? byte : byte >> (first % 8);
-    // Of four bits each is the top one of a byte: bit k, moved by 7 * k + 7, and no others meet there. A
-    // pack of up to four elements has the first of these words alone.
+    // Each of four bits becomes the top one of a byte: bit k moves by 7 * k + 7, and no others meet
+    // there. A pack of up to four elements has only the first of these words.
     constexpr unsigned kToTops = 1u << 7 | 1u << 14 | 1u << 21 | 1u << 28;
     const unsigned tops[2] = {(bits & 15u) * kToTops, Length > 4 ? (bits >> 4) * kToTops : 0u};
 #pragma unroll
@@ -50,8 +50,8 @@ struct Clamp {
   }
 };
 
-// Stores the bits of a pack that begins at column `first`, where it is inside a row of n; neighbouring
-// lanes hold the packs of the same byte. Every lane of the warp takes part; n = 0 stores nothing.
+// Stores the bits of the pack at column `first` if it lies inside a row of n. Neighbouring lanes
+// hold the packs of the same byte. Every lane of the warp takes part; n = 0 stores nothing.
 template <int Vector, int Length, typename Index>
 __device__ __forceinline__ void store_bits(unsigned bits, unsigned char* row, Index first,
                                            Index n) {
@@ -65,8 +65,8 @@ __device__ __forceinline__ void store_bits(unsigned bits, unsigned char* row, In
   if (first % 8 == 0 && first < n) row[first / 8] = static_cast<unsigned char>(byte);
 }
 
-// The byte that holds the bits of the pack that begins at column `first`, zero past the row's end.
-// The bits are taken out of it where they are used, so that nothing waits for the load before.
+// Returns the byte with the bits of the pack at column `first`, zero past the row's end. The bits
+// are taken out of it where they are used, so that nothing waits for the load earlier.
 template <typename Index>
 __device__ __forceinline__ unsigned load_bits(const unsigned char* row, Index first, Index n) {
   return first < n ? row[first / 8] : 0u;

@@ -8,22 +8,20 @@
 // Layout:    x and y are n_rows rows of n_cols elements, rows x_stride and y_stride elements apart;
 //            weight and bias are one row; mean and rstd one value a row; bitmask (n_cols + 7) / 8
 //            bytes a row. y may be x. kFull: the row's columns fill the team's packs exactly.
-// Grid:      teams of kRowThreads threads, one row each; blocks of kBlockThreads threads, on grid.x; or
-//            a row to a cluster of kClusterBlocks blocks of kRowThreads threads, with the bits of one
-//            block of all these threads; or, kFolded, to a block whose threads are two each, with the
-//            bits of twice as many.
-// Traffic:   x read once, y written once; weight and bias from cache, and the first pack by every
-//            thread of LayerNorm's rows of several warps.
-// Thread:    packs rank, rank + threads of the team, ... of its row (kPacksPerThread of them), of
-//            kPackLength elements: 16 bytes, or 8 where rows have no whole packs of 16 (cupynorm/_layout says
-//            of which).
-// Order:     a thread's packs in turn, or by halves where a warp has four of each thread, then the
-//            team's reduction: a function of n_cols, the dtypes and options, never of n_rows or alignment.
+// Grid:      teams of kRowThreads threads, one row each; blocks of kBlockThreads threads, on grid.x. Or a row has a
+//            cluster of kClusterBlocks blocks of kRowThreads threads, with the bits of one block of all these
+//            threads. Or, kFolded, it has a block whose threads are two each, with the bits of twice as many.
+// Traffic:   x read once, y written once; weight and bias from cache. In LayerNorm's rows of several warps every
+//            thread also reads the first pack.
+// Thread:    packs rank, rank + threads of the team, ... of its row (kPacksPerThread of them), of kPackLength
+//            elements: 16 bytes, or 8 for some rows that have no whole packs of 16 (cupynorm/_layout chooses).
+// Order:     a thread's packs in turn, or by halves if each thread of a warp has four, then the team's reduction. It
+//            is a function of n_cols, the dtypes and options, never of n_rows or alignment.
 // Result:    the thread of rank 0 of a team, of its first block, writes the row's mean and rstd.
-// kRareLast: what rows out of range need lies behind the end of all else: for few rows, as in decoding,
-//            where registers are to spare. The same bits.
-// kBlocksAhead: while a block waits for its rows it has the L2 fetch those of the block so many later,
-//            of a large x kBlocksAheadIfLarge; 0 is none.
+// kRareLast: the code for rows out of range lies behind everything else. This is for few rows, as in decoding, where
+//            registers are to spare. The bits are the same.
+// kBlocksAhead: while a block waits for its rows, it has the L2 fetch those of the block so many later, or, for a
+//            large x, kBlocksAheadIfLarge later; 0 is none.
 #include "affine.cuh"
 #include "epilogue.cuh"
 #include "prologue.cuh"
@@ -31,9 +29,9 @@
 #include "team.cuh"
 #include "unaligned.cuh"
 
-// Has the L2 fetch a row of weight or bias, by the first threads of the grid, a line of 128 bytes each:
-// what is not held is asked for only when a row has been measured, and the first blocks would then all
-// wait for memory (notes.md#first-blocks-that-wait-for-the-weight).
+// Has the L2 fetch a row of weight or bias, by the first threads of the grid, a line of 128 bytes
+// each. Arrays that are not held are asked for only when a row has been measured, and the first
+// blocks would then all wait for memory (notes.md#first-blocks-that-wait-for-the-weight).
 template <int BlockThreads, typename T>
 __device__ __forceinline__ void prefetch_row(const T* row, int n_cols) {
   if constexpr (kPresent<T>) {
@@ -43,12 +41,12 @@ __device__ __forceinline__ void prefetch_row(const T* row, int n_cols) {
   }
 }
 
-// Has the L2 fetch a row that a later block reads, if there is one, by a team's first threads.
+// Has a team's first threads make the L2 fetch a row that a later block reads, if there is one.
 template <int OfThread, typename X>
 __device__ __forceinline__ void prefetch_row_ahead(const X* x, long long x_stride, long long row,
                                                    long long n_rows, int rank, int n_cols) {
   constexpr int kOfLine = 128 / static_cast<int>(sizeof(X));
-  constexpr int kLines = (OfThread + kOfLine - 1) / kOfLine;  // of what a thread holds
+  constexpr int kLines = (OfThread + kOfLine - 1) / kOfLine;  // of the elements that a thread holds
 #pragma unroll
   for (int line = 0; line < kLines; ++line) {
     const int first = (rank * kLines + line) * kOfLine;
@@ -74,23 +72,23 @@ struct InRegistersForward {
       TeamOf::kThreads * Layout::kPacksPerThread * kLength;  // or fewer, unless kFull
   static_assert(!Layout::kFolded || (Layout::kFull && Layout::kPacksPerThread % 2 == 0),
                 "each of the two threads has as many packs, all inside");
-  // A thread's columns counted from its first: pack p is at p * kStep, and the row ends at n_left, or
-  // for all but the last at what is beyond p * kStep as well.
+  // A thread's columns are counted from its first. Pack p is at p * kStep. The row ends at n_left,
+  // or, for all packs but the last, beyond p * kStep as well.
   static constexpr int kStep = TeamOf::kThreads * kLength;
   // A row of several warps is measured from a first mean, since a second round would have to wait
-  // for all of them; others from 0, at no cost to rows around 0.
+  // for all of them. Other rows are measured from 0, which costs rows around 0 nothing.
   static constexpr bool kGuesses = Op::kCentered && TeamOf::kThreads > 32;
   static constexpr bool kFromZero = Op::kCentered && !kGuesses;
   static_assert(!kGuesses || TeamOf::kTeams == 1,
                 "the block's row exists: its first pack may be read");
-  // Where threads have many packs and few registers, what is done with each pack before the row is
-  // normalized has a branch of its own, on what is always true, as the compiler cannot know: ptxas
-  // mixes the work of all packs else, and spills (notes.md#packs-kept-apart).
+  // If threads have many packs and few registers, the work on each pack before the row is
+  // normalized is in a branch of its own. Its condition is always true, but the compiler cannot
+  // know that. Otherwise ptxas mixes the work of all packs, and spills (notes.md#packs-kept-apart).
   static constexpr int kRegisters =
       65536 / (Layout::kBlockThreads * Layout::kBlocksPerMultiprocessor);
   static constexpr bool kApart = sizeof(X) == 2 && Layout::kPacksPerThread * kLength > 32 &&
                                  TeamOf::kThreads > 32 && kRegisters < (Op::kCentered ? 128 : 80);
-  // Rows that allow accesses of single elements alone are moved by cells and words (unaligned.cuh,
+  // Rows that allow only accesses of single elements are moved by cells and words (unaligned.cuh,
   // notes.md#rows-by-cells-and-words).
   static constexpr bool kAdds = Op::Prologue::kAdds;
   static constexpr bool kUnaligned =
@@ -100,15 +98,15 @@ struct InRegistersForward {
   static constexpr int kLanes = Layout::kRowThreads < 32 ? Layout::kRowThreads : 32;
   using WordsOfY = Words<Y, kLength, kLanes>;
   static constexpr bool kHolds = Layout::kHoldWeight && (kPresent<Weight> || kPresent<Bias>);
-  // No load may pass a store, so that what is not held is asked for a pack ahead, where registers
-  // allow (notes.md#a-weight-asked-for-a-pack-ahead).
+  // No load may pass a store, so weight and bias that are not held are asked for a pack ahead, if
+  // registers allow (notes.md#a-weight-asked-for-a-pack-ahead).
   static constexpr bool kNarrow = sizeof(Weight) <= 2 && sizeof(Bias) <= 2;
   static constexpr bool kAsksAhead =
       !Layout::kHoldWeight && (kNarrow || Layout::kPacksPerThread * kBytes > 64);
   static constexpr int kAhead = 16 / kBytes;  // packs: 16 bytes of x
 
-  // Arrays are apart, as is the team, since as members they would keep all others in memory until loops
-  // over them are unrolled (notes.md#state-in-structs).
+  // The arrays are separate, as is the team. As members they would keep all others in memory until
+  // loops over them are unrolled (notes.md#state-in-structs).
   struct Arrays {
     Pack<X, kLength> packs[Layout::kPacksPerThread];
     Pack<Branch, 16 / sizeof(X)> first_pack;  // a sample, whatever the length of the others
@@ -128,7 +126,7 @@ struct InRegistersForward {
   Arrays& arrays;
   const int n_cols = Layout::kFull ? kColumns : static_cast<int>(args.n_cols);
   const long long row = block_index() / Layout::kClusterBlocks * team.kTeams + team.team;
-  // A team without a row does not leave: a warp's lanes reduce together. A block of one row has one.
+  // A team without a row stays, since a warp's lanes reduce together. A block of one row has a row.
   const bool active = team.kTeams == 1 || row < args.n_rows;
   const int n_left = Layout::kFull ? n_cols : n_cols - first_column(0);
   const bool always = !kApart || args.inv_n > T(0);
@@ -153,10 +151,10 @@ struct InRegistersForward {
 
   // ---- the row, weight and bias ----
 
-  // The cells of the row, if it is moved by them.
+  // The cells of the row, if cells move it.
   __device__ __forceinline__ auto cells_of_row() const {
     if constexpr (kUnaligned) {
-      const int n_cols = Layout::kFull ? kColumns : this->n_cols;  // a member is no constant yet
+      const int n_cols = Layout::kFull ? kColumns : this->n_cols;  // a member is not a constant yet
       return Cells<X, kLength>(args.x + row * args.x_stride, team.rank, active ? n_cols : 0);
     } else {
       return None{};
@@ -197,7 +195,7 @@ struct InRegistersForward {
     load_operand<Layout::kVector>(arrays.weights[p], args.weight, first_column(p), end_of_row(p));
     load_operand<Layout::kVector>(arrays.biases[p], args.bias, first_column(p), end_of_row(p));
   }
-  // Asks for the row, for weight and bias where they are held, and then for a row of a later block.
+  // Asks for the row, for weight and bias if they are held, and then for a row of a later block.
   template <typename CellsOfX>
   __device__ __forceinline__ void ask_for_all(const CellsOfX& cells) {
     if constexpr (!Layout::kHoldWeight) {
@@ -210,7 +208,7 @@ struct InRegistersForward {
 #pragma unroll
       for (int p = 0; p < Layout::kPacksPerThread; ++p) load_affine(p);
     }
-    // This branch is behind the loads of what is held, which the compiler moves past it otherwise
+    // This branch is behind the loads of the held arrays. Otherwise the compiler moves it past them
     // (notes.md#a-branch-behind-the-loads).
     const bool large = is_large(bytes);
     if (large ? Layout::kBlocksAheadIfLarge > 0 : Layout::kBlocksAhead > 0) {
@@ -232,7 +230,8 @@ struct InRegistersForward {
       }
     }
   }
-  // Behind the first reduction of a team: in place, others may have to read the row's first elements before.
+  // Behind the team's first reduction, since in place others may still have to read the row's first
+  // elements.
   __device__ __forceinline__ void store_total() const {
     if constexpr (kAdds) {
       X* const own = args.residual_out + (row * args.residual_out_stride + first_column(0));
@@ -243,7 +242,8 @@ struct InRegistersForward {
       }
     }
   }
-  // Whether the row ends in this cell: one of the last pack's, or the last thread's next one of the pack before.
+  // Whether the row ends in this cell, which is one of the last pack, or the last thread's next one
+  // of the pack before.
   template <typename CellsOfX>
   static __device__ __forceinline__ bool is_last(const CellsOfX& cells, int p, int next) {
     return p + 1 + next >= Layout::kPacksPerThread && cells.is_last(p * TeamOf::kThreads + next);
@@ -273,13 +273,13 @@ struct InRegistersForward {
 
   // ---- mean and variance ----
 
-  // Statistics of the whole team's row in registers, from sums of d*d, of LayerNorm of d, and where
-  // Shifted of |d|: d = x - shift, or x where not Shifted. Columns past the row's end are 0.
+  // The statistics of the whole team's row in registers, from sums of d*d, of d for LayerNorm, and
+  // of |d| if Shifted: d = x - shift, or x if not Shifted. Columns past the row's end are 0.
   template <bool Shifted>
   __device__ __forceinline__ Statistics<T> measure(T shift) {
     constexpr int kSums = !Op::kCentered ? 1 : Shifted ? 3 : 2;
     T of_packs[Layout::kPacksPerThread][kSums] =
-        {};  // each by itself: a shorter chain of roundings
+        {};  // separate sums are a shorter chain of roundings
 #pragma unroll
     for (int p = 0; p < Layout::kPacksPerThread; ++p) {
       const int first = first_column(p);
@@ -288,17 +288,17 @@ struct InRegistersForward {
 #pragma unroll
         for (int i = 0; i < kLength; ++i) {
           T d = packs[p].template get<T>(i);
-          // Past the end x is 0, too: one shift for each access.
+          // Past the end x is 0, too, so one shift serves an access.
           if constexpr (Shifted) d -= inside<Layout::kVector>(first, i, end) ? shift : T(0);
           add_deviation(of_packs[p], d);
         }
       }
     }
-    T sums[2][kSums] = {};  // the second of a folded team alone
+    T sums[2][kSums] = {};  // the second thread of a folded team alone
 #pragma unroll
     for (int k = 0; k < kSums; ++k) {
       if constexpr (TeamOf::kThreads <= 32 && Layout::kPacksPerThread == 4) {
-        // As twice as many lanes sum them by 2, which rows of less than a warp may have.
+        // As twice as many lanes sum them by 2, since rows of less than a warp may have these.
         sums[0][k] = (of_packs[0][k] + of_packs[2][k]) + (of_packs[1][k] + of_packs[3][k]);
       } else {
 #pragma unroll
@@ -314,8 +314,8 @@ struct InRegistersForward {
     forget_conversions(packs);
     return found;
   }
-  // Measures a row again if its first mean was far off, from the mean found; those that only share the
-  // warp with it keep the bits they had.
+  // Measures a row again from the mean found if its first mean was far off. Rows that only share
+  // the warp with it keep their bits.
   __device__ __forceinline__ void recentre(bool far) {
     if (team.any(far)) {
       const T shift = statistics.shift + statistics.correction;
@@ -324,9 +324,9 @@ struct InRegistersForward {
     }
     if (far) settle(statistics);
   }
-  // Both rounds are one piece of code, since skipped code still costs instruction fetches, and RMSNorm,
-  // which has one round, has a loop for all that the compiler knows: into a loop ptxas moves no loads
-  // of the weight (notes.md#a-loop-of-one-round).
+  // Both rounds are one piece of code, since skipped code still costs instruction fetches. RMSNorm
+  // has one round, but the compiler sees a loop there too, and ptxas moves no loads of the weight
+  // into a loop (notes.md#a-loop-of-one-round).
   __device__ __forceinline__ void measure_from(T shift) {
     const bool only_round = !kHolds || args.n_rows > 0;
     bool recentred = false;
@@ -344,20 +344,23 @@ struct InRegistersForward {
     return first_mean<T>(
         Op::Prologue::template forward<X>(arrays.first_pack, arrays.first_residual));
   }
-  // Measures the row, and returns whether its first mean was far off and it is yet to be measured again.
+  // Measures the row. Returns whether its first mean was far off, so that it must be measured
+  // again.
   __device__ __forceinline__ bool measure_row() {
     bool far = false;
     if constexpr (kFromZero) {
       statistics = measure<false>(T(0));
       far = active && zero_was_far<kColumns>(statistics);  // a team without a row has zeros
-      // One row in twenty is far, and of some hundred all wait for the slowest, which here finds the
-      // code that normalizes where the others' instructions are (notes.md#rare-rows-of-few).
+      // One row in twenty is far, and among some hundred rows all wait for the slowest. Here that
+      // row finds the code that normalizes where the others' instructions are
+      // (notes.md#rare-rows-of-few).
       if constexpr (Layout::kRareLast) {
         recentre(far);
         far = false;
       }
     } else if constexpr (kGuesses && Layout::kRareLast) {
-      // Before a loop ptxas would have a thread wait for weight and bias as well (notes.md#rare-rows-of-few).
+      // Before a loop, ptxas would make a thread wait for weight and bias as well
+      // (notes.md#rare-rows-of-few).
       statistics = measure<true>(guess());
       far = was_far(statistics);
       if (!far) settle(statistics);
@@ -383,7 +386,8 @@ struct InRegistersForward {
     }
     team.template reduce<Max>(largest, largest);
     if (wild) unit = unit_of(larger(largest[0], square_root(args.eps)));
-    // Beside a held weight of RMSNorm conversions are kept for the products, and up to 8 bytes spilled.
+    // With a held weight of RMSNorm, conversions are kept for the products, and up to 8 bytes
+    // spilled.
     if constexpr (kHolds && !Op::kCentered && !Layout::kRareLast && TeamOf::kThreads > 32) {
       forget_conversions(packs);
     }
@@ -398,8 +402,8 @@ struct InRegistersForward {
       }
     }
   }
-  // A row whose first mean was far off is measured again from the mean found, one out of range is
-  // brought into it, exactly, first; those that only share the warp with it get the same bits again.
+  // Measures a row again: from the mean found if its first mean was far off, and after an exact
+  // scaling if it is out of range. Rows that only share the warp with it get the same bits again.
   __device__ __forceinline__ void measure_rare_row(bool far, bool wild) {
     if constexpr (Op::kCentered && kFromZero != Layout::kRareLast) {
       recentre(far);
@@ -420,7 +424,7 @@ struct InRegistersForward {
 
   // ---- the statistics and y ----
 
-  // What backward needs.
+  // What the backward pass needs.
   __device__ __forceinline__ void store_statistics() const {
     if constexpr (Op::kStoresStatistics) {
       if (active && team.rank == 0 && team.block == 0) {
@@ -430,7 +434,8 @@ struct InRegistersForward {
       }
     }
   }
-  // Where this thread's y begins, and for words the first lane's column and where lanes exchange them.
+  // Where this thread's y begins; for words also the first lane's column and where the lanes
+  // exchange them.
   struct PlaceOfY {
     Y* own;
     int lane, of_first_lane;
@@ -453,7 +458,7 @@ struct InRegistersForward {
       return None{};
     }
   }
-  // Asks for what is not held, before pack p is normalized.
+  // Asks for weight and bias that are not held, before pack p is normalized.
   __device__ __forceinline__ void load_affine_before(int p) {
     if constexpr (kAsksAhead) {
       if (p + kAhead < Layout::kPacksPerThread) load_affine(p + kAhead);
@@ -518,11 +523,11 @@ __global__ void __launch_bounds__(Layout::kBlockThreads, Layout::kBlocksPerMulti
   const bool far = forward.measure_row();
   forward.store_total();
   const bool wild = forward.is_wild();
-  // The same in a whole team, and in the lanes of a warp.
+  // The same for a whole team, and for the lanes of a warp.
   const bool usual = !team.any(far || wild);
   const auto place = forward.place_of_y();
   const auto words = forward.words_of_y(place);
-  // What comes after the return is not fetched; many rows would pay with registers
+  // The code after the return is not fetched. Many rows would pay for this with registers
   // (notes.md#rare-rows-behind-the-end).
   if constexpr (Layout::kRareLast) {
     if (usual) {

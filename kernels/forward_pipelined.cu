@@ -7,21 +7,21 @@
 //
 // Layout:    x and y are n_rows rows of n_cols elements, rows x_stride and y_stride elements apart;
 //            weight and bias are one row; mean and rstd one value a row; bitmask (n_cols + 7) / 8
-//            bytes a row. y may be x. A row has at least one whole pack, of LayerNorm at least
+//            bytes a row. y may be x. A row has at least one whole pack, in LayerNorm at least
 //            kFirstElements. kFull: its columns fill the team's packs exactly.
-// Grid:      no more clusters of kClusterBlocks blocks than rows, nor than run at once, each with
-//            kStages - 1 rows on their way into shared memory. They take rows in turn; if kCounted and
-//            given a `count`, 0 before the launch, each takes the next row when it has room for one,
-//            since some multiprocessors are 4% slower.
-// Traffic:   x read once, of LayerNorm the first 64 elements by every warp besides; y written once;
-//            weight and bias once a block.
+// Grid:      no more clusters of kClusterBlocks blocks than rows, nor than run at once. Each has kStages - 1 rows on
+//            their way into shared memory. They take rows in turn. If kCounted and there is a `count`, 0 before the
+//            launch, each takes the next row when it has room for one, since some multiprocessors are slower
+//            (notes.md#rows-taken-by-a-count).
+// Traffic:   x read once; in LayerNorm every warp also reads the first 64 elements. y written once; weight and bias
+//            once a block.
 // Thread:    pack p of its block's columns for p = rank, rank + kBlockThreads, ... (kPacksPerThread
 //            of them).
-// kCells:    stage.cuh; of rows whose addresses allow accesses of 4 bytes or less. Their y leaves by words
-//            (unaligned.cuh), if it is no wider than x, in whose place its lanes exchange them.
-// kResidualAhead: the residual waits in shared memory as well, else it is read where it is added, twice.
-// Order:     a thread's packs in turn, then the team's reduction: a function of n_cols, the dtypes
-//            and the epilogue, never of n_rows or alignment.
+// kCells:    stage.cuh; for rows whose addresses allow accesses of 4 bytes or less. Their y leaves by words
+//            (unaligned.cuh) if it is no wider than x. The lanes exchange the words in x's place.
+// kResidualAhead: the residual waits in shared memory as well. Otherwise it is read where it is added, twice.
+// Order:     a thread's packs in turn, then the team's reduction. It is a function of n_cols, the dtypes and the
+//            epilogue, never of n_rows or alignment.
 // Result:    thread 0 of a cluster's first block writes the row's mean and rstd.
 #include "affine.cuh"
 #include "epilogue.cuh"
@@ -59,16 +59,16 @@ struct PipelinedForward {
   // A float32 bias of 16 blocks comes after the first row's sums (notes.md#bias-of-16-blocks).
   static constexpr bool kBiasLater = Layout::kClusterBlocks == 16 && sizeof(Bias) == 4;
   static constexpr bool kStoresWords = StageOfX::kCells && sizeof(Y) <= sizeof(X);
-  // How many warps ask the count by turns.
+  // So many warps ask the count, one after the other.
   static constexpr int kTurns = Layout::kBlockThreads / 32 < 4 ? Layout::kBlockThreads / 32 : 4;
   static constexpr int kSums = Op::kCentered ? 3 : 1;
 
-  // A row's first mean, and its sums of d * d, d and |d|, d = x - guess.
+  // A row's first mean, and its sums of d * d, d and |d|, with d = x - guess.
   struct Sums {
     T guess;
     T of_row[kSums];
   };
-  // A measured row, whose packs were divided by `unit` and are read from `distance` on.
+  // A measured row. Its packs were divided by `unit` and are read from `distance` on.
   struct Measured {
     Statistics<T> statistics;
     Scale<T> scale;
@@ -76,10 +76,10 @@ struct PipelinedForward {
     int distance;
   };
 
-  // Arrays are apart, since as members they would keep all others in memory until loops over them are
-  // unrolled (notes.md#state-in-structs).
+  // The arrays are separate, since as members they would keep all others in memory until loops over
+  // them are unrolled (notes.md#state-in-structs).
   struct Arrays {
-    int rows[Layout::kStages];  // this one, and those that are on their way
+    int rows[Layout::kStages];  // this row, and those in flight
     Pack<Branch, kLength> first_pack;
     Pack<Residual, kLength> first_residual;
     Pack<Weight, kLength> weight[Layout::kHoldWeight ? Layout::kPacksPerThread : 1];
@@ -102,8 +102,9 @@ struct PipelinedForward {
   const Residual* fetched_residual;
   const CachePolicy policy;
   OwnPlace own;    // in the stage to be filled next
-  T inv_unit = 1;  // kAdds: what a row that is read is multiplied by
-  // Rows from first_counted on are counted: what a warp tells first was dealt out, and is negative.
+  T inv_unit = 1;  // kAdds: the factor of a row that is read
+  // Rows from first_counted on are counted. The first one that a warp tells was dealt out, and is
+  // negative.
   const int first_counted = (Layout::kStages + kTurns) * groups;
   const int warp = team.rank / 32;
   int turn = 0, asked = group + (warp - kTurns) * groups;
@@ -127,12 +128,12 @@ struct PipelinedForward {
   __device__ __forceinline__ int end_of_row(int p) const {
     return team.template end_of_row<Layout::kPacksPerThread, kLength>(p, n_cols);
   }
-  // From a thread's place to what it reads, of all packs of a row.
+  // From a thread's place to the one that it reads, for all packs of a row.
   __device__ __forceinline__ int distance_of(int of_row) const {
     const Branch* const row = args.x + of_row * args.x_stride;
     return StageOfX::kCells ? bytes_before<Branch, kLength>(row) : 0;
   }
-  // By cells lanes show each other what they have copied.
+  // By cells, lanes show each other what they have copied.
   static __device__ __forceinline__ void meet_lanes() {
     if constexpr (StageOfX::kCells) warp_barrier();
   }
@@ -155,7 +156,7 @@ struct PipelinedForward {
       return pack;
     }
   }
-  // What is normalized, as it was read.
+  // The value to normalize, as it was read.
   __device__ __forceinline__ Pack<X, kLength> read_total(int stage, int p, int distance,
                                                          long long row) const {
     return Op::Prologue::template forward<X>(read_x(stage, p, distance),
@@ -210,8 +211,8 @@ struct PipelinedForward {
   }
   __device__ __forceinline__ void load_first_pack(int of_row) {
     if constexpr (Op::kCentered) {
-      // Past the last row the last one's is loaded, and not used, since a load under a condition ends in a
-      // move that waits for it.
+      // Past the last row, the last one's is loaded and not used. A load under a condition ends in
+      // a move that waits for it.
       const long long there = of_row < args.n_rows ? of_row : args.n_rows - 1;
       load_first<Layout::kVector>(arrays.first_pack, args.x + there * args.x_stride);
       if constexpr (kAdds)
@@ -222,7 +223,7 @@ struct PipelinedForward {
   __device__ __forceinline__ T guess_of_first_pack() {
     T guess = 0;
     if constexpr (Op::kCentered) {
-      // Nothing is computed from it earlier, which would wait for the load as well, 0.7 us a row.
+      // Nothing is computed from it earlier, since that would wait for the load as well.
 #pragma unroll
       for (unsigned& word : arrays.first_pack.words) make_opaque(word);
       if constexpr (kAdds) {
@@ -234,7 +235,7 @@ struct PipelinedForward {
     }
     return guess;
   }
-  // Copies of half a pack are of half a sector, so that they come by way of L1
+  // Copies of half a pack are of half a sector, so they come by way of the L1
   // (notes.md#weight-and-bias-by-way-of-l1).
   __device__ __forceinline__ void fetch_weight_and_bias() {
 #pragma unroll
@@ -252,7 +253,7 @@ struct PipelinedForward {
   template <typename Operand>
   __device__ __forceinline__ void load_held(Pack<Operand, kLength>& pack, const Operand* operand,
                                             int p) const {
-    // By load_operand 8 packs would spill more (notes.md#held-weights-by-plain-loads).
+    // With load_operand, 8 packs would spill more (notes.md#held-weights-by-plain-loads).
     if constexpr (Layout::kPacksPerThread == 8) {
       load<Layout::kVector>(pack, operand, first_column(p), end_of_row(p));
     } else {
@@ -271,7 +272,7 @@ struct PipelinedForward {
       if constexpr (Layout::kHoldBias) load_held(arrays.bias[p], args.bias, p);
     }
   }
-  // The third row and later ones come after the first row's sums, which they would delay
+  // The third row and later ones are asked for after the first row's sums, which they would delay
   // (notes.md#rows-asked-for-before-the-first-sums).
   __device__ __forceinline__ void ask_for_first_rows() {
     load_first_pack(arrays.rows[0]);
@@ -306,7 +307,7 @@ struct PipelinedForward {
       T of_pack[kSums] = {};
 #pragma unroll
       for (int i = 0; i < kLength; ++i) {
-        // Past the end x is 0, too: one shift for each access.
+        // Past the end x is 0, too, so one shift serves an access.
         const bool is_inside =
             !Op::kCentered || inside<Layout::kVector>(first_column(p), i, end_of_row(p));
         add_deviation(of_pack, pack.template get<T>(i) - (is_inside ? shift : T(0)));
@@ -315,8 +316,8 @@ struct PipelinedForward {
       for (int k = 0; k < kSums; ++k) sums[k] += of_pack[k];
     }
   }
-  // Some warps of a cluster's first block ask the count by turns, each after the one before it so that rows
-  // only grow, and tell the others with the sums of a later row (notes.md#who-asks-the-count).
+  // Some warps of a cluster's first block ask the count, each after the one before it, so that rows
+  // only grow. They tell the others with the sums of a later row (notes.md#who-asks-the-count).
   __device__ __forceinline__ void begin_reduction(T (&sums)[kSums]) {
     if constexpr (Layout::kCounted) {
       const bool sends = team.block == 0 && warp == turn;
@@ -343,7 +344,7 @@ struct PipelinedForward {
   }
   __device__ __forceinline__ bool has_row() const { return arrays.rows[0] < args.n_rows; }
   __device__ __forceinline__ bool has_next_row() const { return arrays.rows[1] < args.n_rows; }
-  // The sums of the next row, if there is one.
+  // Forms the sums of the next row, if there is one.
   __device__ __forceinline__ void sum_up_next_row(Sums& next, int next_stage, bool more) {
     next.guess = guess_of_first_pack();
     if constexpr (Layout::kStages > 2) {
@@ -356,7 +357,7 @@ struct PipelinedForward {
     if (more)
       sum_up(next_stage, distance_of(arrays.rows[1]), arrays.rows[1], next.guess, next.of_row);
   }
-  // Ends the sums of this row, with which comes the row to be asked for next.
+  // Ends the sums of this row. The row to be asked for next comes with them.
   __device__ __forceinline__ void finish_reduction(T (&sums)[kSums]) {
     team.template finish_reduction<Sum>(sums);
     if constexpr (Layout::kCounted) {
@@ -369,7 +370,7 @@ struct PipelinedForward {
 
   // ---- mean and variance ----
 
-  // Measures a row of known sums.
+  // Measures a row whose sums are known.
   __device__ __forceinline__ Statistics<T> measure(int stage, int distance, T guess,
                                                    T (&sums)[kSums]) {
     Statistics<T> statistics;
@@ -388,8 +389,8 @@ struct PipelinedForward {
     }
     return statistics;
   }
-  // The largest element of a row, pack by pack, since packs side by side take the registers of 7 or 8
-  // held packs of the weight.
+  // Finds the largest element of a row, pack by pack. Packs side by side would take the registers
+  // of 7 or 8 held packs of the weight.
   __device__ __forceinline__ T largest_of_row(int stage, int distance) {
     T largest[1] = {0};
 #pragma unroll 1
@@ -463,7 +464,7 @@ struct PipelinedForward {
       return StageOfBias::read(stage_of_bias, p);
     }
   }
-  // The words of y from an element on, if it is stored by them.
+  // The words of y from an element on, if words store it.
   __device__ __forceinline__ auto words_of_y([[maybe_unused]] long long first) const {
     if constexpr (kStoresWords) {
       return Words<Y, kLength, 32>(args.y, first, team.rank % 32);
@@ -471,9 +472,9 @@ struct PipelinedForward {
       return None{};
     }
   }
-  // Normalizes and stores the row, and has each pack that was read make room for one of a later row.
+  // Normalizes and stores the row. Each pack that was read makes room for one of a later row.
   __device__ __forceinline__ void write_y(const Measured& measured, int stage) {
-    // Else addresses of each pack are kept from row to row, and up to 128 bytes spilled.
+    // Otherwise addresses of each pack are kept from row to row, and up to 128 bytes are spilled.
     make_opaque(team.rank);
     if constexpr (!Layout::kFull) make_opaque(n_cols);
     const Statistics<T>& statistics = measured.statistics;
@@ -499,7 +500,7 @@ struct PipelinedForward {
                                                weights, biases, args);
       Pack<Y, kLength> normalized;
       normalized.set(values);
-      meet_lanes();  // before others fill what this one read
+      meet_lanes();  // before others fill the place that this one read
       if constexpr (kStoresWords) {
         words.store(
             normalized, StageOfX::place_of_cells(stages + stage * kStageBytes, p, 0), p * kStep,
@@ -524,7 +525,7 @@ struct PipelinedForward {
     arrays.rows[Layout::kStages - 1] = fetched;
     fetched_all(stage);
   }
-  // What backward needs.
+  // What the backward pass needs.
   __device__ __forceinline__ void keep_statistics(const Measured& measured, long long row) const {
     if constexpr (Op::kStoresStatistics) {
       if (team.block == 0 && team.rank == 0) {
@@ -551,7 +552,7 @@ __global__ void __launch_bounds__(Layout::kBlockThreads, Layout::kBlocksPerMulti
   while (forward.has_row()) {
     const int next_stage = stage + 1 == Layout::kStages ? 0 : stage + 1;
     const bool more = forward.has_next_row();
-    // The next row is summed up while the sums of this one are on their way between the threads.
+    // The next row is summed up while the sums of this one move between the threads.
     typename Forward::Sums next_sums;
     forward.sum_up_next_row(next_sums, next_stage, more);
     forward.finish_reduction(sums.of_row);

@@ -3,16 +3,15 @@
 //
 // Layout:    as forward_in_registers.cu; LayerNorm's rows have at least kFirstElements.
 // Grid:      a cluster of kClusterBlocks blocks of kBlockThreads threads a row, on grid.x.
-// Residual:  added at each reading, and their sum stored with y, if AddResidual: prologue.cuh.
-// Traffic:   x read twice, the second time from the row's end, which L1 and L2 still have: the L2 is
-//            told to keep it, and then that it is done with. A further time by LayerNorm where the
-//            first mean was far off, and where a row is out of range once for its largest element
-//            and once for each measurement. y written once, past L1.
-// Thread:    t of the cluster's T has packs t, t + T, ... of the row; kPacksPerThread of them, those of
-//            one tile of the row, are on their way at a time.
-// Order:     a thread's packs in turn, compensated from pack to pack; then the cluster's reduction: a
-//            function of n_cols, kBlockThreads and kClusterBlocks, never of n_rows, kPacksPerThread or
-//            alignment.
+// Residual:  added at each reading, and the sum is stored with y, if AddResidual: prologue.cuh.
+// Traffic:   x read twice, the second time from the row's end, which L1 and L2 still have. The L2 is told to keep it,
+//            and then that it is done with. LayerNorm reads x once more if the first mean was far off. A row out of
+//            range is read once more for its largest element, and once for each measurement. y written once, past
+//            the L1.
+// Thread:    t of the cluster's T has packs t, t + T, ... of the row. kPacksPerThread of them, those of one tile of
+//            the row, are in flight at a time.
+// Order:     a thread's packs in turn, compensated from pack to pack; then the cluster's reduction. It is a function
+//            of n_cols, kBlockThreads and kClusterBlocks, never of n_rows, kPacksPerThread or alignment.
 // Result:    thread 0 of a cluster's first block writes the row's mean and rstd.
 #include "affine.cuh"
 #include "epilogue.cuh"
@@ -21,7 +20,7 @@
 #include "stream.cuh"
 #include "team.cuh"
 
-// A row's packs as they are normalized: of x, or of its sum with the residual.
+// A row's packs as they are normalized: those of x, or of its sum with the residual.
 template <typename Op, int Vector>
 struct RowOf {
   using X = typename Op::X;
@@ -43,7 +42,7 @@ struct RowOf {
   }
 };
 
-// The packs of a row that a thread has at once.
+// The packs of a row that a thread has at one time.
 template <typename Op, int ClusterBlocks, int BlockThreads, int PacksPerThread, int Vector>
 struct TileOf {
   using Row = RowOf<Op, Vector>;
@@ -52,11 +51,11 @@ struct TileOf {
   static constexpr int kColumns = kRowThreads * PacksPerThread * kLength;
   Pack<typename Op::X, kLength> packs[PacksPerThread];
 
-  // Of pack p, from the tile's first.
+  // The column of pack p, counted from the tile's first.
   static __device__ __forceinline__ int first_column(int p) {
     return (p * kRowThreads + thread_in_cluster<ClusterBlocks, BlockThreads>()) * kLength;
   }
-  // All are asked for before the first is used.
+  // All packs are asked for before the first is used.
   __device__ __forceinline__ TileOf(const Row& start, int columns, CachePolicy policy) {
 #pragma unroll
     for (int p = 0; p < PacksPerThread; ++p) {
@@ -104,7 +103,7 @@ struct StreamingForward {
     }
     return guess;
   }
-  // Adds up a row of which each element is multiplied by inv_unit: d = x - shift.
+  // Adds up a row, each element multiplied by inv_unit: d = x - shift.
   static __device__ __forceinline__ void sum_up(const Row& row, long long n_cols, T shift,
                                                 T inv_unit, T (&sums)[kSums]) {
     CompensatedSum<T> exact[Op::kCentered ? 2 : 1];
@@ -116,7 +115,7 @@ struct StreamingForward {
 #pragma unroll
         for (int i = 0; i < kLength; ++i) {
           T d = x.packs[p].template get<T>(i) * inv_unit;
-          // Past the end x is 0, too: one shift for each access.
+          // Past the end x is 0, too, so one shift serves an access.
           if constexpr (Op::kCentered) {
             d -= inside<Layout::kVector>(x.first_column(p), i, columns) ? shift : T(0);
           }
@@ -125,14 +124,15 @@ struct StreamingForward {
         exact[0].add(of_pack[0]);
         if constexpr (Op::kCentered) {
           exact[1].add(of_pack[1]);
-          sums[2] += of_pack[2];  // only judged by: it need not be exact
+          sums[2] += of_pack[2];  // a judgment alone: it need not be exact
         }
       }
     });
     sums[0] = exact[0].total();
     if constexpr (Op::kCentered) sums[1] = exact[1].total();
   }
-  // Measures the row from a first mean; where that was far off, a second round starts from the mean found.
+  // Measures the row from a first mean. If that was far off, a second round starts from the mean
+  // found.
   __device__ __forceinline__ void measure(T from) {
     Statistics<T> statistics;
     statistics.shift = from;
@@ -159,7 +159,7 @@ struct StreamingForward {
         });
     return largest;
   }
-  // Measures the row; one out of range is measured again in a unit that brings it into it.
+  // Measures the row. A row out of range is measured again in a unit that brings it into range.
   __device__ __forceinline__ void measure_row(T guess) {
     measure(guess);
     scale = scale_in_range(statistics.variance, args.eps);
@@ -190,7 +190,7 @@ struct StreamingForward {
     }
     return bits;
   }
-  // Normalizes and stores the row. In place, a pack is read and written by the same thread.
+  // Normalizes and stores the row. In place, the same thread reads and writes a pack.
   __device__ __forceinline__ void write_y() const {
     Y* const normalized_row = args.y + row_index * args.y_stride;
     const T offset = -statistics.correction * scale.of_row;
@@ -220,7 +220,7 @@ struct StreamingForward {
       }
     });
   }
-  // What backward needs.
+  // What the backward pass needs.
   __device__ __forceinline__ void store_statistics() const {
     if constexpr (Op::kStoresStatistics) {
       if (team.block == 0 && team.rank == 0) {

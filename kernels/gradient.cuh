@@ -1,5 +1,5 @@
-// What the backward kernels share: for how long weight gradients are added up and, where rows are read
-// once, the formulas of backward_pipelined.cu's header.
+// What the backward kernels share: how many rows' weight gradients are added in sequence and, for
+// rows that are read once, the formulas of backward_pipelined.cu's header.
 #pragma once
 
 #include "affine.cuh"
@@ -8,18 +8,18 @@
 #include "statistics.cuh"
 #include "team.cuh"
 
-// Rows whose weight gradients are added one after another in registers. Equal terms round the same
-// way each time: 248 of them in sequence lost 31 units in the last place, 64 lose 8.
+// Weight gradients of so many rows are added one after another in registers. Equal terms round the
+// same way each time, so long sequences lose digits (notes.md#rows-added-in-sequence).
 constexpr int kTurns = 64;
 
-// The distance of two rows of partial sums: whole packs of any dtype, so that those of a row of any
+// The distance of two rows of partial sums. It is whole packs of any dtype, so that rows of any
 // length are moved whole.
 __device__ __forceinline__ constexpr long long partials_stride(long long n_cols) {
   return (n_cols + 7) & ~7LL;
 }
 
-// Stores a pack of values to elements `first` ... of a row of n, if that is present; of RowThreads threads
-// as store_by_sectors wants them.
+// Stores a pack of values to elements `first` ... of a row of n, if it is present. The threads of a
+// row are RowThreads, as for store_by_sectors.
 template <int Vector, int RowThreads, typename T, typename Out, int Length, typename Index>
 __device__ __forceinline__ void write(const T (&values)[Length], Out* row, Index first, Index n) {
   if constexpr (kPresent<Out>) {
@@ -29,7 +29,7 @@ __device__ __forceinline__ void write(const T (&values)[Length], Out* row, Index
   }
 }
 
-// Adds the sums of weight gradients that begin at `others`, a pack of them.
+// Adds a pack of the sums of weight gradients that begin at `others`.
 template <typename T, int Width>
 __device__ __forceinline__ void add_gradients(Pack<T, Width>& sums, const T* others) {
   Pack<T, Width> added;
@@ -38,10 +38,11 @@ __device__ __forceinline__ void add_gradients(Pack<T, Width>& sums, const T* oth
   for (int k = 0; k < Width; ++k) sums.set(k, sums.template get<T>(k) + added.template get<T>(k));
 }
 
-// h = (x - mean) * rstd as d * significand, d = x * power + offset, where power is the power of two at
-// or below rstd: d is rounded as x - mean is, not at all where they are close, in one instruction. All
-// d of a constant row are 0; with rstd for the power each was what -mean * rstd had lost, and dweight
-// 2e-4 off in rows of 1e9. The offset overflows for constant rows alone.
+// h = (x - mean) * rstd is computed as d * significand with d = x * power + offset. power is the
+// power of two at or below rstd. So d is rounded as x - mean is, in one instruction, and not at all
+// if they are close. All d of a constant row are 0. With rstd as the power, each would be what
+// -mean * rstd lost (notes.md#a-power-of-two-for-rstd). The offset overflows only for constant
+// rows.
 template <bool Centered, typename T>
 struct Centring {
   T power, offset = 0, significand = 1;
@@ -55,11 +56,12 @@ struct Centring {
       significand = rstd * Range<T>::reciprocal(below);
     }
   }
-  // Past the row's end, where x is 0, it is 0: by an offset for each access, not a d for each element.
+  // Past the row's end x is 0, and so is d: one offset serves an access, instead of one d an
+  // element.
   __device__ __forceinline__ T d_of(T value, bool is_inside = true) const {
     return Centered ? fused_multiply_add(value, power, is_inside ? offset : T(0)) : value * power;
   }
-  // xhat, which is centred again by the mean of h over the row.
+  // xhat, centred again by the mean of h over the row.
   __device__ __forceinline__ T xhat_of(T value, T mean_of_h) const {
     return Centered ? fused_multiply_add(d_of(value), significand, -mean_of_h) : d_of(value);
   }
@@ -88,21 +90,22 @@ __device__ __forceinline__ void add_to_sums(T (&sums)[kGradientSums<Op::kCentere
   }
 }
 
-// The mean of g * xhat from the row's sums of g * h and of g, and the mean of h by which xhat is
-// centred. Of an infinite dy that mean, a rounding error, would make an infinity of either sign.
+// Returns the mean of g * xhat from the row's sums of g * h and of g, and from the mean of h, which
+// centres xhat. The mean of h is a rounding error. With an infinite dy it would give an infinity of
+// either sign, so it is left out then.
 template <typename T>
 __device__ __forceinline__ T mean_of_g_xhat(T sum_of_g_h, T sum_of_g, T mean_of_h, T inv_n) {
   const T centred = absolute(sum_of_g) <= Range<T>::kLargest ? mean_of_h * sum_of_g : T(0);
   return (sum_of_g_h - centred) * inv_n;
 }
 
-// What dx needs of a row: the mean of h, by which xhat is centred, and those of g and of g * xhat.
+// What dx needs of a row: the mean of h, which centres xhat, and the means of g and of g * xhat.
 template <bool Centered, typename T>
 struct RowMeans {
   T h = 0, g = 0, g_xhat;
 
   RowMeans() = default;
-  // From the sums of add_to_sums, with the significand of their Centring.
+  // Takes the sums of add_to_sums, with the significand of their Centring.
   __device__ __forceinline__ RowMeans(const T (&sums)[kGradientSums<Centered>], T significand,
                                       T inv_n)
       : g_xhat(sums[0] * inv_n) {
@@ -126,10 +129,11 @@ __device__ __forceinline__ T dx_of(T dy, T xhat, const Pack<Weight, Length>& wei
   }
 }
 
-// A row's sums, or the last addition of dx_of, may overflow float32 on the way to a dx that does not. So a row whose
-// means pass kTame is `wild`. Its dx is computed again in float64, element by element, unless dx was written over dy;
-// at the end of a kernel, by functions, so that other rows keep their registers. In other rows what dx_of adds to g,
-// at most (sqrt(N) + 1) * kTame, is less than half a unit in the last place of float32's largest number.
+// A row's sums, or the last addition of dx_of, may overflow float32 on the way to a dx that does
+// not. A row whose means exceed kTame is `wild`. Its dx is computed again in float64, element by
+// element, unless dx was written over dy. Functions do so at the end of a kernel, so that other
+// rows keep their registers. In other rows dx_of adds at most (sqrt(N) + 1) * kTame to g, which is
+// less than half a unit in the last place of float32's largest number.
 constexpr float kTame = 1.2089258196146292e24f;  // 2^80
 
 template <bool Centered, typename T>
@@ -140,7 +144,7 @@ __device__ __forceinline__ bool is_wild(const RowMeans<Centered, T>& means, T mo
   return !is_tame;
 }
 
-// Whether dx takes the place of what would have to be read again.
+// Whether dx overwrites an array that would have to be read again.
 template <typename Op>
 __device__ __forceinline__ bool is_in_place(const BackwardArguments<Op>& args) {
   const void* const dx = args.dx;
@@ -150,8 +154,8 @@ __device__ __forceinline__ bool is_in_place(const BackwardArguments<Op>& args) {
   return dx == args.dy;
 }
 
-// The same, told by NaN for the mean of g * xhat, and so for all dx of the row. Where dx is in place a row of finite
-// means is kept as it is.
+// Marks a wild row, and so all dx of it, by a NaN in place of the mean of g * xhat. If dx is in
+// place, a row of finite means stays as it is.
 template <bool Centered, typename T>
 __device__ __forceinline__ void mark_if_wild(RowMeans<Centered, T>& means, bool in_place) {
   const T most = in_place ? Range<T>::kLargest : T(kTame);
@@ -200,7 +204,8 @@ struct WildRow {
   __device__ __forceinline__ double h(Index column) const {
     return (convert<double>(x[column]) - (Op::kCentered ? mean : 0.0)) * rstd;
   }
-  // Of what lies in a thread's packs, which begin at `first`, `step` apart, in a row of n columns; of h, not of d.
+  // Sums over the packs of a thread, which begin at `first`, `step` apart, in a row of n columns;
+  // of h, not of d.
   __device__ __forceinline__ void sum(double (&sums)[kSums], Index first, Index step,
                                       Index n) const {
     for_each_column(first, step, n, [&](Index column) {
@@ -232,11 +237,12 @@ struct WildRow {
   }
 };
 
-// What brings sums of g and of g * h into float32's range. |g| is at most 2^256 and the sum of |h| at most N, as
-// the mean of h * h is at most 1: N of 2^31 fits. What vanishes is far below what made them overflow.
+// Brings sums of g and of g * h into float32's range. |g| is at most 2^256. The sum of |h| is at
+// most N, since the mean of h * h is at most 1, so an N of 2^31 fits. Values that vanish are far
+// below those that overflowed.
 constexpr double kIntoRange = 6.842277657836021e-49;  // 2^-160
 
-// Adds up the sums of a team's threads, by a reduction of float32.
+// Adds up the sums of a team's threads in a reduction of float32.
 template <int Sums, typename TeamOf>
 __device__ __forceinline__ void add_up_wild(TeamOf& team, double (&sums)[Sums]) {
   float in_range[Sums];
@@ -249,8 +255,8 @@ __device__ __forceinline__ void add_up_wild(TeamOf& team, double (&sums)[Sums]) 
   for (int i = 0; i < Sums; ++i) sums[i] = i < 2 ? in_range[i] / kIntoRange : in_range[i];
 }
 
-// Writes dx of a team's wild row. All teams of a warp take part; one that `skips` does nothing else. Returns the
-// team, which has a reduction behind it.
+// Writes dx of a team's wild row. All teams of a warp take part. One that `skips` does nothing
+// else. Returns the team, whose reductions have advanced by one.
 template <typename Op, int PacksPerThread, typename TeamOf>
 __device__ NOT_INLINED TeamOf write_wild_row(TeamOf team, bool skips, long long row,
                                              const BackwardArguments<Op>& args) {

@@ -1,14 +1,15 @@
-// What a kernel is told: the operation by the type `Op`, how rows are laid over threads by the type `Layout`,
-// and what differs from launch to launch by one struct of arguments. cupynorm/_compile.py writes the types, which
-// `cupynorm.kernel_source` shows, and lists the members of the structs in this order.
+// What a kernel is given: the type `Op` says what is computed, the type `Layout` says how rows are laid over
+// threads, and one struct of arguments has what differs from launch to launch. cupynorm/_compile.py writes the
+// types and lists the members of the structs in this order. `cupynorm.kernel_source` shows them.
 //
-// Op:        the dtypes as types, X, DY, Weight, Bias, Y, DWeight and DBias, None for what is absent; forward
-//            the Prologue (prologue.cuh), and the Epilogue (epilogue.cuh); and the options, kCentered (LayerNorm, else RMSNorm),
-//            kZeroCentered (1 is added to the weight) and kStoresStatistics. It has what the kernel depends on, and
-//            no more. X is of what is normalized: with a Residual, of the sum of that and a Branch. DWeight and DBias
-//            are of what the kernel itself writes: the compute type for partials. DResidual is None where it is DX.
-// Layout:    the fields of a configuration of cupynorm/_layout that the kernel needs, row_threads as kRowThreads.
-// Arguments: sizes and other numbers first, then arrays as a caller passes them; a row's stride is in elements.
+// Op:        It has what the kernel depends on, and no more. The dtypes are types: X, DY, Weight, Bias, Y, DWeight and
+//            DBias, None if absent. Forward has the Prologue (prologue.cuh). Both have the Epilogue (epilogue.cuh) and
+//            the options kCentered (LayerNorm, else RMSNorm), kZeroCentered (1 is added to the weight) and
+//            kStoresStatistics (forward). X is the type of what is normalized. With a Residual, that is the sum of it
+//            and a Branch. DWeight and DBias are the types that the kernel itself writes: for partials, the compute
+//            type. DResidual is None if it is DX.
+// Layout:    The fields of a configuration of cupynorm/_layout that the kernel needs: row_threads as kRowThreads.
+// Arguments: Sizes and other numbers come first, then arrays as a caller passes them. A row's stride is in elements.
 #pragma once
 
 #include "types.cuh"
@@ -34,7 +35,7 @@ struct ForwardArguments {
 
 template <typename Op>
 struct ForwardPipelinedArguments : ForwardArguments<Op> {
-  int* count;  // of the rows that were handed out, or null
+  int* count;  // counts the rows that were handed out, or is null
 };
 
 template <typename Op>

@@ -1,12 +1,11 @@
-// A pack is the piece of a row that one thread holds: `Length` consecutive elements, 16 bytes of x,
-// or 8 (forward_in_registers.cu).
+// A pack is the piece of a row that one thread holds: `Length` consecutive elements, 16 bytes of x, or 8
+// (forward_in_registers.cu).
 //
-// Which elements form a pack never depends on alignment, so neither do the bits of a reduction. What
-// alignment decides is `Vector`, the elements moved by one access: a power of two that divides
-// Length, the row's length, every row stride and every pointer. So an access lies inside the row or
-// outside it, never across its end. Where Vector is 1, whole packs of 16-bit elements are moved by
-// pairs nevertheless, in kernels that do not move them as unaligned.cuh says: RMSNorm of 16384 rows of
-// 4097 had so taken 118 us, not 229 (bfloat16, H200).
+// Alignment never decides which elements form a pack, so the bits of a reduction do not depend on it. Alignment
+// decides `Vector`, the elements moved by one access. It is a power of two that divides Length, the row's length,
+// every row stride and every pointer. So an access lies inside the row or outside it, never across its end. If
+// Vector is 1, whole packs of 16-bit elements still move by pairs, in kernels that do not move them as
+// unaligned.cuh says (notes.md#packs-by-pairs).
 #pragma once
 
 #include "types.cuh"
@@ -32,7 +31,7 @@ struct AccessOf<16> {
 
 template <typename T, int Length>
 struct Pack {
-  // Elements are kept as they are stored: half the registers of float32 for a 16-bit type.
+  // Elements are kept as they are stored, so a 16-bit type takes half the registers of float32.
   static constexpr int kWords = Length * static_cast<int>(sizeof(T)) / 4;
   unsigned words[kWords];
 
@@ -82,9 +81,8 @@ struct Pack {
 template <int Length>
 struct Pack<None, Length> {};
 
-// Between two uses of packs that stay in registers. Without it the compiler converts a row once and
-// keeps the converted values as well: 90 registers instead of 56 for 4 packs of bfloat16 on sm_90,
-// and spills at 8.
+// Put this between two uses of packs that stay in registers. Without it the compiler converts a row
+// once and keeps the converted values as well (notes.md#packs-that-stay-in-registers).
 template <typename T, int Length, int Count>
 __device__ __forceinline__ void forget_conversions(Pack<T, Length> (&packs)[Count]) {
 #pragma unroll
@@ -94,7 +92,7 @@ __device__ __forceinline__ void forget_conversions(Pack<T, Length> (&packs)[Coun
   }
 }
 
-// Where a load leaves its lines to the L2.
+// Says how a load leaves its lines to the L2.
 struct NoPolicy {};
 template <typename Access>
 __device__ __forceinline__ Access read_access(const Access* memory, NoPolicy) {
@@ -159,7 +157,8 @@ __device__ __forceinline__ bool is_odd(const void* memory) {
   return (reinterpret_cast<unsigned long long>(memory) & 2) != 0;
 }
 
-// A pack from the pairs that it lies in, of which an odd one begins with the second element of the first.
+// A pack from the pairs that it lies in. An odd pack begins with the second element of the first
+// pair.
 template <typename T, int Length>
 __device__ __forceinline__ void set_from_pairs(Pack<T, Length>& pack,
                                                const unsigned (&pairs)[Pack<T, Length>::kWords + 1],
@@ -170,9 +169,9 @@ __device__ __forceinline__ void set_from_pairs(Pack<T, Length>& pack,
   }
 }
 
-// At an address that is no multiple of 4, an odd one, all but a pack's first and last element are pairs.
-// Both do nothing unless `whole`, the pack of a load is zero then: without a branch, so that the loads of
-// several packs are on their way at once.
+// At an odd address, no multiple of 4, all but a pack's first and last element are pairs. Both
+// functions do nothing unless `whole`; the pack of a load is zero then. There is no branch, so that
+// the loads of several packs are in flight at once.
 template <typename T, int Length>
 __device__ __forceinline__ void load_pairs(Pack<T, Length>& pack, const T* memory, bool whole) {
   constexpr int kWords = Pack<T, Length>::kWords;
@@ -204,10 +203,9 @@ __device__ __forceinline__ void store_pairs(const Pack<T, Length>& pack, T* memo
   if (whole && odd) write_words<2>(pack.words, memory, 4 * kWords - 2);
 }
 
-// Elements first ... first + Length - 1 of a row of n; those past its end are zero.
-// Index is int where a row fits in registers: fewer of them go into addresses. MayPair: not where rows are
-// read twice, forward for want of registers (of 64 a thread up to 100 bytes would be spilled on sm_80, for 2 %
-// on sm_90), backward since it takes longer: 84 us, not 75, for LayerNorm of 7 rows of 600001 (bfloat16, H200).
+// Loads elements first ... first + Length - 1 of a row of n; those past its end are zero. Index is
+// int for a row that fits in registers, since addresses then take fewer of them. MayPair is false
+// where rows are read twice (notes.md#packs-by-pairs).
 template <int Vector, bool MayPair = true, typename T, int Length, typename Index,
           typename Policy = NoPolicy>
 __device__ __forceinline__ void load(Pack<T, Length>& pack, const T* row, Index first, Index n,
@@ -247,18 +245,17 @@ __device__ __forceinline__ void store(const Pack<T, Length>& pack, T* row, Index
   }
 }
 
-// The same for a row of RowThreads threads, which must be there where these are several warps, as all lanes
-// must take part then: packs of 32 bytes are stored by halves, of which neighbouring lanes exchange one, so
-// that together they store a sector, where the row begins at one. `first` and n may count from the lane's own
-// first pack. Of float32 y beside 16-bit x RMSNorm of 32768 rows of 4096 takes 196 us, not 277; but 65536 rows
-// of 1024, a warp each, would take 136, not 116 (float16, H200).
+// The same for a row of RowThreads threads. If these are several warps, all of them must be there,
+// since all lanes must take part. Packs of 32 bytes are stored by halves. Neighbouring lanes
+// exchange one half, so that together they store a sector, if the row begins at one. `first` and n
+// may count from the lane's own first pack (notes.md#stores-by-sectors).
 template <int Vector, int RowThreads, typename T, int Length, typename Index>
 __device__ __forceinline__ void store_by_sectors(const Pack<T, Length>& pack, T* row, Index first,
                                                  Index n) {
   constexpr int kHalf = Length / 2;
   if constexpr (RowThreads > 32 && kHalf * sizeof(T) == 16 && kAccessBytes<T, Vector> == 16) {
     const bool odd = thread_index() % 2 == 1;
-    // What this lane stores of the even lane's pack, and of the odd one's.
+    // The parts of the even and the odd lane's pack that this lane stores.
     unsigned of_first[4];
     unsigned of_second[4];
 #pragma unroll
@@ -279,9 +276,8 @@ __device__ __forceinline__ void store_by_sectors(const Pack<T, Length>& pack, T*
 template <int Vector, bool MayPair = true, int Length, typename Index>
 __device__ __forceinline__ void load(Pack<None, Length>&, const None*, Index, Index) {}
 
-// The same of weight or bias, whose packs are at multiples of their length, or of 16 bytes, as a rule where
-// those of rows are not: RMSNorm of 16384 rows of 4097 takes 109 us, not 144, LayerNorm 137, not 211, with
-// bfloat16 ones 112, not 118, but 138, not 124 (bfloat16, float32 weight and bias unless said, H200).
+// The same for weight or bias. As a rule their packs are at multiples of their length, or of 16
+// bytes, even if those of rows are not (notes.md#weight-by-whole-packs).
 template <int Vector, typename T, int Length, typename Index>
 __device__ __forceinline__ void load_operand(Pack<T, Length>& pack, const T* row, Index first,
                                              Index n) {
@@ -311,8 +307,8 @@ __device__ __forceinline__ void load_operand(Pack<T, Length>& pack, const T* row
 template <int Vector, int Length, typename Index>
 __device__ __forceinline__ void load_operand(Pack<None, Length>&, const None*, Index, Index) {}
 
-// Whether element i of the pack that begins at `first` lies inside a row of n. Vector divides n, so
-// one comparison serves the elements of an access.
+// Whether element i of the pack at `first` lies inside a row of n. Vector divides n, so one
+// comparison serves the elements of an access.
 template <int Vector, typename Index>
 __device__ __forceinline__ bool inside(Index first, int i, Index n) {
   return first + i / Vector * Vector < n;

@@ -1,15 +1,15 @@
-// The way in of a norm, Op::Prologue, in all regimes: what is read of a row becomes what is normalized, and in the
-// backward pass the gradient of that becomes the gradient of what was read.
+// The way in of a norm, Op::Prologue, in all regimes. It turns the arrays that are read into the value to normalize.
+// Backward, it turns the gradient of that value into the gradients of those arrays.
 //
 // Plain:       x is normalized.
-// AddResidual: x + residual is, rounded to X, as residual_out holds it. Both have the gradient of that sum: what the
-//              norm passes back, plus dresidual_out, if there is one.
+// AddResidual: x + residual is normalized, rounded to X, as residual_out holds it. Both have the gradient of the sum:
+//              the norm's gradient, plus dresidual_out if there is one.
 #pragma once
 
 #include "operation.cuh"
 #include "pack.cuh"
 
-// The bytes of an element, 0 of what is absent.
+// The bytes of an element, 0 if it is absent.
 template <typename T>
 constexpr int kBytesOf = kPresent<T> ? static_cast<int>(sizeof(T)) : 0;
 
@@ -41,7 +41,7 @@ struct AddResidual {
   }
 };
 
-// The gradient of what was read, from that of what was normalized, element i of a pack.
+// Returns the gradient of the inputs from that of the normalized value, for element i of a pack.
 template <typename T, typename DResidualOut, int Length>
 __device__ __forceinline__ T gradient_of_inputs(T gradient,
                                                 const Pack<DResidualOut, Length>& dresidual_out,

@@ -1,5 +1,5 @@
 // The weight gradients from the blocks' partial sums: dweight[j] = sum over p of partials[0][p][j],
-// dbias[j] = sum over p of partials[1][p][j] (partials[0] where there is no weight).
+// dbias[j] = sum over p of partials[1][p][j] (partials[0] without a weight).
 //
 // Layout:    partials as backward_pipelined.cu writes them, (gradients, n_partials, partials_stride(n_cols));
 //            16-byte aligned.
@@ -12,14 +12,14 @@
 // Result:    thread t < kLanes writes its columns, by accesses of kVector.
 #include "gradient.cuh"
 
-// At least 4 blocks a multiprocessor: left to itself, ptxas aims at 8, for which it waits in between.
+// At least 4 blocks a multiprocessor. By itself, ptxas aims at 8 and waits in between.
 template <typename Op, typename Layout>
 __global__ void __launch_bounds__(Layout::kBlockThreads, 4)
     reduce_partials(const __grid_constant__ ReductionArguments<Op> args) {
   using T = Compute<typename Op::X>;
   using DWeight = typename Op::DWeight;
   const long long n_cols = args.n_cols;
-  constexpr int kAtOnce = 5;  // partials of a thread that are on their way
+  constexpr int kAtOnce = 5;  // partials of a thread in flight
   constexpr int kWidth = 16 / static_cast<int>(sizeof(T));
   constexpr int kLanes = Layout::kBlockThreads / Layout::kGroups;
   constexpr int kColumns = kLanes * kWidth;
@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(Layout::kBlockThreads, 4)
   // 1. Each group sums its partials, once the kernel that writes them has ended.
   wait_for_previous_kernel();
   T sum[kWidth] = {};
-  // What lies behind a row's end some kernels leave unwritten.
+  // Some kernels leave the memory behind a row's end unwritten.
   const bool whole = Layout::kVector == kWidth || n == kWidth;
   const long long stride = partials_stride(n_cols), step = Layout::kGroups * stride;
   const T* source = args.partials + ((is_first ? 0 : args.n_partials) + group) * stride + column;
@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(Layout::kBlockThreads, 4)
     }
   }
 
-  // 2. The groups of a warp, then the warps or the groups of several.
+  // 2. The groups of a warp are added, then the warps, or the groups of several warps.
 #pragma unroll
   for (int distance = 16; distance >= kLanes; distance /= 2) {
 #pragma unroll
@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(Layout::kBlockThreads, 4)
 #pragma unroll
     for (int k = 0; k < kWidth; ++k) sum[k] += pack.template get<T>(k);
   }
-  // Each thread by itself, as those of the other groups are gone.
+  // Each thread works by itself, as those of the other groups have left.
   if (kPresent<DWeight> && is_first) {
     write<Layout::kVector, 1>(sum, args.dweight + column, 0, n);
   } else {

@@ -1,17 +1,16 @@
-// Rows that wait in shared memory. A thread copies the packs that it will itself read, asynchronously
-// and some rows ahead, so that nothing but its own wait stands between the two, by cells a barrier of
-// its warp as well, and registers hold one pack at a time, or what is needed again of a row (HoldRow in
-// backward_pipelined.cu). Or one thread has all packs of its team copied in bulk.
+// Rows that wait in shared memory. A thread copies the packs that it will read itself,
+// asynchronously and some rows ahead, so it waits only for its own copies (and, by cells, for a
+// barrier of its warp). Registers hold one pack at a time, or the part of a row that is needed
+// again (HoldRow in backward_pipelined.cu). Or one thread copies all packs of its team in bulk.
 #pragma once
 
 #include "unaligned.cuh"
 
-// The places of one operand's packs, for all threads of a block: pieces of up to 16 bytes, those of
-// neighbouring threads side by side, so that an access of a warp meets every bank equally often.
-// CellLanes: of rows that may be at any address (unaligned.cuh) each thread copies the cells in which its
-// packs begin, and the last of so many lanes, which share a row, one more: RMSNorm's backward of 16384 rows
-// of 4097 takes 157 us, by the pairs of elements that a pack lies in 181, and where each element was copied
-// by itself, and waited for, 526; of float32 224, where words were copied 402 (bfloat16, H200).
+// The places of one operand's packs, for all threads of a block. A place is a piece of up to 16
+// bytes. Those of neighbouring threads lie side by side, so that an access of a warp meets every
+// bank equally often. CellLanes: rows may be at any address (unaligned.cuh). Each thread copies the
+// cells in which its packs begin, and the last of so many lanes, which share a row, copies one more
+// (notes.md#rows-in-cells-backward).
 template <typename T, int Length, int PacksPerThread, int BlockThreads, int CellLanes = 0>
 struct Stage {
   static constexpr bool kCells = CellLanes > 0 && sizeof(T) <= 4;
@@ -20,22 +19,22 @@ struct Stage {
   static constexpr int kPieces = kPackBytes / kPieceBytes;
   static constexpr int kPlaces =
       kCells ? BlockThreads * kPackBytes + BlockThreads / CellLanes * kPieceBytes
-             : BlockThreads * kPackBytes;  // of a pack of each thread
-  // Whole pieces of any operand: cells of 8 bytes may be an odd number of them.
+             : BlockThreads * kPackBytes;  // one pack of each thread
+  // Whole pieces of any operand, since there may be an odd number of 8-byte cells.
   static constexpr int kBytes = (PacksPerThread * kPlaces + 15) / 16 * 16;
 
   static __device__ __forceinline__ char* place(char* stage, int p, int piece) {
     return stage + ((p * kPieces + piece) * BlockThreads + thread_index()) * kPieceBytes;
   }
 
-  // Asks for pack p of a row, elements first ... first + Length - 1; those past n are zero.
-  // `ThroughL1`: a row that other teams of the multiprocessor ask for as well, or of which copies ask for
-  // the same sectors of 32 bytes, since each is of a part of a wider pack.
+  // Asks for pack p of a row, elements first ... first + Length - 1. Those past n are zero.
+  // `ThroughL1`: other teams of the multiprocessor ask for the same row, or copies ask for the same
+  // sectors of 32 bytes, since each copies a part of a wider pack.
   template <int Vector, bool ThroughL1 = false>
   static __device__ __forceinline__ void fetch(char* stage, int p, const T* row, int first, int n) {
     constexpr int kAccess =
         kAccessBytes<T, Vector> < kPieceBytes ? kAccessBytes<T, Vector> : kPieceBytes;
-    // Small accesses in turn: side by side they take up to 50 registers more.
+    // Small accesses are made in turn: side by side they take up to 50 registers more.
     constexpr int kUnrolled = kAccess >= 8 ? kPackBytes / kAccess : 1;
 #pragma unroll kUnrolled
     for (int begin = 0; begin < kPackBytes; begin += kAccess) {
@@ -56,14 +55,15 @@ struct Stage {
     constexpr int kOfLanes = CellLanes * kPackBytes + kPieceBytes;
     return stage + p * kPlaces + thread_index() / CellLanes * kOfLanes + lane * kPackBytes;
   }
-  // Asks for pack p of a row of n elements, if there is one, by cells, which a barrier of the warp shows to
-  // the lanes. `packs_behind`: those of each thread that are known to begin in the row behind this one.
+  // Asks for pack p of a row of n elements by cells, if there is one. A barrier of the warp shows
+  // the cells to the lanes. `packs_behind`: so many packs of each thread are known to begin in the
+  // row after this one.
   static __device__ __forceinline__ void fetch_cells(char* stage, int p, const T* row, int first,
                                                      int n, int packs_behind) {
     const int lane = thread_index() % CellLanes, before = bytes_before<T, Length>(row);
     const char* const source = reinterpret_cast<const char*>(row + first) - before;
     char* const target = place_of_cells(stage, p, lane);
-    // From the first cell on; it may begin before the row.
+    // The row's first cell may begin before the row.
     const int left = n > 0 ? (n - first) * static_cast<int>(sizeof(T)) + before : 0;
 #pragma unroll
     for (int i = 0; i <= kPieces; ++i) {
@@ -84,15 +84,16 @@ struct Stage {
     }
     return pack_of_cells<T, Length>(words, before);
   }
-  // In the place of the cell in which it begins, for this thread to read as one with nothing before it.
+  // It goes to the place of the cell in which it begins. This thread reads it as a pack with
+  // nothing before it.
   static __device__ __forceinline__ void write_cells(const Pack<T, Length>& pack, char* stage,
                                                      int p) {
     static_assert(kPackBytes == 16, "of x");
     write_words<16>(pack.words, place_of_cells(stage, p, thread_index() % CellLanes), 0);
   }
 
-  // Whether packs can be asked for with a policy: in pieces of 16 bytes, as the place that is the
-  // thread's own is counted. Of float64, whose backward once spilled by it, it was not measured.
+  // Whether packs can be asked for with a policy: in pieces of 16 bytes, since the thread's own
+  // place counts those. float64 was not measured, as its backward once spilled with a policy.
   template <int Vector>
   static constexpr bool kTakesPolicy =
       kCopiesTakePolicies && Vector == Length && kPieceBytes == 16 && sizeof(T) < 8;
@@ -109,8 +110,8 @@ struct Stage {
     }
   }
 
-  // Has this thread copy all packs of its team, whose first thread is `first_thread` of the block and
-  // whose first pack is at `source`.
+  // Has this thread copy all packs of its team. The team's first thread is `first_thread` of the
+  // block, and its first pack is at `source`.
   template <int RowThreads>
   static __device__ __forceinline__ void fetch_bulk(char* stage, int first_thread, const T* source,
                                                     Mailbox* mailbox, CachePolicy policy) {
@@ -124,7 +125,7 @@ struct Stage {
     }
   }
 
-  // Stores pack p to a row of n, from its place and in turn, for the same reason.
+  // Stores pack p to a row of n from its place, in turn for the same reason.
   template <int Vector>
   static __device__ __forceinline__ void store(char* stage, int p, T* row, int first, int n) {
     constexpr int kAccess = kAccessBytes<T, Vector>;

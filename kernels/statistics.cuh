@@ -1,8 +1,8 @@
 // Mean and variance of a row, and the range in which they can be trusted.
 //
-// Variance is the corrected two-pass: with a first mean m, d = x - m, c = sum(d)/N and
-// variance = sum(d*d)/N - c*c, so that neither a large mean nor the rounding of m costs digits. m is
-// that of the row's first elements, half of it, or 0; where it was far off, the row is measured again from m + c.
+// The variance is the corrected two-pass. With a first mean m, d = x - m, c = sum(d)/N and
+// variance = sum(d*d)/N - c*c, so neither a large mean nor the rounding of m costs digits. m is the mean of the row's
+// first elements, half of it, or 0. If it was far off, the row is measured again from m + c.
 // RMSNorm has no mean: d = x, c = 0.
 #pragma once
 
@@ -10,13 +10,13 @@
 
 template <typename T>
 struct Statistics {
-  T shift = 0;       // m, by which d = x - m is formed again
+  T shift = 0;       // m: d = x - m is formed again with it
   T correction = 0;  // c: the row's mean is m + c
-  T magnitude = 0;   // mean of |d|, where it was summed
+  T magnitude = 0;   // mean of |d|, if it was summed
   T variance = 0;    // RMSNorm: the mean square
 };
 
-// Adds to the sums of d*d and, as far as there are as many, of d and |d|.
+// Adds to the sums of d*d and, if there are as many sums, of d and |d|.
 template <int Sums, typename T>
 __device__ __forceinline__ void add_deviation(T (&sums)[Sums], T d) {
   sums[0] = fused_multiply_add(d, d, sums[0]);
@@ -24,9 +24,9 @@ __device__ __forceinline__ void add_deviation(T (&sums)[Sums], T d) {
   if constexpr (Sums > 2) sums[2] += absolute(d);
 }
 
-// The statistics from the row's sums of d*d and, as far as they were taken, of d and |d|. A NaN of the
-// variance is the mean as well: without this a row with one inf would have a mean of inf or of NaN,
-// as the inf lies in its first pack or not.
+// Returns the statistics from the row's sums of d*d and, if they were taken, of d and |d|. If the
+// variance is NaN, the mean is NaN too. Otherwise the mean of a row with one inf would be inf or
+// NaN, depending on whether the inf lies in the first pack.
 template <bool Centered, int Sums, typename T>
 __device__ __forceinline__ void finish(Statistics<T>& statistics, const T (&sums)[Sums], T inv_n) {
   static_assert(Sums > 1 || !Centered, "LayerNorm needs the sum of d");
@@ -40,11 +40,9 @@ __device__ __forceinline__ void finish(Statistics<T>& statistics, const T (&sums
   }
 }
 
-// A first mean for a whole row from its first pack, of which each thread has a copy: the pack's mean
-// where its elements lie close together, else half of it, which may serve rows around 0 as well. Of
-// 8 elements from a normal distribution, 0.4% of the rows around 0 are then measured again, 9% of
-// those around 0.75 deviations, 25% around one, 43% around 1.25, 16% around two and 7% farther off;
-// with 0 where the elements differ in sign it had been 2.3, 69, 48, 29, 8 and 7%.
+// Returns a first mean for a whole row from its first pack, of which each thread has a copy. It is
+// the pack's mean if its elements lie close together, else half of it, which may serve rows around
+// 0 as well. So fewer rows are measured again (notes.md#how-often-rows-are-measured-again).
 template <typename T, typename X, int Length>
 __device__ __forceinline__ T first_mean(const Pack<X, Length>& pack) {
   T sum = 0, sum_of_squares = 0;
@@ -58,10 +56,10 @@ __device__ __forceinline__ T first_mean(const Pack<X, Length>& pack) {
   return sum * (close ? T(1) / Length : T(0.5) / Length);
 }
 
-// The same from the row's first kFirstElements, of which each lane of a warp has a pack: an eighth of
-// a deviation off in rows of one distribution. For kernels that hide the three to five shuffles, and
-// to which a second round is dear: 1417 us against 1134 at 16384x65536 (H200). Of rows that have as
-// many elements.
+// The same from the row's first kFirstElements. Each lane of a warp has a pack of them. In rows of
+// one distribution it is an eighth of a deviation off. It serves kernels that hide the three to
+// five shuffles, and for which a second round is expensive
+// (notes.md#how-often-rows-are-measured-again). The row must have as many elements.
 constexpr int kFirstElements = 64;
 template <int Length>
 constexpr int kFirstLanes = kFirstElements / Length;
@@ -81,25 +79,25 @@ __device__ __forceinline__ T first_mean_by_warp(const Pack<X, Length>& pack) {
   return sum * (T(1) / kFirstElements);
 }
 
-// Whether the first mean was so far from the row's that a second round must start from that. What
-// the sum of d lost stays in c, and is of the order of the mean of |d|: that may be no more than 3
-// times what it would be around the row's own mean, however few outliers make the deviation.
+// Whether the first mean was so far from the row's mean that a second round must start from that.
+// The error of the sum of d stays in c, and is of the order of the mean of |d|. That mean may be at
+// most 3 times what it would be around the row's own mean, even if few outliers make the deviation.
 template <typename T>
 __device__ __forceinline__ bool was_far(const Statistics<T>& statistics) {
   return T(1.5) * absolute(statistics.correction) > statistics.magnitude;
 }
-// The same where the first mean was 0, for rows of up to Columns: by more than 2 standard errors of
-// the mean, as one row around 0 in twenty is. What the sum lost stays in c, and shows in a row whose
-// deviation is that of a few outliers: all others may lie at the mean itself. Where the squares of both
-// vanish it counts as far, in a row of zeros too.
+// The same for a first mean of 0, for rows of up to Columns. The mean is far if it is more than 2
+// standard errors off, as in one row around 0 in twenty. The error of the sum stays in c, and shows
+// in a row whose deviation comes from a few outliers, since all others may lie at the mean itself.
+// If the squares of both vanish, the mean counts as far, in a row of zeros too.
 template <int Columns, typename T>
 __device__ __forceinline__ bool zero_was_far(const Statistics<T>& statistics) {
   constexpr T kMost = T(4) / Columns;
   return statistics.correction * statistics.correction >= kMost * statistics.variance;
 }
 
-// The mean as one number, and what it lost in being rounded: then d is as exact as x and the mean
-// allow, however far off the first mean was (Knuth's two-sum).
+// Returns the mean as one number, and what rounding lost of it. Then d is as exact as x and the
+// mean allow, however far off the first mean was (Knuth's two-sum).
 template <typename T>
 __device__ __forceinline__ void settle(Statistics<T>& statistics) {
   const T mean = statistics.shift + statistics.correction;
@@ -108,17 +106,18 @@ __device__ __forceinline__ void settle(Statistics<T>& statistics) {
   statistics.shift = mean;
 }
 
-// Range. Squares of float32 overflow from 1.8e19 and vanish below 1e-19. A row whose variance + eps
-// is outside [kSmallest, kLargest] is divided by a power of two, `unit`, near its largest element (or
-// sqrt(eps), if larger) and measured again. Inside, what vanished is below 2^-24 of the sum.
+// Range. Squares of float32 overflow from 1.8e19 and vanish below 1e-19. If a row's variance + eps
+// is outside [kSmallest, kLargest], the row is divided by `unit`, a power of two near its largest
+// element (or near sqrt(eps), if larger), and measured again. Inside, what vanished is below 2^-24
+// of the sum.
 template <typename T>
 struct Range;
 template <>
 struct Range<float> {
   static constexpr float kSmallest = 7.888609052210118e-31f;  // 2^-100
   static constexpr float kLargest = 3.4028234663852886e38f;
-  // The power of two at or below a value that is not negative, by its exponent's bits: of those that
-  // are normal numbers and have a normal reciprocal, 2^-126 to 2^126, the nearest.
+  // The power of two at or below a non-negative value, from its exponent's bits. Only normal
+  // numbers with a normal reciprocal, 2^-126 to 2^126, are returned: the nearest of them.
   static __device__ __forceinline__ float power_of_two_below(float value) {
     const unsigned exponent = float_bits(value) & 0x7f800000u;
     const unsigned least = 0x00800000u, most = 0x7e800000u;
@@ -142,7 +141,7 @@ struct Range<double> {
   }
 };
 
-// What a row whose largest element is `largest` is divided by; inf has no unit.
+// The divisor of a row whose largest element is `largest`; inf has no unit.
 template <typename T>
 __device__ __forceinline__ T unit_of(T largest) {
   return largest <= Range<T>::kLargest ? Range<T>::power_of_two_below(largest) : T(1);
@@ -153,7 +152,7 @@ __device__ __forceinline__ bool in_range(T variance_plus_eps) {
   return variance_plus_eps >= Range<T>::kSmallest && variance_plus_eps <= Range<T>::kLargest;
 }
 
-// What a measured row is multiplied by, and the rstd to store: they differ by the unit of the row.
+// The factor of a measured row, and the rstd to store. They differ by the unit of the row.
 template <typename T>
 struct Scale {
   T of_row;
@@ -166,8 +165,8 @@ __device__ __forceinline__ Scale<T> scale_in_range(T variance, T eps) {
   return {rstd, rstd};
 }
 
-// For a row measured in a unit: eps / unit^2 may not be representable, so the sum under the root is
-// taken as that of a hypotenuse.
+// For a row that was measured in a unit. eps / unit^2 may not be representable, so the root is
+// taken as a hypotenuse.
 template <typename T>
 __device__ __forceinline__ Scale<T> scale_in_unit(T variance, T eps, T unit) {
   if (variance != variance) return {variance, variance};
@@ -180,6 +179,6 @@ __device__ __forceinline__ Scale<T> scale_in_unit(T variance, T eps, T unit) {
   return {of_row, of_row / unit};
 }
 
-// float16's squares can do neither.
+// float16's squares neither overflow nor vanish.
 template <typename X>
 constexpr bool kCanLeaveRange = !kSame<X, float16>;

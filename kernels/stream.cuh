@@ -1,10 +1,11 @@
 // What the streaming kernels share: the walk over a row that no thread can hold, and sums that stay
-// exact to the last bits however long it is.
+// exact to the last bits however long the row is.
 #pragma once
 
 #include "types.cuh"
 
-// This thread among those of its cluster. Asked for where it is used: one that is kept takes a register.
+// This thread among those of its cluster. It is computed at each use, since a kept one takes a
+// register.
 template <int ClusterBlocks, int BlockThreads>
 __device__ __forceinline__ int thread_in_cluster() {
   return (ClusterBlocks > 1 ? block_in_cluster() * BlockThreads : 0) + thread_index();
@@ -21,8 +22,9 @@ __device__ __forceinline__ void for_each_pack(long long n_cols, Visit visit) {
   }
 }
 
-// Calls visit(first column, columns) for each tile of a row, in all threads: from its start, or from
-// its end. Two copies of visit are inlined; in one the compiler knows that the tile is whole.
+// Calls visit(first column, columns) for each tile of a row, in all threads, from the row's start
+// or from its end. Two copies of visit are inlined. In one of them the compiler knows that the tile
+// is whole.
 template <int Columns, bool Backwards, typename Visit>
 __device__ __forceinline__ void for_each_tile(long long n_cols, Visit visit) {
   const long long end = n_cols / Columns * Columns;
@@ -50,7 +52,7 @@ struct CompensatedSum {
     const T corrected = value - lost;
     const T next = sum + corrected;
     lost = (next - sum) - corrected;
-    // Of an infinity nothing is lost but inf - inf: the sum itself says inf or NaN as IEEE would.
+    // For an infinity, inf - inf would be lost. The sum itself says inf or NaN, as IEEE 754 would.
     if (lost != lost) lost = 0;
     sum = next;
   }

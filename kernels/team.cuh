@@ -1,14 +1,15 @@
 // The threads that work on one row, and their reductions.
 //
-// A block of BlockThreads threads holds BlockThreads / RowThreads teams. A team is a part of a warp
-// (RowThreads a power of two up to 32) or whole warps (a multiple of 32); or it is all threads of
-// ClusterBlocks blocks, which then have BlockThreads = RowThreads each. Reductions run in a fixed
-// order: a butterfly in each warp, one over the warps of a block, one over the blocks, of which every
-// warp repeats the last. Since addition commutes, every thread of the team ends with the same bits.
-// The order depends on RowThreads and ClusterBlocks alone; but the threads of a cluster that is Split
-// are those of one block of as many, with its packs and its bits, and each of a Folded team is two, with
-// the packs and the bits of twice as many threads: its packs are by turns those of the one and of the
-// other, RowThreads further on.
+// A block of BlockThreads threads holds BlockThreads / RowThreads teams. A team is a part of a warp (RowThreads a
+// power of two up to 32) or whole warps (a multiple of 32). Or it is all threads of ClusterBlocks blocks, which then
+// have BlockThreads = RowThreads each.
+//
+// Order:     a butterfly in each warp, one over the warps of a block, one over the blocks, which every warp repeats.
+//            Addition commutes, so every thread of the team ends with the same bits. The order depends on RowThreads
+//            and ClusterBlocks alone.
+// Split:     The threads of a Split cluster are those of one block of as many, with its packs and its bits.
+// Folded:    Each thread of a Folded team is two threads, with the packs and the bits of twice as many threads. Its
+//            packs alternate between the one and the other, which is RowThreads further on.
 #pragma once
 
 #include "types.cuh"
@@ -19,7 +20,7 @@ struct Sum {
     return a + b;
   }
 };
-struct Max {  // of values that are not negative and not NaN
+struct Max {  // for values that are not negative and not NaN
   template <typename T>
   __device__ static __forceinline__ T combine(T a, T b) {
     return larger(a, b);
@@ -39,11 +40,11 @@ struct Team {
   static_assert(!Folded || (ClusterBlocks == 1 && kTeams == 1 && RowThreads % 32 == 0),
                 "the folded team is the block");
   static constexpr bool kFolded = Folded;
-  // A cluster's blocks tell each other one sum each, which one of their warps has from the others.
-  // With a sum of each warp, up to 256 for every warp to read, LayerNorm of 2048 rows of 262144 took
-  // 589 us, not 543 (bfloat16, float32 weight and bias, H200).
+  // A cluster's blocks tell each other one sum each. One warp of a block forms it from the block's
+  // warps. One sum of each warp, up to 256 for every warp to read, took longer
+  // (notes.md#one-sum-a-block-of-a-cluster).
   static constexpr bool kByBlocks = ClusterBlocks > 1 && kWarps > 1 && !Split;
-  // Whose values every warp combines last.
+  // Every warp combines these values last.
   static constexpr int kSlots =
       kByBlocks ? ClusterBlocks : ClusterBlocks * kWarps * (Folded ? 2 : 1);
   static_assert(kSlots <= 32, "a lane reads one");
@@ -51,7 +52,7 @@ struct Team {
   static constexpr int kMailboxBytes = ClusterBlocks > 1 ? 16 : 0;
 
   int team;  // of the block's
-  int rank;  // of this thread among those of its team in this block
+  int rank;  // this thread's place among those of its team in this block
   int block = ClusterBlocks > 1 ? block_in_cluster() : 0;
   int reductions = 0;  // finished
 
@@ -66,31 +67,32 @@ struct Team {
       arrive_at_cluster_barrier();
     }
   }
-  // Once, before the first reduction: the mailboxes of a cluster's blocks are open. Best after the row
-  // is asked for, as another block may not have started: LayerNorm of one row of 262144 takes 7.0 us,
-  // not 7.6, the backward of 64 of 65536 19.1, not 20.3 (bfloat16, H200).
+  // Opens the mailboxes of a cluster's blocks, once, before the first reduction. This is best done
+  // after the row is asked for, since another block may not have started
+  // (notes.md#mailboxes-open-after-the-loads).
   __device__ __forceinline__ void meet() const {
     if constexpr (ClusterBlocks > 1) wait_at_cluster_barrier();
   }
 
-  // The first column of a thread's pack p, of those that its block holds.
+  // The first column of a thread's pack p, among those that its block holds.
   template <int PacksPerThread, int Length>
   __device__ __forceinline__ int first_column(int p) const {
     const int before = Split ? p * ClusterBlocks + block : block * PacksPerThread + p;
     return (before * RowThreads + rank) * Length;
   }
 
-  // What a pack p is compared with to lie inside a row of n columns. In a team of one block, or Split,
-  // whose threads have no more packs than the row needs, n >= (PacksPerThread - 1) * kThreads * Length,
-  // all but each thread's last lie inside: for those it is a constant, and the comparison folds away.
+  // A pack p lies inside a row of n columns if it is below this. In a team of one block, or a Split
+  // one, no thread has more packs than the row needs: n >= (PacksPerThread - 1) * kThreads *
+  // Length. There all packs but each thread's last lie inside. For those the bound is a constant,
+  // and the comparison folds away.
   template <int PacksPerThread, int Length>
   static __device__ __forceinline__ int end_of_row(int p, int n) {
     constexpr int kColumns = PacksPerThread * kThreads * Length;
     return (ClusterBlocks == 1 || Split) && p + 1 < PacksPerThread ? kColumns : n;
   }
 
-  // Bytes at the start of dynamic shared memory that reductions of T use: whole lines of 128, since
-  // of asynchronous copies to the middle of one each sector is read from the L2 twice.
+  // Bytes at the start of dynamic shared memory that reductions of T use. These are whole lines of
+  // 128, since an asynchronous copy to the middle of a line reads each sector from the L2 twice.
   template <typename T>
   __host__ __device__ static constexpr int scratch_bytes() {
     constexpr int kAll = 2 * kTeams * kSlots + (kByBlocks ? kWarps : 0);
@@ -105,9 +107,9 @@ struct Team {
     finish_reduction<Operation>(values);
   }
 
-  // The same; each thread of a Folded team has `seconds`, too, the values of the second of the threads that
-  // it is, which may be `values` themselves where these are of both. Lanes 0 to 15 go on with the first ones,
-  // 16 to 31 with the second ones. Else `seconds` is not read.
+  // The same. Each thread of a Folded team also has `seconds`, the values of the second of its two
+  // threads. These may be `values` themselves, if they are of both. Lanes 0 to 15 continue with the
+  // first values, 16 to 31 with the second. In other teams `seconds` is not read.
   template <typename Operation, int Count, typename T>
   __device__ __forceinline__ void reduce(T (&values)[Count], const T (&seconds)[Count]) {
     if constexpr (Folded) {
@@ -129,20 +131,21 @@ struct Team {
     }
   }
 
-  // A reduction in two halves, between which a thread need not wait for the others; one at a time. In
-  // the first, one warp of each block of a cluster waits for the block's others.
+  // A reduction in two halves, between which a thread need not wait for the others. One runs at a
+  // time. In the first half, one warp of each block of a cluster waits for the block's others.
   template <typename Operation, int Count, typename T>
   __device__ __forceinline__ void begin_reduction(T (&values)[Count]) {
     send<Operation>(values, rank == 0);
   }
-  // The same, by which one warp of the team's first block, all of whose lanes say that it `sends`,
-  // gives every thread a word of its lane 0. `words` has two places, which take turns. What the warp
-  // then asks for, by `ask`, comes before all that threads of its block do after the reduction.
+  // The same, with a word. One warp of the team's first block gives every thread a word of its lane
+  // 0; all its lanes say that it `sends`. `words` has two places, which alternate. What the warp
+  // then asks for, by `ask`, comes before everything that threads of its block do after the
+  // reduction.
   template <typename Operation, int Count, typename T, typename Ask>
   __device__ __forceinline__ void begin_reduction(T (&values)[Count], bool sends, int word,
                                                   int* words, const Ask& ask) {
     static_assert(kSlots > 1, "a barrier lies between what is sent and what is read");
-    send<Operation>(values, false);  // first: all wait for the last of these
+    send<Operation>(values, false);  // first, since all wait for the last of these
     int* const place = words + reductions % 2;
     if (sends) {
       if constexpr (ClusterBlocks > 1) {
@@ -162,7 +165,7 @@ struct Team {
       }
     }
   }
-  // The word that came with the reduction finished last, before the next one begins.
+  // The word that came with the last finished reduction, before the next one begins.
   __device__ __forceinline__ int received(const int* words) const {
     return words[(reductions + 1) % 2];
   }
@@ -177,22 +180,22 @@ struct Team {
       } else {
         named_barrier(team + 1, RowThreads);
       }
-      // Two halves of the scratch take turns: a thread can be at most one reduction ahead of the
+      // Two halves of the scratch alternate. A thread is at most one reduction ahead of the
       // slowest, so one barrier (one mailbox) a reduction is enough.
       combine<Operation, kSlots>(values, slots<Count, T>());
       ++reductions;
     }
   }
 
-  // Whether any thread of the team, or of a team that shares its warp, says so; `condition` is the
+  // Whether any thread of the team, or of a team that shares its warp, says so. `condition` is the
   // same in all threads of a team.
   __device__ __forceinline__ bool any(bool condition) const {
     return RowThreads < 32 ? any_in_warp(condition) : condition;
   }
 
  private:
-  // This warp's values to all who wait for them, once combined; who `announces` them says how many
-  // bytes will come to its block.
+  // Sends this warp's values to all who wait for them, once combined. The one that `announces` them
+  // says how many bytes will come to its block.
   template <typename Operation, int Count, typename T>
   __device__ __forceinline__ void send(T (&values)[Count], bool announces) {
     static_assert(!Folded, "its threads have seconds, too");
@@ -209,7 +212,7 @@ struct Team {
         if constexpr (kByBlocks) {
           Slot<Count, T>* const of_warps = slots_of_warps<Count, T>();
           if (lane == 0) of_warps[warp] = slot_of(values);
-          tells = warp == reductions % kWarps;  // by turns, as it waits for the others
+          tells = warp == reductions % kWarps;  // the halves alternate, as it waits for the others
           if (tells) {
             named_barrier(1, BlockThreads);
             combine<Operation, kWarps>(values, of_warps);
@@ -225,7 +228,8 @@ struct Team {
     }
   }
 
-  // The values of a warp or of a block, side by side: of float32, one message and one access.
+  // The values of a warp or of a block, side by side. In float32 they are one message and one
+  // access.
   template <int Count, typename T>
   struct alignas(kSentBytes<Count, T> < 16 ? kSentBytes<Count, T> : 16) Slot {
     T values[kSentBytes<Count, T> / sizeof(T)];
@@ -237,8 +241,8 @@ struct Team {
     for (int i = 0; i < Count; ++i) slot.values[i] = values[i];
     return slot;
   }
-  // Those of a team, which has two sets that take turns, and behind them those of a block's warps: one
-  // set, as a warp writes there again only after its block's sum, which was made of them, has come.
+  // A team has two sets, which alternate. Behind them is one set for a block's warps. It is enough,
+  // since a warp writes there again only after its block's sum has come, which was made of them.
   template <int Count, typename T>
   __device__ __forceinline__ Slot<Count, T>* slots() const {
     return slots_behind<Count, T>((reductions % 2 * kTeams + team) * kSlots);
@@ -253,7 +257,7 @@ struct Team {
     constexpr int kBytes = kMaxValues * static_cast<int>(sizeof(T));
     return reinterpret_cast<Slot<Count, T>*>(first + others * kBytes);
   }
-  // What some slots have together, in every lane.
+  // Combines the values of some slots, in every lane.
   template <typename Operation, int Slots, int Count, typename T>
   __device__ __forceinline__ void combine(T (&values)[Count], const Slot<Count, T>* slots) const {
     constexpr int kLanes = power_of_two_above(Slots);

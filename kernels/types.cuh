@@ -9,7 +9,7 @@ struct float16 {
 struct bfloat16 {
   unsigned short bits;
 };
-struct None {};  // an operand that is absent
+struct None {};  // an absent operand
 
 template <typename A, typename B>
 constexpr bool kSame = false;
@@ -36,7 +36,7 @@ template <>
 struct ComputeOf<double> {
   using type = double;
 };
-// What rows of X are computed, and their statistics stored, in.
+// The type in which rows of X are computed and their statistics stored.
 template <typename X>
 using Compute = typename ComputeOf<X>::type;
 
@@ -57,7 +57,7 @@ __device__ __forceinline__ To convert(From value) {
   }
 }
 
-// The larger one; b where a is NaN.
+// The larger one; b if a is NaN.
 template <typename T>
 __device__ __forceinline__ T larger(T a, T b) {
   return a > b ? a : b;

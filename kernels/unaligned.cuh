@@ -1,9 +1,10 @@
-// Rows that are at no multiples of 16 bytes, moved by whole lines all the same.
+// Rows that do not begin at multiples of 16 bytes, still moved by whole lines.
 //
-// A pack of such a row lies in two cells, the aligned 16 bytes of memory, or as many as a pack has where
-// it is shorter: it is loaded by both and shifted. It is stored by words of 4 bytes, neighbouring ones by
-// neighbouring lanes, which exchange them in shared memory; where 16-bit elements are at odd addresses, no
-// multiples of 4, a pack begins in the middle of a word.
+// Load:      A pack of such a row lies in two cells. A cell is the aligned 16 bytes of memory, or as many bytes as a
+//            pack has if it is shorter. Both cells are loaded, and the pack is shifted out of them.
+// Store:     Packs are stored by words of 4 bytes, neighbouring words by neighbouring lanes. The lanes exchange them
+//            in shared memory. If 16-bit elements are at odd addresses, no multiples of 4, a pack begins in the middle
+//            of a word.
 #pragma once
 
 #include "pack.cuh"
@@ -12,13 +13,13 @@ template <typename T, int Length>
 constexpr int kCellBytes =
     Length * static_cast<int>(sizeof(T)) < 16 ? Length * static_cast<int>(sizeof(T)) : 16;
 
-// The bytes of a cell before the pack that begins in it: the same for all packs of a row.
+// The bytes of a cell before the pack that begins in it. They are the same for all packs of a row.
 template <typename T, int Length>
 __device__ __forceinline__ int bytes_before(const T* row) {
   return static_cast<int>(reinterpret_cast<unsigned long long>(row) & (kCellBytes<T, Length> - 1));
 }
 
-// A pack of so many bytes behind the beginning of its cells, given by their words.
+// The pack that begins so many bytes after its cells do. The cells are given as words.
 template <typename T, int Length, int Words>
 __device__ __forceinline__ Pack<T, Length> pack_of_cells(unsigned (&words)[Words], int before) {
   constexpr int kOfCell = kCellBytes<T, Length> / 4;
@@ -27,7 +28,7 @@ __device__ __forceinline__ Pack<T, Length> pack_of_cells(unsigned (&words)[Words
 #pragma unroll
   for (int step = kOfCell / 2; step > 0; step /= 2) {
 #pragma unroll
-    for (int i = 0; i < Words; ++i) {  // to a constant: else 12 words are put into local memory
+    for (int i = 0; i < Words; ++i) {  // to a constant: otherwise 12 words go to local memory
       if (i + step < Words) words[i] = before & (4 * step) ? words[i + step] : words[i];
     }
   }
@@ -40,16 +41,16 @@ __device__ __forceinline__ Pack<T, Length> pack_of_cells(unsigned (&words)[Words
   return pack;
 }
 
-// The cells of a row of n elements from the one on in which a thread's first pack begins: pack i begins in
-// cell i. Of the row's first cell what lies before the row is loaded and not used; of its last nothing
-// beyond the row is.
+// The cells of a row of n elements, from the one in which a thread's first pack begins. Pack i
+// begins in cell i. The part of the row's first cell before the row is loaded and not used. Nothing
+// behind the row is loaded with its last cell.
 template <typename T, int Length>
 struct Cells {
   using Cell = Pack<T, Length>;
   const T* start;  // of the first cell
-  int before;      // elements of a cell that lie before the pack which begins in it
-  int left;        // those from the first cell's start to the row's end, if there is a row
-  int skipped;     // those of the first cell that lie before the row
+  int before;      // elements of a cell before the pack that begins in it
+  int left;        // elements from the first cell's start to the row's end, if there is a row
+  int skipped;     // elements of the first cell before the row
 
   __device__ __forceinline__ Cells(const T* row, int rank, int n) {
     before = bytes_before<T, Length>(row) / static_cast<int>(sizeof(T));
@@ -58,7 +59,7 @@ struct Cells {
     skipped = rank == 0 ? before : 0;
   }
 
-  // Cell i where it lies inside the row to its last element, or else zeros.
+  // Cell i if all of it lies inside the row, or else zeros.
   template <typename Policy = NoPolicy>
   __device__ __forceinline__ Cell load(int i, Policy policy = {}) const {
     Cell cell = {};
@@ -100,8 +101,8 @@ struct Cells {
   }
 };
 
-// Puts `other` in the place of a cell if `chosen`, word by word: of a choice between two of them the
-// compiler makes one between their places in memory.
+// Replaces a cell by `other` if `chosen`, word by word. The compiler would turn a choice between
+// two cells into one between their places in memory.
 template <typename T, int Length>
 __device__ __forceinline__ void choose(Pack<T, Length>& cell, bool chosen,
                                        const Pack<T, Length>& other) {
@@ -111,10 +112,10 @@ __device__ __forceinline__ void choose(Pack<T, Length>& cell, bool chosen,
   }
 }
 
-// The packs of `Lanes` lanes side by side in a row, and the words of memory that they lie in: as many as
-// are in the packs, and one more where the row is odd, since the first begins with the element before. A
-// lane moves each so many words further on, from one that it finds once: packs further on in the row are at
-// distances that are known when the kernel is compiled.
+// The packs of `Lanes` lanes side by side in a row, and the words of memory that they lie in. There
+// are as many words as the packs have, and one more if the row is odd, since the first word begins
+// with the element before. A lane moves each word so many further on, from one that it finds once.
+// Packs further on in the row are at distances that are known when the kernel is compiled.
 template <typename T, int Length, int Lanes>
 struct Words {
   static constexpr int kOfPack = Pack<T, Length>::kWords;
@@ -126,16 +127,16 @@ struct Words {
   T* rows;
   long long own;  // the bytes from there to this lane's first word
 
-  // Of the lanes' packs of which the first lane's begins at element `packs` of `rows`.
+  // For the lanes' packs, the first of which begins at element `packs` of `rows`.
   __device__ __forceinline__ Words(T* rows, long long packs, int lane)
       : lane(lane), odd(sizeof(T) == 2 && is_odd(rows + packs)), rows(rows) {
     own = packs * static_cast<int>(sizeof(T)) - 2 * odd + 4 * lane;
-    make_opaque(own);  // else it is found again for each word
+    make_opaque(own);  // else each word finds it again
   }
 
-  // Stores packs `distance` elements further on, by way of `words`. `left`: elements from there to the
-  // row's end; whole: as many as are in the packs, or more. All lanes of the warp take part, which have
-  // met since they last used what is there.
+  // Stores packs `distance` elements further on, by way of `words`. `left` is the number of
+  // elements from there to the row's end. whole: it is at least the packs' number of elements. All
+  // lanes of the warp take part. They have met since they last used `words`.
   __device__ __forceinline__ void store(const Pack<T, Length>& pack, char* words, int distance,
                                         int left, bool whole) const {
     unsigned shifted[kOfPack];
@@ -160,7 +161,7 @@ struct Words {
       constexpr int kStep = 4 * Lanes;
       unsigned word[1] = {};
       read_words<4>(word, words + 4 * lane + kStep * i, 0);
-      const bool begins_before = i == 0 && lane == 0 && odd;  // with an element of other packs
+      const bool begins_before = i == 0 && lane == 0 && odd;  // with another pack's element
       const bool all = whole || bytes_left >= kStep * i + 4;
       if (all && begins_before) write_words<2>(word, first, 2);
       if (all && !begins_before) write_words<4>(word, first + kStep * i, 0);
@@ -169,7 +170,7 @@ struct Words {
         if (half && !begins_before) write_words<2>(word, first + kStep * i, 0);
       }
     }
-    // The last element, that of a word which ends behind these packs.
+    // The last element is that of a word which ends behind these packs.
     if (odd && lane == Lanes - 1 && (whole || left >= Lanes * Length)) {
       write_words<2>(pack.words, first + 4 * Lanes * kOfPack - 4 * lane - kPackBytes + 2,
                      kPackBytes - 2);

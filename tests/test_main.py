@@ -29,6 +29,10 @@ def run_report(*arguments: str, **environment: str) -> str:
     return done.stdout
 
 
+def test_version_is_all_that_is_printed_on_request() -> None:
+    assert run_report("--version") == f"cupynorm {cupynorm.__version__}\n"
+
+
 def right_passes(printed: str) -> list[list[str]]:
     """Return norm, direction, shape and dtypes of the passes that the table calls right."""
     return [line.split()[:5] for line in printed.splitlines() if " right " in line]

@@ -1,16 +1,15 @@
-"""RMSNorm and LayerNorm within JAX's programs.
+"""RMSNorm and LayerNorm within JAX programs.
 
-`rms_norm` and `layer_norm` are those of `cupynorm`, as functions of JAX: under ``jit``, ``grad``,
-``vmap``, ``scan``, ``checkpoint`` and ``shard_map``, and on arrays that are split over the devices
-of a mesh, whose axes may be Auto or Explicit. On CUDA GPUs they are the kernels of this package,
-called by XLA; elsewhere, the same formula in jax.numpy. Each may add a residual to x first.
+`rms_norm` and `layer_norm` are those of `cupynorm`, as JAX functions. They work under ``jit``,
+``grad``, ``vmap``, ``scan``, ``checkpoint`` and ``shard_map``, and on arrays that are split over
+the devices of a mesh. Its axes may be Auto or Explicit. On CUDA GPUs XLA calls the kernels of this
+package. Elsewhere the same formula runs in jax.numpy. Each function may add a residual to x first.
 
-Rows stay where they are, also where the devices do not share them evenly: no x, dy, y or dx, nor
-what is added to them, is sent to another device, unless the normalized axes themselves are split,
-which is undone first, or a ``shard_map`` over other axes leaves them split over Auto ones. The
-gradients of weight and bias are summed over the devices in the compute dtype.
-Derivatives are taken in reverse, as often as one likes; forward mode (``jvp``, ``jacfwd``) is
-refused, when a program is compiled.
+Rows stay where they are, even if the devices do not share them evenly. No x, dy, y or dx, nor a
+residual, is sent to another device, with two exceptions: the normalized axes themselves are split,
+or a ``shard_map`` over other axes leaves rows split over Auto axes. The gradients of weight and
+bias are summed over the devices in the compute dtype. Derivatives are taken in reverse, any number
+of times. Forward mode (``jvp``, ``jacfwd``) is refused when a program is compiled.
 """
 
 from __future__ import annotations
@@ -60,65 +59,64 @@ def rms_norm(
     Parameters
     ----------
     x : array, shape (..., N)
-        A JAX array, traced or not, a NumPy array, or what has ``__jax_array__``, as a parameter of
-        Flax does; of float64, float32, float16 or bfloat16. A NumPy array of float64 becomes
-        float32 unless JAX has x64 enabled, as in ``jax.numpy``.
+        A JAX array, traced or not, a NumPy array, or anything with ``__jax_array__``, such as a
+        parameter of Flax. Its dtype is float64, float32, float16 or bfloat16. A NumPy array of
+        float64 becomes float32 unless JAX has x64 enabled, as in ``jax.numpy``.
     weight, bias : array, optional
-        Of the shape of x's normalized axes and of any of the four dtypes; where axis is given,
-        there may be axes of 1 before those.
+        They have the shape of x's normalized axes and any of the four dtypes. If axis is given,
+        axes of 1 may come before those.
     eps : float
-        Added to the mean square; a Python number, not a traced one.
+        Added to the mean square. It is a Python number, not a traced one.
     axis : int or tuple of int, optional
-        The trailing axes to normalize over, together one row of N elements; by default the last. A
-        weight or bias of more axes than one needs it.
+        The trailing axes to normalize over. Together they are one row of N elements. The default is
+        the last axis. A weight or bias of more than one axis needs this argument.
     zero_centered : bool
         Scale by ``1 + weight``, added in the compute dtype.
     relu : (float, float), optional
-        Clamp y to [lower, upper] before it is rounded; Python numbers, of which ``-math.inf`` and
-        ``math.inf`` leave a side open. Gradients pass where y was strictly between.
+        Clamp y to [lower, upper] before it is rounded. The bounds are Python numbers; ``-math.inf``
+        and ``math.inf`` leave a side open. Gradients pass where y was strictly between.
     out_dtype : dtype, optional
-        y's dtype; by default x's.
+        y's dtype. The default is x's.
     residual : array, shape of x, optional
-        What is added to x first, of any of the four dtypes, x's or another: the norm is that of
-        ``s = x + residual``, added in the compute dtype and rounded once. The bits of y are those
+        An array to add to x first, of any of the four dtypes, x's or another. ``s = x + residual``
+        is added in the compute dtype and rounded once, and s is normalized. The bits of y are those
         of a call on s.
     residual_dtype : dtype, optional
-        s's dtype; by default residual's.
+        s's dtype. The default is residual's.
 
     Returns
     -------
     jax.Array, or pair of them
-        y, of x's shape, split over devices as x is; with a residual y and s, split as x is or,
-        over an Explicit mesh where x is not split, as residual is.
+        y, of x's shape, split over devices as x is. With a residual, y and s. They are split as x
+        is, or as residual is over an Explicit mesh where x is not split.
 
     Raises
     ------
     TypeError
-        If an argument is no array or has another dtype, if eps, axis, zero_centered or relu is of
-        another kind, or if out_dtype or residual_dtype is float64 while JAX has it disabled.
+        If an argument is not an array or has another dtype, if eps, axis, zero_centered or relu has
+        another type, or if out_dtype or residual_dtype is float64 while JAX has it disabled.
     ValueError
         If a shape, axis, eps or zero_centered does not fit, if relu's lower bound is not below its
-        upper one, or if there is a residual_dtype and no residual.
+        upper bound, or if there is a residual_dtype without a residual.
     NotImplementedError
-        If weight or bias would broadcast over the kept axes of x, or a shape is symbolic, as of
-        ``jax.export``. And when a program is compiled: of forward mode, and of gradients for CUDA
-        where JAX has no GPU.
+        If weight or bias would broadcast over the kept axes of x, or a shape is symbolic, as in
+        ``jax.export``. When a program is compiled, for forward mode, and for gradients on CUDA if
+        JAX has no GPU.
     ImportError
         If JAX has a CUDA GPU, and CuPy cannot be imported.
 
     See Also
     --------
-    cupynorm.rms_norm : the function on arrays as they are, with the formula's source.
+    cupynorm.rms_norm : the eager function, with the formula's source.
 
     Notes
     -----
-    Under ``vmap``, the batch is one more leading axis, and still one kernel launch. A weight or
-    bias that is mapped over as well, or their gradient for each example, is left to XLA's own
-    kernels of the formula.
+    Under ``vmap`` the batch is one more leading axis, and the call is still one kernel launch. XLA
+    computes a mapped weight or bias, or their gradient for each example, from the formula.
 
-    With a residual, s is all that is kept of x and residual for the gradients. What comes back to s
-    is added to the gradient of the norm before that is rounded, in the same kernel; where s is of
-    no further use, nothing is read for it.
+    With a residual, s is kept for the gradients instead of x and residual. The gradient of s is
+    added to that of the norm before it is rounded, in the same kernel. If s is not used further,
+    nothing is read for it.
 
     Examples
     --------
@@ -133,7 +131,7 @@ def rms_norm(
     >>> np.asarray(dweight).round(3)
     array([ 1.849, -0.131], dtype=float32)
 
-    With a residual, as between the layers of a transformer:
+    This is how the layers of a transformer use a residual:
 
     >>> y, s = cupynorm.jax.rms_norm(x, weight, residual=np.float32([[0, 8], [0.5, 0.5]]))
     >>> s
@@ -165,30 +163,30 @@ def layer_norm(
     """Bring each row to mean 0 and variance 1, then scale and shift it.
 
     ``y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias``, computed in float32 (float64 where
-    x is float64) and rounded once, to y's dtype. The variance is the biased one, by a corrected
-    two-pass sum, so that a large mean costs no digits.
+    x is float64) and rounded once, to y's dtype. The variance is the biased one. A corrected
+    two-pass sum computes it, so a large mean costs no digits.
 
     Parameters
     ----------
     x, weight, bias, axis, zero_centered, relu, out_dtype, residual, residual_dtype
-        As of `rms_norm`.
+        As for `rms_norm`.
     eps : float
-        Added to the variance; a Python number, not a traced one.
+        Added to the variance. It is a Python number, not a traced one.
 
     Returns
     -------
     jax.Array, or pair of them
-        y, of x's shape, and with a residual ``s = x + residual``, split over devices as those of
-        `rms_norm` are.
+        y, of x's shape. With a residual, y and ``s = x + residual``. They are split over devices as
+        those of `rms_norm` are.
 
     Raises
     ------
     TypeError, ValueError, NotImplementedError, ImportError
-        As `rms_norm`.
+        As for `rms_norm`.
 
     See Also
     --------
-    cupynorm.layer_norm : the function on arrays as they are, with the formula's source.
+    cupynorm.layer_norm : the eager function, with the formula's source.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""The norm as a function that JAX differentiates, in reverse, as often as one likes."""
+"""The norm as a function that JAX differentiates in reverse, any number of times."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def differentiable(spec: ForwardSpec, options: Options) -> Any:
 
     It returns y and residual_out, None where there is no residual.
 
-    The first derivative is the backward kernel, on what the forward one stored for it; further
-    ones are those of the formula, in jax.numpy. It is with respect to the widened: what sums over
-    devices, or over a batch, does so before a gradient is rounded to a narrower dtype. As given,
-    weight and bias are what the forward kernel reads, and count as constants.
+    The first derivative is the backward kernel, on the arrays that the forward kernel stored.
+    Further ones are those of the formula in jax.numpy. Derivatives are with respect to the widened
+    arrays: sums over devices, or over a batch, come before the rounding to a narrower dtype. The
+    forward kernel reads weight and bias as given, and these count as constants.
     """
     of_x = spec.branch or spec.x
     storing_nothing = Operation(spec, options)
@@ -47,7 +47,7 @@ def differentiable(spec: ForwardSpec, options: Options) -> Any:
         )
 
     def forward(operation: Operation, x: Any, residual: Any, affine: Any) -> tuple[Any, Any]:
-        """Return y and residual_out, and what else is stored, by name."""
+        """Return y and residual_out, and the other stored arrays by name."""
         weight, bias = affine
         made = operation.by_name(x=x, residual=residual, weight=weight, bias=bias)
         return (made.pop("y"), made.pop("residual_out", None)), made
@@ -122,5 +122,5 @@ def differentiable(spec: ForwardSpec, options: Options) -> Any:
 
 
 def wide(x: str, dtype: str | None) -> str | None:
-    """Return the wider of a dtype and that which rows of x are computed in."""
+    """Return the wider of a dtype and the compute dtype of x."""
     return dtype and max(compute_dtype(x), dtype, key=ITEMSIZE.__getitem__)

@@ -1,8 +1,8 @@
-"""The norms in jax.numpy: what runs off CUDA, and what the second derivative is taken of.
+"""The norms in jax.numpy. They run off CUDA, and second derivatives are taken of them.
 
-As the kernels do it: in the compute dtype, with rows scaled by a power of two before anything is
-squared, the corrected two-pass variance, and one rounding at the end. `reference` has the same
-equations in float64.
+They compute as the kernels do: in the compute dtype, with rows scaled by a power of two before
+anything is squared, the corrected two-pass variance, and one rounding at the end. `reference` has
+the same equations in float64.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ def _dx_in_range(
     rstd: Any,
     bitmask: Any,
 ) -> Any:
-    """Return dx by products of significands, whose powers of four are counted beside them."""
+    """Return dx by products of significands, and count their powers of four apart."""
     dy = _masked(spec, dy, bitmask)
     g, of_g = _significand(dy)
     if weight is not None:
@@ -217,7 +217,7 @@ def _dx_in_range(
 
 
 def _significand(array: Any) -> tuple[Any, Any]:
-    """Return an array divided by powers of four, which leaves 1 to 4, and their exponents."""
+    """Return an array divided by powers of four, so that 1 to 4 is left, and the exponents."""
     down, _ = _powers(jnp.abs(array))
     _, exponent = jnp.frexp(down)
     return array * down * down, 1 - exponent
@@ -241,7 +241,7 @@ def _wide(spec: ForwardSpec | BackwardSpec, array: Any) -> Any:
 
 
 def _as_row(array: Any, ndim: int) -> Any:
-    """Return a weight or bias with as many axes as rows: JAX may be told not to add any."""
+    """Return a weight or bias with as many axes as rows, since JAX may be told not to add any."""
     return jnp.expand_dims(array, tuple(range(ndim - array.ndim)))
 
 

@@ -1,7 +1,7 @@
 """The kernels as targets of XLA: loaded when a program is traced, launched when it runs.
 
-Each call describes itself by JSON. A program out of a compilation cache, or exported by another
-process, so says what it needs, and its first launch loads it.
+Each call describes itself in JSON. So a program from a compilation cache, or one that another
+process exported, says which kernels it needs, and its first launch loads them.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def call(
 ) -> tuple[Any, ...]:
     """Stage out a pass over m rows of n elements, by the names of its operands and results.
 
-    The results are given as types. Scratch, where it is needed, is one result more, dropped here.
+    The results are given as types. Scratch, if needed, is one more result, which is dropped here.
     """
     plans = [_plan(platform, spec, m, n, device) for device in _ordinals(platform)]
     if not plans and isinstance(spec, BackwardSpec):

@@ -1,11 +1,11 @@
 """A pass as an operation that JAX may batch, and split over devices.
 
-How follows from the kinds of its arrays. Of rows, leading axes may be split, and the last k are
-whole; a statistic has the leading axes alone, and bits have one more; a vector has the last k
-alone, the same on each device: where it is a result, it is the sum over theirs.
+The kinds of its arrays decide how. Rows may be split over their leading axes, and their last k axes
+are whole. A statistic has only the leading axes, and bits have one more. A vector has only the last
+k axes and is the same on each device. If it is a result, it is the sum over the devices.
 
-From inner to outer: the kernel, or the formula where there is none; what splits it over devices;
-what batches it. Neither of these can be differentiated, so that derivatives are defined outside.
+The layers are, from inner to outer: the kernel, or the formula where there is no kernel; the split
+over devices; the batching. JAX can differentiate none of them, so derivatives are defined outside.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from cupynorm.jax import _formula, _kernels
 
 __all__ = ["Operation", "split_as"]
 
-Arrays = Any  # a tuple, of what JAX makes of arrays
+Arrays = Any  # a tuple of arrays, or of what JAX replaces them by
 
 
 @dataclass(frozen=True)
 class Operation:
-    """What is computed, over the last k axes."""
+    """A pass over the last k axes."""
 
     spec: Spec
     options: Options
@@ -50,7 +50,7 @@ class Operation:
         return self.spec.writes
 
     def x_of(self, operands: Any) -> Any:
-        """Return what is x's among what belongs to the operands."""
+        """Return the item of x among items of the operands."""
         return operands[self.operands.index("x")]
 
     def formula(self, *operands: Any) -> Arrays:
@@ -76,7 +76,7 @@ class Operation:
         )
 
     def local(self, *operands: Any) -> Arrays:
-        """Return the results of what one device holds."""
+        """Return the results for the rows of one device."""
         kernels = {p: functools.partial(self.kernel, p) for p in _kernels.platforms()}
         return jax.lax.platform_dependent(*operands, default=self.formula, **kernels)
 
@@ -101,7 +101,7 @@ class Operation:
 
 
 def _split(operation: Operation, *operands: Any) -> Arrays:
-    """Return the results, each device computing those of its rows."""
+    """Return the results. Each device computes those of its rows."""
     x = operation.x_of(operands)
     if x.size == 0:
         return operation.formula(*operands)
@@ -142,7 +142,7 @@ def split_as(like: Any, array: Any, spec: PartitionSpec | None = None) -> Any:
 
 @functools.cache
 def _partitioned(operation: Operation) -> Any:
-    """Return the operation as what XLA's partitioner splits, in an Auto mesh."""
+    """Return the operation for XLA's partitioner, which splits it in an Auto mesh."""
 
     def computed(*operands: Any) -> Arrays:
         return operation.local(*operands)
@@ -209,7 +209,7 @@ def _partitioned(operation: Operation) -> Any:
 def _mesh_of(sharding: Any, ndim: int) -> tuple[AbstractMesh, tuple[tuple[str, ...], ...]]:
     """Return a mesh, and the spec of how a sharding splits an array over it.
 
-    The program's own mesh may not do: XLA splits one axis of it between several of an array where
+    The program's own mesh may not do. XLA splits one of its axes between several axes of an array
     that was reshaped, and may know of no mesh. So the axes are the digits of a device's number.
     """
     whole = AbstractMesh((), ()), ndim * ((),)
@@ -306,7 +306,7 @@ def _batched(operation: Operation) -> Any:
             a if there or is_vector else jnp.broadcast_to(a, (size, *a.shape))
             for is_vector, a, there in zip(vectors, operands, batched, strict=True)
         ]
-        # The batch is a leading axis like others, but for what is summed over those.
+        # The batch is a leading axis like others, except for results that are summed over those.
         together = operation(*given)
         return tuple(
             formula if KINDS[name] is Kind.VECTOR else kernel

@@ -1,7 +1,7 @@
-"""Identities that refuse, in words of this package, what JAX would refuse in its own or not at all.
+"""Identities that refuse what JAX would refuse in other words, or not at all.
 
-What they refuse is known only when a program is compiled: JAX traces slopes that it may transpose,
-and the kernels of platforms that it may drop.
+They can refuse only when a program is compiled: JAX traces slopes that it may transpose, and the
+kernels of platforms that it may drop.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ __all__ = ["in_reverse", "not_compiled"]
 
 
 def in_reverse(array: Any) -> Any:
-    """Return an array as it is, to be differentiated in reverse only."""
+    """Return an array as it is. It can be differentiated in reverse only."""
     return _in_reverse.bind(array)
 
 
 def not_compiled(array: Any, message: str) -> Any:
-    """Return an array as it is, in what may be traced, and transposed, but not computed."""
+    """Return an array as it is. It can be traced and transposed, but not computed."""
     return _not_compiled.bind(array, message=message)
 
 

@@ -1,13 +1,12 @@
-"""XLA's foreign function interface, spoken by ctypes: Python functions that XLA calls.
+"""XLA's foreign function interface through ctypes: Python functions that XLA calls.
 
-XLA hands a handler one pointer, to a call frame: the header xla/ffi/api/c_api.h under
-`jax.ffi.include_dir()` is its definition. Memory is seen here as one array of bytes, from which
-`struct` reads all that is wanted of a structure at once: the 8 fields of a frame as fast as 2 by
-themselves. Each call carries one attribute, `call`, a string that says all that the addresses do
-not: it survives in a compilation cache and in an exported program, as an index of this process
-would not.
+XLA hands a handler one pointer, to a call frame. The header xla/ffi/api/c_api.h under
+`jax.ffi.include_dir()` defines it. This module sees memory as one array of bytes. `struct` reads
+all fields of a structure at once: the 8 fields of a frame as fast as 2 by themselves. Each call
+carries one attribute, `call`, a string with everything that the addresses do not say. It survives
+in a compilation cache and in an exported program, where an index of this process would not.
 
-Nothing is allocated on the device, compiled or waited for; no lock is held.
+Nothing is allocated on the device, compiled or waited for. No lock is held.
 """
 
 from __future__ import annotations
@@ -51,12 +50,12 @@ INTERNAL = 13
 
 
 class Handler:
-    """A target of `jax.ffi.ffi_call` on one platform; it stays registered for ever.
+    """A target of `jax.ffi.ffi_call` on one platform. It stays registered for ever.
 
     Raises
     ------
     ImportError
-        If the structures of the installed jaxlib are not those that are read here.
+        If the structures of the installed jaxlib differ from those that are read here.
     """
 
     def __init__(self, target: str, platform: str, prepare: Prepare) -> None:
@@ -110,7 +109,7 @@ class Handler:
         return 0
 
     def _describe(self, frame: int, api: int, metadata: int) -> int:
-        """Answer what XLA asks at registration, and look whether the structures fit."""
+        """Answer XLA's questions at registration, and check that the structures fit."""
         least = {
             "call frame": (frame, FRAME.size),
             "metadata": (metadata, METADATA_START + METADATA.size),
@@ -130,7 +129,7 @@ def _words(count: int) -> struct.Struct:
 
 
 def _misfit(sizes: dict[str, tuple[int, int]]) -> str | None:
-    """Say which structures are smaller than what is read of them, or return None."""
+    """Say which structures are smaller than the fields that are read, or return None."""
     small = [f"{name} {is_} (of {least})" for name, (is_, least) in sizes.items() if is_ < least]
     if not small:
         return None
@@ -150,14 +149,14 @@ _questions: list[Any] = []
 
 
 class _Api:
-    """The functions of XLA_FFI_Api: each takes a structure that begins with its size."""
+    """The functions of XLA_FFI_Api. Each takes a structure that begins with its size."""
 
     def __init__(self, address: int) -> None:
         functions = map(_function, API.unpack_from(_memory, address))
         self._create, self._message, self._destroy, self.stream, self.device_ordinal = functions
 
     def ask(self, getter: Any, context: int) -> int:
-        """Return what `stream` or `device_ordinal` answers of a context."""
+        """Return the answer of `stream` or `device_ordinal` for a context."""
         try:
             question = _questions.pop()
         except IndexError:
@@ -172,7 +171,7 @@ class _Api:
         return answer
 
     def _taken(self, error: int) -> str:
-        """Return the message of an error of XLA's, and free it."""
+        """Return the message of an XLA error, and free the error."""
         arguments = (ctypes.c_uint64 * 4)(32, 0, error)
         self._message(arguments)
         message = ctypes.string_at(arguments[3]).decode()
@@ -180,7 +179,7 @@ class _Api:
         return message
 
     def error(self, message: str) -> int:
-        """Return an error of XLA's with a message."""
+        """Return an XLA error with a message."""
         text = ctypes.create_string_buffer(message.encode())
         arguments = (ctypes.c_uint64 * 4)(28, 0, ctypes.addressof(text), INTERNAL)
         return self._create(arguments)  # type: ignore[no-any-return]

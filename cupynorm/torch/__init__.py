@@ -1,10 +1,10 @@
 """RMSNorm and LayerNorm for torch: differentiable functions, and modules that use them.
 
-The kernels of this package run on CUDA tensors, on torch's current stream and in memory of torch's
-allocator; tensors on the CPU are left to `cupynorm.reference`, exact and slow. Autograd, double
+CUDA tensors go to the kernels of this package, on torch's current stream and in memory of torch's
+allocator. CPU tensors go to `cupynorm.reference`, which is exact and slow. Autograd, double
 backward, ``torch.func``, ``torch.compile(fullgraph=True)`` with dynamic shapes, ``torch.export``,
 ``torch.fx``, activation checkpointing, autocast, CUDA graphs, DTensor, FSDP2, DDP and nested
-tensors are supported; forward mode is not, nor is ``torch.func.grad`` within ``torch.compile``.
+tensors are supported. Forward mode and ``torch.func.grad`` within ``torch.compile`` are not.
 """
 
 import torch

@@ -1,5 +1,6 @@
-"""What the kernels do not compute, as formulas that torch differentiates: the gradients of the
-backward pass, and the weight gradients of each example of a batch.
+"""Formulas that torch differentiates, for what the kernels do not compute.
+
+These are the gradients of the backward pass, and the weight gradients of each example of a batch.
 
 With xhat = (x - mean) * rstd, mean absent in RMSNorm, w the weight or 1 + weight, g = dy * w, m(.)
 the mean over a row, and P(v) = v - m(v) - xhat * m(v * xhat), whose m(v) is absent in RMSNorm, the
@@ -15,8 +16,8 @@ whose second term is absent in RMSNorm::
     weight:  sum(dy * rstd * P(a))
     x:       rstd * P(b * dy - rstd * (a * m(g * xhat) + g * m(a * xhat))) - rstd**2 * s * xhat
 
-Where there was a residual, dx and dresidual are both ``rstd * P(g) + dresidual_out``: a is the sum
-of what they are weighted by, and the gradient of dresidual_out.
+With a residual, dx and dresidual are both ``rstd * P(g) + dresidual_out``. Then a is the sum of
+their weights, and the gradient of dresidual_out.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ __all__ = [
 
 
 def effective_weight(options: Options, weight: Any, dtype: torch.dtype) -> Any:
-    """Return what xhat is multiplied by."""
+    """Return the factor of xhat."""
     if weight is None:
         return 1.0
     return weight.to(dtype) + 1 if options.zero_centered else weight.to(dtype)
@@ -105,7 +106,7 @@ def gradients_of_backward(
 ) -> dict[str, Any]:
     """Return the gradients of dy, x, dresidual_out and weight, given those of a pass's results.
 
-    All by names, None for what is absent. `read` has dy, x, weight and bitmask; the gradient of
+    All arrays are named, and None if absent. `read` has dy, x, weight and bitmask. The gradient of
     dresidual_out is not rounded to its dtype.
     """
     dy, x, weight, bitmask = (read[name] for name in ("dy", "x", "weight", "bitmask"))

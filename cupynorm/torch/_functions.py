@@ -1,4 +1,4 @@
-"""The functions: what torch's autocast asks for, axes counted, and on to the operations."""
+"""The functions. They apply torch's autocast, count the axes, and call the operations."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ __all__ = ["layer_norm", "rms_norm"]
 Axis = int | Sequence[int] | None
 
 _OPTIONAL = (torch.Tensor, type(None))
-_PLAIN = _operations.PLAIN  # by a name of this module, as here a microsecond counts
+_PLAIN = _operations.PLAIN  # a name of this module saves a look-up, and a microsecond counts here
 _is_autocast_enabled = torch.is_autocast_enabled
 _HALVES = (torch.float16, torch.bfloat16)
 _NUMBERS = frozenset((float, int))
 
-# The norms of torch's that its autocast for CUDA has computed in float32, rms_norm from 2.13 on.
+# Torch's autocast for CUDA computes these of its norms in float32, rms_norm from 2.13 on.
 _IN_FLOAT32 = frozenset(
     norm
     for norm in ("rms_norm", "layer_norm")
@@ -47,55 +47,58 @@ def rms_norm(
     """Divide each row by its root mean square, then scale and shift it.
 
     ``y = x / sqrt(mean(x**2) + eps) * weight + bias``, computed in float32 (float64 where x is
-    float64) and rounded once, to y's dtype. Differentiable, in reverse, any number of times.
+    float64) and rounded once, to y's dtype. It can be differentiated in reverse, any number of
+    times.
 
     Parameters
     ----------
     x : Tensor, shape (..., N)
-        Of float64, float32, float16 or bfloat16. Rows may be any distance apart: leading axes that
-        collapse to one stride are read in place. A nested tensor, too, whose ragged axis is kept.
+        Its dtype is float64, float32, float16 or bfloat16. Rows may be any distance apart: leading
+        axes that collapse to one stride are read in place. It may be a nested tensor whose ragged
+        axis is kept.
     weight, bias : Tensor, optional
-        Of the shape of x's normalized axes, on its device, and of any of the four dtypes.
+        They have the shape of x's normalized axes and any of the four dtypes, and are on x's
+        device.
     eps : float, optional
-        Added to the mean square. None is the epsilon of the dtype that is computed in, the default
+        Added to the mean square. None means the epsilon of the compute dtype, which is the default
         of ``torch.nn.functional.rms_norm``.
     axis : int or tuple of int, optional
-        The trailing axes to normalize over, together one row of N elements; by default the last. A
-        weight or bias of more axes than one needs it.
+        The trailing axes to normalize over. Together they are one row of N elements. The default is
+        the last axis. A weight or bias of more than one axis needs this argument.
     zero_centered : bool
         Scale by ``1 + weight``, added in the compute dtype.
     relu : (float, float), optional
-        Clamp y to [lower, upper] before it is rounded. The gradient is 0 unless lower < y < upper,
-        of which one bit an element is kept for the backward pass.
+        Clamp y to [lower, upper] before it is rounded. The gradient is 0 unless lower < y < upper.
+        One bit an element is kept for the backward pass.
     out_dtype : torch.dtype, optional
-        y's dtype; by default x's. Under autocast for CUDA it is float32 where x is float16 or
-        bfloat16 and torch's own norm gives that: layer_norm, and from torch 2.13 on rms_norm.
+        y's dtype. The default is x's. Under autocast for CUDA it is float32 if x is float16 or
+        bfloat16 and torch's own norm does the same: layer_norm, and from torch 2.13 on rms_norm.
     residual : Tensor, shape of x, optional
-        What is added to x first, of any of the four dtypes: the norm is that of
-        ``s = x + residual``, added in the compute dtype and rounded once. The bits of y are those
-        of a call on s. Nested where x is, of the same lengths.
+        A tensor to add to x first, of any of the four dtypes. ``s = x + residual`` is added in the
+        compute dtype and rounded once, and s is normalized. The bits of y are those of a call on s.
+        If x is nested, residual is nested with the same lengths.
     residual_dtype : torch.dtype, optional
-        s's dtype; by default residual's, under autocast too.
+        s's dtype. The default is residual's, under autocast too.
 
     Returns
     -------
     Tensor, or pair of tensors
-        y, of x's shape, contiguous; with a residual y and s. Both may be differentiated: the
-        gradient of s is added to that of x and of residual, before each is rounded to the dtype of
+        y, of x's shape, contiguous. With a residual, y and s. Both may be differentiated: the
+        gradient of s is added to those of x and residual before each is rounded to the dtype of
         its tensor.
 
     Raises
     ------
     TypeError
-        If an argument is no tensor, or of another dtype; if eps, axis, zero_centered or relu is of
-        another kind.
+        If an argument is not a tensor or has another dtype, or if eps, axis, zero_centered or relu
+        has another type.
     ValueError
-        If a shape, a device, axis, eps, zero_centered or relu does not fit; if there is a
-        residual_dtype without a residual; if the memory of a tensor was freed, or it outlived the
+        If a shape, a device, axis, eps, zero_centered or relu does not fit, if there is a
+        residual_dtype without a residual, or if a tensor's memory was freed or it outlived the
         ``torch.func.vmap`` that made it.
     NotImplementedError
-        If weight or bias would broadcast over the kept axes of x, or is an ExpandedWeight; in
-        forward mode; on a device that is neither the CPU nor a CUDA GPU.
+        If weight or bias would broadcast over the kept axes of x, or is an ExpandedWeight. In
+        forward mode. On a device that is neither the CPU nor a CUDA GPU.
     ImportError
         If x is on a GPU, and CuPy cannot be imported.
     RuntimeError
@@ -103,20 +106,19 @@ def rms_norm(
 
     See Also
     --------
-    RMSNorm : as a module.
+    RMSNorm : the module.
     cupynorm.rms_norm : the formula's source, and the function without autograd.
 
     Notes
     -----
-    For the backward pass x, weight, a statistic or two of each row, and the bits of relu are kept,
-    with a residual s in place of x.
-    The weight gradients have the same bits from run to run. What second derivatives, and
-    ``torch.func.vmap`` over gradients of weight and bias, need beyond the kernels is computed by
-    torch, in the compute dtype.
+    The call keeps x, weight, one or two statistics of each row and the bits of relu for the
+    backward pass. With a residual it keeps s instead of x. The weight gradients have the same bits
+    from run to run. Torch computes second derivatives, and ``torch.func.vmap`` over gradients of
+    weight and bias, from formulas in the compute dtype.
 
-    Where x is a DTensor that is split over axes that are kept, y and dx are split as x is, and
-    nothing is communicated: the gradients of weight and bias are partial sums. A residual is split
-    as x.
+    If x is a DTensor that is split over axes that are kept, y and dx are split as x is. Nothing is
+    communicated, and the gradients of weight and bias are partial sums. A residual is split as x
+    is.
 
     Examples
     --------
@@ -132,7 +134,7 @@ def rms_norm(
     >>> weight.grad
     tensor([ 1.8485, -0.1314])
 
-    A block that adds to a stream and normalizes it:
+    A block adds to a stream and normalizes it:
 
     >>> stream = torch.ones(2, 2)
     >>> y, stream = cupynorm.torch.rms_norm(x.bfloat16(), residual=stream)
@@ -164,30 +166,30 @@ def layer_norm(
     """Bring each row to mean 0 and variance 1, then scale and shift it.
 
     ``y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias``, computed in float32 (float64 where x
-    is float64) and rounded once, to y's dtype. The variance is the biased one, by a corrected
-    two-pass sum, so that a large mean costs no digits. Differentiable, in reverse, any number of
-    times.
+    is float64) and rounded once, to y's dtype. The variance is the biased one. A corrected two-pass
+    sum computes it, so a large mean costs no digits. The function can be differentiated in reverse,
+    any number of times.
 
     Parameters
     ----------
     x, weight, bias, axis, zero_centered, relu, out_dtype, residual, residual_dtype
-        As of `rms_norm`.
+        As for `rms_norm`.
     eps : float
         Added to the variance.
 
     Returns
     -------
     Tensor, or pair of tensors
-        y, of x's shape, contiguous; with a residual y and ``s = x + residual``.
+        y, of x's shape, contiguous. With a residual, y and ``s = x + residual``.
 
     Raises
     ------
     TypeError, ValueError, NotImplementedError, ImportError, RuntimeError
-        As `rms_norm`.
+        As for `rms_norm`.
 
     See Also
     --------
-    LayerNorm : as a module.
+    LayerNorm : the module.
     cupynorm.layer_norm : the formula's source, and the function without autograd.
 
     Examples
@@ -388,7 +390,7 @@ def _as_row(name: str, tensor: Any, x: Any, k: int) -> Any:
 
 
 def _pair(relu: Any) -> Any:
-    # A tuple, by which calls are remembered. An operation would make floats of what is none. Most
+    # A tuple is part of the key of a call. An operation would turn other numbers into floats. Most
     # bounds are numbers at first sight: the whole check takes 2 us.
     if not (type(relu) is tuple and _NUMBERS.issuperset(map(type, relu))):
         _checks.check_pair(relu)

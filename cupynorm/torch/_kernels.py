@@ -1,8 +1,9 @@
-"""Forward and backward passes on plain tensors, outside autograd: on a GPU by the kernels, into
-memory of torch's allocator and on torch's current stream; on the CPU by `cupynorm.reference`.
+"""Forward and backward passes on plain tensors, outside autograd.
 
-What follows from shapes, strides, dtypes, devices and options alone is checked and worked out once,
-and remembered: a call then costs its allocations, the addresses and the launch.
+On a GPU the kernels compute, into memory of torch's allocator and on torch's current stream. On the
+CPU `cupynorm.reference` does. Everything that depends only on shapes, strides, dtypes, devices and
+options is checked and prepared once, and remembered. A call then costs its allocations, the
+addresses and the launch.
 """
 
 from __future__ import annotations
@@ -55,9 +56,9 @@ NUMPY_DTYPES = {getattr(torch, name): dtype for dtype, name in DTYPES.items()}
 NAMES = {getattr(torch, name): name for name in ITEMSIZE}
 
 Tensors = tuple[Any, ...]  # those that a pass reads, in the order of its table
-# What a call is told beside its tensors: k, norm, eps and zero_centered; then a forward pass relu,
-# out_dtype and residual_dtype, and a backward pass dx_dtype and dresidual_dtype. A tuple, by which
-# calls are remembered: an object takes longer to make.
+# The options of a call: k, norm, eps and zero_centered, then relu, out_dtype and residual_dtype
+# (forward) or dx_dtype and dresidual_dtype (backward). It is a tuple, since it is part of a key and
+# an object takes longer to make.
 Told = tuple[Any, ...]
 Run = Callable[[Tensors], Any]
 
@@ -68,19 +69,19 @@ def by_name(table: Pass, tensors: Tensors) -> dict[str, Any]:
 
 
 def forward_options(told: Told, *, training: bool = False) -> Options:
-    """Return what a forward pass is told, by name; its dtypes are a spec's."""
+    """Return the options of a forward pass by name. Its dtypes belong to a spec."""
     k, norm, eps, zero_centered, relu, _, _ = told
     return Options(norm, k, zero_centered, eps, relu, training)
 
 
 def backward_options(told: Told) -> Options:
-    """Return what a backward pass is told, by name; its dtypes are a spec's."""
+    """Return the options of a backward pass by name. Its dtypes belong to a spec."""
     k, norm, eps, zero_centered, _, _ = told
     return Options(norm, k, zero_centered, eps)
 
 
 def forward_spec(tensors: Tensors, told: Told, training: bool) -> ForwardSpec:
-    """Return what a forward pass computes; nothing is checked."""
+    """Return the spec of a forward pass. Nothing is checked."""
     *_, out_dtype, residual_dtype = told
     dtypes = {name: _name(tensor) for name, tensor in by_name(FORWARD, tensors).items()}
     dtypes["y"] = dtypes["x"] if out_dtype is None else NAMES[out_dtype]
@@ -91,7 +92,7 @@ def forward_spec(tensors: Tensors, told: Told, training: bool) -> ForwardSpec:
 
 
 def backward_spec(tensors: Tensors, told: Told, bias_dtype: torch.dtype | None) -> BackwardSpec:
-    """Return what a backward pass computes; only the dtypes that it is told are checked."""
+    """Return the spec of a backward pass. Only the dtypes among its options are checked."""
     *_, dx_dtype, dresidual_dtype = told
     given = by_name(BACKWARD, tensors)
     dtypes = {name: _name(given[name]) for name in ("x", "dy", "dresidual_out", "weight")}
@@ -148,7 +149,7 @@ _current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
 def check_dense(name: str, tensor: Any) -> None:
-    """Check what must come first, as other tensors may have no shape that can be asked for."""
+    """Check that a tensor is dense. This comes first: others may have no shape to ask for."""
     if type(tensor).__name__ == "ExpandedWeight":  # of which torch refuses all that is asked here
         raise NotImplementedError(
             f"{name} must not be an ExpandedWeight, as of call_for_per_sample_grads: use "
@@ -160,7 +161,7 @@ def check_dense(name: str, tensor: Any) -> None:
 
 
 def check_tensor(name: str, tensor: Any, x: Any) -> None:
-    """Check what needs no shape, which may be symbolic."""
+    """Check everything about a tensor except its shape, which may be symbolic."""
     check_dense(name, tensor)
     if tensor.dtype not in NUMPY_DTYPES:
         raise TypeError(
@@ -184,7 +185,7 @@ def _outline(name: str, tensor: Any, x: Any) -> Any:
 
 
 def _without_memory(name: str, tensor: Any) -> int:
-    """Return 0, the address of what has no elements; refuse what keeps its values elsewhere."""
+    """Return 0, the address of an empty tensor; refuse one that keeps its values elsewhere."""
     if tensor.numel():
         raise ValueError(
             f"{name} must have memory, got {tensor.numel()} elements at address 0: its storage was "
@@ -199,13 +200,13 @@ def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 # ---- calls ---------------------------------------------------------------------------------------
 
-# A call looks these up by names of this module.
+# Names of this module, which a call looks up.
 _empty_like = torch.empty_like
 _empty_strided = torch.empty_strided
 
-# A view that negates its memory has no key: torch must see it. What is contiguous needs no strides:
-# they are the same but for axes of one element. What a forward pass made is only asked whether it
-# still is contiguous, as it was made: what hooks bring back need not be.
+# A view that negates its memory has no key: torch must see it. Contiguous tensors need no strides:
+# these are the same, except those of axes of one element. Results of a forward pass are only asked
+# whether they are still contiguous, since hooks may bring back other tensors.
 TORCH = Dialect(
     names=globals(),
     is_packed=True,  # to hand on a tuple takes less time than to make arguments of it
@@ -234,8 +235,8 @@ TORCH = Dialect(
     scratch="scratch = x.new_empty(scratch_elements); scratch_address = scratch.data_ptr()",
 )
 
-# What runs each call so far, by all that preparing it depended on but the addresses and the current
-# device.
+# The function that runs each call so far. The key is everything that preparing it depended on,
+# except the addresses and the current device.
 calls: dict[Hashable, Run] = {}
 
 _forward_key = key_function(TORCH, {}, FORWARD.reads)
@@ -243,7 +244,7 @@ _backward_key = key_function(TORCH, {}, BACKWARD.reads)
 
 
 def forward(tensors: Tensors, told: Told, training: bool) -> tuple[Any, ...]:
-    """Return y, for training mean, rstd and bitmask, and x + residual: None what does not apply.
+    """Return y, mean, rstd and bitmask (for training) and x + residual; None if one does not apply.
 
     weight and bias have the shape of x's last k axes.
     """
@@ -261,8 +262,8 @@ def forward(tensors: Tensors, told: Told, training: bool) -> tuple[Any, ...]:
 def backward(tensors: Tensors, told: Told, bias_dtype: torch.dtype | None) -> tuple[Any, ...]:
     """Return dx, dweight, dbias and dresidual, each None where it does not apply.
 
-    What a forward pass made is as `forward` returned it; dbias is wanted where its dtype is given,
-    and so is a dresidual beside dx.
+    Results of a forward pass must be as `forward` returned them. A given dtype asks for dbias, and
+    for a dresidual apart from dx.
     """
     try:
         key = _backward_key((told, bias_dtype), tensors)
@@ -306,7 +307,7 @@ def _check_backward(
 
 
 def _prepare(key: Hashable, spec: Spec, options: Options, tensors: Tensors) -> Run:
-    """Return, and remember, what runs a pass on tensors like these."""
+    """Return and remember a function that runs a pass on tensors like these."""
     if key is None:
         raise RuntimeError("what negates its memory is for torch to see")
     if _has_kernels(by_name(spec.table, tensors)["x"]):
@@ -329,7 +330,7 @@ class _Call:
         given = by_name(table, tensors)
         x, k = given["x"], options.k
         self.key, self.spec, self.device = key, spec, x.device
-        self.itemsize = x.itemsize  # of what scratch is made of
+        self.itemsize = x.itemsize  # of the dtype of scratch
         self.n = math.prod(x.shape[x.ndim - k :])
         self.m = x.numel() // self.n
         self.numbers = options.numbers if table is FORWARD else ()
@@ -345,7 +346,7 @@ class _Call:
         self._allocate(given, k)
 
     def _look(self, given: dict[str, Any], k: int) -> None:
-        """Note how the arrays that are read lie."""
+        """Note the layout of the arrays that are read."""
         for i, (name, tensor) in enumerate(given.items()):
             self.known |= {f"{name}_stride": self.n, f"{name}_mask": 0, f"{name}_itemsize": 1}
             if tensor is None:
@@ -364,7 +365,7 @@ class _Call:
                 self.known[f"{name}_itemsize"] = tensor.itemsize
 
     def _allocate(self, given: dict[str, Any], k: int) -> None:
-        """Note what is allocated, and like which other array."""
+        """Note which arrays are allocated, and like which others."""
         x = given["x"]
         others: dict[Any, str] = {}
         for name in ("x", *given):
@@ -397,7 +398,7 @@ class _Call:
         return self._serve_by(tensors, divisors)
 
     def _serve_by(self, tensors: Tensors, divisors: int) -> Any:
-        """Run by accesses that these divisors allow, too."""
+        """Prepare a run with the accesses that these divisors allow."""
         divisors |= self.divisors
         vector = divisors & -divisors
         run = self.runs.get(vector)
@@ -428,7 +429,7 @@ class _Call:
 
 
 def _to_numpy(name: str, tensor: Any) -> Any:
-    """Return a copy: memory that NumPy has seen cannot be resized, as FSDP resizes parameters."""
+    """Return a copy, since FSDP cannot resize memory that NumPy has seen."""
     if tensor is None:
         return None
     if not tensor.data_ptr():  # which fails, too, where a launch would
@@ -484,6 +485,6 @@ def _backward_on_cpu(spec: BackwardSpec, options: Options, tensors: Tensors) -> 
 
 
 def _given(spec: Spec, result: Any) -> tuple[Any, ...]:
-    """Return the results of NumPy's that a pass returns, as tensors."""
+    """Return a pass's NumPy results as tensors."""
     dtypes, names = spec.dtypes, zip(spec.table.writes, result, strict=True)
     return tuple(None if dtypes[name] is None else _from_numpy(array) for name, array in names)

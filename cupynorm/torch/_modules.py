@@ -1,4 +1,4 @@
-"""Modules that take the place of torch.nn's."""
+"""Modules that replace torch.nn's."""
 
 from __future__ import annotations
 
@@ -16,26 +16,27 @@ __all__ = ["LayerNorm", "RMSNorm"]
 
 
 def _is_called(module: Any, arguments: Any) -> None:
-    """Do nothing: a hook has torch.nn.TransformerEncoderLayer call the module.
+    """Do nothing: with a hook, torch.nn.TransformerEncoderLayer calls the module.
 
-    In inference it else computes a plain LayerNorm itself, of its norms' weight, bias and eps.
+    Otherwise it computes a plain LayerNorm itself in inference, from its norms' weight, bias and
+    eps.
     """
 
 
 def _plain(number: Any) -> Any:
-    """Return a number of Python for one of NumPy's, of which torch.compile makes a tensor."""
+    """Turn a NumPy number, of which torch.compile makes a tensor, into a Python number."""
     return number.item() if isinstance(number, np.generic) else number
 
 
 def _with_shapes(x: Any) -> tuple[Any, ...]:
-    """Return what x consists of that has a shape: nothing of what torch.fx traces."""
+    """Return the parts of x that have a shape: none if torch.fx traces."""
     if not isinstance(x, torch.Tensor):
         return ()
     return x.unbind() if x.is_nested and x.layout is torch.strided else (x,)
 
 
 class _Norm(torch.nn.Module):
-    """What the modules add to those of torch.nn, of which each is also a subclass."""
+    """What the modules add to those of torch.nn. Each is also a subclass of torch's."""
 
     normalized_shape: tuple[int, ...]
     eps: Any
@@ -50,7 +51,7 @@ class _Norm(torch.nn.Module):
         by_dtype = self.eps is None and isinstance(self, torch.nn.RMSNorm)
         check_numbers(np.dtype(np.float64), 0.0 if by_dtype else self.eps, relu)
         if not by_dtype:
-            self.eps = float(self.eps)  # of NumPy's numbers torch.compile makes tensors
+            self.eps = float(self.eps)  # torch.compile makes tensors of NumPy's numbers
         self.zero_centered = bool(zero_centered)
         self.relu = relu if relu is None else (_plain(relu[0]), _plain(relu[1]))
         self.reset_parameters()
@@ -102,7 +103,7 @@ class _Norm(torch.nn.Module):
                 )
 
     def extra_repr(self) -> str:
-        """Return what is shown of the module."""
+        """Return the options that the module's repr shows."""
         shown = super().extra_repr()
         if self.zero_centered:
             shown += ", zero_centered=True"
@@ -110,7 +111,7 @@ class _Norm(torch.nn.Module):
 
 
 class _BiasOfRMSNorm:
-    """The parameter `bias`: None of a torch.nn.RMSNorm, which has none, whose class was changed."""
+    """The parameter `bias`. It is None if a torch.nn.RMSNorm, which has none, changed its class."""
 
     def __get__(self, module: Any, owner: Any = None) -> Any:
         if module is None:
@@ -124,29 +125,30 @@ class _BiasOfRMSNorm:
 
 
 class RMSNorm(_Norm, torch.nn.RMSNorm):
-    """`rms_norm` in the place of ``torch.nn.RMSNorm``.
+    """`rms_norm` as a module, which replaces ``torch.nn.RMSNorm``.
 
     Parameters
     ----------
     normalized_shape, eps, elementwise_affine, device, dtype
-        As of ``torch.nn.RMSNorm``: eps defaults to the epsilon of the compute dtype.
+        As for ``torch.nn.RMSNorm``. eps defaults to the epsilon of the compute dtype.
     bias : bool
         Whether there is a bias too.
     zero_centered : bool
-        Whether the weight is stored minus one, beginning at zero: what ``torch.nn.RMSNorm`` has
-        stored is one more.
+        Whether the weight is stored minus one. It then begins at zero. The weight that
+        ``torch.nn.RMSNorm`` stores is one more.
     relu : (float, float), optional
         Bounds to clamp to.
 
     Attributes
     ----------
     weight, bias : Parameter or None
-        Of ``normalized_shape``. Without a bias the state_dict is that of ``torch.nn.RMSNorm``.
+        They have shape ``normalized_shape``. Without a bias the state_dict is that of
+        ``torch.nn.RMSNorm``.
 
     Raises
     ------
     TypeError, ValueError
-        If eps, zero_centered or relu is not as `rms_norm` takes it.
+        If `rms_norm` would refuse eps, zero_centered or relu.
 
     Examples
     --------
@@ -158,7 +160,7 @@ class RMSNorm(_Norm, torch.nn.RMSNorm):
     >>> norm(torch.ones(2, 4)).sum()
     tensor(8.0000, grad_fn=<SumBackward0>)
 
-    Called with a residual, it returns two: the norm of their sum, and the sum.
+    With a residual it returns two tensors: the norm of the sum, and the sum.
 
     >>> y, residual = norm(torch.ones(2, 4), torch.ones(2, 4))
     >>> residual.sum()
@@ -188,37 +190,37 @@ class RMSNorm(_Norm, torch.nn.RMSNorm):
         self._extend(zero_centered, relu)
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
-        """Return `rms_norm` of x; with a residual of ``x + residual``, and that."""
+        """Return `rms_norm` of x; with a residual, that of ``x + residual``, and the sum."""
         return self._normalize(rms_norm, x, residual, self.eps)
 
     def extra_repr(self) -> str:
-        """Return what is shown of the module."""
+        """Return the options that the module's repr shows."""
         shown = super().extra_repr()
         return shown if getattr(self, "bias", None) is None else f"{shown}, bias=True"
 
 
 class LayerNorm(_Norm, torch.nn.LayerNorm):
-    """`layer_norm` in the place of ``torch.nn.LayerNorm``.
+    """`layer_norm` as a module, which replaces ``torch.nn.LayerNorm``.
 
     Parameters
     ----------
     normalized_shape, eps, elementwise_affine, bias, device, dtype
-        As of ``torch.nn.LayerNorm``.
+        As for ``torch.nn.LayerNorm``.
     zero_centered : bool
-        Whether the weight is stored minus one, beginning at zero: what ``torch.nn.LayerNorm`` has
-        stored is one more.
+        Whether the weight is stored minus one. It then begins at zero. The weight that
+        ``torch.nn.LayerNorm`` stores is one more.
     relu : (float, float), optional
         Bounds to clamp to.
 
     Attributes
     ----------
     weight, bias : Parameter or None
-        Of ``normalized_shape``; the state_dict is that of ``torch.nn.LayerNorm``.
+        They have shape ``normalized_shape``. The state_dict is that of ``torch.nn.LayerNorm``.
 
     Raises
     ------
     TypeError, ValueError
-        If eps, zero_centered or relu is not as `layer_norm` takes it.
+        If `layer_norm` would refuse eps, zero_centered or relu.
 
     Examples
     --------
@@ -247,5 +249,5 @@ class LayerNorm(_Norm, torch.nn.LayerNorm):
         self._extend(zero_centered, relu)
 
     def forward(self, input: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
-        """Return `layer_norm` of the input; with a residual of ``input + residual``, and that."""
+        """Return `layer_norm` of the input; with a residual, that of the sum, and the sum."""
         return self._normalize(layer_norm, input, residual, self.eps)

@@ -1,9 +1,9 @@
 """The passes as operations that torch differentiates, batches, traces, compiles and shards.
 
-A call on plain tensors goes straight to the kernels, through an autograd.Function where gradients
-are recorded: what torch.library puts around an operation costs more than the launch. Where torch
-must see the call, under torch.compile and export, in a dispatch mode, or with a subclass such as
-DTensor, it is an operation of torch.library, with the same formulas.
+A call on plain tensors goes straight to the kernels, through an autograd.Function if gradients are
+recorded. torch.library's wrapping of an operation costs more than the launch. Sometimes torch must
+see the call: under torch.compile and export, in a dispatch mode, or with a subclass such as
+DTensor. Then it is an operation of torch.library, with the same formulas.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _COUNT_SHARED = len(SHARED.split(", "))
 
 
 def _split(table: Pass, arguments: tuple[Any, ...]) -> tuple[Tensors, Told, Any]:
-    """Return what an operation was given: tensors, what it is told, and the last option."""
+    """Split the arguments of an operation into tensors, options and the last option."""
     count = len(table.reads)
     return arguments[:count], arguments[count:-1], arguments[-1]
 
@@ -68,7 +68,7 @@ def _split(table: Pass, arguments: tuple[Any, ...]) -> tuple[Tensors, Told, Any]
 # ---- which way a call goes -----------------------------------------------------------------------
 
 
-# By names of this module: to look each up in torch's takes a tenth of a microsecond.
+# Names of this module: each look-up in torch's takes a tenth of a microsecond.
 _is_grad_enabled = torch.is_grad_enabled
 _is_traced_by_dynamo = torch.compiler.is_dynamo_compiling  # elsewhere a dispatch mode tells
 _dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -76,17 +76,17 @@ _is_jit_tracing = torch._C._is_tracing
 _transforms_active = torch._C._are_functorch_transforms_active
 _functorch = torch._C._functorch
 _is_wrapped = _functorch.is_functorch_wrapped_tensor
-# Gradients that autograd batches, of is_grads_batched=True, are tensors as others but for this.
+# This alone marks the gradients that autograd batches for is_grads_batched=True.
 _is_batched = _functorch.is_legacy_batchedtensor
 
 
 def _is_seen(*tensors: Any) -> bool:
-    """Tell whether torch must see a call on these tensors; transforms are another matter."""
+    """Tell whether torch must see a call on these tensors. Transforms are asked elsewhere."""
     return bool(_dispatch_modes() or _is_jit_tracing() or any(map(_says_more, tensors)))
 
 
 def _says_more(tensor: Any) -> bool:
-    """Tell whether a tensor is more than the numbers in its memory, of which torch knows."""
+    """Tell whether torch knows more about a tensor than the numbers in its memory."""
     if type(tensor) not in PLAIN:
         return True
     return tensor is not None and bool(
@@ -99,7 +99,7 @@ def _says_more(tensor: Any) -> bool:
 
 
 def _alive(name: str, tensor: Any) -> Any:
-    """Return what a tensor that has outlived its transform stands for, as torch does."""
+    """Return the tensor behind one that has outlived its transform, as torch does."""
     if tensor is None or not _is_wrapped(tensor):
         return tensor
     while _functorch.is_dead_tensor_wrapper(tensor):
@@ -122,12 +122,12 @@ def _is_recorded(tensors: Tensors) -> bool:
         return False
     if _is_asked_for_gradients(tensors):
         return True
-    # Within a transform, only its own tensors say so.
+    # Within a transform, only its own tensors record gradients.
     return torch.compiler.is_compiling() or _transforms_active()
 
 
 def normalize_plain(tensors: Tensors, told: Told) -> Any:
-    """Return what `normalize` does, of tensors of the `PLAIN` types."""
+    """Do as `normalize`, on tensors of the `PLAIN` types."""
     if (
         _is_traced_by_dynamo()
         or _transforms_active()
@@ -141,16 +141,16 @@ def normalize_plain(tensors: Tensors, told: Told) -> Any:
             return _apply_recorded(*tensors, told)
         results = _kernels.forward(tensors, told, False)
         return results[_Y] if tensors[_RESIDUAL] is None else (results[_Y], results[_TOTAL])
-    except (RuntimeError, ValueError):  # of what has no memory here: to ask first takes time
+    except (RuntimeError, ValueError):  # the tensor has no memory here; to ask first takes time
         if not _is_seen(*tensors):
             raise
     return normalize(tensors, told)
 
 
 def normalize(tensors: Tensors, told: Told) -> Any:
-    """Return y, where there is a residual with x + residual.
+    """Return y, and with a residual x + residual.
 
-    What `norm_backward` needs is kept where gradients may be asked for.
+    The arrays that `norm_backward` needs are kept if gradients may be asked for.
     """
     if not torch.compiler.is_compiling():
         tensors = tuple(map(_alive, FORWARD.reads, tensors))
@@ -159,9 +159,9 @@ def normalize(tensors: Tensors, told: Told) -> Any:
 
 
 def norm_forward(tensors: Tensors, told: Told, training: bool) -> tuple[Any, ...]:
-    """Return y, for training what `norm_backward` needs, and x + residual.
+    """Return y, the arrays that `norm_backward` needs (for training), and x + residual.
 
-    An array that does not apply is None, or empty where the call was an operation of torch.library.
+    An array that does not apply is None, or empty if the call was an operation of torch.library.
     """
     arguments: Any = (*tensors, *told, training)
     if torch.compiler.is_compiling():
@@ -230,15 +230,15 @@ def _none_for_absent(results: Any, present: tuple[bool, ...]) -> tuple[Any, ...]
 
 
 def _getter(names: tuple[str, ...], wanted: tuple[str, ...]) -> Callable[..., tuple[Any, ...]]:
-    """Return what picks some of a tuple, of which the names are given, by theirs."""
+    """Return a function that picks elements of a tuple by name."""
     return operator.itemgetter(*map(names.index, wanted))
 
 
 _X, _RESIDUAL, _BIAS = map(FORWARD.reads.index, ("x", "residual", "bias"))
 _Y, _TOTAL = map(FORWARD.writes.index, ("y", "residual_out"))
 
-# What is kept for a backward pass is all that it reads but the gradients. Its x is what was
-# normalized, which is the sum where there was a residual.
+# A call keeps all that its backward pass reads, except the gradients. That pass's x is the
+# normalized array: the sum, if there was a residual.
 _GIVEN = ("dy", "dresidual_out")
 _KEPT = tuple(name for name in BACKWARD.reads if name not in _GIVEN)
 _OF_SUM = tuple("residual_out" if name == "x" else name for name in _KEPT)
@@ -246,7 +246,7 @@ _kept = _getter(FORWARD.reads + FORWARD.writes, _KEPT)
 _kept_of_sum = _getter(FORWARD.reads + FORWARD.writes, _OF_SUM)
 _in_order = _getter(_GIVEN + _KEPT, BACKWARD.reads)
 
-# The gradients of what a forward pass reads; dresidual is dx where both have one dtype.
+# The gradients of the arrays that a forward pass reads. dresidual is dx if both have one dtype.
 _OF_READS = tuple(f"d{name}" for name in FORWARD.reads)
 _gradients = _getter(BACKWARD.writes, _OF_READS)
 _gradients_of_one_dtype = _getter(
@@ -254,7 +254,7 @@ _gradients_of_one_dtype = _getter(
 )
 _NO_GRADIENTS = (None,) * len(FORWARD.reads)
 
-# What a second backward pass reads of what the first did.
+# The arrays of the first backward pass that a second one reads.
 _READ_AGAIN = ("dy", "x", "weight", "bitmask")
 _read_again = _getter(BACKWARD.reads, _READ_AGAIN)
 
@@ -284,7 +284,7 @@ def _is_of_leaf(tensor: Any) -> bool:
 
 
 def _differentiate(ctx: Any, dy: Any, ds: Any) -> tuple[Any, ...]:
-    """Return the gradients of what a forward pass read, given those of y and x + residual."""
+    """Return the gradients of a forward pass's inputs, given those of y and x + residual."""
     told, bias_dtype, of_rows, is_apart = ctx.noted
     gradients, dx_dtype, dresidual_dtype = _gradients, None, None
     if of_rows is not None:
@@ -323,7 +323,7 @@ def _keep_for_backward(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _without_gradients(ctx: Any, output: Any, results: Tensors) -> Iterator[Any]:
-    """Return the results of which there is no gradient."""
+    """Return the results that have no gradient."""
     for name, tensor, result in zip(FORWARD.writes, output, results, strict=True):
         if tensor is None:
             continue
@@ -334,7 +334,7 @@ def _without_gradients(ctx: Any, output: Any, results: Tensors) -> Iterator[Any]
 
 
 def _has_gradients(ctx: Any) -> bool:
-    """Tell whether x + residual has them, as it has in torch."""
+    """Tell whether x + residual has gradients, as it has in torch."""
     return bool(ctx.needs_input_grad[_X] or ctx.needs_input_grad[_RESIDUAL])
 
 
@@ -373,7 +373,7 @@ def _differentiate_backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
 
 
 def _forward_of_batch(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the rule for vmap, which makes one call of many where the weight is shared."""
+    """Return the rule for vmap. It makes one call of many if the weight is shared."""
 
     def rule(info: Any, in_dims: Any, *arguments: Any) -> tuple[Any, Any]:
         tensors, told, training = _split(FORWARD, arguments)
@@ -410,7 +410,7 @@ def _batched(tensor: Any, dim: int | None, size: int) -> Any:
 
 
 def _of_example(tensor: Any, dim: int | None) -> Any:
-    """Return a tensor like one of an example, where there is none."""
+    """Return a tensor like that of one example, where there is none."""
     return tensor if dim is None else tensor.new_empty(tensor.movedim(dim, 0).shape[1:])
 
 
@@ -492,7 +492,7 @@ class _Backward(torch.autograd.Function):
 
 
 class _Recorded(torch.autograd.Function):
-    """`_Forward` where no transform looks on: what is kept is no result, and options are one."""
+    """`_Forward` without transforms: kept arrays are not results, and options are one argument."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Any:
@@ -511,7 +511,7 @@ class _Recorded(torch.autograd.Function):
         return *_differentiate(ctx, dy, ds), None
 
 
-# Past what Function.apply does for transforms of functions, which costs 13 us.
+# This skips what Function.apply does for transforms of functions, which costs 13 us.
 _apply_recorded = super(torch.autograd.Function, _Recorded).apply
 _apply_forward = super(torch.autograd.Function, _Forward).apply
 _apply_backward = super(torch.autograd.Function, _Backward).apply
@@ -628,7 +628,7 @@ def _define(
     recorded = make_autograd_impl(operation, Info(backward, setup_context))
 
     def dispatched(keys: Any, *arguments: Any) -> Any:
-        """Do as torch.library.register_autograd, but pass on at once what nobody else looks at.
+        """Do as torch.library.register_autograd, but skip autograd if nothing records gradients.
 
         A compiled program comes here in each call, its gradients long taken care of.
         """
@@ -669,12 +669,12 @@ _backward_operation = _define(
 
 
 def _share_out() -> None:
-    """Tell DTensor how the operations are split, if it is in use; importing it takes a while."""
+    """Tell DTensor how the operations are split, if it is in use. Importing it takes a while."""
     if "torch.distributed.tensor" in sys.modules:
         _register_splits()
 
 
-# As torch.compiler.assume_constant_result does, which would import the compiler for it: 1.6 s.
+# torch.compiler.assume_constant_result does this, but would import the compiler, for 1.6 s.
 _share_out._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -688,10 +688,10 @@ def _register_splits() -> None:
 
 
 def _splits(table: Pass, *arguments: Any) -> list[Any]:
-    """Return how results and arguments may be split: any axis that is kept, with nothing to send.
+    """Return how results and arguments may be split: along any kept axis, with nothing to send.
 
-    Rows are split as x is, with all that has an entry a row. A weight is the same everywhere, and
-    its gradient a sum that is still to be added up.
+    Rows, and arrays with an entry for each row, are split as x is. A weight is the same everywhere,
+    and its gradient is a partial sum.
     """
     from torch.distributed.tensor import Partial, Replicate, Shard
 
