@@ -111,7 +111,7 @@ def _with_residual(
     if spec.dresidual_out is None:
         return config
     limit = _shared_limit(config.blocks_per_multiprocessor, architecture)
-    if config.bulk:  # which is slower with the stages that three arrays leave (notes.md#residual)
+    if config.bulk:  # slower in the stages that are left: notes.md#a-residual-in-the-same-pass
         config = dataclasses.replace(config, bulk=False, stages=3, shared_sums=0, hold_sums=False)
         hold = config.hold_weight and not _is_crowded(spec, config, architecture)
         config = dataclasses.replace(config, hold_weight=hold)
