@@ -112,8 +112,9 @@ def _output(*command: str) -> str:
 
 
 def save(results: dict[str, Any], path: Path) -> None:
-    """Write a results file, one record a line, whole or not at all."""
+    """Write a results file, one record a line, whole or not at all; floats of six digits."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    results = _rounded(results)
     fields = []
     for name, value in results.items():
         if isinstance(value, list) and value and isinstance(value[0], dict):
@@ -124,6 +125,15 @@ def save(results: dict[str, Any], path: Path) -> None:
     partial = path.with_suffix(".partial")
     partial.write_text("{\n" + ",\n".join(fields) + "\n}\n", encoding="utf-8")
     partial.replace(path)
+
+
+def _rounded(value: Any) -> Any:
+    """Return what JSON can say, its floats rounded to six digits: no clock here tells more."""
+    if isinstance(value, dict):
+        return {name: _rounded(inner) for name, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_rounded(inner) for inner in value]
+    return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
 def load(path: Path, module: str | None = None) -> dict[str, Any]:

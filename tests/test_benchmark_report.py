@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from benchmark_doubles import README, SYNTHETIC
 
-from benchmarks import compare, host, join, plots, problems, report, results, run, summary
+from benchmarks import compare, join, plots, problems, report, results, run, summary
 from benchmarks.backends import ALL
 from benchmarks.measure import reason
 from cupynorm._bench import Problem
@@ -597,20 +597,6 @@ def test_recorded_bytes_are_those_of_the_problems() -> None:
     assert measured
     for record in measured:
         assert record["bytes"] == results.problem_of(record).bytes
-
-
-def test_the_recorded_run_has_every_library_on_every_problem() -> None:
-    recorded = results.load(RECORDED)
-    assert recorded["complete"]
-    assert results.is_whole(recorded)
-    measured = {problem for problem, _ in results.by_problem(recorded["measurements"])}
-    assert measured == set(problems.select("standard"))
-    timed = {(record["operation"], record["backend"]) for record in recorded["host"]}
-    called = {(record["backend"], record["cache"]) for record in recorded["first_calls"]}
-    for backend in ALL:
-        if not backend.emulated:
-            assert timed >= {(name, backend.name) for name in problems.OPERATIONS}
-            assert backend.kind == "limit" or called >= {(backend.name, s) for s in host.STATES}
 
 
 def test_rows_and_bars_are_in_the_order_of_the_set_whatever_was_measured_first(
