@@ -211,6 +211,35 @@ def with_a_residual(sizes: tuple[int, ...], kind: AxisType, rows: Any, of_residu
     return collectives(program)
 
 
+def with_a_residual_split_otherwise(
+    kind: AxisType, shardy: bool, rows: Any, of_residual: Any, of_dy: Any
+) -> Any:
+    """Each kept axis is split as by that array which has it split."""
+    mesh, common = mesh_of((2, 2), kind), P("a", "b")
+    if P() in (rows, of_residual):
+        common = P("a")
+    if kind is AxisType.Explicit:  # JAX takes no dy of another type than y's
+        of_dy = common
+    (x, residual, weight, bias, _) = put_residual(mesh, rows, of_residual)
+    dy = jax.device_put(DY, NamedSharding(mesh, of_dy))
+    arguments = (x, residual, weight, bias, dy)
+    jax.config.update("jax_use_shardy_partitioner", shardy)
+    try:
+        # A function of its own: JAX keeps the program of a partitioner for the other.
+        program = jax.jit(lambda *given: residual_step(*given)).lower(*arguments).compile()
+        results = program(*arguments)
+    finally:
+        jax.config.update("jax_use_shardy_partitioner", True)
+    check_residual(results)
+    for array in results[:2]:
+        expected = NamedSharding(mesh, common)
+        assert array.sharding.is_equivalent_to(expected, array.ndim), array.sharding
+    if kind is AxisType.Explicit:  # gradients have their types from what they are gradients of
+        forward = jax.jit(lambda x, residual, *affine: norm(x, *affine, residual=residual))
+        program = forward.lower(*arguments[:-1]).compile()
+    return collectives(program)
+
+
 def with_a_residual_and_uneven_rows(count: int) -> Any:
     """As `with_uneven_rows`."""
     arguments = put_residual(mesh_of((count,), AxisType.Auto), P("a"), P("a"))
@@ -583,6 +612,15 @@ WHOLE = [
 ]
 CUT = [((4,), P(None, None, "a")), ((2, 2), P("a", None, "b"))]
 
+# How x, a residual and dy lie on a mesh of two axes.
+OTHERWISE = [
+    (P(), P("a"), P("a")),
+    (P(), P("a"), P()),
+    (P("a"), P(), P("a")),
+    (P("a"), P("a", "b"), P("a", "b")),
+    (P("a", "b"), P("a"), P(None, "b")),
+    (P("a"), P(None, "b"), P("a")),
+]
 
 ONE_OF_EACH = (
     with_a_mesh_set,
@@ -629,10 +667,14 @@ def cases(kernels: bool) -> Iterator[tuple[str, Callable[[], Any]]]:
         yield f"split over the other, {kind.name}", functools.partial(over_one_axis, P("a", "b"))
         for function in ONE_OF_EACH:
             yield f"{function.__name__}, {kind.name}", functools.partial(function, kind)
-    yield (
-        "a whole x beside a residual",
-        functools.partial(with_a_residual, (4,), AxisType.Explicit, P(), P("a")),
-    )
+    for kind, shardy in ((AxisType.Explicit, True), *((AxisType.Auto, s) for s in (True, False))):
+        for specs in OTHERWISE:
+            name = "a residual split otherwise"
+            name = f"forward of {name}" if kind is AxisType.Explicit else name
+            yield (
+                f"{name}, {kind.name} {shardy} {specs}",
+                functools.partial(with_a_residual_split_otherwise, kind, shardy, *specs),
+            )
     for i, one in enumerate(drawn()):
         yield f"drawn {i}", functools.partial(with_a_drawn_sharding, one)
     for tracked in (True, False):

@@ -99,6 +99,11 @@ def test_whole_rows_exchange_nothing_but_the_gradients_of_weight_and_bias(
         assert types <= {"f32[64]", "f32[3,64]", "f32[4,16]"}, name
 
 
+def test_a_forward_pass_exchanges_nothing(report: dict[str, Any]) -> None:
+    for name, collectives in exchanged(report, "forward of a residual").items():
+        assert collectives == [], name
+
+
 def test_only_a_kernel_gathers_rows_that_a_shard_map_leaves_split(report: dict[str, Any]) -> None:
     (collectives,) = exchanged(report, "split over the other, Auto").values()
     # In float32, in which the CPU exchanges 16 bits.
