@@ -48,9 +48,11 @@ def with_residual(
 
 
 @st.composite
-def residual_problems(draw: st.DrawFn, widths: tuple[int, ...] = ()) -> WithResidual:
+def residual_problems(
+    draw: st.DrawFn, widths: tuple[int, ...] = (), **options: Any
+) -> WithResidual:
     """Draw a problem with a residual; in rows of one of some widths, if any are given."""
-    problem = draw(problems())
+    problem = draw(problems(**options))
     if widths:
         n = draw(st.sampled_from(widths))
         m = draw(st.sampled_from(HEIGHTS[1:5]))
