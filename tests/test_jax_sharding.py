@@ -63,7 +63,7 @@ def test_drawn_shardings_have_uneven_ones_of_each_kind(report: dict[str, Any]) -
     }
     assert min(ways.values()) >= 4, ways
     assert counted("padded")["2"] >= 5
-    for name in ("mesh_set", "k", "norm", "relu", "weight", "bias", "order"):
+    for name in ("mesh_set", "k", "norm", "relu", "weight", "bias", "order", "residual"):
         assert min(counted(name).values()) >= 6, name
         assert len(counted(name)) == 2, name
     assert counted("shardy")["False"] >= 3
