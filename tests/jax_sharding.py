@@ -7,6 +7,7 @@ the argument "kernels", NumPy behind XLA's FFI takes the place of the formula.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import json
 import math
@@ -211,6 +212,35 @@ def with_a_residual(sizes: tuple[int, ...], kind: AxisType, rows: Any, of_residu
     return collectives(program)
 
 
+def with_a_residual_split_otherwise(
+    kind: AxisType, shardy: bool, rows: Any, of_residual: Any, of_dy: Any
+) -> Any:
+    """Each kept axis is split as by that array which has it split."""
+    mesh, common = mesh_of((2, 2), kind), P("a", "b")
+    if P() in (rows, of_residual):
+        common = P("a")
+    if kind is AxisType.Explicit:  # JAX takes no dy of another type than y's
+        of_dy = common
+    (x, residual, weight, bias, _) = put_residual(mesh, rows, of_residual)
+    dy = jax.device_put(DY, NamedSharding(mesh, of_dy))
+    arguments = (x, residual, weight, bias, dy)
+    jax.config.update("jax_use_shardy_partitioner", shardy)
+    try:
+        # A function of its own: JAX keeps the program of a partitioner for the other.
+        program = jax.jit(lambda *given: residual_step(*given)).lower(*arguments).compile()
+        results = program(*arguments)
+    finally:
+        jax.config.update("jax_use_shardy_partitioner", True)
+    check_residual(results)
+    for array in results[:2]:
+        expected = NamedSharding(mesh, common)
+        assert array.sharding.is_equivalent_to(expected, array.ndim), array.sharding
+    if kind is AxisType.Explicit:  # gradients have their types from what they are gradients of
+        forward = jax.jit(lambda x, residual, *affine: norm(x, *affine, residual=residual))
+        program = forward.lower(*arguments[:-1]).compile()
+    return collectives(program)
+
+
 def with_a_residual_and_uneven_rows(count: int) -> Any:
     """As `with_uneven_rows`."""
     arguments = put_residual(mesh_of((count,), AxisType.Auto), P("a"), P("a"))
@@ -407,6 +437,7 @@ class Draw:
     weight: bool
     bias: bool
     relu: tuple[float, float] | None
+    residual_spec: Any = None  # of a residual, if there is one
 
 
 def draw(
@@ -448,16 +479,35 @@ def drawn() -> list[Draw]:
     # without Shardy.
     kinds += [("even", AxisType.Explicit, order, True, True) for order in (1, 1, 1, 2)]
     kinds += [(way, auto, 1, False, False) for way in WAYS if way != "axis split in two"]
-    return [draw(random, *kind) for kind in kinds]
+    plain = [draw(random, *kind) for kind in kinds]
+    return [
+        one if i % 3 == 0 else dataclasses.replace(one, residual_spec=spec_of_residual(random, one))
+        for i, one in enumerate(plain)
+    ]
 
 
-def plainly(norm: str, axes: Any, relu: Any, x: Any, weight: Any, bias: Any) -> Any:
+def spec_of_residual(random: Random, draw: Draw) -> Any:
+    """Return how a residual lies: as x does, whole, or split along one kept axis of any."""
+    kept = len(draw.shape) - draw.k
+    names = ("a", "b")[: len(draw.sizes)]
+    along = [
+        P(*axis * (None,), name)
+        for axis in range(kept)
+        for name, size in zip(names, draw.sizes, strict=True)
+        if draw.shape[axis] % size == 0 or draw.way in CONSTRAINED
+    ]
+    return random.choice([draw.spec, P(), *along, *along])
+
+
+def plainly(norm: str, axes: Any, relu: Any, x: Any, weight: Any, bias: Any, residual: Any) -> Any:
     """The norm in jax.numpy, on one device."""
+    x = total = x if residual is None else x + residual
     y = x - x.mean(axes, keepdims=True) if norm == "layer_norm" else x
     y = y / jnp.sqrt((y * y).mean(axes, keepdims=True) + 1e-5)
     y = y if weight is None else y * weight
     y = y if bias is None else y + bias
-    return y if relu is None else jnp.clip(y, *relu)
+    y = y if relu is None else jnp.clip(y, *relu)
+    return y if residual is None else (y, total)
 
 
 @jax.enable_x64(True)
@@ -472,42 +522,51 @@ def with_a_drawn_sharding(drawn: Draw) -> Any:
         axis_types=(drawn.kind,) * len(drawn.sizes),
         devices=jax.devices()[: math.prod(drawn.sizes)],
     )
-    sharding = NamedSharding(mesh, drawn.spec)
     dtype = np.float32 if drawn.order == 1 else np.float64
-    x, weight, bias = (
+    x, weight, bias, residual = (
         make_values("normal", shape, dtype, seed)
-        for seed, shape in enumerate((drawn.shape, *2 * (drawn.shape[-drawn.k :],)))
+        for seed, shape in enumerate((drawn.shape, *2 * (drawn.shape[-drawn.k :],), drawn.shape))
     )
-    if drawn.way == "last row off":
-        x[-1] = np.nan
-    if drawn.way == "first column off":
-        x[:, 0] = np.nan
+    for whole_rows in (x, residual):
+        if drawn.way == "last row off":
+            whole_rows[-1] = np.nan
+        if drawn.way == "first column off":
+            whole_rows[:, 0] = np.nan
+    residual = None if drawn.residual_spec is None else residual
     weight, bias = weight if drawn.weight else None, bias if drawn.bias else None
-    rows = np.asarray(WAYS[drawn.way](x))
+    rows, to_add = (a if a is None else np.asarray(WAYS[drawn.way](a)) for a in (x, residual))
     options = {"eps": 1e-5, "axis": tuple(range(-drawn.k, 0)), "relu": drawn.relu}
-    split_norm = functools.partial(getattr(cupynorm.jax, drawn.norm), **options)
+    norm_of_rows = functools.partial(getattr(cupynorm.jax, drawn.norm), **options)
     plain_norm = functools.partial(plainly, drawn.norm, options["axis"], drawn.relu)
     within = drawn.way in CONSTRAINED
+    specs = (drawn.spec, drawn.weight_spec, drawn.weight_spec, drawn.residual_spec)
 
-    def first(norm: Any, constrained: bool, x: Any, *affine: Any) -> Any:
-        x = WAYS[drawn.way](x)
+    def split_norm(x: Any, weight: Any, bias: Any, residual: Any) -> Any:
+        return norm_of_rows(x, weight, bias, residual=residual)
+
+    def first(norm: Any, constrained: bool, *arrays: Any) -> Any:
+        """Return the results, their cotangents, and the gradients."""
+        x, weight, bias, residual = arrays
+        x, residual = (a if a is None else WAYS[drawn.way](a) for a in (x, residual))
         if constrained:
-            x = jax.lax.with_sharding_constraint(x, sharding)
-        y, pull_back = jax.vjp(norm, x, *affine)
-        dy = jnp.cos(y)  # padded as y is
-        return y, dy, *pull_back(dy)
+            x, residual = (
+                a if a is None else jax.lax.with_sharding_constraint(a, NamedSharding(mesh, spec))
+                for a, spec in ((x, drawn.spec), (residual, drawn.residual_spec))
+            )
+        results, pull_back = jax.vjp(norm, x, weight, bias, residual)
+        cotangents = jax.tree.map(jnp.cos, results)  # padded as the results are
+        return results, cotangents, pull_back(cotangents)
 
     def second(norm: Any, constrained: bool, *arrays: Any) -> Any:
         def slope(*arrays: Any) -> Any:
-            _, _, *gradients = first(norm, constrained, *arrays)
+            _, _, gradients = first(norm, constrained, *arrays)
             return sum(jnp.sum(jnp.sin(g)) for g in jax.tree.leaves(gradients))
 
         given = tuple(i for i, array in enumerate(arrays) if array is not None)
         return jax.grad(slope, given)(*arrays)
 
-    arguments = [x, weight, bias]
+    arguments = [x, weight, bias, residual]
     if not within:
-        specs = (drawn.spec, drawn.weight_spec, drawn.weight_spec)
         arguments = [
             a if a is None else jax.device_put(a, NamedSharding(mesh, spec))
             for a, spec in zip(arguments, specs, strict=True)
@@ -534,22 +593,27 @@ def with_a_drawn_sharding(drawn: Draw) -> Any:
         jax.config.update("jax_use_shardy_partitioner", True)
         _operations._without_padding = real
     if drawn.order == 1:
-        y, dy, *gradients = map(on_host, found)
-        forward = getattr(cupynorm, f"{drawn.norm}_forward")(rows, weight, bias, **options)
-        testing.check_forward(drawn.norm, y, rows, weight, bias, **options)
+        results, cotangents, (dx, dweight, dbias, dresidual) = jax.tree.map(on_host, found)
+        forward = getattr(cupynorm, f"{drawn.norm}_forward")(
+            rows, weight, bias, residual=to_add, **options
+        )
+        testing.check_forward(drawn.norm, results, rows, weight, bias, residual=to_add, **options)
+        dy, of_total = (cotangents, None) if to_add is None else cotangents
         testing.check_backward(
             drawn.norm,
-            NormBackward(*gradients),
-            *(dy, rows, weight, forward.mean, forward.rstd),
+            NormBackward(dx, dweight, dbias, dresidual),
+            *(dy, rows if to_add is None else results[1], weight, forward.mean, forward.rstd),
             bias=False if bias is None else bias,
             bitmask=forward.bitmask,
             axis=options["axis"],
+            dresidual_out=of_total,
         )
     else:
-        expected = fast(functools.partial(second, plain_norm, False))(x, weight, bias)
+        expected = fast(functools.partial(second, plain_norm, False))(x, weight, bias, residual)
         for one, other in zip(found, expected, strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-9)
     seen = {name: getattr(drawn, name) for name in Draw.__annotations__ if "spec" not in name}
+    seen["residual"] = drawn.residual_spec is not None
     return seen | {"kind": drawn.kind.name, "padded": max(padded, default=0)}
 
 
@@ -583,6 +647,15 @@ WHOLE = [
 ]
 CUT = [((4,), P(None, None, "a")), ((2, 2), P("a", None, "b"))]
 
+# How x, a residual and dy lie on a mesh of two axes.
+OTHERWISE = [
+    (P(), P("a"), P("a")),
+    (P(), P("a"), P()),
+    (P("a"), P(), P("a")),
+    (P("a"), P("a", "b"), P("a", "b")),
+    (P("a", "b"), P("a"), P(None, "b")),
+    (P("a"), P(None, "b"), P("a")),
+]
 
 ONE_OF_EACH = (
     with_a_mesh_set,
@@ -629,10 +702,14 @@ def cases(kernels: bool) -> Iterator[tuple[str, Callable[[], Any]]]:
         yield f"split over the other, {kind.name}", functools.partial(over_one_axis, P("a", "b"))
         for function in ONE_OF_EACH:
             yield f"{function.__name__}, {kind.name}", functools.partial(function, kind)
-    yield (
-        "a whole x beside a residual",
-        functools.partial(with_a_residual, (4,), AxisType.Explicit, P(), P("a")),
-    )
+    for kind, shardy in ((AxisType.Explicit, True), *((AxisType.Auto, s) for s in (True, False))):
+        for specs in OTHERWISE:
+            name = "a residual split otherwise"
+            name = f"forward of {name}" if kind is AxisType.Explicit else name
+            yield (
+                f"{name}, {kind.name} {shardy} {specs}",
+                functools.partial(with_a_residual_split_otherwise, kind, shardy, *specs),
+            )
     for i, one in enumerate(drawn()):
         yield f"drawn {i}", functools.partial(with_a_drawn_sharding, one)
     for tracked in (True, False):

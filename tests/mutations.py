@@ -37,9 +37,11 @@ from host.checks import (
     kernels_of,
     may_overflow,
 )
-from host.gpu import Gpu
+from host.gpu import Caller, Gpu
 from host.mutants import Mutant, all_mutants, instrumented
 from host.pipelined import PIPELINED, Pipelined
+from residuals import check_residual, with_residual
+from strategies import Layout, scaled
 
 from cupynorm._compile import Instantiation
 
@@ -80,19 +82,75 @@ def _far_rows(build: Build) -> None:
         check_far_rows(Gpu(build, architecture=architecture), n)
 
 
+def _with_residual(
+    of: tuple[str, int, int],
+    architecture: int,
+    *,
+    dtype: str,
+    x: str = "bfloat16",
+    few_rows: bool = False,
+    overflowing: bool = False,
+    multiprocessors: int = 2,
+) -> Check:
+    """Check an x beside a residual of a dtype, rows with gaps; overflowing: in products of dx."""
+    regime = "extreme" if overflowing else "normal"
+    case = Case("residual", *of, x, regime=regime, gap=16, multiprocessors=multiprocessors)
+
+    def run(build: Build) -> None:
+        gpu = Gpu(build, case.multiprocessors, architecture, few_rows)
+        problem = case.problem()
+        with gpu.fresh_memory():
+            drawn = with_residual(problem, dtype, dtype, layout=Layout(gap=24))
+            if overflowing:  # the product of dy and the weight, not dx, of which this is a part
+                assert drawn.dresidual_out is not None
+                wide = {"dy": scaled(problem.dy, 1e20), "weight": scaled(problem.weight, 1e20)}
+                drawn = dataclasses.replace(
+                    drawn,
+                    problem=dataclasses.replace(problem, **wide),
+                    dresidual_out=scaled(drawn.dresidual_out, 1e15),
+                )
+            check_residual(Caller(gpu), drawn)
+
+    name = f"{case} + {dtype} on sm_{architecture}{' as few rows' if few_rows else ''}"
+    return Check(f"{name}{' overflowing' if overflowing else ''}", list, run)
+
+
+# Of each regime that has lines of its own for a residual.
+RESIDUALS = (
+    *(
+        _with_residual(of, architecture, dtype=dtype)
+        for dtype in ("bfloat16", "float32")
+        for of, architecture in (
+            (("layer_norm", 37, 40), 90),
+            (("rms_norm", 5, 1001), 90),
+            (("layer_norm", 9, 4096), 90),
+            (("rms_norm", 9, 20000), 90),
+            (("layer_norm", 3, 20004), 75),
+        )
+    ),
+    _with_residual(("rms_norm", 3, 2048), 90, dtype="float32", few_rows=True),
+    _with_residual(("layer_norm", 5, 131072), 90, dtype="float32", multiprocessors=132),
+    _with_residual(("layer_norm", 9, 12288), 90, dtype="float32", x="float32"),
+    _with_residual(("layer_norm", 3, 4096), 90, dtype="float32", overflowing=True),
+)
+
+
 PLACED = next(case for case in ADDRESSES if case.norm == "layer_norm")
 # Their kernels are compiled when they are run.
 OTHERS = [
-    Check(name, list, run)
-    for name, run in (
-        ("rows more than 2**31 elements apart", _far_rows),
-        ("values on the bounds of a ReLU", lambda b: check_clip_values(Gpu(b), "float32", 83)),
-        (
-            "rows beside rows out of range",
-            lambda b: check_neighbours(Gpu(b), "layer_norm", "float32", 40),
-        ),
-        ("rows at other addresses", lambda b: check_addresses(b, PLACED)),
-    )
+    *RESIDUALS,
+    *(
+        Check(name, list, run)
+        for name, run in (
+            ("rows more than 2**31 elements apart", _far_rows),
+            ("values on the bounds of a ReLU", lambda b: check_clip_values(Gpu(b), "float32", 83)),
+            (
+                "rows beside rows out of range",
+                lambda b: check_neighbours(Gpu(b), "layer_norm", "float32", 40),
+            ),
+            ("rows at other addresses", lambda b: check_addresses(b, PLACED)),
+        )
+    ),
 ]
 
 

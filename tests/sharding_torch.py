@@ -5,9 +5,11 @@ python tests/sharding_torch.py gloo 2
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import tempfile
+from random import Random
 from typing import Any
 
 import torch
@@ -85,6 +87,37 @@ def check_a_residual_stays_where_it_is(mesh: DeviceMesh) -> None:
             for tensor, whole in zip(found, expected[:-1], strict=True):
                 assert tensor.placements == tuple(rows)
                 torch.testing.assert_close(tensor.full_tensor(), whole, rtol=0, atol=0)
+
+
+def check_drawn_placements_with_a_residual(mesh: DeviceMesh) -> None:
+    """Rows, and a residual's and what comes back to the sum, each placed in a way of its own."""
+    device, random = mesh.device_type, Random(59)
+    places = [Replicate(), Shard(0), Shard(1), Shard(2)]
+    for i in range(16):
+        norm, axis = random.choice(["rms_norm", "layer_norm"]), random.choice([-1, (-2, -1)])
+        relu = random.choice([None, (-0.5, 1.0)])
+        function = functools.partial(getattr(cupynorm.torch, norm), axis=axis, relu=relu)
+        shape = SHAPE[-1:] if axis == -1 else SHAPE[-2:]
+        arrays = [*(drawn(*SHAPE, device=device) for _ in range(4)), drawn(*shape, device=device)]
+        # The first ones are whole but for one of them.
+        of_each = [[random.choice(places)] for _ in range(4)]
+        if i < 4:
+            of_each = [[Shard(0) if i == j else Replicate()] for j in range(4)]
+
+        def step(x: Any, residual: Any, dy: Any, ds: Any, weight: Any, norm: Any = function) -> Any:
+            leaves = [t.detach().requires_grad_() for t in (x, residual, weight)]
+            results = norm(leaves[0], leaves[2], residual=leaves[1])
+            return *results, *torch.autograd.grad(results, leaves, (dy, ds))
+
+        split = [
+            distribute_tensor(t, mesh, p)
+            for t, p in zip(arrays, [*of_each, [random.choice(places[:2])]], strict=True)
+        ]
+        *found, dweight = step(*split)
+        *expected, of_weight = step(*arrays)
+        for tensor, whole in zip(found, expected, strict=True):
+            torch.testing.assert_close(tensor.full_tensor(), whole, rtol=0, atol=0)
+        torch.testing.assert_close(dweight.full_tensor(), of_weight)
 
 
 def check_split_columns_are_gathered(mesh: DeviceMesh) -> None:
@@ -177,6 +210,7 @@ def main(rank: int, backend: str, world: int, directory: str) -> None:
         torch.manual_seed(0)
         check_rows_stay_where_they_are(mesh)
         check_a_residual_stays_where_it_is(mesh)
+        check_drawn_placements_with_a_residual(mesh)
         check_split_columns_are_gathered(mesh)
         check_no_rows_on_some(mesh)
         check_compiled(mesh)

@@ -250,13 +250,15 @@ def problems(
     norms: tuple[Norm, ...] = ("rms_norm", "layer_norm"),
     regimes: tuple[str, ...] = REGIMES,
     broadcast: bool = False,
+    x_dtypes: tuple[str, ...] = tuple(DTYPES),
 ) -> Problem:
     """Draw a problem; with `broadcast`, its weight and bias may differ from row to row."""
     norm = draw(st.sampled_from(norms))
     shape, k = draw(shapes())
     regime = draw(st.sampled_from(regimes))
     seed = draw(st.integers(0, 2**32 - 1))
-    x_dtype, dy_dtype, out_dtype = draw(dtypes()), draw(dtypes()), draw(dtypes())
+    x_dtype = DTYPES[draw(st.sampled_from(x_dtypes))]
+    dy_dtype, out_dtype = draw(dtypes()), draw(dtypes())
     weight_dtype = draw(st.none() | dtypes())
     bias_dtype = draw(st.none() | dtypes())
     weight_shape = bias_shape = shape[-k:]

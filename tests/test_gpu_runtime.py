@@ -35,13 +35,38 @@ pytestmark = pytest.mark.gpu
 NORMS = ("rms_norm", "layer_norm")
 
 
-def run(norm: str, x: Any, weight: Any, dy: Any, **options: Any) -> tuple[Any, Any]:
-    """Return forward and backward results on the GPU, of arrays already there."""
-    forward = getattr(cupynorm, f"{norm}_forward")(x, weight, **options)
+def run(
+    norm: str, x: Any, weight: Any, dy: Any, residual: Any = None, **options: Any
+) -> tuple[Any, Any]:
+    """Return forward and backward results on the GPU, of arrays already there.
+
+    The residual stands for the gradient of the sum as well.
+    """
+    given: dict[str, Any] = {}
+    asked: dict[str, Any] = {}
+    if residual is not None:
+        given = {"residual": residual}
+        asked = {"dresidual_out": residual}
+        asked |= {"dx_dtype": x.dtype, "dresidual_dtype": residual.dtype}
+    forward = getattr(cupynorm, f"{norm}_forward")(x, weight, **given, **options)
     statistics = (forward.rstd,) if norm == "rms_norm" else (forward.mean, forward.rstd)
+    total = x if residual is None else forward.residual_out
     return forward, getattr(cupynorm, f"{norm}_backward")(
-        dy, x, weight, *statistics, bias=True, **options
+        dy, total, weight, *statistics, bias=True, **asked, **options
     )
+
+
+def residual_of(shape: tuple[int, ...], name: str | None, seed: int) -> Any:
+    return None if name is None else to_cupy(make_values("normal", shape, DTYPES[name], seed))
+
+
+def assert_same_rows(part: tuple[Any, Any], whole: tuple[Any, Any], where: slice) -> None:
+    """Compare what follows from rows alone of two runs, the second of which has others beside."""
+    for of_part, of_whole in zip(part, whole, strict=True):
+        for name in ("y", "mean", "rstd", "residual_out", "dx", "dresidual"):
+            mine = getattr(of_part, name, None)
+            if mine is not None:
+                assert_same_bits(mine, getattr(of_whole, name)[where])
 
 
 def assert_same_bits(a: Any, b: Any) -> None:
@@ -53,17 +78,23 @@ def assert_same_bits(a: Any, b: Any) -> None:
 # ---- bits ----------------------------------------------------------------------------------------
 
 
+WIDTHS = (
+    *(5, 64, 768, 769, 1792, 2048, 4096, 4097, 6400, 8192, 12288, 20001, 25600, 40000),
+    *(98304, 163840, 200704, 262144, 262152),
+)
+
+
 @pytest.mark.parametrize(
-    "n",
+    ("n", "residual"),
     [
-        *(5, 64, 768, 769, 1792, 2048, 4096, 4097, 6400, 8192, 12288, 20001, 25600, 40000),
-        *(98304, 163840, 200704, 262144, 262152),
+        *((n, None) for n in WIDTHS),
+        *((n, residual) for n in WIDTHS[::3] for residual in ("float32", "bfloat16")),
     ],
 )
 @pytest.mark.parametrize("name", ["float32", "bfloat16"])
 @pytest.mark.parametrize("norm", NORMS)
 def test_a_row_has_the_same_bits_in_any_batch_and_at_any_alignment(
-    norm: str, name: str, n: int
+    norm: str, name: str, n: int, residual: str | None
 ) -> None:
     import cupy
 
@@ -72,22 +103,22 @@ def test_a_row_has_the_same_bits_in_any_batch_and_at_any_alignment(
     rows = to_cupy(make_values("mean_1e2", shape, DTYPES[name], 1))
     dy = to_cupy(make_values("normal", shape, DTYPES[name], 2))
     weight = to_cupy(make_values("normal", (n,), np.float32, 3))
-    forward, backward = run(norm, rows, weight, dy)
-    batches = [(slice(100, 101), 1), (slice(100, 107), 7), (slice(0, shape[0]), shape[0])]
-    for where, m in batches:
-        part, gradient = run(norm, rows[where], weight, dy[where])
-        assert_same_bits(part.y, forward.y[where])
-        assert_same_bits(part.rstd, forward.rstd[where])
-        assert_same_bits(gradient.dx, backward.dx[where])
+    to_add = residual_of(shape, residual, 4)
+
+    def part_of(array: Any, where: slice, *, shift: bool) -> Any:
+        if array is None or not shift:
+            return None if array is None else array[where]
         # The same rows, one element further on in memory: narrower accesses, equal bits.
-        word = f"u{rows.itemsize}"
-        base = cupy.empty((2, m * n + 1), word)
-        shifted = [row[1:].reshape(m, n) for row in base]
-        shifted[0][...], shifted[1][...] = rows[where].view(word), dy[where].view(word)
-        moved = [array.view(rows.dtype) for array in shifted]
-        part, gradient = run(norm, moved[0], weight, moved[1])
-        assert_same_bits(part.y, forward.y[where])
-        assert_same_bits(gradient.dx, backward.dx[where])
+        part = array[where].view(f"u{array.itemsize}")
+        base = cupy.empty(part.size + 1, part.dtype)
+        base[1:] = part.reshape(-1)
+        return base[1:].reshape(part.shape).view(array.dtype)
+
+    whole = run(norm, rows, weight, dy, to_add)
+    for where in (slice(100, 101), slice(100, 107), slice(0, shape[0])):
+        for shift in (False, True):
+            x, gradient, added = (part_of(a, where, shift=shift) for a in (rows, dy, to_add))
+            assert_same_rows(run(norm, x, weight, gradient, added), whole, where)
 
 
 @pytest.mark.parametrize("n", [5, 40, 64, 256])
@@ -103,20 +134,23 @@ def test_a_row_has_the_same_bits_beside_rows_out_of_range(norm: str, name: str, 
     assert_same_bits(among.rstd[::2], alone.rstd[::2])
 
 
+@pytest.mark.parametrize("residual", [None, "float32", "bfloat16"])
 @pytest.mark.parametrize(
     ("m", "n"), [(3001, 64), (3001, 1024), (3001, 8192), (3001, 40000), (131, 262152)]
 )
 @pytest.mark.parametrize("norm", NORMS)
-def test_ten_runs_give_the_same_bits(norm: str, m: int, n: int) -> None:
+def test_ten_runs_give_the_same_bits(norm: str, m: int, n: int, residual: str | None) -> None:
     x = to_cupy(make_values("normal", (m, n), DTYPES["bfloat16"], 1))
     dy = to_cupy(make_values("normal", (m, n), DTYPES["bfloat16"], 2))
     weight = to_cupy(make_values("normal", (n,), np.float32, 3))
-    _, first = run(norm, x, weight, dy)
+    to_add = residual_of((m, n), residual, 4)
+    first = run(norm, x, weight, dy, to_add)
     for _ in range(9):
         poison()
-        _, again = run(norm, x, weight, dy)
-        for field in ("dx", "dweight", "dbias"):
-            assert_same_bits(getattr(again, field), getattr(first, field))
+        again = run(norm, x, weight, dy, to_add)
+        assert_same_rows(again, first, slice(None))
+        for field in ("dweight", "dbias"):
+            assert_same_bits(getattr(again[1], field), getattr(first[1], field))
 
 
 def test_inference_and_training_give_the_same_y() -> None:
@@ -414,33 +448,36 @@ def test_many_rows_are_counted_each_once(
         assert_right(result)
 
 
+@pytest.mark.parametrize("residual", [None, "float32", "bfloat16"])
 @pytest.mark.parametrize("norm", NORMS)
-def test_a_warm_call_is_captured_into_a_graph(norm: str) -> None:
+def test_a_warm_call_is_captured_into_a_graph(norm: str, residual: str | None) -> None:
     import cupy
 
     for n in (1024, 40000, 98304):
         x = to_cupy(make_values("normal", (64, n), DTYPES["float32"], 1))
         dy = to_cupy(make_values("normal", (64, n), DTYPES["float32"], 2))
         weight = to_cupy(make_values("normal", (n,), np.float32, 3))
+        to_add = residual_of((64, n), residual, 5)
         stream = cupy.cuda.Stream(non_blocking=True)
         with stream:
-            run(norm, x, weight, dy)
+            run(norm, x, weight, dy, to_add)
             stream.synchronize()
             stream.begin_capture()
-            forward, backward = run(norm, x, weight, dy)
+            forward, backward = run(norm, x, weight, dy, to_add)
             graph = stream.end_capture()
         cupy.cuda.Device().synchronize()
         fresh = to_cupy(make_values("normal", (64, n), DTYPES["float32"], 4))
         x[...] = fresh
+        if to_add is not None:
+            to_add[...] = residual_of((64, n), residual, 6)
         poison()  # a replay must not depend on scratch that the pool has given away
         cupy.cuda.Device().synchronize()
         with stream:
             graph.launch(stream)
         stream.synchronize()
-        expected, gradient = run(norm, fresh, weight, dy)
-        assert_same_bits(forward.y, expected.y)
-        assert_same_bits(backward.dx, gradient.dx)
-        assert_same_bits(backward.dweight, gradient.dweight)
+        expected = run(norm, fresh, weight, dy, to_add)
+        assert_same_rows((forward, backward), expected, slice(None))
+        assert_same_bits(backward.dweight, expected[1].dweight)
 
 
 def test_a_copy_made_during_capture_lives_as_long_as_the_graph() -> None:

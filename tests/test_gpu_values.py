@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -158,10 +158,22 @@ def check_arrays(
     record((norm, *key), ratios)
 
 
-@settings(max_examples=400, suppress_health_check=list(HealthCheck))
-@given(problem=problems())
-def test_any_problem(problem: Problem) -> None:
-    check_drawn(problem, "any")
+def drawn_for_each(examples: int) -> Callable[[Any], Any]:
+    """Draw some examples for each norm and dtype of x: tests that processes share among them."""
+
+    def decorate(test: Any) -> Any:
+        options = {"max_examples": examples, "suppress_health_check": list(HealthCheck)}
+        drawn = settings(**options)(given(data=st.data())(test))
+        for name, values in (("x", DTYPES), ("norm", NORMS)):
+            drawn = pytest.mark.parametrize(name, values)(drawn)
+        return drawn
+
+    return decorate
+
+
+@drawn_for_each(40)
+def test_any_problem(norm: Any, x: str, data: st.DataObject) -> None:
+    check_drawn(data.draw(problems(norms=(norm,), x_dtypes=(x,))), "any")
 
 
 def check_residual_on_gpu(drawn: WithResidual) -> None:
@@ -171,17 +183,16 @@ def check_residual_on_gpu(drawn: WithResidual) -> None:
     check_residual(OfCupyNorm(cupy, to_cupy, to_numpy), drawn)
 
 
-@settings(max_examples=150, suppress_health_check=list(HealthCheck))
-@given(drawn=residual_problems())
-def test_any_residual(drawn: WithResidual) -> None:
-    check_residual_on_gpu(drawn)
+@drawn_for_each(12)
+def test_any_residual(norm: str, x: str, data: st.DataObject) -> None:
+    check_residual_on_gpu(data.draw(residual_problems(norms=(norm,), x_dtypes=(x,))))
 
 
 @pytest.mark.usefixtures("kernels_of_few_rows")
-@settings(max_examples=150, suppress_health_check=list(HealthCheck))
-@given(drawn=residual_problems(RESIDUAL_WIDTHS))
-def test_any_residual_of_few_rows(drawn: WithResidual) -> None:
-    check_residual_on_gpu(drawn)
+@drawn_for_each(12)
+def test_any_residual_of_few_rows(norm: str, x: str, data: st.DataObject) -> None:
+    strategy = residual_problems(RESIDUAL_WIDTHS, norms=(norm,), x_dtypes=(x,))
+    check_residual_on_gpu(data.draw(strategy))
 
 
 @pytest.mark.parametrize("m", [37, 1100])
@@ -227,10 +238,9 @@ def test_an_infinity_in_a_row(norm: str, x_dtype: str, n: int) -> None:
 
 
 @pytest.mark.usefixtures("kernels_of_few_rows")
-@settings(max_examples=200, suppress_health_check=list(HealthCheck))
-@given(problem=problems())
-def test_any_problem_of_few_rows(problem: Problem) -> None:
-    check_drawn(problem, "few")
+@drawn_for_each(16)
+def test_any_problem_of_few_rows(norm: Any, x: str, data: st.DataObject) -> None:
+    check_drawn(data.draw(problems(norms=(norm,), x_dtypes=(x,))), "few")
 
 
 def check_drawn(problem: Problem, kind: str) -> None:
@@ -743,9 +753,10 @@ def test_the_gradient_of_a_mean_rounds_the_same_way_in_every_row(norm: str) -> N
         check_arrays(norm, host, gpu, True, {"eps": EPS[norm]}, ("constant dy",), {})
 
 
-@settings(max_examples=60, suppress_health_check=list(HealthCheck))
-@given(seed=st.integers(0, 2**32 - 1), n=st.integers(1, 70_000), name=st.sampled_from(list(DTYPES)))
-def test_any_width(seed: int, n: int, name: str) -> None:
+@pytest.mark.parametrize("name", DTYPES)
+@settings(max_examples=15, suppress_health_check=list(HealthCheck))
+@given(seed=st.integers(0, 2**32 - 1), n=st.integers(1, 70_000))
+def test_any_width(name: str, seed: int, n: int) -> None:
     norm = NORMS[seed % 2]
     check(
         norm,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -40,11 +41,12 @@ from hypothesis import strategies as st
 from residuals import (
     RESIDUAL_WIDTHS,
     WithResidual,
+    assert_bits,
     check_residual,
     residual_problems,
     with_residual,
 )
-from strategies import DTYPES, Layout, Problem, problems
+from strategies import DTYPES, Layout, Problem, make_values, problems
 
 from cupynorm._compile import Instantiation
 
@@ -71,6 +73,51 @@ def test_any_residual(drawn: WithResidual, few_rows: bool) -> None:
     gpu = Gpu(Build(), few_rows=few_rows)
     with gpu.fresh_memory():
         check_residual(Caller(gpu), drawn)
+
+
+@pytest.mark.parametrize("residual", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("norm", "n", "architecture"),
+    [
+        *(("layer_norm", 40, 90), ("rms_norm", 1001, 90), ("layer_norm", 4096, 90)),
+        *(("rms_norm", 20000, 90), ("layer_norm", 20004, 75)),
+    ],
+)
+def test_a_row_with_a_residual_has_the_same_bits_in_any_batch(
+    norm: str, n: int, architecture: int, residual: str
+) -> None:
+    """And twice the same, those of the sums over rows too; of few rows in kernels of their own."""
+    x, dy = (make_values("mean_1e2", (19, n), DTYPES["bfloat16"], seed) for seed in (1, 2))
+    to_add, of_total = (make_values("normal", (19, n), DTYPES[residual], seed) for seed in (3, 4))
+    weight = make_values("normal", (n,), DTYPES["float32"], 5)
+    build = Build()
+
+    def run(where: slice, few_rows: bool) -> dict[str, Any]:
+        gpu = Gpu(build, architecture=architecture, few_rows=few_rows)
+        with gpu.fresh_memory():
+            put = gpu.memory.array
+            forward = gpu.forward(
+                *(norm, put(x[where]), put(weight)), residual=put(to_add[where]), eps=1e-5
+            )
+            backward = gpu.backward(
+                *(norm, put(dy[where]), forward.residual_out, put(weight)),
+                *(forward.mean, forward.rstd),
+                bias=True,
+                dresidual_out=put(of_total[where]),
+                dx_dtype=x.dtype,
+                dresidual_dtype=to_add.dtype,
+            )
+            return gpu.to_numpy(forward)._asdict() | gpu.to_numpy(backward)._asdict()
+
+    everything = slice(None)
+    whole, again = run(everything, False), run(everything, False)
+    for name, array in whole.items():
+        assert_bits(again[name], array, f"{name} again")
+    for where in (slice(7, 8), slice(3, 9)):
+        for few_rows in (False, True):
+            for name, array in run(where, few_rows).items():
+                if name not in ("dweight", "dbias"):
+                    assert_bits(array, None if whole[name] is None else whole[name][where], name)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

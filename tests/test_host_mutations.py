@@ -39,7 +39,7 @@ KINDS = {
     "|did not wait",
     "misaligned": "misaligned",
     "overflow": "mul_overflow",
-    "value": "times the bound",
+    "value": r"times the bound|residual_out.* is .*, x \+ residual",
     "bits": "wrong bits in all|bits of",
 }
 

@@ -793,15 +793,40 @@ def test_a_mesh_is_found_for_each_sharding(sizes: list[int], data: Any) -> None:
     # Of the places of an array's axes, the last stands for none.
     places = [data.draw(st.integers(0, 3)) for _ in sizes]
     parts = parts_of(shape, [[i for i in order if places[i] == place] for place in range(3)])
-    mesh, spec = _operations._mesh_of(Split(parts), 3)
+    mesh, spec = _operations._common_split([Split(parts)], 3, 0)
     axes = [[mesh.axis_names.index(name) for name in names] for names in spec]
     np.testing.assert_array_equal(parts_of(mesh.axis_sizes or (1,), axes), parts)
 
 
 def test_rows_in_an_order_that_no_mesh_has_are_taken_as_whole() -> None:
     for parts in ([[0], [1], [3], [2]], [[1], [0]], [[0, 0], [1, 1]]):
-        mesh, spec = _operations._mesh_of(Split(np.array(parts)), len(parts[0]))
+        mesh, spec = _operations._common_split([Split(np.array(parts))], len(parts[0]), 0)
         assert (mesh.axis_names, spec) == ((), len(parts[0]) * ((),))
+
+
+@given(st.lists(st.integers(2, 3), min_size=1, max_size=4), st.data())
+def test_rows_that_are_split_differently_are_gathered_only_where_they_must(
+    sizes: list[int], data: Any
+) -> None:
+    """Of three axes, the last is normalized."""
+    shape, count = tuple(sizes), len(sizes)
+    splits = []
+    for _ in range(2):
+        places = [data.draw(st.integers(0, 3)) for _ in sizes]
+        splits.append([[i for i in range(count) if places[i] == place] for place in range(3)])
+    first, second = (parts_of(shape, split) for split in splits)
+    shardings = [None, *map(Split, (first, second)), None]
+    mesh, spec = _operations._common_split(shardings, 3, 1)
+    axes = [[mesh.axis_names.index(name) for name in names] for names in spec]
+    common = parts_of(mesh.axis_sizes or (1,), axes)
+    common = common if mesh.axis_sizes else np.zeros((len(first), 2), int)
+    for i in range(2):
+        assert common[:, i].max() >= first[:, i].max()
+        assert any((common[:, i] == one[:, i]).all() for one in (first, second))
+    for i in range(2):
+        others = {axis for split in splits for axis in split[1 - i]}
+        if not others & {axis for split in splits for axis in split[i]}:
+            assert common[:, i].max() == max(one[:, i].max() for one in (first, second))
 
 
 # ---- XLA's foreign function interface ------------------------------------------------------------

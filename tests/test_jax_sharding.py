@@ -63,7 +63,7 @@ def test_drawn_shardings_have_uneven_ones_of_each_kind(report: dict[str, Any]) -
     }
     assert min(ways.values()) >= 4, ways
     assert counted("padded")["2"] >= 5
-    for name in ("mesh_set", "k", "norm", "relu", "weight", "bias", "order"):
+    for name in ("mesh_set", "k", "norm", "relu", "weight", "bias", "order", "residual"):
         assert min(counted(name).values()) >= 6, name
         assert len(counted(name)) == 2, name
     assert counted("shardy")["False"] >= 3
@@ -97,6 +97,11 @@ def test_whole_rows_exchange_nothing_but_the_gradients_of_weight_and_bias(
         # Of layers, those of all three at once; of two axes, in both.
         types = {t for _, types in collectives for t in types}
         assert types <= {"f32[64]", "f32[3,64]", "f32[4,16]"}, name
+
+
+def test_a_forward_pass_exchanges_nothing(report: dict[str, Any]) -> None:
+    for name, collectives in exchanged(report, "forward of a residual").items():
+        assert collectives == [], name
 
 
 def test_only_a_kernel_gathers_rows_that_a_shard_map_leaves_split(report: dict[str, Any]) -> None:

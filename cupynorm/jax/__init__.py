@@ -30,7 +30,7 @@ from cupynorm import _checks
 from cupynorm._arrays import DTYPES, check_no_mask, to_numpy
 from cupynorm.jax import _formula
 from cupynorm.jax._derivatives import differentiable, wide
-from cupynorm.jax._operations import split_as
+from cupynorm.jax._operations import axes_of, split_as
 
 __all__ = ["layer_norm", "rms_norm"]
 
@@ -88,7 +88,7 @@ def rms_norm(
     -------
     jax.Array, or pair of them
         y, of x's shape, split over devices as x is. With a residual, y and s. They are split as x
-        is, or as residual is over an Explicit mesh where x is not split.
+        is, and along the kept axes that x does not split, as residual is.
 
     Raises
     ------
@@ -227,12 +227,13 @@ def _norm(x: Any, weight: Any, bias: Any, residual: Any, asked: _checks.Asked) -
         a if a is None or a.ndim == k else a.reshape(x.shape[x.ndim - k :]) for a in (weight, bias)
     )
     widened = [a if a is None else _widened(spec.x, a) for a in (weight, bias)]
-    like = _more_split(x, residual)
     arrays = *jax.lax.stop_gradient((weight, bias)), *widened
-    rows, added, *affine = _over_one_mesh(k, like, x, residual, *arrays)
+    like, split = _common_split(k, x, residual)
+    rows, added, *affine = _over_one_mesh(k, like, split, x, residual, *arrays)
     norm_of = differentiable(spec, told)
     y, total = norm_of(rows, added, tuple(affine[:2]), tuple(affine[2:]))
-    return split_as(like, y) if total is None else (split_as(like, y), split_as(like, total))
+    results = tuple(split_as(like, a, split) for a in (y, total) if a is not None)
+    return results[0] if total is None else results
 
 
 def _array(name: str, array: Any) -> Any:
@@ -269,14 +270,16 @@ def _outline(array: Any) -> Any:
 # ---- what the types say of devices ---------------------------------------------------------------
 
 
-def _over_one_mesh(k: int, like: Any, x: Any, residual: Any, *affine: Any) -> list[Any]:
+def _over_one_mesh(
+    k: int, like: Any, split: PartitionSpec, x: Any, residual: Any, *affine: Any
+) -> list[Any]:
     """Return arrays with whole rows on each device, and varying over the same axes.
 
-    Rows are split as one array is. Their types say so where a mesh has Explicit axes, and within
-    shard_map. JAX undoes it in the gradients, and can do so only here, outside of custom_vjp.
+    Rows are split along the kept axes by a spec, over the mesh of one array. Their types say so
+    where a mesh has Explicit axes, and within shard_map. JAX undoes it in the gradients, and can do
+    so only here, outside of custom_vjp.
     """
-    kept = jax.typeof(like).sharding.spec[: like.ndim - k]
-    rows = PartitionSpec(*kept, *k * (None,))
+    rows = PartitionSpec(*split[: like.ndim - k], *k * (None,))
     whole = [a if a is None else split_as(like, a, rows) for a in (x, residual)]
     for array in affine:
         whole.append(
@@ -296,8 +299,19 @@ def _varying(array: Any) -> Any:
     return jax.typeof(array).manual_axis_type.varying
 
 
-def _more_split(x: Any, residual: Any) -> Any:
-    """Return which of two arrays says how both are split over an Explicit mesh: x, if it is."""
-    if residual is None or any(jax.typeof(x).sharding.spec):
-        return x
-    return residual
+def _common_split(k: int, x: Any, residual: Any) -> tuple[Any, PartitionSpec]:
+    """Return which of two arrays has the Explicit mesh of both, and how results are split over it.
+
+    As x is, and along its whole kept axes as residual is, over what of the mesh is left.
+    """
+    spec = jax.typeof(x).sharding.spec
+    if residual is None:
+        return x, spec
+    of_residual = jax.typeof(residual).sharding.spec
+    if not any(spec):
+        return residual, of_residual
+    entries = list(spec)
+    for i, entry in enumerate(of_residual[: x.ndim - k]):
+        if entries[i] is None and not set(axes_of([entry])) & set(axes_of(entries)):
+            entries[i] = entry
+    return x, PartitionSpec(*entries)

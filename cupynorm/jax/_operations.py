@@ -27,7 +27,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from cupynorm._operation import KINDS, Kind, Options, Spec
 from cupynorm.jax import _formula, _kernels
 
-__all__ = ["Operation", "split_as"]
+__all__ = ["Operation", "axes_of", "split_as"]
 
 Arrays = Any  # a tuple of arrays, or of what JAX replaces them by
 
@@ -106,7 +106,7 @@ def _split(operation: Operation, *operands: Any) -> Arrays:
     if x.size == 0:
         return operation.formula(*operands)
     kept = jax.typeof(x).sharding.spec[: -operation.options.k]
-    mesh, axes = jax.typeof(x).sharding.mesh, _axes(kept)
+    mesh, axes = jax.typeof(x).sharding.mesh, axes_of(kept)
     # XLA takes no sum over axes that are one device together.
     if math.prod(mesh.shape[axis] for axis in axes) > 1:
         # An Explicit mesh says in the types how x is split, where no partitioner is asked.
@@ -170,9 +170,9 @@ def _partitioned(operation: Operation) -> Any:
 
     def shardings(operands: Any) -> tuple[Any, Any, Arrays, Arrays]:
         """Return a mesh, how kept axes are split over it, and how results and operands are."""
-        x = operation.x_of(operands)
-        mesh, spec = _mesh_of(x.sharding, len(x.shape))
-        kept = spec[: -operation.options.k]
+        x, named = operation.x_of(operands), zip(operation.operands, operands, strict=True)
+        rows = [x, *(a for name, a in named if KINDS[name] is Kind.ROWS and name != "x")]
+        mesh, kept = _common_split([a.sharding for a in rows], len(x.shape), operation.options.k)
         of_results, of_operands = (
             tuple(NamedSharding(mesh, _split_of(name, kept, operation.options.k)) for name in names)
             for names in (operation.results, operation.operands)
@@ -189,7 +189,7 @@ def _partitioned(operation: Operation) -> Any:
                 if Kind.VECTOR in map(KINDS.__getitem__, operation.results):
                     shape = operation.x_of(operands).shape
                     local = _without_padding(operation, mesh, kept, shape, local)
-                return operation.local_sum(_axes(kept), *local)
+                return operation.local_sum(axes_of(kept), *local)
 
         return mesh, lowered, of_results, of_operands
 
@@ -206,18 +206,39 @@ def _partitioned(operation: Operation) -> Any:
     return split
 
 
-def _mesh_of(sharding: Any, ndim: int) -> tuple[AbstractMesh, tuple[tuple[str, ...], ...]]:
-    """Return a mesh, and the spec of how a sharding splits an array over it.
+def _common_split(shardings: Any, ndim: int, k: int) -> tuple[AbstractMesh, Any]:
+    """Return a mesh, and how kept axes of rows are split over it, that are split by several.
+
+    Each axis is split as by the first of those that have the most parts of it. Others are then cut
+    where they lie, and none is gathered; only where two split different axes over the same devices
+    does the earlier one prevail.
+    """
+    known = [_places(sharding, ndim)[:, : ndim - k] for sharding in shardings if sharding]
+    common, *others = known or [np.zeros((1, ndim - k))]
+    for places in others:
+        for i in range(ndim - k):
+            if len(set(places[:, i])) > len(set(common[:, i])):
+                finer = common.copy()
+                finer[:, i] = places[:, i]
+                if _mesh_of(finer)[0].axis_names:
+                    common = finer
+    return _mesh_of(common)
+
+
+def _places(sharding: Any, ndim: int) -> Any:
+    """Return where along each axis of an array the part of each device begins."""
+    count = sharding.num_devices
+    parts = sharding.devices_indices_map(ndim * (count,)).values()
+    return np.array([[axis.start or 0 for axis in part] for part in parts])
+
+
+def _mesh_of(places: Any) -> tuple[AbstractMesh, tuple[tuple[str, ...], ...]]:
+    """Return a mesh, and the spec of how an array is split over it whose parts begin at places.
 
     The program's own mesh may not do. XLA splits one of its axes between several axes of an array
     that was reshaped, and may know of no mesh. So the axes are the digits of a device's number.
     """
-    whole = AbstractMesh((), ()), ndim * ((),)
-    if sharding is None:
-        return whole
-    count = sharding.num_devices
-    parts = sharding.devices_indices_map(ndim * (count,)).values()
-    places = np.array([[axis.start or 0 for axis in part] for part in parts])
+    ndim = places.shape[1]
     axes: list[tuple[int, Any]] = []  # sizes, and how far one index further is, along each axis
     while len(places) > 1:
         for size in range(2, len(places) + 1):
@@ -228,7 +249,7 @@ def _mesh_of(sharding: Any, ndim: int) -> tuple[AbstractMesh, tuple[tuple[str, .
                 if regular.all() and (step >= 0).all() and np.count_nonzero(step) < 2:
                     break
         else:
-            return whole  # no mesh has devices in such an order
+            return AbstractMesh((), ()), ndim * ((),)  # no mesh has devices in such an order
         axes.insert(0, (size, step))
         places = digits[:, 0]
     names = [f"axis{i}" for i in range(len(axes))]
@@ -270,7 +291,7 @@ def _without_padding(
     return tuple(map(masked, map(KINDS.__getitem__, operation.operands), local))
 
 
-def _axes(spec: Any) -> tuple[str, ...]:
+def axes_of(spec: Any) -> tuple[str, ...]:
     """Return the mesh's axes that a partition spec names."""
     return tuple(
         axis
