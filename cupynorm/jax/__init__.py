@@ -213,14 +213,13 @@ def _norm(x: Any, weight: Any, bias: Any, residual: Any, asked: _checks.Asked) -
                     f"{name} must be known when a program is traced: jit has it in "
                     f"static_argnames; got {value}"
                 )
-    x = _array("x", x)
-    weight, bias, residual = (
-        None if array is None else _array(name, array)
+    given = {"x": _array("x", x)} | {
+        name: None if array is None else _array(name, array)
         for name, array in (("weight", weight), ("bias", bias), ("residual", residual))
-    )
-    spec, told = _checks.check_forward(
-        *(_outline(x), _outline(weight), _outline(bias), None, asked, _outline(residual))
-    )
+    }
+    outlines = {name: _outline(array) for name, array in given.items()}
+    spec, told = _checks.check_forward(outlines, asked)
+    x, weight, bias, residual = given.values()
     k = told.k
     for name, dtype in (("out_dtype", to_numpy(spec.y)), ("residual_dtype", to_numpy(spec.x))):
         if jax.dtypes.canonicalize_dtype(dtype) != dtype:
