@@ -33,18 +33,17 @@ def differentiable(spec: ForwardSpec, options: Options) -> Any:
     storing = Operation(replace(spec, store_statistics=True), options)
 
     def backward_spec(has_dresidual_out: bool) -> BackwardSpec:
-        return BackwardSpec(
-            norm=spec.norm,
-            x=spec.x,
-            dy=spec.y,
-            weight=wide(spec.x, spec.weight),
-            dbias=wide(spec.x, spec.bias),
-            zero_centered=spec.zero_centered,
-            bitmask=spec.relu,
-            dresidual_out=spec.x if has_dresidual_out else None,
-            dx=None if of_x == spec.x else of_x,
-            dresidual=None if spec.residual == of_x else spec.residual,
-        )
+        dtypes = {
+            "x": spec.x,
+            "dy": spec.y,
+            "weight": wide(spec.x, spec.weight),
+            "bitmask": storing.spec.dtypes["bitmask"],
+            "dresidual_out": spec.x if has_dresidual_out else None,
+            "dx": of_x,
+            "dbias": wide(spec.x, spec.bias),
+            "dresidual": spec.residual,
+        }
+        return BackwardSpec.of(options, dtypes)
 
     def forward(operation: Operation, x: Any, residual: Any, affine: Any) -> tuple[Any, Any]:
         """Return y and residual_out, and what else is stored, by name."""
