@@ -199,7 +199,8 @@ def _returned(spec: Spec, options: Options) -> str:
         return f"{NormBackward.__name__}({fields})"
     if options.training:
         return f"{NormForward.__name__}({{fields}})"
-    return "({y}, {residual_out})" if spec.residual else "{y}"
+    first, *others = (f"{{{name}}}" for name in spec.returned)
+    return f"({', '.join((first, *others))})" if others else first
 
 
 def _vector(x: str, n: int, arrays: dict[str, Any], known: dict[str, Any]) -> tuple[int, bool]:

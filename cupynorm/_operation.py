@@ -245,6 +245,11 @@ class ForwardSpec(_Spec):
         )
 
     @property
+    def returned(self) -> tuple[str, ...]:
+        """The names of what a function returns that does not keep what backward needs."""
+        return tuple(name for name in self.writes if KINDS[name] is Kind.ROWS)
+
+    @property
     def without_residual(self) -> ForwardSpec:
         """The same pass on the sum, whose bits these results have."""
         return dataclasses.replace(self, branch=None, residual=None)

@@ -16,6 +16,7 @@ from cupynorm._operation import (
     BACKWARD,
     FORWARD,
     KINDS,
+    BackwardSpec,
     Kind,
     NormBackward,
     NormForward,
@@ -547,11 +548,11 @@ def _checked_call(
         else family.give_back(given[name], arrays[name])
         for name, array in written.items()
     }
-    if table is BACKWARD:
+    if isinstance(spec, BackwardSpec):
         if options.has_residual and "dresidual" not in spec.writes:
             results["dresidual"] = results["dx"]
         return NormBackward(**results)
     if options.training:
         return NormForward(**results)
-    y, total = results["y"], results["residual_out"]
-    return (y, total) if "residual_out" in spec.writes else y
+    first, *others = (results[name] for name in spec.returned)
+    return (first, *others) if others else first

@@ -278,16 +278,17 @@ def _of_nested(tensors: Tensors, told: Told) -> Any:
     if x.layout is torch.strided:
         if k == x.ndim > 1:
             raise NotImplementedError(f"axis must not name axis 0 of a nested x; got the last {k}")
-        if residual is None:
-            parts = [_operations.normalize((part, None, *others), told) for part in x.unbind()]
-            return _nested(parts, out_dtype or x.dtype, x)
-        pairs = [
+        parts = x.unbind()
+        added = (None,) * len(parts) if residual is None else residual.unbind()
+        results = [
             _operations.normalize((part, to_add, *others), told)
-            for part, to_add in zip(x.unbind(), residual.unbind(), strict=True)
+            for part, to_add in zip(parts, added, strict=True)
         ]
+        if residual is None:
+            return _nested(results, out_dtype or x.dtype, x)
         return (
-            _nested([y for y, _ in pairs], out_dtype or x.dtype, x),
-            _nested([total for _, total in pairs], residual_dtype or residual.dtype, x),
+            _nested([y for y, _ in results], out_dtype or x.dtype, x),
+            _nested([total for _, total in results], residual_dtype or residual.dtype, x),
         )
     ragged = x._ragged_idx
     if ragged >= x.ndim - k:
