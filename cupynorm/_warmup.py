@@ -16,8 +16,6 @@ from cupynorm._compile import backward_instantiations, forward_instantiation
 from cupynorm._environment import gpu_problem
 from cupynorm._layout import (
     BackwardConfig,
-    BackwardPipelined,
-    ForwardInRegisters,
     backward_config,
     few_rows_backward_configs,
     few_rows_configs,
@@ -234,19 +232,16 @@ def kernel_source(
     if backward:
         backwards = [spec for spec in specs if isinstance(spec, BackwardSpec)]
         of_dy = backwards[0 if bias_dtype is None else -1]
-        vector = _vector(of_dy, width)
-        config: BackwardConfig = backward_config(of_dy, width, vector, capability)
-        if isinstance(config, BackwardPipelined):
-            tiers = few_rows_backward_configs(of_dy, config, capability, multiprocessors)
-            config = next((few for most, few in tiers if m <= most), config)
+        config: BackwardConfig = backward_config(of_dy, width, _vector(of_dy, width), capability)
+        tiers = few_rows_backward_configs(of_dy, config, capability, multiprocessors)
+        config = next((few for most, few in tiers if m <= most), config)
         kernels = backward_instantiations(of_dy, config)
     else:
         forward = next(spec for spec in specs if isinstance(spec, ForwardSpec))
         forward = replace(forward, store_statistics=bool(statistics))
         layout = forward_config(forward, width, _vector(forward, width), capability)
-        if isinstance(layout, ForwardInRegisters):
-            fewer = few_rows_configs(forward, layout, width, capability, multiprocessors)
-            layout = next((few for most, few in fewer if m <= most), layout)
+        fewer = few_rows_configs(forward, layout, width, capability, multiprocessors)
+        layout = next((few for most, few in fewer if m <= most), layout)
         kernels = (forward_instantiation(forward, layout),)
     return {kernel.name: kernel.source() for kernel in kernels}
 
