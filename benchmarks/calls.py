@@ -70,12 +70,13 @@ def parts(arrays: dict[str, Any]) -> Rows:
     from cupynorm._operation import FORWARD, ForwardSpec
 
     x, weight, out = arrays["x"], arrays["weight"], arrays["out"]
-    arguments = x, weight, None, out, None, None  # no bias, and no residual
+    given = {"x": x, "weight": weight, "y": out}
+    arguments = tuple(given.get(name) for name in FORWARD.arguments)
 
     def find() -> Any:
         _arrays.family_of("x", x)
         options = Asked("rms_norm", training=False, axis=None, zero_centered=False, eps=1e-6)
-        return _calls.calls.get(_calls.forward_key(tuple(options), *arguments))
+        return _calls.calls.get(_calls.forward_key(tuple(options), arguments))
 
     cupynorm.rms_norm(x, weight, out=out)
     run = find()
@@ -94,7 +95,7 @@ def parts(arrays: dict[str, Any]) -> Rows:
     frame = kernel._new_frame(blocks, given | {"n_rows": m, "n_cols": n, "inv_n": 1 / n})
     config = (kernel._handle, blocks, 1, 1, kernel._block_threads, 1, 1, kernel._shared_bytes)
     yield "look-up: key and dictionary", find
-    yield "prepared call: addresses, devices, kernel", lambda: run(*arguments)
+    yield "prepared call: addresses, devices, kernel", lambda: run(arguments)
     yield "kernel: packing, driver", lambda: launch(stream, operands)
     yield "driver alone", lambda: kernel._start(*config, stream, frame[1], 0)
     yield "current device", cupy.cuda.runtime.getDevice

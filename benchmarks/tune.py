@@ -26,8 +26,6 @@ from cupynorm import _bench, _calls, _plans
 from cupynorm._bench import Problem
 from cupynorm._environment import gpu_problem
 from cupynorm._layout import (
-    BackwardPipelined,
-    ForwardInRegisters,
     backward_config,
     few_rows_backward_configs,
     few_rows_configs,
@@ -81,17 +79,15 @@ def layout(problem: Problem, architecture: int = 90, multiprocessors: int = 132)
     n, x, weight = problem.cols, problem.dtype, problem.weight_dtype
     bias = weight if problem.has_bias else None
     vector = next(v for v in (8, 4, 2, 1) if pack_length(x) % v == 0 and n % v == 0)
-    few: tuple[tuple[int, Any], ...] = ()
+    few: tuple[tuple[int, Any], ...]
     if problem.direction == "forward":
         forward = ForwardSpec(problem.norm, x, weight, bias, x, False, False, False)
         config: Any = forward_config(forward, n, vector, architecture)
-        if isinstance(config, ForwardInRegisters):
-            few = few_rows_configs(forward, config, n, architecture, multiprocessors)
+        few = few_rows_configs(forward, config, n, architecture, multiprocessors)
     else:
         backward = BackwardSpec(problem.norm, x, x, weight, bias, False, False)
         config = backward_config(backward, n, vector, architecture)
-        if isinstance(config, BackwardPipelined):
-            few = few_rows_backward_configs(backward, config, architecture, multiprocessors)
+        few = few_rows_backward_configs(backward, config, architecture, multiprocessors)
     return next((of_few for most, of_few in few if problem.rows <= most), config)
 
 

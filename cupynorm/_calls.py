@@ -13,9 +13,11 @@ import cupy
 import numpy as np
 
 from cupynorm._arrays import row_stride, to_numpy
-from cupynorm._checks import Asked
+from cupynorm._checks import Asked, AskedBackward
 from cupynorm._layout import pack_length
 from cupynorm._operation import (
+    BACKWARD,
+    FORWARD,
     KINDS,
     MOVED_BY_PACKS,
     BackwardSpec,
@@ -24,13 +26,14 @@ from cupynorm._operation import (
     NormBackward,
     NormForward,
     Options,
+    Pass,
     Spec,
-    shape_of,
+    shapes_of_results,
 )
-from cupynorm._plans import backward_plan, forward_plan
+from cupynorm._plans import BackwardPlan, ForwardPlan, backward_plan, forward_plan
 from cupynorm._prepared import Dialect, key_function, run_maker
 
-__all__ = ["backward", "backward_key", "calls", "forward", "forward_key"]
+__all__ = ["backward_key", "calls", "first_call", "forward_key"]
 
 # A call looks these up by names of this module.
 _ndarray = cupy.ndarray
@@ -41,7 +44,6 @@ _get_current_stream = cupy.cuda.get_current_stream
 
 CUPY = Dialect(
     names=globals(),
-    is_packed=False,
     accepts=dict.fromkeys((*Kind, None), "type({0}) is _ndarray"),
     signature=dict.fromkeys((*Kind, None), "({0}.dtype, {0}.shape, {0}.strides)"),
     device="x.data.device_id",
@@ -68,7 +70,7 @@ calls: dict[Hashable, Callable[..., Any]] = {}
 _are_ints = frozenset((int,)).issuperset
 _are_numbers = frozenset((int, float)).issuperset
 
-# What options must be for a call to have a key.
+# What options must be for a call to have a key; any dtype may be asked for in the same ways.
 _PLAIN = {
     "norm": "",
     "training": "",
@@ -77,27 +79,17 @@ _PLAIN = {
     "zero_centered": "type(zero_centered) is bool",
     "eps": "type(eps) is float",
     "relu": "(relu is None or (type(relu) is tuple and _are_numbers(map(type, relu))))",
-    "out_dtype": "(out_dtype is None or isinstance(out_dtype, (_dtype, str, type)))",
     "bias": "(bias is None or type(bias) is bool)",
 }
-_PLAIN |= {
-    name: _PLAIN["out_dtype"].replace("out_dtype", name)
-    for name in ("residual_dtype", "dx_dtype", "dresidual_dtype")
-}
-_OF_BACKWARD = (
-    *("norm", "training", "axis", "zero_centered", "bias"),
-    *("dx_dtype", "dresidual_dtype"),
-)
-forward_key = key_function(
-    CUPY,
-    {name: _PLAIN[name] for name in Asked._fields},
-    ("x", "weight", "bias", "y", "residual", "residual_out"),
-)
-backward_key = key_function(
-    CUPY,
-    {name: _PLAIN[name] for name in _OF_BACKWARD},
-    ("dy", "x", "rstd", "weight", "mean", "bitmask", "dx", "like", "dresidual_out"),
-)
+_PLAIN_DTYPE = "({0} is None or isinstance({0}, (_dtype, str, type)))"
+
+
+def _key_of(table: Pass, asked: type[Asked | AskedBackward]) -> Callable[..., Hashable]:
+    conditions = {name: _PLAIN.get(name, _PLAIN_DTYPE.format(name)) for name in asked._fields}
+    return key_function(CUPY, conditions, table.arguments)
+
+
+forward_key, backward_key = _key_of(FORWARD, Asked), _key_of(BACKWARD, AskedBackward)
 
 # ---- arrays as the kernels take them -------------------------------------------------------------
 
@@ -142,108 +134,30 @@ def _keep_if_captured(memory: Any, stream: Any) -> None:
 # ---- calls ---------------------------------------------------------------------------------------
 
 
-def forward(
-    spec: ForwardSpec,
-    options: Options,
-    x: Any,
-    weight: Any,
-    bias: Any,
-    out: Any,
-    residual: Any,
-    residual_out: Any,
-) -> tuple[Any, Callable[..., Any] | None]:
-    """Launch a forward pass.
+def first_call(
+    spec: Spec, options: Options, arguments: dict[str, Any]
+) -> tuple[dict[str, Any], Callable[..., Any] | None]:
+    """Launch a pass on the arguments of its table, by name.
 
     Returns
     -------
-    array, pair or NormForward
-        NormForward if the statistics are stored, else y, or y and residual_out.
+    dict of arrays
+        What the table writes by name, None where there is no such array.
     callable or None
         The `run` that serves arrays like these again; None if some were copied or are poorly
         aligned.
     """
-
-    def plan(m: int, n: int, vector: int, device: int) -> Any:
-        made = forward_plan(spec, m, n, vector, device)
-        return made.prepared(m, *options.numbers), made.scratch_bytes(m)
-
-    arguments = {"x": x, "weight": weight, "bias": bias, "y": out}
-    arguments |= {"residual": residual, "residual_out": residual_out}
-    result = "({y}, {residual_out})" if spec.residual else "{y}"
-    result = f"{NormForward.__name__}({{fields}})" if options.training else result
-    return _launch(spec, options.k, plan, arguments, {}, result)
-
-
-def backward(
-    spec: BackwardSpec,
-    options: Options,
-    dy: Any,
-    x: Any,
-    weight: Any,
-    mean: Any,
-    rstd: Any,
-    bitmask: Any,
-    dx: Any,
-    like: Any,
-    dresidual_out: Any,
-    *,
-    has_residual: bool,
-) -> tuple[NormBackward, Callable[..., Any] | None]:
-    """Launch a backward pass; `like`: the bias, if dbias is to have its shape.
-
-    `has_residual`: dresidual is wanted, which is dx where both have one dtype.
-
-    Returns
-    -------
-    NormBackward
-        The gradients.
-    callable or None
-        The `run` that serves arrays like these again; None if some were copied or are poorly
-        aligned.
-    """
-
-    def plan(m: int, n: int, vector: int, device: int) -> Any:
-        made = backward_plan(spec, m, n, vector, device, dx_given=dx is not None)
-        return made.prepared(m), made.scratch_bytes(m)
-
-    arguments = {"dy": dy, "x": x, "weight": weight, "mean": mean, "rstd": rstd}
-    arguments |= {"bitmask": bitmask, "dx": dx, "like": like, "dresidual_out": dresidual_out}
-    # Leading axes of 1 of a weight or bias are its gradient's, too.
-    shapes = {} if weight is None else {"dweight": weight.shape, "dbias": weight.shape}
-    if like is not None:
-        shapes["dbias"] = like.shape
-    is_dx = has_residual and spec.dresidual is None
-    fields = "{dx}, {dweight}, {dbias}, {dx}" if is_dx else "{fields}"
-    result = f"{NormBackward.__name__}({fields})"
-    return _launch(spec, options.k, plan, arguments, shapes, result)
-
-
-def _launch(
-    spec: Spec,
-    k: int,
-    plan: Callable[..., tuple[Any, int]],
-    arguments: dict[str, Any],
-    shapes: dict[str, tuple[int, ...]],
-    result: str,
-) -> tuple[Any, Callable[..., Any] | None]:
-    """Launch a pass on its arguments, by name; return its result, and the `run` of calls like it.
-
-    `plan` returns what launches m rows of n by accesses of some elements, and its bytes of scratch.
-    `shapes` are those of results that do not follow from their kinds. `result` is the expression of
-    what is returned: see `run_maker`.
-    """
-    x = arguments["x"]
-    device, dtypes = x.device.id, spec.dtypes
+    x, k, table = arguments["x"], options.k, spec.table
+    device = x.device.id
     m, n = math.prod(x.shape[: x.ndim - k]), math.prod(x.shape[x.ndim - k :])
     known: dict[str, Any] = {"device": device}
-    for name in spec.writes:
-        known[f"{name}_shape"] = shapes.get(name) or shape_of(KINDS[name], x.shape, k)
-        known[f"{name}_dtype"] = to_numpy(dtypes[name])
+    for name, shape in shapes_of_results(spec, k, arguments).items():
+        known[f"{name}_shape"], known[f"{name}_dtype"] = shape, to_numpy(spec.dtypes[name])
 
-    def run_of(given: dict[str, Any]) -> Callable[..., Any]:
+    def run_of(given: dict[str, Any], result: str) -> Callable[..., Any]:
         names = tuple(name for name, array in given.items() if array is not None)
         make = run_maker(
-            *(CUPY, spec.table, tuple(given), names, spec.writes, result),
+            *(CUPY, table, tuple(given), names, spec.writes, result),
             has_scratch=known["scratch_bytes"] > 0,
         )
         return make(known)
@@ -260,12 +174,33 @@ def _launch(
         for name, array in there.items():
             moved = vector if KINDS.get(name) in MOVED_BY_PACKS else 1
             known[f"{name}_mask"] = moved * array.itemsize - 1
-        known["launch"], known["scratch_bytes"] = plan(m, n, vector, device)
-        launched = run_of(taken)(*taken.values())
+        plan: ForwardPlan | BackwardPlan
+        if isinstance(spec, ForwardSpec):
+            plan = forward_plan(spec, m, n, vector, device)
+            known["launch"] = plan.prepared(m, *options.numbers)
+        else:
+            dx_given = arguments["dx"] is not None
+            plan = backward_plan(spec, m, n, vector, device, dx_given=dx_given)
+            known["launch"] = plan.prepared(m)
+        known["scratch_bytes"] = plan.scratch_bytes(m)
+        written = run_of(taken, "({fields})")(tuple(taken.values()))
     given = {name: array for name, array in arguments.items() if array is not None}
     copied = any(taken[name] is not array for name, array in given.items())
     # Later calls allocate their results. This one had them before, to know how they are aligned.
-    return launched, None if copied or not is_aligned else run_of(arguments)
+    run = None if copied or not is_aligned else run_of(arguments, _returned(spec, options))
+    return dict(zip(table.writes, written, strict=True)), run
+
+
+def _returned(spec: Spec, options: Options) -> str:
+    """Return the expression of what a call returns: see `run_maker`."""
+    if isinstance(spec, BackwardSpec):
+        is_dx = options.has_residual and spec.dresidual is None
+        fields = "{dx}, {dweight}, {dbias}, {dx}" if is_dx else "{fields}"
+        return f"{NormBackward.__name__}({fields})"
+    if options.training:
+        return f"{NormForward.__name__}({{fields}})"
+    first, *others = (f"{{{name}}}" for name in spec.returned)
+    return f"({', '.join((first, *others))})" if others else first
 
 
 def _vector(x: str, n: int, arrays: dict[str, Any], known: dict[str, Any]) -> tuple[int, bool]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,17 +21,21 @@ from cupynorm._arrays import (
     to_numpy,
 )
 from cupynorm._operation import (
+    BACKWARD,
+    FORWARD,
     KINDS,
     BackwardSpec,
     ForwardSpec,
     Norm,
     Options,
     compute_dtype,
+    has_residual,
     shape_of,
 )
 
 __all__ = [
     "Asked",
+    "AskedBackward",
     "check_backward",
     "check_forward",
     "check_numbers",
@@ -108,72 +112,81 @@ def to_dtype(name: str, dtype: Any) -> np.dtype[Any]:
 
 
 class Asked(NamedTuple):
-    """The options of a call as a caller gave them, in the order of its key."""
+    """The options of a forward call as a caller gave them, in the order of its key."""
 
     norm: Norm
     training: bool
     axis: Any
     zero_centered: Any
-    eps: Any = 0.0
+    eps: Any
     relu: Any = None
     out_dtype: Any = None
     residual_dtype: Any = None
 
 
-def check_forward(
-    x: Any,
-    weight: Any,
-    bias: Any,
-    out: Any,
-    asked: Asked,
-    residual: Any = None,
-    residual_out: Any = None,
-) -> tuple[ForwardSpec, Options]:
-    """Check a forward pass; return what is to be compiled, and how it is called."""
-    k = _check_operands(x, weight, bias, asked)
-    dtype = _check_output("out", out, x, k, asked.out_dtype, x.dtype)
-    dtypes = {"x": DTYPES[x.dtype], "weight": _name_of(weight), "bias": _name_of(bias)}
+class AskedBackward(NamedTuple):
+    """Those of a backward call. Where the bias is an array, that is the argument `like`."""
+
+    norm: Norm
+    axis: Any
+    zero_centered: Any
+    bias: bool | None
+    dx_dtype: Any = None
+    dresidual_dtype: Any = None
+
+
+def check_forward(arrays: dict[str, Any], asked: Asked) -> tuple[ForwardSpec, Options]:
+    """Check a forward pass, of arrays by name; return what is to be compiled, and how it is called.
+
+    There may be no outputs among the arrays.
+    """
+    x, residual = arrays["x"], arrays["residual"]
+    y, total = arrays.get("y"), arrays.get("residual_out")
+    k = _check_operands(arrays, asked)
+    dtypes = _names_of(arrays, FORWARD.reads)
+    dtypes["y"] = _check_output("out", "out_dtype", y, x, k, asked.out_dtype, x)
     if residual is not None:
         _check_like("residual", residual, x, x.shape, None)
-        total = _check_output(
-            *("residual_out", residual_out, x, k, asked.residual_dtype, residual.dtype)
-        )
-        outputs = [array for array in (out, residual_out) if array is not None and array.size]
+        told = "residual_out", "residual_dtype"
+        dtypes["residual_out"] = _check_output(*told, total, x, k, asked.residual_dtype, residual)
+        outputs = [array for array in (y, total) if array is not None and array.size]
         if len({address_of(array) for array in outputs}) < len(outputs):
             raise ValueError("residual_out must be another array than out, got the same memory")
-        dtypes |= {"x": DTYPES[total], "branch": dtypes["x"], "residual": _name_of(residual)}
     else:
-        for name, given in (("dtype", asked.residual_dtype), ("out", residual_out)):
+        for name, given in (("dtype", asked.residual_dtype), ("out", total)):
             if given is not None:
                 raise ValueError(f"residual_{name} must be None without a residual, got {given!r}")
-    bounds = check_numbers(np.dtype(compute_dtype(str(dtypes["x"]))), asked.eps, asked.relu)
+    normalized = np.dtype(compute_dtype(dtypes.get("residual_out") or dtypes["x"] or ""))
     options = Options(
         norm=asked.norm,
         k=k,
         zero_centered=bool(asked.zero_centered),
         eps=to_eps(asked.eps),
-        relu=bounds,
+        relu=check_numbers(normalized, asked.eps, asked.relu),
         training=asked.training,
     )
-    return ForwardSpec.of(options, **dtypes, y=DTYPES[dtype]), options
+    return ForwardSpec.of(options, dtypes), options
 
 
 def _check_output(
-    name: str, out: Any, x: Any, k: int, asked: Any, default: np.dtype[Any]
-) -> np.dtype[Any]:
-    """Check an output of x's shape, if it is given; return its dtype, which `asked` may say."""
-    dtype_name = "out_dtype" if name == "out" else "residual_dtype"
-    dtype = default if asked is None else to_dtype(dtype_name, asked)
+    name: str, dtype_name: str, out: Any, x: Any, k: int, asked: Any, like: Any
+) -> str:
+    """Check an output of x's shape, if it is given; return its dtype, by default another array's.
+
+    It may be asked for.
+    """
+    dtype = like.dtype if asked is None else to_dtype(dtype_name, asked)
     if out is not None:
         if asked is None:
             dtype = to_dtype(f"{name}.dtype", out.dtype)
         _check_like(name, out, x, x.shape, dtype)
         _check_writable(name, out, k)
-    return dtype
+    return str(DTYPES[dtype])
 
 
-def _name_of(array: Any) -> str | None:
-    return None if array is None else DTYPES[array.dtype]
+def _names_of(arrays: dict[str, Any], names: Iterable[str]) -> dict[str, str | None]:
+    """Return the dtypes of arrays by their names."""
+    return {n: None if arrays[n] is None else DTYPES.get(arrays[n].dtype, "uint8") for n in names}
 
 
 def check_numbers(compute: np.dtype[Any], eps: Any, relu: Any) -> tuple[float, float] | None:
@@ -221,40 +234,25 @@ def _to_float(number: Any) -> float:
         return -math.inf if str(number).startswith("-") else math.inf
 
 
-def check_backward(
-    arrays: dict[str, Any],
-    bias: Any,
-    asked: Asked,
-    dx_dtype: Any = None,
-    dresidual_dtype: Any = None,
-) -> tuple[BackwardSpec, Options]:
-    """Check a backward pass, of arrays by name; `bias` is True, False or an array."""
-    x, weight = arrays["x"], arrays["weight"]
-    like = None if isinstance(bias, bool) else bias
-    k = _check_operands(x, weight, like, asked)
-    if bias is True:
-        like = x if weight is None else weight
-    dy = arrays["dy"]
-    _check_like("dy", dy, x, x.shape, None)
-    dr = arrays["dresidual_out"]
-    if dr is not None:
-        _check_like("dresidual_out", dr, x, x.shape, None)
-    of_x, of_residual = (
-        x.dtype if asked_dtype is None else to_dtype(name, asked_dtype)
-        for name, asked_dtype in (("dx_dtype", dx_dtype), ("dresidual_dtype", dresidual_dtype))
+def check_backward(arrays: dict[str, Any], asked: AskedBackward) -> tuple[BackwardSpec, Options]:
+    """Check a backward pass, as `check_forward` does."""
+    x, dresidual_out = arrays["x"], arrays["dresidual_out"]
+    k = _check_operands(arrays, asked)
+    for name in ("dy", "dresidual_out"):
+        if arrays[name] is not None:
+            _check_like(name, arrays[name], x, x.shape, None)
+    dtypes = _names_of(arrays, (*BACKWARD.reads, "like"))
+    dtypes["dbias"] = (dtypes["weight"] or dtypes["x"]) if asked.bias else dtypes["like"]
+    given = asked.dx_dtype, asked.dresidual_dtype
+    for (name, option), dtype in zip(BACKWARD.dtypes_asked.items(), given, strict=True):
+        dtypes[name] = dtypes["x"] if dtype is None else DTYPES[to_dtype(option, dtype)]
+    options = Options(
+        norm=asked.norm,
+        k=k,
+        zero_centered=bool(asked.zero_centered),
+        has_residual=has_residual(dresidual_out, *given),
     )
-    options = Options(norm=asked.norm, k=k, zero_centered=bool(asked.zero_centered))
-    spec = BackwardSpec.of(
-        options,
-        x=DTYPES[x.dtype],
-        dy=DTYPES[dy.dtype],
-        weight=_name_of(weight),
-        dbias=_name_of(like),
-        bitmask=arrays["bitmask"] is not None,
-        dresidual_out=_name_of(dr),
-        dx=None if of_x == x.dtype else DTYPES[of_x],
-        dresidual=None if of_residual == of_x else DTYPES[of_residual],
-    )
+    spec = BackwardSpec.of(options, dtypes)
     for name in ("mean", "rstd", "bitmask", "dx"):
         if arrays[name] is not None:
             shape, dtype = shape_of(KINDS[name], x.shape, k), to_numpy(spec.dtypes[name])
@@ -264,7 +262,10 @@ def check_backward(
     return spec, options
 
 
-def _check_operands(x: Any, weight: Any, bias: Any, asked: Asked) -> int:
+def _check_operands(arrays: dict[str, Any], asked: Asked | AskedBackward) -> int:
+    """Check x, weight and bias, if they are given; return how many axes are normalized."""
+    x, weight = arrays["x"], arrays["weight"]
+    bias = arrays["bias"] if "bias" in arrays else arrays["like"]
     to_dtype("x.dtype", x.dtype)
     _check_memory("x", x, x)
     check_zero_centered(asked.zero_centered, has_weight=weight is not None)

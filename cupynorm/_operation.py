@@ -11,7 +11,7 @@ import dataclasses
 import enum
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -35,7 +35,9 @@ __all__ = [
     "Spec",
     "bitmask_bytes",
     "compute_dtype",
+    "has_residual",
     "shape_of",
+    "shapes_of_results",
 ]
 
 Norm = Literal["rms_norm", "layer_norm"]
@@ -105,12 +107,15 @@ def shape_of(kind: Kind, x_shape: Sequence[Any], k: int) -> tuple[Any, ...]:
 # ---- passes --------------------------------------------------------------------------------------
 
 
-class Pass(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Pass:
     """The arrays of a pass, in the order in which kernels take them, by their names."""
 
     name: str
     reads: tuple[str, ...]
     writes: tuple[str, ...]
+    dtypes_asked: dict[str, str]  # by its name, the option that says an array's dtype
+    arguments: tuple[str, ...]  # what a caller may give: what is read, and where to write
     takes_scratch: bool  # whether or not there is some, as the last operand of a launch
 
     @property
@@ -123,16 +128,23 @@ class Pass(NamedTuple):
         )
 
 
+_READ_FORWARD = "x", "residual", "weight", "bias"
+_READ_BACKWARD = "dy", "x", "dresidual_out", "weight", "mean", "rstd", "bitmask"
+
 FORWARD = Pass(
     "forward",
-    ("x", "residual", "weight", "bias"),
-    ("y", "mean", "rstd", "bitmask", "residual_out"),
+    reads=_READ_FORWARD,
+    writes=("y", "mean", "rstd", "bitmask", "residual_out"),
+    dtypes_asked={"y": "out_dtype", "residual_out": "residual_dtype"},
+    arguments=(*_READ_FORWARD, "y", "residual_out"),
     takes_scratch=False,
 )
 BACKWARD = Pass(  # x is what was normalized: the forward's residual_out, where there is one
     "backward",
-    ("dy", "x", "dresidual_out", "weight", "mean", "rstd", "bitmask"),
-    ("dx", "dweight", "dbias", "dresidual"),
+    reads=_READ_BACKWARD,
+    writes=("dx", "dweight", "dbias", "dresidual"),
+    dtypes_asked={"dx": "dx_dtype", "dresidual": "dresidual_dtype"},
+    arguments=(*_READ_BACKWARD, "dx", "like"),  # like: the bias, if dbias is to have its shape
     takes_scratch=True,
 )
 
@@ -142,7 +154,8 @@ class Options:
     """What a pass is told beside its arrays.
 
     `k`: how many trailing axes of x are normalized. `training`: the statistics are stored and, with
-    relu, the bits.
+    relu, the bits. `has_residual`: a backward pass returns dresidual, which is dx where both have
+    one dtype.
     """
 
     norm: Norm
@@ -151,6 +164,7 @@ class Options:
     eps: float = 0.0
     relu: Relu = None
     training: bool = False
+    has_residual: bool = False
 
     @property
     def axis(self) -> tuple[int, ...]:
@@ -211,15 +225,29 @@ class ForwardSpec(_Spec):
     residual: str | None = None
 
     @classmethod
-    def of(cls, options: Options, **dtypes: Any) -> ForwardSpec:
-        """Return the spec of a pass that is told options, on arrays of these dtypes."""
+    def of(cls, options: Options, dtypes: Mapping[str, str | None]) -> ForwardSpec:
+        """Return the spec of a pass that is told options, on arrays of these dtypes by name.
+
+        That of y is by default x's, and that of residual_out the residual's.
+        """
+        x, residual = dtypes["x"] or "", dtypes.get("residual")
         return cls(
             norm=options.norm,
+            x=(residual and dtypes.get("residual_out")) or residual or x,
+            weight=dtypes["weight"],
+            bias=dtypes["bias"],
+            y=dtypes.get("y") or x,
             zero_centered=options.zero_centered,
             store_statistics=options.training,
             relu=options.relu is not None,
-            **dtypes,
+            branch=x if residual else None,
+            residual=residual,
         )
+
+    @property
+    def returned(self) -> tuple[str, ...]:
+        """The names of what a function returns that does not keep what backward needs."""
+        return tuple(name for name in self.writes if KINDS[name] is Kind.ROWS)
 
     @property
     def without_residual(self) -> ForwardSpec:
@@ -264,9 +292,25 @@ class BackwardSpec(_Spec):
     dresidual: str | None = None
 
     @classmethod
-    def of(cls, options: Options, **dtypes: Any) -> BackwardSpec:
-        """Return the spec of a pass that is told options, on arrays of these dtypes or bits."""
-        return cls(norm=options.norm, zero_centered=options.zero_centered, **dtypes)
+    def of(cls, options: Options, dtypes: Mapping[str, str | None]) -> BackwardSpec:
+        """Return the spec of a pass that is told options, on arrays of these dtypes by name.
+
+        That of dx is by default x's, and without one of its own dresidual is dx.
+        """
+        x, dresidual = dtypes["x"] or "", dtypes.get("dresidual")
+        dx = dtypes.get("dx") or x
+        return cls(
+            norm=options.norm,
+            x=x,
+            dy=dtypes["dy"] or "",
+            weight=dtypes["weight"],
+            dbias=dtypes["dbias"],
+            zero_centered=options.zero_centered,
+            bitmask=dtypes.get("bitmask") is not None,
+            dresidual_out=dtypes.get("dresidual_out"),
+            dx=None if dx == x else dx,
+            dresidual=None if dresidual == dx else dresidual,
+        )
 
     @property
     def dtypes(self) -> dict[str, str | None]:
@@ -298,6 +342,26 @@ class BackwardSpec(_Spec):
 
 
 Spec = ForwardSpec | BackwardSpec
+
+
+def shapes_of_results(spec: Spec, k: int, arrays: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of what a pass writes, by names; `arrays` are its arguments by theirs."""
+    shapes = {name: shape_of(KINDS[name], arrays["x"].shape, k) for name in spec.writes}
+    # Leading axes of 1 of a weight or bias are its gradient's, too.
+    weight, like = arrays["weight"], arrays.get("like")
+    for name, array in (("dweight", weight), ("dbias", weight if like is None else like)):
+        if name in shapes and array is not None:
+            shapes[name] = tuple(array.shape)
+    return shapes
+
+
+def has_residual(*given: Any) -> bool:
+    """Tell whether a backward pass is one of a norm with a residual, by what it is given.
+
+    That is dresidual_out, dx_dtype and dresidual_dtype.
+    """
+    return any(one is not None for one in given)
+
 
 # ---- results -------------------------------------------------------------------------------------
 

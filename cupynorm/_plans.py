@@ -143,8 +143,6 @@ def few_rows(
     """Return the configurations of few rows, each behind the most rows that it is for."""
     capability = architecture(device)
     config = forward_config(spec, n, vector, capability)
-    if not isinstance(config, ForwardInRegisters):
-        return ()
     return few_rows_configs(spec, config, n, capability, multiprocessors(device))
 
 
@@ -352,8 +350,6 @@ def few_rows_backward(
     """Return the configurations of few rows, each behind the most rows that it is for."""
     capability = architecture(device)
     config = backward_config(spec, n, vector, capability)
-    if not isinstance(config, BackwardPipelined):
-        return ()
     return few_rows_backward_configs(
         spec, config, capability, multiprocessors(device), dx_given=dx_given
     )

@@ -40,8 +40,6 @@ class Dialect:
     ----------
     names : dict
         The module's.
-    is_packed : bool
-        Whether or not the arrays of a call come as one tuple, `arrays`.
     accepts : dict
         By kind, the condition on an array without which a call has no key; may lack kinds.
     signature : dict
@@ -72,7 +70,6 @@ class Dialect:
     """
 
     names: dict[str, Any]
-    is_packed: bool
     accepts: dict[Kind | None, str]
     signature: dict[Kind | None, str]
     device: str
@@ -92,17 +89,15 @@ class Dialect:
 
 
 def key_function(
-    dialect: Dialect,
-    options: dict[str, str],
-    arrays: tuple[str, ...],
+    dialect: Dialect, options: dict[str, str], arrays: tuple[str, ...]
 ) -> Callable[..., Hashable]:
-    """Return what makes the key, or None, of a call: of its options, as a tuple, and its arrays.
+    """Return what makes the key, or None, of a call: of its options and its arrays, two tuples.
 
     `options` has the condition on each without which a call has no key: a value may equal another
     one that is accepted, and yet be refused, as False equals 0.
     """
     conditions = [condition for condition in options.values() if condition]
-    lines = _head(dialect, "key", ("options",), arrays)
+    lines = ["def key(options, arrays):", f"    {', '.join(arrays)} = arrays"]
     if conditions:
         lines.append(f"    {', '.join(options)} = options")
     signatures = [dialect.device] if dialect.device else []
@@ -136,7 +131,7 @@ def run_maker(
 ) -> Callable[[dict[str, Any]], Callable[..., Any]]:
     """Return what makes the `run` of a call from what that knows.
 
-    `run` takes arrays by position, launches, and returns a result; it returns what the dialect says
+    `run` takes a tuple of arrays, launches, and returns a result; it returns what the dialect says
     instead, before anything is launched. It knows its `launch` and, of each array, the bits of an
     address that are 0 where it is aligned, `{0}_mask`; of rows, their `{0}_stride`; and whatever
     else the dialect names.
@@ -157,7 +152,8 @@ def run_maker(
         New arrays that are allocated like others, which are given or new before them.
     """
     new = [name for name in written if name not in given]
-    body = [dialect.before] if dialect.before else []
+    body = [f"{', '.join(arguments)} = arrays"]
+    body += [dialect.before] if dialect.before else []
     body += [dialect.copy.format(name) for name in copied]
     body += [dialect.look.format(name) for name in given if dialect.look]
     elsewhere = [dialect.elsewhere.format(name) for name in given if name != "x"]
@@ -196,7 +192,7 @@ def run_maker(
     fields = {name: name if name in written else "None" for name in table.writes}
     body.append(f"launch({dialect.handle}, ({', '.join(operands)}))")
     body.append(f"return {result.format(fields=', '.join(fields.values()), **fields)}")
-    run = "\n".join((*_head(dialect, "run", (), arguments), *(f"    {line}" for line in body)))
+    run = "\n    ".join(("def run(arrays):", *body))
     code: Any = symtable.symtable(run, "run", "exec").get_children()[0]
     elsewhere_known = dialect.names | vars(builtins)
     known = sorted(set(code.get_globals()) - elsewhere_known.keys())
@@ -207,15 +203,6 @@ def run_maker(
         "    return run",
     ]
     return _defined("make", "\n".join(lines), dialect.names)  # type: ignore[no-any-return]
-
-
-def _head(
-    dialect: Dialect, name: str, before: tuple[str, ...], arrays: tuple[str, ...]
-) -> list[str]:
-    """Return the lines by which a function begins."""
-    if not dialect.is_packed:
-        return [f"def {name}({', '.join(before + arrays)}):"]
-    return [f"def {name}({', '.join((*before, 'arrays'))}):", f"    {', '.join(arrays)} = arrays"]
 
 
 def _defined(name: str, source: str, names: dict[str, Any]) -> Any:

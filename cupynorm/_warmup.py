@@ -4,27 +4,25 @@ from __future__ import annotations
 
 import numbers
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from cupynorm._arrays import DTYPES
-from cupynorm._checks import to_dtype
+from cupynorm._checks import check_zero_centered, to_dtype
 from cupynorm._compile import backward_instantiations, forward_instantiation
 from cupynorm._environment import gpu_problem
 from cupynorm._layout import (
     BackwardConfig,
-    BackwardPipelined,
-    ForwardInRegisters,
     backward_config,
     few_rows_backward_configs,
     few_rows_configs,
     forward_config,
     pack_length,
 )
-from cupynorm._operation import BackwardSpec, ForwardSpec, Norm
+from cupynorm._operation import BackwardSpec, ForwardSpec, Norm, Options, Spec
 
 __all__ = ["kernel_source", "supports", "warmup"]
 
@@ -69,18 +67,7 @@ zero_centered, relu, backward
     'x_dtype must be float64, float32, float16 or bfloat16, got int8'
     """
     try:
-        _specs(
-            norm,
-            x_dtype,
-            weight_dtype,
-            bias_dtype,
-            dy_dtype,
-            out_dtype,
-            residual_dtype,
-            zero_centered,
-            relu,
-            backward,
-        )
+        _specs(locals())
         _widths(n)
     except (TypeError, ValueError) as error:
         return str(error)
@@ -143,19 +130,7 @@ def warmup(
     >>> import cupynorm
     >>> cupynorm.warmup("layer_norm", [768, 4096], "bfloat16", "float32")  # doctest: +SKIP
     """
-    specs = _specs(
-        norm,
-        x_dtype,
-        weight_dtype,
-        bias_dtype,
-        dy_dtype,
-        out_dtype,
-        residual_dtype,
-        zero_centered,
-        relu,
-        backward,
-    )
-    widths = _widths(n)
+    specs, widths = _specs(locals()), _widths(n)
     problem = _device_problem()
     if problem:
         raise RuntimeError(f"cupynorm cannot compile for a GPU here: {problem}")
@@ -241,15 +216,12 @@ def kernel_source(
     >>> "struct Op {" in sources["reduce_partials"]
     True
     """
+    asked = locals()
     if not isinstance(n, numbers.Integral) or isinstance(n, bool):
         raise TypeError(f"n must be an int, got {n!r}")
     (width,) = _widths(n)
-    specs = _specs(
-        *(norm, x_dtype, weight_dtype, bias_dtype, dy_dtype, out_dtype, residual_dtype),
-        *(zero_centered, relu, backward),
-    )
-    if not isinstance(statistics, bool | np.bool_):
-        raise TypeError(f"statistics must be True or False, got {statistics!r}")
+    specs = _specs(asked)
+    _check_flag("statistics", statistics)
     if backward and statistics:
         raise ValueError("statistics must be False for a backward pass, got True")
     m = _at_least("rows", rows, 1, sys.maxsize)
@@ -260,24 +232,21 @@ def kernel_source(
     if backward:
         backwards = [spec for spec in specs if isinstance(spec, BackwardSpec)]
         of_dy = backwards[0 if bias_dtype is None else -1]
-        vector = _vector(of_dy, width)
-        config: BackwardConfig = backward_config(of_dy, width, vector, capability)
-        if isinstance(config, BackwardPipelined):
-            tiers = few_rows_backward_configs(of_dy, config, capability, multiprocessors)
-            config = next((few for most, few in tiers if m <= most), config)
+        config: BackwardConfig = backward_config(of_dy, width, _vector(of_dy, width), capability)
+        tiers = few_rows_backward_configs(of_dy, config, capability, multiprocessors)
+        config = next((few for most, few in tiers if m <= most), config)
         kernels = backward_instantiations(of_dy, config)
     else:
         forward = next(spec for spec in specs if isinstance(spec, ForwardSpec))
         forward = replace(forward, store_statistics=bool(statistics))
         layout = forward_config(forward, width, _vector(forward, width), capability)
-        if isinstance(layout, ForwardInRegisters):
-            fewer = few_rows_configs(forward, layout, width, capability, multiprocessors)
-            layout = next((few for most, few in fewer if m <= most), layout)
+        fewer = few_rows_configs(forward, layout, width, capability, multiprocessors)
+        layout = next((few for most, few in fewer if m <= most), layout)
         kernels = (forward_instantiation(forward, layout),)
     return {kernel.name: kernel.source() for kernel in kernels}
 
 
-def _vector(spec: ForwardSpec | BackwardSpec, n: int) -> int:
+def _vector(spec: Spec, n: int) -> int:
     """Return the elements that an access moves where arrays are aligned and rows follow them."""
     divisors = n | pack_length(spec.x)
     return divisors & -divisors
@@ -304,57 +273,48 @@ def _current_gpu() -> tuple[int, int]:
     return int(device.compute_capability), int(device.attributes["MultiProcessorCount"])
 
 
-def _specs(
-    norm: Norm,
-    x_dtype: Any,
-    weight_dtype: Any,
-    bias_dtype: Any,
-    dy_dtype: Any,
-    out_dtype: Any,
-    residual_dtype: Any,
-    zero_centered: bool,
-    relu: bool,
-    backward: bool,
-) -> list[ForwardSpec | BackwardSpec]:
-    """Return what a training step, or an inference, of these dtypes computes."""
+# The arrays of a training step, and what `warmup` calls their dtypes.
+_DTYPES_ASKED = {
+    "x": "x_dtype",
+    "weight": "weight_dtype",
+    "bias": "bias_dtype",
+    "y": "out_dtype",
+    "dy": "dy_dtype",
+    "residual": "residual_dtype",
+}
+
+
+def _specs(asked: dict[str, Any]) -> list[Spec]:
+    """Return what a training step, or an inference, computes, of the arguments of `warmup`."""
+    norm, backward, relu = asked["norm"], asked["backward"], asked["relu"]
     if norm not in ("rms_norm", "layer_norm"):
         raise ValueError(f"norm must be 'rms_norm' or 'layer_norm', got {norm!r}")
-    x = DTYPES[to_dtype("x_dtype", x_dtype)]
+    dtypes: dict[str, str | None] = {}
+    for array, name in _DTYPES_ASKED.items():
+        is_absent = asked[name] is None and array != "x"
+        dtypes[array] = None if is_absent else DTYPES[to_dtype(name, asked[name])]
+    x, weight, residual = dtypes["x"], dtypes["weight"], dtypes["residual"]
+    for name in ("zero_centered", "relu", "backward"):
+        _check_flag(name, asked[name])
+    check_zero_centered(asked["zero_centered"], has_weight=weight is not None)
+    bounds = (0.0, 0.0) if relu else None
+    options = Options(norm, 1, zero_centered=bool(asked["zero_centered"]), relu=bounds)
+    specs: list[Spec] = [ForwardSpec.of(options, dtypes)]
+    if backward:
+        specs.append(ForwardSpec.of(replace(options, training=True), dtypes))
+        read = {"x": residual or x, "dy": dtypes["dy"] or x, "weight": weight}
+        read |= {"dresidual_out": residual, "bitmask": "uint8" if relu else None}
+        # What backward returns by default: LayerNorm's a dbias in the weight's dtype.
+        default = (weight or x) if norm == "layer_norm" else None
+        for dbias in dict.fromkeys((default, dtypes["bias"])):
+            written = {"dx": x, "dbias": dbias, "dresidual": residual}
+            specs.append(BackwardSpec.of(options, read | written))
+    return specs
 
-    def named(name: str, dtype: Any, default: str | None = None) -> str | None:
-        return default if dtype is None else DTYPES[to_dtype(name, dtype)]
 
-    weight, bias = named("weight_dtype", weight_dtype), named("bias_dtype", bias_dtype)
-    y, dy = named("out_dtype", out_dtype, x) or x, named("dy_dtype", dy_dtype, x) or x
-    residual = named("residual_dtype", residual_dtype)
-    for name, value in (("zero_centered", zero_centered), ("relu", relu), ("backward", backward)):
-        if not isinstance(value, bool | np.bool_):
-            raise TypeError(f"{name} must be True or False, got {value!r}")
-    if zero_centered and weight is None:
-        raise ValueError("zero_centered must be False without a weight, got True")
-
-    def specs() -> Iterator[ForwardSpec | BackwardSpec]:
-        for stored in (False, True) if backward else (False,):
-            plain = ForwardSpec(
-                norm, x, weight, bias, y, bool(zero_centered), stored, relu=bool(relu)
-            )
-            yield replace(plain, x=residual, branch=x, residual=residual) if residual else plain
-        if backward:
-            # What backward returns by default: LayerNorm's a dbias in the weight's dtype.
-            default = (weight or x) if norm == "layer_norm" else None
-            for dbias in dict.fromkeys((default, bias)):
-                of_x = BackwardSpec(
-                    norm, x, dy, weight, dbias, bool(zero_centered), bitmask=bool(relu)
-                )
-                if not residual:
-                    yield of_x
-                elif residual == x:
-                    yield replace(of_x, dresidual_out=x)
-                else:
-                    of_sum = replace(of_x, x=residual, dresidual_out=residual)
-                    yield replace(of_sum, dx=x, dresidual=residual)
-
-    return list(specs())
+def _check_flag(name: str, value: Any) -> None:
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(f"{name} must be True or False, got {value!r}")
 
 
 def _widths(n: int | Iterable[int]) -> list[int]:

@@ -13,7 +13,19 @@ from typing import Any
 import numpy as np
 
 from cupynorm import _arrays, _checks, reference
-from cupynorm._operation import NormBackward, NormForward, Relu
+from cupynorm._operation import (
+    ALWAYS_READ,
+    BACKWARD,
+    FORWARD,
+    KINDS,
+    BackwardSpec,
+    Kind,
+    NormBackward,
+    NormForward,
+    Pass,
+    Relu,
+    Spec,
+)
 from cupynorm._prepared import remember
 
 __all__ = [
@@ -127,8 +139,10 @@ def rms_norm(
     array([[ 0.849, -2.263],
            [ 1.   ,  2.   ]], dtype=float32)
     """
-    return _forward(
-        *(x, weight, bias, out, residual, residual_out),
+    return _call(
+        FORWARD,
+        x,
+        (x, residual, weight, bias, out, residual_out),
         ("rms_norm", False, axis, zero_centered, eps, relu, out_dtype, residual_dtype),
     )
 
@@ -192,8 +206,10 @@ residual_out
     array([[-1., 11.],
            [-1., 11.]], dtype=float32)
     """
-    return _forward(
-        *(x, weight, bias, out, residual, residual_out),
+    return _call(
+        FORWARD,
+        x,
+        (x, residual, weight, bias, out, residual_out),
         ("layer_norm", False, axis, zero_centered, eps, relu, out_dtype, residual_dtype),
     )
 
@@ -249,8 +265,10 @@ residual_out
            [1.   , 1.   ]], dtype=float32), array([[1],
            [3]], dtype=uint8))
     """
-    result: NormForward = _forward(
-        *(x, weight, bias, out, residual, residual_out),
+    result: NormForward = _call(
+        FORWARD,
+        x,
+        (x, residual, weight, bias, out, residual_out),
         ("rms_norm", True, axis, zero_centered, eps, relu, out_dtype, residual_dtype),
     )
     return result
@@ -299,8 +317,10 @@ residual_out
     >>> result.mean, result.rstd.round(3)
     (array([2., 6.], dtype=float32), array([1. , 0.5], dtype=float32))
     """
-    result: NormForward = _forward(
-        *(x, weight, bias, out, residual, residual_out),
+    result: NormForward = _call(
+        FORWARD,
+        x,
+        (x, residual, weight, bias, out, residual_out),
         ("layer_norm", True, axis, zero_centered, eps, relu, out_dtype, residual_dtype),
     )
     return result
@@ -384,10 +404,14 @@ def rms_norm_backward(
     >>> cupynorm.rms_norm_backward(np.ones_like(x), x, weight, rstd, bias=True).dbias
     array([2., 2.], dtype=float32)
     """
-    return _backward(
-        *(dy, x, weight, None, rstd, bitmask, dx, dresidual_out, bias),
-        ("rms_norm", axis, zero_centered, dx_dtype, dresidual_dtype),
+    like, bias = _like_or_whether(bias)
+    result: NormBackward = _call(
+        BACKWARD,
+        x,
+        (dy, x, dresidual_out, weight, None, rstd, bitmask, dx, like),
+        ("rms_norm", axis, zero_centered, bias, dx_dtype, dresidual_dtype),
     )
+    return result
 
 
 def layer_norm_backward(
@@ -451,10 +475,14 @@ dresidual_dtype
     >>> backward.dbias
     array([ 5., 11.], dtype=float32)
     """
-    return _backward(
-        *(dy, x, weight, mean, rstd, bitmask, dx, dresidual_out, bias),
-        ("layer_norm", axis, zero_centered, dx_dtype, dresidual_dtype),
+    like, bias = _like_or_whether(bias)
+    result: NormBackward = _call(
+        BACKWARD,
+        x,
+        (dy, x, dresidual_out, weight, mean, rstd, bitmask, dx, like),
+        ("layer_norm", axis, zero_centered, bias, dx_dtype, dresidual_dtype),
     )
+    return result
 
 
 @functools.cache
@@ -464,151 +492,72 @@ def _cupy_calls() -> Any:
     return _calls
 
 
-def _forward(
-    x: Any,
-    weight: Any,
-    bias: Any,
-    out: Any,
-    residual: Any,
-    residual_out: Any,
-    asked: tuple[Any, ...],
-) -> Any:
-    """Return NormForward if the statistics are stored, else y, or y and residual_out."""
-    family = _arrays.family_of("x", x)
-    key = None
+def _like_or_whether(bias: Any) -> tuple[Any, bool | None]:
+    """Return the bias that dbias is to be like, or whether there is to be one; see `bias` above."""
+    if bias is None or type(bias) is bool:
+        return None, bias
+    return (None, bool(bias)) if isinstance(bias, np.bool_) else (bias, None)
+
+
+def _call(table: Pass, x: Any, arrays: tuple[Any, ...], asked: tuple[Any, ...]) -> Any:
+    """Return the result of a pass on the arrays of its table, with the options of `_checks`."""
+    family, key = _arrays.family_of("x", x), None
     if family.is_cupy:
         calls = _cupy_calls()
-        key = calls.forward_key(asked, x, weight, bias, out, residual, residual_out)
+        key_of = calls.forward_key if table is FORWARD else calls.backward_key
+        key = key_of(asked, arrays)
         run = calls.calls.get(key)
         if run is not None:
-            result = run(x, weight, bias, out, residual, residual_out)
+            result = run(arrays)
             if result is not None:
                 return result
-    family = family.with_device_of(x)
-    x = family.take("x", x)
-    weight = None if weight is None else family.take("weight", weight)
-    bias = None if bias is None else family.take("bias", bias)
-    residual = None if residual is None else family.take("residual", residual)
-    target = None if out is None else family.take("out", out, output=True)
-    total = None
-    if residual_out is not None:
-        total = family.take("residual_out", residual_out, output=True)
-    spec, options = _checks.check_forward(
-        x, weight, bias, target, _checks.Asked(*asked), residual, total
-    )
-    dtype = _arrays.to_numpy(spec.y)
-    family.check_holds("out_dtype", dtype)
-    family.check_holds("residual_dtype", _arrays.to_numpy(spec.x))
-    if _arrays.is_numpy(x):
-        result = getattr(reference, f"{spec.norm}_forward")(
-            x,
-            weight,
-            bias,
-            eps=options.eps,
-            axis=options.axis,
-            zero_centered=options.zero_centered,
-            relu=options.relu,
-            out_dtype=dtype,
-            out=target,
-            residual=residual,
-            residual_dtype=_arrays.to_numpy(spec.x),
-            residual_out=total,
-        )
-        if not options.training:
-            result = result.y if residual is None else (result.y, result.residual_out)
+    given = dict(zip(table.arguments, arrays, strict=True))
+    return _checked_call(table, family.with_device_of(x), key, given, asked)
+
+
+_PUBLIC_NAMES = {"y": "out", "like": "bias"}  # of what the tables call otherwise
+
+
+def _checked_call(
+    table: Pass, family: _arrays.Family, key: Any, given: dict[str, Any], asked: tuple[Any, ...]
+) -> Any:
+    """Check a call, make it and, if it has a key, keep what makes it again."""
+    arrays = dict.fromkeys(given)
+    required = ALWAYS_READ | ({"mean"} if asked[0] == "layer_norm" else set())
+    for name, array in given.items():
+        public = _PUBLIC_NAMES.get(name, name)
+        if name == "like" and array is not None:
+            family.check_type(public, array, besides="True, False, None or ")
+        if array is not None or name in required:
+            dtypes = ("uint8",) if KINDS.get(name) is Kind.BITS else _arrays.FLOATS
+            output = name in table.writes
+            arrays[name] = family.take(public, array, output=output, dtypes=dtypes)
+    spec: Spec
+    if table is FORWARD:
+        spec, options = _checks.check_forward(arrays, _checks.Asked(*asked))
     else:
-        calls = _cupy_calls()
-        result, run = calls.forward(
-            spec, options, x, weight, bias, target, residual=residual, residual_out=total
-        )
-        if key is not None and run is not None:
-            remember(calls.calls, key, run)
-
-    def give_out(array: Any, given: Any, taken: Any) -> Any:
-        return family.give_present(array) if given is None else family.give_back(given, taken)
-
-    if not options.training and residual is None:
-        return give_out(result, out, target)
-    y = give_out(result[0], out, target)
-    summed = give_out(result[-1], residual_out, total)
-    if not options.training:
-        return y, summed
-    return NormForward._make([y, *map(family.give_present, result[1:-1]), summed])
-
-
-def _backward(
-    dy: Any,
-    x: Any,
-    weight: Any,
-    mean: Any,
-    rstd: Any,
-    bitmask: Any,
-    dx: Any,
-    dresidual_out: Any,
-    bias: Any,
-    asked: tuple[Any, ...],
-) -> NormBackward:
-    family = _arrays.family_of("x", x)
-    norm, axis, zero_centered, dx_dtype, dresidual_dtype = asked
-    key = None
-    if family.is_cupy:
-        calls = _cupy_calls()
-        like, wanted = (bias, None) if type(bias) is family.array_type else (None, bias)
-        options = norm, True, axis, zero_centered, wanted, dx_dtype, dresidual_dtype
-        key = calls.backward_key(
-            options, dy, x, rstd, weight, mean, bitmask, dx, like, dresidual_out
-        )
-        run = calls.calls.get(key)
-        if run is not None:
-            again: NormBackward | None = run(
-                dy, x, weight, mean, rstd, bitmask, dx, like, dresidual_out
-            )
-            if again is not None:
-                return again
-    family = family.with_device_of(x)
-    arrays = {"x": family.take("x", x), "dy": family.take("dy", dy)}
-    arrays["weight"] = None if weight is None else family.take("weight", weight)
-    arrays["mean"] = None if norm == "rms_norm" else family.take("mean", mean)
-    arrays["rstd"] = family.take("rstd", rstd)
-    bias = False if bias is None else bias
-    if isinstance(bias, bool | np.bool_):
-        bias = bool(bias)
-    else:
-        family.check_type("bias", bias, besides="True, False, None or ")
-        bias = family.take("bias", bias)
-    arrays["bitmask"] = bitmask
-    if bitmask is not None:
-        arrays["bitmask"] = family.take("bitmask", bitmask, dtypes=("uint8",))
-    arrays["dx"] = target = None if dx is None else family.take("dx", dx, output=True)
-    arrays["dresidual_out"] = None
-    if dresidual_out is not None:
-        arrays["dresidual_out"] = family.take("dresidual_out", dresidual_out)
-    spec, told = _checks.check_backward(
-        arrays, bias, _checks.Asked(norm, True, axis, zero_centered), dx_dtype, dresidual_dtype
-    )
-    has_residual = any(given is not None for given in (dresidual_out, dx_dtype, dresidual_dtype))
+        spec, options = _checks.check_backward(arrays, _checks.AskedBackward(*asked))
+    for name, option in table.dtypes_asked.items():
+        if name in spec.writes:
+            family.check_holds(option, _arrays.to_numpy(spec.dtypes[name]))
     if _arrays.is_numpy(arrays["x"]):
-        statistics = {name: arrays[name] for name in ("mean", "rstd") if name in spec.reads}
-        result = getattr(reference, f"{norm}_backward")(
-            *(arrays[name] for name in ("dy", "x", "weight")),
-            **statistics,
-            bias=bias,
-            bitmask=arrays["bitmask"],
-            axis=told.axis,
-            zero_centered=told.zero_centered,
-            dx=target,
-            dresidual_out=arrays["dresidual_out"],
-            dx_dtype=_arrays.to_numpy(spec.dtypes["dx"]),
-            dresidual_dtype=_arrays.to_numpy(spec.dresidual or spec.dtypes["dx"]),
-        )
+        written = reference.compute(spec, options, arrays)
     else:
         calls = _cupy_calls()
-        like = None if isinstance(bias, bool) else bias
-        result, run = calls.backward(spec, told, **arrays, like=like, has_residual=has_residual)
+        written, run = calls.first_call(spec, options, arrays)
         if key is not None and run is not None:
             remember(calls.calls, key, run)
-    of_x = family.give(result.dx) if dx is None else family.give_back(dx, target)
-    of_residual = None
-    if has_residual:
-        of_residual = of_x if spec.dresidual is None else family.give(result.dresidual)
-    return NormBackward._make([of_x, *map(family.give_present, result[1:3]), of_residual])
+    results = {
+        name: family.give_present(array)
+        if given.get(name) is None
+        else family.give_back(given[name], arrays[name])
+        for name, array in written.items()
+    }
+    if isinstance(spec, BackwardSpec):
+        if options.has_residual and "dresidual" not in spec.writes:
+            results["dresidual"] = results["dx"]
+        return NormBackward(**results)
+    if options.training:
+        return NormForward(**results)
+    first, *others = (results[name] for name in spec.returned)
+    return (first, *others) if others else first

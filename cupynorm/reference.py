@@ -11,16 +11,25 @@ and y is NaN at the inf and 0 elsewhere. If a row of LayerNorm does, all of it i
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from cupynorm._arrays import to_numpy
 from cupynorm._bitmask import pack, unpack
 from cupynorm._checks import trailing_axes
-from cupynorm._operation import NormBackward, NormForward
+from cupynorm._operation import (
+    ForwardSpec,
+    NormBackward,
+    NormForward,
+    Options,
+    Spec,
+    has_residual,
+    shapes_of_results,
+)
 
 __all__ = [
     "layer_norm",
@@ -239,7 +248,7 @@ def _store(values: Float64, dtype: DTypeLike, out: Array | None) -> Array:
     return out
 
 
-# ---- the public functions ------------------------------------------------------------------------
+# ---- the public functions, which hand on all their arguments by name -----------------------------
 
 
 def _forward(
@@ -305,7 +314,6 @@ def _backward(
         with np.errstate(all="ignore"):
             of_total = of_total + widen(dresidual_out)
     of_x = _store(of_total, dx_dtype or x.dtype, dx)
-    has_residual = any(given is not None for given in (dresidual_out, dx_dtype, dresidual_dtype))
     of_residual = of_x
     if np.dtype(dresidual_dtype or x.dtype) != of_x.dtype:
         of_residual = round_once(of_total, dresidual_dtype or x.dtype)
@@ -313,8 +321,38 @@ def _backward(
         of_x,
         None if weight is None else round_once(exact.dweight, weight.dtype),
         None if shape is None else round_once(exact.dbias, dtype),
-        of_residual if has_residual else None,
+        of_residual if has_residual(dresidual_out, dx_dtype, dresidual_dtype) else None,
     )
+
+
+def compute(spec: Spec, options: Options, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a pass writes, by the names of its table, of NumPy arrays by theirs."""
+    dtypes = {name: dtype and to_numpy(dtype) for name, dtype in spec.dtypes.items()}
+    given: dict[str, Any] = {name: arrays[name] for name in spec.table.reads}
+    given |= {"axis": options.axis, "zero_centered": options.zero_centered}
+    result: NormForward | NormBackward
+    if isinstance(spec, ForwardSpec):
+        result = _forward(
+            spec.norm,
+            **given,
+            eps=options.eps,
+            relu=options.relu,
+            out_dtype=dtypes["y"],
+            out=arrays.get("y"),
+            residual_dtype=dtypes["residual_out"],
+            residual_out=arrays.get("residual_out"),
+        )
+    else:
+        dbias = shapes_of_results(spec, options.k, arrays).get("dbias")
+        result = _backward(
+            spec.norm,
+            **given,
+            bias=False if dbias is None else np.empty(dbias, dtypes["dbias"]),
+            dx=arrays.get("dx"),
+            dx_dtype=dtypes["dx"],
+            dresidual_dtype=dtypes["dresidual"] or dtypes["dx"],
+        )
+    return {name: array if spec.dtypes[name] else None for name, array in result._asdict().items()}
 
 
 def bias_like(
@@ -353,10 +391,7 @@ def rms_norm(
     >>> reference.rms_norm(np.array([3.0, -4.0]), eps=0.0).round(3)
     array([ 0.849, -1.131])
     """
-    result = _forward(
-        *("rms_norm", x, weight, bias, eps, axis, zero_centered, relu, out_dtype, out),
-        *(residual, residual_dtype, residual_out),
-    )
+    result = _forward("rms_norm", **locals())
     return result.y if residual is None else (result.y, result.residual_out)
 
 
@@ -384,10 +419,7 @@ def layer_norm(
     >>> reference.layer_norm(np.array([1.0, 3.0]), eps=0.0)
     array([-1.,  1.])
     """
-    result = _forward(
-        *("layer_norm", x, weight, bias, eps, axis, zero_centered, relu, out_dtype, out),
-        *(residual, residual_dtype, residual_out),
-    )
+    result = _forward("layer_norm", **locals())
     return result.y if residual is None else (result.y, result.residual_out)
 
 
@@ -407,10 +439,7 @@ def rms_norm_forward(
     residual_out: Array | None = None,
 ) -> NormForward:
     """Return y, rstd and bitmask; see `cupynorm.rms_norm_forward`."""
-    return _forward(
-        *("rms_norm", x, weight, bias, eps, axis, zero_centered, relu, out_dtype, out),
-        *(residual, residual_dtype, residual_out),
-    )
+    return _forward("rms_norm", **locals())
 
 
 def layer_norm_forward(
@@ -429,10 +458,7 @@ def layer_norm_forward(
     residual_out: Array | None = None,
 ) -> NormForward:
     """Return y, mean, rstd and bitmask; see `cupynorm.layer_norm_forward`."""
-    return _forward(
-        *("layer_norm", x, weight, bias, eps, axis, zero_centered, relu, out_dtype, out),
-        *(residual, residual_dtype, residual_out),
-    )
+    return _forward("layer_norm", **locals())
 
 
 def rms_norm_backward(
@@ -451,10 +477,7 @@ def rms_norm_backward(
     dresidual_dtype: DTypeLike | None = None,
 ) -> NormBackward:
     """Return the gradients of RMSNorm; see `cupynorm.rms_norm_backward`."""
-    return _backward(
-        *("rms_norm", dy, x, weight, None, rstd, bias, bitmask, axis, zero_centered, dx),
-        *(dresidual_out, dx_dtype, dresidual_dtype),
-    )
+    return _backward("rms_norm", mean=None, **locals())
 
 
 def layer_norm_backward(
@@ -474,7 +497,4 @@ def layer_norm_backward(
     dresidual_dtype: DTypeLike | None = None,
 ) -> NormBackward:
     """Return the gradients of LayerNorm; see `cupynorm.layer_norm_backward`."""
-    return _backward(
-        *("layer_norm", dy, x, weight, mean, rstd, bias, bitmask, axis, zero_centered, dx),
-        *(dresidual_out, dx_dtype, dresidual_dtype),
-    )
+    return _backward("layer_norm", **locals())

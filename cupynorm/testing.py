@@ -56,7 +56,7 @@ from numpy.typing import DTypeLike
 from cupynorm import reference
 from cupynorm._bitmask import unpack
 from cupynorm._checks import trailing_axes
-from cupynorm._operation import NormBackward, NormForward, bitmask_bytes
+from cupynorm._operation import NormBackward, NormForward, bitmask_bytes, has_residual
 from cupynorm.reference import Array, Axis, Float64, Norm, Relu
 
 __all__ = ["assert_one_rounding", "check_backward", "check_forward"]
@@ -290,7 +290,7 @@ dresidual_dtype
     of_x = np.dtype(dx_dtype or x.dtype)
     dtypes, shapes = {"dx": of_x}, {"dx": x.shape}
     inputs = ["dx"]
-    if any(given is not None for given in (dresidual_out, dx_dtype, dresidual_dtype)):
+    if has_residual(dresidual_out, dx_dtype, dresidual_dtype):
         inputs.append("dresidual")
         dtypes["dresidual"], shapes["dresidual"] = np.dtype(dresidual_dtype or x.dtype), x.shape
     if weight is not None:

@@ -72,14 +72,12 @@ def check(
     inferred, trained, gradients = on_host(jax.jit(both)(of_results, arrays))
     result = NormBackward(**{f"d{name}": gradient for name, gradient in gradients.items()})
 
-    dtypes = {name: name_of(array) for name, array in (("weight", weight), ("bias", bias))}
-    if residual is None:
-        dtypes["x"] = name_of(x)
-    else:
-        dtypes |= {"branch": name_of(x), "residual": name_of(residual)}
-        dtypes["x"] = NAMES[np.dtype(residual_dtype or residual.dtype)]
+    named = {"x": x, "weight": weight, "bias": bias, "residual": residual}
+    dtypes = {name: name_of(array) for name, array in named.items()} | {"y": name_of(dy)}
+    if residual_dtype is not None:
+        dtypes["residual_out"] = NAMES[np.dtype(residual_dtype)]
     told = Options(norm, k, zero_centered, eps, relu, training=True)
-    operation = Operation(ForwardSpec.of(told, y=name_of(dy), **dtypes), told)
+    operation = Operation(ForwardSpec.of(told, dtypes), told)
     forward = NormForward(
         **on_host(operation.by_name(**(dict.fromkeys(operation.operands) | arrays)))
     )

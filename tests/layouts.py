@@ -11,8 +11,6 @@ from typing import Any
 
 from cupynorm._compile import Instantiation, backward_instantiations, forward_instantiation
 from cupynorm._layout import (
-    BackwardPipelined,
-    ForwardInRegisters,
     backward_config,
     few_rows_backward_configs,
     few_rows_configs,
@@ -47,11 +45,9 @@ def few_rows(
     spec: Spec, n: int, many: Any, architecture: int, multiprocessors: int = 132, **options: bool
 ) -> tuple[tuple[int, Any], ...]:
     """Return the layouts of few rows, each behind the most rows that it is for."""
-    if isinstance(many, ForwardInRegisters):
+    if isinstance(spec, ForwardSpec):
         return few_rows_configs(spec, many, n, architecture, multiprocessors)
-    if isinstance(many, BackwardPipelined):
-        return few_rows_backward_configs(spec, many, architecture, multiprocessors, **options)
-    return ()
+    return few_rows_backward_configs(spec, many, architecture, multiprocessors, **options)
 
 
 def instantiate(spec: Spec, config: Any) -> tuple[Instantiation, ...]:

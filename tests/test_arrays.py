@@ -337,6 +337,8 @@ def test_a_dtype_that_jax_has_not_enabled() -> None:
             cupynorm.rms_norm(x, out_dtype="float64")
         with pytest.raises(TypeError, match=r"weight\.dtype must be .*, got float64 without x64"):
             cupynorm.rms_norm(x, wide)
+        with pytest.raises(TypeError, match=r"dx_dtype must be .*, got float64 without x64"):
+            cupynorm.rms_norm_backward(x, x, None, x[:, 0], dx_dtype="float64")
         assert cupynorm.rms_norm(x, out_dtype="float16").dtype == np.float16
 
 

@@ -676,9 +676,9 @@ def test_warmup_loads_the_kernels_of_few_rows_and_of_many(monkeypatch: pytest.Mo
 def test_warmup_is_for_the_defaults_of_backward_as_well(
     norm: Any, bias: str | None, dbias: set[str | None]
 ) -> None:
-    specs = _warmup._specs(
-        *(norm, "bfloat16", "float32", bias, None, None, None, False, False, True)
-    )
+    asked = dict.fromkeys(_warmup._DTYPES_ASKED.values()) | {"norm": norm, "bias_dtype": bias}
+    asked |= {"x_dtype": "bfloat16", "weight_dtype": "float32"}
+    specs = _warmup._specs(asked | {"zero_centered": False, "relu": False, "backward": True})
     assert {spec.dbias for spec in specs if isinstance(spec, BackwardSpec)} == dbias
 
 

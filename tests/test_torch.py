@@ -39,6 +39,7 @@ from torch_checks import NEGATED, NORMS, RESIDUALS, assert_same_bits, check_prob
 
 import cupynorm.torch
 from cupynorm import _prepared, testing
+from cupynorm._operation import BACKWARD, FORWARD
 from cupynorm.reference import round_once
 from cupynorm.torch import (
     LayerNorm,
@@ -616,13 +617,13 @@ def test_gradients_are_of_what_wants_them_in_its_dtype(
             return
         torch.autograd.backward(*zip(*pairs, strict=True))
     has_dy, has_ds = (any(of is result for of, _ in pairs) for result in (y, s))
-    kept = _kernels.forward(tuple(t.detach() for t in tensors), TOLD_OF_ONE, True)
+    kept = _kernels.run(FORWARD, tuple(t.detach() for t in tensors), (*TOLD_OF_ONE, True))
     exact = torch.zeros(3, 5, 8, dtype=torch.float64)
     sums: Any = (None, None)
     if has_dy:
         read = (dy, s.detach(), ds if has_ds else None, tensors[2].detach(), *kept[1:4])
-        told = (1, "layer_norm", 1e-5, False, torch.float64, None)
-        exact, *sums, _ = _kernels.backward(read, told, torch.bfloat16)
+        told = (1, "layer_norm", 1e-5, False, torch.float64, None, torch.bfloat16)
+        exact, *sums, _ = _kernels.run(BACKWARD, read, told)
     elif has_ds:
         exact = ds.double()
     for i, expected in enumerate((exact, exact, *sums)):

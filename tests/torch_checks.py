@@ -118,7 +118,8 @@ def check_problem(
     row = problem.x.shape[problem.x.ndim - problem.k :]
     for name in ("weight", "bias"):
         plain[name] = None if plain[name] is None else plain[name].reshape(row)
-    kept = _kernels.forward(
+    kept = _kernels.run(
+        FORWARD,
         tuple(plain[name] for name in FORWARD.reads),
         (
             problem.k,
@@ -128,8 +129,8 @@ def check_problem(
             problem.relu,
             options["out_dtype"],
             options["residual_dtype"],
+            True,
         ),
-        True,
     )
     forward = NormForward(*map(to_numpy, kept))
     for name, tensor in zip(("y", "residual_out"), results, strict=False):

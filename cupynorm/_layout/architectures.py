@@ -75,9 +75,12 @@ def moves_8_bytes(x: str, vector: int) -> bool:
     return vector * ITEMSIZE[x] >= 8
 
 
-def shared_limit(architecture: int) -> int:
-    """Return the bytes of shared memory that a block may have."""
-    return gpu_of(architecture).shared_kib << 10
+def shared_limit(architecture: int, blocks: int = 1) -> int:
+    """Return the bytes of shared memory that each of so many blocks of a multiprocessor may have.
+
+    Each takes a KiB more, of the system's.
+    """
+    return ((gpu_of(architecture).shared_kib << 10) + 1024) // blocks - 1024
 
 
 def leave_l1_room(blocks: int, block_bytes: int) -> bool:

@@ -61,7 +61,7 @@ class BackwardInRegisters:
 
 def few_rows_backward_configs(
     spec: BackwardSpec,
-    config: BackwardPipelined,
+    config: object,
     architecture: int,
     multiprocessors: int,
     *,
@@ -71,8 +71,11 @@ def few_rows_backward_configs(
 
     `dx_given`: dx may be dy, and no block may read what another writes.
 
-    dx has the bits that `config`, that of many rows, gives it (notes.md#few-rows-backward).
+    dx has the bits that `config`, that of many rows, gives it (notes.md#few-rows-backward). Only
+    rows that wait in shared memory have any.
     """
+    if not isinstance(config, BackwardPipelined):
+        return ()
     lone = BackwardInRegisters(
         row_threads=config.row_threads,
         block_threads=config.row_threads,

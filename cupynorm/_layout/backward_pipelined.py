@@ -110,7 +110,7 @@ def _with_residual(
     config = dataclasses.replace(config, cells=cells, hold_row=False)
     if spec.dresidual_out is None:
         return config
-    limit = _shared_limit(config.blocks_per_multiprocessor, architecture)
+    limit = shared_limit(architecture, config.blocks_per_multiprocessor)
     if config.bulk:  # slower in the stages that are left: notes.md#a-residual-in-the-same-pass
         config = dataclasses.replace(config, bulk=False, stages=3, shared_sums=0, hold_sums=False)
         hold = config.hold_weight and not _is_crowded(spec, config, architecture)
@@ -312,7 +312,7 @@ def _of_layout(
     # times as long.
     in_part = packs_per_thread >= 6 and n % length > 0
     choices = (True,) if by_cells and in_part else (True, False) if by_cells else (False,)
-    limit = _shared_limit(layout.blocks_per_multiprocessor, architecture)
+    limit = shared_limit(architecture, layout.blocks_per_multiprocessor)
     for cells, stages in itertools.product(choices, range(layout.stages, 1, -1)):
         # Held beside cells of float32 without a bitmask, which would spill.
         holds = by_8_bytes or (cells and spec.x == "float32" and not spec.bitmask)
@@ -339,11 +339,6 @@ def _of_layout(
         if max(backward_pipelined_bytes(spec, c) for c in (config, least_held)) <= limit:
             return _completed(spec, config, limit, architecture)
     return None
-
-
-def _shared_limit(blocks_per_multiprocessor: int, architecture: int) -> int:
-    """Return the shared memory of one of so many blocks, whose own KiB is the system's."""
-    return (shared_limit(architecture) + 1024) // blocks_per_multiprocessor - 1024
 
 
 def _is_full(spec: BackwardSpec, n: int, layout: _Layout, packs_per_thread: int) -> bool:

@@ -408,14 +408,16 @@ def in_registers_with_residual(spec: ForwardSpec, config: ForwardInRegisters) ->
 
 
 def few_rows_configs(
-    spec: ForwardSpec, config: ForwardInRegisters, n: int, architecture: int, multiprocessors: int
+    spec: ForwardSpec, config: object, n: int, architecture: int, multiprocessors: int
 ) -> tuple[tuple[int, ForwardInRegisters], ...]:
     """Return the configurations of few rows, each behind the most rows that it is for, ascending.
 
-    They have the bits of `config`. Rows that all run at once hold weight and bias, for registers
-    are to spare, and what is rare comes last in their code
+    They have the bits of `config`; only rows in registers have any. Rows that all run at once hold
+    weight and bias, for registers are to spare, and what is rare comes last in their code
     (notes.md#few-rows-hold-weight-and-bias).
     """
+    if not isinstance(config, ForwardInRegisters):
+        return ()
     halves = config.pack_length < pack_length(spec.x)
     least = 8 if spec.norm == "rms_norm" or halves else 16
     if config.vector * ITEMSIZE[spec.x] < least or is_wide(spec):

@@ -45,9 +45,7 @@ class ForwardPipelined:
     counted: bool
     cells: bool
     full: bool
-    residual_ahead: bool = (
-        False  # the residual waits there as well, else it is read where it is added
-    )
+    residual_ahead: bool = False
 
 
 def forward_pipelined_bytes(spec: ForwardSpec, config: ForwardPipelined) -> int:
@@ -74,7 +72,7 @@ def pipelined_with_residual(
     None where an x wider than the sum leaves no room.
     """
     config = dataclasses.replace(config, cells=False)  # residual_out does not leave by words
-    limit = (shared_limit(architecture) + 1024) // config.blocks_per_multiprocessor - 1024
+    limit = shared_limit(architecture, config.blocks_per_multiprocessor)
     held = dataclasses.replace(config, hold_weight=True, hold_bias=True)
     found = (
         dataclasses.replace(of, stages=stages, residual_ahead=ahead)
@@ -157,8 +155,8 @@ def _two_clusters_forward(
     # shared memory, and mostly one block, but the same threads, for the same bits.
     crowded = spec.relu or is_y_wider(spec)
     always = dataclasses.replace(config, cells=(n & -n) * ITEMSIZE[spec.x] <= 4)
-    needed = 2 * (forward_pipelined_bytes(spec, always) + 1024)  # the KiB that each block has
-    if needed > shared_limit(architecture) + 1024 or (crowded and always.cells):
+    needed = forward_pipelined_bytes(spec, always)
+    if needed > shared_limit(architecture, 2) or (crowded and always.cells):
         return None
     return dataclasses.replace(config, hold_weight=not crowded or vector * ITEMSIZE[spec.x] > 4)
 

@@ -28,6 +28,7 @@ from jax.sharding import PartitionSpec
 
 from cupynorm import _checks
 from cupynorm._arrays import DTYPES, check_no_mask, to_numpy
+from cupynorm._operation import Norm, Relu
 from cupynorm.jax import _formula
 from cupynorm.jax._derivatives import differentiable, wide
 from cupynorm.jax._operations import axes_of, split_as
@@ -35,7 +36,6 @@ from cupynorm.jax._operations import axes_of, split_as
 __all__ = ["layer_norm", "rms_norm"]
 
 Axis = int | Sequence[int] | None
-Relu = tuple[float, float] | None
 
 
 def rms_norm(
@@ -141,10 +141,7 @@ def rms_norm(
     array([[0.849, 2.263],
            [1.   , 2.   ]], dtype=float32)
     """
-    asked = _checks.Asked(
-        "rms_norm", False, axis, zero_centered, eps, relu, out_dtype, residual_dtype
-    )
-    return _norm(x, weight, bias, residual, asked)
+    return _norm("rms_norm", **locals())
 
 
 def layer_norm(
@@ -197,28 +194,26 @@ def layer_norm(
     array([[-1., 11.],
            [-1., 11.]], dtype=float32)
     """
-    asked = _checks.Asked(
-        "layer_norm", False, axis, zero_centered, eps, relu, out_dtype, residual_dtype
-    )
-    return _norm(x, weight, bias, residual, asked)
+    return _norm("layer_norm", **locals())
 
 
-def _norm(x: Any, weight: Any, bias: Any, residual: Any, asked: _checks.Asked) -> Any:
-    for name, option in asked._asdict().items():
+def _norm(norm: Norm, x: Any, weight: Any, bias: Any, residual: Any, **options: Any) -> Any:
+    """Return what the function of this name does, by the names of its arguments."""
+    for name, option in options.items():
         for value in option if isinstance(option, tuple) else (option,):
             if isinstance(value, jax.core.Tracer):
                 raise TypeError(
                     f"{name} must be known when a program is traced: jit has it in "
                     f"static_argnames; got {value}"
                 )
-    x = _array("x", x)
-    weight, bias, residual = (
-        None if array is None else _array(name, array)
+    given = {"x": _array("x", x)} | {
+        name: None if array is None else _array(name, array)
         for name, array in (("weight", weight), ("bias", bias), ("residual", residual))
-    )
-    spec, told = _checks.check_forward(
-        *(_outline(x), _outline(weight), _outline(bias), None, asked, _outline(residual))
-    )
+    }
+    outlines = {name: _outline(array) for name, array in given.items()}
+    asked = _checks.Asked(norm, training=False, **options)
+    spec, told = _checks.check_forward(outlines, asked)
+    x, weight, bias, residual = given.values()
     k = told.k
     for name, dtype in (("out_dtype", to_numpy(spec.y)), ("residual_dtype", to_numpy(spec.x))):
         if jax.dtypes.canonicalize_dtype(dtype) != dtype:

@@ -33,18 +33,17 @@ def differentiable(spec: ForwardSpec, options: Options) -> Any:
     storing = Operation(replace(spec, store_statistics=True), options)
 
     def backward_spec(has_dresidual_out: bool) -> BackwardSpec:
-        return BackwardSpec(
-            norm=spec.norm,
-            x=spec.x,
-            dy=spec.y,
-            weight=wide(spec.x, spec.weight),
-            dbias=wide(spec.x, spec.bias),
-            zero_centered=spec.zero_centered,
-            bitmask=spec.relu,
-            dresidual_out=spec.x if has_dresidual_out else None,
-            dx=None if of_x == spec.x else of_x,
-            dresidual=None if spec.residual == of_x else spec.residual,
-        )
+        dtypes = {
+            "x": spec.x,
+            "dy": spec.y,
+            "weight": wide(spec.x, spec.weight),
+            "bitmask": storing.spec.dtypes["bitmask"],
+            "dresidual_out": spec.x if has_dresidual_out else None,
+            "dx": of_x,
+            "dbias": wide(spec.x, spec.bias),
+            "dresidual": spec.residual,
+        }
+        return BackwardSpec.of(options, dtypes)
 
     def forward(operation: Operation, x: Any, residual: Any, affine: Any) -> tuple[Any, Any]:
         """Return y and residual_out, and the other stored arrays by name."""
@@ -63,10 +62,9 @@ def differentiable(spec: ForwardSpec, options: Options) -> Any:
         return forward(storing, x, residual, affine)
 
     @jax.custom_vjp  # type: ignore[untyped-decorator]
-    def gradients(dy: Any, x: Any, dresidual_out: Any, weight: Any, stored: Any) -> dict[str, Any]:
-        arrays = {"dy": dy, "x": x, "dresidual_out": dresidual_out, "weight": weight}
-        backward = Operation(backward_spec(dresidual_out is not None), options)
-        return backward.by_name(**arrays, **stored)
+    def gradients(given: Any, stored: Any) -> dict[str, Any]:
+        backward = Operation(backward_spec(given["dresidual_out"] is not None), options)
+        return backward.by_name(**given, **stored)
 
     def infer_forward(*primals: Any) -> tuple[Any, Any]:
         x, residual, affine, widened = custom_vjp_primal_tree_values(primals)
@@ -85,7 +83,8 @@ def differentiable(spec: ForwardSpec, options: Options) -> Any:
                 for dtype in (of_x, spec.residual)
             )
             return dx, dresidual, None, None
-        made = gradients(dy, x, of_total, weight, stored)
+        arrays = {"dy": dy, "x": x, "dresidual_out": of_total, "weight": weight}
+        made = gradients(arrays, stored)
         dx = made["dx"]
         dresidual = made.get("dresidual", dx) if spec.residual else None
         return dx, dresidual, None, (made.get("dweight"), made.get("dbias"))
@@ -101,13 +100,16 @@ def differentiable(spec: ForwardSpec, options: Options) -> Any:
     def gradients_forward(*arrays: Any) -> tuple[Any, Any]:
         return gradients(*arrays), arrays
 
-    def gradients_backward(given: Any, cotangents: Any) -> tuple[Any, ...]:
+    def gradients_backward(arrays: Any, cotangents: Any) -> tuple[Any, ...]:
         # As functions of x, of which the statistics were computed. The bitmask is a step function.
-        *arrays, stored = given
-        told = backward_spec(arrays[2] is not None)
-        formula = functools.partial(_formula.backward_of_x, told, options, stored.get("bitmask"))
-        _, pull_back = jax.vjp(formula, *arrays)
-        return *pull_back(tuple(map(cotangents.get, told.table.writes))), None
+        given, stored = arrays
+        told, bits = backward_spec(given["dresidual_out"] is not None), stored.get("bitmask")
+
+        def formula(given: Any) -> dict[str, Any]:
+            return _formula.backward_of_x(told, options, given | {"bitmask": bits})
+
+        _, pull_back = jax.vjp(formula, given)
+        return *pull_back(cotangents), None
 
     # A cotangent that is known to be 0 is no array to read.
     infer.defvjp(infer_forward, infer_backward, symbolic_zeros=True)

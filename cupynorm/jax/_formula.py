@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -33,15 +34,17 @@ __all__ = ["FORMULAS", "backward_of_x", "rounded", "widened"]
 RUN = 64
 
 
-def forward(
-    spec: ForwardSpec, options: Options, x: Any, residual: Any, weight: Any, bias: Any
-) -> tuple[Any, ...]:
-    """Return y, mean, rstd, bitmask and residual_out, None where the spec has none."""
-    k, total = options.k, None
-    if residual is not None:
-        x = total = _added(x, residual, spec.x)
+# The arrays of a pass by the names of its table, None for those that there are not.
+Arrays = Mapping[str, Any]
+
+
+def forward(spec: ForwardSpec, options: Options, arrays: Arrays) -> dict[str, Any]:
+    """Return what a forward pass writes, and the statistics whether or not it does."""
+    x, bias, k, total = arrays["x"], arrays["bias"], options.k, None
+    if spec.residual is not None:
+        x = total = _added(x, arrays["residual"], spec.x)
     xhat, mean, rstd = _normalize(spec.norm, _wide(spec, x), k, options.eps)
-    y = xhat * _scale(spec, weight, x.ndim)
+    y = xhat * _scale(spec, arrays["weight"], x.ndim)
     if bias is not None:
         y = y + _as_row(bias.astype(y.dtype), x.ndim)
     bitmask = None
@@ -50,65 +53,50 @@ def forward(
         bitmask = _pack((lower < y) & (y < upper), k)
         y = jnp.clip(y, lower, upper)
     kept = x.shape[: x.ndim - k]
-    mean = None if mean is None else mean.reshape(kept)
-    return _round(y, spec.y), mean, rstd.reshape(kept), bitmask, total
+    return {
+        "y": _round(y, spec.y),
+        "mean": None if mean is None else mean.reshape(kept),
+        "rstd": rstd.reshape(kept),
+        "bitmask": bitmask,
+        "residual_out": total,
+    }
 
 
-def backward(
-    spec: BackwardSpec,
-    options: Options,
-    dy: Any,
-    x: Any,
-    dresidual_out: Any,
-    weight: Any,
-    mean: Any,
-    rstd: Any,
-    bitmask: Any,
-) -> tuple[Any, ...]:
-    """Return dx, dweight, dbias and dresidual, None where the spec has none, by what was stored."""
+def backward(spec: BackwardSpec, options: Options, arrays: Arrays) -> dict[str, Any]:
+    """Return what a backward pass writes, by what was stored."""
     k = options.k
-    rstd = jnp.expand_dims(rstd, tuple(range(-k, 0)))
-    wide = _wide(spec, x)
+    rstd = jnp.expand_dims(arrays["rstd"], tuple(range(-k, 0)))
+    wide = _wide(spec, arrays["x"])
     if spec.norm == "rms_norm":
         xhat = wide * rstd
     else:
         # In parts, since x - mean may overflow where x * rstd does not.
         up, down = _powers(jnp.minimum(rstd, 1))
-        mean = jnp.expand_dims(mean, tuple(range(-k, 0)))
+        mean = jnp.expand_dims(arrays["mean"], tuple(range(-k, 0)))
         xhat = (wide * down - mean * down) * (rstd * up)
         xhat = xhat - _mean(xhat, k)
-    given = dy, dresidual_out, weight, xhat, rstd, bitmask
-    dx, *sums = _gradients(spec, k, *given)
+    found = _gradients(spec, k, arrays, xhat, rstd)
     # Where a product overflows on the way to it, dx is found another way.
-    lost = ~jnp.isfinite(dx).all(tuple(range(-k, 0)), keepdims=True)
+    lost = ~jnp.isfinite(found["dx"]).all(tuple(range(-k, 0)), keepdims=True)
     dx = jax.lax.cond(
         lost.any(),
-        lambda dx: jnp.where(lost, _dx_in_range(spec, k, *given), dx),
+        lambda dx: jnp.where(lost, _dx_in_range(spec, k, arrays, xhat, rstd), dx),
         lambda dx: dx,
-        dx,
+        found["dx"],
     )
-    return tuple(map(_round, (dx, *sums, dx), _dtypes_of_gradients(spec)))
+    found |= {"dx": dx, "dresidual": dx}
+    return {name: _round(array, spec.dtypes[name]) for name, array in found.items()}
 
 
-# By the tables of the passes, as whose arrays their arguments and results are ordered.
+# By the tables of the passes.
 FORMULAS: dict[Pass, Any] = {FORWARD: forward, BACKWARD: backward}
 
 
-def backward_of_x(
-    spec: BackwardSpec,
-    options: Options,
-    bitmask: Any,
-    dy: Any,
-    x: Any,
-    dresidual_out: Any,
-    weight: Any,
-) -> tuple[Any, ...]:
-    """Return what `backward` does as a function of the other arrays, to be differentiated."""
-    k = options.k
-    xhat, _, rstd = _normalize(spec.norm, _wide(spec, x), k, options.eps)
-    dx, *sums = _gradients(spec, k, dy, dresidual_out, weight, xhat, rstd, bitmask)
-    gradients = zip((dx, *sums, dx), _dtypes_of_gradients(spec), strict=True)
-    return tuple(None if dtype is None else array.astype(dtype) for array, dtype in gradients)
+def backward_of_x(spec: BackwardSpec, options: Options, arrays: Arrays) -> dict[str, Any]:
+    """Return what `backward` does as a function of what is no statistic, to be differentiated."""
+    xhat, _, rstd = _normalize(spec.norm, _wide(spec, arrays["x"]), options.k, options.eps)
+    found = _gradients(spec, options.k, arrays, xhat, rstd)
+    return {name: found[name].astype(spec.dtypes[name]) for name in spec.writes}
 
 
 def widened(array: Any, dtype: Any) -> Any:
@@ -142,10 +130,6 @@ def _rounding(dtype: str) -> Any:
     return round_
 
 
-def _dtypes_of_gradients(spec: BackwardSpec) -> tuple[str | None, ...]:
-    return tuple(spec.dtypes[name] for name in spec.table.writes)
-
-
 def _added(x: Any, residual: Any, dtype: str) -> Any:
     """Return x + residual, added in the compute dtype of all three and rounded once."""
     wide = "float64" if "float64" in (x.dtype.name, residual.dtype.name, dtype) else "float32"
@@ -153,44 +137,28 @@ def _added(x: Any, residual: Any, dtype: str) -> Any:
     return jax.lax.optimization_barrier(total)  # lest XLA drop the rounding
 
 
-def _gradients(
-    spec: BackwardSpec,
-    k: int,
-    dy: Any,
-    dresidual_out: Any,
-    weight: Any,
-    xhat: Any,
-    rstd: Any,
-    bitmask: Any,
-) -> tuple[Any, Any, Any]:
-    dy = _masked(spec, dy, bitmask)
-    g = dy * _scale(spec, weight, dy.ndim)
+def _gradients(spec: BackwardSpec, k: int, arrays: Arrays, xhat: Any, rstd: Any) -> dict[str, Any]:
+    """Return what a backward pass writes, before it is rounded."""
+    dy = _masked(spec, arrays["dy"], arrays["bitmask"])
+    g = dy * _scale(spec, arrays["weight"], dy.ndim)
     dx = g - xhat * _mean(g * xhat, k)
     if spec.norm == "layer_norm":
         dx = dx - _mean(g, k)
     dx = dx * rstd
-    if dresidual_out is not None:
-        dx = dx + _wide(spec, dresidual_out)
+    if spec.dresidual_out is not None:
+        dx = dx + _wide(spec, arrays["dresidual_out"])
     rows = tuple(range(dy.ndim - k))
-    return (
-        dx,
-        None if spec.weight is None else jnp.sum(dy * xhat, rows),
-        None if spec.dbias is None else jnp.sum(dy, rows),
-    )
+    return {
+        "dx": dx,
+        "dweight": None if spec.weight is None else jnp.sum(dy * xhat, rows),
+        "dbias": None if spec.dbias is None else jnp.sum(dy, rows),
+        "dresidual": dx,
+    }
 
 
-def _dx_in_range(
-    spec: BackwardSpec,
-    k: int,
-    dy: Any,
-    dresidual_out: Any,
-    weight: Any,
-    xhat: Any,
-    rstd: Any,
-    bitmask: Any,
-) -> Any:
-    """Return dx by products of significands, and count their powers of four apart."""
-    dy = _masked(spec, dy, bitmask)
+def _dx_in_range(spec: BackwardSpec, k: int, arrays: Arrays, xhat: Any, rstd: Any) -> Any:
+    """Return dx by products of significands, whose powers of four are counted beside them."""
+    dy, weight = _masked(spec, arrays["dy"], arrays["bitmask"]), arrays["weight"]
     g, of_g = _significand(dy)
     if weight is not None:
         scale, of_scale = _significand(_scale(spec, weight, dy.ndim))
@@ -206,9 +174,9 @@ def _dx_in_range(
         """Return dx, divided by a power of four."""
         own = _times_four_to(g * rstd, of_g + of_rstd - less)
         dx = own - _times_four_to(others * rstd, top + of_rstd - less)
-        if dresidual_out is None:
+        if spec.dresidual_out is None:
             return dx
-        return dx + _times_four_to(_wide(spec, dresidual_out), -less)
+        return dx + _times_four_to(_wide(spec, arrays["dresidual_out"]), -less)
 
     dx = total(0)
     for less in (40, 120):  # the terms may overflow where their sum does not

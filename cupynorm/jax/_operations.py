@@ -57,9 +57,8 @@ class Operation:
         """Return the results as jax.numpy computes them."""
         arrays = dict.fromkeys(self.spec.table.reads)
         arrays |= zip(self.operands, operands, strict=True)
-        computed = _formula.FORMULAS[self.spec.table](self.spec, self.options, **arrays)
-        named = dict(zip(self.spec.table.writes, computed, strict=True))
-        return tuple(named[name] for name in self.results)
+        computed = _formula.FORMULAS[self.spec.table](self.spec, self.options, arrays)
+        return tuple(computed[name] for name in self.results)
 
     def kernel(self, platform: str, *operands: Any) -> Arrays:
         """Return the results as the kernels of a platform compute them."""

@@ -147,7 +147,8 @@ def rms_norm(
         of_total = x.dtype if residual is None else residual_dtype or getattr(residual, "dtype", "")
         eps = torch.finfo(compute_type(of_total)).eps
     tensors = x, residual, weight, bias
-    return _norm("rms_norm", tensors, eps, axis, zero_centered, relu, out_dtype, residual_dtype)
+    asked = eps, axis, zero_centered, relu, out_dtype, residual_dtype
+    return _norm("rms_norm", tensors, asked)
 
 
 def layer_norm(
@@ -202,19 +203,15 @@ def layer_norm(
             [-1.0000, 11.0000]])
     """
     tensors = x, residual, weight, bias
-    return _norm("layer_norm", tensors, eps, axis, zero_centered, relu, out_dtype, residual_dtype)
+    asked = eps, axis, zero_centered, relu, out_dtype, residual_dtype
+    return _norm("layer_norm", tensors, asked)
 
 
-def _norm(
-    norm: Norm,
-    tensors: Tensors,
-    eps: Any,
-    axis: Axis,
-    zero_centered: bool,
-    relu: Relu,
-    out_dtype: torch.dtype | None,
-    residual_dtype: torch.dtype | None,
-) -> Any:
+# The options of both, in the order in which `_norm` is handed them.
+_ASKED = "eps", "axis", "zero_centered", "relu", "out_dtype", "residual_dtype"
+
+
+def _norm(norm: Norm, tensors: Tensors, asked: tuple[Any, ...]) -> Any:
     x, residual, weight, bias = tensors
     is_plain = (
         x is not None
@@ -229,16 +226,8 @@ def _norm(
         and isinstance(weight, _OPTIONAL)
         and isinstance(bias, _OPTIONAL)
     ):
-        named = {
-            "eps": eps,
-            "axis": axis,
-            "zero_centered": zero_centered,
-            "relu": relu,
-            "out_dtype": out_dtype,
-            "residual": residual,
-            "residual_dtype": residual_dtype,
-        }
-        return _overridden(norm, tensors, named)
+        return _overridden(norm, tensors, asked)
+    eps, axis, zero_centered, relu, out_dtype, residual_dtype = asked
     # Most calls have no axis; modules of several have a range, which holds nothing but ints. The
     # rest is checked by the first of such calls.
     k = 1 if axis is None else len(axis) if type(axis) is range else 0
@@ -291,16 +280,17 @@ def _of_nested(tensors: Tensors, told: Told) -> Any:
     if x.layout is torch.strided:
         if k == x.ndim > 1:
             raise NotImplementedError(f"axis must not name axis 0 of a nested x; got the last {k}")
-        if residual is None:
-            parts = [_operations.normalize((part, None, *others), told) for part in x.unbind()]
-            return _nested(parts, out_dtype or x.dtype, x)
-        pairs = [
+        parts = x.unbind()
+        added = (None,) * len(parts) if residual is None else residual.unbind()
+        results = [
             _operations.normalize((part, to_add, *others), told)
-            for part, to_add in zip(x.unbind(), residual.unbind(), strict=True)
+            for part, to_add in zip(parts, added, strict=True)
         ]
+        if residual is None:
+            return _nested(results, out_dtype or x.dtype, x)
         return (
-            _nested([y for y, _ in pairs], out_dtype or x.dtype, x),
-            _nested([total for _, total in pairs], residual_dtype or residual.dtype, x),
+            _nested([y for y, _ in results], out_dtype or x.dtype, x),
+            _nested([total for _, total in results], residual_dtype or residual.dtype, x),
         )
     ragged = x._ragged_idx
     if ragged >= x.ndim - k:
@@ -365,10 +355,11 @@ def _belongs(x: Any, ragged: int) -> Any:
     return (changes.cumsum(0)[:-1] > 0).reshape(-1, *(1,) * (values.ndim - ragged))
 
 
-def _overridden(norm: Norm, given: Tensors, options: dict[str, Any]) -> Any:
+def _overridden(norm: Norm, given: Tensors, asked: tuple[Any, ...]) -> Any:
     """Have what stands in for a tensor, such as a proxy of torch.fx, return what it likes."""
     if torch.overrides.has_torch_function(given):
-        x, _, *affine = given  # in the order in which the function takes them
+        x, residual, *affine = given
+        options = dict(zip(_ASKED, asked, strict=True)) | {"residual": residual}
         return torch.overrides.handle_torch_function(globals()[norm], given, x, *affine, **options)
     name, wrong = next(
         (name, array)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from cupynorm import _checks, reference
-from cupynorm._arrays import BFLOAT16, DTYPES, row_stride, to_numpy
+from cupynorm._arrays import BFLOAT16, DTYPES, row_stride
 from cupynorm._environment import import_cupy
 from cupynorm._layout import pack_length
 from cupynorm._operation import (
@@ -38,29 +38,38 @@ from cupynorm._prepared import Dialect, key_function, remember, run_maker
 
 __all__ = [
     "NUMPY_DTYPES",
+    "OPTIONS",
+    "SHARED",
     "Tensors",
     "Told",
-    "backward",
-    "backward_options",
-    "backward_spec",
     "by_name",
     "check_dense",
     "check_tensor",
     "compute_type",
-    "forward",
-    "forward_options",
-    "forward_spec",
+    "options_of",
+    "run",
+    "spec_of",
+    "told_by_name",
 ]
 
 NUMPY_DTYPES = {getattr(torch, name): dtype for dtype, name in DTYPES.items()}
 NAMES = {getattr(torch, name): name for name in ITEMSIZE}
 
 Tensors = tuple[Any, ...]  # those that a pass reads, in the order of its table
-# The options of a call: k, norm, eps and zero_centered, then relu, out_dtype and residual_dtype
-# (forward) or dx_dtype and dresidual_dtype (backward). It is a tuple, since it is part of a key and
-# an object takes longer to make.
+# What a call is told beside its tensors, in the order of `OPTIONS`. A tuple, by which calls are
+# remembered: an object takes longer to make.
 Told = tuple[Any, ...]
 Run = Callable[[Tensors], Any]
+
+# The names of these, and their types in a schema of torch's. What an operation takes behind the
+# tensors that its pass reads begins with an int, from which on DTensor tells calls apart.
+SHARED = {"k": "int", "norm": "str", "eps": "float", "zero_centered": "bool"}
+OPTIONS = {
+    FORWARD: SHARED
+    | {"relu": "float[]?", "out_dtype": "ScalarType?", "residual_dtype": "ScalarType?"}
+    | {"training": "bool"},
+    BACKWARD: SHARED | dict.fromkeys(("dx_dtype", "dresidual_dtype", "bias_dtype"), "ScalarType?"),
+}
 
 
 def by_name(table: Pass, tensors: Tensors) -> dict[str, Any]:
@@ -68,54 +77,32 @@ def by_name(table: Pass, tensors: Tensors) -> dict[str, Any]:
     return dict(zip(table.reads, tensors, strict=True))
 
 
-def forward_options(told: Told, *, training: bool = False) -> Options:
-    """Return the options of a forward pass by name. Its dtypes belong to a spec."""
-    k, norm, eps, zero_centered, relu, _, _ = told
-    return Options(norm, k, zero_centered, eps, relu, training)
+def told_by_name(table: Pass, told: Told) -> dict[str, Any]:
+    """Return what a pass is told, by name."""
+    return dict(zip(OPTIONS[table], told, strict=True))
 
 
-def backward_options(told: Told) -> Options:
-    """Return the options of a backward pass by name. Its dtypes belong to a spec."""
-    k, norm, eps, zero_centered, _, _ = told
-    return Options(norm, k, zero_centered, eps)
+def options_of(table: Pass, told: Told) -> Options:
+    """Return what a pass is told but for dtypes, which are a spec's."""
+    named = told_by_name(table, told).items()
+    return Options(**{name: value for name, value in named if not name.endswith("_dtype")})
 
 
-def forward_spec(tensors: Tensors, told: Told, training: bool) -> ForwardSpec:
-    """Return the spec of a forward pass. Nothing is checked."""
-    *_, out_dtype, residual_dtype = told
-    dtypes = {name: _name(tensor) for name, tensor in by_name(FORWARD, tensors).items()}
-    dtypes["y"] = dtypes["x"] if out_dtype is None else NAMES[out_dtype]
-    if dtypes["residual"] is not None:
-        total = dtypes["residual"] if residual_dtype is None else NAMES[residual_dtype]
-        dtypes |= {"x": total, "branch": dtypes["x"]}
-    return ForwardSpec.of(forward_options(told, training=training), **dtypes)
-
-
-def backward_spec(tensors: Tensors, told: Told, bias_dtype: torch.dtype | None) -> BackwardSpec:
-    """Return the spec of a backward pass. Only the dtypes among its options are checked."""
-    *_, dx_dtype, dresidual_dtype = told
-    given = by_name(BACKWARD, tensors)
-    dtypes = {name: _name(given[name]) for name in ("x", "dy", "dresidual_out", "weight")}
-    dx = _told_name("dx_dtype", dx_dtype) or dtypes["x"]
-    dresidual = _told_name("dresidual_dtype", dresidual_dtype)
-    if dresidual == dx:
-        raise ValueError(f"dresidual_dtype must not be dx's: dresidual is dx then; got {dresidual}")
-    return BackwardSpec.of(
-        backward_options(told),
-        **dtypes,
-        dbias=_told_name("bias_dtype", bias_dtype),
-        bitmask=given["bitmask"] is not None,
-        dx=None if dx == dtypes["x"] else dx,
-        dresidual=dresidual,
-    )
-
-
-def _told_name(name: str, dtype: torch.dtype | None) -> str | None:
-    return None if dtype is None else DTYPES[_checks.to_dtype(name, dtype)]
-
-
-def _name(tensor: Any) -> str | None:
-    return None if tensor is None else NAMES[tensor.dtype]
+def spec_of(table: Pass, tensors: Tensors, told: Told) -> Spec:
+    """Return what a pass computes; only the dtypes that it is told are checked."""
+    dtypes, named = {}, told_by_name(table, told)
+    for name, tensor in by_name(table, tensors).items():
+        dtypes[name] = None if tensor is None else NAMES.get(tensor.dtype, "uint8")
+    for name, option in (table.dtypes_asked | {"dbias": "bias_dtype"}).items():
+        dtype = named.get(option)
+        dtypes[name] = None if dtype is None else DTYPES[_checks.to_dtype(option, dtype)]
+    if table is FORWARD:
+        return ForwardSpec.of(options_of(table, told), dtypes)
+    if dtypes["dresidual"] == (dtypes["dx"] or dtypes["x"]):
+        raise ValueError(
+            f"dresidual_dtype must not be dx's: dresidual is dx then; got {dtypes['dresidual']}"
+        )
+    return BackwardSpec.of(options_of(table, told), dtypes)
 
 
 def compute_type(dtype: Any) -> torch.dtype:
@@ -171,11 +158,6 @@ def check_tensor(name: str, tensor: Any, x: Any) -> None:
         raise ValueError(f"{name} must be on x's device, {x.device}; got {tensor.device}")
 
 
-def _check_device(x: Any) -> None:
-    if not (x.is_cuda or x.is_cpu):
-        raise NotImplementedError(f"x must be on the CPU or a CUDA GPU, got {x.device}")
-
-
 def _outline(name: str, tensor: Any, x: Any) -> Any:
     """Return a NumPy array of a tensor's shape and dtype, for the checks: it holds one element."""
     if tensor is None:
@@ -209,7 +191,6 @@ _empty_strided = torch.empty_strided
 # whether they are still contiguous, since hooks may bring back other tensors.
 TORCH = Dialect(
     names=globals(),
-    is_packed=True,  # to hand on a tuple takes less time than to make arguments of it
     accepts=dict.fromkeys(MOVED_BY_PACKS, "not {0}.is_neg()"),
     signature={
         Kind.ROWS: "({0}.shape, {0}.is_contiguous() or {0}.stride(), {0}.dtype, {0}.device)",
@@ -243,59 +224,37 @@ _forward_key = key_function(TORCH, {}, FORWARD.reads)
 _backward_key = key_function(TORCH, {}, BACKWARD.reads)
 
 
-def forward(tensors: Tensors, told: Told, training: bool) -> tuple[Any, ...]:
-    """Return y, mean, rstd and bitmask (for training) and x + residual; None if one does not apply.
+def run(table: Pass, tensors: Tensors, told: Told) -> tuple[Any, ...]:
+    """Return what a pass writes, each None where it does not apply.
 
-    weight and bias have the shape of x's last k axes.
+    weight and bias have the shape of x's last k axes, and what a forward pass made is as it was
+    returned. dbias is wanted where its dtype is told, and so is a dresidual beside dx.
     """
     try:
-        key = _forward_key((told, training), tensors)
-        run = calls.get(key)
+        key = (_forward_key if table is FORWARD else _backward_key)(told, tensors)
+        call = calls.get(key)
     except (TypeError, RuntimeError):  # what cannot be remembered, or is sparse, is not taken
-        _check_forward(tensors, told, training)
+        _check(table, tensors, told)
         raise
-    if run is None:
-        run = _prepare(key, *_check_forward(tensors, told, training), tensors)
-    return run(tensors)
+    if call is None:
+        call = _prepare(key, *_check(table, tensors, told), tensors)
+    return call(tensors)
 
 
-def backward(tensors: Tensors, told: Told, bias_dtype: torch.dtype | None) -> tuple[Any, ...]:
-    """Return dx, dweight, dbias and dresidual, each None where it does not apply.
-
-    Results of a forward pass must be as `forward` returned them. A given dtype asks for dbias, and
-    for a dresidual apart from dx.
-    """
-    try:
-        key = _backward_key((told, bias_dtype), tensors)
-        run = calls.get(key)
-    except RuntimeError:  # as in forward
-        _check_backward(tensors, told, bias_dtype)
-        raise
-    if run is None:
-        run = _prepare(key, *_check_backward(tensors, told, bias_dtype), tensors)
-    return run(tensors)
-
-
-def _check_forward(tensors: Tensors, told: Told, training: bool) -> tuple[ForwardSpec, Options]:
-    given = by_name(FORWARD, tensors)
+def _check(table: Pass, tensors: Tensors, told: Told) -> tuple[Spec, Options]:
+    """Check a call; return what it computes, and how it is called."""
+    given, named = by_name(table, tensors), told_by_name(table, told)
     x = given["x"]
-    _check_device(x)
-    k, norm, eps, zero_centered, relu, *dtypes = told
-    for name, dtype in zip(("out_dtype", "residual_dtype"), dtypes, strict=True):
-        if not isinstance(dtype, torch.dtype | None):
-            raise TypeError(f"{name} must be a torch.dtype or None, got {dtype!r}")
-    axis = None if k == 1 else tuple(range(-k, 0))
-    asked = _checks.Asked(norm, training, axis, zero_centered, eps, relu, *dtypes)
-    outlines = {name: _outline(name, tensor, x) for name, tensor in given.items()}
-    return _checks.check_forward(**outlines, out=None, asked=asked)
-
-
-def _check_backward(
-    tensors: Tensors, told: Told, bias_dtype: torch.dtype | None
-) -> tuple[BackwardSpec, Options]:
-    given = by_name(BACKWARD, tensors)
-    x = given["x"]
-    _check_device(x)
+    if not (x.is_cuda or x.is_cpu):
+        raise NotImplementedError(f"x must be on the CPU or a CUDA GPU, got {x.device}")
+    if table is FORWARD:
+        for name in table.dtypes_asked.values():
+            if not isinstance(named[name], torch.dtype | None):
+                raise TypeError(f"{name} must be a torch.dtype or None, got {named[name]!r}")
+        k = named.pop("k")
+        asked = _checks.Asked(**named, axis=None if k == 1 else tuple(range(-k, 0)))
+        outlines = {name: _outline(name, tensor, x) for name, tensor in given.items()}
+        return _checks.check_forward(outlines, asked)
     for name in ("x", "dy", "dresidual_out", "weight"):
         if given[name] is None:
             continue
@@ -303,7 +262,7 @@ def _check_backward(
         if KINDS[name] is Kind.ROWS and given[name].shape != x.shape:
             shapes = tuple(x.shape), tuple(given[name].shape)
             raise ValueError(f"{name} must have shape {shapes[0]}, got {shapes[1]}")
-    return backward_spec(tensors, told, bias_dtype), backward_options(told)
+    return spec_of(table, tensors, told), options_of(table, told)
 
 
 def _prepare(key: Hashable, spec: Spec, options: Options, tensors: Tensors) -> Run:
@@ -312,8 +271,7 @@ def _prepare(key: Hashable, spec: Spec, options: Options, tensors: Tensors) -> R
         raise RuntimeError("what negates its memory is for torch to see")
     if _has_kernels(by_name(spec.table, tensors)["x"]):
         return remember(calls, key, _Call(key, spec, options, tensors))
-    on_cpu: Any = _forward_on_cpu if spec.table is FORWARD else _backward_on_cpu
-    return remember(calls, key, functools.partial(on_cpu, spec, options))
+    return remember(calls, key, functools.partial(_on_cpu, spec, options))
 
 
 class _Call:
@@ -450,41 +408,7 @@ def _from_numpy(array: Any) -> Any:
     return tensor if array.size else tensor.new_empty(array.shape)  # whose strides are no zeros
 
 
-def _forward_on_cpu(spec: ForwardSpec, options: Options, tensors: Tensors) -> tuple[Any, ...]:
-    dtypes = spec.dtypes
-    result = getattr(reference, f"{spec.norm}_forward")(
-        **{name: _to_numpy(name, tensor) for name, tensor in by_name(FORWARD, tensors).items()},
-        eps=options.eps,
-        axis=options.axis,
-        zero_centered=options.zero_centered,
-        relu=options.relu,
-        out_dtype=to_numpy(dtypes["y"]),
-        residual_dtype=None if spec.residual is None else to_numpy(dtypes["residual_out"]),
-    )
-    return _given(spec, result)
-
-
-def _backward_on_cpu(spec: BackwardSpec, options: Options, tensors: Tensors) -> tuple[Any, ...]:
-    dtypes = spec.dtypes
-    arrays = {name: _to_numpy(name, tensor) for name, tensor in by_name(BACKWARD, tensors).items()}
-    if dtypes["mean"] is None:
-        del arrays["mean"]  # RMSNorm's function takes none
-    bias: Any = False
-    if spec.dbias is not None:
-        shape = shape_of(KINDS["dbias"], arrays["x"].shape, options.k)
-        bias = np.empty(shape, to_numpy(spec.dbias))
-    result = getattr(reference, f"{spec.norm}_backward")(
-        **arrays,
-        bias=bias,
-        axis=options.axis,
-        zero_centered=options.zero_centered,
-        dx_dtype=to_numpy(dtypes["dx"]),
-        dresidual_dtype=to_numpy(spec.dresidual or dtypes["dx"]),
-    )
-    return _given(spec, result)
-
-
-def _given(spec: Spec, result: Any) -> tuple[Any, ...]:
-    """Return a pass's NumPy results as tensors."""
-    dtypes, names = spec.dtypes, zip(spec.table.writes, result, strict=True)
-    return tuple(None if dtypes[name] is None else _from_numpy(array) for name, array in names)
+def _on_cpu(spec: Spec, options: Options, tensors: Tensors) -> tuple[Any, ...]:
+    arrays = {name: _to_numpy(name, t) for name, t in by_name(spec.table, tensors).items()}
+    written = reference.compute(spec, options, arrays)
+    return tuple(_from_numpy(written[name]) for name in spec.table.writes)

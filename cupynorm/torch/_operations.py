@@ -27,42 +27,35 @@ from cupynorm._operation import (
     KINDS,
     Kind,
     Pass,
-    Spec,
     compute_dtype,
     shape_of,
 )
 from cupynorm._prepared import remember
 from cupynorm.torch import _formulas, _kernels
 from cupynorm.torch._kernels import (
+    OPTIONS,
+    SHARED,
     Tensors,
     Told,
-    backward_options,
-    backward_spec,
     by_name,
     check_tensor,
     compute_type,
-    forward_options,
-    forward_spec,
+    options_of,
+    spec_of,
+    told_by_name,
 )
 
 __all__ = ["PLAIN", "norm_backward", "norm_forward", "normalize", "normalize_plain"]
 
 PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
-
-# What an operation takes behind the tensors that its pass reads. That begins with an int, from
-# which on DTensor tells calls apart. Both begin as `Told`.
-SHARED = "int k, str norm, float eps, bool zero_centered"
-_OF_FORWARD = "float[]? relu, ScalarType? out_dtype, ScalarType? residual_dtype"
-FORWARD_OPTIONS = f"{SHARED}, {_OF_FORWARD}, bool training"
-_OF_BACKWARD = "ScalarType? dx_dtype, ScalarType? dresidual_dtype"
-BACKWARD_OPTIONS = f"{SHARED}, {_OF_BACKWARD}, ScalarType? bias_dtype"
-_COUNT_SHARED = len(SHARED.split(", "))
+# The last option of a forward pass; to add one tuple to another is what takes the least time.
+INFERRING, TRAINING = (False,), (True,)
 
 
-def _split(table: Pass, arguments: tuple[Any, ...]) -> tuple[Tensors, Told, Any]:
-    """Split the arguments of an operation into tensors, options and the last option."""
+def _split(table: Pass, arguments: tuple[Any, ...]) -> tuple[Tensors, Told]:
+    """Return what an operation was given: tensors, and what it is told."""
     count = len(table.reads)
-    return arguments[:count], arguments[count:-1], arguments[-1]
+    return arguments[:count], arguments[count:]
 
 
 # ---- which way a call goes -----------------------------------------------------------------------
@@ -139,7 +132,7 @@ def normalize_plain(tensors: Tensors, told: Told) -> Any:
     try:
         if _is_grad_enabled() and _is_asked_for_gradients(tensors):
             return _apply_recorded(*tensors, told)
-        results = _kernels.forward(tensors, told, False)
+        results = _kernels.run(FORWARD, tensors, told + INFERRING)
         return results[_Y] if tensors[_RESIDUAL] is None else (results[_Y], results[_TOTAL])
     except (RuntimeError, ValueError):  # the tensor has no memory here; to ask first takes time
         if not _is_seen(*tensors):
@@ -150,20 +143,20 @@ def normalize_plain(tensors: Tensors, told: Told) -> Any:
 def normalize(tensors: Tensors, told: Told) -> Any:
     """Return y, and with a residual x + residual.
 
-    The arrays that `norm_backward` needs are kept if gradients may be asked for.
+    `told` lacks whether what `norm_backward` needs is kept: where gradients may be asked for.
     """
     if not torch.compiler.is_compiling():
         tensors = tuple(map(_alive, FORWARD.reads, tensors))
-    results = norm_forward(tensors, told, _is_recorded(tensors))
+    results = norm_forward(tensors, told + (TRAINING if _is_recorded(tensors) else INFERRING))
     return results[_Y] if tensors[_RESIDUAL] is None else (results[_Y], results[_TOTAL])
 
 
-def norm_forward(tensors: Tensors, told: Told, training: bool) -> tuple[Any, ...]:
-    """Return y, the arrays that `norm_backward` needs (for training), and x + residual.
+def norm_forward(tensors: Tensors, told: Told) -> tuple[Any, ...]:
+    """Return y, for training what `norm_backward` needs, and x + residual.
 
     An array that does not apply is None, or empty if the call was an operation of torch.library.
     """
-    arguments: Any = (*tensors, *told, training)
+    arguments: Any = (*tensors, *told)
     if torch.compiler.is_compiling():
         _share_out()
         return _forward_operation(*arguments)
@@ -172,12 +165,13 @@ def norm_forward(tensors: Tensors, told: Told, training: bool) -> tuple[Any, ...
     if _is_seen(*tensors):
         _share_out()
         return _forward_operation(*arguments)
+    *_, training = told
     if training or forward_ad._current_level >= 0:  # where it says that it has no jvp
         return _apply_forward(*arguments)
-    return _kernels.forward(tensors, told, training)
+    return _kernels.run(FORWARD, tensors, told)
 
 
-def norm_backward(tensors: Tensors, told: Told, bias_dtype: torch.dtype | None) -> tuple[Any, ...]:
+def norm_backward(tensors: Tensors, told: Told) -> tuple[Any, ...]:
     """Return dx, dweight, dbias and dresidual, each None where it does not apply."""
     if torch.compiler.is_compiling():
         run = _backward_seen
@@ -188,14 +182,14 @@ def norm_backward(tensors: Tensors, told: Told, bias_dtype: torch.dtype | None) 
     else:
         if not torch.is_grad_enabled() and forward_ad._current_level < 0:  # as in norm_forward
             try:
-                return _kernels.backward(tensors, told, bias_dtype)
+                return _kernels.run(BACKWARD, tensors, told)
             except (RuntimeError, ValueError):  # as in normalize_plain
                 if not _is_seen(*tensors):
                     raise
         tensors = tuple(map(_alive, BACKWARD.reads, tensors))
         batched = any(tensor is not None and _is_batched(tensor) for tensor in tensors)
         run = _backward_seen if batched else _apply_backward
-    return run(*tensors, *told, bias_dtype)
+    return run(*tensors, *told)
 
 
 def _backward_seen(*arguments: Any) -> tuple[Any, ...]:
@@ -207,19 +201,16 @@ def _backward_seen(*arguments: Any) -> tuple[Any, ...]:
 _presences: dict[Any, tuple[bool, ...]] = {}
 
 
-def _present(table: Pass, tensors: Tensors, told: Told, last: Any) -> tuple[bool, ...]:
+def _present(table: Pass, tensors: Tensors, told: Told) -> tuple[bool, ...]:
     """Tell which results there are: the norm, the last option and what is None say that."""
-    _, norm, *_ = told
-    key = table.name, norm, last, *map(type, tensors), *map(type, told)
+    _, norm, *_, last = told
+    key = table, norm, last, *map(type, tensors), *map(type, told)
     found = _presences.get(key)
     if found is None:
-        dtypes = _SPECS[table.name](tensors, told, last).dtypes
+        dtypes = spec_of(table, tensors, told).dtypes
         found = tuple(dtypes[name] is not None for name in table.writes)
         remember(_presences, key, found)
     return found
-
-
-_SPECS: dict[str, Callable[..., Spec]] = {"forward": forward_spec, "backward": backward_spec}
 
 
 def _none_for_absent(results: Any, present: tuple[bool, ...]) -> tuple[Any, ...]:
@@ -236,6 +227,7 @@ def _getter(names: tuple[str, ...], wanted: tuple[str, ...]) -> Callable[..., tu
 
 _X, _RESIDUAL, _BIAS = map(FORWARD.reads.index, ("x", "residual", "bias"))
 _Y, _TOTAL = map(FORWARD.writes.index, ("y", "residual_out"))
+_RELU = list(OPTIONS[FORWARD]).index("relu")
 
 # A call keeps all that its backward pass reads, except the gradients. That pass's x is the
 # normalized array: the sum, if there was a residual.
@@ -265,12 +257,12 @@ def _keep(ctx: Any, tensors: Tensors, told: Told, results: Tensors) -> None:
     residual, bias = tensors[_RESIDUAL], tensors[_BIAS]
     bias_dtype = None if bias is None else bias.dtype
     if residual is None:
-        ctx.noted = told[:_COUNT_SHARED], bias_dtype, None, False
+        ctx.noted = told[: len(SHARED)], bias_dtype, None, False
         ctx.save_for_backward(*_kept(tensors + results))
     else:
         of_rows = tensors[_X].dtype, residual.dtype, results[_TOTAL].dtype
         is_apart = all(ctx.needs_input_grad[i] and _is_of_leaf(tensors[i]) for i in (_X, _RESIDUAL))
-        ctx.noted = told[:_COUNT_SHARED], bias_dtype, of_rows, is_apart
+        ctx.noted = told[: len(SHARED)], bias_dtype, of_rows, is_apart
         ctx.save_for_backward(*_kept_of_sum(tensors + results))
 
 
@@ -300,7 +292,7 @@ def _differentiate(ctx: Any, dy: Any, ds: Any) -> tuple[Any, ...]:
         if bias_dtype is not None and not ctx.needs_input_grad[_BIAS]:
             bias_dtype = None
         tensors = _in_order((dy, ds, *ctx.saved_tensors))
-        return gradients(norm_backward(tensors, (*told, dx_dtype, dresidual_dtype), bias_dtype))
+        return gradients(norm_backward(tensors, (*told, dx_dtype, dresidual_dtype, bias_dtype)))
     if ds is None:
         return _NO_GRADIENTS
     found = dict.fromkeys(BACKWARD.writes) | {"dx": _formulas.round_once(ds, of_x)}
@@ -316,8 +308,9 @@ def _gradients_apart(found: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _keep_for_backward(ctx: Any, inputs: Any, output: Any) -> None:
-    tensors, told, ctx.training = _split(FORWARD, inputs)
-    results = _none_for_absent(output, _present(FORWARD, tensors, told, ctx.training))
+    tensors, told = _split(FORWARD, inputs)
+    *_, ctx.training = told
+    results = _none_for_absent(output, _present(FORWARD, tensors, told))
     ctx.mark_non_differentiable(*_without_gradients(ctx, output, results))
     _keep(ctx, tensors, told, results)
 
@@ -351,10 +344,10 @@ def _padded(ctx: Any, gradients: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _keep_for_second_backward(ctx: Any, inputs: Any, output: Any) -> None:
-    tensors, ctx.told, bias_dtype = _split(BACKWARD, inputs)
+    tensors, ctx.told = _split(BACKWARD, inputs)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*_read_again(tensors))
-    ctx.present = _present(BACKWARD, tensors, ctx.told, bias_dtype)
+    ctx.present = _present(BACKWARD, tensors, ctx.told)
     total = by_name(BACKWARD, tensors)["dresidual_out"]
     ctx.of_total = None if total is None else total.dtype
 
@@ -362,7 +355,7 @@ def _keep_for_second_backward(ctx: Any, inputs: Any, output: Any) -> None:
 def _differentiate_backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
     given = dict(zip(BACKWARD.writes, _none_for_absent(gradients, ctx.present), strict=True))
     read = dict(zip(_READ_AGAIN, ctx.saved_tensors, strict=True))
-    found = _formulas.gradients_of_backward(given, read, backward_options(ctx.told))
+    found = _formulas.gradients_of_backward(given, read, options_of(BACKWARD, ctx.told))
     total = found.pop("dresidual_out")
     if ctx.of_total is not None and total is not None:
         found["dresidual_out"] = _formulas.round_once(total, ctx.of_total)
@@ -376,9 +369,8 @@ def _forward_of_batch(run: Callable[..., Any]) -> Callable[..., Any]:
     """Return the rule for vmap. It makes one call of many if the weight is shared."""
 
     def rule(info: Any, in_dims: Any, *arguments: Any) -> tuple[Any, Any]:
-        tensors, told, training = _split(FORWARD, arguments)
-        options, dims = (*told, training), in_dims[: len(tensors)]
-        named = list(zip(FORWARD.reads, tensors, dims, strict=True))
+        tensors, told = _split(FORWARD, arguments)
+        named = list(zip(FORWARD.reads, tensors, in_dims[: len(tensors)], strict=True))
         is_shared = all(dim is None for name, _, dim in named if KINDS[name] is Kind.VECTOR)
         if is_shared or info.batch_size == 0:
             together = (
@@ -387,17 +379,17 @@ def _forward_of_batch(run: Callable[..., Any]) -> Callable[..., Any]:
                 else _of_example(t, dim)
                 for name, t, dim in named
             )
-            results = run(*together, *options)
+            results = run(*together, *told)
         else:
             examples = [
-                run(*(_example(t, dim, i) for _, t, dim in named), *options)
+                run(*(_example(t, dim, i) for _, t, dim in named), *told)
                 for i in range(info.batch_size)
             ]
             results = tuple(
                 None if parts[0] is None else torch.stack(parts)
                 for parts in zip(*examples, strict=True)
             )
-        present = _present(FORWARD, tensors, told, training)
+        present = _present(FORWARD, tensors, told)
         return results, _none_for_absent((0,) * len(present), present)
 
     return rule
@@ -422,8 +414,8 @@ def _backward_of_batch(run: Callable[..., Any]) -> Callable[..., Any]:
     """Return the rule for vmap: one call for dx, and formulas for the sums of each example."""
 
     def rule(info: Any, in_dims: Any, *arguments: Any) -> tuple[Any, Any]:
-        tensors, told, bias_dtype = _split(BACKWARD, arguments)
-        options = backward_options(told)
+        tensors, told = _split(BACKWARD, arguments)
+        options, named = options_of(BACKWARD, told), told_by_name(BACKWARD, told)
         dims = in_dims[: len(tensors)]
         batched = (_batched(t, d, info.batch_size) for t, d in zip(tensors, dims, strict=True))
         read = by_name(BACKWARD, tuple(batched))
@@ -435,17 +427,17 @@ def _backward_of_batch(run: Callable[..., Any]) -> Callable[..., Any]:
         inside = _formulas.masked(read["dy"], read["bitmask"], k, dtype)
         # Of what is multiplied and masked before, the pass is one without a weight, bias and bits.
         read |= {"dy": inside * w, "weight": None, "bitmask": None}
-        _, norm, eps, _, *dtypes = told
-        results = run(*read.values(), k, norm, eps, False, *dtypes, None)
+        plain = named | {"zero_centered": False, "bias_dtype": None}
+        results = run(*read.values(), *plain.values())
         found = dict(zip(BACKWARD.writes, results, strict=True))
         if weight is not None:
             xhat, _ = _formulas.normalized(options, x)
             sums = _formulas.sum_over_rows(inside * xhat, 1, k)
             found["dweight"] = _formulas.round_once(sums, weight.dtype)
-        if bias_dtype is not None:
+        if named["bias_dtype"] is not None:
             sums = _formulas.sum_over_rows(inside, 1, k)
-            found["dbias"] = _formulas.round_once(sums, bias_dtype)
-        present = _present(BACKWARD, tensors, told, bias_dtype)
+            found["dbias"] = _formulas.round_once(sums, named["bias_dtype"])
+        present = _present(BACKWARD, tensors, told)
         return tuple(found.values()), _none_for_absent((0,) * len(present), present)
 
     return rule
@@ -465,11 +457,11 @@ class _Forward(torch.autograd.Function):
     # What lies below the transforms may be a tracer's, or a subclass, as well.
     @staticmethod
     def forward(*arguments: Any) -> Any:
-        tensors, told, training = _split(FORWARD, arguments)
+        tensors, told = _split(FORWARD, arguments)
         if _is_seen(*tensors):
             _share_out()
             return _forward_operation(*arguments)
-        return _kernels.forward(tensors, told, training)
+        return _kernels.run(FORWARD, tensors, told)
 
     setup_context = staticmethod(_keep_for_backward)
     backward = staticmethod(_differentiate_forward)
@@ -480,10 +472,10 @@ class _Forward(torch.autograd.Function):
 class _Backward(torch.autograd.Function):
     @staticmethod
     def forward(*arguments: Any) -> Any:
-        tensors, told, bias_dtype = _split(BACKWARD, arguments)
+        tensors, told = _split(BACKWARD, arguments)
         if _is_seen(*tensors):
             return _backward_seen(*arguments)
-        return _kernels.backward(tensors, told, bias_dtype)
+        return _kernels.run(BACKWARD, tensors, told)
 
     setup_context = staticmethod(_keep_for_second_backward)
     backward = staticmethod(_differentiate_backward)
@@ -497,7 +489,7 @@ class _Recorded(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Any:
         tensors, told = arguments[:-1], arguments[-1]
-        results = _kernels.forward(tensors, told, True)
+        results = _kernels.run(FORWARD, tensors, told + TRAINING)
         _keep(ctx, tensors, told, results)
         y, total = results[_Y], results[_TOTAL]
         if total is None:
@@ -525,12 +517,11 @@ def _empty_for_none(like: torch.Tensor, tensors: tuple[Any, ...]) -> tuple[torch
     return tuple([like.new_empty(0) if t is None else t for t in tensors])
 
 
-def _run_forward(*arguments: Any) -> tuple[torch.Tensor, ...]:
-    tensors, told, training = _split(FORWARD, arguments)
-    *shared, relu, out_dtype, residual_dtype = told
-    if relu is not None:  # as a list
-        told = *shared, tuple(relu), out_dtype, residual_dtype
-    return _empty_for_none(tensors[_X], _kernels.forward(tensors, told, training))
+def _run(table: Pass, *arguments: Any) -> tuple[torch.Tensor, ...]:
+    tensors, told = _split(table, arguments)
+    if table is FORWARD and told[_RELU] is not None:  # as a list
+        told = *told[:_RELU], tuple(told[_RELU]), *told[_RELU + 1 :]
+    return _empty_for_none(tensors[table.reads.index("x")], _kernels.run(table, tensors, told))
 
 
 def _check_shape(name: str, tensor: Any, wanted: Any, of: str = "") -> None:
@@ -542,10 +533,9 @@ def _check_shape(name: str, tensor: Any, wanted: Any, of: str = "") -> None:
         torch._check_value(size == expected, message)  # when the program runs, if not known before
 
 
-def _outline_forward(*arguments: Any) -> tuple[torch.Tensor, ...]:
-    # What the kernels will ask for, when a program is traced: shapes may be symbolic.
-    tensors, told, training = _split(FORWARD, arguments)
-    options, (*_, out_dtype, residual_dtype) = forward_options(told, training=training), told
+def _check_outline(tensors: Tensors, told: Told) -> None:
+    """Check what the kernels will ask for, when a program is traced: shapes may be symbolic."""
+    options, named = options_of(FORWARD, told), told_by_name(FORWARD, told)
     given = {n: t for n, t in by_name(FORWARD, tensors).items() if t is not None}
     x = given["x"]
     normalized = x.shape[x.ndim - options.k :]
@@ -559,45 +549,36 @@ def _outline_forward(*arguments: Any) -> tuple[torch.Tensor, ...]:
         raise ValueError(
             f"x must have at least one element in each row, got shape {tuple(x.shape)}"
         )
-    for name, dtype in (("out_dtype", out_dtype), ("residual_dtype", residual_dtype)):
-        if dtype is not None:
-            _checks.to_dtype(name, dtype)
-    if residual_dtype is not None and "residual" not in given:
-        raise ValueError(f"residual_dtype must be None without a residual, got {residual_dtype}")
+    spec = spec_of(FORWARD, tensors, told)
+    total = named["residual_dtype"]
+    if total is not None and "residual" not in given:
+        raise ValueError(f"residual_dtype must be None without a residual, got {total}")
     _checks.check_zero_centered(options.zero_centered, has_weight="weight" in given)
-    spec = forward_spec(tensors, told, training)
     relu = None if options.relu is None else tuple(options.relu)
     _checks.check_numbers(to_numpy(compute_dtype(spec.x)), options.eps, relu)
-    return _outlines(spec, x, options.k)
 
 
-def _outlines(spec: Spec, x: Any, k: int) -> tuple[torch.Tensor, ...]:
+def _outline(table: Pass, *arguments: Any) -> tuple[torch.Tensor, ...]:
     """Return tensors of the shapes and dtypes of a pass's results."""
+    tensors, told = _split(table, arguments)
+    if table is FORWARD:
+        _check_outline(tensors, told)
+    x, (k, *_) = by_name(table, tensors)["x"], told
+    dtypes = spec_of(table, tensors, told).dtypes
     results = (
         x.new_empty(shape_of(KINDS[name], x.shape, k), dtype=getattr(torch, dtype))
-        if (dtype := spec.dtypes[name]) is not None
+        if (dtype := dtypes[name]) is not None
         else None
-        for name in spec.table.writes
+        for name in table.writes
     )
     return _empty_for_none(x, tuple(results))
 
 
-def _run_backward(*arguments: Any) -> tuple[torch.Tensor, ...]:
-    tensors, told, bias_dtype = _split(BACKWARD, arguments)
-    x = by_name(BACKWARD, tensors)["x"]
-    return _empty_for_none(x, _kernels.backward(tensors, told, bias_dtype))
-
-
-def _outline_backward(*arguments: Any) -> tuple[torch.Tensor, ...]:
-    tensors, told, bias_dtype = _split(BACKWARD, arguments)
-    spec, x = backward_spec(tensors, told, bias_dtype), by_name(BACKWARD, tensors)["x"]
-    return _outlines(spec, x, backward_options(told).k)
-
-
-def _schema(table: Pass, options: str) -> str:
+def _schema(table: Pass) -> str:
     reads = (f"Tensor{'' if name in ALWAYS_READ else '?'} {name}" for name in table.reads)
+    options = (f"{kind} {name}" for name, kind in OPTIONS[table].items())
     writes = (f"Tensor {name}" for name in table.writes)
-    return f"({', '.join(reads)}, {options}) -> ({', '.join(writes)})"
+    return f"({', '.join((*reads, *options))}) -> ({', '.join(writes)})"
 
 
 # torch.library.impl does not hand on the keys.
@@ -612,18 +593,16 @@ def _has_tangent(argument: Any) -> bool:
 
 
 def _define(
-    name: str,
-    schema: str,
-    run: Callable[..., Any],
-    outline: Callable[..., Any],
+    table: Pass,
     setup_context: Callable[..., Any],
     backward: Callable[..., Any],
     of_batch: Callable[..., Any],
 ) -> Any:
-    _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+    name, run = f"norm_{table.name}", functools.partial(_run, table)
+    _library.define(name + _schema(table), tags=(torch.Tag.pt2_compliant_tag,))
     for device in ("CPU", "CUDA"):
         _library.impl(name, run, device)
-    torch.library.register_fake(f"cupynorm::{name}", outline)
+    torch.library.register_fake(f"cupynorm::{name}", functools.partial(_outline, table))
     operation = getattr(torch.ops.cupynorm, name).default
     recorded = make_autograd_impl(operation, Info(backward, setup_context))
 
@@ -645,23 +624,9 @@ def _define(
     return operation
 
 
-_forward_operation = _define(
-    "norm_forward",
-    _schema(FORWARD, FORWARD_OPTIONS),
-    _run_forward,
-    _outline_forward,
-    _keep_for_backward,
-    _differentiate_forward,
-    _forward_of_batch,
-)
+_forward_operation = _define(FORWARD, _keep_for_backward, _differentiate_forward, _forward_of_batch)
 _backward_operation = _define(
-    "norm_backward",
-    _schema(BACKWARD, BACKWARD_OPTIONS),
-    _run_backward,
-    _outline_backward,
-    _keep_for_second_backward,
-    _differentiate_backward,
-    _backward_of_batch,
+    BACKWARD, _keep_for_second_backward, _differentiate_backward, _backward_of_batch
 )
 
 
@@ -695,10 +660,10 @@ def _splits(table: Pass, *arguments: Any) -> list[Any]:
     """
     from torch.distributed.tensor import Partial, Replicate, Shard
 
-    tensors, told, last = _split(table, arguments)
+    tensors, told = _split(table, arguments)
     x, whole, (k, *_) = by_name(table, tensors)["x"], Replicate(), told
     metas = tuple(t if t is None else t.tensor_meta for t in tensors)
-    present = _present(table, metas, told, last)
+    present = _present(table, metas, told)
 
     def rule(rows: Any) -> tuple[list[Any], list[Any]]:
         of_vector = whole if rows == whole else Partial("sum")
@@ -710,7 +675,7 @@ def _splits(table: Pass, *arguments: Any) -> list[Any]:
             None if t is None else whole if KINDS[name] is Kind.VECTOR else rows
             for name, t in zip(table.reads, tensors, strict=True)
         ]
-        return results, [*reads, *(None,) * (len(arguments) - len(tensors))]
+        return results, [*reads, *(None,) * len(told)]
 
     axes = range(x.ndim - k)
     return [rule(rows) for rows in (whole, *map(Shard, axes))]

@@ -27,7 +27,7 @@ import numpy as np
 
 import cupynorm
 from cupynorm import NormBackward, NormForward, _compile
-from cupynorm._checks import Asked, check_backward, check_forward
+from cupynorm._checks import Asked, AskedBackward, check_backward, check_forward
 from cupynorm._compile import Instantiation
 from cupynorm._layout import (
     ForwardInRegisters,
@@ -199,12 +199,15 @@ class Gpu:
         asked = Asked(
             *(norm, store_statistics, axis, zero_centered, eps, relu, out_dtype, residual_dtype)
         )
-        spec, options = check_forward(x, weight, bias, out, asked, residual, residual_out)
-        arrays = x, weight, bias, out, residual, residual_out
-        result, run = self._calls.forward(spec, options, *arrays)
+        arrays = {"x": x, "residual": residual, "weight": weight, "bias": bias}
+        arrays |= {"y": out, "residual_out": residual_out}
+        spec, options = check_forward(arrays, asked)
+        written, run = self._calls.first_call(spec, options, arrays)
         if self.repeats and run is not None and out is None and residual_out is None:
-            return run(*arrays)
-        return result
+            return run(tuple(arrays.values()))
+        if store_statistics:
+            return NormForward(**written)
+        return written["y"] if residual is None else (written["y"], written["residual_out"])
 
     def backward(
         self,
@@ -224,18 +227,18 @@ class Gpu:
         dx_dtype: Any = None,
         dresidual_dtype: Any = None,
     ) -> NormBackward:
-        arrays = {"dy": dy, "x": x, "weight": weight, "mean": mean, "rstd": rstd}
-        arrays |= {"bitmask": bitmask, "dx": dx, "dresidual_out": dresidual_out}
-        asked = Asked(norm, True, axis, zero_centered)
-        spec, options = check_backward(arrays, bias, asked, dx_dtype, dresidual_dtype)
-        given = dresidual_out, dx_dtype, dresidual_dtype
+        arrays = {"dy": dy, "x": x, "dresidual_out": dresidual_out, "weight": weight}
+        arrays |= {"mean": mean, "rstd": rstd, "bitmask": bitmask, "dx": dx}
         arrays |= {"like": bias if isinstance(bias, Array) else None}
-        result, run = self._calls.backward(
-            spec, options, **arrays, has_residual=any(one is not None for one in given)
-        )
+        wanted = None if isinstance(bias, Array) else bias
+        asked = AskedBackward(norm, axis, zero_centered, wanted, dx_dtype, dresidual_dtype)
+        spec, options = check_backward(arrays, asked)
+        written, run = self._calls.first_call(spec, options, arrays)
+        result = NormBackward(**written)
+        if options.has_residual and spec.dresidual is None:
+            result = result._replace(dresidual=result.dx)
         if self.repeats and run is not None and dx is None:
-            names = "dy", "x", "weight", "mean", "rstd", "bitmask", "dx", "like", "dresidual_out"
-            result = run(*(arrays[name] for name in names))
+            result = run(tuple(arrays.values()))
         return cast("NormBackward", result)
 
     def run(self, kernel: Instantiation, blocks: int, *arguments: Any) -> None:
