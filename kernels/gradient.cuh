@@ -217,8 +217,7 @@ struct WildRow {
                                         Index n) const {
     for_each_column(first, step, n, [&](Index column) {
       const double projected = g(column) - (h(column) - means.h) * means.g_xhat - means.g;
-      double gradient = projected * rstd;
-      if constexpr (kPresent<DResidualOut>) gradient += convert<double>(dresidual_out[column]);
+      const auto gradient = of_inputs(projected * rstd, column);
       dx[column] = convert<typename Op::DX>(gradient);
       if constexpr (kPresent<typename Op::DResidual>)
         dresidual[column] = convert<typename Op::DResidual>(gradient);
@@ -226,6 +225,13 @@ struct WildRow {
   }
 
  private:
+  // dresidual_out is added in float, as to the dx of any other row.
+  __device__ __forceinline__ auto of_inputs(double of_x, Index column) const {
+    if constexpr (kPresent<DResidualOut>)
+      return static_cast<float>(of_x) + convert<float>(dresidual_out[column]);
+    else
+      return of_x;
+  }
   template <typename Visit>
   static __device__ __forceinline__ void for_each_column(Index first, Index step, Index n,
                                                          const Visit& visit) {

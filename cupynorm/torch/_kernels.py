@@ -83,7 +83,7 @@ def told_by_name(table: Pass, told: Told) -> dict[str, Any]:
 
 
 def options_of(table: Pass, told: Told) -> Options:
-    """Return what a pass is told but for dtypes, which are a spec's."""
+    """Return the options that a pass is told. Its dtypes belong to a spec."""
     named = told_by_name(table, told).items()
     return Options(**{name: value for name, value in named if not name.endswith("_dtype")})
 
