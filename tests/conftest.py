@@ -19,7 +19,18 @@ settings.register_profile("ci", settings.get_profile("dev"), max_examples=100, d
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 
-def pytest_configure() -> None:
+# The files that take longest, those first, so that at the end no core waits for one of them. By
+# itself pytest-xdist hands out first those of the most tests.
+LONGEST = (
+    *("test_jax_sharding.py", "test_host_kernels.py", "test_compile.py", "test_host_mutations.py"),
+    *("test_jax.py", "test_torch.py", "test_examples.py", "test_torch_sharding.py"),
+    *("test_config.py", "test_benchmark_measure.py", "test_faces.py", "test_benchmark_sharding.py"),
+)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if getattr(config.option, "loadscopereorder", False):
+        config.option.loadscopereorder = False
     problem = gpu_problem()
     if problem and os.environ.get("CUPYNORM_REQUIRE_GPU", "0") != "0":
         raise pytest.UsageError(f"CUPYNORM_REQUIRE_GPU is set, but there is no GPU: {problem}")
@@ -31,6 +42,8 @@ def pytest_report_header() -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    ranks = {name: rank for rank, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: ranks.get(item.path.name, len(ranks)))
     problem = gpu_problem()
     if problem is None:
         return

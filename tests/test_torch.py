@@ -1286,7 +1286,10 @@ def test_what_stands_for_a_tensor_has_its_values(kind: str, way: str, context: A
     plain = [*leaves, drawn(3, 5, 8, seed=3).detach()]
     # torch itself cannot multiply by a dy that outlived two, within others.
     count = 3 if (kind, way) == ("outlived twice", "gradients of each example") else 4
-    for norm, i in itertools.product(NORMS, range(count)):
+    # From one kind and way to the next, norms take turns.
+    turn = list(STANDING_FOR).index(kind) + list(WAYS).index(way)
+    for i in range(count):
+        norm = NORMS[(turn + i) % 2]
         given = list(plain)
         given[i] = STANDING_FOR[kind](plain[i])
         meant = list(plain)
@@ -1395,16 +1398,18 @@ def test_opcheck(norm: str, dtype: Any) -> None:
     operations = torch.ops.cupynorm
     x, weight, bias = operands(torch.float32)
     x = x.detach().to(dtype).requires_grad_()
-    for w, b in ((weight, bias), (weight, None), (None, None)):
-        for relu in (None, [0.0, math.inf]):
-            options = (1, norm, 1e-5, False, relu, torch.float32, None, True)
-            torch.library.opcheck(operations.norm_forward.default, (x, None, w, b, *options))
-            _, mean, rstd, bitmask, _ = operations.norm_forward(x.detach(), None, w, b, *options)
-            kept = (mean if norm == "layer_norm" else None, rstd, None if relu is None else bitmask)
-            dy = drawn(*x.shape, dtype=torch.float32, seed=3)
-            options = (1, norm, 1e-5, False, None, None, None if b is None else b.dtype)
-            arguments = (dy, x, None, w, *kept, *options)
-            torch.library.opcheck(operations.norm_backward.default, arguments)
+    for i, (w, b) in enumerate(((weight, bias), (weight, None), (None, None))):
+        # With a ReLU by turns: the other norm, or the other dtype, is without where this has one.
+        clamped = (NORMS.index(norm) + i) % 2 == (dtype == torch.bfloat16)
+        relu = [0.0, math.inf] if clamped else None
+        options = (1, norm, 1e-5, False, relu, torch.float32, None, True)
+        torch.library.opcheck(operations.norm_forward.default, (x, None, w, b, *options))
+        _, mean, rstd, bitmask, _ = operations.norm_forward(x.detach(), None, w, b, *options)
+        kept = (mean if norm == "layer_norm" else None, rstd, None if relu is None else bitmask)
+        dy = drawn(*x.shape, dtype=torch.float32, seed=3)
+        options = (1, norm, 1e-5, False, None, None, None if b is None else b.dtype)
+        arguments = (dy, x, None, w, *kept, *options)
+        torch.library.opcheck(operations.norm_backward.default, arguments)
     inference = (1, norm, 1e-5, False, None, None, None, False)
     y, *_ = operations.norm_forward(x, None, weight, None, *inference)
     with pytest.raises(RuntimeError, match="training=False"):

@@ -1,0 +1,33 @@
+"""How much runs of what is covered many times: a part of it, or with CUPYNORM_THOROUGH=1 all."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+__all__ = ["THOROUGH", "by_turns", "examples"]
+
+THOROUGH = os.environ.get("CUPYNORM_THOROUGH", "0") != "0"
+
+Case = TypeVar("Case")
+
+
+def examples(number: int, *, of: int) -> int:
+    """Return how many examples to draw of so many."""
+    return of if THOROUGH else number
+
+
+def by_turns(cases: Iterable[Case]) -> list[Case]:
+    """Return cases without those that differ from another in the norm alone: norms take turns."""
+    groups: dict[Any, list[Case]] = {}
+    seen: Counter[str] = Counter()
+    for case in cases:
+        name, norm = str(case), case.norm  # type: ignore[attr-defined]
+        groups.setdefault((name.replace(norm, ""), seen[name]), []).append(case)
+        seen[name] += 1
+    every = groups.values()
+    if THOROUGH:
+        return [case for group in every for case in group]
+    return [group[i % len(group)] for i, group in enumerate(every)]
