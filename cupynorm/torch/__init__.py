@@ -14,5 +14,6 @@ if torch.__version__ < "2.11.0a0":  # as the previews of 2.11 call themselves
 
 from cupynorm.torch._functions import layer_norm, rms_norm
 from cupynorm.torch._modules import LayerNorm, RMSNorm
+from cupynorm.torch._replace import ReplacedNorms, replace_norms
 
-__all__ = ["LayerNorm", "RMSNorm", "layer_norm", "rms_norm"]
+__all__ = ["LayerNorm", "RMSNorm", "ReplacedNorms", "layer_norm", "replace_norms", "rms_norm"]
