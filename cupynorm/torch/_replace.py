@@ -126,7 +126,8 @@ def replace_norms(
         It may be a norm itself.
     where : callable, optional
         It takes the name of a norm in the model and the norm, and tells whether to replace it.
-        A norm that stands in several places goes by its first name.
+        A norm that stands in several places goes by its first name. If it raises an error, nothing
+        is replaced.
 
     Returns
     -------
