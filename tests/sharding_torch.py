@@ -186,7 +186,15 @@ def check_training(mesh: DeviceMesh, rank: int, world: int) -> None:
         fully_shard(layer, mesh=mesh)
     fully_shard(sharded, mesh=mesh)
     assert all(isinstance(p, DTensor) for p in sharded.parameters())
-    for net in (replicated, sharded):
+    alone = fully_shard(nn.LayerNorm(64, device=device), mesh=mesh)
+    assert "a subclass of" in cupynorm.torch.replace_norms(alone).left[""]
+    wrapped_before = [DistributedDataParallel(model(theirs, device)), model(theirs, device)]
+    for linear in (wrapped_before[1][1], wrapped_before[1][3]):
+        fully_shard(linear, mesh=mesh)
+    fully_shard(wrapped_before[1], mesh=mesh)
+    for net in wrapped_before:
+        assert len(cupynorm.torch.replace_norms(net).replaced) == 2
+    for net in (replicated, sharded, *wrapped_before):
         torch.testing.assert_close(
             torch.tensor(train(net, rank, world, device)), torch.tensor(expected)
         )

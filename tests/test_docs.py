@@ -18,6 +18,7 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
 OLDEST = {"torch": "2.11", "jax": "0.10.2"}
+LIBRARY = re.compile(r"^(?:>>> )?(?:from|import) (cupy|torch|jax|flax|equinox)\b", re.MULTILINE)
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
@@ -25,7 +26,7 @@ def blocks(page: Path) -> list[object]:
     text = page.read_text(encoding="utf-8")
     found = []
     for block in re.finditer(r"^```python\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL):
-        libraries = re.findall(r"^(?:>>> )?import (cupy|torch|jax)\b", block[1], re.MULTILINE)
+        libraries = re.findall(LIBRARY, block[1])
         marks = [pytest.mark.gpu] if "cupy" in libraries else []
         line = text.count("\n", 0, block.start(1))
         name = f"{page.name}:{line}"
@@ -38,7 +39,7 @@ EXAMPLES = [example for page in PAGES for example in blocks(page)]
 
 def test_there_are_examples_for_each_kind_of_array() -> None:
     libraries = {library for example in EXAMPLES for library in example.values[3]}
-    assert libraries == {"cupy", "torch", "jax"}
+    assert libraries == {"cupy", "torch", "jax", "flax", "equinox"}
     assert any(not example.values[3] for example in EXAMPLES)  # NumPy
 
 
@@ -77,7 +78,12 @@ def test_pages_build_without_a_warning(tmp_path: Path) -> None:
     notebooks = {path.stem for path in (ROOT / "examples").glob("*.ipynb")}
     assert {page.stem for page in PAGES} | notebooks <= built
     api = (site / "api.html").read_text(encoding="utf-8")
-    for name in ("rms_norm_backward", "torch.LayerNorm", "jax.rms_norm", "testing.check_backward"):
+    for name in (
+        "rms_norm_backward",
+        "torch.replace_norms",
+        "jax.rms_norm",
+        "testing.check_backward",
+    ):
         assert f'id="cupynorm.{name}"' in api
 
 

@@ -1696,7 +1696,7 @@ def test_modules_are_made_as_torchs_are(mine: Any, theirs: Any) -> None:
         ((8,), {"dtype": torch.bfloat16, "device": "meta"}),
     ):
         a, b = mine(*arguments, **options), theirs(*arguments, **options)
-        assert repr(a) == repr(b)
+        assert repr(a) == f"cupynorm.torch.{b!r}"
         assert isinstance(a, theirs)
         assert {k: (v.shape, v.dtype, v.device) for k, v in a.state_dict().items()} == {
             k: (v.shape, v.dtype, v.device) for k, v in b.state_dict().items()
@@ -1798,12 +1798,13 @@ def test_expanded_weights_are_refused(module: Any) -> None:
 def test_what_the_modules_add() -> None:
     norm = RMSNorm(8, bias=True, zero_centered=True, relu=(0, 6))
     assert repr(norm) == (
-        "RMSNorm((8,), eps=None, elementwise_affine=True, zero_centered=True, relu=(0, 6), "
-        "bias=True)"
+        "cupynorm.torch.RMSNorm((8,), eps=None, elementwise_affine=True, zero_centered=True, "
+        "relu=(0, 6), bias=True)"
     )
     assert list(norm.state_dict()) == ["weight", "bias"]
     assert not norm.weight.any()
     assert not norm.bias.any()
+    assert repr(type("Mine", (RMSNorm,), {})(8)).startswith("Mine((8,), ")
     x = torch.randn(3, 8)
     expected = rms_norm(x, eps=torch.finfo(torch.float32).eps, relu=(0, 6))
     assert_same_bits(norm(x), expected)

@@ -1,5 +1,7 @@
 """RMSNorm and LayerNorm for torch: differentiable functions, and modules that use them.
 
+`replace_norms` makes the norms of a model these modules.
+
 CUDA tensors go to the kernels of this package, on torch's current stream and in memory of torch's
 allocator. CPU tensors go to `cupynorm.reference`, which is exact and slow. Autograd, double
 backward, ``torch.func``, ``torch.compile(fullgraph=True)`` with dynamic shapes, ``torch.export``,
@@ -14,5 +16,6 @@ if torch.__version__ < "2.11.0a0":  # as the previews of 2.11 call themselves
 
 from cupynorm.torch._functions import layer_norm, rms_norm
 from cupynorm.torch._modules import LayerNorm, RMSNorm
+from cupynorm.torch._replace import ReplacedNorms, replace_norms
 
-__all__ = ["LayerNorm", "RMSNorm", "layer_norm", "rms_norm"]
+__all__ = ["LayerNorm", "RMSNorm", "ReplacedNorms", "layer_norm", "replace_norms", "rms_norm"]

@@ -102,6 +102,11 @@ class _Norm(torch.nn.Module):
                     f"{tuple(part.shape)}"
                 )
 
+    def _get_name(self) -> str:
+        """Return what the module's repr calls it: torch.nn's class has the same name."""
+        name = type(self).__name__
+        return name if type(self).__module__ != __name__ else f"cupynorm.torch.{name}"
+
     def extra_repr(self) -> str:
         """Return the options that the module's repr shows."""
         shown = super().extra_repr()
@@ -227,7 +232,8 @@ class LayerNorm(_Norm, torch.nn.LayerNorm):
     >>> import torch
     >>> from cupynorm.torch import LayerNorm
     >>> LayerNorm(768, zero_centered=True)
-    LayerNorm((768,), eps=1e-05, elementwise_affine=True, bias=True, zero_centered=True)
+    cupynorm.torch.LayerNorm((768,), eps=1e-05, elementwise_affine=True, bias=True,
+    zero_centered=True)
     >>> y, residual = LayerNorm(4)(torch.ones(2, 4), torch.ones(2, 4))
     >>> residual.sum()
     tensor(16.)

@@ -1,0 +1,268 @@
+"""Norms of a model become those of this package, in place."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import numbers
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from cupynorm._operation import ITEMSIZE
+from cupynorm.torch._modules import LayerNorm, RMSNorm, _Norm
+
+__all__ = ["ReplacedNorms", "replace_norms"]
+
+_OF_TORCH: dict[type, type] = {torch.nn.RMSNorm: RMSNorm, torch.nn.LayerNorm: LayerNorm}
+_CALLED_A_NORM = re.compile(r"(rms|layer)_?norm", re.IGNORECASE)
+_EPS = ("variance_epsilon", "eps")  # as other libraries call it
+# What any module may have; Python 3.14 keeps annotations in the last one.
+_OWN_FUNCTIONS = {"__init__", "forward", "extra_repr", "__annotate_func__"}
+
+
+class _Left(Exception):
+    """Why a norm is left as it is."""
+
+
+class _Change(NamedTuple):
+    name: str
+    module: Any
+    before: type
+    after: type
+    added: list[str]  # attributes that the class of before does not have
+
+
+class ReplacedNorms:
+    """What `replace_norms` did to a model.
+
+    Attributes
+    ----------
+    replaced : dict of str to str
+        What each norm was, and what it is now, by its name in the model.
+    left : dict of str to str
+        Why each other norm was left.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from cupynorm.torch import replace_norms
+    >>> model = torch.nn.Sequential(torch.nn.LayerNorm(4), torch.nn.LayerNorm(4))
+    >>> norms = replace_norms(model, where=lambda name, norm: name == "0")
+    >>> norms
+    1 norm replaced
+      LayerNorm -> cupynorm.torch.LayerNorm((4,), eps=1e-05, elementwise_affine=True, bias=True)
+        0
+    1 norm left
+      LayerNorm: not chosen by where
+        1
+    >>> norms.undo()
+    >>> model[0]
+    LayerNorm((4,), eps=1e-05, elementwise_affine=True, bias=True)
+    """
+
+    def __init__(self) -> None:
+        self.replaced: dict[str, str] = {}
+        self.left: dict[str, str] = {}
+        self._changes: list[_Change] = []
+
+    def undo(self) -> None:
+        """Give the norms the classes that they had. Parameters keep their values.
+
+        Raises
+        ------
+        RuntimeError
+            If something else has changed the class of one since. None is changed then.
+        """
+        for name, module, before, after, _ in self._changes:
+            if type(module) not in (before, after):
+                raise RuntimeError(
+                    f"{name or 'the model'} was made a {after.__name__}, and is a "
+                    f"{type(module).__name__} now, which cannot be undone"
+                )
+        for _, module, before, after, added in self._changes:
+            if type(module) is after:
+                module.__class__ = before
+                for attribute in added:
+                    delattr(module, attribute)
+
+    def __repr__(self) -> str:
+        lines = []
+        for norms, done in ((self.replaced, "replaced"), (self.left, "left")):
+            if norms or done == "replaced":
+                lines.append(f"{len(norms)} norm{'' if len(norms) == 1 else 's'} {done}")
+            named: dict[str, list[str]] = {}
+            for name, text in norms.items():
+                named.setdefault(text, []).append(name or "the model itself")
+            for text, names in named.items():
+                more = f" and {len(names) - 3} more" if len(names) > 4 else ""
+                lines += [f"  {text}", f"    {', '.join(names[: 3 if more else 4])}{more}"]
+        return "\n".join(lines)
+
+
+def replace_norms(
+    model: torch.nn.Module, where: Callable[[str, torch.nn.Module], bool] | None = None
+) -> ReplacedNorms:
+    """Make the norms of a model `RMSNorm` and `LayerNorm` of this package, in place.
+
+    These are replaced:
+
+    - ``torch.nn.RMSNorm`` and ``torch.nn.LayerNorm`` of any options, but no subclasses;
+    - modules like ``LlamaRMSNorm`` of Hugging Face transformers: their class is named after
+      RMSNorm or LayerNorm and derives from ``torch.nn.Module`` alone, they have one parameter,
+      ``weight``, of one axis, and ``eps`` or ``variance_epsilon``, and ``forward(x)`` computes
+      RMSNorm, RMSNorm with a zero-centred weight as Gemma's, or LayerNorm. It is called on a few
+      rows on the CPU to find out which.
+
+    A norm remains the same object and only changes its class. So it keeps its parameters, their
+    dtype and device, its hooks, its training flag, the keys of its ``state_dict``, and all places
+    in which it stands. Optimizers, DDP and FSDP2 do not notice.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        It may be a norm itself.
+    where : callable, optional
+        It takes the name of a norm in the model and the norm, and tells whether to replace it.
+        A norm that stands in several places goes by its first name. If it raises an error, nothing
+        is replaced.
+
+    Returns
+    -------
+    ReplacedNorms
+        ``replaced`` and ``left`` say what was done and why not, ``undo()`` takes it back.
+
+    Raises
+    ------
+    TypeError
+        If model is not a ``torch.nn.Module``, or where cannot be called.
+
+    See Also
+    --------
+    RMSNorm, LayerNorm : what the norms become.
+
+    Notes
+    -----
+    The results are rounded once, to x's dtype. Llama's norm rounds to x's dtype before it
+    multiplies by the weight, and then again. It returns float32 for a float32 weight and a bfloat16
+    x, where this one returns bfloat16.
+
+    Norms that are wrapped themselves, by ``fully_shard(norm)`` or a parametrization, have another
+    class and are left. Replace them first. A norm in a block that is wrapped may be replaced
+    before or after.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from cupynorm.torch import replace_norms
+    >>> model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.RMSNorm(4, eps=1e-6))
+    >>> norms = replace_norms(model)
+    >>> norms
+    1 norm replaced
+      RMSNorm -> cupynorm.torch.RMSNorm((4,), eps=1e-06, elementwise_affine=True)
+        1
+    >>> model(torch.ones(2, 8)).shape
+    torch.Size([2, 4])
+    >>> norms.undo()
+    >>> type(model[1])
+    <class 'torch.nn.modules.normalization.RMSNorm'>
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if where is not None and not callable(where):
+        raise TypeError(f"where must be callable, got {type(where).__name__}")
+    norms = ReplacedNorms()
+    found = []
+    for name, module in model.named_modules():
+        of_torch = isinstance(module, tuple(_OF_TORCH))
+        called_a_norm = _CALLED_A_NORM.search(type(module).__name__) and not module._modules
+        if not of_torch and not called_a_norm:
+            continue
+        try:
+            if where is not None and not where(name, module):
+                raise _Left("not chosen by where")
+            found.append((name, module, *_counterpart(module)))
+        except _Left as reason:
+            norms.left[name] = f"{type(module).__name__}: {reason}"
+    for name, module, after, attributes in found:  # where may have raised before: not by halves
+        before = type(module)
+        added = [attribute for attribute in attributes if not hasattr(module, attribute)]
+        for attribute in added:
+            setattr(module, attribute, attributes[attribute])
+        module.__class__ = after
+        norms.replaced[name] = f"{before.__name__} -> {module!r}"
+        norms._changes.append(_Change(name, module, before, after, added))
+    return norms
+
+
+def _counterpart(module: Any) -> tuple[type, dict[str, Any]]:
+    """Return the class that computes what the module does, and the attributes that it needs."""
+    cls, weight = type(module), module._parameters.get("weight")
+    if isinstance(module, _Norm):
+        raise _Left("already of cupynorm.torch")
+    if "forward" in vars(module):
+        raise _Left("its forward was replaced on the module itself")
+    if weight is not None:
+        if weight.device.type not in ("cpu", "cuda", "meta"):
+            raise _Left(f"its weight is on {weight.device}, neither the CPU nor a CUDA GPU")
+        if str(weight.dtype).removeprefix("torch.") not in ITEMSIZE:
+            raise _Left(f"its weight is of {weight.dtype}")
+    eps: Any = next((getattr(module, name) for name in _EPS if hasattr(module, name)), None)
+    by_dtype = eps is None and cls is torch.nn.RMSNorm
+    if not by_dtype and not (isinstance(eps, numbers.Real) and 0 <= float(eps) < math.inf):
+        raise _Left(f"its {' or '.join(_EPS)} is no finite number from 0 on")
+    if cls in _OF_TORCH:
+        return _OF_TORCH[cls], {"bias": None}  # which torch.nn.RMSNorm does not have
+    if cls.__bases__ != (torch.nn.Module,):
+        bases = " and ".join(base.__name__ for base in cls.__bases__)
+        raise _Left(f"a subclass of {bases}, which may differ from it")
+    functions = {name for name, value in vars(cls).items() if inspect.isfunction(value)}
+    overridden = {name for name in functions - _OWN_FUNCTIONS if hasattr(torch.nn.Module, name)}
+    if overridden:
+        raise _Left(f"it has a {min(overridden)} of its own")
+    taken = list(inspect.signature(cls.forward).parameters.values())
+    if len(taken) != 2 or taken[1].kind is not taken[1].POSITIONAL_OR_KEYWORD:
+        raise _Left("its forward does not take x alone")
+    held = [name for name, p in module._parameters.items() if p is not None]
+    if held != ["weight"] or module._buffers:
+        raise _Left("it does not have a weight, and only that")
+    if weight.ndim != 1 or not weight.numel():
+        raise _Left(f"its weight has the shape {tuple(weight.shape)}, and not one axis")
+    after, zero_centered = _formula(module, weight.numel(), float(eps))
+    return after, {
+        "normalized_shape": tuple(weight.shape),
+        "eps": float(eps),
+        "elementwise_affine": True,
+        "zero_centered": zero_centered,
+        "bias": None,
+    }
+
+
+def _formula(module: Any, n: int, eps: float) -> tuple[type, bool]:
+    """Return whose formula the module computes, and whether its weight is zero-centred."""
+    generator = torch.Generator("cpu").manual_seed(0)  # torch's own has other uses
+    options = {"generator": generator, "device": "cpu", "dtype": torch.float32}
+    x, weight = torch.randn(2, 3, n, **options), torch.randn(n, **options)
+    x[1] *= math.sqrt(eps)  # where it matters how eps is added
+    # One of the same attributes, but for the weight: the module may be on any device.
+    cls: Any = type(module)
+    stand_in = cls.__new__(cls)
+    parameters = {"weight": torch.nn.Parameter(weight)}
+    vars(stand_in).update(vars(module), _parameters=parameters)
+    norm = torch.nn.functional.rms_norm
+    expected = {
+        (RMSNorm, False): norm(x, (n,), weight, eps),
+        (RMSNorm, True): norm(x, (n,), 1 + weight, eps),
+        (LayerNorm, False): torch.nn.functional.layer_norm(x, (n,), weight, None, eps),
+    }
+    try:
+        with torch.no_grad():
+            y = cls.forward(stand_in, x.clone())
+            for found, values in expected.items():
+                if torch.allclose(y, values, rtol=1e-4, atol=1e-6, equal_nan=True):
+                    return found
+    except Exception as error:  # of code that may be anybody's
+        raise _Left(f"its forward fails on the CPU: {type(error).__name__}") from error
+    raise _Left("its forward computes neither norm from x and weight")
