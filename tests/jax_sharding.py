@@ -480,10 +480,10 @@ def drawn() -> list[Draw]:
     kinds += [("even", AxisType.Explicit, order, True, True) for order in (1, 1, 1, 2)]
     kinds += [(way, auto, 1, False, False) for way in WAYS if way != "axis split in two"]
     plain = [draw(random, *kind) for kind in kinds]
-    return [
-        one if i % 3 == 0 else dataclasses.replace(one, residual_spec=spec_of_residual(random, one))
-        for i, one in enumerate(plain)
-    ]
+    # Of each order, with a mesh set and without: these come around after six.
+    some = (*plain[::5], *plain[2::5])
+    added = (dataclasses.replace(d, residual_spec=spec_of_residual(random, d)) for d in some)
+    return [*plain, *added]
 
 
 def spec_of_residual(random: Random, draw: Draw) -> Any:
@@ -496,7 +496,7 @@ def spec_of_residual(random: Random, draw: Draw) -> Any:
         for name, size in zip(names, draw.sizes, strict=True)
         if draw.shape[axis] % size == 0 or draw.way in CONSTRAINED
     ]
-    return random.choice([draw.spec, P(), *along, *along])
+    return random.choice([draw.spec, draw.spec, P(), *along])
 
 
 def plainly(norm: str, axes: Any, relu: Any, x: Any, weight: Any, bias: Any, residual: Any) -> Any:
