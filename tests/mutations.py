@@ -91,7 +91,7 @@ def _with_residual(
     overflowing: bool = False,
     multiprocessors: int = 2,
 ) -> Check:
-    """Check a bfloat16 x and a residual of a dtype, rows with gaps; overflowing: in products of dx."""
+    """Check a bfloat16 x, a residual and rows with gaps; overflowing: in products of dx."""
     regime = "extreme" if overflowing else "normal"
     case = Case("residual", *of, "bfloat16", regime=regime, gap=16, multiprocessors=multiprocessors)
 
