@@ -154,11 +154,14 @@ def first_call(
     for name, shape in shapes_of_results(spec, k, arguments).items():
         known[f"{name}_shape"], known[f"{name}_dtype"] = shape, to_numpy(spec.dtypes[name])
 
-    def run_of(given: dict[str, Any], result: str) -> Callable[..., Any]:
+    def run_of(
+        given: dict[str, Any], result: str, apart: tuple[str, ...] = ()
+    ) -> Callable[..., Any]:
         names = tuple(name for name, array in given.items() if array is not None)
         make = run_maker(
             *(CUPY, table, tuple(given), names, spec.writes, result),
             has_scratch=known["scratch_bytes"] > 0,
+            apart=apart,
         )
         return make(known)
 
@@ -187,7 +190,10 @@ def first_call(
     given = {name: array for name, array in arguments.items() if array is not None}
     copied = any(taken[name] is not array for name, array in given.items())
     # Later calls allocate their results. This one had them before, to know how they are aligned.
-    run = None if copied or not is_aligned else run_of(arguments, _returned(spec, options))
+    run = None
+    if is_aligned and not copied:
+        outputs = tuple(name for name in spec.writes if name in given)  # as `_checks` has it
+        run = run_of(arguments, _returned(spec, options), apart=outputs)
     return dict(zip(table.writes, written, strict=True)), run
 
 

@@ -153,9 +153,10 @@ def check_forward(arrays: dict[str, Any], asked: Asked) -> tuple[ForwardSpec, Op
         if len({address_of(array) for array in outputs}) < len(outputs):
             raise ValueError("residual_out must be another array than out, got the same memory")
     else:
-        for name, given in (("dtype", asked.residual_dtype), ("out", total)):
-            if given is not None:
-                raise ValueError(f"residual_{name} must be None without a residual, got {given!r}")
+        given = None if total is None else f"an array of shape {total.shape}"
+        for name, got in (("dtype", asked.residual_dtype), ("out", given)):
+            if got is not None:
+                raise ValueError(f"residual_{name} must be None without a residual, got {got}")
     normalized = np.dtype(compute_dtype(dtypes.get("residual_out") or dtypes["x"] or ""))
     options = Options(
         norm=asked.norm,

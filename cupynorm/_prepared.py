@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import builtins
 import functools
+import itertools
 import symtable
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -128,6 +129,7 @@ def run_maker(
     has_scratch: bool,
     copied: tuple[str, ...] = (),
     like: tuple[tuple[str, str], ...] = (),
+    apart: tuple[str, ...] = (),
 ) -> Callable[[dict[str, Any]], Callable[..., Any]]:
     """Return what makes the `run` of a call from what that knows.
 
@@ -150,6 +152,9 @@ def run_maker(
         The arrays that are made contiguous.
     like : tuple of pairs of str
         New arrays that are allocated like others, which are given or new before them.
+    apart : tuple of str
+        Given arrays. Where two of them begin at one address, `run` returns None and launches
+        nothing.
     """
     new = [name for name in written if name not in given]
     body = [f"{', '.join(arguments)} = arrays"]
@@ -160,6 +165,10 @@ def run_maker(
     if dialect.elsewhere and elsewhere:
         body.append(f"if {' or '.join(elsewhere)}: return None")
     body += [f"{name}_address = {dialect.address.format(name)}" for name in given]
+
+    same = [f"{a}_address == {b}_address" for a, b in itertools.combinations(apart, 2)]
+    if same:
+        body.append(f"if {' or '.join(same)}: return None")
 
     def check(names: list[str]) -> None:
         bits = " | ".join(f"{name}_address & {name}_mask" for name in names)

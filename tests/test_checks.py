@@ -148,11 +148,15 @@ WRONG = [
         )
     ),
     *(
-        wrong(ValueError, f"{name} must be None without a residual", **({"residual": None} | given))
-        for name, given in {
-            "residual_out": {},
-            "residual_dtype": {"residual_out": None, "residual_dtype": "float32"},
-        }.items()
+        wrong(
+            ValueError,
+            f"{name} must be None without a residual, got {got}",
+            **({"residual": None} | given),
+        )
+        for name, got, given in (
+            ("residual_out", f"an array of shape {SHAPE}", {}),
+            ("residual_dtype", "float32", {"residual_out": None, "residual_dtype": "float32"}),
+        )
     ),
     wrong(ValueError, "residual_out must be writable", residual_out=read_only(*SHAPE)),
     wrong(

@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import cupynorm
-from cupynorm import NormBackward, NormForward, _prepared
+from cupynorm import _prepared
 from cupynorm._operation import BACKWARD as BACKWARD_PASS
 from cupynorm._operation import FORWARD as FORWARD_PASS
 
@@ -293,6 +293,9 @@ def variants(machine: Machine) -> dict[str, list[Any]]:
         "dy": rows,
         "out": rows,
         "dx": rows,
+        "residual": rows,
+        "residual_out": rows,
+        "dresidual_out": rows,
         "weight": row,
         "bias": row + flags,
         "mean": statistics,
@@ -302,6 +305,9 @@ def variants(machine: Machine) -> dict[str, list[Any]]:
         "eps": real,
         "zero_centered": flags,
         "out_dtype": dtypes,
+        "residual_dtype": dtypes,
+        "dx_dtype": dtypes,
+        "dresidual_dtype": dtypes,
         "axis": axes,
     }
 
@@ -328,7 +334,7 @@ def outcome(machine: Machine, function: Callable[..., Any], arguments: dict[str,
         (key, [shown(i, number) for i, number in enumerate(given)])
         for key, given in machine.launches
     ]
-    if not isinstance(result, NormForward | NormBackward):
+    if not isinstance(result, tuple):
         result = (result,)
     seen = [
         r if r is None else (type(r), r.shape, r.dtype, r.strides, r.data.device_id,
@@ -349,10 +355,15 @@ def assert_as_the_first_time(
     return actual
 
 
+@pytest.mark.parametrize("residual", [False, True], ids=["", "residual"])
 @pytest.mark.parametrize("function", ALL, ids=lambda f: f.__name__)
-def test_one_argument_at_a_time(machine: Machine, function: Callable[..., Any]) -> None:
+def test_one_argument_at_a_time(
+    machine: Machine, function: Callable[..., Any], residual: bool
+) -> None:
     """After a good call, and after each other: every value of every argument."""
     base = good(function, machine)
+    if residual:
+        base["residual" if function in FORWARD else "dresidual_out"] = machine.array(SHAPE)
     parameters = function.__kwdefaults__ | dict.fromkeys(base)
     right = 0
     for name, values in variants(machine).items():
@@ -383,6 +394,20 @@ def test_any_sequence_of_calls(machine: Machine, data: st.DataObject) -> None:
             arguments[name] = values[name][index]
         assert_as_the_first_time(machine, function, arguments)
         assert_as_the_first_time(machine, function, arguments)
+
+
+@pytest.mark.parametrize("function", FORWARD, ids=lambda f: f.__name__)
+def test_y_and_the_sum_are_not_written_to_one_array_later_either(
+    machine: Machine, function: Callable[..., Any]
+) -> None:
+    """After a call with two outputs of the same shapes, and for every kind of rows."""
+    base = good(function, machine) | {"residual": machine.array(SHAPE)}
+    for one in (base["x"], base["residual"], machine.array(SHAPE), machine.array((0, *SHAPE[1:]))):
+        arguments = {name: base[name] if one.size else one for name in ("x", "residual")}
+        arguments = base | arguments | {"out": machine.array(one.shape), "residual_out": one}
+        assert len(assert_as_the_first_time(machine, function, arguments)) == 3
+        seen = assert_as_the_first_time(machine, function, arguments | {"out": one[:]})
+        assert (seen[0] is ValueError) == (one.size > 0)
 
 
 @pytest.mark.parametrize("function", ALL, ids=lambda f: f.__name__)
