@@ -87,13 +87,14 @@ def _with_residual(
     architecture: int,
     *,
     dtype: str,
+    x: str = "bfloat16",
     few_rows: bool = False,
     overflowing: bool = False,
     multiprocessors: int = 2,
 ) -> Check:
-    """Check a bfloat16 x, a residual and rows with gaps; overflowing: in products of dx."""
+    """Check an x, a residual and rows with gaps; overflowing: in products of dx."""
     regime = "extreme" if overflowing else "normal"
-    case = Case("residual", *of, "bfloat16", regime=regime, gap=16, multiprocessors=multiprocessors)
+    case = Case("residual", *of, x, regime=regime, gap=16, multiprocessors=multiprocessors)
 
     def run(build: Build) -> None:
         gpu = Gpu(build, case.multiprocessors, architecture, few_rows)
@@ -130,6 +131,7 @@ RESIDUALS = (
     _with_residual(("rms_norm", 3, 2048), 90, dtype="float32", few_rows=True),
     _with_residual(("layer_norm", 5, 131072), 90, dtype="float32", multiprocessors=132),
     _with_residual(("layer_norm", 9, 3072), 80, dtype="bfloat16"),
+    _with_residual(("layer_norm", 9, 12288), 90, dtype="float32", x="float32"),
     _with_residual(("layer_norm", 3, 4096), 90, dtype="float32", overflowing=True),
 )
 
