@@ -184,7 +184,7 @@ def few_checks() -> list[Check]:
     names |= {str(case) for case in CASES if case.name.startswith(NAMED) and case.x == "float32"}
     # The first of a name is the one that is meant.
     few = {check.name: check for check in reversed(every) if check.name in names}
-    return [check for check in few.values() if check not in OTHERS]
+    return [check for check in few.values() if check in RESIDUALS or check not in OTHERS]
 
 
 def other_checks(every: int) -> list[Check]:
