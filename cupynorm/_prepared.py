@@ -1,7 +1,7 @@
-"""A call worked out once: by what it is found again, and the code that makes it again.
+"""A call prepared once: the key that finds it again, and the code that repeats it.
 
-That code is straight-line, written here for just the arrays that a call has: of a call of 5 us, a
-loop over a table would take one more. How a framework spells it is its `Dialect`.
+That code is straight-line, and is generated for just the arrays that a call has. A loop over a
+table would add 1 us to a call of 5 us. A `Dialect` is how a framework spells it.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from cupynorm._operation import ALWAYS_READ, KINDS, Kind, Pass
 
 __all__ = ["Dialect", "key_function", "remember", "run_maker"]
 
-# Each number of rows is a call of its own. A key and its call take some 4 kB, of a backward pass up
-# to 7.
+# Each number of rows is a call of its own. A key and its call take some 4 kB, up to 7 for a
+# backward pass.
 MOST_CALLS = 4096
 
 
 def remember(calls: dict[Any, Any], key: Hashable, call: Any) -> Any:
-    """Keep a call for the next one that has its key, and return it."""
+    """Keep a call for the next one with its key, and return it."""
     if len(calls) >= MOST_CALLS:
         calls.clear()
     calls[key] = call
@@ -32,41 +32,41 @@ def remember(calls: dict[Any, Any], key: Hashable, call: Any) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class Dialect:
-    """How a framework spells what a call does; {0} stands for the name of an array.
+    """How a framework spells the steps of a call. {0} stands for the name of an array.
 
-    The names that this uses are a module's, looked up at each call, or what the call knows.
+    The names used here are a module's, looked up at each call, or are known to the call.
 
     Attributes
     ----------
     names : dict
-        The module's.
+        The module's names.
     accepts : dict
-        By kind, the condition on an array without which a call has no key; may lack kinds.
+        By kind, a condition. A call with an array that fails it has no key. Kinds may be missing.
     signature : dict
-        By kind, what a call depends on, of an array.
+        By kind, the expression of what a call depends on in an array.
     device : str
-        What it depends on beside, of x alone; empty where the signature tells.
+        What the call depends on in x alone. Empty if the signature has that.
     before : str
         A statement that begins a call.
     copy : str
         A statement that makes an array contiguous.
     look : str
-        A statement that names what the next two are told by.
+        A statement that names what `elsewhere` and `address` use.
     elsewhere : str
-        The condition that an array is not where x is; empty where the signature tells.
+        The condition that an array is not where x is. Empty if the signature has that.
     address : str
         The address of an array.
     checked, checked_new : frozenset
         The kinds of given and of new arrays that may be less aligned than those of the first call.
     misaligned : str
-        A statement for arrays that are. {divisors} stands for a number whose lowest set bit is
-        the most elements of an access for which they are aligned.
+        A statement for such arrays. {divisors} stands for a number whose lowest set bit is the most
+        elements that one access may move there.
     allocate, allocate_like : str
         A new array, and one of the shape and dtype of the array {1}.
     stream, handle : str
-        What a launch is ordered by, named `stream`, and what it takes for that.
+        What orders a launch, named `stream`, and its form for the launch.
     scratch : str
-        A statement that names the address of scratch, `scratch_address`.
+        A statement that sets `scratch_address`, the address of scratch.
     """
 
     names: dict[str, Any]
@@ -91,10 +91,10 @@ class Dialect:
 def key_function(
     dialect: Dialect, options: dict[str, str], arrays: tuple[str, ...]
 ) -> Callable[..., Hashable]:
-    """Return what makes the key, or None, of a call: of its options and its arrays, two tuples.
+    """Return the function from options and arrays, two tuples, to a call's key or None.
 
-    `options` has the condition on each without which a call has no key: a value may equal another
-    one that is accepted, and yet be refused, as False equals 0.
+    `options` has a condition on each option. If one fails, the call has no key. For False equals 0,
+    and one may be accepted and the other refused.
     """
     conditions = [condition for condition in options.values() if condition]
     lines = ["def key(options, arrays):", f"    {', '.join(arrays)} = arrays"]
@@ -129,27 +129,26 @@ def run_maker(
     copied: tuple[str, ...] = (),
     like: tuple[tuple[str, str], ...] = (),
 ) -> Callable[[dict[str, Any]], Callable[..., Any]]:
-    """Return what makes the `run` of a call from what that knows.
+    """Return the function that makes the `run` of a call from what the call knows.
 
-    `run` takes a tuple of arrays, launches, and returns a result; it returns what the dialect says
-    instead, before anything is launched. It knows its `launch` and, of each array, the bits of an
-    address that are 0 where it is aligned, `{0}_mask`; of rows, their `{0}_stride`; and whatever
-    else the dialect names.
+    `run` takes a tuple of arrays, launches, and returns a result. Before the launch it may return
+    what the dialect says instead. It knows its `launch`. It knows for each array `{0}_mask`, the
+    bits of an address that are 0 if it is aligned, and for rows their `{0}_stride`. It also knows
+    whatever else the dialect names.
 
     Parameters
     ----------
-    arguments, given : tuple of str
-        The arrays that `run` takes, and those of them that are not None. At one that is not in the
+    The arrays that `run` takes, and those that are not None. It only looks at one that is not in
+    the table.
         table it looks, and that is all.
-    written : tuple of str
+    The arrays that are written. Those not given are allocated.
         The arrays that are written; those not given are allocated.
-    result : str
-        An expression, with {fields} for the arrays that the table writes, None for one that is not,
-        and {y}, say, for one by itself.
+    An expression. {fields} stands for the arrays that the table writes, with None for those not
+    written; {y}, say, stands for one of them.
     copied : tuple of str
         The arrays that are made contiguous.
     like : tuple of pairs of str
-        New arrays that are allocated like others, which are given or new before them.
+        New arrays, each with the given or earlier new array that it is allocated like.
     """
     new = [name for name in written if name not in given]
     body = [f"{', '.join(arguments)} = arrays"]
@@ -206,7 +205,7 @@ def run_maker(
 
 
 def _defined(name: str, source: str, names: dict[str, Any]) -> Any:
-    """Return what code defines by a name, among other names."""
+    """Return the name that code defines, given other names."""
     found: dict[str, Any] = {}
     exec(source, names, found)
     return found[name]
