@@ -1,5 +1,7 @@
-"""Launches on CuPy arrays: results are allocated on x's device, and kernels launched on CuPy's
-current stream there. Nothing synchronizes.
+"""Launches on CuPy arrays.
+
+Results are allocated on x's device. Kernels are launched on CuPy's current stream there. Nothing
+synchronizes.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from cupynorm._prepared import Dialect, key_function, run_maker
 
 __all__ = ["backward_key", "calls", "first_call", "forward_key"]
 
-# A call looks these up by names of this module.
+# Names of this module, which a call looks up.
 _ndarray = cupy.ndarray
 _alloc = cupy.cuda.alloc
 _dtype = np.dtype
@@ -48,7 +50,7 @@ CUPY = Dialect(
     signature=dict.fromkeys((*Kind, None), "({0}.dtype, {0}.shape, {0}.strides)"),
     device="x.data.device_id",
     before="if _get_device() != device: return None",
-    copy="",  # what has to be copied is not remembered
+    copy="",  # a call that copies is not remembered
     look="{0}_data = {0}.data",
     elsewhere="{0}_data.device_id != device",
     address="{0}_data.ptr",
@@ -63,14 +65,14 @@ CUPY = Dialect(
     "_keep_if_captured(scratch, stream)",
 )
 
-# The `run` of each call so far, by all that preparing it depended on. `run` itself checks the rest:
-# the addresses, the current device, and the devices of the arrays beside x.
+# The `run` of each call so far. The key is all that preparing it depended on. `run` checks the
+# rest: the addresses, the current device, and the devices of the arrays other than x.
 calls: dict[Hashable, Callable[..., Any]] = {}
 
 _are_ints = frozenset((int,)).issuperset
 _are_numbers = frozenset((int, float)).issuperset
 
-# What options must be for a call to have a key; any dtype may be asked for in the same ways.
+# The conditions on options for a call to have a key. Any dtype is asked for in the same ways.
 _PLAIN = {
     "norm": "",
     "training": "",
@@ -95,7 +97,7 @@ forward_key, backward_key = _key_of(FORWARD, Asked), _key_of(BACKWARD, AskedBack
 
 
 def _contiguous(array: Any) -> Any:
-    # As integers: CuPy copies them whether or not it can compute with the dtype.
+    # As integers: CuPy copies those, even if it cannot compute with the dtype.
     bits = array.view(f"u{array.itemsize}")
     copy = cupy.array(bits, order="C")
     _keep_if_captured(copy, cupy.cuda.get_current_stream())
@@ -103,7 +105,7 @@ def _contiguous(array: Any) -> Any:
 
 
 def _taken(name: str, array: Any, k: int, n: int) -> tuple[Any, int | None]:
-    """Return an array as kernels take it, copied at need, and how far apart rows are."""
+    """Return an array as kernels take it, copied if needed, and how far apart rows are."""
     has_rows = KINDS.get(name) is Kind.ROWS
     if array is None or array.flags.c_contiguous:
         return array, n if has_rows else None
@@ -121,8 +123,8 @@ def _on(device: int) -> contextlib.AbstractContextManager[Any]:
     return cupy.cuda.Device(device)  # type: ignore[no-any-return]
 
 
-# What launches that a CUDA graph captured have used beside their arguments. A replay uses it again,
-# and nothing tells when the graph is gone.
+# The memory that captured launches used in addition to their arguments. A replay of the graph uses
+# it again, and nothing tells when the graph is gone.
 _kept_by_graphs: list[Any] = []
 
 
@@ -142,9 +144,9 @@ def first_call(
     Returns
     -------
     dict of arrays
-        What the table writes by name, None where there is no such array.
+        What the table writes by name, None if there is no such array.
     callable or None
-        The `run` that serves arrays like these again; None if some were copied or are poorly
+        The `run` that serves arrays like these again. None if some were copied or are poorly
         aligned.
     """
     x, k, table = arguments["x"], options.k, spec.table
@@ -186,13 +188,13 @@ def first_call(
         written = run_of(taken, "({fields})")(tuple(taken.values()))
     given = {name: array for name, array in arguments.items() if array is not None}
     copied = any(taken[name] is not array for name, array in given.items())
-    # Later calls allocate their results. This one had them before, to know how they are aligned.
+    # Later calls allocate their results. This one did so first, to know their alignment.
     run = None if copied or not is_aligned else run_of(arguments, _returned(spec, options))
     return dict(zip(table.writes, written, strict=True)), run
 
 
 def _returned(spec: Spec, options: Options) -> str:
-    """Return the expression of what a call returns: see `run_maker`."""
+    """Return the expression of a call's result: see `run_maker`."""
     if isinstance(spec, BackwardSpec):
         is_dx = options.has_residual and spec.dresidual is None
         fields = "{dx}, {dweight}, {dbias}, {dx}" if is_dx else "{fields}"
@@ -206,7 +208,7 @@ def _returned(spec: Spec, options: Options) -> str:
 def _vector(x: str, n: int, arrays: dict[str, Any], known: dict[str, Any]) -> tuple[int, bool]:
     """Return how many elements one access moves, and whether no address makes them fewer.
 
-    That is the largest power of two that divides a row, the strides and the addresses.
+    It is the largest power of two that divides a row, the strides and the addresses.
     """
     layout, addresses = n | pack_length(x), 0
     for name, array in arrays.items():
