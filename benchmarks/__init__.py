@@ -1,1 +1,1 @@
-"""RMSNorm and LayerNorm, forward and backward, beside other libraries and the memory's limit."""
+"""RMSNorm and LayerNorm, both passes, against other libraries and the memory's limit."""

@@ -1,10 +1,10 @@
-"""How far each library is off on rows that are hard: a large mean, or very large values.
+"""How far each library is off on hard rows: a large mean, or very large values.
 
 ``python -m benchmarks.accuracy benchmarks/results/accuracy_h200.json``
 
-Every value of a call is compared with float64, as `benchmarks.run` does it before it times. What is
-printed, a table in Markdown, has two figures of each output: the error in the 2-norm, relative to
-the exact result, and in parentheses the worst element's over the bound of `cupynorm.testing`.
+Every value of a call is compared with float64, as `benchmarks.run` does before it times. It prints
+a table in Markdown with two figures for each output: the error in the 2-norm, relative to the exact
+result, and in parentheses the worst element's error over the bound of `cupynorm.testing`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from cupynorm import _bench
 from cupynorm._bench import Problem
 from cupynorm._environment import gpu_problem
 
-# What x of N(0, 1) is multiplied by, and what is added then.
+# The factor of x of N(0, 1), and what is added then.
 KINDS = {
     "mean 0": (1.0, 0.0),
     "mean 1e4": (1.0, 1e4),
@@ -68,7 +68,7 @@ def measure(problem: Problem, kind: str, backend: Backend, xp: Any) -> Record:
 
 
 def table(records: Sequence[Record]) -> Iterator[str]:
-    """Yield the lines of a table: a row a kind and output, a column a library."""
+    """Yield the lines of a table: a row for each kind and output, a column for each library."""
     names = list(dict.fromkeys(record["backend"] for record in records))
     cells: dict[tuple[str, str, str], dict[str, str]] = {}
     for record in records:

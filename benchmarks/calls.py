@@ -1,7 +1,7 @@
-"""The host's time of small calls beside torch's, and of the parts that a call consists of.
+"""The host's time of small calls against torch's, and of the parts of a call.
 
-`python -m benchmarks.calls` takes seconds. Nothing waits for the device, whose queue holds what is
-launched in a round.
+`python -m benchmarks.calls` takes seconds. Nothing waits for the device. Its queue holds the
+launches of a round.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def calls(norm: str, dtype: str, weight_dtype: str) -> tuple[dict[str, Any], Row
 
 
 def torch_call(norm: str, arrays: dict[str, Any]) -> Callable[[], object]:
-    """Return torch's own function; it has kernels for a weight of x's dtype alone."""
+    """Return torch's own function. It has kernels only for a weight of x's dtype."""
     import torch
 
     x = torch.from_dlpack(arrays["x"])
@@ -61,7 +61,7 @@ def torch_call(norm: str, arrays: dict[str, Any]) -> Callable[[], object]:
 
 
 def parts(arrays: dict[str, Any]) -> Rows:
-    """Yield what `rms_norm(x, weight, out=out)` and an allocation consist of, from outside in."""
+    """Yield the parts of `rms_norm(x, weight, out=out)` and of an allocation, from outside in."""
     import cupy
 
     from cupynorm import _arrays, _calls, _plans

@@ -1,7 +1,7 @@
 """What moved between two results files: ``python -m benchmarks.compare old.json new.json``.
 
-A change counts as moved if it exceeds both the spread of the repeats and what the limit of the same
-problem, the same work in both runs, moved by itself.
+A change counts as moved if it exceeds the spread of the repeats. It must also exceed the move of
+the same problem's limit, which is the same work in both runs.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from benchmarks.summary import SMALL_SECONDS, digits, geometric_mean, label, sho
 from cupynorm._bench import Problem
 
 Key = tuple[Problem, str]
-# What stands for a limit that one file lacks: few limits move more, and a single one does not blind
-# the comparison to all problems of its size.
+# This replaces a limit that one file lacks. Few limits move more, and a single one does not hide
+# all problems of its size.
 QUANTILE = 0.9
 
 
 class Change(NamedTuple):
     """One backend on one problem in both files.
 
-    `speedup` is the old time over the new; `moved` says that it is further from 1 than `drift`, the
-    factor by which the problem's limit moved, and that the intervals from the lowest to the highest
-    median of a round do not touch.
+    `speedup` is the old time over the new. `drift` is the factor by which the problem's limit
+    moved. `moved` says that the speedup is further from 1 than that, and that the intervals from
+    the lowest to the highest median of a round do not touch.
     """
 
     problem: Problem
@@ -46,8 +46,8 @@ class Drift(NamedTuple):
     """The factors by which the limits' own times differ between two files.
 
     `own` has that of each problem with a limit in both, the larger if it has two. `small` and
-    `large` are quantiles of these, 1 of none: small problems, whose time is mostly the launch,
-    differ more.
+    `large` are quantiles of these, or 1 without any. Small problems differ more, since their time
+    is mostly the launch.
     """
 
     own: dict[Problem, float]
@@ -56,7 +56,7 @@ class Drift(NamedTuple):
 
 
 def drift(old: dict[str, Any], new: dict[str, Any]) -> Drift:
-    """Return how much the limits that both files have moved."""
+    """Return how much the limits in both files have moved."""
     own: dict[Problem, float] = {}
     for (problem, backend), earlier, record in _common(old, new):
         was, now = results.seconds(earlier), results.seconds(record)
@@ -73,7 +73,7 @@ def drift(old: dict[str, Any], new: dict[str, Any]) -> Drift:
 def compare(
     old: dict[str, Any], new: dict[str, Any], backends: tuple[str, ...] = ()
 ) -> Iterator[Change]:
-    """Yield a change for everything that both files have."""
+    """Yield a change for each measurement that both files have."""
     limits, tiny = drift(old, new), _small(old, new)
     for (problem, backend), earlier, record in _common(old, new):
         if backends and backend not in backends:
@@ -105,10 +105,10 @@ def _by_key(report: dict[str, Any]) -> dict[Key, results.Record]:
 
 
 def _small(*reports: dict[str, Any]) -> set[Problem]:
-    """Return the problems that are small in any of the files, of which one may lack the limit."""
+    """Return the problems that are small in any of the files, as one may lack the limit."""
     found = set()
     for report in reports:
-        cells: dict[Problem, dict[str, results.Record]] = {}  # those that only a limit has, too
+        cells: dict[Problem, dict[str, results.Record]] = {}  # with those that have only a limit
         for (problem, backend), record in _by_key(report).items():
             cells.setdefault(problem, {})[backend] = record
         found |= {problem for problem, cell in cells.items() if small(cell)}
@@ -116,7 +116,7 @@ def _small(*reports: dict[str, Any]) -> set[Problem]:
 
 
 def differences(old: dict[str, Any], new: dict[str, Any], backends: Iterable[str]) -> Iterator[str]:
-    """Yield what else differs: method, machine, versions, and what only one of the files has."""
+    """Yield what else differs: method, machine, versions, and measurements in only one file."""
     was, now = (report.get("method", 1) for report in (old, new))
     if was != now:
         yield (

@@ -1,7 +1,7 @@
-"""Graphs of cuDNN for what cupynorm does in a call: a norm, a weight around zero, a clamped ReLU.
+"""Graphs of cuDNN for the work of a cupynorm call: a norm, zero_centered, a clamped ReLU.
 
-They are built as cuDNN's own samples build them, of torch tensors, and then run again and again.
-cuDNN calls the weight scale and rstd the inverse variance; its bitmask has the layout of ours.
+They are built like those of cuDNN's own samples, from torch tensors, and then run again and again.
+cuDNN calls the weight scale and rstd the inverse variance. Its bitmask has the layout of ours.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Outputs = dict[str, Any]
 
 @cache
 def handle(stream: int) -> Any:
-    """Return a handle; one a stream, since a handle has one."""
+    """Return a handle, one for each stream, since a handle has one."""
     import cudnn
 
     created = cudnn.create_handle()
@@ -24,7 +24,7 @@ def handle(stream: int) -> Any:
 
 
 class Graph:
-    """A graph, bound to the tensors that it reads and writes; calling it returns those written."""
+    """A graph, bound to the tensors that it reads and writes. Calling it returns those written."""
 
     def __init__(self) -> None:
         import cudnn
@@ -81,9 +81,9 @@ class Graph:
         self.workspace = torch.empty(size, device="cuda", dtype=torch.uint8)
 
     def bind(self, **tensors: Any) -> Graph:
-        """Return the same graph on other tensors, with outputs of its own, on the current stream.
+        """Return the same graph on other tensors, with its own outputs, on the current stream.
 
-        Building takes long, and tensors of the same shapes and dtypes need it once.
+        Building takes long, and is needed once for tensors of the same shapes and dtypes.
         """
         import torch
 
@@ -104,7 +104,7 @@ class Graph:
 def _axes(tensor: Any) -> Any:
     """Return a matrix or a row with four axes.
 
-    Rows and columns are the first two: those of a weight of size 1 elsewhere are normalized.
+    Rows and columns are the first two. cuDNN normalizes those in which a weight is not of size 1.
     """
     return (tensor if tensor.ndim == 2 else tensor[None])[..., None, None]
 
@@ -120,9 +120,9 @@ def forward(
     relu: tuple[float, float] | None = None,
     training: bool = True,
 ) -> Graph:
-    """Return a forward pass of matrix x: y and, in training, mean, rstd and bitmask as they apply.
+    """Return a forward pass of matrix x: y and, in training, mean, rstd and bitmask if any.
 
-    Statistics are of shape (rows, 1), the bitmask of (rows, columns / 8).
+    Statistics have shape (rows, 1), and the bitmask (rows, columns / 8).
     """
     import cudnn
     import torch
@@ -168,7 +168,7 @@ def backward(
     zero_centered: bool = False,
     bitmask: Any = None,
 ) -> Graph:
-    """Return a backward pass: dx, dweight and, if asked for, dbias, of the dtypes of x and weight.
+    """Return a backward pass: dx, dweight and, if asked for, dbias, in the dtypes of x and weight.
 
     LayerNorm's always has a dbias.
     """

@@ -1,4 +1,4 @@
-"""What is seen while it runs: a live table with progress, or plain lines where no terminal is."""
+"""What a user sees while it runs: a live table with progress, or plain lines without a terminal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.table import Table
 from benchmarks.results import Record, by_problem, gigabytes_per_second, problem_of
 from cupynorm._bench import Problem
 
-LINES = 4  # of the console that the table's rows leave: the progress, two of head, the cursor's
+LINES = 4  # of the console that the rows cannot use: the progress, two of head, the cursor's
 
 
 def cell(record: Record | None) -> str:
@@ -43,8 +43,8 @@ class Display:
             TextColumn("{task.description}"),
         )
         self._task = self._progress.add_task("", total=total)
-        # Drawn when something is begun or done, not by a thread, which would delay the host's side
-        # of what is timed.
+        # It is drawn when something begins or ends. A thread would delay the host's side of what is
+        # timed.
         self._live = Live(console=self._console, auto_refresh=False)
         if not self._console.is_terminal:
             self._line("", backends)

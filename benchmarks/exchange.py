@@ -1,6 +1,6 @@
-"""Arrays between libraries, without a copy where they allow it.
+"""Arrays between libraries, without a copy if they allow it.
 
-As integers of the same size: not every DLPack of every library knows bfloat16.
+They go as integers of the same size, since not every library's DLPack knows bfloat16.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def from_torch(tensor: Any, xp: Any) -> Any:
 
     name = str(tensor.dtype).removeprefix("torch.")
     bits = tensor.detach().contiguous().view(getattr(torch, f"int{8 * tensor.element_size()}"))
-    return xp.from_dlpack(bits).view(DTYPES.get(name, name))  # of integers, NumPy knows the name
+    return xp.from_dlpack(bits).view(DTYPES.get(name, name))  # NumPy knows the names of integers
 
 
 def to_jax(array: Any) -> Any:

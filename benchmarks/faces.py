@@ -1,18 +1,18 @@
-"""The host's time of calls by torch and by JAX, of each framework's own norms and of these.
+"""The host's time of calls by torch and by JAX: each framework's own norms, and these.
 
 ``python -m benchmarks.faces faces.json``
 
-Arrays so small that the host is what a call takes; nothing waits for the device, whose queue holds
-what is launched in a round. Those to compare are timed in turns, and the ratio is the median of the
-rounds': the host drifts by more than it differs from one to the next. The weights have x's dtype,
-the only one that torch's own norms have kernels for.
+The arrays are so small that the host decides a call's time. Nothing waits for the device. Its queue
+holds the launches of a round. Calls to compare take turns, and the ratio is the median of the
+rounds' ratios, since the host drifts by more than the calls differ. The weights have x's dtype, the
+only one for which torch's own norms have kernels.
 
-By JAX: one norm in a program, forward or with its backward pass, and a norm of several; each as XLA
-compiles it, which makes a command buffer (a CUDA graph) of five operations or more, without command
-buffers, where Python launches each of cupynorm's kernels, and with all in one. By torch:
-eager, without gradients, recorded for them, and with the backward pass to x and to the weights;
-then the same of a compiled block of a norm, an activation and a sum. QuACK's RMSNorm is among these
-where it is installed.
+JAX has one norm in a program, forward or with its backward pass, and a norm of several. Each is
+compiled in three ways. XLA's default makes a command buffer (a CUDA graph) of five operations or
+more. Without command buffers, Python launches each of cupynorm's kernels. Or all operations are in
+one buffer. Torch has eager calls: without gradients, recorded for them, and with the backward pass
+to x and to the weights. It has the same for a compiled block of a norm, an activation and a sum.
+QuACK's RMSNorm takes part if it is installed.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ COMMAND_BUFFERS: dict[str, dict[str, str | int]] = {
     ", in a command buffer": {"xla_gpu_graph_min_graph_size": 1},
 }
 
-# What is timed, the calls of it by library, and how many norms one call has.
+# What is timed, its calls by library, and how many norms one call has.
 Group = tuple[str, dict[str, Callable[[], object]], int]
 
 
 def microseconds(
     calls: dict[str, Callable[[], object]], rounds: int, times: int, wait: Callable[[], object]
 ) -> dict[str, list[float]]:
-    """Return the time of each call in each of some rounds, by turns; a first round is dropped."""
+    """Return each call's time in each of some rounds, in turns, without a first round."""
     taken: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds + 1):
         for name, call in calls.items():
@@ -85,7 +85,7 @@ def torch_norms(norm: str) -> dict[str, Any]:
     }
     if norm == "rms_norm" and torch.cuda.is_available():
         with contextlib.suppress(ImportError):
-            # By its full name: the package has a function of that name too.
+            # By its full name: the package has a function of the same name.
             rmsnorm = importlib.import_module("quack.rmsnorm").rmsnorm
             found["quack"] = lambda x, weight: rmsnorm(x, weight, eps=eps)
     return found
@@ -101,7 +101,7 @@ def compiled_blocks(norms: dict[str, Any], backend: str) -> dict[str, Any]:
         def block(*tensors: Any, function: Any = function) -> Any:
             return torch.nn.functional.silu(function(*tensors)) + tensors[0]
 
-        # What is compiled is kept with the code, and would be looked for among the others'.
+        # Compiled code is kept with its function, and would be searched among the others'.
         block.__code__ = block.__code__.replace()
         blocks[name] = torch.compile(block, backend=backend, fullgraph=True)
     return blocks
@@ -121,7 +121,7 @@ def torch_passes(leaves: Sequence[Any], dy: Any) -> dict[str, Callable[[Any], ob
 
 
 def works(run: Callable[[Any], object], function: Any) -> bool:
-    """Tell whether a library takes a call, and compile it; the others' times count without it."""
+    """Tell whether a library takes a call, and compile it. The others are timed without it."""
     try:
         run(function)
     except Exception as error:
@@ -134,7 +134,7 @@ def by_torch(device: str) -> Iterator[Group]:
     import torch
 
     backend = "inductor" if device == "cuda" else "aot_eager"  # which needs no C++ compiler
-    # Compiled ones last: the processes that torch compiles in stay, and take time from the host.
+    # Compiled ones come last: torch compiles in processes that stay and take host time.
     for kind, norm in itertools.product(("eager", "compiled block"), NORMS):
         x = torch.randn(SHAPE, device=device, dtype=torch.bfloat16, requires_grad=True)
         affine = [torch.rand_like(x[0]).detach() for _ in range(1 + (norm == "layer_norm"))]
@@ -237,7 +237,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"{name}, torch {torch.__version__}, JAX {jax.__version__}; {SHAPE} bfloat16")
     print("| host, us a norm | own | cupynorm | of own | others |")
     print("| --- | --- | --- | --- | --- |")
-    # JAX before torch, which compiles in processes that stay.
+    # JAX comes before torch, which compiles in processes that stay.
     for groups, wait in ((by_jax(), wait_jax), (by_torch(device), wait_torch)):
         for what, calls, count in groups:
             taken = microseconds(calls, options.rounds, options.calls, wait)

@@ -23,12 +23,12 @@ from benchmarks.problems import Problem, select
 from benchmarks.timing import host_seconds
 from cupynorm import _bench
 
-SHAPE = (16, 4096)  # so small that the device never is what a call waits for
+SHAPE = (16, 4096)  # so small that a call never waits for the device
 
 STATES = ("cold", "warm")  # of the caches of a first call, in turn
-PROCESS_SECONDS = 120  # what a first call may take
+PROCESS_SECONDS = 120  # the most for a first call
 
-# Where each library keeps what it compiled.
+# Where each library keeps its compiled code.
 CACHES = (
     "CUDA_CACHE_PATH",
     "CUPY_CACHE_DIR",
@@ -46,7 +46,7 @@ def problems() -> Iterable[Problem]:
 def host_times(
     backends: Iterable[Backend], done: Collection[tuple[str, str]]
 ) -> Iterator[dict[str, Any]]:
-    """Yield the host's time of each operation by each backend, but of the pairs done already."""
+    """Yield the host's time of each operation by each backend, except the pairs done already."""
     import cupy
 
     backends = tuple(backends)
@@ -65,16 +65,16 @@ def host_times(
 
 
 def first_calls(backends: Iterable[Backend], deadline: float) -> Iterator[dict[str, Any]]:
-    """Yield what the first call of each backend takes in a new process, twice on one cache.
+    """Yield the time of each backend's first call in a new process, twice on one cache.
 
-    None is started after `deadline`, by the monotonic clock.
+    None starts after `deadline`, by the monotonic clock.
     """
     for backend in backends:
         if backend.kind == "limit" or time.monotonic() > deadline:
             continue
         with tempfile.TemporaryDirectory() as caches:
             places = {name: str(Path(caches) / name.lower()) for name in CACHES}
-            # By default JAX caches only what took it a second.
+            # By default JAX caches only what took a second to compile.
             places["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
             for cache in STATES:
                 record: dict[str, Any] = {"backend": backend.name, "cache": cache}
@@ -98,8 +98,8 @@ def first_calls(backends: Iterable[Backend], deadline: float) -> Iterator[dict[s
 def first_call(name: str, started: float) -> dict[str, float]:
     """Time a process that was `started` then: until its library is ready, and its first calls.
 
-    Ready is with everything imported, Python's start included, and the GPU in use. Nobody has been
-    asked to compile anything by then: the data are NumPy's.
+    Ready means that everything is imported and the GPU is in use. Python's start counts too.
+    Nothing has been compiled by then: the data are NumPy's.
     """
     (backend,) = (cls() for cls in ALL if cls.name == name)
     backend.version()

@@ -1,9 +1,9 @@
 """Join the parts of a run that several GPUs of one kind shared.
 
 ``python -m benchmarks.join whole.json part.json part.json`` writes whole.json. Each part is a file
-of benchmarks.run, of one GPU and of some operations (--operations), so that what is compared was
-measured on one GPU; the parts have no problem in common. Of their machines the versions and sizes
-must agree. The time that the whole took is that of its longest part.
+of benchmarks.run, from one GPU and with some operations (--operations), so that figures to compare
+come from one GPU. The parts share no problem. The versions and sizes of their machines must agree.
+The whole took as long as its longest part.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def join(parts: Mapping[str, Report]) -> Report:
-    """Return the whole of parts by their names; a ValueError says why they do not fit together."""
+    """Return the whole of parts by name; a ValueError says why they do not fit together."""
     (name, first), *others = parts.items()
     for other_name, other in others:
         here, there = _common(first), _common(other)
-        of_one = first["backends"].keys() ^ other["backends"].keys()  # which the other left out
+        of_one = first["backends"].keys() ^ other["backends"].keys()  # what only one has
         differs = [
             f"{k} {here.get(k)!r} and {there.get(k)!r}"
             for k in here | there
@@ -91,7 +91,7 @@ def _sessions(part: Report) -> list[dict[str, Any]]:
 
 
 def _common(part: Report) -> dict[str, Any]:
-    """Return what parts of one run must have in common, and the libraries that they measured."""
+    """Return what parts of one run must share, and the libraries that they measured."""
     what = {"commit": part["commit"], "method of timing": part.get("method")}
     machine = {name: fact for name, fact in part["machine"].items() if name != "uuid"}
     return what | machine | part["backends"]

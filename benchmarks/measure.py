@@ -1,4 +1,4 @@
-"""One backend on one problem: prepared, checked, captured, timed, and what went wrong if not."""
+"""One backend on one problem: prepared, checked, captured, timed, or why not."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cupynorm._bench import Problem
 
 Record = dict[str, Any]
 
-MOST_SAID = 300  # characters of an error that are kept
+MOST_SAID = 300  # characters that are kept of an error
 
 Check = Callable[[Problem, Backend, dict[str, Any], Outputs, Any], Record]
 
@@ -34,7 +34,7 @@ def check(
 def judge(
     problem: Problem, inputs: dict[str, Any], named: dict[str, Any], xp: Any, **options: Any
 ) -> Record:
-    """Return the verdict of `cupynorm._oracle`, whose `errors` takes the options."""
+    """Return the verdict of `cupynorm._oracle`. Its `errors` takes the options."""
     try:
         found = _oracle.errors(problem, inputs, named, xp, **options)
     except ValueError as error:
@@ -74,7 +74,7 @@ def measure(
 
 
 def failed(problem: Problem, backend: Backend, why: str) -> Record:
-    """Return the record of what could not be begun."""
+    """Return the record of a measurement that could not begin."""
     return _begun(problem, backend) | {"status": "failed", "reason": why, "wall": {}}
 
 
@@ -84,7 +84,7 @@ def _begun(problem: Problem, backend: Backend) -> Record:
 
 @contextmanager
 def _phase(wall: dict[str, float], name: str) -> Iterator[None]:
-    """Add the seconds spent to those of a phase, whatever is raised."""
+    """Add the seconds spent to those of a phase, even if something is raised."""
     start = time.perf_counter()
     try:
         yield
@@ -162,4 +162,4 @@ def same_bits(right: Sequence[Any], outputs: Sequence[Any], xp: Any) -> bool:
 
 
 def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None  # JSON knows no NaN
+    return value if math.isfinite(value) else None  # JSON has no NaN

@@ -1,8 +1,8 @@
 """Figures from measurements: GB/s over N, decoding's time over M, ratios to the best peer.
 
-Decoding's times are over the copy's or the add's: of those near it, tenths of a microsecond count.
-``python -m benchmarks.plots results.json docs/speed.svg`` draws the README's figure, which has both
-passes of both norms.
+Decoding's times are divided by the copy's or the add's. Near those, tenths of a microsecond count.
+``python -m benchmarks.plots results.json docs/speed.svg`` draws the README's figure of both passes
+of both norms.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from benchmarks.summary import NAMES, Ratio, label, ratios, short
 from cupynorm._bench import Direction, Problem
 from cupynorm.reference import Norm
 
-# Of a text that stays text a figure is a third of the size.
+# With text kept as text a figure is a third of the size.
 STYLE = {"svg.fonttype": "none", "svg.hashsalt": "cupynorm"}
-# Okabe and Ito's colours, told apart by the colour-blind too.
+# Okabe and Ito's colours. The colour-blind can tell them apart too.
 COLOURS = (
     *("#0072B2", "#332288", "#117733", "#E69F00", "#009E73"),
     *("#882255", "#CC79A7", "#56B4E9", "#D55E00", "#999999", "#6B4F00"),
 )
 MARKERS = "opDdhs^vPX*"
-# The times over the limit's that decoding's figures end at, if cupynorm has no longer one: who is
-# near the limit is to be told apart.
+# Decoding's figures end at this time over the limit's, unless cupynorm's is longer. So those near
+# the limit can be told apart.
 BEYOND = {"forward": 2.0, "backward": 3.0}
 
 
 def draw(results: dict[str, Any], folder: Path) -> list[Path]:
-    """Write the figures of each operation that there is anything to show in; return the paths."""
+    """Write the figures of each operation that has anything to show; return the paths."""
     folder.mkdir(parents=True, exist_ok=True)
     title = f"{results['machine']['gpu']}, {short(results['commit'])}"
     found = ratios(results["measurements"])
@@ -60,10 +60,11 @@ def draw(results: dict[str, Any], folder: Path) -> list[Path]:
 
 
 def lines(title: str, measurements: Iterable[Record]) -> Figure:
-    """Draw GB/s over N, one line a backend, of the pair of dtypes with the most widths.
+    """Draw GB/s over N, one line a backend, for the pair of dtypes with the most widths.
 
-    Where a width was measured with several numbers of rows, that with the most counts. A line joins
-    neighbouring widths of the same number of rows; the axis names those that differ from most.
+    If a width was measured with several numbers of rows, the one with the most backends counts. A
+    line joins neighbouring widths of the same number of rows. The axis names those that differ from
+    most.
     """
     tallest: dict[tuple[str, str], dict[int, tuple[Problem, dict[str, Record]]]] = {}
     for problem, cell in by_problem(measurements):
@@ -99,8 +100,8 @@ def lines(title: str, measurements: Iterable[Record]) -> Figure:
 def decoding(title: str, measurements: Iterable[Record]) -> Figure | None:
     """Draw the time over the limit's, a panel a width, over M; None without two M of a width.
 
-    It is of the decoding shapes, in the pair of dtypes with the most of them. The points of one M
-    stand side by side; what is beyond BEYOND, and beyond all of cupynorm's, is cut off.
+    It shows the decoding shapes, in the pair of dtypes with the most of them. The points of one M
+    are drawn next to each other. Points beyond BEYOND, and beyond all of cupynorm's, are cut off.
     """
     measured = [(p, cell) for p, cell in by_problem(measurements) if (p.rows, p.cols) in DECODE]
     pairs = Counter((problem.dtype, problem.weight_dtype) for problem, _ in measured)
@@ -159,7 +160,7 @@ def _backends(direction: str) -> Iterator[tuple[str, list[str], dict[str, Any]]]
     yield "copy" if direction == "forward" else "add", names, limit
     others = (b.name for b in ALL if b.kind != "limit")
     for name, colour, marker in zip(others, COLOURS, MARKERS, strict=True):
-        # Ours thick and under the others, whose markers are open: neither hides the other.
+        # Ours is thick and under the others, whose markers are open. So neither hides the other.
         own = {"linewidth": 4, "markersize": 9} if name == "cupynorm" else {"fillstyle": "none"}
         yield name, [name], {"color": colour, "marker": marker} | own
 
@@ -175,7 +176,7 @@ def _over(cell: dict[str, Record], names: Iterable[str], limits: Iterable[str]) 
 
 
 def _parts(points: Iterable[tuple[float, float | None]]) -> list[list[tuple[float, float]]]:
-    """Return what lies between points without a value."""
+    """Return the parts between points without a value."""
     parts: list[list[tuple[float, float]]] = [[]]
     for place, value in points:
         if value is None:
@@ -188,7 +189,7 @@ def _parts(points: Iterable[tuple[float, float | None]]) -> list[list[tuple[floa
 def _plot(
     axes: Any, name: str, parts: Iterable[Sequence[tuple[float, float]]], style: dict[str, Any]
 ) -> None:
-    """Draw the parts of a backend's line, in the legend once."""
+    """Draw the parts of a backend's line, once in the legend."""
     for index, part in enumerate(parts):
         axes.plot(*zip(*part, strict=True), **style, label="_" if index else name)
 
@@ -215,7 +216,7 @@ def ratio_bars(title: str, found: list[Ratio]) -> Figure:
 
 
 def overview(results: dict[str, Any]) -> Figure:
-    """Draw the speed over the limit's of both passes of both norms, of the shapes of training."""
+    """Draw the speed over the limit's of both passes of both norms, for the shapes of training."""
     figure = Figure(figsize=(10, 4.9), layout="constrained", facecolor="white")
     panels = figure.subplots(2, 2, sharex=True, sharey=True)
     operations = itertools.product(get_args(Norm), get_args(Direction))
@@ -230,7 +231,7 @@ def overview(results: dict[str, Any]) -> Figure:
                 continue
             times = (_over(cell, names, limits) for cell in own)
             points = ((n, t and 1 / t) for n, t in zip(widths, times, strict=True))
-            # cupynorm above the others, which are as many as to hide it.
+            # cupynorm is above the others, since there are enough to hide it.
             _plot(axes, name, _parts(points), style | {"zorder": 3 if name == "cupynorm" else 2})
         axes.axhline(1, color="black", linestyle="--", linewidth=1)
         one = "a copy" if direction == "forward" else "an add"
@@ -255,7 +256,7 @@ def overview(results: dict[str, Any]) -> Figure:
 
 
 def _save(figure: Figure, path: Path) -> Path:
-    # No date, and names that do not change: the same figures give the same files.
+    # No date, and fixed names: the same figures give the same files.
     with matplotlib.rc_context(STYLE):
         figure.savefig(path, metadata={"Date": None})
     return path

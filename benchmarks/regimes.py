@@ -1,7 +1,7 @@
-"""What Nsight Compute sees of the memory: one shape for each way that rows are worked on.
+"""What Nsight Compute sees of the memory: one shape for each way that kernels work on rows.
 
-`python -m benchmarks.regimes benchmarks/results/regimes_h200.json` needs `ncu`, and the right to
-read the GPU's counters. Caches are empty before each kernel; clocks are left as they are.
+`python -m benchmarks.regimes benchmarks/results/regimes_h200.json` needs `ncu`, and permission to
+read the GPU's counters. Caches are empty before each kernel. Clocks are left as they are.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ REGIMES: tuple[tuple[str, Problem], ...] = (
     ("a row a cluster", Problem("rms_norm", "backward", 16384, 65536, *BF16)),
     ("rows in strips", Problem("rms_norm", "backward", 32, 262144, "float32", "float32")),
 )
-METRICS = {  # and what their values are multiplied by
+METRICS = {  # and the factors of their values
     "gpu__time_duration.sum": ("seconds", 1e-9),
     "dram__throughput.avg.pct_of_peak_sustained_elapsed": ("percent_of_peak", 1),
     "dram__bytes_read.sum": ("bytes_read", 1),
@@ -45,7 +45,7 @@ HEAD = ("pass", "MxN", "rows", "kernel", "us", "% of the memory's peak", "GB/s")
 
 
 def launch() -> None:
-    """Run each regime once where the profiler looks, after a call that loads the kernels."""
+    """Run each regime once under the profiler, after a call that loads the kernels."""
     import cupy
 
     for _, problem in REGIMES:
@@ -60,7 +60,7 @@ def launch() -> None:
 
 
 def profile() -> str:
-    """Return what ncu prints of `launch`, as CSV."""
+    """Return ncu's output for `launch`, as CSV."""
     command = ["ncu", "--csv", "--print-units", "base", "--profile-from-start", "off"]
     command += ["--clock-control", "none", "--metrics", ",".join(METRICS)]
     command += [sys.executable, "-m", "benchmarks.regimes", "--launch"]

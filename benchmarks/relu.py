@@ -1,10 +1,10 @@
-"""LayerNorm with a clamped ReLU and its bitmask, beside the plain norm and beside cuDNN's graph.
+"""LayerNorm with a clamped ReLU and its bitmask, against the plain norm and cuDNN's graph.
 
 ``python -m benchmarks.relu benchmarks/results/relu_h200.json``
 
-Forward is the one for training, with statistics and bitmask. Times and checks are those of
-`benchmarks.run`, of all outputs and rows. Backward is checked against what is exact for the very
-bitmask that it read, its own library's; cupynorm has to keep the bound of `cupynorm.testing` too.
+Forward is the one for training, with statistics and bitmask. Times and checks of all outputs and
+rows are those of `benchmarks.run`. Backward is checked against the exact result for the bitmask
+that it read, its own library's. cupynorm must keep the bound of `cupynorm.testing` too.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Ours(CuPyBackend):
 
 
 class Cudnn(cudnn_peer.Cudnn):
-    """As cuDNN's sample builds it."""
+    """As in cuDNN's sample."""
 
     relu = RELU
 
@@ -114,7 +114,7 @@ def check(
                 record |= {"status": "wrong", "reason": f"{record['wrong_bits']} wrong bits"}
     else:
         named = dict(zip(problem.outputs, backend.collect(outputs, xp), strict=True))
-        # The bits that it read: the same call gives the same. Were it not so, dx would be wrong.
+        # The bits that it read: the same call gives the same. Otherwise dx would be wrong.
         forward = dataclasses.replace(problem, direction="forward")
         stored = _stored(backend, backend.prepare(forward, inputs).run(), xp)
         backend.synchronize()
@@ -128,7 +128,7 @@ def check(
 
 def _stored(backend: Backend, outputs: Outputs, xp: Any) -> dict[str, Any]:
     named = dict(zip(STORED, backend.collect(outputs, xp), strict=False))  # plain has no bitmask
-    # cuDNN's are of shape (rows, 1).
+    # cuDNN's have shape (rows, 1).
     return named | {name: named[name].reshape(-1) for name in ("mean", "rstd")}
 
 

@@ -1,9 +1,9 @@
 """Write a results file as tables and figures: ``python -m benchmarks.report results.json``.
 
-The tables go into results.md beside the file, or between the markers of the file that --readme
-names; the figures into the folder results beside the file. --headline writes no more than a table
-a pass, between markers of its own. What is of several GPUs has a section of its own: ``python -m
-benchmarks.report --scaling sharding_torch.json sharding_jax.json``, and so has the clamped ReLU:
+The tables go into results.md next to the file, or between the markers of the file that --readme
+names. The figures go into the folder results next to the file. --headline writes only one table for
+each pass, between its own markers. Several GPUs have a section of their own: ``python -m
+benchmarks.report --scaling sharding_torch.json sharding_jax.json``. So has the clamped ReLU:
 ``python -m benchmarks.report --relu relu.json``. Nothing between the markers is written by hand.
 """
 
@@ -50,8 +50,8 @@ END_RELU = "<!-- end of relu -->"
 BEGIN_RESIDUAL = "<!-- residual: written by `python -m benchmarks.report --residual` -->"
 END_RESIDUAL = "<!-- end of residual -->"
 STOPPED = "The run was stopped before its end: what it did not reach is missing."
-HOST_SPREAD = 1.05  # what the host's times may differ by unsaid
-# Shown as called and as kernels alone: where the host counts most, and two large ones beside them.
+HOST_SPREAD = 1.05  # smaller differences of host times are not shown
+# Shown as called and as kernels alone: where the host counts most, and two large ones.
 AS_CALLED = (
     *((shape, PAIRS[1]) for shape in DECODE),
     *((shape, PAIRS[0]) for shape in ((32768, 256), (32768, 4096))),
@@ -113,7 +113,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _around(readme: Path, begin: str, end: str) -> tuple[str, str]:
-    """Return what is, or in a new file shall be, before and after two markers.
+    """Return the text before and after two markers, in a file or for a new one.
 
     A ValueError says that one is missing.
     """
@@ -265,7 +265,7 @@ def _section(
 
 
 def _ordered(records: Iterable[Record]) -> list[Record]:
-    """Return them in the order of the standard set, whatever was measured first; others follow."""
+    """Return them in the order of the standard set, in whatever order measured; others follow."""
     places = {problem: place for place, problem in enumerate(select("standard"))}
     return sorted(records, key=lambda r: places.get(results.problem_of(r), len(places)))
 
@@ -278,7 +278,7 @@ def _unreached(report: dict[str, Any]) -> Iterator[str]:
         for name, fact in report["backends"].items()
         if not fact.startswith("missing")
     }
-    # A face is measured where it is asked for.
+    # A face is measured only where asked for.
     counts = {name: count for name, count in counts.items() if count or KINDS.get(name) != "face"}
     fewer = [f"{name} on {count}" for name, count in counts.items() if count < len(cells)]
     if fewer:
@@ -288,7 +288,7 @@ def _unreached(report: dict[str, Any]) -> Iterator[str]:
 
 
 def _headline(report: dict[str, Any], source: Path, folder: Path) -> Iterator[str]:
-    """Yield a table a pass: decoding and the rest, to the limit, the best peer and each of them."""
+    """Yield a table a pass: decoding and the rest, to the limit, the best peer and each peer."""
     measured = report["measurements"]
     peers = [b.name for b in ALL if b.kind == "peer"]
     peers = [name for name in peers if any(r["backend"] == name for r in measured)]
@@ -322,7 +322,7 @@ def _headline(report: dict[str, Any], source: Path, folder: Path) -> Iterator[st
 
 
 def _to_each(records: Iterable[Record], operation: str, peers: list[str]) -> Iterator[str]:
-    """Yield the geometric mean of the speed over each peer's, and of how many shapes if not all."""
+    """Yield the geometric mean of the speed over each peer's, and of how many shapes."""
     cells = [cell for p, cell in results.by_problem(records) if p.operation == operation]
     for name in peers:
         pairs = [
@@ -385,7 +385,7 @@ def _us(record: Record, seconds: float) -> str:
 
 
 def _shown(record: Record, shown: Callable[[Record, float], str]) -> str:
-    """Return the figure, or what happened instead; of a limit also which of its times it is."""
+    """Return the figure, or what happened instead. A limit's says which of its times it is."""
     seconds = results.seconds(record)
     if seconds is None:
         return str(record["status"])
@@ -395,7 +395,7 @@ def _shown(record: Record, shown: Callable[[Record, float], str]) -> str:
 
 
 def _as_called(records: Iterable[Record]) -> Iterator[str]:
-    """Yield a table of the call beside its kernels alone, of those that were timed as both."""
+    """Yield a table of the call against its kernels alone, for problems timed as both."""
     chosen = [
         (problem, {name: record["times"] for name, record in cell.items() if _both(record)})
         for problem, cell in results.by_problem(records)
@@ -427,7 +427,7 @@ def _both(record: Record) -> bool:
 
 
 def _remarks(records: list[dict[str, Any]]) -> Iterator[str]:
-    """Yield what was not timed, and what was measured in another way, each under its heading."""
+    """Yield what was not timed, and what was measured in another way, each under a heading."""
     for heading, lines in (
         ("Not timed, and why", list(_refusals(records))),
         ("Measured otherwise than stated", list(_notes(records))),
@@ -460,9 +460,10 @@ def _notes(records: Iterable[dict[str, Any]]) -> Iterator[str]:
 
 
 def _said(why: str) -> str:
-    """Return a reason without what a library dumps of itself; what is left out is marked.
+    """Return a reason without a library's dumps; a mark shows each cut.
 
-    What `measure.reason` has cut is longer than MOST_SAID, by the error's type: it is cut again.
+    A reason that `measure.reason` cut is longer than MOST_SAID, by the error's type. So it is cut
+    again.
     """
     said = re.sub(r" (?:\{|Traceback ).*", " …", why)
     return textwrap.shorten(said, MOST_SAID, placeholder=" …")
@@ -527,7 +528,7 @@ def _first_calls(report: dict[str, Any]) -> Iterator[str]:
 
 
 def _without(report: dict[str, Any], records: Iterable[dict[str, Any]]) -> Iterator[str]:
-    """Yield which backends that a user calls were there, and are not in a table."""
+    """Yield which backends for users were there, but are not in a table."""
     measured = {record["backend"] for record in records}
     missing = [
         b.name

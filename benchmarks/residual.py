@@ -3,8 +3,8 @@
 ``python -m benchmarks.residual benchmarks/results/residual_h200.json``
 
 Forward adds x and the residual, and writes the sum and its norm. Backward reads dy, the sum and the
-sum's own gradient, and writes one dx and the gradients of the weights. All of it is bfloat16. The
-limit moves as many bytes. Times and checks are those of `benchmarks.run`; the sum must have the
+sum's own gradient. It writes one dx and the gradients of the weights. All of it is bfloat16. The
+limit moves as many bytes. Times and checks are those of `benchmarks.run`. The sum must have the
 bits of an addition that is rounded once.
 """
 
@@ -171,7 +171,7 @@ class Peer(TorchBackend):
 
 
 class Apart(Peer):
-    """What a user writes without it: torch's addition, then our norm."""
+    """A user's code without it: torch's addition, then our norm."""
 
     name = "torch add, cupynorm"
     modules = ("torch", "cupynorm.torch")
@@ -208,14 +208,14 @@ class Compiled(Eager):
         import torch
         import torch._functorch.config
 
-        # The gradient is taken again and again from one forward pass.
+        # The gradient is taken many times from one forward pass.
         torch._functorch.config.donated_buffer = False
         torch._dynamo.reset()
         return torch.compile(super().function(problem), dynamic=False, fullgraph=True)
 
 
 class Quack(quack_peer.Quack):
-    """QuACK's functions; its LayerNorm takes no residual."""
+    """QuACK's functions. Its LayerNorm takes no residual."""
 
     def prepare_tensors(self, problem: Problem, tensors: dict[str, Any]) -> Call:
         rmsnorm = importlib.import_module("quack.rmsnorm")
@@ -229,7 +229,7 @@ class Quack(quack_peer.Quack):
 
 
 class Liger(Peer):
-    """Liger's function; it has none for LayerNorm."""
+    """Liger's function. It has none for LayerNorm."""
 
     name = "liger"
     modules = ("torch", "liger_kernel.ops.fused_add_rms_norm")
@@ -247,7 +247,7 @@ PEERS = tuple(backend.name for backend in BACKENDS[2:])
 
 
 def is_measured(problem: Problem, backend: Any) -> bool:
-    """Tell whether a library has the operation; the compiler takes seconds for each shape."""
+    """Tell whether a library has the operation. The compiler takes seconds for each shape."""
     if isinstance(backend, (Quack, Liger)):
         return problem.norm == "rms_norm"
     return not isinstance(backend, Eager) or (problem.rows, problem.cols) in LARGE
@@ -258,8 +258,8 @@ def check(
 ) -> Record:
     """Return the record of a check: y and dx against float64, the sum by its bits.
 
-    cupynorm has to keep its bound at every element. A peer's gradient may be rounded before the
-    sum's is added, and the two may cancel: its errors count in the 2-norm.
+    cupynorm must keep its bound at every element. A peer's gradient may be rounded before the sum's
+    is added, and the two may cancel. So its errors count in the 2-norm.
     """
     named = dict(zip(problem.outputs, backend.collect(outputs, xp), strict=True))
     total = named.pop("residual_out", inputs["total"])
@@ -303,12 +303,12 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def _compile(problem: OfSum) -> None:
-    """Fill the disk caches with what a problem compiles."""
+    """Fill the disk caches with the code that a problem compiles."""
     import cupy
 
     for backend in (kind() for kind in BACKENDS):
         if is_measured(problem, backend):
-            with contextlib.suppress(Exception):  # which is reported where it is measured
+            with contextlib.suppress(Exception):  # reported where it is measured
                 backend.prepare(problem, inputs(problem, 0, cupy)).run()
                 backend.synchronize()
                 backend.release()
@@ -343,7 +343,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except ImportError as error:
             facts[backend.name] = f"missing: {reason(error)}"
     report = results.new(facts, list(sys.argv[1:] if arguments is None else arguments))
-    # What is imported by now stays: to collect what each backend leaves behind is then quick.
+    # Imports so far stay. So it is quick to collect what each backend leaves behind.
     gc.collect()
     gc.freeze()
     print(_line((*HEAD, *PEERS)))

@@ -15,11 +15,11 @@ from benchmarks.backends import KINDS
 from cupynorm._bench import Problem
 
 FORMAT = 1
-# How times are measured, counted up when files are no longer comparable by it. 1, which older files
-# do not name: the flush of the L2 left what was loaded with evict_last; 2: it displaces that, too;
-# 3: JAX is charged for its launch what cupynorm's kernel is, not what a kernel of one number is; 4:
-# no more than four runs are queued, and problems of up to an eighth of the L2 have eight sets of
-# arrays, not two; 5: they have 50.
+# The method of measuring times. It counts up when older files are no longer comparable. 1, not
+# named in older files: the flush of the L2 left lines that were loaded with evict_last. 2: it
+# displaces those too. 3: JAX is charged for its launch as cupynorm's kernel is, not as a kernel of
+# one number is. 4: at most four runs are queued, and problems of up to an eighth of the L2 have
+# eight sets of arrays, not two. 5: they have 50.
 METHOD = 5
 SEPARATOR = " and "  # of the GPUs of a file whose parts were joined
 ROOT = Path(__file__).resolve().parent.parent
@@ -53,7 +53,7 @@ def session(arguments: list[str]) -> dict[str, Any]:
 def resume(results: dict[str, Any], arguments: list[str]) -> None:
     """Add a session to a results file, if it is of this commit and machine.
 
-    A file that was never resumed, or before sessions were noted, has none.
+    A file that was never resumed, or is older than sessions, has none.
     """
     here = {"commit": commit(), **machine()}
     there = {"commit": results["commit"], **results["machine"]}
@@ -69,7 +69,7 @@ def resume(results: dict[str, Any], arguments: list[str]) -> None:
 
 
 def machine() -> dict[str, Any]:
-    """Name what is measured on."""
+    """Name the machine."""
     import cupy
     import numpy as np
 
@@ -78,7 +78,7 @@ def machine() -> dict[str, Any]:
     properties = runtime.getDeviceProperties(device.id)
     return {
         "gpu": properties["name"].decode(),
-        "uuid": properties["uuid"].hex()[:8],  # not all of it: CuPy ends it at a zero byte
+        "uuid": properties["uuid"].hex()[:8],  # the start only: CuPy ends it at a zero byte
         "memory_bytes": int(properties["totalGlobalMem"]),
         "l2_bytes": int(device.attributes["L2CacheSize"]),
         "multiprocessors": int(properties["multiProcessorCount"]),
@@ -95,7 +95,7 @@ def machine() -> dict[str, Any]:
 
 
 def commit() -> str:
-    """Return the commit measured; a copy without its history is told by $COMMIT."""
+    """Return the measured commit. For a copy without its history it is in $COMMIT."""
     found = _output("git", "-C", str(ROOT), "rev-parse", "HEAD")
     sources = ("cupynorm", "kernels", "benchmarks/*.py")  # of any depth
     changed = _output("git", "-C", str(ROOT), "status", "--porcelain", "--", *sources)
@@ -128,7 +128,7 @@ def save(results: dict[str, Any], path: Path) -> None:
 
 
 def _rounded(value: Any) -> Any:
-    """Return what JSON can say, its floats rounded to six digits: no clock here tells more."""
+    """Return a value for JSON, with floats of six digits: no clock here tells more."""
     if isinstance(value, dict):
         return {name: _rounded(inner) for name, inner in value.items()}
     if isinstance(value, (list, tuple)):
@@ -137,7 +137,7 @@ def _rounded(value: Any) -> Any:
 
 
 def load(path: Path, module: str | None = None) -> dict[str, Any]:
-    """Read a results file, one that `module` wrote if given.
+    """Read a results file, by `module` if one is given.
 
     A ValueError says that it is none.
     """
@@ -155,7 +155,7 @@ def load(path: Path, module: str | None = None) -> dict[str, Any]:
 
 
 def read(path: Path, expected: str) -> dict[str, Any]:
-    """Read an object of JSON; a ValueError says what was expected instead of what is there."""
+    """Read an object of JSON; a ValueError says what was expected and what is there."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:  # UnicodeDecodeError, too
@@ -166,9 +166,9 @@ def read(path: Path, expected: str) -> dict[str, Any]:
 
 
 def is_whole(report: dict[str, Any]) -> bool:
-    """Tell whether each library that is there was measured on each problem that any was.
+    """Tell whether each present library was measured on each problem that any was.
 
-    The faces do not count: they run cupynorm's kernels, and are measured on as much as one likes.
+    The faces do not count. They run cupynorm's kernels, on as many problems as one likes.
     """
     done = {(problem_of(r), r["backend"]) for r in report["measurements"]}
     there = [
@@ -180,7 +180,7 @@ def is_whole(report: dict[str, Any]) -> bool:
 
 
 def _written_by(results: dict[str, Any]) -> str:
-    """Name the module that wrote a file, by its records: the file itself does not say."""
+    """Name the module that wrote a file, by its records. The file itself does not say."""
     names = {record.get("backend") for record in results["measurements"]}
     if None in names:
         return "benchmarks.regimes"
@@ -190,12 +190,12 @@ def _written_by(results: dict[str, Any]) -> str:
 
 
 def problem_of(record: Record) -> Problem:
-    """Return what a record measured."""
+    """Return the problem of a record."""
     return Problem(**{name: record[name] for name in Problem.__dataclass_fields__})
 
 
 def seconds(record: Record, *, called: bool = False) -> float | None:
-    """Return a record's time: that of its timing that counts, or of its call, if it has one."""
+    """Return a record's time: that of the timing that counts, or of its call, if it has one."""
     if called:
         timing = record.get("times", {}).get("call") if record["status"] == "ok" else None
     else:
@@ -206,7 +206,8 @@ def seconds(record: Record, *, called: bool = False) -> float | None:
 def counting(record: Record) -> Record | None:
     """Return the timing that counts: of the kernels alone, or else of the call or a queue of calls.
 
-    Of a limit the less of the two: from 512 MiB on a graph copies at two thirds of the speed.
+    For a limit it is the shorter of the two: from 512 MiB on, a graph copies at two thirds of the
+    speed.
     """
     times = record.get("times")
     if record["status"] != "ok" or not times:
@@ -226,7 +227,7 @@ def gigabytes_per_second(record: Record) -> float | None:
 def by_problem(records: Iterable[Record]) -> Iterator[tuple[Problem, dict[str, Record]]]:
     """Yield each problem with its records by backend, in the order measured.
 
-    One that a run did not get to, but for its limit, is not among them.
+    A problem with a limit only, which a run did not get to, is left out.
     """
     groups: dict[Problem, dict[str, Record]] = {}
     for record in records:

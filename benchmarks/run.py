@@ -56,7 +56,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--resume", action="store_true", help="keep what the results file has, measure the rest"
     )
-    # What a worker is told: compile every n-th problem left from the i-th on, and measure nothing.
+    # This tells a worker to compile every n-th remaining problem from the i-th on, and measure
+    # nothing.
     parser.add_argument("--compile-share", nargs=2, type=int, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if not options.minutes > 0:
@@ -68,10 +69,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def compile_ahead(arguments: Sequence[str], workers: int, seconds: float) -> None:
-    """Fill the disk caches from several processes; measurements then find them warm.
+    """Fill the disk caches from several processes, so that measurements find them warm.
 
-    What torch.compile finds best among so many is no use and goes to caches that are dropped; what
-    it compiles in search of that, which is most of its time, is kept by Triton.
+    torch.compile's choices in such a crowd are of no use, and go to caches that are dropped. Most
+    of its time is the compiling for those choices, and Triton keeps that.
     """
     print(f"compiling ahead in {workers} processes", flush=True)
     command = [sys.executable, "-m", "benchmarks.run", *arguments, "--compile-share"]
@@ -101,7 +102,7 @@ def compile_ahead(arguments: Sequence[str], workers: int, seconds: float) -> Non
 def compile_share(
     chosen: Sequence[Problem], done: Done, share: int, workers: int, names: Any
 ) -> None:
-    """Compile for every n-th problem; what takes longest, by tuning, comes after all else."""
+    """Compile for every n-th problem. Those that tune take longest and come last."""
     import cupy
 
     backends = [backend for backend in discover(names)[0].values() if backend.compiles]
@@ -113,7 +114,7 @@ def compile_share(
     ]
     for problem, todo in left[share::workers]:
         for backend in todo:
-            # What goes wrong is reported where it is measured.
+            # An error is reported where it is measured.
             with contextlib.suppress(Exception):
                 backend.prepare(problem, _bench.inputs(problem, 0, cupy)).run()
                 backend.synchronize()
@@ -136,8 +137,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"There is nothing to time: {missing}.")
         return 1
     chosen: list[Problem] = options.problems
-    # Processes share what JAX compiles, and Triton for torch.compile, only if told where; JAX would
-    # cache only what took a second.
+    # Processes share the code that JAX compiles, and Triton for torch.compile, only if told where.
+    # JAX would cache only what took a second.
     for name, folder in (
         ("JAX_COMPILATION_CACHE_DIR", "jax_compilation_cache"),
         ("TRITON_CACHE_DIR", "triton_cache"),
@@ -157,7 +158,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     started = time.monotonic()
     deadline = started + 60 * options.minutes
     backends, facts = discover(options.backends)
-    # Of a crash a library's own handler says only that it happened; this one says in which call.
+    # A library's own handler says only that it crashed. This one says in which call.
     faulthandler.enable(sys.__stderr__)
     if report is None:
         if options.resume:
@@ -190,10 +191,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 report["host"].append(record)
                 display.say(line("host", record))
                 save()
-        # What is imported by now stays: to collect what each backend leaves behind is then quick.
+        # Imports so far stay. So it is quick to collect what each backend leaves behind.
         gc.collect()
         gc.freeze()
-        fresh = True  # nothing was measured by this process
+        fresh = True  # this process has measured nothing
         for problem, measured in passes:
             todo = [b for b in measured if (problem, b.name) not in done]
             if todo and time.monotonic() > deadline:
@@ -203,8 +204,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     stopped = _measure_all(problem, todo, clock, report, display)
                     fresh = False
                 except MemoryError as error:
-                    # Some libraries keep what they once had until the process ends: after that a
-                    # new one may have room, but no more than one that has measured nothing.
+                    # Some libraries keep memory until the process ends. A new process may then have
+                    # room, but no more than one that has measured nothing.
                     if fresh:
                         why = f"no memory for the inputs: {reason(error)}"
                         report["measurements"] += [failed(problem, b, why) for b in todo]
@@ -241,7 +242,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _called(report: dict[str, Any]) -> set[str]:
-    """Return the backends whose first calls are all there, on the cache that they share."""
+    """Return the backends that have all first calls, on the cache that they share."""
     seen = {(r["backend"], r["cache"]) for r in report["first_calls"]}
     return {name for name, _ in seen if seen >= {(name, cache) for cache in STATES}}
 
@@ -275,7 +276,7 @@ def _measure_all(
     report: dict[str, Any],
     display: Display,
 ) -> str | None:
-    """Measure a problem; say why nothing more can be measured, if so.
+    """Measure a problem; if nothing more can be measured, say why.
 
     A MemoryError says that its inputs do not fit.
     """

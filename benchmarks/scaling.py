@@ -1,4 +1,4 @@
-"""What `sharding_torch` and `sharding_jax` have in common: options, speed-ups and the table."""
+"""What `sharding_torch` and `sharding_jax` share: options, speed-ups and the table."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def parse(module: str, description: str | None, arguments: Sequence[str]) -> arg
 
 
 def counts(available: int) -> list[int]:
-    """Return the powers of two up to what there is, and that."""
+    """Return the powers of two up to the number there is, and that."""
     return sorted({*(2**i for i in range(available.bit_length())), available})
 
 

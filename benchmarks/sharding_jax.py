@@ -2,16 +2,16 @@
 
 ``python -m benchmarks.sharding_jax benchmarks/results/sharding_jax_h200.json``
 
-x is split over its rows; the weights are on each device. "weak": so many rows a device, of which n
-do n times the work; "strong": so many rows in all. A stack, because a network has one: y of a norm
-is x of the next, and each has a weight of its own. A step is the forward and the backward pass to x
-and to all weights, one compiled program, in which XLA may sum a gradient over the devices while
-others are computed, or all of them at once; and one dispatch by the host, to all devices, is shared
-by the stack. A single norm would be charged with both. XLA is told to replay a program of however
-few operations from a command buffer, as it does of itself where there are five, as in a network.
+x is split over its rows. The weights are on each device. "weak": so many rows a device, and n
+devices do n times the work. "strong": so many rows in all. It is a stack because a network has one:
+y of a norm is x of the next, and each has its own weight. A step is the forward and the backward
+pass to x and to all weights, in one compiled program. XLA may sum a gradient over the devices while
+others are computed, or sum all at once. The stack shares one dispatch by the host to all devices. A
+single norm would be charged with both. XLA is told to replay a program of any size from a command
+buffer. By default it does so for five operations or more, as a network has.
 
-Times are of the whole stack: those of the wall clock, of programs that queue up. What the devices
-exchange in them is listed.
+Times are of the whole stack, by the wall clock, with programs that queue up. The devices' exchanges
+in them are listed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ COMPILER_OPTIONS = {"xla_gpu_graph_min_graph_size": 1}
 
 
 def collectives(program: Any) -> list[str]:
-    """Return what the devices exchange in a compiled program: each operation and what it yields."""
+    """Return the devices' exchanges in a compiled program: each operation and its result."""
     found = COLLECTIVE.findall(program.as_text())
     return [f"{kind} {LAYOUT.sub('', types)}" for types, kind in found]
 
@@ -53,7 +53,7 @@ def collectives(program: Any) -> list[str]:
 def seconds(call: Callable[[], Any]) -> float:
     """Return the time of a call in a queue of calls: the median of some rounds."""
     jax.block_until_ready(call())
-    # Virtual CPU devices share threads, too few for more than one program that exchanges something.
+    # Virtual CPU devices share threads, too few for several programs with exchanges.
     queues = jax.default_backend() != "cpu"
     calls, times = 1, []
     while len(times) < ROUNDS:

@@ -2,17 +2,17 @@
 
 ``python -m benchmarks.sharding_torch benchmarks/results/sharding_torch_h200.json``
 
-A process a GPU, over NCCL. x is split over its rows; the weights are on each device. "weak": so
-many rows a device, of which n do n times the work; "strong": so many rows in all. A stack, because
-a network has one: y of a norm is x of the next, each has a weight of its own, and the sum over the
-devices of one's gradient, begun as soon as there is one, overlaps with the kernels of the norms
-before it. Of a single norm it would be exposed, and so would be what a call costs as such. A step
-is the forward and the backward pass to x and to all weights, and those sums.
+Each GPU has a process, over NCCL. x is split over its rows. The weights are on each device. "weak":
+so many rows a device, and n devices do n times the work. "strong": so many rows in all. It is a
+stack because a network has one: y of a norm is x of the next, and each has its own weight. The sum
+of a gradient over the devices begins when the gradient is there. It overlaps with the kernels of
+the norms before. With a single norm that sum would be exposed, and so would the cost of a call. A
+step is the forward and the backward pass to x and to all weights, and those sums.
 
-Times are of the whole stack: those of the wall clock, of calls that queue up, in the slowest
-process; "as called", host included, and replayed from a CUDA graph, its all-reduces within. What
-the devices exchange is counted. Where there is no GPU, processes on the CPU over gloo show that it
-runs, and nothing else.
+Times are of the whole stack, by the wall clock, with calls that queue up, in the slowest process.
+"as called" includes the host. The other time is a replay from a CUDA graph, with its all-reduces.
+The devices' exchanges are counted. Without a GPU, processes on the CPU over gloo show that it runs,
+and nothing else.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def seconds(call: Callable[[], Any], device: str) -> float:
 
     run(3)
     calls, elapsed = 1, run(1)
-    while elapsed < ROUND_SECONDS / 2:  # the same in all processes, who know the slowest one's time
+    while elapsed < ROUND_SECONDS / 2:  # the same in all processes: each knows the slowest time
         calls = max(2 * calls, int(calls * ROUND_SECONDS / max(elapsed, 1e-6)))
         elapsed = run(calls)
     return statistics.median(run(calls) for _ in range(ROUNDS)) / calls
@@ -72,7 +72,7 @@ def wait(device: str) -> None:
 
 
 def capture(call: Callable[[], Any]) -> tuple[Callable[[], None], list[str]]:
-    """Return the replay of a call from a CUDA graph, and why there is none in some process."""
+    """Return the replay of a call from a CUDA graph, and why some process has none."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -83,7 +83,7 @@ def capture(call: Callable[[], Any]) -> tuple[Callable[[], None], list[str]]:
     graph = torch.cuda.CUDAGraph()
     refusal = None
     try:
-        # NCCL's watchdog queries events meanwhile, in a thread of its own.
+        # NCCL's watchdog thread queries events meanwhile.
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             call()
     except Exception as error:  # whatever torch raises is its answer
@@ -158,7 +158,7 @@ def measure(options: argparse.Namespace, kind: str, count: int, device: str) -> 
 
 
 def work(rank: int, options: argparse.Namespace, count: int, directory: str) -> None:
-    """Measure as one of several processes; the first one writes the records."""
+    """Measure as one of several processes. The first one writes the records."""
     # They meet at a file: a port that is free now may be taken by then.
     meeting: dict[str, Any] = {"init_method": f"file://{directory}/rendezvous"}
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -175,8 +175,8 @@ def work(rank: int, options: argparse.Namespace, count: int, directory: str) -> 
         dist.barrier()  # gloo aborts a process whose peer left in the middle of a collective
     finally:
         dist.destroy_process_group()
-    # DTensor's caches keep the mesh, and with it gloo's threads (torch 2.13). Where one has yet to
-    # release a tensor as the interpreter ends, the process aborts: leave without ending it.
+    # DTensor's caches keep the mesh, and so gloo's threads (torch 2.13). If one has yet to release
+    # a tensor as the interpreter ends, the process aborts. So leave without ending it.
     sys.stdout.flush()
     os._exit(0)
 

@@ -11,7 +11,7 @@ from benchmarks.problems import OPERATIONS
 from benchmarks.results import Record, by_problem, of_kind
 from cupynorm._bench import Problem
 
-# Of problems whose limit takes less, GB/s say little: the launch is most of the time.
+# If a problem's limit takes less, GB/s say little: the launch is most of the time.
 SMALL_SECONDS = 10e-6
 NAMES = {"rms_norm": "RMSNorm", "layer_norm": "LayerNorm"}
 
@@ -19,8 +19,8 @@ NAMES = {"rms_norm": "RMSNorm", "layer_norm": "LayerNorm"}
 class Ratio(NamedTuple):
     """Our speed over the best peer's and over the limit's; above 1 is faster.
 
-    `as_called` is the first by calls as users make them, ours and those of the peer that is best at
-    that. `unmeasured` names the peers measured on other problems but not on this one.
+    `as_called` is the former for calls as users make them, ours and the best peer's in that
+    respect. `unmeasured` names the peers measured on other problems but not on this one.
     """
 
     problem: Problem
@@ -36,12 +36,12 @@ class Summary(NamedTuple):
 
     operation: str
     shapes: int
-    missing: list[Problem]  # those that cupynorm has no time of: wrong, failed, not reached
+    missing: list[Problem]  # cupynorm has no time of them: wrong, failed, not reached
     to_peer: float | None
     to_limit: float | None
     ahead: int  # shapes at least as fast as the best peer
     compared: int  # shapes with a peer
-    incomplete: int  # of these, shapes that some peer was not measured on
+    incomplete: int  # of these, shapes on which some peer was not measured
     worst: Ratio | None
     as_called: float | None  # to the best peer, by calls as users make them
     ahead_as_called: int
@@ -50,7 +50,7 @@ class Summary(NamedTuple):
 
 
 def ratios(measurements: Iterable[dict[str, Any]]) -> list[Ratio]:
-    """Return the ratios of each problem that cupynorm was timed on."""
+    """Return the ratios of each problem on which cupynorm was timed."""
     measurements = list(measurements)
     everywhere = _peers(measurements)
     found = []
@@ -144,7 +144,7 @@ def sentence(summary: Summary) -> str:
 
 
 def timed(summary: Summary) -> str:
-    """Return how many shapes cupynorm was timed on, and name those that it was not."""
+    """Return on how many shapes cupynorm was timed, and name the others."""
     count = f"{summary.shapes - len(summary.missing)} of {summary.shapes} shapes"
     if not summary.missing:
         return count
@@ -167,7 +167,7 @@ def digits(value: float) -> str:
 
 
 def short(commit: str) -> str:
-    """Return the start of a commit's name, and what is said beside it."""
+    """Return the start of a commit's name, and the remark that follows it."""
     name, space, more = commit.partition(" ")
     return name[:12] + space + more
 

@@ -20,11 +20,11 @@ __all__ = [
 
 
 def rotations(problem_bytes: int, cache_bytes: int) -> int:
-    """Return how many sets of arrays to take turns with; a large one evicts itself.
+    """Return how many sets of arrays take turns; a large one evicts itself.
 
-    Of a small one the addresses decide as well: 16 sets of 64 x 4096 took 4.8 to 5.4 us, each the
-    same time whenever it was measured (RMSNorm, bfloat16, H200). Rounds of runs so short have each
-    of 50 twice.
+    For a small one the addresses matter too: 16 sets of 64 x 4096 took 4.8 to 5.4 us, each the same
+    time whenever it was measured (RMSNorm, bfloat16, H200). Rounds of such short runs have each of
+    50 twice.
     """
     if problem_bytes > 4 * cache_bytes:
         return 1
@@ -47,8 +47,8 @@ def host_seconds(call: Callable[[], object], synchronize: Callable[[], object]) 
 def wall_clock(calls: Sequence[Callable[[], object]], wait: Callable[[Any], object]) -> Timing:
     """Return the time of a call in a queue of calls.
 
-    It includes the host's where that is longer, and the L2 is not flushed: the last resort, for a
-    library on streams of its own.
+    It includes the host's time where that is longer, and the L2 is not flushed. It is the last
+    resort, for a library with its own streams.
     """
     rounds = []
     for count in (5, 20, 20, 20):
@@ -67,11 +67,11 @@ def profiled(
     synchronize: Callable[[], object],
     launch: float = 0.0,
 ) -> Timing:
-    """Return `launch` and the time that a call's kernels run, as torch's profiler sees it.
+    """Return `launch` and the time that a call's kernels run, by torch's profiler.
 
-    The profiler sees the kernels of the whole process, on whatever stream, JAX's too. Each run
-    comes after a flush. Gaps between the kernels of a call are not counted, nor are its memsets, as
-    those of the flush have the same name. All rounds, of ten runs or one of each call, are one
+    The profiler sees the kernels of the whole process, on any stream, JAX's too. Each run comes
+    after a flush. Gaps between the kernels of a call do not count. Its memsets do not count either,
+    since the flush's have the same name. All rounds, of ten runs or one of each call, are one
     session, since starting one takes long.
     """
     import torch
@@ -99,10 +99,10 @@ def profiled(
 
 
 def launch_seconds(clock: Clock, launches: Sequence[Callable[[], object]]) -> float:
-    """Return what events around CUDA graphs measure beside the time that `profiled` has of them."""
+    """Return what events around CUDA graphs add to the time that `profiled` has of them."""
     import cupy
 
     synchronize = cupy.cuda.Device().synchronize
-    synchronize()  # what still runs would be in the profile
+    synchronize()  # unfinished work would be in the profile
     alone = profiled(launches, lambda _: None, clock.flush, synchronize)
     return clock.measure(launches).median - alone.median

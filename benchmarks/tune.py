@@ -1,11 +1,11 @@
 """A threshold between layouts, measured again: ``python -m benchmarks.tune KEY [KEY ...]``.
 
 Without a key it lists the rows of cupynorm/_layout/tuning_sm90.py: key, choice, recorded gain and
-the section of notes.md. With one, or the name of a table for all its rows, it times the choice and
-its candidates, of tuning_cases.py, on the GPU at hand: each is captured into CUDA graphs with the
-row's choice replaced, and the graphs are launched by turns, each after a flush of the L2, as
-benchmarks.turns does. A candidate that leaves a shape's layout as it is is not timed there. Without
-a GPU it prints what would be measured.
+the section of notes.md. With a key, or the name of a table for all its rows, it times the choice
+and the candidates of tuning_cases.py on the present GPU. Each is captured into CUDA graphs with the
+row's choice replaced. The graphs take turns, each after a flush of the L2, as in benchmarks.turns.
+A candidate that does not change a shape's layout is not timed there. Without a GPU it prints what
+it would measure.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ def problems_of(key: str) -> list[Problem]:
 
 
 def candidates(key: str) -> list[Any]:
-    """Return the choices to set beside each other, the row's own first."""
+    """Return the choices to compare, the row's own first."""
     return [ROWS[key].choice, *CASES[key][1]]
 
 
 @contextmanager
 def replaced(key: str, choice: Any) -> Iterator[None]:
-    """Have layouts chosen with another choice in a row; plans and calls are forgotten."""
+    """Have layouts chosen with another choice in a row. Plans and calls are forgotten."""
     row = ROWS[key]
     recorded = row.choice
     row.choice = choice
@@ -75,7 +75,7 @@ def _forget() -> None:
 
 
 def layout(problem: Problem, architecture: int = 90, multiprocessors: int = 132) -> Any:
-    """Return the layout that is chosen for a problem."""
+    """Return the chosen layout of a problem."""
     n, x, weight = problem.cols, problem.dtype, problem.weight_dtype
     bias = weight if problem.has_bias else None
     vector = next(v for v in (8, 4, 2, 1) if pack_length(x) % v == 0 and n % v == 0)
@@ -109,7 +109,7 @@ class Candidate(CuPyBackend):
 
 
 def differing(key: str, problem: Problem, *gpu: int) -> list[Any]:
-    """Return the candidates by which a problem has another layout than by the row's choice."""
+    """Return the candidates that give a problem another layout than the row's choice."""
     found, recorded = [], layout(problem, *gpu)
     for choice in CASES[key][1]:
         with replaced(key, choice):
@@ -136,20 +136,20 @@ def measured(key: str, problem: Problem, clock: Clock, rounds: int, gpu: Sequenc
 
 
 def listed(key: str) -> str:
-    """Return what a row says."""
+    """Return the text of a row."""
     row = ROWS[key]
     return f"{key} = {row.choice}  gain {row.gain}  notes.md#{row.note}"
 
 
 def would_measure(key: str) -> Iterator[str]:
-    """Yield what would be measured of a row, on sm_90."""
+    """Yield what would be measured for a row, on sm_90."""
     for problem in problems_of(key):
         choices = ", ".join(map(str, [ROWS[key].choice, *differing(key, problem)]))
         yield f"  {problem.operation} {label(problem)}: {choices}"
 
 
 def selected(names: Sequence[str]) -> list[str]:
-    """Return the keys of names of rows and tables; a ValueError names what is neither."""
+    """Return the keys of names of rows and tables; a ValueError names those that are neither."""
     found: dict[str, None] = {}
     for name in names:
         keys = [key for key in ROWS if name in (key, key.partition(".")[0])]

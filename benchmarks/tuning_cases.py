@@ -1,7 +1,7 @@
-"""Where the rows of cupynorm/_layout/tuning_sm90.py show, and what else each might be.
+"""Where the rows of cupynorm/_layout/tuning_sm90.py show, and the alternatives to each.
 
-A case is a pass with its dtypes of x and weight, the shapes, and the choices to time beside the
-row's own. tests/test_benchmark_tune.py holds that one of the shapes tells them apart.
+A case is a pass with its dtypes of x and weight, the shapes, and the choices to time against the
+row's own. tests/test_benchmark_tune.py checks that one of the shapes tells them apart.
 """
 
 from __future__ import annotations

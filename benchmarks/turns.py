@@ -1,14 +1,13 @@
-"""Kernels of several checkouts, timed by turns: ``python -m benchmarks.turns OLD NEW``.
+"""Kernels of several checkouts, timed in turns: ``python -m benchmarks.turns OLD NEW``.
 
-Processes of the same code differ by up to 5 % at some microseconds, more than most changes of a
-kernel are worth. So all checkouts, folders that have `cupynorm/` and `kernels/` in them, are
-imported into one process, called on the same arrays and captured into CUDA graphs, and the graphs
-are launched by turns, each after a flush of the L2. Printed are the times in microseconds, their
-speed over the first checkout's, and where outputs are not the same bit for bit; a backward pass has
-the statistics of its own checkout's forward pass. A checkout beside itself shows what is noise.
-`--backends` times other libraries beside them, which differ from run to run as processes do.
-Nothing is checked: for that there are `benchmarks.run` and the tests. Without `--shapes` it times
-the quick set.
+Processes of the same code differ by up to 5 % at some microseconds. Most changes of a kernel gain
+less. So one process imports all checkouts, which are folders with `cupynorm/` and `kernels/`. It
+calls them on the same arrays and captures the calls into CUDA graphs. The graphs take turns, each
+after a flush of the L2. It prints the times in microseconds, the speed over the first checkout's,
+and whose outputs differ in any bit. A backward pass has the statistics of its own checkout's
+forward pass. A checkout given twice shows the noise. `--backends` times other libraries too. They
+differ from run to run, as processes do. Nothing is checked: `benchmarks.run` and the tests do that.
+Without `--shapes` it times the quick set.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ LAUNCHES = 4  # of a checkout in a turn
 
 
 class Checkout(CuPyBackend):
-    """The cupynorm of a folder, imported beside others of the same name."""
+    """The cupynorm of a folder, imported along with others of the same name."""
 
     kind = "ours"
 
@@ -55,7 +54,7 @@ class Checkout(CuPyBackend):
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """Have imports find this cupynorm, those inside of functions as well."""
+        """Have imports find this cupynorm, those inside of functions too."""
         others = _taken_out()
         sys.modules.update(self._modules)
         sys.path.insert(0, str(self.root))
@@ -75,7 +74,7 @@ class Checkout(CuPyBackend):
 
 
 def _taken_out() -> dict[str, ModuleType]:
-    """Take cupynorm out of the modules that are imported, and return what it was."""
+    """Take cupynorm out of the imported modules, and return it."""
     names = [name for name in sys.modules if name.partition(".")[0] == PACKAGE]
     return {name: sys.modules.pop(name) for name in names}
 
@@ -85,10 +84,10 @@ def typical_times(
 ) -> list[float]:
     """Return the time of each checkout's launches, which take turns in both directions.
 
-    The first round warms up, and so does the first launch of a turn: the one before is another's.
-    Each turn goes on with the set of arrays after the last one counted, so that 17 rounds have each
-    of 50. The time is the mean of the middle half: events come in steps of up to 0.2 us (H200),
-    which a median would be rounded to.
+    The first round warms up. So does the first launch of a turn, since the one before is another's.
+    Each turn goes on with the next set of arrays after the last one counted, so that 17 rounds have
+    each of 50. The time is the mean of the middle half. Events come in steps of up to 0.2 us
+    (H200), and a median would be rounded to those.
     """
     times: list[list[float]] = [[] for _ in launches]
     for turn in range(rounds + 1):
@@ -116,7 +115,7 @@ def time(
 ) -> tuple[list[float], list[bool]]:
     """Return the times, the first checkout's first, and which of the others have its bits.
 
-    Other libraries, whose bits are their own, count as alike.
+    Other libraries have their own bits, and count as alike.
     """
     sets = [
         _bench.inputs(problem, seed, xp)

@@ -1,4 +1,4 @@
-"""``python -m cupynorm``: what this machine offers, then each norm run, checked and timed.
+"""``python -m cupynorm``: what this machine has, then each norm run, checked and timed.
 
 ``python -m cupynorm bench`` times them against the limit that the memory sets, over some shapes.
 ``python -m cupynorm --version`` prints the version alone.
@@ -44,7 +44,7 @@ CPU_PROBLEMS = (Problem(512, 768, FLOAT16, FLOAT16), Problem(256, 4096, BFLOAT16
 
 @dataclass(frozen=True)
 class Machine:
-    """How arrays are moved to the device and back, and how a call is timed there."""
+    """How arrays move to the device and back, and how a call is timed there."""
 
     put: Callable[[Any], Any]
     get: Callable[[Any], Any]
@@ -155,7 +155,7 @@ def report(norm: Norm, problem: Problem, outcome: Outcome) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the report; return 0 where every result is right, else 1."""
+    """Print the report; return 0 if every result is right, else 1."""
     parser = argparse.ArgumentParser(
         prog="python -m cupynorm",
         description="Show what this machine offers, then run, check and time each norm's passes.",

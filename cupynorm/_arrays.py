@@ -1,7 +1,7 @@
 """Arrays of any framework as NumPy or CuPy arrays, and back; and an array as rows.
 
 NumPy and CuPy arrays are taken as they are. Any other array comes and goes by DLPack, without a
-copy; DLPack also orders the streams: the producer makes CuPy's current stream wait for the array,
+copy. DLPack also orders the streams: the producer makes CuPy's current stream wait for the array,
 and CuPy makes the consumer's stream wait for the result.
 """
 
@@ -41,7 +41,7 @@ _DLPACK_CPU, _DLPACK_CUDA, _DLPACK_CUDA_HOST, _DLPACK_CUDA_MANAGED = 1, 2, 3, 13
 
 
 class Family:
-    """The arrays that may stand together in one call: those of one framework."""
+    """The arrays that one call may mix: those of one framework."""
 
     def __init__(self, array_type: type, label: str, *, is_cupy: bool = False) -> None:
         self.array_type = array_type
@@ -49,9 +49,9 @@ class Family:
         self.is_cupy = is_cupy
 
     def with_device_of(self, array: Any) -> Family:
-        """Return the family of one call, whose arrays are to be where its first one is.
+        """Return the family of one call, whose arrays must be where its first one is.
 
-        As DLPack and NumPy have it, there is one CPU; JAX may have several CPU devices.
+        DLPack and NumPy know one CPU. JAX may have several CPU devices.
         """
         return self
 
@@ -60,15 +60,15 @@ class Family:
     ) -> Any:
         """Return an argument as a NumPy or CuPy array that shares its memory.
 
-        A torch tensor that is a negated view is copied, as its memory has the other sign, and so is
-        one of zeros that has no memory.
-        A dtype out of `dtypes` may be refused here, where the array would not come through.
+        A torch tensor that is a negated view is copied, since its memory has the other sign. A
+        tensor of zeros without memory is copied too. A dtype outside `dtypes` may be refused here,
+        if the array could not be converted.
         """
         self.check_type(name, array)
         return array
 
     def check_type(self, name: str, array: Any, besides: str = "") -> None:
-        """Raise TypeError for what is no array of the framework; `besides`: what else it may be."""
+        """Raise TypeError unless it is an array of the framework, or `besides`, in words."""
         if not isinstance(array, self.array_type):
             raise TypeError(
                 f"{name} must be {besides}a {self.label}, as the other arrays of the call are; "
@@ -78,18 +78,18 @@ class Family:
             check_no_mask(name, array)
 
     def check_holds(self, name: str, dtype: np.dtype[Any]) -> None:
-        """Raise TypeError if the framework, as it is configured, makes no arrays of a dtype."""
+        """Raise TypeError if the framework, as it is configured, has no arrays of a dtype."""
 
     def give(self, array: Any) -> Any:
         """Return a result as an array of the framework."""
         return array
 
     def give_present(self, array: Any) -> Any:
-        """Return a result, or None where there is none."""
+        """Return a result, or None if there is none."""
         return None if array is None else self.give(array)
 
     def give_back(self, target: Any, array: Any) -> Any:
-        """Return an output that the caller gave, now written through `array`."""
+        """Return an output that the caller gave and `array` has written."""
         return target
 
 
@@ -99,7 +99,7 @@ class _DLPackFamily(Family):
         self.namespace = namespace
         self.immutable = namespace.__name__ == "jax.numpy"
         self.is_torch = namespace.__name__ == "torch"
-        self.device: Any = None  # of a call's arrays, if they are JAX's
+        self.device: Any = None  # where a call's arrays are, if they are JAX's
 
     def with_device_of(self, array: Any) -> Family:
         if not self.immutable:
@@ -127,14 +127,14 @@ class _DLPackFamily(Family):
                 raise  # a fault of the GPU, not of the argument
             raise TypeError(f"{name} must be readable in place by DLPack: {error}") from error
         self.check_holds(f"{name}.dtype", taken.dtype)
-        # Of JAX's on the CPU; what is not committed to its device JAX would move.
+        # JAX has several CPU devices. It moves an array that is not committed to one.
         elsewhere = self.device is not None and array.device != self.device
         if is_numpy(taken) and elsewhere and array.committed:
             raise ValueError(f"{name} must be on x's device, {self.device}; got {array.device}")
         return taken
 
     def _without_autograd(self, name: str, tensor: Any, *, output: bool) -> Any:
-        """Return a torch tensor without what the numbers in its memory do not say."""
+        """Return a torch tensor that is no more than the numbers in its memory."""
         torch = self.namespace
         other = self._other_than_plain(tensor)
         if other is not None:
@@ -155,28 +155,28 @@ class _DLPackFamily(Family):
                 f"{name} has a tangent, which would be lost here: forward mode is not there, pass "
                 f"{name}.detach()"
             )
-        # As of the imaginary part of a conjugate: DLPack hands out what is not negated.
+        # The imaginary part of a conjugate is one. DLPack hands out what is not negated.
         if tensor.is_neg():
             if output:
                 raise TypeError(f"{name} must not be a view that negates, got one: is_neg()")
             tensor = tensor.resolve_neg()
-        if tensor._is_zerotensor() and not output:  # which has no memory
+        if tensor._is_zerotensor() and not output:  # it has no memory
             tensor = tensor.clone()
-        # Within torch.func.grad, what is detached belongs to the transform.
+        # Within torch.func.grad, a detached tensor belongs to the transform.
         return tensor.detach() if tensor.requires_grad else tensor
 
     def _other_than_plain(self, tensor: Any) -> str | None:
-        """Say what a torch tensor is whose memory is not all that there is to know of it."""
+        """Name the kind of a torch tensor that is more than its memory, or return None."""
         torch = self.namespace
-        # First, as torch.compile takes what follows for a program. Others may compile beside this.
+        # This comes first: torch.compile would trace the rest. Other threads may be compiling.
         if torch.compiler.is_dynamo_compiling():
             return "one that is being compiled"
-        # As of a DTensor or a FakeTensor, whose memory is not what its shape says.
+        # The memory of a DTensor or a FakeTensor is not what its shape says.
         if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
             return f"a {type(tensor).__qualname__}"
         if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             return "one of a transform, such as torch.func.vmap"
-        # A trace, of torch.jit or make_fx, would have the result for a constant.
+        # A trace by torch.jit or make_fx would record the result as a constant.
         proxy = torch._C._TorchDispatchModeKey.PROXY
         if (
             torch._C._is_tracing()
@@ -195,8 +195,8 @@ class _DLPackFamily(Family):
     def _import(self, name: str, array: Any) -> Any:
         device_type, device = array.__dlpack_device__()
         if self.is_torch and array.numel() and not array.data_ptr():
-            raise ValueError("it has no memory, its storage was freed")  # NumPy would take any
-        if device_type in (_DLPACK_CPU, _DLPACK_CUDA_HOST):  # the host's, pinned or not
+            raise ValueError("it has no memory, its storage was freed")  # NumPy takes any
+        if device_type in (_DLPACK_CPU, _DLPACK_CUDA_HOST):  # of the host, pinned or not
             if str(array.dtype).rpartition(".")[2] != "bfloat16":
                 return np.from_dlpack(array)
             # NumPy's DLPack knows no bfloat16.
@@ -219,12 +219,12 @@ class _DLPackFamily(Family):
         else:
             given = self.namespace.from_dlpack(array, **options)
         if self.immutable:
-            given.block_until_ready()  # JAX's client waits for ever at exit for what is under way
+            given.block_until_ready()  # at exit JAX's client waits for ever for pending work
         return given
 
     def give_back(self, target: Any, array: Any) -> Any:
         if self.is_torch:
-            # What autograd has saved of it is no longer that.
+            # What autograd saved of it has changed.
             self.namespace.autograd.graph.increment_version(target)
         if not is_numpy(array):
             self.namespace.from_dlpack(array)  # makes the framework's stream wait for the launch
@@ -236,7 +236,7 @@ def _type_name(array: Any) -> str:
 
 
 def family_of(name: str, array: Any) -> Family:
-    """Return the family that the array belongs to, which the call's other arrays must share."""
+    """Return the array's family. The call's other arrays must share it."""
     kind = type(array)
     if kind not in _families:
         _families[kind] = _family_of_type(kind)
@@ -261,7 +261,7 @@ def _family_of_type(array_type: type[Any]) -> Family | None:
         return Family(cupy.ndarray, "CuPy array", is_cupy=True)
     if not hasattr(array_type, "__dlpack__") or not hasattr(array_type, "__dlpack_device__"):
         return None
-    # The class that brings __dlpack__: torch.Tensor for a torch.nn.Parameter or a user's subclass.
+    # This is the class that defines __dlpack__: torch.Tensor for a Parameter or a user's subclass.
     base = next(c for c in reversed(array_type.__mro__) if hasattr(c, "__dlpack__"))
     root = base.__module__.split(".")[0]
     # JAX's arrays live in jaxlib, their functions in jax.numpy.
@@ -272,13 +272,13 @@ def _family_of_type(array_type: type[Any]) -> Family | None:
 
 
 def check_no_mask(name: str, array: Any) -> None:
-    """Raise TypeError for a NumPy array with a mask; numpy.ma need not be imported."""
+    """Raise TypeError for a NumPy array with a mask. This does not import numpy.ma."""
     if hasattr(array, "mask"):
         raise TypeError(f"{name} must have no mask, which would be lost: pass {name}.filled()")
 
 
 def to_numpy(name: str | None) -> np.dtype[Any]:
-    """Return the dtype of one of the names that specs have."""
+    """Return the dtype for one of the names in specs."""
     dtype: np.dtype[Any] = _OF_NAMES[name or ""]
     return dtype
 
@@ -289,20 +289,20 @@ def is_numpy(array: Any) -> bool:
 
 
 def device_of(array: Any) -> str:
-    """Name the device that a NumPy or CuPy array is on."""
+    """Name the device of a NumPy or CuPy array."""
     return "cpu" if is_numpy(array) else f"cuda:{array.device.id}"
 
 
 def address_of(array: Any) -> int:
-    """Return where a NumPy or CuPy array begins."""
+    """Return the address of a NumPy or CuPy array."""
     return int(array.ctypes.data if is_numpy(array) else array.data.ptr)
 
 
 def row_stride(shape: Sequence[int], strides: Sequence[int], itemsize: int, k: int) -> int | None:
     """Return the distance in elements between rows of the last k axes.
 
-    None where the array has no such distance: the leading axes do not collapse to one stride, or
-    the normalized axes are not contiguous, or a stride is not a whole number of elements.
+    None if the array has no such distance: the leading axes do not collapse to one stride, the
+    normalized axes are not contiguous, or a stride is not a whole number of elements.
 
     Examples
     --------

@@ -1,6 +1,6 @@
-"""What is timed, and how: a pass over drawn arrays, the limit that the memory sets, a clock.
+"""A pass over random arrays, the limit that the memory sets, and a clock.
 
-For ``python -m cupynorm bench`` and for the benchmark in benchmarks/ of the repository.
+``python -m cupynorm bench`` and the repository's benchmarks/ use these.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ DTYPES = {
     "float32": np.dtype(np.float32),
     "float64": np.dtype(np.float64),
 }
-ALL_ONES = 0xFF  # bytes that are NaN in every dtype, and no value that a norm returns
+ALL_ONES = 0xFF  # bytes that are NaN in every dtype; no norm returns them
 EPS = {"rms_norm": 1e-6, "layer_norm": 1e-5}
 
 
@@ -60,12 +60,12 @@ class Problem:
 
     @property
     def has_bias(self) -> bool:
-        """RMSNorm has none, as in the models that use it."""
+        """RMSNorm has none, like the models that use it."""
         return self.norm == "layer_norm"
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """Name what the pass returns."""
+        """Name the results of the pass."""
         if self.direction == "forward":
             return ("y",)
         return ("dx", "dweight", "dbias") if self.has_bias else ("dx", "dweight")
@@ -102,7 +102,7 @@ class Timing:
         )
 
 
-# Both go through the memory alike, so that an SM most likely demotes the lines that it read: each
+# Both kernels walk the memory alike, so that an SM most likely demotes the lines that it read. Each
 # half of the GPU may have its own copy of a line in the L2.
 FLUSH = r"""
 extern "C" __global__ void flush_read(uint4* memory, long long bytes) {
@@ -140,7 +140,7 @@ class Clock:
     ROUND_SECONDS = 0.02
     WARMUP_RUNS = 3
     MOST_QUEUED_RUNS = 4
-    FLUSHES = ("Memset", "flush_read", "flush_demote")  # the profiler's names begin so
+    FLUSHES = ("Memset", "flush_read", "flush_demote")  # the profiler's names begin with these
 
     def __init__(self) -> None:
         import cupy
@@ -156,15 +156,15 @@ class Clock:
             self._demoting = [module.get_function(name) for name in self.FLUSHES[1:]]
 
     def flush(self) -> None:
-        """Drive everything out of the L2 cache; it is left full of ordinary lines just written.
+        """Drive everything out of the L2 cache, and leave it full of ordinary lines just written.
 
-        Writing alone does not displace lines that were loaded with `evict_last`, as Triton's and
-        some of our kernels load: torch.compile's RMSNorm of 512 x 4096 in bfloat16 then finds its
-        own and takes 6.8 us, 7.5 without them (H200). So unrelated memory is read that way first,
-        from compute capability 8.0 on, and its lines are made ordinary again: among such lines
-        that kernel would take 8.0 us.
+        Writing alone does not displace lines that were loaded with `evict_last`. Triton's kernels
+        and some of ours load so. torch.compile's RMSNorm of 512 x 4096 in bfloat16 then finds its
+        own lines and takes 6.8 us, 7.5 without them (H200). So from compute capability 8.0 on
+        unrelated memory is first read that way. Then its lines are made ordinary again, since that
+        kernel would take 8.0 us among the others.
 
-        It also keeps the GPU busy for 50 us or more, while the host prepares what is timed: only
+        It also keeps the GPU busy for 50 us or more, while the host prepares the timed work. Only
         host time beyond that counts.
         """
         for kernel in self._demoting:
@@ -177,12 +177,12 @@ class Clock:
         runs: int,
         resets: Sequence[Callable[[], object] | None] = (),
     ) -> list[float]:
-        """Return the time of each run; runs take turns through `calls`, each on its own data.
+        """Return the time of each run. Runs take turns through `calls`, each on its own data.
 
         `resets`, none or one a call, are made before the call and not timed.
 
-        Few runs are queued at a time: a CUDA graph begins later, the more launches of it wait in
-        the queue. RMSNorm of 1 x 1024 takes 3.9 us with up to 4 runs, 4.5 with 8, 5.0 with 64
+        Only a few runs are queued at a time. A CUDA graph begins later the more launches of it wait
+        in the queue. RMSNorm of 1 x 1024 takes 3.9 us with up to 4 runs, 4.5 with 8, 5.0 with 64
         (bfloat16, H200).
         """
         import cupy
@@ -215,7 +215,7 @@ class Clock:
 
 
 def narrowed(array: Any, dtype: str) -> Any:
-    """Round a float32 or float64 array to a dtype, bfloat16 by its bits: CuPy may lack the cast."""
+    """Round a float32 or float64 array to a dtype, bfloat16 by bits: CuPy may lack the cast."""
     if dtype != "bfloat16":
         return array.astype(DTYPES[dtype])
     bits = array.astype(np.float32).view(np.uint32)
@@ -225,8 +225,8 @@ def narrowed(array: Any, dtype: str) -> Any:
 def inputs(problem: Problem, seed: int, xp: Any) -> dict[str, Any]:
     """Draw x, dy, weight and bias by the generator of NumPy or CuPy, xp.
 
-    The weight and the bias are values that every dtype holds exactly, so that a library that needs
-    them in another dtype than the problem's still computes the same function.
+    Every dtype holds the values of weight and bias exactly. So a library that needs them in another
+    dtype than the problem's still computes the same function.
     """
     rng = xp.random.default_rng(seed)
     draw = np.float64 if problem.dtype == "float64" else np.float32
@@ -252,7 +252,7 @@ def inputs(problem: Problem, seed: int, xp: Any) -> dict[str, Any]:
 
 
 def poison(arrays: dict[str, Any]) -> None:
-    """Let CuPy's pool hand out NaN where outputs like these arrays are allocated next."""
+    """Have CuPy's pool return NaN for outputs like these arrays that are allocated next."""
     import cupy
 
     blocks = [cupy.empty_like(array) for array in arrays.values()]
@@ -261,10 +261,10 @@ def poison(arrays: dict[str, Any]) -> None:
 
 
 def limit(problem: Problem, arrays: dict[str, Any]) -> Callable[[], object]:
-    """Return what moves the matrices at the memory's speed: a copy, or a sum of two into a third.
+    """Return the work that moves the matrices at the memory's speed: a copy, or a sum of two.
 
-    The sum is of the widest numbers, whatever is in them, that the matrices consist of: CuPy moves
-    one number an access.
+    The sum is of the widest numbers that the matrices consist of, whatever is in them: CuPy moves
+    one number in each access.
     """
     import cupy
 

@@ -1,8 +1,8 @@
-"""Time each norm beside the limit that the memory sets: a copy, or a sum of two arrays.
+"""Time each norm against the limit that the memory sets: a copy, or a sum of two arrays.
 
-It needs CuPy alone, and times calls as users make them, once a result is right. The benchmark in
-benchmarks/ of the repository, which adds other libraries and the time of the kernels alone, checks
-by the same tolerances and measures by the same bytes, data and clock.
+It needs CuPy alone. It times calls as users make them, once a result is right. The benchmark in
+benchmarks/ of the repository adds other libraries and the time of the kernels alone. It has the
+same tolerances, bytes, data and clock.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def measure(problem: Problem, clock: Clock) -> tuple[float, float] | str:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Print GB/s of each norm, of the limit, and their ratio; return 1 if a result is not right."""
+    """Print GB/s of each norm, of the limit, and their ratio; return 1 if a result is wrong."""
     clock = Clock()
     print("GB/s of the bytes that must move; the limit is a copy, or a sum of two arrays. Calls as")
     print("users make them, each checked against float64 before.\n")

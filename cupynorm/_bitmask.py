@@ -19,10 +19,10 @@ __all__ = ["pack", "pack_bitmask", "unpack", "unpack_bitmask"]
 def pack_bitmask(mask: Any) -> Any:
     """Pack booleans into bits, eight to a byte, along the last axis.
 
-    Element ``8 * j + b`` of a row is bit b of its byte j, bit 0 being the least significant; the
-    spare bits of the last byte are 0. That is what `rms_norm_forward` and `layer_norm_forward`
-    return, and what their backward functions take, as ``bitmask``; where several axes are
-    normalized, a row is all of them in C order.
+    Element ``8 * j + b`` of a row is bit b of its byte j. Bit 0 is the least significant. The spare
+    bits of the last byte are 0. `rms_norm_forward` and `layer_norm_forward` return such a
+    ``bitmask``, and their backward functions take it. If several axes are normalized, a row is all
+    of them in C order.
 
     Parameters
     ----------
@@ -37,7 +37,7 @@ def pack_bitmask(mask: Any) -> Any:
     Raises
     ------
     TypeError
-        If mask is no array, or not of bool.
+        If mask is not an array, or not of bool.
     ValueError
         If mask has no axis.
 
@@ -65,7 +65,7 @@ def unpack_bitmask(bitmask: Any, n: int) -> Any:
     Parameters
     ----------
     bitmask : array of uint8, shape (..., ceil(n / 8))
-        A NumPy, CuPy or DLPack array; the spare bits of a row's last byte are ignored.
+        A NumPy, CuPy or DLPack array. The spare bits of a row's last byte are ignored.
     n : int
         Elements of a row: the product of the normalized axes.
 
@@ -77,9 +77,9 @@ def unpack_bitmask(bitmask: Any, n: int) -> Any:
     Raises
     ------
     TypeError
-        If bitmask is no array, or not of uint8; if n is no int.
+        If bitmask is not an array, or not of uint8. If n is not an int.
     ValueError
-        If bitmask has no axis, or its last is not ``ceil(n / 8)`` long; if n is negative.
+        If bitmask has no axis, or its last is not ``ceil(n / 8)`` long. If n is negative.
 
     Examples
     --------
@@ -109,10 +109,10 @@ def unpack_bitmask(bitmask: Any, n: int) -> Any:
 
 
 def pack(mask: Any) -> Any:
-    """Pack along the last axis an array of NumPy or CuPy."""
+    """Pack an array of NumPy or CuPy along the last axis."""
     *kept, n = mask.shape
     if _arrays.is_numpy(mask):
-        # As two axes, of which NumPy packs no more than 32.
+        # As two axes: NumPy packs at most 32.
         packed = np.packbits(mask.reshape(math.prod(kept), n), axis=1, bitorder="little")
         return packed.reshape(*kept, bitmask_bytes(n))
     import cupy
@@ -122,7 +122,7 @@ def pack(mask: Any) -> Any:
 
 
 def unpack(bitmask: Any, n: int) -> Any:
-    """Unpack n bits along the last axis of an array of NumPy or CuPy."""
+    """Unpack n bits of an array of NumPy or CuPy along the last axis."""
     *kept, n_bytes = bitmask.shape
     if _arrays.is_numpy(bitmask):
         rows = bitmask.reshape(math.prod(kept), n_bytes)
@@ -134,7 +134,7 @@ def unpack(bitmask: Any, n: int) -> Any:
     return _kernels()[1](bitmask, n, bitmask_bytes(n), mask)
 
 
-# What both kernels begin with: the first element of byte i, and how many it has.
+# Both kernels begin with this: the first element of byte i, and how many it has.
 _BYTE = """
     const long long column = i % n_bytes * 8;
     const long long first = i / n_bytes * n + column;
@@ -144,9 +144,9 @@ _BYTE = """
 
 @functools.cache
 def _kernels() -> tuple[Any, Any]:
-    """Return CuPy's kernels that pack and unpack, a thread a byte.
+    """Return CuPy's kernels that pack and unpack, with a thread for each byte.
 
-    CuPy's own packbits and unpackbits know no axis; pack's counts in 32 bits.
+    CuPy's own packbits and unpackbits know no axis, and packbits counts in 32 bits.
     """
     import cupy
 

@@ -1,5 +1,6 @@
-"""Validation of the arguments of the public functions: errors name the argument, what came and
-what was expected, before anything is allocated or written.
+"""Validation of the arguments of the public functions.
+
+Errors name the argument, what came and what was expected, before anything is allocated or written.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ _REAL = numbers.Real, BFLOAT16.type
 def trailing_axes(
     x_ndim: int, axis: int | Sequence[int] | None, weight: Any = None, bias: Any = None
 ) -> int:
-    """Return how many trailing axes of x are normalized; bias may be True or False."""
+    """Return how many trailing axes of x are normalized. bias may be True or False."""
     if axis is None:
         if x_ndim == 0:
             raise ValueError("x must have at least one axis, got a 0-dimensional array")
@@ -71,7 +72,7 @@ def trailing_axes(
     ):
         raise TypeError(f"axis must be an int, a tuple of ints or None, got {axis!r}")
     places = [int(a) + x_ndim if a < 0 else int(a) for a in axes]
-    # Neither by sorting nor by `in`: torch.compile can do neither where an axis varies.
+    # torch.compile can neither sort nor use `in` if an axis varies.
     last = range(x_ndim - len(axes), x_ndim)
     trailing = all(any(place == wanted for place in places) for wanted in last)
     if not 1 <= len(axes) <= x_ndim or not trailing:
@@ -83,7 +84,7 @@ def trailing_axes(
 
 
 def _readings(name: str, shape: tuple[int, ...], x_ndim: int) -> str:
-    """Say what a weight or bias may mean that has several axes, and what to pass for it."""
+    """Say what a weight or bias of several axes may mean, and what to pass for it."""
     count = len(shape)
     if count > 1 and set(shape[:-1]) == {1}:
         return f": pass axis=-1, or {name}.reshape(-1)"
@@ -125,7 +126,7 @@ class Asked(NamedTuple):
 
 
 class AskedBackward(NamedTuple):
-    """Those of a backward call. Where the bias is an array, that is the argument `like`."""
+    """The options of a backward call. If the bias is an array, it is the argument `like`."""
 
     norm: Norm
     axis: Any
@@ -136,9 +137,9 @@ class AskedBackward(NamedTuple):
 
 
 def check_forward(arrays: dict[str, Any], asked: Asked) -> tuple[ForwardSpec, Options]:
-    """Check a forward pass, of arrays by name; return what is to be compiled, and how it is called.
+    """Check the arrays of a forward pass by name; return what to compile, and how to call it.
 
-    There may be no outputs among the arrays.
+    The outputs may be missing.
     """
     x, residual = arrays["x"], arrays["residual"]
     y, total = arrays.get("y"), arrays.get("residual_out")
@@ -172,9 +173,9 @@ def check_forward(arrays: dict[str, Any], asked: Asked) -> tuple[ForwardSpec, Op
 def _check_output(
     name: str, dtype_name: str, out: Any, x: Any, k: int, asked: Any, like: Any
 ) -> str:
-    """Check an output of x's shape, if it is given; return its dtype, by default another array's.
+    """Check an output of x's shape, if it is given; return its dtype.
 
-    It may be asked for.
+    The dtype is by default another array's, and may be asked for.
     """
     dtype = like.dtype if asked is None else to_dtype(dtype_name, asked)
     if out is not None:
@@ -193,7 +194,7 @@ def _names_of(arrays: dict[str, Any], names: Iterable[str]) -> dict[str, str | N
 def check_numbers(compute: np.dtype[Any], eps: Any, relu: Any) -> tuple[float, float] | None:
     """Check eps and the bounds of relu; return these, rounded to the compute dtype.
 
-    A bound of -0.0 becomes 0.0: what is remembered by the bounds cannot tell them apart.
+    A bound of -0.0 becomes 0.0, since a call is remembered by its bounds and the two are equal.
     """
     number = to_eps(eps)
     if not 0 <= number < math.inf:
@@ -212,7 +213,7 @@ def check_numbers(compute: np.dtype[Any], eps: Any, relu: Any) -> tuple[float, f
 
 
 def to_eps(eps: Any) -> float:
-    """Return eps as a float; -0.0 becomes 0.0, from which a row of zeros has rstd = inf."""
+    """Return eps as a float. -0.0 becomes 0.0, which gives a row of zeros rstd = inf."""
     if not isinstance(eps, _REAL) or isinstance(eps, bool):
         raise TypeError(f"eps must be a real number, got {eps!r}")
     return _to_float(eps) + 0.0
@@ -264,7 +265,7 @@ def check_backward(arrays: dict[str, Any], asked: AskedBackward) -> tuple[Backwa
 
 
 def _check_operands(arrays: dict[str, Any], asked: Asked | AskedBackward) -> int:
-    """Check x, weight and bias, if they are given; return how many axes are normalized."""
+    """Check x, weight and bias, if given; return how many axes are normalized."""
     x, weight = arrays["x"], arrays["weight"]
     bias = arrays["bias"] if "bias" in arrays else arrays["like"]
     to_dtype("x.dtype", x.dtype)
@@ -357,14 +358,14 @@ def _overlaps_itself(array: Any) -> bool:
     if array.size == 0:
         return False
     axes = [(abs(step), n) for n, step in zip(array.shape, array.strides, strict=True) if n > 1]
-    reach = array.itemsize  # of what the axes of smaller strides cover
+    reach = array.itemsize  # what the axes of smaller strides cover
     for step, n in sorted(axes):
         if step < reach:
             break
         reach += step * (n - 1)
     else:
         return False
-    # Axes may interleave all the same.
+    # Axes may interleave without overlap.
     places = np.zeros(1, np.int64)
     for step, n in axes:
         places = np.add.outer(places, step * np.arange(n)).ravel()

@@ -1,9 +1,9 @@
 """From spec and config to a loaded kernel.
 
-An instantiation names one kernel of `kernels/` with the operation and the layout that it is for.
-Its source is assembled with the includes pasted in, and the two as short C++ behind them: CuPy's
-disk cache keys on the source text, so an edited header is a new key. Each is one RawModule,
-compiled when first needed for the present device and shared by all threads.
+An instantiation names one kernel of `kernels/`, with its operation and its layout. Its source is
+the kernel with all includes pasted in, and those two after it as short C++. CuPy's disk cache keys
+on the source text, so an edited header gives a new key. Each instantiation is one RawModule. It is
+compiled when the present device first needs it, and all threads share it.
 """
 
 from __future__ import annotations
@@ -58,18 +58,18 @@ __all__ = [
     "source",
 ]
 
-# A contraction chosen by the compiler could differ between instantiations, and with it the bits of
-# a row: the kernels say themselves where a multiply-add is fused.
+# If the compiler chose contractions, they could differ between instantiations, and so could the
+# bits of a row. The kernels say where a multiply-add is fused.
 OPTIONS = ("-std=c++17", "--fmad=false")
 
 
-# Of a struct, each member's name and value, or its type where that is a str.
+# The members of a struct: each one's name and value, or its type if that is a str.
 Members = tuple[tuple[str, str | bool | int], ...]
 
 _FORWARD = ("n_rows", "n_cols", "inv_n", "eps", "lower", "upper", *FORWARD.operands)
 _BACKWARD = ("n_rows", "n_cols", "inv_n", *BACKWARD.operands)
 
-# The structs of arguments of kernels/operation.cuh, by the names of their members.
+# The structs of arguments in kernels/operation.cuh, by the names of their members.
 ARGUMENTS = {
     "ForwardArguments": _FORWARD,
     "ForwardPipelinedArguments": (*_FORWARD, "count"),
@@ -99,8 +99,9 @@ def arguments_of(struct: str, x: str) -> tuple[tuple[str, str], ...]:
 class Instantiation:
     """A kernel of `kernels/` for an operation and a layout, and how it is launched.
 
-    `op` and `layout` are the members of the structs that are its template arguments, `arguments`
-    those of the struct that it is passed: for these and the others see `_driver.Kernel`.
+    `op` and `layout` are the members of the two structs that are its template arguments.
+    `arguments` are those of the struct that it takes. `_driver.Kernel` explains these and the
+    others.
     """
 
     file: str
@@ -119,7 +120,7 @@ class Instantiation:
         return f"{self.name}<{members}>"
 
     def expression(self, suffix: str = "") -> str:
-        """Return what names it in C++, by structs whose names have a suffix."""
+        """Return the kernel's name in C++, if the structs' names have a suffix."""
         return f"{self.name}<Op{suffix}, Layout{suffix}>"
 
     def structs(self, suffix: str = "") -> str:
@@ -147,14 +148,14 @@ def _struct(name: str, members: Members) -> str:
 
 
 def _op(options: dict[str, str | bool], **dtypes: str | None) -> Members:
-    """Return the members of an Op: the dtypes by the names of their types, and the options."""
+    """Return the members of an Op: the options, and the dtypes by the names of their types."""
     return (*((name, CPP_TYPES[dtype]) for name, dtype in dtypes.items()), *options.items())
 
 
 def _layout(config: Any, only: Iterable[str] = ()) -> Members:
-    """Return the members of a Layout, a configuration's fields or some of them: kVector of vector.
+    """Return the members of a Layout: a configuration's fields, or some; kVector for vector.
 
-    A field that is neither a number nor a flag is none of the kernel's.
+    A field that is neither a number nor a flag is left out.
     """
     names = only or [field.name for field in dataclasses.fields(config)]
     values = ((name, getattr(config, name)) for name in names)
@@ -205,7 +206,7 @@ def backward_instantiations(
 ) -> tuple[Instantiation, ...]:
     """Return the kernels of a backward pass in the order of their launches.
 
-    The last one sums the partials, where there are any.
+    The last one sums the partials, if there are any.
     """
     compute = compute_dtype(spec.x)
 
@@ -241,7 +242,7 @@ def backward_instantiations(
         )
         if config.column_threads and spec.norm == "layer_norm":
             of_columns = dataclasses.replace(config, block_threads=config.column_threads)
-            # What is around zero in the weight does not show in its gradient.
+            # A weight's gradient is the same if it is stored around zero.
             without_weight = (m for m in of_gradients if m[0] != "kZeroCentered")
             columns = Instantiation(
                 "backward_in_registers.cu",
@@ -324,7 +325,7 @@ _INCLUDE = re.compile(r'^#include "([\w.]+)"\n', re.MULTILINE)
 
 @cache
 def kernels_directory() -> Path:
-    """Return the directory of the CUDA sources: in the package, or beside it in a checkout."""
+    """Return the directory of the CUDA sources: in the package, or next to it in a checkout."""
     here = Path(__file__).resolve().parent
     for directory in (here / "kernels", here.parent / "kernels"):
         if (directory / "forward_in_registers.cu").is_file():
@@ -337,7 +338,7 @@ def kernels_directory() -> Path:
 
 @cache
 def source(file: str) -> str:
-    """Return a file of `kernels/` with every include replaced, once, by the included text."""
+    """Return a file of `kernels/` with the first include of each file replaced by its text."""
     pasted: set[str] = set()
 
     def paste(name: str) -> str:
@@ -356,13 +357,13 @@ _locks: dict[Instantiation, threading.Lock] = {}
 
 
 def load(kernel: Instantiation, device: int) -> _driver.Kernel:
-    """Return the kernel on `device`, the current one, ready to launch; compile it at need.
+    """Return the kernel on `device`, the current one, ready to launch; compile it if needed.
 
     Raises
     ------
     RuntimeError
-        If it is not loaded and the current stream is being captured into a CUDA graph, which
-        loading would invalidate; or if CuPy cannot write its kernel cache.
+        If it is not loaded while the current stream is captured into a CUDA graph, which loading
+        would invalidate. If CuPy cannot write its kernel cache.
     cupy.cuda.compiler.CompileException
         If the kernel cannot be compiled.
     """
@@ -402,7 +403,7 @@ def load(kernel: Instantiation, device: int) -> _driver.Kernel:
                 kernel.shared_bytes,
                 kernel.arguments,
                 kernel.cluster_blocks,
-                # On others it changes nothing, but that a launch takes the host longer.
+                # Elsewhere it changes nothing, and the launch takes the host longer.
                 kernel.overlaps and gpu_of(capability).overlap,
                 kernel.at_once,
             )

@@ -1,9 +1,9 @@
 """Launches by the CUDA driver.
 
-CuPy's Function converts each argument on its own, 5.3 us a launch (H200's host). Here a kernel has
-one, a struct, in which what differs from launch to launch is packed at once. CuPy's
-launchKernel takes half of what ctypes does, but no attributes: kernels that have some are launched
-through ctypes.
+CuPy's Function converts each argument on its own, which takes 5.3 us a launch (H200's host). Here a
+kernel has one argument, a struct. One call packs into it all that differs between launches. CuPy's
+launchKernel takes half as long as ctypes, but knows no attributes. Kernels with attributes are
+launched through ctypes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def driver() -> Any:
 
 @functools.cache
 def library() -> Any:
-    """Return the CUDA driver's library, which a process that uses a GPU has loaded already."""
+    """Return the CUDA driver's library. A process that uses a GPU has loaded it already."""
     return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
 
 
@@ -81,13 +81,13 @@ class LaunchAttribute(ctypes.Structure):
     )
 
 
-# A struct ends, and what is packed of it begins, where a pointer or a long long may.
+# A struct ends, and its packed part begins, where a pointer or a long long may.
 STRUCT_END = "0q"
 
-# The arguments of a launch, what the driver is given for them, and their address.
+# The arguments of a launch, what the driver gets for them, and their address.
 _Frame = tuple[Any, Any, Any]
 
-# What is called with a stream and the operands.
+# A function that takes a stream and the operands.
 Launch = Callable[[int, tuple[int, ...]], None]
 
 
@@ -97,19 +97,19 @@ class Kernel:
     Parameters
     ----------
     name : str
-        What errors call it.
+        The kernel's name in errors.
     function : object
-        CuPy's Function; `ptr` is the driver's handle, and the object keeps its module loaded.
+        CuPy's Function. `ptr` is the driver's handle, and the object keeps its module loaded.
     block_threads, shared_bytes : int
-        Of every launch.
+        The same in every launch.
     arguments : tuple of (str, str)
-        The members of the struct that the kernel is passed, with their letters in the format of
+        The members of the struct that the kernel takes, with their letters in the format of
         `struct`: P for a pointer, q for a long long, f and d for a float and a double.
     cluster_blocks : int
-        Blocks of a cluster, of which a grid consists.
+        Blocks of a cluster. A grid consists of clusters.
     overlaps : bool
-        Whether blocks may start before the kernel launched before it has ended: programmatic
-        dependent launch.
+        Whether blocks may start before the previous kernel has ended: programmatic dependent
+        launch.
     at_once : bool
         Whether all blocks run at the same time and wait for each other: cooperative launch.
     """
@@ -163,10 +163,10 @@ class Kernel:
         self._start = self._start_with_attributes
 
     def prepared(self, blocks: int, numbers: Mapping[str, float]) -> Launch:
-        """Return what launches so many blocks, on a stream of the current device and on operands.
+        """Return a launch of so many blocks. It takes a stream of the current device and operands.
 
-        The operands are the kernel's arguments but for `numbers`, which have theirs by name: those
-        left are side by side, the first of them a pointer or a long long. Threads may launch at the
+        `numbers` has some of the kernel's arguments by name, and the operands are the others. These
+        must be adjacent, and the first must be a pointer or a long long. Threads may launch at the
         same time. A launch raises RuntimeError if the driver refuses it.
         """
         names = [name for name, _ in self._arguments]
@@ -179,7 +179,7 @@ class Kernel:
         pack_into = struct.Struct(self._letters[first:end]).pack_into
         start, handle = self._start, self._handle
         threads, shared_bytes = self._block_threads, self._shared_bytes
-        # A launch takes one and puts it back: no two of them, in whatever threads, share one.
+        # A launch takes a frame and puts it back, so no two launches share one in any thread.
         frames = [self._new_frame(blocks, numbers)]
 
         def launch(stream: int, operands: tuple[int, ...]) -> None:
@@ -198,7 +198,7 @@ class Kernel:
         return launch
 
     def blocks_at_once(self) -> int:
-        """Return how many blocks one multiprocessor of the current device runs at the same time."""
+        """Return how many blocks one multiprocessor of the current device runs at once."""
         found = ctypes.c_int()
         status = library().cuOccupancyMaxActiveBlocksPerMultiprocessor(
             ctypes.byref(found),
@@ -212,7 +212,7 @@ class Kernel:
         return found.value
 
     def clusters_at_once(self) -> int:
-        """Return how many of a kernel's clusters the current device runs at the same time."""
+        """Return how many of a kernel's clusters the current device runs at once."""
         config = LaunchConfig.from_buffer_copy(self._config)
         config.grid_x = self._cluster_blocks
         found = ctypes.c_int()
@@ -242,7 +242,7 @@ class Kernel:
         return values, (config, given), addresses
 
     def _start_with_attributes(self, *numbers: Any) -> None:
-        """Do as CuPy's launchKernel, with the attributes; blocks and threads are in the config."""
+        """Do what CuPy's launchKernel does, with attributes. The config has blocks and threads."""
         stream, (config, given), _ = numbers[8:]
         config.stream = stream
         status = self._start_by_config(*given)
@@ -250,7 +250,7 @@ class Kernel:
             raise driver().CUDADriverError(status)
 
     def _start_after(self, error: RuntimeError, stream: int, blocks: int, given: Any) -> None:
-        """Launch again where only a context was missing, or say what was refused."""
+        """Launch again if only a context was missing, else say what was refused."""
         threads, shared_bytes = self._block_threads, self._shared_bytes
         if getattr(error, "status", None) == INVALID_CONTEXT:
             # A thread has no context before its first call of the runtime that needs one.

@@ -1,4 +1,4 @@
-"""What this machine offers: versions, the GPU, the kernel cache, or why one of them is missing."""
+"""What this machine has: versions, the GPU, the kernel cache, or why one of them is missing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ USE_A_FOLDER = "set CUPY_CACHE_DIR to a folder that can be written"
 
 
 def import_cupy(reason: str) -> Any:
-    """Return CuPy, or raise ImportError with the reason it is needed and what to do."""
+    """Return CuPy, or raise ImportError with the reason that it is needed and what to do."""
     try:
         import cupy
     except ImportError as error:
@@ -33,7 +33,7 @@ def import_cupy(reason: str) -> Any:
 
 @functools.cache
 def gpu_problem() -> str | None:
-    """Say why no GPU can be used and what to do about it, or return None where one can."""
+    """Say why no GPU can be used and what to do about it; None if one can."""
     try:
         import cupy
     except ModuleNotFoundError as error:
@@ -124,10 +124,10 @@ def _cache_folder() -> Path:
 
 
 def cache_is_writable() -> bool:
-    """Tell whether CuPy can keep kernels; where it cannot, a new one fails unless in memory."""
+    """Tell whether CuPy can keep kernels. If not, a new one fails unless it stays in memory."""
     folder = _cache_folder()
     nearest = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    try:  # os.access has root write everything
+    try:  # os.access lets root write everything
         with tempfile.TemporaryFile(dir=nearest):
             return True
     except OSError:

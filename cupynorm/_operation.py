@@ -1,8 +1,8 @@
-"""One description of the operation: what a pass reads, writes and is told.
+"""One description of the operation: the arrays and options of each pass.
 
-Each array of a pass has a kind, from which its shape follows, and a dtype, which a spec says, or is
-absent. Checks, keys, allocations and launches, and what torch and JAX are told of a pass, are
-derived from the tables here. Nothing here knows sizes, addresses or devices.
+Each array of a pass has a kind, which gives its shape. It has a dtype from the spec, or is absent.
+Checks, keys, allocations, launches and the rules for torch and JAX all come from the tables here.
+Nothing here knows sizes, addresses or devices.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Relu = tuple[float, float] | None
 
 ITEMSIZE = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
-# The kernels' name of each dtype; an absent operand is None in both languages.
+# The kernels' name of each dtype. An absent operand is None in both languages.
 CPP_TYPES = {
     "float64": "double",
     "float32": "float",
@@ -58,7 +58,7 @@ CPP_TYPES = {
 
 
 def compute_dtype(x: str) -> str:
-    """Return the dtype that rows of x are computed and their statistics stored in."""
+    """Return the dtype in which rows of x are computed and their statistics stored."""
     return "float64" if x == "float64" else "float32"
 
 
@@ -66,7 +66,7 @@ def compute_dtype(x: str) -> str:
 
 
 class Kind(enum.Enum):
-    """What an array of a pass holds; its shape, where x is (*kept, *normalized)."""
+    """What an array of a pass holds, and its shape for an x of (*kept, *normalized)."""
 
     ROWS = "as x, rows one stride apart"
     VECTOR = "normalized: what the elements of each row are scaled or shifted by"
@@ -81,9 +81,9 @@ KINDS = {
     **dict.fromkeys(("mean", "rstd"), Kind.STATISTIC),
     "bitmask": Kind.BITS,
 }
-ALWAYS_READ = frozenset(("x", "dy", "rstd"))  # of what passes read, what is never absent
+ALWAYS_READ = frozenset(("x", "dy", "rstd"))  # a pass that reads these always has them
 
-# Those whose elements one access moves several of.
+# One access moves several elements of these.
 MOVED_BY_PACKS = frozenset((Kind.ROWS, Kind.VECTOR))
 
 
@@ -93,7 +93,7 @@ def bitmask_bytes(n: int) -> int:
 
 
 def shape_of(kind: Kind, x_shape: Sequence[Any], k: int) -> tuple[Any, ...]:
-    """Return the shape of an array of a kind, of whose x the last k axes are normalized."""
+    """Return the shape of an array of a kind, for an x whose last k axes are normalized."""
     kept, normalized = tuple(x_shape[: len(x_shape) - k]), tuple(x_shape[len(x_shape) - k :])
     if kind is Kind.ROWS:
         return kept + normalized
@@ -109,18 +109,18 @@ def shape_of(kind: Kind, x_shape: Sequence[Any], k: int) -> tuple[Any, ...]:
 
 @dataclass(frozen=True, eq=False)
 class Pass:
-    """The arrays of a pass, in the order in which kernels take them, by their names."""
+    """The arrays of a pass by name, in the order in which kernels take them."""
 
     name: str
     reads: tuple[str, ...]
     writes: tuple[str, ...]
-    dtypes_asked: dict[str, str]  # by its name, the option that says an array's dtype
-    arguments: tuple[str, ...]  # what a caller may give: what is read, and where to write
-    takes_scratch: bool  # whether or not there is some, as the last operand of a launch
+    dtypes_asked: dict[str, str]  # from an array's name to the option that sets its dtype
+    arguments: tuple[str, ...]  # what a caller may give: inputs, and places for outputs
+    takes_scratch: bool  # as a launch's last operand, even where none is needed
 
     @property
     def operands(self) -> tuple[str, ...]:
-        """What a launch is given: an address for each array, and a stride behind that of rows."""
+        """A launch's operands: an address for each array, and then a stride if it has rows."""
         return tuple(
             operand
             for name in self.reads + self.writes
@@ -139,7 +139,7 @@ FORWARD = Pass(
     arguments=(*_READ_FORWARD, "y", "residual_out"),
     takes_scratch=False,
 )
-BACKWARD = Pass(  # x is what was normalized: the forward's residual_out, where there is one
+BACKWARD = Pass(  # x is the normalized array: the forward's residual_out, if there is one
     "backward",
     reads=_READ_BACKWARD,
     writes=("dx", "dweight", "dbias", "dresidual"),
@@ -151,11 +151,11 @@ BACKWARD = Pass(  # x is what was normalized: the forward's residual_out, where 
 
 @dataclass(frozen=True)
 class Options:
-    """What a pass is told beside its arrays.
+    """What a pass is told in addition to its arrays.
 
     `k`: how many trailing axes of x are normalized. `training`: the statistics are stored and, with
-    relu, the bits. `has_residual`: a backward pass returns dresidual, which is dx where both have
-    one dtype.
+    relu, the bits. `has_residual`: a backward pass returns dresidual. It is dx if both have one
+    dtype.
     """
 
     norm: Norm
@@ -173,7 +173,7 @@ class Options:
 
     @property
     def numbers(self) -> tuple[float, float, float]:
-        """What a forward plan is told: eps, and the bounds, or any where there are none."""
+        """The numbers for a forward plan: eps and the bounds, which may be any without relu."""
         return (self.eps, *(self.relu or (0.0, 0.0)))
 
 
@@ -184,12 +184,12 @@ class _Spec:
 
     @property
     def dtypes(self) -> dict[str, str | None]:
-        """The dtype of each array of the table by its name, None where it is absent."""
+        """The dtype of each array of the table by its name, None if it is absent."""
         raise NotImplementedError
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """The names of the arrays that are there to read."""
+        """The names of the inputs that are present."""
         return _present(self, self.table.reads)
 
     @property
@@ -206,9 +206,9 @@ def _present(spec: _Spec, names: tuple[str, ...]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class ForwardSpec(_Spec):
-    """A forward pass to compile; dtypes by name, None for an operand that is absent.
+    """A forward pass to compile. Dtypes are given by name, None for an absent operand.
 
-    `x` is what is normalized: where there is a residual, the sum of that and the `branch`.
+    `x` is what is normalized. With a residual, that is its sum with the `branch`.
     """
 
     table: ClassVar[Pass] = FORWARD
@@ -226,9 +226,9 @@ class ForwardSpec(_Spec):
 
     @classmethod
     def of(cls, options: Options, dtypes: Mapping[str, str | None]) -> ForwardSpec:
-        """Return the spec of a pass that is told options, on arrays of these dtypes by name.
+        """Return the spec of a pass with these options, on arrays of these dtypes by name.
 
-        That of y is by default x's, and that of residual_out the residual's.
+        y's dtype is by default x's, and residual_out's is the residual's.
         """
         x, residual = dtypes["x"] or "", dtypes.get("residual")
         return cls(
@@ -246,17 +246,17 @@ class ForwardSpec(_Spec):
 
     @property
     def returned(self) -> tuple[str, ...]:
-        """The names of what a function returns that does not keep what backward needs."""
+        """The names of the results of a function that keeps nothing for backward."""
         return tuple(name for name in self.writes if KINDS[name] is Kind.ROWS)
 
     @property
     def without_residual(self) -> ForwardSpec:
-        """The same pass on the sum, whose bits these results have."""
+        """The same pass on the sum. Its results have the same bits."""
         return dataclasses.replace(self, branch=None, residual=None)
 
     @property
     def dtypes(self) -> dict[str, str | None]:
-        """The dtype of each array of the table by its name, None where it is absent."""
+        """The dtype of each array of the table by its name, None if it is absent."""
         statistic = compute_dtype(self.x) if self.store_statistics else None
         return {
             "x": self.branch or self.x,
@@ -273,9 +273,9 @@ class ForwardSpec(_Spec):
 
 @dataclass(frozen=True)
 class BackwardSpec(_Spec):
-    """A backward pass to compile; there is a dweight where there is a weight.
+    """A backward pass to compile. A weight always has a dweight.
 
-    `dx`: of its dtype, where that is not x's. `dresidual`: where it is not dx.
+    `dx`: its dtype, if not x's. `dresidual`: its dtype, if it is not dx.
     """
 
     table: ClassVar[Pass] = BACKWARD
@@ -293,9 +293,9 @@ class BackwardSpec(_Spec):
 
     @classmethod
     def of(cls, options: Options, dtypes: Mapping[str, str | None]) -> BackwardSpec:
-        """Return the spec of a pass that is told options, on arrays of these dtypes by name.
+        """Return the spec of a pass with these options, on arrays of these dtypes by name.
 
-        That of dx is by default x's, and without one of its own dresidual is dx.
+        dx's dtype is by default x's. A dresidual without a dtype of its own is dx.
         """
         x, dresidual = dtypes["x"] or "", dtypes.get("dresidual")
         dx = dtypes.get("dx") or x
@@ -314,7 +314,7 @@ class BackwardSpec(_Spec):
 
     @property
     def dtypes(self) -> dict[str, str | None]:
-        """The dtype of each array of the table by its name, None where it is absent."""
+        """The dtype of each array of the table by its name, None if it is absent."""
         statistic = compute_dtype(self.x)
         return {
             "dy": self.dy,
@@ -332,7 +332,7 @@ class BackwardSpec(_Spec):
 
     @property
     def without_residual(self) -> BackwardSpec:
-        """The same pass of a norm without a residual, whose sums these have."""
+        """The same pass of a norm without a residual. Its sums are the same."""
         return dataclasses.replace(self, dresidual_out=None, dx=None, dresidual=None)
 
     @property
@@ -345,9 +345,9 @@ Spec = ForwardSpec | BackwardSpec
 
 
 def shapes_of_results(spec: Spec, k: int, arrays: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of what a pass writes, by names; `arrays` are its arguments by theirs."""
+    """Return the shapes of a pass's results by name. `arrays` are its arguments by name."""
     shapes = {name: shape_of(KINDS[name], arrays["x"].shape, k) for name in spec.writes}
-    # Leading axes of 1 of a weight or bias are its gradient's, too.
+    # Leading axes of 1 of a weight or bias are kept in its gradient.
     weight, like = arrays["weight"], arrays.get("like")
     for name, array in (("dweight", weight), ("dbias", weight if like is None else like)):
         if name in shapes and array is not None:
@@ -356,9 +356,9 @@ def shapes_of_results(spec: Spec, k: int, arrays: Mapping[str, Any]) -> dict[str
 
 
 def has_residual(*given: Any) -> bool:
-    """Tell whether a backward pass is one of a norm with a residual, by what it is given.
+    """Tell from its options whether a backward pass is one of a norm with a residual.
 
-    That is dresidual_out, dx_dtype and dresidual_dtype.
+    The options are dresidual_out, dx_dtype and dresidual_dtype.
     """
     return any(one is not None for one in given)
 
@@ -374,16 +374,16 @@ class NormForward(NamedTuple):
     y : array
         The normalized array, of x's shape.
     mean : array or None
-        Mean of each row in the compute dtype, of x's shape without the normalized axes;
-        None for RMSNorm.
+        Mean of each row in the compute dtype, of x's shape without the normalized axes. None for
+        RMSNorm.
     rstd : array
         ``1 / sqrt(variance + eps)`` of each row (RMSNorm: of the mean square), as ``mean``.
     bitmask : array of uint8 or None
-        Where y was strictly between relu's bounds, before it was rounded, a bit an element, as
-        `pack_bitmask` packs them: of x's shape without the normalized axes, and ceil(N / 8); None
-        without relu.
+        One bit an element, as `pack_bitmask` packs them: whether y was strictly between relu's
+        bounds before it was rounded. The shape is x's without the normalized axes, and ceil(N / 8).
+        None without relu.
     residual_out : array or None
-        ``x + residual``, which is what was normalized, and the x of the backward pass; None without
+        ``x + residual``. It is what was normalized, and is the x of the backward pass. None without
         a residual.
     """
 
@@ -404,9 +404,9 @@ class NormBackward(NamedTuple):
     dweight : array or None
         Gradient of the weight, of its shape and dtype; None without a weight.
     dbias : array or None
-        Gradient of the bias; None where it was not asked for.
+        Gradient of the bias; None if it was not asked for.
     dresidual : array or None
-        Gradient of the residual: dx itself where both have one dtype; None where there was none.
+        Gradient of the residual: dx itself if both have one dtype; None if there was none.
     """
 
     dx: Any

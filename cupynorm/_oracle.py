@@ -1,13 +1,13 @@
 """Whether a result is right: against float64, on every element, with one tolerance for all.
 
 A result is right if ``norm(result - exact) <= TOLERANCE[dtype] * norm(exact)`` for each output, by
-the dtype of that output, in float64 on the device, and no element's error is more than MOST_BOUNDS
-times the bound of `cupynorm.testing`, so that a few wrong rows are not lost in a million. Within
-that, how many times its bound an error is is information: cupynorm promises 1 of itself, and
-nobody else claims it.
+that output's dtype, in float64 on the device. Also, no element's error may exceed MOST_BOUNDS times
+the bound of `cupynorm.testing`, so that a few wrong rows are not lost in a million. Below that, the
+ratio of an error to its bound is information: cupynorm promises 1 for itself, and nobody else
+claims it.
 
-The formulas are those of `cupynorm.testing`, some rows at a time and on NumPy or CuPy arrays, so
-that a result of gigabytes is checked in a fraction of a second where it lies.
+The formulas are those of `cupynorm.testing`, on some rows at a time and on NumPy or CuPy arrays. So
+a result of gigabytes is checked in a fraction of a second, where it lies.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ import numpy as np
 from cupynorm import unpack_bitmask
 from cupynorm._bench import DTYPES, EPS, Problem
 
-# In units of roundoff: 2 for 16 bits, so that a library may round once more on the way, and 128 for
-# the others, so that it may sum a column of a million terms in some simple order.
+# In units of roundoff: 2 for 16 bits, so that a library may round once more on the way. 128 for the
+# others, so that it may sum a column of a million terms in some simple order.
 TOLERANCE = {"bfloat16": 2**-8, "float16": 2**-10, "float32": 2**-17, "float64": 2**-46}
-MOST_BOUNDS = 64.0  # the most recorded of a library that is right is 4, of a sum of 1048576 terms
+MOST_BOUNDS = 64.0  # a right library had at most 4, in a sum of 1048576 terms
 CHUNK_ELEMENTS = 1 << 24
 
 
@@ -37,7 +37,7 @@ class Errors(NamedTuple):
 
 
 def widen(array: Any) -> Any:
-    """Return the values in float64, those of bfloat16 by their bits: CuPy may lack the cast."""
+    """Return the values in float64. bfloat16 goes by its bits: CuPy may lack the cast."""
     if array.dtype == DTYPES["bfloat16"]:
         array = (array.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
     return array.astype(np.float64)
@@ -54,9 +54,9 @@ def errors(
 ) -> dict[str, Errors]:
     """Return the `Errors` of each output; a ValueError names a wrong shape or dtype.
 
-    Of the problem's outputs none may be missing; forward may have mean and rstd besides. With relu,
-    y was clamped; with a bitmask, backward counts dy as 0 where its bit is not set. Where the
-    inputs have dresidual_out, it is added to dx.
+    No output of the problem may be missing. forward may have mean and rstd too. With relu, y was
+    clamped. With a bitmask, backward counts dy as 0 where its bit is not set. If the inputs have
+    dresidual_out, it is added to dx.
     """
     if not set(problem.outputs) <= set(outputs):
         raise ValueError(f"of {problem.outputs} only {list(outputs)}")
@@ -96,7 +96,7 @@ def what_is_wrong(
 def wrong_bits(
     problem: Problem, inputs: dict[str, Any], bitmask: Any, relu: tuple[float, float], xp: Any
 ) -> int:
-    """Count the bits that are not those of exact y, where y is no rounding away from a bound."""
+    """Count the bits that differ from exact y's, unless y is within a rounding of a bound."""
     wanted = (problem.rows, -(-problem.cols // 8))
     if bitmask.shape != wanted:
         raise ValueError(f"bitmask has shape {bitmask.shape}, not {wanted}")
@@ -137,7 +137,7 @@ def _pieces(problem: Problem) -> Iterator[slice]:
 def _exact(
     problem: Problem, inputs: dict[str, Any], rows: slice, xp: Any, bitmask: Any = None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the exact values and the magnitudes that `cupynorm.testing` derives, of some rows."""
+    """Return the exact values and the magnitudes of some rows, as in `cupynorm.testing`."""
     x, w = widen(inputs["x"][rows]), widen(inputs["weight"])
     u = _unit(problem)
 

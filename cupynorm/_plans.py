@@ -1,8 +1,8 @@
 """What a pass does on a device, prepared once: kernels, grids and scratch, on raw addresses.
 
-Nothing here knows arrays: CuPy's, torch's and JAX's calls come together in these. A launch
-allocates, compiles and synchronizes nothing. Addresses are integers, 0 for what is absent; strides
-are in elements; the device is the current one.
+Nothing here knows arrays: the calls of CuPy, torch and JAX meet here. A launch allocates, compiles
+and synchronizes nothing. Addresses are integers, 0 for an absent array. Strides are in elements.
+The device is the current one.
 """
 
 from __future__ import annotations
@@ -36,26 +36,27 @@ from cupynorm._operation import BACKWARD, ITEMSIZE, BackwardSpec, ForwardSpec, c
 
 __all__ = ["BackwardPlan", "ForwardPlan", "backward_plan", "forward_plan"]
 
-# Of the streaming backward's column kernel, of which its 64 to 96 registers let two to four run.
+# The streaming backward's column kernel has 64 to 96 registers, so two to four blocks run.
 COLUMN_BLOCKS_PER_MULTIPROCESSOR = 4
 
-COUNT_BYTES = 16  # of a count in device memory, an int; what is behind it is aligned
+COUNT_BYTES = 16  # a count in device memory is an int; what follows it is aligned
 
-# Rows a cluster from which on a count hands them out; it has to be set to zero. LayerNorm of 16384
-# takes 73.1 us against 74.0 with 32, 41.0 against 40.3 with 16, RMSNorm of 65536 140.3 against
-# 142.0 and 74.9 against 75.7, of 131072 69.9 against 70.5 and 38.9 against 38.3 (bfloat16, H200).
+# From so many rows a cluster on, a count hands them out. It has to be set to zero. LayerNorm of
+# 16384 takes 73.1 us against 74.0 with 32 rows, and 41.0 against 40.3 with 16. RMSNorm of 65536
+# takes 140.3 against 142.0 and 74.9 against 75.7, of 131072 69.9 against 70.5 and 38.9 against 38.3
+# (bfloat16, H200).
 LEAST_COUNTED = 32
 
-_Ints = tuple[int, ...]  # addresses, the rows' with their strides behind them
-# Of a backward pass's operands: all before the weight gradients; these; the others. The last is
-# scratch.
+_Ints = tuple[int, ...]  # addresses; a stride follows that of rows
+# The operands of a backward pass: those before the weight gradients, these, and the rest. The last
+# one is scratch.
 _ROWS = slice(BACKWARD.operands.index("dweight"))
 _GRADIENTS = slice(_ROWS.stop, BACKWARD.operands.index("dbias") + 1)
 _BEHIND = slice(_GRADIENTS.stop, len(BACKWARD.operands))
 
 
 def _sizes(m: int, n: int) -> dict[str, float]:
-    """Return what every pass is told of m rows of n elements."""
+    """Return the numbers that every pass over m rows of n elements gets."""
     return {"n_rows": m, "n_cols": n, "inv_n": 1 / n}
 
 
@@ -87,20 +88,20 @@ class ForwardPlan:
     n: int
     rows_per_block: int
     cluster_blocks: int
-    most_clusters: int | None  # that have several rows one after another; None where each has one
+    most_clusters: int | None  # that take several rows one after another; None if each takes one
     counted: bool  # whether many rows are handed out by a count
 
     def scratch_bytes(self, m: int) -> int:
-        """Return the bytes of scratch that a launch over m rows can use, those of a count."""
+        """Return the bytes of scratch that a launch over m rows can use, for a count."""
         if not self.counted or self.most_clusters is None:
             return 0
         return COUNT_BYTES if m >= LEAST_COUNTED * self.most_clusters else 0
 
     def prepared(self, m: int, eps: float, lower: float, upper: float) -> Launch:
-        """Return what launches it over m rows, on a stream and on operands.
+        """Return the launch over m rows. It takes a stream and operands.
 
-        These are x, x_stride, weight, bias, y, y_stride, mean, rstd, bitmask and, where m rows can
-        use some, scratch; where that is 0, rows are taken in turn.
+        The operands are x, x_stride, weight, bias, y, y_stride, mean, rstd, bitmask and, if m rows
+        can use it, scratch. If scratch is 0, rows are taken in turn.
         """
         blocks = self._blocks(m)
         if blocks == 0:
@@ -127,10 +128,10 @@ class ForwardPlan:
 
 
 def forward_plan(spec: ForwardSpec, m: int, n: int, vector: int, device: int) -> ForwardPlan:
-    """Return a forward pass ready to launch on `device`, the current one; compile it at need.
+    """Return a forward pass ready to launch on `device`, the current one; compile it if needed.
 
-    It is for m rows, and all numbers of rows that are launched with the same kernel: few rows may
-    have one of their own, with the same bits.
+    It serves m rows, and all numbers of rows with the same kernel. Few rows may have a kernel of
+    their own, with the same bits.
     """
     of_few = (config for most, config in few_rows(spec, n, vector, device) if m <= most)
     return forward_plan_of(spec, n, vector, device, next(of_few, None))
@@ -140,7 +141,7 @@ def forward_plan(spec: ForwardSpec, m: int, n: int, vector: int, device: int) ->
 def few_rows(
     spec: ForwardSpec, n: int, vector: int, device: int
 ) -> tuple[tuple[int, ForwardInRegisters], ...]:
-    """Return the configurations of few rows, each behind the most rows that it is for."""
+    """Return the configurations of few rows, each after the most rows that it serves."""
     capability = architecture(device)
     config = forward_config(spec, n, vector, capability)
     return few_rows_configs(spec, config, n, capability, multiprocessors(device))
@@ -150,7 +151,7 @@ def few_rows(
 def forward_plan_of(
     spec: ForwardSpec, n: int, vector: int, device: int, config_of_few: ForwardInRegisters | None
 ) -> ForwardPlan:
-    """Return what `forward_plan` does, by the configuration of few rows or else that of many."""
+    """Return the plan of `forward_plan`, by this configuration of few rows or that of many."""
     config = config_of_few or forward_config(spec, n, vector, architecture(device))
     kernel = _compile.load(_compile.forward_instantiation(spec, config), device)
     clusters = multiprocessors(device)
@@ -174,9 +175,9 @@ def forward_plan_of(
 class BackwardPlan(ABC):
     """A backward pass over rows of n elements, by kernels of one regime.
 
-    Scratch has the partial sums of the weight gradients, if the last kernel is to sum them: a row
-    of `partials_stride` values of the compute dtype for each gradient and cluster of blocks, which
-    are at most the larger of 4 * multiprocessors and 64.
+    Scratch has the partial sums of the weight gradients, if the last kernel is to sum them. They
+    are a row of `partials_stride` values of the compute dtype for each gradient and cluster of
+    blocks. There are at most 4 * multiprocessors clusters, or 64 if that is more.
     """
 
     kernels: tuple[Kernel, ...]
@@ -201,10 +202,10 @@ class BackwardPlan(ABC):
         return self._partial_bytes(m)
 
     def prepared(self, m: int) -> Launch:
-        """Return what launches it over m rows, on a stream and on operands.
+        """Return the launch over m rows. It takes a stream and operands.
 
-        These are dy, dy_stride, x, x_stride, weight, mean, rstd, bitmask, dx, dx_stride, dweight,
-        dbias and scratch. Of no rows, the weight gradients are 0.
+        The operands are dy, dy_stride, x, x_stride, weight, mean, rstd, bitmask, dx, dx_stride,
+        dweight, dbias and scratch. Without rows, the weight gradients are 0.
         """
         launch_rows = self._prepared_rows(m)
         if not self.reduction_blocks:
@@ -220,7 +221,7 @@ class BackwardPlan(ABC):
 
     @abstractmethod
     def _prepared_rows(self, m: int) -> Launch:
-        """Return what launches all but the sums of partials."""
+        """Return the launch of all kernels except the sums of partials."""
 
 
 @dataclass(frozen=True)
@@ -238,12 +239,12 @@ class PipelinedPlan(BackwardPlan):
 class InRegistersPlan(BackwardPlan):
     """Few rows, held in registers.
 
-    Where further blocks sum their weight gradients, LayerNorm's scratch has a value a row, and
-    else none is needed.
+    Further blocks may sum their weight gradients. Then LayerNorm's scratch has a value for each
+    row, and RMSNorm needs none.
     """
 
-    column_blocks: int  # that sum weight gradients; else 0
-    column_kernel: bool  # which is theirs; else they are in that of the rows
+    column_blocks: int  # that sum weight gradients, or 0
+    column_kernel: bool  # whether they have their own, else they are in that of the rows
 
     def scratch_bytes(self, m: int) -> int:
         """Return the bytes of scratch that a launch over m rows needs, aligned to 16."""
@@ -267,7 +268,7 @@ class InRegistersPlan(BackwardPlan):
 
             return launch_with_columns
         if self.reduction_blocks:
-            # Where the partials of the bias begin.
+            # The partials of the bias begin here.
             of_bias = (self.gradients - 1) * partials * partials_stride(n) * self.itemsize
 
             def launch_with_partials(stream: int, operands: _Ints) -> None:
@@ -281,7 +282,7 @@ class InRegistersPlan(BackwardPlan):
 
 @dataclass(frozen=True)
 class ColumnParallelPlan(BackwardPlan):
-    """Rows in strips, each a block's; scratch has counts and the sums that blocks exchange."""
+    """Rows in strips, one for each block. Scratch has counts and the sums that blocks exchange."""
 
     strips: int
     exchange_bytes: int
@@ -304,7 +305,7 @@ class ColumnParallelPlan(BackwardPlan):
 
 @dataclass(frozen=True)
 class StreamingPlan(BackwardPlan):
-    """Rows read twice, by tiles of columns the second time; scratch has four values a row."""
+    """Rows read twice, then by tiles of columns. Scratch has four values for each row."""
 
     tiles: int
 
@@ -332,10 +333,10 @@ class StreamingPlan(BackwardPlan):
 def backward_plan(
     spec: BackwardSpec, m: int, n: int, vector: int, device: int, *, dx_given: bool = False
 ) -> BackwardPlan:
-    """Return a backward pass ready to launch on `device`, the current one; compile it at need.
+    """Return a backward pass ready to launch on `device`, the current one; compile it if needed.
 
-    It is for m rows, and all numbers of rows that are launched with the same kernels: few rows may
-    have some of their own, with the same bits of dx. Only where `dx_given` may dx be dy.
+    It serves m rows, and all numbers of rows with the same kernels. Few rows may have some of their
+    own, with the same bits of dx. dx may be dy only if `dx_given`.
     """
     tiers = few_rows_backward(spec, n, vector, device, dx_given) if m else ()
     few = next((tier for tier in tiers if m <= tier[0]), None)
@@ -347,7 +348,7 @@ def backward_plan(
 def few_rows_backward(
     spec: BackwardSpec, n: int, vector: int, device: int, dx_given: bool
 ) -> tuple[tuple[int, BackwardInRegisters], ...]:
-    """Return the configurations of few rows, each behind the most rows that it is for."""
+    """Return the configurations of few rows, each after the most rows that it serves."""
     capability = architecture(device)
     config = backward_config(spec, n, vector, capability)
     return few_rows_backward_configs(
@@ -359,9 +360,9 @@ def few_rows_backward(
 def few_rows_backward_plan(
     spec: BackwardSpec, n: int, most: int, config: BackwardInRegisters, device: int
 ) -> BackwardPlan | None:
-    """Return what `backward_plan` does for up to `most` rows, or None without room for clusters."""
+    """Return the plan of `backward_plan` for up to `most` rows, or None without room."""
     if config.cluster_blocks > 1:
-        # Where there is no room for those of many rows, whose blocks take more of a multiprocessor,
+        # The kernel of many rows takes more of a multiprocessor. If it has no room for clusters,
         # many rows have other teams, and dx other bits.
         many = many_rows_backward_plan(spec, n, config.vector, device)
         if many.cluster_blocks != config.cluster_blocks:
@@ -372,7 +373,7 @@ def few_rows_backward_plan(
     column_blocks, column_kernel = 0, False
     if config.column_threads:
         column_kernel = spec.norm == "layer_norm"
-        # In the kernel of the rows they come in clusters as well.
+        # Blocks in the kernel of the rows come in clusters as well.
         clustered = 1 if column_kernel else config.cluster_blocks
         columns = config.column_lanes * pack_length(spec.x)
         column_blocks = -(-n // (clustered * columns)) * clustered
@@ -384,7 +385,7 @@ def few_rows_backward_plan(
 
 @cache
 def many_rows_backward_plan(spec: BackwardSpec, n: int, vector: int, device: int) -> BackwardPlan:
-    """Return what `backward_plan` does for any number of rows."""
+    """Return the plan of `backward_plan` for any number of rows."""
     capability = architecture(device)
     config = backward_config(spec, n, vector, capability)
     kernels = _load_backward(spec, config, device)

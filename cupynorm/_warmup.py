@@ -27,7 +27,7 @@ from cupynorm._operation import BackwardSpec, ForwardSpec, Norm, Options, Spec
 __all__ = ["kernel_source", "supports", "warmup"]
 
 LEAST_COMPUTE_CAPABILITY = 75
-# What sources are for where there is no GPU: an H100 or H200.
+# The target of sources if there is no GPU: an H100 or H200.
 USUAL_ARCHITECTURE, USUAL_MULTIPROCESSORS = 90, 132
 
 
@@ -53,12 +53,12 @@ def supports(
     ----------
     norm, n, x_dtype, weight_dtype, bias_dtype, dy_dtype, out_dtype, residual_dtype, \
 zero_centered, relu, backward
-        As of `warmup`.
+        As for `warmup`.
 
     Returns
     -------
     str or None
-        The reason, naming the argument or what the machine lacks.
+        The reason. It names the argument, or what the machine lacks.
 
     Examples
     --------
@@ -91,31 +91,32 @@ def warmup(
     """Compile and load, on the current GPU, what later calls on any number of rows will launch.
 
     A first call compiles its kernels, some tenths of a second each, unless CuPy's disk cache has
-    them; a call that is captured into a CUDA graph must find them loaded. Arrays are assumed to be
-    aligned to 16 bytes, rows included where n allows it: others have kernels of their own, which
-    only a call of theirs loads.
+    them. A call that is captured into a CUDA graph must find them loaded. Arrays are assumed to be
+    aligned to 16 bytes, and so are rows if n allows it. Others have kernels of their own, which
+    only such a call loads.
 
     Parameters
     ----------
     norm : {"rms_norm", "layer_norm"}
         Which norm.
     n : int or iterable of int
-        Elements of a row, the product of the normalized axes, or several such widths: no shape.
+        Elements of a row, the product of the normalized axes, or several such widths. Not a shape.
     x_dtype : dtype
-        Of x and dx; float64, float32, float16 or bfloat16.
+        The dtype of x and dx; float64, float32, float16 or bfloat16.
     weight_dtype, bias_dtype : dtype, optional
-        Of weight and bias and of their gradients; None where there is none. The backward functions'
-        defaults are warmed as well: for LayerNorm, a gradient of the bias in the weight's dtype.
+        The dtypes of weight and bias and of their gradients; None if there is none. The backward
+        functions' defaults are warmed too: for LayerNorm, a gradient of the bias in the weight's
+        dtype.
     dy_dtype, out_dtype : dtype, optional
-        Of dy and y; by default x's.
+        The dtypes of dy and y; by default x's.
     residual_dtype : dtype, optional
-        Of the residual, of its sum with x and of their gradients, where there is a residual.
+        The dtype of the residual, of its sum with x and of their gradients, if there is a residual.
     zero_centered : bool
-        As of `rms_norm`.
+        As for `rms_norm`.
     relu : bool
-        Whether y is clamped, and backward is given the bitmask; to what bounds does not matter.
+        Whether y is clamped, and backward is given the bitmask. The bounds do not matter.
     backward : bool
-        Whether the forward that keeps its statistics and the backward are wanted as well.
+        Whether the forward that keeps its statistics and the backward are wanted too.
 
     Raises
     ------
@@ -142,7 +143,7 @@ def warmup(
     for width in widths:
         for spec in specs:
             vector = _vector(spec, width)
-            # One row and few may have kernels of their own.
+            # One row, or a few, may have kernels of their own.
             if isinstance(spec, ForwardSpec):
                 few = (most for most, _ in few_rows(spec, width, vector, device))
                 for m in (*few, sys.maxsize):
@@ -180,25 +181,25 @@ def kernel_source(
     n : int
         Elements of a row, the product of the normalized axes.
     x_dtype, weight_dtype, bias_dtype, dy_dtype, out_dtype, residual_dtype, zero_centered, relu
-        As of `warmup`. Arrays are assumed to be aligned as there.
+        As for `warmup`. Arrays are assumed to be aligned as there.
     backward : bool
-        Whether the kernels of the backward pass are wanted, with the gradients that it returns by
-        default and, with a bias_dtype, that of a bias of this dtype; else that of the forward pass.
+        Whether to return the kernels of the backward pass, not of the forward pass. They have the
+        gradients that it returns by default and, with a bias_dtype, that of a bias of this dtype.
     statistics : bool
         Whether the forward pass keeps what backward needs: `rms_norm_forward`, not `rms_norm`.
     rows : int, optional
-        How many rows, since few of them may have kernels of their own; by default many.
+        How many rows, since few of them may have kernels of their own. By default many.
     architecture : int, optional
-        The compute capability of the GPU, 90 for 9.0; by default the current GPU's or, without one,
-        90. Which rows are few is told by the current GPU's multiprocessors, or else by 132.
+        The compute capability of the GPU, 90 for 9.0. By default the current GPU's or, without one,
+        90. Which rows are few depends on the current GPU's multiprocessors, or else on 132.
 
     Returns
     -------
     dict of str to str
         By the names of the kernels, in the order of their launches: one of a forward pass, one to
-        three of a backward pass. Each text is complete: the templates, and behind them the structs
-        `Op` and `Layout`, of which the kernel is `name<Op, Layout>`. Its first line has the flags
-        without which its results would have other bits.
+        three of a backward pass. Each text is complete: the templates, then the structs `Op` and
+        `Layout`. The kernel is `name<Op, Layout>`. The first line has the flags that its bits
+        depend on.
 
     Raises
     ------
@@ -247,7 +248,7 @@ def kernel_source(
 
 
 def _vector(spec: Spec, n: int) -> int:
-    """Return the elements that an access moves where arrays are aligned and rows follow them."""
+    """Return the elements of an access, if arrays are aligned and rows lie one after the other."""
     divisors = n | pack_length(spec.x)
     return divisors & -divisors
 
@@ -273,7 +274,7 @@ def _current_gpu() -> tuple[int, int]:
     return int(device.compute_capability), int(device.attributes["MultiProcessorCount"])
 
 
-# The arrays of a training step, and what `warmup` calls their dtypes.
+# The arrays of a training step, and `warmup`'s names for their dtypes.
 _DTYPES_ASKED = {
     "x": "x_dtype",
     "weight": "weight_dtype",
@@ -285,7 +286,7 @@ _DTYPES_ASKED = {
 
 
 def _specs(asked: dict[str, Any]) -> list[Spec]:
-    """Return what a training step, or an inference, computes, of the arguments of `warmup`."""
+    """Return the specs of a training step, or of inference, from the arguments of `warmup`."""
     norm, backward, relu = asked["norm"], asked["backward"], asked["relu"]
     if norm not in ("rms_norm", "layer_norm"):
         raise ValueError(f"norm must be 'rms_norm' or 'layer_norm', got {norm!r}")
@@ -304,7 +305,7 @@ def _specs(asked: dict[str, Any]) -> list[Spec]:
         specs.append(ForwardSpec.of(replace(options, training=True), dtypes))
         read = {"x": residual or x, "dy": dtypes["dy"] or x, "weight": weight}
         read |= {"dresidual_out": residual, "bitmask": "uint8" if relu else None}
-        # What backward returns by default: LayerNorm's a dbias in the weight's dtype.
+        # Backward returns this by default: LayerNorm's has a dbias in the weight's dtype.
         default = (weight or x) if norm == "layer_norm" else None
         for dbias in dict.fromkeys((default, dtypes["bias"])):
             written = {"dx": x, "dbias": dbias, "dresidual": residual}

@@ -1,4 +1,4 @@
-"""The libraries, in the order of the tables; each is used if it can be imported."""
+"""The libraries, in the order of the tables. Each is used if it can be imported."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ KINDS = {backend.name: backend.kind for backend in ALL}
 
 
 def discover(names: Iterable[str] = ()) -> tuple[dict[str, Backend], dict[str, str]]:
-    """Return the backends that can be used, and of each either its version or why it is missing.
+    """Return the usable backends, and for each backend its version or why it is missing.
 
-    `names` restricts them; the first of the limits is always there, since every ratio needs one.
+    `names` restricts them. The first of the limits is always there, since every ratio needs one.
     """
     names = tuple(names)
     found: dict[str, Backend] = {}

@@ -21,7 +21,7 @@ Outputs = tuple[Any, ...]
 class Call:
     """A call ready to be made, again and again.
 
-    `reset` restores arguments that the call overwrites, outside the timing; `note` says what
+    `reset` restores arguments that the call overwrites, outside the timing. `note` says what
     differs from the problem as stated.
     """
 
@@ -43,14 +43,14 @@ class Backend(ABC):
     """A library, or one way of using it."""
 
     name: ClassVar[str]
-    # A face is cupynorm in another way than on CuPy arrays as they come: listed, and in no ratio.
+    # A face is cupynorm other than on plain CuPy arrays: listed, and in no ratio.
     kind: ClassVar[Literal["limit", "peer", "ours", "face"]] = "peer"
     modules: ClassVar[tuple[str, ...]]  # those that it imports
-    distribution: ClassVar[str]  # the one whose version is reported
+    distribution: ClassVar[str]  # whose version is reported
     compiles: ClassVar[bool] = False  # on first use, into a disk cache that processes share
-    tunes: ClassVar[bool] = False  # for up to a minute on first use: it comes after the others
-    emulated: ClassVar[bool] = False  # configured anew each call: its host time is not a user's
-    not_captured: str | None = None  # why the kernels of the last measurement were not timed alone
+    tunes: ClassVar[bool] = False  # for up to a minute on first use, so it comes after the others
+    emulated: ClassVar[bool] = False  # configured anew each call, so its host time is not a user's
+    not_captured: str | None = None  # why the last measurement did not time the kernels alone
 
     def version(self) -> str:
         """Import the library and return its version; an ImportError says why it cannot be used."""
@@ -60,7 +60,7 @@ class Backend(ABC):
 
     @abstractmethod
     def prepare(self, problem: Problem, inputs: dict[str, Any]) -> Call:
-        """Return the call on the arrays given; whatever a user does once is done here."""
+        """Return the call on the arrays given. All that a user does once is done here."""
 
     @abstractmethod
     def collect(self, outputs: Outputs, xp: Any) -> list[Any]:
@@ -68,7 +68,7 @@ class Backend(ABC):
 
     @abstractmethod
     def poison(self, problem: Problem, inputs: dict[str, Any]) -> None:
-        """Fill memory that outputs are likely to be allocated from with NaN."""
+        """Fill memory with NaN in which outputs are likely to be allocated."""
 
     @abstractmethod
     def synchronize(self) -> None:
@@ -79,7 +79,7 @@ class Backend(ABC):
         """Return cached memory to the device."""
 
     def capture(self, problem: Problem, inputs: dict[str, Any]) -> Replay | None:
-        """Return the call as a CUDA graph, or None where the library cannot be captured."""
+        """Return the call as a CUDA graph, or None if the library cannot be captured."""
         return None
 
     def measure(
@@ -151,7 +151,7 @@ class TorchBackend(Backend):
 
     @abstractmethod
     def prepare_tensors(self, problem: Problem, tensors: dict[str, Any]) -> Call:
-        """Return the call, as `prepare`."""
+        """Return the call, like `prepare`."""
 
     def prepare(self, problem: Problem, inputs: dict[str, Any]) -> Call:
         tensors = {name: exchange.to_torch(array) for name, array in inputs.items()}
@@ -180,8 +180,8 @@ class TorchBackend(Backend):
     def capture(self, problem: Problem, inputs: dict[str, Any]) -> Replay | None:
         import torch
 
-        # Autograd runs a backward pass on the stream of its forward pass, so that the call is
-        # prepared on the very stream that is captured.
+        # Autograd runs a backward pass on the stream of its forward pass. So the call is prepared
+        # on the stream that is captured.
         torch.cuda.synchronize()
         stream = torch.cuda.Stream()
         graph = torch.cuda.CUDAGraph()

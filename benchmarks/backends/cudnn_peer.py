@@ -1,6 +1,6 @@
 """cuDNN: the norm nodes of its graph API, one node a graph, built once.
 
-Forward takes weight and bias in the dtype of x: with wider ones it is three to five times slower,
+Forward takes weight and bias in the dtype of x. With wider ones it is three to five times slower,
 with short rows up to fourteen (H200).
 """
 
@@ -51,10 +51,10 @@ class Cudnn(TorchBackend):
         return once(run, problem.outputs, note)
 
     def bound(self, problem: Problem, given: dict[str, Any], build: Callable[[], Graph]) -> Graph:
-        """Return the problem's graph on what is given.
+        """Return the problem's graph on the arrays given.
 
-        It is built once for all sets of arrays and streams, and forgotten when another problem,
-        but the other direction of the same, comes.
+        It is built once for all sets of arrays and streams. It is forgotten when another problem
+        comes, unless that is the other direction of the same.
         """
         if problem not in self._built:
             forward = dataclasses.replace(problem, direction="forward")

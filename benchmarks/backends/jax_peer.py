@@ -1,13 +1,13 @@
 """JAX: XLA's own kernels of the formula.
 
-XLA launches on streams of its own, which events elsewhere do not see. So "kernels" is what the
-profiler says they took, each run after a flush that has ended, and what events around a CUDA graph
-charge to all others beside that: to cupynorm's forward kernel on the first rows of the same arrays,
-which is timed both ways. A kernel of one number is charged up to 0.6 us less, as events follow a
-flush that has just ended: 8 rows of 1024 took cupynorm 5.54 us so, and by the profiler and that
-number's charge 5.06 (RMSNorm, H200). Where there is no profiler, "queue" is the wall clock of a
-queue of calls, which for small arrays is the host's time, and whose arrays the L2 may hold. Its
-backward pass is given x, weight, bias and dy, and computes the statistics again.
+XLA launches on its own streams, and events elsewhere do not see those. So "kernels" is the
+profiler's time of them, each run after a flush that has ended, and a charge. The charge is what
+events around a CUDA graph add for all others. It is measured on cupynorm's forward kernel on the
+first rows of the same arrays, which is timed both ways. A kernel of one number is charged up to 0.6
+us less, as events follow a flush that has just ended: 8 rows of 1024 took cupynorm 5.54 us so, and
+by the profiler and that number's charge 5.06 (RMSNorm, H200). Without a profiler, "queue" is the
+wall clock of a queue of calls. For small arrays that is the host's time, and the L2 may hold the
+arrays. The backward pass gets x, weight, bias and dy, and computes the statistics again.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from benchmarks.backends.ours import Ours
 from benchmarks.timing import Clock, Timing, launch_seconds, profiled, wall_clock
 from cupynorm._bench import EPS, Problem
 
-MOST_CHARGED_BYTES = 1 << 20  # of a kernel that is timed for what is beside its own time
+MOST_CHARGED_BYTES = 1 << 20  # of the kernel that measures the charge of a launch
 
 
 def formula(problem: Problem) -> Callable[..., Any]:
-    """Return the norm of x, weight and, of LayerNorm, bias, in the compute dtype."""
+    """Return the norm of x, weight and, for LayerNorm, bias, in the compute dtype."""
     import jax
     import jax.numpy as jnp
 
@@ -66,7 +66,7 @@ class Jax(Backend):
         return version
 
     def jitted(self, problem: Problem) -> Any:
-        """Return what `jax.jit` made for a problem; it is compiled once for all sets of arrays."""
+        """Return `jax.jit`'s function for a problem, compiled once for all sets of arrays."""
         if self._jitted[0] != problem:
             self._jitted = (problem, self.jit(problem))
         return self._jitted[1]
@@ -104,11 +104,11 @@ class Jax(Backend):
         jax.block_until_ready(jax.device_put(0.0) + 1)
 
     def release(self) -> None:
-        """Let go of the other kernels; XLA keeps its pool, which is bounded above."""
+        """Let go of the other kernels. XLA keeps its pool, which is limited."""
         self._charged.clear()
 
     def capture(self, problem: Problem, inputs: dict[str, Any]) -> Replay | None:
-        """Capture what tells how much a launch is charged, on up to a MiB; not JAX's call."""
+        """Capture the call that measures a launch's charge, on up to a MiB; not JAX's call."""
         rows = min(problem.rows, max(1, MOST_CHARGED_BYTES // (problem.bytes // problem.rows)))
         first = dataclasses.replace(problem, direction="forward", rows=rows)
         replay = Ours().capture(first, inputs | {"x": inputs["x"][:rows]})
@@ -131,7 +131,7 @@ class Jax(Backend):
                 cupy.cuda.Device().synchronize,
                 launch_seconds(clock, self._charged),
             )
-        # No torch, no right to profile, kernels that do not add up, or none to be charged.
+        # No torch, no permission to profile, kernels that do not add up, or none to be charged.
         except Exception as error:
             self.not_captured = f"timed by the wall clock: {error!r}"
             return {"queue": wall_clock(runs, jax.block_until_ready)}

@@ -25,7 +25,7 @@ class Liger(TorchBackend):
                 problem, lambda x, w, b: LigerLayerNormFunction.apply(x, w, b, eps), tensors
             )
         # "gemma" computes in float32 throughout, as all others do. Its backward pass writes dx over
-        # dy, its default, and so gets a dy of its own, restored before each run.
+        # dy by default. So it gets its own dy, restored before each run.
         given = tensors.get("dy")
         if given is not None:
             tensors = tensors | {"dy": given.clone()}

@@ -1,7 +1,7 @@
 """The limit: the same matrices read and written, and nothing computed.
 
-A copy for a forward pass, a sum of two arrays into a third for a backward pass. Whichever of these
-is faster counts.
+A copy for a forward pass, a sum of two arrays into a third for a backward pass. The faster of these
+counts.
 """
 
 from __future__ import annotations

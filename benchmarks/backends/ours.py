@@ -35,7 +35,7 @@ class Ours(CuPyBackend):
 
 
 class OursWithoutClusters(Ours):
-    """The kernels and layouts that an A100 is given, on this GPU."""
+    """An A100's kernels and layouts, on this GPU."""
 
     name = "cupynorm (as on sm_80)"
     kind = "face"
@@ -54,7 +54,7 @@ class OursWithoutClusters(Ours):
 
 @contextmanager
 def _as_on(architecture: int) -> Iterator[None]:
-    """Have calls configured for another architecture; nothing remembered crosses over."""
+    """Have calls configured for another architecture. Nothing remembered crosses over."""
 
     def forget() -> None:
         for plan in PLANS:

@@ -1,6 +1,6 @@
-"""cupynorm on JAX arrays, in a jitted program, timed as JAX's own kernels are.
+"""cupynorm on JAX arrays, in a jitted program, timed like JAX's own kernels.
 
-Its backward pass is what `jax.vjp` returns, with what the forward pass stored.
+Its backward pass is the function that `jax.vjp` returns, with the arrays that forward stored.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class OursJax(Jax):
         return f"{cupynorm.__version__}, JAX {super().version()}"
 
     def jit(self, problem: Problem) -> Any:
-        """Return the forward pass, what also returns its `vjp`, and what calls that."""
+        """Return the forward pass, one that also returns its `vjp`, and one that calls that."""
         import jax
 
         import cupynorm.jax

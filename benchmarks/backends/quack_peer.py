@@ -17,12 +17,12 @@ class Quack(TorchBackend):
     compiles = True
 
     def version(self) -> str:
-        # Its kernels are written in this, and as fast as this compiles them.
+        # Its kernels are written in this, and are as fast as this compiles them.
         language = importlib.metadata.version("nvidia-cutlass-dsl")
         return f"{super().version()}, cutlass-dsl {language}"
 
     def prepare_tensors(self, problem: Problem, tensors: dict[str, Any]) -> Call:
-        # By its full name: the package has a function of that name too.
+        # By its full name: the package has a function of the same name.
         rmsnorm = importlib.import_module("quack.rmsnorm")
 
         eps = EPS[problem.norm]

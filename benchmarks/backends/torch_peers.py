@@ -93,7 +93,7 @@ class Compiled(TorchBackend):
         import torch
         import torch._functorch.config
 
-        # The gradient is taken again and again from one forward pass.
+        # The gradient is taken many times from one forward pass.
         torch._functorch.config.donated_buffer = False
         if self._compiled[0] != problem:
             # Otherwise many shapes of one function make it dynamic, and then fall back to eager.

@@ -1,18 +1,18 @@
 """How to compute it: the regime, and how a row is laid over threads.
 
-Pure functions of the spec, the row length N, the GPU's architecture and `vector`, the elements
-moved by one access. What the bits of a row depend on (row_threads or, of pipelined rows,
-block_threads, packs_per_thread, pack_length, cluster_blocks; strips and their strip_threads)
-follows from the spec, N and the architecture alone, and from whether the GPU has room for clusters,
-or for strips all at once; vector decides only what does not show in y, the statistics and dx. Few
-rows may be laid out otherwise, by kernels that give the same bits.
+These are pure functions of the spec, the row length N, the GPU's architecture and `vector`, the
+elements of one access. The bits of a row depend on row_threads (block_threads of pipelined rows),
+packs_per_thread, pack_length and cluster_blocks, or on strips and strip_threads. These follow from
+the spec, N and the architecture alone, and from whether the GPU has room for clusters, or for all
+strips at once. vector decides only what does not show in y, the statistics and dx. Few rows may
+have another layout, by kernels that give the same bits.
 
-A pack is 16 bytes of x, or 8 where a configuration's pack_length says so. Registers and shared
-memory bound what a block may hold: tests/test_compile.py compiles those of some row lengths for
-every supported architecture and fails on a spill that it does not list.
+A pack is 16 bytes of x, or 8 if a configuration's pack_length says so. Registers and shared memory
+limit what a block may hold. tests/test_compile.py compiles the kernels of some row lengths for
+every supported architecture. It fails on a spill that it does not list.
 
-`forward` and `backward` choose, and lay out what is read twice; each other way to lay rows out has
-a module. `reduction` sums weight gradients, `architectures` is what a GPU has.
+`forward` and `backward` choose, and lay out rows that are read twice. Each other way to lay rows
+out has a module. `reduction` sums weight gradients, and `architectures` has the properties of GPUs.
 """
 
 from cupynorm._layout.architectures import (

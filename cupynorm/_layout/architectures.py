@@ -1,4 +1,4 @@
-"""What a GPU has for a block, and what both passes count of a row: packs, threads, blocks."""
+"""What a GPU has for a block, and how both passes divide a row: packs, threads, blocks."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ REGISTERS_PER_MULTIPROCESSOR = 65536
 class Architecture:
     """What GPUs of a compute capability have: CUDA C++ Programming Guide, "Compute Capabilities".
 
-    `shared_kib`: of shared memory, for a block. `threads`: that a multiprocessor holds.
-    `bulk_copies`: of a whole row by one thread. `overlap`: programmatic dependent launch.
-    `large_l2`: 50 MiB or more, which rows fetched ahead stay in. `timed`: layouts were timed there;
-    the others have the same ones, but for those that spill there or rest on what its L1 does.
+    `shared_kib`: shared memory of a block. `threads`: of a multiprocessor. `bulk_copies`: one
+    thread can copy a whole row. `overlap`: programmatic dependent launch. `large_l2`: 50 MiB or
+    more, so that rows fetched ahead stay there. `timed`: layouts were timed on it. The others have
+    the same layouts, except those that spill there or rely on its L1.
     """
 
     shared_kib: int
@@ -40,7 +40,7 @@ ARCHITECTURES = {
     87: Architecture(163, 1536, **_BEFORE_CLUSTERS),
     89: Architecture(99, 1536, **_BEFORE_CLUSTERS),
     90: Architecture(227, 2048, timed=True),
-    100: Architecture(227, 2048),  # untimed, and so are the next
+    100: Architecture(227, 2048),  # untimed, like the next ones
     103: Architecture(227, 2048),
     120: Architecture(99, 1536),
 }
@@ -48,20 +48,20 @@ ARCHITECTURES = {
 
 @cache
 def gpu_of(architecture: int) -> Architecture:
-    """Return what GPUs of a compute capability have, 90 for 9.0; of one not listed, the least."""
+    """Return what GPUs of a compute capability have, 90 for 9.0; the least for an unlisted one."""
     if architecture in ARCHITECTURES:
         return ARCHITECTURES[architecture]
     before = max((known for known in ARCHITECTURES if known < architecture), default=75)
     return replace(ARCHITECTURES[before], shared_kib=99, threads=1536, timed=False)
 
 
-# Of an H200's 256 KiB shared memory is given 228, or 196 or fewer; L1 has the others.
+# Of an H200's 256 KiB, shared memory takes 228, or 196 or less. L1 takes the rest.
 MAX_SHARED_BESIDE_L1 = 196 << 10
 MAX_CLUSTER_BLOCKS = 16
 
 
 def without_clusters(architecture: int) -> int:
-    """Return the capability whose layouts serve a slice of a GPU with no room for clusters."""
+    """Return the capability whose layouts suit a slice of a GPU with no room for clusters."""
     return next(of for of in (80, 86) if shared_limit(of) <= shared_limit(architecture))
 
 
@@ -76,9 +76,9 @@ def moves_8_bytes(x: str, vector: int) -> bool:
 
 
 def shared_limit(architecture: int, blocks: int = 1) -> int:
-    """Return the bytes of shared memory that each of so many blocks of a multiprocessor may have.
+    """Return the bytes of shared memory for each of so many blocks of a multiprocessor.
 
-    Each takes a KiB more, of the system's.
+    The system takes a KiB more for each.
     """
     return ((gpu_of(architecture).shared_kib << 10) + 1024) // blocks - 1024
 
@@ -112,19 +112,19 @@ def team_threads(packs: int, packs_per_thread: int) -> int:
 
 
 def slots_of(packs: int, threads: int) -> int:
-    """Return the packs that so many threads hold of a row, those past its end among them."""
+    """Return the packs that so many threads hold of a row, with those past its end."""
     return threads * -(-packs // threads)
 
 
 def widest(*dtypes: str | None) -> int:
-    """Return the bytes of an element of the widest of the operands that there are."""
+    """Return the bytes of an element of the widest operand that is present."""
     return max((ITEMSIZE[dtype] for dtype in dtypes if dtype), default=0)
 
 
 def streaming_blocks(packs: int, architecture: int) -> int:
     """Return the blocks that stream a row.
 
-    Few long rows by one block each would leave multiprocessors idle
+    Few long rows with one block each would leave multiprocessors idle
     (notes.md#rows-that-are-read-twice).
     """
     long = packs > Tuned.max_packs_streamed_by_one_block
@@ -132,7 +132,7 @@ def streaming_blocks(packs: int, architecture: int) -> int:
 
 
 def max_cluster_blocks(architecture: int) -> int:
-    """Return the blocks that a cluster may have, 1 where there are no clusters."""
+    """Return the most blocks of a cluster, 1 if there are no clusters."""
     return MAX_CLUSTER_BLOCKS if gpu_of(architecture).clusters else 1
 
 
@@ -140,7 +140,7 @@ def max_cluster_blocks(architecture: int) -> int:
 
 
 def is_wide(spec: ForwardSpec) -> bool:
-    """Return whether operands of float64 widen a pack of a narrower x: up to 168 registers."""
+    """Return whether float64 operands widen a pack of a narrower x, to 168 registers."""
     return widest(spec.weight, spec.bias, spec.y) > max(4, ITEMSIZE[spec.x])
 
 

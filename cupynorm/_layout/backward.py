@@ -20,7 +20,7 @@ from cupynorm._operation import BackwardSpec
 class BackwardStreaming:
     """One kernel reduces each row to coefficients, another walks down the columns.
 
-    A row is that of `cluster_blocks` blocks of `row_threads` threads each.
+    `cluster_blocks` blocks of `row_threads` threads each share a row.
     """
 
     cluster_blocks: int
@@ -40,7 +40,7 @@ def backward_config(
 ) -> BackwardPipelined | BackwardColumnParallel | BackwardStreaming:
     """Return the configuration of a backward pass over rows of n elements.
 
-    `column_parallel`: the GPU has room for strips all at once, should they be the fastest.
+    `column_parallel`: the GPU has room for all strips at once, in case they are the fastest.
     """
     pipelined = backward_pipelined(spec, n, vector, architecture)
     if pipelined is not None:

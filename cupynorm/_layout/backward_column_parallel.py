@@ -9,20 +9,20 @@ from cupynorm._layout.architectures import gpu_of, pack_length, shared_limit
 from cupynorm._layout.tuning_sm90 import BackwardColumnParallel as Tuned
 from cupynorm._operation import ITEMSIZE, BackwardSpec, compute_dtype
 
-# Blocks that all run at once, one on each multiprocessor: an H200 has 132.
+# Blocks that all run at once, one on each multiprocessor. An H200 has 132.
 MAX_STRIPS = 128
 
-# As kernels/backward_column_parallel.cu has them: groups in shared memory, warps that exchange
-# sums, and the places of what they exchange; and those of wild rows.
+# As in kernels/backward_column_parallel.cu: groups in shared memory, warps that exchange sums, and
+# the places of those sums and of wild rows.
 STAGES, MESSENGERS, PLACES, WILD_PLACES = 5, 4, 8, 2
 
 
 @dataclass(frozen=True)
 class BackwardColumnParallel:
-    """Rows longer than a cluster holds, each block a strip of them all, `strip_threads` packs wide.
+    """Rows longer than a cluster holds. Each block has a strip of them, `strip_threads` packs wide.
 
-    They are taken in groups of `group_rows`. A cooperative launch of `strips` blocks, which begins
-    when the GPU has room for them all; none shares its weight gradients with another.
+    Rows come in groups of `group_rows`. A cooperative launch has `strips` blocks. It begins when
+    the GPU has room for them all. Each block sums its weight gradients alone.
     """
 
     strips: int
@@ -42,9 +42,9 @@ def backward_column_parallel(
 ) -> BackwardColumnParallel | None:
     """Return the configuration of rows that no cluster holds, by strips of up to 512 packs.
 
-    They are read once, not twice as they would be streamed (notes.md#column-parallel-rows). N alone
-    decides, never the alignment, since the bits of dx must not depend on it: rows of whole packs
-    are so at unaligned addresses, too, though slower there.
+    They are read once. Streamed rows are read twice (notes.md#column-parallel-rows). N alone
+    decides, never the alignment, since the bits of dx must not depend on it. So rows of whole packs
+    at unaligned addresses use strips too, though these are slower there.
     """
     whole, rest = divmod(n, pack_length(spec.x))
     strip_threads = -(-whole // (32 * MAX_STRIPS)) * 32
@@ -71,17 +71,17 @@ def backward_column_parallel_bytes(spec: BackwardSpec, config: BackwardColumnPar
 
 
 def column_parallel_counts_bytes() -> int:
-    """Return the bytes of device memory of the counts, a line each, of blocks that have told."""
+    """Return the bytes of device memory of the blocks' counts, a line each."""
     return (PLACES + WILD_PLACES) * 128
 
 
 def column_parallel_exchange_bytes(spec: BackwardSpec, config: BackwardColumnParallel) -> int:
-    """Return the bytes of device memory in which the blocks exchange their sums of rows."""
+    """Return the bytes of device memory for the sums of rows that the blocks exchange."""
     sums = _gradient_sums(spec) * config.strips
     of_groups = PLACES * config.group_rows * sums * ITEMSIZE[compute_dtype(spec.x)]
     return of_groups + WILD_PLACES * sums * (config.strip_threads // 32) * ITEMSIZE["float64"]
 
 
 def _gradient_sums(spec: BackwardSpec) -> int:
-    """Return how many sums dx needs of a row."""
+    """Return how many sums of a row dx needs."""
     return 3 if spec.norm == "layer_norm" else 1

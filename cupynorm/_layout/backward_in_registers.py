@@ -20,8 +20,8 @@ from cupynorm._operation import ITEMSIZE, BackwardSpec, compute_dtype
 
 MAX_BLOCKS_WITH_PARTIALS = 128  # as many as were measured
 MEASURED_MULTIPROCESSORS = 132
-# No more teams than kTurns of kernels/gradient.cuh, as their gradients are added one after another,
-# and of several warps no more than kernels/team.cuh has barriers for.
+# At most kTurns of kernels/gradient.cuh, since the teams add their gradients one after another.
+# Teams of several warps are at most the barriers of kernels/team.cuh.
 TEAMS = (2, 4, 8, 16, 32, 64)
 MAX_TEAMS_OF_SEVERAL_WARPS = 15
 
@@ -30,12 +30,12 @@ MAX_TEAMS_OF_SEVERAL_WARPS = 15
 class BackwardInRegisters:
     """Few rows held in registers, each by `cluster_blocks` blocks of `row_threads` threads.
 
-    Or several rows by a block of `block_threads`, of which a multiprocessor has registers for
-    `blocks_per_multiprocessor`. The blocks of a lone row write the weight gradients. Of more they
-    are summed by further blocks, of `column_threads` for `column_lanes` packs each, which read x
-    and dy themselves, or where those are 0 by the `reduction`, from a partial of each block. The
-    further blocks are in the same kernel; for LayerNorm, whose xhat is centred by a sum of its row,
-    in a second one that overlaps with it.
+    Or a block of `block_threads` holds several rows. A multiprocessor has registers for
+    `blocks_per_multiprocessor`. The blocks of a lone row write its weight gradients. For more rows,
+    further blocks sum them. Each has `column_threads` for `column_lanes` packs, and reads x and dy
+    itself. If those are 0, the `reduction` sums a partial of each block. RMSNorm has the further
+    blocks in the same kernel. LayerNorm has them in a second one that overlaps with it, since a sum
+    of its row centres xhat.
     """
 
     row_threads: int
@@ -67,12 +67,12 @@ def few_rows_backward_configs(
     *,
     dx_given: bool = False,
 ) -> tuple[tuple[int, BackwardInRegisters], ...]:
-    """Return the configurations of few rows, each behind the most rows that it is for, ascending.
+    """Return the configurations of few rows, each after the most rows that it serves, ascending.
 
     `dx_given`: dx may be dy, and no block may read what another writes.
 
-    dx has the bits that `config`, that of many rows, gives it (notes.md#few-rows-backward). Only
-    rows that wait in shared memory have any.
+    dx has the same bits as by `config`, that of many rows (notes.md#few-rows-backward). Only rows
+    that wait in shared memory have any.
     """
     if not isinstance(config, BackwardPipelined):
         return ()
@@ -92,8 +92,8 @@ def few_rows_backward_configs(
     if spec.gradients and not dx_given:
         beside_columns = _beside_columns(spec, lone, architecture, multiprocessors)
     found = beside_columns or _with_partials(config, lone)
-    # The blocks of a lone row write its weight gradients; without any it has the kernel of more. A
-    # block is whole warps.
+    # The blocks of a lone row write its weight gradients. Without any, it has the kernel of more
+    # rows. A block is whole warps.
     if config.row_threads >= 32 and config.reduction is not None:
         found = ((1, lone), *found)
     most = found[-1][0] if found else 0
@@ -104,7 +104,7 @@ def few_rows_backward_configs(
 def _with_partials(
     config: BackwardPipelined, lone: BackwardInRegisters
 ) -> tuple[tuple[int, BackwardInRegisters], ...]:
-    """Return that of a row a block, which writes partials, if a row has a warp or more."""
+    """Return that of one row a block, with partials, if a row has a warp or more."""
     if lone.row_threads < 32:
         return ()
     reduction = config.reduction
@@ -117,9 +117,9 @@ def _with_partials(
 def _beside_columns(
     spec: BackwardSpec, lone: BackwardInRegisters, architecture: int, multiprocessors: int
 ) -> tuple[tuple[int, BackwardInRegisters], ...]:
-    """Return those of rows whose weight gradients further blocks sum, in place of partials.
+    """Return those of rows whose weight gradients further blocks sum, instead of partials.
 
-    For LayerNorm they are a kernel, which begins when all blocks of rows are under way
+    For LayerNorm these blocks are a kernel that begins when all blocks of rows have started
     (notes.md#blocks-of-columns).
     """
     rows = lone
@@ -141,7 +141,7 @@ def _beside_columns(
 
 
 def _has_registers_to_spare(spec: BackwardSpec, lone: BackwardInRegisters) -> bool:
-    """Tell whether so few registers as more blocks leave suffice."""
+    """Tell whether the fewer registers that more blocks leave suffice."""
     wide = ITEMSIZE[spec.dy] > ITEMSIZE[spec.x] or spec.weight == "float64"
     return lone.packs_per_thread <= 2 and lone.vector == pack_length(spec.x) and not wide
 
@@ -149,11 +149,11 @@ def _has_registers_to_spare(spec: BackwardSpec, lone: BackwardInRegisters) -> bo
 def _with_columns(
     spec: BackwardSpec, rows: BackwardInRegisters, threads: int, lanes: int, max_blocks: int
 ) -> BackwardInRegisters:
-    """Return the rows beside blocks of columns, whose lanes side by side have a pack each."""
+    """Return the rows next to blocks of columns, whose adjacent lanes have a pack each."""
     while lanes < 32 and rows.packs > max_blocks * lanes:
         lanes *= 2
     block_threads = rows.block_threads
-    if spec.norm == "rms_norm":  # in the kernel of the rows, whose blocks are as large
+    if spec.norm == "rms_norm":  # in the kernel of the rows, with blocks of the same size
         if rows.cluster_blocks == 1:
             block_threads *= max(1, threads // rows.row_threads)
         threads = block_threads
@@ -165,7 +165,7 @@ def _with_columns(
 def _max_rows_beside_columns(
     spec: BackwardSpec, lone: BackwardInRegisters, multiprocessors: int
 ) -> int:
-    """Return how many rows are sooner so than in shared memory or several a block."""
+    """Return up to how many rows this beats shared memory and several rows a block."""
     blocks = lone.cluster_blocks
     if blocks == MAX_CLUSTER_BLOCKS:
         return Tuned.max_blocks_of_longest_rows // blocks
@@ -193,15 +193,14 @@ def _of_several_rows(
     architecture: int,
     multiprocessors: int,
 ) -> Iterator[tuple[int, BackwardInRegisters]]:
-    """Yield those whose blocks have 2, 4, 8, ... rows, as many blocks as run at once.
+    """Yield those of blocks with 2, 4, 8, ... rows, and with all blocks running at once.
 
-    What they leave out is the rows' way through shared memory, and all that is for a next row
-    (notes.md#several-rows-a-block).
+    They skip shared memory, and all work for a next row (notes.md#several-rows-a-block).
     """
     if not spec.gradients or config.cluster_blocks > 1 or config.cells:
         return
     max_threads = Tuned.max_threads_of_teams.get(config.packs_per_thread, 0)
-    if spec.dresidual_out:  # beside which the most would spill
+    if spec.dresidual_out:  # with it the most threads would spill
         max_threads = min(max_threads, 512)
     max_teams = MAX_TEAMS_OF_SEVERAL_WARPS if config.row_threads > 32 else TEAMS[-1]
     for teams in TEAMS:

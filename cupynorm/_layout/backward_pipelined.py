@@ -32,14 +32,14 @@ from cupynorm._operation import ITEMSIZE, BackwardSpec, compute_dtype
 
 @dataclass(frozen=True)
 class BackwardPipelined:
-    """As ForwardPipelined, with the weight gradients; each team of a block has a row.
+    """Like ForwardPipelined, with the weight gradients. Each team of a block has a row.
 
-    `hold_row`: xhat and dy stay in registers from a row's sums on. `shared_sums`: of how many
-    gradients the sums of rows so far wait in shared memory. `hold_sums`: the other's in registers,
-    else in device memory. `bulk`: one thread of a team copies its rows, else each thread the packs
-    that it will read. `cells`: by cells, as rows at any address are: see kernels/unaligned.cuh.
-    `through_l1`: copies of 16 bytes come by way of L1, as smaller ones do. `total_ahead`:
-    dresidual_out waits in shared memory as well, else it is read where it is added.
+    `hold_row`: xhat and dy stay in registers after a row's sums. `shared_sums`: how many gradients
+    keep the sums of past rows in shared memory. `hold_sums`: the other one keeps them in registers,
+    else in device memory. `bulk`: one thread of a team copies its rows, else each thread copies its
+    own packs. `cells`: copies are by cells, as for rows at any address: see kernels/unaligned.cuh.
+    `through_l1`: copies of 16 bytes go through L1, like smaller ones. `total_ahead`: dresidual_out
+    waits in shared memory too, else it is read where it is added.
     """
 
     row_threads: int
@@ -90,7 +90,7 @@ def backward_pipelined_bytes(spec: BackwardSpec, config: BackwardPipelined) -> i
 def backward_pipelined(
     spec: BackwardSpec, n: int, vector: int, architecture: int
 ) -> BackwardPipelined | None:
-    """Return the configuration of rows in shared memory, or None where that has no room."""
+    """Return the configuration of rows in shared memory, or None if they do not fit."""
     plain = spec.without_residual
     for layout in _backward_layouts(plain, n, architecture):
         config = _of_layout(plain, n, vector, architecture, layout)
@@ -102,16 +102,16 @@ def backward_pipelined(
 def _with_residual(
     spec: BackwardSpec, config: BackwardPipelined, architecture: int
 ) -> BackwardPipelined:
-    """Return the configuration with what a residual needs, and the bits that it has without."""
+    """Return the configuration for a residual, with the bits of that without."""
     if spec == spec.without_residual:
         return config
-    # By cells dx leaves in words, of x's dtype.
+    # With cells dx is written in words of x's dtype.
     cells = config.cells and spec.dx is None and spec.dresidual is None
     config = dataclasses.replace(config, cells=cells, hold_row=False)
     if spec.dresidual_out is None:
         return config
     limit = shared_limit(architecture, config.blocks_per_multiprocessor)
-    if config.bulk:  # slower in the stages that are left: notes.md#a-residual-in-the-same-pass
+    if config.bulk:  # slower with fewer stages: notes.md#a-residual-in-the-same-pass
         config = dataclasses.replace(config, bulk=False, stages=3, shared_sums=0, hold_sums=False)
         hold = config.hold_weight and not _is_crowded(spec, config, architecture)
         config = dataclasses.replace(config, hold_weight=hold)
@@ -126,7 +126,7 @@ def _with_residual(
 
 
 class _Layout(NamedTuple):
-    """Threads and stages of rows of some length, before it is known whether they find room."""
+    """Threads and stages of rows of some length, before it is known whether they fit."""
 
     row_threads: int
     block_threads: int
@@ -138,7 +138,7 @@ class _Layout(NamedTuple):
 def _backward_layouts(spec: BackwardSpec, n: int, architecture: int) -> Iterator[_Layout]:
     """Yield the layouts of rows of n elements, the fastest first, then for what does not fit.
 
-    What decides is whether the row fills its packs, and the teams their multiprocessor
+    The order depends on how well rows fill their packs, and teams their multiprocessor
     (notes.md#teams-that-fill-their-packs).
     """
     packs = -(-n // pack_length(spec.x))
@@ -148,13 +148,13 @@ def _backward_layouts(spec: BackwardSpec, n: int, architecture: int) -> Iterator
     if spec.norm == "layer_norm" and whole and beyond < packs <= up_to:
         yield _Layout(32, 128, 2, 1, 2)
     yield from _long_layouts(spec, packs, whole, architecture)
-    # More registers and shared memory for a short row's, where it has operands of float64 or the
-    # architecture little shared memory.
+    # A short row needs more registers and shared memory with operands of float64. Or the
+    # architecture has little shared memory.
     for width, block_threads in ((2, 512), (4, 256), (2, 256), (2, 128)):
         row_threads = team_threads(packs, width)
         if row_threads <= 32:
             yield _Layout(row_threads, block_threads, 1, 1, 3)
-    # And for one of up to 1024 packs, which two blocks hold.
+    # The same for up to 1024 packs, in two blocks.
     if 512 < packs <= 1024 and gpu_of(architecture).clusters:
         yield _Layout(256, 256, 1, 2, 3)
 
@@ -175,7 +175,7 @@ def _short_layouts(spec: BackwardSpec, packs: int) -> list[_Layout]:
 
 @dataclass(frozen=True)
 class _Team:
-    """A longer row, and the threads of each block that would have it, `width` packs each."""
+    """A longer row, and its threads in each block, with `width` packs each."""
 
     spec: BackwardSpec
     packs: int
@@ -200,7 +200,7 @@ class _Team:
 
     @property
     def filled(self) -> float:
-        """Empty slots are waited for, and packs are compared with the row's end."""
+        """A row waits for empty slots, and compares packs with its end."""
         return (self.packs / self.slots) ** 2
 
     @property
@@ -224,9 +224,9 @@ def _long_layouts(spec: BackwardSpec, packs: int, whole: bool, architecture: int
 
 
 def _is_candidate(team: _Team) -> bool:
-    """Tell whether so many packs a thread may be sooner than fewer, and do not spill."""
+    """Tell whether so many packs a thread may be faster than fewer, and do not spill."""
     width, threads, blocks = team.width, team.row_threads, team.cluster_blocks
-    if width == 5 and team.packs <= Tuned.five_packs_beyond:  # which leave few threads
+    if width == 5 and team.packs <= Tuned.five_packs_beyond:  # few threads would be left
         return False
     if width >= 5 and threads > team.most:
         return False
@@ -242,20 +242,20 @@ def _is_candidate(team: _Team) -> bool:
 
 
 def _by_many_packs(team: _Team) -> bool:
-    """Tell whether rows are sooner by 6 or 7 packs a thread: notes.md#six-and-seven-packs."""
+    """Tell whether rows are faster by 6 or 7 packs a thread: notes.md#six-and-seven-packs."""
     blocks = team.cluster_blocks
     if (blocks == 1) != (team.row_threads <= Tuned.many_packs_max_threads):
         return False
-    if team.spec.norm == "rms_norm":  # beside a bias it spills
+    if team.spec.norm == "rms_norm":  # with a bias it spills
         return blocks >= Tuned.many_packs_min_blocks and team.spec.gradients < 2
     if not team.whole and blocks not in (1, MAX_CLUSTER_BLOCKS):
         return False
-    # Of smaller clusters what is full can be copied in bulk, by fewer packs.
+    # Full rows of smaller clusters can be copied in bulk, by fewer packs.
     return blocks >= Tuned.many_packs_min_blocks or not team.is_full
 
 
 def _of_cluster(team: _Team) -> Iterator[tuple[tuple[float, int, int], _Layout]]:
-    """Yield the layouts of a row by a block of each of several multiprocessors, ranked."""
+    """Yield the ranked layouts of a row by one block on each of several multiprocessors."""
     threads, blocks = team.row_threads, team.cluster_blocks
     two_of_two_packs = blocks == 2 and team.width == 2 and threads >= Tuned.two_packs_min_threads
     for at_once in range(1, team.most // threads + 1):
@@ -267,7 +267,7 @@ def _of_cluster(team: _Team) -> Iterator[tuple[tuple[float, int, int], _Layout]]
 
 
 def _of_one_block(team: _Team) -> Iterator[tuple[tuple[float, int, int], _Layout]]:
-    """Yield the layouts of a row by a block, which may have several, ranked."""
+    """Yield the ranked layouts of a row by one block, which may have several rows."""
     row_threads = team.row_threads
     if row_threads < 64:
         return
@@ -286,8 +286,8 @@ def _max_threads(team: _Team, most: int) -> int:
     """Return the threads of the largest block: notes.md#teams-that-fill-their-packs."""
     if team.width > 3:
         return max(most, team.row_threads)
-    # By two teams of 224 rows of 3 packs spill beside two gradients, but not what sm_90 copies in
-    # bulk, nor rows of no whole packs, whose weight is not held.
+    # Rows of 3 packs by two teams of 224 spill with two gradients. Rows that sm_90 copies in bulk
+    # do not, nor rows of no whole packs, whose weight is not held.
     timed = gpu_of(team.architecture).timed
     in_bulk = team.packs == team.slots and team.spec.norm == "layer_norm" and timed
     crowded = team.spec.gradients == 2 or team.may_hold_rows
@@ -299,22 +299,22 @@ def _max_threads(team: _Team, most: int) -> int:
 def _of_layout(
     spec: BackwardSpec, n: int, vector: int, architecture: int, layout: _Layout
 ) -> BackwardPipelined | None:
-    """Return the configuration of a layout, or None where it finds no room."""
+    """Return the configuration of a layout, or None if it does not fit."""
     length = pack_length(spec.x)
     packs_per_thread = -(-n // (length * layout.row_threads * layout.cluster_blocks))
     fits = functools.partial(_fits_registers, spec, layout, packs_per_thread, architecture)
-    # Whatever the alignment, so that a row's bits do not depend on it.
+    # It must fit at any alignment, so that a row's bits do not depend on that.
     if not (fits(length, hold_weight=False) and fits(1, hold_weight=False)):
         return None
     by_8_bytes = moves_8_bytes(spec.x, vector)
     by_cells = not by_8_bytes and gpu_of(architecture).asynchronous_copies
-    # How rows are copied does not decide what fits either: by single elements 7 packs took four
-    # times as long.
+    # It must also fit in any way that rows are copied. By single elements 7 packs took four times
+    # as long.
     in_part = packs_per_thread >= 6 and n % length > 0
     choices = (True,) if by_cells and in_part else (True, False) if by_cells else (False,)
     limit = shared_limit(architecture, layout.blocks_per_multiprocessor)
     for cells, stages in itertools.product(choices, range(layout.stages, 1, -1)):
-        # Held beside cells of float32 without a bitmask, which would spill.
+        # A held weight spills with cells, except those of float32 without a bitmask.
         holds = by_8_bytes or (cells and spec.x == "float32" and not spec.bitmask)
         config = BackwardPipelined(
             row_threads=layout.row_threads,
@@ -344,7 +344,7 @@ def _of_layout(
 def _is_full(spec: BackwardSpec, n: int, layout: _Layout, packs_per_thread: int) -> bool:
     """Tell whether the compiler is told that a row fills its packs.
 
-    Beyond 4 packs in a cluster it is not: up to 44 bytes would be spilled, 120 beside a bitmask.
+    In a cluster it is not told beyond 4 packs: up to 44 bytes would spill, 120 with a bitmask.
     """
     threads = layout.cluster_blocks * layout.row_threads
     fills = n == threads * packs_per_thread * pack_length(spec.x)
@@ -360,12 +360,12 @@ def _fits_registers(
     *,
     hold_weight: bool,
 ) -> bool:
-    """Tell whether a thread's registers suffice, by what NVRTC mostly needs."""
+    """Tell whether a thread's registers suffice, by NVRTC's usual needs."""
     block_threads = layout.block_threads
     # A quarter of a multiprocessor has whole warps: 320 threads have the registers of 384.
     threads = -(-block_threads * layout.blocks_per_multiprocessor // 128) * 128
     max_registers = min(255, REGISTERS_PER_MULTIPROCESSOR // threads // 8 * 8)
-    # Held beside both, by 416 and 448 threads, 12 bytes would spill on sm_100.
+    # With both, a weight held by 416 or 448 threads would spill 12 bytes on sm_100.
     both = spec.zero_centered and spec.bitmask and spec.gradients == 2
     if both and hold_weight and architecture >= 100 and block_threads % 128:
         max_registers -= 8
@@ -403,7 +403,7 @@ def _backward_registers(
 def _completed(
     spec: BackwardSpec, config: BackwardPipelined, limit: int, architecture: int
 ) -> BackwardPipelined:
-    """Return the configuration with all that does not decide whether it fits."""
+    """Return the configuration with all choices that do not decide whether it fits."""
     config = dataclasses.replace(config, hold_row=_holds_row(spec, config, architecture))
     found = _in_bulk(spec, config, architecture, limit)
     if found is None:
@@ -413,17 +413,17 @@ def _completed(
 
 
 def _is_crowded(spec: BackwardSpec, config: BackwardPipelined, architecture: int) -> bool:
-    """Tell whether registers have no room for the weight, where rows are not copied in bulk.
+    """Tell whether registers have no room for the weight, if rows are not copied in bulk.
 
-    4 packs beside both gradients leave none, but in clusters, whose blocks are smaller; nor do 6 or
-    7, which would spill 130 bytes, but where rows are held, which have one gradient.
+    4 packs with both gradients leave none, except in clusters, whose blocks are smaller. 6 or 7
+    would spill 130 bytes, except where rows are held, which have one gradient.
     """
     if config.packs_per_thread > 5:
         return not config.hold_row
     if spec.gradients < 2:
         return False
     threads = config.row_threads
-    # They would spill, to an L1 by way of which a wider dy comes (notes.md#a-dy-wider-than-x).
+    # They would spill to an L1 that a wider dy goes through (notes.md#a-dy-wider-than-x).
     if threads == 512 and gpu_of(architecture).timed and _copies_halves(spec, config):
         return True
     return config.packs_per_thread == 4 and config.cluster_blocks == 1 and threads > 32
@@ -432,8 +432,8 @@ def _is_crowded(spec: BackwardSpec, config: BackwardPipelined, architecture: int
 def _may_hold_rows(spec: BackwardSpec, architecture: int) -> bool:
     """Tell whether xhat and dy of a row can stay in registers, if it fits and is well aligned.
 
-    RMSNorm has them to spare, but not beside a float64 weight. Beside a bitmask it takes longer, as
-    ptxas then asks for its bits later; float64 gains nothing.
+    RMSNorm has registers to spare, but not with a float64 weight. With a bitmask it takes longer,
+    since ptxas then loads its bits later. float64 gains nothing.
     """
     if spec.norm == "layer_norm" or spec.bitmask:
         return False
@@ -444,8 +444,8 @@ def _may_hold_rows(spec: BackwardSpec, architecture: int) -> bool:
 def _holds_row(spec: BackwardSpec, config: BackwardPipelined, architecture: int) -> bool:
     """Tell whether xhat and dy of a row stay in registers.
 
-    That takes a tenth of the instructions less, and a stage is filled again a reduction earlier; in
-    clusters they come instead of the next row's sums (notes.md#rows-that-stay-in-registers).
+    That saves a tenth of the instructions, and a stage is filled again a reduction earlier. In
+    clusters they replace the next row's sums (notes.md#rows-that-stay-in-registers).
     """
     if not (moves_8_bytes(spec.x, config.vector) and _may_hold_rows(spec, architecture)):
         return False
@@ -457,11 +457,11 @@ def _holds_row(spec: BackwardSpec, config: BackwardPipelined, architecture: int)
         spills = both and architecture >= 120  # up to 24 bytes
         few_blocks = config.cluster_blocks <= Tuned.held_row_max_blocks
         return few_blocks and (packs == 5 or by_many_threads) and not spills
-    if packs >= 6:  # only where they are held, and do not spill
+    if packs >= 6:  # such rows are only candidates if held, and do not spill
         return True
     if threads <= 32 and packs < Tuned.held_row_min_packs:
         return False
-    # Of more there would be spills of up to 280 bytes. 1152 slots have 3 packs of 384 threads.
+    # More would spill up to 280 bytes. 1152 slots are 3 packs of 384 threads.
     fewer = spec.zero_centered or not gpu_of(architecture).clusters
     most = (1024 if fewer else 1152) if both else 1280
     return packs * config.block_threads * config.blocks_per_multiprocessor <= most
@@ -470,11 +470,11 @@ def _holds_row(spec: BackwardSpec, config: BackwardPipelined, architecture: int)
 def _in_all_room(
     spec: BackwardSpec, config: BackwardPipelined, limit: int, architecture: int
 ) -> BackwardPipelined:
-    """Return the configuration with what shared memory and L1 have room for besides.
+    """Return the configuration with all else that shared memory and L1 have room for.
 
-    Of a dy wider than x each copy has half of a pack of 32 bytes, and copies past L1 ask the L2 for
-    the same sectors twice; sums, and a third stage, leave room in L1 for such rows, if without them
-    there is (notes.md#a-dy-wider-than-x). Other GPUs were not measured.
+    If dy is wider than x, each copy has half of a pack of 32 bytes, and copies past L1 ask the L2
+    for the same sectors twice. Sums and a third stage give way if L1 then has room for such rows
+    (notes.md#a-dy-wider-than-x). Other GPUs were not measured.
     """
     if not (gpu_of(architecture).timed and _copies_halves(spec, config)):
         return _sharing_sums(spec, config, limit)
@@ -491,9 +491,8 @@ def _in_all_room(
 def _sharing_sums(spec: BackwardSpec, config: BackwardPipelined, limit: int) -> BackwardPipelined:
     """Return the configuration with sums of rows in shared memory, as far as there is room.
 
-    In partials they are read and written once every 64 rows, which all threads wait for; by many
-    packs a thread what is spilled needs the L1 that both gradients' would take
-    (notes.md#sums-of-rows).
+    Partials would be read and written every 64 rows, and all threads wait for that. With many packs
+    a thread, spills need the L1 that sums of both gradients would take (notes.md#sums-of-rows).
     """
     if config.vector < pack_length(spec.x) and config.rows_per_block == 1:
         return config
@@ -512,7 +511,7 @@ def _is_dy_wider(spec: BackwardSpec) -> bool:
 
 
 def _copies_halves(spec: BackwardSpec, config: BackwardPipelined) -> bool:
-    """Tell whether dy's packs are copied by halves, or less: not by cells, which lanes share."""
+    """Tell whether dy's packs are copied by halves, or less. Cells are not: lanes share them."""
     return _is_dy_wider(spec) and not config.cells
 
 
@@ -523,7 +522,7 @@ def _leaves_l1_room(spec: BackwardSpec, config: BackwardPipelined) -> bool:
 def _in_bulk(
     spec: BackwardSpec, config: BackwardPipelined, architecture: int, limit: int
 ) -> BackwardPipelined | None:
-    """Return the configuration with bulk copies, where they are ahead and fit; the bits stay."""
+    """Return the configuration with bulk copies, if they are faster and fit; the bits stay."""
     gpu = gpu_of(architecture)
     if not (gpu.bulk_copies and _can_be_in_bulk(spec, config) and _gains_in_bulk(spec, config)):
         return None
@@ -536,27 +535,27 @@ def _in_bulk(
 def _can_be_in_bulk(spec: BackwardSpec, config: BackwardPipelined) -> bool:
     """Tell whether a row is copied as it is, and shared memory has room.
 
-    Without gradients two blocks of the others' shared memory find room on a multiprocessor.
+    Without gradients a multiprocessor has room for two blocks with the other copies.
     """
     whole = config.full and config.vector == pack_length(spec.x) and config.row_threads >= 64
     return whole and ITEMSIZE[spec.x] == ITEMSIZE[spec.dy] and spec.gradients > 0
 
 
 def _is_crowded_in_bulk(spec: BackwardSpec, config: BackwardPipelined) -> bool:
-    """Tell whether up to 16 bytes would be spilled on sm_100, though on sm_90 none are."""
+    """Tell whether up to 16 bytes would spill on sm_100, though none do on sm_90."""
     if spec.gradients < 2 or not config.hold_weight:
         return False
     if spec.zero_centered and spec.bitmask and config.block_threads > 448:
         return True
-    # Of whole quarters of a multiprocessor each thread has more registers.
+    # With whole quarters of a multiprocessor each thread has more registers.
     quarters = config.block_threads % 128 == 0
     return not quarters and (config.packs_per_thread >= 3 or config.hold_row)
 
 
 def _gains_in_bulk(spec: BackwardSpec, config: BackwardPipelined) -> bool:
-    """Tell whether bulk copies are ahead: LayerNorm waits for its instructions, and saves 6 %.
+    """Tell whether bulk copies are faster: LayerNorm waits for its instructions, and saves 6 %.
 
-    RMSNorm gains where notes.md#bulk-copies says so, but not where 3 packs are held.
+    RMSNorm gains where notes.md#bulk-copies says so, but not if 3 packs are held.
     """
     size, blocks = ITEMSIZE[spec.x], config.cluster_blocks
     if config.hold_row and config.packs_per_thread == 3:
@@ -575,7 +574,7 @@ def _bulk_stages(spec: BackwardSpec, config: BackwardPipelined) -> int:
     if config.cluster_blocks == 1:
         return Tuned.bulk_stages
     packs = config.blocks_per_multiprocessor * config.block_threads * config.packs_per_thread
-    # Beside more packs 6 leave no room for the sums of rows.
+    # With more packs, 6 stages leave no room for the sums of rows.
     if config.cluster_blocks == 2 or spec.norm == "rms_norm" or packs > 1024:
         return Tuned.bulk_stages_in_pairs
     return Tuned.bulk_stages_in_clusters

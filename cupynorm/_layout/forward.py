@@ -32,7 +32,7 @@ from cupynorm._operation import ITEMSIZE, ForwardSpec
 class ForwardStreaming:
     """Rows of any length, read twice, each by a cluster of blocks.
 
-    A thread asks for `packs_per_thread` at once.
+    A thread loads `packs_per_thread` at once.
     """
 
     cluster_blocks: int
@@ -51,7 +51,7 @@ def forward_config(
         return config
     if isinstance(config, ForwardInRegisters):
         return in_registers_with_residual(spec, config)
-    if isinstance(config, ForwardStreaming):  # whose packs would spill
+    if isinstance(config, ForwardStreaming):  # its packs would spill
         blocks = max(1, config.blocks_per_multiprocessor // 2)
         return dataclasses.replace(config, blocks_per_multiprocessor=blocks)
     packs = -(-n // pack_length(spec.x))
@@ -62,7 +62,7 @@ def forward_config(
 def _plain_config(
     spec: ForwardSpec, n: int, vector: int, architecture: int
 ) -> ForwardInRegisters | ForwardPipelined | ForwardStreaming:
-    """Return that of rows without a residual."""
+    """Return the configuration of rows without a residual."""
     packs = -(-n // pack_length(spec.x))
     max_packs = _max_packs_in_registers(spec, packs)
     if packs > _max_packs_sooner_in_registers(spec, n, max_packs):
@@ -84,10 +84,10 @@ def _max_packs_in_registers(spec: ForwardSpec, packs: int) -> int:
 
 
 def _max_packs_sooner_in_registers(spec: ForwardSpec, n: int, max_packs: int) -> int:
-    """Return the packs of the longest row that is sooner there than in shared memory.
+    """Return the packs of the longest row that is faster there than in shared memory.
 
-    That leaves registers for weight and bias from row to row, which pays where they exceed a row of
-    16 bits (notes.md#in-registers-or-in-shared-memory).
+    Shared memory leaves registers for weight and bias from row to row. That pays if they are larger
+    than a row of 16 bits (notes.md#in-registers-or-in-shared-memory).
     """
     exceed = has_heavy_affine(spec) and not is_wide(spec)
     if exceed and spec.norm == "layer_norm" and ITEMSIZE[spec.x] == 2:
@@ -102,11 +102,11 @@ def _streaming_forward(
     gpu, whole = gpu_of(architecture), vector == pack_length(spec.x)
     cluster_blocks = streaming_blocks(packs, architecture)
     block_threads = 512 if is_wide(spec) or cluster_blocks > 1 else 1024
-    # From sm_100 on 64 registers do not hold a cluster's addresses beside a weight around zero; on
-    # sm_120, whose multiprocessors have fewer threads, hardly any.
+    # From sm_100 on, 64 registers do not hold a cluster's addresses with a weight around zero. On
+    # sm_120, whose multiprocessors have fewer threads, they hold hardly any.
     clustered = cluster_blocks > 1 and not spec.zero_centered and gpu.threads == 2048
-    # Nor 8 elements of weight and bias in float64; nor, from sm_100 on, a ReLU, single elements, a
-    # y wider than x or LayerNorm's sums.
+    # They do not hold 8 elements of weight and bias in float64 either. From sm_100 on, a ReLU,
+    # single elements, a y wider than x or LayerNorm's sums do not fit.
     slim = whole and not (is_wide(spec) or spec.relu or is_y_wider(spec))
     slim = slim and (spec.norm == "rms_norm" or gpu.timed)
     blocks_per_multiprocessor = 2 if slim and clustered else 1

@@ -28,13 +28,12 @@ from cupynorm._operation import ITEMSIZE, ForwardSpec
 class ForwardInRegisters:
     """Rows held in registers, read once, each by `row_threads` threads of `cluster_blocks` blocks.
 
-    In several blocks they give the bits of one block with all these threads, `folded` those of
-    twice as many threads with half the packs, for few rows.
-    `pack_length`: the elements of 16 bytes, or of 8 (_own_pack_length).
-    `rare_last`: what is rare comes last in the code, for few rows. `hold_weight`: weight and bias
-    are asked for with the row, not after it is measured. `full`: the row fills its threads' packs
-    exactly. `blocks_ahead`: a block has the L2 fetch the rows of the one so many later, or none if
-    0; of an x of 32 MiB or more `blocks_ahead_if_large`.
+    Several blocks give the bits of one block with all these threads. `folded` ones give those of
+    twice as many threads with half the packs, for few rows. `pack_length`: the elements of 16
+    bytes, or of 8 (_own_pack_length). `rare_last`: rare cases come last in the code, for few rows.
+    `hold_weight`: weight and bias are loaded with the row, not after its statistics. `full`: the
+    row fills its threads' packs exactly. `blocks_ahead`: a block has the L2 fetch the rows of the
+    block so many later, or none if 0. `blocks_ahead_if_large`: the same for an x of 32 MiB or more.
     """
 
     row_threads: int
@@ -59,7 +58,7 @@ class ForwardInRegisters:
 def forward_in_registers_bytes(spec: ForwardSpec, config: ForwardInRegisters) -> int:
     """Return the shared memory of a block: see kernels/forward_in_registers.cu."""
     threads = config.row_threads, config.block_threads
-    if config.folded:  # its warps have two sums each
+    if config.folded:  # each of its warps has two sums
         threads = 2 * config.row_threads, 2 * config.block_threads
     size = team_bytes(spec.x, *threads, config.cluster_blocks, split=True)
     unaligned = config.vector == 1 and ITEMSIZE[spec.x] <= 4 and config.packs_per_thread > 2
@@ -69,10 +68,10 @@ def forward_in_registers_bytes(spec: ForwardSpec, config: ForwardInRegisters) ->
 
 
 def has_fewest_threads(spec: ForwardSpec, packs: int) -> bool:
-    """Return whether a row has as few threads as hold it by 8 packs each, or 6 of some.
+    """Return whether a row has the fewest threads that hold it, with 8 packs each, or 6.
 
-    LayerNorm of bfloat16 waits for weight and bias, of which each thread of a row loads its share
-    (notes.md#the-fewest-threads). Beside float16 more than 5 packs would spill.
+    LayerNorm of bfloat16 waits for weight and bias, and each thread of a row loads a share of them
+    (notes.md#the-fewest-threads). float16 would spill with more than 5 packs.
     """
     if spec.norm == "rms_norm" or spec.x != "bfloat16" or is_wide(spec):
         return False
@@ -118,7 +117,7 @@ class _Row:
 
     @property
     def affine(self) -> int:
-        """The registers that would hold a thread's weight and bias."""
+        """The registers that a thread's weight and bias would take."""
         return affine_registers(self.spec, self.packs_of_16_bytes)
 
     @property
@@ -127,7 +126,7 @@ class _Row:
 
     @property
     def is_crowded(self) -> bool:
-        """Whether short rows of LayerNorm gain more by more threads than by holding these."""
+        """Whether short rows of LayerNorm gain more from more threads than from holding these."""
         many = self.affine > Tuned.held_max_registers_of_short_rows
         return self.spec.norm == "layer_norm" and self.packs <= 16 and many
 
@@ -137,13 +136,13 @@ class _Row:
 
     @property
     def is_slim(self) -> bool:
-        """Whether NVRTC needs 80 registers, not 88: from sm_90 on, of RMSNorm's full rows."""
+        """Whether NVRTC needs 80 registers, not 88: from sm_90 on, for RMSNorm's full rows."""
         full = self.is_full and self.is_plain and self.spec.norm == "rms_norm"
         return full and gpu_of(self.architecture).clusters
 
     @property
     def is_timed(self) -> bool:
-        """Whether more threads were measured: elsewhere up to 140 bytes would be spilled."""
+        """Whether more threads were measured. Elsewhere up to 140 bytes would spill."""
         return gpu_of(self.architecture).timed
 
 
@@ -155,7 +154,7 @@ def forward_in_registers(
     # A row of several warps has a block to itself: sharing costs 13 % at N = 2048.
     block_threads = max(row.row_threads, 64)
     hold_weight = _holds_affine(row)
-    # At least two blocks, as next to nothing spills (notes.md#threads-at-once).
+    # At least two blocks, as almost nothing spills (notes.md#threads-at-once).
     least = 2 if moves_8_bytes(spec.x, vector) else 1
     blocks = max(least, _threads_at_once(row, hold_weight) // block_threads)
     blocks_ahead, blocks_ahead_if_large = _rows_ahead(row, blocks, hold_weight)
@@ -184,7 +183,7 @@ def _row(spec: ForwardSpec, n: int, packs: int, vector: int, architecture: int) 
     if own_length < pack_length(spec.x) and row_threads < 32 and packs_per_thread >= 4:
         row_threads *= 2
     if spec.relu:
-        row_threads = max(row_threads, 8 // own_length)  # a byte of the bitmask is of neighbours
+        row_threads = max(row_threads, 8 // own_length)  # neighbours share a byte of the bitmask
     packs_per_thread = -(-packs // row_threads)
     return _Row(spec, n, vector, architecture, packs, row_threads, packs_per_thread, own_length)
 
@@ -198,16 +197,16 @@ def _packs_per_thread(spec: ForwardSpec, n: int, packs: int) -> int:
         return _packs_of_fewest_threads(spec, n, packs)
     if packs < Common.min_packs_filled:
         return 2
-    # Of the others those that the row fills best.
+    # For the others, those that the row fills best.
     widths = _widths(spec, packs)
     return min(widths, key=lambda width: slots_of(packs, team_threads(packs, width)))
 
 
 def _packs_of_fewest_threads(spec: ForwardSpec, n: int, packs: int) -> int:
-    """Return 8, or 6 where more threads are sooner: notes.md#the-fewest-threads."""
+    """Return 8, or 6 if more threads are faster: notes.md#the-fewest-threads."""
     if n % 2 and packs <= Tuned.six_packs_odd_max and not has_heavy_affine(spec):
         return 6
-    beyond, up_to = Tuned.six_packs_between  # of 96 threads, whose warps are shared unevenly
+    beyond, up_to = Tuned.six_packs_between  # 96 threads, whose warps are shared unevenly
     if n % 4 and beyond < packs <= up_to:
         return 6
     return 8
@@ -230,8 +229,8 @@ def _own_pack_length(
 ) -> int:
     """Return the elements of a pack of a row in registers: 16 bytes, or mostly 8 if none is whole.
 
-    Then neighbouring threads have neighbouring accesses; by halves of packs of 16 bytes each access
-    of a warp would meet half of each sector (notes.md#packs-of-8-bytes). The alignment does not
+    With 8, neighbouring threads have neighbouring accesses. With halves of 16 bytes each access of
+    a warp would touch half of each sector (notes.md#packs-of-8-bytes). The alignment does not
     matter, as the bits must not depend on it.
     """
     length = pack_length(spec.x)
@@ -241,7 +240,7 @@ def _own_pack_length(
         return length
     if n % 2 == 0 or packs <= Tuned.halves_odd_max_packs:
         return length // 2
-    # Of odd length shifts cost as much as that saves, but a wide weight is read by whole lines.
+    # At odd lengths shifts cost as much as that saves, but a wide weight is read by whole lines.
     of_layer_norm = spec.norm == "layer_norm" and spec.x == "bfloat16"
     return length // 2 if of_layer_norm and has_heavy_affine(spec) else length
 
@@ -249,7 +248,7 @@ def _own_pack_length(
 def _holds_affine(row: _Row) -> bool:
     """Return whether registers hold weight and bias: notes.md#weight-and-bias-in-registers.
 
-    A row of more warps waits longer for the slowest than it gains.
+    With more warps a row waits longer for the slowest than it gains.
     """
     spec = row.spec
     if is_wide(spec) or (spec.norm == "layer_norm" and row.row_threads > 32):
@@ -269,11 +268,11 @@ def _holds_by_8_bytes(row: _Row) -> bool:
 
 
 def _most_held(row: _Row) -> tuple[int, int]:
-    """Return the registers of weight and bias, beside 40 to 60 for the rest, and the threads."""
+    """Return the most registers of weight and bias, next to 40 to 60 others, and threads."""
     spec = row.spec
     if spec.norm == "rms_norm" and spec.x == "float64" and row.packs_of_16_bytes > 4:
         return 2 * Tuned.held_max_registers_of_float64, Tuned.held_max_threads_of_float64
-    # A 16-bit weight costs half as much; a ReLU or a weight around zero leave no room for more.
+    # A 16-bit weight takes half as many. A ReLU or a weight around zero leaves no room for more.
     slim = row.has_slim_affine and row.is_plain
     threads = Tuned.held_max_threads_if_slim if slim else Tuned.held_max_threads
     if row.is_crowded:
@@ -284,10 +283,10 @@ def _most_held(row: _Row) -> tuple[int, int]:
 
 
 def _threads_at_once(row: _Row, hold_weight: bool) -> int:
-    """Return the threads that a multiprocessor must hold at once, which bound their registers.
+    """Return the threads that a multiprocessor must hold at once, which limit their registers.
 
-    What would spill has fewer: up to 122 registers where single 16-bit elements are moved. All
-    figures are in notes.md#threads-at-once.
+    There are fewer if registers would spill: up to 122 are needed to move single 16-bit elements.
+    All figures are in notes.md#threads-at-once.
     """
     spec, packs = row.spec, row.packs_of_16_bytes
     if is_wide(spec):
@@ -320,7 +319,7 @@ def _four_packs_were_timed(row: _Row) -> bool:
 
 
 def _threads_holding_four_packs(row: _Row) -> int:
-    """Return `_threads_at_once` of RMSNorm's rows that hold the weight beside 4 packs."""
+    """Return `_threads_at_once` for RMSNorm's rows that hold the weight and 4 packs."""
     if row.has_slim_affine:
         if row.row_threads > 128:
             return Tuned.threads_holding_slim_by_many
@@ -329,7 +328,7 @@ def _threads_holding_four_packs(row: _Row) -> int:
 
 
 def _threads_in_parts(row: _Row) -> int:
-    """Return `_threads_at_once` of 16-bit rows that are moved by less than their packs."""
+    """Return `_threads_at_once` for 16-bit rows that are moved by less than their packs."""
     spec, packs = row.spec, row.packs_of_16_bytes
     if packs <= 4:
         return Tuned.threads_in_parts
@@ -345,11 +344,11 @@ def _threads_in_parts(row: _Row) -> int:
 
 
 def _threads_by_fewest(row: _Row) -> int:
-    """Return `_threads_at_once` of rows with the fewest threads."""
+    """Return `_threads_at_once` for rows with the fewest threads."""
     packs = row.packs_of_16_bytes
     if row.of_halves and packs == 5:
         return Tuned.threads_of_ten_halves
-    if row.of_halves and (packs != 6 or not row.is_plain):  # 11 or 12 leave registers beside them
+    if row.of_halves and (packs != 6 or not row.is_plain):  # 11 or 12 leave registers next to them
         return Tuned.threads_of_halves
     if 192 < row.row_threads < 320 and row.is_timed:
         return Tuned.threads_by_fewest_of_224_to_288
@@ -357,10 +356,10 @@ def _threads_by_fewest(row: _Row) -> int:
 
 
 def _rows_ahead(row: _Row, blocks: int, hold_weight: bool) -> tuple[int, int]:
-    """Return how many blocks ahead rows are fetched, and of a large x.
+    """Return how many blocks ahead rows are fetched, and the same for a large x.
 
-    There rows ahead mostly cost more than they save, but for LayerNorm's without the fewest threads
-    and a few of RMSNorm's (notes.md#rows-fetched-ahead).
+    For a large x this mostly costs more than it saves. LayerNorm gains without the fewest threads,
+    and so do a few rows of RMSNorm (notes.md#rows-fetched-ahead).
     """
     spec = row.spec
     ahead = blocks_ahead_of(blocks, row.packs_of_16_bytes, row.architecture)
@@ -382,8 +381,8 @@ def blocks_ahead_of(
 ) -> int:
     """Return how many blocks ahead rows are fetched: those that all multiprocessors have at once.
 
-    That is 2.5 to 8 MiB; of more than 4 packs a thread, as many packs as of 4. The number of
-    multiprocessors is not asked for, which would cost each call time.
+    That is 2.5 to 8 MiB. With more than 4 packs a thread, it is as many packs as with 4. A look-up
+    of the number of multiprocessors would cost each call time.
     """
     if not gpu_of(architecture).large_l2:
         return 0
@@ -395,7 +394,7 @@ def blocks_ahead_of(
 
 
 def in_registers_with_residual(spec: ForwardSpec, config: ForwardInRegisters) -> ForwardInRegisters:
-    """Return the configuration with registers for x and the residual, side by side as they come."""
+    """Return the configuration with registers for x and the residual, which are loaded together."""
     elements = config.packs_per_thread * config.pack_length
     # An estimate, fitted to NVRTC's counts.
     needed = 40 + elements * (widest(spec.branch) + widest(spec.residual)) // 4
@@ -410,10 +409,10 @@ def in_registers_with_residual(spec: ForwardSpec, config: ForwardInRegisters) ->
 def few_rows_configs(
     spec: ForwardSpec, config: object, n: int, architecture: int, multiprocessors: int
 ) -> tuple[tuple[int, ForwardInRegisters], ...]:
-    """Return the configurations of few rows, each behind the most rows that it is for, ascending.
+    """Return the configurations of few rows, each after the most rows that it serves, ascending.
 
-    They have the bits of `config`; only rows in registers have any. Rows that all run at once hold
-    weight and bias, for registers are to spare, and what is rare comes last in their code
+    They have the bits of `config`. Only rows in registers have any. Rows that all run at once hold
+    weight and bias, since registers are to spare. Rare cases come last in their code
     (notes.md#few-rows-hold-weight-and-bias).
     """
     if not isinstance(config, ForwardInRegisters):
@@ -454,7 +453,7 @@ def _holding_configs(
 
 
 def _max_held(spec: ForwardSpec, config: ForwardInRegisters) -> int:
-    """Return the registers of weight and bias beside the row's own; more would spill."""
+    """Return the most registers of weight and bias, next to the row's own, that do not spill."""
     packs, held = _packs_of_16_bytes(spec, config), FewRows.held_max_registers
     if ITEMSIZE[spec.x] == 2:
         return held // 2 if packs == 8 and spec.relu else held
@@ -466,7 +465,7 @@ def _max_held(spec: ForwardSpec, config: ForwardInRegisters) -> int:
 
 
 def _threads_of_few(spec: ForwardSpec, config: ForwardInRegisters) -> int:
-    """Return the threads that a multiprocessor holds at once, of rows that hold weight and bias."""
+    """Return the threads that a multiprocessor holds at once, if rows hold weight and bias."""
     packs = _packs_of_16_bytes(spec, config)
     needed = affine_registers(spec, packs) + 4 * packs + 4 * spec.zero_centered
     needed += 3 * packs * spec.relu
@@ -480,7 +479,7 @@ def _by_64_registers(
 ) -> ForwardInRegisters | None:
     """Return the configuration of more rows at once, by 64 registers a thread, or None.
 
-    Those of some rows are folded: their threads are two each (notes.md#few-rows-by-64-registers).
+    Some of these rows are folded: each thread is two (notes.md#few-rows-by-64-registers).
     """
     packs = _packs_of_16_bytes(spec, config)
     whole = config.full and config.vector == pack_length(spec.x)
@@ -505,7 +504,7 @@ def _gains_by_64_registers(
     spec: ForwardSpec, config: ForwardInRegisters, packs: int, architecture: int
 ) -> bool:
     two_bytes = ITEMSIZE[spec.x] == 2
-    if spec.norm == "rms_norm":  # a bias would be spilled
+    if spec.norm == "rms_norm":  # a bias would spill
         return two_bytes and packs == 8 and spec.bias is None and gpu_of(architecture).clusters
     if not gpu_of(architecture).timed:
         return False
@@ -516,17 +515,17 @@ def _gains_by_64_registers(
 
 
 def _packs_of_16_bytes(spec: ForwardSpec, config: ForwardInRegisters) -> int:
-    """Return how many such packs a thread's would be."""
+    """Return how many packs of 16 bytes a thread would have."""
     return -(-config.packs_per_thread * config.pack_length // pack_length(spec.x))
 
 
 def _none_ahead(config: ForwardInRegisters) -> ForwardInRegisters:
-    """Return the configuration of rows that all run at once, of which none is fetched ahead."""
+    """Return the configuration of rows that all run at once, so that none is fetched ahead."""
     return replace(config, blocks_ahead=0, blocks_ahead_if_large=0)
 
 
 def _max_at_once(few: ForwardInRegisters, multiprocessors: int) -> int:
-    """Return how many rows run at once, those of clusters with a multiprocessor for each block."""
+    """Return how many rows run at once. In clusters, each block has a multiprocessor."""
     if few.cluster_blocks > 1:
         return multiprocessors // few.cluster_blocks
     return few.rows_per_block * few.blocks_per_multiprocessor * multiprocessors
@@ -535,16 +534,16 @@ def _max_at_once(few: ForwardInRegisters, multiprocessors: int) -> int:
 def _short_rows_configs(
     spec: ForwardSpec, config: ForwardInRegisters, n: int, architecture: int, multiprocessors: int
 ) -> tuple[tuple[int, ForwardInRegisters], ...]:
-    """Return what `few_rows_configs` does, for rows of less than a warp.
+    """Return what `few_rows_configs` returns, for rows of less than a warp.
 
-    None is fetched ahead where all run at once; what is rare comes last for LayerNorm
+    None is fetched ahead if all run at once. For LayerNorm rare cases come last
     (notes.md#few-rows-of-less-than-a-warp).
     """
     at_once = _none_ahead(config)
     if spec.norm == "rms_norm":
         return ((_max_at_once(at_once, multiprocessors), at_once),) if config.blocks_ahead else ()
     packs = _packs_of_16_bytes(spec, config)
-    if packs > 4:  # beside which a second copy of what is rare spills
+    if packs > 4:  # then a second copy of the rare cases spills
         return ()
     if packs < 4 or config.pack_length < pack_length(spec.x):
         at_once = replace(at_once, rare_last=True)
@@ -558,7 +557,7 @@ def _short_rows_configs(
 def _by_twice_the_threads(
     spec: ForwardSpec, config: ForwardInRegisters, architecture: int
 ) -> ForwardInRegisters:
-    """Return that of LayerNorm's rows of 4 packs, whose registers then hold weight and bias."""
+    """Return that of LayerNorm's rows of 4 packs. Registers then hold weight and bias."""
     blocks = 768 // config.block_threads
     blocks_ahead = blocks_ahead_of(blocks, 2, architecture)
     return replace(
@@ -567,25 +566,25 @@ def _by_twice_the_threads(
         blocks_per_multiprocessor=blocks,
         packs_per_thread=2,
         blocks_ahead=blocks_ahead,
-        blocks_ahead_if_large=blocks_ahead,  # never: the two alike leave no branch
+        blocks_ahead_if_large=blocks_ahead,  # never large: two equal values leave no branch
         hold_weight=bool(spec.weight or spec.bias),
     )
 
 
 def _split_blocks(spec: ForwardSpec, config: ForwardInRegisters) -> tuple[int, ...]:
-    """Return the blocks, of two warps or more, of clusters that have few rows: the most first.
+    """Return the blocks, of two warps or more, of the clusters for few rows: the most first.
 
-    A block waits for its instructions and loads, of which each of a cluster has its share
+    A block waits for its instructions and loads. Each block of a cluster has a share of them
     (notes.md#few-rows-in-clusters).
     """
     packs = _packs_of_16_bytes(spec, config)
-    if spec.x == "float64":  # which of two NaNs gives its sign the compiler decides a kernel
+    if spec.x == "float64":  # the compiler decides for each kernel which of two NaNs gives its sign
         return ()
-    if packs == 8 and (spec.relu or config.packs_per_thread > 8):  # which would spill
+    if packs == 8 and (spec.relu or config.packs_per_thread > 8):  # it would spill
         return ()
     if config.row_threads < FewRows.split_min_threads or config.row_threads % 128:
         return ()
-    long = config.row_threads * packs >= FewRows.split_min_packs  # those past the end too
+    long = config.row_threads * packs >= FewRows.split_min_packs  # with those past the end
     if spec.norm == "rms_norm":
         return (4,) if long else ()
     return FewRows.split_blocks_of_layer_norm if long else (4,)

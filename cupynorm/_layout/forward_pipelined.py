@@ -27,11 +27,11 @@ from cupynorm._operation import ITEMSIZE, ForwardSpec
 class ForwardPipelined:
     """Rows in the shared memory of a cluster of blocks, `stages` of them at a time.
 
-    Two blocks a multiprocessor let two clusters be at once. `hold_weight`, `hold_bias`: it is in
-    registers, else in shared memory. `counted`: of many rows a cluster takes the next when it has
-    room, as a count in device memory says; else in turn. `cells`: they are copied by cells, as rows
-    are that accesses of 4 bytes or less move: see kernels/unaligned.cuh. `residual_ahead`: the
-    residual waits there as well, else it is read where it is added.
+    Two blocks a multiprocessor let two clusters run at once. `hold_weight`, `hold_bias`: it is in
+    registers, else in shared memory. `counted`: with many rows, a cluster that has room takes the
+    next row from a count in device memory, else in turn. `cells`: rows are copied by cells, as
+    accesses of 4 bytes or less need: see kernels/unaligned.cuh. `residual_ahead`: the residual
+    waits in shared memory too, else it is read where it is added.
     """
 
     block_threads: int
@@ -67,11 +67,11 @@ def forward_pipelined_bytes(spec: ForwardSpec, config: ForwardPipelined) -> int:
 def pipelined_with_residual(
     spec: ForwardSpec, config: ForwardPipelined, architecture: int
 ) -> ForwardPipelined | None:
-    """Return the configuration with what a residual needs, and the bits that it has without.
+    """Return the configuration for a residual, with the bits of that without.
 
-    None where an x wider than the sum leaves no room.
+    None if an x wider than the sum leaves no room.
     """
-    config = dataclasses.replace(config, cells=False)  # residual_out does not leave by words
+    config = dataclasses.replace(config, cells=False)  # residual_out is not written in words
     limit = shared_limit(architecture, config.blocks_per_multiprocessor)
     held = dataclasses.replace(config, hold_weight=True, hold_bias=True)
     found = (
@@ -85,7 +85,7 @@ def pipelined_with_residual(
 def forward_pipelined(
     spec: ForwardSpec, n: int, packs: int, vector: int, architecture: int
 ) -> ForwardPipelined | None:
-    """Return the configuration of rows in shared memory, or None where that has no room."""
+    """Return the configuration of rows in shared memory, or None if they do not fit."""
     for of_clusters in _deep_forward, _two_clusters_forward, _one_cluster_forward:
         config = of_clusters(spec, n, packs, vector, architecture)
         if config is not None:
@@ -98,8 +98,8 @@ def _deep_forward(
 ) -> ForwardPipelined | None:
     """Return the configuration of 16 blocks, of 5 to 8 packs a thread, of rows that fill them.
 
-    They would be read twice (notes.md#sixteen-blocks-of-more-packs). The weight is held however it
-    is aligned, as shared memory mostly has no room for it; beside it a row's end would spill.
+    They would be read twice (notes.md#sixteen-blocks-of-more-packs). Registers hold the weight at
+    any alignment, as shared memory mostly has no room for it. A row's end would spill with it.
     """
     too_many = _cluster(packs, Tuned.max_threads * 4) == 2 * MAX_CLUSTER_BLOCKS
     if not gpu_of(architecture).clusters or not too_many or is_wide(spec) or spec.x == "float64":
@@ -111,11 +111,11 @@ def _deep_forward(
         return None
     three = _three_stages(spec, n, vector, MAX_CLUSTER_BLOCKS, Tuned.max_threads, packs_per_thread)
     tried = [three]
-    # Registers hold a float32 bias beside which shared memory has no room for a third stage; with a
-    # ReLU or moved by single elements it would spill.
+    # Registers hold a float32 bias if shared memory then has no room for a third stage. With a ReLU
+    # or single elements it would spill.
     if spec.x == "float32" and vector == pack_length(spec.x) and not spec.relu:
         tried.append(dataclasses.replace(three, hold_bias=True))
-    # In two stages LayerNorm's are sooner by a kernel that cannot count.
+    # With two stages LayerNorm is faster by a kernel that cannot count.
     counted = three.counted and spec.norm == "rms_norm"
     tried.append(dataclasses.replace(three, stages=2, counted=counted))
     fitting = (d for d in tried if forward_pipelined_bytes(spec, d) <= shared_limit(architecture))
@@ -125,10 +125,10 @@ def _deep_forward(
 def _two_clusters_forward(
     spec: ForwardSpec, n: int, packs: int, vector: int, architecture: int
 ) -> ForwardPipelined | None:
-    """Return the configuration of clusters of which two are at once, with room for three stages.
+    """Return the configuration with two clusters at once, with room for three stages.
 
-    Of each multiprocessor a cluster has a small block, whose packs of the weight are mostly in
-    registers: one works while the other waits (notes.md#two-clusters-at-once).
+    A cluster has a small block on each multiprocessor, whose packs of the weight are mostly in
+    registers. One cluster works while the other waits (notes.md#two-clusters-at-once).
     """
     cluster_blocks = _cluster(packs, Tuned.max_threads * 4)
     if not 1 < cluster_blocks <= max_cluster_blocks(architecture):
@@ -150,9 +150,9 @@ def _two_clusters_forward(
         packs_per_thread,
         blocks_per_multiprocessor=2,
     )
-    # Cells where no address allows anything else; beside them a ReLU, or a wider y, which is stored
-    # by elements, would spill up to 156 bytes. Whole packs at such an address have the weight in
-    # shared memory, and mostly one block, but the same threads, for the same bits.
+    # Cells, if no address allows anything else. With them a ReLU or a wider y, which is stored by
+    # elements, would spill up to 156 bytes. Whole packs at such an address keep the weight in
+    # shared memory, and mostly have one block. Their threads are the same, for the same bits.
     crowded = spec.relu or is_y_wider(spec)
     always = dataclasses.replace(config, cells=(n & -n) * ITEMSIZE[spec.x] <= 4)
     needed = forward_pipelined_bytes(spec, always)
@@ -162,9 +162,9 @@ def _two_clusters_forward(
 
 
 def _packs_of_two_clusters(spec: ForwardSpec, block_packs: int) -> int | None:
-    """Return the packs of a thread that leave the fewest empty, or None if all would be too many.
+    """Return the packs of a thread that leave the fewest empty, or None if all are too many.
 
-    Of more packs a ReLU would spill.
+    With more packs a ReLU would spill.
     """
     least = -(-block_packs // Tuned.two_clusters_max_threads)
     most = Tuned.two_clusters_max_packs
@@ -184,7 +184,7 @@ def _one_cluster_forward(
 ) -> ForwardPipelined | None:
     """Return the configuration of a block or a cluster, of 4 packs a thread.
 
-    Or of 3, where that leaves few threads (notes.md#one-cluster-of-blocks).
+    It has 3 packs if 4 would leave few threads (notes.md#one-cluster-of-blocks).
     """
     cluster_blocks = _cluster(packs, Tuned.max_threads * 4)
     if cluster_blocks > max_cluster_blocks(architecture):
@@ -200,7 +200,7 @@ def _one_cluster_forward(
         hold_bias=hold,
     )
     two = dataclasses.replace(most, stages=2)
-    # Whatever the alignment, so that a row's bits do not depend on it.
+    # It must fit at any alignment, so that a row's bits do not depend on that.
     least_held = dataclasses.replace(two, hold_weight=False, hold_bias=False)
     if forward_pipelined_bytes(spec, least_held) > shared_limit(architecture):
         return None
@@ -215,7 +215,7 @@ def _one_cluster_holds(
         return False
     if vector == pack_length(spec.x):
         return True
-    if not moves_8_bytes(spec.x, vector) or spec.x == "float64":  # which would spill
+    if not moves_8_bytes(spec.x, vector) or spec.x == "float64":  # it would spill
         return False
     narrow = widest(spec.weight, spec.bias) <= 2
     if narrow and cluster_blocks > Tuned.held_by_8_bytes_max_blocks:
@@ -253,10 +253,10 @@ def _three_stages(
 def _counted(
     spec: ForwardSpec, cluster_blocks: int, packs_per_thread: int, blocks_per_multiprocessor: int
 ) -> bool:
-    """Return whether clusters may take rows as they have room for them.
+    """Return whether clusters take the next row when they have room for it.
 
-    LayerNorm's larger clusters lose by it, where they wait for the sums of many others and no other
-    cluster is on their multiprocessors (notes.md#rows-taken-by-a-count).
+    That slows LayerNorm's larger clusters. They wait for the sums of many others, with no other
+    cluster on their multiprocessors (notes.md#rows-taken-by-a-count).
     """
     if spec.norm == "rms_norm" or cluster_blocks <= Tuned.counted_max_blocks:
         return True
@@ -272,9 +272,9 @@ def _cluster(packs: int, packs_per_block: int) -> int:
 
 
 def _by_cells(spec: ForwardSpec, config: ForwardPipelined, architecture: int) -> ForwardPipelined:
-    """Return the configuration by cells, if they fit, of rows that are moved by 4 bytes or less.
+    """Return the configuration by cells, if they fit, of rows moved by 4 bytes or less.
 
-    LayerNorm's one cluster holds the weight besides, where up to 192 bytes would not be spilled
+    LayerNorm's one cluster then holds the weight too, unless up to 192 bytes would spill
     (notes.md#rows-by-cells).
     """
     if config.vector * ITEMSIZE[spec.x] > 4:

@@ -29,8 +29,7 @@ class Reduction:
 def reduction_of(spec: BackwardSpec, n: int) -> Reduction | None:
     """Return how the partials of many rows are summed, by fewer groups the longer a row is.
 
-    So a thread has about 5 partials, which are on their way at once
-    (notes.md#partial-sums-of-gradients).
+    So a thread has about 5 partials, which it loads at once (notes.md#partial-sums-of-gradients).
     """
     if not spec.gradients:
         return None
@@ -40,7 +39,7 @@ def reduction_of(spec: BackwardSpec, n: int) -> Reduction | None:
 
 
 def partials_stride(n: int) -> int:
-    """Return the sums from one row of partials to the next: see kernels/gradient.cuh."""
+    """Return the elements from one row of partials to the next: see kernels/gradient.cuh."""
     return -(-n // 8) * 8
 
 

@@ -1,9 +1,9 @@
 """The thresholds between layouts, as rows of data: measured on an H200 (sm_90).
 
-Each table has those of a module of this package. A row is a choice, its gain and the section of
-benchmarks/notes.md that has all figures. The gain goes from another choice to this one.
-`python -m benchmarks.tune KEY` measures a row again, at the shapes of benchmarks/tuning_cases.py.
-GPUs of other architectures have the same choices, where their registers and shared memory allow.
+Each table belongs to a module of this package. A row is a choice, its gain over another choice, and
+the section of benchmarks/notes.md with all figures. `python -m benchmarks.tune KEY` measures a row
+again, at the shapes of benchmarks/tuning_cases.py. GPUs of other architectures have the same
+choices, if their registers and shared memory allow it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SHORT = {
 
 
 class Row(Generic[T]):
-    """A choice and what it rests on; read as an attribute of its table it is the choice."""
+    """A choice and what it rests on. As an attribute of its table it reads as the choice."""
 
     def __init__(self, choice: T, gain: str, note: str) -> None:
         self.choice, self.gain, self.note = choice, gain, note
@@ -42,7 +42,7 @@ ROWS: dict[str, Row[Any]] = {}  # by their keys, such as "Forward.max_packs"
 class AnyPass:
     """What both passes share."""
 
-    # Of 3 packs a thread or more.
+    # For 3 packs a thread or more.
     min_packs_filled = Row(12, UNKNOWN, "packs-of-a-thread")
     max_packs_streamed_by_one_block = Row(8192, UNKNOWN, "rows-that-are-read-twice")
 
@@ -54,53 +54,53 @@ class Forward:
     max_packs_by_fewest_threads = Row(
         3072, "5461x24576: 153 -> 132 us", "in-registers-or-in-shared-memory"
     )
-    # Of operands of float64.
+    # With operands of float64.
     max_packs_wide = Row(1024, UNKNOWN, "in-registers-or-in-shared-memory")
-    # Of an odd number of elements.
+    # For an odd number of elements.
     max_packs_odd = Row(2048, "4096x20001: 167 -> 142 us", "in-registers-or-in-shared-memory")
-    # Of those packs, where weight and bias exceed the row.
+    # A divisor of those packs, if weight and bias exceed the row.
     share_beside_heavy_affine = Row(
         2, "32768x16384: 0.87 -> 0.91 of the copy's speed", "in-registers-or-in-shared-memory"
     )
-    # Four times as many blocks, of half the threads.
+    # Four times as many blocks, with half the threads.
     rms_norm_streams_by_more_blocks = Row(
         True, "32x262144 of float32, pipelined since: 34.6 -> 28.4 us", "rows-that-are-read-twice"
     )
 
 
 class ForwardInRegisters:
-    """Rows in registers; `threads` are those that a multiprocessor holds at once."""
+    """Rows in registers. `threads` are those that a multiprocessor holds at once."""
 
     fewest_threads_beyond_packs = Row(128, "12192x11008: 169 -> 131 us", "the-fewest-threads")
-    # By 4 packs a thread, with a float32 weight and bias.
+    # With 4 packs a thread, and a float32 weight and bias.
     max_packs_of_a_power_of_two = Row(512, "16384x8192: 144 -> 132 us", "the-fewest-threads")
     # Packs of a row of odd length.
     six_packs_odd_max = Row(
         1536, "6500x10241: 114 -> 97 us; 4800x14001: 107 and 107", "the-fewest-threads"
     )
-    # Packs of a row that 96 threads would have by 8.
+    # Packs of a row that 96 threads would hold by 8.
     six_packs_between = Row((640, 768), "11000x6001: 101 -> 93 us", "the-fewest-threads")
     # Packs of LayerNorm's rows of float32 and float64.
     eight_packs_beyond = Row(1024, "16384x8192: 268 -> 254 us", "packs-of-a-thread")
-    # Packs of a thread, the first of those that leave the fewest empty.
+    # Packs of a thread. The first of those that leave the fewest empty is taken.
     widths = Row((4, 3, 5, 6, 7), "37449x3584: 135 -> 129 us", "packs-of-a-thread")
     short_widths = Row((2, 3, 5), "419430x320: 146 -> 130 us", "packs-of-a-thread")
     short_max_packs = Row(64, UNKNOWN, "packs-of-a-thread")
-    # Of bfloat16.
+    # For bfloat16.
     short_max_packs_of_layer_norm = Row(16, "262144x512: 144 -> 131 us", "packs-of-a-thread")
-    # Of rows of more than 512 packs whose weight and bias exceed the row.
+    # For rows of more than 512 packs whose weight and bias exceed the row.
     heavy_widths = Row((7, 6, 5, 4), UNKNOWN, "packs-of-a-thread")
-    # Of more than 1024 packs.
+    # For more than 1024 packs.
     long_widths = Row((8, 7, 6, 5), "8192x16384: 132.6 -> 131.0 us", "packs-of-a-thread")
     long_widths_of_layer_norm = Row((4, 5, 6, 7), "8x16384: 6.9 -> 6.7 us", "packs-of-a-thread")
-    # Of a row of 8 packs a thread, by packs of 8 bytes.
+    # For a row of 8 packs a thread, by packs of 8 bytes.
     halves_max_threads = Row(320, "14000x23196: 414 -> 366 us", "packs-of-8-bytes")
     halves_odd_max_packs = Row(
         64, "262144x129: 88 -> 71 us; 16384x4097: 83 -> 80", "packs-of-8-bytes"
     )
     held_max_registers = Row(32, "32768x4096: 4072 -> 4143 GB/s", "weight-and-bias-in-registers")
     held_max_registers_of_float64 = Row(16, UNKNOWN, "weight-and-bias-in-registers")
-    # Of LayerNorm, of up to 16 packs.
+    # For LayerNorm, up to 16 packs.
     held_max_registers_of_short_rows = Row(
         24, "1048576x64: 72.2 -> 68.9 us; 32768x256: 13.9 -> 14.7", "weight-and-bias-in-registers"
     )
@@ -111,7 +111,7 @@ class ForwardInRegisters:
         "32768x8192: 4088 -> 4089 GB/s; 1x8192, then by the same kernel: 6.4 -> 5.9 us",
         "weight-and-bias-in-registers",
     )
-    # Of more than 4 packs a thread, and twice the registers.
+    # For more than 4 packs a thread, and twice the registers.
     held_max_threads_of_float64 = Row(
         256, "32768x4096: 503 -> 497 us", "weight-and-bias-in-registers"
     )
@@ -124,30 +124,30 @@ class ForwardInRegisters:
     # Weight and bias, or more than 4 packs a thread.
     threads_holding = Row(640, UNKNOWN, "threads-at-once")
     threads_of_seven_packs = Row(512, UNKNOWN, "threads-at-once")
-    # Of LayerNorm, of up to 16 packs.
+    # For LayerNorm, up to 16 packs.
     threads_of_short_full_rows = Row(1024, UNKNOWN, "threads-at-once")
     threads_holding_slim_full_rows = Row(1024, "512x8192: 9.73 -> 8.74 us", "threads-at-once")
     threads_holding_slim = Row(896, "24892x2696: 69.8 -> 66.6 us", "threads-at-once")
-    # By more than 128 threads a row.
+    # With more than 128 threads a row.
     threads_holding_slim_by_many = Row(1024, "11915x5632: 69.5 -> 66.6 us", "threads-at-once")
-    # A float32 weight.
+    # For a float32 weight.
     threads_holding_by_96 = Row(768, "24892x2696: 75.1 -> 70.8 us", "threads-at-once")
-    # Of LayerNorm's rows by more than 128 threads.
+    # For LayerNorm's rows with more than 128 threads.
     threads_of_float16 = Row(1024, "16384x10240: 170 -> 160 us", "threads-at-once")
     threads_by_fewest = Row(800, "18724x7168: 137 -> 132 us", "threads-at-once")
     threads_by_fewest_of_224_to_288 = Row(960, "3640x18432: 72.9 -> 68.7 us", "threads-at-once")
-    # Packs of 8 bytes, more than 12 a thread.
+    # For packs of 8 bytes, more than 12 a thread.
     threads_of_halves = Row(640, "16384x8196: 163 -> 145 us", "threads-at-once")
     threads_of_ten_halves = Row(512, "32768x2052: 75 -> 73 us", "threads-at-once")
-    # Moved by less than packs, up to 4 of them a thread.
+    # For rows moved by less than packs, up to 4 of them a thread.
     threads_in_parts = Row(768, "16384x4097, with copies by cells: 109 -> 84 us", "threads-at-once")
     threads_in_parts_of_more = Row(640, UNKNOWN, "threads-at-once")
-    # Of LayerNorm, or beside a ReLU.
+    # For LayerNorm, or with a ReLU.
     threads_in_parts_of_more_crowded = Row(512, UNKNOWN, "threads-at-once")
-    # Of up to 6 packs a thread.
+    # For up to 6 packs a thread.
     threads_in_parts_by_fewest = Row(768, "5600x12001: 108 -> 91 us", "threads-at-once")
     threads_in_parts_by_fewest_of_more = Row(640, "6500x10241: 129 -> 102 us", "threads-at-once")
-    # Whose blocks lie between a block and what it fetches.
+    # Their blocks lie between a block and what it fetches.
     blocks_ahead_multiprocessors = Row(
         128, "8192x1024: 15.4 -> 14.2 us; 4096x3584, from 256: 20.7 -> 19.7", "rows-fetched-ahead"
     )
@@ -161,22 +161,22 @@ class FewRowsForward:
 
     held_max_registers = Row(64, "1x4096: 6.72 -> 5.57 us", "few-rows-hold-weight-and-bias")
     threads = Row(512, UNKNOWN, "few-rows-hold-weight-and-bias")
-    # Where x, weight and bias take more than 80 registers.
+    # If x, weight and bias take more than 80 registers.
     threads_if_crowded = Row(384, UNKNOWN, "few-rows-hold-weight-and-bias")
-    # By 64 registers each.
+    # With 64 registers each.
     threads_at_once = Row(1024, "512x16384: 14.6 -> 13.1 us", "few-rows-by-64-registers")
-    # Of LayerNorm's rows of 4 packs, by half as many of twice the packs.
+    # For LayerNorm's rows of 4 packs, by half as many threads of twice the packs.
     folded_threads = Row((384, 448, 512), "528x14336: 13.9 -> 12.9 us", "few-rows-by-64-registers")
     # Threads of LayerNorm's rows of float32.
     not_by_64_registers = Row(224, "528x7168: 12.6 -> 12.3 us", "few-rows-by-64-registers")
-    # Of LayerNorm's rows of 4 packs a thread, by twice the threads.
+    # For LayerNorm's rows of 4 packs a thread, by twice the threads.
     max_short_elements = Row(
         1 << 23,
         "32768x256: 15.0 -> 13.9 us; 65536x256: 22.7 -> 21.8",
         "few-rows-of-less-than-a-warp",
     )
     split_min_threads = Row(256, "8x4096: 4.94 -> 4.91 us", "few-rows-in-clusters")
-    # In clusters of 2 as well, and of RMSNorm.
+    # For clusters of 2 too, and for RMSNorm.
     split_min_packs = Row(2048, UNKNOWN, "few-rows-in-clusters")
     split_blocks_of_layer_norm = Row(
         (4, 2), "8x16384: 6.2 -> 5.3 us; 64x16384, from (4,): 6.9 -> 6.6", "few-rows-in-clusters"
@@ -193,7 +193,7 @@ class ForwardPipelined:
     # Packs of a block of fewer threads by 4.
     three_packs_max = Row(1152, "9216, of bfloat16 then: 167 -> 154 us", "one-cluster-of-blocks")
     stages = Row(3, "2048x131072: 324 -> 270 us", "one-cluster-of-blocks")
-    # Of a cluster, with 16-bit weight and bias.
+    # For a cluster, with 16-bit weight and bias.
     held_by_8_bytes_max_blocks = Row(2, "8192x16388: 143 -> 141 us", "one-cluster-of-blocks")
     two_clusters_max_threads = Row(256, "1024x163840: 229 -> 172 us", "two-clusters-at-once")
     # Of a thread of RMSNorm.
@@ -216,16 +216,16 @@ class ForwardPipelined:
 class BackwardPipelined:
     """Rows in shared memory."""
 
-    # By the packs that a thread has of a row that a warp holds: the most packs of such a row, the
-    # threads of a block, the blocks of a multiprocessor, and the stages.
+    # For each number of packs that a thread has of a row in a warp: the most packs of such a row,
+    # the threads of a block, the blocks of a multiprocessor, and the stages.
     short_layouts = Row(SHORT, "419430x320: 210 -> 202 us", "teams-that-fill-their-packs")
     short_layouts_of_layer_norm = Row(
         SHORT | {2: (64, 128, 4, 2)}, "131072x256: 57.2 -> 56.2 us", "teams-that-fill-their-packs"
     )
-    # Beyond, and up to, so many packs of LayerNorm's rows.
+    # LayerNorm's rows have more packs than the first, up to the second.
     seven_packs_of_a_warp = Row((192, 224), "41943x1600: 121 -> 107 us", "six-and-seven-packs")
-    # By the packs that a thread has of a longer row, the threads of a multiprocessor: their
-    # registers hold the weight, up to 5 packs of it, and its gradients.
+    # For each number of packs that a thread has of a longer row: the threads of a multiprocessor.
+    # Their registers hold the weight, up to 5 packs of it, and its gradients.
     long_threads = Row(
         {2: 512, 3: 384, 4: 256, 5: 256, 6: 256, 7: 256},
         "7281x18432: 280 -> 205 us",
@@ -246,18 +246,18 @@ class BackwardPipelined:
     many_packs_min_blocks = Row(
         8, "682x98304: 122 -> 105 us; 3048x22016: 106 -> 103", "six-and-seven-packs"
     )
-    # Of a warp or less.
+    # For a warp or less.
     held_row_min_packs = Row(3, "1048576x64: 105 -> 103 us", "rows-that-stay-in-registers")
     # In clusters.
     held_row_min_threads = Row(384, "8192x32768: 398 -> 383 us", "rows-that-stay-in-registers")
     held_row_max_blocks = Row(4, "8192x40960: 490 -> 472 us", "rows-that-stay-in-registers")
-    # Of a thread, whose sums of both gradients shared memory has.
+    # Of a thread, if shared memory has its sums of both gradients.
     both_sums_max_packs = Row(4, "4096x40960: 323 -> 253 us", "sums-of-rows")
-    # Of RMSNorm: from, and less than.
+    # For RMSNorm: at least the first, and less than the second.
     bulk_threads_of_one_team = Row((320, 480), "16384x6144: 157 -> 147 us", "bulk-copies")
     bulk_stages = Row(4, UNKNOWN, "bulk-copies")
     bulk_stages_in_clusters = Row(6, "8192x32768: 417 -> 397 us", "bulk-copies")
-    # Of blocks, of RMSNorm, and of larger blocks.
+    # For pairs of blocks, RMSNorm, and larger blocks.
     bulk_stages_in_pairs = Row(5, "8192x16384: 389 -> 382 us", "bulk-copies")
 
 
@@ -268,7 +268,7 @@ class BackwardInRegisters:
         64, "256x4096, beside no columns: 14.4 -> 12.3 us", "few-rows-backward"
     )
     few_rows = Row(64, UNKNOWN, "blocks-of-columns")
-    # Rows of one block each beside blocks of columns, by the least columns with room for them.
+    # Rows of one block each with blocks of columns, by the least columns with room for them.
     max_rows_beside_columns = Row(
         ((4097, 768), (2048, 1536), (0, 768)),
         "768x1024: 7.9 -> 7.5 us; 1024x1024: 8.5 -> 8.3",
@@ -284,7 +284,7 @@ class BackwardInRegisters:
     max_bytes_beside_columns_of_layer_norm = Row(
         5 * 2**21, "512x5120: 15.1 -> 13.5 us; 512x6144: 15.3 -> 14.7", "blocks-of-columns"
     )
-    # Moved by less than packs.
+    # For rows moved by less than packs.
     max_rows_in_parts_beside_columns = Row(
         256, "128x4097: 16.0 -> 8.8 us; 512x4097: 19.7 -> 15.9", "blocks-of-columns"
     )
@@ -293,10 +293,10 @@ class BackwardInRegisters:
         512, "256x16384: 18.2 -> 14.2 us; 512x16384: 23.6 -> 21.0", "blocks-of-columns"
     )
     max_blocks_of_longest_rows = Row(256, "32x131072: 18.2 -> 16.3 us", "blocks-of-columns")
-    # Of a multiprocessor, beside LayerNorm's kernel of columns.
+    # Of a multiprocessor, with LayerNorm's kernel of columns.
     threads_of_rows = Row(1024, "256x8192: 12.6 -> 11.1 us", "blocks-of-columns")
-    # Blocks of columns: their threads, how many lanes side by side have a pack each at least, and
-    # how many blocks there are at most.
+    # Blocks of columns: their threads, the least number of adjacent lanes with a pack each, and the
+    # most blocks.
     columns_of_few_rows = Row(
         (256, 16, 128), "64x1024: 5.6 -> 4.9 us; 64x8192: 6.4 -> 6.1", "blocks-of-columns"
     )

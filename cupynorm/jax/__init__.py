@@ -236,7 +236,7 @@ def _array(name: str, array: Any) -> Any:
         check_no_mask(name, array)
         return jnp.asarray(array)
     if isinstance(array, jax.Array):
-        if jnp.issubdtype(array.dtype, jax.dtypes.extended):  # of which NumPy knows nothing
+        if jnp.issubdtype(array.dtype, jax.dtypes.extended):  # NumPy knows none of them
             raise TypeError(
                 f"{name}.dtype must be float64, float32, float16 or bfloat16, got {array.dtype}"
             )
@@ -297,7 +297,8 @@ def _varying(array: Any) -> Any:
 def _common_split(k: int, x: Any, residual: Any) -> tuple[Any, PartitionSpec]:
     """Return which of two arrays has the Explicit mesh of both, and how results are split over it.
 
-    As x is, and along its whole kept axes as residual is, over what of the mesh is left.
+    They are split as x is. Along axes that x does not split they are split as residual is, over the
+    rest of the mesh.
     """
     spec = jax.typeof(x).sharding.spec
     if residual is None:

@@ -77,7 +77,7 @@ def differentiable(spec: ForwardSpec, options: Options) -> Any:
         dy, of_total = (
             None if a is None or isinstance(a, SymbolicZero) else split_as(x, a) for a in cotangents
         )
-        if dy is None:  # y was of no use
+        if dy is None:  # y was not used
             dx, dresidual = (
                 None if of_total is None or dtype is None else _formula.rounded(of_total, dtype)
                 for dtype in (of_x, spec.residual)
@@ -94,14 +94,15 @@ def differentiable(spec: ForwardSpec, options: Options) -> Any:
         return (results, given[-1]), given
 
     def train_backward(given: Any, cotangents: Any) -> tuple[Any, ...]:
-        # Nothing comes back through what is stored: see gradients_backward.
+        # Nothing comes back through the stored arrays: see gradients_backward.
         return infer_backward(given, cotangents[0])
 
     def gradients_forward(*arrays: Any) -> tuple[Any, Any]:
         return gradients(*arrays), arrays
 
     def gradients_backward(arrays: Any, cotangents: Any) -> tuple[Any, ...]:
-        # As functions of x, of which the statistics were computed. The bitmask is a step function.
+        # As functions of x, since the statistics were computed from it. The bitmask is a step
+        # function.
         given, stored = arrays
         told, bits = backward_spec(given["dresidual_out"] is not None), stored.get("bitmask")
 
@@ -111,7 +112,7 @@ def differentiable(spec: ForwardSpec, options: Options) -> Any:
         _, pull_back = jax.vjp(formula, given)
         return *pull_back(cotangents), None
 
-    # A cotangent that is known to be 0 is no array to read.
+    # A cotangent that is known to be 0 is no array.
     infer.defvjp(infer_forward, infer_backward, symbolic_zeros=True)
     train.defvjp(train_forward, train_backward, symbolic_zeros=True)
     gradients.defvjp(gradients_forward, gradients_backward)

@@ -30,16 +30,16 @@ from cupynorm.jax._refusals import in_reverse
 
 __all__ = ["FORMULAS", "backward_of_x", "rounded", "widened"]
 
-# Terms added one after the other: what `testing` grants a sum.
+# Terms added one after the other: the number that `testing` allows a sum.
 RUN = 64
 
 
-# The arrays of a pass by the names of its table, None for those that there are not.
+# The arrays of a pass by the names of its table, None for absent ones.
 Arrays = Mapping[str, Any]
 
 
 def forward(spec: ForwardSpec, options: Options, arrays: Arrays) -> dict[str, Any]:
-    """Return what a forward pass writes, and the statistics whether or not it does."""
+    """Return the results of a forward pass, with the statistics in any case."""
     x, bias, k, total = arrays["x"], arrays["bias"], options.k, None
     if spec.residual is not None:
         x = total = _added(x, arrays["residual"], spec.x)
@@ -63,7 +63,7 @@ def forward(spec: ForwardSpec, options: Options, arrays: Arrays) -> dict[str, An
 
 
 def backward(spec: BackwardSpec, options: Options, arrays: Arrays) -> dict[str, Any]:
-    """Return what a backward pass writes, by what was stored."""
+    """Return the results of a backward pass, from what was stored."""
     k = options.k
     rstd = jnp.expand_dims(arrays["rstd"], tuple(range(-k, 0)))
     wide = _wide(spec, arrays["x"])
@@ -76,7 +76,7 @@ def backward(spec: BackwardSpec, options: Options, arrays: Arrays) -> dict[str, 
         xhat = (wide * down - mean * down) * (rstd * up)
         xhat = xhat - _mean(xhat, k)
     found = _gradients(spec, k, arrays, xhat, rstd)
-    # Where a product overflows on the way to it, dx is found another way.
+    # If a product on the way to it overflows, dx is found another way.
     lost = ~jnp.isfinite(found["dx"]).all(tuple(range(-k, 0)), keepdims=True)
     dx = jax.lax.cond(
         lost.any(),
@@ -93,7 +93,7 @@ FORMULAS: dict[Pass, Any] = {FORWARD: forward, BACKWARD: backward}
 
 
 def backward_of_x(spec: BackwardSpec, options: Options, arrays: Arrays) -> dict[str, Any]:
-    """Return what `backward` does as a function of what is no statistic, to be differentiated."""
+    """Return `backward` as a function of all that is no statistic, to be differentiated."""
     xhat, _, rstd = _normalize(spec.norm, _wide(spec, arrays["x"]), options.k, options.eps)
     found = _gradients(spec, options.k, arrays, xhat, rstd)
     return {name: found[name].astype(spec.dtypes[name]) for name in spec.writes}
@@ -138,7 +138,7 @@ def _added(x: Any, residual: Any, dtype: str) -> Any:
 
 
 def _gradients(spec: BackwardSpec, k: int, arrays: Arrays, xhat: Any, rstd: Any) -> dict[str, Any]:
-    """Return what a backward pass writes, before it is rounded."""
+    """Return the results of a backward pass before rounding."""
     dy = _masked(spec, arrays["dy"], arrays["bitmask"])
     g = dy * _scale(spec, arrays["weight"], dy.ndim)
     dx = g - xhat * _mean(g * xhat, k)
@@ -157,7 +157,7 @@ def _gradients(spec: BackwardSpec, k: int, arrays: Arrays, xhat: Any, rstd: Any)
 
 
 def _dx_in_range(spec: BackwardSpec, k: int, arrays: Arrays, xhat: Any, rstd: Any) -> Any:
-    """Return dx by products of significands, whose powers of four are counted beside them."""
+    """Return dx by products of significands. Their powers of four are counted separately."""
     dy, weight = _masked(spec, arrays["dy"], arrays["bitmask"]), arrays["weight"]
     g, of_g = _significand(dy)
     if weight is not None:
@@ -195,7 +195,7 @@ def _times_four_to(array: Any, exponent: Any) -> Any:
     """Return an array times powers of four, which may be out of range."""
     most = jnp.finfo(array.dtype).maxexp - 2
     power = jnp.ldexp(jnp.ones((), array.dtype), jnp.clip(exponent, -most, most))
-    power = jax.lax.optimization_barrier(power)  # XLA squares a constant, out of range
+    power = jax.lax.optimization_barrier(power)  # XLA would square a constant, out of range
     return array * power * power
 
 
@@ -234,7 +234,7 @@ def _normalize(norm: Norm, x: Any, k: int, eps: float) -> tuple[Any, Any, Any]:
         correction = _mean(d, k)
         d = d - correction
         mean = (first + correction) * up
-        # Of equal values all that is left is eps, which their size must not push out of range.
+        # If all values are equal, only eps is left. Their size must not push it out of range.
         values = jax.lax.stop_gradient(x)
         equal = values.max(axes, keepdims=True) == values.min(axes, keepdims=True)
         d = d - jnp.where(equal, jax.lax.stop_gradient(d), 0)
@@ -269,7 +269,7 @@ def _mean(array: Any, k: int) -> Any:
         while total.shape[-1] > RUN:
             padding = -total.shape[-1] % RUN
             total = jnp.pad(total, [(0, 0)] * (total.ndim - 1) + [(0, padding)])
-            *kept, n = total.shape  # of no rows JAX cannot tell a size by the others
+            *kept, n = total.shape  # without rows JAX cannot infer a size
             total = total.reshape(*kept, n // RUN, RUN).sum(-1)
         total = total.sum(-1)
     return jnp.expand_dims(total / count, tuple(range(-k, 0)))

@@ -26,10 +26,10 @@ from cupynorm.jax._xla import Handler, Launch
 
 __all__ = ["call", "platforms"]
 
-ALIGNMENT = 16  # bytes, of every buffer: XLA's is a multiple of it
+ALIGNMENT = 16  # bytes, of every buffer. XLA's alignment is a multiple of it
 
-# What else the operands of a launch are: rows lie one after the other, and where there is no such
-# array, its address is 0.
+# The other operands of a launch: rows lie one after the other, and an absent array has the address
+# 0.
 STRIDE, ABSENT = "stride", "absent"
 
 NO_PLANS = (
@@ -45,7 +45,7 @@ def _cuda_plans() -> Any:
     return _plans
 
 
-# The platforms that have kernels, each with what returns the module of its plans.
+# The platforms with kernels, each with a function that returns the module of its plans.
 _providers: dict[str, Callable[[], Any]] = {"cuda": _cuda_plans}
 
 
@@ -116,7 +116,7 @@ def _on_mesh(result: Any) -> Any:
 
 @functools.cache
 def _ordinals(platform: str) -> tuple[int, ...]:
-    """Return the ordinals of this process's devices; none where the platform is not there."""
+    """Return the ordinals of this process's devices; none if the platform is missing."""
     try:
         devices = jax.local_devices(backend=platform)
     except RuntimeError:
@@ -135,7 +135,7 @@ def _plan(platform: str, spec: Spec, m: int, n: int, device: int) -> Any:
 
 @contextlib.contextmanager
 def _current(platform: str, device: int) -> Iterator[None]:
-    """Make a device current, for a while: XLA relies on what its threads' devices are."""
+    """Make a device current for a while: XLA relies on its threads' devices."""
     if platform != "cuda":
         yield
         return
@@ -153,11 +153,11 @@ def _current(platform: str, device: int) -> Iterator[None]:
 
 
 def _prepare(kind: type[Spec], platform: str, description: str, device: int) -> Launch:
-    """Return what launches a call on the addresses of its operands and results."""
+    """Return the launch of a call on the addresses of its operands and results."""
     what = json.loads(description)
     m, n, arrays = what["m"], what["n"], what["arrays"]
     plan = _plan(platform, kind(**what["spec"]), m, n, device)
-    # A forward pass only takes longer without, where the program was made for other GPUs: its
+    # A forward pass only takes longer without scratch, if the program was made for other GPUs. Its
     # address is then 0.
     if kind is BackwardSpec and plan.scratch_bytes(m) > what["scratch"]:
         raise ValueError(
@@ -182,7 +182,7 @@ def _prepare(kind: type[Spec], platform: str, description: str, device: int) -> 
 
 
 def _on(device: int, launch: Launch) -> Launch:
-    """Return a launch with its device current: XLA relies on what its threads' devices are."""
+    """Return a launch with its device current: XLA relies on its threads' devices."""
     from cupy.cuda.runtime import getDevice, setDevice
 
     def there(stream: int, addresses: Sequence[int]) -> object:
@@ -199,8 +199,8 @@ def _on(device: int, launch: Launch) -> Launch:
 
 
 _TARGETS = {kind: f"cupynorm.{kind.table.name}" for kind in (ForwardSpec, BackwardSpec)}
-# On the CPU too, where no program calls them: XLA looks at each when it is registered, and at those
-# of a platform that is not there never.
+# On the CPU too, though no program calls them there. XLA looks at each when it is registered, but
+# never at those of a missing platform.
 _HANDLERS = [
     Handler(target, registered, functools.partial(_prepare, kind, platform))
     for platform, registered in (("cpu", "cpu"), ("cuda", "CUDA"))

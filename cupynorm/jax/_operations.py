@@ -29,7 +29,7 @@ from cupynorm.jax import _formula, _kernels
 
 __all__ = ["Operation", "axes_of", "split_as"]
 
-Arrays = Any  # a tuple of arrays, or of what JAX replaces them by
+Arrays = Any  # a tuple of arrays, or of JAX's stand-ins for them
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Operation:
         return jax.lax.platform_dependent(*operands, default=self.formula, **kernels)
 
     def local_sum(self, axes: tuple[str, ...], *operands: Any) -> Arrays:
-        """Return the same, where other devices along these axes of the mesh hold other rows."""
+        """Return the same, if other devices along these axes of the mesh hold other rows."""
         results = zip(self.results, self.local(*operands), strict=True)
         return tuple(
             jax.lax.psum(array, axes) if axes and KINDS[name] is Kind.VECTOR else array
@@ -91,7 +91,7 @@ class Operation:
         return _batched(self)(*operands)
 
     def by_name(self, **arrays: Any) -> dict[str, Any]:
-        """Return the results by their names, of arrays by theirs, None where one is absent."""
+        """Return the results by name, from arrays by name. None stands for an absent one."""
         results = self(*(arrays[name] for name in self.operands))
         return dict(zip(self.results, results, strict=True))
 
@@ -108,7 +108,7 @@ def _split(operation: Operation, *operands: Any) -> Arrays:
     mesh, axes = jax.typeof(x).sharding.mesh, axes_of(kept)
     # XLA takes no sum over axes that are one device together.
     if math.prod(mesh.shape[axis] for axis in axes) > 1:
-        # An Explicit mesh says in the types how x is split, where no partitioner is asked.
+        # An Explicit mesh says in the types how x is split, and no partitioner is asked.
         inside = jax.sharding.get_abstract_mesh()
         with jax.sharding.use_abstract_mesh(mesh) if inside.empty else contextlib.nullcontext():
             return jax.shard_map(
@@ -124,7 +124,7 @@ def _split(operation: Operation, *operands: Any) -> Arrays:
                 check_vma=bool(jax.typeof(x).manual_axis_type.varying),
             )(*operands)
     kinds = jax.sharding.get_abstract_mesh().axis_types
-    # Where all axes are Explicit, none splits what the types do not say is split.
+    # If all axes are Explicit, none splits an array whose type does not say so.
     if AxisType.Manual in kinds or (kinds and AxisType.Auto not in kinds):
         return operation.local(*operands)
     return _partitioned(operation)(*operands)
@@ -149,7 +149,7 @@ def _partitioned(operation: Operation) -> Any:
     def rule(mesh: Any, operands: Any, results: Any) -> tuple[str, dict[str, Any]]:
         kept = [f"b{i}" for i in range(operation.x_of(operands).rank - operation.options.k)]
         whole = [f"n{i}" for i in range(operation.options.k)]
-        # Of a weight's own, lest it pass on to x how it is split itself, along other axes.
+        # A weight has its own, lest it pass on to x how it is split along other axes.
         vector = [f"w{i}" for i in range(operation.options.k)]
         dims = {
             Kind.ROWS: [*kept, *whole],
@@ -160,7 +160,7 @@ def _partitioned(operation: Operation) -> Any:
         names = [*operation.operands, *operation.results]
         sides = [" ".join(dims[KINDS[name]]) for name in names]
         count = len(operation.operands)
-        # A factor may be named only where it occurs, in the order of that.
+        # A factor may be named only if it occurs, and in that order.
         uncut = dict.fromkeys(factor for side in sides for factor in side.split())
         return (
             f"{', '.join(sides[:count])} -> {', '.join(sides[count:])}",
@@ -183,7 +183,7 @@ def _partitioned(operation: Operation) -> Any:
         has_float64 = any(array.dtype == jnp.float64 for array in (*operands, *results))
 
         def lowered(*local: Any) -> Arrays:
-            # XLA calls from a thread of its own, where enable_x64 of the caller's is not in force.
+            # XLA calls from its own thread, where the caller's enable_x64 is not in force.
             with jax.enable_x64(has_float64):
                 if Kind.VECTOR in map(KINDS.__getitem__, operation.results):
                     shape = operation.x_of(operands).shape
@@ -198,7 +198,7 @@ def _partitioned(operation: Operation) -> Any:
     split = custom_partitioning(computed)
     split.def_partition(
         partition,
-        infer_sharding_from_operands=infer,  # instead of the rule, where JAX is told to
+        infer_sharding_from_operands=infer,  # instead of the rule, if JAX is told to
         decode_shardings=False,
         sharding_rule=rule,
     )
@@ -206,11 +206,11 @@ def _partitioned(operation: Operation) -> Any:
 
 
 def _common_split(shardings: Any, ndim: int, k: int) -> tuple[AbstractMesh, Any]:
-    """Return a mesh, and how kept axes of rows are split over it, that are split by several.
+    """Return a mesh, and a split over it of kept axes, from arrays that each split them.
 
-    Each axis is split as by the first of those that have the most parts of it. Others are then cut
-    where they lie, and none is gathered; only where two split different axes over the same devices
-    does the earlier one prevail.
+    Each axis follows the first of those arrays that cut it into the most parts. The others are then
+    cut where they lie, and none is gathered. If two split different axes over the same devices, the
+    earlier one prevails.
     """
     known = [_places(sharding, ndim)[:, : ndim - k] for sharding in shardings if sharding]
     common, *others = known or [np.zeros((1, ndim - k))]
@@ -232,13 +232,13 @@ def _places(sharding: Any, ndim: int) -> Any:
 
 
 def _mesh_of(places: Any) -> tuple[AbstractMesh, tuple[tuple[str, ...], ...]]:
-    """Return a mesh, and the spec of how an array is split over it whose parts begin at places.
+    """Return a mesh, and the spec of an array over it, from where the array's parts begin.
 
     The program's own mesh may not do. XLA splits one of its axes between several axes of an array
     that was reshaped, and may know of no mesh. So the axes are the digits of a device's number.
     """
     ndim = places.shape[1]
-    axes: list[tuple[int, Any]] = []  # sizes, and how far one index further is, along each axis
+    axes: list[tuple[int, Any]] = []  # of each axis the size, and the distance of neighbours
     while len(places) > 1:
         for size in range(2, len(places) + 1):
             if len(places) % size == 0:
@@ -263,9 +263,9 @@ def _mesh_of(places: Any) -> tuple[AbstractMesh, tuple[tuple[str, ...], ...]]:
 def _without_padding(
     operation: Operation, mesh: Any, kept: Any, shape: tuple[int, ...], local: Arrays
 ) -> Arrays:
-    """Return the operands of a device without what is in no row of the whole array, of a shape.
+    """Return a device's operands without what lies outside the whole array, of a given shape.
 
-    XLA pads an axis that its devices do not divide, and anything may lie there.
+    XLA pads an axis that its devices do not divide. The padding may hold anything.
     """
     here = operation.x_of(local).shape[: len(kept)]
     inside = []
@@ -302,7 +302,7 @@ def axes_of(spec: Any) -> tuple[str, ...]:
 def _split_of(name: str, kept: Any, k: int) -> PartitionSpec:
     """Return how an array is split where the leading axes of rows are split as `kept`."""
     kind = KINDS[name]
-    whole = {Kind.STATISTIC: 0, Kind.BITS: 1}.get(kind, k)  # axes, which no device has a part of
+    whole = {Kind.STATISTIC: 0, Kind.BITS: 1}.get(kind, k)  # axes that are not split
     return PartitionSpec(*(() if kind is Kind.VECTOR else kept), *whole * (None,))
 
 

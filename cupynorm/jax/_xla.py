@@ -55,7 +55,7 @@ class Handler:
     Raises
     ------
     ImportError
-        If the structures of the installed jaxlib differ from those that are read here.
+        If the structures of the installed jaxlib differ from those that this module reads.
     """
 
     def __init__(self, target: str, platform: str, prepare: Prepare) -> None:
@@ -65,7 +65,7 @@ class Handler:
         self.refusal: str | None = None
         self._callback = ctypes.CFUNCTYPE(ctypes.c_size_t, ctypes.c_size_t)(self._called)
         address = ctypes.cast(self._callback, ctypes.c_void_p).value
-        # XLA asks for the metadata now or, of a platform that is not there, never.
+        # XLA asks for the metadata now, or never for a missing platform.
         jax.ffi.register_ffi_target(
             target, jax.ffi.pycapsule(address), platform=platform, api_version=1
         )
@@ -139,12 +139,12 @@ def _misfit(sizes: dict[str, tuple[int, int]]) -> str | None:
     )
 
 
-# It keeps the interpreter's lock, which would cost more to give up and take than these calls do.
+# It keeps the interpreter's lock. Giving that up and taking it again would cost more.
 _function = ctypes.PYFUNCTYPE(ctypes.c_size_t)
 
 # XLA_FFI_Stream_Get_Args and XLA_FFI_DeviceOrdinal_Get_Args: size, extension, context, answer.
 _Question = ctypes.c_uint64 * 4
-# One takes 0.4 us to make. Who asks takes one and puts it back: no two threads ever share one.
+# One takes 0.4 us to make. A caller takes one and puts it back, so no two threads share one.
 _questions: list[Any] = []
 
 
@@ -162,7 +162,7 @@ class _Api:
         except IndexError:
             question = _Question(32)
         question[2] = context
-        question[3] = 0  # of which an ordinal is the low half
+        question[3] = 0  # its low half is an ordinal
         error = getter(question)
         if error:
             raise RuntimeError(self._taken(error))

@@ -11,7 +11,7 @@ tensors are supported. Forward mode and ``torch.func.grad`` within ``torch.compi
 
 import torch
 
-if torch.__version__ < "2.11.0a0":  # as the previews of 2.11 call themselves
+if torch.__version__ < "2.11.0a0":  # previews of 2.11 call themselves so
     raise ImportError(f"cupynorm.torch needs torch 2.11 or newer, found {torch.__version__}")
 
 from cupynorm.torch._functions import layer_norm, rms_norm

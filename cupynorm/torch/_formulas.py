@@ -62,8 +62,8 @@ def normalized(options: Options, x: Any) -> tuple[Any, Any]:
     """Return xhat and rstd, as functions of x that torch differentiates."""
     axes, eps = options.axis, options.eps
     d = x.to(compute_type(x.dtype))
-    # As in `reference`: by a power of two that brings the larger of max|x| and sqrt(eps) near 1, so
-    # that nothing that counts overflows or underflows when squared. By its root, twice: it may be
+    # As in `reference`: by a power of two that brings the larger of max|x| and sqrt(eps) near 1.
+    # Then nothing that counts overflows or underflows when squared. By its root, twice: it may be
     # out of range itself.
     largest = d.detach().abs().amax(axes, keepdim=True).clamp(min=math.sqrt(eps))
     _, exponent = torch.frexp(torch.where(largest.isfinite(), largest, 1.0))
@@ -73,7 +73,7 @@ def normalized(options: Options, x: Any) -> tuple[Any, Any]:
         equal = d.detach().amax(axes, keepdim=True) == d.detach().amin(axes, keepdim=True)
         d = d - d.mean(axes, keepdim=True)
         d = d - d.mean(axes, keepdim=True)  # what that mean was off by
-        # Of equal values all that is left is eps, which their size must not push out of range.
+        # If all values are equal, only eps is left. Their size must not push it out of range.
         d = d - torch.where(equal, d.detach(), 0.0)
         rest = torch.where(equal, 1 / (math.sqrt(eps) or 1) / down, down)
     d = d * rest
@@ -84,20 +84,20 @@ def normalized(options: Options, x: Any) -> tuple[Any, Any]:
 def sum_over_rows(values: Any, first: int, k: int) -> Any:
     """Sum over all axes between the first few and the last k."""
     axes = tuple(range(first, values.ndim - k))
-    return values.sum(axes) if axes else values  # torch sums over all axes where none is named
+    return values.sum(axes) if axes else values  # torch sums over all axes if none is named
 
 
 def round_once(values: Any, dtype: torch.dtype) -> Any:
     """Round to a dtype, to nearest and ties to even, as a function that torch differentiates."""
     info = torch.finfo(dtype)
     if values.dtype == torch.float64 and info.bits == 16:
-        # torch goes through float32, and so would round twice. What is added here has the last bit
-        # in float64 that values have in the dtype, down to its subnormals.
+        # torch goes through float32, and so would round twice. The number added here has its last
+        # bit in float64 where the values have theirs in the dtype, down to its subnormals.
         size = values.detach().abs().clamp(info.smallest_normal, info.max)
         power = size / torch.frexp(size)[0]
         shift = power * (0.75 * info.eps / torch.finfo(torch.float64).eps)
         rounded = (values + shift - shift).to(dtype)
-        return torch.where(rounded == 0, values.to(dtype), rounded)  # which has the sign
+        return torch.where(rounded == 0, values.to(dtype), rounded)  # has the sign
     return values.to(dtype)
 
 

@@ -143,7 +143,7 @@ def rms_norm(
             [ 1.5000,  1.5000]])
     """
     if eps is None and isinstance(x, torch.Tensor):
-        # Of what is normalized; what is no tensor is refused later.
+        # The dtype of what is normalized. An argument that is no tensor is refused later.
         of_total = x.dtype if residual is None else residual_dtype or getattr(residual, "dtype", "")
         eps = torch.finfo(compute_type(of_total)).eps
     tensors = x, residual, weight, bias
@@ -207,7 +207,7 @@ def layer_norm(
     return _norm("layer_norm", tensors, asked)
 
 
-# The options of both, in the order in which `_norm` is handed them.
+# The options of both, in the order in which `_norm` takes them.
 _ASKED = "eps", "axis", "zero_centered", "relu", "out_dtype", "residual_dtype"
 
 
@@ -249,7 +249,7 @@ def _norm(norm: Norm, tensors: Tensors, asked: tuple[Any, ...]) -> Any:
         zero_centered = bool(zero_centered)
     # True is remembered as 1 is. A number that a trace leaves open is one.
     if type(eps) is not float and not isinstance(eps, torch.SymFloat | torch.SymInt):
-        # torch.compile has an array for a number of NumPy's, and the value of a float64.
+        # torch.compile has an array for a NumPy number, and the value of a float64.
         is_array = torch.compiler.is_compiling() and isinstance(eps, np.ndarray)
         eps = float(eps) if is_array else _checks.to_eps(eps)
     if relu is not None:
@@ -272,7 +272,7 @@ def _norm(norm: Norm, tensors: Tensors, asked: tuple[Any, ...]) -> Any:
 
 
 def _of_nested(tensors: Tensors, told: Told) -> Any:
-    """Return a nested tensor of the same lengths and layout, where there is a residual two."""
+    """Return a nested tensor of the same lengths and layout; with a residual, two."""
     x, residual, *others = tensors
     k, *_, out_dtype, residual_dtype = told
     if residual is not None:
@@ -306,7 +306,7 @@ def _of_nested(tensors: Tensors, told: Told) -> Any:
 
 
 def _check_nested(residual: Any, x: Any) -> None:
-    """Check that a residual has the values of the same places as a nested x."""
+    """Check that a residual has values in the same places as a nested x."""
     if not residual.is_nested or residual.layout is not x.layout:
         kind = residual.layout if residual.is_nested else "a dense tensor"
         raise TypeError(f"residual must be nested as x, of layout {x.layout}; got {kind}")
@@ -315,7 +315,7 @@ def _check_nested(residual: Any, x: Any) -> None:
         if shapes[0] != shapes[1]:
             raise ValueError(f"residual must have parts of shapes {shapes[0]}, got {shapes[1]}")
         return
-    # Jagged tensors have an axis in common only where they share the tensor of their lengths.
+    # Jagged tensors share an axis only if they share the tensor of their lengths.
     alike = residual.shape == x.shape and residual.values().shape == x.values().shape
     if alike and x.lengths() is not None:
         alike = residual.offsets() is x.offsets()
@@ -331,13 +331,13 @@ def _nested(parts: list[Any], dtype: torch.dtype, x: Any) -> Any:
 
 
 def _jagged(values: Any, x: Any) -> Any:
-    """Return a jagged tensor of values where x has its own."""
+    """Return a jagged tensor with values where x has its own."""
     return torch.nested.nested_tensor_from_jagged(
         values,
         x.offsets(),
         x.lengths(),
         jagged_dim=x._ragged_idx,
-        # What is known of them: to find it again, attention would wait for the device.
+        # These are known. To find them again, attention would wait for the device.
         min_seqlen=x._maybe_min_seqlen,
         max_seqlen=x._maybe_max_seqlen,
     )
@@ -346,7 +346,7 @@ def _jagged(values: Any, x: Any) -> Any:
 def _belongs(x: Any, ragged: int) -> Any:
     """Tell which values of a jagged tensor are its own.
 
-    What lies between its parts may be NaN, which a weight gradient would have from a dy of 0.
+    The gaps between its parts may hold NaN, and a dy of 0 would bring it into a weight gradient.
     """
     values, begins = x.values(), x.offsets()[:-1]
     ones = torch.ones_like(begins)
@@ -356,7 +356,7 @@ def _belongs(x: Any, ragged: int) -> Any:
 
 
 def _overridden(norm: Norm, given: Tensors, asked: tuple[Any, ...]) -> Any:
-    """Have what stands in for a tensor, such as a proxy of torch.fx, return what it likes."""
+    """Have a tensor's substitute, such as a proxy of torch.fx, return what it likes."""
     if torch.overrides.has_torch_function(given):
         x, residual, *affine = given
         options = dict(zip(_ASKED, asked, strict=True)) | {"residual": residual}

@@ -55,14 +55,14 @@ __all__ = [
 NUMPY_DTYPES = {getattr(torch, name): dtype for dtype, name in DTYPES.items()}
 NAMES = {getattr(torch, name): name for name in ITEMSIZE}
 
-Tensors = tuple[Any, ...]  # those that a pass reads, in the order of its table
-# What a call is told beside its tensors, in the order of `OPTIONS`. A tuple, by which calls are
-# remembered: an object takes longer to make.
+Tensors = tuple[Any, ...]  # the inputs of a pass, in the order of its table
+# What a call is told in addition to its tensors, in the order of `OPTIONS`. Calls are remembered by
+# it. It is a tuple, since an object takes longer to make.
 Told = tuple[Any, ...]
 Run = Callable[[Tensors], Any]
 
-# The names of these, and their types in a schema of torch's. What an operation takes behind the
-# tensors that its pass reads begins with an int, from which on DTensor tells calls apart.
+# Their names, and their types in a schema of torch's. An operation takes them after the tensors of
+# its pass. The first is an int, and DTensor tells calls apart from there on.
 SHARED = {"k": "int", "norm": "str", "eps": "float", "zero_centered": "bool"}
 OPTIONS = {
     FORWARD: SHARED
@@ -73,7 +73,7 @@ OPTIONS = {
 
 
 def by_name(table: Pass, tensors: Tensors) -> dict[str, Any]:
-    """Return the tensors that a pass reads, by their names."""
+    """Return the tensors that a pass reads, by name."""
     return dict(zip(table.reads, tensors, strict=True))
 
 
@@ -83,13 +83,13 @@ def told_by_name(table: Pass, told: Told) -> dict[str, Any]:
 
 
 def options_of(table: Pass, told: Told) -> Options:
-    """Return the options that a pass is told. Its dtypes belong to a spec."""
+    """Return the options of a pass. Its dtypes belong to a spec."""
     named = told_by_name(table, told).items()
     return Options(**{name: value for name, value in named if not name.endswith("_dtype")})
 
 
 def spec_of(table: Pass, tensors: Tensors, told: Told) -> Spec:
-    """Return what a pass computes; only the dtypes that it is told are checked."""
+    """Return what a pass computes. Only the dtypes that it is told are checked."""
     dtypes, named = {}, told_by_name(table, told)
     for name, tensor in by_name(table, tensors).items():
         dtypes[name] = None if tensor is None else NAMES.get(tensor.dtype, "uint8")
@@ -118,7 +118,7 @@ def _has_kernels(x: torch.Tensor) -> bool:
 
 
 def _load(make: str, device: Any, spec: Spec, *sizes: int) -> Any:
-    """Return a plan for the current device; compile and load its kernels at need."""
+    """Return a plan for the current device; compile and load its kernels if needed."""
     cupy = import_cupy("x is on a GPU")
     from cupynorm import _plans
 
@@ -127,7 +127,7 @@ def _load(make: str, device: Any, spec: Spec, *sizes: int) -> Any:
         return getattr(_plans, make)(spec, *sizes, device.index)
 
 
-# Without the objects that torch.cuda makes of them; a build without CUDA has neither.
+# Without the objects that torch.cuda makes of them. A build without CUDA has neither.
 _current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 _current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
@@ -137,7 +137,7 @@ _current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 def check_dense(name: str, tensor: Any) -> None:
     """Check that a tensor is dense. This comes first: others may have no shape to ask for."""
-    if type(tensor).__name__ == "ExpandedWeight":  # of which torch refuses all that is asked here
+    if type(tensor).__name__ == "ExpandedWeight":  # torch refuses all that is asked here of one
         raise NotImplementedError(
             f"{name} must not be an ExpandedWeight, as of call_for_per_sample_grads: use "
             "torch.func.vmap and torch.func.grad for the gradients of each example"
@@ -211,8 +211,8 @@ TORCH = Dialect(
     allocate_like="_empty_like({1})",
     stream="_current_stream(index)",
     handle="stream",
-    # Freed on return, and handed out again only to what comes later on this stream. Of another
-    # dtype than x's it takes longer.
+    # Freed on return. Only later work on this stream gets it again. A dtype other than x's takes
+    # longer.
     scratch="scratch = x.new_empty(scratch_elements); scratch_address = scratch.data_ptr()",
 )
 
@@ -233,7 +233,7 @@ def run(table: Pass, tensors: Tensors, told: Told) -> tuple[Any, ...]:
     try:
         key = (_forward_key if table is FORWARD else _backward_key)(told, tensors)
         call = calls.get(key)
-    except (TypeError, RuntimeError):  # what cannot be remembered, or is sparse, is not taken
+    except (TypeError, RuntimeError):  # unhashable or sparse: not accepted
         _check(table, tensors, told)
         raise
     if call is None:
@@ -294,7 +294,7 @@ class _Call:
         self.numbers = options.numbers if table is FORWARD else ()
         self.known: dict[str, Any] = {"serve": self, "serve_by": self._serve_by}
         self.known |= {"device": self.device, "index": self.device.index}
-        # Of what accesses of several elements are made to: its place, name and itemsize.
+        # The arrays that accesses of several elements are made to: place, name and itemsize.
         self.wide: list[tuple[int, str, int]] = []
         self.copied: tuple[str, ...] = ()
         self.like: tuple[tuple[str, str], ...] = ()
@@ -331,7 +331,7 @@ class _Call:
             if tensor is None or not tensor.numel():
                 continue
             shape = tuple(tensor.shape)
-            # Axes of one element may have any, which one like it would have as well.
+            # Axes of one element may have any stride, and so would one like it.
             if tensor.stride() == _contiguous_strides(shape):
                 others.setdefault((shape, tensor.dtype), name)
         for name in self.spec.writes:
@@ -390,10 +390,10 @@ def _to_numpy(name: str, tensor: Any) -> Any:
     """Return a copy, since FSDP cannot resize memory that NumPy has seen."""
     if tensor is None:
         return None
-    if not tensor.data_ptr():  # which fails, too, where a launch would
+    if not tensor.data_ptr():  # fails, too, where a launch would
         _without_memory(name, tensor)
     copy = tensor.detach().clone(memory_format=torch.contiguous_format)
-    if tensor.dtype == torch.bfloat16:  # which NumPy's side of torch does not know
+    if tensor.dtype == torch.bfloat16:  # NumPy's side of torch lacks it
         return copy.view(torch.int16).numpy().view(BFLOAT16)
     return copy.numpy()
 
@@ -405,7 +405,7 @@ def _from_numpy(array: Any) -> Any:
         tensor = torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     else:
         tensor = torch.from_numpy(array)
-    return tensor if array.size else tensor.new_empty(array.shape)  # whose strides are no zeros
+    return tensor if array.size else tensor.new_empty(array.shape)  # its strides are no zeros
 
 
 def _on_cpu(spec: Spec, options: Options, tensors: Tensors) -> tuple[Any, ...]:

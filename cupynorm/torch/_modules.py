@@ -16,15 +16,15 @@ __all__ = ["LayerNorm", "RMSNorm"]
 
 
 def _is_called(module: Any, arguments: Any) -> None:
-    """Do nothing: with a hook, torch.nn.TransformerEncoderLayer calls the module.
+    """Do nothing. With a hook, torch.nn.TransformerEncoderLayer calls the module.
 
-    Otherwise it computes a plain LayerNorm itself in inference, from its norms' weight, bias and
+    Otherwise in inference it computes a plain LayerNorm itself, from its norms' weight, bias and
     eps.
     """
 
 
 def _plain(number: Any) -> Any:
-    """Turn a NumPy number, of which torch.compile makes a tensor, into a Python number."""
+    """Turn a NumPy number into a Python number. torch.compile makes a tensor of the former."""
     return number.item() if isinstance(number, np.generic) else number
 
 
@@ -60,7 +60,7 @@ class _Norm(torch.nn.Module):
             self.register_forward_pre_hook(_is_called)
 
     def reset_parameters(self) -> None:
-        """Let the norm begin without effect of its weight and bias."""
+        """Let the norm begin without an effect of its weight and bias."""
         if self.weight is not None:
             (torch.nn.init.zeros_ if self.zero_centered else torch.nn.init.ones_)(self.weight)
         if getattr(self, "bias", None) is not None:
@@ -69,13 +69,13 @@ class _Norm(torch.nn.Module):
     def _normalize(self, function: Any, x: Any, residual: Any, eps: Any) -> Any:
         weight, k = self.weight, len(self.normalized_shape)
         axis = None if k == 1 else range(-k, 0)
-        if weight is None:  # against which x would be checked
+        if weight is None:  # x would be checked against it
             self._check_shape(x)
         try:
             return function(
                 x,
                 weight,
-                getattr(self, "bias", None),  # which may have been deleted
+                getattr(self, "bias", None),  # it may have been deleted
                 eps=eps,
                 axis=axis,
                 zero_centered=self.zero_centered,

@@ -48,7 +48,7 @@ from cupynorm.torch._kernels import (
 __all__ = ["PLAIN", "norm_backward", "norm_forward", "normalize", "normalize_plain"]
 
 PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
-# The last option of a forward pass; to add one tuple to another is what takes the least time.
+# The last option of a forward pass. Adding one tuple to another takes the least time.
 INFERRING, TRAINING = (False,), (True,)
 
 
@@ -84,8 +84,8 @@ def _says_more(tensor: Any) -> bool:
         return True
     return tensor is not None and bool(
         not (tensor.is_cuda or tensor.is_cpu)
-        or tensor.is_neg()  # as the imaginary part of a conjugate, whose memory has the other sign
-        or tensor._is_zerotensor()  # which has no memory
+        or tensor.is_neg()  # such as the imaginary part of a conjugate: the sign in memory differs
+        or tensor._is_zerotensor()  # has no memory
         or _is_wrapped(tensor)  # has none of its own
         or _is_batched(tensor)
     )
@@ -134,7 +134,7 @@ def normalize_plain(tensors: Tensors, told: Told) -> Any:
             return _apply_recorded(*tensors, told)
         results = _kernels.run(FORWARD, tensors, told + INFERRING)
         return results[_Y] if tensors[_RESIDUAL] is None else (results[_Y], results[_TOTAL])
-    except (RuntimeError, ValueError):  # the tensor has no memory here; to ask first takes time
+    except (RuntimeError, ValueError):  # the tensor has no memory here; a check first takes time
         if not _is_seen(*tensors):
             raise
     return normalize(tensors, told)
@@ -166,7 +166,7 @@ def norm_forward(tensors: Tensors, told: Told) -> tuple[Any, ...]:
         _share_out()
         return _forward_operation(*arguments)
     *_, training = told
-    if training or forward_ad._current_level >= 0:  # where it says that it has no jvp
+    if training or forward_ad._current_level >= 0:  # there it says that it has no jvp
         return _apply_forward(*arguments)
     return _kernels.run(FORWARD, tensors, told)
 
@@ -202,7 +202,7 @@ _presences: dict[Any, tuple[bool, ...]] = {}
 
 
 def _present(table: Pass, tensors: Tensors, told: Told) -> tuple[bool, ...]:
-    """Tell which results there are: the norm, the last option and what is None say that."""
+    """Tell which results there are, by the norm, the last option and which inputs are None."""
     _, norm, *_, last = told
     key = table, norm, last, *map(type, tensors), *map(type, told)
     found = _presences.get(key)
@@ -425,7 +425,7 @@ def _backward_of_batch(run: Callable[..., Any]) -> Callable[..., Any]:
         if weight is not None:
             w = w.reshape(info.batch_size, *(1,) * (x.ndim - 1 - k), *weight.shape[1:])
         inside = _formulas.masked(read["dy"], read["bitmask"], k, dtype)
-        # Of what is multiplied and masked before, the pass is one without a weight, bias and bits.
+        # After the multiplying and masking here, the pass has no weight, bias or bits.
         read |= {"dy": inside * w, "weight": None, "bitmask": None}
         plain = named | {"zero_centered": False, "bias_dtype": None}
         results = run(*read.values(), *plain.values())
@@ -454,7 +454,7 @@ def _refuse_forward_mode(*_: Any) -> NoReturn:
 
 
 class _Forward(torch.autograd.Function):
-    # What lies below the transforms may be a tracer's, or a subclass, as well.
+    # Below the transforms there may be a tracer's tensor, or a subclass.
     @staticmethod
     def forward(*arguments: Any) -> Any:
         tensors, told = _split(FORWARD, arguments)
@@ -609,7 +609,7 @@ def _define(
     def dispatched(keys: Any, *arguments: Any) -> Any:
         """Do as torch.library.register_autograd, but skip autograd if nothing records gradients.
 
-        A compiled program comes here in each call, its gradients long taken care of.
+        A compiled program comes here in each call, and has its own gradients.
         """
         if forward_ad._current_level >= 0 and any(map(_has_tangent, arguments)):
             _refuse_forward_mode()
