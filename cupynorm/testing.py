@@ -40,7 +40,8 @@ given.
 
 CuPy compiles for the GPU with flush-to-zero, so in float32 any value below 2**-126 may count as
 zero. Each input, statistic and product is granted an absolute error of 4 * 2**-126, which goes
-through the equations above. The bound itself has another 2**-126.
+through the equations above. The bound itself has another 2**-126. It has it too where a float64
+computation is rounded to a narrower output, which may go through float32.
 """
 
 from __future__ import annotations
@@ -71,8 +72,9 @@ def assert_one_rounding(
     """Assert that `actual` is `exact`, up to one rounding and the noise of the compute dtype.
 
     Each element must satisfy ``|actual - exact| <= ulp / 2 + 16 * u * magnitude + tiny``. Here ulp
-    is the spacing of actual's dtype at the far end of that interval, u the unit roundoff of
-    `compute_dtype`, and tiny its smallest normal number. actual must be NaN exactly where exact is.
+    is the spacing of actual's dtype at the far end of that interval, and u the unit roundoff of
+    `compute_dtype`. tiny is the smallest normal number of float32, or of float64 where both actual
+    and `compute_dtype` are float64. actual must be NaN exactly where exact is.
     An infinity must have exact's sign, and exact must round to an infinity there, in actual's dtype
     or in the compute dtype. Within ``16 * u * magnitude`` of that threshold, actual may be finite
     or infinite.
@@ -128,7 +130,7 @@ def assert_one_rounding(
         far = np.abs(exact) + slack
         near = np.abs(exact) - slack
         wide = actual.astype(np.float64)
-        bound = _half_ulp(far, dtype) + slack + float(_info(compute).smallest_normal)
+        bound = _half_ulp(far, dtype) + slack + _smallest_normal(compute, dtype)
         error = np.abs(wide - exact)
         ratio = np.where(np.isfinite(error), error / bound, np.inf)
         overflow = min(_overflow_threshold(dtype), _overflow_threshold(compute))
@@ -482,6 +484,12 @@ def _info(dtype: np.dtype[Any]) -> Any:
 
 def _unit_roundoff(dtype: np.dtype[Any]) -> float:
     return float(_info(dtype).eps) / 2
+
+
+def _smallest_normal(compute: np.dtype[Any], output: np.dtype[Any]) -> float:
+    """Return the value below which a result may count as zero."""
+    is_wide = compute == output == np.float64
+    return float(_info(np.dtype(np.float64 if is_wide else np.float32)).smallest_normal)
 
 
 def _flushed(compute: np.dtype[Any]) -> float:

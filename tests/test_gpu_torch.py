@@ -160,8 +160,9 @@ def test_a_residual_is_added_first(norm: str, of_residual: Any, n: int) -> None:
         assert_same_bits(of_y[0], expected[0].to(x.dtype))
         for found in (both, of_y):
             assert [g.dtype for g in found] == [leaf.dtype for leaf in leaves]
+            # Their sums over the rows may go in another order, so two roundings are allowed.
             for a, b in zip(found[2:], expected[1:], strict=True):
-                assert_same_bits(a, b)
+                torch.testing.assert_close(a, b, rtol=2**-7, atol=16 * 2**-24 * m)
         wide = expected[0].double() + ds.double()
         for gradient, leaf in zip(both[:2], leaves[:2], strict=True):
             torch.testing.assert_close(

@@ -408,6 +408,9 @@ def test_float32_may_flush_what_is_not_normal() -> None:
     assert not is_refused(np.float32(0), subnormal)
     assert is_refused(np.float32(0), 4 * subnormal)
     assert is_refused(np.float64(0), subnormal, 0.0, np.float64)
+    for dtype in (np.float32, DTYPES["bfloat16"].type):
+        assert not is_refused(dtype(0), subnormal, 0.0, np.float64)
+        assert is_refused(dtype(0), 4 * subnormal, 0.0, np.float64)
 
 
 def test_a_magnitude_that_bounds_nothing_is_an_error() -> None:
