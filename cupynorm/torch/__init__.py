@@ -15,7 +15,16 @@ if torch.__version__ < "2.11.0a0":  # previews of 2.11 call themselves so
     raise ImportError(f"cupynorm.torch needs torch 2.11 or newer, found {torch.__version__}")
 
 from cupynorm.torch._functions import layer_norm, rms_norm
+from cupynorm.torch._fusion import compile_options
 from cupynorm.torch._modules import LayerNorm, RMSNorm
 from cupynorm.torch._replace import ReplacedNorms, replace_norms
 
-__all__ = ["LayerNorm", "RMSNorm", "ReplacedNorms", "layer_norm", "replace_norms", "rms_norm"]
+__all__ = [
+    "LayerNorm",
+    "RMSNorm",
+    "ReplacedNorms",
+    "compile_options",
+    "layer_norm",
+    "replace_norms",
+    "rms_norm",
+]

@@ -31,7 +31,7 @@ from cupynorm._operation import (
     shape_of,
 )
 from cupynorm._prepared import remember
-from cupynorm.torch import _formulas, _kernels
+from cupynorm.torch import _formulas, _inductor, _kernels
 from cupynorm.torch._kernels import (
     OPTIONS,
     SHARED,
@@ -45,7 +45,7 @@ from cupynorm.torch._kernels import (
     told_by_name,
 )
 
-__all__ = ["PLAIN", "norm_backward", "norm_forward", "normalize", "normalize_plain"]
+__all__ = ["OPERATIONS", "PLAIN", "norm_backward", "norm_forward", "normalize", "normalize_plain"]
 
 PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
 # The last option of a forward pass. Adding one tuple to another takes the least time.
@@ -560,6 +560,7 @@ def _check_outline(tensors: Tensors, told: Told) -> None:
 
 def _outline(table: Pass, *arguments: Any) -> tuple[torch.Tensor, ...]:
     """Return tensors of the shapes and dtypes of a pass's results."""
+    _inductor.lower(*OPERATIONS.values())
     tensors, told = _split(table, arguments)
     if table is FORWARD:
         _check_outline(tensors, told)
@@ -583,6 +584,7 @@ def _schema(table: Pass) -> str:
 
 # torch.library.impl does not hand on the keys.
 _library = torch.library.Library("cupynorm", "FRAGMENT")
+_TAGS = torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides
 _DEVICES = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
 
 
@@ -599,7 +601,7 @@ def _define(
     of_batch: Callable[..., Any],
 ) -> Any:
     name, run = f"norm_{table.name}", functools.partial(_run, table)
-    _library.define(name + _schema(table), tags=(torch.Tag.pt2_compliant_tag,))
+    _library.define(name + _schema(table), tags=_TAGS)
     for device in ("CPU", "CUDA"):
         _library.impl(name, run, device)
     torch.library.register_fake(f"cupynorm::{name}", functools.partial(_outline, table))
@@ -628,6 +630,7 @@ _forward_operation = _define(FORWARD, _keep_for_backward, _differentiate_forward
 _backward_operation = _define(
     BACKWARD, _keep_for_second_backward, _differentiate_backward, _backward_of_batch
 )
+OPERATIONS = {FORWARD: _forward_operation, BACKWARD: _backward_operation}
 
 
 # ---- split over devices --------------------------------------------------------------------------

@@ -1,0 +1,275 @@
+"""A pass over inductor's graphs, which moves neighbours of a norm into its kernel.
+
+`compile_options` turns it on for one program. The graph has the forward pass, and the backward pass
+of a program that is trained. In it
+
+- an addition before a norm becomes its residual, and so does one after a norm's gradient;
+- a cast to a wider dtype before a norm, and a cast of its result, become dtypes of the norm.
+
+An addition stays where inductor fuses more: with a neighbour that it computes element by element.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+
+from cupynorm._operation import BACKWARD, FORWARD, Pass
+from cupynorm.torch import _operations
+from cupynorm.torch._kernels import NUMPY_DTYPES, OPTIONS
+
+__all__ = ["compile_options"]
+
+
+def compile_options(mode: str | None = None) -> dict[str, Any]:
+    """Return options of torch.compile, with which a norm takes in its neighbours.
+
+    An addition before a norm becomes its residual. An addition to the gradient of its input becomes
+    part of its backward pass. Casts of its input, output and gradients become its dtypes. Values
+    stay within the bound of `cupynorm.testing`: each fusion leaves a rounding out, or none.
+
+    Parameters
+    ----------
+    mode : str, optional
+        A mode of torch.compile, such as ``"reduce-overhead"``, which takes no mode beside options.
+
+    Returns
+    -------
+    dict
+        For ``torch.compile(..., options=...)``. Nothing else in the process changes.
+
+    Raises
+    ------
+    RuntimeError
+        If torch knows no such mode.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import cupynorm.torch
+    >>> linear, norm = torch.nn.Linear(64, 64), cupynorm.torch.RMSNorm(64)
+    >>> def block(x, residual):
+    ...     residual = residual + linear(x)
+    ...     return norm(residual), residual
+    >>> block = torch.compile(block, options=cupynorm.torch.compile_options())
+    >>> y, residual = block(torch.randn(8, 64), torch.randn(8, 64))
+    """
+    from torch._inductor import list_mode_options
+    from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+
+    class Fusion(CustomGraphPass):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            fuse(graph)
+
+        def uuid(self) -> Any:
+            return get_hash_for_files((__file__,))
+
+    options = {} if mode is None else dict(list_mode_options(mode))
+    return options | {"joint_custom_post_pass": Fusion()}
+
+
+def fuse(graph: torch.fx.Graph) -> None:
+    """Move neighbours of the norms of a graph into them."""
+    rewrite = _Rewrite(graph)
+    for table, operation in _operations.OPERATIONS.items():
+        take_in = rewrite.forward if table is FORWARD else rewrite.backward
+        for node in graph.find_nodes(op="call_function", target=operation):
+            take_in(node)
+
+
+# ---- what the nodes of a graph are ---------------------------------------------------------------
+
+_aten, _prims = torch.ops.aten, torch.ops.prims
+_ADD = _aten.add.Tensor
+_VIEWS = {_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default}
+# Inductor calls kernels for these, and so stores what they read and write.
+_MATMULS = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default}
+_NARROW = torch.float16, torch.bfloat16
+_OF_CHECKPOINTS = "recompute", "ac_graph_id"  # what marks a node that is computed again
+
+
+def _value(node: Any) -> Any:
+    return node.meta["val"]
+
+
+def _has_shape_of(a: Any, b: Any) -> bool:
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    shapes = _value(a).shape, _value(b).shape
+    return len(shapes[0]) == len(shapes[1]) and all(
+        statically_known_true(m == n) for m, n in zip(*shapes, strict=True)
+    )
+
+
+def _added(node: Any) -> tuple[Any, ...]:
+    """Return the two nodes that an addition adds, if it is one of tensors of one shape."""
+    if not isinstance(node, torch.fx.Node) or node.target is not _ADD or node.kwargs:
+        return ()
+    for operand in node.args:
+        if not isinstance(operand, torch.fx.Node) or not _has_shape_of(operand, node):
+            return ()
+        if _value(operand).dtype not in NUMPY_DTYPES:
+            return ()
+    return node.args
+
+
+def _cast_dtype(node: Any) -> Any:
+    """Return the dtype that a node casts to, or None if it does not cast, or does more."""
+    if node.target is _prims.convert_element_type.default:
+        return node.args[1]
+    if node.target is _aten._to_copy.default and set(node.kwargs) == {"dtype"}:
+        return node.kwargs["dtype"]
+    return None
+
+
+def _narrow(node: Any) -> Any:
+    """Return the node before a cast to float32, which the kernels need not be given, or `node`.
+
+    float64 is another matter: its rows are computed in float64.
+    """
+    if not isinstance(node, torch.fx.Node) or _cast_dtype(node) is not torch.float32:
+        return node
+    source = node.args[0]
+    return source if _value(source).dtype in _NARROW else node
+
+
+def _is_call_of_kernel(node: Any) -> bool:
+    """Tell whether inductor calls a kernel for a node, and generates none."""
+    if node.op != "call_function" or node.target in _MATMULS:
+        return node.op == "call_function"
+    space = getattr(node.target, "namespace", "")
+    return space not in ("", "aten", "prims") or "scaled_dot_product" in str(node.target)
+
+
+def _is_stored(node: Any) -> bool:
+    """Tell whether a tensor is in memory anyway, whatever inductor fuses."""
+    if any(_is_read_by_kernel(user) for user in node.users):
+        return True
+    while node.target in _VIEWS or node.target is operator.getitem:
+        node = node.args[0]
+    return node.op != "call_function" or _is_call_of_kernel(node)
+
+
+def _is_read_by_kernel(user: Any) -> bool:
+    if user.target in _VIEWS:
+        return any(map(_is_read_by_kernel, user.users))
+    return _is_call_of_kernel(user)
+
+
+# ---- changes -------------------------------------------------------------------------------------
+
+
+class _Rewrite:
+    """The changes of one graph."""
+
+    def __init__(self, graph: torch.fx.Graph) -> None:
+        self.graph = graph
+        self.order = {node: i for i, node in enumerate(graph.nodes)}
+
+    def forward(self, node: Any) -> None:
+        """Take in an addition before a norm, and casts on either side."""
+        given = _arguments(FORWARD, node)
+        x, y_dtype = given["x"], _value(node)[FORWARD.writes.index("y")].dtype
+        summands = self._summands(node, given)
+        if summands:
+            a, b = map(_narrow, summands)
+            changes = {"x": b, "residual": a, "residual_dtype": _value(x).dtype}
+            node = self._call(FORWARD, node, x, **changes, out_dtype=y_dtype)
+            x.replace_all_uses_with(self._result(FORWARD, node, "residual_out"))
+            self.graph.erase_node(x)
+        elif given["residual"] is None and _narrow(x) is not x:
+            node = self._call(FORWARD, node, node, x=_narrow(x), out_dtype=y_dtype)
+        casts, others = self._casts(FORWARD, node, "y")
+        if casts and not others:
+            node = self._call(FORWARD, node, node, out_dtype=_cast_dtype(casts[0]))
+            self._replace(casts, self._result(FORWARD, node, "y"))
+
+    def _summands(self, node: Any, given: dict[str, Any]) -> tuple[Any, ...]:
+        """Return what a norm had better add itself, or nothing."""
+        x, vectors = given["x"], (given["weight"], given["bias"])
+        summands = () if given["residual"] is not None else _added(x)
+        is_early = all(v is None or self.order[v] < self.order[x] for v in vectors)
+        is_of_one_part = all(node.meta.get(k) == x.meta.get(k) for k in _OF_CHECKPOINTS)
+        if is_early and is_of_one_part and all(map(_is_stored, summands)):
+            return summands
+        return ()
+
+    def backward(self, node: Any) -> None:
+        """Take in an addition to the gradient of a norm's input, and casts on either side."""
+        given = _arguments(BACKWARD, node)
+        dx_dtype = _value(node)[BACKWARD.writes.index("dx")].dtype
+        changes = {name: _narrow(given[name]) for name in ("dy", "x", "dresidual_out")}
+        added = self._added_to_gradient(node, given)
+        if added:
+            total, ds = added
+            changes["dresidual_out"] = _narrow(ds)
+        if any(changes[name] is not given[name] for name in changes):
+            node = self._call(BACKWARD, node, node, **changes, dx_dtype=dx_dtype)
+        if added:
+            self._replace([total], self._result(BACKWARD, node, "dx"))
+        casts, others = self._casts(BACKWARD, node, "dx")
+        if not casts or given["dresidual_dtype"] is not None:
+            return
+        dtype = _cast_dtype(casts[0])
+        option, name = ("dresidual_dtype", "dresidual") if others else ("dx_dtype", "dx")
+        node = self._call(BACKWARD, node, node, **{option: dtype})
+        self._replace(casts, self._result(BACKWARD, node, name))
+
+    def _added_to_gradient(self, node: Any, given: dict[str, Any]) -> tuple[Any, ...]:
+        """Return the addition to dx that had better be a part of the pass, and what is added."""
+        dx = self._result(BACKWARD, node, "dx")
+        if given["dresidual_out"] is not None or len(dx.users) != 1:
+            return ()
+        (total,) = dx.users
+        summands = _added(total)
+        if not summands or summands[0] is summands[1] or _value(total).dtype != _value(dx).dtype:
+            return ()
+        (ds,) = (summand for summand in summands if summand is not dx)
+        return (total, ds) if self.order[ds] < self.order[node] and _is_stored(ds) else ()
+
+    def _casts(self, table: Pass, node: Any, name: str) -> tuple[list[Any], list[Any]]:
+        """Return the users of a result that cast it to one narrower dtype, and the others."""
+        users = list(self._result(table, node, name).users)
+        dtypes = [_cast_dtype(user) for user in users]
+        dtype = next((d for d in dtypes if d in _NARROW and d != _value(node)[0].dtype), None)
+        casts = [u for u, d in zip(users, dtypes, strict=True) if dtype is not None and d == dtype]
+        return casts, [user for user in users if user not in casts]
+
+    def _result(self, table: Pass, node: Any, name: str) -> Any:
+        """Return the node of one result of a call."""
+        index = table.writes.index(name)
+        for user in node.users:
+            if user.target is operator.getitem and user.args[1] == index:
+                return user
+        with self.graph.inserting_after(node):
+            result = self.graph.call_function(operator.getitem, (node, index))
+        result.meta["val"] = _value(node)[index]
+        self.order[result] = self.order[node]
+        return result
+
+    def _call(self, table: Pass, node: Any, place: Any, **changes: Any) -> Any:
+        """Put a call with other arguments before a place, for one that is there."""
+        arguments = tuple((_arguments(table, node) | changes).values())
+        with self.graph.inserting_before(place):
+            call = self.graph.call_function(node.target, arguments)
+        self.order[call] = self.order[place]
+        call.meta = dict(node.meta)
+        fakes = torch.fx.map_arg(arguments, _value)
+        with _value(arguments[0]).fake_mode, torch.no_grad():
+            call.meta["val"] = node.target(*fakes)
+        node.replace_all_uses_with(call)
+        self.graph.erase_node(node)
+        for user in call.users:
+            user.meta["val"] = _value(call)[user.args[1]]
+        return call
+
+    def _replace(self, nodes: list[Any], by: Any) -> None:
+        for node in nodes:
+            node.replace_all_uses_with(by)
+            self.graph.erase_node(node)
+
+
+def _arguments(table: Pass, node: Any) -> dict[str, Any]:
+    return dict(zip((*table.reads, *OPTIONS[table]), node.args, strict=True))
