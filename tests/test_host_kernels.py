@@ -47,8 +47,8 @@ from residuals import (
     residual_problems,
     with_residual,
 )
-from strategies import DTYPES, Layout, Problem, make_values, problems
-from thorough import by_turns, examples
+from strategies import DTYPES, OVERFLOWS, Layout, Problem, make_values, problems
+from thorough import by_turns, examples, one_in
 
 from cupynorm._compile import Instantiation
 
@@ -97,12 +97,17 @@ def test_any_residual(drawn: WithResidual, few_rows: bool) -> None:
         check_residual(Caller(gpu), drawn)
 
 
-@pytest.mark.parametrize("residual", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    ("norm", "n", "architecture"),
+    ("norm", "n", "architecture", "residual"),
     [
-        *(("layer_norm", 40, 90), ("rms_norm", 1001, 90), ("layer_norm", 4096, 90)),
-        *(("rms_norm", 20000, 90), ("layer_norm", 20004, 75)),
+        (*of, residual)
+        for i, of in enumerate(
+            (
+                *(("layer_norm", 40, 90), ("rms_norm", 1001, 90), ("layer_norm", 4096, 90)),
+                *(("rms_norm", 20000, 90), ("layer_norm", 20004, 75)),
+            )
+        )
+        for residual in ("float32", "bfloat16")[i % one_in(2) :: one_in(2)]
     ],
 )
 def test_a_row_with_a_residual_has_the_same_bits_in_any_batch(
@@ -200,7 +205,7 @@ def test_any_problem(build: Build, problem: Problem) -> None:
     [
         (n, x)
         for i, n in enumerate((1, 3, 8, 12, 83, 1001, 12290))
-        for x in list(DTYPES)[i % 2 :: 2]
+        for x in list(DTYPES)[i % (2 * one_in(2)) :: 2 * one_in(2)]
     ],
 )
 def test_a_value_on_a_bound_is_not_inside(build: Build, x: str, n: int) -> None:
@@ -216,9 +221,17 @@ def test_a_row_keeps_its_bits_beside_rows_out_of_range(
     check_neighbours(Gpu(build), norm, x, n)
 
 
-@pytest.mark.parametrize(("name", "few_rows"), IN_TURN_OVERFLOWING)
-def test_products_may_overflow_on_the_way_to_dx(build: Build, name: str, few_rows: bool) -> None:
-    check_overflows(build, OVERFLOWING[name], few_rows=few_rows)
+@pytest.mark.parametrize(
+    ("name", "few_rows", "factors"),
+    [
+        (*of, OVERFLOWS[i % one_in(len(OVERFLOWS)) :: one_in(len(OVERFLOWS))])
+        for i, of in enumerate(IN_TURN_OVERFLOWING)
+    ],
+)
+def test_products_may_overflow_on_the_way_to_dx(
+    build: Build, name: str, few_rows: bool, factors: Any
+) -> None:
+    check_overflows(build, OVERFLOWING[name], few_rows=few_rows, factors=factors)
 
 
 @pytest.mark.parametrize("case", ADDRESSES, ids=str)

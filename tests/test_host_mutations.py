@@ -85,7 +85,8 @@ def test_each_mutation_has_one_place() -> None:
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=str)
 def test_a_mutation_is_noticed(mutation: Mutation) -> None:
     (old,) = mutation.places()
-    build = Build({mutation.file: ((old, mutation.new),)})
+    checks_all = {"arithmetic_of": 1} if "overflow" in mutation.kinds else {}
+    build = Build({mutation.file: ((old, mutation.new),)}, **checks_all)
     check = CHECKS[mutation.check]
     with pytest.raises(AssertionError) as caught:
         check.run(build)

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
-__all__ = ["THOROUGH", "by_turns", "examples"]
+__all__ = ["THOROUGH", "by_turns", "examples", "one_in"]
 
 THOROUGH = os.environ.get("CUPYNORM_THOROUGH", "0") != "0"
 
@@ -17,6 +17,11 @@ Case = TypeVar("Case")
 def examples(number: int, *, of: int) -> int:
     """Return how many examples to draw of so many."""
     return of if THOROUGH else number
+
+
+def one_in(number: int) -> int:
+    """Return the step at which cases are taken: one in so many, or each."""
+    return 1 if THOROUGH else number
 
 
 def by_turns(cases: Iterable[Case]) -> list[Case]:
