@@ -38,11 +38,13 @@ def check(
     residual: Any = None,
     residual_dtype: Any = None,
     dresidual_out: Any = None,
+    optimized: bool = False,
 ) -> None:
     """Check the function and its gradients, then the very passes that these are made of.
 
     dy has y's dtype. Only the passes show the statistics that the gradients depend on. With a
-    residual and no dresidual_out, the gradients are those of y alone.
+    residual and no dresidual_out, the gradients are those of y alone. `optimized`: XLA makes code
+    as fast as in use, as it need not elsewhere (conftest.py).
     """
     eps = EPS[norm] if eps is None else eps
     options = {"axis": tuple(range(-k, 0)), "zero_centered": zero_centered}
@@ -69,7 +71,9 @@ def check(
         trained, pull_back = jax.vjp(differentiated, arrays)
         return function(arrays), trained, *pull_back(of_results)
 
-    inferred, trained, gradients = on_host(jax.jit(both)(of_results, arrays))
+    level = {"xla_backend_optimization_level": 3} if optimized else None
+    computed = jax.jit(both, compiler_options=level)(of_results, arrays)
+    inferred, trained, gradients = on_host(computed)
     result = NormBackward(**{f"d{name}": gradient for name, gradient in gradients.items()})
 
     named = {"x": x, "weight": weight, "bias": bias, "residual": residual}

@@ -38,6 +38,8 @@ def test_notebook_imports_in_its_own_directory(
     # There Jupyter starts a notebook; cupynorm itself would be installed.
     monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
     notebook.cells = [cell for cell in notebook.cells if cell.cell_type == "code"][:1]
+    if "sys.path" not in notebook.cells[0].source:
+        pytest.skip("imports nothing from where it is")
     resources = {"metadata": {"path": str(ROOT / "examples")}}
     NotebookClient(notebook, timeout=300, kernel_name="python3", resources=resources).execute()
 

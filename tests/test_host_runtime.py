@@ -122,7 +122,7 @@ def named(letters: str) -> tuple[tuple[str, str], ...]:
 
 
 def with_file(name: str) -> Build:
-    return Build(added={name: (HERE / name).read_text(encoding="utf-8")})
+    return Build(added={name: (HERE / name).read_text(encoding="utf-8")}, arithmetic_of=1)
 
 
 @pytest.mark.parametrize("fault", FAULTS | CLUSTER_FAULTS)

@@ -11,10 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from thorough import THOROUGH
 
 pytest.importorskip("jax", minversion="0.10.2")
 
 HERE = Path(__file__).parent
+# How drawn rows come to be uneven.
+WAYS = {
+    *("constraint", "constraint of two axes", "one row", "last row off", "first column off"),
+    "token in front",
+}
 
 
 @pytest.fixture(scope="module", params=["formula", "kernels"])
@@ -51,6 +57,10 @@ def test_every_program_is_right(report: dict[str, Any]) -> None:
 
 def test_drawn_shardings_have_uneven_ones_of_each_kind(report: dict[str, Any]) -> None:
     drawn = [case for name, case in report.items() if name.startswith("drawn ")]
+    if report["path"] == "formula" and not THOROUGH:
+        assert {case["way"] for case in drawn} == {*WAYS, "axis split in two", "even"}
+        assert {case["order"] for case in drawn} == {1, 2}
+        return
     uneven = [case for case in drawn if case.get("padded")]
 
     def counted(name: str) -> Counter[Any]:
@@ -60,10 +70,7 @@ def test_drawn_shardings_have_uneven_ones_of_each_kind(report: dict[str, Any]) -
     assert (len(plain), len(drawn)) == (59, 83)
     assert len(uneven) >= 36
     ways = counted("way")
-    assert set(ways) == {
-        *("constraint", "constraint of two axes", "one row", "last row off", "first column off"),
-        "token in front",
-    }
+    assert set(ways) == WAYS
     assert min(ways.values()) >= 4, ways
     assert counted("padded")["2"] >= 5
     for name in ("mesh_set", "k", "norm", "relu", "weight", "bias", "order", "residual"):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import zlib
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
-__all__ = ["THOROUGH", "by_turns", "examples"]
+__all__ = ["THOROUGH", "by_turns", "examples", "of_each_name", "one_in"]
 
 THOROUGH = os.environ.get("CUPYNORM_THOROUGH", "0") != "0"
 
@@ -17,6 +18,23 @@ Case = TypeVar("Case")
 def examples(number: int, *, of: int) -> int:
     """Return how many examples to draw of so many."""
     return of if THOROUGH else number
+
+
+def one_in(number: int) -> int:
+    """Return the step at which cases are taken: one in so many, or each."""
+    return 1 if THOROUGH else number
+
+
+def of_each_name(cases: Iterable[Case]) -> list[Case]:
+    """Return every second case of a name, at least one: the first or the second, by the name."""
+    groups: dict[str, list[Case]] = {}
+    for case in cases:
+        groups.setdefault(case.name, []).append(case)  # type: ignore[attr-defined]
+    chosen: list[Case] = []
+    for name, group in groups.items():
+        first = zlib.crc32(name.encode()) % min(one_in(2), len(group))
+        chosen += group[first :: one_in(2)]
+    return chosen
 
 
 def by_turns(cases: Iterable[Case]) -> list[Case]:

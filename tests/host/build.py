@@ -18,6 +18,7 @@ import shutil
 import subprocess
 import tempfile
 import time
+import zlib
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from thorough import one_in
 
 from cupynorm._compile import Instantiation, kernels_directory
 
@@ -38,8 +40,11 @@ HERE = Path(__file__).resolve().parent
 COMMON = ("-std=c++17", "-fPIC", "-ffp-contract=off", "-fno-math-errno")
 CHECKED = (
     *("-Og", "-gdwarf-4", "-g1", "-fsanitize=thread"),
-    *("-fsanitize=bounds-strict,shift,signed-integer-overflow,integer-divide-by-zero",),
+    *("-fno-exceptions", "-fno-rtti", "-fno-asynchronous-unwind-tables"),
 )
+# These take a third of the time, so that one kernel in four has them, as thorough.py has it.
+ARITHMETIC = ("-fsanitize=bounds-strict,shift,signed-integer-overflow,integer-divide-by-zero",)
+ARITHMETIC_OF = one_in(4)
 COUNTED = ("-O0", "--coverage", "-DCOVERAGE")
 
 KERNELS_A_LIBRARY = 16  # at most; they take 40% less time to compile than one by one
@@ -213,6 +218,8 @@ class Build:
         By name, the texts of further files.
     counts : Path, optional
         An empty directory; lines are counted there, instead of accesses checked.
+    arithmetic_of : int
+        Of one kernel in how many undefined arithmetic and local arrays are checked as well.
     """
 
     def __init__(
@@ -220,10 +227,11 @@ class Build:
         edits: Edits | None = None,
         added: dict[str, str] | None = None,
         counts: Path | None = None,
+        arithmetic_of: int = ARITHMETIC_OF,
     ) -> None:
         self.counts = counts
+        self.arithmetic_of = arithmetic_of
         self.runtime = runtime()
-        self.options = (*COMMON, *(COUNTED if counts else CHECKED))
         texts = {
             path.name: path.read_text(encoding="utf-8")
             for path in (*sorted(kernels_directory().iterdir()), HERE / "entry.hpp")
@@ -244,6 +252,12 @@ class Build:
         self._entries: dict[Instantiation, Entry] = {}
         self._libraries: list[ctypes.CDLL] = []
 
+    def _options(self, kernel: Instantiation) -> tuple[str, ...]:
+        if self.counts:
+            return (*COMMON, *COUNTED)
+        chosen = zlib.crc32(str(kernel).encode()) % self.arithmetic_of == 0
+        return (*COMMON, *CHECKED, *(ARITHMETIC if chosen else ()))
+
     def _sources(self, file: str) -> dict[str, str]:
         """Return a file and what it includes, by name."""
         sources, names = {}, [file]
@@ -257,13 +271,13 @@ class Build:
         """Name a kernel by what it is made of: an edit leaves those of other files as they are."""
         made_of = itertools.chain(*self._sources(kernel.file).items(), self._texts["entry.hpp"])
         own = kernel.expression(), kernel.structs()
-        return _digest(*own, *made_of, *self.options, self.runtime.path.name)
+        return _digest(*own, *made_of, *self._options(kernel), self.runtime.path.name)
 
     def _library(self, name: str) -> Path:
         return (self.counts or cache_directory() / "libraries") / f"{name}.so"
 
     def _compile_together(self, kernels: dict[str, Instantiation]) -> None:
-        """Compile kernels of one file, by their names, to a library that is found under each."""
+        """Compile kernels of one file and one choice of options, by their names, to a library."""
         # Another process may have come first, to some of them.
         kernels = {n: kernel for n, kernel in kernels.items() if not self._library(n).exists()}
         if not kernels:
@@ -277,7 +291,7 @@ class Build:
         )
         included = (f'#include "{name}"' for name in (kernels[first].file, "entry.hpp"))
         source.write_text("\n".join((*included, *entries, "")), encoding="utf-8")
-        _compile(*self.options, "-I", self.directory, "-c", source, "-o", built)
+        _compile(*self._options(kernels[first]), "-I", self.directory, "-c", source, "-o", built)
         # Without -fsanitize, or the sanitizers' own runtimes would come along.
         coverage = ("--coverage",) if self.counts else ()
         rpath = f"-Wl,-rpath,{self.runtime.path.parent}"
@@ -290,17 +304,18 @@ class Build:
 
     def compile(self, kernels: Iterable[Instantiation]) -> None:
         """Compile the kernels that are not there side by side, some of a file together."""
-        missing: dict[str, list[tuple[str, Instantiation]]] = {}
+        missing: dict[tuple[str, ...], list[tuple[str, Instantiation]]] = {}
         for kernel in dict.fromkeys(kernels):
             name = self._name(kernel)
             if self._library(name).exists():
                 os.utime(self._library(name))
             else:
-                missing.setdefault(kernel.file, []).append((name, kernel))
+                alike = (kernel.file, *self._options(kernel))
+                missing.setdefault(alike, []).append((name, kernel))
         groups = [
-            dict(of_file[i : i + KERNELS_A_LIBRARY])
-            for of_file in missing.values()
-            for i in range(0, len(of_file), KERNELS_A_LIBRARY)
+            dict(together[i : i + KERNELS_A_LIBRARY])
+            for together in missing.values()
+            for i in range(0, len(together), KERNELS_A_LIBRARY)
         ]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(self._compile_together, groups))

@@ -1,0 +1,52 @@
+"""The cases on the host reach the lines of the kernels, as gcov counts them in its own build."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from host.build import Build, compiler_problem
+from host.checks import CASES, FEW, OVERFLOWING, Case, check_case, check_overflows, kernels_of
+from host.coverage import coverage
+from host.gpu import Caller, Gpu
+from host.pipelined import PIPELINED
+from residuals import check_residual, with_residual
+from strategies import Layout
+
+pytestmark = pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem()))
+
+
+def test_the_cases_reach_the_lines_of_the_kernels(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cases = CASES[::5]  # 98.6% of the statements; all of them 99.9%, in four times the time
+    build = Build(counts=tmp_path)
+    pipelined = PIPELINED[::4]
+    few = FEW[::5]
+    pipelined_kernels = (one.kernel() for one in pipelined)
+    build.compile([*kernels_of(cases), *kernels_of(few, few_rows=True), *pipelined_kernels])
+    for case in cases:
+        check_case(build, case)
+    for case in few:
+        check_case(build, case, few_rows=True)
+    for one in pipelined:
+        one.check(build)
+    for name in ("cluster_tiles, rms_norm", "stream, rms_norm"):  # for rows computed again
+        check_overflows(build, OVERFLOWING[name], few_rows=False)
+    for n, norm, sm, residual, regime in (
+        (1000, "layer_norm", 90, "bfloat16", "normal"),
+        (1001, "rms_norm", 90, "float32", "normal"),
+        (20000, "layer_norm", 90, "float32", "extreme"),
+        (20001, "layer_norm", 90, "float32", "odd_start"),
+        (20004, "layer_norm", 75, "float32", "normal"),
+    ):
+        problem = Case("residual", norm, 3, n, regime=regime).problem()
+        gpu = Gpu(build, architecture=sm)
+        with gpu.fresh_memory():
+            drawn = with_residual(problem, residual, residual, layout=Layout())
+            check_residual(Caller(gpu), drawn)
+    total, missed = coverage(build)
+    with capsys.disabled():
+        share = 100 * (1 - len(missed) / total)
+        print(f"\nkernels/: {share:.1f}% of {total} statements run on the host", *missed, sep="\n")
+    assert len(missed) <= 0.02 * total, "\n".join(missed)
