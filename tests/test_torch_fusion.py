@@ -228,10 +228,9 @@ APART = {
     "a product beside it": lambda x, r, w, m: rms_norm(2 * x + r, w),
     "a product of both": lambda x, r, w, m: rms_norm(x * r + x, w),
     "alpha": lambda x, r, w, m: rms_norm(torch.add(x, r, alpha=2), w),
-    "a row": lambda x, r, w, m: rms_norm(x + r[:1], w),
+    "a row": lambda x, r, w, m: rms_norm(x + w, w),
     "a number": lambda x, r, w, m: rms_norm(x + 1, w),
     "a size": lambda x, r, w, m: rms_norm(x + x.shape[0], w),
-    "ints": lambda x, r, w, m: rms_norm(x + r.argsort(), w),
     "a view of it": lambda x, r, w, m: rms_norm((x + r).view(2, 2, N), w),
     "a weight of it": lambda x, r, w, m: (lambda s: rms_norm(s, s[0] * w))(x + r),
     "a weight and a bias of it": lambda x, r, w, m: (lambda s: layer_norm(s, s[1], s[0]))(x + r),
@@ -249,6 +248,14 @@ def test_an_addition_that_stays(which: str, changes: list[Change]) -> None:
     assert len(changes) == 2
     forward = [n for c in changes for n in c.graph.nodes if "norm_forward" in str(n.target)]
     assert not any(_fusion._arguments(_fusion.FORWARD, n)["residual"] for n in forward)
+
+
+def test_an_addition_of_ints_stays(changes: list[Change]) -> None:
+    with torch.no_grad():
+        inputs = drawn(4, N), torch.arange(4 * N).view(4, N)
+        expected = layer_norm(inputs[0] + inputs[1])
+        assert_near([traced(lambda x, ints: layer_norm(x + ints))(*inputs)], [expected], 0.0)
+    assert fewer(changes) == (0, 0)
 
 
 def test_a_sum_of_one_tensor_with_itself(changes: list[Change]) -> None:
@@ -313,11 +320,10 @@ def test_a_branch_that_is_a_graph_of_its_own(changes: list[Change]) -> None:
 
         return torch.cond(x.sum() > 0, added, lambda x, r: rms_norm(x, w), (x, r))
 
+    compiled, (x, *others) = traced(function), operands()
     with torch.no_grad():
-        inputs = operands()
-        for sign in (1, -1):
-            inputs = sign * inputs[0].abs(), *inputs[1:]
-            assert_near([traced(function)(*inputs)], [function(*inputs)], 0.0)
+        for inputs in ((x.abs(), *others), (-x.abs(), *others)):
+            assert_near([compiled(*inputs)], [function(*inputs)], 0.0)
     assert fewer(changes) == (1, 0)
 
 
@@ -378,20 +384,18 @@ def test_nothing_is_taken_in_across_the_border_of_a_checkpoint(
             return x @ matrix + stream @ matrix
 
         def norm(total: Any) -> Any:
-            return rms_norm(total, weight).to(torch.bfloat16)
+            return rms_norm(total, weight)
 
         if inside == "norm":
-            return checkpoint(lambda t: norm(t).float() @ matrix, total(x), use_reentrant=False)
-        return norm(checkpoint(total, x, use_reentrant=False))
+            y = checkpoint(norm, total(x), use_reentrant=False)
+        else:
+            y = norm(checkpoint(total, x, use_reentrant=False))
+        return y.bfloat16() @ matrix.bfloat16()
 
-    x, stream, weight, matrix = operands()
-    leaf = x.requires_grad_()
-    pairs = [
-        torch.autograd.grad(f(leaf, stream, weight, matrix).float().square().sum(), leaf)
-        for f in (traced(function), function)
-    ]
-    assert_near(*map(list, pairs), 2.0**-6)
+    assert_near(computed(traced(function), operands()), computed(function, operands()), 2.0**-6)
     assert changes[0].fewer("add") == 0
+    # The gradient of y is cast beside its norm. So is y, but it may be outside.
+    assert changes[0].fewer("cast") == (1 if inside == "norm" else 2)
 
 
 # ---- casts ---------------------------------------------------------------------------------------
@@ -411,7 +415,6 @@ def test_a_cast_to_a_narrower_dtype_before_a_norm_is_one(changes: list[Change]) 
         return rms_norm(x.bfloat16().float(), w)
 
     assert_as_eager(function, (drawn(4, N), drawn(N)), 2.0**-7)
-    assert changes[1].before["cast"] == 2
     assert changes[1].after["cast"] == 1
 
 
@@ -438,6 +441,15 @@ def test_a_gradient_of_two_dtypes_is_written_as_both(changes: list[Change]) -> N
 
     assert_as_eager(function, (*operands(torch.bfloat16, torch.float32)[:2], drawn(N)), 2.0**-7)
     assert [change.after["cast"] for change in changes] == [0, 0]
+
+
+def test_a_gradient_that_is_only_cast_to_go_on_is_written_once(changes: list[Change]) -> None:
+    def function(x: Any, r: Any, w: Any) -> Any:
+        return rms_norm(x.sin().float() + r, w)
+
+    inputs = *operands(torch.bfloat16, torch.float32)[:2], drawn(N)
+    assert_as_eager(function, inputs, 2.0**-7)
+    assert fewer(changes) == (0, 0)
 
 
 def test_a_wider_row_is_computed_in_float64(changes: list[Change]) -> None:
@@ -495,7 +507,7 @@ def run_steps(steps: Any, x: Any, r: Any, w: Any) -> Any:
             values.append(a * b)
         else:
             values.append(a @ w.expand(N, N).to(a.dtype))
-    return tuple(values[2:])
+    return tuple(values[:1:-2])  # the others may not be stored
 
 
 @settings(

@@ -156,17 +156,17 @@ def _is_call_of_kernel(node: Any) -> bool:
 
 def _is_stored(node: Any) -> bool:
     """Tell whether a tensor is in memory anyway, whatever inductor fuses."""
-    if any(_is_read_by_kernel(user) for user in node.users):
+    if any(map(_is_read_from_memory, node.users)):
         return True
     while node.target in _VIEWS or node.target is operator.getitem:
         node = node.args[0]
     return node.op != "call_function" or _is_call_of_kernel(node)
 
 
-def _is_read_by_kernel(user: Any) -> bool:
+def _is_read_from_memory(user: Any) -> bool:
     if user.target in _VIEWS:
-        return any(map(_is_read_by_kernel, user.users))
-    return _is_call_of_kernel(user)
+        return any(map(_is_read_from_memory, user.users))
+    return user.op == "output" or _is_call_of_kernel(user)
 
 
 # ---- changes -------------------------------------------------------------------------------------
@@ -221,9 +221,10 @@ class _Rewrite:
         casts, others = self._casts(BACKWARD, node, "dx")
         if not casts or given["dresidual_dtype"] is not None:
             return
-        dtype = _cast_dtype(casts[0])
+        if others and not any(map(_is_stored, casts)):  # a second result would only be one more
+            return
         option, name = ("dresidual_dtype", "dresidual") if others else ("dx_dtype", "dx")
-        node = self._call(BACKWARD, node, node, **{option: dtype})
+        node = self._call(BACKWARD, node, node, **{option: _cast_dtype(casts[0])})
         self._replace(casts, self._result(BACKWARD, node, name))
 
     def _added_to_gradient(self, node: Any, given: dict[str, Any]) -> tuple[Any, ...]:
