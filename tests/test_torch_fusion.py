@@ -209,7 +209,15 @@ def test_a_norm_takes_in_one_addition_and_another_its_sum(changes: list[Change])
     assert changes[0].after["add"] == 1
 
 
-class SquaredLater(torch.autograd.Function):
+def test_of_two_gradients_the_later_takes_in_the_other(changes: list[Change]) -> None:
+    def both(x: Any, w: Any) -> Any:
+        return rms_norm(x, w), layer_norm(x)
+
+    assert_as_eager(both, (drawn(4, N), drawn(N)))
+    assert changes[0].fewer("add") == 1
+
+
+class NormalizedLater(torch.autograd.Function):
     """Doubles a sum. What it normalizes is computed in its backward pass alone."""
 
     @staticmethod
@@ -235,7 +243,7 @@ APART = {
     "a weight of it": lambda x, r, w, m: (lambda s: rms_norm(s, s[0] * w))(x + r),
     "a weight and a bias of it": lambda x, r, w, m: (lambda s: layer_norm(s, s[1], s[0]))(x + r),
     "a weight that it is": lambda x, r, w, m: (lambda s: rms_norm(s, s))(x[0] + r[0]),
-    "a norm in the backward pass": lambda x, r, w, m: SquaredLater.apply(x + r, w),
+    "a norm in the backward pass": lambda x, r, w, m: NormalizedLater.apply(x + r, w),
 }
 
 
@@ -288,8 +296,8 @@ def test_a_sum_that_is_written_into_later(changes: list[Change]) -> None:
 
 def test_a_residual_that_is_given(changes: list[Change]) -> None:
     def both(x: Any, r: Any, w: Any, m: Any) -> Any:
-        y, total = rms_norm(x @ m, w, residual=x + r)
-        return y, total, x + r
+        y, total = rms_norm(x + r, w, residual=x @ m)
+        return y, total
 
     assert_as_eager(both, operands())
     assert changes[1].fewer("add") == 0
@@ -369,6 +377,9 @@ def test_a_checkpoint_takes_in_what_is_within(
 
     assert_as_eager(function, operands())
     assert changes[0].fewer("add") == 4
+    for node in changes[0].graph.nodes:
+        if "cupynorm" in str(node.target):
+            assert all(_fusion._is_of_one_part(node, result) for result in node.users)
     fused = kept(traced(function), operands())
     monkeypatch.setattr(_fusion, "fuse", lambda graph: None)
     torch._dynamo.reset()
@@ -452,12 +463,19 @@ def test_a_gradient_that_is_only_cast_to_go_on_is_written_once(changes: list[Cha
     assert fewer(changes) == (0, 0)
 
 
-def test_a_wider_row_is_computed_in_float64(changes: list[Change]) -> None:
-    def function(x: Any, w: Any) -> Any:
-        return rms_norm(x.double(), w)
+@pytest.mark.parametrize(
+    ("of", "to"), [(torch.bfloat16, torch.float64), (torch.float64, torch.float32)]
+)
+def test_rows_are_computed_in_the_dtype_that_they_are_cast_to(
+    of: Any, to: Any, changes: list[Change]
+) -> None:
+    def function(x: Any) -> Any:
+        return layer_norm(x.to(to), out_dtype=torch.float64)
 
-    assert_as_eager(function, (drawn(4, N), drawn(N, dtype=torch.float64)), 2.0**-48)
-    assert changes[1].fewer("cast") == 0
+    with torch.no_grad():
+        x = drawn(4, N, dtype=of)
+        assert_near([traced(function)(x)], [function(x)], 0.0)
+    assert fewer(changes) == (0, 0)
 
 
 def test_under_autocast_no_cast_is_left_beside_a_norm(changes: list[Change]) -> None:
