@@ -382,8 +382,8 @@ def rms_norm_backward(
     NormBackward
         ``dx``. ``dweight``, None without a weight. ``dbias``, None unless asked for. ``dresidual``,
         None unless dresidual_out or one of the two dtypes is given; without them it is dx. The bits
-        are the same from run to run. A given dx or dresidual_out, or a dtype of dx, may change those
-        of dweight and dbias, whose sums over the rows may go in another order.
+        are the same from run to run. A given dx or dresidual_out, or a dtype of dx, may change
+        those of dweight and dbias, whose sums over the rows may go in another order.
 
     Raises
     ------

@@ -15,6 +15,7 @@ import operator
 from typing import Any
 
 import torch
+from torch._prims_common import is_contiguous_or_false
 
 from cupynorm._operation import BACKWARD, FORWARD, Pass
 from cupynorm.torch import _operations
@@ -54,7 +55,8 @@ def compile_options(mode: str | None = None) -> dict[str, Any]:
     ...     residual = residual + linear(x)
     ...     return norm(residual), residual
     >>> block = torch.compile(block, options=cupynorm.torch.compile_options())
-    >>> y, residual = block(torch.randn(8, 64), torch.randn(8, 64))
+    >>> sorted(cupynorm.torch.compile_options("reduce-overhead"))
+    ['joint_custom_post_pass', 'triton.cudagraphs']
     """
     from torch._inductor import list_mode_options
     from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
@@ -66,8 +68,7 @@ def compile_options(mode: str | None = None) -> dict[str, Any]:
         def uuid(self) -> Any:
             return get_hash_for_files((__file__,))
 
-    options = {} if mode is None else dict(list_mode_options(mode))
-    return options | {"joint_custom_post_pass": Fusion()}
+    return list_mode_options(mode or "default") | {"joint_custom_post_pass": Fusion()}
 
 
 def fuse(graph: torch.fx.Graph) -> None:
@@ -86,8 +87,9 @@ _ADD = _aten.add.Tensor
 _VIEWS = {_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default}
 # Inductor calls kernels for these, and so stores what they read and write.
 _MATMULS = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default}
-_NARROW = torch.float16, torch.bfloat16
-_OF_CHECKPOINTS = "recompute", "ac_graph_id"  # what marks a node that is computed again
+_HALVES = torch.float16, torch.bfloat16
+# What marks the nodes of the forward and the backward pass, and those that are computed again.
+_OF_PARTS = "partitioner_tag", "recompute", "ac_graph_id"
 
 
 def _value(node: Any) -> Any:
@@ -103,16 +105,26 @@ def _has_shape_of(a: Any, b: Any) -> bool:
     )
 
 
+def _is_array(node: Any) -> bool:
+    """Tell whether a node is a tensor of a dtype that the kernels take. It may be a number."""
+    if not isinstance(node, torch.fx.Node) or not isinstance(_value(node), torch.Tensor):
+        return False
+    return _value(node).dtype in NUMPY_DTYPES
+
+
 def _added(node: Any) -> tuple[Any, ...]:
-    """Return the two nodes that an addition adds, if it is one of tensors of one shape."""
+    """Return the two nodes that an addition adds, if a kernel can return the same tensor."""
     if not isinstance(node, torch.fx.Node) or node.target is not _ADD or node.kwargs:
         return ()
-    for operand in node.args:
-        if not isinstance(operand, torch.fx.Node) or not _has_shape_of(operand, node):
-            return ()
-        if _value(operand).dtype not in NUMPY_DTYPES:
-            return ()
-    return node.args
+    if not is_contiguous_or_false(_value(node)):  # as the results of kernels are
+        return ()
+    fits = all(_is_array(operand) and _has_shape_of(operand, node) for operand in node.args)
+    return node.args if fits else ()
+
+
+def _is_of_one_part(a: Any, b: Any) -> bool:
+    """Tell whether two nodes are computed in the same pass, and again in the same checkpoint."""
+    return all(a.meta.get(key) == b.meta.get(key) for key in _OF_PARTS)
 
 
 def _cast_dtype(node: Any) -> Any:
@@ -124,15 +136,15 @@ def _cast_dtype(node: Any) -> Any:
     return None
 
 
-def _narrow(node: Any) -> Any:
-    """Return the node before a cast to float32, which the kernels need not be given, or `node`.
+def _before_cast(node: Any) -> Any:
+    """Return what a node casts to float32, which kernels do themselves; else return the node.
 
-    float64 is another matter: its rows are computed in float64.
+    A cast to float64 is another matter: its rows are computed in float64.
     """
     if not isinstance(node, torch.fx.Node) or _cast_dtype(node) is not torch.float32:
         return node
     source = node.args[0]
-    return source if _value(source).dtype in _NARROW else node
+    return source if _value(source).dtype in _HALVES else node
 
 
 def _is_call_of_kernel(node: Any) -> bool:
@@ -145,17 +157,17 @@ def _is_call_of_kernel(node: Any) -> bool:
 
 def _is_stored(node: Any) -> bool:
     """Tell whether a tensor is in memory anyway, whatever inductor fuses."""
-    if any(_is_read_by_kernel(user) for user in node.users):
+    if any(map(_is_read_from_memory, node.users)):
         return True
     while node.target in _VIEWS or node.target is operator.getitem:
         node = node.args[0]
     return node.op != "call_function" or _is_call_of_kernel(node)
 
 
-def _is_read_by_kernel(user: Any) -> bool:
+def _is_read_from_memory(user: Any) -> bool:
     if user.target in _VIEWS:
-        return any(map(_is_read_by_kernel, user.users))
-    return _is_call_of_kernel(user)
+        return any(map(_is_read_from_memory, user.users))
+    return user.op == "output" or _is_call_of_kernel(user)
 
 
 # ---- changes -------------------------------------------------------------------------------------
@@ -174,13 +186,13 @@ class _Rewrite:
         x, y_dtype = given["x"], _value(node)[FORWARD.writes.index("y")].dtype
         summands = self._summands(node, given)
         if summands:
-            a, b = map(_narrow, summands)
-            changes = {"x": b, "residual": a, "residual_dtype": _value(x).dtype}
+            residual, branch = summands
+            changes = {"x": branch, "residual": residual, "residual_dtype": _value(x).dtype}
             node = self._call(FORWARD, node, x, **changes, out_dtype=y_dtype)
             x.replace_all_uses_with(self._result(FORWARD, node, "residual_out"))
             self.graph.erase_node(x)
-        elif given["residual"] is None and _narrow(x) is not x:
-            node = self._call(FORWARD, node, node, x=_narrow(x), out_dtype=y_dtype)
+        elif given["residual"] is None and _before_cast(x) is not x:
+            node = self._call(FORWARD, node, node, x=_before_cast(x), out_dtype=y_dtype)
         casts, others = self._casts(FORWARD, node, "y")
         if casts and not others:
             node = self._call(FORWARD, node, node, out_dtype=_cast_dtype(casts[0]))
@@ -189,22 +201,20 @@ class _Rewrite:
     def _summands(self, node: Any, given: dict[str, Any]) -> tuple[Any, ...]:
         """Return what a norm had better add itself, or nothing."""
         x, vectors = given["x"], (given["weight"], given["bias"])
-        summands = () if given["residual"] is not None else _added(x)
+        summands = () if given["residual"] is not None else tuple(map(_before_cast, _added(x)))
         is_early = all(v is None or self.order[v] < self.order[x] for v in vectors)
-        is_of_one_part = all(node.meta.get(k) == x.meta.get(k) for k in _OF_CHECKPOINTS)
-        if is_early and is_of_one_part and all(map(_is_stored, summands)):
-            return summands
-        return ()
+        fits = is_early and _is_of_one_part(x, node) and all(map(_is_stored, summands))
+        return summands if fits else ()
 
     def backward(self, node: Any) -> None:
         """Take in an addition to the gradient of a norm's input, and casts on either side."""
         given = _arguments(BACKWARD, node)
         dx_dtype = _value(node)[BACKWARD.writes.index("dx")].dtype
-        changes = {name: _narrow(given[name]) for name in ("dy", "x", "dresidual_out")}
+        changes = {name: _before_cast(given[name]) for name in ("dy", "x", "dresidual_out")}
         added = self._added_to_gradient(node, given)
         if added:
             total, ds = added
-            changes["dresidual_out"] = _narrow(ds)
+            changes["dresidual_out"] = ds
         if any(changes[name] is not given[name] for name in changes):
             node = self._call(BACKWARD, node, node, **changes, dx_dtype=dx_dtype)
         if added:
@@ -212,30 +222,35 @@ class _Rewrite:
         casts, others = self._casts(BACKWARD, node, "dx")
         if not casts or given["dresidual_dtype"] is not None:
             return
-        dtype = _cast_dtype(casts[0])
+        if others and not any(map(_is_stored, casts)):  # a second result would only be one more
+            return
         option, name = ("dresidual_dtype", "dresidual") if others else ("dx_dtype", "dx")
-        node = self._call(BACKWARD, node, node, **{option: dtype})
+        node = self._call(BACKWARD, node, node, **{option: _cast_dtype(casts[0])})
         self._replace(casts, self._result(BACKWARD, node, name))
 
     def _added_to_gradient(self, node: Any, given: dict[str, Any]) -> tuple[Any, ...]:
         """Return the addition to dx that had better be a part of the pass, and what is added."""
         dx = self._result(BACKWARD, node, "dx")
-        if given["dresidual_out"] is not None or len(dx.users) != 1:
+        # dresidual would have the sum, too.
+        if given["dresidual_out"] is not None or given["dresidual_dtype"] is not None:
+            return ()
+        if len(dx.users) != 1:
             return ()
         (total,) = dx.users
         summands = _added(total)
         if not summands or summands[0] is summands[1] or _value(total).dtype != _value(dx).dtype:
             return ()
-        (ds,) = (summand for summand in summands if summand is not dx)
-        return (total, ds) if self.order[ds] < self.order[node] and _is_stored(ds) else ()
+        (ds,) = (_before_cast(summand) for summand in summands if summand is not dx)
+        is_early = self.order[ds] < self.order[node]
+        return (total, ds) if is_early and _is_of_one_part(total, node) and _is_stored(ds) else ()
 
     def _casts(self, table: Pass, node: Any, name: str) -> tuple[list[Any], list[Any]]:
         """Return the users of a result that cast it to one narrower dtype, and the others."""
-        users = list(self._result(table, node, name).users)
-        dtypes = [_cast_dtype(user) for user in users]
-        dtype = next((d for d in dtypes if d in _NARROW and d != _value(node)[0].dtype), None)
-        casts = [u for u, d in zip(users, dtypes, strict=True) if dtype is not None and d == dtype]
-        return casts, [user for user in users if user not in casts]
+        result = self._result(table, node, name)
+        narrower = [d for d in NUMPY_DTYPES if d.itemsize < _value(result).dtype.itemsize]
+        casts = [u for u in result.users if _cast_dtype(u) in narrower and _is_of_one_part(u, node)]
+        casts = [u for u in casts if _cast_dtype(u) == _cast_dtype(casts[0])]
+        return casts, [user for user in result.users if user not in casts]
 
     def _result(self, table: Pass, node: Any, name: str) -> Any:
         """Return the node of one result of a call."""
@@ -245,7 +260,7 @@ class _Rewrite:
                 return user
         with self.graph.inserting_after(node):
             result = self.graph.call_function(operator.getitem, (node, index))
-        result.meta["val"] = _value(node)[index]
+        result.meta = node.meta | {"val": _value(node)[index]}
         self.order[result] = self.order[node]
         return result
 
@@ -255,10 +270,9 @@ class _Rewrite:
         with self.graph.inserting_before(place):
             call = self.graph.call_function(node.target, arguments)
         self.order[call] = self.order[place]
-        call.meta = dict(node.meta)
         fakes = torch.fx.map_arg(arguments, _value)
         with _value(arguments[0]).fake_mode, torch.no_grad():
-            call.meta["val"] = node.target(*fakes)
+            call.meta = node.meta | {"val": node.target(*fakes), "eager_input_vals": (fakes, {})}
         node.replace_all_uses_with(call)
         self.graph.erase_node(node)
         for user in call.users:
