@@ -11,7 +11,8 @@ JAX has one norm in a program, forward or with its backward pass, and a norm of 
 compiled in three ways. XLA's default makes a command buffer (a CUDA graph) of five operations or
 more. Without command buffers, Python launches each of cupynorm's kernels. Or all operations are in
 one buffer. Torch has eager calls: without gradients, recorded for them, and with the backward pass
-to x and to the weights. It has the same for a compiled block of a norm, an activation and a sum.
+to x and to the weights. It has the same for a compiled block of a norm, an activation and a sum,
+and for a compiled chain of additions and norms, which `compile_options` moves into the norms.
 QuACK's RMSNorm takes part if it is installed.
 """
 
@@ -41,6 +42,7 @@ from cupynorm._bench import EPS, Problem
 NORMS = ("rms_norm", "layer_norm")
 OURS = "cupynorm"
 CHAIN = 8  # norms in one program
+CHAINED = f"compiled chain of {CHAIN}"
 # XLA's options by what they do to a program of any length.
 COMMAND_BUFFERS: dict[str, dict[str, str | int]] = {
     "": {},
@@ -91,20 +93,35 @@ def torch_norms(norm: str) -> dict[str, Any]:
     return found
 
 
-def compiled_blocks(norms: dict[str, Any], backend: str) -> dict[str, Any]:
+def compiled(norms: dict[str, Any], kind: str, backend: str) -> dict[str, Any]:
+    """Return compiled functions of each norm, and a chain that has its additions in the norms."""
     import torch
 
+    import cupynorm.torch
+
     torch._dynamo.reset()
-    blocks = {}
-    for name, function in norms.items():
+    variants = [(name, function, None) for name, function in norms.items()]
+    if kind == CHAINED and backend == "inductor":
+        options = cupynorm.torch.compile_options()
+        variants.append((f"{OURS}, compile_options", norms[OURS], options))
+    found = {}
+    for name, function, options in variants:
 
         def block(*tensors: Any, function: Any = function) -> Any:
             return torch.nn.functional.silu(function(*tensors)) + tensors[0]
 
+        def chain(x: Any, *affine: Any, function: Any = function) -> Any:
+            stream = x
+            for _ in range(CHAIN):
+                stream = stream + x
+                x = function(stream, *affine)
+            return x
+
+        program = chain if kind == CHAINED else block
         # Compiled code is kept with its function, and would be searched among the others'.
-        block.__code__ = block.__code__.replace()
-        blocks[name] = torch.compile(block, backend=backend, fullgraph=True)
-    return blocks
+        program.__code__ = program.__code__.replace()
+        found[name] = torch.compile(program, backend=backend, fullgraph=True, options=options)
+    return found
 
 
 def torch_passes(leaves: Sequence[Any], dy: Any) -> dict[str, Callable[[Any], object]]:
@@ -135,7 +152,7 @@ def by_torch(device: str) -> Iterator[Group]:
 
     backend = "inductor" if device == "cuda" else "aot_eager"  # which needs no C++ compiler
     # Compiled ones come last: torch compiles in processes that stay and take host time.
-    for kind, norm in itertools.product(("eager", "compiled block"), NORMS):
+    for kind, norm in itertools.product(("eager", "compiled block", CHAINED), NORMS):
         x = torch.randn(SHAPE, device=device, dtype=torch.bfloat16, requires_grad=True)
         affine = [torch.rand_like(x[0]).detach() for _ in range(1 + (norm == "layer_norm"))]
         passes = torch_passes(
@@ -143,12 +160,12 @@ def by_torch(device: str) -> Iterator[Group]:
         )
         functions = torch_norms(norm)
         if kind != "eager":
-            functions = compiled_blocks(functions, backend)
+            functions = compiled(functions, kind, backend)
         for what, run in passes.items():
             calls = {
                 name: functools.partial(run, f) for name, f in functions.items() if works(run, f)
             }
-            yield f"torch {norm}, {kind}, {what}", calls, 1
+            yield f"torch {norm}, {kind}, {what}", calls, CHAIN if kind == CHAINED else 1
 
 
 # ---- JAX -----------------------------------------------------------------------------------------

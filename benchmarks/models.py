@@ -297,15 +297,19 @@ def measure(case: Case, libraries: Sequence[str], rounds: int, calls: int, devic
         except Exception as problem:  # of a library that is missing, or fails
             record["reason"] = reason(problem)
         records.append(record)
-    taken = microseconds({name: step.run for name, step in steps.items()}, rounds, calls, wait)
+
+    def finished(step: Step) -> None:
+        for _ in range(calls):
+            step.run()
+        wait()
+
+    runs = {name: functools.partial(finished, step) for name, step in steps.items()}
+    taken = microseconds(runs, rounds, 1, wait)
     for record in records:
         if times := taken.get(record["library"]):
-            seconds = statistics.median(times) * 1e-6
-            record |= {
-                "ms": 1e3 * seconds,
-                "rounds_ms": [time * 1e-3 for time in times],
-                "tokens_per_second": case.batch * case.length / seconds,
-            }
+            ms = [1e-3 * time / calls for time in times]
+            tokens = case.batch * case.length / (1e-3 * statistics.median(ms))
+            record |= {"ms": statistics.median(ms), "rounds_ms": ms, "tokens_per_second": tokens}
     return records
 
 

@@ -1,13 +1,14 @@
 """The passes in programs that torch.compile's inductor generates.
 
 A generated program would call an operation of torch.library, whose dispatch costs more than the
-launch. Told of `lower`, it calls the functions here.
+launch. Told of `lower`, it makes a function here for each call, when it is loaded.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from cupynorm._operation import BACKWARD, FORWARD, Pass
@@ -16,45 +17,43 @@ from cupynorm.torch import _kernels
 __all__ = ["lower", "norm_backward", "norm_forward"]
 
 
-def _run(table: Pass, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    count = len(table.reads)
-    return _kernels.run(table, arguments[:count], arguments[count:])
+def norm_forward(is_static: bool, *told: Any) -> Callable[..., tuple[Any, ...]]:
+    """Return a function that does as the operation of this name, told this.
 
-
-def norm_forward(*arguments: Any) -> tuple[Any, ...]:
-    """Do as the operation of this name, with None for a result that does not apply."""
-    *others, relu, out_dtype, residual_dtype, training = arguments
+    It returns None for what does not apply. If the program is static, its tensors have the same
+    shapes, strides, dtypes and device in each call.
+    """
+    *others, relu, out_dtype, residual_dtype, training = told
     if relu is not None:  # as a list
         relu = tuple(relu)
-    return _run(FORWARD, (*others, relu, out_dtype, residual_dtype, training))
+    return _bound(FORWARD, is_static, (*others, relu, out_dtype, residual_dtype, training))
 
 
-def norm_backward(*arguments: Any) -> tuple[Any, ...]:
-    """Do as the operation of this name, with None for a result that does not apply."""
-    return _run(BACKWARD, arguments)
+def norm_backward(is_static: bool, *told: Any) -> Callable[..., tuple[Any, ...]]:
+    """Do as `norm_forward`, for the other pass."""
+    return _bound(BACKWARD, is_static, told)
+
+
+def _bound(table: Pass, is_static: bool, told: tuple[Any, ...]) -> Callable[..., tuple[Any, ...]]:
+    run: Any = None
+
+    def call(*tensors: Any) -> Any:
+        nonlocal run
+        if run is not None:
+            return run(tensors)
+        results = _kernels.run(table, tensors, told)
+        if is_static:  # the first call has left what runs the others
+            run = _kernels.find(table, tensors, told)
+        return results
+
+    return call
 
 
 def lower(*operations: Any) -> None:
-    """Have inductor call the functions here, if it is in use. Importing it takes seconds."""
+    """Have inductor make these functions, if it is in use. Importing it takes seconds."""
     if "torch._inductor.lowering" in sys.modules:
         for operation in operations:
             _register(operation)
-
-
-@functools.cache
-def _kernel_class() -> Any:
-    from torch._inductor.ir import FallbackKernel
-    from torch._inductor.virtualized import V
-
-    class NormKernel(FallbackKernel):
-        def codegen(self, wrapper: Any) -> None:
-            if not V.graph.cpp_wrapper:  # there, no program in Python is generated
-                wrapper.add_import_once(f"import {__name__}")
-                name = self.op_overload.name().split("::")[1]
-                self.python_kernel_name = f"{__name__}.{name}"
-            super().codegen(wrapper)
-
-    return NormKernel
 
 
 @functools.cache
@@ -67,3 +66,40 @@ def _register(operation: Any) -> None:
     @lowering.register_lowering(operation, type_promotion_kind=None)
     def lowered(*arguments: Any) -> Any:
         return tuple(map(TensorBox.create, _kernel_class().create(operation, *arguments)))
+
+
+@functools.cache
+def _kernel_class() -> Any:
+    from torch._inductor.ir import FallbackKernel
+    from torch._inductor.virtualized import V
+
+    class NormKernel(FallbackKernel):
+        """A call of a function that the generated program makes when it is loaded."""
+
+        def codegen(self, wrapper: Any) -> None:
+            if not V.graph.cpp_wrapper:  # which generates no Python
+                _, maker = self.op_overload.name().split("::")
+                self.python_kernel_name = f"{maker}_{wrapper.next_kernel_suffix()}"
+                _, told = self._arguments()
+                wrapper.add_import_once(f"import {__name__}")
+                made = f"{__name__}.{maker}({', '.join((str(self._is_static()), *told))})"
+                wrapper.define_kernel(self.python_kernel_name, made, gpu=False)
+            super().codegen(wrapper)
+
+        def codegen_args(self) -> Any:
+            if V.graph.cpp_wrapper:
+                return super().codegen_args()
+            tensors, _ = self._arguments()
+            return tensors
+
+        def _arguments(self) -> tuple[list[str], list[str]]:
+            """Return the code of the tensors, and of what the call is told."""
+            table = FORWARD if self.op_overload.name().endswith("forward") else BACKWARD
+            arguments, count = super().codegen_args(), len(table.reads)
+            return arguments[:count], arguments[count:]
+
+        def _is_static(self) -> bool:
+            sizes = (size for x in self.inputs for size in (*x.get_size(), *x.get_stride()))
+            return all(getattr(size, "is_number", True) for size in sizes)
+
+    return NormKernel

@@ -46,6 +46,7 @@ __all__ = [
     "check_dense",
     "check_tensor",
     "compute_type",
+    "find",
     "options_of",
     "run",
     "spec_of",
@@ -230,6 +231,11 @@ def run(table: Pass, tensors: Tensors, told: Told) -> tuple[Any, ...]:
     weight and bias have the shape of x's last k axes, and what a forward pass made is as it was
     returned. dbias is wanted where its dtype is told, and so is a dresidual beside dx.
     """
+    return find(table, tensors, told)(tensors)
+
+
+def find(table: Pass, tensors: Tensors, told: Told) -> Run:
+    """Return what runs a pass on tensors like these, as `run` does."""
     try:
         key = (_forward_key if table is FORWARD else _backward_key)(told, tensors)
         call = calls.get(key)
@@ -238,7 +244,7 @@ def run(table: Pass, tensors: Tensors, told: Told) -> tuple[Any, ...]:
         raise
     if call is None:
         call = _prepare(key, *_check(table, tensors, told), tensors)
-    return call(tensors)
+    return call
 
 
 def _check(table: Pass, tensors: Tensors, told: Told) -> tuple[Spec, Options]:
