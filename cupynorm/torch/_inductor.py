@@ -2,6 +2,9 @@
 
 A generated program would call an operation of torch.library, whose dispatch costs more than the
 launch. Told of `lower`, it makes a function here for each call, when it is loaded.
+
+Inductor keeps generated programs on disk, and another version of this package may load them. So the
+names and arguments of `norm_forward` and `norm_backward` stay as they are.
 """
 
 from __future__ import annotations
