@@ -4,15 +4,18 @@
 
 Two models, of bfloat16: a stack of pre-norm blocks, and transformers' Llama. Both have random
 weights and RMSNorm. A step of training is a forward and a backward pass, without an optimizer. A
-step of decoding is a forward pass of some rows. Each is timed eager, by torch.compile, and as a
-CUDA graph of the eager step. The host's time counts, and the L2 is not flushed, as in use. The
-libraries take turns, and each one's output is compared with that of torch.nn.
+step of decoding is a forward pass of some rows of one token, without earlier keys and values. Each
+is timed eager, by torch.compile, and as a CUDA graph of the eager step. The host's time counts, and
+the L2 is not flushed, as in use. The libraries take turns, and each one's output is compared with
+that of torch.nn.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
+import gc
 import importlib
 import importlib.metadata
 import itertools
@@ -30,7 +33,7 @@ from benchmarks.measure import reason
 from cupynorm._environment import gpu_problem
 
 MODELS = ("blocks", "llama")
-MODES = ("eager", "compiled", "graph")
+MODES = ("eager", "graph", "compiled")
 # Hidden size: layers, and the batch and length of training.
 SIZES = {1024: (8, 8, 1024), 2048: (6, 4, 2048), 4096: (2, 2, 2048)}
 ROWS = (1, 16, 64)  # of decoding
@@ -277,6 +280,7 @@ def measure(case: Case, libraries: Sequence[str], rounds: int, calls: int, devic
     import torch
 
     torch._dynamo.reset()
+    gc.collect()  # models of the last case, which refer to their own steps
     wait = torch.cuda.synchronize if device == "cuda" else (lambda: None)
     steps: dict[str, Step] = {}
     records: list[dict[str, Any]] = []
@@ -314,13 +318,14 @@ def measure(case: Case, libraries: Sequence[str], rounds: int, calls: int, devic
 
 
 def peak(step: Step, device: str) -> int | None:
-    """Return the most memory that a step has beside the model's own, unless it is a graph's."""
+    """Return the most memory that a step allocates: its activations, and all gradients."""
     import torch
 
     if device != "cuda" or step.run != step._eager:
         return None
     step.run()
     torch.cuda.synchronize()
+    gc.collect()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     step.run()
@@ -363,8 +368,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     _, versions = discover(set(options.libraries) & set(KINDS))
     for name in ("torch", "transformers"):
-        versions[name] = importlib.metadata.version(name)
-    report = results.new(versions, [options.results.name, *(arguments or sys.argv[1:])[1:]])
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    report = results.new(versions, list(sys.argv[1:] if arguments is None else arguments))
     print(f"| {' | '.join(HEAD)} |\n|{' --- |' * len(HEAD)}")
     for case in cases(options.models, options.sizes, options.modes):
         calls = 3 if case.training else 20

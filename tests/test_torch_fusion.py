@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import pickle
 from collections import Counter
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ from torch._dynamo.backends.debugging import boxed_nop
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils.checkpoint import checkpoint
 
-from cupynorm.torch import _fusion, compile_options, layer_norm, replace_norms, rms_norm
+from cupynorm.torch import _fusion, _inductor, compile_options, layer_norm, replace_norms, rms_norm
 
 # What torch itself still uses of what it deprecates, and its word on the caches.
 pytestmark = [
@@ -591,6 +592,29 @@ def test_programs_of_cpp(changes: list[Change], tmp_path: Any) -> None:
         loaded = torch._inductor.aoti_load_package(path)
         assert_near(list(loaded(*inputs)), list(block(*inputs)), 2.0**-18)
     assert changes.pop().fewer("add") == 2
+
+
+def test_options_are_the_same_each_time() -> None:
+    assert compile_options() == compile_options()
+    passed = pickle.loads(pickle.dumps(compile_options()))
+    assert passed == compile_options()
+    with pytest.raises(ValueError, match='mode must not be "lite"'):
+        compile_options("lite")
+
+
+@pytest.mark.parametrize("is_static", [True, False])
+def test_a_bound_call_takes_a_negated_gradient(is_static: bool) -> None:
+    x, weight, dy = drawn(3, 8), drawn(8, seed=1), drawn(3, 8, seed=2)
+    negated = torch.complex(torch.zeros(3, 8), -dy).conj().imag
+    assert negated.is_neg()
+    forward = _inductor.norm_forward(is_static, 1, "rms_norm", 1e-6, False, None, None, None, True)
+    backward = _inductor.norm_backward(is_static, 1, "rms_norm", 1e-6, False, None, None, None)
+    _, _, rstd, *_ = forward(x, None, weight, None)
+    expected = backward(dy, x, None, weight, None, rstd, None)
+    for gradient in (negated, dy, negated):
+        found = backward(gradient, x, None, weight, None, rstd, None)
+        assert torch.equal(found[0], expected[0])
+        assert torch.equal(found[1], expected[1])
 
 
 def test_a_mode_goes_with_the_options(changes: list[Change]) -> None:

@@ -1,6 +1,7 @@
 """RMSNorm and LayerNorm for torch: differentiable functions, and modules that use them.
 
-`replace_norms` makes the norms of a model these modules.
+`replace_norms` makes the norms of a model these modules. With `compile_options`, torch.compile
+moves additions and casts into them.
 
 CUDA tensors go to the kernels of this package, on torch's current stream and in memory of torch's
 allocator. CPU tensors go to `cupynorm.reference`, which is exact and slow. Autograd, double

@@ -6,19 +6,21 @@ of a program that is trained. In it
 - an addition before a norm becomes its residual, and so does one after a norm's gradient;
 - a cast to a wider dtype before a norm, and a cast of its result, become dtypes of the norm.
 
-An addition stays where inductor fuses more: with a neighbour that it computes element by element.
+An addition stays where inductor can fuse it with an elementwise operation.
 """
 
 from __future__ import annotations
 
+import functools
 import operator
 from typing import Any
 
 import torch
 from torch._prims_common import is_contiguous_or_false
 
+from cupynorm import _operation
 from cupynorm._operation import BACKWARD, FORWARD, Pass
-from cupynorm.torch import _operations
+from cupynorm.torch import _kernels, _operations
 from cupynorm.torch._kernels import NUMPY_DTYPES, OPTIONS
 
 __all__ = ["compile_options"]
@@ -34,17 +36,25 @@ def compile_options(mode: str | None = None) -> dict[str, Any]:
     Parameters
     ----------
     mode : str, optional
-        A mode of torch.compile, such as ``"reduce-overhead"``, which takes no mode beside options.
+        A mode of torch.compile, such as ``"reduce-overhead"``. Its options are included, since
+        torch.compile takes a mode or options, not both.
 
     Returns
     -------
     dict
-        For ``torch.compile(..., options=...)``. Nothing else in the process changes.
+        For ``torch.compile(..., options=...)``, to which other options may be added. Nothing else
+        in the process changes.
 
     Raises
     ------
+    ValueError
+        If the mode is ``"lite"``, which runs no pass over a graph.
     RuntimeError
         If torch knows no such mode.
+
+    See Also
+    --------
+    replace_norms : have a model use the norms of this package.
 
     Examples
     --------
@@ -55,10 +65,19 @@ def compile_options(mode: str | None = None) -> dict[str, Any]:
     ...     residual = residual + linear(x)
     ...     return norm(residual), residual
     >>> block = torch.compile(block, options=cupynorm.torch.compile_options())
-    >>> sorted(cupynorm.torch.compile_options("reduce-overhead"))
-    ['joint_custom_post_pass', 'triton.cudagraphs']
+    >>> options = cupynorm.torch.compile_options() | {"max_autotune": True}
+    >>> tuned = torch.compile(norm, options=options)
     """
     from torch._inductor import list_mode_options
+
+    if mode == "lite":
+        raise ValueError('mode must not be "lite", which runs no pass over a graph')
+    return list_mode_options(mode or "default") | {"joint_custom_post_pass": _fusion()}
+
+
+@functools.cache
+def _fusion() -> Any:
+    """Return the pass. Torch compiles again for another, so there is one."""
     from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
     class Fusion(CustomGraphPass):
@@ -66,9 +85,14 @@ def compile_options(mode: str | None = None) -> dict[str, Any]:
             fuse(graph)
 
         def uuid(self) -> Any:
-            return get_hash_for_files((__file__,))
+            return get_hash_for_files(
+                (__file__, _operations.__file__, _kernels.__file__, _operation.__file__)
+            )
 
-    return list_mode_options(mode or "default") | {"joint_custom_post_pass": Fusion()}
+        def __reduce__(self) -> Any:
+            return _fusion, ()
+
+    return Fusion()
 
 
 def fuse(graph: torch.fx.Graph) -> None:
@@ -86,7 +110,9 @@ _aten, _prims = torch.ops.aten, torch.ops.prims
 _ADD = _aten.add.Tensor
 _VIEWS = {_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default}
 # Inductor calls kernels for these, and so stores what they read and write.
-_MATMULS = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default}
+_KERNELS = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default}
+_KERNELS |= {_aten._scaled_mm.default, _aten._int_mm.default, _aten.convolution.default}
+_ATTENTION = "scaled_dot_product", "_flash_attention_forward", "_efficient_attention_forward"
 _HALVES = torch.float16, torch.bfloat16
 # What marks the nodes of the forward and the backward pass, and those that are computed again.
 _OF_PARTS = "partitioner_tag", "recompute", "ac_graph_id"
@@ -149,10 +175,11 @@ def _before_cast(node: Any) -> Any:
 
 def _is_call_of_kernel(node: Any) -> bool:
     """Tell whether inductor calls a kernel for a node, and generates none."""
-    if node.op != "call_function" or node.target in _MATMULS:
+    if node.op != "call_function" or node.target in _KERNELS:
         return node.op == "call_function"
     space = getattr(node.target, "namespace", "")
-    return space not in ("", "aten", "prims") or "scaled_dot_product" in str(node.target)
+    is_attention = any(name in str(node.target) for name in _ATTENTION)
+    return is_attention or space not in ("", "aten", "prims")
 
 
 def _is_stored(node: Any) -> bool:
@@ -277,6 +304,7 @@ class _Rewrite:
         self.graph.erase_node(node)
         for user in call.users:
             user.meta["val"] = _value(call)[user.args[1]]
+            user.meta.pop("tensor_meta", None)
         return call
 
     def _replace(self, nodes: list[Any], by: Any) -> None:

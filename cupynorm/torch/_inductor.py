@@ -21,10 +21,11 @@ __all__ = ["lower", "norm_backward", "norm_forward"]
 
 
 def norm_forward(is_static: bool, *told: Any) -> Callable[..., tuple[Any, ...]]:
-    """Return a function that does as the operation of this name, told this.
+    """Return a function of tensors that runs the operation of this name with these options.
 
     It returns None for what does not apply. If the program is static, its tensors have the same
-    shapes, strides, dtypes and device in each call.
+    shapes, dtypes and device in each call. Their strides are the same, except those of axes of one
+    element.
     """
     *others, relu, out_dtype, residual_dtype, training = told
     if relu is not None:  # as a list
@@ -42,11 +43,14 @@ def _bound(table: Pass, is_static: bool, told: tuple[Any, ...]) -> Callable[...,
 
     def call(*tensors: Any) -> Any:
         nonlocal run
+        if tensors[0].is_neg():  # x, or a gradient that comes from outside of the program
+            tensors = (tensors[0].resolve_neg(), *tensors[1:])
         if run is not None:
             return run(tensors)
         results = _kernels.run(table, tensors, told)
-        if is_static:  # the first call has left what runs the others
-            run = _kernels.find(table, tensors, told)
+        if is_static:  # a call has left what runs the others, unless its tensors were misaligned
+            found = _kernels.find(table, tensors, told)
+            run = None if isinstance(found, _kernels.Call) else found
         return results
 
     return call

@@ -40,6 +40,7 @@ __all__ = [
     "NUMPY_DTYPES",
     "OPTIONS",
     "SHARED",
+    "Call",
     "Tensors",
     "Told",
     "by_name",
@@ -276,11 +277,11 @@ def _prepare(key: Hashable, spec: Spec, options: Options, tensors: Tensors) -> R
     if key is None:
         raise RuntimeError("what negates its memory is for torch to see")
     if _has_kernels(by_name(spec.table, tensors)["x"]):
-        return remember(calls, key, _Call(key, spec, options, tensors))
+        return remember(calls, key, Call(key, spec, options, tensors))
     return remember(calls, key, functools.partial(_on_cpu, spec, options))
 
 
-class _Call:
+class Call:
     """A pass on a GPU, without its addresses.
 
     It prepares a `run` for each number of elements that one access may move: the largest power of
