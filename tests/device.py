@@ -1,4 +1,4 @@
-"""Helpers of the GPU tests: arrays to the device and back, and memory that holds NaN."""
+"""What the GPU tests share: arrays to the device and back, and memory that holds NaN."""
 
 from __future__ import annotations
 

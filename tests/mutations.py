@@ -203,7 +203,7 @@ class Outcome:
 
 
 def _in_processes(tasks: Sequence[Callable[[], str]]) -> Iterator[tuple[int, str]]:
-    """Run each task in a process that may die; yield its number and what it returns."""
+    """Run each task in a process that may die. Yield its number and what it returns."""
     waiting = list(range(len(tasks)))[::-1]
     running: dict[int, tuple[int, int, bytes]] = {}
     while waiting or running:
@@ -231,7 +231,7 @@ def _in_processes(tasks: Sequence[Callable[[], str]]) -> Iterator[tuple[int, str
 
 
 def _asked(build: Build, checks: Sequence[Check], count: int) -> Iterator[tuple[int, float, bytes]]:
-    """Yield each check's number, how long it takes, and the mutants that act in it."""
+    """Yield each check's number, how long it takes, and the mutants that would change it."""
 
     def task(check: Check) -> str:
         build.runtime.library.choose_mutant(-1)

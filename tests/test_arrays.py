@@ -124,7 +124,7 @@ def _float64_in_jax(request: pytest.FixtureRequest) -> Any:
 
 
 def convert(framework: str, array: Array | None) -> Any:
-    """Return the array in another framework; torch keeps its strides."""
+    """Return the array in another framework. torch keeps its strides."""
     if framework == "numpy" or array is None:
         return array
     if framework == "jax":
@@ -329,7 +329,7 @@ def test_what_is_not_a_bitmask_is_refused(framework: str) -> None:
 
 def test_a_dtype_that_jax_has_not_enabled() -> None:
     jax = pytest.importorskip("jax")
-    # The fixture turned float64 on; by default JAX has it off.
+    # The fixture turned float64 on. By default JAX has it off.
     wide = jax.numpy.ones(4, "float64")
     with jax.enable_x64(False):
         x = jax.numpy.ones((2, 4), "float32")

@@ -16,7 +16,7 @@ from cupynorm._bench import Problem
 
 @pytest.fixture
 def checkouts(tmp_path: Path) -> list[Path]:
-    """Two folders whose cupynorm names its folder, by a module that is imported at the call."""
+    """Two folders with a cupynorm that names its folder, by a module imported at the call."""
     bench = """
 def ours(problem, inputs):
     def call():

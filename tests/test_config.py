@@ -556,7 +556,7 @@ SCRATCH = 1 << 40  # its address, after all others
 
 @dataclass
 class Gpu:
-    """A GPU that is in no test machine: its kernels record what is launched."""
+    """A made-up GPU: its kernels record what is launched."""
 
     architecture: int = 90
     multiprocessors: int = 132

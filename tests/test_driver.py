@@ -53,7 +53,7 @@ Launch = tuple[tuple[int, ...], dict[int, tuple[int, ...]], tuple[float, ...]]
 
 
 class Driver:
-    """Reads a struct of one format, as a kernel with this argument would; returns the statuses.
+    """Reads a struct of one format, as a kernel with this argument would, and returns statuses.
 
     Attributes
     ----------

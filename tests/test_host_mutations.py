@@ -29,7 +29,8 @@ from cupynorm._compile import kernels_directory
 pytestmark = pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem()))
 
 HERE = Path(__file__).parent
-# The share of mutants by operators. Most that survive the few checks of a sample are equivalent.
+# How many mutants by operators, and which share must be noticed. Those that survive the few checks
+# of a sample are mostly equivalent.
 SAMPLE, LEAST = examples(70, of=100), 0.85
 
 KINDS = {

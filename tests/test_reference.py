@@ -377,7 +377,7 @@ def test_a_gradient_where_x_less_its_mean_overflows() -> None:
         for v in (x * 2.0**1021, x * 2.0**900)
     )
     assert np.isfinite(large.dx).all()
-    # The tolerance is near the least normal number.
+    # dx is around the least normal number.
     np.testing.assert_allclose(large.dx, small.dx * 2.0**-121, rtol=0, atol=2.0**-1070)
 
 

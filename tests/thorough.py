@@ -1,4 +1,4 @@
-"""How much of what is covered many times runs: a part, or with CUPYNORM_THOROUGH=1 all of it."""
+"""How much of the repeated coverage runs: a part, or with CUPYNORM_THOROUGH=1 all of it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def one_in(number: int) -> int:
 
 
 def of_each_name(cases: Iterable[Case]) -> list[Case]:
-    """Return every second case of each name. The name decides which half; it has at least one."""
+    """Return every second case of each name, but at least one. The name decides which half."""
     groups: dict[str, list[Case]] = {}
     for case in cases:
         groups.setdefault(case.name, []).append(case)  # type: ignore[attr-defined]

@@ -79,7 +79,7 @@ def check_problem(
     With `dtypes`, of a residual and of the sum, check a call with a residual.
     """
     arrays = problem.on(np)
-    # A gradient has the dtype of what it is the gradient of.
+    # A gradient has the dtype of its tensor.
     with np.errstate(all="ignore"):
         dy_values = round_once(arrays["dy"].astype(np.float64), problem.out_dtype)
     arrays["dy"] = problem.layouts["dy"].apply(np, dy_values)
@@ -88,7 +88,7 @@ def check_problem(
         of_residual, of_total = (DTYPES[name] for name in dtypes)
         shape, k = problem.x.shape, problem.k
         values = make_values("normal", shape, of_residual, problem.seed + 4, k)
-        # Its layout differs from x's if x's and dy's differ.
+        # The residual has dy's layout, and ds has x's.
         arrays["residual"] = problem.layouts["dy"].apply(np, values)
         values = make_values("mixed_rows", shape, of_total, problem.seed + 5, k)
         ds_array = problem.layouts["x"].apply(np, values)

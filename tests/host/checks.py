@@ -55,7 +55,7 @@ NORMS = ("rms_norm", "layer_norm")
 STEP = {"rms_norm": 0, "layer_norm": 1}
 
 
-# An H200's multiprocessors, so that what depends on the rows that run at once is chosen as there.
+# An H200's multiprocessors: choices that depend on how many rows run at once are as there.
 H200: dict[str, Any] = {"multiprocessors": 132}
 
 

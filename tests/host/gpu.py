@@ -141,7 +141,7 @@ class Memory:
 class Gpu:
     """Runs cupynorm's launches with kernels of a build. Without a build it only records them.
 
-    Few rows have the kernel of many, which is the one to be tested, unless `few_rows`.
+    Few rows have the kernel of many, since that is the one to test, unless `few_rows`.
 
     Attributes
     ----------
