@@ -1,4 +1,4 @@
-"""What stands in for a GPU's clock and for a library, in the tests of the benchmark."""
+"""Stand-ins for a GPU's clock and for a library, in the tests of the benchmark."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class FakeClock:
 
 
 class FakeBackend(Backend):
-    """cupynorm's reference, on NumPy arrays, with a fault if wanted."""
+    """cupynorm's reference on NumPy arrays, with a fault if wanted."""
 
     name = "quack"
     modules = ("numpy",)
@@ -80,7 +80,7 @@ class FakeBackend(Backend):
         outputs = self.prepare(problem, inputs).run()
         if self.fault == "wrong replay":
             outputs[0][...] = np.nan
-        elif self.fault == "other bits":  # as of sums in another order
+        elif self.fault == "other bits":  # as if the sums had another order
             outputs[0][0, 0] = np.nextafter(outputs[0][0, 0], outputs[0].dtype.type(np.inf))
         return Replay(lambda: None, outputs)
 

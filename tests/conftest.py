@@ -12,10 +12,11 @@ from thorough import THOROUGH
 
 from cupynorm._environment import gpu_name, gpu_problem
 
-# JAX would take three quarters of a GPU at its first array, and other tests' workers the blame.
+# By default JAX would take three quarters of a GPU at its first array. Tests of other workers would
+# then fail.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
-# Code that XLA does not make fast is there in two thirds of the time.
+# Without optimization, XLA makes code in two thirds of the time.
 if gpu_problem() and not THOROUGH:
     as_it_is = "--xla_backend_optimization_level=0"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {as_it_is}"
@@ -25,8 +26,8 @@ settings.register_profile("ci", settings.get_profile("dev"), max_examples=100, d
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 
-# The files that take longest, those first, so that at the end no core waits for one of them. By
-# itself pytest-xdist hands out first those of the most tests.
+# The slowest files. They go first, so that no core waits for one of them at the end. By itself
+# pytest-xdist starts with the files that have the most tests.
 LONGEST = (
     *("test_host_kernels.py", "test_compile.py", "test_jax.py", "test_jax_sharding.py"),
     *("test_host_mutations.py", "test_torch.py", "test_host_lines.py", "test_examples.py"),
@@ -62,14 +63,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def spare_the_garbage_collector() -> None:
-    """Keep it from what is imported: the benchmark has it run after each measurement."""
+    """Keep it away from imported objects: the benchmark runs it after each measurement."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True)
 def on_the_first_gpu(request: pytest.FixtureRequest) -> None:
-    """Begin GPU tests where they expect to: torch leaves no device for one without a context."""
+    """Begin each GPU test on GPU 0: torch does not return to a device without a context."""
     if "gpu" in request.keywords:
         import cupy
 
@@ -86,8 +87,8 @@ def give_memory_back(request: pytest.FixtureRequest) -> Iterator[None]:
         cupy.get_default_memory_pool().free_all_blocks()
 
 
-# Tests that compare values leave the worst ratio of error to bound as user properties of this name:
-# they travel from the workers of pytest-xdist too.
+# Tests that compare values record the worst ratio of error to bound as a user property of this
+# name. User properties also travel from the workers of pytest-xdist.
 ERROR_OVER_BOUND = "error/bound"
 
 _worst: dict[str, float] = {}

@@ -10,7 +10,7 @@ from cupynorm import NormBackward, NormForward
 
 
 def to_numpy(array: Any) -> Any:
-    """Bring a CuPy array, or a result that holds some, to NumPy."""
+    """Return a CuPy array, or a result that holds some, as NumPy arrays."""
     import cupy
 
     if array is None:
@@ -22,7 +22,7 @@ def to_numpy(array: Any) -> Any:
 
 
 def to_cupy(array: Any) -> Any:
-    """Bring a NumPy array to the GPU; its bytes travel as integers, whatever CuPy knows of it."""
+    """Bring a NumPy array to the GPU. Its bytes travel as integers: CuPy may lack the dtype."""
     import cupy
 
     if array is None:
@@ -31,10 +31,10 @@ def to_cupy(array: Any) -> Any:
 
 
 def poison() -> None:
-    """Let CuPy's pool hand out NaN, so that nothing that was not written looks right.
+    """Make CuPy's pool hand out NaN, so that memory that nothing wrote does not look right.
 
-    Every dtype reads 0xFF as NaN. Freed blocks keep what they hold, and the pool splits the large
-    one for whatever comes next.
+    Every dtype reads 0xFF as NaN. Freed blocks keep their contents, and the pool splits the large
+    block for later arrays.
     """
     import cupy
 

@@ -1,7 +1,7 @@
-"""A kernel's arithmetic in NumPy: every operation in the compute dtype, sums as threads make them.
+"""A kernel's arithmetic in NumPy: every operation in the compute dtype, sums in a kernel's order.
 
-With no `bug` it is as careful as a kernel can be expected to be, and must pass the checks; each bug
-is a mistake that a kernel might have, and must not.
+Without a `bug` it is as careful as a kernel can be expected to be, and must pass the checks. Each
+bug is a mistake that a kernel might have, and must fail them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 from cupynorm._operation import NormBackward, NormForward
 from cupynorm.reference import Array, Norm, round_once
 
-PACK, MOST_PACKS = 4, 8  # elements side by side, and how many of these a thread has
+PACK, MOST_PACKS = 4, 8  # adjacent elements in a pack, and the most packs of a thread
 BLOCKS = 4
 
 
@@ -28,7 +28,7 @@ def forward(
     out_dtype: Any = None,
     bug: str = "",
 ) -> NormForward:
-    """Return y, mean and rstd over the last axis of x, which has two."""
+    """Return y, mean and rstd over the last of x's two axes."""
     compute = _compute(x)
     one = compute.type(1)
     values = _flush(x.astype(compute))
@@ -40,7 +40,8 @@ def forward(
         return _flush(_sum(terms[:, :counted]) / n)
 
     with np.errstate(all="ignore"):
-        # A row whose squares leave the range is scaled by the power of two above its largest.
+        # A row whose squares leave the range is scaled by the power of two above its largest
+        # element.
         largest = np.abs(values).max(axis=1, keepdims=True)
         rms = np.sqrt(np.square(largest / np.sqrt(n)) + compute.type(eps))
         info = np.finfo(compute)
@@ -106,7 +107,7 @@ def backward(
     zero_centered: bool = False,
     bug: str = "",
 ) -> NormBackward:
-    """Return dx, dweight and, where it has a dtype, dbias."""
+    """Return dx, dweight and, if it has a dtype, dbias."""
     compute = _compute(x)
     n = compute.type(x.shape[1] - (bug == "n_minus_1"))
     counted = _counted(x.shape[1], bug)
@@ -159,7 +160,7 @@ def _counted(n: int, bug: str) -> int:
 
 
 def _flush(values: Array) -> Array:
-    """Return values with subnormal float32 numbers set to zero, as CuPy has them compiled."""
+    """Return values with subnormal float32 numbers set to zero, as CuPy's compiled code does."""
     if values.dtype == np.float64:
         return values
     smallest = np.finfo(np.float32).smallest_normal
@@ -175,7 +176,7 @@ def _weight(weight: Array, compute: np.dtype[Any], zero_centered: bool, bug: str
 
 
 def _sum(terms: Array) -> Array:
-    """Return each row's sum: a thread's packs, each by itself, then a tree over the threads."""
+    """Return each row's sum: a thread adds up its packs' sums, then a tree adds up the threads'."""
     threads = 32
     while threads * PACK * MOST_PACKS < terms.shape[1]:
         threads *= 2
@@ -196,7 +197,7 @@ def _sum(terms: Array) -> Array:
 
 
 def _sum_rows(terms: Array, dtype: Any) -> Array:
-    """Return the sum over rows: one sequence per block, then one over the blocks."""
+    """Return the sum over rows: each block adds its rows in order, then the blocks are added."""
     total = np.zeros(terms.shape[1], dtype)
     for block in range(BLOCKS):
         partial = np.zeros(terms.shape[1], dtype)

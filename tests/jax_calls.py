@@ -40,11 +40,11 @@ def check(
     dresidual_out: Any = None,
     optimized: bool = False,
 ) -> None:
-    """Check the function and its gradients, then the very passes that these are made of.
+    """Check the function and its gradients, then the passes that they are made of.
 
     dy has y's dtype. Only the passes show the statistics that the gradients depend on. With a
-    residual and no dresidual_out, the gradients are those of y alone. `optimized`: XLA makes code
-    as fast as in use, as it need not elsewhere (conftest.py).
+    residual and no dresidual_out, the gradients are those of y alone. With `optimized`, XLA
+    optimizes the code, as it does for users. Other tests do not need that (conftest.py).
     """
     eps = EPS[norm] if eps is None else eps
     options = {"axis": tuple(range(-k, 0)), "zero_centered": zero_centered}

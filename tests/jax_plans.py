@@ -1,6 +1,6 @@
 """Plans that compute by NumPy, at the addresses that XLA's CPU client hands out.
 
-With them in place of the kernels, everything between a traced call and its launch runs on the CPU.
+They replace the kernels, so everything between a traced call and its launch runs on the CPU.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from cupynorm._operation import (
 
 
 def arrays_of(spec: Spec, m: int, n: int, operands: tuple[int, ...]) -> dict[str, Any]:
-    """Return the memory at the addresses of operands, but scratch, as arrays by name, or None."""
+    """Return what is at the operands' addresses, except scratch: arrays by name, or None."""
     arrays, given = {}, iter(operands)
     for name in spec.table.reads + spec.table.writes:
         address, kind, dtype = next(given), KINDS[name], spec.dtypes[name]

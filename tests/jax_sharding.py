@@ -1,7 +1,7 @@
-"""Programs over four virtual CPU devices: are they right, and what do their devices exchange?
+"""Programs over four virtual CPU devices: are they right, and what do the devices exchange?
 
-Run as a script by test_jax_sharding.py, which sets how many devices there are; writes JSON. With
-the argument "kernels", NumPy behind XLA's FFI takes the place of the formula.
+test_jax_sharding.py runs this as a script, and sets the number of devices. The script writes JSON.
+With the argument "kernels", NumPy behind XLA's FFI replaces the formula.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from cupynorm.jax._operations import Operation
 
 NORM = "layer_norm"
 SHAPE = (8, 6, 64)
-# bfloat16 would show a sum over devices in anything narrower than float32.
+# With bfloat16, a sum over devices in anything narrower than float32 would show.
 X, DY = (make_values("normal", SHAPE, DTYPES["bfloat16"], seed) for seed in (1, 2))
 WEIGHT, BIAS = (make_values("normal", SHAPE[-1:], DTYPES["bfloat16"], seed) for seed in (3, 4))
 RESIDUAL = make_values("normal", SHAPE, np.float32, 6)
@@ -62,7 +62,7 @@ def check(results: Any, first: int = SHAPE[0]) -> None:
 
 
 def residual_step(x: Any, residual: Any, weight: Any, bias: Any, dy: Any, norm: Any = norm) -> Any:
-    """A step whose residual and s are of float32, of which s has dy for its cotangent too."""
+    """A step whose residual and s are float32. dy is the cotangent of both y and s."""
     (y, s), pull_back = jax.vjp(
         lambda x, residual, *affine: norm(x, *affine, residual=residual),
         *(x, residual, weight, bias),
@@ -95,7 +95,7 @@ COLLECTIVE = re.compile(
 
 
 def collectives(compiled: Any) -> list[tuple[str, list[str]]]:
-    """Return what devices exchange: each operation, and the types of what it yields."""
+    """Return what the devices exchange: each operation, and the types of its results."""
     found = COLLECTIVE.findall(compiled.as_text())
     return [(kind, re.findall(r"\w+\[[\d,]*\]", types)) for types, kind in found]
 
@@ -122,7 +122,7 @@ def with_named_shardings(sizes: tuple[int, ...], kind: AxisType, x: Any, row: An
 
 
 def with_a_weight_split_otherwise(kind: AxisType) -> Any:
-    """Data over one axis, parameters over another: y lies as x does."""
+    """Data is split over one axis, parameters over another. y is split as x is."""
     arguments = put(mesh_of((2, 2), kind), P("b"), P("a"))
     program = jax.jit(step).lower(*arguments).compile()
     y, dx, *_ = results = program(*arguments)
@@ -157,7 +157,7 @@ def a_dy_made_outside_of_the_mesh(kind: AxisType) -> Any:
 
 
 def with_axes_of_one_device(kind: AxisType) -> Any:
-    """They are axes of an Explicit mesh all the same, beside others of each kind."""
+    """Axes of one device are axes of an Explicit mesh too, next to others of each kind."""
     for sizes, rows, row in (((1, 4), "a", "b"), ((4, 1), "b", "a")):
         for other in (kind, AxisType.Auto):
             kinds = tuple(kind if name == rows else other for name in ("a", "b"))
@@ -167,7 +167,7 @@ def with_axes_of_one_device(kind: AxisType) -> Any:
 
 
 def with_relu_and_a_bias_alone(kind: AxisType) -> Any:
-    """The bits come before what tells of the bias."""
+    """The bitmask comes before the operand that stands for the bias."""
     x, bias = np.asarray(X, np.float32), np.asarray(BIAS, np.float32)
 
     def loss(x: Any, bias: Any) -> Any:
@@ -182,14 +182,14 @@ def with_relu_and_a_bias_alone(kind: AxisType) -> Any:
 
 
 def with_uneven_rows(count: int) -> Any:
-    """The last rows of X, of NaN, are cut off, but still in their device's memory."""
+    """The last rows of X are NaN. They are cut off, but stay in their device's memory."""
     arguments = put(mesh_of((count,), AxisType.Auto), P("a"), P())
     x, weight, bias, dy = arguments
     x, dy = (jax.device_put(a.at[-1].set(jnp.nan), a.sharding) for a in (x, dy))
 
     def cut(x: Any, weight: Any, bias: Any, dy: Any) -> Any:
         y, dx, *sums = step(x[:-1], weight, bias, dy[:-1])
-        # Results must have even rows.
+        # A result's rows must be split evenly.
         return *(jnp.pad(a, ((0, 1), (0, 0), (0, 0))) for a in (y, dx)), *sums
 
     program = jax.jit(cut).lower(x, weight, bias, dy).compile()
@@ -217,18 +217,19 @@ def with_a_residual(sizes: tuple[int, ...], kind: AxisType, rows: Any, of_residu
 def with_a_residual_split_otherwise(
     kind: AxisType, shardy: bool, rows: Any, of_residual: Any, of_dy: Any
 ) -> Any:
-    """Each kept axis is split as by that array which has it split."""
+    """Each kept axis is split as in the array that splits it."""
     mesh, common = mesh_of((2, 2), kind), P("a", "b")
     if P() in (rows, of_residual):
         common = P("a")
-    if kind is AxisType.Explicit:  # JAX takes no dy of another type than y's
+    if kind is AxisType.Explicit:  # JAX wants dy to have y's type
         of_dy = common
     (x, residual, weight, bias, _) = put_residual(mesh, rows, of_residual)
     dy = jax.device_put(DY, NamedSharding(mesh, of_dy))
     arguments = (x, residual, weight, bias, dy)
     jax.config.update("jax_use_shardy_partitioner", shardy)
     try:
-        # A function of its own: JAX keeps the program of a partitioner for the other.
+        # Each call has a new function. JAX would reuse the other partitioner's program for an old
+        # one.
         program = jax.jit(lambda *given: residual_step(*given)).lower(*arguments).compile()
         results = program(*arguments)
     finally:
@@ -237,7 +238,7 @@ def with_a_residual_split_otherwise(
     for array in results[:2]:
         expected = NamedSharding(mesh, common)
         assert array.sharding.is_equivalent_to(expected, array.ndim), array.sharding
-    if kind is AxisType.Explicit:  # gradients have their types from what they are gradients of
+    if kind is AxisType.Explicit:  # a gradient has the type of its input
         forward = jax.jit(lambda x, residual, *affine: norm(x, *affine, residual=residual))
         program = forward.lower(*arguments[:-1]).compile()
     return collectives(program)
@@ -283,7 +284,7 @@ def with_a_residual_under_shard_map(tracked: bool) -> Any:
 
 
 def a_stream_through_layers(kind: AxisType) -> Any:
-    """Branches that a scan adds to a stream, against the same on one device, in float32."""
+    """A scan adds branches to a stream, in float32. One device must give the same."""
     arrays = np.asarray(X, np.float32), RESIDUAL
     weights = make_values("normal", (3, *SHAPE[-1:]), np.float32, 5)
 
@@ -315,7 +316,7 @@ def eagerly(kind: AxisType) -> Any:
 
 
 def with_relu(kind: AxisType, normalized: tuple[int, ...] = SHAPE[-1:]) -> Any:
-    """The gradient of a clamped norm, against the same on one device, in float32."""
+    """The gradient of a clamped norm, in float32. One device must give the same."""
     arrays = [
         a.astype(np.float32).reshape(*a.shape[:-1], *normalized) for a in (X, WEIGHT, BIAS, DY)
     ]
@@ -343,7 +344,7 @@ def under_vmap(kind: AxisType) -> Any:
 def under_shard_map(count: int, tracked: bool, gradient_within: bool) -> Any:
     mesh = mesh_of((count,), AxisType.Auto)
     rows, row = P("a"), P()
-    # Untracked, JAX sums the gradients over the devices itself, in the dtype of what it is given.
+    # Without tracking, JAX itself sums the gradients over the devices, in the dtype that it gets.
     weight, bias = (a if tracked else a.astype(np.float32) for a in (WEIGHT, BIAS))
     if gradient_within:
         specs = {"in_specs": (rows, row, row, rows), "out_specs": (rows, rows, row, row)}
@@ -357,7 +358,7 @@ def under_shard_map(count: int, tracked: bool, gradient_within: bool) -> Any:
 
 
 def under_shard_map_over_one_axis(kind: AxisType, x: Any) -> Any:
-    """The other axis of the mesh is as Auto or Explicit within it as without."""
+    """The other axis of the mesh is Auto or Explicit inside, as it is outside."""
     mesh = mesh_of((2, 2), kind)
     specs = {"in_specs": (P("a"), P(), P()), "out_specs": P("a"), "axis_names": {"a"}}
     split = jax.shard_map(norm, mesh=mesh, **specs)
@@ -365,7 +366,7 @@ def under_shard_map_over_one_axis(kind: AxisType, x: Any) -> Any:
 
 
 def through_layers(kind: AxisType) -> Any:
-    """Rematerialized layers in a scan, against the same on one device, in float32."""
+    """Rematerialized layers in a scan, in float32. One device must give the same."""
     x = np.asarray(X, np.float32)
     weights = make_values("normal", (3, *SHAPE[-1:]), np.float32, 5)
 
@@ -404,8 +405,8 @@ def second_derivatives(kind: AxisType) -> Any:
 
 # ---- drawn shardings -----------------------------------------------------------------------------
 
-# How the rows of x come to be such that devices do not share them evenly, but for the last two; of
-# rows cut off, which stay in their device's memory, the values are NaN.
+# How x gets rows that the devices do not share evenly. The last two ways give an even split. Rows
+# that are cut off stay in their device's memory, and hold NaN.
 WAYS: dict[str, Callable[[Any], Any]] = {
     "constraint": lambda x: x,
     "constraint of two axes": lambda x: x,
@@ -420,7 +421,7 @@ CONSTRAINED = (
     "constraint",
     "constraint of two axes",
     "one row",
-)  # within the program: JAX refuses to put arrays so
+)  # within the program: JAX does not put arrays this way
 
 
 @dataclass(frozen=True)
@@ -439,7 +440,7 @@ class Draw:
     weight: bool
     bias: bool
     relu: tuple[float, float] | None
-    residual_spec: Any = None  # of a residual, if there is one
+    residual_spec: Any = None  # of a residual, if any
 
 
 def draw(
@@ -477,19 +478,19 @@ def drawn() -> list[Draw]:
         for order in (1, 1, 2)
         for mesh_set in (False, True)
     ]
-    # JAX itself refuses what is not even on an Explicit mesh, and to return what it splits in two
-    # without Shardy.
+    # On an Explicit mesh, JAX itself refuses an uneven split. Without Shardy, it refuses to return
+    # an axis that it splits in two.
     kinds += [("even", AxisType.Explicit, order, True, True) for order in (1, 1, 1, 2)]
     kinds += [(way, auto, 1, False, False) for way in WAYS if way != "axis split in two"]
     plain = [draw(random, *kind) for kind in kinds]
-    # Of each order, with a mesh set and without: these come around after six.
+    # These have each order, with a mesh set and without: the kinds repeat after six.
     some = (*plain[::5], *plain[2::5])
     added = (dataclasses.replace(d, residual_spec=spec_of_residual(random, d)) for d in some)
     return [*plain, *added]
 
 
 def spec_of_residual(random: Random, draw: Draw) -> Any:
-    """Return how a residual lies: as x does, whole, or split along one kept axis of any."""
+    """Return how a residual is split: as x is, not at all, or along any one kept axis."""
     kept = len(draw.shape) - draw.k
     names = ("a", "b")[: len(draw.sizes)]
     along = [
@@ -514,9 +515,10 @@ def plainly(norm: str, axes: Any, relu: Any, x: Any, weight: Any, bias: Any, res
 
 @jax.enable_x64(True)
 def with_a_drawn_sharding(drawn: Draw) -> Any:
-    """Check y and its derivatives, and return the draw with how many axes XLA padded.
+    """Check y and its derivatives. Return the draw and the number of axes that XLA padded.
 
-    The first ones are held to the oracle, the second ones to those of a plain norm on one device.
+    First derivatives are held to the oracle. Second derivatives are held to those of a plain norm
+    on one device.
     """
     mesh = jax.make_mesh(
         drawn.sizes,
@@ -556,7 +558,7 @@ def with_a_drawn_sharding(drawn: Draw) -> Any:
                 for a, spec in ((x, drawn.spec), (residual, drawn.residual_spec))
             )
         results, pull_back = jax.vjp(norm, x, weight, bias, residual)
-        cotangents = jax.tree.map(jnp.cos, results)  # padded as the results are
+        cotangents = jax.tree.map(jnp.cos, results)  # padded like the results
         return results, cotangents, pull_back(cotangents)
 
     def second(norm: Any, constrained: bool, *arrays: Any) -> Any:
@@ -587,7 +589,7 @@ def with_a_drawn_sharding(drawn: Draw) -> Any:
     jax.config.update("jax_use_shardy_partitioner", drawn.shardy)
     try:
         with jax.set_mesh(mesh) if drawn.mesh_set else contextlib.nullcontext():
-            # Without Shardy, newer versions of JAX return no rows that are split unevenly.
+            # Without Shardy, newer versions of JAX do not return rows that are split unevenly.
             whole = {} if drawn.shardy else {"out_shardings": NamedSharding(mesh, P())}
             split = fast(functools.partial(function, split_norm, within), **whole)
             found = split(*arguments)
@@ -620,7 +622,7 @@ def with_a_drawn_sharding(drawn: Draw) -> Any:
 
 
 def control() -> Any:
-    """The kernel's call alone, of which XLA knows nothing: it must gather x to be right."""
+    """The kernel's call alone. XLA knows nothing of it, and must gather x for a right result."""
     (x, *_) = put(mesh_of((4,), AxisType.Auto), P("a"), P())
     forward = Operation(FORWARD, Options(NORM, 1, eps=1e-5))
     program = jax.jit(lambda x: forward.kernel("cpu", x)).lower(x).compile()
@@ -639,7 +641,7 @@ FORWARD = cupynorm._operation.ForwardSpec(
     relu=False,
 )
 
-# Meshes, and how x lies on them with whole rows; then with rows that are split.
+# Meshes, and how x is split on them: with whole rows, then with split rows.
 WHOLE = [
     ((4,), P("a")),
     ((2, 2), P("a")),
@@ -649,7 +651,7 @@ WHOLE = [
 ]
 CUT = [((4,), P(None, None, "a")), ((2, 2), P("a", None, "b"))]
 
-# How x, a residual and dy lie on a mesh of two axes.
+# How x, a residual and dy are split on a mesh of two axes.
 OTHERWISE = [
     (P(), P("a"), P("a")),
     (P(), P("a"), P()),
@@ -712,7 +714,7 @@ def cases(kernels: bool) -> Iterator[tuple[str, Callable[[], Any]]]:
                 f"{name}, {kind.name} {shardy} {specs}",
                 functools.partial(with_a_residual_split_otherwise, kind, shardy, *specs),
             )
-    # By the formula a part of them, of each way.
+    # The formula runs a part of the draws, with each way among them.
     for i, one in list(enumerate(drawn()))[:: 1 if kernels else one_in(5)]:
         yield f"drawn {i}", functools.partial(with_a_drawn_sharding, one)
     for tracked in (True, False):
@@ -729,7 +731,7 @@ def cases(kernels: bool) -> Iterator[tuple[str, Callable[[], Any]]]:
 
 
 def has_its_turn(name: str) -> bool:
-    """Return whether the formula, whose code takes longest to make, has axes of a case's kind."""
+    """Return whether the formula, whose code is the slowest to make, runs this kind of axes."""
     kind = next((kind for kind in ("Auto", "Explicit") if kind in name), None)
     if THOROUGH or kind is None or name.startswith("split over the other, Auto"):
         return True

@@ -1,7 +1,7 @@
-"""Which layouts are chosen, for the cases in data/layouts.txt: `python tests/layouts.py`.
+"""Which layouts are chosen for the cases in data/layouts.txt: `python tests/layouts.py`.
 
-A line is a case, " -> " and the layout chosen for it: README.md says more. The command sorts the
-lines and writes the layouts anew; a new case is a line without one.
+A line has a case, " -> " and the layout that is chosen for it. README.md says more. The command
+sorts the lines and writes the layouts anew. A new case is a line without a layout.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FILE = Path(__file__).parent / "data" / "layouts.txt"
 Spec = ForwardSpec | BackwardSpec
 
 DTYPES = {"f64": "float64", "f32": "float32", "f16": "float16", "bf16": "bfloat16"}
-# Fields of layouts that have a shorter name here.
+# Shorter names of layouts' fields.
 FIELDS = {
     "row_threads": "row",
     "blocks_per_multiprocessor": "blocks",
@@ -44,7 +44,7 @@ def configure(spec: Spec, n: int, vector: int, architecture: int = 90, **options
 def few_rows(
     spec: Spec, n: int, many: Any, architecture: int, multiprocessors: int = 132, **options: bool
 ) -> tuple[tuple[int, Any], ...]:
-    """Return the layouts of few rows, each behind the most rows that it is for."""
+    """Return the layouts of few rows, each after the most rows that it is for."""
     if isinstance(spec, ForwardSpec):
         return few_rows_configs(spec, many, n, architecture, multiprocessors)
     return few_rows_backward_configs(spec, many, architecture, multiprocessors, **options)
@@ -58,7 +58,7 @@ def instantiate(spec: Spec, config: Any) -> tuple[Instantiation, ...]:
 
 
 def parsed(case: str) -> tuple[Spec, dict[str, Any]]:
-    """Return the spec of a case, and what else it says: sm, n, vector, rows, on and options."""
+    """Return the spec of a case, and its other words: sm, n, vector, rows, on and options."""
     direction, norm, x, *words = case.split()
     given: dict[str, Any] = {"weight": None, "bias": None, "rows": None, "on": 132}
     for word in words:
@@ -74,7 +74,7 @@ def parsed(case: str) -> tuple[Spec, dict[str, Any]]:
 
 
 def told(config: Any) -> str:
-    """Return a layout in words, without what is False, 0 or None and what is told besides."""
+    """Return a layout in words, without False, 0, None and what the line says elsewhere."""
     words = [type(config).__name__.removeprefix("Forward").removeprefix("Backward")]
     for name, value in vars(config).items():
         if isinstance(value, Reduction):
@@ -85,7 +85,7 @@ def told(config: Any) -> str:
 
 
 def chosen(case: str) -> str:
-    """Return the layout of a case, its kernels' blocks, and how many rows it is for at most."""
+    """Return the layout of a case, its kernels' blocks, and the most rows that it is for."""
     spec, given = parsed(case)
     n, sm, rows = given["n"], given["sm"], given["rows"]
     config = configure(spec, n, given["vector"], sm)
@@ -101,7 +101,7 @@ def chosen(case: str) -> str:
 
 
 def place(case: str) -> tuple[Any, ...]:
-    """Return what cases are sorted by, so that both sides of a threshold are neighbours."""
+    """Return a case's sort key, which puts both sides of a threshold next to each other."""
     _, given = parsed(case)
     before, _, behind = case.partition(" n=")
     return before, given["n"], given["vector"], given["on"], given["rows"] or 0, behind

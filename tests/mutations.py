@@ -1,8 +1,9 @@
-"""How many mutants of the kernels the host's cases notice: `python tests/mutations.py`.
+"""How many mutants of the kernels the cases on the host notice: `python tests/mutations.py`.
 
-Operators make them from the kernels' text (host/mutants.py). Each is run in a few of the cases that
-it changes something in; what they do not notice, in a few dozen of all others. What survives lacks
-a case, or changes nothing that can be noticed: then it belongs in EQUIVALENT.
+Operators make the mutants from the kernels' text (host/mutants.py). Each mutant is run in a few of
+the cases that it changes something in. If they do not notice it, a few dozen of all other cases
+follow. A mutant that survives lacks a case, or changes nothing that can be noticed. In that case it
+belongs in EQUIVALENT.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ __all__ = ["Check", "all_checks"]
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """What a mutant may be noticed by."""
+    """A check that may notice a mutant."""
 
     name: str
     kernels: Callable[[], list[Instantiation]]
@@ -92,7 +93,7 @@ def _with_residual(
     overflowing: bool = False,
     multiprocessors: int = 2,
 ) -> Check:
-    """Check an x, a residual and rows with gaps; overflowing: in products of dx."""
+    """Check x and a residual in rows with gaps. `overflowing`: products of dx overflow."""
     regime = "extreme" if overflowing else "normal"
     case = Case("residual", *of, x, regime=regime, gap=16, multiprocessors=multiprocessors)
 
@@ -101,7 +102,7 @@ def _with_residual(
         problem = case.problem()
         with gpu.fresh_memory():
             drawn = with_residual(problem, dtype, dtype, layout=Layout(gap=24))
-            if overflowing:  # the product of dy and the weight, not dx, of which this is a part
+            if overflowing:  # dy times weight overflows, not dx, which contains that product
                 assert drawn.dresidual_out is not None
                 wide = {"dy": scaled(problem.dy, 1e20), "weight": scaled(problem.weight, 1e20)}
                 drawn = dataclasses.replace(
@@ -115,7 +116,7 @@ def _with_residual(
     return Check(f"{name}{' overflowing' if overflowing else ''}", list, run)
 
 
-# Of each regime that has lines of its own for a residual.
+# One for each regime that has lines of its own for a residual.
 RESIDUALS = (
     *(
         _with_residual(of, architecture, dtype=dtype)
@@ -137,7 +138,7 @@ RESIDUALS = (
 
 
 PLACED = next(case for case in ADDRESSES if case.norm == "layer_norm")
-# Their kernels are compiled when they are run.
+# The kernels of these checks are compiled when they run.
 OTHERS = [
     *RESIDUALS,
     *(
@@ -156,7 +157,7 @@ OTHERS = [
 
 
 def all_checks() -> Iterator[Check]:
-    """Yield the checks, those of one name one after another: the first is the one that is meant."""
+    """Yield the checks, grouped by name: a name stands for the first check that has it."""
     for few_rows, cases in ((False, CASES), (True, FEW)):
         yield from (_of_case(case, few_rows) for case in cases)
         yield from (_of_overflows(case, few_rows) for case in CASES if may_overflow(case))
@@ -165,24 +166,24 @@ def all_checks() -> Iterator[Check]:
 
 
 def by_hand() -> list[str]:
-    """Return the names of the checks that mutations made by hand are noticed by."""
+    """Return the names of the checks that notice the mutations made by hand."""
     text = (Path(__file__).parent / "data" / "mutations.txt").read_text(encoding="utf-8")
     return [block.strip("\n").split("\n")[-1].split(": ", 1)[1] for block in text.split("\n\n")]
 
 
-# Beside those, what notices most of the others: rows out of range, and those computed again.
+# These notice most of the other mutants: rows out of range, and rows that are computed again.
 NAMED = ("range_", "stream_infinite", "stream_nonfinite", "outlier", "minute_2", "two_blocks")
 WILD = ("cluster_tiles, rms_norm", "stream, rms_norm", "warps")
 
 
 def few_checks() -> list[Check]:
-    """Return those that notice most, for the time that they take."""
+    """Return the checks that notice most for the time that they take."""
     every = list(all_checks())
-    # Of rows computed again, which take long, those few alone.
+    # Checks of rows that are computed again take long, so only these few are in.
     names = {name for name in by_hand() if "overflowing" not in name}
     names |= {f"{OVERFLOWING[name]} overflowing" for name in WILD}
     names |= {str(case) for case in CASES if case.name.startswith(NAMED) and case.x == "float32"}
-    # The first of a name is the one that is meant.
+    # A name stands for the first check that has it.
     few = {check.name: check for check in reversed(every) if check.name in names}
     return [check for check in few.values() if check in RESIDUALS or check not in OTHERS]
 
@@ -202,7 +203,7 @@ class Outcome:
 
 
 def _in_processes(tasks: Sequence[Callable[[], str]]) -> Iterator[tuple[int, str]]:
-    """Yield what each task returns, by its number, from a process of its own that may die."""
+    """Run each task in a process that may die. Yield its number and what it returns."""
     waiting = list(range(len(tasks)))[::-1]
     running: dict[int, tuple[int, int, bytes]] = {}
     while waiting or running:
@@ -230,7 +231,7 @@ def _in_processes(tasks: Sequence[Callable[[], str]]) -> Iterator[tuple[int, str
 
 
 def _asked(build: Build, checks: Sequence[Check], count: int) -> Iterator[tuple[int, float, bytes]]:
-    """Yield how long each check takes, and which mutants would do something else in it."""
+    """Yield each check's number, how long it takes, and the mutants that would change it."""
 
     def task(check: Check) -> str:
         build.runtime.library.choose_mutant(-1)
@@ -269,11 +270,11 @@ def outcomes(
     log(f"run once in {time.perf_counter() - begin:.0f} s")
 
     def task(mutant: int) -> str:
-        # The quickest, and some of the others.
+        # The quickest checks, and some of the others.
         mine = sorted(by_mutant[mutant])
         quick, slow = mine[: most * 2 // 3], mine[most * 2 // 3 :]
         for seconds, number in quick + slow[:: 1 + 3 * len(slow) // most]:
-            # What goes on for longer has a loop without an end and without an access.
+            # A run that takes longer is in an endless loop without an access.
             signal.setitimer(signal.ITIMER_REAL, 5 + 20 * seconds)
             build.runtime.library.choose_mutant(mutant)
             try:
@@ -296,7 +297,7 @@ def outcomes(
     return found
 
 
-# Mutants that change nothing which a check could notice, by what their description has.
+# Mutants whose change no check could notice: operator, a text of the line, and the reason.
 EQUIVALENT = (
     ("the bound itself", "a > b ? a : b", "equal numbers"),
     ("the bound itself", "variance < T(0) ? T(0) : variance", "zero is zero"),
@@ -308,7 +309,7 @@ EQUIVALENT = (
 
 
 def sample(count: int) -> list[Mutant]:
-    """Return so many mutants, of each file as many, those of the smallest hashes."""
+    """Return `count` mutants, equally many of each file: those with the smallest hashes."""
     groups: dict[str, list[tuple[str, Mutant]]] = {}
     for mutant in all_mutants():
         if not any(what == mutant.operator and text in mutant.line for what, text, _ in EQUIVALENT):

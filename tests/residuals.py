@@ -1,4 +1,4 @@
-"""The check of one problem with a residual, of kernels on a GPU, on the host, or of NumPy."""
+"""The check of one problem with a residual, for kernels on a GPU or on the host, or for NumPy."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import cupynorm
 from cupynorm import testing
 from cupynorm.reference import Array, compute_dtype
 
-# Widths of each regime: parts of a warp to several, clusters of blocks, columns, streamed; whole
-# packs and not.
+# Widths of each regime: parts of a warp up to several warps, clusters of blocks, columns, streamed
+# rows. Some are whole packs.
 RESIDUAL_WIDTHS = (
     *(1, 5, 8, 40, 100, 256, 300, 1000, 1600, 2048, 4096, 4097, 6144, 8192, 8200, 12288, 16384),
     *(20000, 20480, 32768, 49152, 65544, 98304, 131072),
@@ -23,7 +23,7 @@ RESIDUAL_WIDTHS = (
 
 @dataclasses.dataclass(frozen=True)
 class WithResidual:
-    """A problem, and what a residual adds to it; None of `dresidual_out` is no gradient."""
+    """A problem and its residual. Without `dresidual_out`, the sum has no gradient."""
 
     problem: Problem
     residual: Array = dataclasses.field(repr=False)
@@ -51,7 +51,7 @@ def with_residual(
 def residual_problems(
     draw: st.DrawFn, widths: tuple[int, ...] = (), **options: Any
 ) -> WithResidual:
-    """Draw a problem with a residual; in rows of one of some widths, if any are given."""
+    """Draw a problem with a residual. If widths are given, its rows have one of them."""
     problem = draw(problems(**options))
     if widths:
         n = draw(st.sampled_from(widths))
@@ -71,7 +71,7 @@ def residual_problems(
 
 
 def rows_of(problem: Problem, m: int, n: int) -> Problem:
-    """Return a problem of the same dtypes and options, of m rows of n elements."""
+    """Return a problem with the same dtypes and options, but m rows of n elements."""
 
     def row(array: Array | None, seed: int) -> Array | None:
         return None if array is None else make_values("normal", (n,), array.dtype, seed)
@@ -103,8 +103,8 @@ def assert_bits(actual: Array | None, expected: Array | None, name: str) -> None
 def check_residual(caller: Any, drawn: WithResidual) -> None:
     """Check a forward and a backward pass, and that both have the bits of the unfused pair.
 
-    `caller` has `put` and `get` for arrays, and `forward`, `infer` and `backward`, which take the
-    norm first.
+    `caller` has `put` and `get` for arrays. It also has `forward`, `infer` and `backward`, whose
+    first argument is the norm.
     """
     problem, total_dtype = drawn.problem, drawn.total_dtype
     norm, options = problem.norm, problem.forward_options
@@ -120,7 +120,7 @@ def check_residual(caller: Any, drawn: WithResidual) -> None:
         norm, host, x, weight, bias, residual=drawn.residual, residual_dtype=total_dtype, **options
     )
     total = caller.put(host.residual_out)
-    # An x wider than the sum may leave no room for the kernel of the sum.
+    # If x is wider than the sum, the kernel of the sum may have no room.
     has_room = x.dtype.itemsize <= total_dtype.itemsize or x.shape[-1] < 4096
     if has_room:
         unfused = caller.get(caller.forward(norm, total, *operands[1:], **options))
@@ -186,14 +186,14 @@ def check_gradients(
         )
         assert_bits(caller.get(in_place).dx, gradients.dx, "dx in place of dresidual_out")
         assert_bits(caller.get(over), gradients.dx, "dresidual_out, over which dx is written")
-    # NumPy computes all in float64, and rounds the sum of the two gradients alone.
+    # NumPy computes everything in float64, and rounds only the sum of the two gradients.
     compute = np.dtype(np.float64) if caller.xp is np else compute_dtype(host.residual_out)
     if drawn.total_dtype != compute or drawn.dresidual_out is None:
         return
     unfused = caller.get(caller.backward(problem.norm, *arguments, **known)).dx
     with np.errstate(all="ignore"):
         expected = unfused + drawn.dresidual_out
-    # Rows of which some dx is not finite are left to the bound.
+    # Rows in which some dx is not finite are only held to the bound.
     rows = np.isfinite(unfused).all(axis=-1, keepdims=True)
     for name, dtype in (("dx", problem.x.dtype), ("dresidual", drawn.residual.dtype)):
         if dtype == compute:
@@ -202,7 +202,7 @@ def check_gradients(
 
 
 class OfCupyNorm:
-    """The public functions, as `check_residual` takes them."""
+    """The public functions, in the form that `check_residual` takes."""
 
     def __init__(self, xp: Any, put: Any, get: Any) -> None:
         self.xp, self.put, self.get = xp, put, get

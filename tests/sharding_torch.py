@@ -1,4 +1,4 @@
-"""What `tests/test_torch_sharding.py` starts in each of several processes: DTensor, FSDP2, DDP.
+"""DTensor, FSDP2 and DDP: tests/test_torch_sharding.py starts this in each of several processes.
 
 python tests/sharding_torch.py gloo 2
 """
@@ -28,7 +28,7 @@ SHAPE = (8, 12, 64)
 
 
 def drawn(*shape: int, device: str) -> Any:
-    return torch.randn(shape).to(device)  # on the CPU, so that all processes draw the same
+    return torch.randn(shape).to(device)  # on the CPU, so that all processes draw the same values
 
 
 def gradients(norm: str, arrays: Any, relu: Any, dy: Any) -> Any:
@@ -90,7 +90,7 @@ def check_a_residual_stays_where_it_is(mesh: DeviceMesh) -> None:
 
 
 def check_drawn_placements_with_a_residual(mesh: DeviceMesh) -> None:
-    """Rows, and a residual's and what comes back to the sum, each placed in a way of its own."""
+    """x, the residual, dy and ds each have a placement of their own."""
     device, random = mesh.device_type, Random(59)
     places = [Replicate(), Shard(0), Shard(1), Shard(2)]
     for i in range(16):
@@ -99,7 +99,7 @@ def check_drawn_placements_with_a_residual(mesh: DeviceMesh) -> None:
         function = functools.partial(getattr(cupynorm.torch, norm), axis=axis, relu=relu)
         shape = SHAPE[-1:] if axis == -1 else SHAPE[-2:]
         arrays = [*(drawn(*SHAPE, device=device) for _ in range(4)), drawn(*shape, device=device)]
-        # The first ones are whole but for one of them.
+        # In the first draws only one of the arrays is split.
         of_each = [[random.choice(places)] for _ in range(4)]
         if i < 4:
             of_each = [[Shard(0) if i == j else Replicate()] for j in range(4)]
@@ -159,7 +159,7 @@ def model(norms: tuple[Any, Any], device: str) -> nn.Module:
 
 
 def train(net: nn.Module, rank: int, world: int, device: str) -> list[float]:
-    """Return the losses of some steps; each process has its share of every batch."""
+    """Return the losses of some steps. Each process has its share of every batch."""
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     generator = torch.Generator().manual_seed(1)
     losses = []
@@ -210,7 +210,7 @@ def main(rank: int, backend: str, world: int, directory: str) -> None:
         backend,
         rank=rank,
         world_size=world,
-        init_method=f"file://{directory}/rendezvous",  # a free port may be taken by then
+        init_method=f"file://{directory}/rendezvous",  # a free port might get taken
         device_id=torch.device(device, rank) if device == "cuda" else None,
     )
     try:
@@ -225,11 +225,12 @@ def main(rank: int, backend: str, world: int, directory: str) -> None:
         check_training(mesh, rank, world)
         if rank == 0:
             print(f"all right: {backend}, {world} processes, torch {torch.__version__}")
-        dist.barrier()  # gloo aborts a process whose peer left in the middle of a collective
+        dist.barrier()  # gloo aborts a process whose peer leaves in the middle of a collective
     finally:
         dist.destroy_process_group()
-    # DTensor's caches keep the mesh, and with it gloo's threads (torch 2.13). Where one has yet to
-    # release a tensor as the interpreter ends, the process aborts: leave without ending it.
+    # DTensor's caches keep the mesh, and with it gloo's threads (torch 2.13). If a thread has yet
+    # to release a tensor when the interpreter ends, the process aborts. So leave without ending the
+    # interpreter.
     sys.stdout.flush()
     os._exit(0)
 

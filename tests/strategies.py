@@ -1,7 +1,7 @@
 """What the tests draw from: sizes, dtypes, values and memory layouts of one call.
 
-Values come from a seed, so that Hypothesis shrinks shapes and options and not numbers. A problem
-holds NumPy arrays; `Problem.on` rebuilds the same layout, stride by stride, with CuPy.
+Values come from a seed, so Hypothesis shrinks shapes and options but not numbers. A problem holds
+NumPy arrays. `Problem.on` rebuilds the same layout with CuPy, stride by stride.
 """
 
 from __future__ import annotations
@@ -26,19 +26,20 @@ DTYPES = {
     }.items()
 }
 
-# Around every power of two that a thread, a warp or a block may take at once, and odd ones between.
-# Left out: rows longer than a block holds, which are too slow to draw and are tested by name.
+# Lengths around every power of two that a thread, a warp or a block may take at once, and odd ones
+# in between. Rows longer than a block holds are left out: they are too slow to draw, and are tested
+# by name.
 WIDTHS = (
     *(1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257),
     *(511, 512, 513, 768, 769, 1000, 1023, 1024, 1025, 2048, 2050),
 )
 HEIGHTS = (0, 1, 2, 3, 7, 33)
 
-# Bounds of a ReLU that float32 holds and that it does not, open to either side, and to both.
+# Bounds of a ReLU: exact in float32 and not, open to either side, and to both.
 RELUS = ((0.0, 6.0), (-0.3, 0.7), (0.0, math.inf), (-math.inf, 0.1), (-math.inf, math.inf))
 
 # How far a regime goes in each dtype. Squares of "huge" and "tiny" are in the range of the compute
-# dtype; those of "extreme" and "minute" are not, but for float16, which has no such numbers.
+# dtype. Squares of "extreme" and "minute" are not, except for float16, which has no such numbers.
 SCALES = {
     "huge": {"float64": 1e100, "float32": 1e15, "float16": 1e4, "bfloat16": 1e15},
     "tiny": {"float64": 1e-100, "float32": 1e-15, "float16": 1e-4, "bfloat16": 1e-15},
@@ -52,7 +53,7 @@ REGIMES = (
 
 
 def make_values(regime: str, shape: tuple[int, ...], dtype: Any, seed: int, k: int = 1) -> Array:
-    """Return values of a regime; rows are what the last k axes hold."""
+    """Return values of a regime. A row is what the last k axes hold."""
     rng = np.random.default_rng(seed)
     dtype = np.dtype(dtype)
     info: Any = ml_dtypes.finfo(dtype)  # type: ignore[no-untyped-call]
@@ -62,7 +63,8 @@ def make_values(regime: str, shape: tuple[int, ...], dtype: Any, seed: int, k: i
     if regime in SCALES:
         values *= SCALES[regime][dtype.name]
     elif regime.startswith("mean_"):
-        # A narrow dtype needs a wider spread: else every element of a row is one of a few values.
+        # A narrow dtype needs a wider spread. Otherwise a row's elements would be a few values
+        # only.
         mean = min(float(regime.removeprefix("mean_")), float(info.max) / 16)
         values = mean + values * (1 + 8 * float(info.eps) * mean)
     elif regime.startswith("mixed_"):
@@ -77,7 +79,7 @@ def make_values(regime: str, shape: tuple[int, ...], dtype: Any, seed: int, k: i
         decades = math.log10(SCALES["extreme"][dtype.name])
         constants = rng.standard_normal(kept) * 10 ** rng.uniform(-decades, decades, kept)
         values = np.where(some_rows, constants, values)
-    elif regime == "infinities":  # one in some of the rows
+    elif regime == "infinities":  # at most one in each row
         n = math.prod(shape[len(shape) - k :])
         lone = np.arange(n) == rng.integers(0, n, (values.size // n, 1))
         infinity = np.copysign(np.inf, values)
@@ -88,13 +90,13 @@ def make_values(regime: str, shape: tuple[int, ...], dtype: Any, seed: int, k: i
     return round_once(values, dtype)
 
 
-# By what x, dy and weight of normal values are multiplied so that products overflow float32 on the
-# way to a dx that does not: g, its sums over a row, or both.
+# Factors for normal x, dy and weight. With them products overflow float32 on the way to a dx that
+# does not: g, its sums over a row, or both.
 OVERFLOWS = ((1e30, 1e35, 1e3), (1e36, 1e36, 1e36), (1.0, 3e35, 1.0))
 
 
 def scaled(values: Array, factor: float) -> Array:
-    """Return values times a factor, as far as their dtype has such numbers."""
+    """Return values times a factor, clipped to what their dtype holds."""
     info: Any = ml_dtypes.finfo(values.dtype)  # type: ignore[no-untyped-call]
     product = values.astype(np.float64) * factor
     return round_once(np.clip(product, float(info.min), float(info.max)), values.dtype)
@@ -103,9 +105,10 @@ def scaled(values: Array, factor: float) -> Array:
 def largest_in_range(
     x: Array, dy: Array, weight: Array | None, *, k: int = 1, zero_centered: bool = False
 ) -> tuple[Array, Array, Array | None]:
-    """Return x, dy and weight of whose first row only the last addition of dx overflows float32.
+    """Return x, dy and weight. In the first row only the last addition of dx overflows float32.
 
-    g is 0 but in two places, the largest number and minus that: of sum 0, and xhat there alike.
+    g is 0 except in two places, where it is plus and minus the largest number. Its sum is 0, and
+    xhat is alike in both places.
     """
     x, dy = x.copy(), dy.copy()
     n = math.prod(x.shape[x.ndim - k :])
@@ -162,7 +165,7 @@ class Layout:
         word = np.dtype(f"u{values.dtype.itemsize}")
         strides = self.strides(values.shape)
         last = sum((n - 1) * s for n, s in zip(values.shape, strides, strict=True))
-        base = np.full(self.offset + max(last, 0) + 1, 0xFF, word)  # NaN wherever nobody may read
+        base = np.full(self.offset + max(last, 0) + 1, 0xFF, word)  # NaN where nobody may read
         byte_strides = [s * word.itemsize for s in strides]
 
         def view(module: Any, whole: Any) -> Any:
@@ -212,7 +215,7 @@ class Problem:
 
     @property
     def backward_bias(self) -> Any:
-        """What backward is given as bias: the bias itself, or whether dbias is wanted."""
+        """The bias argument of backward: the bias itself, or whether dbias is wanted."""
         return self.wants_dbias if self.bias is None else self.bias
 
     def on(self, xp: Any) -> dict[str, Any]:
@@ -236,7 +239,7 @@ def layouts(draw: st.DrawFn, k: int, kinds: tuple[str, ...] = ("rows",)) -> Layo
 
 @st.composite
 def shapes(draw: st.DrawFn) -> tuple[tuple[int, ...], int]:
-    """Draw a shape and the number of its trailing axes that are normalized."""
+    """Draw a shape, and the number of its trailing axes that are normalized."""
     rows: tuple[int, ...] = (draw(st.sampled_from(HEIGHTS)),)
     row: tuple[int, ...] = (draw(st.sampled_from(WIDTHS)),)
     rows = draw(st.sampled_from([rows, rows, (2, *rows), (1, *rows, 1), ()]))
@@ -252,7 +255,7 @@ def problems(
     broadcast: bool = False,
     x_dtypes: tuple[str, ...] = tuple(DTYPES),
 ) -> Problem:
-    """Draw a problem; with `broadcast`, its weight and bias may differ from row to row."""
+    """Draw a problem. With `broadcast`, its weight and bias may differ from row to row."""
     norm = draw(st.sampled_from(norms))
     shape, k = draw(shapes())
     regime = draw(st.sampled_from(regimes))
@@ -298,7 +301,7 @@ def problems(
 
 
 def _eps(norm: Norm, x: Array, k: int) -> st.SearchStrategy[float]:
-    """0 only where it has a meaning: the variance of equal values is 0, or what rounding left."""
+    """Draw eps. LayerNorm of equal values gets no 0: their variance is 0, or a rounding error."""
     rows = x.astype(np.float64).reshape(-1, math.prod(x.shape[-k:]))
     if norm == "layer_norm" and np.any(rows.min(axis=1) == rows.max(axis=1)):
         return st.sampled_from([1e-6, 1e-5, 1e-3])

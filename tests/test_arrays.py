@@ -22,7 +22,7 @@ from cupynorm.reference import Array, Norm
 
 
 def addresses(shape: tuple[int, ...], strides: tuple[int, ...], k: int) -> Array:
-    """Return the bytes from the first element to each element, a line for each row."""
+    """Return the bytes from the first element to each element, row by row."""
     indices = np.indices(shape).reshape(len(shape), -1)
     row = int(np.prod(shape[len(shape) - k :]))
     return (np.array(strides) @ indices).reshape(-1, row)
@@ -36,7 +36,7 @@ def assert_row_stride(shape: tuple[int, ...], strides: tuple[int, ...], itemsize
         if stride is not None:
             np.testing.assert_array_equal(actual, (rows * stride + columns) * itemsize)
             continue
-        # The only stride there could be is the distance of the first two rows.
+        # Only the distance of the first two rows could be the stride.
         between = actual[1, 0] if len(actual) > 1 else 0
         as_if = rows * between + columns * itemsize
         assert between % itemsize or not np.array_equal(actual, as_if)
@@ -44,7 +44,7 @@ def assert_row_stride(shape: tuple[int, ...], strides: tuple[int, ...], itemsize
 
 @st.composite
 def views(draw: st.DrawFn) -> Array:
-    """Draw a view as slicing, reversing, transposing, reshaping and broadcasting make it."""
+    """Draw a view that slicing, reversing, transposing, reshaping and broadcasting may make."""
     word = draw(st.sampled_from(["u2", "u4", "u8"]))
     array = np.zeros(draw(st.lists(st.integers(1, 4), min_size=1, max_size=4)), word)
     for step in draw(st.lists(st.sampled_from(["slice", "transpose", "expand"]), max_size=3)):
@@ -76,7 +76,7 @@ def test_row_stride_of_views(array: Array) -> None:
 )
 @settings(max_examples=200)
 def test_row_stride_of_any_strides(axes: list[tuple[int, int]], unit: int) -> None:
-    """Bytes that are no whole number of elements, as in a field of a structured array."""
+    """Strides need not be whole elements: a field of a structured array has such strides."""
     shape, strides = (tuple(values) for values in zip(*axes, strict=True))
     assert_row_stride(shape, tuple(unit * s for s in strides), 2)
     assert_row_stride((*shape, 3), (*(unit * s for s in strides), 2), 2)
@@ -97,7 +97,7 @@ def test_row_stride_is_found_where_rows_are_equally_far(
     for axis in reversed(range(len(shape))):
         if axis == len(shape) - k - 1:
             step += gap
-        # NumPy, torch and CuPy each put another stride where an axis has one element.
+        # NumPy, torch and CuPy each give an axis of one element another stride.
         strides.append(data.draw(st.integers(-99, 99)) if shape[axis] == 1 else step)
         step *= shape[axis]
     strides = [4 * s for s in reversed(strides)]
@@ -124,7 +124,7 @@ def _float64_in_jax(request: pytest.FixtureRequest) -> Any:
 
 
 def convert(framework: str, array: Array | None) -> Any:
-    """Return the array in another framework; torch keeps its strides."""
+    """Return the array in another framework. torch keeps its strides."""
     if framework == "numpy" or array is None:
         return array
     if framework == "jax":
@@ -216,7 +216,7 @@ def test_results_are_given_in_the_framework(
     assert isinstance(given, type_of(framework))
     assert dtype_of(given) == dtype
     assert_same_bits(to_numpy(given), values)
-    if values.size and framework != "jax":  # XLA copies what is not aligned to 64 bytes
+    if values.size and framework != "jax":  # XLA copies arrays that are not aligned to 64 bytes
         assert address_of(given) == address_of(values)
 
 
@@ -329,7 +329,7 @@ def test_what_is_not_a_bitmask_is_refused(framework: str) -> None:
 
 def test_a_dtype_that_jax_has_not_enabled() -> None:
     jax = pytest.importorskip("jax")
-    # The fixture turned float64 on; by default JAX has it off.
+    # The fixture turned float64 on. By default JAX has it off.
     wide = jax.numpy.ones(4, "float64")
     with jax.enable_x64(False):
         x = jax.numpy.ones((2, 4), "float32")
@@ -401,7 +401,7 @@ def test_torch_outputs_are_written_in_place_and_returned(norm: str, dtype: str) 
     torch = pytest.importorskip("torch")
     values = make_values("normal", (2, 3, 5), dtype, seed=0)
     x, weight = convert("torch", values), convert("torch", values[0, 0])
-    # A slice of a wider tensor, whose other columns must stay.
+    # A slice of a wider tensor. The other columns must stay as they are.
     wide = torch.full((2, 3, 9), 7.0, dtype=x.dtype)
     out = wide[..., 2:7]
     before = out.data_ptr()
@@ -443,7 +443,7 @@ def test_pinned_tensors_are_on_the_cpu(
         return (*forward, *backward, mask, cupynorm.pack_bitmask(mask))
 
     expected = both()
-    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: True)  # this takes a GPU
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: True)  # pinning takes a GPU
     assert x.__dlpack_device__()[0] == 3
     actual = both(out=out, dx=dx)
     assert any(result is out for result in actual)
@@ -464,7 +464,7 @@ def test_a_torch_out_may_have_another_dtype() -> None:
 @each_dtype
 @pytest.mark.parametrize("name", ["x", "weight", "bias", "out"])
 def test_a_tensor_that_requires_grad_is_refused(name: str, dtype: str) -> None:
-    """Its gradient would be lost without a word."""
+    """Its gradient would be lost without an error."""
     torch = pytest.importorskip("torch")
     shapes = {"x": (3, 4), "weight": (4,), "bias": (4,), "out": (3, 4)}
     arrays = {n: torch.ones(shape, dtype=getattr(torch, dtype)) for n, shape in shapes.items()}
@@ -473,7 +473,7 @@ def test_a_tensor_that_requires_grad_is_refused(name: str, dtype: str) -> None:
         cupynorm.layer_norm(**arrays)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # of torch's own
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # torch's own
 def test_a_tensor_with_a_tangent_is_refused() -> None:
     torch = pytest.importorskip("torch")
     x = torch.ones(3, 4)
@@ -586,12 +586,12 @@ def test_a_tensor_of_other_memory_is_refused(name: str) -> None:
     from torch._subclasses import FakeTensorMode
 
     arrays = {"x": torch.ones(2, 4), "weight": torch.ones(4), "out": torch.ones(2, 4)}
-    fake = FakeTensorMode().from_tensor(arrays[name])  # as a DTensor, it has what memory it likes
+    fake = FakeTensorMode().from_tensor(arrays[name])  # its memory may be anything, as a DTensor's
     with pytest.raises(TypeError, match=f"{name} must be a plain tensor, got a FakeTensor"):
         cupynorm.rms_norm(**arrays | {name: fake})
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # of torch's own
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # torch's own
 @pytest.mark.parametrize(
     "how", ["functionalize", "vmap", "grad", "make_fx", "pre_dispatch", "trace", "compile"]
 )
@@ -644,7 +644,7 @@ def test_tensors_beside_a_transform_or_a_compiler_are_as_others() -> None:
 
 
 def test_jax_arrays_given_back_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    # What is under way when the process ends may keep JAX's client from ending.
+    # Work that is pending when the process ends may keep JAX's client from ending.
     jax = pytest.importorskip("jax")
     taken = []
 
@@ -666,7 +666,7 @@ def test_a_traced_array_is_a_type_error() -> None:
 
 
 def foreign_array(monkeypatch: pytest.MonkeyPatch, device_type: int) -> Any:
-    """Return an array of a framework that is made up, on a device of a DLPack type."""
+    """Return an array of a made-up framework, on a device of a DLPack type."""
 
     class Foreign:
         dtype = "float32"

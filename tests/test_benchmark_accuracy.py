@@ -1,4 +1,4 @@
-"""The errors on rows that are hard, of a library that is right and of ones that are not."""
+"""The errors on hard rows, of a library that is right and of ones that are wrong."""
 
 from __future__ import annotations
 

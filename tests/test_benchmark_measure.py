@@ -28,7 +28,7 @@ from cupynorm._bench import Problem
 
 
 class RecordingCupy:
-    """What the clock asks of CuPy, and in which order."""
+    """A CuPy that records what the clock asks of it, in order."""
 
     def __init__(self) -> None:
         self.order: list[str] = []
@@ -186,7 +186,7 @@ def test_a_replay_is_checked_in_full_only_where_its_bits_differ(monkeypatch) -> 
 
 
 class ReluOnHost(relu.Ours):
-    """On NumPy arrays, with another bit in column 7 of each row if wanted."""
+    """Runs on NumPy arrays. If `flipped`, one bit of each row is inverted, in column 7."""
 
     def __init__(self, relu: tuple[float, float] | None, flipped: bool = False) -> None:
         super().__init__("on the host", relu)
@@ -313,7 +313,7 @@ def test_peers_that_run_on_the_cpu_are_given_the_same_problem(name, problem) -> 
 
 
 class FakeGraph:
-    """In place of a graph of cuDNN: outputs of any values, what it reads, and a count of runs."""
+    """Replaces a graph of cuDNN: outputs of any values, arrays it reads, and a count of runs."""
 
     def __init__(self, names, runs, tensors=()):
         import torch
@@ -332,7 +332,7 @@ class FakeGraph:
 
 @pytest.fixture
 def cudnn_builds(monkeypatch) -> tuple[list, list]:
-    """Replace the graphs of cuDNN; return the directions built and what each run read."""
+    """Replace the graphs of cuDNN. Return the directions built and what each run read."""
     pytest.importorskip("torch")
     builds: list[str] = []
     runs: list[dict] = []
@@ -376,7 +376,7 @@ def test_a_graph_of_cudnn_is_built_once_a_problem(backend, operation, cudnn_buil
     calls = [cudnn.prepare_tensors(first, tensors) for tensors in sets]
     needed = {first.direction} | ({"forward"} if backend is relu.Cudnn else set())
     assert (len(builds), set(builds)) == (len(needed), needed)
-    for call, tensors in zip(calls, sets, strict=True):  # each reads its own
+    for call, tensors in zip(calls, sets, strict=True):  # each call reads its own tensors
         call.run()
         name = "x" if first.direction == "forward" else "dy"
         assert runs[-1][name].data_ptr() == tensors[name].data_ptr()

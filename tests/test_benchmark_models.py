@@ -1,4 +1,4 @@
-"""benchmarks.models: steps of models, here of small ones on the CPU."""
+"""benchmarks.models: steps of models. Here the models are small, and run on the CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark's problems, and its check of what is right and wrong: no GPU is needed."""
+"""The benchmark's problems, and its check of right and wrong results. No GPU is needed."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_a_profile_is_split_into_runs_and_rounds(monkeypatch) -> None:
         span = SimpleNamespace(start=len(events), elapsed_us=lambda: microseconds)
         events.insert(0, SimpleNamespace(name=name, device_type=cuda, time_range=span))
 
-    def call() -> None:  # two kernels, which take longer from round to round
+    def call() -> None:  # two kernels. The first takes longer from round to round
         done = sum(event.name in ("first", "second") for event in events) // 2
         kernel("first", 1.0 + done // 10)
         kernel("second", 2.0)
@@ -101,7 +101,7 @@ def test_a_profile_is_split_into_runs_and_rounds(monkeypatch) -> None:
     found = profiled([call, call], *arguments, launch=1e-6)
     assert astuple(found) == pytest.approx((5e-6, 4e-6, 6e-6, 30))
     events.clear()
-    assert profiled([call] * 15, *arguments).runs == 45  # each of the calls in each round
+    assert profiled([call] * 15, *arguments).runs == 45  # each call in each round
     events.clear()
     profiled([call, call], *arguments)
     kernel("stray", 1.0)
@@ -137,7 +137,7 @@ def test_oracle_agrees_with_the_bounds_of_testing(problem, monkeypatch) -> None:
     found = _oracle.errors(problem, arrays, outputs, np)
     assert _oracle.verdict(found) is None
     for name, errors in found.items():
-        # The reference is float64 too, rounded elsewhere; its stored statistics are rounded.
+        # The reference is float64 too, but rounds elsewhere. Its stored statistics are rounded.
         assert errors.over_bound == pytest.approx(ratios[name], abs=0.35)
 
 
@@ -195,7 +195,7 @@ def test_oracle_finds_a_row_that_the_norm_of_all_does_not_show(dtype, name) -> N
     arrays = _bench.inputs(problem, 0, np)
     outputs, _ = reference_outputs(problem, arrays)
     right = outputs[name][7].copy()
-    # The norm over all rows shows a row of zeros in float32, but not one that is a little off.
+    # The norm over all rows shows a float32 row of zeros, but not a row that is a little off.
     outputs[name][7] = 0 if dtype == "bfloat16" else right * np.float32(1.0005)
     found = _oracle.errors(problem, arrays, outputs, np)
     assert found[name].relative < found[name].tolerance

@@ -1,4 +1,4 @@
-"""What the benchmark makes of its files: tables, plots, comparisons, of invented and recorded."""
+"""What the benchmark makes of its files: tables, plots and comparisons."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def synthetic() -> dict:
 
 @pytest.fixture
 def without_figures(monkeypatch) -> None:
-    """Of a report that is read for its words: to draw takes 2 s."""
+    """For a report that is read for its words: drawing takes 2 s."""
     monkeypatch.setattr(plots, "draw", lambda report, folder: [])
 
 
@@ -118,11 +118,12 @@ def test_kernels_are_compared_with_kernels_and_calls_with_calls() -> None:
     limit = record("limit, CuPy", 2.0, 3.0)
     found = summary.ratios([ours, quack, liger, limit])[0]
     assert (found.peer, found.to_peer, found.as_called) == ("liger", 4 / 5, 6 / 8)
-    assert found.to_limit == 2 / 5  # a limit's are both its own
+    assert found.to_limit == 2 / 5  # a limit has both times
     line = summary.sentence(summary.summarize([ours, quack, liger, limit])[0])
     assert "0.800 of the best peer (geometric means), ahead on 0 of 1, worst 0.800 of liger" in line
     assert "as called 0.750, ahead on 0 of 1" in line
-    # One that was not captured has its call; one with kernels alone is no call to compare with.
+    # torch eager was not captured, so its call counts. JAX has kernels only, and no call to compare
+    # with.
     found = summary.ratios([ours, record("torch eager", 4.5, None), record("JAX", None, 4.75)])[0]
     assert (found.peer, found.to_peer, found.as_called) == ("torch eager", 4.5 / 5, 4.5 / 8)
 
@@ -171,7 +172,7 @@ def test_summary_names_peers_without_a_time_and_marks_the_shapes_not_measured(sy
 
     before = summary.summarize(measured)[0]
     assert before.incomplete == 0
-    # A peer that failed was given its chance; one without a record might have been the best.
+    # A peer that failed was tried. A peer without a record might have been the best.
     of(first, "quack")["status"] = "failed"
     measured.remove(of(second, "torch.compile"))
     found = {r.problem: r for r in summary.ratios(measured)}
@@ -181,7 +182,7 @@ def test_summary_names_peers_without_a_time_and_marks_the_shapes_not_measured(sy
     assert after.incomplete == 1
     assert after.partial == before.partial | {"quack": 2, "torch.compile": 2}
     assert "peers timed on fewer: quack 2, " in summary.sentence(after)
-    # One that an operation was not measured with at all is missing there as well.
+    # A peer without any record for an operation is missing there too.
     others = [
         r
         for r in measured
@@ -242,7 +243,7 @@ def test_a_plotted_line_joins_only_shapes_of_the_same_number_of_rows(synthetic) 
     found = [(line.get_label(), tuple(line.get_xdata())) for line in axes.lines]
     assert found[:2] == [("copy", (512,)), ("cupynorm", (64, 128))]
     assert [widths for _, widths in found[2:]] == [(256, 512), (1024,)]
-    assert all(name.startswith("_") for name, _ in found[2:])  # in the legend once
+    assert all(name.startswith("_") for name, _ in found[2:])  # a name is in the legend once
     ticks = [tick.get_text() for tick in axes.get_xticklabels()]
     assert ticks == ["64", "128", "256, M = 32768", "512, M = 32768", "1024, M = 8192"]
 
@@ -284,7 +285,7 @@ def test_decoding_is_drawn_over_the_limit_a_panel_a_width(synthetic) -> None:
         for axes in figure.axes
     }
     ours, quack, eager = plots.COLOURS[0], plots.COLOURS[4], plots.COLOURS[9]
-    # By their places among the numbers of rows, 1, 8, 64 and 512; the copy is the faster one.
+    # A point is at its place among the row counts 1, 8, 64 and 512. The faster copy counts.
     assert found == {
         "N = 1024": [(colour, [(2, 1.25), (3, 1.25)]) for colour in (ours, quack)],
         "N = 4096": [
@@ -303,12 +304,12 @@ def test_decoding_is_drawn_over_the_limit_a_panel_a_width(synthetic) -> None:
     assert figure.get_supylabel() == "time over the copy's"
     names = [text.get_text() for text in figure.legends[0].get_texts()]
     assert names == ["copy", "cupynorm", "quack", "torch eager"]
-    # One that lacks a width stands in the legend where it does in the tables.
+    # A backend that lacks a width has the same place in the legend as in the tables.
     face = [r | {"backend": "cupynorm (torch)"} for r in own if r["cols"] == 4096]
     (legend,) = plots.decoding("rms_norm forward", own + limits + missing + face).legends
     names = [text.get_text() for text in legend.get_texts()]
     assert names == ["copy", "cupynorm", "cupynorm (torch)", "quack"]
-    # Of cupynorm all is shown.
+    # cupynorm is always shown in full.
     late = decoding_record(first, 512, 1024, 9.0)
     behind = plots.decoding("rms_norm forward", [*own, *limits, *slow, late])
     assert behind.axes[0].get_ylim() == (0.95, 2.3)
@@ -570,7 +571,7 @@ def test_the_headline_has_a_table_a_pass_and_says_below_them_what_is_missing(
     expected = [(norm, group) for group in groups for norm in ("RMSNorm", "LayerNorm")]
     for table in (forward, backward):
         assert re.findall(r"^\| (\w+Norm), (.*?) \|", table, re.MULTILINE) == expected
-    # By the shapes with both: of the first two, which are not of decoding, quack failed at one.
+    # By the shapes that both have. quack failed at one of the first two, which are not decoding.
     cell = dict(results.by_problem(measured))[first]
     ratio = results.seconds(cell["quack"]) / results.seconds(cell["cupynorm"])
     head, _, row, *_ = forward.strip().split("\n")
@@ -621,7 +622,7 @@ def test_rows_and_bars_are_in_the_order_of_the_set_whatever_was_measured_first(
         first = synthetic["measurements"][0] | {"rows": rows, "cols": cols}
         return [first | {"backend": name} for name in ("cupynorm", "quack")]
 
-    # 7x256 is in no set.
+    # No set has 7x256.
     shapes = [(7, 256), (32768, 2048), (32768, 512), (32768, 1024)]
     found = rows([record for shape in shapes for record in records(*shape)])
     assert found == bars == ["32768x512", "32768x1024", "32768x2048", "7x256"]
@@ -758,7 +759,7 @@ def test_a_reason_that_was_cut_says_so(words, left_out, mark, tmp_path) -> None:
 
 
 def changed(synthetic: dict, factor: float) -> dict:
-    """Return the results with cupynorm's kernels slower by a factor on one shape."""
+    """Return the results, with cupynorm's kernels slower by a factor on one shape."""
     new = copy.deepcopy(synthetic)
     record = next(r for r in new["measurements"] if r["backend"] == "cupynorm")
     record["times"]["kernels"] = {
@@ -788,7 +789,7 @@ def test_comparison_of_a_recorded_file_with_itself_changed_by_known_factors(
     old = results.load(RECORDED)
     assert not any(change.moved for change in compare.compare(old, old))
     assert compare.drift(old, old)[1:] == (1, 1)
-    # A small problem on which nobody but the limits is left.
+    # On one small problem, only the limits are left.
     limited = next(results.problem_of(r) for r in old["measurements"] if r["rows"] == 64)
     old["measurements"] = [
         record
@@ -801,16 +802,16 @@ def test_comparison_of_a_recorded_file_with_itself_changed_by_known_factors(
     large = [cell for p, cell in cells.items() if p.rows == 32768 and not summary.small(cell)]
     tiny = [cell for cell in cells.values() if summary.small(cell)]
     slowed(large[0]["limit, CuPy"], 1.25)
-    slowed(large[0]["cupynorm"], 1.2)  # not moved: its limit did by more
+    slowed(large[0]["cupynorm"], 1.2)  # not moved: its limit moved by more
     slowed(tiny[0]["limit, torch"], 1 / 1.2)
     slowed(tiny[0]["limit, CuPy"], 1.02)
-    slowed(tiny[0]["cupynorm"], 1.15)  # not: one of its limits moved by more
-    slowed(large[1]["cupynorm"], 1.1)  # moved: beyond its own limit and its spread
+    slowed(tiny[0]["cupynorm"], 1.15)  # not moved: one of its limits moved by more
+    slowed(large[1]["cupynorm"], 1.1)  # moved: more than its own limit and its spread
     slowed(large[2]["cupynorm"], 1 / 1.2)  # moved
-    slowed(tiny[1]["cupynorm"], 1.15)  # moved, by less than the limit of another small one
+    slowed(tiny[1]["cupynorm"], 1.15)  # moved: by less than the limit of another small one
     limits = [r for r in new["measurements"] if r["backend"] == "limit, CuPy"]
     alone = next(r for r in limits if results.problem_of(r) == limited)
-    slowed(alone, 1.19)  # though nobody else was measured on it
+    slowed(alone, 1.19)  # though only limits were measured on it
     found = compare.drift(old, new)
     assert found[1:] == (1, 1)
     asked = [*(results.problem_of(cell["cupynorm"]) for cell in (large[0], tiny[0])), limited]
@@ -845,7 +846,7 @@ def test_a_problem_without_its_limit_is_held_against_the_limits_of_its_size(
         slowed(size[0]["cupynorm"], bound - 0.02)
         slowed(size[1]["cupynorm"], bound + 0.02)
     _, small, large = compare.drift(old, new)
-    # Roughly: which of a limit's times counts may change with their length.
+    # Roughly, since the length of a limit's times may change which of them counts.
     assert (small, large) == pytest.approx((1.45, 1.18), abs=0.01)
     changes = list(compare.compare(old, new, ("cupynorm",)))
     beyond = {results.problem_of(size[1]["cupynorm"]) for size in sizes}

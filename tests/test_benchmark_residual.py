@@ -1,4 +1,4 @@
-"""The benchmark of a residual: what it checks, on NumPy arrays and on torch's of the CPU."""
+"""The benchmark of a residual: what it checks, on NumPy arrays and on torch's CPU tensors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def problem_of(norm: str, direction: str) -> OfSum:
 
 
 class OursOnHost(residual.Ours):
-    """On NumPy arrays."""
+    """Runs on NumPy arrays."""
 
     def synchronize(self) -> None: ...
 

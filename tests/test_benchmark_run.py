@@ -1,4 +1,4 @@
-"""The benchmark's command lines: what is run, resumed, refused and said."""
+"""The benchmark's command lines: what they run, resume, refuse and print."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_options_that_select_nothing_say_why(arguments, message, capsys) -> None
 
 
 def test_commands_of_the_readme_are_understood(tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)  # where no results file is
+    monkeypatch.chdir(tmp_path)  # where there is no results file
     text = README.read_text(encoding="utf-8")
     command = r"^(?:CUDA_VISIBLE_DEVICES=\d )?python -m benchmarks\.run (.+)$"
     commands = re.findall(command, text, re.MULTILINE)
@@ -94,7 +94,7 @@ def test_a_file_that_is_there_is_not_overwritten(tmp_path, capsys) -> None:
 @pytest.mark.parametrize("module", [run, relu, regimes, calls])
 def test_what_needs_a_gpu_says_so(module, monkeypatch, tmp_path, capsys) -> None:
     monkeypatch.setattr(module, "gpu_problem", lambda: "a test hides it")
-    monkeypatch.setitem(sys.modules, "cupy", None)  # nothing asks it for a device
+    monkeypatch.setitem(sys.modules, "cupy", None)  # so that nothing asks it for a device
     arguments = ("float32", "float32") if module is calls else ([str(tmp_path / "results.json")],)
     assert module.main(*arguments) == 1
     assert capsys.readouterr().out == "There is nothing to time: a test hides it.\n"
@@ -119,7 +119,7 @@ def test_workers_compile_only_what_is_left(monkeypatch, tmp_path) -> None:
     pool = SimpleNamespace(free_all_blocks=lambda: None)
     fake = SimpleNamespace(get_default_memory_pool=lambda: pool)
     monkeypatch.setitem(sys.modules, "cupy", fake)
-    monkeypatch.setattr(os, "environ", dict(os.environ))  # run tells JAX where to cache
+    monkeypatch.setattr(os, "environ", dict(os.environ))  # run sets JAX's cache folder
     monkeypatch.setattr(_bench, "inputs", lambda *_: {})
     monkeypatch.setattr(run, "gpu_problem", lambda: None)
     monkeypatch.setattr(run, "discover", lambda _: ({"quack": Compiling()}, {}))
@@ -191,7 +191,7 @@ def test_what_is_tuned_is_compiled_ahead_after_all_else(monkeypatch) -> None:
     monkeypatch.setattr(run, "discover", lambda _: (found, {}))
     chosen = list(problems.select("quick"))
     half = len(chosen) // 2
-    for share in (0, 1):  # of equal work
+    for share in (0, 1):  # both have equal work
         run.compile_share(chosen, set(), share, 2, None)
         assert compiled == ["quack", "liger"] * half + ["torch.compile"] * half
         compiled.clear()
@@ -199,7 +199,7 @@ def test_what_is_tuned_is_compiled_ahead_after_all_else(monkeypatch) -> None:
 
 @pytest.fixture
 def on_numpy(monkeypatch) -> list:
-    """Have runs measure two backends on NumPy arrays; return those whose first call is timed."""
+    """Make runs measure two backends on NumPy arrays. Return those whose first call is timed."""
 
     class Emulated(FakeBackend):
         name = "cupynorm (as on sm_80)"
@@ -286,7 +286,7 @@ def test_a_run_without_memory_for_inputs_says_so_and_goes_on(
     stopped = results.load(path)
     assert not stopped["complete"]
     assert [record["cols"] for record in stopped["measurements"]] == [8, 8]
-    if room:  # in a new process
+    if room:  # as in a new process
         monkeypatch.setattr(_bench, "inputs", inputs)
     assert run.main(arguments) == 0
     resumed = results.load(path)
@@ -357,7 +357,7 @@ def test_a_run_on_another_gpu_is_not_resumed(tmp_path, on_numpy, monkeypatch) ->
 
 def test_comparison_warns_where_the_method_differs(tmp_path, on_numpy, capsys) -> None:
     synthetic = results.load(SYNTHETIC)
-    assert "method" not in synthetic  # older than the field: method 1
+    assert "method" not in synthetic  # older than the field, so method 1
     path = tmp_path / "new.json"
     assert run.main([str(path), "--tables", "throughput", *NARROW]) == 0
     begun = results.load(path)
@@ -403,7 +403,7 @@ def test_a_first_call_that_was_stopped_before_the_warm_one_is_made_again(
     assert run.main(arguments) == 0
     whole = results.load(path)
     lone = {"backend": "quack", "cache": "cold", "reason": "of an earlier cache"}
-    other = {"backend": "liger", "cache": "cold"}  # not there to be measured now
+    other = {"backend": "liger", "cache": "cold"}  # not available now
     results.save(whole | {"first_calls": [other, lone]}, path)
     assert run.main(arguments) == 0
     assert results.load(path)["first_calls"] == [other, *whole["first_calls"]]
@@ -477,7 +477,7 @@ def test_the_live_table_shows_the_progress_and_the_newest_rows() -> None:
                 record = asdict(problem) | {"bytes": problem.bytes, "backend": name}
                 records.append(record | outcome | {"times": times})
             display.finished(problem)
-        # One measured again later, as by what tunes, is among the newest.
+        # A problem measured again later, as tune does, is among the newest.
         display.begin(chosen[0], "torch.compile")
         records.append(records[0])
         display.begin(chosen[0], "torch.compile")
@@ -498,7 +498,7 @@ def test_the_live_table_shows_the_progress_and_the_newest_rows() -> None:
     with Display({"measurements": records}, backends, len(chosen), narrow) as display:
         display.begin(chosen[0], "cuDNN")
     shown = narrow.file.getvalue()
-    assert "…" not in shown  # whole columns, as many as there is room for
+    assert "…" not in shown  # only whole columns, as many as fit
     assert "quack" in shown
     assert "eager" not in shown
 
@@ -510,7 +510,7 @@ def test_bench_without_gpu_says_so(monkeypatch, capsys) -> None:
 
 
 def bench_on_numpy(monkeypatch, wrong: str = "") -> list[str]:
-    """Have bench run on NumPy arrays, one output off; return the list of what it will do."""
+    """Make bench run on NumPy arrays, with one output off. Return the list of what it does."""
     done = []
 
     class NotingClock(FakeClock):
@@ -618,7 +618,7 @@ def test_relu_is_measured_beside_the_plain_norm(tmp_path, monkeypatch) -> None:
         for name in ("plain", "relu"):
             assert cell[name]["status"] == "ok", cell[name]
             assert set(cell[name]["times"]) == {"call", "kernels"}
-        # cuDNN has the graph in float32 alone, if it is installed and new enough.
+        # cuDNN has the graph in float32 only, and only if it is installed and new enough.
         if problem.dtype == "float32" and "cuDNN" in cell:
             assert cell["cuDNN"]["status"] != "wrong", cell["cuDNN"]
             assert list(cell["cuDNN"].get("errors", ())) in ([], list(cell["relu"]["errors"]))

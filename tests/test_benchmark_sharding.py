@@ -40,7 +40,7 @@ def test_sharding_lists_what_is_exchanged_and_how_it_scales(tmp_path) -> None:
     for (kind, count), record in found.items():
         assert record["forward"]["collectives"] == []
         assert record["layers"] == 3
-        exchanged = " ".join(record["step"]["collectives"])  # XLA may send some as one
+        exchanged = " ".join(record["step"]["collectives"])  # XLA may join some
         assert exchanged.count("f32[64]") == (3 if count > 1 else 0)
         assert set(re.findall(r"all-\w+", exchanged)) <= {"all-reduce"}
         one, work = found[kind, 1], count if kind == "weak" else 1

@@ -1,4 +1,4 @@
-"""benchmarks.tune: the rows of the tuning tables, each of which a measurement tells apart."""
+"""benchmarks.tune: a measurement tells apart each row of the tuning tables."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_each_row_has_a_case() -> None:
 
 @pytest.mark.parametrize("key", ROWS)
 def test_each_candidate_of_a_row_changes_a_layout(key: str) -> None:
-    """What leaves all layouts as they are measures nothing, and so does a shape that stays."""
+    """A candidate that leaves all layouts alone measures nothing, nor does a shape that stays."""
     told_apart = [tune.differing(key, problem) for problem in tune.problems_of(key)]
     assert all(told_apart)
     assert all(any(choice in found for found in told_apart) for choice in CASES[key][1])
@@ -66,7 +66,7 @@ def test_the_layout_told_is_that_of_the_case() -> None:
 
 
 def test_candidates_are_captured_with_their_choice_and_the_winner_is_told(monkeypatch) -> None:
-    """Timing is replaced: what is timed is the layout that was chosen while it was captured."""
+    """Timing is replaced: what is timed is the layout that was chosen during its capture."""
     monkeypatch.setattr(tune.CuPyBackend, "capture", lambda self, problem, _: tune.layout(problem))
     monkeypatch.setattr(tune.CuPyBackend, "release", lambda self: None)
     captured = []

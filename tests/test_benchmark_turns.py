@@ -1,4 +1,4 @@
-"""benchmarks.turns: checkouts beside each other in one process."""
+"""benchmarks.turns: several checkouts in one process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cupynorm._bench import Problem
 
 @pytest.fixture
 def checkouts(tmp_path: Path) -> list[Path]:
-    """Two folders whose cupynorm says whose it is, by a module that is imported at the call."""
+    """Two folders with a cupynorm that names its folder, by a module imported at the call."""
     bench = """
 def ours(problem, inputs):
     def call():
@@ -42,7 +42,7 @@ def test_checkouts_lie_beside_each_other_in_one_process(checkouts, tmp_path) -> 
             assert checkout.prepare(None, {}).run() == (checkout.root.name,)
         assert {n: m for n, m in sys.modules.items() if "cupynorm" in n} == before
     with pytest.raises(ValueError, match="must have a package cupynorm in it"):
-        turns.Checkout(tmp_path)  # it has checkouts in it
+        turns.Checkout(tmp_path)  # this folder only contains the checkouts
     assert sys.modules["cupynorm"] is before["cupynorm"]
 
 

@@ -1,6 +1,7 @@
-"""Every wrong argument, its error, and proof that nothing was written; then what must be accepted.
+"""Every wrong argument, its error, and proof that nothing was written. Then what must be accepted.
 
-The tables name an argument by its parameter, and are applied to every public function that has it.
+The tables name an argument by its parameter. Each applies to every public function that has the
+parameter.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def parameters(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def correct(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return a correct call's arrays; outputs hold a value that no result has."""
+    """Return a correct call's arrays. Outputs hold a value that no result has."""
     rng = np.random.default_rng(0)
     shapes = {"weight": SHAPE[-1:], "bias": SHAPE[-1:], "mean": SHAPE[:-1], "rstd": SHAPE[:-1]}
     arrays = {name: rng.random(shapes.get(name, SHAPE), np.float32) for name in ARRAYS}
@@ -65,7 +66,7 @@ def read_only(*shape: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Wrong:
-    """Changes to a correct call, the error they make, and words that its message must hold."""
+    """Changes to a correct call, the error they cause, and words that its message must contain."""
 
     changes: dict[str, Any]
     error: type[Exception]
@@ -176,7 +177,7 @@ WRONG = [
     ),
     wrong(ValueError, "weight", "(4,)", "(3,)", weight=zeros(3)),
     *(
-        # By axis=None, two readings that differ.
+        # axis=None has two readings here, and they differ.
         Wrong(
             {"weight": None} | {name: zeros(*shape)},
             ValueError,
@@ -218,7 +219,7 @@ WRONG = [
         for name in ("dy", "out", "dx", "residual", "residual_out", "dresidual_out")
     ),
     *(
-        # What NumPy would broadcast is wrong as well.
+        # Shapes that NumPy would broadcast are wrong too.
         wrong(ValueError, name, str(SHAPE), "(3, 4)", **{name: zeros(3, 4)})
         for name in ("dy", "out", "dx", "residual", "residual_out", "dresidual_out")
     ),
@@ -650,11 +651,11 @@ def test_warmup_loads_the_kernels_of_few_rows_and_of_many(monkeypatch: pytest.Mo
     names = [kernel.name for kernel in loaded[6:]]
     alone, many = ["norm_backward_in_registers"], ["norm_backward_pipelined", "reduce_partials"]
     few_and_columns = [*alone, "norm_backward_in_registers_columns"]
-    few_and_sums = [*alone, "reduce_partials"]  # for a dx given
+    few_and_sums = [*alone, "reduce_partials"]  # for a given dx
     assert names[: len(names) // 2] == [*alone, *few_and_columns, *many, *few_and_sums]
-    assert names[len(names) // 2 :] == names[: len(names) // 2]  # without a gradient of the bias
+    assert names[len(names) // 2 :] == names[: len(names) // 2]  # without the bias gradient
 
-    # 12 multiprocessors have 96 rows at once, 8 a block; a row a block is for 64.
+    # 12 multiprocessors run 96 rows at once, 8 a block. One row a block is for up to 64 rows.
     loaded.clear()
     cupynorm.warmup("layer_norm", 1024, "float32", "float32")
     names = [k.name for k in loaded if "forward" not in k.file]
@@ -663,7 +664,7 @@ def test_warmup_loads_the_kernels_of_few_rows_and_of_many(monkeypatch: pytest.Mo
     loaded.clear()
     cupynorm.warmup("rms_norm", 4096, "float32", "float32")
     names = [kernel.name for kernel in loaded[4:]]
-    beside_columns = alone * 2  # of up to 64 rows and of up to 69, in the same kernel
+    beside_columns = alone * 2  # for up to 64 rows and up to 69, with the same kernel
     assert names == [*alone, *beside_columns, *many, *few_and_sums]
 
 

@@ -1,10 +1,13 @@
-"""NVRTC compiles the configurations for every supported architecture, with no GPU present.
+"""NVRTC compiles the configurations for every supported architecture, without a GPU.
 
-With CUPYNORM_THOROUGH=1 these are, with clusters (sm_90), the configurations of whole packs of
-bfloat16, each by the operation that takes the most registers, a quarter of those that are moved by
-less, and an eighth of those of other dtypes; without clusters (sm_80) an eighth of them. Else they
-are half of these on sm_80, and on sm_90 a quarter, with all of kinds that are known to spill, or
-wait for another kernel. For the other architectures it is a 16th of what takes the most.
+With CUPYNORM_THOROUGH=1, these are compiled for sm_90, which has clusters: all configurations of
+whole bfloat16 packs, each by the operation that takes the most registers; a quarter of those that
+are moved in smaller pieces; an eighth of those of other dtypes. For sm_80, which has no clusters,
+it is an eighth of all.
+
+Without it, sm_80 gets half of these, and sm_90 a quarter. On sm_90 none of these are left out if
+they are of kinds that are known to spill or that wait for another kernel. The other architectures
+get a 16th of what takes the most registers.
 """
 
 from __future__ import annotations
@@ -60,16 +63,16 @@ from cupy.cuda import nvrtc
 Spec = TypeVar("Spec")
 Config = TypeVar("Config")
 
-# sm_86 and sm_89 have the machine code of sm_80, in blocks of less shared memory.
+# sm_86 and sm_89 have the machine code of sm_80, with less shared memory for a block.
 ARCHITECTURES = ("75", "80", "90", "100", "120")
 
-# What CuPy adds to the options of every compilation.
+# CuPy adds these options to every compilation.
 CUPY_OPTIONS = ("-ftz=true", "--device-as-default-execution-space")
 
-# One width for each regime and number of packs a thread holds, in packs: sub-warp, warp, several
-# teams in a block, one team of the most threads, a cluster, streaming. The last are what fills the
-# registers; row_threads alone changes the addresses, not what a thread holds. 97 and 2000 are no
-# full rows.
+# One width in packs for each regime and each number of packs a thread holds: sub-warp, warp,
+# several teams in a block, one team of the most threads, a cluster, streaming. The last of these
+# fill the registers. row_threads alone changes only addresses, not what a thread holds. 97 and 2000
+# are not full rows.
 PACKS = (8, 32, 97, 128, 1024, 2000, 8192, 40_000)
 
 
@@ -84,11 +87,11 @@ def widest(x: str) -> tuple[str, ...]:
 
 
 def instantiations(architecture: int) -> list[Instantiation]:
-    # Elsewhere the code is that of one of these two in other instructions: a sixteenth of what
-    # takes the most registers, and without clusters an eighth, for compiling is a third of CI's
-    # time. Of what spills nearly all is of 16 bits. That of float16 is that of bfloat16 but for its
-    # conversions and a few layouts: with clusters alone, and not where single elements are moved,
-    # which takes longest to compile: twice as long as whole packs.
+    # Elsewhere the code is that of one of these two in other instructions. So a sixteenth of what
+    # takes the most registers is compiled there, and an eighth without clusters: compiling is a
+    # third of CI's time. Nearly all code that spills is for 16 bits. The float16 code is the
+    # bfloat16 code except for its conversions and a few layouts. So float16 is only compiled with
+    # clusters, and not where single elements are moved, which takes twice as long as whole packs.
     every = architecture in (80, 90)
     kernels: dict[Instantiation, None] = {}
 
@@ -112,19 +115,20 @@ def instantiations(architecture: int) -> list[Instantiation]:
     ):
         weight, bias, y, dy = operands(x)
         length = pack_length(x)
-        # LayerNorm takes more than RMSNorm; shorter rows have the same kernels with fewer threads.
+        # LayerNorm takes more than RMSNorm. Shorter rows have the same kernels with fewer threads.
         if operands is widest and (packs < 1024 or norm == "rms_norm"):
             continue
-        # The ReLU where it takes registers beside the most, and once where lanes share a byte.
+        # The ReLU where most registers are taken already, and once where lanes share a byte.
         relus = (False,)
         if packs >= 1024 or packs == 8:
             relus = (True, False) if every else (True,)
         forward = [ForwardSpec(norm, x, weight, bias, y, True, True, relu) for relu in relus]
         backward = [BackwardSpec(norm, x, dy, weight, bias, True, relu) for relu in relus]
         add(packs * length, (length,), forward, backward)
-        # At any address: RMSNorm's fill their packs, LayerNorm's, which take more, do not, as most.
+        # At any address. RMSNorm's rows fill their packs. LayerNorm's, which take more registers,
+        # do not, like most rows.
         add(packs * length - (norm == "layer_norm"), (1,), forward, backward)
-    # A residual of each width beside x, in each regime; elsewhere the widest.
+    # x with a residual of each width, in each regime. Elsewhere only the widest residual.
     dtypes = ("bfloat16", "float32") if architecture == 90 else ("bfloat16",)
     for norm, branch, residual, packs in itertools.product(
         ("rms_norm", "layer_norm"),
@@ -150,8 +154,8 @@ def instantiations(architecture: int) -> list[Instantiation]:
         for bias in (None, "float32"):
             gradients = BackwardSpec(norm, x, x, None, bias, False, False)
             add(4096, (pack_length(x),), (), [gradients])
-    # What fills its packs: 3, 5 and 7 of them a thread, and teams of other sizes. What does not and
-    # begins at no lines: in clusters of 2, 3 packs a thread and 6, and of 8.
+    # Rows that fill their packs: 3, 5 and 7 packs a thread, and teams of other sizes. Rows that do
+    # not, and do not begin at lines: 3 and 6 packs a thread in clusters of 2, and clusters of 8.
     at_no_lines = (2501, 5143, 8193)
     plain, zero_centered, relu, both = (False, False), (True, False), (False, True), (True, True)
     for x, packs, (norm, bias) in itertools.product(
@@ -167,9 +171,9 @@ def instantiations(architecture: int) -> list[Instantiation]:
         if packs in at_no_lines:
             continue
         add(packs * length - (norm == "layer_norm"), (1,), forward, backward)
-        if packs in (40, 160, 576, 1152, 2304):  # accesses of 8 bytes
+        if packs in (40, 160, 576, 1152, 2304):  # moved by accesses of 8 bytes
             add(packs * length - length // 2, (length // 2,), forward, backward)
-    # RMSNorm's rows that stay in registers: 2, 3, 5 and 6 packs a thread, by one to four blocks.
+    # RMSNorm's rows that stay in registers: 2, 3, 5 and 6 packs a thread, in one to four blocks.
     for x, packs, bias in (
         *(("bfloat16", packs, None) for packs in (640, 672, 1472, 1536, 1664, 5120)),
         *(("float32", packs, None) for packs in (672, 1536, 5120)),
@@ -177,9 +181,9 @@ def instantiations(architecture: int) -> list[Instantiation]:
     ):
         kept = BackwardSpec("rms_norm", x, x, "float32", bias, True, False)
         add(packs * pack_length(x), (pack_length(x),), (), [kept])
-    # Rows that begin at no lines and leave L1 no room: LayerNorm's by 7 packs a thread, in a block
-    # and in two, by 448 threads and, forward, by two clusters at once; RMSNorm's that come by way
-    # of it as well.
+    # Rows that do not begin at lines and leave no room in L1. LayerNorm's have 7 packs a thread, in
+    # a block and in two, by 448 threads and, forward, by two clusters at once. RMSNorm's come
+    # through L1 too.
     for norm, packs in (*(("layer_norm", n) for n in (835, 1289, 3251)), ("rms_norm", 835)):
         x, bias = "bfloat16", "bfloat16" if norm == "layer_norm" else None
         for centred, clamped in (both, plain) if architecture == 90 else ():
@@ -188,7 +192,8 @@ def instantiations(architecture: int) -> list[Instantiation]:
         for centred, clamped in (both, plain):
             long = ForwardSpec("layer_norm", *4 * ("bfloat16",), centred, True, clamped)
             add(26008, (8,), [long])
-    # 16 packs of 8 bytes a thread, and of the longest rows 8 of 16; fewer, also at other addresses.
+    # 16 packs of 8 bytes a thread, and 8 of 16 for the longest rows. Fewer packs, also at other
+    # addresses.
     for packs in (750, 2500, 2900):
         eight = ForwardSpec("layer_norm", *4 * ("bfloat16",), True, True, True)
         add(packs * 8 - 4, (4,), [eight])
@@ -196,10 +201,10 @@ def instantiations(architecture: int) -> list[Instantiation]:
         for norm in ("rms_norm", "layer_norm"):
             short = ForwardSpec(norm, *4 * ("bfloat16",), True, True, True)
             add(packs * 8 - 4, (1, 4), [short])
-    # 14 of LayerNorm's float16; few rows in clusters.
+    # 14 packs for LayerNorm's float16. Few rows in clusters.
     add(15996, (4,), [ForwardSpec("layer_norm", *4 * ("float16",), True, True, True)])
     add(8188, (4,), [ForwardSpec("layer_norm", *4 * ("bfloat16",), False, True, False)])
-    # Cells of another size for dy than for x, with a weight held beside those of float32 or not.
+    # Cells of another size for dy than for x, with a float32 weight held or not.
     for (x, dy), packs in itertools.product(
         (("float32", "bfloat16"), ("bfloat16", "float32"), ("float32", "float32")),
         (17, 160, 640, 1300, 2304, 8192) if every else (),
@@ -208,8 +213,8 @@ def instantiations(architecture: int) -> list[Instantiation]:
         for norm, vector in (("layer_norm", 1), ("rms_norm", 1), ("layer_norm", 4 // ITEMSIZE[x])):
             mixed = BackwardSpec(norm, x, dy, "float32", "float32", True, False)
             add(packs * length - vector, (vector,), (), [mixed])
-    # 6 and 7 packs a thread of LayerNorm's rows that leave others empty, and of either norm's in
-    # clusters of 8; 5 in clusters, where full rows have the kernels of others.
+    # 6 and 7 packs a thread of LayerNorm's rows that leave others empty, and of either norm's rows
+    # in clusters of 8. 5 packs in clusters, where full rows have the kernels of others.
     for x, packs, bitmask in (
         *(("bfloat16", packs, False) for packs in (200, 800, 3000, 12288, 14336)),
         *(("float16", 3000, False), ("float32", 800, True), ("bfloat16", 2560, True)),
@@ -220,28 +225,28 @@ def instantiations(architecture: int) -> list[Instantiation]:
             BackwardSpec("rms_norm", x, x, "float32", None, True, bitmask),
         ]
         add(packs * length, (1, length), (), many)
-    # 8 packs a thread of LayerNorm, by 5 to 12 warps, and of few rows with weight and bias held.
+    # 8 packs a thread for LayerNorm, by 5 to 12 warps, and for few rows with weight and bias held.
     x = "bfloat16"
     choices = (both, plain) if every else (plain,)
     eights = [ForwardSpec("layer_norm", x, x, x, x, c, True, r) for c, r in choices]
     for packs in (1250, 3072):
         add(packs * 8, (8,), eights)
-    # 8 packs a thread of few rows with a ReLU, beside which most is held without a bias.
+    # 8 packs a thread for few rows with a ReLU. Without a bias, most is held.
     if every:
         clamped = [ForwardSpec("layer_norm", x, x, b, x, False, True, True) for b in (x, None)]
         for packs in (1250, 2000, 3072):
             add(packs * 8, (8,), clamped)
         add(8192, (4,), [ForwardSpec("layer_norm", *4 * ("float32",), True, True, True)])
         add(16384, (8,), [ForwardSpec("rms_norm", x, x, None, x, False, True, True)])
-    # LayerNorm of float16 by 9 to 16 warps, two blocks a multiprocessor.
+    # LayerNorm of float16, by 9 to 16 warps, with two blocks a multiprocessor.
     long = [ForwardSpec("layer_norm", "float16", *3 * ("float16",), c, True, r) for c, r in choices]
     for packs in (1664, 1984, 2048):
         add(packs * 8, (8,), long)
-    # 8 packs a thread of RMSNorm in registers.
+    # 8 packs a thread for RMSNorm in registers.
     for x, weight in itertools.product(("float32", "float16", "bfloat16"), ("float32", None)):
         eight = ForwardSpec("rms_norm", x, weight, None, x, False, True, False)
         add(2048 * pack_length(x), (1, pack_length(x)), [eight])
-    # 4 packs beside the weight held, by 64 registers or 80, of rows that fill them and others.
+    # 4 packs and the weight held, by 64 registers or 80, for rows that fill them and others.
     for n, weight, most in (
         (2696, "float32", True),
         (3072, "float32", False),
@@ -250,18 +255,18 @@ def instantiations(architecture: int) -> list[Instantiation]:
     ):
         held = ForwardSpec("rms_norm", "bfloat16", weight, None, "bfloat16", False, most, most)
         add(n, (8,), [held])
-    # By 64 registers: LayerNorm's 4 packs of float16, few rows of 8 of float32, and those whose
-    # threads are two; by 72 its 8 packs of bfloat16.
+    # By 64 registers: LayerNorm's 4 packs of float16, few rows of 8 packs of float32, and few rows
+    # whose threads stand for two each. By 72 registers: LayerNorm's 8 packs of bfloat16.
     for x, n in (
         *(("float16", 5632), ("float16", 10240), ("float32", 5120), ("float16", 12288)),
         *(("bfloat16", 16384), ("bfloat16", 14336), ("bfloat16", 18432)),
     ):
         add(n, (pack_length(x),), [ForwardSpec("layer_norm", *4 * (x,), False, True, False)])
-    # Of float64 RMSNorm's weight is held by 8 packs a thread.
+    # RMSNorm holds the weight of float64 rows in 8 packs a thread.
     x = "float64"
     for centred, clamped in (both, plain) if every else (plain,):
         add(4096, (2,), [ForwardSpec("rms_norm", x, x, None, x, centred, True, clamped)])
-    # Rows of float64, and of float32 those of two blocks or more, are copied in bulk from sm_90 on.
+    # From sm_90 on, rows of float64, and float32 rows of two blocks or more, are copied in bulk.
     for norm, (x, n), (centred, clamped) in itertools.product(
         ("rms_norm", "layer_norm"),
         (("float64", 768), ("float64", 4096), ("float32", 8192), ("float32", 16384)),
@@ -269,8 +274,8 @@ def instantiations(architecture: int) -> list[Instantiation]:
     ):
         bias = x if norm == "layer_norm" else None
         add(n, (pack_length(x),), (), [BackwardSpec(norm, x, x, x, bias, centred, clamped)])
-    # What 16 blocks stage in no other way, of LayerNorm with the bias in shared memory or,
-    # without a ReLU, of 8 packs of float32 held.
+    # Rows that 16 blocks stage in no other way: LayerNorm's with the bias in shared memory or,
+    # without a ReLU, with 8 packs of float32 held.
     for norm, x, packs, (centred, clamped) in itertools.product(
         ("rms_norm", "layer_norm"),
         ("float32", "bfloat16"),
@@ -288,7 +293,7 @@ def instantiations(architecture: int) -> list[Instantiation]:
                 biased = dataclasses.replace(longest, bias="float32", store_statistics=False)
                 config = forward_config(biased, n, vector, architecture)
                 kernels[forward_instantiation(biased, config)] = None
-    # Clusters of 16 blocks whose 4 packs of weight and bias are held, of full blocks and others.
+    # Clusters of 16 blocks that hold 4 packs of weight and bias, with full blocks and without.
     for packs, rest, y in ((30720, 0, "bfloat16"), (32768, 0, "bfloat16"), (32768, 8, "float32")):
         for centred, clamped in (plain, relu) if y == "bfloat16" else (both,):
             held = ForwardSpec(
@@ -296,7 +301,7 @@ def instantiations(architecture: int) -> list[Instantiation]:
             )
             config = forward_config(held, packs * 8 - rest, 8, architecture)
             kernels[forward_instantiation(held, config)] = None
-    # By a count: 16 blocks of 4 packs, two clusters of 16 at once, and 5 packs and more of float32.
+    # By a count: 16 blocks of 4 packs, two clusters of 16 at once, and 5 packs or more of float32.
     for norm, x, n in (
         *(("rms_norm", x, 32768 * pack_length(x)) for x in ("bfloat16", "float32")),
         *(("layer_norm", "float32", n) for n in (98304, 163840, 229376)),
@@ -306,7 +311,7 @@ def instantiations(architecture: int) -> list[Instantiation]:
             counted = ForwardSpec(norm, x, "float32", bias, x, centred, True, clamped)
             config = forward_config(counted, n, pack_length(x), architecture)
             kernels[forward_instantiation(counted, config)] = None
-    # What 16 blocks stage of 7 packs a thread spills most where there is least else.
+    # 16 blocks that stage 7 packs a thread spill most where they have least else to hold.
     for x, weight, y, centred in (
         ("bfloat16", "bfloat16", "bfloat16", False),
         ("bfloat16", "float32", "bfloat16", True),
@@ -316,7 +321,7 @@ def instantiations(architecture: int) -> list[Instantiation]:
         for vector in (1, 2, 4, 8):
             config = forward_config(seven, 7 * 65536, vector, architecture)
             kernels[forward_instantiation(seven, config)] = None
-    # Two clusters at once: 5 packs a thread with a ReLU, 6 and 7 without, which spill as those do.
+    # Two clusters at once: 5 packs a thread with a ReLU, 6 and 7 without, which spill like those.
     for (norm, x, packs, weight, y), rest in itertools.product(
         (
             *(("layer_norm", x, 5, "float32", x) for x in ("float32", "bfloat16")),
@@ -332,12 +337,12 @@ def instantiations(architecture: int) -> list[Instantiation]:
         most = packs < 7 and weight == "float32"
         two = ForwardSpec(norm, x, weight, bias, y, most, most, packs == 5)
         n = (256 * (2 if packs == 7 else 4) * packs - rest) * pack_length(x)
-        # Odd ones by 224 threads of 7, for which there is room.
+        # Odd rows by 224 threads of 7 packs, for which there is room.
         odd = n - 1 - (256 * pack_length(x) if packs == 7 else 0)
         for length, vector in ((n, 1), (n, pack_length(x)), (odd, 1)):
             config = forward_config(two, length, vector, architecture)
             kernels[forward_instantiation(two, config)] = None
-    # What spills most by cells, of 6 packs by two clusters and of 4 by one.
+    # These cells spill most: 6 packs by two clusters, 4 packs by one.
     always: dict[Instantiation, None] = {}
     for (weight, n, stored), centred in itertools.product(
         (("bfloat16", 163841, False), ("float32", 52827, True)), (False, True)
@@ -347,7 +352,7 @@ def instantiations(architecture: int) -> list[Instantiation]:
         )
         config = forward_config(spilling, n, 1, architecture)
         always[forward_instantiation(spilling, config)] = None
-    # What has a third stage for the weight that it holds, rows that fill their packs and others.
+    # Rows with a third stage for the weight they hold. Some fill their packs.
     for stored, (centred, clamped), packs in itertools.product(
         (False, True), (plain, zero_centered, relu), (9000, 16384)
     ):
@@ -379,14 +384,14 @@ def instantiations(architecture: int) -> list[Instantiation]:
             config = backward_config(strips[0], n, vector, architecture)
             if isinstance(config, BackwardColumnParallel):
                 add(n, (vector,), (), strips)
-    # What is streamed by two blocks a multiprocessor, of 32 registers a thread.
+    # Streamed by two blocks a multiprocessor, with 32 registers a thread.
     for x, zero_centered in itertools.product(("float32", "float16", "bfloat16"), (False, True)):
         for weight in ("float32", x) if zero_centered else ("float32", x, None):
             streamed = ForwardSpec("rms_norm", x, weight, None, x, zero_centered, True, False)
             for vector in (1, pack_length(x)):
                 config = forward_config(streamed, 4096 * pack_length(x), vector, architecture)
                 kernels[forward_instantiation(streamed, config)] = None
-    # What is streamed by clusters, of 64 registers a thread.
+    # Streamed by clusters, with 64 registers a thread.
     for norm, x, y in itertools.product(
         ("rms_norm", "layer_norm"), ("float32", "bfloat16"), ("float32", "bfloat16")
     ):
@@ -397,7 +402,7 @@ def instantiations(architecture: int) -> list[Instantiation]:
             kernels[forward_instantiation(streamed, config)] = None
 
     def is_one_of(kernel: Instantiation, number: int) -> bool:
-        """Choose by the kernel alone, so that others beside it change nothing."""
+        """Choose by the kernel alone, so that other kernels change nothing."""
         return zlib.crc32(str(kernel).encode()) % number == 0
 
     def is_scarce(kernel: Instantiation) -> bool:
@@ -410,7 +415,7 @@ def instantiations(architecture: int) -> list[Instantiation]:
         every_nth = 8
         if members["X"] == "bfloat16":
             every_nth = 1 if members["kVector"] == 8 else 4
-        # All that are short of registers or wait for another kernel.
+        # All kernels that are short of registers or wait for another kernel.
         if is_scarce(kernel) or kernel.overlaps:
             return every_nth
         return every_nth * one_in(4)
@@ -429,7 +434,7 @@ def members_of(kernel: Instantiation) -> dict[str, str | bool | int]:
 def forward_kernels(
     n: int, vector: int, architecture: int, *specs: ForwardSpec
 ) -> Iterator[Instantiation]:
-    """Yield the kernels of many rows, and those of few where they have some of their own."""
+    """Yield the kernels of many rows, and of few rows that have some of their own."""
 
     def configs(
         spec: ForwardSpec,
@@ -447,14 +452,14 @@ def forward_kernels(
 def backward_kernels(
     n: int, vector: int, architecture: int, *specs: BackwardSpec
 ) -> Iterator[Instantiation]:
-    """Yield the kernels of many rows and, of few with the most registers, their own."""
+    """Yield the kernels of many rows, and few rows' own kernels with the most registers."""
 
     def configs(spec: BackwardSpec) -> list[BackwardConfig]:
         config = backward_config(spec, n, vector, architecture)
         if not isinstance(config, BackwardPipelined):
             return [config]
-        # That of a lone row stores the weight gradients in another type: of whole packs alone, as
-        # those of single elements take longest to compile.
+        # A lone row's kernel stores the weight gradients in another type. It is compiled for
+        # whole packs only, since single elements take longest to compile.
         lone = int(vector != pack_length(spec.x))
         tiers = [few for _, few in few_rows_backward_configs(spec, config, architecture, 132)]
         beside_columns = [few for few in tiers if few.column_threads][-1:]
@@ -468,7 +473,7 @@ def backward_kernels(
 
 
 def columns_kernels(architecture: int) -> Iterator[Instantiation]:
-    """Yield those of few rows whose weight gradients further blocks sum, by each layout."""
+    """Yield kernels of few rows whose weight gradients other blocks sum, one for each layout."""
     dtypes = [("bfloat16", "float32"), ("float64", "float64")]
     if architecture == 90:
         dtypes += [("float16", "float16"), ("float32", "float32"), ("bfloat16", "float64")]
@@ -478,14 +483,14 @@ def columns_kernels(architecture: int) -> Iterator[Instantiation]:
         bias = weight if norm == "layer_norm" else None
         spec = BackwardSpec(norm, x, x, weight, bias, True, True)
         config = backward_config(spec, packs * pack_length(x), pack_length(x), architecture)
-        if isinstance(config, BackwardPipelined):  # on sm_75 the longest are streamed
+        if isinstance(config, BackwardPipelined):  # sm_75 streams the longest rows
             for _, few in few_rows_backward_configs(spec, config, architecture, 132):
                 if few.column_threads:
                     yield from backward_instantiations(spec, few)
 
 
 def several_rows_kernels(architecture: int) -> Iterator[Instantiation]:
-    """Yield those of several rows a block, by the most threads that a row of some lengths has."""
+    """Yield kernels of several rows a block, by the most threads that some row lengths have."""
     rows = [("bfloat16", "float32", packs) for packs in (128, 250, 256)]
     if architecture == 90:
         others = [("bfloat16", "bfloat16"), *((x, x) for x in ("float16", "float32", "float64"))]
@@ -511,7 +516,8 @@ def unlike(
 ) -> Iterator[tuple[Spec, Config]]:
     """Yield each configuration once, with the first of the operations that has it.
 
-    Given that of the most registers first, the others' kernels are its own without a part.
+    If the operation with the most registers comes first, the kernels of the others are its own
+    without a part.
     """
     known: list[Config] = []
     for spec in specs:
@@ -522,7 +528,7 @@ def unlike(
 
 
 def groups(kernels: list[Instantiation]) -> Iterator[tuple[Instantiation, ...]]:
-    """Yield the kernels of a file in groups, so that those of a group share its parsing."""
+    """Yield the kernels of a file in groups. A group is parsed once."""
     for file in {kernel.file: None for kernel in kernels}:
         own = [kernel for kernel in kernels if kernel.file == file]
         yield from (tuple(own[i : i + 24]) for i in range(0, len(own), 24))
@@ -537,7 +543,7 @@ class Compiled:
     cubin: bytes
 
 
-@functools.cache  # machine code is looked at of what was compiled for its registers
+@functools.cache  # tests of registers and of machine code share it
 def compiled(kernels: tuple[Instantiation, ...], architecture: str) -> Compiled:
     """Compile kernels of one file."""
     file = kernels[0].file
@@ -555,7 +561,7 @@ def compiled(kernels: tuple[Instantiation, ...], architecture: str) -> Compiled:
         _, *logs = str(nvrtc.getProgramLog(program)).split("Compiling entry function '")
         by_name = dict(log.split("'", maxsplit=1) for log in logs)
         symbols = {nvrtc.getLoweredName(program, e): kernel for kernel, e in expressions.items()}
-        # CuPy drops the last byte, for a terminating zero that a cubin has not.
+        # CuPy drops the last byte, as it expects a terminating zero. A cubin has none.
         cubin = nvrtc.getCUBIN(program) + b"\0"
         return Compiled({k: by_name[name] for name, k in symbols.items()}, symbols, cubin)
     finally:
@@ -563,26 +569,32 @@ def compiled(kernels: tuple[Instantiation, ...], architecture: str) -> Compiled:
 
 
 def kernels_with(name: str, **members: str) -> str:
-    """Return a pattern of the kernels of a name of which some members are as patterns say."""
+    """Return a pattern of kernels with this name. The patterns of members must match too."""
     return f"{name}<" + "".join(rf"(?=.*\b{key}=({value})[,>])" for key, value in members.items())
 
 
-# What is faster with what it spills, in bytes, than where it has the registers: LayerNorm of 18432
-# in the backward 205 us with the weight held, by smaller blocks 283, and 224, not 228, with the
-# sums of its rows in shared memory, beside which it spills 32 (H200). A ReLU and a 1 to be added
-# spill most. Beside messengers, which make strips sooner, the widest leave 16-bit rows that are
-# moved by single elements, or have a bitmask, too few registers. By cells rows take a third of the
-# time in the backward, and those of 16 blocks half in the forward. Where no asynchronous copy has a
-# policy, before sm_90, what several teams keep of addresses leaves a weight around zero that is
-# held beside a bitmask too few. By two clusters at once, 7 packs a thread, LayerNorm of 28672 takes
-# 234 us, by one 249; what 16 blocks hold of 16 bits, 5 packs a thread or more, would be read twice,
-# and of 4, weight and bias held, takes 547 us for 2048 rows of 262144, not 686, and storing float32
-# by sectors, where with a ReLU and a 1 to be added it spills 40, 246 us for 512, not 405. In the
-# backward 7 packs take 113 us for LayerNorm of 585 rows of 114688, where 4 take 123, and 6 or 7 at
-# addresses that allow only single elements have the bits of those; a weight held beside a bitmask
-# and 5 packs of two gradients spills 80 to 120 bytes where the compiler knows that the row fills
-# them. With the weight held beside cells LayerNorm of 13107 rows of 5197 float32, by 448 threads,
-# takes 235 us, without 239 (H200).
+# These kernels spill. Layouts that have enough registers are slower. SPILLED has the bytes. Times
+# are on an H200.
+# - LayerNorm of 18432, backward: 205 us with the weight held, 283 us by smaller blocks. With the
+#   sums of its rows in shared memory it spills 32 bytes, and takes 224 us, not 228.
+# - A ReLU and a 1 to be added spill most.
+# - Messengers make strips faster. With them the widest strips leave too few registers for 16-bit
+#   rows that are moved by single elements or have a bitmask.
+# - By cells, rows take a third of the time in the backward. By cells, rows of 16 blocks take half
+#   the time in the forward.
+# - Before sm_90 no asynchronous copy has a policy. There, several teams keep so many addresses that
+#   too few registers are left for a weight around zero that is held with a bitmask.
+# - By two clusters at once, with 7 packs a thread, LayerNorm of 28672 takes 234 us. By one cluster
+#   it takes 249 us.
+# - 16 blocks hold 16-bit rows, with 5 packs a thread or more, that would be read twice otherwise.
+#   With 4 packs, weight and bias held, 2048 rows of 262144 take 547 us, not 686. Storing float32 by
+#   sectors takes 246 us for 512 rows, not 405. It spills 40 bytes with a ReLU and a 1 to be added.
+# - With 7 packs, LayerNorm of 585 rows of 114688 takes 113 us in the backward. With 4 packs it
+#   takes 123 us. At addresses that allow only single elements, 6 or 7 packs have the same bits.
+# - A weight held with a bitmask and 5 packs of two gradients spills 80 to 120 bytes, if the
+#   compiler knows that the row fills the packs.
+# - With the weight held, LayerNorm of 13107 rows of 5197 float32, by cells and 448 threads, takes
+#   235 us. Without it takes 239 us.
 LAYER_NORM_BY_8_PACKS = kernels_with(
     "norm_forward_in_registers",
     X="bfloat16",
@@ -594,8 +606,8 @@ LAYER_NORM_BY_8_PACKS = kernels_with(
     kPackLength="8",
     kVector="8",
 )
-# On sm_120, where nothing was measured. By 640 threads a multiprocessor 20000 rows of 6004 take 127
-# us, by 512 135, 10000 of 12004 138 and 159 (bfloat16, H200).
+# On sm_120 nothing was measured. On an H200 with bfloat16, by 640 threads a multiprocessor and by
+# 512: 20000 rows of 6004 take 127 us and 135 us, 10000 rows of 12004 take 138 us and 159 us.
 LAYER_NORM_BY_PACKS_OF_8_BYTES = kernels_with(
     "norm_forward_in_registers",
     X="b?float16",
@@ -606,9 +618,10 @@ LAYER_NORM_BY_PACKS_OF_8_BYTES = kernels_with(
     kPackLength="4",
     kVector="4",
 )
-# By cells, of odd length: 5600 rows of 12001 take 106 us, 126 by 384 threads a multiprocessor, 6990
-# of 9599, which spill most, 98.7, and 99.6 where they spilled less, 14563 of 4607 90.6, 97.0 by 640
-# (bfloat16, float32 weight and bias, H200).
+# By cells, of odd length, with bfloat16 and float32 weight and bias on an H200: 5600 rows of 12001
+# take 106 us, and 126 us by 384 threads a multiprocessor. 6990 rows of 9599, which spill most, take
+# 98.7 us, and 99.6 us where they spilled less. 14563 rows of 4607 take 90.6 us, and 97.0 us by 640
+# threads.
 LAYER_NORM_BY_PACKS_OF_8_BYTES_ANYWHERE = kernels_with(
     "norm_forward_in_registers",
     X="bfloat16",
@@ -619,8 +632,8 @@ LAYER_NORM_BY_PACKS_OF_8_BYTES_ANYWHERE = kernels_with(
     kPackLength="4",
     kVector="[12]",
 )
-# Few rows by 64 registers: 512 of LayerNorm's 16384, whose threads are two each, take 13.6 us, not
-# 15.1, RMSNorm's 13.1, not 14.6 (bfloat16, H200).
+# Few rows by 64 registers, bfloat16 on an H200: 512 rows of LayerNorm's 16384, whose threads
+# stand for two each, take 13.6 us, not 15.1. RMSNorm's take 13.1 us, not 14.6.
 FOLDED = kernels_with(
     "norm_forward_in_registers",
     X="b?float16",
@@ -654,8 +667,9 @@ RMS_NORM_AT_ONCE = kernels_with(
     kFull="true",
     kVector="8",
 )
-# 11915 rows of 5632 take 66.6 us, 69.5 by 640 threads a multiprocessor, and with a float32 weight
-# 24892 of 2696 70.8, not 75.1 (bfloat16, H200). On other GPUs full rows alone are so.
+# bfloat16 on an H200: 11915 rows of 5632 take 66.6 us, and 69.5 us by 640 threads a multiprocessor.
+# With a float32 weight, 24892 rows of 2696 take 70.8 us, not 75.1. On other GPUs this is so for
+# full rows only.
 RMS_NORM_HOLDS_4_PACKS = kernels_with(
     "norm_forward_in_registers",
     X="bfloat16",
@@ -711,8 +725,8 @@ BY_CELLS = kernels_with(
     kPacksPerThread="[2-7]",
     kVector="[12]",
 )
-# Two that spill most of them, beside a bitmask and beside a float32 dy, and on sm_120 LayerNorm's
-# by 416 and 448 threads: nothing was measured there.
+# The two kernels that spill most of these, with a bitmask and with a float32 dy. On sm_120 also
+# LayerNorm's by 416 and 448 threads, where nothing was measured.
 CELLS_BESIDE_A_BITMASK = kernels_with(
     "norm_backward_pipelined",
     X="bfloat16",
@@ -770,13 +784,13 @@ HELD_BESIDE_CELLS = kernels_with(
     kPacksPerThread="3",
     kVector="1",
 )
-# Wide accesses side by side: LayerNorm takes 162 us, not 170, for 8192 rows of 10396 (H200).
+# Wide accesses: LayerNorm takes 162 us, not 170, for 8192 rows of 10396 (H200).
 BY_8_BYTES = "|".join(
     kernels_with("norm_backward_pipelined", X=x, kVector=vector)
     for x, vector in (("b?float16", "4"), ("float", "2"), ("double", "1"))
 )
-# 1000 rows of LayerNorm's 2000 with a bitmask and a float32 weight around zero take 12.6 us, 13.2
-# where they wait in shared memory, RMSNorm's 10.5 and 12.1 (bfloat16, H200).
+# bfloat16 with a bitmask and a float32 weight around zero, on an H200: 1000 rows of 2000 take 12.6
+# us for LayerNorm, and 13.2 us if they wait in shared memory. RMSNorm's take 10.5 us and 12.1 us.
 BY_1024_THREADS = kernels_with(
     "norm_backward_in_registers",
     X="b?float16|double",
@@ -823,8 +837,8 @@ STRIPS_WITH_BITMASK = "|".join(
     )
     for threads, rows in (("512", "[12]"), ("320", "4"))
 )
-# Beside what tells whether a row was out of range, of few rows with a bitmask and a weight around
-# zero, whose columns are summed beside them.
+# Few rows with a bitmask and a weight around zero, and the record of a row out of range. Other
+# blocks sum their columns.
 FEW_BESIDE_COLUMNS = kernels_with(
     "norm_backward_in_registers",
     X="bfloat16",
@@ -848,7 +862,8 @@ LAYER_NORM_BY_TWO_CLUSTERS = kernels_with(
     kCells="false",
     kVector="8",
 )
-# 410 rows of 163841 take 167 us, by one cluster 172, 680 of 98305 136 and 157 (bfloat16, H200).
+# bfloat16 on an H200: 410 rows of 163841 take 167 us, and 172 us by one cluster. 680 rows of 98305
+# take 136 us and 157 us.
 LAYER_NORM_BY_TWO_CLUSTERS_AND_CELLS = kernels_with(
     "norm_forward_pipelined",
     X="bfloat16",
@@ -858,8 +873,8 @@ LAYER_NORM_BY_TWO_CLUSTERS_AND_CELLS = kernels_with(
     kThroughL1="false",
     kVector="[12]",
 )
-# 5000 rows of 12289 take 130 us, 144 with the weight in shared memory (bfloat16, float32 weight and
-# bias, H200).
+# bfloat16 with float32 weight and bias, on an H200: 5000 rows of 12289 take 130 us, and 144 us with
+# the weight in shared memory.
 LAYER_NORM_HELD_BESIDE_CELLS = kernels_with(
     "norm_forward_pipelined",
     X="bfloat16",
@@ -908,8 +923,8 @@ LAYER_NORM_HELD_BY_16_BLOCKS = kernels_with(
     kCells="false",
     kVector="8",
 )
-# Beside a residual, of LayerNorm's rows of 4 packs with weight and bias held: 8 bytes where all is
-# of bfloat16, at 1.01 of the limit for 32768 rows of 16384 (H200), more where x is wider.
+# LayerNorm's rows of 4 packs with a residual, weight and bias held. They spill 8 bytes if all is
+# bfloat16, at 1.01 of the limit for 32768 rows of 16384 (H200), and more if x is wider.
 LAYER_NORM_BESIDE_A_RESIDUAL = kernels_with(
     "norm_forward_pipelined",
     Prologue="AddResidual",
@@ -954,7 +969,7 @@ SPILLED = {
     BY_16_BLOCKS_AND_CELLS: 40,
     LAYER_NORM_HELD_BY_16_BLOCKS: 40,
 }
-# RMSNorm of 13312 around zero, on sm_80, where nothing was measured.
+# RMSNorm of 13312 around zero, on sm_80. Nothing was measured there.
 AROUND_ZERO_ON_80 = kernels_with(
     "norm_backward_pipelined",
     X="bfloat16",
@@ -970,7 +985,7 @@ AROUND_ZERO_ON_80 = kernels_with(
     kFull="true",
     kVector="8",
 )
-# On sm_80, where nothing was measured.
+# On sm_80. Nothing was measured there.
 FEW_BY_1024_THREADS_ON_80 = kernels_with(
     "norm_backward_in_registers",
     X="bfloat16",
@@ -983,8 +998,8 @@ FEW_BY_1024_THREADS_ON_80 = kernels_with(
     kFull="false",
     kVector="8",
 )
-# Few rows of float32 whose 8 packs, weight and bias are held, on sm_100 and sm_120, where nothing
-# was measured.
+# Few rows of float32 with 8 packs, weight and bias held, on sm_100 and sm_120. Nothing was measured
+# there.
 FEW_OF_8_PACKS = kernels_with(
     "norm_forward_in_registers",
     X="float",
@@ -1009,9 +1024,9 @@ SPILLED_ON = {
     "100": {RMS_NORM_HOLDS_4_PACKS: 16, FEW_OF_8_PACKS: 32},
     "120": ON_120,
 }
-# That is what NVRTC 12.9 does, the last of CUDA 12, which CI has. Others spill elsewhere as well:
-# 13.0 in two of these kernels, of sm_100 and sm_120, 4 bytes, 13.2 and 13.5 in five, of sm_90, up
-# to 96.
+# These bytes are those of NVRTC 12.9, the last version of CUDA 12, which CI has. Other versions
+# also spill elsewhere: 13.0 spills 4 bytes in two of these kernels, on sm_100 and sm_120. 13.2 and
+# 13.5 spill up to 96 bytes in five, on sm_90.
 BY_NVRTC = (12, 9)
 BY_OTHERS = 96
 
@@ -1036,16 +1051,16 @@ def test_no_configuration_spills_but_by_choice(architecture: str) -> None:
         local = int(re.search(r"(\d+) bytes stack frame", log)[1])
         allowed = {"": least} | SPILLED | SPILLED_ON.get(architecture, {})
         most = max(n for kind, n in allowed.items() if re.match(kind, str(kernel)))
-        # Registers are handed to a warp in eights.
+        # A warp gets registers in eights.
         too_many = -(-registers // 8) * 8 * kernel.block_threads > 65536
-        an_array = local > max(spilled) + 8  # a frame is of whole 8 bytes
+        an_array = local > max(spilled) + 8  # a frame is in steps of 8 bytes
         if max(*spilled, local) > most or an_array or too_many:
             problems.append(f"{kernel}: {registers} registers, spills {spilled}, {local} local")
     assert not problems, "\n".join(problems)
 
 
 def disassembler() -> str | None:
-    """Return the path of nvdisasm, of a toolkit or of the wheel nvidia-cuda-nvdisasm."""
+    """Return the path of nvdisasm, from a toolkit or the wheel nvidia-cuda-nvdisasm."""
     spec = importlib.util.find_spec("nvidia")
     folders = spec.submodule_search_locations or () if spec else ()
     wheels = [str(path) for folder in folders for path in Path(folder).glob("cu*/bin")]
@@ -1096,10 +1111,10 @@ def test_what_is_held_is_asked_for_before_the_row_is_measured(
 
 
 def check_places_of_copies(kernel: Instantiation, code: str) -> None:
-    """Check that no part of a place is in a uniform register, where the policy is as well."""
-    copies = re.findall(r"(?:LDGSTS|UBLKCP)[^;]*", code)  # asynchronous, those in bulk as well
+    """Check that no part of a copy's address is in a uniform register: the policy is in one."""
+    copies = re.findall(r"(?:LDGSTS|UBLKCP)[^;]*", code)  # asynchronous copies, in bulk or not
     assert copies, str(kernel)
-    # The policy is the descriptor's: which of the copies have one does not show.
+    # The descriptor has the policy. It does not show which of the copies have one.
     wrong = [copy for copy in copies if ".128" in copy and re.search(r"\[R\d+\+UR", copy)]
     assert not wrong, f"{kernel}: {wrong[0]}"
 
@@ -1123,7 +1138,7 @@ def test_no_copy_with_a_policy_has_a_part_of_its_place_in_a_uniform_register(
     assert checked > most
 
 
-# By themselves: of what takes the most registers, as above, all strips have a bitmask.
+# By themselves: of the widest kernels above, all strips have a bitmask.
 @pytest.mark.skipif(disassembler() is None, reason="needs nvdisasm")
 @pytest.mark.parametrize("bitmask", [False, True])
 @pytest.mark.parametrize("architecture", ["90", "100"])
@@ -1159,8 +1174,8 @@ def test_kernels_wait_for_the_one_before_them(tmp_path: Path) -> None:
     for kernel, code in overlapping.items():
         before, *after = code.split("ACQBULK")
         assert after, str(kernel)
-        # What it reads of that one's, and all it writes, comes after the wait; the gradient of a
-        # bias alone needs nothing of it.
+        # A kernel reads the other's results, and writes anything, only after the wait. The gradient
+        # of a bias alone reads nothing of them.
         assert "STG" not in before, str(kernel)
         assert ("LDG" in after[-1]) == (kernel not in of_bias_alone), str(kernel)
         assert ("LDG" in before) == ("columns" in kernel.name), str(kernel)
@@ -1196,7 +1211,8 @@ def test_copies_in_bulk_see_their_mailboxes(architecture: str, n: int, tmp_path:
     kernel, _ = backward_instantiations(spec, config)
     before, *copied = disassembled((kernel,), tmp_path, architecture)[kernel].split("UBLKCP")
     assert copied, str(kernel)
-    # After the last mailbox was opened: each begins with a fence of its own.
+    # The fence must come after the last mailbox was opened: opening each one begins with a fence of
+    # its own.
     assert "FENCE.VIEW.ASYNC" in before.rpartition("SYNCS.EXCH")[2], str(kernel)
 
 

@@ -1,4 +1,4 @@
-"""What holds for every layout and plan; which layouts are chosen is in data/layouts.txt."""
+"""What holds for every layout and plan. data/layouts.txt has the layouts that are chosen."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ BACKWARD = tuple(
     if fields[3] is not None or not fields[5]
 )
 
-MOST = 300_000  # elements: longer rows than any but streaming kernels take
+MOST = 300_000  # elements. Only streaming kernels take longer rows
 
 
 def widths() -> st.SearchStrategy[int]:
-    """Draw N: each power of two as often as the next, or what fills its packs."""
+    """Draw N: each octave is as likely as the next, or N fills packs or warps."""
     octaves = st.integers(1, MOST.bit_length())
     any_length = octaves.flatmap(lambda o: st.integers(2 ** (o - 1), min(2**o, MOST)))
     packs = octaves.flatmap(lambda o: st.integers(1, 31).map(lambda i: min(2 ** (o - 1) * i, MOST)))
@@ -76,7 +76,7 @@ capabilities = st.sampled_from(ARCHITECTURES)
 
 
 def vectors(spec: Spec, n: int) -> list[int]:
-    """Return what `vector` may be: the powers of two that divide the pack and the row."""
+    """Return the values of `vector`: the powers of two that divide the pack and the row."""
     return [v for v in (1, 2, 4, 8) if pack_length(spec.x) % v == 0 and n % v == 0]
 
 
@@ -91,7 +91,7 @@ class Chosen(NamedTuple):
 
     @property
     def length(self) -> int:
-        """The elements of a pack: of rows in registers it may be one of 8 bytes."""
+        """The elements of a pack. For rows in registers a pack may have 8 bytes."""
         return int(getattr(self.config, "pack_length", pack_length(self.spec.x)))
 
     @property
@@ -102,7 +102,7 @@ class Chosen(NamedTuple):
 
 
 def every_layout(spec: Spec, n: int, architecture: int) -> Iterator[Chosen]:
-    """Yield the layouts of rows of n elements, of few as of many, at any address."""
+    """Yield the layouts of rows of n elements, for few and many rows, at any address."""
     for vector in vectors(spec, n):
         many = configure(spec, n, vector, architecture)
         few = list(few_rows(spec, n, many, architecture))
@@ -152,7 +152,7 @@ def holds_the_row_and_no_pack_is_idle(chosen: Chosen) -> None:
     room = tile * config.packs_per_thread
     assert room >= n, "the row does not fit"
     if config.cluster_blocks == 1 or isinstance(config, ForwardInRegisters):
-        # kernels/team.cuh compares no pack but the last with the row's end.
+        # kernels/team.cuh compares only the last pack with the row's end.
         assert tile * (config.packs_per_thread - 1) <= n, "a pack of each thread is idle"
     else:
         assert 2 * n > room, "half the blocks have nothing to do"
@@ -162,7 +162,7 @@ def holds_the_row_and_no_pack_is_idle(chosen: Chosen) -> None:
 
 
 def is_of_whole_warps_and_teams(chosen: Chosen) -> None:
-    """The conditions of kernels/team.cuh, and of clusters."""
+    """The conditions of kernels/team.cuh, and those of clusters."""
     config, team, cluster = chosen.config, chosen.team, chosen.config.cluster_blocks
     assert config.vector == chosen.vector
     assert cluster in (1, 2, 4, 8, 16)
@@ -182,7 +182,7 @@ def is_of_whole_warps_and_teams(chosen: Chosen) -> None:
     assert cluster == 1 or teams == 1
     of_warps = warps if isinstance(config, ForwardInRegisters) or cluster == 1 else 1
     assert cluster * of_warps * (1 + getattr(config, "folded", False)) <= 32, "a lane reads each"
-    if isinstance(config, ForwardPipelined) and cluster > 1:  # no larger than need be
+    if isinstance(config, ForwardPipelined) and cluster > 1:  # no larger than it must be
         assert chosen.n > cluster // 2 * 2048 * chosen.length
 
 
@@ -194,7 +194,7 @@ def leaves_each_thread_registers(chosen: Chosen) -> None:
         assert 1 <= threads <= 1024, "sm_75 holds no more"
     assert architectures.REGISTERS_PER_MULTIPROCESSOR // threads >= 64
     if isinstance(config, BackwardPipelined):
-        whole = -(-threads // 128) * 128  # a quarter of a multiprocessor has whole warps
+        whole = -(-threads // 128) * 128  # each quarter of a multiprocessor has whole warps
         assert min(255, 65536 // whole // 8 * 8) >= _backward_registers(
             spec,
             config.packs_per_thread,
@@ -210,12 +210,12 @@ def finds_the_shared_memory_that_there_is(chosen: Chosen) -> None:
     assert all(size % 16 == 0 and size <= limit for size in (first, *others))
     blocks = getattr(config, "blocks_per_multiprocessor", 1)
     if isinstance(config, ForwardPipelined) and chosen.vector < chosen.length:
-        blocks = 1  # two clusters have the weight in shared memory there, and mostly run singly
+        blocks = 1  # two clusters have the weight in shared memory there, and mostly run alone
     assert blocks * (first + 1024) <= limit + 1024, "a block's own KiB is the system's"
 
 
 def is_one_that_the_kernels_compile(chosen: Chosen) -> None:
-    """The conditions of static_asserts, and of those who copy."""
+    """The conditions of static_asserts, and of the code that copies."""
     config, spec, architecture = chosen.config, chosen.spec, chosen.architecture
     whole, access = chosen.vector == chosen.length, chosen.vector * ITEMSIZE[spec.x]
     pipelined = isinstance(config, ForwardPipelined | BackwardPipelined)
@@ -255,7 +255,7 @@ def is_one_that_the_kernels_compile(chosen: Chosen) -> None:
         assert isinstance(without, BackwardStreaming)
         assert architecture >= 90
         assert config.strips <= backward_column_parallel.MAX_STRIPS
-        for most in (9, 12):  # sums of all rows are formed at once, or those of half of them
+        for most in (9, 12):  # sums of all rows, or of half of them, at once
             sums = config.group_rows * (3 if spec.norm == "layer_norm" else 1)
             assert sums <= most or config.group_rows % 2 == 0
 
@@ -268,7 +268,7 @@ CHECKS = (
     is_one_that_the_kernels_compile,
 )
 
-# At addresses that are no multiples of a pack, its blocks are wider than those of whole packs.
+# At addresses that are no multiples of a pack, the blocks are wider than those of whole packs.
 IN_PAIRS = ForwardSpec("layer_norm", "bfloat16", "float32", "float16", "float32", *3 * (False,))
 
 
@@ -305,7 +305,7 @@ def test_usual_layouts_of_many_lengths(norm: Norm, x: str, architecture: int) ->
 def row_layout(config: Any) -> tuple[Any, ...]:
     """Return what decides the order in which a row is summed."""
     if isinstance(config, ForwardStreaming):
-        # Not packs_per_thread: whatever is on its way at once, sums are added pack by pack.
+        # packs_per_thread does not count: sums are added pack by pack, whatever is in flight.
         return type(config), config.cluster_blocks, config.block_threads
     if isinstance(config, BackwardStreaming):
         return type(config), config.cluster_blocks
@@ -314,13 +314,13 @@ def row_layout(config: Any) -> tuple[Any, ...]:
     if isinstance(config, ForwardPipelined):
         return type(config), config.cluster_blocks, config.block_threads, config.packs_per_thread
     if isinstance(config, ForwardInRegisters):
-        # A cluster is one block with all its threads; a folded thread is two; and a warp sums 4
-        # packs a thread as twice the lanes do 2.
+        # A cluster counts as one block with all its threads, and a folded thread as two. A warp
+        # sums 4 packs a thread as twice the lanes sum 2.
         threads, packs = config.cluster_blocks * config.row_threads, config.packs_per_thread
         if config.folded or (packs == 4 and threads < 32):
             threads, packs = 2 * threads, packs // 2
         return type(config), threads, packs, config.pack_length
-    # Of few rows as of many.
+    # For few rows as for many.
     return BackwardPipelined, config.cluster_blocks, config.row_threads, config.packs_per_thread
 
 
@@ -366,7 +366,7 @@ def test_few_rows_differ_only_in_what_does_not_show(
         most = [rows for rows, _ in found]
         assert most == sorted(most)
         assert forward or len(set(most)) == len(found)
-        assert len({few for _, few in found}) == len(found)  # none is there twice
+        assert len({few for _, few in found}) == len(found)  # no layout is there twice
         for rows, few in found:
             for name in (*shown, "vector", "full"):
                 assert getattr(few, name) == getattr(many, name), name
@@ -388,7 +388,7 @@ def check_few_forward(
         assert rows * n <= 2**23 < (rows + 1) * n
     else:
         assert rows == at_once
-        assert few == many or few.blocks_ahead == 0  # where all run at once
+        assert few == many or few.blocks_ahead == 0  # if all run at once
     if few.rare_last and few.row_threads >= 32 and few.packs_per_thread == many.packs_per_thread:
         assert few.hold_weight
         assert spec.weight or spec.bias
@@ -403,17 +403,17 @@ def check_few_backward(
     alone = rows == 1 and not columns and not of_several
     assert (few.reduction is None) == (alone or columns or not spec.gradients)
     if columns:
-        # A thread adds up no more rows than kTurns, one after another.
+        # A thread adds up at most kTurns rows, one after another.
         assert rows <= 64 * (few.column_threads // few.column_lanes)
         assert few.column_lanes in (4, 8, 16, 32)
         assert few.block_threads == (few.row_threads if layer_norm else few.column_threads)
-        assert architecture >= 90 or not layer_norm  # whose second kernel overlaps
+        assert architecture >= 90 or not layer_norm  # its second kernel overlaps
         assert all(kernel.shared_bytes <= 48 << 10 for kernel in kernels)
-    elif of_several:  # as many as run at once
+    elif of_several:  # as many rows as run at once
         assert rows == few.rows_per_block * multiprocessors
         assert few.rows_per_block <= 64
         assert few.reduction == many.reduction
-    else:  # each writes a partial
+    else:  # each block writes a partial
         assert few.row_threads >= 32
         assert rows <= 64
 
@@ -422,7 +422,7 @@ def check_few_backward(
 
 
 def python(expression: str) -> str:
-    """Return a constant expression of C++ as one of Python."""
+    """Return a C++ constant expression as a Python expression."""
     expression = re.sub(r"//.*|\b(Layout|Op)::", "", expression)
     expression = expression.replace("/", "//").replace("&&", " and ")
     expression = re.sub(r"static_cast<int>\((sizeof\(\w+\))\)", r"\1", expression)
@@ -436,7 +436,7 @@ def python(expression: str) -> str:
 
 
 def constants(file: str, names: str, **known: Any) -> dict[str, Any]:
-    """Return constants of a file of `kernels/`, each by those before it and what is known."""
+    """Return constants of a file of `kernels/`. Each may use earlier ones, and `known`."""
     text = (kernels_directory() / file).read_text(encoding="utf-8")
     text = re.sub(r"(constexpr int k\w+ = [^;,]+), (k\w+ =)", r"\1; constexpr int \2", text)
     for name in names.split():
@@ -447,7 +447,7 @@ def constants(file: str, names: str, **known: Any) -> dict[str, Any]:
 
 
 def stage_bytes(dtype: str | None, packs: int, threads: int, length: int, lanes: int = 0) -> int:
-    """Return the bytes of a Stage as kernels/stage.cuh has it."""
+    """Return the bytes of a Stage, as kernels/stage.cuh has it."""
     sizes = {"Length": length, "PacksPerThread": packs, "BlockThreads": threads, "CellLanes": lanes}
     names = "kCells kPackBytes kPieceBytes kPlaces kBytes"
     found = constants("stage.cuh", names, **sizes, sizeof_T=ITEMSIZE.get(dtype or "", 0))
@@ -455,7 +455,7 @@ def stage_bytes(dtype: str | None, packs: int, threads: int, length: int, lanes:
 
 
 def team_scratch_bytes(chosen: Chosen, itemsize: int) -> int:
-    """Return the shared memory of reductions as kernels/team.cuh has it."""
+    """Return the shared memory of reductions, as kernels/team.cuh has it."""
     config = chosen.config
     found = constants(
         "team.cuh",
@@ -479,7 +479,7 @@ def bytes_of_kernels(chosen: Chosen) -> list[int]:
         row = sum(stage_bytes(d, 1, config.strip_threads, length) for d in (spec.x, spec.dy))
         sums = 3 if spec.norm == "layer_norm" else 1
         of_warps = found["kMessengers"] * config.strip_threads // 32 * sums
-        known = found["kPlaces"] * 5  # of each row its mean, rstd and three means
+        known = found["kPlaces"] * 5  # mean, rstd and three means of each row
         return [config.group_rows * (found["kStages"] * row + (of_warps + known) * itemsize)]
     size, others = team_scratch_bytes(chosen, itemsize), []
     threads = getattr(config, "block_threads", chosen.team)
@@ -494,7 +494,7 @@ def bytes_of_kernels(chosen: Chosen) -> list[int]:
         size += 128 + stage_bytes(bias, packs, threads, length)
     elif isinstance(config, ForwardInRegisters):
         unaligned = chosen.vector == 1 and ITEMSIZE[spec.x] <= 4 and packs > 2
-        if unaligned and ITEMSIZE[spec.y] <= 4:  # the words that lanes exchange
+        if unaligned and ITEMSIZE[spec.y] <= 4:  # words that lanes exchange
             size += threads * length * ITEMSIZE[spec.y]
     elif isinstance(config, BackwardPipelined):
         teams = config.rows_per_block
@@ -551,22 +551,22 @@ def test_constants_are_those_of_the_kernels() -> None:
 
 # ---- plans ---------------------------------------------------------------------------------------
 
-SCRATCH = 1 << 40  # its address, behind all others'
+SCRATCH = 1 << 40  # its address, after all others
 
 
 @dataclass
 class Gpu:
-    """A GPU that no test has: its kernels note what is launched."""
+    """A made-up GPU: its kernels record what is launched."""
 
     architecture: int = 90
     multiprocessors: int = 132
-    clusters: int = 30  # that run at once
-    blocks: int = 1  # of strips, on a multiprocessor
-    without_room: Any = ()  # for clusters of these kernels
+    clusters: int = 30  # clusters that run at once
+    blocks: int = 1  # blocks of strips on a multiprocessor
+    without_room: Any = ()  # kernels whose clusters do not fit
     loaded: list[Instantiation] = field(default_factory=list)
     launched: list[tuple[Instantiation, int, dict[str, Any]]] = field(default_factory=list)
     zeroed: list[tuple[int, int, int]] = field(default_factory=list)
-    device: int = field(default_factory=itertools.count(1000).__next__)  # whose plans none else has
+    device: int = field(default_factory=itertools.count(1000).__next__)  # its plans are its own
 
     def __enter__(self) -> Gpu:
         self._patch = pytest.MonkeyPatch()
@@ -602,7 +602,7 @@ class Gpu:
         return plan_of(spec, m, n, vector, self.device, **options)
 
     def launches(self, plan: Any, m: int, scratch: int = SCRATCH) -> Any:
-        """Return what a plan launches over m rows, of operands 1, 2, ... and scratch."""
+        """Return what a plan launches over m rows, for operands 1, 2, ... and scratch."""
         self.launched.clear()
         self.zeroed.clear()
         forward = isinstance(plan, _plans.ForwardPlan)
@@ -638,12 +638,12 @@ def test_every_plan_covers_all_rows_within_its_scratch(
         behind = [argument for argument in arguments.values() if argument >= SCRATCH]
         assert not size or max(behind, default=SCRATCH) < SCRATCH + size
     assert all(SCRATCH <= at <= SCRATCH + size - count for _, at, count in gpu.zeroed)
-    if m == 0:  # of which the weight gradients are 0
+    if m == 0:  # the weight gradients of no rows are 0
         assert len(launches) == bool(getattr(plan, "reduction_blocks", 0) or gpu.zeroed)
     elif isinstance(plan, _plans.ForwardPlan):
         [(kernel, blocks, arguments)] = launches
         groups = -(-m // plan.rows_per_block)
-        if plan.most_clusters is not None:  # which have rows one after another
+        if plan.most_clusters is not None:  # clusters take rows one after another
             groups = min(groups, gpu.clusters if kernel.cluster_blocks > 1 else gpu.multiprocessors)
         assert blocks == groups * kernel.cluster_blocks
         assert arguments.items() >= (sizes | {"eps": 0.5, "lower": 2.0, "upper": 3.0}).items()
@@ -657,7 +657,7 @@ def test_every_plan_covers_all_rows_within_its_scratch(
         assert launches[0][1] == groups * plan.cluster_blocks
         assert launches[0][2].items() >= sizes.items()
     elif isinstance(plan, _plans.StreamingPlan):
-        values = SCRATCH + size - 4 * m * plan.itemsize  # four of each row, behind all partials
+        values = SCRATCH + size - 4 * m * plan.itemsize  # four of each row, after all partials
         assert [given["coefficients"] for *_, given in launches[:2]] == [values, values]
         assert plan.most_partials == -(-4 * gpu.multiprocessors // plan.tiles)
         assert plan.tiles == -(-n // (launches[1][0].block_threads * pack_length(spec.x)))
@@ -689,10 +689,11 @@ def test_a_plan_loads_only_the_kernel_of_its_rows() -> None:
         tiers = [most for most, _ in _plans.few_rows(spec, 16384, 8, gpu.device)]
         rows = (1, *itertools.chain.from_iterable((most, most + 1) for most in tiers), 10**9)
         kernels = [gpu.plan(spec, m, 16384, 8).kernel.of for m in rows]
-        # In a cluster, with the weight held, as many, and more at once than of many.
+        # For few rows: in a cluster, with the weight held, the same as for many, and with more rows
+        # at once than for many.
         split, held, many, at_once = dict.fromkeys(kernels)
         assert kernels == [split, split, held, held, many, many, at_once, at_once, many, many]
-        assert gpu.loaded == [split, held, many, at_once, many]  # that of few, and that of many
+        assert gpu.loaded == [split, held, many, at_once, many]  # many: for few rows, then for many
     with Gpu() as gpu:
         assert gpu.plan(spec, 1, 64, 1) is gpu.plan(spec, 10**9, 64, 1)
         assert len(gpu.loaded) == 1
@@ -711,12 +712,12 @@ def test_a_plan_of_few_rows_has_its_own_scratch_and_blocks_of_columns(norm: Norm
         assert isinstance(last, _plans.InRegistersPlan)
         assert isinstance(many, _plans.PipelinedPlan)
         assert (alone.column_blocks, alone.scratch_bytes(1)) == (0, 0)
-        # A lane has a pack of 4 columns; LayerNorm's further kernel reads a mean of each row.
+        # A lane has a pack of 4 columns. LayerNorm's further kernel reads a mean of each row.
         further = 4096 // (4 * columns.column_lanes)
         assert two.scratch_bytes(2) == 2 * 4 * layer_norm
         blocks = [blocks for _, blocks, _ in gpu.launches(two, 2)]
         assert blocks == ([2, further] if layer_norm else [2 + further])
-        # dx written over dy takes what another block still needs.
+        # dx over dy overwrites what another block still needs.
         row, in_place = 4096 * 4, gpu.plan(spec, 2, 4096, 4, dx_given=True)
         assert (in_place.column_blocks, in_place.scratch_bytes(2)) == (0, spec.gradients * 2 * row)
         [(_, blocks, arguments), _] = gpu.launches(in_place, 2)
@@ -724,7 +725,7 @@ def test_a_plan_of_few_rows_has_its_own_scratch_and_blocks_of_columns(norm: Norm
         where = [arguments[name] for name in ("dweight", "dbias", "means_of_h")]
         assert (blocks, where) == (2, [SCRATCH, of_bias, SCRATCH])
         assert gpu.plan(spec, 1, 4096, 4, dx_given=True) is alone
-        assert gpu.plan(spec, 0, 4096, 4) is many  # sums no partials to 0
+        assert gpu.plan(spec, 0, 4096, 4) is many  # its sums are 0, over no partials
         [(*_, arguments)] = gpu.launches(many, 0)
         assert (arguments["n_partials"], arguments["n_cols"]) == (0, 4096)
 
@@ -736,7 +737,7 @@ def test_several_rows_a_block_are_planned_up_to_what_runs_at_once() -> None:
             plan = gpu.plan(spec, m, 1024, 4)
             assert isinstance(plan, _plans.InRegistersPlan)
             assert plan.rows_per_partial == 8
-            assert plan.scratch_bytes(m) == partials * 2 * 1024 * 4  # of both gradients
+            assert plan.scratch_bytes(m) == partials * 2 * 1024 * 4  # for both gradients
         assert gpu.plan(spec, 64, 1024, 4).rows_per_partial == 1
         assert isinstance(gpu.plan(spec, 321, 1024, 4), _plans.PipelinedPlan)
 
@@ -757,7 +758,7 @@ def test_few_rows_have_clusters_where_many_have_them(
     assert few.cluster_blocks == many.cluster_blocks
     assert isinstance(few, _plans.InRegistersPlan) == (without_room is None)
     if without_room is None:
-        # In clusters of the rows', or by a kernel of their own.
+        # The columns are summed in clusters like the rows', or by a kernel of their own.
         assert few.column_kernel == (m > 1 and norm == "layer_norm")
         assert few.column_kernel or few.column_blocks % config.cluster_blocks == 0
         assert (few.column_blocks * 32 * 4 >= 33000) == (m > 1)
@@ -778,7 +779,7 @@ def test_many_rows_are_counted_where_the_layout_says_so(norm: Norm, n: int) -> N
         ):
             many = pipelined and config.counted and m >= 32 * clusters
             assert plan.scratch_bytes(m) == (16 if many else 0)
-            # Of a program made for other GPUs JAX may have none.
+            # JAX may have no scratch for a program that was made for other GPUs.
             launches, count = gpu.launches(plan, m, scratch), scratch if many else 0
             assert gpu.zeroed == ([(5, scratch, 16)] if count else [])
             counts = [count] if pipelined and m else []
@@ -798,8 +799,8 @@ def test_strips_that_do_not_all_run_at_once_are_streamed(
             assert [kernel.of.at_once for kernel in plan.kernels] == [False] * 3
             return
         sums = 3 if norm == "layer_norm" else 1
-        # The counts of eight groups of two rows, and each row's sums by 128 blocks; those of two
-        # wild rows, by 16 warps of each, in float64.
+        # The counts of eight groups of two rows, and each row's sums by 128 blocks. Those of two
+        # wild rows have 16 warps for each block, in float64.
         of_wild_rows = 2 * (128 + sums * 128 * 16 * 8)
         for m in (3, 0):
             assert plan.scratch_bytes(m) == 8 * (128 + 2 * sums * 128 * 4) + of_wild_rows
@@ -874,7 +875,7 @@ def test_the_layout_has_what_the_kernel_uses_and_no_more() -> None:
 
 
 def body(header: str) -> str:
-    """Return a header's text from its last include on, which is pasted in one piece."""
+    """Return a header's text after its last include. It is pasted in one piece."""
     text = (kernels_directory() / header).read_text(encoding="utf-8")
     return re.split(r'^#(?:include ".*"|pragma once)\n', text, flags=re.MULTILINE)[-1]
 
@@ -886,7 +887,7 @@ def test_a_source_is_complete_and_pastes_a_header_once(file: str) -> None:
     assert "#pragma once" not in text
     times = {header: text.count(body(header)) for header in HEADERS}
     assert set(times.values()) <= {0, 1}
-    # What a header needs comes before it.
+    # Whatever a header needs comes before it.
     order = sorted((h for h in HEADERS if times[h]), key=lambda h: text.index(body(h)))
     for position, header in enumerate(order):
         own = (kernels_directory() / header).read_text(encoding="utf-8")

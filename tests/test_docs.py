@@ -40,10 +40,10 @@ EXAMPLES = [example for page in PAGES for example in blocks(page)]
 def test_there_are_examples_for_each_kind_of_array() -> None:
     libraries = {library for example in EXAMPLES for library in example.values[3]}
     assert libraries == {"cupy", "torch", "jax", "flax", "equinox"}
-    assert any(not example.values[3] for example in EXAMPLES)  # NumPy
+    assert any(not example.values[3] for example in EXAMPLES)  # the NumPy example
 
 
-# What torch itself still uses of what it deprecates.
+# torch itself still uses what it deprecates.
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 @pytest.mark.parametrize(("name", "line", "source", "libraries"), EXAMPLES)
 def test_example_runs(name: str, line: int, source: str, libraries: list[str]) -> None:
@@ -63,7 +63,7 @@ def test_pages_build_without_a_warning(tmp_path: Path) -> None:
     for module in ("sphinx", "furo", "myst_nb", "numpydoc"):
         if importlib.util.find_spec(module) is None:
             pytest.skip(f"needs {module}: pip install '.[docs]'")
-    for library, oldest in OLDEST.items():  # whose functions the API lists
+    for library, oldest in OLDEST.items():  # the API lists their functions
         pytest.importorskip(library, minversion=oldest)
     site = tmp_path / "site" / "html"
     command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html"]
@@ -114,7 +114,7 @@ def drawn() -> dict[str, tuple[tuple[float, str, str], ...]]:
 
 
 def way(direction: str, kib: float, architecture: int) -> str:
-    """Return how rows of bfloat16 of this length are worked on, as the drawing says it."""
+    """Return how rows of bfloat16 of this length are worked on, in the drawing's words."""
     n = 64 * round(8 * kib)  # whole packs of 16 bytes
     if direction == "forward":
         spec = ForwardSpec("rms_norm", "bfloat16", "float32", None, "bfloat16", False, False, False)
@@ -135,7 +135,7 @@ def test_the_drawing_of_how_rows_are_worked_on_is_what_is_chosen() -> None:
         direction, _, others = name.partition(", ")
         start = 0.25
         for end, _, words in parts:
-            # Well within a part: its borders move with the dtypes and the options.
+            # The middle of a part. Its borders move with the dtypes and the options.
             if words != "some":
                 middle = (start * end) ** 0.5
                 assert way(direction, middle, 80 if others else 90) == words, (name, middle)

@@ -1,7 +1,7 @@
-"""Launches through a driver that reads the arguments as the real one does, and notes them.
+"""Launches through a driver that reads the arguments as the real one does, and records them.
 
-Kernels without attributes are launched by CuPy's function of the driver, the others by the
-driver's own, which is C.
+CuPy's own function launches kernels without attributes. The driver's function, which is C, launches
+the others.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CONFIG = "@7IPPI"  # CUlaunchConfig
 ATTRIBUTE = "@I4x16I"  # CUlaunchAttribute
 HANDLE, STREAM = 2**47 + 16, 2**46 + 8
 
-# What a kernel may have beside its parameters, and the attributes that it is launched with.
+# What a kernel may have apart from its parameters, and the attributes of its launch.
 WAYS: dict[str, tuple[dict[str, Any], dict[int, tuple[int, ...]]]] = {
     "plain": ({}, {}),
     "cluster": ({"cluster_blocks": 4}, {4: (4, 1, 1)}),
@@ -39,7 +39,7 @@ def size_of(letters: str) -> int:
 
 
 def named(letters: str) -> tuple[tuple[str, str], ...]:
-    """Return the members of a struct by their letters: a, b, c, ..."""
+    """Return the members of a struct, with the letters as names: a, b, c, ..."""
     return tuple((chr(ord("a") + i), letter) for i, letter in enumerate(letters))
 
 
@@ -53,7 +53,7 @@ Launch = tuple[tuple[int, ...], dict[int, tuple[int, ...]], tuple[float, ...]]
 
 
 class Driver:
-    """Reads a struct of a format, as a kernel with this argument would; statuses in order.
+    """Reads a struct of one format, as a kernel with this argument would, and returns statuses.
 
     Attributes
     ----------
@@ -114,7 +114,8 @@ class Driver:
     ) -> int:
         (address,) = struct.unpack("P", ctypes.string_at(addresses, struct.calcsize("P")))
         assert address % struct.calcsize("P") == 0
-        # As C has it, each member at a multiple of its size, and the end at one of the largest.
+        # As in C: each member at a multiple of its size, the end at one of the largest member's
+        # size.
         values = struct.unpack_from(self.letters, ctypes.string_at(address, size_of(self.letters)))
         self.launches.append((config, attributes, values))
         return self.statuses.pop(0) if self.statuses else 0
@@ -152,7 +153,7 @@ def make(letters: str, shared_bytes: int = 1234, **options: Any) -> _driver.Kern
 def kernel(
     monkeypatch: pytest.MonkeyPatch, way: str, letters: str, statuses: tuple[int, ...] = ()
 ) -> tuple[_driver.Kernel, Driver]:
-    """Return a kernel, and a driver that returns the statuses from its first launch on."""
+    """Return a kernel, and a driver whose launches return the statuses, from the first on."""
     driver = install(monkeypatch, letters)
     made = make(letters, **WAYS[way][0])
     driver.statuses += statuses
@@ -160,7 +161,7 @@ def kernel(
 
 
 def config(blocks: int, stream: int) -> tuple[int, ...]:
-    """Return what the driver gets before the attributes and the arguments."""
+    """Return what the driver gets before the attributes and arguments."""
     return HANDLE, blocks, 1, 1, 96, 1, 1, 1234, stream
 
 
@@ -171,7 +172,7 @@ def test_the_driver_gets_every_number_where_it_looks_for_it(
     launched, driver = kernel(monkeypatch, way, "qfPdqPf")
     first = -(2**62), 0.1, 2**48 - 1, 0.1, 5, 0, 2.0**-126
     second = 2**63 - 1, 3.4e38, 0, 1e-308, -6, 7, 0.5
-    # The operands: all, none, those behind some numbers, before, and between.
+    # The operands are all arguments, none, those after some numbers, before some, or in between.
     for begin, end in ((0, 7), (0, 0), (2, 7), (0, 5), (2, 6)):
 
         def numbers(values: tuple[float, ...]) -> dict[str, float]:
@@ -249,9 +250,9 @@ def test_arguments_that_do_not_fit_are_not_launched(
 @pytest.mark.parametrize(
     "numbers",
     [
-        {"a": 1, "e": 2},  # there is no such argument
+        {"a": 1, "e": 2},  # no such argument
         {"b": 2.0},  # between operands
-        {"a": 1, "b": 2.0},  # before one in the middle of 8 bytes
+        {"a": 1, "b": 2.0},  # before an operand in the middle of 8 bytes
     ],
 )
 def test_numbers_that_leave_no_run_of_operands_are_refused(
@@ -271,7 +272,7 @@ def test_threads_do_not_mix_their_arguments(monkeypatch: pytest.MonkeyPatch, way
     if way == "plain":
 
         def slow(*given: int) -> None:
-            inside.wait(10)  # both have packed before either is read
+            inside.wait(10)  # both have packed before either one is read
             places.add(given[-2])
             driver.launchKernel(*given)
 

@@ -35,7 +35,7 @@ def test_notebook_runs(notebook: nbformat.NotebookNode) -> None:
 def test_notebook_imports_in_its_own_directory(
     notebook: nbformat.NotebookNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # There Jupyter starts a notebook; cupynorm itself would be installed.
+    # Jupyter starts a notebook there. Users would have cupynorm installed.
     monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
     notebook.cells = [cell for cell in notebook.cells if cell.cell_type == "code"][:1]
     if "sys.path" not in notebook.cells[0].source:

@@ -1,4 +1,4 @@
-"""benchmarks.faces: the host's time of torch's and JAX's calls, run here for a call or two."""
+"""benchmarks.faces: the host time of torch's and JAX's calls. Here it runs a call or two."""
 
 from __future__ import annotations
 

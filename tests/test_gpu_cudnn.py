@@ -1,17 +1,19 @@
 """cuDNN's own samples, computed by both: RMSNorm, LayerNorm with a weight around zero, and one with
 a clamped ReLU and its bitmask, at the samples' shapes, dtypes and tolerances.
 
-Each side's every element is held to the float64 reference by the bound of `cupynorm.testing`, and
-its error is printed. So the two differ by no more than the sum of both bounds.
+Every element of each side is held to the float64 reference by the bound of `cupynorm.testing`, and
+its error is printed. So the two differ by at most the sum of both bounds.
 
-That cuDNN keeps this bound follows from how its graph is declared: operands are widened to float32
-and what lies between its nodes is float32, so that it rounds to an output's dtype once. The factor
-0 or 1 of the bitmask is exact; the sum 1 + weight has one rounding, as ours. x varies about zero,
-so that a variance from the mean of squares loses nothing. The order of its sums is not told. But
-with terms that vary about zero no order matters: were M of them added one after the other, by
-roundings that do not agree, the error's deviation would be u * M / sqrt(6) times that of a term,
-where the bound grants 16 * u * M times a term's mean size, 0.8 deviations: 30 times as much. Only
-the sums over rows of the loss's dy, whose terms have a mean, need an order like ours.
+The declaration of cuDNN's graph implies that it keeps this bound. Operands are widened to float32,
+and what lies between its nodes is float32, so it rounds to an output's dtype once. The factor 0 or
+1 of the bitmask is exact. The sum 1 + weight has one rounding, as ours does. x varies about zero,
+so a variance from the mean of squares loses nothing.
+
+The order of cuDNN's sums is not known. But with terms that vary about zero no order matters.
+Suppose that M terms were added one after the other, by roundings that do not agree. The deviation
+of the error would be u * M / sqrt(6) times that of a term. The bound grants 16 * u * M times a
+term's mean size, which is 0.8 deviations: 30 times as much. Only the sums over rows of the loss's
+dy, whose terms have a mean, need an order like ours.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ EPS = 1e-3
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """What one of cuDNN's samples computes, and the cuDNN that it needs."""
+    """The computation of one of cuDNN's samples, and the cuDNN version that it needs."""
 
     norm: str
     dtype: str
@@ -137,9 +139,10 @@ def test_a_sample_of_cudnn(torch: Any, sample: Sample, capsys: pytest.CaptureFix
         if sample.relu is not None:
             differing = np.count_nonzero(sides["cupynorm"].bitmask != sides["cuDNN"].bitmask)
             print(f"{sample}: {differing} bytes of the bitmask differ")
-            # Some five elements in these three million are so close to a bound that either will do.
+            # About five of these three million elements are so close to a bound that either bit is
+            # right.
             assert differing < 100
-    tolerances = {"atol": 5e-3, "rtol": 5e-3 if sample.relu else 3e-3}  # of the samples
+    tolerances = {"atol": 5e-3, "rtol": 5e-3 if sample.relu else 3e-3}  # the samples' own
     for name in ratios["cupynorm"]:
         a, b = (torch.from_numpy(getattr(outputs, name)) for outputs in sides.values())
         torch.testing.assert_close(b, a, **tolerances)
@@ -186,7 +189,7 @@ def test_a_sample_of_cudnn(torch: Any, sample: Sample, capsys: pytest.CaptureFix
         exact = getattr(reference, f"{norm}_backward")(*wide, *given, **more)
         with capsys.disabled():
             show(sample, exact, sides, ratios)
-        if tolerance is not None:  # of the samples
+        if tolerance is not None:  # the samples' own
             for name in ratios["cupynorm"]:
                 a, b = (torch.from_numpy(getattr(outputs, name)) for outputs in sides.values())
                 torch.testing.assert_close(b, a, atol=tolerance, rtol=tolerance)

@@ -34,7 +34,7 @@ from cupynorm.jax import _kernels  # noqa: E402
 
 
 def jax_gpus() -> int:
-    # Where the tests are to be skipped anyway, JAX is not started.
+    # JAX is not started if the tests are skipped anyway.
     if gpu_problem():
         return 0
     try:
@@ -64,7 +64,7 @@ def values(shape: tuple[int, ...], dtype: str = "float32", seed: int = 0) -> Any
 
 
 def targets(program: Any) -> list[str]:
-    """Return the calls of ours in a compiled program."""
+    """Return our calls in a compiled program."""
     return re.findall(r'custom_call_target="cupynorm\.(\w+)"', program.as_text())
 
 
@@ -252,7 +252,7 @@ def test_layers_in_a_rematerialized_scan_are_those_of_a_loop() -> None:
 
 
 def see_launches(patch: pytest.MonkeyPatch, seen: Callable[[int], None]) -> None:
-    """Have a function called with the stream before each launch, those prepared earlier too."""
+    """Call a function with the stream before each launch, prepared earlier or not."""
     prepared = _driver.Kernel.prepared
 
     def prepared_and_seen(*arguments: Any) -> _driver.Launch:
@@ -271,7 +271,7 @@ def see_launches(patch: pytest.MonkeyPatch, seen: Callable[[int], None]) -> None
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return a list that gets the stream of each launch."""
+    """Return a list that receives the stream of each launch."""
     streams: list[int] = []
     see_launches(monkeypatch, streams.append)
     return streams
@@ -311,7 +311,7 @@ def test_an_error_in_a_launch_is_an_exception_and_the_next_call_is_right(
 def test_a_command_buffer_replays_launches_without_python(layers: int, launches: list[int]) -> None:
     runs = 20
     weights = jnp.asarray(values((layers, 512), seed=1))
-    # Of so few operations XLA makes one only if told to.
+    # XLA makes a command buffer of so few operations only if it is told to.
     options = {} if layers >= 5 else {"xla_gpu_graph_min_graph_size": 1}
 
     @functools.partial(jax.jit, compiler_options=options)
@@ -320,7 +320,7 @@ def test_a_command_buffer_replays_launches_without_python(layers: int, launches:
             x = cupynorm.jax.rms_norm(x, weight)
         return x
 
-    # XLA records again where addresses have changed: here they are the same in every run.
+    # XLA records again if addresses have changed. Here they are the same in every run.
     x = jnp.asarray(values((64, 512)))
     for _ in range(runs):
         found = np.asarray(network(x))
@@ -438,9 +438,9 @@ def test_a_shard_map_over_all_gpus(tracked: bool, gradient_within: bool) -> None
 def test_rows_stay_on_their_gpu(kind: AxisType) -> None:
     exchanged = jax_sharding.with_named_shardings((MESH,), kind, P("a"), P())
     assert {operation for operation, _ in exchanged} == {"all-reduce"}
-    # The gradients of weight and bias, which XLA may send as one.
+    # The gradients of weight and bias. XLA may send both as one.
     assert {of for _, results in exchanged for of in results} <= {"f32[64]", "f32[128]"}
-    # With the weight split too, each GPU gathers that, and nothing else.
+    # If the weight is split too, each GPU gathers the weight, and nothing else.
     exchanged = jax_sharding.with_named_shardings((MESH,), kind, P("a"), P("a"))
     gathered = {of for name, results in exchanged for of in results if name == "all-gather"}
     assert gathered <= {"bf16[64]", "f32[64]"}
@@ -460,7 +460,7 @@ def test_uneven_rows_stay_on_their_gpu_and_their_padding_does_not_count() -> Non
     assert {of for _, results in exchanged for of in results} <= {"f32[64]", "f32[128]"}
 
 
-# Without Shardy JAX itself refuses uneven rows on GPUs (0.11.2: IndivisibleError).
+# Without Shardy, JAX itself refuses uneven rows on GPUs (0.11.2: IndivisibleError).
 OVER_TWO = [drawn for drawn in jax_sharding.drawn() if drawn.sizes == (2,) and drawn.shardy]
 
 

@@ -1,4 +1,4 @@
-"""What a launch promises besides values: bits, memory, streams, graphs, devices, compilations."""
+"""Promises of a launch besides values: bits, memory, streams, graphs, devices, compilations."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ NORMS = ("rms_norm", "layer_norm")
 def run(
     norm: str, x: Any, weight: Any, dy: Any, residual: Any = None, **options: Any
 ) -> tuple[Any, Any]:
-    """Return forward and backward results on the GPU, of arrays already there.
+    """Return forward and backward results for arrays that are on the GPU.
 
-    The residual stands for the gradient of the sum as well.
+    The residual is also used as the gradient of the sum.
     """
     given: dict[str, Any] = {}
     asked: dict[str, Any] = {}
@@ -61,7 +61,7 @@ def residual_of(shape: tuple[int, ...], name: str | None, seed: int) -> Any:
 
 
 def assert_same_rows(part: tuple[Any, Any], whole: tuple[Any, Any], where: slice) -> None:
-    """Compare what follows from rows alone of two runs, the second of which has others beside."""
+    """Compare what depends on rows alone, in two runs. The second run has other rows too."""
     for of_part, of_whole in zip(part, whole, strict=True):
         for name in ("y", "mean", "rstd", "residual_out", "dx", "dresidual"):
             mine = getattr(of_part, name, None)
@@ -98,7 +98,7 @@ def test_a_row_has_the_same_bits_in_any_batch_and_at_any_alignment(
 ) -> None:
     import cupy
 
-    # More than the rows that have a kernel of their own.
+    # More rows than have kernels of their own.
     shape = (4096 if n < 65536 else 128, n)
     rows = to_cupy(make_values("mean_1e2", shape, DTYPES[name], 1))
     dy = to_cupy(make_values("normal", shape, DTYPES[name], 2))
@@ -108,7 +108,7 @@ def test_a_row_has_the_same_bits_in_any_batch_and_at_any_alignment(
     def part_of(array: Any, where: slice, *, shift: bool) -> Any:
         if array is None or not shift:
             return None if array is None else array[where]
-        # The same rows, one element further on in memory: narrower accesses, equal bits.
+        # The same rows, one element further in memory: narrower accesses, equal bits.
         part = array[where].view(f"u{array.itemsize}")
         base = cupy.empty(part.size + 1, part.dtype)
         base[1:] = part.reshape(-1)
@@ -197,7 +197,7 @@ def test_few_rows_have_the_bits_of_many(
     assert had_their_own
     if name == weight == "bfloat16":
         assert 504 in had_their_own
-        # With both options RMSNorm has no kernel for few rows of 16384.
+        # With both options, RMSNorm has no kernel for few rows of 16384.
         if not zero_centered and gpu_of(architecture(0)).clusters:
             assert in_clusters == ([8192, 16384] if norm == "layer_norm" else [16384])
 
@@ -264,7 +264,8 @@ def test_more_than_2_to_the_31_elements() -> None:
 
 @pytest.mark.parametrize("norm", NORMS)
 def test_outputs_in_place(norm: str) -> None:
-    # LayerNorm's by partials, beside dx, in clusters beside dx, and more than may be, by partials.
+    # LayerNorm's weight gradients, for each n: by partials; with dx; in clusters with dx; by
+    # partials, as n is beyond the limit.
     for n in (768, 769, 40000, 98304):
         x = to_cupy(make_values("normal", (37, n), DTYPES["float32"], 1))
         dy = to_cupy(make_values("normal", (37, n), DTYPES["float32"], 2))
@@ -280,7 +281,7 @@ def test_outputs_in_place(norm: str) -> None:
         )
         assert in_place.dx is over
         assert_same_bits(over, backward.dx)
-        # Beside dx, blocks that read dy themselves sum few rows' weight gradients, if dx is not dy.
+        # Blocks that read dy themselves sum few rows' weight gradients with dx, unless dx is dy.
         if n == 98304 or (n == 768 and norm == "layer_norm"):
             assert_same_bits(in_place.dweight, backward.dweight)
             assert_same_bits(in_place.dbias, backward.dbias)
@@ -367,7 +368,7 @@ def test_launches_follow_the_current_stream() -> None:
 def test_kernels_that_fill_the_gpu_run_on_several_streams(norm: str) -> None:
     import cupy
 
-    # Strips, whose blocks wait for each other; beside them, kernels that fill the GPU as well.
+    # Blocks of strips wait for each other. Kernels that fill the GPU run at the same time.
     x = to_cupy(make_values("normal", (40, 98304), DTYPES["float32"], 1))
     dy = to_cupy(make_values("normal", (40, 98304), DTYPES["float32"], 2))
     weight = to_cupy(make_values("normal", (98304,), np.float32, 3))
@@ -470,7 +471,7 @@ def test_a_warm_call_is_captured_into_a_graph(norm: str, residual: str | None) -
         x[...] = fresh
         if to_add is not None:
             to_add[...] = residual_of((64, n), residual, 6)
-        poison()  # a replay must not depend on scratch that the pool has given away
+        poison()  # a replay must not depend on scratch that went back to the pool
         cupy.cuda.Device().synchronize()
         with stream:
             graph.launch(stream)
@@ -500,7 +501,7 @@ def test_a_copy_made_during_capture_lives_as_long_as_the_graph() -> None:
         graph.launch(stream)
     stream.synchronize()
     assert_same_bits(out, expected)
-    for array in taken:  # nobody else got the memory that the graph writes
+    for array in taken:  # the memory that the graph writes was not given to others
         assert bool(cupy.isnan(array).all())
 
 
@@ -635,7 +636,7 @@ def test_a_second_process_compiles_nothing(tmp_path: Path) -> None:
         )
         for _ in range(2)
     ]
-    assert counts == [3, 0]  # forward of few rows alone, backward and its partials
+    assert counts == [3, 0]  # few rows' forward, backward, its partials
 
 
 def test_warmup_leaves_nothing_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -644,7 +645,7 @@ def test_warmup_leaves_nothing_to_compile(monkeypatch: pytest.MonkeyPatch) -> No
     cupynorm.warmup("layer_norm", [1409, 2048], "bfloat16", "float32", "float32")
     monkeypatch.setattr(_compile, "_functions", dict(_compile._functions))
     monkeypatch.setattr(cupy, "RawModule", None)  # calling it would fail
-    # One row of 2048 and few have kernels of their own.
+    # One row of 2048, and few rows, have kernels of their own.
     for m, n in ((5, 1409), (1, 2048), (5, 2048), (4096, 2048)):
         x = to_cupy(make_values("normal", (m, n), DTYPES["bfloat16"], 1))
         weight = cupy.ones(n, np.float32)
@@ -669,7 +670,7 @@ def test_a_tensor_on_another_device() -> None:
         assert cupy.cuda.runtime.getDevice() == 0
         assert forward.y.device.id == backward.dweight.device.id == 1
         with cupy.cuda.Device(1):
-            again, _ = run("layer_norm", x, weight, x)  # as prepared by the first call
+            again, _ = run("layer_norm", x, weight, x)  # as the first call prepared it
         assert again.y.device.id == 1
         assert_same_bits(again.y, forward.y)
         with pytest.raises(ValueError, match="weight must be on x's device"):
@@ -769,7 +770,7 @@ def test_torch_streams_are_ordered_both_ways() -> None:
             y = 2 * cupynorm.rms_norm(late, weight)  # read at once, on torch's side stream
             given = torch.zeros_like(source)
             cupynorm.rms_norm(late, weight, out=given)
-            doubled = 2 * given  # an output of the caller's is ordered too
+            doubled = 2 * given  # the caller's output is ordered too
         stream.synchronize()
         assert torch.equal(y, expected)
         assert torch.equal(doubled, expected)

@@ -34,7 +34,7 @@ from cupynorm.torch import LayerNorm, RMSNorm, _kernels, layer_norm, rms_norm
 
 pytestmark = [
     pytest.mark.gpu,
-    # What torch itself still uses of what it deprecates.
+    # torch itself still uses what it deprecates.
     pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning"),
 ]
 
@@ -54,7 +54,7 @@ def report(request: pytest.FixtureRequest) -> Iterator[None]:
 def check(
     problem: Problem, negated: frozenset[str] = frozenset(), residual: ResidualDtypes | None = None
 ) -> None:
-    # So that the allocator hands out NaN, and nothing that was not written looks right.
+    # The allocator hands out NaN, so that memory that nothing wrote does not look right.
     torch.full((1 << 26,), 0xFF, dtype=torch.uint8, device="cuda")
     for field, ratio in check_problem(problem, "cuda", negated, residual).items():
         name = f"torch {problem.norm} {field}"
@@ -160,7 +160,7 @@ def test_a_residual_is_added_first(norm: str, of_residual: Any, n: int) -> None:
         assert_same_bits(of_y[0], expected[0].to(x.dtype))
         for found in (both, of_y):
             assert [g.dtype for g in found] == [leaf.dtype for leaf in leaves]
-            # Their sums over the rows may go in another order, so two roundings are allowed.
+            # Their sums over the rows may have another order, so two roundings are allowed.
             for a, b in zip(found[2:], expected[1:], strict=True):
                 torch.testing.assert_close(a, b, rtol=2**-7, atol=16 * 2**-24 * m)
         wide = expected[0].double() + ds.double()
@@ -332,7 +332,7 @@ def test_compiled(norm: str, mode: str) -> None:
         return 2 * getattr(cupynorm.torch, norm)(x, weight, bias, relu=RELU)
 
     compiled = torch.compile(block, fullgraph=True, mode=mode)
-    for _ in range(4):  # the first runs of reduce-overhead warm up, then record, then replay
+    for _ in range(4):  # reduce-overhead first warms up, then records, then replays
         torch.compiler.cudagraph_mark_step_begin()
         x = torch.randn(64, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         dy = torch.randn_like(x)
@@ -356,7 +356,7 @@ def test_compiled_once_for_any_batch() -> None:
     for m in (3, 50, 64, 7):
         x = torch.randn(m, 1024, device="cuda", dtype=torch.bfloat16)
         compiled(x, weight).sum().backward()
-    # Beside it, dynamo compiles an empty graph of what it takes for constant.
+    # dynamo also compiles an empty graph of what it takes for constant.
     assert len([graph for graph in counter.graphs if len(graph.graph.nodes) > 1]) == 1
 
 
@@ -364,7 +364,7 @@ def test_compiled_once_for_any_batch() -> None:
 
 
 def outlived(tensor: Any) -> Any:
-    """Return what stood for a tensor within a transform that has ended."""
+    """Return what stands for a tensor after the transform around it has ended."""
     kept: list[Any] = []
     grad(lambda t: kept.append(t) or t.sum())(tensor)
     return kept[0]
@@ -466,7 +466,7 @@ def test_a_cold_call_in_a_capture_says_what_to_do() -> None:
     with torch.cuda.graph(graph):
         with pytest.raises(RuntimeError, match="before the capture"):
             layer_norm(x)
-        y = rms_norm(x[:3])  # of another number of rows, by the same kernel
+        y = rms_norm(x[:3])  # another number of rows, by the same kernel
     graph.replay()
     assert_same_bits(y, rms_norm(x[:3]))
 
@@ -494,7 +494,7 @@ def test_memory_is_of_torchs_allocator_and_only_what_is_stated() -> None:
 
     x, weight, bias = operands(4096, m=4096)
     dy = torch.randn_like(x)
-    with torch.autograd.set_multithreading_enabled(False):  # whose thread frees when it likes
+    with torch.autograd.set_multithreading_enabled(False):  # its thread frees when it likes
         step("layer_norm", x, weight, bias, dy)
     pool = cupy.get_default_memory_pool()
     used, held = pool.total_bytes(), torch.cuda.memory_allocated()
@@ -542,7 +542,7 @@ def test_more_than_2_to_the_31_elements() -> None:
 def test_another_device(norm: str) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    with torch.cuda.device(0):  # XLA may have left another one current
+    with torch.cuda.device(0):  # XLA may have left another device current
         x, weight, bias = operands()
         dy = torch.randn_like(x)
         expected = step(norm, x, weight, bias, dy)

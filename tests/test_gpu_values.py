@@ -40,7 +40,7 @@ pytestmark = pytest.mark.gpu
 EPS = {"rms_norm": 1e-6, "layer_norm": 1e-5}
 NORMS = ("rms_norm", "layer_norm")
 
-# The worst ratio of error to bound of each kind of problem and field, for the report.
+# For the report: the worst ratio of error to bound for each kind of problem and field.
 worst: dict[str, float] = {}
 
 
@@ -58,7 +58,7 @@ def forget_plans() -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def kernels_of_many_rows() -> Iterator[None]:
-    """Few rows have y and dx of many, says test_gpu_runtime.py; here they have their kernels."""
+    """test_gpu_runtime.py: few rows have y and dx of many. Here they use those kernels."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_plans, "few_rows_configs", lambda *_: ())
         patch.setattr(_plans, "few_rows_backward_configs", lambda *_, **__: ())
@@ -159,7 +159,7 @@ def check_arrays(
 
 
 def drawn_for_each(examples: int) -> Callable[[Any], Any]:
-    """Draw some examples for each norm and dtype of x: tests that processes share among them."""
+    """Draw some examples for each norm and dtype of x. Test processes share these tests."""
 
     def decorate(test: Any) -> Any:
         options = {"max_examples": examples, "suppress_health_check": list(HealthCheck)}
@@ -272,9 +272,9 @@ def test_every_pair_of_x_and_weight(norm: str, x: str, weight: str) -> None:
         )
 
 
-# Every threshold of the configuration, in elements of 16-bit, 32-bit and 64-bit rows, and one to
-# each side: teams of 1 to 32 threads, several packs a thread, several teams a block, whole blocks,
-# streaming by one block and by clusters.
+# Every threshold of the configuration, in elements of 16-bit, 32-bit and 64-bit rows, with one
+# element to each side: teams of 1 to 32 threads, several packs a thread, several teams a block,
+# whole blocks, and streaming by one block and by clusters.
 LONG = (
     1535,
     1536,
@@ -319,7 +319,7 @@ def test_long_rows(norm: str, n: int) -> None:
         )
 
 
-# Most of which fill their teams, of 1 to 8 packs a thread, in 16 bits.
+# Most of these fill their teams, of 1 to 8 packs a thread, in 16 bits.
 FULL = (64, 96, 192, 320, 640, 768, 896, 1280, 1792, 2304, 3072, 3584, 4608, 5120, 7168)
 FULL += (9216, 10240, 12288, 14336, 16384, 18432, 20480, 24576, 28672, 32768, 40960, 147456)
 
@@ -345,7 +345,7 @@ def test_rows_that_fill_their_teams(norm: str, n: int) -> None:
 @pytest.mark.parametrize("name", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("norm", NORMS)
 def test_rows_of_clusters_beside_others(norm: str, name: str, n: int) -> None:
-    # More than have a place in shared memory at once, with weights of their own dtype.
+    # More rows than fit in shared memory at once, with weights of their own dtype.
     m = 200 if n < 50_000 else 70
     for regime, options in (("mixed_rows", {}), ("mean_1e2", {"relu": RELUS[0]})):
         check(
@@ -378,7 +378,7 @@ def test_relu_in_rows_of_any_length(norm: str, n: int) -> None:
 def test_a_value_on_a_bound_is_not_inside(name: str, n: int) -> None:
     x = make_values("normal", (5, n), DTYPES[name], 1)
     bias = np.random.default_rng(0).choice([np.float32(-1), np.float32(1)], n)
-    arrays = [to_cupy(a) for a in (x, 0 * bias, bias)]  # y is the bias
+    arrays = [to_cupy(a) for a in (x, 0 * bias, bias)]  # y equals the bias
     positive = np.broadcast_to(bias > 0, x.shape)
     for relu, bits in {
         (-1, 1): np.zeros_like(positive),
@@ -415,7 +415,7 @@ def test_what_the_bitmask_drops_may_be_nan(norm: str) -> None:
     forward = getattr(cupynorm, f"{norm}_forward")(x, weight, relu=(0, 1))
     kept = cupynorm.unpack_bitmask(forward.bitmask, 1000)
     dy = np.where(kept, make_values("normal", x.shape, np.float32, 3), np.float32(np.nan))
-    # A bitmask of another layout in memory.
+    # A bitmask with another layout in memory.
     spread = to_cupy(np.repeat(forward.bitmask, 2, axis=1))[:, ::2]
     statistics = [s for s in (forward.mean, forward.rstd) if s is not None]
     backward = getattr(cupynorm, f"{norm}_backward")
@@ -519,7 +519,7 @@ def test_products_may_overflow_on_the_way_to_dx(
     check(norm, x, weight, dy=dy, wants_dbias=norm == "layer_norm", key=("overflows",))
 
 
-@pytest.mark.parametrize("eps", [0.0, 1e-30, 1e-37])  # 1e-38 is subnormal: it counts as zero
+@pytest.mark.parametrize("eps", [0.0, 1e-30, 1e-37])  # 1e-38 is subnormal, and counts as zero
 def test_rms_norm_in_range_by_rescue_with_a_small_eps(eps: float) -> None:
     for scale in (1e-30, 1e-22, 1e25, 1e37):
         x = (make_values("normal", (4, 1024), np.float32, 3) * np.float32(scale)).astype(np.float32)
@@ -589,7 +589,7 @@ def test_many_short_rows(norm: str, m: int) -> None:
         )
 
 
-# Of 4097, 8193 and 49153 float32 the places of a 16-bit dy are an odd number of 8-byte cells.
+# With 4097, 8193 and 49153 float32, the places of a 16-bit dy are an odd number of 8-byte cells.
 @pytest.mark.parametrize("n", [129, 777, 2561, 4097, 4098, 5197, 8193, 12292, 20001, 49153])
 @pytest.mark.parametrize(("x", "other"), [("float32", "bfloat16"), ("bfloat16", "float32")])
 @pytest.mark.parametrize("norm", NORMS)
@@ -598,7 +598,7 @@ def test_rows_at_any_address_beside_others_of_another_dtype(
 ) -> None:
     import cupy
 
-    m = 600 if n < 8192 else 300  # several for each block or cluster
+    m = 600 if n < 8192 else 300  # several rows for each block or cluster
     host = {
         "x": make_values("normal", (m, n), DTYPES[x], n),
         "dy": make_values("normal", (m, n), DTYPES[other], n + 1),
@@ -609,7 +609,8 @@ def test_rows_at_any_address_beside_others_of_another_dtype(
     check_arrays(norm, host, shifted, None, {"eps": EPS[norm]}, ("another dtype", x), {})
 
 
-# Whole packs of 16 bits at no multiples of 128 bytes, by way of L1, and accesses of 8 bytes.
+# Whole packs of 16 bits that do not lie at multiples of 128 bytes and go through L1, and accesses
+# of 8 bytes.
 @pytest.mark.parametrize(
     "n",
     [
@@ -621,12 +622,12 @@ def test_rows_at_any_address_beside_others_of_another_dtype(
 def test_rows_that_do_not_begin_at_lines(norm: str, n: int) -> None:
     import cupy
 
-    rows = 6000 if n < 4096 else 300 if n < 30_000 else 40  # several for each team
+    rows = 6000 if n < 4096 else 300 if n < 30_000 else 40  # several rows for each team
     for name, m, options in (
         *(("bfloat16", rows, {}), ("float32", rows, {})),
         *(("bfloat16", 5, {"relu": RELUS[1]}), ("bfloat16", rows, {"zero_centered": True})),
     ):
-        columns = n + 2 * (name == "float32")  # of which accesses of 8 bytes are two
+        columns = n + 2 * (name == "float32")  # an access of 8 bytes moves two
         check(
             norm,
             make_values("normal", (m, columns), DTYPES[name], n),
@@ -635,7 +636,7 @@ def test_rows_that_do_not_begin_at_lines(norm: str, n: int) -> None:
             key=("not at lines", name),
             **options,
         )
-    # In place a line that L1 has may end in a row that another block writes.
+    # In place, a line that L1 has may end in a row that another block writes.
     x, dy = (to_cupy(make_values("normal", (rows, n), DTYPES["bfloat16"], n + i)) for i in (3, 4))
     weight = cupy.ones(n, np.float32)
     forward = getattr(cupynorm, f"{norm}_forward")(x, weight)
@@ -652,8 +653,8 @@ def test_rows_that_do_not_begin_at_lines(norm: str, n: int) -> None:
     assert (x.view("u2") == forward.y.view("u2")).all()
 
 
-# Whose packs lanes copy and store by halves: rows of a warp and of several, full and not, at lines,
-# at none and at any address, in clusters and in strips.
+# Lanes copy and store the packs of these rows by halves: rows of a warp and of several, full and
+# not, at lines, at none and at any address, in clusters and in strips.
 @pytest.mark.parametrize(
     "n", [1024, 2056, 4096, 4104, 5376, 8192, 16384, 20001, 20480, 33000, 229376, 262144]
 )
@@ -674,7 +675,7 @@ def test_y_and_dy_wider_than_x(norm: str, n: int) -> None:
 
 
 def one_element_further(rows: Any) -> Any:
-    """Return the same rows, where they are moved by accesses of single elements."""
+    """Return the same rows, where accesses of single elements move them."""
     import cupy
 
     longer = cupy.empty(rows.size + 1, rows.dtype)
@@ -684,11 +685,11 @@ def one_element_further(rows: Any) -> Any:
 
 def check_sums(dweight: Any, terms: Any) -> None:
     error = abs(dweight - terms.sum(axis=0)) / abs(terms).sum(axis=0)
-    assert float(error.max()) < 64 * 2**-24  # for 64 rows added up in turn
+    assert float(error.max()) < 64 * 2**-24  # for 64 rows added in turn
 
 
-# Of each layout whose rows RMSNorm's backward keeps in registers, full and not, by accesses of 16
-# bytes and of 8, so many that each team has several times as many as are on their way.
+# Each layout whose rows RMSNorm's backward keeps in registers, full and not, by accesses of 16
+# bytes and of 8. There are so many rows that each team has several times as many as are in flight.
 @pytest.mark.parametrize(
     "n",
     [
@@ -711,7 +712,7 @@ def test_rows_kept_in_registers_have_the_bits_of_others(name: str, n: int) -> No
     check_sums(found.dweight, dy.astype(np.float64) * x * rstd[:, None])
 
 
-# Rows of whole packs that begin at no lines of 128 bytes.
+# Rows of whole packs that do not begin at lines of 128 bytes.
 @pytest.mark.parametrize("n", [1608, 3160, 5204, 6680, 10312, 13004, 20008, 26008, 50488])
 @pytest.mark.parametrize("name", ["float16", "float32"])
 @pytest.mark.parametrize("norm", NORMS)

@@ -1,7 +1,7 @@
 """Every regime of every kernel, run on the host: values, and what a GPU would hide.
 
-What host/runtime.cpp finds (accesses out of bounds, reads of what nothing wrote, races, barriers
-that not all threads reach) fails the test with the kernel, block, thread and line.
+host/runtime.cpp finds accesses out of bounds, reads of what nothing wrote, races, and barriers that
+not all threads reach. Such a finding fails the test with the kernel, block, thread and line.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ from cupynorm._compile import Instantiation
 
 pytestmark = pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem()))
 
-# Both norms run in some case of each name; where it has one case, norms take turns from name to
-# name, and every second case of a name, so that dtypes do too. Mutations are noticed, and lines
-# counted, among all cases.
+# Both norms run in some case of each name. If a name has one case, the norms take turns from name
+# to name. If it has more, every second case runs, so that dtypes take turns too. Tests of mutations
+# and of lines choose among all cases.
 IN_TURN = of_each_name(by_turns(CASES))
-COLUMNS = [case for case in FEW if case.name.startswith("columns")]  # whose lanes both norms decide
+COLUMNS = [case for case in FEW if case.name.startswith("columns")]  # both norms decide their lanes
 FEW_IN_TURN = [*by_turns(case for case in FEW if case not in COLUMNS), *COLUMNS]
 PIPELINED_IN_TURN = by_turns(PIPELINED)[:: one_in(2)]
 
-# Names take turns at many rows and few; those chosen for their backward kernels have both norms,
-# and both numbers of rows unless the kernels are the same.
+# Names alternate between many rows and few. Names that were chosen for their backward kernels have
+# both norms, and both numbers of rows unless the kernels are the same.
 IN_TURN_OVERFLOWING = [
     (name, few_rows)
     for i, name in enumerate(
@@ -79,7 +79,7 @@ def kernels() -> list[Instantiation]:
 @pytest.fixture(scope="module")
 def build(kernels: list[Instantiation]) -> Build:
     build = Build()
-    # And what tests of their own launch: together they take less time than one by one.
+    # This includes kernels that single tests launch. Compiling them together is faster.
     others = [
         kernels_of([OVERFLOWING[name]], few_rows=few_rows) for name, few_rows in IN_TURN_OVERFLOWING
     ]
@@ -111,7 +111,7 @@ def test_any_residual(drawn: WithResidual, few_rows: bool) -> None:
 def test_a_row_with_a_residual_has_the_same_bits_in_any_batch(
     norm: str, n: int, architecture: int, residual: str
 ) -> None:
-    """And twice the same, those of the sums over rows too; of few rows in kernels of their own."""
+    """Two runs give the same bits too, sums over rows included. Few rows have their own kernels."""
     x, dy = (make_values("mean_1e2", (19, n), DTYPES["bfloat16"], seed) for seed in (1, 2))
     to_add, of_total = (make_values("normal", (19, n), DTYPES[residual], seed) for seed in (3, 4))
     weight = make_values("normal", (n,), DTYPES["float32"], 5)
@@ -176,7 +176,7 @@ def test_pipelined_kernel(pipelined_build: Build, pipelined: Pipelined) -> None:
 
 @pytest.fixture(scope="module")
 def build_without_policies() -> Build:
-    # As on all architectures but sm_90.
+    # As before sm_90.
     build = Build({"stage.cuh": (("kCopiesTakePolicies && ", "false && "),)})
     build.compile(pipelined.kernel() for pipelined in PIPELINED_IN_TURN[::8])
     return build
@@ -295,7 +295,7 @@ def test_few_rows_have_the_bits_of_many(build: Build, case: Case) -> None:
     build.compile(kernels_of([case]))
     results = [check_case(build, case, few_rows=few_rows) for few_rows in (False, True)]
     for many, few in zip(*results, strict=True):
-        nan = np.isnan(many) & np.isnan(few)  # of either sign, here alone
+        nan = np.isnan(many) & np.isnan(few)  # only here it may have either sign
         bits, of_few = (np.where(nan, 0, y.view(f"u{y.itemsize}")) for y in (many, few))
         np.testing.assert_array_equal(bits, of_few)
 
@@ -313,7 +313,7 @@ def test_few_rows_have_kernels_of_their_own(x: str) -> None:
 
 
 def regimes(kernel: Instantiation) -> Iterator[str]:
-    """Name what is particular in the members of a kernel's Op and Layout."""
+    """Name what is special about the members of a kernel's Op and Layout."""
     name, members = kernel.name, dict((*kernel.op, *kernel.layout))
     if name not in ("norm_forward_in_registers", "norm_backward_pipelined"):
         yield name

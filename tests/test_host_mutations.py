@@ -1,11 +1,12 @@
-"""Changes to the kernels, which the cases on the host must notice.
+"""Changes to the kernels that the cases on the host must notice.
 
-Operators make most of them from the kernels' text: `python tests/mutations.py` runs them all, this
-a sample. What no operator makes is in data/mutations.txt, each with what it must be noticed by:
+Operators make most of them from the kernels' text. `python tests/mutations.py` runs all of them,
+this a sample. Changes that no operator makes are in data/mutations.txt, each with the report that
+must notice it:
 
-    FILE: WHAT IS WRONG
+FILE: WHAT IS WRONG
     TEXT OF THE FILE, WITH ANY SPACES AND NEW LINES
-    => WHAT IS THERE INSTEAD
+=> WHAT IS THERE INSTEAD
     KINDS OF REPORT: CHECK
 """
 
@@ -28,11 +29,12 @@ from cupynorm._compile import kernels_directory
 pytestmark = pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem()))
 
 HERE = Path(__file__).parent
-# Of mutants by operators. Those that survive the few checks of a sample are mostly equivalent.
+# How many mutants by operators, and which share must be noticed. Those that survive the few checks
+# of a sample are mostly equivalent.
 SAMPLE, LEAST = examples(70, of=100), 0.85
 
 KINDS = {
-    # What lies behind an array is nobody's, or was never written.
+    # Memory after an array belongs to nobody, or nothing wrote it.
     "out of bounds": "out of bounds|uninitialized: (reads|fetches)",
     "race": "race: ",
     "unwritten": "uninitialized|was never written",
@@ -58,7 +60,7 @@ class Mutation:
         return self.name
 
     def places(self) -> list[str]:
-        """Return the texts of the file that are the old one, but for spaces and new lines."""
+        """Return the texts of the file that match the old one, up to spaces and new lines."""
         text = (kernels_directory() / self.file).read_text(encoding="utf-8")
         return re.findall(r"\s+".join(map(re.escape, self.old.split())), text)
 

@@ -17,7 +17,7 @@ from cupynorm.reference import round_once
 
 pytestmark = pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem()))
 
-# A kernel of faults.cu, and what is said of it.
+# A kernel of faults.cu, and the report about it.
 FAULTS = {
     "reads_before_the_array": "thread 0: out of bounds: reads 4 bytes, 4 bytes before an array",
     "writes_past_the_array": "thread 63: out of bounds: writes 4 bytes, 0 bytes past the end of",
@@ -74,7 +74,7 @@ FAULTS = {
     "ends_before_its_bulk_copy": "the block ends, and nobody waited for the copy at",
 }
 
-# Those of clusters of two blocks.
+# Faults of clusters of two blocks.
 CLUSTER_FAULTS = {
     "races_in_a_cluster": "race: writes 4 bytes at byte 252 of an array",
     "leaves_a_block_at_the_clusters_barrier": "threads 0 to 63 wait at the cluster's barrier at",
@@ -104,7 +104,7 @@ CLUSTER_FAULTS = {
 
 
 class Probe(Instantiation):
-    """A kernel of the tests' own, whose template arguments are in its name."""
+    """A kernel of these tests. Its name contains its template arguments."""
 
     def __str__(self) -> str:
         return self.name
@@ -117,7 +117,7 @@ class Probe(Instantiation):
 
 
 def named(letters: str) -> tuple[tuple[str, str], ...]:
-    """Return the members of a struct by their letters."""
+    """Return the members of a struct, with the letters as names."""
     return tuple((f"member_{i}", letter) for i, letter in enumerate(letters))
 
 
@@ -186,7 +186,7 @@ def assert_same_numbers(actual: np.ndarray, expected: np.ndarray) -> None:
 @pytest.mark.parametrize("name", ["float16", "bfloat16"])
 def test_every_16_bit_number_is_widened_exactly(name: str, to: str) -> None:
     values = np.arange(1 << 16, dtype=np.uint16).view(DTYPES[name])
-    if name == "bfloat16":  # subnormal float32: flushed by what uses them, as on a GPU
+    if name == "bfloat16":  # subnormal float32 numbers count as zero when used, as on a GPU
         values = values[~(np.abs(values.astype(np.float32)) < np.finfo(np.float32).smallest_normal)]
     with np.errstate(invalid="ignore"):
         expected = values.astype(to)
@@ -194,7 +194,7 @@ def test_every_16_bit_number_is_widened_exactly(name: str, to: str) -> None:
 
 
 def numbers_around(name: str, source: str) -> np.ndarray:
-    """Return the numbers of a 16-bit dtype, those halfway and next to it, and some others."""
+    """Return a 16-bit dtype's numbers, those halfway between and next to it, and some others."""
     with np.errstate(invalid="ignore"):
         every = np.arange(1 << 16, dtype=np.uint16).view(DTYPES[name]).astype(np.float64)
     finite = np.sort(every[np.isfinite(every)])

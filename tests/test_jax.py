@@ -1,4 +1,4 @@
-"""cupynorm.jax without a GPU: the formula, and in place of the kernels, NumPy behind XLA's FFI."""
+"""cupynorm.jax without a GPU: the formula, and NumPy behind XLA's FFI instead of the kernels."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def cpu() -> Iterator[None]:
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """Let NumPy, called by XLA, take the place of the formula."""
+    """Let NumPy, which XLA calls, replace the formula."""
     forget_what_was_traced()
     monkeypatch.setitem(_kernels._providers, "cpu", lambda: jax_plans)
     yield monkeypatch
@@ -74,7 +74,7 @@ def values(shape: tuple[int, ...], dtype: str = "float64", seed: int = 0) -> Any
 # ---- values --------------------------------------------------------------------------------------
 
 
-# Whose lengths take turns.
+# The lengths take turns.
 @pytest.mark.parametrize(
     ("dtype", "value", "n"),
     [
@@ -101,7 +101,7 @@ def test_a_gradient_where_x_less_its_mean_overflows() -> None:
     check("layer_norm", x, ones, ones, dy=values((2, 64), "float32"))
 
 
-# One in five is of each norm, dtype, length and choice of factors in turn.
+# One case in five runs, so norms, dtypes, lengths and factors all take turns.
 @pytest.mark.parametrize(
     ("norm", "dtype", "n", "factors"),
     [
@@ -116,7 +116,7 @@ def test_products_may_overflow_on_the_way_to_dx(
     of_x, of_dy, of_weight = factors
     x, dy = scaled(values((5, n), dtype, 1), of_x), values((5, n), dtype, 2)
     dy[::2] = scaled(dy[::2], of_dy)
-    dy[2, ::3] = 1e-3  # beside huge ones: only x of 0 shows that they count
+    dy[2, ::3] = 1e-3  # next to huge ones: only an x of 0 shows that they count
     x[2, ::6] = 0
     check(norm, x, scaled(values((n,), "float32", 3), of_weight), dy=dy)
 
@@ -134,7 +134,7 @@ def test_the_last_addition_of_dx_may_overflow(norm: str, dtype: str, n: int) -> 
 @pytest.mark.parametrize("weight", DTYPES)
 @pytest.mark.parametrize("x", DTYPES)
 def test_every_pair_of_x_and_weight(x: str, weight: str, path: str) -> None:
-    # y has weight's dtype.
+    # y has the weight's dtype.
     norm = NORMS[(list(DTYPES).index(x) + list(DTYPES).index(weight)) % 2]
     affine = values((96,), weight, 2)
     check(norm, values((5, 2, 96), x, 1), affine, affine, dy=values((5, 2, 96), weight, 3))
@@ -172,7 +172,7 @@ def test_relu(norm: str, relu: tuple[float, float], path: str) -> None:
 
 @pytest.mark.parametrize("bounds", [(0.0, 1.0), (-1.0, 0.0)])
 def test_a_bound_of_minus_zero_is_zero(bounds: tuple[float, float], path: str) -> None:
-    """They are equal, and a call with the one must not be that with the other."""
+    """The two bounds are equal, but a call with one must not be taken for a call with the other."""
     x = values((4, 33), "float32")
     negative = tuple(bound or -0.0 for bound in bounds)
     for relu in (negative, bounds):
@@ -192,11 +192,11 @@ def test_the_formula_holds_in_every_regime(norm: str, regime: str) -> None:
 
 @pytest.mark.parametrize(("dtype", "digits"), [("bfloat16", 8), ("float16", 11)])
 def test_float64_is_rounded_to_16_bits_once(dtype: str, digits: int, path: str) -> None:
-    # Through float32, which ends in a tie, the first would round down.
+    # Rounding through float32 ends in a tie, and would round the first number down.
     bias = np.array([1 + 2.0**-digits + 2**-40, -(1 + 2.0**-digits + 2**-40), 1, 0])
     x = np.zeros((2, 4))
     check("layer_norm", x, bias=bias, dy=values(x.shape, dtype, 2))
-    # And so are the gradients.
+    # The gradients are rounded once too.
     check("layer_norm", x, bias=bias.astype(DTYPES[dtype]), dy=np.stack([bias, 0 * bias]))
 
 
@@ -250,7 +250,7 @@ def test_second_derivatives_of_a_clamped_norm(path: str) -> None:
 
 
 def layered(weight: Any) -> Any:
-    """A loss of rows that layers of one weight normalize, in a scan."""
+    """A loss of rows that layers with one weight normalize, in a scan."""
 
     def layer(x: Any, _: Any) -> tuple[Any, None]:
         return cupynorm.jax.rms_norm(x, weight), None
@@ -283,7 +283,7 @@ def test_forward_mode_is_refused_with_what_to_use(mode: str, dtype: str) -> None
     def of_weight(weight: Any) -> Any:
         return jnp.sum(cupynorm.jax.rms_norm(x, weight, weight))
 
-    # A narrow weight is widened first, which JAX differentiates too.
+    # A narrow weight is widened first. JAX differentiates that too.
     for function, v in ((of_x, values((3, 8), dtype)), (of_weight, weight), (layered, weight)):
         with pytest.raises(NotImplementedError, match=r"jacrev\(jacrev\(f\)\) for hessian\(f\)"):
             FORWARD_MODES[mode](function, v)
@@ -299,7 +299,7 @@ def test_what_is_said_instead_of_forward_mode_works() -> None:
 
 
 def looped(function: Any, axes: tuple[int | None, ...]) -> Any:
-    """Return vmap of a function, by a loop."""
+    """Return a function's vmap, as a loop."""
 
     def call(*arrays: Any) -> Any:
         size = next(a.shape[i] for a, i in zip(arrays, axes, strict=True) if i is not None)
@@ -400,8 +400,8 @@ def test_every_pair_of_x_and_residual(x: str, residual: str, path: str) -> None:
     place = 4 * list(DTYPES).index(x) + list(DTYPES).index(residual)
     norm, shape = NORMS[place % 2], (5, 2, 33)
     weight = values((33,), "float32", 3)
-    # With a dtype of its own for the sum, and with none; a gradient of it beside either by turns.
-    # The formula has the one where the kernels have the other.
+    # The sum has a dtype of its own, or not. It has a gradient for one of the two, in turn. The
+    # formula gets the one for which the kernels get the other.
     turn = (place // 4 + (path == "kernels")) % one_in(2)
     for dtype in (None, list(DTYPES)[(place // 2) % 4])[turn :: one_in(2)]:
         has_total = (dtype is None) == (place % 4 in (0, 3))
@@ -440,7 +440,7 @@ def test_what_is_normalized_is_the_rounded_sum(dtype: str, path: str) -> None:
 @pytest.mark.parametrize("factor", [1e36, 3e38])
 @pytest.mark.parametrize("norm", NORMS)
 def test_dx_is_in_range_where_its_terms_are_not(norm: str, factor: float) -> None:
-    """What the norm passes back overflows, and what comes back to s brings it into range again."""
+    """What the norm passes back overflows. What comes back to s brings it into range again."""
     x, residual = (values((5, 96), "float32", seed) for seed in (1, 2))
     x, residual = (scaled(a, 1e-3) for a in (x, residual))
     dy = scaled(values((5, 96), "float32", 3), factor / 1e3)
@@ -503,7 +503,7 @@ def test_second_derivatives_with_a_residual_are_those_of_the_pair(used: str, pat
 
 
 def calls_of(function: Any, *arrays: Any) -> list[list[str]]:
-    """Return what each of our calls in a program reads and writes, but scratch."""
+    """Return what each of our calls in a program reads and writes, except scratch."""
     text = jax.jit(function).lower(*arrays).as_text().replace("\\22", '"')
     found = re.findall(r'"arrays": (\[.*?\])', text)
     return [[name for name in json.loads(names) if name != "scratch"] for names in found]
@@ -580,7 +580,7 @@ def test_a_stream_through_a_rematerialized_scan_is_that_of_the_pair(path: str) -
     )
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-12)
-    # And a stream of float32 takes branches of bfloat16.
+    # A float32 stream also takes bfloat16 branches.
     narrow = values((3, 8), "bfloat16"), *(a.astype(np.float32) for a in arrays[1:])
     gradients = jax.grad(functools.partial(stream, fused), (0, 1, 2))(*narrow)
     assert [g.dtype for g in gradients] == [a.dtype for a in narrow]
@@ -605,7 +605,7 @@ def test_a_norm_with_a_residual_is_exported() -> None:
 
 
 class Held:
-    """An array in the hands of another class, as a parameter of a module is."""
+    """An array inside another class, like a module's parameter."""
 
     def __init__(self, array: Any) -> None:
         self.array = array
@@ -739,7 +739,7 @@ def test_keys_of_random_numbers_are_refused() -> None:
 
 
 def test_an_exported_program_runs_by_the_formula_and_has_the_kernel_for_cuda() -> None:
-    norm = jax.jit(lambda x: cupynorm.jax.rms_norm(x))  # nobody else's: JAX remembers programs
+    norm = jax.jit(lambda x: cupynorm.jax.rms_norm(x))  # our own: JAX remembers programs
     allowed = jax.export.DisabledSafetyCheck.custom_call("cupynorm.forward")
     exported = jax.export.export(norm, platforms=["cpu", "cuda"], disabled_checks=[allowed])(X)
     assert "cupynorm.forward" in exported.mlir_module()
@@ -788,7 +788,7 @@ def parts_of(sizes: tuple[int, ...], along: list[list[int]]) -> Any:
 
 @dataclasses.dataclass
 class Split:
-    """A sharding, of which devices have which parts."""
+    """A sharding: which devices have which parts."""
 
     parts: Any
 
@@ -808,7 +808,7 @@ class Split:
 def test_a_mesh_is_found_for_each_sharding(sizes: list[int], data: Any) -> None:
     shape = tuple(sizes)
     order = data.draw(st.permutations(range(len(sizes))))
-    # Of the places of an array's axes, the last stands for none.
+    # Of the places that an array's axes offer, the last stands for no axis.
     places = [data.draw(st.integers(0, 3)) for _ in sizes]
     parts = parts_of(shape, [[i for i in order if places[i] == place] for place in range(3)])
     mesh, spec = _operations._common_split([Split(parts)], 3, 0)
@@ -826,7 +826,7 @@ def test_rows_in_an_order_that_no_mesh_has_are_taken_as_whole() -> None:
 def test_rows_that_are_split_differently_are_gathered_only_where_they_must(
     sizes: list[int], data: Any
 ) -> None:
-    """Of three axes, the last is normalized."""
+    """The last of the three axes is normalized."""
     shape, count = tuple(sizes), len(sizes)
     splits = []
     for _ in range(2):
@@ -849,7 +849,7 @@ def test_rows_that_are_split_differently_are_gathered_only_where_they_must(
 
 # ---- XLA's foreign function interface ------------------------------------------------------------
 
-# Which of them an error of a call comes as depends on where JAX meets it.
+# An error of a call raises one of these. Which one depends on where JAX meets it.
 XLA_ERRORS = (jax.errors.JaxRuntimeError, ValueError)
 
 
@@ -867,7 +867,7 @@ def test_an_error_in_a_launch_is_an_exception_and_the_next_call_is_right(kernels
 
 
 def operands_of(x: int, y: int) -> list[int]:
-    """Return the operands of a forward pass over rows of 8, which has x and y alone."""
+    """Return the operands of a forward pass over rows of 8 that has only x and y."""
     given = {"x": x, "y": y}
     return [8 if o.endswith("_stride") else given.get(o, 0) for o in FORWARD.operands]
 
@@ -901,7 +901,7 @@ def test_a_program_with_less_scratch_than_its_device_needs(kernels: Any) -> None
     call["arrays"] = ["x", "y", "scratch"]
     launch = _kernels._prepare(ForwardSpec, "cpu", json.dumps(call | {"scratch": 16}), 0)
     launch(7, [32, 64, 96])
-    # A forward pass goes without.
+    # A forward pass can do without scratch.
     call["arrays"] = ["x", "y"]
     launch = _kernels._prepare(ForwardSpec, "cpu", json.dumps(call | {"scratch": 0}), 0)
     launch(7, [32, 64])
@@ -909,7 +909,7 @@ def test_a_program_with_less_scratch_than_its_device_needs(kernels: Any) -> None
 
 
 def test_a_program_says_all_that_its_calls_need(kernels: Any) -> None:
-    """Nothing in it may depend on the process: it may be cached, or run in another one."""
+    """It may be cached or run in another process, so it must not depend on this one."""
     text = jax.jit(cupynorm.jax.rms_norm).lower(X, ROW).as_text().replace("\\22", '"')
     (call,) = re.findall(r'call = "({.*?}})"', text)
     assert json.loads(call) == {
@@ -950,7 +950,7 @@ def test_structures_that_are_too_small_are_refused() -> None:
 
 
 def api_of(*functions: Any) -> Any:
-    """Return an API of functions that take a structure as words and return an error."""
+    """Return an API of functions that take a structure as words, and return an error."""
     kind = ctypes.CFUNCTYPE(ctypes.c_size_t, ctypes.POINTER(ctypes.c_uint64 * 5))
     wrapped = [kind(lambda given, function=f: function(given.contents) or 0) for f in functions]
     words = (ctypes.c_uint64 * 24)()
@@ -964,7 +964,7 @@ def test_threads_do_not_mix_what_they_ask() -> None:
     asked = threading.Barrier(2)
 
     def answer(question: Any) -> None:
-        asked.wait(10)  # both have asked before either is answered
+        asked.wait(10)  # both have asked before either one is answered
         question[3] = question[2] + 1
         asked.wait(10)
 

@@ -1,4 +1,4 @@
-"""Over several devices, no rows travel: see jax_sharding.py for the programs."""
+"""Over several devices, no rows are exchanged. jax_sharding.py has the programs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from thorough import THOROUGH
 pytest.importorskip("jax", minversion="0.10.2")
 
 HERE = Path(__file__).parent
-# How drawn rows come to be uneven.
+# How drawn rows become uneven.
 WAYS = {
     *("constraint", "constraint of two axes", "one row", "last row off", "first column off"),
     "token in front",
@@ -26,7 +26,7 @@ WAYS = {
 @pytest.fixture(scope="module", params=["formula", "kernels"])
 def report(request: pytest.FixtureRequest) -> dict[str, Any]:
     """Return what each program's devices exchange, or its error."""
-    # What devices exchange is decided before code is made of it, most of whose time this saves.
+    # XLA decides what devices exchange before it makes code. This saves most of the time for code.
     ours = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
     flags = f"{os.environ.get('XLA_FLAGS', '')} {ours}"
     path = os.pathsep.join([str(HERE.parent), str(HERE), os.environ.get("PYTHONPATH", "")])
@@ -77,7 +77,7 @@ def test_drawn_shardings_have_uneven_ones_of_each_kind(report: dict[str, Any]) -
         assert min(counted(name).values()) >= 6, name
         assert len(counted(name)) == 2, name
     assert counted("shardy")["False"] >= 3
-    # Those that JAX lets an Explicit mesh have.
+    # The kinds that JAX allows on an Explicit mesh.
     assert sum(case.get("kind") == "Explicit" for case in plain) == 4
     assert sum(case.get("way") == "axis split in two" for case in plain) == 6
     added = [case for case in drawn if case["residual"]]
@@ -107,7 +107,7 @@ def test_whole_rows_exchange_nothing_but_the_gradients_of_weight_and_bias(
 ) -> None:
     for name, collectives in exchanged(report, kind).items():
         assert {kind for kind, _ in collectives} == {"all-reduce"}, name
-        # Of layers, those of all three at once; of two axes, in both.
+        # f32[3,64] is for all three layers at once, f32[4,16] for two axes.
         types = {t for _, types in collectives for t in types}
         assert types <= {"f32[64]", "f32[3,64]", "f32[4,16]"}, name
 
@@ -119,7 +119,7 @@ def test_a_forward_pass_exchanges_nothing(report: dict[str, Any]) -> None:
 
 def test_only_a_kernel_gathers_rows_that_a_shard_map_leaves_split(report: dict[str, Any]) -> None:
     (collectives,) = exchanged(report, "split over the other, Auto").values()
-    # In float32, in which the CPU exchanges 16 bits.
+    # The CPU exchanges 16-bit values as float32.
     gathered = {t for kind, types in collectives if kind == "all-gather" for t in types}
     assert gathered == ({"f32[4,6,64]"} if report["path"] == "kernels" else set())
 

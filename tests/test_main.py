@@ -172,7 +172,7 @@ def test_kernel_cache_that_cannot_be_written_is_reported(tmp_path, monkeypatch) 
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "file" / "cache"))
     assert "NOT writable" in _environment._kernel_cache()
-    if Path("/proc").is_dir():  # where not even root can write
+    if Path("/proc").is_dir():  # not even root can write there
         monkeypatch.setenv("CUPY_CACHE_DIR", "/proc")
         assert "/proc, NOT writable: set CUPY_CACHE_DIR to" in _environment._kernel_cache()
     monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "new" / "cache"))

@@ -1,6 +1,6 @@
-"""A call that was made before does what it would do the first time, wrong arguments included.
+"""A prepared call does what it did the first time, wrong arguments included.
 
-CuPy's own arrays, over the host's memory: nothing is launched, and what would be is noted.
+CuPy's own arrays lie over the host's memory. Nothing is launched, and launches are recorded.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class Subclass(cupy.ndarray):
 
 
 class Machine:
-    """Two devices that launch nothing: it stands for the runtime below `_calls`."""
+    """Two devices that launch nothing. It stands for the runtime below `_calls`."""
 
     def __init__(self) -> None:
         self.current = 0
         self.alignment = 512
-        self.counted = 0  # bytes of a count that forward kernels take
+        self.counted = 0  # bytes of the count that forward kernels take
         self.launches: list[Any] = []
         self._kept: list[Any] = []
 
@@ -62,7 +62,7 @@ class Machine:
         self, shape: Any, dtype: Any = "float32", strides: Any = None, device: int = 0,
         offset: int = 0, cls: type = cupy.ndarray,
     ) -> Any:  # fmt: skip
-        """Return an array whose strides, in elements, span memory from their lowest address on."""
+        """Return an array. Its strides, in elements, span memory from their lowest address."""
         itemsize = np.dtype(dtype).itemsize
         pointer = self.allocate(1 << 16, device, 1 << 14)
         strides = None if strides is None else tuple(itemsize * s for s in strides)
@@ -128,13 +128,13 @@ FORWARD = (
 )
 BACKWARD = (cupynorm.rms_norm_backward, cupynorm.layer_norm_backward)
 ALL = FORWARD + BACKWARD
-# Among what a launch is given; the bounds follow eps.
+# Positions among a launch's arguments. The bounds follow eps.
 BITMASK, EPS = 2 + FORWARD_PASS.operands.index("bitmask"), 2 + len(FORWARD_PASS.operands)
 BITMASK_OF_BACKWARD = 2 + BACKWARD_PASS.operands.index("bitmask")
 
 
 def good(function: Callable[..., Any], machine: Machine) -> dict[str, Any]:
-    """Return the arguments of a call that is right, without options."""
+    """Return the arguments of a correct call without options."""
     rows, row = machine.array(SHAPE), machine.array(SHAPE[-1:])
     if function in FORWARD:
         return {"x": rows, "weight": row, "bias": None}
@@ -146,7 +146,7 @@ def good(function: Callable[..., Any], machine: Machine) -> dict[str, Any]:
 
 
 def variants(machine: Machine) -> dict[str, list[Any]]:
-    """Return, by argument, values that are right, wrong, and in between."""
+    """Return, for each argument, values that are right, wrong, and in between."""
     array, n = machine.array, SHAPE[-1]
     padded = ((4 * (n + 8)), n + 8, 1)
     rows = [
@@ -313,7 +313,7 @@ def variants(machine: Machine) -> dict[str, list[Any]]:
 
 
 def outcome(machine: Machine, function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-    """Return all that can be seen of a call: its error, or what is launched and returned."""
+    """Return all that shows of a call: its error, or what it launches and returns."""
     machine.launches.clear()
     names = {}
     for name, value in arguments.items():
@@ -478,7 +478,7 @@ def test_each_relu_has_its_bounds_and_bitmask(
             assert result.bitmask.dtype == np.uint8
         elif spec.store_statistics:
             assert result.bitmask is None
-    # (0, 6), (0.0, 6.0) and (-0.0, 6.0) are one, and (-1.0, 0) and (-1.0, -0.0).
+    # (0, 6), (0.0, 6.0) and (-0.0, 6.0) are one call. So are (-1.0, 0) and (-1.0, -0.0).
     assert len(_calls.calls) == len(BOUNDS) - 3
 
 
@@ -503,7 +503,7 @@ def test_each_backward_has_its_bitmask(machine: Machine, function: Callable[...,
     assert len(_calls.calls) == 2
     strided = machine.array((*SHAPE[:-1], 8), "uint8", strides=(64, 16, 1))
     for _ in range(2):
-        function(**arguments, bitmask=strided)  # copied
+        function(**arguments, bitmask=strided)  # it is copied
         assert machine.launches[-1][1][BITMASK_OF_BACKWARD] not in (0, strided.data.ptr)
     assert len(_calls.calls) == 2
     on_another = machine.array((*SHAPE[:-1], 8), "uint8", device=1)
@@ -554,7 +554,7 @@ def test_calls_are_bounded(machine: Machine, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_threads_share_calls(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_prepared, "MOST_CALLS", 3)  # forgotten and made anew all the time
+    monkeypatch.setattr(_prepared, "MOST_CALLS", 3)  # calls are forgotten and made anew
     arrays = [machine.array((rows, 64)) for rows in range(1, 8)]
     start, wrong = threading.Barrier(4), []
 

@@ -15,7 +15,7 @@ BLOCKS = list(re.finditer(r"^```python\n(.*?)^```$", README, flags=re.MULTILINE 
 def case(block: re.Match[str]) -> object:
     (library,) = re.findall(r"^import (numpy|cupy|torch|jax)\b", block[1], flags=re.MULTILINE)
     marks = [pytest.mark.gpu] if library == "cupy" else []
-    # Empty lines before it make a traceback name the README's own lines.
+    # Empty lines before the block give a traceback the README's own line numbers.
     source = "\n" * README.count("\n", 0, block.start(1)) + block[1]
     return pytest.param(library, source, id=library, marks=marks)
 
@@ -47,7 +47,7 @@ def test_ci_runs_the_readmes_test_command() -> None:
     assert f"{install.replace('pip install', 'pip install --quiet')}\n{run}\n" in text
 
 
-# What torch itself still uses of what it deprecates.
+# torch itself still uses what it deprecates.
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 @pytest.mark.parametrize(("library", "source"), CASES)
 def test_block_runs(library: str, source: str) -> None:

@@ -37,7 +37,7 @@ def run_backward(
 
 def numerical_gradient(function: Callable[[Float64], float], at: Float64) -> Float64:
     gradient = np.empty_like(at)
-    # The cube root of the unit roundoff balances the two errors of a central difference.
+    # The cube root of the unit roundoff balances both errors of a central difference.
     step = 6e-6
     for index in np.ndindex(at.shape):
         moved = at.copy()
@@ -50,7 +50,7 @@ def numerical_gradient(function: Callable[[Float64], float], at: Float64) -> Flo
 
 def assert_gradient(actual: Array, function: Callable[[Float64], float], at: Float64) -> None:
     expected = numerical_gradient(function, at)
-    # The errors of a central difference are about step**2 = 4e-11 of the values' size, which is 1.
+    # The errors of a central difference are about step**2 = 4e-11, since the values' size is 1.
     assert actual.shape == expected.shape
     assert np.abs(actual - expected).max() < 1e-8 * (1 + np.abs(expected).max())
 
@@ -282,7 +282,7 @@ def test_rows_of_subnormal_numbers_whose_rstd_is_out_of_range(norm: Norm, dtype:
     rng = np.random.default_rng(0)
     whole = rng.integers(-9, 10, (3, 64)).astype(np.float64)
     least = float(ml_dtypes.finfo(dtype).smallest_subnormal)
-    x = np.concatenate([whole[:2] * least, whole[2:]]).astype(dtype)  # the last as it is
+    x = np.concatenate([whole[:2] * least, whole[2:]]).astype(dtype)  # the last row stays as it is
     weight, dy = rng.standard_normal(64, np.float32), rng.standard_normal(x.shape)
     forward = run_forward(norm, x, weight, eps=0.0, out_dtype="float64")
     like = run_forward(norm, whole, weight, eps=0.0)
@@ -377,7 +377,7 @@ def test_a_gradient_where_x_less_its_mean_overflows() -> None:
         for v in (x * 2.0**1021, x * 2.0**900)
     )
     assert np.isfinite(large.dx).all()
-    # Around the least normal number.
+    # dx is around the least normal number.
     np.testing.assert_allclose(large.dx, small.dx * 2.0**-121, rtol=0, atol=2.0**-1070)
 
 
@@ -482,7 +482,7 @@ def test_float64_is_rounded_once_at_every_tie(dtype: str) -> None:
     infinity = int(np.array(INF).astype(target).view(np.uint16))
     codes = np.arange(infinity + 1, dtype=np.uint16)
     values = codes.view(target).astype(np.float64)
-    values[-1] = 2 * values[-2] - values[-3]  # the number that infinity stands for when rounding
+    values[-1] = 2 * values[-2] - values[-3]  # infinity counts as this number in rounding
     below, above = codes[:-1], codes[1:]
     tie = (values[:-1] + values[1:]) / 2
     for number, expected in {

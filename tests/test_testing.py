@@ -1,4 +1,4 @@
-"""The comparison itself: it must pass a careful kernel and kill every careless one."""
+"""The comparison itself: it must pass a careful kernel and fail every careless one."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_careful_kernel_passes(
     bias = make_values("normal", (n,), bias_type, seed + 3)
     wide = x.astype(np.float64)
     if norm == "layer_norm" and np.any(wide.min(axis=1) == wide.max(axis=1)):
-        eps = max(eps, 1e-6)  # without it, equal values have no LayerNorm
+        eps = max(eps, 1e-6)  # with an eps of 0, equal values have no LayerNorm
     options: Any = {"eps": eps, "zero_centered": zero_centered, "out_dtype": out_type}
     forward = emulation.forward(norm, x, weight, bias, **options)
     check_forward(norm, forward, x, weight, bias, **options)
@@ -129,7 +129,7 @@ def test_a_careless_forward_is_killed(bug: str, norm: Norm, n: int) -> None:
     right = emulation.forward(norm, x, weight, bias, **options)
     check_forward(norm, right, x, weight, bias, **options)
     wrong = emulation.forward(norm, x, weight, bias, bug=bug, **options)
-    # Of y alone: statistics out of a forward pass for inference are nowhere to be seen.
+    # For y alone. Statistics do not show in a forward pass for inference.
     with pytest.raises(AssertionError, match="y"):
         check_forward(norm, wrong.y, x, weight, bias, **options)
 
@@ -161,7 +161,7 @@ def test_a_careless_backward_is_killed(bug: str, norm: Norm, n: int) -> None:
     _, regime, x_type = BACKWARD_BUGS[bug]
     x = make_values(regime, (33, n), x_type, 0)
     dy = make_values("normal", (33, n), x_type, 1)
-    # With a mean of its own, g is not orthogonal to 1, which LayerNorm takes out.
+    # A mean in g makes it not orthogonal to 1. LayerNorm removes that part.
     weight = 1 + make_values("normal", (n,), "float32", 2)
     _, mean, rstd, *_ = emulation.forward(norm, x, weight, None, eps=1e-6)
     given: Any = (dy, x, weight, mean, rstd)
@@ -239,7 +239,7 @@ def clamped(**changes: Any) -> NormForward:
 
 
 def with_bit(row: int, column: int) -> Array:
-    """Return the bitmask with a bit inverted."""
+    """Return the bitmask with one bit inverted."""
     bitmask = CLAMPED.bitmask.copy()
     bitmask[row, 0] ^= 1 << column
     return bitmask
@@ -278,7 +278,7 @@ def test_only_bits_that_rounding_may_decide_are_free(exact: bool) -> None:
     ).y
     bound = np.float32(y64[1, 3])
     if not exact:
-        bound += np.float32(1e-5)  # out of reach of float32's rounding
+        bound += np.float32(1e-5)  # float32's rounding does not reach it
     relu = (float(bound), np.inf)
     right = reference.layer_norm_forward(X, eps=1e-6, relu=relu)
     inverted = right.bitmask.copy()
@@ -335,7 +335,7 @@ def test_rows_in_chunks_are_rows_at_once(norm: Norm, monkeypatch: pytest.MonkeyP
 
     at_once = ratios()
     monkeypatch.setattr("cupynorm.testing.CHUNK_ELEMENTS", 5 * 16)
-    # dweight and dbias are added up in another order, in float64.
+    # dweight and dbias are added in another order, in float64.
     np.testing.assert_allclose(ratios(), at_once, rtol=1e-6)
     forward.y[2, 1, 0, 3] = np.nan
     with pytest.raises(AssertionError, match=r"y\[20:\]\[3, 0, 3\]"):
@@ -390,7 +390,7 @@ def test_infinity_only_where_exact_rounds_to_it() -> None:
     assert not is_refused(f16(inf), inf)
     assert is_refused(f16(-inf), inf)
     assert is_refused(f16(65504), inf)
-    # What overflows in the compute dtype is infinite in a wider output as well.
+    # A value that overflows in the compute dtype is infinite in a wider output too.
     assert not is_refused(np.float64(inf), 1e39)
     assert is_refused(np.float64(inf), 1e39, 0.0, np.float64)
 

@@ -1,6 +1,6 @@
 """cupynorm.torch on the CPU: values, derivatives, transforms, compilation, modules, errors.
 
-What a call on a GPU does up to the launch runs here too, with plans of NumPy's for the kernels'.
+What a GPU call does up to its launch runs here too, with NumPy plans instead of the kernels.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from cupynorm.torch import (
     rms_norm,
 )
 
-# What torch itself still uses of what it deprecates.
+# torch itself still uses what it deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 
 RELU = (-0.5, 0.7)
@@ -60,7 +60,7 @@ NORM = RMSNorm(8, bias=True)
 
 @pytest.fixture(autouse=True)
 def compile_anew() -> None:
-    """Let no test find what others compiled: of one function there may be no more than some."""
+    """Let no test find what others compiled: dynamo compiles one function only so many times."""
     torch._dynamo.reset()
 
 
@@ -75,7 +75,7 @@ def operands(dtype: Any = torch.float64) -> tuple[Any, Any, Any]:
 
 
 def formula(norm: str, x: Any, weight: Any, bias: Any) -> Any:
-    """The norm with a clamped ReLU by torch's own operations, which all of torch transforms."""
+    """The norm with a clamped ReLU, by torch's own operations, which all of torch can transform."""
     if norm == "layer_norm":
         return F.layer_norm(x, weight.shape, weight, bias).clamp(*RELU)
     return (F.rms_norm(x, weight.shape, weight, 1e-6) + bias).clamp(*RELU)
@@ -157,7 +157,7 @@ def test_strides_of_axes_of_one_element_are_not_looked_at(shape: tuple[int, ...]
                 y = rms_norm(x, weight)
                 assert y.is_contiguous()
                 results.append((y, *torch.autograd.grad(y, (x, weight), x.detach())))
-            assert len(_kernels.calls) == 2  # one of each pass
+            assert len(_kernels.calls) == 2  # one call of each pass
             assert [plan.vector for plan in plans.made] == [4, 4]
         for a, b in zip(*results, strict=True):
             assert_same_bits(a, b)
@@ -167,7 +167,7 @@ def test_strides_of_axes_of_one_element_are_not_looked_at(shape: tuple[int, ...]
 def test_calls_on_tensors_of_other_strides_are_told_apart(other: str) -> None:
     rows, row = torch.randn(6, 8), torch.randn(8)
     like = row if other in ("weight", "bias") else rows
-    # Contiguous, a gap after each row or element, a wider one, and no rows at all.
+    # Contiguous, with a gap after each row or element, with a wider one, and no rows at all.
     layouts = [like, *(torch.randn(*like.shape[:-1], n)[..., :8] for n in (12, 16))]
     layouts += [torch.randn(8, 6).T] if like is rows else [torch.randn(8, 2)[:, 0]]
 
@@ -196,7 +196,7 @@ def test_each_operand_has_an_alignment_of_its_own(name: str) -> None:
     start = -(memory.data_ptr() // 4) % 8 + 4
     with torch_plans.in_place_of_kernels() as plans:
         rms_norm(x, **{name: memory[start : start + 64]})
-    assert plans.made[0].vector == 4  # 8 of float32 would be 32 bytes
+    assert plans.made[0].vector == 4  # 8 elements of float32 would be 32 bytes
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
@@ -271,7 +271,7 @@ def test_one_plan_serves_every_number_of_rows() -> None:
         for m in (1, 2, 7):
             rms_norm(torch.randn(m, 8))
         rms_norm(torch.randn(7, 8))
-        assert [plan.n for plan in plans.made] == [8, 8, 8]  # what a cache of plans then makes one
+        assert [plan.n for plan in plans.made] == [8, 8, 8]  # a cache of plans makes them one plan
         assert [launch["m"] for launch in plans.launches] == [1, 2, 7, 7]
 
 
@@ -371,7 +371,7 @@ def test_what_is_kept_goes_through_hooks_and_may_come_back_otherwise_laid_out(no
 
     kept: list[Any] = []
     with torch_plans.in_place_of_kernels() as plans:
-        for _ in range(2):  # a layout that was not seen, after one that was, and again
+        for _ in range(2):  # a new layout after a known one, and once more
             expected = torch.autograd.grad(ours(norm, x, weight, bias).sum(), (x, weight, bias))
             with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, unpack):
                 y = ours(norm, x, weight, bias)
@@ -437,7 +437,7 @@ def test_results_have_the_strides_of_a_program_that_is_traced(
             actual = both(x, row)
         for a, b in zip(actual, expected, strict=True):
             assert a.shape == b.shape
-            # torch does not look at those of axes of one element.
+            # torch does not look at the strides of axes of one element.
             steps = [
                 [s for n, s in zip(t.shape, t.stride(), strict=True) if n != 1] for t in (a, b)
             ]
@@ -478,7 +478,7 @@ def test_a_tangent_of_dy_is_refused(mine: Any) -> None:
         dual = torch.autograd.forward_ad.make_dual(torch.ones(2, 8), torch.randn(2, 8))
         with pytest.raises(NotImplementedError, match="jvp"):
             torch.autograd.grad(y, x, dual, retain_graph=True)
-        torch.autograd.grad(y, x, torch.ones(2, 8))  # without one it is no matter
+        torch.autograd.grad(y, x, torch.ones(2, 8))  # without a tangent it works
 
 
 def test_forward_mode_is_refused_by_the_operations() -> None:
@@ -502,7 +502,7 @@ def test_forward_mode_is_refused_by_the_operations() -> None:
         dual = torch.autograd.forward_ad.make_dual(x, x).as_subclass(Subclass)
         with pytest.raises(NotImplementedError, match="jvp"):
             rms_norm(dual, weight)
-    # What has no tangent is no matter.
+    # Values without a tangent work.
     _, tangent = torch.func.jvp(lambda v: v * exported(x), (x,), (x,))
     assert_close(tangent, x * exported(x))
 
@@ -553,7 +553,7 @@ def test_a_residual_is_added_first_and_the_sum_returned(
 @pytest.mark.parametrize("wanted", [(0, 1), (0,), (1,)])
 @pytest.mark.parametrize("norm", NORMS)
 def test_gradients_with_a_residual(norm: str, wanted: tuple[int, ...]) -> None:
-    """Of y and of the sum, and of each alone."""
+    """Gradients of y and of the sum, and of each alone."""
 
     def function(*arguments: Any) -> Any:
         results = fused(norm, *arguments, eps=0.1)
@@ -641,7 +641,7 @@ def test_gradients_are_of_what_wants_them_in_its_dtype(
             assert (spec.dresidual_out is not None) == has_ds
 
 
-# What `fused` tells layer_norm of one axis.
+# The arguments that `fused` gives layer_norm for one axis.
 TOLD_OF_ONE = (1, "layer_norm", 1e-5, False, RELU, None, None)
 
 
@@ -808,7 +808,7 @@ def test_scratch_of_a_call_with_a_wider_residual(monkeypatch: pytest.MonkeyPatch
         return made[-1]
 
     with torch_plans.in_place_of_kernels() as plans:
-        rms_norm(x, residual=residual)  # as the launch is not made into the next one's
+        rms_norm(x, residual=residual)  # prepares the next call
         monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)
         rms_norm(x, residual=residual)
         assert [scratch.nbytes for scratch in made] == [plans.made[0].scratch_bytes(5)]
@@ -906,7 +906,7 @@ def test_modules_with_a_residual(module: Any, affine: bool) -> None:
         traced = torch.fx.symbolic_trace(norm)
         for arguments in ((x, residual), (x,)):
             torch.testing.assert_close(traced(*arguments), norm(*arguments), rtol=0, atol=0)
-    if module is RMSNorm:  # of no eps, the epsilon of what the sum is computed in
+    if module is RMSNorm:  # without eps: the epsilon of the dtype that the sum is computed in
         wide = x.double() * 1e-4
         expected = rms_norm(wide, eps=torch.finfo(torch.float64).eps)
         y, _ = rms_norm(wide.float(), residual=wide - wide.float(), eps=None, out_dtype=wide.dtype)
@@ -1117,7 +1117,8 @@ def test_a_transform_on_the_meta_device(norm: str) -> None:
 @pytest.mark.parametrize("value", [0.0, 0.1, 1e17, 1e20, 1e30, 3e38])
 @pytest.mark.parametrize("n", [1, 7, 8, 1000])
 def test_formulas_of_rows_of_equal_values(n: int, value: float) -> None:
-    # xhat is 0, its gradient that of x - mean times 1 / sqrt(eps), and so is what comes of dweight.
+    # xhat is 0. Its gradient is that of x - mean, times 1 / sqrt(eps). The same goes for the
+    # gradient through dweight.
     x = torch.full((2, n), value, requires_grad=True)
     weight, along = torch.ones(n, requires_grad=True), torch.linspace(-1, 2, n)
     (dweight,) = torch.autograd.grad(layer_norm(x, weight).sum(), weight, create_graph=True)
@@ -1162,7 +1163,7 @@ def test_formulas_round_float64_once(dtype: Any) -> None:
     step = torch.finfo(dtype).eps
     above_a_tie = torch.tensor([1.0, -1.0], dtype=torch.float64) * (1 + step / 2 + 2.0**-40)
     expected = torch.tensor([1 + step, -1 - step], dtype=dtype)
-    x = torch.ones(3, 2, dtype=torch.float64)  # so that xhat is 1 as well, and P(a) is a
+    x = torch.ones(3, 2, dtype=torch.float64)  # so xhat is 1 too, and P(a) is a
     weight, bias = torch.ones(2, dtype=dtype), torch.zeros(2, dtype=dtype)
 
     def loss(weight: Any, bias: Any, x: Any) -> Any:
@@ -1191,7 +1192,7 @@ def test_round_once(dtype: Any) -> None:
     expected = round_once(values.detach().numpy(), to_numpy(rounded).dtype)
     np.testing.assert_array_equal(to_numpy(rounded.double()), expected.astype(np.float64))
     signs = torch.signbit(rounded), torch.signbit(values)
-    assert torch.equal(*(sign[:-1] for sign in signs))  # of all but the NaN
+    assert torch.equal(*(sign[:-1] for sign in signs))  # for all but the NaN
     rounded.sum().backward()
     assert bool((values.grad == 1).all())
 
@@ -1200,7 +1201,7 @@ def test_round_once(dtype: Any) -> None:
 
 
 def outlived(tensor: Any, transform: Any = grad) -> Any:
-    """Return what stood for a tensor within a transform that has ended."""
+    """Return what stands for a tensor after the transform around it has ended."""
     kept: list[Any] = []
     transform(lambda t: kept.append(t) or t.sum())(tensor)
     return kept[0]
@@ -1210,7 +1211,7 @@ def zeros(tensor: Any) -> Any:
     return torch._efficientzerotensor(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
-# What has a tensor's values, or as many zeros.
+# Tensors that stand for a tensor's values, or for as many zeros.
 STANDING_FOR = {
     "negated": lambda t: torch._neg_view(-t),
     "of a conjugate": lambda t: torch.complex(torch.zeros_like(t), -t).conj().imag,
@@ -1284,9 +1285,9 @@ WAYS: dict[str, Any] = {
 def test_what_stands_for_a_tensor_has_its_values(kind: str, way: str, context: Any) -> None:
     leaves = operands()
     plain = [*leaves, drawn(3, 5, 8, seed=3).detach()]
-    # torch itself cannot multiply by a dy that outlived two, within others.
+    # torch itself cannot multiply by a dy that outlived two transforms, inside others.
     count = 3 if (kind, way) == ("outlived twice", "gradients of each example") else 4
-    # From one kind and way to the next, norms take turns.
+    # The norms take turns from one kind and way to the next.
     turn = list(STANDING_FOR).index(kind) + list(WAYS).index(way)
     for i in range(count):
         norm = NORMS[(turn + i) % 2]
@@ -1399,7 +1400,7 @@ def test_opcheck(norm: str, dtype: Any) -> None:
     x, weight, bias = operands(torch.float32)
     x = x.detach().to(dtype).requires_grad_()
     for i, (w, b) in enumerate(((weight, bias), (weight, None), (None, None))):
-        # With a ReLU by turns: the other norm, or the other dtype, is without where this has one.
+        # A ReLU in turn: if one norm or dtype has it, the other is without.
         clamped = (NORMS.index(norm) + i) % 2 == (dtype == torch.bfloat16)
         relu = [0.0, math.inf] if clamped else None
         options = (1, norm, 1e-5, False, relu, torch.float32, None, True)
@@ -1439,7 +1440,7 @@ def test_compiled_once_for_any_batch(norm: str, backend: str) -> None:
             strict=True,
         ):
             assert_same_bits(a, b)
-    # Beside it, dynamo compiles an empty graph of what it takes for constant.
+    # dynamo also compiles an empty graph of what it takes for constant.
     assert len([graph for graph in counter.graphs if len(graph.graph.nodes) > 1]) == 1
     with torch.no_grad():
         assert_same_bits(compiled(x, weight, bias), block(x, weight, bias))
@@ -1447,7 +1448,7 @@ def test_compiled_once_for_any_batch(norm: str, backend: str) -> None:
 
 def test_compiled_once_for_any_width_with_a_relu() -> None:
     compiled = torch.compile(layer_norm, backend="aot_eager", fullgraph=True, dynamic=True)
-    # Compiled for the first width, for those of bitmasks that have several bytes, and never again.
+    # Compiled for the first width, for widths with bitmasks of several bytes, and never again.
     with torch._dynamo.config.patch(recompile_limit=2, fail_on_recompile_limit_hit=True):
         for n in (8, 24, 40, 56, 72, 88):
             x, weight = drawn(4, n, dtype=torch.float32), torch.randn(n)
@@ -1473,7 +1474,7 @@ def test_a_compiled_program_calls_the_kernels_at_once(
     compiled(x, weight, bias).sum().backward()
     with torch.no_grad():
         assert_same_bits(compiled(x, weight, bias), expected)
-    # What asks for gradients does go that way: autograd records it.
+    # With gradients it does go through the dispatcher: autograd records it.
     options = (1, norm, 1e-5, False, None, None, None, True)
     with pytest.raises(AssertionError, match="by way of the dispatcher"):
         torch.ops.cupynorm.norm_forward(x, None, weight, bias, *options)
@@ -1706,7 +1707,7 @@ def test_modules_are_made_as_torchs_are(mine: Any, theirs: Any) -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("mine", "theirs"), MODULES)
 def test_modules_compute_what_torchs_do(mine: Any, theirs: Any, dtype: Any) -> None:
-    x = 1e-3 * drawn(5, 4, 2, dtype=dtype).detach()  # so small that eps shows
+    x = 1e-3 * drawn(5, 4, 2, dtype=dtype).detach()  # so small that eps has an effect
     for options in ({}, {"elementwise_affine": False}, {"eps": 1e-3}):
         a, b = mine([4, 2], dtype=dtype, **options), theirs([4, 2], dtype=dtype, **options)
         for parameter in b.parameters():
@@ -1938,7 +1939,7 @@ def test_jagged_tensors(mine: Any, theirs: Any) -> None:
     for module in (a, compiled):
         y = module(x)
         torch.testing.assert_close(y.values(), expected.values())
-        assert (x + y).shape == x.shape  # of the same lengths
+        assert (x + y).shape == x.shape  # with the same lengths
         (dx,) = torch.autograd.grad(y.values().pow(3).sum(), x)
         torch.testing.assert_close(dx.values(), slope.values(), rtol=1e-4, atol=1e-5)
     with pytest.raises(NotImplementedError, match="axis must not name the ragged axis of x"):
@@ -2091,7 +2092,7 @@ def test_errors(call: Any, error: Any, message: str) -> None:
 
 @pytest.mark.parametrize(("call", "error", "message"), ERRORS)
 def test_errors_come_when_a_call_is_traced(call: Any, error: Any, message: str) -> None:
-    # The operation's schema knows of kinds, and names the argument too.
+    # The operation's schema knows the kinds of arguments, and names the argument too.
     by_schema = f"for argument '{message.split(' ', maxsplit=1)[0]}'"
     with (
         FakeTensorMode(allow_non_fake_inputs=True),
@@ -2130,7 +2131,7 @@ def test_numpys_true_is_true() -> None:
     with torch_plans.in_place_of_kernels() as plans:
         rms_norm(torch.ones(2, 24), torch.ones(24), zero_centered=np.True_)
     (plan,) = plans.made
-    assert plan.spec.zero_centered is True  # by its name in C++, True of NumPy's is none
+    assert plan.spec.zero_centered is True  # C++ has a name for True, but not for NumPy's
 
 
 def test_a_bound_of_minus_zero_is_zero() -> None:

@@ -1,7 +1,7 @@
 """cupynorm.torch.compile_options: what norms of a compiled program take in, and what it computes.
 
-Most programs here run operation by operation, after inductor's passes over their graphs. Its C++
-takes seconds to compile, and differs from eager calls in more roundings than those left out here.
+Most programs here run operation by operation, after inductor's passes over their graphs. Inductor's
+C++ takes seconds to compile, and differs from eager calls in more roundings than are left out here.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 from cupynorm.torch import _fusion, _inductor, compile_options, layer_norm, replace_norms, rms_norm
 
-# What torch itself still uses of what it deprecates, and its word on the caches.
+# torch itself still uses what it deprecates, and warns about caches.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*Function.*should not be inst:DeprecationWarning"),
@@ -53,7 +53,7 @@ def compile_anew() -> Any:
 
 
 class Change(NamedTuple):
-    """How many nodes of each kind a graph used before the pass, and uses after it."""
+    """How many nodes of each kind a graph used before the pass, and how many after it."""
 
     before: Counter[str]
     after: Counter[str]
@@ -91,7 +91,7 @@ def kinds(graph: Any) -> Counter[str]:
 
 
 def fewer(changes: list[Change]) -> tuple[int, int]:
-    """Return how many additions and casts there are less, in all graphs."""
+    """Return how many additions and casts are gone, in all graphs."""
     return sum(c.fewer("add") for c in changes), sum(c.fewer("cast") for c in changes)
 
 
@@ -129,7 +129,7 @@ def drawn(*shape: int, dtype: Any = torch.float32, seed: int = 0) -> Any:
 
 
 def computed(f: Any, inputs: Any) -> list[Any]:
-    """Return the results of a function, and the gradients of what it is given."""
+    """Return the results of a function, and the gradients of its arguments."""
     leaves = [t.clone().requires_grad_() for t in inputs]
     results = f(*leaves)
     results = list(results) if isinstance(results, tuple) else [results]
@@ -139,7 +139,7 @@ def computed(f: Any, inputs: Any) -> list[Any]:
 
 
 def assert_near(actual: list[Any], expected: list[Any], unit: float) -> None:
-    """Assert that tensors are apart by no more than a unit of their norms."""
+    """Assert that tensors differ by at most `unit` times their norms."""
     for a, b in zip(actual, expected, strict=True):
         assert (a is None) == (b is None)
         if a is not None:
@@ -161,7 +161,7 @@ def assert_as_eager(f: Any, inputs: Any, unit: float = 2.0**-20, compiled: Any =
 
 
 def block(x: Any, stream: Any, weight: Any, matrix: Any) -> Any:
-    """Two branches beside a stream, with a norm before each and a last one."""
+    """Two branches next to a stream, with a norm before each, and a last norm."""
     stream = stream + x @ matrix
     stream = stream + rms_norm(stream, weight) @ matrix
     return layer_norm(stream, weight), stream
@@ -192,9 +192,9 @@ def test_additions_become_parts_of_the_passes(
         return layer_norm(stream, weight), stream
 
     assert_as_eager(with_casts, operands(dtype, of_stream), unit)
-    # Each norm has an addition before it, and one of the gradients of its two users.
+    # Each norm has an addition before it. The gradients of its two users are added too.
     assert [change.fewer("add") for change in changes] == [4, 2]
-    # The norm's result is cast once. Of its gradients, dy was cast, and so were both dresiduals.
+    # The norm's result is cast once. Its gradients had casts too: dy, and both dresiduals.
     assert [change.after["cast"] for change in changes] == [0, 0]
 
 
@@ -205,7 +205,7 @@ def test_a_norm_takes_in_one_addition_and_another_its_sum(changes: list[Change])
 
     assert_as_eager(both, operands())
     assert fewer(changes[1:]) == (1, 0)
-    # Two gradients are added to the sum's, and those of the weight to each other.
+    # Two gradients are added to the sum's. The two gradients of the weight are added too.
     assert changes[0].before["add"] == 4
     assert changes[0].after["add"] == 1
 
@@ -219,7 +219,7 @@ def test_of_two_gradients_the_later_takes_in_the_other(changes: list[Change]) ->
 
 
 class NormalizedLater(torch.autograd.Function):
-    """Doubles a sum. What it normalizes is computed in its backward pass alone."""
+    """Doubles a sum. Only its backward pass normalizes the sum."""
 
     @staticmethod
     def forward(ctx: Any, total: Any, weight: Any) -> Any:
@@ -232,7 +232,7 @@ class NormalizedLater(torch.autograd.Function):
         return dy * rms_norm(total, weight), None
 
 
-# What has nothing to take in, or had better not.
+# Norms that have nothing to take in, or should not.
 APART = {
     "a product beside it": lambda x, r, w, m: rms_norm(2 * x + r, w),
     "a product of both": lambda x, r, w, m: rms_norm(x * r + x, w),
@@ -269,11 +269,11 @@ def test_an_addition_of_ints_stays(changes: list[Change]) -> None:
 
 def test_a_sum_of_one_tensor_with_itself(changes: list[Change]) -> None:
     assert_as_eager(lambda x, r, w, m: rms_norm(x + x, w), operands())
-    assert fewer(changes) == (2, 0)  # that of the gradient is one of dx and dx
+    assert fewer(changes) == (2, 0)  # the gradient adds dx and dx
 
 
 def test_a_sum_that_lies_otherwise(changes: list[Change]) -> None:
-    """A kernel would return it row by row, and a view of its memory would differ."""
+    """A kernel would return the sum row by row. A view of its memory would differ."""
 
     def transposed(x: Any, r: Any, w: Any) -> Any:
         total = x + r
@@ -406,7 +406,7 @@ def test_nothing_is_taken_in_across_the_border_of_a_checkpoint(
 
     assert_near(computed(traced(function), operands()), computed(function, operands()), 2.0**-6)
     assert changes[0].fewer("add") == 0
-    # The gradient of y is cast beside its norm. So is y, but it may be outside.
+    # The cast of y's gradient is next to its norm. So is the cast of y, but that may be outside.
     assert changes[0].fewer("cast") == (1 if inside == "norm" else 2)
 
 
@@ -432,7 +432,7 @@ def test_a_cast_to_a_narrower_dtype_before_a_norm_is_one(changes: list[Change]) 
 
 @pytest.mark.parametrize(("of", "to"), [HALVES, HALVES[::-1]])
 def test_a_cast_to_another_half_stays(of: Any, to: Any, changes: list[Change]) -> None:
-    """It would leave an overflow of float16 out, or one more."""
+    """Taking the cast in would lose an overflow of float16, or add one."""
     y = drawn(4, N, dtype=of), drawn(N)
     assert_as_eager(lambda x, w: rms_norm(x, w).to(to), y, 2.0**-6)
     assert fewer(changes) == (0, 0)
@@ -526,7 +526,7 @@ def run_steps(steps: Any, x: Any, r: Any, w: Any) -> Any:
             values.append(a * b)
         else:
             values.append(a @ w.expand(N, N).to(a.dtype))
-    return tuple(values[:1:-2])  # the others may not be stored
+    return tuple(values[:1:-2])  # the other values may not be stored
 
 
 @settings(
@@ -555,7 +555,7 @@ def test_a_generated_program_calls_the_passes_without_a_dispatch(changes: list[C
     results, codes = run_and_get_code(computed, compiled, inputs)
     assert_near(results, computed(block, inputs), 2.0**-18)
     assert changes[0].fewer("add") == 4
-    # Options and pass belong to what was compiled with them.
+    # The options and the pass belong to what was compiled with them.
     assert config.save_config_portable() == before
     assert config.joint_custom_post_pass is None
     torch._dynamo.reset()
@@ -650,7 +650,7 @@ SIZES = {
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
-    # as GPT-2 calls them, which drops out none
+    # GPT-2's names for these, and no dropout
     "n_positions": 64,
     "resid_pdrop": 0.0,
     "embd_pdrop": 0.0,
@@ -691,7 +691,7 @@ def learned(model: Any, forward: Any) -> list[Any]:
 @pytest.mark.parametrize(
     ("kind", "dtype", "layers", "unit"),
     [
-        # What they compute in float32 has the same bits, but for the softmax of Gemma 2.
+        # Results in float32 have the same bits, except for the softmax of Gemma 2.
         ("llama", torch.float64, 2, 2.0**-40),
         ("llama", torch.bfloat16, 1, 2.0**-4),
         ("gpt2", torch.float64, 1, 2.0**-40),
@@ -712,6 +712,6 @@ def test_blocks_of_a_model(
     with torch.no_grad():
         ids = torch.arange(3, 15)[None]
         assert_near([traced(model)(ids)], [model(ids)], unit)
-    # A layer adds to the stream twice, before a norm each; and so do the gradients of what each
-    # norm but the last is given, since it has another user.
+    # A layer adds to the stream twice, before a norm each. The gradients of each norm's input are
+    # added too, since the input has another user. Only the last norm's input has none.
     assert [change.fewer("add") for change in changes] == [4 * layers, 2 * layers]

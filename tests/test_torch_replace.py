@@ -18,13 +18,13 @@ from torch._subclasses import FakeTensorMode
 
 from cupynorm.torch import LayerNorm, RMSNorm, replace_norms
 
-# What torch itself still uses of what it deprecates.
+# torch itself still uses what it deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 
 
 @pytest.fixture(autouse=True)
 def begin_anew() -> None:
-    """Let no test find what others compiled, nor the numbers that they drew."""
+    """Let no test find what others compiled, or the numbers that they drew."""
     torch._dynamo.reset()
     torch.manual_seed(0)
 
@@ -90,7 +90,7 @@ def with_drawn_weights(module: Any, dtype: Any = torch.float32) -> Any:
 
 
 def drawn(module: Any, dtype: Any = torch.float32) -> Any:
-    """Rows that the module takes, so small that eps shows."""
+    """Rows for the module, so small that eps has an effect."""
     shape = (5, *getattr(module, "normalized_shape", (8,)))
     return 1e-3 * torch.randn(shape, generator=torch.Generator().manual_seed(3)).to(dtype)
 
@@ -111,8 +111,9 @@ def test_a_norm_computes_what_it_did(make: Any, dtype: Any) -> None:
     assert list(norms.replaced) == [""]
     assert not norms.left
     assert type(norm) in (RMSNorm, LayerNorm)
-    # A float32 sum of 8 has 7 roundings, and what surrounds it as many. Of bfloat16 only what is
-    # stored between operations is rounded: torch's LayerNorm so keeps mean and rstd too.
+    # A float32 sum of 8 has 7 roundings, and its surroundings have as many. In bfloat16 only values
+    # that are stored between operations are rounded. torch's LayerNorm stores mean and
+    # rstd that way too.
     share = {torch.float32: 16 * 2.0**-24, torch.bfloat16: 8 * 2.0**-8}[dtype]
     for ours, theirs in zip(results(norm, x), results(before, x), strict=True):
         assert ours.dtype is theirs.dtype
@@ -159,7 +160,7 @@ def test_a_norm_keeps_what_it_had_and_undo_leaves_no_trace(make: Any) -> None:
 
 
 class Shared(nn.Module):
-    """A norm at two places, between layers of which one holds a list."""
+    """A norm in two places, between layers. One of the layers holds a list."""
 
     def __init__(self, make: Any = nn.LayerNorm) -> None:
         super().__init__()
@@ -248,7 +249,7 @@ def test_what_was_compiled_before_is_compiled_again(of_the_norm: bool) -> None:
     torch.testing.assert_close(model(x), expected)
     norms.undo()
     torch.testing.assert_close(model(x), expected, rtol=0, atol=0)
-    assert seen[:2] == [False, True]  # the third is the first again
+    assert seen[:2] == [False, True]  # the third graph is the first one again
 
 
 def test_again_replaces_nothing() -> None:
@@ -333,7 +334,7 @@ def test_repr_is_short_and_says_all() -> None:
 
 
 def like_llama(**functions: Any) -> Any:
-    """Make a norm of a class that has other functions than LlamaLikeRMSNorm."""
+    """Make a norm of a class with other functions than LlamaLikeRMSNorm."""
     norm = type("OtherRMSNorm", (nn.Module,), {"forward": normalized} | functions)()
     norm.weight, norm.variance_epsilon = nn.Parameter(torch.ones(8)), 1e-6
     return norm
@@ -440,7 +441,7 @@ SIZES = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-# The norms of two layers and the last, and whether their weights are zero-centred.
+# The number of norms of two layers and the last, and whether their weights are zero-centred.
 MODELS = {
     "llama": (5, False),
     "mistral": (5, False),
@@ -491,12 +492,12 @@ def distances(some: list[Any], others: list[Any]) -> Any:
 
 
 def moved(model: Any, unit: float) -> Any:
-    """Return how far loss and gradients move where each result of a module is off by a unit.
+    """Return how far loss and gradients move if each result of a module is off by a unit.
 
-    So are the gradients of these results. Signs are drawn. All else is computed in float64.
+    The gradients of these results are off too. Signs are drawn. All else is computed in float64.
     """
     exact = copy.deepcopy(model).double()
-    replace_norms(exact)  # transformers' own would compute in float32
+    replace_norms(exact)  # transformers' own norms would compute in float32
     expected = loss_and_gradients(exact)
     generator = torch.Generator().manual_seed(2)
 
@@ -517,9 +518,9 @@ def moved(model: Any, unit: float) -> Any:
     return torch.stack(draws).amax(0) + stored
 
 
-# A norm of transformers rounds up to 8 times on the way to a result, a float32 sum included, and
-# so do its neighbours. A rounding is a third of a squared unit on average, and two models have
-# their own: sqrt(2 * 8 / 3) units in all. The rest is for chance.
+# A norm of transformers rounds up to 8 times on the way to a result, a float32 sum included. Its
+# neighbours do too. A rounding is a third of a squared unit on average, and each of two models has
+# its own: sqrt(2 * 8 / 3) units in all. The rest is for chance.
 UNITS = 4
 
 
@@ -586,7 +587,7 @@ def test_a_model_is_checkpointed_compiled_copied_saved_and_restored(
     calls: list[Any] = []
     hook = model.model.layers[0].input_layernorm.register_forward_hook(lambda *_: calls.append(0))
     assert not distances(loss_and_gradients(model), expected).any()
-    assert len(calls) == 2  # the second is computed for the gradients
+    assert len(calls) == 2  # the second pass is computed for the gradients
     hook.remove()
     model.gradient_checkpointing_disable()
     norms.undo()

@@ -1,4 +1,4 @@
-"""Several processes: DTensor without communication, FSDP2 and DDP, over gloo and over NCCL."""
+"""Several processes: DTensor without communication, FSDP2 and DDP, over gloo and NCCL."""
 
 from __future__ import annotations
 

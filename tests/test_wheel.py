@@ -1,4 +1,4 @@
-"""The built wheel, installed by pip beside nothing but its dependencies, finds its kernels."""
+"""The built wheel finds its kernels when pip installs it with only its dependencies."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def test_installed_wheel_finds_its_kernels(wheel: Path, tmp_path: Path) -> None:
         *("--no-index", "--no-deps", wheel),
     )
     (site,) = (tmp_path / "clean").rglob("site-packages")
-    # The dependencies come from the environment of the tests: its folder is searched last, so a
-    # cupynorm that is installed there is not the one imported.
+    # The dependencies come from the environment of the tests. Its folder is searched last, so a
+    # cupynorm that is installed there is not imported.
     folders = {str(Path(module.__file__).parent.parent) for module in (np, ml_dtypes)}
     (site / "dependencies.pth").write_text("\n".join(sorted(folders)))
 

@@ -1,4 +1,4 @@
-"""How much runs of what is covered many times: a part of it, or with CUPYNORM_THOROUGH=1 all."""
+"""How much of the repeated coverage runs: a part, or with CUPYNORM_THOROUGH=1 all of it."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ Case = TypeVar("Case")
 
 
 def examples(number: int, *, of: int) -> int:
-    """Return how many examples to draw of so many."""
+    """Return how many examples to draw: `number`, or all `of` them."""
     return of if THOROUGH else number
 
 
 def one_in(number: int) -> int:
-    """Return the step at which cases are taken: one in so many, or each."""
+    """Return the step at which cases are taken: one in `number`, or each."""
     return 1 if THOROUGH else number
 
 
 def of_each_name(cases: Iterable[Case]) -> list[Case]:
-    """Return every second case of a name, at least one: the first or the second, by the name."""
+    """Return every second case of each name, but at least one. The name decides which half."""
     groups: dict[str, list[Case]] = {}
     for case in cases:
         groups.setdefault(case.name, []).append(case)  # type: ignore[attr-defined]
@@ -38,7 +38,7 @@ def of_each_name(cases: Iterable[Case]) -> list[Case]:
 
 
 def by_turns(cases: Iterable[Case]) -> list[Case]:
-    """Return cases without those that differ from another in the norm alone: norms take turns."""
+    """Return one of the cases that differ only in the norm. The norms take turns."""
     groups: dict[Any, list[Case]] = {}
     seen: Counter[str] = Counter()
     for case in cases:

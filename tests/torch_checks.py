@@ -19,7 +19,7 @@ from cupynorm.torch import _kernels
 NORMS = ("rms_norm", "layer_norm")
 
 
-# Which operands of a problem are views that negate: none in half of the cases.
+# Which operands of a problem are negated views. In half of the draws none are.
 NEGATED = st.just(frozenset()) | st.frozensets(
     st.sampled_from(["x", "dy", "weight", "bias", "residual"])
 )
@@ -30,9 +30,9 @@ RESIDUALS = st.none() | st.tuples(st.sampled_from(list(DTYPES)), st.sampled_from
 
 
 def to_torch(array: Any, device: str = "cpu", negated: bool = False) -> Any:
-    """Copy a NumPy array to a device, element by element at the same distances and alignment.
+    """Copy a NumPy array to a device, with the same strides and alignment.
 
-    Where it is to be `negated`, its memory has the other sign, which the tensor makes good.
+    If `negated`, its memory holds the values with the other sign, and the tensor is a negated view.
     """
     if array is None:
         return None
@@ -76,10 +76,10 @@ def check_problem(
 ) -> dict[str, float]:
     """Check y, what is kept for backward, and the gradients that autograd returns.
 
-    With `dtypes`, of a residual and of the sum, the same of a call with a residual.
+    With `dtypes`, of a residual and of the sum, check a call with a residual.
     """
     arrays = problem.on(np)
-    # A gradient has the dtype of what it is the gradient of.
+    # A gradient has the dtype of its tensor.
     with np.errstate(all="ignore"):
         dy_values = round_once(arrays["dy"].astype(np.float64), problem.out_dtype)
     arrays["dy"] = problem.layouts["dy"].apply(np, dy_values)
@@ -88,7 +88,7 @@ def check_problem(
         of_residual, of_total = (DTYPES[name] for name in dtypes)
         shape, k = problem.x.shape, problem.k
         values = make_values("normal", shape, of_residual, problem.seed + 4, k)
-        # Laid out otherwise than x and dy where those are.
+        # The residual has dy's layout, and ds has x's.
         arrays["residual"] = problem.layouts["dy"].apply(np, values)
         values = make_values("mixed_rows", shape, of_total, problem.seed + 5, k)
         ds_array = problem.layouts["x"].apply(np, values)
@@ -113,7 +113,7 @@ def check_problem(
     found = torch.autograd.grad(results, list(leaves.values()), given)
     gradients = dict(zip(leaves, found, strict=True))
 
-    # What autograd keeps, which it does not hand out.
+    # What autograd keeps, but does not hand out.
     plain = {n: t if t is None else t.detach().resolve_neg() for n, t in tensors.items()}
     row = problem.x.shape[problem.x.ndim - problem.k :]
     for name in ("weight", "bias"):

@@ -1,6 +1,6 @@
 """Plans that compute by NumPy, at the addresses of torch's CPU tensors.
 
-With them in place of the kernels, everything between a call and its launch runs on the CPU.
+They replace the kernels, so everything between a call and its launch runs on the CPU.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ STREAM = 0x5EED
 
 
 def memory(address: int, shape: tuple[int, ...], dtype: Any, stride: int | None = None) -> Any:
-    """Return what is at an address as an array; None where an array is absent."""
+    """Return what is at an address as an array, or None if an array is absent."""
     if dtype is not None and 0 in shape:
         return np.empty(shape, dtype)
     if address == 0 or dtype is None:
@@ -78,7 +78,7 @@ class Plan:
         return launch
 
     def arrays(self, operands: dict[str, int]) -> dict[str, Any]:
-        """Return what is at the addresses, None for 0; of what is read, accesses are aligned."""
+        """Return what is at the addresses, None for 0. Check alignment of arrays that are read."""
         assert self.n % self.vector == 0
         table, found = self.spec.table, {}
         for name, dtype in self.spec.dtypes.items():

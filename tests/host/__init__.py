@@ -1,1 +1,1 @@
-"""A GPU made of a C++ compiler: the kernels' source runs on the host, every access checked."""
+"""A GPU made of a C++ compiler: the kernels' source runs on the host. Every access is checked."""

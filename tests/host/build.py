@@ -1,7 +1,8 @@
 """From an instantiation to a function on the host: by g++, as `cupynorm._compile` does by NVRTC.
 
-A build is a directory that holds the files of `kernels/`, edited or not, with the host's device.cuh
-in place of the GPU's, and shared libraries of instantiations, compiled when first needed.
+A build is a directory. It holds the files of `kernels/`, edited or not, with the host's device.cuh
+instead of the GPU's. It also holds shared libraries of instantiations, which are compiled when they
+are first needed.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ __all__ = ["Build", "Edits", "Entry", "KernelError", "compiler_problem", "runtim
 
 HERE = Path(__file__).resolve().parent
 
-# -fsanitize makes g++ announce each access to the runtime, which has the functions that it calls.
+# -fsanitize makes g++ announce each access to the runtime, which has the functions that g++ calls.
 # -Og takes four fifths of the time of -O1. Nothing is fused that the kernels do not fuse: see
 # cupynorm._compile.OPTIONS.
 COMMON = ("-std=c++17", "-fPIC", "-ffp-contract=off", "-fno-math-errno")
@@ -42,28 +43,28 @@ CHECKED = (
     *("-Og", "-gdwarf-4", "-g1", "-fsanitize=thread"),
     *("-fno-exceptions", "-fno-rtti", "-fno-asynchronous-unwind-tables"),
 )
-# These take a third of the time, so that one kernel in four has them, as thorough.py has it.
+# These take a third of the time, so thorough.py gives them to one kernel in four.
 ARITHMETIC = ("-fsanitize=bounds-strict,shift,signed-integer-overflow,integer-divide-by-zero",)
 ARITHMETIC_OF = one_in(4)
 COUNTED = ("-O0", "--coverage", "-DCOVERAGE")
 
-KERNELS_A_LIBRARY = 16  # at most; they take 40% less time to compile than one by one
+KERNELS_A_LIBRARY = 16  # at most. Together they take 40% less time to compile than one by one
 
 SECONDS_A_DAY = 86400
 
 INCLUDE = re.compile(r'^#include "([\w.]+)"', re.MULTILINE)
 
-# By file, what is replaced in it, each text by another.
+# For each file, what is replaced in it: each text by another.
 Edits = dict[str, tuple[tuple[str, str], ...]]
 
 
 class KernelError(AssertionError):
-    """What a kernel did that it must not do, and where."""
+    """Something that a kernel must not do, and where it did so."""
 
 
 @functools.cache
 def compiler_problem() -> str | None:
-    """Say why kernels cannot be built and run here, or return None."""
+    """Return why kernels cannot be built and run here, or None."""
     machine = f"{platform.system()} {platform.machine()}"
     if machine != "Linux x86_64":
         return f"the host runtime is written for Linux x86_64, not {machine}"
@@ -87,14 +88,14 @@ def _compiler_version() -> str:
 
 
 class Runtime:
-    """The library that runs kernels; there is one in a process, as it holds the memory's shadow."""
+    """The library that runs kernels. A process has one, since it holds the memory's shadow."""
 
     def __init__(self, cache: Path) -> None:
         source = HERE / "runtime.cpp"
         name = _digest(source.read_text(encoding="utf-8"), _compiler_version())
         self.path = cache / f"runtime-{name}.so"
         if not self.path.exists():
-            # The C library's checks of longjmp take a jump between stacks for an error.
+            # The C library's checks of longjmp would take a jump between stacks for an error.
             options = ("-O2", "-g", "-shared", "-U_FORTIFY_SOURCE")
             with tempfile.NamedTemporaryFile(dir=cache, suffix=".so", delete=False) as file:
                 _compile(*COMMON, *options, source, "-o", file.name, "-ldl")
@@ -120,7 +121,7 @@ class Runtime:
         )
 
     def forget(self, address: int) -> None:
-        """Take back the span that an address lies in."""
+        """Take back the span that contains an address."""
         self.library.forget_span(ctypes.c_size_t(address))
 
     def forget_all(self) -> None:
@@ -146,9 +147,9 @@ class Runtime:
         flush: bool,
         apart: bool,
     ) -> str | None:
-        """Run a kernel; return what is wrong with it, or None.
+        """Run a kernel. Return what is wrong with it, or None.
 
-        `apart`: of a cluster each block gets ahead of the next one, as far as it can.
+        `apart`: each block of a cluster gets ahead of the next one, as far as it can.
         """
         if self.library.launch(
             *(call, ctypes.c_longlong(grid), block, cluster_blocks),
@@ -168,7 +169,7 @@ class Runtime:
 
 @functools.cache
 def cache_directory() -> Path:
-    """Return where builds are kept for a day after their last use."""
+    """Return the directory of builds. A build stays for a day after its last use."""
     cache = Path(tempfile.gettempdir()) / f"cupynorm-host-kernels-{os.getuid()}"
     cache.mkdir(mode=0o700, exist_ok=True)
     if cache.stat().st_uid != os.getuid():
@@ -191,7 +192,7 @@ def runtime() -> Runtime:
 
 
 def _place(library: str, offset: int) -> str:
-    """Name the line of a place in a library, and those that it is inlined from."""
+    """Return the line of a place in a library, and the lines that it is inlined from."""
     command = ["addr2line", "-i", "-e", library, hex(offset)]
     lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     names = [Path(line.split(" (discriminator")[0]).name for line in lines]
@@ -201,7 +202,7 @@ def _place(library: str, offset: int) -> str:
 
 @dataclass(frozen=True)
 class Entry:
-    """A compiled kernel: what calls it with the address of its argument, and the size of that."""
+    """A compiled kernel: what calls it with its argument's address, and the argument's size."""
 
     call: Any
     argument_bytes: Callable[[], int]
@@ -213,13 +214,13 @@ class Build:
     Parameters
     ----------
     edits : dict
-        What to replace in the sources: a text must occur exactly once.
+        What to replace in the sources. Each text must occur exactly once.
     added : dict
         By name, the texts of further files.
     counts : Path, optional
-        An empty directory; lines are counted there, instead of accesses checked.
+        An empty directory. With it, lines are counted there, and accesses are not checked.
     arithmetic_of : int
-        Of one kernel in how many undefined arithmetic and local arrays are checked as well.
+        One kernel in so many is also checked for undefined arithmetic and local arrays.
     """
 
     def __init__(
@@ -259,7 +260,7 @@ class Build:
         return (*COMMON, *CHECKED, *(ARITHMETIC if chosen else ()))
 
     def _sources(self, file: str) -> dict[str, str]:
-        """Return a file and what it includes, by name."""
+        """Return a file and the files that it includes, by name."""
         sources, names = {}, [file]
         while names:
             name = names.pop()
@@ -268,7 +269,7 @@ class Build:
         return dict(sorted(sources.items()))
 
     def _name(self, kernel: Instantiation) -> str:
-        """Name a kernel by what it is made of: an edit leaves those of other files as they are."""
+        """Name a kernel by its sources. An edit leaves kernels of other files as they are."""
         made_of = itertools.chain(*self._sources(kernel.file).items(), self._texts["entry.hpp"])
         own = kernel.expression(), kernel.structs()
         return _digest(*own, *made_of, *self._options(kernel), self.runtime.path.name)
@@ -277,8 +278,8 @@ class Build:
         return (self.counts or cache_directory() / "libraries") / f"{name}.so"
 
     def _compile_together(self, kernels: dict[str, Instantiation]) -> None:
-        """Compile kernels of one file and one choice of options, by their names, to a library."""
-        # Another process may have come first, to some of them.
+        """Compile kernels of one file and one choice of options to a library, under their names."""
+        # Another process may have compiled some of them first.
         kernels = {n: kernel for n, kernel in kernels.items() if not self._library(n).exists()}
         if not kernels:
             return
@@ -292,7 +293,7 @@ class Build:
         included = (f'#include "{name}"' for name in (kernels[first].file, "entry.hpp"))
         source.write_text("\n".join((*included, *entries, "")), encoding="utf-8")
         _compile(*self._options(kernels[first]), "-I", self.directory, "-c", source, "-o", built)
-        # Without -fsanitize, or the sanitizers' own runtimes would come along.
+        # Without -fsanitize, which would bring along the sanitizers' own runtimes.
         coverage = ("--coverage",) if self.counts else ()
         rpath = f"-Wl,-rpath,{self.runtime.path.parent}"
         _compile("-shared", built, self.runtime.path, rpath, *coverage, "-o", own)
@@ -303,7 +304,7 @@ class Build:
             path.unlink()
 
     def compile(self, kernels: Iterable[Instantiation]) -> None:
-        """Compile the kernels that are not there side by side, some of a file together."""
+        """Compile the missing kernels in parallel, some of a file together."""
         missing: dict[tuple[str, ...], list[tuple[str, Instantiation]]] = {}
         for kernel in dict.fromkeys(kernels):
             name = self._name(kernel)

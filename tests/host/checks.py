@@ -1,4 +1,4 @@
-"""Cases that reach every regime of every kernel, and the check of one, as in test_gpu_values."""
+"""Cases that reach every regime of every kernel, and a case's check, as in test_gpu_values."""
 
 from __future__ import annotations
 
@@ -45,23 +45,23 @@ __all__ = [
     "may_overflow",
 ]
 
-# N and architecture: rows in registers, in shared memory, and streamed; at any address.
+# N and architecture: rows in registers, in shared memory, and streamed. Then rows at any address.
 FAR_ROWS = ((64, 90), (8232, 90), (8232, 75), (131, 90), (8233, 90))
 
-# N of rows of which a warp holds several.
+# N of rows that share a warp.
 SHORT_ROWS = (5, 40, 96)
 
 NORMS = ("rms_norm", "layer_norm")
 STEP = {"rms_norm": 0, "layer_norm": 1}
 
 
-# What is chosen by how many rows run at once is then as there.
+# An H200's multiprocessors: choices that depend on how many rows run at once are as there.
 H200: dict[str, Any] = {"multiprocessors": 132}
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One forward and backward call; dtypes by name, None for an operand that is absent."""
+    """One forward and backward call. Dtypes are names, and None for an absent operand."""
 
     name: str
     norm: str
@@ -80,7 +80,7 @@ class Case:
     wants_dbias: bool = True
     gap: int = 0
     offset: int = 0
-    weight_offset: int = 0  # and that of the bias
+    weight_offset: int = 0  # and of the bias
     in_place: bool = False
     multiprocessors: int = 2
 
@@ -88,14 +88,14 @@ class Case:
         return f"{self.name}-{self.norm}-{self.x}-{self.m}x{self.n}"
 
     def gpu(self, build: Build | None, *, few_rows: bool = False) -> Gpu:
-        # Without clusters and with little shared memory, so that rows are streamed that the host
-        # still has time for.
+        # Without clusters and with little shared memory. Such rows are streamed, and the host still
+        # has time for them.
         architecture = 75 if "stream" in self.name else ARCHITECTURE
         return Gpu(build, self.multiprocessors, architecture, few_rows)
 
     @property
     def infers(self) -> bool:
-        """Whether inference is run too, in kernels that are those of forward but for statistics."""
+        """Whether inference runs too. Its kernels are those of forward except for statistics."""
         return self.in_place or zlib.crc32(str(self).encode()) % one_in(2) == 0
 
     def problem(self) -> Problem:
@@ -134,20 +134,20 @@ class Case:
             values[...] = 2.0**126
         elif self.regime == "equal":
             values[...] = 1e9 / np.arange(3, 3 + len(values))[:, None]
-        elif self.regime == "lone":  # the rest of its row vanishes beside the first element
+        elif self.regime == "lone":  # the rest of a row vanishes next to its first element
             values[:, 0] = -1e20
             values *= 1e10
-        elif self.regime == "outlier":  # but for one element, all are near the mean, which is not 0
+        elif self.regime == "outlier":  # all elements but one are near the mean, which is not 0
             outliers = np.linspace(0.5, 1, len(values)) * self.n**0.5
             values = values / 100 + np.linspace(1, 2, len(values))[:, None]
             values[:, -1] *= outliers
-        elif self.regime == "pair":  # but two lie at the mean, 2 to 6 standard errors from 0
+        elif self.regime == "pair":  # all but two lie at the mean, 2 to 6 standard errors from 0
             means = np.linspace(1, 2, len(values))[:, None]
             away = means * self.n / 2**1.5 * np.linspace(0.34, 1.05, len(values))[::-1, None]
             values = np.broadcast_to(means, values.shape).copy()
             values[:, -1:] += away
             values[:, self.n // 2 : self.n // 2 + 1] -= away
-        elif self.regime == "off_guess":  # but two and the first ones, far off, lie near the mean
+        elif self.regime == "off_guess":  # near the mean, except two and the first ones, far off
             means = np.linspace(1, 2, len(values))[:, None]
             deviation = means * np.linspace(0.05, 0.7, len(values))[:, None]
             values = means * (1 + values / 1000)
@@ -170,7 +170,7 @@ def check_case(build: Build, case: Case, *, few_rows: bool = False) -> tuple[Any
 
 
 def kernels_of(cases: Iterable[Case], *, few_rows: bool = False) -> list[Instantiation]:
-    """Return what some cases launch, which may then be compiled side by side."""
+    """Return the kernels that some cases launch, so that they can be compiled in parallel."""
     kernels: list[Instantiation] = []
     for case in cases:
         gpu = case.gpu(None, few_rows=few_rows)
@@ -182,9 +182,9 @@ def kernels_of(cases: Iterable[Case], *, few_rows: bool = False) -> list[Instant
 def check_problem(
     gpu: Gpu, problem: Problem, *, in_place: bool = False, infers: bool = True
 ) -> tuple[Any, ...]:
-    """Run inference, if it is to be, forward and backward, and check every field of each.
+    """Run inference if wanted, forward and backward, and check every field of each.
 
-    Returns what follows from one row alone: y, the statistics and dx.
+    Return what depends on one row alone: y, the statistics and dx.
     """
     x, dy, weight, bias = problem.x, problem.dy, problem.weight, problem.bias
     with gpu.fresh_memory():
@@ -234,7 +234,7 @@ def check_problem(
 
 
 def check_far_rows(gpu: Gpu, n: int) -> None:
-    """Check rows that lie more than 2**31 elements apart, in memory that is never touched."""
+    """Check rows that lie more than 2**31 elements apart, in memory that nothing touches."""
     far = Layout(gap=2**31 + 8 - n)
     values, dy = (make_values("normal", (2, n), DTYPES["bfloat16"], seed) for seed in (1, 2))
     weight = make_values("normal", (n,), DTYPES["float64"], 3)
@@ -260,7 +260,7 @@ def check_far_rows(gpu: Gpu, n: int) -> None:
 
 
 def check_neighbours(gpu: Gpu, norm: str, x_dtype: str, n: int) -> None:
-    """Check that rows keep their bits beside rows measured again, with which they share a warp."""
+    """Check that rows keep their bits if a row in the same warp is measured again."""
     dtype = DTYPES[x_dtype]
     huge = make_values("normal", (10, n), dtype, 2) * dtype.type(1e30)
     offset = make_values("mean_1e2", (10, n), dtype, 3)
@@ -280,10 +280,10 @@ def check_neighbours(gpu: Gpu, norm: str, x_dtype: str, n: int) -> None:
 def check_overflows(
     build: Build, case: Case, *, few_rows: bool, factors: Sequence[Any] = OVERFLOWS
 ) -> None:
-    """Check dx of rows on the way to which float32 overflows; others keep their bits beside it."""
+    """Check dx of rows where float32 overflows on the way to dx. Others keep their bits."""
     tame = case.problem()
     others = tame.dy.copy()
-    # Elsewhere such a row is NaN where dx takes the place of dy.
+    # Elsewhere such a row is NaN if dx is written over dy.
     in_place = case.in_place and case.name.startswith(("stream", "cluster"))
     for of_x, of_dy, of_weight in factors:
         wild = others.copy()
@@ -312,7 +312,7 @@ def check_overflows(
 
 
 def check_addresses(build: Build, case: Case) -> None:
-    """Check that rows have the same bits wherever they lie."""
+    """Check that rows have the same bits at any address."""
     moved = [dataclasses.replace(case, offset=offset) for offset in (0, 1, 2, 5)]
     build.compile(kernels_of(moved))
     first, *others = (check_case(build, one) for one in moved)
@@ -323,7 +323,7 @@ def check_addresses(build: Build, case: Case) -> None:
 
 
 def check_subnormal_rstd(gpu: Gpu, n: int) -> None:
-    """Check the gradients of float64 rows whose deviations are so large that rstd is subnormal."""
+    """Check gradients of float64 rows with such large deviations that rstd is subnormal."""
     x, dy = (make_values("normal", (7, n), np.dtype(np.float64), seed) for seed in (1, 2))
     x = np.copysign(5e307, x)
     weight = make_values("normal", (n,), np.dtype(np.float64), 3)
@@ -337,9 +337,9 @@ def check_subnormal_rstd(gpu: Gpu, n: int) -> None:
 
 
 def check_clip_values(gpu: Gpu, x_dtype: str, n: int) -> None:
-    """Check bits where y is a bound exactly: a bias of 1 or -1 that a weight of 0 leaves alone.
+    """Check bits where y is exactly a bound: a bias of 1 or -1, and a weight of 0.
 
-    Then backward, whose dy is NaN wherever a bit is not set.
+    Then check backward, with a dy that is NaN where a bit is not set.
     """
     x = make_values("normal", (5, n), DTYPES[x_dtype], 1)
     weight = np.zeros(n, np.float32)
@@ -370,18 +370,20 @@ def check_clip_values(gpu: Gpu, x_dtype: str, n: int) -> None:
 
 
 def _cases() -> list[Case]:
-    """Return rows of every length that a regime begins at, in each dtype, options varied along."""
+    """Return rows of every length at which a regime begins, in each dtype, with varied options."""
     cases = []
     for norm in NORMS:
         for i, x in enumerate(DTYPES, STEP[norm]):
             pack, other = pack_length(x), list(DTYPES)[(i + 1) % 4]
-            # By packs a row: parts of a warp, a warp, whole warps, the longest that registers hold.
+            # Packs in a row: parts of a warp, a warp, whole warps, and the most that registers
+            # hold.
             cases += [
                 Case("one_element", norm, 67, 1, x, weight=None, bias=None, wants_dbias=i % 2 == 0),
                 Case("sub_warp", norm, 37, 3 * pack, x, bias=None, dy=other, wants_dbias=False),
                 Case("sub_warp_odd", norm, 70, 7 * pack + 1, x, weight=other, zero_centered=True),
                 Case("warp", norm, 19, 31 * pack, x, "float32", other, gap=pack, offset=pack),
-                # A byte of the bitmask from one thread's packs, from neighbours', and from both.
+                # A byte of the bitmask comes from one thread's packs, from its neighbours', and
+                # from both.
                 Case("relu_one_thread", norm, 70, 2 * pack - 1, x, other, relu=RELUS[1]),
                 Case("relu_two_threads", norm, 37, 4 * pack, x, None, other, relu=RELUS[0]),
                 Case("relu_sub_warp", norm, 21, 9 * pack + 1, x, y="bfloat16", relu=RELUS[1]),
@@ -395,12 +397,12 @@ def _cases() -> list[Case]:
                 Case("block", norm, 3, 1000 * pack, x, x, x, y=other, gap=8),
             ]
         cases += [
-            # float64 operands are streamed from shorter rows on.
+            # Rows with float64 operands are streamed from a shorter length on.
             Case("stream", norm, 9, 8232, "bfloat16", "float64", None, wants_dbias=False),
             Case("stream_odd", norm, 3, 4101, "float32", "float64", "float32", zero_centered=True),
             Case("stream_tiles", norm, 3, 10240, "bfloat16", "float64", offset=8),
             Case("stream_float64", norm, 3, 6148, "float64", None, "float64", dy="float32"),
-            # Whole tiles and a rest; two blocks a multiprocessor, where clusters are as well.
+            # Whole tiles and a rest. Two blocks a multiprocessor, where clusters are possible too.
             Case("stream_long", norm, 2, 32776, "bfloat16", "float64", "float32"),
             Case("two_blocks", norm, 3, 20008, "bfloat16", bias=None),
             Case("stream_odd_start", norm, 3, 12304, "float32", bias=None, regime="odd_start"),
@@ -414,7 +416,7 @@ def _cases() -> list[Case]:
             Case("stream_wild", norm, 4, 12296, "float32", None, None, regime="extreme", eps=0.0),
             Case("stream_nonfinite", norm, 6, 12300, "float32", None, regime="nonfinite"),
             Case("pipelined_cluster", norm, 3, 8200, "float64", "float64", dy="float32"),
-            # Longer than clusters hold: streamed by clusters, whole packs backward in strips.
+            # Longer than clusters hold: streamed by clusters. Whole packs go backward in strips.
             Case("cluster", norm, 3, 65541, "float64", None, dy="float32", gap=2),
             Case("cluster_tiles", norm, 2, 140004, "float32", zero_centered=True, gap=4),
             Case("cluster_odd", norm, 2, 131077, "float32", "bfloat16", None, offset=1),
@@ -438,7 +440,7 @@ def _cases() -> list[Case]:
             for regime in ("extreme", "minute", "mixed_rows", "zero_rows", "nonfinite", "mean_1e6"):
                 n = 24 if x == "float64" else 1100
                 cases.append(Case("range_" + regime, norm, 7, n, x, bias=None, regime=regime))
-            # The squares of mean and deviation vanish, and beside eps no row is out of range.
+            # The squares of mean and deviation vanish. With eps, no row is out of range.
             for n in (1, 2, 5):
                 cases.append(Case(f"minute_{n}", norm, 67, n, x, None, None, regime="minute"))
         for x, n in (("bfloat16", 40), ("float32", 300), ("float64", 2048), ("float32", 12300)):
@@ -465,7 +467,7 @@ def _cases() -> list[Case]:
             Case("of_5_packs", norm, 37, 1280, "bfloat16"),
             Case("of_7_packs", norm, 9, 3584, "bfloat16"),
         ]
-    # In packs of 8 bytes forward, also at addresses that allow smaller accesses alone.
+    # In packs of 8 bytes forward, also at addresses that allow only smaller accesses.
     for norm in NORMS:
         cases += [
             Case("halves", norm, 70, 100, "bfloat16", relu=RELUS[1]),
@@ -475,14 +477,14 @@ def _cases() -> list[Case]:
             Case("halves_narrow", norm, 5, 4100, "bfloat16", "bfloat16", "bfloat16"),
             Case("halves_in_place", norm, 13, 302, "float32", in_place=True),
             Case("halves_odd", norm, 7, 1500, "bfloat16", offset=1),
-            # By accesses of two 16-bit elements; of odd length.
+            # By accesses of two 16-bit elements. Rows of odd length.
             Case("halves_in_pairs", norm, 21, 258, "bfloat16", relu=RELUS[1]),
             Case("halves_of_pairs", norm, 67, 6, "float16", relu=RELUS[1]),
             Case("halves_weight_beside", norm, 5, 1002, *3 * ("bfloat16",), weight_offset=1),
             Case("halves_of_odd", norm, 37, 201, "float32", "bfloat16", relu=RELUS[1]),
             Case("halves_of_long_odd", norm, 3, 6001, "bfloat16", in_place=True, gap=2),
         ]
-    # At any address: a row that ends in the last thread's next cell, and shares its first with the
+    # At any address. A row ends in the last thread's next cell, and shares its first cell with the
     # row before, which is written in place.
     for norm in NORMS:
         cases += [
@@ -492,7 +494,8 @@ def _cases() -> list[Case]:
             Case("unaligned_wide_y", norm, 5, 259, "float16", y="float32", relu=RELUS[1]),
             Case("unaligned_mean", norm, 6, 261, regime="mean_1e6"),
         ]
-    # Of few rows, more than a warp has under way; the last is not, as dx takes what dy still is.
+    # For few rows: more rows than a warp has in flight. The last case is not one of these, since dx
+    # overwrites dy.
     for norm in NORMS:
         cases += [
             Case("columns", norm, 37, 4099, "bfloat16", relu=RELUS[1]),
@@ -514,7 +517,7 @@ def _cases() -> list[Case]:
             "warps_off_guess_wild", "layer_norm", 4, 4096, "float32", None, None, regime="off_guess"
         )
     )
-    # N is a power of two, so that the mean is exact: dx of a constant row knows no other.
+    # N is a power of two, so that the mean is exact. dx of a constant row has no other mean.
     for n in (256, 2048):
         cases.append(Case("range_equal_huge", "layer_norm", 3, n, "float32", regime="equal_huge"))
     for x, n in (("float32", 2049), ("float64", 300)):
@@ -527,7 +530,7 @@ CASES = _cases()
 
 
 def may_overflow(case: Case) -> bool:
-    """Return whether the numbers of a case's dtypes reach so far that its products overflow."""
+    """Return whether the numbers of a case's dtypes go so far that its products overflow."""
     return (
         case.regime == case.dy_regime == "normal"
         and case.x in ("float32", "bfloat16")
@@ -536,7 +539,7 @@ def may_overflow(case: Case) -> bool:
     )
 
 
-# Of each name one: a row in every regime of the backward pass.
+# One for each name: a row in every regime of the backward pass.
 OVERFLOWING = {case.name: case for case in CASES if may_overflow(case)}
 OVERFLOWING |= {
     f"{case.name}, {case.norm}": case
@@ -544,8 +547,8 @@ OVERFLOWING |= {
     if case.name in ("cluster_tiles", "stream", "two_blocks", "columns_gap", "columns_cluster")
 }
 
-# Rows of whole packs, which may lie at multiples of 16 bytes as well, and others. The first
-# elements decide what LayerNorm subtracts from all before it sums them up.
+# Rows of whole packs, which may also lie at multiples of 16 bytes, and others. LayerNorm subtracts
+# a value that the first elements decide, before it sums.
 ADDRESSES = [
     Case("addresses", norm, 5, n, x, bias=None, regime="mean_1e2")
     for norm in NORMS
@@ -555,7 +558,7 @@ ADDRESSES = [
     )
 ]
 
-# Those that few rows may have kernels of their own for, and as many of a lone row.
+# Cases for which few rows may have their own kernels, and as many of a lone row.
 _LONGER = ("warp", "in_place", "block", "relu_warps", "range")
 FEW = [case for case in CASES if case.name.startswith(_LONGER) and case.m <= 64][::3]
 FEW += [case for case in CASES if case.name in ("pipelined_cluster", "infinite_dy_300")]
@@ -575,17 +578,17 @@ FEW += [
     Case("few_off_guess", "layer_norm", 7, 2048, "float32", regime="off_guess"),
     Case("few_off_guess_wild", "layer_norm", 5, 1200, "float32", None, None, regime="off_guess"),
 ]
-# Of less than a warp, which have fewer packs a thread, and with a cluster for each.
+# Less than a warp, with fewer packs a thread, and a cluster for each row.
 FEW += [
     Case("few_short", "layer_norm", 37, 256, "bfloat16", regime="mixed_rows"),
     Case("few_short_odd", "layer_norm", 21, 504, "bfloat16", "bfloat16", None, relu=RELUS[1]),
     Case("few_short_mean", "layer_norm", 33, 248, "bfloat16", None, regime="mean_1e2", gap=8),
-    # More than run at once.
+    # More rows than run at once.
     *(
         Case("few_short_more", "layer_norm", 60, 256, "bfloat16", regime=regime, multiprocessors=1)
         for regime in ("mixed_rows", "mean_1e2")
     ),
-    # As many packs a thread, what is rare last.
+    # As many packs a thread. Rare steps come last.
     Case("few_short_thin", "layer_norm", 37, 120, "float16", regime="mixed_rows"),
     Case("few_short_thin_mean", "layer_norm", 21, 64, "float32", regime="mean_1e2", gap=4),
     Case("few_short_wild", "layer_norm", 33, 40, "float32", regime="extreme", eps=1e-35),
@@ -603,12 +606,12 @@ FEW += [
     Case("few_split_wild", "layer_norm", 3, 4092, "float32", regime="extreme", **_SPLIT),
     Case("few_split_in_place", "layer_norm", 3, 8184, "float16", in_place=True, **_SPLIT),
     Case("few_split_relu", "layer_norm", 3, 4096, "float32", relu=RELUS[1], **_SPLIT),
-    # By clusters of two, as fewer multiprocessors have room for.
+    # By clusters of two, since fewer multiprocessors have room for them.
     Case("few_pairs", "layer_norm", 3, 16384, "bfloat16", **_PAIRS),
     Case("few_pairs_odd", "layer_norm", 2, 16376, "bfloat16", gap=8, regime="off_guess", **_PAIRS),
     Case("few_pairs_wild", "layer_norm", 3, 8192, "float32", regime="extreme", **_PAIRS),
 ]
-# More than run at once, each of whose threads is two then.
+# More rows than run at once, with threads that count as two each.
 _FOLDED: dict[str, Any] = {"multiprocessors": 1, "gap": 8}
 FEW += [
     Case("few_folded", "layer_norm", 3, n, x, x, x, regime=regime, **_FOLDED)
@@ -618,10 +621,10 @@ FEW += [
         (12288, "float16", "off_guess"),
     )
 ]
-# More than hold the weight at once, of which all run at once all the same.
+# More rows than hold the weight at once. All of them run at once anyway.
 FEW.append(Case("few_at_once", "rms_norm", 9, 10240, "bfloat16", bias=None, regime="extreme"))
 FEW += [dataclasses.replace(case, name=f"lone_{case.name}", m=1) for case in FEW[::2]]
-# More than have a block each, in the backward: several a block, the last of which has fewer.
+# More rows than blocks, in the backward: several rows a block, and fewer in the last one.
 _TEAMS: dict[str, Any] = {"multiprocessors": 9}
 for _norm in NORMS:
     FEW += [

@@ -1,4 +1,4 @@
-"""Which lines of `kernels/` ran, over all instantiations, by gcov."""
+"""Which lines of `kernels/` ran, over all instantiations. gcov counts them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FILES_A_CALL = 16
 
 
 def line_counts(build: Build) -> dict[str, dict[int, int]]:
-    """Return how often each line ran, by file and number, in a build that counts them."""
+    """Return how often each line ran, by file and number, in a build that counts lines."""
     build.write_counts()
     assert build.counts is not None
     files = sorted(build.counts.glob("*.gcda"))
@@ -36,7 +36,7 @@ def line_counts(build: Build) -> dict[str, dict[int, int]]:
     return counts
 
 
-# What does nothing at run time, and what opens a scope of such things.
+# Statements that do nothing at run time, and openings of such scopes.
 DECLARATION = re.compile(r"(constexpr|static|static_assert|struct|template|using)\b")
 DECLARATIVE_SCOPE = re.compile(r"\bstruct\b|\bstatic constexpr\b")
 
@@ -44,7 +44,7 @@ DECLARATIVE_SCOPE = re.compile(r"\bstruct\b|\bstatic constexpr\b")
 def statements(text: str) -> Iterator[tuple[int, int]]:
     """Yield the first and last line of every statement of a source that does something.
 
-    They are read from the text, so that a template which nothing instantiates is not overlooked.
+    They are read from the text, so a template that nothing instantiates is not overlooked.
     """
     first, statement, scopes = 0, "", [False]
     for number, line in enumerate(text.splitlines(), 1):
@@ -65,7 +65,7 @@ def statements(text: str) -> Iterator[tuple[int, int]]:
 
 
 def coverage(build: Build) -> tuple[int, list[str]]:
-    """Return how many statements `kernels/` has, and the place and text of those that never ran."""
+    """Return how many statements `kernels/` has, and place and text of those that never ran."""
     counts, total, missed = line_counts(build), 0, []
     for path in sorted(build.directory.glob("*.cu*")):
         if path.name == "device.cuh":

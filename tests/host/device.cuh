@@ -1,6 +1,6 @@
 // The host twin of kernels/device.cuh: the same functions, for kernels that g++ compiles and
-// runtime.cpp runs. What a GPU does in one instruction is done here on bits, or by a C function
-// that rounds as the instruction does.
+// runtime.cpp runs. A GPU's single instructions are done here on bits, or by a C function that
+// rounds as the instruction does.
 #pragma once
 
 #define __device__
@@ -8,7 +8,7 @@
 #define __host__
 #define __grid_constant__
 #ifdef COVERAGE
-#define __forceinline__ inline  // the line of an inlined call is not counted
+#define __forceinline__ inline  // gcov does not count the line of an inlined call
 #else
 #define __forceinline__ inline __attribute__((always_inline))
 #endif
@@ -22,7 +22,7 @@ struct alignas(16) uint4 {
   unsigned x, y, z, w;
 };
 
-// Defined in runtime.cpp; what suspends a thread lets the others of its block run.
+// Defined in runtime.cpp. A function that suspends a thread lets the others of its block run.
 namespace host {
 int thread_index();
 long long block_index();
@@ -90,11 +90,11 @@ template <int Bytes>
 __forceinline__ void copy_cell_async(void* shared, const void* global, int bytes, bool all_or_none,
                                      int skipped) {
   if (all_or_none && bytes > 0) bytes = Bytes;
-  if (skipped >= bytes) skipped = 0;  // nothing of a row: what is there is read as well
+  if (skipped >= bytes) skipped = 0;  // nothing of a row: what is there is read too
   if (bytes <= 0 || (skipped == 0 && bytes >= Bytes)) {
     return host::copy_async(shared, global, Bytes, bytes > 0);
   }
-  // Zeros, by one access, which must be at a multiple of its size as the GPU's copy must.
+  // Writes zeros by one access. It must be at a multiple of its size, as the GPU's copy must.
   if constexpr (Bytes == 16) *static_cast<uint4*>(shared) = {};
   if constexpr (Bytes == 8) *static_cast<uint2*>(shared) = {};
   char* const target = static_cast<char*>(shared);
@@ -113,7 +113,7 @@ __forceinline__ void wait_for_copies() {
 
 __forceinline__ void prefetch(const void* memory) {
 #ifdef COVERAGE
-  (void)memory;  // which of it kernels have written is not known then
+  (void)memory;  // it is not known then which part kernels have written
 #else
   host::prefetch(memory);
 #endif
@@ -141,7 +141,7 @@ constexpr bool kReadsAroundRows = false;
 __forceinline__ void store_past_l1(uint4* memory, uint4 value) { *memory = value; }
 
 __forceinline__ int block_in_cluster() { return host::block_in_cluster(); }
-// As if all that came before were seen after the wait: on a GPU it is only that mailboxes are open.
+// Here all earlier writes are seen after the wait. On a GPU only open mailboxes are.
 __forceinline__ void arrive_at_cluster_barrier() { host::arrive_at_cluster_barrier(); }
 __forceinline__ void wait_at_cluster_barrier() { host::wait_at_cluster_barrier(); }
 
@@ -208,7 +208,8 @@ __forceinline__ unsigned long long double_bits(double value) {
 }
 __forceinline__ double double_from_bits(unsigned long long bits) { return same_bits<double>(bits); }
 
-// Rounds a finite or infinite float64 to a 16-bit format, to nearest even; NaN is 0x7fff as on a GPU.
+// Rounds a finite or infinite float64 to a 16-bit format, to nearest even. NaN becomes 0x7fff, as
+// on a GPU.
 template <int FractionBits>
 inline unsigned short rounded(double value) {
   constexpr int kBias = (1 << (14 - FractionBits)) - 1;
@@ -224,7 +225,7 @@ inline unsigned short rounded(double value) {
   const unsigned long long significand = (magnitude & ((1ull << 52) - 1)) | 1ull << 52;
   const unsigned long long odd = significand >> dropped & 1;
   const unsigned long long kept = (significand + (1ull << (dropped - 1)) - 1 + odd) >> dropped;
-  // The significand's leading one carries into the exponent, and so does its rounding up.
+  // The leading one of the significand carries into the exponent. So does rounding it up.
   const int below = subnormal ? 0 : exponent + kBias - 1;
   return static_cast<unsigned short>(
       sign | ((static_cast<unsigned>(below) << FractionBits) + static_cast<unsigned>(kept)));
@@ -240,7 +241,7 @@ __forceinline__ float float16_bits_to_float(unsigned short bits) {
 __forceinline__ unsigned short float_to_float16_bits(float value) { return rounded<10>(value); }
 __forceinline__ unsigned short double_to_float16_bits(double value) { return rounded<10>(value); }
 __forceinline__ unsigned short float_to_bfloat16_bits(float value) {
-  // In integers: as a float64, a subnormal float32 would count as zero here, and does not on a GPU.
+  // In integers. As a float64, a subnormal float32 would count as zero here, but not on a GPU.
   const unsigned word = float_bits(value);
   if ((word & 0x7fffffffu) > 0x7f800000u) return 0x7fff;
   return static_cast<unsigned short>((word + 0x7fffu + (word >> 16 & 1u)) >> 16);
@@ -281,7 +282,7 @@ __forceinline__ float absolute(float value) { return __builtin_fabsf(value); }
 __forceinline__ double absolute(double value) { return __builtin_fabs(value); }
 __forceinline__ float square_root(float value) { return __builtin_sqrtf(value); }
 __forceinline__ double square_root(double value) { return __builtin_sqrt(value); }
-// The first of two roundings is too fine to show in the second.
+// The first of two roundings is too fine to change the second.
 __forceinline__ float reciprocal_square_root(float value) {
   return static_cast<float>(1.0L / __builtin_sqrtl(value));
 }

@@ -1,9 +1,9 @@
-// What the loader finds of a compiled kernel: ENTRY, of a name and an instantiation, makes a function
-// that calls it and one that tells the bytes of its argument, a struct, which comes as cuLaunchKernel
-// takes it, by its address.
+// What the loader finds of a compiled kernel. ENTRY takes a name and an instantiation, and makes
+// two functions. One calls the kernel. Its argument is a struct, which comes by its address, as for
+// cuLaunchKernel. The other returns the bytes of the argument.
 
 namespace {
-// The address is the loader's memory, which is none of a kernel's.
+// The address is in the loader's memory, which belongs to no kernel.
 template <typename Arguments>
 __attribute__((no_sanitize("thread"))) void call(void (*kernel)(Arguments), void** arguments) {
   kernel(*static_cast<Arguments*>(arguments[0]));

@@ -1,5 +1,5 @@
-// Kernels that do what no kernel may, each once, on the line that says so. Blocks have 64 threads
-// and 256 bytes of shared memory; values has 64 elements, which nothing wrote.
+// Kernels that do what no kernel may. Each does it once, on the line that says so. Blocks have 64
+// threads and 256 bytes of shared memory. `values` has 64 elements that nothing wrote.
 #include "device.cuh"
 
 __device__ __forceinline__ float* shared() { return static_cast<float*>(dynamic_shared_memory()); }
@@ -76,7 +76,7 @@ __global__ void counts_a_barrier_in_two_ways(T*) {
   named_barrier(1, thread_index() < 32 ? 64 : 32);  // fault
 }
 
-// Of two warps the first arrives only, and the second alone knows what both did.
+// The first of two warps only arrives. Only the second knows what both did.
 template <typename T>
 __global__ void reads_after_it_arrives(T* values) {
   shared()[thread_index()] = 1;
@@ -201,7 +201,7 @@ __global__ void writes_what_another_lane_reads_after_a_shuffle(T* values) {
 
 // ---- asynchronous copies -------------------------------------------------------------------------
 
-// Has each thread copy its own element, of 1 in the memory of the device, to shared memory.
+// Each thread copies its own element, a 1 in device memory, to shared memory.
 template <typename T>
 __device__ __forceinline__ void copy_own_element(T* values) {
   values[thread_index()] = 1;
@@ -345,7 +345,7 @@ __global__ void leaves_threads_at_the_clusters_barrier(T*) {
   if (thread_index() < 40) cluster_barrier();  // fault
 }
 
-// Two mailboxes, and behind them 60 elements.
+// Two mailboxes, and 60 elements after them.
 __device__ __forceinline__ Mailbox* mailbox() {
   return static_cast<Mailbox*>(dynamic_shared_memory());
 }
@@ -356,7 +356,7 @@ __device__ __forceinline__ void open_mailboxes() {
   cluster_barrier();
 }
 
-// Each block's thread 0 sends its letter to both, of which each expects as many bytes.
+// Thread 0 of each block sends its letter to both blocks. Each block expects as many bytes.
 __device__ __forceinline__ void exchange_letters(int turn, int bytes) {
   if (thread_index() != 0) return;
   expect_bytes(mailbox() + turn, bytes);
@@ -375,7 +375,7 @@ __global__ void counts_past_the_array(T* values) {
   report_arrival(reinterpret_cast<unsigned*>(values + 64));  // fault
 }
 
-// Two warps of each block are there once the block has met.
+// Two warps of each block arrive after the block has met.
 template <typename T>
 __device__ unsigned* count_of_warps(T* values) {
   unsigned* count = reinterpret_cast<unsigned*>(values);
@@ -534,7 +534,7 @@ __global__ void sends_across_an_alignment(T*) {
 
 // ---- copies in bulk ------------------------------------------------------------------------------
 
-// Thread 0 opens a mailbox and has 16 elements copied behind it, in the first block.
+// Thread 0 of the first block opens a mailbox and has 16 elements copied after it.
 __device__ __forceinline__ void copy_letters(float* values) {
   values[thread_index()] = 1;
   if (thread_index() == 0) open_mailbox(mailbox());

@@ -1,9 +1,8 @@
 """A GPU for `cupynorm._calls`: CuPy's arrays and functions, as far as it uses them, by NumPy.
 
-`_calls` and `_plans` are executed a second time with this in place of CuPy and of the driver, so
-that their own code lays out the rows, chooses the grid, orders the arguments and allocates scratch.
-Memory comes as from CuPy's pool, aligned and holding NaN; kernels may touch what an array holds and
-nothing beside.
+`_calls` and `_plans` are executed a second time with this instead of CuPy and the driver. So their
+own code lays out the rows, chooses the grid, orders the arguments and allocates scratch. Memory is
+aligned and holds NaN, as CuPy's pool gives it. Kernels may touch only what an array holds.
 """
 
 from __future__ import annotations
@@ -39,17 +38,17 @@ from host.build import Build, KernelError, runtime
 
 __all__ = ["ARCHITECTURE", "Array", "Gpu"]
 
-MAP_NORESERVE = 0x4000  # of Linux; not every Python names it
-# On either side of an array, so that what misses one meets no other, wherever they lie; and an odd
-# multiple of 512 bytes, as which memory of CuPy's pool is aligned.
+MAP_NORESERVE = 0x4000  # of Linux. Not every Python names it
+# A gap on either side of an array. An access that misses one array meets no other, wherever they
+# lie. The size is an odd multiple of 512 bytes, since memory of CuPy's pool is aligned like that.
 GAP = (1 << 20) + 512
 ARCHITECTURE = 90
-# Single elements that kernels never get to see: _calls copies such arrays.
+# Kernels never see arrays of more single elements, since _calls copies them.
 MOST_SPANS = 4096
 
 
 class Array(np.ndarray):
-    """A NumPy array that says where it is as a CuPy array does."""
+    """A NumPy array that says where it is, as a CuPy array does."""
 
     @property
     def data(self) -> Any:
@@ -82,7 +81,7 @@ class Memory:
         return array
 
     def sparse(self, values: np.ndarray, layout: Any) -> Array:
-        """Return an array in a layout that spans more memory than there is; gaps take none."""
+        """Return an array in a layout that spans more memory than there is. Gaps take none."""
         strides = [s * values.itemsize for s in layout.strides(values.shape)]
         nbytes = sum((n - 1) * s for n, s in zip(values.shape, strides, strict=True))
         whole = self._reserve(nbytes + values.itemsize).view(values.dtype)
@@ -92,7 +91,7 @@ class Memory:
         return array
 
     def as_strided(self, array: Array, shape: tuple[int, ...], strides: Any) -> Array:
-        """Return a view; kernels may no longer touch what lies between its elements."""
+        """Return a view. Kernels may no longer touch what lies between its elements."""
         view = np.lib.stride_tricks.as_strided(array, shape, strides, subok=True)
         self.runtime.forget(array.ctypes.data)
         if view.size:
@@ -110,14 +109,14 @@ class Memory:
         return array
 
     def _reserve(self, nbytes: int) -> Array:
-        """Return bytes between two gaps; what is not written takes no memory."""
+        """Return bytes between two gaps. What is not written takes no memory."""
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
         memory = mmap.mmap(-1, nbytes + 2 * GAP, flags)
         self.kept.append(memory)
         return np.frombuffer(memory, np.uint8, nbytes, GAP).view(Array)
 
     def _register(self, array: Array, initialized: bool) -> None:
-        """Register runs of contiguous elements, each of them a span."""
+        """Register runs of contiguous elements. Each run is a span."""
         run = array.itemsize
         axes = [(n, s) for n, s in zip(array.shape, array.strides, strict=True) if n > 1]
         while axes and axes[-1][1] == run:
@@ -140,16 +139,16 @@ class Memory:
 
 
 class Gpu:
-    """Runs cupynorm's launches with kernels of a build; without one it only notes which.
+    """Runs cupynorm's launches with kernels of a build. Without a build it only records them.
 
-    Few rows have the kernel of many, which is the one to be tested, unless `few_rows`.
+    Few rows have the kernel of many, since that is the one to test, unless `few_rows`.
 
     Attributes
     ----------
     cupy : module
         What stands in for CuPy.
     repeats : bool
-        Whether a call that need not be prepared again is made twice; the second result counts.
+        Whether a call that need not be prepared again is made twice. The second result counts.
     launched : list of Instantiation
         The kernels that ran, in order.
     clusters_at_once : int
@@ -242,20 +241,20 @@ class Gpu:
         return cast("NormBackward", result)
 
     def run(self, kernel: Instantiation, blocks: int, *arguments: Any) -> None:
-        """Launch a kernel outside the package; arrays are passed by their addresses."""
+        """Launch a kernel from outside the package. Arrays are passed by their addresses."""
         values = (a.data.ptr if isinstance(a, Array) else a for a in arguments)
         self._load(kernel, 0).prepared(blocks, {})(0, tuple(values))
 
     @contextlib.contextmanager
     def fresh_memory(self) -> Iterator[None]:
-        """Give back, at the end, whatever was allocated."""
+        """Give back whatever was allocated, at the end."""
         try:
             yield
         finally:
             self.memory.forget_all()
 
     def to_numpy(self, result: Any) -> Any:
-        """Return a result's arrays, all of whose elements must have been written."""
+        """Return a result's arrays. Every element must have been written."""
         if result is None:
             return None
         if isinstance(result, NormForward | NormBackward):
@@ -275,7 +274,7 @@ class Gpu:
 
 
 class _Kernel:
-    """A kernel of the build, launched as `cupynorm._driver.Kernel` is."""
+    """A kernel of the build. It is launched as `cupynorm._driver.Kernel` is."""
 
     def __init__(self, gpu: Gpu, kernel: Instantiation) -> None:
         self.gpu = gpu
@@ -326,7 +325,7 @@ class _Kernel:
             blocks if kernel.at_once else kernel.cluster_blocks,
             kernel.shared_bytes,
             address,
-            # The first of the types is x's, or that of the partials.
+            # The first of the types is that of x or of the partials.
             re.match(r"\w+<(X=)?double", str(kernel)) is None,
             kernel.at_once,
         )
@@ -375,12 +374,12 @@ def _copy_of_calls(
     architecture: int,
     few_rows: bool,
 ) -> ModuleType:
-    """Return `cupynorm._calls` executed again: its plans hold kernels of this GPU alone."""
+    """Return `cupynorm._calls`, executed again. Its plans hold kernels of this GPU alone."""
     plans = _copy_of("_plans", {})
     plans.multiprocessors = lambda device: multiprocessors  # type: ignore[attr-defined]
     plans.architecture = lambda device: architecture  # type: ignore[attr-defined]
     plans.set_to_zero = memory.set_to_zero  # type: ignore[attr-defined]
-    # A row is fetched ahead by the next block, for want of so many.
+    # Rows are fetched one block ahead, since there are not more blocks.
     plans.forward_config = _ahead_by_one  # type: ignore[attr-defined]
     if not few_rows:
         plans.few_rows_configs = lambda *_: ()  # type: ignore[attr-defined]
@@ -394,7 +393,7 @@ def _copy_of_calls(
 
 
 def _copy_of(module: str, others: dict[str, Any]) -> ModuleType:
-    """Execute a module of the package again, with other modules in place of what it imports."""
+    """Execute a module of the package again, with other modules instead of its imports."""
     path = f"{cupynorm.__path__[0]}/{module}.py"
     name = f"cupynorm.{module}_on_host_{next(_copies)}"
     spec = importlib.util.spec_from_file_location(name, path)
@@ -407,7 +406,7 @@ def _copy_of(module: str, others: dict[str, Any]) -> ModuleType:
 
 
 class Caller:
-    """A GPU as `residuals.check_residual` takes one."""
+    """A GPU in the form that `residuals.check_residual` takes."""
 
     def __init__(self, gpu: Gpu) -> None:
         self.gpu = gpu
@@ -417,8 +416,8 @@ class Caller:
         self.backward = gpu.backward
 
     def takes_in_place(self, norm: str, n: int) -> bool:
-        # Past the last row LayerNorm's pipelined kernels read the first elements of that, which
-        # others may be writing, and make nothing of them: here that is a race.
+        # After the last row, LayerNorm's pipelined kernels read the first elements of its rows,
+        # which others may be writing. They do not use what they read, but here that is a race.
         return norm == "rms_norm" or n < 8192
 
     def infer(self, *arguments: Any, **options: Any) -> Any:

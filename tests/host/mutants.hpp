@@ -1,6 +1,7 @@
 
-// What stands in the kernels' text for their mutants (mutants.py), each known by a number. `host::is_mutant`
-// is asked only where the mutant would do something else, and never by the compiler.
+// Mutants have these in the kernels' text (mutants.py). A number stands for each mutant.
+// `host::is_mutant` is asked only where the mutant would act differently, and never by the
+// compiler.
 namespace host {
 bool is_mutant(int number);
 }
@@ -15,7 +16,7 @@ template <typename T>
 MUTANTS_INLINE constexpr auto negated(T value) {
   return -value;
 }
-// A NaN is the same as itself here.
+// A NaN counts as the same as itself here.
 template <typename T>
 MUTANTS_INLINE constexpr bool same(T a, T b) {
   return a == b || (a != a && b != b);
@@ -27,7 +28,8 @@ MUTANTS_INLINE constexpr T either(T original, T mutant) {
   return host::is_mutant(Number) ? mutant : original;
 }
 
-// Behind an infix operator: `a < Infix<0, -1>() < b` is `a < b`, or `a <= b` by mutant 0.
+// Infix comes after an infix operator: `a < Infix<0, -1>() < b` is `a < b`, or `a <= b` by mutant
+// 0.
 template <int First, int Second>
 struct Infix {};
 template <typename OfMutants, typename T>
@@ -92,7 +94,7 @@ MUTANTS_INLINE constexpr bool never(bool condition) {
   return condition && !is(Number);
 }
 
-// Calls of a function, which come with it.
+// Calls of a function. The function comes as an argument.
 template <int Number, typename Function, typename T>
 MUTANTS_INLINE constexpr T smaller(Function larger, T a, T b) {
   return either<Number, T>(larger(a, b), a < b ? a : b);

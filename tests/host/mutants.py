@@ -1,9 +1,9 @@
-"""Mutants of `kernels/`: small changes of one place each, made by operators from the text.
+"""Mutants of `kernels/`: small changes in one place each, made from the text by operators.
 
-Many of them are compiled into the same kernels, each behind a question to host/runtime.cpp, so that
-a case is compiled once and then run with one mutant after the other. The question is asked only
-where the mutant would do something else, which tells by one run of a case which ones it may catch.
-What the compiler evaluates (constants, template arguments, `if constexpr`) stays as it is.
+Many of them are compiled into the same kernels, each behind a question to host/runtime.cpp. So a
+case is compiled once, and run with one mutant after another. The question is asked only where the
+mutant would act differently. One run of a case thus tells which mutants it may catch. Whatever the
+compiler evaluates (constants, template arguments, `if constexpr`) stays as it is.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["NO_EFFECT", "Mutant", "all_mutants", "instrumented"]
 
 HERE = Path(__file__).resolve().parent
 
-# Where a line has one of these, its change has no effect that the host could see.
+# A change to a line that has one of these has no effect that the host could see.
 NO_EFFECT = (
     ("make_opaque", "hides a value from the compiler, and leaves it as it is"),
     ("forget_", "has the compiler forget what it knows"),
@@ -43,7 +43,7 @@ class Mutant:
     operator: str
     function: str
     line: str
-    occurrence: int  # among those that are the same but for it
+    occurrence: int  # the place among mutants that are otherwise the same
 
     def __str__(self) -> str:
         nth = f" #{self.occurrence}" if self.occurrence else ""
@@ -52,7 +52,7 @@ class Mutant:
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """What makes a mutant: text around a stretch of the source, whose first characters may go."""
+    """A mutant's change: text around a stretch of the source, whose first characters may go."""
 
     operator: str
     at: int  # where it is shown
@@ -67,10 +67,10 @@ TOKEN = re.compile(
     r"\w+|::|->|<<=|>>=|<<|>>|[-+*/%&|^=!<>]=|&&|\|\||\+\+|--|\S",
 )
 ASSIGNMENTS = ("=", "+=", "-=", "*=", "/=", "%=", "&=", "|=", "^=", "<<=", ">>=")
-# Of lower precedence than a choice's condition, and what begins an expression.
+# Tokens of lower precedence than a choice's condition, and tokens that begin an expression.
 OUTSIDE = {",", ";", "?", ":", "{", "}", "return", *ASSIGNMENTS}
 
-# What is evaluated when a kernel is compiled, or declares.
+# Code that is evaluated when a kernel is compiled, or that declares.
 CONSTANT = re.compile(r"\bif constexpr \(|\bstatic_assert\(|\b__launch_bounds__\(|\balignas\(")
 CONSTANT_STATEMENT = re.compile(r"\bconstexpr [^;(){}]*?=|\busing \w+ =")
 DECLARATION = re.compile(
@@ -95,7 +95,7 @@ def _closing(text: str, opening: int) -> int:
 
 
 def _masked(text: str) -> str:
-    """Blank out comments, and what is evaluated when a kernel is compiled."""
+    """Blank out comments, and code that is evaluated when a kernel is compiled."""
     text = re.sub(r'//[^\n]*|"[^"\n]*"|^#[^\n]*', lambda m: _blank(m[0]), text, flags=re.MULTILINE)
     stretches = [(m.end(), _closing(text, m.end() - 1)) for m in CONSTANT.finditer(text)]
     stretches += [(m.end(), text.index(";", m.end())) for m in CONSTANT_STATEMENT.finditer(text)]
@@ -111,7 +111,7 @@ def _masked(text: str) -> str:
 
 
 class Source:
-    """A file's tokens, and which brackets they are in."""
+    """A file's tokens, and the brackets around them."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -119,7 +119,7 @@ class Source:
         self.tokens: list[str] = []
         self.begins: list[int] = []
         for found in TOKEN.finditer(self.plain):
-            # A bracket of a template has no space before it, as an operator has.
+            # A template's bracket has no space before it. An operator has one.
             token, spaced = found[0], self.plain[found.start() - 1] in " \n"
             if token in ("<", ">", ">>") and not spaced:
                 for i, c in enumerate(token):
@@ -129,7 +129,7 @@ class Source:
                 self.tokens.append(token)
                 self.begins.append(found.start())
         opening = {")": "(", "]": "[", "}": "{", "template>": "template<"}
-        self.inside: list[int] = []  # by token, the bracket that it is in, which may be that of -1
+        self.inside: list[int] = []  # for each token, the bracket around it, or -1
         self.partner: dict[int, int] = {}
         stack = [-1]
         for i, token in enumerate(self.tokens):
@@ -146,7 +146,7 @@ class Source:
         return self.begins[token] + len(self.tokens[token].removeprefix("template"))
 
     def operand(self, operator: int, step: int, ends: set[str]) -> int:
-        """Return the first or the last token of what an operator has on one side."""
+        """Return the first or the last token of one operand of an operator."""
         i = operator + step
         while self.inside[i] == self.inside[operator] and self.tokens[i] not in ends:
             following = self.partner.get(i, i) + step
@@ -157,7 +157,7 @@ class Source:
 
     @cached_property
     def functions(self) -> list[str]:
-        """By token, the names of the functions that it is in."""
+        """Return the names of the functions around each token."""
         names: dict[int, str] = {-1: ""}
         found = []
         for i, token in enumerate(self.tokens):
@@ -175,7 +175,7 @@ class Source:
         return i
 
     def _before(self, brace: int) -> list[str]:
-        """Return the tokens of what a brace opens, from the end of the statement before."""
+        """Return the tokens before a brace, from the end of the previous statement."""
         first = brace
         while first and self.tokens[first - 1] not in (";", "{", "}", "(", "[", "template<"):
             first -= 1
@@ -189,7 +189,7 @@ class Source:
         return brace < 0 or self._before(brace)[:1] in (["struct"], ["namespace"])
 
     def _name(self, brace: int) -> str:
-        """Name the struct, function or lambda that a brace opens, or nothing."""
+        """Return the name of the struct, function or lambda that a brace opens, or nothing."""
         before = self._before(brace)
         if before and before[0] in ("struct", "namespace"):
             return next(token for token in before[1:] if token not in ("alignas", "(", ")"))
@@ -204,7 +204,7 @@ class Source:
         return match[1] if match else ""
 
 
-# What mutants do in place of an operator (see mutants.hpp).
+# The mutants of each operator (see mutants.hpp).
 INFIX = {
     **dict.fromkeys(("<", "<=", ">", ">="), ("the bound itself",)),
     **dict.fromkeys(("==", "!="), ("comparison turned",)),
@@ -221,7 +221,7 @@ SIGNS = {*INFIX, "&&", "||"}
 def _infixes(source: Source) -> Iterator[Change]:
     for i, token in enumerate(source.tokens):
         begin, end = source.begins[i], source.end(i)
-        # Of two operands, as a space on either side tells.
+        # An operator of two operands has a space on either side.
         if token in INFIX and source.plain[begin - 1].isspace() and source.plain[end].isspace():
             first, last = (source.operand(i, step, OUTSIDE | SIGNS) for step in (-1, 1))
             if _is_constant(source.tokens[first : last + 1]):
@@ -336,7 +336,7 @@ def _signs(source: Source) -> Iterator[Change]:
             yield Change("sign dropped", at, at, at, "mutants::Sign<#>() * ")
 
 
-# Names of constants, and what they are combined by: the compiler evaluates what has no others.
+# Names of constants, and what combines them. The compiler evaluates code without other tokens.
 CONSTANT_TOKEN = re.compile(r"k?[A-Z]\w*|\d\w*|sizeof|static_cast|int|template[<>]|\W+")
 
 
@@ -366,7 +366,7 @@ def _of_file(file: str) -> list[tuple[Mutant, Change]]:
 
 def _all() -> Iterator[tuple[Mutant, Change]]:
     for path in sorted(kernels_directory().glob("*.cu*")):
-        if path.name != "device.cuh":  # which has a twin here
+        if path.name != "device.cuh":  # device.cuh has a twin here
             yield from _of_file(path.name)
 
 
@@ -375,7 +375,7 @@ def all_mutants() -> list[Mutant]:
 
 
 def instrumented(chosen: Sequence[Mutant]) -> dict[str, str]:
-    """Return the texts of files with mutants in them, numbered by their places in `chosen`."""
+    """Return the texts of files that contain mutants. `chosen` gives the numbers."""
     numbers = {mutant: number for number, mutant in enumerate(chosen)}
     changes: dict[str, list[tuple[int, Change]]] = {}
     for mutant, change in _all():
@@ -394,8 +394,8 @@ def instrumented(chosen: Sequence[Mutant]) -> dict[str, str]:
             opening, closing = (
                 part.replace("#", str(number)) for part in (change.opening, change.closing)
             )
-            # Of those that begin in a place, the longest first, those between tokens before them
-            # all; of those that end there, the shortest first.
+            # Insertions that begin in a place: the longest first, and insertions between tokens
+            # before all others. Insertions that end there: the shortest first.
             rank = (1, -length or -len(text), number)
             insertions.append((change.begin, rank, opening, change.removed))
             if closing:
@@ -409,7 +409,7 @@ def instrumented(chosen: Sequence[Mutant]) -> dict[str, str]:
 
 
 def _merged(insertions: list[tuple[int, Any, str, int]]) -> list[tuple[int, Any, str, int]]:
-    """Let an operator that two mutants are of have one insertion."""
+    """Give one insertion to an operator that has two mutants."""
     merged: list[tuple[int, Any, str, int]] = []
     for insertion in insertions:
         if merged and "Infix" in insertion[2] and merged[-1][0] == insertion[0]:

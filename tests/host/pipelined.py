@@ -1,6 +1,6 @@
-"""Kernels that spread a row over stages, clusters or a grid, in configurations of the test's own.
+"""Kernels that spread a row over stages, clusters or a grid, in the test's own configurations.
 
-Those that cupynorm._layout chooses are for rows longer than the host has time for.
+The configurations that cupynorm._layout chooses are for rows longer than the host has time for.
 """
 
 from __future__ import annotations
@@ -37,35 +37,35 @@ RELU = (-0.5, 1.0)
 
 @dataclasses.dataclass(frozen=True)
 class Pipelined:
-    """One launch, of the kernel of `file`, and what it is to compute; dtypes by name."""
+    """One launch of the kernel of `file`, and what it is to compute. Dtypes are names."""
 
     file: str
     norm: str
     m: int
     n: int
     x: str = "float32"
-    other: str | None = "float32"  # of all other operands; None: no weight and bias, the rest as x
+    other: str | None = "float32"  # all other operands. None: like x, without weight and bias
     regime: str = "normal"
     eps: float = 1e-5
     zero_centered: bool = False
     dbias: bool = True
     in_place: bool = False
-    gap: int | None = None  # between rows; None: as many elements as an access moves
+    gap: int | None = None  # between rows. None: as many elements as an access moves
     offset: int = 0  # of x
     stages: int = 2
     cluster_blocks: int = 1
-    row_threads: int = 64  # of a block
+    row_threads: int = 64  # in a block
     teams: int = 1
     packs_per_thread: int = 1
     hold_weight: bool = False
-    stage_bias: bool = False  # though the weight is held
+    stage_bias: bool = False  # even if the weight is held
     hold_row: bool = False
     shared_sums: int = 0
     hold_sums: bool = False
     bulk: bool = False
     bitmask: bool = False  # forward: what a ReLU stores
-    groups: int = 2  # blocks of the grid, or clusters; not of strips
-    counted: bool | None = None  # rows by a count; None: by a kernel that has none
+    groups: int = 2  # blocks of the grid, or clusters. Not of strips
+    counted: bool | None = None  # rows by a count. None: a kernel without a count
     group_rows: int = 2  # of strips
 
     def __str__(self) -> str:
@@ -97,7 +97,7 @@ class Pipelined:
 
     @property
     def columns(self) -> int:
-        """The columns that the threads of a row have places for, in one block."""
+        """The columns for which the threads of one block have places."""
         return self.row_threads * self.packs_per_thread * pack_length(self.x)
 
     @property
@@ -111,7 +111,7 @@ class Pipelined:
         return unaligned and self.vector * ITEMSIZE[self.x] <= 4  # bytes of an access
 
     def kernel(self) -> Instantiation:
-        """Return the instantiation, with the shared memory as it is counted here."""
+        """Return the instantiation, with its shared memory counted here."""
         full = self.n == self.cluster_blocks * self.columns
         row: dict[str, Any] = {
             "block_threads": self.block_threads,
@@ -156,7 +156,7 @@ class Pipelined:
         return dataclasses.replace(
             kernel,
             shared_bytes=self._shared_bytes(),
-            # Of two blocks that count; else the first takes all that is counted.
+            # For two blocks that count. Otherwise the first takes all that is counted.
             at_once=self.column_parallel
             or (self.counted is not None and self.cluster_blocks == 1 and self.groups == 2),
         )
@@ -203,7 +203,7 @@ class Pipelined:
         return BackwardColumnParallel(self.strips, self.row_threads, self.group_rows, self.vector)
 
     def check(self, build: Build) -> None:
-        """Run the kernel and check what it returns."""
+        """Run the kernel and check its results."""
         gpu = Gpu(build)
         dtype = DTYPES[self.other or self.x]
         gap = Layout(gap=self.vector if self.gap is None else self.gap)
@@ -220,7 +220,7 @@ class Pipelined:
                 dy_on_gpu = gap.apply(gpu.cupy, dy)
                 found = self._check_backward(gpu, (dy, x, weight), (dy_on_gpu, on_gpu))
                 if self.shared_sums or self.hold_sums or self.hold_row:
-                    # Where sums and rows wait does not show in their bits.
+                    # The place where sums and rows wait does not show in the bits.
                     elsewhere = dataclasses.replace(
                         self,
                         shared_sums=0,
@@ -228,7 +228,7 @@ class Pipelined:
                         hold_row=False,
                         in_place=False,
                     )
-                    if self.hold_row and self.bulk:  # which needs one more where they are not
+                    if self.hold_row and self.bulk:  # without held rows it needs one more stage
                         elsewhere = dataclasses.replace(elsewhere, stages=self.stages + 1)
                     again = gap.apply(gpu.cupy, dy), of_x.apply(gpu.cupy, x)
                     same = elsewhere._check_backward(gpu, (dy, x, weight), again)
@@ -238,7 +238,7 @@ class Pipelined:
             else:
                 of_rows = self._check_forward(gpu, (x, weight, bias), on_gpu)
                 if self.counted is not None:
-                    # By which block a row is worked on, and after which, does not show in its bits.
+                    # The bits do not show which block works on a row, or after which row.
                     in_turn = dataclasses.replace(self, counted=None, in_place=False)
                     again = of_x.apply(gpu.cupy, x)
                     in_order = in_turn._check_forward(gpu, (x, weight, bias), again)
@@ -250,7 +250,7 @@ class Pipelined:
                         )
 
     def _launch(self, gpu: Gpu, **arguments: Any) -> None:
-        """Launch the kernel, each array of rows with its stride and each absent one as null."""
+        """Launch the kernel. Arrays of rows come with their stride, absent arrays as null."""
         kernel, compute = self.kernel(), np.dtype(compute_dtype(self.x)).type
         given = {"n_rows": self.m, "n_cols": self.n, "inv_n": compute(1 / self.n)}
         for name, argument in arguments.items():
@@ -286,7 +286,7 @@ class Pipelined:
         return found
 
     def _check_backward(self, gpu: Gpu, host: Any, rows: tuple[Array, Array]) -> tuple[Any, ...]:
-        """Return dx and the partials, but of strips."""
+        """Return dx and the partials, except for strips."""
         compute = np.dtype(compute_dtype(self.x)).type
         _, x, weight = host
         dx = rows[0] if self.in_place else gpu.cupy.empty(x.shape, x.dtype)
@@ -313,7 +313,7 @@ class Pipelined:
             shape = (sum(wanted), self.groups, partials_stride(self.n))
             partials = gpu.cupy.empty(shape, compute)
             self._launch(gpu, **given, partials=partials)
-            rows_of_sums = partials.reshape(-1, shape[-1])  # what lies behind n is not a sum
+            rows_of_sums = partials.reshape(-1, shape[-1])  # values after n are no sums
             of_rows = np.array([gpu.to_numpy(row[: self.n]) for row in rows_of_sums], compute)
             of_rows = of_rows.reshape(sum(wanted), self.groups, self.n)
             sums = iter(of_rows.sum(axis=1, dtype=np.float64).astype(dtype))
@@ -346,7 +346,8 @@ def _pipelined() -> Iterable[Pipelined]:
 
             if file == "backward_column_parallel.cu":
                 yield from (
-                    # Groups that the rows fill or do not, one of them, two and more than places.
+                    # Groups that the rows fill or do not: one group, two, and more than there are
+                    # places.
                     *(pipelined(m, 600) for m in (1, 2, 3, 4, 5, 8, 11, 37)),
                     pipelined(9, 1024, group_rows=3, zero_centered=True),
                     pipelined(5, 512, other=None, dbias=False),
@@ -357,18 +358,18 @@ def _pipelined() -> Iterable[Pipelined]:
                     pipelined(6, 252, "float64", other="float64", row_threads=32),
                     pipelined(6, 251, "bfloat16", other="bfloat16", row_threads=32),
                     pipelined(9, 470, "float64", other="float32", row_threads=64),
-                    # More rows a group than a block has warps, more strips than a warp has lanes.
+                    # More rows in a group than warps in a block. More strips than lanes in a warp.
                     pipelined(23, 4352, row_threads=32, group_rows=10),
                     *(
                         pipelined(m, n, x, bitmask=True, row_threads=32)
                         for m, n, x in ((7, 300, "float32"), (6, 333, "bfloat16"))
                     ),
-                    # Sums of half a group at once, of which the last has less than that.
+                    # Sums of half a group at once. The last group has fewer rows than half.
                     *(
                         pipelined(m, 520, "bfloat16", bitmask=True, row_threads=32, group_rows=6)
                         for m in (20, 23)
                     ),
-                    # More rows than weight gradients are summed of at once.
+                    # More rows than weight gradients are summed for at once.
                     pipelined(150, 136, row_threads=32, group_rows=4),
                     *(pipelined(7, 520, regime=regime, row_threads=64) for regime in REGIMES),
                 )
@@ -378,14 +379,14 @@ def _pipelined() -> Iterable[Pipelined]:
                 pipelined(5, 256, other=None, dbias=False, packs_per_thread=2),
                 pipelined(3, 520, "float16", other="bfloat16", packs_per_thread=2, stages=3),
                 pipelined(8, 380, row_threads=96, in_place=True, hold_weight=True),
-                # Accesses of 8 bytes: the weight held, of one team.
+                # Accesses of 8 bytes, with the weight held and one team.
                 pipelined(9, 500, "bfloat16", other="bfloat16", hold_weight=True),
                 pipelined(9, 506, packs_per_thread=2, cluster_blocks=2, hold_weight=True),
                 pipelined(11, 301, "bfloat16", other="float32", zero_centered=True, stages=3),
                 pipelined(150, 250, "float64", other="float64", packs_per_thread=2, groups=1),
-                # Of columns hardly more than the 64 that the forward wants at least.
+                # Few more than the 64 columns that the forward wants at least.
                 pipelined(90, 69, regime="mean_1e6", row_threads=32),
-                # Clusters: the last block partly or wholly past the row's end, or all of it full.
+                # Clusters: the last block is partly past the row's end, wholly past it, or full.
                 pipelined(9, 500, cluster_blocks=2, zero_centered=True),
                 pipelined(7, 504, "bfloat16", row_threads=32, cluster_blocks=3, stages=3),
                 pipelined(3, 504, packs_per_thread=2, row_threads=32, cluster_blocks=2),
@@ -395,8 +396,8 @@ def _pipelined() -> Iterable[Pipelined]:
                     300,
                     row_threads=32,
                     cluster_blocks=4,
-                    # Past the last row, LayerNorm's forward reads what another block may be
-                    # writing, and makes nothing of it.
+                    # After the last row, LayerNorm's forward reads what another block may be
+                    # writing, but does not use it.
                     in_place=file == "backward_pipelined.cu" or norm == "rms_norm",
                 ),
                 pipelined(2, 4500, row_threads=128, cluster_blocks=9),
@@ -410,7 +411,7 @@ def _pipelined() -> Iterable[Pipelined]:
                 ),
             )
             if file == "forward_pipelined.cu":
-                # By cells with the weight held, as two clusters have rows, of odd length and not.
+                # By cells with the weight held, like rows of two clusters, of odd length and not.
                 for n, other in ((602, "bfloat16"), (605, "bfloat16"), (605, "float32")):
                     yield pipelined(
                         9,
@@ -428,7 +429,7 @@ def _pipelined() -> Iterable[Pipelined]:
                 yield pipelined(9, 492, "float16", other="float16", in_place=True, hold_weight=True)
                 if norm == "rms_norm":
                     yield from _with_rows_held(pipelined)
-                # Rows at odd addresses and at even ones, of x and dy alike and not.
+                # Rows at odd addresses and even ones. x and dy are alike or not.
                 yield from (
                     pipelined(9, 333, "bfloat16", other="bfloat16", gap=0, stages=3, groups=1),
                     pipelined(9, 333, "float16", other="bfloat16", gap=2, offset=1),
@@ -439,13 +440,13 @@ def _pipelined() -> Iterable[Pipelined]:
                         7, 605, other="bfloat16", gap=0, cluster_blocks=2, packs_per_thread=2
                     ),
                     pipelined(6, 333, other="bfloat16", gap=0, packs_per_thread=2),
-                    # Of an odd number of 8-byte cells a stage.
+                    # An odd number of 8-byte cells in a stage.
                     pipelined(6, 333, other="bfloat16", gap=0, row_threads=96, zero_centered=True),
                     pipelined(8, 37, "bfloat16", gap=0, bitmask=True, row_threads=32),
                 )
             if file == "forward_pipelined.cu":
-                # As many rows as are dealt out beforehand, one more, and many; of one to four
-                # warps that take turns, and one that does not; kernels that count, given none.
+                # As many rows as are given out in advance, one more, and many. One to four warps
+                # take turns, one does not. Also kernels that count, but get no count.
                 yield from (
                     pipelined(1, 200, counted=True, groups=1),
                     *(pipelined(m, 200, counted=True) for m in (8, 9, 40)),
@@ -471,17 +472,18 @@ def _pipelined() -> Iterable[Pipelined]:
                         stages=3,
                         counted=True,
                     ),
-                    # The warp that asks for a row is not always the one that tells the sum.
+                    # The warp that asks for a row is not always the warp that has the sum.
                     pipelined(60, 1700, cluster_blocks=3, row_threads=160, counted=True),
                 )
-                # A ReLU's bits: of packs that share a byte, of whole packs and of single elements.
+                # A ReLU's bits: from packs that share a byte, from whole packs and from single
+                # elements.
                 yield from (
                     pipelined(5, 268, bitmask=True, row_threads=96),
                     pipelined(4, 301, bitmask=True, packs_per_thread=2, zero_centered=True),
                     pipelined(5, 333, "bfloat16", other="bfloat16", cluster_blocks=2, bitmask=True),
                     pipelined(3, 131, "float64", other="float32", bitmask=True, row_threads=96),
                 )
-                # At any address, out of range as well: by cells, which then are packs.
+                # At any address, and out of range too: by cells, which are packs then.
                 yield pipelined(6, 333, "bfloat16", other="bfloat16", gap=0, regime="extreme")
                 yield pipelined(
                     7, 605, other="bfloat16", gap=0, cluster_blocks=2, packs_per_thread=2
@@ -495,7 +497,7 @@ def _pipelined() -> Iterable[Pipelined]:
                         stages=3,
                         in_place=in_place,
                     )
-                # A weight held, and moved by single elements.
+                # A weight that is held, moved by single elements.
                 yield pipelined(6, 333, other="bfloat16", packs_per_thread=2, hold_weight=True)
                 # The weight alone.
                 yield pipelined(
@@ -503,13 +505,14 @@ def _pipelined() -> Iterable[Pipelined]:
                 )
                 yield pipelined(5, 300, cluster_blocks=2, hold_weight=True, stage_bias=True)
                 yield pipelined(11, 1000, "bfloat16", packs_per_thread=2, stages=3)
-                # By 16 blocks, which ask for a float32 bias that is held when the sums are sent.
+                # By 16 blocks, which ask for a held float32 bias when the sums are sent.
                 yield pipelined(
                     3, 2048, row_threads=32, cluster_blocks=16, stages=3, hold_weight=True
                 )
             if file == "backward_pipelined.cu":
                 yield from (
-                    # Teams of a block, some of them past the last row; gradients summed over them.
+                    # Teams of a block, some of them past the last row. Gradients are summed over
+                    # the teams.
                     pipelined(37, 60, row_threads=16, teams=4, stages=3),
                     pipelined(300, 24, row_threads=8, teams=4, groups=1),
                     pipelined(90, 3, regime="mean_1e6", row_threads=1, teams=32),
@@ -518,8 +521,8 @@ def _pipelined() -> Iterable[Pipelined]:
                     pipelined(21, 1000, "bfloat16", row_threads=64, teams=2, packs_per_thread=2),
                     pipelined(40, 40, regime="extreme", row_threads=16, teams=4),
                     pipelined(40, 40, regime="mixed_rows", eps=1e-35, row_threads=16, teams=4),
-                    # In bulk: as many rows of a block as stages, one fewer or more, twice as many;
-                    # teams past the last row; clusters.
+                    # In bulk: as many rows in a block as stages, one fewer, one more, and twice as
+                    # many. Also teams past the last row, and clusters.
                     *(pipelined(m, 256, groups=1, stages=3, bulk=True) for m in (1, 2, 3, 4, 7)),
                     pipelined(9, 512, packs_per_thread=2, hold_weight=True, stages=4, bulk=True),
                     *(
@@ -558,8 +561,8 @@ def _pipelined() -> Iterable[Pipelined]:
                         )
                         for cluster_blocks in (1, 2)
                     ),
-                    # Sums of more rows than are added up in registers, or of as many, of both
-                    # gradients or one, in shared memory; the other's in partials or registers.
+                    # Sums of more rows than registers add up, or as many. Both gradients are in
+                    # shared memory, or one of them. The other is in partials or registers.
                     pipelined(128, 200, groups=1, shared_sums=2),
                     pipelined(129, 256, other=None, packs_per_thread=2, groups=1, shared_sums=1),
                     pipelined(130, 256, groups=1, hold_weight=True, shared_sums=2),
@@ -573,8 +576,8 @@ def _pipelined() -> Iterable[Pipelined]:
                         shared_sums=2,
                     ),
                     pipelined(140, 301, "bfloat16", groups=1, shared_sums=1, stages=3),
-                    # Sums in partials, completed at once behind others or later, the last pack's in
-                    # part; in shared memory, stored by sectors.
+                    # Sums in partials, completed at once after others or later, with a part of the
+                    # last pack. Also sums in shared memory, stored by sectors.
                     pipelined(64, 504, "bfloat16", other="bfloat16", groups=1),
                     pipelined(70, 498, "bfloat16", other="bfloat16", groups=1),
                     pipelined(70, 498, "bfloat16", other="bfloat16", groups=1, shared_sums=2),
@@ -611,7 +614,7 @@ def _pipelined() -> Iterable[Pipelined]:
 def _with_rows_held(pipelined: Callable[..., Pipelined]) -> Iterable[Pipelined]:
     held = functools.partial(pipelined, hold_row=True)
     yield from (
-        # Full rows and others, by accesses of 16 and of 8 bytes; rows past the last.
+        # Full rows and others, by accesses of 16 and 8 bytes. Rows past the last one.
         held(9, 200),
         held(37, 60, row_threads=16, teams=4, shared_sums=1, dbias=False, hold_weight=True),
         held(9, 506, packs_per_thread=2, in_place=True),
@@ -621,10 +624,10 @@ def _with_rows_held(pipelined: Callable[..., Pipelined]) -> Iterable[Pipelined]:
         held(7, 512, "bfloat16", other="bfloat16", bitmask=True, zero_centered=True),
         held(6, 252, "float64", other="float64", packs_per_thread=2),
         held(40, 40, regime="extreme", row_threads=16, teams=4),
-        # In bulk: as many rows of a block as stages, one fewer or more, twice as many.
+        # In bulk: as many rows in a block as stages, one fewer, one more, and twice as many.
         *(held(m, 256, groups=1, stages=3, bulk=True) for m in (1, 2, 3, 4, 7)),
         held(37, 512, "bfloat16", other="bfloat16", teams=3, stages=2, bulk=True),
-        # Clusters, which sum up no next row ahead.
+        # Clusters, which do not sum the next row ahead.
         held(9, 500, cluster_blocks=2),
         held(31, 760, cluster_blocks=3, groups=1, stages=3, bitmask=True),
         *(held(m, 512, cluster_blocks=2, stages=3, bulk=True) for m in (2, 8, 9, 20)),

@@ -8,7 +8,7 @@ struct Probed {
   long long n;
 };
 
-// Element i of results from element i of values.
+// Each element i of results comes from element i of values.
 template <typename From, typename To>
 __global__ void convert_all(const Probed<From, To> args) {
   const auto [values, results, n] = args;
@@ -21,7 +21,7 @@ __global__ void reciprocal_square_roots(const Probed<T, T> args) {
   for (long long i = thread_index(); i < n; i += 32) results[i] = reciprocal_square_root(values[i]);
 }
 
-// Pairs of elements at once, to 16 bits.
+// Pairs of elements are rounded to 16 bits at once.
 template <typename To>
 __global__ void convert_pairs(const Probed<float, unsigned> args) {
   const auto [values, results, n] = args;
@@ -32,8 +32,8 @@ __global__ void convert_pairs(const Probed<float, unsigned> args) {
   }
 }
 
-// Columns of n elements of 4 bytes, which pass through shared memory, the next two rows under way;
-// beside them, the zeros that stand for what a row does not have. A row is as wide as a block.
+// Copies n rows of 4-byte elements through shared memory, with the next two rows in flight. Zeros
+// stand for what a row does not have. A row is as wide as a block.
 template <typename T, int Bytes>
 __global__ void copy_rows(const Probed<T, T> args) {
   const T* const values = args.values;
@@ -57,7 +57,7 @@ __global__ void copy_rows(const Probed<T, T> args) {
   }
 }
 
-// Each block of a cluster adds up, in order, what all blocks send it: n times, values[block] * k.
+// Each block of a cluster adds, in order, what all blocks send it: n times, values[block] * k.
 template <typename T, int ClusterBlocks>
 __global__ void sum_over_clusters(const Probed<T, T> args) {
   const auto [values, results, n] = args;
@@ -71,7 +71,7 @@ __global__ void sum_over_clusters(const Probed<T, T> args) {
   for (int k = 0; k < n; ++k) {
     T* half = letters + k % 2 * ClusterBlocks * 2;
     Mailbox* mailbox = mailboxes + k % 2;
-    // Each warp tells the others, by what it sends, that it has read what came the last time.
+    // By what it sends, each warp tells the others that it has read what came last time.
     const bool sends = thread_index() % 32 == 0;
     if (thread_index() == 0) expect_bytes(mailbox, ClusterBlocks * 2 * static_cast<int>(sizeof(T)));
     for (int block = 0; sends && block < ClusterBlocks; ++block) {

@@ -1,15 +1,16 @@
-// Runs a kernel on the host, a fiber for each thread of a cluster of blocks (of one block, as a rule, or
-// of all blocks of a grid that runs at once), and checks every access to memory.
+// Runs a kernel on the host, and checks every access to memory. Each thread of a cluster of blocks
+// has a fiber. A cluster is one block as a rule, or all blocks of a grid that runs at once.
 //
-// Kernels are compiled with -fsanitize=thread and the like, by which g++ calls a function before
-// each access; those functions are defined here, in place of the sanitizers' own. Memory that a
-// kernel may touch is registered in spans, each with a shadow: who wrote and read every granule
-// last, and when. From it follow accesses out of bounds, reads of what nothing wrote, and races. An
-// asynchronous copy is performed at the wait that completes it; from its issue until then, nobody may
-// touch its target or write its source.
+// Kernels are compiled with -fsanitize=thread and the like. With these options g++ calls a function
+// before each access. Those functions are defined here, instead of the sanitizers' own. Memory that
+// a kernel may touch is registered in spans, each with a shadow: who last wrote and read every
+// granule, and when. The shadow shows accesses out of bounds, reads of what nothing wrote, and
+// races. An asynchronous copy is performed at the wait that completes it. From its issue until
+// then, nobody may touch its target or write its source.
 //
-// Fibers run in the order of their indices, each until it has to wait: nothing depends on time. The
-// first problem ends the launch and is reported; nothing is written out of bounds, nothing hangs.
+// Fibers run in the order of their indices, each until it has to wait. So nothing depends on time.
+// The first problem ends the launch and is reported. Nothing is written out of bounds, and nothing
+// hangs.
 #include <dlfcn.h>
 #include <setjmp.h>
 #include <signal.h>
@@ -38,7 +39,7 @@ constexpr int kMaxClusterBlocks = 128;
 constexpr int kMaxFibers = 1 << 16;
 constexpr int kBarriers = 16;
 constexpr std::size_t kStackBytes = 256 << 10;
-constexpr long long kMaxEvents = 100'000'000;  // of a launch; beyond, a loop does not end
+constexpr long long kMaxEvents = 100'000'000;  // of a launch. With more, a loop does not end
 
 // ---- what is known of memory -------------------------------------------------------------------
 
@@ -48,10 +49,11 @@ struct Access {
   const void* place = nullptr;
 };
 
-// Two readers are enough to see a race: barriers order all threads of a team, or none.
+// Two readers are enough to show a race: barriers order all threads of a team, or none.
 struct Granule {
   Access written, read[2];
-  // Asynchronous copies under way from here; and to here, with values that are sent, and mailboxes.
+  // `sources` are asynchronous copies in flight from here. `targets` are copies in flight to here,
+  // sent values and mailboxes.
   std::uint32_t sources = 0, targets = 0;
 };
 
@@ -88,7 +90,7 @@ Span* find(Address first, Address last) {
   return own.holds(first, last) ? &own : find_registered(first, last);
 }
 
-int mutant = -1;                  // which of those in the kernels is run
+int mutant = -1;                  // the kernels' mutant that runs
 std::vector<char> mutants_asked;  // by number
 
 // ---- threads -------------------------------------------------------------------------------------
@@ -105,12 +107,12 @@ enum class State {
   kFinished
 };
 
-// From global to shared memory; without a source, of zeros.
+// A copy from global to shared memory. Without a source it writes zeros.
 struct Copy {
   Address target, source;
   unsigned bytes;
   Span* source_span;
-  int group;  // of the thread's
+  int group;  // among the thread's groups
   const void* place;
 };
 
@@ -126,21 +128,22 @@ struct Fiber {
   std::uint32_t expected = 0;
   int collectives = 0;
   Time now = 0;
-  std::size_t known = 0;     // what other threads did, as an index of `knowledge`
-  std::vector<Copy> copies;  // under way
-  int groups = 0;            // of copies, closed
-  bool arrived = false;      // at the cluster's barrier, where it does not wait yet
+  std::size_t known = 0;     // an index of `knowledge`: what other threads did
+  std::vector<Copy> copies;  // in flight
+  int groups = 0;            // closed groups of copies
+  bool arrived = false;      // at the cluster's barrier, but not waiting there yet
 };
 
-// A lane may enter the next collective before the slowest has read of this one: two sets of slots.
+// A lane may enter the next collective before the slowest lane has read this one. So there are two
+// sets of slots.
 struct Warp {
   int arrived = 0;
   std::uint64_t slots[2][kWarp];
-  Time met[kWarp];    // when its lanes last met
-  Time wrote[kWarp];  // and at its barrier, where they see what others wrote before
+  Time met[kWarp];    // when its lanes met last
+  Time wrote[kWarp];  // and at its barrier, where they see earlier writes of others
 };
 
-// What some threads have done and known, for others to learn.
+// What some threads have done and known. Others learn it.
 struct Joint {
   std::vector<Time> times;
   std::vector<std::size_t> from;
@@ -150,7 +153,7 @@ struct Joint {
 struct Barrier {
   int threads = 0;
   std::vector<int> waiting;
-  std::vector<int> arrived;  // those that do not wait
+  std::vector<int> arrived;  // threads that do not wait
   Joint before;              // what these have done
 };
 
@@ -165,14 +168,14 @@ struct BulkCopy {
   Access access;
 };
 
-// Full, time after time, when one thread has said how many bytes to expect and they have come.
+// Full when one thread has said how many bytes to expect and the bytes have come. This repeats.
 struct Mailbox {
   Access opened;
   int times_full = 0;
   bool expects = false;
-  int missing = 0;  // bytes; more may come than are expected yet
+  int missing = 0;  // bytes. More may come than are expected yet
   std::vector<Sent> sent;
-  std::vector<BulkCopy> copies;  // under way
+  std::vector<BulkCopy> copies;  // in flight
   Joint filled, was_full;
 };
 
@@ -180,21 +183,21 @@ std::vector<Fiber> fibers(kMaxThreads);
 std::vector<Warp> warps(kMaxFibers / kWarp);
 Barrier barriers[kMaxClusterBlocks][kBarriers];
 Barrier cluster_barrier;
-std::map<Address, Joint> arrivals;                  // by their count, of those that are in it
-std::map<std::pair<Address, int>, Access> counted;  // up, by the count and the block, last
+std::map<Address, Joint> arrivals;                  // by count, of the threads that are in it
+std::map<std::pair<Address, int>, Access> counted;  // by count and block: its last counting up
 std::map<Address, Mailbox> mailboxes[kMaxClusterBlocks];
-// By thread, the last time of its own that a barrier has made visible. Threads that met at a
-// barrier share one.
+// By thread: the last time of its own that a barrier has made visible. Threads that met at a
+// barrier share one entry.
 std::vector<std::vector<Time>> knowledge;
 
 char* stacks = nullptr;
 jmp_buf scheduler;
 int threads = 0, cluster_blocks = 1, cluster_threads = 0;
-int turn_threads = 0;  // that go on as far as they can before others do: a cluster's, or a block's
+int turn_threads = 0;  // of a cluster or a block: they go on as far as they can before others do
 long long first_block = 0, blocks = 0, events = 0;
 std::uint32_t first_thread = 0;  // of the cluster, in the grid
 int running[kMaxClusterBlocks];  // threads of a block that have not finished
-// By the block to which another sent, and by thread, the last such access.
+// By the block that was sent to, and by thread: the last such access.
 std::map<int, Access> sent_from_outside[kMaxClusterBlocks];
 Time launched = 1, latest = 1;
 void (*kernel)(void**) = nullptr;
@@ -203,7 +206,7 @@ void** kernel_arguments = nullptr;
 // ---- reports ---------------------------------------------------------------------------------------
 
 struct Report {
-  std::string message;  // names a place by {0}, {1}, ...
+  std::string message;  // {0}, {1}, ... stand for places
   std::vector<const void*> places;
 } report;
 
@@ -266,15 +269,15 @@ std::string describe(Address address) {
   give_up();
 }
 
-// Whether no barrier lies between an earlier access and the present thread. Clusters know nothing of
-// one another; launches are in order.
+// Whether no barrier lies between an earlier access and the present thread. Clusters know nothing
+// of each other. Launches are in order.
 bool races(const Access& earlier, bool was_read = false) {
   if (earlier.time <= launched) return false;
   const std::uint32_t other = earlier.thread - first_thread;
   if (other >= static_cast<std::uint32_t>(cluster_threads)) return true;
   if (static_cast<int>(other) == current) return false;
-  // A lane has what it read when it meets the others, but what it wrote need not be there for them
-  // until they meet at their barrier.
+  // When lanes meet, what a lane read is done. What it wrote need not be there for the others until
+  // they meet at their barrier.
   if (other / kWarp == static_cast<std::uint32_t>(current / kWarp)) {
     const Warp& warp = warps[current / kWarp];
     if ((was_read ? warp.met : warp.wrote)[other % kWarp] >= earlier.time) return false;
@@ -305,7 +308,7 @@ void note_read(Granule& granule, const Access& access) {
   granule.read[0] = access;
 }
 
-// An access of what a copy under way touches.
+// Reports an access to memory that a copy in flight touches.
 [[noreturn]] void report_copy(const Span& span, Address address, unsigned bytes, bool write,
                               const void* place) {
   const auto granule = [&](Address at) { return (at - span.begin) / span.granule_bytes; };
@@ -381,8 +384,8 @@ void check_access(const void* memory, unsigned bytes, bool write, const void* pl
   check_granules(*span, address, bytes, write, place);
 }
 
-// Of a type that is aligned to its size, but for a thread's own variables, of which g++ writes several at
-// once. By -fsanitize=alignment kernels take half as long again to compile.
+// Checks that an access is aligned to its size, except for a thread's own variables: g++ writes
+// several of them at once. With -fsanitize=alignment, kernels take half as long again to compile.
 void check_aligned_access(const void* memory, unsigned bytes, bool write, const void* place) {
   const Address address = reinterpret_cast<Address>(memory);
   if (address % bytes != 0 && !is_on_a_stack(address)) {
@@ -391,7 +394,7 @@ void check_aligned_access(const void* memory, unsigned bytes, bool write, const 
   check_access(memory, bytes, write, place);
 }
 
-// Of memory that may be read, whoever writes it in the meantime.
+// Checks that memory may be read. Others may write it in the meantime.
 void prefetch(Address address, const void* place) {
   Span* span = find(address, address + 1);
   if (span == nullptr) report_access("out of bounds: fetches", address, 1, place);
@@ -400,8 +403,8 @@ void prefetch(Address address, const void* place) {
   });
 }
 
-// The present block's shared memory, in which an access by another instruction than a load or a
-// store must lie.
+// Returns the present block's shared memory. Accesses by instructions other than loads and stores
+// must lie in it.
 Span& own_memory(const char* what, Address address, unsigned bytes, const void* place) {
   count_events(1, place);
   Span& own = shared_memory[current_block];
@@ -491,7 +494,7 @@ const char* name_of(State state) {
   }
 }
 
-// Who waits where, threads of the same fate together.
+// Returns who waits where. Threads with the same fate are together.
 std::string describe_threads(int first, int count) {
   std::string text;
   for (int begin = first; begin < first + count;) {
@@ -525,7 +528,7 @@ void arrive(State state, int detail, int bytes, const void* place) {
   fiber.state = state, fiber.detail = detail, fiber.bytes = bytes, fiber.place = place;
 }
 
-// All lanes leave `mine` in the present slots and go on once the last one has.
+// All lanes leave `mine` in the present slots. They go on once the last lane has done so.
 const std::uint64_t* meet(State state, std::uint64_t mine, int detail, int bytes,
                           const void* place) {
   const int first = current / kWarp * kWarp;
@@ -558,7 +561,7 @@ void learn(std::vector<Time>& mine, const std::vector<Time>& others) {
   for (std::size_t i = 0; i < mine.size(); ++i) mine[i] = std::max(mine[i], others[i]);
 }
 
-// What one knew all know that have waited, and what each has done.
+// All threads that have waited learn what any of them knew and did.
 void end_barrier(Barrier& barrier) {
   std::vector<Time> joined(cluster_threads);
   if (!barrier.arrived.empty()) learn(joined, barrier.before.times);
@@ -617,7 +620,7 @@ void meet_at_cluster_barrier(const void* place) {
 
 // ---- mailboxes -------------------------------------------------------------------------------------
 
-// What the present thread did before, and its warp before its lanes last met.
+// Adds what the present thread did before, and what its warp did before its lanes last met.
 void leave(Joint& joint) {
   Fiber& fiber = fibers[current];
   joint.times.resize(cluster_threads);
@@ -643,7 +646,7 @@ void take(Joint& joint) {
   fiber.known = after->second;
 }
 
-// Counts as one of a barrier's threads, which learn what it has done, and goes on.
+// Counts as one of a barrier's threads, and goes on. The others learn what it has done.
 void arrive_at_barrier(int number, int count, const void* place) {
   Barrier& barrier = barrier_at(number, count, place);
   fibers[current].state = State::kReady;
@@ -668,7 +671,7 @@ void open_mailbox(Address address, const void* place) {
   mailboxes[current_block][address].opened = access_at(place);
 }
 
-// That of a block, where the present one has its own.
+// Returns a block's mailbox at the place where the present block has its own.
 Mailbox& mailbox_of(int block, Address address, const void* place) {
   const Span& own = own_memory("takes for a mailbox", address, 8, place);
   const auto found = mailboxes[block].find(shared_memory[block].begin + (address - own.begin));
@@ -755,8 +758,8 @@ void copy_bulk(Address target, Address source, unsigned bytes, Address to_mailbo
   wake_at_mailboxes(current_block);
 }
 
-// Copies in bulk arrive when a thread waits for them, and no sooner. Whether one that reads them later,
-// behind a barrier, waited as well is not asked.
+// Bulk copies arrive when a thread waits for them, and not sooner. A thread that reads them later,
+// behind a barrier, is not asked whether it waited too.
 void receive(Mailbox& mailbox) {
   for (const auto& [copy, access] : mailbox.copies) {
     std::memcpy(reinterpret_cast<void*>(copy.target), reinterpret_cast<const void*>(copy.source),
@@ -783,7 +786,7 @@ void wait_for_bytes(Address address, int parity, const void* place) {
 
 // ---- counts ----------------------------------------------------------------------------------------
 
-// A count in device memory, of arrivals or of what was handed out.
+// Returns a count in device memory: of arrivals, or of what was handed out.
 std::uint32_t* count_at(Address address, const void* place) {
   Span* span = find_registered(address, address + 4);
   if (span == nullptr) report_access("out of bounds: counts in", address, 4, place);
@@ -793,7 +796,7 @@ std::uint32_t* count_at(Address address, const void* place) {
   return reinterpret_cast<std::uint32_t*>(address);
 }
 
-// A block must know of its last time, or what it is given need not grow from one time to the next.
+// A block must know of its last count. Otherwise the numbers that it gets need not grow.
 int count_up(Address address, const void* place) {
   std::uint32_t* count = count_at(address, place);
   Access& last = counted[{address, current_block}];
@@ -802,7 +805,7 @@ int count_up(Address address, const void* place) {
   return static_cast<int>((*count)++);
 }
 
-// Of a warp, once all its lanes are there.
+// Reports the arrival of a warp, once all its lanes are there.
 void report_arrival(Address address, const void* place) {
   meet(State::kAtVote, 0, 0, 0, place);
   if (current % kWarp != 0) return;
@@ -828,8 +831,8 @@ void wait_for_arrivals(Address address, std::uint32_t expected, const void* plac
 
 // ---- clusters ------------------------------------------------------------------------------------
 
-// What other blocks send to one that ends may still be under way, unless one of its threads knows that
-// it has come.
+// Data that other blocks send to a block that ends may still be in flight, unless one of the
+// block's threads knows that it has come.
 void end_block() {
   const int first = current_block * threads;
   for (const auto& [address, mailbox] : mailboxes[current_block]) {
@@ -938,8 +941,8 @@ bool run_cluster() {
   return report.message.empty();
 }
 
-// CuPy compiles with -ftz=true: subnormal float32 operands and results count as zero. On the host
-// the mode holds for float64 as well, so that kernels which compute in float64 run without it.
+// CuPy compiles with -ftz=true, so subnormal float32 operands and results count as zero. On the
+// host this mode also affects float64. So kernels that compute in float64 run without it.
 class FlushToZero {
  public:
   explicit FlushToZero(bool flush) {
@@ -951,8 +954,8 @@ class FlushToZero {
   unsigned saved_ = _mm_getcsr();
 };
 
-// What no check foresees, such as an overrun of a local array through a pointer, ends the launch and
-// not the tests.
+// A fault that no check foresees, such as an overrun of a local array through a pointer, ends the
+// launch and not the tests.
 class CatchFaults {
  public:
   CatchFaults() {
@@ -1148,7 +1151,7 @@ OVERFLOWS(shift_out_of_bounds)
 
 // ---- for the loader --------------------------------------------------------------------------------
 
-// `count` runs of `bytes` bytes that kernels may touch.
+// Registers `count` runs of `bytes` bytes that kernels may touch.
 void register_spans(const Address* begins, long long count, long long bytes, int granule_bytes,
                     int initialized, const char* name) {
   for (long long i = 0; i < count; ++i) {
@@ -1169,14 +1172,14 @@ void forget_all_spans() {
   last_hit = nullptr;
 }
 
-// Before a launch; the range must be registered.
+// Is called before a launch. The range must be registered.
 void set_to_zero(Address begin, long long bytes) {
   std::memset(reinterpret_cast<void*>(begin), 0, bytes);
   for_each_granule(*find_registered(begin, begin + bytes), begin, static_cast<unsigned>(bytes),
                    [](Granule& granule) { granule.written.time = 1; });
 }
 
-// The first byte of a registered range that nothing wrote, or -1.
+// Returns the first byte of a registered range that nothing wrote, or -1.
 long long first_unwritten(Address begin, long long bytes) {
   const Span* span = find_registered(begin, begin + bytes);
   if (span == nullptr) return 0;
@@ -1189,7 +1192,7 @@ long long first_unwritten(Address begin, long long bytes) {
   return -1;
 }
 
-// Returns 1 if the launch went well; if not, the report says why.
+// Returns 1 if the launch went well. Otherwise the report says why.
 int launch(void (*call)(void**), long long grid, int block_threads, int blocks_in_cluster,
            int shared_bytes, void** arguments, int flush_to_zero, int apart) {
   if (stacks == nullptr) {
@@ -1253,7 +1256,7 @@ int launch(void (*call)(void**), long long grid, int block_threads, int blocks_i
 
 const char* report_message() { return report.message.c_str(); }
 int report_places() { return static_cast<int>(report.places.size()); }
-// A place of the report: its library, and where in it the access or the call is.
+// A place of the report: its library, and the position of the access or call in it.
 const char* report_library(int place) {
   Dl_info info;
   return dladdr(report.places[place], &info) != 0 ? info.dli_fname : "";
