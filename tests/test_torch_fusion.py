@@ -26,6 +26,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils.checkpoint import checkpoint
+from torch_checks import SIZES_OF_MODELS
 
 from cupynorm.torch import _fusion, _inductor, compile_options, layer_norm, replace_norms, rms_norm
 
@@ -567,8 +568,12 @@ def test_a_generated_program_calls_the_passes_without_a_dispatch(changes: list[C
         ("norm_backward", codes[1:]),
         ("norm_forward", plain),
     ):
-        assert "\n".join(calls).count(f"= cupynorm.torch._inductor.{name}(") == 2
-    for program in (*codes, *plain):
+        assert "\n".join(calls).count(f"= cupynorm.torch._inductor.{name}(True, ") == 2
+    torch._dynamo.reset()
+    with torch.no_grad():
+        _, dynamic = run_and_get_code(torch.compile(block, dynamic=True), *inputs)
+    assert "\n".join(dynamic).count("= cupynorm.torch._inductor.norm_forward(False, ") == 2
+    for program in (*codes, *plain, *dynamic):
         assert "ops.cupynorm.norm_forward.default(" not in program
         assert "ops.cupynorm.norm_backward.default(" not in program
 
@@ -608,9 +613,10 @@ def test_a_bound_call_takes_a_negated_gradient(is_static: bool) -> None:
     negated = torch.complex(torch.zeros(3, 8), -dy).conj().imag
     assert negated.is_neg()
     forward = _inductor.norm_forward(is_static, 1, "rms_norm", 1e-6, False, None, None, None, True)
-    backward = _inductor.norm_backward(is_static, 1, "rms_norm", 1e-6, False, None, None, None)
+    told = (1, "rms_norm", 1e-6, False, None, None, None)
+    backward, another = (_inductor.norm_backward(is_static, *told) for _ in range(2))
     _, _, rstd, *_ = forward(x, None, weight, None)
-    expected = backward(dy, x, None, weight, None, rstd, None)
+    expected = another(dy, x, None, weight, None, rstd, None)
     for gradient in (negated, dy, negated):
         found = backward(gradient, x, None, weight, None, rstd, None)
         assert torch.equal(found[0], expected[0])
@@ -639,18 +645,8 @@ def test_a_mode_goes_with_the_options(changes: list[Change]) -> None:
 
 # ---- models of transformers ----------------------------------------------------------------------
 
-SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 96,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    # GPT-2's names for these, and no dropout
+SIZES = SIZES_OF_MODELS | {
+    # GPT-2's names, and no dropout
     "n_positions": 64,
     "resid_pdrop": 0.0,
     "embd_pdrop": 0.0,

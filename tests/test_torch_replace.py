@@ -15,6 +15,7 @@ torch = pytest.importorskip("torch", minversion="2.11")
 
 from torch import nn
 from torch._subclasses import FakeTensorMode
+from torch_checks import SIZES_OF_MODELS
 
 from cupynorm.torch import LayerNorm, RMSNorm, replace_norms
 
@@ -428,19 +429,7 @@ def test_an_eps_of_zero_and_a_width_of_one() -> None:
 
 # ---- models of transformers ----------------------------------------------------------------------
 
-SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 96,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+SIZES = SIZES_OF_MODELS | {"num_hidden_layers": 2}
 # The number of norms of two layers and the last, and whether their weights are zero-centred.
 MODELS = {
     "llama": (5, False),

@@ -18,6 +18,20 @@ from cupynorm.torch import _kernels
 
 NORMS = ("rms_norm", "layer_norm")
 
+# The configuration of small models of transformers.
+SIZES_OF_MODELS = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 96,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
 
 # Which operands of a problem are negated views. In half of the draws none are.
 NEGATED = st.just(frozenset()) | st.frozensets(

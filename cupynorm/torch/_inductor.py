@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from cupynorm._operation import BACKWARD, FORWARD, Pass
@@ -27,10 +27,7 @@ def norm_forward(is_static: bool, *told: Any) -> Callable[..., tuple[Any, ...]]:
     shapes, dtypes and device in each call. Their strides are the same, except those of axes of one
     element.
     """
-    *others, relu, out_dtype, residual_dtype, training = told
-    if relu is not None:  # as a list
-        relu = tuple(relu)
-    return _bound(FORWARD, is_static, (*others, relu, out_dtype, residual_dtype, training))
+    return _bound(FORWARD, is_static, told)
 
 
 def norm_backward(is_static: bool, *told: Any) -> Callable[..., tuple[Any, ...]]:
@@ -40,6 +37,7 @@ def norm_backward(is_static: bool, *told: Any) -> Callable[..., tuple[Any, ...]]
 
 def _bound(table: Pass, is_static: bool, told: tuple[Any, ...]) -> Callable[..., tuple[Any, ...]]:
     run: Any = None
+    told = _kernels.from_schema(table, told)
 
     def call(*tensors: Any) -> Any:
         nonlocal run
@@ -56,27 +54,27 @@ def _bound(table: Pass, is_static: bool, told: tuple[Any, ...]) -> Callable[...,
     return call
 
 
-def lower(*operations: Any) -> None:
+def lower(operations: Mapping[Pass, Any]) -> None:
     """Have inductor make these functions, if it is in use. Importing it takes seconds."""
     if "torch._inductor.lowering" in sys.modules:
-        for operation in operations:
-            _register(operation)
+        for table, operation in operations.items():
+            _register(table, operation)
 
 
 @functools.cache
-def _register(operation: Any) -> None:
+def _register(table: Pass, operation: Any) -> None:
     from torch._inductor import lowering
     from torch._inductor.ir import TensorBox
 
     lowering.add_needs_realized_inputs(operation)
+    made = _kernel_class(table)
 
     @lowering.register_lowering(operation, type_promotion_kind=None)
     def lowered(*arguments: Any) -> Any:
-        return tuple(map(TensorBox.create, _kernel_class().create(operation, *arguments)))
+        return tuple(map(TensorBox.create, made.create(operation, *arguments)))
 
 
-@functools.cache
-def _kernel_class() -> Any:
+def _kernel_class(table: Pass) -> Any:
     from torch._inductor.ir import FallbackKernel
     from torch._inductor.virtualized import V
 
@@ -85,7 +83,7 @@ def _kernel_class() -> Any:
 
         def codegen(self, wrapper: Any) -> None:
             if not V.graph.cpp_wrapper:  # which generates no Python
-                _, maker = self.op_overload.name().split("::")
+                maker = f"norm_{table.name}"
                 self.python_kernel_name = f"{maker}_{wrapper.next_kernel_suffix()}"
                 _, told = self._arguments()
                 wrapper.add_import_once(f"import {__name__}")
@@ -101,7 +99,6 @@ def _kernel_class() -> Any:
 
         def _arguments(self) -> tuple[list[str], list[str]]:
             """Return the code of the tensors, and of what the call is told."""
-            table = FORWARD if self.op_overload.name().endswith("forward") else BACKWARD
             arguments, count = super().codegen_args(), len(table.reads)
             return arguments[:count], arguments[count:]
 

@@ -48,6 +48,7 @@ __all__ = [
     "check_tensor",
     "compute_type",
     "find",
+    "from_schema",
     "options_of",
     "run",
     "spec_of",
@@ -88,6 +89,16 @@ def options_of(table: Pass, told: Told) -> Options:
     """Return the options of a pass. Its dtypes belong to a spec."""
     named = told_by_name(table, told).items()
     return Options(**{name: value for name, value in named if not name.endswith("_dtype")})
+
+
+_RELU = list(OPTIONS[FORWARD]).index("relu")
+
+
+def from_schema(table: Pass, told: Told) -> Told:
+    """Return what an operation of torch.library was told. Its relu comes as a list."""
+    if table is FORWARD and told[_RELU] is not None:
+        return *told[:_RELU], tuple(told[_RELU]), *told[_RELU + 1 :]
+    return told
 
 
 def spec_of(table: Pass, tensors: Tensors, told: Told) -> Spec:

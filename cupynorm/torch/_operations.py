@@ -227,7 +227,6 @@ def _getter(names: tuple[str, ...], wanted: tuple[str, ...]) -> Callable[..., tu
 
 _X, _RESIDUAL, _BIAS = map(FORWARD.reads.index, ("x", "residual", "bias"))
 _Y, _TOTAL = map(FORWARD.writes.index, ("y", "residual_out"))
-_RELU = list(OPTIONS[FORWARD]).index("relu")
 
 # A call keeps all that its backward pass reads, except the gradients. That pass's x is the
 # normalized array: the sum, if there was a residual.
@@ -519,9 +518,8 @@ def _empty_for_none(like: torch.Tensor, tensors: tuple[Any, ...]) -> tuple[torch
 
 def _run(table: Pass, *arguments: Any) -> tuple[torch.Tensor, ...]:
     tensors, told = _split(table, arguments)
-    if table is FORWARD and told[_RELU] is not None:  # as a list
-        told = *told[:_RELU], tuple(told[_RELU]), *told[_RELU + 1 :]
-    return _empty_for_none(tensors[table.reads.index("x")], _kernels.run(table, tensors, told))
+    results = _kernels.run(table, tensors, _kernels.from_schema(table, told))
+    return _empty_for_none(tensors[table.reads.index("x")], results)
 
 
 def _check_shape(name: str, tensor: Any, wanted: Any, of: str = "") -> None:
@@ -560,7 +558,7 @@ def _check_outline(tensors: Tensors, told: Told) -> None:
 
 def _outline(table: Pass, *arguments: Any) -> tuple[torch.Tensor, ...]:
     """Return tensors of the shapes and dtypes of a pass's results."""
-    _inductor.lower(*OPERATIONS.values())
+    _inductor.lower(OPERATIONS)
     tensors, told = _split(table, arguments)
     if table is FORWARD:
         _check_outline(tensors, told)
