@@ -57,10 +57,13 @@ Group = tuple[str, dict[str, Callable[[], object]], int]
 def microseconds(
     calls: dict[str, Callable[[], object]], rounds: int, times: int, wait: Callable[[], object]
 ) -> dict[str, list[float]]:
-    """Return each call's time in each of some rounds, in turns, without a first round."""
+    """Return each call's time in each of some rounds, without a first round.
+
+    The calls take turns, in every other round from the last to the first.
+    """
     taken: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds + 1):
-        for name, call in calls.items():
+    for done in range(rounds + 1):
+        for name, call in list(calls.items())[:: -1 if done % 2 else 1]:
             wait()
             start = time.perf_counter()
             for _ in range(times):

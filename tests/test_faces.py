@@ -29,7 +29,8 @@ def test_calls_take_turns_after_a_round_that_does_not_count() -> None:
     calls = {name: lambda name=name: made.append(name) for name in "ab"}
     taken = faces.microseconds(calls, 2, 3, lambda: made.append("wait"))
     assert [*map(len, taken.values())] == [2, 2]
-    assert made == 3 * ["wait", *"aaa", "wait", "wait", *"bbb", "wait"]
+    a, b = (["wait", *3 * name, "wait"] for name in "ab")
+    assert made == a + b + b + a + a + b
 
 
 @pytest.mark.parametrize(

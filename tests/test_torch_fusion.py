@@ -10,6 +10,7 @@ import functools
 import importlib.util
 import pickle
 from collections import Counter
+from math import nan
 from typing import Any, NamedTuple
 
 import pytest
@@ -18,6 +19,7 @@ torch = pytest.importorskip("torch", minversion="2.11")
 # ruff: noqa: E402 - what follows needs torch
 
 import torch.nn.functional as F
+import torch_plans
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from thorough import THOROUGH, examples
@@ -615,12 +617,45 @@ def test_a_bound_call_takes_a_negated_gradient(is_static: bool) -> None:
     forward = _inductor.norm_forward(is_static, 1, "rms_norm", 1e-6, False, None, None, None, True)
     told = (1, "rms_norm", 1e-6, False, None, None, None)
     backward, another = (_inductor.norm_backward(is_static, *told) for _ in range(2))
-    _, _, rstd, *_ = forward(x, None, weight, None)
-    expected = another(dy, x, None, weight, None, rstd, None)
+    y, rstd = torch.full_like(x, nan), torch.full((3,), nan)
+    forward(x, None, weight, None, y, None, rstd, None, None)
+    assert torch.equal(y, rms_norm(x, weight))
+    expected, found = ([torch.full_like(t, nan) for t in (x, weight)] for _ in range(2))
+    another(dy, x, None, weight, None, rstd, None, *expected, None, None)
+    assert not any(gradient.isnan().any() for gradient in expected)
     for gradient in (negated, dy, negated):
-        found = backward(gradient, x, None, weight, None, rstd, None)
-        assert torch.equal(found[0], expected[0])
-        assert torch.equal(found[1], expected[1])
+        backward(gradient, x, None, weight, None, rstd, None, *found, None, None)
+        for result, right in zip(found, expected, strict=True):
+            assert torch.equal(result, right)
+            result.fill_(nan)
+
+
+@pytest.mark.parametrize("is_static", [True, False])
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_bound_call_writes_into_what_it_is_given(is_static: bool, first: int) -> None:
+    forward = _inductor.norm_forward(is_static, 1, "rms_norm", 1e-6, False, None, None, None, True)
+    told = (1, "rms_norm", 1e-6, False, None, None, torch.float32)
+    backward = _inductor.norm_backward(is_static, *told)
+    with torch_plans.in_place_of_kernels() as plans:
+        for i, shift in enumerate((first, 0, 1, 0)):  # elements: those of 1 are less aligned
+            memory = torch.full((3, 4 * N + 4), nan)
+            y, total, dx = (row[shift : 4 * N + shift].view(4, N) for row in memory)
+            x, r, weight = drawn(4, N, seed=i), drawn(4, N, seed=7), drawn(N, seed=8)
+            rstd, (dweight, dbias) = torch.full((4,), nan), torch.full((2, N), nan)
+            forward(x, r, weight, None, y, None, rstd, None, total)
+            backward(y, total, None, weight, None, rstd, None, dx, dweight, dbias, None)
+            ran = [plan for plan in plans.made if plan.launches]
+            assert [plan.vector for plan in ran] == 2 * [1 if shift else 4]
+            leaf, scale = total.clone().requires_grad_(), weight.clone().requires_grad_()
+            expected = rms_norm(leaf, scale)
+            assert torch.equal(total, x + r)
+            assert torch.equal(y, expected)
+            right = torch.autograd.grad(expected, (leaf, scale), y)
+            assert torch.equal(dx, right[0])
+            assert torch.equal(dweight, right[1])
+            assert torch.equal(dbias, y.double().sum(0).float())
+            for plan in plans.made:
+                plan.launches.clear()
 
 
 def test_a_mode_goes_with_the_options(changes: list[Change]) -> None:

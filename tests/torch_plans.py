@@ -78,14 +78,14 @@ class Plan:
         return launch
 
     def arrays(self, operands: dict[str, int]) -> dict[str, Any]:
-        """Return what is at the addresses, None for 0. Check alignment of arrays that are read."""
+        """Return what is at the addresses, None for 0, and check how that is aligned."""
         assert self.n % self.vector == 0
         table, found = self.spec.table, {}
         for name, dtype in self.spec.dtypes.items():
             address, stride = operands[name], operands.get(f"{name}_stride")
             if dtype is not None and name in table.writes:
                 assert stride in (None, self.n), name
-            elif dtype is not None and KINDS[name] in MOVED_BY_PACKS:
+            if dtype is not None and KINDS[name] in MOVED_BY_PACKS:
                 assert address % (self.vector * ITEMSIZE[dtype]) == 0, name
                 assert stride is None or self.m <= 1 or stride % self.vector == 0, name
             shape = shape_of(KINDS[name], (self.m, self.n), 1)

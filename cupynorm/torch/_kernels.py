@@ -246,16 +246,22 @@ def run(table: Pass, tensors: Tensors, told: Told) -> tuple[Any, ...]:
     return find(table, tensors, told)(tensors)
 
 
-def find(table: Pass, tensors: Tensors, told: Told) -> Run:
-    """Return what runs a pass on tensors like these, as `run` does."""
+def find(table: Pass, tensors: Tensors, told: Told, into: Tensors = ()) -> Run:
+    """Return what runs a pass on tensors like these, as `run` does.
+
+    It takes them and, if there are any, those to write into, None where that does not apply. These
+    are not checked, and must be contiguous.
+    """
     try:
         key = (_forward_key if table is FORWARD else _backward_key)(told, tensors)
+        if into:
+            key = key and (key, "into")
         call = calls.get(key)
     except (TypeError, RuntimeError):  # unhashable or sparse: not accepted
         _check(table, tensors, told)
         raise
     if call is None:
-        call = _prepare(key, *_check(table, tensors, told), tensors)
+        call = _prepare(key, *_check(table, tensors, told), tensors, into)
     return call
 
 
@@ -283,12 +289,12 @@ def _check(table: Pass, tensors: Tensors, told: Told) -> tuple[Spec, Options]:
     return spec_of(table, tensors, told), options_of(table, told)
 
 
-def _prepare(key: Hashable, spec: Spec, options: Options, tensors: Tensors) -> Run:
+def _prepare(key: Hashable, spec: Spec, options: Options, tensors: Tensors, into: Tensors) -> Run:
     """Return and remember a function that runs a pass on tensors like these."""
     if key is None:
         raise RuntimeError("what negates its memory is for torch to see")
     if _has_kernels(by_name(spec.table, tensors)["x"]):
-        return remember(calls, key, Call(key, spec, options, tensors))
+        return remember(calls, key, Call(key, spec, options, tensors, into))
     return remember(calls, key, functools.partial(_on_cpu, spec, options))
 
 
@@ -301,9 +307,11 @@ class Call:
     where another device is current.
     """
 
-    def __init__(self, key: Hashable, spec: Spec, options: Options, tensors: Tensors) -> None:
+    def __init__(
+        self, key: Hashable, spec: Spec, options: Options, tensors: Tensors, into: Tensors
+    ) -> None:
         table = spec.table
-        given = by_name(table, tensors)
+        given = by_name(table, tensors) | dict(zip(table.writes, into, strict=False))
         x, k = given["x"], options.k
         self.key, self.spec, self.device = key, spec, x.device
         self.itemsize = x.itemsize  # of the dtype of scratch
@@ -318,11 +326,13 @@ class Call:
         self.like: tuple[tuple[str, str], ...] = ()
         self.divisors = self.n | pack_length(spec.x)  # their lowest bit divides all but addresses
         self.runs: dict[int, Run] = {}
+        self.arguments = tuple(given)
+        self.given = tuple(name for name, tensor in given.items() if tensor is not None)
         self._look(given, k)
         self._allocate(given, k)
 
     def _look(self, given: dict[str, Any], k: int) -> None:
-        """Note the layout of the arrays that are read."""
+        """Note the layout of the arrays that are given."""
         for i, (name, tensor) in enumerate(given.items()):
             self.known |= {f"{name}_stride": self.n, f"{name}_mask": 0, f"{name}_itemsize": 1}
             if tensor is None:
@@ -353,6 +363,8 @@ class Call:
             if tensor.stride() == _contiguous_strides(shape):
                 others.setdefault((shape, tensor.dtype), name)
         for name in self.spec.writes:
+            if name in self.given:
+                continue
             shape = tuple(shape_of(KINDS[name], x.shape, k))
             dtype = getattr(torch, self.spec.dtypes[name] or "")
             if (shape, dtype) in others:
@@ -393,7 +405,7 @@ class Call:
         if vector == self.divisors & -self.divisors:
             known |= {f"{name}_mask": vector * itemsize - 1 for _, name, itemsize in self.wide}
         make = run_maker(
-            *(TORCH, table, table.reads, spec.reads, spec.writes, "({fields})"),
+            *(TORCH, table, self.arguments, self.given, spec.writes, "({fields})"),
             has_scratch=scratch_bytes > 0,
             copied=self.copied,
             like=self.like,
@@ -427,6 +439,11 @@ def _from_numpy(array: Any) -> Any:
 
 
 def _on_cpu(spec: Spec, options: Options, tensors: Tensors) -> tuple[Any, ...]:
-    arrays = {name: _to_numpy(name, t) for name, t in by_name(spec.table, tensors).items()}
+    reads, into = tensors[: len(spec.table.reads)], tensors[len(spec.table.reads) :]
+    arrays = {name: _to_numpy(name, t) for name, t in by_name(spec.table, reads).items()}
     written = reference.compute(spec, options, arrays)
-    return tuple(_from_numpy(written[name]) for name in spec.table.writes)
+    results = tuple(_from_numpy(written[name]) for name in spec.table.writes)
+    for place, result in zip(into, results, strict=False):
+        if place is not None:
+            place.copy_(result)
+    return results
