@@ -56,7 +56,6 @@ CUPY = Dialect(
     checked_new=frozenset({Kind.ROWS}),  # an allocator may align less
     misaligned="return None",
     allocate="_ndarray({0}_shape, {0}_dtype)",
-    allocate_like="",
     stream="_get_current_stream()",
     handle="stream.ptr",
     scratch="scratch = _alloc(scratch_bytes); scratch_address = scratch.ptr; "

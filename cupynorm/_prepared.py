@@ -62,8 +62,8 @@ class Dialect:
     misaligned : str
         A statement for arrays that are. {divisors} stands for a number whose lowest set bit is
         the most elements of an access for which they are aligned.
-    allocate, allocate_like : str
-        A new array, and one of the shape and dtype of the array {1}.
+    allocate : str
+        A new array.
     stream, handle : str
         What a launch is ordered by, named `stream`, and what it takes for that.
     scratch : str
@@ -83,7 +83,6 @@ class Dialect:
     checked_new: frozenset[Kind]
     misaligned: str
     allocate: str
-    allocate_like: str
     stream: str
     handle: str
     scratch: str
@@ -128,7 +127,6 @@ def run_maker(
     *,
     has_scratch: bool,
     copied: tuple[str, ...] = (),
-    like: tuple[tuple[str, str], ...] = (),
     apart: tuple[str, ...] = (),
 ) -> Callable[[dict[str, Any]], Callable[..., Any]]:
     """Return what makes the `run` of a call from what that knows.
@@ -150,8 +148,6 @@ def run_maker(
         and {y}, say, for one by itself.
     copied : tuple of str
         The arrays that are made contiguous.
-    like : tuple of pairs of str
-        New arrays that are allocated like others, which are given or new before them.
     apart : tuple of str
         Given arrays. Where two of them begin at one address, `run` returns None and launches
         nothing.
@@ -177,12 +173,8 @@ def run_maker(
             body.append(f"if {bits}: {dialect.misaligned.format(divisors=divisors)}")
 
     check([name for name in given if KINDS.get(name) in dialect.checked])
-    others = dict(like)
     for name in new:
-        if name in others:
-            body.append(f"{name} = {dialect.allocate_like.format(name, others[name])}")
-        else:
-            body.append(f"{name} = {dialect.allocate.format(name)}")
+        body.append(f"{name} = {dialect.allocate.format(name)}")
         body += [dialect.look.format(name)] if dialect.look else []
         body.append(f"{name}_address = {dialect.address.format(name)}")
     check([name for name in new if KINDS[name] in dialect.checked_new])

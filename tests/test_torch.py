@@ -801,17 +801,19 @@ def test_strided_rows_of_a_residual_are_launched_where_they_lie() -> None:
 def test_scratch_of_a_call_with_a_wider_residual(monkeypatch: pytest.MonkeyPatch) -> None:
     x, residual = torch.randn(5, 8).bfloat16(), torch.randn(5, 8)
     made: list[Any] = []
-    original = torch.Tensor.new_empty
-
-    def new_empty(tensor: Any, size: Any) -> Any:
-        made.append(original(tensor, size))
-        return made[-1]
 
     with torch_plans.in_place_of_kernels() as plans:
-        rms_norm(x, residual=residual)  # prepares the next call
-        monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)
+        original = _kernels._empty
+
+        def empty(*arguments: Any) -> Any:
+            made.append(original(*arguments))
+            return made[-1]
+
+        monkeypatch.setattr(_kernels, "_empty", empty)
         rms_norm(x, residual=residual)
-        assert [scratch.nbytes for scratch in made] == [plans.made[0].scratch_bytes(5)]
+        total, y, scratch = sorted(made, key=lambda tensor: -tensor.nbytes)
+        assert scratch.nbytes == plans.made[0].scratch_bytes(5)
+        assert (y.dtype, total.dtype) == (x.dtype, residual.dtype)
 
 
 @pytest.mark.parametrize("norm", NORMS)

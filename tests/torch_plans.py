@@ -14,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import torch
 
 from cupynorm import reference
 from cupynorm._arrays import to_numpy
@@ -170,6 +171,7 @@ def in_place_of_kernels() -> Iterator[Plans]:
         calls={},
         _has_kernels=lambda x: True,
         _load=plans.load,
+        _empty=torch._C._dynamo.guards._empty_strided_cpu,
         _current_device=lambda: None,
         _current_stream=lambda device: STREAM,
     ):
