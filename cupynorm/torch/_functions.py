@@ -13,7 +13,7 @@ from cupynorm._operation import FORWARD, Norm, Relu
 from cupynorm.torch import _operations
 from cupynorm.torch._kernels import Tensors, Told, check_dense, compute_type
 
-__all__ = ["layer_norm", "rms_norm"]
+__all__ = ["layer_norm", "normalize", "rms_norm"]
 
 Axis = int | Sequence[int] | None
 
@@ -142,13 +142,10 @@ def rms_norm(
     tensor([[ 4.0000, -3.0000],
             [ 1.5000,  1.5000]])
     """
-    if eps is None and isinstance(x, torch.Tensor):
-        # The dtype of what is normalized. An argument that is no tensor is refused later.
-        of_total = x.dtype if residual is None else residual_dtype or getattr(residual, "dtype", "")
-        eps = torch.finfo(compute_type(of_total)).eps
     tensors = x, residual, weight, bias
-    asked = eps, axis, zero_centered, relu, out_dtype, residual_dtype
-    return _norm("rms_norm", tensors, asked)
+    return normalize(
+        "rms_norm", tensors, (eps, axis, zero_centered, relu, out_dtype, residual_dtype)
+    )
 
 
 def layer_norm(
@@ -204,14 +201,15 @@ def layer_norm(
     """
     tensors = x, residual, weight, bias
     asked = eps, axis, zero_centered, relu, out_dtype, residual_dtype
-    return _norm("layer_norm", tensors, asked)
+    return normalize("layer_norm", tensors, asked)
 
 
-# The options of both, in the order in which `_norm` takes them.
+# The options of both, in the order in which `normalize` takes them.
 _ASKED = "eps", "axis", "zero_centered", "relu", "out_dtype", "residual_dtype"
 
 
-def _norm(norm: Norm, tensors: Tensors, asked: tuple[Any, ...]) -> Any:
+def normalize(norm: Norm, tensors: Tensors, asked: tuple[Any, ...]) -> Any:
+    """Return the norm of the tensors that a pass reads, with these options."""
     x, residual, weight, bias = tensors
     is_plain = (
         x is not None
@@ -251,7 +249,11 @@ def _norm(norm: Norm, tensors: Tensors, asked: tuple[Any, ...]) -> Any:
     if type(eps) is not float and not isinstance(eps, torch.SymFloat | torch.SymInt):
         # torch.compile has an array for a NumPy number, and the value of a float64.
         is_array = torch.compiler.is_compiling() and isinstance(eps, np.ndarray)
-        eps = float(eps) if is_array else _checks.to_eps(eps)
+        if eps is None and norm == "rms_norm":  # the dtype's, of what is normalized
+            of_total = x.dtype if residual is None else residual_dtype or residual.dtype
+            eps = torch.finfo(compute_type(of_total)).eps
+        else:
+            eps = float(eps) if is_array else _checks.to_eps(eps)
     if relu is not None:
         relu = _pair(relu)
     if (

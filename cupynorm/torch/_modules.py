@@ -9,8 +9,8 @@ import torch
 from torch.nn.parameter import Parameter
 
 from cupynorm._checks import check_numbers, check_zero_centered
-from cupynorm._operation import Relu
-from cupynorm.torch._functions import layer_norm, rms_norm
+from cupynorm._operation import Norm, Relu
+from cupynorm.torch._functions import normalize
 
 __all__ = ["LayerNorm", "RMSNorm"]
 
@@ -66,22 +66,18 @@ class _Norm(torch.nn.Module):
         if getattr(self, "bias", None) is not None:
             torch.nn.init.zeros_(self.bias)
 
-    def _normalize(self, function: Any, x: Any, residual: Any, eps: Any) -> Any:
-        weight, k = self.weight, len(self.normalized_shape)
-        axis = None if k == 1 else range(-k, 0)
+    def _normalize(self, norm: Norm, x: Any, residual: Any) -> Any:
+        # Where they usually are: as an attribute, each takes 0.4 us more.
+        parameters, k = self._parameters, len(self.normalized_shape)
+        weight = parameters["weight"] if "weight" in parameters else self.weight
+        # It may have been deleted.
+        bias = parameters["bias"] if "bias" in parameters else getattr(self, "bias", None)
         if weight is None:  # x would be checked against it
             self._check_shape(x)
+        axis = None if k == 1 else range(-k, 0)
+        asked = self.eps, axis, self.zero_centered, self.relu, None, None
         try:
-            return function(
-                x,
-                weight,
-                getattr(self, "bias", None),  # it may have been deleted
-                eps=eps,
-                axis=axis,
-                zero_centered=self.zero_centered,
-                relu=self.relu,
-                residual=residual,
-            )
+            return normalize(norm, (x, residual, weight, bias), asked)
         except (ValueError, NotImplementedError):
             self._check_shape(x)  # not before each call: it takes a microsecond
             raise
@@ -196,7 +192,7 @@ class RMSNorm(_Norm, torch.nn.RMSNorm):
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
         """Return `rms_norm` of x; with a residual, that of ``x + residual``, and the sum."""
-        return self._normalize(rms_norm, x, residual, self.eps)
+        return self._normalize("rms_norm", x, residual)
 
     def extra_repr(self) -> str:
         """Return the options that the module's repr shows."""
@@ -256,4 +252,4 @@ class LayerNorm(_Norm, torch.nn.LayerNorm):
 
     def forward(self, input: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
         """Return `layer_norm` of the input; with a residual, that of the sum, and the sum."""
-        return self._normalize(layer_norm, input, residual, self.eps)
+        return self._normalize("layer_norm", input, residual)

@@ -132,7 +132,7 @@ def normalize_plain(tensors: Tensors, told: Told) -> Any:
     try:
         if _is_grad_enabled() and _is_asked_for_gradients(tensors):
             return _apply_recorded(*tensors, told)
-        results = _kernels.run(FORWARD, tensors, told + INFERRING)
+        results = _kernels.find(FORWARD, tensors, told + INFERRING)(tensors)
         return results[_Y] if tensors[_RESIDUAL] is None else (results[_Y], results[_TOTAL])
     except (RuntimeError, ValueError):  # the tensor has no memory here; a check first takes time
         if not _is_seen(*tensors):
