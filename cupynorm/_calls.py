@@ -144,7 +144,7 @@ def first_call(
         What the table writes by name, None where there is no such array.
     callable or None
         The `run` that serves arrays like these again; None if some were copied or are poorly
-        aligned.
+        aligned, or if the kernel only stands in for another one.
     """
     x, k, table = arguments["x"], options.k, spec.table
     device = x.device.id
@@ -178,11 +178,11 @@ def first_call(
             known[f"{name}_mask"] = moved * array.itemsize - 1
         plan: ForwardPlan | BackwardPlan
         if isinstance(spec, ForwardSpec):
-            plan = forward_plan(spec, m, n, vector, device)
+            plan = forward_plan(spec, m, n, vector, device, soon=True)
             known["launch"] = plan.prepared(m, *options.numbers)
         else:
             dx_given = arguments["dx"] is not None
-            plan = backward_plan(spec, m, n, vector, device, dx_given=dx_given)
+            plan = backward_plan(spec, m, n, vector, device, dx_given=dx_given, soon=True)
             known["launch"] = plan.prepared(m)
         known["scratch_bytes"] = plan.scratch_bytes(m)
         written = run_of(taken, "({fields})")(tuple(taken.values()))
@@ -190,7 +190,7 @@ def first_call(
     copied = any(taken[name] is not array for name, array in given.items())
     # Later calls allocate their results. This one had them before, to know how they are aligned.
     run = None
-    if is_aligned and not copied:
+    if is_aligned and not copied and not plan.stands_in:
         outputs = tuple(name for name in spec.writes if name in given)  # as `_checks` has it
         run = run_of(arguments, _returned(spec, options), apart=outputs)
     return dict(zip(table.writes, written, strict=True)), run

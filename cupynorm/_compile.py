@@ -53,8 +53,11 @@ __all__ = [
     "arguments_of",
     "backward_instantiations",
     "forward_instantiation",
+    "is_capturing",
+    "is_loaded",
     "kernels_directory",
     "load",
+    "load_behind",
     "source",
 ]
 
@@ -356,6 +359,18 @@ _modules: dict[Instantiation, Any] = {}
 _locks: dict[Instantiation, threading.Lock] = {}
 
 
+def is_loaded(kernel: Instantiation, device: int) -> bool:
+    """Tell whether a kernel is ready to launch on a device."""
+    return (kernel, device) in _functions
+
+
+def is_capturing() -> bool:
+    """Tell whether the current stream is captured into a CUDA graph."""
+    import cupy
+
+    return bool(cupy.cuda.get_current_stream().is_capturing())
+
+
 def load(kernel: Instantiation, device: int) -> _driver.Kernel:
     """Return the kernel on `device`, the current one, ready to launch; compile it if needed.
 
@@ -370,14 +385,27 @@ def load(kernel: Instantiation, device: int) -> _driver.Kernel:
     function = _functions.get((kernel, device))
     if function is not None:
         return function
-    import cupy
-
-    if cupy.cuda.get_current_stream().is_capturing():
+    if is_capturing():
         raise RuntimeError(
             f"{kernel} is not loaded yet, and loading it would invalidate the CUDA "
             "graph being captured: call cupynorm.warmup(...), or make this very call, once before "
             "the capture begins"
         )
+    return _load(kernel, device)
+
+
+def load_behind(kernel: Instantiation, device: int) -> None:
+    """Load a kernel in a thread of its own. Other threads may capture CUDA graphs meanwhile."""
+    import cupy
+
+    cupy.cuda.Device(device).use()
+    _driver.allow_loading_beside_captures()
+    _load(kernel, device)
+
+
+def _load(kernel: Instantiation, device: int) -> _driver.Kernel:
+    import cupy
+
     with _locks.setdefault(kernel, threading.Lock()):
         function = _functions.get((kernel, device))
         if function is None:

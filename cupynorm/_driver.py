@@ -15,9 +15,17 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["Kernel", "Launch", "driver", "library", "set_to_zero"]
+__all__ = [
+    "Kernel",
+    "Launch",
+    "allow_loading_beside_captures",
+    "driver",
+    "library",
+    "set_to_zero",
+]
 
 INVALID_CONTEXT = 201
+CAPTURE_MODE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_...
 
 MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # CU_FUNC_ATTRIBUTE_...
 NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 14
@@ -52,6 +60,17 @@ def _memset_async() -> Any:
 def set_to_zero(stream: int, address: int, nbytes: int) -> None:
     """Have a stream set memory of the current device to zero."""
     _memset_async()(address, 0, nbytes, stream)
+
+
+def allow_loading_beside_captures() -> None:
+    """Let this thread load modules while another one captures a CUDA graph.
+
+    By default that would invalidate the graph.
+    """
+    mode = ctypes.c_int(CAPTURE_MODE_RELAXED)
+    status = library().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+    if status:
+        raise driver().CUDADriverError(status)
 
 
 class LaunchConfig(ctypes.Structure):

@@ -8,11 +8,12 @@ The device is the current one.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
-from cupynorm import _compile
+from cupynorm import _background, _compile
 from cupynorm._driver import Kernel, Launch, set_to_zero
 from cupynorm._layout import (
     BackwardColumnParallel,
@@ -34,7 +35,7 @@ from cupynorm._layout import (
 )
 from cupynorm._operation import BACKWARD, ITEMSIZE, BackwardSpec, ForwardSpec, compute_dtype
 
-__all__ = ["BackwardPlan", "ForwardPlan", "backward_plan", "forward_plan"]
+__all__ = ["BackwardPlan", "ForwardPlan", "backward_plan", "forward_plan", "kernels_of"]
 
 # The streaming backward's column kernel has 64 to 96 registers, so two to four blocks run.
 COLUMN_BLOCKS_PER_MULTIPROCESSOR = 4
@@ -90,6 +91,7 @@ class ForwardPlan:
     cluster_blocks: int
     most_clusters: int | None  # that take several rows one after another; None if each takes one
     counted: bool  # whether many rows are handed out by a count
+    stands_in: bool = False  # for one with the same bits, whose kernel is being compiled
 
     def scratch_bytes(self, m: int) -> int:
         """Return the bytes of scratch that a launch over m rows can use, for a count."""
@@ -127,14 +129,32 @@ class ForwardPlan:
         return clusters * self.cluster_blocks
 
 
-def forward_plan(spec: ForwardSpec, m: int, n: int, vector: int, device: int) -> ForwardPlan:
+def forward_plan(
+    spec: ForwardSpec, m: int, n: int, vector: int, device: int, *, soon: bool = False
+) -> ForwardPlan:
     """Return a forward pass ready to launch on `device`, the current one; compile it if needed.
 
     It serves m rows, and all numbers of rows with the same kernel. Few rows may have a kernel of
-    their own, with the same bits.
+    their own, with the same bits. If a plan is wanted `soon`, and its kernel is missing where
+    another of these is loaded, that one stands in, and a thread compiles the kernel.
     """
-    of_few = (config for most, config in few_rows(spec, n, vector, device) if m <= most)
-    return forward_plan_of(spec, n, vector, device, next(of_few, None))
+    tiers = few_rows(spec, n, vector, device)
+    config = next((config for most, config in tiers if m <= most), None)
+    own = _forward_kernel(spec, n, vector, device, config)
+    if soon and not _background.is_wanted_now(own, device):
+        for other in (*(config for _, config in tiers), None):
+            if _compile.is_loaded(_forward_kernel(spec, n, vector, device, other), device):
+                _background.start((own,), device)
+                return replace(forward_plan_of(spec, n, vector, device, other), stands_in=True)
+    return forward_plan_of(spec, n, vector, device, config)
+
+
+def _forward_kernel(
+    spec: ForwardSpec, n: int, vector: int, device: int, config: ForwardInRegisters | None
+) -> _compile.Instantiation:
+    """Return the kernel of a configuration of few rows, or of that of many."""
+    of_many = forward_config(spec, n, vector, architecture(device))
+    return _compile.forward_instantiation(spec, config or of_many)
 
 
 @cache
@@ -153,13 +173,13 @@ def forward_plan_of(
 ) -> ForwardPlan:
     """Return the plan of `forward_plan`, by this configuration of few rows or that of many."""
     config = config_of_few or forward_config(spec, n, vector, architecture(device))
-    kernel = _compile.load(_compile.forward_instantiation(spec, config), device)
+    (kernel,) = _background.load((_compile.forward_instantiation(spec, config),), device)
     clusters = multiprocessors(device)
     if config.cluster_blocks > 1:
         at_once = kernel.clusters_at_once()
         if at_once == 0:  # a slice of a GPU
             config = forward_config(spec, n, vector, without_clusters(architecture(device)))
-            kernel = _compile.load(_compile.forward_instantiation(spec, config), device)
+            (kernel,) = _background.load((_compile.forward_instantiation(spec, config),), device)
         else:
             clusters = at_once
     if isinstance(config, ForwardInRegisters):
@@ -188,6 +208,8 @@ class BackwardPlan(ABC):
     rows_per_partial: int
     most_partials: int
     reduction_blocks: int  # of the last kernel, which sums them; 0 if there are none
+
+    stands_in: ClassVar[bool] = False  # for another one
 
     def _partials(self, m: int) -> int:
         return min(-(-m // self.rows_per_partial), self.most_partials)
@@ -331,17 +353,54 @@ class StreamingPlan(BackwardPlan):
 
 
 def backward_plan(
-    spec: BackwardSpec, m: int, n: int, vector: int, device: int, *, dx_given: bool = False
+    spec: BackwardSpec,
+    m: int,
+    n: int,
+    vector: int,
+    device: int,
+    *,
+    dx_given: bool = False,
+    soon: bool = False,
 ) -> BackwardPlan:
     """Return a backward pass ready to launch on `device`, the current one; compile it if needed.
 
     It serves m rows, and all numbers of rows with the same kernels. Few rows may have some of their
-    own, with the same bits of dx. dx may be dy only if `dx_given`.
+    own, with the same bits of dx. Those of dweight and dbias may differ, so nothing stands in. But
+    if a plan is wanted `soon`, threads compile the kernels of all other numbers of rows, too. dx
+    may be dy only if `dx_given`.
     """
     tiers = few_rows_backward(spec, n, vector, device, dx_given) if m else ()
     few = next((tier for tier in tiers if m <= tier[0]), None)
+    if soon:
+        _, own = few or (m, None)
+        first, *others = _backward_kernels(spec, n, vector, device, own)
+        for config in (*(config for _, config in tiers), None):
+            others += _backward_kernels(spec, n, vector, device, config)
+        _background.start((kernel for kernel in others if kernel != first), device)
     plan = few and few_rows_backward_plan(spec, n, *few, device)
     return plan or many_rows_backward_plan(spec, n, vector, device)
+
+
+def _backward_kernels(
+    spec: BackwardSpec, n: int, vector: int, device: int, config: BackwardInRegisters | None
+) -> tuple[_compile.Instantiation, ...]:
+    """Return the kernels of a configuration of few rows, or of that of many."""
+    of_many = backward_config(spec, n, vector, architecture(device))
+    return _compile.backward_instantiations(spec, config or of_many)
+
+
+def kernels_of(
+    spec: ForwardSpec | BackwardSpec, n: int, vector: int, device: int
+) -> Iterator[_compile.Instantiation]:
+    """Yield what a pass over any number of rows launches, some more than once."""
+    if isinstance(spec, ForwardSpec):
+        for config in (*(config for _, config in few_rows(spec, n, vector, device)), None):
+            yield _forward_kernel(spec, n, vector, device, config)
+        return
+    for dx_given in (False, True):
+        tiers = few_rows_backward(spec, n, vector, device, dx_given)
+        for few in (*(config for _, config in tiers), None):
+            yield from _backward_kernels(spec, n, vector, device, few)
 
 
 @cache
@@ -443,5 +502,4 @@ def _common(
 
 
 def _load_backward(spec: BackwardSpec, config: BackwardConfig, device: int) -> tuple[Kernel, ...]:
-    kernels = _compile.backward_instantiations(spec, config)
-    return tuple(_compile.load(kernel, device) for kernel in kernels)
+    return _background.load(_compile.backward_instantiations(spec, config), device)

@@ -137,9 +137,19 @@ def warmup(
         raise RuntimeError(f"cupynorm cannot compile for a GPU here: {problem}")
     import cupy
 
-    from cupynorm._plans import backward_plan, few_rows, few_rows_backward, forward_plan
+    from cupynorm import _background
+    from cupynorm._plans import (
+        backward_plan,
+        few_rows,
+        few_rows_backward,
+        forward_plan,
+        kernels_of,
+    )
 
     device = cupy.cuda.Device().id
+    for width in widths:
+        for spec in specs:
+            _background.start(kernels_of(spec, width, _vector(spec, width), device), device)
     for width in widths:
         for spec in specs:
             vector = _vector(spec, width)

@@ -16,6 +16,9 @@ from cupynorm._environment import gpu_name, gpu_problem
 # then fail.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
+# Each call runs its own kernel, and no thread compiles others, except in tests of that.
+os.environ["CUPYNORM_BACKGROUND"] = "0"
+
 # Without optimization, XLA makes code in two thirds of the time.
 if gpu_problem() and not THOROUGH:
     as_it_is = "--xla_backend_optimization_level=0"

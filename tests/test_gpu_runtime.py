@@ -19,7 +19,7 @@ from device import poison, to_cupy, to_numpy
 from strategies import DTYPES, make_values
 
 import cupynorm
-from cupynorm import _compile, _driver, testing
+from cupynorm import _background, _calls, _compile, _driver, _plans, testing
 from cupynorm._layout import forward_config, gpu_of, pack_length
 from cupynorm._operation import BackwardSpec, ForwardSpec
 from cupynorm._plans import (
@@ -817,3 +817,64 @@ def test_mixed_frameworks_and_devices_are_refused() -> None:
     on_gpu = torch.ones(4, 8, device="cuda")
     with pytest.raises(ValueError, match=f"weight must be on x's device, {on_gpu.device}; got cpu"):
         cupynorm.rms_norm(on_gpu, torch.ones(8))
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_results_do_not_depend_on_what_threads_have_compiled(
+    norm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import cupy
+
+    monkeypatch.delenv(_background.SWITCH)
+    for module, name in ((_compile, "_functions"), (_background, "_done"), (_calls, "calls")):
+        monkeypatch.setattr(module, name, {})
+    for function in vars(_plans).values():
+        if hasattr(function, "cache_clear"):
+            function.cache_clear()
+    load, may_load = _compile.load_behind, threading.Event()
+
+    def load_later(*task: Any) -> None:
+        assert may_load.wait(60)
+        load(*task)
+
+    monkeypatch.setattr(_compile, "load_behind", load_later)
+    n = 4096
+    rows, dy = (to_cupy(make_values("normal", (3000, n), DTYPES["bfloat16"], i)) for i in (1, 2))
+    weight = to_cupy(make_values("normal", (n,), DTYPES["float32"], 3))
+    forward = getattr(cupynorm, f"{norm}_forward")
+    few = forward(rows[:8], weight)
+    standing_in = forward(rows, weight)
+    assert len(_calls.calls) == 1  # of few rows
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:  # a thread loads the kernel while this one captures
+        for size in (8, 3000):
+            forward(rows[:size], weight)  # CuPy has memory for the captured ones after these
+        stream.synchronize()
+        stream.begin_capture()
+        captured = forward(rows[:8], weight)
+        may_load.set()
+        of_many = forward(rows, weight)  # it waits for the kernel
+        graph = stream.end_capture()
+        graph.launch()
+        stream.synchronize()
+    own = forward(rows, weight)
+    assert len(_calls.calls) == 2
+    for a, b, c in zip(standing_in, own, of_many, strict=True):
+        assert (a is None) == (b is None) == (c is None)
+        if a is not None:
+            assert_same_bits(a, b)
+            assert_same_bits(c, b)
+    assert_same_bits(captured.y, few.y)
+    assert_same_bits(few.y, own.y[:8])
+
+    # A backward pass has its own kernels at once. Those of other numbers of rows come behind.
+    statistics = [s for s in (own.mean, own.rstd) if s is not None]
+    backward = getattr(cupynorm, f"{norm}_backward")
+    sizes = 8, 200, 3000
+    found = [backward(dy[:m], rows[:m], weight, *(s[:m] for s in statistics)) for m in sizes]
+    while _background._threads:
+        time.sleep(0.01)
+    for m, first in zip(sizes, found, strict=True):
+        again = backward(dy[:m], rows[:m], weight, *(s[:m] for s in statistics))
+        assert_same_bits(first.dx, again.dx)
+        assert_same_bits(first.dweight, again.dweight)

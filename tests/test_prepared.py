@@ -44,6 +44,7 @@ class Machine:
         self.current = 0
         self.alignment = 512
         self.counted = 0  # bytes of the count that forward kernels take
+        self.stands_in = False  # whether plans do
         self.launches: list[Any] = []
         self._kept: list[Any] = []
 
@@ -68,7 +69,8 @@ class Machine:
         strides = None if strides is None else tuple(itemsize * s for s in strides)
         return cls(shape, dtype, pointer + offset, strides)
 
-    def forward_plan(self, *key: Any) -> Any:
+    def forward_plan(self, *key: Any, soon: bool) -> Any:
+        assert soon
         _, m, n, _, device = key
 
         def prepared(rows: int, *numbers: float) -> Any:
@@ -82,9 +84,16 @@ class Machine:
 
             return launch
 
-        return SimpleNamespace(prepared=prepared, n=n, scratch_bytes=lambda m: self.counted)
+        return SimpleNamespace(
+            prepared=prepared,
+            n=n,
+            scratch_bytes=lambda m: self.counted,
+            stands_in=self.stands_in,
+        )
 
-    def backward_plan(self, *key: Any, dx_given: bool) -> Any:
+    def backward_plan(self, *key: Any, dx_given: bool, soon: bool) -> Any:
+        assert soon
+
         def prepared(m: int) -> Any:
             def launch(stream: int, operands: tuple[int, ...]) -> None:
                 assert (key[-1], stream) == (self.current, STREAM)
@@ -92,7 +101,9 @@ class Machine:
 
             return launch
 
-        return SimpleNamespace(prepared=prepared, n=key[2], scratch_bytes=lambda m: 128 * m)
+        return SimpleNamespace(
+            prepared=prepared, n=key[2], scratch_bytes=lambda m: 128 * m, stands_in=False
+        )
 
     @contextlib.contextmanager
     def on(self, device: int) -> Iterator[None]:
@@ -432,6 +443,21 @@ def test_a_call_like_an_earlier_one_is_not_checked_again(
     for check in ("check_forward", "check_backward"):
         monkeypatch.setattr(cupynorm._checks, check, None)
     assert outcome(machine, function, cases[1]) == expected
+    assert len(_calls.calls) == 1
+
+
+@pytest.mark.parametrize("function", FORWARD, ids=lambda f: f.__name__)
+def test_a_call_whose_kernel_stands_in_is_prepared_again(
+    machine: Machine, function: Callable[..., Any]
+) -> None:
+    arguments = good(function, machine)
+    machine.stands_in = True
+    for count in (1, 2):
+        function(**arguments)
+        assert len(machine.launches) == count
+        assert not _calls.calls
+    machine.stands_in = False
+    function(**arguments)
     assert len(_calls.calls) == 1
 
 

@@ -816,6 +816,24 @@ def test_scratch_of_a_call_with_a_wider_residual(monkeypatch: pytest.MonkeyPatch
         assert (y.dtype, total.dtype) == (x.dtype, residual.dtype)
 
 
+def test_a_call_whose_kernel_stands_in_is_prepared_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x = torch.randn(5, 8)
+    with torch_plans.in_place_of_kernels() as plans:
+        load = _kernels._load
+
+        def standing_in(*arguments: Any) -> Any:
+            plan = load(*arguments)
+            plan.stands_in = len(plans.made) <= 2
+            return plan
+
+        monkeypatch.setattr(_kernels, "_load", standing_in)
+        for _ in range(5):
+            rms_norm(x)
+    assert [len(plan.launches) for plan in plans.made] == [1, 1, 3]
+
+
 @pytest.mark.parametrize("norm", NORMS)
 def test_opcheck_with_a_residual(norm: str) -> None:
     operations = torch.ops.cupynorm

@@ -59,6 +59,7 @@ class Plan:
     vector: int
     m: int
     launches: list[dict[str, Any]] = field(default_factory=list)
+    stands_in: bool = False
 
     def scratch_bytes(self, m: int) -> int:
         raise NotImplementedError

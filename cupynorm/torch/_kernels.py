@@ -137,7 +137,7 @@ def _load(make: str, device: Any, spec: Spec, *sizes: int) -> Any:
 
     # On torch's stream, so that nothing is loaded while that is captured into a graph.
     with cupy.cuda.Stream.from_external(torch.cuda.current_stream(device)):
-        return getattr(_plans, make)(spec, *sizes, device.index)
+        return getattr(_plans, make)(spec, *sizes, device.index, soon=True)
 
 
 # Without the objects that torch.cuda makes of them. A build without CUDA has neither.
@@ -375,14 +375,17 @@ class Call:
         vector = divisors & -divisors
         run = self.runs.get(vector)
         if run is None:
-            run = self.runs[vector] = self._prepared(vector)
-            if vector == self.divisors & -self.divisors:
-                remember(calls, self.key, run)
+            name = f"{self.spec.table.name}_plan"
+            plan = _load(name, self.device, self.spec, self.m, self.n, vector)
+            run = self._prepared(plan, vector)
+            if not plan.stands_in:
+                self.runs[vector] = run
+                if vector == self.divisors & -self.divisors:
+                    remember(calls, self.key, run)
         return run(tensors)
 
-    def _prepared(self, vector: int) -> Run:
+    def _prepared(self, plan: Any, vector: int) -> Run:
         spec, table = self.spec, self.spec.table
-        plan = _load(f"{table.name}_plan", self.device, spec, self.m, self.n, vector)
         scratch_bytes = plan.scratch_bytes(self.m)
         known = self.known | {"launch": plan.prepared(self.m, *self.numbers)}
         known["scratch_shape"] = (scratch_bytes,)

@@ -1,0 +1,122 @@
+"""Kernels that threads compile while calls go on.
+
+NVRTC lets other threads run. What a thread has compiled is the same kernel that a call would have
+compiled. A call that needs it before waits for it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Iterable
+
+from cupynorm import _compile, _driver
+from cupynorm._compile import Instantiation
+
+__all__ = ["SWITCH", "is_on", "is_wanted_now", "load", "start"]
+
+SWITCH = "CUPYNORM_BACKGROUND"  # a variable of the environment; 0 turns all this off
+MOST_THREADS = 8
+
+_Task = tuple[Instantiation, int]
+
+_lock = threading.Lock()
+_waiting: deque[_Task] = deque()
+_threads = 0
+_done: dict[_Task, threading.Event] = {}  # of each that was started
+
+
+def is_on() -> bool:
+    """Tell whether threads may compile."""
+    return os.environ.get(SWITCH, "1") != "0"
+
+
+def start(kernels: Iterable[Instantiation], device: int) -> None:
+    """Have threads load kernels on a device, except those that are loaded or were started.
+
+    Nothing is started while the current stream is captured into a CUDA graph.
+    """
+    global _threads
+    if not is_on() or _compile.is_capturing():
+        return
+    for kernel in kernels:
+        task = kernel, device
+        with _lock:
+            if task in _done or _compile.is_loaded(*task):
+                continue
+            _done[task] = threading.Event()
+            _waiting.append(task)
+            has_threads = _threads >= _most_threads()
+            _threads += not has_threads
+        if not has_threads:
+            try:
+                threading.Thread(target=_work, name="cupynorm").start()
+            except RuntimeError:  # the interpreter exits, or the system has no more threads
+                _work()
+
+
+def is_wanted_now(kernel: Instantiation, device: int) -> bool:
+    """Tell whether a call should have this kernel, even if it has to wait for it.
+
+    That is so if nothing compiles it, if a thread failed to, whose error the call shall meet, or if
+    the call is captured into a CUDA graph and a thread is about to have it.
+    """
+    if not is_on() or _compile.is_loaded(kernel, device):
+        return True
+    done = _done.get((kernel, device))
+    return done is not None and (done.is_set() or _compile.is_capturing())
+
+
+def load(kernels: Iterable[Instantiation], device: int) -> tuple[_driver.Kernel, ...]:
+    """Return the kernels on the current device. Compile what is missing, at once by threads.
+
+    `_compile.load` says what it raises. A call that is captured waits for threads that were started
+    before.
+    """
+    first, *others = kernels
+    if others:
+        start(others, device)
+    return tuple(_loaded(kernel, device) for kernel in (first, *others))
+
+
+def _loaded(kernel: Instantiation, device: int) -> _driver.Kernel:
+    done = _done.get((kernel, device))
+    if done is not None and not done.is_set() and _compile.is_capturing():
+        done.wait()
+    return _compile.load(kernel, device)
+
+
+def _most_threads() -> int:
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return min(max((usable or 1) - 1, 1), MOST_THREADS)
+
+
+def _work() -> None:
+    """Load one kernel after another, until none waits."""
+    global _threads
+    while True:
+        with _lock:
+            if not _waiting:
+                _threads -= 1
+                return
+            task = _waiting.popleft()
+        try:
+            if threading.main_thread().is_alive():  # else the interpreter waits for this thread
+                _compile.load_behind(*task)
+        except Exception:  # the call that needs the kernel meets the same
+            pass
+        finally:
+            _done[task].set()
+
+
+def _begin_anew() -> None:
+    """Forget, in a forked process, the threads of its parent."""
+    global _lock, _threads
+    _lock, _threads = threading.Lock(), 0
+    _waiting.clear()
+    _done.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_begin_anew)
