@@ -42,7 +42,15 @@ RESIDUAL = "cupynorm, residual="  # the blocks hand x and the residual to the no
 FUSED = "cupynorm, compile_options"
 LIBRARIES = (OWN, "transformers", "liger", "quack", OURS, RESIDUAL, FUSED)
 FORMULA_ERROR = 2e-2  # the relative error in the 2-norm that bfloat16 allows two models
-HEAD = ("ms a step", *LIBRARIES)
+# The table's columns after torch.nn's: in each, the first library that a case has.
+COLUMNS = {
+    "ours": (OURS,),
+    "ours, with the residual": (RESIDUAL, FUSED),
+    "Liger": ("liger",),
+    "QuACK": ("quack",),
+    "transformers": ("transformers",),
+}
+HEAD = ("step", f"{OWN}, ms", *COLUMNS)
 
 
 @dataclass(frozen=True)
@@ -337,30 +345,44 @@ def peak(step: Step, device: str) -> int | None:
 
 
 def row(records: Sequence[dict[str, Any]]) -> str:
-    """Return a line of the table, in Markdown: each time, and its ratio to torch.nn's."""
+    """Return a line of the table, in Markdown: torch.nn's time, and the ratios of others to it."""
     taken = {record["library"]: record for record in records if "ms" in record}
     own = taken.get(OWN)
-    cells = [records[0]["case"]]
-    for library in LIBRARIES:
-        record = taken.get(library)
+    cells = [records[0]["case"], "" if own is None else f"{own['ms']:.3f}"]
+    for libraries in COLUMNS.values():
+        record = next((taken[name] for name in libraries if name in taken), None)
         if record is None or own is None:
             cells.append("")
             continue
         pairs = zip(record["rounds_ms"], own["rounds_ms"], strict=True)
-        ratio = statistics.median(a / b for a, b in pairs)
-        cells.append(f"{record['ms']:.3f}" + ("" if record is own else f" ({ratio:.3f})"))
+        cells.append(f"{statistics.median(a / b for a, b in pairs):.3f}")
     return f"| {' | '.join(cells)} |"
+
+
+def table(records: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Yield the lines of the table of a file's records."""
+    yield from head()
+    for _, of_case in itertools.groupby(records, lambda record: record["case"]):
+        yield row(list(of_case))
+
+
+def head() -> tuple[str, str]:
+    return f"| {' | '.join(HEAD)} |", f"|{' --- |' * len(HEAD)}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.models", description=__doc__)
     parser.add_argument("results", type=Path, help="the JSON file to write")
+    parser.add_argument("--show", action="store_true", help="print the table of a file instead")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
     parser.add_argument("--sizes", nargs="+", type=int, choices=SIZES, default=tuple(SIZES))
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
     parser.add_argument("--libraries", nargs="+", choices=LIBRARIES, default=LIBRARIES)
     parser.add_argument("--rounds", type=int, default=9, help="(default: %(default)s)")
     options = parser.parse_args(arguments)
+    if options.show:
+        print(*table(results.load(options.results)["measurements"]), sep="\n")
+        return 0
     if options.results.exists():
         parser.error(f"{options.results} exists: name another file")
     if missing := gpu_problem():
@@ -371,7 +393,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
     report = results.new(versions, list(sys.argv[1:] if arguments is None else arguments))
-    print(f"| {' | '.join(HEAD)} |\n|{' --- |' * len(HEAD)}")
+    print(*head(), sep="\n")
     for case in cases(options.models, options.sizes, options.modes):
         calls = 3 if case.training else 20
         libraries = [name for name in LIBRARIES if name == OWN or name in options.libraries]

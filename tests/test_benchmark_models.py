@@ -80,8 +80,14 @@ def test_a_wrong_output_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_ratio_is_of_the_rounds() -> None:
     own = {"case": "a case", "library": models.OWN, "ms": 2.0, "rounds_ms": [1.0, 2.0, 4.0]}
     ours = {"case": "a case", "library": models.OURS, "ms": 3.0, "rounds_ms": [1.0, 3.0, 3.0]}
-    assert models.row([own, ours]) == "| a case | 2.000 |  |  |  | 3.000 (1.000) |  |  |"
-    assert models.row([ours]) == "| a case |  |  |  |  |  |  |  |"
+    fused = ours | {"library": models.RESIDUAL, "rounds_ms": [0.5, 1.0, 2.0]}
+    assert models.row([own, ours, fused]) == "| a case | 2.000 | 1.000 | 0.500 |  |  |  |"
+    assert models.row([ours]) == "| a case |  |  |  |  |  |  |"
+    lines = list(models.table([own, ours, own | {"case": "another"}]))
+    assert lines[2:] == [
+        "| a case | 2.000 | 1.000 |  |  |  |  |",
+        "| another | 2.000 |  |  |  |  |  |",
+    ]
 
 
 def test_every_mode_has_training_and_decoding() -> None:

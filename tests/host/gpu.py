@@ -25,7 +25,7 @@ from unittest import mock
 import numpy as np
 
 import cupynorm
-from cupynorm import NormBackward, NormForward, _compile
+from cupynorm import NormBackward, NormForward
 from cupynorm._checks import Asked, AskedBackward, check_backward, check_forward
 from cupynorm._compile import Instantiation
 from cupynorm._layout import (
@@ -384,10 +384,10 @@ def _copy_of_calls(
     if not few_rows:
         plans.few_rows_configs = lambda *_: ()  # type: ignore[attr-defined]
         plans.few_rows_backward_configs = lambda *_, **__: ()  # type: ignore[attr-defined]
-    plans._compile = SimpleNamespace(  # type: ignore[attr-defined]
-        load=load,
-        forward_instantiation=_compile.forward_instantiation,
-        backward_instantiations=_compile.backward_instantiations,
+    plans._background = SimpleNamespace(  # type: ignore[attr-defined]
+        load=lambda kernels, device: tuple(load(kernel, device) for kernel in kernels),
+        start=lambda kernels, device: None,
+        is_wanted_now=lambda kernel, device: True,
     )
     return _copy_of("_calls", {"cupy": cupy, "cupynorm._plans": plans})
 
