@@ -53,14 +53,15 @@ def start(kernels: Iterable[Instantiation], device: int) -> None:
             try:
                 threading.Thread(target=_work, name="cupynorm").start()
             except RuntimeError:  # the interpreter exits, or the system has no more threads
-                _work()
+                _give_up()
 
 
 def is_wanted_now(kernel: Instantiation, device: int) -> bool:
     """Tell whether a call should have this kernel, even if it has to wait for it.
 
-    That is so if nothing compiles it, if a thread failed to, whose error the call shall meet, or if
-    the call is captured into a CUDA graph and a thread is about to have it.
+    That is so if it is loaded, or if threads are turned off. It is so if a thread failed, since the
+    call shall meet that error. And it is so if the call is captured into a CUDA graph, which stays,
+    and a thread has begun.
     """
     if not is_on() or _compile.is_loaded(kernel, device):
         return True
@@ -108,6 +109,17 @@ def _work() -> None:
             pass
         finally:
             _done[task].set()
+
+
+def _give_up() -> None:
+    """Leave what waits to the calls that need it: there is no thread for it."""
+    global _threads
+    with _lock:
+        _threads -= 1
+        left = list(_waiting)
+        _waiting.clear()
+    for task in left:
+        _done[task].set()
 
 
 def _begin_anew() -> None:

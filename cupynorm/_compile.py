@@ -9,6 +9,7 @@ compiled when the present device first needs it, and all threads share it.
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import threading
 from collections.abc import Iterable
@@ -357,6 +358,10 @@ def source(file: str) -> str:
 _functions: dict[tuple[Instantiation, int], _driver.Kernel] = {}
 _modules: dict[Instantiation, Any] = {}
 _locks: dict[Instantiation, threading.Lock] = {}
+
+# A forked process has no thread that would release those of its parent.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_locks.clear)
 
 
 def is_loaded(kernel: Instantiation, device: int) -> bool:

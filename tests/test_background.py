@@ -227,6 +227,22 @@ def test_many_threads_compile_a_kernel_once(compiler: Compiler) -> None:
     assert all(plan.stands_in or plan.kernel is own[m] for m, plan in plans)
 
 
+def test_without_threads_the_calls_compile(
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(thread: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    few = compiler.forward(FEW)
+    assert compiler.forward(MANY).kernel is few.kernel  # it asked for a thread
+    many = compiler.forward(MANY)
+    assert not many.stands_in
+    assert many.kernel is not few.kernel
+    assert len(compiler.backward(MANY).kernels) == 2
+    assert at_rest()
+
+
 def run_python(program: str) -> tuple[float, str]:
     """Return how long a program ran after it said END, and what it said."""
     setup = f"""
@@ -285,8 +301,11 @@ import os, warnings
 warnings.simplefilter("ignore")
 _background.start(kernels, 0)
 time.sleep(0.1)
+_compile._locks[kernels[0]] = threading.Lock()
+_compile._locks[kernels[0]].acquire()
 child = os.fork()
 if child == 0:
+    assert not _compile._locks
     assert not _background._waiting and not _background._done and _background._threads == 0
     _background.start(kernels[:1], 0)
     assert _background._done[kernels[0], 0].wait(10)

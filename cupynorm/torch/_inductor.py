@@ -134,12 +134,6 @@ def _kernel_class(table: Pass) -> Any:
         def get_outputs(self) -> Any:
             return list(self.mutation_outputs)
 
-        def should_allocate(self) -> bool:
-            return False
-
-        def get_unbacked_symbol_defs(self) -> Any:
-            return set()
-
         def _is_static(self) -> bool:
             sizes = (size for x in self.inputs for size in (*x.get_size(), *x.get_stride()))
             return all(getattr(size, "is_number", True) for size in sizes)
