@@ -79,7 +79,7 @@ def measure(norm: str, switch: str) -> list[dict[str, Any]]:
             done = subprocess.run(
                 [sys.executable, "-m", "benchmarks.first_calls", "--process", norm],
                 env=os.environ | {"CUPY_CACHE_DIR": cache, SWITCH: switch},
-                capture_output=True,
+                stdout=subprocess.PIPE,
                 text=True,
                 check=True,
                 timeout=PROCESS_SECONDS,

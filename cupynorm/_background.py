@@ -1,7 +1,8 @@
 """Kernels that threads compile while calls go on.
 
 NVRTC lets other threads run. What a thread has compiled is the same kernel that a call would have
-compiled. A call that needs it before waits for it.
+compiled. A call that needs a kernel which a thread is compiling waits for it. If it is still
+queued, the call compiles it.
 """
 
 from __future__ import annotations
@@ -59,21 +60,21 @@ def start(kernels: Iterable[Instantiation], device: int) -> None:
 def is_wanted_now(kernel: Instantiation, device: int) -> bool:
     """Tell whether a call should have this kernel, even if it has to wait for it.
 
-    That is so if it is loaded, or if threads are turned off. It is so if a thread failed, since the
-    call shall meet that error. And it is so if the call is captured into a CUDA graph, which stays,
-    and a thread has begun.
+    That is so if it is loaded, or if threads are turned off. It is so if the threads are done with
+    it and it is not loaded: the call shall meet the error. And it is so if the call is captured
+    into a CUDA graph, which would keep another kernel for ever.
     """
-    if not is_on() or _compile.is_loaded(kernel, device):
+    if not is_on() or _compile.is_loaded(kernel, device) or _compile.is_capturing():
         return True
     done = _done.get((kernel, device))
-    return done is not None and (done.is_set() or _compile.is_capturing())
+    return done is not None and done.is_set()
 
 
 def load(kernels: Iterable[Instantiation], device: int) -> tuple[_driver.Kernel, ...]:
-    """Return the kernels on the current device. Compile what is missing, at once by threads.
+    """Return the kernels on the current device. Compile what is missing.
 
-    `_compile.load` says what it raises. A call that is captured waits for threads that were started
-    before.
+    The caller compiles the first, and threads compile the others meanwhile. `_compile.load` says
+    what it raises. A call that is captured waits for what was given to threads before.
     """
     first, *others = kernels
     if others:
@@ -112,10 +113,12 @@ def _work() -> None:
 
 
 def _give_up() -> None:
-    """Leave what waits to the calls that need it: there is no thread for it."""
+    """Leave what waits to the calls that need it, if there is no thread for it."""
     global _threads
     with _lock:
         _threads -= 1
+        if _threads:
+            return
         left = list(_waiting)
         _waiting.clear()
     for task in left:

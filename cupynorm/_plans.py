@@ -142,7 +142,7 @@ def forward_plan(
     config = next((config for most, config in tiers if m <= most), None)
     own = _forward_kernel(spec, n, vector, device, config)
     if soon and not _background.is_wanted_now(own, device):
-        for other in (*(config for _, config in tiers), None):
+        for other in (None, *(config for _, config in reversed(tiers))):
             if _compile.is_loaded(_forward_kernel(spec, n, vector, device, other), device):
                 _background.start((own,), device)
                 return replace(forward_plan_of(spec, n, vector, device, other), stands_in=True)

@@ -658,6 +658,14 @@ def test_a_bound_call_writes_into_what_it_is_given(is_static: bool, first: int) 
                 plan.launches.clear()
 
 
+def test_calls_that_are_given_other_results_are_told_apart() -> None:
+    forward = _inductor.norm_forward(False, 1, "rms_norm", 1e-6, False, None, None, None, False)
+    x = drawn(0, N)
+    with torch_plans.in_place_of_kernels():
+        forward(x, None, None, None, torch.empty_like(x), None, None, None, None)
+        forward(x, None, None, None, None, None, None, None, None)
+
+
 def test_a_mode_goes_with_the_options(changes: list[Change]) -> None:
     from torch._inductor import list_mode_options
 

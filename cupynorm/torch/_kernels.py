@@ -248,13 +248,13 @@ def run(table: Pass, tensors: Tensors, told: Told) -> tuple[Any, ...]:
 def find(table: Pass, tensors: Tensors, told: Told, into: Tensors = ()) -> Run:
     """Return what runs a pass on tensors like these, as `run` does.
 
-    It takes them and, if there are any, those to write into, None where that does not apply. These
-    are not checked, and must be contiguous.
+    That takes these tensors and then, if there are any, those to write into, None where that does
+    not apply. The latter are not checked, and must be contiguous.
     """
     try:
         key = (_forward_key if table is FORWARD else _backward_key)(told, tensors)
         if into:
-            key = key and (key, "into")
+            key = key and (key, *[tensor is None for tensor in into])
         call = calls.get(key)
     except (TypeError, RuntimeError):  # unhashable or sparse: not accepted
         _check(table, tensors, told)
@@ -302,8 +302,8 @@ class Call:
 
     It prepares a `run` for each number of elements that one access may move: the largest power of
     two that divides the pack, the row, the strides and the addresses of inputs. The `run` of the
-    most elements is remembered in place of this, and comes back here with less aligned tensors, or
-    where another device is current.
+    most elements is remembered in place of this, unless its kernel stands in. It comes back here
+    with less aligned tensors, or where another device is current.
     """
 
     def __init__(
