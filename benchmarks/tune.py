@@ -18,11 +18,12 @@ from typing import Any
 
 from benchmarks import turns
 from benchmarks.backends.base import Call, CuPyBackend, Replay
+from benchmarks.backends.ours import forget
 from benchmarks.problems import shape
 from benchmarks.summary import label
 from benchmarks.timing import Clock
 from benchmarks.tuning_cases import CASES
-from cupynorm import _bench, _calls, _plans
+from cupynorm import _bench, _plans
 from cupynorm._bench import Problem
 from cupynorm._environment import gpu_problem
 from cupynorm._layout import (
@@ -59,19 +60,12 @@ def replaced(key: str, choice: Any) -> Iterator[None]:
     row = ROWS[key]
     recorded = row.choice
     row.choice = choice
-    _forget()
+    forget()
     try:
         yield
     finally:
         row.choice = recorded
-        _forget()
-
-
-def _forget() -> None:
-    for function in vars(_plans).values():
-        if hasattr(function, "cache_clear"):
-            function.cache_clear()
-    _calls.calls.clear()
+        forget()
 
 
 def layout(problem: Problem, architecture: int = 90, multiprocessors: int = 132) -> Any:

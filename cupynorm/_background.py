@@ -18,7 +18,7 @@ from cupynorm._compile import Instantiation
 __all__ = ["SWITCH", "is_on", "is_wanted_now", "load", "start"]
 
 SWITCH = "CUPYNORM_BACKGROUND"  # a variable of the environment; 0 turns all this off
-MOST_THREADS = 8
+MOST_THREADS = 8  # a backward pass over any number of rows has about as many kernels
 
 _Task = tuple[Instantiation, int]
 

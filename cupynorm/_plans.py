@@ -140,21 +140,30 @@ def forward_plan(
     """
     tiers = few_rows(spec, n, vector, device)
     config = next((config for most, config in tiers if m <= most), None)
-    own = _forward_kernel(spec, n, vector, device, config)
-    if soon and not _background.is_wanted_now(own, device):
-        for other in (None, *(config for _, config in reversed(tiers))):
+    if soon:
+        own = _forward_kernel(spec, n, vector, device, config)
+        others = () if _background.is_wanted_now(own, device) else (*_configs(tiers),)
+        for other in reversed(others):  # that of many first, and that of the fewest last
             if _compile.is_loaded(_forward_kernel(spec, n, vector, device, other), device):
                 _background.start((own,), device)
                 return replace(forward_plan_of(spec, n, vector, device, other), stands_in=True)
     return forward_plan_of(spec, n, vector, device, config)
 
 
+def _configs(tiers: tuple[tuple[int, Any], ...]) -> Iterator[Any]:
+    """Yield the configurations of few rows, ascending, and None for that of many."""
+    yield from (config for _, config in tiers)
+    yield None
+
+
+# A call whose arrays are copied, or are poorly aligned, asks for this again each time.
+@cache
 def _forward_kernel(
     spec: ForwardSpec, n: int, vector: int, device: int, config: ForwardInRegisters | None
 ) -> _compile.Instantiation:
     """Return the kernel of a configuration of few rows, or of that of many."""
-    of_many = forward_config(spec, n, vector, architecture(device))
-    return _compile.forward_instantiation(spec, config or of_many)
+    of_any = config or forward_config(spec, n, vector, architecture(device))
+    return _compile.forward_instantiation(spec, of_any)
 
 
 @cache
@@ -372,35 +381,33 @@ def backward_plan(
     tiers = few_rows_backward(spec, n, vector, device, dx_given) if m else ()
     few = next((tier for tier in tiers if m <= tier[0]), None)
     if soon:
-        _, own = few or (m, None)
-        first, *others = _backward_kernels(spec, n, vector, device, own)
-        for config in (*(config for _, config in tiers), None):
-            others += _backward_kernels(spec, n, vector, device, config)
-        _background.start((kernel for kernel in others if kernel != first), device)
+        first, *others = _backward_kernels(spec, n, vector, device, few and few[1])
+        if not _compile.is_loaded(first, device):
+            others += kernels_of(spec, n, vector, device, dx_given=dx_given)
+            _background.start((kernel for kernel in others if kernel != first), device)
     plan = few and few_rows_backward_plan(spec, n, *few, device)
     return plan or many_rows_backward_plan(spec, n, vector, device)
 
 
+@cache  # as `_forward_kernel`
 def _backward_kernels(
     spec: BackwardSpec, n: int, vector: int, device: int, config: BackwardInRegisters | None
 ) -> tuple[_compile.Instantiation, ...]:
     """Return the kernels of a configuration of few rows, or of that of many."""
-    of_many = backward_config(spec, n, vector, architecture(device))
-    return _compile.backward_instantiations(spec, config or of_many)
+    of_any = config or backward_config(spec, n, vector, architecture(device))
+    return _compile.backward_instantiations(spec, of_any)
 
 
 def kernels_of(
-    spec: ForwardSpec | BackwardSpec, n: int, vector: int, device: int
+    spec: ForwardSpec | BackwardSpec, n: int, vector: int, device: int, *, dx_given: bool
 ) -> Iterator[_compile.Instantiation]:
     """Yield what a pass over any number of rows launches, some more than once."""
     if isinstance(spec, ForwardSpec):
-        for config in (*(config for _, config in few_rows(spec, n, vector, device)), None):
+        for config in _configs(few_rows(spec, n, vector, device)):
             yield _forward_kernel(spec, n, vector, device, config)
-        return
-    for dx_given in (False, True):
-        tiers = few_rows_backward(spec, n, vector, device, dx_given)
-        for few in (*(config for _, config in tiers), None):
-            yield from _backward_kernels(spec, n, vector, device, few)
+    else:
+        for config in _configs(few_rows_backward(spec, n, vector, device, dx_given)):
+            yield from _backward_kernels(spec, n, vector, device, config)
 
 
 @cache

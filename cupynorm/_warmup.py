@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import numbers
 import sys
 from collections.abc import Iterable
@@ -147,9 +148,9 @@ def warmup(
     )
 
     device = cupy.cuda.Device().id
-    for width in widths:
-        for spec in specs:
-            _background.start(kernels_of(spec, width, _vector(spec, width), device), device)
+    for width, spec, dx_given in itertools.product(widths, specs, (False, True)):
+        kernels = kernels_of(spec, width, _vector(spec, width), device, dx_given=dx_given)
+        _background.start(kernels, device)
     for width in widths:
         for spec in specs:
             vector = _vector(spec, width)

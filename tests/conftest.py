@@ -10,6 +10,7 @@ import pytest
 from hypothesis import settings
 from thorough import THOROUGH
 
+from cupynorm._background import SWITCH
 from cupynorm._environment import gpu_name, gpu_problem
 
 # By default JAX would take three quarters of a GPU at its first array. Tests of other workers would
@@ -17,7 +18,7 @@ from cupynorm._environment import gpu_name, gpu_problem
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 # Each call runs its own kernel, and no thread compiles others, except in tests of that.
-os.environ["CUPYNORM_BACKGROUND"] = "0"
+os.environ[SWITCH] = "0"
 
 # Without optimization, XLA makes code in two thirds of the time.
 if gpu_problem() and not THOROUGH:

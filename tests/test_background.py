@@ -28,6 +28,10 @@ SOON = 10.0  # seconds, in which a thread gets its turn on any machine
 devices = itertools.count(2000)  # plans of each test are its own
 
 
+def made_kernel(name: str, *rest: Any) -> Any:
+    return SimpleNamespace(name=name, clusters_at_once=lambda: 1)
+
+
 class Compiler:
     """It makes kernels when `may_end` is set; those in `wrong` never."""
 
@@ -52,14 +56,14 @@ class Compiler:
         self.made.append(code)
         return SimpleNamespace(kernel=None)
 
-    def forward(self, m: int, soon: bool = True) -> Any:
-        return _plans.forward_plan(FORWARD, m, N, VECTOR, self.device, soon=soon)
+    def forward(self, m: int, soon: bool = True, n: int = N) -> Any:
+        return _plans.forward_plan(FORWARD, m, n, VECTOR, self.device, soon=soon)
 
     def backward(self, m: int) -> Any:
         return _plans.backward_plan(BACKWARD, m, N, VECTOR, self.device, soon=True)
 
     def kernel_of_many(self) -> Any:
-        *_, kernel = _plans.kernels_of(FORWARD, N, VECTOR, self.device)
+        *_, kernel = _plans.kernels_of(FORWARD, N, VECTOR, self.device, dx_given=False)
         return kernel
 
 
@@ -81,7 +85,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
     monkeypatch.setattr(cupy.cuda, "Device", lambda index=None: device)
     monkeypatch.setattr(cupy, "RawModule", made.module)
     monkeypatch.setattr(_driver, "allow_loading_beside_captures", lambda: None)
-    monkeypatch.setattr(_driver, "Kernel", lambda name, *rest: SimpleNamespace(name=name))
+    monkeypatch.setattr(_driver, "Kernel", made_kernel)
     monkeypatch.setattr(_compile, "is_capturing", lambda: made.capturing)
     monkeypatch.setattr(_plans, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(_plans, "architecture", lambda device: 90)
@@ -118,6 +122,34 @@ def test_the_plan_of_many_rows_stands_in_for_that_of_few(compiler: Compiler) -> 
     compiler.may_end.clear()
     assert compiler.forward(FEW).kernel is many.kernel
     assert len(compiler.made) == 1
+
+
+def test_the_kernel_of_the_most_rows_stands_in(compiler: Compiler) -> None:
+    n = 16384
+    tiers = _plans.few_rows(FORWARD, n, VECTOR, compiler.device)
+    fewest, more = (compiler.forward(most, soon=False, n=n) for most, _ in tiers[:2])
+    assert fewest.kernel is not more.kernel
+    compiler.may_end.clear()
+    assert compiler.forward(MANY, n=n).kernel is more.kernel
+
+
+def test_a_call_that_is_prepared_each_time_starts_nothing_again(
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for m in (FEW, MANY):
+        compiler.forward(m, soon=False)
+        compiler.forward(m)
+        compiler.backward(m)
+    until(at_rest)
+    for module, name in (
+        (_background, "start"),
+        (_compile, "forward_instantiation"),
+        (_compile, "backward_instantiations"),
+    ):
+        monkeypatch.setattr(module, name, None)
+    for m in (FEW, MANY):
+        assert compiler.forward(m)
+        assert compiler.backward(m)
 
 
 def test_a_plan_that_is_not_wanted_soon_waits_for_its_own_kernel(compiler: Compiler) -> None:
@@ -243,6 +275,26 @@ def test_without_threads_the_calls_compile(
     assert many.kernel is not few.kernel
     assert len(compiler.backward(MANY).kernels) == 2
     assert at_rest()
+
+
+def test_a_thread_does_what_another_one_could_not_begin(
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, started = threading.Thread.start, []
+
+    def start_one(thread: Any) -> None:
+        if started:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_one)
+    compiler.may_end.clear()
+    kernels = set(_plans.kernels_of(BACKWARD, N, VECTOR, compiler.device, dx_given=False))
+    _background.start(kernels, compiler.device)
+    compiler.may_end.set()
+    until(at_rest)
+    assert len(compiler.made) == len(kernels) > 2
 
 
 def run_python(program: str) -> tuple[float, str]:

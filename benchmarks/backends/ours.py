@@ -12,13 +12,13 @@ from benchmarks.backends.base import Call, CuPyBackend, Outputs
 from cupynorm import _bench, _calls, _plans
 from cupynorm._bench import Problem
 
-PLANS = (
-    _plans.few_rows,
-    _plans.forward_plan_of,
-    _plans.few_rows_backward,
-    _plans.few_rows_backward_plan,
-    _plans.many_rows_backward_plan,
-)
+
+def forget() -> None:
+    """Forget plans and calls: they depend on the architecture, and on the choices of layouts."""
+    for function in vars(_plans).values():
+        if hasattr(function, "cache_clear"):
+            function.cache_clear()
+    _calls.calls.clear()
 
 
 class Ours(CuPyBackend):
@@ -55,12 +55,6 @@ class OursWithoutClusters(Ours):
 @contextmanager
 def _as_on(architecture: int) -> Iterator[None]:
     """Have calls configured for another architecture. Nothing remembered crosses over."""
-
-    def forget() -> None:
-        for plan in PLANS:
-            plan.cache_clear()
-        _calls.calls.clear()
-
     forget()
     try:
         with mock.patch.object(_plans, "architecture", return_value=architecture):

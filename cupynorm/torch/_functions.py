@@ -143,9 +143,8 @@ def rms_norm(
             [ 1.5000,  1.5000]])
     """
     tensors = x, residual, weight, bias
-    return normalize(
-        "rms_norm", tensors, (eps, axis, zero_centered, relu, out_dtype, residual_dtype)
-    )
+    asked = eps, axis, zero_centered, relu, out_dtype, residual_dtype
+    return normalize("rms_norm", tensors, asked)
 
 
 def layer_norm(
@@ -209,7 +208,7 @@ _ASKED = "eps", "axis", "zero_centered", "relu", "out_dtype", "residual_dtype"
 
 
 def normalize(norm: Norm, tensors: Tensors, asked: tuple[Any, ...]) -> Any:
-    """Return the norm of the tensors that a pass reads, with these options."""
+    """Return the norm of what a forward pass reads, with the options of `_ASKED`."""
     x, residual, weight, bias = tensors
     is_plain = (
         x is not None

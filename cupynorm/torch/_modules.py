@@ -67,7 +67,7 @@ class _Norm(torch.nn.Module):
             torch.nn.init.zeros_(self.bias)
 
     def _normalize(self, norm: Norm, x: Any, residual: Any) -> Any:
-        # Where they usually are: as an attribute, each takes 0.4 us more.
+        # They usually are here. To ask the module for one takes 0.4 us more.
         parameters, k = self._parameters, len(self.normalized_shape)
         weight = parameters["weight"] if "weight" in parameters else self.weight
         # It may have been deleted.
