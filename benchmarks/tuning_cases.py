@@ -36,10 +36,6 @@ CASES: dict[str, tuple[str, tuple[object, ...]]] = {
         "layer_norm forward bf16,f32 11000x6001 11000x6002",
         ((0, 0),),
     ),
-    "ForwardInRegisters.eight_packs_beyond": (
-        "layer_norm forward f32,f32 16384x8192 16384x5000",
-        (2048,),
-    ),
     "ForwardInRegisters.widths": ("rms_norm forward bf16,f32 37449x3584", ((4,), (2,))),
     "ForwardInRegisters.short_widths": ("rms_norm forward bf16,f32 419430x320", ((2,),)),
     "ForwardInRegisters.short_max_packs": ("rms_norm forward bf16,f32 262144x512", (16,)),
@@ -152,7 +148,6 @@ CASES: dict[str, tuple[str, tuple[object, ...]]] = {
         "layer_norm forward f16,f16 528x14336 400x10240",
         ((), (320, 384, 448, 512)),
     ),
-    "FewRowsForward.not_by_64_registers": ("layer_norm forward f32,f32 528x7168", (0,)),
     "FewRowsForward.max_short_elements": (
         "layer_norm forward bf16,f32 32768x256 65536x256",
         (0, 1 << 24),
@@ -261,15 +256,15 @@ CASES: dict[str, tuple[str, tuple[object, ...]]] = {
     ),
     "BackwardInRegisters.threads_of_rows": ("layer_norm backward bf16,bf16 256x8192", (512,)),
     "BackwardInRegisters.columns_of_few_rows": (
-        "rms_norm backward bf16,bf16 64x1024 64x8192",
-        ((512, 16, 128), (256, 8, 128)),
+        "rms_norm backward bf16,bf16 8x1024 64x1024 8x4096 64x4096 8x8192 64x8192",
+        ((512, 16, 128), (256, 8, 128), (256, 4, 128)),
     ),
     "BackwardInRegisters.columns_of_few_rows_of_layer_norm": (
-        "layer_norm backward bf16,bf16 64x2048",
-        ((512, 8, 256),),
+        "layer_norm backward bf16,bf16 64x2048 8x4096 64x4096 8x8192 64x8192",
+        ((512, 8, 256), (512, 8, 128)),
     ),
     "BackwardInRegisters.columns_of_more_rows": (
-        "rms_norm backward bf16,bf16 512x2048 512x8192",
+        "rms_norm backward bf16,bf16 512x1024 512x2048 512x4096 512x8192 1024x4096",
         ((256, 8, 128), (256, 16, 128), (256, 4, 256)),
     ),
     "BackwardInRegisters.columns_of_more_rows_of_layer_norm": (
@@ -280,7 +275,10 @@ CASES: dict[str, tuple[str, tuple[object, ...]]] = {
         "layer_norm backward bf16,f32 1000x2000",
         ({1: 512, 2: 512, 3: 512, 4: 512, 5: 256, 6: 256, 7: 256},),
     ),
-    "BackwardInRegisters.min_threads_of_teams": ("layer_norm backward bf16,bf16 256x256", (64,)),
+    "BackwardInRegisters.min_threads_of_teams": (
+        "layer_norm backward bf16,bf16 256x256 512x1024 1000x1024 512x768",
+        (64, 128, 512),
+    ),
     "BackwardColumnParallel.min_threads": ("rms_norm backward f32,f32 32x237568", (512,)),
     "BackwardColumnParallel.group_rows": (
         "layer_norm backward bf16,f32 256x262144",

@@ -11,6 +11,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Iterable
+from concurrent.futures import Future
 
 from cupynorm import _compile, _driver
 from cupynorm._compile import Instantiation
@@ -25,7 +26,7 @@ _Task = tuple[Instantiation, int]
 _lock = threading.Lock()
 _waiting: deque[_Task] = deque()
 _threads = 0
-_done: dict[_Task, threading.Event] = {}  # of each that was started
+_started: dict[_Task, Future[None]] = {}  # of the kernels that threads load or loaded
 
 
 def is_on() -> bool:
@@ -44,9 +45,9 @@ def start(kernels: Iterable[Instantiation], device: int) -> None:
     for kernel in kernels:
         task = kernel, device
         with _lock:
-            if task in _done or _compile.is_loaded(*task):
+            if task in _started or _compile.is_loaded(*task):
                 continue
-            _done[task] = threading.Event()
+            _started[task] = Future()
             _waiting.append(task)
             has_threads = _threads >= _most_threads()
             _threads += not has_threads
@@ -66,15 +67,16 @@ def is_wanted_now(kernel: Instantiation, device: int) -> bool:
     """
     if not is_on() or _compile.is_loaded(kernel, device) or _compile.is_capturing():
         return True
-    done = _done.get((kernel, device))
-    return done is not None and done.is_set()
+    started = _started.get((kernel, device))
+    return started is not None and started.done()
 
 
 def load(kernels: Iterable[Instantiation], device: int) -> tuple[_driver.Kernel, ...]:
     """Return the kernels on the current device. Compile what is missing.
 
     The caller compiles the first, and threads compile the others meanwhile. `_compile.load` says
-    what it raises. A call that is captured waits for what was given to threads before.
+    what it raises. A call that is captured waits for what was given to threads before, and raises
+    what they raised.
     """
     first, *others = kernels
     if others:
@@ -83,9 +85,9 @@ def load(kernels: Iterable[Instantiation], device: int) -> tuple[_driver.Kernel,
 
 
 def _loaded(kernel: Instantiation, device: int) -> _driver.Kernel:
-    done = _done.get((kernel, device))
-    if done is not None and not done.is_set() and _compile.is_capturing():
-        done.wait()
+    started = _started.get((kernel, device))
+    if started is not None and _compile.is_capturing():
+        started.result()
     return _compile.load(kernel, device)
 
 
@@ -106,10 +108,10 @@ def _work() -> None:
         try:
             if threading.main_thread().is_alive():  # else the interpreter waits for this thread
                 _compile.load_behind(*task)
-        except Exception:  # the call that needs the kernel meets the same
-            pass
-        finally:
-            _done[task].set()
+        except Exception as error:  # the call that needs the kernel meets the same
+            _started[task].set_exception(error)
+        else:
+            _started[task].set_result(None)
 
 
 def _give_up() -> None:
@@ -122,7 +124,7 @@ def _give_up() -> None:
         left = list(_waiting)
         _waiting.clear()
     for task in left:
-        _done[task].set()
+        _started[task].set_result(None)
 
 
 def _begin_anew() -> None:
@@ -130,7 +132,7 @@ def _begin_anew() -> None:
     global _lock, _threads
     _lock, _threads = threading.Lock(), 0
     _waiting.clear()
-    _done.clear()
+    _started.clear()
 
 
 if hasattr(os, "register_at_fork"):

@@ -179,7 +179,7 @@ def forward_instantiation(
         "Epilogue": "Clamp" if spec.relu else "Identity",
         "kCentered": spec.norm == "layer_norm",
         "kZeroCentered": spec.zero_centered,
-        "kStoresStatistics": spec.store_statistics,
+        "kStoresBits": spec.relu and spec.store_statistics,
     }
     read = {"X": spec.x, "Branch": spec.dtypes["x"], "Residual": spec.residual}
     op = _op(options, **read, Weight=spec.weight, Bias=spec.bias, Y=spec.y)
@@ -232,12 +232,15 @@ def backward_instantiations(
         of_gradients = partials if config.reduction is not None else gradients
         arguments = arguments_of("BackwardInRegistersArguments", spec.x)
         fields = [f.name for f in dataclasses.fields(config) if f.name != "column_threads"]
+        of_rows = config
+        if spec.norm == "layer_norm":  # whose kernel does not depend on how many lanes they are
+            of_rows = dataclasses.replace(config, column_lanes=min(config.column_lanes, 1))
         passes: tuple[Instantiation, ...] = (
             Instantiation(
                 "backward_in_registers.cu",
                 "norm_backward_in_registers",
                 of_gradients,
-                _layout(config, fields),
+                _layout(of_rows, fields),
                 arguments,
                 config.block_threads,
                 backward_in_registers_bytes(spec, config),
@@ -403,8 +406,8 @@ def load_behind(kernel: Instantiation, device: int) -> None:
     """Load a kernel in a thread of its own. Other threads may capture CUDA graphs meanwhile."""
     import cupy
 
-    cupy.cuda.Device(device).use()
     _driver.allow_loading_beside_captures()
+    cupy.cuda.Device(device).use()
     _load(kernel, device)
 
 

@@ -26,7 +26,7 @@ __device__ __forceinline__ T affine(T xhat, const Pack<Weight, Length>& weights,
 }
 
 // Returns the values of y from a pack of x: xhat = (x - shift) * scale [+ offset if kCentered], the
-// affine step and the epilogue. If kStoresStatistics, it returns the epilogue's bits as well.
+// affine step and the epilogue. If kStoresBits, it returns the epilogue's bits as well.
 template <typename Op, typename T, typename X, typename Weight, typename Bias, int Length>
 __device__ __forceinline__ unsigned normalize_pack(T (&values)[Length], const Pack<X, Length>& pack,
                                                    T shift, T scale, T offset,
@@ -39,7 +39,7 @@ __device__ __forceinline__ unsigned normalize_pack(T (&values)[Length], const Pa
     const T d = pack.template get<T>(i) - shift;
     const T xhat = Op::kCentered ? fused_multiply_add(d, scale, offset) : d * scale;
     values[i] = affine<Op>(xhat, weights, biases, i);
-    Op::Epilogue::template forward<Op::kStoresStatistics>(values[i], args, bits, i);
+    Op::Epilogue::template forward<Op::kStoresBits>(values[i], args, bits, i);
   }
   return bits;
 }

@@ -4,10 +4,9 @@
 // nothing is copied, taken in turn or kept for a next row.
 //
 // Layout:    as backward_pipelined.cu. Without kColumnLanes, dweight and dbias hold a row for each row of x, or for
-//            each block if blocks have several teams: these are partials for reduce_partials.cu. A lone row whose
-//            block has one team writes the weight gradients themselves. dx may be dy. With kColumnLanes it overlaps
-//            neither dy nor x. means_of_h holds one value a row, which centres xhat again, if there are kColumnLanes
-//            and kCentered.
+//            each block if blocks have several teams: these are partials for reduce_partials.cu. dx may be dy. With
+//            kColumnLanes it overlaps neither dy nor x. means_of_h holds one value a row, which centres xhat again,
+//            if there are kColumnLanes and kCentered.
 // Grid:      a cluster of kClusterBlocks blocks of kRowThreads threads a row, or a block of kBlockThreads for as many
 //            rows as it has teams, on grid.x. Other blocks, if any, sum the weight gradients of kColumnLanes packs
 //            each. They are further such clusters, before those of rows or behind them (kLast). If kCentered, they
@@ -139,17 +138,15 @@ struct RowInRegisters {
   static constexpr int kGradients = kPresent<DWeight> + kPresent<DBias>;
   // Gradients wait for the block's sums.
   static constexpr bool kKeeps = kTeams > 1 && Layout::kColumnLanes == 0;
-  // A kernel follows that sums columns, or partials. Gradients of type T count as partials, though
-  // those of a lone row, which no kernel follows, may have type T as well.
-  static constexpr bool kPartials =
-      kGradients > 0 && kSame<DWeight, T> + kSame<DBias, T> == kGradients;
-  static constexpr bool kFollowed = Layout::kColumnLanes > 0 ? Op::kCentered : kPartials;
+  // A kernel follows that sums columns, or partials.
+  static constexpr bool kFollowed = Layout::kColumnLanes > 0 ? Op::kCentered : kGradients > 0;
   // If registers are to spare, dresidual_out is asked for with the row.
   static constexpr bool kTotalEarly =
       Layout::kBlockThreads * Layout::kBlocksPerMultiprocessor * kPacks <= 1024;
   static_assert(kTeams == 1 || !Op::kCentered || Layout::kColumnLanes == 0,
                 "each row tells its mean of h");
-  static_assert(!kKeeps || kPartials, "of each block");
+  static_assert(Layout::kColumnLanes > 0 || kSame<DWeight, T> + kSame<DBias, T> == kGradients,
+                "a block writes partials");
 
   const BackwardInRegistersArguments<Op>& args;
   int n_cols;

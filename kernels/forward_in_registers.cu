@@ -424,14 +424,12 @@ struct InRegistersForward {
 
   // ---- the statistics and y ----
 
-  // What the backward pass needs.
+  // What the backward pass needs, if it is asked for.
   __device__ __forceinline__ void store_statistics() const {
-    if constexpr (Op::kStoresStatistics) {
-      if (active && team.rank == 0 && team.block == 0) {
-        if constexpr (Op::kCentered)
-          args.mean[row] = (statistics.shift + statistics.correction) * unit;
-        args.rstd[row] = scale.rstd;
-      }
+    if (args.rstd != nullptr && active && team.rank == 0 && team.block == 0) {
+      if constexpr (Op::kCentered)
+        args.mean[row] = (statistics.shift + statistics.correction) * unit;
+      args.rstd[row] = scale.rstd;
     }
   }
   // Where this thread's y begins; for words also the first lane's column and where the lanes
@@ -496,7 +494,7 @@ struct InRegistersForward {
         store_by_sectors<Layout::kVector, Layout::kRowThreads>(normalized, place.own, p * kStep,
                                                                left_of_row(p));
       }
-      if constexpr (Op::Epilogue::kHasBits && Op::kStoresStatistics) {
+      if constexpr (Op::kStoresBits) {
         static_assert(Layout::kRowThreads * kLength >= 8,
                       "a byte of the bitmask lies in neighbouring lanes");
         store_bits<Layout::kVector, kLength>(bits, args.bitmask + row * bitmask_bytes(n_cols),

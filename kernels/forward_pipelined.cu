@@ -511,7 +511,7 @@ struct PipelinedForward {
         store_by_sectors<Layout::kVector, Layout::kBlockThreads>(
             normalized, args.y + row * args.y_stride, first_column(p), end_of_row(p));
       }
-      if constexpr (Op::Epilogue::kHasBits && Op::kStoresStatistics) {
+      if constexpr (Op::kStoresBits) {
         store_bits<Layout::kVector, kLength>(bits, args.bitmask + row * bitmask_bytes(n_cols),
                                              first_column(p), n_cols);
       }
@@ -525,15 +525,13 @@ struct PipelinedForward {
     arrays.rows[Layout::kStages - 1] = fetched;
     fetched_all(stage);
   }
-  // What the backward pass needs.
+  // What the backward pass needs, if it is asked for.
   __device__ __forceinline__ void keep_statistics(const Measured& measured, long long row) const {
-    if constexpr (Op::kStoresStatistics) {
-      if (team.block == 0 && team.rank == 0) {
-        const Statistics<T>& statistics = measured.statistics;
-        if constexpr (Op::kCentered)
-          args.mean[row] = (statistics.shift + statistics.correction) * measured.unit;
-        args.rstd[row] = measured.scale.rstd;
-      }
+    if (args.rstd != nullptr && team.block == 0 && team.rank == 0) {
+      const Statistics<T>& statistics = measured.statistics;
+      if constexpr (Op::kCentered)
+        args.mean[row] = (statistics.shift + statistics.correction) * measured.unit;
+      args.rstd[row] = measured.scale.rstd;
     }
   }
 };

@@ -186,7 +186,7 @@ struct StreamingForward {
       const T xhat =
           Op::kCentered ? fused_multiply_add(d, scale.of_row, offset) : in_unit * scale.of_row;
       values[i] = affine<Op>(xhat, weights, biases, i);
-      Op::Epilogue::template forward<Op::kStoresStatistics>(values[i], args, bits, i);
+      Op::Epilogue::template forward<Op::kStoresBits>(values[i], args, bits, i);
     }
     return bits;
   }
@@ -213,22 +213,20 @@ struct StreamingForward {
         Pack<Y, kLength> normalized;
         normalized.set(values);
         store<Layout::kVector, true, false>(normalized, normalized_row + base, first, columns);
-        if constexpr (Op::Epilogue::kHasBits && Op::kStoresStatistics) {
+        if constexpr (Op::kStoresBits) {
           store_bits<Layout::kVector, kLength>(
               bits, args.bitmask + row_index * bitmask_bytes(n_cols) + base / 8, first, columns);
         }
       }
     });
   }
-  // What the backward pass needs.
+  // What the backward pass needs, if it is asked for.
   __device__ __forceinline__ void store_statistics() const {
-    if constexpr (Op::kStoresStatistics) {
-      if (team.block == 0 && team.rank == 0) {
-        if constexpr (Op::kCentered) {
-          args.mean[row_index] = (statistics.shift + statistics.correction) * unit;
-        }
-        args.rstd[row_index] = scale.rstd;
+    if (args.rstd != nullptr && team.block == 0 && team.rank == 0) {
+      if constexpr (Op::kCentered) {
+        args.mean[row_index] = (statistics.shift + statistics.correction) * unit;
       }
+      args.rstd[row_index] = scale.rstd;
     }
   }
 };

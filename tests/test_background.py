@@ -92,7 +92,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
     monkeypatch.setattr(_background, "_most_threads", lambda: 4)
     for name in ("_functions", "_modules", "_locks"):
         monkeypatch.setattr(_compile, name, {})
-    monkeypatch.setattr(_background, "_done", {})
+    monkeypatch.setattr(_background, "_started", {})
     monkeypatch.delenv(_background.SWITCH, raising=False)
     yield made
     made.may_end.set()
@@ -169,7 +169,7 @@ def test_nothing_stands_in_if_it_is_turned_off(
     compiler.backward(FEW)
     assert len(compiler.made) == 4
     assert at_rest()
-    assert not _background._done
+    assert not _background._started
 
 
 def test_a_call_meets_the_error_that_a_thread_met(compiler: Compiler) -> None:
@@ -194,6 +194,20 @@ def test_a_captured_call_waits_for_a_thread(compiler: Compiler) -> None:
     assert plan.kernel is not few.kernel
 
 
+def test_a_captured_call_meets_the_error_of_the_thread_that_it_waited_for(
+    compiler: Compiler,
+) -> None:
+    compiler.forward(FEW)
+    compiler.wrong.add(compiler.kernel_of_many().source())
+    compiler.may_end.clear()
+    assert compiler.forward(MANY).stands_in
+    compiler.capturing = True
+    threading.Timer(0.05, compiler.may_end.set).start()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="it cannot be compiled"):
+            compiler.forward(MANY)
+
+
 def test_nothing_is_compiled_for_a_captured_call(compiler: Compiler) -> None:
     few = compiler.forward(FEW)
     compiler.capturing = True
@@ -203,7 +217,7 @@ def test_nothing_is_compiled_for_a_captured_call(compiler: Compiler) -> None:
     with pytest.raises(RuntimeError, match="would invalidate the CUDA graph being captured"):
         compiler.backward(MANY)
     assert len(compiler.begun) == 1
-    assert not _background._done
+    assert not _background._started
 
 
 def test_the_kernels_of_other_numbers_of_rows_come_behind(compiler: Compiler) -> None:
@@ -345,7 +359,7 @@ def test_a_thread_that_goes_on_at_the_exit_does_not_hang() -> None:
 def late():
     threading.main_thread().join()
     _background.start(kernels, 0)
-    _background._done[kernels[-1], 0].wait()
+    _background._started[kernels[-1], 0].result()
     print("late", flush=True)
 threading.Thread(target=late).start()
 print('END', time.time(), flush=True)
@@ -368,9 +382,9 @@ _compile._locks[kernels[0]].acquire()
 child = os.fork()
 if child == 0:
     assert not _compile._locks
-    assert not _background._waiting and not _background._done and _background._threads == 0
+    assert not _background._waiting and not _background._started and _background._threads == 0
     _background.start(kernels[:1], 0)
-    assert _background._done[kernels[0], 0].wait(10)
+    _background._started[kernels[0], 0].result(10)
     print("child", flush=True)
     os._exit(0)
 assert os.waitpid(child, 0)[1] == 0

@@ -649,23 +649,23 @@ def test_warmup_loads_the_kernels_of_few_rows_and_of_many(monkeypatch: pytest.Mo
     few = [config for _, config in few_rows_configs(spec, many, 4096, 90, 12)]
     assert loaded[:3] == [_compile.forward_instantiation(spec, config) for config in (*few, many)]
     names = [kernel.name for kernel in loaded[6:]]
-    alone, many = ["norm_backward_in_registers"], ["norm_backward_pipelined", "reduce_partials"]
-    few_and_columns = [*alone, "norm_backward_in_registers_columns"]
-    few_and_sums = [*alone, "reduce_partials"]  # for a given dx
-    assert names[: len(names) // 2] == [*alone, *few_and_columns, *many, *few_and_sums]
+    few, many = ["norm_backward_in_registers"], ["norm_backward_pipelined", "reduce_partials"]
+    few_and_columns = [*few, "norm_backward_in_registers_columns"]
+    few_and_sums = [*few, "reduce_partials"]  # for a given dx
+    assert names[: len(names) // 2] == [*few_and_columns, *many, *few_and_sums]
     assert names[len(names) // 2 :] == names[: len(names) // 2]  # without the bias gradient
 
     # 12 multiprocessors run 96 rows at once, 8 a block. One row a block is for up to 64 rows.
     loaded.clear()
     cupynorm.warmup("layer_norm", 1024, "float32", "float32")
     names = [k.name for k in loaded if "forward" not in k.file]
-    assert names == 2 * [*alone, *few_and_columns, *few_and_sums, *many, *few_and_sums]
+    assert names == 2 * [*few_and_columns, *few_and_sums, *many, *few_and_sums]
 
     loaded.clear()
     cupynorm.warmup("rms_norm", 4096, "float32", "float32")
     names = [kernel.name for kernel in loaded[4:]]
-    beside_columns = alone * 2  # for up to 64 rows and up to 69, with the same kernel
-    assert names == [*alone, *beside_columns, *many, *few_and_sums]
+    beside_columns = 2 * few  # for up to 64 rows and up to 69, with the same kernel
+    assert names == [*beside_columns, *many, *few_and_sums]
 
 
 @pytest.mark.parametrize(

@@ -845,7 +845,7 @@ FEW_BESIDE_COLUMNS = kernels_with(
     kCentered="true",
     kZeroCentered="true",
     Epilogue="Clamp",
-    kColumnLanes="8|16",
+    kColumnLanes="1",
     kClusterBlocks="1",
     kRowThreads="128",
     kBlockThreads="128",
@@ -937,7 +937,7 @@ FEW_BESIDE_DRESIDUAL_OUT = kernels_with(
     "norm_backward_in_registers",
     DResidualOut="b?float16",
     kCentered="true",
-    kColumnLanes="8|16",
+    kColumnLanes="1",
     kPacksPerThread="2",
 )
 SPILLED = {
@@ -998,22 +998,8 @@ FEW_BY_1024_THREADS_ON_80 = kernels_with(
     kFull="false",
     kVector="8",
 )
-# Few rows of float32 with 8 packs, weight and bias held, on sm_100 and sm_120. Nothing was measured
-# there.
-FEW_OF_8_PACKS = kernels_with(
-    "norm_forward_in_registers",
-    X="float",
-    kCentered="true",
-    kRowThreads="160",
-    kBlocksPerMultiprocessor="3",
-    kPacksPerThread="8",
-    kRareLast="true",
-    kHoldWeight="true",
-    kFull="true",
-)
 ON_120 = {
     CELLS_ON_120: 144,
-    FEW_OF_8_PACKS: 68,
     LAYER_NORM_BY_8_PACKS: 24,
     LAYER_NORM_BY_PACKS_OF_8_BYTES: 52,
     RMS_NORM_HOLDS_4_PACKS: 32,
@@ -1021,7 +1007,7 @@ ON_120 = {
 SPILLED_ON = {
     "80": {AROUND_ZERO_ON_80: 8, FEW_BY_1024_THREADS_ON_80: 36},
     "90": {RMS_NORM_HOLDS_4_PACKS: 16},
-    "100": {RMS_NORM_HOLDS_4_PACKS: 16, FEW_OF_8_PACKS: 32},
+    "100": {RMS_NORM_HOLDS_4_PACKS: 16},
     "120": ON_120,
 }
 # These bytes are those of NVRTC 12.9, the last version of CUDA 12, which CI has. Other versions

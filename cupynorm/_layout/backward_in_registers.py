@@ -31,9 +31,9 @@ class BackwardInRegisters:
     """Few rows held in registers, each by `cluster_blocks` blocks of `row_threads` threads.
 
     Or a block of `block_threads` holds several rows. A multiprocessor has registers for
-    `blocks_per_multiprocessor`. The blocks of a lone row write its weight gradients. For more rows,
-    further blocks sum them. Each has `column_threads` for `column_lanes` packs, and reads x and dy
-    itself. If those are 0, the `reduction` sums a partial of each block. RMSNorm has the further
+    `blocks_per_multiprocessor`. Further blocks sum the weight gradients. Each has `column_threads`
+    for `column_lanes` packs, and reads x and dy itself. If those are 0, the `reduction` sums a
+    partial of each block. RMSNorm has the further
     blocks in the same kernel. LayerNorm has them in a second one that overlaps with it, since a sum
     of its row centres xhat.
     """
@@ -92,10 +92,6 @@ def few_rows_backward_configs(
     if spec.gradients and not dx_given:
         beside_columns = _beside_columns(spec, lone, architecture, multiprocessors)
     found = beside_columns or _with_partials(config, lone)
-    # The blocks of a lone row write its weight gradients. Without any, it has the kernel of more
-    # rows. A block is whole warps.
-    if config.row_threads >= 32 and config.reduction is not None:
-        found = ((1, lone), *found)
     most = found[-1][0] if found else 0
     of_several = _of_several_rows(spec, config, lone, architecture, multiprocessors)
     return (*found, *(few for few in of_several if few[0] > most))

@@ -558,7 +558,7 @@ ADDRESSES = [
     )
 ]
 
-# Cases for which few rows may have their own kernels, and as many of a lone row.
+# Cases for which few rows may have their own kernels, and some of a lone row.
 _LONGER = ("warp", "in_place", "block", "relu_warps", "range")
 FEW = [case for case in CASES if case.name.startswith(_LONGER) and case.m <= 64][::3]
 FEW += [case for case in CASES if case.name in ("pipelined_cluster", "infinite_dy_300")]
@@ -623,7 +623,7 @@ FEW += [
 ]
 # More rows than hold the weight at once. All of them run at once anyway.
 FEW.append(Case("few_at_once", "rms_norm", 9, 10240, "bfloat16", bias=None, regime="extreme"))
-FEW += [dataclasses.replace(case, name=f"lone_{case.name}", m=1) for case in FEW[::2]]
+FEW += [dataclasses.replace(case, name=f"lone_{case.name}", m=1) for case in FEW[::8]]
 # More rows than blocks, in the backward: several rows a block, and fewer in the last one.
 _TEAMS: dict[str, Any] = {"multiprocessors": 9}
 for _norm in NORMS:
