@@ -854,6 +854,17 @@ FEW_BESIDE_COLUMNS = kernels_with(
     kFull="false",
     kVector="8",
 )
+# As many of these threads with the gradient of a sum, which is asked for when dx is known.
+FEW_BESIDE_COLUMNS_WITH_A_RESIDUAL = kernels_with(
+    "norm_backward_in_registers",
+    DResidualOut="bfloat16|half|float",
+    kCentered="true",
+    kColumnLanes="1",
+    kClusterBlocks="1",
+    kBlocksPerMultiprocessor="4|6|8",
+    kPacksPerThread="2",
+    kVector="8",
+)
 LAYER_NORM_BY_TWO_CLUSTERS = kernels_with(
     "norm_forward_pipelined",
     X="b?float16",
@@ -954,6 +965,7 @@ SPILLED = {
     STRIPS_BY_SINGLE_ELEMENTS: 72,
     STRIPS_WITH_BITMASK: 48,
     FEW_BESIDE_COLUMNS: 8,
+    FEW_BESIDE_COLUMNS_WITH_A_RESIDUAL: 16,
     BY_CELLS: 80,
     CELLS_BESIDE_A_BITMASK: 96,
     CELLS_BESIDE_FLOAT32: 88,
