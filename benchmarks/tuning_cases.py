@@ -36,6 +36,10 @@ CASES: dict[str, tuple[str, tuple[object, ...]]] = {
         "layer_norm forward bf16,f32 11000x6001 11000x6002",
         ((0, 0),),
     ),
+    "ForwardInRegisters.eight_packs_beyond": (
+        "layer_norm forward f32,f32 512x8192 528x7168 16384x8192",
+        (2048,),
+    ),
     "ForwardInRegisters.widths": ("rms_norm forward bf16,f32 37449x3584", ((4,), (2,))),
     "ForwardInRegisters.short_widths": ("rms_norm forward bf16,f32 419430x320", ((2,),)),
     "ForwardInRegisters.short_max_packs": ("rms_norm forward bf16,f32 262144x512", (16,)),
@@ -148,6 +152,7 @@ CASES: dict[str, tuple[str, tuple[object, ...]]] = {
         "layer_norm forward f16,f16 528x14336 400x10240",
         ((), (320, 384, 448, 512)),
     ),
+    "FewRowsForward.not_by_64_registers": ("layer_norm forward f32,f32 528x7168", (0,)),
     "FewRowsForward.max_short_elements": (
         "layer_norm forward bf16,f32 32768x256 65536x256",
         (0, 1 << 24),

@@ -328,10 +328,12 @@ def regimes(kernel: Instantiation) -> Iterator[str]:
             if row_threads < block_threads:
                 beside = " beside columns" if lanes else ""
                 yield f"{name}, several rows{beside} to {team} each"
-            if lanes:
+            if lanes and not members["kCentered"]:
                 yield f"{name}, columns by {lanes} lanes"
-                if blocks != 1 and not members["kCentered"]:
+                if blocks != 1:
                     yield f"{name}, columns in clusters of {blocks}"
+        elif name == "norm_backward_in_registers_columns":
+            yield f"{name} by {members['kColumnLanes']} lanes"
         return
     team_threads, packs = members["kRowThreads"], members["kPacksPerThread"]
     assert isinstance(team_threads, int)
@@ -405,12 +407,12 @@ def test_the_cases_reach_every_regime(kernels: list[Instantiation]) -> None:
         "norm_backward_in_registers, several rows beside columns to a warp or less each",
         "norm_backward_in_registers, several rows beside columns to several warps each",
         "norm_backward_in_registers, columns by 4 lanes",
-        "norm_backward_in_registers, columns by 8 lanes",
         "norm_backward_in_registers, columns by 16 lanes",
         "norm_backward_in_registers, columns by 32 lanes",
         "norm_backward_in_registers, columns in clusters of 2",
         "norm_backward_in_registers, columns in clusters of 4",
-        "norm_backward_in_registers_columns",
+        "norm_backward_in_registers_columns by 8 lanes",
+        "norm_backward_in_registers_columns by 16 lanes",
         "norm_backward_coefficients",
         "norm_backward_coefficients, a row to a cluster",
         "norm_backward_columns",

@@ -190,6 +190,9 @@ def _row(spec: ForwardSpec, n: int, packs: int, vector: int, architecture: int) 
 
 def _packs_per_thread(spec: ForwardSpec, n: int, packs: int) -> int:
     """Return how many packs of a row each thread of a ForwardInRegisters holds."""
+    wider = spec.norm == "layer_norm" and ITEMSIZE[spec.x] >= 4
+    if wider and packs > Tuned.eight_packs_beyond:
+        return 8
     if has_fewest_threads(spec, packs):
         return _packs_of_fewest_threads(spec, n, packs)
     if packs < Common.min_packs_filled:
@@ -483,7 +486,7 @@ def _by_64_registers(
     plain = not (spec.relu or spec.zero_centered) and ITEMSIZE[spec.y] == ITEMSIZE[spec.x]
     if not (whole and plain and _gains_by_64_registers(spec, config, packs, architecture)):
         return None
-    folded = spec.norm == "layer_norm"
+    folded = spec.norm == "layer_norm" and packs == 4
     times = 2 if folded else 1
     threads = config.row_threads // times
     return replace(
@@ -503,8 +506,12 @@ def _gains_by_64_registers(
     two_bytes = ITEMSIZE[spec.x] == 2
     if spec.norm == "rms_norm":  # a bias would spill
         return two_bytes and packs == 8 and spec.bias is None and gpu_of(architecture).clusters
-    of_four = two_bytes and packs == 4 and config.row_threads in FewRows.folded_threads
-    return of_four and gpu_of(architecture).timed
+    if not gpu_of(architecture).timed:
+        return False
+    if two_bytes:
+        return packs == 4 and config.row_threads in FewRows.folded_threads
+    of_float32 = spec.x == "float32" and packs == 8
+    return of_float32 and config.row_threads != FewRows.not_by_64_registers
 
 
 def _packs_of_16_bytes(spec: ForwardSpec, config: ForwardInRegisters) -> int:

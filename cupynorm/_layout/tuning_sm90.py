@@ -80,6 +80,8 @@ class ForwardInRegisters:
     )
     # Packs of a row that 96 threads would hold by 8.
     six_packs_between = Row((640, 768), "11000x6001: 101 -> 93 us", "the-fewest-threads")
+    # Packs of LayerNorm's rows of float32 and float64.
+    eight_packs_beyond = Row(1024, "512x8192: 14.8 -> 13.6 us", "packs-of-a-thread")
     # Packs of a thread. The first of those that leave the fewest empty is taken.
     widths = Row((4, 3, 5, 6, 7), "37449x3584: 135 -> 129 us", "packs-of-a-thread")
     short_widths = Row((2, 3, 5), "419430x320: 146 -> 130 us", "packs-of-a-thread")
@@ -165,6 +167,8 @@ class FewRowsForward:
     threads_at_once = Row(1024, "512x16384: 14.6 -> 13.1 us", "few-rows-by-64-registers")
     # For LayerNorm's rows of 4 packs, by half as many threads of twice the packs.
     folded_threads = Row((384, 448, 512), "528x14336: 13.9 -> 12.9 us", "few-rows-by-64-registers")
+    # Threads of LayerNorm's rows of float32.
+    not_by_64_registers = Row(224, "528x7168: 12.6 -> 12.3 us", "few-rows-by-64-registers")
     # For LayerNorm's rows of 4 packs a thread, by twice the threads.
     max_short_elements = Row(
         1 << 23,
@@ -313,7 +317,7 @@ class BackwardInRegisters:
         "1000x2000 with a bitmask: 13.2 -> 12.6 us",
         "several-rows-a-block",
     )
-    min_threads_of_teams = Row(256, "512x1024: 7.6 -> 7.7 us", "several-rows-a-block")
+    min_threads_of_teams = Row(256, "512x1024: 7.7 us, 7.6 with 128", "several-rows-a-block")
 
 
 class BackwardColumnParallel:
