@@ -17,8 +17,7 @@ from benchmarks.measure import reason
 from cupynorm._bench import Problem
 
 SYNTHETIC_RELU = SYNTHETIC.with_name("synthetic_relu.json")
-RECORDED = README.with_name("results") / "h200.json"  # the last complete run
-SHOWN = RECORDED.with_name("h200_f8fd6e1.json")  # the newest
+RECORDED = README.with_name("results") / "h200_f8fd6e1.json"
 DOCS = README.parent.parent / "docs"
 TABLES = DOCS / "tables.md"
 
@@ -209,7 +208,7 @@ def test_plots_are_written_as_svg_and_the_same_each_time(tmp_path, synthetic) ->
 
 
 def test_the_overview_has_the_speed_over_the_limits_of_both_passes(tmp_path) -> None:
-    recorded = results.load(SHOWN)
+    recorded = results.load(RECORDED)
     figure = plots.overview(recorded)
     titles = [axes.get_title() for axes in figure.axes]
     assert titles == [
@@ -228,7 +227,7 @@ def test_the_overview_has_the_speed_over_the_limits_of_both_passes(tmp_path) -> 
         assert list(line.get_ydata()) == pytest.approx(expected)
         assert list(line.get_xdata()) == [cols for _, cols in problems.TRAINING]
     path = tmp_path / "speed.svg"
-    plots.main([str(SHOWN), str(path)])
+    plots.main([str(RECORDED), str(path)])
     drawn, kept = (file.read_text(encoding="utf-8") for file in (path, DOCS / "speed.svg"))
     words = [re.findall(r">([^<>]+)</text>", text) for text in (drawn, kept)]
     assert words[0] == words[1]
@@ -533,14 +532,14 @@ def test_runs_on_two_gpus_are_joined_if_they_are_alike(synthetic, tmp_path, caps
 
 @pytest.mark.parametrize(("option", "page"), [("--readme", TABLES), ("--headline", README)])
 def test_the_pages_show_the_recorded_results(option, page, tmp_path) -> None:
-    source, written = (tmp_path / path.relative_to(DOCS.parent) for path in (SHOWN, page))
-    for path, kept in ((source, SHOWN), (written, page)):
+    source, written = (tmp_path / path.relative_to(DOCS.parent) for path in (RECORDED, page))
+    for path, kept in ((source, RECORDED), (written, page)):
         path.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(kept, path)
     report.main([str(source), option, str(written)])
     assert written.read_text(encoding="utf-8") == page.read_text(encoding="utf-8")
     if option == "--readme":
-        drawn, kept = (path.with_suffix("").iterdir() for path in (source, SHOWN))
+        drawn, kept = (path.with_suffix("").iterdir() for path in (source, RECORDED))
         assert {path.name for path in drawn} == {path.name for path in kept}
 
 
