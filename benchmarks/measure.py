@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import gc
 import math
-import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -57,39 +55,27 @@ def measure(
 ) -> Record:
     """Return the record of a measurement; an exception becomes its reason."""
     record = _begun(problem, backend)
-    wall: dict[str, float] = {}
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            record |= _measure(problem, backend, sets, clock, xp, check, wall)
+            record |= _measure(problem, backend, sets, clock, xp, check)
     except Exception as error:  # whatever a library raises is its answer
         record |= {"status": "failed", "reason": reason(error)}
-    with _phase(wall, "release"):
-        gc.collect()
-        try:
-            backend.release()
-        except Exception as error:
-            record.setdefault("reason", reason(error))
-    return record | {"wall": wall}
+    gc.collect()
+    try:
+        backend.release()
+    except Exception as error:
+        record.setdefault("reason", reason(error))
+    return record
 
 
 def failed(problem: Problem, backend: Backend, why: str) -> Record:
     """Return the record of a measurement that could not begin."""
-    return _begun(problem, backend) | {"status": "failed", "reason": why, "wall": {}}
+    return _begun(problem, backend) | {"status": "failed", "reason": why}
 
 
 def _begun(problem: Problem, backend: Backend) -> Record:
     return {**asdict(problem), "bytes": problem.bytes, "backend": backend.name}
-
-
-@contextmanager
-def _phase(wall: dict[str, float], name: str) -> Iterator[None]:
-    """Add the seconds spent to those of a phase, even if something is raised."""
-    start = time.perf_counter()
-    try:
-        yield
-    finally:
-        wall[name] = round(wall.get(name, 0.0) + time.perf_counter() - start, 4)
 
 
 def reason(error: BaseException) -> str:
@@ -106,46 +92,40 @@ def _measure(
     clock: Clock,
     xp: Any,
     check: Check,
-    wall: dict[str, float],
 ) -> Record:
-    with _phase(wall, "prepare"):
-        calls = [backend.prepare(problem, inputs) for inputs in sets]
-        backend.poison(problem, sets[0])
-        outputs = calls[0].run()
-        backend.synchronize()
+    calls = [backend.prepare(problem, inputs) for inputs in sets]
+    backend.poison(problem, sets[0])
+    outputs = calls[0].run()
+    backend.synchronize()
     record: Record = {"note": calls[0].note}
     checked = backend.kind != "limit"
     right: list[Any] = []
     if checked:
-        with _phase(wall, "check"):
-            right = backend.collect(outputs, xp)
-            record |= check(problem, backend, sets[0], outputs, xp)
+        right = backend.collect(outputs, xp)
+        record |= check(problem, backend, sets[0], outputs, xp)
         if record["status"] == "wrong":
             return record
     replays: list[Replay] = []
-    with _phase(wall, "capture"):
-        try:
-            for inputs in sets:
-                replay = backend.capture(problem, inputs)
-                if replay is not None:
-                    replays.append(replay)
-        except Exception as error:
-            replays = []
-            record["not_captured"] = reason(error)
-            backend.synchronize()
+    try:
+        for inputs in sets:
+            replay = backend.capture(problem, inputs)
+            if replay is not None:
+                replays.append(replay)
+    except Exception as error:
+        replays = []
+        record["not_captured"] = reason(error)
+        backend.synchronize()
     if replays:
-        with _phase(wall, "check"):
-            replays[0].launch()
-            backend.synchronize()
-            if checked:
-                replayed = backend.collect(replays[0].outputs, xp)
-                if not same_bits(right, replayed, xp):
-                    again = check(problem, backend, sets[0], replays[0].outputs, xp)
-                    if again["status"] == "wrong":
-                        return record | again | {"reason": f"replayed: {again['reason']}"}
+        replays[0].launch()
+        backend.synchronize()
+        if checked:
+            replayed = backend.collect(replays[0].outputs, xp)
+            if not same_bits(right, replayed, xp):
+                again = check(problem, backend, sets[0], replays[0].outputs, xp)
+                if again["status"] == "wrong":
+                    return record | again | {"reason": f"replayed: {again['reason']}"}
     del outputs, right
-    with _phase(wall, "time"):
-        times = backend.measure(clock, calls, replays)
+    times = backend.measure(clock, calls, replays)
     if backend.not_captured:
         record["not_captured"] = backend.not_captured
     return {"status": "ok", **record, "times": {name: asdict(t) for name, t in times.items()}}

@@ -144,11 +144,6 @@ def test_a_measurement_tells_what_went_wrong(fault, status, reason, timed) -> No
     assert record["reason"] is None if reason is None else record["reason"].startswith(reason)
     assert results.problem_of(record) == problem
     assert (results.seconds(record) is not None) == bool(timed)
-    phases = ["prepare"]
-    if fault != "refuses":
-        phases += ["check"] if fault == "wrong" else ["check", "capture"]
-    phases += ["time"] if timed else []
-    assert list(record["wall"]) == [*phases, "release"]
     json.dumps(record)
 
 
