@@ -28,7 +28,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax_calls import on_host
 from strategies import DTYPES, make_values
-from thorough import THOROUGH, one_in
+from thorough import THOROUGH
 
 import cupynorm.jax
 from cupynorm import NormBackward, reference, testing
@@ -714,9 +714,10 @@ def cases(kernels: bool) -> Iterator[tuple[str, Callable[[], Any]]]:
                 f"{name}, {kind.name} {shardy} {specs}",
                 functools.partial(with_a_residual_split_otherwise, kind, shardy, *specs),
             )
-    # The formula runs a part of the draws, with each way among them.
-    for i, one in list(enumerate(drawn()))[:: 1 if kernels else one_in(5)]:
-        yield f"drawn {i}", functools.partial(with_a_drawn_sharding, one)
+    # A part has each way among them: of five, the kernels have two, and the formula one.
+    for i, one in enumerate(drawn()):
+        if THOROUGH or i % 5 == 0 or (kernels and i % 5 == 2):
+            yield f"drawn {i}", functools.partial(with_a_drawn_sharding, one)
     for tracked in (True, False):
         yield f"shard_map, {tracked}", functools.partial(under_shard_map, 4, tracked, False)
         yield (
