@@ -86,7 +86,7 @@ def load(kernels: Iterable[Instantiation], device: int) -> tuple[_driver.Kernel,
 
 def _loaded(kernel: Instantiation, device: int) -> _driver.Kernel:
     started = _started.get((kernel, device))
-    if started is not None and _compile.is_capturing():
+    if started and not _compile.is_loaded(kernel, device) and _compile.is_capturing():
         started.result()
     return _compile.load(kernel, device)
 

@@ -4,12 +4,13 @@
 //
 // Op:        It has what the kernel depends on, and no more. The dtypes are types: X, DY, Weight, Bias, Y, DWeight and
 //            DBias, None if absent. Forward has the Prologue (prologue.cuh). Both have the Epilogue (epilogue.cuh) and
-//            the options kCentered (LayerNorm, else RMSNorm), kZeroCentered (1 is added to the weight) and
-//            kStoresBits (forward, of the Epilogue). X is the type of what is normalized. With a Residual, that is the sum of it
-//            and a Branch. DWeight and DBias are the types that the kernel itself writes: for partials, the compute
-//            type. DResidual is None if it is DX.
+//            the options kCentered (LayerNorm, else RMSNorm) and kZeroCentered (1 is added to the weight). If
+//            kStoresBits, forward stores the bits of the Epilogue. X is the type of what is normalized. With a
+//            Residual, that is the sum of it and a Branch. DWeight and DBias are the types that the kernel itself
+//            writes: for partials, the compute type. DResidual is None if it is DX.
 // Layout:    The fields of a configuration of cupynorm/_layout that the kernel needs: row_threads as kRowThreads.
 // Arguments: Sizes and other numbers come first, then arrays as a caller passes them. A row's stride is in elements.
+//            Inference has no mean and no rstd.
 #pragma once
 
 #include "types.cuh"

@@ -206,6 +206,12 @@ def test_a_captured_call_meets_the_error_of_the_thread_that_it_waited_for(
     for _ in range(2):
         with pytest.raises(RuntimeError, match="it cannot be compiled"):
             compiler.forward(MANY)
+    compiler.wrong.clear()  # as if a folder could be written again
+    compiler.capturing = False
+    kernel = compiler.forward(MANY).kernel
+    compiler.capturing = True
+    _plans.forward_plan_of.cache_clear()
+    assert compiler.forward(MANY).kernel is kernel
 
 
 def test_nothing_is_compiled_for_a_captured_call(compiler: Compiler) -> None:

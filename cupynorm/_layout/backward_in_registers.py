@@ -33,9 +33,8 @@ class BackwardInRegisters:
     Or a block of `block_threads` holds several rows. A multiprocessor has registers for
     `blocks_per_multiprocessor`. Further blocks sum the weight gradients. Each has `column_threads`
     for `column_lanes` packs, and reads x and dy itself. If those are 0, the `reduction` sums a
-    partial of each block. RMSNorm has the further
-    blocks in the same kernel. LayerNorm has them in a second one that overlaps with it, since a sum
-    of its row centres xhat.
+    partial of each block. RMSNorm has the further blocks in the same kernel. LayerNorm has them in
+    a second one that overlaps with it, since a sum of its row centres xhat.
     """
 
     row_threads: int
