@@ -36,7 +36,7 @@ using Time = std::uint32_t;
 constexpr int kWarp = 32;
 constexpr int kMaxThreads = 1024;
 constexpr int kMaxClusterBlocks = 128;
-constexpr int kMaxFibers = 1 << 17;
+constexpr int kMaxFibers = kMaxClusterBlocks * kMaxThreads;
 constexpr int kBarriers = 16;
 constexpr std::size_t kStackBytes = 256 << 10;
 constexpr long long kMaxEvents = 100'000'000;  // of a launch. With more, a loop does not end
@@ -1217,10 +1217,6 @@ int launch(void (*call)(void**), long long grid, int block_threads, int blocks_i
   }
   cluster_threads = cluster_blocks * threads;
   turn_threads = apart ? threads : cluster_threads;
-  if (cluster_threads > kMaxFibers) {
-    report.message = format("%d blocks of %d threads at once", cluster_blocks, threads);
-    return 0;
-  }
   std::vector<std::vector<std::uint64_t>> words(cluster_blocks,
                                                 std::vector<std::uint64_t>(shared_bytes / 8 + 17));
   for (int block = 0; block < cluster_blocks; ++block) {
