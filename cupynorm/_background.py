@@ -2,7 +2,7 @@
 
 NVRTC lets other threads run. What a thread has compiled is the same kernel that a call would have
 compiled. A call that needs a kernel which a thread is compiling waits for it. If it is still
-queued, the call compiles it.
+queued, the call compiles it, or waits for its turn if the call is captured.
 """
 
 from __future__ import annotations
@@ -56,6 +56,9 @@ def start(kernels: Iterable[Instantiation], device: int) -> None:
                 threading.Thread(target=_work, name="cupynorm").start()
             except RuntimeError:  # the interpreter exits, or the system has no more threads
                 _give_up()
+            except BaseException:  # Ctrl-C
+                _give_up()
+                raise
 
 
 def is_wanted_now(kernel: Instantiation, device: int) -> bool:

@@ -68,6 +68,21 @@ class CohereLikeLayerNorm(nn.Module):
         return (self.weight * wide * torch.rsqrt(variance + self.variance_epsilon)).to(x.dtype)
 
 
+class RMSNormWithAttributes(nn.Module):
+    """Its attributes mean something else in a norm of this package."""
+
+    def __init__(self, n: int = 8) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(n))
+        self.variance_epsilon, self.eps, self.normalized_shape = 1e-6, 0.1, (n, n)
+        self.bias, self.elementwise_affine, self.zero_centered = False, False, True
+
+    def forward(self, x: Any) -> Any:
+        wide = x.to(torch.float32)
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.weight * wide.to(x.dtype)
+
+
 NORMS = [
     pytest.param(lambda: nn.RMSNorm(8, 1e-6), id="RMSNorm"),
     pytest.param(lambda: nn.RMSNorm(8), id="RMSNorm-eps-by-dtype"),
@@ -80,6 +95,7 @@ NORMS = [
     pytest.param(LlamaLikeRMSNorm, id="Llama"),
     pytest.param(GemmaLikeRMSNorm, id="Gemma"),
     pytest.param(CohereLikeLayerNorm, id="Cohere"),
+    pytest.param(RMSNormWithAttributes, id="attributes-of-the-same-names"),
 ]
 
 
@@ -92,7 +108,8 @@ def with_drawn_weights(module: Any, dtype: Any = torch.float32) -> Any:
 
 def drawn(module: Any, dtype: Any = torch.float32) -> Any:
     """Rows for the module, so small that eps has an effect."""
-    shape = (5, *getattr(module, "normalized_shape", (8,)))
+    of_torch = isinstance(module, nn.RMSNorm | nn.LayerNorm)
+    shape = (5, *(module.normalized_shape if of_torch else (8,)))
     return 1e-3 * torch.randn(shape, generator=torch.Generator().manual_seed(3)).to(dtype)
 
 
@@ -148,7 +165,8 @@ def test_a_norm_keeps_what_it_had_and_undo_leaves_no_trace(make: Any) -> None:
     assert list(norm.state_dict()) == list(values)
     assert all(norm._parameters[name] is p for name, p in parameters.items())
     assert all(p.dtype is torch.bfloat16 for p in norm.parameters())
-    assert vars(norm).items() >= had.items()
+    assert vars(norm).keys() >= had.keys()
+    assert norm.of_a_user == 1
     norm.load_state_dict({name: value + 1 for name, value in values.items()})
     norms.undo()
     assert type(norm) is cls
@@ -354,6 +372,12 @@ def in_groups(self: Any, x: Any) -> Any:
     return self.weight * y.flatten(-2)
 
 
+def images_by_channels(self: Any, x: Any) -> Any:
+    by_channels = x.ndim == 4
+    y = normalized(self, x.movedim(1, -1) if by_channels else x)
+    return y.movedim(-1, 1) if by_channels else y
+
+
 def changed(module: Any, **attributes: Any) -> Any:
     for name, value in attributes.items():
         setattr(module, name, value)
@@ -374,6 +398,7 @@ LEFT = {
     "computes neither norm": lambda: like_llama(forward=with_its_eps_outside),
     "computes neither": lambda: like_llama(forward=lambda self, x: normalized(self, x) + 1e-3),
     "computes neither norm from x": lambda: like_llama(forward=in_groups),
+    "fails on the CPU: RuntimeError": lambda: like_llama(forward=images_by_channels),
     "fails on the CPU: AttributeError": lambda: like_llama(forward=lambda self, x: x.no_such_thing),
     "has a _load_from_state_dict of its own": lambda: like_llama(
         _load_from_state_dict=lambda self, *args: None

@@ -32,7 +32,8 @@ class _Change(NamedTuple):
     module: Any
     before: type
     after: type
-    added: list[str]  # attributes that the class of before does not have
+    attributes: tuple[str, ...]  # that were set
+    had: dict[str, Any]  # those of the same names before
 
 
 class ReplacedNorms:
@@ -76,17 +77,18 @@ class ReplacedNorms:
         RuntimeError
             If something else has changed the class of one since. None is changed then.
         """
-        for name, module, before, after, _ in self._changes:
+        for name, module, before, after, *_ in self._changes:
             if type(module) not in (before, after):
                 raise RuntimeError(
                     f"{name or 'the model'} was made a {after.__name__}, and is a "
                     f"{type(module).__name__} now, which cannot be undone"
                 )
-        for _, module, before, after, added in self._changes:
+        for _, module, before, after, attributes, had in self._changes:
             if type(module) is after:
                 module.__class__ = before
-                for attribute in added:
+                for attribute in attributes:
                     delattr(module, attribute)
+                vars(module).update(had)
 
     def __repr__(self) -> str:
         lines = []
@@ -188,12 +190,11 @@ def replace_norms(
             norms.left[name] = f"{type(module).__name__}: {reason}"
     for name, module, after, attributes in found:  # where may have raised before: not by halves
         before = type(module)
-        added = [attribute for attribute in attributes if not hasattr(module, attribute)]
-        for attribute in added:
-            setattr(module, attribute, attributes[attribute])
+        had = {key: vars(module)[key] for key in attributes if key in vars(module)}
+        vars(module).update(attributes)
         module.__class__ = after
         norms.replaced[name] = f"{before.__name__} -> {module!r}"
-        norms._changes.append(_Change(name, module, before, after, added))
+        norms._changes.append(_Change(name, module, before, after, tuple(attributes), had))
     return norms
 
 
@@ -214,7 +215,7 @@ def _counterpart(module: Any) -> tuple[type, dict[str, Any]]:
     if not by_dtype and not (isinstance(eps, numbers.Real) and 0 <= float(eps) < math.inf):
         raise _Left(f"its {' or '.join(_EPS)} is no finite number from 0 on")
     if cls in _OF_TORCH:
-        return _OF_TORCH[cls], {"bias": None}  # which torch.nn.RMSNorm does not have
+        return _OF_TORCH[cls], {} if "bias" in module._parameters else {"bias": None}
     if cls.__bases__ != (torch.nn.Module,):
         bases = " and ".join(base.__name__ for base in cls.__bases__)
         raise _Left(f"a subclass of {bases}, which may differ from it")
@@ -231,37 +232,43 @@ def _counterpart(module: Any) -> tuple[type, dict[str, Any]]:
     if weight.ndim != 1 or not weight.numel():
         raise _Left(f"its weight has the shape {tuple(weight.shape)}, and not one axis")
     after, zero_centered = _formula(module, weight.numel(), float(eps))
-    return after, {
+    attributes = {
         "normalized_shape": tuple(weight.shape),
         "eps": float(eps),
         "elementwise_affine": True,
         "zero_centered": zero_centered,
-        "bias": None,
     }
+    return after, attributes if "bias" in module._parameters else attributes | {"bias": None}
 
 
 def _formula(module: Any, n: int, eps: float) -> tuple[type, bool]:
     """Return whose formula the module computes, and whether its weight is zero-centred."""
     generator = torch.Generator("cpu").manual_seed(0)  # torch's own has other uses
     options = {"generator": generator, "device": "cpu", "dtype": torch.float32}
-    x, weight = torch.randn(2, 3, n, **options), torch.randn(n, **options)
-    x[1] *= math.sqrt(eps)  # where it matters how eps is added
+    weight = torch.randn(n, **options)
+    # Of these axes, some classes take another one than the last.
+    tried = [torch.randn(*shape, n, **options) for shape in ((2,), (2, 3), (2, 3, 5))]
+    for x in tried:
+        x[1] *= math.sqrt(eps)  # where it matters how eps is added
     # One of the same attributes, but for the weight: the module may be on any device.
     cls: Any = type(module)
     stand_in = cls.__new__(cls)
     parameters = {"weight": torch.nn.Parameter(weight)}
     vars(stand_in).update(vars(module), _parameters=parameters)
-    norm = torch.nn.functional.rms_norm
-    expected = {
-        (RMSNorm, False): norm(x, (n,), weight, eps),
-        (RMSNorm, True): norm(x, (n,), 1 + weight, eps),
-        (LayerNorm, False): torch.nn.functional.layer_norm(x, (n,), weight, None, eps),
+    rms_norm, layer_norm = torch.nn.functional.rms_norm, torch.nn.functional.layer_norm
+    formulas: dict[tuple[type, bool], Callable[[torch.Tensor], torch.Tensor]] = {
+        (RMSNorm, False): lambda x: rms_norm(x, (n,), weight, eps),
+        (RMSNorm, True): lambda x: rms_norm(x, (n,), 1 + weight, eps),
+        (LayerNorm, False): lambda x: layer_norm(x, (n,), weight, None, eps),
     }
     try:
         with torch.no_grad():
-            y = cls.forward(stand_in, x.clone())
-            for found, values in expected.items():
-                if torch.allclose(y, values, rtol=1e-4, atol=1e-6, equal_nan=True):
+            given = [(x, cls.forward(stand_in, x.clone())) for x in tried]
+            for found, formula in formulas.items():
+                if all(
+                    torch.allclose(y, formula(x), rtol=1e-4, atol=1e-6, equal_nan=True)
+                    for x, y in given
+                ):
                     return found
     except Exception as error:  # of code that may be anybody's
         raise _Left(f"its forward fails on the CPU: {type(error).__name__}") from error
