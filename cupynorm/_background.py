@@ -54,11 +54,11 @@ def start(kernels: Iterable[Instantiation], device: int) -> None:
         if not has_threads:
             try:
                 threading.Thread(target=_work, name="cupynorm").start()
-            except RuntimeError:  # the interpreter exits, or the system has no more threads
+            except BaseException as error:
                 _give_up()
-            except BaseException:  # Ctrl-C
-                _give_up()
-                raise
+                # A RuntimeError says that the interpreter exits, or that there are no more threads.
+                if not isinstance(error, RuntimeError):
+                    raise
 
 
 def is_wanted_now(kernel: Instantiation, device: int) -> bool:

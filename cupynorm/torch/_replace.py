@@ -214,8 +214,9 @@ def _counterpart(module: Any) -> tuple[type, dict[str, Any]]:
     by_dtype = eps is None and cls is torch.nn.RMSNorm
     if not by_dtype and not (isinstance(eps, numbers.Real) and 0 <= float(eps) < math.inf):
         raise _Left(f"its {' or '.join(_EPS)} is no finite number from 0 on")
+    no_bias: dict[str, Any] = {} if "bias" in module._parameters else {"bias": None}
     if cls in _OF_TORCH:
-        return _OF_TORCH[cls], {} if "bias" in module._parameters else {"bias": None}
+        return _OF_TORCH[cls], no_bias
     if cls.__bases__ != (torch.nn.Module,):
         bases = " and ".join(base.__name__ for base in cls.__bases__)
         raise _Left(f"a subclass of {bases}, which may differ from it")
@@ -232,13 +233,12 @@ def _counterpart(module: Any) -> tuple[type, dict[str, Any]]:
     if weight.ndim != 1 or not weight.numel():
         raise _Left(f"its weight has the shape {tuple(weight.shape)}, and not one axis")
     after, zero_centered = _formula(module, weight.numel(), float(eps))
-    attributes = {
+    return after, no_bias | {
         "normalized_shape": tuple(weight.shape),
         "eps": float(eps),
         "elementwise_affine": True,
         "zero_centered": zero_centered,
     }
-    return after, attributes if "bias" in module._parameters else attributes | {"bias": None}
 
 
 def _formula(module: Any, n: int, eps: float) -> tuple[type, bool]:
