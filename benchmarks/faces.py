@@ -14,6 +14,7 @@ one buffer. Torch has eager calls: without gradients, recorded for them, and wit
 to x and to the weights. It has the same for a compiled block of a norm, an activation and a sum,
 and for a compiled chain of additions, norms and matrix products. There `compile_options` moves the
 additions into the norms. Without products, inductor would make one kernel of several of its norms.
+The chain is also timed as torch's mode "reduce-overhead" has it, which replays CUDA graphs.
 QuACK's RMSNorm takes part if it is installed.
 """
 
@@ -43,7 +44,9 @@ from cupynorm._bench import EPS, Problem
 NORMS = ("rms_norm", "layer_norm")
 OURS = "cupynorm"
 CHAIN = 8  # norms in one program
+BLOCK = "compiled block"
 CHAINED = f"compiled chain of {CHAIN}"
+REPLAYED = f"{CHAINED}, as CUDA graphs"
 # XLA's options by what they do to a program of any length.
 COMMAND_BUFFERS: dict[str, dict[str, str | int]] = {
     "": {},
@@ -100,14 +103,16 @@ def torch_norms(norm: str) -> dict[str, Any]:
 def compiled(norms: dict[str, Any], kind: str, backend: str, device: str) -> dict[str, Any]:
     """Return compiled functions of each norm, and a chain that has its additions in the norms."""
     import torch
+    from torch._inductor import list_mode_options
 
     import cupynorm.torch
 
     torch._dynamo.reset()
-    variants = [(name, function, None) for name, function in norms.items()]
-    if kind == CHAINED and backend == "inductor":
-        options = cupynorm.torch.compile_options()
-        variants.append((f"{OURS}, compile_options", norms[OURS], options))
+    options = list_mode_options("reduce-overhead") if kind == REPLAYED else None
+    variants = [(name, function, options) for name, function in norms.items()]
+    if kind != BLOCK and backend == "inductor":
+        fused = cupynorm.torch.compile_options() | (options or {})
+        variants.append((f"{OURS}, compile_options", norms[OURS], fused))
     size = SHAPE[-1]
     square = torch.randn((size, size), device=device, dtype=torch.bfloat16) / size**0.5
     found = {}
@@ -123,7 +128,7 @@ def compiled(norms: dict[str, Any], kind: str, backend: str, device: str) -> dic
                 x = function(stream, *affine) @ square
             return x
 
-        program = chain if kind == CHAINED else block
+        program = block if kind == BLOCK else chain
         # Compiled code is kept with its function, and would be searched among the others'.
         program.__code__ = program.__code__.replace()
         found[name] = torch.compile(program, backend=backend, fullgraph=True, options=options)
@@ -158,7 +163,8 @@ def by_torch(device: str) -> Iterator[Group]:
 
     backend = "inductor" if device == "cuda" else "aot_eager"  # which needs no C++ compiler
     # Compiled ones come last: torch compiles in processes that stay and take host time.
-    for kind, norm in itertools.product(("eager", "compiled block", CHAINED), NORMS):
+    kinds = ("eager", BLOCK, CHAINED, *([REPLAYED] if device == "cuda" else []))
+    for kind, norm in itertools.product(kinds, NORMS):
         x = torch.randn(SHAPE, device=device, dtype=torch.bfloat16, requires_grad=True)
         affine = [torch.rand_like(x[0]).detach() for _ in range(1 + (norm == "layer_norm"))]
         passes = torch_passes(
@@ -167,11 +173,18 @@ def by_torch(device: str) -> Iterator[Group]:
         functions = torch_norms(norm)
         if kind != "eager":
             functions = compiled(functions, kind, backend, device)
+        if kind == REPLAYED:
+            # Torch replays no graph while an earlier forward pass waits for its backward pass.
+            del passes["forward"]
         for what, run in passes.items():
             calls = {
                 name: functools.partial(run, f) for name, f in functions.items() if works(run, f)
             }
-            yield f"torch {norm}, {kind}, {what}", calls, CHAIN if kind == CHAINED else 1
+            yield (
+                f"torch {norm}, {kind}, {what}",
+                calls,
+                CHAIN if kind in (CHAINED, REPLAYED) else 1,
+            )
 
 
 # ---- JAX -----------------------------------------------------------------------------------------

@@ -78,8 +78,7 @@ def cases(models: Sequence[str], sizes: Sequence[int], modes: Sequence[str]) -> 
     for mode, model, hidden in itertools.product(modes, models, sizes):
         layers, batch, length = SIZES[hidden]
         yield Case(model, hidden, layers, batch, length, True, mode)
-        # One number of rows is compiled, since each takes half a minute for all libraries.
-        for rows in ROWS if mode != "compiled" else ROWS[1:2]:
+        for rows in ROWS:
             yield Case(model, hidden, layers, rows, 1, False, mode)
 
 

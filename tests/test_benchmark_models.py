@@ -92,7 +92,7 @@ def test_the_ratio_is_of_the_rounds() -> None:
 
 def test_every_mode_has_training_and_decoding() -> None:
     chosen = list(models.cases(models.MODELS, [1024], models.MODES))
-    assert [case.mode for case in chosen] == ["eager"] * 8 + ["graph"] * 8 + ["compiled"] * 4
+    assert [case.mode for case in chosen] == ["eager"] * 8 + ["graph"] * 8 + ["compiled"] * 8
     rows = [case.batch for case in chosen if case.mode == "graph" and not case.training]
     assert rows == [*models.ROWS] * 2
 
