@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from device import threads_that_wait, wait_for_threads
 from strategies import DTYPES, make_values
 
 from cupynorm._environment import gpu_problem
@@ -379,6 +380,28 @@ def test_calls_from_several_threads_are_right() -> None:
     assert not wrong
 
 
+def test_another_kernel_stands_in_until_a_thread_has_compiled_a_programs_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    may_load = threads_that_wait(monkeypatch)
+    x = jnp.asarray(values((3000, 3968), "bfloat16"))  # of no other test: CuPy remembers modules
+    weight = jnp.asarray(values((3968,), seed=1))
+    norm = functools.partial(cupynorm.jax.rms_norm, weight=weight)
+    launched = jax.jit(norm, compiler_options={"xla_gpu_enable_command_buffer": ""})
+    recorded = jax.jit(norm, compiler_options={"xla_gpu_graph_min_graph_size": 1})
+    few = np.asarray(launched(x[:8]))
+    standing_in = [np.asarray(launched(x)) for _ in range(3)]
+    assert len(_compile._functions) == 1
+    threading.Timer(1, may_load.set).start()
+    replayed = [np.asarray(recorded(x)) for _ in range(3)]  # of the program's own kernel
+    wait_for_threads()
+    assert len(_compile._functions) == 2
+    own = np.asarray(launched(x))
+    for found in (*standing_in, *replayed):
+        np.testing.assert_array_equal(found, own)
+    np.testing.assert_array_equal(few, own[:8])
+
+
 # ---- processes -----------------------------------------------------------------------------------
 
 PENDING = """
@@ -416,6 +439,25 @@ def test_a_cached_program_runs_in_another_process(tmp_path: Path) -> None:
     }
     first = run(program, **cache)
     assert any(tmp_path.iterdir())
+    assert run(program, **cache) == first
+
+
+def test_a_cached_program_with_a_command_buffer_runs_in_another_process(tmp_path: Path) -> None:
+    program = """
+import jax, jax.numpy as jnp, cupynorm.jax
+def chain(x):
+    for _ in range(8):
+        x = cupynorm.jax.rms_norm(x)
+    return x
+function = jax.jit(chain)
+x = jnp.arange(4096 * 1000.0).reshape(4096, 1000)
+print([float(function(x).sum()) for _ in range(4)])
+"""
+    cache = {
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+    first = run(program, **cache)
     assert run(program, **cache) == first
 
 

@@ -15,11 +15,11 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from device import poison, to_cupy, to_numpy
+from device import poison, threads_that_wait, to_cupy, to_numpy, wait_for_threads
 from strategies import DTYPES, make_values
 
 import cupynorm
-from cupynorm import _background, _calls, _compile, _driver, _plans, testing
+from cupynorm import _calls, _compile, _driver, testing
 from cupynorm._layout import forward_config, gpu_of, pack_length
 from cupynorm._operation import BackwardSpec, ForwardSpec
 from cupynorm._plans import (
@@ -825,21 +825,7 @@ def test_results_do_not_depend_on_what_threads_have_compiled(
 ) -> None:
     import cupy
 
-    monkeypatch.delenv(_background.SWITCH)
-    for name in ("_functions", "_modules", "_locks"):
-        monkeypatch.setattr(_compile, name, {})
-    monkeypatch.setattr(_background, "_started", {})
-    monkeypatch.setattr(_calls, "calls", {})
-    for function in vars(_plans).values():
-        if hasattr(function, "cache_clear"):
-            function.cache_clear()
-    load, may_load = _compile.load_behind, threading.Event()
-
-    def load_later(*task: Any) -> None:
-        assert may_load.wait(60)
-        load(*task)
-
-    monkeypatch.setattr(_compile, "load_behind", load_later)
+    may_load = threads_that_wait(monkeypatch)
     n = 3840  # of no other test, since CuPy remembers its modules
     rows, dy = (to_cupy(make_values("normal", (3000, n), DTYPES["bfloat16"], i)) for i in (1, 2))
     weight = to_cupy(make_values("normal", (n,), DTYPES["float32"], 3))
@@ -874,10 +860,7 @@ def test_results_do_not_depend_on_what_threads_have_compiled(
     backward = getattr(cupynorm, f"{norm}_backward")
     sizes = 8, 200, 3000
     found = [backward(dy[:m], rows[:m], weight, *(s[:m] for s in statistics)) for m in sizes]
-    end = time.monotonic() + 60
-    while _background._threads:
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    wait_for_threads()
     for m, first in zip(sizes, found, strict=True):
         again = backward(dy[:m], rows[:m], weight, *(s[:m] for s in statistics))
         assert_same_bits(first.dx, again.dx)

@@ -878,7 +878,7 @@ def test_misaligned_arrays_are_refused(kernels: pytest.MonkeyPatch) -> None:
     spec = ForwardSpec("rms_norm", "float32", None, None, "float32", False, False, False)
     call = {"m": 3, "n": 8, "eps": 0.5, "relu": None, "scratch": 0, "arrays": ["x", "y"]}
     description = json.dumps(call | {"spec": dataclasses.asdict(spec)})
-    launch = _kernels._prepare(ForwardSpec, "cpu", description, 0)
+    launch, _ = _kernels._prepare(ForwardSpec, "cpu", description, 0, 7)
     launch(7, [32, 64])
     assert launched == [(7, 3, operands_of(32, 64), 0, 0.5, 0.0, 0.0)]
     with pytest.raises(ValueError, match="aligned to 16 bytes, got x at 0x20, y at 0x48"):
@@ -891,21 +891,41 @@ def test_a_program_with_less_scratch_than_its_device_needs(kernels: Any) -> None
     call = {"m": 2, "n": 8, "arrays": ["dy", "x", "rstd", "dx", "scratch"]}
     call["spec"] = dataclasses.asdict(spec)
     needed = jax_plans.BackwardPlan(spec, 8, 2).scratch_bytes(2)
-    _kernels._prepare(BackwardSpec, "cpu", json.dumps(call | {"scratch": needed}), 0)
+    _kernels._prepare(BackwardSpec, "cpu", json.dumps(call | {"scratch": needed}), 0, 7)
     with pytest.raises(ValueError, match=f"has {needed - 1} bytes .* GPU 0 needs {needed}: "):
-        _kernels._prepare(BackwardSpec, "cpu", json.dumps(call | {"scratch": needed - 1}), 0)
+        _kernels._prepare(BackwardSpec, "cpu", json.dumps(call | {"scratch": needed - 1}), 0, 7)
     spec = ForwardSpec("rms_norm", "float32", None, None, "float32", False, False, False)
     call = {"m": 2, "n": 8, "eps": 0.5, "relu": None, "spec": dataclasses.asdict(spec)}
     launched: list[Any] = []
     kernels.setattr(jax_plans.ForwardPlan, "launch", lambda plan, *a: launched.append(a))
     call["arrays"] = ["x", "y", "scratch"]
-    launch = _kernels._prepare(ForwardSpec, "cpu", json.dumps(call | {"scratch": 16}), 0)
+    launch, _ = _kernels._prepare(ForwardSpec, "cpu", json.dumps(call | {"scratch": 16}), 0, 7)
     launch(7, [32, 64, 96])
     # A forward pass can do without scratch.
     call["arrays"] = ["x", "y"]
-    launch = _kernels._prepare(ForwardSpec, "cpu", json.dumps(call | {"scratch": 0}), 0)
+    launch, _ = _kernels._prepare(ForwardSpec, "cpu", json.dumps(call | {"scratch": 0}), 0, 7)
     launch(7, [32, 64])
     assert launched == [(7, 2, operands_of(32, 64), s, 0.5, 0.0, 0.0) for s in (96, 0)]
+
+
+def test_a_call_whose_kernel_stands_in_is_prepared_again(kernels: pytest.MonkeyPatch) -> None:
+    made: list[bool] = []
+    plan = jax_plans.forward_plan
+
+    def counted(*arguments: Any, soon: bool) -> Any:
+        made.append(soon)
+        return plan(*arguments, soon=soon)
+
+    kernels.setattr(jax_plans, "forward_plan", counted)
+    function = jax.jit(lambda x: cupynorm.jax.rms_norm(x, eps=0.0625))  # as no other test has it
+    kernels.setattr(jax_plans.ForwardPlan, "stands_in", True)
+    expected = np.asarray(function(X))
+    once = len(made)
+    for stands_in, more in ((True, 1), (False, 2), (False, 2)):
+        kernels.setattr(jax_plans.ForwardPlan, "stands_in", stands_in)
+        np.testing.assert_array_equal(function(X), expected)
+        assert len(made) == once + more
+    assert all(made)
 
 
 def test_a_program_says_all_that_its_calls_need(kernels: Any) -> None:

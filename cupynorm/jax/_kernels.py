@@ -1,7 +1,8 @@
 """The kernels as targets of XLA: loaded when a program is traced, launched when it runs.
 
 Each call describes itself in JSON. So a program from a compilation cache, or one that another
-process exported, says which kernels it needs, and its first launch loads them.
+process exported, says which kernels it needs, and its first launch loads them. Another kernel with
+the same bits may stand in at first, as in the calls of CuPy.
 """
 
 from __future__ import annotations
@@ -124,27 +125,31 @@ def _ordinals(platform: str) -> tuple[int, ...]:
     return tuple(device.local_hardware_id for device in devices)
 
 
-def _plan(platform: str, spec: Spec, m: int, n: int, device: int) -> Any:
-    """Return the plan for m aligned rows that lie one after the other, loaded on the device."""
+def _plan(platform: str, spec: Spec, m: int, n: int, device: int, stream: int = 0) -> Any:
+    """Return the plan for m aligned rows that lie one after the other, loaded on the device.
+
+    `stream` is that of a launch. While XLA captures it for a command buffer, nothing stands in.
+    """
     plans = _providers[platform]()
     divisors = n | pack_length(spec.x)
     vector = divisors & -divisors
-    with _current(platform, device):
-        return getattr(plans, f"{spec.table.name}_plan")(spec, m, n, vector, device)
+    with _current(platform, device, stream):
+        return getattr(plans, f"{spec.table.name}_plan")(spec, m, n, vector, device, soon=True)
 
 
 @contextlib.contextmanager
-def _current(platform: str, device: int) -> Iterator[None]:
-    """Make a device current for a while: XLA relies on its threads' devices."""
+def _current(platform: str, device: int, stream: int) -> Iterator[None]:
+    """Make a device and its stream current for a while: XLA relies on its threads' devices."""
     if platform != "cuda":
         yield
         return
-    from cupy.cuda import runtime
+    from cupy.cuda import ExternalStream, runtime
 
     previous = runtime.getDevice()
     runtime.setDevice(device)
     try:
-        yield
+        with ExternalStream(stream, device):
+            yield
     finally:
         runtime.setDevice(previous)
 
@@ -152,11 +157,16 @@ def _current(platform: str, device: int) -> Iterator[None]:
 # ---- when it runs --------------------------------------------------------------------------------
 
 
-def _prepare(kind: type[Spec], platform: str, description: str, device: int) -> Launch:
-    """Return the launch of a call on the addresses of its operands and results."""
+def _prepare(
+    kind: type[Spec], platform: str, description: str, device: int, stream: int
+) -> tuple[Launch, bool]:
+    """Return the launch of a call on the addresses of its operands and results.
+
+    And return whether it serves later calls: its kernel does not stand in for another.
+    """
     what = json.loads(description)
     m, n, arrays = what["m"], what["n"], what["arrays"]
-    plan = _plan(platform, kind(**what["spec"]), m, n, device)
+    plan = _plan(platform, kind(**what["spec"]), m, n, device, stream)
     # A forward pass only takes longer without scratch, if the program was made for other GPUs. Its
     # address is then 0.
     if kind is BackwardSpec and plan.scratch_bytes(m) > what["scratch"]:
@@ -178,7 +188,7 @@ def _prepare(kind: type[Spec], platform: str, description: str, device: int) -> 
             raise ValueError(f"arrays must be aligned to {ALIGNMENT} bytes, got {at}")
         launch_plan(stream, take((*addresses, n, 0)))
 
-    return launch if platform != "cuda" else _on(device, launch)
+    return launch if platform != "cuda" else _on(device, launch), not plan.stands_in
 
 
 def _on(device: int, launch: Launch) -> Launch:

@@ -25,8 +25,9 @@ __all__ = ["Handler", "Launch", "Prepare"]
 
 # Launch on a stream (0 where there is none), on the addresses of the operands and results.
 Launch = Callable[[int, Sequence[int]], object]
-# From the call's string and the device's ordinal to its launch.
-Prepare = Callable[[str, int], Launch]
+# From the call's string, the device's ordinal and the stream to a launch, and to whether it serves
+# later calls too.
+Prepare = Callable[[str, int, int], tuple[Launch, bool]]
 
 # Any address in user space, on any machine, is within it: nothing is read until it is indexed.
 _memory: Any = (ctypes.c_char * sys.maxsize).from_address(0)
@@ -104,7 +105,9 @@ class Handler:
         call = memory[start : start + length]
         launch = self._launches.get((call, device))
         if launch is None:
-            launch = self._launches[call, device] = self._prepare(call.decode(), device)
+            launch, serves_later_calls = self._prepare(call.decode(), device, stream)
+            if serves_later_calls:
+                self._launches[call, device] = launch
         launch(stream, [data(memory, buffer)[0] for buffer in buffers])
         return 0
 
