@@ -271,14 +271,10 @@ def _of_one_block(team: _Team) -> Iterator[tuple[tuple[float, int, int], _Layout
     row_threads = team.row_threads
     if row_threads < 64:
         return
-    most, filled = team.most, team.filled
-    if team.width == 4 and team.spec.gradients == 2:
-        most = Tuned.four_packs_threads_of_both
-        if team.packs % row_threads:  # then the weight stays in shared memory
-            filled *= Tuned.four_packs_share_if_not_full
+    most = team.most
     for block_threads in range(row_threads, min(_max_threads(team, most), 512) + 1, row_threads):
         used = min(block_threads / most, most / block_threads)
-        rank = used * filled, -1, -team.width
+        rank = used * team.filled, -1, -team.width
         yield rank, _Layout(row_threads, block_threads, 1, 1, 3)
 
 

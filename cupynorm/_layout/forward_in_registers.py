@@ -157,7 +157,7 @@ def forward_in_registers(
     # At least two blocks, as almost nothing spills (notes.md#threads-at-once).
     least = 2 if moves_8_bytes(spec.x, vector) else 1
     blocks = max(least, _threads_at_once(row, hold_weight) // block_threads)
-    blocks_ahead, blocks_ahead_if_large = _rows_ahead(row, blocks, hold_weight)
+    blocks_ahead, blocks_ahead_if_large = _rows_ahead(row, blocks)
     return ForwardInRegisters(
         row_threads=row.row_threads,
         block_threads=block_threads,
@@ -214,13 +214,10 @@ def _packs_of_fewest_threads(spec: ForwardSpec, n: int, packs: int) -> int:
 
 def _widths(spec: ForwardSpec, packs: int) -> tuple[int, ...]:
     """Return the packs of a thread to choose from: notes.md#packs-of-a-thread."""
-    of_layer_norm = spec.norm == "layer_norm" and spec.x == "bfloat16"
-    if packs <= (Tuned.short_max_packs_of_layer_norm if of_layer_norm else Tuned.short_max_packs):
+    if packs <= Tuned.short_max_packs:
         return Tuned.short_widths
     if packs > 1024:
         return Tuned.long_widths if spec.norm == "rms_norm" else Tuned.long_widths_of_layer_norm
-    if packs > 512 and has_heavy_affine(spec):
-        return Tuned.heavy_widths
     return Tuned.widths
 
 
@@ -269,16 +266,11 @@ def _holds_by_8_bytes(row: _Row) -> bool:
 
 def _most_held(row: _Row) -> tuple[int, int]:
     """Return the most registers of weight and bias, next to 40 to 60 others, and threads."""
-    spec = row.spec
-    if spec.norm == "rms_norm" and spec.x == "float64" and row.packs_of_16_bytes > 4:
-        return 2 * Tuned.held_max_registers_of_float64, Tuned.held_max_threads_of_float64
     # A 16-bit weight takes half as many. A ReLU or a weight around zero leaves no room for more.
     slim = row.has_slim_affine and row.is_plain
     threads = Tuned.held_max_threads_if_slim if slim else Tuned.held_max_threads
     if row.is_crowded:
         return Tuned.held_max_registers_of_short_rows, threads
-    if spec.x == "float64":
-        return Tuned.held_max_registers_of_float64, threads
     return Tuned.held_max_registers, threads
 
 
@@ -302,12 +294,8 @@ def _threads_at_once(row: _Row, hold_weight: bool) -> int:
         return _threads_in_parts(row)
     if packs > 4 and row.has_fewest_threads:
         return _threads_by_fewest(row)
-    if packs > 6 and (spec.norm == "rms_norm" or spec.x == "float16"):
-        return Tuned.threads_of_seven_packs
     if packs > 4 or (hold_weight and not row.is_slim):
         return Tuned.threads_holding
-    if row.is_crowded and row.is_full and row.is_plain:
-        return Tuned.threads_of_short_full_rows
     return Tuned.threads
 
 
@@ -338,8 +326,6 @@ def _threads_in_parts(row: _Row) -> int:
         if packs <= 6 and row.row_threads > 32:
             return Tuned.threads_in_parts_by_fewest
         return Tuned.threads_in_parts_by_fewest_of_more
-    if spec.norm == "layer_norm" or not row.is_plain:
-        return Tuned.threads_in_parts_of_more_crowded
     return Tuned.threads_in_parts_of_more
 
 
@@ -355,18 +341,15 @@ def _threads_by_fewest(row: _Row) -> int:
     return Tuned.threads_by_fewest
 
 
-def _rows_ahead(row: _Row, blocks: int, hold_weight: bool) -> tuple[int, int]:
+def _rows_ahead(row: _Row, blocks: int) -> tuple[int, int]:
     """Return how many blocks ahead rows are fetched, and the same for a large x.
 
-    For a large x this mostly costs more than it saves. LayerNorm gains without the fewest threads,
-    and so do a few rows of RMSNorm (notes.md#rows-fetched-ahead).
+    For a large x this mostly costs more than it saves. LayerNorm gains without the fewest threads
+    (notes.md#rows-fetched-ahead).
     """
-    spec = row.spec
     ahead = blocks_ahead_of(blocks, row.packs_of_16_bytes, row.architecture)
-    if spec.norm == "rms_norm":
-        of_most_threads = (row.row_threads, row.packs_of_16_bytes) == Tuned.ahead_of_large_x
-        gains = ITEMSIZE[spec.x] == 2 and of_most_threads and not hold_weight
-        return ahead, ahead // 2 if gains else 0
+    if row.spec.norm == "rms_norm":
+        return ahead, 0
     if row.row_threads <= 32:
         return ahead, ahead
     if row.has_fewest_threads:
@@ -510,8 +493,7 @@ def _gains_by_64_registers(
         return False
     if two_bytes:
         return packs == 4 and config.row_threads in FewRows.folded_threads
-    of_float32 = spec.x == "float32" and packs == 8
-    return of_float32 and config.row_threads != FewRows.not_by_64_registers
+    return spec.x == "float32" and packs == 8
 
 
 def _packs_of_16_bytes(spec: ForwardSpec, config: ForwardInRegisters) -> int:

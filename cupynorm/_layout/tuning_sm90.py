@@ -12,8 +12,6 @@ from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
-UNKNOWN = "unknown"  # no figure of this choice alone is recorded
-
 SHORT = {
     1: (16, 256, 3, 4),
     2: (64, 256, 2, 2),
@@ -43,8 +41,10 @@ class AnyPass:
     """What both passes share."""
 
     # For 3 packs a thread or more.
-    min_packs_filled = Row(12, UNKNOWN, "packs-of-a-thread")
-    max_packs_streamed_by_one_block = Row(8192, UNKNOWN, "rows-that-are-read-twice")
+    min_packs_filled = Row(12, "1048576x80: 98.9 -> 96.4 us", "packs-of-a-thread")
+    max_packs_streamed_by_one_block = Row(
+        8192, "32x1048584: 153.6 -> 88.8 us", "rows-that-are-read-twice"
+    )
 
 
 class Forward:
@@ -55,7 +55,7 @@ class Forward:
         3072, "5461x24576: 153 -> 132 us", "in-registers-or-in-shared-memory"
     )
     # With operands of float64.
-    max_packs_wide = Row(1024, UNKNOWN, "in-registers-or-in-shared-memory")
+    max_packs_wide = Row(512, "8192x8192: 93.9 -> 81.5 us", "in-registers-or-in-shared-memory")
     # For an odd number of elements.
     max_packs_odd = Row(2048, "4096x20001: 167 -> 142 us", "in-registers-or-in-shared-memory")
     # A divisor of those packs, if weight and bias exceed the row.
@@ -84,12 +84,8 @@ class ForwardInRegisters:
     eight_packs_beyond = Row(1024, "512x8192: 14.8 -> 13.6 us", "packs-of-a-thread")
     # Packs of a thread. The first of those that leave the fewest empty is taken.
     widths = Row((4, 3, 5, 6, 7), "37449x3584: 135 -> 129 us", "packs-of-a-thread")
-    short_widths = Row((2, 3, 5), "419430x320: 146 -> 130 us", "packs-of-a-thread")
-    short_max_packs = Row(64, UNKNOWN, "packs-of-a-thread")
-    # For bfloat16.
-    short_max_packs_of_layer_norm = Row(16, "262144x512: 144 -> 131 us", "packs-of-a-thread")
-    # For rows of more than 512 packs whose weight and bias exceed the row.
-    heavy_widths = Row((7, 6, 5, 4), UNKNOWN, "packs-of-a-thread")
+    short_widths = Row((2, 3, 5), "1398101x96: 143 -> 129 us", "packs-of-a-thread")
+    short_max_packs = Row(16, "LayerNorm's 262144x512: 144 -> 129 us", "packs-of-a-thread")
     # For more than 1024 packs.
     long_widths = Row((8, 7, 6, 5), "8192x16384: 132.6 -> 131.0 us", "packs-of-a-thread")
     long_widths_of_layer_norm = Row((4, 5, 6, 7), "8x16384: 6.9 -> 6.7 us", "packs-of-a-thread")
@@ -99,7 +95,6 @@ class ForwardInRegisters:
         64, "262144x129: 88 -> 71 us; 16384x4097: 83 -> 80", "packs-of-8-bytes"
     )
     held_max_registers = Row(32, "32768x4096: 4072 -> 4143 GB/s", "weight-and-bias-in-registers")
-    held_max_registers_of_float64 = Row(16, UNKNOWN, "weight-and-bias-in-registers")
     # For LayerNorm, up to 16 packs.
     held_max_registers_of_short_rows = Row(
         24, "1048576x64: 72.2 -> 68.9 us; 32768x256: 13.9 -> 14.7", "weight-and-bias-in-registers"
@@ -111,21 +106,14 @@ class ForwardInRegisters:
         "32768x8192: 4088 -> 4089 GB/s; 1x8192, then by the same kernel: 6.4 -> 5.9 us",
         "weight-and-bias-in-registers",
     )
-    # For more than 4 packs a thread, and twice the registers.
-    held_max_threads_of_float64 = Row(
-        256, "32768x4096: 503 -> 497 us", "weight-and-bias-in-registers"
-    )
     held_max_threads_by_8_bytes = Row(
         64, "262144x300: 96 -> 81 us; 32768x2052: 71.6 -> 68.1", "weight-and-bias-in-registers"
     )
-    threads = Row(768, UNKNOWN, "threads-at-once")
+    threads = Row(768, "32768x4096, from 640: 132.6 -> 131.2 us", "threads-at-once")
     # With operands of float64.
-    threads_wide = Row(256, UNKNOWN, "threads-at-once")
+    threads_wide = Row(256, "0 us; registers spill by 640", "threads-at-once")
     # Weight and bias, or more than 4 packs a thread.
-    threads_holding = Row(640, UNKNOWN, "threads-at-once")
-    threads_of_seven_packs = Row(512, UNKNOWN, "threads-at-once")
-    # For LayerNorm, up to 16 packs.
-    threads_of_short_full_rows = Row(1024, UNKNOWN, "threads-at-once")
+    threads_holding = Row(640, "0 us; registers spill by 768", "threads-at-once")
     threads_holding_slim_full_rows = Row(1024, "512x8192: 9.73 -> 8.74 us", "threads-at-once")
     threads_holding_slim = Row(896, "24892x2696: 69.8 -> 66.6 us", "threads-at-once")
     # With more than 128 threads a row.
@@ -141,9 +129,7 @@ class ForwardInRegisters:
     threads_of_ten_halves = Row(512, "32768x2052: 75 -> 73 us", "threads-at-once")
     # For rows moved by less than packs, up to 4 of them a thread.
     threads_in_parts = Row(768, "16384x4097, with copies by cells: 109 -> 84 us", "threads-at-once")
-    threads_in_parts_of_more = Row(640, UNKNOWN, "threads-at-once")
-    # For LayerNorm, or with a ReLU.
-    threads_in_parts_of_more_crowded = Row(512, UNKNOWN, "threads-at-once")
+    threads_in_parts_of_more = Row(512, "0 us; registers spill by 640", "threads-at-once")
     # For up to 6 packs a thread.
     threads_in_parts_by_fewest = Row(768, "5600x12001: 108 -> 91 us", "threads-at-once")
     threads_in_parts_by_fewest_of_more = Row(640, "6500x10241: 129 -> 102 us", "threads-at-once")
@@ -152,23 +138,19 @@ class ForwardInRegisters:
         128, "8192x1024: 15.4 -> 14.2 us; 4096x3584, from 256: 20.7 -> 19.7", "rows-fetched-ahead"
     )
     half_as_far_beyond_threads = Row(384, "1000x16384: 23.5 -> 22.9 us", "rows-fetched-ahead")
-    # Threads and packs of RMSNorm's rows.
-    ahead_of_large_x = Row((256, 4), "32768x8192: 252.7 -> 251.3 us", "rows-fetched-ahead")
 
 
 class FewRowsForward:
     """Few rows in registers, with the bits of many."""
 
     held_max_registers = Row(64, "1x4096: 6.72 -> 5.57 us", "few-rows-hold-weight-and-bias")
-    threads = Row(512, UNKNOWN, "few-rows-hold-weight-and-bias")
+    threads = Row(512, "64x4096: 5.07 -> 5.05 us", "few-rows-hold-weight-and-bias")
     # If x, weight and bias take more than 80 registers.
-    threads_if_crowded = Row(384, UNKNOWN, "few-rows-hold-weight-and-bias")
+    threads_if_crowded = Row(384, "8x5120: 5.09 -> 5.03 us", "few-rows-hold-weight-and-bias")
     # With 64 registers each.
     threads_at_once = Row(1024, "512x16384: 14.6 -> 13.1 us", "few-rows-by-64-registers")
     # For LayerNorm's rows of 4 packs, by half as many threads of twice the packs.
     folded_threads = Row((384, 448, 512), "528x14336: 13.9 -> 12.9 us", "few-rows-by-64-registers")
-    # Threads of LayerNorm's rows of float32.
-    not_by_64_registers = Row(224, "528x7168: 12.6 -> 12.3 us", "few-rows-by-64-registers")
     # For LayerNorm's rows of 4 packs a thread, by twice the threads.
     max_short_elements = Row(
         1 << 23,
@@ -177,7 +159,9 @@ class FewRowsForward:
     )
     split_min_threads = Row(256, "8x4096: 4.94 -> 4.91 us", "few-rows-in-clusters")
     # For clusters of 2 too, and for RMSNorm.
-    split_min_packs = Row(2048, UNKNOWN, "few-rows-in-clusters")
+    split_min_packs = Row(
+        2048, "a kernel less; RMSNorm's 8x8192: 4.72 -> 4.81 us", "few-rows-in-clusters"
+    )
     split_blocks_of_layer_norm = Row(
         (4, 2), "8x16384: 6.2 -> 5.3 us; 64x16384, from (4,): 6.9 -> 6.6", "few-rows-in-clusters"
     )
@@ -231,12 +215,7 @@ class BackwardPipelined:
         "7281x18432: 280 -> 205 us",
         "teams-that-fill-their-packs",
     )
-    five_packs_beyond = Row(512, UNKNOWN, "teams-that-fill-their-packs")
-    # Gradients.
-    four_packs_threads_of_both = Row(320, UNKNOWN, "teams-that-fill-their-packs")
-    four_packs_share_if_not_full = Row(
-        0.8, "13797x9728: 246 -> 203 us", "teams-that-fill-their-packs"
-    )
+    five_packs_beyond = Row(512, "52428x2560: 200.3 -> 197.2 us", "teams-that-fill-their-packs")
     # Of a block whose threads have 2 or 3.
     few_packs_max_threads = Row(448, "12483x5376: 123 -> 113 us", "teams-that-fill-their-packs")
     # Of two blocks that count as filling a multiprocessor.
@@ -255,7 +234,7 @@ class BackwardPipelined:
     both_sums_max_packs = Row(4, "4096x40960: 323 -> 253 us", "sums-of-rows")
     # For RMSNorm: at least the first, and less than the second.
     bulk_threads_of_one_team = Row((320, 480), "16384x6144: 157 -> 147 us", "bulk-copies")
-    bulk_stages = Row(4, UNKNOWN, "bulk-copies")
+    bulk_stages = Row(4, "32768x4096: 199.6 -> 194.7 us", "bulk-copies")
     bulk_stages_in_clusters = Row(6, "8192x32768: 417 -> 397 us", "bulk-copies")
     # For pairs of blocks, RMSNorm, and larger blocks.
     bulk_stages_in_pairs = Row(5, "8192x16384: 389 -> 382 us", "bulk-copies")
@@ -267,7 +246,7 @@ class BackwardInRegisters:
     max_rows_with_partials = Row(
         64, "256x4096, beside no columns: 14.4 -> 12.3 us", "few-rows-backward"
     )
-    few_rows = Row(64, UNKNOWN, "blocks-of-columns")
+    few_rows = Row(64, "128x1024: 5.43 -> 5.21 us; 128x8192: 7.22 -> 7.45", "blocks-of-columns")
     # Rows of one block each with blocks of columns, by the least columns with room for them.
     max_rows_beside_columns = Row(
         ((4097, 768), (2048, 1536), (0, 768)),
