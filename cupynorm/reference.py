@@ -3,9 +3,11 @@
 Everything is computed in float64 and rounded once, to the dtype of each output. The functions take
 NumPy arrays and trust their arguments. `cupynorm.rms_norm` and its siblings check them first.
 
-Rows are scaled by a power of two before anything is squared, so no float64 input overflows or
-underflows on the way. NaN and inf stay in their row. If a row of RMSNorm holds an inf, rstd is 0,
-and y is NaN at the inf and 0 elsewhere. If a row of LayerNorm does, all of it is NaN.
+Rows whose squares would be out of range are scaled by a power of two first, so no float64 input
+overflows or underflows on the way. NaN and inf stay in their row. If a row of RMSNorm holds an inf,
+rstd is 0, and y is NaN at the inf and 0 elsewhere. If a row of LayerNorm does, all of it is NaN.
+
+The functions go through the rows by blocks, whose float64 copies stay in a core's cache.
 """
 
 from __future__ import annotations
@@ -46,6 +48,10 @@ Norm = Literal["rms_norm", "layer_norm"]
 Axis = int | Sequence[int] | None
 Relu = tuple[float, float] | None
 
+BLOCK = 1 << 15  # elements: of up to a megabyte in float64, with what is computed of them
+# Squares of values up to 2**256, and of those that count next to a value of 2**-256, are in range.
+IN_RANGE = 256
+
 
 # ---- the equations, in float64 -------------------------------------------------------------------
 
@@ -76,9 +82,11 @@ def normalize(norm: Norm, x: Array, k: int, eps: float) -> tuple[Float64, Float6
     wide = widen(x)
     # Dividing by the larger of max|x| and sqrt(eps) leaves nothing above 1. Values that underflow
     # then are too small to count. frexp leaves the exponent of inf and NaN unspecified.
-    largest = np.maximum(np.abs(wide).max(axis=axes, keepdims=True), math.sqrt(eps))
+    of_x = np.maximum(wide.max(axis=axes, keepdims=True), -wide.min(axis=axes, keepdims=True))
+    largest = np.maximum(of_x, math.sqrt(eps))
     exponent = np.where(np.isfinite(largest), np.frexp(largest)[1], 0)
-    d = np.ldexp(wide, -exponent)
+    exponent[np.abs(exponent) <= IN_RANGE] = 0
+    d = np.ldexp(wide, -exponent) if exponent.any() else wide
     mean = None
     if norm == "layer_norm":
         first = d.mean(axis=axes, keepdims=True)
@@ -89,7 +97,7 @@ def normalize(norm: Norm, x: Array, k: int, eps: float) -> tuple[Float64, Float6
     rms = np.sqrt(np.mean(d * d, axis=axes, keepdims=True))
     # hypot, since an eps whose square is out of range still decides the rstd of large equal values.
     root = np.hypot(rms, np.ldexp(math.sqrt(eps), -exponent))
-    return d / root, mean, np.ldexp(1.0 / root, -exponent)
+    return np.divide(d, root, out=d), mean, np.ldexp(1.0 / root, -exponent)
 
 
 def normalize_by(
@@ -105,11 +113,15 @@ def normalize_by(
         xhat = widen(x) * wide_rstd
     else:
         assert mean is not None  # noqa: S101 - narrows the type; the callers always have it here
-        # In parts, since x - mean may overflow where x * rstd does not.
+        xhat, shift, factor = widen(x), widen(mean).reshape(wide_rstd.shape), wide_rstd
+        # x - mean may overflow where x * rstd does not.
         significand, exponent = np.frexp(wide_rstd)
-        down = np.where(np.isfinite(significand), np.minimum(exponent, 0), 0)
-        d = np.ldexp(widen(x), down) - np.ldexp(widen(mean).reshape(wide_rstd.shape), down)
-        xhat = d * np.ldexp(significand, exponent - down)
+        down = np.where(np.isfinite(significand) & (exponent < -IN_RANGE), exponent, 0)
+        if down.any():
+            xhat, shift, factor = np.ldexp(xhat, down), np.ldexp(shift, down), significand
+            factor = np.ldexp(factor, exponent - down)
+        xhat -= shift
+        xhat *= factor
         xhat -= xhat.mean(axis=tuple(range(-k, 0)), keepdims=True)
     lost = np.isposinf(wide_rstd)
     if lost.any():
@@ -240,11 +252,26 @@ def round_once(values: Float64, dtype: DTypeLike) -> Array:
         )
 
 
-def _store(values: Float64, dtype: DTypeLike, out: Array | None) -> Array:
-    rounded = round_once(values, dtype)
-    if out is None:
-        return rounded
-    out[...] = rounded
+def _by_blocks(
+    x: Array, k: int, weight: Array | None, bias: bool | Array | None
+) -> tuple[tuple[int, ...], tuple[int, ...], list[slice]]:
+    """Return shapes of arrays and of statistics by one axis of blocks, and the blocks.
+
+    That axis has the leading axes of x along which weight and bias do not vary.
+    """
+    given = [array.ndim for array in (weight, bias) if isinstance(array, np.ndarray)]
+    free = x.ndim - max(k, *given, 0)
+    shape = (math.prod(x.shape[:free]), *x.shape[free:])
+    count = max(1, BLOCK // max(1, math.prod(shape[1:])))
+    blocks = [slice(start, start + count) for start in range(0, shape[0], count)]
+    return shape, shape[: len(shape) - k], blocks
+
+
+def _in_place(array: Array | None, out: Array | None, shape: tuple[int, ...]) -> Array | None:
+    """Return an array of rows by its shape, or `out` with its values."""
+    if array is None or out is None:
+        return None if array is None else array.reshape(shape)
+    out[...] = array.reshape(shape)
     return out
 
 
@@ -267,23 +294,37 @@ def _forward(
     residual_out: Array | None,
 ) -> NormForward:
     k = trailing_axes(x.ndim, axis, weight, bias)
-    default, total = x.dtype if out is None else out.dtype, None
+    kept, bytes_ = x.shape[: x.ndim - k], -(-math.prod(x.shape[x.ndim - k :]) // 8)
+    shape, of_rows, blocks = _by_blocks(x, k, weight, bias)
+    rows = x.reshape(shape)
+    y = np.empty(shape, out_dtype or (x.dtype if out is None else out.dtype))
+    total, stats = None, compute_dtype(x)
     if residual is not None:
         of_total = residual.dtype if residual_out is None else residual_out.dtype
-        x = total = add_residual(x, residual, residual_dtype or of_total)
-    exact = forward_float64(
-        norm, x, weight, bias, k=k, eps=eps, zero_centered=zero_centered, relu=relu
-    )
-    stats = compute_dtype(x)
-    if total is not None and residual_out is not None:
-        residual_out[...] = total
-        total = residual_out
+        residual = residual.reshape(shape)
+        total = np.empty(shape, residual_dtype or of_total)
+        stats = compute_dtype(total)
+    mean = np.empty(of_rows, stats) if norm == "layer_norm" else None
+    rstd = np.empty(of_rows, stats)
+    bitmask = None if relu is None else np.empty((*of_rows, bytes_), np.uint8)
+    for block in blocks:
+        row = rows[block]
+        if residual is not None and total is not None:
+            row = total[block] = add_residual(row, residual[block], total.dtype)
+        exact = forward_float64(
+            norm, row, weight, bias, k=k, eps=eps, zero_centered=zero_centered, relu=relu
+        )
+        y[block], rstd[block] = round_once(exact.y, y.dtype), round_once(exact.rstd, stats)
+        if mean is not None:
+            mean[block] = round_once(exact.mean, stats)
+        if bitmask is not None:
+            bitmask[block] = exact.bitmask
     return NormForward(
-        _store(exact.y, default if out_dtype is None else out_dtype, out),
-        None if exact.mean is None else round_once(exact.mean, stats),
-        round_once(exact.rstd, stats),
-        exact.bitmask,
-        total,
+        _in_place(y, out, x.shape),
+        _in_place(mean, None, kept),
+        rstd.reshape(kept),
+        _in_place(bitmask, None, (*kept, bytes_)),
+        _in_place(total, residual_out, x.shape),
     )
 
 
@@ -304,24 +345,45 @@ def _backward(
     dresidual_dtype: DTypeLike | None,
 ) -> NormBackward:
     k = trailing_axes(x.ndim, axis, weight, bias)
-    shape, dtype = bias_like(x, weight, bias, k)
-    dy = masked(dy, bitmask, k)
-    exact = backward_float64(
-        norm, dy, x, weight, mean, rstd, k=k, zero_centered=zero_centered, bias_shape=shape
-    )
-    of_total = exact.dx
-    if dresidual_out is not None:
-        with np.errstate(all="ignore"):
-            of_total = of_total + widen(dresidual_out)
-    of_x = _store(of_total, dx_dtype or x.dtype, dx)
-    of_residual = of_x
+    bias_shape, dtype = bias_like(x, weight, bias, k)
+    shape, of_rows, blocks = _by_blocks(x, k, weight, bias)
+    dy, rows = masked(dy, bitmask, k).reshape(shape), x.reshape(shape)
+    means, rstds = None if mean is None else mean.reshape(of_rows), rstd.reshape(of_rows)
+    of_total = None if dresidual_out is None else dresidual_out.reshape(shape)
+    of_x, of_residual = np.empty(shape, dx_dtype or x.dtype), None
     if np.dtype(dresidual_dtype or x.dtype) != of_x.dtype:
-        of_residual = round_once(of_total, dresidual_dtype or x.dtype)
+        of_residual = np.empty(shape, dresidual_dtype or x.dtype)
+    sums: dict[str, list[Float64]] = {"dweight": [], "dbias": []}
+    for block in blocks:
+        exact = backward_float64(
+            *(norm, dy[block], rows[block], weight),
+            *(None if means is None else means[block], rstds[block]),
+            k=k,
+            zero_centered=zero_centered,
+            bias_shape=bias_shape,
+        )
+        gradient = exact.dx
+        if of_total is not None:
+            with np.errstate(all="ignore"):
+                gradient = gradient + widen(of_total[block])
+        of_x[block] = round_once(gradient, of_x.dtype)
+        if of_residual is not None:
+            of_residual[block] = round_once(gradient, of_residual.dtype)
+        sums["dweight"].append(exact.dweight)
+        sums["dbias"].append(exact.dbias)
+
+    def total(name: str, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
+        with np.errstate(all="ignore"):
+            of_blocks = np.reshape(sums[name], (len(blocks), *shape))
+            return round_once(sum_to_shape(of_blocks, shape), dtype)
+
+    result = _in_place(of_x, dx, x.shape)
+    has_other = has_residual(dresidual_out, dx_dtype, dresidual_dtype)
     return NormBackward(
-        of_x,
-        None if weight is None else round_once(exact.dweight, weight.dtype),
-        None if shape is None else round_once(exact.dbias, dtype),
-        of_residual if has_residual(dresidual_out, dx_dtype, dresidual_dtype) else None,
+        result,
+        None if weight is None else total("dweight", weight.shape, weight.dtype),
+        None if bias_shape is None else total("dbias", bias_shape, dtype),
+        (result if of_residual is None else of_residual.reshape(x.shape)) if has_other else None,
     )
 
 
