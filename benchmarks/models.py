@@ -73,13 +73,19 @@ class Case:
         )
 
 
-def cases(models: Sequence[str], sizes: Sequence[int], modes: Sequence[str]) -> Iterator[Case]:
-    """Yield the cases, those that compile last: torch compiles in processes that take host time."""
+def cases(
+    models: Sequence[str], sizes: Sequence[int], modes: Sequence[str], rows: Sequence[int] | None
+) -> Iterator[Case]:
+    """Yield the cases, those that compile last: torch compiles in processes that take host time.
+
+    If rows are given, these are decoded, and nothing is trained.
+    """
     for mode, model, hidden in itertools.product(modes, models, sizes):
         layers, batch, length = SIZES[hidden]
-        yield Case(model, hidden, layers, batch, length, True, mode)
-        for rows in ROWS:
-            yield Case(model, hidden, layers, rows, 1, False, mode)
+        if rows is None:
+            yield Case(model, hidden, layers, batch, length, True, mode)
+        for decoded in rows or ROWS:
+            yield Case(model, hidden, layers, decoded, 1, False, mode)
 
 
 # ---- the models ----------------------------------------------------------------------------------
@@ -376,6 +382,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
     parser.add_argument("--sizes", nargs="+", type=int, choices=SIZES, default=tuple(SIZES))
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
+    parser.add_argument("--rows", nargs="+", type=int, choices=ROWS, help="decode these alone")
     parser.add_argument("--libraries", nargs="+", choices=LIBRARIES, default=LIBRARIES)
     parser.add_argument("--rounds", type=int, default=9, help="(default: %(default)s)")
     options = parser.parse_args(arguments)
@@ -393,7 +400,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             versions[name] = importlib.metadata.version(name)
     report = results.new(versions, list(sys.argv[1:] if arguments is None else arguments))
     print(*head(), sep="\n")
-    for case in cases(options.models, options.sizes, options.modes):
+    for case in cases(options.models, options.sizes, options.modes, options.rows):
         calls = 3 if case.training else 20
         libraries = [name for name in LIBRARIES if name == OWN or name in options.libraries]
         records = measure(case, libraries, options.rounds, calls, "cuda")

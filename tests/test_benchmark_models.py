@@ -91,10 +91,12 @@ def test_the_ratio_is_of_the_rounds() -> None:
 
 
 def test_every_mode_has_training_and_decoding() -> None:
-    chosen = list(models.cases(models.MODELS, [1024], models.MODES))
+    chosen = list(models.cases(models.MODELS, [1024], models.MODES, None))
     assert [case.mode for case in chosen] == ["eager"] * 8 + ["graph"] * 8 + ["compiled"] * 8
     rows = [case.batch for case in chosen if case.mode == "graph" and not case.training]
     assert rows == [*models.ROWS] * 2
+    (decoded,) = models.cases(["llama"], [1024], ["compiled"], [64])
+    assert (decoded.batch, decoded.length, decoded.training) == (64, 1, False)
 
 
 def test_nothing_is_timed_in_the_place_of_a_file_or_without_a_gpu(
