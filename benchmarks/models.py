@@ -306,6 +306,8 @@ def measure(case: Case, libraries: Sequence[str], rounds: int, calls: int, devic
             wait()
             if library == OWN:
                 expected = y.clone()
+            if expected is None:
+                raise RuntimeError(f"there is no output of {OWN} to compare with")
             error = relative_error(y, expected)
             if not error < FORMULA_ERROR:
                 raise RuntimeError(f"the output is off by {error:.2g} of its 2-norm")
