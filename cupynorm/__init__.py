@@ -1,5 +1,8 @@
 """Fused RMSNorm and LayerNorm, forward and backward, for NumPy, CuPy, torch and JAX arrays."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from cupynorm._bitmask import pack_bitmask, unpack_bitmask
 from cupynorm._operation import NormBackward, NormForward
 from cupynorm._warmup import kernel_source, supports, warmup
@@ -29,3 +32,15 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from cupynorm import jax as jax
+    from cupynorm import testing as testing
+    from cupynorm import torch as torch
+
+
+def __getattr__(name: str) -> Any:
+    """Import what needs a framework, or is seldom needed, on first use."""
+    if name in ("jax", "testing", "torch"):
+        return importlib.import_module(f"cupynorm.{name}")
+    raise AttributeError(f"module 'cupynorm' has no attribute {name!r}")

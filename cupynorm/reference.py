@@ -3,8 +3,8 @@
 Everything is computed in float64 and rounded once, to the dtype of each output. The functions take
 NumPy arrays and trust their arguments. `cupynorm.rms_norm` and its siblings check them first.
 
-Rows whose squares would be out of range are scaled by a power of two first, so no float64 input
-overflows or underflows on the way. NaN and inf stay in their row. If a row of RMSNorm holds an inf,
+Rows of float64 are scaled by a power of two before anything is squared, so none of them overflows
+or underflows on the way. NaN and inf stay in their row. If a row of RMSNorm holds an inf,
 rstd is 0, and y is NaN at the inf and 0 elsewhere. If a row of LayerNorm does, all of it is NaN.
 
 The functions go through the rows by blocks, whose float64 copies stay in a core's cache.
@@ -49,8 +49,6 @@ Axis = int | Sequence[int] | None
 Relu = tuple[float, float] | None
 
 BLOCK = 1 << 15  # elements: of up to a megabyte in float64, with what is computed of them
-# Squares of values up to 2**256, and of those that count next to a value of 2**-256, are in range.
-IN_RANGE = 256
 
 
 # ---- the equations, in float64 -------------------------------------------------------------------
@@ -80,13 +78,14 @@ def normalize(norm: Norm, x: Array, k: int, eps: float) -> tuple[Float64, Float6
     """Return xhat, mean and rstd over the last k axes; mean and rstd keep axes of size 1."""
     axes = tuple(range(-k, 0))
     wide = widen(x)
-    # Dividing by the larger of max|x| and sqrt(eps) leaves nothing above 1. Values that underflow
-    # then are too small to count. frexp leaves the exponent of inf and NaN unspecified.
-    of_x = np.maximum(wide.max(axis=axes, keepdims=True), -wide.min(axis=axes, keepdims=True))
-    largest = np.maximum(of_x, math.sqrt(eps))
-    exponent = np.where(np.isfinite(largest), np.frexp(largest)[1], 0)
-    exponent[np.abs(exponent) <= IN_RANGE] = 0
-    d = np.ldexp(wide, -exponent) if exponent.any() else wide
+    d, exponent = wide, np.zeros((), np.int32)
+    if x.dtype == np.float64:
+        # Dividing by the larger of max|x| and sqrt(eps) leaves nothing above 1. Values that
+        # underflow then are too small to count. frexp leaves the exponent of inf and NaN
+        # unspecified.
+        largest = np.maximum(np.abs(wide).max(axis=axes, keepdims=True), math.sqrt(eps))
+        exponent = np.where(np.isfinite(largest), np.frexp(largest)[1], 0)
+        d = np.ldexp(wide, -exponent)
     mean = None
     if norm == "layer_norm":
         first = d.mean(axis=axes, keepdims=True)
@@ -114,12 +113,12 @@ def normalize_by(
     else:
         assert mean is not None  # noqa: S101 - narrows the type; the callers always have it here
         xhat, shift, factor = widen(x), widen(mean).reshape(wide_rstd.shape), wide_rstd
-        # x - mean may overflow where x * rstd does not.
-        significand, exponent = np.frexp(wide_rstd)
-        down = np.where(np.isfinite(significand) & (exponent < -IN_RANGE), exponent, 0)
-        if down.any():
-            xhat, shift, factor = np.ldexp(xhat, down), np.ldexp(shift, down), significand
-            factor = np.ldexp(factor, exponent - down)
+        if x.dtype == np.float64:
+            # In parts, since x - mean may overflow where x * rstd does not.
+            significand, exponent = np.frexp(wide_rstd)
+            down = np.where(np.isfinite(significand), np.minimum(exponent, 0), 0)
+            xhat, shift = np.ldexp(xhat, down), np.ldexp(shift, down)
+            factor = np.ldexp(significand, exponent - down)
         xhat -= shift
         xhat *= factor
         xhat -= xhat.mean(axis=tuple(range(-k, 0)), keepdims=True)

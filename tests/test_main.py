@@ -47,6 +47,24 @@ def expected_passes(problems: tuple[report.Problem, ...]) -> list[list[str]]:
     ]
 
 
+@pytest.mark.parametrize("name", ["torch", "jax", "testing"])
+def test_a_module_of_the_package_is_imported_on_first_use(name: str) -> None:
+    if name != "testing":
+        pytest.importorskip(name)
+    program = f"""
+import sys, cupynorm
+assert "cupynorm.{name}" not in sys.modules
+print(cupynorm.{name}.__name__)
+try:
+    cupynorm.nothing
+except AttributeError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    expected = f"cupynorm.{name}\nmodule 'cupynorm' has no attribute 'nothing'\n"
+    assert (done.stdout, done.returncode) == (expected, 0), done.stderr
+
+
 def test_without_gpu_says_so_and_every_pass_is_right() -> None:
     printed = run_report(CUDA_VISIBLE_DEVICES="")
     assert printed.startswith(f"cupynorm {cupynorm.__version__}\n")

@@ -102,6 +102,40 @@ def test_backward_is_the_derivative_of_forward(norm: Norm, zero_centered: bool, 
 
 
 @both_norms
+@pytest.mark.parametrize("case", GRADIENT_SHAPES)
+def test_blocks_of_one_row_give_what_a_single_block_does(
+    norm: Norm, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape, axis, *affine = GRADIENT_SHAPES[case]
+    rng = np.random.default_rng(0)
+    x, dy, residual = rng.standard_normal((3, *shape)).astype(np.float32)
+    weight, bias = (None if of is None else rng.standard_normal(of) for of in affine)
+    options: Any = {"axis": axis, "eps": 0.1, "relu": (-0.5, 0.5), "residual": residual}
+
+    def results() -> tuple[Any, Any]:
+        forward = run_forward(norm, x, weight, bias, **options)
+        backward = run_backward(
+            norm,
+            *(dy, forward.residual_out, weight, forward),
+            bias=False if bias is None else bias,
+            bitmask=forward.bitmask,
+            axis=axis,
+            dresidual_out=residual,
+            dresidual_dtype=np.float64,
+        )
+        return forward, backward
+
+    whole = results()
+    monkeypatch.setattr(reference, "BLOCK", 1)
+    for found, expected in zip(results(), whole, strict=True):
+        for name, array in expected._asdict().items():
+            if name in ("dweight", "dbias") and array is not None:  # float64, in another order
+                np.testing.assert_allclose(getattr(found, name), array, rtol=0, atol=1e-14)
+            else:
+                np.testing.assert_array_equal(getattr(found, name), array, strict=True)
+
+
+@both_norms
 @pytest.mark.parametrize("given", ["weight", "bias"])
 def test_operands_of_two_axes_need_an_axis(norm: Norm, given: str) -> None:
     x = np.arange(24.0).reshape(2, 3, 4)
