@@ -427,15 +427,15 @@ def few_rows_backward_plan(
     spec: BackwardSpec, n: int, most: int, config: BackwardInRegisters, device: int
 ) -> BackwardPlan | None:
     """Return the plan of `backward_plan` for up to `most` rows, or None without room."""
+    kernels = _load_backward(spec, config, device)  # first, while threads compile those below
     if config.cluster_blocks > 1:
+        if kernels[0].clusters_at_once() == 0:
+            return None
         # The kernel of many rows takes more of a multiprocessor. If it has no room for clusters,
         # many rows have other teams, and dx other bits.
         many = many_rows_backward_plan(spec, n, config.vector, device)
         if many.cluster_blocks != config.cluster_blocks:
             return None
-    kernels = _load_backward(spec, config, device)
-    if config.cluster_blocks > 1 and kernels[0].clusters_at_once() == 0:
-        return None
     column_blocks, column_kernel = 0, False
     if config.column_threads:
         column_kernel = spec.norm == "layer_norm"

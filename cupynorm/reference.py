@@ -12,6 +12,7 @@ The functions go through the rows by blocks, whose float64 copies stay in a core
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -48,7 +49,7 @@ Norm = Literal["rms_norm", "layer_norm"]
 Axis = int | Sequence[int] | None
 Relu = tuple[float, float] | None
 
-BLOCK = 1 << 15  # elements: of up to a megabyte in float64, with what is computed of them
+BLOCK = 1 << 15  # elements: 256 KiB in float64, and a few arrays of them are in use at once
 
 
 # ---- the equations, in float64 -------------------------------------------------------------------
@@ -251,27 +252,45 @@ def round_once(values: Float64, dtype: DTypeLike) -> Array:
         )
 
 
-def _by_blocks(
+# ---- rows by blocks ------------------------------------------------------------------------------
+
+
+def _blocks(
     x: Array, k: int, weight: Array | None, bias: bool | Array | None
 ) -> tuple[tuple[int, ...], tuple[int, ...], list[slice]]:
-    """Return shapes of arrays and of statistics by one axis of blocks, and the blocks.
+    """Return a shape of x, the shape of its statistics, and the blocks of the first axis.
 
-    That axis has the leading axes of x along which weight and bias do not vary.
+    That axis has the leading axes of x that weight and bias lack.
     """
-    given = [array.ndim for array in (weight, bias) if isinstance(array, np.ndarray)]
-    free = x.ndim - max(k, *given, 0)
-    shape = (math.prod(x.shape[:free]), *x.shape[free:])
+    operands = [array.ndim for array in (weight, bias) if isinstance(array, np.ndarray)]
+    leading = x.ndim - max(k, *operands, 0)
+    shape = (math.prod(x.shape[:leading]), *x.shape[leading:])
     count = max(1, BLOCK // max(1, math.prod(shape[1:])))
     blocks = [slice(start, start + count) for start in range(0, shape[0], count)]
     return shape, shape[: len(shape) - k], blocks
 
 
-def _in_place(array: Array | None, out: Array | None, shape: tuple[int, ...]) -> Array | None:
-    """Return an array of rows by its shape, or `out` with its values."""
-    if array is None or out is None:
-        return None if array is None else array.reshape(shape)
+def _returned(array: Array, shape: tuple[int, ...], out: Array | None = None) -> Array:
+    """Return an array in a shape, or `out` with its values."""
+    if out is None:
+        return array.reshape(shape)
     out[...] = array.reshape(shape)
     return out
+
+
+def _add(sums: list[Float64 | None], term: Float64) -> None:
+    """Add to sums of 1, 2, 4, ... blocks, so that the error grows as in `sum_to_shape`."""
+    for i, held in enumerate(sums):
+        if held is None:
+            sums[i] = term
+            return
+        term, sums[i] = held + term, None
+    sums.append(term)
+
+
+def _total(sums: list[Float64 | None], shape: tuple[int, ...], dtype: DTypeLike) -> Array:
+    held = [partial for partial in sums if partial is not None]
+    return round_once(functools.reduce(np.add, held) if held else np.zeros(shape), dtype)
 
 
 # ---- the public functions, which hand on all their arguments by name -----------------------------
@@ -293,37 +312,36 @@ def _forward(
     residual_out: Array | None,
 ) -> NormForward:
     k = trailing_axes(x.ndim, axis, weight, bias)
-    kept, bytes_ = x.shape[: x.ndim - k], -(-math.prod(x.shape[x.ndim - k :]) // 8)
-    shape, of_rows, blocks = _by_blocks(x, k, weight, bias)
-    rows = x.reshape(shape)
+    shape, of_statistics, blocks = _blocks(x, k, weight, bias)
+    rows, added, total = x.reshape(shape), residual, None
     y = np.empty(shape, out_dtype or (x.dtype if out is None else out.dtype))
-    total, stats = None, compute_dtype(x)
     if residual is not None:
-        of_total = residual.dtype if residual_out is None else residual_out.dtype
-        residual = residual.reshape(shape)
-        total = np.empty(shape, residual_dtype or of_total)
-        stats = compute_dtype(total)
-    mean = np.empty(of_rows, stats) if norm == "layer_norm" else None
-    rstd = np.empty(of_rows, stats)
-    bitmask = None if relu is None else np.empty((*of_rows, bytes_), np.uint8)
+        like = residual if residual_out is None else residual_out
+        added, total = residual.reshape(shape), np.empty(shape, residual_dtype or like.dtype)
+    dtype = compute_dtype(x if total is None else total)
+    mean = np.empty(of_statistics, dtype) if norm == "layer_norm" else None
+    rstd = np.empty(of_statistics, dtype)
+    mask_bytes = -(-math.prod(x.shape[x.ndim - k :]) // 8)
+    bitmask = None if relu is None else np.empty((*of_statistics, mask_bytes), np.uint8)
     for block in blocks:
-        row = rows[block]
-        if residual is not None and total is not None:
-            row = total[block] = add_residual(row, residual[block], total.dtype)
+        values = rows[block]
+        if added is not None and total is not None:
+            values = total[block] = add_residual(values, added[block], total.dtype)
         exact = forward_float64(
-            norm, row, weight, bias, k=k, eps=eps, zero_centered=zero_centered, relu=relu
+            norm, values, weight, bias, k=k, eps=eps, zero_centered=zero_centered, relu=relu
         )
-        y[block], rstd[block] = round_once(exact.y, y.dtype), round_once(exact.rstd, stats)
+        y[block], rstd[block] = round_once(exact.y, y.dtype), round_once(exact.rstd, dtype)
         if mean is not None:
-            mean[block] = round_once(exact.mean, stats)
+            mean[block] = round_once(exact.mean, dtype)
         if bitmask is not None:
             bitmask[block] = exact.bitmask
+    kept = x.shape[: x.ndim - k]
     return NormForward(
-        _in_place(y, out, x.shape),
-        _in_place(mean, None, kept),
-        rstd.reshape(kept),
-        _in_place(bitmask, None, (*kept, bytes_)),
-        _in_place(total, residual_out, x.shape),
+        _returned(y, x.shape, out),
+        None if mean is None else _returned(mean, kept),
+        _returned(rstd, kept),
+        None if bitmask is None else _returned(bitmask, (*kept, mask_bytes)),
+        None if total is None else _returned(total, x.shape, residual_out),
     )
 
 
@@ -344,46 +362,48 @@ def _backward(
     dresidual_dtype: DTypeLike | None,
 ) -> NormBackward:
     k = trailing_axes(x.ndim, axis, weight, bias)
-    bias_shape, dtype = bias_like(x, weight, bias, k)
-    shape, of_rows, blocks = _by_blocks(x, k, weight, bias)
-    dy, rows = masked(dy, bitmask, k).reshape(shape), x.reshape(shape)
-    means, rstds = None if mean is None else mean.reshape(of_rows), rstd.reshape(of_rows)
-    of_total = None if dresidual_out is None else dresidual_out.reshape(shape)
+    bias_shape, bias_dtype = bias_like(x, weight, bias, k)
+    shape, of_statistics, blocks = _blocks(x, k, weight, bias)
+    dy, rows, rstd = dy.reshape(shape), x.reshape(shape), rstd.reshape(of_statistics)
+    mean = None if mean is None else mean.reshape(of_statistics)
+    bitmask = None if bitmask is None else bitmask.reshape(*of_statistics, bitmask.shape[-1])
+    added = None if dresidual_out is None else dresidual_out.reshape(shape)
     of_x, of_residual = np.empty(shape, dx_dtype or x.dtype), None
     if np.dtype(dresidual_dtype or x.dtype) != of_x.dtype:
         of_residual = np.empty(shape, dresidual_dtype or x.dtype)
-    sums: dict[str, list[Float64]] = {"dweight": [], "dbias": []}
+    of_weight: list[Float64 | None] = []
+    of_bias: list[Float64 | None] = []
     for block in blocks:
         exact = backward_float64(
-            *(norm, dy[block], rows[block], weight),
-            *(None if means is None else means[block], rstds[block]),
+            norm,
+            masked(dy[block], None if bitmask is None else bitmask[block], k),
+            rows[block],
+            weight,
+            None if mean is None else mean[block],
+            rstd[block],
             k=k,
             zero_centered=zero_centered,
             bias_shape=bias_shape,
         )
-        gradient = exact.dx
-        if of_total is not None:
-            with np.errstate(all="ignore"):
-                gradient = gradient + widen(of_total[block])
-        of_x[block] = round_once(gradient, of_x.dtype)
-        if of_residual is not None:
-            of_residual[block] = round_once(gradient, of_residual.dtype)
-        sums["dweight"].append(exact.dweight)
-        sums["dbias"].append(exact.dbias)
-
-    def total(name: str, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
         with np.errstate(all="ignore"):
-            of_blocks = np.reshape(sums[name], (len(blocks), *shape))
-            return round_once(sum_to_shape(of_blocks, shape), dtype)
-
-    result = _in_place(of_x, dx, x.shape)
-    has_other = has_residual(dresidual_out, dx_dtype, dresidual_dtype)
-    return NormBackward(
-        result,
-        None if weight is None else total("dweight", weight.shape, weight.dtype),
-        None if bias_shape is None else total("dbias", bias_shape, dtype),
-        (result if of_residual is None else of_residual.reshape(x.shape)) if has_other else None,
-    )
+            of_total = exact.dx if added is None else exact.dx + widen(added[block])
+            if exact.dweight is not None:
+                _add(of_weight, exact.dweight)
+            if exact.dbias is not None:
+                _add(of_bias, exact.dbias)
+        of_x[block] = round_once(of_total, of_x.dtype)
+        if of_residual is not None:
+            of_residual[block] = round_once(of_total, of_residual.dtype)
+    result = dresidual = _returned(of_x, x.shape, dx)
+    if of_residual is not None:
+        dresidual = _returned(of_residual, x.shape)
+    with np.errstate(all="ignore"):
+        return NormBackward(
+            result,
+            None if weight is None else _total(of_weight, weight.shape, weight.dtype),
+            None if bias_shape is None else _total(of_bias, bias_shape, bias_dtype),
+            dresidual if has_residual(dresidual_out, dx_dtype, dresidual_dtype) else None,
+        )
 
 
 def compute(spec: Spec, options: Options, arrays: Mapping[str, Any]) -> dict[str, Any]:

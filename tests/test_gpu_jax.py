@@ -30,7 +30,7 @@ from jax_calls import check  # noqa: E402
 
 import cupynorm  # noqa: E402
 import cupynorm.jax  # noqa: E402
-from cupynorm import _compile, _driver  # noqa: E402
+from cupynorm import _compile, _driver, _plans  # noqa: E402
 from cupynorm.jax import _kernels  # noqa: E402
 
 
@@ -393,7 +393,18 @@ def test_another_kernel_stands_in_until_a_thread_has_compiled_a_programs_own(
     standing_in = [np.asarray(launched(x)) for _ in range(3)]
     assert len(_compile._functions) == 1
     threading.Timer(1, may_load.set).start()
-    replayed = [np.asarray(recorded(x)) for _ in range(3)]  # of the program's own kernel
+    taken: set[tuple[bool, bool]] = set()  # while a stream was captured; a kernel that stands in
+    forward_plan = _plans.forward_plan
+
+    def seen(*arguments: Any, **options: Any) -> Any:
+        plan = forward_plan(*arguments, **options)
+        taken.add((_compile.is_capturing(), plan.stands_in))
+        return plan
+
+    monkeypatch.setattr(_plans, "forward_plan", seen)
+    replayed = [np.asarray(recorded(x)) for _ in range(3)]
+    assert (True, False) in taken
+    assert (True, True) not in taken
     wait_for_threads()
     assert len(_compile._functions) == 2
     own = np.asarray(launched(x))

@@ -6,7 +6,7 @@ all fields of a structure at once: the 8 fields of a frame as fast as 2 by thems
 carries one attribute, `call`, a string with everything that the addresses do not say. It survives
 in a compilation cache and in an exported program, where an index of this process would not.
 
-Nothing is allocated on the device, compiled or waited for. No lock is held.
+A call that was prepared allocates, compiles and waits for nothing, and holds no lock.
 """
 
 from __future__ import annotations
