@@ -1,4 +1,4 @@
-"""Figures from measurements: GB/s over N, decoding's time over M, ratios to the best peer.
+"""Figures from measurements: GB/s over N, and decoding's time over M.
 
 Decoding's times are divided by the copy's or the add's. Near those, tenths of a microsecond count.
 ``python -m benchmarks.plots results.json docs/speed.svg`` draws the README's figure of both passes
@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 from benchmarks.backends import ALL
 from benchmarks.problems import DECODE, OPERATIONS, PAIRS, TRAINING
 from benchmarks.results import Record, by_problem, load, seconds
-from benchmarks.summary import NAMES, Ratio, label, ratios, short
+from benchmarks.summary import NAMES, short
 from cupynorm._bench import Direction, Problem
 from cupynorm.reference import Norm
 
@@ -42,20 +42,15 @@ def draw(results: dict[str, Any], folder: Path) -> list[Path]:
     """Write the figures of each operation that has anything to show; return the paths."""
     folder.mkdir(parents=True, exist_ok=True)
     title = f"{results['machine']['gpu']}, {short(results['commit'])}"
-    found = ratios(results["measurements"])
     paths = []
     for operation in OPERATIONS:
         own = [r for r in results["measurements"] if f"{r['norm']} {r['direction']}" == operation]
-        bars = [r for r in found if r.problem.operation == operation and r.to_peer is not None]
         name = operation.replace(" ", "_")
         if own:
             paths.append(_save(lines(f"{operation}, {title}", own), folder / f"{name}_speed.svg"))
         figure = decoding(f"{operation}, {title}", own)
         if figure is not None:
             paths.append(_save(figure, folder / f"{name}_decoding.svg"))
-        if bars:
-            figure = ratio_bars(f"{operation}, {title}", bars)
-            paths.append(_save(figure, folder / f"{name}_ratio.svg"))
     return paths
 
 
@@ -192,27 +187,6 @@ def _plot(
     """Draw the parts of a backend's line, once in the legend."""
     for index, part in enumerate(parts):
         axes.plot(*zip(*part, strict=True), **style, label="_" if index else name)
-
-
-def ratio_bars(title: str, found: list[Ratio]) -> Figure:
-    """Draw cupynorm's speed over the best peer's, a bar a shape."""
-    figure = Figure(figsize=(9, 1.6 + 0.22 * len(found)), layout="constrained")
-    axes = figure.add_subplot()
-    values = [ratio.to_peer or 0.0 for ratio in found]
-    axes.barh(range(len(found)), values, color=[COLOURS[4 if v >= 1 else 7] for v in values])
-    names = [label(ratio.problem) for ratio in found]
-    axes.set_yticks(range(len(found)), names, fontsize="small")
-    for place, (value, ratio) in enumerate(zip(values, found, strict=True)):
-        # Right of the bar and of the line at 1.
-        text = f" {value:.2f}{'*' if ratio.unmeasured else ''} of {ratio.peer}"
-        axes.text(max(value, 1.0), place, text, va="center", fontsize="x-small")
-    axes.axvline(1, color="black", linewidth=1)
-    axes.set_xlim(0, 1.3 * max(1.0, *values))  # room for the text
-    axes.set_ylim(len(found) - 0.4, -0.6)  # the first on top
-    missing = "; * not all peers were measured there" if any(r.unmeasured for r in found) else ""
-    axes.set_xlabel(f"speed over the best peer's; right of the line is faster{missing}")
-    axes.set_title(title)
-    return figure
 
 
 def overview(results: dict[str, Any]) -> Figure:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import os
 import subprocess
 import sys
@@ -10,6 +12,7 @@ from pathlib import Path
 import nbformat
 import pytest
 from nbclient import NotebookClient
+from PIL import Image
 
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
@@ -42,6 +45,13 @@ def test_notebook_imports_in_its_own_directory(
         pytest.skip("imports nothing from where it is")
     resources = {"metadata": {"path": str(ROOT / "examples")}}
     NotebookClient(notebook, timeout=300, kernel_name="python3", resources=resources).execute()
+
+
+def test_the_pictures_of_a_notebook_are_kept_small(notebook: nbformat.NotebookNode) -> None:
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
+    pictures = [data["image/png"] for o in outputs if "image/png" in (data := o.get("data", {}))]
+    for picture in pictures:  # examples/execute.py does this
+        assert Image.open(io.BytesIO(base64.b64decode(picture))).mode == "P"
 
 
 def test_notebook_has_the_outputs_of_one_whole_run_or_none(notebook: nbformat.NotebookNode) -> None:
