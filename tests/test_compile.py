@@ -418,7 +418,7 @@ def instantiations(architecture: int) -> list[Instantiation]:
         # All kernels that are short of registers or wait for another kernel.
         if is_scarce(kernel) or kernel.overlaps:
             return every_nth
-        return every_nth * one_in(6)
+        return every_nth * one_in(9)
 
     chosen = (kernel for kernel in kernels if is_one_of(kernel, share(kernel)))
     few = (*several_rows_kernels(architecture), *columns_kernels(architecture))
