@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from cupynorm import _driver
-from cupynorm._environment import USE_A_FOLDER
+from cupynorm._environment import USE_A_FOLDER, nvrtc_problem
 from cupynorm._layout import (
     BackwardColumnParallel,
     BackwardConfig,
@@ -386,7 +386,7 @@ def load(kernel: Instantiation, device: int) -> _driver.Kernel:
     ------
     RuntimeError
         If it is not loaded while the current stream is captured into a CUDA graph, which loading
-        would invalidate. If CuPy cannot write its kernel cache.
+        would invalidate. If CuPy cannot write its kernel cache, or does not find NVRTC.
     cupy.cuda.compiler.CompileException
         If the kernel cannot be compiled.
     """
@@ -427,7 +427,11 @@ def _load(kernel: Instantiation, device: int) -> _driver.Kernel:
             capability = int(cupy.cuda.Device(device).compute_capability)
             try:
                 handle = module.get_function(kernel.expression()).kernel
-            except OSError as error:
+            except (OSError, RuntimeError) as error:
+                if problem := nvrtc_problem():
+                    raise RuntimeError(problem) from error
+                if isinstance(error, RuntimeError):
+                    raise
                 raise RuntimeError(
                     f"{kernel} cannot be kept in CuPy's kernel cache: {error}; "
                     f"{USE_A_FOLDER}, or CUPY_CACHE_IN_MEMORY to 1"

@@ -11,7 +11,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-__all__ = ["cache_is_writable", "describe", "gpu_name", "gpu_problem", "import_cupy"]
+__all__ = [
+    "cache_is_writable",
+    "describe",
+    "gpu_name",
+    "gpu_problem",
+    "import_cupy",
+    "nvrtc_problem",
+]
 
 NO_CACHE = "CuPy cannot be imported, as it cannot make its kernel cache"
 USE_A_FOLDER = "set CUPY_CACHE_DIR to a folder that can be written"
@@ -59,6 +66,20 @@ def gpu_problem() -> str | None:
     return None if count else "the driver shows no device (see CUDA_VISIBLE_DEVICES, nvidia-smi)"
 
 
+def nvrtc_problem() -> str | None:
+    """Say why kernels cannot be compiled and what to do about it; None if they can."""
+    from cupy.cuda import nvrtc
+
+    try:
+        nvrtc.getVersion()
+    except (ImportError, OSError, RuntimeError) as error:
+        return (
+            "CuPy does not find NVRTC, which compiles the kernels: install cupynorm[cuda12] or "
+            f"cupynorm[cuda13], as your CuPy is cupy-cuda12x or cupy-cuda13x ({str(error).strip()})"
+        )
+    return None
+
+
 def gpu_name() -> str:
     """Name the current GPU."""
     return str(_device_properties()["name"].decode())
@@ -85,10 +106,8 @@ def describe() -> dict[str, str]:
 def _cupy_facts() -> dict[str, str]:
     import cupy
 
-    try:
-        nvrtc = ".".join(map(str, cupy.cuda.nvrtc.getVersion()))
-    except (RuntimeError, OSError) as error:
-        nvrtc = f"none, {error}"
+    problem = nvrtc_problem()
+    nvrtc = f"none, {problem}" if problem else ".".join(map(str, cupy.cuda.nvrtc.getVersion()))
     return {"CuPy": cupy.__version__, "NVRTC": nvrtc}
 
 

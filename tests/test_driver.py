@@ -392,24 +392,54 @@ def test_kernels_overlap_where_a_gpu_can(
     assert made == [False, overlaps]
 
 
-def test_a_kernel_that_cannot_be_kept_is_named_with_what_to_do(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> mock.Mock:
+    """Return what CuPy calls to compile a kernel, which has nothing to return yet."""
     cupy = pytest.importorskip("cupy", exc_type=ImportError)
-    denied = mock.Mock(side_effect=PermissionError(13, "Permission denied", "/cache/a"))
+    compile_ = mock.Mock()
     stream = SimpleNamespace(is_capturing=lambda: False)
     device = SimpleNamespace(compute_capability="90")
     monkeypatch.setattr(cupy.cuda, "get_current_stream", lambda: stream)
     monkeypatch.setattr(cupy.cuda, "Device", lambda index: device)
-    monkeypatch.setattr(cupy, "RawModule", lambda **options: SimpleNamespace(get_function=denied))
+    monkeypatch.setattr(cupy, "RawModule", lambda **options: SimpleNamespace(get_function=compile_))
     for name in ("_functions", "_modules", "_locks"):
         monkeypatch.setattr(_compile, name, {})
+    return compile_
+
+
+KERNEL = _compile.Instantiation("epilogue.cuh", "k", (), (("kOf", 1),), named("q"), 32, 0)
+
+
+def test_a_kernel_that_cannot_be_kept_is_named_with_what_to_do(failing: mock.Mock) -> None:
+    failing.side_effect = PermissionError(13, "Permission denied", "/cache/a")
     for _ in range(2):
         with pytest.raises(
             RuntimeError,
             match=r"k<kOf=1> cannot be kept .* denied: '/cache/a'; set CUPY_CACHE_DIR to",
         ):
-            _compile.load(
-                _compile.Instantiation("epilogue.cuh", "k", (), (("kOf", 1),), named("q"), 32, 0), 0
-            )
-    assert denied.call_count == 2
+            _compile.load(KERNEL, 0)
+    assert failing.call_count == 2
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, OSError])
+def test_without_nvrtc_it_is_said_what_to_install(
+    failing: mock.Mock, kind: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cupy.cuda import nvrtc
+
+    failing.side_effect = missing = kind("no libnvrtc.so.12\n")
+    monkeypatch.setattr(nvrtc, "getVersion", mock.Mock(side_effect=missing))
+    expected = (
+        "CuPy does not find NVRTC, which compiles the kernels: install cupynorm[cuda12] or "
+        "cupynorm[cuda13], as your CuPy is cupy-cuda12x or cupy-cuda13x (no libnvrtc.so.12)"
+    )
+    with pytest.raises(RuntimeError) as caught:
+        _compile.load(KERNEL, 0)
+    assert str(caught.value) == expected
+
+
+def test_an_error_of_the_driver_stays_what_it_is(failing: mock.Mock) -> None:
+    failing.side_effect = error = RuntimeError("out of memory")
+    with pytest.raises(RuntimeError) as caught:
+        _compile.load(KERNEL, 0)
+    assert caught.value is error
