@@ -215,7 +215,8 @@ def check_numbers(compute: np.dtype[Any], eps: Any, relu: Any) -> tuple[float, f
 def to_eps(eps: Any) -> float:
     """Return eps as a float. -0.0 becomes 0.0, which gives a row of zeros rstd = inf."""
     if not isinstance(eps, _REAL) or isinstance(eps, bool):
-        raise TypeError(f"eps must be a real number, got {eps!r}")
+        advice = ": pass float(eps)" if getattr(eps, "ndim", None) == 0 else ""
+        raise TypeError(f"eps must be a real number, got {eps!r}{advice}")
     return _to_float(eps) + 0.0
 
 

@@ -264,6 +264,7 @@ WRONG = [
         for eps in ("1e-6", None, 1j, [1e-6], True)
     ),
     wrong(ValueError, "eps must be", eps=10**400),
+    wrong(TypeError, "eps must be", "pass float(eps)", eps=np.array(1e-6)),
     wrong(ValueError, "zero_centered", "weight", "True", zero_centered=True, weight=None),
     *(
         wrong(TypeError, "relu must be a pair of real numbers", repr(relu), relu=relu)

@@ -2069,6 +2069,7 @@ ERRORS = [
     (lambda: rms_norm(X, relu=(*torch.tensor([0.0, 1.0]),)), TypeError, "relu must be a pair"),
     (lambda: rms_norm(X, eps=[1e-6]), TypeError, "eps must be a real number"),
     (lambda: rms_norm(X, eps=True), TypeError, "eps must be a real number, got True"),
+    (lambda: rms_norm(X, eps=torch.tensor(1.0)), TypeError, r": pass float\(eps\)"),
     (lambda: rms_norm(X, eps=np.array([1e-6])), TypeError, "eps must be a real number"),
     (lambda: rms_norm(X, out_dtype=[1]), TypeError, "out_dtype must be"),
     (lambda: rms_norm(X, relu=[6, 0]), ValueError, "relu must be .* lower < upper"),
