@@ -428,12 +428,12 @@ def _load(kernel: Instantiation, device: int) -> _driver.Kernel:
             try:
                 handle = module.get_function(kernel.expression()).kernel
             except (OSError, RuntimeError) as error:
-                if problem := nvrtc_problem():
-                    raise RuntimeError(problem) from error
-                if isinstance(error, RuntimeError):
+                problem = nvrtc_problem()
+                if problem is None and isinstance(error, RuntimeError):
                     raise
                 raise RuntimeError(
-                    f"{kernel} cannot be kept in CuPy's kernel cache: {error}; "
+                    problem
+                    or f"{kernel} cannot be kept in CuPy's kernel cache: {error}; "
                     f"{USE_A_FOLDER}, or CUPY_CACHE_IN_MEMORY to 1"
                 ) from error
             function = _driver.Kernel(

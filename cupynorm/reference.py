@@ -4,8 +4,8 @@ Everything is computed in float64 and rounded once, to the dtype of each output.
 NumPy arrays and trust their arguments. `cupynorm.rms_norm` and its siblings check them first.
 
 Rows of float64 are scaled by a power of two before anything is squared, so none of them overflows
-or underflows on the way. NaN and inf stay in their row. If a row of RMSNorm holds an inf,
-rstd is 0, and y is NaN at the inf and 0 elsewhere. If a row of LayerNorm does, all of it is NaN.
+or underflows on the way. NaN and inf stay in their row. If a row of RMSNorm holds an inf, rstd is
+0, and y is NaN at the inf and 0 elsewhere. If a row of LayerNorm does, all of it is NaN.
 
 The functions go through the rows by blocks, whose float64 copies stay in a core's cache.
 """

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupynorm import NormBackward, NormForward, _background, _calls, _compile, _plans
+from cupynorm import NormBackward, NormForward, _background, _compile, _plans
 
 
 def to_numpy(array: Any) -> Any:
@@ -48,6 +48,8 @@ def poison() -> None:
 
 def threads_that_wait(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Let threads compile, with nothing loaded so far. They wait for what is returned."""
+    from cupynorm import _calls  # which needs CuPy
+
     monkeypatch.delenv(_background.SWITCH)
     for name in ("_functions", "_modules", "_locks"):
         monkeypatch.setattr(_compile, name, {})

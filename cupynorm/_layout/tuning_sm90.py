@@ -111,10 +111,12 @@ class ForwardInRegisters:
     )
     threads = Row(768, "32768x4096, from 640: 132.6 -> 131.2 us", "threads-at-once")
     # With operands of float64.
-    threads_wide = Row(256, "by 512: 91.08 -> 91.13 us; by 640 registers spill", "threads-at-once")
+    threads_wide = Row(
+        256, "16384x4096, from 512: 91.1 -> 91.1 us; 640 would spill", "threads-at-once"
+    )
     # Weight and bias, or more than 4 packs a thread.
     threads_holding = Row(
-        640, "by 512: 129.58 -> 129.58 us; by 768 registers spill", "threads-at-once"
+        640, "419430x320, from 512: 129.6 -> 129.6 us; 768 would spill", "threads-at-once"
     )
     threads_holding_slim_full_rows = Row(1024, "512x8192: 9.73 -> 8.74 us", "threads-at-once")
     threads_holding_slim = Row(896, "24892x2696: 69.8 -> 66.6 us", "threads-at-once")
@@ -132,7 +134,7 @@ class ForwardInRegisters:
     # For rows moved by less than packs, up to 4 of them a thread.
     threads_in_parts = Row(768, "16384x4097, with copies by cells: 109 -> 84 us", "threads-at-once")
     threads_in_parts_of_more = Row(
-        512, "by 256: 112.4 -> 112.5 us; by 640 registers spill", "threads-at-once"
+        512, "10000x10001, from 256: 112.4 -> 112.5 us; 640 would spill", "threads-at-once"
     )
     # For up to 6 packs a thread.
     threads_in_parts_by_fewest = Row(768, "5600x12001: 108 -> 91 us", "threads-at-once")
