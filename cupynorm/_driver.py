@@ -57,6 +57,14 @@ def _memset_async() -> Any:
     return cupy.cuda.runtime.memsetAsync
 
 
+def _shared_bytes_alone() -> int:
+    """Return how much shared memory no two blocks on one multiprocessor can have."""
+    import cupy
+
+    attributes = cupy.cuda.Device().attributes
+    return int(attributes["MaxSharedMemoryPerMultiprocessor"]) // 2
+
+
 def set_to_zero(stream: int, address: int, nbytes: int) -> None:
     """Have a stream set memory of the current device to zero."""
     _memset_async()(address, 0, nbytes, stream)
@@ -230,10 +238,17 @@ class Kernel:
             raise RuntimeError(f"{self._name} cannot be launched: {error}") from error
         return found.value
 
-    def clusters_at_once(self) -> int:
-        """Return how many of a kernel's clusters the current device runs at once."""
+    def clusters_at_once(self, *, alone: bool = False) -> int:
+        """Return how many of a kernel's clusters the current device runs at once.
+
+        If `alone`, each block has a multiprocessor to itself. Where such clusters fit, those of any
+        kernel do.
+        """
         config = LaunchConfig.from_buffer_copy(self._config)
         config.grid_x = self._cluster_blocks
+        if alone:
+            config.shared_bytes = max(self._shared_bytes, _shared_bytes_alone())
+            self._set(MAX_DYNAMIC_SHARED_SIZE_BYTES, config.shared_bytes)
         found = ctypes.c_int()
         status = library().cuOccupancyMaxActiveClusters(
             ctypes.byref(found), ctypes.c_void_p(self._handle), ctypes.byref(config)

@@ -375,18 +375,18 @@ def backward_plan(
 
     It serves m rows, and all numbers of rows with the same kernels. Few rows may have some of their
     own, with the same bits of dx. Those of dweight and dbias may differ, so nothing stands in. But
-    if a plan is wanted `soon`, threads compile the kernels of all other numbers of rows, too. dx
-    may be dy only if `dx_given`.
+    if a plan is wanted `soon` and compiled for it, threads then compile the kernels of all other
+    numbers of rows. dx may be dy only if `dx_given`.
     """
     tiers = few_rows_backward(spec, n, vector, device, dx_given) if m else ()
     few = next((tier for tier in tiers if m <= tier[0]), None)
-    if soon:
-        first, *others = _backward_kernels(spec, n, vector, device, few and few[1])
-        if not _compile.is_loaded(first, device):
-            others += kernels_of(spec, n, vector, device, dx_given=dx_given)
-            _background.start((kernel for kernel in others if kernel != first), device)
+    first, *_ = _backward_kernels(spec, n, vector, device, few and few[1])
+    compiled_for_it = not _compile.is_loaded(first, device)
     plan = few and few_rows_backward_plan(spec, n, *few, device)
-    return plan or many_rows_backward_plan(spec, n, vector, device)
+    plan = plan or many_rows_backward_plan(spec, n, vector, device)
+    if soon and compiled_for_it:
+        _background.start(kernels_of(spec, n, vector, device, dx_given=dx_given), device)
+    return plan
 
 
 @cache  # as `_forward_kernel`
@@ -427,15 +427,11 @@ def few_rows_backward_plan(
     spec: BackwardSpec, n: int, most: int, config: BackwardInRegisters, device: int
 ) -> BackwardPlan | None:
     """Return the plan of `backward_plan` for up to `most` rows, or None without room."""
-    kernels = _load_backward(spec, config, device)  # first, while threads compile those below
-    if config.cluster_blocks > 1:
-        if kernels[0].clusters_at_once() == 0:
-            return None
-        # The kernel of many rows takes more of a multiprocessor. If it has no room for clusters,
-        # many rows have other teams, and dx other bits.
-        many = many_rows_backward_plan(spec, n, config.vector, device)
-        if many.cluster_blocks != config.cluster_blocks:
-            return None
+    kernels = _load_backward(spec, config, device)
+    # The kernel of many rows takes more of a multiprocessor. If it had no room for clusters, many
+    # rows would have other teams, and dx other bits.
+    if config.cluster_blocks > 1 and kernels[0].clusters_at_once(alone=True) == 0:
+        return None
     column_blocks, column_kernel = 0, False
     if config.column_threads:
         column_kernel = spec.norm == "layer_norm"

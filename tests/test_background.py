@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +30,7 @@ devices = itertools.count(2000)  # plans of each test are its own
 
 
 def made_kernel(name: str, *rest: Any) -> Any:
-    return SimpleNamespace(name=name, clusters_at_once=lambda: 1)
+    return SimpleNamespace(name=name, clusters_at_once=lambda alone=False: 1)
 
 
 class Compiler:
@@ -59,8 +60,8 @@ class Compiler:
     def forward(self, m: int, soon: bool = True, n: int = N) -> Any:
         return _plans.forward_plan(FORWARD, m, n, VECTOR, self.device, soon=soon)
 
-    def backward(self, m: int) -> Any:
-        return _plans.backward_plan(BACKWARD, m, N, VECTOR, self.device, soon=True)
+    def backward(self, m: int, n: int = N, spec: BackwardSpec = BACKWARD) -> Any:
+        return _plans.backward_plan(spec, m, n, VECTOR, self.device, soon=True)
 
     def kernel_of_many(self) -> Any:
         *_, kernel = _plans.kernels_of(FORWARD, N, VECTOR, self.device, dx_given=False)
@@ -235,6 +236,32 @@ def test_the_kernels_of_other_numbers_of_rows_come_behind(compiler: Compiler) ->
     assert not any(plan.stands_in for plan in plans)
     assert len({kernel.name for plan in plans for kernel in plan.kernels}) == begun
     assert len(compiler.begun) == begun == len(compiler.made)
+
+
+@pytest.mark.parametrize("m", [1, FEW, 640, MANY])
+@pytest.mark.parametrize("n", [N, 4 * N])  # wide rows are held by clusters
+@pytest.mark.parametrize("norm", ["rms_norm", "layer_norm"])
+def test_a_first_call_waits_for_its_own_kernels_alone(
+    compiler: Compiler, norm: Any, n: int, m: int
+) -> None:
+    spec = replace(BACKWARD, norm=norm, dbias=BACKWARD.dbias if norm == "layer_norm" else None)
+    compiler.may_end.clear()
+    plans: list[Any] = []
+    call = threading.Thread(target=lambda: plans.append(compiler.backward(m, n, spec)))
+    call.start()
+    until(lambda: compiler.begun)
+    time.sleep(0.05)  # in which others would begin
+    begun = set(compiler.begun)
+    assert len(begun) == len(compiler.begun)
+    compiler.may_end.set()
+    call.join(SOON)
+    until(at_rest)
+    assert len(begun) == len(plans[0].kernels)
+    assert set(compiler.made) == {
+        kernel.source()
+        for kernel in _plans.kernels_of(spec, n, VECTOR, compiler.device, dx_given=False)
+    }
+    assert begun < set(compiler.made)
 
 
 def test_the_kernels_of_a_pass_are_compiled_at_once(compiler: Compiler) -> None:

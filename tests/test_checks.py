@@ -549,7 +549,7 @@ def test_kernel_source_is_of_the_kernels_that_a_call_runs(monkeypatch: pytest.Mo
     monkeypatch.setattr(_plans, "architecture", lambda device: 90)
 
     class Loaded(_compile.Instantiation):
-        def clusters_at_once(self) -> int:
+        def clusters_at_once(self, *, alone: bool = False) -> int:
             return 3
 
         def blocks_at_once(self) -> int:
@@ -641,7 +641,7 @@ def test_warmup_loads_the_kernels_of_few_rows_and_of_many(monkeypatch: pytest.Mo
     monkeypatch.setattr(cupy.cuda, "Device", lambda: SimpleNamespace(id=-2))
     monkeypatch.setattr(_plans, "multiprocessors", lambda device: 12)
     monkeypatch.setattr(_plans, "architecture", lambda device: 90)
-    kernel = SimpleNamespace(clusters_at_once=lambda: 1)
+    kernel = SimpleNamespace(clusters_at_once=lambda alone=False: 1)
     monkeypatch.setattr(_compile, "load", lambda wanted, device: loaded.append(wanted) or kernel)
     cupynorm.warmup("layer_norm", 4096, "float32", "float32")
     spec = ForwardSpec("layer_norm", "float32", "float32", None, "float32", False, False, False)

@@ -602,8 +602,11 @@ class Gpu:
 
             return launch
 
-        clusters = 0 if kernel in self.without_room else self.clusters
-        counts = {"clusters_at_once": lambda: clusters, "blocks_at_once": lambda: self.blocks}
+        def clusters_at_once(alone: bool = False) -> int:
+            without = kernel in self.without_room or (alone and self.without_room)
+            return 0 if without else self.clusters
+
+        counts = {"clusters_at_once": clusters_at_once, "blocks_at_once": lambda: self.blocks}
         return SimpleNamespace(of=kernel, prepared=prepared, **counts)
 
     def plan(self, spec: Any, m: int, n: int, vector: int, **options: bool) -> Any:
@@ -751,15 +754,15 @@ def test_several_rows_a_block_are_planned_up_to_what_runs_at_once() -> None:
 
 
 @pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize("without_room", ["many", "few", None])
+@pytest.mark.parametrize("without_room", ["many", "all", None])
 def test_few_rows_have_clusters_where_many_have_them(without_room: str | None, norm: Norm) -> None:
     spec = BackwardSpec(norm, "float32", "float32", "float32", None, False, False)
     config = configure(spec, 33000, 4)
     few_configs = [few for _, few in few_rows(spec, 33000, config, 90, 3)]
-    configs = {"many": [config], "few": few_configs, None: []}[without_room]
+    configs = {"many": [config], "all": [config, *few_configs], None: []}[without_room]
     with Gpu(without_room=[instantiate(spec, one)[0] for one in configs]) as gpu:
         few, many = (gpu.plan(spec, rows, 33000, 4) for rows in (2, 10**9))
-    assert (many.cluster_blocks > 1) == (without_room != "many")
+    assert (many.cluster_blocks > 1) == (without_room is None)
     assert few.cluster_blocks == many.cluster_blocks
     assert isinstance(few, _plans.InRegistersPlan) == (without_room is None)
     if without_room is None:

@@ -367,6 +367,21 @@ def test_clusters_at_once(monkeypatch: pytest.MonkeyPatch, overlaps: bool) -> No
         launched.clusters_at_once()
 
 
+@pytest.mark.parametrize("shared_bytes", [1234, 60000])
+def test_clusters_of_blocks_that_are_alone(
+    monkeypatch: pytest.MonkeyPatch, shared_bytes: int
+) -> None:
+    driver = install(monkeypatch, "q")
+    launched = make("q", shared_bytes, cluster_blocks=4)
+    monkeypatch.setattr(_driver, "_shared_bytes_alone", lambda: 50000)
+    driver.clusters_at_once = 33
+    assert launched.clusters_at_once(alone=True) == 33
+    assert launched.clusters_at_once() == 33
+    alone = max(shared_bytes, 50000)
+    assert driver.set[-1] == (HANDLE, 8, alone)
+    assert [numbers[6] for numbers, *_ in driver.launches] == [alone, shared_bytes]
+
+
 @pytest.mark.parametrize(("capability", "overlaps"), [("89", False), ("90", True), ("120", True)])
 def test_kernels_overlap_where_a_gpu_can(
     monkeypatch: pytest.MonkeyPatch, capability: str, overlaps: bool

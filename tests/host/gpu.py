@@ -281,7 +281,7 @@ class _Kernel:
         self.kernel = kernel
         self.entry = None if gpu.build is None else gpu.build.load(kernel)
 
-    def clusters_at_once(self) -> int:
+    def clusters_at_once(self, *, alone: bool = False) -> int:
         return self.gpu.clusters_at_once
 
     def blocks_at_once(self) -> int:
