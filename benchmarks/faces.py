@@ -25,7 +25,6 @@ import contextlib
 import functools
 import importlib
 import itertools
-import json
 import os
 import platform
 import statistics
@@ -280,7 +279,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             taken = {who: [t / count for t in times] for who, times in taken.items()}
             report["measurements"].append({"what": what, "microseconds": taken})
             print(row(what, taken), flush=True)
-            options.results.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+            results.save(report, options.results)
     return 0
 
 

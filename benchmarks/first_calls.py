@@ -135,8 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for record in measure(norm, switch):
                 print(row(record), flush=True)
                 report["measurements"].append(record)
-                text = json.dumps(report, indent=1) + "\n"
-                options.results.write_text(text, encoding="utf-8")
+                results.save(report, options.results)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Figures from measurements: GB/s over N, and decoding's time over M.
+"""Figures from measurements: decoding's time over M, and the README's of training's speed over N.
 
 Decoding's times are divided by the copy's or the add's. Near those, tenths of a microsecond count.
 ``python -m benchmarks.plots results.json docs/speed.svg`` draws the README's figure of both passes
@@ -39,57 +39,17 @@ BEYOND = {"forward": 2.0, "backward": 3.0}
 
 
 def draw(results: dict[str, Any], folder: Path) -> list[Path]:
-    """Write the figures of each operation that has anything to show; return the paths."""
+    """Write the figure of each operation that has decoding to show; return the paths."""
     folder.mkdir(parents=True, exist_ok=True)
     title = f"{results['machine']['gpu']}, {short(results['commit'])}"
     paths = []
     for operation in OPERATIONS:
         own = [r for r in results["measurements"] if f"{r['norm']} {r['direction']}" == operation]
-        name = operation.replace(" ", "_")
-        if own:
-            paths.append(_save(lines(f"{operation}, {title}", own), folder / f"{name}_speed.svg"))
         figure = decoding(f"{operation}, {title}", own)
         if figure is not None:
-            paths.append(_save(figure, folder / f"{name}_decoding.svg"))
+            name = f"{operation.replace(' ', '_')}_decoding.svg"
+            paths.append(_save(figure, folder / name))
     return paths
-
-
-def lines(title: str, measurements: Iterable[Record]) -> Figure:
-    """Draw GB/s over N, one line a backend, for the pair of dtypes with the most widths.
-
-    If a width was measured with several numbers of rows, the one with the most backends counts. A
-    line joins neighbouring widths of the same number of rows. The axis names those that differ from
-    most.
-    """
-    tallest: dict[tuple[str, str], dict[int, tuple[Problem, dict[str, Record]]]] = {}
-    for problem, cell in by_problem(measurements):
-        widths = tallest.setdefault((problem.dtype, problem.weight_dtype), {})
-        if problem.cols not in widths or widths[problem.cols][0].rows < problem.rows:
-            widths[problem.cols] = (problem, cell)
-    pair, widths = max(tallest.items(), key=lambda item: len(item[1]))
-    measured = [widths[cols] for cols in sorted(widths)]
-    figure = Figure(figsize=(10, 7), layout="constrained")
-    axes = figure.add_subplot()
-    for name, names, style in _backends(measured[0][0].direction):
-        points: dict[int, list[tuple[float, float | None]]] = {}
-        for problem, cell in measured:
-            time = _fastest(cell, names)
-            speed = None if time is None else 1e-9 * problem.bytes / time
-            points.setdefault(problem.rows, []).append((problem.cols, speed))
-        _plot(axes, name, [part for own in points.values() for part in _parts(own)], style)
-    rows = {problem.cols: problem.rows for problem, _ in measured}
-    most = max(rows.values(), key=list(rows.values()).count)
-    ticks = [f"{cols}" if m == most else f"{cols}, M = {m}" for cols, m in rows.items()]
-    axes.set_xscale("log", base=2)
-    axes.set_ylim(bottom=0)
-    axes.set_xticks(list(rows), ticks, rotation=45, ha="right", rotation_mode="anchor")
-    axes.minorticks_off()
-    axes.set_xlabel("N, values a row")
-    axes.set_ylabel("GB/s of the bytes that must move")
-    axes.set_title(f"{title}\nM = {most}, x {pair[0]}, weight {pair[1]}")
-    axes.grid(alpha=0.3)
-    figure.legend(fontsize="small", loc="outside right upper")
-    return figure
 
 
 def decoding(title: str, measurements: Iterable[Record]) -> Figure | None:

@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.backends import KINDS
 from cupynorm._bench import Problem
 
-FORMAT = 1
+FORMAT = 2  # a table of records, not a list
 # The method of measuring times. It counts up when older files are no longer comparable. 1, not
 # named in older files: the flush of the L2 left lines that were loaded with evict_last. 2: it
 # displaces those too. 3: JAX is charged for its launch as cupynorm's kernel is, not as a kernel of
@@ -112,19 +112,52 @@ def _output(*command: str) -> str:
 
 
 def save(results: dict[str, Any], path: Path) -> None:
-    """Write a results file, one record a line, whole or not at all; floats of six digits."""
+    """Write a results file, whole or not at all; floats of six digits. Records become tables."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    results = _rounded(results)
     fields = []
-    for name, value in results.items():
+    for name, value in _rounded(results).items():
         if isinstance(value, list) and value and isinstance(value[0], dict):
-            lines = ",\n".join("  " + json.dumps(record) for record in value)
-            fields.append(f" {json.dumps(name)}: [\n{lines}\n ]")
+            columns, rows = _table(value)
+            lines = ",\n".join("  " + json.dumps(row, separators=(",", ":")) for row in rows)
+            text = f'{{"columns": {json.dumps(columns)}, "rows": [\n{lines}\n ]}}'
         else:
-            fields.append(f" {json.dumps(name)}: {json.dumps(value)}")
+            text = json.dumps(value)
+        fields.append(f" {json.dumps(name)}: {text}")
     partial = path.with_suffix(".partial")
     partial.write_text("{\n" + ",\n".join(fields) + "\n}\n", encoding="utf-8")
     partial.replace(path)
+
+
+def _table(records: list[Record]) -> tuple[list[tuple[str, ...]], list[list[Any]]]:
+    """Return where records have values, and a row for each record; None where it has none."""
+    rows = [dict(_values(record)) for record in records]
+    columns = list(dict.fromkeys(place for row in rows for place in row))
+    return columns, [[row.get(place) for place in columns] for row in rows]
+
+
+def _values(record: Record, within: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield the values of a record and of those within it, each after its place: some names."""
+    for name, value in record.items():
+        if isinstance(value, dict) and value:
+            yield from _values(value, (*within, name))
+        elif value is not None:
+            yield (*within, name), value
+
+
+def _records(table: Any) -> Any:
+    """Return the records of a table, or what is none."""
+    if not isinstance(table, dict) or table.keys() != {"columns", "rows"}:
+        return table
+    records: list[Record] = []
+    for row in table["rows"]:
+        records.append({})
+        for (*within, name), value in zip(table["columns"], row, strict=True):
+            if value is not None:
+                place = records[-1]
+                for outer in within:
+                    place = place.setdefault(outer, {})
+                place[name] = value
+    return records
 
 
 def _rounded(value: Any) -> Any:
@@ -155,14 +188,14 @@ def load(path: Path, module: str | None = None) -> dict[str, Any]:
 
 
 def read(path: Path, expected: str) -> dict[str, Any]:
-    """Read an object of JSON; a ValueError says what was expected and what is there."""
+    """Read what `save` wrote; a ValueError says what was expected and what is there."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:  # UnicodeDecodeError, too
         raise ValueError(f"{expected}, got no JSON: {error}") from error
     if not isinstance(found, dict):
         raise ValueError(f"{expected}, an object, got JSON of a {type(found).__name__}")
-    return found
+    return {name: _records(value) for name, value in found.items()}
 
 
 def is_whole(report: dict[str, Any]) -> bool:

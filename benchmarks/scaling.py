@@ -59,8 +59,8 @@ def table(record: dict[str, Any]) -> Iterator[list[str]]:
             x = f"{record['rows']}x{record['cols']}"
             cells = [record["scaling"], str(record["devices"]), x, label]
             for name in CALLS:
-                time = record[name][mode]
-                speedup = record[name][mode.replace("seconds", "speedup")]
+                time = record[name].get(mode)
+                speedup = record[name].get(mode.replace("seconds", "speedup"))
                 cells += [
                     "" if time is None else f"{1e3 * time:.3f}",
                     "" if speedup is None else f"{speedup:.2f}x",

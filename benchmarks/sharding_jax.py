@@ -17,7 +17,6 @@ in them are listed.
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import re
 import statistics
@@ -149,7 +148,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for cells in scaling.table(record):
                 print(scaling.line(cells), flush=True)
             report["measurements"].append(record)
-            options.results.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+            results.save(report, options.results)
     return 0
 
 

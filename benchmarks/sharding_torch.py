@@ -219,7 +219,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 if "not_captured" in record[call]:
                     print(f"{call} not captured: {record[call]['not_captured']}", file=sys.stderr)
             report["measurements"].append(record)
-            options.results.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+            results.save(report, options.results)
     return 0
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 
 import numpy as np
@@ -81,7 +80,7 @@ def test_the_table_is_made_from_the_file(tmp_path) -> None:
     source, readme = tmp_path / "residual.json", tmp_path / "README.md"
     problem = problem_of("rms_norm", "backward")
     times = {"limit, CuPy": 2e-6, "cupynorm": 2.5e-6, "torch add, cupynorm": 5e-6}
-    found = json.loads(SYNTHETIC.read_text())
+    found = results.load(SYNTHETIC)
     found["measurements"] = [
         {
             **dataclasses.asdict(problem), "bytes": problem.bytes, "backend": name, "status": "ok",
@@ -105,7 +104,7 @@ def test_it_is_measured_beside_the_limit(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(residual, "SHAPES", ((64, 768),))
     path = tmp_path / "residual.json"
     assert residual.main([str(path)]) == 0
-    found = json.loads(path.read_text())
+    found = results.load(path)
     assert found["complete"]
     cells = list(results.by_problem(found["measurements"]))
     assert len(cells) == 4

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -348,7 +347,7 @@ def test_a_run_on_another_gpu_is_not_resumed(tmp_path, on_numpy, monkeypatch) ->
     with pytest.raises(SystemExit, match=r"machine: uuid '89abcdef', now '01234567'$"):
         run.main(arguments)
     assert (tmp_path / "results.json").read_text() == before
-    older = json.loads(before)
+    older = results.load(tmp_path / "results.json")
     del older["machine"]["uuid"]
     results.save(older, tmp_path / "results.json")
     with pytest.raises(SystemExit, match=r"machine: uuid 'unknown', now '01234567'$"):

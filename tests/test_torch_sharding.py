@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -10,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from benchmarks import results
 
 HERE = Path(__file__).parent
 
@@ -49,7 +50,7 @@ def measured(path: Path, env: dict[str, str]) -> dict[tuple[str, int], Any]:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    records = json.loads(path.read_text(encoding="utf-8"))["measurements"]
+    records = results.read(path, "a report")["measurements"]
     found = {(record["scaling"], record["devices"]): record for record in records}
     rows = {key: record["rows"] for key, record in found.items()}
     assert rows == {("weak", 1): 8, ("strong", 1): 8, ("weak", 2): 16, ("strong", 2): 8}
@@ -66,7 +67,8 @@ def check_speedups(found: dict[tuple[str, int], Any], mode: str) -> None:
         one, work = found[scaling, 1], count if scaling == "weak" else 1
         for name in ("forward", "step"):
             expected = work * one[name][f"{mode}seconds"] / record[name][f"{mode}seconds"]
-            assert record[name][f"{mode}speedup"] == pytest.approx(expected)
+            speedup = record[name][f"{mode}speedup"]
+            assert speedup == pytest.approx(expected, rel=1e-5)  # of six digits
 
 
 def test_the_benchmark_of_scaling_without_a_gpu(tmp_path: Path) -> None:
@@ -77,7 +79,7 @@ def test_the_benchmark_of_scaling_without_a_gpu(tmp_path: Path) -> None:
     check_speedups(found, "")
     for record in found.values():
         for name in ("forward", "step"):
-            assert record[name]["graph_seconds"] is record[name]["graph_speedup"] is None
+            assert not {"graph_seconds", "graph_speedup"} & record[name].keys()
 
 
 @pytest.mark.gpu
