@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, overload
 
 import numpy as np
 
@@ -28,6 +28,9 @@ from cupynorm._operation import (
 )
 from cupynorm._prepared import remember
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # type checkers know it, and nothing else imports it
+
 __all__ = [
     "layer_norm",
     "layer_norm_backward",
@@ -38,8 +41,45 @@ __all__ = [
 ]
 
 Axis = int | Sequence[int] | None
+X = TypeVar("X")
+Residual = TypeVar("Residual")
 
 
+class _Options(TypedDict, total=False):
+    eps: float
+    axis: Axis
+    zero_centered: bool
+    relu: Relu
+
+
+class _AnyOptions(_Options, total=False):
+    out_dtype: Any
+    out: Any
+    residual: Any
+    residual_dtype: Any
+    residual_out: Any
+
+
+# With a dtype or an output the results' types are open: those of NumPy's arrays hold their dtype.
+
+
+@overload
+def rms_norm(
+    x: X,
+    weight: Any = None,
+    bias: Any = None,
+    *,
+    residual: None = None,
+    **options: Unpack[_Options],
+) -> X: ...
+@overload
+def rms_norm(
+    x: X, weight: Any = None, bias: Any = None, *, residual: Residual, **options: Unpack[_Options]
+) -> tuple[X, Residual]: ...
+@overload
+def rms_norm(
+    x: Any, weight: Any = None, bias: Any = None, **options: Unpack[_AnyOptions]
+) -> Any: ...
 def rms_norm(
     x: Any,
     weight: Any = None,
@@ -147,6 +187,23 @@ def rms_norm(
     )
 
 
+@overload
+def layer_norm(
+    x: X,
+    weight: Any = None,
+    bias: Any = None,
+    *,
+    residual: None = None,
+    **options: Unpack[_Options],
+) -> X: ...
+@overload
+def layer_norm(
+    x: X, weight: Any = None, bias: Any = None, *, residual: Residual, **options: Unpack[_Options]
+) -> tuple[X, Residual]: ...
+@overload
+def layer_norm(
+    x: Any, weight: Any = None, bias: Any = None, **options: Unpack[_AnyOptions]
+) -> Any: ...
 def layer_norm(
     x: Any,
     weight: Any = None,

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import ml_dtypes
 import numpy as np
@@ -33,6 +33,9 @@ from cupynorm._operation import (
     has_residual,
     shapes_of_results,
 )
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # type checkers know it, and nothing else imports it
 
 __all__ = [
     "layer_norm",
@@ -448,6 +451,35 @@ def bias_like(
     return (shape if bias else None), dtype
 
 
+class _Options(TypedDict, total=False):
+    eps: float
+    axis: Axis
+    zero_centered: bool
+    relu: Relu
+    out_dtype: DTypeLike | None
+    out: Array | None
+    residual_dtype: DTypeLike | None
+    residual_out: Array | None
+
+
+@overload
+def rms_norm(
+    x: Array,
+    weight: Array | None = None,
+    bias: Array | None = None,
+    *,
+    residual: None = None,
+    **options: Unpack[_Options],
+) -> Array: ...
+@overload
+def rms_norm(
+    x: Array,
+    weight: Array | None = None,
+    bias: Array | None = None,
+    *,
+    residual: Array,
+    **options: Unpack[_Options],
+) -> tuple[Array, Array]: ...
 def rms_norm(
     x: Array,
     weight: Array | None = None,
@@ -476,6 +508,24 @@ def rms_norm(
     return result.y if residual is None else (result.y, result.residual_out)
 
 
+@overload
+def layer_norm(
+    x: Array,
+    weight: Array | None = None,
+    bias: Array | None = None,
+    *,
+    residual: None = None,
+    **options: Unpack[_Options],
+) -> Array: ...
+@overload
+def layer_norm(
+    x: Array,
+    weight: Array | None = None,
+    bias: Array | None = None,
+    *,
+    residual: Array,
+    **options: Unpack[_Options],
+) -> tuple[Array, Array]: ...
 def layer_norm(
     x: Array,
     weight: Array | None = None,
