@@ -10,21 +10,15 @@ import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, overload
 
-import numpy as np
-
 from cupynorm import _arrays, _checks, reference
 from cupynorm._operation import (
-    ALWAYS_READ,
     BACKWARD,
     FORWARD,
-    KINDS,
     BackwardSpec,
-    Kind,
     NormBackward,
     NormForward,
     Pass,
     Relu,
-    Spec,
 )
 from cupynorm._prepared import remember
 
@@ -462,7 +456,7 @@ def rms_norm_backward(
     >>> cupynorm.rms_norm_backward(np.ones_like(x), x, weight, rstd, bias=True).dbias
     array([2., 2.], dtype=float32)
     """
-    like, bias = _like_or_whether(bias)
+    like, bias = _checks.like_or_whether(bias)
     result: NormBackward = _call(
         BACKWARD,
         x,
@@ -533,7 +527,7 @@ dresidual_dtype
     >>> backward.dbias
     array([ 5., 11.], dtype=float32)
     """
-    like, bias = _like_or_whether(bias)
+    like, bias = _checks.like_or_whether(bias)
     result: NormBackward = _call(
         BACKWARD,
         x,
@@ -548,13 +542,6 @@ def _cupy_calls() -> Any:
     from cupynorm import _calls
 
     return _calls
-
-
-def _like_or_whether(bias: Any) -> tuple[Any, bool | None]:
-    """Return the bias that dbias is to be like, or whether there is to be one; see `bias` above."""
-    if bias is None or type(bias) is bool:
-        return None, bias
-    return (None, bool(bias)) if isinstance(bias, np.bool_) else (bias, None)
 
 
 def _call(table: Pass, x: Any, arrays: tuple[Any, ...], asked: tuple[Any, ...]) -> Any:
@@ -573,28 +560,12 @@ def _call(table: Pass, x: Any, arrays: tuple[Any, ...], asked: tuple[Any, ...]) 
     return _checked_call(table, family.with_device_of(x), key, given, asked)
 
 
-_PUBLIC_NAMES = {"y": "out", "like": "bias"}  # of what the tables call otherwise
-
-
 def _checked_call(
     table: Pass, family: _arrays.Family, key: Any, given: dict[str, Any], asked: tuple[Any, ...]
 ) -> Any:
     """Check a call, make it and, if it has a key, keep what makes it again."""
-    arrays = dict.fromkeys(given)
-    required = ALWAYS_READ | ({"mean"} if asked[0] == "layer_norm" else set())
-    for name, array in given.items():
-        public = _PUBLIC_NAMES.get(name, name)
-        if name == "like" and array is not None:
-            family.check_type(public, array, besides="True, False, None or ")
-        if array is not None or name in required:
-            dtypes = ("uint8",) if KINDS.get(name) is Kind.BITS else _arrays.FLOATS
-            output = name in table.writes
-            arrays[name] = family.take(public, array, output=output, dtypes=dtypes)
-    spec: Spec
-    if table is FORWARD:
-        spec, options = _checks.check_forward(arrays, _checks.Asked(*asked))
-    else:
-        spec, options = _checks.check_backward(arrays, _checks.AskedBackward(*asked))
+    named = (_checks.Asked if table is FORWARD else _checks.AskedBackward)(*asked)
+    arrays, spec, options = _checks.check_call(table, family, given, named)
     for name, option in table.dtypes_asked.items():
         if name in spec.writes:
             family.check_holds(option, _arrays.to_numpy(spec.dtypes[name]))
