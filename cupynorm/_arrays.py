@@ -93,9 +93,13 @@ class Family:
         return target
 
 
+_LABELS = {"torch": "torch tensor", "jax": "JAX array"}
+
+
 class _DLPackFamily(Family):
     def __init__(self, array_type: type, namespace: ModuleType) -> None:
-        super().__init__(array_type, f"{namespace.__name__.split('.')[0]} array")
+        root = namespace.__name__.split(".")[0]
+        super().__init__(array_type, _LABELS.get(root, f"{root} array"))
         self.namespace = namespace
         self.immutable = namespace.__name__ == "jax.numpy"
         self.is_torch = namespace.__name__ == "torch"
@@ -142,6 +146,8 @@ class _DLPackFamily(Family):
                 f"{name} must be a plain tensor, got {other}: the norms of cupynorm.torch take "
                 "others"
             )
+        if tensor.layout is not torch.strided:
+            raise TypeError(f"{name} must be a dense tensor, got one of layout {tensor.layout}")
         if tensor.requires_grad and torch.is_grad_enabled():
             instead = f"pass {name}.detach()"
             if not output:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +15,8 @@ import numpy as np
 from cupynorm._arrays import (
     BFLOAT16,
     DTYPES,
+    FLOATS,
+    Family,
     address_of,
     device_of,
     is_numpy,
@@ -22,13 +24,16 @@ from cupynorm._arrays import (
     to_numpy,
 )
 from cupynorm._operation import (
+    ALWAYS_READ,
     BACKWARD,
     FORWARD,
     KINDS,
     BackwardSpec,
     ForwardSpec,
+    Kind,
     Norm,
     Options,
+    Pass,
     compute_dtype,
     has_residual,
     shape_of,
@@ -38,11 +43,14 @@ __all__ = [
     "Asked",
     "AskedBackward",
     "check_backward",
+    "check_call",
     "check_forward",
+    "check_norm",
     "check_numbers",
     "check_pair",
     "check_row",
     "check_zero_centered",
+    "like_or_whether",
     "to_dtype",
     "to_eps",
     "trailing_axes",
@@ -136,14 +144,60 @@ class AskedBackward(NamedTuple):
     dresidual_dtype: Any = None
 
 
-def check_forward(arrays: dict[str, Any], asked: Asked) -> tuple[ForwardSpec, Options]:
+def check_norm(norm: Any) -> None:
+    """Check the name of a norm."""
+    if norm not in ("rms_norm", "layer_norm"):
+        raise ValueError(f"norm must be 'rms_norm' or 'layer_norm', got {norm!r}")
+
+
+_PUBLIC_NAMES = {"y": "out", "like": "bias"}  # of what the tables call otherwise
+
+
+def like_or_whether(bias: Any) -> tuple[Any, bool | None]:
+    """Return the bias that dbias is to be like, or whether there is to be one."""
+    if bias is None or type(bias) is bool:
+        return None, bias
+    return (None, bool(bias)) if isinstance(bias, np.bool_) else (bias, None)
+
+
+def check_call(
+    table: Pass,
+    family: Family,
+    given: Mapping[str, Any],
+    asked: Asked | AskedBackward,
+    *,
+    may_vary: bool = False,
+) -> tuple[dict[str, Any], ForwardSpec | BackwardSpec, Options]:
+    """Check a call on arrays of a family, by the names of the table, None for those not given.
+
+    Return them as NumPy or CuPy arrays, what to compile, and how to call it. weight and bias may
+    vary from row to row if `may_vary`.
+    """
+    arrays = dict.fromkeys(given)
+    required = ALWAYS_READ | ({"mean"} if asked.norm == "layer_norm" else set())
+    for name, array in given.items():
+        public = _PUBLIC_NAMES.get(name, name)
+        if name == "like" and array is not None:
+            family.check_type(public, array, besides="True, False, None or ")
+        if array is not None or name in required:
+            dtypes = ("uint8",) if KINDS.get(name) is Kind.BITS else FLOATS
+            output = name in table.writes
+            arrays[name] = family.take(public, array, output=output, dtypes=dtypes)
+    if isinstance(asked, Asked):
+        return arrays, *check_forward(arrays, asked, may_vary=may_vary)
+    return arrays, *check_backward(arrays, asked, may_vary=may_vary)
+
+
+def check_forward(
+    arrays: dict[str, Any], asked: Asked, *, may_vary: bool = False
+) -> tuple[ForwardSpec, Options]:
     """Check the arrays of a forward pass by name; return what to compile, and how to call it.
 
     The outputs may be missing.
     """
     x, residual = arrays["x"], arrays["residual"]
     y, total = arrays.get("y"), arrays.get("residual_out")
-    k = _check_operands(arrays, asked)
+    k = _check_operands(arrays, asked, may_vary)
     dtypes = _names_of(arrays, FORWARD.reads)
     dtypes["y"] = _check_output("out", "out_dtype", y, x, k, asked.out_dtype, x)
     if residual is not None:
@@ -154,7 +208,7 @@ def check_forward(arrays: dict[str, Any], asked: Asked) -> tuple[ForwardSpec, Op
         if len({address_of(array) for array in outputs}) < len(outputs):
             raise ValueError("residual_out must be another array than out, got the same memory")
     else:
-        given = None if total is None else f"an array of shape {total.shape}"
+        given = None if total is None else _shape_words(total)
         for name, got in (("dtype", asked.residual_dtype), ("out", given)):
             if got is not None:
                 raise ValueError(f"residual_{name} must be None without a residual, got {got}")
@@ -168,6 +222,10 @@ def check_forward(arrays: dict[str, Any], asked: Asked) -> tuple[ForwardSpec, Op
         training=asked.training,
     )
     return ForwardSpec.of(options, dtypes), options
+
+
+def _shape_words(array: Any) -> str:
+    return f"an array of shape {array.shape}"
 
 
 def _check_output(
@@ -237,10 +295,12 @@ def _to_float(number: Any) -> float:
         return -math.inf if str(number).startswith("-") else math.inf
 
 
-def check_backward(arrays: dict[str, Any], asked: AskedBackward) -> tuple[BackwardSpec, Options]:
+def check_backward(
+    arrays: dict[str, Any], asked: AskedBackward, *, may_vary: bool = False
+) -> tuple[BackwardSpec, Options]:
     """Check a backward pass, as `check_forward` does."""
     x, dresidual_out = arrays["x"], arrays["dresidual_out"]
-    k = _check_operands(arrays, asked)
+    k = _check_operands(arrays, asked, may_vary)
     for name in ("dy", "dresidual_out"):
         if arrays[name] is not None:
             _check_like(name, arrays[name], x, x.shape, None)
@@ -256,6 +316,8 @@ def check_backward(arrays: dict[str, Any], asked: AskedBackward) -> tuple[Backwa
         has_residual=has_residual(dresidual_out, *given),
     )
     spec = BackwardSpec.of(options, dtypes)
+    if arrays["mean"] is not None and spec.dtypes["mean"] is None:
+        raise ValueError(f"mean must be None for {asked.norm}, got {_shape_words(arrays['mean'])}")
     for name in ("mean", "rstd", "bitmask", "dx"):
         if arrays[name] is not None:
             shape, dtype = shape_of(KINDS[name], x.shape, k), to_numpy(spec.dtypes[name])
@@ -265,7 +327,7 @@ def check_backward(arrays: dict[str, Any], asked: AskedBackward) -> tuple[Backwa
     return spec, options
 
 
-def _check_operands(arrays: dict[str, Any], asked: Asked | AskedBackward) -> int:
+def _check_operands(arrays: dict[str, Any], asked: Asked | AskedBackward, may_vary: bool) -> int:
     """Check x, weight and bias, if given; return how many axes are normalized."""
     x, weight = arrays["x"], arrays["weight"]
     bias = arrays["bias"] if "bias" in arrays else arrays["like"]
@@ -286,11 +348,18 @@ def _check_operands(arrays: dict[str, Any], asked: Asked | AskedBackward) -> int
                 f"{name} must have the shape of x's normalized axes, {normalized}; got "
                 f"{array.shape}"
             )
-        check_row(name, array.shape, x.shape, k)
+        check_row(name, array.shape, x.shape, k, may_vary=may_vary)
     return k
 
 
-def check_row(name: str, shape: tuple[int, ...], x_shape: tuple[int, ...], k: int) -> None:
+def check_row(
+    name: str,
+    shape: tuple[int, ...],
+    x_shape: tuple[int, ...],
+    k: int,
+    *,
+    may_vary: bool = False,
+) -> None:
     """Check that a weight or bias has one row for all of x, apart from leading axes of 1."""
     normalized = x_shape[len(x_shape) - k :]
     if shape == normalized:
@@ -298,7 +367,7 @@ def check_row(name: str, shape: tuple[int, ...], x_shape: tuple[int, ...], k: in
     pairs = zip(reversed(shape), reversed(x_shape), strict=False)
     if len(shape) > len(x_shape) or not all(n == 1 or n == of_x for n, of_x in pairs):
         raise ValueError(f"{name} must broadcast to x's shape {x_shape}, got {shape}")
-    if shape != (1,) * (len(shape) - k) + normalized:
+    if not may_vary and shape != (1,) * (len(shape) - k) + normalized:
         raise NotImplementedError(
             f"{name} of shape {shape} varies over the kept axes of x, or repeats over the "
             f"normalized ones, {normalized}: broadcasting weights are not supported yet"

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from cupynorm._arrays import DTYPES
-from cupynorm._checks import check_zero_centered, to_dtype
+from cupynorm._checks import check_norm, check_zero_centered, to_dtype
 from cupynorm._compile import backward_instantiations, forward_instantiation
 from cupynorm._environment import gpu_problem
 from cupynorm._layout import (
@@ -299,8 +299,7 @@ _DTYPES_ASKED = {
 def _specs(asked: dict[str, Any]) -> list[Spec]:
     """Return the specs of a training step, or of inference, from the arguments of `warmup`."""
     norm, backward, relu = asked["norm"], asked["backward"], asked["relu"]
-    if norm not in ("rms_norm", "layer_norm"):
-        raise ValueError(f"norm must be 'rms_norm' or 'layer_norm', got {norm!r}")
+    check_norm(norm)
     dtypes: dict[str, str | None] = {}
     for array, name in _DTYPES_ASKED.items():
         is_absent = asked[name] is None and array != "x"

@@ -8,25 +8,22 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, overload
 
 from cupynorm import _arrays, _checks, reference
 from cupynorm._operation import (
-    ALWAYS_READ,
     BACKWARD,
     FORWARD,
-    KINDS,
     BackwardSpec,
-    Kind,
     NormBackward,
     NormForward,
     Pass,
     Relu,
-    Spec,
 )
 from cupynorm._prepared import remember
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # type checkers know it, and nothing else imports it
 
 __all__ = [
     "layer_norm",
@@ -38,8 +35,45 @@ __all__ = [
 ]
 
 Axis = int | Sequence[int] | None
+X = TypeVar("X")
+Residual = TypeVar("Residual")
 
 
+class _Options(TypedDict, total=False):
+    eps: float
+    axis: Axis
+    zero_centered: bool
+    relu: Relu
+
+
+class _AnyOptions(_Options, total=False):
+    out_dtype: Any
+    out: Any
+    residual: Any
+    residual_dtype: Any
+    residual_out: Any
+
+
+# With a dtype or an output the results' types are open: those of NumPy's arrays hold their dtype.
+
+
+@overload
+def rms_norm(
+    x: X,
+    weight: Any = None,
+    bias: Any = None,
+    *,
+    residual: None = None,
+    **options: Unpack[_Options],
+) -> X: ...
+@overload
+def rms_norm(
+    x: X, weight: Any = None, bias: Any = None, *, residual: Residual, **options: Unpack[_Options]
+) -> tuple[X, Residual]: ...
+@overload
+def rms_norm(
+    x: Any, weight: Any = None, bias: Any = None, **options: Unpack[_AnyOptions]
+) -> Any: ...
 def rms_norm(
     x: Any,
     weight: Any = None,
@@ -147,6 +181,23 @@ def rms_norm(
     )
 
 
+@overload
+def layer_norm(
+    x: X,
+    weight: Any = None,
+    bias: Any = None,
+    *,
+    residual: None = None,
+    **options: Unpack[_Options],
+) -> X: ...
+@overload
+def layer_norm(
+    x: X, weight: Any = None, bias: Any = None, *, residual: Residual, **options: Unpack[_Options]
+) -> tuple[X, Residual]: ...
+@overload
+def layer_norm(
+    x: Any, weight: Any = None, bias: Any = None, **options: Unpack[_AnyOptions]
+) -> Any: ...
 def layer_norm(
     x: Any,
     weight: Any = None,
@@ -405,7 +456,7 @@ def rms_norm_backward(
     >>> cupynorm.rms_norm_backward(np.ones_like(x), x, weight, rstd, bias=True).dbias
     array([2., 2.], dtype=float32)
     """
-    like, bias = _like_or_whether(bias)
+    like, bias = _checks.like_or_whether(bias)
     result: NormBackward = _call(
         BACKWARD,
         x,
@@ -476,7 +527,7 @@ dresidual_dtype
     >>> backward.dbias
     array([ 5., 11.], dtype=float32)
     """
-    like, bias = _like_or_whether(bias)
+    like, bias = _checks.like_or_whether(bias)
     result: NormBackward = _call(
         BACKWARD,
         x,
@@ -491,13 +542,6 @@ def _cupy_calls() -> Any:
     from cupynorm import _calls
 
     return _calls
-
-
-def _like_or_whether(bias: Any) -> tuple[Any, bool | None]:
-    """Return the bias that dbias is to be like, or whether there is to be one; see `bias` above."""
-    if bias is None or type(bias) is bool:
-        return None, bias
-    return (None, bool(bias)) if isinstance(bias, np.bool_) else (bias, None)
 
 
 def _call(table: Pass, x: Any, arrays: tuple[Any, ...], asked: tuple[Any, ...]) -> Any:
@@ -516,28 +560,12 @@ def _call(table: Pass, x: Any, arrays: tuple[Any, ...], asked: tuple[Any, ...]) 
     return _checked_call(table, family.with_device_of(x), key, given, asked)
 
 
-_PUBLIC_NAMES = {"y": "out", "like": "bias"}  # of what the tables call otherwise
-
-
 def _checked_call(
     table: Pass, family: _arrays.Family, key: Any, given: dict[str, Any], asked: tuple[Any, ...]
 ) -> Any:
     """Check a call, make it and, if it has a key, keep what makes it again."""
-    arrays = dict.fromkeys(given)
-    required = ALWAYS_READ | ({"mean"} if asked[0] == "layer_norm" else set())
-    for name, array in given.items():
-        public = _PUBLIC_NAMES.get(name, name)
-        if name == "like" and array is not None:
-            family.check_type(public, array, besides="True, False, None or ")
-        if array is not None or name in required:
-            dtypes = ("uint8",) if KINDS.get(name) is Kind.BITS else _arrays.FLOATS
-            output = name in table.writes
-            arrays[name] = family.take(public, array, output=output, dtypes=dtypes)
-    spec: Spec
-    if table is FORWARD:
-        spec, options = _checks.check_forward(arrays, _checks.Asked(*asked))
-    else:
-        spec, options = _checks.check_backward(arrays, _checks.AskedBackward(*asked))
+    named = (_checks.Asked if table is FORWARD else _checks.AskedBackward)(*asked)
+    arrays, spec, options = _checks.check_call(table, family, given, named)
     for name, option in table.dtypes_asked.items():
         if name in spec.writes:
             family.check_holds(option, _arrays.to_numpy(spec.dtypes[name]))

@@ -1,7 +1,8 @@
 """RMSNorm and LayerNorm in NumPy: the oracle for every kernel, and the path without a GPU.
 
-Everything is computed in float64 and rounded once, to the dtype of each output. The functions take
-NumPy arrays and trust their arguments. `cupynorm.rms_norm` and its siblings check them first.
+Everything is computed in float64 and rounded once, to the dtype of each output. The public
+functions take NumPy arrays, and refuse what `cupynorm.rms_norm` and its siblings refuse. There is
+one exception: if axis is given, weight and bias may be of any shape that broadcasts to x's.
 
 Rows of float64 are scaled by a power of two before anything is squared, so none of them overflows
 or underflows on the way. NaN and inf stay in their row. If a row of RMSNorm holds an inf, rstd is
@@ -15,16 +16,19 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from cupynorm._arrays import to_numpy
+from cupynorm import _checks
+from cupynorm._arrays import Family, to_numpy
 from cupynorm._bitmask import pack, unpack
 from cupynorm._checks import trailing_axes
 from cupynorm._operation import (
+    BACKWARD,
+    FORWARD,
     ForwardSpec,
     NormBackward,
     NormForward,
@@ -33,6 +37,9 @@ from cupynorm._operation import (
     has_residual,
     shapes_of_results,
 )
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # type checkers know it, and nothing else imports it
 
 __all__ = [
     "layer_norm",
@@ -448,6 +455,62 @@ def bias_like(
     return (shape if bias else None), dtype
 
 
+_ARRAYS = Family(np.ndarray, "NumPy array")
+
+
+def _checked_forward(norm: Norm, given: dict[str, Any]) -> NormForward:
+    """Return the results of a forward pass, with the arguments of a public function by name."""
+    arrays = {name: given["out" if name == "y" else name] for name in FORWARD.arguments}
+    options = {name: given[name] for name in _checks.Asked._fields if name in given}
+    asked = _checks.Asked(norm, training=True, **options)
+    arrays, spec, told = _checks.check_call(FORWARD, _ARRAYS, arrays, asked, may_vary=True)
+    return NormForward(**compute(spec, told, arrays))
+
+
+def _checked_backward(norm: Norm, given: dict[str, Any]) -> NormBackward:
+    """Do as `_checked_forward`, for the other pass."""
+    like, whether = _checks.like_or_whether(given["bias"])
+    arrays = {name: given[name] for name in BACKWARD.arguments if name != "like"}
+    options = {name: given[name] for name in _checks.AskedBackward._fields if name in given}
+    asked = _checks.AskedBackward(norm, **options | {"bias": whether})
+    arrays, spec, told = _checks.check_call(
+        BACKWARD, _ARRAYS, arrays | {"like": like}, asked, may_vary=True
+    )
+    results = compute(spec, told, arrays)
+    if told.has_residual and results["dresidual"] is None:
+        results["dresidual"] = results["dx"]
+    return NormBackward(**results)
+
+
+class _Options(TypedDict, total=False):
+    eps: float
+    axis: Axis
+    zero_centered: bool
+    relu: Relu
+    out_dtype: DTypeLike | None
+    out: Array | None
+    residual_dtype: DTypeLike | None
+    residual_out: Array | None
+
+
+@overload
+def rms_norm(
+    x: Array,
+    weight: Array | None = None,
+    bias: Array | None = None,
+    *,
+    residual: None = None,
+    **options: Unpack[_Options],
+) -> Array: ...
+@overload
+def rms_norm(
+    x: Array,
+    weight: Array | None = None,
+    bias: Array | None = None,
+    *,
+    residual: Array,
+    **options: Unpack[_Options],
+) -> tuple[Array, Array]: ...
 def rms_norm(
     x: Array,
     weight: Array | None = None,
@@ -472,10 +535,28 @@ def rms_norm(
     >>> reference.rms_norm(np.array([3.0, -4.0]), eps=0.0).round(3)
     array([ 0.849, -1.131])
     """
-    result = _forward("rms_norm", **locals())
+    result = _checked_forward("rms_norm", locals())
     return result.y if residual is None else (result.y, result.residual_out)
 
 
+@overload
+def layer_norm(
+    x: Array,
+    weight: Array | None = None,
+    bias: Array | None = None,
+    *,
+    residual: None = None,
+    **options: Unpack[_Options],
+) -> Array: ...
+@overload
+def layer_norm(
+    x: Array,
+    weight: Array | None = None,
+    bias: Array | None = None,
+    *,
+    residual: Array,
+    **options: Unpack[_Options],
+) -> tuple[Array, Array]: ...
 def layer_norm(
     x: Array,
     weight: Array | None = None,
@@ -500,7 +581,7 @@ def layer_norm(
     >>> reference.layer_norm(np.array([1.0, 3.0]), eps=0.0)
     array([-1.,  1.])
     """
-    result = _forward("layer_norm", **locals())
+    result = _checked_forward("layer_norm", locals())
     return result.y if residual is None else (result.y, result.residual_out)
 
 
@@ -520,7 +601,7 @@ def rms_norm_forward(
     residual_out: Array | None = None,
 ) -> NormForward:
     """Return y, rstd and bitmask; see `cupynorm.rms_norm_forward`."""
-    return _forward("rms_norm", **locals())
+    return _checked_forward("rms_norm", locals())
 
 
 def layer_norm_forward(
@@ -539,7 +620,7 @@ def layer_norm_forward(
     residual_out: Array | None = None,
 ) -> NormForward:
     """Return y, mean, rstd and bitmask; see `cupynorm.layer_norm_forward`."""
-    return _forward("layer_norm", **locals())
+    return _checked_forward("layer_norm", locals())
 
 
 def rms_norm_backward(
@@ -558,7 +639,7 @@ def rms_norm_backward(
     dresidual_dtype: DTypeLike | None = None,
 ) -> NormBackward:
     """Return the gradients of RMSNorm; see `cupynorm.rms_norm_backward`."""
-    return _backward("rms_norm", mean=None, **locals())
+    return _checked_backward("rms_norm", {"mean": None} | locals())
 
 
 def layer_norm_backward(
@@ -578,4 +659,4 @@ def layer_norm_backward(
     dresidual_dtype: DTypeLike | None = None,
 ) -> NormBackward:
     """Return the gradients of LayerNorm; see `cupynorm.layer_norm_backward`."""
-    return _backward("layer_norm", **locals())
+    return _checked_backward("layer_norm", locals())

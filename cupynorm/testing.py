@@ -55,15 +55,25 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from cupynorm import reference
+from cupynorm._arrays import Family
 from cupynorm._bitmask import unpack
-from cupynorm._checks import trailing_axes
-from cupynorm._operation import NormBackward, NormForward, bitmask_bytes, has_residual
+from cupynorm._checks import Asked, AskedBackward, check_call, check_norm, like_or_whether
+from cupynorm._operation import (
+    BACKWARD,
+    FORWARD,
+    NormBackward,
+    NormForward,
+    bitmask_bytes,
+    has_residual,
+)
 from cupynorm.reference import Array, Axis, Float64, Norm, Relu
 
 __all__ = ["assert_one_rounding", "check_backward", "check_forward"]
 
 # So many elements are checked at a time. A float64 temporary of them, 2 MB, stays in cache.
 CHUNK_ELEMENTS = 1 << 18
+
+_ARRAYS = Family(np.ndarray, "NumPy array")
 
 
 def assert_one_rounding(
@@ -103,8 +113,11 @@ def assert_one_rounding(
     AssertionError
         If an element exceeds its bound, or the shape is wrong. The message names the array, the
         worst element's index, its value, the exact value, the bound and the ratio.
+    TypeError
+        If compute_dtype is another one.
     ValueError
-        If the magnitude is not finite where exact is, so that it would bound nothing.
+        If the magnitude is not finite where exact is, so that it would bound nothing, or has a
+        shape that does not broadcast.
 
     Examples
     --------
@@ -119,11 +132,19 @@ def assert_one_rounding(
     ...
     AssertionError: third[0] is 1.0, exactly 0.5: off by 0.5, 2.04e+03 times the bound of 0.000245
     """
-    actual = np.asarray(actual)
+    actual, exact = np.asarray(actual), np.asarray(exact)
     if actual.shape != exact.shape:
         raise AssertionError(f"{name} must have shape {exact.shape}, got {actual.shape}")
     compute, dtype = np.dtype(compute_dtype), actual.dtype
-    slack = np.broadcast_to(16 * _unit_roundoff(compute) * magnitude, exact.shape)
+    if compute not in (np.float32, np.float64):
+        raise TypeError(f"compute_dtype must be float32 or float64, got {compute}")
+    try:
+        slack = np.broadcast_to(16 * _unit_roundoff(compute) * magnitude, exact.shape)
+    except ValueError as mismatch:
+        raise ValueError(
+            f"the magnitude of {name} must broadcast to shape {exact.shape}, got "
+            f"{np.shape(magnitude)}"
+        ) from mismatch
     if not np.all(np.isfinite(slack) | ~np.isfinite(exact)):
         raise ValueError(f"the magnitude of {name} must be finite wherever its exact value is")
     with np.errstate(all="ignore"):
@@ -190,6 +211,8 @@ def check_forward(
     ------
     AssertionError
         If a field is missing, is there but should be None, or has a wrong shape, dtype or value.
+    TypeError, ValueError
+        If an argument does not fit the others, as for `cupynorm.rms_norm`.
 
     Examples
     --------
@@ -200,12 +223,22 @@ def check_forward(
     >>> sorted(ratios)
     ['rstd', 'y']
     """
+    check_norm(norm)
+    arrays = {"x": x, "residual": residual, "weight": weight, "bias": bias}
+    asked = Asked(norm, True, axis, zero_centered, eps, relu, out_dtype, residual_dtype)
+    *_, told = check_call(FORWARD, _ARRAYS, arrays, asked, may_vary=True)
+    k = told.k
     if isinstance(result, NormForward):
         fields = result._asdict()
+    elif residual is None:
+        fields = {"y": result}
+    elif isinstance(result, tuple | list) and len(result) == 2:
+        fields = dict(zip(("y", "residual_out"), result, strict=True))
     else:
-        names = ("y",) if residual is None else ("y", "residual_out")
-        fields = dict(zip(names, (result,) if residual is None else result, strict=True))
-    k = trailing_axes(x.ndim, axis, weight, bias)
+        raise TypeError(
+            "result must be a NormForward or, with a residual, a pair of arrays; got "
+            f"{_kind(result)}"
+        )
     dtypes = {"y": x.dtype if out_dtype is None else np.dtype(out_dtype)}
     shapes = {"y": x.shape}
     if residual is not None:
@@ -275,6 +308,8 @@ dresidual_dtype
     ------
     AssertionError
         If a field is missing, is there but should be None, or has a wrong shape, dtype or value.
+    TypeError, ValueError
+        If an argument does not fit the others, as for `cupynorm.rms_norm`.
 
     Examples
     --------
@@ -287,7 +322,15 @@ dresidual_dtype
     >>> sorted(ratios)
     ['dx']
     """
-    k = trailing_axes(x.ndim, axis, weight, bias)
+    check_norm(norm)
+    if not isinstance(result, NormBackward):
+        raise TypeError(f"result must be a NormBackward, got {_kind(result)}")
+    like, whether = like_or_whether(bias)
+    arrays = {"dy": dy, "x": x, "dresidual_out": dresidual_out, "weight": weight, "mean": mean}
+    arrays |= {"rstd": rstd, "bitmask": bitmask, "dx": None, "like": like}
+    asked = AskedBackward(norm, axis, zero_centered, whether, dx_dtype, dresidual_dtype)
+    *_, told = check_call(BACKWARD, _ARRAYS, arrays, asked, may_vary=True)
+    k = told.k
     compute = reference.compute_dtype(x)
     of_x = np.dtype(dx_dtype or x.dtype)
     dtypes, shapes = {"dx": of_x}, {"dx": x.shape}
@@ -329,6 +372,10 @@ dresidual_dtype
         actual = getattr(result, name)
         ratios[name] = assert_one_rounding(actual, sums[name], sum_magnitudes[name], compute, name)
     return ratios
+
+
+def _kind(value: Any) -> str:
+    return type(value).__name__
 
 
 def _assert_total(actual: Any, x: Array, residual: Array, dtype: np.dtype[Any]) -> Array:
@@ -522,6 +569,8 @@ def _assert_layout(
             continue
         if actual is None:
             raise AssertionError(f"{name} must not be None")
+        if not isinstance(actual, np.ndarray | np.generic):
+            raise TypeError(f"{name} must be a NumPy array, got {_kind(actual)}")
         if actual.shape != shapes[name]:
             raise AssertionError(f"{name} must have shape {shapes[name]}, got {actual.shape}")
         if actual.dtype != dtypes[name]:

@@ -140,6 +140,72 @@ def check_no_rows_on_some(mesh: DeviceMesh) -> None:
     torch.testing.assert_close(dweight.full_tensor(), expected_dweight)
 
 
+def check_wrong_calls(mesh: DeviceMesh) -> None:
+    """DTensor makes a RuntimeError of any error. These are those of other tensors."""
+    x, weight = drawn(*SHAPE, device=mesh.device_type), drawn(64, device=mesh.device_type)
+
+    def split(array: Any, axis: int = 0) -> Any:
+        return distribute_tensor(array, mesh, [Shard(axis)])
+
+    def whole(array: Any) -> Any:
+        return distribute_tensor(array, mesh, [Replicate()])
+
+    norm, module = cupynorm.torch.rms_norm, RMSNorm(63, device=mesh.device_type)
+    module.weight = nn.Parameter(whole(module.weight.detach()))
+    calls: list[tuple[Any, type[Exception], str]] = [
+        (
+            lambda: norm(split(x), whole(weight[:63])),
+            ValueError,
+            "weight must have the shape of x's normalized axes, (64,); got (63,)",
+        ),
+        *(
+            (
+                lambda residual=residual: norm(split(x, 1), residual=residual),
+                ValueError,
+                f"residual must have shape {SHAPE}, got {tuple(residual.shape)}",
+            )
+            for residual in (split(x[:3]), split(x[0]), split(x[..., 1:], 1), whole(weight))
+        ),
+        (
+            lambda: norm(split(x), weight),
+            TypeError,
+            "weight must be a DTensor, as x is; got a Tensor",
+        ),
+        (
+            lambda: norm(x, None, whole(weight)),
+            TypeError,
+            "bias must be a plain tensor, as x is; got a DTensor",
+        ),
+        (
+            lambda: norm(split(x.int())),
+            TypeError,
+            "x.dtype must be float64, float32, float16 or bfloat16, got torch.int32",
+        ),
+        (
+            lambda: norm(split(x), eps=-1.0),
+            ValueError,
+            "eps must be a finite number of at least 0, got -1.0",
+        ),
+        (
+            lambda: norm(split(x), out_dtype="float32"),
+            TypeError,
+            "out_dtype must be a torch.dtype or None, got 'float32'",
+        ),
+        (
+            lambda: module(split(x)),
+            ValueError,
+            f"x must end in the axes of normalized_shape, (63,); got shape {SHAPE}",
+        ),
+    ]
+    for call, kind, message in calls:
+        try:
+            call()
+        except Exception as error:
+            assert (type(error), str(error)) == (kind, message), error  # noqa: PT017
+        else:
+            raise AssertionError(f"no error, where there should be: {message}")
+
+
 def check_compiled(mesh: DeviceMesh) -> None:
     compiled = torch.compile(cupynorm.torch.layer_norm, backend="aot_eager", fullgraph=True)
     x, weight = drawn(*SHAPE, device=mesh.device_type), drawn(64, device=mesh.device_type)
@@ -221,6 +287,7 @@ def main(rank: int, backend: str, world: int, directory: str) -> None:
         check_drawn_placements_with_a_residual(mesh)
         check_split_columns_are_gathered(mesh)
         check_no_rows_on_some(mesh)
+        check_wrong_calls(mesh)
         check_compiled(mesh)
         check_training(mesh, rank, world)
         if rank == 0:

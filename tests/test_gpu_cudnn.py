@@ -184,7 +184,7 @@ def test_a_sample_of_cudnn(torch: Any, sample: Sample, capsys: pytest.CaptureFix
             side: testing.check_backward(norm, outputs, dy, x, weight, mean, rstd, **more)
             for side, outputs in sides.items()
         }
-        given = [s for s in (mean, rstd) if s is not None]
+        given = [s.astype(np.float64) for s in (mean, rstd) if s is not None]
         wide = (dy.astype(np.float64), wide_x, wide_weight)
         exact = getattr(reference, f"{norm}_backward")(*wide, *given, **more)
         with capsys.disabled():

@@ -651,43 +651,6 @@ def test_parameters_of_flax_are_arrays() -> None:
 X, ROW = np.ones((2, 3, 8), np.float32), np.ones(8, np.float32)
 
 
-@pytest.mark.parametrize(
-    ("error", "message", "arguments", "options"),
-    [
-        (TypeError, "x must be a JAX or NumPy array, got builtins.list", ([1.0],), {}),
-        (TypeError, "weight must be a JAX or NumPy array", (X, 1.0), {}),
-        (TypeError, "x.dtype must be .* got int32", (np.ones((2, 8), np.int32),), {}),
-        (ValueError, r"weight must have the shape .*\(8,\); got \(4,\)", (X, np.ones(4)), {}),
-        (ValueError, "eps must be a finite number", (X,), {"eps": -1.0}),
-        (ValueError, "axis must name trailing axes", (X,), {"axis": 0}),
-        (ValueError, "zero_centered must be False", (X,), {"zero_centered": True}),
-        (TypeError, "out_dtype must be float64", (X,), {"out_dtype": "int8"}),
-        (ValueError, "lower < upper", (X,), {"relu": (1, 0)}),
-        (NotImplementedError, "weight of shape", (X, np.ones((3, 8))), {"axis": -1}),
-        (TypeError, "residual must be a JAX or NumPy array", (X,), {"residual": 1.0}),
-        (TypeError, "residual.dtype must be .* int32", (X,), {"residual": X.astype(np.int32)}),
-        (ValueError, r"residual must have shape \(2, 3, 8\)", (X,), {"residual": X[0]}),
-        (TypeError, "residual_dtype must be", (X,), {"residual": X, "residual_dtype": "int8"}),
-        (ValueError, "residual_dtype must be None without", (X,), {"residual_dtype": "float32"}),
-    ],
-)
-@pytest.mark.parametrize("norm", NORMS)
-def test_wrong_arguments_are_named(
-    norm: str, error: type[Exception], message: str, arguments: Any, options: Any
-) -> None:
-    function = getattr(cupynorm.jax, norm)
-    with pytest.raises(error, match=message):
-        function(*arguments, **options)
-    if all(isinstance(a, np.ndarray) for a in arguments):
-        with pytest.raises(error, match=message):
-            jax.jit(lambda *arrays: function(*arrays, **options))(*arguments)
-
-
-def test_a_mask_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"weight must have no mask, .*: pass weight\.filled\(\)"):
-        cupynorm.jax.rms_norm(X, np.ma.masked_less(ROW, 0))
-
-
 def test_symbolic_shapes_are_refused() -> None:
     (rows,) = jax.export.symbolic_shape("rows")
     x = jax.ShapeDtypeStruct((rows, 8), np.float32)

@@ -876,7 +876,7 @@ def test_compiled_with_a_residual(norm: str, dtype: Any) -> None:
                 found.append((*results, *gradients, *of_sum, *function(norm, *leaves)))
         for a, b in zip(*found, strict=True):
             assert_same_bits(a, b)
-    with pytest.raises(RuntimeError, match="residual must have x's shape"):
+    with pytest.raises(RuntimeError, match="residual must have shape"):
         compiled(norm, x, residual[:, :7], weight, bias)
 
 
@@ -1833,8 +1833,6 @@ def test_what_the_modules_add() -> None:
     norm.reset_parameters()
     assert not norm.weight.any()
     assert not LayerNorm(8, zero_centered=True).weight.any()
-    with pytest.raises(ValueError, match="zero_centered must be False without a weight"):
-        LayerNorm(8, elementwise_affine=False, zero_centered=True)
     assert_same_bits(rms_norm(x, eps=None), RMSNorm(8)(x).detach())
 
 
@@ -1876,26 +1874,7 @@ def test_a_transformer_layer_infers_what_it_trains(make: Any) -> None:
         torch.testing.assert_close(layer(x), trained)
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"relu": (6, 0)}, ValueError, "relu must be .* lower < upper"),
-        ({"relu": True}, TypeError, "relu must be a pair"),
-        ({"zero_centered": 1}, TypeError, "zero_centered must be True or False"),
-        ({"eps": -1.0}, ValueError, "eps must be a finite number"),
-    ],
-)
-@pytest.mark.parametrize("module", [RMSNorm, LayerNorm])
-def test_options_are_checked_when_a_module_is_made(
-    module: Any, options: Any, error: Any, message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        module(8, **options)
-
-
 def test_numbers_of_a_module() -> None:
-    with pytest.raises(TypeError, match="eps must be a real number"):
-        LayerNorm(8, eps=None)
     x = torch.randn(3, 8)
     relu = (np.float32(0), np.float64(6))
     for made in (
@@ -2025,101 +2004,6 @@ def test_traced_with_an_eps_left_open(eps: Any) -> None:
 
 X = torch.ones(3, 4, 8)
 W = torch.ones(8)
-ERRORS = [
-    (lambda: rms_norm(np.ones((3, 8))), TypeError, "x must be a torch tensor, got ndarray"),
-    (lambda: rms_norm(None), TypeError, "x must be a torch tensor, got NoneType"),
-    (lambda: rms_norm(X, torch.ones(())), ValueError, "weight must have one axis where axis is"),
-    (lambda: rms_norm(X, np.ones(8)), TypeError, "weight must be a torch tensor, got ndarray"),
-    (lambda: rms_norm(X, W, 1.0), TypeError, "bias must be a torch tensor, got float"),
-    (lambda: rms_norm(X.int()), TypeError, r"x.dtype must be float64.* got torch.int32"),
-    (lambda: rms_norm(X, W.int()), TypeError, r"weight.dtype must be float64.* got torch.int32"),
-    (lambda: rms_norm(X.to_sparse(), W), TypeError, "x must be a dense .* torch.sparse_coo"),
-    (lambda: rms_norm(X, W.to_sparse()), TypeError, "weight must be a dense tensor"),
-    (lambda: rms_norm(X, W, W.to_sparse()), TypeError, "bias must be a dense tensor"),
-    (lambda: rms_norm(X, W[None].to_sparse(), axis=-1), TypeError, "weight must be a dense tensor"),
-    (lambda: rms_norm(X, W[:4]), ValueError, r"weight must have the shape .*, \(8,\); got \(4,\)"),
-    (
-        lambda: rms_norm(X, X[0]),
-        ValueError,
-        r"weight must have .* pass axis=\(-2, -1\) .* per head",
-    ),
-    (
-        lambda: rms_norm(X, W, X[0]),
-        ValueError,
-        r"bias must have .* pass axis=\(-2, -1\) .* per head",
-    ),
-    (lambda: rms_norm(X, X[0], axis=range(2)), ValueError, "axis must name trailing axes"),
-    (lambda: rms_norm(X, W, axis=range(-2, 0)), NotImplementedError, "weight of shape"),
-    (lambda: rms_norm(X, None, W[:4]), ValueError, r"bias must have the shape .*, \(8,\); got"),
-    (lambda: rms_norm(X, W.to("meta")), ValueError, "weight must be on x's device, cpu; got meta"),
-    (lambda: rms_norm(torch.ones(3, 0)), ValueError, "x must have at least one element"),
-    (lambda: rms_norm(torch.ones(())), ValueError, "x must have at least one axis"),
-    (lambda: rms_norm(torch.ones(()), W), ValueError, "x must have at least one axis"),
-    (lambda: rms_norm(X, W, eps=-1.0), ValueError, "eps must be a finite number"),
-    (lambda: rms_norm(X, W, eps="1"), TypeError, "eps must be a real number"),
-    (lambda: rms_norm(X, W, axis=0), ValueError, "axis must name trailing axes of x"),
-    (lambda: rms_norm(X, W, axis="-1"), TypeError, "axis must be an int"),
-    (lambda: rms_norm(X, zero_centered=True), ValueError, "zero_centered must be False without a"),
-    (lambda: rms_norm(X, W, zero_centered=None), TypeError, "zero_centered must be True or False"),
-    (lambda: rms_norm(X, relu=6), TypeError, "relu must be a pair"),
-    (lambda: rms_norm(X, relu=(False, True)), TypeError, "relu must be a pair"),
-    (lambda: rms_norm(X, relu=([0], [1])), TypeError, "relu must be a pair"),
-    (lambda: rms_norm(X, relu=np.array([0.0, 1.0])), TypeError, "relu must be a pair"),
-    (lambda: rms_norm(X, relu=torch.tensor([0.0, 1.0])), TypeError, "relu must be a pair"),
-    (lambda: rms_norm(X, relu=(*torch.tensor([0.0, 1.0]),)), TypeError, "relu must be a pair"),
-    (lambda: rms_norm(X, eps=[1e-6]), TypeError, "eps must be a real number"),
-    (lambda: rms_norm(X, eps=True), TypeError, "eps must be a real number, got True"),
-    (lambda: rms_norm(X, eps=torch.tensor(1.0)), TypeError, r": pass float\(eps\)"),
-    (lambda: rms_norm(X, eps=np.array([1e-6])), TypeError, "eps must be a real number"),
-    (lambda: rms_norm(X, out_dtype=[1]), TypeError, "out_dtype must be"),
-    (lambda: rms_norm(X, relu=[6, 0]), ValueError, "relu must be .* lower < upper"),
-    (lambda: rms_norm(X, out_dtype="float32"), TypeError, "out_dtype must be a torch.dtype"),
-    (lambda: rms_norm(X, out_dtype=torch.int8), TypeError, "out_dtype must be float64"),
-    (lambda: rms_norm(X, X[0], axis=-1), NotImplementedError, "weight of shape .* varies"),
-    (lambda: rms_norm(X, residual=1.0), TypeError, "residual must be a torch tensor, got float"),
-    (
-        lambda: rms_norm(X, residual=X.int()),
-        TypeError,
-        "residual.dtype must be float64.* torch.int32",
-    ),
-    (
-        lambda: rms_norm(X, residual=X[0]),
-        ValueError,
-        r"residual must have .*\(3, 4, 8\).* \(4, 8\)",
-    ),
-    (lambda: rms_norm(X, residual=X[..., :7]), ValueError, r"residual must have .*\(3, 4, 7\)"),
-    (lambda: rms_norm(X, residual=X.to("meta")), ValueError, "residual must be on x's device, cpu"),
-    (lambda: rms_norm(X, residual=X.to_sparse()), TypeError, "residual must be a dense tensor"),
-    (lambda: rms_norm(X, residual=X, residual_dtype="f4"), TypeError, "residual_dtype must be a t"),
-    (lambda: rms_norm(X, residual=X, residual_dtype=torch.int8), TypeError, "residual_dtype must"),
-    (lambda: rms_norm(X, residual_dtype=X.dtype), ValueError, "residual_dtype must be None with"),
-    (
-        lambda: rms_norm(X, eps=None, residual_dtype=1, residual=X),
-        TypeError,
-        "residual_dtype must be",
-    ),
-]
-
-
-@pytest.mark.parametrize(("call", "error", "message"), ERRORS)
-def test_errors(call: Any, error: Any, message: str) -> None:
-    for _ in range(2):  # a refused call is not remembered
-        with pytest.raises(error, match=message):
-            call()
-    with torch_plans.in_place_of_kernels() as plans, pytest.raises(error):
-        call()
-    assert not plans.launches
-
-
-@pytest.mark.parametrize(("call", "error", "message"), ERRORS)
-def test_errors_come_when_a_call_is_traced(call: Any, error: Any, message: str) -> None:
-    # The operation's schema knows the kinds of arguments, and names the argument too.
-    by_schema = f"for argument '{message.split(' ', maxsplit=1)[0]}'"
-    with (
-        FakeTensorMode(allow_non_fake_inputs=True),
-        pytest.raises((error, RuntimeError), match=f"{message}|{by_schema}"),
-    ):
-        call()
 
 
 def test_a_sparse_gradient_is_refused() -> None:

@@ -605,8 +605,6 @@ def test_options_are_the_same_each_time() -> None:
     assert compile_options() == compile_options()
     passed = pickle.loads(pickle.dumps(compile_options()))
     assert passed == compile_options()
-    with pytest.raises(ValueError, match='mode must not be "lite"'):
-        compile_options("lite")
 
 
 @pytest.mark.parametrize("is_static", [True, False])

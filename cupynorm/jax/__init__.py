@@ -15,7 +15,7 @@ of times. Forward mode (``jvp``, ``jacfwd``) is refused when a program is compil
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict, overload
 
 import jax
 
@@ -33,11 +33,36 @@ from cupynorm.jax import _formula
 from cupynorm.jax._derivatives import differentiable, wide
 from cupynorm.jax._operations import axes_of, split_as
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # type checkers know it, and nothing else imports it
+
 __all__ = ["layer_norm", "rms_norm"]
 
 Axis = int | Sequence[int] | None
 
 
+class _Options(TypedDict, total=False):
+    eps: float
+    axis: Axis
+    zero_centered: bool
+    relu: Relu
+    out_dtype: Any
+    residual_dtype: Any
+
+
+@overload
+def rms_norm(
+    x: Any,
+    weight: Any = None,
+    bias: Any = None,
+    *,
+    residual: None = None,
+    **options: Unpack[_Options],
+) -> jax.Array: ...
+@overload
+def rms_norm(
+    x: Any, weight: Any = None, bias: Any = None, *, residual: Any, **options: Unpack[_Options]
+) -> tuple[jax.Array, jax.Array]: ...
 def rms_norm(
     x: Any,
     weight: Any = None,
@@ -144,6 +169,19 @@ def rms_norm(
     return _norm("rms_norm", **locals())
 
 
+@overload
+def layer_norm(
+    x: Any,
+    weight: Any = None,
+    bias: Any = None,
+    *,
+    residual: None = None,
+    **options: Unpack[_Options],
+) -> jax.Array: ...
+@overload
+def layer_norm(
+    x: Any, weight: Any = None, bias: Any = None, *, residual: Any, **options: Unpack[_Options]
+) -> tuple[jax.Array, jax.Array]: ...
 def layer_norm(
     x: Any,
     weight: Any = None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict, overload
 
 import numpy as np
 import torch
@@ -12,6 +12,9 @@ from cupynorm import _checks
 from cupynorm._operation import FORWARD, Norm, Relu
 from cupynorm.torch import _operations
 from cupynorm.torch._kernels import Tensors, Told, check_dense, compute_type
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # type checkers know it, and nothing else imports it
 
 __all__ = ["layer_norm", "normalize", "rms_norm"]
 
@@ -31,6 +34,34 @@ _IN_FLOAT32 = frozenset(
 )
 
 
+class _Options(TypedDict, total=False):
+    axis: Axis
+    zero_centered: bool
+    relu: Relu
+    out_dtype: torch.dtype | None
+    residual_dtype: torch.dtype | None
+
+
+@overload
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    *,
+    eps: float | None = 1e-6,
+    residual: None = None,
+    **options: Unpack[_Options],
+) -> torch.Tensor: ...
+@overload
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    *,
+    eps: float | None = 1e-6,
+    residual: torch.Tensor,
+    **options: Unpack[_Options],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
 def rms_norm(
     x: torch.Tensor,
     weight: torch.Tensor | None = None,
@@ -147,6 +178,26 @@ def rms_norm(
     return normalize("rms_norm", tensors, asked)
 
 
+@overload
+def layer_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+    residual: None = None,
+    **options: Unpack[_Options],
+) -> torch.Tensor: ...
+@overload
+def layer_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+    residual: torch.Tensor,
+    **options: Unpack[_Options],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
 def layer_norm(
     x: torch.Tensor,
     weight: torch.Tensor | None = None,

@@ -45,6 +45,7 @@ __all__ = [
     "Told",
     "by_name",
     "check_dense",
+    "check_dtypes_told",
     "check_tensor",
     "compute_type",
     "find",
@@ -171,6 +172,13 @@ def check_tensor(name: str, tensor: Any, x: Any) -> None:
         raise ValueError(f"{name} must be on x's device, {x.device}; got {tensor.device}")
 
 
+def check_dtypes_told(table: Pass, named: dict[str, Any]) -> None:
+    """Check that the dtypes that a pass is told are torch's."""
+    for name in table.dtypes_asked.values():
+        if not isinstance(named[name], torch.dtype | None):
+            raise TypeError(f"{name} must be a torch.dtype or None, got {named[name]!r}")
+
+
 def _outline(name: str, tensor: Any, x: Any) -> Any:
     """Return a NumPy array of a tensor's shape and dtype, for the checks: it holds one element."""
     if tensor is None:
@@ -271,9 +279,7 @@ def _check(table: Pass, tensors: Tensors, told: Told) -> tuple[Spec, Options]:
     if not (x.is_cuda or x.is_cpu):
         raise NotImplementedError(f"x must be on the CPU or a CUDA GPU, got {x.device}")
     if table is FORWARD:
-        for name in table.dtypes_asked.values():
-            if not isinstance(named[name], torch.dtype | None):
-                raise TypeError(f"{name} must be a torch.dtype or None, got {named[name]!r}")
+        check_dtypes_told(table, named)
         k = named.pop("k")
         asked = _checks.Asked(**named, axis=None if k == 1 else tuple(range(-k, 0)))
         outlines = {name: _outline(name, tensor, x) for name, tensor in given.items()}
@@ -406,6 +412,7 @@ def _to_numpy(name: str, tensor: Any) -> Any:
     """Return a copy, since FSDP cannot resize memory that NumPy has seen."""
     if tensor is None:
         return None
+    check_dense(name, tensor)  # a tensor of MKLDNN's layout has the key of a dense one
     if not tensor.data_ptr():  # fails, too, where a launch would
         _without_memory(name, tensor)
     copy = tensor.detach().clone(memory_format=torch.contiguous_format)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import numbers
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch.nn.parameter import Parameter
 
-from cupynorm._checks import check_numbers, check_zero_centered
+from cupynorm._checks import check_numbers, check_zero_centered, to_dtype
 from cupynorm._operation import Norm, Relu
 from cupynorm.torch._functions import normalize
 
@@ -33,6 +35,20 @@ def _with_shapes(x: Any) -> tuple[Any, ...]:
     if not isinstance(x, torch.Tensor):
         return ()
     return x.unbind() if x.is_nested and x.layout is torch.strided else (x,)
+
+
+def _check_made(normalized_shape: Any, dtype: Any) -> None:
+    """Check what torch's modules would refuse in words that name no argument."""
+    is_one = isinstance(normalized_shape, numbers.Integral)
+    sizes = (normalized_shape,) if is_one else normalized_shape
+    if not isinstance(sizes, Sequence) or not all(isinstance(n, numbers.Integral) for n in sizes):
+        raise TypeError(
+            f"normalized_shape must be an int or a tuple of ints, got {normalized_shape!r}"
+        )
+    if any(n < 0 for n in sizes):
+        raise ValueError(f"normalized_shape must not be negative, got {normalized_shape!r}")
+    if dtype is not None:
+        to_dtype("dtype", dtype)
 
 
 class _Norm(torch.nn.Module):
@@ -149,7 +165,8 @@ class RMSNorm(_Norm, torch.nn.RMSNorm):
     Raises
     ------
     TypeError, ValueError
-        If `rms_norm` would refuse eps, zero_centered or relu.
+        If normalized_shape is no shape, or `rms_norm` would refuse dtype, eps, zero_centered or
+        relu.
 
     Examples
     --------
@@ -182,6 +199,7 @@ class RMSNorm(_Norm, torch.nn.RMSNorm):
         zero_centered: bool = False,
         relu: Relu = None,
     ) -> None:
+        _check_made(normalized_shape, dtype)
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
         parameter = None
         if elementwise_affine and bias:
@@ -221,7 +239,8 @@ class LayerNorm(_Norm, torch.nn.LayerNorm):
     Raises
     ------
     TypeError, ValueError
-        If `layer_norm` would refuse eps, zero_centered or relu.
+        If normalized_shape is no shape, or `layer_norm` would refuse dtype, eps, zero_centered or
+        relu.
 
     Examples
     --------
@@ -247,6 +266,7 @@ class LayerNorm(_Norm, torch.nn.LayerNorm):
         zero_centered: bool = False,
         relu: Relu = None,
     ) -> None:
+        _check_made(normalized_shape, dtype)
         super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
         self._extend(zero_centered, relu)
 

@@ -38,6 +38,7 @@ from cupynorm.torch._kernels import (
     Tensors,
     Told,
     by_name,
+    check_dtypes_told,
     check_tensor,
     compute_type,
     options_of,
@@ -164,7 +165,12 @@ def norm_forward(tensors: Tensors, told: Told) -> tuple[Any, ...]:
         return _Forward.apply(*arguments)
     if _is_seen(*tensors):
         _share_out()
-        return _forward_operation(*arguments)
+        try:
+            return _forward_operation(*arguments)
+        except RuntimeError:  # DTensor makes one of any error, and torch's schemas name no others
+            _check_outline(tensors, told)
+            _check_distributed(tensors)
+            raise
     *_, training = told
     if training or forward_ad._current_level >= 0:  # there it says that it has no jvp
         return _apply_forward(*arguments)
@@ -522,9 +528,9 @@ def _run(table: Pass, *arguments: Any) -> tuple[torch.Tensor, ...]:
     return _empty_for_none(tensors[table.reads.index("x")], results)
 
 
-def _check_shape(name: str, tensor: Any, wanted: Any, of: str = "") -> None:
+def _check_shape(name: str, tensor: Any, wanted: Any, must: str) -> None:
     def message() -> str:
-        return f"{name} must have {of}{tuple(wanted)}; got {tuple(tensor.shape)}"
+        return f"{name} must have {must.format(tuple(wanted))} got {tuple(tensor.shape)}"
 
     torch._check_value(tensor.ndim == len(wanted), message)
     for size, expected in zip(tensor.shape, wanted, strict=True):
@@ -534,15 +540,16 @@ def _check_shape(name: str, tensor: Any, wanted: Any, of: str = "") -> None:
 def _check_outline(tensors: Tensors, told: Told) -> None:
     """Check what the kernels will ask for, when a program is traced: shapes may be symbolic."""
     options, named = options_of(FORWARD, told), told_by_name(FORWARD, told)
+    check_dtypes_told(FORWARD, named)
     given = {n: t for n, t in by_name(FORWARD, tensors).items() if t is not None}
     x = given["x"]
     normalized = x.shape[x.ndim - options.k :]
     for name, tensor in given.items():
         check_tensor(name, tensor, x)
         if KINDS[name] is Kind.VECTOR:
-            _check_shape(name, tensor, normalized, "the shape of x's normalized axes, ")
+            _check_shape(name, tensor, normalized, "the shape of x's normalized axes, {};")
         elif name == "residual":
-            _check_shape(name, tensor, x.shape, "x's shape, ")
+            _check_shape(name, tensor, x.shape, "shape {},")
     if any(isinstance(size, int) and size == 0 for size in normalized):
         raise ValueError(
             f"x must have at least one element in each row, got shape {tuple(x.shape)}"
@@ -554,6 +561,19 @@ def _check_outline(tensors: Tensors, told: Told) -> None:
     _checks.check_zero_centered(options.zero_centered, has_weight="weight" in given)
     relu = None if options.relu is None else tuple(options.relu)
     _checks.check_numbers(to_numpy(compute_dtype(spec.x)), options.eps, relu)
+
+
+def _check_distributed(tensors: Tensors) -> None:
+    """Check that all tensors are DTensors if x is one, and none otherwise."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    from torch.distributed.tensor import DTensor
+
+    x, *_ = tensors
+    kind = "DTensor" if isinstance(x, DTensor) else "plain tensor"
+    for name, tensor in by_name(FORWARD, tensors).items():
+        if tensor is not None and isinstance(tensor, DTensor) != isinstance(x, DTensor):
+            raise TypeError(f"{name} must be a {kind}, as x is; got a {type(tensor).__name__}")
 
 
 def _outline(table: Pass, *arguments: Any) -> tuple[torch.Tensor, ...]:
