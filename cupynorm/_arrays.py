@@ -158,8 +158,8 @@ class _DLPackFamily(Family):
             raise TypeError(f"{name} requires grad, which would be lost here: {instead}")
         if torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None:
             raise TypeError(
-                f"{name} has a tangent, which would be lost here: forward mode is not there, pass "
-                f"{name}.detach()"
+                f"{name} has a tangent, which would be lost here: call the function of "
+                f"cupynorm.torch, or pass {name}.detach()"
             )
         # The imaginary part of a conjugate is one. DLPack hands out what is not negated.
         if tensor.is_neg():

@@ -30,7 +30,7 @@ from torch._dynamo.decorators import mark_unbacked
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses import FakeTensorMode
 from torch.autograd import gradcheck, gradgradcheck
-from torch.func import grad, jacrev, vmap
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils._per_sample_grad import call_for_per_sample_grads
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -55,6 +55,7 @@ from cupynorm.torch import (
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 
 RELU = (-0.5, 0.7)
+FORWARD_TOO = {"check_forward_ad": True, "check_batched_forward_grad": True}
 NORM = RMSNorm(8, bias=True)
 
 
@@ -318,8 +319,8 @@ def test_gradients_of_first_and_second_order(norm: str, zero_centered: bool, rel
         options = {"zero_centered": zero_centered, "relu": relu, "eps": 0.1}
         return getattr(cupynorm.torch, norm)(*arguments, **options)
 
-    assert gradcheck(function, operands())
-    assert gradgradcheck(function, operands())
+    assert gradcheck(function, operands(), **FORWARD_TOO)
+    assert gradgradcheck(function, operands(), check_fwd_over_rev=True)
 
 
 @pytest.mark.parametrize("norm", NORMS)
@@ -334,16 +335,18 @@ def test_gradients_without_operands_and_over_several_axes(norm: str) -> None:
         (function, (drawn(6), drawn(6, seed=1), drawn(6, seed=2))),
         (lambda x, weight: function(x, weight.reshape(1, 4, 2), axis=(1, 2)), (x, weight)),
     ):
-        assert gradcheck(call, arguments)
-        assert gradgradcheck(call, arguments)
+        assert gradcheck(call, arguments, **FORWARD_TOO)
+        assert gradgradcheck(call, arguments, check_fwd_over_rev=True)
+
+
+def by_hand(x: Any, weight: Any, bias: Any) -> Any:
+    """LayerNorm where torch's own is wrong: in third derivatives, and forward over reverse."""
+    d = x - x.mean(-1, keepdim=True)
+    return d * torch.rsqrt((d * d).mean(-1, keepdim=True) + 1e-5) * weight + bias
 
 
 def test_third_derivatives() -> None:
     x, weight, bias = drawn(2, 4), drawn(4, seed=1), drawn(4, seed=2)
-
-    def by_hand(x: Any) -> Any:  # torch's own layer_norm is wrong here
-        d = x - x.mean(-1, keepdim=True)
-        return d * torch.rsqrt((d * d).mean(-1, keepdim=True) + 1e-5) * weight + bias
 
     def third(norm: Any) -> Any:
         total = norm(x)
@@ -351,7 +354,9 @@ def test_third_derivatives() -> None:
             (total,) = torch.autograd.grad(total.pow(3).sum(), x, create_graph=True)
         return total
 
-    assert_close(third(lambda x: layer_norm(x, weight, bias)), third(by_hand))
+    assert_close(
+        third(lambda x: layer_norm(x, weight, bias)), third(lambda x: by_hand(x, weight, bias))
+    )
 
 
 def test_a_gradient_expanded_from_one_value() -> None:
@@ -460,33 +465,51 @@ def test_activation_checkpointing(reentrant: bool) -> None:
     assert_close((x.grad, weight.grad), expected)
 
 
-def test_forward_mode_is_refused() -> None:
-    x = torch.randn(2, 8)
-    with pytest.raises(NotImplementedError, match=r"no jvp, .*: use jacrev\(jacrev\(f\)\)"):
-        torch.func.jvp(rms_norm, (x,), (x,))
-    with torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(x, x)
-        with pytest.raises(NotImplementedError, match="jvp"):
-            rms_norm(dual)
+@pytest.mark.parametrize("norm", NORMS)
+def test_forward_mode_by_transforms(norm: str) -> None:
+    arguments = tuple(t.detach() for t in operands())
+    along = tuple(drawn(*t.shape, seed=9 + i).detach() for i, t in enumerate(arguments))
+    mine = functools.partial(ours, norm)
+
+    def plain(*operands: Any) -> Any:
+        return formula(norm, *operands) if norm == "rms_norm" else by_hand(*operands).clamp(*RELU)
+
+    assert_close(jvp(mine, arguments, along), jvp(plain, arguments, along))
+
+    def scalar(function: Any) -> Any:
+        return lambda *a: (function(*a).sin() * function(*a)).sum()
+
+    for derivative in (
+        hessian(scalar(mine), (0, 1, 2)),
+        jacrev(jacfwd(scalar(mine), (0, 1, 2)), (0, 1, 2)),
+    ):
+        assert_close(derivative(*arguments), hessian(scalar(plain), (0, 1, 2))(*arguments))
+    of_examples = vmap(lambda x, t: jvp(mine, (x, *arguments[1:]), (t, *along[1:]))[1])
+    assert_close(of_examples(arguments[0], along[0]), jvp(plain, arguments, along)[1])
+    with pytest.raises(NotImplementedError, match=r"use jacfwd\(jacrev\(f\)\) for "):
+        jacfwd(jacfwd(scalar(mine)))(*arguments)
 
 
-@pytest.mark.parametrize("mine", [rms_norm, layer_norm])
-def test_a_tangent_of_dy_is_refused(mine: Any) -> None:
-    x = torch.randn(2, 8, requires_grad=True)
-    y = mine(x)
-    with torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(torch.ones(2, 8), torch.randn(2, 8))
-        with pytest.raises(NotImplementedError, match="jvp"):
-            torch.autograd.grad(y, x, dual, retain_graph=True)
-        torch.autograd.grad(y, x, torch.ones(2, 8))  # without a tangent it works
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tangents_have_the_dtypes_of_their_arrays(dtype: torch.dtype) -> None:
+    x, residual, weight, bias = (t.detach() for t in summands(dtype, torch.float32))
+
+    def function(x: Any, residual: Any) -> Any:
+        return fused("layer_norm", x, residual, weight, bias)
+
+    (y, total), (of_y, of_total) = jvp(function, (x, residual), (x, residual))
+    assert (of_y.dtype, of_total.dtype) == (y.dtype, total.dtype)
+    with torch.no_grad():  # nothing is kept for a backward pass, but the bits are
+        assert_same_bits(jvp(function, (x, residual), (x, residual))[1][0], of_y)
+    wide = [t.double() for t in (x, residual)]
+    _, exact = jvp(lambda x, r: function(x, r)[0], tuple(wide), tuple(wide))
+    several = 64 * torch.finfo(torch.float32).eps  # 16 roundings of values up to 4
+    torch.testing.assert_close(of_y, exact.to(dtype), rtol=torch.finfo(dtype).eps, atol=several)
 
 
 def test_forward_mode_is_refused_by_the_operations() -> None:
     x, weight = torch.randn(2, 8), torch.randn(8)
     exported = torch.export.export(RMSNorm(8), (x,)).module()
-    compiled = torch.compile(
-        lambda x: torch.func.jvp(lambda v: rms_norm(v, weight), (x,), (x,)), backend="aot_eager"
-    )
 
     class Subclass(torch.Tensor):
         pass
@@ -494,7 +517,6 @@ def test_forward_mode_is_refused_by_the_operations() -> None:
     for call in (
         lambda: torch.func.jvp(exported, (x,), (x,)),
         lambda: torch.func.linearize(lambda v: rms_norm(v, weight), x),
-        lambda: compiled(x),
     ):
         with pytest.raises(NotImplementedError, match="jvp"):
             call()
@@ -559,8 +581,8 @@ def test_gradients_with_a_residual(norm: str, wanted: tuple[int, ...]) -> None:
         results = fused(norm, *arguments, eps=0.1)
         return tuple(results[i] for i in wanted)
 
-    assert gradcheck(function, summands())
-    assert gradgradcheck(function, summands())
+    assert gradcheck(function, summands(), **FORWARD_TOO)
+    assert gradgradcheck(function, summands(), check_fwd_over_rev=True)
     without = summands()[:2]
     assert gradgradcheck(lambda x, residual: function(x, residual, None, None), without)
 

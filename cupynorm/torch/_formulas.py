@@ -18,11 +18,20 @@ whose second term is absent in RMSNorm::
 
 With a residual, dx and dresidual are both ``rstd * P(g) + dresidual_out``. Then a is the sum of
 their weights, and the gradient of dresidual_out.
+
+In forward mode, with a dot for a tangent and s = m(xhat * x.), the two passes have::
+
+    xhat.:    rstd * P(x.)
+    y.:       xhat. * w + xhat * w. + bias.
+    dx.:      rstd * (P(g.) - xhat. * m(g * xhat) - xhat * m(g * xhat.) - s * rstd * P(g))
+    dweight.: sum(dy. * xhat + dy * xhat.)
+    dbias.:   sum(dy.)
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,6 +46,8 @@ __all__ = [
     "normalized",
     "round_once",
     "sum_over_rows",
+    "tangents_of_backward",
+    "tangents_of_forward",
 ]
 
 
@@ -101,6 +112,22 @@ def round_once(values: Any, dtype: torch.dtype) -> Any:
     return values.to(dtype)
 
 
+def _mean(options: Options) -> Callable[[Any], Any]:
+    """Return m(.), the mean over a row."""
+    return lambda v: v.mean(options.axis, keepdim=True)
+
+
+def _projection(options: Options, xhat: Any) -> Callable[[Any], Any]:
+    """Return P(.)."""
+    m = _mean(options)
+
+    def project(v: Any) -> Any:
+        projected = v - xhat * m(v * xhat)
+        return projected - m(v) if options.norm == "layer_norm" else projected
+
+    return project
+
+
 def gradients_of_backward(
     given: dict[str, Any], read: dict[str, Any], options: Options
 ) -> dict[str, Any]:
@@ -110,19 +137,11 @@ def gradients_of_backward(
     dresidual_out is not rounded to its dtype.
     """
     dy, x, weight, bitmask = (read[name] for name in ("dy", "x", "weight", "bitmask"))
-    dtype, axes, k = compute_type(x.dtype), options.axis, options.k
+    dtype, k, m = compute_type(x.dtype), options.k, _mean(options)
     of_rows = [given[name].to(dtype) for name in ("dx", "dresidual") if given[name] is not None]
     a, b, c = sum(of_rows) if of_rows else None, given["dweight"], given["dbias"]
-    centred = options.norm == "layer_norm"
-
-    def m(v: Any) -> Any:
-        return v.mean(axes, keepdim=True)
-
-    def project(v: Any) -> Any:
-        projected = v - xhat * m(v * xhat)
-        return projected - m(v) if centred else projected
-
     xhat, rstd = normalized(options, x)
+    project = _projection(options, xhat)
     w = effective_weight(options, weight, dtype)
     inside = masked(dy, bitmask, k, dtype)
     grad_dy, grad_x = torch.zeros_like(xhat), torch.zeros_like(xhat)
@@ -133,7 +152,7 @@ def gradients_of_backward(
         grad_dy = grad_dy + w * scaled
         a_slope, g_slope = m(a * xhat), m(g * xhat)
         s = m(a * g) - a_slope * g_slope
-        s = s - m(a) * m(g) if centred else s
+        s = s - m(a) * m(g) if options.norm == "layer_norm" else s
         grad_x = grad_x - rstd * project(rstd * (a * g_slope + g * a_slope))
         grad_x = grad_x - rstd * (rstd * s) * xhat  # rstd**2 may overflow
         if weight is not None:
@@ -149,4 +168,60 @@ def gradients_of_backward(
         "x": grad_x.to(x.dtype),
         "dresidual_out": a,
         "weight": grad_weight,
+    }
+
+
+def tangents_of_forward(
+    given: dict[str, Any], read: dict[str, Any], options: Options
+) -> dict[str, Any]:
+    """Return the tangents of y and residual_out in the compute dtype, given those of the inputs.
+
+    All arrays are named, and None if absent. `read` has the normalized x, weight and bitmask.
+    """
+    x, weight = read["x"], read["weight"]
+    dtype = compute_type(x.dtype)
+    of_rows = [given[name].to(dtype) for name in ("x", "residual") if given[name] is not None]
+    xhat, rstd = normalized(options, x)
+    total: Any = sum(of_rows, start=torch.zeros_like(xhat))
+    y = rstd * _projection(options, xhat)(total) * effective_weight(options, weight, dtype)
+    if given["weight"] is not None:
+        y = y + xhat * given["weight"].to(dtype)
+    if given["bias"] is not None:
+        y = y + given["bias"].to(dtype)
+    return {"y": masked(y, read["bitmask"], options.k, dtype), "residual_out": total}
+
+
+def tangents_of_backward(
+    given: dict[str, Any], read: dict[str, Any], options: Options
+) -> dict[str, Any]:
+    """Return the tangents of a backward pass's results in the compute dtype, given its inputs'.
+
+    All arrays are named, and None if absent. `read` has dy, x, weight and bitmask.
+    """
+    dy, x, weight, bitmask = (read[name] for name in ("dy", "x", "weight", "bitmask"))
+    dtype, k, m = compute_type(x.dtype), options.k, _mean(options)
+    xhat, rstd = normalized(options, x)
+    project = _projection(options, xhat)
+    w = effective_weight(options, weight, dtype)
+    inside = masked(dy, bitmask, k, dtype)
+    g = inside * w
+    of_inside, of_g, of_xhat = (torch.zeros_like(xhat) for _ in range(3))
+    if given["dy"] is not None:
+        of_inside = masked(given["dy"], bitmask, k, dtype)
+        of_g = of_inside * w
+    if given["weight"] is not None:
+        of_g = of_g + inside * given["weight"].to(dtype)
+    dx = rstd * project(of_g)
+    if given["x"] is not None:
+        of_x = given["x"].to(dtype)
+        of_xhat = rstd * project(of_x)
+        dx = dx - rstd * (of_xhat * m(g * xhat) + xhat * m(g * of_xhat))
+        dx = dx - rstd * m(xhat * of_x) * (rstd * project(g))
+    if given["dresidual_out"] is not None:
+        dx = dx + given["dresidual_out"].to(dtype)
+    return {
+        "dx": dx,
+        "dweight": sum_over_rows(of_inside * xhat + inside * of_xhat, 0, k),
+        "dbias": sum_over_rows(of_inside, 0, k),
+        "dresidual": dx,
     }

@@ -12,7 +12,7 @@ import functools
 import operator
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch._library.autograd import Info, make_autograd_impl
@@ -103,6 +103,10 @@ def _alive(name: str, tensor: Any) -> Any:
     return tensor
 
 
+def _is_in_forward_mode() -> bool:
+    return bool(forward_ad._current_level >= 0)
+
+
 def _is_asked_for_gradients(tensors: Tensors) -> bool:
     for tensor in tensors:
         if tensor is not None and tensor.requires_grad:
@@ -111,7 +115,9 @@ def _is_asked_for_gradients(tensors: Tensors) -> bool:
 
 
 def _is_recorded(tensors: Tensors) -> bool:
-    """Tell whether gradients of a call on these tensors may be asked for."""
+    """Tell whether derivatives of a call on these tensors may be asked for."""
+    if _is_in_forward_mode():
+        return True
     if not torch.is_grad_enabled():
         return False
     if _is_asked_for_gradients(tensors):
@@ -162,6 +168,7 @@ def norm_forward(tensors: Tensors, told: Told) -> tuple[Any, ...]:
         _share_out()
         return _forward_operation(*arguments)
     if _transforms_active():
+        _check_forward_mode_is_alone()
         return _Forward.apply(*arguments)
     if _is_seen(*tensors):
         _share_out()
@@ -172,7 +179,7 @@ def norm_forward(tensors: Tensors, told: Told) -> tuple[Any, ...]:
             _check_distributed(tensors)
             raise
     *_, training = told
-    if training or forward_ad._current_level >= 0:  # there it says that it has no jvp
+    if training or _is_in_forward_mode():
         return _apply_forward(*arguments)
     return _kernels.run(FORWARD, tensors, told)
 
@@ -182,11 +189,12 @@ def norm_backward(tensors: Tensors, told: Told) -> tuple[Any, ...]:
     if torch.compiler.is_compiling():
         run = _backward_seen
     elif _transforms_active():
+        _check_forward_mode_is_alone()
         run = _Backward.apply
     elif not PLAIN.issuperset(map(type, tensors)) or _dispatch_modes() or _is_jit_tracing():
         run = _backward_seen
     else:
-        if not torch.is_grad_enabled() and forward_ad._current_level < 0:  # as in norm_forward
+        if not (torch.is_grad_enabled() or _is_in_forward_mode()):
             try:
                 return _kernels.run(BACKWARD, tensors, told)
             except (RuntimeError, ValueError):  # as in normalize_plain
@@ -327,7 +335,7 @@ def _without_gradients(ctx: Any, output: Any, results: Tensors) -> Iterator[Any]
             continue
         if result is None or KINDS[name] is not Kind.ROWS:
             yield tensor
-        elif name == "residual_out" and not _has_gradients(ctx):
+        elif name == "residual_out" and not (_has_gradients(ctx) or _is_in_forward_mode()):
             yield tensor
 
 
@@ -365,6 +373,70 @@ def _differentiate_backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
     if ctx.of_total is not None and total is not None:
         found["dresidual_out"] = _formulas.round_once(total, ctx.of_total)
     return _padded(ctx, tuple(map(found.get, BACKWARD.reads)))
+
+
+# ---- forward mode --------------------------------------------------------------------------------
+
+
+def _keep_for_both_modes(ctx: Any, inputs: Any, output: Any) -> None:
+    _keep_for_backward(ctx, inputs, output)
+    if _is_in_forward_mode():
+        tensors, ctx.told = _split(FORWARD, inputs)
+        is_plain = tensors[_RESIDUAL] is None
+        ctx.save_for_forward(*(_kept if is_plain else _kept_of_sum)(tensors + output))
+        _note_results(ctx, FORWARD, tensors, output)
+
+
+def _keep_for_second_derivatives(ctx: Any, inputs: Any, output: Any) -> None:
+    _keep_for_second_backward(ctx, inputs, output)
+    if _is_in_forward_mode():
+        tensors, _ = _split(BACKWARD, inputs)
+        ctx.save_for_forward(*_read_again(tensors))
+        _note_results(ctx, BACKWARD, tensors, output)
+
+
+def _note_results(ctx: Any, table: Pass, tensors: Tensors, output: Any) -> None:
+    """Note the dtypes of the results that there are."""
+    results = _none_for_absent(output, _present(table, tensors, ctx.told))
+    ctx.dtypes = {
+        name: tensor.dtype
+        for name, tensor in zip(table.writes, results, strict=True)
+        if tensor is not None and KINDS[name] in (Kind.ROWS, Kind.VECTOR)
+    }
+
+
+def _check_forward_mode_is_alone() -> None:
+    """Refuse two forward modes, one in the other: an autograd.Function would give 0 for both."""
+    stack = _functorch.get_interpreter_stack()
+    if [interpreter.key() for interpreter in stack].count(_functorch.TransformType.Jvp) > 1:
+        raise NotImplementedError(
+            "torch has no forward mode of the forward mode of an autograd.Function, such as the "
+            "norms of cupynorm.torch: use jacfwd(jacrev(f)) for jacfwd(jacfwd(f))"
+        )
+
+
+def _push_forward(ctx: Any, *tangents: Any) -> tuple[Any, ...]:
+    """Return the tangents of a forward pass's results."""
+    read = dict(zip(_KEPT, ctx.saved_tensors, strict=True))
+    given = dict(zip(FORWARD.reads, tangents, strict=False))
+    found = _formulas.tangents_of_forward(given, read, options_of(FORWARD, ctx.told))
+    return _rounded(ctx, FORWARD, found)
+
+
+def _push_backward(ctx: Any, *tangents: Any) -> tuple[Any, ...]:
+    """Return the tangents of a backward pass's results."""
+    read = dict(zip(_READ_AGAIN, ctx.saved_tensors, strict=True))
+    given = dict(zip(BACKWARD.reads, tangents, strict=False))
+    found = _formulas.tangents_of_backward(given, read, options_of(BACKWARD, ctx.told))
+    return _rounded(ctx, BACKWARD, found)
+
+
+def _rounded(ctx: Any, table: Pass, tangents: dict[str, Any]) -> tuple[Any, ...]:
+    """Return tangents of the results that a pass wrote, in their dtypes."""
+    return tuple(
+        _formulas.round_once(tangents[name], ctx.dtypes[name]) if name in ctx.dtypes else None
+        for name in table.writes
+    )
 
 
 # ---- a batch of calls at once --------------------------------------------------------------------
@@ -451,13 +523,6 @@ def _backward_of_batch(run: Callable[..., Any]) -> Callable[..., Any]:
 # ---- as functions of autograd --------------------------------------------------------------------
 
 
-def _refuse_forward_mode(*_: Any) -> NoReturn:
-    raise NotImplementedError(
-        "the norms of cupynorm.torch have no jvp, the forward mode of autograd: use "
-        "jacrev(jacrev(f)) for hessian(f)"
-    )
-
-
 class _Forward(torch.autograd.Function):
     # Below the transforms there may be a tracer's tensor, or a subclass.
     @staticmethod
@@ -468,10 +533,10 @@ class _Forward(torch.autograd.Function):
             return _forward_operation(*arguments)
         return _kernels.run(FORWARD, tensors, told)
 
-    setup_context = staticmethod(_keep_for_backward)
+    setup_context = staticmethod(_keep_for_both_modes)
     backward = staticmethod(_differentiate_forward)
     vmap = staticmethod(_forward_of_batch(lambda *a: norm_forward(*_split(FORWARD, a))))
-    jvp = staticmethod(_refuse_forward_mode)
+    jvp = staticmethod(_push_forward)
 
 
 class _Backward(torch.autograd.Function):
@@ -482,10 +547,10 @@ class _Backward(torch.autograd.Function):
             return _backward_seen(*arguments)
         return _kernels.run(BACKWARD, tensors, told)
 
-    setup_context = staticmethod(_keep_for_second_backward)
+    setup_context = staticmethod(_keep_for_second_derivatives)
     backward = staticmethod(_differentiate_backward)
     vmap = staticmethod(_backward_of_batch(lambda *a: norm_backward(*_split(BACKWARD, a))))
-    jvp = staticmethod(_refuse_forward_mode)
+    jvp = staticmethod(_push_backward)
 
 
 class _Recorded(torch.autograd.Function):
@@ -631,8 +696,12 @@ def _define(
 
         A compiled program comes here in each call, and has its own gradients.
         """
-        if forward_ad._current_level >= 0 and any(map(_has_tangent, arguments)):
-            _refuse_forward_mode()
+        if _is_in_forward_mode() and any(map(_has_tangent, arguments)):
+            raise NotImplementedError(
+                "the norms of cupynorm.torch have no jvp where torch sees an operation, as in an "
+                "exported program, in torch.func.linearize and with a subclass: take it of plain "
+                "tensors, or use jacrev(jacrev(f)) for hessian(f)"
+            )
         asked = torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments)
         following = (keys & torch._C._after_ADInplaceOrView_keyset).highestPriorityTypeId()
         if asked or following not in _DEVICES:
