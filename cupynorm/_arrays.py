@@ -93,6 +93,7 @@ class Family:
         return target
 
 
+NUMPY = Family(np.ndarray, "NumPy array")
 _LABELS = {"torch": "torch tensor", "jax": "JAX array"}
 
 
@@ -261,7 +262,7 @@ _families: dict[type[Any], Family | None] = {}
 
 def _family_of_type(array_type: type[Any]) -> Family | None:
     if issubclass(array_type, np.ndarray):
-        return Family(np.ndarray, "NumPy array")
+        return NUMPY
     cupy = sys.modules.get("cupy")
     if cupy is not None and issubclass(array_type, cupy.ndarray):
         return Family(cupy.ndarray, "CuPy array", is_cupy=True)

@@ -161,18 +161,18 @@ def like_or_whether(bias: Any) -> tuple[Any, bool | None]:
 
 
 def check_call(
-    table: Pass,
     family: Family,
     given: Mapping[str, Any],
     asked: Asked | AskedBackward,
     *,
     may_vary: bool = False,
 ) -> tuple[dict[str, Any], ForwardSpec | BackwardSpec, Options]:
-    """Check a call on arrays of a family, by the names of the table, None for those not given.
+    """Check a call on arrays of a family, by the names of its pass, None for those not given.
 
     Return them as NumPy or CuPy arrays, what to compile, and how to call it. weight and bias may
     vary from row to row if `may_vary`.
     """
+    table: Pass = FORWARD if isinstance(asked, Asked) else BACKWARD
     arrays = dict.fromkeys(given)
     required = ALWAYS_READ | ({"mean"} if asked.norm == "layer_norm" else set())
     for name, array in given.items():

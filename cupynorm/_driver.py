@@ -58,7 +58,10 @@ def _memset_async() -> Any:
 
 
 def _shared_bytes_alone() -> int:
-    """Return how much shared memory no two blocks on one multiprocessor can have."""
+    """Return how much shared memory no two blocks on one multiprocessor can have.
+
+    It is half of what there is, since CUDA reserves some for each block.
+    """
     import cupy
 
     attributes = cupy.cuda.Device().attributes
@@ -241,8 +244,8 @@ class Kernel:
     def clusters_at_once(self, *, alone: bool = False) -> int:
         """Return how many of a kernel's clusters the current device runs at once.
 
-        If `alone`, each block has a multiprocessor to itself. Where such clusters fit, those of any
-        kernel do.
+        If `alone`, each block has a multiprocessor to itself. Where such clusters fit, any kernel's
+        clusters of as many blocks do.
         """
         config = LaunchConfig.from_buffer_copy(self._config)
         config.grid_x = self._cluster_blocks

@@ -375,16 +375,16 @@ def backward_plan(
 
     It serves m rows, and all numbers of rows with the same kernels. Few rows may have some of their
     own, with the same bits of dx. Those of dweight and dbias may differ, so nothing stands in. But
-    if a plan is wanted `soon` and compiled for it, threads then compile the kernels of all other
+    if a plan is wanted `soon` and its kernel was missing, threads then compile those of all other
     numbers of rows. dx may be dy only if `dx_given`.
     """
     tiers = few_rows_backward(spec, n, vector, device, dx_given) if m else ()
     few = next((tier for tier in tiers if m <= tier[0]), None)
     first, *_ = _backward_kernels(spec, n, vector, device, few and few[1])
-    compiled_for_it = not _compile.is_loaded(first, device)
+    was_missing = not _compile.is_loaded(first, device)
     plan = few and few_rows_backward_plan(spec, n, *few, device)
     plan = plan or many_rows_backward_plan(spec, n, vector, device)
-    if soon and compiled_for_it:
+    if soon and was_missing:
         _background.start(kernels_of(spec, n, vector, device, dx_given=dx_given), device)
     return plan
 
@@ -428,8 +428,8 @@ def few_rows_backward_plan(
 ) -> BackwardPlan | None:
     """Return the plan of `backward_plan` for up to `most` rows, or None without room."""
     kernels = _load_backward(spec, config, device)
-    # The kernel of many rows takes more of a multiprocessor. If it had no room for clusters, many
-    # rows would have other teams, and dx other bits.
+    # The kernel of many rows has clusters of as many blocks, and takes more of a multiprocessor. If
+    # it had no room for them, many rows would have other teams, and dx other bits.
     if config.cluster_blocks > 1 and kernels[0].clusters_at_once(alone=True) == 0:
         return None
     column_blocks, column_kernel = 0, False

@@ -35,8 +35,8 @@ __all__ = [
 ]
 
 Axis = int | Sequence[int] | None
-X = TypeVar("X")
-Residual = TypeVar("Residual")
+_X = TypeVar("_X")
+_Residual = TypeVar("_Residual")
 
 
 class _Options(TypedDict, total=False):
@@ -47,6 +47,8 @@ class _Options(TypedDict, total=False):
 
 
 class _AnyOptions(_Options, total=False):
+    """With these the results' types are open: those of NumPy's arrays hold their dtype."""
+
     out_dtype: Any
     out: Any
     residual: Any
@@ -54,22 +56,19 @@ class _AnyOptions(_Options, total=False):
     residual_out: Any
 
 
-# With a dtype or an output the results' types are open: those of NumPy's arrays hold their dtype.
-
-
 @overload
 def rms_norm(
-    x: X,
+    x: _X,
     weight: Any = None,
     bias: Any = None,
     *,
     residual: None = None,
     **options: Unpack[_Options],
-) -> X: ...
+) -> _X: ...
 @overload
 def rms_norm(
-    x: X, weight: Any = None, bias: Any = None, *, residual: Residual, **options: Unpack[_Options]
-) -> tuple[X, Residual]: ...
+    x: _X, weight: Any = None, bias: Any = None, *, residual: _Residual, **options: Unpack[_Options]
+) -> tuple[_X, _Residual]: ...
 @overload
 def rms_norm(
     x: Any, weight: Any = None, bias: Any = None, **options: Unpack[_AnyOptions]
@@ -183,17 +182,17 @@ def rms_norm(
 
 @overload
 def layer_norm(
-    x: X,
+    x: _X,
     weight: Any = None,
     bias: Any = None,
     *,
     residual: None = None,
     **options: Unpack[_Options],
-) -> X: ...
+) -> _X: ...
 @overload
 def layer_norm(
-    x: X, weight: Any = None, bias: Any = None, *, residual: Residual, **options: Unpack[_Options]
-) -> tuple[X, Residual]: ...
+    x: _X, weight: Any = None, bias: Any = None, *, residual: _Residual, **options: Unpack[_Options]
+) -> tuple[_X, _Residual]: ...
 @overload
 def layer_norm(
     x: Any, weight: Any = None, bias: Any = None, **options: Unpack[_AnyOptions]
@@ -564,8 +563,8 @@ def _checked_call(
     table: Pass, family: _arrays.Family, key: Any, given: dict[str, Any], asked: tuple[Any, ...]
 ) -> Any:
     """Check a call, make it and, if it has a key, keep what makes it again."""
-    named = (_checks.Asked if table is FORWARD else _checks.AskedBackward)(*asked)
-    arrays, spec, options = _checks.check_call(table, family, given, named)
+    named = _checks.Asked(*asked) if table is FORWARD else _checks.AskedBackward(*asked)
+    arrays, spec, options = _checks.check_call(family, given, named)
     for name, option in table.dtypes_asked.items():
         if name in spec.writes:
             family.check_holds(option, _arrays.to_numpy(spec.dtypes[name]))

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from cupynorm import _checks
-from cupynorm._arrays import Family, to_numpy
+from cupynorm._arrays import NUMPY, to_numpy
 from cupynorm._bitmask import pack, unpack
 from cupynorm._checks import trailing_axes
 from cupynorm._operation import (
@@ -455,15 +455,12 @@ def bias_like(
     return (shape if bias else None), dtype
 
 
-_ARRAYS = Family(np.ndarray, "NumPy array")
-
-
 def _checked_forward(norm: Norm, given: dict[str, Any]) -> NormForward:
     """Return the results of a forward pass, with the arguments of a public function by name."""
     arrays = {name: given["out" if name == "y" else name] for name in FORWARD.arguments}
     options = {name: given[name] for name in _checks.Asked._fields if name in given}
     asked = _checks.Asked(norm, training=True, **options)
-    arrays, spec, told = _checks.check_call(FORWARD, _ARRAYS, arrays, asked, may_vary=True)
+    arrays, spec, told = _checks.check_call(NUMPY, arrays, asked, may_vary=True)
     return NormForward(**compute(spec, told, arrays))
 
 
@@ -473,9 +470,8 @@ def _checked_backward(norm: Norm, given: dict[str, Any]) -> NormBackward:
     arrays = {name: given[name] for name in BACKWARD.arguments if name != "like"}
     options = {name: given[name] for name in _checks.AskedBackward._fields if name in given}
     asked = _checks.AskedBackward(norm, **options | {"bias": whether})
-    arrays, spec, told = _checks.check_call(
-        BACKWARD, _ARRAYS, arrays | {"like": like}, asked, may_vary=True
-    )
+    arrays |= {"like": like}
+    arrays, spec, told = _checks.check_call(NUMPY, arrays, asked, may_vary=True)
     results = compute(spec, told, arrays)
     if told.has_residual and results["dresidual"] is None:
         results["dresidual"] = results["dx"]

@@ -55,12 +55,10 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from cupynorm import reference
-from cupynorm._arrays import Family
+from cupynorm._arrays import NUMPY
 from cupynorm._bitmask import unpack
 from cupynorm._checks import Asked, AskedBackward, check_call, check_norm, like_or_whether
 from cupynorm._operation import (
-    BACKWARD,
-    FORWARD,
     NormBackward,
     NormForward,
     bitmask_bytes,
@@ -72,8 +70,6 @@ __all__ = ["assert_one_rounding", "check_backward", "check_forward"]
 
 # So many elements are checked at a time. A float64 temporary of them, 2 MB, stays in cache.
 CHUNK_ELEMENTS = 1 << 18
-
-_ARRAYS = Family(np.ndarray, "NumPy array")
 
 
 def assert_one_rounding(
@@ -225,8 +221,17 @@ def check_forward(
     """
     check_norm(norm)
     arrays = {"x": x, "residual": residual, "weight": weight, "bias": bias}
-    asked = Asked(norm, True, axis, zero_centered, eps, relu, out_dtype, residual_dtype)
-    *_, told = check_call(FORWARD, _ARRAYS, arrays, asked, may_vary=True)
+    asked = Asked(
+        norm,
+        training=True,
+        axis=axis,
+        zero_centered=zero_centered,
+        eps=eps,
+        relu=relu,
+        out_dtype=out_dtype,
+        residual_dtype=residual_dtype,
+    )
+    *_, told = check_call(NUMPY, arrays, asked, may_vary=True)
     k = told.k
     if isinstance(result, NormForward):
         fields = result._asdict()
@@ -329,7 +334,7 @@ dresidual_dtype
     arrays = {"dy": dy, "x": x, "dresidual_out": dresidual_out, "weight": weight, "mean": mean}
     arrays |= {"rstd": rstd, "bitmask": bitmask, "dx": None, "like": like}
     asked = AskedBackward(norm, axis, zero_centered, whether, dx_dtype, dresidual_dtype)
-    *_, told = check_call(BACKWARD, _ARRAYS, arrays, asked, may_vary=True)
+    *_, told = check_call(NUMPY, arrays, asked, may_vary=True)
     k = told.k
     compute = reference.compute_dtype(x)
     of_x = np.dtype(dx_dtype or x.dtype)

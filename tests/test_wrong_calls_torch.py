@@ -369,6 +369,11 @@ OTHERS: Calls = [
         "normalized_shape must not be negative, got (-1, 8)",
     ),
     (
+        lambda: RMSNorm(8, dtype="float32"),
+        TypeError,
+        "dtype must be a torch.dtype or None, got 'float32'",
+    ),
+    (
         lambda: RMSNorm(8, dtype=torch.int8),
         TypeError,
         f"dtype must be {FOUR}, got torch.int8",

@@ -129,7 +129,8 @@ def rms_norm(
         ``torch.func.vmap`` that made it.
     NotImplementedError
         If weight or bias would broadcast over the kept axes of x, or is an ExpandedWeight. In
-        forward mode. On a device that is neither the CPU nor a CUDA GPU.
+        forward mode within forward mode, or where torch sees an operation, as in an exported
+        program. On a device that is neither the CPU nor a CUDA GPU.
     ImportError
         If x is on a GPU, and CuPy cannot be imported.
     RuntimeError

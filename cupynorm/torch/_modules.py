@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import numbers
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -39,14 +39,17 @@ def _with_shapes(x: Any) -> tuple[Any, ...]:
 
 def _check_made(normalized_shape: Any, dtype: Any) -> None:
     """Check what torch's modules would refuse in words that name no argument."""
-    is_one = isinstance(normalized_shape, numbers.Integral)
-    sizes = (normalized_shape,) if is_one else normalized_shape
-    if not isinstance(sizes, Sequence) or not all(isinstance(n, numbers.Integral) for n in sizes):
+    sizes = normalized_shape if isinstance(normalized_shape, Iterable) else (normalized_shape,)
+    try:
+        sizes = [operator.index(n) for n in sizes]
+    except TypeError:
         raise TypeError(
             f"normalized_shape must be an int or a tuple of ints, got {normalized_shape!r}"
-        )
+        ) from None
     if any(n < 0 for n in sizes):
         raise ValueError(f"normalized_shape must not be negative, got {normalized_shape!r}")
+    if not isinstance(dtype, torch.dtype | None):
+        raise TypeError(f"dtype must be a torch.dtype or None, got {dtype!r}")
     if dtype is not None:
         to_dtype("dtype", dtype)
 

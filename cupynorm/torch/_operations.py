@@ -174,7 +174,7 @@ def norm_forward(tensors: Tensors, told: Told) -> tuple[Any, ...]:
         _share_out()
         try:
             return _forward_operation(*arguments)
-        except RuntimeError:  # DTensor makes one of any error, and torch's schemas name no others
+        except RuntimeError:  # DTensor makes one of our errors, and torch of a wrong option
             _check_outline(tensors, told)
             _check_distributed(tensors)
             raise
