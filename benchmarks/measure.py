@@ -75,7 +75,7 @@ def failed(problem: Problem, backend: Backend, why: str) -> Record:
 
 
 def _begun(problem: Problem, backend: Backend) -> Record:
-    return {**asdict(problem), "bytes": problem.bytes, "backend": backend.name}
+    return {**asdict(problem), "backend": backend.name}
 
 
 def reason(error: BaseException) -> str:

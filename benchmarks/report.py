@@ -377,7 +377,7 @@ def _stated(problem: Problem) -> tuple[str, str]:
 
 
 def _gigabytes_per_second(record: Record, seconds: float) -> str:
-    return f"{1e-9 * record['bytes'] / seconds:.0f}"
+    return f"{1e-9 * results.problem_of(record).bytes / seconds:.0f}"
 
 
 def _us(record: Record, seconds: float) -> str:

@@ -254,7 +254,7 @@ def counting(record: Record) -> Record | None:
 def gigabytes_per_second(record: Record) -> float | None:
     """Return the speed of a record."""
     time = seconds(record)
-    return None if time is None else 1e-9 * float(record["bytes"]) / time
+    return None if time is None else 1e-9 * problem_of(record).bytes / time
 
 
 def by_problem(records: Iterable[Record]) -> Iterator[tuple[Problem, dict[str, Record]]]:

@@ -15,7 +15,7 @@ import nbformat
 from nbclient import NotebookClient
 from PIL import Image
 
-COLOURS = 64  # of a picture, which then has a third of the bytes
+COLOURS = 32  # of a picture, which then has a quarter of the bytes
 
 
 def shrink_pictures(notebook: Any) -> None:
