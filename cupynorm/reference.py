@@ -71,7 +71,8 @@ def effective_weight(weight: Array | None, zero_centered: bool) -> Float64:
     """Return the factor of xhat: weight, 1 + weight, or 1 without a weight."""
     if weight is None:
         return np.ones((), np.float64)
-    return widen(weight) + 1.0 if zero_centered else widen(weight)
+    wide = np.asarray(weight, np.float64)
+    return wide + 1.0 if zero_centered else wide
 
 
 def add_residual(x: Array, residual: Array, dtype: DTypeLike) -> Array:
@@ -138,9 +139,12 @@ def normalize_by(
 
 
 def affine(xhat: Float64, weight: Array | None, bias: Array | None, zero_centered: bool) -> Float64:
-    """Return xhat * weight + bias."""
-    y = xhat * effective_weight(weight, zero_centered)
-    return y if bias is None else y + widen(bias)
+    """Return xhat * weight + bias, in the memory of xhat."""
+    if weight is not None:
+        xhat *= effective_weight(weight, zero_centered)
+    if bias is not None:
+        xhat += np.asarray(bias, np.float64)
+    return xhat
 
 
 def clamp(y: Float64, relu: tuple[float, float], x: Array) -> tuple[Float64, NDArray[np.bool_]]:
@@ -198,13 +202,20 @@ def backward_float64(
     axes = tuple(range(-k, 0))
     with np.errstate(all="ignore"):
         wide_dy = widen(dy)
-        g = wide_dy * effective_weight(weight, zero_centered)
+        g = wide_dy
+        if weight is not None:
+            g = wide_dy * effective_weight(weight, zero_centered)
         xhat, wide_rstd = normalize_by(norm, x, mean, rstd, k)
-        dx = g - xhat * np.mean(g * xhat, axis=axes, keepdims=True)
+        # From here on arrays are written over: a block stays in the cache.
+        product = g * xhat
+        slope = product.mean(axis=axes, keepdims=True)
+        dx = np.subtract(g, np.multiply(xhat, slope, out=product), out=product)
         if norm == "layer_norm":
             dx -= g.mean(axis=axes, keepdims=True)
         dx *= wide_rstd
-        dweight = None if weight is None else sum_to_shape(wide_dy * xhat, weight.shape)
+        dweight = None
+        if weight is not None:
+            dweight = sum_to_shape(np.multiply(wide_dy, xhat, out=g), weight.shape)
         dbias = None if bias_shape is None else sum_to_shape(wide_dy, bias_shape)
         return NormBackward(dx, dweight, dbias)
 
@@ -257,6 +268,15 @@ def round_once(values: Float64, dtype: DTypeLike) -> Array:
             .view(np.float32)
             .astype(dtype)
         )
+
+
+def round_into(out: Array, values: Float64) -> None:
+    """Do as `round_once`, to the dtype and the memory of an array."""
+    if out.dtype == ml_dtypes.bfloat16:
+        out[...] = round_once(values, out.dtype)
+    else:
+        with np.errstate(all="ignore"):
+            out[...] = values
 
 
 # ---- rows by blocks ------------------------------------------------------------------------------
@@ -328,6 +348,7 @@ def _forward(
     dtype = compute_dtype(x if total is None else total)
     mean = np.empty(of_statistics, dtype) if norm == "layer_norm" else None
     rstd = np.empty(of_statistics, dtype)
+    factor = None if weight is None else effective_weight(weight, zero_centered)  # once
     mask_bytes = -(-math.prod(x.shape[x.ndim - k :]) // 8)
     bitmask = None if relu is None else np.empty((*of_statistics, mask_bytes), np.uint8)
     for block in blocks:
@@ -335,11 +356,12 @@ def _forward(
         if added is not None and total is not None:
             values = total[block] = add_residual(values, added[block], total.dtype)
         exact = forward_float64(
-            norm, values, weight, bias, k=k, eps=eps, zero_centered=zero_centered, relu=relu
+            norm, values, factor, bias, k=k, eps=eps, zero_centered=False, relu=relu
         )
-        y[block], rstd[block] = round_once(exact.y, y.dtype), round_once(exact.rstd, dtype)
+        round_into(y[block], exact.y)
+        round_into(rstd[block], exact.rstd)
         if mean is not None:
-            mean[block] = round_once(exact.mean, dtype)
+            round_into(mean[block], exact.mean)
         if bitmask is not None:
             bitmask[block] = exact.bitmask
     kept = x.shape[: x.ndim - k]
@@ -398,9 +420,9 @@ def _backward(
                 _add(of_weight, exact.dweight)
             if exact.dbias is not None:
                 _add(of_bias, exact.dbias)
-        of_x[block] = round_once(of_total, of_x.dtype)
+        round_into(of_x[block], of_total)
         if of_residual is not None:
-            of_residual[block] = round_once(of_total, of_residual.dtype)
+            round_into(of_residual[block], of_total)
     result = dresidual = _returned(of_x, x.shape, dx)
     if of_residual is not None:
         dresidual = _returned(of_residual, x.shape)

@@ -414,8 +414,8 @@ def _forward_bounds(
     kept, axes, tiny = x.shape[: x.ndim - k], tuple(range(-k, 0)), _flushed(compute)
     with np.errstate(all="ignore"):
         xhat, mean, rstd = reference.normalize(norm, x, k, eps)
-        y = reference.affine(xhat, weight, bias, zero_centered)
         size = np.abs(xhat)
+        y = reference.affine(xhat, weight, bias, zero_centered)
         inflation: float | Float64 = 1.0
         if mean is not None:
             mean_abs = np.abs(reference.widen(x)).mean(axis=axes, keepdims=True)
