@@ -486,6 +486,9 @@ def test_forward_mode_by_transforms(norm: str) -> None:
         assert_close(derivative(*arguments), hessian(scalar(plain), (0, 1, 2))(*arguments))
     of_examples = vmap(lambda x, t: jvp(mine, (x, *arguments[1:]), (t, *along[1:]))[1])
     assert_close(of_examples(arguments[0], along[0]), jvp(plain, arguments, along)[1])
+    for f in (mine, lambda *a: getattr(cupynorm.torch, norm)(*a)):  # with bits and without
+        traced = make_fx(lambda *t, f=f: jvp(f, arguments, t)[1])(*along)  # with operations
+        assert_close(traced(*along), jvp(f, arguments, along)[1])
     with pytest.raises(NotImplementedError, match=r"use jacfwd\(jacrev\(f\)\) for "):
         jacfwd(jacfwd(scalar(mine)))(*arguments)
 

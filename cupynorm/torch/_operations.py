@@ -382,9 +382,10 @@ def _keep_for_both_modes(ctx: Any, inputs: Any, output: Any) -> None:
     _keep_for_backward(ctx, inputs, output)
     if _is_in_forward_mode():
         tensors, ctx.told = _split(FORWARD, inputs)
-        is_plain = tensors[_RESIDUAL] is None
-        ctx.save_for_forward(*(_kept if is_plain else _kept_of_sum)(tensors + output))
-        _note_results(ctx, FORWARD, tensors, output)
+        results = _none_for_absent(output, _present(FORWARD, tensors, ctx.told))
+        of_residual = tensors[_RESIDUAL] is not None
+        ctx.save_for_forward(*(_kept_of_sum if of_residual else _kept)(tensors + results))
+        ctx.dtypes = _dtypes_of_tangents(FORWARD, results)
 
 
 def _keep_for_second_derivatives(ctx: Any, inputs: Any, output: Any) -> None:
@@ -392,13 +393,12 @@ def _keep_for_second_derivatives(ctx: Any, inputs: Any, output: Any) -> None:
     if _is_in_forward_mode():
         tensors, _ = _split(BACKWARD, inputs)
         ctx.save_for_forward(*_read_again(tensors))
-        _note_results(ctx, BACKWARD, tensors, output)
+        ctx.dtypes = _dtypes_of_tangents(BACKWARD, _none_for_absent(output, ctx.present))
 
 
-def _note_results(ctx: Any, table: Pass, tensors: Tensors, output: Any) -> None:
-    """Note the dtypes of the results that there are."""
-    results = _none_for_absent(output, _present(table, tensors, ctx.told))
-    ctx.dtypes = {
+def _dtypes_of_tangents(table: Pass, results: Tensors) -> dict[str, torch.dtype]:
+    """Return the dtypes of the results that have a tangent."""
+    return {
         name: tensor.dtype
         for name, tensor in zip(table.writes, results, strict=True)
         if tensor is not None and KINDS[name] in (Kind.ROWS, Kind.VECTOR)
