@@ -5,6 +5,7 @@ What a GPU call does up to its launch runs here too, with NumPy plans instead of
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
@@ -29,12 +30,13 @@ from strategies import Problem, problems
 from torch._dynamo.decorators import mark_unbacked
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses import FakeTensorMode
-from torch.autograd import gradcheck, gradgradcheck
-from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
+from torch.autograd import forward_ad, gradcheck, gradgradcheck
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, linearize, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils._per_sample_grad import call_for_per_sample_grads
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 from torch_checks import NEGATED, NORMS, RESIDUALS, assert_same_bits, check_problem, to_numpy
 
 import cupynorm.torch
@@ -510,25 +512,42 @@ def test_tangents_have_the_dtypes_of_their_arrays(dtype: torch.dtype) -> None:
     torch.testing.assert_close(of_y, exact.to(dtype), rtol=torch.finfo(dtype).eps, atol=several)
 
 
-def test_forward_mode_is_refused_by_the_operations() -> None:
-    x, weight = torch.randn(2, 8), torch.randn(8)
+class Subclass(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize("way", ["linearize", "mode", "subclass", "negated"])
+@pytest.mark.parametrize("norm", NORMS)
+def test_forward_mode_where_torch_sees_the_call(norm: str, way: str) -> None:
+    x, weight, bias = (t.detach() for t in operands())
+    along = drawn(*x.shape, seed=9).detach()
+
+    def function(x: Any) -> Any:
+        return ours(norm, x, weight, bias)
+
+    _, expected = jvp(function, (x,), (along,))
+    if way == "linearize":
+        _, push = linearize(function, x)
+        assert_close(push(along), expected)
+        return
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, along)
+        if way == "subclass":
+            dual = dual.as_subclass(Subclass)
+        if way == "negated":
+            dual = forward_ad.make_dual(torch.complex(x, -x), torch.complex(x, -along)).conj().imag
+        with FlopCounterMode(display=False) if way == "mode" else contextlib.nullcontext():
+            y = function(dual)
+        assert_close(forward_ad.unpack_dual(y).tangent, expected)
+
+
+def test_forward_mode_of_an_exported_norm_is_refused() -> None:
+    x = torch.randn(2, 8)
     exported = torch.export.export(RMSNorm(8), (x,)).module()
-
-    class Subclass(torch.Tensor):
-        pass
-
-    for call in (
-        lambda: torch.func.jvp(exported, (x,), (x,)),
-        lambda: torch.func.linearize(lambda v: rms_norm(v, weight), x),
-    ):
-        with pytest.raises(NotImplementedError, match="jvp"):
-            call()
-    with torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(x, x).as_subclass(Subclass)
-        with pytest.raises(NotImplementedError, match="jvp"):
-            rms_norm(dual, weight)
+    with pytest.raises(NotImplementedError, match="exported norm of .* has no jvp"):
+        jvp(exported, (x,), (x,))
     # Values without a tangent work.
-    _, tangent = torch.func.jvp(lambda v: v * exported(x), (x,), (x,))
+    _, tangent = jvp(lambda v: v * exported(x), (x,), (x,))
     assert_close(tangent, x * exported(x))
 
 

@@ -79,7 +79,7 @@ def rms_norm(
 
     ``y = x / sqrt(mean(x**2) + eps) * weight + bias``, computed in float32 (float64 where x is
     float64) and rounded once, to y's dtype. It can be differentiated in reverse, any number of
-    times.
+    times, and in forward mode.
 
     Parameters
     ----------
@@ -129,8 +129,8 @@ def rms_norm(
         ``torch.func.vmap`` that made it.
     NotImplementedError
         If weight or bias would broadcast over the kept axes of x, or is an ExpandedWeight. In
-        forward mode within forward mode, or where torch sees an operation, as in an exported
-        program. On a device that is neither the CPU nor a CUDA GPU.
+        forward mode within forward mode, and in that of an exported or compiled norm. On a device
+        that is neither the CPU nor a CUDA GPU.
     ImportError
         If x is on a GPU, and CuPy cannot be imported.
     RuntimeError
@@ -145,7 +145,7 @@ def rms_norm(
     -----
     The call keeps x, weight, one or two statistics of each row and the bits of relu for the
     backward pass. With a residual it keeps s instead of x. The weight gradients have the same bits
-    from run to run. Torch computes second derivatives, and ``torch.func.vmap`` over gradients of
+    from run to run. Torch computes tangents, second derivatives, and ``torch.func.vmap`` over gradients of
     weight and bias, from formulas in the compute dtype.
 
     If x is a DTensor that is split over axes that are kept, y and dx are split as x is. Nothing is

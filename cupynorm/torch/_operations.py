@@ -107,6 +107,19 @@ def _is_in_forward_mode() -> bool:
     return bool(forward_ad._current_level >= 0)
 
 
+def _has_tangents(tensors: Tensors) -> bool:
+    """Tell whether a function is pushed forward here. What autograd batches is not."""
+    if not _is_in_forward_mode() or any(t is not None and _is_batched(t) for t in tensors):
+        return False
+    return any(map(_has_tangent, tensors))
+
+
+def _has_tangent(argument: Any) -> bool:
+    if not isinstance(argument, torch.Tensor):
+        return False
+    return forward_ad.unpack_dual(argument).tangent is not None
+
+
 def _is_asked_for_gradients(tensors: Tensors) -> bool:
     for tensor in tensors:
         if tensor is not None and tensor.requires_grad:
@@ -170,6 +183,8 @@ def norm_forward(tensors: Tensors, told: Told) -> tuple[Any, ...]:
     if _transforms_active():
         _check_forward_mode_is_alone()
         return _Forward.apply(*arguments)
+    if _has_tangents(tensors):
+        return _apply_forward(*arguments)
     if _is_seen(*tensors):
         _share_out()
         try:
@@ -191,6 +206,8 @@ def norm_backward(tensors: Tensors, told: Told) -> tuple[Any, ...]:
     elif _transforms_active():
         _check_forward_mode_is_alone()
         run = _Backward.apply
+    elif _has_tangents(tensors):
+        run = _apply_backward
     elif not PLAIN.issuperset(map(type, tensors)) or _dispatch_modes() or _is_jit_tracing():
         run = _backward_seen
     else:
@@ -671,12 +688,6 @@ _TAGS = torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides
 _DEVICES = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
 
 
-def _has_tangent(argument: Any) -> bool:
-    if not isinstance(argument, torch.Tensor):
-        return False
-    return forward_ad.unpack_dual(argument).tangent is not None
-
-
 def _define(
     table: Pass,
     setup_context: Callable[..., Any],
@@ -698,9 +709,8 @@ def _define(
         """
         if _is_in_forward_mode() and any(map(_has_tangent, arguments)):
             raise NotImplementedError(
-                "the norms of cupynorm.torch have no jvp where torch sees an operation, as in an "
-                "exported program, in torch.func.linearize and with a subclass: take it of plain "
-                "tensors, or use jacrev(jacrev(f)) for hessian(f)"
+                "a compiled or exported norm of cupynorm.torch has no jvp: take that of the "
+                "function which was compiled or exported"
             )
         asked = torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments)
         following = (keys & torch._C._after_ADInplaceOrView_keyset).highestPriorityTypeId()
