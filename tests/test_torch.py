@@ -544,7 +544,7 @@ def test_forward_mode_where_torch_sees_the_call(norm: str, way: str) -> None:
 def test_forward_mode_of_an_exported_norm_is_refused() -> None:
     x = torch.randn(2, 8)
     exported = torch.export.export(RMSNorm(8), (x,)).module()
-    with pytest.raises(NotImplementedError, match="exported norm of .* has no jvp"):
+    with pytest.raises(NotImplementedError, match=r"exported norm of .* has no jvp"):
         jvp(exported, (x,), (x,))
     # Values without a tangent work.
     _, tangent = jvp(lambda v: v * exported(x), (x,), (x,))

@@ -145,8 +145,8 @@ def rms_norm(
     -----
     The call keeps x, weight, one or two statistics of each row and the bits of relu for the
     backward pass. With a residual it keeps s instead of x. The weight gradients have the same bits
-    from run to run. Torch computes tangents, second derivatives, and ``torch.func.vmap`` over gradients of
-    weight and bias, from formulas in the compute dtype.
+    from run to run. Torch computes tangents, second derivatives, and ``torch.func.vmap`` over
+    gradients of weight and bias, from formulas in the compute dtype.
 
     If x is a DTensor that is split over axes that are kept, y and dx are split as x is. Nothing is
     communicated, and the gradients of weight and bias are partial sums. A residual is split as x
