@@ -1,4 +1,4 @@
-"""Figures from measurements: decoding's time over M, and the README's of training's speed over N.
+"""Figures from measurements: the time of decoding over M, and the speed of training over N.
 
 Decoding's times are divided by the copy's or the add's. Near those, tenths of a microsecond count.
 ``python -m benchmarks.plots results.json docs/speed.svg`` draws the README's figure of both passes

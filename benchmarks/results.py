@@ -112,7 +112,11 @@ def _output(*command: str) -> str:
 
 
 def save(results: dict[str, Any], path: Path) -> None:
-    """Write a results file, whole or not at all; floats of six digits. Records become tables."""
+    """Write a results file, whole or not at all; floats of six digits.
+
+    A list of records becomes a table, an object with columns and rows. A value that is None is not
+    kept.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     fields = []
     for name, value in _rounded(results).items():
@@ -129,14 +133,14 @@ def save(results: dict[str, Any], path: Path) -> None:
 
 
 def _table(records: list[Record]) -> tuple[list[tuple[str, ...]], list[list[Any]]]:
-    """Return where records have values, and a row for each record; None where it has none."""
+    """Return columns and rows. A column is the names that lead to a value within a record."""
     rows = [dict(_values(record)) for record in records]
     columns = list(dict.fromkeys(place for row in rows for place in row))
     return columns, [[row.get(place) for place in columns] for row in rows]
 
 
 def _values(record: Record, within: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield the values of a record and of those within it, each after its place: some names."""
+    """Yield each value of a record and of those within it, after the names that lead to it."""
     for name, value in record.items():
         if isinstance(value, dict) and value:
             yield from _values(value, (*within, name))
@@ -145,7 +149,7 @@ def _values(record: Record, within: tuple[str, ...] = ()) -> Iterator[tuple[tupl
 
 
 def _records(table: Any) -> Any:
-    """Return the records of a table, or what is none."""
+    """Return the records of a table, or anything else as it is."""
     if not isinstance(table, dict) or table.keys() != {"columns", "rows"}:
         return table
     records: list[Record] = []

@@ -348,7 +348,7 @@ def _forward(
     dtype = compute_dtype(x if total is None else total)
     mean = np.empty(of_statistics, dtype) if norm == "layer_norm" else None
     rstd = np.empty(of_statistics, dtype)
-    factor = None if weight is None else effective_weight(weight, zero_centered)  # once
+    factor = None if weight is None else effective_weight(weight, zero_centered)  # of all blocks
     mask_bytes = -(-math.prod(x.shape[x.ndim - k :]) // 8)
     bitmask = None if relu is None else np.empty((*of_statistics, mask_bytes), np.uint8)
     for block in blocks:

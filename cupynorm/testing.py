@@ -58,12 +58,7 @@ from cupynorm import reference
 from cupynorm._arrays import NUMPY
 from cupynorm._bitmask import unpack
 from cupynorm._checks import Asked, AskedBackward, check_call, check_norm, like_or_whether
-from cupynorm._operation import (
-    NormBackward,
-    NormForward,
-    bitmask_bytes,
-    has_residual,
-)
+from cupynorm._operation import NormBackward, NormForward, bitmask_bytes, has_residual
 from cupynorm.reference import Array, Axis, Float64, Norm, Relu
 
 __all__ = ["assert_one_rounding", "check_backward", "check_forward"]

@@ -5,9 +5,9 @@ moves additions and casts into them.
 
 CUDA tensors go to the kernels of this package, on torch's current stream and in memory of torch's
 allocator. CPU tensors go to `cupynorm.reference`, which is exact and slow. Autograd, double
-backward, ``torch.func``, ``torch.compile(fullgraph=True)`` with dynamic shapes, ``torch.export``,
-``torch.fx``, activation checkpointing, autocast, CUDA graphs, DTensor, FSDP2, DDP and nested
-tensors are supported. ``torch.func.grad`` within ``torch.compile`` is not.
+backward, forward mode, ``torch.func``, ``torch.compile(fullgraph=True)`` with dynamic shapes,
+``torch.export``, ``torch.fx``, activation checkpointing, autocast, CUDA graphs, DTensor, FSDP2, DDP
+and nested tensors are supported. ``torch.func.grad`` within ``torch.compile`` is not.
 """
 
 import torch

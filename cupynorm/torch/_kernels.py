@@ -412,7 +412,7 @@ def _to_numpy(name: str, tensor: Any) -> Any:
     """Return a copy, since FSDP cannot resize memory that NumPy has seen."""
     if tensor is None:
         return None
-    check_dense(name, tensor)  # a remembered call of a dense tensor finds one of MKLDNN's layout
+    check_dense(name, tensor)  # one of MKLDNN's layout finds the remembered call of a dense one
     if not tensor.data_ptr():  # fails, too, where a launch would
         _without_memory(name, tensor)
     copy = tensor.detach().clone(memory_format=torch.contiguous_format)

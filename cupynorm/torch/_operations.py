@@ -108,7 +108,7 @@ def _is_in_forward_mode() -> bool:
 
 
 def _has_tangents(tensors: Tensors) -> bool:
-    """Tell whether a function is pushed forward here. What autograd batches is not."""
+    """Tell whether a tensor has a tangent. Calls that autograd batches do not count."""
     if not _is_in_forward_mode() or any(t is not None and _is_batched(t) for t in tensors):
         return False
     return any(map(_has_tangent, tensors))
@@ -189,7 +189,7 @@ def norm_forward(tensors: Tensors, told: Told) -> tuple[Any, ...]:
         _share_out()
         try:
             return _forward_operation(*arguments)
-        except RuntimeError:  # DTensor makes one of our errors, and torch of a wrong option
+        except RuntimeError:  # DTensor raises it for our errors, and torch for a wrong option
             _check_outline(tensors, told)
             _check_distributed(tensors)
             raise
@@ -423,7 +423,7 @@ def _dtypes_of_tangents(table: Pass, results: Tensors) -> dict[str, torch.dtype]
 
 
 def _check_forward_mode_is_alone() -> None:
-    """Refuse two forward modes, one in the other: an autograd.Function would give 0 for both."""
+    """Refuse a forward mode within another: an autograd.Function would give 0 for the two."""
     stack = _functorch.get_interpreter_stack()
     if [interpreter.key() for interpreter in stack].count(_functorch.TransformType.Jvp) > 1:
         raise NotImplementedError(
