@@ -14,6 +14,7 @@ import numpy as np
 
 from cupynorm._arrays import row_stride, to_numpy
 from cupynorm._checks import Asked, AskedBackward
+from cupynorm._groups import check_alike
 from cupynorm._layout import pack_length
 from cupynorm._operation import (
     BACKWARD,
@@ -130,6 +131,9 @@ def _keep_if_captured(memory: Any, stream: Any) -> None:
         _kept_by_graphs.append(memory)
 
 
+_VECTORS = "weight", "bias", "like"  # that are given
+
+
 # ---- calls ---------------------------------------------------------------------------------------
 
 
@@ -150,6 +154,9 @@ def first_call(
     device = x.device.id
     m, n = math.prod(x.shape[: x.ndim - k]), math.prod(x.shape[x.ndim - k :])
     known: dict[str, Any] = {"device": device}
+    if options.groups is not None:
+        shapes = {name: getattr(arguments.get(name), "shape", None) for name in _VECTORS}
+        check_alike(x.shape, k, **shapes)
     for name, shape in shapes_of_results(spec, k, arguments).items():
         known[f"{name}_shape"], known[f"{name}_dtype"] = shape, to_numpy(spec.dtypes[name])
 
@@ -179,12 +186,13 @@ def first_call(
         plan: ForwardPlan | BackwardPlan
         if isinstance(spec, ForwardSpec):
             plan = forward_plan(spec, m, n, vector, device, soon=True)
-            known["launch"] = plan.prepared(m, *options.numbers)
+            known["launch"] = plan.prepared(m, *options.numbers, options.groups)
+            known["scratch_bytes"] = plan.scratch_bytes(m)
         else:
             dx_given = arguments["dx"] is not None
             plan = backward_plan(spec, m, n, vector, device, dx_given=dx_given, soon=True)
-            known["launch"] = plan.prepared(m)
-        known["scratch_bytes"] = plan.scratch_bytes(m)
+            known["launch"] = plan.prepared(m, options.groups)
+            known["scratch_bytes"] = plan.scratch_bytes(m, options.groups)
         written = run_of(taken, "({fields})")(tuple(taken.values()))
     given = {name: array for name, array in arguments.items() if array is not None}
     copied = any(taken[name] is not array for name, array in given.items())

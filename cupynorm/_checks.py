@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,6 +24,7 @@ from cupynorm._arrays import (
     row_stride,
     to_numpy,
 )
+from cupynorm._groups import Groups, groups_of
 from cupynorm._operation import (
     ALWAYS_READ,
     BACKWARD,
@@ -42,38 +44,32 @@ from cupynorm._operation import (
 __all__ = [
     "Asked",
     "AskedBackward",
+    "as_called",
     "check_backward",
     "check_call",
     "check_forward",
     "check_norm",
     "check_numbers",
     "check_pair",
-    "check_row",
+    "check_vector",
     "check_zero_centered",
     "like_or_whether",
+    "moved",
+    "normalized_axes",
+    "order_of",
     "to_dtype",
     "to_eps",
-    "trailing_axes",
 ]
 
 _REAL = numbers.Real, BFLOAT16.type
 
 
-def trailing_axes(
-    x_ndim: int, axis: int | Sequence[int] | None, weight: Any = None, bias: Any = None
-) -> int:
-    """Return how many trailing axes of x are normalized. bias may be True or False."""
+def normalized_axes(x_ndim: int, axis: int | Sequence[int] | None) -> tuple[int, ...]:
+    """Return the axes of x that are normalized, ascending."""
     if axis is None:
         if x_ndim == 0:
             raise ValueError("x must have at least one axis, got a 0-dimensional array")
-        for name, array in (("weight", weight), ("bias", bias)):
-            if getattr(array, "ndim", 1) != 1:
-                shape = tuple(array.shape)
-                raise ValueError(
-                    f"{name} must have one axis where axis is None, got shape {shape}"
-                    f"{_readings(name, shape, x_ndim)}"
-                )
-        return 1
+        return (x_ndim - 1,)
     axes = axis if isinstance(axis, Sequence) else (axis,)
     if isinstance(axis, str | bytes) or not all(
         isinstance(a, numbers.Integral) and not isinstance(a, bool) for a in axes
@@ -81,28 +77,55 @@ def trailing_axes(
         raise TypeError(f"axis must be an int, a tuple of ints or None, got {axis!r}")
     places = [int(a) + x_ndim if a < 0 else int(a) for a in axes]
     # torch.compile can neither sort nor use `in` if an axis varies.
-    last = range(x_ndim - len(axes), x_ndim)
-    trailing = all(any(place == wanted for place in places) for wanted in last)
-    if not 1 <= len(axes) <= x_ndim or not trailing:
+    found = tuple(i for i in range(x_ndim) if any(place == i for place in places))
+    if not axes or len(found) != len(axes):
         raise ValueError(
-            f"axis must name trailing axes of x, such as -1 or (-2, -1); got {axis!r} for an x of "
-            f"{x_ndim} axes"
+            f"axis must name axes of x, each once, such as -1 or (-2, -1); got {axis!r} for an x "
+            f"of {x_ndim} axes"
         )
-    return len(axes)
+    return found
 
 
-def _readings(name: str, shape: tuple[int, ...], x_ndim: int) -> str:
-    """Say what a weight or bias of several axes may mean, and what to pass for it."""
-    count = len(shape)
-    if count > 1 and set(shape[:-1]) == {1}:
-        return f": pass axis=-1, or {name}.reshape(-1)"
-    if not 1 < count <= x_ndim:
-        return ""
-    return (
-        f": pass axis={tuple(range(-count, 0))} to normalize {count} axes together, or axis=-1 to "
-        f"normalize the last alone, where a {name} that varies over the others, as one per head "
-        "does, is not supported yet"
-    )
+def order_of(x_ndim: int, axes: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Return all axes of x with the normalized ones last; None if they are."""
+    k = len(axes)
+    if axes == tuple(range(x_ndim - k, x_ndim)):
+        return None
+    return (*(i for i in range(x_ndim) if not any(i == a for a in axes)), *axes)
+
+
+def moved(order: tuple[int, ...], name: str, array: Any) -> Any:
+    """Return an array of a pass with x's axes in an order. A vector gets all of these axes."""
+    if KINDS.get(name, Kind.VECTOR) is Kind.ROWS:  # `like` is a vector
+        return array.transpose(order)
+    if KINDS.get(name, Kind.VECTOR) is Kind.VECTOR:
+        return array.reshape((1,) * (len(order) - array.ndim) + array.shape).transpose(order)
+    return array
+
+
+def as_called(
+    options: Options, written: Mapping[str, Any], given: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the results of a pass with the axes of the x that was given."""
+    order = options.order
+    if order is None:
+        return dict(written)
+    back = sorted(range(len(order)), key=order.__getitem__)
+    weight, like = given["weight"], given.get("like")
+    vectors = {"dweight": weight, "dbias": weight if like is None else like}
+    kept, first = len(order) - options.k, min(order[-options.k :])
+
+    def restored(name: str, array: Any) -> Any:
+        if array is None or KINDS[name] not in (Kind.ROWS, Kind.VECTOR):
+            return array
+        if KINDS[name] is Kind.ROWS:
+            return array.transpose(back)
+        # The gradient of an absent bias broadcasts to x.
+        whole = array if array.ndim == len(order) else array.reshape((1,) * kept + array.shape)
+        whole, vector = whole.transpose(back), vectors[name]
+        return whole.reshape(whole.shape[first:] if vector is None else tuple(vector.shape))
+
+    return {name: restored(name, array) for name, array in written.items()}
 
 
 def to_dtype(name: str, dtype: Any) -> np.dtype[Any]:
@@ -161,16 +184,12 @@ def like_or_whether(bias: Any) -> tuple[Any, bool | None]:
 
 
 def check_call(
-    family: Family,
-    given: Mapping[str, Any],
-    asked: Asked | AskedBackward,
-    *,
-    may_vary: bool = False,
+    family: Family, given: Mapping[str, Any], asked: Asked | AskedBackward
 ) -> tuple[dict[str, Any], ForwardSpec | BackwardSpec, Options]:
     """Check a call on arrays of a family, by the names of its pass, None for those not given.
 
-    Return them as NumPy or CuPy arrays, what to compile, and how to call it. weight and bias may
-    vary from row to row if `may_vary`.
+    Return them as NumPy or CuPy arrays, what to compile, and how to call it. The normalized axes
+    are the last ones of these arrays: see `Options.order`.
     """
     table: Pass = FORWARD if isinstance(asked, Asked) else BACKWARD
     arrays = dict.fromkeys(given)
@@ -183,21 +202,45 @@ def check_call(
             dtypes = ("uint8",) if KINDS.get(name) is Kind.BITS else FLOATS
             output = name in table.writes
             arrays[name] = family.take(public, array, output=output, dtypes=dtypes)
-    if isinstance(asked, Asked):
-        return arrays, *check_forward(arrays, asked, may_vary=may_vary)
-    return arrays, *check_backward(arrays, asked, may_vary=may_vary)
+    x: Any = arrays["x"]
+    axes = normalized_axes(x.ndim, asked.axis)
+    order = order_of(x.ndim, axes)
+    if order is not None:
+        arrays = _checked_and_moved(arrays, order, axes)
+        asked = asked._replace(axis=tuple(range(-len(axes), 0)))
+    check: Any = check_forward if isinstance(asked, Asked) else check_backward
+    spec, options = check(arrays, asked)
+    return arrays, spec, replace(options, order=order)
 
 
-def check_forward(
-    arrays: dict[str, Any], asked: Asked, *, may_vary: bool = False
-) -> tuple[ForwardSpec, Options]:
+def _checked_and_moved(
+    arrays: dict[str, Any], order: tuple[int, ...], axes: tuple[int, ...]
+) -> dict[str, Any]:
+    """Return arrays with x's axes in an order. Messages tell the shapes that a caller knows."""
+    x_shape = arrays["x"].shape
+    for name, array in arrays.items():
+        if array is None:
+            continue
+        kind = KINDS.get(name, Kind.VECTOR)
+        if kind is Kind.VECTOR:
+            check_vector(_PUBLIC_NAMES.get(name, name), array.shape, x_shape, axes)
+        elif kind is Kind.ROWS and array.shape != x_shape:
+            raise ValueError(
+                f"{_PUBLIC_NAMES.get(name, name)} must have shape {x_shape}, got {array.shape}"
+            )
+    return {
+        name: None if array is None else moved(order, name, array) for name, array in arrays.items()
+    }
+
+
+def check_forward(arrays: dict[str, Any], asked: Asked) -> tuple[ForwardSpec, Options]:
     """Check the arrays of a forward pass by name; return what to compile, and how to call it.
 
     The outputs may be missing.
     """
     x, residual = arrays["x"], arrays["residual"]
     y, total = arrays.get("y"), arrays.get("residual_out")
-    k = _check_operands(arrays, asked, may_vary)
+    k, groups = _check_operands(arrays, asked)
     dtypes = _names_of(arrays, FORWARD.reads)
     dtypes["y"] = _check_output("out", "out_dtype", y, x, k, asked.out_dtype, x)
     if residual is not None:
@@ -220,6 +263,7 @@ def check_forward(
         eps=to_eps(asked.eps),
         relu=check_numbers(normalized, asked.eps, asked.relu),
         training=asked.training,
+        groups=groups,
     )
     return ForwardSpec.of(options, dtypes), options
 
@@ -295,12 +339,10 @@ def _to_float(number: Any) -> float:
         return -math.inf if str(number).startswith("-") else math.inf
 
 
-def check_backward(
-    arrays: dict[str, Any], asked: AskedBackward, *, may_vary: bool = False
-) -> tuple[BackwardSpec, Options]:
+def check_backward(arrays: dict[str, Any], asked: AskedBackward) -> tuple[BackwardSpec, Options]:
     """Check a backward pass, as `check_forward` does."""
     x, dresidual_out = arrays["x"], arrays["dresidual_out"]
-    k = _check_operands(arrays, asked, may_vary)
+    k, groups = _check_operands(arrays, asked)
     for name in ("dy", "dresidual_out"):
         if arrays[name] is not None:
             _check_like(name, arrays[name], x, x.shape, None)
@@ -314,6 +356,7 @@ def check_backward(
         k=k,
         zero_centered=bool(asked.zero_centered),
         has_residual=has_residual(dresidual_out, *given),
+        groups=groups,
     )
     spec = BackwardSpec.of(options, dtypes)
     if arrays["mean"] is not None and spec.dtypes["mean"] is None:
@@ -327,51 +370,42 @@ def check_backward(
     return spec, options
 
 
-def _check_operands(arrays: dict[str, Any], asked: Asked | AskedBackward, may_vary: bool) -> int:
-    """Check x, weight and bias, if given; return how many axes are normalized."""
+def _check_operands(
+    arrays: dict[str, Any], asked: Asked | AskedBackward
+) -> tuple[int, Groups | None]:
+    """Check x, weight and bias, if given; return how many axes are normalized, and the groups."""
     x, weight = arrays["x"], arrays["weight"]
     bias = arrays["bias"] if "bias" in arrays else arrays["like"]
     to_dtype("x.dtype", x.dtype)
     _check_memory("x", x, x)
     check_zero_centered(asked.zero_centered, has_weight=weight is not None)
-    k = trailing_axes(x.ndim, asked.axis, weight, bias)
-    normalized = x.shape[x.ndim - k :]
-    if 0 in normalized:
+    axes = normalized_axes(x.ndim, asked.axis)
+    k = len(axes)
+    if 0 in x.shape[x.ndim - k :]:
         raise ValueError(f"x must have at least one element in each row, got shape {x.shape}")
     for name, array in (("weight", weight), ("bias", bias)):
-        if array is None:
-            continue
-        to_dtype(f"{name}.dtype", array.dtype)
-        _check_memory(name, array, x)
-        if asked.axis is None and array.shape != normalized:
-            raise ValueError(
-                f"{name} must have the shape of x's normalized axes, {normalized}; got "
-                f"{array.shape}"
-            )
-        check_row(name, array.shape, x.shape, k, may_vary=may_vary)
-    return k
+        if array is not None:
+            to_dtype(f"{name}.dtype", array.dtype)
+            _check_memory(name, array, x)
+            check_vector(name, array.shape, x.shape, axes)
+    of_weight, of_bias = (None if array is None else array.shape for array in (weight, bias))
+    if isinstance(asked, AskedBackward) and asked.bias:
+        of_bias = of_weight  # as dbias has
+    return k, groups_of(x.shape, k, of_weight, of_bias)
 
 
-def check_row(
-    name: str,
-    shape: tuple[int, ...],
-    x_shape: tuple[int, ...],
-    k: int,
-    *,
-    may_vary: bool = False,
+def check_vector(
+    name: str, shape: tuple[int, ...], x_shape: tuple[int, ...], axes: tuple[int, ...]
 ) -> None:
-    """Check that a weight or bias has one row for all of x, apart from leading axes of 1."""
-    normalized = x_shape[len(x_shape) - k :]
-    if shape == normalized:
-        return
+    """Check that a weight or bias broadcasts to x, whose given axes are normalized."""
     pairs = zip(reversed(shape), reversed(x_shape), strict=False)
-    if len(shape) > len(x_shape) or not all(n == 1 or n == of_x for n, of_x in pairs):
-        raise ValueError(f"{name} must broadcast to x's shape {x_shape}, got {shape}")
-    if not may_vary and shape != (1,) * (len(shape) - k) + normalized:
-        raise NotImplementedError(
-            f"{name} of shape {shape} varies over the kept axes of x, or repeats over the "
-            f"normalized ones, {normalized}: broadcasting weights are not supported yet"
-        )
+    if len(shape) <= len(x_shape) and all(n == 1 or n == of_x for n, of_x in pairs):
+        return
+    of_row = tuple(n if i in axes else 1 for i, n in enumerate(x_shape))[min(axes) :]
+    raise ValueError(
+        f"{name} must have the shape of x's normalized axes, {of_row}, or broadcast to x's shape, "
+        f"{x_shape}; got {shape}"
+    )
 
 
 def check_zero_centered(zero_centered: Any, *, has_weight: bool) -> None:

@@ -84,19 +84,25 @@ ARGUMENTS = {
     "BackwardStreamingArguments": (*_BACKWARD, "partials", "coefficients", "n_partials"),
     "ReductionArguments": ("n_partials", "n_cols", "partials", "dweight", "dbias"),
 }
+# Those of a grouped pass begin with these.
+_GROUPS = (
+    *("n_groups", "n_vectors", "n_repeats"),
+    *("group_step", "row_step", "weight_step", "bias_step"),
+)
 
 
-def arguments_of(struct: str, x: str) -> tuple[tuple[str, str], ...]:
+def arguments_of(struct: str, spec: ForwardSpec | BackwardSpec) -> tuple[tuple[str, str], ...]:
     """Return the members of a struct of arguments with their letters in the format of `struct`."""
 
     def letter(name: str) -> str:
-        if name.startswith("n_") or name.endswith("_stride"):
+        if name.startswith("n_") or name.endswith(("_stride", "_step")):
             return "q"
         if name in ("inv_n", "eps", "lower", "upper"):
-            return "d" if compute_dtype(x) == "float64" else "f"
+            return "d" if compute_dtype(spec.x) == "float64" else "f"
         return "P"
 
-    return tuple((name, letter(name)) for name in ARGUMENTS[struct])
+    names = (*(_GROUPS if spec.grouped else ()), *ARGUMENTS[struct])
+    return tuple((name, letter(name)) for name in names)
 
 
 @dataclass(frozen=True)
@@ -170,6 +176,10 @@ def _layout(config: Any, only: Iterable[str] = ()) -> Members:
     )
 
 
+def _sharing(spec: ForwardSpec | BackwardSpec) -> dict[str, str | bool]:
+    return {"kGrouped": spec.grouped, "kRepeats": spec.repeats}
+
+
 def forward_instantiation(
     spec: ForwardSpec, config: ForwardInRegisters | ForwardPipelined | ForwardStreaming
 ) -> Instantiation:
@@ -180,6 +190,7 @@ def forward_instantiation(
         "kCentered": spec.norm == "layer_norm",
         "kZeroCentered": spec.zero_centered,
         "kStoresBits": spec.relu and spec.store_statistics,
+        **_sharing(spec),
     }
     read = {"X": spec.x, "Branch": spec.dtypes["x"], "Residual": spec.residual}
     op = _op(options, **read, Weight=spec.weight, Bias=spec.bias, Y=spec.y)
@@ -198,7 +209,7 @@ def forward_instantiation(
         f"norm_forward_{regime}",
         op,
         _layout(config),
-        arguments_of(struct, spec.x),
+        arguments_of(struct, spec),
         threads,
         shared_bytes,
         blocks,
@@ -220,6 +231,7 @@ def backward_instantiations(
             "Epilogue": "Clamp" if spec.bitmask else "Identity",
             "kCentered": spec.norm == "layer_norm",
             "kZeroCentered": spec.zero_centered,
+            **_sharing(spec),
         }
         dtypes = {"X": spec.x, "DY": spec.dy, "Weight": spec.weight}
         dtypes |= {"DWeight": dweight, "DBias": dbias, "DX": spec.dtypes["dx"]}
@@ -230,7 +242,7 @@ def backward_instantiations(
     partials = op(spec.weight and compute, spec.dbias and compute)
     if isinstance(config, BackwardInRegisters):
         of_gradients = partials if config.reduction is not None else gradients
-        arguments = arguments_of("BackwardInRegistersArguments", spec.x)
+        arguments = arguments_of("BackwardInRegistersArguments", spec)
         fields = [f.name for f in dataclasses.fields(config) if f.name != "column_threads"]
         of_rows = config
         if spec.norm == "layer_norm":  # whose kernel does not depend on how many lanes they are
@@ -269,7 +281,7 @@ def backward_instantiations(
                 "norm_backward_pipelined",
                 partials,
                 _layout(config),
-                arguments_of("BackwardPipelinedArguments", spec.x),
+                arguments_of("BackwardPipelinedArguments", spec),
                 config.block_threads,
                 backward_pipelined_bytes(spec, config),
                 config.cluster_blocks,
@@ -282,14 +294,14 @@ def backward_instantiations(
                 "norm_backward_column_parallel",
                 gradients,
                 _layout(config, ("strip_threads", "group_rows", "vector")),
-                arguments_of("BackwardColumnParallelArguments", spec.x),
+                arguments_of("BackwardColumnParallelArguments", spec),
                 config.block_threads,
                 backward_column_parallel_bytes(spec, config),
                 at_once=True,
             ),
         )
     else:
-        arguments = arguments_of("BackwardStreamingArguments", spec.x)
+        arguments = arguments_of("BackwardStreamingArguments", spec)
         threads = config.row_threads
         passes = (
             Instantiation(
@@ -314,12 +326,26 @@ def backward_instantiations(
         )
     if config.reduction is None:
         return passes
+    of_sums = _op(_sharing(spec), X=compute, DWeight=spec.weight, DBias=spec.dbias)
+    if spec.repeats:
+        threads = config.reduction.block_threads
+        repeats = Instantiation(
+            "reduce_repeats.cu",
+            "reduce_repeats",
+            of_sums,
+            _layout(config.reduction, ("block_threads",)),
+            arguments_of("ReductionArguments", spec),
+            threads,
+            team_bytes(spec.x, threads, threads, 1),
+            overlaps=True,
+        )
+        return (*passes, repeats)
     reduction = Instantiation(
         "reduce_partials.cu",
         "reduce_partials",
-        _op({}, X=compute, DWeight=spec.weight, DBias=spec.dbias),
+        of_sums,
         _layout(config.reduction, ("block_threads", "groups", "vector")),
-        arguments_of("ReductionArguments", spec.x),
+        arguments_of("ReductionArguments", spec),
         config.reduction.block_threads,
         reduction_bytes(config.reduction),
         overlaps=True,

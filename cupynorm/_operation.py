@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
+from cupynorm._groups import Groups
+
 __all__ = [
     "ALWAYS_READ",
     "BACKWARD",
@@ -69,7 +71,7 @@ class Kind(enum.Enum):
     """What an array of a pass holds, and its shape for an x of (*kept, *normalized)."""
 
     ROWS = "as x, rows one stride apart"
-    VECTOR = "normalized: what the elements of each row are scaled or shifted by"
+    VECTOR = "broadcasts to x: what the elements of each row are scaled or shifted by"
     STATISTIC = "kept: a number a row"
     BITS = "(*kept, ceil(N / 8)): a bit an element"
 
@@ -93,12 +95,15 @@ def bitmask_bytes(n: int) -> int:
 
 
 def shape_of(kind: Kind, x_shape: Sequence[Any], k: int) -> tuple[Any, ...]:
-    """Return the shape of an array of a kind, for an x whose last k axes are normalized."""
+    """Return the shape of an array of a kind, for an x whose last k axes are normalized.
+
+    A VECTOR has no such shape: weight and bias have their own, and so have their gradients.
+    """
+    if kind is Kind.VECTOR:
+        raise ValueError("a vector's shape is its own")
     kept, normalized = tuple(x_shape[: len(x_shape) - k]), tuple(x_shape[len(x_shape) - k :])
     if kind is Kind.ROWS:
         return kept + normalized
-    if kind is Kind.VECTOR:
-        return normalized
     if kind is Kind.BITS:
         return (*kept, bitmask_bytes(math.prod(normalized)))
     return kept
@@ -155,7 +160,8 @@ class Options:
 
     `k`: how many trailing axes of x are normalized. `training`: the statistics are stored and, with
     relu, the bits. `has_residual`: a backward pass returns dresidual. It is dx if both have one
-    dtype.
+    dtype. `groups`: how rows share weight and bias; None if these are one row for all. `order`: the
+    axes of the caller's x in the order that they have here, if they were moved.
     """
 
     norm: Norm
@@ -165,6 +171,8 @@ class Options:
     relu: Relu = None
     training: bool = False
     has_residual: bool = False
+    groups: Groups | None = None
+    order: tuple[int, ...] | None = None
 
     @property
     def axis(self) -> tuple[int, ...]:
@@ -204,6 +212,10 @@ def _present(spec: _Spec, names: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(name for name in names if dtypes[name] is not None)
 
 
+def _sharing(groups: Groups | None) -> dict[str, bool]:
+    return {"grouped": groups is not None, "repeats": groups is not None and groups.repeats > 1}
+
+
 @dataclass(frozen=True)
 class ForwardSpec(_Spec):
     """A forward pass to compile. Dtypes are given by name, None for an absent operand.
@@ -223,6 +235,8 @@ class ForwardSpec(_Spec):
     relu: bool
     branch: str | None = None
     residual: str | None = None
+    grouped: bool = False  # as `Options.groups`
+    repeats: bool = False  # an element of weight or bias serves several columns
 
     @classmethod
     def of(cls, options: Options, dtypes: Mapping[str, str | None]) -> ForwardSpec:
@@ -242,6 +256,7 @@ class ForwardSpec(_Spec):
             relu=options.relu is not None,
             branch=x if residual else None,
             residual=residual,
+            **_sharing(options.groups),
         )
 
     @property
@@ -290,6 +305,8 @@ class BackwardSpec(_Spec):
     dresidual_out: str | None = None
     dx: str | None = None
     dresidual: str | None = None
+    grouped: bool = False
+    repeats: bool = False
 
     @classmethod
     def of(cls, options: Options, dtypes: Mapping[str, str | None]) -> BackwardSpec:
@@ -310,6 +327,7 @@ class BackwardSpec(_Spec):
             dresidual_out=dtypes.get("dresidual_out"),
             dx=None if dx == x else dx,
             dresidual=None if dresidual == dx else dresidual,
+            **_sharing(options.groups),
         )
 
     @property
@@ -346,13 +364,14 @@ Spec = ForwardSpec | BackwardSpec
 
 def shapes_of_results(spec: Spec, k: int, arrays: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a pass's results by name. `arrays` are its arguments by name."""
-    shapes = {name: shape_of(KINDS[name], arrays["x"].shape, k) for name in spec.writes}
-    # Leading axes of 1 of a weight or bias are kept in its gradient.
-    weight, like = arrays["weight"], arrays.get("like")
-    for name, array in (("dweight", weight), ("dbias", weight if like is None else like)):
-        if name in shapes and array is not None:
-            shapes[name] = tuple(array.shape)
-    return shapes
+    x, weight, like = arrays["x"], arrays["weight"], arrays.get("like")
+    of_row = tuple(x.shape[x.ndim - k :])
+    of_weight = of_row if weight is None else tuple(weight.shape)
+    of_vectors = {"dweight": of_weight, "dbias": of_weight if like is None else tuple(like.shape)}
+    return {
+        name: of_vectors[name] if KINDS[name] is Kind.VECTOR else shape_of(KINDS[name], x.shape, k)
+        for name in spec.writes
+    }
 
 
 def has_residual(*given: Any) -> bool:

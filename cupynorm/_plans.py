@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 from cupynorm import _background, _compile
 from cupynorm._driver import Kernel, Launch, set_to_zero
+from cupynorm._groups import Groups
 from cupynorm._layout import (
     BackwardColumnParallel,
     BackwardConfig,
@@ -61,6 +62,11 @@ def _sizes(m: int, n: int) -> dict[str, float]:
     return {"n_rows": m, "n_cols": n, "inv_n": 1 / n}
 
 
+def _shares(m: int, groups: Groups | None) -> tuple[int, int]:
+    """Return how many rows a group has, and how many groups there are."""
+    return (m, 1) if groups is None else (groups.rows, groups.count)
+
+
 def _launch_nothing(stream: int, operands: _Ints) -> None:
     pass
 
@@ -99,16 +105,21 @@ class ForwardPlan:
             return 0
         return COUNT_BYTES if m >= LEAST_COUNTED * self.most_clusters else 0
 
-    def prepared(self, m: int, eps: float, lower: float, upper: float) -> Launch:
-        """Return the launch over m rows. It takes a stream and operands.
+    def prepared(
+        self, m: int, eps: float, lower: float, upper: float, groups: Groups | None = None
+    ) -> Launch:
+        """Return the launch over m rows, or groups of them. It takes a stream and operands.
 
         The operands are x, x_stride, weight, bias, y, y_stride, mean, rstd, bitmask and, if m rows
         can use it, scratch. If scratch is 0, rows are taken in turn.
         """
-        blocks = self._blocks(m)
+        rows, n_groups = _shares(m, groups)
+        blocks = self._blocks(rows, n_groups)
         if blocks == 0:
             return _launch_nothing
-        numbers = _sizes(m, self.n) | {"eps": eps, "lower": lower, "upper": upper}
+        numbers = _sizes(rows, self.n) | {"eps": eps, "lower": lower, "upper": upper}
+        if groups is not None:
+            numbers |= groups.numbers(self.n)
         if self.scratch_bytes(m) == 0:
             without_count = {} if self.most_clusters is None else {"count": 0}
             return self.kernel.prepared(blocks, numbers | without_count)
@@ -122,11 +133,11 @@ class ForwardPlan:
 
         return launch_with_count
 
-    def _blocks(self, m: int) -> int:
-        clusters = -(-m // self.rows_per_block)
+    def _blocks(self, rows: int, n_groups: int) -> int:
+        clusters = -(-rows // self.rows_per_block)
         if self.most_clusters is not None:
-            clusters = min(clusters, self.most_clusters)
-        return clusters * self.cluster_blocks
+            clusters = min(clusters, max(1, self.most_clusters // max(1, n_groups)))
+        return clusters * self.cluster_blocks * n_groups
 
 
 def forward_plan(
@@ -206,7 +217,8 @@ class BackwardPlan(ABC):
 
     Scratch has the partial sums of the weight gradients, if the last kernel is to sum them. They
     are a row of `partials_stride` values of the compute dtype for each gradient and cluster of
-    blocks. There are at most 4 * multiprocessors clusters, or 64 if that is more.
+    blocks. There are at most 4 * multiprocessors clusters, or 64 if that is more, or one for each
+    group of rows.
     """
 
     kernels: tuple[Kernel, ...]
@@ -216,33 +228,56 @@ class BackwardPlan(ABC):
     cluster_blocks: int
     rows_per_partial: int
     most_partials: int
-    reduction_blocks: int  # of the last kernel, which sums them; 0 if there are none
+    # Of the last kernel, which sums them: for each gradient so many blocks, or one an element if
+    # these serve several columns. 0 if there are none.
+    reduction_blocks: int
 
     stands_in: ClassVar[bool] = False  # for another one
 
-    def _partials(self, m: int) -> int:
-        return min(-(-m // self.rows_per_partial), self.most_partials)
+    def _partials(self, m: int, groups: Groups | None) -> int:
+        """Return how many partials each group has."""
+        rows, n_groups = _shares(m, groups)
+        most = max(1, self.most_partials // max(1, n_groups))
+        return min(-(-rows // self.rows_per_partial), most)
 
-    def _partial_bytes(self, m: int) -> int:
+    def _partial_bytes(self, m: int, groups: Groups | None) -> int:
         if not self.reduction_blocks:
             return 0
-        return self.gradients * self._partials(m) * partials_stride(self.n) * self.itemsize
+        _, n_groups = _shares(m, groups)
+        partials = self.gradients * n_groups * self._partials(m, groups)
+        return partials * partials_stride(self.n) * self.itemsize
 
-    def scratch_bytes(self, m: int) -> int:
+    def scratch_bytes(self, m: int, groups: Groups | None = None) -> int:
         """Return the bytes of scratch that a launch over m rows needs, aligned to 16."""
-        return self._partial_bytes(m)
+        return self._partial_bytes(m, groups)
 
-    def prepared(self, m: int) -> Launch:
-        """Return the launch over m rows. It takes a stream and operands.
+    def _numbers(self, m: int, groups: Groups | None) -> dict[str, float]:
+        """Return the numbers of the kernels of the rows."""
+        rows, _ = _shares(m, groups)
+        of_groups = {} if groups is None else groups.numbers(self.n)
+        return _sizes(rows, self.n) | of_groups
+
+    def _prepared_sums(self, m: int, groups: Groups | None) -> Launch:
+        sizes: dict[str, float] = {"n_partials": self._partials(m, groups), "n_cols": self.n}
+        blocks = self.gradients * self.reduction_blocks
+        if groups is not None:
+            sizes["n_partials"] *= groups.count // max(1, groups.vectors)
+            sizes |= groups.numbers(self.n)
+            if groups.repeats > 1:
+                blocks = self.gradients * (self.n // groups.repeats)
+            blocks *= max(1, groups.vectors)
+        return self.kernels[-1].prepared(blocks, sizes)
+
+    def prepared(self, m: int, groups: Groups | None = None) -> Launch:
+        """Return the launch over m rows, or groups of them. It takes a stream and operands.
 
         The operands are dy, dy_stride, x, x_stride, weight, mean, rstd, bitmask, dx, dx_stride,
         dweight, dbias and scratch. Without rows, the weight gradients are 0.
         """
-        launch_rows = self._prepared_rows(m)
+        launch_rows = self._prepared_rows(m, groups)
         if not self.reduction_blocks:
             return launch_rows
-        sizes = {"n_partials": self._partials(m), "n_cols": self.n}
-        launch_sums = self.kernels[-1].prepared(self.reduction_blocks, sizes)
+        launch_sums = self._prepared_sums(m, groups)
 
         def launch_rows_and_sums(stream: int, operands: _Ints) -> None:
             launch_rows(stream, operands)
@@ -251,7 +286,7 @@ class BackwardPlan(ABC):
         return launch_rows_and_sums
 
     @abstractmethod
-    def _prepared_rows(self, m: int) -> Launch:
+    def _prepared_rows(self, m: int, groups: Groups | None) -> Launch:
         """Return the launch of all kernels except the sums of partials."""
 
 
@@ -259,11 +294,12 @@ class BackwardPlan(ABC):
 class PipelinedPlan(BackwardPlan):
     """Rows that wait in shared memory."""
 
-    def _prepared_rows(self, m: int) -> Launch:
+    def _prepared_rows(self, m: int, groups: Groups | None) -> Launch:
         if not m:
             return _launch_nothing
-        blocks = self._partials(m) * self.cluster_blocks
-        return self.kernels[0].prepared(blocks, _sizes(m, self.n))
+        _, n_groups = _shares(m, groups)
+        blocks = self._partials(m, groups) * self.cluster_blocks * n_groups
+        return self.kernels[0].prepared(blocks, self._numbers(m, groups))
 
 
 @dataclass(frozen=True)
@@ -277,14 +313,14 @@ class InRegistersPlan(BackwardPlan):
     column_blocks: int  # that sum weight gradients, or 0
     column_kernel: bool  # whether they have their own, else they are in that of the rows
 
-    def scratch_bytes(self, m: int) -> int:
+    def scratch_bytes(self, m: int, groups: Groups | None = None) -> int:
         """Return the bytes of scratch that a launch over m rows needs, aligned to 16."""
-        return m * self.itemsize if self.column_kernel else self._partial_bytes(m)
+        return m * self.itemsize if self.column_kernel else self._partial_bytes(m, groups)
 
-    def _prepared_rows(self, m: int) -> Launch:
+    def _prepared_rows(self, m: int, groups: Groups | None) -> Launch:
         if not m:
             return _launch_nothing
-        partials, n = self._partials(m), self.n
+        partials, n = self._partials(m, groups), self.n
         blocks = partials * self.cluster_blocks
         if not self.column_kernel:
             blocks += self.column_blocks
@@ -318,11 +354,11 @@ class ColumnParallelPlan(BackwardPlan):
     strips: int
     exchange_bytes: int
 
-    def scratch_bytes(self, m: int) -> int:
+    def scratch_bytes(self, m: int, groups: Groups | None = None) -> int:
         """Return the bytes of scratch that a launch over m rows needs, aligned to 16."""
         return column_parallel_counts_bytes() + self.exchange_bytes
 
-    def _prepared_rows(self, m: int) -> Launch:
+    def _prepared_rows(self, m: int, groups: Groups | None) -> Launch:
         counts_bytes = column_parallel_counts_bytes()
         launch_rows = self.kernels[0].prepared(self.strips, _sizes(m, self.n))
 
@@ -340,18 +376,19 @@ class StreamingPlan(BackwardPlan):
 
     tiles: int
 
-    def scratch_bytes(self, m: int) -> int:
+    def scratch_bytes(self, m: int, groups: Groups | None = None) -> int:
         """Return the bytes of scratch that a launch over m rows needs, aligned to 16."""
-        return self._partial_bytes(m) + 4 * m * self.itemsize
+        return self._partial_bytes(m, groups) + 4 * m * self.itemsize
 
-    def _prepared_rows(self, m: int) -> Launch:
+    def _prepared_rows(self, m: int, groups: Groups | None) -> Launch:
         if not m:
             return _launch_nothing
-        n, partials, partial_bytes = self.n, self._partials(m), self._partial_bytes(m)
+        partials, partial_bytes = self._partials(m, groups), self._partial_bytes(m, groups)
         of_rows, of_columns, *_ = self.kernels
-        numbers = _sizes(m, n) | {"n_partials": partials}
+        _, n_groups = _shares(m, groups)
+        numbers = self._numbers(m, groups) | {"n_partials": partials}
         launch_rows = of_rows.prepared(m * self.cluster_blocks, numbers)
-        launch_columns = of_columns.prepared(self.tiles * partials, numbers)
+        launch_columns = of_columns.prepared(self.tiles * partials * n_groups, numbers)
 
         def launch(stream: int, operands: _Ints) -> None:
             with_coefficients = (*operands, operands[-1] + partial_bytes)
@@ -415,6 +452,8 @@ def few_rows_backward(
     spec: BackwardSpec, n: int, vector: int, device: int, dx_given: bool
 ) -> tuple[tuple[int, BackwardInRegisters], ...]:
     """Return the configurations of few rows, each after the most rows that it serves."""
+    if spec.grouped:
+        return ()
     capability = architecture(device)
     config = backward_config(spec, n, vector, capability)
     return few_rows_backward_configs(
@@ -500,7 +539,7 @@ def _common(
         "cluster_blocks": config.cluster_blocks,
         "rows_per_partial": rows_per_partial,
         "most_partials": most_partials,
-        "reduction_blocks": 0 if sums is None else spec.gradients * -(-n // sums.columns),
+        "reduction_blocks": 0 if sums is None else -(-n // sums.columns),
     }
 
 

@@ -25,7 +25,6 @@ from numpy.typing import DTypeLike, NDArray
 from cupynorm import _checks
 from cupynorm._arrays import NUMPY, to_numpy
 from cupynorm._bitmask import pack, unpack
-from cupynorm._checks import trailing_axes
 from cupynorm._operation import (
     BACKWARD,
     FORWARD,
@@ -329,7 +328,7 @@ def _forward(
     weight: Array | None,
     bias: Array | None,
     eps: float,
-    axis: Axis,
+    axis: tuple[int, ...],
     zero_centered: bool,
     relu: Relu,
     out_dtype: DTypeLike | None,
@@ -338,7 +337,7 @@ def _forward(
     residual_dtype: DTypeLike | None,
     residual_out: Array | None,
 ) -> NormForward:
-    k = trailing_axes(x.ndim, axis, weight, bias)
+    k = len(axis)
     shape, of_statistics, blocks = _blocks(x, k, weight, bias)
     rows, added, total = x.reshape(shape), residual, None
     y = np.empty(shape, out_dtype or (x.dtype if out is None else out.dtype))
@@ -383,14 +382,14 @@ def _backward(
     rstd: Array,
     bias: bool | Array,
     bitmask: Array | None,
-    axis: Axis,
+    axis: tuple[int, ...],
     zero_centered: bool,
     dx: Array | None,
     dresidual_out: Array | None,
     dx_dtype: DTypeLike | None,
     dresidual_dtype: DTypeLike | None,
 ) -> NormBackward:
-    k = trailing_axes(x.ndim, axis, weight, bias)
+    k = len(axis)
     bias_shape, bias_dtype = bias_like(x, weight, bias, k)
     shape, of_statistics, blocks = _blocks(x, k, weight, bias)
     dy, rows, rstd = dy.reshape(shape), x.reshape(shape), rstd.reshape(of_statistics)
@@ -482,8 +481,8 @@ def _checked_forward(norm: Norm, given: dict[str, Any]) -> NormForward:
     arrays = {name: given["out" if name == "y" else name] for name in FORWARD.arguments}
     options = {name: given[name] for name in _checks.Asked._fields if name in given}
     asked = _checks.Asked(norm, training=True, **options)
-    arrays, spec, told = _checks.check_call(NUMPY, arrays, asked, may_vary=True)
-    return NormForward(**compute(spec, told, arrays))
+    arrays, spec, told = _checks.check_call(NUMPY, arrays, asked)
+    return NormForward(**_checks.as_called(told, compute(spec, told, arrays), given))
 
 
 def _checked_backward(norm: Norm, given: dict[str, Any]) -> NormBackward:
@@ -493,8 +492,8 @@ def _checked_backward(norm: Norm, given: dict[str, Any]) -> NormBackward:
     options = {name: given[name] for name in _checks.AskedBackward._fields if name in given}
     asked = _checks.AskedBackward(norm, **options | {"bias": whether})
     arrays |= {"like": like}
-    arrays, spec, told = _checks.check_call(NUMPY, arrays, asked, may_vary=True)
-    results = compute(spec, told, arrays)
+    arrays, spec, told = _checks.check_call(NUMPY, arrays, asked)
+    results = _checks.as_called(told, compute(spec, told, arrays), given | {"like": like})
     if told.has_residual and results["dresidual"] is None:
         results["dresidual"] = results["dx"]
     return NormBackward(**results)

@@ -57,8 +57,22 @@ from numpy.typing import DTypeLike
 from cupynorm import reference
 from cupynorm._arrays import NUMPY
 from cupynorm._bitmask import unpack
-from cupynorm._checks import Asked, AskedBackward, check_call, check_norm, like_or_whether
-from cupynorm._operation import NormBackward, NormForward, bitmask_bytes, has_residual
+from cupynorm._checks import (
+    Asked,
+    AskedBackward,
+    check_call,
+    check_norm,
+    like_or_whether,
+    moved,
+)
+from cupynorm._operation import (
+    KINDS,
+    Kind,
+    NormBackward,
+    NormForward,
+    bitmask_bytes,
+    has_residual,
+)
 from cupynorm.reference import Array, Axis, Float64, Norm, Relu
 
 __all__ = ["assert_one_rounding", "check_backward", "check_forward"]
@@ -226,7 +240,8 @@ def check_forward(
         out_dtype=out_dtype,
         residual_dtype=residual_dtype,
     )
-    *_, told = check_call(NUMPY, arrays, asked, may_vary=True)
+    arrays, _, told = check_call(NUMPY, arrays, asked)
+    x, residual, weight, bias = arrays.values()  # type: ignore[assignment]
     k = told.k
     if isinstance(result, NormForward):
         fields = result._asdict()
@@ -239,6 +254,7 @@ def check_forward(
             "result must be a NormForward or, with a residual, a pair of arrays; got "
             f"{_kind(result)}"
         )
+    fields = _moved(fields, told.order)
     dtypes = {"y": x.dtype if out_dtype is None else np.dtype(out_dtype)}
     shapes = {"y": x.shape}
     if residual is not None:
@@ -329,7 +345,13 @@ dresidual_dtype
     arrays = {"dy": dy, "x": x, "dresidual_out": dresidual_out, "weight": weight, "mean": mean}
     arrays |= {"rstd": rstd, "bitmask": bitmask, "dx": None, "like": like}
     asked = AskedBackward(norm, axis, zero_centered, whether, dx_dtype, dresidual_dtype)
-    *_, told = check_call(NUMPY, arrays, asked, may_vary=True)
+    arrays, _, told = check_call(NUMPY, arrays, asked)
+    dy, x, dresidual_out, weight, *_ = arrays.values()  # type: ignore[assignment]
+    like = arrays["like"]
+    bias = bool(whether) if like is None else like
+    if told.order is not None and bias is True and weight is None:  # it gets all of x's axes
+        bias = np.empty([1] * (x.ndim - told.k) + [*x.shape[x.ndim - told.k :]], x.dtype)
+    result = NormBackward(**_moved(result._asdict(), told.order))
     k = told.k
     compute = reference.compute_dtype(x)
     of_x = np.dtype(dx_dtype or x.dtype)
@@ -372,6 +394,15 @@ dresidual_dtype
         actual = getattr(result, name)
         ratios[name] = assert_one_rounding(actual, sums[name], sum_magnitudes[name], compute, name)
     return ratios
+
+
+def _moved(fields: dict[str, Any], order: tuple[int, ...] | None) -> dict[str, Any]:
+    """Return results with x's axes in an order, as far as they have such axes."""
+    if order is None:
+        return fields
+    fits = {name for name, a in fields.items() if a is not None and a.ndim <= len(order)}
+    rows = {name for name in fits if KINDS[name] is Kind.ROWS and fields[name].ndim < len(order)}
+    return {n: moved(order, n, a) if n in fits - rows else a for n, a in fields.items()}
 
 
 def _kind(value: Any) -> str:

@@ -141,7 +141,8 @@ struct PipelinedBackward {
   char* mailboxes;
   Mailbox* mailbox;  // of stage 0
   char *stages, *stage_of_weight, *stage_of_teams, *stage_of_sums;
-  long long group, groups, rows_a_turn;
+  long long group;  // groups.cuh
+  long long cluster, clusters, rows_a_turn;
   long long row;
   int counted_from;           // the column from which a thread counts
   int stage = 0, parity = 0;  // number of the row; kBulk: how often the stage has been filled
@@ -170,7 +171,7 @@ struct PipelinedBackward {
   bool flushed = false;
 
   __device__ __forceinline__ explicit PipelinedBackward(const BackwardPipelinedArguments<Op>& given)
-      : args(given) {
+      : args(of_group<Op, Layout::kClusterBlocks>(given)) {
     // Otherwise values made of the strides are kept from row to row, and spilled in some kernels.
     make_opaque(args.x_stride);
     make_opaque(args.dy_stride);
@@ -183,15 +184,17 @@ struct PipelinedBackward {
     stage_of_weight = stages + Layout::kStages * kStageBytes;
     stage_of_teams = stage_of_weight + (Layout::kHoldWeight ? 0 : StageOfWeight::kBytes);
     stage_of_sums = stage_of_teams + (kTeams > 1 ? kTeams * StageOfSums::kBytes : 0);
-    group = block_index() / Layout::kClusterBlocks;
-    groups = block_count() / Layout::kClusterBlocks;
-    rows_a_turn = groups * kTeams;
-    row = fetched = group * kTeams + team.team;
+    const PlaceOfBlock place = place_of_block<Op, Layout::kClusterBlocks>(given);
+    group = place.group;
+    cluster = place.block / Layout::kClusterBlocks;
+    clusters = place.blocks / Layout::kClusterBlocks;
+    rows_a_turn = clusters * kTeams;
+    row = fetched = cluster * kTeams + team.team;
     counted_from = kOwnAddresses ? first_column(0) : 0;
     fetched_x = args.x + row * args.x_stride + counted_from;
     fetched_dy = args.dy + row * args.dy_stride + counted_from;
     fetched_total = args.dresidual_out + row * args.dresidual_out_stride + counted_from;
-    policy = evict_last_if_large(args.n_rows * n_cols * kReadBytes);
+    policy = evict_last_if_large(rows_of_all<Op>(args) * n_cols * kReadBytes);
     own = own_place(StageOfX::place(stages, 0, 0));
   }
 
@@ -302,21 +305,29 @@ struct PipelinedBackward {
       beside.distance_of_total = bytes_before<DResidualOut, kLength>(
           args.dresidual_out + of_row * args.dresidual_out_stride);
     if (of_row < args.n_rows) {
-      if constexpr (Op::kCentered) beside.mean = kOwnAddresses ? *mean_ahead : args.mean[of_row];
-      beside.rstd = kOwnAddresses ? *rstd_ahead : args.rstd[of_row];
+      const long long place = place_of_row<Op>(args, of_row);
+      if constexpr (Op::kCentered) beside.mean = kOwnAddresses ? *mean_ahead : args.mean[place];
+      beside.rstd = kOwnAddresses ? *rstd_ahead : args.rstd[place];
       if constexpr (Op::Epilogue::kHasBits) {
-        const unsigned char* bytes = args.bitmask + of_row * bitmask_bytes(n_cols);
+        const unsigned char* bytes = args.bitmask + place * bitmask_bytes(n_cols);
 #pragma unroll
         for (int p = 0; p < kPacks; ++p) {
           beside.bits[p] = load_bits(bytes, first_column(p), n_cols);
         }
       }
     }
-    if constexpr (Op::kCentered) mean_ahead += rows_a_turn;
-    rstd_ahead += rows_a_turn;
+    if constexpr (Op::kCentered) mean_ahead += place_of_row<Op>(args, rows_a_turn);
+    rstd_ahead += place_of_row<Op>(args, rows_a_turn);
     return beside;
   }
 
+  __device__ __forceinline__ Pack<Weight, kLength> repeated_weights(int p) const {
+    Pack<Weight, kLength> pack;
+    if constexpr (Op::kRepeats) {
+      load_repeated(pack, args.weight, first_column(p), end_of_row(p), args.n_repeats);
+    }
+    return pack;
+  }
   // Asks for the weight, the first rows and what goes with them.
   __device__ __forceinline__ void begin() {
     if constexpr (!Layout::kHoldWeight) {
@@ -324,8 +335,12 @@ struct PipelinedBackward {
       // (notes.md#the-weight-by-way-of-l1).
 #pragma unroll
       for (int p = 0; p < kPacks; ++p) {
-        StageOfWeight::template fetch<Layout::kVector, true>(stage_of_weight, p, args.weight,
-                                                             first_column(p), end_of_row(p));
+        if constexpr (Op::kRepeats && kPresent<Weight>) {
+          StageOfWeight::write(repeated_weights(p), stage_of_weight, p);
+        } else {
+          StageOfWeight::template fetch<Layout::kVector, true>(stage_of_weight, p, args.weight,
+                                                               first_column(p), end_of_row(p));
+        }
       }
     }
     open_mailboxes();
@@ -334,14 +349,18 @@ struct PipelinedBackward {
       block_barrier();
       wait_for_copies<0>();
     }
-    mean_ahead = Op::kCentered ? args.mean + row : nullptr;
-    rstd_ahead = args.rstd + row;
+    mean_ahead = Op::kCentered ? args.mean + place_of_row<Op>(args, row) : nullptr;
+    rstd_ahead = args.rstd + place_of_row<Op>(args, row);
     next = load_beside(row);
     after_next = load_beside(row + rows_a_turn);
     if constexpr (Layout::kHoldWeight) {
 #pragma unroll
       for (int p = 0; p < kPacks; ++p) {
-        load<Layout::kVector>(held_weight[p], args.weight, first_column(p), end_of_row(p));
+        if constexpr (Op::kRepeats) {
+          held_weight[p] = repeated_weights(p);
+        } else {
+          load<Layout::kVector>(held_weight[p], args.weight, first_column(p), end_of_row(p));
+        }
       }
     }
   }
@@ -607,7 +626,8 @@ struct PipelinedBackward {
   // Adds one gradient of the last rows to its sums so far. These wait in shared memory, in
   // registers or in partials, and go to partials when they are complete.
   __device__ __forceinline__ void flush(T (&gradient)[kPacks][kLength], int index, bool complete) {
-    T* const target = args.partials + (index * groups + group) * partials_stride(n_cols);
+    T* const target = args.partials + row_of_partials<Op>(args, group, index, cluster, clusters) *
+                                          partials_stride(n_cols);
     char* const place = stage_of_sums + index * StageOfSums::kBytes;
     if constexpr (kTeams == 1) {
       flush_own(gradient, index, target, place, complete);
@@ -685,13 +705,14 @@ struct PipelinedBackward {
   }
 
   // Writes dx of wild rows.
-  __device__ __forceinline__ void write_wild_rows(const BackwardPipelinedArguments<Op>& given) {
+  __device__ __forceinline__ void write_wild_rows(const BackwardPipelinedArguments<Op>& all) {
     if constexpr (kSame<T, float>) {
       if (!team.any(wild != T(0)) || is_in_place<Op>(args)) return;
       warp_barrier();  // lanes may have stored parts of each other's dx
+      const auto& given = of_group<Op, Layout::kClusterBlocks>(all);
       const int first = first_column(0);
 #pragma unroll 1
-      for (long long block_row = group * kTeams; block_row < args.n_rows;
+      for (long long block_row = cluster * kTeams; block_row < args.n_rows;
            block_row += rows_a_turn) {
         row = block_row + team.team;
         float first_dx = 0;
@@ -712,7 +733,7 @@ __global__ void __launch_bounds__(Layout::kBlockThreads, Layout::kBlocksPerMulti
   pass.begin_sums();
   pass.begin_rows();
   int turn = 0;
-  for (long long block_row = pass.group * Pass::kTeams; block_row < pass.args.n_rows;
+  for (long long block_row = pass.cluster * Pass::kTeams; block_row < pass.args.n_rows;
        block_row += pass.rows_a_turn) {
     pass.do_row(block_row + pass.rows_a_turn < pass.args.n_rows);
     if (++turn == kTurns) {

@@ -22,17 +22,21 @@
 // Result:    thread 0 of a cluster's first block writes the row's coefficients.
 template <typename Op, typename Layout>
 __global__ void __launch_bounds__(Layout::kRowThreads, 1)
-    norm_backward_coefficients(const __grid_constant__ BackwardStreamingArguments<Op> args) {
+    norm_backward_coefficients(const __grid_constant__ BackwardStreamingArguments<Op> given) {
   using X = typename Op::X;
   using DY = typename Op::DY;
   using Weight = typename Op::Weight;
   using T = Compute<X>;
+  const auto& args = of_group<Op, Layout::kClusterBlocks>(given);
+  const PlaceOfBlock place_of = place_of_block<Op, Layout::kClusterBlocks>(given);
   const long long n_cols = args.n_cols;
   constexpr int kLength = 16 / static_cast<int>(sizeof(X));
   Team<Layout::kRowThreads, Layout::kRowThreads, Layout::kClusterBlocks> team;
-  const long long row = block_index() / Layout::kClusterBlocks;
-  const T row_mean = Op::kCentered ? args.mean[row] : T(0);
-  const T row_rstd = args.rstd[row];
+  const long long row = place_of.block / Layout::kClusterBlocks;
+  const long long place = place_of_row<Op>(args, row);
+  const T row_mean = Op::kCentered ? args.mean[place] : T(0);
+  const T row_rstd = args.rstd[place];
+  T* const coefficients = args.coefficients + place_of.group * 4 * args.n_rows;
 
   CompensatedSum<T> sum_of_g_h, sum_of_g, sum_of_h;
   for_each_pack<Layout::kClusterBlocks, Layout::kRowThreads, kLength>(n_cols, [&](long long first) {
@@ -43,9 +47,13 @@ __global__ void __launch_bounds__(Layout::kRowThreads, 1)
     load<Layout::kVector, false>(pack_dy, args.dy + row * args.dy_stride, first, n_cols);
     if constexpr (Op::Epilogue::kHasBits) {
       Op::Epilogue::backward(
-          pack_dy, load_bits(args.bitmask + row * bitmask_bytes(n_cols), first, n_cols), first);
+          pack_dy, load_bits(args.bitmask + place * bitmask_bytes(n_cols), first, n_cols), first);
     }
-    load<Layout::kVector, false>(weights, args.weight, first, n_cols);
+    if constexpr (Op::kRepeats) {
+      load_repeated(weights, args.weight, first, n_cols, args.n_repeats);
+    } else {
+      load<Layout::kVector, false>(weights, args.weight, first, n_cols);
+    }
     T of_g_h = 0, of_g = 0, of_h = 0;
 #pragma unroll
     for (int i = 0; i < kLength; ++i) {
@@ -76,11 +84,11 @@ __global__ void __launch_bounds__(Layout::kRowThreads, 1)
   const auto store_means = [&](const auto& means, auto into_range, T is_wild_row) {
     if (team.block > 0 || team.rank > 0) return;
     if constexpr (Op::kCentered) {
-      args.coefficients[row] = static_cast<T>(means.h);
-      args.coefficients[args.n_rows + row] = static_cast<T>(means.g * into_range);
+      coefficients[row] = static_cast<T>(means.h);
+      coefficients[args.n_rows + row] = static_cast<T>(means.g * into_range);
     }
-    args.coefficients[2 * args.n_rows + row] = static_cast<T>(means.g_xhat * into_range);
-    args.coefficients[3 * args.n_rows + row] = is_wild_row;
+    coefficients[2 * args.n_rows + row] = static_cast<T>(means.g_xhat * into_range);
+    coefficients[3 * args.n_rows + row] = is_wild_row;
   };
   const RowMeans<Op::kCentered, T> means(sums, T(1),
                                          args.inv_n);  // of h itself, since no significand is left
@@ -118,27 +126,36 @@ __device__ __forceinline__ void store_streamed(const T (&values)[Length], Out* r
 // Result:    partials, those of chunk c in row c.
 template <typename Op, typename Layout>
 __global__ void __launch_bounds__(Layout::kColumnThreads, 2)
-    norm_backward_columns(const __grid_constant__ BackwardStreamingArguments<Op> args) {
+    norm_backward_columns(const __grid_constant__ BackwardStreamingArguments<Op> given) {
   using X = typename Op::X;
   using DY = typename Op::DY;
   using Weight = typename Op::Weight;
   using DResidualOut = typename Op::DResidualOut;
   using T = Compute<X>;
+  const auto& args = of_group<Op, 1>(given);
+  const PlaceOfBlock place_of = place_of_block<Op, 1>(given);
   const long long n_cols = args.n_cols;
   constexpr int kLength = 16 / static_cast<int>(sizeof(X));
   constexpr bool kDBias = kPresent<typename Op::DBias>;
   constexpr long long kTile = static_cast<long long>(Layout::kColumnThreads) * kLength;
   const long long tiles = (n_cols + kTile - 1) / kTile;
-  const long long chunk = block_index() / tiles;
-  const long long first = block_index() % tiles * kTile + thread_index() * kLength;
+  const long long chunk = place_of.block / tiles;
+  const long long first = place_of.block % tiles * kTile + thread_index() * kLength;
+  const T* const coefficients = args.coefficients + place_of.group * 4 * args.n_rows;
 
   Pack<Weight, kLength> weights;
-  load<Layout::kVector, false>(weights, args.weight, first, n_cols);
+  if constexpr (Op::kRepeats) {
+    load_repeated(weights, args.weight, first, n_cols, args.n_repeats);
+  } else {
+    load<Layout::kVector, false>(weights, args.weight, first, n_cols);
+  }
   T dweight[kLength] = {}, dbias[kLength] = {};
   // Moves one gradient from registers to this chunk's partials.
   bool flushed = false;
-  const auto flush = [&](T(&gradient)[kLength], long long index) {
-    T* target = args.partials + (index * args.n_partials + chunk) * partials_stride(n_cols);
+  const auto flush = [&](T(&gradient)[kLength], int index) {
+    T* target =
+        args.partials + row_of_partials<Op>(args, place_of.group, index, chunk, args.n_partials) *
+                            partials_stride(n_cols);
     Pack<T, kLength> sums;
     load<kLength>(sums, target, first, flushed ? n_cols : 0);
 #pragma unroll
@@ -164,7 +181,8 @@ __global__ void __launch_bounds__(Layout::kColumnThreads, 2)
     load<Layout::kVector, false>(next_total, args.dresidual_out + row * args.dresidual_out_stride,
                                  first, n);
     if constexpr (Op::Epilogue::kHasBits) {
-      next_bits = load_bits(args.bitmask + row * bitmask_bytes(n_cols), first, n);
+      next_bits =
+          load_bits(args.bitmask + place_of_row<Op>(args, row) * bitmask_bytes(n_cols), first, n);
     }
   };
 
@@ -176,11 +194,12 @@ __global__ void __launch_bounds__(Layout::kColumnThreads, 2)
     const Pack<DResidualOut, kLength> of_total = next_total;
     if constexpr (Op::Epilogue::kHasBits) Op::Epilogue::backward(row_dy, next_bits, first);
     load_next(row + args.n_partials);
-    const T row_mean = Op::kCentered ? args.mean[row] : T(0);
-    const T row_rstd = args.rstd[row];
-    const T recentre = Op::kCentered ? args.coefficients[row] : T(0);
-    const T mean_of_g = Op::kCentered ? args.coefficients[args.n_rows + row] : T(0);
-    const T mean_of_g_xhat = args.coefficients[2 * args.n_rows + row];
+    const long long place = place_of_row<Op>(args, row);
+    const T row_mean = Op::kCentered ? args.mean[place] : T(0);
+    const T row_rstd = args.rstd[place];
+    const T recentre = Op::kCentered ? coefficients[row] : T(0);
+    const T mean_of_g = Op::kCentered ? coefficients[args.n_rows + row] : T(0);
+    const T mean_of_g_xhat = coefficients[2 * args.n_rows + row];
     T gradient[kLength];
 #pragma unroll
     for (int i = 0; i < kLength; ++i) {
@@ -195,7 +214,7 @@ __global__ void __launch_bounds__(Layout::kColumnThreads, 2)
       dbias[i] += upstream;
     }
     bool wild = false;
-    if constexpr (kSame<T, float>) wild = args.coefficients[3 * args.n_rows + row] != 0;
+    if constexpr (kSame<T, float>) wild = coefficients[3 * args.n_rows + row] != 0;
     if (wild) {
       RowMeans<Op::kCentered, double> means;
       means.h = recentre;

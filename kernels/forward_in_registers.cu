@@ -6,7 +6,7 @@
 //   [y = min(max(y, lower), upper) if Clamp, its bitmask stored with the statistics: epilogue.cuh]
 //
 // Layout:    x and y are n_rows rows of n_cols elements, rows x_stride and y_stride elements apart;
-//            weight and bias are one row; mean and rstd one value a row; bitmask (n_cols + 7) / 8
+//            weight and bias are one row (others: groups.cuh); mean and rstd one value a row; bitmask (n_cols + 7) / 8
 //            bytes a row. y may be x. kFull: the row's columns fill the team's packs exactly.
 // Grid:      teams of kRowThreads threads, one row each; blocks of kBlockThreads threads, on grid.x. Or a row has a
 //            cluster of kClusterBlocks blocks of kRowThreads threads, with the bits of one block of all these
@@ -24,19 +24,20 @@
 //            large x, kBlocksAheadIfLarge later; 0 is none.
 #include "affine.cuh"
 #include "epilogue.cuh"
+#include "groups.cuh"
 #include "prologue.cuh"
 #include "statistics.cuh"
 #include "team.cuh"
 #include "unaligned.cuh"
 
-// Has the L2 fetch a row of weight or bias, by the first threads of the grid, a line of 128 bytes
+// Has the L2 fetch a row of weight or bias, by the first threads of the grid or group, a line of 128 bytes
 // each. Arrays that are not held are asked for only when a row has been measured, and the first
 // blocks would then all wait for memory (notes.md#first-blocks-that-wait-for-the-weight).
 template <int BlockThreads, typename T>
-__device__ __forceinline__ void prefetch_row(const T* row, int n_cols) {
+__device__ __forceinline__ void prefetch_row(const T* row, long long block, int n_cols) {
   if constexpr (kPresent<T>) {
     constexpr int kOfLine = 128 / static_cast<int>(sizeof(T));
-    const long long first = (block_index() * BlockThreads + thread_index()) * kOfLine;
+    const long long first = (block * BlockThreads + thread_index()) * kOfLine;
     if (first < n_cols) prefetch(row + first);
   }
 }
@@ -125,12 +126,13 @@ struct InRegistersForward {
   Pack<X, kLength> (&packs)[Layout::kPacksPerThread];
   Arrays& arrays;
   const int n_cols = Layout::kFull ? kColumns : static_cast<int>(args.n_cols);
-  const long long row = block_index() / Layout::kClusterBlocks * team.kTeams + team.team;
+  const long long block = place_of_block<Op, Layout::kClusterBlocks>(args).block;
+  const long long row = block / Layout::kClusterBlocks * team.kTeams + team.team;
   // A team without a row stays, since a warp's lanes reduce together. A block of one row has a row.
   const bool active = team.kTeams == 1 || row < args.n_rows;
   const int n_left = Layout::kFull ? n_cols : n_cols - first_column(0);
   const bool always = !kApart || args.inv_n > T(0);
-  const long long bytes = args.n_rows * n_cols * (kBytesOf<Branch> + kBytesOf<Residual>);
+  const long long bytes = rows_of_all<Op>(args) * n_cols * (kBytesOf<Branch> + kBytesOf<Residual>);
   T unit = 1;
 
   __device__ __forceinline__ InRegistersForward(const ForwardArguments<Op>& args, TeamOf& team,
@@ -192,15 +194,22 @@ struct InRegistersForward {
     }
   }
   __device__ __forceinline__ void load_affine(int p) {
-    load_operand<Layout::kVector>(arrays.weights[p], args.weight, first_column(p), end_of_row(p));
-    load_operand<Layout::kVector>(arrays.biases[p], args.bias, first_column(p), end_of_row(p));
+    const int first = first_column(p), end = end_of_row(p);
+    if constexpr (Op::kRepeats) {
+      load_repeated(arrays.weights[p], args.weight, first, end, args.n_repeats);
+      load_repeated(arrays.biases[p], args.bias, first, end, args.n_repeats);
+    } else {
+      load_operand<Layout::kVector>(arrays.weights[p], args.weight, first, end);
+      load_operand<Layout::kVector>(arrays.biases[p], args.bias, first, end);
+    }
   }
   // Asks for the row, for weight and bias if they are held, and then for a row of a later block.
   template <typename CellsOfX>
   __device__ __forceinline__ void ask_for_all(const CellsOfX& cells) {
     if constexpr (!Layout::kHoldWeight) {
-      prefetch_row<Layout::kBlockThreads>(args.weight, n_cols);
-      prefetch_row<Layout::kBlockThreads>(args.bias, n_cols);
+      const int elements = elements_of_vector<Op>(args, n_cols);
+      prefetch_row<Layout::kBlockThreads>(args.weight, block, elements);
+      prefetch_row<Layout::kBlockThreads>(args.bias, block, elements);
     }
     load_first_pack();
     load_row(cells);
@@ -211,6 +220,7 @@ struct InRegistersForward {
     // This branch is behind the loads of the held arrays. Otherwise the compiler moves it past them
     // (notes.md#a-branch-behind-the-loads).
     const bool large = is_large(bytes);
+    if (groups_take_turns<Op>(args)) return;  // a later block has another row than this one's next
     if (large ? Layout::kBlocksAheadIfLarge > 0 : Layout::kBlocksAhead > 0) {
       const int ahead = large ? Layout::kBlocksAheadIfLarge : Layout::kBlocksAhead;
       prefetch_row_ahead<Layout::kPacksPerThread * kLength>(
@@ -427,9 +437,10 @@ struct InRegistersForward {
   // What the backward pass needs, if it is asked for.
   __device__ __forceinline__ void store_statistics() const {
     if (args.rstd != nullptr && active && team.rank == 0 && team.block == 0) {
+      const long long place = place_of_row<Op>(args, row);
       if constexpr (Op::kCentered)
-        args.mean[row] = (statistics.shift + statistics.correction) * unit;
-      args.rstd[row] = scale.rstd;
+        args.mean[place] = (statistics.shift + statistics.correction) * unit;
+      args.rstd[place] = scale.rstd;
     }
   }
   // Where this thread's y begins; for words also the first lane's column and where the lanes
@@ -497,8 +508,9 @@ struct InRegistersForward {
       if constexpr (Op::kStoresBits) {
         static_assert(Layout::kRowThreads * kLength >= 8,
                       "a byte of the bitmask lies in neighbouring lanes");
-        store_bits<Layout::kVector, kLength>(bits, args.bitmask + row * bitmask_bytes(n_cols),
-                                             first_column(p), active ? n_cols : 0);
+        store_bits<Layout::kVector, kLength>(
+            bits, args.bitmask + place_of_row<Op>(args, row) * bitmask_bytes(n_cols),
+            first_column(p), active ? n_cols : 0);
       }
     }
   }
@@ -509,7 +521,8 @@ __global__ void __launch_bounds__(Layout::kBlockThreads, Layout::kBlocksPerMulti
     norm_forward_in_registers(const __grid_constant__ ForwardArguments<Op> given) {
   using Forward = InRegistersForward<Op, Layout>;
   using T = typename Forward::T;
-  const auto args = given;  // without a copy some kernels take up to 32 registers more
+  const auto args = of_group<Op, Layout::kClusterBlocks>(
+      given);  // without a copy some kernels take up to 32 registers more
   typename Forward::TeamOf team;
   typename Forward::Arrays arrays;
   Forward forward(args, team, arrays);

@@ -6,7 +6,7 @@
 //   [y = min(max(y, lower), upper) if Clamp, its bitmask stored with the statistics: epilogue.cuh]
 //
 // Layout:    x and y are n_rows rows of n_cols elements, rows x_stride and y_stride elements apart;
-//            weight and bias are one row; mean and rstd one value a row; bitmask (n_cols + 7) / 8
+//            weight and bias are one row (others: groups.cuh); mean and rstd one value a row; bitmask (n_cols + 7) / 8
 //            bytes a row. y may be x. A row has at least one whole pack, in LayerNorm at least
 //            kFirstElements. kFull: its columns fill the team's packs exactly.
 // Grid:      no more clusters of kClusterBlocks blocks than rows, nor than run at once. Each has kStages - 1 rows on
@@ -25,6 +25,7 @@
 // Result:    thread 0 of a cluster's first block writes the row's mean and rstd.
 #include "affine.cuh"
 #include "epilogue.cuh"
+#include "groups.cuh"
 #include "prologue.cuh"
 #include "stage.cuh"
 #include "statistics.cuh"
@@ -95,9 +96,10 @@ struct PipelinedForward {
   char* const stages = shared + TeamOf::template scratch_bytes<T>() + 128;
   char* const stage_of_weight = stages + Layout::kStages * kStageBytes;
   char* const stage_of_bias = stage_of_weight + (Layout::kHoldWeight ? 0 : StageOfWeight::kBytes);
-  const int group = static_cast<int>(block_index() / Layout::kClusterBlocks);
-  const int groups = static_cast<int>(block_count() / Layout::kClusterBlocks);
-  int fetched = group;  // the row to be asked for next, and where it is
+  const PlaceOfBlock place = place_of_block<Op, Layout::kClusterBlocks>(args);
+  const int cluster = static_cast<int>(place.block / Layout::kClusterBlocks);
+  const int clusters = static_cast<int>(place.blocks / Layout::kClusterBlocks);
+  int fetched = cluster;  // the row to be asked for next, and where it is
   const Branch* fetched_x;
   const Residual* fetched_residual;
   const CachePolicy policy;
@@ -105,19 +107,20 @@ struct PipelinedForward {
   T inv_unit = 1;  // kAdds: the factor of a row that is read
   // Rows from first_counted on are counted. The first one that a warp tells was dealt out, and is
   // negative.
-  const int first_counted = (Layout::kStages + kTurns) * groups;
+  const int first_counted = (Layout::kStages + kTurns) * clusters;
   const int warp = team.rank / 32;
-  int turn = 0, asked = group + (warp - kTurns) * groups;
+  int turn = 0, asked = cluster + (warp - kTurns) * clusters;
 
   __device__ __forceinline__ PipelinedForward(const Arguments& args, Arrays& arrays)
       : args(args),
         arrays(arrays),
         fetched_x(args.x + fetched * args.x_stride),
         fetched_residual(args.residual + fetched * args.residual_stride),
-        policy(evict_last_if_large(args.n_rows * n_cols * (kBytesOf<Branch> + kBytesOf<Residual>))),
+        policy(evict_last_if_large(rows_of_all<Op>(args) * n_cols *
+                                   (kBytesOf<Branch> + kBytesOf<Residual>))),
         own(own_place(Stage<X, kLength, kPacks, Layout::kBlockThreads>::place(stages, 0, 0))) {
 #pragma unroll
-    for (int i = 0; i < Layout::kStages; ++i) arrays.rows[i] = group + i * groups;
+    for (int i = 0; i < Layout::kStages; ++i) arrays.rows[i] = cluster + i * clusters;
   }
 
   // ---- places ----
@@ -205,9 +208,9 @@ struct PipelinedForward {
   __device__ __forceinline__ void fetched_all(int stage) {
     own = own + (stage + 1 == Layout::kStages ? -(Layout::kStages - 1) * kStageBytes : kStageBytes);
     commit_copies();
-    fetched += groups;
-    fetched_x += groups * args.x_stride;
-    fetched_residual += groups * args.residual_stride;
+    fetched += clusters;
+    fetched_x += clusters * args.x_stride;
+    fetched_residual += clusters * args.residual_stride;
   }
   __device__ __forceinline__ void load_first_pack(int of_row) {
     if constexpr (Op::kCentered) {
@@ -235,16 +238,28 @@ struct PipelinedForward {
     }
     return guess;
   }
+  template <typename StageOf, typename Operand>
+  __device__ __forceinline__ void fetch_repeated(char* stage, int p, const Operand* operand) const {
+    if constexpr (kPresent<Operand>) {
+      Pack<Operand, kLength> pack;
+      load_repeated(pack, operand, first_column(p), end_of_row(p), args.n_repeats);
+      StageOf::write(pack, stage, p);
+    }
+  }
   // Copies of half a pack are of half a sector, so they come by way of the L1
   // (notes.md#weight-and-bias-by-way-of-l1).
   __device__ __forceinline__ void fetch_weight_and_bias() {
 #pragma unroll
     for (int p = 0; p < Layout::kPacksPerThread; ++p) {
-      if constexpr (!Layout::kHoldWeight) {
+      if constexpr (!Layout::kHoldWeight && Op::kRepeats) {
+        fetch_repeated<StageOfWeight>(stage_of_weight, p, args.weight);
+      } else if constexpr (!Layout::kHoldWeight) {
         StageOfWeight::template fetch<Layout::kVector, true>(stage_of_weight, p, args.weight,
                                                              first_column(p), end_of_row(p));
       }
-      if constexpr (!Layout::kHoldBias) {
+      if constexpr (!Layout::kHoldBias && Op::kRepeats) {
+        fetch_repeated<StageOfBias>(stage_of_bias, p, args.bias);
+      } else if constexpr (!Layout::kHoldBias) {
         StageOfBias::template fetch<Layout::kVector, true>(stage_of_bias, p, args.bias,
                                                            first_column(p), end_of_row(p));
       }
@@ -254,7 +269,9 @@ struct PipelinedForward {
   __device__ __forceinline__ void load_held(Pack<Operand, kLength>& pack, const Operand* operand,
                                             int p) const {
     // With load_operand, 8 packs would spill more (notes.md#held-weights-by-plain-loads).
-    if constexpr (Layout::kPacksPerThread == 8) {
+    if constexpr (Op::kRepeats) {
+      load_repeated(pack, operand, first_column(p), end_of_row(p), args.n_repeats);
+    } else if constexpr (Layout::kPacksPerThread == 8) {
       load<Layout::kVector>(pack, operand, first_column(p), end_of_row(p));
     } else {
       load_operand<Layout::kVector>(pack, operand, first_column(p), end_of_row(p));
@@ -323,7 +340,7 @@ struct PipelinedForward {
       const bool sends = team.block == 0 && warp == turn;
       team.template begin_reduction<Sum>(sums, sends, asked, sent_rows, [&] {
         if (args.count == nullptr) {
-          asked += kTurns * groups;
+          asked += kTurns * clusters;
         } else if (team.rank % 32 == 0) {
           asked = count_up(args.count);
         }
@@ -512,8 +529,9 @@ struct PipelinedForward {
             normalized, args.y + row * args.y_stride, first_column(p), end_of_row(p));
       }
       if constexpr (Op::kStoresBits) {
-        store_bits<Layout::kVector, kLength>(bits, args.bitmask + row * bitmask_bytes(n_cols),
-                                             first_column(p), n_cols);
+        store_bits<Layout::kVector, kLength>(
+            bits, args.bitmask + place_of_row<Op>(args, row) * bitmask_bytes(n_cols),
+            first_column(p), n_cols);
       }
       fetch(stage, p);
     }
@@ -529,17 +547,19 @@ struct PipelinedForward {
   __device__ __forceinline__ void keep_statistics(const Measured& measured, long long row) const {
     if (args.rstd != nullptr && team.block == 0 && team.rank == 0) {
       const Statistics<T>& statistics = measured.statistics;
+      const long long place = place_of_row<Op>(args, row);
       if constexpr (Op::kCentered)
-        args.mean[row] = (statistics.shift + statistics.correction) * measured.unit;
-      args.rstd[row] = measured.scale.rstd;
+        args.mean[place] = (statistics.shift + statistics.correction) * measured.unit;
+      args.rstd[place] = measured.scale.rstd;
     }
   }
 };
 
 template <typename Op, typename Layout>
 __global__ void __launch_bounds__(Layout::kBlockThreads, Layout::kBlocksPerMultiprocessor)
-    norm_forward_pipelined(const __grid_constant__ ForwardPipelinedArguments<Op> args) {
+    norm_forward_pipelined(const __grid_constant__ ForwardPipelinedArguments<Op> given) {
   using Forward = PipelinedForward<Op, Layout>;
+  const auto& args = of_group<Op, Layout::kClusterBlocks>(given);
   typename Forward::Arrays arrays;
   Forward forward(args, arrays);
   forward.ask_for_first_rows();

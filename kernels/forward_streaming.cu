@@ -15,6 +15,7 @@
 // Result:    thread 0 of a cluster's first block writes the row's mean and rstd.
 #include "affine.cuh"
 #include "epilogue.cuh"
+#include "groups.cuh"
 #include "prologue.cuh"
 #include "statistics.cuh"
 #include "stream.cuh"
@@ -81,7 +82,8 @@ struct StreamingForward {
   const ForwardArguments<Op>& args;
   TeamOf& team;
   const long long n_cols = args.n_cols;
-  const long long row_index = block_index() / Layout::kClusterBlocks;
+  const long long row_index =
+      place_of_block<Op, Layout::kClusterBlocks>(args).block / Layout::kClusterBlocks;
   using Row = typename TileOfX::Row;
   const Row row = {args.x + row_index * args.x_stride,
                    args.residual + row_index * args.residual_stride};
@@ -194,6 +196,7 @@ struct StreamingForward {
   __device__ __forceinline__ void write_y() const {
     Y* const normalized_row = args.y + row_index * args.y_stride;
     const T offset = -statistics.correction * scale.of_row;
+    const long long place = place_of_row<Op>(args, row_index);
     for_each_tile<TileOfX::kColumns, true>(n_cols, [&](long long base, int columns) {
       const TileOfX of_x(row.behind(base), columns, evict_first());
 #pragma unroll
@@ -201,8 +204,13 @@ struct StreamingForward {
         const int first = of_x.first_column(p);
         Pack<Weight, kLength> weights;
         Pack<Bias, kLength> biases;
-        load<Layout::kVector, false>(weights, args.weight + base, first, columns);
-        load<Layout::kVector, false>(biases, args.bias + base, first, columns);
+        if constexpr (Op::kRepeats) {
+          load_repeated(weights, args.weight, base + first, base + columns, args.n_repeats);
+          load_repeated(biases, args.bias, base + first, base + columns, args.n_repeats);
+        } else {
+          load<Layout::kVector, false>(weights, args.weight + base, first, columns);
+          load<Layout::kVector, false>(biases, args.bias + base, first, columns);
+        }
         if constexpr (Op::Prologue::kAdds) {
           store<Layout::kVector, true, false>(
               of_x.packs[p], args.residual_out + row_index * args.residual_out_stride + base, first,
@@ -215,7 +223,7 @@ struct StreamingForward {
         store<Layout::kVector, true, false>(normalized, normalized_row + base, first, columns);
         if constexpr (Op::kStoresBits) {
           store_bits<Layout::kVector, kLength>(
-              bits, args.bitmask + row_index * bitmask_bytes(n_cols) + base / 8, first, columns);
+              bits, args.bitmask + place * bitmask_bytes(n_cols) + base / 8, first, columns);
         }
       }
     });
@@ -223,18 +231,20 @@ struct StreamingForward {
   // What the backward pass needs, if it is asked for.
   __device__ __forceinline__ void store_statistics() const {
     if (args.rstd != nullptr && team.block == 0 && team.rank == 0) {
+      const long long place = place_of_row<Op>(args, row_index);
       if constexpr (Op::kCentered) {
-        args.mean[row_index] = (statistics.shift + statistics.correction) * unit;
+        args.mean[place] = (statistics.shift + statistics.correction) * unit;
       }
-      args.rstd[row_index] = scale.rstd;
+      args.rstd[place] = scale.rstd;
     }
   }
 };
 
 template <typename Op, typename Layout>
 __global__ void __launch_bounds__(Layout::kBlockThreads, Layout::kBlocksPerMultiprocessor)
-    norm_forward_streaming(const __grid_constant__ ForwardArguments<Op> args) {
+    norm_forward_streaming(const __grid_constant__ ForwardArguments<Op> given) {
   using Forward = StreamingForward<Op, Layout>;
+  const auto& args = of_group<Op, Layout::kClusterBlocks>(given);
   typename Forward::TeamOf team;
   Forward forward(args, team);
   const auto guess = forward.guess();

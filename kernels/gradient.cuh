@@ -4,6 +4,7 @@
 
 #include "affine.cuh"
 #include "epilogue.cuh"
+#include "groups.cuh"
 #include "prologue.cuh"
 #include "statistics.cuh"
 #include "team.cuh"
@@ -179,6 +180,7 @@ struct WildRow {
   const unsigned char* bits;
   typename Op::DX* dx;
   typename Op::DResidual* dresidual;
+  const Groups<Op>& groups;
   float mean, rstd;
 
   __device__ __forceinline__ WildRow(const BackwardArguments<Op>& args, long long row, float mean,
@@ -187,9 +189,10 @@ struct WildRow {
         x(args.x + row * args.x_stride),
         dresidual_out(args.dresidual_out + row * args.dresidual_out_stride),
         weight(args.weight),
-        bits(args.bitmask + row * bitmask_bytes(args.n_cols)),
+        bits(args.bitmask + place_of_row<Op>(args, row) * bitmask_bytes(args.n_cols)),
         dx(args.dx + row * args.dx_stride),
         dresidual(args.dresidual + row * args.dresidual_stride),
+        groups(args),
         mean(mean),
         rstd(rstd) {}
 
@@ -199,7 +202,8 @@ struct WildRow {
     if constexpr (!kPresent<Weight>)
       return upstream;
     else
-      return upstream * (convert<double>(weight[column]) + (Op::kZeroCentered ? 1.0 : 0.0));
+      return upstream *
+             (convert<double>(weight[element_at(column)]) + (Op::kZeroCentered ? 1.0 : 0.0));
   }
   __device__ __forceinline__ double h(Index column) const {
     return (convert<double>(x[column]) - (Op::kCentered ? mean : 0.0)) * rstd;
@@ -225,6 +229,13 @@ struct WildRow {
   }
 
  private:
+  __device__ __forceinline__ Index element_at(Index column) const {
+    if constexpr (Op::kRepeats) {
+      return static_cast<Index>(column / groups.n_repeats);
+    } else {
+      return column;
+    }
+  }
   // dresidual_out is added in float, as to the dx of any other row.
   __device__ __forceinline__ auto of_inputs(double of_x, Index column) const {
     if constexpr (kPresent<DResidualOut>)
@@ -267,8 +278,9 @@ template <typename Op, int PacksPerThread, typename TeamOf>
 __device__ NOT_INLINED TeamOf write_wild_row(TeamOf team, bool skips, long long row,
                                              const BackwardArguments<Op>& args) {
   using Row = WildRow<Op, int>;
-  const Row wild(args, row, Op::kCentered && !skips ? args.mean[row] : 0.0f,
-                 skips ? 0.0f : args.rstd[row]);
+  const long long place = place_of_row<Op>(args, row);
+  const Row wild(args, row, Op::kCentered && !skips ? args.mean[place] : 0.0f,
+                 skips ? 0.0f : args.rstd[place]);
   const int first = team.template first_column<PacksPerThread, Row::kLength>(0);
   const int step = team.template first_column<PacksPerThread, Row::kLength>(1) - first;
   const int last = first + PacksPerThread * step, n_cols = static_cast<int>(args.n_cols);

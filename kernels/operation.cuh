@@ -4,7 +4,8 @@
 //
 // Op:        It has what the kernel depends on, and no more. The dtypes are types: X, DY, Weight, Bias, Y, DWeight and
 //            DBias, None if absent. Forward has the Prologue (prologue.cuh). Both have the Epilogue (epilogue.cuh) and
-//            the options kCentered (LayerNorm, else RMSNorm) and kZeroCentered (1 is added to the weight). If
+//            the options kCentered (LayerNorm, else RMSNorm), kZeroCentered (1 is added to the weight), kGrouped and
+//            kRepeats (groups.cuh: rows do not all share one row of weight and bias). If
 //            kStoresBits, forward stores the bits of the Epilogue. X is the type of what is normalized. With a
 //            Residual, that is the sum of it and a Branch. DWeight and DBias are the types that the kernel itself
 //            writes: for partials, the compute type. DResidual is None if it is DX.
@@ -15,8 +16,17 @@
 
 #include "types.cuh"
 
+// The numbers that groups.cuh explains.
+template <typename Op, bool = Op::kGrouped>
+struct Groups {};
 template <typename Op>
-struct ForwardArguments {
+struct Groups<Op, true> {
+  long long n_groups, n_vectors, n_repeats;
+  long long group_step, row_step, weight_step, bias_step;
+};
+
+template <typename Op>
+struct ForwardArguments : Groups<Op> {
   long long n_rows, n_cols;
   Compute<typename Op::X> inv_n, eps, lower, upper;  // 1 / n_cols; the bounds of the ReLU
   const typename Op::Branch* x;
@@ -40,7 +50,7 @@ struct ForwardPipelinedArguments : ForwardArguments<Op> {
 };
 
 template <typename Op>
-struct BackwardArguments {
+struct BackwardArguments : Groups<Op> {
   long long n_rows, n_cols;
   Compute<typename Op::X> inv_n;
   const typename Op::DY* dy;
@@ -85,7 +95,7 @@ struct BackwardStreamingArguments : BackwardArguments<Op> {
 };
 
 template <typename Op>
-struct ReductionArguments {
+struct ReductionArguments : Groups<Op> {
   long long n_partials, n_cols;
   const Compute<typename Op::X>* partials;
   typename Op::DWeight* dweight;

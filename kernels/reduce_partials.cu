@@ -3,7 +3,7 @@
 //
 // Layout:    partials as backward_pipelined.cu writes them, (gradients, n_partials, partials_stride(n_cols));
 //            16-byte aligned.
-// Grid:      a block for each kColumns columns of each gradient, on grid.x.
+// Grid:      a block for each kColumns columns of each gradient and, if kGrouped, each vector, on grid.x.
 // Traffic:   partials read once, gradients written once.
 // Thread:    columns kWidth * (thread % kLanes) on, as many as fill 16 bytes, of partials
 //            thread / kLanes, + Groups, + 2 * Groups, ...
@@ -27,8 +27,13 @@ __global__ void __launch_bounds__(Layout::kBlockThreads, 4)
   constexpr int kSums =
       Layout::kGroups < kWarps ? Layout::kGroups : kWarps;  // of a column, in shared memory
   const long long tiles = (n_cols + kColumns - 1) / kColumns;
-  const long long tile = block_index() - (block_index() < tiles ? 0 : tiles);
-  const bool is_first = block_index() < tiles;
+  const long long blocks = (kPresent<DWeight> + kPresent<typename Op::DBias>)*tiles;
+  const long long vector = Op::kGrouped ? block_index() / blocks : 0;
+  const long long block = Op::kGrouped ? block_index() % blocks : block_index();
+  const long long tile = block - (block < tiles ? 0 : tiles);
+  const bool is_first = block < tiles;
+  const SumOfPartials sum_of = sum_of_partials<Op>(args, vector, is_first);
+  if (sum_of.n_partials < 0) return;
   const int lane = thread_index() % kLanes, group = thread_index() / kLanes;
   const long long column = tile * kColumns + lane * kWidth;
   const int n = static_cast<int>(column + kWidth < n_cols ? kWidth : n_cols - column);
@@ -39,9 +44,9 @@ __global__ void __launch_bounds__(Layout::kBlockThreads, 4)
   // Some kernels leave the memory behind a row's end unwritten.
   const bool whole = Layout::kVector == kWidth || n == kWidth;
   const long long stride = partials_stride(n_cols), step = Layout::kGroups * stride;
-  const T* source = args.partials + ((is_first ? 0 : args.n_partials) + group) * stride + column;
+  const T* source = args.partials + (sum_of.first + group) * stride + column;
 #pragma unroll 1
-  for (int left = static_cast<int>(args.n_partials) - group; left > 0;
+  for (int left = static_cast<int>(sum_of.n_partials) - group; left > 0;
        left -= kAtOnce * Layout::kGroups) {
     Pack<T, kWidth> values[kAtOnce];
 #pragma unroll
@@ -85,8 +90,8 @@ __global__ void __launch_bounds__(Layout::kBlockThreads, 4)
   }
   // Each thread works by itself, as those of the other groups have left.
   if (kPresent<DWeight> && is_first) {
-    write<Layout::kVector, 1>(sum, args.dweight + column, 0, n);
+    write<Layout::kVector, 1>(sum, args.dweight + sum_of.target + column, 0, n);
   } else {
-    write<Layout::kVector, 1>(sum, args.dbias + column, 0, n);
+    write<Layout::kVector, 1>(sum, args.dbias + sum_of.target + column, 0, n);
   }
 }

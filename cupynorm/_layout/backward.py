@@ -45,7 +45,7 @@ def backward_config(
     pipelined = backward_pipelined(spec, n, vector, architecture)
     if pipelined is not None:
         return pipelined
-    if column_parallel:
+    if column_parallel and not spec.grouped:
         by_strips = backward_column_parallel(spec, n, vector, architecture)
         if by_strips is not None:
             return by_strips

@@ -46,6 +46,16 @@ def forward_config(
     spec: ForwardSpec, n: int, vector: int, architecture: int
 ) -> ForwardInRegisters | ForwardPipelined | ForwardStreaming:
     """Return the configuration of a forward pass over rows of n elements."""
+    config = _config_for_all(spec, n, vector, architecture)
+    if spec.grouped and isinstance(config, ForwardPipelined):
+        return dataclasses.replace(config, counted=False)  # each group would take a count
+    return config
+
+
+def _config_for_all(
+    spec: ForwardSpec, n: int, vector: int, architecture: int
+) -> ForwardInRegisters | ForwardPipelined | ForwardStreaming:
+    """Return the configuration of rows that share one row of weight and bias."""
     config = _plain_config(spec.without_residual, n, vector, architecture)
     if spec.residual is None:
         return config

@@ -1,0 +1,134 @@
+"""How rows share weight and bias, where these broadcast over x in another way than one row does.
+
+The kernels know one form: see `Groups`, and kernels/groups.cuh. Vectors of any other form are
+copied into it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["Groups", "check_alike", "common_shape", "groups_of"]
+
+_Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The kept axes as three, (outer, vectors, inner): each vector serves outer * inner rows.
+
+    Attributes
+    ----------
+    outer, vectors, inner : int
+        The sizes of the three axes. The middle one is that of weight and bias.
+    repeats : int
+        How many neighbouring columns an element of a vector serves.
+    weight, bias : bool
+        Whether there is one for each vector, or all share one.
+    """
+
+    outer: int
+    vectors: int
+    inner: int
+    repeats: int
+    weight: bool
+    bias: bool
+
+    @property
+    def count(self) -> int:
+        """How many groups there are. Rows of all groups take turns if `inner` is 1."""
+        return self.vectors if self.inner == 1 else self.outer * self.vectors
+
+    @property
+    def rows(self) -> int:
+        """How many rows a group has."""
+        return self.outer if self.inner == 1 else self.inner
+
+    def numbers(self, n: int) -> dict[str, int]:
+        """Return the numbers of kernels/groups.cuh for rows of n elements."""
+        take_turns, elements = self.inner == 1, n // self.repeats
+        return {
+            "n_groups": self.count,
+            "n_vectors": self.vectors,
+            "n_repeats": self.repeats,
+            "group_step": 1 if take_turns else self.inner,
+            "row_step": self.vectors if take_turns else 1,
+            "weight_step": elements if self.weight else 0,
+            "bias_step": elements if self.bias else 0,
+        }
+
+
+def _padded(shape: Sequence[int], ndim: int) -> _Shape:
+    return (1,) * (ndim - len(shape)) + tuple(shape)
+
+
+def common_shape(x_shape: Sequence[int], k: int, shapes: Sequence[Sequence[int]]) -> _Shape:
+    """Return the least shape of x's axes to which vectors broadcast, and that kernels can read.
+
+    It has 1 before and after a range of kept axes, and behind some of the last k.
+
+    Examples
+    --------
+    >>> common_shape((2, 16, 8, 64), 1, [(8, 1), (64,)])
+    (1, 1, 8, 64)
+    >>> common_shape((2, 32, 4, 7, 7), 3, [(32, 4, 1, 1)])
+    (1, 32, 4, 1, 1)
+    """
+    ndim = len(x_shape)
+    padded = [_padded(shape, ndim) for shape in shapes]
+    varied = [i for i in range(ndim) if any(shape[i] != 1 for shape in padded)]
+    kept = [i for i in varied if i < ndim - k]
+    inside = [i for i in varied if i >= ndim - k]
+    whole = {*range(kept[0], kept[-1] + 1)} if kept else set()
+    whole |= {*range(ndim - k, inside[-1] + 1)} if inside else set()
+    return tuple(x_shape[i] if i in whole else 1 for i in range(ndim))
+
+
+def check_alike(x_shape: Sequence[int], k: int, **shapes: Sequence[int] | None) -> None:
+    """Check that kernels can read vectors of these shapes, by name."""
+    given = {name: shape for name, shape in shapes.items() if shape is not None}
+    common = common_shape(x_shape, k, [*given.values()])
+    kept = len(x_shape) - k
+    of_all = (1,) * kept + common[kept:]
+    for name, shape in given.items():
+        if _padded(shape, len(x_shape)) not in (common, of_all):
+            raise NotImplementedError(
+                f"{name} of shape {tuple(shape)} must vary over adjacent axes of x, and over the "
+                f"same ones as the other of weight and bias: broadcast it to {common}"
+            )
+
+
+def groups_of(
+    x_shape: Sequence[int],
+    k: int,
+    weight: Sequence[int] | None,
+    bias: Sequence[int] | None,
+) -> Groups | None:
+    """Return the groups of an x for weight and bias of these shapes; None if all rows share one.
+
+    Each has the shape that `common_shape` returns, or that with no kept axes: see `check_alike`.
+    """
+    shapes = [shape for shape in (weight, bias) if shape is not None]
+    common = common_shape(x_shape, k, shapes)
+    ndim = len(x_shape)
+    kept, row = common[: ndim - k], common[ndim - k :]
+    vectors = math.prod(kept)
+    repeats = math.prod(x_shape[ndim - k :]) // math.prod(row) if shapes else 1
+    if vectors == repeats == 1:
+        return None
+    varied = [i for i, n in enumerate(kept) if n != 1]
+    first, end = (varied[0], varied[-1] + 1) if varied else (ndim - k, ndim - k)
+
+    def varies(shape: Sequence[int] | None) -> bool:
+        return shape is not None and _padded(shape, ndim)[: ndim - k] == kept and vectors != 1
+
+    return Groups(
+        outer=math.prod(x_shape[:first]),
+        vectors=vectors,
+        inner=math.prod(x_shape[end : ndim - k]),
+        repeats=repeats,
+        weight=varies(weight),
+        bias=varies(bias),
+    )

@@ -1,0 +1,193 @@
+// Rows that do not all share one row of weight and bias (kGrouped). They are n_groups groups of n_rows rows. Each group
+// is served as all rows are without groups, by blocks of its own.
+//
+// Rows:      row r of group g is row g * group_step + r * row_step of the arrays. Either the rows of a group lie one after
+//            the other, and row_step is 1, or those of all groups take turns, and group_step is 1.
+// Vectors:   group g has vector g % n_vectors of weight and of bias. Vectors are weight_step and bias_step elements
+//            apart. A step is 0 if all groups share one.
+// kRepeats:  an element of a vector serves n_repeats neighbouring columns.
+// Blocks:    in the order of the rows, so that blocks that run at the same time read memory side by side.
+// Partials:  those of a gradient lie together, and among them those of a vector.
+#pragma once
+
+#include "epilogue.cuh"
+#include "operation.cuh"
+
+// Where a block stands: its group, its number within that, and how many blocks a group has.
+struct PlaceOfBlock {
+  long long group, block, blocks;
+};
+
+template <typename Op, int ClusterBlocks, typename Arguments>
+__device__ __forceinline__ PlaceOfBlock place_of_block(const Arguments& args) {
+  if constexpr (!Op::kGrouped) {
+    return {0, block_index(), block_count()};
+  } else {
+    // A grid has less than 2^31 blocks.
+    const unsigned cluster = static_cast<unsigned>(block_index()) / ClusterBlocks;
+    const unsigned rank = static_cast<unsigned>(block_index()) % ClusterBlocks;
+    const unsigned groups = static_cast<unsigned>(args.n_groups);
+    const unsigned clusters = static_cast<unsigned>(block_count()) / ClusterBlocks / groups;
+    const bool take_turns = args.row_step > 1;
+    const unsigned group = take_turns ? cluster % groups : cluster / clusters;
+    const unsigned within = take_turns ? cluster / groups : cluster % clusters;
+    return {group, static_cast<long long>(within) * ClusterBlocks + rank,
+            static_cast<long long>(clusters) * ClusterBlocks};
+  }
+}
+
+// The number of a row of the group, from the group's first row, among the rows of all groups.
+template <typename Op>
+__device__ __forceinline__ long long place_of_row(const Groups<Op>& args, long long row) {
+  if constexpr (Op::kGrouped) {
+    return row * args.row_step;
+  } else {
+    return row;
+  }
+}
+
+// How many rows there are in all groups.
+template <typename Op, typename Arguments>
+__device__ __forceinline__ long long rows_of_all(const Arguments& args) {
+  if constexpr (Op::kGrouped) {
+    return args.n_rows * args.n_groups;
+  } else {
+    return args.n_rows;
+  }
+}
+
+// Whether the row behind one of a group belongs to another group.
+template <typename Op>
+__device__ __forceinline__ bool groups_take_turns(const Groups<Op>& args) {
+  if constexpr (Op::kGrouped) {
+    return args.row_step > 1;
+  } else {
+    return false;
+  }
+}
+
+// The elements of a vector for a row of so many columns.
+template <typename Op, typename Index>
+__device__ __forceinline__ Index elements_of_vector(const Groups<Op>& args, Index n_cols) {
+  if constexpr (Op::kRepeats) {
+    return static_cast<Index>(n_cols / args.n_repeats);
+  } else {
+    return n_cols;
+  }
+}
+
+template <typename Op>
+__device__ __forceinline__ void begin_at(ForwardArguments<Op>& args, long long row) {
+  args.x += row * args.x_stride;
+  args.residual += row * args.residual_stride;
+  args.y += row * args.y_stride;
+  args.residual_out += row * args.residual_out_stride;
+  args.x_stride *= args.row_step;
+  args.residual_stride *= args.row_step;
+  args.y_stride *= args.row_step;
+  args.residual_out_stride *= args.row_step;
+  if (args.rstd != nullptr) {  // else nothing is kept
+    if constexpr (Op::kCentered) args.mean += row;
+    args.rstd += row;
+    args.bitmask += row * bitmask_bytes(args.n_cols);
+  }
+}
+template <typename Op>
+__device__ __forceinline__ void begin_at(BackwardArguments<Op>& args, long long row) {
+  args.dy += row * args.dy_stride;
+  args.x += row * args.x_stride;
+  args.dresidual_out += row * args.dresidual_out_stride;
+  args.dx += row * args.dx_stride;
+  args.dresidual += row * args.dresidual_stride;
+  args.dy_stride *= args.row_step;
+  args.x_stride *= args.row_step;
+  args.dresidual_out_stride *= args.row_step;
+  args.dx_stride *= args.row_step;
+  args.dresidual_stride *= args.row_step;
+  if constexpr (Op::kCentered) args.mean += row;
+  args.rstd += row;
+  args.bitmask += row * bitmask_bytes(args.n_cols);
+}
+template <typename Op>
+__device__ __forceinline__ void take_vector(ForwardArguments<Op>& args, long long vector) {
+  args.weight += vector * args.weight_step;
+  args.bias += vector * args.bias_step;
+}
+template <typename Op>
+__device__ __forceinline__ void take_vector(BackwardArguments<Op>& args, long long vector) {
+  args.weight += vector * args.weight_step;
+}
+
+// The arguments of a block's group. Without groups, they are those given.
+template <typename Op, int ClusterBlocks, typename Arguments>
+__device__ __forceinline__ decltype(auto) of_group(const Arguments& given) {
+  if constexpr (!Op::kGrouped) {
+    return (given);
+  } else {
+    Arguments args = given;
+    const long long group = place_of_block<Op, ClusterBlocks>(given).group;
+    begin_at<Op>(args, group * args.group_step);
+    take_vector<Op>(args, group % args.n_vectors);
+    return args;
+  }
+}
+
+// The row of partials that a block writes for gradient `index`: it is number `block` of the `blocks` of its group that
+// write some.
+template <typename Op>
+__device__ __forceinline__ long long row_of_partials(const Groups<Op>& args, long long group,
+                                                     int index, long long block, long long blocks) {
+  if constexpr (Op::kGrouped) {
+    const long long groups_of_vector = args.n_groups / args.n_vectors;
+    const long long slot = group % args.n_vectors * groups_of_vector + group / args.n_vectors;
+    return (index * args.n_groups + slot) * blocks + block;
+  } else {
+    return index * blocks + block;
+  }
+}
+
+// Which rows of partials are summed to one vector of a gradient, and where it begins. No row at all, -1, if another
+// block sums what all vectors share.
+struct SumOfPartials {
+  long long first, n_partials, target;
+};
+
+template <typename Op>
+__device__ __forceinline__ SumOfPartials sum_of_partials(const ReductionArguments<Op>& args,
+                                                         long long vector, bool is_first) {
+  if constexpr (Op::kGrouped) {
+    const bool of_weight = kPresent<typename Op::DWeight> && is_first;
+    const long long step = of_weight ? args.weight_step : args.bias_step;
+    const long long first = is_first ? 0 : args.n_vectors * args.n_partials;
+    if (step == 0) return {first, vector > 0 ? -1 : args.n_vectors * args.n_partials, 0};
+    return {first + vector * args.n_partials, args.n_partials, vector * step};
+  } else {
+    return {is_first ? 0 : args.n_partials, args.n_partials, 0};
+  }
+}
+
+// Loads a pack of columns of a vector, each element of which serves `repeats` columns.
+template <typename T, int Length, typename Index>
+__device__ __forceinline__ void load_repeated(Pack<T, Length>& pack, const T* vector, Index first,
+                                              Index n, long long repeats) {
+#pragma unroll
+  for (int word = 0; word < Pack<T, Length>::kWords; ++word) pack.words[word] = 0;
+  if (first >= n) return;
+  const Index each = static_cast<Index>(repeats);
+  Index element = first / each, left = each - first % each;  // of the columns of this element
+  Compute<T> value = convert<Compute<T>>(vector[element]);
+#pragma unroll
+  for (int i = 0; i < Length; ++i) {
+    if (first + i < n) {
+      if (left == 0) {
+        value = convert<Compute<T>>(vector[++element]);
+        left = each;
+      }
+      pack.set(i, value);
+      --left;
+    }
+  }
+}
+template <int Length, typename Index>
+__device__ __forceinline__ void load_repeated(Pack<None, Length>&, const None*, Index, Index,
+                                              long long) {}
