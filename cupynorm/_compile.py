@@ -86,7 +86,7 @@ ARGUMENTS = {
 }
 # Those of a grouped pass begin with these.
 _GROUPS = (
-    *("n_groups", "n_vectors", "n_repeats"),
+    *("n_groups", "n_vectors", "n_repeats", "n_clusters", "n_magic", "n_shift"),
     *("group_step", "row_step", "weight_step", "bias_step"),
 )
 
@@ -157,7 +157,7 @@ def _struct(name: str, members: Members) -> str:
     return "\n".join((f"struct {name} {{", *lines, "};", ""))
 
 
-def _op(options: dict[str, str | bool], **dtypes: str | None) -> Members:
+def _op(options: dict[str, str | bool | int], **dtypes: str | None) -> Members:
     """Return the members of an Op: the options, and the dtypes by the names of their types."""
     return (*((name, CPP_TYPES[dtype]) for name, dtype in dtypes.items()), *options.items())
 
@@ -176,7 +176,7 @@ def _layout(config: Any, only: Iterable[str] = ()) -> Members:
     )
 
 
-def _sharing(spec: ForwardSpec | BackwardSpec) -> dict[str, str | bool]:
+def _sharing(spec: ForwardSpec | BackwardSpec) -> dict[str, str | bool | int]:
     return {"kGrouped": spec.grouped, "kRepeats": spec.repeats}
 
 
@@ -184,7 +184,7 @@ def forward_instantiation(
     spec: ForwardSpec, config: ForwardInRegisters | ForwardPipelined | ForwardStreaming
 ) -> Instantiation:
     """Return the kernel of a forward pass."""
-    options: dict[str, str | bool] = {
+    options: dict[str, str | bool | int] = {
         "Prologue": "AddResidual" if spec.residual else "Plain",
         "Epilogue": "Clamp" if spec.relu else "Identity",
         "kCentered": spec.norm == "layer_norm",
@@ -227,7 +227,7 @@ def backward_instantiations(
 
     def op(dweight: str | None, dbias: str | None) -> Members:
         """Return the Op of a kernel that writes weight gradients of these dtypes, or none."""
-        options: dict[str, str | bool] = {
+        options: dict[str, str | bool | int] = {
             "Epilogue": "Clamp" if spec.bitmask else "Identity",
             "kCentered": spec.norm == "layer_norm",
             "kZeroCentered": spec.zero_centered,

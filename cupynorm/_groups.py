@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Groups", "check_alike", "common_shape", "groups_of"]
+__all__ = ["Groups", "check_alike", "clusters_of_group", "common_shape", "groups_of"]
 
 _Shape = tuple[int, ...]
 
@@ -46,18 +46,43 @@ class Groups:
         """How many rows a group has."""
         return self.outer if self.inner == 1 else self.inner
 
-    def numbers(self, n: int) -> dict[str, int]:
-        """Return the numbers of kernels/groups.cuh for rows of n elements."""
+    def numbers(self, n: int, clusters: int) -> dict[str, int]:
+        """Return the numbers of kernels/groups.cuh for rows of n elements.
+
+        Each group has so many clusters of blocks.
+        """
         take_turns, elements = self.inner == 1, n // self.repeats
+        # Numbers below 2**31 are divided exactly: Granlund and Montgomery, "Division by invariant
+        # integers using multiplication", theorem 4.2.
+        divisor = max(1, self.count if take_turns else clusters)
+        shift = 31 + (divisor - 1).bit_length()
         return {
             "n_groups": self.count,
             "n_vectors": self.vectors,
             "n_repeats": self.repeats,
+            "n_clusters": clusters,
+            "n_magic": (1 << shift) // divisor + 1,
+            "n_shift": shift,
             "group_step": 1 if take_turns else self.inner,
             "row_step": self.vectors if take_turns else 1,
             "weight_step": elements if self.weight else 0,
             "bias_step": elements if self.bias else 0,
         }
+
+
+def clusters_of_group(rows: int, groups: int, at_once: int) -> int:
+    """Return by how many clusters the rows of a group are best shared, of all groups' at_once.
+
+    Clusters run in waves. Each takes as long as its most rows, and about a row more to begin.
+    """
+    best, least = 1, float("inf")
+    for waves in range(1, 9):
+        clusters = min(waves * at_once // max(1, groups), rows)
+        if clusters > 0:
+            time = -(-groups * clusters // at_once) * (-(-rows // clusters) + 1)
+            if time < least:
+                best, least = clusters, time
+    return best
 
 
 def _padded(shape: Sequence[int], ndim: int) -> _Shape:

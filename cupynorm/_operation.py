@@ -212,8 +212,12 @@ def _present(spec: _Spec, names: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(name for name in names if dtypes[name] is not None)
 
 
-def _sharing(groups: Groups | None) -> dict[str, bool]:
-    return {"grouped": groups is not None, "repeats": groups is not None and groups.repeats > 1}
+MOST_OF_A_PACK = 8  # elements
+
+
+def _sharing(groups: Groups | None) -> dict[str, Any]:
+    repeats = 0 if groups is None or groups.repeats == 1 else groups.repeats | MOST_OF_A_PACK
+    return {"grouped": groups is not None, "repeats": repeats & -repeats}
 
 
 @dataclass(frozen=True)
@@ -236,7 +240,7 @@ class ForwardSpec(_Spec):
     branch: str | None = None
     residual: str | None = None
     grouped: bool = False  # as `Options.groups`
-    repeats: bool = False  # an element of weight or bias serves several columns
+    repeats: int = 0  # of how many columns with one element of weight or bias packs may consist
 
     @classmethod
     def of(cls, options: Options, dtypes: Mapping[str, str | None]) -> ForwardSpec:
@@ -306,7 +310,7 @@ class BackwardSpec(_Spec):
     dx: str | None = None
     dresidual: str | None = None
     grouped: bool = False
-    repeats: bool = False
+    repeats: int = 0
 
     @classmethod
     def of(cls, options: Options, dtypes: Mapping[str, str | None]) -> BackwardSpec:

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from cupynorm import _background, _compile
 from cupynorm._driver import Kernel, Launch, set_to_zero
-from cupynorm._groups import Groups
+from cupynorm._groups import Groups, clusters_of_group
 from cupynorm._layout import (
     BackwardColumnParallel,
     BackwardConfig,
@@ -32,6 +32,7 @@ from cupynorm._layout import (
     forward_config,
     pack_length,
     partials_stride,
+    sums_packs,
     without_clusters,
 )
 from cupynorm._operation import BACKWARD, ITEMSIZE, BackwardSpec, ForwardSpec, compute_dtype
@@ -65,6 +66,13 @@ def _sizes(m: int, n: int) -> dict[str, float]:
 def _shares(m: int, groups: Groups | None) -> tuple[int, int]:
     """Return how many rows a group has, and how many groups there are."""
     return (m, 1) if groups is None else (groups.rows, groups.count)
+
+
+def _shared_by(most: int, n_groups: int, at_once: int) -> int:
+    """Return by how many clusters each group's rows are shared, at most one for a row or block."""
+    if n_groups == 1:
+        return min(most, at_once)
+    return clusters_of_group(most, n_groups, at_once) if most else 0
 
 
 def _launch_nothing(stream: int, operands: _Ints) -> None:
@@ -114,12 +122,13 @@ class ForwardPlan:
         can use it, scratch. If scratch is 0, rows are taken in turn.
         """
         rows, n_groups = _shares(m, groups)
-        blocks = self._blocks(rows, n_groups)
+        clusters = self._clusters(rows, n_groups)
+        blocks = clusters * n_groups * self.cluster_blocks
         if blocks == 0:
             return _launch_nothing
         numbers = _sizes(rows, self.n) | {"eps": eps, "lower": lower, "upper": upper}
         if groups is not None:
-            numbers |= groups.numbers(self.n)
+            numbers |= groups.numbers(self.n, clusters)
         if self.scratch_bytes(m) == 0:
             without_count = {} if self.most_clusters is None else {"count": 0}
             return self.kernel.prepared(blocks, numbers | without_count)
@@ -133,11 +142,12 @@ class ForwardPlan:
 
         return launch_with_count
 
-    def _blocks(self, rows: int, n_groups: int) -> int:
+    def _clusters(self, rows: int, n_groups: int) -> int:
+        """Return how many clusters of blocks each group has."""
         clusters = -(-rows // self.rows_per_block)
-        if self.most_clusters is not None:
-            clusters = min(clusters, max(1, self.most_clusters // max(1, n_groups)))
-        return clusters * self.cluster_blocks * n_groups
+        if self.most_clusters is None:
+            return clusters
+        return _shared_by(clusters, n_groups, self.most_clusters)
 
 
 def forward_plan(
@@ -231,39 +241,42 @@ class BackwardPlan(ABC):
     # Of the last kernel, which sums them: for each gradient so many blocks, or one an element if
     # these serve several columns. 0 if there are none.
     reduction_blocks: int
+    columns_summed: int  # to one value of a partial
+    partials_per_block: int  # or per cluster
 
     stands_in: ClassVar[bool] = False  # for another one
 
     def _partials(self, m: int, groups: Groups | None) -> int:
         """Return how many partials each group has."""
         rows, n_groups = _shares(m, groups)
-        most = max(1, self.most_partials // max(1, n_groups))
-        return min(-(-rows // self.rows_per_partial), most)
+        return _shared_by(-(-rows // self.rows_per_partial), n_groups, self.most_partials)
 
     def _partial_bytes(self, m: int, groups: Groups | None) -> int:
         if not self.reduction_blocks:
             return 0
         _, n_groups = _shares(m, groups)
-        partials = self.gradients * n_groups * self._partials(m, groups)
-        return partials * partials_stride(self.n) * self.itemsize
+        rows = self.gradients * n_groups * self._partials(m, groups) * self.partials_per_block
+        return rows * partials_stride(self.n // self.columns_summed) * self.itemsize
 
     def scratch_bytes(self, m: int, groups: Groups | None = None) -> int:
         """Return the bytes of scratch that a launch over m rows needs, aligned to 16."""
         return self._partial_bytes(m, groups)
 
-    def _numbers(self, m: int, groups: Groups | None) -> dict[str, float]:
-        """Return the numbers of the kernels of the rows."""
+    def _numbers(self, m: int, groups: Groups | None, clusters: int) -> dict[str, float]:
+        """Return the numbers of a kernel of the rows, of so many clusters for each group."""
         rows, _ = _shares(m, groups)
-        of_groups = {} if groups is None else groups.numbers(self.n)
+        of_groups = {} if groups is None else groups.numbers(self.n, clusters)
         return _sizes(rows, self.n) | of_groups
 
     def _prepared_sums(self, m: int, groups: Groups | None) -> Launch:
-        sizes: dict[str, float] = {"n_partials": self._partials(m, groups), "n_cols": self.n}
+        partials = self._partials(m, groups) * self.partials_per_block
+        sizes: dict[str, float] = {"n_partials": partials, "n_cols": self.n // self.columns_summed}
         blocks = self.gradients * self.reduction_blocks
         if groups is not None:
             sizes["n_partials"] *= groups.count // max(1, groups.vectors)
-            sizes |= groups.numbers(self.n)
+            sizes |= groups.numbers(self.n, 1)
             if groups.repeats > 1:
+                sizes["n_repeats"] = groups.repeats // self.columns_summed
                 blocks = self.gradients * (self.n // groups.repeats)
             blocks *= max(1, groups.vectors)
         return self.kernels[-1].prepared(blocks, sizes)
@@ -298,8 +311,9 @@ class PipelinedPlan(BackwardPlan):
         if not m:
             return _launch_nothing
         _, n_groups = _shares(m, groups)
-        blocks = self._partials(m, groups) * self.cluster_blocks * n_groups
-        return self.kernels[0].prepared(blocks, self._numbers(m, groups))
+        clusters = self._partials(m, groups)
+        blocks = clusters * self.cluster_blocks * n_groups
+        return self.kernels[0].prepared(blocks, self._numbers(m, groups, clusters))
 
 
 @dataclass(frozen=True)
@@ -385,10 +399,15 @@ class StreamingPlan(BackwardPlan):
             return _launch_nothing
         partials, partial_bytes = self._partials(m, groups), self._partial_bytes(m, groups)
         of_rows, of_columns, *_ = self.kernels
-        _, n_groups = _shares(m, groups)
-        numbers = self._numbers(m, groups) | {"n_partials": partials}
-        launch_rows = of_rows.prepared(m * self.cluster_blocks, numbers)
-        launch_columns = of_columns.prepared(self.tiles * partials * n_groups, numbers)
+        rows, n_groups = _shares(m, groups)
+        of_columns_each = self.tiles * partials
+        numbers = {"n_partials": partials}
+        launch_rows = of_rows.prepared(
+            m * self.cluster_blocks, self._numbers(m, groups, rows) | numbers
+        )
+        launch_columns = of_columns.prepared(
+            of_columns_each * n_groups, self._numbers(m, groups, of_columns_each) | numbers
+        )
 
         def launch(stream: int, operands: _Ints) -> None:
             with_coefficients = (*operands, operands[-1] + partial_bytes)
@@ -530,7 +549,7 @@ def _common(
     most_partials: int,
 ) -> dict[str, Any]:
     """Return the fields of a BackwardPlan."""
-    sums = config.reduction
+    sums, of_packs = config.reduction, sums_packs(spec)
     return {
         "kernels": kernels,
         "n": n,
@@ -540,6 +559,8 @@ def _common(
         "rows_per_partial": rows_per_partial,
         "most_partials": most_partials,
         "reduction_blocks": 0 if sums is None else -(-n // sums.columns),
+        "columns_summed": pack_length(spec.x) if of_packs else 1,
+        "partials_per_block": rows_per_partial if of_packs else 1,
     }
 
 

@@ -165,8 +165,11 @@ struct PipelinedBackward {
   long long dx_step;
   T wild = 0;  // NaN once a row was wild: this takes one register and no branch
 
-  T dweight[kDWeight ? kPacks : 1][kLength] = {};
-  T dbias[kDBias ? kPacks : 1][kLength] = {};
+  // Whether a pack's columns have one gradient. Then partials have a value for each pack.
+  static constexpr bool kOfPacks = Op::kRepeats >= kLength;
+  static constexpr int kSumsOfPack = kOfPacks ? 1 : kLength;
+  T dweight[kDWeight ? kPacks : 1][kSumsOfPack] = {};
+  T dbias[kDBias ? kPacks : 1][kSumsOfPack] = {};
   T held_sums[Layout::kHoldSums ? kPacks : 1][kLength] = {};
   bool flushed = false;
 
@@ -323,8 +326,8 @@ struct PipelinedBackward {
 
   __device__ __forceinline__ Pack<Weight, kLength> repeated_weights(int p) const {
     Pack<Weight, kLength> pack;
-    if constexpr (Op::kRepeats) {
-      load_repeated(pack, args.weight, first_column(p), end_of_row(p), args.n_repeats);
+    if constexpr (Op::kRepeats > 0) {
+      load_repeated<Op>(pack, args.weight, first_column(p), end_of_row(p), args.n_repeats);
     }
     return pack;
   }
@@ -335,7 +338,7 @@ struct PipelinedBackward {
       // (notes.md#the-weight-by-way-of-l1).
 #pragma unroll
       for (int p = 0; p < kPacks; ++p) {
-        if constexpr (Op::kRepeats && kPresent<Weight>) {
+        if constexpr (Op::kRepeats > 0 && kPresent<Weight>) {
           StageOfWeight::write(repeated_weights(p), stage_of_weight, p);
         } else {
           StageOfWeight::template fetch<Layout::kVector, true>(stage_of_weight, p, args.weight,
@@ -356,7 +359,7 @@ struct PipelinedBackward {
     if constexpr (Layout::kHoldWeight) {
 #pragma unroll
       for (int p = 0; p < kPacks; ++p) {
-        if constexpr (Op::kRepeats) {
+        if constexpr (Op::kRepeats > 0) {
           held_weight[p] = repeated_weights(p);
         } else {
           load<Layout::kVector>(held_weight[p], args.weight, first_column(p), end_of_row(p));
@@ -506,14 +509,19 @@ struct PipelinedBackward {
                                                 const Pack<DResidualOut, kLength>& of_total,
                                                 const RowMeans<Op::kCentered, T>& means) {
     const Pack<Weight, kLength> weights = weights_of(p);
+    T of_weight = 0, of_bias = 0;
 #pragma unroll
     for (int i = 0; i < kLength; ++i) {
       const T upstream = row_dy.template get<T>(i);
       const T of_x = dx_of<Op>(upstream, xhat[i], weights, i, means, current.rstd);
       gradient[i] = gradient_of_inputs(of_x, of_total, i);
-      if constexpr (kDWeight) dweight[p][i] = fused_multiply_add(upstream, xhat[i], dweight[p][i]);
-      if constexpr (kDBias) dbias[p][i] += upstream;
+      T& sum_of_weight = kOfPacks ? of_weight : dweight[kDWeight ? p : 0][kOfPacks ? 0 : i];
+      T& sum_of_bias = kOfPacks ? of_bias : dbias[kDBias ? p : 0][kOfPacks ? 0 : i];
+      if constexpr (kDWeight) sum_of_weight = fused_multiply_add(upstream, xhat[i], sum_of_weight);
+      if constexpr (kDBias) sum_of_bias += upstream;
     }
+    if constexpr (kOfPacks && kDWeight) dweight[p][0] += of_weight;
+    if constexpr (kOfPacks && kDBias) dbias[p][0] += of_bias;
   }
 
   // If x moves by cells, dx leaves by words.
@@ -625,7 +633,28 @@ struct PipelinedBackward {
 
   // Adds one gradient of the last rows to its sums so far. These wait in shared memory, in
   // registers or in partials, and go to partials when they are complete.
-  __device__ __forceinline__ void flush(T (&gradient)[kPacks][kLength], int index, bool complete) {
+  __device__ __forceinline__ void flush(T (&gradient)[kPacks][kSumsOfPack], int index,
+                                        bool complete) {
+    if constexpr (kOfPacks) {
+      flush_packs(gradient, index);
+    } else {
+      flush_columns(gradient, index, complete);
+    }
+  }
+  // Each team has partials of its own, which are short.
+  __device__ __forceinline__ void flush_packs(T (&gradient)[kPacks][kSumsOfPack], int index) {
+    const long long of_team =
+        row_of_partials<Op>(args, group, index, cluster * kTeams + team.team, clusters * kTeams);
+    T* const target = args.partials + of_team * partials_stride(n_cols / kLength);
+#pragma unroll
+    for (int p = 0; p < kPacks; ++p) {
+      const int pack = first_column(p) / kLength;
+      if (first_column(p) < n_cols) target[pack] = (flushed ? target[pack] : T(0)) + gradient[p][0];
+      gradient[p][0] = 0;
+    }
+  }
+  __device__ __forceinline__ void flush_columns(T (&gradient)[kPacks][kLength], int index,
+                                                bool complete) {
     T* const target = args.partials + row_of_partials<Op>(args, group, index, cluster, clusters) *
                                           partials_stride(n_cols);
     char* const place = stage_of_sums + index * StageOfSums::kBytes;

@@ -49,8 +49,8 @@ __global__ void __launch_bounds__(Layout::kRowThreads, 1)
       Op::Epilogue::backward(
           pack_dy, load_bits(args.bitmask + place * bitmask_bytes(n_cols), first, n_cols), first);
     }
-    if constexpr (Op::kRepeats) {
-      load_repeated(weights, args.weight, first, n_cols, args.n_repeats);
+    if constexpr (Op::kRepeats > 0) {
+      load_repeated<Op>(weights, args.weight, first, n_cols, args.n_repeats);
     } else {
       load<Layout::kVector, false>(weights, args.weight, first, n_cols);
     }
@@ -144,26 +144,40 @@ __global__ void __launch_bounds__(Layout::kColumnThreads, 2)
   const T* const coefficients = args.coefficients + place_of.group * 4 * args.n_rows;
 
   Pack<Weight, kLength> weights;
-  if constexpr (Op::kRepeats) {
-    load_repeated(weights, args.weight, first, n_cols, args.n_repeats);
+  if constexpr (Op::kRepeats > 0) {
+    load_repeated<Op>(weights, args.weight, first, n_cols, args.n_repeats);
   } else {
     load<Layout::kVector, false>(weights, args.weight, first, n_cols);
   }
+  // Whether a pack's columns have one gradient. Then partials have a value for each pack.
+  constexpr bool kOfPacks = Op::kRepeats >= kLength;
   T dweight[kLength] = {}, dbias[kLength] = {};
   // Moves one gradient from registers to this chunk's partials.
   bool flushed = false;
   const auto flush = [&](T(&gradient)[kLength], int index) {
-    T* target =
-        args.partials + row_of_partials<Op>(args, place_of.group, index, chunk, args.n_partials) *
-                            partials_stride(n_cols);
-    Pack<T, kLength> sums;
-    load<kLength>(sums, target, first, flushed ? n_cols : 0);
+    const long long row_of_sums =
+        row_of_partials<Op>(args, place_of.group, index, chunk, args.n_partials);
+    if constexpr (kOfPacks) {
+      T* const target = args.partials + row_of_sums * partials_stride(n_cols / kLength);
+      T sum = 0;
 #pragma unroll
-    for (int i = 0; i < kLength; ++i) {
-      sums.set(i, sums.template get<T>(i) + gradient[i]);
-      gradient[i] = 0;
+      for (int i = 0; i < kLength; ++i) {
+        sum += gradient[i];
+        gradient[i] = 0;
+      }
+      if (first < n_cols)
+        target[first / kLength] = (flushed ? target[first / kLength] : T(0)) + sum;
+    } else {
+      T* const target = args.partials + row_of_sums * partials_stride(n_cols);
+      Pack<T, kLength> sums;
+      load<kLength>(sums, target, first, flushed ? n_cols : 0);
+#pragma unroll
+      for (int i = 0; i < kLength; ++i) {
+        sums.set(i, sums.template get<T>(i) + gradient[i]);
+        gradient[i] = 0;
+      }
+      store<kLength>(sums, target, first, n_cols);
     }
-    store<kLength>(sums, target, first, n_cols);
   };
   const auto flush_all = [&] {
     if constexpr (kPresent<Weight>) flush(dweight, 0);

@@ -126,8 +126,8 @@ struct InRegistersForward {
   Pack<X, kLength> (&packs)[Layout::kPacksPerThread];
   Arrays& arrays;
   const int n_cols = Layout::kFull ? kColumns : static_cast<int>(args.n_cols);
-  const long long block = place_of_block<Op, Layout::kClusterBlocks>(args).block;
-  const long long row = block / Layout::kClusterBlocks * team.kTeams + team.team;
+  const PlaceOfBlock place = place_of_block<Op, Layout::kClusterBlocks>(args);
+  const long long row = place.block / Layout::kClusterBlocks * team.kTeams + team.team;
   // A team without a row stays, since a warp's lanes reduce together. A block of one row has a row.
   const bool active = team.kTeams == 1 || row < args.n_rows;
   const int n_left = Layout::kFull ? n_cols : n_cols - first_column(0);
@@ -195,9 +195,9 @@ struct InRegistersForward {
   }
   __device__ __forceinline__ void load_affine(int p) {
     const int first = first_column(p), end = end_of_row(p);
-    if constexpr (Op::kRepeats) {
-      load_repeated(arrays.weights[p], args.weight, first, end, args.n_repeats);
-      load_repeated(arrays.biases[p], args.bias, first, end, args.n_repeats);
+    if constexpr (Op::kRepeats > 0) {
+      load_repeated<Op>(arrays.weights[p], args.weight, first, end, args.n_repeats);
+      load_repeated<Op>(arrays.biases[p], args.bias, first, end, args.n_repeats);
     } else {
       load_operand<Layout::kVector>(arrays.weights[p], args.weight, first, end);
       load_operand<Layout::kVector>(arrays.biases[p], args.bias, first, end);
@@ -208,8 +208,8 @@ struct InRegistersForward {
   __device__ __forceinline__ void ask_for_all(const CellsOfX& cells) {
     if constexpr (!Layout::kHoldWeight) {
       const int elements = elements_of_vector<Op>(args, n_cols);
-      prefetch_row<Layout::kBlockThreads>(args.weight, block, elements);
-      prefetch_row<Layout::kBlockThreads>(args.bias, block, elements);
+      prefetch_row<Layout::kBlockThreads>(args.weight, place.block, elements);
+      prefetch_row<Layout::kBlockThreads>(args.bias, place.block, elements);
     }
     load_first_pack();
     load_row(cells);
@@ -220,15 +220,14 @@ struct InRegistersForward {
     // This branch is behind the loads of the held arrays. Otherwise the compiler moves it past them
     // (notes.md#a-branch-behind-the-loads).
     const bool large = is_large(bytes);
-    if (groups_take_turns<Op>(args)) return;  // a later block has another row than this one's next
     if (large ? Layout::kBlocksAheadIfLarge > 0 : Layout::kBlocksAhead > 0) {
-      const int ahead = large ? Layout::kBlocksAheadIfLarge : Layout::kBlocksAhead;
-      prefetch_row_ahead<Layout::kPacksPerThread * kLength>(
-          args.x, args.x_stride, row + ahead * team.kTeams, args.n_rows, team.rank, n_cols);
+      const int blocks = large ? Layout::kBlocksAheadIfLarge : Layout::kBlocksAhead;
+      const RowAhead ahead = row_ahead<Op>(args, place.group, row, blocks, team.kTeams);
+      prefetch_row_ahead<Layout::kPacksPerThread * kLength>(args.x, args.x_stride, ahead.row,
+                                                            ahead.end, team.rank, n_cols);
       if constexpr (kAdds) {
-        prefetch_row_ahead<Layout::kPacksPerThread * kLength>(args.residual, args.residual_stride,
-                                                              row + ahead * team.kTeams,
-                                                              args.n_rows, team.rank, n_cols);
+        prefetch_row_ahead<Layout::kPacksPerThread * kLength>(
+            args.residual, args.residual_stride, ahead.row, ahead.end, team.rank, n_cols);
       }
     }
   }
@@ -437,10 +436,10 @@ struct InRegistersForward {
   // What the backward pass needs, if it is asked for.
   __device__ __forceinline__ void store_statistics() const {
     if (args.rstd != nullptr && active && team.rank == 0 && team.block == 0) {
-      const long long place = place_of_row<Op>(args, row);
+      const long long at = place_of_row<Op>(args, row);
       if constexpr (Op::kCentered)
-        args.mean[place] = (statistics.shift + statistics.correction) * unit;
-      args.rstd[place] = scale.rstd;
+        args.mean[at] = (statistics.shift + statistics.correction) * unit;
+      args.rstd[at] = scale.rstd;
     }
   }
   // Where this thread's y begins; for words also the first lane's column and where the lanes

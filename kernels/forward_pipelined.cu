@@ -242,7 +242,7 @@ struct PipelinedForward {
   __device__ __forceinline__ void fetch_repeated(char* stage, int p, const Operand* operand) const {
     if constexpr (kPresent<Operand>) {
       Pack<Operand, kLength> pack;
-      load_repeated(pack, operand, first_column(p), end_of_row(p), args.n_repeats);
+      load_repeated<Op>(pack, operand, first_column(p), end_of_row(p), args.n_repeats);
       StageOf::write(pack, stage, p);
     }
   }
@@ -251,13 +251,13 @@ struct PipelinedForward {
   __device__ __forceinline__ void fetch_weight_and_bias() {
 #pragma unroll
     for (int p = 0; p < Layout::kPacksPerThread; ++p) {
-      if constexpr (!Layout::kHoldWeight && Op::kRepeats) {
+      if constexpr (!Layout::kHoldWeight && Op::kRepeats > 0) {
         fetch_repeated<StageOfWeight>(stage_of_weight, p, args.weight);
       } else if constexpr (!Layout::kHoldWeight) {
         StageOfWeight::template fetch<Layout::kVector, true>(stage_of_weight, p, args.weight,
                                                              first_column(p), end_of_row(p));
       }
-      if constexpr (!Layout::kHoldBias && Op::kRepeats) {
+      if constexpr (!Layout::kHoldBias && Op::kRepeats > 0) {
         fetch_repeated<StageOfBias>(stage_of_bias, p, args.bias);
       } else if constexpr (!Layout::kHoldBias) {
         StageOfBias::template fetch<Layout::kVector, true>(stage_of_bias, p, args.bias,
@@ -269,8 +269,8 @@ struct PipelinedForward {
   __device__ __forceinline__ void load_held(Pack<Operand, kLength>& pack, const Operand* operand,
                                             int p) const {
     // With load_operand, 8 packs would spill more (notes.md#held-weights-by-plain-loads).
-    if constexpr (Op::kRepeats) {
-      load_repeated(pack, operand, first_column(p), end_of_row(p), args.n_repeats);
+    if constexpr (Op::kRepeats > 0) {
+      load_repeated<Op>(pack, operand, first_column(p), end_of_row(p), args.n_repeats);
     } else if constexpr (Layout::kPacksPerThread == 8) {
       load<Layout::kVector>(pack, operand, first_column(p), end_of_row(p));
     } else {

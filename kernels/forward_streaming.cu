@@ -204,9 +204,9 @@ struct StreamingForward {
         const int first = of_x.first_column(p);
         Pack<Weight, kLength> weights;
         Pack<Bias, kLength> biases;
-        if constexpr (Op::kRepeats) {
-          load_repeated(weights, args.weight, base + first, base + columns, args.n_repeats);
-          load_repeated(biases, args.bias, base + first, base + columns, args.n_repeats);
+        if constexpr (Op::kRepeats > 0) {
+          load_repeated<Op>(weights, args.weight, base + first, base + columns, args.n_repeats);
+          load_repeated<Op>(biases, args.bias, base + first, base + columns, args.n_repeats);
         } else {
           load<Layout::kVector, false>(weights, args.weight + base, first, columns);
           load<Layout::kVector, false>(biases, args.bias + base, first, columns);

@@ -230,7 +230,7 @@ struct WildRow {
 
  private:
   __device__ __forceinline__ Index element_at(Index column) const {
-    if constexpr (Op::kRepeats) {
+    if constexpr (Op::kRepeats > 0) {
       return static_cast<Index>(column / groups.n_repeats);
     } else {
       return column;

@@ -5,8 +5,11 @@
 //            the other, and row_step is 1, or those of all groups take turns, and group_step is 1.
 // Vectors:   group g has vector g % n_vectors of weight and of bias. Vectors are weight_step and bias_step elements
 //            apart. A step is 0 if all groups share one.
-// kRepeats:  an element of a vector serves n_repeats neighbouring columns.
-// Blocks:    in the order of the rows, so that blocks that run at the same time read memory side by side.
+// kRepeats:  if not 0, an element of a vector serves n_repeats neighbouring columns, a multiple of kRepeats. If that is a
+//            pack's length, all columns of a pack have one element.
+// Blocks:    n_clusters clusters for each group, in the order of the rows, so that blocks that run at the same time read
+//            memory side by side. A number of a cluster, times n_magic, shifted by n_shift, is divided by n_groups if
+//            groups take turns, else by n_clusters.
 // Partials:  those of a gradient lie together, and among them those of a vector.
 #pragma once
 
@@ -23,17 +26,25 @@ __device__ __forceinline__ PlaceOfBlock place_of_block(const Arguments& args) {
   if constexpr (!Op::kGrouped) {
     return {0, block_index(), block_count()};
   } else {
-    // A grid has less than 2^31 blocks.
+    // A grid has less than 2^31 blocks. A division would take a tenth of a microsecond.
     const unsigned cluster = static_cast<unsigned>(block_index()) / ClusterBlocks;
     const unsigned rank = static_cast<unsigned>(block_index()) % ClusterBlocks;
-    const unsigned groups = static_cast<unsigned>(args.n_groups);
-    const unsigned clusters = static_cast<unsigned>(block_count()) / ClusterBlocks / groups;
+    const unsigned quotient = static_cast<unsigned>(
+        cluster * static_cast<unsigned long long>(args.n_magic) >> args.n_shift);
     const bool take_turns = args.row_step > 1;
-    const unsigned group = take_turns ? cluster % groups : cluster / clusters;
-    const unsigned within = take_turns ? cluster / groups : cluster % clusters;
-    return {group, static_cast<long long>(within) * ClusterBlocks + rank,
-            static_cast<long long>(clusters) * ClusterBlocks};
+    const unsigned divisor = static_cast<unsigned>(take_turns ? args.n_groups : args.n_clusters);
+    const unsigned remainder = cluster - quotient * divisor;
+    const long long within = take_turns ? quotient : remainder;
+    return {take_turns ? remainder : quotient, within * ClusterBlocks + rank,
+            args.n_clusters * ClusterBlocks};
   }
+}
+
+// The number of the vector of a group.
+template <typename Op>
+__device__ __forceinline__ long long vector_of_group(const Groups<Op>& args, long long group) {
+  if (args.n_groups == args.n_vectors) return group;
+  return static_cast<unsigned>(group) % static_cast<unsigned>(args.n_vectors);
 }
 
 // The number of a row of the group, from the group's first row, among the rows of all groups.
@@ -56,20 +67,29 @@ __device__ __forceinline__ long long rows_of_all(const Arguments& args) {
   }
 }
 
-// Whether the row behind one of a group belongs to another group.
-template <typename Op>
-__device__ __forceinline__ bool groups_take_turns(const Groups<Op>& args) {
+// The row of a block that starts `blocks` later, as this group counts rows, and where it ends to count them.
+struct RowAhead {
+  long long row, end;
+};
+template <typename Op, typename Arguments>
+__device__ __forceinline__ RowAhead row_ahead(const Arguments& args, long long group, long long row,
+                                              int blocks, int rows_of_block) {
   if constexpr (Op::kGrouped) {
-    return args.row_step > 1;
+    if (args.row_step == 1) {  // the next group's rows lie behind this one's
+      return {row + blocks * rows_of_block, (args.n_groups - group) * args.n_rows};
+    }
+    // All groups have a block before this one has another.
+    const int rounds = blocks / static_cast<int>(args.n_groups);
+    return {row + (rounds > 0 ? rounds : 1) * rows_of_block, args.n_rows};
   } else {
-    return false;
+    return {row + blocks * rows_of_block, args.n_rows};
   }
 }
 
 // The elements of a vector for a row of so many columns.
 template <typename Op, typename Index>
 __device__ __forceinline__ Index elements_of_vector(const Groups<Op>& args, Index n_cols) {
-  if constexpr (Op::kRepeats) {
+  if constexpr (Op::kRepeats > 0) {
     return static_cast<Index>(n_cols / args.n_repeats);
   } else {
     return n_cols;
@@ -127,7 +147,7 @@ __device__ __forceinline__ decltype(auto) of_group(const Arguments& given) {
     Arguments args = given;
     const long long group = place_of_block<Op, ClusterBlocks>(given).group;
     begin_at<Op>(args, group * args.group_step);
-    take_vector<Op>(args, group % args.n_vectors);
+    take_vector<Op>(args, vector_of_group<Op>(args, group));
     return args;
   }
 }
@@ -139,7 +159,8 @@ __device__ __forceinline__ long long row_of_partials(const Groups<Op>& args, lon
                                                      int index, long long block, long long blocks) {
   if constexpr (Op::kGrouped) {
     const long long groups_of_vector = args.n_groups / args.n_vectors;
-    const long long slot = group % args.n_vectors * groups_of_vector + group / args.n_vectors;
+    const long long vector = vector_of_group<Op>(args, group);
+    const long long slot = vector * groups_of_vector + (group - vector) / args.n_vectors;
     return (index * args.n_groups + slot) * blocks + block;
   } else {
     return index * blocks + block;
@@ -166,28 +187,42 @@ __device__ __forceinline__ SumOfPartials sum_of_partials(const ReductionArgument
   }
 }
 
-// Loads a pack of columns of a vector, each element of which serves `repeats` columns.
-template <typename T, int Length, typename Index>
+// The quotient of two numbers that are not negative.
+template <typename Index>
+__device__ __forceinline__ Index quotient(Index column, long long repeats) {
+  if ((static_cast<unsigned long long>(column) | static_cast<unsigned long long>(repeats)) >> 32 ==
+      0) {  // a long division takes a hundred instructions
+    return static_cast<Index>(static_cast<unsigned>(column) / static_cast<unsigned>(repeats));
+  }
+  return static_cast<Index>(column / repeats);
+}
+
+// Loads a pack of columns of a vector, each element of which serves `repeats` columns. The loads do not wait for each
+// other. Columns past the row's end get its last element.
+template <typename Op, typename T, int Length, typename Index>
 __device__ __forceinline__ void load_repeated(Pack<T, Length>& pack, const T* vector, Index first,
                                               Index n, long long repeats) {
+  if constexpr (kPresent<T>) {
+    const Index last = n - 1;
+    const Index begin = first < last ? first : last;
+    Index element = quotient(begin, repeats);
+    if constexpr (Op::kRepeats >= Length) {
+      const Compute<T> value = convert<Compute<T>>(vector[element]);
 #pragma unroll
-  for (int word = 0; word < Pack<T, Length>::kWords; ++word) pack.words[word] = 0;
-  if (first >= n) return;
-  const Index each = static_cast<Index>(repeats);
-  Index element = first / each, left = each - first % each;  // of the columns of this element
-  Compute<T> value = convert<Compute<T>>(vector[element]);
+      for (int i = 0; i < Length; ++i) pack.set(i, value);
+    } else {
+      Index left = static_cast<Index>(repeats - (begin - element * repeats));  // of this element's
+      T elements[Length];
 #pragma unroll
-  for (int i = 0; i < Length; ++i) {
-    if (first + i < n) {
-      if (left == 0) {
-        value = convert<Compute<T>>(vector[++element]);
-        left = each;
+      for (int i = 0; i < Length; ++i) {
+        elements[i] = vector[element];
+        if (--left == 0 && begin + i < last) {
+          ++element;
+          left = static_cast<Index>(repeats);
+        }
       }
-      pack.set(i, value);
-      --left;
+#pragma unroll
+      for (int i = 0; i < Length; ++i) pack.set(i, convert<Compute<T>>(elements[i]));
     }
   }
 }
-template <int Length, typename Index>
-__device__ __forceinline__ void load_repeated(Pack<None, Length>&, const None*, Index, Index,
-                                              long long) {}

@@ -21,7 +21,7 @@ template <typename Op, bool = Op::kGrouped>
 struct Groups {};
 template <typename Op>
 struct Groups<Op, true> {
-  long long n_groups, n_vectors, n_repeats;
+  long long n_groups, n_vectors, n_repeats, n_clusters, n_magic, n_shift;
   long long group_step, row_step, weight_step, bias_step;
 };
 

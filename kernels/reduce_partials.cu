@@ -27,9 +27,11 @@ __global__ void __launch_bounds__(Layout::kBlockThreads, 4)
   constexpr int kSums =
       Layout::kGroups < kWarps ? Layout::kGroups : kWarps;  // of a column, in shared memory
   const long long tiles = (n_cols + kColumns - 1) / kColumns;
-  const long long blocks = (kPresent<DWeight> + kPresent<typename Op::DBias>)*tiles;
-  const long long vector = Op::kGrouped ? block_index() / blocks : 0;
-  const long long block = Op::kGrouped ? block_index() % blocks : block_index();
+  const unsigned blocks =
+      (kPresent<DWeight> + kPresent<typename Op::DBias>)*static_cast<unsigned>(tiles);
+  const long long vector = Op::kGrouped ? static_cast<unsigned>(block_index()) / blocks : 0;
+  const long long block =
+      Op::kGrouped ? static_cast<unsigned>(block_index()) % blocks : block_index();
   const long long tile = block - (block < tiles ? 0 : tiles);
   const bool is_first = block < tiles;
   const SumOfPartials sum_of = sum_of_partials<Op>(args, vector, is_first);

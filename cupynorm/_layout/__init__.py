@@ -43,7 +43,7 @@ from cupynorm._layout.forward_in_registers import (
     forward_in_registers_bytes,
 )
 from cupynorm._layout.forward_pipelined import ForwardPipelined, forward_pipelined_bytes
-from cupynorm._layout.reduction import partials_stride, reduction_bytes
+from cupynorm._layout.reduction import partials_stride, reduction_bytes, sums_packs
 
 __all__ = [
     "BackwardColumnParallel",
@@ -71,6 +71,7 @@ __all__ = [
     "partials_stride",
     "reduction_bytes",
     "shared_limit",
+    "sums_packs",
     "team_bytes",
     "without_clusters",
 ]

@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from cupynorm._layout.architectures import pack_length
 from cupynorm._layout.tuning_sm90 import Reduction as Tuned
 from cupynorm._operation import ITEMSIZE, BackwardSpec, compute_dtype
+
+MOST_GROUPS_OF_VECTORS = 8
 
 
 @dataclass(frozen=True)
@@ -34,8 +37,15 @@ def reduction_of(spec: BackwardSpec, n: int) -> Reduction | None:
     if not spec.gradients:
         return None
     groups = max(1, Tuned.max_groups >> (-(-spec.gradients * n // 8192) - 1).bit_length())
+    if spec.grouped:  # each vector has few partials
+        groups = min(groups, MOST_GROUPS_OF_VECTORS)
     width = 16 // ITEMSIZE[compute_dtype(spec.x)]
     return Reduction(groups=groups, width=width, vector=width if n % width == 0 else 1)
+
+
+def sums_packs(spec: BackwardSpec) -> bool:
+    """Tell whether partials have one value for each pack, whose columns share a gradient."""
+    return spec.repeats >= pack_length(spec.x)
 
 
 def partials_stride(n: int) -> int:
