@@ -27,6 +27,7 @@ __all__ = [
     "family_of",
     "is_numpy",
     "row_stride",
+    "rows_side_by_side",
     "to_numpy",
 ]
 
@@ -334,3 +335,35 @@ def row_stride(shape: Sequence[int], strides: Sequence[int], itemsize: int, k: i
             return None
         rows *= size
     return None if collapsed % itemsize else collapsed // itemsize
+
+
+def rows_side_by_side(
+    shape: Sequence[int], strides: Sequence[int], itemsize: int, k: int
+) -> int | None:
+    """Return how many rows of the last k axes lie side by side, so that an array is contiguous.
+
+    Its memory then has the shape (outer, elements of a row, rows side by side). None if it has not.
+
+    Examples
+    --------
+    >>> images = np.zeros((4, 3, 8, 8), np.float32).transpose(0, 2, 3, 1)  # channels are rows
+    >>> rows_side_by_side(images.shape, images.strides, 4, 1)
+    64
+    """
+    kept = len(shape) - k
+    sizes = [(n, step) for n, step in zip(shape[kept:], strides[kept:], strict=True) if n > 1]
+    rows = [(n, step) for n, step in zip(shape[:kept], strides[:kept], strict=True) if n > 1]
+    if not sizes:
+        return None
+    inner, rest = 1, sizes[-1][1]
+    while rows and inner * itemsize < rest:
+        n, step = rows.pop()
+        if step != inner * itemsize:
+            return None
+        inner *= n
+    expected = inner * itemsize
+    for n, step in (*reversed(sizes), *reversed(rows)):
+        if step != expected:
+            return None
+        expected *= n
+    return inner if inner > 1 else None

@@ -12,7 +12,7 @@ from typing import Any
 import cupy
 import numpy as np
 
-from cupynorm._arrays import row_stride, to_numpy
+from cupynorm._arrays import row_stride, rows_side_by_side, to_numpy
 from cupynorm._checks import Asked, AskedBackward
 from cupynorm._groups import check_alike
 from cupynorm._layout import pack_length
@@ -31,7 +31,13 @@ from cupynorm._operation import (
     Spec,
     shapes_of_results,
 )
-from cupynorm._plans import BackwardPlan, ForwardPlan, backward_plan, forward_plan
+from cupynorm._plans import (
+    BackwardPlan,
+    ForwardPlan,
+    backward_plan,
+    forward_plan,
+    strided_plan,
+)
 from cupynorm._prepared import Dialect, key_function, run_maker
 
 __all__ = ["backward_key", "calls", "first_call", "forward_key"]
@@ -157,6 +163,11 @@ def first_call(
     if options.groups is not None:
         shapes = {name: getattr(arguments.get(name), "shape", None) for name in _VECTORS}
         check_alike(x.shape, k, **shapes)
+    if options.order is not None:
+        with _on(device):
+            results = _side_by_side(spec, options, arguments)
+        if results is not None:
+            return results, None
     for name, shape in shapes_of_results(spec, k, arguments).items():
         known[f"{name}_shape"], known[f"{name}_dtype"] = shape, to_numpy(spec.dtypes[name])
 
@@ -202,6 +213,55 @@ def first_call(
         outputs = tuple(name for name in spec.writes if name in given)  # as `_checks` has it
         run = run_of(arguments, _returned(spec, options), apart=outputs)
     return dict(zip(table.writes, written, strict=True)), run
+
+
+def _side_by_side(spec: Spec, options: Options, arguments: dict[str, Any]) -> dict[str, Any] | None:
+    """Launch a pass on rows that lie side by side; None if they do not, or have no kernel."""
+    order, k, x = options.order or (), options.k, arguments["x"]
+    n = math.prod(x.shape[x.ndim - k :])
+    given = {name: array for name, array in arguments.items() if array is not None}
+    rows = [array for name, array in given.items() if KINDS.get(name) is Kind.ROWS]
+    found = {rows_side_by_side(a.shape, a.strides, a.itemsize, k) for a in rows}
+    inner = found.pop()
+    if found or inner is None or x.size == 0:
+        return None
+    divisors = inner | pack_length(spec.x)
+    for array in rows:
+        divisors |= array.data.ptr // array.itemsize
+    plan = strided_plan(spec, n, divisors & -divisors, x.device.id)
+    if plan is None:
+        return None
+    in_memory = sorted(range(len(order)), key=order.__getitem__)
+    shapes = shapes_of_results(spec, k, arguments)
+    written: dict[str, Any] = {}
+    for name in spec.writes:
+        shape, dtype = shapes[name], to_numpy(spec.dtypes[name])
+        if arguments.get(name) is not None:
+            written[name] = arguments[name]
+        elif KINDS[name] is Kind.ROWS:
+            memory = _ndarray(tuple(shape[i] for i in in_memory), dtype)
+            written[name] = memory.transpose(order)
+        else:
+            written[name] = _ndarray(shape, dtype)
+    operands: list[int] = []
+    others = {name: array for name, array in given.items() if name in spec.table.reads}
+    kept = {
+        name: a if a.flags.c_contiguous else _contiguous(a)
+        for name, a in others.items()
+        if KINDS[name] is not Kind.ROWS
+    }
+    addresses = {name: array.data.ptr for name, array in (others | kept | written).items()}
+    for operand in spec.table.operands:
+        operands.append(n if operand.endswith("_stride") else addresses.get(operand, 0))
+    m, stream = x.size // n, _get_current_stream()
+    size = plan.scratch_bytes(m, inner)
+    if spec.table.takes_scratch:
+        scratch = _alloc(size)
+        _keep_if_captured(scratch, stream)
+        operands.append(scratch.ptr)
+    numbers = options.numbers if isinstance(spec, ForwardSpec) else ()
+    plan.prepared(m, inner, *numbers)(stream.ptr, tuple(operands))
+    return dict.fromkeys(spec.table.writes) | written
 
 
 def _returned(spec: Spec, options: Options) -> str:

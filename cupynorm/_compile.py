@@ -28,6 +28,7 @@ from cupynorm._layout import (
     ForwardInRegisters,
     ForwardPipelined,
     ForwardStreaming,
+    Strided,
     backward_column_parallel_bytes,
     backward_columns_bytes,
     backward_in_registers_bytes,
@@ -81,6 +82,8 @@ ARGUMENTS = {
     "BackwardPipelinedArguments": (*_BACKWARD, "partials"),
     "BackwardInRegistersArguments": (*_BACKWARD, "means_of_h"),
     "BackwardColumnParallelArguments": (*_BACKWARD, "arrived", "exchange"),
+    "ForwardStridedArguments": (*_FORWARD, "n_inner"),
+    "BackwardStridedArguments": (*_BACKWARD, "partials", "n_inner"),
     "BackwardStreamingArguments": (*_BACKWARD, "partials", "coefficients", "n_partials"),
     "ReductionArguments": ("n_partials", "n_cols", "partials", "dweight", "dbias"),
 }
@@ -180,8 +183,11 @@ def _sharing(spec: ForwardSpec | BackwardSpec) -> dict[str, str | bool | int]:
     return {"kGrouped": spec.grouped, "kRepeats": spec.repeats}
 
 
+STRIDED = "block_threads", "lanes", "blocks_per_multiprocessor", "scratch_bytes", "vector"
+
+
 def forward_instantiation(
-    spec: ForwardSpec, config: ForwardInRegisters | ForwardPipelined | ForwardStreaming
+    spec: ForwardSpec, config: ForwardInRegisters | ForwardPipelined | ForwardStreaming | Strided
 ) -> Instantiation:
     """Return the kernel of a forward pass."""
     options: dict[str, str | bool | int] = {
@@ -194,6 +200,16 @@ def forward_instantiation(
     }
     read = {"X": spec.x, "Branch": spec.dtypes["x"], "Residual": spec.residual}
     op = _op(options, **read, Weight=spec.weight, Bias=spec.bias, Y=spec.y)
+    if isinstance(config, Strided):
+        return Instantiation(
+            "forward_strided.cu",
+            "norm_forward_strided",
+            op,
+            _layout(config, STRIDED),
+            arguments_of("ForwardStridedArguments", spec),
+            config.block_threads,
+            config.shared_bytes,
+        )
     threads, blocks = config.block_threads, config.cluster_blocks
     if isinstance(config, ForwardInRegisters):
         regime, struct = "in_registers", "ForwardArguments"
@@ -217,7 +233,7 @@ def forward_instantiation(
 
 
 def backward_instantiations(
-    spec: BackwardSpec, config: BackwardConfig
+    spec: BackwardSpec, config: BackwardConfig | Strided
 ) -> tuple[Instantiation, ...]:
     """Return the kernels of a backward pass in the order of their launches.
 
@@ -285,6 +301,18 @@ def backward_instantiations(
                 config.block_threads,
                 backward_pipelined_bytes(spec, config),
                 config.cluster_blocks,
+            ),
+        )
+    elif isinstance(config, Strided):
+        passes = (
+            Instantiation(
+                "backward_strided.cu",
+                "norm_backward_strided",
+                partials,
+                _layout(config, STRIDED),
+                arguments_of("BackwardStridedArguments", spec),
+                config.block_threads,
+                config.shared_bytes,
             ),
         )
     elif isinstance(config, BackwardColumnParallel):

@@ -24,6 +24,7 @@ from cupynorm._layout import (
     BackwardStreaming,
     ForwardInRegisters,
     ForwardStreaming,
+    Strided,
     backward_config,
     column_parallel_counts_bytes,
     column_parallel_exchange_bytes,
@@ -32,12 +33,20 @@ from cupynorm._layout import (
     forward_config,
     pack_length,
     partials_stride,
+    strided,
     sums_packs,
     without_clusters,
 )
 from cupynorm._operation import BACKWARD, ITEMSIZE, BackwardSpec, ForwardSpec, compute_dtype
 
-__all__ = ["BackwardPlan", "ForwardPlan", "backward_plan", "forward_plan", "kernels_of"]
+__all__ = [
+    "BackwardPlan",
+    "ForwardPlan",
+    "backward_plan",
+    "forward_plan",
+    "kernels_of",
+    "strided_plan",
+]
 
 # The streaming backward's column kernel has 64 to 96 registers, so two to four blocks run.
 COLUMN_BLOCKS_PER_MULTIPROCESSOR = 4
@@ -452,6 +461,74 @@ def _backward_kernels(
     """Return the kernels of a configuration of few rows, or of that of many."""
     of_any = config or backward_config(spec, n, vector, architecture(device))
     return _compile.backward_instantiations(spec, of_any)
+
+
+@dataclass(frozen=True)
+class StridedPlan:
+    """A pass over rows of n elements that lie side by side: see kernels/strided.cuh."""
+
+    kernels: tuple[Kernel, ...]
+    spec: ForwardSpec | BackwardSpec
+    n: int
+    config: Strided
+    most_blocks: int | None  # that take several tiles one after another
+
+    def _blocks(self, m: int, inner: int) -> int:
+        rows = self.config.lanes * pack_length(self.spec.x)
+        tiles = m // inner * -(-inner // rows) if m else 0
+        return tiles if self.most_blocks is None else min(tiles, self.most_blocks)
+
+    def scratch_bytes(self, m: int, inner: int) -> int:
+        """Return the bytes of scratch that a launch over m rows needs, for partial sums."""
+        if self.config.reduction is None or isinstance(self.spec, ForwardSpec):
+            return 0
+        partials = self.spec.gradients * self._blocks(m, inner) * partials_stride(self.n)
+        return partials * ITEMSIZE[compute_dtype(self.spec.x)]
+
+    def prepared(self, m: int, inner: int, *of_forward: float) -> Launch:
+        """Return the launch over m rows, of which so many lie side by side.
+
+        It takes a stream and the operands of the pass; the strides among these do not count.
+        `of_forward` is eps and the bounds of a ReLU, which there is none of.
+        """
+        blocks = self._blocks(m, inner)
+        numbers = _sizes(m, self.n) | {"n_inner": inner}
+        numbers |= zip(("eps", "lower", "upper"), of_forward, strict=False)
+        launch_rows = self.kernels[0].prepared(blocks, numbers) if blocks else _launch_nothing
+        if self.config.reduction is None:
+            return launch_rows
+        gradients = self.spec.gradients if isinstance(self.spec, BackwardSpec) else 0
+        of_sums = gradients * -(-self.n // self.config.reduction.columns)
+        launch_sums = self.kernels[-1].prepared(of_sums, {"n_partials": blocks, "n_cols": self.n})
+
+        def launch(stream: int, operands: _Ints) -> None:
+            launch_rows(stream, operands)
+            launch_sums(stream, (operands[-1], *operands[_GRADIENTS]))
+
+        return launch
+
+
+@cache
+def strided_plan(
+    spec: ForwardSpec | BackwardSpec, n: int, vector: int, device: int
+) -> StridedPlan | None:
+    """Return a pass over rows that lie side by side, ready to launch; None if it has no kernel.
+
+    Norms with groups, a residual or a ReLU have none, and too long rows have none.
+    """
+    of_sum = ("residual",) if isinstance(spec, ForwardSpec) else ("bitmask", "dresidual_out")
+    others = any(spec.dtypes[name] is not None for name in of_sum) or spec.grouped
+    if others or (isinstance(spec, ForwardSpec) and spec.relu) or spec.dtypes.get("dresidual"):
+        return None
+    config = strided(spec, n, vector, architecture(device))
+    if config is None:
+        return None
+    if isinstance(spec, ForwardSpec):
+        kernels = _background.load((_compile.forward_instantiation(spec, config),), device)
+        return StridedPlan(kernels, spec, n, config, None)
+    kernels = _background.load(_compile.backward_instantiations(spec, config), device)
+    most = multiprocessors(device) * config.blocks_per_multiprocessor
+    return StridedPlan(kernels, spec, n, config, most)
 
 
 def kernels_of(

@@ -50,6 +50,11 @@ struct ForwardPipelinedArguments : ForwardArguments<Op> {
 };
 
 template <typename Op>
+struct ForwardStridedArguments : ForwardArguments<Op> {
+  long long n_inner;
+};
+
+template <typename Op>
 struct BackwardArguments : Groups<Op> {
   long long n_rows, n_cols;
   Compute<typename Op::X> inv_n;
@@ -92,6 +97,12 @@ struct BackwardStreamingArguments : BackwardArguments<Op> {
   Compute<typename Op::X>* partials;
   Compute<typename Op::X>* coefficients;
   long long n_partials;
+};
+
+template <typename Op>
+struct BackwardStridedArguments : BackwardArguments<Op> {
+  Compute<typename Op::X>* partials;
+  long long n_inner;
 };
 
 template <typename Op>

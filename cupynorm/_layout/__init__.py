@@ -44,6 +44,7 @@ from cupynorm._layout.forward_in_registers import (
 )
 from cupynorm._layout.forward_pipelined import ForwardPipelined, forward_pipelined_bytes
 from cupynorm._layout.reduction import partials_stride, reduction_bytes, sums_packs
+from cupynorm._layout.strided import Strided, strided
 
 __all__ = [
     "BackwardColumnParallel",
@@ -54,6 +55,7 @@ __all__ = [
     "ForwardInRegisters",
     "ForwardPipelined",
     "ForwardStreaming",
+    "Strided",
     "backward_column_parallel_bytes",
     "backward_columns_bytes",
     "backward_config",
@@ -71,6 +73,7 @@ __all__ = [
     "partials_stride",
     "reduction_bytes",
     "shared_limit",
+    "strided",
     "sums_packs",
     "team_bytes",
     "without_clusters",

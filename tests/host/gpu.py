@@ -26,7 +26,8 @@ import numpy as np
 
 import cupynorm
 from cupynorm import NormBackward, NormForward
-from cupynorm._checks import Asked, AskedBackward, check_backward, check_forward
+from cupynorm._arrays import NUMPY
+from cupynorm._checks import Asked, AskedBackward, as_called, check_call
 from cupynorm._compile import Instantiation
 from cupynorm._layout import (
     ForwardInRegisters,
@@ -200,8 +201,9 @@ class Gpu:
         )
         arrays = {"x": x, "residual": residual, "weight": weight, "bias": bias}
         arrays |= {"y": out, "residual_out": residual_out}
-        spec, options = check_forward(arrays, asked)
-        written, run = self._calls.first_call(spec, options, arrays)
+        taken, spec, options = check_call(NUMPY, arrays, asked)
+        written, run = self._calls.first_call(spec, options, taken)
+        written = as_called(options, written, arrays)
         if self.repeats and run is not None and out is None and residual_out is None:
             return run(tuple(arrays.values()))
         if store_statistics:
@@ -231,8 +233,9 @@ class Gpu:
         arrays |= {"like": bias if isinstance(bias, Array) else None}
         wanted = None if isinstance(bias, Array) else bias
         asked = AskedBackward(norm, axis, zero_centered, wanted, dx_dtype, dresidual_dtype)
-        spec, options = check_backward(arrays, asked)
-        written, run = self._calls.first_call(spec, options, arrays)
+        taken, spec, options = check_call(NUMPY, arrays, asked)
+        written, run = self._calls.first_call(spec, options, taken)
+        written = as_called(options, written, arrays)
         result = NormBackward(**written)
         if options.has_residual and spec.dresidual is None:
             result = result._replace(dresidual=result.dx)
