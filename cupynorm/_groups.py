@@ -46,18 +46,18 @@ class Groups:
         """How many rows a group has."""
         return self.outer if self.inner == 1 else self.inner
 
-    def numbers(self, n: int, clusters: int) -> dict[str, int]:
+    def numbers(self, n: int, clusters: int, *, as_one: bool = False) -> dict[str, int]:
         """Return the numbers of kernels/groups.cuh for rows of n elements.
 
-        Each group has so many clusters of blocks.
+        Each group has so many clusters of blocks. `as_one`: there is one for all rows.
         """
-        take_turns, elements = self.inner == 1, n // self.repeats
+        take_turns, elements = self.inner == 1 and not as_one, n // self.repeats
         # Numbers below 2**31 are divided exactly: Granlund and Montgomery, "Division by invariant
         # integers using multiplication", theorem 4.2.
         divisor = max(1, self.count if take_turns else clusters)
         shift = 31 + (divisor - 1).bit_length()
         return {
-            "n_groups": self.count,
+            "n_groups": 1 if as_one else self.count,
             "n_vectors": self.vectors,
             "n_repeats": self.repeats,
             "n_clusters": clusters,

@@ -114,6 +114,7 @@ class ForwardPlan:
     cluster_blocks: int
     most_clusters: int | None  # that take several rows one after another; None if each takes one
     counted: bool  # whether many rows are handed out by a count
+    as_one: bool = False  # whether groups are launched as one
     stands_in: bool = False  # for one with the same bits, whose kernel is being compiled
 
     def scratch_bytes(self, m: int) -> int:
@@ -130,14 +131,14 @@ class ForwardPlan:
         The operands are x, x_stride, weight, bias, y, y_stride, mean, rstd, bitmask and, if m rows
         can use it, scratch. If scratch is 0, rows are taken in turn.
         """
-        rows, n_groups = _shares(m, groups)
+        rows, n_groups = _shares(m, None if self.as_one else groups)
         clusters = self._clusters(rows, n_groups)
         blocks = clusters * n_groups * self.cluster_blocks
         if blocks == 0:
             return _launch_nothing
         numbers = _sizes(rows, self.n) | {"eps": eps, "lower": lower, "upper": upper}
         if groups is not None:
-            numbers |= groups.numbers(self.n, clusters)
+            numbers |= groups.numbers(self.n, clusters, as_one=self.as_one)
         if self.scratch_bytes(m) == 0:
             without_count = {} if self.most_clusters is None else {"count": 0}
             return self.kernel.prepared(blocks, numbers | without_count)
@@ -227,7 +228,10 @@ def forward_plan_of(
         )
     if isinstance(config, ForwardStreaming):
         return ForwardPlan(kernel, n, 1, config.cluster_blocks, None, counted=False)
-    return ForwardPlan(kernel, n, 1, config.cluster_blocks, clusters, config.counted)
+    return ForwardPlan(
+        *(kernel, n, 1, config.cluster_blocks, clusters, config.counted),
+        as_one=spec.repeats > 0,
+    )
 
 
 @dataclass(frozen=True)

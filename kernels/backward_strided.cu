@@ -4,7 +4,7 @@
 //            backward_pipelined.cu, one for each block. dx may be dy.
 // Grid:      block b takes tiles b, b + blocks, ... .
 // Traffic:   dy and x read once, dx written once, partials written once.
-// Order:     a column's weight gradients: a pack's rows in turn, then the lanes, then the tiles of a block, compensated.
+// Order:     a column's weight gradients: a pack's rows in turn, then the tiles of a block, compensated, then the lanes.
 #include "gradient.cuh"
 #include "stream.cuh"
 #include "strided.cuh"
@@ -32,19 +32,18 @@ struct StridedBackward {
   char* const scratch = static_cast<char*>(dynamic_shared_memory());
   char* const stage_of_x = scratch + Layout::kScratchBytes;
   char* const stage_of_dy = stage_of_x + tile.rounds * StageOfX::kBytes;
-  // Of each gradient and column the sum so far, and what rounding lost of it.
+  // Of each gradient the sum so far of each of the thread's columns, and what rounding lost of it.
   T* const gradients = reinterpret_cast<T*>(stage_of_dy + tile.rounds * StageOfDY::kBytes);
   T mean[kLength], rstd[kLength];
   RowMeans<Op::kCentered, T> means[kLength];
 
   __device__ __forceinline__ explicit StridedBackward(const BackwardStridedArguments<Op>& args)
       : args(args), tile(args.n_cols, args.n_inner) {
-    // The first lane of a column's threads is the one that adds to its sums.
-    if (tile.lane > 0) return;
-    for (int column = tile.group; column < tile.n_cols; column += Tile::kGroups) {
-#pragma unroll
-      for (int k = 0; k < 2 * kGradients; ++k) gradients[k * tile.n_cols + column] = 0;
-    }
+#pragma unroll 1
+    for (int i = 0; i < 2 * kGradients * tile.rounds; ++i) *gradient(i) = 0;
+  }
+  __device__ __forceinline__ T* gradient(int i) const {
+    return gradients + i * Layout::kBlockThreads + thread_index();
   }
   __device__ __forceinline__ void load() {
     tile.template fetch<StageOfX>(stage_of_x, args.x);
@@ -87,27 +86,22 @@ struct StridedBackward {
       means[i] = RowMeans<Op::kCentered, T>(of_row, centring(i).significand, args.inv_n);
     }
   }
-  __device__ __forceinline__ void add_gradient(T of_pack, int index, int column) const {
-#pragma unroll
-    for (int distance = 1; distance < Tile::kLanes; distance *= 2) {
-      of_pack += shuffle_xor(of_pack, distance);
-    }
-    if (tile.lane > 0 || column >= tile.n_cols) return;
-    T& sum = gradients[2 * index * tile.n_cols + column];
-    T& lost = gradients[(2 * index + 1) * tile.n_cols + column];
-    CompensatedSum<T> exact{sum, lost};
+  __device__ __forceinline__ void add_gradient(T of_pack, int index, int round) const {
+    T* const sum = gradient(2 * (index * tile.rounds + round));
+    T* const lost = sum + Layout::kBlockThreads;
+    CompensatedSum<T> exact{*sum, *lost};
     exact.add(of_pack);
-    sum = exact.sum;
-    lost = exact.lost;
+    *sum = exact.sum;
+    *lost = exact.lost;
   }
   __device__ __forceinline__ void write_dx() const {
 #pragma unroll 1
     for (int round = 0; round < tile.rounds; ++round) {
-      const int column = tile.column(round);  // the last may lie outside; its dy is 0
-      const int inside = column < tile.n_cols ? column : 0;
+      const int column = tile.column(round);
+      if (column >= tile.n_cols) break;
       const Pack<X, kLength> pack = StageOfX::read(stage_of_x, round);
       const Pack<DY, kLength> pack_dy = StageOfDY::read(stage_of_dy, round);
-      const T weight = weight_of_column<Op, T>(args.weight, inside);
+      const T weight = weight_of_column<Op, T>(args.weight, column);
       T of_x[kLength], of_weight = 0, of_bias = 0;
 #pragma unroll
       for (int i = 0; i < kLength; ++i) {
@@ -118,76 +112,84 @@ struct StridedBackward {
         of_weight = fused_multiply_add(upstream, xhat, of_weight);
         of_bias += upstream;
       }
-      Pack<DX, kLength> gradient;
-      gradient.set(of_x);
-      store<Layout::kVector>(gradient, args.dx + tile.place(inside), tile.first,
-                             column < tile.n_cols ? tile.n_inner : 0);
-      if constexpr (kDWeight) add_gradient(of_weight, 0, column);
-      if constexpr (kDBias) add_gradient(of_bias, kGradients - 1, column);
+      Pack<DX, kLength> dx;
+      dx.set(of_x);
+      store<Layout::kVector>(dx, args.dx + tile.place(column), tile.first, tile.n_inner);
+      if constexpr (kDWeight) add_gradient(of_weight, 0, round);
+      if constexpr (kDBias) add_gradient(of_bias, kGradients - 1, round);
     }
   }
-  // Writes dx of wild rows (gradient.cuh) in double. x and dy wait in shared memory, even in place.
+  // Writes dx of wild rows (gradient.cuh) in double, one after another, so that the code takes few registers. x and dy
+  // wait in shared memory, even in place.
   __device__ __forceinline__ void write_wild_rows() {
     if constexpr (kSame<T, float>) {
-      bool wild[kLength], any = false;
+      unsigned wild = 0;
 #pragma unroll
-      for (int i = 0; i < kLength; ++i) any |= wild[i] = is_wild(means[i]);
-      if (!any_in_warp(any)) return;  // each warp has all rows of the tile
-      double sums[kSums][kLength];
-      tile.sum_columns(sums, [&](auto& into, int round, int column) {
-#pragma unroll
-        for (int i = 0; i < kLength; ++i) {
-          const double g = g_of(round, column, i), h = h_of(round, i);
-          into[0][i] += g * h;
-          if constexpr (Op::kCentered) into[1][i] += g, into[2][i] += h;
-        }
-      });
-      T in_range[kSums][kLength];
-#pragma unroll
-      for (int k = 0; k < kSums; ++k) {
-#pragma unroll
-        for (int i = 0; i < kLength; ++i) {
-          in_range[k][i] = static_cast<T>(k < 2 ? sums[k][i] * kIntoRange : sums[k][i]);
-        }
-      }
-      tile.template meet<Sum>(in_range, scratch);
-#pragma unroll
-      for (int i = 0; i < kLength; ++i) {
-        if (!wild[i] || tile.first + i >= tile.n_inner) continue;
-        double of_row[kSums];
-#pragma unroll
-        for (int k = 0; k < kSums; ++k) {
-          of_row[k] = k < 2 ? in_range[k][i] / kIntoRange : in_range[k][i];
-        }
-        const RowMeans<Op::kCentered, double> exact(of_row, 1.0, args.inv_n);
+      for (int i = 0; i < kLength; ++i) wild |= is_wild(means[i]) ? 1u << i : 0u;
 #pragma unroll 1
-        for (int round = 0; round < tile.rounds; ++round) {
-          const int column = tile.column(round);
-          if (column >= tile.n_cols) break;
-          const double projected =
-              g_of(round, column, i) - (h_of(round, i) - exact.h) * exact.g_xhat - exact.g;
-          args.dx[tile.place(column) + tile.first + i] = convert<DX>(projected * rstd[i]);
-        }
+      for (int i = 0; i < kLength; ++i) {
+        const bool is_own = (wild >> i & 1) != 0;
+        if (any_in_warp(is_own)) write_wild_row(i, is_own);  // each warp has all rows of the tile
       }
     }
   }
-  __device__ __forceinline__ double g_of(int round, int column, int i) const {
-    const Pack<DY, kLength> pack = StageOfDY::read(stage_of_dy, round);
-    return pack.template get<double>(i) * weight_of_column<Op, double>(args.weight, column);
+  __device__ __forceinline__ void write_wild_row(int i, bool is_own) {
+    const bool is_row = is_own && tile.first + i < tile.n_inner;
+    const double row_mean = Op::kCentered && is_row ? args.mean[tile.row() + i] : 0;
+    const double row_rstd = is_row ? args.rstd[tile.row() + i] : 0;
+    const auto g_of = [&](int round) {
+      return element<StageOfDY, DY>(stage_of_dy, round, i) *
+             weight_of_column<Op, double>(args.weight, tile.column(round));
+    };
+    const auto h_of = [&](int round) {
+      return (element<StageOfX, X>(stage_of_x, round, i) - row_mean) * row_rstd;
+    };
+    double sums[kSums] = {};
+#pragma unroll 1
+    for (int round = 0; round < tile.rounds && tile.column(round) < tile.n_cols; ++round) {
+      sums[0] += g_of(round) * h_of(round);
+      if constexpr (Op::kCentered) sums[1] += g_of(round), sums[2] += h_of(round);
+    }
+    T in_range[kSums][kLength] = {};
+#pragma unroll
+    for (int k = 0; k < kSums; ++k) {
+      in_range[k][0] = static_cast<T>(k < 2 ? sums[k] * kIntoRange : sums[k]);
+    }
+    tile.template meet<Sum>(in_range, scratch);
+    if (!is_row) return;
+#pragma unroll
+    for (int k = 0; k < kSums; ++k) {
+      sums[k] = k < 2 ? in_range[k][0] / kIntoRange : in_range[k][0];
+    }
+    const RowMeans<Op::kCentered, double> exact(sums, 1.0, args.inv_n);
+#pragma unroll 1
+    for (int round = 0; round < tile.rounds && tile.column(round) < tile.n_cols; ++round) {
+      const double projected = g_of(round) - (h_of(round) - exact.h) * exact.g_xhat - exact.g;
+      args.dx[tile.place(tile.column(round)) + tile.first + i] = convert<DX>(projected * row_rstd);
+    }
   }
-  __device__ __forceinline__ double h_of(int round, int i) const {
-    const Pack<X, kLength> pack = StageOfX::read(stage_of_x, round);
-    return (pack.template get<double>(i) - mean[i]) * rstd[i];
+  template <typename StageOf, typename Element>
+  static __device__ __forceinline__ double element(char* stage, int round, int i) {
+    const int offset = i * static_cast<int>(sizeof(Element));
+    const char* const piece = StageOf::place(stage, round, offset / StageOf::kPieceBytes);
+    return convert<double>(
+        *reinterpret_cast<const Element*>(piece + offset % StageOf::kPieceBytes));
   }
   __device__ __forceinline__ void write_partials() const {
-    if (tile.lane > 0) return;
 #pragma unroll
     for (int index = 0; index < kGradients; ++index) {
       T* const target =
           args.partials + (index * block_count() + block_index()) * partials_stride(args.n_cols);
-      for (int column = tile.group; column < tile.n_cols; column += Tile::kGroups) {
-        target[column] = gradients[2 * index * tile.n_cols + column] -
-                         gradients[(2 * index + 1) * tile.n_cols + column];
+#pragma unroll 1
+      for (int round = 0; round < tile.rounds; ++round) {
+        const T* const sum = gradient(2 * (index * tile.rounds + round));
+        T total = *sum - *(sum + Layout::kBlockThreads);
+#pragma unroll
+        for (int distance = 1; distance < Tile::kLanes; distance *= 2) {
+          total += shuffle_xor(total, distance);
+        }
+        const int column = tile.column(round);
+        if (tile.lane == 0 && column < tile.n_cols) target[column] = total;
       }
     }
   }

@@ -63,6 +63,9 @@ struct PipelinedForward {
   // So many warps ask the count, one after the other.
   static constexpr int kTurns = Layout::kBlockThreads / 32 < 4 ? Layout::kBlockThreads / 32 : 4;
   static constexpr int kSums = Op::kCentered ? 3 : 1;
+  // Elements that serve several columns are few, and read as they are needed. So a cluster takes rows of all vectors, as
+  // if there were one group: group_step rows in a row have one vector.
+  static constexpr bool kByIndex = Op::kRepeats > 0;
 
   // A row's first mean, and its sums of d * d, d and |d|, with d = x - guess.
   struct Sums {
@@ -238,28 +241,16 @@ struct PipelinedForward {
     }
     return guess;
   }
-  template <typename StageOf, typename Operand>
-  __device__ __forceinline__ void fetch_repeated(char* stage, int p, const Operand* operand) const {
-    if constexpr (kPresent<Operand>) {
-      Pack<Operand, kLength> pack;
-      load_repeated<Op>(pack, operand, first_column(p), end_of_row(p), args.n_repeats);
-      StageOf::write(pack, stage, p);
-    }
-  }
   // Copies of half a pack are of half a sector, so they come by way of the L1
   // (notes.md#weight-and-bias-by-way-of-l1).
   __device__ __forceinline__ void fetch_weight_and_bias() {
 #pragma unroll
     for (int p = 0; p < Layout::kPacksPerThread; ++p) {
-      if constexpr (!Layout::kHoldWeight && Op::kRepeats > 0) {
-        fetch_repeated<StageOfWeight>(stage_of_weight, p, args.weight);
-      } else if constexpr (!Layout::kHoldWeight) {
+      if constexpr (!Layout::kHoldWeight && !kByIndex) {
         StageOfWeight::template fetch<Layout::kVector, true>(stage_of_weight, p, args.weight,
                                                              first_column(p), end_of_row(p));
       }
-      if constexpr (!Layout::kHoldBias && Op::kRepeats > 0) {
-        fetch_repeated<StageOfBias>(stage_of_bias, p, args.bias);
-      } else if constexpr (!Layout::kHoldBias) {
+      if constexpr (!Layout::kHoldBias && !kByIndex) {
         StageOfBias::template fetch<Layout::kVector, true>(stage_of_bias, p, args.bias,
                                                            first_column(p), end_of_row(p));
       }
@@ -269,9 +260,7 @@ struct PipelinedForward {
   __device__ __forceinline__ void load_held(Pack<Operand, kLength>& pack, const Operand* operand,
                                             int p) const {
     // With load_operand, 8 packs would spill more (notes.md#held-weights-by-plain-loads).
-    if constexpr (Op::kRepeats > 0) {
-      load_repeated<Op>(pack, operand, first_column(p), end_of_row(p), args.n_repeats);
-    } else if constexpr (Layout::kPacksPerThread == 8) {
+    if constexpr (Layout::kPacksPerThread == 8) {
       load<Layout::kVector>(pack, operand, first_column(p), end_of_row(p));
     } else {
       load_operand<Layout::kVector>(pack, operand, first_column(p), end_of_row(p));
@@ -280,13 +269,13 @@ struct PipelinedForward {
   __device__ __forceinline__ void load_weight() {
 #pragma unroll
     for (int p = 0; p < Layout::kPacksPerThread; ++p) {
-      if constexpr (Layout::kHoldWeight) load_held(arrays.weight[p], args.weight, p);
+      if constexpr (Layout::kHoldWeight && !kByIndex) load_held(arrays.weight[p], args.weight, p);
     }
   }
   __device__ __forceinline__ void load_bias() {
 #pragma unroll
     for (int p = 0; p < Layout::kPacksPerThread; ++p) {
-      if constexpr (Layout::kHoldBias) load_held(arrays.bias[p], args.bias, p);
+      if constexpr (Layout::kHoldBias && !kByIndex) load_held(arrays.bias[p], args.bias, p);
     }
   }
   // The third row and later ones are asked for after the first row's sums, which they would delay
@@ -467,15 +456,36 @@ struct PipelinedForward {
 
   // ---- y and the statistics ----
 
-  __device__ __forceinline__ Pack<Weight, kLength> weight_of(int p) const {
-    if constexpr (Layout::kHoldWeight) {
+  // kByIndex: the vectors of a row, of which only some elements are read.
+  __device__ __forceinline__ long long vector_of_row(long long row) const {
+    if constexpr (kByIndex) {
+      const unsigned vector = static_cast<unsigned>(row) / static_cast<unsigned>(args.group_step);
+      return vector % static_cast<unsigned>(args.n_vectors);
+    } else {
+      return 0;
+    }
+  }
+  template <typename Operand>
+  __device__ __forceinline__ Pack<Operand, kLength> by_index(const Operand* vector, int p) const {
+    Pack<Operand, kLength> pack;
+    load_repeated<Op>(pack, vector, first_column(p), end_of_row(p), args.n_repeats);
+    return pack;
+  }
+  __device__ __forceinline__ Pack<Weight, kLength> weight_of(
+      int p, [[maybe_unused]] long long vector) const {
+    if constexpr (kByIndex) {
+      return by_index(args.weight + vector * args.weight_step, p);
+    } else if constexpr (Layout::kHoldWeight) {
       return arrays.weight[p];
     } else {
       return StageOfWeight::read(stage_of_weight, p);
     }
   }
-  __device__ __forceinline__ Pack<Bias, kLength> bias_of(int p) const {
-    if constexpr (Layout::kHoldBias) {
+  __device__ __forceinline__ Pack<Bias, kLength> bias_of(int p,
+                                                         [[maybe_unused]] long long vector) const {
+    if constexpr (kByIndex) {
+      return by_index(args.bias + vector * args.bias_step, p);
+    } else if constexpr (Layout::kHoldBias) {
       return arrays.bias[p];
     } else {
       return StageOfBias::read(stage_of_bias, p);
@@ -497,7 +507,7 @@ struct PipelinedForward {
     const Statistics<T>& statistics = measured.statistics;
     const Scale<T>& scale = measured.scale;
     const T offset = -statistics.correction * scale.of_row;
-    const long long row = arrays.rows[0];
+    const long long row = arrays.rows[0], vector = vector_of_row(row);
     constexpr int kStep = Layout::kBlockThreads * kLength;
     const int of_first_lane = first_column(0) - team.rank % 32 * kLength;
     const auto words = words_of_y(row * args.y_stride + of_first_lane);
@@ -510,8 +520,8 @@ struct PipelinedForward {
             end_of_row(p));
       }
       const Pack<X, kLength> pack = in_unit(total);
-      const Pack<Weight, kLength> weights = weight_of(p);
-      const Pack<Bias, kLength> biases = bias_of(p);
+      const Pack<Weight, kLength> weights = weight_of(p, vector);
+      const Pack<Bias, kLength> biases = bias_of(p, vector);
       T values[kLength];
       const unsigned bits = normalize_pack<Op>(values, pack, statistics.shift, scale.of_row, offset,
                                                weights, biases, args);

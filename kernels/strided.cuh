@@ -84,8 +84,11 @@ struct StridedTile {
   }
   // Combines what the groups have for the rows of a lane, and gives it to all of them.
   template <typename Combine, int Sums, typename T>
-  __device__ __forceinline__ void meet(T (&values)[Sums][kLength], void* scratch) {
-    T* const shared = static_cast<T*>(scratch);
+  __device__ __forceinline__ void meet(T (&values)[Sums][kLength], char* scratch) {
+    constexpr int kWidth =
+        16 / static_cast<int>(sizeof(T)) < kLength ? 16 / static_cast<int>(sizeof(T)) : kLength;
+    using Piece = Pack<T, kWidth>;
+    T* const shared = reinterpret_cast<T*>(scratch);
 #pragma unroll
     for (int distance = kLanes; distance < 32; distance *= 2) {
 #pragma unroll
@@ -103,8 +106,12 @@ struct StridedTile {
 #pragma unroll
       for (int k = 0; k < Sums; ++k) {
 #pragma unroll
-        for (int i = 0; i < kLength; ++i) {
-          shared[((warp * Sums + k) * kLanes + lane) * kLength + i] = values[k][i];
+        for (int begin = 0; begin < kLength; begin += kWidth) {
+          Piece piece;
+#pragma unroll
+          for (int i = 0; i < kWidth; ++i) piece.set(i, values[k][begin + i]);
+          store<kWidth>(piece, shared, ((warp * Sums + k) * kLanes + lane) * kLength + begin,
+                        kWarps * Sums * kTile);
         }
       }
     }
@@ -112,14 +119,19 @@ struct StridedTile {
 #pragma unroll
     for (int k = 0; k < Sums; ++k) {
 #pragma unroll
-      for (int i = 0; i < kLength; ++i) {
-        T total = shared[(k * kLanes + lane) * kLength + i];
+      for (int begin = 0; begin < kLength; begin += kWidth) {
 #pragma unroll
-        for (int other = 1; other < kWarps; ++other) {
-          total =
-              Combine::combine(total, shared[((other * Sums + k) * kLanes + lane) * kLength + i]);
+        for (int other = 0; other < kWarps; ++other) {
+          Piece piece;
+          load<kWidth>(piece, shared, ((other * Sums + k) * kLanes + lane) * kLength + begin,
+                       kWarps * Sums * kTile);
+#pragma unroll
+          for (int i = 0; i < kWidth; ++i) {
+            const T value = piece.template get<T>(i);
+            T& total = values[k][begin + i];
+            total = other == 0 ? value : Combine::combine(total, value);
+          }
         }
-        values[k][i] = total;
       }
     }
   }
