@@ -2,7 +2,7 @@
 //
 // Layout:    dy, x and dx are (outer, n_cols, n_inner), contiguous; mean and rstd (outer, n_inner). partials as in
 //            backward_pipelined.cu, one for each block. dx may be dy.
-// Grid:      block b takes tiles b, b + blocks, ... .
+// Grid:      as strided.cuh.
 // Traffic:   dy and x read once, dx written once, partials written once.
 // Order:     a column's weight gradients: a pack's rows in turn, then the tiles of a block, compensated, then the lanes.
 #include "gradient.cuh"
@@ -46,12 +46,12 @@ struct StridedBackward {
     return gradients + i * Layout::kBlockThreads + thread_index();
   }
   __device__ __forceinline__ void load() {
-    tile.template fetch<StageOfX>(stage_of_x, args.x);
-    tile.template fetch<StageOfDY>(stage_of_dy, args.dy);
+    tile.template fetch<StageOfX>(stage_of_x, args.x, tile.here);
+    tile.template fetch<StageOfDY>(stage_of_dy, args.dy, tile.here);
     commit_copies();
 #pragma unroll
     for (int i = 0; i < kLength; ++i) {
-      const bool is_row = tile.first + i < tile.n_inner;
+      const bool is_row = tile.here.first + i < tile.n_inner;
       mean[i] = Op::kCentered && is_row ? args.mean[tile.row() + i] : T(0);
       rstd[i] = is_row ? args.rstd[tile.row() + i] : T(0);
     }
@@ -114,7 +114,8 @@ struct StridedBackward {
       }
       Pack<DX, kLength> dx;
       dx.set(of_x);
-      store<Layout::kVector>(dx, args.dx + tile.place(column), tile.first, tile.n_inner);
+      store<Layout::kVector>(dx, args.dx + tile.begin_of(column, tile.here), tile.here.first,
+                             tile.n_inner);
       if constexpr (kDWeight) add_gradient(of_weight, 0, round);
       if constexpr (kDBias) add_gradient(of_bias, kGradients - 1, round);
     }
@@ -134,7 +135,7 @@ struct StridedBackward {
     }
   }
   __device__ __forceinline__ void write_wild_row(int i, bool is_own) {
-    const bool is_row = is_own && tile.first + i < tile.n_inner;
+    const bool is_row = is_own && tile.here.first + i < tile.n_inner;
     const double row_mean = Op::kCentered && is_row ? args.mean[tile.row() + i] : 0;
     const double row_rstd = is_row ? args.rstd[tile.row() + i] : 0;
     const auto g_of = [&](int round) {
@@ -165,7 +166,8 @@ struct StridedBackward {
 #pragma unroll 1
     for (int round = 0; round < tile.rounds && tile.column(round) < tile.n_cols; ++round) {
       const double projected = g_of(round) - (h_of(round) - exact.h) * exact.g_xhat - exact.g;
-      args.dx[tile.place(tile.column(round)) + tile.first + i] = convert<DX>(projected * row_rstd);
+      args.dx[tile.begin_of(tile.column(round), tile.here) + tile.here.first + i] =
+          convert<DX>(projected * row_rstd);
     }
   }
   template <typename StageOf, typename Element>
@@ -202,7 +204,7 @@ __global__ void __launch_bounds__(Layout::kBlockThreads, Layout::kBlocksPerMulti
   Backward backward(args);
   const long long tiles = args.n_rows / args.n_inner * backward.tile.tiles_of_outer;
   for (long long tile = block_index(); tile < tiles; tile += block_count()) {
-    backward.tile.begin(tile);
+    backward.tile.here = backward.tile.place_of(tile);
     backward.load();
     backward.sum_up();
     backward.write_dx();

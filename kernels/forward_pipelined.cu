@@ -66,6 +66,8 @@ struct PipelinedForward {
   // Elements that serve several columns are few, and read as they are needed. So a cluster takes rows of all vectors, as
   // if there were one group: group_step rows in a row have one vector.
   static constexpr bool kByIndex = Op::kRepeats > 0;
+  // If a pack's columns have one element, it is asked for before the row's sums are waited for.
+  static constexpr bool kOneElement = Op::kRepeats >= kLength;
 
   // A row's first mean, and its sums of d * d, d and |d|, with d = x - guess.
   struct Sums {
@@ -88,6 +90,9 @@ struct PipelinedForward {
     Pack<Residual, kLength> first_residual;
     Pack<Weight, kLength> weight[Layout::kHoldWeight ? Layout::kPacksPerThread : 1];
     Pack<Bias, kLength> bias[Layout::kHoldBias ? Layout::kPacksPerThread : 1];
+    int elements[kOneElement ? kPacks : 1];  // of a vector, one a pack
+    Weight weight_of_pack[kOneElement ? kPacks : 1];
+    Bias bias_of_pack[kOneElement ? kPacks : 1];
   };
 
   const Arguments& args;
@@ -465,16 +470,43 @@ struct PipelinedForward {
       return 0;
     }
   }
-  template <typename Operand>
-  __device__ __forceinline__ Pack<Operand, kLength> by_index(const Operand* vector, int p) const {
-    Pack<Operand, kLength> pack;
-    load_repeated<Op>(pack, vector, first_column(p), end_of_row(p), args.n_repeats);
+  __device__ __forceinline__ void find_elements() {
+    if constexpr (kOneElement) {
+#pragma unroll
+      for (int p = 0; p < kPacks; ++p) {
+        const int first = first_column(p) < n_cols ? first_column(p) : 0;
+        arrays.elements[p] = quotient(first, args.n_repeats);
+      }
+    }
+  }
+  __device__ __forceinline__ void ask_for_elements() {
+    if constexpr (kOneElement) {
+      const long long vector = vector_of_row(arrays.rows[0]);
+#pragma unroll
+      for (int p = 0; p < kPacks; ++p) {
+        if constexpr (kPresent<Weight>)
+          arrays.weight_of_pack[p] = args.weight[vector * args.weight_step + arrays.elements[p]];
+        if constexpr (kPresent<Bias>)
+          arrays.bias_of_pack[p] = args.bias[vector * args.bias_step + arrays.elements[p]];
+      }
+    }
+  }
+  template <typename Operand, int Count>
+  __device__ __forceinline__ Pack<Operand, kLength> by_index(
+      const Operand* vector, int p, const Operand (&of_packs)[Count]) const {
+    Pack<Operand, kLength> pack = {};
+    if constexpr (kOneElement && kPresent<Operand>) {
+#pragma unroll
+      for (int i = 0; i < kLength; ++i) pack.set(i, convert<Compute<Operand>>(of_packs[p]));
+    } else {
+      load_repeated<Op>(pack, vector, first_column(p), end_of_row(p), args.n_repeats);
+    }
     return pack;
   }
   __device__ __forceinline__ Pack<Weight, kLength> weight_of(
       int p, [[maybe_unused]] long long vector) const {
     if constexpr (kByIndex) {
-      return by_index(args.weight + vector * args.weight_step, p);
+      return by_index(args.weight + vector * args.weight_step, p, arrays.weight_of_pack);
     } else if constexpr (Layout::kHoldWeight) {
       return arrays.weight[p];
     } else {
@@ -484,7 +516,7 @@ struct PipelinedForward {
   __device__ __forceinline__ Pack<Bias, kLength> bias_of(int p,
                                                          [[maybe_unused]] long long vector) const {
     if constexpr (kByIndex) {
-      return by_index(args.bias + vector * args.bias_step, p);
+      return by_index(args.bias + vector * args.bias_step, p, arrays.bias_of_pack);
     } else if constexpr (Layout::kHoldBias) {
       return arrays.bias[p];
     } else {
@@ -572,6 +604,7 @@ __global__ void __launch_bounds__(Layout::kBlockThreads, Layout::kBlocksPerMulti
   const auto& args = of_group<Op, Layout::kClusterBlocks>(given);
   typename Forward::Arrays arrays;
   Forward forward(args, arrays);
+  forward.find_elements();
   forward.ask_for_first_rows();
   typename Forward::Sums sums;
   forward.sum_up_first_row(sums);
@@ -580,6 +613,7 @@ __global__ void __launch_bounds__(Layout::kBlockThreads, Layout::kBlocksPerMulti
   while (forward.has_row()) {
     const int next_stage = stage + 1 == Layout::kStages ? 0 : stage + 1;
     const bool more = forward.has_next_row();
+    forward.ask_for_elements();
     // The next row is summed up while the sums of this one move between the threads.
     typename Forward::Sums next_sums;
     forward.sum_up_next_row(next_sums, next_stage, more);

@@ -1,7 +1,7 @@
 // Forward of RMSNorm and LayerNorm for rows that lie side by side (strided.cuh), such as the channels of an image.
 //
 // Layout:    x and y are (outer, n_cols, n_inner), contiguous; mean and rstd (outer, n_inner). y may be x.
-// Grid:      a block for each tile, on grid.x.
+// Grid:      as strided.cuh. A tile is worked on while the next one is on its way.
 // Traffic:   x read once, y written once.
 // Result:    the first group writes mean and rstd.
 #include "prologue.cuh"
@@ -19,18 +19,17 @@ struct StridedForward {
   const ForwardStridedArguments<Op>& args;
   Tile tile;
   char* const scratch = static_cast<char*>(dynamic_shared_memory());
-  char* const stage = scratch + Layout::kScratchBytes;
+  char* stage = scratch + Layout::kScratchBytes;
+  const int stage_bytes = tile.rounds * StageOfX::kBytes;
   // xhat = (x - shift) * scale + offset
   T shift[kLength], scale[kLength], offset[kLength];
 
   __device__ __forceinline__ explicit StridedForward(const ForwardStridedArguments<Op>& args)
-      : args(args), tile(args.n_cols, args.n_inner) {
-    tile.begin(block_index());
-  }
-  __device__ __forceinline__ void load() {
-    tile.template fetch<StageOfX>(stage, args.x);
+      : args(args), tile(args.n_cols, args.n_inner) {}
+  // Asks for a tile, if there is one.
+  __device__ __forceinline__ void fetch(char* into, long long number, long long tiles) const {
+    if (number < tiles) tile.template fetch<StageOfX>(into, args.x, tile.place_of(number));
     commit_copies();
-    wait_for_copies<0>();
   }
   // Measures the rows from their means, which are sums of the whole rows. Returns their variances in `variance`, and
   // what the means lack in `offset`.
@@ -130,7 +129,7 @@ struct StridedForward {
     }
   }
   __device__ __forceinline__ void store_statistics(int i, T mean, T rstd) const {
-    if (args.rstd == nullptr || tile.group > 0 || tile.first + i >= tile.n_inner) return;
+    if (args.rstd == nullptr || tile.group > 0 || tile.here.first + i >= tile.n_inner) return;
     if constexpr (Op::kCentered) args.mean[tile.row() + i] = mean;
     args.rstd[tile.row() + i] = rstd;
   }
@@ -152,7 +151,8 @@ struct StridedForward {
       }
       Pack<typename Op::Y, kLength> normalized;
       normalized.set(values);
-      store<Layout::kVector>(normalized, args.y + tile.place(column), tile.first, tile.n_inner);
+      store<Layout::kVector>(normalized, args.y + tile.begin_of(column, tile.here), tile.here.first,
+                             tile.n_inner);
     }
   }
 };
@@ -161,7 +161,18 @@ template <typename Op, typename Layout>
 __global__ void __launch_bounds__(Layout::kBlockThreads, Layout::kBlocksPerMultiprocessor)
     norm_forward_strided(const __grid_constant__ ForwardStridedArguments<Op> args) {
   StridedForward<Op, Layout> forward(args);
-  forward.load();
-  forward.measure_rows();
-  forward.write_y();
+  const long long tiles = args.n_rows / args.n_inner * forward.tile.tiles_of_outer;
+  char* other = forward.stage + forward.stage_bytes;
+  forward.fetch(forward.stage, block_index(), tiles);
+  for (long long tile = block_index(); tile < tiles; tile += block_count()) {
+    // A thread has read all that it copied to this place.
+    forward.fetch(other, tile + block_count(), tiles);
+    wait_for_copies<1>();
+    forward.tile.here = forward.tile.place_of(tile);
+    forward.measure_rows();
+    forward.write_y();
+    char* const next = other;
+    other = forward.stage;
+    forward.stage = next;
+  }
 }

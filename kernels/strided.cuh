@@ -2,8 +2,8 @@
 // one outer index and one inner one, n_inner apart. The same kernels would read it after a copy that makes rows of
 // columns; these read it in place, once.
 //
-// Grid:      a block has kBlockThreads threads and one tile at a time: all columns of kTile neighbouring rows, in shared
-//            memory. The tiles of an outer index are counted together.
+// Grid:      no more blocks than run at once. Block b takes tiles b, b + blocks, ... : all columns of kTile neighbouring
+//            rows, in shared memory. A tile lies within one outer index.
 // Thread:    lane l = thread % kLanes has pack l of the tile's rows, and column k * kGroups + thread / kLanes for k = 0, 1,
 //            ... . It reads only what it has copied, so that the block meets for the sums alone.
 // Order:     a thread's columns by kTurnsOfColumns, then these sums, then a butterfly over the groups of a warp, then the
@@ -31,32 +31,37 @@ struct StridedTile {
   const int lane = thread_index() % kLanes, group = thread_index() / kLanes;
   const int rounds = (n_cols + kGroups - 1) / kGroups;  // columns of a thread
   const long long tiles_of_outer = (n_inner + kTile - 1) / kTile;
-  long long outer = 0;
-  int first = 0;  // of the thread's rows, among those of its outer index
+  struct Place {
+    long long outer;
+    int first;  // of the thread's rows, among those of this outer index
+  };
+  Place here = {};  // of the tile that is worked on
   bool used = false;
 
   __device__ __forceinline__ StridedTile(long long n_cols, long long n_inner)
       : n_cols(static_cast<int>(n_cols)), n_inner(static_cast<int>(n_inner)) {}
 
-  __device__ __forceinline__ void begin(long long tile) {
-    outer = tile / tiles_of_outer;
-    first = static_cast<int>(tile % tiles_of_outer) * kTile + lane * kLength;
+  __device__ __forceinline__ Place place_of(long long tile) const {
+    const int of_outer = static_cast<int>(tile % tiles_of_outer);
+    return {tile / tiles_of_outer, of_outer * kTile + lane * kLength};
   }
   __device__ __forceinline__ int column(int round) const { return round * kGroups + group; }
   // Where a column of this outer index begins.
-  __device__ __forceinline__ long long place(int column) const {
-    return (outer * n_cols + column) * n_inner;
+  __device__ __forceinline__ long long begin_of(int column, const Place& place) const {
+    return (place.outer * n_cols + column) * n_inner;
   }
   // The statistics of the thread's first row.
-  __device__ __forceinline__ long long row() const { return outer * n_inner + first; }
+  __device__ __forceinline__ long long row() const { return here.outer * n_inner + here.first; }
 
   template <typename StageOf, typename Element>
-  __device__ __forceinline__ void fetch(char* stage, const Element* array) const {
+  __device__ __forceinline__ void fetch(char* stage, const Element* array,
+                                        const Place& place) const {
 #pragma unroll 4
     for (int round = 0; round < rounds; ++round) {
       const int c = column(round);
-      StageOf::template fetch<Layout::kVector>(stage, round, array + place(c < n_cols ? c : 0),
-                                               first, c < n_cols ? n_inner : 0);
+      StageOf::template fetch<Layout::kVector>(stage, round,
+                                               array + begin_of(c < n_cols ? c : 0, place),
+                                               place.first, c < n_cols ? n_inner : 0);
     }
   }
   // Calls `add` with each of the thread's columns and with sums that begin at 0. Adds these up.
