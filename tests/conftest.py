@@ -20,6 +20,9 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 # Each call runs its own kernel, and no thread compiles others, except in tests of that.
 os.environ[SWITCH] = "0"
 
+# Inductor compiles two kernels or so in a process. A precompiled header takes as long as five.
+os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
+
 # Without optimization, XLA makes code in two thirds of the time.
 if gpu_problem() and not THOROUGH:
     as_it_is = "--xla_backend_optimization_level=0"
