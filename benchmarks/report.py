@@ -2,9 +2,16 @@
 
 The tables go into results.md next to the file, or between the markers of the file that --readme
 names. The figures go into the folder results next to the file. --headline writes only one table for
-each pass, between its own markers. Several GPUs have a section of their own: ``python -m
-benchmarks.report --scaling sharding_torch.json sharding_jax.json``. So has the clamped ReLU:
-``python -m benchmarks.report --relu relu.json``. Nothing between the markers is written by hand.
+each pass, between its own markers. Several GPUs, the clamped ReLU and a residual have sections of
+their own. Nothing between the markers is written by hand. With R=benchmarks/results, the pages are
+from
+
+    python -m benchmarks.report $R/h200_standard.json --headline benchmarks/README.md
+    python -m benchmarks.report $R/h200_standard.json --readme docs/tables.md
+    python -m benchmarks.report --residual $R/residual_h200.json --readme benchmarks/README.md
+    python -m benchmarks.report --relu $R/relu_h200.json --readme benchmarks/README.md
+    python -m benchmarks.report --scaling $R/sharding_{torch,jax}_h200.json \\
+        --readme benchmarks/README.md
 """
 
 from __future__ import annotations
@@ -59,7 +66,11 @@ AS_CALLED = (
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.report",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("results", type=Path, nargs="?", help="a file of benchmarks.run")
     what.add_argument("--scaling", type=Path, nargs="+", help="files of benchmarks.sharding_*")

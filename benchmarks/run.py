@@ -1,4 +1,14 @@
-"""Measure: ``python -m benchmarks.run results.json``."""
+"""Measure all libraries: ``python -m benchmarks.run results.json --set quick``.
+
+Without options it measures the standard set. They narrow it, and a file can be measured in parts:
+
+    python -m benchmarks.run results.json --resume --shapes 32768x4096 8x4096 --backends cupynorm
+
+torch.compile takes most of the time. With `--workers 14` on 16 cores it takes up to 2.4 s a
+problem forward and 6.6 s backward. The others together take 3 s. GPUs of one kind can share the
+problems, each with a file of its own for `benchmarks.join`. The file names the commit. In a copy
+without git, `COMMIT=...` in the environment names it.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +42,11 @@ Done = set[tuple[Problem, str]]
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.run",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("results", type=Path, help="the JSON file to write")
     several = problems.add_selection(parser, "standard")
     names = [backend.name for backend in ALL]

@@ -52,7 +52,8 @@ def collectives(program: Any) -> list[str]:
 def seconds(call: Callable[[], Any]) -> float:
     """Return the time of a call in a queue of calls: the median of some rounds."""
     jax.block_until_ready(call())
-    # Virtual CPU devices share threads, too few for several programs with exchanges.
+    # Virtual CPU devices share threads, too few for several programs with exchanges. Their time
+    # says nothing, so one call is a round.
     queues = jax.default_backend() != "cpu"
     calls, times = 1, []
     while len(times) < ROUNDS:
@@ -63,7 +64,7 @@ def seconds(call: Callable[[], Any]) -> float:
                 jax.block_until_ready(result)
         jax.block_until_ready(result)
         elapsed = time.perf_counter() - start
-        if elapsed < ROUND_SECONDS / 2:
+        if queues and elapsed < ROUND_SECONDS / 2:
             calls = max(2 * calls, int(calls * ROUND_SECONDS / max(elapsed, 1e-6)))
         else:
             times.append(elapsed / calls)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
+from importlib.metadata import version
+from importlib.util import find_spec
 
 import pytest
 from hypothesis import settings
@@ -20,9 +22,15 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 # Each call runs its own kernel, and no thread compiles others, except in tests of that.
 os.environ[SWITCH] = "0"
 
-# Without optimization, XLA makes code in two thirds of the time.
-if gpu_problem() and not THOROUGH:
+# Inductor compiles two kernels or so in a process. A precompiled header takes as long as five.
+os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
+
+# Without optimization, XLA makes code in two thirds of the time, and by its older emitters in half
+# of that. XLA ends the process if it does not know a flag, as a newer one may not know the second.
+if gpu_problem() and find_spec("jaxlib") and not THOROUGH:
     as_it_is = "--xla_backend_optimization_level=0"
+    if version("jaxlib").startswith("0.10."):
+        as_it_is += " --xla_cpu_use_fusion_emitters=false"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {as_it_is}"
 
 settings.register_profile("dev", deadline=None, max_examples=50, print_blob=True)

@@ -86,6 +86,7 @@ def widest(x: str) -> tuple[str, ...]:
     return ("float64", "float64", "float64", "float64")
 
 
+@functools.cache
 def instantiations(architecture: int) -> list[Instantiation]:
     # Elsewhere the code is that of one of these two in other instructions. So a sixteenth of what
     # takes the most registers is compiled there, and an eighth without clusters: compiling is a
@@ -1081,28 +1082,40 @@ def disassembled(
     return {kernel: by_symbol[symbol] for symbol, kernel in found.symbols.items()}
 
 
+def all_disassembled(
+    kernels: list[Instantiation], folder: Path, architecture: str = "90"
+) -> Iterator[tuple[Instantiation, str]]:
+    """Yield kernels of any files, each with its machine code."""
+    with ThreadPoolExecutor() as pool:
+        parts = groups(list(dict.fromkeys(kernels)))
+        for found in pool.map(lambda group: disassembled(group, folder, architecture), parts):
+            yield from found.items()
+
+
 def machine_code(
     matches: Callable[[Instantiation], object], folder: Path, architecture: str = "90"
 ) -> Iterator[tuple[Instantiation, str]]:
     """Yield the configurations that match, each with its machine code."""
+    # In the groups of `test_no_configuration_spills_but_by_choice`, which are compiled already.
     every = groups(instantiations(int(architecture)))
-    chosen = (group for group in every if any(map(matches, group)))
-    with ThreadPoolExecutor() as pool:
-        for found in pool.map(lambda group: disassembled(group, folder, architecture), chosen):
-            yield from ((kernel, code) for kernel, code in found.items() if matches(kernel))
+    chosen = (kernel for group in every if any(map(matches, group)) for kernel in group)
+    for kernel, code in all_disassembled(list(chosen), folder, architecture):
+        if matches(kernel):
+            yield kernel, code
 
 
 @pytest.mark.skipif(disassembler() is None, reason="needs nvdisasm")
-@pytest.mark.parametrize("n", [256, 1024, 2048, 3000, 4096, 8192])
-@pytest.mark.parametrize("weight", ["bfloat16", "float32"])
-def test_what_is_held_is_asked_for_before_the_row_is_measured(
-    n: int, weight: str, tmp_path: Path
-) -> None:
-    spec = ForwardSpec("rms_norm", "bfloat16", weight, None, "bfloat16", False, True, False)
+def test_what_is_held_is_asked_for_before_the_row_is_measured(tmp_path: Path) -> None:
     held = {"Epilogue": "Identity", "kHoldWeight": True, "kVector": 8}.items()
-    kernels = [k for k in forward_kernels(n, 8, 90, spec) if held <= members_of(k).items()]
-    assert kernels
-    for kernel, code in disassembled(tuple(kernels), tmp_path).items():
+    kernels: list[Instantiation] = []
+    for weight, n in itertools.product(
+        ("bfloat16", "float32"), (256, 1024, 2048, 3000, 4096, 8192)
+    ):
+        spec = ForwardSpec("rms_norm", "bfloat16", weight, None, "bfloat16", False, True, False)
+        own = [k for k in forward_kernels(n, 8, 90, spec) if held <= members_of(k).items()]
+        assert own, (weight, n)
+        kernels += own
+    for kernel, code in all_disassembled(kernels, tmp_path):
         asked, computed = (
             [found.start() for found in re.finditer(rf"\b{operation}", code)]
             for operation in ("LDG", "FFMA")
@@ -1140,21 +1153,21 @@ def test_no_copy_with_a_policy_has_a_part_of_its_place_in_a_uniform_register(
 
 # By themselves: of the widest kernels above, all strips have a bitmask.
 @pytest.mark.skipif(disassembler() is None, reason="needs nvdisasm")
-@pytest.mark.parametrize("bitmask", [False, True])
 @pytest.mark.parametrize("architecture", ["90", "100"])
-@pytest.mark.parametrize(
-    ("x", "n"), [("float32", 262144), ("bfloat16", 262144), ("float16", 400_000)]
-)
 def test_no_copy_to_strips_has_a_part_of_its_place_in_a_uniform_register(
-    x: str, n: int, architecture: str, bitmask: bool, tmp_path: Path
+    architecture: str, tmp_path: Path
 ) -> None:
-    kernels = []
-    for norm, bias in (("rms_norm", None), ("layer_norm", "float32")):
+    kernels: list[Instantiation] = []
+    for (x, n), (norm, bias), bitmask in itertools.product(
+        (("float32", 262144), ("bfloat16", 262144), ("float16", 400_000)),
+        (("rms_norm", None), ("layer_norm", "float32")),
+        (False, True),
+    ):
         spec = BackwardSpec(norm, x, x, "float32", bias, False, bitmask)
         config = backward_config(spec, n, pack_length(x), int(architecture))
         assert isinstance(config, BackwardColumnParallel)
         kernels += backward_instantiations(spec, config)
-    for kernel, code in disassembled(tuple(kernels), tmp_path, architecture).items():
+    for kernel, code in all_disassembled(kernels, tmp_path, architecture):
         check_places_of_copies(kernel, code)
 
 
@@ -1195,25 +1208,27 @@ def test_the_next_kernel_is_let_start_where_one_of_ours_overlaps(norm: str, tmp_
                 first, *others = backward_instantiations(spec, config)
                 followed[first] = any(other.overlaps for other in others)
     assert set(followed.values()) == {False, True}
-    for kernels in groups(list(followed)):
-        for kernel, code in disassembled(kernels, tmp_path).items():
-            assert ("PREEXIT" in code) == followed[kernel], str(kernel)
+    for kernel, code in all_disassembled(list(followed), tmp_path):
+        assert ("PREEXIT" in code) == followed[kernel], str(kernel)
 
 
 @pytest.mark.skipif(disassembler() is None, reason="needs nvdisasm")
 @pytest.mark.parametrize(
-    ("architecture", "n"),
-    [*itertools.product(("90", "100"), (4096, 8192, 32768)), ("120", 4096)],
+    ("architecture", "lengths"),
+    [("90", (4096, 8192, 32768)), ("100", (4096, 8192, 32768)), ("120", (4096,))],
 )
-def test_copies_in_bulk_see_their_mailboxes(architecture: str, n: int, tmp_path: Path) -> None:
+def test_copies_in_bulk_see_their_mailboxes(
+    architecture: str, lengths: tuple[int, ...], tmp_path: Path
+) -> None:
     spec = BackwardSpec("layer_norm", "bfloat16", "bfloat16", "float32", "float32", False, False)
-    config = backward_config(spec, n, 8, int(architecture))
-    kernel, _ = backward_instantiations(spec, config)
-    before, *copied = disassembled((kernel,), tmp_path, architecture)[kernel].split("UBLKCP")
-    assert copied, str(kernel)
-    # The fence must come after the last mailbox was opened: opening each one begins with a fence of
-    # its own.
-    assert "FENCE.VIEW.ASYNC" in before.rpartition("SYNCS.EXCH")[2], str(kernel)
+    configs = (backward_config(spec, n, 8, int(architecture)) for n in lengths)
+    kernels = [backward_instantiations(spec, config)[0] for config in configs]
+    for kernel, code in all_disassembled(kernels, tmp_path, architecture):
+        before, *copied = code.split("UBLKCP")
+        assert copied, str(kernel)
+        # The fence must come after the last mailbox was opened: opening each one begins with a
+        # fence of its own.
+        assert "FENCE.VIEW.ASYNC" in before.rpartition("SYNCS.EXCH")[2], str(kernel)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES[1:])
