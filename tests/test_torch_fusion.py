@@ -356,15 +356,44 @@ def test_one_program_for_any_number_of_rows(changes: list[Change]) -> None:
     assert change.fewer("add") == 4
 
 
-# ---- checkpoints ---------------------------------------------------------------------------------
+# ---- what is kept for the backward pass ----------------------------------------------------------
 
 
 def kept(f: Any, inputs: Any) -> Any:
-    """Return how many values a function keeps for its backward pass."""
+    """Return how many bytes a function keeps for its backward pass."""
     sizes: list[int] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.numel()) or t, id):
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.nbytes) or t, id):
         f(*(t.clone().requires_grad_() for t in inputs))
     return sum(sizes)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("fuses", [True, False])
+def test_as_much_is_kept_as_with_the_norms_of_torch(
+    fuses: bool, norm: str, dtype: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of torch's norms, too, each y that a product reads is kept, not computed again."""
+
+    def function(normalized: Any) -> Any:
+        def blocks(x: Any, stream: Any, weight: Any, matrix: Any) -> Any:
+            stream = stream + x @ matrix
+            stream = stream + normalized(stream, weight) @ matrix
+            return normalized(stream, weight) @ matrix
+
+        return blocks
+
+    if not fuses:
+        monkeypatch.setattr(_fusion, "fuse", lambda graph: None)
+    of_torch = function(lambda x, weight: getattr(F, norm)(x, (N,), weight, eps=1e-5))
+    expected = kept(traced(of_torch), operands(dtype))
+    torch._dynamo.reset()
+    # Of a row of LayerNorm, torch may keep one float32 where cupynorm keeps a mean and an rstd.
+    means = 2 * 4 * torch.float32.itemsize if norm == "layer_norm" else 0  # two norms, four rows
+    assert kept(traced(function(NORMS[norm])), operands(dtype)) <= expected + means
+
+
+# ---- checkpoints ---------------------------------------------------------------------------------
 
 
 def test_a_checkpoint_takes_in_what_is_within(
