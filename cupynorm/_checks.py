@@ -45,6 +45,7 @@ __all__ = [
     "Asked",
     "AskedBackward",
     "as_called",
+    "check_arrays",
     "check_backward",
     "check_call",
     "check_forward",
@@ -202,7 +203,14 @@ def check_call(
             dtypes = ("uint8",) if KINDS.get(name) is Kind.BITS else FLOATS
             output = name in table.writes
             arrays[name] = family.take(public, array, output=output, dtypes=dtypes)
-    x: Any = arrays["x"]
+    return check_arrays(arrays, asked)
+
+
+def check_arrays(
+    arrays: dict[str, Any], asked: Asked | AskedBackward
+) -> tuple[dict[str, Any], ForwardSpec | BackwardSpec, Options]:
+    """Do as `check_call` with NumPy or CuPy arrays."""
+    x = arrays["x"]
     axes = normalized_axes(x.ndim, asked.axis)
     order = order_of(x.ndim, axes)
     if order is not None:

@@ -15,7 +15,7 @@ of times. Forward mode (``jvp``, ``jacfwd``) is refused when a program is compil
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypedDict, overload
+from typing import TYPE_CHECKING, Any, TypedDict, cast, overload
 
 import jax
 
@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec
 
 from cupynorm import _checks
 from cupynorm._arrays import DTYPES, check_no_mask, to_numpy
-from cupynorm._operation import Norm, Relu
+from cupynorm._operation import ForwardSpec, Norm, Options, Relu, compute_dtype
 from cupynorm.jax import _formula
 from cupynorm.jax._derivatives import differentiable, wide
 from cupynorm.jax._operations import axes_of, split_as
@@ -250,12 +250,22 @@ def _norm(norm: Norm, x: Any, weight: Any, bias: Any, residual: Any, **options: 
     }
     outlines = {name: _outline(array) for name, array in given.items()}
     asked = _checks.Asked(norm, training=False, **options)
-    spec, told = _checks.check_forward(outlines, asked)
-    x, weight, bias, residual = given.values()
-    k = told.k
+    _, checked, told = _checks.check_arrays(outlines, asked)
+    spec = cast("ForwardSpec", checked)
     for name, dtype in (("out_dtype", to_numpy(spec.y)), ("residual_dtype", to_numpy(spec.x))):
         if jax.dtypes.canonicalize_dtype(dtype) != dtype:
             raise TypeError(f"{name} must be one that JAX has enabled, got {dtype} without x64")
+    if told.order is not None:
+        moved = {
+            n: None if a is None else _checks.moved(told.order, n, a) for n, a in given.items()
+        }
+        results = _norm(norm, **moved, **options | {"axis": told.axis})
+        back = sorted(range(len(told.order)), key=told.order.__getitem__)
+        return jax.tree.map(lambda a: a.transpose(back), results)
+    x, weight, bias, residual = given.values()
+    k = told.k
+    if told.groups is not None:
+        return _with_vectors(norm, spec, told, given, options)
     weight, bias = (
         a if a is None or a.ndim == k else a.reshape(x.shape[x.ndim - k :]) for a in (weight, bias)
     )
@@ -267,6 +277,27 @@ def _norm(norm: Norm, x: Any, weight: Any, bias: Any, residual: Any, **options: 
     y, total = norm_of(rows, added, tuple(affine[:2]), tuple(affine[2:]))
     results = tuple(split_as(like, a, split) for a in (y, total) if a is not None)
     return results[0] if total is None else results
+
+
+def _with_vectors(
+    norm: Norm, spec: ForwardSpec, told: Options, given: dict[str, Any], options: dict[str, Any]
+) -> Any:
+    """Return a norm whose weight and bias vary from row to row: XLA scales and shifts it."""
+    dtype = to_numpy(compute_dtype(spec.x))
+    alone = options | {"zero_centered": False, "relu": None, "out_dtype": dtype}
+    normalized = _norm(norm, given["x"], None, None, given["residual"], **alone)
+    y, *total = normalized if isinstance(normalized, tuple) else (normalized,)
+    if given["weight"] is not None:
+        weight = given["weight"].astype(dtype)
+        y = y * (weight + 1 if told.zero_centered else weight)
+    if given["bias"] is not None:
+        y = y + given["bias"].astype(dtype)
+    if told.relu is not None:
+        lower, upper = told.relu
+        inside = (lower < y) & (y < upper)
+        y = jnp.where(inside, y, jax.lax.stop_gradient(jnp.clip(y, lower, upper)))
+    y = y.astype(to_numpy(spec.y))
+    return (y, *total) if total else y
 
 
 def _array(name: str, array: Any) -> Any:
