@@ -51,7 +51,8 @@ class Groups:
 
         Each group has so many clusters of blocks. `as_one`: there is one for all rows.
         """
-        take_turns, elements = self.inner == 1 and not as_one, n // self.repeats
+        take_turns = self.inner == 1 and self.vectors > 1 and not as_one
+        elements = n // self.repeats
         # Numbers below 2**31 are divided exactly: Granlund and Montgomery, "Division by invariant
         # integers using multiplication", theorem 4.2.
         divisor = max(1, self.count if take_turns else clusters)

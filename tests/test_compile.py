@@ -54,6 +54,7 @@ from cupynorm._layout import (
     few_rows_configs,
     forward_config,
     pack_length,
+    strided,
 )
 from cupynorm._operation import CPP_TYPES, ITEMSIZE, BackwardSpec, ForwardSpec
 
@@ -362,6 +363,28 @@ def instantiations(architecture: int) -> list[Instantiation]:
         )
         config = forward_config(held, packs * 8, 8, architecture)
         kernels[forward_instantiation(held, config)] = None
+    # Rows in groups, whose columns share elements or do not, and rows side by side.
+    for norm, x, shared in (
+        *(("layer_norm", "bfloat16", False), ("layer_norm", "bfloat16", True)),
+        *(("rms_norm", "bfloat16", False), ("layer_norm", "float32", False)),
+    ):
+        if not every and (shared or x == "float32"):
+            continue
+        weight, bias, y, dy = usual(x)
+        length = pack_length(x)
+        sharing = {"grouped": True, "repeats": length if shared else 0}
+        for packs in (128, 512, 2048, 8192) if architecture == 90 else (512, 8192):
+            grouped = ForwardSpec(norm, x, weight, bias, y, True, True, False, **sharing)
+            of_grouped = BackwardSpec(norm, x, dy, weight, bias, True, False, **sharing)
+            add(packs * length, (length,), (grouped,), (of_grouped,))
+        for n, vector in itertools.product((96, 384), (1, length)):
+            alone = ForwardSpec(norm, x, weight, bias, y, True, True, False)
+            of_alone = BackwardSpec(norm, x, dy, weight, bias, True, False)
+            for spec in (alone, of_alone):
+                config = strided(spec, n, vector, architecture)
+                of_tiles = backward_instantiations if spec is of_alone else forward_instantiation
+                found = of_tiles(spec, config)
+                kernels.update(dict.fromkeys(found if spec is of_alone else (found,)))
     # Strips: few threads with long groups, and the most threads.
     for norm, x, wide, packs in itertools.product(
         ("rms_norm", "layer_norm"),
@@ -1257,14 +1280,17 @@ def test_the_source_to_read_compiles(backward: bool) -> None:
             nvrtc.destroyProgram(program)
 
 
+@pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize("x", ["float64", "bfloat16"])
-def test_arguments_are_where_the_kernel_looks_for_them(x: str) -> None:
+def test_arguments_are_where_the_kernel_looks_for_them(x: str, grouped: bool) -> None:
+    spec = ForwardSpec("rms_norm", x, x, x, x, False, True, False, grouped=grouped)
     types = dict.fromkeys(("X", "DY", "Weight", "Bias", "Y", "DWeight", "DBias"), x)
     types |= dict.fromkeys(("Branch", "Residual", "DX", "DResidual", "DResidualOut"), x)
     op = "".join(f"using {name} = {CPP_TYPES[dtype]};" for name, dtype in types.items())
+    op += f"static constexpr bool kGrouped = {str(grouped).lower()};"
     asserts = [source("operation.cuh"), f"struct Op {{ {op} }};"]
     for name in ARGUMENTS:
-        members, letters = arguments_of(name, x), ""
+        members, letters = arguments_of(name, spec), ""
         for member, letter in members:
             offset = struct.calcsize(f"{letters}0{letter}")
             size = struct.calcsize(letter)

@@ -39,6 +39,7 @@ from cupynorm._layout import (
     pack_length,
     partials_stride,
     shared_limit,
+    strided,
 )
 from cupynorm._layout.backward_pipelined import _backward_registers
 from cupynorm._operation import BACKWARD as BACKWARD_PASS
@@ -679,7 +680,7 @@ def test_every_plan_covers_all_rows_within_its_scratch(
         assert partials <= max(4 * gpu.multiprocessors, 64)
         assert size >= spec.gradients * partials * partials_stride(n) * plan.itemsize
         _, blocks, arguments = launches[-1]
-        assert blocks == plan.reduction_blocks
+        assert blocks == spec.gradients * plan.reduction_blocks
         place = 1 + BACKWARD_PASS.operands.index("dweight")
         sums = {"partials": SCRATCH, "dweight": place, "dbias": place + 1}
         assert arguments == sums | {"n_partials": partials, "n_cols": n}
@@ -904,11 +905,26 @@ def test_a_source_is_complete_and_pastes_a_header_once(file: str) -> None:
     assert body(file) in text
 
 
+# What norms of rows that lie side by side may not have.
+ALONE = {
+    ForwardSpec: {"relu": False, "branch": None, "residual": None},
+    BackwardSpec: {"bitmask": False, "dresidual_out": None, "dx": None, "dresidual": None},
+}
+
+
 def test_every_file_is_reachable_and_there_is_nothing_else() -> None:
     used = set()
     for spec, packs in itertools.product(FORWARD[::97] + BACKWARD[::97], PACKS):
         for chosen in every_layout(spec, packs * pack_length(spec.x), 90):
             used |= {kernel.file for kernel in instantiate(spec, chosen.config)}
+    for spec in (FORWARD[0], BACKWARD[0]):
+        by_index = dataclasses.replace(spec, weight="float32", grouped=True, repeats=1)
+        alone = dataclasses.replace(spec, **ALONE[type(spec)])
+        for of, config in (
+            *((by_index, chosen.config) for chosen in every_layout(by_index, 1024, 90)),
+            (alone, strided(alone, 96, 1, 90)),
+        ):
+            used |= {kernel.file for kernel in instantiate(of, config)}
     pasted = {h for h in HEADERS if any(body(h) in source(file) for file in KERNELS)}
     assert sorted(used | pasted) == FILES
     assert sorted(used) == KERNELS

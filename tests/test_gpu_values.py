@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -31,6 +32,8 @@ from strategies import (
     problems,
     scaled,
 )
+from test_groups import CALLS as GROUPS
+from test_groups import Call, drawn
 
 import cupynorm
 from cupynorm import _calls, _layout, _plans, testing
@@ -765,3 +768,46 @@ def test_any_width(name: str, seed: int, n: int) -> None:
         make_values("normal", (n,), DTYPES[name], seed + 1),
         wants_dbias=True,
     )
+
+
+@pytest.mark.parametrize("many", [False, True], ids=["once", "many rows"])
+@pytest.mark.parametrize("call", GROUPS, ids=str)
+def test_rows_in_groups_and_side_by_side(call: Call, many: bool) -> None:
+    """Those of test_groups.py, and with more rows than run at once."""
+    if many:
+        repeated = call.shape[0] * max(1, 3_000_000 // int(np.prod(call.shape)))
+        vectors = (
+            s and ((repeated, *s[1:]) if s[0] == call.shape[0] and len(s) == len(call.shape) else s)
+            for s in (call.weight, call.bias)
+        )
+        shape = (repeated, *call.shape[1:])
+        if 0 not in np.atleast_1d(-1 if call.axis is None else call.axis):
+            weight, bias = vectors
+            call = dataclasses.replace(call, shape=shape, weight=weight, bias=bias)
+    arrays = drawn(call)
+    on_gpu = {name: None if a is None else to_cupy(a) for name, a in arrays.items()}
+    x, weight, bias = (on_gpu[name] for name in ("x", "weight", "bias"))
+    poison()
+    forward = getattr(cupynorm, f"{call.norm}_forward")(
+        x, weight, bias, eps=1e-5, axis=call.axis, relu=call.relu
+    )
+    means = [] if forward.mean is None else [forward.mean]
+    poison()
+    backward = getattr(cupynorm, f"{call.norm}_backward")(
+        *(on_gpu["dy"], x, weight, *means, forward.rstd),
+        bias=True if bias is None else bias,
+        bitmask=forward.bitmask,
+        axis=call.axis,
+    )
+    host, gradients = (type(r)(*map(to_numpy, r)) for r in (forward, backward))
+    operands = arrays["x"], arrays["weight"], arrays["bias"]
+    ratios = testing.check_forward(
+        call.norm, host, *operands, eps=1e-5, axis=call.axis, relu=call.relu
+    )
+    ratios |= testing.check_backward(
+        *(call.norm, gradients, arrays["dy"], *operands[:2], host.mean, host.rstd),
+        bias=True if arrays["bias"] is None else arrays["bias"],
+        bitmask=host.bitmask,
+        axis=call.axis,
+    )
+    record(("groups", call.norm), ratios)
