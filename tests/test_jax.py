@@ -683,6 +683,13 @@ def test_s_is_all_that_is_kept_of_x_and_residual(branch: str, path: str) -> None
     np.testing.assert_array_equal(rows, s)
 
 
+def test_arrays_alone_are_kept_for_second_derivatives(path: str) -> None:
+    gradient = jax.grad(lambda x: jnp.sum(cupynorm.jax.layer_norm(x)))
+    _, pull_back = jax.vjp(gradient, values((3, 8)))
+    kept = [a.shape for a in jax.tree.leaves(pull_back) if a.ndim]
+    assert kept == [(3, 8), (3, 8)]  # dy and x
+
+
 @pytest.mark.parametrize("axes", [(0, None), (1, None), (None, 0), (0, 1)])
 @pytest.mark.parametrize("norm", NORMS)
 def test_vmap_with_a_residual_is_a_loop_over_the_batch(norm: str, axes: Any, path: str) -> None:

@@ -1,9 +1,10 @@
 """RMSNorm and LayerNorm within JAX programs.
 
 `rms_norm` and `layer_norm` are those of `cupynorm`, as JAX functions. They work under ``jit``,
-``grad``, ``jvp``, ``vmap``, ``scan``, ``checkpoint`` and ``shard_map``, and on arrays that are split
-over the devices of a mesh. Its axes may be Auto or Explicit. On CUDA GPUs XLA calls the kernels of this
-package. Elsewhere the same formula runs in jax.numpy. Each function may add a residual to x first.
+``grad``, ``jvp``, ``vmap``, ``scan``, ``checkpoint`` and ``shard_map``, and on arrays that are
+split over the devices of a mesh. Its axes may be Auto or Explicit. On CUDA GPUs XLA calls the
+kernels of this package. Elsewhere the same formula runs in jax.numpy. Each function may add a
+residual to x first.
 
 Rows stay where they are, even if the devices do not share them evenly. No x, dy, y or dx, nor a
 residual, is sent to another device, with two exceptions: the normalized axes themselves are split,
