@@ -388,17 +388,56 @@ def through_layers(kind: AxisType) -> Any:
 
 
 def second_derivatives(kind: AxisType) -> Any:
-    x, weight = np.asarray(X, np.float32), np.asarray(WEIGHT, np.float32)
-
     def slope(x: Any, weight: Any) -> Any:
         gradients = jax.grad(lambda *a: jnp.sum(jnp.sin(norm(*a))), (0, 1))(x, weight)
         return sum(jnp.sum(jnp.square(g)) for g in gradients)
 
+    return on_a_mesh_as_on_one_device(kind, jax.grad(slope, (0, 1)))
+
+
+def second_derivatives_by_forward_mode(kind: AxisType) -> Any:
+    def product(x: Any, weight: Any) -> Any:
+        gradients = jax.grad(lambda *a: jnp.sum(jnp.sin(norm(*a))), (0, 1))
+        return jax.jvp(gradients, (x, weight), (x, weight))[1]
+
+    return on_a_mesh_as_on_one_device(kind, product)
+
+
+def forward_mode(kind: AxisType) -> Any:
+    def push(x: Any, weight: Any) -> Any:
+        def pair(x: Any, weight: Any) -> Any:
+            return norm(x, weight, weight, residual=x, relu=(-0.5, 1.0))
+
+        along_both = jax.jvp(pair, (x, weight), (x, weight))
+        return *along_both, jax.jvp(lambda weight: pair(x, weight), (weight,), (weight,))
+
+    return on_a_mesh_as_on_one_device(kind, push)
+
+
+def forward_mode_under_shard_map(tracked: bool, within: bool) -> Any:
+    mesh = mesh_of((4,), AxisType.Auto)
+    rows = {"in_specs": (P("a"), P()), "out_specs": P("a"), "mesh": mesh, "check_vma": tracked}
+
+    def push(x: Any, weight: Any) -> Any:
+        split = norm if within else jax.shard_map(norm, **rows)
+        return jax.jvp(split, (x, weight), (x, weight))
+
+    function = jax.shard_map(push, **rows) if within else push
+    return on_a_mesh_as_on_one_device(
+        AxisType.Auto, function, lambda x, weight: jax.jvp(norm, (x, weight), (x, weight))
+    )
+
+
+def on_a_mesh_as_on_one_device(kind: AxisType, function: Any, alone: Any = None) -> Any:
+    """Check a function of split rows and a weight, in float32. One device must give the same."""
+    x, weight = np.asarray(X, np.float32), np.asarray(WEIGHT, np.float32)
     mesh = mesh_of((4,), kind)
     arguments = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in ((x, P("a")), (weight, P()))]
-    curvature = jax.grad(slope, (0, 1))
-    program = jax.jit(curvature).lower(*arguments).compile()
-    for split, whole in zip(program(*arguments), curvature(x, weight), strict=True):
+    program = jax.jit(function).lower(*arguments).compile()
+    found, expected = (
+        jax.tree.leaves(r) for r in (program(*arguments), (alone or function)(x, weight))
+    )
+    for split, whole in zip(found, expected, strict=True):
         np.testing.assert_allclose(split, whole, rtol=1e-3, atol=1e-3)
     return collectives(program)
 
@@ -674,6 +713,8 @@ ONE_OF_EACH = (
     through_layers,
     a_stream_through_layers,
     second_derivatives,
+    second_derivatives_by_forward_mode,
+    forward_mode,
 )
 
 
@@ -719,6 +760,11 @@ def cases(kernels: bool) -> Iterator[tuple[str, Callable[[], Any]]]:
         if THOROUGH or i % 5 == 0 or (kernels and i % 5 == 2):
             yield f"drawn {i}", functools.partial(with_a_drawn_sharding, one)
     for tracked in (True, False):
+        for within in (True, False):
+            yield (
+                f"forward_mode_under_shard_map, {tracked} {within}",
+                functools.partial(forward_mode_under_shard_map, tracked, within),
+            )
         yield f"shard_map, {tracked}", functools.partial(under_shard_map, 4, tracked, False)
         yield (
             f"a residual under shard_map, {tracked}",

@@ -30,6 +30,7 @@ from jax_calls import check  # noqa: E402
 
 import cupynorm  # noqa: E402
 import cupynorm.jax  # noqa: E402
+from cupynorm import reference  # noqa: E402
 from cupynorm._operation import FORWARD, BackwardSpec, ForwardSpec  # noqa: E402
 from cupynorm.jax import _derivatives, _kernels, _operations, _xla  # noqa: E402
 
@@ -236,19 +237,19 @@ def test_gradients_of_each_order_are_those_of_finite_differences(norm: str, path
     function = getattr(cupynorm.jax, norm)
     x, weight, bias = values((3, 2, 8)), values((8,), seed=1), values((8,), seed=2)
     compiled = jax.jit(function)
-    check_grads(compiled, (x, weight, bias), order=2, modes=["rev"])
+    check_grads(compiled, (x, weight, bias), order=2)
     centered = jax.jit(lambda x, weight: function(x, weight, zero_centered=True))
-    check_grads(centered, (x, weight), order=1, modes=["rev"])
+    check_grads(centered, (x, weight), order=1)
     check_grads(compiled, (x,), order=3, modes=["rev"])
     over_two = jax.jit(functools.partial(function, axis=(-2, -1)))
-    check_grads(over_two, (x, values((2, 8), seed=3)), order=2, modes=["rev"])
+    check_grads(over_two, (x, values((2, 8), seed=3)), order=2)
 
 
 def test_second_derivatives_of_a_clamped_norm(path: str) -> None:
     x, weight = values((3, 12)), values((12,), seed=1)
     clamped = jax.jit(functools.partial(cupynorm.jax.layer_norm, relu=(-0.6, 0.9)))
     assert 0 < np.mean(np.isin(clamped(x, weight), (-0.6, 0.9))) < 1
-    check_grads(clamped, (x, weight), order=2, modes=["rev"])
+    check_grads(clamped, (x, weight), order=2)
 
 
 def layered(weight: Any) -> Any:
@@ -260,45 +261,188 @@ def layered(weight: Any) -> Any:
     return jnp.sum(jax.lax.scan(layer, values((3, 8)), None, length=2)[0])
 
 
+def slope_along(f: Any, v: Any, t: Any) -> Any:
+    return jnp.sum(jax.grad(f)(v) * t)
+
+
+def curvature_along(f: Any, v: Any, t: Any) -> Any:
+    return jax.grad(lambda v: slope_along(f, v, t))(v)
+
+
+def pair(v: Any) -> Any:
+    return jnp.stack([v, 2 * v])
+
+
+# With forward mode, and the same by reverse mode alone.
 FORWARD_MODES = {
-    "jvp": lambda f, v: jax.jvp(f, (v,), (v,)),
-    "jvp of jit": lambda f, v: jax.jvp(jax.jit(f), (v,), (v,)),
-    "jit of jvp": lambda f, v: jax.jit(lambda v: jax.jvp(f, (v,), (v,)))(v),
-    "jvp of grad": lambda f, v: jax.jvp(jax.grad(f), (v,), (v,)),
-    "jvp of checkpoint": lambda f, v: jax.jvp(jax.checkpoint(f), (v,), (v,)),
-    "jacfwd": lambda f, v: jax.jacfwd(f)(v),
-    "hessian": lambda f, v: jax.hessian(f)(v),
-    "vmap of hessian": lambda f, v: jax.vmap(jax.hessian(f))(np.stack([v, v])),
-    "jacfwd of vmap": lambda f, v: jax.jacfwd(jax.vmap(f))(np.stack([v, v])),
-    "linearize": lambda f, v: jax.linearize(f, v)[1](v),
+    "jvp": (lambda f, v, t: jax.jvp(f, (v,), (t,))[1], slope_along),
+    "jvp of jit": (lambda f, v, t: jax.jvp(jax.jit(f), (v,), (t,))[1], slope_along),
+    "jvp of checkpoint": (lambda f, v, t: jax.jvp(jax.checkpoint(f), (v,), (t,))[1], slope_along),
+    "linearize": (lambda f, v, t: jax.linearize(f, v)[1](t), slope_along),
+    "jacfwd": (lambda f, v, t: jax.jacfwd(f)(v), lambda f, v, t: jax.grad(f)(v)),
+    "vmap of jvp": (
+        lambda f, v, t: jax.vmap(lambda v, t: jax.jvp(f, (v,), (t,))[1])(pair(v), pair(t)),
+        lambda f, v, t: jax.vmap(functools.partial(slope_along, f))(pair(v), pair(t)),
+    ),
+    "jacfwd of vmap": (
+        lambda f, v, t: jax.jacfwd(jax.vmap(f))(pair(v)),
+        lambda f, v, t: jax.jacrev(jax.vmap(f))(pair(v)),
+    ),
+    "jvp of grad": (lambda f, v, t: jax.jvp(jax.grad(f), (v,), (t,))[1], curvature_along),
+    "grad of jvp": (
+        lambda f, v, t: jax.grad(lambda v: jax.jvp(f, (v,), (t,))[1])(v),
+        curvature_along,
+    ),
+    "grad of jvp by its tangent": (
+        lambda f, v, t: jax.grad(lambda t: jax.jvp(f, (v,), (t,))[1])(t),
+        lambda f, v, t: jax.grad(f)(v),
+    ),
+    "hessian": (lambda f, v, t: jax.hessian(f)(v), lambda f, v, t: jax.jacrev(jax.jacrev(f))(v)),
+    "vmap of hessian": (
+        lambda f, v, t: jax.vmap(jax.hessian(f))(pair(v)),
+        lambda f, v, t: jax.vmap(jax.jacrev(jax.jacrev(f)))(pair(v)),
+    ),
 }
 
 
-@pytest.mark.parametrize("mode", FORWARD_MODES)
-@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
-def test_forward_mode_is_refused_with_what_to_use(mode: str, dtype: str) -> None:
-    x, weight = values((3, 8)), values((8,), dtype, 1)
-
-    def of_x(x: Any) -> Any:
-        return jnp.sum(cupynorm.jax.layer_norm(x, relu=(0, 1)))
-
-    def of_weight(weight: Any) -> Any:
-        return jnp.sum(cupynorm.jax.rms_norm(x, weight, weight))
-
-    # A narrow weight is widened first. JAX differentiates that too.
-    for function, v in ((of_x, values((3, 8), dtype)), (of_weight, weight), (layered, weight)):
-        with pytest.raises(NotImplementedError, match=r"jacrev\(jacrev\(f\)\) for hessian\(f\)"):
-            FORWARD_MODES[mode](function, v)
-
-
-def test_what_is_said_instead_of_forward_mode_works() -> None:
+def of_x(x: Any) -> Any:
     weight = values((8,), seed=1)
-    twice = jax.jit(jax.jacrev(jax.jacrev(layered)))(weight)
+    return jnp.sum(jnp.sin(cupynorm.jax.layer_norm(x, weight, weight, relu=(-0.6, 0.9))))
+
+
+def of_weight(weight: Any) -> Any:
+    x = values((3, 8), "float32", 2)
+    y = cupynorm.jax.rms_norm(x, weight, weight, zero_centered=True, out_dtype=np.float64)
+    return jnp.sum(jnp.sin(y))
+
+
+def of_residual(residual: Any) -> Any:
+    y, s = cupynorm.jax.rms_norm(values((3, 8), seed=3), residual=residual)
+    return jnp.sum(jnp.sin(y) * jnp.cos(s))
+
+
+@pytest.mark.parametrize("mode", FORWARD_MODES)
+def test_forward_mode_gives_what_reverse_mode_gives(mode: str, kernels: Any) -> None:
+    forward, reverse = FORWARD_MODES[mode]
+    # The last one computes in float32, as its x is.
+    functions = (of_x, (3, 8)), (of_residual, (3, 8)), (of_weight, (8,))
+    arrays = [(values(shape, seed=4), values(shape, seed=5)) for _, shape in functions]
+
+    @jax.jit
+    def both(arrays: Any) -> Any:
+        return [
+            (forward(f, *vectors), reverse(f, *vectors))
+            for (f, _), vectors in zip(functions, arrays, strict=True)
+        ]
+
+    *of_float64, of_float32 = both(arrays)
+    for found, expected in of_float64:
+        np.testing.assert_allclose(found, expected, rtol=1e-10, atol=1e-10)
+    np.testing.assert_allclose(*of_float32, rtol=1e-5, atol=1e-5)
+
+
+TWICE = [(one, other) for one in (jax.jacrev, jax.jacfwd) for other in (jax.jacrev, jax.jacfwd)]
+
+
+@pytest.mark.parametrize(("outer", "inner"), TWICE)
+def test_second_derivatives_of_a_scan(outer: Any, inner: Any, kernels: Any) -> None:
+    weight = values((8,), seed=1)
+    twice = jax.jit(outer(inner(layered)))(weight)
     slope = jax.jit(jax.grad(layered))
     step = 1e-5
     for i, shift in enumerate(step * np.eye(8)):
         difference = slope(weight + shift) - slope(weight - shift)
         np.testing.assert_allclose(twice[i], difference / (2 * step), rtol=1e-5, atol=1e-7)
+
+
+def test_third_derivatives_of_a_scan(kernels: Any) -> None:
+    weight, t = values((8,), seed=1), values((8,), seed=2)
+
+    def curvature(weight: Any) -> Any:
+        return curvature_along(layered, weight, t)
+
+    step = 1e-5
+    difference = (curvature(weight + step * t) - curvature(weight - step * t)) / (2 * step)
+    for found in (
+        curvature_along(lambda weight: slope_along(layered, weight, t), weight, t),
+        jax.jvp(curvature, (weight,), (t,))[1],
+    ):
+        np.testing.assert_allclose(found, difference, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_a_tangent_that_is_not_there_is_0(norm: str, path: str) -> None:
+    shapes = {"x": (3, 8), "weight": (8,), "bias": (8,), "residual": (3, 8)}
+    arrays = {name: values(shape, seed=i) for i, (name, shape) in enumerate(shapes.items())}
+    function = functools.partial(getattr(cupynorm.jax, norm), relu=(-0.6, 0.9))
+    _, together = jax.jvp(lambda arrays: function(**arrays), (arrays,), (arrays,))
+    parts = [
+        jax.jvp(lambda array: function(**arrays | {name: array}), (array,), (array,))[1]  # noqa: B023
+        for name, array in arrays.items()
+    ]
+    for sum_, *of_one in zip(together, *parts, strict=True):
+        np.testing.assert_allclose(sum(of_one), sum_, rtol=1e-12, atol=1e-14)
+    for of_s in (parts[1][1], parts[2][1]):  # s does not depend on weight and bias
+        np.testing.assert_array_equal(of_s, 0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("norm", NORMS)
+def test_tangents_are_those_of_float64(norm: str, dtype: str, path: str) -> None:
+    """Their dtypes are those of the arrays, and y's has an error of its own beside its rounding."""
+    given = [values((5, 33), dtype, 1), values((5, 33), "float32", 2), values((33,), dtype, 3)]
+    along = [values(a.shape, a.dtype.name, 4 + i) for i, a in enumerate(given)]
+
+    def of(arrays: Any, tangents: Any, out: str) -> Any:
+        dtypes = {"out_dtype": DTYPES[out], "residual_dtype": DTYPES["float32"]}
+        return jax.jvp(lambda *a: fused(norm, *a, **dtypes), arrays, tangents)[1]
+
+    of_y, of_s = of(given, along, dtype)
+    assert (of_y.dtype, of_s.dtype) == (DTYPES[dtype], np.float32)
+    wide = [[a.astype(np.float64) for a in arrays] for arrays in (given, along)]
+    exact = np.asarray(of(*wide, "float64")[0])
+    several = 64 * np.finfo(np.float32).eps  # some roundings of values up to 8
+    error = np.abs(np.asarray(of_y, np.float64) - exact)
+    assert (error <= several + np.abs(exact) * float(jnp.finfo(dtype).eps) / 2).all()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_tangent_of_float64_is_rounded_once(dtype: str, path: str) -> None:
+    x, t = values((64, 65)), values((64, 65), seed=1)
+
+    def along(out: str) -> Any:
+        norm = functools.partial(cupynorm.jax.layer_norm, out_dtype=DTYPES[out])
+        return np.asarray(jax.jvp(norm, (x,), (t,))[1])
+
+    # Past a tie by less than float32 can tell, a tangent would be rounded down.
+    unit = float(jnp.finfo(dtype).eps)
+    bias = np.full(65, 1 + unit / 2 + unit * 2.0**-30)
+    _, of_y = jax.jvp(
+        lambda bias: cupynorm.jax.layer_norm(x, bias=bias, out_dtype=DTYPES[dtype]),
+        (bias,),
+        (bias,),
+    )
+    np.testing.assert_array_equal(np.asarray(of_y, np.float64), 1 + unit)
+    np.testing.assert_array_equal(
+        along(dtype), reference.round_once(along("float64"), DTYPES[dtype])
+    )
+
+
+def test_forward_mode_is_one_forward_call(kernels: Any) -> None:
+    x, residual, weight = values((3, 8)), values((3, 8), seed=1), values((8,), seed=2)
+    arrays = (x, residual, weight)
+
+    def push(*tangents: Any) -> Any:
+        return jax.jvp(functools.partial(fused, "rms_norm"), arrays, tangents)
+
+    assert calls_of(push, *arrays) == [FORWARD_CALL]
+
+
+def test_the_gradient_of_vmap_is_one_call_each_way(kernels: Any) -> None:
+    x, weight = values((4, 3, 8)), values((8,))
+    batched = jax.vmap(cupynorm.jax.rms_norm, in_axes=(0, None))
+    step = jax.grad(lambda *a: jnp.sum(batched(*a) ** 2), (0, 1))
+    assert calls_of(step, x, weight) == [["x", "weight", "y", "rstd"], BACKWARD_CALL]
 
 
 def looped(function: Any, axes: tuple[int | None, ...]) -> Any:
@@ -478,10 +622,10 @@ def test_gradients_with_a_residual_are_those_of_finite_differences(norm: str, pa
     x, residual = values((3, 2, 8)), values((3, 2, 8), seed=1)
     weight, bias = values((8,), seed=2), values((8,), seed=3)
     both = jax.jit(functools.partial(fused, norm))
-    check_grads(both, (x, residual, weight, bias), order=2, modes=["rev"])
+    check_grads(both, (x, residual, weight, bias), order=2)
     for i in range(2):
         one = jax.jit(lambda *a, i=i: both(*a)[i])
-        check_grads(one, (x, residual, weight), order=2, modes=["rev"])
+        check_grads(one, (x, residual, weight), order=2)
 
 
 LOSSES = {
@@ -536,12 +680,19 @@ def test_a_program_reads_only_what_comes_back(used: str, wrap: Any, kernels: Any
 @pytest.mark.parametrize("branch", ["float32", "bfloat16"])
 def test_s_is_all_that_is_kept_of_x_and_residual(branch: str, path: str) -> None:
     x, residual = values((3, 8), branch), values((3, 8), "float32", 1)
-    weight = values((8,), "float32", 2)
-    (_, s), pull_back = jax.vjp(functools.partial(fused, "layer_norm"), x, residual, weight, weight)
+    affine = values((8,), "float32", 2), values((8,), "float32", 3)
+    (_, s), pull_back = jax.vjp(functools.partial(fused, "layer_norm"), x, residual, *affine)
     kept = jax.tree.leaves(pull_back)
     assert sorted(a.shape for a in kept) == [(3,), (3,), (3, 8), (8,)]
     (rows,) = (a for a in kept if a.shape == (3, 8))
     np.testing.assert_array_equal(rows, s)
+
+
+def test_arrays_alone_are_kept_for_second_derivatives(path: str) -> None:
+    gradient = jax.grad(lambda x: jnp.sum(cupynorm.jax.layer_norm(x)))
+    _, pull_back = jax.vjp(gradient, values((3, 8)))
+    kept = [a.shape for a in jax.tree.leaves(pull_back) if a.ndim]
+    assert kept == [(3, 8), (3, 8)]  # dy and x
 
 
 @pytest.mark.parametrize("axes", [(0, None), (1, None), (None, 0), (0, 1)])
@@ -589,12 +740,6 @@ def test_a_stream_through_a_rematerialized_scan_is_that_of_the_pair(path: str) -
     narrow = values((3, 8), "bfloat16"), *(a.astype(np.float32) for a in arrays[1:])
     gradients = jax.grad(functools.partial(stream, fused), (0, 1, 2))(*narrow)
     assert [g.dtype for g in gradients] == [a.dtype for a in narrow]
-
-
-def test_forward_mode_of_a_residual_is_refused() -> None:
-    x, residual = values((3, 8)), values((3, 8), seed=1)
-    with pytest.raises(NotImplementedError, match=r"jacrev\(jacrev\(f\)\) for hessian\(f\)"):
-        jax.jvp(lambda r: fused("rms_norm", x, r), (residual,), (residual,))
 
 
 def test_a_norm_with_a_residual_is_exported() -> None:

@@ -117,8 +117,9 @@ def test_whole_rows_exchange_nothing_but_the_gradients_of_weight_and_bias(
 
 
 def test_a_forward_pass_exchanges_nothing(report: dict[str, Any]) -> None:
-    for name, collectives in exchanged(report, "forward of a residual").items():
-        assert collectives == [], name
+    for kind in ("forward of a residual", "forward_mode"):
+        for name, collectives in exchanged(report, kind).items():
+            assert collectives == [], name
 
 
 def test_only_a_kernel_gathers_rows_that_a_shard_map_leaves_split(report: dict[str, Any]) -> None:

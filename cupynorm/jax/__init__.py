@@ -1,15 +1,16 @@
 """RMSNorm and LayerNorm within JAX programs.
 
 `rms_norm` and `layer_norm` are those of `cupynorm`, as JAX functions. They work under ``jit``,
-``grad``, ``vmap``, ``scan``, ``checkpoint`` and ``shard_map``, and on arrays that are split over
-the devices of a mesh. Its axes may be Auto or Explicit. On CUDA GPUs XLA calls the kernels of this
-package. Elsewhere the same formula runs in jax.numpy. Each function may add a residual to x first.
+``grad``, ``jvp``, ``vmap``, ``scan``, ``checkpoint`` and ``shard_map``, and on arrays that are
+split over the devices of a mesh. Its axes may be Auto or Explicit. On CUDA GPUs XLA calls the
+kernels of this package. Elsewhere the same formula runs in jax.numpy. Each function may add a
+residual to x first.
 
 Rows stay where they are, even if the devices do not share them evenly. No x, dy, y or dx, nor a
 residual, is sent to another device, with two exceptions: the normalized axes themselves are split,
 or a ``shard_map`` over other axes leaves rows split over Auto axes. The gradients of weight and
-bias are summed over the devices in the compute dtype. Derivatives are taken in reverse, any number
-of times. Forward mode (``jvp``, ``jacfwd``) is refused when a program is compiled.
+bias are summed over the devices in the compute dtype. Derivatives are taken in both modes, any
+number of times.
 """
 
 from __future__ import annotations
@@ -125,8 +126,7 @@ def rms_norm(
         upper bound, or if there is a residual_dtype without a residual.
     NotImplementedError
         If weight or bias would broadcast over the kept axes of x, or a shape is symbolic, as in
-        ``jax.export``. When a program is compiled, for forward mode, and for gradients on CUDA if
-        JAX has no GPU.
+        ``jax.export``. When a program is compiled, for gradients on CUDA if JAX has no GPU.
     ImportError
         If JAX has a CUDA GPU, and CuPy cannot be imported.
 
@@ -137,7 +137,8 @@ def rms_norm(
     Notes
     -----
     Under ``vmap`` the batch is one more leading axis, and the call is still one kernel launch. XLA
-    computes a mapped weight or bias, or their gradient for each example, from the formula.
+    computes a mapped weight or bias, or their gradient for each example, from the formula. It also
+    computes the tangents of forward mode so, and derivatives of derivatives.
 
     With a residual, s is kept for the gradients instead of x and residual. The gradient of s is
     added to that of the norm before it is rounded, in the same kernel. If s is not used further,
@@ -323,7 +324,7 @@ def _array(name: str, array: Any) -> Any:
 
 def _widened(x: str, array: Any) -> Any:
     dtype = wide(x, DTYPES[array.dtype])
-    return array if array.dtype == dtype else _formula.widened(array, dtype)
+    return array if array.dtype == dtype else _formula.cast(array, dtype)
 
 
 def _outline(array: Any) -> Any:
@@ -341,7 +342,7 @@ def _over_one_mesh(
 
     Rows are split along the kept axes by a spec, over the mesh of one array. Their types say so
     where a mesh has Explicit axes, and within shard_map. JAX undoes it in the gradients, and can do
-    so only here, outside of custom_vjp.
+    so only here, outside of the rules for derivatives.
     """
     rows = PartitionSpec(*split[: like.ndim - k], *k * (None,))
     whole = [a if a is None else split_as(like, a, rows) for a in (x, residual)]

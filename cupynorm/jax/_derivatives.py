@@ -1,4 +1,4 @@
-"""The norm as a function that JAX differentiates in reverse, any number of times."""
+"""The norm as a function that JAX differentiates in both modes, any number of times."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 import jax
-from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 
 from cupynorm._operation import ITEMSIZE, BackwardSpec, ForwardSpec, Options, compute_dtype
 from cupynorm.jax import _formula
 from cupynorm.jax._operations import Operation, split_as
-from cupynorm.jax._refusals import in_reverse
+from cupynorm.jax._rules import Function, Linear
 
 __all__ = ["differentiable", "wide"]
 
@@ -23,10 +22,11 @@ def differentiable(spec: ForwardSpec, options: Options) -> Any:
 
     It returns y and residual_out, None where there is no residual.
 
-    The first derivative is the backward kernel, on the arrays that the forward kernel stored.
-    Further ones are those of the formula in jax.numpy. Derivatives are with respect to the widened
-    arrays: sums over devices, or over a batch, come before the rounding to a narrower dtype. The
-    forward kernel reads weight and bias as given, and these count as constants.
+    In reverse, the first derivative is the backward kernel, on the arrays that the forward kernel
+    stored. Forward mode and further derivatives are those of the formula in jax.numpy. They are
+    with respect to the widened arrays: sums over devices, or over a batch, come before the rounding
+    to a narrower dtype. The forward kernel reads weight and bias as given, and these count as
+    constants.
     """
     of_x = spec.branch or spec.x
     storing_nothing = Operation(spec, options)
@@ -51,77 +51,71 @@ def differentiable(spec: ForwardSpec, options: Options) -> Any:
         made = operation.by_name(x=x, residual=residual, weight=weight, bias=bias)
         return (made.pop("y"), made.pop("residual_out", None)), made
 
-    @jax.custom_vjp  # type: ignore[untyped-decorator]
-    def infer(*given: Any) -> Any:
-        x, residual, affine, _ = given
+    def infer(x: Any, residual: Any, affine: Any, widened: Any) -> Any:
         return forward(storing_nothing, x, residual, affine)[0]
 
-    @jax.custom_vjp  # type: ignore[untyped-decorator]
-    def train(*given: Any) -> tuple[tuple[Any, Any], dict[str, Any]]:
-        x, residual, affine, _ = given
+    def train(x: Any, residual: Any, affine: Any, widened: Any) -> tuple[Any, Any]:
         return forward(storing, x, residual, affine)
 
-    @jax.custom_vjp  # type: ignore[untyped-decorator]
-    def gradients(given: Any, stored: Any) -> dict[str, Any]:
-        backward = Operation(backward_spec(given["dresidual_out"] is not None), options)
-        return backward.by_name(**given, **stored)
+    def backward(given: Any, stored: Any) -> dict[str, Any]:
+        told = backward_spec(given["dresidual_out"] is not None)
+        return Operation(told, options).by_name(**given, **stored)
 
-    def infer_forward(*primals: Any) -> tuple[Any, Any]:
-        x, residual, affine, widened = custom_vjp_primal_tree_values(primals)
-        (y, total), stored = train(x, residual, affine, widened)
-        return (y, total), (x if total is None else total, widened[0], stored)
+    def infer_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
+        (results, _), (slopes, _) = train_jvp(primals, tangents)
+        return results, slopes
 
-    def infer_backward(given: Any, cotangents: Any) -> tuple[Any, ...]:
+    def train_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
+        x, _, _, (weight, _) = primals
+        slope, of_residual, _, (of_weight, of_bias) = tangents
+        (y, total), stored = trained(*primals)
+        kept = {"x": x if total is None else total, "weight": weight, **stored}
+        given = {"x": slope, "residual": of_residual, "weight": of_weight, "bias": of_bias}
+        of_y, of_total = pushed(present(kept), present(given))
+        # Nothing goes on through the stored arrays: see gradients_jvp.
+        return ((y, total), stored), ((of_y, of_total), dict.fromkeys(stored))
+
+    def push(kept: Any, tangents: Any) -> tuple[Any, Any]:
+        made = _formula.tangents_of_forward(spec, options, kept, tangents)
+        return made["y"], made["residual_out"] if spec.residual else None
+
+    def pull(kept: Any, cotangents: Any) -> dict[str, Any]:
         # JAX takes a dy that is not split as y is, such as one that is not on y's Explicit mesh.
-        x, weight, stored = given
-        dy, of_total = (
-            None if a is None or isinstance(a, SymbolicZero) else split_as(x, a) for a in cotangents
-        )
+        x = kept["x"]
+        dy, of_total = (None if a is None else split_as(x, a) for a in cotangents)
         if dy is None:  # y was not used
             dx, dresidual = (
-                None if of_total is None or dtype is None else _formula.rounded(of_total, dtype)
+                None if of_total is None or dtype is None else _formula.cast(of_total, dtype)
                 for dtype in (of_x, spec.residual)
             )
-            return dx, dresidual, None, None
-        arrays = {"dy": dy, "x": x, "dresidual_out": of_total, "weight": weight}
-        made = gradients(arrays, stored)
-        dx = made["dx"]
-        dresidual = made.get("dresidual", dx) if spec.residual else None
-        return dx, dresidual, None, (made.get("dweight"), made.get("dbias"))
+            return {"dx": dx, "dresidual": dresidual}
+        arrays = {"dy": dy, "x": x, "dresidual_out": of_total, "weight": kept.get("weight")}
+        made = gradients(arrays, {name: kept[name] for name in storing.results if name in kept})
+        return {"dresidual": made["dx"], **made}
 
-    def train_forward(*primals: Any) -> tuple[Any, Any]:
-        results, given = infer_forward(*primals)
-        return (results, given[-1]), given
-
-    def train_backward(given: Any, cotangents: Any) -> tuple[Any, ...]:
-        # Nothing comes back through the stored arrays: see gradients_backward.
-        return infer_backward(given, cotangents[0])
-
-    def gradients_forward(*arrays: Any) -> tuple[Any, Any]:
-        return gradients(*arrays), arrays
-
-    def gradients_backward(arrays: Any, cotangents: Any) -> tuple[Any, ...]:
+    def gradients_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
         # As functions of x, since the statistics were computed from it. The bitmask is a step
         # function.
-        given, stored = arrays
+        given, stored = primals
         told, bits = backward_spec(given["dresidual_out"] is not None), stored.get("bitmask")
+        slopes = present(tangents[0])
 
-        def formula(given: Any) -> dict[str, Any]:
-            return _formula.backward_of_x(told, options, given | {"bitmask": bits})
+        def formula(moved: Any) -> dict[str, Any]:
+            return _formula.backward_of_x(told, options, given | {"bitmask": bits} | moved)
 
-        _, pull_back = jax.vjp(formula, given)
-        return *pull_back(cotangents), None
+        moved = {name: given[name] for name in slopes}
+        # Until it is transposed, only what the formula reads is kept.
+        _, made = jax.jvp(jax.checkpoint(formula), (moved,), (slopes,))
+        return gradients(*primals), made
 
-    # A cotangent that is known to be 0 is no array.
-    infer.defvjp(infer_forward, infer_backward, symbolic_zeros=True)
-    train.defvjp(train_forward, train_backward, symbolic_zeros=True)
-    gradients.defvjp(gradients_forward, gradients_backward)
+    trained, gradients = Function(train, train_jvp), Function(backward, gradients_jvp)
+    pushed = Linear(push, pull, (spec.y, spec.x if spec.residual else None))
+    return jax.jit(Function(infer, infer_jvp), inline=True)
 
-    def norm(x: Any, residual: Any, affine: Any, widened: Any) -> Any:
-        x, residual, widened = jax.tree.map(in_reverse, (x, residual, widened))
-        return infer(x, residual, affine, widened)
 
-    return jax.jit(norm, inline=True)
+def present(arrays: dict[str, Any]) -> dict[str, Any]:
+    """Return the arrays that are not None."""
+    return {name: array for name, array in arrays.items() if array is not None}
 
 
 def wide(x: str, dtype: str | None) -> str | None:

@@ -1,4 +1,4 @@
-"""The norms in jax.numpy. They run off CUDA, and second derivatives are taken of them.
+"""The norms in jax.numpy. They run off CUDA, and give tangents and second derivatives everywhere.
 
 They compute as the kernels do: in the compute dtype, with rows scaled by a power of two before
 anything is squared, the corrected two-pass variance, and one rounding at the end. `reference` has
@@ -7,13 +7,14 @@ the same equations in float64.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 
 from cupynorm._operation import (
     BACKWARD,
@@ -26,9 +27,8 @@ from cupynorm._operation import (
     bitmask_bytes,
     compute_dtype,
 )
-from cupynorm.jax._refusals import in_reverse
 
-__all__ = ["FORMULAS", "backward_of_x", "rounded", "widened"]
+__all__ = ["FORMULAS", "backward_of_x", "cast", "tangents_of_forward"]
 
 # Terms added one after the other: the number that `testing` allows a sum.
 RUN = 64
@@ -99,35 +99,32 @@ def backward_of_x(spec: BackwardSpec, options: Options, arrays: Arrays) -> dict[
     return {name: found[name].astype(spec.dtypes[name]) for name in spec.writes}
 
 
-def widened(array: Any, dtype: Any) -> Any:
-    """Return an array in a wider dtype; what comes back to it is rounded once."""
-    return _widening(array.dtype.name, dtype)(array)
+def tangents_of_forward(
+    spec: ForwardSpec, options: Options, kept: Arrays, tangents: Arrays
+) -> dict[str, Any]:
+    """Return the tangents of y and residual_out, from those of the operands that have one.
+
+    Of the kept arrays it reads the normalized x, the weight and the bitmask.
+    """
+
+    def normalized(x: Any) -> Any:
+        return _normalize(spec.norm, x, options.k, options.eps)[0]
+
+    x, slopes = _wide(spec, kept["x"]), {name: _wide(spec, a) for name, a in tangents.items()}
+    total = sum((slopes[name] for name in ("x", "residual") if name in slopes), jnp.zeros_like(x))
+    xhat, of_xhat = jax.jvp(normalized, (x,), (total,))
+    y = of_xhat * _scale(spec, kept.get("weight"), x.ndim)
+    if "weight" in slopes:
+        y = y + xhat * _as_row(slopes["weight"], x.ndim)
+    if "bias" in slopes:
+        y = y + _as_row(slopes["bias"], x.ndim)
+    y = _masked(spec, y, kept.get("bitmask"))
+    return {"y": cast(y, spec.y), "residual_out": cast(total, spec.x)}
 
 
-def rounded(array: Any, dtype: str) -> Any:
-    """Return an array in a dtype, rounded once; the derivative of that counts as 1."""
-    return _rounding(dtype)(array)
-
-
-@functools.cache
-def _widening(narrow: str, wide: Any) -> Any:
-    def widen(array: Any) -> Any:
-        return array.astype(wide)
-
-    differentiable = jax.custom_vjp(widen)
-    differentiable.defvjp(lambda array: (widen(array), None), lambda _, g: (rounded(g, narrow),))
-    return jax.jit(lambda array: differentiable(in_reverse(array)), inline=True)
-
-
-@functools.cache
-def _rounding(dtype: str) -> Any:
-    @jax.custom_jvp  # type: ignore[untyped-decorator]
-    def round_(array: Any) -> Any:
-        return _round(array, dtype)
-
-    # It works on bits, which have no derivative.
-    round_.defjvps(lambda slope, *_: slope.astype(dtype))
-    return round_
+def cast(array: Any, dtype: Any) -> Any:
+    """Return an array in a dtype, rounded once; so is what comes back to it."""
+    return _cast.bind(array, dtype=jnp.dtype(dtype))
 
 
 def _added(x: Any, residual: Any, dtype: str) -> Any:
@@ -199,9 +196,10 @@ def _times_four_to(array: Any, exponent: Any) -> Any:
     return array * power * power
 
 
-def _masked(spec: BackwardSpec, dy: Any, bitmask: Any) -> Any:
-    dy = _wide(spec, dy)
-    return dy if bitmask is None else jnp.where(_unpack(bitmask, dy.shape), dy, 0)
+def _masked(spec: ForwardSpec | BackwardSpec, rows: Any, bitmask: Any) -> Any:
+    """Return rows in the compute dtype, 0 where their bit is not set."""
+    rows = _wide(spec, rows)
+    return rows if bitmask is None else jnp.where(_unpack(bitmask, rows.shape), rows, 0)
 
 
 def _wide(spec: ForwardSpec | BackwardSpec, array: Any) -> Any:
@@ -288,6 +286,15 @@ def _round(values: Any, dtype: str | None) -> Any:
     toward_zero = bits - (jnp.abs(single) > jnp.abs(values)).astype(jnp.uint32)
     odd = jnp.where(inexact, toward_zero | 1, bits)
     return jax.lax.bitcast_convert_type(odd, jnp.float32).astype(dtype)
+
+
+# As a function of values it is linear, though it works on bits, which have no derivative.
+_cast = Primitive("cupynorm_cast")
+_cast.def_impl(lambda array, dtype: _round(array, dtype.name))
+_cast.def_abstract_eval(lambda array, dtype: array.update(dtype=dtype))
+mlir.register_lowering(_cast, mlir.lower_fun(_cast.impl, multiple_results=False))
+ad.deflinear2(_cast, lambda cotangent, array, dtype: [cast(cotangent, array.aval.dtype)])
+batching.defvectorized(_cast)
 
 
 def _pack(mask: Any, k: int) -> Any:

@@ -13,16 +13,17 @@ import json
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from cupynorm._environment import import_cupy
 from cupynorm._layout import pack_length
 from cupynorm._operation import BackwardSpec, ForwardSpec, Spec
-from cupynorm.jax._refusals import not_compiled
 from cupynorm.jax._xla import Handler, Launch
 
 __all__ = ["call", "platforms"]
@@ -73,7 +74,7 @@ def call(
     """
     plans = [_plan(platform, spec, m, n, device) for device in _ordinals(platform)]
     if not plans and isinstance(spec, BackwardSpec):
-        dy = not_compiled(operands["dy"], NO_PLANS.format(platform))
+        dy = _not_compiled.bind(operands["dy"], message=NO_PLANS.format(platform))
         operands = operands | {"dy": dy}
     results = {name: _on_mesh(result) for name, result in results.items()}
     size = max((plan.scratch_bytes(m) for plan in plans), default=0)
@@ -152,6 +153,18 @@ def _current(platform: str, device: int, stream: int) -> Iterator[None]:
             yield
     finally:
         runtime.setDevice(previous)
+
+
+# JAX traces the kernels of platforms that it may drop, so an error may come only when it compiles.
+_not_compiled = Primitive("cupynorm_not_compiled")
+
+
+def _refuse(*_: Any, message: str) -> NoReturn:
+    raise NotImplementedError(message)
+
+
+_not_compiled.def_abstract_eval(lambda array, message: array)
+mlir.register_lowering(_not_compiled, _refuse)
 
 
 # ---- when it runs --------------------------------------------------------------------------------
