@@ -87,11 +87,12 @@ class _Norm(torch.nn.Module):
 
     def _normalize(self, norm: Norm, x: Any, residual: Any) -> Any:
         # They usually are here. To ask the module for one takes 0.4 us more.
-        parameters, k = self._parameters, len(self.normalized_shape)
+        parameters, expected = self._parameters, self.normalized_shape
+        k = len(expected)
         weight = parameters["weight"] if "weight" in parameters else self.weight
         # It may have been deleted.
         bias = parameters["bias"] if "bias" in parameters else getattr(self, "bias", None)
-        if weight is None:  # x would be checked against it
+        if weight is None or 1 in expected:  # else x is checked against it
             self._check_shape(x)
         axis = None if k == 1 else range(-k, 0)
         asked = self.eps, axis, self.zero_centered, self.relu, None, None
