@@ -10,6 +10,7 @@ import torch
 
 from cupynorm import _checks
 from cupynorm._operation import FORWARD, Norm, Relu
+from cupynorm._prepared import remember
 from cupynorm.torch import _operations
 from cupynorm.torch._kernels import Tensors, check_dense, compute_type
 from cupynorm.torch._vectors import alike
@@ -24,6 +25,7 @@ Axis = int | Sequence[int] | None
 _OPTIONAL = (torch.Tensor, type(None))
 _PLAIN = _operations.PLAIN  # a name of this module saves a look-up, and a microsecond counts here
 _is_autocast_enabled = torch.is_autocast_enabled
+_is_traced_by_dynamo = torch.compiler.is_dynamo_compiling
 _HALVES = (torch.float16, torch.bfloat16)
 _NUMBERS = frozenset((float, int))
 
@@ -288,14 +290,14 @@ def normalize(norm: Norm, tensors: Tensors, asked: tuple[Any, ...]) -> Any:
         and (weight is None or weight.ndim == k)
         and (bias is None or bias.ndim == k)
         and (axis is None or axis == range(-k, 0))
-        and ((bias is None and (weight is None or k == 1)) or _are_rows(x, k, weight, bias))
+        and (bias is None or not _is_traced_by_dynamo())
     ):
         check_dense("weight", weight)
         check_dense("bias", bias)
         axes = _checks.normalized_axes(x.ndim, axis)
         k, order = len(axes), _checks.order_of(x.ndim, axes)
         if not x.is_nested:
-            tensors = _arranged(tensors, axes, order)
+            tensors = _arranged(tensors, axes, order, is_plain)
             x, residual, weight, bias = tensors
     if type(zero_centered) is not bool:  # 0 is remembered as False is
         _checks.check_zero_centered(zero_centered, has_weight=weight is not None)
@@ -325,31 +327,38 @@ def normalize(norm: Norm, tensors: Tensors, asked: tuple[Any, ...]) -> Any:
         asked = eps, range(-k, 0), zero_centered, relu, out_dtype, residual_dtype
         return _of_nested(norm, tensors, asked)
     told = (k, norm, eps, zero_centered, relu, out_dtype, residual_dtype)
-    if is_plain:
-        results = _operations.normalize_plain(tensors, told)
-    else:
+    if not is_plain:
         check_dense("residual", residual)
         results = _operations.normalize(tensors, told)
+    else:
+        try:
+            results = _operations.normalize_plain(tensors, told)
+        except NotImplementedError:  # perhaps of vectors: a check before each call takes time
+            vectors = alike(x, k, weight, bias)
+            if vectors[0] is weight and vectors[1] is bias:
+                raise
+            results = _operations.normalize_plain((x, residual, *vectors), told)
     return results if order is None else _restored(results, order)
 
 
-def _are_rows(x: Any, k: int, weight: Any, bias: Any) -> bool:
-    """Tell whether vectors of k axes can go to the operation as they are. Most can."""
-    if torch.compiler.is_compiling() or x.is_nested:  # their sizes may be unknown
-        return False
-    if k == 1 and weight is not None:
-        return bool(weight.numel() == bias.numel())
-    row = x.shape[x.ndim - k :]
-    return (weight is None or weight.shape == row) and (bias is None or bias.shape == row)
+# The shapes, with the normalized axes, of tensors that an operation takes as they are.
+_taken: dict[Any, bool] = {}
 
 
-def _arranged(tensors: Tensors, axes: tuple[int, ...], order: tuple[int, ...] | None) -> Tensors:
+def _arranged(
+    tensors: Tensors, axes: tuple[int, ...], order: tuple[int, ...] | None, is_plain: bool
+) -> Tensors:
     """Return what a pass reads with x's axes in an order, and vectors as an operation takes them.
 
     In a program that is compiled sizes may be unknown: the operation checks them.
     """
     x, residual, weight, bias = tensors
     is_compiling = torch.compiler.is_compiling()
+    shapes: Any = None
+    if is_plain and order is None and not is_compiling:
+        shapes = axes, x.shape, *(None if v is None else v.shape for v in (weight, bias))
+        if shapes in _taken:
+            return tensors
     for name, vector in (("weight", weight), ("bias", bias)):
         if vector is not None and not (is_compiling and vector.ndim <= x.ndim):
             _checks.check_vector(name, tuple(vector.shape), tuple(x.shape), axes)
@@ -361,7 +370,10 @@ def _arranged(tensors: Tensors, axes: tuple[int, ...], order: tuple[int, ...] | 
             shapes = tuple(x.shape), tuple(residual.shape)
             raise ValueError(f"residual must have shape {shapes[0]}, got {shapes[1]}")
         x, residual, weight, bias = (_moved(t, order) for t in (x, residual, weight, bias))
-    return x, residual, *alike(x, len(axes), weight, bias)
+    vectors = alike(x, len(axes), weight, bias)
+    if shapes is not None and vectors[0] is weight and vectors[1] is bias:
+        remember(_taken, shapes, True)
+    return x, residual, *vectors
 
 
 def _moved(tensor: Any, order: tuple[int, ...]) -> Any:

@@ -287,7 +287,14 @@ def _check(table: Pass, tensors: Tensors, told: Told) -> tuple[Spec, Options]:
         asked = _checks.Asked(**named, axis=tuple(range(-k, 0)))
         outlines = {name: _outline(name, tensor, x) for name, tensor in given.items()}
         spec, options = _checks.check_forward(outlines, asked)
-        check_alike(x.shape, k, weight=_shape(given["weight"]), bias=_shape(given["bias"]))
+        of_weight, of_bias = _shape(given["weight"]), _shape(given["bias"])
+        check_alike(x.shape, k, weight=of_weight, bias=of_bias)
+        of_dbias = x.shape[x.ndim - k :] if of_weight is None else of_weight
+        if of_bias not in (None, of_dbias):
+            shapes = tuple(of_dbias), tuple(of_bias)
+            raise NotImplementedError(
+                f"bias must have shape {shapes[0]}, as its gradient will; got {shapes[1]}"
+            )
         return spec, options
     for name in ("x", "dy", "dresidual_out", "weight"):
         if given[name] is None:

@@ -46,7 +46,7 @@ def _pattern(shape: Any, ndim: int) -> _Shape:
 
 
 def _is_one(size: Any) -> bool:
-    if not torch.compiler.is_compiling():
+    if not (torch.compiler.is_compiling() or isinstance(size, torch.SymInt)):
         return bool(size == 1)
     from torch.fx.experimental.symbolic_shapes import guard_or_false
 
