@@ -56,6 +56,7 @@ __all__ = [
     "check_zero_centered",
     "like_or_whether",
     "moved",
+    "must_broadcast",
     "normalized_axes",
     "order_of",
     "to_dtype",
@@ -409,8 +410,15 @@ def check_vector(
     pairs = zip(reversed(shape), reversed(x_shape), strict=False)
     if len(shape) <= len(x_shape) and all(n == 1 or n == of_x for n, of_x in pairs):
         return
+    raise ValueError(must_broadcast(name, shape, x_shape, axes))
+
+
+def must_broadcast(
+    name: str, shape: tuple[int, ...], x_shape: tuple[int, ...], axes: tuple[int, ...]
+) -> str:
+    """Return the message on a weight or bias that does not broadcast to x."""
     of_row = tuple(n if i in axes else 1 for i, n in enumerate(x_shape))[min(axes) :]
-    raise ValueError(
+    return (
         f"{name} must have the shape of x's normalized axes, {of_row}, or broadcast to x's shape, "
         f"{x_shape}; got {shape}"
     )

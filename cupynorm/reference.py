@@ -316,7 +316,8 @@ def _add(sums: list[Float64 | None], term: Float64) -> None:
 
 def _total(sums: list[Float64 | None], shape: tuple[int, ...], dtype: DTypeLike) -> Array:
     held = [partial for partial in sums if partial is not None]
-    return round_once(functools.reduce(np.add, held) if held else np.zeros(shape), dtype)
+    total = functools.reduce(np.add, held) if held else np.zeros(shape)
+    return round_once(np.asarray(total), dtype)  # a sum of arrays without axes is a number
 
 
 # ---- the public functions, which hand on all their arguments by name -----------------------------

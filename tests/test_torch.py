@@ -1989,7 +1989,7 @@ def test_jagged_tensors(mine: Any, theirs: Any) -> None:
         layer_norm(x, axis=(-2, -1))
     options = {"relu": RELU, "out_dtype": torch.float64}
     assert_same_bits(rms_norm(x, **options).values(), rms_norm(x.values(), **options))
-    with pytest.raises(ValueError, match=r"weight must have the shape .*, \(8,\); got \(5,\)"):
+    with pytest.raises(ValueError, match=r"weight must have the shape .*, \(8,\),.*; got \(5,\)"):
         rms_norm(x, torch.ones(5))
     for arguments in ((x, x), (x[0], x), (x, torch.ones(8), x)):
         name = "bias" if len(arguments) == 3 else "weight"

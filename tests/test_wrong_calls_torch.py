@@ -84,48 +84,32 @@ OF_FUNCTIONS: Calls = [
     (
         lambda: rms_norm(X, W[:4]),
         ValueError,
-        "weight must have the shape of x's normalized axes, (8,); got (4,)",
+        "weight must have the shape of x's normalized axes, (8,), or broadcast to x's shape, "
+        "(3, 4, 8); got (4,)",
     ),
     (
-        lambda: rms_norm(X, torch.ones(())),
+        lambda: rms_norm(X, X[:2]),
         ValueError,
-        "weight must have one axis where axis is None, got shape ()",
+        "weight must have the shape of x's normalized axes, (8,), or broadcast to x's shape, "
+        "(3, 4, 8); got (2, 4, 8)",
     ),
     (
-        lambda: rms_norm(X, W, torch.ones(())),
+        lambda: rms_norm(X, X[:2, :1, :1], axis=0),
         ValueError,
-        "bias must have one axis where axis is None, got shape ()",
+        "weight must have the shape of x's normalized axes, (3, 1, 1), or broadcast to x's shape, "
+        "(3, 4, 8); got (2, 1, 1)",
     ),
     (
-        lambda: rms_norm(X, X[0]),
+        lambda: rms_norm(X, X[:1, :1], X[None], axis=(-1, 1)),
         ValueError,
-        "weight must have one axis where axis is None, got shape (4, 8): pass axis=(-2, "
-        "-1) to normalize 2 axes together, or axis=-1 to normalize the last alone, where a "
-        "weight that varies over the others, as one per head does, is not supported yet",
-    ),
-    (
-        lambda: rms_norm(X, W, X[0]),
-        ValueError,
-        "bias must have one axis where axis is None, got shape (4, 8): pass axis=(-2, -1) "
-        "to normalize 2 axes together, or axis=-1 to normalize the last alone, where a "
-        "bias that varies over the others, as one per head does, is not supported yet",
-    ),
-    (
-        lambda: rms_norm(X, X[0], axis=range(2)),
-        ValueError,
-        "axis must name trailing axes of x, such as -1 or (-2, -1); got range(0, 2) for an "
-        "x of 3 axes",
-    ),
-    (
-        lambda: rms_norm(X, W, axis=range(-2, 0)),
-        NotImplementedError,
-        "weight of shape (8,) varies over the kept axes of x, or repeats over the "
-        "normalized ones, (4, 8): broadcasting weights are not supported yet",
+        "bias must have the shape of x's normalized axes, (4, 8), or broadcast to x's shape, "
+        "(3, 4, 8); got (1, 3, 4, 8)",
     ),
     (
         lambda: rms_norm(X, None, W[:4]),
         ValueError,
-        "bias must have the shape of x's normalized axes, (8,); got (4,)",
+        "bias must have the shape of x's normalized axes, (8,), or broadcast to x's shape, "
+        "(3, 4, 8); got (4,)",
     ),
     (
         lambda: rms_norm(X, W.to("meta")),
@@ -168,9 +152,21 @@ OF_FUNCTIONS: Calls = [
         "eps must be a real number, got None",
     ),
     (
-        lambda: rms_norm(X, W, axis=0),
+        lambda: rms_norm(X, W, axis=3),
         ValueError,
-        "axis must name trailing axes of x, such as -1 or (-2, -1); got 0 for an x of 3 axes",
+        "axis must name axes of x, each once, such as -1 or (-2, -1); got 3 for an x of 3 axes",
+    ),
+    (
+        lambda: rms_norm(X, W, axis=(-1, 2)),
+        ValueError,
+        "axis must name axes of x, each once, such as -1 or (-2, -1); got (-1, 2) for an x of 3 "
+        "axes",
+    ),
+    (
+        lambda: rms_norm(X, W, axis=range(0)),
+        ValueError,
+        "axis must name axes of x, each once, such as -1 or (-2, -1); got range(0, 0) for an x of "
+        "3 axes",
     ),
     (
         lambda: rms_norm(X, W, axis="-1"),
@@ -258,12 +254,6 @@ OF_FUNCTIONS: Calls = [
         f"out_dtype must be {FOUR}, got torch.int8",
     ),
     (
-        lambda: rms_norm(X, X[0], axis=-1),
-        NotImplementedError,
-        "weight of shape (4, 8) varies over the kept axes of x, or repeats over the "
-        "normalized ones, (8,): broadcasting weights are not supported yet",
-    ),
-    (
         lambda: rms_norm(X, residual=1.0),
         TypeError,
         "residual must be a torch tensor, got float",
@@ -280,6 +270,16 @@ OF_FUNCTIONS: Calls = [
     ),
     (
         lambda: rms_norm(X, residual=X[..., :7]),
+        ValueError,
+        "residual must have shape (3, 4, 8), got (3, 4, 7)",
+    ),
+    (
+        lambda: rms_norm(X, residual=X[0], axis=1),
+        ValueError,
+        "residual must have shape (3, 4, 8), got (4, 8)",
+    ),
+    (
+        lambda: rms_norm(X, residual=X[..., :7], axis=(0, 2)),
         ValueError,
         "residual must have shape (3, 4, 8), got (3, 4, 7)",
     ),

@@ -17,10 +17,11 @@ if torch.__version__ < "2.11.0a0":  # previews of 2.11 call themselves so
 
 from cupynorm.torch._functions import layer_norm, rms_norm
 from cupynorm.torch._fusion import compile_options
-from cupynorm.torch._modules import LayerNorm, RMSNorm
+from cupynorm.torch._modules import GroupNorm, LayerNorm, RMSNorm
 from cupynorm.torch._replace import ReplacedNorms, replace_norms
 
 __all__ = [
+    "GroupNorm",
     "LayerNorm",
     "RMSNorm",
     "ReplacedNorms",

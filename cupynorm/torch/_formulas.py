@@ -1,6 +1,6 @@
 """Formulas that torch differentiates, for what the kernels do not compute.
 
-These are the gradients of the backward pass, and the weight gradients of each example of a batch.
+These are the gradients of the backward pass, and the tangents of both passes.
 
 With xhat = (x - mean) * rstd, mean absent in RMSNorm, w the weight or 1 + weight, g = dy * w, m(.)
 the mean over a row, and P(v) = v - m(v) - xhat * m(v * xhat), whose m(v) is absent in RMSNorm, the
@@ -45,7 +45,6 @@ __all__ = [
     "masked",
     "normalized",
     "round_once",
-    "sum_over_rows",
     "tangents_of_backward",
     "tangents_of_forward",
 ]
@@ -90,12 +89,6 @@ def normalized(options: Options, x: Any) -> tuple[Any, Any]:
     d = d * rest
     root = torch.sqrt((d * d).mean(axes, keepdim=True) + (math.sqrt(eps) * down * rest).square())
     return d / root, 1 / root * down * rest
-
-
-def sum_over_rows(values: Any, first: int, k: int) -> Any:
-    """Sum over all axes between the first few and the last k."""
-    axes = tuple(range(first, values.ndim - k))
-    return values.sum(axes) if axes else values  # torch sums over all axes if none is named
 
 
 def round_once(values: Any, dtype: torch.dtype) -> Any:
@@ -156,7 +149,7 @@ def gradients_of_backward(
         grad_x = grad_x - rstd * project(rstd * (a * g_slope + g * a_slope))
         grad_x = grad_x - rstd * (rstd * s) * xhat  # rstd**2 may overflow
         if weight is not None:
-            grad_weight = round_once(sum_over_rows(inside * scaled, 0, k), weight.dtype)
+            grad_weight = round_once((inside * scaled).sum_to_size(weight.shape), weight.dtype)
     if b is not None:
         b = b.to(dtype)
         grad_dy = grad_dy + b * xhat
@@ -219,9 +212,10 @@ def tangents_of_backward(
         dx = dx - rstd * m(xhat * of_x) * (rstd * project(g))
     if given["dresidual_out"] is not None:
         dx = dx + given["dresidual_out"].to(dtype)
+    of_vectors = x.shape[x.ndim - k :] if weight is None else weight.shape
     return {
         "dx": dx,
-        "dweight": sum_over_rows(of_inside * xhat + inside * of_xhat, 0, k),
-        "dbias": sum_over_rows(of_inside, 0, k),
+        "dweight": (of_inside * xhat + inside * of_xhat).sum_to_size(of_vectors),
+        "dbias": of_inside.sum_to_size(of_vectors),
         "dresidual": dx,
     }

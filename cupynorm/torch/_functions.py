@@ -10,8 +10,10 @@ import torch
 
 from cupynorm import _checks
 from cupynorm._operation import FORWARD, Norm, Relu
+from cupynorm._prepared import remember
 from cupynorm.torch import _operations
-from cupynorm.torch._kernels import Tensors, Told, check_dense, compute_type
+from cupynorm.torch._kernels import Tensors, check_dense, compute_type
+from cupynorm.torch._vectors import alike
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # type checkers know it, and nothing else imports it
@@ -23,6 +25,7 @@ Axis = int | Sequence[int] | None
 _OPTIONAL = (torch.Tensor, type(None))
 _PLAIN = _operations.PLAIN  # a name of this module saves a look-up, and a microsecond counts here
 _is_autocast_enabled = torch.is_autocast_enabled
+_is_traced_by_dynamo = torch.compiler.is_dynamo_compiling
 _HALVES = (torch.float16, torch.bfloat16)
 _NUMBERS = frozenset((float, int))
 
@@ -280,19 +283,22 @@ def normalize(norm: Norm, tensors: Tensors, asked: tuple[Any, ...]) -> Any:
     # Most calls have no axis; modules of several have a range, which holds nothing but ints. The
     # rest is checked by the first of such calls.
     k = 1 if axis is None else len(axis) if type(axis) is range else 0
+    order = None
     if not (
         is_plain
         and 0 < k <= x.ndim
         and (weight is None or weight.ndim == k)
         and (bias is None or bias.ndim == k)
         and (axis is None or axis == range(-k, 0))
+        and (bias is None or not _is_traced_by_dynamo())
     ):
         check_dense("weight", weight)
         check_dense("bias", bias)
-        k = _checks.trailing_axes(x.ndim, axis, weight, bias)
-        if axis is not None:
-            weight, bias = _as_row("weight", weight, x, k), _as_row("bias", bias, x, k)
-            tensors = x, residual, weight, bias
+        axes = _checks.normalized_axes(x.ndim, axis)
+        k, order = len(axes), _checks.order_of(x.ndim, axes)
+        if not x.is_nested:
+            tensors = _arranged(tensors, axes, order, is_plain)
+            x, residual, weight, bias = tensors
     if type(zero_centered) is not bool:  # 0 is remembered as False is
         _checks.check_zero_centered(zero_centered, has_weight=weight is not None)
         zero_centered = bool(zero_centered)
@@ -315,19 +321,82 @@ def normalize(norm: Norm, tensors: Tensors, asked: tuple[Any, ...]) -> Any:
         and x.dtype in _HALVES
     ):
         out_dtype = torch.float32
-    told = (k, norm, eps, zero_centered, relu, out_dtype, residual_dtype)
     if x.is_nested:
-        return _of_nested(tensors, told)
-    if is_plain:
-        return _operations.normalize_plain(tensors, told)
-    check_dense("residual", residual)
-    return _operations.normalize(tensors, told)
+        if order is not None:
+            raise NotImplementedError(f"axis must name the last axes of a nested x; got {axis!r}")
+        asked = eps, range(-k, 0), zero_centered, relu, out_dtype, residual_dtype
+        return _of_nested(norm, tensors, asked)
+    told = (k, norm, eps, zero_centered, relu, out_dtype, residual_dtype)
+    if not is_plain:
+        check_dense("residual", residual)
+        results = _operations.normalize(tensors, told)
+    else:
+        try:
+            results = _operations.normalize_plain(tensors, told)
+        except NotImplementedError:  # perhaps of vectors: a check before each call takes time
+            vectors = alike(x, k, weight, bias)
+            if vectors[0] is weight and vectors[1] is bias:
+                raise
+            results = _operations.normalize_plain((x, residual, *vectors), told)
+    return results if order is None else _restored(results, order)
 
 
-def _of_nested(tensors: Tensors, told: Told) -> Any:
+# The shapes, with the normalized axes, of tensors that an operation takes as they are.
+_taken: dict[Any, bool] = {}
+
+
+def _arranged(
+    tensors: Tensors, axes: tuple[int, ...], order: tuple[int, ...] | None, is_plain: bool
+) -> Tensors:
+    """Return what a pass reads with x's axes in an order, and vectors as an operation takes them.
+
+    In a program that is compiled sizes may be unknown: the operation checks them.
+    """
+    x, residual, weight, bias = tensors
+    is_compiling = torch.compiler.is_compiling()
+    shapes: Any = None
+    if is_plain and order is None and not is_compiling:
+        shapes = axes, x.shape, *(None if v is None else v.shape for v in (weight, bias))
+        if shapes in _taken:
+            return tensors
+    for name, vector in (("weight", weight), ("bias", bias)):
+        if vector is not None and not (is_compiling and vector.ndim <= x.ndim):
+            _checks.check_vector(name, tuple(vector.shape), tuple(x.shape), axes)
+    if order is not None:
+        check_dense("residual", residual)
+        if residual is not None and (
+            residual.ndim != x.ndim or not (is_compiling or residual.shape == x.shape)
+        ):
+            shapes = tuple(x.shape), tuple(residual.shape)
+            raise ValueError(f"residual must have shape {shapes[0]}, got {shapes[1]}")
+        x, residual, weight, bias = (_moved(t, order) for t in (x, residual, weight, bias))
+    vectors = alike(x, len(axes), weight, bias)
+    if shapes is not None and vectors[0] is weight and vectors[1] is bias:
+        remember(_taken, shapes, True)
+    return x, residual, *vectors
+
+
+def _moved(tensor: Any, order: tuple[int, ...]) -> Any:
+    """Return a tensor with all of x's axes, in an order."""
+    if tensor is None:
+        return None
+    return tensor.reshape((1,) * (len(order) - tensor.ndim) + tuple(tensor.shape)).permute(order)
+
+
+def _restored(results: Any, order: tuple[int, ...]) -> Any:
+    """Return results with x's axes as they were."""
+    back = sorted(range(len(order)), key=order.__getitem__)
+    if isinstance(results, tuple):
+        return tuple(result.permute(back) for result in results)
+    return results.permute(back)
+
+
+def _of_nested(norm: Norm, tensors: Tensors, asked: tuple[Any, ...]) -> Any:
     """Return a nested tensor of the same lengths and layout; with a residual, two."""
-    x, residual, *others = tensors
-    k, *_, out_dtype, residual_dtype = told
+    x, residual, weight, bias = tensors
+    others = _of_parts("weight", weight, x), _of_parts("bias", bias, x)
+    _, axis, *_, out_dtype, residual_dtype = asked
+    k = len(axis)
     if residual is not None:
         _check_nested(residual, x)
     if x.layout is torch.strided:
@@ -336,7 +405,7 @@ def _of_nested(tensors: Tensors, told: Told) -> Any:
         parts = x.unbind()
         added = (None,) * len(parts) if residual is None else residual.unbind()
         results = [
-            _operations.normalize((part, to_add, *others), told)
+            normalize(norm, (part, to_add, *others), asked)
             for part, to_add in zip(parts, added, strict=True)
         ]
         if residual is None:
@@ -354,7 +423,7 @@ def _of_nested(tensors: Tensors, told: Told) -> Any:
     if x.lengths() is not None and torch.is_grad_enabled():
         own = _belongs(x, ragged)
         values = [None if v is None else torch.where(own, v, 0) for v in values]
-    results = _operations.normalize((*values, *others), told)
+    results = normalize(norm, (*values, *others), asked)
     return _jagged(results, x) if residual is None else tuple(_jagged(r, x) for r in results)
 
 
@@ -377,6 +446,20 @@ def _check_nested(residual: Any, x: Any) -> None:
             f"residual must be of x's shape, {tuple(x.shape)}, and share its offsets; got "
             f"{tuple(residual.shape)}"
         )
+
+
+def _of_parts(name: str, vector: Any, x: Any) -> Any:
+    """Return a weight or bias for the parts of a nested x, which lack its first axis."""
+    if vector is None or vector.ndim > x.ndim:  # the latter is refused for a part
+        return vector
+    sizes = (1,) * (x.ndim - vector.ndim) + tuple(vector.shape)
+    shared = (0,) if x.layout is torch.strided else (0, x._ragged_idx)
+    if any(sizes[axis] != 1 for axis in shared):
+        raise NotImplementedError(
+            f"{name} must be the same along axes {shared} of a nested x, got shape "
+            f"{tuple(vector.shape)}"
+        )
+    return vector.reshape(sizes[1:]) if vector.ndim == x.ndim else vector
 
 
 def _nested(parts: list[Any], dtype: torch.dtype, x: Any) -> Any:
@@ -420,17 +503,6 @@ def _overridden(norm: Norm, given: Tensors, asked: tuple[Any, ...]) -> Any:
         if not isinstance(array, torch.Tensor) and (array is not None or name == "x")
     )
     raise TypeError(f"{name} must be a torch tensor, got {type(wrong).__name__}")
-
-
-def _as_row(name: str, tensor: Any, x: Any, k: int) -> Any:
-    """Return a weight or bias without leading axes of 1."""
-    # In a program that is compiled sizes may be unknown: the operation checks them.
-    if tensor is None or (tensor.ndim == k and torch.compiler.is_compiling()):
-        return tensor
-    # A strided nested tensor has no shape: its parts are checked in their turn.
-    like = tensor if x.is_nested and x.layout is torch.strided else x
-    _checks.check_row(name, tuple(tensor.shape), tuple(like.shape), k)
-    return tensor if tensor.ndim <= k else tensor.reshape(tensor.shape[tensor.ndim - k :])
 
 
 def _pair(relu: Any) -> Any:

@@ -19,6 +19,7 @@ import torch
 from cupynorm import _checks, reference
 from cupynorm._arrays import BFLOAT16, DTYPES, row_stride
 from cupynorm._environment import import_cupy
+from cupynorm._groups import Groups, check_alike, groups_of
 from cupynorm._layout import pack_length
 from cupynorm._operation import (
     BACKWARD,
@@ -32,7 +33,7 @@ from cupynorm._operation import (
     Options,
     Pass,
     Spec,
-    shape_of,
+    shapes_of_results,
 )
 from cupynorm._prepared import Dialect, key_function, remember, run_maker
 
@@ -86,10 +87,11 @@ def told_by_name(table: Pass, told: Told) -> dict[str, Any]:
     return dict(zip(OPTIONS[table], told, strict=True))
 
 
-def options_of(table: Pass, told: Told) -> Options:
+def options_of(table: Pass, told: Told, groups: Groups | None = None) -> Options:
     """Return the options of a pass. Its dtypes belong to a spec."""
     named = told_by_name(table, told).items()
-    return Options(**{name: value for name, value in named if not name.endswith("_dtype")})
+    options = {name: value for name, value in named if not name.endswith("_dtype")}
+    return Options(**options, groups=groups)
 
 
 _RELU = list(OPTIONS[FORWARD]).index("relu")
@@ -102,8 +104,9 @@ def from_schema(table: Pass, told: Told) -> Told:
     return told
 
 
-def spec_of(table: Pass, tensors: Tensors, told: Told) -> Spec:
+def spec_of(table: Pass, tensors: Tensors, told: Told, groups: Groups | None = None) -> Spec:
     """Return what a pass computes. Only the dtypes that it is told are checked."""
+    options = options_of(table, told, groups)
     dtypes, named = {}, told_by_name(table, told)
     for name, tensor in by_name(table, tensors).items():
         dtypes[name] = None if tensor is None else NAMES.get(tensor.dtype, "uint8")
@@ -111,12 +114,12 @@ def spec_of(table: Pass, tensors: Tensors, told: Told) -> Spec:
         dtype = named.get(option)
         dtypes[name] = None if dtype is None else DTYPES[_checks.to_dtype(option, dtype)]
     if table is FORWARD:
-        return ForwardSpec.of(options_of(table, told), dtypes)
+        return ForwardSpec.of(options, dtypes)
     if dtypes["dresidual"] == (dtypes["dx"] or dtypes["x"]):
         raise ValueError(
             f"dresidual_dtype must not be dx's: dresidual is dx then; got {dtypes['dresidual']}"
         )
-    return BackwardSpec.of(options_of(table, told), dtypes)
+    return BackwardSpec.of(options, dtypes)
 
 
 def compute_type(dtype: Any) -> torch.dtype:
@@ -247,7 +250,7 @@ _backward_key = key_function(TORCH, {}, BACKWARD.reads)
 def run(table: Pass, tensors: Tensors, told: Told) -> tuple[Any, ...]:
     """Return what a pass writes, each None where it does not apply.
 
-    weight and bias have the shape of x's last k axes, and what a forward pass made is as it was
+    weight and bias are as `_vectors.alike` returns them, and what a forward pass made is as it was
     returned. dbias is wanted where its dtype is told, and so is a dresidual beside dx.
     """
     return find(table, tensors, told)(tensors)
@@ -281,9 +284,18 @@ def _check(table: Pass, tensors: Tensors, told: Told) -> tuple[Spec, Options]:
     if table is FORWARD:
         check_dtypes_told(table, named)
         k = named.pop("k")
-        asked = _checks.Asked(**named, axis=None if k == 1 else tuple(range(-k, 0)))
+        asked = _checks.Asked(**named, axis=tuple(range(-k, 0)))
         outlines = {name: _outline(name, tensor, x) for name, tensor in given.items()}
-        return _checks.check_forward(outlines, asked)
+        spec, options = _checks.check_forward(outlines, asked)
+        of_weight, of_bias = _shape(given["weight"]), _shape(given["bias"])
+        check_alike(x.shape, k, weight=of_weight, bias=of_bias)
+        of_dbias = x.shape[x.ndim - k :] if of_weight is None else of_weight
+        if of_bias not in (None, of_dbias):
+            shapes = tuple(of_dbias), tuple(of_bias)
+            raise NotImplementedError(
+                f"bias must have shape {shapes[0]}, as its gradient will; got {shapes[1]}"
+            )
+        return spec, options
     for name in ("x", "dy", "dresidual_out", "weight"):
         if given[name] is None:
             continue
@@ -291,7 +303,14 @@ def _check(table: Pass, tensors: Tensors, told: Told) -> tuple[Spec, Options]:
         if KINDS[name] is Kind.ROWS and given[name].shape != x.shape:
             shapes = tuple(x.shape), tuple(given[name].shape)
             raise ValueError(f"{name} must have shape {shapes[0]}, got {shapes[1]}")
-    return spec_of(table, tensors, told), options_of(table, told)
+    of_weight = _shape(given["weight"])  # and of dbias
+    check_alike(x.shape, named["k"], weight=of_weight)
+    groups = groups_of(x.shape, named["k"], of_weight, of_weight)
+    return spec_of(table, tensors, told, groups), options_of(table, told, groups)
+
+
+def _shape(tensor: Any) -> Any:
+    return None if tensor is None else tensor.shape
 
 
 def _prepare(key: Hashable, spec: Spec, options: Options, tensors: Tensors, into: Tensors) -> Run:
@@ -321,7 +340,7 @@ class Call:
         self.key, self.spec, self.device = key, spec, x.device
         self.n = math.prod(x.shape[x.ndim - k :])
         self.m = x.numel() // self.n
-        self.numbers = options.numbers if table is FORWARD else ()
+        self.numbers, self.groups = options.numbers if table is FORWARD else (), options.groups
         self.known: dict[str, Any] = {"serve": self, "serve_by": self._serve_by}
         self.known["index"] = self.device.index
         # The arrays that accesses of several elements are made to: place, name and itemsize.
@@ -355,11 +374,9 @@ class Call:
 
     def _allocate(self, given: dict[str, Any], k: int) -> None:
         """Note what is allocated."""
-        x = given["x"]
-        for name in self.spec.writes:
+        for name, shape in shapes_of_results(self.spec, k, given).items():
             if name in self.given:
                 continue
-            shape = tuple(shape_of(KINDS[name], x.shape, k))
             self.known[f"{name}_dtype"] = getattr(torch, self.spec.dtypes[name] or "")
             self.known[f"{name}_shape"] = shape
             self.known[f"{name}_strides"] = _contiguous_strides(shape)
@@ -392,8 +409,9 @@ class Call:
 
     def _prepared(self, plan: Any, vector: int) -> Run:
         spec, table = self.spec, self.spec.table
-        scratch_bytes = plan.scratch_bytes(self.m)
-        known = self.known | {"launch": plan.prepared(self.m, *self.numbers)}
+        of_groups = () if table is FORWARD else (self.groups,)
+        scratch_bytes = plan.scratch_bytes(self.m, *of_groups)
+        known = self.known | {"launch": plan.prepared(self.m, *self.numbers, self.groups)}
         known["scratch_shape"] = (scratch_bytes,)
         if vector == self.divisors & -self.divisors:
             known |= {f"{name}_mask": vector * itemsize - 1 for _, name, itemsize in self.wide}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import operator
 from collections.abc import Iterable
 from typing import Any
@@ -13,8 +14,9 @@ from torch.nn.parameter import Parameter
 from cupynorm._checks import check_numbers, check_zero_centered, to_dtype
 from cupynorm._operation import Norm, Relu
 from cupynorm.torch._functions import normalize
+from cupynorm.torch._kernels import check_dense
 
-__all__ = ["LayerNorm", "RMSNorm"]
+__all__ = ["GroupNorm", "LayerNorm", "RMSNorm"]
 
 
 def _is_called(module: Any, arguments: Any) -> None:
@@ -48,21 +50,42 @@ def _check_made(normalized_shape: Any, dtype: Any) -> None:
         ) from None
     if any(n < 0 for n in sizes):
         raise ValueError(f"normalized_shape must not be negative, got {normalized_shape!r}")
+    _check_dtype(dtype)
+
+
+def _check_dtype(dtype: Any) -> None:
     if not isinstance(dtype, torch.dtype | None):
         raise TypeError(f"dtype must be a torch.dtype or None, got {dtype!r}")
     if dtype is not None:
         to_dtype("dtype", dtype)
 
 
-class _Norm(torch.nn.Module):
-    """What the modules add to those of torch.nn. Each is also a subclass of torch's."""
+class _Module(torch.nn.Module):
+    """What all modules add to those of torch.nn. Each is also a subclass of torch's."""
+
+    weight: Any
+    bias: Any
+    zero_centered: bool = False
+
+    def reset_parameters(self) -> None:
+        """Let the norm begin without an effect of its weight and bias."""
+        if self.weight is not None:
+            (torch.nn.init.zeros_ if self.zero_centered else torch.nn.init.ones_)(self.weight)
+        if getattr(self, "bias", None) is not None:
+            torch.nn.init.zeros_(self.bias)
+
+    def _get_name(self) -> str:
+        """Return what the module's repr calls it: torch.nn's class has the same name."""
+        name = type(self).__name__
+        return name if type(self).__module__ != __name__ else f"cupynorm.torch.{name}"
+
+
+class _Norm(_Module):
+    """What those add whose rows are the last axes."""
 
     normalized_shape: tuple[int, ...]
     eps: Any
     elementwise_affine: bool
-    weight: Any
-    bias: Any
-    zero_centered: bool = False
     relu: Relu = None
 
     def _extend(self, zero_centered: bool, relu: Relu) -> None:
@@ -78,20 +101,14 @@ class _Norm(torch.nn.Module):
         if self.bias is not None and not plain:
             self.register_forward_pre_hook(_is_called)
 
-    def reset_parameters(self) -> None:
-        """Let the norm begin without an effect of its weight and bias."""
-        if self.weight is not None:
-            (torch.nn.init.zeros_ if self.zero_centered else torch.nn.init.ones_)(self.weight)
-        if getattr(self, "bias", None) is not None:
-            torch.nn.init.zeros_(self.bias)
-
     def _normalize(self, norm: Norm, x: Any, residual: Any) -> Any:
         # They usually are here. To ask the module for one takes 0.4 us more.
-        parameters, k = self._parameters, len(self.normalized_shape)
+        parameters, expected = self._parameters, self.normalized_shape
+        k = len(expected)
         weight = parameters["weight"] if "weight" in parameters else self.weight
         # It may have been deleted.
         bias = parameters["bias"] if "bias" in parameters else getattr(self, "bias", None)
-        if weight is None:  # x would be checked against it
+        if weight is None or 1 in expected:  # else x is checked against it
             self._check_shape(x)
         axis = None if k == 1 else range(-k, 0)
         asked = self.eps, axis, self.zero_centered, self.relu, None, None
@@ -116,11 +133,6 @@ class _Norm(torch.nn.Module):
                     f"x must end in the axes of normalized_shape, {expected}; got shape "
                     f"{tuple(part.shape)}"
                 )
-
-    def _get_name(self) -> str:
-        """Return what the module's repr calls it: torch.nn's class has the same name."""
-        name = type(self).__name__
-        return name if type(self).__module__ != __name__ else f"cupynorm.torch.{name}"
 
     def extra_repr(self) -> str:
         """Return the options that the module's repr shows."""
@@ -276,3 +288,88 @@ class LayerNorm(_Norm, torch.nn.LayerNorm):
     def forward(self, input: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
         """Return `layer_norm` of the input; with a residual, that of the sum, and the sum."""
         return self._normalize("layer_norm", input, residual)
+
+
+@torch.fx.wrap
+def _group_norm(x: Any, num_groups: int, weight: Any, bias: Any, eps: float) -> Any:
+    """Return what GroupNorm computes. A trace of torch.fx has a call of this."""
+    batch, channels, *sizes = x.shape
+    of_group = num_groups, channels // num_groups
+    shape = *of_group, *(1,) * len(sizes)
+    vectors = (v if v is None else v.reshape(shape) for v in (weight, bias))
+    tensors = x.reshape(batch, *of_group, *sizes), None, *vectors
+    asked = eps, range(-1 - len(sizes), 0), False, None, None, None
+    return normalize("layer_norm", tensors, asked).reshape(x.shape)
+
+
+class GroupNorm(_Module, torch.nn.GroupNorm):
+    """LayerNorm over groups of channels, as a module which replaces ``torch.nn.GroupNorm``.
+
+    Its input has shape (batch, num_channels, ...). A group is several channels in turn, with all
+    that is in them. It is one row of `layer_norm`, whose weight and bias vary over the channels. The
+    result is contiguous.
+
+    Parameters
+    ----------
+    num_groups, num_channels, eps, affine, device, dtype, bias
+        As for ``torch.nn.GroupNorm``.
+
+    Attributes
+    ----------
+    weight, bias : Parameter or None
+        They have shape ``(num_channels,)``. The state_dict is that of ``torch.nn.GroupNorm``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If num_groups or num_channels is no number of groups or channels, if these do not divide
+        into those, or if `layer_norm` would refuse dtype or eps.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from cupynorm.torch import GroupNorm
+    >>> norm = GroupNorm(2, 6, dtype=torch.float32)
+    >>> norm.load_state_dict(torch.nn.GroupNorm(2, 6).state_dict())
+    <All keys matched successfully>
+    >>> norm(torch.ones(1, 6, 4, 4)).sum()
+    tensor(0., grad_fn=<SumBackward0>)
+    """
+
+    def __init__(
+        self,
+        num_groups: int,
+        num_channels: int,
+        eps: float = 1e-5,
+        affine: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        bias: bool = True,
+    ) -> None:
+        for name, count in (("num_groups", num_groups), ("num_channels", num_channels)):
+            if not isinstance(count, numbers.Integral) or isinstance(count, bool):
+                raise TypeError(f"{name} must be an int, got {count!r}")
+            if count < 1:
+                raise ValueError(f"{name} must be at least 1, got {count}")
+        if num_channels % num_groups:
+            raise ValueError(
+                f"num_channels must be a multiple of num_groups, {num_groups}; got {num_channels}"
+            )
+        _check_dtype(dtype)
+        check_numbers(np.dtype(np.float64), eps, None)
+        super().__init__(int(num_groups), int(num_channels), float(eps), affine, device, dtype)
+        if not bias:  # a keyword of torch.nn's since 2.13
+            self.register_parameter("bias", None)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Return `layer_norm` of each group of the input's channels."""
+        if isinstance(input, torch.Tensor):  # else torch.fx traces
+            check_dense("input", input)
+            if input.ndim < 2 or input.shape[1] != self.num_channels:
+                raise ValueError(
+                    f"input must have num_channels, {self.num_channels}, on axis 1; got shape "
+                    f"{tuple(input.shape)}"
+                )
+        result: torch.Tensor = _group_norm(input, self.num_groups, self.weight, self.bias, self.eps)
+        return result

@@ -28,7 +28,7 @@ from cupynorm._operation import (
     Kind,
     Pass,
     compute_dtype,
-    shape_of,
+    shapes_of_results,
 )
 from cupynorm._prepared import remember
 from cupynorm.torch import _formulas, _inductor, _kernels
@@ -45,6 +45,7 @@ from cupynorm.torch._kernels import (
     spec_of,
     told_by_name,
 )
+from cupynorm.torch._vectors import alike
 
 __all__ = ["OPERATIONS", "PLAIN", "norm_backward", "norm_forward", "normalize", "normalize_plain"]
 
@@ -460,79 +461,74 @@ def _rounded(ctx: Any, table: Pass, tangents: dict[str, Any]) -> tuple[Any, ...]
 
 
 def _forward_of_batch(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the rule for vmap. It makes one call of many if the weight is shared."""
+    """Return the rule for vmap: one call, in which each example is a group of rows."""
 
     def rule(info: Any, in_dims: Any, *arguments: Any) -> tuple[Any, Any]:
         tensors, told = _split(FORWARD, arguments)
-        named = list(zip(FORWARD.reads, tensors, in_dims[: len(tensors)], strict=True))
-        is_shared = all(dim is None for name, _, dim in named if KINDS[name] is Kind.VECTOR)
-        if is_shared or info.batch_size == 0:
-            together = (
-                _batched(t, dim, info.batch_size)
-                if KINDS[name] is Kind.ROWS
-                else _of_example(t, dim)
-                for name, t, dim in named
-            )
-            results = run(*together, *told)
-        else:
-            examples = [
-                run(*(_example(t, dim, i) for _, t, dim in named), *told)
-                for i in range(info.batch_size)
-            ]
-            results = tuple(
-                None if parts[0] is None else torch.stack(parts)
-                for parts in zip(*examples, strict=True)
-            )
+        read = _batched(FORWARD, tensors, in_dims, info.batch_size)
+        k, *_ = told
+        read["weight"], read["bias"] = alike(read["x"], k, read["weight"], read["bias"])
         present = _present(FORWARD, tensors, told)
-        return results, _none_for_absent((0,) * len(present), present)
+        return run(*read.values(), *told), _none_for_absent((0,) * len(present), present)
 
     return rule
 
 
-def _batched(tensor: Any, dim: int | None, size: int) -> Any:
-    if tensor is None:
-        return None
-    return tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+def _batched(table: Pass, tensors: Tensors, dims: Any, size: int) -> dict[str, Any]:
+    """Return what a pass reads by name, with an axis of examples first. Vectors may be shared."""
+    x = table.reads.index("x")
+    ndim = len(_shape_of_example(tensors[x], dims[x]))
+
+    def batched(name: str, tensor: Any, dim: int | None) -> Any:
+        if tensor is None:
+            return None
+        if KINDS[name] is not Kind.VECTOR:
+            return tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+        return tensor if dim is None else _for_each(tensor.movedim(dim, 0), ndim)
+
+    named = zip(table.reads, tensors, dims[: len(tensors)], strict=True)
+    return {name: batched(name, tensor, dim) for name, tensor, dim in named}
 
 
-def _of_example(tensor: Any, dim: int | None) -> Any:
-    """Return a tensor like that of one example, where there is none."""
-    return tensor if dim is None else tensor.new_empty(tensor.movedim(dim, 0).shape[1:])
+def _shape_of_example(tensor: Any, dim: int | None) -> tuple[Any, ...]:
+    return tuple(size for i, size in enumerate(tensor.shape) if i != dim)
 
 
-def _example(tensor: Any, dim: int | None, i: int) -> Any:
-    return tensor if dim is None else tensor.select(dim, i)
+def _for_each(vectors: Any, ndim: int) -> Any:
+    """Return a vector for each example, as they broadcast over examples of so many axes."""
+    size, *shape = vectors.shape
+    return vectors.reshape(size, *(1,) * (ndim - len(shape)), *shape)
 
 
 def _backward_of_batch(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the rule for vmap: one call for dx, and formulas for the sums of each example."""
+    """Return the rule for vmap: one call, in which each example has a weight of its own."""
 
     def rule(info: Any, in_dims: Any, *arguments: Any) -> tuple[Any, Any]:
         tensors, told = _split(BACKWARD, arguments)
-        options, named = options_of(BACKWARD, told), told_by_name(BACKWARD, told)
-        dims = in_dims[: len(tensors)]
-        batched = (_batched(t, d, info.batch_size) for t, d in zip(tensors, dims, strict=True))
-        read = by_name(BACKWARD, tuple(batched))
-        x, weight = read["x"], read["weight"]
-        k, dtype = options.k, compute_type(x.dtype)
-        w = _formulas.effective_weight(options, weight, dtype)
+        named, size = told_by_name(BACKWARD, told), info.batch_size
+        read = _batched(BACKWARD, tensors, in_dims, size)
+        x, weight, bias_dtype, k = read["x"], read["weight"], named["bias_dtype"], named["k"]
+        dtypes = {"dweight": None if weight is None else weight.dtype, "dbias": bias_dtype}
+        i, vectors, shape = BACKWARD.reads.index("weight"), weight, x.shape[x.ndim - k :]
         if weight is not None:
-            w = w.reshape(info.batch_size, *(1,) * (x.ndim - 1 - k), *weight.shape[1:])
-        inside = _formulas.masked(read["dy"], read["bitmask"], k, dtype)
-        # After the multiplying and masking here, the pass has no weight, bias or bits.
-        read |= {"dy": inside * w, "weight": None, "bitmask": None}
-        plain = named | {"zero_centered": False, "bias_dtype": None}
-        results = run(*read.values(), *plain.values())
-        found = dict(zip(BACKWARD.writes, results, strict=True))
-        if weight is not None:
-            xhat, _ = _formulas.normalized(options, x)
-            sums = _formulas.sum_over_rows(inside * xhat, 1, k)
-            found["dweight"] = _formulas.round_once(sums, weight.dtype)
-        if named["bias_dtype"] is not None:
-            sums = _formulas.sum_over_rows(inside, 1, k)
-            found["dbias"] = _formulas.round_once(sums, named["bias_dtype"])
+            shape = _shape_of_example(tensors[i], in_dims[i])
+        elif bias_dtype is not None:  # ones give dbias its shape
+            vectors = x.new_ones(shape, dtype=compute_type(x.dtype))
+        if vectors is not None:
+            if in_dims[i] is None:
+                vectors = _for_each(vectors.expand(size, *shape), x.ndim - 1)
+            read["weight"], _ = alike(x, k, vectors, None)
+            if bias_dtype is not None and read["weight"].shape != vectors.shape:
+                named["bias_dtype"] = compute_type(x.dtype)  # for the sum below
+        found = dict(zip(BACKWARD.writes, run(*read.values(), *named.values()), strict=True))
+        for name, dtype in dtypes.items():
+            if dtype is not None:
+                sums = found[name].sum_to_size(vectors.shape).reshape(size, *shape)
+                found[name] = _formulas.round_once(sums, dtype)
         present = _present(BACKWARD, tensors, told)
-        return tuple(found.values()), _none_for_absent((0,) * len(present), present)
+        return _none_for_absent(found.values(), present), _none_for_absent(
+            (0,) * len(present), present
+        )
 
     return rule
 
@@ -610,13 +606,25 @@ def _run(table: Pass, *arguments: Any) -> tuple[torch.Tensor, ...]:
     return _empty_for_none(tensors[table.reads.index("x")], results)
 
 
-def _check_shape(name: str, tensor: Any, wanted: Any, must: str) -> None:
+def _check_shape(name: str, tensor: Any, wanted: Any) -> None:
     def message() -> str:
-        return f"{name} must have {must.format(tuple(wanted))} got {tuple(tensor.shape)}"
+        return f"{name} must have shape {tuple(wanted)}, got {tuple(tensor.shape)}"
 
     torch._check_value(tensor.ndim == len(wanted), message)
     for size, expected in zip(tensor.shape, wanted, strict=True):
         torch._check_value(size == expected, message)  # when the program runs, if not known before
+
+
+def _check_vector(name: str, tensor: Any, x: Any, k: int) -> None:
+    axes = tuple(range(x.ndim - k, x.ndim))
+
+    def message() -> str:
+        return _checks.must_broadcast(name, tuple(tensor.shape), tuple(x.shape), axes)
+
+    torch._check_value(tensor.ndim <= x.ndim, message)
+    for size, of_x in zip(reversed(tensor.shape), reversed(x.shape), strict=False):
+        if not (isinstance(size, int) and size == 1):
+            torch._check_value(size == of_x, message)
 
 
 def _check_outline(tensors: Tensors, told: Told) -> None:
@@ -625,14 +633,13 @@ def _check_outline(tensors: Tensors, told: Told) -> None:
     check_dtypes_told(FORWARD, named)
     given = {n: t for n, t in by_name(FORWARD, tensors).items() if t is not None}
     x = given["x"]
-    normalized = x.shape[x.ndim - options.k :]
     for name, tensor in given.items():
         check_tensor(name, tensor, x)
         if KINDS[name] is Kind.VECTOR:
-            _check_shape(name, tensor, normalized, "the shape of x's normalized axes, {};")
+            _check_vector(name, tensor, x, options.k)
         elif name == "residual":
-            _check_shape(name, tensor, x.shape, "shape {},")
-    if any(isinstance(size, int) and size == 0 for size in normalized):
+            _check_shape(name, tensor, x.shape)
+    if any(isinstance(x.shape[axis], int) and x.shape[axis] == 0 for axis in options.axis):
         raise ValueError(
             f"x must have at least one element in each row, got shape {tuple(x.shape)}"
         )
@@ -664,15 +671,12 @@ def _outline(table: Pass, *arguments: Any) -> tuple[torch.Tensor, ...]:
     tensors, told = _split(table, arguments)
     if table is FORWARD:
         _check_outline(tensors, told)
-    x, (k, *_) = by_name(table, tensors)["x"], told
-    dtypes = spec_of(table, tensors, told).dtypes
-    results = (
-        x.new_empty(shape_of(KINDS[name], x.shape, k), dtype=getattr(torch, dtype))
-        if (dtype := dtypes[name]) is not None
-        else None
-        for name in table.writes
-    )
-    return _empty_for_none(x, tuple(results))
+    given, (k, *_), spec = by_name(table, tensors), told, spec_of(table, tensors, told)
+    results = {
+        name: given["x"].new_empty(shape, dtype=getattr(torch, spec.dtypes[name] or ""))
+        for name, shape in shapes_of_results(spec, k, given).items()
+    }
+    return _empty_for_none(given["x"], tuple(map(results.get, table.writes)))
 
 
 def _schema(table: Pass) -> str:
@@ -719,8 +723,18 @@ def _define(
         return run(*arguments)
 
     _library.impl(name, dispatched, "Autograd", with_keyset=True)
-    torch.library.register_vmap(f"cupynorm::{name}", of_batch(operation))
+    torch.library.register_vmap(f"cupynorm::{name}", _without_none(of_batch(operation)))
     return operation
+
+
+def _without_none(rule: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the rule for vmap of an operation, which has no optional results."""
+
+    def of_operation(info: Any, in_dims: Any, *arguments: Any) -> tuple[Any, Any]:
+        results, dims = rule(info, in_dims, *arguments)
+        return _empty_for_none(arguments[0], results), dims
+
+    return of_operation
 
 
 _forward_operation = _define(FORWARD, _keep_for_backward, _differentiate_forward, _forward_of_batch)
@@ -755,8 +769,8 @@ def _register_splits() -> None:
 def _splits(table: Pass, *arguments: Any) -> list[Any]:
     """Return how results and arguments may be split: along any kept axis, with nothing to send.
 
-    Rows, and arrays with an entry for each row, are split as x is. A weight is the same everywhere,
-    and its gradient is a partial sum.
+    Rows, and arrays with an entry for each row, are split as x is, and so is a weight that varies
+    along the axis. Else it is the same everywhere, and its gradient is a partial sum.
     """
     from torch.distributed.tensor import Partial, Replicate, Shard
 
@@ -765,17 +779,27 @@ def _splits(table: Pass, *arguments: Any) -> list[Any]:
     metas = tuple(t if t is None else t.tensor_meta for t in tensors)
     present = _present(table, metas, told)
 
-    def rule(rows: Any) -> tuple[list[Any], list[Any]]:
-        of_vector = whole if rows == whole else Partial("sum")
+    weight = by_name(table, metas)["weight"]
+
+    def along(axis: int | None, meta: Any) -> Any:
+        """Return how a vector is split where rows are split along an axis."""
+        if axis is None or meta is None:
+            return whole
+        own = axis - x.ndim + len(meta.shape)
+        return Shard(own) if own >= 0 and meta.shape[own] != 1 else whole
+
+    def rule(axis: int | None) -> tuple[list[Any], list[Any]]:
+        rows = whole if axis is None else Shard(axis)
+        of_weight = along(axis, weight)
+        of_vector = Partial("sum") if of_weight == whole != rows else of_weight
         results = [
             whole if not there else of_vector if KINDS[name] is Kind.VECTOR else rows
             for name, there in zip(table.writes, present, strict=True)
         ]
         reads = [
-            None if t is None else whole if KINDS[name] is Kind.VECTOR else rows
-            for name, t in zip(table.reads, tensors, strict=True)
+            None if meta is None else along(axis, meta) if KINDS[name] is Kind.VECTOR else rows
+            for name, meta in zip(table.reads, metas, strict=True)
         ]
         return results, [*reads, *(None,) * len(told)]
 
-    axes = range(x.ndim - k)
-    return [rule(rows) for rows in (whole, *map(Shard, axes))]
+    return [rule(axis) for axis in (None, *range(x.ndim - k))]

@@ -1,0 +1,65 @@
+"""weight and bias as the operations take them, from any that broadcast over x.
+
+An operation takes both in one shape, which kernels can read (`cupynorm._groups`). Its backward pass
+returns dbias in the weight's shape; without a weight, in that of the normalized axes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from cupynorm._groups import common_shape
+
+__all__ = ["alike"]
+
+_Shape = tuple[int, ...]
+
+
+def alike(x: Any, k: int, weight: Any, bias: Any) -> tuple[Any, Any]:
+    """Return weight and bias as an operation takes them, for an x whose last k axes are normalized.
+
+    torch differentiates what changes them. Copies are at least float32, so that their gradients are
+    summed before they are rounded.
+    """
+    ndim, of_x = x.ndim, _pattern(x.shape, x.ndim)
+    given = [vector for vector in (weight, bias) if vector is not None]
+    patterns = [_pattern(vector.shape, ndim) for vector in given]
+    common = common_shape(of_x, k, patterns)
+    of_row = (1,) * (ndim - k) + of_x[ndim - k :]
+    if weight is None and common == of_row:
+        return None, _broadcast(x, bias, common, k)
+    if any(pattern != common for pattern in patterns) or len({v.ndim for v in given}) > 1:
+        weight, bias = (_broadcast(x, vector, common, ndim) for vector in (weight, bias))
+    if weight is None and bias is not None:
+        weight = torch.ones_like(bias)
+    return weight, bias
+
+
+def _pattern(shape: Any, ndim: int) -> _Shape:
+    """Return a shape of so many axes with a 2 for every size that is not 1.
+
+    Sizes may be unknown while a program is traced. They count as others than 1.
+    """
+    return (1,) * (ndim - len(shape)) + tuple(1 if _is_one(n) else 2 for n in shape)
+
+
+def _is_one(size: Any) -> bool:
+    if not (torch.compiler.is_compiling() or isinstance(size, torch.SymInt)):
+        return bool(size == 1)
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    return guard_or_false(size == 1)
+
+
+def _broadcast(x: Any, vector: Any, pattern: _Shape, ndim: int) -> Any:
+    """Return a vector with the last axes of a pattern, which has x's sizes for 2."""
+    if vector is None:
+        return None
+    whole = vector.reshape((1,) * (x.ndim - vector.ndim) + tuple(vector.shape))
+    if _pattern(whole.shape, x.ndim) != pattern:
+        wide = torch.promote_types(vector.dtype, torch.float32)
+        sizes = [1 if n == 1 else size for n, size in zip(pattern, x.shape, strict=True)]
+        whole = whole.to(wide).expand(sizes)
+    return whole.reshape(whole.shape[x.ndim - ndim :])
