@@ -475,12 +475,12 @@ class StridedPlan:
     spec: ForwardSpec | BackwardSpec
     n: int
     config: Strided
-    most_blocks: int  # which take tiles one after another
+    most_blocks: int | None  # that take several tiles one after another; None if each takes one
 
     def _blocks(self, m: int, inner: int) -> int:
         rows = self.config.lanes * pack_length(self.spec.x)
         tiles = m // inner * -(-inner // rows) if m else 0
-        return min(tiles, self.most_blocks)
+        return tiles if self.most_blocks is None else min(tiles, self.most_blocks)
 
     def scratch_bytes(self, m: int, inner: int) -> int:
         """Return the bytes of scratch that a launch over m rows needs, for partial sums."""
@@ -528,10 +528,9 @@ def strided_plan(
     if config is None:
         return None
     if isinstance(spec, ForwardSpec):
-        wanted: tuple[_compile.Instantiation, ...] = (_compile.forward_instantiation(spec, config),)
-    else:
-        wanted = _compile.backward_instantiations(spec, config)
-    kernels = _background.load(wanted, device)
+        kernels = _background.load((_compile.forward_instantiation(spec, config),), device)
+        return StridedPlan(kernels, spec, n, config, None)
+    kernels = _background.load(_compile.backward_instantiations(spec, config), device)
     most = multiprocessors(device) * config.blocks_per_multiprocessor
     return StridedPlan(kernels, spec, n, config, most)
 

@@ -2,7 +2,7 @@
 //
 // Layout:    dy, x and dx are (outer, n_cols, n_inner), contiguous; mean and rstd (outer, n_inner). partials as in
 //            backward_pipelined.cu, one for each block. dx may be dy.
-// Grid:      as strided.cuh.
+// Grid:      no more blocks than run at once. Block b takes tiles b, b + blocks, ... .
 // Traffic:   dy and x read once, dx written once, partials written once.
 // Order:     a column's weight gradients: a pack's rows in turn, then the tiles of a block, compensated, then the lanes.
 #include "gradient.cuh"

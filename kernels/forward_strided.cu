@@ -1,7 +1,8 @@
 // Forward of RMSNorm and LayerNorm for rows that lie side by side (strided.cuh), such as the channels of an image.
 //
 // Layout:    x and y are (outer, n_cols, n_inner), contiguous; mean and rstd (outer, n_inner). y may be x.
-// Grid:      as strided.cuh. A tile is worked on while the next one is on its way.
+// Grid:      a block for each tile, on grid.x. Blocks that take tiles in turn and ask for the next one ahead have smaller
+//            tiles, and are slower (notes.md#rows-side-by-side).
 // Traffic:   x read once, y written once.
 // Result:    the first group writes mean and rstd.
 #include "prologue.cuh"
@@ -19,17 +20,17 @@ struct StridedForward {
   const ForwardStridedArguments<Op>& args;
   Tile tile;
   char* const scratch = static_cast<char*>(dynamic_shared_memory());
-  char* stage = scratch + Layout::kScratchBytes;
-  const int stage_bytes = tile.rounds * StageOfX::kBytes;
+  char* const stage = scratch + Layout::kScratchBytes;
   // xhat = (x - shift) * scale + offset
   T shift[kLength], scale[kLength], offset[kLength];
 
   __device__ __forceinline__ explicit StridedForward(const ForwardStridedArguments<Op>& args)
       : args(args), tile(args.n_cols, args.n_inner) {}
-  // Asks for a tile, if there is one.
-  __device__ __forceinline__ void fetch(char* into, long long number, long long tiles) const {
-    if (number < tiles) tile.template fetch<StageOfX>(into, args.x, tile.place_of(number));
+  __device__ __forceinline__ void load(long long number) {
+    tile.here = tile.place_of(number);
+    tile.template fetch<StageOfX>(stage, args.x, tile.here);
     commit_copies();
+    wait_for_copies<0>();
   }
   // Measures the rows from their means, which are sums of the whole rows. Returns their variances in `variance`, and
   // what the means lack in `offset`.
@@ -161,18 +162,7 @@ template <typename Op, typename Layout>
 __global__ void __launch_bounds__(Layout::kBlockThreads, Layout::kBlocksPerMultiprocessor)
     norm_forward_strided(const __grid_constant__ ForwardStridedArguments<Op> args) {
   StridedForward<Op, Layout> forward(args);
-  const long long tiles = args.n_rows / args.n_inner * forward.tile.tiles_of_outer;
-  char* other = forward.stage + forward.stage_bytes;
-  forward.fetch(forward.stage, block_index(), tiles);
-  for (long long tile = block_index(); tile < tiles; tile += block_count()) {
-    // A thread has read all that it copied to this place.
-    forward.fetch(other, tile + block_count(), tiles);
-    wait_for_copies<1>();
-    forward.tile.here = forward.tile.place_of(tile);
-    forward.measure_rows();
-    forward.write_y();
-    char* const next = other;
-    other = forward.stage;
-    forward.stage = next;
-  }
+  forward.load(block_index());
+  forward.measure_rows();
+  forward.write_y();
 }

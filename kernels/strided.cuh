@@ -2,8 +2,7 @@
 // one outer index and one inner one, n_inner apart. The same kernels would read it after a copy that makes rows of
 // columns; these read it in place, once.
 //
-// Grid:      no more blocks than run at once. Block b takes tiles b, b + blocks, ... : all columns of kTile neighbouring
-//            rows, in shared memory. A tile lies within one outer index.
+// Grid:      a block has one tile at a time: all columns of kTile neighbouring rows of one outer index, in shared memory.
 // Thread:    lane l = thread % kLanes has pack l of the tile's rows, and column k * kGroups + thread / kLanes for k = 0, 1,
 //            ... . It reads only what it has copied, so that the block meets for the sums alone.
 // Order:     a thread's columns by kTurnsOfColumns, then these sums, then a butterfly over the groups of a warp, then the

@@ -11,7 +11,6 @@ from cupynorm._operation import ITEMSIZE, BackwardSpec, ForwardSpec, compute_dty
 # 128 and 64 bytes of x side by side. A block's other threads have other columns, and each has sums
 # of its own columns' gradients, so that backward has fewer lanes.
 MOST_LANES = {ForwardSpec: 8, BackwardSpec: 4}
-TILES_AHEAD = 1  # of a forward pass
 # Of a multiprocessor, of 128 and of 256 threads: as many as have registers.
 MOST_BLOCKS = {
     (ForwardSpec, "rms_norm"): (8, 4),
@@ -40,14 +39,14 @@ def strided(
 ) -> Strided | None:
     """Return the configuration for rows of n elements. None if a row has no room.
 
-    As many blocks of a multiprocessor as have registers are best, with 64 bytes side by side.
+    Two blocks of a multiprocessor are better than one, since one of them may load.
     """
     is_long = n >= COLUMNS_OF_MORE_THREADS
     threads = 256 if is_long else 128
     most = MOST_BLOCKS[type(spec), spec.norm][is_long]
-    for blocks in (most, 2, 1):
+    for blocks in (2, 1):
         lanes = MOST_LANES[type(spec)]
-        while lanes >= (4 if blocks > 2 else 2):
+        while lanes > 1:
             scratch = _scratch_bytes(spec, threads, lanes)
             nbytes = scratch + _bytes_of_columns(spec, n, threads, lanes)
             if nbytes <= shared_limit(architecture, blocks):
@@ -69,6 +68,6 @@ def _bytes_of_columns(spec: ForwardSpec | BackwardSpec, n: int, threads: int, la
     """Return the bytes of a tile, and of the sums of its columns' gradients."""
     slots = -(-n // (threads // lanes)) * threads  # of packs
     if isinstance(spec, ForwardSpec):
-        return (1 + TILES_AHEAD) * slots * pack_length(spec.x) * ITEMSIZE[spec.x]
+        return slots * pack_length(spec.x) * ITEMSIZE[spec.x]
     of_sums = 2 * spec.gradients * ITEMSIZE[compute_dtype(spec.x)]
     return slots * (pack_length(spec.x) * (ITEMSIZE[spec.x] + ITEMSIZE[spec.dy]) + of_sums)
