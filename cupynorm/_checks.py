@@ -108,7 +108,10 @@ def moved(order: tuple[int, ...], name: str, array: Any) -> Any:
 def as_called(
     options: Options, written: Mapping[str, Any], given: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the results of a pass with the axes of the x that was given."""
+    """Return the results of a pass with the axes of the x that was given.
+
+    An array that was given as an output is returned itself.
+    """
     order = options.order
     if order is None:
         return dict(written)
@@ -118,6 +121,8 @@ def as_called(
     kept, first = len(order) - options.k, min(order[-options.k :])
 
     def restored(name: str, array: Any) -> Any:
+        if given.get(name) is not None:
+            return given[name]
         if array is None or KINDS[name] not in (Kind.ROWS, Kind.VECTOR):
             return array
         if KINDS[name] is Kind.ROWS:
@@ -227,6 +232,7 @@ def _checked_and_moved(
 ) -> dict[str, Any]:
     """Return arrays with x's axes in an order. Messages tell the shapes that a caller knows."""
     x_shape = arrays["x"].shape
+    _check_rows(x_shape, axes)
     for name, array in arrays.items():
         if array is None:
             continue
@@ -390,8 +396,7 @@ def _check_operands(
     check_zero_centered(asked.zero_centered, has_weight=weight is not None)
     axes = normalized_axes(x.ndim, asked.axis)
     k = len(axes)
-    if 0 in x.shape[x.ndim - k :]:
-        raise ValueError(f"x must have at least one element in each row, got shape {x.shape}")
+    _check_rows(x.shape, axes)
     for name, array in (("weight", weight), ("bias", bias)):
         if array is not None:
             to_dtype(f"{name}.dtype", array.dtype)
@@ -401,6 +406,11 @@ def _check_operands(
     if isinstance(asked, AskedBackward) and asked.bias:
         of_bias = of_weight  # as dbias has
     return k, groups_of(x.shape, k, of_weight, of_bias)
+
+
+def _check_rows(x_shape: tuple[int, ...], axes: tuple[int, ...]) -> None:
+    if any(x_shape[i] == 0 for i in axes):
+        raise ValueError(f"x must have at least one element in each row, got shape {x_shape}")
 
 
 def check_vector(

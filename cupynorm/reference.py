@@ -479,11 +479,11 @@ def bias_like(
 
 def _checked_forward(norm: Norm, given: dict[str, Any]) -> NormForward:
     """Return the results of a forward pass, with the arguments of a public function by name."""
-    arrays = {name: given["out" if name == "y" else name] for name in FORWARD.arguments}
+    called = {name: given["out" if name == "y" else name] for name in FORWARD.arguments}
     options = {name: given[name] for name in _checks.Asked._fields if name in given}
     asked = _checks.Asked(norm, training=True, **options)
-    arrays, spec, told = _checks.check_call(NUMPY, arrays, asked)
-    return NormForward(**_checks.as_called(told, compute(spec, told, arrays), given))
+    arrays, spec, told = _checks.check_call(NUMPY, called, asked)
+    return NormForward(**_checks.as_called(told, compute(spec, told, arrays), called))
 
 
 def _checked_backward(norm: Norm, given: dict[str, Any]) -> NormBackward:

@@ -60,14 +60,13 @@ from cupynorm._bitmask import unpack
 from cupynorm._checks import (
     Asked,
     AskedBackward,
+    as_called,
     check_call,
     check_norm,
     like_or_whether,
     moved,
 )
 from cupynorm._operation import (
-    KINDS,
-    Kind,
     NormBackward,
     NormForward,
     bitmask_bytes,
@@ -241,6 +240,8 @@ def check_forward(
         residual_dtype=residual_dtype,
     )
     arrays, _, told = check_call(NUMPY, arrays, asked)
+    dtypes = {"y": x.dtype if out_dtype is None else np.dtype(out_dtype)}
+    shapes = {"y": x.shape}
     x, residual, weight, bias = arrays.values()  # type: ignore[assignment]
     k = told.k
     if isinstance(result, NormForward):
@@ -254,12 +255,11 @@ def check_forward(
             "result must be a NormForward or, with a residual, a pair of arrays; got "
             f"{_kind(result)}"
         )
-    fields = _moved(fields, told.order)
-    dtypes = {"y": x.dtype if out_dtype is None else np.dtype(out_dtype)}
-    shapes = {"y": x.shape}
     if residual is not None:
-        of_total = np.dtype(residual_dtype or residual.dtype)
-        x = _assert_total(fields.pop("residual_out"), x, residual, of_total)
+        total = {"residual_out": fields.pop("residual_out")}
+        of_total = {"residual_out": np.dtype(residual_dtype or residual.dtype)}
+        _assert_layout(total, {"residual_out": shapes["y"]}, of_total)
+        x = _assert_total(_moved(total, told.order)["residual_out"], x, residual)
     compute, kept = reference.compute_dtype(x), x.shape[: x.ndim - k]
     if isinstance(result, NormForward):
         for name in ("rstd",) if norm == "rms_norm" else ("mean", "rstd"):
@@ -270,6 +270,7 @@ def check_forward(
         dtypes["bitmask"] = np.dtype(np.uint8)
         shapes["bitmask"] = (*kept, bitmask_bytes(math.prod(x.shape[x.ndim - k :])))
     _assert_layout(fields, shapes, dtypes)
+    fields = _moved(fields, told.order)
     for where, rows, w, b in _chunks(x, weight, bias, k):
         exact, magnitude = _forward_bounds(norm, rows(x), w, b, k, eps, zero_centered, compute)
         if relu is not None:
@@ -345,13 +346,13 @@ dresidual_dtype
     arrays = {"dy": dy, "x": x, "dresidual_out": dresidual_out, "weight": weight, "mean": mean}
     arrays |= {"rstd": rstd, "bitmask": bitmask, "dx": None, "like": like}
     asked = AskedBackward(norm, axis, zero_centered, whether, dx_dtype, dresidual_dtype)
+    vectors = {"weight": weight, "like": like}
     arrays, _, told = check_call(NUMPY, arrays, asked)
     dy, x, dresidual_out, weight, *_ = arrays.values()  # type: ignore[assignment]
     like = arrays["like"]
     bias = bool(whether) if like is None else like
     if told.order is not None and bias is True and weight is None:  # it gets all of x's axes
         bias = np.empty([1] * (x.ndim - told.k) + [*x.shape[x.ndim - told.k :]], x.dtype)
-    result = NormBackward(**_moved(result._asdict(), told.order))
     k = told.k
     compute = reference.compute_dtype(x)
     of_x = np.dtype(dx_dtype or x.dtype)
@@ -365,7 +366,10 @@ dresidual_dtype
     bias_shape, bias_dtype = reference.bias_like(x, weight, bias, k)
     if bias_shape is not None:
         dtypes["dbias"], shapes["dbias"] = bias_dtype, bias_shape
-    _assert_layout(result._asdict(), shapes, dtypes)
+    outlines = {name: np.broadcast_to(np.zeros(()), shape) for name, shape in shapes.items()}
+    called = {name: a.shape for name, a in as_called(told, outlines, vectors).items()}
+    _assert_layout(result._asdict(), called, dtypes)
+    result = NormBackward(**_moved(result._asdict(), told.order))
     ratios = dict.fromkeys(inputs, 0.0)
     sums = {name: np.zeros(shape) for name, shape in shapes.items() if name not in inputs}
     sum_magnitudes = {name: np.zeros(shape) for name, shape in shapes.items() if name not in inputs}
@@ -397,22 +401,19 @@ dresidual_dtype
 
 
 def _moved(fields: dict[str, Any], order: tuple[int, ...] | None) -> dict[str, Any]:
-    """Return results with x's axes in an order, as far as they have such axes."""
+    """Return results of the right shapes with x's axes in an order."""
     if order is None:
         return fields
-    fits = {name for name, a in fields.items() if a is not None and a.ndim <= len(order)}
-    rows = {name for name in fits if KINDS[name] is Kind.ROWS and fields[name].ndim < len(order)}
-    return {n: moved(order, n, a) if n in fits - rows else a for n, a in fields.items()}
+    return {n: None if a is None else moved(order, n, a) for n, a in fields.items()}
 
 
 def _kind(value: Any) -> str:
     return type(value).__name__
 
 
-def _assert_total(actual: Any, x: Array, residual: Array, dtype: np.dtype[Any]) -> Array:
+def _assert_total(actual: Array, x: Array, residual: Array) -> Array:
     """Assert that residual_out is x + residual, and return it."""
-    _assert_layout({"residual_out": actual}, {"residual_out": x.shape}, {"residual_out": dtype})
-    exact = reference.add_residual(x, residual, dtype)
+    exact = reference.add_residual(x, residual, actual.dtype)
     wrong = (actual != exact) & ~(np.isnan(actual) & np.isnan(exact))
     if wrong.any():
         index = tuple(int(i) for i in np.argwhere(wrong)[0])

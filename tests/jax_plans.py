@@ -34,7 +34,8 @@ def arrays_of(spec: Spec, m: int, n: int, operands: tuple[int, ...]) -> dict[str
         if kind is Kind.ROWS:
             assert next(given) == n, f"{name}_stride"
         assert (address == 0) == (dtype is None), name
-        arrays[name] = None if dtype is None else array(address, shape_of(kind, (m, n), 1), dtype)
+        shape = (n,) if kind is Kind.VECTOR else shape_of(kind, (m, n), 1)
+        arrays[name] = None if dtype is None else array(address, shape, dtype)
     assert not [*given]
     return arrays
 

@@ -255,7 +255,7 @@ def problems(
     broadcast: bool = False,
     x_dtypes: tuple[str, ...] = tuple(DTYPES),
 ) -> Problem:
-    """Draw a problem. With `broadcast`, its weight and bias may differ from row to row."""
+    """Draw a problem. With `broadcast`, weight and bias may differ from row to row, of any axes."""
     norm = draw(st.sampled_from(norms))
     shape, k = draw(shapes())
     regime = draw(st.sampled_from(regimes))
@@ -266,9 +266,13 @@ def problems(
     bias_dtype = draw(st.none() | dtypes())
     weight_shape = bias_shape = shape[-k:]
     axis = tuple(range(-k, 0)) if k > 1 or draw(st.booleans()) else None
+    order = list(range(len(shape)))  # of the axes of x
     if broadcast and axis is not None:
-        weight_shape = tuple(n if draw(st.booleans()) else 1 for n in shape)
-        bias_shape = tuple(n if draw(st.booleans()) else 1 for n in shape[-k - 1 :])
+        order = draw(st.permutations(order))
+        axis = tuple(order.index(place) for place in range(len(shape) - k, len(shape)))
+        weight_shape = tuple(shape[i] if draw(st.booleans()) else 1 for i in order)
+        bias_axes = order[draw(st.integers(0, len(order))) :]
+        bias_shape = tuple(shape[i] if draw(st.booleans()) else 1 for i in bias_axes)
     kinds = ("rows", "transposed", "columns")
     where = {
         "x": draw(layouts(k, kinds)),
@@ -293,8 +297,8 @@ def problems(
         regime=regime,
         seed=seed,
         layouts=where,
-        x=where["x"].apply(np, x),
-        dy=dy,
+        x=where["x"].apply(np, x).transpose(order),
+        dy=dy.transpose(order),
         weight=None if weight is None else where["weight"].apply(np, weight),
         bias=None if bias is None else where["bias"].apply(np, bias),
     )

@@ -66,10 +66,10 @@ def test_frameworks_do_not_mix(function: Callable[..., Any], framework: str, oth
 @pytest.mark.parametrize(
     ("shape", "axis"),
     [
-        *(((1, 1, 8), -1), ((5, 1, 8), -1), ((1, 8), 0), ((1, 1), 0)),
-        *(((3, 8), -1), ((5, 8), -1), ((1, 7), -1), ((7,), -1), ((1,), -1), ((), -1)),
-        *(((1, 8), (-2, -1)), ((8,), (-2, -1)), ((3, 1), (-2, -1))),
-        *(((1, 8), None), ((3, 8), None), ((2, 3, 8), None), ((7,), None), ((), None)),
+        *(((1, 1, 8), -1), ((5, 8), -1), ((1, 7), -1), ((7,), -1), ((8, 3), -1)),
+        *(((3,), 0), ((2, 1), 0), ((1, 3, 1), 0)),
+        *(((3,), (-2, -1)), ((24,), (-2, -1)), ((1, 3, 8), (-2, -1))),
+        *(((2, 3, 8), None), ((7,), None), ((0,), None)),
     ],
 )
 def test_a_weight_is_refused_alike_everywhere(name: str, shape: Any, axis: Any) -> None:
@@ -80,8 +80,8 @@ def test_a_weight_is_refused_alike_everywhere(name: str, shape: Any, axis: Any) 
 
     messages = []
     for face, module in ((cupynorm, np), (cupynorm.torch, torch), (cupynorm.jax, jnp)):
-        x = module.ones((3, 8) if axis != 0 else (8,))
-        with pytest.raises((ValueError, NotImplementedError), match=name) as raised:
+        x = module.ones((3, 8))
+        with pytest.raises(ValueError, match=name) as raised:
             face.layer_norm(x, **{name: module.ones(shape)}, axis=axis)
         messages.append((raised.type, str(raised.value)))
     assert messages == messages[:1] * 3

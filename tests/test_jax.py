@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from axes import CALLS, EPS, RELU, arrays_of, axes_of, before_relu
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import DTYPES, OVERFLOWS, REGIMES, largest_in_range, make_values, scaled
@@ -30,7 +31,7 @@ from jax_calls import check  # noqa: E402
 
 import cupynorm  # noqa: E402
 import cupynorm.jax  # noqa: E402
-from cupynorm import reference  # noqa: E402
+from cupynorm import reference, testing  # noqa: E402
 from cupynorm._operation import FORWARD, BackwardSpec, ForwardSpec  # noqa: E402
 from cupynorm.jax import _derivatives, _kernels, _operations, _xla  # noqa: E402
 
@@ -227,6 +228,95 @@ def test_a_weight_with_leading_axes_of_one_keeps_them_in_its_gradient(path: str)
     gradient = jax.grad(loss)(weight)
     assert gradient.shape == weight.shape
     np.testing.assert_allclose(gradient[0], jax.grad(loss)(weight[0]), rtol=1e-12)
+
+
+# ---- weights that vary over kept axes, and other axes than the last ------------------------------
+
+
+@pytest.mark.parametrize("case", CALLS)
+def test_any_axes_and_weights_that_broadcast(case: str, path: str) -> None:
+    """Values and gradients are those of jax.numpy, which sums in other orders.
+
+    The formula gets the norm that the kernels do not.
+    """
+    norm = NORMS[(list(CALLS).index(case) + (path == "kernels")) % 2]
+    x, weight, bias, residual, dy, of_total = arrays_of(case)
+    axis, centered = CALLS[case][1], weight is not None
+    arrays = {"x": x, "weight": weight, "bias": bias, "residual": residual}
+    arrays = {name: array for name, array in arrays.items() if array is not None}
+
+    def function(arrays: Any) -> Any:
+        options = {"eps": EPS, "axis": axis, "relu": RELU, "zero_centered": centered}
+        return getattr(cupynorm.jax, norm)(**arrays, **options)
+
+    def formula(arrays: Any) -> Any:
+        s, scale = arrays["x"] + arrays["residual"], arrays.get("weight")
+        y = before_relu(
+            *(jnp, norm, axes_of(case), s),
+            None if scale is None else 1 + scale,
+            arrays.get("bias"),
+        )
+        return jnp.clip(y, *RELU), s
+
+    results = []
+    for f in (function, formula):
+        (y, s), pull_back = jax.vjp(jax.jit(f), arrays)
+        assert 0 < np.mean(np.isin(y, RELU)) < 1
+        results.append((y, s, pull_back((dy, of_total))))
+    for one, other in zip(*map(jax.tree.leaves, results), strict=True):
+        assert one.shape == other.shape
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("case", "norm", "dtype"),
+    [
+        *(("per head", "rms_norm", "float64"), ("GroupNorm", "layer_norm", "float32")),
+        *(("channels", "layer_norm", "float16"), ("unlike axes", "rms_norm", "bfloat16")),
+    ],
+)
+@pytest.mark.parametrize("x_dtype", ["float64", "bfloat16"])
+def test_a_weight_that_broadcasts_is_applied_before_the_one_rounding(
+    case: str, norm: Any, dtype: str, x_dtype: str, path: str
+) -> None:
+    x, weight, bias, _, dy, _ = arrays_of(case)
+    x, dy = (a.astype(DTYPES[x_dtype]) for a in (x, dy))
+    weight, bias = (a.astype(DTYPES[dtype]) for a in (weight, bias))
+    axis = CALLS[case][1]
+    function = functools.partial(getattr(cupynorm.jax, norm), eps=EPS, axis=axis)
+    y, pull_back = jax.vjp(jax.jit(function), x, weight, bias)
+    given: Any = {"eps": EPS, "axis": axis}
+    testing.check_forward(norm, np.asarray(y), x, weight, bias, **given)
+    narrow = np.asarray(function(x, weight, bias, out_dtype=DTYPES[dtype]))
+    testing.check_forward(norm, narrow, x, weight, bias, out_dtype=DTYPES[dtype], **given)
+    forward = getattr(cupynorm, f"{norm}_forward")(x, weight, bias, **given)
+    result = cupynorm.NormBackward(*map(np.asarray, pull_back(dy)))
+    stored = forward.mean, forward.rstd
+    testing.check_backward(norm, result, dy, x, weight, *stored, bias=bias, axis=axis)
+
+
+@pytest.mark.parametrize("case", ["float64", "gradient"])
+def test_a_weight_per_head_costs_no_second_rounding(case: str, path: str) -> None:
+    tie = 1 + 2.0**-8 + 2**-40  # through float32 it would be rounded to 1
+    x, heads = np.zeros((1, 2, 4)), np.full((2, 4), tie)
+    if case == "float64":
+        y = cupynorm.jax.layer_norm(x, bias=heads, out_dtype="bfloat16")
+    else:
+        bias = np.zeros((2, 4), DTYPES["bfloat16"])
+        _, pull_back = jax.vjp(lambda bias: cupynorm.jax.layer_norm(x, bias=bias), bias)
+        (y,) = pull_back(jnp.asarray(heads[None]))
+    np.testing.assert_array_equal(np.asarray(y, np.float64), np.full(y.shape, 1 + 2.0**-7))
+
+
+@pytest.mark.parametrize("case", ["per head", "channels"])
+def test_second_derivatives_with_any_axes_are_those_of_finite_differences(
+    case: str, path: str
+) -> None:
+    x, weight, bias, *_ = arrays_of(case)
+    function = jax.jit(functools.partial(cupynorm.jax.layer_norm, axis=CALLS[case][1], eps=EPS))
+    with jax.numpy_rank_promotion("raise"):
+        jax.grad(lambda *a: jnp.sum(function(*a) ** 2), (0, 1, 2))(x, weight, bias)
+    check_grads(function, (x, weight, bias), order=2, modes=["rev"])
 
 
 # ---- transformations -----------------------------------------------------------------------------

@@ -65,10 +65,16 @@ GRADIENT_SHAPES = {
     "two axes": ((2, 3, 4), (-2, -1), (3, 4), (3, 4)),
     "all axes": ((2, 3), (0, 1), (2, 3), (2, 3)),
     "leading axes": ((2, 3, 4), -1, (4,), (4,)),
-    "per head": ((2, 3, 4), -1, (3, 4), (3, 4)),
+    "per head": ((2, 3, 4), None, (3, 4), (3, 4)),
     "per example": ((2, 3, 4), -1, (2, 1, 4), (2, 1, 4)),
     "per row": ((2, 3, 4), -1, (3, 1), (2, 3, 4)),
     "one for all": ((2, 3, 4), (-2, -1), (1,), (1, 1)),
+    "groups of channels": ((2, 2, 3, 2, 2), (2, 3, 4), (2, 3, 1, 1), (2, 3, 1, 1)),
+    "channels": ((2, 3, 2, 2), 1, (3, 1, 1), (3, 1, 1)),
+    "channels, bias alone": ((2, 3, 4), 1, None, (3, 1)),
+    "first axis": ((3, 4), 0, (3, 1), (3, 1)),
+    "first and last axis": ((2, 3, 4), (0, 2), (2, 1, 4), (2, 1, 4)),
+    "unlike axes": ((2, 3, 4), 1, (4,), (2, 1, 1)),
 }
 
 
@@ -136,27 +142,10 @@ def test_blocks_of_one_row_give_what_a_single_block_does(
 
 
 @both_norms
-@pytest.mark.parametrize("given", ["weight", "bias"])
-def test_operands_of_two_axes_need_an_axis(norm: Norm, given: str) -> None:
-    x = np.arange(24.0).reshape(2, 3, 4)
-    options: Any = {"bias": None if given == "weight" else x[0]}
-    weight = x[0] if given == "weight" else None
-    forward = run_forward(norm, x, weight, **options, axis=-1)
-    result = run_backward(norm, x, x, weight, forward, **options, axis=-1)
-    stored = (forward.mean, forward.rstd)
-    for call in (
-        lambda: run_forward(norm, x, weight, **options),
-        lambda: run_backward(norm, x, x, weight, forward, **options),
-        lambda: testing.check_forward(norm, forward, x, weight, **options, eps=1e-6),
-        lambda: testing.check_backward(norm, result, x, x, weight, *stored, **options),
-    ):
-        with pytest.raises(ValueError, match=f"{given} must have one axis where axis is None"):
-            call()
-
-
-@both_norms
 @pytest.mark.parametrize("relu", [(-0.5, 0.8), (0.0, np.inf), (-np.inf, 0.0)])
-@pytest.mark.parametrize("case", ["one axis", "no weight", "two axes", "per head"])
+@pytest.mark.parametrize(
+    "case", ["one axis", "no weight", "two axes", "per head", "channels", "first and last axis"]
+)
 def test_backward_is_the_derivative_of_the_clamped_forward(
     norm: Norm, relu: tuple[float, float], case: str
 ) -> None:

@@ -64,7 +64,7 @@ ANY_ARRAY = (
     "norms), or one of another library with __dlpack__ and a from_dlpack function"
 )
 ALIKE = "a NumPy array, as the other arrays of the call are"
-TRAILING = "axis must name trailing axes of x, such as -1 or (-2, -1)"
+NAMED = "axis must name axes of x, each once, such as -1 or (-2, -1)"
 
 WRONG = [
     # not an array
@@ -174,7 +174,7 @@ WRONG = [
         **{"x": zeros(), "weight": None, "bias": None},
     ),
     *(
-        wrong(ValueError, f"{TRAILING}; got {axis} for an x of 0 axes", x=zeros(), axis=axis)
+        wrong(ValueError, f"{NAMED}; got {axis} for an x of 0 axes", x=zeros(), axis=axis)
         for axis in (0, -1)
     ),
     *(
@@ -184,51 +184,27 @@ WRONG = [
             x=zeros(*shape),
             axis=axis,
         )
-        for shape, axis in (((3, 0), None), ((3, 0), -1), ((3, 0, 4), (-2, -1)))
+        for shape, axis in [
+            *(((3, 0), None), ((3, 0), -1), ((3, 0, 4), (-2, -1)), ((0, 3), 0), ((2, 0, 3), 1))
+        ]
     ),
     *(
         wrong(
             ValueError,
-            f"{name} must have the shape of x's normalized axes, (4,); got (3,)",
-            **{name: zeros(3)},
+            f"{name} must have the shape of x's normalized axes, {of_row}, or broadcast to x's "
+            f"shape, {SHAPE}; got {shape}",
+            **{"weight": None} | {name: zeros(*shape), "axis": axis},
         )
         for name in ("weight", "bias")
-    ),
-    *(
-        # axis=None has two readings here, and they differ.
-        wrong(
-            ValueError,
-            f"{name} must have one axis where axis is None, got shape {shape}: pass "
-            f"axis={tuple(range(-len(shape), 0))} to normalize {len(shape)} axes together, or "
-            f"axis=-1 to normalize the last alone, where a {name} that varies over the others, as "
-            "one per head does, is not supported yet",
-            **{"weight": None} | {name: zeros(*shape)},
-        )
-        for name in ("weight", "bias")
-        for shape in [(3, 4), (2, 3, 4), (4, 3)]
-    ),
-    *(
-        wrong(
-            ValueError,
-            f"{name} must have one axis where axis is None, got shape {shape}{reading}",
-            **{"weight": None} | {name: zeros(*shape)},
-        )
-        for name in ("weight", "bias")
-        for shape, reading in {
-            **dict.fromkeys(((), (1, 2, 3, 4)), ""),
-            **dict.fromkeys(
-                ((1, 4), (1, 1, 4), (1, 1, 1, 1, 4)), f": pass axis=-1, or {name}.reshape(-1)"
-            ),
-        }.items()
-    ),
-    *(
-        wrong(
-            ValueError,
-            f"{name} must broadcast to x's shape {SHAPE}, got {shape}",
-            **{"weight": None} | {name: zeros(*shape), "axis": -1},
-        )
-        for name in ("weight", "bias")
-        for shape in ((3,), (5, 4), (1, 1, 1, 4))
+        for axis, of_row, shapes in [
+            *((axis, (4,), ((3,), (5, 4), (4, 3))) for axis in (None, -1)),
+            (-1, (4,), ((0,), (1, 1, 1, 4), (2, 3, 4, 1), (1, 2, 3, 4))),
+            ((-2, -1), (3, 4), ((3,), (12,), (2, 4))),
+            (1, (3, 1), ((3,), (2, 1))),
+            (0, (2, 1, 1), ((2,), (2, 1), (1, 2, 1, 1))),
+            ((0, 2), (2, 1, 4), ((2, 4), (4, 2))),
+        ]
+        for shape in shapes
     ),
     *(
         # Shapes that NumPy would broadcast are wrong too.
@@ -247,30 +223,14 @@ WRONG = [
         "rstd must have shape (2,), got (2, 3)",
         (cupynorm.rms_norm_backward, reference.rms_norm_backward),
     ),
-    # broadcasting weights, which the reference takes
-    *(
-        Wrong(
-            {"weight": None} | {name: zeros(*shape), "axis": axis},
-            NotImplementedError,
-            f"{name} of shape {shape} varies over the kept axes of x, or repeats over the "
-            f"normalized ones, {SHAPE[1:] if axis != -1 else SHAPE[2:]}: broadcasting weights are "
-            "not supported yet",
-            OF_CUPYNORM,
-        )
-        for name in ("weight", "bias")
-        for shape, axis in [
-            *(((3, 4), -1), ((2, 1, 4), -1), ((2, 3, 4), -1), ((1,), -1), ((), -1), ((3, 1), -1)),
-            ((1, 4), (-2, -1)),
-        ]
-    ),
     # axis
     *(
         wrong(TypeError, f"axis must be an int, a tuple of ints or None, got {axis!r}", axis=axis)
         for axis in (-1.0, (-1.0,), "-1", "", b"", b"\x01", {-1}, True, (True,), (1, True))
     ),
     *(
-        wrong(ValueError, f"{TRAILING}; got {axis!r} for an x of 3 axes", axis=axis)
-        for axis in (0, 1, (0, 1), (0, 2), (-1, -1), (-1, 2), (), [], 3, -4, (-4, -3, -2, -1))
+        wrong(ValueError, f"{NAMED}; got {axis!r} for an x of 3 axes", axis=axis)
+        for axis in ((-1, -1), (-1, 2), (0, -3, 1), (), [], 3, -4, (0, 3), (-4, -3, -2, -1))
     ),
     # options
     *(
@@ -552,16 +512,16 @@ CALLS: list[tuple[Callable[[], Any], type[Exception], str]] = [
         f"x.dtype must be {FOUR}, got int64",
     ),
     (
-        lambda: check_forward(weight=X),
+        lambda: check_forward(weight=X[:3]),
         ValueError,
-        "weight must have one axis where axis is None, got shape (4, 6): pass axis=(-2, "
-        "-1) to normalize 2 axes together, or axis=-1 to normalize the last alone, where a "
-        "weight that varies over the others, as one per head does, is not supported yet",
+        "weight must have the shape of x's normalized axes, (6,), or broadcast to x's shape, "
+        "(4, 6); got (3, 6)",
     ),
     (
         lambda: check_forward(bias=X[0, :4]),
         ValueError,
-        "bias must have the shape of x's normalized axes, (6,); got (4,)",
+        "bias must have the shape of x's normalized axes, (6,), or broadcast to x's shape, "
+        "(4, 6); got (4,)",
     ),
     (
         lambda: check_forward(eps=-1),
@@ -569,9 +529,9 @@ CALLS: list[tuple[Callable[[], Any], type[Exception], str]] = [
         "eps must be a finite number of at least 0, got -1",
     ),
     (
-        lambda: check_forward(axis=0),
+        lambda: check_forward(axis=2),
         ValueError,
-        "axis must name trailing axes of x, such as -1 or (-2, -1); got 0 for an x of 2 axes",
+        f"{NAMED}; got 2 for an x of 2 axes",
     ),
     (
         lambda: check_forward(relu=6),

@@ -56,44 +56,32 @@ OF_BOTH: list[tuple[Callable[[Any], Any], type[Exception], str]] = [
         TypeError,
         "weight must have no mask, which would be lost: pass weight.filled()",
     ),
-    (
-        lambda norm: norm(X, np.ones(4)),
-        ValueError,
-        "weight must have the shape of x's normalized axes, (8,); got (4,)",
-    ),
-    (
-        lambda norm: norm(X, W, np.ones(4)),
-        ValueError,
-        "bias must have the shape of x's normalized axes, (8,); got (4,)",
-    ),
-    (
-        lambda norm: norm(X, np.ones((3, 8))),
-        ValueError,
-        "weight must have one axis where axis is None, got shape (3, 8): pass axis=(-2, "
-        "-1) to normalize 2 axes together, or axis=-1 to normalize the last alone, where a "
-        "weight that varies over the others, as one per head does, is not supported yet",
-    ),
-    (
-        lambda norm: norm(X, np.ones((1, 8))),
-        ValueError,
-        "weight must have one axis where axis is None, got shape (1, 8): pass axis=-1, or "
-        "weight.reshape(-1)",
-    ),
-    (
-        lambda norm: norm(X, np.ones((3, 8)), axis=-1),
-        NotImplementedError,
-        "weight of shape (3, 8) varies over the kept axes of x, or repeats over the "
-        "normalized ones, (8,): broadcasting weights are not supported yet",
-    ),
-    (
-        lambda norm: norm(X, np.ones((5, 8)), axis=-1),
-        ValueError,
-        "weight must broadcast to x's shape (2, 3, 8), got (5, 8)",
+    *(
+        (
+            lambda norm, name=name, shape=shape, axis=axis: norm(
+                *(X, W)[: 2 if name == "bias" else 1], **{name: np.ones(shape)}, axis=axis
+            ),
+            ValueError,
+            f"{name} must have the shape of x's normalized axes, {of_row}, or broadcast to x's "
+            f"shape, (2, 3, 8); got {shape}",
+        )
+        for name in ("weight", "bias")
+        for shape, axis, of_row in (
+            ((4,), None, (8,)),
+            ((5, 8), -1, (8,)),
+            ((1, 1, 1, 8), -1, (8,)),
+            ((3,), 1, (3, 1)),
+        )
     ),
     (
         lambda norm: norm(X[..., :0]),
         ValueError,
         "x must have at least one element in each row, got shape (2, 3, 0)",
+    ),
+    (
+        lambda norm: norm(X[:, :0], axis=1),
+        ValueError,
+        "x must have at least one element in each row, got shape (2, 0, 8)",
     ),
     (
         lambda norm: norm(X[0, 0, 0]),
@@ -121,9 +109,10 @@ OF_BOTH: list[tuple[Callable[[Any], Any], type[Exception], str]] = [
         "eps must be a real number, got Array(1.e-06, dtype=float32): pass float(eps)",
     ),
     (
-        lambda norm: norm(X, axis=0),
+        lambda norm: norm(X, axis=(0, 3)),
         ValueError,
-        "axis must name trailing axes of x, such as -1 or (-2, -1); got 0 for an x of 3 axes",
+        "axis must name axes of x, each once, such as -1 or (-2, -1); got (0, 3) for an x of 3 "
+        "axes",
     ),
     (
         lambda norm: norm(X, axis="-1"),

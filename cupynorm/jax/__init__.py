@@ -288,16 +288,21 @@ def _with_vectors(
     alone = options | {"zero_centered": False, "relu": None, "out_dtype": dtype}
     normalized = _norm(norm, given["x"], None, None, given["residual"], **alone)
     y, *total = normalized if isinstance(normalized, tuple) else (normalized,)
-    if given["weight"] is not None:
-        weight = given["weight"].astype(dtype)
+    weight, bias = (
+        None
+        if a is None
+        else jnp.expand_dims(_widened(spec.x, a).astype(dtype), tuple(range(y.ndim - a.ndim)))
+        for a in (given["weight"], given["bias"])
+    )
+    if weight is not None:
         y = y * (weight + 1 if told.zero_centered else weight)
-    if given["bias"] is not None:
-        y = y + given["bias"].astype(dtype)
+    if bias is not None:
+        y = y + bias
     if told.relu is not None:
         lower, upper = told.relu
         inside = (lower < y) & (y < upper)
         y = jnp.where(inside, y, jax.lax.stop_gradient(jnp.clip(y, lower, upper)))
-    y = y.astype(to_numpy(spec.y))
+    y = _formula.cast(y, to_numpy(spec.y))
     return (y, *total) if total else y
 
 
