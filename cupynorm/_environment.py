@@ -22,6 +22,11 @@ __all__ = [
 
 NO_CACHE = "CuPy cannot be imported, as it cannot make its kernel cache"
 USE_A_FOLDER = "set CUPY_CACHE_DIR to a folder that can be written"
+FORKED = (
+    "a process that was forked from one that used CUDA cannot use it: start processes by "
+    "multiprocessing's 'spawn' or 'forkserver'"
+)
+INITIALIZATION_ERROR = 3  # cudaErrorInitializationError
 
 
 def import_cupy(reason: str) -> Any:
@@ -62,8 +67,16 @@ def gpu_problem() -> str | None:
             return "no NVIDIA driver is installed (https://www.nvidia.com/drivers)"
         count = runtime.getDeviceCount()
     except runtime.CUDARuntimeError as error:
+        if error.status == INITIALIZATION_ERROR and os.getpid() != _importing_process:
+            return f"{error} ({FORKED})"
         return f"{error} (see CUDA_VISIBLE_DEVICES, nvidia-smi)"
     return None if count else "the driver shows no device (see CUDA_VISIBLE_DEVICES, nvidia-smi)"
+
+
+# A forked process may lack what its parent had.
+_importing_process = os.getpid()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=gpu_problem.cache_clear)
 
 
 def nvrtc_problem() -> str | None:

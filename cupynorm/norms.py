@@ -7,10 +7,12 @@ results are arrays of the caller's framework.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, overload
 
 from cupynorm import _arrays, _checks, reference
+from cupynorm._environment import FORKED
 from cupynorm._operation import (
     BACKWARD,
     FORWARD,
@@ -543,6 +545,21 @@ def _cupy_calls() -> Any:
     return _calls
 
 
+_gpu_is_lost = False  # to a process forked from one that made calls on it
+
+
+def _begin_anew() -> None:
+    """Forget, in a forked process, its parent's calls: CUDA's errors would not say what to do."""
+    global _gpu_is_lost
+    if _cupy_calls.cache_info().currsize:
+        _cupy_calls().calls.clear()
+        _gpu_is_lost = True
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_begin_anew)
+
+
 def _call(table: Pass, x: Any, arrays: tuple[Any, ...], asked: tuple[Any, ...]) -> Any:
     """Return the result of a pass on the arrays of its table, with the options of `_checks`."""
     family, key = _arrays.family_of("x", x), None
@@ -571,6 +588,8 @@ def _checked_call(
     if _arrays.is_numpy(arrays["x"]):
         written = reference.compute(spec, options, arrays)
     else:
+        if _gpu_is_lost:
+            raise RuntimeError(f"cupynorm cannot use the GPU here: {FORKED}")
         calls = _cupy_calls()
         written, run = calls.first_call(spec, options, arrays)
         if key is not None and run is not None and options.order is None:

@@ -1,9 +1,11 @@
-"""What the GPU tests share: arrays to the device and back, memory of NaN, threads that wait."""
+"""What runs on a GPU shares: arrays there and back, memory of NaN, plans, threads that wait."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -44,6 +46,26 @@ def poison() -> None:
     pool = cupy.get_default_memory_pool()
     pool.free_all_blocks()
     cupy.full(1 << 28, 0xFF, np.uint8)
+
+
+def forget_plans() -> None:
+    """Have the plans of few rows chosen anew, and calls prepared."""
+    from cupynorm import _calls  # which needs CuPy
+
+    _plans.few_rows.cache_clear()
+    _plans.few_rows_backward.cache_clear()
+    _calls.calls.clear()
+
+
+@contextlib.contextmanager
+def kernels_of_many_rows() -> Iterator[None]:
+    """Let few rows have the kernels of many."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_plans, "few_rows_configs", lambda *_: ())
+        patch.setattr(_plans, "few_rows_backward_configs", lambda *_, **__: ())
+        forget_plans()
+        yield
+    forget_plans()
 
 
 def threads_that_wait(monkeypatch: pytest.MonkeyPatch) -> threading.Event:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import ERROR_OVER_BOUND
-from device import poison, to_cupy, to_numpy
+from device import forget_plans, kernels_of_many_rows, poison, to_cupy, to_numpy
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from residuals import (
@@ -36,7 +36,7 @@ from test_groups import CALLS as GROUPS
 from test_groups import Call, drawn
 
 import cupynorm
-from cupynorm import _calls, _layout, _plans, testing
+from cupynorm import _layout, _plans, testing
 
 pytestmark = pytest.mark.gpu
 
@@ -53,21 +53,11 @@ def record(key: tuple[str, ...], ratios: dict[str, float]) -> None:
         worst[name] = max(ratio, worst.get(name, 0.0))
 
 
-def forget_plans() -> None:
-    _plans.few_rows.cache_clear()
-    _plans.few_rows_backward.cache_clear()
-    _calls.calls.clear()
-
-
 @pytest.fixture(autouse=True, scope="module")
-def kernels_of_many_rows() -> Iterator[None]:
+def few_rows_have_the_kernels_of_many() -> Iterator[None]:
     """test_gpu_runtime.py: few rows have y and dx of many. Here they use those kernels."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_plans, "few_rows_configs", lambda *_: ())
-        patch.setattr(_plans, "few_rows_backward_configs", lambda *_, **__: ())
-        forget_plans()
+    with kernels_of_many_rows():
         yield
-    forget_plans()
 
 
 @pytest.fixture

@@ -92,6 +92,68 @@ def test_a_missing_gpu_is_said_with_what_to_do(
     assert problem is None if said is None else said in problem
 
 
+FORKED_CHILD = """
+import os, sys, warnings
+warnings.simplefilter("ignore")
+from types import SimpleNamespace
+import cupy
+import numpy as np
+import cupynorm
+from cupynorm import _calls, _checks, _environment, norms
+
+runtime = cupy.cuda.runtime
+runtime.driverGetVersion = lambda: 13000
+runtime.getDeviceCount = lambda: 1
+assert _environment.gpu_problem() is None
+cupynorm.rms_norm(np.ones((2, 3)))
+# A NumPy array that counts as one on the GPU, and needs no checks.
+family = SimpleNamespace(is_cupy=True, with_device_of=lambda x: family)
+norms._arrays = SimpleNamespace(family_of=lambda name, x: family, is_numpy=lambda x: False)
+norms._checks = SimpleNamespace(check_call=lambda *_: ({"x": x}, SimpleNamespace(writes=()), None),
+                                Asked=lambda *_: None)
+x = np.ones((2, 3), np.float32)
+if "used" in sys.argv:
+    norms._cupy_calls().calls["a key"] = None
+child = os.fork()
+if child == 0:
+    def fail():
+        raise runtime.CUDARuntimeError(3)
+    runtime.getDeviceCount = fail
+    assert not _calls.calls
+    print(_environment.gpu_problem())
+    _calls.first_call = lambda *_: print("it is launched") or sys.exit()
+    try:
+        cupynorm.rms_norm(x)
+    except RuntimeError as error:
+        print(error, flush=True)
+    except SystemExit:
+        sys.stdout.flush()
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+assert _environment.gpu_problem() is None
+assert ("a key" in _calls.calls) == ("used" in sys.argv)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.parametrize("used", [True, False])
+def test_a_process_that_was_forked_says_so_if_its_parent_used_the_gpu(used: bool) -> None:
+    pytest.importorskip("cupy", exc_type=ImportError)
+    done = subprocess.run(
+        [sys.executable, "-c", FORKED_CHILD, *(["used"] if used else [])],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    problem, call = done.stdout.splitlines()
+    why = (
+        "a process that was forked from one that used CUDA cannot use it: start processes by "
+        "multiprocessing's 'spawn' or 'forkserver'"
+    )
+    assert problem == f"cudaErrorInitializationError: initialization error ({why})"
+    assert call == (f"cupynorm cannot use the GPU here: {why}" if used else "it is launched")
+
+
 @pytest.mark.parametrize("version", ["13.6.0", "14.1.0rc1"])
 def test_an_old_cupy_is_said_with_what_is_needed(
     version: str, monkeypatch: pytest.MonkeyPatch
