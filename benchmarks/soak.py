@@ -162,9 +162,10 @@ def cupy_checks() -> Callable[[Drawn], None]:
     streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(STREAMS)]
 
     def check(drawn: Drawn) -> None:
-        with streams[drawn.stream] as stream:
+        stream = streams[drawn.stream]
+        with stream:
             _check_by(caller, drawn)
-            stream.synchronize()
+        stream.synchronize()
 
     return check
 
