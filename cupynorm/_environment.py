@@ -14,6 +14,7 @@ from typing import Any
 __all__ = [
     "cache_is_writable",
     "describe",
+    "explained",
     "gpu_name",
     "gpu_problem",
     "import_cupy",
@@ -67,10 +68,15 @@ def gpu_problem() -> str | None:
             return "no NVIDIA driver is installed (https://www.nvidia.com/drivers)"
         count = runtime.getDeviceCount()
     except runtime.CUDARuntimeError as error:
-        if error.status == INITIALIZATION_ERROR and os.getpid() != _importing_process:
-            return f"{error} ({FORKED})"
-        return f"{error} (see CUDA_VISIBLE_DEVICES, nvidia-smi)"
+        return explained(error)
     return None if count else "the driver shows no device (see CUDA_VISIBLE_DEVICES, nvidia-smi)"
+
+
+def explained(error: Any) -> str:
+    """Return an error of CUDA's runtime with what to do about it."""
+    if error.status == INITIALIZATION_ERROR and os.getpid() != _importing_process:
+        return f"{error} ({FORKED})"
+    return f"{error} (see CUDA_VISIBLE_DEVICES, nvidia-smi)"
 
 
 # A forked process may lack what its parent had.

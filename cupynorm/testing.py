@@ -40,7 +40,8 @@ given.
 
 CuPy compiles for the GPU with flush-to-zero, so in float32 any value below 2**-126 may count as
 zero. Each input, statistic and product is granted an absolute error of 4 * 2**-126, which goes
-through the equations above. The bound itself has another 2**-126. It has it too where a float64
+through the equations above. A row may be divided by its largest element before that, so xhat is
+granted sqrt(N) times as much. The bound itself has another 2**-126. It has it too where a float64
 computation is rounded to a narrower output, which may go through float32.
 """
 
@@ -449,7 +450,8 @@ def _forward_bounds(
             shift = 8 * _unit_roundoff(compute) * mean_abs * rstd
             inflation = 1 + np.minimum(shift, 1e15) ** 2  # beyond, it bounds nothing anyway
             size = inflation * size + size.mean(axis=axes, keepdims=True) + shift
-        size += tiny * (1 + rstd * (1 + size))
+        n = math.prod(x.shape[x.ndim - k :])
+        size += tiny * (math.sqrt(n) + rstd * (1 + size))
         size *= _weight_size(weight, zero_centered, compute)
         size += tiny if bias is None else np.abs(reference.widen(bias)) + tiny
         rstd_size = (inflation + tiny * rstd) * rstd + tiny

@@ -146,7 +146,8 @@ def test_threads_make_first_calls_at_once(
         return raw_module(**arguments)
 
     monkeypatch.setattr(cupy, "RawModule", counted)
-    n = 1304 + 8 * background  # of no other test, since a process loads a kernel once
+    # Of no other test, and with kernels of their own, since a process loads each once.
+    n = 5208 if background else 1304
     kinds = [(norm, name) for norm in NORMS for name in DTYPES]
     arrays = {
         name: [to_cupy(make_values("normal", (16, n), DTYPES[name], seed)) for seed in (1, 2)]

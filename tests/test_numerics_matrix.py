@@ -23,6 +23,8 @@ NORMS = ("rms_norm", "layer_norm")
 ROWS = 3
 # Parts of a warp, whole warps, and shared memory of clusters.
 LARGEST = 2.0**900  # of float64, since the bound is computed in float64 too
+# Three rows of these add up to a weight gradient in float32: |xhat| is at most sqrt(20480).
+LARGEST_OF_DY = 2.0**118
 WIDTHS = {"NumPy": (33, 1000), "CuPy": (33, 1000, 20480)}
 
 Draw = Callable[[Array, Any], Array]  # from normal values and a dtype's finfo
@@ -63,11 +65,11 @@ VALUES: dict[str, Draw] = {
 }
 
 
-def values_of(name: str, n: int, dtype: np.dtype[Any]) -> Array:
-    """Return rows of the table. What is beyond a dtype's numbers is the largest one."""
+def values_of(name: str, n: int, dtype: np.dtype[Any], most: float = LARGEST) -> Array:
+    """Return rows of the table. What is beyond a dtype's numbers, or `most`, is the largest one."""
     info: Any = ml_dtypes.finfo(dtype)  # type: ignore[no-untyped-call]
     drawn = VALUES[name](np.random.default_rng(n).standard_normal((ROWS, n)), info)
-    largest = min(float(info.max), LARGEST)
+    largest = min(float(info.max), most)
     within = np.clip(drawn, -largest, largest)
     return round_once(np.where(np.isinf(drawn), drawn, within), dtype)
 
@@ -134,8 +136,9 @@ def test_backward(norm: Any, x: str, values: str, fusion: str, computes: Any) ->
     """The hard rows are those of x, and then those of dy."""
     caller, widths = computes
     for n in widths:
-        hard, normal = values_of(values, n, DTYPES[x]), normal_of((ROWS, n), DTYPES[x], 4)
-        for rows, dy in ((hard, normal), (normal, hard)):
+        normal = normal_of((ROWS, n), DTYPES[x], 4)
+        of_dy = values_of(values, n, DTYPES[x], LARGEST if x == "float64" else LARGEST_OF_DY)
+        for rows, dy in ((values_of(values, n, DTYPES[x]), normal), (normal, of_dy)):
             forward = Forward.of(caller, norm, rows, fusion)
             _, mean, rstd, bitmask, total = forward.result
             weight, known = forward.arrays["weight"], {"bias": norm == "layer_norm"}

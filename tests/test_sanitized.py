@@ -16,6 +16,8 @@ from host.gpu import Caller, Gpu
 from sanitized import CASES, CLASSES, NAMES, RESIDUALS, TOOLS
 from strategies import DTYPES
 
+pytest.importorskip("cupy", exc_type=ImportError)  # plans are chosen for it
+
 
 class Launches(Caller):
     """An H200 that launches nothing, in the form that a case takes."""

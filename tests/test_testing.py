@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import emulation
@@ -411,6 +412,20 @@ def test_float32_may_flush_what_is_not_normal() -> None:
     for dtype in (np.float32, DTYPES["bfloat16"].type):
         assert not is_refused(dtype(0), subnormal, 0.0, np.float64)
         assert is_refused(dtype(0), 4 * subnormal, 0.0, np.float64)
+
+
+def test_what_is_tiny_beside_a_rows_largest_element_may_be_flushed() -> None:
+    x = np.ones((1, 1000), np.float32)
+    x[0, 0] = 2.0**127
+    rstd = 1 / np.sqrt(np.square(x.astype(np.float64)).mean(axis=1))
+    y = (x * rstd[:, None]).astype(np.float32)
+    y[0, 1:] = 0  # 1e-37, and 2**-127 in the row's unit
+    for scale, is_right in ((1, True), (64, False)):
+        rows = x.copy()
+        rows[0, 1:] *= scale
+        result = NormForward(y, None, rstd.astype(np.float32))
+        with contextlib.nullcontext() if is_right else pytest.raises(AssertionError, match="y"):
+            check_forward("rms_norm", result, rows, eps=1e-6)
 
 
 def test_the_message_tells_the_worst_element() -> None:

@@ -137,6 +137,8 @@ class Case:
         elif self.regime == "lone":  # the rest of a row vanishes next to its first element
             values[:, 0] = -1e20
             values *= 1e10
+        elif self.regime == "lone_limit":  # the others are tiny in the row's unit
+            values[:, 0] = largest / 2
         elif self.regime == "outlier":  # all elements but one are near the mean, which is not 0
             outliers = np.linspace(0.5, 1, len(values)) * self.n**0.5
             values = values / 100 + np.linspace(1, 2, len(values))[:, None]
@@ -523,6 +525,7 @@ def _cases() -> list[Case]:
     for x, n in (("float32", 2049), ("float64", 300)):
         cases.append(Case("range_equal", "layer_norm", 3, n, x, regime="equal"))
         cases.append(Case("range_equal_eps_0", "layer_norm", 3, n, x, regime="equal", eps=0.0))
+    cases.append(Case("lone_limit", "rms_norm", 3, 2000, bias=None, regime="lone_limit"))
     return cases
 
 
