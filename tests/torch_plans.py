@@ -108,7 +108,7 @@ class Plan:
             return shape_of(KINDS[name], (self.m, self.n), 1)
         if self.groups is None:
             return (self.n,)
-        numbers = self.groups.numbers(self.n)
+        numbers = self.groups.numbers(self.n, 1)
         elements = self.n // numbers["n_repeats"]
         step = numbers["weight_step" if name.endswith("weight") else "bias_step"]
         assert step in (0, elements)
@@ -116,7 +116,7 @@ class Plan:
 
     def vector_of_row(self) -> Any:
         """Return which vector each row has, as kernels/groups.cuh says."""
-        numbers, groups = self.groups.numbers(self.n), self.groups
+        numbers, groups = self.groups.numbers(self.n, 1), self.groups
         found = np.full(self.m, -1)
         for group in range(numbers["n_groups"]):
             for row in range(groups.rows):

@@ -12,7 +12,7 @@ from cupynorm import _checks
 from cupynorm._operation import FORWARD, Norm, Relu
 from cupynorm._prepared import remember
 from cupynorm.torch import _operations
-from cupynorm.torch._kernels import Tensors, check_dense, compute_type
+from cupynorm.torch._kernels import Tensors, check_dense, compute_type_of_total
 from cupynorm.torch._vectors import alike
 
 if TYPE_CHECKING:
@@ -297,7 +297,8 @@ def normalize(norm: Norm, tensors: Tensors, asked: tuple[Any, ...]) -> Any:
         axes = _checks.normalized_axes(x.ndim, axis)
         k, order = len(axes), _checks.order_of(x.ndim, axes)
         if not x.is_nested:
-            tensors = _arranged(tensors, axes, order, is_plain)
+            compute = compute_type_of_total(x, residual, residual_dtype)
+            tensors = _arranged(tensors, axes, order, compute, is_plain)
             x, residual, weight, bias = tensors
     if type(zero_centered) is not bool:  # 0 is remembered as False is
         _checks.check_zero_centered(zero_centered, has_weight=weight is not None)
@@ -307,8 +308,7 @@ def normalize(norm: Norm, tensors: Tensors, asked: tuple[Any, ...]) -> Any:
         # torch.compile has an array for a NumPy number, and the value of a float64.
         is_array = torch.compiler.is_compiling() and isinstance(eps, np.ndarray)
         if eps is None and norm == "rms_norm":  # the dtype's, of what is normalized
-            of_total = x.dtype if residual is None else residual_dtype or residual.dtype
-            eps = torch.finfo(compute_type(of_total)).eps
+            eps = torch.finfo(compute_type_of_total(x, residual, residual_dtype)).eps
         else:
             eps = float(eps) if is_array else _checks.to_eps(eps)
     if relu is not None:
@@ -323,7 +323,7 @@ def normalize(norm: Norm, tensors: Tensors, asked: tuple[Any, ...]) -> Any:
         out_dtype = torch.float32
     if x.is_nested:
         if order is not None:
-            raise NotImplementedError(f"axis must name the last axes of a nested x; got {axis!r}")
+            raise NotImplementedError(f"axis must name the last axes of a nested x, got {axis!r}")
         asked = eps, range(-k, 0), zero_centered, relu, out_dtype, residual_dtype
         return _of_nested(norm, tensors, asked)
     told = (k, norm, eps, zero_centered, relu, out_dtype, residual_dtype)
@@ -334,7 +334,8 @@ def normalize(norm: Norm, tensors: Tensors, asked: tuple[Any, ...]) -> Any:
         try:
             results = _operations.normalize_plain(tensors, told)
         except NotImplementedError:  # perhaps of vectors: a check before each call takes time
-            vectors = alike(x, k, weight, bias)
+            compute = compute_type_of_total(x, residual, residual_dtype)
+            vectors = alike(x, k, weight, bias, compute)
             if vectors[0] is weight and vectors[1] is bias:
                 raise
             results = _operations.normalize_plain((x, residual, *vectors), told)
@@ -346,7 +347,11 @@ _taken: dict[Any, bool] = {}
 
 
 def _arranged(
-    tensors: Tensors, axes: tuple[int, ...], order: tuple[int, ...] | None, is_plain: bool
+    tensors: Tensors,
+    axes: tuple[int, ...],
+    order: tuple[int, ...] | None,
+    compute: torch.dtype,
+    is_plain: bool,
 ) -> Tensors:
     """Return what a pass reads with x's axes in an order, and vectors as an operation takes them.
 
@@ -370,7 +375,7 @@ def _arranged(
             shapes = tuple(x.shape), tuple(residual.shape)
             raise ValueError(f"residual must have shape {shapes[0]}, got {shapes[1]}")
         x, residual, weight, bias = (_moved(t, order) for t in (x, residual, weight, bias))
-    vectors = alike(x, len(axes), weight, bias)
+    vectors = alike(x, len(axes), weight, bias, compute)
     if shapes is not None and vectors[0] is weight and vectors[1] is bias:
         remember(_taken, shapes, True)
     return x, residual, *vectors

@@ -49,6 +49,7 @@ __all__ = [
     "check_dtypes_told",
     "check_tensor",
     "compute_type",
+    "compute_type_of_total",
     "find",
     "from_schema",
     "options_of",
@@ -125,6 +126,11 @@ def spec_of(table: Pass, tensors: Tensors, told: Told, groups: Groups | None = N
 def compute_type(dtype: Any) -> torch.dtype:
     """Return the dtype that rows of a dtype are computed in."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def compute_type_of_total(x: Any, residual: Any, residual_dtype: Any) -> torch.dtype:
+    """Return the dtype that the rows of a forward pass are computed in."""
+    return compute_type(x.dtype if residual is None else residual_dtype or residual.dtype)
 
 
 # ---- the device, as it is reached ----------------------------------------------------------------

@@ -306,8 +306,8 @@ class GroupNorm(_Module, torch.nn.GroupNorm):
     """LayerNorm over groups of channels, as a module which replaces ``torch.nn.GroupNorm``.
 
     Its input has shape (batch, num_channels, ...). A group is several channels in turn, with all
-    that is in them. It is one row of `layer_norm`, whose weight and bias vary over the channels.
-    The result is contiguous.
+    that is in them. It is one row of `layer_norm`, whose weight and bias have an element for each
+    channel. The result is contiguous.
 
     Parameters
     ----------

@@ -41,6 +41,7 @@ from cupynorm.torch._kernels import (
     check_dtypes_told,
     check_tensor,
     compute_type,
+    compute_type_of_total,
     options_of,
     spec_of,
     told_by_name,
@@ -466,8 +467,10 @@ def _forward_of_batch(run: Callable[..., Any]) -> Callable[..., Any]:
     def rule(info: Any, in_dims: Any, *arguments: Any) -> tuple[Any, Any]:
         tensors, told = _split(FORWARD, arguments)
         read = _batched(FORWARD, tensors, in_dims, info.batch_size)
-        k, *_ = told
-        read["weight"], read["bias"] = alike(read["x"], k, read["weight"], read["bias"])
+        x, residual, weight, bias = read.values()
+        named = told_by_name(FORWARD, told)
+        compute = compute_type_of_total(x, residual, named["residual_dtype"])
+        read["weight"], read["bias"] = alike(x, named["k"], weight, bias, compute)
         present = _present(FORWARD, tensors, told)
         return run(*read.values(), *told), _none_for_absent((0,) * len(present), present)
 
@@ -510,16 +513,17 @@ def _backward_of_batch(run: Callable[..., Any]) -> Callable[..., Any]:
         x, weight, bias_dtype, k = read["x"], read["weight"], named["bias_dtype"], named["k"]
         dtypes = {"dweight": None if weight is None else weight.dtype, "dbias": bias_dtype}
         i, vectors, shape = BACKWARD.reads.index("weight"), weight, x.shape[x.ndim - k :]
+        compute = compute_type(x.dtype)
         if weight is not None:
             shape = _shape_of_example(tensors[i], in_dims[i])
         elif bias_dtype is not None:  # ones give dbias its shape
-            vectors = x.new_ones(shape, dtype=compute_type(x.dtype))
+            vectors = x.new_ones(shape, dtype=compute)
         if vectors is not None:
             if in_dims[i] is None:
                 vectors = _for_each(vectors.expand(size, *shape), x.ndim - 1)
-            read["weight"], _ = alike(x, k, vectors, None)
+            read["weight"], _ = alike(x, k, vectors, None, compute)
             if bias_dtype is not None and read["weight"].shape != vectors.shape:
-                named["bias_dtype"] = compute_type(x.dtype)  # for the sum below
+                named["bias_dtype"] = compute  # for the sum below
         found = dict(zip(BACKWARD.writes, run(*read.values(), *named.values()), strict=True))
         for name, dtype in dtypes.items():
             if dtype is not None:

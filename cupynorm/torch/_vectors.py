@@ -17,11 +17,11 @@ __all__ = ["alike"]
 _Shape = tuple[int, ...]
 
 
-def alike(x: Any, k: int, weight: Any, bias: Any) -> tuple[Any, Any]:
+def alike(x: Any, k: int, weight: Any, bias: Any, compute: torch.dtype) -> tuple[Any, Any]:
     """Return weight and bias as an operation takes them, for an x whose last k axes are normalized.
 
-    torch differentiates what changes them. Copies are at least float32, so that their gradients are
-    summed before they are rounded.
+    torch differentiates what changes them. Copies are not narrower than the compute dtype, so that
+    their gradients are summed before they are rounded.
     """
     ndim, of_x = x.ndim, _pattern(x.shape, x.ndim)
     given = [vector for vector in (weight, bias) if vector is not None]
@@ -29,9 +29,9 @@ def alike(x: Any, k: int, weight: Any, bias: Any) -> tuple[Any, Any]:
     common = common_shape(of_x, k, patterns)
     of_row = (1,) * (ndim - k) + of_x[ndim - k :]
     if weight is None and common == of_row:
-        return None, _broadcast(x, bias, common, k)
+        return None, _broadcast(x, bias, common, k, compute)
     if any(pattern != common for pattern in patterns) or len({v.ndim for v in given}) > 1:
-        weight, bias = (_broadcast(x, vector, common, ndim) for vector in (weight, bias))
+        weight, bias = (_broadcast(x, v, common, ndim, compute) for v in (weight, bias))
     if weight is None and bias is not None:
         weight = torch.ones_like(bias)
     return weight, bias
@@ -53,13 +53,13 @@ def _is_one(size: Any) -> bool:
     return guard_or_false(size == 1)
 
 
-def _broadcast(x: Any, vector: Any, pattern: _Shape, ndim: int) -> Any:
+def _broadcast(x: Any, vector: Any, pattern: _Shape, ndim: int, compute: torch.dtype) -> Any:
     """Return a vector with the last axes of a pattern, which has x's sizes for 2."""
     if vector is None:
         return None
     whole = vector.reshape((1,) * (x.ndim - vector.ndim) + tuple(vector.shape))
     if _pattern(whole.shape, x.ndim) != pattern:
-        wide = torch.promote_types(vector.dtype, torch.float32)
+        wide = torch.promote_types(vector.dtype, compute)
         sizes = [1 if n == 1 else size for n, size in zip(pattern, x.shape, strict=True)]
         whole = whole.to(wide).expand(sizes)
     return whole.reshape(whole.shape[x.ndim - ndim :])
