@@ -160,9 +160,8 @@ def first_call(
     device = x.device.id
     m, n = math.prod(x.shape[: x.ndim - k]), math.prod(x.shape[x.ndim - k :])
     known: dict[str, Any] = {"device": device}
-    if options.groups is not None:
-        shapes = {name: getattr(arguments.get(name), "shape", None) for name in _VECTORS}
-        check_alike(x.shape, k, **shapes)
+    shapes = {name: getattr(arguments.get(name), "shape", None) for name in _VECTORS}
+    check_alike(x.shape, k, **shapes)
     if options.order is not None:
         with _on(device):
             results = _side_by_side(spec, options, arguments)

@@ -103,13 +103,18 @@ def rms_norm(
         one framework and are on one device. Rows may be any distance apart: leading axes that
         collapse to one stride are read in place.
     weight, bias : array, optional
-        They have the shape of x's normalized axes and any of the four dtypes. If axis is given,
-        axes of 1 may come before those.
+        They have any of the four dtypes, and broadcast to x's shape by NumPy's rule. A shape of
+        (N,) serves all rows. Rows have vectors of their own where a kept axis is not 1: (H, N) is
+        one for each head of an x of shape (..., H, N), and (B, 1, N) one for each example. Where a
+        normalized axis is 1, an element serves several of a row: (C, 1, 1) has one for each
+        channel of rows of shape (C, H, W). It is read by its index, and not repeated in memory.
+        See NotImplementedError for what a GPU cannot read.
     eps : float
         Added to the mean square.
     axis : int or tuple of int, optional
-        The trailing axes to normalize over. Together they are one row of N elements. The default is
-        the last axis. A weight or bias of more than one axis needs this argument.
+        The axes to normalize over, in any place. Together they are one row of N elements. The
+        default is the last axis, whatever shape weight has. To normalize two axes together with a
+        weight of shape (512, 512), say ``axis=(-2, -1)``: else each row has a weight of its own.
     zero_centered : bool
         Scale by ``1 + weight``, added in the compute dtype.
     relu : (float, float), optional
@@ -133,8 +138,8 @@ def rms_norm(
     Returns
     -------
     array, or pair of arrays
-        y, of x's shape and framework. It is `out` if given, else a new C-contiguous array. With a
-        residual, y and s.
+        y, of x's shape and framework. It is `out` if given, else a new array, C-contiguous if the
+        normalized axes are the last ones. With a residual, y and s.
 
     Raises
     ------
@@ -147,7 +152,9 @@ def rms_norm(
         If a shape, a device, axis, eps or zero_centered does not fit, if relu's lower bound is not
         below its upper bound, or if out cannot be written.
     NotImplementedError
-        If weight or bias would broadcast over the kept axes of x.
+        If x is on a GPU, and weight and bias broadcast in a way that kernels cannot read. They read
+        vectors that vary over the same adjacent kept axes, or over none, and over the same
+        normalized axes, the first ones. The message has the shape to broadcast to.
     ImportError
         If x is on a GPU, and CuPy cannot be imported.
     RuntimeError
@@ -162,8 +169,9 @@ def rms_norm(
     -----
     Formula: Zhang and Sennrich, "Root Mean Square Layer Normalization", NeurIPS 2019,
     arXiv:1910.07467, with eps inside the root as in torch.nn.functional.rms_norm. The bits of a
-    row of y depend on that row, N, the dtypes, the options and the GPU architecture. They never
-    depend on the other rows.
+    row of y depend on that row, N, the dtypes, the options and the GPU architecture. If the
+    normalized axes are not the last ones, they also depend on how the arrays lie in memory. They
+    never depend on the other rows.
 
     Examples
     --------
@@ -231,8 +239,8 @@ residual_out
     Returns
     -------
     array, or pair of arrays
-        y, of x's shape and framework. It is `out` if given, else a new C-contiguous array. With a
-        residual, y and ``s = x + residual``.
+        y, of x's shape and framework, as `rms_norm` returns it. With a residual, y and
+        ``s = x + residual``.
 
     Raises
     ------
@@ -399,8 +407,8 @@ def rms_norm_backward(
 
         dx = rstd * (g - xhat * mean(g * xhat)),  dweight = sum(dy * xhat),  dbias = sum(dy)
 
-    Means are over a row, sums over the rows. With a bitmask, dy counts as 0 in all of them wherever
-    its bit is not set.
+    Means are over a row. Sums are over all that an element of weight or bias serves, in a fixed
+    order. With a bitmask, dy counts as 0 in all of them wherever its bit is not set.
 
     Parameters
     ----------
@@ -413,8 +421,9 @@ def rms_norm_backward(
         The one that `rms_norm_forward` returned.
     bias : bool or array
         Whether to compute dbias. The default is False, and None counts as False. True gives dbias
-        weight's shape and dtype, or without a weight x's normalized shape and dtype. An array, the
-        forward's bias, gives it its own shape and dtype.
+        weight's shape and dtype, or without a weight x's normalized shape and dtype, with 1 for
+        kept axes behind the first normalized one: (C, 1, 1) for axis=1 of (B, C, H, W). An array,
+        the forward's bias, gives dbias its own shape and dtype.
     bitmask : array of uint8, shape (..., ceil(N / 8)), optional
         The one that the forward function returned, if it had relu. It is copied unless it is
         C-contiguous.
@@ -432,10 +441,11 @@ def rms_norm_backward(
     Returns
     -------
     NormBackward
-        ``dx``. ``dweight``, None without a weight. ``dbias``, None unless asked for. ``dresidual``,
-        None unless dresidual_out or one of the two dtypes is given; without them it is dx. The bits
-        are the same from run to run. A given dx or dresidual_out, or a dtype of dx, may change
-        those of dweight and dbias, whose sums over the rows may go in another order.
+        ``dx``. ``dweight``, of weight's shape, None without a weight. ``dbias``, None unless asked
+        for. ``dresidual``, None unless dresidual_out or one of the two dtypes is given; without
+        them it is dx. The bits are the same from run to run. A given dx or dresidual_out, or a
+        dtype of dx, may change those of dweight and dbias, whose sums over the rows may go in
+        another order.
 
     Raises
     ------
@@ -490,8 +500,8 @@ def layer_norm_backward(
         dx = rstd * (g - mean(g) - xhat * mean(g * xhat)),  dweight = sum(dy * xhat),
         dbias = sum(dy)
 
-    Means are over a row, sums over the rows. With a bitmask, dy counts as 0 in all of them wherever
-    its bit is not set.
+    Means are over a row. Sums are over all that an element of weight or bias serves, in a fixed
+    order. With a bitmask, dy counts as 0 in all of them wherever its bit is not set.
 
     Parameters
     ----------

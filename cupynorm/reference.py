@@ -1,7 +1,7 @@
 """RMSNorm and LayerNorm in NumPy: the oracle for every kernel, and the path without a GPU.
 
 Everything is computed in float64 and rounded once, to the dtype of each output. The public
-functions take NumPy arrays, and refuse what `cupynorm.rms_norm` and its siblings refuse.
+functions take NumPy arrays, and refuse what `cupynorm.rms_norm` and its siblings refuse of these.
 
 Rows of float64 are scaled by a power of two before anything is squared, so none of them overflows
 or underflows on the way. NaN and inf stay in their row. If a row of RMSNorm holds an inf, rstd is

@@ -142,6 +142,12 @@ def test_the_drawing_of_how_rows_are_worked_on_is_what_is_chosen() -> None:
             start = end
 
 
+def test_each_kernel_is_told_where_it_works() -> None:
+    text = (DOCS / "how_it_works.md").read_text(encoding="utf-8")
+    kernels = {path.name for path in (ROOT / "kernels").glob("*.cu")}
+    assert kernels == set(re.findall(r"`(\w+\.cu)`", text))
+
+
 def test_recorded_errors_are_those_of_the_file() -> None:
     results = pytest.importorskip("benchmarks.results")
     names = {"quack": "QuACK", "liger": "Liger"}

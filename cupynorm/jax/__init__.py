@@ -15,6 +15,7 @@ number of times.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypedDict, cast, overload
 
@@ -89,13 +90,16 @@ def rms_norm(
         parameter of Flax. Its dtype is float64, float32, float16 or bfloat16. A NumPy array of
         float64 becomes float32 unless JAX has x64 enabled, as in ``jax.numpy``.
     weight, bias : array, optional
-        They have the shape of x's normalized axes and any of the four dtypes. If axis is given,
-        axes of 1 may come before those.
+        They have any of the four dtypes, and broadcast to x's shape by NumPy's rule. A shape of
+        (N,) serves all rows. Rows have vectors of their own where a kept axis is not 1: (H, N) is
+        one for each head of an x of shape (..., H, N), and (B, 1, N) one for each example. Where a
+        normalized axis is 1, an element serves several of a row.
     eps : float
         Added to the mean square. It is a Python number, not a traced one.
     axis : int or tuple of int, optional
-        The trailing axes to normalize over. Together they are one row of N elements. The default is
-        the last axis. A weight or bias of more than one axis needs this argument.
+        The axes to normalize over, in any place. Together they are one row of N elements. The
+        default is the last axis, whatever shape weight has. To normalize two axes together with a
+        weight of shape (512, 512), say ``axis=(-2, -1)``: else each row has a weight of its own.
     zero_centered : bool
         Scale by ``1 + weight``, added in the compute dtype.
     relu : (float, float), optional
@@ -125,8 +129,8 @@ def rms_norm(
         If a shape, axis, eps or zero_centered does not fit, if relu's lower bound is not below its
         upper bound, or if there is a residual_dtype without a residual.
     NotImplementedError
-        If weight or bias would broadcast over the kept axes of x, or a shape is symbolic, as in
-        ``jax.export``. When a program is compiled, for gradients on CUDA if JAX has no GPU.
+        If a shape is symbolic, as in ``jax.export``. When a program is compiled, for gradients on CUDA
+        if JAX has no GPU.
     ImportError
         If JAX has a CUDA GPU, and CuPy cannot be imported.
 
@@ -139,6 +143,11 @@ def rms_norm(
     Under ``vmap`` the batch is one more leading axis, and the call is still one kernel launch. XLA
     computes a mapped weight or bias, or their gradient for each example, from the formula. It also
     computes the tangents of forward mode so, and derivatives of derivatives.
+
+    Where weight or bias varies from row to row, or an element serves several of a row, a kernel
+    normalizes to the compute dtype. XLA then scales, shifts and rounds, and sums the gradients of
+    weight and bias in an order of its own. Normalized axes that are not the last ones are
+    transposed to the end, and the results back.
 
     With a residual, s is kept for the gradients instead of x and residual. The gradient of s is
     added to that of the norm before it is rounded, in the same kernel. If s is not used further,
@@ -265,7 +274,8 @@ def _norm(norm: Norm, x: Any, weight: Any, bias: Any, residual: Any, **options: 
         return jax.tree.map(lambda a: a.transpose(back), results)
     x, weight, bias, residual = given.values()
     k = told.k
-    if told.groups is not None:
+    n = math.prod(x.shape[x.ndim - k :])
+    if any(a is not None and a.size != n for a in (weight, bias)):
         return _with_vectors(norm, spec, told, given, options)
     weight, bias = (
         a if a is None or a.ndim == k else a.reshape(x.shape[x.ndim - k :]) for a in (weight, bias)
