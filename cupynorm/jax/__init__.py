@@ -129,8 +129,8 @@ def rms_norm(
         If a shape, axis, eps or zero_centered does not fit, if relu's lower bound is not below its
         upper bound, or if there is a residual_dtype without a residual.
     NotImplementedError
-        If a shape is symbolic, as in ``jax.export``. When a program is compiled, for gradients on CUDA
-        if JAX has no GPU.
+        If a shape is symbolic, as in ``jax.export``. When a program is compiled, for gradients on
+        CUDA if JAX has no GPU.
     ImportError
         If JAX has a CUDA GPU, and CuPy cannot be imported.
 
