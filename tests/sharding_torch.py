@@ -62,6 +62,50 @@ def check_rows_stay_where_they_are(mesh: DeviceMesh) -> None:
                     torch.testing.assert_close(total.full_tensor(), whole)
 
 
+def check_a_weight_that_varies_is_split_with_the_rows(mesh: DeviceMesh) -> None:
+    device = mesh.device_type
+    x, dy = drawn(*SHAPE, device=device), drawn(*SHAPE, device=device)
+    # How x is split, weight's shape, and how that and its gradient are split.
+    cases: list[tuple[Any, tuple[int, ...], Any, Any]] = [
+        (Shard(0), (8, 1, 64), Shard(0), Shard(0)),
+        (Shard(1), (8, 1, 64), Replicate(), Partial("sum")),
+        (Shard(0), (12, 64), Replicate(), Partial("sum")),
+        (Shard(1), (12, 64), Shard(0), Shard(0)),
+        (Shard(1), (1, 12, 64), Shard(1), Shard(1)),
+    ]
+    for rows, shape, of_vector, of_gradient in cases:
+        weight, bias = drawn(*shape, device=device), drawn(*shape, device=device)
+        expected = gradients("layer_norm", (x, weight, bias), None, dy)
+        arrays = [
+            distribute_tensor(x, mesh, [rows]),
+            *(distribute_tensor(a, mesh, [of_vector]) for a in (weight, bias)),
+        ]
+        split = distribute_tensor(dy, mesh, [rows])
+        with CommDebugMode() as communicated:
+            y, (dx, *sums) = gradients("layer_norm", arrays, None, split)
+        assert communicated.get_total_counts() == 0
+        assert y.placements == dx.placements == (rows,)
+        assert all(total.placements == (of_gradient,) for total in sums)
+        for tensor, whole in zip((y, dx, *sums), (expected[0], *expected[1]), strict=True):
+            torch.testing.assert_close(tensor.full_tensor(), whole)
+
+
+def check_any_axis(mesh: DeviceMesh) -> None:
+    """The first axis is normalized, and the vectors broadcast in two ways."""
+    device = mesh.device_type
+    x, weight, bias = (drawn(*s, device=device) for s in (SHAPE, (8, 1, 1), (12, 1)))
+    split = distribute_tensor(x, mesh, [Shard(1)])
+    shared = [distribute_tensor(a, mesh, [Replicate()]) for a in (weight, bias)]
+
+    def step(*arrays: Any) -> Any:
+        leaves = [array.detach().requires_grad_() for array in arrays]
+        y = cupynorm.torch.layer_norm(*leaves, axis=0)
+        return y, *torch.autograd.grad(y.square().sum(), leaves)
+
+    for tensor, whole in zip(step(split, *shared), step(x, weight, bias), strict=True):
+        torch.testing.assert_close(tensor.full_tensor(), whole)
+
+
 def check_a_residual_stays_where_it_is(mesh: DeviceMesh) -> None:
     device = mesh.device_type
     of_rows = [drawn(*SHAPE, device=device) for _ in range(4)]  # x, residual, dy and ds
@@ -156,7 +200,8 @@ def check_wrong_calls(mesh: DeviceMesh) -> None:
         (
             lambda: norm(split(x), whole(weight[:63])),
             ValueError,
-            "weight must have the shape of x's normalized axes, (64,); got (63,)",
+            "weight must have the shape of x's normalized axes, (64,), or broadcast to x's shape, "
+            f"{SHAPE}; got (63,)",
         ),
         *(
             (
@@ -283,6 +328,8 @@ def main(rank: int, backend: str, world: int, directory: str) -> None:
         mesh = init_device_mesh(device, (world,))
         torch.manual_seed(0)
         check_rows_stay_where_they_are(mesh)
+        check_a_weight_that_varies_is_split_with_the_rows(mesh)
+        check_any_axis(mesh)
         check_a_residual_stays_where_it_is(mesh)
         check_drawn_placements_with_a_residual(mesh)
         check_split_columns_are_gathered(mesh)
