@@ -27,10 +27,12 @@ from torch_checks import (
     ResidualDtypes,
     assert_same_bits,
     check_problem,
+    to_numpy,
 )
 
 import cupynorm.torch
-from cupynorm.torch import LayerNorm, RMSNorm, _kernels, layer_norm, rms_norm
+from cupynorm import NormBackward, testing
+from cupynorm.torch import GroupNorm, LayerNorm, RMSNorm, _kernels, layer_norm, rms_norm
 
 pytestmark = [
     pytest.mark.gpu,
@@ -568,3 +570,84 @@ def test_plans_are_shared_by_numbers_of_rows() -> None:
                 rms_norm(x[:m], weight)
     assert len({id(plan) for plan in loaded}) == 1
     assert np.all([plan is loaded[0] for plan in loaded])
+
+
+# ---- weights that broadcast, and any axis --------------------------------------------------------
+
+BROADCAST = {
+    "AdaLN": ((4, 33, 1024), (4, 1, 1024), None),
+    "heads": ((3, 17, 8, 128), (8, 128), -1),
+    "heads of examples": ((3, 17, 8, 64), (3, 1, 8, 64), -1),
+    "channels": ((2, 12, 9, 20), (12, 1, 1), (1, 2, 3)),
+    "axis=1": ((3, 96, 5, 7), (96, 1, 1), 1),
+    "an odd width": ((5, 7, 333), (5, 1, 333), None),
+    "a long row": ((3, 4, 40000), (3, 1, 40000), None),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", BROADCAST)
+@pytest.mark.parametrize("norm", NORMS)
+def test_weights_that_broadcast(norm: str, case: str, dtype: Any) -> None:
+    x_shape, shape, axis = BROADCAST[case]
+    generator = torch.Generator("cuda").manual_seed(0)
+    x, weight, bias, dy = (
+        torch.randn(s, generator=generator, device="cuda").to(dtype)
+        for s in (x_shape, shape, shape, x_shape)
+    )
+    leaves = [t.requires_grad_() for t in (x, weight, bias)]
+    options = {"eps": 1e-5, "axis": axis}
+
+    def function(*given: Any) -> Any:
+        return getattr(cupynorm.torch, norm)(*given, **options)
+
+    y = function(*leaves)
+    found = torch.autograd.grad(y, leaves, dy)
+    host = [to_numpy(t) for t in leaves]
+    for name, ratio in testing.check_forward(norm, to_numpy(y), *host, **options).items():
+        worst[f"torch {norm} {name}"] = ratio
+    kept = getattr(cupynorm, f"{norm}_forward")(*host, **options)
+    testing.check_backward(
+        norm,
+        NormBackward(*map(to_numpy, found)),
+        to_numpy(dy),
+        *(*host[:2], kept.mean, kept.rstd),
+        bias=host[2],
+        axis=axis,
+    )
+    torch._dynamo.reset()  # it compiles one function only so many times
+    again = torch.compile(function, fullgraph=True)(*leaves)
+    assert_same_bits(again, y)
+    for one, other in zip(torch.autograd.grad(again, leaves, dy), found, strict=True):
+        assert_same_bits(one, other)
+
+
+@pytest.mark.parametrize("groups", [1, 8, 32])
+def test_a_group_norm(groups: int) -> None:
+    theirs = torch.nn.GroupNorm(groups, 32, device="cuda", dtype=torch.float64)
+    for parameter in theirs.parameters():
+        torch.nn.init.normal_(parameter)
+    mine = GroupNorm(groups, 32, device="cuda", dtype=torch.float64)
+    mine.load_state_dict(theirs.state_dict())
+    x = torch.randn(3, 32, 9, 20, device="cuda", dtype=torch.float64, requires_grad=True)
+    dy = torch.randn_like(x)
+    results = []
+    for module, call in ((theirs, theirs), (mine, mine), (mine, torch.compile(mine))):
+        y = call(x)
+        results.append((y, *torch.autograd.grad(y, [x, *module.parameters()], dy)))
+    for result in results[1:]:
+        torch.testing.assert_close(result, results[0], rtol=1e-10, atol=1e-10)
+
+
+def test_the_gradients_of_each_example_come_from_the_kernels() -> None:
+    x, weight, bias = (t.detach() for t in operands(512, torch.float32, 6 * 16))
+    examples = x.reshape(6, 16, 512)
+
+    def loss(x: Any, weight: Any, bias: Any) -> Any:
+        return layer_norm(x, weight, bias).pow(3).sum()
+
+    found = vmap(grad(loss, (1, 2)), (0, None, None))(examples, weight, bias)
+    for i, example in enumerate(examples):
+        # Both sum 16 rows in float32, perhaps in other orders.
+        expected = grad(loss, (1, 2))(example, weight, bias)
+        torch.testing.assert_close([f[i] for f in found], list(expected), rtol=1e-5, atol=1e-4)

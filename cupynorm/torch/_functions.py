@@ -91,14 +91,18 @@ def rms_norm(
         axes that collapse to one stride are read in place. It may be a nested tensor whose ragged
         axis is kept.
     weight, bias : Tensor, optional
-        They have the shape of x's normalized axes and any of the four dtypes, and are on x's
-        device.
+        They have any of the four dtypes, are on x's device, and broadcast to x's shape by NumPy's
+        rule. A shape of (N,) serves all rows, (H, N) has one for each head of an x of shape
+        (..., H, N), and (B, 1, N) one for each example. Where a normalized axis is 1, an element
+        serves several of a row. Kernels read vectors that vary over adjacent kept axes and over
+        the first of the normalized ones, both over the same. Others are copied into such a form.
     eps : float, optional
         Added to the mean square. None means the epsilon of the compute dtype, which is the default
         of ``torch.nn.functional.rms_norm``.
     axis : int or tuple of int, optional
-        The trailing axes to normalize over. Together they are one row of N elements. The default is
-        the last axis. A weight or bias of more than one axis needs this argument.
+        The axes to normalize over, in any place. Together they are one row of N elements. The
+        default is the last axis, whatever shape weight has. If they are not the last ones, y has
+        them last in memory, and x is copied unless it has, too.
     zero_centered : bool
         Scale by ``1 + weight``, added in the compute dtype.
     relu : (float, float), optional
@@ -117,9 +121,9 @@ def rms_norm(
     Returns
     -------
     Tensor, or pair of tensors
-        y, of x's shape, contiguous. With a residual, y and s. Both may be differentiated: the
-        gradient of s is added to those of x and residual before each is rounded to the dtype of
-        its tensor.
+        y, of x's shape, contiguous if the last axes are normalized. With a residual, y and s. Both
+        may be differentiated: the gradient of s is added to those of x and residual before each is
+        rounded to the dtype of its tensor.
 
     Raises
     ------
@@ -131,9 +135,10 @@ def rms_norm(
         residual_dtype without a residual, or if a tensor's memory was freed or it outlived the
         ``torch.func.vmap`` that made it.
     NotImplementedError
-        If weight or bias would broadcast over the kept axes of x, or is an ExpandedWeight. In
-        forward mode within forward mode, and in that of an exported or compiled norm. On a device
-        that is neither the CPU nor a CUDA GPU.
+        If weight or bias is an ExpandedWeight. If axis names an axis of a nested x that is ragged,
+        or is not one of the last, or if weight or bias varies over a ragged axis. In forward mode
+        within forward mode, and in that of an exported or compiled norm. On a device that is
+        neither the CPU nor a CUDA GPU.
     ImportError
         If x is on a GPU, and CuPy cannot be imported.
     RuntimeError
@@ -148,12 +153,12 @@ def rms_norm(
     -----
     The call keeps x, weight, one or two statistics of each row and the bits of relu for the
     backward pass. With a residual it keeps s instead of x. The weight gradients have the same bits
-    from run to run. Torch computes tangents, second derivatives, and ``torch.func.vmap`` over
-    gradients of weight and bias, from formulas in the compute dtype.
+    from run to run. Torch computes tangents and second derivatives from formulas in the compute
+    dtype.
 
     If x is a DTensor that is split over axes that are kept, y and dx are split as x is. Nothing is
-    communicated, and the gradients of weight and bias are partial sums. A residual is split as x
-    is.
+    communicated. A weight that varies over such an axis is split along it, and so is its gradient.
+    The gradient of any other is a partial sum. A residual is split as x is.
 
     Examples
     --------
