@@ -1077,6 +1077,10 @@ def test_no_configuration_spills_but_by_choice(architecture: str) -> None:
         most = max(n for kind, n in allowed.items() if re.match(kind, str(kernel)))
         # A warp gets registers in eights.
         too_many = -(-registers // 8) * 8 * kernel.block_threads > 65536
+        # Wild rows of a group read a copy of the arguments, of 30 members.
+        is_copied = kernel.name == "norm_backward_pipelined" and ("kGrouped", True) in kernel.op
+        copied = 240 if is_copied else 0
+        local = max(0, local - copied)
         an_array = local > max(spilled) + 8  # a frame is in steps of 8 bytes
         if max(*spilled, local) > most or an_array or too_many:
             problems.append(f"{kernel}: {registers} registers, spills {spilled}, {local} local")
