@@ -43,6 +43,7 @@ from host.mutants import Mutant, all_mutants, instrumented
 from host.pipelined import PIPELINED, Pipelined
 from residuals import check_residual, with_residual
 from strategies import Layout, scaled
+from test_groups import CALLS, Call, check_values
 
 from cupynorm._compile import Instantiation
 
@@ -137,10 +138,17 @@ RESIDUALS = (
 )
 
 
+def _of_group(call: Call) -> Check:
+    return Check(str(call), list, lambda build: check_values(build, call, few_rows=False))
+
+
+GROUPS = tuple(map(_of_group, CALLS))
+
 PLACED = next(case for case in ADDRESSES if case.norm == "layer_norm")
 # The kernels of these checks are compiled when they run.
 OTHERS = [
     *RESIDUALS,
+    *GROUPS,
     *(
         Check(name, list, run)
         for name, run in (
@@ -183,9 +191,12 @@ def few_checks() -> list[Check]:
     names = {name for name in by_hand() if "overflowing" not in name}
     names |= {f"{OVERFLOWING[name]} overflowing" for name in WILD}
     names |= {str(case) for case in CASES if case.name.startswith(NAMED) and case.x == "float32"}
+    names |= {check.name for check in GROUPS}
     # A name stands for the first check that has it.
     few = {check.name: check for check in reversed(every) if check.name in names}
-    return [check for check in few.values() if check in RESIDUALS or check not in OTHERS]
+    return [
+        check for check in few.values() if check in (*RESIDUALS, *GROUPS) or check not in OTHERS
+    ]
 
 
 def other_checks(every: int) -> list[Check]:
@@ -304,6 +315,8 @@ EQUIVALENT = (
     ("always so", "if (team.any(far))", "what was not far is measured again, and not used"),
     ("always so", "if (!in_words)", "what was read by words is read once more"),
     ("left of || dropped", "kTeams == 1 || row <", "the block's row exists"),
+    ("term dropped", "(shift[i] + offset[i]) * unit[i]", "shift is their sum, rounded"),
+    ("the bound itself", "other < kWarps", "what is loaded behind the last warp's is zero"),
     ("right of && dropped", "write_words<2>(pack.words, memory, 0)", "then no lane writes it"),
 )
 
