@@ -12,6 +12,7 @@ from host.gpu import Caller, Gpu
 from host.pipelined import PIPELINED
 from residuals import check_residual, with_residual
 from strategies import Layout
+from test_groups import CALLS, check_values
 
 pytestmark = pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem()))
 
@@ -45,6 +46,8 @@ def test_the_cases_reach_the_lines_of_the_kernels(
         with gpu.fresh_memory():
             drawn = with_residual(problem, residual, residual, layout=Layout())
             check_residual(Caller(gpu), drawn)
+    for call in CALLS:
+        check_values(build, call, few_rows=False)
     total, missed = coverage(build)
     with capsys.disabled():
         share = 100 * (1 - len(missed) / total)

@@ -73,8 +73,9 @@ class Machine:
         assert soon
         _, m, n, _, device = key
 
-        def prepared(rows: int, *numbers: float) -> Any:
-            assert rows == m
+        def prepared(rows: int, *given: Any) -> Any:
+            *numbers, groups = given
+            assert (rows, groups) == (m, None)
 
             def launch(stream: int, operands: tuple[int, ...]) -> None:
                 assert (device, stream) == (self.current, STREAM)
@@ -94,7 +95,7 @@ class Machine:
     def backward_plan(self, *key: Any, dx_given: bool, soon: bool) -> Any:
         assert soon
 
-        def prepared(m: int) -> Any:
+        def prepared(m: int, groups: None) -> Any:
             def launch(stream: int, operands: tuple[int, ...]) -> None:
                 assert (key[-1], stream) == (self.current, STREAM)
                 self.launches.append((key, (stream, m, *operands)))
@@ -102,7 +103,7 @@ class Machine:
             return launch
 
         return SimpleNamespace(
-            prepared=prepared, n=key[2], scratch_bytes=lambda m: 128 * m, stands_in=False
+            prepared=prepared, n=key[2], scratch_bytes=lambda m, groups: 128 * m, stands_in=False
         )
 
     @contextlib.contextmanager

@@ -67,7 +67,8 @@ class Plan:
         *numbers, self.groups = numbers
         assert m == self.m
         assert self.spec.grouped == (self.groups is not None)
-        assert self.spec.repeats == (self.groups is not None and self.groups.repeats > 1)
+        repeats = self.groups is not None and self.groups.repeats > 1
+        assert bool(self.spec.repeats) == repeats
         scratch_bytes = self.bytes_of_scratch()
 
         def launch(stream: int, operands: tuple[int, ...]) -> None:
