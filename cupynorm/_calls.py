@@ -137,10 +137,10 @@ def _keep_if_captured(memory: Any, stream: Any) -> None:
         _kept_by_graphs.append(memory)
 
 
-_VECTORS = "weight", "bias", "like"  # that are given
-
-
 # ---- calls ---------------------------------------------------------------------------------------
+
+_VECTORS = "weight", "bias", "like"  # that are given
+MOST_ROWS_SIDE_BY_SIDE = 1 << 31  # the kernels count them, and their blocks, by ints
 
 
 def first_call(
@@ -218,44 +218,40 @@ def _side_by_side(spec: Spec, options: Options, arguments: dict[str, Any]) -> di
     """Launch a pass on rows that lie side by side; None if they do not, or have no kernel."""
     order, k, x = options.order or (), options.k, arguments["x"]
     n = math.prod(x.shape[x.ndim - k :])
+    m = x.size // n
     given = {name: array for name, array in arguments.items() if array is not None}
     rows = [array for name, array in given.items() if KINDS.get(name) is Kind.ROWS]
     found = {rows_side_by_side(a.shape, a.strides, a.itemsize, k) for a in rows}
     inner = found.pop()
-    if found or inner is None or x.size == 0:
+    if found or inner is None or not 0 < m < MOST_ROWS_SIDE_BY_SIDE:
         return None
+    in_memory = sorted(range(len(order)), key=order.__getitem__)
+    written: dict[str, Any] = {}
+    for name, shape in shapes_of_results(spec, k, arguments).items():
+        dtype = to_numpy(spec.dtypes[name])
+        if name in given:
+            written[name] = given[name]
+        elif KINDS[name] is Kind.ROWS:
+            written[name] = _ndarray(tuple(shape[i] for i in in_memory), dtype).transpose(order)
+            rows.append(written[name])
+        else:
+            written[name] = _ndarray(shape, dtype)
     divisors = inner | pack_length(spec.x)
     for array in rows:
         divisors |= array.data.ptr // array.itemsize
     plan = strided_plan(spec, n, divisors & -divisors, x.device.id)
     if plan is None:
         return None
-    in_memory = sorted(range(len(order)), key=order.__getitem__)
-    shapes = shapes_of_results(spec, k, arguments)
-    written: dict[str, Any] = {}
-    for name in spec.writes:
-        shape, dtype = shapes[name], to_numpy(spec.dtypes[name])
-        if arguments.get(name) is not None:
-            written[name] = arguments[name]
-        elif KINDS[name] is Kind.ROWS:
-            memory = _ndarray(tuple(shape[i] for i in in_memory), dtype)
-            written[name] = memory.transpose(order)
-        else:
-            written[name] = _ndarray(shape, dtype)
-    operands: list[int] = []
-    others = {name: array for name, array in given.items() if name in spec.table.reads}
-    kept = {
-        name: a if a.flags.c_contiguous else _contiguous(a)
-        for name, a in others.items()
-        if KINDS[name] is not Kind.ROWS
+    read = {
+        name: array if KINDS[name] is Kind.ROWS or array.flags.c_contiguous else _contiguous(array)
+        for name, array in given.items()
+        if name in spec.table.reads
     }
-    addresses = {name: array.data.ptr for name, array in (others | kept | written).items()}
-    for operand in spec.table.operands:
-        operands.append(n if operand.endswith("_stride") else addresses.get(operand, 0))
-    m, stream = x.size // n, _get_current_stream()
-    size = plan.scratch_bytes(m, inner)
+    addresses = {name: array.data.ptr for name, array in (read | written).items()}
+    operands = [addresses.get(name, 0) for name in spec.table.operands]  # strides do not count
+    stream = _get_current_stream()
     if spec.table.takes_scratch:
-        scratch = _alloc(size)
+        scratch = _alloc(plan.scratch_bytes(m, inner))
         _keep_if_captured(scratch, stream)
         operands.append(scratch.ptr)
     numbers = options.numbers if isinstance(spec, ForwardSpec) else ()

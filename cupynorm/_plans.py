@@ -520,9 +520,9 @@ def strided_plan(
 
     Norms with groups, a residual or a ReLU have none, and too long rows have none.
     """
-    of_sum = ("residual",) if isinstance(spec, ForwardSpec) else ("bitmask", "dresidual_out")
-    others = any(spec.dtypes[name] is not None for name in of_sum) or spec.grouped
-    if others or (isinstance(spec, ForwardSpec) and spec.relu) or spec.dtypes.get("dresidual"):
+    clamps = isinstance(spec, ForwardSpec) and spec.relu
+    others = "residual", "bitmask", "dresidual_out", "dresidual"
+    if spec.grouped or clamps or any(map(spec.dtypes.get, others)):
         return None
     config = strided(spec, n, vector, architecture(device))
     if config is None:

@@ -67,7 +67,7 @@ __device__ __forceinline__ long long rows_of_all(const Arguments& args) {
   }
 }
 
-// The row of a block that starts `blocks` later, as this group counts rows, and where it ends to count them.
+// The row of a block that starts `blocks` later, and behind which row there is none, as this group counts rows.
 struct RowAhead {
   long long row, end;
 };

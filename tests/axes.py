@@ -16,6 +16,7 @@ RELU = (-0.5, 0.75)
 CALLS: dict[str, tuple[tuple[int, ...], Any, Any, Any]] = {
     "per head": ((2, 3, 5, 8), None, (5, 8), (5, 8)),
     "a factor per head": ((2, 3, 5, 8), -1, (5, 1), None),
+    "a factor a row, as many as columns": ((2, 4, 4), None, (4, 1), (4, 1)),
     "AdaLN": ((3, 5, 8), None, (3, 1, 8), (3, 1, 8)),
     "GroupNorm": ((2, 3, 4, 3, 2), (2, 3, 4), (3, 4, 1, 1), (3, 4, 1, 1)),
     "channels": ((2, 6, 3, 4), 1, (6, 1, 1), (6, 1, 1)),

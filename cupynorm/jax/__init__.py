@@ -275,7 +275,8 @@ def _norm(norm: Norm, x: Any, weight: Any, bias: Any, residual: Any, **options: 
     x, weight, bias, residual = given.values()
     k = told.k
     n = math.prod(x.shape[x.ndim - k :])
-    if any(a is not None and a.size != n for a in (weight, bias)):
+    # Without groups, a vector of n elements is a row, and others are shorter.
+    if told.groups is not None or any(a is not None and a.size != n for a in (weight, bias)):
         return _with_vectors(norm, spec, told, given, options)
     weight, bias = (
         a if a is None or a.ndim == k else a.reshape(x.shape[x.ndim - k :]) for a in (weight, bias)
