@@ -347,7 +347,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the first call (default: 0)")
     parser.add_argument("--only", type=int, metavar="SEED", help="make the call of this seed alone")
     options = parser.parse_args(arguments)
-    os.environ[SWITCH] = "1"  # benchmarks turn it off
     frameworks = frameworks_here()
     print(f"{', '.join(frameworks)}: {describe()['GPU']}")
     if options.only is not None:
@@ -365,4 +364,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    os.environ[SWITCH] = "1"  # benchmarks turn it off
     sys.exit(main())
