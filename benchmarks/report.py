@@ -2,13 +2,14 @@
 
 The tables go into results.md next to the file, or between the markers of the file that --readme
 names. The figures go into the folder results next to the file. --headline writes only one table for
-each pass, between its own markers. Several GPUs, the clamped ReLU and a residual have sections of
-their own. Nothing between the markers is written by hand. With R=benchmarks/results, the pages are
-from
+each pass, between its own markers. Several GPUs, the clamped ReLU, a residual and weights that vary
+from row to row have sections of their own. Nothing between the markers is written by hand. With
+R=benchmarks/results, the pages are from
 
     python -m benchmarks.report $R/h200_standard.json --headline benchmarks/README.md
     python -m benchmarks.report $R/h200_standard.json --readme docs/tables.md
     python -m benchmarks.report --residual $R/residual_h200.json --readme benchmarks/README.md
+    python -m benchmarks.report --groups $R/groups_h200.json --readme benchmarks/README.md
     python -m benchmarks.report --relu $R/relu_h200.json --readme benchmarks/README.md
     python -m benchmarks.report --scaling $R/sharding_{torch,jax}_h200.json \\
         --readme benchmarks/README.md
@@ -24,8 +25,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from benchmarks import plots, relu, residual, results, scaling
+from benchmarks import groups, plots, relu, residual, results, scaling
 from benchmarks.backends import ALL, KINDS
+from benchmarks.fusions import Benchmark
 from benchmarks.host import STATES
 from benchmarks.measure import MOST_SAID
 from benchmarks.problems import DECODE, OPERATIONS, PAIRS, select
@@ -56,6 +58,8 @@ BEGIN_RELU = "<!-- relu: written by `python -m benchmarks.report --relu` -->"
 END_RELU = "<!-- end of relu -->"
 BEGIN_RESIDUAL = "<!-- residual: written by `python -m benchmarks.report --residual` -->"
 END_RESIDUAL = "<!-- end of residual -->"
+BEGIN_GROUPS = "<!-- groups: written by `python -m benchmarks.report --groups` -->"
+END_GROUPS = "<!-- end of groups -->"
 STOPPED = "The run was stopped before its end: what it did not reach is missing."
 HOST_SPREAD = 1.05  # smaller differences of host times are not shown
 # Shown as called and as kernels alone: where the host counts most, and two large ones.
@@ -76,6 +80,7 @@ def main(arguments: list[str] | None = None) -> None:
     what.add_argument("--scaling", type=Path, nargs="+", help="files of benchmarks.sharding_*")
     what.add_argument("--relu", type=Path, help="a file of benchmarks.relu")
     what.add_argument("--residual", type=Path, help="a file of benchmarks.residual")
+    what.add_argument("--groups", type=Path, help="a file of benchmarks.groups")
     parser.add_argument(
         "--readme", type=Path, help="what to write into (default: the file's name with .md)"
     )
@@ -83,7 +88,8 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.headline and (options.readme or not options.results):
         parser.error("--headline is of a file of benchmarks.run, and takes the place of --readme")
-    sources = options.scaling or [options.relu or options.residual or options.results]
+    one = options.relu or options.residual or options.groups or options.results
+    sources = options.scaling or [one]
     readme = options.headline or options.readme or sources[0].with_suffix(".md")
     for source in sources:
         if not source.is_file():
@@ -100,6 +106,9 @@ def main(arguments: list[str] | None = None) -> None:
         elif options.residual:
             report = results.load(options.residual, "benchmarks.residual")
             begin, end = BEGIN_RESIDUAL, END_RESIDUAL
+        elif options.groups:
+            report = results.load(options.groups, "benchmarks.groups")
+            begin, end = BEGIN_GROUPS, END_GROUPS
         else:
             report = results.load(options.results, "benchmarks.run")
             report["measurements"] = _ordered(report["measurements"])
@@ -112,7 +121,9 @@ def main(arguments: list[str] | None = None) -> None:
     elif options.relu:
         section = _relu(report, options.relu, readme.parent)
     elif options.residual:
-        section = _residual(report, options.residual, readme.parent)
+        section = _fusion(residual.BENCHMARK, report, options.residual, readme.parent)
+    elif options.groups:
+        section = _fusion(groups.BENCHMARK, report, options.groups, readme.parent)
     elif options.headline:
         section = _headline(report, options.results, readme.parent)
     else:
@@ -188,14 +199,15 @@ def _relu(report: dict[str, Any], source: Path, folder: Path) -> Iterator[str]:
     yield from _remarks(report["measurements"])
 
 
-def _residual(report: dict[str, Any], source: Path, folder: Path) -> Iterator[str]:
+def _fusion(
+    benchmark: Benchmark, report: dict[str, Any], source: Path, folder: Path
+) -> Iterator[str]:
     yield from _origin(report, source, folder)
     yield ""
     yield from _versions(report)
     yield "\nMicroseconds:\n"
     cells = results.by_problem(report["measurements"])
-    head = [*residual.HEAD, *residual.PEERS]
-    yield from _table(head, (residual.row(problem, cell) for problem, cell in cells))
+    yield from _table(benchmark.head, (benchmark.row(cell) for _, cell in cells))
     if not report.get("complete"):
         yield f"\n{STOPPED}"
     yield from _remarks(report["measurements"])

@@ -10,32 +10,25 @@ bits of an addition that is rounded once.
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import gc
 import importlib
 import itertools
 import math
-import multiprocessing
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import cupynorm
-from benchmarks import results
 from benchmarks.backends import quack_peer
 from benchmarks.backends.base import Call, CuPyBackend, Outputs, TorchBackend
 from benchmarks.backends.torch_peers import formula
-from benchmarks.measure import measure, reason, same_bits
+from benchmarks.fusions import Benchmark
+from benchmarks.measure import same_bits
 from benchmarks.results import Record
-from benchmarks.timing import Clock, rotations
 from cupynorm import _bench, _oracle
 from cupynorm._bench import EPS, Problem
-from cupynorm._environment import gpu_problem
 
 POWERS = (1024, 4096, 8192, 16384)
 LARGE = tuple(itertools.product((32768, 4096), POWERS))
@@ -44,7 +37,6 @@ SHAPES = (
     *itertools.product((16, 1), POWERS),
     *((16384, cols) for cols in (768, 2304, 2560, 3072, 3584, 5120, 7168, 12288)),
 )
-HEAD = ("norm", "direction", "MxN", "limit", "cupynorm", "of the limit")
 
 
 @dataclass(frozen=True)
@@ -240,7 +232,6 @@ class Liger(Peer):
 
 
 BACKENDS = (Limit, Ours, Apart, Quack, Liger, Compiled, Eager)
-PEERS = tuple(backend.name for backend in BACKENDS[2:])
 
 
 def is_measured(problem: Problem, backend: Any) -> bool:
@@ -277,94 +268,35 @@ def check(
     }
 
 
-def row(problem: Problem, cell: dict[str, Record]) -> list[str]:
-    """Return the cells of a problem under HEAD and PEERS: times in microseconds."""
-    times = {name: results.seconds(record) for name, record in cell.items()}
+def title(record: Record) -> tuple[str, str, str]:
+    """Return what a table says of a problem."""
+    return record["norm"], record["direction"], f"{record['rows']}x{record['cols']}"
 
-    def shown(name: str) -> str:
-        time = times.get(name)
-        return (
-            (cell[name]["status"] if name in cell else "") if time is None else f"{1e6 * time:.1f}"
-        )
 
-    limit, ours = times.get(Limit.name), times.get(Ours.name)
+def problems() -> list[OfSum]:
+    """Return the passes that are measured."""
     return [
-        *(problem.norm, problem.direction, f"{problem.rows}x{problem.cols}"),
-        *(shown(Limit.name), shown(Ours.name), f"{limit / ours:.2f}" if limit and ours else ""),
-        *map(shown, PEERS),
-    ]
-
-
-def _line(cells: Sequence[str]) -> str:
-    return "".join(f"{cell:>14}" for cell in cells[:6]) + "".join(f"{c:>21}" for c in cells[6:])
-
-
-def _compile(problem: OfSum) -> None:
-    """Fill the disk caches with the code that a problem compiles."""
-    import cupy
-
-    for backend in (kind() for kind in BACKENDS):
-        if is_measured(problem, backend):
-            with contextlib.suppress(Exception):  # reported where it is measured
-                backend.prepare(problem, inputs(problem, 0, cupy)).run()
-                backend.synchronize()
-                backend.release()
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.residual", description=__doc__)
-    parser.add_argument("results", type=Path, help="the JSON file to write")
-    parser.add_argument("--workers", type=int, default=1, help="compile ahead in so many processes")
-    options = parser.parse_args(arguments)
-    missing = gpu_problem()
-    if missing:
-        print(f"There is nothing to time: {missing}.")
-        return 1
-    problems = [
         OfSum(norm, direction, *shape, "bfloat16", "bfloat16")  # type: ignore[arg-type]
         for norm in ("rms_norm", "layer_norm")
         for shape in SHAPES
         for direction in ("forward", "backward")
     ]
-    if options.workers > 1:
-        with multiprocessing.get_context("spawn").Pool(options.workers) as pool:
-            pool.map(_compile, problems, chunksize=1)
-    import cupy
 
-    clock = Clock()
-    backends, facts = [], {}
-    for backend in (kind() for kind in BACKENDS):
-        try:
-            facts[backend.name] = backend.version()
-            backends.append(backend)
-        except ImportError as error:
-            facts[backend.name] = f"missing: {reason(error)}"
-    report = results.new(facts, list(sys.argv[1:] if arguments is None else arguments))
-    # Imports so far stay. So it is quick to collect what each backend leaves behind.
-    gc.collect()
-    gc.freeze()
-    print(_line((*HEAD, *PEERS)))
-    for problem in problems:
-        sets = [
-            inputs(problem, seed, cupy)
-            for seed in range(rotations(problem.bytes, clock.cache_bytes))
-        ]
-        cell = {
-            backend.name: measure(problem, backend, sets, clock, cupy, check)
-            for backend in backends
-            if is_measured(problem, backend)
-        }
-        report["measurements"] += cell.values()
-        print(_line(row(problem, cell)), flush=True)
-        for record in cell.values():
-            if record.get("reason"):
-                print(f"{record['backend']}: {record['reason']}", file=sys.stderr)
-        del sets
-        cupy.get_default_memory_pool().free_all_blocks()
-        results.save(report, options.results)
-    report["complete"] = True
-    results.save(report, options.results)
-    return 0
+
+BENCHMARK = Benchmark(
+    "benchmarks.residual",
+    problems,
+    BACKENDS,
+    inputs,
+    check,
+    is_measured,
+    ("norm", "direction", "MxN"),
+    title,
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    return BENCHMARK.main(arguments, __doc__)
 
 
 if __name__ == "__main__":

@@ -221,6 +221,8 @@ def _written_by(results: dict[str, Any]) -> str:
     names = {record.get("backend") for record in results["measurements"]}
     if None in names:
         return "benchmarks.regimes"
+    if any("kind" in record for record in results["measurements"]):
+        return "benchmarks.groups"
     if "torch add, cupynorm" in names:
         return "benchmarks.residual"
     return "benchmarks.relu" if names & {"plain", "relu"} else "benchmarks.run"

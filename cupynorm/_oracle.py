@@ -51,21 +51,26 @@ def errors(
     *,
     relu: tuple[float, float] | None = None,
     bitmask: Any = None,
+    repeats: int = 1,
 ) -> dict[str, Errors]:
     """Return the `Errors` of each output; a ValueError names a wrong shape or dtype.
 
     No output of the problem may be missing. forward may have mean and rstd too. With relu, y was
     clamped. With a bitmask, backward counts dy as 0 where its bit is not set. If the inputs have
-    dresidual_out, it is added to dx.
+    dresidual_out, it is added to dx. Each element of weight and bias serves so many columns in turn
+    as repeat.
     """
     if not set(problem.outputs) <= set(outputs):
         raise ValueError(f"of {problem.outputs} only {list(outputs)}")
     for name, output in outputs.items():
-        wanted = _shape(problem, name)
+        wanted = _shape(problem, name, repeats)
         if output.shape != wanted:
             raise ValueError(f"{name} has shape {output.shape}, not {wanted}")
         if name in ("y", "dx") and output.dtype != inputs["x"].dtype:
             raise ValueError(f"{name} is {output.dtype}")
+    if repeats > 1:
+        repeated = [name for name in ("weight", "bias") if name in inputs]
+        inputs = inputs | {name: xp.repeat(inputs[name], repeats) for name in repeated}
     tallies = {name: _Tally(output.dtype, problem, xp) for name, output in outputs.items()}
     sums: dict[str, Any] = {}
     for rows in _pieces(problem):
@@ -78,7 +83,8 @@ def errors(
                 sums[name] = (total[0] + exact[name], total[1] + magnitude[name])
             else:
                 tallies[name].add(outputs[name][rows], exact[name], magnitude[name])
-    for name, (exact_sum, magnitude_sum) in sums.items():
+    for name, columns in sums.items():
+        exact_sum, magnitude_sum = (of.reshape(-1, repeats).sum(axis=1) for of in columns)
         tallies[name].add(outputs[name], exact_sum, magnitude_sum)
     return {name: tally.errors() for name, tally in tallies.items()}
 
@@ -122,10 +128,10 @@ def verdict(found: dict[str, Errors]) -> str | None:
     return "; ".join(wrong) or None
 
 
-def _shape(problem: Problem, name: str) -> tuple[int, ...]:
+def _shape(problem: Problem, name: str, repeats: int) -> tuple[int, ...]:
     if name in ("y", "dx"):
         return problem.rows, problem.cols
-    return (problem.rows if name in ("mean", "rstd") else problem.cols,)
+    return (problem.rows if name in ("mean", "rstd") else problem.cols // repeats,)
 
 
 def _pieces(problem: Problem) -> Iterator[slice]:
@@ -149,15 +155,16 @@ def _exact(
     xhat = centred * rstd
     size = xp.abs(xhat)
     if problem.direction == "forward":
+        bias = widen(inputs["bias"]) if "bias" in inputs else xp.zeros_like(w)
         y = xhat * w
-        exact, magnitude = {"y": y, "rstd": rstd[:, 0]}, {"y": xp.abs(y), "rstd": rstd[:, 0]}
+        exact = {"y": y + bias, "rstd": rstd[:, 0]}
+        magnitude = {"y": xp.abs(y) + xp.abs(bias), "rstd": rstd[:, 0]}
         if problem.norm == "layer_norm":
-            bias = widen(inputs["bias"])
             mean_size = mean(xp.abs(x))
             shift = 8 * u * mean_size * rstd
             inflation = 1 + shift * shift
             size = inflation * size + mean(size) + shift
-            exact |= {"y": y + bias, "mean": mean(x)[:, 0]}
+            exact["mean"] = mean(x)[:, 0]
             magnitude = {
                 "y": size * xp.abs(w) + xp.abs(bias),
                 "mean": mean_size[:, 0],
