@@ -1,4 +1,4 @@
-"""Passes of one operation, each beside the limit and the peers: the loop of such a benchmark."""
+"""The loop of a benchmark that compares passes of one operation with the limit and the peers."""
 
 from __future__ import annotations
 

@@ -277,7 +277,7 @@ class Tally:
 
 @contextlib.contextmanager
 def recorded(tally: Tally, framework: str) -> Iterator[None]:
-    """Keep the largest error over its bound of what is checked meanwhile."""
+    """Keep the largest ratio of an error to its bound while a block of checks runs."""
     compare = testing.assert_one_rounding
 
     def kept(*arguments: Any) -> float:

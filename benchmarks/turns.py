@@ -149,7 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         choices=peers,
         default=[],
         metavar="NAME",
-        help=f"other libraries beside the checkouts, of {', '.join(peers)}",
+        help=f"other libraries than the checkouts, among {', '.join(peers)}",
     )
     parser.add_argument(
         "--rounds", type=int, default=17, metavar="N", help="turns of each (default: %(default)s)"

@@ -70,7 +70,7 @@ CUPY = Dialect(
 )
 
 # The `run` of each call so far, by all that preparing it depended on. `run` itself checks the rest:
-# the addresses, the current device, and the devices of the arrays beside x.
+# the addresses, the current device, and the devices of the other arrays than x.
 calls: dict[Hashable, Callable[..., Any]] = {}
 
 _are_ints = frozenset((int,)).issuperset
@@ -127,8 +127,8 @@ def _on(device: int) -> contextlib.AbstractContextManager[Any]:
     return cupy.cuda.Device(device)  # type: ignore[no-any-return]
 
 
-# What launches that a CUDA graph captured have used beside their arguments. A replay uses it again,
-# and nothing tells when the graph is gone.
+# The scratch of launches that a CUDA graph captured. A replay uses it again, and nothing tells when
+# the graph is gone.
 _kept_by_graphs: list[Any] = []
 
 

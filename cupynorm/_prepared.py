@@ -44,9 +44,9 @@ class Dialect:
     accepts : dict
         By kind, the condition on an array without which a call has no key; may lack kinds.
     signature : dict
-        By kind, what a call depends on, of an array.
+        By kind, what of an array a call depends on.
     device : str
-        What it depends on beside, of x alone; empty where the signature tells.
+        What else a call depends on, of x alone; empty where the signature tells.
     before : str
         A statement that begins a call.
     copy : str

@@ -250,7 +250,7 @@ def _formula(module: Any, n: int, eps: float) -> tuple[type, bool]:
     tried = [torch.randn(*shape, n, **options) for shape in ((2,), (2, 3), (2, 3, 5))]
     for x in tried:
         x[1] *= math.sqrt(eps)  # where it matters how eps is added
-    # One of the same attributes, but for the weight: the module may be on any device.
+    # One of the same attributes. The weight is left out: the module may be on any device.
     cls: Any = type(module)
     stand_in = cls.__new__(cls)
     parameters = {"weight": torch.nn.Parameter(weight)}
