@@ -65,9 +65,13 @@ DOT = 1 << 13  # elements: BLAS may divide longer dot products among threads, an
 # ---- the equations, in float64 -------------------------------------------------------------------
 
 
-def widen(array: Array) -> Float64:
-    """Return a C-ordered float64 copy."""
-    return np.array(array, dtype=np.float64, order="C")
+def widen(array: Array, memory: Float64 | None = None) -> Float64:
+    """Return a C-ordered float64 copy, in the first rows of `memory` if that is given."""
+    if memory is None:
+        return np.array(array, dtype=np.float64, order="C")
+    copy = memory[: len(array)]
+    copy[...] = array
+    return copy
 
 
 def effective_weight(weight: Array | None, zero_centered: bool) -> Float64:
@@ -104,10 +108,12 @@ def mean_of_products(a: Float64, b: Float64, k: int, narrow: bool) -> Float64:
     return np.asarray(total / count).reshape(kept + (1,) * k)
 
 
-def normalize(norm: Norm, x: Array, k: int, eps: float) -> tuple[Float64, Float64 | None, Float64]:
+def normalize(
+    norm: Norm, x: Array, k: int, eps: float, memory: Float64 | None = None
+) -> tuple[Float64, Float64 | None, Float64]:
     """Return xhat, mean and rstd over the last k axes; mean and rstd keep axes of size 1."""
     axes, narrow = tuple(range(-k, 0)), x.dtype != np.float64
-    wide = widen(x)
+    wide = widen(x, memory)
     d, exponent = wide, np.zeros((), np.int32)
     if not narrow:
         # Dividing by the larger of max|x| and sqrt(eps) leaves nothing above 1. Values that
@@ -137,7 +143,7 @@ def normalize(norm: Norm, x: Array, k: int, eps: float) -> tuple[Float64, Float6
 
 
 def normalize_by(
-    norm: Norm, x: Array, mean: Array | None, rstd: Array, k: int
+    norm: Norm, x: Array, mean: Array | None, rstd: Array, k: int, memory: Float64 | None = None
 ) -> tuple[Float64, Float64]:
     """Return xhat and rstd from stored statistics. The mean serves only as a shift.
 
@@ -146,10 +152,12 @@ def normalize_by(
     """
     wide_rstd = widen(rstd).reshape(rstd.shape + (1,) * k)
     if norm == "rms_norm":
-        xhat = widen(x) * wide_rstd
+        xhat = widen(x, memory)
+        xhat *= wide_rstd
     else:
         assert mean is not None  # noqa: S101 - narrows the type; the callers always have it here
-        xhat, shift, factor = widen(x), widen(mean).reshape(wide_rstd.shape), wide_rstd
+        xhat, factor = widen(x, memory), wide_rstd
+        shift = widen(mean).reshape(wide_rstd.shape)
         if x.dtype == np.float64:
             # In parts, since x - mean may overflow where x * rstd does not.
             significand, exponent = np.frexp(wide_rstd)
@@ -203,11 +211,12 @@ def forward_float64(
     eps: float,
     zero_centered: bool,
     relu: Relu = None,
+    memory: Float64 | None = None,
 ) -> NormForward:
     """Return y, mean and rstd in float64, before any rounding, and the bitmask."""
     kept = x.shape[: x.ndim - k]
     with np.errstate(all="ignore"):
-        xhat, mean, rstd = normalize(norm, x, k, eps)
+        xhat, mean, rstd = normalize(norm, x, k, eps, memory)
         y = affine(xhat, weight, bias, zero_centered)
         bitmask = None
         if relu is not None:
@@ -228,12 +237,13 @@ def backward_float64(
     k: int,
     zero_centered: bool,
     bias_shape: tuple[int, ...] | None,
+    memory: tuple[Float64 | None, Float64 | None] = (None, None),
 ) -> NormBackward:
     """Return dx, dweight and dbias in float64, before any rounding."""
     narrow = all(array.dtype != np.float64 for array in (dy, x))
     with np.errstate(all="ignore"):
-        g = widen(dy)
-        xhat, wide_rstd = normalize_by(norm, x, mean, rstd, k)
+        g = widen(dy, memory[0])
+        xhat, wide_rstd = normalize_by(norm, x, mean, rstd, k, memory[1])
         dbias = None if bias_shape is None else sum_to_shape(g, bias_shape, narrow=narrow)
         dweight = None
         if weight is not None:
@@ -262,12 +272,10 @@ def sum_to_shape(
     kept = [a for a in range(array.ndim) if full[a] != 1]
     if narrow:
         axes = string.ascii_letters[: array.ndim]
-        total: Float64 = (
-            np.add.reduce(array, axis=tuple(summed))
-            if factor is None
-            else np.einsum(f"{axes},{axes}->{''.join(axes[a] for a in kept)}", array, factor)
-        )
-        return total.reshape(shape)
+        of_kept = "".join(axes[a] for a in kept)
+        if factor is not None:
+            return np.asarray(np.einsum(f"{axes},{axes}->{of_kept}", array, factor)).reshape(shape)
+        return np.asarray(np.add.reduce(array, axis=tuple(summed))).reshape(shape)
     count = math.prod(array.shape[a] for a in summed)
     terms = (array if factor is None else array * factor).transpose(*summed, *kept)
     terms = terms.reshape(count, *(n for n in full if n != 1))
@@ -335,6 +343,11 @@ def _blocks(
     return shape, shape[: len(shape) - k], blocks
 
 
+def _memory(rows: Array, blocks: list[slice]) -> Float64:
+    """Return memory for the float64 copy of a block: always the same stays in the cache."""
+    return np.empty_like(rows[next(iter(blocks), slice(0))], dtype=np.float64, order="C")
+
+
 def _returned(array: Array, shape: tuple[int, ...], out: Array | None = None) -> Array:
     """Return an array in a shape, or `out` with its values."""
     if out is None:
@@ -388,18 +401,26 @@ def _forward(
     dtype = compute_dtype(x if total is None else total)
     mean = np.empty(of_statistics, dtype) if norm == "layer_norm" else None
     rstd = np.empty(of_statistics, dtype)
-    # Of all blocks.
-    factor = None if weight is None else effective_weight(weight, zero_centered)
-    wide_bias = None if bias is None else np.asarray(bias, np.float64)
+    factor = None if weight is None else effective_weight(weight, zero_centered)  # of all blocks
+    offset = None if bias is None else np.asarray(bias, np.float64)
     mask_bytes = -(-math.prod(x.shape[x.ndim - k :]) // 8)
     bitmask = None if relu is None else np.empty((*of_statistics, mask_bytes), np.uint8)
+    memory = _memory(rows, blocks)
     np.setbufsize(BUFFER)  # until errstate is left
     for block in blocks:
         values = rows[block]
         if added is not None and total is not None:
             values = total[block] = add_residual(values, added[block], total.dtype)
         exact = forward_float64(
-            norm, values, factor, wide_bias, k=k, eps=eps, zero_centered=False, relu=relu
+            norm,
+            values,
+            factor,
+            offset,
+            k=k,
+            eps=eps,
+            zero_centered=False,
+            relu=relu,
+            memory=memory,
         )
         round_into(y[block], exact.y)
         round_into(rstd[block], exact.rstd)
@@ -447,6 +468,7 @@ def _backward(
     of_weight: list[Float64 | None] = []
     of_bias: list[Float64 | None] = []
     factor = None if weight is None else effective_weight(weight, zero_centered)  # of all blocks
+    memory = _memory(rows, blocks), _memory(rows, blocks)
     np.setbufsize(BUFFER)  # until errstate is left
     for block in blocks:
         exact = backward_float64(
@@ -459,6 +481,7 @@ def _backward(
             k=k,
             zero_centered=False,
             bias_shape=bias_shape,
+            memory=memory,
         )
         of_total = exact.dx if added is None else exact.dx + widen(added[block])
         if exact.dweight is not None:
