@@ -7,13 +7,16 @@ Rows of float64 are scaled by a power of two before anything is squared, so none
 or underflows on the way. NaN and inf stay in their row. If a row of RMSNorm holds an inf, rstd is
 0, and y is NaN at the inf and 0 elsewhere. If a row of LayerNorm does, all of it is NaN.
 
-The functions go through the rows by blocks, whose float64 copies stay in a core's cache.
+The functions go through the rows by blocks, whose float64 copies stay in a core's cache. Where all
+values are of narrower dtypes ("narrow"), float64 has bits to spare: means need no correction, and
+sums are added in the fastest order.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+import string
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
@@ -54,15 +57,21 @@ Norm = Literal["rms_norm", "layer_norm"]
 Axis = int | Sequence[int] | None
 Relu = tuple[float, float] | None
 
-BLOCK = 1 << 15  # elements: 256 KiB in float64, and a few arrays of them are in use at once
+BLOCK = 1 << 16  # elements: 512 KiB in float64, and two arrays of them are in use at once
+BUFFER = 512  # elements: NumPy copies what broadcasts over rows of which two fit
+DOT = 1 << 13  # elements: BLAS may divide longer dot products among threads, and so add otherwise
 
 
 # ---- the equations, in float64 -------------------------------------------------------------------
 
 
-def widen(array: Array) -> Float64:
-    """Return a C-ordered float64 copy."""
-    return np.array(array, dtype=np.float64, order="C")
+def widen(array: Array, memory: Float64 | None = None) -> Float64:
+    """Return a C-ordered float64 copy, in the first rows of `memory` if that is given."""
+    if memory is None:
+        return np.array(array, dtype=np.float64, order="C")
+    copy = memory[: len(array)]
+    copy[...] = array
+    return copy
 
 
 def effective_weight(weight: Array | None, zero_centered: bool) -> Float64:
@@ -81,12 +90,32 @@ def add_residual(x: Array, residual: Array, dtype: DTypeLike) -> Array:
         return round_once(widen(x.astype(compute) + residual.astype(compute)), dtype)
 
 
-def normalize(norm: Norm, x: Array, k: int, eps: float) -> tuple[Float64, Float64 | None, Float64]:
+def mean_of(array: Float64, k: int) -> Float64:
+    """Return the mean over the last k axes, which keep a size of 1."""
+    total: Float64 = np.add.reduce(array, axis=tuple(range(-k, 0)), keepdims=True)
+    return np.divide(total, math.prod(array.shape[array.ndim - k :]), out=total)
+
+
+def mean_of_products(a: Float64, b: Float64, k: int, narrow: bool) -> Float64:
+    """Return the mean of a * b over the last k axes, which keep a size of 1."""
+    if not narrow:
+        return mean_of(a * b, k)
+    kept, count = a.shape[: a.ndim - k], math.prod(a.shape[a.ndim - k :])
+    a, b = a.reshape(*kept, count), b.reshape(*kept, count)
+    total = np.vecdot(a[..., :DOT], b[..., :DOT])  # a call of BLAS for each row, whatever the rest
+    for start in range(DOT, count, DOT):
+        total += np.vecdot(a[..., start : start + DOT], b[..., start : start + DOT])
+    return np.asarray(total / count).reshape(kept + (1,) * k)
+
+
+def normalize(
+    norm: Norm, x: Array, k: int, eps: float, memory: Float64 | None = None
+) -> tuple[Float64, Float64 | None, Float64]:
     """Return xhat, mean and rstd over the last k axes; mean and rstd keep axes of size 1."""
-    axes = tuple(range(-k, 0))
-    wide = widen(x)
+    axes, narrow = tuple(range(-k, 0)), x.dtype != np.float64
+    wide = widen(x, memory)
     d, exponent = wide, np.zeros((), np.int32)
-    if x.dtype == np.float64:
+    if not narrow:
         # Dividing by the larger of max|x| and sqrt(eps) leaves nothing above 1. Values that
         # underflow then are too small to count. frexp leaves the exponent of inf and NaN
         # unspecified.
@@ -95,19 +124,26 @@ def normalize(norm: Norm, x: Array, k: int, eps: float) -> tuple[Float64, Float6
         d = np.ldexp(wide, -exponent)
     mean = None
     if norm == "layer_norm":
-        first = d.mean(axis=axes, keepdims=True)
+        first = mean_of(d, k)
         d -= first
-        correction = d.mean(axis=axes, keepdims=True)
-        d -= correction
+        correction = first - first  # NaN beside an inf, as the mean of what is left would be
+        if not narrow:
+            correction = mean_of(d, k)
+            d -= correction
         mean = np.ldexp(first + correction, exponent)
-    rms = np.sqrt(np.mean(d * d, axis=axes, keepdims=True))
+    rms = np.sqrt(mean_of_products(d, d, k, narrow))
     # hypot, since an eps whose square is out of range still decides the rstd of large equal values.
     root = np.hypot(rms, np.ldexp(math.sqrt(eps), -exponent))
-    return np.divide(d, root, out=d), mean, np.ldexp(1.0 / root, -exponent)
+    inverse = 1.0 / root
+    if narrow:
+        d *= inverse
+    else:
+        d /= root
+    return d, mean, np.ldexp(inverse, -exponent)
 
 
 def normalize_by(
-    norm: Norm, x: Array, mean: Array | None, rstd: Array, k: int
+    norm: Norm, x: Array, mean: Array | None, rstd: Array, k: int, memory: Float64 | None = None
 ) -> tuple[Float64, Float64]:
     """Return xhat and rstd from stored statistics. The mean serves only as a shift.
 
@@ -116,19 +152,24 @@ def normalize_by(
     """
     wide_rstd = widen(rstd).reshape(rstd.shape + (1,) * k)
     if norm == "rms_norm":
-        xhat = widen(x) * wide_rstd
+        xhat = widen(x, memory)
+        xhat *= wide_rstd
     else:
         assert mean is not None  # noqa: S101 - narrows the type; the callers always have it here
-        xhat, shift, factor = widen(x), widen(mean).reshape(wide_rstd.shape), wide_rstd
+        xhat, factor = widen(x, memory), wide_rstd
+        shift = widen(mean).reshape(wide_rstd.shape)
         if x.dtype == np.float64:
             # In parts, since x - mean may overflow where x * rstd does not.
             significand, exponent = np.frexp(wide_rstd)
             down = np.where(np.isfinite(significand), np.minimum(exponent, 0), 0)
             xhat, shift = np.ldexp(xhat, down), np.ldexp(shift, down)
             factor = np.ldexp(significand, exponent - down)
+        else:
+            shift += mean_of(xhat, k) - shift  # the exact mean; NaN if the stored one is not finite
         xhat -= shift
         xhat *= factor
-        xhat -= xhat.mean(axis=tuple(range(-k, 0)), keepdims=True)
+        if x.dtype == np.float64:
+            xhat -= mean_of(xhat, k)
     lost = np.isposinf(wide_rstd)
     if lost.any():
         again, _, exact_rstd = normalize(norm, x, k, 0.0)
@@ -170,11 +211,12 @@ def forward_float64(
     eps: float,
     zero_centered: bool,
     relu: Relu = None,
+    memory: Float64 | None = None,
 ) -> NormForward:
     """Return y, mean and rstd in float64, before any rounding, and the bitmask."""
     kept = x.shape[: x.ndim - k]
     with np.errstate(all="ignore"):
-        xhat, mean, rstd = normalize(norm, x, k, eps)
+        xhat, mean, rstd = normalize(norm, x, k, eps, memory)
         y = affine(xhat, weight, bias, zero_centered)
         bitmask = None
         if relu is not None:
@@ -195,39 +237,47 @@ def backward_float64(
     k: int,
     zero_centered: bool,
     bias_shape: tuple[int, ...] | None,
+    memory: tuple[Float64 | None, Float64 | None] = (None, None),
 ) -> NormBackward:
     """Return dx, dweight and dbias in float64, before any rounding."""
-    axes = tuple(range(-k, 0))
+    narrow = all(array.dtype != np.float64 for array in (dy, x))
     with np.errstate(all="ignore"):
-        wide_dy = widen(dy)
-        g = wide_dy
-        if weight is not None:
-            g = wide_dy * effective_weight(weight, zero_centered)
-        xhat, wide_rstd = normalize_by(norm, x, mean, rstd, k)
-        # From here on arrays are written over: a block stays in the cache.
-        product = g * xhat
-        slope = product.mean(axis=axes, keepdims=True)
-        dx = np.subtract(g, np.multiply(xhat, slope, out=product), out=product)
-        if norm == "layer_norm":
-            dx -= g.mean(axis=axes, keepdims=True)
-        dx *= wide_rstd
+        g = widen(dy, memory[0])
+        xhat, wide_rstd = normalize_by(norm, x, mean, rstd, k, memory[1])
+        dbias = None if bias_shape is None else sum_to_shape(g, bias_shape, narrow=narrow)
         dweight = None
         if weight is not None:
-            dweight = sum_to_shape(np.multiply(wide_dy, xhat, out=g), weight.shape)
-        dbias = None if bias_shape is None else sum_to_shape(wide_dy, bias_shape)
-        return NormBackward(dx, dweight, dbias)
+            dweight = sum_to_shape(g, weight.shape, xhat, narrow=narrow)
+            g *= effective_weight(weight, zero_centered)
+        # Both are written over: fewer arrays stay in the cache.
+        slope = mean_of_products(g, xhat, k, narrow)
+        mean_g = mean_of(g, k) if norm == "layer_norm" else None
+        g -= np.multiply(xhat, slope, out=xhat)
+        if mean_g is not None:
+            g -= mean_g
+        g *= wide_rstd
+        return NormBackward(g, dweight, dbias)
 
 
-def sum_to_shape(array: Float64, shape: tuple[int, ...]) -> Float64:
-    """Undo a broadcast: sum over the axes along which `shape` was repeated.
+def sum_to_shape(
+    array: Float64, shape: tuple[int, ...], factor: Float64 | None = None, *, narrow: bool = False
+) -> Float64:
+    """Undo a broadcast: sum array * factor over the axes along which `shape` was repeated.
 
-    The sum adds halves to each other, so its error grows with the logarithm of the length.
-    `numpy.sum` over a leading axis adds one term after the other.
+    The sum adds halves to each other, so its error grows with the logarithm of the length. Narrow
+    values are added one after the other, as NumPy does over a leading axis. The result is new.
     """
     full = (1,) * (array.ndim - len(shape)) + tuple(shape)
     summed = [a for a in range(array.ndim) if full[a] == 1]
+    kept = [a for a in range(array.ndim) if full[a] != 1]
+    if narrow:
+        axes = string.ascii_letters[: array.ndim]
+        of_kept = "".join(axes[a] for a in kept)
+        if factor is not None:
+            return np.asarray(np.einsum(f"{axes},{axes}->{of_kept}", array, factor)).reshape(shape)
+        return np.asarray(np.add.reduce(array, axis=tuple(summed))).reshape(shape)
     count = math.prod(array.shape[a] for a in summed)
-    terms = np.moveaxis(array, summed, range(len(summed)))
+    terms = (array if factor is None else array * factor).transpose(*summed, *kept)
     terms = terms.reshape(count, *(n for n in full if n != 1))
     if count == 0:
         return np.zeros(shape)
@@ -237,8 +287,7 @@ def sum_to_shape(array: Float64, shape: tuple[int, ...]) -> Float64:
         if len(terms) % 2:
             pairs[0] += terms[-1]
         terms = pairs
-    total: Float64 = terms[0].reshape(shape)
-    return total
+    return np.array(terms[0]).reshape(shape)
 
 
 # ---- the one rounding ----------------------------------------------------------------------------
@@ -273,8 +322,7 @@ def round_into(out: Array, values: Float64) -> None:
     if out.dtype == ml_dtypes.bfloat16:
         out[...] = round_once(values, out.dtype)
     else:
-        with np.errstate(all="ignore"):
-            out[...] = values
+        out[...] = values
 
 
 # ---- rows by blocks ------------------------------------------------------------------------------
@@ -293,6 +341,11 @@ def _blocks(
     count = max(1, BLOCK // max(1, math.prod(shape[1:])))
     blocks = [slice(start, start + count) for start in range(0, shape[0], count)]
     return shape, shape[: len(shape) - k], blocks
+
+
+def _memory(rows: Array, blocks: list[slice]) -> Float64:
+    """Return memory for the float64 copy of a block: always the same stays in the cache."""
+    return np.empty_like(rows[next(iter(blocks), slice(0))], dtype=np.float64, order="C")
 
 
 def _returned(array: Array, shape: tuple[int, ...], out: Array | None = None) -> Array:
@@ -322,6 +375,7 @@ def _total(sums: list[Float64 | None], shape: tuple[int, ...], dtype: DTypeLike)
 # ---- the public functions, which hand on all their arguments by name -----------------------------
 
 
+@np.errstate(all="ignore")
 def _forward(
     norm: Norm,
     x: Array,
@@ -348,14 +402,25 @@ def _forward(
     mean = np.empty(of_statistics, dtype) if norm == "layer_norm" else None
     rstd = np.empty(of_statistics, dtype)
     factor = None if weight is None else effective_weight(weight, zero_centered)  # of all blocks
+    offset = None if bias is None else np.asarray(bias, np.float64)
     mask_bytes = -(-math.prod(x.shape[x.ndim - k :]) // 8)
     bitmask = None if relu is None else np.empty((*of_statistics, mask_bytes), np.uint8)
+    memory = _memory(rows, blocks)
+    np.setbufsize(BUFFER)  # until errstate is left
     for block in blocks:
         values = rows[block]
         if added is not None and total is not None:
             values = total[block] = add_residual(values, added[block], total.dtype)
         exact = forward_float64(
-            norm, values, factor, bias, k=k, eps=eps, zero_centered=False, relu=relu
+            norm,
+            values,
+            factor,
+            offset,
+            k=k,
+            eps=eps,
+            zero_centered=False,
+            relu=relu,
+            memory=memory,
         )
         round_into(y[block], exact.y)
         round_into(rstd[block], exact.rstd)
@@ -373,6 +438,7 @@ def _forward(
     )
 
 
+@np.errstate(all="ignore")
 def _backward(
     norm: Norm,
     dy: Array,
@@ -401,37 +467,39 @@ def _backward(
         of_residual = np.empty(shape, dresidual_dtype or x.dtype)
     of_weight: list[Float64 | None] = []
     of_bias: list[Float64 | None] = []
+    factor = None if weight is None else effective_weight(weight, zero_centered)  # of all blocks
+    memory = _memory(rows, blocks), _memory(rows, blocks)
+    np.setbufsize(BUFFER)  # until errstate is left
     for block in blocks:
         exact = backward_float64(
             norm,
             masked(dy[block], None if bitmask is None else bitmask[block], k),
             rows[block],
-            weight,
+            factor,
             None if mean is None else mean[block],
             rstd[block],
             k=k,
-            zero_centered=zero_centered,
+            zero_centered=False,
             bias_shape=bias_shape,
+            memory=memory,
         )
-        with np.errstate(all="ignore"):
-            of_total = exact.dx if added is None else exact.dx + widen(added[block])
-            if exact.dweight is not None:
-                _add(of_weight, exact.dweight)
-            if exact.dbias is not None:
-                _add(of_bias, exact.dbias)
+        of_total = exact.dx if added is None else exact.dx + widen(added[block])
+        if exact.dweight is not None:
+            _add(of_weight, exact.dweight)
+        if exact.dbias is not None:
+            _add(of_bias, exact.dbias)
         round_into(of_x[block], of_total)
         if of_residual is not None:
             round_into(of_residual[block], of_total)
     result = dresidual = _returned(of_x, x.shape, dx)
     if of_residual is not None:
         dresidual = _returned(of_residual, x.shape)
-    with np.errstate(all="ignore"):
-        return NormBackward(
-            result,
-            None if weight is None else _total(of_weight, weight.shape, weight.dtype),
-            None if bias_shape is None else _total(of_bias, bias_shape, bias_dtype),
-            dresidual if has_residual(dresidual_out, dx_dtype, dresidual_dtype) else None,
-        )
+    return NormBackward(
+        result,
+        None if weight is None else _total(of_weight, weight.shape, weight.dtype),
+        None if bias_shape is None else _total(of_bias, bias_shape, bias_dtype),
+        dresidual if has_residual(dresidual_out, dx_dtype, dresidual_dtype) else None,
+    )
 
 
 def compute(spec: Spec, options: Options, arrays: Mapping[str, Any]) -> dict[str, Any]:

@@ -211,7 +211,7 @@ def test_layer_norm_backward_takes_the_mean_as_no_more_than_a_shift() -> None:
 
 @both_norms
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
-@pytest.mark.parametrize("row", [(2,), (7,), (300,), (3, 40)])
+@pytest.mark.parametrize("row", [(2,), (7,), (300,), (3, 40), (2 * reference.DOT + 9,)])
 def test_torch_agrees(norm: Norm, dtype: str, row: tuple[int, ...]) -> None:
     torch = pytest.importorskip("torch")
     arrays = [make_values("normal", shape, dtype, i) for i, shape in enumerate([(9, *row)] * 2)]
@@ -294,6 +294,42 @@ def test_a_row_depends_on_no_other_row(norm: Norm, seed: int) -> None:
         np.testing.assert_array_equal(alone.rstd, together.rstd[i])
 
 
+@both_norms
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    kind=st.sampled_from(["normal", "mean_1e6", "nonfinite"]),
+    dtype=st.sampled_from(list(DTYPES)),
+    m=st.integers(1, 20),
+    n=st.integers(1, 300) | st.sampled_from([4096, 8195, 16385]),
+    block=st.sampled_from([1, 1 << 10, 1 << 16]),
+)
+def test_no_bit_of_a_row_depends_on_its_block(
+    norm: Norm,
+    seed: int,
+    kind: str,
+    dtype: str,
+    m: int,
+    n: int,
+    block: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(reference, "BLOCK", block)
+    x, dy = (make_values(of, (m, n), dtype, seed + i) for i, of in enumerate((kind, "normal")))
+    weight = make_values("normal", (n,), "float32", seed + 2)
+
+    def results(rows: slice) -> list[Array | None]:
+        forward = run_forward(norm, x[rows], weight, out_dtype=np.float64)
+        backward = run_backward(norm, dy[rows], x[rows], weight, forward, dx_dtype=np.float64)
+        return [*forward[:3], backward.dx]
+
+    together = results(slice(None))
+    for i in range(m):
+        for alone, among in zip(results(slice(i, i + 1)), together, strict=True):
+            if among is not None and alone is not None:
+                np.testing.assert_array_equal(alone[0], among[i])
+
+
 # ---- special values and ranges -------------------------------------------------------------------
 
 INF, NAN = np.inf, np.nan
@@ -310,7 +346,8 @@ def test_rows_of_subnormal_numbers_whose_rstd_is_out_of_range(norm: Norm, dtype:
     forward = run_forward(norm, x, weight, eps=0.0, out_dtype="float64")
     like = run_forward(norm, whole, weight, eps=0.0)
     np.testing.assert_array_equal(np.isinf(forward.rstd), [True, True, False])
-    np.testing.assert_array_equal(forward.y, like.y)
+    # Values of narrower dtypes are multiplied by rstd, not divided by its inverse.
+    np.testing.assert_allclose(forward.y, like.y, rtol=0 if dtype == "float64" else 2**-51, atol=0)
     for stored, of_whole in zip(forward[1:3], like[1:3], strict=True):
         if stored is not None:
             of_whole[2] = stored[2]
@@ -332,9 +369,11 @@ def test_an_infinity_makes_nan_of_itself_and_zero_of_its_row() -> None:
     np.testing.assert_array_equal(forward.rstd, [0, 1])
 
 
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("planted", [INF, -INF, NAN])
-def test_a_row_that_is_not_finite_has_no_layer_norm(planted: float) -> None:
-    forward = reference.layer_norm_forward(np.array([[1.0, planted, 3.0], [-1.0, 0.0, 1.0]]))
+def test_a_row_that_is_not_finite_has_no_layer_norm(planted: float, dtype: str) -> None:
+    x = np.array([[1.0, planted, 3.0], [-1.0, 0.0, 1.0]], dtype)
+    forward = reference.layer_norm_forward(x)
     for field in (forward.y, forward.mean, forward.rstd):
         assert np.all(np.isnan(field[0]))
         assert not np.any(np.isnan(field[1]))
@@ -494,6 +533,16 @@ def test_no_argument_is_written_and_out_sets_the_dtype(norm: Norm) -> None:
     forward = run_forward(norm, x, weight, out_dtype=np.float16)
     np.testing.assert_array_equal(y, forward.y)
     run_backward(norm, x, x, weight, forward)
+
+
+def test_a_call_leaves_the_settings_of_numpy() -> None:
+    x = np.array([[3e38, INF, 0.0]], np.float32)
+    with np.errstate(all="warn", over="raise"):
+        np.setbufsize(4096)
+        before = np.getbufsize(), np.geterr()
+        forward = reference.layer_norm_forward(x)
+        reference.layer_norm_backward(x, x, x[0], forward.mean, forward.rstd)
+        assert (np.getbufsize(), np.geterr()) == before
 
 
 # ---- rounding and sums ---------------------------------------------------------------------------
