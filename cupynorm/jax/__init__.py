@@ -9,7 +9,8 @@ residual to x first.
 Rows stay where they are, even if the devices do not share them evenly. No x, dy, y or dx, nor a
 residual, is sent to another device, with two exceptions: the normalized axes themselves are split,
 or a ``shard_map`` over other axes leaves rows split over Auto axes. The gradients of weight and
-bias are summed over the devices in the compute dtype. Derivatives are taken in both modes, any
+bias are summed over the devices in the compute dtype. Where these vary from row to row, they are
+split as the rows are. Derivatives are taken in both modes, any
 number of times.
 """
 
@@ -142,14 +143,14 @@ def rms_norm(
 
     Notes
     -----
-    Under ``vmap`` the batch is one more leading axis, and the call is still one kernel launch. XLA
-    computes a mapped weight or bias, or their gradient for each example, from the formula. It also
-    computes the tangents of forward mode so, and derivatives of derivatives.
+    Under ``vmap`` the batch is one more leading axis, and the call is still one kernel launch. Each
+    example may have a weight and a bias of its own, and has gradients of its own. XLA computes
+    three things from the formula: the tangents of forward mode, derivatives of derivatives, and the
+    gradient of a ``vmap`` over a bias where there is no weight.
 
-    Where weight or bias varies from row to row, or an element serves several of a row, a kernel
-    normalizes to the compute dtype. XLA then scales, shifts and rounds, and sums the gradients of
-    weight and bias in an order of its own. Normalized axes that are not the last ones are
-    transposed to the end, and the results back.
+    Kernels read a weight and a bias of one shape that vary over adjacent kept axes, and over the
+    first of the normalized axes. XLA repeats others along further axes, and sums their gradients.
+    Normalized axes that are not the last ones are transposed to the end, and the results back.
 
     With a residual, s is kept for the gradients instead of x and residual. The gradient of s is
     added to that of the norm before it is rounded, in the same kernel. If s is not used further,

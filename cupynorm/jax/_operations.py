@@ -178,9 +178,12 @@ def split_as(like: Any, array: Any, spec: PartitionSpec | None = None) -> Any:
 
 def repeated(like: Any, array: Any, size: int) -> Any:
     """Return an array for each example of a batch that is split as another one's is."""
-    of_batch, *_ = jax.typeof(like).sharding.spec
+    shape, sharding = (size, *array.shape), jax.typeof(like).sharding
+    of_batch, *_ = sharding.spec
+    if of_batch is None:
+        return jnp.broadcast_to(array, shape)
     spec = PartitionSpec(of_batch, *jax.typeof(array).sharding.spec)
-    return split_as(like, jnp.broadcast_to(array, (size, *array.shape)), spec)
+    return jnp.broadcast_to(array, shape, out_sharding=NamedSharding(sharding.mesh, spec))
 
 
 @functools.cache
@@ -213,12 +216,12 @@ def _partitioned(operation: Operation) -> Any:
             for name, a in types
         ]
         count = len(operation.operands)
-        split = {*kept, *own[: len(kept)]}
+        of_rows = {*kept, *own[: len(kept)]}
         # A factor may be named only if it occurs, and in that order.
         uncut = dict.fromkeys(factor for side in sides for factor in side.split())
         return (
             f"{', '.join(sides[:count])} -> {', '.join(sides[count:])}",
-            {"need_replication_factors": tuple(f for f in uncut if f not in split)},
+            {"need_replication_factors": tuple(f for f in uncut if f not in of_rows)},
         )
 
     def shardings(operands: Any) -> tuple[Any, Any, Arrays, Arrays]:
