@@ -162,7 +162,7 @@ def test_weights_that_broadcast(norm: str, case: str, dtype: str) -> None:
     check(norm, values(shape, dtype, 1), weight, bias, k=k, **options)
 
 
-@pytest.mark.parametrize("case", ["AdaLN", "heads of examples", "groups of channels"])
+@pytest.mark.parametrize("case", ["AdaLN", "heads", "groups of channels"])
 @pytest.mark.parametrize("norm", NORMS)
 def test_the_bits_of_groups_are_those_of_the_plain_functions(norm: str, case: str) -> None:
     shape, of_weight, _, k = BROADCAST[case]

@@ -116,6 +116,17 @@ def test_values_with_vectors_that_kernels_read_elsewhere() -> None:
             check("layer_norm", x, weight, bias, dy=dy, k=k, zero_centered=weight is not None)
 
 
+@pytest.mark.parametrize(
+    ("shape", "of_weight"), [((0, 3, 8), (0, 1, 8)), ((2, 0, 8), (2, 1, 8)), ((0, 4, 8), (4, 1))]
+)
+def test_no_rows(shape: Any, of_weight: Any) -> None:
+    x, weight = np.zeros(shape), values(of_weight)
+    with by_kernels():
+        gradients = step(x, weight, weight)
+    assert [g.shape for g in gradients] == [shape, of_weight, of_weight]
+    assert not any(np.any(g) for g in gradients)
+
+
 # ---- what is launched ----------------------------------------------------------------------------
 
 
@@ -324,6 +335,17 @@ def test_gradients_of_each_example_are_within_the_bounds() -> None:
         result = cupynorm.NormBackward(*(np.asarray(g[i]) for g in gradients))
         stored = kept.mean, kept.rstd
         testing.check_backward("layer_norm", result, dy[i], x[i], weight[i], *stored, bias=bias)
+
+
+def test_no_axis_is_added_silently() -> None:
+    x, heads, weights = values((2, 3, 4, 8)), values((4, 8), seed=1), values((2, 8), seed=2)
+
+    def slope(*arrays: Any) -> Any:
+        return sum(jnp.sum(g**2) for g in step(*arrays))
+
+    with by_kernels(), jax.numpy_rank_promotion("raise"):
+        jax.grad(slope, (0, 1, 2))(x, heads, weights[0])
+        jax.vmap(slope, in_axes=(0, None, 0))(x, heads, weights)
 
 
 def test_vmap_of_weights_within_vmap() -> None:

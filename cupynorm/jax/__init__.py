@@ -10,8 +10,7 @@ Rows stay where they are, even if the devices do not share them evenly. No x, dy
 residual, is sent to another device, with two exceptions: the normalized axes themselves are split,
 or a ``shard_map`` over other axes leaves rows split over Auto axes. The gradients of weight and
 bias are summed over the devices in the compute dtype. Where these vary from row to row, they are
-split as the rows are. Derivatives are taken in both modes, any
-number of times.
+split as the rows are. Derivatives are taken in both modes, any number of times.
 """
 
 from __future__ import annotations
@@ -352,20 +351,16 @@ def _over_one_mesh(
 ) -> list[Any]:
     """Return arrays with whole rows on each device, and varying over the same axes.
 
-    Rows are split along the kept axes by a spec, over the mesh of one array. Their types say so
-    where a mesh has Explicit axes, and within shard_map. JAX undoes it in the gradients, and can do
-    so only here, outside of the rules for derivatives.
+    Rows are split along the kept axes by a spec, over the mesh of one array. So are vectors where
+    they vary. Their types say so where a mesh has Explicit axes, and within shard_map. JAX undoes
+    it in the gradients, and can do so only here, outside of the rules for derivatives.
     """
-    rows = PartitionSpec(*split[: like.ndim - k], *k * (None,))
-    whole = [a if a is None else split_as(like, a, rows) for a in (x, residual)]
-    for array in affine:
-        whole.append(
-            array
-            if array is None
-            else split_as(
-                like, array, split_of("weight", array.shape, rows[: like.ndim - k], like.ndim)
-            )
-        )
+    kept = split[: like.ndim - k]
+    named = [("x", x), ("residual", residual), *(("weight", vector) for vector in affine)]
+    whole = [
+        a if a is None else split_as(like, a, split_of(name, a.shape, kept, like.ndim))
+        for name, a in named
+    ]
     varying = frozenset().union(*(_varying(a) for a in whole if a is not None))
     return [
         a
