@@ -40,6 +40,7 @@ __all__ = [
     "has_residual",
     "shape_of",
     "shapes_of_results",
+    "sharing",
 ]
 
 Norm = Literal["rms_norm", "layer_norm"]
@@ -215,7 +216,8 @@ def _present(spec: _Spec, names: tuple[str, ...]) -> tuple[str, ...]:
 MOST_OF_A_PACK = 8  # elements
 
 
-def _sharing(groups: Groups | None) -> dict[str, Any]:
+def sharing(groups: Groups | None) -> dict[str, Any]:
+    """Return what a spec says of how rows share weight and bias."""
     repeats = 0 if groups is None or groups.repeats == 1 else groups.repeats | MOST_OF_A_PACK
     return {"grouped": groups is not None, "repeats": repeats & -repeats}
 
@@ -260,7 +262,7 @@ class ForwardSpec(_Spec):
             relu=options.relu is not None,
             branch=x if residual else None,
             residual=residual,
-            **_sharing(options.groups),
+            **sharing(options.groups),
         )
 
     @property
@@ -331,7 +333,7 @@ class BackwardSpec(_Spec):
             dresidual_out=dtypes.get("dresidual_out"),
             dx=None if dx == x else dx,
             dresidual=None if dresidual == dx else dresidual,
-            **_sharing(options.groups),
+            **sharing(options.groups),
         )
 
     @property

@@ -43,7 +43,7 @@ settings.load_profile("ci" if os.environ.get("CI") else "dev")
 LONGEST = (
     *("test_host_kernels.py", "test_compile.py", "test_jax.py", "test_jax_sharding.py"),
     *("test_host_mutations.py", "test_torch.py", "test_host_lines.py", "test_examples.py"),
-    "test_torch_sharding.py",
+    *("test_torch_sharding.py", "test_jax_broadcast.py"),
     *("test_config.py", "test_benchmark_measure.py", "test_faces.py", "test_benchmark_sharding.py"),
 )
 

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
+import numpy_kernels
 from strategies import DTYPES
 
-from cupynorm import reference
+from cupynorm._groups import Groups
 from cupynorm._operation import (
     KINDS,
     BackwardSpec,
@@ -22,11 +23,12 @@ from cupynorm._operation import (
     NormBackward,
     NormForward,
     Spec,
-    shape_of,
 )
 
 
-def arrays_of(spec: Spec, m: int, n: int, operands: tuple[int, ...]) -> dict[str, Any]:
+def arrays_of(
+    spec: Spec, m: int, n: int, groups: Groups | None, operands: tuple[int, ...]
+) -> dict[str, Any]:
     """Return what is at the operands' addresses, except scratch: arrays by name, or None."""
     arrays, given = {}, iter(operands)
     for name in spec.table.reads + spec.table.writes:
@@ -34,7 +36,7 @@ def arrays_of(spec: Spec, m: int, n: int, operands: tuple[int, ...]) -> dict[str
         if kind is Kind.ROWS:
             assert next(given) == n, f"{name}_stride"
         assert (address == 0) == (dtype is None), name
-        shape = (n,) if kind is Kind.VECTOR else shape_of(kind, (m, n), 1)
+        shape = numpy_kernels.shape(name, m, n, groups)
         arrays[name] = None if dtype is None else array(address, shape, dtype)
     assert not [*given]
     return arrays
@@ -51,10 +53,6 @@ def write(spec: Spec, arrays: dict[str, Any], result: NormForward | NormBackward
         arrays[name][...] = getattr(result, name)
 
 
-def dtype_of(name: str | None) -> Any:
-    return None if name is None else DTYPES[name]
-
-
 @dataclass(frozen=True)
 class ForwardPlan:
     spec: ForwardSpec
@@ -65,31 +63,21 @@ class ForwardPlan:
     def scratch_bytes(self, m: int) -> int:
         return 16 if m % 3 == 2 else 0
 
-    def prepared(self, m: int, *numbers: float) -> Any:
+    def prepared(self, m: int, *numbers: Any) -> Any:
         def launch(stream: int, operands: tuple[int, ...]) -> None:
             *arrays, scratch = operands if self.scratch_bytes(m) else (*operands, 0)
             self.launch(stream, m, arrays, scratch, *numbers)
 
         return launch
 
-    def launch(
-        self, stream: int, m: int, operands: Any, scratch: int, eps: float, *relu: float
-    ) -> None:
-        spec = self.spec
+    def launch(self, stream: int, m: int, operands: Any, scratch: int, *numbers: Any) -> None:
+        spec, (*told, groups) = self.spec, numbers
         assert (stream, m) == (0, self.m)
         assert (scratch != 0) == (self.scratch_bytes(m) != 0)
         ctypes.memset(scratch, 0xFF, self.scratch_bytes(m))
-        arrays = arrays_of(spec, m, self.n, operands)
-        result = getattr(reference, f"{spec.norm}_forward")(
-            *(arrays[name] for name in ("x", "weight", "bias")),
-            eps=eps,
-            zero_centered=spec.zero_centered,
-            relu=relu if spec.relu else None,
-            out_dtype=DTYPES[spec.y],
-            residual=arrays["residual"],
-            residual_dtype=dtype_of(spec.dtypes["residual_out"]),
-        )
-        write(spec, arrays, result)
+        numpy_kernels.check_groups(spec, m, groups)
+        arrays = arrays_of(spec, m, self.n, groups, operands)
+        write(spec, arrays, numpy_kernels.forward(spec, groups, arrays, *told))
 
 
 @dataclass(frozen=True)
@@ -99,30 +87,20 @@ class BackwardPlan:
     m: int
     stands_in: ClassVar[bool] = False
 
-    def scratch_bytes(self, m: int) -> int:
-        return 4 * m + 12
+    def scratch_bytes(self, m: int, groups: Groups | None) -> int:
+        return 4 * m + 12 + (0 if groups is None else groups.count)
 
-    def prepared(self, m: int) -> Any:
-        return lambda stream, operands: self.launch(stream, m, operands)
+    def prepared(self, m: int, groups: Groups | None) -> Any:
+        return lambda stream, operands: self.launch(stream, m, groups, operands)
 
-    def launch(self, stream: int, m: int, operands: Any) -> None:
+    def launch(self, stream: int, m: int, groups: Groups | None, operands: Any) -> None:
         spec = self.spec
         assert (stream, m) == (0, self.m)
         *addresses, scratch = operands
-        ctypes.memset(scratch, 0xFF, self.scratch_bytes(m))
-        arrays = arrays_of(spec, m, self.n, tuple(addresses))
-        names = ["dy", "x", "weight", *(name for name in ("mean", "rstd") if name in spec.reads)]
-        dbias = arrays["dbias"]
-        result = getattr(reference, f"{spec.norm}_backward")(
-            *(arrays[name] for name in names),
-            bias=False if dbias is None else dbias,
-            bitmask=arrays["bitmask"],
-            zero_centered=spec.zero_centered,
-            dresidual_out=arrays["dresidual_out"],
-            dx_dtype=dtype_of(spec.dx),
-            dresidual_dtype=dtype_of(spec.dresidual),
-        )
-        write(spec, arrays, result)
+        ctypes.memset(scratch, 0xFF, self.scratch_bytes(m, groups))
+        numpy_kernels.check_groups(spec, m, groups)
+        arrays = arrays_of(spec, m, self.n, groups, tuple(addresses))
+        write(spec, arrays, numpy_kernels.backward(spec, groups, arrays))
 
 
 def forward_plan(

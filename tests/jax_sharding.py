@@ -52,10 +52,10 @@ def step(x: Any, weight: Any, bias: Any, dy: Any, norm: Any = norm) -> Any:
     return y, *pull_back(dy)
 
 
-def check(results: Any, first: int = SHAPE[0]) -> None:
+def check(results: Any, first: int = SHAPE[0], vectors: Any = (WEIGHT, BIAS)) -> None:
     """Check y and the gradients of a step over the first of the rows."""
     y, *gradients = (np.asarray(result) for result in results)
-    weight, bias = (a.astype(d.dtype) for a, d in zip((WEIGHT, BIAS), gradients[1:], strict=True))
+    weight, bias = (a.astype(d.dtype) for a, d in zip(vectors, gradients[1:], strict=True))
     testing.check_forward(NORM, y, X[:first], weight, bias, eps=1e-5)
     given = (DY[:first], X[:first], weight, STORED.mean[:first], STORED.rstd[:first])
     testing.check_backward(NORM, NormBackward(*gradients), *given, bias=bias)
@@ -195,6 +195,77 @@ def with_uneven_rows(count: int) -> Any:
     program = jax.jit(cut).lower(x, weight, bias, dy).compile()
     y, dx, *sums = program(x, weight, bias, dy)
     check((y[:-1], dx[:-1], *sums), first=SHAPE[0] - 1)
+    return collectives(program)
+
+
+# ---- weight and bias that vary from row to row ---------------------------------------------------
+
+EXAMPLES, HEADS = (SHAPE[0], 1, SHAPE[2]), SHAPE[1:]  # their shapes
+
+
+def vectors_of(shape: tuple[int, ...]) -> list[Any]:
+    return [make_values("normal", shape, DTYPES["bfloat16"], seed) for seed in (3, 4)]
+
+
+def with_vectors(
+    sizes: tuple[int, ...], kind: AxisType, rows: Any, shape: tuple[int, ...], along: Any
+) -> Any:
+    """Weight and bias are of a shape, and split along its axes. y and dx are split as x is."""
+    mesh, vectors = mesh_of(sizes, kind), vectors_of(shape)
+    arguments = [
+        jax.device_put(a, NamedSharding(mesh, s))
+        for a, s in zip((X, *vectors, DY), (rows, along, along, rows), strict=True)
+    ]
+    program = jax.jit(step).lower(*arguments).compile()
+    y, dx, *_ = results = program(*arguments)
+    check(results, vectors=vectors)
+    for array in (y, dx):
+        assert array.sharding.is_equivalent_to(arguments[0].sharding, array.ndim), array.sharding
+    return collectives(program)
+
+
+def with_vectors_and_uneven_rows(count: int) -> Any:
+    """As `with_uneven_rows`, with vectors for each example that are as uneven."""
+    mesh, (weight, bias) = mesh_of((count,), AxisType.Auto), vectors_of(EXAMPLES)
+    arguments = [
+        jax.device_put(a, NamedSharding(mesh, P("a"))).at[-1].set(jnp.nan)
+        for a in (X, weight, bias, DY)
+    ]
+
+    def cut(*arrays: Any) -> Any:
+        results = step(*(a[:-1] for a in arrays))
+        return [jnp.pad(a, ((0, 1), (0, 0), (0, 0))) for a in results]
+
+    program = jax.jit(cut).lower(*arguments).compile()
+    results = [np.asarray(a)[:-1] for a in program(*arguments)]
+    check(results, SHAPE[0] - 1, (weight[:-1], bias[:-1]))
+    return collectives(program)
+
+
+def with_vectors_under_shard_map(tracked: bool, gradient_within: bool) -> Any:
+    mesh, vectors = mesh_of((4,), AxisType.Auto), vectors_of(EXAMPLES)
+    if gradient_within:
+        function: Any = jax.shard_map(
+            step, mesh=mesh, in_specs=P("a"), out_specs=P("a"), check_vma=tracked
+        )
+    else:
+        split = jax.shard_map(norm, mesh=mesh, in_specs=P("a"), out_specs=P("a"), check_vma=tracked)
+        function = functools.partial(step, norm=split)
+    program = jax.jit(function).lower(X, *vectors, DY).compile()
+    check(program(X, *vectors, DY), vectors=vectors)
+    return collectives(program)
+
+
+def with_vectors_under_vmap(kind: AxisType) -> Any:
+    """Each example has a weight of its own, and all share the bias, or none has one."""
+    mesh, (weight, _) = mesh_of((4,), kind), vectors_of((SHAPE[0], SHAPE[2]))
+    rows = NamedSharding(mesh, P("a"))
+    x, weights, dy = (jax.device_put(a, rows) for a in (X, weight, DY))
+    bias = jax.device_put(BIAS, NamedSharding(mesh, P()))
+    batched = functools.partial(step, norm=jax.vmap(norm, in_axes=(0, 0, None)))
+    program = jax.jit(batched).lower(x, weights, bias, dy).compile()
+    y, dx, dweight, dbias = program(x, weights, bias, dy)
+    check((y, dx, dweight[:, None], dbias), vectors=(weight[:, None], BIAS))
     return collectives(program)
 
 
@@ -480,6 +551,7 @@ class Draw:
     bias: bool
     relu: tuple[float, float] | None
     residual_spec: Any = None  # of a residual, if any
+    along: tuple[int, ...] = ()  # the kept axes along which weight and bias vary
 
 
 def draw(
@@ -528,6 +600,23 @@ def drawn() -> list[Draw]:
     return [*plain, *added]
 
 
+def drawn_with_vectors() -> list[Draw]:
+    """Draw shardings of rows each of which may have a weight and a bias of its own."""
+    random = Random(59)
+    ways = [(way, AxisType.Auto, shardy) for way in WAYS for shardy in (True, False)]
+    ways.remove(("axis split in two", AxisType.Auto, False))  # as above
+    ways.append(("even", AxisType.Explicit, True))
+    plain = [
+        draw(random, way, kind, 1, i % 4 < 2, shardy) for i, (way, kind, shardy) in enumerate(ways)
+    ]
+    found = []
+    for one in plain:
+        kept = len(one.shape) - one.k + (one.way == "axis split in two")
+        along = tuple(random.sample(range(kept), random.randint(1, kept)))
+        found.append(dataclasses.replace(one, weight=True, along=along, weight_spec=P()))
+    return found
+
+
 def spec_of_residual(random: Random, draw: Draw) -> Any:
     """Return how a residual is split: as x is, not at all, or along any one kept axis."""
     kept = len(draw.shape) - draw.k
@@ -566,9 +655,14 @@ def with_a_drawn_sharding(drawn: Draw) -> Any:
         devices=jax.devices()[: math.prod(drawn.sizes)],
     )
     dtype = np.float32 if drawn.order == 1 else np.float64
+    of_rows = WAYS[drawn.way](np.empty(drawn.shape)).shape
+    kept = len(of_rows) - drawn.k
+    vector = drawn.shape[-drawn.k :]
+    if drawn.along:
+        vector = tuple(n if i >= kept or i in drawn.along else 1 for i, n in enumerate(of_rows))
     x, weight, bias, residual = (
         make_values("normal", shape, dtype, seed)
-        for seed, shape in enumerate((drawn.shape, *2 * (drawn.shape[-drawn.k :],), drawn.shape))
+        for seed, shape in enumerate((drawn.shape, vector, vector, drawn.shape))
     )
     for whole_rows in (x, residual):
         if drawn.way == "last row off":
@@ -700,6 +794,17 @@ OTHERWISE = [
     (P("a"), P(None, "b"), P("a")),
 ]
 
+# Meshes, how x is split on them, and the shape of weight and bias and how they are split.
+VECTORS = [
+    ((4,), P("a"), EXAMPLES, P("a")),
+    ((2, 2), P("a", "b"), EXAMPLES, P("a")),
+    ((2, 2), P("a", "b"), HEADS, P("b")),
+    ((2, 2), P(("a", "b")), HEADS, P()),
+    ((4, 1), P("a", "b"), EXAMPLES, P("a")),
+    ((2, 2), P("a", "b"), HEADS, P()),
+    ((2, 2), P("a"), HEADS, P("b")),
+]
+
 ONE_OF_EACH = (
     with_a_mesh_set,
     made_outside_of_a_set_mesh,
@@ -770,6 +875,23 @@ def cases(kernels: bool) -> Iterator[tuple[str, Callable[[], Any]]]:
             f"a residual under shard_map, {tracked}",
             functools.partial(with_a_residual_under_shard_map, tracked),
         )
+    for kind in (AxisType.Auto, AxisType.Explicit):
+        for sizes, rows, shape, along in VECTORS:
+            yield (
+                f"vectors, {kind.name} {sizes} {rows} {shape} {along}",
+                functools.partial(with_vectors, sizes, kind, rows, shape, along),
+            )
+        yield f"a vmap of vectors, {kind.name}", functools.partial(with_vectors_under_vmap, kind)
+    for tracked, within in ((True, True), (True, False), (False, False)):
+        yield (
+            f"vectors under shard_map, {tracked} {within}",
+            functools.partial(with_vectors_under_shard_map, tracked, within),
+        )
+    for i, one in enumerate(drawn_with_vectors()):
+        # The kernels have each way, by one of the partitioners. The formula has every fourth.
+        if THOROUGH or ((i // 2 + i) % 2 if kernels else i % 4 == 0):
+            yield f"vectors drawn {i}", functools.partial(with_a_drawn_sharding, one)
+    yield "vectors and uneven rows", functools.partial(with_vectors_and_uneven_rows, 4)
     yield "a residual and uneven rows", functools.partial(with_a_residual_and_uneven_rows, 4)
     yield "uneven rows", functools.partial(with_uneven_rows, 4)
     yield "gradient within shard_map", functools.partial(under_shard_map, 4, True, True)

@@ -128,6 +128,75 @@ def test_the_bits_are_those_of_the_plain_functions(norm: str, n: int) -> None:
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
 
 
+# ---- weights that vary from row to row -----------------------------------------------------------
+
+# Shapes of x, weight and bias, and how many axes are normalized.
+BROADCAST: dict[str, tuple[Any, Any, Any, int]] = {
+    "AdaLN": ((4, 33, 1024), (4, 1, 1024), (4, 1, 1024), 1),
+    "heads": ((3, 17, 8, 128), (8, 128), None, 1),
+    "heads of examples": ((3, 17, 8, 64), (3, 1, 8, 64), (3, 1, 8, 64), 1),
+    "channels": ((2, 12, 9, 20), (12, 1, 1), (12, 1, 1), 3),
+    "groups of channels": ((2, 3, 4, 9, 20), (3, 4, 1, 1), (3, 4, 1, 1), 3),
+    "an odd width": ((5, 7, 333), (5, 1, 333), (333,), 1),
+    "a bias alone": ((5, 7, 256), None, (5, 1, 256), 1),
+    "apart": ((3, 5, 4, 96), (3, 1, 4, 96), (96,), 1),
+    "a long row": ((3, 4, 40000), (3, 1, 40000), (3, 1, 40000), 1),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("case", BROADCAST)
+@pytest.mark.parametrize("norm", NORMS)
+def test_weights_that_broadcast(norm: str, case: str, dtype: str) -> None:
+    shape, of_weight, of_bias, k = BROADCAST[case]
+    weight, bias = (
+        None if of is None else values(of, dtype, seed)
+        for of, seed in ((of_weight, 2), (of_bias, 3))
+    )
+    centered = weight is not None
+    for relu in (None, (-0.5, 1.0)):
+        options = {"k": k, "zero_centered": centered, "relu": relu}
+        check(norm, values(shape, dtype, 1), weight, bias, dy=values(shape, dtype, 4), **options)
+    residual, total = (values(shape, "float32", seed) for seed in (5, 6))
+    options = {"dy": values(shape, dtype, 4), "residual": residual, "dresidual_out": total}
+    check(norm, values(shape, dtype, 1), weight, bias, k=k, **options)
+
+
+@pytest.mark.parametrize("case", ["AdaLN", "heads", "groups of channels"])
+@pytest.mark.parametrize("norm", NORMS)
+def test_the_bits_of_groups_are_those_of_the_plain_functions(norm: str, case: str) -> None:
+    shape, of_weight, _, k = BROADCAST[case]
+    x, dy = (jnp.asarray(values(shape, "bfloat16", seed)) for seed in (1, 2))
+    weight, bias = (jnp.asarray(values(of_weight, "float32", seed)) for seed in (3, 4))
+    axis = tuple(range(-k, 0))
+    function = functools.partial(getattr(cupynorm.jax, norm), axis=axis)
+    y, pull_back = jax.vjp(function, x, weight, bias)
+    stored = getattr(cupynorm, f"{norm}_forward")(x, weight, bias, axis=axis)
+    statistics = (stored.rstd,) if norm == "rms_norm" else (stored.mean, stored.rstd)
+    plain = getattr(cupynorm, f"{norm}_backward")(
+        *(dy, x, weight, *statistics), bias=bias, axis=axis
+    )
+    expected = stored.y, plain.dx, plain.dweight, plain.dbias
+    for one, other in zip((y, *pull_back(dy)), expected, strict=True):
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+
+
+def test_vmap_of_weights_is_one_launch_each_way_and_right() -> None:
+    x, weights, bias = values((4, 3, 64)), values((4, 64), seed=1), values((64,), seed=2)
+
+    def gradients(x: Any, weight: Any, bias: Any) -> Any:
+        loss = lambda *a: jnp.sum(jnp.sin(cupynorm.jax.layer_norm(*a)))  # noqa: E731
+        return jax.grad(loss, (0, 1, 2))(x, weight, bias)
+
+    batched = jax.vmap(gradients, in_axes=(0, 0, None))
+    program = jax.jit(batched).lower(x, weights, bias).compile()
+    assert sorted(targets(program)) == ["backward", "forward"]
+    found = program(x, weights, bias)
+    for i in range(4):
+        for one, other in zip(found, gradients(x[i], weights[i], bias), strict=True):
+            np.testing.assert_allclose(one[i], other, rtol=1e-5, atol=1e-5)
+
+
 # ---- a residual ----------------------------------------------------------------------------------
 
 
@@ -503,6 +572,15 @@ def test_rows_stay_on_their_gpu(kind: AxisType) -> None:
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
 def test_a_residual_stays_on_its_gpu(kind: AxisType) -> None:
     exchanged = jax_sharding.with_a_residual((MESH,), kind, P("a"), P("a"))
+    assert {operation for operation, _ in exchanged} == {"all-reduce"}
+
+
+@pytest.mark.skipif(GPUS < 2, reason=f"needs two GPUs that JAX can use, has {GPUS}")
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
+def test_vectors_stay_with_their_rows(kind: AxisType) -> None:
+    rows = P("a")
+    assert jax_sharding.with_vectors((MESH,), kind, rows, jax_sharding.EXAMPLES, rows) == []
+    exchanged = jax_sharding.with_vectors((MESH,), kind, rows, jax_sharding.HEADS, P())
     assert {operation for operation, _ in exchanged} == {"all-reduce"}
 
 

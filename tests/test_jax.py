@@ -1079,11 +1079,12 @@ def test_misaligned_arrays_are_refused(kernels: pytest.MonkeyPatch) -> None:
     launched = []
     kernels.setattr(jax_plans.ForwardPlan, "launch", lambda plan, *a: launched.append(a))
     spec = ForwardSpec("rms_norm", "float32", None, None, "float32", False, False, False)
-    call = {"m": 3, "n": 8, "eps": 0.5, "relu": None, "scratch": 0, "arrays": ["x", "y"]}
-    description = json.dumps(call | {"spec": dataclasses.asdict(spec)})
+    call = {"m": 3, "n": 8, "groups": None, "eps": 0.5, "relu": None, "scratch": 0}
+    call |= {"arrays": ["x", "y"], "spec": dataclasses.asdict(spec)}
+    description = json.dumps(call)
     launch, _ = _kernels._prepare(ForwardSpec, "cpu", description, 0, 7)
     launch(7, [32, 64])
-    assert launched == [(7, 3, operands_of(32, 64), 0, 0.5, 0.0, 0.0)]
+    assert launched == [(7, 3, operands_of(32, 64), 0, 0.5, 0.0, 0.0, None)]
     with pytest.raises(ValueError, match="aligned to 16 bytes, got x at 0x20, y at 0x48"):
         launch(7, [32, 72])
     assert len(launched) == 1
@@ -1091,14 +1092,15 @@ def test_misaligned_arrays_are_refused(kernels: pytest.MonkeyPatch) -> None:
 
 def test_a_program_with_less_scratch_than_its_device_needs(kernels: Any) -> None:
     spec = BackwardSpec("rms_norm", "float32", "float32", None, None, False, False)
-    call = {"m": 2, "n": 8, "arrays": ["dy", "x", "rstd", "dx", "scratch"]}
+    call = {"m": 2, "n": 8, "groups": None, "arrays": ["dy", "x", "rstd", "dx", "scratch"]}
     call["spec"] = dataclasses.asdict(spec)
-    needed = jax_plans.BackwardPlan(spec, 8, 2).scratch_bytes(2)
+    needed = jax_plans.BackwardPlan(spec, 8, 2).scratch_bytes(2, None)
     _kernels._prepare(BackwardSpec, "cpu", json.dumps(call | {"scratch": needed}), 0, 7)
     with pytest.raises(ValueError, match=f"has {needed - 1} bytes .* GPU 0 needs {needed}: "):
         _kernels._prepare(BackwardSpec, "cpu", json.dumps(call | {"scratch": needed - 1}), 0, 7)
     spec = ForwardSpec("rms_norm", "float32", None, None, "float32", False, False, False)
-    call = {"m": 2, "n": 8, "eps": 0.5, "relu": None, "spec": dataclasses.asdict(spec)}
+    call = {"m": 2, "n": 8, "groups": None, "eps": 0.5, "relu": None}
+    call["spec"] = dataclasses.asdict(spec)
     launched: list[Any] = []
     kernels.setattr(jax_plans.ForwardPlan, "launch", lambda plan, *a: launched.append(a))
     call["arrays"] = ["x", "y", "scratch"]
@@ -1108,7 +1110,7 @@ def test_a_program_with_less_scratch_than_its_device_needs(kernels: Any) -> None
     call["arrays"] = ["x", "y"]
     launch, _ = _kernels._prepare(ForwardSpec, "cpu", json.dumps(call | {"scratch": 0}), 0, 7)
     launch(7, [32, 64])
-    assert launched == [(7, 2, operands_of(32, 64), s, 0.5, 0.0, 0.0) for s in (96, 0)]
+    assert launched == [(7, 2, operands_of(32, 64), s, 0.5, 0.0, 0.0, None) for s in (96, 0)]
 
 
 def test_a_call_whose_kernel_stands_in_is_prepared_again(kernels: pytest.MonkeyPatch) -> None:
@@ -1138,6 +1140,7 @@ def test_a_program_says_all_that_its_calls_need(kernels: Any) -> None:
     assert json.loads(call) == {
         "m": 6,
         "n": 8,
+        "groups": None,
         "eps": 1e-6,
         "relu": None,
         "scratch": 0,

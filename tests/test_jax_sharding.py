@@ -116,6 +116,38 @@ def test_whole_rows_exchange_nothing_but_the_gradients_of_weight_and_bias(
         assert types <= {"f32[64]", "f32[3,64]", "f32[4,16]"}, name
 
 
+@pytest.mark.parametrize("kind", ["vectors, ", "vectors under", "vectors and", "a vmap of vectors"])
+def test_vectors_that_vary_along_split_axes_stay_with_their_rows(
+    report: dict[str, Any], kind: str
+) -> None:
+    """Their gradients are summed over the other axes of the mesh alone."""
+    summed = {
+        "(4,) P('a',) (8, 1, 64) P('a',)": set(),
+        "(2, 2) P('a', 'b') (8, 1, 64) P('a',)": {"f32[4,1,64]"},
+        "(2, 2) P('a', 'b') (6, 64) P('b',)": {"f32[3,64]"},
+        "(2, 2) P(('a', 'b'),) (6, 64) P()": {"f32[6,64]"},
+        "(4, 1) P('a', 'b') (8, 1, 64) P('a',)": {"f32[2,1,64]"},  # over one device
+        "(2, 2) P('a', 'b') (6, 64) P()": {"f32[3,64]"},
+        "(2, 2) P('a',) (6, 64) P('b',)": {"f32[6,64]"},
+        "a vmap of vectors": {"f32[64]"},  # of the bias that all share
+    }
+    for name, collectives in exchanged(report, kind).items():
+        expected = next((summed[key] for key in summed if key in name), set())
+        types = {t for kind, types in collectives if kind == "all-reduce" for t in types}
+        assert types <= expected, name
+        assert types or len(expected - {"f32[2,1,64]"}) == 0, name
+        # What is split otherwise than the rows are is gathered, and its gradient.
+        others = {t for kind, types in collectives if kind != "all-reduce" for t in types}
+        assert others <= ({"f32[6,64]"} if "(6, 64) P(" in name else set()), name
+
+
+def test_drawn_vectors_are_padded_with_their_rows(report: dict[str, Any]) -> None:
+    drawn = [case for name, case in report.items() if name.startswith("vectors drawn")]
+    assert any(case["padded"] for case in drawn if len(case["along"]) > 1)
+    if report["path"] == "kernels":
+        assert {case["way"] for case in drawn if case["padded"]} == WAYS
+
+
 def test_a_forward_pass_exchanges_nothing(report: dict[str, Any]) -> None:
     for kind in ("forward of a residual", "forward_mode"):
         for name, collectives in exchanged(report, kind).items():

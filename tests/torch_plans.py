@@ -14,21 +14,11 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import numpy_kernels
 import torch
 
-from cupynorm import reference
 from cupynorm._arrays import to_numpy
-from cupynorm._operation import (
-    BACKWARD,
-    FORWARD,
-    ITEMSIZE,
-    KINDS,
-    MOVED_BY_PACKS,
-    BackwardSpec,
-    ForwardSpec,
-    Kind,
-    shape_of,
-)
+from cupynorm._operation import ITEMSIZE, KINDS, MOVED_BY_PACKS, BackwardSpec, ForwardSpec
 from cupynorm.torch import _kernels
 
 STREAM = 0x5EED
@@ -66,9 +56,7 @@ class Plan:
     def prepared(self, m: int, *numbers: Any) -> Any:
         *numbers, self.groups = numbers
         assert m == self.m
-        assert self.spec.grouped == (self.groups is not None)
-        repeats = self.groups is not None and self.groups.repeats > 1
-        assert bool(self.spec.repeats) == repeats
+        numpy_kernels.check_groups(self.spec, m, self.groups)
         scratch_bytes = self.bytes_of_scratch()
 
         def launch(stream: int, operands: tuple[int, ...]) -> None:
@@ -93,7 +81,7 @@ class Plan:
             if dtype is not None and KINDS[name] in MOVED_BY_PACKS:
                 assert address % (self.vector * ITEMSIZE[dtype]) == 0, name
                 assert stride is None or self.m <= 1 or stride % self.vector == 0, name
-            shape = self.shape(name)
+            shape = numpy_kernels.shape(name, self.m, self.n, self.groups)
             found[name] = memory(address, shape, dtype and to_numpy(dtype), stride)
         return found
 
@@ -102,44 +90,6 @@ class Plan:
 
     def bytes_of_scratch(self) -> int:
         raise NotImplementedError
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return an array's shape. A vector that varies has rows of its own."""
-        if KINDS[name] is not Kind.VECTOR:
-            return shape_of(KINDS[name], (self.m, self.n), 1)
-        if self.groups is None:
-            return (self.n,)
-        numbers = self.groups.numbers(self.n, 1)
-        elements = self.n // numbers["n_repeats"]
-        step = numbers["weight_step" if name.endswith("weight") else "bias_step"]
-        assert step in (0, elements)
-        return (numbers["n_vectors"] if step else 1, elements)
-
-    def vector_of_row(self) -> Any:
-        """Return which vector each row has, as kernels/groups.cuh says."""
-        numbers, groups = self.groups.numbers(self.n, 1), self.groups
-        found = np.full(self.m, -1)
-        for group in range(numbers["n_groups"]):
-            for row in range(groups.rows):
-                place = group * numbers["group_step"] + row * numbers["row_step"]
-                assert found[place] == -1
-                found[place] = group % numbers["n_vectors"]
-        assert (found >= 0).all()
-        return found
-
-    def of_rows(self, vectors: Any) -> Any:
-        """Return vectors as an array for all rows."""
-        if vectors is None or self.groups is None:
-            return vectors
-        return vectors[self.vector_of_row() % len(vectors)].repeat(self.groups.repeats, 1)
-
-    def sums(self, name: str, of_rows: Any) -> Any:
-        """Return a gradient of vectors, from that of each row."""
-        rows, elements = self.shape(name)
-        total = np.zeros((rows, elements))
-        parts = of_rows.reshape(self.m, elements, self.groups.repeats).sum(2)
-        np.add.at(total, self.vector_of_row() % rows, parts)
-        return total
 
     def write(self, arrays: dict[str, Any], result: Any) -> None:
         """Write results where they are wanted."""
@@ -158,19 +108,7 @@ class ForwardPlan(Plan):
         return self.scratch_bytes(self.m)
 
     def run(self, arrays: dict[str, Any], *numbers: float) -> None:
-        spec, (eps, lower, upper) = self.spec, numbers
-        read = {name: arrays[name] for name in FORWARD.reads}
-        read |= {name: self.of_rows(read[name]) for name in ("weight", "bias")}
-        result = getattr(reference, f"{spec.norm}_forward")(
-            **read,
-            eps=eps,
-            axis=-1,
-            zero_centered=spec.zero_centered,
-            relu=(lower, upper) if spec.relu else None,
-            out_dtype=to_numpy(spec.y),
-            residual_dtype=to_numpy(spec.x) if spec.residual else None,
-        )
-        self.write(arrays, result)
+        self.write(arrays, numpy_kernels.forward(self.spec, self.groups, arrays, *numbers))
 
 
 class BackwardPlan(Plan):
@@ -183,30 +121,7 @@ class BackwardPlan(Plan):
         return self.scratch_bytes(self.m, self.groups)
 
     def run(self, arrays: dict[str, Any], *numbers: float) -> None:
-        spec, read = self.spec, {name: arrays[name] for name in BACKWARD.reads}
-        like = None if spec.dbias is None else np.empty((self.n,), to_numpy(spec.dbias))
-        if self.groups is not None:  # the sums are the kernels' own, and are rounded once
-            weight = self.of_rows(read["weight"])
-            read["weight"] = None if weight is None else weight.astype(np.float64)
-            like = None if like is None else np.empty((self.m, self.n))
-        if spec.norm == "rms_norm":
-            del read["mean"]
-        of_x = to_numpy(spec.dtypes["dx"])
-        result = getattr(reference, f"{spec.norm}_backward")(
-            **read,
-            bias=False if like is None else like,
-            axis=-1,
-            zero_centered=spec.zero_centered,
-            dx_dtype=of_x,
-            dresidual_dtype=to_numpy(spec.dresidual) if spec.dresidual else of_x,
-        )
-        if self.groups is not None:
-            for name in {"dweight", "dbias"}.intersection(spec.writes):
-                sums = reference.round_once(
-                    self.sums(name, getattr(result, name)), to_numpy(spec.dtypes[name])
-                )
-                result = result._replace(**{name: sums})
-        self.write(arrays, result)
+        self.write(arrays, numpy_kernels.backward(self.spec, self.groups, arrays))
 
 
 class Plans:

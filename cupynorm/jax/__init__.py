@@ -9,14 +9,15 @@ residual to x first.
 Rows stay where they are, even if the devices do not share them evenly. No x, dy, y or dx, nor a
 residual, is sent to another device, with two exceptions: the normalized axes themselves are split,
 or a ``shard_map`` over other axes leaves rows split over Auto axes. The gradients of weight and
-bias are summed over the devices in the compute dtype. Derivatives are taken in both modes, any
-number of times.
+bias are summed over the devices in the compute dtype. Where these vary from row to row, they are
+split as the rows are. Derivatives are taken in both modes, any number of times.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypedDict, cast, overload
 
 import jax
@@ -30,10 +31,11 @@ from jax.sharding import PartitionSpec
 
 from cupynorm import _checks
 from cupynorm._arrays import DTYPES, check_no_mask, to_numpy
-from cupynorm._operation import ForwardSpec, Norm, Options, Relu, compute_dtype
+from cupynorm._operation import ForwardSpec, Norm, Options, Relu
 from cupynorm.jax import _formula
 from cupynorm.jax._derivatives import differentiable, wide
-from cupynorm.jax._operations import axes_of, split_as
+from cupynorm.jax._operations import axes_of, split_as, split_of
+from cupynorm.jax._vectors import as_rows
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # type checkers know it, and nothing else imports it
@@ -140,14 +142,14 @@ def rms_norm(
 
     Notes
     -----
-    Under ``vmap`` the batch is one more leading axis, and the call is still one kernel launch. XLA
-    computes a mapped weight or bias, or their gradient for each example, from the formula. It also
-    computes the tangents of forward mode so, and derivatives of derivatives.
+    Under ``vmap`` the batch is one more leading axis, and the call is still one kernel launch. Each
+    example may have a weight and a bias of its own, and has gradients of its own. XLA computes
+    three things from the formula: the tangents of forward mode, derivatives of derivatives, and the
+    gradient of a ``vmap`` over a bias where there is no weight.
 
-    Where weight or bias varies from row to row, or an element serves several of a row, a kernel
-    normalizes to the compute dtype. XLA then scales, shifts and rounds, and sums the gradients of
-    weight and bias in an order of its own. Normalized axes that are not the last ones are
-    transposed to the end, and the results back.
+    Kernels read a weight and a bias of one shape that vary over adjacent kept axes, and over the
+    first of the normalized axes. XLA repeats others along further axes, and sums their gradients.
+    Normalized axes that are not the last ones are transposed to the end, and the results back.
 
     With a residual, s is kept for the gradients instead of x and residual. The gradient of s is
     added to that of the norm before it is rounded, in the same kernel. If s is not used further,
@@ -274,15 +276,17 @@ def _norm(norm: Norm, x: Any, weight: Any, bias: Any, residual: Any, **options: 
         return jax.tree.map(lambda a: a.transpose(back), results)
     x, weight, bias, residual = given.values()
     k = told.k
-    n = math.prod(x.shape[x.ndim - k :])
-    # Without groups, a vector of n elements is a row, and others are shorter.
-    if told.groups is not None or any(a is not None and a.size != n for a in (weight, bias)):
-        return _with_vectors(norm, spec, told, given, options)
-    weight, bias = (
-        a if a is None or a.ndim == k else a.reshape(x.shape[x.ndim - k :]) for a in (weight, bias)
+    # Sums over what a vector was broadcast to come before the rounding to a narrower dtype.
+    widened = (a if a is None else _widened(spec.x, a) for a in (weight, bias))
+    weight, bias, *wide_vectors = (
+        array
+        for pair in ((weight, bias), widened)
+        for array in _of_one_shape(x.shape[x.ndim - k :], told, *pair)
     )
-    widened = [a if a is None else _widened(spec.x, a) for a in (weight, bias)]
-    arrays = *jax.lax.stop_gradient((weight, bias)), *widened
+    told = replace(told, groups=None)  # each device has its own
+    of_weight = None if weight is None else DTYPES[weight.dtype]
+    spec = ForwardSpec.of(told, spec.dtypes | {"weight": of_weight})
+    arrays = *jax.lax.stop_gradient((weight, bias)), *wide_vectors
     like, split = _common_split(k, x, residual)
     rows, added, *affine = _over_one_mesh(k, like, split, x, residual, *arrays)
     norm_of = differentiable(spec, told)
@@ -291,30 +295,21 @@ def _norm(norm: Norm, x: Any, weight: Any, bias: Any, residual: Any, **options: 
     return results[0] if total is None else results
 
 
-def _with_vectors(
-    norm: Norm, spec: ForwardSpec, told: Options, given: dict[str, Any], options: dict[str, Any]
-) -> Any:
-    """Return a norm whose weight and bias vary from row to row: XLA scales and shifts it."""
-    dtype = to_numpy(compute_dtype(spec.x))
-    alone = options | {"zero_centered": False, "relu": None, "out_dtype": dtype}
-    normalized = _norm(norm, given["x"], None, None, given["residual"], **alone)
-    y, *total = normalized if isinstance(normalized, tuple) else (normalized,)
+def _of_one_shape(row: tuple[int, ...], told: Options, weight: Any, bias: Any) -> tuple[Any, Any]:
+    """Return weight and bias in one shape, that of a row if all rows share them.
+
+    The backward pass gives both gradients that shape. Of a bias alone, it knows only that of a row.
+    """
+    given = [array for array in (weight, bias) if array is not None]
+    # Without groups, a vector of as many elements is a row, and others are shorter.
+    if told.groups is None and all(array.size == math.prod(row) for array in given):
+        return tuple(a if a is None or a.shape == row else a.reshape(row) for a in (weight, bias))
+    shape = np.broadcast_shapes(*(array.shape for array in given))
     weight, bias = (
-        None
-        if a is None
-        else jnp.expand_dims(_widened(spec.x, a).astype(dtype), tuple(range(y.ndim - a.ndim)))
-        for a in (given["weight"], given["bias"])
+        a if a is None or a.shape == shape else jnp.broadcast_to(as_rows(a, len(shape)), shape)
+        for a in (weight, bias)
     )
-    if weight is not None:
-        y = y * (weight + 1 if told.zero_centered else weight)
-    if bias is not None:
-        y = y + bias
-    if told.relu is not None:
-        lower, upper = told.relu
-        inside = (lower < y) & (y < upper)
-        y = jnp.where(inside, y, jax.lax.stop_gradient(jnp.clip(y, lower, upper)))
-    y = _formula.cast(y, to_numpy(spec.y))
-    return (y, *total) if total else y
+    return jnp.ones_like(bias) if weight is None else weight, bias
 
 
 def _array(name: str, array: Any) -> Any:
@@ -356,16 +351,16 @@ def _over_one_mesh(
 ) -> list[Any]:
     """Return arrays with whole rows on each device, and varying over the same axes.
 
-    Rows are split along the kept axes by a spec, over the mesh of one array. Their types say so
-    where a mesh has Explicit axes, and within shard_map. JAX undoes it in the gradients, and can do
-    so only here, outside of the rules for derivatives.
+    Rows are split along the kept axes by a spec, over the mesh of one array. So are vectors where
+    they vary. Their types say so where a mesh has Explicit axes, and within shard_map. JAX undoes
+    it in the gradients, and can do so only here, outside of the rules for derivatives.
     """
-    rows = PartitionSpec(*split[: like.ndim - k], *k * (None,))
-    whole = [a if a is None else split_as(like, a, rows) for a in (x, residual)]
-    for array in affine:
-        whole.append(
-            array if array is None else split_as(array, array, PartitionSpec(*k * (None,)))
-        )
+    kept = split[: like.ndim - k]
+    named = [("x", x), ("residual", residual), *(("weight", vector) for vector in affine)]
+    whole = [
+        a if a is None else split_as(like, a, split_of(name, a.shape, kept, like.ndim))
+        for name, a in named
+    ]
     varying = frozenset().union(*(_varying(a) for a in whole if a is not None))
     return [
         a

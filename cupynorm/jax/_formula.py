@@ -26,7 +26,9 @@ from cupynorm._operation import (
     Pass,
     bitmask_bytes,
     compute_dtype,
+    shapes_of_results,
 )
+from cupynorm.jax._vectors import as_rows, sum_to
 
 __all__ = ["FORMULAS", "backward_of_x", "cast", "tangents_of_forward"]
 
@@ -46,7 +48,7 @@ def forward(spec: ForwardSpec, options: Options, arrays: Arrays) -> dict[str, An
     xhat, mean, rstd = _normalize(spec.norm, _wide(spec, x), k, options.eps)
     y = xhat * _scale(spec, arrays["weight"], x.ndim)
     if bias is not None:
-        y = y + _as_row(bias.astype(y.dtype), x.ndim)
+        y = y + as_rows(bias.astype(y.dtype), x.ndim)
     bitmask = None
     if options.relu is not None:
         lower, upper = options.relu
@@ -115,9 +117,9 @@ def tangents_of_forward(
     xhat, of_xhat = jax.jvp(normalized, (x,), (total,))
     y = of_xhat * _scale(spec, kept.get("weight"), x.ndim)
     if "weight" in slopes:
-        y = y + xhat * _as_row(slopes["weight"], x.ndim)
+        y = y + xhat * as_rows(slopes["weight"], x.ndim)
     if "bias" in slopes:
-        y = y + _as_row(slopes["bias"], x.ndim)
+        y = y + as_rows(slopes["bias"], x.ndim)
     y = _masked(spec, y, kept.get("bitmask"))
     return {"y": cast(y, spec.y), "residual_out": cast(total, spec.x)}
 
@@ -144,11 +146,11 @@ def _gradients(spec: BackwardSpec, k: int, arrays: Arrays, xhat: Any, rstd: Any)
     dx = dx * rstd
     if spec.dresidual_out is not None:
         dx = dx + _wide(spec, arrays["dresidual_out"])
-    rows = tuple(range(dy.ndim - k))
+    shapes = shapes_of_results(spec, k, arrays)
     return {
         "dx": dx,
-        "dweight": None if spec.weight is None else jnp.sum(dy * xhat, rows),
-        "dbias": None if spec.dbias is None else jnp.sum(dy, rows),
+        "dweight": None if spec.weight is None else sum_to(dy * xhat, shapes["dweight"]),
+        "dbias": None if spec.dbias is None else sum_to(dy, shapes["dbias"]),
         "dresidual": dx,
     }
 
@@ -206,15 +208,10 @@ def _wide(spec: ForwardSpec | BackwardSpec, array: Any) -> Any:
     return array.astype(compute_dtype(spec.x))
 
 
-def _as_row(array: Any, ndim: int) -> Any:
-    """Return a weight or bias with as many axes as rows, since JAX may be told not to add any."""
-    return jnp.expand_dims(array, tuple(range(ndim - array.ndim)))
-
-
 def _scale(spec: ForwardSpec | BackwardSpec, weight: Any, ndim: int) -> Any:
     if weight is None:
         return 1
-    wide = _as_row(_wide(spec, weight), ndim)
+    wide = as_rows(_wide(spec, weight), ndim)
     return wide + 1 if spec.zero_centered else wide
 
 

@@ -22,6 +22,7 @@ from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from cupynorm._environment import import_cupy
+from cupynorm._groups import Groups
 from cupynorm._layout import pack_length
 from cupynorm._operation import BackwardSpec, ForwardSpec, Spec
 from cupynorm.jax._xla import Handler, Launch
@@ -64,6 +65,7 @@ def call(
     spec: Spec,
     m: int,
     n: int,
+    groups: Groups | None,
     numbers: dict[str, Any],
     operands: dict[str, Any],
     results: dict[str, Any],
@@ -77,7 +79,7 @@ def call(
         dy = _not_compiled.bind(operands["dy"], message=NO_PLANS.format(platform))
         operands = operands | {"dy": dy}
     results = {name: _on_mesh(result) for name, result in results.items()}
-    size = max((plan.scratch_bytes(m) for plan in plans), default=0)
+    size = max((_scratch_bytes(plan, spec, m, groups) for plan in plans), default=0)
     if size:
         # Made of a result: under shard_map, it varies over the same axes.
         like = next(iter(results.values()))
@@ -89,6 +91,7 @@ def call(
     description = {
         "m": m,
         "n": n,
+        "groups": None if groups is None else asdict(groups),
         **numbers,
         "arrays": [*operands, *results],
         "spec": asdict(spec),
@@ -138,6 +141,12 @@ def _plan(platform: str, spec: Spec, m: int, n: int, device: int, stream: int = 
         return getattr(plans, f"{spec.table.name}_plan")(spec, m, n, vector, device, soon=True)
 
 
+def _scratch_bytes(plan: Any, spec: Spec, m: int, groups: Groups | None) -> int:
+    """Return the bytes of scratch that a launch can use; a backward pass needs them."""
+    of_groups = (groups,) if isinstance(spec, BackwardSpec) else ()
+    return int(plan.scratch_bytes(m, *of_groups))
+
+
 @contextlib.contextmanager
 def _current(platform: str, device: int, stream: int) -> Iterator[None]:
     """Make a device and its stream current for a while: XLA relies on its threads' devices."""
@@ -179,21 +188,24 @@ def _prepare(
     """
     what = json.loads(description)
     m, n, arrays = what["m"], what["n"], what["arrays"]
-    plan = _plan(platform, kind(**what["spec"]), m, n, device, stream)
+    spec, of_groups = kind(**what["spec"]), what["groups"]
+    groups = None if of_groups is None else Groups(**of_groups)
+    plan = _plan(platform, spec, m, n, device, stream)
+    needed = _scratch_bytes(plan, spec, m, groups)
     # A forward pass only takes longer without scratch, if the program was made for other GPUs. Its
     # address is then 0.
-    if kind is BackwardSpec and plan.scratch_bytes(m) > what["scratch"]:
+    if kind is BackwardSpec and needed > what["scratch"]:
         raise ValueError(
             f"the program has {what['scratch']} bytes of scratch for {m} rows of {n}, and GPU "
-            f"{device} needs {plan.scratch_bytes(m)}: it was made for other GPUs, make it anew"
+            f"{device} needs {needed}: it was made for other GPUs, make it anew"
         )
     places = {name: i for i, name in enumerate((*arrays, STRIDE, ABSENT))}
     names = [STRIDE if o.endswith("_stride") else o for o in kind.table.operands]
-    if kind.table.takes_scratch or plan.scratch_bytes(m):
+    if kind.table.takes_scratch or needed:
         names.append("scratch")
     take = operator.itemgetter(*(places.get(name, places[ABSENT]) for name in names))
     numbers = (what["eps"], *(what["relu"] or (0.0, 0.0))) if kind is ForwardSpec else ()
-    launch_plan = plan.prepared(m, *numbers)
+    launch_plan = plan.prepared(m, *numbers, groups)
 
     def launch(stream: int, addresses: Sequence[int]) -> None:
         if functools.reduce(operator.or_, addresses) % ALIGNMENT:

@@ -1,8 +1,10 @@
 """A pass as an operation that JAX may batch, and split over devices.
 
 The kinds of its arrays decide how. Rows may be split over their leading axes, and their last k axes
-are whole. A statistic has only the leading axes, and bits have one more. A vector has only the last
-k axes and is the same on each device. If it is a result, it is the sum over the devices.
+are whole. A statistic has only the leading axes, and bits have one more. A vector broadcasts to x.
+It is split along the leading axes along which it varies, and is the same on the other devices. If
+it is a result, it is the sum over these. A dbias has the weight's shape; without a weight, that of
+the last k axes.
 
 The layers are, from inner to outer: the kernel, or the formula where there is no kernel; the split
 over devices; the batching. JAX can differentiate none of them, so derivatives are defined outside.
@@ -14,7 +16,7 @@ import contextlib
 import functools
 import math
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -24,17 +26,28 @@ from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from cupynorm._operation import KINDS, Kind, Options, Spec
+from cupynorm._groups import groups_of
+from cupynorm._operation import (
+    KINDS,
+    BackwardSpec,
+    ForwardSpec,
+    Kind,
+    Options,
+    Spec,
+    shapes_of_results,
+    sharing,
+)
 from cupynorm.jax import _formula, _kernels
+from cupynorm.jax._vectors import for_each, readable, sum_to
 
-__all__ = ["Operation", "axes_of", "split_as"]
+__all__ = ["Operation", "axes_of", "repeated", "split_as", "split_of"]
 
 Arrays = Any  # a tuple of arrays, or of JAX's stand-ins for them
 
 
 @dataclass(frozen=True)
 class Operation:
-    """A pass over the last k axes."""
+    """A pass over the last k axes. Which rows share a vector is told by the shapes of a call."""
 
     spec: Spec
     options: Options
@@ -53,25 +66,40 @@ class Operation:
         """Return the item of x among items of the operands."""
         return operands[self.operands.index("x")]
 
+    def named(self, operands: Any) -> dict[str, Any]:
+        """Return the items of operands by name, None for absent ones."""
+        named = dict(zip(self.operands, operands, strict=True))
+        return dict.fromkeys(self.spec.table.reads) | named
+
     def formula(self, *operands: Any) -> Arrays:
         """Return the results as jax.numpy computes them."""
-        arrays = dict.fromkeys(self.spec.table.reads)
-        arrays |= zip(self.operands, operands, strict=True)
-        computed = _formula.FORMULAS[self.spec.table](self.spec, self.options, arrays)
+        computed = _formula.FORMULAS[self.spec.table](self.spec, self.options, self.named(operands))
         return tuple(computed[name] for name in self.results)
 
     def kernel(self, platform: str, *operands: Any) -> Arrays:
         """Return the results as the kernels of a platform compute them."""
         shape, k = self.x_of(operands).shape, self.options.k
-        types = jax.eval_shape(self.formula, *operands)
-        return _kernels.call(
+        wanted = shapes_of_results(self.spec, k, self.named(operands))
+        arrays = dict(zip(self.operands, operands, strict=True))
+        vectors = {name: a for name, a in arrays.items() if KINDS[name] is Kind.VECTOR}
+        arrays |= readable(shape, k, vectors)
+        types = jax.eval_shape(self.formula, *arrays.values())
+        results = dict(zip(self.results, types, strict=True))
+        shapes = {name: array.shape for name, array in (arrays | results).items()}
+        groups = groups_of(shape, k, shapes.get("weight"), shapes.get("bias", shapes.get("dbias")))
+        made = _kernels.call(
             platform,
-            self.spec,
+            replace(self.spec, **sharing(groups)),
             math.prod(shape[:-k]),
             math.prod(shape[-k:]),
+            groups,
             {"eps": self.options.eps, "relu": self.options.relu},
-            dict(zip(self.operands, operands, strict=True)),
-            dict(zip(self.results, types, strict=True)),
+            arrays,
+            results,
+        )
+        return tuple(
+            sum_to(array, wanted[name]) if KINDS[name] is Kind.VECTOR else array
+            for name, array in zip(self.results, made, strict=True)
         )
 
     def local(self, *operands: Any) -> Arrays:
@@ -79,13 +107,25 @@ class Operation:
         kernels = {p: functools.partial(self.kernel, p) for p in _kernels.platforms()}
         return jax.lax.platform_dependent(*operands, default=self.formula, **kernels)
 
-    def local_sum(self, axes: tuple[str, ...], *operands: Any) -> Arrays:
-        """Return the same, if other devices along these axes of the mesh hold other rows."""
-        results = zip(self.results, self.local(*operands), strict=True)
+    def local_sum(self, kept: Any, splits: dict[str, PartitionSpec], *operands: Any) -> Arrays:
+        """Return the same, if the leading axes of rows are split as `kept`, and arrays so."""
+
+        def summed(name: str, array: Any) -> Any:
+            own = axes_of(splits[name])
+            others = tuple(axis for axis in axes_of(kept) if axis not in own)
+            return jax.lax.psum(array, others) if others else array
+
         return tuple(
-            jax.lax.psum(array, axes) if axes and KINDS[name] is Kind.VECTOR else array
-            for name, array in results
+            summed(name, array) if KINDS[name] is Kind.VECTOR else array
+            for name, array in zip(self.results, self.local(*operands), strict=True)
         )
+
+    def splits(self, kept: Any, operands: Any) -> dict[str, PartitionSpec]:
+        """Return how all arrays are split where the leading axes of rows are split as `kept`."""
+        k, ndim = self.options.k, len(self.x_of(operands).shape)
+        shapes = {n: a.shape for n, a in zip(self.operands, operands, strict=True)}
+        shapes |= shapes_of_results(self.spec, k, self.named(operands))
+        return {name: split_of(name, shape, kept, ndim) for name, shape in shapes.items()}
 
     def __call__(self, *operands: Any) -> Arrays:
         return _batched(self)(*operands)
@@ -111,14 +151,11 @@ def _split(operation: Operation, *operands: Any) -> Arrays:
         # An Explicit mesh says in the types how x is split, and no partitioner is asked.
         inside = jax.sharding.get_abstract_mesh()
         with jax.sharding.use_abstract_mesh(mesh) if inside.empty else contextlib.nullcontext():
+            splits = operation.splits(kept, operands)
             return jax.shard_map(
-                functools.partial(operation.local_sum, axes),
-                in_specs=tuple(
-                    _split_of(name, kept, operation.options.k) for name in operation.operands
-                ),
-                out_specs=tuple(
-                    _split_of(name, kept, operation.options.k) for name in operation.results
-                ),
+                functools.partial(operation.local_sum, kept, splits),
+                in_specs=tuple(map(splits.__getitem__, operation.operands)),
+                out_specs=tuple(map(splits.__getitem__, operation.results)),
                 axis_names=set(axes),
                 # Within a shard_map over other axes, the results vary along those as x does.
                 check_vma=bool(jax.typeof(x).manual_axis_type.varying),
@@ -139,6 +176,16 @@ def split_as(like: Any, array: Any, spec: PartitionSpec | None = None) -> Any:
     return jax.sharding.reshard(array, NamedSharding(sharding.mesh, spec))
 
 
+def repeated(like: Any, array: Any, size: int) -> Any:
+    """Return an array for each example of a batch that is split as another one's is."""
+    shape, sharding = (size, *array.shape), jax.typeof(like).sharding
+    of_batch, *_ = sharding.spec
+    if of_batch is None:
+        return jnp.broadcast_to(array, shape)
+    spec = PartitionSpec(of_batch, *jax.typeof(array).sharding.spec)
+    return jnp.broadcast_to(array, shape, out_sharding=NamedSharding(sharding.mesh, spec))
+
+
 @functools.cache
 def _partitioned(operation: Operation) -> Any:
     """Return the operation for XLA's partitioner, which splits it in an Auto mesh."""
@@ -147,24 +194,34 @@ def _partitioned(operation: Operation) -> Any:
         return operation.local(*operands)
 
     def rule(mesh: Any, operands: Any, results: Any) -> tuple[str, dict[str, Any]]:
-        kept = [f"b{i}" for i in range(operation.x_of(operands).rank - operation.options.k)]
+        ndim = operation.x_of(operands).rank
+        kept = [f"b{i}" for i in range(ndim - operation.options.k)]
         whole = [f"n{i}" for i in range(operation.options.k)]
-        # A weight has its own, lest it pass on to x how it is split along other axes.
-        vector = [f"w{i}" for i in range(operation.options.k)]
         dims = {
             Kind.ROWS: [*kept, *whole],
             Kind.STATISTIC: kept,
             Kind.BITS: [*kept, "bytes"],
-            Kind.VECTOR: vector,
         }
-        names = [*operation.operands, *operation.results]
-        sides = [" ".join(dims[KINDS[name]]) for name in names]
+
+        # Vectors have their own, lest they pass on to x how they are split.
+        own = [f"{factor}v" for factor in (*kept, *whole)]
+
+        def of_vector(shape: Any) -> list[str]:
+            axes = range(ndim - len(shape), ndim)
+            return [f"one{i}" if n == 1 else own[i] for i, n in zip(axes, shape, strict=True)]
+
+        types = zip((*operation.operands, *operation.results), (*operands, *results), strict=True)
+        sides = [
+            " ".join(of_vector(a.shape) if KINDS[name] is Kind.VECTOR else dims[KINDS[name]])
+            for name, a in types
+        ]
         count = len(operation.operands)
+        of_rows = {*kept, *own[: len(kept)]}
         # A factor may be named only if it occurs, and in that order.
         uncut = dict.fromkeys(factor for side in sides for factor in side.split())
         return (
             f"{', '.join(sides[:count])} -> {', '.join(sides[count:])}",
-            {"need_replication_factors": tuple(f for f in uncut if f not in kept)},
+            {"need_replication_factors": tuple(f for f in uncut if f not in of_rows)},
         )
 
     def shardings(operands: Any) -> tuple[Any, Any, Arrays, Arrays]:
@@ -172,8 +229,9 @@ def _partitioned(operation: Operation) -> Any:
         x, named = operation.x_of(operands), zip(operation.operands, operands, strict=True)
         rows = [x, *(a for name, a in named if KINDS[name] is Kind.ROWS and name != "x")]
         mesh, kept = _common_split([a.sharding for a in rows], len(x.shape), operation.options.k)
+        splits = operation.splits(kept, operands)
         of_results, of_operands = (
-            tuple(NamedSharding(mesh, _split_of(name, kept, operation.options.k)) for name in names)
+            tuple(NamedSharding(mesh, splits[name]) for name in names)
             for names in (operation.results, operation.operands)
         )
         return mesh, kept, of_results, of_operands
@@ -188,7 +246,7 @@ def _partitioned(operation: Operation) -> Any:
                 if Kind.VECTOR in map(KINDS.__getitem__, operation.results):
                     shape = operation.x_of(operands).shape
                     local = _without_padding(operation, mesh, kept, shape, local)
-                return operation.local_sum(axes_of(kept), *local)
+                return operation.local_sum(kept, operation.splits(kept, operands), *local)
 
         return mesh, lowered, of_results, of_operands
 
@@ -299,11 +357,15 @@ def axes_of(spec: Any) -> tuple[str, ...]:
     )
 
 
-def _split_of(name: str, kept: Any, k: int) -> PartitionSpec:
-    """Return how an array is split where the leading axes of rows are split as `kept`."""
-    kind = KINDS[name]
-    whole = {Kind.STATISTIC: 0, Kind.BITS: 1}.get(kind, k)  # axes that are not split
-    return PartitionSpec(*(() if kind is Kind.VECTOR else kept), *whole * (None,))
+def split_of(name: str, shape: tuple[int, ...], kept: Any, ndim: int) -> PartitionSpec:
+    """Return how an array is split where the leading axes of rows are split as `kept`.
+
+    Rows have so many axes. An axis of size 1 of a vector is not split, nor are the last ones.
+    """
+    if KINDS[name] is not Kind.VECTOR:
+        return PartitionSpec(*kept, *(len(shape) - len(kept)) * (None,))
+    of_rows = [*kept, *(ndim - len(kept)) * (None,)][ndim - len(shape) :]
+    return PartitionSpec(*(None if n == 1 else of for n, of in zip(shape, of_rows, strict=True)))
 
 
 # ---- batched -------------------------------------------------------------------------------------
@@ -315,23 +377,33 @@ def _batched(operation: Operation) -> Any:
         return _split(operation, *operands)
 
     def rule(size: int, batched: list[bool], *operands: Any) -> tuple[Arrays, tuple[bool, ...]]:
-        vectors = [KINDS[name] is Kind.VECTOR for name in operation.operands]
-        axes = tuple(0 if there else None for there in batched)
-        by_formula = jax.vmap(operation.formula, in_axes=axes, axis_size=size)(*operands)
-        everywhere = (True,) * len(by_formula)
-        if any(map(operator.and_, vectors, batched)):
-            # A vector that differs from one part of the batch to the next has no kernel.
-            return by_formula, everywhere
-        given = [
-            a if there or is_vector else jnp.broadcast_to(a, (size, *a.shape))
-            for is_vector, a, there in zip(vectors, operands, batched, strict=True)
-        ]
-        # The batch is a leading axis like others, except for results that are summed over those.
-        together = operation(*given)
-        return tuple(
-            formula if KINDS[name] is Kind.VECTOR else kernel
-            for name, formula, kernel in zip(operation.results, by_formula, together, strict=True)
-        ), everywhere
+        """Return the results of one call, in which each example is a group of rows."""
+        spec, given = operation.spec, operation.named(operands)
+        there = dict(zip(operation.operands, batched, strict=True))
+        x, like = given["x"], operands[batched.index(True)]
+        if isinstance(spec, BackwardSpec) and spec.dbias and spec.weight is None:
+            # Ones give dbias a shape for each example.
+            spec = replace(spec, weight=spec.dbias)
+            row = x.shape[x.ndim - operation.options.k :]
+            given["weight"], there["weight"] = jnp.ones_like(given["dy"], spec.dbias, row), False
+        ndim, inserted = x.ndim - there["x"], 0
+        for name, is_there in there.items():
+            is_vector = KINDS[name] is Kind.VECTOR
+            # Vectors may be shared, but where they have a gradient it is one for each example.
+            shared = is_vector and isinstance(spec, ForwardSpec)
+            if not is_there and not shared:
+                given[name] = repeated(like, given[name], size)
+            if is_vector and (is_there or not shared):
+                inserted = ndim + 1 - given[name].ndim
+                given[name] = for_each(given[name], ndim)
+        made = Operation(spec, operation.options).by_name(**given)
+        results = (
+            jax.lax.squeeze(made[name], tuple(range(1, 1 + inserted)))
+            if KINDS[name] is Kind.VECTOR
+            else made[name]
+            for name in operation.results
+        )
+        return tuple(results), (True,) * len(operation.results)
 
     batched = custom_vmap(call)
     batched.def_vmap(rule)

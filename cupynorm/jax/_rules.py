@@ -17,6 +17,8 @@ from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
 from cupynorm._operation import KINDS, Kind
+from cupynorm.jax._operations import repeated
+from cupynorm.jax._vectors import for_each
 
 __all__ = ["Function", "Linear"]
 
@@ -138,19 +140,25 @@ def _transpose(cotangents: Any, *operands: Any, function: Linear, names: Any) ->
 
 def _batch_linear(operands: Any, axes: Any, **told: Any) -> tuple[Any, Any]:
     kept, tangents = told["names"]
-    vectors = [KINDS[name] is Kind.VECTOR for name in (*kept, *tangents)]
     results = told["function"].tree.num_leaves * (0,)
-    if axes[kept.index("x")] is None or any(
-        is_vector and axis is not None for is_vector, axis in zip(vectors, axes, strict=True)
-    ):
+    of_vectors = {i for i, name in enumerate((*kept, *tangents)) if KINDS[name] is Kind.VECTOR}
+    are_many = any(axes[i] is not None for i in of_vectors)
+    # Many tangents of one call have no kernel, and a bias alone leaves no array of its gradient's
+    # shape.
+    if all(axis is None for axis in axes[: len(kept)]) or (are_many and "weight" not in kept):
         return jax.vmap(functools.partial(_push, **told), in_axes=tuple(axes))(*operands), results
     # The batch is a leading axis like others. So the transpose is one kernel.
-    size = operands[kept.index("x")].shape[axes[kept.index("x")]]
-    together = (
-        array if is_vector else batching.bdim_at_front(array, axis, size)
-        for is_vector, array, axis in zip(vectors, operands, axes, strict=True)
-    )
-    return _linear.bind(*together, **told), results
+    given = [a if i is None else jnp.moveaxis(a, i, 0) for a, i in zip(operands, axes, strict=True)]
+    like = next(a for a, axis in zip(given, axes, strict=True) if axis is not None)
+    x = kept.index("x")
+    ndim = given[x].ndim - (axes[x] is not None)
+    for i, axis in enumerate(axes):
+        is_vector = i in of_vectors
+        if axis is None and (are_many or not is_vector):
+            given[i] = repeated(like, given[i], like.shape[0])
+        if is_vector and are_many:
+            given[i] = for_each(given[i], ndim)
+    return _linear.bind(*given, **told), results
 
 
 _linear.def_impl(_push)
