@@ -3,7 +3,10 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from cupynorm import fused as fused
+from cupynorm import math as math  # not in __all__: it would hide Python's
 from cupynorm._bitmask import pack_bitmask, unpack_bitmask
+from cupynorm._fuse import Fused, FusedForward, fuse
 from cupynorm._operation import NormBackward, NormForward
 from cupynorm._warmup import kernel_source, supports, warmup
 from cupynorm.norms import (
@@ -16,8 +19,11 @@ from cupynorm.norms import (
 )
 
 __all__ = [
+    "Fused",
+    "FusedForward",
     "NormBackward",
     "NormForward",
+    "fuse",
     "kernel_source",
     "layer_norm",
     "layer_norm_backward",
@@ -38,9 +44,15 @@ if TYPE_CHECKING:
     from cupynorm import testing as testing
     from cupynorm import torch as torch
 
+_LATER = "jax", "testing", "torch"
+
 
 def __getattr__(name: str) -> Any:
     """Import what needs a framework, or is seldom needed, on first use."""
-    if name in ("jax", "testing", "torch"):
+    if name in _LATER:
         return importlib.import_module(f"cupynorm.{name}")
     raise AttributeError(f"module 'cupynorm' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LATER})

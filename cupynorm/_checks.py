@@ -45,13 +45,16 @@ __all__ = [
     "Asked",
     "AskedBackward",
     "as_called",
+    "broadcasts",
     "check_arrays",
     "check_backward",
     "check_call",
+    "check_device",
     "check_forward",
     "check_norm",
     "check_numbers",
     "check_pair",
+    "check_rows",
     "check_vector",
     "check_zero_centered",
     "like_or_whether",
@@ -232,7 +235,7 @@ def _checked_and_moved(
 ) -> dict[str, Any]:
     """Return arrays with x's axes in an order. Messages tell the shapes that a caller knows."""
     x_shape = arrays["x"].shape
-    _check_rows(x_shape, axes)
+    check_rows(x_shape, axes)
     for name, array in arrays.items():
         if array is None:
             continue
@@ -396,7 +399,7 @@ def _check_operands(
     check_zero_centered(asked.zero_centered, has_weight=weight is not None)
     axes = normalized_axes(x.ndim, asked.axis)
     k = len(axes)
-    _check_rows(x.shape, axes)
+    check_rows(x.shape, axes)
     for name, array in (("weight", weight), ("bias", bias)):
         if array is not None:
             to_dtype(f"{name}.dtype", array.dtype)
@@ -408,7 +411,8 @@ def _check_operands(
     return k, groups_of(x.shape, k, of_weight, of_bias)
 
 
-def _check_rows(x_shape: tuple[int, ...], axes: tuple[int, ...]) -> None:
+def check_rows(x_shape: tuple[int, ...], axes: tuple[int, ...]) -> None:
+    """Check that a row has an element."""
     if any(x_shape[i] == 0 for i in axes):
         raise ValueError(f"x must have at least one element in each row, got shape {x_shape}")
 
@@ -417,10 +421,14 @@ def check_vector(
     name: str, shape: tuple[int, ...], x_shape: tuple[int, ...], axes: tuple[int, ...]
 ) -> None:
     """Check that a weight or bias broadcasts to x, whose given axes are normalized."""
+    if not broadcasts(shape, x_shape):
+        raise ValueError(must_broadcast(name, shape, x_shape, axes))
+
+
+def broadcasts(shape: tuple[int, ...], x_shape: tuple[int, ...]) -> bool:
+    """Tell whether an array broadcasts to x by NumPy's rule."""
     pairs = zip(reversed(shape), reversed(x_shape), strict=False)
-    if len(shape) <= len(x_shape) and all(n == 1 or n == of_x for n, of_x in pairs):
-        return
-    raise ValueError(must_broadcast(name, shape, x_shape, axes))
+    return len(shape) <= len(x_shape) and all(n == 1 or n == of_x for n, of_x in pairs)
 
 
 def must_broadcast(
@@ -442,9 +450,14 @@ def check_zero_centered(zero_centered: Any, *, has_weight: bool) -> None:
         raise ValueError("zero_centered must be False without a weight, got True")
 
 
-def _check_memory(name: str, array: Any, x: Any) -> None:
+def check_device(name: str, array: Any, x: Any) -> None:
+    """Check that a NumPy or CuPy array is where x is."""
     if is_numpy(array) != is_numpy(x) or (not is_numpy(x) and array.device != x.device):
         raise ValueError(f"{name} must be on x's device, {device_of(x)}; got {device_of(array)}")
+
+
+def _check_memory(name: str, array: Any, x: Any) -> None:
+    check_device(name, array, x)
     if not is_numpy(array) and array.data.ptr % array.itemsize:
         raise ValueError(
             f"{name} must be aligned to its elements of {array.itemsize} bytes, "

@@ -56,7 +56,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from cupynorm import reference
-from cupynorm._arrays import NUMPY
+from cupynorm._arrays import NUMPY, to_numpy
 from cupynorm._bitmask import unpack
 from cupynorm._checks import (
     Asked,
@@ -66,7 +66,11 @@ from cupynorm._checks import (
     check_norm,
     like_or_whether,
     moved,
+    normalized_axes,
+    order_of,
 )
+from cupynorm._expression_errors import magnitudes, of_number
+from cupynorm._fuse import NUMPY_TOOLS, Fused, Given, Options, is_number
 from cupynorm._operation import (
     NormBackward,
     NormForward,
@@ -75,7 +79,7 @@ from cupynorm._operation import (
 )
 from cupynorm.reference import Array, Axis, Float64, Norm, Relu
 
-__all__ = ["assert_one_rounding", "check_backward", "check_forward"]
+__all__ = ["assert_one_rounding", "check_backward", "check_forward", "check_fused"]
 
 # So many elements are checked at a time. A float64 temporary of them, 2 MB, stays in cache.
 CHUNK_ELEMENTS = 1 << 18
@@ -284,6 +288,127 @@ def check_forward(
             )
             ratios[name] = max(ratios[name], largest)
     return ratios
+
+
+def check_fused(
+    fused: Fused,
+    outputs: Array | tuple[Array, ...],
+    x: Array,
+    weight: Array | None = None,
+    bias: Array | None = None,
+    *,
+    eps: float | None = None,
+    axis: Axis = None,
+    zero_centered: bool = False,
+    out_dtype: Any = None,
+    **inputs: Any,
+) -> tuple[float, ...]:
+    """Assert that the outputs of a norm of `cupynorm.fuse` are right, by `assert_one_rounding`.
+
+    The magnitude of an output follows from those of the norm's y and of the expressions. A value v
+    of the prologue with a magnitude S(v) adds to y's, with m for the mean over a row, ``rstd * |w|
+    * (S(v) + |xhat| * m(S(v) * |xhat|))``; LayerNorm: and ``rstd * |w| * m(S(v))``. A function f of
+    values a has the magnitude ``|f| + sum |df/da| * S(a)``. Where rounding may decide a comparison,
+    the distance of both sides of the `where` is allowed.
+
+    Parameters
+    ----------
+    fused : Fused
+        Which norm it is.
+    outputs : array or tuple of arrays
+        What a call returned, as NumPy arrays.
+    x, weight, bias, eps, axis, zero_centered, out_dtype, **inputs
+        The arguments, as NumPy arrays.
+
+    Returns
+    -------
+    tuple of float
+        The largest ratio of error to bound of each output.
+
+    Raises
+    ------
+    AssertionError
+        If an output is missing, or has a wrong shape, dtype or value.
+    TypeError, ValueError
+        If an argument does not fit the others, as for a call.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cupynorm
+    >>> from cupynorm import testing
+    >>> doubled = cupynorm.fuse("rms_norm", epilogue=lambda y: 2 * y)
+    >>> x = np.linspace(-1, 1, 12, dtype=np.float32).reshape(3, 4)
+    >>> testing.check_fused(doubled, doubled(x), x)[0] <= 1
+    True
+    """
+    options = Options(eps, axis, zero_centered, out_dtype)
+    compute = np.dtype(fused.check(Given(x, weight, bias, inputs), options))
+    made = outputs if isinstance(outputs, tuple) else (outputs,)
+    dtypes = [np.dtype(d) for d in map(to_numpy, fused.dtypes_of_outputs(x.dtype, out_dtype))]
+    names = [f"output {i}" for i in range(len(dtypes))]
+    if len(made) != len(names):
+        raise AssertionError(f"there must be {len(names)} outputs, got {len(made)}")
+    fields = dict(zip(names, made, strict=True))
+    _assert_layout(fields, dict.fromkeys(names, x.shape), dict(zip(names, dtypes, strict=True)))
+    axes = normalized_axes(x.ndim, axis)
+    order, k = order_of(x.ndim, axes) or tuple(range(x.ndim)), len(axes)
+
+    def placed(array: Any) -> Any:  # with the normalized axes last
+        return array if np.ndim(array) == 0 else np.broadcast_to(array, x.shape).transpose(order)
+
+    ratios: dict[str, float] = {}
+    known: dict[str, tuple[Any, Any]] = {
+        name: of_number(a, compute) if is_number(a) else (np.float64(placed(a)), 0.0)
+        for name, a in {"x": x, **inputs}.items()
+    }
+
+    def check(pair: tuple[Any, Any], name: str) -> None:
+        actual = placed(fields[name])
+        exact, size = (np.broadcast_to(a, actual.shape) for a in pair)
+        ratios[name] = assert_one_rounding(actual, exact, size, compute, name)
+
+    with np.errstate(all="ignore"):
+        first, *others = magnitudes(fused.prologue, NUMPY_TOOLS, known, compute)
+        value, size = (np.broadcast_to(a, placed(x).shape) for a in first)
+        of_value, *of_others = fused.prologue.results
+        stored = names[len(fused.epilogue.results) :]
+        for pair, name in zip(others, stored, strict=True):
+            check(pair, name)
+        if of_value in of_others:  # what is normalized is what was stored
+            value = reference.widen(placed(fields[stored[of_others.index(of_value)]]))
+            size = np.zeros(value.shape)
+        w, b = (None if vector is None else placed(vector) for vector in (weight, bias))
+        added = fused.eps(options)
+        exact, magnitude = _forward_bounds(
+            fused.norm, value, w, b, k, added, zero_centered, compute
+        )
+        passed = _passed_by_norm(fused.norm, size, value, w, k, added, zero_centered)
+        known["y"] = exact["y"], magnitude["y"] + passed
+        for pair, name in zip(
+            magnitudes(fused.epilogue, NUMPY_TOOLS, known, compute), names, strict=False
+        ):
+            check(pair, name)
+    return tuple(ratios[name] for name in names)
+
+
+def _passed_by_norm(
+    norm: Norm,
+    size: Array,
+    x: Array,
+    weight: Array | None,
+    k: int,
+    eps: float,
+    zero_centered: bool,
+) -> Float64:
+    """Return what y's magnitude gains if x has a magnitude."""
+    axes = tuple(range(-k, 0))
+    xhat, _, rstd = reference.normalize(norm, x, k, eps)
+    passed = size + np.abs(xhat) * np.mean(size * np.abs(xhat), axis=axes, keepdims=True)
+    if norm == "layer_norm":
+        passed = passed + size.mean(axis=axes, keepdims=True)
+    factor = np.abs(reference.effective_weight(weight, zero_centered))
+    return np.asarray(np.where(passed == 0, 0.0, passed * rstd * factor))
 
 
 def check_backward(

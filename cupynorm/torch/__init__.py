@@ -16,11 +16,13 @@ if torch.__version__ < "2.11.0a0":  # previews of 2.11 call themselves so
     raise ImportError(f"cupynorm.torch needs torch 2.11 or newer, found {torch.__version__}")
 
 from cupynorm.torch._functions import layer_norm, rms_norm
+from cupynorm.torch._fuse import Fused
 from cupynorm.torch._fusion import compile_options
 from cupynorm.torch._modules import GroupNorm, LayerNorm, RMSNorm
 from cupynorm.torch._replace import ReplacedNorms, replace_norms
 
 __all__ = [
+    "Fused",
     "GroupNorm",
     "LayerNorm",
     "RMSNorm",

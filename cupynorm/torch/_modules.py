@@ -16,7 +16,7 @@ from cupynorm._operation import Norm, Relu
 from cupynorm.torch._functions import normalize
 from cupynorm.torch._kernels import check_dense
 
-__all__ = ["GroupNorm", "LayerNorm", "RMSNorm"]
+__all__ = ["GroupNorm", "LayerNorm", "Module", "RMSNorm", "check_made"]
 
 
 def _is_called(module: Any, arguments: Any) -> None:
@@ -39,7 +39,7 @@ def _with_shapes(x: Any) -> tuple[Any, ...]:
     return x.unbind() if x.is_nested and x.layout is torch.strided else (x,)
 
 
-def _check_made(normalized_shape: Any, dtype: Any) -> None:
+def check_made(normalized_shape: Any, dtype: Any) -> None:
     """Check what torch's modules would refuse in words that name no argument."""
     sizes = normalized_shape if isinstance(normalized_shape, Iterable) else (normalized_shape,)
     try:
@@ -60,8 +60,8 @@ def _check_dtype(dtype: Any) -> None:
         to_dtype("dtype", dtype)
 
 
-class _Module(torch.nn.Module):
-    """What all modules add to those of torch.nn. Each is also a subclass of torch's."""
+class Module(torch.nn.Module):
+    """What all modules here add to torch.nn's."""
 
     weight: Any
     bias: Any
@@ -77,10 +77,11 @@ class _Module(torch.nn.Module):
     def _get_name(self) -> str:
         """Return what the module's repr calls it: torch.nn's class has the same name."""
         name = type(self).__name__
-        return name if type(self).__module__ != __name__ else f"cupynorm.torch.{name}"
+        ours = type(self).__module__.startswith("cupynorm.torch.")
+        return f"cupynorm.torch.{name}" if ours else name
 
 
-class _Norm(_Module):
+class _Norm(Module):
     """What those add whose rows are the last axes."""
 
     normalized_shape: tuple[int, ...]
@@ -214,7 +215,7 @@ class RMSNorm(_Norm, torch.nn.RMSNorm):
         zero_centered: bool = False,
         relu: Relu = None,
     ) -> None:
-        _check_made(normalized_shape, dtype)
+        check_made(normalized_shape, dtype)
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
         parameter = None
         if elementwise_affine and bias:
@@ -281,7 +282,7 @@ class LayerNorm(_Norm, torch.nn.LayerNorm):
         zero_centered: bool = False,
         relu: Relu = None,
     ) -> None:
-        _check_made(normalized_shape, dtype)
+        check_made(normalized_shape, dtype)
         super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
         self._extend(zero_centered, relu)
 
@@ -302,7 +303,7 @@ def _group_norm(x: Any, num_groups: int, weight: Any, bias: Any, eps: float) -> 
     return normalize("layer_norm", tensors, asked).reshape(x.shape)
 
 
-class GroupNorm(_Module, torch.nn.GroupNorm):
+class GroupNorm(Module, torch.nn.GroupNorm):
     """LayerNorm over groups of channels, as a module which replaces ``torch.nn.GroupNorm``.
 
     Its input has shape (batch, num_channels, ...). A group is several channels in turn, with all

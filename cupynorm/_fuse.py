@@ -1,0 +1,659 @@
+"""`cupynorm.fuse`: a norm with a way in and a way out that a user writes in Python.
+
+The prologue and the epilogue are programs: see `_expressions`. Between them is a norm of this
+library. NumPy arrays are computed in float64. Others are computed in the compute dtype, and each
+step of a program is an operation of their framework's.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import keyword
+import numbers
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from cupynorm import _arrays, _checks, norms, reference
+from cupynorm._expressions import Program, functions, gradients, kind_of, of_numpy, trace
+from cupynorm._operation import Norm
+
+__all__ = [
+    "NUMPY_TOOLS",
+    "Fused",
+    "FusedForward",
+    "Given",
+    "Options",
+    "Tools",
+    "fuse",
+    "is_number",
+]
+
+_EPS = {"rms_norm": 1e-6, "layer_norm": 1e-5}
+_NOT_NAMES = "weight", "bias", "eps", "axis", "zero_centered", "out_dtype", "y"
+_INPUTS = (*_arrays.FLOATS, "bool")
+
+
+class Options(NamedTuple):
+    """What a call is told in addition to its arrays."""
+
+    eps: float | None = None
+    axis: int | Sequence[int] | None = None
+    zero_centered: bool = False
+    out_dtype: Any = None
+
+
+class Given(NamedTuple):
+    """The arrays of a call. The inputs are by name, and may be numbers."""
+
+    x: Any
+    weight: Any
+    bias: Any
+    inputs: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Tools:
+    """What a framework's arrays are computed with.
+
+    `widen` and `cast` take the name of a dtype: the compute dtype, and one to round to. `number`
+    and `broadcast` take an array for its dtype and its shape; what `broadcast` returns is
+    C-contiguous. `stored` rounds a value of the compute dtype to one of a name, and returns it in
+    the compute dtype again, with the gradient of the value. `normalize` takes the norm's name, its
+    arrays and options, and returns y, mean and rstd, in the dtype of its x. The latter two may be
+    None. Only NumPy and CuPy need `sum_to_shape`, for gradients.
+    """
+
+    functions: Mapping[str, Callable[..., Any]]  # the operations of programs
+    widen: Callable[[Any, str], Any]
+    cast: Callable[[Any, str], Any]
+    copy: Callable[[Any], Any]
+    number: Callable[[float, Any], Any]
+    broadcast: Callable[[Any, Any], Any]
+    stored: Callable[[Any, str], Any]
+    normalize: Callable[..., tuple[Any, Any, Any]]
+    sum_to_shape: Callable[[Any, tuple[int, ...]], Any] | None = None  # undoes a broadcast
+
+
+class FusedForward(NamedTuple):
+    """What `Fused.forward` returns, and `Fused.backward` takes.
+
+    Attributes
+    ----------
+    y : array
+        The first output.
+    outputs : tuple of arrays
+        All outputs: those of the epilogue, then those of the prologue.
+    mean, rstd : array or None
+        The statistics of each row, as `NormForward` has them.
+    given : Given
+        The arguments: x, weight, bias, and the inputs by name.
+    options : Options
+        eps, axis, zero_centered and out_dtype.
+    """
+
+    y: Any
+    outputs: tuple[Any, ...]
+    mean: Any
+    rstd: Any
+    given: Given
+    options: Options
+
+
+@dataclass(frozen=True, repr=False)
+class Fused:
+    """A norm with a way in and a way out. `fuse` makes one.
+
+    Two are equal if they take the same steps on arguments of the same names and order. It can be
+    pickled.
+    """
+
+    norm: Norm
+    prologue: Program  # of x and inputs: the value to normalize, and further outputs
+    epilogue: Program  # of y, which is normalized and scaled, x and inputs: the outputs
+
+    def __repr__(self) -> str:
+        parts = [repr(self.norm)]
+        if self.prologue != _PLAIN:
+            parts.append(f"prologue={self.prologue}")
+        if self.epilogue != _IDENTITY:
+            parts.append(f"epilogue={self.epilogue}")
+        return f"cupynorm.fuse({', '.join(parts)})"
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The names of the further inputs."""
+        names = dict.fromkeys((*self.prologue.arguments[1:], *self.epilogue.arguments[1:]))
+        return tuple(name for name in names if name != "x")
+
+    @property
+    def count(self) -> int:
+        """How many outputs there are."""
+        return len(self.epilogue.results) + len(self.prologue.results) - 1
+
+    def __call__(
+        self,
+        x: Any,
+        /,
+        weight: Any = None,
+        bias: Any = None,
+        *,
+        eps: float | None = None,
+        axis: int | Sequence[int] | None = None,
+        zero_centered: bool = False,
+        out_dtype: Any = None,
+        **inputs: Any,
+    ) -> Any:
+        """Compute the norm.
+
+        Parameters
+        ----------
+        x, weight, bias, axis, zero_centered
+            As for `rms_norm`. torch tensors and JAX arrays may be differentiated, traced, compiled
+            and batched, as those of `cupynorm.torch` and `cupynorm.jax`.
+        eps : float, optional
+            The default is that of the norm: 1e-6 for rms_norm, and 1e-5 for layer_norm.
+        out_dtype : dtype, or tuple of dtypes, optional
+            The dtype of each output. The default, None, is x's.
+        **inputs : array or float
+            The further arguments of the prologue and the epilogue, by their names. Arrays broadcast
+            to x's shape by NumPy's rule. They have one of the four dtypes, or hold bools, which
+            count as 0 and 1 and have no gradient.
+
+        Returns
+        -------
+        array, or tuple of arrays
+            The outputs of the epilogue, then those of the prologue. Each has x's shape.
+
+        Raises
+        ------
+        TypeError, ValueError, NotImplementedError, ImportError, RuntimeError
+            As for `rms_norm`, and if the inputs are not those that the functions name.
+        """
+        options = Options(eps, axis, zero_centered, out_dtype)
+        given = Given(x, weight, bias, inputs)
+        adapter = _adapter_of(x)
+        if adapter is not None:
+            outputs = adapter(self, given, options)
+        else:
+            outputs = self.forward(x, weight, bias, **options._asdict(), **inputs).outputs
+        return outputs[0] if len(outputs) == 1 else outputs
+
+    def forward(
+        self,
+        x: Any,
+        /,
+        weight: Any = None,
+        bias: Any = None,
+        *,
+        eps: float | None = None,
+        axis: int | Sequence[int] | None = None,
+        zero_centered: bool = False,
+        out_dtype: Any = None,
+        **inputs: Any,
+    ) -> FusedForward:
+        """Compute the norm, and return what `backward` needs. The arguments are those of a call."""
+        options = Options(eps, axis, zero_centered, out_dtype)
+        given = Given(x, weight, bias, inputs)
+        family, taken, compute = self._taken(given, options)
+        tools = _tools_of(taken.x)
+        dtypes = self.dtypes_of_outputs(taken.x.dtype, out_dtype)
+        with np.errstate(all="ignore"):
+            outputs, mean, rstd = self.apply(tools, taken, options, compute, dtypes)
+        mean, rstd = (None if s is None else tools.cast(s, compute) for s in (mean, rstd))
+        results = tuple(map(family.give, outputs))
+        mean, rstd = map(family.give_present, (mean, rstd))
+        return FusedForward(results[0], results, mean, rstd, given, options)
+
+    def backward(self, dy: Any, forward: FusedForward) -> Any:
+        """Compute the gradients.
+
+        Parameters
+        ----------
+        dy : array, or sequence of arrays
+            The gradient of each output, in their order. None stands for 0.
+        forward : FusedForward
+            What `forward` returned. The norm is computed again from the arguments that it holds, so
+            these must not have changed.
+
+        Returns
+        -------
+        named tuple
+            ``dx``, ``dweight``, ``dbias``, and for each input its name behind a ``d``, such as
+            ``dz``. Each has the shape and dtype of what it is the gradient of, and is None if that
+            was not given, or is a number or of bools. Sums go in a fixed order.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If dy does not fit the outputs, or forward is another object.
+        """
+        if not isinstance(forward, FusedForward):
+            raise TypeError(
+                f"forward must be what this norm's forward returned, got {kind_of(forward)}"
+            )
+        given, options = forward.given, forward.options
+        family, taken, compute = self._taken(given, options)
+        tools = _tools_of(taken.x)
+        dtypes = self.dtypes_of_outputs(taken.x.dtype, options.out_dtype)
+        of_outputs = self._taken_gradients(family, dy, taken.x)
+        with np.errstate(all="ignore"):
+            found = self._gradients(tools, taken, options, compute, dtypes, of_outputs)
+            for name, array in (("x", taken.x), *taken.inputs.items()):
+                if name not in found:
+                    found[name] = None
+                    continue
+                whole = tools.widen(tools.broadcast(found[name], taken.x), compute)
+                assert tools.sum_to_shape is not None  # noqa: S101 - of NumPy and CuPy
+                summed = tools.sum_to_shape(whole, array.shape)
+                found[name] = tools.cast(summed, dtype_name(array.dtype))
+        names = ("x", "weight", "bias", *self.inputs)
+        return _gradients_of(self.inputs)(*(family.give_present(found[name]) for name in names))
+
+    # ---- steps, on the arrays of any framework ----
+
+    def apply(
+        self, tools: Tools, given: Given, options: Options, compute: str, dtypes: Sequence[str]
+    ) -> tuple[tuple[Any, ...], Any, Any]:
+        """Return the outputs, of these dtypes, and the statistics."""
+        wide, _, stored, (y, mean, rstd) = self._normalized(tools, given, options, compute, dtypes)
+        results = _evaluate(tools, self.epilogue, wide | {"y": y}, y)
+        outputs = _outputs(tools, results, self.epilogue.copies(), y, dtypes)
+        return (*outputs, *stored), mean, rstd
+
+    def _normalized(
+        self, tools: Tools, given: Given, options: Options, compute: str, dtypes: Sequence[str]
+    ) -> tuple[dict[str, Any], Any, list[Any], tuple[Any, Any, Any]]:
+        """Return x and inputs in the compute dtype, the value, what is stored, and its norm."""
+        x = tools.widen(given.x, compute)
+        wide = {"x": x} | {
+            name: tools.number(array, x) if is_number(array) else tools.widen(array, compute)
+            for name, array in given.inputs.items()
+        }
+        first, *others = _evaluate(tools, self.prologue, wide, x)
+        of_stored, copies = dtypes[len(self.epilogue.results) :], self.prologue.copies()
+        stored = _outputs(tools, others, copies[1:], x, of_stored)
+        value = tools.widen(tools.broadcast(first, x), compute)
+        of_value, *of_others = self.prologue.results
+        if of_value in of_others:  # what is normalized is what a reader of the output sees
+            value = tools.stored(value, of_stored[of_others.index(of_value)])
+        normalized = tools.normalize(
+            self.norm, value, given.weight, given.bias, **self._of_norm(options)
+        )
+        return wide, value, stored, normalized
+
+    def _gradients(
+        self,
+        tools: Tools,
+        given: Given,
+        options: Options,
+        compute: str,
+        dtypes: Sequence[str],
+        of_outputs: Sequence[Any],
+    ) -> dict[str, Any]:
+        """Return gradients by name; those of x and inputs are not yet summed to their shapes."""
+        wide, value, _, (y, mean, rstd) = self._normalized(tools, given, options, compute, dtypes)
+        wide_of = [None if of is None else tools.widen(of, compute) for of in of_outputs]
+        count = len(self.epilogue.results)
+        without = {
+            name
+            for name, array in given.inputs.items()
+            if is_number(array) or dtype_name(array.dtype) == "bool"
+        }
+        found = _pulled_back(tools, self.epilogue, wide | {"y": y}, wide_of[:count], without)
+        of_y = tools.widen(tools.broadcast(found.pop("y"), value), compute)
+        statistics = (rstd,) if self.norm == "rms_norm" else (mean, rstd)
+        of_norm = getattr(norms, f"{self.norm}_backward")(
+            of_y,
+            value,
+            given.weight,
+            *statistics,
+            bias=False if given.bias is None else given.bias,
+            axis=options.axis,
+            zero_centered=options.zero_centered,
+        )
+        before = _pulled_back(tools, self.prologue, wide, [of_norm.dx, *wide_of[count:]], without)
+        for name, gradient in before.items():
+            found[name] = found[name] + gradient if name in found else gradient
+        return found | {"weight": of_norm.dweight, "bias": of_norm.dbias}
+
+    def eps(self, options: Options) -> float:
+        """Return what a call adds to the variance or mean square."""
+        return _EPS[self.norm] if options.eps is None else options.eps
+
+    def _of_norm(self, options: Options) -> dict[str, Any]:
+        return {
+            "eps": self.eps(options),
+            "axis": options.axis,
+            "zero_centered": options.zero_centered,
+        }
+
+    # ---- checks ----
+
+    def check(self, given: Given, options: Options) -> str:
+        """Check a call, but not the types and devices of its arrays. Return the compute dtype."""
+        missing = [name for name in self.inputs if given.inputs.get(name) is None]
+        unknown = [name for name in given.inputs if name not in self.inputs]
+        if missing or unknown:
+            expected = ", ".join(self.inputs) or "none"
+            fault = f"{missing[0]} is missing" if missing else f"got {unknown[0]}"
+            raise TypeError(f"the inputs of {self!r} are {expected}, but {fault}")
+        axes = _checks.normalized_axes(given.x.ndim, options.axis)
+        dtypes = {}
+        named = {"x": given.x, "weight": given.weight, "bias": given.bias, **given.inputs}
+        for name, array in named.items():
+            if array is None:
+                continue
+            if name in given.inputs and is_number(array):
+                _check_number(name, array)
+                continue
+            allowed = _INPUTS if name in given.inputs else _arrays.FLOATS
+            dtypes[name] = dtype_name(array.dtype)
+            if dtypes[name] not in allowed:
+                *others, last = allowed
+                expected = f"{', '.join(others)} or {last}"
+                raise TypeError(f"{name}.dtype must be {expected}, got {array.dtype}")
+            shape, x_shape = tuple(array.shape), tuple(given.x.shape)
+            if name not in given.inputs:
+                _checks.check_vector(name, shape, x_shape, axes)
+            elif not _checks.broadcasts(shape, x_shape):
+                raise ValueError(f"{name} must broadcast to x's shape, {x_shape}; got {shape}")
+        _checks.check_zero_centered(options.zero_centered, has_weight=given.weight is not None)
+        wide = any(dtypes[name] == "float64" for name in ("x", *given.inputs) if name in dtypes)
+        compute = "float64" if wide else "float32"
+        _checks.check_numbers(np.dtype(compute), self.eps(options), None)
+        return compute
+
+    def dtypes_of_outputs(self, of_x: Any, out_dtype: Any) -> tuple[str, ...]:
+        """Return the names of the outputs' dtypes, from that of x and what was asked for."""
+        asked = out_dtype if isinstance(out_dtype, tuple | list) else (out_dtype,) * self.count
+        if len(asked) != self.count:
+            raise ValueError(
+                f"out_dtype must be a dtype or {self.count} of them, one for each output; got "
+                f"{len(asked)}"
+            )
+        return tuple(_float_name("out_dtype", of_x if dtype is None else dtype) for dtype in asked)
+
+    def _taken(self, given: Given, options: Options) -> tuple[Any, Given, str]:
+        """Return a call's family, its arrays as NumPy or CuPy arrays, and the compute dtype."""
+        family = _arrays.family_of("x", given.x).with_device_of(given.x)
+
+        def take(name: str, array: Any, dtypes: tuple[str, ...] = _arrays.FLOATS) -> Any:
+            return array if array is None else family.take(name, array, dtypes=dtypes)
+
+        taken = Given(
+            take("x", given.x),
+            take("weight", given.weight),
+            take("bias", given.bias),
+            {
+                name: array if is_number(array) else take(name, array, _INPUTS)
+                for name, array in given.inputs.items()
+            },
+        )
+        compute = self.check(taken, options)
+        for name, array in taken.inputs.items():
+            if not is_number(array):
+                _checks.check_device(name, array, taken.x)
+        return family, taken, compute
+
+    def _taken_gradients(self, family: Any, dy: Any, x: Any) -> list[Any]:
+        """Return the gradients of the outputs as NumPy or CuPy arrays, None for those of 0."""
+        given = list(dy) if isinstance(dy, tuple | list) else [dy]
+        if len(given) != self.count or all(of is None for of in given):
+            raise ValueError(
+                f"dy must be the gradients of {self.count} outputs, or None for some of several; "
+                f"got {sum(of is not None for of in given)} of {len(given)}"
+            )
+        taken = [None if of is None else family.take("dy", of) for of in given]
+        for of in taken:
+            if of is not None:
+                _checks.to_dtype("dy.dtype", of.dtype)
+                _checks.check_device("dy", of, x)
+                if of.shape != x.shape:
+                    raise ValueError(f"dy must have shape {x.shape}, got {of.shape}")
+        return taken
+
+
+_PLAIN, _IDENTITY = Program(("x",), (), (0,)), Program(("y",), (), (0,))
+
+
+def fuse(
+    norm: Norm,
+    *,
+    prologue: Callable[..., Any] | None = None,
+    epilogue: Callable[..., Any] | None = None,
+) -> Fused:
+    """Make a norm of your own, with its gradient, from what it computes on the way in and out.
+
+    The functions are called once, with stand-ins for an element of each array, and must return
+    expressions of these. They may use ``+ - * / **``, comparisons, numbers and the functions of
+    `cupynorm.math`.
+
+    Parameters
+    ----------
+    norm : {"rms_norm", "layer_norm"}
+        The norm in between, with its weight and bias.
+    prologue : callable, optional
+        Takes x, and inputs by names of your choice. Returns the value to normalize, or a tuple of
+        that and further outputs. If an output is the value itself, it is rounded first, and what is
+        normalized is what the first such output holds. So
+        ``lambda x, residual: (x + residual, x + residual)`` does what the residual of `rms_norm`
+        does.
+    epilogue : callable, optional
+        Takes y, which is normalized, scaled and shifted, and inputs. One of these may be called x:
+        it is the x of the call. Others may be the prologue's. Returns an output, or a tuple of
+        outputs.
+
+    Returns
+    -------
+    Fused
+        A function of ``x, weight=None, bias=None``, with the inputs by name.
+
+    Raises
+    ------
+    TypeError
+        If a function cannot be traced: it branches on a value, calls what is not in
+        `cupynorm.math`, or writes to an argument. The message names the line, and what to write.
+    ValueError
+        If norm is another, or an input has a name that has a meaning already.
+
+    See Also
+    --------
+    cupynorm.fused : norms of this kind that models use.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cupynorm
+    >>> gated = cupynorm.fuse("rms_norm", epilogue=lambda y, z: y * cupynorm.math.silu(z))
+    >>> gated
+    cupynorm.fuse('rms_norm', epilogue=lambda y, z: y * (z * sigmoid(z)))
+    >>> x, z = np.array([[3.0, -4.0]]), np.array([[0.0, 1.0]])
+    >>> gated(x, z=z).round(3)
+    array([[ 0.   , -0.827]])
+    >>> forward = gated.forward(x, z=z)
+    >>> gated.backward(np.ones_like(x), forward).dz.round(3)
+    array([[ 0.424, -1.05 ]])
+    """
+    _checks.check_norm(norm)
+    before = _PLAIN if prologue is None else trace("prologue", prologue, "x")
+    after = _IDENTITY if epilogue is None else trace("epilogue", epilogue, "y")
+    for name in (*before.arguments[1:], *after.arguments[1:]):
+        if keyword.iskeyword(f"d{name}"):
+            raise ValueError(f"an input must not be called {name}: its gradient would be d{name}")
+        if name in _NOT_NAMES:
+            raise ValueError(f"an input must not be called {name}, which has a meaning already")
+    return Fused(norm, before, after)
+
+
+# ---- expressions on arrays -----------------------------------------------------------------------
+
+
+def _evaluate(tools: Tools, program: Program, arrays: Mapping[str, Any], like: Any) -> list[Any]:
+    return program.evaluate(tools, like, [arrays[name] for name in program.arguments])
+
+
+def _outputs(
+    tools: Tools, results: Sequence[Any], copies: Sequence[bool], like: Any, dtypes: Sequence[str]
+) -> list[Any]:
+    """Return results in the shape of an array and in these dtypes, as arrays of their own."""
+    outputs = (
+        tools.cast(tools.broadcast(result, like), dtype)
+        for result, dtype in zip(results, dtypes, strict=False)
+    )
+    return [tools.copy(o) if again else o for o, again in zip(outputs, copies, strict=True)]
+
+
+def _pulled_back(
+    tools: Tools,
+    program: Program,
+    arrays: Mapping[str, Any],
+    of_results: Sequence[Any],
+    without: set[str],
+) -> dict[str, Any]:
+    """Return the gradients of the arguments, some left out, from those of the results."""
+    given = {f"_{i}": of for i, of in enumerate(of_results) if of is not None}
+    wanted = tuple(name for name in program.arguments if name not in without)
+    found = gradients(program, tuple(given), wanted)
+    like = next(iter(arrays.values()))
+    return dict(zip(wanted, _evaluate(tools, found, {**arrays, **given}, like), strict=True))
+
+
+def is_number(value: Any) -> bool:
+    """Tell a real number from an array."""
+    return isinstance(value, numbers.Real | ml_dtypes.bfloat16)
+
+
+@functools.cache
+def _gradients_of(inputs: tuple[str, ...]) -> Any:
+    """Return the class of what a backward pass returns, which has a field for each input."""
+    made: Any = collections.namedtuple(  # type: ignore[misc]  # its fields vary
+        "FusedBackward", ["dx", "dweight", "dbias", *(f"d{name}" for name in inputs)]
+    )
+
+    class FusedBackward(made):
+        __slots__ = ()
+
+        def __reduce__(self) -> Any:
+            return _backward_of, (inputs, tuple(self))
+
+    return FusedBackward
+
+
+def _backward_of(inputs: tuple[str, ...], gradients: tuple[Any, ...]) -> Any:
+    return _gradients_of(inputs)(*gradients)
+
+
+# ---- tools ---------------------------------------------------------------------------------------
+
+
+def _check_number(name: str, value: Any) -> None:
+    try:
+        float(value)
+    except OverflowError:
+        raise ValueError(f"{name} must be in the range of float64, got {value!r:.40}") from None
+
+
+def _adapter_of(x: Any) -> Any:
+    """Return what differentiates and traces calls on arrays of x's framework, if there is such."""
+    torch, jax = sys.modules.get("torch"), sys.modules.get("jax")
+    if torch is not None and isinstance(x, torch.Tensor):
+        from cupynorm.torch import _fuse as of_torch
+
+        return of_torch.call
+    if jax is not None and isinstance(x, jax.Array):
+        from cupynorm.jax import _fuse as of_jax
+
+        return of_jax.call
+    return None
+
+
+def dtype_name(dtype: Any) -> str:
+    """Return the name of a dtype of any framework."""
+    return str(dtype).rpartition(".")[2]
+
+
+def _float_name(name: str, dtype: Any) -> str:
+    """Return the name of one of the four dtypes."""
+    found = dtype_name(dtype)  # torch.compile can trace this, but not NumPy's dtypes
+    return found if found in _arrays.FLOATS else _arrays.DTYPES[_checks.to_dtype(name, dtype)]
+
+
+def _normalize(norm: Norm, *arrays: Any, **options: Any) -> tuple[Any, Any, Any]:
+    result = getattr(norms, f"{norm}_forward")(*arrays, **options)
+    return result.y, result.mean, result.rstd
+
+
+def _tools_of(x: Any) -> Tools:
+    return NUMPY_TOOLS if _arrays.is_numpy(x) else _cupy()
+
+
+NUMPY_TOOLS = Tools(
+    of_numpy(),
+    widen=lambda array, _: array.astype(np.float64),
+    cast=lambda values, dtype: reference.round_once(np.asarray(values), _arrays.to_numpy(dtype)),
+    copy=lambda array: array,  # a cast makes one
+    number=lambda value, _: np.float64(float(value)),
+    broadcast=lambda values, like: np.ascontiguousarray(np.broadcast_to(values, like.shape)),
+    stored=lambda values, dtype: reference.round_once(values, _arrays.to_numpy(dtype)).astype(
+        np.float64
+    ),
+    normalize=_normalize,
+    sum_to_shape=reference.sum_to_shape,
+)
+
+
+@functools.cache
+def _cupy() -> Tools:
+    import cupy
+    from cupyx.scipy import special
+
+    return Tools(
+        functions(cupy, erf=special.erf, erfc=special.erfc),
+        widen=_widened,
+        cast=functools.partial(_rounded, cupy),
+        copy=lambda array: array.copy(),
+        number=lambda value, like: cupy.full((), float(value), like.dtype),
+        broadcast=lambda values, like: cupy.ascontiguousarray(
+            cupy.broadcast_to(cupy.asarray(values), like.shape)
+        ),
+        stored=lambda values, dtype: _widened(_rounded(cupy, values, dtype), values.dtype.name),
+        normalize=_normalize,
+        sum_to_shape=_summed,
+    )
+
+
+# CuPy cannot cast from or to bfloat16. Its bits are the upper half of float32's.
+
+
+def _widened(array: Any, dtype: str) -> Any:
+    if array.dtype == _arrays.BFLOAT16:
+        array = (array.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return array.astype(dtype, copy=False)
+
+
+def _rounded(xp: Any, values: Any, dtype: str) -> Any:
+    """Return values, rounded once."""
+    if dtype != "bfloat16":
+        return values.astype(dtype)
+    single = values.astype(np.float32)
+    bits = single.view(np.uint32)
+    if values.dtype == np.float64:
+        # The last bit remembers that float32 was not exact, as in `reference.round_once`.
+        toward_zero = bits - (xp.abs(single) > xp.abs(values)).astype(np.uint32)
+        bits = xp.where(single == values, bits, toward_zero | np.uint32(1))
+    to_even = (bits >> np.uint32(16)) & np.uint32(1)
+    upper = (bits + np.uint32(0x7FFF) + to_even) >> np.uint32(16)
+    upper = xp.where(xp.isnan(single), np.uint32(0x7FFF), upper)
+    return upper.astype(np.uint16).view(_arrays.BFLOAT16)
+
+
+def _summed(array: Any, shape: tuple[int, ...]) -> Any:
+    full = (1,) * (array.ndim - len(shape)) + shape
+    axes = tuple(i for i, (n, of) in enumerate(zip(full, array.shape, strict=True)) if n != of)
+    return array.sum(axis=axes).reshape(shape)
