@@ -15,6 +15,9 @@ from thorough import THOROUGH
 from cupynorm._background import SWITCH
 from cupynorm._environment import gpu_name, gpu_problem
 
+# The workers of pytest-xdist share the cores: more threads in each would wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # By default JAX would take three quarters of a GPU at its first array. Tests of other workers would
 # then fail.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
