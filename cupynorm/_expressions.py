@@ -2,7 +2,7 @@
 
 A program keeps the order in which a function adds and multiplies, so the compute dtype rounds as
 the function says. It is data: equal if the steps are equal, and easy to pickle. Its gradient is a
-program too, made in reverse and no longer than some times the program itself.
+program too, made in reverse, and some times as long.
 
 SymPy would do this in less code of ours. But it takes values for real numbers: it distributes
 (x - r) / 3 into two terms that cancel, and a derivative's length doubles with each level.
@@ -42,6 +42,18 @@ __all__ = [
 
 _REAL = numbers.Real, ml_dtypes.bfloat16
 Step = tuple[str, tuple[Any, ...]]  # an operation, and the numbers of its operands
+
+ARITHMETIC = frozenset(("add", "subtract", "multiply", "divide"))
+COMPARISONS = ("less", "less_equal", "greater", "greater_equal", "equal", "not_equal")
+CONDITIONS = frozenset((*COMPARISONS, "and", "or", "not"))
+SHOWN = {
+    **{"add": "({} + {})", "subtract": "({} - {})", "multiply": "({} * {})"},
+    **{"divide": "({} / {})", "power": "({} ** {})", "negative": "(-{})"},
+    **{"less": "({} < {})", "less_equal": "({} <= {})", "greater": "({} > {})"},
+    **{"greater_equal": "({} >= {})", "equal": "({} == {})", "not_equal": "({} != {})"},
+    **{"and": "({} & {})", "or": "({} | {})", "not": "(~{})"},
+}
+MOST_SHOWN = 500  # characters of an operation: what is used twice would be written twice
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,19 +119,6 @@ class Program:
         )
 
 
-ARITHMETIC = frozenset(("add", "subtract", "multiply", "divide"))
-COMPARISONS = ("less", "less_equal", "greater", "greater_equal", "equal", "not_equal")
-CONDITIONS = frozenset((*COMPARISONS, "and", "or", "not"))
-SHOWN = {
-    **{"add": "({} + {})", "subtract": "({} - {})", "multiply": "({} * {})"},
-    **{"divide": "({} / {})", "power": "({} ** {})", "negative": "(-{})"},
-    **{"less": "({} < {})", "less_equal": "({} <= {})", "greater": "({} > {})"},
-    **{"greater_equal": "({} >= {})", "equal": "({} == {})", "not_equal": "({} != {})"},
-    **{"and": "({} & {})", "or": "({} | {})", "not": "(~{})"},
-}
-MOST_SHOWN = 500  # characters of an operation: what is used twice would be written twice
-
-
 def _without_parentheses(text: str) -> str:
     depth = 0
     for i, character in enumerate(text):
@@ -148,7 +147,7 @@ class _Builder:
         return Expression(self, self.arguments.index(name))
 
     def number(self, value: float) -> Expression:
-        return self._step("number", (value,), (value, math.copysign(1, value)))
+        return self._step("number", (value,))
 
     def made(self, operation: str, *operands: Expression) -> Expression:
         for operand in operands:
@@ -159,13 +158,13 @@ class _Builder:
         if value.builder is not self:
             raise Untraceable("a value of another function has no place in this one")
 
-    def _step(self, operation: str, operands: tuple[Any, ...], key: Any = None) -> Expression:
-        # -0.0 and 0.0 are equal, but are two numbers. A NaN is not equal to itself.
-        known = operation, repr(key or operands)
-        if known not in self._places:
-            self._places[known] = len(self.arguments) + len(self.steps)
+    def _step(self, operation: str, operands: tuple[Any, ...]) -> Expression:
+        # In words, since 0.0 equals -0.0, and a NaN nothing.
+        key = operation, repr(operands)
+        if key not in self._places:
+            self._places[key] = len(self.arguments) + len(self.steps)
             self.steps.append((operation, operands))
-        return Expression(self, self._places[known])
+        return Expression(self, self._places[key])
 
     def program(self, results: tuple[Expression, ...]) -> Program:
         """Return the program of the steps that results need."""
