@@ -9,7 +9,6 @@ R=benchmarks/results, the pages are from
     python -m benchmarks.report $R/h200_standard.json --headline benchmarks/README.md
     python -m benchmarks.report $R/h200_standard.json --readme docs/tables.md
     python -m benchmarks.report --residual $R/residual_h200.json --readme benchmarks/README.md
-    python -m benchmarks.report --groups $R/groups_h200.json --readme benchmarks/README.md
     python -m benchmarks.report --relu $R/relu_h200.json --readme benchmarks/README.md
     python -m benchmarks.report --scaling $R/sharding_{torch,jax}_h200.json \\
         --readme benchmarks/README.md

@@ -7,9 +7,9 @@ Rows of float64 are scaled by a power of two before anything is squared, so none
 or underflows on the way. NaN and inf stay in their row. If a row of RMSNorm holds an inf, rstd is
 0, and y is NaN at the inf and 0 elsewhere. If a row of LayerNorm does, all of it is NaN.
 
-The functions go through the rows by blocks, whose float64 copies stay in a core's cache. Where all
-values are of narrower dtypes ("narrow"), float64 has bits to spare: means need no correction, and
-sums are added in the fastest order.
+The functions go through the rows by blocks, whose float64 copies stay in a core's cache. Where x
+and dy are of narrower dtypes ("narrow"), float64 has bits to spare: sums are added in the fastest
+order, and rstd is multiplied by.
 """
 
 from __future__ import annotations
@@ -126,10 +126,8 @@ def normalize(
     if norm == "layer_norm":
         first = mean_of(d, k)
         d -= first
-        correction = first - first  # NaN beside an inf, as the mean of what is left would be
-        if not narrow:
-            correction = mean_of(d, k)
-            d -= correction
+        correction = mean_of(d, k)
+        d -= correction
         mean = np.ldexp(first + correction, exponent)
     rms = np.sqrt(mean_of_products(d, d, k, narrow))
     # hypot, since an eps whose square is out of range still decides the rstd of large equal values.
@@ -164,12 +162,9 @@ def normalize_by(
             down = np.where(np.isfinite(significand), np.minimum(exponent, 0), 0)
             xhat, shift = np.ldexp(xhat, down), np.ldexp(shift, down)
             factor = np.ldexp(significand, exponent - down)
-        else:
-            shift += mean_of(xhat, k) - shift  # the exact mean; NaN if the stored one is not finite
         xhat -= shift
         xhat *= factor
-        if x.dtype == np.float64:
-            xhat -= mean_of(xhat, k)
+        xhat -= mean_of(xhat, k)
     lost = np.isposinf(wide_rstd)
     if lost.any():
         again, _, exact_rstd = normalize(norm, x, k, 0.0)
@@ -344,7 +339,7 @@ def _blocks(
 
 
 def _memory(rows: Array, blocks: list[slice]) -> Float64:
-    """Return memory for the float64 copy of a block: always the same stays in the cache."""
+    """Return memory for the float64 copy of a block. It serves all, so it stays in the cache."""
     return np.empty_like(rows[next(iter(blocks), slice(0))], dtype=np.float64, order="C")
 
 

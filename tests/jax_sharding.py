@@ -150,6 +150,13 @@ def made_outside_of_a_set_mesh(kind: AxisType) -> Any:
     return []
 
 
+def weights_alone_on_the_mesh(kind: AxisType) -> Any:
+    _, *vectors, _ = put(mesh_of((4,), kind), P("a"), P("a"))
+    for function in (step, jax.jit(step)):
+        check(function(jnp.asarray(X), *vectors, jnp.asarray(DY)))
+    return []
+
+
 def a_dy_made_outside_of_the_mesh(kind: AxisType) -> Any:
     mesh = mesh_of((4,), kind)
     with jax.set_mesh(mesh):
@@ -808,6 +815,7 @@ VECTORS = [
 ONE_OF_EACH = (
     with_a_mesh_set,
     made_outside_of_a_set_mesh,
+    weights_alone_on_the_mesh,
     a_dy_made_outside_of_the_mesh,
     with_axes_of_one_device,
     with_relu,

@@ -47,19 +47,17 @@ def test_the_check_is_of_every_output(problem: OfGroups) -> None:
         spoiled = [output.copy() for output in outputs]
         spoiled[index][-1] = spoiled[index][-1] * 1.25 + 1
         record = groups.check(problem, backend, given, spoiled, np)
-        assert record["reason"].startswith(f"{name} is off by")
+        assert record["reason"].startswith((f"{name} is off by", f"{name} has an element off by"))
         record = groups.check(problem, backend, given, [o[:1] for o in outputs], np)
         assert "has shape" in record["reason"]
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=name_of)
 def test_torch_computes_the_same(problem: OfGroups) -> None:
-    torch = pytest.importorskip("torch")
+    pytest.importorskip("torch")
     backend = groups.Eager()
     given = groups.inputs(problem, 0, np)
     tensors = {name: exchange.to_torch(array) for name, array in given.items()}
-    outputs = backend.prepare_tensors(problem, tensors).run()
-    assert all(isinstance(output, torch.Tensor) for output in outputs)
     wide = {name: tensor.float() for name, tensor in tensors.items()}
     exact = [o.bfloat16() for o in backend.prepare_tensors(problem, wide).run()]
     record = groups.check(problem, backend, given, exact, np)

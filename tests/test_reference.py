@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -242,6 +243,16 @@ def test_torch_agrees(norm: Norm, dtype: str, row: tuple[int, ...]) -> None:
 
 
 # ---- every kind of problem -----------------------------------------------------------------------
+
+
+def test_a_row_of_nearly_equal_values_is_centred_exactly() -> None:
+    for n in (1000, 10007):
+        x = np.ones((1, n), np.float32)
+        x[0, 0] += 2.0**-23
+        forward = reference.layer_norm_forward(x, eps=0.0)
+        exact = -1 / math.sqrt(n - 1)  # of all but the first
+        np.testing.assert_array_equal(forward.y[0, 1:], np.float32(exact))
+        np.testing.assert_array_equal(forward.y[0, 0], np.float32(math.sqrt(n - 1)))
 
 
 @given(problems(broadcast=True))

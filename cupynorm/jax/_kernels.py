@@ -188,7 +188,7 @@ def _prepare(
     """
     what = json.loads(description)
     m, n, arrays = what["m"], what["n"], what["arrays"]
-    spec, of_groups = kind(**what["spec"]), what["groups"]
+    spec, of_groups = kind(**what["spec"]), what.get("groups")
     groups = None if of_groups is None else Groups(**of_groups)
     plan = _plan(platform, spec, m, n, device, stream)
     needed = _scratch_bytes(plan, spec, m, groups)

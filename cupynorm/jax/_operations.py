@@ -168,12 +168,16 @@ def _split(operation: Operation, *operands: Any) -> Arrays:
 
 
 def split_as(like: Any, array: Any, spec: PartitionSpec | None = None) -> Any:
-    """Return an array split over an Explicit mesh as another one is, or by a spec of its own."""
-    sharding = jax.typeof(like).sharding
+    """Return an array split over an Explicit mesh as another one is, or by a spec of its own.
+
+    If the other is on no mesh, the array stays on its own.
+    """
+    sharding, own = jax.typeof(like).sharding, jax.typeof(array).sharding
     spec = sharding.spec if spec is None else spec
-    if jax.typeof(array).sharding.spec == spec:
+    if own.spec == spec:
         return array
-    return jax.sharding.reshard(array, NamedSharding(sharding.mesh, spec))
+    mesh = own.mesh if sharding.mesh.empty else sharding.mesh
+    return jax.sharding.reshard(array, NamedSharding(mesh, spec))
 
 
 def repeated(like: Any, array: Any, size: int) -> Any:
@@ -360,7 +364,8 @@ def axes_of(spec: Any) -> tuple[str, ...]:
 def split_of(name: str, shape: tuple[int, ...], kept: Any, ndim: int) -> PartitionSpec:
     """Return how an array is split where the leading axes of rows are split as `kept`.
 
-    Rows have so many axes. An axis of size 1 of a vector is not split, nor are the last ones.
+    `ndim` is the number of axes of rows. An axis of size 1 of a vector is not split, nor are the
+    last ones.
     """
     if KINDS[name] is not Kind.VECTOR:
         return PartitionSpec(*kept, *(len(shape) - len(kept)) * (None,))

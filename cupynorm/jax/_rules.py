@@ -143,8 +143,7 @@ def _batch_linear(operands: Any, axes: Any, **told: Any) -> tuple[Any, Any]:
     results = told["function"].tree.num_leaves * (0,)
     of_vectors = {i for i, name in enumerate((*kept, *tangents)) if KINDS[name] is Kind.VECTOR}
     are_many = any(axes[i] is not None for i in of_vectors)
-    # Many tangents of one call have no kernel, and a bias alone leaves no array of its gradient's
-    # shape.
+    # Many tangents of one call have no kernel. Nor have many gradients of a bias without a weight.
     if all(axis is None for axis in axes[: len(kept)]) or (are_many and "weight" not in kept):
         return jax.vmap(functools.partial(_push, **told), in_axes=tuple(axes))(*operands), results
     # The batch is a leading axis like others. So the transpose is one kernel.

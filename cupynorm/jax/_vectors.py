@@ -37,6 +37,8 @@ def readable(x_shape: tuple[int, ...], k: int, vectors: Mapping[str, Any]) -> di
 
 def sum_to(array: Any, shape: tuple[int, ...]) -> Any:
     """Return the sum over the axes along which a vector of this shape was repeated."""
+    if array.shape == shape:
+        return array
     added = array.ndim - len(shape)
     repeated = [i for i in range(added, array.ndim) if shape[i - added] == 1]
     total = jnp.sum(array, (*range(added), *repeated), keepdims=True)
