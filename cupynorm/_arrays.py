@@ -29,6 +29,7 @@ __all__ = [
     "row_stride",
     "rows_side_by_side",
     "to_numpy",
+    "widened",
 ]
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -294,6 +295,16 @@ def to_numpy(name: str | None) -> np.dtype[Any]:
 def is_numpy(array: Any) -> bool:
     """Tell a NumPy array from a CuPy array."""
     return isinstance(array, np.ndarray)
+
+
+def widened(array: Any, dtype: str) -> Any:
+    """Return an array of the four dtypes in a wider one.
+
+    CuPy cannot cast bfloat16. Its bits are the upper half of float32's.
+    """
+    if array.dtype == BFLOAT16:
+        array = (array.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return array.astype(dtype, copy=False)
 
 
 def device_of(array: Any) -> str:

@@ -29,14 +29,12 @@ __all__ = [
     "COMPARISONS",
     "Expression",
     "Program",
-    "Untraceable",
     "as_condition",
     "as_expression",
     "functions",
     "gradients",
     "kind_of",
     "of_numpy",
-    "to_float",
     "trace",
 ]
 
@@ -218,7 +216,7 @@ class Expression:
         if isinstance(other, Expression):
             second = other
         elif isinstance(other, _REAL) and not isinstance(other, bool):
-            second = self.builder.number(to_float(other))
+            second = self.builder.number(_to_float(other))
         else:
             raise Untraceable(
                 f"an argument cannot be combined with a {kind_of(other)}: give what differs from "
@@ -258,7 +256,7 @@ class Expression:
         self.check_number()
         # Small whole powers are products, as torch, JAX and NumPy compute them.
         if isinstance(other, _REAL) and not isinstance(other, bool):
-            power = to_float(other)
+            power = _to_float(other)
             if power in (1, 2, 3):
                 return functools.reduce(operator.mul, [self] * int(power))
             if power == -1:
@@ -348,7 +346,7 @@ class Expression:
     __rfloordiv__ = __mod__ = __rmod__ = __floordiv__
 
 
-def to_float(value: Any) -> float:
+def _to_float(value: Any) -> float:
     """Return a real number as a float."""
     try:
         return float(value)
@@ -363,7 +361,7 @@ def as_expression(name: str, value: Any, builder: _Builder | None) -> Expression
             raise Untraceable(f"{name} must be a number, got a comparison: use it in where")
         return value
     if isinstance(value, _REAL) and not isinstance(value, bool) and builder is not None:
-        return builder.number(to_float(value))
+        return builder.number(_to_float(value))
     raise Untraceable(
         f"{name} must be an argument of the function that cupynorm.fuse traces, or an expression "
         f"of these, got {kind_of(value)}"
@@ -411,7 +409,7 @@ def trace(what: str, function: Callable[..., Any], first: str) -> Program:
 
 def _result(builder: _Builder, result: Any) -> Expression:
     if isinstance(result, _REAL) and not isinstance(result, bool):
-        return builder.number(to_float(result))
+        return builder.number(_to_float(result))
     if isinstance(result, Expression) and not result.is_condition:
         return result
     kind = "a comparison" if isinstance(result, Expression) else f"a {kind_of(result)}"
@@ -454,12 +452,10 @@ def _failure(what: str, function: Any, error: Exception) -> str:
         where = f"{what}, at {last.filename}:{last.lineno},"
         line = (last.line or linecache.getline(last.filename, last.lineno or 0)).strip()
     shown = f" `{line}`:" if line else ""
-    advice = (
-        ""
-        if isinstance(error, Untraceable)
-        else (". It may use + - * / **, comparisons, numbers and the functions of cupynorm.math")
-    )
-    return f"{where} cannot be traced:{shown} {error}{advice}"
+    text = f"{where} cannot be traced:{shown} {error}"
+    if isinstance(error, Untraceable):
+        return text
+    return f"{text}. It may use + - * / **, comparisons, numbers and the functions of cupynorm.math"
 
 
 # ---- gradients -----------------------------------------------------------------------------------

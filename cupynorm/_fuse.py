@@ -21,7 +21,7 @@ import numpy as np
 
 from cupynorm import _arrays, _checks, norms, reference
 from cupynorm._expressions import Program, functions, gradients, kind_of, of_numpy, trace
-from cupynorm._operation import Norm
+from cupynorm._operation import EPS, Norm
 
 __all__ = [
     "NUMPY_TOOLS",
@@ -34,7 +34,6 @@ __all__ = [
     "is_number",
 ]
 
-_EPS = {"rms_norm": 1e-6, "layer_norm": 1e-5}
 _NOT_NAMES = "weight", "bias", "eps", "axis", "zero_centered", "out_dtype", "y"
 _INPUTS = (*_arrays.FLOATS, "bool")
 
@@ -324,7 +323,7 @@ class Fused:
 
     def eps(self, options: Options) -> float:
         """Return what a call adds to the variance or mean square."""
-        return _EPS[self.norm] if options.eps is None else options.eps
+        return EPS[self.norm] if options.eps is None else options.eps
 
     def _of_norm(self, options: Options) -> dict[str, Any]:
         return {
@@ -615,30 +614,23 @@ def _cupy() -> Tools:
 
     return Tools(
         functions(cupy, erf=special.erf, erfc=special.erfc),
-        widen=_widened,
+        widen=_arrays.widened,
         cast=functools.partial(_rounded, cupy),
         copy=lambda array: array.copy(),
         number=lambda value, like: cupy.full((), float(value), like.dtype),
         broadcast=lambda values, like: cupy.ascontiguousarray(
             cupy.broadcast_to(cupy.asarray(values), like.shape)
         ),
-        stored=lambda values, dtype: _widened(_rounded(cupy, values, dtype), values.dtype.name),
+        stored=lambda values, dtype: _arrays.widened(
+            _rounded(cupy, values, dtype), values.dtype.name
+        ),
         normalize=_normalize,
         sum_to_shape=_summed,
     )
 
 
-# CuPy cannot cast from or to bfloat16. Its bits are the upper half of float32's.
-
-
-def _widened(array: Any, dtype: str) -> Any:
-    if array.dtype == _arrays.BFLOAT16:
-        array = (array.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
-    return array.astype(dtype, copy=False)
-
-
 def _rounded(xp: Any, values: Any, dtype: str) -> Any:
-    """Return values, rounded once."""
+    """Return values, rounded once. CuPy cannot cast to bfloat16."""
     if dtype != "bfloat16":
         return values.astype(dtype)
     single = values.astype(np.float32)

@@ -21,6 +21,7 @@ __all__ = [
     "ALWAYS_READ",
     "BACKWARD",
     "CPP_TYPES",
+    "EPS",
     "FORWARD",
     "ITEMSIZE",
     "KINDS",
@@ -45,6 +46,7 @@ __all__ = [
 
 Norm = Literal["rms_norm", "layer_norm"]
 Relu = tuple[float, float] | None
+EPS = {"rms_norm": 1e-6, "layer_norm": 1e-5}  # the defaults of the public functions
 
 # ---- dtypes --------------------------------------------------------------------------------------
 

@@ -19,7 +19,8 @@ import ml_dtypes
 import numpy as np
 
 from cupynorm import unpack_bitmask
-from cupynorm._bench import DTYPES, EPS, Problem
+from cupynorm._arrays import widened
+from cupynorm._bench import EPS, Problem
 
 # In units of roundoff: 2 for 16 bits, so that a library may round once more on the way. 128 for the
 # others, so that it may sum a column of a million terms in some simple order.
@@ -37,10 +38,8 @@ class Errors(NamedTuple):
 
 
 def widen(array: Any) -> Any:
-    """Return the values in float64. bfloat16 goes by its bits: CuPy may lack the cast."""
-    if array.dtype == DTYPES["bfloat16"]:
-        array = (array.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
-    return array.astype(np.float64)
+    """Return the values in float64."""
+    return widened(array, "float64")
 
 
 def errors(

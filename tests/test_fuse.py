@@ -16,7 +16,7 @@ from hypothesis import given, settings
 
 import cupynorm
 import cupynorm.math as cm
-from cupynorm import _fuse, fused, reference, testing
+from cupynorm import _arrays, _fuse, fused, reference, testing
 from cupynorm._expressions import gradients, trace
 
 FLOAT64 = ("float64",)
@@ -565,7 +565,7 @@ def test_bfloat16_by_its_bits(dtype: str) -> None:
         expected = reference.round_once(values.astype(np.float64), ours.dtype)
     # NumPy compares no NaN of bfloat16.
     np.testing.assert_array_equal(ours.astype(np.float64), expected.astype(np.float64))
-    np.testing.assert_array_equal(_fuse._widened(ours, "float64"), expected.astype(np.float64))
+    np.testing.assert_array_equal(_arrays.widened(ours, "float64"), expected.astype(np.float64))
 
 
 def test_sums_of_gradients() -> None:
