@@ -40,7 +40,15 @@ from cupynorm._plans import (
 )
 from cupynorm._prepared import Dialect, key_function, run_maker
 
-__all__ = ["backward_key", "calls", "first_call", "forward_key"]
+__all__ = [
+    "backward_key",
+    "calls",
+    "contiguous",
+    "first_call",
+    "forward_key",
+    "keep_if_captured",
+    "on",
+]
 
 # A call looks these up by names of this module.
 _ndarray = cupy.ndarray
@@ -66,7 +74,7 @@ CUPY = Dialect(
     stream="_get_current_stream()",
     handle="stream.ptr",
     scratch="scratch = _alloc(scratch_bytes); scratch_address = scratch.ptr; "
-    "_keep_if_captured(scratch, stream)",
+    "keep_if_captured(scratch, stream)",
 )
 
 # The `run` of each call so far, by all that preparing it depended on. `run` itself checks the rest:
@@ -100,11 +108,12 @@ forward_key, backward_key = _key_of(FORWARD, Asked), _key_of(BACKWARD, AskedBack
 # ---- arrays as the kernels take them -------------------------------------------------------------
 
 
-def _contiguous(array: Any) -> Any:
+def contiguous(array: Any) -> Any:
+    """Return a C-contiguous copy."""
     # As integers: CuPy copies them whether or not it can compute with the dtype.
     bits = array.view(f"u{array.itemsize}")
     copy = cupy.array(bits, order="C")
-    _keep_if_captured(copy, cupy.cuda.get_current_stream())
+    keep_if_captured(copy, cupy.cuda.get_current_stream())
     return copy.view(array.dtype)
 
 
@@ -114,13 +123,13 @@ def _taken(name: str, array: Any, k: int, n: int) -> tuple[Any, int | None]:
     if array is None or array.flags.c_contiguous:
         return array, n if has_rows else None
     stride = row_stride(array.shape, array.strides, array.itemsize, k) if has_rows else None
-    return (_contiguous(array), n if has_rows else None) if stride is None else (array, stride)
+    return (contiguous(array), n if has_rows else None) if stride is None else (array, stride)
 
 
 # ---- devices and scratch -------------------------------------------------------------------------
 
 
-def _on(device: int) -> contextlib.AbstractContextManager[Any]:
+def on(device: int) -> contextlib.AbstractContextManager[Any]:
     """Make a device current, unless it is."""
     if device == _get_device():
         return contextlib.nullcontext()
@@ -132,7 +141,8 @@ def _on(device: int) -> contextlib.AbstractContextManager[Any]:
 _kept_by_graphs: list[Any] = []
 
 
-def _keep_if_captured(memory: Any, stream: Any) -> None:
+def keep_if_captured(memory: Any, stream: Any) -> None:
+    """Keep memory for ever if a CUDA graph captures what reads or writes it."""
     if stream.is_capturing():
         _kept_by_graphs.append(memory)
 
@@ -163,7 +173,7 @@ def first_call(
     shapes = {name: getattr(arguments.get(name), "shape", None) for name in _VECTORS}
     check_alike(x.shape, k, **shapes)
     if options.order is not None:
-        with _on(device):
+        with on(device):
             results = _side_by_side(spec, options, arguments)
         if results is not None:
             return results, None
@@ -181,7 +191,7 @@ def first_call(
         )
         return make(known)
 
-    with _on(device):
+    with on(device):
         taken: dict[str, Any] = {}
         new_rows = {name: None for name in spec.writes if KINDS[name] is Kind.ROWS}
         for name, array in (new_rows | arguments).items():
@@ -243,7 +253,7 @@ def _side_by_side(spec: Spec, options: Options, arguments: dict[str, Any]) -> di
     if plan is None:
         return None
     read = {
-        name: array if KINDS[name] is Kind.ROWS or array.flags.c_contiguous else _contiguous(array)
+        name: array if KINDS[name] is Kind.ROWS or array.flags.c_contiguous else contiguous(array)
         for name, array in given.items()
         if name in spec.table.reads
     }
@@ -252,7 +262,7 @@ def _side_by_side(spec: Spec, options: Options, arguments: dict[str, Any]) -> di
     stream = _get_current_stream()
     if spec.table.takes_scratch:
         scratch = _alloc(plan.scratch_bytes(m, inner))
-        _keep_if_captured(scratch, stream)
+        keep_if_captured(scratch, stream)
         operands.append(scratch.ptr)
     numbers = options.numbers if isinstance(spec, ForwardSpec) else ()
     plan.prepared(m, inner, *numbers)(stream.ptr, tuple(operands))

@@ -20,6 +20,8 @@ from typing import Any
 
 from cupynorm import _driver
 from cupynorm._environment import USE_A_FOLDER, nvrtc_problem
+from cupynorm._fused_source import Spec as FusedSpec
+from cupynorm._fused_source import backward_op, forward_op
 from cupynorm._layout import (
     BackwardColumnParallel,
     BackwardConfig,
@@ -28,6 +30,9 @@ from cupynorm._layout import (
     ForwardInRegisters,
     ForwardPipelined,
     ForwardStreaming,
+    FusedBackward,
+    FusedForward,
+    Reduction,
     Strided,
     backward_column_parallel_bytes,
     backward_columns_bytes,
@@ -35,6 +40,8 @@ from cupynorm._layout import (
     backward_pipelined_bytes,
     forward_in_registers_bytes,
     forward_pipelined_bytes,
+    fused_backward_bytes,
+    fused_forward_bytes,
     gpu_of,
     reduction_bytes,
     team_bytes,
@@ -55,6 +62,8 @@ __all__ = [
     "arguments_of",
     "backward_instantiations",
     "forward_instantiation",
+    "fused_backward_instantiations",
+    "fused_forward_instantiation",
     "is_capturing",
     "is_loaded",
     "kernels_directory",
@@ -127,6 +136,7 @@ class Instantiation:
     cluster_blocks: int = 1
     overlaps: bool = False
     at_once: bool = False
+    code: str = ""  # further members of the Op, which are no numbers and no names of types
 
     def __str__(self) -> str:
         members = ", ".join(f"{name}={_cpp(value)}" for name, value in (*self.op, *self.layout))
@@ -138,7 +148,8 @@ class Instantiation:
 
     def structs(self, suffix: str = "") -> str:
         """Return the definitions of these structs."""
-        return _struct(f"Op{suffix}", self.op) + _struct(f"Layout{suffix}", self.layout)
+        op = _struct(f"Op{suffix}", self.op, self.code)
+        return op + _struct(f"Layout{suffix}", self.layout)
 
     def source(self) -> str:
         """Return the whole text that is compiled."""
@@ -150,14 +161,14 @@ def _cpp(value: str | bool | int) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _struct(name: str, members: Members) -> str:
+def _struct(name: str, members: Members, code: str = "") -> str:
     lines = (
         f"  using {member} = {value};"
         if isinstance(value, str)
         else f"  static constexpr {type(value).__name__} {member} = {_cpp(value)};"
         for member, value in members
     )
-    return "\n".join((f"struct {name} {{", *lines, "};", ""))
+    return "\n".join((f"struct {name} {{", *lines, *((code,) if code else ()), "};", ""))
 
 
 def _op(options: dict[str, str | bool | int], **dtypes: str | None) -> Members:
@@ -368,17 +379,78 @@ def backward_instantiations(
             overlaps=True,
         )
         return (*passes, repeats)
-    reduction = Instantiation(
+    arguments = arguments_of("ReductionArguments", spec)
+    reduction = _sum_of_partials(config.reduction, of_sums, arguments)
+    return (*passes, reduction)
+
+
+def _sum_of_partials(
+    reduction: Reduction, op: Members, arguments: tuple[tuple[str, str], ...]
+) -> Instantiation:
+    return Instantiation(
         "reduce_partials.cu",
         "reduce_partials",
-        of_sums,
-        _layout(config.reduction, ("block_threads", "groups", "vector")),
-        arguments_of("ReductionArguments", spec),
-        config.reduction.block_threads,
-        reduction_bytes(config.reduction),
+        op,
+        _layout(reduction, ("block_threads", "groups", "vector")),
+        arguments,
+        reduction.block_threads,
+        reduction_bytes(reduction),
         overlaps=True,
     )
-    return (*passes, reduction)
+
+
+def fused_forward_instantiation(spec: FusedSpec, config: FusedForward) -> Instantiation:
+    """Return the kernel of a forward pass of a norm of `cupynorm.fuse`."""
+    op = forward_op(spec)
+    return Instantiation(
+        "fused_forward.cu",
+        "fused_forward",
+        (),
+        _layout(config),
+        op.arguments,
+        config.block_threads,
+        fused_forward_bytes(spec.compute, config),
+        config.cluster_blocks,
+        code=op.text,
+    )
+
+
+def fused_backward_instantiations(
+    spec: FusedSpec, config: FusedBackward, reduction: Reduction
+) -> tuple[Instantiation, ...]:
+    """Return the kernels of a backward pass: that of the rows, and then the sums of partials.
+
+    Each of the latter sums two gradients, but for the last.
+    """
+    op = backward_op(spec)
+    of_rows = Instantiation(
+        "fused_backward.cu",
+        "fused_backward",
+        (),
+        _layout(config),
+        op.arguments,
+        config.block_threads,
+        fused_backward_bytes(spec.x, spec.compute, [dtype for _, dtype in spec.read], config),
+        config.cluster_blocks,
+        code=op.text,
+    )
+    names = ARGUMENTS["ReductionArguments"]
+    arguments = tuple((name, "q" if name.startswith("n_") else "P") for name in names)
+    dtypes = [dtype for _, dtype in spec.sums_over_rows]
+    sums = (
+        _sum_of_partials(
+            reduction,
+            _op(
+                {"kGrouped": False, "kRepeats": 0},
+                X=spec.compute,
+                DWeight=dtypes[k],
+                DBias=dtypes[k + 1] if k + 1 < len(dtypes) else None,
+            ),
+            arguments,
+        )
+        for k in range(0, len(dtypes), 2)
+    )
+    return (of_rows, *sums)
 
 
 _INCLUDE = re.compile(r'^#include "([\w.]+)"\n', re.MULTILINE)

@@ -27,7 +27,8 @@ __all__ = [
 INVALID_CONTEXT = 201
 CAPTURE_MODE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_...
 
-MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # CU_FUNC_ATTRIBUTE_...
+LOCAL_SIZE_BYTES = 3  # CU_FUNC_ATTRIBUTE_...
+MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 14
 COOPERATIVE = 2  # CU_LAUNCH_ATTRIBUTE_...
 CLUSTER_DIMENSION = 4
@@ -239,6 +240,16 @@ class Kernel:
         if status:
             error = driver().CUDADriverError(status)
             raise RuntimeError(f"{self._name} cannot be launched: {error}") from error
+        return found.value
+
+    def local_bytes(self) -> int:
+        """Return the bytes of memory that a thread uses for want of registers."""
+        found = ctypes.c_int()
+        status = library().cuFuncGetAttribute(
+            ctypes.byref(found), LOCAL_SIZE_BYTES, ctypes.c_void_p(self._handle)
+        )
+        if status:
+            raise RuntimeError(f"{self._name}: {driver().CUDADriverError(status)}")
         return found.value
 
     def clusters_at_once(self, *, alone: bool = False) -> int:

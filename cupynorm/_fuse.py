@@ -65,7 +65,8 @@ class Tools:
     C-contiguous. `stored` rounds a value of the compute dtype to one of a name, and returns it in
     the compute dtype again, with the gradient of the value. `normalize` takes the norm's name, its
     arrays and options, and returns y, mean and rstd, in the dtype of its x. The latter two may be
-    None. Only NumPy and CuPy need `sum_to_shape`, for gradients.
+    None. Only NumPy and CuPy need `sum_to_shape`, for gradients. `memory`: how kernels reach the
+    arrays, None if they do not.
     """
 
     functions: Mapping[str, Callable[..., Any]]  # the operations of programs
@@ -77,6 +78,7 @@ class Tools:
     stored: Callable[[Any, str], Any]
     normalize: Callable[..., tuple[Any, Any, Any]]
     sum_to_shape: Callable[[Any, tuple[int, ...]], Any] | None = None  # undoes a broadcast
+    memory: Any = None
 
 
 class FusedForward(NamedTuple):
@@ -202,9 +204,15 @@ class Fused:
         family, taken, compute = self._taken(given, options)
         tools = _tools_of(taken.x)
         dtypes = self.dtypes_of_outputs(taken.x.dtype, out_dtype)
-        with np.errstate(all="ignore"):
-            outputs, mean, rstd = self.apply(tools, taken, options, compute, dtypes)
-        mean, rstd = (None if s is None else tools.cast(s, compute) for s in (mean, rstd))
+        found = None
+        if tools.memory is not None:
+            found = _launched().forward(tools.memory, self, taken, options, compute, dtypes)
+        if found is None:
+            with np.errstate(all="ignore"):
+                outputs, mean, rstd = self.apply(tools, taken, options, compute, dtypes)
+            mean, rstd = (None if s is None else tools.cast(s, compute) for s in (mean, rstd))
+        else:
+            outputs, mean, rstd = found
         results = tuple(map(family.give, outputs))
         mean, rstd = map(family.give_present, (mean, rstd))
         return FusedForward(results[0], results, mean, rstd, given, options)
@@ -241,18 +249,17 @@ class Fused:
         tools = _tools_of(taken.x)
         dtypes = self.dtypes_of_outputs(taken.x.dtype, options.out_dtype)
         of_outputs = self._taken_gradients(family, dy, taken.x)
-        with np.errstate(all="ignore"):
-            found = self._gradients(tools, taken, options, compute, dtypes, of_outputs)
-            for name, array in (("x", taken.x), *taken.inputs.items()):
-                if name not in found:
-                    found[name] = None
-                    continue
-                whole = tools.widen(tools.broadcast(found[name], taken.x), compute)
-                assert tools.sum_to_shape is not None  # noqa: S101 - of NumPy and CuPy
-                summed = tools.sum_to_shape(whole, array.shape)
-                found[name] = tools.cast(summed, dtype_name(array.dtype))
+        found = None
+        if tools.memory is not None:
+            kept = (None if s is None else family.take("forward", s) for s in forward[2:4])
+            found = _launched().backward(
+                *(tools.memory, self, taken, options, compute, dtypes, of_outputs), *kept
+            )
+        if found is None:
+            found = self._gradients_by_steps(tools, taken, options, compute, dtypes, of_outputs)
         names = ("x", "weight", "bias", *self.inputs)
-        return _gradients_of(self.inputs)(*(family.give_present(found[name]) for name in names))
+        gradients = (family.give_present(found.get(name)) for name in names)
+        return _gradients_of(self.inputs)(*gradients)
 
     # ---- steps, on the arrays of any framework ----
 
@@ -320,6 +327,20 @@ class Fused:
         for name, gradient in before.items():
             found[name] = found[name] + gradient if name in found else gradient
         return found | {"weight": of_norm.dweight, "bias": of_norm.dbias}
+
+    def _gradients_by_steps(
+        self, tools: Tools, taken: Given, options: Options, compute: str, *others: Any
+    ) -> dict[str, Any]:
+        """Return gradients by name, of NumPy or CuPy arrays, by operations of their framework."""
+        with np.errstate(all="ignore"):
+            found = self._gradients(tools, taken, options, compute, *others)
+            for name, array in (("x", taken.x), *taken.inputs.items()):
+                if name in found:
+                    whole = tools.widen(tools.broadcast(found[name], taken.x), compute)
+                    assert tools.sum_to_shape is not None  # noqa: S101 - of NumPy and CuPy
+                    summed = tools.sum_to_shape(whole, array.shape)
+                    found[name] = tools.cast(summed, dtype_name(array.dtype))
+        return found
 
     def eps(self, options: Options) -> float:
         """Return what a call adds to the variance or mean square."""
@@ -588,6 +609,73 @@ def _normalize(norm: Norm, *arrays: Any, **options: Any) -> tuple[Any, Any, Any]
     return result.y, result.mean, result.rstd
 
 
+def _launched() -> Any:
+    """Return the module of the kernels, which needs CuPy."""
+    from cupynorm import _fused_calls
+
+    return _fused_calls
+
+
+class CuPyMemory:
+    """CuPy's arrays, as `_fused_calls` takes them."""
+
+    def dtype(self, array: Any) -> str:
+        return dtype_name(array.dtype)
+
+    def strides(self, array: Any) -> tuple[int, ...]:
+        return tuple(stride // array.itemsize for stride in array.strides)
+
+    def address(self, array: Any) -> int:
+        return int(array.data.ptr)
+
+    def empty(self, shape: tuple[int, ...], dtype: str, like: Any) -> Any:
+        import cupy
+
+        return cupy.ndarray(shape, _arrays.to_numpy(dtype))
+
+    def scratch(self, shape: tuple[int, ...], dtype: str, like: Any) -> Any:
+        return _kept(self.empty(shape, dtype, like))
+
+    def contiguous(self, array: Any) -> Any:
+        from cupynorm import _calls
+
+        return array if array.flags.c_contiguous else _calls.contiguous(array)
+
+    def cast(self, array: Any, dtype: str) -> Any:
+        return _kept(array.astype(dtype))
+
+    def expanded(self, array: Any, shape: tuple[int, ...]) -> Any:
+        import cupy
+
+        return self.contiguous(cupy.broadcast_to(array, shape))
+
+    def summed(self, array: Any, shape: tuple[int, ...], dtype: str) -> Any:
+        return _cupy().cast(_kept(_summed(array, shape)), dtype)
+
+    def device(self, array: Any) -> int:
+        return int(array.data.device_id)
+
+    def on(self, device: int) -> Any:
+        from cupynorm import _calls
+
+        return _calls.on(device)
+
+    def stream(self, device: int) -> int:
+        import cupy
+
+        return int(cupy.cuda.get_current_stream().ptr)
+
+
+def _kept(array: Any) -> Any:
+    """Return an array, which a CUDA graph that is being captured keeps."""
+    import cupy
+
+    from cupynorm import _calls
+
+    _calls.keep_if_captured(array, cupy.cuda.get_current_stream())
+    return array
+
+
 def _tools_of(x: Any) -> Tools:
     return NUMPY_TOOLS if _arrays.is_numpy(x) else _cupy()
 
@@ -626,6 +714,7 @@ def _cupy() -> Tools:
         ),
         normalize=_normalize,
         sum_to_shape=_summed,
+        memory=CuPyMemory(),
     )
 
 

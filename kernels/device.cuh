@@ -551,5 +551,11 @@ __device__ __forceinline__ float reciprocal_square_root(float value) { return __
 __device__ __forceinline__ double reciprocal_square_root(double value) {
   return __drcp_rn(__dsqrt_rn(value));
 }
+__device__ __forceinline__ float reciprocal_within_an_ulp(float value) {
+  float reciprocal;
+  asm("rcp.approx.f32 %0, %1;" : "=f"(reciprocal) : "f"(value));
+  return reciprocal;
+}
+__device__ __forceinline__ double reciprocal_within_an_ulp(double value) { return 1.0 / value; }
 __device__ __forceinline__ float square_root(float value) { return __fsqrt_rn(value); }
 __device__ __forceinline__ double square_root(double value) { return __dsqrt_rn(value); }

@@ -43,7 +43,21 @@ from cupynorm._layout.forward_in_registers import (
     forward_in_registers_bytes,
 )
 from cupynorm._layout.forward_pipelined import ForwardPipelined, forward_pipelined_bytes
-from cupynorm._layout.reduction import partials_stride, reduction_bytes, sums_packs
+from cupynorm._layout.fused import (
+    FusedBackward,
+    FusedForward,
+    fused_backward,
+    fused_backward_bytes,
+    fused_forward,
+    fused_forward_bytes,
+)
+from cupynorm._layout.reduction import (
+    Reduction,
+    partials_stride,
+    reduction_bytes,
+    reduction_of_gradients,
+    sums_packs,
+)
 from cupynorm._layout.strided import Strided, strided
 
 __all__ = [
@@ -55,6 +69,9 @@ __all__ = [
     "ForwardInRegisters",
     "ForwardPipelined",
     "ForwardStreaming",
+    "FusedBackward",
+    "FusedForward",
+    "Reduction",
     "Strided",
     "backward_column_parallel_bytes",
     "backward_columns_bytes",
@@ -68,10 +85,15 @@ __all__ = [
     "forward_config",
     "forward_in_registers_bytes",
     "forward_pipelined_bytes",
+    "fused_backward",
+    "fused_backward_bytes",
+    "fused_forward",
+    "fused_forward_bytes",
     "gpu_of",
     "pack_length",
     "partials_stride",
     "reduction_bytes",
+    "reduction_of_gradients",
     "shared_limit",
     "strided",
     "sums_packs",

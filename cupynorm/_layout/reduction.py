@@ -30,17 +30,26 @@ class Reduction:
 
 
 def reduction_of(spec: BackwardSpec, n: int) -> Reduction | None:
-    """Return how the partials of many rows are summed, by fewer groups the longer a row is.
+    """Return how the partials of many rows are summed, None if there are none."""
+    if not spec.gradients:
+        return None
+    # Each vector of groups has few partials.
+    most = MOST_GROUPS_OF_VECTORS if spec.grouped else Tuned.max_groups
+    return reduction_of_gradients(spec.gradients, compute_dtype(spec.x), n, most)
+
+
+def reduction_of_gradients(
+    gradients: int, compute: str, n: int, most_groups: int = Tuned.max_groups
+) -> Reduction:
+    """Return how the partials of so many gradients are summed, by fewer groups the longer a row is.
 
     So a thread has about 5 partials, which it loads at once (notes.md#partial-sums-of-gradients).
     """
-    if not spec.gradients:
-        return None
-    groups = max(1, Tuned.max_groups >> (-(-spec.gradients * n // 8192) - 1).bit_length())
-    if spec.grouped:  # each vector has few partials
-        groups = min(groups, MOST_GROUPS_OF_VECTORS)
-    width = 16 // ITEMSIZE[compute_dtype(spec.x)]
-    return Reduction(groups=groups, width=width, vector=width if n % width == 0 else 1)
+    groups = max(1, Tuned.max_groups >> (-(-gradients * n // 8192) - 1).bit_length())
+    width = 16 // ITEMSIZE[compute]
+    return Reduction(
+        groups=min(groups, most_groups), width=width, vector=width if n % width == 0 else 1
+    )
 
 
 def sums_packs(spec: BackwardSpec) -> bool:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from torch.autograd import forward_ad
 
 from cupynorm._checks import check_numbers, check_zero_centered
+from cupynorm._environment import import_cupy
 from cupynorm._expressions import functions, kind_of
 from cupynorm._fuse import Fused as FusedNorm
 from cupynorm._fuse import Given, Options, Tools, is_number
@@ -29,7 +32,149 @@ def call(fused: FusedNorm, given: Given, options: Options) -> tuple[torch.Tensor
             raise ValueError(f"{name} must be on x's device, {given.x.device}; got {tensor.device}")
     compute = fused.check(given, options)
     dtypes = fused.dtypes_of_outputs(given.x.dtype, options.out_dtype)
+    if _have_kernels(given):
+        found: tuple[torch.Tensor, ...] | None = _ByKernels.apply(
+            *(fused, options, compute, dtypes, tuple(given.inputs)),
+            *(given.x, given.weight, given.bias, *given.inputs.values()),
+        )
+        if found is not None:
+            return found
     return fused.apply(_TOOLS, given, options, compute, dtypes)[0]
+
+
+# ---- kernels, outside of compilers and transforms ------------------------------------------------
+
+_PLAIN = torch.Tensor, torch.nn.Parameter
+
+
+def _have_kernels(given: Given) -> bool:
+    """Tell whether a call is on plain tensors of a GPU, and is neither traced nor transformed."""
+    if not given.x.is_cuda or torch.compiler.is_compiling():
+        return False
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        return False
+    tensors = (given.x, given.weight, given.bias, *given.inputs.values())
+    return all(type(t) in _PLAIN for t in tensors if isinstance(t, torch.Tensor))
+
+
+class _Memory:
+    """torch's tensors, as `_fused_calls` takes them."""
+
+    def dtype(self, tensor: torch.Tensor) -> str:
+        return str(tensor.dtype).removeprefix("torch.")
+
+    def strides(self, tensor: torch.Tensor) -> tuple[int, ...]:
+        return tensor.stride()
+
+    def address(self, tensor: torch.Tensor) -> int:
+        return tensor.data_ptr()
+
+    def empty(self, shape: tuple[int, ...], dtype: str, like: torch.Tensor) -> torch.Tensor:
+        return torch.empty(shape, dtype=getattr(torch, dtype), device=like.device)
+
+    scratch = empty  # a CUDA graph has a memory pool of its own
+
+    def contiguous(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.contiguous()
+
+    def cast(self, tensor: torch.Tensor, dtype: str) -> torch.Tensor:
+        return tensor.to(getattr(torch, dtype))
+
+    def expanded(self, tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        return tensor.expand(shape).contiguous()
+
+    def summed(self, tensor: torch.Tensor, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
+        return self.cast(tensor.sum_to_size(shape), dtype)
+
+    def device(self, tensor: torch.Tensor) -> int:
+        return int(tensor.device.index)
+
+    @contextlib.contextmanager
+    def on(self, device: int) -> Iterator[None]:
+        cupy = import_cupy("x is on a GPU")
+        with torch.cuda.device(device), cupy.cuda.Stream.from_external(torch.cuda.current_stream()):
+            yield
+
+    def stream(self, device: int) -> int:
+        return int(torch.cuda.current_stream(device).cuda_stream)
+
+
+class _ByKernels(torch.autograd.Function):
+    """A norm by its kernels. Derivatives of gradients are those of torch's operations."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        fused: FusedNorm,
+        options: Options,
+        compute: str,
+        dtypes: tuple[str, ...],
+        names: tuple[str, ...],
+        *arrays: Any,
+    ) -> Any:
+        from cupynorm import _fused_calls
+
+        # A view that negates its memory is made plain.
+        arrays = tuple(a.resolve_neg() if isinstance(a, torch.Tensor) else a for a in arrays)
+        given = _given(names, arrays)
+        keeps = any(ctx.needs_input_grad)
+        found = _fused_calls.forward(
+            _Memory(), fused, given, options, compute, dtypes, statistics=keeps
+        )
+        if found is None:
+            return None
+        outputs, mean, rstd = found
+        ctx.told = fused, options, compute, dtypes, names
+        ctx.numbers = [None if isinstance(a, torch.Tensor) else a for a in arrays]
+        ctx.set_materialize_grads(False)
+        tensors = (a if isinstance(a, torch.Tensor) else None for a in arrays)
+        ctx.save_for_backward(*tensors, mean, rstd)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *of_outputs: Any) -> Any:
+        from cupynorm import _fused_calls
+
+        fused, options, compute, dtypes, names = ctx.told
+        *tensors, mean, rstd = ctx.saved_tensors
+        arrays = [n if t is None else t for t, n in zip(tensors, ctx.numbers, strict=True)]
+        wanted = ctx.needs_input_grad[-len(arrays) :]
+        told = options, compute, dtypes
+        found = None
+        is_differentiated = torch.is_grad_enabled()
+        if not is_differentiated:
+            given = _given(names, arrays)
+            by_kernels = _fused_calls.backward
+            found = by_kernels(_Memory(), fused, given, *told, of_outputs, mean, rstd)
+        if found is not None:
+            by_place = zip(("x", "weight", "bias", *names), wanted, strict=True)
+            gradients = (found.get(name) if needed else None for name, needed in by_place)
+            return (*_NOT_ARRAYS, *gradients)
+        with torch.enable_grad():
+            # One tensor may be given twice.
+            of = [a.view_as(a) if w else a for a, w in zip(arrays, wanted, strict=True)]
+            outputs = fused.apply(_TOOLS, _given(names, of), *told)[0]
+            made = [k for k, gradient in enumerate(of_outputs) if gradient is not None]
+            steps = torch.autograd.grad(
+                [outputs[k] for k in made],
+                [a for a, needed in zip(of, wanted, strict=True) if needed],
+                [of_outputs[k] for k in made],
+                create_graph=is_differentiated,
+                allow_unused=True,
+            )
+        left = iter(steps)
+        return (*_NOT_ARRAYS, *(next(left) if needed else None for needed in wanted))
+
+
+_NOT_ARRAYS = (None,) * 5  # the gradients of what `_ByKernels` is told
+
+
+def _given(names: tuple[str, ...], arrays: Sequence[Any]) -> Given:
+    x, weight, bias, *inputs = arrays
+    return Given(x, weight, bias, dict(zip(names, inputs, strict=True)))
+
+
+# ---- torch's operations --------------------------------------------------------------------------
 
 
 def _cast(values: torch.Tensor, dtype: str) -> torch.Tensor:

@@ -3,6 +3,8 @@
 // rounds as the instruction does.
 #pragma once
 
+#include <math.h>
+
 #define __device__
 #define __global__
 #define __host__
@@ -280,6 +282,10 @@ __forceinline__ unsigned spread_tops(unsigned tops, int low, int high) {
 }
 __forceinline__ float absolute(float value) { return __builtin_fabsf(value); }
 __forceinline__ double absolute(double value) { return __builtin_fabs(value); }
+template <typename T>
+__forceinline__ T reciprocal_within_an_ulp(T value) {
+  return T(1) / value;
+}
 __forceinline__ float square_root(float value) { return __builtin_sqrtf(value); }
 __forceinline__ double square_root(double value) { return __builtin_sqrt(value); }
 // The first of two roundings is too fine to change the second.

@@ -290,6 +290,9 @@ class _Kernel:
     def blocks_at_once(self) -> int:
         return self.gpu.blocks_at_once
 
+    def local_bytes(self) -> int:
+        return 0
+
     def prepared(self, blocks: int, numbers: Mapping[str, float]) -> Any:
         names = [name for name, _ in self.kernel.arguments]
         assert numbers.keys() <= set(names)

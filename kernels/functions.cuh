@@ -1,0 +1,59 @@
+// The operations of the expressions of cupynorm.fuse (cupynorm/_expressions.py), as C++ that a prologue or an epilogue
+// calls. NaN goes through all of them, as through NumPy's.
+#pragma once
+
+#include "types.cuh"
+
+template <typename T>
+__device__ __forceinline__ T infinity() {
+  return static_cast<T>(float_from_bits(0x7f800000u));
+}
+template <typename T>
+__device__ __forceinline__ T not_a_number() {
+  return static_cast<T>(float_from_bits(0x7fc00000u));
+}
+
+__device__ __forceinline__ float exponential(float a) { return expf(a); }
+__device__ __forceinline__ double exponential(double a) { return exp(a); }
+__device__ __forceinline__ float logarithm(float a) { return logf(a); }
+__device__ __forceinline__ double logarithm(double a) { return log(a); }
+__device__ __forceinline__ float power(float a, float b) { return powf(a, b); }
+__device__ __forceinline__ double power(double a, double b) { return pow(a, b); }
+__device__ __forceinline__ float hyperbolic_tangent(float a) { return tanhf(a); }
+__device__ __forceinline__ double hyperbolic_tangent(double a) { return tanh(a); }
+__device__ __forceinline__ float error_function(float a) { return erff(a); }
+__device__ __forceinline__ double error_function(double a) { return erf(a); }
+__device__ __forceinline__ float normal_cdf(float a) { return 0.5f * erfcf(-a * 0.70710678f); }
+__device__ __forceinline__ double normal_cdf(double a) {
+  return 0.5 * erfc(-a * 0.70710678118654752);
+}
+
+template <typename T>
+__device__ __forceinline__ T sigmoid(T a) {
+  return reciprocal_within_an_ulp(T(1) + exponential(-a));
+}
+__device__ __forceinline__ float softplus(float a) {
+  return log1pf(expf(-fabsf(a))) + (a > 0.0f ? a : a != a ? a : 0.0f);
+}
+__device__ __forceinline__ double softplus(double a) {
+  return log1p(exp(-fabs(a))) + (a > 0.0 ? a : a != a ? a : 0.0);
+}
+
+template <typename T>
+__device__ __forceinline__ T sign(T a) {
+  return a > T(0) ? T(1) : a < T(0) ? T(-1) : a;
+}
+template <typename T>
+__device__ __forceinline__ T maximum(T a, T b) {
+  return a > b || a != a ? a : b;
+}
+template <typename T>
+__device__ __forceinline__ T minimum(T a, T b) {
+  return a < b || a != a ? a : b;
+}
+
+// A value as a reader of a stored one sees it.
+template <typename Stored, typename T>
+__device__ __forceinline__ T rounded_to(T value) {
+  return convert<T>(convert<Stored>(value));
+}

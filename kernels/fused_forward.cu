@@ -1,0 +1,209 @@
+// Forward of a norm of cupynorm.fuse, for rows that fit in registers.
+//
+//   value, others = prologue(x, inputs)
+//   y = ((value - mean) * rstd) * (weight [+ 1 if kZeroCentered]) + bias,   rstd = 1 / sqrt(variance + eps)
+//   outputs = epilogue(y, x, inputs)
+//
+// Op:        cupynorm/_fused_source.py writes it from the programs of the prologue and the epilogue. It has the
+//            functions that this file calls as Op::..., and the struct of arguments.
+// Inputs:    of x's shape, with strides of their own ("rows"); one row for all ("vectors"); one element a row, or one
+//            for all ("numbers").
+// Grid:      teams of kRowThreads threads, one row each; blocks of kBlockThreads threads, on grid.x. A long row has a
+//            cluster of kClusterBlocks blocks.
+// Traffic:   x and the inputs are read once, the outputs written once.
+// Thread:    packs rank, rank + kRowThreads, ... of its block's columns (kPacksPerThread of them).
+// kHoldValues: the value stays in registers. Else it is computed from x and inputs each time it is needed.
+// kFull:     the row's columns fill the team's packs exactly.
+// Order:     a thread's packs in turn, then the team's reduction: first the sum of values, if kCentered, then the sums
+//            of the squares of deviations from their mean. It is a function of n_cols, the dtypes and the programs.
+// Result:    the thread of rank 0 of a team, of its first block, writes the row's mean and rstd.
+#include "affine.cuh"
+#include "functions.cuh"
+#include "gradient.cuh"
+#include "statistics.cuh"
+#include "team.cuh"
+
+template <typename Op, typename Layout>
+struct FusedForward {
+  using T = typename Op::T;
+  using Arguments = typename Op::Arguments;
+  static constexpr int kPacks = Layout::kPacksPerThread, kLength = Layout::kPackLength;
+  static constexpr int kColumns = Layout::kClusterBlocks * Layout::kRowThreads * kPacks * kLength;
+  static constexpr int kSums = Op::kCentered ? 2 : 1;
+  using TeamOf = Team<Layout::kRowThreads, Layout::kBlockThreads, Layout::kClusterBlocks>;
+
+  // The arrays are separate (notes.md#state-in-structs).
+  struct Arrays {
+    typename Op::template Rows<kLength> rows[kPacks];
+    typename Op::template Vectors<kLength> vectors[kPacks];
+    Pack<typename Op::Weight, kLength> weights[kPacks];
+    Pack<typename Op::Bias, kLength> biases[kPacks];
+    T held[Layout::kHoldValues ? kPacks : 1][kLength];
+  };
+
+  const Arguments& args;
+  TeamOf& team;
+  Arrays& arrays;
+  const int n_cols = Layout::kFull ? kColumns : static_cast<int>(args.n_cols);
+  const long long row = block_index() / Layout::kClusterBlocks * TeamOf::kTeams + team.team;
+  const bool active = TeamOf::kTeams == 1 || row < args.n_rows;
+  const typename Op::Numbers numbers;
+  Statistics<T> statistics;
+  Scale<T> scale;
+  T inv_unit = 1;
+
+  __device__ __forceinline__ FusedForward(const Arguments& args, TeamOf& team, Arrays& arrays)
+      : args(args), team(team), arrays(arrays), numbers(Op::numbers_of(args, active ? row : 0)) {}
+
+  __device__ __forceinline__ int first_column(int p) const {
+    return team.template first_column<kPacks, kLength>(p);
+  }
+  __device__ __forceinline__ int end_of_row(int p) const {
+    return team.template end_of_row<kPacks, kLength>(p, n_cols);
+  }
+  __device__ __forceinline__ bool is_inside(int p, int i) const {
+    return Layout::kFull || inside<Layout::kVector>(first_column(p), i, end_of_row(p));
+  }
+
+  __device__ __forceinline__ void load_all() {
+#pragma unroll
+    for (int p = 0; p < kPacks; ++p) {
+      Op::template load_rows<Layout::kVector>(arrays.rows[p], args, row, first_column(p),
+                                              active ? end_of_row(p) : 0);
+    }
+#pragma unroll
+    for (int p = 0; p < kPacks; ++p) {
+      const int first = first_column(p), end = end_of_row(p);
+      Op::template load_vectors<Layout::kVector>(arrays.vectors[p], args, first, end);
+      load_operand<Layout::kVector>(arrays.weights[p], args.weight, first, end);
+      load_operand<Layout::kVector>(arrays.biases[p], args.bias, first, end);
+    }
+  }
+  // Computes the values, if they are held, and stores what else the prologue makes.
+  __device__ __forceinline__ void enter() {
+#pragma unroll
+    for (int p = 0; p < kPacks; ++p) {
+      if constexpr (Layout::kHoldValues) {
+#pragma unroll
+        for (int i = 0; i < kLength; ++i) {
+          arrays.held[p][i] = Op::value(arrays.rows[p], arrays.vectors[p], numbers, i);
+        }
+      }
+      Op::template store_others<Layout::kVector, Layout::kRowThreads>(
+          arrays.rows[p], arrays.vectors[p], numbers, args, row, first_column(p),
+          active ? end_of_row(p) : 0);
+    }
+  }
+  __device__ __forceinline__ T value(int p, int i) const {
+    if constexpr (Layout::kHoldValues) return arrays.held[p][i] * inv_unit;
+    return Op::value(arrays.rows[p], arrays.vectors[p], numbers, i) * inv_unit;
+  }
+  // Otherwise the compiler keeps values that are to be computed again.
+  __device__ __forceinline__ void forget_values() {
+    if constexpr (!Layout::kHoldValues) {
+#pragma unroll
+      for (int p = 0; p < kPacks; ++p) Op::forget(arrays.rows[p]);
+    }
+  }
+
+  __device__ __forceinline__ Statistics<T> measure() {
+    Statistics<T> found;
+    if constexpr (Op::kCentered) {
+      T sum[1] = {0};
+#pragma unroll
+      for (int p = 0; p < kPacks; ++p) {
+        T of_pack = 0;
+#pragma unroll
+        for (int i = 0; i < kLength; ++i) of_pack += is_inside(p, i) ? value(p, i) : T(0);
+        sum[0] += of_pack;
+      }
+      team.template reduce<Sum>(sum);
+      found.shift = sum[0] * args.inv_n;
+      forget_values();
+    }
+    T sums[kSums] = {};
+#pragma unroll
+    for (int p = 0; p < kPacks; ++p) {
+      T of_pack[kSums] = {};
+#pragma unroll
+      for (int i = 0; i < kLength; ++i) {
+        add_deviation(of_pack, is_inside(p, i) ? value(p, i) - found.shift : T(0));
+      }
+#pragma unroll
+      for (int k = 0; k < kSums; ++k) sums[k] += of_pack[k];
+    }
+    team.template reduce<Sum>(sums);
+    finish<Op::kCentered>(found, sums, args.inv_n);
+    if constexpr (Op::kCentered) settle(found);
+    forget_values();
+    return found;
+  }
+  // Measures the row, once more after an exact scaling if it is out of range. Rows that only share a
+  // warp with it keep their bits.
+  __device__ __forceinline__ T measure_row() {
+    statistics = measure();
+    scale = scale_in_range(statistics.variance, args.eps);
+    const bool wild = Op::kCanLeaveRange && active && !in_range(statistics.variance + args.eps);
+    if (!team.any(wild)) return T(1);
+    T largest[1] = {0};
+#pragma unroll
+    for (int p = 0; p < kPacks; ++p) {
+#pragma unroll
+      for (int i = 0; i < kLength; ++i) {
+        const T magnitude = absolute(value(p, i));
+        if (is_inside(p, i)) largest[0] = larger(magnitude, largest[0]);
+      }
+    }
+    team.template reduce<Max>(largest);
+    const T unit = wild ? unit_of(larger(largest[0], square_root(args.eps))) : T(1);
+    inv_unit = T(1) / unit;
+    const Statistics<T> again = measure();
+    if (wild) {
+      statistics = again;
+      scale = scale_in_unit(statistics.variance, args.eps, unit);
+    }
+    return unit;
+  }
+  __device__ __forceinline__ void store_statistics(T unit) const {
+    if (args.rstd != nullptr && active && team.rank == 0 && team.block == 0) {
+      if constexpr (Op::kCentered) {
+        args.mean[row] = (statistics.shift + statistics.correction) * unit;
+      }
+      args.rstd[row] = scale.rstd;
+    }
+  }
+  __device__ __forceinline__ void leave() {
+    const T offset = -statistics.correction * scale.of_row;
+#pragma unroll
+    for (int p = 0; p < kPacks; ++p) {
+      T outputs[Op::kOutputs][kLength];
+#pragma unroll
+      for (int i = 0; i < kLength; ++i) {
+        const T d = value(p, i) - statistics.shift;
+        const T xhat = Op::kCentered ? fused_multiply_add(d, scale.of_row, offset) : d * scale.of_row;
+        const T y = affine<Op>(xhat, arrays.weights[p], arrays.biases[p], i);
+        T of_element[Op::kOutputs];
+        Op::epilogue(of_element, y, arrays.rows[p], arrays.vectors[p], numbers, i);
+#pragma unroll
+        for (int k = 0; k < Op::kOutputs; ++k) outputs[k][i] = of_element[k];
+      }
+      Op::template store_outputs<Layout::kVector, Layout::kRowThreads>(
+          outputs, args, row, first_column(p), active ? end_of_row(p) : 0);
+    }
+  }
+};
+
+template <typename Op, typename Layout>
+__global__ void __launch_bounds__(Layout::kBlockThreads, Layout::kBlocksPerMultiprocessor)
+    fused_forward(const __grid_constant__ typename Op::Arguments args) {
+  using Forward = FusedForward<Op, Layout>;
+  typename Forward::TeamOf team;
+  typename Forward::Arrays arrays;
+  Forward forward(args, team, arrays);
+  forward.load_all();
+  team.meet();
+  forward.enter();
+  const auto unit = forward.measure_row();
+  forward.store_statistics(unit);
+  forward.leave();
+}
