@@ -8,6 +8,7 @@ and CuPy makes the consumer's stream wait for the result.
 from __future__ import annotations
 
 import copy
+import numbers
 import sys
 from collections.abc import Sequence
 from types import ModuleType
@@ -25,6 +26,7 @@ __all__ = [
     "check_no_mask",
     "device_of",
     "family_of",
+    "is_number",
     "is_numpy",
     "row_stride",
     "rows_side_by_side",
@@ -315,6 +317,11 @@ def device_of(array: Any) -> str:
 def address_of(array: Any) -> int:
     """Return the address of a NumPy or CuPy array."""
     return int(array.ctypes.data if is_numpy(array) else array.data.ptr)
+
+
+def is_number(value: Any) -> bool:
+    """Tell a real number from an array."""
+    return isinstance(value, numbers.Real | ml_dtypes.bfloat16)
 
 
 def row_stride(shape: Sequence[int], strides: Sequence[int], itemsize: int, k: int) -> int | None:

@@ -10,13 +10,11 @@ from __future__ import annotations
 import collections
 import functools
 import keyword
-import numbers
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import ml_dtypes
 import numpy as np
 
 from cupynorm import _arrays, _checks, norms, reference
@@ -31,7 +29,6 @@ __all__ = [
     "Options",
     "Tools",
     "fuse",
-    "is_number",
 ]
 
 _NOT_NAMES = "weight", "bias", "eps", "axis", "zero_centered", "out_dtype", "y"
@@ -117,6 +114,8 @@ class Fused:
     norm: Norm
     prologue: Program  # of x and inputs: the value to normalize, and further outputs
     epilogue: Program  # of y, which is normalized and scaled, x and inputs: the outputs
+    # The calls of kernels so far, by all that they depend on: see `_fused_calls`.
+    prepared: dict[Any, Any] = field(default_factory=dict, init=False, compare=False)
 
     def __repr__(self) -> str:
         parts = [repr(self.norm)]
@@ -125,6 +124,9 @@ class Fused:
         if self.epilogue != _IDENTITY:
             parts.append(f"epilogue={self.epilogue}")
         return f"cupynorm.fuse({', '.join(parts)})"
+
+    def __reduce__(self) -> Any:
+        return Fused, (self.norm, self.prologue, self.epilogue)
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -182,7 +184,7 @@ class Fused:
         if adapter is not None:
             outputs = adapter(self, given, options)
         else:
-            outputs = self.forward(x, weight, bias, **options._asdict(), **inputs).outputs
+            outputs = self._forward(given, options, statistics=False).outputs
         return outputs[0] if len(outputs) == 1 else outputs
 
     def forward(
@@ -199,14 +201,24 @@ class Fused:
         **inputs: Any,
     ) -> FusedForward:
         """Compute the norm, and return what `backward` needs. The arguments are those of a call."""
-        options = Options(eps, axis, zero_centered, out_dtype)
         given = Given(x, weight, bias, inputs)
+        return self._forward(given, Options(eps, axis, zero_centered, out_dtype), statistics=True)
+
+    def _forward(self, given: Given, options: Options, *, statistics: bool) -> FusedForward:
+        """Compute the norm of arrays of NumPy, of CuPy or by DLPack."""
+        if _is_cupy(given.x):
+            found = _launched().again(_MEMORY, self, given, options, statistics=statistics)
+            if found is not None:
+                outputs, mean, rstd = found
+                return FusedForward(outputs[0], outputs, mean, rstd, given, options)
         family, taken, compute = self._taken(given, options)
         tools = _tools_of(taken.x)
-        dtypes = self.dtypes_of_outputs(taken.x.dtype, out_dtype)
+        dtypes = self.dtypes_of_outputs(taken.x.dtype, options.out_dtype)
         found = None
         if tools.memory is not None:
-            found = _launched().forward(tools.memory, self, taken, options, compute, dtypes)
+            told = options, compute, dtypes
+            by_kernels = _launched().forward
+            found = by_kernels(tools.memory, self, taken, *told, statistics=statistics)
         if found is None:
             with np.errstate(all="ignore"):
                 outputs, mean, rstd = self.apply(tools, taken, options, compute, dtypes)
@@ -278,7 +290,9 @@ class Fused:
         """Return x and inputs in the compute dtype, the value, what is stored, and its norm."""
         x = tools.widen(given.x, compute)
         wide = {"x": x} | {
-            name: tools.number(array, x) if is_number(array) else tools.widen(array, compute)
+            name: tools.number(array, x)
+            if _arrays.is_number(array)
+            else tools.widen(array, compute)
             for name, array in given.inputs.items()
         }
         first, *others = _evaluate(tools, self.prologue, wide, x)
@@ -309,7 +323,7 @@ class Fused:
         without = {
             name
             for name, array in given.inputs.items()
-            if is_number(array) or dtype_name(array.dtype) == "bool"
+            if _arrays.is_number(array) or dtype_name(array.dtype) == "bool"
         }
         found = _pulled_back(tools, self.epilogue, wide | {"y": y}, wide_of[:count], without)
         of_y = tools.widen(tools.broadcast(found.pop("y"), value), compute)
@@ -369,7 +383,7 @@ class Fused:
         for name, array in named.items():
             if array is None:
                 continue
-            if name in given.inputs and is_number(array):
+            if name in given.inputs and _arrays.is_number(array):
                 _check_number(name, array)
                 continue
             allowed = _INPUTS if name in given.inputs else _arrays.FLOATS
@@ -411,13 +425,13 @@ class Fused:
             take("weight", given.weight),
             take("bias", given.bias),
             {
-                name: array if is_number(array) else take(name, array, _INPUTS)
+                name: array if _arrays.is_number(array) else take(name, array, _INPUTS)
                 for name, array in given.inputs.items()
             },
         )
         compute = self.check(taken, options)
         for name, array in taken.inputs.items():
-            if not is_number(array):
+            if not _arrays.is_number(array):
                 _checks.check_device(name, array, taken.x)
         return family, taken, compute
 
@@ -544,11 +558,6 @@ def _pulled_back(
     return dict(zip(wanted, _evaluate(tools, found, {**arrays, **given}, like), strict=True))
 
 
-def is_number(value: Any) -> bool:
-    """Tell a real number from an array."""
-    return isinstance(value, numbers.Real | ml_dtypes.bfloat16)
-
-
 @functools.cache
 def _gradients_of(inputs: tuple[str, ...]) -> Any:
     """Return the class of what a backward pass returns, which has a field for each input."""
@@ -616,6 +625,10 @@ def _launched() -> Any:
     return _fused_calls
 
 
+def _is_cupy(x: Any) -> bool:
+    return type(x).__module__ == "cupy"
+
+
 class CuPyMemory:
     """CuPy's arrays, as `_fused_calls` takes them."""
 
@@ -652,6 +665,11 @@ class CuPyMemory:
     def summed(self, array: Any, shape: tuple[int, ...], dtype: str) -> Any:
         return _cupy().cast(_kept(_summed(array, shape)), dtype)
 
+    def signature(self, array: Any) -> Any:
+        if not _is_cupy(array):
+            return object()  # which no call has had
+        return array.dtype, array.shape, array.strides, array.data.device_id
+
     def device(self, array: Any) -> int:
         return int(array.data.device_id)
 
@@ -664,6 +682,9 @@ class CuPyMemory:
         import cupy
 
         return int(cupy.cuda.get_current_stream().ptr)
+
+
+_MEMORY = CuPyMemory()
 
 
 def _kept(array: Any) -> Any:
@@ -714,7 +735,7 @@ def _cupy() -> Tools:
         ),
         normalize=_normalize,
         sum_to_shape=_summed,
-        memory=CuPyMemory(),
+        memory=_MEMORY,
     )
 
 

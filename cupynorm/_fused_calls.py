@@ -8,20 +8,20 @@ rows that are too long for a cluster of blocks, and calls without rows.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from cupynorm import _background, _checks, _plans
-from cupynorm._arrays import row_stride
+from cupynorm._arrays import is_number, row_stride
 from cupynorm._compile import (
     Instantiation,
     fused_backward_instantiations,
     fused_forward_instantiation,
 )
-from cupynorm._driver import Kernel
+from cupynorm._driver import Kernel, Launch
 from cupynorm._fused_source import Input, Spec, backward_op, forward_op
 from cupynorm._layout import (
     FusedBackward,
@@ -37,9 +37,11 @@ from cupynorm._operation import ITEMSIZE
 if TYPE_CHECKING:
     from cupynorm._fuse import Fused, Given, Options
 
-__all__ = ["Memory", "backward", "forward"]
+__all__ = ["Memory", "again", "backward", "forward"]
 
 MOST_BLOCKS = (1 << 31) - 1
+# A thread may spill so many, which takes less time than fewer blocks (notes.md#fused-norms).
+MOST_LOCAL_BYTES = 64
 
 
 class Memory(Protocol):
@@ -60,6 +62,9 @@ class Memory(Protocol):
     def summed(self, array: Any, shape: tuple[int, ...], dtype: str) -> Any:
         """Undo a broadcast, in a fixed order, and cast."""
 
+    def signature(self, array: Any) -> Hashable:
+        """Return the dtype, the shape, the strides and the device."""
+
     def device(self, array: Any) -> int: ...
     def on(self, device: int) -> AbstractContextManager[Any]:
         """Make a device current, and CuPy's current stream that of the framework."""
@@ -69,15 +74,21 @@ class Memory(Protocol):
 
 @dataclass(frozen=True)
 class _Call:
-    """A call as kernels take it: a spec, sizes, and the operands of a launch by name."""
+    """A call as kernels take it: a spec, sizes, and what a launch gets by name.
+
+    `arrays` are those that kernels read, perhaps copies. `masks` are the bits that no address of
+    theirs may have. `values` are strides and steps.
+    """
 
     spec: Spec
     m: int
     n: int
     vector: int
     kept: tuple[int, ...]
-    operands: dict[str, float]
-    copies: list[Any]  # which the operands point to
+    arrays: dict[str, Any]
+    masks: dict[str, int]
+    values: dict[str, float]
+    has_copies: bool
 
 
 def _place(shape: Sequence[int], x_shape: tuple[int, ...], k: int) -> str:
@@ -110,32 +121,35 @@ def _arranged(
     m, n = math.prod(kept), math.prod(of_row)
     if axes != tuple(range(len(shape) - k, len(shape))) or not m or not n:
         return None
-    operands: dict[str, float] = {}
-    copies: list[Any] = []
-    divisors = n | pack_length(memory.dtype(x))
+    arrays: dict[str, Any] = {}
+    moved: dict[str, int] = {}  # by packs: the bytes of an element
+    values: dict[str, float] = {}
+    divisors, has_copies = n | pack_length(memory.dtype(x)), False
 
-    def add(name: str, array: Any, place: str) -> None:
-        nonlocal divisors
+    def add(name: str, array: Any, place: str, is_copy: bool = False) -> None:
+        nonlocal divisors, has_copies
         itemsize = ITEMSIZE[memory.dtype(array)]
+        taken = array
         if place == "rows":
             strides = [itemsize * stride for stride in memory.strides(array)]
+            strides = [0] * (len(shape) - len(strides)) + strides
             stride = row_stride(shape, strides, itemsize, k)
             if stride is None:
-                array, stride = memory.contiguous(array), n
-            operands[f"stride_{name}"] = stride
+                taken, stride = memory.contiguous(array), n
+            values[f"stride_{name}"] = stride
             divisors |= stride
         else:
-            array = memory.contiguous(array)
+            taken = memory.contiguous(array)
         if place == "number":
-            operands[f"step_{name}"] = int(math.prod(array.shape) == m)
+            values[f"step_{name}"] = int(math.prod(array.shape) == m)
         else:
-            divisors |= memory.address(array) // itemsize
-        operands[name] = memory.address(array)
-        copies.append(array)
+            divisors |= memory.address(taken) // itemsize
+            moved[name] = itemsize
+        arrays[name] = taken
+        has_copies |= is_copy or taken is not array
 
     add("in_x", x, "rows")
     for name, vector in (("weight", given.weight), ("bias", given.bias)):
-        operands[name] = 0
         if vector is not None:
             ones = (1,) * (len(shape) - len(vector.shape)) + tuple(vector.shape)
             if set(ones[: len(kept)]) > {1} or ones[len(kept) :] != of_row:
@@ -144,21 +158,21 @@ def _arranged(
     inputs = []
     for name in fused.inputs:
         array = given.inputs[name]
-        if not hasattr(array, "shape") or isinstance(array, float):
+        if is_number(array):
             inputs.append(Input(name, "constant"))
-            operands[f"in_{name}"] = float(array)
             continue
         dtype: str | None = memory.dtype(array)
+        place = _place(array.shape, shape, k)
+        is_copy = dtype == "bool" or place == "spread"
         if dtype == "bool":
             array, dtype = memory.cast(array, "float16"), None
-        place = _place(array.shape, shape, k)
         if place == "spread":
             array = memory.expanded(array, shape)
         own = place in ("rows", "vector")
         at: Any = "rows" if place == "spread" else place
         gradient = dtype and (dtype if own else compute)
-        inputs.append(Input(name, at, memory.dtype(array), gradient))
-        add(f"in_{name}", array, at)
+        inputs.append(Input(name, at, memory.dtype(array), gradient, dtype))
+        add(f"in_{name}", array, at, is_copy)
     for i, of_output in enumerate(of_outputs):
         if of_output is not None:
             add(f"dy_{i}", of_output, "rows")
@@ -178,7 +192,9 @@ def _arranged(
         tuple(outputs),
         tuple(None if of is None else memory.dtype(of) for of in of_outputs),
     )
-    return _Call(spec, m, n, divisors & -divisors, kept, operands, copies)
+    vector = divisors & -divisors
+    masks = {name: vector * moved[name] - 1 if name in moved else 0 for name in arrays}
+    return _Call(spec, m, n, vector, kept, arrays, masks, values, has_copies)
 
 
 # ---- plans ---------------------------------------------------------------------------------------
@@ -203,14 +219,15 @@ def _plan(
     kernels_of: Callable[[Config], tuple[Instantiation, ...]],
     device: int,
 ) -> _Plan | None:
-    """Return a plan whose kernels do not spill, with as many blocks at once as that allows."""
+    """Return a plan whose kernels spill little, with as many blocks at once as that allows."""
     most = _MOST_BLOCKS_AT_ONCE
     while True:
         config = config_of(most)
         if config is None:
             return None
         kernels = _background.load(kernels_of(config), device)
-        if config.blocks_per_multiprocessor == 1 or kernels[0].local_bytes() == 0:
+        is_fast = kernels[0].local_bytes() <= MOST_LOCAL_BYTES
+        if is_fast or config.blocks_per_multiprocessor == 1:
             break
         most = max(1, 3 * config.blocks_per_multiprocessor // 4)
     if config.cluster_blocks > 1:
@@ -265,16 +282,135 @@ def _backward_plan(spec: Spec, n: int, vector: int, device: int) -> _Plan | None
 # ---- calls ---------------------------------------------------------------------------------------
 
 
-def _launch(
+@dataclass(frozen=True)
+class _Made:
+    """An array that a call makes. `place`: where its address is among the operands, if there."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    place: int | None = None
+    is_scratch: bool = False
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """A call that is prepared: it serves all calls on arrays like its own.
+
+    `reads`: the names of the arrays that kernels read, the bits that no address of theirs may have,
+    and the places of the addresses among the operands. `sums`: launches that sum partials, the
+    bytes before these, and the gradients. `given`: a gradient's shape and dtype, if it is made in
+    others.
+    """
+
+    told: Any  # what checks found
+    device: int
+    launch: Launch
+    operands: tuple[float, ...]
+    reads: tuple[tuple[str, int, int], ...]
+    constants: tuple[tuple[str, int], ...]
+    made: tuple[_Made, ...]
+    sums: tuple[tuple[Launch, int, tuple[str, ...]], ...] = ()
+    given: tuple[tuple[str, tuple[int, ...], str], ...] = ()
+
+    def run(
+        self, memory: Memory, x: Any, arrays: Mapping[str, Any], numbers: Mapping[str, Any]
+    ) -> dict[str, Any] | None:
+        """Return what is made, by name; None if an array is not aligned like that of this call."""
+        operands = list(self.operands)
+        for name, mask, place in self.reads:
+            address = memory.address(arrays[name])
+            if address & mask:
+                return None
+            operands[place] = address
+        for name, place in self.constants:
+            operands[place] = float(numbers[name])
+        made = {}
+        for one in self.made:
+            allocate = memory.scratch if one.is_scratch else memory.empty
+            made[one.name] = array = allocate(one.shape, one.dtype, x)
+            if one.place is not None:
+                operands[one.place] = memory.address(array)
+        stream = memory.stream(self.device)
+        self.launch(stream, tuple(operands))  # type: ignore[arg-type]
+        for launch, before, names in self.sums:
+            targets = [memory.address(made[name]) for name in names]
+            source = memory.address(made["partials"]) + before
+            launch(stream, (source, *targets, *(0 for _ in range(2 - len(targets)))))
+        for name, shape, dtype in self.given:
+            made[name] = memory.summed(made[name], shape, dtype)
+        return made
+
+
+def _ready(
+    call: _Call,
+    told: Any,
+    device: int,
     kernel: Kernel,
     blocks: int,
     arguments: Sequence[tuple[str, str]],
     numbers: Mapping[str, float],
-    operands: Mapping[str, float],
-    stream: int,
-) -> None:
-    others = tuple(operands[name] for name, _ in arguments if name not in numbers)
-    kernel.prepared(blocks, numbers)(stream, others)  # type: ignore[arg-type]
+    made: Sequence[_Made],
+    others: Mapping[str, Any],
+    **further: Any,
+) -> _Ready:
+    """Prepare a launch. `others`: arrays that are read, by name, in addition to the call's."""
+    names = [name for name, _ in arguments if name not in numbers]
+    places = {name: place for place, name in enumerate(names)}
+    read = [*call.masks.items(), *((name, 0) for name in others)]
+    constants = [i.name for i in call.spec.at("constant")]
+    return _Ready(
+        told,
+        device,
+        kernel.prepared(blocks, numbers),
+        tuple(call.values.get(name, 0) for name in names),
+        tuple((name, mask, places[name]) for name, mask in read),
+        tuple((name, places[f"in_{name}"]) for name in constants),
+        tuple(replace(one, place=places.get(one.name, one.place)) for one in made),
+        **further,
+    )
+
+
+def _key(memory: Memory, given: Given, options: Options, *others: Any) -> Hashable:
+    """Return all that preparing a call depends on, but for addresses."""
+
+    def of(array: Any) -> Any:
+        return array is None if array is None or is_number(array) else memory.signature(array)
+
+    arrays = (given.x, given.weight, given.bias, *given.inputs.values(), *others)
+    return (
+        repr(options),  # which may hold what cannot be hashed
+        tuple(given.inputs),
+        tuple(map(of, arrays)),
+    )
+
+
+def _named(given: Given) -> dict[str, Any]:
+    named = {"in_x": given.x, "weight": given.weight, "bias": given.bias}
+    return named | {f"in_{name}": array for name, array in given.inputs.items()}
+
+
+def again(
+    memory: Memory, fused: Fused, given: Given, options: Options, *, statistics: bool
+) -> Result | None:
+    """Return what `forward` does, for arrays like those of an earlier call, else None."""
+    ready = fused.prepared.get((statistics, _key(memory, given, options)))
+    if ready is None:
+        return None
+    with memory.on(ready.device):
+        made = ready.run(memory, given.x, _named(given), given.inputs)
+    return made and _result(made, len(ready.told))
+
+
+Result = tuple[tuple[Any, ...], Any, Any]  # the outputs, mean and rstd
+
+
+def _result(made: dict[str, Any], outputs: int) -> Result:
+    return (
+        tuple(made[f"y_{k}"] for k in range(outputs)),
+        made.get("mean"),
+        made.get("rstd"),
+    )
 
 
 def forward(
@@ -286,32 +422,32 @@ def forward(
     dtypes: Sequence[str],
     *,
     statistics: bool = True,
-) -> tuple[tuple[Any, ...], Any, Any] | None:
-    """Return the outputs, of these dtypes, and the statistics; None if no kernel serves the call."""
+) -> Result | None:
+    """Return the outputs, of these dtypes, and the statistics; None if there is no kernel."""
     device = memory.device(given.x)
     with memory.on(device):
         call = _arranged(memory, fused, given, options, compute, dtypes)
         plan = None if call is None else _forward_plan(call.spec, call.n, call.vector, device)
         if call is None or plan is None:
             return None
-        config = plan.config
-        blocks = -(-call.m // plan.rows_per_block) * config.cluster_blocks
+        blocks = -(-call.m // plan.rows_per_block) * plan.config.cluster_blocks
         if blocks > MOST_BLOCKS:
             return None
-        shape = tuple(given.x.shape)
-        outputs = tuple(memory.empty(shape, dtype, given.x) for dtype in dtypes)
-        centered = statistics and fused.norm == "layer_norm"
-        mean = memory.empty(call.kept, compute, given.x) if centered else None
-        rstd = memory.empty(call.kept, compute, given.x) if statistics else None
-        written = {f"y_{k}": output for k, output in enumerate(outputs)}
-        written |= {"mean": mean, "rstd": rstd}
-        addresses = {n: 0 if a is None else memory.address(a) for n, a in written.items()}
+        made = [_Made(f"y_{k}", tuple(given.x.shape), dtype) for k, dtype in enumerate(dtypes)]
+        if statistics:
+            names = ("mean", "rstd") if fused.norm == "layer_norm" else ("rstd",)
+            made += (_Made(name, call.kept, compute) for name in names)
         numbers = {"n_rows": call.m, "n_cols": call.n, "inv_n": 1 / call.n}
         numbers["eps"] = fused.eps(options)
         arguments = forward_op(call.spec).arguments
-        operands = call.operands | addresses
-        _launch(plan.kernels[0], blocks, arguments, numbers, operands, memory.stream(device))
-        return outputs, mean, rstd
+        kernel = plan.kernels[0]
+        told = tuple(dtypes)
+        ready = _ready(call, told, device, kernel, blocks, arguments, numbers, made, {})
+        found = ready.run(memory, given.x, call.arrays, given.inputs)
+    if not call.has_copies:
+        fused.prepared[statistics, _key(memory, given, options)] = ready
+    assert found is not None  # noqa: S101 - the addresses are those that it was prepared for
+    return _result(found, len(dtypes))
 
 
 def backward(
@@ -329,45 +465,82 @@ def backward(
 
     None if no kernel serves the call. What has no gradient is left out.
     """
-    device = memory.device(given.x)
+    statistics = {"mean": mean, "rstd": rstd} if mean is not None else {"rstd": rstd}
+    statistics = {name: memory.contiguous(array) for name, array in statistics.items()}
+    key = None, _key(memory, given, options, *of_outputs)
+    named = {f"dy_{k}": of for k, of in enumerate(of_outputs)} | statistics
+    x = given.x
+    ready: _Ready | None = fused.prepared.get(key)
+    if ready is not None:
+        with memory.on(ready.device):
+            found = ready.run(memory, x, _named(given) | named, given.inputs)
+        if found is not None:
+            return _gradients(found)
+    device = memory.device(x)
     with memory.on(device):
         call = _arranged(memory, fused, given, options, compute, dtypes, of_outputs)
         plan = None if call is None else _backward_plan(call.spec, call.n, call.vector, device)
         if call is None or plan is None:
             return None
-        spec, n, config = call.spec, call.n, plan.config
-        clusters = min(-(-call.m // plan.rows_per_block), plan.at_once)
-        x, names = given.x, spec.differentiated
-        of_rows = {i.name: i.gradient or "" for i in spec.rows}
-        found = {name: memory.empty(tuple(x.shape), of_rows[name], x) for name in names.rows}
-        column = (*call.kept, *(1 for _ in range(x.ndim - len(call.kept))))
-        found |= {name: memory.scratch(column, compute, x) for name in names.numbers}
-        statistics = {"mean": mean, "rstd": rstd}
-        kept = {name: s if s is None else memory.contiguous(s) for name, s in statistics.items()}
-        addresses = {name: 0 if s is None else memory.address(s) for name, s in kept.items()}
-        addresses |= {f"d_{name}": memory.address(array) for name, array in found.items()}
-        of_sum = clusters * partials_stride(n)
-        sums = spec.sums_over_rows
-        partials = memory.scratch((max(1, len(sums)) * of_sum,), compute, x)
-        addresses["partials"] = memory.address(partials)
-        numbers = {"n_rows": call.m, "n_cols": n, "inv_n": 1 / n}
-        operands, stream = call.operands | addresses, memory.stream(device)
-        arguments = backward_op(spec).arguments
-        blocks = clusters * config.cluster_blocks
-        _launch(plan.kernels[0], blocks, arguments, numbers, operands, stream)
-        given_by_name = {"weight": given.weight, "bias": given.bias, **given.inputs}
-        of_sums = {"n_partials": clusters, "n_cols": n}
-        columns = reduction_of_gradients(max(1, len(sums)), compute, n).columns
-        for j, kernel in enumerate(plan.kernels[1:]):
-            pair = sums[2 * j : 2 * j + 2]
-            for name, dtype in pair:
-                found[name] = memory.empty(tuple(given_by_name[name].shape), dtype, x)
-            targets = [memory.address(found[name]) for name, _ in pair]
-            source = addresses["partials"] + 2 * j * of_sum * ITEMSIZE[compute]
-            launch = kernel.prepared(len(pair) * -(-n // columns), of_sums)
-            launch(stream, (source, *targets, *(0 for _ in range(2 - len(pair)))))
-    for name, array in found.items():
-        own = x if name == "x" else given_by_name[name]
-        if tuple(array.shape) != tuple(own.shape) or memory.dtype(array) != memory.dtype(own):
-            found[name] = memory.summed(array, tuple(own.shape), memory.dtype(own))
-    return found
+        ready = _ready_backward(call, plan, given, device, compute, statistics)
+        found = ready.run(memory, x, call.arrays | statistics, given.inputs)
+    if not call.has_copies:
+        fused.prepared[key] = ready
+    assert found is not None  # noqa: S101 - the addresses are those that it was prepared for
+    return _gradients(found)
+
+
+def _gradients(made: dict[str, Any]) -> dict[str, Any]:
+    names = (name for name in made if name != "partials")
+    return {name.removeprefix("d_"): made[name] for name in names}
+
+
+def _ready_backward(
+    call: _Call,
+    plan: _Plan,
+    given: Given,
+    device: int,
+    compute: str,
+    statistics: Mapping[str, Any],
+) -> _Ready:
+    spec, n, names = call.spec, call.n, call.spec.differentiated
+    shape = tuple(given.x.shape)
+    clusters = min(-(-call.m // plan.rows_per_block), plan.at_once)
+    own = {"x": given.x, "weight": given.weight, "bias": given.bias, **given.inputs}
+    dtype_of = {"x": spec.x, **spec.dtypes_given}
+    of_rows = {i.name: i.gradient or "" for i in spec.rows}
+    column = call.kept + (1,) * (len(shape) - len(call.kept))
+    made, summed = [], []
+    for name in (*names.rows, *names.numbers):
+        is_rows = name in names.rows
+        of, dtype = (shape, of_rows[name]) if is_rows else (column, compute)
+        wanted = tuple(own[name].shape), dtype_of[name]
+        made.append(_Made(f"d_{name}", of, dtype, is_scratch=(of, dtype) != wanted))
+        if (of, dtype) != wanted:
+            summed.append((f"d_{name}", *wanted))
+    of_sum = clusters * partials_stride(n)
+    sums = spec.sums_over_rows
+    made.append(_Made("partials", (max(1, len(sums)) * of_sum,), compute, is_scratch=True))
+    launches = []
+    columns = reduction_of_gradients(max(1, len(sums)), compute, n).columns
+    for j, kernel in enumerate(plan.kernels[1:]):
+        pair = sums[2 * j : 2 * j + 2]
+        for name, dtype in pair:
+            made.append(_Made(f"d_{name}", tuple(own[name].shape), dtype))
+        numbers = {"n_partials": clusters, "n_cols": n}
+        launch = kernel.prepared(len(pair) * -(-n // columns), numbers)
+        before = 2 * j * of_sum * ITEMSIZE[compute]
+        launches.append((launch, before, tuple(f"d_{name}" for name, _ in pair)))
+    return _ready(
+        call,
+        None,
+        device,
+        plan.kernels[0],
+        clusters * plan.config.cluster_blocks,
+        backward_op(spec).arguments,
+        {"n_rows": call.m, "n_cols": n, "inv_n": 1 / n},
+        made,
+        statistics,
+        sums=tuple(launches),
+        given=tuple(summed),
+    )

@@ -56,7 +56,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from cupynorm import reference
-from cupynorm._arrays import NUMPY, to_numpy
+from cupynorm._arrays import NUMPY, is_number, to_numpy
 from cupynorm._bitmask import unpack
 from cupynorm._checks import (
     Asked,
@@ -70,7 +70,7 @@ from cupynorm._checks import (
     order_of,
 )
 from cupynorm._expression_errors import magnitudes, of_number
-from cupynorm._fuse import NUMPY_TOOLS, Fused, Given, Options, is_number
+from cupynorm._fuse import NUMPY_TOOLS, Fused, Given, Options
 from cupynorm._operation import (
     NormBackward,
     NormForward,

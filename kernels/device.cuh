@@ -553,7 +553,7 @@ __device__ __forceinline__ double reciprocal_square_root(double value) {
 }
 __device__ __forceinline__ float reciprocal_within_an_ulp(float value) {
   float reciprocal;
-  asm("rcp.approx.f32 %0, %1;" : "=f"(reciprocal) : "f"(value));
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(value));
   return reciprocal;
 }
 __device__ __forceinline__ double reciprocal_within_an_ulp(double value) { return 1.0 / value; }

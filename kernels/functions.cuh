@@ -32,6 +32,19 @@ template <typename T>
 __device__ __forceinline__ T sigmoid(T a) {
   return reciprocal_within_an_ulp(T(1) + exponential(-a));
 }
+// The sigmoids of a and of -a, for programs that need both. They have all but a product in common.
+template <typename T>
+__device__ __forceinline__ T sigmoid_of_pair(T a) {
+  const T vanishing = exponential(-absolute(a));
+  const T of_magnitude = reciprocal_within_an_ulp(T(1) + vanishing);
+  return a < T(0) ? vanishing * of_magnitude : of_magnitude;
+}
+template <typename T>
+__device__ __forceinline__ T sigmoid_of_negative(T a) {
+  const T vanishing = exponential(-absolute(a));
+  const T of_magnitude = reciprocal_within_an_ulp(T(1) + vanishing);
+  return a < T(0) ? of_magnitude : vanishing * of_magnitude;
+}
 __device__ __forceinline__ float softplus(float a) {
   return log1pf(expf(-fabsf(a))) + (a > 0.0f ? a : a != a ? a : 0.0f);
 }

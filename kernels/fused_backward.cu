@@ -25,6 +25,18 @@
 #include "stage.cuh"
 #include "team.cuh"
 
+// Asks for a pack of an array.
+template <typename StageOf, int Vector, typename T>
+__device__ __forceinline__ void fetch_pack(char* stage, int p, const T* row, int first, int end,
+                                           CachePolicy policy) {
+  if constexpr (StageOf::template kTakesPolicy<Vector>) {
+    StageOf::template fetch<false>(own_place(StageOf::place(stage, 0, 0)), p, row, first, end,
+                                   policy);
+  } else {
+    StageOf::template fetch<Vector>(stage, p, row, first, end);
+  }
+}
+
 template <typename Op, typename Layout>
 struct FusedBackward {
   using T = typename Op::T;
@@ -63,6 +75,7 @@ struct FusedBackward {
   long long row = cluster * kTeams + team.team, fetched = row;
   int stage = 0, next_stage = 0;
   bool flushed = false;
+  const CachePolicy policy = evict_last_if_large(Op::bytes_of_rows(args));
 
   __device__ __forceinline__ FusedBackward(const Arguments& args, TeamOf& team, Arrays& arrays)
       : args(args), team(team), arrays(arrays) {}
@@ -82,7 +95,7 @@ struct FusedBackward {
   __device__ __forceinline__ void fetch(int p) {
     Stages::template fetch<Layout::kVector>(stages + next_stage * Stages::kBytes, args, fetched, p,
                                             first_column(p),
-                                            fetched < args.n_rows ? end_of_row(p) : 0);
+                                            fetched < args.n_rows ? end_of_row(p) : 0, policy);
   }
   __device__ __forceinline__ void fetched_all() {
     commit_copies();

@@ -36,8 +36,8 @@ struct FusedForward {
   struct Arrays {
     typename Op::template Rows<kLength> rows[kPacks];
     typename Op::template Vectors<kLength> vectors[kPacks];
-    Pack<typename Op::Weight, kLength> weights[kPacks];
-    Pack<typename Op::Bias, kLength> biases[kPacks];
+    Pack<typename Op::Weight, kLength> weights[Layout::kHoldWeight ? kPacks : 1];
+    Pack<typename Op::Bias, kLength> biases[Layout::kHoldWeight ? kPacks : 1];
     T held[Layout::kHoldValues ? kPacks : 1][kLength];
   };
 
@@ -50,7 +50,7 @@ struct FusedForward {
   const typename Op::Numbers numbers;
   Statistics<T> statistics;
   Scale<T> scale;
-  T inv_unit = 1;
+  T unit = 1, inv_unit = 1;
 
   __device__ __forceinline__ FusedForward(const Arguments& args, TeamOf& team, Arrays& arrays)
       : args(args), team(team), arrays(arrays), numbers(Op::numbers_of(args, active ? row : 0)) {}
@@ -65,6 +65,11 @@ struct FusedForward {
     return Layout::kFull || inside<Layout::kVector>(first_column(p), i, end_of_row(p));
   }
 
+  __device__ __forceinline__ void load_affine(int place, int p) {
+    load_operand<Layout::kVector>(arrays.weights[place], args.weight, first_column(p),
+                                  end_of_row(p));
+    load_operand<Layout::kVector>(arrays.biases[place], args.bias, first_column(p), end_of_row(p));
+  }
   __device__ __forceinline__ void load_all() {
 #pragma unroll
     for (int p = 0; p < kPacks; ++p) {
@@ -73,10 +78,9 @@ struct FusedForward {
     }
 #pragma unroll
     for (int p = 0; p < kPacks; ++p) {
-      const int first = first_column(p), end = end_of_row(p);
-      Op::template load_vectors<Layout::kVector>(arrays.vectors[p], args, first, end);
-      load_operand<Layout::kVector>(arrays.weights[p], args.weight, first, end);
-      load_operand<Layout::kVector>(arrays.biases[p], args.bias, first, end);
+      Op::template load_vectors<Layout::kVector>(arrays.vectors[p], args, first_column(p),
+                                                 end_of_row(p));
+      if constexpr (Layout::kHoldWeight) load_affine(p, p);
     }
   }
   // Computes the values, if they are held, and stores what else the prologue makes.
@@ -95,8 +99,8 @@ struct FusedForward {
     }
   }
   __device__ __forceinline__ T value(int p, int i) const {
-    if constexpr (Layout::kHoldValues) return arrays.held[p][i] * inv_unit;
-    return Op::value(arrays.rows[p], arrays.vectors[p], numbers, i) * inv_unit;
+    if constexpr (Layout::kHoldValues) return arrays.held[p][i];
+    return Op::value(arrays.rows[p], arrays.vectors[p], numbers, i);
   }
   // Otherwise the compiler keeps values that are to be computed again.
   __device__ __forceinline__ void forget_values() {
@@ -106,7 +110,8 @@ struct FusedForward {
     }
   }
 
-  __device__ __forceinline__ Statistics<T> measure() {
+  // Each value is multiplied by a power of two.
+  __device__ __forceinline__ Statistics<T> measure(T factor) {
     Statistics<T> found;
     if constexpr (Op::kCentered) {
       T sum[1] = {0};
@@ -114,7 +119,9 @@ struct FusedForward {
       for (int p = 0; p < kPacks; ++p) {
         T of_pack = 0;
 #pragma unroll
-        for (int i = 0; i < kLength; ++i) of_pack += is_inside(p, i) ? value(p, i) : T(0);
+        for (int i = 0; i < kLength; ++i) {
+          of_pack += is_inside(p, i) ? value(p, i) * factor : T(0);
+        }
         sum[0] += of_pack;
       }
       team.template reduce<Sum>(sum);
@@ -127,7 +134,7 @@ struct FusedForward {
       T of_pack[kSums] = {};
 #pragma unroll
       for (int i = 0; i < kLength; ++i) {
-        add_deviation(of_pack, is_inside(p, i) ? value(p, i) - found.shift : T(0));
+        add_deviation(of_pack, is_inside(p, i) ? value(p, i) * factor - found.shift : T(0));
       }
 #pragma unroll
       for (int k = 0; k < kSums; ++k) sums[k] += of_pack[k];
@@ -140,11 +147,11 @@ struct FusedForward {
   }
   // Measures the row, once more after an exact scaling if it is out of range. Rows that only share a
   // warp with it keep their bits.
-  __device__ __forceinline__ T measure_row() {
-    statistics = measure();
+  __device__ __forceinline__ void measure_row() {
+    statistics = measure(T(1));
     scale = scale_in_range(statistics.variance, args.eps);
     const bool wild = Op::kCanLeaveRange && active && !in_range(statistics.variance + args.eps);
-    if (!team.any(wild)) return T(1);
+    if (!team.any(wild)) return;
     T largest[1] = {0};
 #pragma unroll
     for (int p = 0; p < kPacks; ++p) {
@@ -155,16 +162,15 @@ struct FusedForward {
       }
     }
     team.template reduce<Max>(largest);
-    const T unit = wild ? unit_of(larger(largest[0], square_root(args.eps))) : T(1);
+    if (wild) unit = unit_of(larger(largest[0], square_root(args.eps)));
     inv_unit = T(1) / unit;
-    const Statistics<T> again = measure();
+    const Statistics<T> again = measure(inv_unit);
     if (wild) {
       statistics = again;
       scale = scale_in_unit(statistics.variance, args.eps, unit);
     }
-    return unit;
   }
-  __device__ __forceinline__ void store_statistics(T unit) const {
+  __device__ __forceinline__ void store_statistics() const {
     if (args.rstd != nullptr && active && team.rank == 0 && team.block == 0) {
       if constexpr (Op::kCentered) {
         args.mean[row] = (statistics.shift + statistics.correction) * unit;
@@ -174,14 +180,20 @@ struct FusedForward {
   }
   __device__ __forceinline__ void leave() {
     const T offset = -statistics.correction * scale.of_row;
+    const T factor = inv_unit * scale.of_row;
 #pragma unroll
     for (int p = 0; p < kPacks; ++p) {
+      const int place = Layout::kHoldWeight ? p : 0;
+      if constexpr (!Layout::kHoldWeight) load_affine(place, p);
       T outputs[Op::kOutputs][kLength];
 #pragma unroll
       for (int i = 0; i < kLength; ++i) {
-        const T d = value(p, i) - statistics.shift;
-        const T xhat = Op::kCentered ? fused_multiply_add(d, scale.of_row, offset) : d * scale.of_row;
-        const T y = affine<Op>(xhat, arrays.weights[p], arrays.biases[p], i);
+        T xhat = value(p, i) * factor;
+        if constexpr (Op::kCentered) {
+          const T d = fused_multiply_add(value(p, i), inv_unit, -statistics.shift);
+          xhat = fused_multiply_add(d, scale.of_row, offset);
+        }
+        const T y = affine<Op>(xhat, arrays.weights[place], arrays.biases[place], i);
         T of_element[Op::kOutputs];
         Op::epilogue(of_element, y, arrays.rows[p], arrays.vectors[p], numbers, i);
 #pragma unroll
@@ -203,7 +215,7 @@ __global__ void __launch_bounds__(Layout::kBlockThreads, Layout::kBlocksPerMulti
   forward.load_all();
   team.meet();
   forward.enter();
-  const auto unit = forward.measure_row();
-  forward.store_statistics(unit);
+  forward.measure_row();
+  forward.store_statistics();
   forward.leave();
 }

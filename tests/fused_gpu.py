@@ -50,6 +50,9 @@ class HostMemory:
         wide = sum_to_shape(self.gpu.to_numpy(array).astype(np.float64), shape)
         return self.gpu.memory.array(round_once(wide, to_numpy(dtype)))
 
+    def signature(self, array: Any) -> Any:
+        return array.dtype, array.shape, array.strides
+
     def device(self, array: Any) -> int:
         return 0
 
@@ -74,7 +77,7 @@ def on_host(gpu: Gpu, multiprocessors: int = 2) -> Iterator[None]:
             stack.enter_context(mock.patch.object(_plans, name, value))
         stack.enter_context(mock.patch.object(_fused_calls, "_background", background))
         tools = dataclasses.replace(_fuse.NUMPY_TOOLS, memory=HostMemory(gpu))
-        stack.enter_context(mock.patch.object(_fuse, "_tools_of", lambda x: tools))
+        stack.enter_context(mock.patch.object(_fuse, "_tools_of", return_value=tools))
         for plan in (_fused_calls._forward_plan, _fused_calls._backward_plan):
             plan.cache_clear()
             stack.callback(plan.cache_clear)

@@ -20,8 +20,15 @@ from cupynorm._layout.architectures import (
 from cupynorm._operation import ITEMSIZE
 
 MOST_THREADS = 512
-LEAST_BLOCK_THREADS = 256
-MOST_STAGES = 4
+FORWARD_BLOCK_THREADS, BACKWARD_BLOCK_THREADS = 128, 256  # or more, if a row has more
+MOST_STAGES = 3
+# Packs of a thread, and the most threads of a row that may have as many
+# (notes.md#fused-norms).
+FORWARD_PACKS = ((4, 256), (8, 256), (2, MOST_THREADS), (1, MOST_THREADS))
+BACKWARD_PACKS = ((2, MOST_THREADS), (4, MOST_THREADS), (1, MOST_THREADS))
+MOST_REGISTERS = 128  # by which 512 threads are on a multiprocessor
+MOST_THREADS_OF_TEAMS = 512  # of a multiprocessor, if a backward block has several rows
+MOST_PACKS_BESIDE_WEIGHT = 2
 
 
 @dataclass(frozen=True)
@@ -36,6 +43,7 @@ class FusedForward:
     vector: int
     full: bool
     hold_values: bool
+    hold_weight: bool
     blocks_per_multiprocessor: int
 
 
@@ -54,29 +62,38 @@ class FusedBackward:
     blocks_per_multiprocessor: int
 
 
-def _teams(x: str, n: int, architecture: int, vector: int) -> Iterator[dict[str, int | bool]]:
-    """Yield what both passes' layouts have in common, first as few blocks and packs as hold a row.
+def _teams(
+    x: str,
+    n: int,
+    architecture: int,
+    vector: int,
+    choices: Sequence[tuple[int, int]],
+    block_threads: int,
+) -> Iterator[dict[str, int]]:
+    """Yield what both passes' layouts have in common, those of as few blocks as possible first.
 
-    A thread of a row has up to two packs, or up to four where a row cannot have several blocks.
+    `choices`: packs of a thread, and the most threads of a block's row that may have as many.
+    `block_threads`: of a block with several rows.
     """
     length, blocks = pack_length(x), 1
     packs = -(-n // length)
-    most_packs = 2 if gpu_of(architecture).clusters else 4
     while blocks <= max_cluster_blocks(architecture):
-        for of_thread in range(1, most_packs + 1):
-            threads = team_threads(-(-packs // blocks), of_thread)
-            if threads <= MOST_THREADS:
-                teams = max(1, LEAST_BLOCK_THREADS // threads) if blocks == 1 else 1
-                yield {
-                    "row_threads": threads,
-                    "block_threads": threads * teams,
-                    "cluster_blocks": blocks,
-                    "packs_per_thread": of_thread,
-                    "pack_length": length,
-                    "vector": min(vector, length),
-                    "full": blocks * threads * of_thread * length == n,
-                }
-                break
+        of_block = -(-packs // blocks)
+        for most_packs, most_threads in choices:
+            threads = team_threads(of_block, most_packs)
+            if threads > most_threads or (blocks > 1 and threads <= 32):
+                continue
+            of_thread = -(-of_block // threads)  # each but the last lies inside of a row
+            teams = max(1, block_threads // threads) if blocks == 1 else 1
+            yield {
+                "row_threads": threads,
+                "block_threads": threads * teams,
+                "cluster_blocks": blocks,
+                "packs_per_thread": of_thread,
+                "pack_length": length,
+                "vector": min(vector, length),
+                "full": blocks * threads * of_thread * length == n,
+            }
         blocks *= 2
 
 
@@ -104,17 +121,22 @@ def fused_forward(
     `read`: the dtypes of arrays whose rows are read. `shared`: those of weight, bias and vectors.
     `heavy`: the value takes many instructions. At most `most_blocks` are on a multiprocessor.
     """
-    words = ITEMSIZE[compute] // 4
-    of_pack = sum(ITEMSIZE[dtype] for dtype in (*read, *shared)) * pack_length(x) // 4
-    of_pack += pack_length(x) * words if heavy else 0
+    words, length = ITEMSIZE[compute] // 4, pack_length(x)
+    of_rows = sum(ITEMSIZE[dtype] for dtype in read) * length // 4
+    of_shared = sum(ITEMSIZE[dtype] for dtype in shared) * length // 4
+    of_rows = max(of_rows, length * words) if heavy else of_rows
     first = None
-    for common in _teams(x, n, architecture, vector):
-        registers = 16 * words + of_pack * common["packs_per_thread"] + pack_length(x) * words
+    for common in _teams(x, n, architecture, vector, FORWARD_PACKS, FORWARD_BLOCK_THREADS):
+        packs = common["packs_per_thread"]
+        holds = packs <= MOST_PACKS_BESIDE_WEIGHT
+        registers = 28 * words + of_rows * packs + of_shared * (packs if holds else 1)
+        registers += length * words
         blocks = min(most_blocks, _blocks(registers, common["block_threads"], architecture))
-        config = FusedForward(**common, hold_values=heavy, blocks_per_multiprocessor=blocks)  # type: ignore[arg-type]
+        told = {"hold_values": heavy, "hold_weight": holds, "blocks_per_multiprocessor": blocks}
+        config = FusedForward(**common, **told)  # type: ignore[arg-type]
         first = first or config
         # While one block waits for its sums, another one loads.
-        if blocks > 1:
+        if blocks > 1 and registers <= MOST_REGISTERS:
             return config
     return first
 
@@ -135,20 +157,38 @@ def fused_backward(
 
     `kept`: how many values of the compute dtype a thread keeps of an element.
     """
-    common = next(_teams(x, n, architecture, vector), None)
-    if common is None:
-        return None
     words, length = ITEMSIZE[compute] // 4, pack_length(x)
     of_pack = sum(ITEMSIZE[dtype] for dtype in shared) * length // 4 + kept * length * words
-    registers = 24 * words + of_pack * common["packs_per_thread"] + length * words
-    blocks = min(most_blocks, _blocks(registers, common["block_threads"], architecture))
-    while blocks >= 1:
+    first = None
+    for common in _teams(x, n, architecture, vector, BACKWARD_PACKS, BACKWARD_BLOCK_THREADS):
+        registers = 24 * words + of_pack * common["packs_per_thread"] + length * words
+        threads = common["block_threads"]
+        blocks = min(most_blocks, _blocks(registers, threads, architecture))
+        if threads > common["row_threads"]:
+            blocks = min(blocks, MOST_THREADS_OF_TEAMS // threads)
+        config = _with_stages(x, compute, read, common, blocks, architecture)
+        if config is not None and registers <= MOST_REGISTERS:
+            return config
+        first = first or config
+    return first
+
+
+def _with_stages(
+    x: str,
+    compute: str,
+    read: Sequence[str],
+    common: dict[str, int],
+    blocks: int,
+    architecture: int,
+) -> FusedBackward | None:
+    """Return a configuration of up to so many blocks whose stages fit; None if none fits."""
+    for at_once in range(blocks, 0, -1):
         for stages in range(MOST_STAGES, 1, -1):
-            config = FusedBackward(**common, stages=stages, blocks_per_multiprocessor=blocks)  # type: ignore[arg-type]
+            told = {"stages": stages, "blocks_per_multiprocessor": at_once}
+            config = FusedBackward(**common, **told)  # type: ignore[arg-type]
             nbytes = fused_backward_bytes(x, compute, read, config)
-            if nbytes <= shared_limit(architecture, blocks):
+            if nbytes <= shared_limit(architecture, at_once):
                 return config
-        blocks -= 1
     return None
 
 

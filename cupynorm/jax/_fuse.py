@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import cupynorm.jax
-from cupynorm._arrays import to_numpy
+from cupynorm._arrays import is_number, to_numpy
 from cupynorm._expressions import functions, kind_of
-from cupynorm._fuse import Fused, Given, Options, Tools, is_number
+from cupynorm._fuse import Fused, Given, Options, Tools
 
 __all__ = ["call"]
 

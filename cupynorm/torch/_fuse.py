@@ -10,11 +10,12 @@ import numpy as np
 import torch
 from torch.autograd import forward_ad
 
+from cupynorm._arrays import is_number
 from cupynorm._checks import check_numbers, check_zero_centered
 from cupynorm._environment import import_cupy
 from cupynorm._expressions import functions, kind_of
 from cupynorm._fuse import Fused as FusedNorm
-from cupynorm._fuse import Given, Options, Tools, is_number
+from cupynorm._fuse import Given, Options, Tools
 from cupynorm.torch._functions import layer_norm, rms_norm
 from cupynorm.torch._modules import Module, check_made
 
@@ -23,6 +24,18 @@ __all__ = ["Fused", "call"]
 
 def call(fused: FusedNorm, given: Given, options: Options) -> tuple[torch.Tensor, ...]:
     """Return the outputs."""
+    if _have_kernels(given):
+        inputs = given.inputs
+        arrays = given.x, given.weight, given.bias, *inputs.values()
+        found: tuple[torch.Tensor, ...] | None
+        found = _ByKernels.apply(fused, options, tuple(inputs), *arrays)
+        if found is not None:
+            return found
+    return fused.apply(_TOOLS, given, options, *_checked(fused, given, options))[0]
+
+
+def _checked(fused: FusedNorm, given: Given, options: Options) -> tuple[str, tuple[str, ...]]:
+    """Check a call. Return the compute dtype, and those of the outputs."""
     for name, tensor in (("weight", given.weight), ("bias", given.bias), *given.inputs.items()):
         if tensor is None or is_number(tensor):
             continue
@@ -31,15 +44,7 @@ def call(fused: FusedNorm, given: Given, options: Options) -> tuple[torch.Tensor
         if tensor.device != given.x.device:
             raise ValueError(f"{name} must be on x's device, {given.x.device}; got {tensor.device}")
     compute = fused.check(given, options)
-    dtypes = fused.dtypes_of_outputs(given.x.dtype, options.out_dtype)
-    if _have_kernels(given):
-        found: tuple[torch.Tensor, ...] | None = _ByKernels.apply(
-            *(fused, options, compute, dtypes, tuple(given.inputs)),
-            *(given.x, given.weight, given.bias, *given.inputs.values()),
-        )
-        if found is not None:
-            return found
-    return fused.apply(_TOOLS, given, options, compute, dtypes)[0]
+    return compute, fused.dtypes_of_outputs(given.x.dtype, options.out_dtype)
 
 
 # ---- kernels, outside of compilers and transforms ------------------------------------------------
@@ -86,6 +91,11 @@ class _Memory:
     def summed(self, tensor: torch.Tensor, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
         return self.cast(tensor.sum_to_size(shape), dtype)
 
+    def signature(self, tensor: Any) -> Any:
+        if type(tensor) not in _PLAIN:
+            return object()  # which no call has had
+        return tensor.dtype, tensor.shape, tensor.stride(), tensor.device
+
     def device(self, tensor: torch.Tensor) -> int:
         return int(tensor.device.index)
 
@@ -99,6 +109,9 @@ class _Memory:
         return int(torch.cuda.current_stream(device).cuda_stream)
 
 
+_MEMORY = _Memory()
+
+
 class _ByKernels(torch.autograd.Function):
     """A norm by its kernels. Derivatives of gradients are those of torch's operations."""
 
@@ -107,24 +120,23 @@ class _ByKernels(torch.autograd.Function):
         ctx: Any,
         fused: FusedNorm,
         options: Options,
-        compute: str,
-        dtypes: tuple[str, ...],
         names: tuple[str, ...],
         *arrays: Any,
     ) -> Any:
         from cupynorm import _fused_calls
 
+        keeps = any(ctx.needs_input_grad)
         # A view that negates its memory is made plain.
         arrays = tuple(a.resolve_neg() if isinstance(a, torch.Tensor) else a for a in arrays)
         given = _given(names, arrays)
-        keeps = any(ctx.needs_input_grad)
-        found = _fused_calls.forward(
-            _Memory(), fused, given, options, compute, dtypes, statistics=keeps
-        )
+        found = _fused_calls.again(_MEMORY, fused, given, options, statistics=keeps)
+        if found is None:
+            told = options, *_checked(fused, given, options)
+            found = _fused_calls.forward(_MEMORY, fused, given, *told, statistics=keeps)
         if found is None:
             return None
         outputs, mean, rstd = found
-        ctx.told = fused, options, compute, dtypes, names
+        ctx.told = fused, options, names
         ctx.numbers = [None if isinstance(a, torch.Tensor) else a for a in arrays]
         ctx.set_materialize_grads(False)
         tensors = (a if isinstance(a, torch.Tensor) else None for a in arrays)
@@ -135,17 +147,17 @@ class _ByKernels(torch.autograd.Function):
     def backward(ctx: Any, *of_outputs: Any) -> Any:
         from cupynorm import _fused_calls
 
-        fused, options, compute, dtypes, names = ctx.told
+        fused, options, names = ctx.told
         *tensors, mean, rstd = ctx.saved_tensors
         arrays = [n if t is None else t for t, n in zip(tensors, ctx.numbers, strict=True)]
         wanted = ctx.needs_input_grad[-len(arrays) :]
-        told = options, compute, dtypes
+        given = _given(names, arrays)
+        told = options, *_checked(fused, given, options)
         found = None
         is_differentiated = torch.is_grad_enabled()
         if not is_differentiated:
-            given = _given(names, arrays)
             by_kernels = _fused_calls.backward
-            found = by_kernels(_Memory(), fused, given, *told, of_outputs, mean, rstd)
+            found = by_kernels(_MEMORY, fused, given, *told, of_outputs, mean, rstd)
         if found is not None:
             by_place = zip(("x", "weight", "bias", *names), wanted, strict=True)
             gradients = (found.get(name) if needed else None for name, needed in by_place)
@@ -166,7 +178,7 @@ class _ByKernels(torch.autograd.Function):
         return (*_NOT_ARRAYS, *(next(left) if needed else None for needed in wanted))
 
 
-_NOT_ARRAYS = (None,) * 5  # the gradients of what `_ByKernels` is told
+_NOT_ARRAYS = (None,) * 3  # the gradients of what `_ByKernels` is told
 
 
 def _given(names: tuple[str, ...], arrays: Sequence[Any]) -> Given:

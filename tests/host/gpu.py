@@ -29,6 +29,7 @@ from cupynorm import NormBackward, NormForward
 from cupynorm._arrays import NUMPY
 from cupynorm._checks import Asked, AskedBackward, as_called, check_call
 from cupynorm._compile import Instantiation
+from cupynorm._driver import STRUCT_END
 from cupynorm._layout import (
     ForwardInRegisters,
     forward_config,
@@ -310,7 +311,7 @@ class _Kernel:
         if self.entry is None:
             return
         letters = "".join(letter for _, letter in kernel.arguments)
-        packed = struct.pack(letters, *values)
+        packed = struct.pack(letters + STRUCT_END, *values)
         wanted = self.entry.argument_bytes()
         if len(packed) != wanted:
             raise KernelError(

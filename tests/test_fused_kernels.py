@@ -1,0 +1,283 @@
+"""The kernels of norms of `cupynorm.fuse`, written from drawn programs, on the host."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from fused_gpu import on_host
+from fused_norms import Call, calls, function_of
+from host.build import Build, compiler_problem
+from host.gpu import Gpu
+from hypothesis import HealthCheck, Phase, assume, given, settings
+from hypothesis import strategies as st
+
+import cupynorm
+import cupynorm.math as cm
+from cupynorm import testing
+from cupynorm._fused_source import Input, Spec, backward_op, forward_op
+from cupynorm._layout import fused_backward, fused_backward_bytes, fused_forward, shared_limit
+from cupynorm._layout.architectures import ARCHITECTURES
+from cupynorm.reference import round_once
+
+needs_compiler = pytest.mark.skipif(
+    compiler_problem() is not None, reason=f"needs a C++ compiler: {compiler_problem()}"
+)
+PHASES = Phase.explicit, Phase.reuse, Phase.generate
+GATED = cupynorm.fuse("rms_norm", epilogue=lambda y, z: y * cm.silu(z))
+
+
+@pytest.fixture(scope="module")
+def gpu() -> Gpu:
+    gpu = Gpu(Build())
+    gpu.blocks_at_once = 1
+    return gpu
+
+
+def check(gpu: Gpu, call: Call, *, launched: bool = True) -> None:
+    """Check outputs against their bound, and gradients against those of NumPy in float64."""
+    gpu.launched.clear()
+    put = gpu.memory.array
+    rng = np.random.default_rng(0)
+    count = call.fused.count
+    of_outputs = [rng.standard_normal(call.x.shape).astype(call.x.dtype) for _ in range(count)]
+    with gpu.fresh_memory(), on_host(gpu):
+        for _ in range(2):  # the second is prepared
+            forward = call.of(call.fused.forward, convert=put)
+            found = call.fused.backward([put(of) for of in of_outputs], forward)
+        to_numpy = gpu.to_numpy if launched else np.array
+        outputs = tuple(map(to_numpy, forward.outputs))
+        gradients = [None if of is None else to_numpy(of) for of in found]
+    assert any(kernel.name == "fused_backward" for kernel in gpu.launched) == launched
+    named = {"x": call.x, "weight": call.weight, "bias": call.bias}
+    result = outputs if count > 1 else outputs[0]
+    testing.check_fused(call.fused, result, **named, **call.options, **call.inputs)
+    inputs = (a for a in call.inputs.values() if isinstance(a, np.ndarray))
+    is_wide = any(a.dtype == np.float64 for a in (call.x, *inputs))
+    compute = 2.0 ** (-40 if is_wide else -16)
+    expected = call.fused.backward(of_outputs, call.of(call.fused.forward))
+    for name, one, other in zip(found._fields, gradients, expected, strict=True):
+        assert (one is None) == (other is None), name
+        if other is not None:
+            assert (one.dtype, one.shape) == (other.dtype, other.shape), name
+            # The sums have terms of both signs: errors are of the order of the largest gradient.
+            wide = other.astype(np.float64)
+            unit = max(compute, 2.0 ** {2: -7, 4: -16, 8: -40}[other.dtype.itemsize])
+            np.testing.assert_allclose(
+                one.astype(np.float64), wide, rtol=0, atol=unit * (1e-30 + abs(wide).max())
+            )
+
+
+@needs_compiler
+@given(calls())
+# Each takes seconds to compile, so a failure is not made smaller.
+@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck), phases=PHASES)
+def test_drawn_norms(gpu: Gpu, call: Call) -> None:
+    call = dataclasses.replace(call, options=call.options | {"axis": -1})
+    wide = call.of(convert=lambda array: array.astype(np.float64) if array.dtype != bool else array)
+    outputs = wide if isinstance(wide, tuple) else (wide,)
+    assume(all(np.isfinite(output.astype(np.float64)).all() for output in outputs))
+    n = call.x.shape[-1]
+    vectors = {}
+    for name in ("weight", "bias"):
+        vector = getattr(call, name)
+        if vector is not None:  # others are left to operations of a framework
+            row = np.broadcast_to(vector, call.x.shape).reshape(-1, n)[0]
+            vectors[name] = row.copy()
+    check(gpu, dataclasses.replace(call, **vectors))
+
+
+def drawn(seed: int, shape: tuple[int, ...], dtype: Any = np.float32) -> Any:
+    values = np.random.default_rng(seed).standard_normal(shape)
+    return round_once(values, np.dtype(dtype))
+
+
+BFLOAT16 = ml_dtypes.bfloat16
+MANY = cupynorm.fuse(
+    "layer_norm",
+    prologue=lambda x, r, a: (x + r * a, x + r * a, x - r),
+    epilogue=lambda y, x, s, z, a, c: (y * cm.gelu(z) * s + x * a, cm.where(c > 0, y, cm.tanh(y))),
+)
+LENGTHS = {  # of rows that share a warp, have one, several, and a cluster of blocks
+    "parts of a warp": (5, 100),
+    "a warp": (3, 2, 1000),
+    "several warps": (3, 4100),
+    "a cluster": (2, 36864),
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("length", LENGTHS)
+def test_rows_of_every_length(gpu: Gpu, length: str) -> None:
+    shape = LENGTHS[length]
+    n = shape[-1:]
+    inputs = {"z": drawn(3, shape, BFLOAT16)}
+    weight = drawn(1, n)
+    check(gpu, Call(GATED, drawn(2, shape, BFLOAT16), weight, None, {}, inputs))
+
+
+@needs_compiler
+@pytest.mark.parametrize("shape", [(3, 2, 70), (70, 40)])
+def test_inputs_at_every_place(gpu: Gpu, shape: tuple[int, ...]) -> None:
+    """An input of x's shape, one a row, of all rows, of one element, and one that is copied."""
+    n, column = shape[-1:], (*shape[:-1], 1)
+    inputs = {
+        "r": drawn(1, shape, np.float16),
+        "a": drawn(2, column),
+        "s": drawn(3, n, BFLOAT16),
+        "z": drawn(4, (shape[-2], 1)),
+        "c": drawn(5, shape) > 0,
+    }
+    options = {"zero_centered": True, "out_dtype": (None, "float16", np.float64, None)}
+    call = Call(MANY, drawn(6, shape), drawn(7, n), drawn(8, n), options, inputs)
+    check(gpu, call)
+    inputs |= {"a": drawn(2, ()), "c": 1.5}
+    check(gpu, dataclasses.replace(call, inputs=inputs))
+
+
+@needs_compiler
+def test_rows_apart_and_at_odd_addresses(gpu: Gpu) -> None:
+    whole = drawn(1, (6, 71), BFLOAT16)
+    with gpu.fresh_memory(), on_host(gpu):
+        x, z = (gpu.memory.array(whole)[:, first : first + 64] for first in (1, 7))
+        found = GATED.forward(x, z=z)
+        y = gpu.to_numpy(found.y)
+    testing.check_fused(GATED, y, whole[:, 1:65], z=whole[:, 7:71])
+
+
+@needs_compiler
+@pytest.mark.parametrize("scale", [1e25, 1e-25, 0.0])
+def test_rows_out_of_range_and_their_neighbours(gpu: Gpu, scale: float) -> None:
+    for norm in ("rms_norm", "layer_norm"):
+        fused = cupynorm.fuse(norm, prologue=lambda x, r: x - r)  # type: ignore[arg-type]
+        x, r = drawn(1, (4, 40)), drawn(2, (4, 40))
+        usual = x.copy()
+        x[1] *= np.float32(scale)
+        r[1] *= np.float32(scale)
+        with gpu.fresh_memory(), on_host(gpu):
+            put = gpu.memory.array
+            y, y_usual = (gpu.to_numpy(fused(put(a), r=put(r))) for a in (x, usual))
+        testing.check_fused(fused, y, x, r=r)
+        np.testing.assert_array_equal(y[[0, 2, 3]], y_usual[[0, 2, 3]])
+
+
+@needs_compiler
+def test_bits_do_not_depend_on_the_number_of_rows(gpu: Gpu) -> None:
+    x, z = drawn(1, (40, 72), BFLOAT16), drawn(2, (40, 72), BFLOAT16)
+    with gpu.fresh_memory(), on_host(gpu):
+        put = gpu.memory.array
+        forward = GATED.forward(put(x), z=put(z))
+        y, dx = gpu.to_numpy(forward.y), gpu.to_numpy(GATED.backward(put(z), forward).dx)
+        few = GATED.forward(put(x[7:9]), z=put(z[7:9]))
+        np.testing.assert_array_equal(gpu.to_numpy(few.y), y[7:9])
+        found = GATED.backward(put(z[7:9]), few)
+        np.testing.assert_array_equal(gpu.to_numpy(found.dx), dx[7:9])
+
+
+@needs_compiler
+def test_what_no_kernel_serves(gpu: Gpu) -> None:
+    """Weights of groups, other axes, and rows that are too long are left to operations."""
+    x, z = drawn(1, (2, 3, 8)), drawn(2, (2, 3, 8))
+    check(gpu, Call(GATED, x, drawn(3, (3, 8)), None, {}, {"z": z}), launched=False)
+    check(gpu, Call(GATED, x, None, None, {"axis": 1}, {"z": z}), launched=False)
+    of_arrays: Any = ("float32", "float32", 100000, ["float32"], ["float32"])
+    told: Any = {"vector": 1, "most_blocks": 9}
+    assert fused_forward(*of_arrays, heavy=False, architecture=75, **told) is None
+    assert fused_backward(*of_arrays, kept=2, architecture=75, **told) is None
+
+
+# ---- layouts and text ----------------------------------------------------------------------------
+
+
+@given(
+    st.sampled_from(sorted(ARCHITECTURES)),
+    st.integers(1, 300000),
+    st.sampled_from(("float64", "float32", "bfloat16")),
+    st.integers(1, 5),
+    st.booleans(),
+)
+def test_layouts_hold_the_row(architecture: int, n: int, x: str, read: int, heavy: bool) -> None:
+    compute = "float64" if x == "float64" else "float32"
+    of_arrays: Any = (x, compute, n, [x] * read, ["float32"])
+    common: Any = {"vector": 1, "architecture": architecture, "most_blocks": 32}
+    for config in (
+        fused_forward(*of_arrays, heavy=heavy, **common),
+        fused_backward(*of_arrays, kept=2, **common),
+    ):
+        if config is None:
+            continue
+        threads = config.row_threads * config.cluster_blocks
+        step = threads * config.pack_length
+        assert step * config.packs_per_thread >= n
+        if config.cluster_blocks == 1:  # see `end_of_row` in kernels/team.cuh
+            assert step * (config.packs_per_thread - 1) < n
+        assert config.full == (step * config.packs_per_thread == n)
+        assert config.block_threads % config.row_threads == 0
+        assert config.block_threads % 32 == 0
+        blocks = config.blocks_per_multiprocessor
+        assert blocks * config.block_threads <= ARCHITECTURES[architecture].threads
+    if config is not None:
+        nbytes = fused_backward_bytes(x, compute, [x] * read, config)
+        assert nbytes <= shared_limit(architecture, blocks)
+
+
+def spec_of(fused: cupynorm.Fused) -> Spec:
+    inputs = tuple(Input(name, "rows", "float32", "float32") for name in fused.inputs)
+    return Spec(
+        fused.norm,
+        fused.prologue,
+        fused.epilogue,
+        False,
+        "float32",
+        "float32",
+        None,
+        None,
+        inputs,
+        ("float32",) * fused.count,
+    )
+
+
+def test_steps_are_written_as_a_person_would() -> None:
+    text = forward_op(spec_of(GATED)).text
+    steps = ["const T v2 = sigmoid(v1);", "const T v3 = v1 * v2;", "const T v4 = v0 * v3;"]
+    assert all(step in text for step in steps)
+    backward = dataclasses.replace(spec_of(GATED), of_outputs=("float32",))
+    text = backward_op(backward).text
+    assert "sigmoid_of_pair(v1)" in text
+    assert "sigmoid_of_negative(v1)" in text
+
+
+def test_numbers_are_written_exactly() -> None:
+    def function(x: Any) -> Any:
+        return cm.where(x > np.inf, 0.1, -0.0) + x / 3 + x / 1e300 + np.nan
+
+    text = forward_op(spec_of(cupynorm.fuse("rms_norm", prologue=function))).text
+    for number in ("infinity<T>()", "T(0.1)", "T(-0.0)", "* T(0.3333333333333333)", "T(1e+300)"):
+        assert number in text
+    assert "not_a_number<T>()" in text
+
+
+@pytest.mark.parametrize("name", ["int", "T", "row", "stride_in_x", "ß"])
+def test_names_of_inputs_meet_no_names_of_the_kernel(gpu: Gpu, name: str) -> None:
+    fused = cupynorm.fuse(
+        "rms_norm",
+        epilogue=function_of(("y", name), (lambda symbols: symbols["y"] * symbols[name],)),
+    )
+    if compiler_problem() is None:
+        x = drawn(1, (3, 8))
+        check(gpu, Call(fused, x, None, None, {}, {name: drawn(2, (3, 8))}))
+
+
+def test_calls_are_remembered_by_all_that_they_depend_on(gpu: Gpu) -> None:
+    fused = cupynorm.fuse("rms_norm", epilogue=lambda y, z: y + z)
+    x, z = drawn(1, (4, 16)), drawn(2, (4, 16))
+    with gpu.fresh_memory(), on_host(gpu):
+        put = gpu.memory.array
+        for options in ({}, {"eps": 1e-3}, {"out_dtype": "float64"}, {"axis": (-1,)}):
+            fused.forward(put(x), z=put(z), **options)
+        fused.forward(put(x), z=put(z[:1]))
+        fused.forward(put(x), z=1.5)
+    assert len(fused.prepared) == 6
