@@ -28,7 +28,10 @@ __all__ = [
     "Given",
     "Options",
     "Tools",
+    "dtype_name",
     "fuse",
+    "rounded",
+    "summed",
 ]
 
 _NOT_NAMES = "weight", "bias", "eps", "axis", "zero_centered", "out_dtype", "y"
@@ -206,8 +209,8 @@ class Fused:
 
     def _forward(self, given: Given, options: Options, *, statistics: bool) -> FusedForward:
         """Compute the norm of arrays of NumPy, of CuPy or by DLPack."""
-        if _is_cupy(given.x):
-            found = _launched().again(_MEMORY, self, given, options, statistics=statistics)
+        if type(given.x).__module__ == "cupy":
+            found = _launched().again(_memory(), self, given, options, statistics=statistics)
             if found is not None:
                 outputs, mean, rstd = found
                 return FusedForward(outputs[0], outputs, mean, rstd, given, options)
@@ -257,6 +260,12 @@ class Fused:
                 f"forward must be what this norm's forward returned, got {kind_of(forward)}"
             )
         given, options = forward.given, forward.options
+        if type(given.x).__module__ == "cupy":
+            of = dy if isinstance(dy, tuple | list) else (dy,)
+            statistics = forward.mean, forward.rstd
+            found = _launched().again_backward(_memory(), self, given, options, of, *statistics)
+            if found is not None:
+                return self._named(found)
         family, taken, compute = self._taken(given, options)
         tools = _tools_of(taken.x)
         dtypes = self.dtypes_of_outputs(taken.x.dtype, options.out_dtype)
@@ -269,9 +278,69 @@ class Fused:
             )
         if found is None:
             found = self._gradients_by_steps(tools, taken, options, compute, dtypes, of_outputs)
+        return self._named({name: family.give_present(of) for name, of in found.items()})
+
+    def _named(self, found: Mapping[str, Any]) -> Any:
         names = ("x", "weight", "bias", *self.inputs)
-        gradients = (family.give_present(found.get(name)) for name in names)
-        return _gradients_of(self.inputs)(*gradients)
+        return _gradients_of(self.inputs)(*(found.get(name) for name in names))
+
+    def kernel_source(
+        self,
+        x: Any,
+        /,
+        weight: Any = None,
+        bias: Any = None,
+        *,
+        backward: bool = False,
+        architecture: int = 90,
+        eps: float | None = None,
+        axis: int | Sequence[int] | None = None,
+        zero_centered: bool = False,
+        out_dtype: Any = None,
+        **inputs: Any,
+    ) -> dict[str, str]:
+        """Return the CUDA C++ that a call compiles and runs, to be read; it needs no GPU.
+
+        Parameters
+        ----------
+        x, weight, bias, eps, axis, zero_centered, out_dtype, **inputs
+            As for a call. Only the shapes and dtypes of arrays count. They are assumed to be
+            contiguous and aligned.
+        backward : bool
+            Whether to return the kernels of the backward pass, for gradients of the outputs'
+            dtypes.
+        architecture : int
+            The compute capability of the GPU, 90 for 9.0.
+
+        Returns
+        -------
+        dict of str to str
+            By the names of the kernels, in the order of their launches. In each text the steps of
+            the prologue and the epilogue are in the struct ``Op`` at the end. It is empty if no
+            kernel serves the call, and the steps are operations of the framework.
+
+        Raises
+        ------
+        TypeError, ValueError
+            As for a call.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> import cupynorm
+        >>> softcap = cupynorm.fuse("rms_norm", epilogue=lambda y: 30 * cupynorm.math.tanh(y / 30))
+        >>> sources = softcap.kernel_source(np.ones((8, 1024), np.float32))
+        >>> [line.strip() for line in sources["fused_forward"].splitlines() if "tangent(v" in line]
+        ['const T v3 = hyperbolic_tangent(v2);']
+        """
+        options = Options(eps, axis, zero_centered, out_dtype)
+        given = Given(x, weight, bias, inputs)
+        compute = self.check(given, options)
+        dtypes = self.dtypes_of_outputs(x.dtype, out_dtype)
+        told = options, compute, dtypes
+        from cupynorm._fused_calls import sources
+
+        return sources(self, given, *told, backward=backward, architecture=architecture)
 
     # ---- steps, on the arrays of any framework ----
 
@@ -618,6 +687,7 @@ def _normalize(norm: Norm, *arrays: Any, **options: Any) -> tuple[Any, Any, Any]
     return result.y, result.mean, result.rstd
 
 
+@functools.cache
 def _launched() -> Any:
     """Return the module of the kernels, which needs CuPy."""
     from cupynorm import _fused_calls
@@ -625,76 +695,12 @@ def _launched() -> Any:
     return _fused_calls
 
 
-def _is_cupy(x: Any) -> bool:
-    return type(x).__module__ == "cupy"
+@functools.cache
+def _memory() -> Any:
+    """Return CuPy's arrays, as kernels take them."""
+    from cupynorm._fused_arrays import CuPyMemory
 
-
-class CuPyMemory:
-    """CuPy's arrays, as `_fused_calls` takes them."""
-
-    def dtype(self, array: Any) -> str:
-        return dtype_name(array.dtype)
-
-    def strides(self, array: Any) -> tuple[int, ...]:
-        return tuple(stride // array.itemsize for stride in array.strides)
-
-    def address(self, array: Any) -> int:
-        return int(array.data.ptr)
-
-    def empty(self, shape: tuple[int, ...], dtype: str, like: Any) -> Any:
-        import cupy
-
-        return cupy.ndarray(shape, _arrays.to_numpy(dtype))
-
-    def scratch(self, shape: tuple[int, ...], dtype: str, like: Any) -> Any:
-        return _kept(self.empty(shape, dtype, like))
-
-    def contiguous(self, array: Any) -> Any:
-        from cupynorm import _calls
-
-        return array if array.flags.c_contiguous else _calls.contiguous(array)
-
-    def cast(self, array: Any, dtype: str) -> Any:
-        return _kept(array.astype(dtype))
-
-    def expanded(self, array: Any, shape: tuple[int, ...]) -> Any:
-        import cupy
-
-        return self.contiguous(cupy.broadcast_to(array, shape))
-
-    def summed(self, array: Any, shape: tuple[int, ...], dtype: str) -> Any:
-        return _cupy().cast(_kept(_summed(array, shape)), dtype)
-
-    def signature(self, array: Any) -> Any:
-        if not _is_cupy(array):
-            return object()  # which no call has had
-        return array.dtype, array.shape, array.strides, array.data.device_id
-
-    def device(self, array: Any) -> int:
-        return int(array.data.device_id)
-
-    def on(self, device: int) -> Any:
-        from cupynorm import _calls
-
-        return _calls.on(device)
-
-    def stream(self, device: int) -> int:
-        import cupy
-
-        return int(cupy.cuda.get_current_stream().ptr)
-
-
-_MEMORY = CuPyMemory()
-
-
-def _kept(array: Any) -> Any:
-    """Return an array, which a CUDA graph that is being captured keeps."""
-    import cupy
-
-    from cupynorm import _calls
-
-    _calls.keep_if_captured(array, cupy.cuda.get_current_stream())
-    return array
+    return CuPyMemory()
 
 
 def _tools_of(x: Any) -> Tools:
@@ -724,22 +730,22 @@ def _cupy() -> Tools:
     return Tools(
         functions(cupy, erf=special.erf, erfc=special.erfc),
         widen=_arrays.widened,
-        cast=functools.partial(_rounded, cupy),
+        cast=functools.partial(rounded, cupy),
         copy=lambda array: array.copy(),
         number=lambda value, like: cupy.full((), float(value), like.dtype),
         broadcast=lambda values, like: cupy.ascontiguousarray(
             cupy.broadcast_to(cupy.asarray(values), like.shape)
         ),
         stored=lambda values, dtype: _arrays.widened(
-            _rounded(cupy, values, dtype), values.dtype.name
+            rounded(cupy, values, dtype), values.dtype.name
         ),
         normalize=_normalize,
-        sum_to_shape=_summed,
-        memory=_MEMORY,
+        sum_to_shape=summed,
+        memory=_memory(),
     )
 
 
-def _rounded(xp: Any, values: Any, dtype: str) -> Any:
+def rounded(xp: Any, values: Any, dtype: str) -> Any:
     """Return values, rounded once. CuPy cannot cast to bfloat16."""
     if dtype != "bfloat16":
         return values.astype(dtype)
@@ -755,7 +761,8 @@ def _rounded(xp: Any, values: Any, dtype: str) -> Any:
     return upper.astype(np.uint16).view(_arrays.BFLOAT16)
 
 
-def _summed(array: Any, shape: tuple[int, ...]) -> Any:
+def summed(array: Any, shape: tuple[int, ...]) -> Any:
+    """Undo a broadcast."""
     full = (1,) * (array.ndim - len(shape)) + shape
     axes = tuple(i for i, (n, of) in enumerate(zip(full, array.shape, strict=True)) if n != of)
     return array.sum(axis=axes).reshape(shape)

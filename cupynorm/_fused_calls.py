@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cache
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from cupynorm import _background, _checks, _plans
@@ -26,6 +27,7 @@ from cupynorm._fused_source import Input, Spec, backward_op, forward_op
 from cupynorm._layout import (
     FusedBackward,
     FusedForward,
+    Reduction,
     fused_backward,
     fused_forward,
     pack_length,
@@ -37,7 +39,7 @@ from cupynorm._operation import ITEMSIZE
 if TYPE_CHECKING:
     from cupynorm._fuse import Fused, Given, Options
 
-__all__ = ["Memory", "again", "backward", "forward"]
+__all__ = ["Memory", "again", "again_backward", "backward", "forward", "sources"]
 
 MOST_BLOCKS = (1 << 31) - 1
 # A thread may spill so many, which takes less time than fewer blocks (notes.md#fused-norms).
@@ -245,38 +247,52 @@ def _shared(spec: Spec) -> list[str]:
     return [dtype for dtype in (spec.weight, spec.bias, *vectors) if dtype]
 
 
+def _forward_config(
+    spec: Spec, n: int, vector: int, architecture: int, most: int
+) -> FusedForward | None:
+    return fused_forward(
+        *(spec.x, spec.compute, n, [dtype for _, dtype in spec.read], _shared(spec)),
+        heavy=spec.is_value_heavy,
+        vector=vector,
+        most_blocks=most,
+        architecture=architecture,
+    )
+
+
+def _backward_config(
+    spec: Spec, n: int, vector: int, architecture: int, most: int
+) -> FusedBackward | None:
+    return fused_backward(
+        *(spec.x, spec.compute, n, [dtype for _, dtype in spec.read], _shared(spec)),
+        kept=1 + len(spec.sums_over_rows) + len(spec.differentiated.held),
+        vector=vector,
+        most_blocks=most,
+        architecture=architecture,
+    )
+
+
+def _reduction(spec: Spec, n: int) -> Reduction:
+    return reduction_of_gradients(max(1, len(spec.sums_over_rows)), spec.compute, n)
+
+
 @cache
 def _forward_plan(spec: Spec, n: int, vector: int, device: int) -> _Plan | None:
-    def config_of(most: int) -> FusedForward | None:
-        return fused_forward(
-            *(spec.x, spec.compute, n, [dtype for _, dtype in spec.read], _shared(spec)),
-            heavy=spec.is_value_heavy,
-            vector=vector,
-            most_blocks=most,
-            architecture=_plans.architecture(device),
-        )
-
-    return _plan(config_of, lambda config: (fused_forward_instantiation(spec, config),), device)
+    of = spec, n, vector, _plans.architecture(device)
+    return _plan(
+        lambda most: _forward_config(*of, most),
+        lambda config: (fused_forward_instantiation(spec, config),),
+        device,
+    )
 
 
 @cache
 def _backward_plan(spec: Spec, n: int, vector: int, device: int) -> _Plan | None:
-    sums = len(spec.sums_over_rows)
-    reduction = reduction_of_gradients(max(1, sums), spec.compute, n)
-
-    def config_of(most: int) -> FusedBackward | None:
-        return fused_backward(
-            *(spec.x, spec.compute, n, [dtype for _, dtype in spec.read], _shared(spec)),
-            kept=1 + sums + len(spec.differentiated.held),
-            vector=vector,
-            most_blocks=most,
-            architecture=_plans.architecture(device),
-        )
-
-    def kernels_of(config: FusedBackward) -> tuple[Instantiation, ...]:
-        return fused_backward_instantiations(spec, config, reduction)
-
-    return _plan(config_of, kernels_of, device)
+    of = spec, n, vector, _plans.architecture(device)
+    return _plan(
+        lambda most: _backward_config(*of, most),
+        lambda config: fused_backward_instantiations(spec, config, _reduction(spec, n)),
+        device,
+    )
 
 
 # ---- calls ---------------------------------------------------------------------------------------
@@ -465,18 +481,12 @@ def backward(
 
     None if no kernel serves the call. What has no gradient is left out.
     """
+    found = again_backward(memory, fused, given, options, of_outputs, mean, rstd)
+    if found is not None:
+        return found
+    x, device = given.x, memory.device(given.x)
     statistics = {"mean": mean, "rstd": rstd} if mean is not None else {"rstd": rstd}
     statistics = {name: memory.contiguous(array) for name, array in statistics.items()}
-    key = None, _key(memory, given, options, *of_outputs)
-    named = {f"dy_{k}": of for k, of in enumerate(of_outputs)} | statistics
-    x = given.x
-    ready: _Ready | None = fused.prepared.get(key)
-    if ready is not None:
-        with memory.on(ready.device):
-            found = ready.run(memory, x, _named(given) | named, given.inputs)
-        if found is not None:
-            return _gradients(found)
-    device = memory.device(x)
     with memory.on(device):
         call = _arranged(memory, fused, given, options, compute, dtypes, of_outputs)
         plan = None if call is None else _backward_plan(call.spec, call.n, call.vector, device)
@@ -485,9 +495,28 @@ def backward(
         ready = _ready_backward(call, plan, given, device, compute, statistics)
         found = ready.run(memory, x, call.arrays | statistics, given.inputs)
     if not call.has_copies:
-        fused.prepared[key] = ready
+        fused.prepared[_key(memory, given, options, *of_outputs, mean, rstd)] = ready
     assert found is not None  # noqa: S101 - the addresses are those that it was prepared for
     return _gradients(found)
+
+
+def again_backward(
+    memory: Memory,
+    fused: Fused,
+    given: Given,
+    options: Options,
+    of_outputs: Sequence[Any],
+    mean: Any,
+    rstd: Any,
+) -> dict[str, Any] | None:
+    """Return what `backward` does, for arrays like those of an earlier call, else None."""
+    ready = fused.prepared.get(_key(memory, given, options, *of_outputs, mean, rstd))
+    if ready is None:
+        return None
+    named = {f"dy_{k}": of for k, of in enumerate(of_outputs)} | {"mean": mean, "rstd": rstd}
+    with memory.on(ready.device):
+        found = ready.run(memory, given.x, _named(given) | named, given.inputs)
+    return found and _gradients(found)
 
 
 def _gradients(made: dict[str, Any]) -> dict[str, Any]:
@@ -522,7 +551,7 @@ def _ready_backward(
     sums = spec.sums_over_rows
     made.append(_Made("partials", (max(1, len(sums)) * of_sum,), compute, is_scratch=True))
     launches = []
-    columns = reduction_of_gradients(max(1, len(sums)), compute, n).columns
+    columns = _reduction(spec, n).columns
     for j, kernel in enumerate(plan.kernels[1:]):
         pair = sums[2 * j : 2 * j + 2]
         for name, dtype in pair:
@@ -544,3 +573,60 @@ def _ready_backward(
         sums=tuple(launches),
         given=tuple(summed),
     )
+
+
+# ---- sources -------------------------------------------------------------------------------------
+
+
+class _Shapes:
+    """Arrays of which only shapes and dtypes count, as if contiguous and aligned."""
+
+    def dtype(self, array: Any) -> str:
+        return str(array.dtype).rpartition(".")[2]
+
+    def strides(self, array: Any) -> tuple[int, ...]:
+        shape = tuple(array.shape)
+        return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+
+    def address(self, array: Any) -> int:
+        return 0
+
+    def contiguous(self, array: Any) -> Any:
+        return array
+
+    def cast(self, array: Any, dtype: str) -> Any:
+        return SimpleNamespace(shape=array.shape, dtype=dtype)
+
+    def expanded(self, array: Any, shape: tuple[int, ...]) -> Any:
+        return SimpleNamespace(shape=shape, dtype=array.dtype)
+
+
+def sources(
+    fused: Fused,
+    given: Given,
+    options: Options,
+    compute: str,
+    dtypes: Sequence[str],
+    *,
+    backward: bool,
+    architecture: int,
+) -> dict[str, str]:
+    """Return the texts of a pass's kernels by name; none if no kernel serves the call."""
+    memory: Any = _Shapes()
+    of_outputs = [SimpleNamespace(shape=given.x.shape, dtype=dtype) for dtype in dtypes]
+    of_outputs = of_outputs if backward else []
+    call = _arranged(memory, fused, given, options, compute, dtypes, of_outputs)
+    if call is None:
+        return {}
+    of = call.spec, call.n, call.vector, architecture, _MOST_BLOCKS_AT_ONCE
+    kernels: tuple[Instantiation, ...] = ()
+    if backward:
+        of_rows = _backward_config(*of)
+        if of_rows is not None:
+            reduction = _reduction(call.spec, call.n)
+            kernels = fused_backward_instantiations(call.spec, of_rows, reduction)
+    else:
+        config = _forward_config(*of)
+        if config is not None:
+            kernels = (fused_forward_instantiation(call.spec, config),)
+    return {kernel.name: kernel.source() for kernel in kernels}
