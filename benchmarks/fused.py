@@ -153,7 +153,7 @@ def check(
 
 def _expected(problem: OfFused, arrays: dict[str, Any], xp: Any) -> dict[str, Any]:
     """Return the outputs or gradients in float64, by steps of CuPy."""
-    tools = dataclasses.replace(_fuse._cupy(), memory=None)
+    tools = dataclasses.replace(_fuse._tools_of(arrays["x"]), memory=None)
     rows = max(1, ROWS_AT_ONCE // problem.cols)
     parts: dict[str, list[Any]] = {}
     fused = problem.fused

@@ -281,3 +281,98 @@ def test_calls_are_remembered_by_all_that_they_depend_on(gpu: Gpu) -> None:
         fused.forward(put(x), z=put(z[:1]))
         fused.forward(put(x), z=1.5)
     assert len(fused.prepared) == 6
+
+
+# ---- torch's autograd around stand-ins for the kernels -------------------------------------------
+
+
+@pytest.fixture
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Have CPU tensors take the way of kernels. Return the passes that were asked for."""
+    torch: Any = pytest.importorskip("torch")
+    from cupynorm import _fused_calls
+    from cupynorm.torch import _fuse as of_torch
+
+    asked: list[str] = []
+
+    def on_numpy(given: Any) -> Any:
+        def convert(array: Any) -> Any:
+            return array.detach().numpy() if isinstance(array, torch.Tensor) else array
+
+        inputs = {name: convert(array) for name, array in given.inputs.items()}
+        return (*map(convert, given[:3]), inputs)
+
+    def forward(memory: Any, fused: Any, given: Any, options: Any, *_: Any, **__: Any) -> Any:
+        asked.append("forward")
+        x, weight, bias, inputs = on_numpy(given)
+        found = fused.forward(x, weight, bias, **options._asdict(), **inputs)
+        return tuple(map(torch.from_numpy, found.outputs)), None, torch.from_numpy(found.rstd)
+
+    def backward(
+        memory: Any, fused: Any, given: Any, options: Any, _: Any, __: Any, of: Any, *___: Any
+    ) -> Any:
+        asked.append("backward")
+        x, weight, bias, inputs = on_numpy(given)
+        kept = fused.forward(x, weight, bias, **options._asdict(), **inputs)
+        dy = [None if one is None else one.numpy() for one in of]
+        found = fused.backward(dy, kept)
+        names = ("x", "weight", "bias", *fused.inputs)
+        pairs = zip(names, found, strict=True)
+        return {name: torch.from_numpy(one) for name, one in pairs if one is not None}
+
+    monkeypatch.setattr(of_torch, "_have_kernels", lambda given: True)
+    monkeypatch.setattr(_fused_calls, "again", lambda *_, **__: None)
+    monkeypatch.setattr(_fused_calls, "forward", forward)
+    monkeypatch.setattr(_fused_calls, "backward", backward)
+    return asked
+
+
+def tensors(*shapes: tuple[int, ...]) -> Any:
+    torch: Any = pytest.importorskip("torch")
+    return [
+        torch.from_numpy(drawn(i, s, np.float64)).requires_grad_() for i, s in enumerate(shapes)
+    ]
+
+
+def test_autograd_calls_the_kernels_and_differentiates_their_gradients(
+    stand_ins: list[str],
+) -> None:
+    torch: Any = pytest.importorskip("torch")
+    x, z, weight = tensors((3, 8), (8,), (8,))
+
+    def function(*given: Any) -> Any:
+        return GATED(given[0], given[2], z=given[1])
+
+    assert torch.autograd.gradcheck(function, (x, z, weight))
+    assert set(stand_ins) == {"forward", "backward"}
+    stand_ins.clear()
+    assert torch.autograd.gradgradcheck(function, (x, z, weight))
+    assert "backward" not in stand_ins  # but the formulas
+
+
+def test_one_tensor_twice_and_an_output_without_a_gradient(stand_ins: list[str]) -> None:
+    torch: Any = pytest.importorskip("torch")
+    both = cupynorm.fuse("rms_norm", epilogue=lambda y, z: (y * z, z + 1))
+    (x,) = tensors((3, 8))
+    first, _ = both(x, z=x)
+    (dx,) = torch.autograd.grad(first.sum(), x, create_graph=True)
+    (again,) = torch.autograd.grad(both(x, z=x)[0].sum(), x)
+    torch.testing.assert_close(dx, again)
+    other = x.detach().clone().requires_grad_()
+    (expected,) = torch.autograd.grad((cupynorm.torch.rms_norm(other) * other).sum(), other)
+    torch.testing.assert_close(dx, expected)
+
+
+def test_a_pass_without_a_kernel_is_left_to_operations(
+    stand_ins: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch: Any = pytest.importorskip("torch")
+    from cupynorm import _fused_calls
+
+    monkeypatch.setattr(_fused_calls, "backward", lambda *_: None)
+    x, z = tensors((3, 8), (3, 8))
+    assert torch.autograd.gradcheck(lambda x, z: GATED(x, z=z), (x, z))
+    monkeypatch.setattr(_fused_calls, "forward", lambda *_, **__: None)
+    assert GATED(x, z=z).grad_fn.name() != "_ByKernelsBackward"
+    with torch.no_grad(), pytest.raises(TypeError, match="z must be a torch tensor, as x is"):
+        GATED(x, z=np.ones(8))

@@ -151,6 +151,8 @@ class _ByKernels(torch.autograd.Function):
         *tensors, mean, rstd = ctx.saved_tensors
         arrays = [n if t is None else t for t, n in zip(tensors, ctx.numbers, strict=True)]
         wanted = ctx.needs_input_grad[-len(arrays) :]
+        if all(gradient is None for gradient in of_outputs):
+            return (*_NOT_ARRAYS, *(None for _ in arrays))
         given = _given(names, arrays)
         told = options, *_checked(fused, given, options)
         found = None
