@@ -129,7 +129,8 @@ struct FusedBackward {
     const bool active = row < args.n_rows;
     const typename Op::Numbers numbers = Op::numbers_of(args, active ? row : 0);
     const T rstd = active ? args.rstd[row] : T(0);
-    const Centring<Op::kCentered, T> centring(Op::kCentered && active ? args.mean[row] : T(0), rstd);
+    const Centring<Op::kCentered, T> centring(Op::kCentered && active ? args.mean[row] : T(0),
+                                              rstd);
     wait_for_copies<Layout::kStages - 1>();
     T mean_of_h = 0;
     if constexpr (Op::kCentered) {
@@ -173,9 +174,9 @@ struct FusedBackward {
   }
 
   // The gradients of a pack's y and of what the epilogue reads.
-  __device__ __forceinline__ void leave_backwards(T (&sums)[kSums], T (&of_numbers)[Op::kNumbers + 1],
-                                                  int p, bool active,
-                                                  const typename Op::Numbers& numbers,
+  __device__ __forceinline__ void leave_backwards(T (&sums)[kSums],
+                                                  T (&of_numbers)[Op::kNumbers + 1], int p,
+                                                  bool active, const typename Op::Numbers& numbers,
                                                   const Centring<Op::kCentered, T>& centring,
                                                   T mean_of_h) {
     const Rows rows = read(p);
@@ -185,7 +186,8 @@ struct FusedBackward {
       const T value = Op::value(rows, arrays.vectors[p], numbers, i);
       const T xhat = centring.xhat_of(value, mean_of_h);
       const T y = affine<Op>(xhat, arrays.weights[p], arrays.biases[p], i);
-      T of_element[Op::kRows + 1], of_vectors[Op::kVectors + 1] = {}, of_number[Op::kNumbers + 1] = {};
+      T of_element[Op::kRows + 1], of_vectors[Op::kVectors + 1] = {},
+                                                             of_number[Op::kNumbers + 1] = {};
       const T dy = Op::differentiate_epilogue(of_element, of_vectors, of_number, y, rows,
                                               arrays.vectors[p], numbers, i);
       const bool counts = is_inside(p, i) && (kTeams == 1 || active);  // outside it may be NaN
@@ -224,7 +226,8 @@ struct FusedBackward {
       const T xhat = centring.xhat_of(value, mean_of_h);
       const T along = fused_multiply_add(-xhat, means.g_xhat, -means.g);
       const T of_value = (arrays.g[p][i] + along) * rstd;
-      T of_element[Op::kRows + 1], of_vectors[Op::kVectors + 1] = {}, of_number[Op::kNumbers + 1] = {};
+      T of_element[Op::kRows + 1], of_vectors[Op::kVectors + 1] = {},
+                                                             of_number[Op::kNumbers + 1] = {};
       Op::differentiate_prologue(of_element, of_vectors, of_number, of_value, rows,
                                  arrays.vectors[p], numbers, i);
       add_shared(of_vectors, of_number, of_numbers, p, i,

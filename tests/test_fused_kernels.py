@@ -18,8 +18,15 @@ from hypothesis import strategies as st
 import cupynorm
 import cupynorm.math as cm
 from cupynorm import testing
+from cupynorm._compile import fused_backward_instantiations, fused_forward_instantiation
 from cupynorm._fused_source import Input, Spec, backward_op, forward_op
-from cupynorm._layout import fused_backward, fused_backward_bytes, fused_forward, shared_limit
+from cupynorm._layout import (
+    fused_backward,
+    fused_backward_bytes,
+    fused_forward,
+    reduction_of_gradients,
+    shared_limit,
+)
 from cupynorm._layout.architectures import ARCHITECTURES
 from cupynorm.reference import round_once
 
@@ -238,6 +245,24 @@ def spec_of(fused: cupynorm.Fused) -> Spec:
         inputs,
         ("float32",) * fused.count,
     )
+
+
+@pytest.mark.parametrize("architecture", ["75", "90", "120"])
+def test_nvrtc_compiles_them(architecture: str) -> None:
+    from test_compile import compiled
+
+    for spec in (spec_of(MANY), spec_of(GATED)):
+        backward = dataclasses.replace(spec, of_outputs=("float32",) * len(spec.outputs))
+        told: Any = {"vector": 4, "architecture": int(architecture), "most_blocks": 2}
+        of_arrays: Any = ("float32", "float32", 1000, ["float32"] * 4, [])
+        forward_config = fused_forward(*of_arrays, heavy=spec.is_value_heavy, **told)
+        backward_config = fused_backward(*of_arrays, kept=2, **told)
+        assert forward_config is not None
+        assert backward_config is not None
+        reduction = reduction_of_gradients(1, "float32", 1000)
+        kernels = fused_backward_instantiations(backward, backward_config, reduction)
+        for kernel in (fused_forward_instantiation(spec, forward_config), kernels[0]):
+            assert "registers" in str(compiled((kernel,), architecture).logs)
 
 
 def test_steps_are_written_as_a_person_would() -> None:
