@@ -10,14 +10,14 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import functools
 import importlib.util
-import itertools
 import math
 import mmap
 import re
 import struct
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from types import ModuleType, SimpleNamespace
 from typing import Any, cast
 from unittest import mock
@@ -174,10 +174,9 @@ class Gpu:
         self.clusters_at_once = 2
         self.blocks_at_once = 64
         self.cupy: Any = _cupy(self.memory)
+        self.multiprocessors = multiprocessors
         self.architecture = architecture
-        self._calls = _copy_of_calls(
-            self.cupy, self.memory, self._load, multiprocessors, architecture, few_rows
-        )
+        self.few_rows = few_rows
 
     def forward(
         self,
@@ -203,7 +202,7 @@ class Gpu:
         arrays = {"x": x, "residual": residual, "weight": weight, "bias": bias}
         arrays |= {"y": out, "residual_out": residual_out}
         taken, spec, options = check_call(NUMPY, arrays, asked)
-        written, run = self._calls.first_call(spec, options, taken)
+        written, run = _calls_of(self).first_call(spec, options, taken)
         written = as_called(options, written, arrays)
         if self.repeats and run is not None and out is None and residual_out is None:
             return run(tuple(arrays.values()))
@@ -235,7 +234,7 @@ class Gpu:
         wanted = None if isinstance(bias, Array) else bias
         asked = AskedBackward(norm, axis, zero_centered, wanted, dx_dtype, dresidual_dtype)
         taken, spec, options = check_call(NUMPY, arrays, asked)
-        written, run = self._calls.first_call(spec, options, taken)
+        written, run = _calls_of(self).first_call(spec, options, taken)
         written = as_called(options, written, arrays)
         result = NormBackward(**written)
         if options.has_residual and spec.dresidual is None:
@@ -247,7 +246,7 @@ class Gpu:
     def run(self, kernel: Instantiation, blocks: int, *arguments: Any) -> None:
         """Launch a kernel from outside the package. Arrays are passed by their addresses."""
         values = (a.data.ptr if isinstance(a, Array) else a for a in arguments)
-        self._load(kernel, 0).prepared(blocks, {})(0, tuple(values))
+        _Kernel(self, kernel).prepared(blocks, {})(0, tuple(values))
 
     @contextlib.contextmanager
     def fresh_memory(self) -> Iterator[None]:
@@ -272,9 +271,6 @@ class Gpu:
                     f"{result.shape} was never written, by {self.launched[-1]}"
                 )
         return np.array(result).view(np.ndarray)
-
-    def _load(self, kernel: Instantiation, device: int) -> _Kernel:
-        return _Kernel(self, kernel)
 
 
 class _Kernel:
@@ -340,7 +336,7 @@ class _Kernel:
             raise KernelError(f"{kernel}, {problem}")
 
 
-def _cupy(memory: Memory) -> Any:
+def _cupy(memory: Any) -> Any:
     cupy = ModuleType("cupy")
     device = SimpleNamespace()
     stream = SimpleNamespace(is_capturing=lambda: False, ptr=0)
@@ -363,9 +359,6 @@ def _cupy(memory: Memory) -> Any:
     return cupy
 
 
-_copies = itertools.count()
-
-
 def _ahead_by_one(*of: Any) -> Any:
     config = forward_config(*of)
     if isinstance(config, ForwardInRegisters):
@@ -373,36 +366,50 @@ def _ahead_by_one(*of: Any) -> Any:
     return config
 
 
-def _copy_of_calls(
-    cupy: Any,
-    memory: Memory,
-    load: Callable[[Instantiation, int], Any],
-    multiprocessors: int,
-    architecture: int,
-    few_rows: bool,
-) -> ModuleType:
-    """Return `cupynorm._calls`, executed again. Its plans hold kernels of this GPU alone."""
-    plans = _copy_of("_plans", {})
-    plans.multiprocessors = lambda device: multiprocessors  # type: ignore[attr-defined]
-    plans.architecture = lambda device: architecture  # type: ignore[attr-defined]
-    plans.set_to_zero = memory.set_to_zero  # type: ignore[attr-defined]
+@functools.cache
+def _copies() -> tuple[Any, Any]:
+    """Return `cupynorm._plans` and `cupynorm._calls`, executed again for the GPU `plans.gpu`."""
+    plans: Any = _copy_of("_plans", {})
+
+    def of_gpu(name: str) -> Any:
+        return lambda *of, **how: getattr(plans.gpu.memory, name)(*of, **how)
+
+    def if_asked(configs: Any) -> Any:
+        return lambda *of, **given: configs(*of, **given) if plans.gpu.few_rows else ()
+
+    plans.gpu = None
+    plans.multiprocessors = lambda device: plans.gpu.multiprocessors
+    plans.architecture = lambda device: plans.gpu.architecture
+    plans.set_to_zero = of_gpu("set_to_zero")
     # Rows are fetched one block ahead, since there are not more blocks.
-    plans.forward_config = _ahead_by_one  # type: ignore[attr-defined]
-    if not few_rows:
-        plans.few_rows_configs = lambda *_: ()  # type: ignore[attr-defined]
-        plans.few_rows_backward_configs = lambda *_, **__: ()  # type: ignore[attr-defined]
-    plans._background = SimpleNamespace(  # type: ignore[attr-defined]
-        load=lambda kernels, device: tuple(load(kernel, device) for kernel in kernels),
+    plans.forward_config = _ahead_by_one
+    plans.few_rows_configs = if_asked(plans.few_rows_configs)
+    plans.few_rows_backward_configs = if_asked(plans.few_rows_backward_configs)
+    plans._background = SimpleNamespace(
+        load=lambda kernels, device: tuple(_Kernel(plans.gpu, kernel) for kernel in kernels),
         start=lambda kernels, device: None,
         is_wanted_now=lambda kernel, device: True,
     )
-    return _copy_of("_calls", {"cupy": cupy, "cupynorm._plans": plans})
+    names = "empty", "zeros", "array", "as_strided"
+    cupy = _cupy(SimpleNamespace(**{name: of_gpu(name) for name in names}))
+    return plans, _copy_of("_calls", {"cupy": cupy, "cupynorm._plans": plans})
+
+
+def _calls_of(gpu: Gpu) -> Any:
+    """Return the copy of `cupynorm._calls`, whose plans hold kernels of this GPU alone."""
+    plans, calls = _copies()
+    if plans.gpu is not gpu:
+        plans.gpu = gpu
+        for function in vars(plans).values():
+            if getattr(function, "__module__", None) == plans.__name__:
+                getattr(function, "cache_clear", lambda: None)()
+    return calls
 
 
 def _copy_of(module: str, others: dict[str, Any]) -> ModuleType:
     """Execute a module of the package again, with other modules instead of its imports."""
     path = f"{cupynorm.__path__[0]}/{module}.py"
-    name = f"cupynorm.{module}_on_host_{next(_copies)}"
+    name = f"cupynorm.{module}_on_host"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None

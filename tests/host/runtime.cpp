@@ -22,8 +22,10 @@
 #include <cstdarg>
 #include <cstdint>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <map>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -60,16 +62,25 @@ struct Granule {
 struct Span {
   Address begin = 0, end = 0;
   Address granule_bytes = 1;
+  bool initialized = false;  // before any launch
   std::string name;
-  std::vector<Granule> granules;
+  // Zeros. Most of them take no memory until a kernel touches them.
+  std::unique_ptr<Granule[], decltype(&std::free)> granules{nullptr, &std::free};
 
   Span() = default;
   Span(Address begin, Address end, Address granule_bytes, bool initialized, std::string name)
-      : begin(begin), end(end), granule_bytes(granule_bytes), name(std::move(name)) {
-    Granule granule;
-    granule.written.time = initialized ? 1 : 0;
-    granules.assign((end - begin + granule_bytes - 1) / granule_bytes, granule);
+      : begin(begin),
+        end(end),
+        granule_bytes(granule_bytes),
+        initialized(initialized),
+        name(std::move(name)) {
+    forget();
   }
+  void forget() {
+    const Address count = (end - begin + granule_bytes - 1) / granule_bytes;
+    granules.reset(static_cast<Granule*>(std::calloc(count, sizeof(Granule))));
+  }
+  bool lacks(const Granule& granule) const { return granule.written.time == 0 && !initialized; }
   bool holds(Address first, Address last) const { return begin <= first && last <= end; }
 };
 
@@ -351,7 +362,7 @@ void check_granules(Span& span, Address address, unsigned bytes, bool write, con
     if (granule.targets != 0 || (write && granule.sources != 0)) {
       report_copy(span, address, bytes, write, place);
     }
-    if (!write && granule.written.time == 0) {
+    if (!write && span.lacks(granule)) {
       report_access("uninitialized: reads", address, bytes, place);
     }
     if (races(granule.written)) {
@@ -399,7 +410,7 @@ void prefetch(Address address, const void* place) {
   Span* span = find(address, address + 1);
   if (span == nullptr) report_access("out of bounds: fetches", address, 1, place);
   for_each_granule(*span, address, 1, [&](const Granule& granule) {
-    if (granule.written.time == 0) report_access("uninitialized: fetches", address, 1, place);
+    if (span->lacks(granule)) report_access("uninitialized: fetches", address, 1, place);
   });
 }
 
@@ -791,7 +802,7 @@ std::uint32_t* count_at(Address address, const void* place) {
   Span* span = find_registered(address, address + 4);
   if (span == nullptr) report_access("out of bounds: counts in", address, 4, place);
   for_each_granule(*span, address, 4, [&](const Granule& granule) {
-    if (granule.written.time == 0) report_access("uninitialized: counts in", address, 4, place);
+    if (span->lacks(granule)) report_access("uninitialized: counts in", address, 4, place);
   });
   return reinterpret_cast<std::uint32_t*>(address);
 }
@@ -891,7 +902,7 @@ void resume(int thread) {
 bool run_cluster() {
   for (Span& span : shared_memory) {
     std::memset(reinterpret_cast<void*>(span.begin), 0xff, span.end - span.begin);
-    std::fill(span.granules.begin(), span.granules.end(), Granule());
+    span.forget();
   }
   first_thread = static_cast<std::uint32_t>(first_block * threads);
   knowledge.assign(1, std::vector<Time>(cluster_threads, launched));
@@ -1185,7 +1196,7 @@ long long first_unwritten(Address begin, long long bytes) {
   if (span == nullptr) return 0;
   for (Address i = (begin - span->begin) / span->granule_bytes;
        span->begin + i * span->granule_bytes < begin + bytes; ++i) {
-    if (span->granules[i].written.time == 0) {
+    if (span->lacks(span->granules[i])) {
       return static_cast<long long>(span->begin + i * span->granule_bytes - begin);
     }
   }
