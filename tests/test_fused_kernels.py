@@ -401,3 +401,79 @@ def test_a_pass_without_a_kernel_is_left_to_operations(
     assert GATED(x, z=z).grad_fn.name() != "_ByKernelsBackward"
     with torch.no_grad(), pytest.raises(TypeError, match="z must be a torch tensor, as x is"):
         GATED(x, z=np.ones(8))
+
+
+# ---- on a GPU ------------------------------------------------------------------------------------
+
+GPU_SHAPES = {
+    "heads": (40, 3, 128),
+    "a row": (1, 1024),
+    "several warps": (300, 5000),
+    "many packs": (9, 16384),
+    "a cluster": (5, 100000),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fused", [GATED, MANY], ids=["gated", "many"])
+@pytest.mark.parametrize("case", GPU_SHAPES)
+def test_cupy_and_torch_on_a_gpu(case: str, fused: cupynorm.Fused) -> None:
+    import cupy
+    from device import to_cupy, to_numpy
+
+    torch: Any = pytest.importorskip("torch")
+    shape = GPU_SHAPES[case]
+    n, column = shape[-1:], (*shape[:-1], 1)
+    shapes = {"r": shape, "a": column, "s": n, "z": shape, "c": shape}
+    inputs = {name: drawn(i, shapes[name]) for i, name in enumerate(fused.inputs)}
+    call = Call(fused, drawn(7, shape), drawn(8, n), drawn(9, n), {}, inputs)
+    of_outputs = [drawn(20 + i, shape) for i in range(fused.count)]
+    forward = call.of(fused.forward, convert=to_cupy)
+    found = fused.backward(list(map(to_cupy, of_outputs)), forward)
+    outputs = tuple(map(to_numpy, forward.outputs))
+    named = {"x": call.x, "weight": call.weight, "bias": call.bias}
+    testing.check_fused(fused, outputs if fused.count > 1 else outputs[0], **named, **inputs)
+    expected = fused.backward(of_outputs, call.of(fused.forward))
+    for one, other in zip(found, expected, strict=True):
+        scale = 2.0**-16 * abs(other).max()
+        np.testing.assert_allclose(to_numpy(one), other, rtol=0, atol=scale)
+
+    # The same kernels, on torch's tensors: the same bits.
+    leaves = {name: torch.from_numpy(a).cuda().requires_grad_() for name, a in call.arrays.items()}
+    x, weight, bias, *others = leaves.values()
+    made = fused(x, weight, bias, **dict(zip(inputs, others, strict=True)))
+    made = made if isinstance(made, tuple) else (made,)
+    for one, array in zip(made, outputs, strict=True):
+        np.testing.assert_array_equal(one.detach().cpu().numpy(), array)
+    dy = [torch.from_numpy(of).cuda() for of in of_outputs]
+    gradients = torch.autograd.grad(made, leaves.values(), dy)
+    for one, other in zip(gradients, found, strict=True):
+        np.testing.assert_array_equal(one.cpu().numpy(), to_numpy(other))
+    cupy.get_default_memory_pool().free_all_blocks()
+
+
+@pytest.mark.gpu
+def test_a_graph_replays_them() -> None:
+    import cupy
+
+    x, z, weight = (cupy.asarray(drawn(i, s)) for i, s in enumerate(((50, 3, 64), (3, 1), (64,))))
+
+    def both() -> Any:
+        forward = GATED.forward(x, weight, z=z)  # z is copied, and its gradient summed
+        return (forward.y, *(one for one in GATED.backward(x, forward) if one is not None))
+
+    expected = [array.copy() for array in both()]
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        both()
+        stream.begin_capture()
+        outputs = both()
+        graph = stream.end_capture()
+        for output in outputs:
+            output.fill(float("nan"))
+        scribbled = [cupy.full(10000, 1e30, "f4") for _ in range(20)]  # over memory that is free
+        graph.launch()
+        stream.synchronize()
+    del scribbled
+    for one, other in zip(outputs, expected, strict=True):
+        cupy.testing.assert_array_equal(one, other)
