@@ -203,6 +203,8 @@ CALLS = (
         *("streamed by packs", "layer_norm", (1, 2, 1, 240000), (2, 3), (2, 1, 1), (2, 1, 1)),
         kernels=(*STREAMED, "reduce_repeats"),
     ),
+    Call("no examples", "layer_norm", (0, 3, 8), None, (0, 1, 8), (8,)),
+    Call("no examples by index", "rms_norm", (0, 3, 8), None, (0, 1, 1), (0, 1, 1)),
     Call("no rows", "rms_norm", (0, 4, 6), (1, 2), (4, 1), None, ("float32", "float32")),
     Call("float64", "layer_norm", (4, 3, 64), None, (4, 1, 64), (4, 1, 64), ("float64",) * 2),
     Call("channels", "layer_norm", (2, 40, 16, 8), 1, (40, 1, 1), (40, 1, 1), kernels=STRIDED),
