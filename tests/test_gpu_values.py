@@ -764,7 +764,7 @@ def test_any_width(name: str, seed: int, n: int) -> None:
 @pytest.mark.parametrize("call", GROUPS, ids=str)
 def test_rows_in_groups_and_side_by_side(call: Call, many: bool) -> None:
     """Those of test_groups.py, and with more rows than run at once."""
-    if many:
+    if many and 0 not in call.shape:
         repeated = call.shape[0] * max(1, 3_000_000 // int(np.prod(call.shape)))
         vectors = (
             s and ((repeated, *s[1:]) if s[0] == call.shape[0] and len(s) == len(call.shape) else s)

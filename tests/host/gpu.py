@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import functools
 import importlib.util
 import itertools
 import math
@@ -26,7 +27,7 @@ import numpy as np
 
 import cupynorm
 from cupynorm import NormBackward, NormForward
-from cupynorm._arrays import NUMPY
+from cupynorm._arrays import NUMPY, rounded
 from cupynorm._checks import Asked, AskedBackward, as_called, check_call
 from cupynorm._compile import Instantiation
 from cupynorm._layout import (
@@ -347,6 +348,7 @@ def _cupy(memory: Memory) -> Any:
         "zeros": memory.zeros,
         "array": memory.array,
         "asarray": memory.array,
+        "broadcast_to": functools.partial(np.broadcast_to, subok=True),
         "lib": SimpleNamespace(stride_tricks=tricks),
         "cuda": SimpleNamespace(
             Device=lambda device_id: device,
@@ -392,7 +394,10 @@ def _copy_of_calls(
         start=lambda kernels, device: None,
         is_wanted_now=lambda kernel, device: True,
     )
-    return _copy_of("_calls", {"cupy": cupy, "cupynorm._plans": plans})
+    calls = _copy_of("_calls", {"cupy": cupy, "cupynorm._plans": plans})
+    # The runtime knows arrays that it allocated.
+    calls.rounded = lambda _, *of: memory.array(rounded(np, *of))  # type: ignore[attr-defined]
+    return calls
 
 
 def _copy_of(module: str, others: dict[str, Any]) -> ModuleType:
