@@ -124,7 +124,8 @@ def rms_norm(
     out_dtype : dtype, optional
         y's dtype. The default is out's, or else x's.
     out : array, optional
-        The array to write y to. It has x's shape, and on a GPU contiguous rows one stride apart. It
+        The array to write y to. It has x's shape, and on a GPU contiguous rows one stride apart. If
+        the normalized axes are not the last ones, it may have any layout, which may cost a copy. It
         may be x or residual itself. Other overlap with an argument is not detected and gives wrong
         values.
     residual : array, shape of x, optional
@@ -429,8 +430,8 @@ def rms_norm_backward(
         The one that the forward function returned, if it had relu. It is copied unless it is
         C-contiguous.
     dx : array, optional
-        The array to write dx to. It has x's shape and dx's dtype, and on a GPU contiguous rows one
-        stride apart. It may be dy or dresidual_out itself. If it is, rows whose sums overflow
+        The array to write dx to. It has x's shape and dx's dtype, and on a GPU the layout of
+        rms_norm's out. It may be dy or dresidual_out itself. If it is, rows whose sums overflow
         float32 may become NaN or infinite on a GPU. Otherwise they are computed again.
     dresidual_out : array, shape of x, optional
         The gradient of the forward's residual_out, if it had a residual. That residual_out is x

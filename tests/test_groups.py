@@ -328,3 +328,33 @@ def test_a_row_has_the_same_bits_in_any_batch(build: Build, call: Call) -> None:
     for name in ("y", "mean", "rstd"):
         assert_bits(getattr(part, name), getattr(whole, name)[:1], name)
     assert_bits(of_part.dx, of_whole.dx[:1], "dx")
+
+
+@pytest.mark.parametrize("call", [c for c in CALLS if c.axis in (1, (0, 2))], ids=str)
+def test_outputs_over_any_axis(build: Build, call: Call) -> None:
+    gpu, arrays = Gpu(build), drawn(call)
+    with gpu.fresh_memory():
+        x, dy, weight, bias = (
+            None if arrays[name] is None else gpu.memory.array(arrays[name])
+            for name in ("x", "dy", "weight", "bias")
+        )
+        options: dict[str, Any] = {"axis": call.axis}
+        forward = gpu.forward(call.norm, x, weight, bias, eps=1e-5, **options)
+        given = weight, forward.mean, forward.rstd
+        dx = gpu.backward(call.norm, dy, x, *given, bias=False, **options).dx
+        results = [(forward.y.copy(), dx.copy())]
+        for moved in (False, True):  # kernels write neither of the layouts that are moved
+            shape = x.shape[::-1] if moved else x.shape
+            places = [gpu.memory.array(np.full(shape, 7, x.dtype)) for _ in range(2)]
+            places = [place.T if moved else place for place in places]
+            y = gpu.forward(call.norm, x, weight, bias, eps=1e-5, out=places[0], **options).y
+            found = gpu.backward(call.norm, dy, x, *given, bias=False, dx=places[1], **options)
+            assert y is places[0]
+            assert found.dx is places[1]
+            results.append((y.copy(), found.dx.copy()))
+        in_place = gpu.backward(call.norm, dy, x, *given, bias=False, dx=dy, **options).dx
+        assert in_place is dy
+    for one in results[1:]:
+        for actual, expected in zip(one, results[0], strict=True):
+            assert_bits(actual, expected, "in place")
+    assert_bits(in_place.copy(), results[0][1], "over dy")
