@@ -28,7 +28,7 @@ struct StridedForward {
       : args(args), tile(args.n_cols, args.n_inner) {}
   __device__ __forceinline__ void load(long long number) {
     tile.here = tile.place_of(number);
-    tile.template fetch<StageOfX>(stage, args.x, tile.here);
+    tile.template fetch<StageOfX>(stage, args.x);
     commit_copies();
     wait_for_copies<0>();
   }
