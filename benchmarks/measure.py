@@ -41,7 +41,7 @@ def judge(
     return {
         "status": "wrong" if wrong else "ok",
         "reason": wrong,
-        "errors": {name: [_finite(value) for value in e[:2]] for name, e in found.items()},
+        "errors": {name: [finite(value) for value in e[:2]] for name, e in found.items()},
     }
 
 
@@ -141,5 +141,5 @@ def same_bits(right: Sequence[Any], outputs: Sequence[Any], xp: Any) -> bool:
     return all(same(a, b) for a, b in zip(right, outputs, strict=True))
 
 
-def _finite(value: float) -> float | None:
+def finite(value: float) -> float | None:
     return value if math.isfinite(value) else None  # JSON has no NaN

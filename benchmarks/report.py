@@ -9,6 +9,7 @@ R=benchmarks/results, the pages are from
     python -m benchmarks.report $R/h200_standard.json --headline benchmarks/README.md
     python -m benchmarks.report $R/h200_standard.json --readme docs/tables.md
     python -m benchmarks.report --residual $R/residual_h200.json --readme benchmarks/README.md
+    python -m benchmarks.report --groups $R/groups_h200.json --readme benchmarks/README.md
     python -m benchmarks.report --relu $R/relu_h200.json --readme benchmarks/README.md
     python -m benchmarks.report --scaling $R/sharding_{torch,jax}_h200.json \\
         --readme benchmarks/README.md
@@ -17,6 +18,7 @@ R=benchmarks/results, the pages are from
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 import textwrap
@@ -209,7 +211,29 @@ def _fusion(
     yield from _table(benchmark.head, (benchmark.row(cell) for _, cell in cells))
     if not report.get("complete"):
         yield f"\n{STOPPED}"
+    yield (
+        "\nThe largest errors against float64: in the 2-norm, relative to the exact result; and of "
+        "an element, over the bound of `cupynorm.testing`. A library that rounds to 16 bits "
+        "between its steps exceeds that bound where the terms of an element cancel.\n"
+    )
+    yield from _table(
+        ["library", "output", "in the 2-norm", "of an element"], _errors(report["measurements"])
+    )
     yield from _remarks(report["measurements"])
+
+
+def _errors(records: Iterable[Record]) -> Iterator[list[str]]:
+    """Yield the largest errors of each library's outputs. One that is not finite is the largest."""
+    largest: dict[tuple[str, str], list[float]] = {}
+    for record in records:
+        for name, found in record.get("errors", {}).items():
+            before = largest.setdefault((record["backend"], name), [0.0, 0.0])
+            before[:] = [
+                max(one, math.inf if other is None else other)
+                for one, other in zip(before, found, strict=True)
+            ]
+    for (library, name), (relative, over_bound) in largest.items():
+        yield [library, name, f"{relative:.2e}", f"{over_bound:.3g}"]
 
 
 def _origin(report: dict[str, Any], source: Path, folder: Path) -> Iterator[str]:

@@ -28,8 +28,10 @@ __all__ = [
     "family_of",
     "is_number",
     "is_numpy",
+    "rounded",
     "row_stride",
     "rows_side_by_side",
+    "sum_to_shape",
     "to_numpy",
     "widened",
 ]
@@ -307,6 +309,32 @@ def widened(array: Any, dtype: str) -> Any:
     if array.dtype == BFLOAT16:
         array = (array.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
     return array.astype(dtype, copy=False)
+
+
+def rounded(xp: Any, values: Any, dtype: str) -> Any:
+    """Return values, rounded once. CuPy cannot cast to bfloat16."""
+    if dtype != "bfloat16":
+        return values.astype(dtype)
+    single = values.astype(np.float32)
+    bits = single.view(np.uint32)
+    if values.dtype == np.float64:
+        # The last bit remembers that float32 was not exact, as in `reference.round_once`.
+        toward_zero = bits - (xp.abs(single) > xp.abs(values)).astype(np.uint32)
+        bits = xp.where(single == values, bits, toward_zero | np.uint32(1))
+    to_even = (bits >> np.uint32(16)) & np.uint32(1)
+    upper = (bits + np.uint32(0x7FFF) + to_even) >> np.uint32(16)
+    upper = xp.where(xp.isnan(single), np.uint32(0x7FFF), upper)
+    return upper.astype(np.uint16).view(BFLOAT16)
+
+
+def sum_to_shape(array: Any, shape: tuple[int, ...]) -> Any:
+    """Return the sum of a CuPy array over the axes along which this shape was repeated.
+
+    CuPy adds in an order of its own, which is fixed. In float64 no order costs a digit.
+    """
+    full = (1,) * (array.ndim - len(shape)) + shape
+    axes = tuple(i for i, (n, of) in enumerate(zip(full, array.shape, strict=True)) if n != of)
+    return (array.sum(axis=axes, dtype=np.float64) if axes else array).reshape(shape)
 
 
 def device_of(array: Any) -> str:

@@ -7,14 +7,23 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 from typing import Any
 
 import cupy
 import numpy as np
 
-from cupynorm._arrays import row_stride, rows_side_by_side, to_numpy
+from cupynorm._arrays import (
+    DTYPES,
+    rounded,
+    row_stride,
+    rows_side_by_side,
+    sum_to_shape,
+    to_numpy,
+    widened,
+)
 from cupynorm._checks import Asked, AskedBackward
-from cupynorm._groups import check_alike
+from cupynorm._groups import groups_of, to_repeat
 from cupynorm._layout import pack_length
 from cupynorm._operation import (
     BACKWARD,
@@ -29,7 +38,9 @@ from cupynorm._operation import (
     Options,
     Pass,
     Spec,
+    compute_dtype,
     shapes_of_results,
+    sharing,
 )
 from cupynorm._plans import (
     BackwardPlan,
@@ -147,6 +158,19 @@ def keep_if_captured(memory: Any, stream: Any) -> None:
         _kept_by_graphs.append(memory)
 
 
+def _kept_if_captured() -> contextlib.AbstractContextManager[Any]:
+    """Do as `keep_if_captured` with all memory that CuPy's functions allocate."""
+    if not cupy.cuda.get_current_stream().is_capturing():
+        return contextlib.nullcontext()
+    allocate = cupy.cuda.get_allocator()
+
+    def kept(nbytes: int) -> Any:
+        _kept_by_graphs.append(allocate(nbytes))
+        return _kept_by_graphs[-1]
+
+    return cupy.cuda.using_allocator(kept)  # type: ignore[no-any-return]
+
+
 # ---- calls ---------------------------------------------------------------------------------------
 
 _VECTORS = "weight", "bias", "like"  # that are given
@@ -171,10 +195,14 @@ def first_call(
     m, n = math.prod(x.shape[: x.ndim - k]), math.prod(x.shape[x.ndim - k :])
     known: dict[str, Any] = {"device": device}
     shapes = {name: getattr(arguments.get(name), "shape", None) for name in _VECTORS}
-    check_alike(x.shape, k, **shapes)
+    common, repeated = to_repeat(x.shape, k, **shapes)
+    if repeated:
+        return _on_repeated(spec, options, arguments, common, repeated), None
     if options.order is not None:
         with on(device):
             results = _side_by_side(spec, options, arguments)
+            if results is None:
+                results = _copied_into_outputs(spec, options, arguments)
         if results is not None:
             return results, None
     for name, shape in shapes_of_results(spec, k, arguments).items():
@@ -222,6 +250,70 @@ def first_call(
         outputs = tuple(name for name in spec.writes if name in given)  # as `_checks` has it
         run = run_of(arguments, _returned(spec, options), apart=outputs)
     return dict(zip(table.writes, written, strict=True)), run
+
+
+def _copied_into_outputs(
+    spec: Spec, options: Options, arguments: dict[str, Any]
+) -> dict[str, Any] | None:
+    """Launch a pass, and copy results into outputs of a layout that no kernel writes.
+
+    None if there are no such outputs.
+    """
+    placed = {
+        name: array
+        for name in spec.writes
+        if (array := arguments.get(name)) is not None
+        and row_stride(array.shape, array.strides, array.itemsize, options.k) is None
+    }
+    if not placed:
+        return None
+    written, _ = first_call(spec, options, arguments | dict.fromkeys(placed))
+    for name, array in placed.items():
+        bits = f"u{array.itemsize}"  # as in `contiguous`
+        array.view(bits)[...] = written[name].view(bits)
+        keep_if_captured(written[name], _get_current_stream())
+    return written | placed
+
+
+def _on_repeated(
+    spec: Spec,
+    options: Options,
+    arguments: dict[str, Any],
+    common: tuple[int, ...],
+    names: tuple[str, ...],
+) -> dict[str, Any]:
+    """Launch a pass on vectors of which those of these names are repeated to a common shape.
+
+    Copies are not narrower than the compute dtype, so that their gradients are summed before they
+    are rounded.
+    """
+    x, given = arguments["x"], dict(arguments)
+    of_bias = "bias" if isinstance(spec, ForwardSpec) else "like"
+    with on(x.device.id), _kept_if_captured():
+        for name in names:
+            of = given[name].dtype
+            wide = "float64" if of == np.float64 else compute_dtype(spec.x)
+            if name == "like":
+                given[name] = _ndarray(common, wide)  # only its shape and dtype count
+            else:
+                given[name] = contiguous(cupy.broadcast_to(widened(given[name], wide), common))
+        weight, bias = given["weight"], given[of_bias]
+        if bias is None and isinstance(spec, BackwardSpec) and spec.dbias is not None:
+            bias = weight  # dbias is like it
+        shapes = (None if vector is None else vector.shape for vector in (weight, bias))
+        groups = groups_of(x.shape, options.k, *shapes)
+        dtypes = {"weight": weight, "bias" if of_bias == "bias" else "dbias": bias}
+        wider = {name: DTYPES[v.dtype] for name, v in dtypes.items() if v is not None}
+        of_copies: Any = replace(spec, **wider, **sharing(groups))
+        written, _ = first_call(of_copies, replace(options, groups=groups), given)
+        if isinstance(spec, BackwardSpec):
+            like = arguments["weight"] if arguments["like"] is None else arguments["like"]
+            for name, vector in (("dweight", arguments["weight"]), ("dbias", like)):
+                of_copy = written[name]
+                if of_copy is not None and vector is not None and of_copy.shape != vector.shape:
+                    total = sum_to_shape(of_copy, vector.shape)
+                    written[name] = rounded(cupy, total, spec.dtypes[name] or "")
+    return written
 
 
 def _side_by_side(spec: Spec, options: Options, arguments: dict[str, Any]) -> dict[str, Any] | None:

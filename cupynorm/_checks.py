@@ -226,7 +226,7 @@ def check_arrays(
         arrays = _checked_and_moved(arrays, order, axes)
         asked = asked._replace(axis=tuple(range(-len(axes), 0)))
     check: Any = check_forward if isinstance(asked, Asked) else check_backward
-    spec, options = check(arrays, asked)
+    spec, options = check(arrays, asked, moved=order is not None)
     return arrays, spec, replace(options, order=order)
 
 
@@ -251,20 +251,24 @@ def _checked_and_moved(
     }
 
 
-def check_forward(arrays: dict[str, Any], asked: Asked) -> tuple[ForwardSpec, Options]:
+def check_forward(
+    arrays: dict[str, Any], asked: Asked, *, moved: bool = False
+) -> tuple[ForwardSpec, Options]:
     """Check the arrays of a forward pass by name; return what to compile, and how to call it.
 
-    The outputs may be missing.
+    The outputs may be missing. `moved`: the caller's arrays have their axes in another order.
     """
     x, residual = arrays["x"], arrays["residual"]
     y, total = arrays.get("y"), arrays.get("residual_out")
     k, groups = _check_operands(arrays, asked)
-    dtypes = _names_of(arrays, FORWARD.reads)
-    dtypes["y"] = _check_output("out", "out_dtype", y, x, k, asked.out_dtype, x)
+    dtypes, rows = _names_of(arrays, FORWARD.reads), None if moved else k
+    dtypes["y"] = _check_output("out", "out_dtype", y, x, rows, asked.out_dtype, x)
     if residual is not None:
         _check_like("residual", residual, x, x.shape, None)
         told = "residual_out", "residual_dtype"
-        dtypes["residual_out"] = _check_output(*told, total, x, k, asked.residual_dtype, residual)
+        dtypes["residual_out"] = _check_output(
+            *told, total, x, rows, asked.residual_dtype, residual
+        )
         outputs = [array for array in (y, total) if array is not None and array.size]
         if len({address_of(array) for array in outputs}) < len(outputs):
             raise ValueError("residual_out must be another array than out, got the same memory")
@@ -291,7 +295,7 @@ def _shape_words(array: Any) -> str:
 
 
 def _check_output(
-    name: str, dtype_name: str, out: Any, x: Any, k: int, asked: Any, like: Any
+    name: str, dtype_name: str, out: Any, x: Any, k: int | None, asked: Any, like: Any
 ) -> str:
     """Check an output of x's shape, if it is given; return its dtype.
 
@@ -357,7 +361,9 @@ def _to_float(number: Any) -> float:
         return -math.inf if str(number).startswith("-") else math.inf
 
 
-def check_backward(arrays: dict[str, Any], asked: AskedBackward) -> tuple[BackwardSpec, Options]:
+def check_backward(
+    arrays: dict[str, Any], asked: AskedBackward, *, moved: bool = False
+) -> tuple[BackwardSpec, Options]:
     """Check a backward pass, as `check_forward` does."""
     x, dresidual_out = arrays["x"], arrays["dresidual_out"]
     k, groups = _check_operands(arrays, asked)
@@ -384,7 +390,7 @@ def check_backward(arrays: dict[str, Any], asked: AskedBackward) -> tuple[Backwa
             shape, dtype = shape_of(KINDS[name], x.shape, k), to_numpy(spec.dtypes[name])
             _check_like(name, arrays[name], x, shape, dtype)
     if arrays["dx"] is not None:
-        _check_writable("dx", arrays["dx"], k)
+        _check_writable("dx", arrays["dx"], None if moved else k)
     return spec, options
 
 
@@ -475,10 +481,11 @@ def _check_like(name: str, array: Any, x: Any, shape: tuple[int, ...], dtype: An
         raise ValueError(f"{name} must have shape {shape}, got {array.shape}")
 
 
-def _check_writable(name: str, array: Any, k: int) -> None:
-    if is_numpy(array):
-        if not array.flags.writeable:
-            raise ValueError(f"{name} must be writable, got a read-only array")
+def _check_writable(name: str, array: Any, k: int | None) -> None:
+    """Check an output. On a GPU it has rows of its last k axes, or any layout if k is None."""
+    if is_numpy(array) and not array.flags.writeable:
+        raise ValueError(f"{name} must be writable, got a read-only array")
+    if is_numpy(array) or k is None:
         if _overlaps_itself(array):
             raise ValueError(
                 f"{name} must not overlap itself; got strides {array.strides} for shape "

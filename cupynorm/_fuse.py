@@ -30,8 +30,6 @@ __all__ = [
     "Tools",
     "dtype_name",
     "fuse",
-    "rounded",
-    "summed",
 ]
 
 _NOT_NAMES = "weight", "bias", "eps", "axis", "zero_centered", "out_dtype", "y"
@@ -730,39 +728,16 @@ def _cupy() -> Tools:
     return Tools(
         functions(cupy, erf=special.erf, erfc=special.erfc),
         widen=_arrays.widened,
-        cast=functools.partial(rounded, cupy),
+        cast=functools.partial(_arrays.rounded, cupy),
         copy=lambda array: array.copy(),
         number=lambda value, like: cupy.full((), float(value), like.dtype),
         broadcast=lambda values, like: cupy.ascontiguousarray(
             cupy.broadcast_to(cupy.asarray(values), like.shape)
         ),
         stored=lambda values, dtype: _arrays.widened(
-            rounded(cupy, values, dtype), values.dtype.name
+            _arrays.rounded(cupy, values, dtype), values.dtype.name
         ),
         normalize=_normalize,
-        sum_to_shape=summed,
+        sum_to_shape=_arrays.sum_to_shape,
         memory=_memory(),
     )
-
-
-def rounded(xp: Any, values: Any, dtype: str) -> Any:
-    """Return values, rounded once. CuPy cannot cast to bfloat16."""
-    if dtype != "bfloat16":
-        return values.astype(dtype)
-    single = values.astype(np.float32)
-    bits = single.view(np.uint32)
-    if values.dtype == np.float64:
-        # The last bit remembers that float32 was not exact, as in `reference.round_once`.
-        toward_zero = bits - (xp.abs(single) > xp.abs(values)).astype(np.uint32)
-        bits = xp.where(single == values, bits, toward_zero | np.uint32(1))
-    to_even = (bits >> np.uint32(16)) & np.uint32(1)
-    upper = (bits + np.uint32(0x7FFF) + to_even) >> np.uint32(16)
-    upper = xp.where(xp.isnan(single), np.uint32(0x7FFF), upper)
-    return upper.astype(np.uint16).view(_arrays.BFLOAT16)
-
-
-def summed(array: Any, shape: tuple[int, ...]) -> Any:
-    """Undo a broadcast."""
-    full = (1,) * (array.ndim - len(shape)) + shape
-    axes = tuple(i for i, (n, of) in enumerate(zip(full, array.shape, strict=True)) if n != of)
-    return array.sum(axis=axes).reshape(shape)

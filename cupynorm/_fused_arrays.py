@@ -6,9 +6,9 @@ from typing import Any
 
 import cupy
 
-from cupynorm._arrays import to_numpy
+from cupynorm._arrays import rounded, sum_to_shape, to_numpy
 from cupynorm._calls import contiguous, keep_if_captured, on
-from cupynorm._fuse import dtype_name, rounded, summed
+from cupynorm._fuse import dtype_name
 
 __all__ = ["CuPyMemory"]
 
@@ -45,7 +45,7 @@ class CuPyMemory:
         return self.contiguous(cupy.broadcast_to(array, shape))
 
     def summed(self, array: Any, shape: tuple[int, ...], dtype: str) -> Any:
-        return rounded(cupy, _kept(summed(array, shape)), dtype)
+        return rounded(cupy, _kept(sum_to_shape(array, shape)), dtype)
 
     def signature(self, array: Any) -> Any:
         if type(array) is not _ndarray:

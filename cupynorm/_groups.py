@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Groups", "check_alike", "clusters_of_group", "common_shape", "groups_of"]
+__all__ = ["Groups", "check_alike", "clusters_of_group", "common_shape", "groups_of", "to_repeat"]
 
 _Shape = tuple[int, ...]
 
@@ -112,18 +112,29 @@ def common_shape(x_shape: Sequence[int], k: int, shapes: Sequence[Sequence[int]]
     return tuple(x_shape[i] if i in whole else 1 for i in range(ndim))
 
 
-def check_alike(x_shape: Sequence[int], k: int, **shapes: Sequence[int] | None) -> None:
-    """Check that kernels can read vectors of these shapes, by name."""
+def to_repeat(
+    x_shape: Sequence[int], k: int, **shapes: Sequence[int] | None
+) -> tuple[_Shape, tuple[str, ...]]:
+    """Return the shape of `common_shape`, and the names of the vectors to repeat to it.
+
+    Kernels can read the others as they are.
+    """
     given = {name: shape for name, shape in shapes.items() if shape is not None}
     common = common_shape(x_shape, k, [*given.values()])
     kept = len(x_shape) - k
-    of_all = (1,) * kept + common[kept:]
-    for name, shape in given.items():
-        if _padded(shape, len(x_shape)) not in (common, of_all):
-            raise NotImplementedError(
-                f"{name} of shape {tuple(shape)} must vary over adjacent axes of x, and over the "
-                f"same ones as the other of weight and bias: broadcast it to {common}"
-            )
+    readable = common, (1,) * kept + common[kept:]
+    names = (name for name, shape in given.items() if _padded(shape, len(x_shape)) not in readable)
+    return common, tuple(names)
+
+
+def check_alike(x_shape: Sequence[int], k: int, **shapes: Sequence[int] | None) -> None:
+    """Check that kernels can read vectors of these shapes, by name."""
+    common, names = to_repeat(x_shape, k, **shapes)
+    for name in names:
+        raise NotImplementedError(
+            f"{name} of shape {tuple(shapes[name] or ())} must vary over adjacent axes of x, and "
+            f"over the same ones as the other of weight and bias: broadcast it to {common}"
+        )
 
 
 def groups_of(
@@ -134,7 +145,7 @@ def groups_of(
 ) -> Groups | None:
     """Return the groups of an x for weight and bias of these shapes; None if all rows share one.
 
-    Each has the shape that `common_shape` returns, or that with no kept axes: see `check_alike`.
+    Each has the shape that `common_shape` returns, or that with no kept axes: see `to_repeat`.
     """
     shapes = [shape for shape in (weight, bias) if shape is not None]
     common = common_shape(x_shape, k, shapes)

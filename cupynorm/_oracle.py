@@ -116,13 +116,13 @@ def wrong_bits(
     return int(wrong)
 
 
-def verdict(found: dict[str, Errors], most: float = MOST_BOUNDS) -> str | None:
-    """Say what is wrong, or return None. An element may be off by so many bounds at most."""
+def verdict(found: dict[str, Errors]) -> str | None:
+    """Say what is wrong, or return None."""
     wrong = []
     for name, e in found.items():  # NaN is wrong too
         if not e.relative <= e.tolerance:
             wrong.append(f"{name} is off by {e.relative:.2g}, allowed {e.tolerance:.2g}")
-        elif not e.over_bound <= most:
+        elif not e.over_bound <= MOST_BOUNDS:
             wrong.append(f"{name} has an element off by {e.over_bound:.2g} times its bound")
     return "; ".join(wrong) or None
 

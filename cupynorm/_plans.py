@@ -475,12 +475,12 @@ class StridedPlan:
     spec: ForwardSpec | BackwardSpec
     n: int
     config: Strided
-    most_blocks: int | None  # that take several tiles one after another; None if each takes one
+    most_blocks: int  # that take several tiles one after another
 
     def _blocks(self, m: int, inner: int) -> int:
         rows = self.config.lanes * pack_length(self.spec.x)
         tiles = m // inner * -(-inner // rows) if m else 0
-        return tiles if self.most_blocks is None else min(tiles, self.most_blocks)
+        return min(tiles, self.most_blocks)
 
     def scratch_bytes(self, m: int, inner: int) -> int:
         """Return the bytes of scratch that a launch over m rows needs, for partial sums."""
@@ -528,11 +528,13 @@ def strided_plan(
     if config is None:
         return None
     if isinstance(spec, ForwardSpec):
-        kernels = _background.load((_compile.forward_instantiation(spec, config),), device)
-        return StridedPlan(kernels, spec, n, config, None)
-    kernels = _background.load(_compile.backward_instantiations(spec, config), device)
+        instantiations: tuple[_compile.Instantiation, ...] = (
+            _compile.forward_instantiation(spec, config),
+        )
+    else:
+        instantiations = _compile.backward_instantiations(spec, config)
     most = multiprocessors(device) * config.blocks_per_multiprocessor
-    return StridedPlan(kernels, spec, n, config, most)
+    return StridedPlan(_background.load(instantiations, device), spec, n, config, most)
 
 
 def kernels_of(

@@ -108,7 +108,7 @@ def rms_norm(
         one for each head of an x of shape (..., H, N), and (B, 1, N) one for each example. Where a
         normalized axis is 1, an element serves several of a row: (C, 1, 1) has one for each
         channel of rows of shape (C, H, W). It is read by its index, and not repeated in memory.
-        See NotImplementedError for what a GPU cannot read.
+        See Notes for what is.
     eps : float
         Added to the mean square.
     axis : int or tuple of int, optional
@@ -124,7 +124,8 @@ def rms_norm(
     out_dtype : dtype, optional
         y's dtype. The default is out's, or else x's.
     out : array, optional
-        The array to write y to. It has x's shape, and on a GPU contiguous rows one stride apart. It
+        The array to write y to. It has x's shape, and on a GPU contiguous rows one stride apart. If
+        the normalized axes are not the last ones, it may have any layout, which may cost a copy. It
         may be x or residual itself. Other overlap with an argument is not detected and gives wrong
         values.
     residual : array, shape of x, optional
@@ -151,10 +152,6 @@ def rms_norm(
     ValueError
         If a shape, a device, axis, eps or zero_centered does not fit, if relu's lower bound is not
         below its upper bound, or if out cannot be written.
-    NotImplementedError
-        If x is on a GPU, and weight and bias broadcast in a way that kernels cannot read. They read
-        vectors that vary over the same adjacent kept axes, or over none, and over the same
-        normalized axes, the first ones. The message has the shape to broadcast to.
     ImportError
         If x is on a GPU, and CuPy cannot be imported.
     RuntimeError
@@ -172,6 +169,11 @@ def rms_norm(
     row of y depend on that row, N, the dtypes, the options and the GPU architecture. If the
     normalized axes are not the last ones, they also depend on how the arrays lie in memory. They
     never depend on the other rows.
+
+    On a GPU the kernels read vectors that vary over one range of adjacent kept axes, both over the
+    same ones or one over none, and over the first of the normalized axes, both over the same ones.
+    Those of other shapes are repeated to one of these by a copy, in the compute dtype. Their
+    gradients are summed to their shapes afterwards, in a fixed order.
 
     Examples
     --------
@@ -244,7 +246,7 @@ residual_out
 
     Raises
     ------
-    TypeError, ValueError, NotImplementedError, ImportError, RuntimeError
+    TypeError, ValueError, ImportError, RuntimeError
         As for `rms_norm`.
 
     See Also
@@ -309,7 +311,7 @@ residual_out
 
     Raises
     ------
-    TypeError, ValueError, NotImplementedError, ImportError, RuntimeError
+    TypeError, ValueError, ImportError, RuntimeError
         As for `rms_norm`.
 
     Examples
@@ -366,7 +368,7 @@ residual_out
 
     Raises
     ------
-    TypeError, ValueError, NotImplementedError, ImportError, RuntimeError
+    TypeError, ValueError, ImportError, RuntimeError
         As for `layer_norm`.
 
     Examples
@@ -428,8 +430,8 @@ def rms_norm_backward(
         The one that the forward function returned, if it had relu. It is copied unless it is
         C-contiguous.
     dx : array, optional
-        The array to write dx to. It has x's shape and dx's dtype, and on a GPU contiguous rows one
-        stride apart. It may be dy or dresidual_out itself. If it is, rows whose sums overflow
+        The array to write dx to. It has x's shape and dx's dtype, and on a GPU the layout of
+        rms_norm's out. It may be dy or dresidual_out itself. If it is, rows whose sums overflow
         float32 may become NaN or infinite on a GPU. Otherwise they are computed again.
     dresidual_out : array, shape of x, optional
         The gradient of the forward's residual_out, if it had a residual. That residual_out is x
@@ -449,7 +451,7 @@ def rms_norm_backward(
 
     Raises
     ------
-    TypeError, ValueError, NotImplementedError, ImportError, RuntimeError
+    TypeError, ValueError, ImportError, RuntimeError
         As for `rms_norm`.
 
     Notes
@@ -521,7 +523,7 @@ dresidual_dtype
 
     Raises
     ------
-    TypeError, ValueError, NotImplementedError, ImportError, RuntimeError
+    TypeError, ValueError, ImportError, RuntimeError
         As for `rms_norm`.
 
     Notes

@@ -2,7 +2,8 @@
 //
 // Layout:    dy, x and dx are (outer, n_cols, n_inner), contiguous; mean and rstd (outer, n_inner). partials as in
 //            backward_pipelined.cu, one for each block. dx may be dy.
-// Grid:      no more blocks than run at once. Block b takes tiles b, b + blocks, ... .
+// Grid:      no more blocks than run at once. Block b takes tiles b, b + blocks, ... . While it writes dx of one, it asks
+//            for the next, column by column, in the place of what it has read.
 // Traffic:   dy and x read once, dx written once, partials written once.
 // Order:     a column's weight gradients: a pack's rows in turn, then the tiles of a block, compensated, then the lanes.
 #include "gradient.cuh"
@@ -45,9 +46,11 @@ struct StridedBackward {
   __device__ __forceinline__ T* gradient(int i) const {
     return gradients + i * Layout::kBlockThreads + thread_index();
   }
-  __device__ __forceinline__ void load() {
-    tile.template fetch<StageOfX>(stage_of_x, args.x, tile.here);
-    tile.template fetch<StageOfDY>(stage_of_dy, args.dy, tile.here);
+  __device__ __forceinline__ void fetch() {
+    tile.template fetch<StageOfX>(stage_of_x, args.x);
+    tile.template fetch<StageOfDY>(stage_of_dy, args.dy);
+  }
+  __device__ __forceinline__ void begin() {
     commit_copies();
 #pragma unroll
     for (int i = 0; i < kLength; ++i) {
@@ -94,7 +97,9 @@ struct StridedBackward {
     *sum = exact.sum;
     *lost = exact.lost;
   }
-  __device__ __forceinline__ void write_dx() const {
+  // `asks`: for the next tile as well, in the place of what it has read.
+  __device__ __forceinline__ void write_dx(const typename Tile::Place& next, bool asks) const {
+    const long long ahead = tile.begin_of(0, next) - tile.begin_of(0, tile.here);
 #pragma unroll 1
     for (int round = 0; round < tile.rounds; ++round) {
       const int column = tile.column(round);
@@ -114,11 +119,24 @@ struct StridedBackward {
       }
       Pack<DX, kLength> dx;
       dx.set(of_x);
-      store<Layout::kVector>(dx, args.dx + tile.begin_of(column, tile.here), tile.here.first,
-                             tile.n_inner);
+      const long long begin = tile.begin_of(column, tile.here);
+      store<Layout::kVector>(dx, args.dx + begin, tile.here.first, tile.n_inner);
       if constexpr (kDWeight) add_gradient(of_weight, 0, round);
       if constexpr (kDBias) add_gradient(of_bias, kGradients - 1, round);
+      if (asks) {
+        tile.template fetch_ahead<StageOfX>(stage_of_x, round, args.x, begin + ahead, next);
+        tile.template fetch_ahead<StageOfDY>(stage_of_dy, round, args.dy, begin + ahead, next);
+      }
     }
+  }
+  // Each warp has all rows of the tile, so all warps say the same.
+  __device__ __forceinline__ bool has_wild_rows() const {
+    bool wild = false;
+    if constexpr (kSame<T, float>) {
+#pragma unroll
+      for (int i = 0; i < kLength; ++i) wild |= is_wild(means[i]);
+    }
+    return any_in_warp(wild);
   }
   // Writes dx of wild rows (gradient.cuh) in double, one after another, so that the code takes few registers. x and dy
   // wait in shared memory, even in place.
@@ -203,12 +221,19 @@ __global__ void __launch_bounds__(Layout::kBlockThreads, Layout::kBlocksPerMulti
   using Backward = StridedBackward<Op, Layout>;
   Backward backward(args);
   const long long tiles = args.n_rows / args.n_inner * backward.tile.tiles_of_outer;
-  for (long long tile = block_index(); tile < tiles; tile += block_count()) {
-    backward.tile.here = backward.tile.place_of(tile);
-    backward.load();
+  long long tile = block_index();
+  backward.tile.here = backward.tile.place_of(tile);
+  if (tile < tiles) backward.fetch();
+  while (tile < tiles) {
+    backward.begin();
     backward.sum_up();
-    backward.write_dx();
-    backward.write_wild_rows();
+    tile += block_count();
+    const bool waits = backward.has_wild_rows();  // which are read again
+    const auto next = backward.tile.place_of(tile);
+    backward.write_dx(next, tile < tiles && !waits);
+    if (waits) backward.write_wild_rows();
+    backward.tile.here = next;
+    if (waits && tile < tiles) backward.fetch();
   }
   if constexpr (Backward::kGradients > 0) let_next_kernel_start();
   backward.write_partials();

@@ -181,7 +181,9 @@ __device__ __forceinline__ SumOfPartials sum_of_partials(const ReductionArgument
     const long long step = of_weight ? args.weight_step : args.bias_step;
     const long long first = is_first ? 0 : args.n_vectors * args.n_partials;
     if (step == 0) return {first, vector > 0 ? -1 : args.n_vectors * args.n_partials, 0};
-    return {first + vector * args.n_partials, args.n_partials, vector * step};
+    // Without vectors there is still a block, for what all share.
+    const bool is_there = vector < args.n_vectors;
+    return {first + vector * args.n_partials, is_there ? args.n_partials : -1, vector * step};
   } else {
     return {is_first ? 0 : args.n_partials, args.n_partials, 0};
   }

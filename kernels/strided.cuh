@@ -52,16 +52,22 @@ struct StridedTile {
   // The statistics of the thread's first row.
   __device__ __forceinline__ long long row() const { return here.outer * n_inner + here.first; }
 
+  // Asks for the tile that is worked on next.
   template <typename StageOf, typename Element>
-  __device__ __forceinline__ void fetch(char* stage, const Element* array,
-                                        const Place& place) const {
+  __device__ __forceinline__ void fetch(char* stage, const Element* array) const {
 #pragma unroll 4
     for (int round = 0; round < rounds; ++round) {
       const int c = column(round);
       StageOf::template fetch<Layout::kVector>(stage, round,
-                                               array + begin_of(c < n_cols ? c : 0, place),
-                                               place.first, c < n_cols ? n_inner : 0);
+                                               array + begin_of(c < n_cols ? c : 0, here),
+                                               here.first, c < n_cols ? n_inner : 0);
     }
+  }
+  // Asks for a pack that begins `begin` elements from the array, of another tile. The thread has read this tile's pack.
+  template <typename StageOf, typename Element>
+  __device__ __forceinline__ void fetch_ahead(char* stage, int round, const Element* array,
+                                              long long begin, const Place& place) const {
+    StageOf::template fetch<Layout::kVector>(stage, round, array + begin, place.first, n_inner);
   }
   // Calls `add` with each of the thread's columns and with sums that begin at 0. Adds these up.
   template <int Sums, typename T, typename Add>

@@ -10,7 +10,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-from host.gpu import Gpu
+from host.gpu import Gpu, Kernel
 
 from cupynorm import _fuse, _fused_calls, _plans
 from cupynorm._arrays import to_numpy
@@ -67,7 +67,7 @@ class HostMemory:
 def on_host(gpu: Gpu, multiprocessors: int = 2) -> Iterator[None]:
     """Have norms of `cupynorm.fuse` take the host's GPU for that of NumPy arrays."""
     background = SimpleNamespace(
-        load=lambda kernels, device: tuple(gpu._load(kernel, device) for kernel in kernels)
+        load=lambda kernels, device: tuple(Kernel(gpu, kernel) for kernel in kernels)
     )
     with contextlib.ExitStack() as stack:
         for name, value in (

@@ -139,6 +139,12 @@ def test_an_output_of_other_rows_is_not(
     assert str(strides) in str(raised.value)
 
 
+def test_an_output_whose_axes_are_moved_may_have_any_layout() -> None:
+    _checks._check_writable("out", gpu_array((3, 4), (4, 12)), None)
+    with pytest.raises(ValueError, match="out must not overlap itself"):
+        _checks._check_writable("out", gpu_array((3, 4), (4, 4)), None)
+
+
 def gpu_array(shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
     """Stand in for a CuPy float32 array."""
     size = int(np.prod(shape))

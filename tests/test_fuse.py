@@ -561,7 +561,7 @@ def test_bfloat16_by_its_bits(dtype: str) -> None:
     values = np.concatenate((values, [0.0, -0.0, np.inf, -np.inf, np.nan, 1e300]))
     with np.errstate(all="ignore"):
         values = values.astype(dtype)
-        ours = _fuse.rounded(np, values, "bfloat16")
+        ours = _arrays.rounded(np, values, "bfloat16")
         expected = reference.round_once(values.astype(np.float64), ours.dtype)
     # NumPy compares no NaN of bfloat16.
     np.testing.assert_array_equal(ours.astype(np.float64), expected.astype(np.float64))
@@ -571,7 +571,7 @@ def test_bfloat16_by_its_bits(dtype: str) -> None:
 def test_sums_of_gradients() -> None:
     array = np.random.default_rng(11).standard_normal((3, 4, 5))
     for shape in ((3, 4, 5), (5,), (4, 1), (3, 1, 5), (), (1, 1, 1)):
-        ours, expected = _fuse.summed(array, shape), reference.sum_to_shape(array, shape)
+        ours, expected = _arrays.sum_to_shape(array, shape), reference.sum_to_shape(array, shape)
         assert ours.shape == shape
         np.testing.assert_allclose(ours, expected, rtol=1e-13)
 

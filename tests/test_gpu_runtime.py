@@ -505,6 +505,38 @@ def test_a_copy_made_during_capture_lives_as_long_as_the_graph() -> None:
         assert bool(cupy.isnan(array).all())
 
 
+def test_copies_of_vectors_made_during_capture_live_as_long_as_the_graph() -> None:
+    import cupy
+
+    shape = (3, 40, 4, 64)
+    drawn = np.random.default_rng(0).standard_normal((2, *shape), np.float32)
+    x, dy = cupy.asarray(drawn)
+    weight = cupy.arange(3 * 4 * 64, dtype=np.float16).reshape(3, 1, 4, 64) / 100
+    bias = cupy.ones((64,), np.float32)
+    rstd = cupynorm.rms_norm_forward(x, weight, bias).rstd
+
+    def step() -> tuple[Any, ...]:
+        y = cupynorm.rms_norm(x, weight, bias)
+        return y, *cupynorm.rms_norm_backward(dy, x, weight, rstd, bias=bias)[:3]
+
+    expected = step()
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        step()
+        stream.synchronize()
+        stream.begin_capture()
+        results = step()
+        graph = stream.end_capture()
+        taken = [cupy.full(shape, np.nan, np.float32) for _ in range(8)]
+        taken += [cupy.full((size,), np.nan, np.float32) for size in (64, 768) for _ in range(8)]
+        graph.launch(stream)
+    stream.synchronize()
+    for result, wanted in zip(results, expected, strict=True):
+        assert_same_bits(result, wanted)
+    for array in taken:
+        assert bool(cupy.isnan(array).all())
+
+
 def test_a_cold_call_in_a_capture_says_what_to_do() -> None:
     import cupy
 

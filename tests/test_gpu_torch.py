@@ -574,7 +574,8 @@ def test_plans_are_shared_by_numbers_of_rows() -> None:
 
 # ---- weights that broadcast, and any axis --------------------------------------------------------
 
-BROADCAST = {
+# x's shape, that of weight and bias, the axes and, if it is another one, the bias's shape.
+BROADCAST: dict[str, Any] = {
     "AdaLN": ((4, 33, 1024), (4, 1, 1024), None),
     "heads": ((3, 17, 8, 128), (8, 128), -1),
     "heads of examples": ((3, 17, 8, 64), (3, 1, 8, 64), -1),
@@ -582,6 +583,7 @@ BROADCAST = {
     "axis=1": ((3, 96, 5, 7), (96, 1, 1), 1),
     "an odd width": ((5, 7, 333), (5, 1, 333), None),
     "a long row": ((3, 4, 40000), (3, 1, 40000), None),
+    "a weight for all and a bias for each": ((3, 700, 64), (64,), None, (3, 1, 64)),
 }
 
 
@@ -589,11 +591,11 @@ BROADCAST = {
 @pytest.mark.parametrize("case", BROADCAST)
 @pytest.mark.parametrize("norm", NORMS)
 def test_weights_that_broadcast(norm: str, case: str, dtype: Any) -> None:
-    x_shape, shape, axis = BROADCAST[case]
+    x_shape, shape, axis, *of_bias = BROADCAST[case]
     generator = torch.Generator("cuda").manual_seed(0)
     x, weight, bias, dy = (
         torch.randn(s, generator=generator, device="cuda").to(dtype)
-        for s in (x_shape, shape, shape, x_shape)
+        for s in (x_shape, shape, *(of_bias or [shape]), x_shape)
     )
     leaves = [t.requires_grad_() for t in (x, weight, bias)]
     options = {"eps": 1e-5, "axis": axis}

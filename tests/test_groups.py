@@ -203,16 +203,26 @@ CALLS = (
         *("streamed by packs", "layer_norm", (1, 2, 1, 240000), (2, 3), (2, 1, 1), (2, 1, 1)),
         kernels=(*STREAMED, "reduce_repeats"),
     ),
+    Call("apart", "layer_norm", (3, 5, 4, 24), None, (3, 1, 4, 24), (24,), kernels=PIPELINED),
+    Call(
+        *("a weight for each and a bias by channels", "layer_norm", (2, 3, 4, 6), (1, 2, 3)),
+        *((2, 1, 1, 1), (3, 4, 1), ("bfloat16", "bfloat16")),
+    ),
+    Call("bias alone", "rms_norm", (2, 5, 3, 8), None, None, (2, 1, 3, 1), ("float32", "float16")),
+    Call("apart, moved", "layer_norm", (4, 8, 3), 1, (4, 1, 1), (8, 1), ("float16", "bfloat16")),
+    Call("apart, no rows", "layer_norm", (2, 0, 4, 8), None, (2, 1, 4, 8), (8,)),
+    Call("no examples", "layer_norm", (0, 3, 8), None, (0, 1, 8), (8,)),
+    Call("no examples by index", "rms_norm", (0, 3, 8), None, (0, 1, 1), (0, 1, 1)),
     Call("no rows", "rms_norm", (0, 4, 6), (1, 2), (4, 1), None, ("float32", "float32")),
     Call("float64", "layer_norm", (4, 3, 64), None, (4, 1, 64), (4, 1, 64), ("float64",) * 2),
-    Call("channels", "layer_norm", (2, 40, 16, 8), 1, (40, 1, 1), (40, 1, 1), kernels=STRIDED),
+    Call("channels", "layer_norm", (12, 40, 16, 8), 1, (40, 1, 1), (40, 1, 1), kernels=STRIDED),
     Call(
         *("channels at any address", "rms_norm", (3, 33, 7, 3), 1, (33, 1, 1), None),
         ("float32", "float32"),
         kernels=STRIDED,
     ),
     Call(
-        *("channels out of range", "layer_norm", (2, 70, 50), 1, (70, 1), (70, 1)),
+        *("channels out of range", "layer_norm", (9, 70, 50), 1, (70, 1), (70, 1)),
         ("float32", "bfloat16"),
         scale=1e25,
         kernels=STRIDED,
@@ -255,7 +265,8 @@ def run(gpu: Gpu, call: Call, arrays: dict[str, Any], zero_centered: bool) -> tu
 
 def drawn(call: Call) -> dict[str, Any]:
     of_x, of_vectors = (DTYPES[name] for name in call.dtypes)
-    x = make_values("normal", call.shape, np.dtype(np.float64), 1) * call.scale
+    x = make_values("normal", call.shape, np.dtype(np.float64), 1)
+    x[slice(1, None, 2) if call.scale > 1 else ...] *= call.scale  # every other example, if large
     vectors = {
         name: None if shape is None else make_values("normal", shape, of_vectors, seed)
         for name, shape, seed in (("weight", call.weight, 2), ("bias", call.bias, 3))
@@ -318,3 +329,33 @@ def test_a_row_has_the_same_bits_in_any_batch(build: Build, call: Call) -> None:
     for name in ("y", "mean", "rstd"):
         assert_bits(getattr(part, name), getattr(whole, name)[:1], name)
     assert_bits(of_part.dx, of_whole.dx[:1], "dx")
+
+
+@pytest.mark.parametrize("call", [c for c in CALLS if c.axis in (1, (0, 2))], ids=str)
+def test_outputs_over_any_axis(build: Build, call: Call) -> None:
+    gpu, arrays = Gpu(build), drawn(call)
+    with gpu.fresh_memory():
+        x, dy, weight, bias = (
+            None if arrays[name] is None else gpu.memory.array(arrays[name])
+            for name in ("x", "dy", "weight", "bias")
+        )
+        options: dict[str, Any] = {"axis": call.axis}
+        forward = gpu.forward(call.norm, x, weight, bias, eps=1e-5, **options)
+        given = weight, forward.mean, forward.rstd
+        dx = gpu.backward(call.norm, dy, x, *given, bias=False, **options).dx
+        results = [(forward.y.copy(), dx.copy())]
+        for moved in (False, True):  # kernels write neither of the layouts that are moved
+            shape = x.shape[::-1] if moved else x.shape
+            places = [gpu.memory.array(np.full(shape, 7, x.dtype)) for _ in range(2)]
+            places = [place.T if moved else place for place in places]
+            y = gpu.forward(call.norm, x, weight, bias, eps=1e-5, out=places[0], **options).y
+            found = gpu.backward(call.norm, dy, x, *given, bias=False, dx=places[1], **options)
+            assert y is places[0]
+            assert found.dx is places[1]
+            results.append((y.copy(), found.dx.copy()))
+        in_place = gpu.backward(call.norm, dy, x, *given, bias=False, dx=dy, **options).dx
+        assert in_place is dy
+    for one in results[1:]:
+        for actual, expected in zip(one, results[0], strict=True):
+            assert_bits(actual, expected, "in place")
+    assert_bits(in_place.copy(), results[0][1], "over dy")

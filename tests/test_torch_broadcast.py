@@ -377,6 +377,37 @@ def test_compiled(case: str, dynamic: bool) -> None:
     torch.testing.assert_close(*results)
 
 
+@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize(
+    "shapes", [((3, 1, 2, 8), (3, 1, 2, 8)), ((8,), (1700, 1, 1))], ids=["apart", "unlike"]
+)
+def test_a_compiled_program_sums_the_gradients_of_repeated_vectors_as_autograd_does(
+    shapes: Any, context: Any
+) -> None:
+    leaves = [
+        drawn(shape, i, torch.float32).requires_grad_()
+        for i, shape in enumerate(((3, 1700, 2, 8), *shapes))
+    ]
+    dy = drawn(leaves[0].shape, 9, torch.float32)
+    with context():
+        results = []
+        for function in (layer_norm, torch.compile(layer_norm, fullgraph=True)):
+            y = function(*leaves)
+            results.append((y, *torch.autograd.grad(y, leaves, dy)))
+    for eager, compiled in zip(*results, strict=True):
+        assert_same_bits(compiled, eager)
+
+
+def test_a_batch_of_repeated_vectors_is_compiled() -> None:
+    shapes = (5, 2, 3, 4, 8), (2, 1, 4, 8), (5, 8)
+    leaves = [drawn(shape, i).requires_grad_() for i, shape in enumerate(shapes)]
+    of_each = vmap(layer_norm, (0, None, 0))
+    compiled = torch.compile(of_each, backend="aot_eager", fullgraph=True)
+    results = [f(*leaves) for f in (compiled, of_each)]
+    assert_close(*results)
+    assert_close(*(torch.autograd.grad(y.pow(3).sum(), leaves) for y in results))
+
+
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled_once_for_any_batch(backend: str) -> None:
     counter = CompileCounterWithBackend(backend)

@@ -194,7 +194,8 @@ class TorchBackend(Backend):
                 outputs = call.run()
         torch.cuda.synchronize()
         for output in outputs:
-            output.detach().view(torch.uint8).fill_(ALL_ONES)
+            # As integers of its size: an output may be a view with its axes moved.
+            output.detach().view(getattr(torch, f"int{8 * output.itemsize}")).fill_(-1)
         if call.reset is not None:
             call.reset()
         # The call owns what the graph reads.

@@ -61,5 +61,53 @@ def _broadcast(x: Any, vector: Any, pattern: _Shape, ndim: int, compute: torch.d
     if _pattern(whole.shape, x.ndim) != pattern:
         wide = torch.promote_types(vector.dtype, compute)
         sizes = [1 if n == 1 else size for n, size in zip(pattern, x.shape, strict=True)]
-        whole = whole.to(wide).expand(sizes)
+        whole = _repeated(whole.to(wide), sizes)
     return whole.reshape(whole.shape[x.ndim - ndim :])
+
+
+# ---- copies in a compiled program ----------------------------------------------------------------
+
+
+def _repeated(vector: Any, sizes: list[Any]) -> Any:
+    """Return a vector that is repeated to some sizes.
+
+    The compiler would sum its gradients in an order of its own. These operations do as autograd.
+    """
+    if torch.compiler.is_compiling() and type(vector) in (torch.Tensor, torch.nn.Parameter):
+        return _repeat(vector, sizes)
+    return vector.expand(sizes)
+
+
+def _copied(vector: torch.Tensor, sizes: Any) -> torch.Tensor:
+    return vector.expand(sizes).clone(memory_format=torch.contiguous_format)
+
+
+def _summed(gradients: torch.Tensor, sizes: Any) -> torch.Tensor:
+    return gradients.sum_to_size(sizes).clone(memory_format=torch.contiguous_format)
+
+
+def _of_new(tensor: torch.Tensor, sizes: Any) -> torch.Tensor:
+    return tensor.new_empty(sizes)
+
+
+def _keep_sizes(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.sizes = inputs[0].shape
+
+
+def _of_batch(operation: Any) -> Any:
+    def rule(info: Any, in_dims: Any, tensor: Any, sizes: Any) -> tuple[Any, int]:
+        return operation(tensor.movedim(in_dims[0], 0), (info.batch_size, *sizes)), 0
+
+    return rule
+
+
+_SCHEMA = "(Tensor tensor, SymInt[] sizes) -> Tensor"
+_repeat = torch.library.custom_op("cupynorm::repeat", _copied, mutates_args=(), schema=_SCHEMA)
+_sum = torch.library.custom_op("cupynorm::sum_repeats", _summed, mutates_args=(), schema=_SCHEMA)
+for _operation, _adjoint in ((_repeat, _sum), (_sum, _repeat)):
+    _operation.register_fake(_of_new)
+    _operation.register_vmap(_of_batch(_operation))
+    _operation.register_autograd(
+        lambda ctx, gradient, adjoint=_adjoint: (adjoint(gradient, ctx.sizes), None),
+        setup_context=_keep_sizes,
+    )

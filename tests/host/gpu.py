@@ -26,7 +26,7 @@ import numpy as np
 
 import cupynorm
 from cupynorm import NormBackward, NormForward
-from cupynorm._arrays import NUMPY
+from cupynorm._arrays import NUMPY, rounded
 from cupynorm._checks import Asked, AskedBackward, as_called, check_call
 from cupynorm._compile import Instantiation
 from cupynorm._driver import STRUCT_END
@@ -38,7 +38,7 @@ from cupynorm._layout import (
 from cupynorm._layout.architectures import MAX_CLUSTER_BLOCKS
 from host.build import Build, KernelError, runtime
 
-__all__ = ["ARCHITECTURE", "Array", "Gpu"]
+__all__ = ["ARCHITECTURE", "Array", "Gpu", "Kernel"]
 
 MAP_NORESERVE = 0x4000  # of Linux. Not every Python names it
 # A gap on either side of an array. An access that misses one array meets no other, wherever they
@@ -246,7 +246,7 @@ class Gpu:
     def run(self, kernel: Instantiation, blocks: int, *arguments: Any) -> None:
         """Launch a kernel from outside the package. Arrays are passed by their addresses."""
         values = (a.data.ptr if isinstance(a, Array) else a for a in arguments)
-        _Kernel(self, kernel).prepared(blocks, {})(0, tuple(values))
+        Kernel(self, kernel).prepared(blocks, {})(0, tuple(values))
 
     @contextlib.contextmanager
     def fresh_memory(self) -> Iterator[None]:
@@ -273,7 +273,7 @@ class Gpu:
         return np.array(result).view(np.ndarray)
 
 
-class _Kernel:
+class Kernel:
     """A kernel of the build. It is launched as `cupynorm._driver.Kernel` is."""
 
     def __init__(self, gpu: Gpu, kernel: Instantiation) -> None:
@@ -347,6 +347,7 @@ def _cupy(memory: Any) -> Any:
         "zeros": memory.zeros,
         "array": memory.array,
         "asarray": memory.array,
+        "broadcast_to": functools.partial(np.broadcast_to, subok=True),
         "lib": SimpleNamespace(stride_tricks=tricks),
         "cuda": SimpleNamespace(
             Device=lambda device_id: device,
@@ -386,13 +387,16 @@ def _copies() -> tuple[Any, Any]:
     plans.few_rows_configs = if_asked(plans.few_rows_configs)
     plans.few_rows_backward_configs = if_asked(plans.few_rows_backward_configs)
     plans._background = SimpleNamespace(
-        load=lambda kernels, device: tuple(_Kernel(plans.gpu, kernel) for kernel in kernels),
+        load=lambda kernels, device: tuple(Kernel(plans.gpu, kernel) for kernel in kernels),
         start=lambda kernels, device: None,
         is_wanted_now=lambda kernel, device: True,
     )
     names = "empty", "zeros", "array", "as_strided"
     cupy = _cupy(SimpleNamespace(**{name: of_gpu(name) for name in names}))
-    return plans, _copy_of("_calls", {"cupy": cupy, "cupynorm._plans": plans})
+    calls: Any = _copy_of("_calls", {"cupy": cupy, "cupynorm._plans": plans})
+    # The runtime knows arrays that it allocated.
+    calls.rounded = lambda _, *of: plans.gpu.memory.array(rounded(np, *of))
+    return plans, calls
 
 
 def _calls_of(gpu: Gpu) -> Any:
