@@ -194,8 +194,14 @@ def test_kernel_source_is_of_the_kernels_that_a_call_runs(monkeypatch: pytest.Mo
                     statistics=stored,
                     rows=rows,
                 ) == sources([plan.kernel])
+            of_sums = {"dweight": weight and "float64", "dbias": dbias and "float64"}
+            given = replace(of_dy, **of_sums, bitmask=False, sums_given=True, accumulate=True)
+            kernels = _plans.backward_plan(given, m, n, vector, -7).kernels
+            options: dict[str, Any] = {"dy_dtype": "float32", "backward": True, "rows": rows}
+            adds = {"gradient_dtype": "float64", "accumulate": True}
+            assert cupynorm.kernel_source(*dtypes, **options, **adds) == sources(kernels)
             kernels = _plans.backward_plan(of_dy, m, n, vector, -7).kernels
-            options: dict[str, Any] = {"dy_dtype": "float32", "relu": True, "backward": True}
+            options = {"dy_dtype": "float32", "relu": True, "backward": True}
             assert cupynorm.kernel_source(*dtypes, **options, rows=rows) == sources(kernels)
             for residual in ("bfloat16", "float32"):
                 options = {"residual_dtype": residual, "rows": rows}

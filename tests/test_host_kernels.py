@@ -22,7 +22,9 @@ from host.checks import (
     NORMS,
     OVERFLOWING,
     SHORT_ROWS,
+    SUMS,
     Case,
+    OfSums,
     check_addresses,
     check_case,
     check_clip_values,
@@ -31,6 +33,7 @@ from host.checks import (
     check_overflows,
     check_problem,
     check_subnormal_rstd,
+    check_sums_of,
     kernels_of,
 )
 from host.gpu import Caller, Gpu
@@ -45,7 +48,7 @@ from residuals import (
     residual_problems,
 )
 from strategies import DTYPES, OVERFLOWS, Problem, make_values, problems
-from sums import WIDTHS, WithSums, check_sums, problems_with_sums, with_sums
+from sums import WIDTHS, WithSums, check_sums, problems_with_sums
 from thorough import by_turns, examples, of_each_name, one_in
 
 from cupynorm._compile import Instantiation
@@ -96,7 +99,7 @@ def test_any_residual(drawn: WithResidual, few_rows: bool) -> None:
         check_residual(Caller(gpu), drawn)
 
 
-@settings(max_examples=examples(10, of=60), deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(6, of=40), deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     drawn=problems_with_sums(WIDTHS), few_rows=st.booleans(), architecture=st.sampled_from([75, 90])
 )
@@ -106,26 +109,11 @@ def test_any_given_sums(drawn: WithSums, few_rows: bool, architecture: int) -> N
         check_sums(Caller(gpu), drawn)
 
 
-# The kernel that writes the sums, and of which problem.
-SUMS = (
-    ("reduce_partials", "layer_norm", 7, 300, "bfloat16", 90, False),
-    ("reduce_partials", "rms_norm", 70, 2048, "bfloat16", 90, True),
-    ("norm_backward_in_registers", "rms_norm", 5, 1000, "bfloat16", 90, True),
-    ("norm_backward_in_registers_columns", "layer_norm", 5, 4096, "bfloat16", 90, True),
-    ("norm_backward_column_parallel", "layer_norm", 2, 140004, "float32", 90, False),
-    ("reduce_partials", "rms_norm", 3, 20004, "float64", 75, False),
-)
-
-
-@pytest.mark.parametrize(("name", "norm", "m", "n", "x", "architecture", "few_rows"), SUMS)
-def test_sums_in_given_arrays_by_each_kernel_that_writes_them(
-    name: str, norm: str, m: int, n: int, x: str, architecture: int, few_rows: bool
-) -> None:
-    problem = Case(name, norm, m, n, x, "bfloat16", "float16").problem()
-    gpu = Gpu(Build(), architecture=architecture, few_rows=few_rows)
-    with gpu.fresh_memory():
-        check_sums(Caller(gpu), with_sums(problem, "float32", "float64", offset=1))
-    assert {kernel.name for kernel in gpu.launched if ("kAccumulates", True) in kernel.op} == {name}
+@pytest.mark.parametrize("of", SUMS, ids=str)
+def test_sums_in_given_arrays_by_each_kernel_that_writes_them(of: OfSums) -> None:
+    gpu = check_sums_of(Build(), of)
+    writers = {kernel.name for kernel in gpu.launched if ("kAccumulates", True) in kernel.op}
+    assert writers == {of.kernel}
 
 
 @pytest.mark.parametrize(
