@@ -306,8 +306,13 @@ def test_warmup_is_for_the_defaults_of_backward_as_well(
 ) -> None:
     asked = dict.fromkeys(_warmup._DTYPES_ASKED.values()) | {"norm": norm, "bias_dtype": bias}
     asked |= {"x_dtype": "bfloat16", "weight_dtype": "float32"}
-    specs = _warmup._specs(asked | {"zero_centered": False, "relu": False, "backward": True})
-    assert {spec.dbias for spec in specs if isinstance(spec, BackwardSpec)} == dbias
+    asked |= {"zero_centered": False, "relu": False, "backward": True}
+    for gradient, accumulate in ((None, False), ("float64", False), ("float64", True)):
+        told = {"gradient_dtype": gradient, "accumulate": accumulate}
+        specs = [s for s in _warmup._specs(asked | told) if isinstance(s, BackwardSpec)]
+        assert {spec.dbias for spec in specs} == {d and (gradient or d) for d in dbias}
+        assert {spec.dtypes["dweight"] for spec in specs} == {gradient or "float32"}
+        assert {(s.sums_given, s.accumulate) for s in specs} == {(gradient is not None, accumulate)}
 
 
 # ---- what must be accepted -----------------------------------------------------------------------
