@@ -30,6 +30,7 @@ from cupynorm._operation import (
     FORWARD,
     KINDS,
     MOVED_BY_PACKS,
+    SUMS,
     BackwardSpec,
     ForwardSpec,
     Kind,
@@ -105,6 +106,7 @@ _PLAIN = {
     "eps": "type(eps) is float",
     "relu": "(relu is None or (type(relu) is tuple and _are_numbers(map(type, relu))))",
     "bias": "(bias is None or type(bias) is bool)",
+    "accumulate": "type(accumulate) is bool",
 }
 _PLAIN_DTYPE = "({0} is None or isinstance({0}, (_dtype, str, type)))"
 
@@ -229,7 +231,7 @@ def first_call(
         there = {name: array for name, array in taken.items() if array is not None}
         vector, is_aligned = _vector(spec.x, n, there, known)
         for name, array in there.items():
-            moved = vector if KINDS.get(name) in MOVED_BY_PACKS else 1
+            moved = vector if _is_moved_by_packs(name) else 1
             known[f"{name}_mask"] = moved * array.itemsize - 1
         plan: ForwardPlan | BackwardPlan
         if isinstance(spec, ForwardSpec):
@@ -373,6 +375,10 @@ def _returned(spec: Spec, options: Options) -> str:
     return f"({', '.join((first, *others))})" if others else first
 
 
+def _is_moved_by_packs(name: str) -> bool:
+    return KINDS.get(name) in MOVED_BY_PACKS and name not in SUMS
+
+
 def _vector(x: str, n: int, arrays: dict[str, Any], known: dict[str, Any]) -> tuple[int, bool]:
     """Return how many elements one access moves, and whether no address makes them fewer.
 
@@ -380,7 +386,7 @@ def _vector(x: str, n: int, arrays: dict[str, Any], known: dict[str, Any]) -> tu
     """
     layout, addresses = n | pack_length(x), 0
     for name, array in arrays.items():
-        if KINDS.get(name) in MOVED_BY_PACKS:
+        if _is_moved_by_packs(name):
             layout |= known[f"{name}_stride"] or 0
             addresses |= array.data.ptr // array.itemsize
     vector = (layout | addresses) & -(layout | addresses)

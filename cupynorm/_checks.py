@@ -30,6 +30,7 @@ from cupynorm._operation import (
     BACKWARD,
     FORWARD,
     KINDS,
+    SUMS,
     BackwardSpec,
     ForwardSpec,
     Kind,
@@ -175,6 +176,7 @@ class AskedBackward(NamedTuple):
     bias: bool | None
     dx_dtype: Any = None
     dresidual_dtype: Any = None
+    accumulate: Any = False
 
 
 def check_norm(norm: Any) -> None:
@@ -222,12 +224,43 @@ def check_arrays(
     x = arrays["x"]
     axes = normalized_axes(x.ndim, asked.axis)
     order = order_of(x.ndim, axes)
+    if isinstance(asked, AskedBackward):
+        _check_sums(arrays, asked, axes)
     if order is not None:
         arrays = _checked_and_moved(arrays, order, axes)
         asked = asked._replace(axis=tuple(range(-len(axes), 0)))
     check: Any = check_forward if isinstance(asked, Asked) else check_backward
     spec, options = check(arrays, asked, moved=order is not None)
     return arrays, spec, replace(options, order=order)
+
+
+def _check_sums(arrays: dict[str, Any], asked: AskedBackward, axes: tuple[int, ...]) -> None:
+    """Check the shapes of the places for dweight and dbias, and that none to add to is missing."""
+    accumulate, x_shape = asked.accumulate, arrays["x"].shape
+    if not isinstance(accumulate, bool | np.bool_):
+        raise TypeError(f"accumulate must be True or False, got {accumulate!r}")
+    given = {name: arrays.get(name) for name in ("weight", "like", *SUMS)}
+    shapes: dict[str, Any] = {n: None if a is None else a.shape for n, a in given.items()}
+    if not accumulate and all(shapes[name] is None for name in SUMS):
+        return
+    check_rows(x_shape, axes)
+    for name in ("weight", "like"):
+        if shapes[name] is not None:
+            check_vector(_PUBLIC_NAMES.get(name, name), shapes[name], x_shape, axes)
+    wanted = {"dweight": shapes["weight"], "dbias": shapes["like"]}
+    if asked.bias:
+        of_weight = shapes["weight"]
+        wanted["dbias"] = shape_of_row(x_shape, axes) if of_weight is None else of_weight
+    conditions = "without a weight", "unless bias is True or an array"
+    for (name, shape), condition in zip(wanted.items(), conditions, strict=True):
+        if shapes[name] is None and shape is not None and accumulate:
+            raise ValueError(f"{name} must be an array to add to if accumulate is True, got None")
+        if shapes[name] is not None and shape is None:
+            raise ValueError(f"{name} must be None {condition}, got {_shape_words(given[name])}")
+        if shapes[name] not in (None, shape):
+            raise ValueError(f"{name} must have shape {shape}, got {shapes[name]}")
+    if accumulate and wanted["dweight"] is None and wanted["dbias"] is None:
+        raise ValueError("accumulate must be False without a weight and a bias, got True")
 
 
 def _checked_and_moved(
@@ -269,9 +302,7 @@ def check_forward(
         dtypes["residual_out"] = _check_output(
             *told, total, x, rows, asked.residual_dtype, residual
         )
-        outputs = [array for array in (y, total) if array is not None and array.size]
-        if len({address_of(array) for array in outputs}) < len(outputs):
-            raise ValueError("residual_out must be another array than out, got the same memory")
+        _check_apart({"out": y, "residual_out": total})
     else:
         given = None if total is None else _shape_words(total)
         for name, got in (("dtype", asked.residual_dtype), ("out", given)):
@@ -372,6 +403,9 @@ def check_backward(
             _check_like(name, arrays[name], x, x.shape, None)
     dtypes = _names_of(arrays, (*BACKWARD.reads, "like"))
     dtypes["dbias"] = (dtypes["weight"] or dtypes["x"]) if asked.bias else dtypes["like"]
+    sums = {name: arrays[name] for name in SUMS if arrays.get(name) is not None}
+    for name, array in sums.items():
+        dtypes[name] = DTYPES[to_dtype(f"{name}.dtype", array.dtype)]
     given = asked.dx_dtype, asked.dresidual_dtype
     for (name, option), dtype in zip(BACKWARD.dtypes_asked.items(), given, strict=True):
         dtypes[name] = dtypes["x"] if dtype is None else DTYPES[to_dtype(option, dtype)]
@@ -380,6 +414,8 @@ def check_backward(
         k=k,
         zero_centered=bool(asked.zero_centered),
         has_residual=has_residual(dresidual_out, *given),
+        sums_given=bool(sums),
+        accumulate=bool(asked.accumulate),
         groups=groups,
     )
     spec = BackwardSpec.of(options, dtypes)
@@ -391,6 +427,10 @@ def check_backward(
             _check_like(name, arrays[name], x, shape, dtype)
     if arrays["dx"] is not None:
         _check_writable("dx", arrays["dx"], None if moved else k)
+    for name, array in sums.items():
+        _check_memory(name, array, x)
+        _check_sum_writable(name, array)
+    _check_apart({"dx": arrays["dx"]} | sums)
     return spec, options
 
 
@@ -441,11 +481,16 @@ def must_broadcast(
     name: str, shape: tuple[int, ...], x_shape: tuple[int, ...], axes: tuple[int, ...]
 ) -> str:
     """Return the message on a weight or bias that does not broadcast to x."""
-    of_row = tuple(n if i in axes else 1 for i, n in enumerate(x_shape))[min(axes) :]
+    of_row = shape_of_row(x_shape, axes)
     return (
         f"{name} must have the shape of x's normalized axes, {of_row}, or broadcast to x's shape, "
         f"{x_shape}; got {shape}"
     )
+
+
+def shape_of_row(x_shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the least shape that broadcasts to x and holds a row of its given axes."""
+    return tuple(n if i in axes else 1 for i, n in enumerate(x_shape))[min(axes) :]
 
 
 def check_zero_centered(zero_centered: Any, *, has_weight: bool) -> None:
@@ -501,6 +546,26 @@ def _check_writable(name: str, array: Any, k: int | None) -> None:
             f"{name} must hold contiguous rows that do not overlap, one stride apart; got strides "
             f"{array.strides} for shape {array.shape}"
         )
+
+
+def _check_sum_writable(name: str, array: Any) -> None:
+    if is_numpy(array):
+        _check_writable(name, array, 0)
+    elif not array.flags.c_contiguous:
+        raise ValueError(
+            f"{name} must be C-contiguous, with the normalized axes last; got strides "
+            f"{array.strides} for shape {array.shape}"
+        )
+
+
+def _check_apart(outputs: Mapping[str, Any]) -> None:
+    """Check that arrays that are given to be written begin at different addresses."""
+    named: dict[int, str] = {}
+    for name, array in outputs.items():
+        if array is not None and array.size:
+            other = named.setdefault(address_of(array), name)
+            if other != name:
+                raise ValueError(f"{name} must be another array than {other}, got the same memory")
 
 
 def _overlaps_itself(array: Any) -> bool:

@@ -252,23 +252,26 @@ def backward_instantiations(
     """
     compute = compute_dtype(spec.x)
 
-    def op(dweight: str | None, dbias: str | None) -> Members:
+    def op(dweight: str | None, dbias: str | None, **of_sums: bool) -> Members:
         """Return the Op of a kernel that writes weight gradients of these dtypes, or none."""
         options: dict[str, str | bool | int] = {
             "Epilogue": "Clamp" if spec.bitmask else "Identity",
             "kCentered": spec.norm == "layer_norm",
             "kZeroCentered": spec.zero_centered,
             **_sharing(spec),
+            **of_sums,
         }
         dtypes = {"X": spec.x, "DY": spec.dy, "Weight": spec.weight}
         dtypes |= {"DWeight": dweight, "DBias": dbias, "DX": spec.dtypes["dx"]}
         dtypes |= {"DResidualOut": spec.dresidual_out, "DResidual": spec.dresidual}
         return _op(options, **dtypes)
 
-    gradients = op(spec.weight, spec.dbias)
+    how_written = {"kGiven": spec.sums_given, "kAccumulates": spec.accumulate}
+    gradients = op(spec.dtypes["dweight"], spec.dbias, **how_written)
     partials = op(spec.weight and compute, spec.dbias and compute)
     if isinstance(config, BackwardInRegisters):
-        of_gradients = partials if config.reduction is not None else gradients
+        beside_kernel = config.column_threads > 0 and spec.norm == "layer_norm"
+        of_gradients = partials if config.reduction is not None or beside_kernel else gradients
         arguments = arguments_of("BackwardInRegistersArguments", spec)
         fields = [f.name for f in dataclasses.fields(config) if f.name != "column_threads"]
         of_rows = config
@@ -286,10 +289,10 @@ def backward_instantiations(
                 config.cluster_blocks,
             ),
         )
-        if config.column_threads and spec.norm == "layer_norm":
+        if beside_kernel:
             of_columns = dataclasses.replace(config, block_threads=config.column_threads)
             # A weight's gradient is the same if it is stored around zero.
-            without_weight = (m for m in of_gradients if m[0] != "kZeroCentered")
+            without_weight = (m for m in gradients if m[0] != "kZeroCentered")
             columns = Instantiation(
                 "backward_in_registers.cu",
                 "norm_backward_in_registers_columns",
@@ -365,7 +368,8 @@ def backward_instantiations(
         )
     if config.reduction is None:
         return passes
-    of_sums = _op(_sharing(spec), X=compute, DWeight=spec.weight, DBias=spec.dbias)
+    written = {"DWeight": spec.dtypes["dweight"], "DBias": spec.dbias}
+    of_sums = _op(_sharing(spec) | how_written, X=compute, **written)
     if spec.repeats:
         threads = config.reduction.block_threads
         repeats = Instantiation(

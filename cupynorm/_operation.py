@@ -26,6 +26,7 @@ __all__ = [
     "ITEMSIZE",
     "KINDS",
     "MOVED_BY_PACKS",
+    "SUMS",
     "BackwardSpec",
     "ForwardSpec",
     "Kind",
@@ -91,6 +92,9 @@ ALWAYS_READ = frozenset(("x", "dy", "rstd"))  # a pass that reads these always h
 # One access moves several elements of these.
 MOVED_BY_PACKS = frozenset((Kind.ROWS, Kind.VECTOR))
 
+# They are sums over rows. A caller's arrays for them are aligned to their elements alone.
+SUMS = "dweight", "dbias"
+
 
 def bitmask_bytes(n: int) -> int:
     """Return the bytes of a row of n bits."""
@@ -152,7 +156,8 @@ BACKWARD = Pass(  # x is the normalized array: the forward's residual_out, if th
     reads=_READ_BACKWARD,
     writes=("dx", "dweight", "dbias", "dresidual"),
     dtypes_asked={"dx": "dx_dtype", "dresidual": "dresidual_dtype"},
-    arguments=(*_READ_BACKWARD, "dx", "like"),  # like: the bias, if dbias is to have its shape
+    # like: the bias, if dbias is to have its shape
+    arguments=(*_READ_BACKWARD, "dx", *SUMS, "like"),
     takes_scratch=True,
 )
 
@@ -163,8 +168,9 @@ class Options:
 
     `k`: how many trailing axes of x are normalized. `training`: the statistics are stored and, with
     relu, the bits. `has_residual`: a backward pass returns dresidual. It is dx if both have one
-    dtype. `groups`: how rows share weight and bias; None if these are one row for all. `order`: the
-    axes of the caller's x in the order that they have here, if they were moved.
+    dtype. `sums_given`: dweight or dbias is written to a caller's array. `accumulate`: it is added
+    to that. `groups`: how rows share weight and bias; None if these are one row for all. `order`:
+    the axes of the caller's x in the order that they have here, if they were moved.
     """
 
     norm: Norm
@@ -174,6 +180,8 @@ class Options:
     relu: Relu = None
     training: bool = False
     has_residual: bool = False
+    sums_given: bool = False
+    accumulate: bool = False
     groups: Groups | None = None
     order: tuple[int, ...] | None = None
 
@@ -298,7 +306,8 @@ class ForwardSpec(_Spec):
 class BackwardSpec(_Spec):
     """A backward pass to compile. A weight always has a dweight.
 
-    `dx`: its dtype, if not x's. `dresidual`: its dtype, if it is not dx.
+    `dx`: its dtype, if not x's. `dresidual`: its dtype, if it is not dx. `dweight`: its dtype, if
+    not the weight's. `sums_given` and `accumulate` are as in `Options`.
     """
 
     table: ClassVar[Pass] = BACKWARD
@@ -315,26 +324,34 @@ class BackwardSpec(_Spec):
     dresidual: str | None = None
     grouped: bool = False
     repeats: int = 0
+    dweight: str | None = None
+    sums_given: bool = False
+    accumulate: bool = False
 
     @classmethod
     def of(cls, options: Options, dtypes: Mapping[str, str | None]) -> BackwardSpec:
         """Return the spec of a pass with these options, on arrays of these dtypes by name.
 
-        dx's dtype is by default x's. A dresidual without a dtype of its own is dx.
+        dx's dtype is by default x's, and dweight's the weight's. A dresidual without a dtype of its
+        own is dx.
         """
         x, dresidual = dtypes["x"] or "", dtypes.get("dresidual")
         dx = dtypes.get("dx") or x
+        weight, dweight = dtypes["weight"], dtypes.get("dweight")
         return cls(
             norm=options.norm,
             x=x,
             dy=dtypes["dy"] or "",
-            weight=dtypes["weight"],
+            weight=weight,
             dbias=dtypes["dbias"],
             zero_centered=options.zero_centered,
             bitmask=dtypes.get("bitmask") is not None,
             dresidual_out=dtypes.get("dresidual_out"),
             dx=None if dx == x else dx,
             dresidual=None if dresidual == dx else dresidual,
+            dweight=None if dweight == weight else dweight,
+            sums_given=options.sums_given,
+            accumulate=options.accumulate,
             **sharing(options.groups),
         )
 
@@ -351,7 +368,7 @@ class BackwardSpec(_Spec):
             "rstd": statistic,
             "bitmask": "uint8" if self.bitmask else None,
             "dx": self.dx or self.x,
-            "dweight": self.weight,
+            "dweight": self.dweight or self.weight,
             "dbias": self.dbias,
             "dresidual": self.dresidual,
         }
@@ -429,7 +446,8 @@ class NormBackward(NamedTuple):
     dx : array
         Gradient of x, of its shape and dtype.
     dweight : array or None
-        Gradient of the weight, of its shape and dtype; None without a weight.
+        Gradient of the weight, of its shape and dtype, or the array given for it; None without a
+        weight.
     dbias : array or None
         Gradient of the bias; None if it was not asked for.
     dresidual : array or None

@@ -256,6 +256,7 @@ class BackwardPlan(ABC):
     reduction_blocks: int
     columns_summed: int  # to one value of a partial
     partials_per_block: int  # or per cluster
+    accumulate: bool  # as `BackwardSpec`
 
     stands_in: ClassVar[bool] = False  # for another one
 
@@ -298,8 +299,11 @@ class BackwardPlan(ABC):
         """Return the launch over m rows, or groups of them. It takes a stream and operands.
 
         The operands are dy, dy_stride, x, x_stride, weight, mean, rstd, bitmask, dx, dx_stride,
-        dweight, dbias and scratch. Without rows, the weight gradients are 0.
+        dweight, dbias and scratch. Without rows, the weight gradients are 0, or stay as they are if
+        sums are added to them.
         """
+        if self.accumulate and not m:
+            return _launch_nothing
         launch_rows = self._prepared_rows(m, groups)
         if not self.reduction_blocks:
             return launch_rows
@@ -644,6 +648,7 @@ def _common(
         "reduction_blocks": 0 if sums is None else -(-n // sums.columns),
         "columns_summed": pack_length(spec.x) if of_packs else 1,
         "partials_per_block": rows_per_partial if of_packs else 1,
+        "accumulate": spec.accumulate,
     }
 
 

@@ -42,6 +42,8 @@ def supports(
     dy_dtype: Any = None,
     out_dtype: Any = None,
     residual_dtype: Any = None,
+    gradient_dtype: Any = None,
+    accumulate: bool = False,
     zero_centered: bool = False,
     relu: bool = False,
     backward: bool = True,
@@ -53,7 +55,7 @@ def supports(
     Parameters
     ----------
     norm, n, x_dtype, weight_dtype, bias_dtype, dy_dtype, out_dtype, residual_dtype, \
-zero_centered, relu, backward
+gradient_dtype, accumulate, zero_centered, relu, backward
         As for `warmup`.
 
     Returns
@@ -85,6 +87,8 @@ def warmup(
     dy_dtype: Any = None,
     out_dtype: Any = None,
     residual_dtype: Any = None,
+    gradient_dtype: Any = None,
+    accumulate: bool = False,
     zero_centered: bool = False,
     relu: bool = False,
     backward: bool = True,
@@ -112,6 +116,10 @@ def warmup(
         The dtypes of dy and y; by default x's.
     residual_dtype : dtype, optional
         The dtype of the residual, of its sum with x and of their gradients, if there is a residual.
+    gradient_dtype : dtype, optional
+        The dtype of the arrays that backward is given for dweight and dbias, if it is given any.
+    accumulate : bool
+        Whether backward adds to these.
     zero_centered : bool
         As for `rms_norm`.
     relu : bool
@@ -176,6 +184,8 @@ def kernel_source(
     dy_dtype: Any = None,
     out_dtype: Any = None,
     residual_dtype: Any = None,
+    gradient_dtype: Any = None,
+    accumulate: bool = False,
     zero_centered: bool = False,
     relu: bool = False,
     backward: bool = False,
@@ -191,7 +201,8 @@ def kernel_source(
         Which norm.
     n : int
         Elements of a row, the product of the normalized axes.
-    x_dtype, weight_dtype, bias_dtype, dy_dtype, out_dtype, residual_dtype, zero_centered, relu
+    x_dtype, weight_dtype, bias_dtype, dy_dtype, out_dtype, residual_dtype, gradient_dtype, \
+accumulate, zero_centered, relu
         As for `warmup`. Arrays are assumed to be aligned as there.
     backward : bool
         Whether to return the kernels of the backward pass, not of the forward pass. They have the
@@ -293,6 +304,7 @@ _DTYPES_ASKED = {
     "y": "out_dtype",
     "dy": "dy_dtype",
     "residual": "residual_dtype",
+    "gradient": "gradient_dtype",
 }
 
 
@@ -305,8 +317,11 @@ def _specs(asked: dict[str, Any]) -> list[Spec]:
         is_absent = asked[name] is None and array != "x"
         dtypes[array] = None if is_absent else DTYPES[to_dtype(name, asked[name])]
     x, weight, residual = dtypes["x"], dtypes["weight"], dtypes["residual"]
-    for name in ("zero_centered", "relu", "backward"):
+    for name in ("zero_centered", "relu", "backward", "accumulate"):
         _check_flag(name, asked[name])
+    gradient, accumulate = dtypes.pop("gradient"), bool(asked["accumulate"])
+    if accumulate and gradient is None:
+        raise ValueError("accumulate must be False without a gradient_dtype, got True")
     check_zero_centered(asked["zero_centered"], has_weight=weight is not None)
     bounds = (0.0, 0.0) if relu else None
     options = Options(norm, 1, zero_centered=bool(asked["zero_centered"]), relu=bounds)
@@ -317,9 +332,12 @@ def _specs(asked: dict[str, Any]) -> list[Spec]:
         read |= {"dresidual_out": residual, "bitmask": "uint8" if relu else None}
         # Backward returns this by default: LayerNorm's has a dbias in the weight's dtype.
         default = (weight or x) if norm == "layer_norm" else None
-        for dbias in dict.fromkeys((default, dtypes["bias"])):
+        of_bias = (dbias and (gradient or dbias) for dbias in (default, dtypes["bias"]))
+        given = replace(options, sums_given=gradient is not None, accumulate=accumulate)
+        for dbias in dict.fromkeys(of_bias):
             written = {"dx": x, "dbias": dbias, "dresidual": residual}
-            specs.append(BackwardSpec.of(options, read | written))
+            written["dweight"] = weight and (gradient or weight)
+            specs.append(BackwardSpec.of(given, read | written))
     return specs
 
 

@@ -402,6 +402,9 @@ def rms_norm_backward(
     dresidual_out: Any = None,
     dx_dtype: Any = None,
     dresidual_dtype: Any = None,
+    dweight: Any = None,
+    dbias: Any = None,
+    accumulate: bool = False,
 ) -> NormBackward:
     """Compute the gradients of `rms_norm`.
 
@@ -439,15 +442,23 @@ def rms_norm_backward(
     dx_dtype, dresidual_dtype : dtype, optional
         The dtypes of the forward's x and residual. The default is x's here. If both are the same
         dtype, dresidual is dx.
+    dweight, dbias : array, optional
+        The arrays to write dweight and dbias to. They have the shapes of these, and any of the four
+        dtypes: float32 sums of a bfloat16 weight keep their digits. On a GPU they are C-contiguous
+        with the normalized axes last. They overlap no other argument.
+    accumulate : bool
+        Add dweight and dbias to what the given arrays hold, as gradients of several batches are
+        added up. Each sum is added once, in the compute dtype or in the array's if that is wider,
+        and is rounded once. All that are computed must be given. Of no rows, they stay as they are.
 
     Returns
     -------
     NormBackward
-        ``dx``. ``dweight``, of weight's shape, None without a weight. ``dbias``, None unless asked
-        for. ``dresidual``, None unless dresidual_out or one of the two dtypes is given; without
-        them it is dx. The bits are the same from run to run. A given dx or dresidual_out, or a
-        dtype of dx, may change those of dweight and dbias, whose sums over the rows may go in
-        another order.
+        ``dx``. ``dweight``, of weight's shape and dtype, None without a weight. ``dbias``, None
+        unless asked for. Each is the given array, if there is one. ``dresidual``, None unless
+        dresidual_out or one of the two dtypes is given; without them it is dx. The bits are the
+        same from run to run. A given dx or dresidual_out, or a dtype of dx, may change those of
+        dweight and dbias, whose sums over the rows may go in another order.
 
     Raises
     ------
@@ -468,13 +479,19 @@ def rms_norm_backward(
     >>> rstd = cupynorm.rms_norm_forward(x, weight).rstd
     >>> cupynorm.rms_norm_backward(np.ones_like(x), x, weight, rstd, bias=True).dbias
     array([2., 2.], dtype=float32)
+    >>> total = np.zeros(2, dtype=np.float32)
+    >>> into = {"dweight": total, "accumulate": True}
+    >>> for dy in (np.ones_like(x), x):
+    ...     dx = cupynorm.rms_norm_backward(dy, x, weight, rstd, **into).dx
+    >>> total.round(3)
+    array([4.894, 4.894], dtype=float32)
     """
     like, bias = _checks.like_or_whether(bias)
     result: NormBackward = _call(
         BACKWARD,
         x,
-        (dy, x, dresidual_out, weight, None, rstd, bitmask, dx, like),
-        ("rms_norm", axis, zero_centered, bias, dx_dtype, dresidual_dtype),
+        (dy, x, dresidual_out, weight, None, rstd, bitmask, dx, dweight, dbias, like),
+        ("rms_norm", axis, zero_centered, bias, dx_dtype, dresidual_dtype, accumulate),
     )
     return result
 
@@ -494,6 +511,9 @@ def layer_norm_backward(
     dresidual_out: Any = None,
     dx_dtype: Any = None,
     dresidual_dtype: Any = None,
+    dweight: Any = None,
+    dbias: Any = None,
+    accumulate: bool = False,
 ) -> NormBackward:
     """Compute the gradients of `layer_norm`.
 
@@ -508,7 +528,7 @@ def layer_norm_backward(
     Parameters
     ----------
     dy, x, weight, rstd, bias, bitmask, axis, zero_centered, dx, dresidual_out, dx_dtype, \
-dresidual_dtype
+dresidual_dtype, dweight, dbias, accumulate
         As for `rms_norm_backward`, except that bias is True by default.
     mean : array
         The one that `layer_norm_forward` returned. It serves only as a shift: xhat is centred again
@@ -544,8 +564,8 @@ dresidual_dtype
     result: NormBackward = _call(
         BACKWARD,
         x,
-        (dy, x, dresidual_out, weight, mean, rstd, bitmask, dx, like),
-        ("layer_norm", axis, zero_centered, bias, dx_dtype, dresidual_dtype),
+        (dy, x, dresidual_out, weight, mean, rstd, bitmask, dx, dweight, dbias, like),
+        ("layer_norm", axis, zero_centered, bias, dx_dtype, dresidual_dtype, accumulate),
     )
     return result
 

@@ -328,13 +328,13 @@ def _blocks(
 ) -> tuple[tuple[int, ...], tuple[int, ...], list[slice]]:
     """Return a shape of x, the shape of its statistics, and the blocks of the first axis.
 
-    That axis has the leading axes of x that weight and bias lack.
+    That axis has the leading axes of x that weight and bias lack. No rows have no blocks.
     """
     operands = [array.ndim for array in (weight, bias) if isinstance(array, np.ndarray)]
     leading = x.ndim - max(k, *operands, 0)
     shape = (math.prod(x.shape[:leading]), *x.shape[leading:])
     count = max(1, BLOCK // max(1, math.prod(shape[1:])))
-    blocks = [slice(start, start + count) for start in range(0, shape[0], count)]
+    blocks = [slice(start, start + count) for start in range(0, shape[0] if x.size else 0, count)]
     return shape, shape[: len(shape) - k], blocks
 
 
@@ -361,10 +361,21 @@ def _add(sums: list[Float64 | None], term: Float64) -> None:
     sums.append(term)
 
 
-def _total(sums: list[Float64 | None], shape: tuple[int, ...], dtype: DTypeLike) -> Array:
+def _total(
+    sums: list[Float64 | None],
+    shape: tuple[int, ...],
+    dtype: DTypeLike,
+    out: Array | None,
+    accumulate: bool,
+) -> Array:
+    """Return the total of `_add`, in `out` if that is given, or added to what is there."""
     held = [partial for partial in sums if partial is not None]
     total = functools.reduce(np.add, held) if held else np.zeros(shape)
-    return round_once(np.asarray(total), dtype)  # a sum of arrays without axes is a number
+    if out is None:
+        return round_once(np.asarray(total), dtype)  # a sum of arrays without axes is a number
+    if held or not accumulate:
+        out[...] = round_once(widen(out) + total if accumulate else np.asarray(total), out.dtype)
+    return out
 
 
 # ---- the public functions, which hand on all their arguments by name -----------------------------
@@ -449,6 +460,9 @@ def _backward(
     dresidual_out: Array | None,
     dx_dtype: DTypeLike | None,
     dresidual_dtype: DTypeLike | None,
+    dweight: Array | None,
+    dbias: Array | None,
+    accumulate: bool,
 ) -> NormBackward:
     k = len(axis)
     bias_shape, bias_dtype = bias_like(x, weight, bias, k)
@@ -491,8 +505,10 @@ def _backward(
         dresidual = _returned(of_residual, x.shape)
     return NormBackward(
         result,
-        None if weight is None else _total(of_weight, weight.shape, weight.dtype),
-        None if bias_shape is None else _total(of_bias, bias_shape, bias_dtype),
+        None
+        if weight is None
+        else _total(of_weight, weight.shape, weight.dtype, dweight, accumulate),
+        None if bias_shape is None else _total(of_bias, bias_shape, bias_dtype, dbias, accumulate),
         dresidual if has_residual(dresidual_out, dx_dtype, dresidual_dtype) else None,
     )
 
@@ -523,6 +539,9 @@ def compute(spec: Spec, options: Options, arrays: Mapping[str, Any]) -> dict[str
             dx=arrays.get("dx"),
             dx_dtype=dtypes["dx"],
             dresidual_dtype=dtypes["dresidual"] or dtypes["dx"],
+            dweight=arrays.get("dweight"),
+            dbias=arrays.get("dbias"),
+            accumulate=options.accumulate,
         )
     return {name: array if spec.dtypes[name] else None for name, array in result._asdict().items()}
 
@@ -717,6 +736,9 @@ def rms_norm_backward(
     dresidual_out: Array | None = None,
     dx_dtype: DTypeLike | None = None,
     dresidual_dtype: DTypeLike | None = None,
+    dweight: Array | None = None,
+    dbias: Array | None = None,
+    accumulate: bool = False,
 ) -> NormBackward:
     """Return the gradients of RMSNorm; see `cupynorm.rms_norm_backward`."""
     return _checked_backward("rms_norm", {"mean": None} | locals())
@@ -737,6 +759,9 @@ def layer_norm_backward(
     dresidual_out: Array | None = None,
     dx_dtype: DTypeLike | None = None,
     dresidual_dtype: DTypeLike | None = None,
+    dweight: Array | None = None,
+    dbias: Array | None = None,
+    accumulate: bool = False,
 ) -> NormBackward:
     """Return the gradients of LayerNorm; see `cupynorm.layer_norm_backward`."""
     return _checked_backward("layer_norm", locals())

@@ -19,7 +19,7 @@ rstd       ``a * rstd``; RMSNorm: ``rstd``
 dx         ``rstd * (|g| + m|g| + H * |m(g * xhat)| + |xhat| * m(|g| * H))``;
            RMSNorm: ``rstd * (|g| + |xhat| * m|g * xhat|)``
 dweight    the sum over rows of ``|dy| * H``; RMSNorm: of ``|dy * xhat|``
-dbias      the sum over rows of ``|dy|``
+dbias      the sum over rows of ``|dy|``; both gain the ``|value|`` that they are added to
 dresidual  as dx, which both gain ``|dresidual_out|``
 =========  =======================================================================================
 
@@ -427,6 +427,9 @@ def check_backward(
     dresidual_out: Array | None = None,
     dx_dtype: DTypeLike | None = None,
     dresidual_dtype: DTypeLike | None = None,
+    dweight: Array | None = None,
+    dbias: Array | None = None,
+    accumulate: bool = False,
 ) -> dict[str, float]:
     """Assert that a backward pass is right, as `check_forward` does.
 
@@ -437,10 +440,11 @@ def check_backward(
     result : NormBackward
         The results, as NumPy arrays.
     dy, x, weight, mean, rstd, bias, bitmask, axis, zero_centered, dresidual_out, dx_dtype, \
-dresidual_dtype
+dresidual_dtype, dweight, dbias, accumulate
         The arguments, as NumPy arrays; see `cupynorm.layer_norm_backward`. mean is None for
-        RMSNorm. The statistics and the bitmask are taken as given, right or wrong, except an rstd
-        of inf. That one was out of range, so it is computed from x with eps = 0.
+        RMSNorm. dweight and dbias are as they were before the call. The statistics and the bitmask
+        are taken as given, right or wrong, except an rstd of inf. That one was out of range, so it
+        is computed from x with eps = 0.
 
     Returns
     -------
@@ -471,11 +475,13 @@ dresidual_dtype
     like, whether = like_or_whether(bias)
     arrays = {"dy": dy, "x": x, "dresidual_out": dresidual_out, "weight": weight, "mean": mean}
     arrays |= {"rstd": rstd, "bitmask": bitmask, "dx": None, "like": like}
-    asked = AskedBackward(norm, axis, zero_centered, whether, dx_dtype, dresidual_dtype)
+    before: dict[str, Any] = {"dweight": dweight, "dbias": dbias}
+    of_rows = dx_dtype, dresidual_dtype
+    asked = AskedBackward(norm, axis, zero_centered, whether, *of_rows, accumulate)
     vectors = {"weight": weight, "like": like}
-    arrays, _, told = check_call(NUMPY, arrays, asked)
+    arrays, _, told = check_call(NUMPY, arrays | before, asked)
     dy, x, dresidual_out, weight, *_ = arrays.values()  # type: ignore[assignment]
-    like = arrays["like"]
+    like, before = arrays["like"], {name: arrays[name] for name in before}
     bias = bool(whether) if like is None else like
     if told.order is not None and bias is True and weight is None:  # it gets all of x's axes
         bias = np.empty([1] * (x.ndim - told.k) + [*x.shape[x.ndim - told.k :]], x.dtype)
@@ -492,6 +498,7 @@ dresidual_dtype
     bias_shape, bias_dtype = reference.bias_like(x, weight, bias, k)
     if bias_shape is not None:
         dtypes["dbias"], shapes["dbias"] = bias_dtype, bias_shape
+    dtypes |= {name: array.dtype for name, array in before.items() if array is not None}
     outlines = {name: np.broadcast_to(np.zeros(()), shape) for name, shape in shapes.items()}
     called = {name: a.shape for name, a in as_called(told, outlines, vectors).items()}
     _assert_layout(result._asdict(), called, dtypes)
@@ -522,6 +529,10 @@ dresidual_dtype
             sum_magnitudes[name] += magnitude[name]
     for name in sums:
         actual = getattr(result, name)
+        if accumulate:
+            held = reference.widen(before[name]).reshape(shapes[name])
+            sums[name] += held
+            sum_magnitudes[name] += np.abs(held) + _flushed(compute)
         ratios[name] = assert_one_rounding(actual, sums[name], sum_magnitudes[name], compute, name)
     return ratios
 

@@ -14,7 +14,8 @@
 //            before the launch. The first of each place counts the blocks, or warps, that have told their sums. Each
 //            count has a line of its own (notes.md#columns-and-the-l2).
 // Grid:      block b has kStripThreads packs of columns, from pack b * kStripThreads on.
-// Traffic:   x, dy, weight and bitmask read once; dx, dweight and dbias written once.
+// Traffic:   x, dy, weight and bitmask read once; dx, dweight and dbias written once. If kAccumulates, dweight and
+//            dbias are read once too.
 // Thread:    one pack of columns, of all rows. The warps beyond kStripThreads are messengers, each for every
 //            kMessengers-th group.
 // Order:     a thread's elements in turn, a butterfly in each warp, the warps in turn. Over strips: those of a lane in
@@ -469,16 +470,8 @@ struct Columns : ColumnParallel<Op, Layout> {
     }
   }
   __device__ __forceinline__ void write_gradients() const {
-    if constexpr (kPresent<Weight>) {
-      Pack<Weight, kLength> stored;
-      stored.set(dweight_sums);
-      store<Layout::kVector>(stored, args.dweight + first, 0, n_own);
-    }
-    if constexpr (kPresent<DBias>) {
-      Pack<DBias, kLength> stored;
-      stored.set(dbias_sums);
-      store<Layout::kVector>(stored, args.dbias + first, 0, n_own);
-    }
+    write_sums<Op, Layout::kVector>(dweight_sums, args.dweight + first, 0, n_own);
+    write_sums<Op, Layout::kVector>(dbias_sums, args.dbias + first, 0, n_own);
   }
   __device__ __forceinline__ void run() {
     begin();

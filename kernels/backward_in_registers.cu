@@ -110,10 +110,10 @@ __device__ __forceinline__ void sum_columns(const BackwardInRegistersArguments<O
     for (int other = 0; other < kWarps; ++other) sum += sums[other * kGradients * kColumns + i];
     if (column < n_cols) {
       if constexpr (kPresent<DWeight>) {
-        if (i < kColumns) args.dweight[column] = convert<DWeight>(sum);
+        if (i < kColumns) write_sum<Op>(sum, args.dweight + column);
       }
       if constexpr (kPresent<DBias>) {
-        if (i >= (kGradients - 1) * kColumns) args.dbias[column] = convert<DBias>(sum);
+        if (i >= (kGradients - 1) * kColumns) write_sum<Op>(sum, args.dbias + column);
       }
     }
   }

@@ -30,6 +30,32 @@ __device__ __forceinline__ void write(const T (&values)[Length], Out* row, Index
   }
 }
 
+// Writes one sum of a weight gradient to an array that a caller gave, or adds it to what is there: in the wider of the
+// two types, rounded once.
+template <typename Op, typename T, typename Out>
+__device__ __forceinline__ void write_sum(T sum, Out* element) {
+  if constexpr (Op::kAccumulates) {
+    using Wide = decltype(T() + Compute<Out>());
+    *element = convert<Out>(convert<Wide>(*element) + static_cast<Wide>(sum));
+  } else {
+    *element = convert<Out>(sum);
+  }
+}
+
+// The same for a pack of sums, as `write` takes them. An array that was given is aligned to its elements alone.
+template <typename Op, int Vector, typename T, typename Out, int Length, typename Index>
+__device__ __forceinline__ void write_sums(const T (&sums)[Length], Out* gradient, Index first,
+                                           Index n) {
+  if constexpr (kPresent<Out> && Op::kGiven) {
+#pragma unroll
+    for (int i = 0; i < Length; ++i) {
+      if (first + i < n) write_sum<Op>(sums[i], gradient + first + i);
+    }
+  } else {
+    write<Vector, 1>(sums, gradient, first, n);
+  }
+}
+
 // Adds a pack of the sums of weight gradients that begin at `others`.
 template <typename T, int Width>
 __device__ __forceinline__ void add_gradients(Pack<T, Width>& sums, const T* others) {

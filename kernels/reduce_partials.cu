@@ -4,12 +4,12 @@
 // Layout:    partials as backward_pipelined.cu writes them, (gradients, n_partials, partials_stride(n_cols));
 //            16-byte aligned.
 // Grid:      a block for each kColumns columns of each gradient and, if kGrouped, each vector, on grid.x.
-// Traffic:   partials read once, gradients written once.
+// Traffic:   partials read once, gradients written once and, if kAccumulates, read once.
 // Thread:    columns kWidth * (thread % kLanes) on, as many as fill 16 bytes, of partials
 //            thread / kLanes, + Groups, + 2 * Groups, ...
 // Order:     a thread's partials in turn, then a butterfly over the groups of its warp, then the
 //            warps, or groups of more than a warp, in turn.
-// Result:    thread t < kLanes writes its columns, by accesses of kVector.
+// Result:    thread t < kLanes writes its columns, by accesses of kVector or, if kGiven, one by one.
 #include "gradient.cuh"
 
 // At least 4 blocks a multiprocessor. By itself, ptxas aims at 8 and waits in between.
@@ -92,8 +92,8 @@ __global__ void __launch_bounds__(Layout::kBlockThreads, 4)
   }
   // Each thread works by itself, as those of the other groups have left.
   if (kPresent<DWeight> && is_first) {
-    write<Layout::kVector, 1>(sum, args.dweight + sum_of.target + column, 0, n);
+    write_sums<Op, Layout::kVector>(sum, args.dweight + sum_of.target + column, 0, n);
   } else {
-    write<Layout::kVector, 1>(sum, args.dbias + sum_of.target + column, 0, n);
+    write_sums<Op, Layout::kVector>(sum, args.dbias + sum_of.target + column, 0, n);
   }
 }

@@ -3,7 +3,7 @@
 //
 // Layout:    partials as reduce_partials.cu reads them.
 // Grid:      a block for each element of each gradient and vector, on grid.x.
-// Traffic:   partials read once, gradients written once.
+// Traffic:   partials read once, gradients written once and, if kAccumulates, read once.
 // Thread:    t of T has values t, t + T, ... of the block's, which are n_repeats from each partial.
 // Order:     a thread's values in turn, compensated, then the block's reduction.
 // Result:    thread 0 writes the element.
@@ -46,11 +46,11 @@ __global__ void __launch_bounds__(Layout::kBlockThreads)
   team.template reduce<Sum>(sum);
   if (thread_index() > 0) return;
   if constexpr (kPresent<DWeight>) {
-    if (is_first) args.dweight[sum_of.target + element] = convert<DWeight>(sum[0]);
+    if (is_first) write_sum<Op>(sum[0], args.dweight + sum_of.target + element);
   }
   if constexpr (kPresent<typename Op::DBias>) {
     if (!kPresent<DWeight> || !is_first) {
-      args.dbias[sum_of.target + element] = convert<typename Op::DBias>(sum[0]);
+      write_sum<Op>(sum[0], args.dbias + sum_of.target + element);
     }
   }
 }

@@ -28,13 +28,16 @@ from host.checks import (
     FAR_ROWS,
     FEW,
     OVERFLOWING,
+    SUMS,
     Case,
+    OfSums,
     check_addresses,
     check_case,
     check_clip_values,
     check_far_rows,
     check_neighbours,
     check_overflows,
+    check_sums_of,
     kernels_of,
     may_overflow,
 )
@@ -144,11 +147,19 @@ def _of_group(call: Call) -> Check:
 
 GROUPS = tuple(map(_of_group, CALLS))
 
+
+def _of_sums(of: OfSums) -> Check:
+    return Check(str(of), list, lambda build: check_sums_of(build, of))
+
+
+GIVEN_SUMS = tuple(map(_of_sums, SUMS))
+
 PLACED = next(case for case in ADDRESSES if case.norm == "layer_norm")
 # The kernels of these checks are compiled when they run.
 OTHERS = [
     *RESIDUALS,
     *GROUPS,
+    *GIVEN_SUMS,
     *(
         Check(name, list, run)
         for name, run in (
@@ -191,12 +202,11 @@ def few_checks() -> list[Check]:
     names = {name for name in by_hand() if "overflowing" not in name}
     names |= {f"{OVERFLOWING[name]} overflowing" for name in WILD}
     names |= {str(case) for case in CASES if case.name.startswith(NAMED) and case.x == "float32"}
-    names |= {check.name for check in GROUPS}
+    alone = (*RESIDUALS, *GROUPS, *GIVEN_SUMS)
+    names |= {check.name for check in (*GROUPS, *GIVEN_SUMS)}
     # A name stands for the first check that has it.
     few = {check.name: check for check in reversed(every) if check.name in names}
-    return [
-        check for check in few.values() if check in (*RESIDUALS, *GROUPS) or check not in OTHERS
-    ]
+    return [check for check in few.values() if check in alone or check not in OTHERS]
 
 
 def other_checks(every: int) -> list[Check]:

@@ -1,11 +1,14 @@
 """Each kernel in each class of dtypes and with each option, under NVIDIA's compute-sanitizer.
 
 `python tests/sanitized.py` needs a GPU and `compute-sanitizer`. It first runs the cases alone, so
-that their kernels are compiled. Then it runs them under each tool, and says which passed. Every
-result is held to the reference. `python tests/sanitized.py memcheck` runs one tool.
+that their kernels are compiled. Then it runs them under each tool, and says in a line which passed.
+Every result is held to the reference. `python tests/sanitized.py memcheck` runs one tool. With
+`--seconds 50` each run begins no case after 50 seconds. Cases come in such an order that any number
+of them meets as many kernels as it can.
 
-A tool reports below the case that it found something in. Rows are of so many bytes that an H200
-chooses the kernel that their name tells (`test_sanitized.py`).
+If a run fails, all that it said follows, each report below the case in which something was found.
+Rows are of so many bytes that an H200 chooses the kernel that their name tells
+(`test_sanitized.py`).
 """
 
 from __future__ import annotations
@@ -13,7 +16,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import itertools
+import math
 import os
+import re
 import subprocess
 import sys
 import time
@@ -26,11 +32,13 @@ from device import kernels_of_many_rows, to_cupy, to_numpy
 from host.checks import NORMS, Case, check_problem
 from residuals import OfCupyNorm, check_residual, with_residual
 from strategies import DTYPES, RELUS
+from sums import check_sums, with_sums
 
 from cupynorm._background import SWITCH
 from cupynorm._environment import gpu_problem
 
 ALONE = "alone"
+RAN = "cases that ran: "  # what a run says at its end
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 COMMAND = ("compute-sanitizer", "--error-exitcode", "1", "--report-api-errors", "no")
 # Python imports for several seconds before it starts CUDA.
@@ -75,6 +83,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 # The sum has x's dtype.
 RESIDUALS = {"residual": "bfloat16", "wide residual": "float32"}
 NAMES = (*OPTIONS, *RESIDUALS)
+SUMS = "given sums"  # once for each kind of rows and norm
 # A norm has one of the two dtypes of 16 bits.
 CLASSES = {
     "rms_norm": ("bfloat16", "float32", "float64"),
@@ -85,11 +94,15 @@ EACH = 2  # options of each kind of rows, norm and dtype
 
 @dataclasses.dataclass(frozen=True)
 class Sanitized:
-    """A case, whether its kernels are those of many rows, and the dtype of its residual."""
+    """A case, the name of its option, and whether its kernels are those of many rows."""
 
     case: Case
+    option: str
     many: bool
-    residual: str | None
+
+    @property
+    def residual(self) -> str | None:
+        return RESIDUALS.get(self.option)
 
     def __str__(self) -> str:
         return str(self.case)
@@ -97,6 +110,9 @@ class Sanitized:
     def check(self, caller: Any) -> None:
         """Run inference, forward and backward, and check every field of each."""
         problem = self.case.problem()
+        if self.option == SUMS:
+            check_sums(caller, with_sums(problem, "float32", "float64", offset=1))
+            return
         if self.residual is None:
             check_problem(caller, problem, in_place=self.case.in_place, infers=self.case.infers)
             return
@@ -104,18 +120,28 @@ class Sanitized:
         check_residual(caller, with_residual(problem, self.residual, self.case.x, layout=layout))
 
 
+def _case(name: str, norm: str, x: str, option: str) -> Sanitized:
+    rows, given = ROWS[name], OPTIONS.get(option, {})
+    n = rows.nbytes // DTYPES[x].itemsize
+    case = Case(f"{name}, {option}", norm, min(rows.m, MOST // n), n, x, **given)
+    return Sanitized(case, option, rows.many)
+
+
 def _cases() -> Iterator[Sanitized]:
     """Yield the cases. The options take turns, so that each kernel meets each of them."""
-    turn = 0
-    for name, rows in ROWS.items():
-        for norm in NORMS:
-            for x in CLASSES[norm]:
-                for option in (NAMES[(turn + i) % len(NAMES)] for i in range(EACH)):
-                    n = rows.nbytes // DTYPES[x].itemsize
-                    m, given = min(rows.m, MOST // n), OPTIONS.get(option, {})
-                    case = Case(f"{name}, {option}", norm, m, n, x, **given)
-                    yield Sanitized(case, rows.many, RESIDUALS.get(option))
-                turn += EACH
+    options = itertools.cycle(NAMES)
+    by_rows: list[list[Sanitized]] = []
+    for name, norm in itertools.product(ROWS, NORMS):
+        classes = CLASSES[norm]
+        cases = [
+            _case(name, norm, x, option)
+            for x in classes
+            for option in itertools.islice(options, EACH)
+        ]
+        turn = len(by_rows) % len(classes)  # so that the first cases have all classes
+        cases = cases[EACH * turn :] + cases[: EACH * turn]
+        by_rows.append([*cases, _case(name, norm, classes[turn], SUMS)])
+    yield from itertools.chain(*zip(*by_rows, strict=True))
 
 
 CASES = tuple(_cases())
@@ -140,35 +166,51 @@ class Caller(OfCupyNorm):
         return contextlib.nullcontext()
 
 
-def run(caller: Any, *, threads: int, says: bool) -> None:
-    """Run all cases on a GPU, those of few rows first."""
+def run(caller: Any, *, threads: int, says: bool, seconds: float = math.inf) -> int:
+    """Run the cases on a GPU, those of few rows first, and return how many ran.
 
-    def check(one: Sanitized) -> None:
+    None begins after so many seconds, of which few rows and many have their shares.
+    """
+    end = time.monotonic()
+
+    def check(one: Sanitized) -> int:
+        if time.monotonic() > end:
+            return 0
         if says:
             print(one, flush=True)
         one.check(caller)
+        return 1
 
+    ran = 0
     for many in (False, True):
+        cases = [one for one in CASES if one.many == many]
+        end += seconds * len(cases) / len(CASES)
         with (
             kernels_of_many_rows() if many else contextlib.nullcontext(),
             ThreadPoolExecutor(threads) as pool,
         ):
-            list(pool.map(check, (one for one in CASES if one.many == many)))
+            ran += sum(pool.map(check, cases))
+    return ran
 
 
-def run_on_gpu(*, alone: bool) -> None:
+def run_on_gpu(*, alone: bool, seconds: float) -> None:
     import cupy
 
     # Each array has memory of its own, so that its bounds are seen.
     cupy.cuda.set_allocator(None)
     # Under a tool, cases run one after another, since it reports below a case's name.
     threads = os.cpu_count() or 1
-    run(Caller(cupy, to_cupy, to_numpy), threads=threads if alone else 1, says=not alone)
+    caller = Caller(cupy, to_cupy, to_numpy)
+    ran = run(caller, threads=threads if alone else 1, says=not alone, seconds=seconds)
+    print(f"{RAN}{ran}", flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python tests/sanitized.py", description=__doc__)
     parser.add_argument("tools", nargs="*", help=f"of {', '.join(TOOLS)} (default: all)")
+    parser.add_argument(
+        "--seconds", type=float, default=math.inf, help="no case of a run begins later"
+    )
     parser.add_argument("--run", choices=(ALONE, *TOOLS), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     unknown = set(options.tools) - {*TOOLS}
@@ -179,9 +221,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"There is nothing to run: {missing}.")
         return 1
     if options.run:
-        run_on_gpu(alone=options.run == ALONE)
+        run_on_gpu(alone=options.run == ALONE, seconds=options.seconds)
         return 0
-    print(f"{len(CASES)} cases")
     failed = 0
     for tool in (ALONE, *(options.tools or TOOLS)):
         under = () if tool == ALONE else (*COMMAND, "--tool", tool)
@@ -189,9 +230,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         environment = os.environ | {SWITCH: "0"}
         started = time.monotonic()
         program = (sys.executable, str(Path(__file__)), "--run", tool)
-        done = subprocess.run((*under, *program), env=environment)
+        program += ("--seconds", str(options.seconds))
+        done = subprocess.run(
+            (*under, *program),
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
         outcome = "passed" if done.returncode == 0 else f"FAILED with {done.returncode}"
-        print(f"{tool}: {outcome}, {time.monotonic() - started:.0f} s", flush=True)
+        ran = re.findall(f"^{RAN}(\\d+)$", done.stdout, re.MULTILINE)
+        which = f"{ran[-1] if ran else 'not all'} of {len(CASES)} cases"
+        print(f"{tool}: {outcome}, {which}, {time.monotonic() - started:.0f} s", flush=True)
+        if done.returncode:
+            print(done.stdout, flush=True)
         failed += done.returncode != 0
     return min(failed, 1)
 

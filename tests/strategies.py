@@ -165,7 +165,9 @@ class Layout:
         word = np.dtype(f"u{values.dtype.itemsize}")
         strides = self.strides(values.shape)
         last = sum((n - 1) * s for n, s in zip(values.shape, strides, strict=True))
-        base = np.full(self.offset + max(last, 0) + 1, 0xFF, word)  # NaN where nobody may read
+        # NaN where nobody may read. A sanitizer takes a copy of some of 16 bytes for one of all.
+        whole = -(-(self.offset + max(last, 0) + 1) * word.itemsize // 16) * 16
+        base = np.full(whole // word.itemsize, 0xFF, word)
         byte_strides = [s * word.itemsize for s in strides]
 
         def view(module: Any, whole: Any) -> Any:

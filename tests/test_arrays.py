@@ -390,6 +390,44 @@ def test_torch_outputs_are_written_in_place_and_returned(norm: str, dtype: str) 
 
 
 @each_dtype
+def test_a_torch_weight_keeps_a_sum_of_its_gradients(dtype: str) -> None:
+    """As Megatron's main_grad: a slice of one buffer, to which a function of autograd adds."""
+    torch = pytest.importorskip("torch")
+    x = convert("torch", make_values("normal", (2, 3, 5), dtype, seed=0))
+    weight = torch.nn.Parameter(torch.ones(3, 1, dtype=x.dtype))
+    buffer = torch.full((11,), 7.0, dtype=x.dtype)
+    main_grad = buffer[3:6].view(3, 1)
+
+    class Norm(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Any, weight: Any) -> Any:
+            made = cupynorm.rms_norm_forward(x, weight.detach(), axis=1)
+            ctx.save_for_backward(x, weight, made.rstd)
+            return made.y
+
+        @staticmethod
+        def backward(ctx: Any, dy: Any) -> Any:
+            x, weight, rstd = ctx.saved_tensors
+            into = {"dweight": main_grad, "accumulate": True}
+            made = cupynorm.rms_norm_backward(dy, x, weight.detach(), rstd, axis=1, **into)
+            assert made.dweight is main_grad
+            return made.dx, None
+
+    expected, version = main_grad.clone(), main_grad._version
+    for dy in (torch.ones_like(x), x):
+        Norm.apply(x.clone().requires_grad_(), weight).backward(dy)
+        leaf = weight.detach().clone().requires_grad_()
+        cupynorm.torch.rms_norm(x, leaf, axis=1).backward(dy)
+        expected += leaf.grad
+    assert weight.grad is None
+    assert main_grad._version > version
+    assert (buffer[:3] == 7).all()
+    assert (buffer[6:] == 7).all()
+    tolerance = 4 * torch.finfo(x.dtype).eps  # a gradient was rounded before it was added
+    torch.testing.assert_close(main_grad, expected, rtol=tolerance, atol=0)
+
+
+@each_dtype
 @pytest.mark.parametrize("norm", ["rms_norm", "layer_norm"])
 def test_pinned_tensors_are_on_the_cpu(
     norm: str, dtype: str, monkeypatch: pytest.MonkeyPatch

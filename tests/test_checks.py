@@ -200,8 +200,14 @@ def test_kernel_source_is_of_the_kernels_that_a_call_runs(monkeypatch: pytest.Mo
                     statistics=stored,
                     rows=rows,
                 ) == sources([plan.kernel])
+            of_sums = {"dweight": weight and "float64", "dbias": dbias and "float64"}
+            given = replace(of_dy, **of_sums, bitmask=False, sums_given=True, accumulate=True)
+            kernels = _plans.backward_plan(given, m, n, vector, -7).kernels
+            options: dict[str, Any] = {"dy_dtype": "float32", "backward": True, "rows": rows}
+            adds = {"gradient_dtype": "float64", "accumulate": True}
+            assert cupynorm.kernel_source(*dtypes, **options, **adds) == sources(kernels)
             kernels = _plans.backward_plan(of_dy, m, n, vector, -7).kernels
-            options: dict[str, Any] = {"dy_dtype": "float32", "relu": True, "backward": True}
+            options = {"dy_dtype": "float32", "relu": True, "backward": True}
             assert cupynorm.kernel_source(*dtypes, **options, rows=rows) == sources(kernels)
             for residual in ("bfloat16", "float32"):
                 options = {"residual_dtype": residual, "rows": rows}
@@ -306,8 +312,13 @@ def test_warmup_is_for_the_defaults_of_backward_as_well(
 ) -> None:
     asked = dict.fromkeys(_warmup._DTYPES_ASKED.values()) | {"norm": norm, "bias_dtype": bias}
     asked |= {"x_dtype": "bfloat16", "weight_dtype": "float32"}
-    specs = _warmup._specs(asked | {"zero_centered": False, "relu": False, "backward": True})
-    assert {spec.dbias for spec in specs if isinstance(spec, BackwardSpec)} == dbias
+    asked |= {"zero_centered": False, "relu": False, "backward": True}
+    for gradient, accumulate in ((None, False), ("float64", False), ("float64", True)):
+        told = {"gradient_dtype": gradient, "accumulate": accumulate}
+        specs = [s for s in _warmup._specs(asked | told) if isinstance(s, BackwardSpec)]
+        assert {spec.dbias for spec in specs} == {d and (gradient or d) for d in dbias}
+        assert {spec.dtypes["dweight"] for spec in specs} == {gradient or "float32"}
+        assert {(s.sums_given, s.accumulate) for s in specs} == {(gradient is not None, accumulate)}
 
 
 # ---- what must be accepted -----------------------------------------------------------------------

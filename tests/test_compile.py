@@ -1091,6 +1091,36 @@ def test_no_configuration_spills_but_by_choice(architecture: str) -> None:
     assert not problems, "\n".join(problems)
 
 
+def spilled_bytes(kernel: Instantiation) -> int:
+    return sum(map(int, re.findall(r"(\d+) bytes spill", compiled((kernel,), "90").logs[kernel])))
+
+
+@pytest.mark.parametrize(
+    ("norm", "x", "n"),
+    [
+        *(("rms_norm", "bfloat16", 1000), ("layer_norm", "bfloat16", 4096)),
+        *(("rms_norm", "float32", 2048), ("layer_norm", "float16", 400_000)),
+    ],
+)
+def test_kernels_that_add_their_sums_spill_no_more_than_those_that_write_them(
+    norm: str, x: str, n: int
+) -> None:
+    bias = x if norm == "layer_norm" else None
+    plain = BackwardSpec(norm, x, x, x, bias, True, True)
+    wide = dataclasses.replace(
+        plain, dbias=bias and "float64", dweight="float64", sums_given=True, accumulate=True
+    )
+    config = backward_config(plain, n, pack_length(x), 90)
+    tiers = few_rows_backward_configs(plain, config, 90, 132)
+    of_columns = [few for _, few in tiers if few.column_threads][-1:]
+    for one in (config, *of_columns):
+        pairs = zip(*(backward_instantiations(spec, one) for spec in (plain, wide)), strict=True)
+        changed = [(before, after) for before, after in pairs if before != after]
+        assert len(changed) == 1
+        for before, after in changed:
+            assert spilled_bytes(after) <= spilled_bytes(before), str(after)
+
+
 def disassembler() -> str | None:
     """Return the path of nvdisasm, from a toolkit or the wheel nvidia-cuda-nvdisasm."""
     spec = importlib.util.find_spec("nvidia")

@@ -515,6 +515,41 @@ def test_jax_transforms_and_compiles() -> None:
     np.testing.assert_allclose(unit, expected.dx, atol=1e-5)
 
 
+FORWARD_MODE = {
+    "gated": lambda x, z: GATED(x, z=z),
+    "gated before": lambda x, z: fused.rms_norm_gated(x, None, z, gate_first=True),
+    "deep norm": lambda x, z: fused.deep_norm(x, z, 0.7),
+    "l2 norm": lambda x, z: fused.l2_norm(x) * z,
+}
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+@pytest.mark.parametrize("name", FORWARD_MODE)
+def test_forward_mode_agrees_with_reverse_mode(name: str, framework: str) -> None:
+    of = FORWARD_MODE[name]
+    arrays = np.random.default_rng(8).standard_normal((5, 2, 6)).astype(np.float32)
+    tools: Any
+    if framework == "torch":
+        torch = pytest.importorskip("torch", minversion="2.11")
+        tools, (x, z, dy, *tangents) = torch.func, map(torch.from_numpy, arrays)
+    else:
+        tools = jax = pytest.importorskip("jax", minversion="0.10.2")
+        x, z, dy, *tangents = map(jax.numpy.asarray, arrays)
+    _, slope = tools.jvp(of, (x, z), tuple(tangents))
+    _, pull = tools.vjp(of, x, z)
+    along = sum((g * t).sum() for g, t in zip(pull(dy), tangents, strict=True))
+    np.testing.assert_allclose((slope * dy).sum(), along, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        tools.jacfwd(of, (0, 1))(x, z)[1], tools.jacrev(of, (0, 1))(x, z)[1], rtol=1e-4, atol=1e-5
+    )
+
+    def loss(x: Any) -> Any:
+        return (of(x, z) * dy).sum()
+
+    twice = tools.jacrev(tools.jacrev(loss))(x)
+    np.testing.assert_allclose(tools.hessian(loss)(x), twice, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_a_compiled_norm_is_that_of_the_stored_sum(framework: str) -> None:
     added = cupynorm.fuse("rms_norm", prologue=lambda x, r: (x + r, x + r))

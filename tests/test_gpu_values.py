@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -32,6 +33,9 @@ from strategies import (
     problems,
     scaled,
 )
+from sums import WIDTHS as OF_SUMS
+from sums import WithSums, problem_of, problems_with_sums, with_sums
+from sums import check_sums as check_given_sums
 from test_groups import CALLS as GROUPS
 from test_groups import Call, drawn
 
@@ -186,6 +190,39 @@ def test_any_residual(norm: str, x: str, data: st.DataObject) -> None:
 def test_any_residual_of_few_rows(norm: str, x: str, data: st.DataObject) -> None:
     strategy = residual_problems(RESIDUAL_WIDTHS, norms=(norm,), x_dtypes=(x,))
     check_residual_on_gpu(data.draw(strategy))
+
+
+def check_sums_on_gpu(drawn: WithSums) -> None:
+    import cupy
+
+    poison()
+    check_given_sums(OfCupyNorm(cupy, to_cupy, to_numpy), drawn)
+
+
+@drawn_for_each(12)
+def test_any_given_sums(norm: str, x: str, data: st.DataObject) -> None:
+    check_sums_on_gpu(data.draw(problems_with_sums(norms=(norm,), x_dtypes=(x,))))
+
+
+@pytest.mark.usefixtures("kernels_of_few_rows")
+@drawn_for_each(12)
+def test_any_given_sums_of_few_rows(norm: str, x: str, data: st.DataObject) -> None:
+    strategy = problems_with_sums(OF_SUMS, norms=(norm,), x_dtypes=(x,))
+    check_sums_on_gpu(data.draw(strategy))
+
+
+@pytest.mark.parametrize("call", GROUPS, ids=str)
+def test_given_sums_of_groups(call: Call) -> None:
+    check_sums_on_gpu(with_sums(problem_of(call, drawn(call)), "float32", "bfloat16", offset=1))
+
+
+def test_a_place_for_sums_that_is_not_contiguous_is_told() -> None:
+    import cupy
+
+    x, rstd, total = (cupy.zeros(s, np.float32) for s in ((3, 4), (3,), (4, 2)))
+    expected = "dweight must be C-contiguous, with the normalized axes last; got strides (8,)"
+    with pytest.raises(ValueError, match=re.escape(expected)):
+        cupynorm.rms_norm_backward(x, x, x[0], rstd, dweight=total[:, 0])
 
 
 @pytest.mark.parametrize("m", [37, 1100])

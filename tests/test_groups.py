@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 from host.build import Build, compiler_problem
-from host.gpu import Gpu
+from host.gpu import Caller, Gpu
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from residuals import assert_bits
 from strategies import DTYPES, make_values
+from sums import check_sums, problem_of, with_sums
 
 from cupynorm import testing
 from cupynorm._arrays import rows_side_by_side
@@ -313,6 +314,17 @@ def check_values(build: Build, call: Call, *, few_rows: bool) -> None:
 )
 def test_values(build: Build, call: Call, few_rows: bool) -> None:
     check_values(build, call, few_rows=few_rows)
+
+
+OF_SUMS = "one weight, many biases", "a number a row", "no rows", "float64", "channels", "moved"
+
+
+@pytest.mark.parametrize("call", [c for c in CALLS if c.name in OF_SUMS], ids=str)
+def test_sums_in_given_arrays(build: Build, call: Call) -> None:
+    gpu = Gpu(build)
+    with gpu.fresh_memory():
+        problem = problem_of(call, drawn(call))
+        check_sums(Caller(gpu), with_sums(problem, "float32", "bfloat16", offset=1))
 
 
 @pytest.mark.parametrize("call", [c for c in CALLS if c.name in ("adaln", "channels")], ids=str)

@@ -22,7 +22,9 @@ from host.checks import (
     NORMS,
     OVERFLOWING,
     SHORT_ROWS,
+    SUMS,
     Case,
+    OfSums,
     check_addresses,
     check_case,
     check_clip_values,
@@ -31,6 +33,7 @@ from host.checks import (
     check_overflows,
     check_problem,
     check_subnormal_rstd,
+    check_sums_of,
     kernels_of,
 )
 from host.gpu import Caller, Gpu
@@ -45,6 +48,7 @@ from residuals import (
     residual_problems,
 )
 from strategies import DTYPES, OVERFLOWS, Problem, make_values, problems
+from sums import WIDTHS, WithSums, check_sums, problems_with_sums
 from thorough import by_turns, examples, of_each_name, one_in
 
 from cupynorm._compile import Instantiation
@@ -93,6 +97,23 @@ def test_any_residual(drawn: WithResidual, few_rows: bool) -> None:
     gpu = Gpu(Build(), few_rows=few_rows)
     with gpu.fresh_memory():
         check_residual(Caller(gpu), drawn)
+
+
+@settings(max_examples=examples(6, of=40), deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    drawn=problems_with_sums(WIDTHS), few_rows=st.booleans(), architecture=st.sampled_from([75, 90])
+)
+def test_any_given_sums(drawn: WithSums, few_rows: bool, architecture: int) -> None:
+    gpu = Gpu(Build(), architecture=architecture, few_rows=few_rows)
+    with gpu.fresh_memory():
+        check_sums(Caller(gpu), drawn)
+
+
+@pytest.mark.parametrize("of", SUMS, ids=str)
+def test_sums_in_given_arrays_by_each_kernel_that_writes_them(of: OfSums) -> None:
+    gpu = check_sums_of(Build(), of)
+    writers = {kernel.name for kernel in gpu.launched if ("kAccumulates", True) in kernel.op}
+    assert writers == {of.kernel}
 
 
 @pytest.mark.parametrize(

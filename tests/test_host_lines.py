@@ -6,7 +6,17 @@ from pathlib import Path
 
 import pytest
 from host.build import Build, compiler_problem
-from host.checks import CASES, FEW, OVERFLOWING, Case, check_case, check_overflows, kernels_of
+from host.checks import (
+    CASES,
+    FEW,
+    OVERFLOWING,
+    SUMS,
+    Case,
+    check_case,
+    check_overflows,
+    check_sums_of,
+    kernels_of,
+)
 from host.coverage import coverage
 from host.gpu import Caller, Gpu
 from host.pipelined import PIPELINED
@@ -57,6 +67,8 @@ def test_the_cases_reach_the_lines_of_the_kernels(
             check_residual(Caller(gpu), drawn)
     for call in calls:
         check_values(build, call, few_rows=False)
+    for of in SUMS[:3]:
+        check_sums_of(build, of)
     total, missed = coverage(build)
     with capsys.disabled():
         share = 100 * (1 - len(missed) / total)

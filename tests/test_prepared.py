@@ -122,7 +122,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     stream = SimpleNamespace(ptr=STREAM, is_capturing=lambda: False)
     monkeypatch.setattr(_calls, "_get_device", lambda: machine.current)
     monkeypatch.setattr(_calls, "_get_current_stream", lambda: stream)
-    monkeypatch.setattr(_calls, "_on", machine.on)
+    monkeypatch.setattr(_calls, "on", machine.on)
     monkeypatch.setattr(_calls, "_contiguous", machine.contiguous)
     monkeypatch.setattr(_calls, "forward_plan", machine.forward_plan)
     monkeypatch.setattr(_calls, "backward_plan", machine.backward_plan)

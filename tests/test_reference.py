@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from residuals import OfCupyNorm, WithResidual, check_residual, residual_problems
 from strategies import DTYPES, Problem, make_values, problems
+from sums import WithSums, check_sums, problems_with_sums
 
 from cupynorm import reference, testing
 from cupynorm._operation import NormBackward
@@ -627,3 +628,9 @@ def test_the_gradient_of_a_residual_by_finite_differences(norm: str) -> None:
             up[place], down[place] = up[place] + step, down[place] - step
             slope = (loss(*up) - loss(*down)) / 2e-6
             assert getattr(found, name)[index] == pytest.approx(slope, rel=1e-6, abs=1e-8)
+
+
+@settings(suppress_health_check=list(HealthCheck))
+@given(drawn=problems_with_sums(broadcast=True))
+def test_any_given_sums(drawn: WithSums) -> None:
+    check_sums(OfCupyNorm(np, np.array, lambda result: result), drawn)

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import residuals
 import sanitized
+import sums
 from host.build import compiler_problem
 from host.gpu import Caller, Gpu
-from sanitized import CASES, CLASSES, NAMES, RESIDUALS, TOOLS
-from strategies import DTYPES
+from sanitized import CASES, CLASSES, NAMES, RESIDUALS, SUMS, TOOLS
+from strategies import DTYPES, Layout
 
 pytest.importorskip("cupy", exc_type=ImportError)  # plans are chosen for it
 
@@ -35,8 +36,9 @@ def test_each_kernel_meets_each_class_of_dtypes_and_each_option(
 ) -> None:
     nothing: Any = SimpleNamespace(check_forward=lambda *_, **__: None)
     nothing.check_backward = nothing.check_forward
-    monkeypatch.setattr(residuals, "testing", nothing)
-    monkeypatch.setattr(residuals, "assert_bits", lambda *_: None)
+    for module in (residuals, sums):
+        monkeypatch.setattr(module, "testing", nothing)
+        monkeypatch.setattr(module, "assert_bits", lambda *_: None)
     classes, options = defaultdict(set), defaultdict(set)
     for one in CASES:
         gpu = Launches(few_rows=not one.many)
@@ -46,7 +48,7 @@ def test_each_kernel_meets_each_class_of_dtypes_and_each_option(
             case = one.case
             clustered = " by clusters" if kernel.cluster_blocks > 1 else ""
             classes[kernel.name + clustered].add((case.norm, case.x))
-            options[kernel.name].add(case.name.split(", ")[-1])
+            options[kernel.name].add(one.option)
     every = {(norm, x) for norm, names in CLASSES.items() for x in names}
     of_layer_norm = {of for of in every if of[0] == "layer_norm"}
     assert dict(classes) == {
@@ -71,21 +73,22 @@ def test_each_kernel_meets_each_class_of_dtypes_and_each_option(
         "norm_backward_in_registers_columns": {"without weight and bias", "in place"},
         "reduce_partials": {"without weight and bias"},
     }
-    assert dict(options) == {name: {*NAMES} - never.get(name, set()) for name in options}
+    every_option = {*NAMES, SUMS}
+    assert dict(options) == {name: every_option - never.get(name, set()) for name in options}
 
 
 def numpy_caller() -> sanitized.Caller:
     return sanitized.Caller(np, np.array, lambda result: result)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, SUMS])
 def test_the_reference_passes_and_a_wrong_result_does_not(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    smallest = [one for one in CASES if one.case.name.endswith(f", {name}")][:1]
+    smallest = [one for one in CASES if one.option == name][:1]
     monkeypatch.setattr(sanitized, "CASES", smallest)
     assert (smallest[0].residual is None) == (name not in RESIDUALS)
-    sanitized.run(numpy_caller(), threads=2, says=True)
+    assert sanitized.run(numpy_caller(), threads=2, says=True) == 1
 
     class Wrong(sanitized.Caller):
         def backward(self, *arguments: Any, **options: Any) -> Any:
@@ -97,30 +100,92 @@ def test_the_reference_passes_and_a_wrong_result_does_not(
         sanitized.run(Wrong(np, np.array, lambda result: result), threads=2, says=False)
 
 
+def test_no_case_begins_after_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    few = [one for one in CASES if not one.many][:2]
+    many = [one for one in CASES if one.many][:2]
+    monkeypatch.setattr(sanitized, "CASES", few + many)
+    now, checked = 0.0, []
+
+    class Clock:
+        @staticmethod
+        def monotonic() -> float:
+            return now
+
+    def check(one: Any, caller: Any) -> None:
+        nonlocal now
+        now += 7.0
+        checked.append(one)
+
+    monkeypatch.setattr(sanitized, "time", Clock)
+    monkeypatch.setattr(sanitized.Sanitized, "check", check)
+    # By then few rows have had their share, and many have the rest.
+    assert sanitized.run(numpy_caller(), threads=1, says=False, seconds=12.0) == 2
+    assert checked == [few[0], many[0]]
+
+
+def test_the_first_cases_meet_all_kinds_of_rows_norms_and_dtypes() -> None:
+    first = CASES[: len(sanitized.ROWS) * len(CLASSES)]
+    assert len({(one.case.name.rpartition(", ")[0], one.case.norm) for one in first}) == len(first)
+    assert {(one.case.norm, one.case.x) for one in first} == {
+        (norm, x) for norm, names in CLASSES.items() for x in names
+    }
+
+
 def test_each_tool_runs_and_a_failure_is_told(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     commands = []
 
-    def fake(command: tuple[str, ...], env: dict[str, str]) -> Any:
+    def fake(command: tuple[str, ...], env: dict[str, str], **_: Any) -> Any:
         commands.append(command)
         assert env["CUPYNORM_BACKGROUND"] == "0"
-        return SimpleNamespace(returncode=int("racecheck" in command))
+        fails = "racecheck" in command
+        said = "a race\n" if fails else "a case\ncases that ran: 7\n"
+        return SimpleNamespace(returncode=int(fails), stdout=said)
 
     monkeypatch.setattr(sanitized, "gpu_problem", lambda: None)
     monkeypatch.setattr(subprocess, "run", fake)
     assert sanitized.main([]) == 1
     said = capsys.readouterr().out
-    assert [line.split(":")[0] for line in said.splitlines()[1:]] == ["alone", *TOOLS]
-    assert said.count("passed") == 4
-    assert "racecheck: FAILED with 1" in said
-    assert commands[0][1:] == (sanitized.__file__, "--run", "alone")
+    lines = said.splitlines()
+    after = lines.index("a race")  # what the run that failed said, below its line
+    assert lines[after - 1].startswith(f"racecheck: FAILED with 1, not all of {len(CASES)} cases, ")
+    told = [line for line in lines if line not in ("", "a race")]
+    assert [line.split(":")[0] for line in told] == ["alone", *TOOLS]
+    assert said.count(f": passed, 7 of {len(CASES)} cases, ") == 4
+    assert commands[0][1:] == (sanitized.__file__, "--run", "alone", "--seconds", "inf")
     assert commands[1][: len(sanitized.COMMAND)] == sanitized.COMMAND
-    assert sanitized.main(["memcheck"]) == 0
+    assert sanitized.main(["memcheck", "--seconds", "50"]) == 0
+    assert commands[-1][-2:] == ("--seconds", "50.0")
     assert len(commands) == 1 + len(TOOLS) + 2
     with pytest.raises(SystemExit):
         sanitized.main(["memchek"])
     assert "tools: must be of memcheck, racecheck" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16"])
+@pytest.mark.parametrize("shape", [(3, 5), (1,), (2, 3)])
+def test_the_memory_of_an_input_ends_with_whole_pieces_of_16_bytes(
+    shape: tuple[int, ...], dtype: str
+) -> None:
+    allocated = []
+
+    class Module:
+        lib = np.lib
+
+        @staticmethod
+        def asarray(base: np.ndarray) -> np.ndarray:
+            allocated.append(base)
+            return base
+
+    values = np.ones(shape, dtype)
+    array = Layout(offset=1, gap=1).apply(Module, values)
+    (base,) = allocated
+    assert base.nbytes % 16 == 0
+    # A copy of the row's last bytes may be one of 16, and no other memory is there.
+    last = array.ctypes.data + sum((n - 1) * s for n, s in zip(shape, array.strides, strict=True))
+    assert 0 < base.ctypes.data + base.nbytes - last <= 16
+    np.testing.assert_array_equal(array, values)
 
 
 def test_without_a_gpu_it_says_so(

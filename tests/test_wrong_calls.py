@@ -64,6 +64,8 @@ ANY_ARRAY = (
     "norms), or one of another library with __dlpack__ and a from_dlpack function"
 )
 ALIKE = "a NumPy array, as the other arrays of the call are"
+SUMS = "dweight", "dbias"
+FIRST = zeros(24)
 NAMED = "axis must name axes of x, each once, such as -1 or (-2, -1)"
 
 WRONG = [
@@ -326,6 +328,117 @@ WRONG = [
         ValueError,
         "residual_out must be another array than out, got the same memory",
         **dict.fromkeys(("out", "residual_out"), zeros(*SHAPE)),
+    ),
+    # places for sums, and what is added to
+    *(
+        wrong(TypeError, f"{name} must be {ALIKE}; got {kind}", **{name: value})
+        for name in SUMS
+        for kind, value in NO_ARRAYS.items()
+        if value is not None
+    ),
+    *(
+        wrong(
+            TypeError,
+            f"{name} must have no mask, which would be lost: pass {name}.filled()",
+            **{name: np.ma.array(zeros(4))},
+        )
+        for name in SUMS
+    ),
+    *(
+        wrong(
+            TypeError, f"{name}.dtype must be {FOUR}, got {dtype}", **{name: zeros(4, dtype=dtype)}
+        )
+        for name in SUMS
+        for dtype in ("int32", "bool", ">f4", "float8_e4m3fn")
+    ),
+    *(
+        wrong(ValueError, f"{name} must have shape (4,), got {shape}", **{name: zeros(*shape)})
+        for name in SUMS
+        for shape in ((3,), (1,), (1, 4), (), SHAPE)
+    ),
+    *(
+        wrong(
+            ValueError,
+            f"{name} must have shape (3, 1), got {shape}",
+            **{"axis": 1, "weight": zeros(3, 1), "bias": True, name: zeros(*shape)},
+        )
+        for name in SUMS
+        for shape in ((3,), (1, 3, 1), (1, 3), (2, 3, 4))
+    ),
+    *(
+        wrong(
+            ValueError,
+            "dbias must have shape (3, 1), got (4,)",
+            **{"axis": 1, "weight": None, "bias": True, "dbias": zeros(4), name: None},
+        )
+        for name in ("dx", "bitmask")
+    ),
+    wrong(
+        ValueError,
+        "dweight must be None without a weight, got an array of shape (4,)",
+        weight=None,
+        dweight=zeros(4),
+    ),
+    *(
+        wrong(
+            ValueError,
+            "dbias must be None unless bias is True or an array, got an array of shape (4,)",
+            bias=bias,
+            dbias=zeros(4),
+        )
+        for bias in (False, None)
+    ),
+    *(
+        wrong(ValueError, f"{name} must be writable, got a read-only array", **{name: read_only(4)})
+        for name in SUMS
+    ),
+    *(
+        wrong(
+            ValueError,
+            f"{name} must not overlap itself; got strides (0,) for shape (4,) of 4 bytes",
+            **{name: np.lib.stride_tricks.as_strided(zeros(4), (4,), (0,))},
+        )
+        for name in SUMS
+    ),
+    wrong(
+        ValueError,
+        "dbias must be another array than dweight, got the same memory",
+        **dict.fromkeys(SUMS, zeros(4)),
+    ),
+    *(
+        wrong(
+            ValueError,
+            f"{name} must be another array than dx, got the same memory",
+            **{"dx": FIRST.reshape(SHAPE), name: FIRST[:4]},
+        )
+        for name in SUMS
+    ),
+    *(
+        wrong(TypeError, f"accumulate must be True or False, got {value!r}", accumulate=value)
+        for value in (1, 0, None, "no")
+    ),
+    wrong(
+        ValueError,
+        "dweight must be an array to add to if accumulate is True, got None",
+        accumulate=True,
+        dbias=zeros(4),
+    ),
+    *(
+        wrong(
+            ValueError,
+            "dbias must be an array to add to if accumulate is True, got None",
+            accumulate=True,
+            dweight=zeros(4),
+            bias=bias,
+        )
+        for bias in (True, zeros(1, 4))
+    ),
+    wrong(
+        ValueError,
+        "accumulate must be False without a weight and a bias, got True",
+        accumulate=True,
+        weight=None,
+        bias=False,
     ),
 ]
 
@@ -708,7 +821,7 @@ def test_what_the_calls_change_is_correct() -> None:
             ({name: dtype}, TypeError, f"{name} must be {FOUR}, got {dtype}")
             for name in (
                 *("x_dtype", "weight_dtype", "bias_dtype", "dy_dtype", "out_dtype"),
-                "residual_dtype",
+                *("residual_dtype", "gradient_dtype"),
             )
             for dtype in ("int8", ">f4", np.int32, "nonsense")
         ),
@@ -720,6 +833,12 @@ def test_what_the_calls_change_is_correct() -> None:
         ({"zero_centered": 1}, TypeError, "zero_centered must be True or False, got 1"),
         ({"relu": (0, 6)}, TypeError, "relu must be True or False, got (0, 6)"),
         ({"backward": "no"}, TypeError, "backward must be True or False, got 'no'"),
+        ({"accumulate": 1}, TypeError, "accumulate must be True or False, got 1"),
+        (
+            {"accumulate": True},
+            ValueError,
+            "accumulate must be False without a gradient_dtype, got True",
+        ),
     ],
     ids=str,
 )

@@ -208,6 +208,10 @@ def test_a_wrong_call_is_told_what_is_wrong(
             "out must be None for JAX arrays, which are immutable",
         ),
         (
+            lambda x: cupynorm.rms_norm_backward(x, x, x[0], x[:, 0], dweight=x[0]),
+            "dweight must be None for JAX arrays, which are immutable",
+        ),
+        (
             lambda x: cupynorm.rms_norm(x, W),
             "weight must be a JAX array, as the other arrays of the call are; got numpy.ndarray",
         ),

@@ -19,13 +19,14 @@ from strategies import (
     make_values,
     scaled,
 )
+from sums import check_sums, with_sums
 from thorough import one_in
 
 from cupynorm import pack_bitmask, testing
 from cupynorm._compile import Instantiation
 from cupynorm._layout import pack_length
 from host.build import Build
-from host.gpu import ARCHITECTURE, Gpu
+from host.gpu import ARCHITECTURE, Caller, Gpu
 
 __all__ = [
     "ADDRESSES",
@@ -33,7 +34,9 @@ __all__ = [
     "FAR_ROWS",
     "FEW",
     "OVERFLOWING",
+    "SUMS",
     "Case",
+    "OfSums",
     "check_addresses",
     "check_case",
     "check_clip_values",
@@ -41,6 +44,7 @@ __all__ = [
     "check_overflows",
     "check_problem",
     "check_subnormal_rstd",
+    "check_sums_of",
     "kernels_of",
     "may_overflow",
 ]
@@ -233,6 +237,42 @@ def check_problem(
             **problem.options,
         )
         return of_rows
+
+
+@dataclasses.dataclass(frozen=True)
+class OfSums:
+    """A problem whose sums a kernel writes to given arrays, which are aligned to their elements."""
+
+    kernel: str
+    norm: str
+    m: int
+    n: int
+    x: str = "bfloat16"
+    architecture: int = ARCHITECTURE
+    few_rows: bool = False
+
+    def __str__(self) -> str:
+        return f"sums by {self.kernel}-{self.norm}-{self.x}-{self.m}x{self.n}"
+
+
+SUMS = (
+    OfSums("reduce_partials", "layer_norm", 7, 300),
+    OfSums("reduce_partials", "rms_norm", 70, 2048, few_rows=True),
+    OfSums("norm_backward_in_registers", "rms_norm", 5, 1000, few_rows=True),
+    OfSums("norm_backward_in_registers_columns", "layer_norm", 5, 4096, few_rows=True),
+    OfSums("norm_backward_column_parallel", "layer_norm", 2, 140004, "float32"),
+    OfSums("reduce_partials", "rms_norm", 3, 20004, "float64", architecture=75),
+)
+
+
+def check_sums_of(build: Build, of: OfSums) -> Gpu:
+    """Check these sums, also by calls that are made again, and return what launched the kernels."""
+    problem = Case(str(of), of.norm, of.m, of.n, of.x, "bfloat16", "float16").problem()
+    gpu = Gpu(build, architecture=of.architecture, few_rows=of.few_rows)
+    gpu.repeats = True
+    with gpu.fresh_memory():
+        check_sums(Caller(gpu), with_sums(problem, "float16", "float64", offset=1))
+    return gpu
 
 
 def check_far_rows(gpu: Gpu, n: int) -> None:

@@ -227,19 +227,24 @@ class Gpu:
         dresidual_out: Any = None,
         dx_dtype: Any = None,
         dresidual_dtype: Any = None,
+        dweight: Any = None,
+        dbias: Any = None,
+        accumulate: bool = False,
     ) -> NormBackward:
         arrays = {"dy": dy, "x": x, "dresidual_out": dresidual_out, "weight": weight}
         arrays |= {"mean": mean, "rstd": rstd, "bitmask": bitmask, "dx": dx}
+        arrays |= {"dweight": dweight, "dbias": dbias}
         arrays |= {"like": bias if isinstance(bias, Array) else None}
         wanted = None if isinstance(bias, Array) else bias
-        asked = AskedBackward(norm, axis, zero_centered, wanted, dx_dtype, dresidual_dtype)
+        of_rows = dx_dtype, dresidual_dtype
+        asked = AskedBackward(norm, axis, zero_centered, wanted, *of_rows, accumulate)
         taken, spec, options = check_call(NUMPY, arrays, asked)
         written, run = _calls_of(self).first_call(spec, options, taken)
         written = as_called(options, written, arrays)
         result = NormBackward(**written)
         if options.has_residual and spec.dresidual is None:
             result = result._replace(dresidual=result.dx)
-        if self.repeats and run is not None and dx is None:
+        if self.repeats and run is not None and dx is None and not accumulate:
             result = run(tuple(arrays.values()))
         return cast("NormBackward", result)
 
