@@ -123,7 +123,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     monkeypatch.setattr(_calls, "_get_device", lambda: machine.current)
     monkeypatch.setattr(_calls, "_get_current_stream", lambda: stream)
     monkeypatch.setattr(_calls, "on", machine.on)
-    monkeypatch.setattr(_calls, "_contiguous", machine.contiguous)
+    monkeypatch.setattr(_calls, "contiguous", machine.contiguous)
     monkeypatch.setattr(_calls, "forward_plan", machine.forward_plan)
     monkeypatch.setattr(_calls, "backward_plan", machine.backward_plan)
     monkeypatch.setattr(_calls, "calls", {})
@@ -543,7 +543,7 @@ def test_rows_that_are_counted_have_scratch_of_their_own_each_time(
     machine: Machine, counted: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept: list[Any] = []
-    monkeypatch.setattr(_calls, "_keep_if_captured", lambda memory, _: kept.append(memory))
+    monkeypatch.setattr(_calls, "keep_if_captured", lambda memory, _: kept.append(memory))
     machine.counted = counted
     for calls in (1, 2, 3):
         cupynorm.rms_norm(machine.array(SHAPE), relu=(0.0, 6.0))
