@@ -160,7 +160,7 @@ def keep_if_captured(memory: Any, stream: Any) -> None:
         _kept_by_graphs.append(memory)
 
 
-def _kept_if_captured() -> contextlib.AbstractContextManager[Any]:
+def kept_if_captured() -> contextlib.AbstractContextManager[Any]:
     """Do as `keep_if_captured` with all memory that CuPy's functions allocate."""
     if not cupy.cuda.get_current_stream().is_capturing():
         return contextlib.nullcontext()
@@ -289,9 +289,10 @@ def _on_repeated(
     Copies are not narrower than the compute dtype, so that their gradients are summed before they
     are rounded.
     """
-    x, given = arguments["x"], dict(arguments)
-    of_bias = "bias" if isinstance(spec, ForwardSpec) else "like"
-    with on(x.device.id), _kept_if_captured():
+    x, of_bias = arguments["x"], "bias" if isinstance(spec, ForwardSpec) else "like"
+    placed = {name: arguments[name] for name in SUMS if arguments.get(name) is not None}
+    given = arguments | dict.fromkeys(placed)
+    with on(x.device.id), kept_if_captured():
         for name in names:
             of = given[name].dtype
             wide = "float64" if of == np.float64 else compute_dtype(spec.x)
@@ -306,14 +307,32 @@ def _on_repeated(
         groups = groups_of(x.shape, options.k, *shapes)
         dtypes = {"weight": weight, "bias" if of_bias == "bias" else "dbias": bias}
         wider = {name: DTYPES[v.dtype] for name, v in dtypes.items() if v is not None}
+        told = replace(options, groups=groups)
+        if placed and isinstance(spec, BackwardSpec):  # sums are added to these when complete
+            told = replace(told, sums_given=False, accumulate=False)
+            wider |= {n: compute_dtype(spec.x) for n in SUMS if spec.dtypes[n] is not None}
+            spec = replace(spec, sums_given=False, accumulate=False)
         of_copies: Any = replace(spec, **wider, **sharing(groups))
-        written, _ = first_call(of_copies, replace(options, groups=groups), given)
+        written, _ = first_call(of_copies, told, given)
         if isinstance(spec, BackwardSpec):
             like = arguments["weight"] if arguments["like"] is None else arguments["like"]
             for name, vector in (("dweight", arguments["weight"]), ("dbias", like)):
-                of_copy = written[name]
-                if of_copy is not None and vector is not None and of_copy.shape != vector.shape:
-                    total = sum_to_shape(of_copy, vector.shape)
+                total, place = written[name], placed.get(name)
+                if total is None:
+                    continue
+                is_repeated = vector is not None and total.shape != vector.shape
+                if is_repeated:
+                    total = sum_to_shape(total, vector.shape)
+                if place is not None:
+                    total = total.astype(compute_dtype(spec.x))
+                    if options.accumulate:
+                        wide = "float64" if place.dtype == np.float64 else str(total.dtype)
+                        total = widened(place, wide) + total.astype(wide)
+                    bits = f"u{place.itemsize}"  # as in `contiguous`
+                    found = rounded(cupy, total, DTYPES[place.dtype])
+                    place.view(bits)[...] = found.reshape(place.shape).view(bits)
+                    written[name] = place
+                elif is_repeated:
                     written[name] = rounded(cupy, total, spec.dtypes[name] or "")
     return written
 

@@ -445,7 +445,7 @@ def fused_backward_instantiations(
         _sum_of_partials(
             reduction,
             _op(
-                {"kGrouped": False, "kRepeats": 0},
+                {"kGrouped": False, "kRepeats": 0, "kGiven": False, "kAccumulates": False},
                 X=spec.compute,
                 DWeight=dtypes[k],
                 DBias=dtypes[k + 1] if k + 1 < len(dtypes) else None,

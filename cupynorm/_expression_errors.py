@@ -30,6 +30,7 @@ def magnitudes(
     `tools` are those of NumPy arrays.
     """
     unit = 8 * float(np.finfo(compute).eps)  # 16 * u
+    least = float(np.finfo(compute).tiny) if compute == np.float32 else 0.0
     pairs = [arguments[name] for name in program.arguments]
     for operation, operands in program.steps:
         of = [pairs[i] for i in operands] if operation != "number" else []
@@ -48,13 +49,18 @@ def magnitudes(
             pairs.append((tools.functions[operation](*values), is_open))
         else:
             value = tools.functions[operation](*values)
-            pairs.append((value, _size(operation, tools, value, of, unit)))
+            size = _size(operation, tools, value, of, unit)
+            # A GPU takes float32's subnormal numbers for 0.
+            vanishes = (abs(value) < least) & (value != 0)
+            pairs.append((value, size + np.where(vanishes, least / unit, 0.0)))
     return [pairs[i] for i in program.results]
 
 
 def of_number(number: Any, compute: np.dtype[Any]) -> Pair:
     """Return a number, which is off if the compute dtype does not hold it."""
     value = np.float64(number)
+    if 0 < abs(value) < np.finfo(compute).tiny:  # it may be taken for 0
+        return value, abs(value) / (8 * float(np.finfo(compute).eps))
     with np.errstate(over="ignore"):
         return value, 0.0 if compute.type(value) == value else abs(value)
 

@@ -32,7 +32,10 @@ __all__ = [
     "fuse",
 ]
 
-_NOT_NAMES = "weight", "bias", "eps", "axis", "zero_centered", "out_dtype", "y"
+_NOT_NAMES = (
+    *("weight", "bias", "eps", "axis", "zero_centered", "out_dtype", "y"),
+    *("backward", "architecture"),  # of `kernel_source`
+)
 _INPUTS = (*_arrays.FLOATS, "bool")
 
 
@@ -333,6 +336,15 @@ class Fused:
         """
         options = Options(eps, axis, zero_centered, out_dtype)
         given = Given(x, weight, bias, inputs)
+        if not hasattr(x, "dtype"):
+            _arrays.family_of("x", x)  # says what x must be
+        from cupynorm._warmup import LEAST_COMPUTE_CAPABILITY
+
+        if not isinstance(architecture, int) or architecture < LEAST_COMPUTE_CAPABILITY:
+            raise ValueError(
+                "architecture must be a compute capability of at least "
+                f"{LEAST_COMPUTE_CAPABILITY}, such as 90; got {architecture!r}"
+            )
         compute = self.check(given, options)
         dtypes = self.dtypes_of_outputs(x.dtype, out_dtype)
         told = options, compute, dtypes

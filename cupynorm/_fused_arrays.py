@@ -7,7 +7,7 @@ from typing import Any
 import cupy
 
 from cupynorm._arrays import rounded, sum_to_shape, to_numpy
-from cupynorm._calls import contiguous, keep_if_captured, on
+from cupynorm._calls import contiguous, keep_if_captured, kept_if_captured, on
 from cupynorm._fuse import dtype_name
 
 __all__ = ["CuPyMemory"]
@@ -39,17 +39,19 @@ class CuPyMemory:
         return array if array.flags.c_contiguous else contiguous(array)
 
     def cast(self, array: Any, dtype: str) -> Any:
-        return _kept(array.astype(dtype))
+        with kept_if_captured():
+            return array.astype(dtype)
 
     def expanded(self, array: Any, shape: tuple[int, ...]) -> Any:
         return self.contiguous(cupy.broadcast_to(array, shape))
 
     def summed(self, array: Any, shape: tuple[int, ...], dtype: str) -> Any:
-        return rounded(cupy, _kept(sum_to_shape(array, shape)), dtype)
+        with kept_if_captured():
+            return rounded(cupy, sum_to_shape(array, shape), dtype)
 
     def signature(self, array: Any) -> Any:
         if type(array) is not _ndarray:
-            return object()  # which no call has had
+            return None
         return array.dtype, array.shape, array.strides, array.data.device_id
 
     def device(self, array: Any) -> int:

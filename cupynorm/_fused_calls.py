@@ -35,6 +35,7 @@ from cupynorm._layout import (
     reduction_of_gradients,
 )
 from cupynorm._operation import ITEMSIZE
+from cupynorm._prepared import remember
 
 if TYPE_CHECKING:
     from cupynorm._fuse import Fused, Given, Options
@@ -65,7 +66,7 @@ class Memory(Protocol):
         """Undo a broadcast, in a fixed order, and cast."""
 
     def signature(self, array: Any) -> Hashable:
-        """Return the dtype, the shape, the strides and the device."""
+        """Return the dtype, the shape, the strides and the device. None if it is no such array."""
 
     def device(self, array: Any) -> int: ...
     def on(self, device: int) -> AbstractContextManager[Any]:
@@ -170,7 +171,7 @@ def _arranged(
             array, dtype = memory.cast(array, "float16"), None
         if place == "spread":
             array = memory.expanded(array, shape)
-        own = place in ("rows", "vector")
+        own = place == "vector" or (place == "rows" and tuple(array.shape) == shape)
         at: Any = "rows" if place == "spread" else place
         gradient = dtype and (dtype if own else compute)
         inputs.append(Input(name, at, memory.dtype(array), gradient, dtype))
@@ -217,21 +218,20 @@ Config = TypeVar("Config", FusedForward, FusedBackward)
 
 
 def _plan(
-    config_of: Callable[[int], Config | None],
+    config: Config | None,
     kernels_of: Callable[[Config], tuple[Instantiation, ...]],
     device: int,
 ) -> _Plan | None:
     """Return a plan whose kernels spill little, with as many blocks at once as that allows."""
-    most = _MOST_BLOCKS_AT_ONCE
+    if config is None:
+        return None
     while True:
-        config = config_of(most)
-        if config is None:
-            return None
         kernels = _background.load(kernels_of(config), device)
         is_fast = kernels[0].local_bytes() <= MOST_LOCAL_BYTES
         if is_fast or config.blocks_per_multiprocessor == 1:
             break
-        most = max(1, 3 * config.blocks_per_multiprocessor // 4)
+        fewer = max(1, 3 * config.blocks_per_multiprocessor // 4)
+        config = replace(config, blocks_per_multiprocessor=fewer)
     if config.cluster_blocks > 1:
         at_once = kernels[0].clusters_at_once()
     else:
@@ -239,34 +239,25 @@ def _plan(
     return _Plan(kernels, config, at_once) if at_once else None
 
 
-_MOST_BLOCKS_AT_ONCE = 32
-
-
 def _shared(spec: Spec) -> list[str]:
     vectors = (given.dtype for given in spec.at("vector"))
     return [dtype for dtype in (spec.weight, spec.bias, *vectors) if dtype]
 
 
-def _forward_config(
-    spec: Spec, n: int, vector: int, architecture: int, most: int
-) -> FusedForward | None:
+def _forward_config(spec: Spec, n: int, vector: int, architecture: int) -> FusedForward | None:
     return fused_forward(
         *(spec.x, spec.compute, n, [dtype for _, dtype in spec.read], _shared(spec)),
         heavy=spec.is_value_heavy,
         vector=vector,
-        most_blocks=most,
         architecture=architecture,
     )
 
 
-def _backward_config(
-    spec: Spec, n: int, vector: int, architecture: int, most: int
-) -> FusedBackward | None:
+def _backward_config(spec: Spec, n: int, vector: int, architecture: int) -> FusedBackward | None:
     return fused_backward(
         *(spec.x, spec.compute, n, [dtype for _, dtype in spec.read], _shared(spec)),
         kept=1 + len(spec.sums_over_rows) + len(spec.differentiated.held),
         vector=vector,
-        most_blocks=most,
         architecture=architecture,
     )
 
@@ -279,7 +270,7 @@ def _reduction(spec: Spec, n: int) -> Reduction:
 def _forward_plan(spec: Spec, n: int, vector: int, device: int) -> _Plan | None:
     of = spec, n, vector, _plans.architecture(device)
     return _plan(
-        lambda most: _forward_config(*of, most),
+        _forward_config(*of),
         lambda config: (fused_forward_instantiation(spec, config),),
         device,
     )
@@ -289,7 +280,7 @@ def _forward_plan(spec: Spec, n: int, vector: int, device: int) -> _Plan | None:
 def _backward_plan(spec: Spec, n: int, vector: int, device: int) -> _Plan | None:
     of = spec, n, vector, _plans.architecture(device)
     return _plan(
-        lambda most: _backward_config(*of, most),
+        _backward_config(*of),
         lambda config: fused_backward_instantiations(spec, config, _reduction(spec, n)),
         device,
     )
@@ -340,7 +331,10 @@ class _Ready:
                 return None
             operands[place] = address
         for name, place in self.constants:
-            operands[place] = float(numbers[name])
+            try:
+                operands[place] = float(numbers[name])
+            except OverflowError:  # checks say so
+                return None
         made = {}
         for one in self.made:
             allocate = memory.scratch if one.is_scratch else memory.empty
@@ -388,17 +382,33 @@ def _ready(
 
 
 def _key(memory: Memory, given: Given, options: Options, *others: Any) -> Hashable:
-    """Return all that preparing a call depends on, but for addresses."""
+    """Return all that preparing a call depends on, but for addresses.
 
-    def of(array: Any) -> Any:
-        return array is None if array is None or is_number(array) else memory.signature(array)
+    A number stands for all numbers. None if another class of arrays is among the arguments.
+    """
 
-    arrays = (given.x, given.weight, given.bias, *given.inputs.values(), *others)
+    def of(argument: Any) -> Any:
+        if argument is None:
+            return "none"
+        return "number" if is_number(argument) else memory.signature(argument)
+
+    signatures = [
+        of(argument)
+        for argument in (given.x, given.weight, given.bias, *given.inputs.values(), *others)
+    ]
+    if None in signatures:
+        return None
     return (
         repr(options),  # which may hold what cannot be hashed
         tuple(given.inputs),
-        tuple(map(of, arrays)),
+        tuple(signatures),
     )
+
+
+def _keep(fused: Fused, key: tuple[Any, Hashable], ready: _Ready) -> None:
+    """Remember a call. One that was is better aligned."""
+    if key[1] is not None and key not in fused.prepared:
+        remember(fused.prepared, key, ready)
 
 
 def _named(given: Given) -> dict[str, Any]:
@@ -410,7 +420,8 @@ def again(
     memory: Memory, fused: Fused, given: Given, options: Options, *, statistics: bool
 ) -> Result | None:
     """Return what `forward` does, for arrays like those of an earlier call, else None."""
-    ready = fused.prepared.get((statistics, _key(memory, given, options)))
+    key = _key(memory, given, options)
+    ready = None if key is None else fused.prepared.get((statistics, key))
     if ready is None:
         return None
     with memory.on(ready.device):
@@ -461,7 +472,7 @@ def forward(
         ready = _ready(call, told, device, kernel, blocks, arguments, numbers, made, {})
         found = ready.run(memory, given.x, call.arrays, given.inputs)
     if not call.has_copies:
-        fused.prepared[statistics, _key(memory, given, options)] = ready
+        _keep(fused, (statistics, _key(memory, given, options)), ready)
     assert found is not None  # noqa: S101 - the addresses are those that it was prepared for
     return _result(found, len(dtypes))
 
@@ -485,8 +496,8 @@ def backward(
     if found is not None:
         return found
     x, device = given.x, memory.device(given.x)
-    statistics = {"mean": mean, "rstd": rstd} if mean is not None else {"rstd": rstd}
-    statistics = {name: memory.contiguous(array) for name, array in statistics.items()}
+    given_statistics = {"mean": mean, "rstd": rstd} if mean is not None else {"rstd": rstd}
+    statistics = {name: memory.contiguous(one) for name, one in given_statistics.items()}
     with memory.on(device):
         call = _arranged(memory, fused, given, options, compute, dtypes, of_outputs)
         plan = None if call is None else _backward_plan(call.spec, call.n, call.vector, device)
@@ -494,8 +505,8 @@ def backward(
             return None
         ready = _ready_backward(call, plan, given, device, compute, statistics)
         found = ready.run(memory, x, call.arrays | statistics, given.inputs)
-    if not call.has_copies:
-        fused.prepared[_key(memory, given, options, *of_outputs, mean, rstd)] = ready
+    if not call.has_copies and all(statistics[n] is one for n, one in given_statistics.items()):
+        _keep(fused, (None, _key(memory, given, options, *of_outputs, mean, rstd)), ready)
     assert found is not None  # noqa: S101 - the addresses are those that it was prepared for
     return _gradients(found)
 
@@ -510,7 +521,8 @@ def again_backward(
     rstd: Any,
 ) -> dict[str, Any] | None:
     """Return what `backward` does, for arrays like those of an earlier call, else None."""
-    ready = fused.prepared.get(_key(memory, given, options, *of_outputs, mean, rstd))
+    key = _key(memory, given, options, *of_outputs, mean, rstd)
+    ready = None if key is None else fused.prepared.get((None, key))
     if ready is None:
         return None
     named = {f"dy_{k}": of for k, of in enumerate(of_outputs)} | {"mean": mean, "rstd": rstd}
@@ -618,7 +630,7 @@ def sources(
     call = _arranged(memory, fused, given, options, compute, dtypes, of_outputs)
     if call is None:
         return {}
-    of = call.spec, call.n, call.vector, architecture, _MOST_BLOCKS_AT_ONCE
+    of = call.spec, call.n, call.vector, architecture
     kernels: tuple[Instantiation, ...] = ()
     if backward:
         of_rows = _backward_config(*of)

@@ -180,7 +180,6 @@ struct FusedForward {
   }
   __device__ __forceinline__ void leave() {
     const T offset = -statistics.correction * scale.of_row;
-    const T factor = inv_unit * scale.of_row;
 #pragma unroll
     for (int p = 0; p < kPacks; ++p) {
       const int place = Layout::kHoldWeight ? p : 0;
@@ -188,7 +187,8 @@ struct FusedForward {
       T outputs[Op::kOutputs][kLength];
 #pragma unroll
       for (int i = 0; i < kLength; ++i) {
-        T xhat = value(p, i) * factor;
+        // The product with a power of two is exact. It comes first, as both factors' may overflow.
+        T xhat = value(p, i) * inv_unit * scale.of_row;
         if constexpr (Op::kCentered) {
           const T d = fused_multiply_add(value(p, i), inv_unit, -statistics.shift);
           xhat = fused_multiply_add(d, scale.of_row, offset);

@@ -47,6 +47,7 @@ class HostMemory:
         return self.gpu.memory.array(np.broadcast_to(array, shape))
 
     def summed(self, array: Any, shape: tuple[int, ...], dtype: str) -> Any:
+        assert array.dtype.itemsize > 2  # CuPy cannot compute with bfloat16
         wide = sum_to_shape(self.gpu.to_numpy(array).astype(np.float64), shape)
         return self.gpu.memory.array(round_once(wide, to_numpy(dtype)))
 

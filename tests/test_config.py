@@ -11,11 +11,13 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from layouts import FILE, Spec, configure, few_rows, instantiate, lines_of, parsed
 
+import cupynorm
 from cupynorm import _compile, _plans
 from cupynorm._compile import (
     ARGUMENTS,
@@ -925,6 +927,10 @@ def test_every_file_is_reachable_and_there_is_nothing_else() -> None:
             (alone, strided(alone, 96, 1, 90)),
         ):
             used |= {kernel.file for kernel in instantiate(of, config)}
+    x, fused = np.zeros((4, 1024), np.float32), cupynorm.fuse("rms_norm")
+    for backward in (False, True):
+        names = fused.kernel_source(x, x[0], backward=backward)
+        used |= {f"{name}.cu" for name in names}
     pasted = {h for h in HEADERS if any(body(h) in source(file) for file in KERNELS)}
     assert sorted(used | pasted) == FILES
     assert sorted(used) == KERNELS

@@ -114,12 +114,11 @@ def fused_forward(
     heavy: bool,
     vector: int,
     architecture: int,
-    most_blocks: int,
 ) -> FusedForward | None:
     """Return the configuration of a forward pass; None if rows of n are too long.
 
     `read`: the dtypes of arrays whose rows are read. `shared`: those of weight, bias and vectors.
-    `heavy`: the value takes many instructions. At most `most_blocks` are on a multiprocessor.
+    `heavy`: the value takes many instructions.
     """
     words, length = ITEMSIZE[compute] // 4, pack_length(x)
     of_rows = sum(ITEMSIZE[dtype] for dtype in read) * length // 4
@@ -131,7 +130,7 @@ def fused_forward(
         holds = packs <= MOST_PACKS_BESIDE_WEIGHT
         registers = 28 * words + of_rows * packs + of_shared * (packs if holds else 1)
         registers += length * words
-        blocks = min(most_blocks, _blocks(registers, common["block_threads"], architecture))
+        blocks = _blocks(registers, common["block_threads"], architecture)
         told = {"hold_values": heavy, "hold_weight": holds, "blocks_per_multiprocessor": blocks}
         config = FusedForward(**common, **told)  # type: ignore[arg-type]
         first = first or config
@@ -151,7 +150,6 @@ def fused_backward(
     kept: int,
     vector: int,
     architecture: int,
-    most_blocks: int,
 ) -> FusedBackward | None:
     """Return the configuration of a backward pass; None if rows of n are too long.
 
@@ -163,7 +161,7 @@ def fused_backward(
     for common in _teams(x, n, architecture, vector, BACKWARD_PACKS, BACKWARD_BLOCK_THREADS):
         registers = 24 * words + of_pack * common["packs_per_thread"] + length * words
         threads = common["block_threads"]
-        blocks = min(most_blocks, _blocks(registers, threads, architecture))
+        blocks = _blocks(registers, threads, architecture)
         if threads > common["row_threads"]:
             blocks = min(blocks, MOST_THREADS_OF_TEAMS // threads)
         config = _with_stages(x, compute, read, common, blocks, architecture)

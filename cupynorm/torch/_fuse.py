@@ -26,7 +26,9 @@ def call(fused: FusedNorm, given: Given, options: Options) -> tuple[torch.Tensor
     """Return the outputs."""
     if _have_kernels(given):
         inputs = given.inputs
-        arrays = given.x, given.weight, given.bias, *inputs.values()
+        arrays = (given.x, given.weight, given.bias, *inputs.values())
+        # A view that negates its memory is made plain.
+        arrays = tuple(a.resolve_neg() if isinstance(a, torch.Tensor) else a for a in arrays)
         found: tuple[torch.Tensor, ...] | None
         found = _ByKernels.apply(fused, options, tuple(inputs), *arrays)
         if found is not None:
@@ -50,6 +52,14 @@ def _checked(fused: FusedNorm, given: Given, options: Options) -> tuple[str, tup
 # ---- kernels, outside of compilers and transforms ------------------------------------------------
 
 _PLAIN = torch.Tensor, torch.nn.Parameter
+_functorch = torch._C._functorch
+
+
+def _is_batched(gradient: Any) -> bool:
+    """Tell one of a batch of gradients, which is_grads_batched makes. It has no memory."""
+    return gradient is not None and (
+        _functorch.is_legacy_batchedtensor(gradient) or _functorch.is_batchedtensor(gradient)
+    )
 
 
 def _have_kernels(given: Given) -> bool:
@@ -93,7 +103,7 @@ class _Memory:
 
     def signature(self, tensor: Any) -> Any:
         if type(tensor) not in _PLAIN:
-            return object()  # which no call has had
+            return None
         return tensor.dtype, tensor.shape, tensor.stride(), tensor.device
 
     def device(self, tensor: torch.Tensor) -> int:
@@ -126,8 +136,6 @@ class _ByKernels(torch.autograd.Function):
         from cupynorm import _fused_calls
 
         keeps = any(ctx.needs_input_grad)
-        # A view that negates its memory is made plain.
-        arrays = tuple(a.resolve_neg() if isinstance(a, torch.Tensor) else a for a in arrays)
         given = _given(names, arrays)
         found = _fused_calls.again(_MEMORY, fused, given, options, statistics=keeps)
         if found is None:
@@ -154,12 +162,14 @@ class _ByKernels(torch.autograd.Function):
         if all(gradient is None for gradient in of_outputs):
             return (*_NOT_ARRAYS, *(None for _ in arrays))
         given = _given(names, arrays)
-        told = options, *_checked(fused, given, options)
-        found = None
         is_differentiated = torch.is_grad_enabled()
-        if not is_differentiated:
-            by_kernels = _fused_calls.backward
-            found = by_kernels(_MEMORY, fused, given, *told, of_outputs, mean, rstd)
+        found = None
+        if not is_differentiated and not any(map(_is_batched, of_outputs)):
+            kept = of_outputs, mean, rstd
+            found = _fused_calls.again_backward(_MEMORY, fused, given, options, *kept)
+            if found is None:
+                told = options, *_checked(fused, given, options)
+                found = _fused_calls.backward(_MEMORY, fused, given, *told, *kept)
         if found is not None:
             by_place = zip(("x", "weight", "bias", *names), wanted, strict=True)
             gradients = (found.get(name) if needed else None for name, needed in by_place)
@@ -167,6 +177,7 @@ class _ByKernels(torch.autograd.Function):
         with torch.enable_grad():
             # One tensor may be given twice.
             of = [a.view_as(a) if w else a for a, w in zip(arrays, wanted, strict=True)]
+            told = options, *_checked(fused, given, options)
             outputs = fused.apply(_TOOLS, _given(names, of), *told)[0]
             made = [k for k, gradient in enumerate(of_outputs) if gradient is not None]
             steps = torch.autograd.grad(
