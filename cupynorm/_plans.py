@@ -479,12 +479,12 @@ class StridedPlan:
     spec: ForwardSpec | BackwardSpec
     n: int
     config: Strided
-    most_blocks: int  # that take several tiles one after another
+    most_blocks: int | None  # that take several tiles one after another; None if each takes one
 
     def _blocks(self, m: int, inner: int) -> int:
         rows = self.config.lanes * pack_length(self.spec.x)
         tiles = m // inner * -(-inner // rows) if m else 0
-        return min(tiles, self.most_blocks)
+        return tiles if self.most_blocks is None else min(tiles, self.most_blocks)
 
     def scratch_bytes(self, m: int, inner: int) -> int:
         """Return the bytes of scratch that a launch over m rows needs, for partial sums."""
@@ -532,13 +532,11 @@ def strided_plan(
     if config is None:
         return None
     if isinstance(spec, ForwardSpec):
-        instantiations: tuple[_compile.Instantiation, ...] = (
-            _compile.forward_instantiation(spec, config),
-        )
-    else:
-        instantiations = _compile.backward_instantiations(spec, config)
+        kernels = _background.load((_compile.forward_instantiation(spec, config),), device)
+        return StridedPlan(kernels, spec, n, config, None)
+    kernels = _background.load(_compile.backward_instantiations(spec, config), device)
     most = multiprocessors(device) * config.blocks_per_multiprocessor
-    return StridedPlan(_background.load(instantiations, device), spec, n, config, most)
+    return StridedPlan(kernels, spec, n, config, most)
 
 
 def kernels_of(

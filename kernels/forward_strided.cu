@@ -1,9 +1,8 @@
 // Forward of RMSNorm and LayerNorm for rows that lie side by side (strided.cuh), such as the channels of an image.
 //
 // Layout:    x and y are (outer, n_cols, n_inner), contiguous; mean and rstd (outer, n_inner). y may be x.
-// Grid:      no more blocks than run at once. Block b takes tiles b, b + blocks, ... . While it writes y of one, it asks
-//            for the next, column by column, in the place of what it has read. A second place for the next tile would
-//            halve the tiles, which is slower (notes.md#rows-side-by-side).
+// Grid:      a block for each tile, on grid.x. Blocks that take tiles in turn and ask for the next one ahead have smaller
+//            tiles, and are slower (notes.md#rows-side-by-side).
 // Traffic:   x read once, y written once.
 // Result:    the first group writes mean and rstd.
 #include "prologue.cuh"
@@ -27,8 +26,9 @@ struct StridedForward {
 
   __device__ __forceinline__ explicit StridedForward(const ForwardStridedArguments<Op>& args)
       : args(args), tile(args.n_cols, args.n_inner) {}
-  __device__ __forceinline__ void fetch() { tile.template fetch<StageOfX>(stage, args.x); }
-  __device__ __forceinline__ void wait() {
+  __device__ __forceinline__ void load(long long number) {
+    tile.here = tile.place_of(number);
+    tile.template fetch<StageOfX>(stage, args.x);
     commit_copies();
     wait_for_copies<0>();
   }
@@ -134,10 +134,8 @@ struct StridedForward {
     if constexpr (Op::kCentered) args.mean[tile.row() + i] = mean;
     args.rstd[tile.row() + i] = rstd;
   }
-  // `asks`: for the next tile as well, in the place of what it has read.
-  __device__ __forceinline__ void write_y(const typename Tile::Place& next, bool asks) const {
-    const long long ahead = tile.begin_of(0, next) - tile.begin_of(0, tile.here);
-#pragma unroll 1
+  __device__ __forceinline__ void write_y() const {
+#pragma unroll 2
     for (int round = 0; round < tile.rounds; ++round) {
       const int column = tile.column(round);
       if (column >= tile.n_cols) break;
@@ -154,9 +152,8 @@ struct StridedForward {
       }
       Pack<typename Op::Y, kLength> normalized;
       normalized.set(values);
-      const long long begin = tile.begin_of(column, tile.here);
-      store<Layout::kVector>(normalized, args.y + begin, tile.here.first, tile.n_inner);
-      if (asks) tile.template fetch_ahead<StageOfX>(stage, round, args.x, begin + ahead, next);
+      store<Layout::kVector>(normalized, args.y + tile.begin_of(column, tile.here), tile.here.first,
+                             tile.n_inner);
     }
   }
 };
@@ -165,17 +162,7 @@ template <typename Op, typename Layout>
 __global__ void __launch_bounds__(Layout::kBlockThreads, Layout::kBlocksPerMultiprocessor)
     norm_forward_strided(const __grid_constant__ ForwardStridedArguments<Op> args) {
   StridedForward<Op, Layout> forward(args);
-  const long long tiles = args.n_rows / args.n_inner * forward.tile.tiles_of_outer;
-  long long tile = block_index();
-  forward.tile.here = forward.tile.place_of(tile);
-  forward.fetch();
-#pragma unroll 1
-  while (tile < tiles) {
-    forward.wait();
-    forward.measure_rows();
-    tile += block_count();
-    const auto next = forward.tile.place_of(tile);
-    forward.write_y(next, tile < tiles);
-    forward.tile.here = next;
-  }
+  forward.load(block_index());
+  forward.measure_rows();
+  forward.write_y();
 }

@@ -964,11 +964,7 @@ FEW_BESIDE_DRESIDUAL_OUT = kernels_with(
     kColumnLanes="1",
     kPacksPerThread="2",
 )
-# LayerNorm's rows side by side, of which a thread has 8. What spills is read once a tile, outside
-# of the loops over columns, unless rows are at any address.
-LAYER_NORM_SIDE_BY_SIDE = kernels_with("norm_forward_strided", X="b?float16", kCentered="true")
 SPILLED = {
-    LAYER_NORM_SIDE_BY_SIDE: 168,
     LAYER_NORM_BESIDE_A_RESIDUAL: 56,
     FEW_BESIDE_DRESIDUAL_OUT: 8,
     LAYER_NORM_BY_8_PACKS: 16,
