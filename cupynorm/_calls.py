@@ -323,7 +323,7 @@ def _on_repeated(
                 is_repeated = vector is not None and total.shape != vector.shape
                 if is_repeated:
                     total = sum_to_shape(total, vector.shape)
-                if place is not None:
+                if place is not None and not (options.accumulate and x.size == 0):
                     total = total.astype(compute_dtype(spec.x))
                     if options.accumulate:
                         wide = "float64" if place.dtype == np.float64 else str(total.dtype)
@@ -331,6 +331,7 @@ def _on_repeated(
                     bits = f"u{place.itemsize}"  # as in `contiguous`
                     found = rounded(cupy, total, DTYPES[place.dtype])
                     place.view(bits)[...] = found.reshape(place.shape).view(bits)
+                if place is not None:
                     written[name] = place
                 elif is_repeated:
                     written[name] = rounded(cupy, total, spec.dtypes[name] or "")

@@ -411,7 +411,7 @@ GPU_SHAPES = {
     "a row": (1, 1024),
     "several warps": (300, 5000),
     "many packs": (9, 16384),
-    "a cluster": (5, 100000),
+    "a cluster": (5, 30000),
 }
 
 

@@ -317,7 +317,13 @@ def test_values(build: Build, call: Call, few_rows: bool) -> None:
 
 
 OF_SUMS = "one weight, many biases", "a number a row", "no rows", "float64", "channels", "moved"
-OF_SUMS += "apart", "apart, moved", "bias alone", "a weight for each and a bias by channels"
+OF_SUMS += (
+    "apart",
+    "apart, moved",
+    "apart, no rows",
+    "bias alone",
+    "a weight for each and a bias by channels",
+)
 
 
 @pytest.mark.parametrize("call", [c for c in CALLS if c.name in OF_SUMS], ids=str)
