@@ -30,6 +30,7 @@ __all__ = ["Benchmark", "judged"]
 class Benchmark:
     """A benchmark of its own module, whose name is `program`.
 
+    `errors`: what a record's errors are, in a sentence and as heads of two columns.
     `backends`: the limit first, and cupynorm second. `inputs`: from a problem, a seed and CuPy to
     arrays by name. `is_measured`: whether a library has the operation of a problem. `title`: what a
     table says of a record's problem, under `columns`.
@@ -43,6 +44,13 @@ class Benchmark:
     is_measured: Callable[[Any, Backend], bool]
     columns: Sequence[str]
     title: Callable[[Record], Sequence[str]]
+    errors: tuple[str, str, str] = (
+        "The largest errors against float64: in the 2-norm, relative to the exact result; and of "
+        "an element, over the bound of `cupynorm.testing`. A library that rounds to 16 bits "
+        "between its steps exceeds that bound where the terms of an element cancel.",
+        "in the 2-norm",
+        "of an element",
+    )
 
     @property
     def peers(self) -> tuple[str, ...]:

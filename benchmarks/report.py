@@ -2,14 +2,15 @@
 
 The tables go into results.md next to the file, or between the markers of the file that --readme
 names. The figures go into the folder results next to the file. --headline writes only one table for
-each pass, between its own markers. Several GPUs, the clamped ReLU, a residual and weights that vary
-from row to row have sections of their own. Nothing between the markers is written by hand. With
-R=benchmarks/results, the pages are from
+each pass, between its own markers. Several GPUs, the clamped ReLU, a residual, weights that vary
+from row to row and norms of cupynorm.fuse have sections of their own. Nothing between the markers
+is written by hand. With R=benchmarks/results, the pages are from
 
     python -m benchmarks.report $R/h200_standard.json --headline benchmarks/README.md
     python -m benchmarks.report $R/h200_standard.json --readme docs/tables.md
     python -m benchmarks.report --residual $R/residual_h200.json --readme benchmarks/README.md
     python -m benchmarks.report --groups $R/groups_h200.json --readme benchmarks/README.md
+    python -m benchmarks.report --fused $R/fused_h200.json --readme benchmarks/README.md
     python -m benchmarks.report --relu $R/relu_h200.json --readme benchmarks/README.md
     python -m benchmarks.report --scaling $R/sharding_{torch,jax}_h200.json \\
         --readme benchmarks/README.md
@@ -26,7 +27,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from benchmarks import groups, plots, relu, residual, results, scaling
+from benchmarks import fused, groups, plots, relu, residual, results, scaling
 from benchmarks.backends import ALL, KINDS
 from benchmarks.fusions import Benchmark
 from benchmarks.host import STATES
@@ -57,10 +58,8 @@ BEGIN_SCALING = "<!-- scaling: written by `python -m benchmarks.report --scaling
 END_SCALING = "<!-- end of scaling -->"
 BEGIN_RELU = "<!-- relu: written by `python -m benchmarks.report --relu` -->"
 END_RELU = "<!-- end of relu -->"
-BEGIN_RESIDUAL = "<!-- residual: written by `python -m benchmarks.report --residual` -->"
-END_RESIDUAL = "<!-- end of residual -->"
-BEGIN_GROUPS = "<!-- groups: written by `python -m benchmarks.report --groups` -->"
-END_GROUPS = "<!-- end of groups -->"
+# Benchmarks of one operation, by the option that takes their file.
+FUSIONS = {"residual": residual.BENCHMARK, "groups": groups.BENCHMARK, "fused": fused.BENCHMARK}
 STOPPED = "The run was stopped before its end: what it did not reach is missing."
 HOST_SPREAD = 1.05  # smaller differences of host times are not shown
 # Shown as called and as kernels alone: where the host counts most, and two large ones.
@@ -68,6 +67,12 @@ AS_CALLED = (
     *((shape, PAIRS[1]) for shape in DECODE),
     *((shape, PAIRS[0]) for shape in ((32768, 256), (32768, 4096))),
 )
+
+
+def markers(name: str) -> tuple[str, str]:
+    """Return what stands before and behind a section of FUSIONS."""
+    begin = f"<!-- {name}: written by `python -m benchmarks.report --{name}` -->"
+    return begin, f"<!-- end of {name} -->"
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -80,8 +85,8 @@ def main(arguments: list[str] | None = None) -> None:
     what.add_argument("results", type=Path, nargs="?", help="a file of benchmarks.run")
     what.add_argument("--scaling", type=Path, nargs="+", help="files of benchmarks.sharding_*")
     what.add_argument("--relu", type=Path, help="a file of benchmarks.relu")
-    what.add_argument("--residual", type=Path, help="a file of benchmarks.residual")
-    what.add_argument("--groups", type=Path, help="a file of benchmarks.groups")
+    for name in FUSIONS:
+        what.add_argument(f"--{name}", type=Path, help=f"a file of benchmarks.{name}")
     parser.add_argument(
         "--readme", type=Path, help="what to write into (default: the file's name with .md)"
     )
@@ -89,7 +94,8 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.headline and (options.readme or not options.results):
         parser.error("--headline is of a file of benchmarks.run, and takes the place of --readme")
-    one = options.relu or options.residual or options.groups or options.results
+    given = {name: path for name in FUSIONS if (path := getattr(options, name))}
+    one = options.relu or next(iter(given.values()), options.results)
     sources = options.scaling or [one]
     readme = options.headline or options.readme or sources[0].with_suffix(".md")
     for source in sources:
@@ -104,12 +110,10 @@ def main(arguments: list[str] | None = None) -> None:
         elif options.relu:
             report = results.load(options.relu, "benchmarks.relu")
             begin, end = BEGIN_RELU, END_RELU
-        elif options.residual:
-            report = results.load(options.residual, "benchmarks.residual")
-            begin, end = BEGIN_RESIDUAL, END_RESIDUAL
-        elif options.groups:
-            report = results.load(options.groups, "benchmarks.groups")
-            begin, end = BEGIN_GROUPS, END_GROUPS
+        elif given:
+            ((name, path),) = given.items()
+            report = results.load(path, f"benchmarks.{name}")
+            begin, end = markers(name)
         else:
             report = results.load(options.results, "benchmarks.run")
             report["measurements"] = _ordered(report["measurements"])
@@ -121,10 +125,8 @@ def main(arguments: list[str] | None = None) -> None:
         section = _scaling(zip(sources, reports, strict=True), readme.parent)
     elif options.relu:
         section = _relu(report, options.relu, readme.parent)
-    elif options.residual:
-        section = _fusion(residual.BENCHMARK, report, options.residual, readme.parent)
-    elif options.groups:
-        section = _fusion(groups.BENCHMARK, report, options.groups, readme.parent)
+    elif given:
+        section = _fusion(FUSIONS[name], report, path, readme.parent)
     elif options.headline:
         section = _headline(report, options.results, readme.parent)
     else:
@@ -211,14 +213,9 @@ def _fusion(
     yield from _table(benchmark.head, (benchmark.row(cell) for _, cell in cells))
     if not report.get("complete"):
         yield f"\n{STOPPED}"
-    yield (
-        "\nThe largest errors against float64: in the 2-norm, relative to the exact result; and of "
-        "an element, over the bound of `cupynorm.testing`. A library that rounds to 16 bits "
-        "between its steps exceeds that bound where the terms of an element cancel.\n"
-    )
-    yield from _table(
-        ["library", "output", "in the 2-norm", "of an element"], _errors(report["measurements"])
-    )
+    text, *heads = benchmark.errors
+    yield f"\n{text}\n"
+    yield from _table(["library", "output", *heads], _errors(report["measurements"]))
     yield from _remarks(report["measurements"])
 
 

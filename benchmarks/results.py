@@ -221,8 +221,9 @@ def _written_by(results: dict[str, Any]) -> str:
     names = {record.get("backend") for record in results["measurements"]}
     if None in names:
         return "benchmarks.regimes"
-    if any("kind" in record for record in results["measurements"]):
-        return "benchmarks.groups"
+    kinds = [record for record in results["measurements"] if "kind" in record]
+    if kinds:
+        return "benchmarks.groups" if "shape" in kinds[0] else "benchmarks.fused"
     if "torch add, cupynorm" in names:
         return "benchmarks.residual"
     return "benchmarks.relu" if names & {"plain", "relu"} else "benchmarks.run"
@@ -268,10 +269,12 @@ def by_problem(records: Iterable[Record]) -> Iterator[tuple[Problem, dict[str, R
 
     A problem with a limit only, which a run did not get to, is left out.
     """
-    groups: dict[Problem, dict[str, Record]] = {}
+    # Some benchmarks have several kinds of one norm and size.
+    groups: dict[tuple[Problem, Any], dict[str, Record]] = {}
     for record in records:
-        groups.setdefault(problem_of(record), {})[record["backend"]] = record
-    for problem, cell in groups.items():
+        key = problem_of(record), record.get("kind")
+        groups.setdefault(key, {})[record["backend"]] = record
+    for (problem, _), cell in groups.items():
         if any(KINDS.get(name) != "limit" for name in cell):
             yield problem, cell
 

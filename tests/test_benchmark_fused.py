@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ pytest.importorskip("rich")
 from benchmarks import exchange, fused, results
 from benchmarks.fused import NORMS, OfFused
 
+SYNTHETIC = Path(__file__).parent / "data" / "synthetic_results.json"
 PROBLEMS = [
     OfFused(norm.norm, direction, 5, 64, "bfloat16", "float32", kind=kind)  # type: ignore[arg-type]
     for kind, (norm, _) in NORMS.items()
@@ -71,6 +73,29 @@ def test_the_problems_and_their_bytes() -> None:
         }
         assert ("fla" in names) == (problem.kind == "gated")
         assert ("mamba" in names) == problem.kind.startswith("gated")
+
+
+def test_the_table_has_a_line_for_each_kind(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from benchmarks import report
+
+    source, readme = tmp_path / "fused.json", tmp_path / "README.md"
+    found = results.load(SYNTHETIC)
+    found["measurements"] = [
+        {
+            **dataclasses.asdict(problem), "backend": name, "status": "ok",
+            "times": {"call": {"median": time, "low": time, "high": time, "runs": 3}},
+        }
+        for problem in PROBLEMS
+        for name, time in (("limit, CuPy", 2e-6), ("cupynorm", 2.5e-6))
+    ]  # fmt: skip
+    results.save(found, source)
+    begin, end = report.markers("fused")
+    readme.write_text(f"before\n{begin}\n{end}\nafter\n")
+    report.main(["--fused", str(source), "--readme", str(readme)])
+    text = readme.read_text()
+    for problem in PROBLEMS:
+        assert f"| {problem.kind} | {problem.direction} | 5x64 | 2.0 | 2.5 | 0.80 |" in text
 
 
 @pytest.mark.gpu

@@ -127,7 +127,7 @@ def test_the_table_is_made_from_the_file(tmp_path: Path) -> None:
         for name, time in times.items()
     ]  # fmt: skip
     results.save(found, source)
-    readme.write_text(f"before\n{report.BEGIN_GROUPS}\n{report.END_GROUPS}\nafter\n")
+    readme.write_text("before\n{}\n{}\nafter\n".format(*report.markers("groups")))
     report.main(["--groups", str(source), "--readme", str(readme)])
     text = readme.read_text()
     assert text.startswith("before\n")

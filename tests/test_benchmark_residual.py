@@ -89,7 +89,7 @@ def test_the_table_is_made_from_the_file(tmp_path) -> None:
         for name, time in times.items()
     ]  # fmt: skip
     results.save(found, source)
-    readme.write_text(f"before\n{report.BEGIN_RESIDUAL}\n{report.END_RESIDUAL}\nafter\n")
+    readme.write_text("before\n{}\n{}\nafter\n".format(*report.markers("residual")))
     report.main(["--residual", str(source), "--readme", str(readme)])
     text = readme.read_text()
     assert text.startswith("before\n")
