@@ -159,8 +159,8 @@ class _DLPackFamily(Family):
             instead = f"pass {name}.detach()"
             if not output:
                 instead = (
-                    f"call the function of cupynorm.torch, or {instead}, and compute its gradient "
-                    "with the backward function"
+                    f"call the function of cupynorm.torch, or a norm of cupynorm.fuse itself; or "
+                    f"{instead}, and compute its gradient with the backward function"
                 )
             raise TypeError(f"{name} requires grad, which would be lost here: {instead}")
         if torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None:

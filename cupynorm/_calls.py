@@ -310,7 +310,7 @@ def _on_repeated(
         told = replace(options, groups=groups)
         if placed and isinstance(spec, BackwardSpec):  # sums are added to these when complete
             told = replace(told, sums_given=False, accumulate=False)
-            wider |= {n: compute_dtype(spec.x) for n in SUMS if spec.dtypes[n] is not None}
+            wider |= dict.fromkeys(placed, compute_dtype(spec.x))
             spec = replace(spec, sums_given=False, accumulate=False)
         of_copies: Any = replace(spec, **wider, **sharing(groups))
         written, _ = first_call(of_copies, told, given)

@@ -1,8 +1,9 @@
 """`cupynorm.fuse`: a norm with a way in and a way out that a user writes in Python.
 
 The prologue and the epilogue are programs: see `_expressions`. Between them is a norm of this
-library. NumPy arrays are computed in float64. Others are computed in the compute dtype, and each
-step of a program is an operation of their framework's.
+library. NumPy arrays are computed in float64, and others in the compute dtype. On a GPU a call is a
+kernel of its own where one serves it: see `_fused_calls`. Elsewhere each step of a program is an
+operation of the arrays' framework.
 """
 
 from __future__ import annotations
@@ -336,10 +337,14 @@ class Fused:
         """
         options = Options(eps, axis, zero_centered, out_dtype)
         given = Given(x, weight, bias, inputs)
-        if not hasattr(x, "dtype"):
-            _arrays.family_of("x", x)  # says what x must be
+        for name, array in (("x", x), ("weight", weight), ("bias", bias), *inputs.items()):
+            is_number = name in inputs and _arrays.is_number(array)
+            if not (array is None or hasattr(array, "dtype") or is_number):
+                _arrays.family_of(name, array)  # says what it must be
         from cupynorm._warmup import LEAST_COMPUTE_CAPABILITY
 
+        if not isinstance(backward, bool):
+            raise TypeError(f"backward must be True or False, got {backward!r}")
         if not isinstance(architecture, int) or architecture < LEAST_COMPUTE_CAPABILITY:
             raise ValueError(
                 "architecture must be a compute capability of at least "
@@ -519,8 +524,8 @@ class Fused:
         given = list(dy) if isinstance(dy, tuple | list) else [dy]
         if len(given) != self.count or all(of is None for of in given):
             raise ValueError(
-                f"dy must be the gradients of {self.count} outputs, or None for some of several; "
-                f"got {sum(of is not None for of in given)} of {len(given)}"
+                f"dy must have a gradient for each of {self.count} outputs, not all of them None; "
+                f"got {len(given)}, of which {sum(of is None for of in given)} are None"
             )
         taken = [None if of is None else family.take("dy", of) for of in given]
         for of in taken:

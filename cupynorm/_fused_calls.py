@@ -91,7 +91,7 @@ class _Call:
     arrays: dict[str, Any]
     masks: dict[str, int]
     values: dict[str, float]
-    has_copies: bool
+    is_typical: bool  # nothing was copied, and no address makes accesses narrower
 
 
 def _place(shape: Sequence[int], x_shape: tuple[int, ...], k: int) -> str:
@@ -127,10 +127,10 @@ def _arranged(
     arrays: dict[str, Any] = {}
     moved: dict[str, int] = {}  # by packs: the bytes of an element
     values: dict[str, float] = {}
-    divisors, has_copies = n | pack_length(memory.dtype(x)), False
+    layout, addresses, has_copies = n | pack_length(memory.dtype(x)), 0, False
 
     def add(name: str, array: Any, place: str, is_copy: bool = False) -> None:
-        nonlocal divisors, has_copies
+        nonlocal layout, addresses, has_copies
         itemsize = ITEMSIZE[memory.dtype(array)]
         taken = array
         if place == "rows":
@@ -140,13 +140,13 @@ def _arranged(
             if stride is None:
                 taken, stride = memory.contiguous(array), n
             values[f"stride_{name}"] = stride
-            divisors |= stride
+            layout |= stride
         else:
             taken = memory.contiguous(array)
         if place == "number":
             values[f"step_{name}"] = int(math.prod(array.shape) == m)
         else:
-            divisors |= memory.address(taken) // itemsize
+            addresses |= memory.address(taken) // itemsize
             moved[name] = itemsize
         arrays[name] = taken
         has_copies |= is_copy or taken is not array
@@ -195,9 +195,10 @@ def _arranged(
         tuple(outputs),
         tuple(None if of is None else memory.dtype(of) for of in of_outputs),
     )
-    vector = divisors & -divisors
+    vector = (layout | addresses) & -(layout | addresses)
+    is_typical = vector == layout & -layout and not has_copies
     masks = {name: vector * moved[name] - 1 if name in moved else 0 for name in arrays}
-    return _Call(spec, m, n, vector, kept, arrays, masks, values, has_copies)
+    return _Call(spec, m, n, vector, kept, arrays, masks, values, is_typical)
 
 
 # ---- plans ---------------------------------------------------------------------------------------
@@ -406,8 +407,7 @@ def _key(memory: Memory, given: Given, options: Options, *others: Any) -> Hashab
 
 
 def _keep(fused: Fused, key: tuple[Any, Hashable], ready: _Ready) -> None:
-    """Remember a call. One that was is better aligned."""
-    if key[1] is not None and key not in fused.prepared:
+    if key[1] is not None:
         remember(fused.prepared, key, ready)
 
 
@@ -471,7 +471,7 @@ def forward(
         told = tuple(dtypes)
         ready = _ready(call, told, device, kernel, blocks, arguments, numbers, made, {})
         found = ready.run(memory, given.x, call.arrays, given.inputs)
-    if not call.has_copies:
+    if call.is_typical:
         _keep(fused, (statistics, _key(memory, given, options)), ready)
     assert found is not None  # noqa: S101 - the addresses are those that it was prepared for
     return _result(found, len(dtypes))
@@ -505,7 +505,7 @@ def backward(
             return None
         ready = _ready_backward(call, plan, given, device, compute, statistics)
         found = ready.run(memory, x, call.arrays | statistics, given.inputs)
-    if not call.has_copies and all(statistics[n] is one for n, one in given_statistics.items()):
+    if call.is_typical and all(statistics[n] is one for n, one in given_statistics.items()):
         _keep(fused, (None, _key(memory, given, options, *of_outputs, mean, rstd)), ready)
     assert found is not None  # noqa: S101 - the addresses are those that it was prepared for
     return _gradients(found)

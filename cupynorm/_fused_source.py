@@ -29,7 +29,7 @@ _CALLS = {
     **{"where": "{} ? {} : {}", "and": "{} && {}", "or": "{} || {}", "not": "!{}"},
 }
 # The others are written as in Python, without the parentheses.
-_TEXTS = {name: text.strip("()").replace("-{", "-{") for name, text in SHOWN.items()} | _CALLS
+_TEXTS = {name: text.strip("()") for name, text in SHOWN.items()} | _CALLS
 # Steps that take many instructions: a value made of them is not computed twice.
 _HEAVY = frozenset(("sigmoid", "normal_cdf", "softplus", "exp", "log", "tanh", "erf", "power"))
 _HEAVY |= {"divide", "sqrt"}

@@ -306,7 +306,11 @@ def test_calls_are_remembered_by_all_that_they_depend_on(gpu: Gpu) -> None:
             fused.forward(put(x), z=put(z), **options)
         fused.forward(put(x), z=put(z[:1]))
         fused.forward(put(x), z=1.5)
-    assert len(fused.prepared) == 6
+        assert len(fused.prepared) == 6
+        odd = gpu.memory.array(np.zeros(4 * 16 + 1, np.float32))[1:].reshape(4, 16)
+        for first, vector in ((odd, 1), (put(x), 4)):  # narrow accesses do not stay
+            fused.forward(first, z=put(z), eps=0.5)
+            assert ("kVector", vector) in gpu.launched[-1].layout
 
 
 # ---- torch's autograd around stand-ins for the kernels -------------------------------------------

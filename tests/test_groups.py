@@ -334,6 +334,23 @@ def test_sums_in_given_arrays(build: Build, call: Call) -> None:
         check_sums(Caller(gpu), with_sums(problem, "float32", "bfloat16", offset=1))
 
 
+@pytest.mark.parametrize("placed", ["dweight", "dbias"])
+def test_one_given_sum_leaves_the_other_its_dtype(build: Build, placed: str) -> None:
+    """One of weight and bias is repeated, so that both have one form."""
+    gpu, narrow = Gpu(build), DTYPES["bfloat16"]
+    with gpu.fresh_memory():
+        put = gpu.memory.array
+        x = put(np.random.default_rng(0).standard_normal((2, 3, 4, 24)).astype(np.float32))
+        weight, bias = put(np.ones((2, 1, 4, 24), narrow)), put(np.ones(24, narrow))
+        forward = gpu.forward("layer_norm", x, weight, bias, eps=1e-5)
+        given = {placed: gpu.memory.zeros(bias.shape if placed == "dbias" else weight.shape, "f4")}
+        kept = x, x, weight, forward.mean, forward.rstd
+        found = gpu.backward("layer_norm", *kept, bias=bias, **given)
+        assert getattr(found, placed).dtype == np.float32
+        other = found.dbias if placed == "dweight" else found.dweight
+        assert other.dtype == narrow
+
+
 @pytest.mark.parametrize("call", [c for c in CALLS if c.name in ("adaln", "channels")], ids=str)
 def test_a_row_has_the_same_bits_in_any_batch(build: Build, call: Call) -> None:
     arrays = drawn(call)

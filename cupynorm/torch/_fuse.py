@@ -1,4 +1,4 @@
-"""Norms of `cupynorm.fuse` on tensors: torch's operations around a norm of this package."""
+"""Norms of `cupynorm.fuse` on tensors: by kernels, or torch's operations around a norm."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from cupynorm._expressions import functions, kind_of
 from cupynorm._fuse import Fused as FusedNorm
 from cupynorm._fuse import Given, Options, Tools
 from cupynorm.torch._functions import layer_norm, rms_norm
+from cupynorm.torch._kernels import check_dense, without_memory
 from cupynorm.torch._modules import Module, check_made
+from cupynorm.torch._operations import is_seen
 
 __all__ = ["Fused", "call"]
 
@@ -27,10 +29,9 @@ def call(fused: FusedNorm, given: Given, options: Options) -> tuple[torch.Tensor
     if _have_kernels(given):
         inputs = given.inputs
         arrays = (given.x, given.weight, given.bias, *inputs.values())
-        # A view that negates its memory is made plain.
-        arrays = tuple(a.resolve_neg() if isinstance(a, torch.Tensor) else a for a in arrays)
         found: tuple[torch.Tensor, ...] | None
-        found = _ByKernels.apply(fused, options, tuple(inputs), *arrays)
+        keeps = torch.is_grad_enabled()
+        found = _ByKernels.apply(fused, options, keeps, tuple(inputs), *arrays)
         if found is not None:
             return found
     return fused.apply(_TOOLS, given, options, *_checked(fused, given, options))[0]
@@ -38,11 +39,13 @@ def call(fused: FusedNorm, given: Given, options: Options) -> tuple[torch.Tensor
 
 def _checked(fused: FusedNorm, given: Given, options: Options) -> tuple[str, tuple[str, ...]]:
     """Check a call. Return the compute dtype, and those of the outputs."""
+    check_dense("x", given.x)
     for name, tensor in (("weight", given.weight), ("bias", given.bias), *given.inputs.items()):
         if tensor is None or is_number(tensor):
             continue
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} must be a torch tensor, as x is; got {kind_of(tensor)}")
+        check_dense(name, tensor)
         if tensor.device != given.x.device:
             raise ValueError(f"{name} must be on x's device, {given.x.device}; got {tensor.device}")
     compute = fused.check(given, options)
@@ -52,14 +55,6 @@ def _checked(fused: FusedNorm, given: Given, options: Options) -> tuple[str, tup
 # ---- kernels, outside of compilers and transforms ------------------------------------------------
 
 _PLAIN = torch.Tensor, torch.nn.Parameter
-_functorch = torch._C._functorch
-
-
-def _is_batched(gradient: Any) -> bool:
-    """Tell one of a batch of gradients, which is_grads_batched makes. It has no memory."""
-    return gradient is not None and (
-        _functorch.is_legacy_batchedtensor(gradient) or _functorch.is_batchedtensor(gradient)
-    )
 
 
 def _have_kernels(given: Given) -> bool:
@@ -68,8 +63,8 @@ def _have_kernels(given: Given) -> bool:
         return False
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return False
-    tensors = (given.x, given.weight, given.bias, *given.inputs.values())
-    return all(type(t) in _PLAIN for t in tensors if isinstance(t, torch.Tensor))
+    arguments = (given.x, given.weight, given.bias, *given.inputs.values())
+    return not is_seen(*(a for a in arguments if isinstance(a, torch.Tensor)))
 
 
 class _Memory:
@@ -82,7 +77,7 @@ class _Memory:
         return tensor.stride()
 
     def address(self, tensor: torch.Tensor) -> int:
-        return tensor.data_ptr()
+        return tensor.data_ptr() or without_memory("a tensor", tensor)
 
     def empty(self, shape: tuple[int, ...], dtype: str, like: torch.Tensor) -> torch.Tensor:
         return torch.empty(shape, dtype=getattr(torch, dtype), device=like.device)
@@ -130,12 +125,13 @@ class _ByKernels(torch.autograd.Function):
         ctx: Any,
         fused: FusedNorm,
         options: Options,
+        keeps: bool,
         names: tuple[str, ...],
         *arrays: Any,
     ) -> Any:
         from cupynorm import _fused_calls
 
-        keeps = any(ctx.needs_input_grad)
+        keeps = keeps and any(ctx.needs_input_grad)
         given = _given(names, arrays)
         found = _fused_calls.again(_MEMORY, fused, given, options, statistics=keeps)
         if found is None:
@@ -164,7 +160,9 @@ class _ByKernels(torch.autograd.Function):
         given = _given(names, arrays)
         is_differentiated = torch.is_grad_enabled()
         found = None
-        if not is_differentiated and not any(map(_is_batched, of_outputs)):
+        given_of = [of for of in of_outputs if of is not None]
+        is_dense = all(of.layout is torch.strided for of in given_of)
+        if not is_differentiated and is_dense and not is_seen(*given_of):
             kept = of_outputs, mean, rstd
             found = _fused_calls.again_backward(_MEMORY, fused, given, options, *kept)
             if found is None:
@@ -191,7 +189,7 @@ class _ByKernels(torch.autograd.Function):
         return (*_NOT_ARRAYS, *(next(left) if needed else None for needed in wanted))
 
 
-_NOT_ARRAYS = (None,) * 3  # the gradients of what `_ByKernels` is told
+_NOT_ARRAYS = (None,) * 4  # the gradients of what `_ByKernels` is told
 
 
 def _given(names: tuple[str, ...], arrays: Sequence[Any]) -> Given:

@@ -196,7 +196,7 @@ def _outline(name: str, tensor: Any, x: Any) -> Any:
     return np.broadcast_to(np.zeros((), NUMPY_DTYPES[tensor.dtype]), tensor.shape)
 
 
-def _without_memory(name: str, tensor: Any) -> int:
+def without_memory(name: str, tensor: Any) -> int:
     """Return 0, the address of an empty tensor; refuse one that keeps its values elsewhere."""
     if tensor.numel():
         raise ValueError(
@@ -234,7 +234,7 @@ TORCH = Dialect(
     copy="{0} = {0}.contiguous()",
     look="",
     elsewhere="",
-    address='{0}.data_ptr() or _without_memory("{0}", {0})',
+    address='{0}.data_ptr() or without_memory("{0}", {0})',
     checked=MOVED_BY_PACKS,
     checked_new=frozenset(),  # torch allocates at multiples of more than an access
     misaligned="return serve_by(arrays, {divisors})",
@@ -394,7 +394,7 @@ class Call:
                 return self(tensors)
         divisors = 0
         for i, name, itemsize in self.wide:
-            address = tensors[i].data_ptr() or _without_memory(name, tensors[i])
+            address = tensors[i].data_ptr() or without_memory(name, tensors[i])
             divisors |= address // itemsize
         return self._serve_by(tensors, divisors)
 
@@ -438,7 +438,7 @@ def _to_numpy(name: str, tensor: Any) -> Any:
         return None
     check_dense(name, tensor)  # one of MKLDNN's layout finds the remembered call of a dense one
     if not tensor.data_ptr():  # fails, too, where a launch would
-        _without_memory(name, tensor)
+        without_memory(name, tensor)
     copy = tensor.detach().clone(memory_format=torch.contiguous_format)
     if tensor.dtype == torch.bfloat16:  # NumPy's side of torch lacks it
         return copy.view(torch.int16).numpy().view(BFLOAT16)

@@ -76,7 +76,7 @@ _is_wrapped = _functorch.is_functorch_wrapped_tensor
 _is_batched = _functorch.is_legacy_batchedtensor
 
 
-def _is_seen(*tensors: Any) -> bool:
+def is_seen(*tensors: Any) -> bool:
     """Tell whether torch must see a call on these tensors. Transforms are asked elsewhere."""
     return bool(_dispatch_modes() or _is_jit_tracing() or any(map(_says_more, tensors)))
 
@@ -157,7 +157,7 @@ def normalize_plain(tensors: Tensors, told: Told) -> Any:
         results = _kernels.find(FORWARD, tensors, told + INFERRING)(tensors)
         return results[_Y] if tensors[_RESIDUAL] is None else (results[_Y], results[_TOTAL])
     except (RuntimeError, ValueError):  # the tensor has no memory here; a check first takes time
-        if not _is_seen(*tensors):
+        if not is_seen(*tensors):
             raise
     return normalize(tensors, told)
 
@@ -187,7 +187,7 @@ def norm_forward(tensors: Tensors, told: Told) -> tuple[Any, ...]:
         return _Forward.apply(*arguments)
     if _has_tangents(tensors):
         return _apply_forward(*arguments)
-    if _is_seen(*tensors):
+    if is_seen(*tensors):
         _share_out()
         try:
             return _forward_operation(*arguments)
@@ -217,7 +217,7 @@ def norm_backward(tensors: Tensors, told: Told) -> tuple[Any, ...]:
             try:
                 return _kernels.run(BACKWARD, tensors, told)
             except (RuntimeError, ValueError):  # as in normalize_plain
-                if not _is_seen(*tensors):
+                if not is_seen(*tensors):
                     raise
         tensors = tuple(map(_alive, BACKWARD.reads, tensors))
         batched = any(tensor is not None and _is_batched(tensor) for tensor in tensors)
@@ -545,7 +545,7 @@ class _Forward(torch.autograd.Function):
     @staticmethod
     def forward(*arguments: Any) -> Any:
         tensors, told = _split(FORWARD, arguments)
-        if _is_seen(*tensors):
+        if is_seen(*tensors):
             _share_out()
             return _forward_operation(*arguments)
         return _kernels.run(FORWARD, tensors, told)
@@ -560,7 +560,7 @@ class _Backward(torch.autograd.Function):
     @staticmethod
     def forward(*arguments: Any) -> Any:
         tensors, told = _split(BACKWARD, arguments)
-        if _is_seen(*tensors):
+        if is_seen(*tensors):
             return _backward_seen(*arguments)
         return _kernels.run(BACKWARD, tensors, told)
 
