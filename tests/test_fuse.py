@@ -789,7 +789,7 @@ CALLS: dict[str, tuple[Any, type[Exception], str]] = {
     "dy": (
         lambda: GATED.backward((X, X), GATED.forward(X, z=X)),
         ValueError,
-        "dy must have a gradient for each of 1 outputs, not all of them None; got 2, of which 0 are",
+        "dy must have a gradient for each of 1 outputs, not all of them None; got 2, of which 0",
     ),
     "dy's shape": (
         lambda: GATED.backward(X[:1], GATED.forward(X, z=X)),
