@@ -1234,6 +1234,7 @@ def test_kernels_wait_for_the_one_before_them(tmp_path: Path) -> None:
     assert {kernel.name for kernel in overlapping} == {
         "norm_backward_in_registers_columns",
         "reduce_partials",
+        "reduce_repeats",
     }
     of_bias_alone = [
         kernel
