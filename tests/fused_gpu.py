@@ -10,9 +10,12 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+from fused_norms import Call
 from host.gpu import Gpu, Kernel
 
-from cupynorm import _fuse, _fused_calls, _plans
+import cupynorm
+import cupynorm.math as cm
+from cupynorm import _fuse, _fused_calls, _plans, testing
 from cupynorm._arrays import to_numpy
 from cupynorm.reference import round_once, sum_to_shape
 
@@ -83,3 +86,89 @@ def on_host(gpu: Gpu, multiprocessors: int = 2) -> Iterator[None]:
             plan.cache_clear()
             stack.callback(plan.cache_clear)
         yield
+
+
+GATED = cupynorm.fuse("rms_norm", epilogue=lambda y, z: y * cm.silu(z))
+MANY = cupynorm.fuse(
+    "layer_norm",
+    prologue=lambda x, r, a: (x + r * a, x + r * a, x - r),
+    epilogue=lambda y, x, s, z, a, c: (y * cm.gelu(z) * s + x * a, cm.where(c > 0, y, cm.tanh(y))),
+)
+
+
+FUNCTIONS = cupynorm.fuse(
+    "layer_norm",
+    prologue=lambda x: x * cm.sigmoid(x),
+    epilogue=lambda y: (
+        cm.maximum(cm.softplus(y), cm.minimum(cm.abs(y), 2))
+        + cm.where(y > np.inf, np.nan, cm.gelu(y))
+    ),
+)
+
+
+def drawn(seed: int, shape: tuple[int, ...], dtype: Any = np.float32) -> Any:
+    values = np.random.default_rng(seed).standard_normal(shape)
+    return round_once(values, np.dtype(dtype))
+
+
+def check(gpu: Gpu, call: Call, *, launched: bool = True) -> None:
+    """Check outputs against their bound, and gradients against those of NumPy in float64."""
+    gpu.launched.clear()
+    put = gpu.memory.array
+    rng = np.random.default_rng(0)
+    count = call.fused.count
+    of_outputs = [rng.standard_normal(call.x.shape).astype(call.x.dtype) for _ in range(count)]
+    with gpu.fresh_memory(), on_host(gpu):
+        for _ in range(2):  # the second is prepared
+            forward = call.of(call.fused.forward, convert=put)
+            found = call.fused.backward([put(of) for of in of_outputs], forward)
+        to_numpy = gpu.to_numpy if launched else np.array
+        outputs = tuple(map(to_numpy, forward.outputs))
+        gradients = [None if of is None else to_numpy(of) for of in found]
+    assert any(kernel.name == "fused_backward" for kernel in gpu.launched) == launched
+    named = {"x": call.x, "weight": call.weight, "bias": call.bias}
+    result = outputs if count > 1 else outputs[0]
+    testing.check_fused(call.fused, result, **named, **call.options, **call.inputs)
+    inputs = (a for a in call.inputs.values() if isinstance(a, np.ndarray))
+    is_wide = any(a.dtype == np.float64 for a in (call.x, *inputs))
+    compute = 2.0 ** (-40 if is_wide else -16)
+    expected = call.fused.backward(of_outputs, call.of(call.fused.forward))
+    for name, one, other in zip(found._fields, gradients, expected, strict=True):
+        assert (one is None) == (other is None), name
+        if other is not None:
+            assert (one.dtype, one.shape) == (other.dtype, other.shape), name
+            # The sums have terms of both signs: errors are of the order of the largest gradient.
+            wide = other.astype(np.float64)
+            unit = max(compute, 2.0 ** {2: -7, 4: -16, 8: -40}[other.dtype.itemsize])
+            np.testing.assert_allclose(
+                one.astype(np.float64), wide, rtol=0, atol=unit * (1e-30 + abs(wide).max())
+            )
+
+
+def _calls() -> Iterator[tuple[str, Call]]:
+    """Yield calls that reach the lines of the kernels, by name."""
+    for name, n, rows in (("parts of a warp", 40, 70), ("clusters", 20000, 2)):
+        shape = (rows, n)
+        inputs = {
+            **{"r": drawn(1, shape, np.float16), "a": drawn(2, (rows, 1)), "s": drawn(3, (n,))},
+            **{"z": drawn(4, shape), "c": drawn(5, shape) > 0},
+        }
+        of_vectors = drawn(7, (n,)), drawn(8, (n,))
+        x = drawn(6, shape)
+        x[1] *= np.float32(1e25)
+        inputs["r"][1] = 0
+        yield f"fused, {name}", Call(MANY, x, *of_vectors, {"zero_centered": True}, inputs)
+    for dtype in (np.float32, np.float64):
+        arrays = drawn(9, (5, 8), dtype), drawn(10, (8,)), drawn(11, (8,))
+        yield f"fused, functions of {np.dtype(dtype)}", Call(FUNCTIONS, *arrays, {}, {})
+    x, z = drawn(1, (5, 1000)), drawn(2, (5, 1000))
+    yield "fused, a gate", Call(GATED, x, drawn(3, (1000,)), None, {}, {"z": z})
+
+
+FUSED = dict(_calls())
+
+
+def check_fused_call(build: Any, name: str) -> None:
+    gpu = Gpu(build)
+    gpu.blocks_at_once = 1
+    check(gpu, FUSED[name])

@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from fused_gpu import FUSED, check_fused_call
 from host.build import Build
 from host.checks import (
     ADDRESSES,
@@ -154,12 +155,20 @@ def _of_sums(of: OfSums) -> Check:
 
 GIVEN_SUMS = tuple(map(_of_sums, SUMS))
 
+
+def _of_fused(name: str) -> Check:
+    return Check(name, list, lambda build: check_fused_call(build, name))
+
+
+OF_FUSED = tuple(map(_of_fused, FUSED))
+
 PLACED = next(case for case in ADDRESSES if case.norm == "layer_norm")
 # The kernels of these checks are compiled when they run.
 OTHERS = [
     *RESIDUALS,
     *GROUPS,
     *GIVEN_SUMS,
+    *OF_FUSED,
     *(
         Check(name, list, run)
         for name, run in (
@@ -202,8 +211,8 @@ def few_checks() -> list[Check]:
     names = {name for name in by_hand() if "overflowing" not in name}
     names |= {f"{OVERFLOWING[name]} overflowing" for name in WILD}
     names |= {str(case) for case in CASES if case.name.startswith(NAMED) and case.x == "float32"}
-    alone = (*RESIDUALS, *GROUPS, *GIVEN_SUMS)
-    names |= {check.name for check in (*GROUPS, *GIVEN_SUMS)}
+    alone = (*RESIDUALS, *GROUPS, *GIVEN_SUMS, *OF_FUSED)
+    names |= {check.name for check in (*GROUPS, *GIVEN_SUMS, *OF_FUSED)}
     # A name stands for the first check that has it.
     few = {check.name: check for check in reversed(every) if check.name in names}
     return [check for check in few.values() if check in alone or check not in OTHERS]

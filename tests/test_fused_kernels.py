@@ -8,7 +8,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from fused_gpu import on_host
+from fused_gpu import GATED, MANY, check, drawn, on_host
 from fused_norms import Call, calls, function_of
 from host.build import Build, compiler_problem
 from host.gpu import Gpu
@@ -28,13 +28,11 @@ from cupynorm._layout import (
     shared_limit,
 )
 from cupynorm._layout.architectures import ARCHITECTURES
-from cupynorm.reference import round_once
 
 needs_compiler = pytest.mark.skipif(
     compiler_problem() is not None, reason=f"needs a C++ compiler: {compiler_problem()}"
 )
 PHASES = Phase.explicit, Phase.reuse, Phase.generate
-GATED = cupynorm.fuse("rms_norm", epilogue=lambda y, z: y * cm.silu(z))
 
 
 @pytest.fixture(scope="module")
@@ -42,40 +40,6 @@ def gpu() -> Gpu:
     gpu = Gpu(Build())
     gpu.blocks_at_once = 1
     return gpu
-
-
-def check(gpu: Gpu, call: Call, *, launched: bool = True) -> None:
-    """Check outputs against their bound, and gradients against those of NumPy in float64."""
-    gpu.launched.clear()
-    put = gpu.memory.array
-    rng = np.random.default_rng(0)
-    count = call.fused.count
-    of_outputs = [rng.standard_normal(call.x.shape).astype(call.x.dtype) for _ in range(count)]
-    with gpu.fresh_memory(), on_host(gpu):
-        for _ in range(2):  # the second is prepared
-            forward = call.of(call.fused.forward, convert=put)
-            found = call.fused.backward([put(of) for of in of_outputs], forward)
-        to_numpy = gpu.to_numpy if launched else np.array
-        outputs = tuple(map(to_numpy, forward.outputs))
-        gradients = [None if of is None else to_numpy(of) for of in found]
-    assert any(kernel.name == "fused_backward" for kernel in gpu.launched) == launched
-    named = {"x": call.x, "weight": call.weight, "bias": call.bias}
-    result = outputs if count > 1 else outputs[0]
-    testing.check_fused(call.fused, result, **named, **call.options, **call.inputs)
-    inputs = (a for a in call.inputs.values() if isinstance(a, np.ndarray))
-    is_wide = any(a.dtype == np.float64 for a in (call.x, *inputs))
-    compute = 2.0 ** (-40 if is_wide else -16)
-    expected = call.fused.backward(of_outputs, call.of(call.fused.forward))
-    for name, one, other in zip(found._fields, gradients, expected, strict=True):
-        assert (one is None) == (other is None), name
-        if other is not None:
-            assert (one.dtype, one.shape) == (other.dtype, other.shape), name
-            # The sums have terms of both signs: errors are of the order of the largest gradient.
-            wide = other.astype(np.float64)
-            unit = max(compute, 2.0 ** {2: -7, 4: -16, 8: -40}[other.dtype.itemsize])
-            np.testing.assert_allclose(
-                one.astype(np.float64), wide, rtol=0, atol=unit * (1e-30 + abs(wide).max())
-            )
 
 
 @needs_compiler
@@ -97,17 +61,7 @@ def test_drawn_norms(gpu: Gpu, call: Call) -> None:
     check(gpu, dataclasses.replace(call, **vectors))
 
 
-def drawn(seed: int, shape: tuple[int, ...], dtype: Any = np.float32) -> Any:
-    values = np.random.default_rng(seed).standard_normal(shape)
-    return round_once(values, np.dtype(dtype))
-
-
 BFLOAT16 = ml_dtypes.bfloat16
-MANY = cupynorm.fuse(
-    "layer_norm",
-    prologue=lambda x, r, a: (x + r * a, x + r * a, x - r),
-    epilogue=lambda y, x, s, z, a, c: (y * cm.gelu(z) * s + x * a, cm.where(c > 0, y, cm.tanh(y))),
-)
 LENGTHS = {  # of rows that share a warp, have one, several, and a cluster of blocks
     "parts of a warp": (5, 100),
     "a warp": (3, 2, 1000),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from fused_gpu import FUSED, check_fused_call
 from host.build import Build, compiler_problem
 from host.checks import (
     CASES,
@@ -38,7 +39,7 @@ def test_the_cases_reach_the_lines_of_the_kernels(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # They reach 98% of the statements. All cases reach 99.9%, in many times the time.
-    cases, few, pipelined = CASES[5::10], FEW[::5], PIPELINED[::4]
+    cases, few, pipelined = CASES[::5], FEW[::5], PIPELINED[::4]
     calls = [call for call in CALLS if str(call).startswith(REACHING)]
     assert len(calls) == len(REACHING)
     build = Build(counts=tmp_path)
@@ -69,6 +70,8 @@ def test_the_cases_reach_the_lines_of_the_kernels(
         check_values(build, call, few_rows=False)
     for of in SUMS[:3]:
         check_sums_of(build, of)
+    for name in FUSED:
+        check_fused_call(build, name)
     total, missed = coverage(build)
     with capsys.disabled():
         share = 100 * (1 - len(missed) / total)
