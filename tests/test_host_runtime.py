@@ -152,10 +152,8 @@ def test_a_wrong_argument_is_reported() -> None:
     gpu = Gpu(with_file("probes.cu"))
     values = gpu.cupy.zeros(4, np.float32)
     with gpu.fresh_memory():
-        for parameters in ("PP", "PPf", "PPPP"):
-            arguments = (
-                (values,) * len(parameters) if "f" not in parameters else (values, values, 4)
-            )
+        for parameters in ("PP", "PPPf", "PPPP"):
+            arguments = [4 if letter == "f" else values for letter in parameters]
             kernel = probing("reciprocal_square_roots<float>", parameters)
             with pytest.raises(KernelError, match=r"its arguments have \d+ bytes, its struct 24"):
                 gpu.run(kernel, 1, *arguments)

@@ -570,8 +570,8 @@ OTHERS: Calls = [
         lambda: cupynorm.rms_norm(X, W.clone().requires_grad_()),
         TypeError,
         "weight requires grad, which would be lost here: call the function of "
-        "cupynorm.torch, or pass weight.detach(), and compute its gradient with the "
-        "backward function",
+        "cupynorm.torch, or a norm of cupynorm.fuse itself; or pass weight.detach(), and compute "
+        "its gradient with the backward function",
     ),
     (
         lambda: cupynorm.rms_norm(X, out=X.clone().requires_grad_()),
