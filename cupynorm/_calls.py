@@ -59,6 +59,7 @@ __all__ = [
     "first_call",
     "forward_key",
     "keep_if_captured",
+    "kept_if_captured",
     "on",
 ]
 
