@@ -55,6 +55,10 @@ LONGEST = (
 def pytest_configure(config: pytest.Config) -> None:
     if getattr(config.option, "loadscopereorder", False):
         config.option.loadscopereorder = False
+    # If a worker crashes, pytest-xdist hands out its finished files again, and waits for them for
+    # ever. So the run ends there and names the test.
+    if getattr(config.option, "maxworkerrestart", "") is None:
+        config.option.maxworkerrestart = "0"
     problem = gpu_problem()
     if problem and os.environ.get("CUPYNORM_REQUIRE_GPU", "0") != "0":
         raise pytest.UsageError(f"CUPYNORM_REQUIRE_GPU is set, but there is no GPU: {problem}")

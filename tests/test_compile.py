@@ -434,19 +434,19 @@ def instantiations(architecture: int) -> list[Instantiation]:
 
     def share(kernel: Instantiation) -> int:
         if architecture != 90:
-            return 8 * one_in(2) if architecture == 80 else 16
+            return (8 if architecture == 80 else 16) * one_in(2)
         members = members_of(kernel)
         every_nth = 8
         if members["X"] == "bfloat16":
             every_nth = 1 if members["kVector"] == 8 else 4
-        # All kernels that are short of registers or wait for another kernel.
-        if is_scarce(kernel) or kernel.overlaps:
+        # More of the kernels that are short of registers, and all that wait for another kernel.
+        if kernel.overlaps:
             return every_nth
-        return every_nth * one_in(9)
+        return every_nth * one_in(2 if is_scarce(kernel) else 12)
 
     chosen = (kernel for kernel in kernels if is_one_of(kernel, share(kernel)))
     few = (*several_rows_kernels(architecture), *columns_kernels(architecture))
-    some_of_few = (k for k in few if is_scarce(k) or is_one_of(k, one_in(3)))
+    some_of_few = (k for k in few if is_one_of(k, one_in(3 if is_scarce(k) else 8)))
     return list(dict.fromkeys((*chosen, *always, *some_of_few)))
 
 

@@ -99,7 +99,7 @@ def test_any_residual(drawn: WithResidual, few_rows: bool) -> None:
         check_residual(Caller(gpu), drawn)
 
 
-@settings(max_examples=examples(6, of=40), deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(4, of=40), deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     drawn=problems_with_sums(WIDTHS), few_rows=st.booleans(), architecture=st.sampled_from([75, 90])
 )
@@ -210,7 +210,7 @@ def test_pipelined_kernel_whose_copies_take_no_policy(
     pipelined.check(build_without_policies)
 
 
-@settings(max_examples=examples(15, of=40), suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(8, of=40), suppress_health_check=list(HealthCheck))
 @given(problem=problems())
 def test_any_problem(build: Build, problem: Problem) -> None:
     gpu = Gpu(None)
