@@ -28,6 +28,10 @@ os.environ[SWITCH] = "0"
 # Inductor compiles two kernels or so in a process. A precompiled header takes as long as five.
 os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
 
+# Inductor would first compile a C++ program for each kind of vectors, to see whether it runs. All
+# processes must agree on this: they share a cache of programs, some of which would be for vectors.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
+
 # Without optimization, XLA makes code in two thirds of the time, and by its older emitters in half
 # of that. XLA ends the process if it does not know a flag, as a newer one may not know the second.
 if gpu_problem() and find_spec("jaxlib") and not THOROUGH:

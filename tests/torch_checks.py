@@ -7,7 +7,6 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import torch
-import torch._inductor.cpu_vec_isa
 from hypothesis import strategies as st
 from strategies import DTYPES, Problem, make_values
 
@@ -16,9 +15,6 @@ from cupynorm import NormBackward, NormForward, testing
 from cupynorm._operation import FORWARD
 from cupynorm.reference import round_once
 from cupynorm.torch import _kernels
-
-# Inductor would first compile a C++ program for each kind of vectors, to see whether it runs.
-torch._inductor.cpu_vec_isa.valid_vec_isa_list = list
 
 NORMS = ("rms_norm", "layer_norm")
 
