@@ -28,7 +28,7 @@ FORWARD_PACKS = ((4, 256), (8, 256), (2, MOST_THREADS), (1, MOST_THREADS))
 BACKWARD_PACKS = ((2, MOST_THREADS), (4, MOST_THREADS), (1, MOST_THREADS))
 MOST_REGISTERS = 128  # by which 512 threads are on a multiprocessor
 MOST_THREADS_OF_TEAMS = 512  # of a multiprocessor, if a backward block has several rows
-MOST_PACKS_BESIDE_WEIGHT = 2
+MOST_PACKS_BESIDE_WEIGHT = 2  # with more, the weight comes when the row is measured
 
 
 @dataclass(frozen=True)
