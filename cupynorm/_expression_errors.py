@@ -4,22 +4,26 @@ Each value has a magnitude S: it may be off by ``16 * u * S``, where u is the un
 a step f of values a, each with a magnitude of its own, is ``|f| + sum |df/da| * S(a)``: what the
 step loses itself (up to 16 u, in the functions of `cupynorm.math` too), and what it makes of the
 errors of its operands. If the two sides of a comparison are closer than their errors, either side
-of a `where` may be taken, and their distance is an error too.
+of a `where` may be taken, and their distance is an error too. The sign of a number that is closer
+to 0 than its error is a comparison of this kind. Gradients are programs of the same steps, so all
+this holds for them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from cupynorm._expressions import COMPARISONS, Program, gradients
+from cupynorm._expressions import COMPARISONS, Program, gradients, trace
 
-__all__ = ["magnitudes", "of_number"]
+__all__ = ["Pair", "magnitudes", "of_formula", "of_numbers"]
 
 Pair = tuple[Any, Any]  # a value and its magnitude, of float64
 _KINKED = frozenset(("abs", "maximum", "minimum"))
+_EXACT = _KINKED | {"negative", "sign"}  # whose results are not rounded
+_STEEP_AT_0 = frozenset((("sqrt", 0), ("log", 0), ("divide", 1)))
 
 
 def magnitudes(
@@ -36,13 +40,14 @@ def magnitudes(
         of = [pairs[i] for i in operands] if operation != "number" else []
         values = [value for value, _ in of]
         if operation == "number":
-            pairs.append(of_number(operands[0], compute))
+            pairs.append(of_numbers(operands[0], compute))
         elif operation == "where":
             pairs.append(_of_where(of, unit))
         elif operation in COMPARISONS:
             (left, of_left), (right, of_right) = of
             size = of_left + of_right
-            is_open = (abs(left - right) <= unit * size) & (size > 0)
+            differ = operands[0] != operands[1]  # a value equals itself, whatever it lost
+            is_open = (abs(left - right) <= unit * size) & (size > 0) & differ
             pairs.append((tools.functions[operation](left, right), is_open))
         elif operation in ("and", "or", "not"):
             is_open = np.logical_or.reduce(np.broadcast_arrays(*(either for _, either in of)))
@@ -56,13 +61,23 @@ def magnitudes(
     return [pairs[i] for i in program.results]
 
 
-def of_number(number: Any, compute: np.dtype[Any]) -> Pair:
-    """Return a number, which is off if the compute dtype does not hold it."""
-    value = np.float64(number)
-    if 0 < abs(value) < np.finfo(compute).tiny:  # it may be taken for 0
-        return value, abs(value) / (8 * float(np.finfo(compute).eps))
+def of_formula(
+    function: Callable[..., Any], tools: Any, compute: np.dtype[Any], *pairs: Pair
+) -> Pair:
+    """Return what a function makes of values and their magnitudes."""
+    program = trace("formula", function, "_0")
+    known = dict(zip(program.arguments, pairs, strict=True))
+    return magnitudes(program, tools, known, compute)[0]
+
+
+def of_numbers(numbers: Any, compute: np.dtype[Any]) -> Pair:
+    """Return numbers, which are off where the compute dtype does not hold them."""
+    values = np.asarray(numbers, np.float64)
+    size, info = abs(values), np.finfo(compute)
     with np.errstate(over="ignore"):
-        return value, 0.0 if compute.type(value) == value else abs(value)
+        lost = np.where(values.astype(compute) == values, 0.0, size)
+    may_vanish = (size > 0) & (size < info.tiny)
+    return values, np.where(may_vanish, size / (8 * float(info.eps)), lost)
 
 
 def _of_where(of: Sequence[Pair], unit: float) -> Pair:
@@ -73,7 +88,10 @@ def _of_where(of: Sequence[Pair], unit: float) -> Pair:
 
 def _size(operation: str, tools: Any, value: Any, of: Sequence[Pair], unit: float) -> Any:
     """Return the magnitude of a step that is a function of numbers."""
-    size = abs(value)
+    size = 0.0 if operation in _EXACT else abs(value)
+    if operation == "sign":
+        ((a, of_a),) = of
+        return size + np.where((abs(a) <= unit * of_a) & (of_a > 0), 2 / unit, 0.0)
     names = tuple(f"a{i}" for i in range(len(of)))
     step = Program(names, ((operation, tuple(range(len(of)))),), (len(of),))
     for i, (name, (a, of_argument)) in enumerate(zip(names, of, strict=True)):
@@ -84,8 +102,8 @@ def _size(operation: str, tools: Any, value: Any, of: Sequence[Pair], unit: floa
             slope: Any = 1.0  # at a kink, that of either side
         else:
             at = [b for b, _ in of]
-            if operation in ("sqrt", "log"):  # whose slopes are largest at the end next to 0
-                at[i] = np.maximum(a - unit * of_argument, unit * of_argument)
+            if (operation, i) in _STEEP_AT_0:  # the slope is largest at the end next to 0
+                at[i] = np.copysign(np.maximum(abs(a) - unit * of_argument, unit * of_argument), a)
             slope_of = gradients(step, ("_0",), (name,))
             slope = abs(slope_of.evaluate(tools, np.float64(0), [*at, np.float64(1)])[0])
         size = size + np.where(of_argument == 0, 0.0, slope * of_argument)

@@ -48,7 +48,7 @@ computation is rounded to a narrower output, which may go through float32.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -69,8 +69,9 @@ from cupynorm._checks import (
     normalized_axes,
     order_of,
 )
-from cupynorm._expression_errors import magnitudes, of_number
-from cupynorm._fuse import NUMPY_TOOLS, Fused, Given, Options
+from cupynorm._expression_errors import Pair, magnitudes, of_formula, of_numbers
+from cupynorm._expressions import Program, gradients
+from cupynorm._fuse import NUMPY_TOOLS, Fused, FusedForward, Given, Options
 from cupynorm._operation import (
     NormBackward,
     NormForward,
@@ -79,7 +80,13 @@ from cupynorm._operation import (
 )
 from cupynorm.reference import Array, Axis, Float64, Norm, Relu
 
-__all__ = ["assert_one_rounding", "check_backward", "check_forward", "check_fused"]
+__all__ = [
+    "assert_one_rounding",
+    "check_backward",
+    "check_forward",
+    "check_fused",
+    "check_fused_backward",
+]
 
 # So many elements are checked at a time. A float64 temporary of them, 2 MB, stays in cache.
 CHUNK_ELEMENTS = 1 << 18
@@ -342,8 +349,8 @@ def check_fused(
     >>> testing.check_fused(doubled, doubled(x), x)[0] <= 1
     True
     """
-    options = Options(eps, axis, zero_centered, out_dtype)
-    compute = np.dtype(fused.check(Given(x, weight, bias, inputs), options))
+    given, options = Given(x, weight, bias, inputs), Options(eps, axis, zero_centered, out_dtype)
+    call = _FusedCall(fused, given, options)
     made = outputs if isinstance(outputs, tuple) else (outputs,)
     dtypes = [np.dtype(d) for d in map(to_numpy, fused.dtypes_of_outputs(x.dtype, out_dtype))]
     names = [f"output {i}" for i in range(len(dtypes))]
@@ -351,64 +358,81 @@ def check_fused(
         raise AssertionError(f"there must be {len(names)} outputs, got {len(made)}")
     fields = dict(zip(names, made, strict=True))
     _assert_layout(fields, dict.fromkeys(names, x.shape), dict(zip(names, dtypes, strict=True)))
-    axes = normalized_axes(x.ndim, axis)
-    order, k = order_of(x.ndim, axes) or tuple(range(x.ndim)), len(axes)
-
-    def placed(array: Any) -> Any:  # with the normalized axes last
-        return array if np.ndim(array) == 0 else np.broadcast_to(array, x.shape).transpose(order)
-
-    ratios: dict[str, float] = {}
-    known: dict[str, tuple[Any, Any]] = {
-        name: of_number(a, compute) if is_number(a) else (np.float64(placed(a)), 0.0)
-        for name, a in {"x": x, **inputs}.items()
-    }
-
-    def check(pair: tuple[Any, Any], name: str) -> None:
-        actual = placed(fields[name])
-        exact, size = (np.broadcast_to(a, actual.shape) for a in pair)
-        ratios[name] = assert_one_rounding(actual, exact, size, compute, name)
-
     with np.errstate(all="ignore"):
-        first, *others = magnitudes(fused.prologue, NUMPY_TOOLS, known, compute)
-        value, size = (np.broadcast_to(a, placed(x).shape) for a in first)
-        of_value, *of_others = fused.prologue.results
-        stored = names[len(fused.epilogue.results) :]
-        for pair, name in zip(others, stored, strict=True):
-            check(pair, name)
-        if of_value in of_others:  # what is normalized is what was stored
-            value = reference.widen(placed(fields[stored[of_others.index(of_value)]]))
-            size = np.zeros(value.shape)
-        w, b = (None if vector is None else placed(vector) for vector in (weight, bias))
-        added = fused.eps(options)
-        exact, magnitude = _forward_bounds(
-            fused.norm, value, w, b, k, added, zero_centered, compute
-        )
-        passed = _passed_by_norm(fused.norm, size, value, w, k, added, zero_centered)
-        known["y"] = exact["y"], magnitude["y"] + passed
-        for pair, name in zip(
-            magnitudes(fused.epilogue, NUMPY_TOOLS, known, compute), names, strict=False
-        ):
-            check(pair, name)
-    return tuple(ratios[name] for name in names)
+        value, *others = call.entered(made)
+        y, _ = call.normalized(value, call.weight, call.bias)
+        pairs = *call.evaluated(fused.epilogue, y=y), *others
+        ratios = []
+        for pair, (name, array) in zip(pairs, fields.items(), strict=True):
+            exact, size = map(call.whole, pair)
+            ratios.append(assert_one_rounding(call.placed(array), exact, size, call.compute, name))
+    return tuple(ratios)
 
 
-def _passed_by_norm(
-    norm: Norm,
-    size: Array,
-    x: Array,
-    weight: Array | None,
-    k: int,
-    eps: float,
-    zero_centered: bool,
-) -> Float64:
-    """Return what y's magnitude gains if x has a magnitude."""
-    axes = tuple(range(-k, 0))
-    xhat, _, rstd = reference.normalize(norm, x, k, eps)
-    passed = size + np.abs(xhat) * np.mean(size * np.abs(xhat), axis=axes, keepdims=True)
-    if norm == "layer_norm":
-        passed = passed + size.mean(axis=axes, keepdims=True)
-    factor = np.abs(reference.effective_weight(weight, zero_centered))
-    return np.asarray(np.where(passed == 0, 0.0, passed * rstd * factor))
+def check_fused_backward(
+    fused: Fused, result: Any, dy: Any, forward: FusedForward
+) -> dict[str, float]:
+    """Assert that the gradients of a norm of `cupynorm.fuse` are right, as `check_fused` does.
+
+    Parameters
+    ----------
+    fused : Fused
+        Which norm it is.
+    result : named tuple
+        What its `backward` returned, as NumPy arrays.
+    dy, forward
+        The arguments of `backward`, as NumPy arrays. Of forward, only the arguments count, and the
+        output that holds what is normalized, if there is one. The statistics are computed from
+        these.
+
+    Returns
+    -------
+    dict of float
+        The largest ratio of error to bound of each gradient, such as ``{"dx": 0.1}``.
+
+    Raises
+    ------
+    AssertionError
+        If a gradient is missing, is there but should be None, or has a wrong shape, dtype or value.
+    TypeError, ValueError
+        If an argument does not fit the others, as for a call.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cupynorm
+    >>> from cupynorm import testing
+    >>> doubled = cupynorm.fuse("rms_norm", epilogue=lambda y: 2 * y)
+    >>> x = np.linspace(-1, 1, 12, dtype=np.float32).reshape(3, 4)
+    >>> forward = doubled.forward(x)
+    >>> testing.check_fused_backward(doubled, doubled.backward(x, forward), x, forward)["dx"] <= 1
+    True
+    """
+    call = _FusedCall(fused, forward.given, forward.options)
+    compute, x = call.compute, forward.given.x
+    named = {"x": x, "weight": forward.given.weight, "bias": forward.given.bias}
+    arrays = {
+        name: array
+        for name, array in (named | dict(forward.given.inputs)).items()
+        if not (array is None or is_number(array) or array.dtype == np.bool_)
+    }
+    of_outputs = [
+        None if of is None else of_numbers(call.placed(of), compute)
+        for of in (dy if isinstance(dy, tuple | list) else (dy,))
+    ]
+    fields = {f"d{name}": getattr(result, f"d{name}") for name in (*named, *fused.inputs)}
+    shapes, dtypes = (
+        {f"d{name}": getattr(array, of) for name, array in arrays.items()}
+        for of in ("shape", "dtype")
+    )
+    _assert_layout(fields, shapes, dtypes)
+    with np.errstate(all="ignore"):
+        found = call.gradients(forward.outputs, of_outputs, set(arrays))
+        ratios = {}
+        for name, array in arrays.items():
+            pair = call.summed(found[name], array.shape)
+            ratios[f"d{name}"] = assert_one_rounding(fields[f"d{name}"], *pair, compute, f"d{name}")
+    return ratios
 
 
 def check_backward(
@@ -562,6 +586,121 @@ def _assert_total(actual: Array, x: Array, residual: Array) -> Array:
 
 
 # ---- the magnitudes ------------------------------------------------------------------------------
+
+
+class _FusedCall:
+    """A call of a norm of `cupynorm.fuse`, whose arrays have x's shape, normalized axes last.
+
+    Values come in pairs with their magnitudes.
+    """
+
+    def __init__(self, fused: Fused, given: Given, options: Options) -> None:
+        self.fused, self.options = fused, options
+        self.compute = np.dtype(fused.check(given, options))
+        ndim = given.x.ndim
+        axes = normalized_axes(ndim, options.axis)
+        self.shape, self.k = given.x.shape, len(axes)
+        self.order = order_of(ndim, axes) or tuple(range(ndim))
+        self.weight, self.bias = map(self.placed, (given.weight, given.bias))
+        self.known = {
+            name: of_numbers(array if is_number(array) else self.placed(array), self.compute)
+            for name, array in {"x": given.x, **given.inputs}.items()
+        }
+
+    def placed(self, array: Any) -> Any:
+        return None if array is None else np.broadcast_to(array, self.shape).transpose(self.order)
+
+    def whole(self, array: Any) -> Any:
+        return np.broadcast_to(array, [self.shape[axis] for axis in self.order])
+
+    def evaluated(self, program: Program, **others: Pair) -> list[Pair]:
+        return magnitudes(program, NUMPY_TOOLS, self.known | others, self.compute)
+
+    def formula(self, function: Callable[..., Any], *pairs: Pair) -> Pair:
+        return of_formula(function, NUMPY_TOOLS, self.compute, *pairs)
+
+    def entered(self, outputs: Sequence[Array]) -> list[Pair]:
+        """Return the results of the prologue. If outputs hold the first, it is what they hold."""
+        first, *others = self.evaluated(self.fused.prologue)
+        of_value, *of_others = self.fused.prologue.results
+        if of_value in of_others:
+            place = len(self.fused.epilogue.results) + of_others.index(of_value)
+            first = reference.widen(self.placed(outputs[place])), 0.0
+        return [(self.whole(first[0]), self.whole(first[1])), *others]
+
+    def normalized(
+        self, value: Pair, weight: Array | None, bias: Array | None
+    ) -> tuple[Pair, Pair]:
+        """Return y and rstd."""
+        (x, size), k, eps = value, self.k, self.fused.eps(self.options)
+        zero_centered = self.options.zero_centered
+        exact, own = _forward_bounds(
+            self.fused.norm, x, weight, bias, k, eps, zero_centered, self.compute
+        )
+        xhat, _, rstd = reference.normalize(self.fused.norm, x, k, eps)
+        of_mean = reference.mean_of(size * np.abs(xhat), k)
+        passed = size + np.abs(xhat) * of_mean
+        if self.fused.norm == "layer_norm":
+            passed += reference.mean_of(size, k)
+        factor = np.abs(reference.effective_weight(weight, zero_centered))
+        of_y, of_rstd = (
+            np.where(lost == 0, 0.0, lost * rstd * by)
+            for lost, by in ((passed, factor), (of_mean, rstd))
+        )
+        return (exact["y"], own["y"] + of_y), (rstd, own["rstd"].reshape(rstd.shape) + of_rstd)
+
+    def gradients(
+        self, outputs: Sequence[Array], of_outputs: Sequence[Pair | None], names: set[str]
+    ) -> dict[str, Pair]:
+        """Return the gradients of named arguments, before any sum over what they share."""
+        value, *_ = self.entered(outputs)
+        y, _ = self.normalized(value, self.weight, self.bias)
+        xhat, rstd = self.normalized(value, None, None)
+        count = len(self.fused.epilogue.results)
+        found = self._pulled_back(self.fused.epilogue, of_outputs[:count], names | {"y"}, y=y)
+        g = dy = found.pop("y")
+        if self.weight is not None:
+            zero_centered = self.options.zero_centered
+            factor = reference.effective_weight(self.weight, zero_centered)
+            of_weight = factor, _weight_size(self.weight, zero_centered, self.compute)
+            g = self.formula(lambda dy, w: dy * w, dy, of_weight)
+        found["weight"], found["bias"] = self.formula(lambda dy, xhat: dy * xhat, dy, xhat), dy
+        along = self._mean(self.formula(lambda g, xhat: g * xhat, g, xhat))
+        mean = self._mean(g) if self.fused.norm == "layer_norm" else (0.0, 0.0)
+        of_value = self.formula(
+            lambda g, xhat, along, mean, rstd: (g - (xhat * along + mean)) * rstd,
+            *(g, xhat, along, mean, rstd),
+        )
+        before = self._pulled_back(self.fused.prologue, [of_value, *of_outputs[count:]], names)
+        for name, pair in before.items():
+            both = name in found
+            found[name] = self.formula(lambda a, b: a + b, found[name], pair) if both else pair
+        return found
+
+    def _pulled_back(
+        self, program: Program, of_results: Sequence[Pair | None], names: set[str], **others: Pair
+    ) -> dict[str, Pair]:
+        """Return the gradients of the arguments of a program, from those of its results."""
+        given = {f"_{i}": of for i, of in enumerate(of_results) if of is not None}
+        wanted = tuple(name for name in program.arguments if name in names)
+        found = self.evaluated(gradients(program, tuple(given), wanted), **given, **others)
+        return dict(zip(wanted, found, strict=True))
+
+    def _terms(self, pair: Pair) -> Pair:
+        """Return what is added up. What was exact has a magnitude, too: its sum is rounded."""
+        value, size = map(self.whole, pair)
+        return value, np.maximum(size, np.abs(value))
+
+    def _mean(self, pair: Pair) -> Pair:
+        value, size = self._terms(pair)
+        return reference.mean_of(value, self.k), reference.mean_of(size, self.k)
+
+    def summed(self, pair: Pair, shape: tuple[int, ...]) -> Pair:
+        """Undo a broadcast, and the order of the axes."""
+        value, size = map(self.whole, pair) if shape == self.shape else self._terms(pair)
+        back = np.argsort(self.order)
+        value, size = (reference.sum_to_shape(a.transpose(back), shape) for a in (value, size))
+        return value, size
 
 
 def _forward_bounds(

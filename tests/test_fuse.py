@@ -34,6 +34,16 @@ def check(call: Call, outputs: Any) -> None:
     )
 
 
+def check_both(call: Call) -> None:
+    """Check the outputs and the gradients of NumPy arrays."""
+    forward = call.of(call.fused.forward)
+    check(call, forward.outputs)
+    rng = np.random.default_rng(6)
+    dy = [rng.standard_normal(call.x.shape).astype(call.x.dtype) for _ in forward.outputs]
+    found = call.fused.backward(dy, forward)
+    testing.check_fused_backward(call.fused, found, dy, forward)
+
+
 # ---- values --------------------------------------------------------------------------------------
 
 
@@ -41,7 +51,7 @@ def check(call: Call, outputs: Any) -> None:
 def test_numpy_arrays_are_one_rounding_from_exact(call: Call) -> None:
     outputs = call.of()
     assert all(type(output) is np.ndarray for output in as_tuple(outputs))
-    check(call, outputs)
+    check_both(call)
 
 
 def float32_tools() -> _fuse.Tools:
@@ -50,6 +60,7 @@ def float32_tools() -> _fuse.Tools:
         _fuse.NUMPY_TOOLS,
         widen=lambda array, dtype: array.astype(dtype),
         number=lambda value, like: like.dtype.type(value),
+        stored=lambda values, dtype: _fuse.NUMPY_TOOLS.stored(values, dtype).astype(values.dtype),
         normalize=lambda norm, x, *vectors, **options: tuple(
             None if a is None else a.astype(x.dtype)
             for a in _fuse._normalize(norm, x.astype(np.float64), *vectors, **options)
@@ -61,7 +72,7 @@ def float32_tools() -> _fuse.Tools:
 def test_the_compute_dtype_keeps_the_bound(call: Call) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_fuse, "_tools_of", lambda x: float32_tools())
-        check(call, call.of())
+        check_both(call)
 
 
 def test_the_check_sees_an_error_of_a_thousandth() -> None:
@@ -357,6 +368,77 @@ def test_deep_functions_take_no_longer_than_their_length() -> None:
     assert np.isfinite(norm.backward(x, norm.forward(x)).dx).all()
 
 
+# ---- wrong gradients -----------------------------------------------------------------------------
+
+MIXED = cupynorm.fuse(
+    "layer_norm",
+    prologue=lambda x, r: x + r,
+    epilogue=lambda y, x, z, a: y * cm.silu(z) + x * a,
+)
+# The same of an input c that equals one of the arguments, whose gradient lacks a term then.
+LACKING: dict[str, Any] = {
+    "x": lambda y, x, z, a, c: y * cm.silu(z) + c * a,
+    "z": lambda y, x, z, a, c: y * (z * cm.sigmoid(c)) + x * a,
+    "a": lambda y, x, z, a, c: y * cm.silu(z) + x * (a + c) / 2,
+}
+SHAPES = {"x": (6, 64), "weight": (64,), "bias": (64,), "r": (64,), "z": (6, 64), "a": (6, 1)}
+GIVEN: dict[str, Any] = {
+    name: np.random.default_rng(i).standard_normal(shape, np.float32)
+    for i, (name, shape) in enumerate(SHAPES.items())
+}
+DY = np.random.default_rng(14).standard_normal(SHAPES["x"], np.float32)
+
+
+def forward_of(norm: cupynorm.Fused, **inputs: Any) -> Any:
+    named = GIVEN | inputs
+    x, weight, bias = (named.pop(name) for name in ("x", "weight", "bias"))
+    return norm.forward(x, weight, bias, **named)
+
+
+def check_is_seen(norm: cupynorm.Fused, wrong: Any, forward: Any, message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        testing.check_fused_backward(norm, wrong, DY, forward)
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_the_check_sees_a_wrong_gradient(name: str) -> None:
+    forward = forward_of(MIXED)
+    found = MIXED.backward(DY, forward)
+    assert testing.check_fused_backward(MIXED, found, DY, forward)[f"d{name}"] < 1
+    right = getattr(found, f"d{name}")
+    wrong = [right * np.float32(1 + 2.0**-10), right.astype(np.float16).astype(np.float32)]
+    if name in LACKING:
+        prologue = trace("prologue", lambda x, r: x + r, "x")
+        lacking = cupynorm.Fused("layer_norm", prologue, trace("epilogue", LACKING[name], "y"))
+        of_lacking = lacking.backward(DY, forward_of(lacking, c=GIVEN[name]))
+        wrong.append(getattr(of_lacking, f"d{name}"))
+    for one in wrong:
+        message = rf"d{name}\[.* times the bound"
+        check_is_seen(MIXED, found._replace(**{f"d{name}": one}), forward, message)
+    for one in (None, right.astype(np.float64), right[:1]):
+        message = f"d{name} must"
+        check_is_seen(MIXED, found._replace(**{f"d{name}": one}), forward, message)
+
+
+def test_the_check_sees_a_gradient_that_takes_rstd_for_a_constant() -> None:
+    plain = cupynorm.fuse("rms_norm")
+    forward = plain.forward(GIVEN["x"])
+    wrong = plain.backward(DY, forward)._replace(dx=DY * forward.rstd[:, None])
+    check_is_seen(plain, wrong, forward, r"dx\[.* times the bound")
+
+
+def test_the_check_sees_float16_between_the_epilogue_and_the_norm() -> None:
+    forward = forward_of(MIXED)
+    whole = _fuse.NUMPY_TOOLS.broadcast
+    halves = dataclasses.replace(
+        float32_tools(), broadcast=lambda values, like: whole(values, like).astype(np.float16)
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_fuse, "_tools_of", lambda x: halves)
+        found = MIXED.backward(DY, forward)
+    check_is_seen(MIXED, found, forward, r"dx\[.* times the bound")
+
+
 # ---- torch and JAX -------------------------------------------------------------------------------
 
 
@@ -400,7 +482,7 @@ def test_the_gradient_of_a_stored_sum_is_not_rounded(framework: str) -> None:
     rng = np.random.default_rng(12)
     x, residual, dy = rng.standard_normal((3, 4, 16)).astype(np.float32)
     forward = added.forward(x, residual=residual, out_dtype=(None, "bfloat16"))
-    expected = added.backward((dy, None), forward).dx
+    expected = added.backward((dy, None), forward)
     if framework == "torch":
         torch = pytest.importorskip("torch", minversion="2.11")
         leaf = torch.from_numpy(x).requires_grad_()
@@ -414,7 +496,9 @@ def test_the_gradient_of_a_stored_sum_is_not_rounded(framework: str) -> None:
             return added(x, residual=jax.numpy.asarray(residual), out_dtype=(None, "bfloat16"))[0]
 
         (found,) = jax.vjp(of, jax.numpy.asarray(x))[1](jax.numpy.asarray(dy))
-    np.testing.assert_allclose(np.asarray(found), expected, rtol=1e-5, atol=1e-6)
+    testing.check_fused_backward(
+        added, expected._replace(dx=np.asarray(found)), (dy, None), forward
+    )
 
 
 @few
@@ -493,26 +577,24 @@ def test_jax_arrays(call: Call) -> None:
 def test_jax_transforms_and_compiles() -> None:
     jax = pytest.importorskip("jax", minversion="0.10.2")
     rng = np.random.default_rng(7)
-    x, z, dy = (jax.numpy.asarray(a) for a in rng.standard_normal((3, 4, 8)).astype(np.float32))
+    arrays = rng.standard_normal((3, 4, 8)).astype(np.float32)
+    x, z, dy = map(jax.numpy.asarray, arrays)
 
     def of(x: Any, z: Any) -> Any:
         return GATED(x, z=z)
 
     y, pull = jax.vjp(jax.jit(of), x, z)
-    found = pull(dy)
-    expected = GATED.backward(
-        np.asarray(dy, np.float64),
-        GATED.forward(np.asarray(x, np.float64), z=np.asarray(z, np.float64)),
-    )
-    np.testing.assert_allclose(found[0], expected.dx, atol=1e-5)
-    np.testing.assert_allclose(found[1], expected.dz, atol=1e-5)
+    dx, dz = map(np.asarray, pull(dy))
+    forward = GATED.forward(arrays[0], z=arrays[1])
+    expected = GATED.backward(arrays[2], forward)
+    testing.check_fused_backward(GATED, expected._replace(dx=dx, dz=dz), arrays[2], forward)
     np.testing.assert_allclose(jax.vmap(of)(x, z), y, atol=1e-6)
     unit = jax.jit(jax.grad(lambda x: (fused.l2_norm(x) * dy).sum()))(x)
-    expected = fused._UNIT.backward(
-        np.asarray(dy, np.float64),
-        fused._UNIT.forward(np.asarray(x, np.float64), length=8**-0.5, eps=1e-6 / 8),
+    forward = fused._UNIT.forward(arrays[0], length=8**-0.5, eps=1e-6 / 8)
+    expected = fused._UNIT.backward(arrays[2], forward)
+    testing.check_fused_backward(
+        fused._UNIT, expected._replace(dx=np.asarray(unit)), arrays[2], forward
     )
-    np.testing.assert_allclose(unit, expected.dx, atol=1e-5)
 
 
 FORWARD_MODE = {
@@ -618,15 +700,13 @@ def test_cupy_arrays(call: Call) -> None:
     import cupy
 
     forward = call.of(call.fused.forward, convert=cupy.asarray)
-    check(call, tuple(map(cupy.asnumpy, forward.outputs)))
-    if {a.dtype for a in call.arrays.values()} == {np.dtype(np.float64)}:
-        of_outputs = [np.ones(call.x.shape) for _ in forward.outputs]
-        found = call.fused.backward([cupy.asarray(of) for of in of_outputs], forward)
-        ours = call.fused.backward(of_outputs, call.of(call.fused.forward))
-        for one, other in zip(found, ours, strict=True):
-            if other is not None:
-                scale = 1e-9 * (1 + abs(other).max())
-                np.testing.assert_allclose(cupy.asnumpy(one), other, rtol=1e-9, atol=scale)
+    outputs = tuple(map(cupy.asnumpy, forward.outputs))
+    check(call, outputs)
+    dy = [np.ones(call.x.shape, call.x.dtype) for _ in forward.outputs]
+    found = call.fused.backward(list(map(cupy.asarray, dy)), forward)
+    of_numpy = call.of(call.fused.forward)._replace(outputs=outputs)
+    gradients_ = type(found)(*(None if of is None else cupy.asnumpy(of) for of in found))
+    testing.check_fused_backward(call.fused, gradients_, dy, of_numpy)
 
 
 # ---- the ready-made ones -------------------------------------------------------------------------
