@@ -1,12 +1,6 @@
 """How far the values of a program may be off, to first order.
 
-Each value has a magnitude S: it may be off by ``16 * u * S``, where u is the unit roundoff. That of
-a step f of values a, each with a magnitude of its own, is ``|f| + sum |df/da| * S(a)``: what the
-step loses itself (up to 16 u, in the functions of `cupynorm.math` too), and what it makes of the
-errors of its operands. If the two sides of a comparison are closer than their errors, either side
-of a `where` may be taken, and their distance is an error too. The sign of a number that is closer
-to 0 than its error is a comparison of this kind. Gradients are programs of the same steps, so all
-this holds for them.
+Each value has a magnitude S: it may be off by ``16 * u * S``. `cupynorm.testing` derives it.
 """
 
 from __future__ import annotations
@@ -89,7 +83,7 @@ def _of_where(of: Sequence[Pair], unit: float) -> Pair:
 def _size(operation: str, tools: Any, value: Any, of: Sequence[Pair], unit: float) -> Any:
     """Return the magnitude of a step that is a function of numbers."""
     size = 0.0 if operation in _EXACT else abs(value)
-    if operation == "sign":
+    if operation == "sign":  # a comparison with 0
         ((a, of_a),) = of
         return size + np.where((abs(a) <= unit * of_a) & (of_a > 0), 2 / unit, 0.0)
     names = tuple(f"a{i}" for i in range(len(of)))

@@ -38,6 +38,33 @@ With a residual, residual_out must be x + residual, bit for bit, as NumPy adds t
 dtype and rounds the sum to residual_out's dtype. Everything else is checked on residual_out as
 given.
 
+A norm of `cupynorm.fuse` takes steps before and after it: functions f of values a, which are off
+already. To first order the error of f is what the step itself loses, which is at most 16 u of it,
+and the slope ``df/da`` times the error of each a. So f has the magnitude ``|f| + sum |df/da| *
+S(a)``. A step that never rounds, such as a maximum, has no ``|f|``. An argument has the magnitude 0
+if the compute dtype holds it. Gradients are steps of values, slopes and other gradients, so they
+follow the same rule. A term t of a sum or a mean over elements counts as ``max(|t|, S(t))``, since
+sums of exact terms are rounded too.
+
+Let the norm be that of a value v, and dv its gradient. An error e of v changes ``rstd**-2`` by
+``2 * m((v - mean) * e)``. So it changes rstd by ``-rstd**2 * m(xhat * e)``, and xhat by ``rstd *
+(e - xhat * m(xhat * e))``. LayerNorm subtracts ``m(e)`` from e first:
+
+=======  =========================================================================================
+S(rstd)  as rstd above, and ``rstd**2 * m(|xhat| * S(v))``
+S(xhat)  as y without w and b, and ``rstd * (S(v) + |xhat| * m(|xhat| * S(v)))``; LayerNorm: and
+         ``rstd * m(S(v))``
+S(y)     as y above, and ``|w|`` times what xhat gains
+S(dv)    that of the steps ``(g - (xhat * m(g * xhat) + m(g))) * rstd``; RMSNorm: without ``m(g)``
+dweight  the sum over rows of the step ``dy * xhat``
+dbias    the sum over rows of dy
+=======  =========================================================================================
+
+Rounding may decide a comparison whose sides are closer than their errors. Either side of its
+`where` is right then, and their distance is an error of it. The slopes of a ReLU, clip, abs,
+maximum or minimum are such a `where`. So a gradient that close to the kink may have the slope of
+either side, and all that is computed from it is granted the difference.
+
 CuPy compiles for the GPU with flush-to-zero, so in float32 any value below 2**-126 may count as
 zero. Each input, statistic and product is granted an absolute error of 4 * 2**-126, which goes
 through the equations above. A row may be divided by its largest element before that, so xhat is
@@ -312,12 +339,6 @@ def check_fused(
 ) -> tuple[float, ...]:
     """Assert that the outputs of a norm of `cupynorm.fuse` are right, by `assert_one_rounding`.
 
-    The magnitude of an output follows from those of the norm's y and of the expressions. A value v
-    of the prologue with a magnitude S(v) adds to y's, with m for the mean over a row, ``rstd * |w|
-    * (S(v) + |xhat| * m(S(v) * |xhat|))``; LayerNorm: and ``rstd * |w| * m(S(v))``. A function f of
-    values a has the magnitude ``|f| + sum |df/da| * S(a)``. Where rounding may decide a comparison,
-    the distance of both sides of the `where` is allowed.
-
     Parameters
     ----------
     fused : Fused
@@ -373,6 +394,9 @@ def check_fused_backward(
     fused: Fused, result: Any, dy: Any, forward: FusedForward
 ) -> dict[str, float]:
     """Assert that the gradients of a norm of `cupynorm.fuse` are right, as `check_fused` does.
+
+    torch and JAX differentiate steps by formulas of their own where no kernel of the norm does.
+    These may lose more: that of a sigmoid, ``y * (1 - y)``, does so where y is close to 1.
 
     Parameters
     ----------
