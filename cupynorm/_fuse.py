@@ -271,7 +271,7 @@ class Fused:
         family, taken, compute = self._taken(given, options)
         tools = _tools_of(taken.x)
         dtypes = self.dtypes_of_outputs(taken.x.dtype, options.out_dtype)
-        of_outputs = self._taken_gradients(family, dy, taken.x)
+        of_outputs = self.taken_gradients(family, dy, taken.x)
         found = None
         if tools.memory is not None:
             kept = (None if s is None else family.take("forward", s) for s in forward[2:4])
@@ -519,7 +519,7 @@ class Fused:
                 _checks.check_device(name, array, taken.x)
         return family, taken, compute
 
-    def _taken_gradients(self, family: Any, dy: Any, x: Any) -> list[Any]:
+    def taken_gradients(self, family: Any, dy: Any, x: Any) -> list[Any]:
         """Return the gradients of the outputs as NumPy or CuPy arrays, None for those of 0."""
         given = list(dy) if isinstance(dy, tuple | list) else [dy]
         if len(given) != self.count or all(of is None for of in given):

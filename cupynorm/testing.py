@@ -442,7 +442,7 @@ def check_fused_backward(
     }
     of_outputs = [
         None if of is None else of_numbers(call.placed(of), compute)
-        for of in (dy if isinstance(dy, tuple | list) else (dy,))
+        for of in fused.taken_gradients(NUMPY, dy, x)
     ]
     fields = {f"d{name}": getattr(result, f"d{name}") for name in (*named, *fused.inputs)}
     shapes, dtypes = (
@@ -451,7 +451,7 @@ def check_fused_backward(
     )
     _assert_layout(fields, shapes, dtypes)
     with np.errstate(all="ignore"):
-        found = call.gradients(forward.outputs, of_outputs, set(arrays))
+        found = call.differentiated(forward.outputs, of_outputs, set(arrays))
         ratios = {}
         for name, array in arrays.items():
             pair = call.summed(found[name], array.shape)
@@ -673,7 +673,7 @@ class _FusedCall:
         )
         return (exact["y"], own["y"] + of_y), (rstd, own["rstd"].reshape(rstd.shape) + of_rstd)
 
-    def gradients(
+    def differentiated(
         self, outputs: Sequence[Array], of_outputs: Sequence[Pair | None], names: set[str]
     ) -> dict[str, Pair]:
         """Return the gradients of named arguments, before any sum over what they share."""

@@ -145,6 +145,7 @@ def test_no_rows(shape: tuple[int, ...]) -> None:
     found = GATED.backward(x, forward)
     assert forward.y.shape == found.dx.shape == shape
     np.testing.assert_array_equal(found.dz, np.zeros(8))
+    assert not any(testing.check_fused_backward(GATED, found, x, forward).values())
 
 
 # ---- gradients -----------------------------------------------------------------------------------
@@ -415,7 +416,7 @@ def test_the_check_sees_a_wrong_gradient(name: str) -> None:
     for one in wrong:
         message = rf"d{name}\[.* times the bound"
         check_is_seen(MIXED, found._replace(**{f"d{name}": one}), forward, message)
-    for one in (None, right.astype(np.float64), right[:1]):
+    for one in (None, right.astype(np.float64), right[:1]):  # a value, a dtype and a shape
         message = f"d{name} must"
         check_is_seen(MIXED, found._replace(**{f"d{name}": one}), forward, message)
 
