@@ -70,8 +70,8 @@ def of_numbers(numbers: Any, compute: np.dtype[Any]) -> Pair:
     size, info = abs(values), np.finfo(compute)
     with np.errstate(over="ignore"):
         lost = np.where(values.astype(compute) == values, 0.0, size)
-    may_vanish = (size > 0) & (size < info.tiny)  # it may be taken for 0
-    return values, np.where(may_vanish, size / (8 * float(info.eps)), lost)
+    may_vanish = (size > 0) & (size < info.tiny)  # it may be taken for 0, and 0 is within its error
+    return values, np.where(may_vanish, size / (4 * float(info.eps)), lost)
 
 
 def _of_where(of: Sequence[Pair], unit: float) -> Pair:

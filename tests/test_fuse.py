@@ -87,6 +87,15 @@ def test_the_check_sees_an_error_of_a_thousandth() -> None:
         testing.check_fused(GATED, y.astype(np.float64), x, z=z)
 
 
+def test_the_check_lets_a_vanishing_number_be_0() -> None:
+    switched = cupynorm.fuse("rms_norm", epilogue=lambda y, x, a: cm.where(a > 0, y, x))
+    x = np.random.default_rng(16).standard_normal((2, 8), np.float32)
+    for a in np.random.default_rng(17).uniform(1e-300, 1e-39, 50):
+        testing.check_fused(switched, x, x, a=float(a))
+    with pytest.raises(AssertionError, match="times the bound"):
+        testing.check_fused(switched, x, x, a=1e-37)
+
+
 @pytest.mark.parametrize("residual_dtype", ["float32", "bfloat16"])
 def test_a_sum_that_is_stored_is_what_is_normalized(residual_dtype: str) -> None:
     added = cupynorm.fuse("rms_norm", prologue=lambda x, residual: (x + residual, x + residual))
