@@ -151,8 +151,9 @@ def _calls() -> Iterator[tuple[str, Call]]:
     for dtype in (np.float32, np.float64):
         arrays = drawn(9, (5, 8), dtype), drawn(10, (8,)), drawn(11, (8,))
         yield f"fused, functions of {np.dtype(dtype)}", Call(FUNCTIONS, *arrays, {}, {})
-    x, z = drawn(1, (5, 1000)), drawn(2, (5, 1000))
-    yield "fused, a gate", Call(GATED, x, drawn(3, (1000,)), None, {}, {"z": z})
+    for name, rows in (("a gate", 5), ("sums that are written twice", 4 * 64 + 5)):
+        x, z = drawn(1, (rows, 1000)), drawn(2, (rows, 1000))
+        yield f"fused, {name}", Call(GATED, x, drawn(3, (1000,)), None, {}, {"z": z})
 
 
 FUSED = dict(_calls())
