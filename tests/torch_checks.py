@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 from strategies import DTYPES, Problem, make_values
+from thorough import THOROUGH
 
 import cupynorm.torch
 from cupynorm import NormBackward, NormForward, testing
@@ -17,6 +18,9 @@ from cupynorm.reference import round_once
 from cupynorm.torch import _kernels
 
 NORMS = ("rms_norm", "layer_norm")
+
+# Second derivatives are compared along a drawn direction, or element by element.
+FAST = not THOROUGH
 
 # The configuration of small models of transformers.
 SIZES_OF_MODELS = {
