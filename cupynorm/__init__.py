@@ -8,6 +8,7 @@ from cupynorm import math as math  # not in __all__: it would hide Python's
 from cupynorm._bitmask import pack_bitmask, unpack_bitmask
 from cupynorm._fuse import Fused, FusedForward, fuse
 from cupynorm._operation import NormBackward, NormForward
+from cupynorm._quantize import Quantize, dequantize
 from cupynorm._warmup import kernel_source, supports, warmup
 from cupynorm.norms import (
     layer_norm,
@@ -23,6 +24,8 @@ __all__ = [
     "FusedForward",
     "NormBackward",
     "NormForward",
+    "Quantize",
+    "dequantize",
     "fuse",
     "kernel_source",
     "layer_norm",

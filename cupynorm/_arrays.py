@@ -7,6 +7,7 @@ and CuPy makes the consumer's stream wait for the result.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import numbers
 import sys
@@ -28,7 +29,9 @@ __all__ = [
     "family_of",
     "is_number",
     "is_numpy",
+    "on_device_of",
     "rounded",
+    "rounded_to_odd",
     "row_stride",
     "rows_side_by_side",
     "sum_to_shape",
@@ -89,6 +92,10 @@ class Family:
     def give(self, array: Any) -> Any:
         """Return a result as an array of the framework."""
         return array
+
+    def give_as(self, dtype: str, array: Any) -> Any:
+        """Return a result whose bytes are of a dtype, as uint8 where the framework lacks it."""
+        return array if self.is_cupy else array.view(np.dtype(dtype))
 
     def give_present(self, array: Any) -> Any:
         """Return a result, or None if there is none."""
@@ -235,6 +242,10 @@ class _DLPackFamily(Family):
             given.block_until_ready()  # at exit JAX's client waits for ever for pending work
         return given
 
+    def give_as(self, dtype: str, array: Any) -> Any:
+        given, found = self.give(array), getattr(self.namespace, dtype, None)
+        return given if found is None else given.view(found)
+
     def give_back(self, target: Any, array: Any) -> Any:
         if self.is_torch:
             # What autograd saved of it has changed.
@@ -315,16 +326,24 @@ def rounded(xp: Any, values: Any, dtype: str) -> Any:
     """Return values, rounded once. CuPy cannot cast to bfloat16."""
     if dtype != "bfloat16":
         return values.astype(dtype)
-    single = values.astype(np.float32)
+    is_wide = values.dtype == np.float64
+    single = rounded_to_odd(xp, values) if is_wide else values.astype(np.float32)
     bits = single.view(np.uint32)
-    if values.dtype == np.float64:
-        # The last bit remembers that float32 was not exact, as in `reference.round_once`.
-        toward_zero = bits - (xp.abs(single) > xp.abs(values)).astype(np.uint32)
-        bits = xp.where(single == values, bits, toward_zero | np.uint32(1))
     to_even = (bits >> np.uint32(16)) & np.uint32(1)
     upper = (bits + np.uint32(0x7FFF) + to_even) >> np.uint32(16)
     upper = xp.where(xp.isnan(single), np.uint32(0x7FFF), upper)
     return upper.astype(np.uint16).view(BFLOAT16)
+
+
+def rounded_to_odd(xp: Any, values: Any) -> Any:
+    """Return float64 values as float32, whose last bit remembers if that was not exact.
+
+    A further rounding to fewer bits then takes them for the values, as in `reference.round_once`.
+    """
+    single = values.astype(np.float32)
+    bits = single.view(np.uint32)
+    toward_zero = bits - (xp.abs(single) > xp.abs(values)).astype(np.uint32)
+    return xp.where(single == values, bits, toward_zero | np.uint32(1)).view(np.float32)
 
 
 def sum_to_shape(array: Any, shape: tuple[int, ...]) -> Any:
@@ -340,6 +359,11 @@ def sum_to_shape(array: Any, shape: tuple[int, ...]) -> Any:
 def device_of(array: Any) -> str:
     """Name the device of a NumPy or CuPy array."""
     return "cpu" if is_numpy(array) else f"cuda:{array.device.id}"
+
+
+def on_device_of(array: Any) -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which CuPy works on the device of an array."""
+    return contextlib.nullcontext() if is_numpy(array) else array.device
 
 
 def address_of(array: Any) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import numbers
@@ -55,7 +54,7 @@ def pack_bitmask(mask: Any) -> Any:
         raise TypeError(f"mask.dtype must be bool, got {mask.dtype}")
     if mask.ndim == 0:
         raise ValueError("mask must have at least one axis, got a 0-dimensional array")
-    with _device_of(mask):
+    with _arrays.on_device_of(mask):
         return family.give(pack(mask))
 
 
@@ -104,7 +103,7 @@ def unpack_bitmask(bitmask: Any, n: int) -> Any:
             f"bitmask must have {bitmask_bytes(n)} bytes in each row of {n} bits, "
             f"got shape {bitmask.shape}"
         )
-    with _device_of(bitmask):
+    with _arrays.on_device_of(bitmask):
         return family.give(unpack(bitmask, n))
 
 
@@ -168,7 +167,3 @@ def _kernels() -> tuple[Any, Any]:
         "cupynorm_unpack_bitmask",
     )
     return pack_bits, unpack_bits
-
-
-def _device_of(array: Any) -> contextlib.AbstractContextManager[Any]:
-    return contextlib.nullcontext() if _arrays.is_numpy(array) else array.device

@@ -11,7 +11,7 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, overload
 
-from cupynorm import _arrays, _checks, reference
+from cupynorm import _arrays, _checks, _quantize, reference
 from cupynorm._environment import FORKED
 from cupynorm._operation import (
     BACKWARD,
@@ -23,6 +23,7 @@ from cupynorm._operation import (
     Relu,
 )
 from cupynorm._prepared import remember
+from cupynorm._quantize import Quantize
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # type checkers know it, and nothing else imports it
@@ -56,6 +57,7 @@ class _AnyOptions(_Options, total=False):
     residual: Any
     residual_dtype: Any
     residual_out: Any
+    quantize: Any
 
 
 @overload
@@ -89,6 +91,7 @@ def rms_norm(
     residual: Any = None,
     residual_dtype: Any = None,
     residual_out: Any = None,
+    quantize: Quantize | None = None,
 ) -> Any:
     """Divide each row by its root mean square, then scale and shift it.
 
@@ -135,12 +138,20 @@ def rms_norm(
         s's dtype. The default is residual_out's, or else residual's.
     residual_out : array, optional
         The array to write s to, as `out`. It may be x or residual itself, but not `out`.
+    quantize : Quantize, optional
+        Return y in eight bits an element, with scales. out_dtype and out are None then. On a GPU
+        the norm's kernel writes y, and operations of CuPy quantize it.
 
     Returns
     -------
-    array, or pair of arrays
+    array, or tuple of arrays
         y, of x's shape and framework. It is `out` if given, else a new array, C-contiguous if the
         normalized axes are the last ones. With a residual, y and s.
+
+        With quantize, q and scale instead of y, and s behind them: ``(q, scale)`` or ``(q, scale,
+        s)``. q has x's shape. A scale for each row has x's shape with 1 for the normalized axes,
+        and scales of blocks have shape (..., ceil(N / block)). In CuPy, and where else a framework
+        lacks a dtype of eight bits, the array is of uint8.
 
     Raises
     ------
@@ -151,7 +162,7 @@ def rms_norm(
         type, or relu is not a pair of real numbers.
     ValueError
         If a shape, a device, axis, eps or zero_centered does not fit, if relu's lower bound is not
-        below its upper bound, or if out cannot be written.
+        below its upper bound, if out cannot be written, or if an option does not go with quantize.
     ImportError
         If x is on a GPU, and CuPy cannot be imported.
     RuntimeError
@@ -184,12 +195,11 @@ def rms_norm(
     array([[ 0.849, -2.263],
            [ 1.   ,  2.   ]], dtype=float32)
     """
-    return _call(
-        FORWARD,
-        x,
-        (x, residual, weight, bias, out, residual_out),
-        ("rms_norm", False, axis, zero_centered, eps, relu, out_dtype, residual_dtype),
-    )
+    arrays = x, residual, weight, bias, out, residual_out
+    asked = "rms_norm", False, axis, zero_centered, eps, relu, out_dtype, residual_dtype
+    if quantize is not None:
+        return _quantized(arrays, asked, quantize)
+    return _call(FORWARD, x, arrays, asked)
 
 
 @overload
@@ -223,6 +233,7 @@ def layer_norm(
     residual: Any = None,
     residual_dtype: Any = None,
     residual_out: Any = None,
+    quantize: Quantize | None = None,
 ) -> Any:
     """Bring each row to mean 0 and variance 1, then scale and shift it.
 
@@ -233,16 +244,16 @@ def layer_norm(
     Parameters
     ----------
     x, weight, bias, axis, zero_centered, relu, out_dtype, out, residual, residual_dtype, \
-residual_out
+residual_out, quantize
         As for `rms_norm`.
     eps : float
         Added to the variance.
 
     Returns
     -------
-    array, or pair of arrays
+    array, or tuple of arrays
         y, of x's shape and framework, as `rms_norm` returns it. With a residual, y and
-        ``s = x + residual``.
+        ``s = x + residual``. With quantize, q and scale instead of y.
 
     Raises
     ------
@@ -268,12 +279,11 @@ residual_out
     array([[-1., 11.],
            [-1., 11.]], dtype=float32)
     """
-    return _call(
-        FORWARD,
-        x,
-        (x, residual, weight, bias, out, residual_out),
-        ("layer_norm", False, axis, zero_centered, eps, relu, out_dtype, residual_dtype),
-    )
+    arrays = x, residual, weight, bias, out, residual_out
+    asked = "layer_norm", False, axis, zero_centered, eps, relu, out_dtype, residual_dtype
+    if quantize is not None:
+        return _quantized(arrays, asked, quantize)
+    return _call(FORWARD, x, arrays, asked)
 
 
 def rms_norm_forward(
@@ -568,6 +578,23 @@ dresidual_dtype, dweight, dbias, accumulate
         ("layer_norm", axis, zero_centered, bias, dx_dtype, dresidual_dtype, accumulate),
     )
     return result
+
+
+def _quantized(arrays: tuple[Any, ...], asked: tuple[Any, ...], quantize: Any) -> Any:
+    """Return q and scale of a forward pass without statistics and, with a residual, s."""
+    x, residual, *_, out, residual_out = arrays
+    *options, out_dtype, residual_dtype = asked
+    family = _arrays.family_of("x", x).with_device_of(x)
+    axes = _quantize.check_call(quantize, x, options[2], out_dtype, out)
+    given = _quantize.taken_scale(quantize, family, x)
+    like = x if residual is None else residual if residual_out is None else residual_out
+    total = residual_dtype or getattr(like, "dtype", None)
+    via = _quantize.dtype_of_y(quantize, x, total)
+    results = _call(FORWARD, x, arrays, (*options, via, residual_dtype))
+    y, *others = results if residual is not None else (results,)
+    codes, scale = _quantize.of_arrays(family.take("y", y), axes, quantize, given)
+    scale = quantize.scale if quantize.is_given else family.give_as(quantize.scale_dtype, scale)
+    return (family.give_as(quantize.dtype, codes), scale, *others)
 
 
 @functools.cache

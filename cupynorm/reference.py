@@ -46,6 +46,7 @@ __all__ = [
     "layer_norm",
     "layer_norm_backward",
     "layer_norm_forward",
+    "quantize",
     "rms_norm",
     "rms_norm_backward",
     "rms_norm_forward",
@@ -318,6 +319,93 @@ def round_into(out: Array, values: Float64) -> None:
         out[...] = round_once(values, out.dtype)
     else:
         out[...] = values
+
+
+# ---- quantized values ----------------------------------------------------------------------------
+
+
+def quantize(
+    y: Array,
+    dtype: DTypeLike,
+    scale: Any,
+    *,
+    block: int | None = None,
+    axis: Axis = None,
+    scale_min: float = 2.0**-126,
+    scale_max: float = float(np.finfo(np.float32).max),
+) -> tuple[Array, Array]:
+    """Return q and scale of an array that a norm has written; see `cupynorm.Quantize`.
+
+    Each quotient is looked up among all numbers of dtype.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupynorm import reference
+    >>> q, scale = reference.quantize(np.float32([[0.0, -127.0, 2.5]]), np.int8, "row")
+    >>> q, scale
+    (array([[   0, -127,    2]], dtype=int8), array([[1.]], dtype=float32))
+    """
+    q_dtype, compute = np.dtype(dtype), compute_dtype(y)
+    with np.errstate(all="ignore"):
+        if isinstance(scale, str):
+            size = np.where(np.isnan(y), 0.0, np.abs(widen(y)))
+            axes = _checks.normalized_axes(y.ndim, axis)
+            scale = scales(size, q_dtype, compute, axes, block, scale_min, scale_max)
+        return nearest(quotients(widen(y), scale, compute, block), q_dtype), scale
+
+
+def scales(
+    size: Float64,
+    dtype: np.dtype[Any],
+    compute: np.dtype[Any],
+    axes: tuple[int, ...],
+    block: int | None,
+    scale_min: float,
+    scale_max: float,
+) -> Array:
+    """Return the scales of rows, or of their blocks, from the magnitudes of their elements."""
+    largest = numbers_of(dtype)[-1]
+    if block is None:
+        top = size.max(axis=axes, keepdims=True)
+    else:
+        top = np.maximum.reduceat(size, np.arange(0, size.shape[-1], block), axis=-1)
+    if block == 32:
+        ratio = np.clip(top / 2.0 ** np.floor(np.log2(largest)), scale_min, scale_max)
+        return np.asarray(np.ldexp(1.0, np.frexp(ratio)[1] - 1).astype(ml_dtypes.float8_e8m0fnu))
+    ratio = (top / largest).astype(compute).astype(np.float32)
+    return np.asarray(np.clip(ratio, np.float32(scale_min), np.float32(scale_max)))
+
+
+def quotients(y: Float64, scale: Array, compute: np.dtype[Any], block: int | None) -> Float64:
+    """Return y / scale as the compute dtype rounds it."""
+    wide = widen(scale)
+    if block is not None:
+        wide = np.repeat(wide, block, axis=-1)[..., : y.shape[-1]]
+    elif wide.size == 1:
+        wide = wide.reshape(())
+    return widen((y / wide).astype(compute))
+
+
+def numbers_of(dtype: np.dtype[Any]) -> Float64:
+    """Return the finite numbers of a dtype from 0 on, ascending. The place of each is its code."""
+    if dtype == np.int8:
+        return np.arange(128.0)
+    every = widen(np.arange(128, dtype=np.uint8).view(dtype))
+    return every[np.isfinite(every)]
+
+
+def nearest(values: Float64, dtype: np.dtype[Any]) -> Array:
+    """Return values as the nearest numbers of a dtype, of two the one whose code is even."""
+    numbers = numbers_of(dtype)
+    if dtype == np.int8:
+        numbers = np.append(numbers, 128.0)
+    middle = (numbers[:-1] + numbers[1:]) / 2
+    below, above = (np.searchsorted(middle, np.abs(values), side) for side in ("left", "right"))
+    found = np.copysign(numbers[np.where(below == above, below, below + below % 2)], values)
+    if dtype == np.int8:
+        return np.where(np.isnan(values), 0.0, np.minimum(found, 127.0)).astype(dtype)
+    return np.where(np.isnan(values), np.nan, found).astype(dtype)
 
 
 # ---- rows by blocks ------------------------------------------------------------------------------

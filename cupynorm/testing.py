@@ -82,7 +82,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import DTypeLike
 
-from cupynorm import reference
+from cupynorm import _quantize, reference
 from cupynorm._arrays import NUMPY, is_number, to_numpy
 from cupynorm._bitmask import unpack
 from cupynorm._checks import (
@@ -105,6 +105,7 @@ from cupynorm._operation import (
     bitmask_bytes,
     has_residual,
 )
+from cupynorm._quantize import Quantize
 from cupynorm.reference import Array, Axis, Float64, Norm, Relu
 
 __all__ = [
@@ -113,6 +114,7 @@ __all__ = [
     "check_forward",
     "check_fused",
     "check_fused_backward",
+    "check_quantized",
 ]
 
 # So many elements are checked at a time. A float64 temporary of them, 2 MB, stays in cache.
@@ -457,6 +459,185 @@ def check_fused_backward(
             pair = call.summed(found[name], array.shape)
             ratios[f"d{name}"] = assert_one_rounding(fields[f"d{name}"], *pair, compute, f"d{name}")
     return ratios
+
+
+def check_quantized(
+    norm: Norm,
+    result: tuple[Array, ...],
+    x: Array,
+    weight: Array | None = None,
+    bias: Array | None = None,
+    *,
+    quantize: Quantize,
+    eps: float,
+    axis: Axis = None,
+    zero_centered: bool = False,
+    relu: Relu = None,
+    residual: Array | None = None,
+    residual_dtype: DTypeLike | None = None,
+) -> float:
+    """Assert that the results of a norm with `quantize` are right.
+
+    y may be off by its bound before it is rounded to `via`. All steps from there on are monotone,
+    so scales lie between those of the ends of this interval, and so does each element of q, with
+    the scale that was returned. Where the interval holds no boundary between two numbers of q,
+    there is only one right answer.
+
+    Parameters
+    ----------
+    norm : {"rms_norm", "layer_norm"}
+        Which norm it is.
+    result : tuple of arrays
+        q, scale and, with a residual, residual_out, as NumPy arrays. Those that are eight bits of
+        another dtype may be of uint8.
+    x, weight, bias, quantize, eps, axis, zero_centered, relu, residual, residual_dtype
+        The arguments, with NumPy arrays; see `cupynorm.rms_norm`.
+
+    Returns
+    -------
+    float
+        The share of elements of q that more than one answer was right for.
+
+    Raises
+    ------
+    AssertionError
+        If an array has a wrong shape, dtype or value.
+    TypeError, ValueError
+        If an argument does not fit the others, as for `cupynorm.rms_norm`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cupynorm
+    >>> from cupynorm import testing
+    >>> x = np.linspace(-1, 1, 12, dtype=np.float32).reshape(3, 4)
+    >>> quantize = cupynorm.Quantize("int8", "row")
+    >>> result = cupynorm.rms_norm(x, quantize=quantize)
+    >>> testing.check_quantized("rms_norm", result, x, quantize=quantize, eps=1e-6) < 0.1
+    True
+    """
+    check_norm(norm)
+    axes = _quantize.check_call(quantize, x, axis, None)
+    given = _quantize.taken_scale(quantize, NUMPY, x)
+    arrays = {"x": x, "residual": residual, "weight": weight, "bias": bias}
+    told: dict[str, Any] = {"axis": axis, "zero_centered": zero_centered, "eps": eps, "relu": relu}
+    asked = Asked(norm, training=False, residual_dtype=residual_dtype, **told)
+    moved_arrays, spec, options = check_call(NUMPY, arrays, asked)
+    names = ("q", "scale") if residual is None else ("q", "scale", "residual_out")
+    if len(result) != len(names):
+        raise AssertionError(f"there must be {', '.join(names)}, got {len(result)} arrays")
+    fields = dict(zip(names, result, strict=True))
+    dtypes = {"q": np.dtype(quantize.dtype), "scale": np.dtype(quantize.scale_dtype)}
+    for name, dtype in dtypes.items():
+        if getattr(fields[name], "dtype", None) == np.uint8 and dtype != np.int8:
+            fields[name] = fields[name].view(dtype)
+    shapes = {
+        "q": x.shape,
+        "scale": tuple(1 if i - x.ndim in axes else n for i, n in enumerate(x.shape)),
+    }
+    if quantize.block is not None:
+        shapes["scale"] = (*x.shape[:-1], -(-x.shape[-1] // quantize.block))
+    if given is not None:
+        shapes["scale"] = given.shape
+    if residual is not None:
+        shapes["residual_out"], dtypes["residual_out"] = x.shape, to_numpy(spec.x)
+    _assert_layout(fields, shapes, dtypes)
+    order, k = options.order, options.k
+    q, scale, *totals = (
+        a if order is None or a is given else a.transpose(order) for a in fields.values()
+    )
+    x, residual, weight, bias = moved_arrays.values()
+    if residual is not None:
+        x = _assert_total(totals[0], x, residual)
+    via = to_numpy(_quantize.dtype_of_y(quantize, moved_arrays["x"], x.dtype))
+    compute, open_to_two = reference.compute_dtype(x), 0
+    for where, rows, w, b in _chunks(x, weight, bias, k):
+        exact, magnitude = _forward_bounds(norm, rows(x), w, b, k, eps, zero_centered, compute)
+        if relu is not None:
+            _clamp_bounds(exact, magnitude, rows(x), relu, compute)
+        ends = _ends_of_y(exact["y"], magnitude["y"], via, compute)
+        scales = scale if given is not None else rows(scale)
+        if given is None:
+            _assert_scales(scales, ends, quantize, k, "scale" + where)
+        open_to_two += _assert_codes(rows(q), scales, ends, quantize, "q" + where)
+    return open_to_two / max(1, q.size)
+
+
+def _ends_of_y(
+    exact: Array, magnitude: Array, via: np.dtype[Any], compute: np.dtype[Any]
+) -> tuple[Array, Array]:
+    """Return the least and the largest y that are right, rounded to the dtype `via`."""
+    with np.errstate(all="ignore"):
+        slack = 16 * _unit_roundoff(compute) * magnitude + _smallest_normal(compute, via)
+        beyond, ends = _overflow_threshold(compute), []
+        for end in (exact - slack, exact + slack):
+            far = np.where(np.abs(end) >= beyond, np.copysign(np.inf, end), end)
+            ends.append(reference.round_once(np.where(np.isinf(exact), exact, far), via))
+    return ends[0], ends[1]
+
+
+def _assert_scales(
+    scale: Array, ends: tuple[Array, Array], quantize: Quantize, k: int, name: str
+) -> None:
+    """Assert that scales lie between those of the ends of y."""
+    low, high = map(reference.widen, ends)
+    least = np.maximum(np.maximum(low, -high), 0)
+    most = np.maximum(np.abs(low), np.abs(high))
+    told = np.dtype(quantize.dtype), reference.compute_dtype(ends[0]), tuple(range(-k, 0))
+    bounds = quantize.block, quantize.scale_min, quantize.scale_max
+    with np.errstate(all="ignore"):
+        least, most = (
+            reference.scales(np.where(np.isnan(size), 0.0, size), *told, *bounds)
+            for size in (least, most)
+        )
+    _assert_between(scale, least, most, name)
+
+
+def _assert_codes(
+    q: Array, scale: Array, ends: tuple[Array, Array], quantize: Quantize, name: str
+) -> int:
+    """Assert that q lies between that of the ends of y; return where these differ."""
+    dtype, compute = np.dtype(quantize.dtype), reference.compute_dtype(ends[0])
+    with np.errstate(all="ignore"):
+        low, high = (
+            reference.nearest(
+                reference.quotients(reference.widen(end), scale, compute, quantize.block), dtype
+            )
+            for end in ends
+        )
+    _assert_between(q, low, high, name)
+    return int(np.count_nonzero(reference.widen(low) < reference.widen(high)))
+
+
+def _assert_between(actual: Array, low: Array, high: Array, name: str) -> None:
+    """Assert that values lie between two others, and are NaN where these are."""
+    wide, low, high = map(reference.widen, (actual, low, high))
+    right = ((low <= wide) & (wide <= high)) | (np.isnan(wide) & np.isnan(low))
+    if not right.all():
+        index = tuple(int(i) for i in np.argwhere(~right)[0])
+        raise AssertionError(
+            f"{name}{list(index)} is {float(wide[index])!r}, expected {float(low[index])!r} to "
+            f"{float(high[index])!r}; {np.count_nonzero(~right)} are wrong in all"
+        )
+
+
+def _passed_by_norm(
+    norm: Norm,
+    size: Array,
+    x: Array,
+    weight: Array | None,
+    k: int,
+    eps: float,
+    zero_centered: bool,
+) -> Float64:
+    """Return what y's magnitude gains if x has a magnitude."""
+    axes = tuple(range(-k, 0))
+    xhat, _, rstd = reference.normalize(norm, x, k, eps)
+    passed = size + np.abs(xhat) * np.mean(size * np.abs(xhat), axis=axes, keepdims=True)
+    if norm == "layer_norm":
+        passed = passed + size.mean(axis=axes, keepdims=True)
+    factor = np.abs(reference.effective_weight(weight, zero_centered))
+    return np.asarray(np.where(passed == 0, 0.0, passed * rstd * factor))
 
 
 def check_backward(

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from cupynorm import reference
+
 pytest.importorskip("mypy")
 
 ROOT = Path(__file__).parent.parent
@@ -24,6 +26,7 @@ class Wide: ...
 x: Array
 wide: Wide
 maybe: Wide | None
+quantize: cupynorm.Quantize
 numbers: np.ndarray[tuple[int, ...], np.dtype[np.float32]]
 """
 NUMPY = "numpy.ndarray[tuple[Any, ...], numpy.dtype[Any]]"
@@ -37,13 +40,19 @@ REVEALED = {
     "cupynorm.rms_norm(numbers, out_dtype='float16')": "Any",
     "cupynorm.layer_norm(numbers, residual=x, residual_dtype='float16')": "Any",
     "reference.rms_norm(numbers, out_dtype='float16')": NUMPY,
+    "cupynorm.rms_norm(x, residual=x, quantize=quantize)": "Any",
     "reference.layer_norm(numbers, residual=numbers)": f"tuple[{NUMPY}, {NUMPY}]",
     # The project's configuration has mypy know nothing of torch and JAX.
     **{
         f"cupynorm.{face}.{norm}({arguments})": revealed
         for face in ("torch", "jax")
         for norm in ("rms_norm", "layer_norm")
-        for arguments, revealed in {"x": "Any", "x, residual=x": "tuple[Any, Any]"}.items()
+        for arguments, revealed in {
+            "x": "Any",
+            "x, residual=x": "tuple[Any, Any]",
+            "x, quantize=quantize": "tuple[Any, ...]",
+            "x, residual=x, quantize=quantize": "tuple[Any, ...]",
+        }.items()
     },
 }
 REFUSED = {
@@ -90,4 +99,6 @@ def test_overloads_have_every_option(module: str, options: str, norm: str) -> No
         pytest.importorskip(module.split(".")[1])
     functions = importlib.import_module(module)
     typed = {"x", "weight", "bias", "eps", "residual", *getattr(functions, options).__annotations__}
+    if functions is not reference:
+        typed.add("quantize")
     assert typed == {*inspect.signature(getattr(functions, norm)).parameters}

@@ -58,6 +58,11 @@ def wrong(error: type[Exception], message: str, **changes: Any) -> Wrong:
     return Wrong(changes, error, message)
 
 
+def quantized(error: type[Exception], message: str, **changes: Any) -> Wrong:
+    changes = {"quantize": cupynorm.Quantize("int8", "row"), "out": None} | changes
+    return Wrong(changes, error, message, OF_CUPYNORM)
+
+
 NO_ARRAYS = {"builtins.list": [1.0, 2.0], "builtins.float": 1.0, "builtins.NoneType": None}
 ANY_ARRAY = (
     "a NumPy or CuPy array, a torch tensor, a JAX array (within jit and grad, cupynorm.jax has the "
@@ -168,6 +173,43 @@ WRONG = [
         residual=None,
         residual_out=None,
         residual_dtype="float32",
+    ),
+    # quantized
+    quantized(
+        TypeError,
+        "quantize must be a cupynorm.Quantize or None, got 'int8'",
+        quantize="int8",
+    ),
+    quantized(
+        ValueError,
+        "out must be None with quantize, got a ndarray",
+        out=zeros(*SHAPE),
+    ),
+    quantized(
+        ValueError,
+        "out_dtype must be None with quantize, which has via; got float16",
+        out_dtype="float16",
+    ),
+    quantized(
+        ValueError,
+        "axis must be the last one if scale is 'block', got (1, 2)",
+        quantize=cupynorm.Quantize("int8", "block", block=128),
+        axis=(1, 2),
+    ),
+    quantized(
+        TypeError,
+        "quantize.scale.dtype must be float32, got float64",
+        quantize=cupynorm.Quantize("int8", zeros(1, dtype="float64")),
+    ),
+    quantized(
+        TypeError,
+        f"x.dtype must be {FOUR}, got int32",
+        x=zeros(*SHAPE, dtype="int32"),
+    ),
+    quantized(
+        ValueError,
+        f"residual must have shape {SHAPE}, got (2, 3)",
+        residual=zeros(2, 3),
     ),
     # shapes
     wrong(
@@ -607,6 +649,102 @@ CALLS: list[tuple[Callable[[], Any], type[Exception], str]] = [
         lambda: cupynorm.unpack_bitmask(BITS, None),
         TypeError,
         "n must be an int, got None",
+    ),
+    # quantized outputs
+    *(
+        (lambda given=given: cupynorm.Quantize(**{"dtype": "int8", "scale": "row"} | given), *error)
+        for given, *error in (
+            (
+                {"dtype": "float8_e4m3"},
+                TypeError,
+                "dtype must be float8_e4m3fn, float8_e5m2 or int8, got 'float8_e4m3'",
+            ),
+            (
+                {"dtype": np.float32},
+                TypeError,
+                "dtype must be float8_e4m3fn, float8_e5m2 or int8, got <class 'numpy.float32'>",
+            ),
+            (
+                {"scale": 0.1},
+                TypeError,
+                "scale must be 'row', 'block' or an array of one element, got 0.1",
+            ),
+            (
+                {"scale": "tensor"},
+                ValueError,
+                "scale must be 'row', 'block' or an array of one element, got 'tensor'",
+            ),
+            (
+                {"scale": X},
+                ValueError,
+                "scale must be 'row', 'block' or an array of one element, got shape (4, 6)",
+            ),
+            ({"block": 128}, ValueError, "block must be None without scale='block', got 128"),
+            (
+                {"scale": "block"},
+                ValueError,
+                "block must be 128 or 32 with scale='block', got None",
+            ),
+            ({"scale": "block", "block": 32}, ValueError, "block must be 128 for int8, got 32"),
+            ({"via": "int8"}, TypeError, f"via must be {FOUR}, got int8"),
+            ({"scale_min": "0"}, TypeError, "scale_min must be a real number, got '0'"),
+            (
+                {"scale_min": 0},
+                ValueError,
+                "scale_min must be a positive normal float32 number, got 0",
+            ),
+            (
+                {"scale_max": math.nan},
+                ValueError,
+                "scale_max must be a positive normal float32 number, got nan",
+            ),
+            (
+                {"scale_min": 2, "scale_max": 1},
+                ValueError,
+                "scale_min must be at most scale_max, 1.0; got 2.0",
+            ),
+            (
+                {"scale": X[:1, 0], "scale_max": 2},
+                ValueError,
+                "scale_min and scale_max must be left out if scale is an array",
+            ),
+        )
+    ),
+    (
+        lambda: cupynorm.dequantize(BITS, X[0, 0]),
+        TypeError,
+        "scale must be a NumPy array, as the other arrays of the call are; got numpy.float32",
+    ),
+    (
+        lambda: cupynorm.dequantize(BITS, X[0, :1]),
+        TypeError,
+        "dtype must say what a q of uint8 stands for, got None",
+    ),
+    (
+        lambda: cupynorm.dequantize(X, X[0, :1]),
+        TypeError,
+        "q.dtype must be float8_e4m3fn, float8_e5m2 or int8, got float32",
+    ),
+    (
+        lambda: cupynorm.dequantize(BITS, X[0, :1], dtype="int8"),
+        TypeError,
+        "q.dtype must be int8, as dtype says; got uint8",
+    ),
+    (
+        lambda: cupynorm.dequantize(BITS, EXACT[0, :1], dtype="float8_e5m2"),
+        TypeError,
+        "scale.dtype must be float32 or float8_e8m0fnu, got float64",
+    ),
+    (
+        lambda: cupynorm.dequantize(BITS, X[:2, :2], dtype="float8_e5m2"),
+        ValueError,
+        "scale must have shape (2, 1), one for each 128 of the last axis of q, or broadcast to q; "
+        "got (2, 2)",
+    ),
+    (
+        lambda: cupynorm.dequantize(BITS, BITS[:, :2], dtype="float8_e5m2"),
+        ValueError,
+        "scale must have shape (2, 1), one for each 32 of the last axis of q; got (2, 2)",
     ),
     # testing
     (

@@ -19,6 +19,7 @@ from cupynorm import reference
 
 FOUR = "float64, float32, float16 or bfloat16"
 X, W = np.ones((2, 3, 8), np.float32), np.ones(8, np.float32)
+ROWS = cupynorm.Quantize("int8", "row")
 
 OF_BOTH: list[tuple[Callable[[Any], Any], type[Exception], str]] = [
     (
@@ -168,6 +169,36 @@ OF_BOTH: list[tuple[Callable[[Any], Any], type[Exception], str]] = [
         lambda norm: norm(X, residual_dtype="float32"),
         ValueError,
         "residual_dtype must be None without a residual, got float32",
+    ),
+    (
+        lambda norm: norm([1.0], quantize=ROWS),
+        TypeError,
+        "x must be a JAX or NumPy array, got builtins.list",
+    ),
+    (
+        lambda norm: norm(X.astype(np.int32), quantize=ROWS),
+        TypeError,
+        f"x.dtype must be {FOUR}, got int32",
+    ),
+    (
+        lambda norm: norm(X, residual=X[0], quantize=ROWS),
+        ValueError,
+        "residual must have shape (2, 3, 8), got (3, 8)",
+    ),
+    (
+        lambda norm: norm(X, quantize="int8"),
+        TypeError,
+        "quantize must be a cupynorm.Quantize or None, got 'int8'",
+    ),
+    (
+        lambda norm: norm(X, quantize=cupynorm.Quantize("int8", W[:1].astype(np.float16))),
+        TypeError,
+        "quantize.scale.dtype must be float32, got float16",
+    ),
+    (
+        lambda norm: norm(X, quantize=ROWS, out_dtype="float16"),
+        ValueError,
+        "out_dtype must be None with quantize, which has via; got float16",
     ),
 ]
 

@@ -21,6 +21,7 @@ from cupynorm.torch import LayerNorm, RMSNorm, compile_options, layer_norm, repl
 FOUR = "float64, float32, float16 or bfloat16"
 X, W = torch.ones(3, 4, 8), torch.ones(8)
 BITS = torch.zeros(2, 3, dtype=torch.uint8)
+ROWS = cupynorm.Quantize("int8", "row")
 NUMBER, BOUNDS = torch.tensor(1.0), (torch.tensor(0.0), torch.tensor(1.0))
 
 Calls = list[tuple[Callable[[], Any], type[Exception], str]]
@@ -312,6 +313,56 @@ OF_FUNCTIONS: Calls = [
         lambda: rms_norm(X, eps=None, residual_dtype="f4", residual=X),
         TypeError,
         "residual_dtype must be a torch.dtype or None, got 'f4'",
+    ),
+    (
+        lambda: rms_norm(np.ones((2, 8)), quantize=ROWS),
+        TypeError,
+        "x must be a torch tensor, got ndarray",
+    ),
+    (
+        lambda: rms_norm(X.int(), quantize=ROWS),
+        TypeError,
+        f"x.dtype must be {FOUR}, got torch.int32",
+    ),
+    (
+        lambda: rms_norm(X, quantize="int8"),
+        TypeError,
+        "quantize must be a cupynorm.Quantize or None, got 'int8'",
+    ),
+    (
+        lambda: rms_norm(X, quantize=ROWS, out_dtype=torch.float16),
+        ValueError,
+        "out_dtype must be None with quantize, which has via; got torch.float16",
+    ),
+    (
+        lambda: rms_norm(X, quantize=cupynorm.Quantize("int8", "block", block=128), axis=0),
+        ValueError,
+        "axis must be the last one if scale is 'block', got 0",
+    ),
+    (
+        lambda: rms_norm(X, quantize=cupynorm.Quantize("int8", np.ones(1, np.float32))),
+        TypeError,
+        "quantize.scale must be a torch tensor, as x is; got ndarray",
+    ),
+    (
+        lambda: rms_norm(X, quantize=cupynorm.Quantize("int8", W[0].half())),
+        TypeError,
+        "quantize.scale.dtype must be float32, got torch.float16",
+    ),
+    (
+        lambda: rms_norm(X, quantize=cupynorm.Quantize("int8", W[0].to("meta"))),
+        ValueError,
+        "quantize.scale must be on x's device, cpu; got meta",
+    ),
+    (
+        lambda: cupynorm.dequantize(X.char(), np.ones(1, np.float32)),
+        TypeError,
+        "scale must be a torch tensor, as q is; got ndarray",
+    ),
+    (
+        lambda: cupynorm.dequantize(X, W[0]),
+        TypeError,
+        "q.dtype must be float8_e4m3fn, float8_e5m2 or int8, got float32",
     ),
 ]
 

@@ -32,9 +32,11 @@ from jax.sharding import PartitionSpec
 from cupynorm import _checks
 from cupynorm._arrays import DTYPES, check_no_mask, to_numpy
 from cupynorm._operation import ForwardSpec, Norm, Options, Relu
+from cupynorm._quantize import Quantize, check_call, dtype_of_y
 from cupynorm.jax import _formula
 from cupynorm.jax._derivatives import differentiable, wide
 from cupynorm.jax._operations import axes_of, split_as, split_of
+from cupynorm.jax._quantize import quantized
 from cupynorm.jax._vectors import as_rows
 
 if TYPE_CHECKING:
@@ -67,6 +69,16 @@ def rms_norm(
 def rms_norm(
     x: Any, weight: Any = None, bias: Any = None, *, residual: Any, **options: Unpack[_Options]
 ) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def rms_norm(
+    x: Any,
+    weight: Any = None,
+    bias: Any = None,
+    *,
+    residual: Any = None,
+    quantize: Quantize,
+    **options: Unpack[_Options],
+) -> tuple[jax.Array, ...]: ...
 def rms_norm(
     x: Any,
     weight: Any = None,
@@ -79,6 +91,7 @@ def rms_norm(
     out_dtype: Any = None,
     residual: Any = None,
     residual_dtype: Any = None,
+    quantize: Quantize | None = None,
 ) -> Any:
     """Divide each row by its root mean square, then scale and shift it.
 
@@ -115,12 +128,17 @@ def rms_norm(
         of a call on s.
     residual_dtype : dtype, optional
         s's dtype. The default is residual's.
+    quantize : Quantize, optional
+        Return y in eight bits an element, with scales. out_dtype is None then. XLA quantizes what
+        the norm has written. There is no gradient of it.
 
     Returns
     -------
-    jax.Array, or pair of them
+    jax.Array, or tuple of them
         y, of x's shape, split over devices as x is. With a residual, y and s. They are split as x
         is, and along the kept axes that x does not split, as residual is.
+
+        With quantize, q and scale instead of y, as from `cupynorm.rms_norm`, and s behind them.
 
     Raises
     ------
@@ -129,10 +147,12 @@ def rms_norm(
         another type, or if out_dtype or residual_dtype is float64 while JAX has it disabled.
     ValueError
         If a shape, axis, eps or zero_centered does not fit, if relu's lower bound is not below its
-        upper bound, or if there is a residual_dtype without a residual.
+        upper bound, or if there is a residual_dtype without a residual. If an option does not go
+        with quantize.
     NotImplementedError
-        If a shape is symbolic, as in ``jax.export``. When a program is compiled, for gradients on
-        CUDA if JAX has no GPU.
+        If quantized results are differentiated: pass ``jax.lax.stop_gradient(x)``. If a shape is
+        symbolic, as in ``jax.export``. When a program is compiled, for gradients on CUDA if JAX
+        has no GPU.
     ImportError
         If JAX has a CUDA GPU, and CuPy cannot be imported.
 
@@ -194,6 +214,16 @@ def layer_norm(
 def layer_norm(
     x: Any, weight: Any = None, bias: Any = None, *, residual: Any, **options: Unpack[_Options]
 ) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def layer_norm(
+    x: Any,
+    weight: Any = None,
+    bias: Any = None,
+    *,
+    residual: Any = None,
+    quantize: Quantize,
+    **options: Unpack[_Options],
+) -> tuple[jax.Array, ...]: ...
 def layer_norm(
     x: Any,
     weight: Any = None,
@@ -206,6 +236,7 @@ def layer_norm(
     out_dtype: Any = None,
     residual: Any = None,
     residual_dtype: Any = None,
+    quantize: Quantize | None = None,
 ) -> Any:
     """Bring each row to mean 0 and variance 1, then scale and shift it.
 
@@ -215,16 +246,16 @@ def layer_norm(
 
     Parameters
     ----------
-    x, weight, bias, axis, zero_centered, relu, out_dtype, residual, residual_dtype
+    x, weight, bias, axis, zero_centered, relu, out_dtype, residual, residual_dtype, quantize
         As for `rms_norm`.
     eps : float
         Added to the variance. It is a Python number, not a traced one.
 
     Returns
     -------
-    jax.Array, or pair of them
-        y, of x's shape. With a residual, y and ``s = x + residual``. They are split over devices as
-        those of `rms_norm` are.
+    jax.Array, or tuple of them
+        y, of x's shape. With a residual, y and ``s = x + residual``. With quantize, q and scale
+        instead of y. They are split over devices as those of `rms_norm` are.
 
     Raises
     ------
@@ -247,8 +278,18 @@ def layer_norm(
     return _norm("layer_norm", **locals())
 
 
-def _norm(norm: Norm, x: Any, weight: Any, bias: Any, residual: Any, **options: Any) -> Any:
+def _norm(
+    norm: Norm,
+    x: Any,
+    weight: Any,
+    bias: Any,
+    residual: Any,
+    quantize: Any = None,
+    **options: Any,
+) -> Any:
     """Return what the function of this name does, by the names of its arguments."""
+    if quantize is not None:
+        return _quantized(norm, quantize, _array("x", x), weight, bias, residual, options)
     for name, option in options.items():
         for value in option if isinstance(option, tuple) else (option,):
             if isinstance(value, jax.core.Tracer):
@@ -293,6 +334,28 @@ def _norm(norm: Norm, x: Any, weight: Any, bias: Any, residual: Any, **options: 
     y, total = norm_of(rows, added, tuple(affine[:2]), tuple(affine[2:]))
     results = tuple(split_as(like, a, split) for a in (y, total) if a is not None)
     return results[0] if total is None else results
+
+
+def _quantized(
+    norm: Norm,
+    quantize: Any,
+    x: Any,
+    weight: Any,
+    bias: Any,
+    residual: Any,
+    options: dict[str, Any],
+) -> tuple[jax.Array, ...]:
+    """Return q and scale and, with a residual, the sum."""
+    axes = check_call(quantize, x, options["axis"], options["out_dtype"])
+    scale = _array("quantize.scale", quantize.scale) if quantize.is_given else None
+    if scale is not None and scale.dtype != np.float32:
+        raise TypeError(f"quantize.scale.dtype must be float32, got {scale.dtype}")
+    residual = None if residual is None else _array("residual", residual)
+    total = options["residual_dtype"] or (x if residual is None else residual).dtype
+    via = dtype_of_y(quantize, x, total)
+    results = _norm(norm, x, weight, bias, residual, **options | {"out_dtype": via})
+    y, *others = (results,) if residual is None else results
+    return (*quantized(y, axes, quantize, scale), *others)
 
 
 def _of_one_shape(row: tuple[int, ...], told: Options, weight: Any, bias: Any) -> tuple[Any, Any]:

@@ -11,8 +11,10 @@ import torch
 from cupynorm import _checks
 from cupynorm._operation import FORWARD, Norm, Relu
 from cupynorm._prepared import remember
+from cupynorm._quantize import Quantize, check_call, dtype_of_y
 from cupynorm.torch import _operations
 from cupynorm.torch._kernels import Tensors, check_dense, compute_type_of_total
+from cupynorm.torch._quantize import check_scale, quantized
 from cupynorm.torch._vectors import alike
 
 if TYPE_CHECKING:
@@ -65,6 +67,17 @@ def rms_norm(
     residual: torch.Tensor,
     **options: Unpack[_Options],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    *,
+    eps: float | None = 1e-6,
+    residual: torch.Tensor | None = None,
+    quantize: Quantize,
+    **options: Unpack[_Options],
+) -> tuple[torch.Tensor, ...]: ...
 def rms_norm(
     x: torch.Tensor,
     weight: torch.Tensor | None = None,
@@ -77,6 +90,7 @@ def rms_norm(
     out_dtype: torch.dtype | None = None,
     residual: torch.Tensor | None = None,
     residual_dtype: torch.dtype | None = None,
+    quantize: Quantize | None = None,
 ) -> Any:
     """Divide each row by its root mean square, then scale and shift it.
 
@@ -117,13 +131,19 @@ def rms_norm(
         If x is nested, residual is nested with the same lengths.
     residual_dtype : torch.dtype, optional
         s's dtype. The default is residual's, under autocast too.
+    quantize : Quantize, optional
+        Return y in eight bits an element, with scales. out_dtype is None then, and autocast changes
+        nothing. Torch's operations quantize what the norm's kernel has written. They have no
+        gradient.
 
     Returns
     -------
-    Tensor, or pair of tensors
+    Tensor, or tuple of tensors
         y, of x's shape, contiguous if the last axes are normalized. With a residual, y and s. Both
         may be differentiated: the gradient of s is added to those of x and residual before each is
         rounded to the dtype of its tensor.
+
+        With quantize, q and scale instead of y, as from `cupynorm.rms_norm`, and s behind them.
 
     Raises
     ------
@@ -133,12 +153,13 @@ def rms_norm(
     ValueError
         If a shape, a device, axis, eps, zero_centered or relu does not fit, if there is a
         residual_dtype without a residual, or if a tensor's memory was freed or it outlived the
-        ``torch.func.vmap`` that made it.
+        ``torch.func.vmap`` that made it. If an option does not go with quantize.
     NotImplementedError
-        If weight or bias is an ExpandedWeight. If axis names an axis of a nested x that is ragged,
-        or is not one of the last, or if weight or bias varies over a ragged axis. In forward mode
-        within forward mode, and in that of an exported or compiled norm. On a device that is
-        neither the CPU nor a CUDA GPU.
+        If a gradient of quantized results is asked for: call within ``torch.no_grad()``. If weight
+        or bias is an ExpandedWeight. If axis names an axis of a nested x that is ragged, or is not
+        one of the last, or if weight or bias varies over a ragged axis. In forward mode within
+        forward mode, and in that of an exported or compiled norm. On a device that is neither the
+        CPU nor a CUDA GPU.
     ImportError
         If x is on a GPU, and CuPy cannot be imported.
     RuntimeError
@@ -184,6 +205,8 @@ def rms_norm(
     """
     tensors = x, residual, weight, bias
     asked = eps, axis, zero_centered, relu, out_dtype, residual_dtype
+    if quantize is not None:
+        return _quantized("rms_norm", tensors, asked, quantize)
     return normalize("rms_norm", tensors, asked)
 
 
@@ -207,6 +230,17 @@ def layer_norm(
     residual: torch.Tensor,
     **options: Unpack[_Options],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def layer_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+    residual: torch.Tensor | None = None,
+    quantize: Quantize,
+    **options: Unpack[_Options],
+) -> tuple[torch.Tensor, ...]: ...
 def layer_norm(
     x: torch.Tensor,
     weight: torch.Tensor | None = None,
@@ -219,6 +253,7 @@ def layer_norm(
     out_dtype: torch.dtype | None = None,
     residual: torch.Tensor | None = None,
     residual_dtype: torch.dtype | None = None,
+    quantize: Quantize | None = None,
 ) -> Any:
     """Bring each row to mean 0 and variance 1, then scale and shift it.
 
@@ -229,15 +264,16 @@ def layer_norm(
 
     Parameters
     ----------
-    x, weight, bias, axis, zero_centered, relu, out_dtype, residual, residual_dtype
+    x, weight, bias, axis, zero_centered, relu, out_dtype, residual, residual_dtype, quantize
         As for `rms_norm`.
     eps : float
         Added to the variance.
 
     Returns
     -------
-    Tensor, or pair of tensors
-        y, of x's shape, contiguous. With a residual, y and ``s = x + residual``.
+    Tensor, or tuple of tensors
+        y, of x's shape, contiguous. With a residual, y and ``s = x + residual``. With quantize, q
+        and scale instead of y.
 
     Raises
     ------
@@ -260,6 +296,8 @@ def layer_norm(
     """
     tensors = x, residual, weight, bias
     asked = eps, axis, zero_centered, relu, out_dtype, residual_dtype
+    if quantize is not None:
+        return _quantized("layer_norm", tensors, asked, quantize)
     return normalize("layer_norm", tensors, asked)
 
 
@@ -345,6 +383,22 @@ def normalize(norm: Norm, tensors: Tensors, asked: tuple[Any, ...]) -> Any:
                 raise
             results = _operations.normalize_plain((x, residual, *vectors), told)
     return results if order is None else _restored(results, order)
+
+
+def _quantized(norm: Norm, tensors: Tensors, asked: tuple[Any, ...], quantize: Any) -> Any:
+    """Return q and scale and, with a residual, the sum."""
+    x, residual, *_ = tensors
+    if not isinstance(x, torch.Tensor):
+        return _overridden(norm, tensors, asked, quantize)
+    *options, out_dtype, residual_dtype = asked
+    check_dense("x", x)
+    axes = check_call(quantize, x, options[1], out_dtype)
+    check_scale(quantize, x)
+    total = residual_dtype or getattr(x if residual is None else residual, "dtype", None)
+    via = getattr(torch, dtype_of_y(quantize, x, total))
+    results = normalize(norm, tensors, (*options, via, residual_dtype))
+    y, *others = results if residual is not None else (results,)
+    return (*quantized(y, axes, quantize), *others)
 
 
 # The shapes, with the normalized axes, of tensors that an operation takes as they are.
@@ -501,11 +555,12 @@ def _belongs(x: Any, ragged: int) -> Any:
     return (changes.cumsum(0)[:-1] > 0).reshape(-1, *(1,) * (values.ndim - ragged))
 
 
-def _overridden(norm: Norm, given: Tensors, asked: tuple[Any, ...]) -> Any:
+def _overridden(norm: Norm, given: Tensors, asked: tuple[Any, ...], quantize: Any = None) -> Any:
     """Have a tensor's substitute, such as a proxy of torch.fx, return what it likes."""
     if torch.overrides.has_torch_function(given):
         x, residual, *affine = given
         options = dict(zip(_ASKED, asked, strict=True)) | {"residual": residual}
+        options |= {} if quantize is None else {"quantize": quantize}
         return torch.overrides.handle_torch_function(globals()[norm], given, x, *affine, **options)
     name, wrong = next(
         (name, array)

@@ -1,0 +1,458 @@
+"""Quantized outputs of the norms: eight bits an element, and scales to multiply them by.
+
+A norm writes y in the dtype `via`. `scales_of` and `codes_of` then quantize it, by operations of
+NumPy, CuPy or jax.numpy. `cupynorm.torch` has them in torch's.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from cupynorm import _arrays, _checks
+
+__all__ = [
+    "BLOCK",
+    "BLOCK_MX",
+    "LARGEST",
+    "MX_SCALE",
+    "Quantize",
+    "block_of",
+    "check_call",
+    "check_codes",
+    "codes_of",
+    "dequantize",
+    "dtype_of_y",
+    "expanded",
+    "of_arrays",
+    "power_of",
+    "scales_of",
+]
+
+# The largest number of each dtype.
+LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0}
+MX_SCALE = "float8_e8m0fnu"
+BLOCK, BLOCK_MX = 128, 32
+
+_SCALE_MIN, _SCALE_MAX = 2.0**-126, float(np.finfo(np.float32).max)
+
+
+@dataclass(frozen=True, eq=False)
+class Quantize:
+    """How `rms_norm` and `layer_norm` quantize their output: the argument ``quantize``.
+
+    ``q = saturate(round(y / scale))``. y is rounded to `via` first. The quotient is a float32
+    (float64 where y is). It is rounded to the nearest number of `dtype`, a tie to the even one.
+    What is beyond the largest number becomes that number, and so does an infinity.
+
+    Parameters
+    ----------
+    dtype : dtype
+        q's dtype: float8_e4m3fn, float8_e5m2 or int8, by its name or as one of ml_dtypes, torch or
+        jax.numpy.
+    scale : array or {"row", "block"}
+        An array of one float32, of x's framework, serves all elements and is returned as it is.
+        With "row" each row gets a scale of its own, and with "block" each block of a row:
+        ``max|y| / L`` there, clipped to [scale_min, scale_max]. L is 448 for float8_e4m3fn, 57344
+        for float8_e5m2, and 127 for int8.
+    block : {None, 128, 32}
+        How many elements of a row share a scale, if scale is "block". The last block of a row may
+        be shorter. Scales of 128 are float32. Scales of 32 are powers of two in float8_e8m0fnu, as
+        the microscaling formats have them, and int8 has none of these.
+    via : dtype, "x" or None
+        The dtype that y is rounded to before it is quantized. The default, "x", is x's dtype. None
+        is the compute dtype, float32 (float64 where x is): y is not rounded in between.
+    scale_min, scale_max : float
+        Bounds of a computed scale, within the normal numbers of float32. The defaults are the
+        least and the largest of these.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is another one, or does not fit the others.
+
+    See Also
+    --------
+    dequantize : the way back.
+
+    Notes
+    -----
+    A NaN stays NaN in a float8 dtype, and is 0 in int8. It does not count in max|y|: the rest of
+    its row keeps its digits. An infinity does count, and so gives the scale scale_max. A row of
+    zeros has the scale scale_min, and q is 0. So no scale is ever 0, infinite or NaN.
+
+    The scale of a block of 32 is the largest power of two that is not above ``max|y| / P``, also
+    after clipping. P is the largest power of two of dtype, 256 or 32768. This is the rule of the
+    OCP Microscaling Formats (MX) Specification 1.0, section 6.3. Elements above L times the scale
+    saturate.
+
+    The bits of a row of q and of its scales depend on that row alone. They are the same in all
+    frameworks if those of y are, with one exception: on a GPU, XLA's own division is inexact.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cupynorm
+    >>> x = np.array([[3.0, -4.0], [0.5, 0.5]], dtype=np.float32)
+    >>> q, scale = cupynorm.rms_norm(x, quantize=cupynorm.Quantize("int8", "row"))
+    >>> q
+    array([[  95, -127],
+           [ 127,  127]], dtype=int8)
+    >>> cupynorm.dequantize(q, scale).round(2)
+    array([[ 0.85, -1.13],
+           [ 1.  ,  1.  ]], dtype=float32)
+    """
+
+    dtype: Any
+    scale: Any
+    block: int | None = None
+    via: Any = "x"
+    scale_min: float = _SCALE_MIN
+    scale_max: float = _SCALE_MAX
+
+    def __post_init__(self) -> None:
+        """Check the fields. Dtypes become their names."""
+        object.__setattr__(self, "dtype", _to_name("dtype", self.dtype))
+        given = not isinstance(self.scale, str)
+        if given:
+            _check_given(self.scale)
+        elif self.scale not in ("row", "block"):
+            raise ValueError(
+                f"scale must be 'row', 'block' or an array of one element, got {self.scale!r}"
+            )
+        if self.block not in ((BLOCK, BLOCK_MX) if self.is_by_block else (None,)):
+            expected = "128 or 32 with" if self.is_by_block else "None without"
+            raise ValueError(f"block must be {expected} scale='block', got {self.block!r}")
+        object.__setattr__(self, "block", None if self.block is None else int(self.block))
+        if self.block == BLOCK_MX and self.dtype == "int8":
+            raise ValueError("block must be 128 for int8, got 32")
+        if self.via not in ("x", None):
+            via = _arrays.DTYPES[_checks.to_dtype("via", self.via)]
+            object.__setattr__(self, "via", via)
+        for name in ("scale_min", "scale_max"):
+            bound = getattr(self, name)
+            if not _arrays.is_number(bound) or isinstance(bound, bool):
+                raise TypeError(f"{name} must be a real number, got {bound!r}")
+            if not _SCALE_MIN <= bound <= _SCALE_MAX:
+                raise ValueError(f"{name} must be a positive normal float32 number, got {bound!r}")
+            object.__setattr__(self, name, float(np.float32(bound)))
+        if self.scale_min > self.scale_max:
+            raise ValueError(
+                f"scale_min must be at most scale_max, {self.scale_max}; got {self.scale_min}"
+            )
+        if given and (self.scale_min, self.scale_max) != (_SCALE_MIN, _SCALE_MAX):
+            raise ValueError("scale_min and scale_max must be left out if scale is an array")
+
+    @property
+    def is_by_block(self) -> bool:
+        """Whether each block has a scale."""
+        return isinstance(self.scale, str) and self.scale == "block"
+
+    @property
+    def is_given(self) -> bool:
+        """Whether the scale is an array of the caller's."""
+        return not isinstance(self.scale, str)
+
+    @property
+    def scale_dtype(self) -> str:
+        """The dtype of the scales."""
+        return MX_SCALE if self.block == BLOCK_MX else "float32"
+
+
+def dequantize(q: Any, scale: Any, *, dtype: Any = None) -> Any:
+    """Compute ``q * scale`` in float32, of what a norm with `Quantize` returned.
+
+    Parameters
+    ----------
+    q : array
+        Of NumPy, CuPy, torch or JAX, of float8_e4m3fn, float8_e5m2 or int8. CuPy has no float8
+        dtypes: there it is of uint8 or int8.
+    scale : array
+        It has one element, or broadcasts to q, or has one for each block of 128 elements of the
+        last axis (32 if its dtype is float8_e8m0fnu, which is uint8 in CuPy).
+    dtype : dtype, optional
+        What the bytes of a q of uint8 stand for.
+
+    Returns
+    -------
+    array of float32
+        Of q's shape and framework. torch and JAX can trace the call.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If a dtype or a shape is another one, or dtype is missing for uint8.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cupynorm
+    >>> q = np.array([[0x38, 0x7E]], np.uint8)
+    >>> cupynorm.dequantize(q, np.float32([2]), dtype="float8_e4m3fn")
+    array([[  2., 896.]], dtype=float32)
+    """
+    torch, jax = sys.modules.get("torch"), sys.modules.get("jax")
+    if torch is not None and isinstance(q, torch.Tensor):
+        from cupynorm.torch._quantize import dequantized
+
+        _check_kind(scale, torch.Tensor, "torch tensor")
+    elif jax is not None and isinstance(q, jax.Array):
+        from cupynorm.jax._quantize import dequantized
+
+        _check_kind(scale, jax.Array, "JAX array")
+    else:
+        family = _arrays.family_of("q", q)
+        q, scale = (family.take(n, a, dtypes=_BYTES) for n, a in (("q", q), ("scale", scale)))
+        _checks.check_device("scale", scale, q)
+        told = check_codes(q, scale, dtype)
+        with np.errstate(all="ignore"), _arrays.on_device_of(q):
+            return family.give(_dequantized(q, scale, *told))
+    return dequantized(q, scale, *check_codes(q, scale, dtype))
+
+
+_BYTES = "float32", "int8", "uint8"
+
+
+def _check_kind(scale: Any, kind: type, words: str) -> None:
+    if not isinstance(scale, kind):
+        raise TypeError(f"scale must be a {words}, as q is; got {type(scale).__name__}")
+
+
+def check_codes(q: Any, scale: Any, dtype: Any) -> tuple[str, int | None]:
+    """Check the arguments of `dequantize`; return q's dtype, and the size of a block or None."""
+    found = name_of(q.dtype)
+    if dtype is not None:
+        told = _to_name("dtype", dtype)
+        expected = (told,) if told == "int8" else (told, "uint8")
+        if found not in expected:
+            words = " or ".join(expected)
+            raise TypeError(f"q.dtype must be {words}, as dtype says; got {found}")
+        found = told
+    elif found == "uint8":
+        raise TypeError("dtype must say what a q of uint8 stands for, got None")
+    if found not in LARGEST:
+        raise TypeError(f"q.dtype must be {_THREE}, got {found}")
+    of_scale = name_of(scale.dtype)
+    if of_scale not in ("float32", MX_SCALE, "uint8"):
+        raise TypeError(f"scale.dtype must be float32 or {MX_SCALE}, got {of_scale}")
+    return found, block_of(tuple(q.shape), tuple(scale.shape), of_scale)
+
+
+def block_of(shape: tuple[int, ...], of_scale: tuple[int, ...], dtype: str) -> int | None:
+    """Return how many elements of the last axis share a scale, None if scales broadcast."""
+    if math.prod(of_scale) == 1 and dtype == "float32":
+        return None
+    if dtype == "float32" and _checks.broadcasts(of_scale, shape):
+        return None
+    block = BLOCK if dtype == "float32" else BLOCK_MX
+    expected = (*shape[:-1], -(-shape[-1] // block)) if shape else ()
+    if of_scale != expected:
+        raise ValueError(
+            f"scale must have shape {expected}, one for each {block} of the last axis of q"
+            f"{', or broadcast to q' if dtype == 'float32' else ''}; got {of_scale}"
+        )
+    return block
+
+
+# ---- calls of the norms --------------------------------------------------------------------------
+
+
+def check_call(
+    quantize: Any, x: Any, axis: Any, out_dtype: Any, out: Any = None
+) -> tuple[int, ...]:
+    """Check what a norm is told beside `quantize`; return the normalized axes, from the end."""
+    if not isinstance(quantize, Quantize):
+        raise TypeError(f"quantize must be a cupynorm.Quantize or None, got {quantize!r}")
+    if out_dtype is not None:
+        raise ValueError(f"out_dtype must be None with quantize, which has via; got {out_dtype}")
+    if out is not None:
+        raise ValueError(f"out must be None with quantize, got a {type(out).__name__}")
+    ndim = len(x.shape)
+    axes = tuple(a - ndim for a in _checks.normalized_axes(ndim, axis))
+    if quantize.is_by_block and axes != (-1,):
+        raise ValueError(f"axis must be the last one if scale is 'block', got {axis!r}")
+    return axes
+
+
+def dtype_of_y(quantize: Quantize, x: Any, total: Any) -> str:
+    """Return the name of the dtype to round y to. What is normalized has the dtype `total`."""
+    if quantize.via == "x":
+        return name_of(x.dtype)
+    if quantize.via is None:
+        return "float64" if name_of(total) == "float64" else "float32"
+    return str(quantize.via)
+
+
+def taken_scale(quantize: Quantize, family: _arrays.Family, x: Any) -> Any:
+    """Return a given scale as a NumPy or CuPy array, checked; None if it is to be computed."""
+    if not quantize.is_given:
+        return None
+    scale = family.take("quantize.scale", quantize.scale, dtypes=("float32",))
+    if scale.dtype != np.float32:
+        raise TypeError(f"quantize.scale.dtype must be float32, got {scale.dtype}")
+    _checks.check_device("quantize.scale", scale, family.take("x", x))
+    return scale
+
+
+def of_arrays(y: Any, axes: tuple[int, ...], quantize: Quantize, scale: Any) -> tuple[Any, Any]:
+    """Return the codes of a NumPy or CuPy array, and scales. `scale` is a given one, or None."""
+    xp = _module_of(y)
+    with np.errstate(all="ignore"), _arrays.on_device_of(y):
+        if scale is None:
+            scale = scales_of(xp, y, axes, quantize)
+        factor = power_of(scale) if quantize.block == BLOCK_MX else scale
+        factor = expanded(xp, factor, y.shape, quantize.block)
+        return codes_of(xp, y, factor, quantize.dtype), scale
+
+
+# ---- arithmetic, of NumPy, CuPy and jax.numpy ----------------------------------------------------
+
+
+class _Float8(NamedTuple):
+    mantissa: int  # bits
+    bias: int
+    largest: int  # the code of the largest finite number
+
+
+_FLOAT8 = {"float8_e4m3fn": _Float8(3, 7, 0x7E), "float8_e5m2": _Float8(2, 15, 0x7B)}
+_NAN = 0x7F  # the code of NaN, in both
+
+
+def scales_of(
+    xp: Any,
+    y: Any,
+    axes: tuple[int, ...],
+    quantize: Quantize,
+) -> Any:
+    """Return the scales: float32, or the codes of float8_e8m0fnu."""
+    wide = _widened(y)
+    size = xp.where(xp.isnan(wide), np.zeros((), wide.dtype), xp.abs(wide))
+    if quantize.block is None:
+        size = size.max(axis=axes, keepdims=True)
+    else:
+        *kept, n = size.shape
+        spare = -n % quantize.block
+        if spare:
+            size = xp.pad(size, [(0, 0)] * len(kept) + [(0, spare)])
+        size = size.reshape(*kept, (n + spare) // quantize.block, quantize.block).max(axis=-1)
+    largest = LARGEST[quantize.dtype]
+    if quantize.block == BLOCK_MX:
+        power = np.ldexp(1.0, 1 - math.frexp(largest)[1])
+        ratio = _narrowed(xp, size * size.dtype.type(power))
+    else:
+        # XLA would multiply by one over a number that it knows. Here it cannot know that this one
+        # is always the first.
+        one_of_two = xp.where(size >= 0, size.dtype.type(largest), size.dtype.type(1))
+        ratio = (size / one_of_two).astype(np.float32)
+    scale = xp.clip(ratio, np.float32(quantize.scale_min), np.float32(quantize.scale_max))
+    if quantize.block != BLOCK_MX:
+        return scale
+    # The exponent's bits, of a positive normal number, are a code of float8_e8m0fnu.
+    return (scale.view(np.uint32) >> np.uint32(23)).astype(np.uint8)
+
+
+def power_of(codes: Any) -> Any:
+    """Return the powers of two that codes of float8_e8m0fnu stand for, but for the least one."""
+    return (codes.astype(np.uint32) << np.uint32(23)).view(np.float32)
+
+
+def expanded(xp: Any, scale: Any, shape: tuple[int, ...], block: int | None) -> Any:
+    """Return scales that broadcast to a shape."""
+    if block is not None:
+        return xp.repeat(scale, block, axis=-1)[..., : shape[-1]]
+    return scale.reshape(()) if scale.size == 1 else scale
+
+
+def codes_of(xp: Any, y: Any, scale: Any, dtype: str) -> Any:
+    """Return the codes of y / scale: int8, or uint8 for the float8 dtypes."""
+    wide = _widened(y)
+    return encoded(xp, _narrowed(xp, wide / scale.astype(wide.dtype)), dtype)
+
+
+def encoded(xp: Any, values: Any, dtype: str) -> Any:
+    """Return the codes of float32 values, rounded to nearest, ties to even, and saturated."""
+    if dtype == "int8":
+        whole = xp.clip(xp.rint(values), np.float32(-128), np.float32(127))
+        return xp.where(xp.isnan(values), np.float32(0), whole).astype(np.int8)
+    mantissa, bias, largest = _FLOAT8[dtype]
+    shift = 23 - mantissa
+    bits = values.view(np.uint32)
+    size = bits & np.uint32(0x7FFFFFFF)
+    odd = (size >> np.uint32(shift)) & np.uint32(1)
+    normal = (size + odd + np.uint32((1 << shift - 1) - 1)) >> np.uint32(shift)
+    normal = normal - np.uint32(127 - bias << mantissa)
+    # This sum has the spacing of dtype's subnormal numbers, so the addition rounds to them.
+    offset = np.float32(2.0 ** (1 - bias + shift))
+    subnormal = (xp.abs(values) + offset).view(np.uint32) - offset.view(np.uint32)
+    is_subnormal = size < np.float32(2.0 ** (1 - bias)).view(np.uint32)
+    code = xp.minimum(xp.where(is_subnormal, subnormal, normal), np.uint32(largest))
+    code = code | ((bits >> np.uint32(24)) & np.uint32(0x80))
+    return xp.where(xp.isnan(values), np.uint32(_NAN), code).astype(np.uint8)
+
+
+def _dequantized(q: Any, scale: Any, dtype: str, block: int | None) -> Any:
+    """Return q * scale of NumPy or CuPy arrays."""
+    xp = _module_of(q)
+    factor = _decoded(xp, scale, MX_SCALE) if block == BLOCK_MX else scale
+    return _decoded(xp, q, dtype) * expanded(xp, factor, q.shape, block)
+
+
+def _decoded(xp: Any, codes: Any, dtype: str) -> Any:
+    """Return codes as float32. CuPy knows no float8."""
+    if dtype == "int8":
+        return codes.astype(np.float32)
+    every = np.arange(256, dtype=np.uint8).view(getattr(ml_dtypes, dtype)).astype(np.float32)
+    return xp.asarray(every)[codes.view(np.uint8).astype(np.int32)]
+
+
+def _module_of(array: Any) -> Any:
+    if _arrays.is_numpy(array):
+        return np
+    import cupy
+
+    return cupy
+
+
+def _widened(y: Any) -> Any:
+    return _arrays.widened(y, "float64" if y.dtype == np.float64 else "float32")
+
+
+def _narrowed(xp: Any, values: Any) -> Any:
+    """Return values as float32, which a further rounding to fewer bits takes for them."""
+    return _arrays.rounded_to_odd(xp, values) if values.dtype == np.float64 else values
+
+
+# ---- names ---------------------------------------------------------------------------------------
+
+_THREE = "float8_e4m3fn, float8_e5m2 or int8"
+
+
+def name_of(dtype: Any) -> str:
+    """Return the name of a dtype of any framework."""
+    return str(dtype).rpartition(".")[2]
+
+
+def _to_name(name: str, dtype: Any) -> str:
+    """Return the name of one of the dtypes of q, from anything that names it."""
+    found = name_of(dtype)
+    if found not in LARGEST and isinstance(dtype, type):  # as NumPy's and ml_dtypes' are
+        found = np.dtype(dtype).name
+    if found not in LARGEST:
+        raise TypeError(f"{name} must be {_THREE}, got {dtype!r}")
+    return found
+
+
+def _check_given(scale: Any) -> None:
+    """Check that a scale is an array of one element. Its dtype and device are a call's matter."""
+    shape = getattr(scale, "shape", None)
+    if shape is None or not hasattr(scale, "dtype"):
+        raise TypeError(f"scale must be 'row', 'block' or an array of one element, got {scale!r}")
+    if math.prod(shape) != 1:
+        raise ValueError(
+            f"scale must be 'row', 'block' or an array of one element, got shape {tuple(shape)}"
+        )

@@ -1,0 +1,151 @@
+"""Quantized outputs of the norms on tensors.
+
+The steps are operations of their own, which torch's compilers do not look into. These would
+multiply by one over a number that they know, and divide inexactly on a GPU.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from cupynorm._quantize import BLOCK_MX, LARGEST, MX_SCALE, Quantize
+
+__all__ = ["check_scale", "dequantized", "quantized"]
+
+
+def check_scale(quantize: Quantize, x: torch.Tensor) -> None:
+    """Check a scale that is given."""
+    scale = quantize.scale
+    if not quantize.is_given:
+        return
+    if not isinstance(scale, torch.Tensor):
+        kind = type(scale).__name__
+        raise TypeError(f"quantize.scale must be a torch tensor, as x is; got {kind}")
+    if scale.dtype != torch.float32:
+        raise TypeError(f"quantize.scale.dtype must be float32, got {scale.dtype}")
+    if scale.device != x.device:
+        raise ValueError(f"quantize.scale must be on x's device, {x.device}; got {scale.device}")
+
+
+def quantized(
+    y: torch.Tensor, axes: tuple[int, ...], quantize: Quantize
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return q and scale."""
+    _check_not_differentiated(y)
+    dtype, block, scale = quantize.dtype, quantize.block, quantize.scale
+    if not quantize.is_given:
+        scale = _scales_of(y, axes, dtype, block, quantize.scale_min, quantize.scale_max)
+    return _codes_of(y, scale, dtype, block), scale
+
+
+def dequantized(q: torch.Tensor, scale: torch.Tensor, dtype: str, block: int | None) -> Any:
+    """Return q * scale."""
+    if block == BLOCK_MX and scale.dtype == torch.uint8:
+        scale = scale.view(getattr(torch, MX_SCALE))
+    if q.dtype == torch.uint8:
+        q = q.view(getattr(torch, dtype))
+    return q.float() * _expanded(scale, q, block)
+
+
+@torch.library.custom_op("cupynorm::scales_of", mutates_args=())
+def _scales_of(
+    y: torch.Tensor,
+    axes: Sequence[int],
+    dtype: str,
+    block: int | None,
+    scale_min: float,
+    scale_max: float,
+) -> torch.Tensor:
+    wide = _widened(y)
+    size = torch.where(wide.isnan(), 0.0, wide.abs())
+    if block is None:
+        size = size.amax(axes, keepdim=True)
+    else:
+        size = torch.nn.functional.pad(size, (0, -size.shape[-1] % block))
+        size = size.reshape(*size.shape[:-1], size.shape[-1] // block, block).amax(-1)
+    if block == BLOCK_MX:
+        ratio = _narrowed(size * math.ldexp(1.0, 1 - math.frexp(LARGEST[dtype])[1]))
+        exponent = ratio.clamp(scale_min, scale_max).view(torch.int32) >> 23
+        return exponent.to(torch.uint8).view(getattr(torch, MX_SCALE))
+    # torch would multiply by one over a number on a GPU.
+    largest = torch.full((), LARGEST[dtype], dtype=size.dtype, device=size.device)
+    return (size / largest).float().clamp(scale_min, scale_max)
+
+
+@_scales_of.register_fake
+def _(y: Any, axes: Any, dtype: Any, block: Any, scale_min: Any, scale_max: Any) -> Any:
+    if block is not None:
+        of_blocks = (*y.shape[:-1], (y.shape[-1] + block - 1) // block)
+        return y.new_empty(
+            of_blocks, dtype=getattr(torch, MX_SCALE if block == BLOCK_MX else "float32")
+        )
+    return y.new_empty(
+        [1 if i - y.ndim in axes else n for i, n in enumerate(y.shape)], dtype=torch.float32
+    )
+
+
+@torch.library.custom_op("cupynorm::codes_of", mutates_args=())
+def _codes_of(y: torch.Tensor, scale: torch.Tensor, dtype: str, block: int | None) -> torch.Tensor:
+    wide = _widened(y)
+    values = _narrowed(wide / _expanded(scale, y, block).to(wide.dtype))
+    if dtype == "int8":
+        values = values.round().clamp(-128, 127).nan_to_num(0)
+    else:  # a cast does not saturate
+        values = values.clamp(-LARGEST[dtype], LARGEST[dtype])
+    return values.to(getattr(torch, dtype), memory_format=torch.contiguous_format)
+
+
+@_codes_of.register_fake
+def _(y: Any, scale: Any, dtype: Any, block: Any) -> Any:
+    return y.new_empty(y.shape, dtype=getattr(torch, dtype))
+
+
+def _refuse(*_: Any) -> Any:
+    raise NotImplementedError(
+        "quantize has no gradient: call the norm within torch.no_grad(), or on tensors that do not "
+        "require grad"
+    )
+
+
+def _check_not_differentiated(y: torch.Tensor) -> None:
+    """Refuse what an operation would lose or refuse in other words: tangents, and torch.func.grad.
+
+    A gradient of autograd's is refused when it is asked for.
+    """
+    if torch.compiler.is_compiling():
+        return
+    has_level = forward_ad._current_level >= 0
+    if has_level and forward_ad.unpack_dual(y).tangent is not None:
+        _refuse()
+    if y.requires_grad and torch._C._are_functorch_transforms_active():
+        _refuse()
+
+
+_scales_of.register_autograd(_refuse)
+_codes_of.register_autograd(_refuse)
+
+
+def _widened(y: torch.Tensor) -> torch.Tensor:
+    return y if y.dtype == torch.float64 else y.float()
+
+
+def _narrowed(values: torch.Tensor) -> torch.Tensor:
+    """Return values as float32, as `_arrays.rounded_to_odd` does."""
+    single = values.float()
+    if values.dtype != torch.float64:
+        return single
+    bits = single.view(torch.int32)
+    toward_zero = bits - (single.abs() > values.abs()).int()
+    return torch.where(single == values, bits, toward_zero | 1).view(torch.float32)
+
+
+def _expanded(scale: torch.Tensor, q: torch.Tensor, block: int | None) -> torch.Tensor:
+    """Return scales in float32 that broadcast to q."""
+    if block is not None:
+        return scale.float().repeat_interleave(block, -1)[..., : q.shape[-1]]
+    return scale.reshape(()) if scale.numel() == 1 else scale

@@ -1,0 +1,415 @@
+"""Quantized outputs: each bit as the oracle has it, for NumPy, torch and JAX.
+
+CuPy has the arithmetic of NumPy's arrays, operation by operation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from strategies import DTYPES, Problem, make_values, problems
+
+import cupynorm
+from cupynorm import Quantize, _quantize, reference, testing
+
+FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
+SCALE = np.array([0.037], np.float32)
+HOWS = (
+    *(Quantize(dtype, scale) for dtype in (*FLOAT8, "int8") for scale in ("row", SCALE)),
+    *(Quantize(dtype, "block", block=128, via=None) for dtype in (*FLOAT8, "int8")),
+    *(Quantize(dtype, "block", block=32) for dtype in FLOAT8),
+    Quantize("float8_e4m3fn", "row", via="bfloat16", scale_min=1e-3, scale_max=2e-3),
+    Quantize("float8_e5m2", SCALE, via="float16"),
+)
+every_how = pytest.mark.parametrize(
+    "how", HOWS, ids=lambda how: f"{how.dtype}-{how.scale}-{how.block}"
+)
+
+
+def bits(array: Any) -> np.ndarray:
+    """Return an array's bytes, all NaN alike."""
+    if type(array).__module__ == "torch":
+        array = array.detach().cpu()
+        name = str(array.dtype).removeprefix("torch.")
+        word = {1: "uint8", 2: "int16"}.get(array.itemsize)
+        if word:
+            array = array.view(getattr(importlib.import_module("torch"), word)).numpy()
+            array = array.view(np.dtype(name))
+    array = np.asarray(array)
+    if array.dtype != np.int8:
+        array = np.where(np.isnan(array), np.array(np.nan, array.dtype), array)
+    return np.ascontiguousarray(array)[..., None].view(np.uint8)
+
+
+def same(actual: Any, expected: Any) -> None:
+    assert str(actual.dtype).rpartition(".")[2] == str(expected.dtype).rpartition(".")[2]
+    np.testing.assert_array_equal(bits(actual), bits(expected))
+
+
+def via_of(how: Quantize, x: Any) -> Any:
+    """Return the dtype that y is rounded to, of an x without a residual."""
+    if how.via is None:
+        return np.float64 if x.dtype == np.float64 else np.float32
+    return x.dtype if how.via == "x" else np.dtype(how.via)
+
+
+def by_oracle(how: Quantize, y: Any, axis: Any = None) -> tuple[np.ndarray, np.ndarray]:
+    bounds = {"scale_min": how.scale_min, "scale_max": how.scale_max}
+    return reference.quantize(y, how.dtype, how.scale, block=how.block, axis=axis, **bounds)
+
+
+# ---- the arithmetic ------------------------------------------------------------------------------
+
+
+def modules() -> list[Any]:
+    try:
+        return [np, importlib.import_module("jax.numpy")]
+    except ImportError:
+        return [np]
+
+
+def boundaries(dtype: str) -> np.ndarray:
+    """Return all numbers of a dtype, the middles between them, and what lies next to each."""
+    numbers = reference.numbers_of(np.dtype(dtype))
+    exact = np.concatenate([numbers, (numbers[1:] + numbers[:-1]) / 2, [numbers[-1] * 1.0625]])
+    exact = np.concatenate([exact, -exact]).astype(np.float32)
+    around = [np.nextafter(exact, np.float32(end)) for end in (np.inf, -np.inf)]
+    return np.concatenate([exact, *around, np.float32([1e30, 1e-30, np.inf, -np.inf, np.nan])])
+
+
+def saturated(values: np.ndarray, dtype: str) -> np.ndarray:
+    """Return float32 values in a dtype, by ml_dtypes and NumPy."""
+    if dtype == "int8":
+        return np.nan_to_num(np.clip(np.rint(values), -128, 127)).astype(np.int8)
+    largest = _quantize.LARGEST[dtype]
+    return np.clip(values, -largest, largest).astype(dtype)
+
+
+@pytest.mark.parametrize("xp", modules(), ids=lambda xp: xp.__name__)
+@pytest.mark.parametrize("dtype", [*FLOAT8, "int8"])
+@pytest.mark.parametrize("source", ["float16", "bfloat16", "boundaries"])
+@np.errstate(all="ignore")
+def test_each_number_rounds_as_ml_dtypes_has_it(xp: Any, dtype: str, source: str) -> None:
+    if source == "boundaries":
+        values = boundaries(dtype)
+    else:
+        every = np.arange(1 << 16, dtype=np.uint16).view(DTYPES[source])
+        values = every.astype(np.float32)
+    expected = saturated(values, dtype)
+    codes = np.asarray(_quantize.encoded(xp, xp.asarray(values), dtype))
+    same(codes.view(dtype), expected)
+    same(reference.nearest(values.astype(np.float64), np.dtype(dtype)), expected)
+
+
+@pytest.mark.parametrize("dtype", [*FLOAT8, "int8"])
+@np.errstate(all="ignore")
+def test_float64_is_rounded_once(dtype: str) -> None:
+    values = boundaries(dtype).astype(np.float64)
+    values = np.concatenate([values, values * (1 + 2.0**-40), values * (1 - 2.0**-40), [1e300]])
+    q, _ = reference.quantize(values[None], dtype, np.float32([1]))
+    same(_quantize.codes_of(np, values, np.float32(1), dtype).view(dtype), q[0])
+
+
+# ---- NumPy ---------------------------------------------------------------------------------------
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Problem, Quantize]:
+    problem, how = draw(problems()), draw(st.sampled_from(HOWS))
+    if how.is_by_block and problem.axis not in (None, (-1,)):
+        how = dataclasses.replace(how, scale="row", block=None)
+    return problem, how
+
+
+@given(cases())
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+def test_quantized_is_the_unfused_spelling(case: tuple[Problem, Quantize]) -> None:
+    problem, how = case
+    function, options = getattr(cupynorm, problem.norm), problem.forward_options
+    options.pop("out_dtype")
+    arrays = problem.x, problem.weight, problem.bias
+    y = function(*arrays, **options, out_dtype=via_of(how, problem.x))
+    result = function(*arrays, **options, quantize=how)
+    expected = by_oracle(how, y, problem.axis)
+    for actual, exact in zip(result, expected, strict=True):
+        same(actual, exact)
+    testing.check_quantized(problem.norm, result, *arrays, **options, quantize=how)
+    q, scale = (array.astype(np.float64) for array in result)
+    assert np.all(np.isfinite(scale) & (scale > 0))
+    if how.block:
+        scale = np.repeat(scale, how.block, axis=-1)[..., : q.shape[-1]]
+    with np.errstate(all="ignore"):
+        same(
+            cupynorm.dequantize(*result),
+            (q * scale.reshape(() if scale.size == 1 else scale.shape)).astype(np.float32),
+        )
+
+
+@pytest.mark.parametrize("norm", ["rms_norm", "layer_norm"])
+@pytest.mark.parametrize("via", ["x", None])
+def test_the_sum_comes_behind_the_scale(norm: Any, via: Any) -> None:
+    x = make_values("normal", (5, 200), np.float16, 1)
+    residual = make_values("normal", (5, 200), np.float64, 2)
+    how = Quantize("float8_e4m3fn", "block", block=128, via=via)
+    function = getattr(cupynorm, norm)
+    q, scale, total = result = function(x, residual=residual, quantize=how)
+    y, expected = function(x, residual=residual, out_dtype="float64" if via is None else x.dtype)
+    same(total, expected)
+    for actual, exact in zip((q, scale), by_oracle(how, y), strict=True):
+        same(actual, exact)
+    eps = 1e-6 if norm == "rms_norm" else 1e-5
+    testing.check_quantized(norm, result, x, residual=residual, quantize=how, eps=eps)
+
+
+@pytest.mark.parametrize("dtype", [*FLOAT8, "int8"])
+def test_rows_that_are_not_finite_or_zero(dtype: str) -> None:
+    y = np.float32([[0, 0, 0], [np.nan, 1, -0.5], [np.inf, 1, -2], [np.nan] * 3, [1e-44, 0, 0]])
+    how = Quantize(dtype, "row", scale_max=1e30)
+    q, scale = _quantize.of_arrays(y, (-1,), how, None)
+    largest = _quantize.LARGEST[dtype]
+    least = np.float32(2.0**-126)
+    same(scale, np.float32([[least], [1 / np.float64(largest)], [1e30], [least], [least]]))
+    nan, half = (0, -64) if dtype == "int8" else (np.nan, -largest / 2)
+    rows = [[0] * 3, [nan, largest, half], [largest, 0, -0.0], [nan] * 3, [0] * 3]
+    same(q.view(dtype), np.array(rows).astype(dtype))
+
+
+def test_an_infinity_leaves_nothing_of_its_row() -> None:
+    x = np.float16([[1, 2, 3, 4]])
+    weight = np.float32([1e6, 1, 1, 1])  # overflows float16
+    how = Quantize("float8_e4m3fn", "row")
+    q, scale = cupynorm.rms_norm(x, weight, quantize=how)
+    assert scale == np.finfo(np.float32).max
+    assert q.astype(np.float32).tolist() == [[448, 0, 0, 0]]
+
+
+def test_scales_of_mx_are_the_powers_of_two_of_its_specification() -> None:
+    tops = np.float32([0.5, 0.75, 1.0, 448.0, 511.0, 512.0, 2.0**-130, 3e38])
+    y = np.zeros((len(tops), 33), np.float32)
+    y[:, 3], y[:, 32] = -tops, 1
+    q, scale = _quantize.of_arrays(y, (-1,), Quantize("float8_e4m3fn", "block", block=32), None)
+    scale = scale.view(ml_dtypes.float8_e8m0fnu).astype(np.float64)
+    # 2**-126 is the least scale.
+    assert np.log2(scale[:, 0]).tolist() == [-9, -9, -8, 0, 0, 1, -126, 119]
+    assert np.log2(scale[:, 1]).tolist() == [-8] * 8
+    last = q.view("float8_e4m3fn").astype(np.float64)
+    assert last[:, 3].tolist() == [-256, -384, -256, -448, -448, -256, -0.0625, -448]
+    assert np.all(last[:, 32] == 256)
+
+
+@every_how
+def test_a_row_does_not_depend_on_the_others(how: Quantize) -> None:
+    x = make_values("nonfinite", (9, 300), np.float32, 3)
+    whole = cupynorm.layer_norm(x, quantize=how)
+    for row in range(9):
+        alone = cupynorm.layer_norm(x[row : row + 1], quantize=how)
+        for actual, expected in zip(alone, whole, strict=True):
+            same(actual, expected if expected is how.scale else expected[row : row + 1])
+
+
+@pytest.mark.parametrize("bound", [1.0, 0.7])
+def test_vllm_for_each_token(bound: float) -> None:
+    x = make_values("mixed_rows", (40, 256), DTYPES["bfloat16"], 4)
+    x[0] = 0
+    least, upper = np.float32(1 / (448 * 512)), np.float32(bound)
+    y = cupynorm.rms_norm(x, np.full(256, 0.3, np.float32)).astype(np.float32)
+    scale = np.maximum(np.minimum(np.abs(y).max(1, keepdims=True), upper) / np.float32(448), least)
+    how = Quantize(FLOAT8[0], "row", scale_min=1 / (448 * 512), scale_max=upper / np.float32(448))
+    ours = cupynorm.rms_norm(x, np.full(256, 0.3, np.float32), quantize=how)
+    same(ours[0], saturated(y / scale, FLOAT8[0]))
+    same(ours[1], scale)
+
+
+def test_dtypes_by_any_name() -> None:
+    for name in FLOAT8:
+        for dtype in (name, getattr(ml_dtypes, name), np.dtype(name)):
+            assert Quantize(dtype, "row").dtype == name
+    assert Quantize(np.int8, "row", via=ml_dtypes.bfloat16).via == "bfloat16"
+
+
+def test_bytes_as_cupy_has_them() -> None:
+    x = make_values("normal", (4, 100), np.float32, 5)
+    for how in HOWS:
+        q, scale = cupynorm.rms_norm(x, quantize=how)
+        expected = cupynorm.dequantize(q, scale)
+        if how.dtype != "int8":
+            q = q.view(np.uint8)
+        if how.block == 32:
+            scale = scale.view(np.uint8)
+        testing.check_quantized("rms_norm", (q, scale), x, quantize=how, eps=1e-6)
+        same(cupynorm.dequantize(q, scale, dtype=how.dtype), expected)
+
+
+# ---- the check -----------------------------------------------------------------------------------
+
+
+def test_the_check_finds_one_wrong_code_and_one_wrong_scale() -> None:
+    x = make_values("normal", (6, 256), np.float32, 6)
+    how = Quantize("float8_e4m3fn", "block", block=128)
+    q, scale = cupynorm.rms_norm(x, quantize=how)
+
+    def check(*result: Any) -> float:
+        return testing.check_quantized("rms_norm", result, x, quantize=how, eps=1e-6)
+
+    assert check(q, scale) < 1e-3
+    off = q.copy()
+    off.view(np.uint8)[2, 1] ^= 1
+    with pytest.raises(AssertionError, match=r"^q\[2, 1\] is .*; 1 are wrong in all"):
+        check(off, scale)
+    for factor in (1 - 2e-6, 1 + 2e-6):
+        wide = scale.copy()
+        wide[3, 0] *= factor
+        with pytest.raises(AssertionError, match=r"^scale\[3, 0\] is .*; 1 are wrong in all"):
+            check(q, wide)
+    with pytest.raises(AssertionError, match="scale must have shape"):
+        check(q, scale[:, :1])
+    with pytest.raises(AssertionError, match="q must have dtype float8_e4m3fn, got float8_e5m2"):
+        check(q.view(ml_dtypes.float8_e5m2), scale)
+    with pytest.raises(AssertionError, match="there must be q, scale, got 3"):
+        check(q, scale, q)
+
+
+# ---- torch ---------------------------------------------------------------------------------------
+
+
+def in_torch(array: np.ndarray) -> Any:
+    torch = pytest.importorskip("torch", minversion="2.11")
+    if array.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def told_in(how: Quantize, convert: Callable[[np.ndarray], Any]) -> Quantize:
+    return dataclasses.replace(how, scale=convert(how.scale)) if how.is_given else how
+
+
+@every_how
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_torch_has_numpys_bits(how: Quantize, dtype: str) -> None:
+    pytest.importorskip("torch", minversion="2.11")
+    import cupynorm.torch
+
+    x = make_values("nonfinite", (7, 300), DTYPES[dtype], 7)
+    weight = make_values("normal", (300,), np.float32, 8)
+    expected = cupynorm.layer_norm(x, weight, quantize=how)
+    tensors, told = (in_torch(x), in_torch(weight)), told_in(how, in_torch)
+    for function in (cupynorm.torch.layer_norm, cupynorm.layer_norm):
+        result = function(*tensors, quantize=told)
+        for actual, exact in zip(result, expected, strict=True):
+            same(actual, exact)
+        same(cupynorm.dequantize(*result), cupynorm.dequantize(*expected))
+
+
+def test_torch_compiles_and_transforms() -> None:
+    torch = pytest.importorskip("torch", minversion="2.11")
+    import cupynorm.torch
+
+    def function(x: Any, scale: Any) -> Any:
+        of_blocks = Quantize(torch.float8_e4m3fn, "block", block=128)
+        q, blocks, total = cupynorm.torch.rms_norm(x, residual=x, quantize=of_blocks)
+        of_static = cupynorm.torch.layer_norm(x, quantize=Quantize(torch.int8, scale), axis=(0, 2))
+        rows = cupynorm.torch.rms_norm(x, axis=1, quantize=Quantize(torch.float8_e5m2, "row"))
+        of_mx = cupynorm.torch.rms_norm(x, quantize=Quantize("float8_e5m2", "block", block=32))
+        return *of_mx, q, blocks, total, *of_static, *rows, cupynorm.dequantize(q, blocks)
+
+    x, scale = torch.randn(3, 4, 200), torch.tensor(0.02)
+    expected = function(x, scale)
+    for actual, exact in zip(
+        torch.compile(function, fullgraph=True, backend="aot_eager")(x, scale),
+        expected,
+        strict=True,
+    ):
+        same(actual, exact)
+        assert actual.is_contiguous() or exact.ndim == 0
+
+
+def test_torch_has_no_gradient_of_it() -> None:
+    torch = pytest.importorskip("torch", minversion="2.11")
+    import cupynorm.torch
+
+    def back(x: Any) -> Any:
+        quantize = Quantize("float8_e4m3fn", "row")
+        return cupynorm.dequantize(*cupynorm.torch.rms_norm(x, quantize=quantize)).sum()
+
+    x = torch.randn(3, 8)
+    loss = back(x.clone().requires_grad_())
+    for derive in (
+        loss.backward,
+        lambda: torch.func.grad(back)(x),
+        lambda: torch.func.jvp(back, (x,), (x,)),
+    ):
+        with pytest.raises(NotImplementedError, match=r"^quantize has no gradient"):
+            derive()
+    assert not back(x).requires_grad
+
+
+# ---- JAX -----------------------------------------------------------------------------------------
+
+
+@every_how
+@pytest.mark.parametrize("dtype", [name for name in DTYPES if name != "float64"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_jax_has_the_bits_of_the_oracle(how: Quantize, dtype: str, compiled: bool) -> None:
+    jax = pytest.importorskip("jax", minversion="0.10.2")
+    import cupynorm.jax
+
+    x = make_values("nonfinite", (7, 300), DTYPES[dtype], 9)
+    weight = make_values("normal", (300,), np.float32, 10)
+
+    def function(x: Any) -> Any:
+        told = told_in(how, jax.numpy.asarray)  # jit has the scale as a constant
+        y = cupynorm.jax.rms_norm(x, weight, out_dtype=via_of(how, x))
+        result = cupynorm.jax.rms_norm(x, weight, quantize=told)
+        return y, *result, cupynorm.dequantize(*result)
+
+    y, *result, back = (jax.jit(function) if compiled else function)(x)
+    expected = by_oracle(how, np.asarray(y))
+    for actual, exact in zip(result, expected, strict=True):
+        same(actual, exact)
+    same(back, cupynorm.dequantize(*expected))
+
+
+@pytest.mark.parametrize("via", ["float16", "bfloat16"])
+def test_xla_keeps_the_rounding_in_between(via: str) -> None:
+    jax = pytest.importorskip("jax", minversion="0.10.2")
+    import cupynorm.jax
+
+    x = make_values("normal", (64, 1024), np.float32, 11)
+    how = Quantize("float8_e5m2", np.float32([1]), via=via)
+    result = jax.jit(lambda x: cupynorm.jax.rms_norm(x, quantize=how))(x)
+    arrays = tuple(map(np.asarray, result))
+    testing.check_quantized("rms_norm", arrays, x, quantize=how, eps=1e-6)
+    exact = dataclasses.replace(how, via=None)
+    with pytest.raises(AssertionError, match="are wrong in all"):  # else this shows nothing
+        testing.check_quantized("rms_norm", arrays, x, quantize=exact, eps=1e-6)
+
+
+def test_jax_transforms_and_refuses_gradients() -> None:
+    jax = pytest.importorskip("jax", minversion="0.10.2")
+    import cupynorm.jax
+
+    x = make_values("normal", (2, 3, 160), np.float32, 12)
+    rows = Quantize("int8", "block", block=128)
+    whole = cupynorm.jax.layer_norm(x, residual=x, quantize=rows)
+    each = jax.vmap(lambda x: cupynorm.jax.layer_norm(x, residual=x, quantize=rows))(x)
+    for actual, expected in zip(each, whole, strict=True):
+        same(actual, expected)
+    q, scale = cupynorm.layer_norm(jax.numpy.asarray(x), quantize=Quantize(FLOAT8[0], "row"))
+    same(q, cupynorm.layer_norm(x, quantize=Quantize(FLOAT8[0], "row"))[0])
+    assert isinstance(scale, jax.Array)
+
+    def back(x: Any) -> Any:
+        return cupynorm.dequantize(*cupynorm.jax.rms_norm(x, quantize=rows)).sum()
+
+    for derive in (lambda: jax.grad(back)(x), lambda: jax.jvp(jax.jit(back), (x,), (x,))):
+        with pytest.raises(NotImplementedError, match=r"^quantize has no gradient"):
+            derive()
+    assert not np.any(jax.grad(lambda x: back(jax.lax.stop_gradient(x)))(x))
