@@ -331,7 +331,7 @@ def scales_of(
 ) -> Any:
     """Return the scales: float32, or the codes of float8_e8m0fnu."""
     wide = _widened(y)
-    size = xp.where(xp.isnan(wide), np.zeros((), wide.dtype), xp.abs(wide))
+    size = xp.where(xp.isnan(wide), wide.dtype.type(0), xp.abs(wide))
     if quantize.block is None:
         size = size.max(axis=axes, keepdims=True)
     else:
@@ -371,7 +371,7 @@ def expanded(xp: Any, scale: Any, shape: tuple[int, ...], block: int | None) -> 
 def codes_of(xp: Any, y: Any, scale: Any, dtype: str) -> Any:
     """Return the codes of y / scale: int8, or uint8 for the float8 dtypes."""
     wide = _widened(y)
-    return encoded(xp, _narrowed(xp, wide / scale.astype(wide.dtype)), dtype)
+    return encoded(xp, _narrowed(xp, wide / scale.astype(wide.dtype, copy=False)), dtype)
 
 
 def encoded(xp: Any, values: Any, dtype: str) -> Any:

@@ -69,11 +69,28 @@ def by_oracle(how: Quantize, y: Any, axis: Any = None) -> tuple[np.ndarray, np.n
 # ---- the arithmetic ------------------------------------------------------------------------------
 
 
-def modules() -> list[Any]:
-    try:
-        return [np, importlib.import_module("jax.numpy")]
-    except ImportError:
-        return [np]
+def by_numpy(values: np.ndarray, dtype: str) -> np.ndarray:
+    return _quantize.codes_of(np, values, np.float32(1), dtype)
+
+
+def by_jax(values: np.ndarray, dtype: str) -> np.ndarray:
+    jnp = pytest.importorskip("jax", minversion="0.10.2").numpy
+    return np.asarray(_quantize.codes_of(jnp, jnp.asarray(values), jnp.float32(1), dtype))
+
+
+def by_torch(values: np.ndarray, dtype: str) -> np.ndarray:
+    torch = pytest.importorskip("torch", minversion="2.11")
+    from cupynorm.torch import _quantize as of_torch
+
+    codes = of_torch.codes_of(in_torch(values), torch.ones(()), dtype, None)
+    return codes.view(torch.uint8).numpy()
+
+
+def in_torch(array: np.ndarray) -> Any:
+    torch = pytest.importorskip("torch", minversion="2.11")
+    if array.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
 
 
 def boundaries(dtype: str) -> np.ndarray:
@@ -93,29 +110,28 @@ def saturated(values: np.ndarray, dtype: str) -> np.ndarray:
     return np.clip(values, -largest, largest).astype(dtype)
 
 
-@pytest.mark.parametrize("xp", modules(), ids=lambda xp: xp.__name__)
+@np.errstate(all="ignore")
+@pytest.mark.parametrize("codes_by", [by_numpy, by_jax, by_torch])
 @pytest.mark.parametrize("dtype", [*FLOAT8, "int8"])
 @pytest.mark.parametrize("source", ["float16", "bfloat16", "boundaries"])
-@np.errstate(all="ignore")
-def test_each_number_rounds_as_ml_dtypes_has_it(xp: Any, dtype: str, source: str) -> None:
+def test_each_number_rounds_as_ml_dtypes_has_it(codes_by: Any, dtype: str, source: str) -> None:
     if source == "boundaries":
         values = boundaries(dtype)
     else:
-        every = np.arange(1 << 16, dtype=np.uint16).view(DTYPES[source])
-        values = every.astype(np.float32)
-    expected = saturated(values, dtype)
-    codes = np.asarray(_quantize.encoded(xp, xp.asarray(values), dtype))
-    same(codes.view(dtype), expected)
+        values = np.arange(1 << 16, dtype=np.uint16).view(DTYPES[source])
+    expected = saturated(values.astype(np.float32), dtype)
+    same(codes_by(values, dtype).view(dtype), expected)
     same(reference.nearest(values.astype(np.float64), np.dtype(dtype)), expected)
 
 
-@pytest.mark.parametrize("dtype", [*FLOAT8, "int8"])
 @np.errstate(all="ignore")
-def test_float64_is_rounded_once(dtype: str) -> None:
+@pytest.mark.parametrize("codes_by", [by_numpy, by_torch])
+@pytest.mark.parametrize("dtype", [*FLOAT8, "int8"])
+def test_float64_is_rounded_once(codes_by: Any, dtype: str) -> None:
     values = boundaries(dtype).astype(np.float64)
     values = np.concatenate([values, values * (1 + 2.0**-40), values * (1 - 2.0**-40), [1e300]])
     q, _ = reference.quantize(values[None], dtype, np.float32([1]))
-    same(_quantize.codes_of(np, values, np.float32(1), dtype).view(dtype), q[0])
+    same(codes_by(values, dtype).view(dtype), q[0])
 
 
 # ---- NumPy ---------------------------------------------------------------------------------------
@@ -130,7 +146,7 @@ def cases(draw: st.DrawFn) -> tuple[Problem, Quantize]:
 
 
 @given(cases())
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 def test_quantized_is_the_unfused_spelling(case: tuple[Problem, Quantize]) -> None:
     problem, how = case
     function, options = getattr(cupynorm, problem.norm), problem.forward_options
@@ -280,13 +296,6 @@ def test_the_check_finds_one_wrong_code_and_one_wrong_scale() -> None:
 # ---- torch ---------------------------------------------------------------------------------------
 
 
-def in_torch(array: np.ndarray) -> Any:
-    torch = pytest.importorskip("torch", minversion="2.11")
-    if array.dtype == ml_dtypes.bfloat16:
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(array)
-
-
 def told_in(how: Quantize, convert: Callable[[np.ndarray], Any]) -> Quantize:
     return dataclasses.replace(how, scale=convert(how.scale)) if how.is_given else how
 
@@ -294,7 +303,7 @@ def told_in(how: Quantize, convert: Callable[[np.ndarray], Any]) -> Quantize:
 @every_how
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_torch_has_numpys_bits(how: Quantize, dtype: str) -> None:
-    pytest.importorskip("torch", minversion="2.11")
+    torch = pytest.importorskip("torch", minversion="2.11")
     import cupynorm.torch
 
     x = make_values("nonfinite", (7, 300), DTYPES[dtype], 7)
@@ -305,7 +314,11 @@ def test_torch_has_numpys_bits(how: Quantize, dtype: str) -> None:
         result = function(*tensors, quantize=told)
         for actual, exact in zip(result, expected, strict=True):
             same(actual, exact)
-        same(cupynorm.dequantize(*result), cupynorm.dequantize(*expected))
+        back = cupynorm.dequantize(*expected)
+        same(cupynorm.dequantize(*result), back)
+        of_bytes = (array.view(torch.uint8) if array.itemsize == 1 else array for array in result)
+        if how.dtype != "int8":
+            same(cupynorm.dequantize(*of_bytes, dtype=how.dtype), back)
 
 
 def test_torch_compiles_and_transforms() -> None:
@@ -375,6 +388,20 @@ def test_jax_has_the_bits_of_the_oracle(how: Quantize, dtype: str, compiled: boo
     for actual, exact in zip(result, expected, strict=True):
         same(actual, exact)
     same(back, cupynorm.dequantize(*expected))
+    of_bytes = (array.view(np.uint8) if array.itemsize == 1 else array for array in result)
+    if how.dtype != "int8":
+        same(cupynorm.dequantize(*of_bytes, dtype=how.dtype), back)
+
+
+def test_xla_divides_by_a_scale_that_it_knows() -> None:
+    jax = pytest.importorskip("jax", minversion="0.10.2")
+    from cupynorm.jax._quantize import quantized
+
+    scale = np.float32([15 / 64])  # y * (1 / scale) is no tie where y / scale is one
+    how = Quantize(FLOAT8[0], scale)
+    y = (boundaries(how.dtype) * scale)[None]
+    q, _ = jax.jit(lambda y: quantized(y, (-1,), how, jax.numpy.asarray(scale)))(y)
+    same(q, by_oracle(how, y)[0])
 
 
 @pytest.mark.parametrize("via", ["float16", "bfloat16"])

@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 
 from cupynorm._quantize import BLOCK_MX, LARGEST, MX_SCALE, Quantize
 
-__all__ = ["check_scale", "dequantized", "quantized"]
+__all__ = ["check_scale", "codes_of", "dequantized", "quantized", "scales_of"]
 
 
 def check_scale(quantize: Quantize, x: torch.Tensor) -> None:
@@ -39,8 +39,8 @@ def quantized(
     _check_not_differentiated(y)
     dtype, block, scale = quantize.dtype, quantize.block, quantize.scale
     if not quantize.is_given:
-        scale = _scales_of(y, axes, dtype, block, quantize.scale_min, quantize.scale_max)
-    return _codes_of(y, scale, dtype, block), scale
+        scale = scales_of(y, axes, dtype, block, quantize.scale_min, quantize.scale_max)
+    return codes_of(y, scale, dtype, block), scale
 
 
 def dequantized(q: torch.Tensor, scale: torch.Tensor, dtype: str, block: int | None) -> Any:
@@ -53,7 +53,7 @@ def dequantized(q: torch.Tensor, scale: torch.Tensor, dtype: str, block: int | N
 
 
 @torch.library.custom_op("cupynorm::scales_of", mutates_args=())
-def _scales_of(
+def scales_of(
     y: torch.Tensor,
     axes: Sequence[int],
     dtype: str,
@@ -77,7 +77,7 @@ def _scales_of(
     return (size / largest).float().clamp(scale_min, scale_max)
 
 
-@_scales_of.register_fake
+@scales_of.register_fake
 def _(y: Any, axes: Any, dtype: Any, block: Any, scale_min: Any, scale_max: Any) -> Any:
     if block is not None:
         of_blocks = (*y.shape[:-1], (y.shape[-1] + block - 1) // block)
@@ -90,7 +90,7 @@ def _(y: Any, axes: Any, dtype: Any, block: Any, scale_min: Any, scale_max: Any)
 
 
 @torch.library.custom_op("cupynorm::codes_of", mutates_args=())
-def _codes_of(y: torch.Tensor, scale: torch.Tensor, dtype: str, block: int | None) -> torch.Tensor:
+def codes_of(y: torch.Tensor, scale: torch.Tensor, dtype: str, block: int | None) -> torch.Tensor:
     wide = _widened(y)
     values = _narrowed(wide / _expanded(scale, y, block).to(wide.dtype))
     if dtype == "int8":
@@ -100,7 +100,7 @@ def _codes_of(y: torch.Tensor, scale: torch.Tensor, dtype: str, block: int | Non
     return values.to(getattr(torch, dtype), memory_format=torch.contiguous_format)
 
 
-@_codes_of.register_fake
+@codes_of.register_fake
 def _(y: Any, scale: Any, dtype: Any, block: Any) -> Any:
     return y.new_empty(y.shape, dtype=getattr(torch, dtype))
 
@@ -126,8 +126,8 @@ def _check_not_differentiated(y: torch.Tensor) -> None:
         _refuse()
 
 
-_scales_of.register_autograd(_refuse)
-_codes_of.register_autograd(_refuse)
+scales_of.register_autograd(_refuse)
+codes_of.register_autograd(_refuse)
 
 
 def _widened(y: torch.Tensor) -> torch.Tensor:
