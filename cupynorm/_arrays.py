@@ -26,6 +26,7 @@ __all__ = [
     "address_of",
     "check_no_mask",
     "device_of",
+    "dtype_name",
     "family_of",
     "is_number",
     "is_numpy",
@@ -299,6 +300,11 @@ def check_no_mask(name: str, array: Any) -> None:
     """Raise TypeError for a NumPy array with a mask. This does not import numpy.ma."""
     if hasattr(array, "mask"):
         raise TypeError(f"{name} must have no mask, which would be lost: pass {name}.filled()")
+
+
+def dtype_name(dtype: Any) -> str:
+    """Return the name of a dtype of any framework."""
+    return str(dtype).rpartition(".")[2]
 
 
 def to_numpy(name: str | None) -> np.dtype[Any]:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cupynorm import _arrays, _checks, norms, reference
+from cupynorm._arrays import dtype_name
 from cupynorm._expressions import Program, functions, gradients, kind_of, of_numpy, trace
 from cupynorm._operation import EPS, Norm
 
@@ -29,7 +30,6 @@ __all__ = [
     "Given",
     "Options",
     "Tools",
-    "dtype_name",
     "fuse",
 ]
 
@@ -684,11 +684,6 @@ def _adapter_of(x: Any) -> Any:
 
         return of_jax.call
     return None
-
-
-def dtype_name(dtype: Any) -> str:
-    """Return the name of a dtype of any framework."""
-    return str(dtype).rpartition(".")[2]
 
 
 def _float_name(name: str, dtype: Any) -> str:

@@ -6,9 +6,8 @@ from typing import Any
 
 import cupy
 
-from cupynorm._arrays import rounded, sum_to_shape, to_numpy
+from cupynorm._arrays import dtype_name, rounded, sum_to_shape, to_numpy
 from cupynorm._calls import contiguous, keep_if_captured, kept_if_captured, on
-from cupynorm._fuse import dtype_name
 
 __all__ = ["CuPyMemory"]
 

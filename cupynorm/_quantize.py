@@ -15,16 +15,15 @@ import ml_dtypes
 import numpy as np
 
 from cupynorm import _arrays, _checks
+from cupynorm._arrays import dtype_name
 
 __all__ = [
-    "BLOCK",
     "BLOCK_MX",
     "LARGEST",
     "MX_SCALE",
+    "PER_POWER",
     "Quantize",
-    "block_of",
     "check_call",
-    "check_codes",
     "codes_of",
     "dequantize",
     "dtype_of_y",
@@ -32,10 +31,12 @@ __all__ = [
     "of_arrays",
     "power_of",
     "scales_of",
+    "taken_scale",
 ]
 
-# The largest number of each dtype.
+# Of each dtype, the largest number, and one over the largest power of two.
 LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0}
+PER_POWER = {dtype: 2.0 ** (1 - math.frexp(largest)[1]) for dtype, largest in LARGEST.items()}
 MX_SCALE = "float8_e8m0fnu"
 BLOCK, BLOCK_MX = 128, 32
 
@@ -48,7 +49,7 @@ class Quantize:
 
     ``q = saturate(round(y / scale))``. y is rounded to `via` first. The quotient is a float32
     (float64 where y is). It is rounded to the nearest number of `dtype`, a tie to the even one.
-    What is beyond the largest number becomes that number, and so does an infinity.
+    What is beyond dtype's range becomes its end, and so does an infinity.
 
     Parameters
     ----------
@@ -92,7 +93,8 @@ class Quantize:
     saturate.
 
     The bits of a row of q and of its scales depend on that row alone. They are the same in all
-    frameworks if those of y are, with one exception: on a GPU, XLA's own division is inexact.
+    frameworks if those of y are, with two exceptions: on a GPU XLA's division is inexact, and
+    CuPy and JAX may take subnormal numbers for zeros.
 
     Examples
     --------
@@ -209,10 +211,10 @@ def dequantize(q: Any, scale: Any, *, dtype: Any = None) -> Any:
         family = _arrays.family_of("q", q)
         q, scale = (family.take(n, a, dtypes=_BYTES) for n, a in (("q", q), ("scale", scale)))
         _checks.check_device("scale", scale, q)
-        told = check_codes(q, scale, dtype)
+        told = _check_codes(q, scale, dtype)
         with np.errstate(all="ignore"), _arrays.on_device_of(q):
             return family.give(_dequantized(q, scale, *told))
-    return dequantized(q, scale, *check_codes(q, scale, dtype))
+    return dequantized(q, scale, *_check_codes(q, scale, dtype))
 
 
 _BYTES = "float32", "int8", "uint8"
@@ -223,9 +225,9 @@ def _check_kind(scale: Any, kind: type, words: str) -> None:
         raise TypeError(f"scale must be a {words}, as q is; got {type(scale).__name__}")
 
 
-def check_codes(q: Any, scale: Any, dtype: Any) -> tuple[str, int | None]:
+def _check_codes(q: Any, scale: Any, dtype: Any) -> tuple[str, int | None]:
     """Check the arguments of `dequantize`; return q's dtype, and the size of a block or None."""
-    found = name_of(q.dtype)
+    found = dtype_name(q.dtype)
     if dtype is not None:
         told = _to_name("dtype", dtype)
         expected = (told,) if told == "int8" else (told, "uint8")
@@ -237,13 +239,13 @@ def check_codes(q: Any, scale: Any, dtype: Any) -> tuple[str, int | None]:
         raise TypeError("dtype must say what a q of uint8 stands for, got None")
     if found not in LARGEST:
         raise TypeError(f"q.dtype must be {_THREE}, got {found}")
-    of_scale = name_of(scale.dtype)
+    of_scale = dtype_name(scale.dtype)
     if of_scale not in ("float32", MX_SCALE, "uint8"):
         raise TypeError(f"scale.dtype must be float32 or {MX_SCALE}, got {of_scale}")
-    return found, block_of(tuple(q.shape), tuple(scale.shape), of_scale)
+    return found, _block_of(tuple(q.shape), tuple(scale.shape), of_scale)
 
 
-def block_of(shape: tuple[int, ...], of_scale: tuple[int, ...], dtype: str) -> int | None:
+def _block_of(shape: tuple[int, ...], of_scale: tuple[int, ...], dtype: str) -> int | None:
     """Return how many elements of the last axis share a scale, None if scales broadcast."""
     if math.prod(of_scale) == 1 and dtype == "float32":
         return None
@@ -282,9 +284,9 @@ def check_call(
 def dtype_of_y(quantize: Quantize, x: Any, total: Any) -> str:
     """Return the name of the dtype to round y to. What is normalized has the dtype `total`."""
     if quantize.via == "x":
-        return name_of(x.dtype)
+        return dtype_name(x.dtype)
     if quantize.via is None:
-        return "float64" if name_of(total) == "float64" else "float32"
+        return "float64" if dtype_name(total) == "float64" else "float32"
     return str(quantize.via)
 
 
@@ -340,15 +342,14 @@ def scales_of(
         if spare:
             size = xp.pad(size, [(0, 0)] * len(kept) + [(0, spare)])
         size = size.reshape(*kept, (n + spare) // quantize.block, quantize.block).max(axis=-1)
-    largest = LARGEST[quantize.dtype]
     if quantize.block == BLOCK_MX:
-        power = np.ldexp(1.0, 1 - math.frexp(largest)[1])
-        ratio = _narrowed(xp, size * size.dtype.type(power))
+        ratio = _narrowed(xp, size * size.dtype.type(PER_POWER[quantize.dtype]))
     else:
         # XLA would multiply by one over a number that it knows. Here it cannot know that this one
         # is always the first.
-        one_of_two = xp.where(size >= 0, size.dtype.type(largest), size.dtype.type(1))
-        ratio = (size / one_of_two).astype(np.float32)
+        number = size.dtype.type
+        largest = xp.where(size >= 0, number(LARGEST[quantize.dtype]), number(1))
+        ratio = (size / largest).astype(np.float32)
     scale = xp.clip(ratio, np.float32(quantize.scale_min), np.float32(quantize.scale_max))
     if quantize.block != BLOCK_MX:
         return scale
@@ -371,10 +372,10 @@ def expanded(xp: Any, scale: Any, shape: tuple[int, ...], block: int | None) -> 
 def codes_of(xp: Any, y: Any, scale: Any, dtype: str) -> Any:
     """Return the codes of y / scale: int8, or uint8 for the float8 dtypes."""
     wide = _widened(y)
-    return encoded(xp, _narrowed(xp, wide / scale.astype(wide.dtype, copy=False)), dtype)
+    return _encoded(xp, _narrowed(xp, wide / scale.astype(wide.dtype, copy=False)), dtype)
 
 
-def encoded(xp: Any, values: Any, dtype: str) -> Any:
+def _encoded(xp: Any, values: Any, dtype: str) -> Any:
     """Return the codes of float32 values, rounded to nearest, ties to even, and saturated."""
     if dtype == "int8":
         whole = xp.clip(xp.rint(values), np.float32(-128), np.float32(127))
@@ -432,14 +433,9 @@ def _narrowed(xp: Any, values: Any) -> Any:
 _THREE = "float8_e4m3fn, float8_e5m2 or int8"
 
 
-def name_of(dtype: Any) -> str:
-    """Return the name of a dtype of any framework."""
-    return str(dtype).rpartition(".")[2]
-
-
 def _to_name(name: str, dtype: Any) -> str:
     """Return the name of one of the dtypes of q, from anything that names it."""
-    found = name_of(dtype)
+    found = dtype_name(dtype)
     if found not in LARGEST and isinstance(dtype, type):  # as NumPy's and ml_dtypes' are
         found = np.dtype(dtype).name
     if found not in LARGEST:

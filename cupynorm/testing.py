@@ -531,20 +531,18 @@ def check_quantized(
     for name, dtype in dtypes.items():
         if getattr(fields[name], "dtype", None) == np.uint8 and dtype != np.int8:
             fields[name] = fields[name].view(dtype)
-    shapes = {
-        "q": x.shape,
-        "scale": tuple(1 if i - x.ndim in axes else n for i, n in enumerate(x.shape)),
-    }
+    of_rows = tuple(1 if i - x.ndim in axes else n for i, n in enumerate(x.shape))
+    shapes = {"q": x.shape, "scale": of_rows if given is None else given.shape}
     if quantize.block is not None:
         shapes["scale"] = (*x.shape[:-1], -(-x.shape[-1] // quantize.block))
-    if given is not None:
-        shapes["scale"] = given.shape
     if residual is not None:
         shapes["residual_out"], dtypes["residual_out"] = x.shape, to_numpy(spec.x)
     _assert_layout(fields, shapes, dtypes)
+    if given is not None:
+        _assert_between(fields["scale"], given, given, "scale")
     order, k = options.order, options.k
     q, scale, *totals = (
-        a if order is None or a is given else a.transpose(order) for a in fields.values()
+        a if order is None or a.ndim != x.ndim else a.transpose(order) for a in fields.values()
     )
     x, residual, weight, bias = moved_arrays.values()
     if residual is not None:

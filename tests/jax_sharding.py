@@ -31,7 +31,7 @@ from strategies import DTYPES, make_values
 from thorough import THOROUGH
 
 import cupynorm.jax
-from cupynorm import NormBackward, reference, testing
+from cupynorm import NormBackward, Quantize, reference, testing
 from cupynorm._operation import Options
 from cupynorm.jax import _kernels, _operations
 from cupynorm.jax._operations import Operation
@@ -481,6 +481,19 @@ def second_derivatives_by_forward_mode(kind: AxisType) -> Any:
     return on_a_mesh_as_on_one_device(kind, product)
 
 
+def quantized_rows(kind: AxisType) -> Any:
+    x = jax.device_put(X, NamedSharding(mesh_of((2, 2), kind), P("a", "b")))
+    found = []
+    for how in (Quantize("int8", "row"), Quantize("float8_e4m3fn", "block", block=32)):
+        program = jax.jit(functools.partial(norm, quantize=how)).lower(x).compile()
+        results = program(x)
+        for array in results:
+            assert array.sharding.is_equivalent_to(x.sharding, array.ndim), array.sharding
+        testing.check_quantized(NORM, tuple(map(on_host, results)), X, quantize=how, eps=1e-5)
+        found += collectives(program)
+    return found
+
+
 def forward_mode(kind: AxisType) -> Any:
     def push(x: Any, weight: Any) -> Any:
         def pair(x: Any, weight: Any) -> Any:
@@ -828,6 +841,7 @@ ONE_OF_EACH = (
     second_derivatives,
     second_derivatives_by_forward_mode,
     forward_mode,
+    quantized_rows,
 )
 
 

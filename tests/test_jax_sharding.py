@@ -149,7 +149,7 @@ def test_drawn_vectors_are_padded_with_their_rows(report: dict[str, Any]) -> Non
 
 
 def test_a_forward_pass_exchanges_nothing(report: dict[str, Any]) -> None:
-    for kind in ("forward of a residual", "forward_mode"):
+    for kind in ("forward of a residual", "forward_mode", "quantized_rows"):
         for name, collectives in exchanged(report, kind).items():
             assert collectives == [], name
 

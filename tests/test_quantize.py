@@ -429,6 +429,8 @@ def test_jax_transforms_and_refuses_gradients() -> None:
     each = jax.vmap(lambda x: cupynorm.jax.layer_norm(x, residual=x, quantize=rows))(x)
     for actual, expected in zip(each, whole, strict=True):
         same(actual, expected)
+    traced = jax.jit(lambda x, of: cupynorm.jax.layer_norm(x, quantize=Quantize("int8", of)))
+    same(traced(x, SCALE)[0], cupynorm.layer_norm(x, quantize=Quantize("int8", SCALE))[0])
     q, scale = cupynorm.layer_norm(jax.numpy.asarray(x), quantize=Quantize(FLOAT8[0], "row"))
     same(q, cupynorm.layer_norm(x, quantize=Quantize(FLOAT8[0], "row"))[0])
     assert isinstance(scale, jax.Array)

@@ -6,14 +6,13 @@ multiply by one over a number that they know, and divide inexactly on a GPU.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 
-from cupynorm._quantize import BLOCK_MX, LARGEST, MX_SCALE, Quantize
+from cupynorm._quantize import BLOCK_MX, LARGEST, MX_SCALE, PER_POWER, Quantize
 
 __all__ = ["check_scale", "codes_of", "dequantized", "quantized", "scales_of"]
 
@@ -69,7 +68,7 @@ def scales_of(
         size = torch.nn.functional.pad(size, (0, -size.shape[-1] % block))
         size = size.reshape(*size.shape[:-1], size.shape[-1] // block, block).amax(-1)
     if block == BLOCK_MX:
-        ratio = _narrowed(size * math.ldexp(1.0, 1 - math.frexp(LARGEST[dtype])[1]))
+        ratio = _narrowed(size * PER_POWER[dtype])
         exponent = ratio.clamp(scale_min, scale_max).view(torch.int32) >> 23
         return exponent.to(torch.uint8).view(getattr(torch, MX_SCALE))
     # torch would multiply by one over a number on a GPU.
@@ -79,14 +78,11 @@ def scales_of(
 
 @scales_of.register_fake
 def _(y: Any, axes: Any, dtype: Any, block: Any, scale_min: Any, scale_max: Any) -> Any:
-    if block is not None:
-        of_blocks = (*y.shape[:-1], (y.shape[-1] + block - 1) // block)
-        return y.new_empty(
-            of_blocks, dtype=getattr(torch, MX_SCALE if block == BLOCK_MX else "float32")
-        )
-    return y.new_empty(
-        [1 if i - y.ndim in axes else n for i, n in enumerate(y.shape)], dtype=torch.float32
-    )
+    if block is None:
+        shape = [1 if i - y.ndim in axes else n for i, n in enumerate(y.shape)]
+    else:
+        shape = [*y.shape[:-1], (y.shape[-1] + block - 1) // block]
+    return y.new_empty(shape, dtype=getattr(torch, MX_SCALE if block == BLOCK_MX else "float32"))
 
 
 @torch.library.custom_op("cupynorm::codes_of", mutates_args=())
