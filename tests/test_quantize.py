@@ -206,6 +206,23 @@ def test_an_infinity_leaves_nothing_of_its_row() -> None:
     q, scale = cupynorm.rms_norm(x, weight, quantize=how)
     assert scale == np.finfo(np.float32).max
     assert q.astype(np.float32).tolist() == [[448, 0, 0, 0]]
+    for affine in ((weight, None), (None, np.float32([np.inf, 0, 0, 0]))):
+        result = cupynorm.rms_norm(x, *affine, quantize=how)
+        testing.check_quantized("rms_norm", result, x, *affine, quantize=how, eps=1e-6)
+
+
+def test_a_given_scale_has_any_shape_of_one_element() -> None:
+    x = make_values("normal", (4, 100), np.float32, 13)
+    expected, _ = cupynorm.rms_norm(x, quantize=Quantize("int8", SCALE))
+    for shape in ((), (1, 1, 1)):
+        how = Quantize("int8", SCALE.reshape(shape))
+        result = cupynorm.rms_norm(x, quantize=how)
+        same(result[0], expected)
+        assert result[1] is how.scale
+        testing.check_quantized("rms_norm", result, x, quantize=how, eps=1e-6)
+        other = dataclasses.replace(how, scale=np.float32([0.5]).reshape(shape))
+        with pytest.raises(AssertionError, match=r"^scale\[.*\] is 0\.03.*, expected 0\.5 to 0\.5"):
+            testing.check_quantized("rms_norm", result, x, quantize=other, eps=1e-6)
 
 
 def test_scales_of_mx_are_the_powers_of_two_of_its_specification() -> None:
@@ -327,6 +344,7 @@ def test_torch_compiles_and_transforms() -> None:
     import cupynorm.torch
 
     def function(x: Any, scale: Any) -> Any:
+        scale = scale.reshape(1, 1, 1, 1)
         of_blocks = Quantize(torch.float8_e4m3fn, "block", block=128)
         q, blocks, total = cupynorm.torch.rms_norm(x, residual=x, quantize=of_blocks)
         of_static = cupynorm.torch.layer_norm(x, quantize=Quantize(torch.int8, scale), axis=(0, 2))
@@ -336,6 +354,7 @@ def test_torch_compiles_and_transforms() -> None:
 
     x, scale = torch.randn(3, 4, 200), torch.tensor(0.02)
     expected = function(x, scale)
+    assert expected[5].shape == x.shape
     for actual, exact in zip(
         torch.compile(function, fullgraph=True, backend="aot_eager")(x, scale),
         expected,
