@@ -415,6 +415,10 @@ __device__ __forceinline__ void store_past_l1(uint4* memory, uint4 value) {
                : "memory");
 }
 
+// Says whether the loads from here on are of values that nothing uses. Other threads may write these
+// in the meantime. The tests' runtime for the host would take that for a race.
+__device__ __forceinline__ void loads_are_unused(bool) {}
+
 // The compiler may no longer assume that it knows this value.
 __device__ __forceinline__ void make_opaque(unsigned& word) { asm volatile("" : "+r"(word)); }
 __device__ __forceinline__ void make_opaque(int& word) { asm volatile("" : "+r"(word)); }

@@ -223,12 +223,14 @@ struct PipelinedForward {
   __device__ __forceinline__ void load_first_pack(int of_row) {
     if constexpr (Op::kCentered) {
       // Past the last row, the last one's is loaded and not used. A load under a condition ends in
-      // a move that waits for it.
+      // a move that waits for it. Another block may write y over it.
       const long long there = of_row < args.n_rows ? of_row : args.n_rows - 1;
+      loads_are_unused(of_row >= args.n_rows);
       load_first<Layout::kVector>(arrays.first_pack, args.x + there * args.x_stride);
       if constexpr (kAdds)
         load_first<Layout::kVector>(arrays.first_residual,
                                     args.residual + there * args.residual_stride);
+      loads_are_unused(false);
     }
   }
   __device__ __forceinline__ T guess_of_first_pack() {

@@ -46,8 +46,9 @@ from residuals import (
     assert_bits,
     check_residual,
     residual_problems,
+    with_residual,
 )
-from strategies import DTYPES, OVERFLOWS, Problem, make_values, problems
+from strategies import DTYPES, OVERFLOWS, Layout, Problem, make_values, problems
 from sums import WIDTHS, WithSums, check_sums, problems_with_sums
 from thorough import by_turns, examples, of_each_name, one_in
 
@@ -97,6 +98,17 @@ def test_any_residual(drawn: WithResidual, few_rows: bool) -> None:
     gpu = Gpu(Build(), few_rows=few_rows)
     with gpu.fresh_memory():
         check_residual(Caller(gpu), drawn)
+
+
+def test_a_lone_row_of_a_cluster_in_place() -> None:
+    """A block loads the beginning of a next row. If there is none, another writes y over it."""
+    operands = {"x": "float64", "weight": None, "bias": None, "wants_dbias": False}
+    problem = Case("lone", "layer_norm", 1, 4097, **operands).problem()
+    drawn = with_residual(problem, "float64", "float64", layout=Layout())
+    gpu = Gpu(Build())
+    with gpu.fresh_memory():
+        check_residual(Caller(gpu), drawn)
+    assert any(k.name == "norm_forward_pipelined" for k in gpu.launched if k.cluster_blocks == 2)
 
 
 @settings(max_examples=examples(4, of=40), deadline=None, suppress_health_check=list(HealthCheck))

@@ -42,6 +42,7 @@ void copy_async(void* shared, const void* global, int bytes, bool valid);
 void commit_copies();
 void wait_for_copies(int groups);
 void prefetch(const void* memory);
+void loads_are_unused(bool unused);
 int block_in_cluster();
 void arrive_at_cluster_barrier();
 void wait_at_cluster_barrier();
@@ -184,6 +185,8 @@ __forceinline__ void show_mailboxes() {}
 // Kernels run one after another.
 __forceinline__ void wait_for_previous_kernel() {}
 __forceinline__ void let_next_kernel_start() {}
+
+__forceinline__ void loads_are_unused(bool unused) { host::loads_are_unused(unused); }
 
 __forceinline__ void make_opaque(unsigned& word) { asm volatile("" : "+r"(word)); }
 __forceinline__ void make_opaque(int& word) { asm volatile("" : "+r"(word)); }

@@ -380,6 +380,18 @@ void check_granules(Span& span, Address address, unsigned bytes, bool write, con
   });
 }
 
+// Checks that memory may be read. Others may write it in the meantime.
+void prefetch(Address address, const void* place) {
+  Span* span = find(address, address + 1);
+  if (span == nullptr) report_access("out of bounds: fetches", address, 1, place);
+  for_each_granule(*span, address, 1, [&](const Granule& granule) {
+    if (span->lacks(granule)) report_access("uninitialized: fetches", address, 1, place);
+  });
+}
+
+// Of the present thread, which does not let others run in the meantime.
+bool unused_loads = false;
+
 bool is_on_a_stack(Address address) {
   return address - reinterpret_cast<Address>(stacks) < kMaxFibers * kStackBytes;
 }
@@ -388,6 +400,7 @@ void check_access(const void* memory, unsigned bytes, bool write, const void* pl
   const Address address = reinterpret_cast<Address>(memory);
   if (is_on_a_stack(address)) return;
   count_events(1, place);
+  if (unused_loads && !write) return prefetch(address, place);
   Span* span = find(address, address + bytes);
   if (span == nullptr) {
     report_access(write ? "out of bounds: writes" : "out of bounds: reads", address, bytes, place);
@@ -403,15 +416,6 @@ void check_aligned_access(const void* memory, unsigned bytes, bool write, const 
     report_access(write ? "misaligned: writes" : "misaligned: reads", address, bytes, place);
   }
   check_access(memory, bytes, write, place);
-}
-
-// Checks that memory may be read. Others may write it in the meantime.
-void prefetch(Address address, const void* place) {
-  Span* span = find(address, address + 1);
-  if (span == nullptr) report_access("out of bounds: fetches", address, 1, place);
-  for_each_granule(*span, address, 1, [&](const Granule& granule) {
-    if (span->lacks(granule)) report_access("uninitialized: fetches", address, 1, place);
-  });
 }
 
 // Returns the present block's shared memory. Accesses by instructions other than loads and stores
@@ -1089,6 +1093,7 @@ void wait_for_arrivals(const unsigned* arrived, unsigned expected) {
 }
 
 void prefetch(const void* memory) { ::prefetch(reinterpret_cast<Address>(memory), CALLER); }
+void loads_are_unused(bool unused) { unused_loads = unused; }
 int count_up(int* count) { return ::count_up(reinterpret_cast<Address>(count), CALLER); }
 
 void copy_bulk(void* shared, const void* global, int bytes, void* mailbox) {
