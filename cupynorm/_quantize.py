@@ -446,7 +446,7 @@ def _to_name(name: str, dtype: Any) -> str:
 def _check_given(scale: Any) -> None:
     """Check that a scale is an array of one element. Its dtype and device are a call's matter."""
     shape = getattr(scale, "shape", None)
-    if shape is None or not hasattr(scale, "dtype"):
+    if shape is None or not hasattr(scale, "dtype") or _arrays.is_number(scale):
         raise TypeError(f"scale must be 'row', 'block' or an array of one element, got {scale!r}")
     if math.prod(shape) != 1:
         raise ValueError(

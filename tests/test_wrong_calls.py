@@ -670,6 +670,11 @@ CALLS: list[tuple[Callable[[], Any], type[Exception], str]] = [
                 "scale must be 'row', 'block' or an array of one element, got 0.1",
             ),
             (
+                {"scale": np.float32(0.5)},
+                TypeError,
+                "scale must be 'row', 'block' or an array of one element, got np.float32(0.5)",
+            ),
+            (
                 {"scale": "tensor"},
                 ValueError,
                 "scale must be 'row', 'block' or an array of one element, got 'tensor'",
