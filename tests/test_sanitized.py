@@ -42,7 +42,8 @@ def test_each_kernel_meets_each_class_of_dtypes_and_each_option(
     classes, options = defaultdict(set), defaultdict(set)
     for one in CASES:
         gpu = Launches(few_rows=not one.many)
-        with np.errstate(all="ignore"):  # no kernel has written what is added here
+        # No kernel has written what is added here.
+        with gpu.fresh_memory(), np.errstate(all="ignore"):
             one.check(gpu)
         for kernel in gpu.launched:
             case = one.case
