@@ -460,8 +460,6 @@ def transformers(monkeypatch: pytest.MonkeyPatch) -> Any:
     if importlib.util.find_spec("transformers") is None:
         pytest.skip("needs transformers: pip install transformers")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    # Small weights need no threads to load. The process once crashed while some were there.
-    monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")
     import transformers
 
     transformers.logging.set_verbosity_error()
