@@ -24,6 +24,7 @@ __all__ = [
     "PER_POWER",
     "Quantize",
     "check_call",
+    "check_scale_dtype",
     "codes_of",
     "dequantize",
     "dtype_of_y",
@@ -290,13 +291,18 @@ def dtype_of_y(quantize: Quantize, x: Any, total: Any) -> str:
     return str(quantize.via)
 
 
+def check_scale_dtype(scale: Any) -> None:
+    """Check the dtype of a scale that is given, of any framework."""
+    if dtype_name(scale.dtype) != "float32":
+        raise TypeError(f"quantize.scale.dtype must be float32, got {scale.dtype}")
+
+
 def taken_scale(quantize: Quantize, family: _arrays.Family, x: Any) -> Any:
     """Return a given scale as a NumPy or CuPy array, checked; None if it is to be computed."""
     if not quantize.is_given:
         return None
     scale = family.take("quantize.scale", quantize.scale, dtypes=("float32",))
-    if scale.dtype != np.float32:
-        raise TypeError(f"quantize.scale.dtype must be float32, got {scale.dtype}")
+    check_scale_dtype(scale)
     _checks.check_device("quantize.scale", scale, family.take("x", x))
     return scale
 

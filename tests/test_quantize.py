@@ -463,3 +463,15 @@ def test_jax_transforms_and_refuses_gradients() -> None:
         with pytest.raises(NotImplementedError, match=r"^quantize has no gradient"):
             derive()
     assert not np.any(jax.grad(lambda x: back(jax.lax.stop_gradient(x)))(x))
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch", "jax.numpy"])
+def test_scales_that_others_made_may_be_nan(framework: str) -> None:
+    namespace = pytest.importorskip(framework)
+    scale = namespace.asarray(np.array([[255, 1, 254]], np.uint8))
+    if framework != "numpy":
+        scale = scale.view(namespace.float8_e8m0fnu)
+    ones = namespace.asarray(np.full((1, 96), 0x38, np.uint8))
+    found = cupynorm.dequantize(ones, scale, dtype="float8_e4m3fn")
+    expected = np.float32([np.nan, 2.0**-126, 2.0**127])
+    np.testing.assert_array_equal(np.asarray(found)[0, ::32], expected)

@@ -32,7 +32,7 @@ from jax.sharding import PartitionSpec
 from cupynorm import _checks
 from cupynorm._arrays import DTYPES, check_no_mask, to_numpy
 from cupynorm._operation import ForwardSpec, Norm, Options, Relu
-from cupynorm._quantize import Quantize, check_call, dtype_of_y
+from cupynorm._quantize import Quantize, check_call, check_scale_dtype, dtype_of_y
 from cupynorm.jax import _formula
 from cupynorm.jax._derivatives import differentiable, wide
 from cupynorm.jax._operations import axes_of, split_as, split_of
@@ -348,8 +348,8 @@ def _quantized(
     """Return q and scale and, with a residual, the sum."""
     axes = check_call(quantize, x, options["axis"], options["out_dtype"])
     scale = _array("quantize.scale", quantize.scale) if quantize.is_given else None
-    if scale is not None and scale.dtype != np.float32:
-        raise TypeError(f"quantize.scale.dtype must be float32, got {scale.dtype}")
+    if scale is not None:
+        check_scale_dtype(scale)
     residual = None if residual is None else _array("residual", residual)
     total = options["residual_dtype"] or (x if residual is None else residual).dtype
     via = dtype_of_y(quantize, x, total)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from cupynorm import _quantize
-from cupynorm._quantize import BLOCK_MX, Quantize
+from cupynorm._quantize import BLOCK_MX, MX_SCALE, Quantize
 
 __all__ = ["dequantized", "quantized"]
 
@@ -40,5 +40,5 @@ def quantized(y: Any, axes: tuple[int, ...], quantize: Quantize, scale: Any) -> 
 def dequantized(q: Any, scale: Any, dtype: str, block: int | None) -> jax.Array:
     """Return q * scale."""
     q = q.view(np.dtype(dtype)).astype(np.float32)
-    factor = _quantize.power_of(scale.view(np.uint8)) if block == BLOCK_MX else scale
+    factor = scale.view(np.dtype(MX_SCALE)).astype(np.float32) if block == BLOCK_MX else scale
     return q * _quantize.expanded(jnp, factor, q.shape, block)

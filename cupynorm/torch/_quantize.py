@@ -12,7 +12,14 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from cupynorm._quantize import BLOCK_MX, LARGEST, MX_SCALE, PER_POWER, Quantize
+from cupynorm._quantize import (
+    BLOCK_MX,
+    LARGEST,
+    MX_SCALE,
+    PER_POWER,
+    Quantize,
+    check_scale_dtype,
+)
 
 __all__ = ["check_scale", "codes_of", "dequantized", "quantized", "scales_of"]
 
@@ -25,8 +32,7 @@ def check_scale(quantize: Quantize, x: torch.Tensor) -> None:
     if not isinstance(scale, torch.Tensor):
         kind = type(scale).__name__
         raise TypeError(f"quantize.scale must be a torch tensor, as x is; got {kind}")
-    if scale.dtype != torch.float32:
-        raise TypeError(f"quantize.scale.dtype must be float32, got {scale.dtype}")
+    check_scale_dtype(scale)
     if scale.device != x.device:
         raise ValueError(f"quantize.scale must be on x's device, {x.device}; got {scale.device}")
 
