@@ -89,7 +89,7 @@ def parts(arrays: dict[str, Any]) -> Rows:
     plan = _plans.forward_plan(spec, m, n, 16 // x.itemsize, x.device.id)
     scalars = (1e-6, 0.0, 0.0)  # eps, and the bounds of no ReLU
     launch = plan.prepared(m, *scalars)
-    kernel, blocks = plan.kernel, plan._blocks(m)
+    kernel, blocks = plan.kernel, plan._clusters(m, 1) * plan.cluster_blocks
     given = dict(zip(FORWARD.operands, operands, strict=True))
     given |= dict(zip(("eps", "lower", "upper"), scalars, strict=True))
     frame = kernel._new_frame(blocks, given | {"n_rows": m, "n_cols": n, "inv_n": 1 / n})

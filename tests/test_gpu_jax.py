@@ -30,8 +30,8 @@ from jax_calls import check  # noqa: E402
 
 import cupynorm  # noqa: E402
 import cupynorm.jax  # noqa: E402
-from cupynorm import _compile, _driver, _plans  # noqa: E402
-from cupynorm.jax import _kernels  # noqa: E402
+from cupynorm import _compile, _driver, _plans, reference  # noqa: E402
+from cupynorm.jax import _formula, _kernels  # noqa: E402
 
 
 def jax_gpus() -> int:
@@ -58,6 +58,18 @@ NORMS = ("rms_norm", "layer_norm")
 def float64() -> Iterator[None]:
     with jax.enable_x64(True):
         yield
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_float64_is_rounded_once(dtype: str) -> None:
+    bits = np.arange(0x3C00, 0x4400, dtype=np.uint16)
+    numbers = bits.view(DTYPES[dtype]).astype(np.float64)
+    ties = (numbers[1:] + numbers[:-1]) / 2
+    values = np.concatenate([ties, ties * (1 + 2.0**-40), ties * (1 - 2.0**-40)])
+    values = np.concatenate([values, -values])
+    found = jax.jit(lambda x: _formula.cast(3 * x, dtype))(values / 3)
+    expected = reference.round_once(3 * (values / 3), DTYPES[dtype])
+    np.testing.assert_array_equal(np.asarray(found), expected)
 
 
 def values(shape: tuple[int, ...], dtype: str = "float32", seed: int = 0) -> Any:

@@ -1,7 +1,4 @@
-"""Quantized outputs: each bit as the oracle has it, for NumPy, torch and JAX.
-
-CuPy has the arithmetic of NumPy's arrays, operation by operation.
-"""
+"""Quantized outputs: each bit as the oracle has it, for NumPy, CuPy, torch and JAX."""
 
 from __future__ import annotations
 
@@ -13,6 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from device import to_cupy, to_numpy
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from strategies import DTYPES, Problem, make_values, problems
@@ -59,6 +57,10 @@ def via_of(how: Quantize, x: Any) -> Any:
     if how.via is None:
         return np.float64 if x.dtype == np.float64 else np.float32
     return x.dtype if how.via == "x" else np.dtype(how.via)
+
+
+def told_in(how: Quantize, convert: Callable[[np.ndarray], Any]) -> Quantize:
+    return dataclasses.replace(how, scale=convert(how.scale)) if how.is_given else how
 
 
 def by_oracle(how: Quantize, y: Any, axis: Any = None) -> tuple[np.ndarray, np.ndarray]:
@@ -311,11 +313,34 @@ def test_the_check_finds_one_wrong_code_and_one_wrong_scale() -> None:
         check(q, scale, q)
 
 
+# ---- CuPy ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@every_how
+@pytest.mark.parametrize("norm", ["rms_norm", "layer_norm"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_cupy_has_the_bits_of_the_oracle(how: Quantize, norm: str, dtype: str) -> None:
+    function, told = getattr(cupynorm, norm), told_in(how, to_cupy)
+    for m, n in ((7, 300), (300, 128), (70, 1024), (65, 1000), (40, 4096), (3, 70000)):
+        x = make_values("nonfinite", (m, n), DTYPES[dtype], m + n)
+        weight = make_values("normal", (n,), np.float32, 8)
+        arrays = to_cupy(x), to_cupy(weight)
+        for residual in (None, to_cupy(x[::-1].copy())):
+            options = {"residual": residual}
+            y = function(*arrays, **options, out_dtype=via_of(how, x))
+            y, totals = (y, []) if residual is None else (y[0], [y[1]])
+            q, scale, *rest = function(*arrays, **options, quantize=told)
+            exact_q, exact_scale = by_oracle(how, to_numpy(y))
+            same(to_numpy(q).view(how.dtype), exact_q)
+            same(to_numpy(scale).view(exact_scale.dtype), exact_scale)
+            for actual, expected in zip(rest, totals, strict=True):
+                same(to_numpy(actual), to_numpy(expected))
+            back = cupynorm.dequantize(q, scale, dtype=how.dtype)
+            same(to_numpy(back), cupynorm.dequantize(exact_q, exact_scale))
+
+
 # ---- torch ---------------------------------------------------------------------------------------
-
-
-def told_in(how: Quantize, convert: Callable[[np.ndarray], Any]) -> Quantize:
-    return dataclasses.replace(how, scale=convert(how.scale)) if how.is_given else how
 
 
 @every_how

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from cupynorm import _arrays
 from cupynorm._operation import (
     BACKWARD,
     FORWARD,
@@ -277,12 +278,7 @@ def _round(values: Any, dtype: str | None) -> Any:
     if dtype not in ("bfloat16", "float16") or values.dtype != jnp.float64:
         return values.astype(dtype)
     # XLA goes through float32, and so rounds twice. See `reference.round_once`.
-    single = values.astype(jnp.float32)
-    bits = jax.lax.bitcast_convert_type(single, jnp.uint32)
-    inexact = (single != values) & ~jnp.isnan(values)
-    toward_zero = bits - (jnp.abs(single) > jnp.abs(values)).astype(jnp.uint32)
-    odd = jnp.where(inexact, toward_zero | 1, bits)
-    return jax.lax.bitcast_convert_type(odd, jnp.float32).astype(dtype)
+    return _arrays.rounded_to_odd(jnp, values).astype(dtype)
 
 
 # As a function of values it is linear, though it works on bits, which have no derivative.

@@ -13,7 +13,7 @@ import json
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -147,18 +147,25 @@ def _scratch_bytes(plan: Any, spec: Spec, m: int, groups: Groups | None) -> int:
     return int(plan.scratch_bytes(m, *of_groups))
 
 
+class _StreamOfXla(NamedTuple):
+    handle: int
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.handle  # the version of CUDA's stream protocol
+
+
 @contextlib.contextmanager
 def _current(platform: str, device: int, stream: int) -> Iterator[None]:
     """Make a device and its stream current for a while: XLA relies on its threads' devices."""
     if platform != "cuda":
         yield
         return
-    from cupy.cuda import ExternalStream, runtime
+    from cupy.cuda import Stream, runtime
 
     previous = runtime.getDevice()
     runtime.setDevice(device)
     try:
-        with ExternalStream(stream, device):
+        with Stream.from_external(_StreamOfXla(stream)):
             yield
     finally:
         runtime.setDevice(previous)
