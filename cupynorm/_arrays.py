@@ -45,7 +45,10 @@ DTYPES = {np.dtype(name): name for name in ("float64", "float32", "float16")} | 
     BFLOAT16: "bfloat16"
 }
 FLOATS = tuple(DTYPES.values())
-_OF_NAMES = {name: dtype for dtype, name in DTYPES.items()} | {"uint8": np.dtype(np.uint8)}
+_OF_NAMES = {name: dtype for dtype, name in DTYPES.items()}
+_OF_NAMES |= {name: np.dtype(name) for name in ("uint8", "int8")}
+# CuPy has their bytes.
+_OF_NAMES |= dict.fromkeys(("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"), np.dtype(np.uint8))
 
 _DLPACK_CPU, _DLPACK_CUDA, _DLPACK_CUDA_HOST, _DLPACK_CUDA_MANAGED = 1, 2, 3, 13
 

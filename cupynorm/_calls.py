@@ -24,12 +24,13 @@ from cupynorm._arrays import (
 )
 from cupynorm._checks import Asked, AskedBackward
 from cupynorm._groups import groups_of, to_repeat
-from cupynorm._layout import pack_length
+from cupynorm._layout import pack_length, quantized_config
 from cupynorm._operation import (
     BACKWARD,
     FORWARD,
     KINDS,
     MOVED_BY_PACKS,
+    QUANTIZED,
     SUMS,
     BackwardSpec,
     ForwardSpec,
@@ -38,6 +39,7 @@ from cupynorm._operation import (
     NormForward,
     Options,
     Pass,
+    QuantizedSpec,
     Spec,
     compute_dtype,
     shapes_of_results,
@@ -46,21 +48,25 @@ from cupynorm._operation import (
 from cupynorm._plans import (
     BackwardPlan,
     ForwardPlan,
+    architecture,
     backward_plan,
     forward_plan,
     strided_plan,
 )
 from cupynorm._prepared import Dialect, key_function, run_maker
+from cupynorm._quantize import Quantize, spec_for_kernel
 
 __all__ = [
     "backward_key",
     "calls",
     "contiguous",
     "first_call",
+    "first_quantized",
     "forward_key",
     "keep_if_captured",
     "kept_if_captured",
     "on",
+    "quantized_key",
 ]
 
 # A call looks these up by names of this module.
@@ -108,16 +114,20 @@ _PLAIN = {
     "relu": "(relu is None or (type(relu) is tuple and _are_numbers(map(type, relu))))",
     "bias": "(bias is None or type(bias) is bool)",
     "accumulate": "type(accumulate) is bool",
+    "quantize": "",
 }
 _PLAIN_DTYPE = "({0} is None or isinstance({0}, (_dtype, str, type)))"
 
 
-def _key_of(table: Pass, asked: type[Asked | AskedBackward]) -> Callable[..., Hashable]:
-    conditions = {name: _PLAIN.get(name, _PLAIN_DTYPE.format(name)) for name in asked._fields}
+def _key_of(table: Pass, fields: tuple[str, ...]) -> Callable[..., Hashable]:
+    conditions = {name: _PLAIN.get(name, _PLAIN_DTYPE.format(name)) for name in fields}
     return key_function(CUPY, conditions, table.arguments)
 
 
-forward_key, backward_key = _key_of(FORWARD, Asked), _key_of(BACKWARD, AskedBackward)
+forward_key, backward_key = (
+    _key_of(table, asked._fields) for table, asked in ((FORWARD, Asked), (BACKWARD, AskedBackward))
+)
+quantized_key = _key_of(QUANTIZED, (*Asked._fields, "quantize"))
 
 # ---- arrays as the kernels take them -------------------------------------------------------------
 
@@ -234,6 +244,9 @@ def first_call(
         for name, array in there.items():
             moved = vector if _is_moved_by_packs(name) else 1
             known[f"{name}_mask"] = moved * array.itemsize - 1
+        if isinstance(spec, QuantizedSpec):
+            if quantized_config(spec, n, vector, architecture(device)) is None:
+                return {}, None  # see `first_quantized`
         plan: ForwardPlan | BackwardPlan
         if isinstance(spec, ForwardSpec):
             plan = forward_plan(spec, m, n, vector, device, soon=True)
@@ -253,6 +266,26 @@ def first_call(
         outputs = tuple(name for name in spec.writes if name in given)  # as `_checks` has it
         run = run_of(arguments, _returned(spec, options), apart=outputs)
     return dict(zip(table.writes, written, strict=True)), run
+
+
+def first_quantized(
+    spec: ForwardSpec,
+    options: Options,
+    arguments: dict[str, Any],
+    quantize: Quantize,
+    scale: Any,
+) -> tuple[dict[str, Any], Callable[..., Any] | None]:
+    """Do as `first_call`, with a forward pass whose y is quantized; no arrays if no kernel does.
+
+    `scale` is a given one, or None.
+    """
+    if options.order is not None:
+        return {}, None
+    of_row = arguments["x"].shape[arguments["x"].ndim - options.k :]
+    quantized = spec_for_kernel(quantize, spec, math.prod(of_row))
+    bounds = quantize.scale_min, quantize.scale_max
+    placed = {name: (arguments | {"scale": scale})[name] for name in QUANTIZED.arguments}
+    return first_call(quantized, replace(options, scale_bounds=bounds), placed)
 
 
 def _copied_into_outputs(
@@ -392,6 +425,8 @@ def _returned(spec: Spec, options: Options) -> str:
         return f"{NormBackward.__name__}({fields})"
     if options.training:
         return f"{NormForward.__name__}({{fields}})"
+    if isinstance(spec, QuantizedSpec):
+        return f"({{y}}, {{scale}}{', {residual_out}' if spec.residual else ''})"
     first, *others = (f"{{{name}}}" for name in spec.returned)
     return f"({', '.join((first, *others))})" if others else first
 

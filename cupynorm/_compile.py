@@ -52,6 +52,7 @@ from cupynorm._operation import (
     FORWARD,
     BackwardSpec,
     ForwardSpec,
+    QuantizedSpec,
     compute_dtype,
 )
 
@@ -86,6 +87,7 @@ _BACKWARD = ("n_rows", "n_cols", "inv_n", *BACKWARD.operands)
 # The structs of arguments in kernels/operation.cuh, by the names of their members.
 ARGUMENTS = {
     "ForwardArguments": _FORWARD,
+    "QuantizedArguments": (*_FORWARD, "scale"),
     "ForwardPipelinedArguments": (*_FORWARD, "count"),
     "BackwardArguments": _BACKWARD,
     "BackwardPipelinedArguments": (*_BACKWARD, "partials"),
@@ -210,7 +212,12 @@ def forward_instantiation(
         **_sharing(spec),
     }
     read = {"X": spec.x, "Branch": spec.dtypes["x"], "Residual": spec.residual}
-    op = _op(options, **read, Weight=spec.weight, Bias=spec.bias, Y=spec.y)
+    dtypes = read | {"Weight": spec.weight, "Bias": spec.bias, "Y": spec.dtypes["y"]}
+    if isinstance(spec, QuantizedSpec):
+        options |= {"Epilogue": "Quantize", "kGivenScale": spec.scale_given}
+        options |= {"kScaleColumns": spec.scale_columns}
+        dtypes |= {"Via": spec.y, "Scale": spec.scale}
+    op = _op(options, **dtypes)
     if isinstance(config, Strided):
         return Instantiation(
             "forward_strided.cu",
@@ -224,6 +231,8 @@ def forward_instantiation(
     threads, blocks = config.block_threads, config.cluster_blocks
     if isinstance(config, ForwardInRegisters):
         regime, struct = "in_registers", "ForwardArguments"
+        if isinstance(spec, QuantizedSpec):
+            struct = "QuantizedArguments"
         shared_bytes = forward_in_registers_bytes(spec, config)
     elif isinstance(config, ForwardPipelined):
         regime, struct = "pipelined", "ForwardPipelinedArguments"

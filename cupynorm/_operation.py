@@ -26,6 +26,7 @@ __all__ = [
     "ITEMSIZE",
     "KINDS",
     "MOVED_BY_PACKS",
+    "QUANTIZED",
     "SUMS",
     "BackwardSpec",
     "ForwardSpec",
@@ -35,6 +36,7 @@ __all__ = [
     "NormForward",
     "Options",
     "Pass",
+    "QuantizedSpec",
     "Relu",
     "Spec",
     "bitmask_bytes",
@@ -59,6 +61,10 @@ CPP_TYPES = {
     "float32": "float",
     "float16": "float16",
     "bfloat16": "bfloat16",
+    "float8_e4m3fn": "float8_e4m3fn",
+    "float8_e5m2": "float8_e5m2",
+    "int8": "int8",
+    "float8_e8m0fnu": "unsigned char",  # a scale, as its bits
     None: "None",
 }
 
@@ -78,6 +84,9 @@ class Kind(enum.Enum):
     VECTOR = "broadcasts to x: what the elements of each row are scaled or shifted by"
     STATISTIC = "kept: a number a row"
     BITS = "(*kept, ceil(N / 8)): a bit an element"
+    SCALES = (
+        "one; or (*kept, 1, ...), one a row; or (*kept, ceil(N / block)): what q is multiplied by"
+    )
 
 
 KINDS = {
@@ -86,6 +95,7 @@ KINDS = {
     **dict.fromkeys(("weight", "bias", "dweight", "dbias"), Kind.VECTOR),
     **dict.fromkeys(("mean", "rstd"), Kind.STATISTIC),
     "bitmask": Kind.BITS,
+    "scale": Kind.SCALES,
 }
 ALWAYS_READ = frozenset(("x", "dy", "rstd"))  # a pass that reads these always has them
 
@@ -104,10 +114,11 @@ def bitmask_bytes(n: int) -> int:
 def shape_of(kind: Kind, x_shape: Sequence[Any], k: int) -> tuple[Any, ...]:
     """Return the shape of an array of a kind, for an x whose last k axes are normalized.
 
-    A VECTOR has no such shape: weight and bias have their own, and so have their gradients.
+    A VECTOR has no such shape: weight and bias have their own, and so have their gradients. Nor
+    have SCALES.
     """
-    if kind is Kind.VECTOR:
-        raise ValueError("a vector's shape is its own")
+    if kind in (Kind.VECTOR, Kind.SCALES):
+        raise ValueError("a vector's shape is its own, and so is that of scales")
     kept, normalized = tuple(x_shape[: len(x_shape) - k]), tuple(x_shape[len(x_shape) - k :])
     if kind is Kind.ROWS:
         return kept + normalized
@@ -151,6 +162,14 @@ FORWARD = Pass(
     arguments=(*_READ_FORWARD, "y", "residual_out"),
     takes_scratch=False,
 )
+QUANTIZED = Pass(  # a forward pass whose y has eight bits an element: `QuantizedSpec`
+    "quantized",
+    reads=_READ_FORWARD,
+    writes=(*FORWARD.writes, "scale"),
+    dtypes_asked=FORWARD.dtypes_asked,
+    arguments=(*_READ_FORWARD, "residual_out", "scale"),  # a scale that is given is only read
+    takes_scratch=False,
+)
 BACKWARD = Pass(  # x is the normalized array: the forward's residual_out, if there is one
     "backward",
     reads=_READ_BACKWARD,
@@ -168,9 +187,10 @@ class Options:
 
     `k`: how many trailing axes of x are normalized. `training`: the statistics are stored and, with
     relu, the bits. `has_residual`: a backward pass returns dresidual. It is dx if both have one
-    dtype. `sums_given`: dweight or dbias is written to a caller's array. `accumulate`: it is added
-    to that. `groups`: how rows share weight and bias; None if these are one row for all. `order`:
-    the axes of the caller's x in the order that they have here, if they were moved.
+    dtype. `scale_bounds`: those of the scales that a quantized pass computes. `sums_given`: dweight
+    or dbias is written to a caller's array. `accumulate`: it is added to that. `groups`: how rows
+    share weight and bias; None if these are one row for all. `order`: the axes of the caller's x in
+    the order that they have here, if they were moved.
     """
 
     norm: Norm
@@ -180,6 +200,7 @@ class Options:
     relu: Relu = None
     training: bool = False
     has_residual: bool = False
+    scale_bounds: tuple[float, float] | None = None
     sums_given: bool = False
     accumulate: bool = False
     groups: Groups | None = None
@@ -192,8 +213,8 @@ class Options:
 
     @property
     def numbers(self) -> tuple[float, float, float]:
-        """The numbers for a forward plan: eps and the bounds, which may be any without relu."""
-        return (self.eps, *(self.relu or (0.0, 0.0)))
+        """The numbers for a forward plan: eps and the epilogue's bounds, any if it has none."""
+        return (self.eps, *(self.relu or self.scale_bounds or (0.0, 0.0)))
 
 
 class _Spec:
@@ -303,6 +324,32 @@ class ForwardSpec(_Spec):
 
 
 @dataclass(frozen=True)
+class QuantizedSpec(ForwardSpec):
+    """A forward pass to compile whose y is quantized. Nothing is stored for a backward pass.
+
+    The inherited fields are those of a pass that writes y in the dtype that it is rounded to first.
+    """
+
+    table: ClassVar[Pass] = QUANTIZED
+
+    q: str = "int8"  # a dtype of eight bits
+    scale: str = "float32"
+    scale_given: bool = False  # one for all
+    scale_columns: int = 0  # that share a scale; 0 if all of a row do
+
+    @property
+    def of_y(self) -> ForwardSpec:
+        """The pass that writes y."""
+        fields = dataclasses.fields(ForwardSpec)
+        return ForwardSpec(**{field.name: getattr(self, field.name) for field in fields})
+
+    @property
+    def dtypes(self) -> dict[str, str | None]:
+        """The dtype of each array of the table by its name, None if it is absent."""
+        return super().dtypes | {"y": self.q, "scale": self.scale}
+
+
+@dataclass(frozen=True)
 class BackwardSpec(_Spec):
     """A backward pass to compile. A weight always has a dweight.
 
@@ -390,11 +437,16 @@ Spec = ForwardSpec | BackwardSpec
 def shapes_of_results(spec: Spec, k: int, arrays: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a pass's results by name. `arrays` are its arguments by name."""
     x, weight, like = arrays["x"], arrays["weight"], arrays.get("like")
-    of_row = tuple(x.shape[x.ndim - k :])
+    kept, of_row = tuple(x.shape[: x.ndim - k]), tuple(x.shape[x.ndim - k :])
     of_weight = of_row if weight is None else tuple(weight.shape)
-    of_vectors = {"dweight": of_weight, "dbias": of_weight if like is None else tuple(like.shape)}
+    own = {"dweight": of_weight, "dbias": of_weight if like is None else tuple(like.shape)}
+    if isinstance(spec, QuantizedSpec):
+        columns = spec.scale_columns
+        own["scale"] = (*kept, -(-of_row[-1] // columns)) if columns else (*kept, *(1,) * k)
+        if spec.scale_given:
+            own["scale"] = tuple(arrays["scale"].shape)
     return {
-        name: of_vectors[name] if KINDS[name] is Kind.VECTOR else shape_of(KINDS[name], x.shape, k)
+        name: own[name] if name in own else shape_of(KINDS[name], x.shape, k)
         for name in spec.writes
     }
 

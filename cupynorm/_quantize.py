@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -16,6 +16,7 @@ import numpy as np
 
 from cupynorm import _arrays, _checks
 from cupynorm._arrays import dtype_name
+from cupynorm._operation import ForwardSpec, QuantizedSpec
 
 __all__ = [
     "BLOCK_MX",
@@ -32,6 +33,7 @@ __all__ = [
     "of_arrays",
     "power_of",
     "scales_of",
+    "spec_for_kernel",
     "taken_scale",
 ]
 
@@ -160,6 +162,17 @@ class Quantize:
     def is_given(self) -> bool:
         """Whether the scale is an array of the caller's."""
         return not isinstance(self.scale, str)
+
+    @property
+    def given(self) -> Any:
+        """The scale that is given, or None."""
+        return self.scale if self.is_given else None
+
+    @property
+    def told(self) -> tuple[Any, ...]:
+        """All that a call depends on but for a scale that is given."""
+        how = "given" if self.is_given else self.scale
+        return self.dtype, how, self.block, self.via, self.scale_min, self.scale_max
 
     @property
     def scale_dtype(self) -> str:
@@ -305,6 +318,18 @@ def taken_scale(quantize: Quantize, family: _arrays.Family, x: Any) -> Any:
     check_scale_dtype(scale)
     _checks.check_device("quantize.scale", scale, family.take("x", x))
     return scale
+
+
+def spec_for_kernel(quantize: Quantize, of_y: ForwardSpec, n: int) -> QuantizedSpec:
+    """Return the pass over rows of n elements that quantizes y itself."""
+    columns = quantize.block or 0
+    return QuantizedSpec(
+        **{field.name: getattr(of_y, field.name) for field in fields(of_y)},
+        q=quantize.dtype,
+        scale=quantize.scale_dtype,
+        scale_given=quantize.is_given,
+        scale_columns=0 if columns == BLOCK and n <= BLOCK else columns,  # one block is the row
+    )
 
 
 def of_arrays(y: Any, axes: tuple[int, ...], quantize: Quantize, scale: Any) -> tuple[Any, Any]:

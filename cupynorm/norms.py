@@ -17,6 +17,7 @@ from cupynorm._operation import (
     BACKWARD,
     FORWARD,
     BackwardSpec,
+    ForwardSpec,
     NormBackward,
     NormForward,
     Pass,
@@ -582,19 +583,61 @@ dresidual_dtype, dweight, dbias, accumulate
 
 def _quantized(arrays: tuple[Any, ...], asked: tuple[Any, ...], quantize: Any) -> Any:
     """Return q and scale of a forward pass without statistics and, with a residual, s."""
-    x, residual, *_, out, residual_out = arrays
+    x, residual, weight, bias, out, residual_out = arrays
     *options, out_dtype, residual_dtype = asked
-    family = _arrays.family_of("x", x).with_device_of(x)
+    family, key = _arrays.family_of("x", x), None
+    if family.is_cupy and isinstance(quantize, Quantize) and out is None:
+        calls = _cupy_calls()
+        given = x, residual, weight, bias, residual_out, quantize.given
+        key = calls.quantized_key((*asked, quantize.told), given)
+        run = calls.calls.get(key)
+        if run is not None:
+            result = run(given)
+            if result is not None:
+                return result
+    family = family.with_device_of(x)
     axes = _quantize.check_call(quantize, x, options[2], out_dtype, out)
-    given = _quantize.taken_scale(quantize, family, x)
+    scale = _quantize.taken_scale(quantize, family, x)
     like = x if residual is None else residual if residual_out is None else residual_out
     total = residual_dtype or getattr(like, "dtype", None)
-    via = _quantize.dtype_of_y(quantize, x, total)
-    results = _call(FORWARD, x, arrays, (*options, via, residual_dtype))
-    y, *others = results if residual is not None else (results,)
-    codes, scale = _quantize.of_arrays(family.take("y", y), axes, quantize, given)
+    asked = (*options, _quantize.dtype_of_y(quantize, x, total), residual_dtype)
+    found = None
+    if family is not _arrays.NUMPY and not _gpu_is_lost:
+        found = _by_one_kernel(family, key, arrays, asked, quantize, scale)
+    if found is None:
+        results = _call(FORWARD, x, arrays, asked)
+        y, *others = results if residual is not None else (results,)
+        found = (*_quantize.of_arrays(family.take("y", y), axes, quantize, scale), *others)
+    codes, scale, *others = found
     scale = quantize.scale if quantize.is_given else family.give_as(quantize.scale_dtype, scale)
     return (family.give_as(quantize.dtype, codes), scale, *others)
+
+
+def _by_one_kernel(
+    family: _arrays.Family,
+    key: Any,
+    arrays: tuple[Any, ...],
+    asked: tuple[Any, ...],
+    quantize: Quantize,
+    scale: Any,
+) -> tuple[Any, ...] | None:
+    """Return codes, scales and s; None if no kernel serves the call."""
+    given = dict(zip(FORWARD.arguments, arrays, strict=True))
+    taken, spec, options = _checks.check_call(family, given, _checks.Asked(*asked))
+    if _arrays.is_numpy(taken["x"]) or not isinstance(spec, ForwardSpec):
+        return None
+    family.check_holds("residual_dtype", _arrays.to_numpy(spec.x))
+    calls = _cupy_calls()
+    written, run = calls.first_quantized(spec, options, taken, quantize, scale)
+    if not written:
+        return None
+    if key is not None and run is not None:
+        remember(calls.calls, key, run)
+    total, place = written["residual_out"], given["residual_out"]
+    if total is None:
+        return written["y"], written["scale"]
+    given_back = family.give(total) if place is None else family.give_back(place, total)
+    return written["y"], written["scale"], given_back
 
 
 @functools.cache

@@ -495,6 +495,34 @@ __device__ __forceinline__ unsigned short double_to_bfloat16_bits(double value) 
   return float_to_bfloat16_bits(float_from_bits(float_bits(toward_zero) | (inexact ? 1u : 0u)));
 }
 
+// Numbers of eight bits: to nearest even, saturated. Two float8 numbers at once, the first in the lower half, by an
+// instruction of sm_89 on. quantize.cuh has the bits for others.
+#if __CUDA_ARCH__ >= 890
+constexpr bool kConvertsToFloat8 = true;
+#else
+constexpr bool kConvertsToFloat8 = false;
+#endif
+__device__ __forceinline__ unsigned floats_to_e4m3_bits(float first, float second) {
+  unsigned short bits = 0;
+#if __CUDA_ARCH__ >= 890
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(bits) : "f"(second), "f"(first));
+#endif
+  return bits;
+}
+__device__ __forceinline__ unsigned floats_to_e5m2_bits(float first, float second) {
+  unsigned short bits = 0;
+#if __CUDA_ARCH__ >= 890
+  asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(bits) : "f"(second), "f"(first));
+#endif
+  return bits;
+}
+// A NaN gives 0.
+__device__ __forceinline__ unsigned float_to_int8_bits(float value) {
+  int number;
+  asm("cvt.rni.s8.f32 %0, %1;" : "=r"(number) : "f"(value));
+  return static_cast<unsigned>(number) & 0xffu;
+}
+
 // The compiler contracts nothing (--fmad=false), so a fused multiply-add happens only where it is
 // written.
 __device__ __forceinline__ float fused_multiply_add(float a, float b, float c) {
@@ -510,6 +538,8 @@ __device__ __forceinline__ float add_with_subnormals(float a, float b) {
   return sum;
 }
 __device__ __forceinline__ double add_with_subnormals(double a, double b) { return a + b; }
+// The larger one that is no NaN.
+__device__ __forceinline__ float larger_number(float a, float b) { return fmaxf(a, b); }
 __device__ __forceinline__ float absolute(float value) { return fabsf(value); }
 __device__ __forceinline__ double absolute(double value) { return fabs(value); }
 // The value, or the bound that it exceeds; a NaN stays.
@@ -561,5 +591,6 @@ __device__ __forceinline__ float reciprocal_within_an_ulp(float value) {
   return reciprocal;
 }
 __device__ __forceinline__ double reciprocal_within_an_ulp(double value) { return 1.0 / value; }
+__device__ __forceinline__ float reciprocal(float value) { return __frcp_rn(value); }
 __device__ __forceinline__ float square_root(float value) { return __fsqrt_rn(value); }
 __device__ __forceinline__ double square_root(double value) { return __dsqrt_rn(value); }

@@ -3,6 +3,7 @@
 //
 // Identity:  The value stays as it is.
 // Clamp:     The clamped ReLU, min(max(y, lower), upper), with one bit an element, set where lower < y < upper.
+// Quantize:  The value is rounded to Op::Via, and then to eight bits with a scale (quantize.cuh).
 // Bitmask:   A row of n columns has (n + 7) / 8 bytes. Column 8 j + b is bit b of byte j. The bits past the row's end
 //            are zero. A pack of 8 elements is one byte. Shorter packs share a byte with their neighbours.
 #pragma once
@@ -13,14 +14,14 @@
 __host__ __device__ constexpr long long bitmask_bytes(long long n_cols) { return (n_cols + 7) / 8; }
 
 struct Identity {
-  static constexpr bool kHasBits = false;
+  static constexpr bool kHasBits = false, kQuantizes = false;
 
   template <bool Marks, typename T, typename Arguments>
   static __device__ __forceinline__ void forward(T&, const Arguments&, unsigned&, int) {}
 };
 
 struct Clamp {
-  static constexpr bool kHasBits = true;
+  static constexpr bool kHasBits = true, kQuantizes = false;
 
   // Clamps y, but keeps a NaN. If Marks, sets bit i of `bits` if it was strictly between the
   // bounds.

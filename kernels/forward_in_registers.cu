@@ -26,6 +26,7 @@
 #include "epilogue.cuh"
 #include "groups.cuh"
 #include "prologue.cuh"
+#include "quantize.cuh"
 #include "statistics.cuh"
 #include "team.cuh"
 #include "unaligned.cuh"
@@ -54,6 +55,10 @@ __device__ __forceinline__ void prefetch_row_ahead(const X* x, long long x_strid
     if (row < n_rows && first < n_cols) prefetch(x + (row * x_stride + first));
   }
 }
+
+template <typename Op>
+using InRegistersArguments =
+    typename Either<Op::Epilogue::kQuantizes, QuantizedArguments<Op>, ForwardArguments<Op>>::type;
 
 // The kernel's state and its steps.
 template <typename Op, typename Layout>
@@ -121,7 +126,7 @@ struct InRegistersForward {
 
   Statistics<T> statistics;
   Scale<T> scale;
-  const ForwardArguments<Op>& args;
+  const InRegistersArguments<Op>& args;
   TeamOf& team;
   Pack<X, kLength> (&packs)[Layout::kPacksPerThread];
   Arrays& arrays;
@@ -135,7 +140,7 @@ struct InRegistersForward {
   const long long bytes = rows_of_all<Op>(args) * n_cols * (kBytesOf<Branch> + kBytesOf<Residual>);
   T unit = 1;
 
-  __device__ __forceinline__ InRegistersForward(const ForwardArguments<Op>& args, TeamOf& team,
+  __device__ __forceinline__ InRegistersForward(const InRegistersArguments<Op>& args, TeamOf& team,
                                                 Arrays& arrays)
       : args(args), team(team), packs(arrays.packs), arrays(arrays) {}
 
@@ -513,11 +518,76 @@ struct InRegistersForward {
       }
     }
   }
+  // y, quantized. If the row has one scale, y waits for it in registers.
+  __device__ __forceinline__ void quantize(T shift, Y* own) {
+    using Quantized = Quantizer<Op, kLength>;
+    static_assert(Layout::kVector == kLength, "codes are stored by whole packs");
+    static_assert(Op::kScaleColumns == 0 || (Op::kScaleColumns % kLength == 0 &&
+                                             Layout::kRowThreads % Quantized::kLanes == 0),
+                  "lanes share a scale");
+    const T offset = -statistics.correction * scale.of_row;
+    Pack<typename Op::Via, kLength> rounded[Layout::kPacksPerThread];
+    Divisor divisor(Op::kGivenScale ? static_cast<float>(*args.scale) : 1.0f, 0);
+    T largest[1] = {0};
+    if constexpr (kAsksAhead) {
+#pragma unroll
+      for (int p = 0; p < kAhead && p < Layout::kPacksPerThread; ++p) load_affine(p);
+    }
+#pragma unroll
+    for (int p = 0; p < Layout::kPacksPerThread; ++p) {
+      load_affine_before(p);
+      T values[kLength];
+      normalize_pack<Op>(values, packs[p], shift, scale.of_row, offset, arrays.weights[p],
+                         arrays.biases[p], args);
+      rounded[p].set(values);
+      const T of_pack = p * kStep < left_of_row(p) ? Quantized::largest_of(rounded[p]) : T(0);
+      if constexpr (Quantized::kOfRow) {
+        largest[0] = larger(of_pack, largest[0]);
+      } else {
+        if constexpr (!Op::kGivenScale) {
+          const T of_block = Quantized::largest_of_lanes(of_pack);
+          const auto scale_of_block = Quantized::scale_of(of_block, args);
+          store_scale_of_block(scale_of_block, p);
+          divisor = Quantized::divisor(scale_of_block, of_block);
+        }
+        store_codes(rounded[p], divisor, own, p);
+      }
+    }
+    if constexpr (Quantized::kOfRow) {
+      team.template reduce<Max>(largest, largest);
+      const auto scale_of_row = Quantized::scale_of(largest[0], args);
+      if (active && team.rank == 0 && team.block == 0) args.scale[row] = scale_of_row;
+      divisor = Quantized::divisor(scale_of_row, largest[0]);
+#pragma unroll
+      for (int p = 0; p < Layout::kPacksPerThread; ++p) store_codes(rounded[p], divisor, own, p);
+    }
+  }
+  template <typename Rounded>
+  __device__ __forceinline__ void store_codes(const Rounded& y, const Divisor& divisor, Y* own,
+                                              int p) const {
+    store<Layout::kVector>(Quantizer<Op, kLength>::codes(y, divisor), own, p * kStep,
+                           left_of_row(p));
+  }
+  template <typename Scale>
+  __device__ __forceinline__ void store_scale_of_block(Scale of_block, int p) const {
+    const int first = first_column(p);
+    const bool is_first = first % Op::kScaleColumns == 0 && p * kStep < left_of_row(p);
+    const int blocks = (n_cols + Op::kScaleColumns - 1) / Op::kScaleColumns;
+    if (is_first) args.scale[row * blocks + first / Op::kScaleColumns] = of_block;
+  }
+  template <typename WordsOrNone>
+  __device__ __forceinline__ void write(T shift, const PlaceOfY& place, const WordsOrNone& words) {
+    if constexpr (Op::Epilogue::kQuantizes) {
+      quantize(shift, place.own);
+    } else {
+      normalize(shift, place, words);
+    }
+  }
 };
 
 template <typename Op, typename Layout>
 __global__ void __launch_bounds__(Layout::kBlockThreads, Layout::kBlocksPerMultiprocessor)
-    norm_forward_in_registers(const __grid_constant__ ForwardArguments<Op> given) {
+    norm_forward_in_registers(const __grid_constant__ InRegistersArguments<Op> given) {
   using Forward = InRegistersForward<Op, Layout>;
   using T = typename Forward::T;
   const auto args = of_group<Op, Layout::kClusterBlocks>(
@@ -542,15 +612,15 @@ __global__ void __launch_bounds__(Layout::kBlockThreads, Layout::kBlocksPerMulti
   if constexpr (Layout::kRareLast) {
     if (usual) {
       forward.store_statistics();
-      forward.normalize(forward.statistics.shift, place, words);
+      forward.write(forward.statistics.shift, place, words);
       return;
     }
   }
   if (!usual) forward.measure_rare_row(far, wild);
   forward.store_statistics();
   if (Forward::kFromZero && usual) {
-    forward.normalize(T(0), place, words);
+    forward.write(T(0), place, words);
   } else {
-    forward.normalize(forward.statistics.shift, place, words);
+    forward.write(forward.statistics.shift, place, words);
   }
 }

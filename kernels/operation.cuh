@@ -6,7 +6,8 @@
 //            DBias, None if absent. Forward has the Prologue (prologue.cuh). Both have the Epilogue (epilogue.cuh) and
 //            the options kCentered (LayerNorm, else RMSNorm), kZeroCentered (1 is added to the weight), kGrouped and
 //            kRepeats (groups.cuh: rows do not all share one row of weight and bias). If
-//            kStoresBits, forward stores the bits of the Epilogue. X is the type of what is normalized. With a
+//            kStoresBits, forward stores the bits of the Epilogue. If that is Quantize, Y has eight bits, and there are
+//            Via, Scale, kGivenScale and kScaleColumns (quantize.cuh). X is the type of what is normalized. With a
 //            Residual, that is the sum of it and a Branch. DWeight and DBias are the types that the kernel itself
 //            writes: for partials, the compute type. DResidual is None if it is DX. A kernel that writes the gradients
 //            themselves has kGiven (a caller gave the arrays) and kAccumulates (it adds to them).
@@ -43,6 +44,12 @@ struct ForwardArguments : Groups<Op> {
   unsigned char* bitmask;
   typename Op::X* residual_out;
   long long residual_out_stride;
+};
+
+// lower and upper are the bounds of a scale that is computed.
+template <typename Op>
+struct QuantizedArguments : ForwardArguments<Op> {
+  typename Op::Scale* scale;  // one that is given, or one for each row or block
 };
 
 template <typename Op>

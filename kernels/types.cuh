@@ -9,6 +9,16 @@ struct float16 {
 struct bfloat16 {
   unsigned short bits;
 };
+// Of eight bits, which results are quantized to (quantize.cuh).
+struct float8_e4m3fn {
+  unsigned char bits;
+};
+struct float8_e5m2 {
+  unsigned char bits;
+};
+struct int8 {
+  unsigned char bits;
+};
 struct None {};  // an absent operand
 
 template <typename A, typename B>

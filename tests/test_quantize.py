@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 from device import to_cupy, to_numpy
+from host.build import Build, compiler_problem
+from host.gpu import Gpu
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from strategies import DTYPES, Problem, make_values, problems
@@ -27,6 +29,7 @@ HOWS = (
     Quantize("float8_e4m3fn", "row", via="bfloat16", scale_min=1e-3, scale_max=2e-3),
     Quantize("float8_e5m2", SCALE, via="float16"),
 )
+BUILD = Build()
 every_how = pytest.mark.parametrize(
     "how", HOWS, ids=lambda how: f"{how.dtype}-{how.scale}-{how.block}"
 )
@@ -311,6 +314,93 @@ def test_the_check_finds_one_wrong_code_and_one_wrong_scale() -> None:
         check(q.view(ml_dtypes.float8_e5m2), scale)
     with pytest.raises(AssertionError, match="there must be q, scale, got 3"):
         check(q, scale, q)
+
+
+# ---- the kernels, on the host --------------------------------------------------------------------
+
+needs_compiler = pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem()))
+# How a row is shared: a part of a warp, a warp, several warps, and their last packs past its end.
+WIDTHS = (128, 1000, 1024, 4096, 5000)
+KERNELS = (
+    *((how, "bfloat16", 1024, None) for how in HOWS),
+    *((HOWS[1], "float16", n, None) for n in (128, 1000, 4096, 5000)),
+    (HOWS[0], "float32", 2048, None),
+    (HOWS[5], "float32", 1000, "float32"),
+    (HOWS[6], "bfloat16", 5000, "float32"),
+    (HOWS[8], "float16", 1000, "float16"),
+    (HOWS[7], "bfloat16", 128, "bfloat16"),
+)
+
+
+@needs_compiler
+@pytest.mark.parametrize("few_rows", [False, True])
+def test_kernels_have_the_bits_of_the_oracle(few_rows: bool) -> None:
+    gpu = Gpu(BUILD, few_rows=few_rows)
+    gpu.repeats = True
+    for i, (how, dtype, n, of_residual) in enumerate(KERNELS):
+        norm = ("rms_norm", "layer_norm")[i % 2]
+        with gpu.fresh_memory():
+            put = gpu.cupy.array
+            x = put(make_values("nonfinite", (5, n), DTYPES[dtype], i))
+            weight = put(make_values("normal", (n,), np.float32, 8))
+            bias = (
+                put(make_values("normal", (n,), DTYPES[dtype], 9)) if norm == "layer_norm" else None
+            )
+            options: dict[str, Any] = {"eps": 1e-5, "zero_centered": i % 3 == 0}
+            if of_residual:
+                options["residual"] = put(make_values("normal", (5, n), DTYPES[of_residual], 10))
+            like = options.get("residual", x)
+            via = _quantize.dtype_of_y(how, x, like.dtype)
+            y = gpu.forward(norm, x, weight, bias, **options, out_dtype=via, store_statistics=False)
+            y, *totals = map(gpu.to_numpy, y if of_residual else (y,))
+            result = gpu.quantized(norm, x, weight, bias, **options, quantize=told_in(how, put))
+            q, scale, *sums = map(gpu.to_numpy, result)
+            exact_q, exact_scale = by_oracle(how, y)
+            same(q.view(how.dtype), exact_q)
+            same(scale.view(exact_scale.dtype), exact_scale)
+            for total, expected in zip(sums, totals, strict=True):
+                same(total, expected)
+    assert {kernel.name for kernel in gpu.launched} == {"norm_forward_in_registers"}
+
+
+def as_y(values: np.ndarray) -> Iterator[np.ndarray]:
+    """Yield rows of 4096 weights: y is the weight where x is 1 and eps 0."""
+    for first in range(0, len(values), 4096):
+        yield np.pad(values[first : first + 4096], (0, max(0, first + 4096 - len(values))))
+
+
+def check_each_number(quantized: Callable[..., Any], dtype: str, source: str) -> None:
+    """Check a static scale on each number of a source: exact quotients, and those next to them."""
+    if source == "boundaries":
+        values = boundaries(dtype)
+    else:
+        values = np.arange(1 << 16, dtype=np.uint16).view(DTYPES[source])
+    subnormal = (values != 0) & (abs(values.astype(np.float32)) < 2.0**-126)
+    values = np.where(subnormal, values.dtype.type(0), values)  # as GPUs take them
+    x = np.ones((1, 4096), np.float32)
+    for scale in np.float32([1, 0.037, -3, 2.0**-70, 2.0**70, 0, np.inf]):
+        with np.errstate(all="ignore"):
+            product = (values.astype(np.float32) * scale).astype(values.dtype)
+        for weight in as_y(product if 0 < abs(scale) < 8 else values):
+            how = Quantize(dtype, scale.reshape(1), via=None)
+            q = quantized(x, weight, how)
+            same(q.view(dtype), by_oracle(how, weight.astype(np.float32)[None])[0])
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [*FLOAT8, "int8"])
+def test_kernels_round_each_number(dtype: str) -> None:
+    gpu = Gpu(BUILD)
+
+    def quantized(x: np.ndarray, weight: np.ndarray, how: Quantize) -> np.ndarray:
+        put = gpu.cupy.array
+        with gpu.fresh_memory():
+            how = told_in(how, put)
+            result = gpu.quantized("rms_norm", put(x), put(weight), eps=0.0, quantize=how)
+            return gpu.to_numpy(result[0])
+
+    for source in ("float16", "bfloat16", "boundaries"):
+        check_each_number(quantized, dtype, source)
 
 
 # ---- CuPy ----------------------------------------------------------------------------------------

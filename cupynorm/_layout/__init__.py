@@ -36,7 +36,7 @@ from cupynorm._layout.backward_in_registers import (
     few_rows_backward_configs,
 )
 from cupynorm._layout.backward_pipelined import BackwardPipelined, backward_pipelined_bytes
-from cupynorm._layout.forward import ForwardStreaming, forward_config
+from cupynorm._layout.forward import ForwardStreaming, forward_config, quantized_config
 from cupynorm._layout.forward_in_registers import (
     ForwardInRegisters,
     few_rows_configs,
@@ -92,6 +92,7 @@ __all__ = [
     "gpu_of",
     "pack_length",
     "partials_stride",
+    "quantized_config",
     "reduction_bytes",
     "reduction_of_gradients",
     "shared_limit",

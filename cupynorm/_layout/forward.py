@@ -17,6 +17,7 @@ from cupynorm._layout.forward_in_registers import (
     ForwardInRegisters,
     forward_in_registers,
     has_fewest_threads,
+    in_registers_quantized,
     in_registers_with_residual,
 )
 from cupynorm._layout.forward_pipelined import (
@@ -25,7 +26,7 @@ from cupynorm._layout.forward_pipelined import (
     pipelined_with_residual,
 )
 from cupynorm._layout.tuning_sm90 import Forward as Tuned
-from cupynorm._operation import ITEMSIZE, ForwardSpec
+from cupynorm._operation import ITEMSIZE, ForwardSpec, QuantizedSpec
 
 
 @dataclass(frozen=True)
@@ -46,10 +47,33 @@ def forward_config(
     spec: ForwardSpec, n: int, vector: int, architecture: int
 ) -> ForwardInRegisters | ForwardPipelined | ForwardStreaming:
     """Return the configuration of a forward pass over rows of n elements."""
+    if isinstance(spec, QuantizedSpec):
+        quantized = quantized_config(spec, n, vector, architecture)
+        if quantized is None:
+            raise ValueError(f"no kernel quantizes rows of {n} elements, {vector} at once: {spec}")
+        return quantized
     config = _config_for_all(spec, n, vector, architecture)
     if spec.grouped and isinstance(config, ForwardPipelined):
         return dataclasses.replace(config, counted=False)  # each group would take a count
     return config
+
+
+def quantized_config(
+    spec: QuantizedSpec, n: int, vector: int, architecture: int
+) -> ForwardInRegisters | None:
+    """Return the configuration of a quantized pass. None if no kernel serves it.
+
+    It has the bits of the pass that writes y. Registers hold the rows, which are moved by packs.
+    Neighbouring lanes share a scale.
+    """
+    config = forward_config(spec.of_y, n, vector, architecture)
+    if spec.x == "float64" or spec.relu or spec.grouped or is_wide(spec):
+        return None
+    if not isinstance(config, ForwardInRegisters) or config.vector != config.pack_length:
+        return None
+    if spec.scale_columns and config.row_threads * config.pack_length % spec.scale_columns:
+        return None
+    return in_registers_quantized(spec, config)
 
 
 def _config_for_all(

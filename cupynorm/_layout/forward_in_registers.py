@@ -21,7 +21,7 @@ from cupynorm._layout.architectures import (
 from cupynorm._layout.tuning_sm90 import AnyPass as Common
 from cupynorm._layout.tuning_sm90 import FewRowsForward as FewRows
 from cupynorm._layout.tuning_sm90 import ForwardInRegisters as Tuned
-from cupynorm._operation import ITEMSIZE, ForwardSpec
+from cupynorm._operation import ITEMSIZE, ForwardSpec, QuantizedSpec
 
 
 @dataclass(frozen=True)
@@ -389,6 +389,11 @@ def in_registers_with_residual(spec: ForwardSpec, config: ForwardInRegisters) ->
     return replace(config, blocks_per_multiprocessor=blocks)
 
 
+def in_registers_quantized(spec: QuantizedSpec, config: ForwardInRegisters) -> ForwardInRegisters:
+    """Return the configuration with registers for a rounded y that waits for its scale."""
+    return config
+
+
 def few_rows_configs(
     spec: ForwardSpec, config: object, n: int, architecture: int, multiprocessors: int
 ) -> tuple[tuple[int, ForwardInRegisters], ...]:
@@ -400,6 +405,9 @@ def few_rows_configs(
     """
     if not isinstance(config, ForwardInRegisters):
         return ()
+    if isinstance(spec, QuantizedSpec):
+        few = few_rows_configs(spec.of_y, config, n, architecture, multiprocessors)
+        return tuple((most, in_registers_quantized(spec, each)) for most, each in few)
     halves = config.pack_length < pack_length(spec.x)
     least = 8 if spec.norm == "rms_norm" or halves else 16
     if config.vector * ITEMSIZE[spec.x] < least or is_wide(spec):

@@ -260,6 +260,18 @@ __forceinline__ unsigned floats_to_bfloat16_bits(float first, float second) {
                                              << 16;
 }
 
+constexpr bool kConvertsToFloat8 = false;
+__forceinline__ unsigned floats_to_e4m3_bits(float, float) { return 0; }
+__forceinline__ unsigned floats_to_e5m2_bits(float, float) { return 0; }
+__forceinline__ unsigned float_to_int8_bits(float value) {
+  if (value != value) return 0;
+  const float whole = __builtin_rintf(value);
+  return static_cast<unsigned>(static_cast<int>(whole < -128  ? -128
+                                                : whole > 127 ? 127
+                                                              : whole)) &
+         0xffu;
+}
+
 __forceinline__ float fused_multiply_add(float a, float b, float c) {
   return __builtin_fmaf(a, b, c);
 }
@@ -283,12 +295,14 @@ __forceinline__ unsigned spread_tops(unsigned tops, int low, int high) {
   const auto half = [&](int byte) { return tops >> (8 * byte + 7) & 1 ? 0xffffu : 0u; };
   return half(low) | half(high) << 16;
 }
+__forceinline__ float larger_number(float a, float b) { return __builtin_fmaxf(a, b); }
 __forceinline__ float absolute(float value) { return __builtin_fabsf(value); }
 __forceinline__ double absolute(double value) { return __builtin_fabs(value); }
 template <typename T>
 __forceinline__ T reciprocal_within_an_ulp(T value) {
   return T(1) / value;
 }
+__forceinline__ float reciprocal(float value) { return 1.0f / value; }
 __forceinline__ float square_root(float value) { return __builtin_sqrtf(value); }
 __forceinline__ double square_root(double value) { return __builtin_sqrt(value); }
 // The first of two roundings is too fine to change the second.

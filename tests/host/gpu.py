@@ -36,6 +36,7 @@ from cupynorm._layout import (
     shared_limit,
 )
 from cupynorm._layout.architectures import MAX_CLUSTER_BLOCKS
+from cupynorm._quantize import dtype_of_y
 from host.build import Build, KernelError, runtime
 
 __all__ = ["ARCHITECTURE", "Array", "Gpu", "Kernel"]
@@ -209,6 +210,25 @@ class Gpu:
         if store_statistics:
             return NormForward(**written)
         return written["y"] if residual is None else (written["y"], written["residual_out"])
+
+    def quantized(
+        self, norm: str, x: Array, weight: Any = None, bias: Any = None, **options: Any
+    ) -> tuple[Array, ...]:
+        """Return q, scale and, with a residual, the sum. A kernel must serve the call."""
+        quantize, residual = options.pop("quantize"), options.pop("residual", None)
+        dtype = options.pop("residual_dtype", None)
+        via = dtype_of_y(quantize, x, dtype or (x if residual is None else residual).dtype)
+        default = {"training": False, "axis": None, "zero_centered": False}
+        asked = Asked(norm, **(default | options), out_dtype=via, residual_dtype=dtype)
+        arrays = {"x": x, "residual": residual, "weight": weight, "bias": bias}
+        taken, spec, told = check_call(NUMPY, arrays | {"y": None, "residual_out": None}, asked)
+        calls = _calls_of(self)
+        written, run = calls.first_quantized(spec, told, taken, quantize, quantize.given)
+        if self.repeats and run is not None:
+            return run((*arrays.values(), None, quantize.given))
+        assert written, "no kernel serves this"
+        made = written["y"], written["scale"], written["residual_out"]
+        return tuple(array for array in made if array is not None)
 
     def backward(
         self,

@@ -1,0 +1,164 @@
+// The way out of a norm whose result is quantized, Op::Epilogue = Quantize, for rows in registers.
+//
+// y is rounded to Op::Via. Then q = saturate(round(y / scale)) has eight bits, Op::Y: to nearest even, of a quotient
+// that is a float. A NaN stays NaN in a float8 type, and is 0 in int8.
+//
+// Scale:     kGivenScale: it is read, one for all. Else it is max|y| / L, clipped to [lower, upper], and written: for
+//            each row, or for each kScaleColumns columns if that is not 0. NaN does not count in max|y|. L is the
+//            largest number of Y. If Scale is a byte, it is a power of two as its exponent (float8_e8m0fnu): the
+//            largest that is not above max|y| / P, where P is the largest power of two of Y.
+// Division:  by the reciprocal, which is then corrected by what the product exceeds y by. No quotient next to a
+//            boundary of eight bits is another than the exactly rounded one (benchmarks/notes.md#exact-quotients).
+#pragma once
+
+#include "affine.cuh"
+
+struct Quantize : Identity {
+  static constexpr bool kQuantizes = true;
+};
+
+template <typename Q>
+struct FormatOf;
+template <>
+struct FormatOf<float8_e4m3fn> {
+  static constexpr float kLargest = 448, kPerPower = 0x1p-8f;
+  static constexpr int kMantissa = 3, kBias = 7;
+  static constexpr unsigned kLargestBits = 0x7e;
+};
+template <>
+struct FormatOf<float8_e5m2> {
+  static constexpr float kLargest = 57344, kPerPower = 0x1p-15f;
+  static constexpr int kMantissa = 2, kBias = 15;
+  static constexpr unsigned kLargestBits = 0x7b;
+};
+template <>
+struct FormatOf<int8> {
+  static constexpr float kLargest = 127;
+};
+
+// The bits of a float8 number, where no instruction makes them.
+template <typename Q>
+__device__ __forceinline__ unsigned float_to_float8_bits(float value) {
+  using Format = FormatOf<Q>;
+  constexpr int kShift = 23 - Format::kMantissa;
+  constexpr unsigned kLeastNormal = static_cast<unsigned>(128 - Format::kBias) << 23;
+  const unsigned word = float_bits(value), size = word & 0x7fffffffu;
+  if (size > 0x7f800000u) return 0x7f;
+  unsigned code = 0;
+  if (size < kLeastNormal) {
+    // This sum has the spacing of Q's subnormal numbers, so the addition rounds to them.
+    constexpr unsigned kOffset = static_cast<unsigned>(128 - Format::kBias + kShift) << 23;
+    code = float_bits(absolute(value) + float_from_bits(kOffset)) - kOffset;
+  } else {
+    const unsigned odd = size >> kShift & 1u;
+    code = (size + ((1u << (kShift - 1)) - 1u) + odd) >> kShift;
+    code -= static_cast<unsigned>(127 - Format::kBias) << Format::kMantissa;
+  }
+  return (code < Format::kLargestBits ? code : Format::kLargestBits) | (word >> 24 & 0x80u);
+}
+
+// The codes of two values, the first in the lower byte.
+template <typename Q>
+__device__ __forceinline__ unsigned two_codes(float first, float second) {
+  if constexpr (kSame<Q, int8>) {
+    return float_to_int8_bits(first) | float_to_int8_bits(second) << 8;
+  } else if constexpr (!kConvertsToFloat8) {
+    return float_to_float8_bits<Q>(first) | float_to_float8_bits<Q>(second) << 8;
+  } else if constexpr (kSame<Q, float8_e4m3fn>) {
+    return floats_to_e4m3_bits(first, second);
+  } else {
+    return floats_to_e5m2_bits(first, second);
+  }
+}
+
+// A call, so that the code of all other divisions does not grow by this one.
+NOT_INLINED __device__ float divided(float value, float scale) { return value / scale; }
+
+// Division by a scale.
+struct Divisor {
+  float scale, inverse;
+  // Whether no product leaves float's range. Else the GPU's own division serves, which takes longer.
+  bool usual;
+
+  __device__ __forceinline__ Divisor(float scale, float largest)
+      : scale(scale),
+        inverse(reciprocal(scale)),
+        usual(scale >= 0x1p-60f && scale <= 0x1p60f && largest <= 0x1p60f * scale) {}
+
+  // The quotients of a pack. If Saturates, values may be any, and quotients beyond all numbers of eight bits become one
+  // of these.
+  template <bool Saturates, typename Via, int Length>
+  __device__ __forceinline__ void divide(float (&quotients)[Length],
+                                         const Pack<Via, Length>& y) const {
+    if (usual) {
+#pragma unroll
+      for (int i = 0; i < Length; ++i) {
+        const float value = y.template get<float>(i);
+        float close = value * inverse;
+        if constexpr (Saturates) close = between(close, -0x1p20f, 0x1p20f);
+        // Its sign is such that the quotient of -0 is -0.
+        const float excess = fused_multiply_add(close, scale, -value);
+        quotients[i] = fused_multiply_add(-excess, inverse, close);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < Length; ++i) quotients[i] = divided(y.template get<float>(i), scale);
+    }
+  }
+};
+
+// What a kernel does with a row of y in packs of so many elements.
+template <typename Op, int Length>
+struct Quantizer {
+  using Via = typename Op::Via;
+  using Q = typename Op::Y;
+  using Scale = typename Op::Scale;
+  static constexpr bool kOfRow = !Op::kGivenScale && Op::kScaleColumns == 0;
+  static constexpr bool kIsPower = kSame<Scale, unsigned char>;
+  static constexpr int kLanes = Op::kScaleColumns / Length;  // that share a scale
+
+  static __device__ __forceinline__ float largest_of(const Pack<Via, Length>& y) {
+    float largest = 0;
+#pragma unroll
+    for (int i = 0; i < Length; ++i)
+      largest = larger_number(largest, absolute(y.template get<float>(i)));
+    return largest;
+  }
+  // That of the lanes that share a scale. All of the warp take part.
+  static __device__ __forceinline__ float largest_of_lanes(float largest) {
+#pragma unroll
+    for (int distance = kLanes / 2; distance > 0; distance /= 2) {
+      largest = larger(largest, shuffle_xor(largest, distance));
+    }
+    return largest;
+  }
+  // The scale for a largest magnitude, as it is stored.
+  static __device__ __forceinline__ Scale scale_of(float largest,
+                                                   const QuantizedArguments<Op>& args) {
+    if constexpr (kIsPower) {
+      const float ratio = between(largest * FormatOf<Q>::kPerPower, args.lower, args.upper);
+      return static_cast<Scale>(float_bits(ratio) >> 23);
+    } else {
+      return between(largest / FormatOf<Q>::kLargest, args.lower, args.upper);
+    }
+  }
+  static __device__ __forceinline__ Divisor divisor(Scale scale, float largest) {
+    if constexpr (kIsPower) {
+      return Divisor(float_from_bits(static_cast<unsigned>(scale) << 23), largest);
+    } else {
+      return Divisor(scale, largest);
+    }
+  }
+  static __device__ __forceinline__ Pack<Q, Length> codes(const Pack<Via, Length>& y,
+                                                          const Divisor& divisor) {
+    float quotients[Length];
+    divisor.template divide<Op::kGivenScale>(quotients, y);
+    Pack<Q, Length> pack;
+#pragma unroll
+    for (int word = 0; word < Length / 4; ++word) {
+      const float* const four = quotients + 4 * word;
+      pack.words[word] = two_codes<Q>(four[0], four[1]) | two_codes<Q>(four[2], four[3]) << 16;
+    }
+    return pack;
+  }
+};
