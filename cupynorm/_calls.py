@@ -24,7 +24,7 @@ from cupynorm._arrays import (
 )
 from cupynorm._checks import Asked, AskedBackward
 from cupynorm._groups import groups_of, to_repeat
-from cupynorm._layout import pack_length, quantized_config
+from cupynorm._layout import pack_length
 from cupynorm._operation import (
     BACKWARD,
     FORWARD,
@@ -48,13 +48,13 @@ from cupynorm._operation import (
 from cupynorm._plans import (
     BackwardPlan,
     ForwardPlan,
-    architecture,
     backward_plan,
     forward_plan,
+    quantized_plan,
     strided_plan,
 )
 from cupynorm._prepared import Dialect, key_function, run_maker
-from cupynorm._quantize import Quantize, spec_for_kernel
+from cupynorm._quantize import pass_of_kernel
 
 __all__ = [
     "backward_key",
@@ -244,12 +244,14 @@ def first_call(
         for name, array in there.items():
             moved = vector if _is_moved_by_packs(name) else 1
             known[f"{name}_mask"] = moved * array.itemsize - 1
-        if isinstance(spec, QuantizedSpec):
-            if quantized_config(spec, n, vector, architecture(device)) is None:
-                return {}, None  # see `first_quantized`
-        plan: ForwardPlan | BackwardPlan
+        plan: ForwardPlan | BackwardPlan | None
         if isinstance(spec, ForwardSpec):
-            plan = forward_plan(spec, m, n, vector, device, soon=True)
+            if isinstance(spec, QuantizedSpec):
+                plan = quantized_plan(spec, m, n, vector, device, soon=True)
+            else:
+                plan = forward_plan(spec, m, n, vector, device, soon=True)
+            if plan is None:
+                return {}, None  # see `first_quantized`
             known["launch"] = plan.prepared(m, *options.numbers, options.groups)
             known["scratch_bytes"] = plan.scratch_bytes(m)
         else:
@@ -272,20 +274,19 @@ def first_quantized(
     spec: ForwardSpec,
     options: Options,
     arguments: dict[str, Any],
-    quantize: Quantize,
+    told: tuple[Any, ...],
     scale: Any,
 ) -> tuple[dict[str, Any], Callable[..., Any] | None]:
     """Do as `first_call`, with a forward pass whose y is quantized; no arrays if no kernel does.
 
-    `scale` is a given one, or None.
+    `told` is `Quantize.told`, and `scale` is a given one, or None.
     """
     if options.order is not None:
         return {}, None
     of_row = arguments["x"].shape[arguments["x"].ndim - options.k :]
-    quantized = spec_for_kernel(quantize, spec, math.prod(of_row))
-    bounds = quantize.scale_min, quantize.scale_max
+    quantized, options = pass_of_kernel(spec, options, told, math.prod(of_row))
     placed = {name: (arguments | {"scale": scale})[name] for name in QUANTIZED.arguments}
-    return first_call(quantized, replace(options, scale_bounds=bounds), placed)
+    return first_call(quantized, options, placed)
 
 
 def _copied_into_outputs(

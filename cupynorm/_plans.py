@@ -33,11 +33,19 @@ from cupynorm._layout import (
     forward_config,
     pack_length,
     partials_stride,
+    quantized_config,
     strided,
     sums_packs,
     without_clusters,
 )
-from cupynorm._operation import BACKWARD, ITEMSIZE, BackwardSpec, ForwardSpec, compute_dtype
+from cupynorm._operation import (
+    BACKWARD,
+    ITEMSIZE,
+    BackwardSpec,
+    ForwardSpec,
+    QuantizedSpec,
+    compute_dtype,
+)
 
 __all__ = [
     "BackwardPlan",
@@ -45,6 +53,7 @@ __all__ = [
     "backward_plan",
     "forward_plan",
     "kernels_of",
+    "quantized_plan",
     "strided_plan",
 ]
 
@@ -179,6 +188,15 @@ def forward_plan(
                 _background.start((own,), device)
                 return replace(forward_plan_of(spec, n, vector, device, other), stands_in=True)
     return forward_plan_of(spec, n, vector, device, config)
+
+
+def quantized_plan(
+    spec: QuantizedSpec, m: int, n: int, vector: int, device: int, *, soon: bool = False
+) -> ForwardPlan | None:
+    """Return the `forward_plan` of a pass that quantizes y, None if no kernel serves it."""
+    if quantized_config(spec, n, vector, architecture(device)) is None:
+        return None
+    return forward_plan(spec, m, n, vector, device, soon=soon)
 
 
 def _configs(tiers: tuple[tuple[int, Any], ...]) -> Iterator[Any]:

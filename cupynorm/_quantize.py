@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -16,7 +16,7 @@ import numpy as np
 
 from cupynorm import _arrays, _checks
 from cupynorm._arrays import dtype_name
-from cupynorm._operation import ForwardSpec, QuantizedSpec
+from cupynorm._operation import ForwardSpec, Options, QuantizedSpec
 
 __all__ = [
     "BLOCK_MX",
@@ -31,9 +31,9 @@ __all__ = [
     "dtype_of_y",
     "expanded",
     "of_arrays",
+    "pass_of_kernel",
     "power_of",
     "scales_of",
-    "spec_for_kernel",
     "taken_scale",
 ]
 
@@ -177,7 +177,7 @@ class Quantize:
     @property
     def scale_dtype(self) -> str:
         """The dtype of the scales."""
-        return MX_SCALE if self.block == BLOCK_MX else "float32"
+        return _dtype_of_scales(self.block)
 
 
 def dequantize(q: Any, scale: Any, *, dtype: Any = None) -> Any:
@@ -320,16 +320,23 @@ def taken_scale(quantize: Quantize, family: _arrays.Family, x: Any) -> Any:
     return scale
 
 
-def spec_for_kernel(quantize: Quantize, of_y: ForwardSpec, n: int) -> QuantizedSpec:
-    """Return the pass over rows of n elements that quantizes y itself."""
-    columns = quantize.block or 0
-    return QuantizedSpec(
+def pass_of_kernel(
+    of_y: ForwardSpec, options: Options, told: tuple[Any, ...], n: int
+) -> tuple[QuantizedSpec, Options]:
+    """Return the pass over rows of n elements that quantizes y itself. `told`: `Quantize.told`."""
+    dtype, how, block, _, *bounds = told
+    spec = QuantizedSpec(
         **{field.name: getattr(of_y, field.name) for field in fields(of_y)},
-        q=quantize.dtype,
-        scale=quantize.scale_dtype,
-        scale_given=quantize.is_given,
-        scale_columns=0 if columns == BLOCK and n <= BLOCK else columns,  # one block is the row
+        q=dtype,
+        scale=_dtype_of_scales(block),
+        scale_given=how == "given",
+        scale_columns=0 if block == BLOCK and n <= BLOCK else block or 0,  # one block is the row
     )
+    return spec, replace(options, scale_bounds=tuple(bounds))
+
+
+def _dtype_of_scales(block: int | None) -> str:
+    return MX_SCALE if block == BLOCK_MX else "float32"
 
 
 def of_arrays(y: Any, axes: tuple[int, ...], quantize: Quantize, scale: Any) -> tuple[Any, Any]:

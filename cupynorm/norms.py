@@ -628,7 +628,7 @@ def _by_one_kernel(
         return None
     family.check_holds("residual_dtype", _arrays.to_numpy(spec.x))
     calls = _cupy_calls()
-    written, run = calls.first_quantized(spec, options, taken, quantize, scale)
+    written, run = calls.first_quantized(spec, options, taken, quantize.told, scale)
     if not written:
         return None
     if key is not None and run is not None:

@@ -98,6 +98,13 @@ def in_torch(array: np.ndarray) -> Any:
     return torch.from_numpy(array)
 
 
+def in_numpy(tensor: Any) -> np.ndarray:
+    tensor = tensor.cpu()
+    if tensor.dtype == importlib.import_module("torch").bfloat16:
+        return tensor.view(importlib.import_module("torch").int16).numpy().view(ml_dtypes.bfloat16)
+    return tensor.numpy()
+
+
 def boundaries(dtype: str) -> np.ndarray:
     """Return all numbers of a dtype, the middles between them, and what lies next to each."""
     numbers = reference.numbers_of(np.dtype(dtype))
@@ -375,8 +382,8 @@ def check_each_number(quantized: Callable[..., Any], dtype: str, source: str) ->
         values = boundaries(dtype)
     else:
         values = np.arange(1 << 16, dtype=np.uint16).view(DTYPES[source])
-    subnormal = (values != 0) & (abs(values.astype(np.float32)) < 2.0**-126)
-    values = np.where(subnormal, values.dtype.type(0), values)  # as GPUs take them
+    wide = values.astype(np.float32)
+    values[(wide != 0) & (abs(wide) < 2.0**-126)] = 0  # as GPUs take them
     x = np.ones((1, 4096), np.float32)
     for scale in np.float32([1, 0.037, -3, 2.0**-70, 2.0**70, 0, np.inf]):
         with np.errstate(all="ignore"):
@@ -430,6 +437,49 @@ def test_cupy_has_the_bits_of_the_oracle(how: Quantize, norm: str, dtype: str) -
             same(to_numpy(back), cupynorm.dequantize(exact_q, exact_scale))
 
 
+@pytest.mark.gpu
+def test_one_kernel_serves_rows_in_registers(monkeypatch: pytest.MonkeyPatch) -> None:
+    import cupy
+
+    def refuse(*_: Any) -> Any:
+        raise AssertionError("operations of CuPy quantized it")
+
+    x, weight = make_values("normal", (64, 4096), DTYPES["bfloat16"], 20), np.ones(4096, np.float32)
+    put = to_cupy(x), to_cupy(weight)
+    for how in HOWS:
+        told, via = told_in(how, to_cupy), via_of(how, x)
+        y = cupynorm.rms_norm(*put, out_dtype=via)
+        expected = by_oracle(how, to_numpy(y))
+        with monkeypatch.context() as patch:
+            patch.setattr(_quantize, "of_arrays", refuse)
+            stream = cupy.cuda.Stream(non_blocking=True)
+            with stream:
+                for _ in range(2):  # the second call is a prepared one
+                    q, scale = cupynorm.rms_norm(*put, quantize=told)
+                stream.synchronize()
+                stream.begin_capture()
+                captured = cupynorm.rms_norm(*put, quantize=told)
+                graph = stream.end_capture()
+                captured[0].fill(0)
+                graph.launch(stream)
+            stream.synchronize()
+        for results in ((q, scale), captured):
+            for actual, exact in zip(results, expected, strict=True):
+                same(to_numpy(actual).view(exact.dtype), exact)
+
+
+def check_numbers_on_a_gpu(x: np.ndarray, weight: np.ndarray, how: Quantize) -> np.ndarray:
+    q, _ = cupynorm.rms_norm(to_cupy(x), to_cupy(weight), eps=0.0, quantize=told_in(how, to_cupy))
+    return to_numpy(q)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [*FLOAT8, "int8"])
+@pytest.mark.parametrize("source", ["float16", "bfloat16", "boundaries"])
+def test_a_gpu_rounds_each_number(dtype: str, source: str) -> None:
+    check_each_number(check_numbers_on_a_gpu, dtype, source)
+
+
 # ---- torch ---------------------------------------------------------------------------------------
 
 
@@ -477,6 +527,35 @@ def test_torch_compiles_and_transforms() -> None:
     ):
         same(actual, exact)
         assert actual.is_contiguous() or exact.ndim == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True])
+def test_torch_calls_the_kernel(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch", minversion="2.11")
+    import cupynorm.torch
+    from cupynorm.torch import _quantize as of_torch
+
+    def refuse(*_: Any) -> Any:
+        raise AssertionError("operations of torch quantized it")
+
+    x = make_values("normal", (64, 4096), DTYPES["bfloat16"], 21)
+    weight = make_values("normal", (4096,), np.float32, 22)
+    tensors = in_torch(x).cuda(), in_torch(weight).cuda()
+    monkeypatch.setattr(of_torch, "codes_of", refuse)
+    for how in HOWS:
+        told = told_in(how, lambda array: in_torch(array).cuda())
+
+        def function(x: Any, weight: Any, told: Quantize = told) -> Any:
+            return cupynorm.torch.rms_norm(x, weight, quantize=told, residual=x)[:2]
+
+        function = torch.compile(function, fullgraph=True) if compiled else function
+        via = getattr(torch, np.dtype(via_of(how, x)).name)
+        y = cupynorm.torch.rms_norm(2 * tensors[0], tensors[1], out_dtype=via)
+        expected = by_oracle(how, in_numpy(y))
+        for _ in range(2):
+            for actual, exact in zip(function(*tensors), expected, strict=True):
+                same(actual, exact)
 
 
 def test_torch_has_no_gradient_of_it() -> None:

@@ -14,7 +14,7 @@ from cupynorm._prepared import remember
 from cupynorm._quantize import Quantize, check_call, dtype_of_y
 from cupynorm.torch import _operations
 from cupynorm.torch._kernels import Tensors, check_dense, compute_type_of_total
-from cupynorm.torch._quantize import check_scale, quantized
+from cupynorm.torch._quantize import by_kernel, check_scale, quantized
 from cupynorm.torch._vectors import alike
 
 if TYPE_CHECKING:
@@ -396,6 +396,11 @@ def _quantized(norm: Norm, tensors: Tensors, asked: tuple[Any, ...], quantize: A
     check_scale(quantize, x)
     total = residual_dtype or getattr(x if residual is None else residual, "dtype", None)
     via = getattr(torch, dtype_of_y(quantize, x, total))
+    eps, _, zero_centered, relu = options
+    of_kernel = eps, zero_centered, relu, via, residual_dtype
+    found = by_kernel(norm, tensors, axes, of_kernel, quantize)
+    if found is not None:
+        return found
     results = normalize(norm, tensors, (*options, via, residual_dtype))
     y, *others = results if residual is not None else (results,)
     return (*quantized(y, axes, quantize), *others)

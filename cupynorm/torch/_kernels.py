@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from cupynorm._operation import (
     ITEMSIZE,
     KINDS,
     MOVED_BY_PACKS,
+    QUANTIZED,
     BackwardSpec,
     ForwardSpec,
     Kind,
@@ -36,6 +37,7 @@ from cupynorm._operation import (
     shapes_of_results,
 )
 from cupynorm._prepared import Dialect, key_function, remember, run_maker
+from cupynorm._quantize import pass_of_kernel
 
 __all__ = [
     "NUMPY_DTYPES",
@@ -266,10 +268,11 @@ def find(table: Pass, tensors: Tensors, told: Told, into: Tensors = ()) -> Run:
     """Return what runs a pass on tensors like these, as `run` does.
 
     That takes these tensors and then, if there are any, those to write into, None where that does
-    not apply. The latter are not checked, and must be contiguous.
+    not apply. The latter are not checked, and must be contiguous. A quantized pass that no kernel
+    serves gives None.
     """
     try:
-        key = (_forward_key if table is FORWARD else _backward_key)(told, tensors)
+        key = (_backward_key if table is BACKWARD else _forward_key)(told, tensors)
         if into:
             key = key and (key, *[tensor is None for tensor in into])
         call = calls.get(key)
@@ -283,6 +286,11 @@ def find(table: Pass, tensors: Tensors, told: Told, into: Tensors = ()) -> Run:
 
 def _check(table: Pass, tensors: Tensors, told: Told) -> tuple[Spec, Options]:
     """Check a call; return what it computes, and how it is called."""
+    if table is QUANTIZED:  # told as a forward pass, and then how y is quantized
+        of_y, options = _check(FORWARD, tensors, told[:-1])
+        x = by_name(table, tensors)["x"]
+        n = math.prod(x.shape[x.ndim - options.k :])
+        return pass_of_kernel(cast("ForwardSpec", of_y), options, told[-1], n)
     given, named = by_name(table, tensors), told_by_name(table, told)
     x = given["x"]
     if not (x.is_cuda or x.is_cpu):
@@ -346,7 +354,8 @@ class Call:
         self.key, self.spec, self.device = key, spec, x.device
         self.n = math.prod(x.shape[x.ndim - k :])
         self.m = x.numel() // self.n
-        self.numbers, self.groups = options.numbers if table is FORWARD else (), options.groups
+        self.numbers = () if table is BACKWARD else options.numbers
+        self.groups = options.groups
         self.known: dict[str, Any] = {"serve": self, "serve_by": self._serve_by}
         self.known["index"] = self.device.index
         # The arrays that accesses of several elements are made to: place, name and itemsize.
@@ -406,6 +415,9 @@ class Call:
         if run is None:
             name = f"{self.spec.table.name}_plan"
             plan = _load(name, self.device, self.spec, self.m, self.n, vector)
+            if plan is None:  # of a quantized pass
+                run = self.runs[vector] = _serve_nothing
+                return run(tensors)
             run = self._prepared(plan, vector)
             if not plan.stands_in:
                 self.runs[vector] = run
@@ -415,7 +427,7 @@ class Call:
 
     def _prepared(self, plan: Any, vector: int) -> Run:
         spec, table = self.spec, self.spec.table
-        of_groups = () if table is FORWARD else (self.groups,)
+        of_groups = (self.groups,) if table is BACKWARD else ()
         scratch_bytes = plan.scratch_bytes(self.m, *of_groups)
         known = self.known | {"launch": plan.prepared(self.m, *self.numbers, self.groups)}
         known["scratch_shape"] = (scratch_bytes,)
@@ -427,6 +439,10 @@ class Call:
             copied=self.copied,
         )
         return make(known)
+
+
+def _serve_nothing(tensors: Tensors) -> None:
+    """Say that no kernel serves a call."""
 
 
 # ---- on the CPU ----------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
-"""Quantized outputs of the norms on tensors.
+"""Quantized outputs of the norms on tensors: by the norm's kernel, or by steps after it.
 
 The steps are operations of their own, which torch's compilers do not look into. These would
-multiply by one over a number that they know, and divide inexactly on a GPU.
+multiply by one over a number that they know, and divide inexactly on a GPU. On a GPU a compiler
+finds one operation for the norm and its steps, which calls the kernel.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from cupynorm._operation import QUANTIZED, Norm
 from cupynorm._quantize import (
     BLOCK_MX,
     LARGEST,
@@ -20,8 +22,10 @@ from cupynorm._quantize import (
     Quantize,
     check_scale_dtype,
 )
+from cupynorm.torch import _kernels
+from cupynorm.torch._operations import is_seen
 
-__all__ = ["check_scale", "codes_of", "dequantized", "quantized", "scales_of"]
+__all__ = ["by_kernel", "check_scale", "codes_of", "dequantized", "quantized", "scales_of"]
 
 
 def check_scale(quantize: Quantize, x: torch.Tensor) -> None:
@@ -46,6 +50,117 @@ def quantized(
     if not quantize.is_given:
         scale = scales_of(y, axes, dtype, block, quantize.scale_min, quantize.scale_max)
     return codes_of(y, scale, dtype, block), scale
+
+
+# ---- the norm's kernel ---------------------------------------------------------------------------
+
+
+def by_kernel(
+    norm: Norm,
+    tensors: tuple[Any, ...],
+    axes: tuple[int, ...],
+    asked: tuple[Any, ...],
+    quantize: Quantize,
+) -> tuple[torch.Tensor, ...] | None:
+    """Return q, scale and, with a residual, the sum; None if no kernel serves the call.
+
+    `asked` has eps, zero_centered, relu, the dtype of y and that of the sum.
+    """
+    x, residual, *vectors = tensors
+    eps, zero_centered, relu, via, residual_dtype = asked
+    k, given = len(axes), quantize.given
+    if not (x.is_cuda and relu is None and axes == tuple(range(-k, 0))):
+        return None
+    if type(eps) is not float or type(zero_centered) is not bool:
+        return None
+    if any(vector is not None and vector.shape != x.shape[-k:] for vector in vectors):
+        return None
+    dtype, how, block, _, *bounds = quantize.told
+    told = (k, norm, eps, zero_centered, via, residual_dtype)
+    if torch.compiler.is_compiling():
+        q, scale, total = _compiled(*tensors, given, *told, dtype, how, block, *bounds)
+    else:
+        present = [tensor for tensor in tensors if tensor is not None]
+        if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+            return None
+        is_kept = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in present)
+        if is_kept or is_seen(*tensors):
+            return None
+        found = _launched(tensors, given, told, quantize.told)
+        if found is None:
+            return None
+        q, scale, total = found
+    results = q, scale if given is None else given
+    return results if residual is None else (*results, total)
+
+
+def _launched(
+    tensors: tuple[Any, ...], given: Any, told: tuple[Any, ...], how: tuple[Any, ...]
+) -> tuple[Any, ...] | None:
+    k, norm, eps, zero_centered, via, residual_dtype = told
+    of_norm = k, norm, eps, zero_centered, None, via, residual_dtype, False
+    into = () if given is None else tuple(given if n == "scale" else None for n in QUANTIZED.writes)
+    run = _kernels.find(QUANTIZED, tensors, (*of_norm, how), into)
+    found = run((*tensors, *into))
+    if found is None:
+        return None
+    named = dict(zip(QUANTIZED.writes, found, strict=True))
+    return named["y"], named["scale"], named["residual_out"]
+
+
+@torch.library.custom_op("cupynorm::quantized_norm", mutates_args=())
+def _compiled(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    given: torch.Tensor | None,
+    k: int,
+    norm: str,
+    eps: float,
+    zero_centered: bool,
+    via: torch.dtype,
+    residual_dtype: torch.dtype | None,
+    dtype: str,
+    how: str,
+    block: int | None,
+    scale_min: float,
+    scale_max: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return q, the scale and the sum. What is given, or not there, has no elements."""
+    from cupynorm.torch import _functions  # which imports this module
+
+    tensors = x, residual, weight, bias
+    told = k, norm, eps, zero_centered, via, residual_dtype
+    of_scale = dtype, how, block, None, scale_min, scale_max
+    found = _launched(tensors, given, told, of_scale) if x.is_cuda else None
+    if found is None:
+        axes = tuple(range(-k, 0))
+        asked = eps, axes, zero_centered, None, via, residual_dtype
+        results: Any = _functions.normalize(norm, tensors, asked)  # type: ignore[arg-type]
+        y, total = (results, None) if residual is None else results
+        scale = scales_of(y, axes, dtype, block, scale_min, scale_max) if given is None else given
+        found = codes_of(y, scale, dtype, block), scale, total
+    q, scale, total = found
+    nothing = x.new_empty(0)
+    return q, scale if given is None else nothing, nothing if total is None else total
+
+
+@_compiled.register_fake
+def _(
+    x: Any, residual: Any, weight: Any, bias: Any, given: Any, k: Any, norm: Any, eps: Any,
+    zero_centered: Any, via: Any, residual_dtype: Any, dtype: Any, how: Any, block: Any,
+    scale_min: Any, scale_max: Any,
+) -> Any:  # fmt: skip
+    q, scale, total = x.new_empty(x.shape, dtype=getattr(torch, dtype)), x.new_empty(0), None
+    if given is None:
+        scale = _new_scales(x, tuple(range(-k, 0)), block)
+    if residual is not None:
+        total = x.new_empty(x.shape, dtype=residual_dtype or residual.dtype)
+    return q, scale, x.new_empty(0) if total is None else total
+
+
+# ---- steps ---------------------------------------------------------------------------------------
 
 
 def dequantized(q: torch.Tensor, scale: torch.Tensor, dtype: str, block: int | None) -> Any:
@@ -84,6 +199,10 @@ def scales_of(
 
 @scales_of.register_fake
 def _(y: Any, axes: Any, dtype: Any, block: Any, scale_min: Any, scale_max: Any) -> Any:
+    return _new_scales(y, axes, block)
+
+
+def _new_scales(y: torch.Tensor, axes: Sequence[int], block: int | None) -> torch.Tensor:
     if block is None:
         shape = [1 if i - y.ndim in axes else n for i, n in enumerate(y.shape)]
     else:
@@ -128,8 +247,8 @@ def _check_not_differentiated(y: torch.Tensor) -> None:
         _refuse()
 
 
-scales_of.register_autograd(_refuse)
-codes_of.register_autograd(_refuse)
+for _operation in (scales_of, codes_of, _compiled):
+    _operation.register_autograd(_refuse)
 
 
 def _widened(y: torch.Tensor) -> torch.Tensor:

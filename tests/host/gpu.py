@@ -223,7 +223,7 @@ class Gpu:
         arrays = {"x": x, "residual": residual, "weight": weight, "bias": bias}
         taken, spec, told = check_call(NUMPY, arrays | {"y": None, "residual_out": None}, asked)
         calls = _calls_of(self)
-        written, run = calls.first_quantized(spec, told, taken, quantize, quantize.given)
+        written, run = calls.first_quantized(spec, told, taken, quantize.told, quantize.given)
         if self.repeats and run is not None:
             return run((*arrays.values(), None, quantize.given))
         assert written, "no kernel serves this"

@@ -1,0 +1,267 @@
+"""Quantized norms, compared with torch's operations after a norm and with torch.compile.
+
+``python -m benchmarks.quantized benchmarks/results/quantized_h200.json``
+
+RMSNorm and LayerNorm of bfloat16 rows give float8_e4m3fn, as for inference. There are three kinds.
+**static** has one scale, which is given. **row** finds one for each row. **add, 1x128** adds a
+residual first, writes the sum, and finds one for each 128 elements. The limit copies as many bytes
+as these must move. Times are those of `benchmarks.run`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+import cupynorm
+from benchmarks.backends.base import Call, CuPyBackend, Outputs, TorchBackend
+from benchmarks.backends.torch_peers import formula
+from benchmarks.fusions import Benchmark, judged
+from benchmarks.residual import added
+from benchmarks.results import Record
+from cupynorm import Quantize, _bench, _oracle, testing
+from cupynorm._bench import EPS, Problem
+from cupynorm._oracle import Errors
+
+Kind = Literal["static", "row", "add, 1x128"]
+KINDS: tuple[Kind, ...] = ("static", "row", "add, 1x128")
+DTYPE, LARGEST, SCALE = "float8_e4m3fn", 448.0, np.float32(5 / 448)
+WIDTHS = (1024, 2048, 4096, 8192, 16384)
+SHAPES = (*itertools.product((32768, 4096, 16), WIDTHS), (32768, 5120), (32768, 12288))
+CHECKED_ROWS = 64
+# Half a step of three bits is at most a 16th, and on average 0.026 in the 2-norm.
+TOLERANCE = 2**-5
+
+
+@dataclass(frozen=True)
+class OfQuantized(Problem):
+    """A norm whose result is quantized."""
+
+    kind: Kind = "static"
+
+    @property
+    def adds(self) -> bool:
+        return self.kind == "add, 1x128"
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        return ("q", "scale", "residual_out") if self.adds else ("q", "scale")
+
+    @property
+    def bytes(self) -> int:
+        """Count x, q and, if it is added, the residual and the sum."""
+        elements = self.rows * self.cols
+        return elements * (7 if self.adds else 3) + (elements // 32 if self.adds else 0)
+
+
+def quantize_of(problem: OfQuantized, given: Any) -> Quantize:
+    if problem.kind == "static":
+        return Quantize(DTYPE, given)
+    if problem.kind == "row":
+        return Quantize(DTYPE, "row")
+    return Quantize(DTYPE, "block", block=128)
+
+
+def inputs(problem: OfQuantized, seed: int, xp: Any) -> dict[str, Any]:
+    """Draw what a plain pass takes; add the scale, and the residual if there is one."""
+    arrays = _bench.inputs(problem, seed, xp)
+    arrays["scale"] = xp.full(1, SCALE)
+    if problem.adds:
+        arrays["residual"] = _bench.inputs(problem, seed + 1000, xp)["x"]
+    return arrays
+
+
+class Limit(CuPyBackend):
+    """A copy of half as many bytes as must move."""
+
+    name = "limit, CuPy"
+    kind = "limit"
+
+    def prepare(self, problem: Problem, inputs: dict[str, Any]) -> Call:
+        import cupy
+
+        nbytes = problem.bytes // 2
+        source = cupy.random.randint(0, 255, nbytes, np.uint8)
+        target = cupy.empty_like(source)
+        return Call(lambda: target.data.copy_from_device_async(source.data, nbytes) or ())
+
+
+class Ours(CuPyBackend):
+    name = "cupynorm"
+    kind = "ours"
+
+    def version(self) -> str:
+        return cupynorm.__version__
+
+    def prepare(self, problem: Any, inputs: dict[str, Any]) -> Call:
+        function = getattr(cupynorm, problem.norm)
+        arrays = inputs["x"], inputs["weight"], inputs.get("bias")
+        options = {"residual": inputs.get("residual"), "eps": EPS[problem.norm]}
+        quantize = quantize_of(problem, inputs["scale"])
+        return Call(lambda: function(*arrays, **options, quantize=quantize))
+
+
+class Apart(TorchBackend):
+    """A user's code without it: our norm, then torch's operations."""
+
+    name = "cupynorm, torch"
+    modules = ("torch", "cupynorm.torch")
+
+    def norm(self, problem: Any) -> Callable[..., Any]:
+        import cupynorm.torch
+
+        function = getattr(cupynorm.torch, problem.norm)
+        return lambda *tensors: function(*tensors, eps=EPS[problem.norm])
+
+    def function(self, problem: Any) -> Callable[..., Any]:
+        import torch
+
+        norm = self.norm(problem)
+
+        def quantized(x: Any, residual: Any, given: Any, *weights: Any) -> Any:
+            total = None if residual is None else x + residual
+            y = norm(x if total is None else total, *weights).float()
+            if problem.kind == "static":
+                scale = wide = given
+            elif problem.kind == "row":
+                scale = wide = y.abs().amax(-1, keepdim=True) / LARGEST
+            else:
+                y = y.unflatten(-1, (-1, 128))
+                wide = y.abs().amax(-1, keepdim=True) / LARGEST
+                scale = wide.squeeze(-1)
+            q = (y / wide).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).reshape(x.shape)
+            return q.view(torch.uint8), scale, *([] if total is None else [total])
+
+        return quantized
+
+    def prepare_tensors(self, problem: Any, tensors: dict[str, Any]) -> Call:
+        import torch
+
+        function = self.function(problem)
+        names = ("x", "residual", "scale", "weight", *(["bias"] if problem.has_bias else []))
+        given = [tensors.get(name) for name in names]
+
+        def run() -> Outputs:
+            with torch.no_grad():
+                return tuple(function(*given))
+
+        return Call(run)
+
+
+class Compiled(Apart):
+    name = "torch.compile"
+    modules = ("torch",)
+
+    def norm(self, problem: Any) -> Callable[..., Any]:
+        return formula(problem)
+
+    def function(self, problem: Any) -> Callable[..., Any]:
+        import torch
+
+        torch._dynamo.reset()
+        return torch.compile(super().function(problem), dynamic=False, fullgraph=True)
+
+
+BACKENDS = (Limit, Ours, Compiled, Apart)
+
+
+def check(problem: Any, backend: Any, inputs: dict[str, Any], outputs: Outputs, xp: Any) -> Record:
+    """Return the record of a check: of q * scale, against float64, and of the sum by its bits.
+
+    cupynorm's q and scales must be exact, on some rows.
+    """
+    named = dict(zip(problem.outputs, backend.collect(outputs, xp), strict=True))
+    x = inputs["x"]
+    if problem.adds:
+        x = added(x, inputs["residual"], xp)
+        if not bool((x.view("u2") == named["residual_out"].view("u2")).all()):
+            return {"status": "wrong", "reason": "the sum is not x + residual, rounded once"}
+    rows = slice(0, problem.rows, max(1, problem.rows // CHECKED_ROWS))
+    wide = _oracle.widen(x[rows])
+    if problem.norm == "layer_norm":
+        wide = wide - wide.mean(-1, keepdims=True)
+    exact = wide / xp.sqrt((wide**2).mean(-1, keepdims=True) + EPS[problem.norm])
+    exact = exact * _oracle.widen(inputs["weight"])
+    if problem.has_bias:
+        exact = exact + _oracle.widen(inputs["bias"])
+    q, scale = named["q"].view("u1")[rows], named["scale"]
+    scale = scale if problem.kind == "static" else scale[rows]
+    found = cupynorm.dequantize(xp.ascontiguousarray(q), scale, dtype=DTYPE)
+    error = float(xp.linalg.norm(found - exact) / xp.linalg.norm(exact))
+    if backend.kind == "ours":
+        host = {name: _to_host(array) for name, array in inputs.items()}
+        of_rows = {name: host[name][rows] for name in ("x", "residual") if name in host}
+        results = [_to_host(q), _to_host(scale)]
+        results += [_to_host(named["residual_out"][rows])] if problem.adds else []
+        try:
+            testing.check_quantized(
+                problem.norm,
+                tuple(results),
+                of_rows.pop("x"),
+                host["weight"],
+                host.get("bias"),
+                **of_rows,
+                quantize=quantize_of(problem, host["scale"]),
+                eps=EPS[problem.norm],
+            )
+        except AssertionError as wrong:
+            return {"status": "wrong", "reason": str(wrong)}
+    return judged(backend, {"q": Errors(error, 0.0, TOLERANCE)})
+
+
+def _to_host(array: Any) -> Any:
+    if isinstance(array, np.ndarray):
+        return array
+    word = f"u{array.dtype.itemsize}"
+    return array.view(word).get().view(array.dtype)
+
+
+def is_measured(problem: Any, backend: Any) -> bool:
+    """Tell whether a library is timed. The compiler takes seconds for each shape."""
+    return not isinstance(backend, Apart) or problem.cols in (1024, 4096, 16384)
+
+
+def title(record: Record) -> tuple[str, str, str]:
+    """Return what a table says of a problem."""
+    return record["norm"], record["kind"], f"{record['rows']}x{record['cols']}"
+
+
+def problems() -> list[OfQuantized]:
+    """Return the passes that are measured."""
+    return [
+        OfQuantized(norm, "forward", *shape, "bfloat16", "bfloat16", kind=kind)  # type: ignore[arg-type]
+        for norm in ("rms_norm", "layer_norm")
+        for kind in KINDS
+        for shape in SHAPES
+    ]
+
+
+BENCHMARK = Benchmark(
+    "benchmarks.quantized",
+    problems,
+    BACKENDS,
+    inputs,
+    check,
+    is_measured,
+    ("norm", "kind", "MxN"),
+    title,
+    (
+        "The largest error of q times its scale against float64, in the 2-norm, relative to the "
+        "exact result.",
+        "in the 2-norm",
+        "",
+    ),
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    return BENCHMARK.main(arguments, __doc__)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
