@@ -385,11 +385,15 @@ def check_each_number(quantized: Callable[..., Any], dtype: str, source: str) ->
     wide = values.astype(np.float32)
     values[(wide != 0) & (abs(wide) < 2.0**-126)] = 0  # as GPUs take them
     x = np.ones((1, 4096), np.float32)
-    for scale in np.float32([1, 0.037, -3, 2.0**-70, 2.0**70, 0, np.inf]):
+    via = None if source == "boundaries" else source
+    # With 1.5 and what is next to it boundaries are next to numbers of 16 bits.
+    near = np.float32(1.5).view(np.int32) + np.int32([-9, -1, 0, 1, 2, 9])
+    scales = near.view(np.float32)
+    for scale in (*np.float32([1, 0.037, -3, 2.0**-70, 2.0**70, 0, np.inf]), *scales):
         with np.errstate(all="ignore"):
             product = (values.astype(np.float32) * scale).astype(values.dtype)
-        for weight in as_y(product if 0 < abs(scale) < 8 else values):
-            how = Quantize(dtype, scale.reshape(1), via=None)
+        for weight in as_y(product if source == "boundaries" and 0 < abs(scale) < 8 else values):
+            how = Quantize(dtype, scale.reshape(1), via=via)
             q = quantized(x, weight, how)
             same(q.view(dtype), by_oracle(how, weight.astype(np.float32)[None])[0])
 
@@ -549,6 +553,7 @@ def test_torch_calls_the_kernel(compiled: bool, monkeypatch: pytest.MonkeyPatch)
         def function(x: Any, weight: Any, told: Quantize = told) -> Any:
             return cupynorm.torch.rms_norm(x, weight, quantize=told, residual=x)[:2]
 
+        torch._dynamo.reset()
         function = torch.compile(function, fullgraph=True) if compiled else function
         via = getattr(torch, np.dtype(via_of(how, x)).name)
         y = cupynorm.torch.rms_norm(2 * tensors[0], tensors[1], out_dtype=via)
