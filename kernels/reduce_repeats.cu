@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(Layout::kBlockThreads)
   long long partial = thread_index() / repeats, column = thread_index() % repeats;
 #pragma unroll 4
   while (partial < sum_of.n_partials) {
-    exact.add(source[partial * stride + column]);
+    exact.add(source[partial * sum_of.step * stride + column]);
     partial += partial_step;
     column += column_step;
     if (column >= repeats) {
