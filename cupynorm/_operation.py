@@ -252,7 +252,7 @@ class ForwardSpec(_Spec):
     branch: str | None = None
     residual: str | None = None
     grouped: bool = False  # as `Options.groups`
-    repeats: int = 0  # of how many columns with one element of weight or bias packs may consist
+    repeats: int = 0  # `Groups.alike` if columns share elements of weight and bias
 
     @classmethod
     def of(cls, options: Options, dtypes: Mapping[str, str | None]) -> ForwardSpec:

@@ -210,7 +210,6 @@ struct PipelinedBackward {
     fetched_x = args.x + row * args.x_stride + counted_from;
     fetched_dy = args.dy + row * args.dy_stride + counted_from;
     fetched_total = args.dresidual_out + row * args.dresidual_out_stride + counted_from;
-    if constexpr (kByIndex) find_elements();
     policy = evict_last_if_large(rows_of_all<Op>(args) * n_cols * kReadBytes);
     own = own_place(StageOfX::place(stages, 0, 0));
   }
@@ -400,6 +399,7 @@ struct PipelinedBackward {
       block_barrier();
       wait_for_copies<0>();
     }
+    if constexpr (kByIndex) find_elements();
     mean_ahead = Op::kCentered ? args.mean + place_of_row<Op>(args, row) : nullptr;
     rstd_ahead = args.rstd + place_of_row<Op>(args, row);
     next = load_beside(row);

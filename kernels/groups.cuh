@@ -6,7 +6,7 @@
 // Vectors:   group g has vector g % n_vectors of weight and of bias. Vectors are weight_step and bias_step elements
 //            apart. A step is 0 if all groups share one.
 // kRepeats:  if not 0, an element of a vector serves n_repeats neighbouring columns, a multiple of kRepeats. If that is a
-//            pack's length, all columns of a pack have one element.
+//            pack's length or more, all columns of a pack have one element.
 // Blocks:    n_clusters clusters for each group, in the order of the rows, so that blocks that run at the same time read
 //            memory side by side. A number of a cluster, times n_magic, shifted by n_shift, is divided by n_groups if
 //            groups take turns, else by n_clusters.
