@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,6 +20,10 @@ from strategies import DTYPES, Problem, make_values, problems
 
 import cupynorm
 from cupynorm import Quantize, _quantize, reference, testing
+from cupynorm._compile import forward_instantiation
+from cupynorm._layout import quantized_config
+from cupynorm._operation import ForwardSpec, Options
+from cupynorm._quantize import pass_of_kernel
 
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 SCALE = np.array([0.037], np.float32)
@@ -412,6 +417,34 @@ def test_kernels_round_each_number(dtype: str) -> None:
 
     for source in ("float16", "bfloat16", "boundaries"):
         check_each_number(quantized, dtype, source)
+
+
+@pytest.mark.parametrize("architecture", ["75", "90", "120"])
+def test_the_kernels_do_not_spill(architecture: str) -> None:
+    pytest.importorskip("cupy", exc_type=ImportError)
+    from test_compile import compiled
+
+    norms, dtype = (("rms_norm", None), ("layer_norm", "bfloat16")), "bfloat16"
+    for i, how in enumerate(HOWS[: 9 if architecture == "90" else 2]):
+        (norm, bias), n = norms[i % 2], (4096, 16384, 1024)[i % 3]
+        via = {"x": dtype, None: "float32"}.get(how.via, how.via)
+        residual = (dtype, dtype) if i % 4 == 3 else (None, None)
+        of_y: Any = ForwardSpec(
+            norm,
+            dtype,
+            dtype,
+            bias,
+            via,
+            False,
+            False,
+            False,
+            *residual,  # type: ignore[arg-type]
+        )
+        spec, _ = pass_of_kernel(of_y, Options(of_y.norm, 1), how.told, n)
+        config = quantized_config(spec, n, 8, int(architecture))
+        assert config is not None
+        (log,) = compiled((forward_instantiation(spec, config),), architecture).logs.values()
+        assert re.search(r"\b0 bytes spill stores", log), (how, n, log)
 
 
 # ---- CuPy ----------------------------------------------------------------------------------------
