@@ -1,8 +1,8 @@
 """Calls of norms of `cupynorm.fuse` on a GPU: one kernel each way, with the prologue and epilogue.
 
 Nothing here knows arrays: a `Memory` does. What a kernel cannot serve is left to the operations of
-a framework, in `_fuse`: axes that are not the last ones, a weight that varies from row to row,
-rows that are too long for a cluster of blocks, and calls without rows.
+a framework, in `_fuse`: axes that are not the last ones, a weight that varies from row to row, and
+calls without rows.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ from cupynorm._layout import (
     pack_length,
     partials_stride,
     reduction_of_gradients,
+    without_clusters,
 )
+from cupynorm._layout.fused import STREAMED_ROWS
 from cupynorm._operation import ITEMSIZE
 from cupynorm._prepared import remember
 
@@ -219,13 +221,16 @@ Config = TypeVar("Config", FusedForward, FusedBackward)
 
 
 def _plan(
-    config: Config | None,
+    config_of: Callable[[int], Config],
     kernels_of: Callable[[Config], tuple[Instantiation, ...]],
     device: int,
-) -> _Plan | None:
-    """Return a plan whose kernels spill little, with as many blocks at once as that allows."""
-    if config is None:
-        return None
+) -> _Plan:
+    """Return a plan whose kernels spill little, with as many blocks at once as that allows.
+
+    `config_of`: the configuration for an architecture.
+    """
+    architecture = _plans.architecture(device)
+    config = config_of(architecture)
     while True:
         kernels = _background.load(kernels_of(config), device)
         is_fast = kernels[0].local_bytes() <= MOST_LOCAL_BYTES
@@ -235,9 +240,11 @@ def _plan(
         config = replace(config, blocks_per_multiprocessor=fewer)
     if config.cluster_blocks > 1:
         at_once = kernels[0].clusters_at_once()
+        if at_once == 0:  # a slice of a GPU
+            return _plan(lambda of: config_of(without_clusters(of)), kernels_of, device)
     else:
         at_once = kernels[0].blocks_at_once() * _plans.multiprocessors(device)
-    return _Plan(kernels, config, at_once) if at_once else None
+    return _Plan(kernels, config, at_once)
 
 
 def _shared(spec: Spec) -> list[str]:
@@ -245,7 +252,7 @@ def _shared(spec: Spec) -> list[str]:
     return [dtype for dtype in (spec.weight, spec.bias, *vectors) if dtype]
 
 
-def _forward_config(spec: Spec, n: int, vector: int, architecture: int) -> FusedForward | None:
+def _forward_config(spec: Spec, n: int, vector: int, architecture: int) -> FusedForward:
     return fused_forward(
         *(spec.x, spec.compute, n, [dtype for _, dtype in spec.read], _shared(spec)),
         heavy=spec.is_value_heavy,
@@ -254,7 +261,7 @@ def _forward_config(spec: Spec, n: int, vector: int, architecture: int) -> Fused
     )
 
 
-def _backward_config(spec: Spec, n: int, vector: int, architecture: int) -> FusedBackward | None:
+def _backward_config(spec: Spec, n: int, vector: int, architecture: int) -> FusedBackward:
     return fused_backward(
         *(spec.x, spec.compute, n, [dtype for _, dtype in spec.read], _shared(spec)),
         kept=1 + len(spec.sums_over_rows) + len(spec.differentiated.held),
@@ -268,20 +275,18 @@ def _reduction(spec: Spec, n: int) -> Reduction:
 
 
 @cache
-def _forward_plan(spec: Spec, n: int, vector: int, device: int) -> _Plan | None:
-    of = spec, n, vector, _plans.architecture(device)
+def _forward_plan(spec: Spec, n: int, vector: int, device: int) -> _Plan:
     return _plan(
-        _forward_config(*of),
+        lambda architecture: _forward_config(spec, n, vector, architecture),
         lambda config: (fused_forward_instantiation(spec, config),),
         device,
     )
 
 
 @cache
-def _backward_plan(spec: Spec, n: int, vector: int, device: int) -> _Plan | None:
-    of = spec, n, vector, _plans.architecture(device)
+def _backward_plan(spec: Spec, n: int, vector: int, device: int) -> _Plan:
     return _plan(
-        _backward_config(*of),
+        lambda architecture: _backward_config(spec, n, vector, architecture),
         lambda config: fused_backward_instantiations(spec, config, _reduction(spec, n)),
         device,
     )
@@ -454,9 +459,9 @@ def forward(
     device = memory.device(given.x)
     with memory.on(device):
         call = _arranged(memory, fused, given, options, compute, dtypes)
-        plan = None if call is None else _forward_plan(call.spec, call.n, call.vector, device)
-        if call is None or plan is None:
+        if call is None:
             return None
+        plan = _forward_plan(call.spec, call.n, call.vector, device)
         blocks = -(-call.m // plan.rows_per_block) * plan.config.cluster_blocks
         if blocks > MOST_BLOCKS:
             return None
@@ -500,9 +505,9 @@ def backward(
     statistics = {name: memory.contiguous(one) for name, one in given_statistics.items()}
     with memory.on(device):
         call = _arranged(memory, fused, given, options, compute, dtypes, of_outputs)
-        plan = None if call is None else _backward_plan(call.spec, call.n, call.vector, device)
-        if call is None or plan is None:
+        if call is None:
             return None
+        plan = _backward_plan(call.spec, call.n, call.vector, device)
         ready = _ready_backward(call, plan, given, device, compute, statistics)
         found = ready.run(memory, x, call.arrays | statistics, given.inputs)
     if call.is_typical and all(statistics[n] is one for n, one in given_statistics.items()):
@@ -547,6 +552,8 @@ def _ready_backward(
     spec, n, names = call.spec, call.n, call.spec.differentiated
     shape = tuple(given.x.shape)
     clusters = min(-(-call.m // plan.rows_per_block), plan.at_once)
+    if plan.config.streams:
+        clusters = max(clusters, -(-call.m // STREAMED_ROWS))
     own = {"x": given.x, "weight": given.weight, "bias": given.bias, **given.inputs}
     dtype_of = {"x": spec.x, **spec.dtypes_given}
     of_rows = {i.name: i.gradient or "" for i in spec.rows}
@@ -561,7 +568,7 @@ def _ready_backward(
             summed.append((f"d_{name}", *wanted))
     of_sum = clusters * partials_stride(n)
     sums = spec.sums_over_rows
-    made.append(_Made("partials", (max(1, len(sums)) * of_sum,), compute, is_scratch=True))
+    made.append(_Made("partials", (max(1, len(sums) * of_sum),), compute, is_scratch=True))
     launches = []
     columns = _reduction(spec, n).columns
     for j, kernel in enumerate(plan.kernels[1:]):
@@ -631,14 +638,10 @@ def sources(
     if call is None:
         return {}
     of = call.spec, call.n, call.vector, architecture
-    kernels: tuple[Instantiation, ...] = ()
+    kernels: tuple[Instantiation, ...]
     if backward:
-        of_rows = _backward_config(*of)
-        if of_rows is not None:
-            reduction = _reduction(call.spec, call.n)
-            kernels = fused_backward_instantiations(call.spec, of_rows, reduction)
+        reduction = _reduction(call.spec, call.n)
+        kernels = fused_backward_instantiations(call.spec, _backward_config(*of), reduction)
     else:
-        config = _forward_config(*of)
-        if config is not None:
-            kernels = (fused_forward_instantiation(call.spec, config),)
+        kernels = (fused_forward_instantiation(call.spec, _forward_config(*of)),)
     return {kernel.name: kernel.source() for kernel in kernels}

@@ -111,55 +111,74 @@ def drawn(seed: int, shape: tuple[int, ...], dtype: Any = np.float32) -> Any:
     return round_once(values, np.dtype(dtype))
 
 
+def passes(call: Call, put: Any, get: Any) -> tuple[Any, Any, Any]:
+    """Return a call's outputs and gradients as NumPy arrays, and the gradients of its outputs."""
+    rng = np.random.default_rng(0)
+    shape, dtype = call.x.shape, call.x.dtype
+    of_outputs = [rng.standard_normal(shape).astype(dtype) for _ in range(call.fused.count)]
+    forward = call.of(call.fused.forward, convert=put)
+    found = call.fused.backward([put(of) for of in of_outputs], forward)
+    gradients = (None if of is None else get(of) for of in found)
+    return tuple(map(get, forward.outputs)), type(found)(*gradients), of_outputs
+
+
+def check_passes(call: Call, outputs: Any, gradients: Any, of_outputs: Any) -> None:
+    """Check what `passes` returned against its bounds."""
+    named = {"x": call.x, "weight": call.weight, "bias": call.bias}
+    result = outputs if call.fused.count > 1 else outputs[0]
+    testing.check_fused(call.fused, result, **named, **call.options, **call.inputs)
+    of_numpy = call.of(call.fused.forward)._replace(outputs=outputs)
+    testing.check_fused_backward(call.fused, gradients, of_outputs, of_numpy)
+
+
 def check(gpu: Gpu, call: Call, *, launched: bool = True) -> None:
     """Check outputs and gradients against their bounds."""
     gpu.launched.clear()
     call.fused.prepared.clear()  # calls of another build's kernels
-    put = gpu.memory.array
-    rng = np.random.default_rng(0)
-    count = call.fused.count
-    of_outputs = [rng.standard_normal(call.x.shape).astype(call.x.dtype) for _ in range(count)]
+    get = gpu.to_numpy if launched else np.array
     with gpu.fresh_memory(), on_host(gpu):
         for _ in range(2):  # the second is prepared
-            forward = call.of(call.fused.forward, convert=put)
-            found = call.fused.backward([put(of) for of in of_outputs], forward)
-        to_numpy = gpu.to_numpy if launched else np.array
-        outputs = tuple(map(to_numpy, forward.outputs))
-        gradients = [None if of is None else to_numpy(of) for of in found]
+            found = passes(call, gpu.memory.array, get)
     assert any(kernel.name == "fused_backward" for kernel in gpu.launched) == launched
-    named = {"x": call.x, "weight": call.weight, "bias": call.bias}
-    result = outputs if count > 1 else outputs[0]
-    testing.check_fused(call.fused, result, **named, **call.options, **call.inputs)
-    of_numpy = call.of(call.fused.forward)._replace(outputs=outputs)
-    testing.check_fused_backward(call.fused, type(found)(*gradients), of_outputs, of_numpy)
+    check_passes(call, *found)
 
 
-def _calls() -> Iterator[tuple[str, Call]]:
-    """Yield calls that reach the lines of the kernels, by name."""
-    for name, n, rows in (("parts of a warp", 40, 70), ("clusters", 20000, 2)):
-        shape = (rows, n)
-        inputs = {
-            **{"r": drawn(1, shape, np.float16), "a": drawn(2, (rows, 1)), "s": drawn(3, (n,))},
-            **{"z": drawn(4, shape), "c": drawn(5, shape) > 0},
-        }
-        of_vectors = drawn(7, (n,)), drawn(8, (n,))
-        x = drawn(6, shape)
-        x[1] *= np.float32(1e25)
-        inputs["r"][1] = 0
-        x[2:3] += 10000  # whose mean is rounded
-        yield f"fused, {name}", Call(MANY, x, *of_vectors, {"zero_centered": True}, inputs)
+def call_of_many(rows: int, n: int) -> Call:
+    """Return a call with an input at every place, a row out of range, and one far from 0."""
+    shape = (rows, n)
+    inputs = {
+        **{"r": drawn(1, shape, np.float16), "a": drawn(2, (rows, 1)), "s": drawn(3, (n,))},
+        **{"z": drawn(4, shape), "c": drawn(5, shape) > 0},
+    }
+    of_vectors = drawn(7, (n,)), drawn(8, (n,))
+    x = drawn(6, shape)
+    x[1] *= np.float32(1e25)
+    inputs["r"][1] = 0
+    x[2:3] += 10000  # whose mean is rounded
+    return Call(MANY, x, *of_vectors, {"zero_centered": True}, inputs)
+
+
+def _calls() -> Iterator[tuple[str, Call, int]]:
+    """Yield calls that reach the lines of the kernels, by name, with an architecture."""
+    for name, n, rows, architecture in (
+        ("parts of a warp", 40, 70, 90),
+        ("clusters", 20000, 2, 90),
+        ("rows that are read again", 9000, 3, 75),
+    ):
+        yield f"fused, {name}", call_of_many(rows, n), architecture
     for dtype in (np.float32, np.float64):
         arrays = drawn(9, (5, 8), dtype), drawn(10, (8,)), drawn(11, (8,))
-        yield f"fused, functions of {np.dtype(dtype)}", Call(FUNCTIONS, *arrays, {}, {})
+        yield f"fused, functions of {np.dtype(dtype)}", Call(FUNCTIONS, *arrays, {}, {}), 90
     for name, rows in (("a gate", 5), ("sums that are written twice", 4 * 64 + 5)):
         x, z = drawn(1, (rows, 1000)), drawn(2, (rows, 1000))
-        yield f"fused, {name}", Call(GATED, x, drawn(3, (1000,)), None, {}, {"z": z})
+        yield f"fused, {name}", Call(GATED, x, drawn(3, (1000,)), None, {}, {"z": z}), 90
 
 
-FUSED = dict(_calls())
+FUSED = {name: (call, architecture) for name, call, architecture in _calls()}
 
 
 def check_fused_call(build: Any, name: str) -> None:
-    gpu = Gpu(build)
+    call, architecture = FUSED[name]
+    gpu = Gpu(build, architecture=architecture)
     gpu.blocks_at_once = 1
-    check(gpu, FUSED[name])
+    check(gpu, call)
