@@ -16,7 +16,9 @@ from host.gpu import Gpu, Kernel
 import cupynorm
 import cupynorm.math as cm
 from cupynorm import _fuse, _fused_calls, _plans, testing
-from cupynorm._arrays import to_numpy
+from cupynorm._arrays import is_number, to_numpy
+from cupynorm._operation import Kind
+from cupynorm._prepared import Dialect
 from cupynorm.reference import round_once, sum_to_shape
 
 
@@ -25,6 +27,26 @@ class HostMemory:
 
     def __init__(self, gpu: Gpu) -> None:
         self.gpu = gpu
+        layout = "({0}.dtype, {0}.shape, {0}.strides)"
+        self.dialect = Dialect(
+            names={"_empty": gpu.memory.empty, "is_number": is_number},
+            accepts={},
+            signature=dict.fromkeys(Kind, layout)
+            | {None: f"(0 if is_number({{0}}) else {layout})"},
+            device="",
+            before="",
+            copy="",
+            look="",
+            elsewhere="",
+            address="{0}.ctypes.data",
+            checked=frozenset(),
+            checked_new=frozenset(),
+            misaligned="",
+            allocate="_empty({0}_shape, {0}_dtype)",
+            stream="0",
+            handle="stream",
+            scratch="scratch = _empty(scratch_shape, 'u1'); scratch_address = scratch.ctypes.data",
+        )
 
     def dtype(self, array: Any) -> str:
         return str(array.dtype)
@@ -35,10 +57,11 @@ class HostMemory:
     def address(self, array: Any) -> int:
         return int(array.ctypes.data)
 
-    def empty(self, shape: tuple[int, ...], dtype: str, like: Any) -> Any:
-        return self.gpu.memory.empty(shape, to_numpy(dtype))
+    def native(self, dtype: str) -> Any:
+        return to_numpy(dtype)
 
-    scratch = empty
+    def kept(self, array: Any) -> Any:
+        return array
 
     def contiguous(self, array: Any) -> Any:
         return array if array.flags.c_contiguous else self.gpu.memory.array(array)
@@ -54,17 +77,11 @@ class HostMemory:
         wide = sum_to_shape(self.gpu.to_numpy(array).astype(np.float64), shape)
         return self.gpu.memory.array(round_once(wide, to_numpy(dtype)))
 
-    def signature(self, array: Any) -> Any:
-        return array.dtype, array.shape, array.strides
-
     def device(self, array: Any) -> int:
         return 0
 
     def on(self, device: int) -> Any:
         return contextlib.nullcontext()
-
-    def stream(self, device: int) -> int:
-        return 0
 
 
 @contextlib.contextmanager
@@ -82,6 +99,11 @@ def on_host(gpu: Gpu, multiprocessors: int = 2) -> Iterator[None]:
         stack.enter_context(mock.patch.object(_fused_calls, "_background", background))
         tools = dataclasses.replace(_fuse.NUMPY_TOOLS, memory=HostMemory(gpu))
         stack.enter_context(mock.patch.object(_fuse, "_tools_of", return_value=tools))
+
+        def again(fused: Any, *told: Any) -> Any:
+            return _fused_calls.again(tools.memory, fused, *told)
+
+        stack.enter_context(mock.patch.object(_fuse.Fused, "_again", again))
         for plan in (_fused_calls._forward_plan, _fused_calls._backward_plan):
             plan.cache_clear()
             stack.callback(plan.cache_clear)

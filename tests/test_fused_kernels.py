@@ -307,6 +307,23 @@ def test_calls_are_remembered_by_all_that_they_depend_on(gpu: Gpu) -> None:
             assert ("kVector", vector) in gpu.launched[-1].layout
 
 
+@needs_compiler
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        {"r": drawn(1, (2, 3, 16)), "a": 2.0, "s": drawn(3, (16,)), "z": drawn(4, (3, 16))},
+        {"r": drawn(1, (3, 1)), "a": 2, "s": drawn(3, (1,)), "z": drawn(4, (2, 3, 16))},
+    ],
+)
+def test_second_calls_are_prepared(gpu: Gpu, inputs: dict[str, Any]) -> None:
+    """Bools and inputs that are spread out are copied again, and that is all."""
+    inputs = inputs | {"c": drawn(5, (2, 3, 16)) > 0}
+    call = Call(MANY, drawn(6, (2, 3, 16)), drawn(7, (16,)), None, {"axis": -1}, inputs)
+    with mock.patch.object(_fused_calls, "_arranged", wraps=_fused_calls._arranged) as arranged:
+        check(gpu, call)
+    assert arranged.call_count == 2  # for a pass each
+
+
 # ---- torch's autograd around stand-ins for the kernels -------------------------------------------
 
 
@@ -339,9 +356,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         kept = fused.forward(x, weight, bias, **options._asdict(), **inputs)
         dy = [None if one is None else one.numpy() for one in of]
         found = fused.backward(dy, kept)
-        names = ("x", "weight", "bias", *fused.inputs)
-        pairs = zip(names, found, strict=True)
-        return {name: torch.from_numpy(one) for name, one in pairs if one is not None}
+        return tuple(one if one is None else torch.from_numpy(one) for one in found)
 
     monkeypatch.setattr(of_torch, "_have_kernels", lambda given: True)
     monkeypatch.setattr(_fused_calls, "again", lambda *_, **__: None)
