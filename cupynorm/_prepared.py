@@ -10,7 +10,7 @@ import builtins
 import functools
 import itertools
 import symtable
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -153,15 +153,7 @@ def run_maker(
         nothing.
     """
     new = [name for name in written if name not in given]
-    body = [f"{', '.join(arguments)} = arrays"]
-    body += [dialect.before] if dialect.before else []
-    body += [dialect.copy.format(name) for name in copied]
-    body += [dialect.look.format(name) for name in given if dialect.look]
-    elsewhere = [dialect.elsewhere.format(name) for name in given if name != "x"]
-    if dialect.elsewhere and elsewhere:
-        body.append(f"if {' or '.join(elsewhere)}: return None")
-    body += [f"{name}_address = {dialect.address.format(name)}" for name in given]
-
+    body = _beginning(dialect, arguments, given, dict.fromkeys(copied, dialect.copy))
     same = [f"{a}_address == {b}_address" for a, b in itertools.combinations(apart, 2)]
     if same:
         body.append(f"if {' or '.join(same)}: return None")
@@ -173,10 +165,7 @@ def run_maker(
             body.append(f"if {bits}: {dialect.misaligned.format(divisors=divisors)}")
 
     check([name for name in given if KINDS.get(name) in dialect.checked])
-    for name in new:
-        body.append(f"{name} = {dialect.allocate.format(name)}")
-        body += [dialect.look.format(name)] if dialect.look else []
-        body.append(f"{name}_address = {dialect.address.format(name)}")
+    body += _allocations(dialect, new)
     check([name for name in new if KINDS[name] in dialect.checked_new])
     body.append(f"stream = {dialect.stream}")
     names = {*given, *new}
@@ -241,25 +230,14 @@ def launches_maker(
     dialect: Dialect, launches: Launches
 ) -> Callable[[dict[str, Any]], Callable[..., Any]]:
     """Return what makes the `run` of a call of a norm of `cupynorm.fuse`, as `run_maker` does."""
-    body = [f"{', '.join(launches.arguments)}, = arrays"]
-    body += [dialect.before] if dialect.before else []
+    copies = dict.fromkeys(launches.copied, "{0} = {0}_copy({0})")
+    body = _beginning(dialect, launches.arguments, launches.given, copies)
     for name in launches.numbers:
         body += ["try:", f"    {name} = float({name})", "except OverflowError:", "    return None"]
-    body += [dialect.look.format(name) for name in launches.given if dialect.look]
-    elsewhere = [dialect.elsewhere.format(name) for name in launches.given if name != "x"]
-    if dialect.elsewhere and elsewhere:
-        body.append(f"if {' or '.join(elsewhere)}: return None")
-    for name in launches.copied:
-        body.append(f"{name} = {name}_copy({name})")
-        body += [dialect.look.format(name)] if dialect.look else []
-    body += [f"{name}_address = {dialect.address.format(name)}" for name in launches.given]
     if launches.checked:
         bits = " | ".join(f"{name}_address & {name}_mask" for name in launches.checked)
         body.append(f"if {bits}: return None")
-    for name in launches.new:
-        body.append(f"{name} = {dialect.allocate.format(name)}")
-        body += [dialect.look.format(name)] if dialect.look else []
-        body.append(f"{name}_address = {dialect.address.format(name)}")
+    body += _allocations(dialect, launches.new)
     body.append(f"stream = {dialect.stream}")
     body += [dialect.scratch] if launches.sums else []
     arrays = {*launches.given, *launches.new}
@@ -275,6 +253,35 @@ def launches_maker(
     body += [f"{name} = {name}_sum({name})" for name in launches.summed]
     body.append(f"return {launches.result}")
     return _maker(dialect, body)
+
+
+def _beginning(
+    dialect: Dialect, arguments: tuple[str, ...], given: tuple[str, ...], copies: dict[str, str]
+) -> list[str]:
+    """Return the lines that find the addresses of what a call is given.
+
+    `copies`: statements that bring arrays into a layout that kernels take.
+    """
+    body = [f"{', '.join(arguments)} = arrays"]
+    body += [dialect.before] if dialect.before else []
+    body += [dialect.look.format(name) for name in given if dialect.look]
+    elsewhere = [dialect.elsewhere.format(name) for name in given if name != "x"]
+    if dialect.elsewhere and elsewhere:
+        body.append(f"if {' or '.join(elsewhere)}: return None")
+    for name, copy in copies.items():
+        body.append(copy.format(name))
+        body += [dialect.look.format(name)] if dialect.look else []
+    return body + [f"{name}_address = {dialect.address.format(name)}" for name in given]
+
+
+def _allocations(dialect: Dialect, new: Iterable[str]) -> list[str]:
+    """Return the lines that allocate arrays, and find their addresses."""
+    body = []
+    for name in new:
+        body.append(f"{name} = {dialect.allocate.format(name)}")
+        body += [dialect.look.format(name)] if dialect.look else []
+        body.append(f"{name}_address = {dialect.address.format(name)}")
+    return body
 
 
 def _maker(dialect: Dialect, body: list[str]) -> Callable[[dict[str, Any]], Callable[..., Any]]:
