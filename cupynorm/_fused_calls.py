@@ -331,7 +331,7 @@ class _New:
         self.known |= {f"{name}_{of}": value for of, value in found.items()}
 
 
-def _names(fused: Fused, given: Given, *others: str) -> dict[str, str]:
+def _names(given: Given, *others: str) -> dict[str, str]:
     """Return the names of arrays in the code of a call, by those of the kernel's arguments."""
     inputs = {f"in_{name}": f"in_{i}" for i, name in enumerate(given.inputs)}
     return {"in_x": "x", "weight": "weight", "bias": "bias", **inputs, **{n: n for n in others}}
@@ -513,7 +513,7 @@ def forward(
         of_rows = (name if name in new.names else "None" for name in ("mean", "rstd"))
         arrays = (given.x, given.weight, given.bias, *given.inputs.values())
         run = _run(
-            *(memory, call, device, _names(fused, given), arrays, forward_op(call.spec)),
+            *(memory, call, device, _names(given), arrays, forward_op(call.spec)),
             *(plan.kernels[0].prepared(blocks, numbers), numbers, new),
             f"({outputs},), {', '.join(of_rows)}",
             sums=0,
@@ -611,7 +611,7 @@ def _prepared_backward(
     results = (of if of in new.names else "None" for of in of_gradient.values())
     others = _behind(len(spec.of_outputs))
     return _run(
-        *(memory, call, device, _names(fused, given, *others), arrays, backward_op(spec)),
+        *(memory, call, device, _names(given, *others), arrays, backward_op(spec)),
         *(launch, of_launch, new),
         f"({', '.join(results)})",
         further={f"d_{name}": of for name, of in of_gradient.items()}
