@@ -40,6 +40,7 @@ from cupynorm._layout import (
     backward_column_parallel,
     backward_in_registers,
     column_parallel_counts_bytes,
+    fused,
     pack_length,
     partials_stride,
     shared_limit,
@@ -558,6 +559,7 @@ def test_constants_are_those_of_the_kernels() -> None:
     counts = strips.PLACES + strips.WILD_PLACES
     assert column_parallel_counts_bytes() == counts * found["kCountStride"] * 4
     assert max(backward_in_registers.TEAMS) == constants("gradient.cuh", "kTurns")["kTurns"] == 64
+    assert fused.STREAMED_ROWS <= constants("gradient.cuh", "kTurns")["kTurns"]
     most_teams = backward_in_registers.MAX_TEAMS_OF_SEVERAL_WARPS
     assert f"kTeams <= {most_teams}" in source("team.cuh")
     assert "return (n_cols + 7) & ~7LL;" in source("gradient.cuh")
