@@ -159,7 +159,7 @@ def _arranged(
     for name, vector in (("weight", given.weight), ("bias", given.bias)):
         if vector is not None:
             ones = (1,) * (len(shape) - len(vector.shape)) + tuple(vector.shape)
-            if set(ones[: len(kept)]) > {1} or ones[len(kept) :] != of_row:
+            if not set(ones[: len(kept)]) <= {1} or ones[len(kept) :] != of_row:
                 return None
             add(name, vector, "vector")
     inputs = []

@@ -73,7 +73,7 @@ def quantized_config(
         return None
     if spec.scale_columns and config.row_threads * config.pack_length % spec.scale_columns:
         return None
-    return in_registers_quantized(spec, config)
+    return in_registers_quantized(spec, config, architecture)
 
 
 def _config_for_all(

@@ -389,9 +389,21 @@ def in_registers_with_residual(spec: ForwardSpec, config: ForwardInRegisters) ->
     return replace(config, blocks_per_multiprocessor=blocks)
 
 
-def in_registers_quantized(spec: QuantizedSpec, config: ForwardInRegisters) -> ForwardInRegisters:
-    """Return the configuration with registers for a rounded y that waits for its scale."""
-    return config
+def in_registers_quantized(
+    spec: QuantizedSpec, config: ForwardInRegisters, architecture: int
+) -> ForwardInRegisters:
+    """Return the configuration of many quantized rows: that of y, or a faster one.
+
+    The memory moves three quarters as many bytes, so that the longest rows need more blocks at
+    once (notes.md#quantized-rows).
+    """
+    long = config.full and config.packs_per_thread == 8 and config.pack_length == 8
+    narrow = widest(spec.y) == 2 and not spec.zero_centered and affine_registers(spec, 8) <= 32
+    if spec.norm == "layer_norm" or not (long and narrow and gpu_of(architecture).timed):
+        return config
+    if spec.residual is None:
+        return replace(config, blocks_per_multiprocessor=768 // config.block_threads)
+    return replace(config, hold_weight=config.row_threads == 256)
 
 
 def few_rows_configs(
@@ -406,8 +418,7 @@ def few_rows_configs(
     if not isinstance(config, ForwardInRegisters):
         return ()
     if isinstance(spec, QuantizedSpec):
-        few = few_rows_configs(spec.of_y, config, n, architecture, multiprocessors)
-        return tuple((most, in_registers_quantized(spec, each)) for most, each in few)
+        return few_rows_configs(spec.of_y, config, n, architecture, multiprocessors)
     halves = config.pack_length < pack_length(spec.x)
     least = 8 if spec.norm == "rms_norm" or halves else 16
     if config.vector * ITEMSIZE[spec.x] < least or is_wide(spec):
