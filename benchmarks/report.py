@@ -3,14 +3,15 @@
 The tables go into results.md next to the file, or between the markers of the file that --readme
 names. The figures go into the folder results next to the file. --headline writes only one table for
 each pass, between its own markers. Several GPUs, the clamped ReLU, a residual, weights that vary
-from row to row and norms of cupynorm.fuse have sections of their own. Nothing between the markers
-is written by hand. With R=benchmarks/results, the pages are from
+from row to row, norms of cupynorm.fuse and quantized outputs have sections of their own. Nothing
+between the markers is written by hand. With R=benchmarks/results, the pages are from
 
     python -m benchmarks.report $R/h200_standard.json --headline benchmarks/README.md
     python -m benchmarks.report $R/h200_standard.json --readme docs/tables.md
     python -m benchmarks.report --residual $R/residual_h200.json --readme benchmarks/README.md
     python -m benchmarks.report --groups $R/groups_h200.json --readme benchmarks/README.md
     python -m benchmarks.report --fused $R/fused_h200.json --readme benchmarks/README.md
+    python -m benchmarks.report --quantized $R/quantized_h200.json --readme benchmarks/README.md
     python -m benchmarks.report --relu $R/relu_h200.json --readme benchmarks/README.md
     python -m benchmarks.report --scaling $R/sharding_{torch,jax}_h200.json \\
         --readme benchmarks/README.md
@@ -27,7 +28,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from benchmarks import fused, groups, plots, relu, residual, results, scaling
+from benchmarks import fused, groups, plots, quantized, relu, residual, results, scaling
 from benchmarks.backends import ALL, KINDS
 from benchmarks.fusions import Benchmark
 from benchmarks.host import STATES
@@ -59,7 +60,12 @@ END_SCALING = "<!-- end of scaling -->"
 BEGIN_RELU = "<!-- relu: written by `python -m benchmarks.report --relu` -->"
 END_RELU = "<!-- end of relu -->"
 # Benchmarks of one operation, by the option that takes their file.
-FUSIONS = {"residual": residual.BENCHMARK, "groups": groups.BENCHMARK, "fused": fused.BENCHMARK}
+FUSIONS = {
+    "residual": residual.BENCHMARK,
+    "groups": groups.BENCHMARK,
+    "fused": fused.BENCHMARK,
+    "quantized": quantized.BENCHMARK,
+}
 STOPPED = "The run was stopped before its end: what it did not reach is missing."
 HOST_SPREAD = 1.05  # smaller differences of host times are not shown
 # Shown as called and as kernels alone: where the host counts most, and two large ones.

@@ -121,6 +121,11 @@ class Fused:
     epilogue: Program  # of y, which is normalized and scaled, x and inputs: the outputs
     # The calls of kernels so far, by all that they depend on: see `_fused_calls`.
     prepared: dict[Any, Any] = field(default_factory=dict, init=False, compare=False)
+    inputs: tuple[str, ...] = field(init=False, compare=False)  # the names of the further inputs
+
+    def __post_init__(self) -> None:
+        names = dict.fromkeys((*self.prologue.arguments[1:], *self.epilogue.arguments[1:]))
+        object.__setattr__(self, "inputs", tuple(name for name in names if name != "x"))
 
     def __repr__(self) -> str:
         parts = [repr(self.norm)]
@@ -132,12 +137,6 @@ class Fused:
 
     def __reduce__(self) -> Any:
         return Fused, (self.norm, self.prologue, self.epilogue)
-
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        """The names of the further inputs."""
-        names = dict.fromkeys((*self.prologue.arguments[1:], *self.epilogue.arguments[1:]))
-        return tuple(name for name in names if name != "x")
 
     @property
     def count(self) -> int:
@@ -183,6 +182,11 @@ class Fused:
         TypeError, ValueError, NotImplementedError, ImportError, RuntimeError
             As for `rms_norm`, and if the inputs are not those that the functions name.
         """
+        told = (False, eps, axis, zero_centered, out_dtype, *inputs)
+        found = self._again((x, weight, bias, *inputs.values()), told)
+        if found is not None:
+            outputs = found[0]
+            return outputs[0] if len(outputs) == 1 else outputs
         options = Options(eps, axis, zero_centered, out_dtype)
         given = Given(x, weight, bias, inputs)
         adapter = _adapter_of(x)
@@ -206,16 +210,24 @@ class Fused:
         **inputs: Any,
     ) -> FusedForward:
         """Compute the norm, and return what `backward` needs. The arguments are those of a call."""
-        given = Given(x, weight, bias, inputs)
-        return self._forward(given, Options(eps, axis, zero_centered, out_dtype), statistics=True)
+        given, options = (
+            Given(x, weight, bias, inputs),
+            Options(eps, axis, zero_centered, out_dtype),
+        )
+        found = self._again((x, weight, bias, *inputs.values()), (True, *options, *inputs))
+        if found is not None:
+            outputs, mean, rstd = found
+            return FusedForward(outputs[0], outputs, mean, rstd, given, options)
+        return self._forward(given, options, statistics=True)
+
+    def _again(self, arrays: Any, *told: Any) -> Any:
+        """Return what an earlier call on CuPy arrays like these would, None if there was none."""
+        if type(arrays[0]).__module__ != "cupy":
+            return None
+        return _launched().again(_memory(), self, arrays, *told)
 
     def _forward(self, given: Given, options: Options, *, statistics: bool) -> FusedForward:
         """Compute the norm of arrays of NumPy, of CuPy or by DLPack."""
-        if type(given.x).__module__ == "cupy":
-            found = _launched().again(_memory(), self, given, options, statistics=statistics)
-            if found is not None:
-                outputs, mean, rstd = found
-                return FusedForward(outputs[0], outputs, mean, rstd, given, options)
         family, taken, compute = self._taken(given, options)
         tools = _tools_of(taken.x)
         dtypes = self.dtypes_of_outputs(taken.x.dtype, options.out_dtype)
@@ -262,12 +274,12 @@ class Fused:
                 f"forward must be what this norm's forward returned, got {kind_of(forward)}"
             )
         given, options = forward.given, forward.options
-        if type(given.x).__module__ == "cupy":
-            of = dy if isinstance(dy, tuple | list) else (dy,)
-            statistics = forward.mean, forward.rstd
-            found = _launched().again_backward(_memory(), self, given, options, of, *statistics)
-            if found is not None:
-                return self._named(found)
+        x, weight, bias, inputs = given
+        of = dy if isinstance(dy, tuple | list) else (dy,)
+        arrays = (x, weight, bias, *inputs.values(), forward.mean, forward.rstd, *of)
+        found = self._again(arrays, ("backward", *options, *inputs), len(of))
+        if found is not None:
+            return _gradients_of(self.inputs)(*found)
         family, taken, compute = self._taken(given, options)
         tools = _tools_of(taken.x)
         dtypes = self.dtypes_of_outputs(taken.x.dtype, options.out_dtype)
@@ -279,12 +291,9 @@ class Fused:
                 *(tools.memory, self, taken, options, compute, dtypes, of_outputs), *kept
             )
         if found is None:
-            found = self._gradients_by_steps(tools, taken, options, compute, dtypes, of_outputs)
-        return self._named({name: family.give_present(of) for name, of in found.items()})
-
-    def _named(self, found: Mapping[str, Any]) -> Any:
-        names = ("x", "weight", "bias", *self.inputs)
-        return _gradients_of(self.inputs)(*(found.get(name) for name in names))
+            made = self._gradients_by_steps(tools, taken, options, compute, dtypes, of_outputs)
+            found = (made.get(name) for name in ("x", "weight", "bias", *self.inputs))
+        return _gradients_of(self.inputs)(*map(family.give_present, found))
 
     def kernel_source(
         self,

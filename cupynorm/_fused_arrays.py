@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import cupy
 
-from cupynorm._arrays import dtype_name, rounded, sum_to_shape, to_numpy
-from cupynorm._calls import contiguous, keep_if_captured, kept_if_captured, on
+from cupynorm._arrays import dtype_name, is_number, rounded, sum_to_shape, to_numpy
+from cupynorm._calls import CUPY, contiguous, keep_if_captured, kept_if_captured, on
 
 __all__ = ["CuPyMemory"]
 
 # A call looks these up.
 _ndarray = cupy.ndarray
+_alloc = cupy.cuda.alloc
+_get_device = cupy.cuda.runtime.getDevice
 _get_current_stream = cupy.cuda.get_current_stream
+_is_number = is_number
+
+_SIGNATURE = "({0}.dtype, {0}.shape, {0}.strides)"
+_DIALECT = replace(
+    CUPY,
+    names=globals(),
+    accepts=CUPY.accepts | {None: "(type({0}) is _ndarray or _is_number({0}))"},
+    signature=CUPY.signature | {None: f"({_SIGNATURE} if type({{0}}) is _ndarray else 0)"},
+)
 
 
 class CuPyMemory:
     """CuPy's arrays, as `_fused_calls` takes them."""
+
+    dialect = _DIALECT
 
     def dtype(self, array: Any) -> str:
         return dtype_name(array.dtype)
@@ -28,11 +42,12 @@ class CuPyMemory:
     def address(self, array: Any) -> int:
         return int(array.data.ptr)
 
-    def empty(self, shape: tuple[int, ...], dtype: str, like: Any) -> Any:
-        return _ndarray(shape, to_numpy(dtype))
+    def native(self, dtype: str) -> Any:
+        return to_numpy(dtype)
 
-    def scratch(self, shape: tuple[int, ...], dtype: str, like: Any) -> Any:
-        return _kept(self.empty(shape, dtype, like))
+    def kept(self, array: Any) -> Any:
+        keep_if_captured(array, _get_current_stream())
+        return array
 
     def contiguous(self, array: Any) -> Any:
         return array if array.flags.c_contiguous else contiguous(array)
@@ -48,22 +63,8 @@ class CuPyMemory:
         with kept_if_captured():
             return rounded(cupy, sum_to_shape(array, shape), dtype)
 
-    def signature(self, array: Any) -> Any:
-        if type(array) is not _ndarray:
-            return None
-        return array.dtype, array.shape, array.strides, array.data.device_id
-
     def device(self, array: Any) -> int:
         return int(array.data.device_id)
 
     def on(self, device: int) -> Any:
         return on(device)
-
-    def stream(self, device: int) -> int:
-        return int(_get_current_stream().ptr)
-
-
-def _kept(array: Any) -> Any:
-    """Return an array, which a CUDA graph that is being captured keeps."""
-    keep_if_captured(array, _get_current_stream())
-    return array

@@ -1,8 +1,8 @@
 """Calls of norms of `cupynorm.fuse` on a GPU: one kernel each way, with the prologue and epilogue.
 
 Nothing here knows arrays: a `Memory` does. What a kernel cannot serve is left to the operations of
-a framework, in `_fuse`: axes that are not the last ones, a weight that varies from row to row,
-rows that are too long for a cluster of blocks, and calls without rows.
+a framework, in `_fuse`: axes that are not the last ones, a weight that varies from row to row, and
+calls without rows.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -23,7 +23,7 @@ from cupynorm._compile import (
     fused_forward_instantiation,
 )
 from cupynorm._driver import Kernel, Launch
-from cupynorm._fused_source import Input, Spec, backward_op, forward_op
+from cupynorm._fused_source import Input, Op, Spec, backward_op, forward_op
 from cupynorm._layout import (
     FusedBackward,
     FusedForward,
@@ -33,14 +33,16 @@ from cupynorm._layout import (
     pack_length,
     partials_stride,
     reduction_of_gradients,
+    without_clusters,
 )
+from cupynorm._layout.fused import STREAMED_ROWS
 from cupynorm._operation import ITEMSIZE
-from cupynorm._prepared import remember
+from cupynorm._prepared import Dialect, Launches, key_function, launches_maker, remember
 
 if TYPE_CHECKING:
     from cupynorm._fuse import Fused, Given, Options
 
-__all__ = ["Memory", "again", "again_backward", "backward", "forward", "sources"]
+__all__ = ["Memory", "again", "backward", "forward", "sources"]
 
 MOST_BLOCKS = (1 << 31) - 1
 # A thread may spill so many, which takes less time than fewer blocks (notes.md#fused-norms).
@@ -50,12 +52,18 @@ MOST_LOCAL_BYTES = 64
 class Memory(Protocol):
     """A framework's arrays. Dtypes are given by name, and strides in elements."""
 
+    # Kinds that it does not know are those of inputs and gradients of outputs. A `run` returns None
+    # where arrays are not like those of the first call.
+    dialect: Dialect
+
     def dtype(self, array: Any) -> str: ...
     def strides(self, array: Any) -> tuple[int, ...]: ...
     def address(self, array: Any) -> int: ...
-    def empty(self, shape: tuple[int, ...], dtype: str, like: Any) -> Any: ...
-    def scratch(self, shape: tuple[int, ...], dtype: str, like: Any) -> Any:
-        """Return an empty array for this call, which a CUDA graph keeps."""
+    def native(self, dtype: str) -> Any:
+        """Return the framework's own dtype."""
+
+    def kept(self, array: Any) -> Any:
+        """Return an array, which a CUDA graph that is being captured keeps."""
 
     def contiguous(self, array: Any) -> Any: ...
     def cast(self, array: Any, dtype: str) -> Any: ...
@@ -65,22 +73,17 @@ class Memory(Protocol):
     def summed(self, array: Any, shape: tuple[int, ...], dtype: str) -> Any:
         """Undo a broadcast, in a fixed order, and cast."""
 
-    def signature(self, array: Any) -> Hashable:
-        """Return the dtype, the shape, the strides and the device. None if it is no such array."""
-
     def device(self, array: Any) -> int: ...
     def on(self, device: int) -> AbstractContextManager[Any]:
         """Make a device current, and CuPy's current stream that of the framework."""
-
-    def stream(self, device: int) -> int: ...
 
 
 @dataclass(frozen=True)
 class _Call:
     """A call as kernels take it: a spec, sizes, and what a launch gets by name.
 
-    `arrays` are those that kernels read, perhaps copies. `masks` are the bits that no address of
-    theirs may have. `values` are strides and steps.
+    `copies`: what brings an array into a layout that kernels take, one after another. `masks`: of
+    each array, the bits that its address may not have. `values` are strides and steps.
     """
 
     spec: Spec
@@ -88,10 +91,10 @@ class _Call:
     n: int
     vector: int
     kept: tuple[int, ...]
-    arrays: dict[str, Any]
+    copies: dict[str, tuple[Callable[[Any], Any], ...]]
     masks: dict[str, int]
     values: dict[str, float]
-    is_typical: bool  # nothing was copied, and no address makes accesses narrower
+    is_aligned: bool  # no address makes accesses narrower
 
 
 def _place(shape: Sequence[int], x_shape: tuple[int, ...], k: int) -> str:
@@ -124,32 +127,33 @@ def _arranged(
     m, n = math.prod(kept), math.prod(of_row)
     if axes != tuple(range(len(shape) - k, len(shape))) or not m or not n:
         return None
-    arrays: dict[str, Any] = {}
-    moved: dict[str, int] = {}  # by packs: the bytes of an element
+    copies: dict[str, tuple[Callable[[Any], Any], ...]] = {}
+    moved: dict[str, int] = {}  # the bytes of an element, 0 if it is not moved by packs
     values: dict[str, float] = {}
-    layout, addresses, has_copies = n | pack_length(memory.dtype(x)), 0, False
+    layout, addresses = n | pack_length(memory.dtype(x)), 0
 
-    def add(name: str, array: Any, place: str, is_copy: bool = False) -> None:
-        nonlocal layout, addresses, has_copies
-        itemsize = ITEMSIZE[memory.dtype(array)]
-        taken = array
+    def add(name: str, array: Any, place: str, *made: Callable[[Any], Any]) -> None:
+        nonlocal layout, addresses
+        itemsize = ITEMSIZE[_dtype_read(memory.dtype(array))]
+        strides = memory.strides(array)
+        stride: int | None = n
+        if not made and place == "rows":
+            in_bytes = [itemsize * stride for stride in strides]
+            in_bytes = [0] * (len(shape) - len(strides)) + in_bytes
+            stride = row_stride(shape, in_bytes, itemsize, k)
+        elif not made and not _is_contiguous(array.shape, strides):
+            stride = None
+        if stride is None:
+            made, stride = (memory.contiguous,), n
+        copies[name] = made
         if place == "rows":
-            strides = [itemsize * stride for stride in memory.strides(array)]
-            strides = [0] * (len(shape) - len(strides)) + strides
-            stride = row_stride(shape, strides, itemsize, k)
-            if stride is None:
-                taken, stride = memory.contiguous(array), n
             values[f"stride_{name}"] = stride
             layout |= stride
-        else:
-            taken = memory.contiguous(array)
         if place == "number":
             values[f"step_{name}"] = int(math.prod(array.shape) == m)
-        else:
-            addresses |= memory.address(taken) // itemsize
-            moved[name] = itemsize
-        arrays[name] = taken
-        has_copies |= is_copy or taken is not array
+        elif not made:
+            addresses |= memory.address(array) // itemsize
+        moved[name] = 0 if place == "number" else itemsize
 
     add("in_x", x, "rows")
     for name, vector in (("weight", given.weight), ("bias", given.bias)):
@@ -164,18 +168,19 @@ def _arranged(
         if is_number(array):
             inputs.append(Input(name, "constant"))
             continue
-        dtype: str | None = memory.dtype(array)
+        dtype = memory.dtype(array)
         place = _place(array.shape, shape, k)
-        is_copy = dtype == "bool" or place == "spread"
-        if dtype == "bool":
-            array, dtype = memory.cast(array, "float16"), None
-        if place == "spread":
-            array = memory.expanded(array, shape)
         own = place == "vector" or (place == "rows" and tuple(array.shape) == shape)
+        made: list[Callable[[Any], Any]] = []
+        if dtype == "bool":
+            made = [partial(memory.cast, dtype=_dtype_read(dtype)), memory.contiguous]
+        if place == "spread":
+            made.append(partial(memory.expanded, shape=shape))
         at: Any = "rows" if place == "spread" else place
-        gradient = dtype and (dtype if own else compute)
-        inputs.append(Input(name, at, memory.dtype(array), gradient, dtype))
-        add(f"in_{name}", array, at, is_copy)
+        differentiated = None if dtype == "bool" else dtype
+        gradient = differentiated and (differentiated if own else compute)
+        inputs.append(Input(name, at, _dtype_read(dtype), gradient, differentiated))
+        add(f"in_{name}", array, at, *made)
     for i, of_output in enumerate(of_outputs):
         if of_output is not None:
             add(f"dy_{i}", of_output, "rows")
@@ -196,9 +201,24 @@ def _arranged(
         tuple(None if of is None else memory.dtype(of) for of in of_outputs),
     )
     vector = (layout | addresses) & -(layout | addresses)
-    is_typical = vector == layout & -layout and not has_copies
-    masks = {name: vector * moved[name] - 1 if name in moved else 0 for name in arrays}
-    return _Call(spec, m, n, vector, kept, arrays, masks, values, is_typical)
+    masks = {name: max(0, vector * itemsize - 1) for name, itemsize in moved.items()}
+    is_aligned = vector == layout & -layout
+    return _Call(spec, m, n, vector, kept, copies, masks, values, is_aligned)
+
+
+def _dtype_read(dtype: str) -> str:
+    """Return the dtype in which kernels read an array."""
+    return "float16" if dtype == "bool" else dtype
+
+
+def _is_contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Tell whether an array is C-contiguous."""
+    step = 1
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size != 1 and stride != step:
+            return False
+        step *= size
+    return True
 
 
 # ---- plans ---------------------------------------------------------------------------------------
@@ -219,13 +239,16 @@ Config = TypeVar("Config", FusedForward, FusedBackward)
 
 
 def _plan(
-    config: Config | None,
+    config_of: Callable[[int], Config],
     kernels_of: Callable[[Config], tuple[Instantiation, ...]],
     device: int,
-) -> _Plan | None:
-    """Return a plan whose kernels spill little, with as many blocks at once as that allows."""
-    if config is None:
-        return None
+) -> _Plan:
+    """Return a plan whose kernels spill little, with as many blocks at once as that allows.
+
+    `config_of`: the configuration for an architecture.
+    """
+    architecture = _plans.architecture(device)
+    config = config_of(architecture)
     while True:
         kernels = _background.load(kernels_of(config), device)
         is_fast = kernels[0].local_bytes() <= MOST_LOCAL_BYTES
@@ -235,9 +258,11 @@ def _plan(
         config = replace(config, blocks_per_multiprocessor=fewer)
     if config.cluster_blocks > 1:
         at_once = kernels[0].clusters_at_once()
+        if at_once == 0:  # a slice of a GPU
+            return _plan(lambda of: config_of(without_clusters(of)), kernels_of, device)
     else:
         at_once = kernels[0].blocks_at_once() * _plans.multiprocessors(device)
-    return _Plan(kernels, config, at_once) if at_once else None
+    return _Plan(kernels, config, at_once)
 
 
 def _shared(spec: Spec) -> list[str]:
@@ -245,7 +270,7 @@ def _shared(spec: Spec) -> list[str]:
     return [dtype for dtype in (spec.weight, spec.bias, *vectors) if dtype]
 
 
-def _forward_config(spec: Spec, n: int, vector: int, architecture: int) -> FusedForward | None:
+def _forward_config(spec: Spec, n: int, vector: int, architecture: int) -> FusedForward:
     return fused_forward(
         *(spec.x, spec.compute, n, [dtype for _, dtype in spec.read], _shared(spec)),
         heavy=spec.is_value_heavy,
@@ -254,7 +279,7 @@ def _forward_config(spec: Spec, n: int, vector: int, architecture: int) -> Fused
     )
 
 
-def _backward_config(spec: Spec, n: int, vector: int, architecture: int) -> FusedBackward | None:
+def _backward_config(spec: Spec, n: int, vector: int, architecture: int) -> FusedBackward:
     return fused_backward(
         *(spec.x, spec.compute, n, [dtype for _, dtype in spec.read], _shared(spec)),
         kept=1 + len(spec.sums_over_rows) + len(spec.differentiated.held),
@@ -268,20 +293,18 @@ def _reduction(spec: Spec, n: int) -> Reduction:
 
 
 @cache
-def _forward_plan(spec: Spec, n: int, vector: int, device: int) -> _Plan | None:
-    of = spec, n, vector, _plans.architecture(device)
+def _forward_plan(spec: Spec, n: int, vector: int, device: int) -> _Plan:
     return _plan(
-        _forward_config(*of),
+        lambda architecture: _forward_config(spec, n, vector, architecture),
         lambda config: (fused_forward_instantiation(spec, config),),
         device,
     )
 
 
 @cache
-def _backward_plan(spec: Spec, n: int, vector: int, device: int) -> _Plan | None:
-    of = spec, n, vector, _plans.architecture(device)
+def _backward_plan(spec: Spec, n: int, vector: int, device: int) -> _Plan:
     return _plan(
-        _backward_config(*of),
+        lambda architecture: _backward_config(spec, n, vector, architecture),
         lambda config: fused_backward_instantiations(spec, config, _reduction(spec, n)),
         device,
     )
@@ -289,155 +312,173 @@ def _backward_plan(spec: Spec, n: int, vector: int, device: int) -> _Plan | None
 
 # ---- calls ---------------------------------------------------------------------------------------
 
-
-@dataclass(frozen=True)
-class _Made:
-    """An array that a call makes. `place`: where its address is among the operands, if there."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    place: int | None = None
-    is_scratch: bool = False
+Result = tuple[tuple[Any, ...], Any, Any]  # the outputs, mean and rstd
+Run = Callable[[tuple[Any, ...]], Any]
 
 
-@dataclass(frozen=True)
-class _Ready:
-    """A call that is prepared: it serves all calls on arrays like its own.
+@dataclass
+class _New:
+    """The arrays that a call makes, by name, and what a `run` knows of them."""
 
-    `reads`: the names of the arrays that kernels read, the bits that no address of theirs may have,
-    and the places of the addresses among the operands. `sums`: launches that sum partials, the
-    bytes before these, and the gradients. `given`: a gradient's shape and dtype, if it is made in
-    others.
-    """
+    memory: Memory
+    names: list[str]
+    known: dict[str, Any]
 
-    told: Any  # what checks found
-    device: int
-    launch: Launch
-    operands: tuple[float, ...]
-    reads: tuple[tuple[str, int, int], ...]
-    constants: tuple[tuple[str, int], ...]
-    made: tuple[_Made, ...]
-    sums: tuple[tuple[Launch, int, tuple[str, ...]], ...] = ()
-    given: tuple[tuple[str, tuple[int, ...], str], ...] = ()
-
-    def run(
-        self, memory: Memory, x: Any, arrays: Mapping[str, Any], numbers: Mapping[str, Any]
-    ) -> dict[str, Any] | None:
-        """Return what is made, by name; None if an array is not aligned like that of this call."""
-        operands = list(self.operands)
-        for name, mask, place in self.reads:
-            address = memory.address(arrays[name])
-            if address & mask:
-                return None
-            operands[place] = address
-        for name, place in self.constants:
-            try:
-                operands[place] = float(numbers[name])
-            except OverflowError:  # checks say so
-                return None
-        made = {}
-        for one in self.made:
-            allocate = memory.scratch if one.is_scratch else memory.empty
-            made[one.name] = array = allocate(one.shape, one.dtype, x)
-            if one.place is not None:
-                operands[one.place] = memory.address(array)
-        stream = memory.stream(self.device)
-        self.launch(stream, tuple(operands))  # type: ignore[arg-type]
-        for launch, before, names in self.sums:
-            targets = [memory.address(made[name]) for name in names]
-            source = memory.address(made["partials"]) + before
-            launch(stream, (source, *targets, *(0 for _ in range(2 - len(targets)))))
-        for name, shape, dtype in self.given:
-            made[name] = memory.summed(made[name], shape, dtype)
-        return made
+    def add(self, name: str, shape: tuple[int, ...], dtype: str) -> None:
+        self.names.append(name)
+        strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+        found = {"shape": shape, "strides": strides, "dtype": self.memory.native(dtype)}
+        self.known |= {f"{name}_{of}": value for of, value in found.items()}
 
 
-def _ready(
+def _names(given: Given, *others: str) -> dict[str, str]:
+    """Return the names of arrays in the code of a call, by those of the kernel's arguments."""
+    inputs = {f"in_{name}": f"in_{i}" for i, name in enumerate(given.inputs)}
+    return {"in_x": "x", "weight": "weight", "bias": "bias", **inputs, **{n: n for n in others}}
+
+
+def _run(
+    memory: Memory,
     call: _Call,
-    told: Any,
     device: int,
-    kernel: Kernel,
-    blocks: int,
-    arguments: Sequence[tuple[str, str]],
+    arguments: dict[str, str],
+    taken: tuple[Any, ...],
+    op: Op,
+    launch: Launch,
     numbers: Mapping[str, float],
-    made: Sequence[_Made],
-    others: Mapping[str, Any],
-    **further: Any,
-) -> _Ready:
-    """Prepare a launch. `others`: arrays that are read, by name, in addition to the call's."""
-    names = [name for name, _ in arguments if name not in numbers]
-    places = {name: place for place, name in enumerate(names)}
-    read = [*call.masks.items(), *((name, 0) for name in others)]
-    constants = [i.name for i in call.spec.at("constant")]
-    return _Ready(
-        told,
-        device,
-        kernel.prepared(blocks, numbers),
-        tuple(call.values.get(name, 0) for name in names),
-        tuple((name, mask, places[name]) for name, mask in read),
-        tuple((name, places[f"in_{name}"]) for name in constants),
-        tuple(replace(one, place=places.get(one.name, one.place)) for one in made),
-        **further,
-    )
+    new: _New,
+    result: str,
+    further: Mapping[str, str] | None = None,
+    **sums: Any,
+) -> Run:
+    """Return the `run` of a call.
+
+    `arguments`: the names of what it takes in its code, by those of the kernel's arguments.
+    `taken`: what it takes now. `numbers`: what the launch has already. `further`: the names in the
+    code of what it makes, where they are others.
+    """
+    given = {n: of for (n, of), a in zip(arguments.items(), taken, strict=True) if a is not None}
+    constants = tuple(given.pop(f"in_{i.name}") for i in call.spec.at("constant"))
+    known = new.known | {"launch": launch, "device": device, "index": device}
+    operands = []
+    of_code = {name: name for name in new.names} | given | dict(further or {})
+    of_code |= {name: of for name, of in arguments.items() if of in constants}
+    for place, (name, _) in enumerate(op.arguments):
+        if name in call.values:
+            known[f"value_{place}"] = call.values[name]
+            operands.append(f"value_{place}")
+        elif name not in numbers:
+            operands.append(of_code.get(name, "0"))
+    checked, copied = [], []
+    for name, of in given.items():
+        if call.masks.get(name):
+            known[f"{of}_mask"] = call.masks[name]
+            checked.append(of)
+        if call.copies.get(name):
+            known[f"{of}_copy"] = _in_turn(call.copies[name])
+            copied.append(of)
+    return launches_maker(
+        memory.dialect,
+        Launches(
+            arguments=tuple(arguments.values()),
+            numbers=constants,
+            given=tuple(given.values()),
+            copied=tuple(copied),
+            checked=tuple(checked),
+            new=tuple(new.names),
+            operands=tuple(operands),
+            result=result,
+            **sums,
+        ),
+    )(known)
 
 
-def _key(memory: Memory, given: Given, options: Options, *others: Any) -> Hashable:
+def _in_turn(functions: Sequence[Callable[[Any], Any]]) -> Callable[[Any], Any]:
+    def apply(array: Any) -> Any:
+        for function in functions:
+            array = function(array)
+        return array
+
+    return functions[0] if len(functions) == 1 else apply
+
+
+# How a key takes a call's options: those that it has as they are, and the names of the inputs.
+_PLAIN = {
+    "told": "",
+    "eps": "(eps is None or type(eps) is float)",
+    "axis": "axis is None",
+    "zero_centered": "type(zero_centered) is bool",
+    "out_dtype": "out_dtype is None",
+    "*names": "",
+}
+
+
+@cache
+def _key_function(dialect: Dialect, inputs: int, others: tuple[str, ...]) -> Any:
+    names = "x", "weight", "bias", *(f"in_{i}" for i in range(inputs)), *others
+    return key_function(dialect, _PLAIN, names)
+
+
+def _key(
+    memory: Memory, arrays: tuple[Any, ...], told: tuple[Any, ...], others: tuple[str, ...]
+) -> Hashable:
     """Return all that preparing a call depends on, but for addresses.
 
     A number stands for all numbers. None if another class of arrays is among the arguments.
     """
-
-    def of(argument: Any) -> Any:
-        if argument is None:
-            return "none"
-        return "number" if is_number(argument) else memory.signature(argument)
-
-    signatures = [
-        of(argument)
-        for argument in (given.x, given.weight, given.bias, *given.inputs.values(), *others)
-    ]
-    if None in signatures:
-        return None
-    return (
-        repr(options),  # which may hold what cannot be hashed
-        tuple(given.inputs),
-        tuple(signatures),
-    )
-
-
-def _keep(fused: Fused, key: tuple[Any, Hashable], ready: _Ready) -> None:
-    if key[1] is not None:
-        remember(fused.prepared, key, ready)
-
-
-def _named(given: Given) -> dict[str, Any]:
-    named = {"in_x": given.x, "weight": given.weight, "bias": given.bias}
-    return named | {f"in_{name}": array for name, array in given.inputs.items()}
+    key_of = _key_function(memory.dialect, len(arrays) - 3 - len(others), others)
+    key: Hashable = key_of(told, arrays)
+    if key is None:  # other options may not be hashable
+        key = key_of((repr(told), None, None, False, None), arrays)
+    return key
 
 
 def again(
-    memory: Memory, fused: Fused, given: Given, options: Options, *, statistics: bool
-) -> Result | None:
-    """Return what `forward` does, for arrays like those of an earlier call, else None."""
-    key = _key(memory, given, options)
-    ready = None if key is None else fused.prepared.get((statistics, key))
-    if ready is None:
+    memory: Memory,
+    fused: Fused,
+    arrays: tuple[Any, ...],
+    told: tuple[Any, ...],
+    outputs: int = 0,
+) -> Any:
+    """Return what an earlier call on arrays like these would, None if there was none.
+
+    Parameters
+    ----------
+    arrays : tuple
+        x, weight, bias and the inputs; behind these, in a backward pass, mean, rstd and the
+        gradients of outputs.
+    told : tuple
+        Whether statistics are returned, or "backward"; the options; the names of the inputs.
+    outputs : int
+        How many outputs have gradients, in a backward pass.
+    """
+    run = fused.prepared.get(_key(memory, arrays, told, _behind(outputs)))
+    if run is None:
         return None
-    with memory.on(ready.device):
-        made = ready.run(memory, given.x, _named(given), given.inputs)
-    return made and _result(made, len(ready.told))
+    made = run(arrays)
+    if made is None:
+        with memory.on(memory.device(arrays[0])):  # another one may be current
+            made = run(arrays)
+    return made
 
 
-Result = tuple[tuple[Any, ...], Any, Any]  # the outputs, mean and rstd
+def _remember(
+    memory: Memory,
+    fused: Fused,
+    arrays: tuple[Any, ...],
+    told: tuple[Any, ...],
+    outputs: int,
+    run: Run,
+) -> None:
+    key = _key(memory, arrays, told, _behind(outputs))
+    if key is not None:
+        remember(fused.prepared, key, run)
 
 
-def _result(made: dict[str, Any], outputs: int) -> Result:
-    return (
-        tuple(made[f"y_{k}"] for k in range(outputs)),
-        made.get("mean"),
-        made.get("rstd"),
-    )
+@cache
+def _behind(outputs: int) -> tuple[str, ...]:
+    """Return the names of the arrays that a backward pass reads behind the inputs."""
+    return ("mean", "rstd", *(f"dy_{k}" for k in range(outputs))) if outputs else ()
 
 
 def forward(
@@ -454,27 +495,35 @@ def forward(
     device = memory.device(given.x)
     with memory.on(device):
         call = _arranged(memory, fused, given, options, compute, dtypes)
-        plan = None if call is None else _forward_plan(call.spec, call.n, call.vector, device)
-        if call is None or plan is None:
+        if call is None:
             return None
+        plan = _forward_plan(call.spec, call.n, call.vector, device)
         blocks = -(-call.m // plan.rows_per_block) * plan.config.cluster_blocks
         if blocks > MOST_BLOCKS:
             return None
-        made = [_Made(f"y_{k}", tuple(given.x.shape), dtype) for k, dtype in enumerate(dtypes)]
+        new = _New(memory, [], {})
+        for k, dtype in enumerate(dtypes):
+            new.add(f"y_{k}", tuple(given.x.shape), dtype)
         if statistics:
-            names = ("mean", "rstd") if fused.norm == "layer_norm" else ("rstd",)
-            made += (_Made(name, call.kept, compute) for name in names)
+            for name in ("mean", "rstd") if fused.norm == "layer_norm" else ("rstd",):
+                new.add(name, call.kept, compute)
         numbers = {"n_rows": call.m, "n_cols": call.n, "inv_n": 1 / call.n}
         numbers["eps"] = fused.eps(options)
-        arguments = forward_op(call.spec).arguments
-        kernel = plan.kernels[0]
-        told = tuple(dtypes)
-        ready = _ready(call, told, device, kernel, blocks, arguments, numbers, made, {})
-        found = ready.run(memory, given.x, call.arrays, given.inputs)
-    if call.is_typical:
-        _keep(fused, (statistics, _key(memory, given, options)), ready)
-    assert found is not None  # noqa: S101 - the addresses are those that it was prepared for
-    return _result(found, len(dtypes))
+        outputs = ", ".join(f"y_{k}" for k in range(len(dtypes)))
+        of_rows = (name if name in new.names else "None" for name in ("mean", "rstd"))
+        arrays = (given.x, given.weight, given.bias, *given.inputs.values())
+        run = _run(
+            *(memory, call, device, _names(given), arrays, forward_op(call.spec)),
+            *(plan.kernels[0].prepared(blocks, numbers), numbers, new),
+            f"({outputs},), {', '.join(of_rows)}",
+            sums=0,
+            targets=(),
+            summed=(),
+        )
+        found: Result = run(arrays)
+    if call.is_aligned:
+        _remember(memory, fused, arrays, (statistics, *options, *given.inputs), 0, run)
+    return found
 
 
 def backward(
@@ -487,104 +536,94 @@ def backward(
     of_outputs: Sequence[Any],
     mean: Any,
     rstd: Any,
-) -> dict[str, Any] | None:
-    """Return gradients by name, of the shapes and dtypes of what they are gradients of.
+) -> tuple[Any, ...] | None:
+    """Return the gradients of x, weight, bias and the inputs, in the order of `fused.inputs`.
 
-    None if no kernel serves the call. What has no gradient is left out.
+    They have the shapes and dtypes of what they are gradients of. What has none is None. The result
+    is None if no kernel serves the call.
     """
-    found = again_backward(memory, fused, given, options, of_outputs, mean, rstd)
+    arrays = (given.x, given.weight, given.bias, *given.inputs.values(), mean, rstd, *of_outputs)
+    told = ("backward", *options, *given.inputs)
+    found: tuple[Any, ...] | None = again(memory, fused, arrays, told, len(of_outputs))
     if found is not None:
         return found
-    x, device = given.x, memory.device(given.x)
-    given_statistics = {"mean": mean, "rstd": rstd} if mean is not None else {"rstd": rstd}
-    statistics = {name: memory.contiguous(one) for name, one in given_statistics.items()}
+    device = memory.device(given.x)
     with memory.on(device):
         call = _arranged(memory, fused, given, options, compute, dtypes, of_outputs)
-        plan = None if call is None else _backward_plan(call.spec, call.n, call.vector, device)
-        if call is None or plan is None:
+        if call is None:
             return None
-        ready = _ready_backward(call, plan, given, device, compute, statistics)
-        found = ready.run(memory, x, call.arrays | statistics, given.inputs)
-    if call.is_typical and all(statistics[n] is one for n, one in given_statistics.items()):
-        _keep(fused, (None, _key(memory, given, options, *of_outputs, mean, rstd)), ready)
-    assert found is not None  # noqa: S101 - the addresses are those that it was prepared for
-    return _gradients(found)
+        for name, one in (("mean", mean), ("rstd", rstd)):
+            if one is not None and not _is_contiguous(one.shape, memory.strides(one)):
+                call.copies[name] = (memory.contiguous,)
+        plan = _backward_plan(call.spec, call.n, call.vector, device)
+        run = _prepared_backward(memory, fused, call, plan, given, device, compute, arrays)
+        found = run(arrays)
+    if call.is_aligned:
+        _remember(memory, fused, arrays, told, len(of_outputs), run)
+    return found
 
 
-def again_backward(
+def _prepared_backward(
     memory: Memory,
     fused: Fused,
-    given: Given,
-    options: Options,
-    of_outputs: Sequence[Any],
-    mean: Any,
-    rstd: Any,
-) -> dict[str, Any] | None:
-    """Return what `backward` does, for arrays like those of an earlier call, else None."""
-    key = _key(memory, given, options, *of_outputs, mean, rstd)
-    ready = None if key is None else fused.prepared.get((None, key))
-    if ready is None:
-        return None
-    named = {f"dy_{k}": of for k, of in enumerate(of_outputs)} | {"mean": mean, "rstd": rstd}
-    with memory.on(ready.device):
-        found = ready.run(memory, given.x, _named(given) | named, given.inputs)
-    return found and _gradients(found)
-
-
-def _gradients(made: dict[str, Any]) -> dict[str, Any]:
-    names = (name for name in made if name != "partials")
-    return {name.removeprefix("d_"): made[name] for name in names}
-
-
-def _ready_backward(
     call: _Call,
     plan: _Plan,
     given: Given,
     device: int,
     compute: str,
-    statistics: Mapping[str, Any],
-) -> _Ready:
+    arrays: tuple[Any, ...],
+) -> Run:
     spec, n, names = call.spec, call.n, call.spec.differentiated
     shape = tuple(given.x.shape)
     clusters = min(-(-call.m // plan.rows_per_block), plan.at_once)
+    if plan.config.streams:
+        clusters = max(clusters, -(-call.m // STREAMED_ROWS))
     own = {"x": given.x, "weight": given.weight, "bias": given.bias, **given.inputs}
     dtype_of = {"x": spec.x, **spec.dtypes_given}
     of_rows = {i.name: i.gradient or "" for i in spec.rows}
     column = call.kept + (1,) * (len(shape) - len(call.kept))
-    made, summed = [], []
+    new, summed = _New(memory, [], {}), []
+    known = new.known
+    # What an argument of the kernel is called in the code, which has no names of inputs.
+    of_gradient = {name: f"d_{i}" for i, name in enumerate(("x", "weight", "bias", *fused.inputs))}
     for name in (*names.rows, *names.numbers):
         is_rows = name in names.rows
         of, dtype = (shape, of_rows[name]) if is_rows else (column, compute)
-        wanted = tuple(own[name].shape), dtype_of[name]
-        made.append(_Made(f"d_{name}", of, dtype, is_scratch=(of, dtype) != wanted))
+        wanted = tuple(own[name].shape), dtype_of[name] or ""
+        new.add(of_gradient[name], of, dtype)
         if (of, dtype) != wanted:
-            summed.append((f"d_{name}", *wanted))
-    of_sum = clusters * partials_stride(n)
+            known[f"{of_gradient[name]}_sum"] = _summed(memory, *wanted)
+            summed.append(of_gradient[name])
     sums = spec.sums_over_rows
-    made.append(_Made("partials", (max(1, len(sums)) * of_sum,), compute, is_scratch=True))
-    launches = []
+    for name, dtype in sums:
+        new.add(of_gradient[name], tuple(own[name].shape), dtype)
+    of_sum = clusters * partials_stride(n) * ITEMSIZE[compute]
+    known["scratch_bytes"] = of_sum * len(sums)
+    known["scratch_shape"] = (of_sum * len(sums),)
     columns = _reduction(spec, n).columns
     for j, kernel in enumerate(plan.kernels[1:]):
-        pair = sums[2 * j : 2 * j + 2]
-        for name, dtype in pair:
-            made.append(_Made(f"d_{name}", tuple(own[name].shape), dtype))
+        count = len(sums[2 * j : 2 * j + 2])
         numbers = {"n_partials": clusters, "n_cols": n}
-        launch = kernel.prepared(len(pair) * -(-n // columns), numbers)
-        before = 2 * j * of_sum * ITEMSIZE[compute]
-        launches.append((launch, before, tuple(f"d_{name}" for name, _ in pair)))
-    return _ready(
-        call,
-        None,
-        device,
-        plan.kernels[0],
-        clusters * plan.config.cluster_blocks,
-        backward_op(spec).arguments,
-        {"n_rows": call.m, "n_cols": n, "inv_n": 1 / n},
-        made,
-        statistics,
-        sums=tuple(launches),
-        given=tuple(summed),
+        known[f"launch_{j}"] = kernel.prepared(count * -(-n // columns), numbers)
+        known[f"before_{j}"] = 2 * j * of_sum
+    of_launch = {"n_rows": call.m, "n_cols": n, "inv_n": 1 / n}
+    launch = plan.kernels[0].prepared(clusters * plan.config.cluster_blocks, of_launch)
+    results = (of if of in new.names else "None" for of in of_gradient.values())
+    others = _behind(len(spec.of_outputs))
+    return _run(
+        *(memory, call, device, _names(given, *others), arrays, backward_op(spec)),
+        *(launch, of_launch, new),
+        f"({', '.join(results)})",
+        further={f"d_{name}": of for name, of in of_gradient.items()}
+        | ({"partials": "scratch_address"} if sums else {}),
+        sums=len(plan.kernels) - 1,
+        targets=tuple(of_gradient[name] for name, _ in sums),
+        summed=tuple(summed),
     )
+
+
+def _summed(memory: Memory, shape: tuple[int, ...], dtype: str) -> Callable[[Any], Any]:
+    return lambda array: memory.summed(memory.kept(array), shape, dtype)
 
 
 # ---- sources -------------------------------------------------------------------------------------
@@ -606,11 +645,7 @@ class _Shapes:
     def contiguous(self, array: Any) -> Any:
         return array
 
-    def cast(self, array: Any, dtype: str) -> Any:
-        return SimpleNamespace(shape=array.shape, dtype=dtype)
-
-    def expanded(self, array: Any, shape: tuple[int, ...]) -> Any:
-        return SimpleNamespace(shape=shape, dtype=array.dtype)
+    cast = expanded = contiguous
 
 
 def sources(
@@ -631,14 +666,10 @@ def sources(
     if call is None:
         return {}
     of = call.spec, call.n, call.vector, architecture
-    kernels: tuple[Instantiation, ...] = ()
+    kernels: tuple[Instantiation, ...]
     if backward:
-        of_rows = _backward_config(*of)
-        if of_rows is not None:
-            reduction = _reduction(call.spec, call.n)
-            kernels = fused_backward_instantiations(call.spec, of_rows, reduction)
+        reduction = _reduction(call.spec, call.n)
+        kernels = fused_backward_instantiations(call.spec, _backward_config(*of), reduction)
     else:
-        config = _forward_config(*of)
-        if config is not None:
-            kernels = (fused_forward_instantiation(call.spec, config),)
+        kernels = (fused_forward_instantiation(call.spec, _forward_config(*of)),)
     return {kernel.name: kernel.source() for kernel in kernels}

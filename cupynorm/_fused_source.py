@@ -239,13 +239,29 @@ def _reading(text: _Text, spec: Spec) -> None:
     text.member("struct Numbers {")
     text.lines += [f"    T in_{i.name};" for i in numbers]
     text.member("};")
+    needed = {
+        f"in_{spec.prologue.arguments[place]}"
+        for place in _used(spec.prologue, spec.prologue.results[:1])
+        if place < len(spec.prologue.arguments)
+    }
     text.function(
-        "void load_vectors(Vectors<Length>& vectors, const Arguments& args, int first, int end)",
+        "void load_rows(Rows<Length>& rows, const Arguments& args, long long row, Index first, "
+        "Index end, CachePolicy policy)",
+        (
+            f"{'' if name in needed else 'if constexpr (!ForValue) '}load<Vector>("
+            f"rows.{name}, args.{name} + row * args.stride_{name}, first, end, policy);"
+            for name, _ in spec.read
+        ),
+        "int Vector, bool ForValue, int Length, typename Index",
+    )
+    text.function(
+        "void load_vectors(Vectors<Length>& vectors, const Arguments& args, Index first, "
+        "Index end)",
         (
             f"load_operand<Vector>(vectors.in_{i.name}, args.in_{i.name}, first, end);"
             for i in vectors
         ),
-        "int Vector, int Length",
+        "int Vector, int Length, typename Index",
     )
     values = (
         f"args.in_{i.name}"
@@ -296,6 +312,13 @@ def _needed(program: Program, results: Sequence[int]) -> list[int]:
     return sorted(needed)
 
 
+def _used(program: Program, results: Sequence[int]) -> set[int]:
+    """Return the places of all that results are made of, and their own."""
+    steps = (program.steps[i] for i in _needed(program, results))
+    operands = (of for operation, of in steps if operation != "number")
+    return {int(place) for of in operands for place in of} | set(results)
+
+
 def _statements(spec: Spec, program: Program, results: Sequence[int], **expressions: str) -> _Body:
     """Return a program's steps in C++, and the results. `expressions` are those of arguments."""
     places = {i.name: i.place for i in spec.inputs} | {"x": "rows"}
@@ -315,8 +338,7 @@ def _statements(spec: Spec, program: Program, results: Sequence[int], **expressi
     texts = dict(_TEXTS)
     if spec.of_outputs:  # gradients have the sigmoid of -a beside that of a
         texts["sigmoid"] = "sigmoid_of_pair({})"
-    used = {p for i in steps if program.steps[i][0] != "number" for p in program.steps[i][1]}
-    used |= set(results)
+    used = _used(program, results)
     names: dict[int, str] = {}
     lines = []
     for place, name in enumerate(program.arguments):
@@ -389,18 +411,6 @@ def forward_op(spec: Spec) -> Op:
     _reading(text, spec)
     names = [name for name, _ in spec.read]
     text.function(
-        "void load_rows(Rows<Length>& rows, const Arguments& args, long long row, int first, "
-        "int end)",
-        (
-            *("const CachePolicy policy = evict_last_if_large(bytes_of_rows(args));",),
-            *(
-                f"load<Vector>(rows.{n}, args.{n} + row * args.stride_{n}, first, end, policy);"
-                for n in names
-            ),
-        ),
-        "int Vector, int Length",
-    )
-    text.function(
         "void forget(Rows<Length>& rows)",
         (f"for (unsigned& word : rows.{n}.words) make_opaque(word);" for n in names),
     )
@@ -409,7 +419,7 @@ def forward_op(spec: Spec) -> Op:
         f"void epilogue(T (&outputs)[kOutputs], T y, {_ELEMENT})",
         (*body.lines, *(f"outputs[{k}] = {r};" for k, r in enumerate(body.results))),
     )
-    stores = "const Arguments& args, long long row, int first, int end"
+    stores = "const Arguments& args, long long row, Index first, Index end"
     text.function(
         f"void store_outputs(const T (&outputs)[kOutputs][Length], {stores})",
         (_store(f"y_{k}", f"outputs[{k}]") for k in range(count)),
@@ -433,7 +443,7 @@ def forward_op(spec: Spec) -> Op:
     return text.op()
 
 
-_STORES = "int Vector, int RowThreads, int Length"
+_STORES = "int Vector, int RowThreads, int Length, typename Index"
 
 
 def _store(name: str, values: str) -> str:
@@ -467,7 +477,7 @@ def backward_op(spec: Spec) -> Op:
     of_prologue = {f"_{k - results + 1}": f"dy_{k}" for k in given if k >= results}
     _gradients(text, spec, "epilogue", of_epilogue)
     _gradients(text, spec, "prologue", of_prologue)
-    stores = "const Arguments& args, long long row, int first, int end"
+    stores = "const Arguments& args, long long row, Index first, Index end"
     for where, stored in (("epilogue", names.after), ("prologue", names.held + names.before)):
         text.function(
             f"void store_behind_{where}(const T (&of_rows)[kRows + 1][Length], {stores})",

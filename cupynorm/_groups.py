@@ -10,7 +10,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Groups", "check_alike", "clusters_of_group", "common_shape", "groups_of", "to_repeat"]
+__all__ = [
+    "Groups",
+    "check_alike",
+    "clusters_of_group",
+    "common_shape",
+    "groups_of",
+    "time_of_waves",
+    "to_repeat",
+]
 
 _Shape = tuple[int, ...]
 
@@ -46,6 +54,11 @@ class Groups:
         """How many rows a group has."""
         return self.outer if self.inner == 1 else self.inner
 
+    def alike(self, most: int) -> int:
+        """Return how many neighbouring columns, a power of two up to most, have one element."""
+        both = self.repeats | most
+        return both & -both
+
     def numbers(self, n: int, clusters: int, *, as_one: bool = False) -> dict[str, int]:
         """Return the numbers of kernels/groups.cuh for rows of n elements.
 
@@ -71,16 +84,21 @@ class Groups:
         }
 
 
-def clusters_of_group(rows: int, groups: int, at_once: int) -> int:
-    """Return by how many clusters the rows of a group are best shared, of all groups' at_once.
+def time_of_waves(rows: int, groups: int, clusters: int, at_once: int) -> int:
+    """Return how long all groups take by so many clusters each, if a row takes 1.
 
     Clusters run in waves. Each takes as long as its most rows, and about a row more to begin.
     """
+    return -(-groups * clusters // at_once) * (-(-rows // clusters) + 1)
+
+
+def clusters_of_group(rows: int, groups: int, at_once: int) -> int:
+    """Return by how many clusters the rows of a group are best shared, of all groups' at_once."""
     best, least = 1, float("inf")
     for waves in range(1, 9):
         clusters = min(waves * at_once // max(1, groups), rows)
         if clusters > 0:
-            time = -(-groups * clusters // at_once) * (-(-rows // clusters) + 1)
+            time = time_of_waves(rows, groups, clusters, at_once)
             if time < least:
                 best, least = clusters, time
     return best

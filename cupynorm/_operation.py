@@ -244,13 +244,13 @@ def _present(spec: _Spec, names: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(name for name in names if dtypes[name] is not None)
 
 
-MOST_OF_A_PACK = 8  # elements
+MOST_ALIKE = 256  # elements: a pack of each thread of a warp
 
 
 def sharing(groups: Groups | None) -> dict[str, Any]:
     """Return what a spec says of how rows share weight and bias."""
-    repeats = 0 if groups is None or groups.repeats == 1 else groups.repeats | MOST_OF_A_PACK
-    return {"grouped": groups is not None, "repeats": repeats & -repeats}
+    repeats = 0 if groups is None or groups.repeats == 1 else groups.alike(MOST_ALIKE)
+    return {"grouped": groups is not None, "repeats": repeats}
 
 
 @dataclass(frozen=True)
@@ -273,7 +273,7 @@ class ForwardSpec(_Spec):
     branch: str | None = None
     residual: str | None = None
     grouped: bool = False  # as `Options.groups`
-    repeats: int = 0  # of how many columns with one element of weight or bias packs may consist
+    repeats: int = 0  # `Groups.alike` if columns share elements of weight and bias
 
     @classmethod
     def of(cls, options: Options, dtypes: Mapping[str, str | None]) -> ForwardSpec:

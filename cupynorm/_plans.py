@@ -11,11 +11,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from cupynorm import _background, _compile
 from cupynorm._driver import Kernel, Launch, set_to_zero
-from cupynorm._groups import Groups, clusters_of_group
+from cupynorm._groups import Groups, clusters_of_group, time_of_waves
 from cupynorm._layout import (
     BackwardColumnParallel,
     BackwardConfig,
@@ -26,6 +26,7 @@ from cupynorm._layout import (
     ForwardStreaming,
     Strided,
     backward_config,
+    by_index,
     column_parallel_counts_bytes,
     column_parallel_exchange_bytes,
     few_rows_backward_configs,
@@ -35,7 +36,6 @@ from cupynorm._layout import (
     partials_stride,
     quantized_config,
     strided,
-    sums_packs,
     without_clusters,
 )
 from cupynorm._operation import (
@@ -252,6 +252,15 @@ def forward_plan_of(
     )
 
 
+class _Split(NamedTuple):
+    """How a launch's rows are shared."""
+
+    n_groups: int
+    clusters: int  # of each group
+    partials: int  # of a gradient
+    as_one: bool = False  # whether clusters take rows of all groups, as if these were one
+
+
 @dataclass(frozen=True)
 class BackwardPlan(ABC):
     """A backward pass over rows of n elements, by kernels of one regime.
@@ -259,7 +268,7 @@ class BackwardPlan(ABC):
     Scratch has the partial sums of the weight gradients, if the last kernel is to sum them. They
     are a row of `partials_stride` values of the compute dtype for each gradient and cluster of
     blocks. There are at most 4 * multiprocessors clusters, or 64 if that is more, or one for each
-    group of rows.
+    group of rows. If clusters take rows of all groups, they are such a row for each row.
     """
 
     kernels: tuple[Kernel, ...]
@@ -272,45 +281,55 @@ class BackwardPlan(ABC):
     # Of the last kernel, which sums them: for each gradient so many blocks, or one an element if
     # these serve several columns. 0 if there are none.
     reduction_blocks: int
-    columns_summed: int  # to one value of a partial
+    most_summed: int  # columns that may be summed to one value of a partial
     partials_per_block: int  # or per cluster
     accumulate: bool  # as `BackwardSpec`
 
     stands_in: ClassVar[bool] = False  # for another one
 
-    def _partials(self, m: int, groups: Groups | None) -> int:
-        """Return how many partials each group has."""
+    def _split(self, m: int, groups: Groups | None) -> _Split:
+        """Return how m rows are shared by clusters of blocks."""
         rows, n_groups = _shares(m, groups)
-        return _shared_by(-(-rows // self.rows_per_partial), n_groups, self.most_partials)
+        clusters = _shared_by(-(-rows // self.rows_per_partial), n_groups, self.most_partials)
+        return _Split(n_groups, clusters, n_groups * clusters * self.partials_per_block)
+
+    def _columns_summed(self, groups: Groups | None) -> int:
+        """Return how many columns are summed to one value of a partial."""
+        return 1 if groups is None else groups.alike(self.most_summed)
 
     def _partial_bytes(self, m: int, groups: Groups | None) -> int:
         if not self.reduction_blocks:
             return 0
-        _, n_groups = _shares(m, groups)
-        rows = self.gradients * n_groups * self._partials(m, groups) * self.partials_per_block
-        return rows * partials_stride(self.n // self.columns_summed) * self.itemsize
+        rows = self.gradients * self._split(m, groups).partials
+        return rows * partials_stride(self.n // self._columns_summed(groups)) * self.itemsize
 
     def scratch_bytes(self, m: int, groups: Groups | None = None) -> int:
         """Return the bytes of scratch that a launch over m rows needs, aligned to 16."""
         return self._partial_bytes(m, groups)
 
-    def _numbers(self, m: int, groups: Groups | None, clusters: int) -> dict[str, float]:
+    def _numbers(
+        self, m: int, groups: Groups | None, clusters: int, *, as_one: bool = False
+    ) -> dict[str, float]:
         """Return the numbers of a kernel of the rows, of so many clusters for each group."""
-        rows, _ = _shares(m, groups)
-        of_groups = {} if groups is None else groups.numbers(self.n, clusters)
+        rows, _ = _shares(m, None if as_one else groups)
+        of_groups = {} if groups is None else groups.numbers(self.n, clusters, as_one=as_one)
         return _sizes(rows, self.n) | of_groups
 
     def _prepared_sums(self, m: int, groups: Groups | None) -> Launch:
-        partials = self._partials(m, groups) * self.partials_per_block
-        sizes: dict[str, float] = {"n_partials": partials, "n_cols": self.n // self.columns_summed}
+        split, columns = self._split(m, groups), self._columns_summed(groups)
+        sizes: dict[str, float] = {"n_partials": split.partials, "n_cols": self.n // columns}
         blocks = self.gradients * self.reduction_blocks
         if groups is not None:
-            sizes["n_partials"] *= groups.count // max(1, groups.vectors)
-            sizes |= groups.numbers(self.n, 1)
+            vectors = max(1, groups.vectors)
+            of_vector = split.partials // vectors
+            sizes |= groups.numbers(self.n, 1) | {"n_partials": of_vector}
+            # Partials of rows take turns, as the rows do.
+            steps = (1, vectors) if split.as_one else (of_vector, 1)
+            sizes |= zip(("group_step", "row_step"), steps, strict=True)
             if groups.repeats > 1:
-                sizes["n_repeats"] = groups.repeats // self.columns_summed
+                sizes["n_repeats"] = groups.repeats // columns
                 blocks = self.gradients * (self.n // groups.repeats)
-            blocks *= max(1, groups.vectors)
+            blocks *= vectors
         return self.kernels[-1].prepared(blocks, sizes)
 
     def prepared(self, m: int, groups: Groups | None = None) -> Launch:
@@ -342,13 +361,33 @@ class BackwardPlan(ABC):
 class PipelinedPlan(BackwardPlan):
     """Rows that wait in shared memory."""
 
+    def _split(self, m: int, groups: Groups | None) -> _Split:
+        """Return how m rows are shared by clusters of blocks.
+
+        Groups of few rows, which take turns, leave clusters idle. So clusters may take rows of all
+        groups, if the columns of a pack have one element of weight and bias. Then each row has
+        partials. These are written and read, beside an x of 16 bits, dy and dx.
+        """
+        split = super()._split(m, groups)
+        if not m or groups is None or groups.inner > 1 or groups.vectors < 2:
+            return split
+        at_once, in_turn = self.most_partials, self.rows_per_partial
+        rows, rows_of_group = -(-m // in_turn), -(-groups.rows // in_turn)
+        clusters = min(rows, at_once)
+        of_partials = 4 * self.gradients / (3 * self._columns_summed(groups))
+        as_one = time_of_waves(rows, 1, clusters, at_once) * (1 + of_partials)
+        apart = time_of_waves(rows_of_group, split.n_groups, split.clusters, at_once)
+        if self.most_summed > 1 and as_one < apart:
+            return _Split(1, clusters, m, as_one=True)
+        return split
+
     def _prepared_rows(self, m: int, groups: Groups | None) -> Launch:
         if not m:
             return _launch_nothing
-        _, n_groups = _shares(m, groups)
-        clusters = self._partials(m, groups)
-        blocks = clusters * self.cluster_blocks * n_groups
-        return self.kernels[0].prepared(blocks, self._numbers(m, groups, clusters))
+        split = self._split(m, groups)
+        blocks = split.n_groups * split.clusters * self.cluster_blocks
+        numbers = self._numbers(m, groups, split.clusters, as_one=split.as_one)
+        return self.kernels[0].prepared(blocks, numbers)
 
 
 @dataclass(frozen=True)
@@ -369,7 +408,7 @@ class InRegistersPlan(BackwardPlan):
     def _prepared_rows(self, m: int, groups: Groups | None) -> Launch:
         if not m:
             return _launch_nothing
-        partials, n = self._partials(m, groups), self.n
+        partials, n = self._split(m, groups).clusters, self.n
         blocks = partials * self.cluster_blocks
         if not self.column_kernel:
             blocks += self.column_blocks
@@ -432,11 +471,11 @@ class StreamingPlan(BackwardPlan):
     def _prepared_rows(self, m: int, groups: Groups | None) -> Launch:
         if not m:
             return _launch_nothing
-        partials, partial_bytes = self._partials(m, groups), self._partial_bytes(m, groups)
+        split, partial_bytes = self._split(m, groups), self._partial_bytes(m, groups)
         of_rows, of_columns, *_ = self.kernels
         rows, n_groups = _shares(m, groups)
-        of_columns_each = self.tiles * partials
-        numbers = {"n_partials": partials}
+        of_columns_each = self.tiles * split.clusters
+        numbers = {"n_partials": split.clusters}
         launch_rows = of_rows.prepared(
             m * self.cluster_blocks, self._numbers(m, groups, rows) | numbers
         )
@@ -652,7 +691,9 @@ def _common(
     most_partials: int,
 ) -> dict[str, Any]:
     """Return the fields of a BackwardPlan."""
-    sums, of_packs = config.reduction, sums_packs(spec)
+    sums, most_summed = config.reduction, pack_length(spec.x) if by_index(spec) else 1
+    if by_index(spec) and isinstance(config, BackwardPipelined):
+        most_summed *= min(32, config.row_threads)
     return {
         "kernels": kernels,
         "n": n,
@@ -662,8 +703,8 @@ def _common(
         "rows_per_partial": rows_per_partial,
         "most_partials": most_partials,
         "reduction_blocks": 0 if sums is None else -(-n // sums.columns),
-        "columns_summed": pack_length(spec.x) if of_packs else 1,
-        "partials_per_block": rows_per_partial if of_packs else 1,
+        "most_summed": most_summed,
+        "partials_per_block": rows_per_partial if by_index(spec) else 1,
         "accumulate": spec.accumulate,
     }
 

@@ -10,13 +10,13 @@ import builtins
 import functools
 import itertools
 import symtable
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from cupynorm._operation import ALWAYS_READ, KINDS, Kind, Pass
 
-__all__ = ["Dialect", "key_function", "remember", "run_maker"]
+__all__ = ["Dialect", "Launches", "key_function", "launches_maker", "remember", "run_maker"]
 
 # Each number of rows is a call of its own. A key and its call take some 4 kB, of a backward pass up
 # to 7.
@@ -153,15 +153,7 @@ def run_maker(
         nothing.
     """
     new = [name for name in written if name not in given]
-    body = [f"{', '.join(arguments)} = arrays"]
-    body += [dialect.before] if dialect.before else []
-    body += [dialect.copy.format(name) for name in copied]
-    body += [dialect.look.format(name) for name in given if dialect.look]
-    elsewhere = [dialect.elsewhere.format(name) for name in given if name != "x"]
-    if dialect.elsewhere and elsewhere:
-        body.append(f"if {' or '.join(elsewhere)}: return None")
-    body += [f"{name}_address = {dialect.address.format(name)}" for name in given]
-
+    body = _beginning(dialect, arguments, given, dict.fromkeys(copied, dialect.copy))
     same = [f"{a}_address == {b}_address" for a, b in itertools.combinations(apart, 2)]
     if same:
         body.append(f"if {' or '.join(same)}: return None")
@@ -173,10 +165,7 @@ def run_maker(
             body.append(f"if {bits}: {dialect.misaligned.format(divisors=divisors)}")
 
     check([name for name in given if KINDS.get(name) in dialect.checked])
-    for name in new:
-        body.append(f"{name} = {dialect.allocate.format(name)}")
-        body += [dialect.look.format(name)] if dialect.look else []
-        body.append(f"{name}_address = {dialect.address.format(name)}")
+    body += _allocations(dialect, new)
     check([name for name in new if KINDS[name] in dialect.checked_new])
     body.append(f"stream = {dialect.stream}")
     names = {*given, *new}
@@ -193,6 +182,110 @@ def run_maker(
     fields = {name: name if name in written else "None" for name in table.writes}
     body.append(f"launch({dialect.handle}, ({', '.join(operands)}))")
     body.append(f"return {result.format(fields=', '.join(fields.values()), **fields)}")
+    return _maker(dialect, body)
+
+
+@dataclass(frozen=True)
+class Launches:
+    """What the `run` of a call of a norm of `cupynorm.fuse` does, by the names of its arrays.
+
+    Attributes
+    ----------
+    arguments, numbers, given : tuple of str
+        What `run` takes; those that are numbers; and the arrays that are there.
+    copied : tuple of str
+        The arrays that ``{0}_copy`` brings into a layout that kernels take.
+    checked : tuple of str
+        The arrays whose addresses have a mask.
+    new : tuple of str
+        The arrays that are allocated.
+    operands : tuple of str
+        Those of the first launch: an array's name stands for its address, and a number's for
+        itself. Others are known.
+    sums : int
+        How many launches sum partials, which are scratch.
+    targets : tuple of str
+        The arrays that these write, two each.
+    summed : tuple of str
+        The new arrays that ``{0}_sum`` makes smaller.
+    result : str
+        An expression.
+    """
+
+    arguments: tuple[str, ...]
+    numbers: tuple[str, ...]
+    given: tuple[str, ...]
+    copied: tuple[str, ...]
+    checked: tuple[str, ...]
+    new: tuple[str, ...]
+    operands: tuple[str, ...]
+    sums: int
+    targets: tuple[str, ...]
+    summed: tuple[str, ...]
+    result: str
+
+
+@functools.cache
+def launches_maker(
+    dialect: Dialect, launches: Launches
+) -> Callable[[dict[str, Any]], Callable[..., Any]]:
+    """Return what makes the `run` of a call of a norm of `cupynorm.fuse`, as `run_maker` does."""
+    copies = dict.fromkeys(launches.copied, "{0} = {0}_copy({0})")
+    body = _beginning(dialect, launches.arguments, launches.given, copies)
+    for name in launches.numbers:
+        body += ["try:", f"    {name} = float({name})", "except OverflowError:", "    return None"]
+    if launches.checked:
+        bits = " | ".join(f"{name}_address & {name}_mask" for name in launches.checked)
+        body.append(f"if {bits}: return None")
+    body += _allocations(dialect, launches.new)
+    body.append(f"stream = {dialect.stream}")
+    body += [dialect.scratch] if launches.sums else []
+    arrays = {*launches.given, *launches.new}
+
+    def launch(function: str, operands: tuple[str, ...]) -> str:
+        places = (f"{name}_address" if name in arrays else name for name in operands)
+        return f"{function}({dialect.handle}, ({', '.join(places)},))"
+
+    body.append(launch("launch", launches.operands))
+    for i in range(launches.sums):
+        targets = (*launches.targets, "0")[2 * i : 2 * i + 2]
+        body.append(launch(f"launch_{i}", (f"scratch_address + before_{i}", *targets)))
+    body += [f"{name} = {name}_sum({name})" for name in launches.summed]
+    body.append(f"return {launches.result}")
+    return _maker(dialect, body)
+
+
+def _beginning(
+    dialect: Dialect, arguments: tuple[str, ...], given: tuple[str, ...], copies: dict[str, str]
+) -> list[str]:
+    """Return the lines that find the addresses of what a call is given.
+
+    `copies`: statements that bring arrays into a layout that kernels take.
+    """
+    body = [f"{', '.join(arguments)} = arrays"]
+    body += [dialect.before] if dialect.before else []
+    body += [dialect.look.format(name) for name in given if dialect.look]
+    elsewhere = [dialect.elsewhere.format(name) for name in given if name != "x"]
+    if dialect.elsewhere and elsewhere:
+        body.append(f"if {' or '.join(elsewhere)}: return None")
+    for name, copy in copies.items():
+        body.append(copy.format(name))
+        body += [dialect.look.format(name)] if dialect.look else []
+    return body + [f"{name}_address = {dialect.address.format(name)}" for name in given]
+
+
+def _allocations(dialect: Dialect, new: Iterable[str]) -> list[str]:
+    """Return the lines that allocate arrays, and find their addresses."""
+    body = []
+    for name in new:
+        body.append(f"{name} = {dialect.allocate.format(name)}")
+        body += [dialect.look.format(name)] if dialect.look else []
+        body.append(f"{name}_address = {dialect.address.format(name)}")
+    return body
+
+
+def _maker(dialect: Dialect, body: list[str]) -> Callable[[dict[str, Any]], Callable[..., Any]]:
+    """Return what defines `run` with this body from what that knows."""
     run = "\n    ".join(("def run(arrays):", *body))
     code: Any = symtable.symtable(run, "run", "exec").get_children()[0]
     elsewhere_known = dialect.names | vars(builtins)

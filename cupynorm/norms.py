@@ -141,7 +141,7 @@ def rms_norm(
         The array to write s to, as `out`. It may be x or residual itself, but not `out`.
     quantize : Quantize, optional
         Return y in eight bits an element, with scales. out_dtype and out are None then. On a GPU
-        the norm's kernel writes y, and operations of CuPy quantize it.
+        the norm's kernel quantizes rows that registers hold, and operations of CuPy do others.
 
     Returns
     -------

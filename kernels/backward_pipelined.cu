@@ -26,6 +26,10 @@
 //            sequence, and the bits are the same from run to run.
 // Sums:      kSharedSums gradients wait in shared memory for the next kTurns rows. The other waits in registers
 //            (kHoldSums) or in partials. The bits are the same.
+// kByIndex:  if a pack's columns have one element of weight and bias (groups.cuh), the weight's is asked for with the row,
+//            and each team has partials. These have a value for the packs of kLanesAlike lanes. If there are fewer groups
+//            than vectors (by_rows), clusters take the rows of all vectors, which take turns, and partials are those of
+//            one row each.
 // kHoldRow:  xhat and dy stay in registers from the sums on, so the row's place is free for a later row before the sums
 //            are complete. For RMSNorm, whose xhat is not centred.
 // kBulk:     one thread asks for its team's rows, and a mailbox for each stage says when one is there. Otherwise each
@@ -71,7 +75,12 @@ struct PipelinedBackward {
   using Ahead = typename Either<Layout::kTotalAhead, DResidualOut, None>::type;
   using StageOfTotal =  // of dresidual_out
       Stage<Ahead, kLength, kPacks, Layout::kBlockThreads, Layout::kCells ? kLanes : 0>;
-  using StageOfWeight = Stage<Weight, kLength, kPacks, Layout::kBlockThreads>;
+  // Whether a pack's columns have one element of weight and bias, as those of so many lanes have.
+  static constexpr bool kByIndex = Op::kRepeats >= kLength;
+  static constexpr int kLanesAlike =
+      kByIndex && Op::kRepeats / kLength < kLanes ? Op::kRepeats / kLength : kLanes;
+  using Staged = typename Either<kByIndex, None, Weight>::type;
+  using StageOfWeight = Stage<Staged, kLength, kPacks, Layout::kBlockThreads>;
   using StageOfSums = Stage<T, kLength, kPacks, Layout::kRowThreads>;
   static constexpr int kBeforeTotal = StageOfX::kBytes + StageOfDY::kBytes;
   static constexpr int kStageBytes = kBeforeTotal + StageOfTotal::kBytes;
@@ -131,6 +140,7 @@ struct PipelinedBackward {
   struct Beside {
     T mean = 0, rstd = 0;
     unsigned bits[Op::Epilogue::kHasBits ? kPacks : 1] = {};
+    Weight weights[kByIndex ? kPacks : 1] = {};
     // kCells: from a thread's places to those that it reads.
     int distance_of_x = 0, distance_of_dy = 0, distance_of_total = 0;
   };
@@ -142,6 +152,11 @@ struct PipelinedBackward {
   Mailbox* mailbox;  // of stage 0
   char *stages, *stage_of_weight, *stage_of_teams, *stage_of_sums;
   long long group;  // groups.cuh
+  bool by_rows = false;
+  unsigned vector_ahead = 0, vector_step = 0;  // of the row for which load_beside is called next
+  T* own_partials;                             // of the first gradient
+  long long partials_step = 0, partials_of_gradient;
+  int elements[kByIndex ? kPacks : 1] = {};  // of a vector, one a pack
   long long cluster, clusters, rows_a_turn;
   long long row;
   int counted_from;           // the column from which a thread counts
@@ -165,9 +180,7 @@ struct PipelinedBackward {
   long long dx_step;
   T wild = 0;  // NaN once a row was wild: this takes one register and no branch
 
-  // Whether a pack's columns have one gradient. Then partials have a value for each pack.
-  static constexpr bool kOfPacks = Op::kRepeats >= kLength;
-  static constexpr int kSumsOfPack = kOfPacks ? 1 : kLength;
+  static constexpr int kSumsOfPack = kByIndex ? 1 : kLength;
   T dweight[kDWeight ? kPacks : 1][kSumsOfPack] = {};
   T dbias[kDBias ? kPacks : 1][kSumsOfPack] = {};
   T held_sums[Layout::kHoldSums ? kPacks : 1][kLength] = {};
@@ -298,6 +311,35 @@ struct PipelinedBackward {
   __device__ __forceinline__ void meet_lanes() const {
     if constexpr (Layout::kCells) warp_barrier();
   }
+  __device__ __forceinline__ unsigned vector_of_row(long long of_row) const {
+    return static_cast<unsigned>(of_row) % static_cast<unsigned>(args.n_vectors);
+  }
+  // Where the thread's packs have their elements, and its team its partials.
+  __device__ __forceinline__ void find_elements() {
+#pragma unroll
+    for (int p = 0; p < kPacks; ++p) {
+      elements[p] = first_column(p) < n_cols ? quotient(first_column(p), args.n_repeats) : 0;
+    }
+    const long long stride = partials_stride(n_cols / (kLanesAlike * kLength));
+    by_rows = args.n_groups < args.n_vectors;
+    if (by_rows) {
+      vector_ahead = vector_of_row(row);
+      vector_step = vector_of_row(rows_a_turn);
+      own_partials = args.partials + row * stride;
+      partials_step = rows_a_turn * stride;
+      partials_of_gradient = args.n_rows * stride;
+    } else {
+      own_partials = args.partials + row_of_partials<Op>(args, group, 0, row, rows_a_turn) * stride;
+      partials_of_gradient = args.n_groups * rows_a_turn * stride;
+    }
+  }
+  __device__ __forceinline__ void ask_for_elements(Beside& beside) const {
+    if constexpr (kPresent<Weight>) {
+      const Weight* const vector = args.weight + vector_ahead * args.weight_step;
+#pragma unroll
+      for (int p = 0; p < kPacks; ++p) beside.weights[p] = vector[elements[p]];
+    }
+  }
   __device__ __forceinline__ Beside load_beside(long long of_row) {
     Beside beside;
     if constexpr (StageOfX::kCells)
@@ -311,6 +353,7 @@ struct PipelinedBackward {
       const long long place = place_of_row<Op>(args, of_row);
       if constexpr (Op::kCentered) beside.mean = kOwnAddresses ? *mean_ahead : args.mean[place];
       beside.rstd = kOwnAddresses ? *rstd_ahead : args.rstd[place];
+      if constexpr (kByIndex) ask_for_elements(beside);
       if constexpr (Op::Epilogue::kHasBits) {
         const unsigned char* bytes = args.bitmask + place * bitmask_bytes(n_cols);
 #pragma unroll
@@ -321,6 +364,10 @@ struct PipelinedBackward {
     }
     if constexpr (Op::kCentered) mean_ahead += place_of_row<Op>(args, rows_a_turn);
     rstd_ahead += place_of_row<Op>(args, rows_a_turn);
+    if constexpr (kByIndex) {
+      vector_ahead += vector_step;
+      if (vector_ahead >= args.n_vectors) vector_ahead -= static_cast<unsigned>(args.n_vectors);
+    }
     return beside;
   }
 
@@ -333,7 +380,7 @@ struct PipelinedBackward {
   }
   // Asks for the weight, the first rows and what goes with them.
   __device__ __forceinline__ void begin() {
-    if constexpr (!Layout::kHoldWeight) {
+    if constexpr (!Layout::kHoldWeight && !kByIndex) {
       // By way of the L1. Past it all teams would ask the L2 for the same lines, one after another
       // (notes.md#the-weight-by-way-of-l1).
 #pragma unroll
@@ -352,6 +399,7 @@ struct PipelinedBackward {
       block_barrier();
       wait_for_copies<0>();
     }
+    if constexpr (kByIndex) find_elements();
     mean_ahead = Op::kCentered ? args.mean + place_of_row<Op>(args, row) : nullptr;
     rstd_ahead = args.rstd + place_of_row<Op>(args, row);
     next = load_beside(row);
@@ -370,8 +418,12 @@ struct PipelinedBackward {
 
   // ---- what is read of a row ---------------------------------------------------------------------
 
-  __device__ __forceinline__ Pack<Weight, kLength> weights_of(int p) const {
-    if constexpr (Layout::kHoldWeight) {
+  __device__ __forceinline__ Pack<Weight, kLength> weights_of(int p, const Beside& beside) const {
+    if constexpr (kByIndex) {
+      Pack<Weight, kLength> pack;
+      if constexpr (kPresent<Weight>) pack.fill(beside.weights[p]);
+      return pack;
+    } else if constexpr (Layout::kHoldWeight) {
       return held_weight[p];
     } else {
       return StageOfWeight::read(stage_of_weight, p);
@@ -421,7 +473,7 @@ struct PipelinedBackward {
     for (int p = 0; p < kPacks; ++p) {
       const Pack<X, kLength> row_x = read_x(from, p, beside);
       const Pack<DY, kLength> row_dy = read_dy(from, p, beside);
-      add_to_sums<Op, Layout::kVector>(into, centring, row_x, row_dy, weights_of(p),
+      add_to_sums<Op, Layout::kVector>(into, centring, row_x, row_dy, weights_of(p, beside),
                                        first_column(p), end_of_row(p));
       if constexpr (Layout::kHoldRow) {
         held_dy[p] = row_dy;
@@ -508,20 +560,20 @@ struct PipelinedBackward {
                                                 const Pack<DY, kLength>& row_dy,
                                                 const Pack<DResidualOut, kLength>& of_total,
                                                 const RowMeans<Op::kCentered, T>& means) {
-    const Pack<Weight, kLength> weights = weights_of(p);
+    const Pack<Weight, kLength> weights = weights_of(p, current);
     T of_weight = 0, of_bias = 0;
 #pragma unroll
     for (int i = 0; i < kLength; ++i) {
       const T upstream = row_dy.template get<T>(i);
       const T of_x = dx_of<Op>(upstream, xhat[i], weights, i, means, current.rstd);
       gradient[i] = gradient_of_inputs(of_x, of_total, i);
-      T& sum_of_weight = kOfPacks ? of_weight : dweight[kDWeight ? p : 0][kOfPacks ? 0 : i];
-      T& sum_of_bias = kOfPacks ? of_bias : dbias[kDBias ? p : 0][kOfPacks ? 0 : i];
+      T& sum_of_weight = kByIndex ? of_weight : dweight[kDWeight ? p : 0][kByIndex ? 0 : i];
+      T& sum_of_bias = kByIndex ? of_bias : dbias[kDBias ? p : 0][kByIndex ? 0 : i];
       if constexpr (kDWeight) sum_of_weight = fused_multiply_add(upstream, xhat[i], sum_of_weight);
       if constexpr (kDBias) sum_of_bias += upstream;
     }
-    if constexpr (kOfPacks && kDWeight) dweight[p][0] += of_weight;
-    if constexpr (kOfPacks && kDBias) dbias[p][0] += of_bias;
+    if constexpr (kByIndex && kDWeight) dweight[p][0] += of_weight;
+    if constexpr (kByIndex && kDBias) dbias[p][0] += of_bias;
   }
 
   // If x moves by cells, dx leaves by words.
@@ -631,30 +683,38 @@ struct PipelinedBackward {
 
   // ---- the weight gradients' sums -----------------------------------------------------------------
 
-  // Adds one gradient of the last rows to its sums so far. These wait in shared memory, in
-  // registers or in partials, and go to partials when they are complete.
-  __device__ __forceinline__ void flush(T (&gradient)[kPacks][kSumsOfPack], int index,
-                                        bool complete) {
-    if constexpr (kOfPacks) {
-      flush_packs(gradient, index);
-    } else {
-      flush_columns(gradient, index, complete);
-    }
-  }
-  // Each team has partials of its own, which are short.
-  __device__ __forceinline__ void flush_packs(T (&gradient)[kPacks][kSumsOfPack], int index) {
-    const long long of_team =
-        row_of_partials<Op>(args, group, index, cluster * kTeams + team.team, clusters * kTeams);
-    T* const target = args.partials + of_team * partials_stride(n_cols / kLength);
+  // kByIndex: the same for both gradients, from the sums of packs. The partials are short, and each team has some.
+  __device__ __forceinline__ void flush_packs() {
+    constexpr int kPlaces = kPacks > 4 ? 8 : kPacks > 2 ? 4 : kPacks;  // a power of two
+    constexpr int kCount = (kDWeight + kDBias) * kPlaces;
+    T sums[kCount] = {};
 #pragma unroll
     for (int p = 0; p < kPacks; ++p) {
-      const int pack = first_column(p) / kLength;
-      if (first_column(p) < n_cols) target[pack] = (flushed ? target[pack] : T(0)) + gradient[p][0];
-      gradient[p][0] = 0;
+      if constexpr (kDWeight) sums[p] = dweight[p][0];
+      if constexpr (kDBias) sums[kCount - kPlaces + p] = dbias[p][0];
+      if constexpr (kDWeight) dweight[p][0] = 0;
+      if constexpr (kDBias) dbias[p][0] = 0;
     }
+    fold<kLanesAlike>(sums, team.rank);
+    constexpr int kLeft = kCount > kLanesAlike ? kCount / kLanesAlike : 1;
+    constexpr int kLanesEach = kLanesAlike * kLeft / kCount;
+    const bool stores =
+        team.rank % kLanesEach == 0 && (!by_rows || row - rows_a_turn < args.n_rows);
+#pragma unroll
+    for (int i = 0; i < kLeft; ++i) {
+      const int place = team.rank % kLanesAlike / kLanesEach * kLeft + i;
+      const int first = first_column(place % kPlaces);
+      if (stores && place % kPlaces < kPacks && first < n_cols) {
+        T* const sum =
+            own_partials + place / kPlaces * partials_of_gradient + first / (kLanesAlike * kLength);
+        *sum = (flushed ? *sum : T(0)) + sums[i];
+      }
+    }
+    own_partials += partials_step;
   }
-  __device__ __forceinline__ void flush_columns(T (&gradient)[kPacks][kLength], int index,
-                                                bool complete) {
+  // Adds one gradient of the last rows to its sums so far. These wait in shared memory, in
+  // registers or in partials, and go to partials when they are complete.
+  __device__ __forceinline__ void flush(T (&gradient)[kPacks][kLength], int index, bool complete) {
     T* const target = args.partials + row_of_partials<Op>(args, group, index, cluster, clusters) *
                                           partials_stride(n_cols);
     char* const place = stage_of_sums + index * StageOfSums::kBytes;
@@ -728,9 +788,13 @@ struct PipelinedBackward {
   }
   __device__ __forceinline__ void flush_all(bool complete) {
     forget_comparisons();
-    if constexpr (kDWeight) flush(dweight, 0, complete);
-    if constexpr (kDBias) flush(dbias, kDWeight ? 1 : 0, complete);
-    flushed = true;
+    if constexpr (kByIndex) {
+      if constexpr (kDWeight || kDBias) flush_packs();
+    } else {
+      if constexpr (kDWeight) flush(dweight, 0, complete);
+      if constexpr (kDBias) flush(dbias, kDWeight ? 1 : 0, complete);
+    }
+    flushed = !by_rows;
   }
 
   // Writes dx of wild rows.
@@ -747,7 +811,14 @@ struct PipelinedBackward {
         float first_dx = 0;
         if (row < args.n_rows && first < n_cols)
           first_dx = convert<float>(args.dx[row * args.dx_stride + first]);
-        team = write_wild_row<Op, kPacks>(team, first_dx == first_dx, row, given);
+        const bool skips = first_dx == first_dx;
+        if constexpr (kByIndex) {
+          auto of_row = given;
+          if (by_rows) take_vector<Op>(of_row, vector_of_row(row));
+          team = write_wild_row<Op, kPacks>(team, skips, row, of_row);
+        } else {
+          team = write_wild_row<Op, kPacks>(team, skips, row, given);
+        }
       }
     }
   }
@@ -761,11 +832,12 @@ __global__ void __launch_bounds__(Layout::kBlockThreads, Layout::kBlocksPerMulti
   pass.begin();
   pass.begin_sums();
   pass.begin_rows();
+  const int turns = pass.by_rows ? 1 : kTurns;
   int turn = 0;
   for (long long block_row = pass.cluster * Pass::kTeams; block_row < pass.args.n_rows;
        block_row += pass.rows_a_turn) {
     pass.do_row(block_row + pass.rows_a_turn < pass.args.n_rows);
-    if (++turn == kTurns) {
+    if (++turn == turns) {
       pass.flush_all(false);
       turn = 0;
     }
@@ -773,6 +845,6 @@ __global__ void __launch_bounds__(Layout::kBlockThreads, Layout::kBlocksPerMulti
   // Not earlier (notes.md#when-the-reduction-may-start). Without weight gradients no kernel
   // follows.
   if constexpr (Pass::kDWeight || Pass::kDBias) let_next_kernel_start();
-  pass.flush_all(true);
+  if (!pass.by_rows) pass.flush_all(true);
   pass.write_wild_rows(given);
 }

@@ -538,6 +538,27 @@ __device__ __forceinline__ float add_with_subnormals(float a, float b) {
   return sum;
 }
 __device__ __forceinline__ double add_with_subnormals(double a, double b) { return a + b; }
+// Of two pairs of numbers of 16 bits, the larger magnitudes that are no NaN, with any signs (sm_86 on). The first is of
+// bfloat16, the second of float16.
+#if __CUDA_ARCH__ >= 860
+constexpr bool kComparesPairs = true;
+#else
+constexpr bool kComparesPairs = false;
+#endif
+__device__ __forceinline__ unsigned larger_bfloat16_pair(unsigned a, unsigned b) {
+  unsigned larger = 0;
+#if __CUDA_ARCH__ >= 860
+  asm("max.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+#endif
+  return larger;
+}
+__device__ __forceinline__ unsigned larger_float16_pair(unsigned a, unsigned b) {
+  unsigned larger = 0;
+#if __CUDA_ARCH__ >= 860
+  asm("max.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+#endif
+  return larger;
+}
 // The larger one that is no NaN.
 __device__ __forceinline__ float larger_number(float a, float b) { return fmaxf(a, b); }
 __device__ __forceinline__ float absolute(float value) { return fabsf(value); }

@@ -528,7 +528,10 @@ struct InRegistersForward {
     const T offset = -statistics.correction * scale.of_row;
     Pack<typename Op::Via, kLength> rounded[Layout::kPacksPerThread];
     Divisor divisor(Op::kGivenScale ? static_cast<float>(*args.scale) : 1.0f, 0);
-    T largest[1] = {0};
+    if constexpr (Op::kGivenScale) {
+      divisor.try_products<Y, typename Op::Via, Layout::kRowThreads>();
+    }
+    Largest<typename Op::Via> largest;
     if constexpr (kAsksAhead) {
 #pragma unroll
       for (int p = 0; p < kAhead && p < Layout::kPacksPerThread; ++p) load_affine(p);
@@ -540,24 +543,28 @@ struct InRegistersForward {
       normalize_pack<Op>(values, packs[p], shift, scale.of_row, offset, arrays.weights[p],
                          arrays.biases[p], args);
       rounded[p].set(values);
-      const T of_pack = p * kStep < left_of_row(p) ? Quantized::largest_of(rounded[p]) : T(0);
+      const bool is_inside = p * kStep < left_of_row(p);
       if constexpr (Quantized::kOfRow) {
-        largest[0] = larger(of_pack, largest[0]);
+        if (is_inside) largest.add(rounded[p]);
       } else {
         if constexpr (!Op::kGivenScale) {
-          const T of_block = Quantized::largest_of_lanes(of_pack);
+          Largest<typename Op::Via> of_pack;
+          if (is_inside) of_pack.add(rounded[p]);
+          const T of_block = Quantized::largest_of_lanes(of_pack.value());
           const auto scale_of_block = Quantized::scale_of(of_block, args);
           store_scale_of_block(scale_of_block, p);
-          divisor = Quantized::divisor(scale_of_block, of_block);
+          divisor = Quantized::divisor_of_block(scale_of_block, of_block);
         }
         store_codes(rounded[p], divisor, own, p);
       }
     }
     if constexpr (Quantized::kOfRow) {
-      team.template reduce<Max>(largest, largest);
-      const auto scale_of_row = Quantized::scale_of(largest[0], args);
+      T of_row[1] = {largest.value()};
+      team.template reduce<Max>(of_row, of_row);
+      const auto scale_of_row = Quantized::scale_of(of_row[0], args);
       if (active && team.rank == 0 && team.block == 0) args.scale[row] = scale_of_row;
-      divisor = Quantized::divisor(scale_of_row, largest[0]);
+      divisor = Divisor(scale_of_row, of_row[0]);
+      divisor.try_products<Y, typename Op::Via, Layout::kRowThreads>();
 #pragma unroll
       for (int p = 0; p < Layout::kPacksPerThread; ++p) store_codes(rounded[p], divisor, own, p);
     }

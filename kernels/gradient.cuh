@@ -65,6 +65,38 @@ __device__ __forceinline__ void add_gradients(Pack<T, Width>& sums, const T* oth
   for (int k = 0; k < Width; ++k) sums.set(k, sums.template get<T>(k) + added.template get<T>(k));
 }
 
+// The first value if all bits of the mask are set, the second if none is. A condition would become a branch, and the
+// shuffles of `fold` would be in it.
+__device__ __forceinline__ float one_of(unsigned mask, float a, float b) {
+  return float_from_bits((float_bits(a) & mask) | (float_bits(b) & ~mask));
+}
+__device__ __forceinline__ double one_of(unsigned mask, double a, double b) {
+  const unsigned long long wide = static_cast<unsigned long long>(mask) << 32 | mask;
+  return double_from_bits((double_bits(a) & wide) | (double_bits(b) & ~wide));
+}
+
+// Sums values over so many neighbouring lanes. Each step leaves a lane half of the values, as long as there are several.
+// Lane l of L ends with value l * Count / L, or that and the next ones.
+template <int Lanes, int Count, typename T>
+__device__ __forceinline__ void fold(T (&values)[Count], int lane) {
+  int left = Count;
+#pragma unroll
+  for (int distance = Lanes / 2; distance > 0; distance /= 2) {
+    if (left == 1) {
+      values[0] += shuffle_xor(values[0], distance);
+      continue;
+    }
+    left /= 2;
+    unsigned upper = 0u - (static_cast<unsigned>(lane / distance) & 1);
+    make_opaque(upper);
+#pragma unroll
+    for (int i = 0; i < left; ++i) {
+      const T kept = one_of(upper, values[left + i], values[i]);
+      values[i] = kept + shuffle_xor(one_of(upper, values[i], values[left + i]), distance);
+    }
+  }
+}
+
 // h = (x - mean) * rstd is computed as d * significand with d = x * power + offset. power is the
 // power of two at or below rstd. So d is rounded as x - mean is, in one instruction, and not at all
 // if they are close. All d of a constant row are 0. With rstd as the power, each would be what

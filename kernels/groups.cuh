@@ -6,11 +6,12 @@
 // Vectors:   group g has vector g % n_vectors of weight and of bias. Vectors are weight_step and bias_step elements
 //            apart. A step is 0 if all groups share one.
 // kRepeats:  if not 0, an element of a vector serves n_repeats neighbouring columns, a multiple of kRepeats. If that is a
-//            pack's length, all columns of a pack have one element.
+//            pack's length or more, all columns of a pack have one element.
 // Blocks:    n_clusters clusters for each group, in the order of the rows, so that blocks that run at the same time read
 //            memory side by side. A number of a cluster, times n_magic, shifted by n_shift, is divided by n_groups if
 //            groups take turns, else by n_clusters.
-// Partials:  those of a gradient lie together, and among them those of a vector.
+// Partials:  those of a gradient lie together, and among them those of a vector, or those of all vectors take turns.
+// One group: if groups take turns, all rows may be taken as one group, of n_vectors vectors (backward_pipelined.cu).
 #pragma once
 
 #include "epilogue.cuh"
@@ -168,9 +169,10 @@ __device__ __forceinline__ long long row_of_partials(const Groups<Op>& args, lon
 }
 
 // Which rows of partials are summed to one vector of a gradient, and where it begins. No row at all, -1, if another
-// block sums what all vectors share.
+// block sums what all vectors share. A vector's rows are group_step rows behind those of the vector before it, and
+// row_step apart.
 struct SumOfPartials {
-  long long first, n_partials, target;
+  long long first, n_partials, target, step;
 };
 
 template <typename Op>
@@ -180,12 +182,13 @@ __device__ __forceinline__ SumOfPartials sum_of_partials(const ReductionArgument
     const bool of_weight = kPresent<typename Op::DWeight> && is_first;
     const long long step = of_weight ? args.weight_step : args.bias_step;
     const long long first = is_first ? 0 : args.n_vectors * args.n_partials;
-    if (step == 0) return {first, vector > 0 ? -1 : args.n_vectors * args.n_partials, 0};
+    if (step == 0) return {first, vector > 0 ? -1 : args.n_vectors * args.n_partials, 0, 1};
     // Without vectors there is still a block, for what all share.
     const bool is_there = vector < args.n_vectors;
-    return {first + vector * args.n_partials, is_there ? args.n_partials : -1, vector * step};
+    return {first + vector * args.group_step, is_there ? args.n_partials : -1, vector * step,
+            args.row_step};
   } else {
-    return {is_first ? 0 : args.n_partials, args.n_partials, 0};
+    return {is_first ? 0 : args.n_partials, args.n_partials, 0, 1};
   }
 }
 

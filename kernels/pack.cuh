@@ -62,6 +62,16 @@ struct Pack {
     }
   }
 
+  // Sets all elements to one.
+  __device__ __forceinline__ void fill(T element) {
+    if constexpr (sizeof(T) == 2) {
+      for (unsigned& word : words) word = element.bits * 0x10001u;
+    } else {
+#pragma unroll
+      for (int i = 0; i < Length; ++i) set(i, element);
+    }
+  }
+
   template <typename From>
   __device__ __forceinline__ void set(int i, From value) {
     const T element = convert<T>(value);

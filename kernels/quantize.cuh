@@ -7,8 +7,8 @@
 //            each row, or for each kScaleColumns columns if that is not 0. NaN does not count in max|y|. L is the
 //            largest number of Y. If Scale is a byte, it is a power of two as its exponent (float8_e8m0fnu): the
 //            largest that is not above max|y| / P, where P is the largest power of two of Y.
-// Division:  by the reciprocal, which is then corrected by what the product exceeds y by. No quotient next to a
-//            boundary of eight bits is another than the exactly rounded one (benchmarks/notes.md#exact-quotients).
+// Division:  mostly a product with the reciprocal, after it is known that this gives the same codes; else the product is
+//            corrected by what it exceeds y by (notes.md#exact-quotients).
 #pragma once
 
 #include "affine.cuh"
@@ -74,23 +74,50 @@ __device__ __forceinline__ unsigned two_codes(float first, float second) {
 // A call, so that the code of all other divisions does not grow by this one.
 NOT_INLINED __device__ float divided(float value, float scale) { return value / scale; }
 
-// Division by a scale.
+// Division by a scale, so that codes are those of the exactly rounded quotient.
 struct Divisor {
   float scale, inverse;
-  // Whether no product leaves float's range. Else the GPU's own division serves, which takes longer.
-  bool usual;
+  // Whether a product with the inverse gives the codes, and whether a corrected one does. Else the GPU divides.
+  bool by_product = false, by_correction;
 
+  // `largest`: of the magnitudes to be divided, or 0 if quotients are kept in range.
   __device__ __forceinline__ Divisor(float scale, float largest)
       : scale(scale),
         inverse(reciprocal(scale)),
-        usual(scale >= 0x1p-60f && scale <= 0x1p60f && largest <= 0x1p60f * scale) {}
+        by_correction(scale >= 0x1p-60f && scale <= 0x1p60f && largest <= 0x1p60f * scale) {}
+
+  // Finds whether products serve all numbers of 16 bits: no boundary between two codes, times the scale, is next to one
+  // of these. The boundaries have 5 significant bits, those of int8 have 8. RowThreads have this scale, and lanes try
+  // some boundaries each. All of the warp take part.
+  template <typename Q, typename Via, int RowThreads>
+  __device__ __forceinline__ void try_products() {
+    constexpr int kBoundaries = kSame<Q, int8> ? 128 : 16,
+                  kLanes = RowThreads < 32 ? RowThreads : 32;
+    if constexpr (sizeof(Via) == 2 && kLanes >= 16) {
+      constexpr unsigned kBelow =
+          (1u << (kSame<Via, bfloat16> ? 16 : 13)) - 1;  // the last bit of Via
+      constexpr unsigned kNear = 8;  // more than the errors of two products and a quotient
+      bool is_near = false;
+#pragma unroll
+      for (int first = 0; first < kBoundaries; first += kLanes) {
+        const int boundary = kBoundaries + first + thread_index() % kLanes;
+        const unsigned product = float_bits(static_cast<float>(boundary) * scale);
+        is_near |= ((product + kNear) & kBelow) <= 2 * kNear;
+      }
+      const bool is_power = (float_bits(scale) & 0x7fffffu) == 0;
+      by_product = by_correction && !any_in_warp(is_near && !is_power);
+    }
+  }
 
   // The quotients of a pack. If Saturates, values may be any, and quotients beyond all numbers of eight bits become one
   // of these.
   template <bool Saturates, typename Via, int Length>
   __device__ __forceinline__ void divide(float (&quotients)[Length],
                                          const Pack<Via, Length>& y) const {
-    if (usual) {
+    if (by_product) {
+#pragma unroll
+      for (int i = 0; i < Length; ++i) quotients[i] = y.template get<float>(i) * inverse;
+    } else if (by_correction) {
 #pragma unroll
       for (int i = 0; i < Length; ++i) {
         const float value = y.template get<float>(i);
@@ -107,6 +134,39 @@ struct Divisor {
   }
 };
 
+// The largest magnitude of numbers, where NaN does not count.
+template <typename Via>
+struct Largest {
+  static constexpr bool kByPairs = kComparesPairs && sizeof(Via) == 2;
+  unsigned pair = 0;
+  float number = 0;
+
+  template <int Length>
+  __device__ __forceinline__ void add(const Pack<Via, Length>& pack) {
+    if constexpr (kByPairs) {
+#pragma unroll
+      for (int word = 0; word < Pack<Via, Length>::kWords; ++word) {
+        pair = kSame<Via, bfloat16> ? larger_bfloat16_pair(pair, pack.words[word])
+                                    : larger_float16_pair(pair, pack.words[word]);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < Length; ++i) {
+        number = larger_number(number, absolute(pack.template get<float>(i)));
+      }
+    }
+  }
+  __device__ __forceinline__ float value() const {
+    if constexpr (kByPairs) {
+      const Pack<Via, 2> both = {{pair}};
+      return larger_number(absolute(both.template get<float>(0)),
+                           absolute(both.template get<float>(1)));
+    } else {
+      return number;
+    }
+  }
+};
+
 // What a kernel does with a row of y in packs of so many elements.
 template <typename Op, int Length>
 struct Quantizer {
@@ -117,14 +177,7 @@ struct Quantizer {
   static constexpr bool kIsPower = kSame<Scale, unsigned char>;
   static constexpr int kLanes = Op::kScaleColumns / Length;  // that share a scale
 
-  static __device__ __forceinline__ float largest_of(const Pack<Via, Length>& y) {
-    float largest = 0;
-#pragma unroll
-    for (int i = 0; i < Length; ++i)
-      largest = larger_number(largest, absolute(y.template get<float>(i)));
-    return largest;
-  }
-  // That of the lanes that share a scale. All of the warp take part.
+  // The largest of the lanes that share a scale. All of the warp take part.
   static __device__ __forceinline__ float largest_of_lanes(float largest) {
 #pragma unroll
     for (int distance = kLanes / 2; distance > 0; distance /= 2) {
@@ -142,9 +195,11 @@ struct Quantizer {
       return between(largest / FormatOf<Q>::kLargest, args.lower, args.upper);
     }
   }
-  static __device__ __forceinline__ Divisor divisor(Scale scale, float largest) {
+  static __device__ __forceinline__ Divisor divisor_of_block(Scale scale, float largest) {
     if constexpr (kIsPower) {
-      return Divisor(float_from_bits(static_cast<unsigned>(scale) << 23), largest);
+      Divisor divisor(float_from_bits(static_cast<unsigned>(scale) << 23), largest);
+      divisor.by_product = divisor.by_correction;  // a product with a power of two is exact
+      return divisor;
     } else {
       return Divisor(scale, largest);
     }

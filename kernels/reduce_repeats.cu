@@ -1,7 +1,7 @@
 // The weight gradients from the blocks' partial sums, where an element of weight or bias serves n_repeats columns
 // (groups.cuh): the sum over these columns and over the partials of its vector.
 //
-// Layout:    partials as reduce_partials.cu reads them.
+// Layout:    partials as reduce_partials.cu reads them, or those of all vectors take turns (groups.cuh).
 // Grid:      a block for each element of each gradient and vector, on grid.x.
 // Traffic:   partials read once, gradients written once and, if kAccumulates, read once.
 // Thread:    t of T has values t, t + T, ... of the block's, which are n_repeats from each partial.
@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(Layout::kBlockThreads)
   long long partial = thread_index() / repeats, column = thread_index() % repeats;
 #pragma unroll 4
   while (partial < sum_of.n_partials) {
-    exact.add(source[partial * stride + column]);
+    exact.add(source[partial * sum_of.step * stride + column]);
     partial += partial_step;
     column += column_step;
     if (column >= repeats) {

@@ -58,3 +58,36 @@ struct CompensatedSum {
   }
   __device__ __forceinline__ T total() const { return sum - lost; }
 };
+
+// Sums of a thread's packs. If Compensated, each pack's are taken, so that they are not lost in
+// those of all, and given back at the end.
+template <typename T, int Count, bool Compensated>
+struct SumsOfPacks {
+  CompensatedSum<T> totals[Compensated ? Count : 1];
+
+  __device__ __forceinline__ void take(T (&sums)[Count]) {
+    if constexpr (Compensated) {
+#pragma unroll
+      for (int k = 0; k < Count; ++k) {
+        totals[k].add(sums[k]);
+        sums[k] = 0;
+      }
+    }
+  }
+  __device__ __forceinline__ void give(T (&sums)[Count]) const {
+    if constexpr (Compensated) {
+#pragma unroll
+      for (int k = 0; k < Count; ++k) sums[k] = totals[k].total();
+    }
+  }
+};
+
+// A column of a row: an int for one that a team holds, since addresses then take fewer registers.
+template <bool Streams>
+struct ColumnOf {
+  using type = int;
+};
+template <>
+struct ColumnOf<true> {
+  using type = long long;
+};

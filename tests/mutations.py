@@ -338,6 +338,9 @@ EQUIVALENT = (
     ("term dropped", "(shift[i] + offset[i]) * unit[i]", "shift is their sum, rounded"),
     ("the bound itself", "other < kWarps", "what is loaded behind the last warp's is zero"),
     ("right of && dropped", "write_words<2>(pack.words, memory, 0)", "then no lane writes it"),
+    ("term dropped", "last = (n_cols - 1) / kColumns", "a tile behind the row's end has nothing"),
+    ("+ for -", "last = (n_cols - 1) / kColumns", "a tile behind the row's end has nothing"),
+    ("factor dropped", "last = (n_cols - 1) / kColumns", "the same of many tiles"),
 )
 
 

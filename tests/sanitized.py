@@ -26,9 +26,10 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from device import kernels_of_many_rows, to_cupy, to_numpy
+from fused_gpu import FUSED, call_of_many, check_passes, passes
 from host.checks import NORMS, Case, check_problem
 from residuals import OfCupyNorm, check_residual, with_residual
 from strategies import DTYPES, RELUS
@@ -120,6 +121,27 @@ class Sanitized:
         check_residual(caller, with_residual(problem, self.residual, self.case.x, layout=layout))
 
 
+@dataclasses.dataclass(frozen=True)
+class OfFused:
+    """A call of a norm of `cupynorm.fuse`, by its name."""
+
+    name: str
+    option: ClassVar[str] = "fused"
+    many: ClassVar[bool] = False
+
+    def __str__(self) -> str:
+        return self.name
+
+    def check(self, caller: Any) -> None:
+        """Run forward and backward, and check every field of each."""
+        call = CALLS_OF_FUSED[self.name]
+        check_passes(call, *passes(call, caller.put, caller.get))
+
+
+CALLS_OF_FUSED = {name: call for name, (call, _) in FUSED.items()}
+CALLS_OF_FUSED["fused, streamed"] = call_of_many(2, 300001)
+
+
 def _case(name: str, norm: str, x: str, option: str) -> Sanitized:
     rows, given = ROWS[name], OPTIONS.get(option, {})
     n = rows.nbytes // DTYPES[x].itemsize
@@ -144,7 +166,7 @@ def _cases() -> Iterator[Sanitized]:
     yield from itertools.chain(*zip(*by_rows, strict=True))
 
 
-CASES = tuple(_cases())
+CASES = (*_cases(), *map(OfFused, CALLS_OF_FUSED))
 
 
 class Caller(OfCupyNorm):

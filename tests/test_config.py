@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import itertools
+import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ from cupynorm._compile import (
     kernels_directory,
     source,
 )
+from cupynorm._groups import groups_of
 from cupynorm._layout import BackwardColumnParallel as Strips
 from cupynorm._layout import (
     BackwardInRegisters,
@@ -38,6 +40,7 @@ from cupynorm._layout import (
     backward_column_parallel,
     backward_in_registers,
     column_parallel_counts_bytes,
+    fused,
     pack_length,
     partials_stride,
     shared_limit,
@@ -46,7 +49,7 @@ from cupynorm._layout import (
 from cupynorm._layout.backward_pipelined import _backward_registers
 from cupynorm._operation import BACKWARD as BACKWARD_PASS
 from cupynorm._operation import FORWARD as FORWARD_PASS
-from cupynorm._operation import ITEMSIZE, BackwardSpec, ForwardSpec, Norm, compute_dtype
+from cupynorm._operation import ITEMSIZE, BackwardSpec, ForwardSpec, Norm, compute_dtype, sharing
 
 NORMS = ("rms_norm", "layer_norm")
 DTYPES = ("float64", "float32", "float16", "bfloat16")
@@ -556,6 +559,7 @@ def test_constants_are_those_of_the_kernels() -> None:
     counts = strips.PLACES + strips.WILD_PLACES
     assert column_parallel_counts_bytes() == counts * found["kCountStride"] * 4
     assert max(backward_in_registers.TEAMS) == constants("gradient.cuh", "kTurns")["kTurns"] == 64
+    assert fused.STREAMED_ROWS <= constants("gradient.cuh", "kTurns")["kTurns"]
     most_teams = backward_in_registers.MAX_TEAMS_OF_SEVERAL_WARPS
     assert f"kTeams <= {most_teams}" in source("team.cuh")
     assert "return (n_cols + 7) & ~7LL;" in source("gradient.cuh")
@@ -628,6 +632,47 @@ class Gpu:
             operands = operands[:-1]
         plan.prepared(m, *((0.5, 2.0, 3.0) if forward else ()))(5, operands)
         return self.launched
+
+
+@pytest.mark.parametrize(
+    ("shape", "clusters", "as_one"),
+    [
+        ((8, 32, 16, 64, 64), 15, True),
+        ((8, 32, 16, 64, 64), 16, True),
+        ((32, 32, 12, 56, 56), 30, True),
+        ((256, 32, 16, 28, 28), 66, False),  # groups of many rows
+        ((8, 32, 1, 64, 64), 0, False),  # one wave either way
+    ],
+)
+def test_rows_of_all_groups_are_taken_as_one_where_that_takes_less_time(
+    shape: tuple[int, ...], clusters: int, as_one: bool
+) -> None:
+    batch, count, channels, *image = shape
+    m, n, repeats = batch * count, channels * math.prod(image), math.prod(image)
+    groups = groups_of(shape, 3, (count, channels, 1, 1), (count, channels, 1, 1))
+    spec = BackwardSpec("layer_norm", *("bfloat16",) * 4, False, False, **sharing(groups))
+    gpu = Gpu(clusters=clusters or 30)
+    with gpu:
+        plan = gpu.plan(spec, m, n, 8)
+        size = plan.scratch_bytes(m, groups)
+        plan.prepared(m, groups)(5, (*range(1, len(BACKWARD_PASS.operands) + 1), SCRATCH))
+    (rows, blocks, of_rows), (sums, _, of_sums) = gpu.launched
+    at_once = clusters or 132
+    assert (rows.name, sums.name) == ("norm_backward_pipelined", "reduce_repeats")
+    assert (of_rows["n_groups"], of_rows["n_vectors"]) == (1 if as_one else count, count)
+    assert of_rows["n_rows"] * of_rows["n_groups"] == m
+    summed = repeats // of_sums["n_repeats"]
+    assert summed == min(256, repeats & -repeats)
+    if as_one:
+        assert blocks == at_once * rows.cluster_blocks
+        assert (of_sums["group_step"], of_sums["row_step"]) == (1, count)
+        assert of_sums["n_partials"] == batch
+    else:
+        assert blocks <= 2 * at_once * rows.cluster_blocks
+        assert (of_sums["group_step"], of_sums["row_step"]) == (of_sums["n_partials"], 1)
+        teams = blocks // rows.cluster_blocks * plan.rows_per_partial
+        assert of_sums["n_partials"] == teams // count
+    assert size == 2 * count * of_sums["n_partials"] * -(-n // summed // 8) * 8 * 4
 
 
 @given(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from typing import Any
+from unittest import mock
 
 import ml_dtypes
 import numpy as np
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 
 import cupynorm
 import cupynorm.math as cm
-from cupynorm import testing
+from cupynorm import _fused_calls, testing
 from cupynorm._compile import fused_backward_instantiations, fused_forward_instantiation
 from cupynorm._fused_source import Input, Spec, backward_op, forward_op
 from cupynorm._layout import (
@@ -139,15 +140,54 @@ def test_bits_do_not_depend_on_the_number_of_rows(gpu: Gpu) -> None:
 
 
 @needs_compiler
+@needs_compiler
+@pytest.mark.parametrize(
+    ("dtype", "architecture", "n"),
+    # Of one block and of a cluster. The last tile is not whole.
+    [(np.float64, 75, 9001), (BFLOAT16, 75, 20004), (np.float32, 90, 131073)],
+)
+def test_rows_that_are_read_again(dtype: Any, architecture: int, n: int) -> None:
+    gpu = Gpu(Build(), architecture=architecture)
+    shape = (3, n)
+    inputs = {
+        "r": drawn(1, shape, dtype),
+        "a": drawn(2, (3, 1)),
+        "s": drawn(3, (n,), BFLOAT16),
+        "z": drawn(4, shape),
+        "c": drawn(5, shape) > 0,
+    }
+    x = drawn(6, shape, dtype)
+    x[1] += 100
+    check(gpu, Call(MANY, x, drawn(7, (n,)), drawn(8, (n,)), {"zero_centered": True}, inputs))
+    of_rows = [kernel for kernel in gpu.launched if kernel.name.startswith("fused")]
+    assert all(("kStreams", True) in kernel.layout for kernel in of_rows)
+
+
+@needs_compiler
+def test_many_rows_that_are_read_again() -> None:
+    """A cluster has at most kTurns of them, though more run at once then."""
+    gpu = Gpu(Build(), architecture=75)
+    gpu.blocks_at_once = 1
+    shape = (130, 8200)
+    inputs = {"z": drawn(2, shape, BFLOAT16)}
+    check(gpu, Call(GATED, drawn(1, shape), drawn(3, shape[-1:]), None, {}, inputs))
+
+
+@needs_compiler
+def test_a_slice_of_a_gpu_has_no_clusters(gpu: Gpu) -> None:
+    shape = (2, 36864)
+    call = Call(GATED, drawn(1, shape), None, None, {}, {"z": drawn(2, shape)})
+    with mock.patch.object(gpu, "clusters_at_once", 0):
+        check(gpu, call)
+    assert {kernel.cluster_blocks for kernel in gpu.launched} == {1}
+
+
+@needs_compiler
 def test_what_no_kernel_serves(gpu: Gpu) -> None:
-    """Weights of groups, other axes, and rows that are too long are left to operations."""
+    """Weights of groups and other axes are left to operations."""
     x, z = drawn(1, (2, 3, 8)), drawn(2, (2, 3, 8))
     check(gpu, Call(GATED, x, drawn(3, (3, 8)), None, {}, {"z": z}), launched=False)
     check(gpu, Call(GATED, x, None, None, {"axis": 1}, {"z": z}), launched=False)
-    of_arrays: Any = ("float32", "float32", 100000, ["float32"], ["float32"])
-    told: Any = {"vector": 1}
-    assert fused_forward(*of_arrays, heavy=False, architecture=75, **told) is None
-    assert fused_backward(*of_arrays, kept=2, architecture=75, **told) is None
 
 
 # ---- layouts and text ----------------------------------------------------------------------------
@@ -168,7 +208,9 @@ def test_layouts_hold_the_row(architecture: int, n: int, x: str, read: int, heav
         fused_forward(*of_arrays, heavy=heavy, **common),
         fused_backward(*of_arrays, kept=2, **common),
     ):
-        if config is None:
+        blocks = config.blocks_per_multiprocessor
+        assert blocks * config.block_threads <= ARCHITECTURES[architecture].threads
+        if config.streams:
             continue
         threads = config.row_threads * config.cluster_blocks
         step = threads * config.pack_length
@@ -178,11 +220,8 @@ def test_layouts_hold_the_row(architecture: int, n: int, x: str, read: int, heav
         assert config.full == (step * config.packs_per_thread == n)
         assert config.block_threads % config.row_threads == 0
         assert config.block_threads % 32 == 0
-        blocks = config.blocks_per_multiprocessor
-        assert blocks * config.block_threads <= ARCHITECTURES[architecture].threads
-    if config is not None:
-        nbytes = fused_backward_bytes(x, compute, [x] * read, config)
-        assert nbytes <= shared_limit(architecture, blocks)
+    nbytes = fused_backward_bytes(x, compute, [x] * read, config)
+    assert nbytes <= shared_limit(architecture, blocks)
 
 
 def spec_of(fused: cupynorm.Fused) -> Spec:
@@ -201,23 +240,24 @@ def spec_of(fused: cupynorm.Fused) -> Spec:
     )
 
 
+@pytest.mark.parametrize("n", [1000, 300000])
 @pytest.mark.parametrize("architecture", ["75", "90", "120"])
-def test_nvrtc_compiles_them(architecture: str) -> None:
+def test_nvrtc_compiles_them(architecture: str, n: int) -> None:
     from test_compile import compiled
 
     of_weight = {"weight": "float32", "bias": "bfloat16"}
     for spec in (dataclasses.replace(spec_of(MANY), **of_weight), spec_of(GATED)):
         backward = dataclasses.replace(spec, of_outputs=("float32",) * len(spec.outputs))
-        told: Any = {"vector": 4, "architecture": int(architecture)}
-        of_arrays: Any = ("float32", "float32", 1000, ["float32"] * 4, ["float32"] * 2)
-        forward_config = fused_forward(*of_arrays, heavy=spec.is_value_heavy, **told)
-        backward_config = fused_backward(*of_arrays, kept=2, **told)
-        assert forward_config is not None
-        assert backward_config is not None
-        reduction = reduction_of_gradients(1, "float32", 1000)
+        told = n, 4, int(architecture)
+        forward_config = _fused_calls._forward_config(spec, *told)
+        backward_config = _fused_calls._backward_config(backward, *told)
+        reduction = reduction_of_gradients(1, "float32", n)
         kernels = fused_backward_instantiations(backward, backward_config, reduction)
         for kernel in (fused_forward_instantiation(spec, forward_config), *kernels):
-            assert "registers" in str(compiled((kernel,), architecture).logs)
+            log = str(compiled((kernel,), architecture).logs)
+            assert "registers" in log
+            if n > 1000:
+                assert " 0 bytes spill stores" in log
 
 
 def test_steps_are_written_as_a_person_would() -> None:
@@ -267,6 +307,23 @@ def test_calls_are_remembered_by_all_that_they_depend_on(gpu: Gpu) -> None:
             assert ("kVector", vector) in gpu.launched[-1].layout
 
 
+@needs_compiler
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        {"r": drawn(1, (2, 3, 16)), "a": 2.0, "s": drawn(3, (16,)), "z": drawn(4, (3, 16))},
+        {"r": drawn(1, (3, 1)), "a": 2, "s": drawn(3, (1,)), "z": drawn(4, (2, 3, 16))},
+    ],
+)
+def test_second_calls_are_prepared(gpu: Gpu, inputs: dict[str, Any]) -> None:
+    """Bools and inputs that are spread out are copied again, and that is all."""
+    inputs = inputs | {"c": drawn(5, (2, 3, 16)) > 0}
+    call = Call(MANY, drawn(6, (2, 3, 16)), drawn(7, (16,)), None, {"axis": -1}, inputs)
+    with mock.patch.object(_fused_calls, "_arranged", wraps=_fused_calls._arranged) as arranged:
+        check(gpu, call)
+    assert arranged.call_count == 2  # for a pass each
+
+
 # ---- torch's autograd around stand-ins for the kernels -------------------------------------------
 
 
@@ -274,7 +331,6 @@ def test_calls_are_remembered_by_all_that_they_depend_on(gpu: Gpu) -> None:
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Have CPU tensors take the way of kernels. Return the passes that were asked for."""
     torch: Any = pytest.importorskip("torch")
-    from cupynorm import _fused_calls
     from cupynorm.torch import _fuse as of_torch
 
     asked: list[str] = []
@@ -300,9 +356,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         kept = fused.forward(x, weight, bias, **options._asdict(), **inputs)
         dy = [None if one is None else one.numpy() for one in of]
         found = fused.backward(dy, kept)
-        names = ("x", "weight", "bias", *fused.inputs)
-        pairs = zip(names, found, strict=True)
-        return {name: torch.from_numpy(one) for name, one in pairs if one is not None}
+        return tuple(one if one is None else torch.from_numpy(one) for one in found)
 
     monkeypatch.setattr(of_torch, "_have_kernels", lambda given: True)
     monkeypatch.setattr(_fused_calls, "again", lambda *_, **__: None)
@@ -351,8 +405,6 @@ def test_a_pass_without_a_kernel_is_left_to_operations(
     stand_ins: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch: Any = pytest.importorskip("torch")
-    from cupynorm import _fused_calls
-
     monkeypatch.setattr(_fused_calls, "backward", lambda *_: None)
     x, z = tensors((3, 8), (3, 8))
     assert torch.autograd.gradcheck(lambda x, z: GATED(x, z=z), (x, z))

@@ -196,6 +196,26 @@ CALLS = (
         kernels=("forward_pipelined", *REPEATED),
     ),
     Call(
+        *("rows of all groups", "layer_norm", (3, 11, 4, 64), (2, 3), (11, 4, 1), (11, 4, 1)),
+        kernels=REPEATED,
+    ),
+    Call(
+        *("rows of all groups by clusters", "layer_norm", (2, 3, 16, 1024), (2, 3), (3, 16, 1)),
+        *((3, 16, 1), ("bfloat16", "bfloat16"), (0.0, 2.0)),
+        kernels=REPEATED,
+    ),
+    Call(
+        *("rows of all groups, one weight", "rms_norm", (7, 6, 5, 136), (2, 3), (5, 1), (6, 5, 1)),
+        ("float32", "float16"),
+        kernels=REPEATED,
+    ),
+    Call(
+        *("rows of all groups out of range", "layer_norm", (9, 5, 4, 96), (2, 3), (5, 4, 1), None),
+        ("float32", "bfloat16"),
+        scale=1e25,
+        kernels=REPEATED,
+    ),
+    Call(
         *("streamed", "rms_norm", (2, 2, 3, 70001), (2, 3), (2, 3, 1), None),
         relu=(0.0, 2.0),
         kernels=(*STREAMED, "reduce_repeats"),

@@ -37,6 +37,7 @@ pytestmark = [
 REACHING = (
     *("channels out of range", "groups by single columns", "groups of channels"),
     *("pipelined, by index", "repeats alone", "several axes"),
+    *("rows of all groups by clusters", "rows of all groups out of range"),
     *("streamed, ", "streamed by packs"),
 )
 

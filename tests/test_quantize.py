@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,6 +20,10 @@ from strategies import DTYPES, Problem, make_values, problems
 
 import cupynorm
 from cupynorm import Quantize, _quantize, reference, testing
+from cupynorm._compile import forward_instantiation
+from cupynorm._layout import quantized_config
+from cupynorm._operation import ForwardSpec, Options
+from cupynorm._quantize import pass_of_kernel
 
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 SCALE = np.array([0.037], np.float32)
@@ -385,11 +390,15 @@ def check_each_number(quantized: Callable[..., Any], dtype: str, source: str) ->
     wide = values.astype(np.float32)
     values[(wide != 0) & (abs(wide) < 2.0**-126)] = 0  # as GPUs take them
     x = np.ones((1, 4096), np.float32)
-    for scale in np.float32([1, 0.037, -3, 2.0**-70, 2.0**70, 0, np.inf]):
+    via = None if source == "boundaries" else source
+    # With 1.5 and what is next to it boundaries are next to numbers of 16 bits.
+    near = np.float32(1.5).view(np.int32) + np.int32([-9, -1, 0, 1, 2, 9])
+    scales = near.view(np.float32)
+    for scale in (*np.float32([1, 0.037, -3, 2.0**-70, 2.0**70, 0, np.inf]), *scales):
         with np.errstate(all="ignore"):
             product = (values.astype(np.float32) * scale).astype(values.dtype)
-        for weight in as_y(product if 0 < abs(scale) < 8 else values):
-            how = Quantize(dtype, scale.reshape(1), via=None)
+        for weight in as_y(product if source == "boundaries" and 0 < abs(scale) < 8 else values):
+            how = Quantize(dtype, scale.reshape(1), via=via)
             q = quantized(x, weight, how)
             same(q.view(dtype), by_oracle(how, weight.astype(np.float32)[None])[0])
 
@@ -408,6 +417,34 @@ def test_kernels_round_each_number(dtype: str) -> None:
 
     for source in ("float16", "bfloat16", "boundaries"):
         check_each_number(quantized, dtype, source)
+
+
+@pytest.mark.parametrize("architecture", ["75", "90", "120"])
+def test_the_kernels_do_not_spill(architecture: str) -> None:
+    pytest.importorskip("cupy", exc_type=ImportError)
+    from test_compile import compiled
+
+    norms, dtype = (("rms_norm", None), ("layer_norm", "bfloat16")), "bfloat16"
+    for i, how in enumerate(HOWS[: 9 if architecture == "90" else 2]):
+        (norm, bias), n = norms[i % 2], (4096, 16384, 1024)[i % 3]
+        via = {"x": dtype, None: "float32"}.get(how.via, how.via)
+        residual = (dtype, dtype) if i % 4 == 3 else (None, None)
+        of_y: Any = ForwardSpec(
+            norm,
+            dtype,
+            dtype,
+            bias,
+            via,
+            False,
+            False,
+            False,
+            *residual,  # type: ignore[arg-type]
+        )
+        spec, _ = pass_of_kernel(of_y, Options(of_y.norm, 1), how.told, n)
+        config = quantized_config(spec, n, 8, int(architecture))
+        assert config is not None
+        (log,) = compiled((forward_instantiation(spec, config),), architecture).logs.values()
+        assert re.search(r"\b0 bytes spill stores", log), (how, n, log)
 
 
 # ---- CuPy ----------------------------------------------------------------------------------------
@@ -549,6 +586,7 @@ def test_torch_calls_the_kernel(compiled: bool, monkeypatch: pytest.MonkeyPatch)
         def function(x: Any, weight: Any, told: Quantize = told) -> Any:
             return cupynorm.torch.rms_norm(x, weight, quantize=told, residual=x)[:2]
 
+        torch._dynamo.reset()
         function = torch.compile(function, fullgraph=True) if compiled else function
         via = getattr(torch, np.dtype(via_of(how, x)).name)
         y = cupynorm.torch.rms_norm(2 * tensors[0], tensors[1], out_dtype=via)

@@ -14,7 +14,7 @@ import sanitized
 import sums
 from host.build import compiler_problem
 from host.gpu import Caller, Gpu
-from sanitized import CASES, CLASSES, NAMES, RESIDUALS, SUMS, TOOLS
+from sanitized import CASES, CLASSES, NAMES, RESIDUALS, SUMS, TOOLS, OfFused, Sanitized
 from strategies import DTYPES, Layout
 
 pytest.importorskip("cupy", exc_type=ImportError)  # plans are chosen for it
@@ -41,6 +41,8 @@ def test_each_kernel_meets_each_class_of_dtypes_and_each_option(
         monkeypatch.setattr(module, "assert_bits", lambda *_: None)
     classes, options = defaultdict(set), defaultdict(set)
     for one in CASES:
+        if isinstance(one, OfFused):
+            continue
         gpu = Launches(few_rows=not one.many)
         # No kernel has written what is added here.
         with gpu.fresh_memory(), np.errstate(all="ignore"):
@@ -86,7 +88,7 @@ def numpy_caller() -> sanitized.Caller:
 def test_the_reference_passes_and_a_wrong_result_does_not(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    smallest = [one for one in CASES if one.option == name][:1]
+    smallest = [one for one in CASES if isinstance(one, Sanitized) and one.option == name][:1]
     monkeypatch.setattr(sanitized, "CASES", smallest)
     assert (smallest[0].residual is None) == (name not in RESIDUALS)
     assert sanitized.run(numpy_caller(), threads=2, says=True) == 1
@@ -99,6 +101,12 @@ def test_the_reference_passes_and_a_wrong_result_does_not(
 
     with pytest.raises(AssertionError, match=r"dx\[\d+, \d+\] is"):
         sanitized.run(Wrong(np, np.array, lambda result: result), threads=2, says=False)
+
+
+def test_the_reference_passes_for_norms_of_fuse() -> None:
+    for one in CASES:
+        if isinstance(one, OfFused):
+            one.check(numpy_caller())
 
 
 def test_no_case_begins_after_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +133,9 @@ def test_no_case_begins_after_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_first_cases_meet_all_kinds_of_rows_norms_and_dtypes() -> None:
-    first = CASES[: len(sanitized.ROWS) * len(CLASSES)]
+    count = len(sanitized.ROWS) * len(CLASSES)
+    first = [one for one in CASES[:count] if isinstance(one, Sanitized)]
+    assert len(first) == count
     assert len({(one.case.name.rpartition(", ")[0], one.case.norm) for one in first}) == len(first)
     assert {(one.case.norm, one.case.x) for one in first} == {
         (norm, x) for norm, names in CLASSES.items() for x in names

@@ -53,10 +53,10 @@ from cupynorm._layout.fused import (
 )
 from cupynorm._layout.reduction import (
     Reduction,
+    by_index,
     partials_stride,
     reduction_bytes,
     reduction_of_gradients,
-    sums_packs,
 )
 from cupynorm._layout.strided import Strided, strided
 
@@ -78,6 +78,7 @@ __all__ = [
     "backward_config",
     "backward_in_registers_bytes",
     "backward_pipelined_bytes",
+    "by_index",
     "column_parallel_counts_bytes",
     "column_parallel_exchange_bytes",
     "few_rows_backward_configs",
@@ -97,7 +98,6 @@ __all__ = [
     "reduction_of_gradients",
     "shared_limit",
     "strided",
-    "sums_packs",
     "team_bytes",
     "without_clusters",
 ]

@@ -24,7 +24,7 @@ from cupynorm._layout.architectures import (
     team_threads,
     widest,
 )
-from cupynorm._layout.reduction import Reduction, reduction_of
+from cupynorm._layout.reduction import Reduction, by_index, reduction_of
 from cupynorm._layout.tuning_sm90 import AnyPass as Common
 from cupynorm._layout.tuning_sm90 import BackwardPipelined as Tuned
 from cupynorm._operation import ITEMSIZE, BackwardSpec, compute_dtype
@@ -77,9 +77,9 @@ def backward_pipelined_bytes(spec: BackwardSpec, config: BackwardPipelined) -> i
         for itemsize in itemsizes:
             cell = min(16, pack_length(spec.x) * itemsize) if itemsize <= 4 else 0
             size += config.stages * -(-groups * cell // 16) * 16
-    if spec.weight is not None and not config.hold_weight:
+    if spec.weight is not None and not config.hold_weight and not by_index(spec):
         size += elements * ITEMSIZE[spec.weight]
-    if spec.gradients and config.rows_per_block > 1:
+    if spec.gradients and config.rows_per_block > 1 and not by_index(spec):
         size += elements * ITEMSIZE[compute_dtype(spec.x)]
     if config.bulk:
         size += -(-config.rows_per_block * config.stages * 8 // 128) * 128
@@ -312,6 +312,7 @@ def _of_layout(
     for cells, stages in itertools.product(choices, range(layout.stages, 1, -1)):
         # A held weight spills with cells, except those of float32 without a bitmask.
         holds = by_8_bytes or (cells and spec.x == "float32" and not spec.bitmask)
+        holds = holds and spec.weight is not None and not by_index(spec)
         config = BackwardPipelined(
             row_threads=layout.row_threads,
             block_threads=layout.block_threads,
@@ -320,7 +321,7 @@ def _of_layout(
             cluster_blocks=layout.cluster_blocks,
             stages=stages,
             vector=vector,
-            hold_weight=spec.weight is not None and holds and fits(vector, hold_weight=True),
+            hold_weight=holds and fits(vector, hold_weight=True),
             hold_row=False,
             shared_sums=0,
             hold_sums=False,
@@ -490,7 +491,8 @@ def _sharing_sums(spec: BackwardSpec, config: BackwardPipelined, limit: int) -> 
     Partials would be read and written every 64 rows, and all threads wait for that. With many packs
     a thread, spills need the L1 that sums of both gradients would take (notes.md#sums-of-rows).
     """
-    if config.vector < pack_length(spec.x) and config.rows_per_block == 1:
+    in_parts = config.vector < pack_length(spec.x) and config.rows_per_block == 1
+    if in_parts or by_index(spec):
         return config
     used = backward_pipelined_bytes(spec, config)
     size = backward_pipelined_bytes(spec, dataclasses.replace(config, shared_sums=1)) - used

@@ -29,11 +29,13 @@ BACKWARD_PACKS = ((2, MOST_THREADS), (4, MOST_THREADS), (1, MOST_THREADS))
 MOST_REGISTERS = 128  # by which 512 threads are on a multiprocessor
 MOST_THREADS_OF_TEAMS = 512  # of a multiprocessor, if a backward block has several rows
 MOST_PACKS_BESIDE_WEIGHT = 2  # with more, the weight comes when the row is measured
+STREAMING_THREADS, STREAMING_PACKS = 256, 2
+STREAMED_ROWS = 64  # of a cluster in a backward pass: kTurns of kernels/gradient.cuh
 
 
 @dataclass(frozen=True)
 class FusedForward:
-    """Rows in registers: see kernels/fused_forward.cu."""
+    """Rows in registers, or of any length if `streams`: see kernels/fused_forward.cu."""
 
     row_threads: int
     block_threads: int
@@ -44,12 +46,16 @@ class FusedForward:
     full: bool
     hold_values: bool
     hold_weight: bool
+    streams: bool
     blocks_per_multiprocessor: int
 
 
 @dataclass(frozen=True)
 class FusedBackward:
-    """Rows that wait in shared memory: see kernels/fused_backward.cu."""
+    """Rows that wait in shared memory, or of any length if `streams`.
+
+    See kernels/fused_backward.cu.
+    """
 
     row_threads: int
     block_threads: int
@@ -59,6 +65,7 @@ class FusedBackward:
     vector: int
     full: bool
     stages: int
+    streams: bool
     blocks_per_multiprocessor: int
 
 
@@ -97,6 +104,27 @@ def _teams(
         blocks *= 2
 
 
+def _streams(
+    x: str, architecture: int, vector: int, of_thread: int, of_pack: int
+) -> tuple[dict[str, int], int]:
+    """Return what both passes' layouts of any row have in common, and the blocks at once.
+
+    `of_thread` and `of_pack`: the registers of a thread, and those more of each pack.
+    """
+    length = pack_length(x)
+    packs = STREAMING_PACKS if of_thread + of_pack * STREAMING_PACKS <= MOST_REGISTERS else 1
+    common = {
+        "row_threads": STREAMING_THREADS,
+        "block_threads": STREAMING_THREADS,
+        "cluster_blocks": max_cluster_blocks(architecture),
+        "packs_per_thread": packs,
+        "pack_length": length,
+        "vector": min(vector, length),
+        "full": False,
+    }
+    return common, _blocks(of_thread + of_pack * packs, STREAMING_THREADS, architecture)
+
+
 def _blocks(registers: int, block_threads: int, architecture: int) -> int:
     """Return the blocks of a multiprocessor whose threads have so many registers."""
     allocated = -(-registers // 8) * 8
@@ -114,8 +142,8 @@ def fused_forward(
     heavy: bool,
     vector: int,
     architecture: int,
-) -> FusedForward | None:
-    """Return the configuration of a forward pass; None if rows of n are too long.
+) -> FusedForward:
+    """Return the configuration of a forward pass.
 
     `read`: the dtypes of arrays whose rows are read. `shared`: those of weight, bias and vectors.
     `heavy`: the value takes many instructions.
@@ -131,13 +159,28 @@ def fused_forward(
         registers = 28 * words + of_rows * packs + of_shared * (packs if holds else 1)
         registers += length * words
         blocks = _blocks(registers, common["block_threads"], architecture)
-        told = {"hold_values": heavy, "hold_weight": holds, "blocks_per_multiprocessor": blocks}
-        config = FusedForward(**common, **told)  # type: ignore[arg-type]
+        config = FusedForward(
+            **common,  # type: ignore[arg-type]
+            hold_values=heavy,
+            hold_weight=holds,
+            streams=False,
+            blocks_per_multiprocessor=blocks,
+        )
         first = first or config
         # While one block waits for its sums, another one loads.
         if blocks > 1 and registers <= MOST_REGISTERS:
             return config
-    return first
+    if first is not None:
+        return first
+    of_thread, of_pack = (40 + length) * words, of_rows + of_shared
+    common, blocks = _streams(x, architecture, vector, of_thread, of_pack)
+    return FusedForward(
+        **common,  # type: ignore[arg-type]
+        hold_values=False,
+        hold_weight=False,
+        streams=True,
+        blocks_per_multiprocessor=blocks,
+    )
 
 
 def fused_backward(
@@ -150,8 +193,8 @@ def fused_backward(
     kept: int,
     vector: int,
     architecture: int,
-) -> FusedBackward | None:
-    """Return the configuration of a backward pass; None if rows of n are too long.
+) -> FusedBackward:
+    """Return the configuration of a backward pass.
 
     `kept`: how many values of the compute dtype a thread keeps of an element.
     """
@@ -168,7 +211,17 @@ def fused_backward(
         if config is not None and registers <= MOST_REGISTERS:
             return config
         first = first or config
-    return first
+    if first is not None:
+        return first
+    of_rows = sum(ITEMSIZE[dtype] for dtype in read) * length // 4
+    of_thread = (40 + length) * words
+    common, blocks = _streams(x, architecture, vector, of_thread, of_rows + of_pack)
+    return FusedBackward(
+        **common,  # type: ignore[arg-type]
+        stages=0,
+        streams=True,
+        blocks_per_multiprocessor=blocks,
+    )
 
 
 def _with_stages(
@@ -182,7 +235,7 @@ def _with_stages(
     """Return a configuration of up to so many blocks whose stages fit; None if none fits."""
     for at_once in range(blocks, 0, -1):
         for stages in range(MOST_STAGES, 1, -1):
-            told = {"stages": stages, "blocks_per_multiprocessor": at_once}
+            told = {"stages": stages, "streams": False, "blocks_per_multiprocessor": at_once}
             config = FusedBackward(**common, **told)  # type: ignore[arg-type]
             nbytes = fused_backward_bytes(x, compute, read, config)
             if nbytes <= shared_limit(architecture, at_once):

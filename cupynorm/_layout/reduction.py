@@ -52,8 +52,8 @@ def reduction_of_gradients(
     )
 
 
-def sums_packs(spec: BackwardSpec) -> bool:
-    """Tell whether partials have one value for each pack, whose columns share a gradient."""
+def by_index(spec: BackwardSpec) -> bool:
+    """Tell whether the columns of each pack have one element of weight and bias."""
     return spec.repeats >= pack_length(spec.x)
 
 

@@ -133,8 +133,8 @@ def rms_norm(
         s's dtype. The default is residual's, under autocast too.
     quantize : Quantize, optional
         Return y in eight bits an element, with scales. out_dtype is None then, and autocast changes
-        nothing. Torch's operations quantize what the norm's kernel has written. They have no
-        gradient.
+        nothing. On a GPU the norm's kernel quantizes rows that registers hold, and torch's
+        operations do others. There is no gradient.
 
     Returns
     -------

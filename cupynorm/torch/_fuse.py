@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -16,8 +17,9 @@ from cupynorm._environment import import_cupy
 from cupynorm._expressions import functions, kind_of
 from cupynorm._fuse import Fused as FusedNorm
 from cupynorm._fuse import Given, Options, Tools
+from cupynorm._operation import Kind
 from cupynorm.torch._functions import layer_norm, rms_norm
-from cupynorm.torch._kernels import check_dense, without_memory
+from cupynorm.torch._kernels import TORCH, check_dense, without_memory
 from cupynorm.torch._modules import Module, check_made
 from cupynorm.torch._operations import is_seen
 
@@ -55,6 +57,16 @@ def _checked(fused: FusedNorm, given: Given, options: Options) -> tuple[str, tup
 # ---- kernels, outside of compilers and transforms ------------------------------------------------
 
 _PLAIN = torch.Tensor, torch.nn.Parameter
+_LAYOUT = "({0}.dtype, {0}.shape, {0}.stride(), {0}.device)"
+_DIALECT = dataclasses.replace(
+    TORCH,
+    names=TORCH.names | {"_PLAIN": _PLAIN, "is_number": is_number},
+    accepts=dict.fromkeys((*Kind, None), "type({0}) in _PLAIN")
+    | {None: "(type({0}) in _PLAIN or is_number({0}))"},
+    signature=dict.fromkeys((*Kind, None), _LAYOUT)
+    | {None: f"({_LAYOUT} if type({{0}}) in _PLAIN else 0)"},
+    before="if _current_device() != index: return None",
+)
 
 
 def _have_kernels(given: Given) -> bool:
@@ -70,6 +82,8 @@ def _have_kernels(given: Given) -> bool:
 class _Memory:
     """torch's tensors, as `_fused_calls` takes them."""
 
+    dialect = _DIALECT
+
     def dtype(self, tensor: torch.Tensor) -> str:
         return str(tensor.dtype).removeprefix("torch.")
 
@@ -79,10 +93,11 @@ class _Memory:
     def address(self, tensor: torch.Tensor) -> int:
         return tensor.data_ptr() or without_memory("a tensor", tensor)
 
-    def empty(self, shape: tuple[int, ...], dtype: str, like: torch.Tensor) -> torch.Tensor:
-        return torch.empty(shape, dtype=getattr(torch, dtype), device=like.device)
+    def native(self, dtype: str) -> Any:
+        return getattr(torch, dtype)
 
-    scratch = empty  # a CUDA graph has a memory pool of its own
+    def kept(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor  # a CUDA graph has a memory pool of its own
 
     def contiguous(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.contiguous()
@@ -96,11 +111,6 @@ class _Memory:
     def summed(self, tensor: torch.Tensor, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
         return self.cast(tensor.sum_to_size(shape), dtype)
 
-    def signature(self, tensor: Any) -> Any:
-        if type(tensor) not in _PLAIN:
-            return None
-        return tensor.dtype, tensor.shape, tensor.stride(), tensor.device
-
     def device(self, tensor: torch.Tensor) -> int:
         return int(tensor.device.index)
 
@@ -109,9 +119,6 @@ class _Memory:
         cupy = import_cupy("x is on a GPU")
         with torch.cuda.device(device), cupy.cuda.Stream.from_external(torch.cuda.current_stream()):
             yield
-
-    def stream(self, device: int) -> int:
-        return int(torch.cuda.current_stream(device).cuda_stream)
 
 
 _MEMORY = _Memory()
@@ -133,7 +140,7 @@ class _ByKernels(torch.autograd.Function):
 
         keeps = keeps and any(ctx.needs_input_grad)
         given = _given(names, arrays)
-        found = _fused_calls.again(_MEMORY, fused, given, options, statistics=keeps)
+        found = _fused_calls.again(_MEMORY, fused, arrays, (keeps, *options, *names))
         if found is None:
             told = options, *_checked(fused, given, options)
             found = _fused_calls.forward(_MEMORY, fused, given, *told, statistics=keeps)
@@ -163,14 +170,16 @@ class _ByKernels(torch.autograd.Function):
         given_of = [of for of in of_outputs if of is not None]
         is_dense = all(of.layout is torch.strided for of in given_of)
         if not is_differentiated and is_dense and not is_seen(*given_of):
-            kept = of_outputs, mean, rstd
-            found = _fused_calls.again_backward(_MEMORY, fused, given, options, *kept)
+            read = (*arrays, mean, rstd, *of_outputs)
+            told = ("backward", *options, *names)
+            found = _fused_calls.again(_MEMORY, fused, read, told, len(of_outputs))
             if found is None:
-                told = options, *_checked(fused, given, options)
-                found = _fused_calls.backward(_MEMORY, fused, given, *told, *kept)
+                checked = options, *_checked(fused, given, options), of_outputs
+                found = _fused_calls.backward(_MEMORY, fused, given, *checked, mean, rstd)
         if found is not None:
+            by_name = dict(zip(("x", "weight", "bias", *fused.inputs), found, strict=True))
             by_place = zip(("x", "weight", "bias", *names), wanted, strict=True)
-            gradients = (found.get(name) if needed else None for name, needed in by_place)
+            gradients = (by_name[name] if needed else None for name, needed in by_place)
             return (*_NOT_ARRAYS, *gradients)
         with torch.enable_grad():
             # One tensor may be given twice.

@@ -295,6 +295,9 @@ __forceinline__ unsigned spread_tops(unsigned tops, int low, int high) {
   const auto half = [&](int byte) { return tops >> (8 * byte + 7) & 1 ? 0xffffu : 0u; };
   return half(low) | half(high) << 16;
 }
+constexpr bool kComparesPairs = false;
+__forceinline__ unsigned larger_bfloat16_pair(unsigned, unsigned) { return 0; }
+__forceinline__ unsigned larger_float16_pair(unsigned, unsigned) { return 0; }
 __forceinline__ float larger_number(float a, float b) { return __builtin_fmaxf(a, b); }
 __forceinline__ float absolute(float value) { return __builtin_fabsf(value); }
 __forceinline__ double absolute(double value) { return __builtin_fabs(value); }
