@@ -61,6 +61,8 @@ MAILBOX = "Sums of warps are written again when the block's sum has come by st.a
 UNFOLLOWED = {
     ("racecheck", "norm_forward_pipelined"): MAILBOX,
     ("racecheck", "norm_backward_pipelined"): MAILBOX,
+    ("racecheck", "fused_forward"): MAILBOX,
+    ("racecheck", "fused_backward"): MAILBOX,
     ("racecheck", "norm_backward_column_parallel"): (
         "The warp that writes means only arrives at the barrier where those that read them wait."
     ),
