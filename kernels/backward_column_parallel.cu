@@ -101,8 +101,9 @@ struct ColumnParallel {
   using StageOfTotal = Stage<DResidualOut, kLength, 1, Layout::kStripThreads>;  // of dresidual_out
   static constexpr int kBeforeTotal = StageOfX::kBytes + StageOfDY::kBytes;
   static constexpr int kStageBytes = kBeforeTotal + StageOfTotal::kBytes;
-  // The barriers at which the columns and a messenger meet.
+  // The barriers at which the columns and a messenger meet, and the one at which all begin.
   static constexpr int kMeeting = Layout::kStripThreads + 32;
+  static constexpr int kAll = Layout::kStripThreads + 32 * kMessengers;
 
   // What all threads know of a row.
   struct OfRow {
@@ -137,7 +138,10 @@ struct ColumnParallel {
   __device__ __forceinline__ T* sums_of(int group) const {
     return sums_of_warps + group % kMessengers * (kWarps * Layout::kGroupRows * kSums);
   }
-  // Two barriers: the sums of a group are here, and its means are here.
+  // Three barriers: the first statistics are here, the sums of a group are here, and its means are
+  // here. One kind of warps waits at each, and the other only arrives: those that wait at a barrier
+  // must do so in one place of the code.
+  static constexpr int kBegun = 1 + 2 * kMessengers;
   static __device__ __forceinline__ int summed(int group) { return 1 + group % kMessengers; }
   static __device__ __forceinline__ int known(int group) {
     return 1 + kMessengers + group % kMessengers;
@@ -224,7 +228,7 @@ struct Messenger : ColumnParallel<Op, Layout> {
   __device__ __forceinline__ void run(int messenger) {
     load_statistics(messenger);
     store_statistics(messenger);
-    block_barrier();
+    arrive_at_barrier(Base::kBegun, Base::kAll);
 #pragma unroll 1
     for (int group = messenger; group < this->groups; group += kMessengers) {
       load_statistics(group + kMessengers);
@@ -348,7 +352,7 @@ struct Columns : ColumnParallel<Op, Layout> {
     fetch_group(0);
     load<Layout::kVector>(weights, args.weight + first, 0, n_own);
     fetch_group(1);
-    block_barrier();
+    named_barrier(Base::kBegun, Base::kAll);
   }
 
   // Each warp's sums of a group's rows.

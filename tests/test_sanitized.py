@@ -14,8 +14,10 @@ import sanitized
 import sums
 from host.build import compiler_problem
 from host.gpu import Caller, Gpu
-from sanitized import CASES, CLASSES, NAMES, RESIDUALS, SUMS, TOOLS, OfFused, Sanitized
+from sanitized import CASES, CLASSES, NAMES, RESIDUALS, SUMS, TOOLS, Sanitized
 from strategies import DTYPES, Layout
+
+from cupynorm._compile import kernels_directory
 
 pytest.importorskip("cupy", exc_type=ImportError)  # plans are chosen for it
 
@@ -28,6 +30,7 @@ class Launches(Caller):
         super().__init__(gpu)
         self.build, self.cupy, self.to_numpy = None, gpu.cupy, gpu.to_numpy
         self.fresh_memory, self.launched = gpu.fresh_memory, gpu.launched
+        self.quantized = gpu.quantized
 
 
 @pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem()))
@@ -41,7 +44,7 @@ def test_each_kernel_meets_each_class_of_dtypes_and_each_option(
         monkeypatch.setattr(module, "assert_bits", lambda *_: None)
     classes, options = defaultdict(set), defaultdict(set)
     for one in CASES:
-        if isinstance(one, OfFused):
+        if not isinstance(one, Sanitized):
             continue
         gpu = Launches(few_rows=not one.many)
         # No kernel has written what is added here.
@@ -103,15 +106,40 @@ def test_the_reference_passes_and_a_wrong_result_does_not(
         sanitized.run(Wrong(np, np.array, lambda result: result), threads=2, says=False)
 
 
-def test_the_reference_passes_for_norms_of_fuse() -> None:
+def test_the_reference_passes_for_norms_of_fuse_and_quantized_norms() -> None:
     for one in CASES:
-        if isinstance(one, OfFused):
+        if not isinstance(one, Sanitized):
             one.check(numpy_caller())
 
 
+def test_one_kernel_serves_each_quantized_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sanitized.testing, "check_quantized", lambda *_, **__: None)
+    launched = []
+    for one in sanitized.QUANTIZED:
+        gpu = Launches(few_rows=not one.many)
+        with gpu.fresh_memory():
+            one.check(gpu)
+        (kernel,) = gpu.launched
+        assert (kernel.name, kernel.cluster_blocks) == ("norm_forward_in_registers", 1)
+        launched.append(dict(kernel.layout)["kRowThreads"])
+    # A part of a warp, a warp and several warps share a row.
+    assert min(launched) < 32 < max(launched)
+    assert 32 in launched
+
+
+def test_a_wrong_scale_does_not_pass() -> None:
+    class Wrong(sanitized.Caller):
+        def quantized(self, *arguments: Any, **options: Any) -> Any:
+            q, scale, *totals = super().quantized(*arguments, **options)
+            return (q, 1.01 * scale, *totals)
+
+    with pytest.raises(AssertionError, match=r"^scale\[\d+, 0\] is"):
+        sanitized.QUANTIZED[0].check(Wrong(np, np.array, lambda result: result))
+
+
 def test_no_case_begins_after_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    few = [one for one in CASES if not one.many][:2]
-    many = [one for one in CASES if one.many][:2]
+    cases = [one for one in CASES if isinstance(one, Sanitized)]
+    few, many = ([one for one in cases if one.many == of][:2] for of in (False, True))
     monkeypatch.setattr(sanitized, "CASES", few + many)
     now, checked = 0.0, []
 
@@ -134,7 +162,7 @@ def test_no_case_begins_after_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_first_cases_meet_all_kinds_of_rows_norms_and_dtypes() -> None:
     count = len(sanitized.ROWS) * len(CLASSES)
-    first = [one for one in CASES[:count] if isinstance(one, Sanitized)]
+    first = [one for one in CASES if isinstance(one, Sanitized)][:count]
     assert len(first) == count
     assert len({(one.case.name.rpartition(", ")[0], one.case.norm) for one in first}) == len(first)
     assert {(one.case.norm, one.case.x) for one in first} == {
@@ -172,6 +200,68 @@ def test_each_tool_runs_and_a_failure_is_told(
     with pytest.raises(SystemExit):
         sanitized.main(["memchek"])
     assert "tools: must be of memcheck, racecheck" in capsys.readouterr().err
+
+
+# As racecheck of CUDA 13.0 says it.
+SAID = """\
+========= COMPUTE-SANITIZER
+strips, plain-layer_norm-float16-3x262144
+========= Error: Race reported between Read access at void norm_backward_column_parallel<Op, \
+Layout>(BackwardColumnParallelArguments<T1>)+0x8140
+=========     and Write access at void norm_backward_column_parallel<Op, \
+Layout>(BackwardColumnParallelArguments<T1>)+0xb9b0 [512 hazards]
+=========
+clusters, many, wide residual-rms_norm-float32-128x16384
+========= Error: Race reported between Write access at void norm_forward_pipelined<Op, \
+Layout>(ForwardPipelinedArguments<T1>)+0x3ca0
+=========     and Read access at void norm_forward_pipelined<Op, \
+Layout>(ForwardPipelinedArguments<T1>)+0x1140 [7440 hazards]
+=========     and Read access at void norm_forward_pipelined<Op, \
+Layout>(ForwardPipelinedArguments<T1>)+0x3d40 [496 hazards]
+=========
+cases that ran: 17
+========= RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("", ""),
+        ("norm_forward_pipelined", "norm_forward_streaming"),
+        ("Error: Race", "Warning: Race"),
+        ("2 hazards", "3 hazards"),
+        ("cases that ran: 17", "Traceback"),
+        ("Error: Race reported", "Something"),
+    ],
+)
+def test_reports_of_what_a_tool_does_not_follow_do_not_count(
+    old: str, new: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = SAID.replace(old, new)
+
+    def fake(command: tuple[str, ...], **_: Any) -> Any:
+        if "racecheck" not in command:
+            return SimpleNamespace(returncode=0, stdout="cases that ran: 17\n")
+        assert "--print-limit" in command
+        return SimpleNamespace(returncode=1, stdout=said)
+
+    monkeypatch.setattr(sanitized, "gpu_problem", lambda: None)
+    monkeypatch.setattr(subprocess, "run", fake)
+    passes = old == new
+    assert sanitized.main(["racecheck"]) == (not passes)
+    shown = capsys.readouterr().out
+    assert ("racecheck: passed, 17 of " in shown) == passes
+    assert ("does not count: norm_forward_pipelined, reports: 1. Sums of warps" in shown) == passes
+    assert (said in shown) != passes
+    assert sanitized.unfollowed("memcheck", SAID) is None
+
+
+def test_kernels_that_a_tool_does_not_follow_are_there() -> None:
+    sources = "".join(path.read_text() for path in kernels_directory().glob("*.cu"))
+    for tool, kernel in sanitized.UNFOLLOWED:
+        assert tool in TOOLS
+        assert f" {kernel}(" in sources
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16"])
