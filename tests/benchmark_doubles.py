@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ import pytest
 pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 
-from benchmarks import problems
+from benchmarks import problems, report, results
 from benchmarks.backends.base import Backend, Call, Replay
 from benchmarks.timing import Timing
 from cupynorm import reference, testing
@@ -90,3 +92,25 @@ class FakeBackend(Backend):
     def poison(self, problem, inputs) -> None: ...
     def synchronize(self) -> None: ...
     def release(self) -> None: ...
+
+
+def check_table(of: str, problem: Any, times: dict[str, float], row: str, folder: Path) -> None:
+    """Check a row of the table that the report makes of a file of one problem's times."""
+    source, readme = folder / f"{of}.json", folder / "README.md"
+    found = results.load(SYNTHETIC)
+    found["measurements"] = [
+        {
+            **dataclasses.asdict(problem), "backend": name, "status": "ok",
+            "times": {"call": {"median": time, "low": time, "high": time, "runs": 3}},
+        }
+        for name, time in times.items()
+    ]  # fmt: skip
+    results.save(found, source)
+    readme.write_text("before\n{}\n{}\nafter\n".format(*report.markers(of)))
+    report.main([f"--{of}", str(source), "--readme", str(readme)])
+    text = readme.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("\nafter\n")
+    assert row in text
+    with pytest.raises(SystemExit):
+        report.main([f"--{of}", str(SYNTHETIC)])

@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import cupynorm.jax
@@ -102,3 +103,21 @@ def check(
         wanted |= {"dx_dtype": x.dtype, "dresidual_dtype": residual.dtype}
         wanted |= {"dresidual_out": dresidual_out}
     testing.check_backward(norm, result, *given, **wanted, **options)
+
+
+def gradients_through_layers(x: Any, weights: Any) -> tuple[Any, Any]:
+    """Return gradients through a rematerialized scan over layers, and through a loop."""
+
+    def layer(x: Any, weight: Any) -> tuple[Any, None]:
+        return x + cupynorm.jax.rms_norm(x, weight), None
+
+    def scanned(x: Any, weights: Any) -> Any:
+        return jnp.sum(jax.lax.scan(jax.checkpoint(layer), x, weights)[0] ** 2)
+
+    def unrolled(x: Any, weights: Any) -> Any:
+        for weight in weights:
+            x, _ = layer(x, weight)
+        return jnp.sum(x**2)
+
+    found, expected = (jax.jit(jax.grad(f, (0, 1)))(x, weights) for f in (scanned, unrolled))
+    return found, expected

@@ -71,7 +71,11 @@ def residual_problems(
 
 
 def rows_of(problem: Problem, m: int, n: int) -> Problem:
-    """Return a problem with the same dtypes and options, but m rows of n elements."""
+    """Return a problem with the same dtypes and options, but m rows of n elements.
+
+    There are fewer rows if they are long: the host would count more accesses than it allows.
+    """
+    m = min(m, 2**19 // n)
 
     def row(array: Array | None, seed: int) -> Array | None:
         return None if array is None else make_values("normal", (n,), array.dtype, seed)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import numpy as np
 import pytest
-
-pytest.importorskip("rich")
+from benchmark_doubles import check_table
 
 from benchmarks import exchange, groups, results
 from benchmarks.groups import NORMS, OfGroups
 
-SYNTHETIC = Path(__file__).parent / "data" / "synthetic_results.json"
 SHAPES = {
     "AdaLN": (3, 5, 32),
     "heads": (7, 3, 16),
@@ -113,28 +110,9 @@ def test_the_problems_are_those_of_models() -> None:
 
 
 def test_the_table_is_made_from_the_file(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    from benchmarks import report
-
-    source, readme = tmp_path / "groups.json", tmp_path / "README.md"
     times = {"limit, CuPy": 2e-6, "cupynorm": 2.5e-6, "torch": 5e-6}
-    found = results.load(SYNTHETIC)
-    found["measurements"] = [
-        {
-            **dataclasses.asdict(PROBLEMS[0]), "backend": name, "status": "ok",
-            "times": {"call": {"median": time, "low": time, "high": time, "runs": 3}},
-        }
-        for name, time in times.items()
-    ]  # fmt: skip
-    results.save(found, source)
-    readme.write_text("before\n{}\n{}\nafter\n".format(*report.markers("groups")))
-    report.main(["--groups", str(source), "--readme", str(readme)])
-    text = readme.read_text()
-    assert text.startswith("before\n")
-    assert text.endswith("\nafter\n")
-    assert "| AdaLN | rms_norm | forward | 3x5x32 | 2.0 | 2.5 | 0.80 |" in text
-    with pytest.raises(SystemExit):
-        report.main(["--groups", str(SYNTHETIC)])
+    row = "| AdaLN | rms_norm | forward | 3x5x32 | 2.0 | 2.5 | 0.80 |"
+    check_table("groups", PROBLEMS[0], times, row, tmp_path)
 
 
 @pytest.mark.gpu

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import numpy as np
 import pytest
-
-pytest.importorskip("rich")
+from benchmark_doubles import check_table
 
 from benchmarks import exchange, residual, results
 from benchmarks.residual import OfSum
 
-SYNTHETIC = Path(__file__).parent / "data" / "synthetic_results.json"
 NORMS = ("rms_norm", "layer_norm")
 DIRECTIONS = ("forward", "backward")
 
@@ -73,30 +70,10 @@ def test_bytes_are_of_four_matrices() -> None:
     assert problem_of("rms_norm", "backward").bytes == 4 * matrix + 2 * 48 * 2
 
 
-def test_the_table_is_made_from_the_file(tmp_path) -> None:
-    pytest.importorskip("matplotlib")
-    from benchmarks import report
-
-    source, readme = tmp_path / "residual.json", tmp_path / "README.md"
-    problem = problem_of("rms_norm", "backward")
+def test_the_table_is_made_from_the_file(tmp_path: Path) -> None:
     times = {"limit, CuPy": 2e-6, "cupynorm": 2.5e-6, "torch add, cupynorm": 5e-6}
-    found = results.load(SYNTHETIC)
-    found["measurements"] = [
-        {
-            **dataclasses.asdict(problem), "backend": name, "status": "ok",
-            "times": {"call": {"median": time, "low": time, "high": time, "runs": 3}},
-        }
-        for name, time in times.items()
-    ]  # fmt: skip
-    results.save(found, source)
-    readme.write_text("before\n{}\n{}\nafter\n".format(*report.markers("residual")))
-    report.main(["--residual", str(source), "--readme", str(readme)])
-    text = readme.read_text()
-    assert text.startswith("before\n")
-    assert text.endswith("\nafter\n")
-    assert "| rms_norm | backward | 33x48 | 2.0 | 2.5 | 0.80 | 5.0 |" in text
-    with pytest.raises(SystemExit):
-        report.main(["--residual", str(SYNTHETIC)])
+    row = "| rms_norm | backward | 33x48 | 2.0 | 2.5 | 0.80 | 5.0 |"
+    check_table("residual", problem_of("rms_norm", "backward"), times, row, tmp_path)
 
 
 @pytest.mark.gpu

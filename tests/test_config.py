@@ -83,7 +83,6 @@ def widths() -> st.SearchStrategy[int]:
 
 
 specs = st.sampled_from(FORWARD) | st.sampled_from(BACKWARD)
-backward_specs = st.sampled_from(BACKWARD)
 capabilities = st.sampled_from(ARCHITECTURES)
 
 

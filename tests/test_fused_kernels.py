@@ -101,6 +101,14 @@ def test_inputs_at_every_place(gpu: Gpu, shape: tuple[int, ...]) -> None:
 
 
 @needs_compiler
+@pytest.mark.parametrize("shape", [(3, 8), (3, 1), (2, 1, 8)])
+def test_vectors_of_their_own_for_each_row_have_no_kernel(gpu: Gpu, shape: tuple[int, ...]) -> None:
+    x = drawn(1, (2, 3, 8))
+    for vectors in ((drawn(2, shape), None), (None, drawn(3, shape))):
+        check(gpu, Call(GATED, x, *vectors, {}, {"z": drawn(4, x.shape)}), launched=False)
+
+
+@needs_compiler
 def test_rows_apart_and_at_odd_addresses(gpu: Gpu) -> None:
     whole = drawn(1, (6, 71), BFLOAT16)
     with gpu.fresh_memory(), on_host(gpu):

@@ -26,7 +26,7 @@ import jax_sharding  # noqa: E402
 from jax.sharding import AxisType  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 from jax.test_util import check_grads  # noqa: E402
-from jax_calls import check  # noqa: E402
+from jax_calls import check, gradients_through_layers  # noqa: E402
 
 import cupynorm  # noqa: E402
 import cupynorm.jax  # noqa: E402
@@ -312,21 +312,8 @@ def test_vmap_is_one_launch_each_way_and_right() -> None:
 
 
 def test_layers_in_a_rematerialized_scan_are_those_of_a_loop() -> None:
-    x, weights = values((3, 256)), values((4, 256), seed=1)
-
-    def layer(x: Any, weight: Any) -> tuple[Any, None]:
-        return x + cupynorm.jax.rms_norm(x, weight), None
-
-    def scanned(x: Any, weights: Any) -> Any:
-        return jnp.sum(jax.lax.scan(jax.checkpoint(layer), x, weights)[0] ** 2)
-
-    def unrolled(x: Any, weights: Any) -> Any:
-        for weight in weights:
-            x, _ = layer(x, weight)
-        return jnp.sum(x**2)
-
-    found = jax.jit(jax.grad(scanned, (0, 1)))(x, weights)
-    for one, other in zip(found, jax.jit(jax.grad(unrolled, (0, 1)))(x, weights), strict=True):
+    found, expected = gradients_through_layers(values((3, 256)), values((4, 256), seed=1))
+    for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from host.build import HERE, Build, KernelError, compiler_problem
+from host.build import HERE, Build, KernelError, compiler_problem, runtime
 from host.gpu import Gpu
 from strategies import DTYPES
 
@@ -146,6 +146,21 @@ def line_of(kernel: str) -> int:
     text = (HERE / "faults.cu").read_text(encoding="utf-8")
     start = text.index(f"void {kernel}(")
     return text.count("\n", 0, text.index("// fault", start)) + 1
+
+
+def test_a_span_replaces_those_that_it_overlaps() -> None:
+    """The allocator gives an address again, to an array of another size."""
+    memory, spans = np.empty(256, np.uint8), runtime()
+    address = memory.ctypes.data
+    try:
+        for nbytes in (64, 8, 128):
+            spans.register(np.array([address]), nbytes, 4, True, "an array")
+            assert spans.first_unwritten(address, nbytes) == -1
+        spans.register(np.array([address + 120]), 64, 4, True, "an array behind")
+        assert spans.first_unwritten(address, 8) == 0
+        assert spans.first_unwritten(address + 120, 64) == -1
+    finally:
+        spans.forget_all()
 
 
 def test_a_wrong_argument_is_reported() -> None:

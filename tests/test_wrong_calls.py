@@ -78,10 +78,7 @@ WRONG = [
     *(
         Wrong({"x": value}, TypeError, f"x must be {expected}; got {kind}", functions)
         for kind, value in (NO_ARRAYS | {"numpy.float32": np.float32(1)}).items()
-        for expected, functions in {
-            ANY_ARRAY: OF_CUPYNORM,
-            ALIKE: OF_REFERENCE,
-        }.items()
+        for expected, functions in {ANY_ARRAY: OF_CUPYNORM, ALIKE: OF_REFERENCE}.items()
     ),
     *(
         wrong(TypeError, f"{name} must be {ALIKE}; got {kind}", **{name: value})
@@ -137,10 +134,7 @@ WRONG = [
         for name in ("dx", "residual_out")
     ),
     wrong(
-        TypeError,
-        "out.dtype must be float16, got float32",
-        out=zeros(*SHAPE),
-        out_dtype="float16",
+        TypeError, "out.dtype must be float16, got float32", out=zeros(*SHAPE), out_dtype="float16"
     ),
     *(
         wrong(
@@ -176,15 +170,9 @@ WRONG = [
     ),
     # quantized
     quantized(
-        TypeError,
-        "quantize must be a cupynorm.Quantize or None, got 'int8'",
-        quantize="int8",
+        TypeError, "quantize must be a cupynorm.Quantize or None, got 'int8'", quantize="int8"
     ),
-    quantized(
-        ValueError,
-        "out must be None with quantize, got a ndarray",
-        out=zeros(*SHAPE),
-    ),
+    quantized(ValueError, "out must be None with quantize, got a ndarray", out=zeros(*SHAPE)),
     quantized(
         ValueError,
         "out_dtype must be None with quantize, which has via; got float16",
@@ -201,16 +189,8 @@ WRONG = [
         "quantize.scale.dtype must be float32, got float64",
         quantize=cupynorm.Quantize("int8", zeros(1, dtype="float64")),
     ),
-    quantized(
-        TypeError,
-        f"x.dtype must be {FOUR}, got int32",
-        x=zeros(*SHAPE, dtype="int32"),
-    ),
-    quantized(
-        ValueError,
-        f"residual must have shape {SHAPE}, got (2, 3)",
-        residual=zeros(2, 3),
-    ),
+    quantized(TypeError, f"x.dtype must be {FOUR}, got int32", x=zeros(*SHAPE, dtype="int32")),
+    quantized(ValueError, f"residual must have shape {SHAPE}, got (2, 3)", residual=zeros(2, 3)),
     # shapes
     wrong(
         ValueError,
@@ -575,11 +555,7 @@ CALLS: list[tuple[Callable[[], Any], type[Exception], str]] = [
         TypeError,
         f"mask must be {ANY_ARRAY}; got builtins.NoneType",
     ),
-    (
-        lambda: cupynorm.pack_bitmask(BITS),
-        TypeError,
-        "mask.dtype must be bool, got uint8",
-    ),
+    (lambda: cupynorm.pack_bitmask(BITS), TypeError, "mask.dtype must be bool, got uint8"),
     (
         lambda: cupynorm.pack_bitmask(np.ma.array(BITS, bool)),
         TypeError,
@@ -630,26 +606,10 @@ CALLS: list[tuple[Callable[[], Any], type[Exception], str]] = [
         ValueError,
         "bitmask must have 4 bytes in each row of 25 bits, got shape (2, 3)",
     ),
-    (
-        lambda: cupynorm.unpack_bitmask(BITS, -1),
-        ValueError,
-        "n must be at least 0, got -1",
-    ),
-    (
-        lambda: cupynorm.unpack_bitmask(BITS, 24.0),
-        TypeError,
-        "n must be an int, got 24.0",
-    ),
-    (
-        lambda: cupynorm.unpack_bitmask(BITS, True),
-        TypeError,
-        "n must be an int, got True",
-    ),
-    (
-        lambda: cupynorm.unpack_bitmask(BITS, None),
-        TypeError,
-        "n must be an int, got None",
-    ),
+    (lambda: cupynorm.unpack_bitmask(BITS, -1), ValueError, "n must be at least 0, got -1"),
+    (lambda: cupynorm.unpack_bitmask(BITS, 24.0), TypeError, "n must be an int, got 24.0"),
+    (lambda: cupynorm.unpack_bitmask(BITS, True), TypeError, "n must be an int, got True"),
+    (lambda: cupynorm.unpack_bitmask(BITS, None), TypeError, "n must be an int, got None"),
     # quantized outputs
     *(
         (lambda given=given: cupynorm.Quantize(**{"dtype": "int8", "scale": "row"} | given), *error)
@@ -762,11 +722,7 @@ CALLS: list[tuple[Callable[[], Any], type[Exception], str]] = [
         TypeError,
         "x must be a NumPy array, as the other arrays of the call are; got builtins.list",
     ),
-    (
-        lambda: check_forward(x=X.astype(int)),
-        TypeError,
-        f"x.dtype must be {FOUR}, got int64",
-    ),
+    (lambda: check_forward(x=X.astype(int)), TypeError, f"x.dtype must be {FOUR}, got int64"),
     (
         lambda: check_forward(weight=X[:3]),
         ValueError,
@@ -784,11 +740,7 @@ CALLS: list[tuple[Callable[[], Any], type[Exception], str]] = [
         ValueError,
         "eps must be a finite number of at least 0, got -1",
     ),
-    (
-        lambda: check_forward(axis=2),
-        ValueError,
-        f"{NAMED}; got 2 for an x of 2 axes",
-    ),
+    (lambda: check_forward(axis=2), ValueError, f"{NAMED}; got 2 for an x of 2 axes"),
     (
         lambda: check_forward(relu=6),
         TypeError,
@@ -799,16 +751,8 @@ CALLS: list[tuple[Callable[[], Any], type[Exception], str]] = [
         ValueError,
         "zero_centered must be False without a weight, got True",
     ),
-    (
-        lambda: check_forward(out_dtype="int8"),
-        TypeError,
-        f"out_dtype must be {FOUR}, got int8",
-    ),
-    (
-        lambda: check_forward(residual=X[0]),
-        ValueError,
-        "residual must have shape (4, 6), got (6,)",
-    ),
+    (lambda: check_forward(out_dtype="int8"), TypeError, f"out_dtype must be {FOUR}, got int8"),
+    (lambda: check_forward(residual=X[0]), ValueError, "residual must have shape (4, 6), got (6,)"),
     (
         lambda: check_forward(residual_dtype="float32"),
         ValueError,
@@ -824,11 +768,7 @@ CALLS: list[tuple[Callable[[], Any], type[Exception], str]] = [
         TypeError,
         "result must be a NormForward or, with a residual, a pair of arrays; got tuple",
     ),
-    (
-        lambda: check_forward(result=[1.0]),
-        TypeError,
-        "y must be a NumPy array, got list",
-    ),
+    (lambda: check_forward(result=[1.0]), TypeError, "y must be a NumPy array, got list"),
     (
         lambda: check_forward("rms_norm"),
         AssertionError,
@@ -864,11 +804,7 @@ CALLS: list[tuple[Callable[[], Any], type[Exception], str]] = [
         TypeError,
         "mean must be a NumPy array, as the other arrays of the call are; got builtins.NoneType",
     ),
-    (
-        lambda: check_backward(mean=X),
-        ValueError,
-        "mean must have shape (4,), got (4, 6)",
-    ),
+    (lambda: check_backward(mean=X), ValueError, "mean must have shape (4,), got (4, 6)"),
     (
         lambda: check_backward(rstd=STORED.rstd.astype(np.float16)),
         TypeError,
@@ -880,11 +816,7 @@ CALLS: list[tuple[Callable[[], Any], type[Exception], str]] = [
         "bias must be True, False, None or a NumPy array, as the other arrays of the call "
         "are; got builtins.int",
     ),
-    (
-        lambda: check_backward(bitmask=X),
-        TypeError,
-        "bitmask.dtype must be uint8, got float32",
-    ),
+    (lambda: check_backward(bitmask=X), TypeError, "bitmask.dtype must be uint8, got float32"),
     (
         lambda: check_backward(dresidual_out=X[0]),
         ValueError,

@@ -22,16 +22,8 @@ X, W = np.ones((2, 3, 8), np.float32), np.ones(8, np.float32)
 ROWS = cupynorm.Quantize("int8", "row")
 
 OF_BOTH: list[tuple[Callable[[Any], Any], type[Exception], str]] = [
-    (
-        lambda norm: norm([1.0]),
-        TypeError,
-        "x must be a JAX or NumPy array, got builtins.list",
-    ),
-    (
-        lambda norm: norm(None),
-        TypeError,
-        "x must be a JAX or NumPy array, got builtins.NoneType",
-    ),
+    (lambda norm: norm([1.0]), TypeError, "x must be a JAX or NumPy array, got builtins.list"),
+    (lambda norm: norm(None), TypeError, "x must be a JAX or NumPy array, got builtins.NoneType"),
     (
         lambda norm: norm(X, 1.0),
         TypeError,
@@ -42,16 +34,8 @@ OF_BOTH: list[tuple[Callable[[Any], Any], type[Exception], str]] = [
         TypeError,
         "bias must be a JAX or NumPy array, got builtins.str",
     ),
-    (
-        lambda norm: norm(X.astype(np.int32)),
-        TypeError,
-        f"x.dtype must be {FOUR}, got int32",
-    ),
-    (
-        lambda norm: norm(X, W.astype(np.int8)),
-        TypeError,
-        f"weight.dtype must be {FOUR}, got int8",
-    ),
+    (lambda norm: norm(X.astype(np.int32)), TypeError, f"x.dtype must be {FOUR}, got int32"),
+    (lambda norm: norm(X, W.astype(np.int8)), TypeError, f"weight.dtype must be {FOUR}, got int8"),
     (
         lambda norm: norm(X, np.ma.masked_less(W, 0)),
         TypeError,
@@ -84,11 +68,7 @@ OF_BOTH: list[tuple[Callable[[Any], Any], type[Exception], str]] = [
         ValueError,
         "x must have at least one element in each row, got shape (2, 0, 8)",
     ),
-    (
-        lambda norm: norm(X[0, 0, 0]),
-        TypeError,
-        "x must be a JAX or NumPy array, got numpy.float32",
-    ),
+    (lambda norm: norm(X[0, 0, 0]), TypeError, "x must be a JAX or NumPy array, got numpy.float32"),
     (
         lambda norm: norm(jnp.zeros(())),
         ValueError,
@@ -99,11 +79,7 @@ OF_BOTH: list[tuple[Callable[[Any], Any], type[Exception], str]] = [
         ValueError,
         "eps must be a finite number of at least 0, got -1.0",
     ),
-    (
-        lambda norm: norm(X, eps=None),
-        TypeError,
-        "eps must be a real number, got None",
-    ),
+    (lambda norm: norm(X, eps=None), TypeError, "eps must be a real number, got None"),
     (
         lambda norm: norm(X, eps=jnp.float32(1e-6)),
         TypeError,
@@ -140,11 +116,7 @@ OF_BOTH: list[tuple[Callable[[Any], Any], type[Exception], str]] = [
         TypeError,
         "relu must be a pair of real numbers (lower, upper) or None, got 6",
     ),
-    (
-        lambda norm: norm(X, out_dtype="int8"),
-        TypeError,
-        f"out_dtype must be {FOUR}, got int8",
-    ),
+    (lambda norm: norm(X, out_dtype="int8"), TypeError, f"out_dtype must be {FOUR}, got int8"),
     (
         lambda norm: norm(X, residual=1.0),
         TypeError,
@@ -246,10 +218,7 @@ def test_a_wrong_call_is_told_what_is_wrong(
             lambda x: cupynorm.rms_norm(x, W),
             "weight must be a JAX array, as the other arrays of the call are; got numpy.ndarray",
         ),
-        (
-            lambda x: cupynorm.unpack_bitmask(x, 8),
-            "bitmask.dtype must be uint8, got float32",
-        ),
+        (lambda x: cupynorm.unpack_bitmask(x, 8), "bitmask.dtype must be uint8, got float32"),
     ],
 )
 def test_cupynorms_own_functions(

@@ -27,41 +27,13 @@ NUMBER, BOUNDS = torch.tensor(1.0), (torch.tensor(0.0), torch.tensor(1.0))
 Calls = list[tuple[Callable[[], Any], type[Exception], str]]
 
 OF_FUNCTIONS: Calls = [
-    (
-        lambda: rms_norm(np.ones((2, 8))),
-        TypeError,
-        "x must be a torch tensor, got ndarray",
-    ),
-    (
-        lambda: rms_norm(None),
-        TypeError,
-        "x must be a torch tensor, got NoneType",
-    ),
-    (
-        lambda: rms_norm(X, [1.0] * 8),
-        TypeError,
-        "weight must be a torch tensor, got list",
-    ),
-    (
-        lambda: rms_norm(X, W, 1.0),
-        TypeError,
-        "bias must be a torch tensor, got float",
-    ),
-    (
-        lambda: rms_norm(X.int()),
-        TypeError,
-        f"x.dtype must be {FOUR}, got torch.int32",
-    ),
-    (
-        lambda: rms_norm(X, W.int()),
-        TypeError,
-        f"weight.dtype must be {FOUR}, got torch.int32",
-    ),
-    (
-        lambda: rms_norm(X, W, W.int()),
-        TypeError,
-        f"bias.dtype must be {FOUR}, got torch.int32",
-    ),
+    (lambda: rms_norm(np.ones((2, 8))), TypeError, "x must be a torch tensor, got ndarray"),
+    (lambda: rms_norm(None), TypeError, "x must be a torch tensor, got NoneType"),
+    (lambda: rms_norm(X, [1.0] * 8), TypeError, "weight must be a torch tensor, got list"),
+    (lambda: rms_norm(X, W, 1.0), TypeError, "bias must be a torch tensor, got float"),
+    (lambda: rms_norm(X.int()), TypeError, f"x.dtype must be {FOUR}, got torch.int32"),
+    (lambda: rms_norm(X, W.int()), TypeError, f"weight.dtype must be {FOUR}, got torch.int32"),
+    (lambda: rms_norm(X, W, W.int()), TypeError, f"bias.dtype must be {FOUR}, got torch.int32"),
     (
         lambda: rms_norm(X.to_sparse(), W),
         TypeError,
@@ -112,16 +84,8 @@ OF_FUNCTIONS: Calls = [
         "bias must have the shape of x's normalized axes, (8,), or broadcast to x's shape, "
         "(3, 4, 8); got (4,)",
     ),
-    (
-        lambda: rms_norm(X, W.to("meta")),
-        ValueError,
-        "weight must be on x's device, cpu; got meta",
-    ),
-    (
-        lambda: rms_norm(X.to("meta"), W),
-        ValueError,
-        "weight must be on x's device, meta; got cpu",
-    ),
+    (lambda: rms_norm(X, W.to("meta")), ValueError, "weight must be on x's device, cpu; got meta"),
+    (lambda: rms_norm(X.to("meta"), W), ValueError, "weight must be on x's device, meta; got cpu"),
     (
         lambda: rms_norm(torch.ones(3, 0)),
         ValueError,
@@ -142,16 +106,8 @@ OF_FUNCTIONS: Calls = [
         ValueError,
         "eps must be a finite number of at least 0, got -1.0",
     ),
-    (
-        lambda: rms_norm(X, W, eps="1"),
-        TypeError,
-        "eps must be a real number, got '1'",
-    ),
-    (
-        lambda: layer_norm(X, W, eps=None),
-        TypeError,
-        "eps must be a real number, got None",
-    ),
+    (lambda: rms_norm(X, W, eps="1"), TypeError, "eps must be a real number, got '1'"),
+    (lambda: layer_norm(X, W, eps=None), TypeError, "eps must be a real number, got None"),
     (
         lambda: rms_norm(X, W, axis=3),
         ValueError,
@@ -214,16 +170,8 @@ OF_FUNCTIONS: Calls = [
         TypeError,
         "relu must be a pair of real numbers (lower, upper) or None, got (tensor(0.), tensor(1.))",
     ),
-    (
-        lambda: rms_norm(X, eps=[1e-6]),
-        TypeError,
-        "eps must be a real number, got [1e-06]",
-    ),
-    (
-        lambda: rms_norm(X, eps=True),
-        TypeError,
-        "eps must be a real number, got True",
-    ),
+    (lambda: rms_norm(X, eps=[1e-6]), TypeError, "eps must be a real number, got [1e-06]"),
+    (lambda: rms_norm(X, eps=True), TypeError, "eps must be a real number, got True"),
     (
         lambda: rms_norm(X, eps=NUMBER),
         TypeError,
@@ -254,11 +202,7 @@ OF_FUNCTIONS: Calls = [
         TypeError,
         f"out_dtype must be {FOUR}, got torch.int8",
     ),
-    (
-        lambda: rms_norm(X, residual=1.0),
-        TypeError,
-        "residual must be a torch tensor, got float",
-    ),
+    (lambda: rms_norm(X, residual=1.0), TypeError, "residual must be a torch tensor, got float"),
     (
         lambda: rms_norm(X, residual=X.int()),
         TypeError,
@@ -409,26 +353,14 @@ OTHERS: Calls = [
         TypeError,
         "normalized_shape must be an int or a tuple of ints, got None",
     ),
-    (
-        lambda: LayerNorm(-8),
-        ValueError,
-        "normalized_shape must not be negative, got -8",
-    ),
-    (
-        lambda: RMSNorm((-1, 8)),
-        ValueError,
-        "normalized_shape must not be negative, got (-1, 8)",
-    ),
+    (lambda: LayerNorm(-8), ValueError, "normalized_shape must not be negative, got -8"),
+    (lambda: RMSNorm((-1, 8)), ValueError, "normalized_shape must not be negative, got (-1, 8)"),
     (
         lambda: RMSNorm(8, dtype="float32"),
         TypeError,
         "dtype must be a torch.dtype or None, got 'float32'",
     ),
-    (
-        lambda: RMSNorm(8, dtype=torch.int8),
-        TypeError,
-        f"dtype must be {FOUR}, got torch.int8",
-    ),
+    (lambda: RMSNorm(8, dtype=torch.int8), TypeError, f"dtype must be {FOUR}, got torch.int8"),
     (
         lambda: LayerNorm(8, dtype=torch.float8_e5m2),
         TypeError,
@@ -454,11 +386,7 @@ OTHERS: Calls = [
         TypeError,
         "relu must be a pair of real numbers (lower, upper) or None, got True",
     ),
-    (
-        lambda: RMSNorm(8, zero_centered=1),
-        TypeError,
-        "zero_centered must be True or False, got 1",
-    ),
+    (lambda: RMSNorm(8, zero_centered=1), TypeError, "zero_centered must be True or False, got 1"),
     (
         lambda: LayerNorm(8, zero_centered=1),
         TypeError,
@@ -484,57 +412,21 @@ OTHERS: Calls = [
         ValueError,
         "eps must be a finite number of at least 0, got -1.0",
     ),
-    (
-        lambda: LayerNorm(8, eps=None),
-        TypeError,
-        "eps must be a real number, got None",
-    ),
-    (
-        lambda: RMSNorm(8, eps="1"),
-        TypeError,
-        "eps must be a real number, got '1'",
-    ),
-    (
-        lambda: RMSNorm(8)(np.ones(8)),
-        TypeError,
-        "x must be a torch tensor, got ndarray",
-    ),
-    (
-        lambda: RMSNorm(8)(None),
-        TypeError,
-        "x must be a torch tensor, got NoneType",
-    ),
-    (
-        lambda: RMSNorm(8)(X.int()),
-        TypeError,
-        f"x.dtype must be {FOUR}, got torch.int32",
-    ),
+    (lambda: LayerNorm(8, eps=None), TypeError, "eps must be a real number, got None"),
+    (lambda: RMSNorm(8, eps="1"), TypeError, "eps must be a real number, got '1'"),
+    (lambda: RMSNorm(8)(np.ones(8)), TypeError, "x must be a torch tensor, got ndarray"),
+    (lambda: RMSNorm(8)(None), TypeError, "x must be a torch tensor, got NoneType"),
+    (lambda: RMSNorm(8)(X.int()), TypeError, f"x.dtype must be {FOUR}, got torch.int32"),
     (
         lambda: RMSNorm(8)(X.to_mkldnn()),
         TypeError,
         "x must be a dense tensor, got one of layout torch._mkldnn",
     ),
-    (
-        lambda: LayerNorm(8)(X, X[0]),
-        ValueError,
-        "residual must have shape (3, 4, 8), got (4, 8)",
-    ),
-    (
-        lambda: RMSNorm(8)(X, 1.0),
-        TypeError,
-        "residual must be a torch tensor, got float",
-    ),
-    (
-        lambda: RMSNorm(8).to("meta")(X),
-        ValueError,
-        "weight must be on x's device, cpu; got meta",
-    ),
+    (lambda: LayerNorm(8)(X, X[0]), ValueError, "residual must have shape (3, 4, 8), got (4, 8)"),
+    (lambda: RMSNorm(8)(X, 1.0), TypeError, "residual must be a torch tensor, got float"),
+    (lambda: RMSNorm(8).to("meta")(X), ValueError, "weight must be on x's device, cpu; got meta"),
     # models
-    (
-        lambda: replace_norms(X),
-        TypeError,
-        "model must be a torch.nn.Module, got Tensor",
-    ),
+    (lambda: replace_norms(X), TypeError, "model must be a torch.nn.Module, got Tensor"),
     (
         lambda: replace_norms(torch.nn.LayerNorm),
         TypeError,
@@ -556,16 +448,8 @@ OTHERS: Calls = [
         'mode must not be "lite", which runs no pass over a graph',
     ),
     # bitmasks
-    (
-        lambda: cupynorm.pack_bitmask(X),
-        TypeError,
-        "mask.dtype must be bool, got torch.float32",
-    ),
-    (
-        lambda: cupynorm.pack_bitmask(BITS),
-        TypeError,
-        "mask.dtype must be bool, got torch.uint8",
-    ),
+    (lambda: cupynorm.pack_bitmask(X), TypeError, "mask.dtype must be bool, got torch.float32"),
+    (lambda: cupynorm.pack_bitmask(BITS), TypeError, "mask.dtype must be bool, got torch.uint8"),
     (
         lambda: cupynorm.pack_bitmask(BITS[0, 0] == 0),
         ValueError,
@@ -629,11 +513,7 @@ OTHERS: Calls = [
         TypeError,
         "out requires grad, which would be lost here: pass out.detach()",
     ),
-    (
-        lambda: cupynorm.rms_norm(X.int()),
-        TypeError,
-        f"x.dtype must be {FOUR}, got torch.int32",
-    ),
+    (lambda: cupynorm.rms_norm(X.int()), TypeError, f"x.dtype must be {FOUR}, got torch.int32"),
     (
         lambda: cupynorm.rms_norm(torch.nested.nested_tensor([W, W])),
         TypeError,
@@ -654,10 +534,7 @@ OTHERS: Calls = [
 
 @pytest.mark.parametrize(("call", "error", "message"), OF_FUNCTIONS + OTHERS)
 def test_a_wrong_call_is_told_what_is_wrong(
-    call: Callable[[], Any],
-    error: type[Exception],
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
+    call: Callable[[], Any], error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for given in ({}, {"bias": W}, {"residual": X}):  # a wrong call's key may be remembered
         rms_norm(X, W, **given)

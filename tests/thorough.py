@@ -26,14 +26,14 @@ def one_in(number: int) -> int:
 
 
 def of_each_name(cases: Iterable[Case]) -> list[Case]:
-    """Return every second case of each name, but at least one. The name decides which half."""
+    """Return every third case of each name, but at least one. The name decides which."""
     groups: dict[str, list[Case]] = {}
     for case in cases:
         groups.setdefault(case.name, []).append(case)  # type: ignore[attr-defined]
     chosen: list[Case] = []
     for name, group in groups.items():
-        first = zlib.crc32(name.encode()) % min(one_in(2), len(group))
-        chosen += group[first :: one_in(2)]
+        first = zlib.crc32(name.encode()) % min(one_in(3), len(group))
+        chosen += group[first :: one_in(3)]
     return chosen
 
 

@@ -1167,11 +1167,13 @@ OVERFLOWS(shift_out_of_bounds)
 
 // ---- for the loader --------------------------------------------------------------------------------
 
-// Registers `count` runs of `bytes` bytes that kernels may touch.
+// Registers `count` runs of `bytes` bytes that kernels may touch, instead of any that lay there.
 void register_spans(const Address* begins, long long count, long long bytes, int granule_bytes,
                     int initialized, const char* name) {
   for (long long i = 0; i < count; ++i) {
     const Address end = begins[i] + bytes;
+    auto old = spans.upper_bound(begins[i]);
+    while (old != spans.end() && old->second.begin < end) old = spans.erase(old);
     spans[end] = Span(begins[i], end, granule_bytes, initialized != 0, name);
   }
   last_hit = nullptr;
