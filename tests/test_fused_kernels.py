@@ -101,10 +101,10 @@ def test_inputs_at_every_place(gpu: Gpu, shape: tuple[int, ...]) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("shape", [(3, 8), (3, 1), (2, 1, 8)])
-def test_vectors_of_their_own_for_each_row_have_no_kernel(gpu: Gpu, shape: tuple[int, ...]) -> None:
-    x = drawn(1, (2, 3, 8))
-    for vectors in ((drawn(2, shape), None), (None, drawn(3, shape))):
+@pytest.mark.parametrize("kept", [(3,), (2, 3)])
+def test_vectors_of_their_own_for_each_row_have_no_kernel(gpu: Gpu, kept: tuple[int, ...]) -> None:
+    x = drawn(1, (*kept, 8))
+    for vectors in ((drawn(2, x.shape), None), (None, drawn(3, x.shape))):
         check(gpu, Call(GATED, x, *vectors, {}, {"z": drawn(4, x.shape)}), launched=False)
 
 
