@@ -221,6 +221,8 @@ def _written_by(results: dict[str, Any]) -> str:
     names = {record.get("backend") for record in results["measurements"]}
     if None in names:
         return "benchmarks.regimes"
+    if "cupynorm, torch" in names:
+        return "benchmarks.quantized"
     kinds = [record for record in results["measurements"] if "kind" in record]
     if kinds:
         return "benchmarks.groups" if "shape" in kinds[0] else "benchmarks.fused"
