@@ -427,7 +427,7 @@ def _returned(spec: Spec, options: Options) -> str:
     if options.training:
         return f"{NormForward.__name__}({{fields}})"
     if isinstance(spec, QuantizedSpec):
-        return f"({{y}}, {{scale}}{', {residual_out}' if spec.residual else ''})"
+        return "({y}, {scale}, {residual_out})" if spec.residual else "({y}, {scale})"
     first, *others = (f"{{{name}}}" for name in spec.returned)
     return f"({', '.join((first, *others))})" if others else first
 

@@ -325,7 +325,7 @@ class ForwardSpec(_Spec):
 
 @dataclass(frozen=True)
 class QuantizedSpec(ForwardSpec):
-    """A forward pass to compile whose y is quantized. Nothing is stored for a backward pass.
+    """A forward pass to compile whose y is quantized.
 
     The inherited fields are those of a pass that writes y in the dtype that it is rounded to first.
     """
@@ -481,6 +481,8 @@ class NormForward(NamedTuple):
     residual_out : array or None
         ``x + residual``. It is what was normalized, and is the x of the backward pass. None without
         a residual.
+    scale : array or None
+        What to multiply y by, if it was quantized. None otherwise.
     """
 
     y: Any
@@ -488,6 +490,7 @@ class NormForward(NamedTuple):
     rstd: Any = None
     bitmask: Any = None
     residual_out: Any = None
+    scale: Any = None
 
 
 class NormBackward(NamedTuple):

@@ -301,13 +301,14 @@ def rms_norm_forward(
     residual: Any = None,
     residual_dtype: Any = None,
     residual_out: Any = None,
+    quantize: Quantize | None = None,
 ) -> NormForward:
     """Compute `rms_norm`, and return the arrays that `rms_norm_backward` needs.
 
     Parameters
     ----------
     x, weight, bias, eps, axis, zero_centered, relu, out_dtype, out, residual, residual_dtype, \
-residual_out
+residual_out, quantize
         As for `rms_norm`.
 
     Returns
@@ -318,7 +319,9 @@ residual_out
         ``bitmask`` has shape (..., ceil(N / 8)) and a bit for each element, set where
         lower < y < upper before rounding; `pack_bitmask` has the layout. ``mean`` is None, and so
         is ``bitmask`` without relu. With a residual, ``residual_out`` is ``s = x + residual``,
-        which is the x of `rms_norm_backward`.
+        which is the x of `rms_norm_backward`. With quantize, ``y`` is q, and ``scale`` is what to
+        multiply it by. The dy of `rms_norm_backward` is then the gradient of their product: the
+        rounding counts as the identity (a straight-through estimator, arXiv:1308.3432).
 
     Raises
     ------
@@ -338,11 +341,12 @@ residual_out
            [1.   , 1.   ]], dtype=float32), array([[1],
            [3]], dtype=uint8))
     """
-    result: NormForward = _call(
-        FORWARD,
-        x,
-        (x, residual, weight, bias, out, residual_out),
-        ("rms_norm", True, axis, zero_centered, eps, relu, out_dtype, residual_dtype),
+    arrays = x, residual, weight, bias, out, residual_out
+    asked = ("rms_norm", True, axis, zero_centered, eps, relu, out_dtype, residual_dtype)
+    result: NormForward = (
+        _call(FORWARD, x, arrays, asked)
+        if quantize is None
+        else _quantized(arrays, asked, quantize)
     )
     return result
 
@@ -361,13 +365,14 @@ def layer_norm_forward(
     residual: Any = None,
     residual_dtype: Any = None,
     residual_out: Any = None,
+    quantize: Quantize | None = None,
 ) -> NormForward:
     """Compute `layer_norm`, and return the arrays that `layer_norm_backward` needs.
 
     Parameters
     ----------
     x, weight, bias, eps, axis, zero_centered, relu, out_dtype, out, residual, residual_dtype, \
-residual_out
+residual_out, quantize
         As for `layer_norm`.
 
     Returns
@@ -375,7 +380,7 @@ residual_out
     NormForward
         ``y`` is that of `layer_norm`. ``mean`` and ``rstd = 1 / sqrt(var(x) + eps)`` of each row
         have x's shape without the normalized axes and are float32 (float64 where x is).
-        ``bitmask`` and ``residual_out`` are as for `rms_norm_forward`.
+        ``bitmask``, ``residual_out`` and ``scale`` are as for `rms_norm_forward`.
 
     Raises
     ------
@@ -390,11 +395,12 @@ residual_out
     >>> result.mean, result.rstd.round(3)
     (array([2., 6.], dtype=float32), array([1. , 0.5], dtype=float32))
     """
-    result: NormForward = _call(
-        FORWARD,
-        x,
-        (x, residual, weight, bias, out, residual_out),
-        ("layer_norm", True, axis, zero_centered, eps, relu, out_dtype, residual_dtype),
+    arrays = x, residual, weight, bias, out, residual_out
+    asked = ("layer_norm", True, axis, zero_centered, eps, relu, out_dtype, residual_dtype)
+    result: NormForward = (
+        _call(FORWARD, x, arrays, asked)
+        if quantize is None
+        else _quantized(arrays, asked, quantize)
     )
     return result
 
@@ -582,9 +588,10 @@ dresidual_dtype, dweight, dbias, accumulate
 
 
 def _quantized(arrays: tuple[Any, ...], asked: tuple[Any, ...], quantize: Any) -> Any:
-    """Return q and scale of a forward pass without statistics and, with a residual, s."""
+    """Return the result of a forward pass whose y is quantized."""
     x, residual, weight, bias, out, residual_out = arrays
     *options, out_dtype, residual_dtype = asked
+    _, training, axis, *_ = options
     family, key = _arrays.family_of("x", x), None
     if family.is_cupy and isinstance(quantize, Quantize) and out is None:
         calls = _cupy_calls()
@@ -596,7 +603,7 @@ def _quantized(arrays: tuple[Any, ...], asked: tuple[Any, ...], quantize: Any) -
             if result is not None:
                 return result
     family = family.with_device_of(x)
-    axes = _quantize.check_call(quantize, x, options[2], out_dtype, out)
+    axes = _quantize.check_call(quantize, x, axis, out_dtype, out)
     scale = _quantize.taken_scale(quantize, family, x)
     like = x if residual is None else residual if residual_out is None else residual_out
     total = residual_dtype or getattr(like, "dtype", None)
@@ -605,12 +612,19 @@ def _quantized(arrays: tuple[Any, ...], asked: tuple[Any, ...], quantize: Any) -
     if family is not _arrays.NUMPY and not _gpu_is_lost:
         found = _by_one_kernel(family, key, arrays, asked, quantize, scale)
     if found is None:
-        results = _call(FORWARD, x, arrays, asked)
-        y, *others = results if residual is not None else (results,)
-        found = (*_quantize.of_arrays(family.take("y", y), axes, quantize, scale), *others)
-    codes, scale, *others = found
-    scale = quantize.scale if quantize.is_given else family.give_as(quantize.scale_dtype, scale)
-    return (family.give_as(quantize.dtype, codes), scale, *others)
+        made = _call(FORWARD, x, arrays, asked)
+        if not training:
+            y, total = (made, None) if residual is None else made
+            made = NormForward(y, residual_out=total)
+        codes, scale = _quantize.of_arrays(family.take("y", made.y), axes, quantize, scale)
+        found = made._replace(y=codes, scale=scale)
+    q = family.give_as(quantize.dtype, found.y)
+    scale = quantize.scale
+    if not quantize.is_given:
+        scale = family.give_as(quantize.scale_dtype, found.scale)
+    if training:
+        return found._replace(y=q, scale=scale)
+    return (q, scale) if residual is None else (q, scale, found.residual_out)
 
 
 def _by_one_kernel(
@@ -620,8 +634,11 @@ def _by_one_kernel(
     asked: tuple[Any, ...],
     quantize: Quantize,
     scale: Any,
-) -> tuple[Any, ...] | None:
-    """Return codes, scales and s; None if no kernel serves the call."""
+) -> NormForward | None:
+    """Return what a forward pass makes, y and its scales as CuPy has them; None without a kernel.
+
+    All else is as the caller's framework has it.
+    """
     given = dict(zip(FORWARD.arguments, arrays, strict=True))
     taken, spec, options = _checks.check_call(family, given, _checks.Asked(*asked))
     if _arrays.is_numpy(taken["x"]) or not isinstance(spec, ForwardSpec):
@@ -633,11 +650,14 @@ def _by_one_kernel(
         return None
     if key is not None and run is not None:
         remember(calls.calls, key, run)
-    total, place = written["residual_out"], given["residual_out"]
-    if total is None:
-        return written["y"], written["scale"]
-    given_back = family.give(total) if place is None else family.give_back(place, total)
-    return written["y"], written["scale"], given_back
+    place = given["residual_out"]
+    results = {name: family.give_present(written[name]) for name in ("mean", "rstd")}
+    results["residual_out"] = (
+        family.give_present(written["residual_out"])
+        if place is None
+        else family.give_back(place, taken["residual_out"])
+    )
+    return NormForward(y=written["y"], scale=written["scale"], **results)
 
 
 @functools.cache

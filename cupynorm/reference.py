@@ -631,7 +631,8 @@ def compute(spec: Spec, options: Options, arrays: Mapping[str, Any]) -> dict[str
             dbias=arrays.get("dbias"),
             accumulate=options.accumulate,
         )
-    return {name: array if spec.dtypes[name] else None for name, array in result._asdict().items()}
+    present = spec.dtypes
+    return {n: getattr(result, n) if present[n] else None for n in spec.table.writes}
 
 
 def bias_like(

@@ -256,6 +256,34 @@ def test_scales_of_mx_are_the_powers_of_two_of_its_specification() -> None:
     assert np.all(last[:, 32] == 256)
 
 
+@pytest.mark.parametrize("norm", ["rms_norm", "layer_norm"])
+@pytest.mark.parametrize("options", [{}, {"relu": (-0.5, 1.0)}, {"axis": 0}])
+def test_statistics_and_a_straight_through_gradient(norm: str, options: dict[str, Any]) -> None:
+    x, dy = (make_values("normal", (6, 96), np.float32, i) for i in (30, 31))
+    forward, infer = (getattr(cupynorm, name) for name in (f"{norm}_forward", norm))
+    how = Quantize("float8_e4m3fn", "row", via=None)
+    stored, plain = forward(x, **options, quantize=how), forward(x, **options)
+    q, scale = infer(x, **options, quantize=how)
+    same(stored.y, q)
+    same(stored.scale, scale)
+    for name in ("mean", "rstd", "bitmask", "residual_out"):
+        np.testing.assert_array_equal(getattr(stored, name), getattr(plain, name))
+    sums = forward(x, residual=x, quantize=how)
+    same(sums.residual_out, 2 * x)
+    same(sums.y, infer(x, residual=x, quantize=how)[0])
+    with pytest.raises(ValueError, match=r"^out must be None with quantize, got a ndarray"):
+        forward(x, out=x, quantize=how)
+    if options:
+        return
+    # The product of q and scale is y and an error that does not depend on x's small steps.
+    statistics = (stored.rstd,) if norm == "rms_norm" else (stored.mean, stored.rstd)
+    dx = getattr(cupynorm, f"{norm}_backward")(dy, x, None, *statistics).dx.astype(np.float64)
+    step = make_values("normal", x.shape, np.float64, 32) * 1e-4
+    wide = x.astype(np.float64)
+    slope = ((infer(wide + step) - infer(wide - step)) * dy).sum() / 2
+    np.testing.assert_allclose((dx * step).sum(), slope, rtol=1e-5)
+
+
 @every_how
 def test_a_row_does_not_depend_on_the_others(how: Quantize) -> None:
     x = make_values("nonfinite", (9, 300), np.float32, 3)
@@ -365,8 +393,14 @@ def test_kernels_have_the_bits_of_the_oracle(few_rows: bool) -> None:
             via = _quantize.dtype_of_y(how, x, like.dtype)
             y = gpu.forward(norm, x, weight, bias, **options, out_dtype=via, store_statistics=False)
             y, *totals = map(gpu.to_numpy, y if of_residual else (y,))
-            result = gpu.quantized(norm, x, weight, bias, **options, quantize=told_in(how, put))
-            q, scale, *sums = map(gpu.to_numpy, result)
+            told = {**options, "quantize": told_in(how, put)}
+            q, scale, *sums = map(gpu.to_numpy, gpu.quantized(norm, x, weight, bias, **told))
+            stored = gpu.to_numpy(gpu.quantized(norm, x, weight, bias, **told, training=True))
+            for actual, expected in ((stored.y, q), (stored.scale, scale)):
+                np.testing.assert_array_equal(actual.view(np.uint8), expected.view(np.uint8))
+            plain = gpu.to_numpy(gpu.forward(norm, x, weight, bias, **options))
+            for name in ("mean", "rstd"):
+                np.testing.assert_array_equal(getattr(stored, name), getattr(plain, name))
             exact_q, exact_scale = by_oracle(how, y)
             same(q.view(how.dtype), exact_q)
             same(scale.view(exact_scale.dtype), exact_scale)

@@ -213,8 +213,11 @@ class Gpu:
 
     def quantized(
         self, norm: str, x: Array, weight: Any = None, bias: Any = None, **options: Any
-    ) -> tuple[Array, ...]:
-        """Return q, scale and, with a residual, the sum. A kernel must serve the call."""
+    ) -> tuple[Any, ...]:
+        """Return q, scale and, with a residual, the sum. A kernel must serve the call.
+
+        If training is an option, and True, return a NormForward.
+        """
         quantize, residual = options.pop("quantize"), options.pop("residual", None)
         dtype = options.pop("residual_dtype", None)
         via = dtype_of_y(quantize, x, dtype or (x if residual is None else residual).dtype)
@@ -227,6 +230,8 @@ class Gpu:
         if self.repeats and run is not None:
             return run((*arrays.values(), None, quantize.given))
         assert written, "no kernel serves this"
+        if asked.training:
+            return NormForward(**written)
         made = written["y"], written["scale"], written["residual_out"]
         return tuple(array for array in made if array is not None)
 
