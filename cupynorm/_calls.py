@@ -24,7 +24,7 @@ from cupynorm._arrays import (
 )
 from cupynorm._checks import Asked, AskedBackward
 from cupynorm._groups import groups_of, to_repeat
-from cupynorm._layout import pack_length
+from cupynorm._layout import pack_length, quantized_config
 from cupynorm._operation import (
     BACKWARD,
     FORWARD,
@@ -48,6 +48,7 @@ from cupynorm._operation import (
 from cupynorm._plans import (
     BackwardPlan,
     ForwardPlan,
+    architecture,
     backward_plan,
     forward_plan,
     quantized_plan,
@@ -265,7 +266,8 @@ def first_call(
     # Later calls allocate their results. This one had them before, to know how they are aligned.
     run = None
     if is_aligned and not copied and not plan.stands_in:
-        outputs = tuple(name for name in spec.writes if name in given)  # as `_checks` has it
+        # As `_checks` has it. A scale that is given is only read.
+        outputs = tuple(name for name in spec.writes if name in given and name != "scale")
         run = run_of(arguments, _returned(spec, options), apart=outputs)
     return dict(zip(table.writes, written, strict=True)), run
 
@@ -281,10 +283,15 @@ def first_quantized(
 
     `told` is `Quantize.told`, and `scale` is a given one, or None.
     """
-    if options.order is not None:
+    x = arguments["x"]
+    n = math.prod(x.shape[x.ndim - options.k :])
+    vectors = (arguments[name] for name in ("weight", "bias"))
+    if options.order is not None or any(v is not None and v.size != n for v in vectors):
         return {}, None
-    of_row = arguments["x"].shape[arguments["x"].ndim - options.k :]
-    quantized, options = pass_of_kernel(spec, options, told, math.prod(of_row))
+    quantized, options = pass_of_kernel(spec, options, told, n)
+    best = n | pack_length(spec.x)
+    if quantized_config(quantized, n, best & -best, architecture(x.device.id)) is None:
+        return {}, None
     placed = {name: (arguments | {"scale": scale})[name] for name in QUANTIZED.arguments}
     return first_call(quantized, options, placed)
 

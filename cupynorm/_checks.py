@@ -52,6 +52,7 @@ __all__ = [
     "check_call",
     "check_device",
     "check_forward",
+    "check_memory",
     "check_norm",
     "check_numbers",
     "check_pair",
@@ -428,7 +429,7 @@ def check_backward(
     if arrays["dx"] is not None:
         _check_writable("dx", arrays["dx"], None if moved else k)
     for name, array in sums.items():
-        _check_memory(name, array, x)
+        check_memory(name, array, x)
         _check_sum_writable(name, array)
     _check_apart({"dx": arrays["dx"]} | sums)
     return spec, options
@@ -441,7 +442,7 @@ def _check_operands(
     x, weight = arrays["x"], arrays["weight"]
     bias = arrays["bias"] if "bias" in arrays else arrays["like"]
     to_dtype("x.dtype", x.dtype)
-    _check_memory("x", x, x)
+    check_memory("x", x, x)
     check_zero_centered(asked.zero_centered, has_weight=weight is not None)
     axes = normalized_axes(x.ndim, asked.axis)
     k = len(axes)
@@ -449,7 +450,7 @@ def _check_operands(
     for name, array in (("weight", weight), ("bias", bias)):
         if array is not None:
             to_dtype(f"{name}.dtype", array.dtype)
-            _check_memory(name, array, x)
+            check_memory(name, array, x)
             check_vector(name, array.shape, x.shape, axes)
     of_weight, of_bias = (None if array is None else array.shape for array in (weight, bias))
     if isinstance(asked, AskedBackward) and asked.bias:
@@ -507,7 +508,8 @@ def check_device(name: str, array: Any, x: Any) -> None:
         raise ValueError(f"{name} must be on x's device, {device_of(x)}; got {device_of(array)}")
 
 
-def _check_memory(name: str, array: Any, x: Any) -> None:
+def check_memory(name: str, array: Any, x: Any) -> None:
+    """Check that an array is on x's device, at an address that its elements may have."""
     check_device(name, array, x)
     if not is_numpy(array) and array.data.ptr % array.itemsize:
         raise ValueError(
@@ -517,7 +519,7 @@ def _check_memory(name: str, array: Any, x: Any) -> None:
 
 
 def _check_like(name: str, array: Any, x: Any, shape: tuple[int, ...], dtype: Any) -> None:
-    _check_memory(name, array, x)
+    check_memory(name, array, x)
     if dtype is None:
         to_dtype(f"{name}.dtype", array.dtype)
     elif array.dtype != dtype:

@@ -6,8 +6,10 @@ NumPy, CuPy or jax.numpy. `cupynorm.torch` has them in torch's.
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
@@ -28,6 +30,7 @@ __all__ = [
     "check_scale_dtype",
     "codes_of",
     "dequantize",
+    "dtype_of_scales",
     "dtype_of_y",
     "expanded",
     "of_arrays",
@@ -96,8 +99,8 @@ class Quantize:
     saturate.
 
     The bits of a row of q and of its scales depend on that row alone. They are the same in all
-    frameworks if those of y are, with two exceptions: on a GPU XLA's division is inexact, and
-    CuPy and JAX may take subnormal numbers for zeros.
+    frameworks if those of y are, but for the sign of a NaN, with two exceptions: on a GPU XLA's
+    division is inexact, and on a GPU and in JAX subnormal numbers may count as zeros.
 
     Examples
     --------
@@ -156,7 +159,7 @@ class Quantize:
     @property
     def is_by_block(self) -> bool:
         """Whether each block has a scale."""
-        return isinstance(self.scale, str) and self.scale == "block"
+        return not self.is_given and self.scale == "block"
 
     @property
     def is_given(self) -> bool:
@@ -177,7 +180,7 @@ class Quantize:
     @property
     def scale_dtype(self) -> str:
         """The dtype of the scales."""
-        return _dtype_of_scales(self.block)
+        return dtype_of_scales(self.block)
 
 
 def dequantize(q: Any, scale: Any, *, dtype: Any = None) -> Any:
@@ -226,7 +229,7 @@ def dequantize(q: Any, scale: Any, *, dtype: Any = None) -> Any:
         q, scale = (family.take(n, a, dtypes=_BYTES) for n, a in (("q", q), ("scale", scale)))
         _checks.check_device("scale", scale, q)
         told = _check_codes(q, scale, dtype)
-        with np.errstate(all="ignore"), _arrays.on_device_of(q):
+        with np.errstate(all="ignore"), _arrays.on_device_of(q), _kept_if_captured(q):
             return family.give(_dequantized(q, scale, *told))
     return dequantized(q, scale, *_check_codes(q, scale, dtype))
 
@@ -265,8 +268,10 @@ def _block_of(shape: tuple[int, ...], of_scale: tuple[int, ...], dtype: str) -> 
         return None
     if dtype == "float32" and _checks.broadcasts(of_scale, shape):
         return None
+    if not shape:
+        raise ValueError(f"q must have an axis for scales of {dtype}, got none")
     block = BLOCK if dtype == "float32" else BLOCK_MX
-    expected = (*shape[:-1], -(-shape[-1] // block)) if shape else ()
+    expected = (*shape[:-1], -(-shape[-1] // block))
     if of_scale != expected:
         raise ValueError(
             f"scale must have shape {expected}, one for each {block} of the last axis of q"
@@ -316,7 +321,7 @@ def taken_scale(quantize: Quantize, family: _arrays.Family, x: Any) -> Any:
         return None
     scale = family.take("quantize.scale", quantize.scale, dtypes=("float32",))
     check_scale_dtype(scale)
-    _checks.check_device("quantize.scale", scale, family.take("x", x))
+    _checks.check_memory("quantize.scale", scale, family.take("x", x))
     return scale
 
 
@@ -328,14 +333,15 @@ def pass_of_kernel(
     spec = QuantizedSpec(
         **{field.name: getattr(of_y, field.name) for field in fields(of_y)},
         q=dtype,
-        scale=_dtype_of_scales(block),
+        scale=dtype_of_scales(block),
         scale_given=how == "given",
         scale_columns=0 if block == BLOCK and n <= BLOCK else block or 0,  # one block is the row
     )
     return spec, replace(options, scale_bounds=tuple(bounds))
 
 
-def _dtype_of_scales(block: int | None) -> str:
+def dtype_of_scales(block: int | None) -> str:
+    """Return the dtype of the scales of blocks of so many elements, or of rows."""
     return MX_SCALE if block == BLOCK_MX else "float32"
 
 
@@ -445,8 +451,23 @@ def _decoded(xp: Any, codes: Any, dtype: str) -> Any:
     """Return codes as float32. CuPy knows no float8."""
     if dtype == "int8":
         return codes.astype(np.float32)
+    device = None if xp is np else codes.device.id
+    return _numbers(xp, dtype, device)[codes.view(np.uint8).astype(np.int32)]
+
+
+@functools.cache
+def _numbers(xp: Any, dtype: str, device: int | None) -> Any:
+    """Return the numbers of all codes, on the current device. Captured graphs may use the array."""
     every = np.arange(256, dtype=np.uint8).view(getattr(ml_dtypes, dtype)).astype(np.float32)
-    return xp.asarray(every)[codes.view(np.uint8).astype(np.int32)]
+    return xp.asarray(every)
+
+
+def _kept_if_captured(array: Any) -> AbstractContextManager[Any]:
+    if _arrays.is_numpy(array):
+        return nullcontext()
+    from cupynorm import _calls
+
+    return _calls.kept_if_captured()
 
 
 def _module_of(array: Any) -> Any:

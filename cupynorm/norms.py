@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, overload
 
 from cupynorm import _arrays, _checks, _quantize, reference
@@ -607,16 +608,19 @@ def _quantized(arrays: tuple[Any, ...], asked: tuple[Any, ...], quantize: Any) -
     scale = _quantize.taken_scale(quantize, family, x)
     like = x if residual is None else residual if residual_out is None else residual_out
     total = residual_dtype or getattr(like, "dtype", None)
-    asked = (*options, _quantize.dtype_of_y(quantize, x, total), residual_dtype)
+    via = _quantize.dtype_of_y(quantize, x, total)
+    family.check_holds("quantize.via", _arrays.to_numpy(via))
+    asked = (*options, via, residual_dtype)
     found = None
     if family is not _arrays.NUMPY and not _gpu_is_lost:
         found = _by_one_kernel(family, key, arrays, asked, quantize, scale)
     if found is None:
-        made = _call(FORWARD, x, arrays, asked)
-        if not training:
-            y, total = (made, None) if residual is None else made
-            made = NormForward(y, residual_out=total)
-        codes, scale = _quantize.of_arrays(family.take("y", made.y), axes, quantize, scale)
+        with _kept_if_captured(family.take("x", x)):
+            made = _call(FORWARD, x, arrays, asked)
+            if not training:
+                y, total = (made, None) if residual is None else made
+                made = NormForward(y, residual_out=total)
+            codes, scale = _quantize.of_arrays(family.take("y", made.y), axes, quantize, scale)
         found = made._replace(y=codes, scale=scale)
     q = family.give_as(quantize.dtype, found.y)
     scale = quantize.scale
@@ -625,6 +629,10 @@ def _quantized(arrays: tuple[Any, ...], asked: tuple[Any, ...], quantize: Any) -
     if training:
         return found._replace(y=q, scale=scale)
     return (q, scale) if residual is None else (q, scale, found.residual_out)
+
+
+def _kept_if_captured(x: Any) -> AbstractContextManager[Any]:
+    return nullcontext() if _arrays.is_numpy(x) else _cupy_calls().kept_if_captured()
 
 
 def _by_one_kernel(

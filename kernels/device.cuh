@@ -538,8 +538,7 @@ __device__ __forceinline__ float add_with_subnormals(float a, float b) {
   return sum;
 }
 __device__ __forceinline__ double add_with_subnormals(double a, double b) { return a + b; }
-// Of two pairs of numbers of 16 bits, the larger magnitudes that are no NaN, with any signs (sm_86 on). The first is of
-// bfloat16, the second of float16.
+// Of two pairs of bfloat16 or float16 numbers, the larger magnitudes that are no NaN, with any signs (sm_86 on).
 #if __CUDA_ARCH__ >= 860
 constexpr bool kComparesPairs = true;
 #else

@@ -87,13 +87,12 @@ struct Divisor {
         by_correction(scale >= 0x1p-60f && scale <= 0x1p60f && largest <= 0x1p60f * scale) {}
 
   // Finds whether products serve all numbers of 16 bits: no boundary between two codes, times the scale, is next to one
-  // of these. The boundaries have 5 significant bits, those of int8 have 8. RowThreads have this scale, and lanes try
-  // some boundaries each. All of the warp take part.
+  // of these. The boundaries have 5 significant bits, those of int8 have 8. Lanes try some boundaries each. A row has
+  // whole warps, so that all lanes have one scale and vote together.
   template <typename Q, typename Via, int RowThreads>
   __device__ __forceinline__ void try_products() {
-    constexpr int kBoundaries = kSame<Q, int8> ? 128 : 16,
-                  kLanes = RowThreads < 32 ? RowThreads : 32;
-    if constexpr (sizeof(Via) == 2 && kLanes >= 16) {
+    constexpr int kBoundaries = kSame<Q, int8> ? 128 : 16, kLanes = 32;
+    if constexpr (sizeof(Via) == 2 && RowThreads >= kLanes) {
       constexpr unsigned kBelow =
           (1u << (kSame<Via, bfloat16> ? 16 : 13)) - 1;  // the last bit of Via
       constexpr unsigned kNear = 8;  // more than the errors of two products and a quotient

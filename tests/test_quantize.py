@@ -369,7 +369,36 @@ KERNELS = (
     (HOWS[6], "bfloat16", 5000, "float32"),
     (HOWS[8], "float16", 1000, "float16"),
     (HOWS[7], "bfloat16", 128, "bfloat16"),
+    (HOWS[0], "float16", 300, None),  # two rows share a warp
 )
+
+
+def has_kernel(n: int, x: str, how: Quantize = HOWS[0], **others: Any) -> bool:
+    of_y: Any = {"norm": "rms_norm", "x": x, "weight": x, "bias": None, "y": x, **others}
+    of_y |= {"zero_centered": False, "store_statistics": False, "relu": False}
+    spec, _ = pass_of_kernel(ForwardSpec(**of_y), Options("rms_norm", 1), how.told, n)
+    divisors = n | 16 // np.dtype(DTYPES[x]).itemsize
+    return quantized_config(spec, n, divisors & -divisors, 90) is not None
+
+
+def test_which_rows_have_a_kernel() -> None:
+    """docs/quantize.md says so."""
+    of_sum = {"branch": "bfloat16", "residual": "float32"}
+    assert all(has_kernel(n, "bfloat16") for n in range(8, 16385, 8))
+    assert all(has_kernel(n, x) for n, x in ((8192, "float32"), (1004, "float16"), (4, "float32")))
+    assert has_kernel(8192, "float32", **of_sum)
+    assert not has_kernel(4096, "float64")
+    assert not has_kernel(32768, "bfloat16")
+    assert not has_kernel(16384, "float32")
+    assert not has_kernel(4096, "bfloat16", weight="float64")
+    # Packs of two elements would have half a word of codes.
+    assert not any(has_kernel(n, "float32") for n in (10, 4098))
+    assert not any(has_kernel(n, "float32", **of_sum) for n in (10, 1002))
+    blocks, mx = HOWS[6], HOWS[9]
+    assert (blocks.block, mx.block) == (128, 32)
+    lengths = (*range(8, 129, 8), *range(456, 16385, 8))
+    assert all(has_kernel(n, "bfloat16", blocks) for n in lengths)
+    assert all(has_kernel(n, "bfloat16", mx) for n in range(128, 16385, 8))
 
 
 @needs_compiler
@@ -381,7 +410,9 @@ def test_kernels_have_the_bits_of_the_oracle(few_rows: bool) -> None:
         norm = ("rms_norm", "layer_norm")[i % 2]
         with gpu.fresh_memory():
             put = gpu.cupy.array
-            x = put(make_values("nonfinite", (5, n), DTYPES[dtype], i))
+            values = make_values("nonfinite", (5, n), DTYPES[dtype], i)
+            values[3] = 0
+            x = put(values)
             weight = put(make_values("normal", (n,), np.float32, 8))
             bias = (
                 put(make_values("normal", (n,), DTYPES[dtype], 9)) if norm == "layer_norm" else None
@@ -628,6 +659,18 @@ def test_torch_calls_the_kernel(compiled: bool, monkeypatch: pytest.MonkeyPatch)
         for _ in range(2):
             for actual, exact in zip(function(*tensors), expected, strict=True):
                 same(actual, exact)
+
+
+@pytest.mark.parametrize("how", ["given", "row"])
+@pytest.mark.parametrize("adds", [False, True])
+def test_torchs_operation_keeps_its_rules(how: str, adds: bool) -> None:
+    torch = pytest.importorskip("torch", minversion="2.11")
+    from cupynorm.torch import _quantize as of_torch
+
+    x, scale = torch.randn(3, 64), torch.tensor([0.1]) if how == "given" else None
+    arguments = (x, x if adds else None, None, None, scale, 1, "rms_norm", 1e-6, False)
+    arguments += (torch.float32, None, "int8", how, None, 1e-30, 1e30)
+    torch.library.opcheck(of_torch._compiled, arguments)
 
 
 def test_torch_has_no_gradient_of_it() -> None:

@@ -71,6 +71,8 @@ def quantized_config(
         return None
     if not isinstance(config, ForwardInRegisters) or config.vector != config.pack_length:
         return None
+    if config.pack_length < 4:  # its codes would not fill a word
+        return None
     if spec.scale_columns and config.row_threads * config.pack_length % spec.scale_columns:
         return None
     return in_registers_quantized(spec, config, architecture)

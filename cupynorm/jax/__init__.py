@@ -347,12 +347,15 @@ def _quantized(
 ) -> tuple[jax.Array, ...]:
     """Return q and scale and, with a residual, the sum."""
     axes = check_call(quantize, x, options["axis"], options["out_dtype"])
-    scale = _array("quantize.scale", quantize.scale) if quantize.is_given else None
-    if scale is not None:
-        check_scale_dtype(scale)
+    scale = None
+    if quantize.is_given:
+        check_scale_dtype(quantize.scale)
+        scale = _array("quantize.scale", quantize.scale)
     residual = None if residual is None else _array("residual", residual)
     total = options["residual_dtype"] or (x if residual is None else residual).dtype
     via = dtype_of_y(quantize, x, total)
+    if jax.dtypes.canonicalize_dtype(to_numpy(via)) != to_numpy(via):
+        raise TypeError(f"quantize.via must be one that JAX has enabled, got {via} without x64")
     results = _norm(norm, x, weight, bias, residual, **options | {"out_dtype": via})
     y, *others = (results,) if residual is None else results
     return (*quantized(y, axes, quantize, scale), *others)

@@ -268,8 +268,8 @@ def find(table: Pass, tensors: Tensors, told: Told, into: Tensors = ()) -> Run:
     """Return what runs a pass on tensors like these, as `run` does.
 
     That takes these tensors and then, if there are any, those to write into, None where that does
-    not apply. The latter are not checked, and must be contiguous. A quantized pass that no kernel
-    serves gives None.
+    not apply. The latter are not checked, and must be contiguous; a scale is only read. A quantized
+    pass that no kernel serves gives None.
     """
     try:
         key = (_backward_key if table is BACKWARD else _forward_key)(told, tensors)

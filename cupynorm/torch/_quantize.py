@@ -21,6 +21,7 @@ from cupynorm._quantize import (
     PER_POWER,
     Quantize,
     check_scale_dtype,
+    dtype_of_scales,
 )
 from cupynorm.torch import _kernels
 from cupynorm.torch._operations import is_seen
@@ -71,6 +72,8 @@ def by_kernel(
     k, given = len(axes), quantize.given
     if not (x.is_cuda and relu is None and axes == tuple(range(-k, 0))):
         return None
+    if not all(isinstance(tensor, torch.Tensor | None) for tensor in tensors):
+        return None  # the norm says what is wrong
     if type(eps) is not float or type(zero_centered) is not bool:
         return None
     if any(vector is not None and vector.shape != x.shape[-k:] for vector in vectors):
@@ -80,11 +83,11 @@ def by_kernel(
     if torch.compiler.is_compiling():
         q, scale, total = _compiled(*tensors, given, *told, dtype, how, block, *bounds)
     else:
-        present = [tensor for tensor in tensors if tensor is not None]
+        present = [tensor for tensor in (*tensors, given) if tensor is not None]
         if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
             return None
         is_kept = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in present)
-        if is_kept or is_seen(*tensors):
+        if is_kept or is_seen(*present):
             return None
         found = _launched(tensors, given, told, quantize.told)
         if found is None:
@@ -142,8 +145,8 @@ def _compiled(
         scale = scales_of(y, axes, dtype, block, scale_min, scale_max) if given is None else given
         found = codes_of(y, scale, dtype, block), scale, total
     q, scale, total = found
-    nothing = x.new_empty(0)
-    return q, scale if given is None else nothing, nothing if total is None else total
+    scale = scale if given is None else x.new_empty(0)  # results share no memory
+    return q, scale, x.new_empty(0) if total is None else total
 
 
 @_compiled.register_fake
@@ -207,7 +210,7 @@ def _new_scales(y: torch.Tensor, axes: Sequence[int], block: int | None) -> torc
         shape = [1 if i - y.ndim in axes else n for i, n in enumerate(y.shape)]
     else:
         shape = [*y.shape[:-1], (y.shape[-1] + block - 1) // block]
-    return y.new_empty(shape, dtype=getattr(torch, MX_SCALE if block == BLOCK_MX else "float32"))
+    return y.new_empty(shape, dtype=getattr(torch, dtype_of_scales(block)))
 
 
 @torch.library.custom_op("cupynorm::codes_of", mutates_args=())
