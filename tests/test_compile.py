@@ -1285,7 +1285,7 @@ def test_the_source_to_read_compiles(backward: bool) -> None:
 def test_arguments_are_where_the_kernel_looks_for_them(x: str, grouped: bool) -> None:
     spec = ForwardSpec("rms_norm", x, x, x, x, False, True, False, grouped=grouped)
     types = dict.fromkeys(("X", "DY", "Weight", "Bias", "Y", "DWeight", "DBias"), x)
-    types |= dict.fromkeys(("Branch", "Residual", "DX", "DResidual", "DResidualOut"), x)
+    types |= dict.fromkeys(("Branch", "Residual", "DX", "DResidual", "DResidualOut", "Scale"), x)
     op = "".join(f"using {name} = {CPP_TYPES[dtype]};" for name, dtype in types.items())
     op += f"static constexpr bool kGrouped = {str(grouped).lower()};"
     asserts = [source("operation.cuh"), f"struct Op {{ {op} }};"]
