@@ -45,6 +45,7 @@ from host.checks import (
 from host.gpu import Caller, Gpu
 from host.mutants import Mutant, all_mutants, instrumented
 from host.pipelined import PIPELINED, Pipelined
+from quantized_gpu import QUANTIZED, check_each_number, check_quantized_kernel, on_host
 from residuals import check_residual, with_residual
 from strategies import Layout, scaled
 from test_groups import CALLS, Call, check_values
@@ -162,6 +163,25 @@ def _of_fused(name: str) -> Check:
 
 OF_FUSED = tuple(map(_of_fused, FUSED))
 
+
+def _of_quantized(name: str) -> Check:
+    return Check(name, list, lambda build: check_quantized_kernel(Gpu(build), name))
+
+
+def _each_number(dtype: str, source: str) -> Check:
+    return Check(
+        f"each quotient of {source} in {dtype}",
+        list,
+        lambda build: check_each_number(on_host(Gpu(build)), dtype, source),
+    )
+
+
+OF_QUANTIZED = (
+    *map(_of_quantized, QUANTIZED),
+    *(_each_number(dtype, "boundaries") for dtype in ("float8_e4m3fn", "float8_e5m2", "int8")),
+    _each_number("float8_e4m3fn", "bfloat16"),
+)
+
 PLACED = next(case for case in ADDRESSES if case.norm == "layer_norm")
 # The kernels of these checks are compiled when they run.
 OTHERS = [
@@ -169,6 +189,7 @@ OTHERS = [
     *GROUPS,
     *GIVEN_SUMS,
     *OF_FUSED,
+    *OF_QUANTIZED,
     *(
         Check(name, list, run)
         for name, run in (
@@ -211,7 +232,7 @@ def few_checks(step: int = 1) -> list[Check]:
     names = {name for name in by_hand() if "overflowing" not in name}
     names |= {f"{OVERFLOWING[name]} overflowing" for name in WILD}
     names |= {str(case) for case in CASES if case.name.startswith(NAMED) and case.x == "float32"}
-    some = (*GROUPS[::step], *GIVEN_SUMS[::step], *OF_FUSED)
+    some = (*GROUPS[::step], *GIVEN_SUMS[::step], *OF_FUSED, *OF_QUANTIZED)
     alone = (*RESIDUALS, *some)
     names |= {check.name for check in some}
     # A name stands for the first check that has it.

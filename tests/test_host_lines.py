@@ -21,6 +21,7 @@ from host.checks import (
 from host.coverage import coverage
 from host.gpu import Caller, Gpu
 from host.pipelined import PIPELINED
+from quantized_gpu import QUANTIZED, check_each_number, check_quantized_kernel, on_host
 from residuals import check_residual, with_residual
 from strategies import OVERFLOWS, Layout
 from test_groups import CALLS, check_values
@@ -79,6 +80,10 @@ def test_the_cases_reach_the_lines_of_the_kernels(
         check_sums_of(build, of)
     for name in FUSED:
         check_fused_call(build, name)
+    for name in QUANTIZED:
+        check_quantized_kernel(Gpu(build), name)
+    for dtype in ("float8_e4m3fn", "float8_e5m2", "int8"):
+        check_each_number(on_host(Gpu(build)), dtype, "boundaries")
     total, missed = coverage(build)
     with capsys.disabled():
         share = 100 * (1 - len(missed) / total)

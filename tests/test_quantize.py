@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import re
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import ml_dtypes
@@ -16,6 +15,19 @@ from host.build import Build, compiler_problem
 from host.gpu import Gpu
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from quantized_gpu import (
+    FLOAT8,
+    HOWS,
+    QUANTIZED,
+    SCALE,
+    boundaries,
+    by_oracle,
+    check_each_number,
+    check_quantized_kernel,
+    on_host,
+    same,
+    told_in,
+)
 from strategies import DTYPES, Problem, make_values, problems
 
 import cupynorm
@@ -25,39 +37,10 @@ from cupynorm._layout import quantized_config
 from cupynorm._operation import ForwardSpec, Options
 from cupynorm._quantize import pass_of_kernel
 
-FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
-SCALE = np.array([0.037], np.float32)
-HOWS = (
-    *(Quantize(dtype, scale) for dtype in (*FLOAT8, "int8") for scale in ("row", SCALE)),
-    *(Quantize(dtype, "block", block=128, via=None) for dtype in (*FLOAT8, "int8")),
-    *(Quantize(dtype, "block", block=32) for dtype in FLOAT8),
-    Quantize("float8_e4m3fn", "row", via="bfloat16", scale_min=1e-3, scale_max=2e-3),
-    Quantize("float8_e5m2", SCALE, via="float16"),
-)
 BUILD = Build()
 every_how = pytest.mark.parametrize(
     "how", HOWS, ids=lambda how: f"{how.dtype}-{how.scale}-{how.block}"
 )
-
-
-def bits(array: Any) -> np.ndarray:
-    """Return an array's bytes, all NaN alike."""
-    if type(array).__module__ == "torch":
-        array = array.detach().cpu()
-        name = str(array.dtype).removeprefix("torch.")
-        word = {1: "uint8", 2: "int16"}.get(array.itemsize)
-        if word:
-            array = array.view(getattr(importlib.import_module("torch"), word)).numpy()
-            array = array.view(np.dtype(name))
-    array = np.asarray(array)
-    if array.dtype != np.int8:
-        array = np.where(np.isnan(array), np.array(np.nan, array.dtype), array)
-    return np.ascontiguousarray(array)[..., None].view(np.uint8)
-
-
-def same(actual: Any, expected: Any) -> None:
-    assert str(actual.dtype).rpartition(".")[2] == str(expected.dtype).rpartition(".")[2]
-    np.testing.assert_array_equal(bits(actual), bits(expected))
 
 
 def via_of(how: Quantize, x: Any) -> Any:
@@ -65,15 +48,6 @@ def via_of(how: Quantize, x: Any) -> Any:
     if how.via is None:
         return np.float64 if x.dtype == np.float64 else np.float32
     return x.dtype if how.via == "x" else np.dtype(how.via)
-
-
-def told_in(how: Quantize, convert: Callable[[np.ndarray], Any]) -> Quantize:
-    return dataclasses.replace(how, scale=convert(how.scale)) if how.is_given else how
-
-
-def by_oracle(how: Quantize, y: Any, axis: Any = None) -> tuple[np.ndarray, np.ndarray]:
-    bounds = {"scale_min": how.scale_min, "scale_max": how.scale_max}
-    return reference.quantize(y, how.dtype, how.scale, block=how.block, axis=axis, **bounds)
 
 
 # ---- the arithmetic ------------------------------------------------------------------------------
@@ -108,15 +82,6 @@ def in_numpy(tensor: Any) -> np.ndarray:
     if tensor.dtype == importlib.import_module("torch").bfloat16:
         return tensor.view(importlib.import_module("torch").int16).numpy().view(ml_dtypes.bfloat16)
     return tensor.numpy()
-
-
-def boundaries(dtype: str) -> np.ndarray:
-    """Return all numbers of a dtype, the middles between them, and what lies next to each."""
-    numbers = reference.numbers_of(np.dtype(dtype))
-    exact = np.concatenate([numbers, (numbers[1:] + numbers[:-1]) / 2, [numbers[-1] * 1.0625]])
-    exact = np.concatenate([exact, -exact]).astype(np.float32)
-    around = [np.nextafter(exact, np.float32(end)) for end in (np.inf, -np.inf)]
-    return np.concatenate([exact, *around, np.float32([1e30, 1e-30, np.inf, -np.inf, np.nan])])
 
 
 def saturated(values: np.ndarray, dtype: str) -> np.ndarray:
@@ -359,18 +324,6 @@ def test_the_check_finds_one_wrong_code_and_one_wrong_scale() -> None:
 # ---- the kernels, on the host --------------------------------------------------------------------
 
 needs_compiler = pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem()))
-# How a row is shared: a part of a warp, a warp, several warps, and their last packs past its end.
-WIDTHS = (128, 1000, 1024, 4096, 5000)
-KERNELS = (
-    *((how, "bfloat16", 1024, None) for how in HOWS),
-    *((HOWS[1], "float16", n, None) for n in (128, 1000, 4096, 5000)),
-    (HOWS[0], "float32", 2048, None),
-    (HOWS[5], "float32", 1000, "float32"),
-    (HOWS[6], "bfloat16", 5000, "float32"),
-    (HOWS[8], "float16", 1000, "float16"),
-    (HOWS[7], "bfloat16", 128, "bfloat16"),
-    (HOWS[0], "float16", 300, None),  # two rows share a warp
-)
 
 
 def has_kernel(n: int, x: str, how: Quantize = HOWS[0], **others: Any) -> bool:
@@ -406,82 +359,16 @@ def test_which_rows_have_a_kernel() -> None:
 def test_kernels_have_the_bits_of_the_oracle(few_rows: bool) -> None:
     gpu = Gpu(BUILD, few_rows=few_rows)
     gpu.repeats = True
-    for i, (how, dtype, n, of_residual) in enumerate(KERNELS):
-        norm = ("rms_norm", "layer_norm")[i % 2]
-        with gpu.fresh_memory():
-            put = gpu.cupy.array
-            values = make_values("nonfinite", (5, n), DTYPES[dtype], i)
-            values[3] = 0
-            x = put(values)
-            weight = put(make_values("normal", (n,), np.float32, 8))
-            bias = (
-                put(make_values("normal", (n,), DTYPES[dtype], 9)) if norm == "layer_norm" else None
-            )
-            options: dict[str, Any] = {"eps": 1e-5, "zero_centered": i % 3 == 0}
-            if of_residual:
-                options["residual"] = put(make_values("normal", (5, n), DTYPES[of_residual], 10))
-            like = options.get("residual", x)
-            via = _quantize.dtype_of_y(how, x, like.dtype)
-            y = gpu.forward(norm, x, weight, bias, **options, out_dtype=via, store_statistics=False)
-            y, *totals = map(gpu.to_numpy, y if of_residual else (y,))
-            told = {**options, "quantize": told_in(how, put)}
-            q, scale, *sums = map(gpu.to_numpy, gpu.quantized(norm, x, weight, bias, **told))
-            stored = gpu.to_numpy(gpu.quantized(norm, x, weight, bias, **told, training=True))
-            for actual, expected in ((stored.y, q), (stored.scale, scale)):
-                np.testing.assert_array_equal(actual.view(np.uint8), expected.view(np.uint8))
-            plain = gpu.to_numpy(gpu.forward(norm, x, weight, bias, **options))
-            for name in ("mean", "rstd"):
-                np.testing.assert_array_equal(getattr(stored, name), getattr(plain, name))
-            exact_q, exact_scale = by_oracle(how, y)
-            same(q.view(how.dtype), exact_q)
-            same(scale.view(exact_scale.dtype), exact_scale)
-            for total, expected in zip(sums, totals, strict=True):
-                same(total, expected)
+    for name in QUANTIZED:
+        check_quantized_kernel(gpu, name)
     assert {kernel.name for kernel in gpu.launched} == {"norm_forward_in_registers"}
-
-
-def as_y(values: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield rows of 4096 weights: y is the weight where x is 1 and eps 0."""
-    for first in range(0, len(values), 4096):
-        yield np.pad(values[first : first + 4096], (0, max(0, first + 4096 - len(values))))
-
-
-def check_each_number(quantized: Callable[..., Any], dtype: str, source: str) -> None:
-    """Check a static scale on each number of a source: exact quotients, and those next to them."""
-    if source == "boundaries":
-        values = boundaries(dtype)
-    else:
-        values = np.arange(1 << 16, dtype=np.uint16).view(DTYPES[source])
-    wide = values.astype(np.float32)
-    values[(wide != 0) & (abs(wide) < 2.0**-126)] = 0  # as GPUs take them
-    x = np.ones((1, 4096), np.float32)
-    via = None if source == "boundaries" else source
-    # With 1.5 and what is next to it boundaries are next to numbers of 16 bits.
-    near = np.float32(1.5).view(np.int32) + np.int32([-9, -1, 0, 1, 2, 9])
-    scales = near.view(np.float32)
-    for scale in (*np.float32([1, 0.037, -3, 2.0**-70, 2.0**70, 0, np.inf]), *scales):
-        with np.errstate(all="ignore"):
-            product = (values.astype(np.float32) * scale).astype(values.dtype)
-        for weight in as_y(product if source == "boundaries" and 0 < abs(scale) < 8 else values):
-            how = Quantize(dtype, scale.reshape(1), via=via)
-            q = quantized(x, weight, how)
-            same(q.view(dtype), by_oracle(how, weight.astype(np.float32)[None])[0])
 
 
 @needs_compiler
 @pytest.mark.parametrize("dtype", [*FLOAT8, "int8"])
 def test_kernels_round_each_number(dtype: str) -> None:
-    gpu = Gpu(BUILD)
-
-    def quantized(x: np.ndarray, weight: np.ndarray, how: Quantize) -> np.ndarray:
-        put = gpu.cupy.array
-        with gpu.fresh_memory():
-            how = told_in(how, put)
-            result = gpu.quantized("rms_norm", put(x), put(weight), eps=0.0, quantize=how)
-            return gpu.to_numpy(result[0])
-
     for source in ("float16", "bfloat16", "boundaries"):
-        check_each_number(quantized, dtype, source)
+        check_each_number(on_host(Gpu(BUILD)), dtype, source)
 
 
 @pytest.mark.parametrize("architecture", ["75", "90", "120"])
