@@ -354,7 +354,7 @@ def _quantized(
     residual = None if residual is None else _array("residual", residual)
     total = options["residual_dtype"] or (x if residual is None else residual).dtype
     via = dtype_of_y(quantize, x, total)
-    if jax.dtypes.canonicalize_dtype(to_numpy(via)) != to_numpy(via):
+    if quantize.via == "float64" and jax.dtypes.canonicalize_dtype(np.float64) != np.float64:
         raise TypeError(f"quantize.via must be one that JAX has enabled, got {via} without x64")
     results = _norm(norm, x, weight, bias, residual, **options | {"out_dtype": via})
     y, *others = (results,) if residual is None else results
