@@ -99,7 +99,7 @@ class Quantize:
     saturate.
 
     The bits of a row of q and of its scales depend on that row alone. They are the same in all
-    frameworks if those of y are, but for the sign of a NaN, with two exceptions: on a GPU XLA's
+    frameworks if those of y are, except the sign of a NaN, with two exceptions: on a GPU XLA's
     division is inexact, and on a GPU and in JAX subnormal numbers may count as zeros.
 
     Examples
@@ -173,7 +173,7 @@ class Quantize:
 
     @property
     def told(self) -> tuple[Any, ...]:
-        """All that a call depends on but for a scale that is given."""
+        """All that a call depends on, except a given scale."""
         how = "given" if self.is_given else self.scale
         return self.dtype, how, self.block, self.via, self.scale_min, self.scale_max
 
@@ -229,7 +229,7 @@ def dequantize(q: Any, scale: Any, *, dtype: Any = None) -> Any:
         q, scale = (family.take(n, a, dtypes=_BYTES) for n, a in (("q", q), ("scale", scale)))
         _checks.check_device("scale", scale, q)
         told = _check_codes(q, scale, dtype)
-        with np.errstate(all="ignore"), _arrays.on_device_of(q), _kept_if_captured(q):
+        with np.errstate(all="ignore"), _arrays.on_device_of(q), kept_if_captured(q):
             return family.give(_dequantized(q, scale, *told))
     return dequantized(q, scale, *_check_codes(q, scale, dtype))
 
@@ -402,7 +402,7 @@ def scales_of(
 
 
 def power_of(codes: Any) -> Any:
-    """Return the powers of two that codes of float8_e8m0fnu stand for, but for the least one."""
+    """Return the powers of two that codes of float8_e8m0fnu stand for, except the least one."""
     return (codes.astype(np.uint32) << np.uint32(23)).view(np.float32)
 
 
@@ -462,7 +462,8 @@ def _numbers(xp: Any, dtype: str, device: int | None) -> Any:
     return xp.asarray(every)
 
 
-def _kept_if_captured(array: Any) -> AbstractContextManager[Any]:
+def kept_if_captured(array: Any) -> AbstractContextManager[Any]:
+    """Keep what CuPy allocates, next to an array of its own, if a CUDA graph captures it."""
     if _arrays.is_numpy(array):
         return nullcontext()
     from cupynorm import _calls

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, overload
 
 from cupynorm import _arrays, _checks, _quantize, reference
@@ -613,10 +612,10 @@ def _quantized(arrays: tuple[Any, ...], asked: tuple[Any, ...], quantize: Any) -
         family.check_holds("quantize.via", _arrays.to_numpy(via))
     asked = (*options, via, residual_dtype)
     found = None
-    if family is not _arrays.NUMPY and not _gpu_is_lost:
+    if family is not _arrays.NUMPY:
         found = _by_one_kernel(family, key, arrays, asked, quantize, scale)
     if found is None:
-        with _kept_if_captured(family.take("x", x)):
+        with _quantize.kept_if_captured(family.take("x", x)):
             made = _call(FORWARD, x, arrays, asked)
             if not training:
                 y, total = (made, None) if residual is None else made
@@ -630,10 +629,6 @@ def _quantized(arrays: tuple[Any, ...], asked: tuple[Any, ...], quantize: Any) -
     if training:
         return found._replace(y=q, scale=scale)
     return (q, scale) if residual is None else (q, scale, found.residual_out)
-
-
-def _kept_if_captured(x: Any) -> AbstractContextManager[Any]:
-    return nullcontext() if _arrays.is_numpy(x) else _cupy_calls().kept_if_captured()
 
 
 def _by_one_kernel(
@@ -650,10 +645,12 @@ def _by_one_kernel(
     """
     given = dict(zip(FORWARD.arguments, arrays, strict=True))
     taken, spec, options = _checks.check_call(family, given, _checks.Asked(*asked))
-    if _arrays.is_numpy(taken["x"]) or not isinstance(spec, ForwardSpec):
+    if _arrays.is_numpy(taken["x"]):
+        return None
+    calls = _usable_calls()
+    if not isinstance(spec, ForwardSpec):
         return None
     family.check_holds("residual_dtype", _arrays.to_numpy(spec.x))
-    calls = _cupy_calls()
     written, run = calls.first_quantized(spec, options, taken, quantize.told, scale)
     if not written:
         return None
@@ -674,6 +671,12 @@ def _cupy_calls() -> Any:
     from cupynorm import _calls
 
     return _calls
+
+
+def _usable_calls() -> Any:
+    if _gpu_is_lost:
+        raise RuntimeError(f"cupynorm cannot use the GPU here: {FORKED}")
+    return _cupy_calls()
 
 
 _gpu_is_lost = False  # to a process forked from one that made calls on it
@@ -719,9 +722,7 @@ def _checked_call(
     if _arrays.is_numpy(arrays["x"]):
         written = reference.compute(spec, options, arrays)
     else:
-        if _gpu_is_lost:
-            raise RuntimeError(f"cupynorm cannot use the GPU here: {FORKED}")
-        calls = _cupy_calls()
+        calls = _usable_calls()
         written, run = calls.first_call(spec, options, arrays)
         if key is not None and run is not None and options.order is None:
             remember(calls.calls, key, run)

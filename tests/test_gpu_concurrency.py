@@ -243,6 +243,7 @@ if child == 0:
     for call in (
         lambda: cupynorm.layer_norm_forward(x, weight, bias),
         lambda: cupynorm.rms_norm(x),
+        lambda: cupynorm.rms_norm(x, quantize=cupynorm.Quantize("int8", "row")),
         lambda: cupynorm.layer_norm_backward(x, x, weight, forward.mean, forward.rstd),
     ):
         try:
@@ -255,6 +256,6 @@ assert os.waitpid(child, 0)[1] == 0
 assert digest(*step()[1:]) == expected
 """
     *calls, supported = said_by(start(program, tmp_path)).splitlines()
-    assert len(calls) == 3
+    assert len(calls) == 4
     assert all("'spawn' or 'forkserver'" in said for said in (*calls, supported))
     assert all(said.startswith("cupynorm cannot use the GPU here: ") for said in calls)

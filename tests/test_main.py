@@ -108,7 +108,8 @@ assert _environment.gpu_problem() is None
 cupynorm.rms_norm(np.ones((2, 3)))
 # A NumPy array that counts as one on the GPU, and needs no checks.
 family = SimpleNamespace(is_cupy=True, with_device_of=lambda x: family)
-norms._arrays = SimpleNamespace(family_of=lambda name, x: family, is_numpy=lambda x: False)
+norms._arrays = SimpleNamespace(family_of=lambda name, x: family, is_numpy=lambda x: False,
+                                NUMPY=None)
 norms._checks = SimpleNamespace(check_call=lambda *_: ({"x": x}, SimpleNamespace(writes=()), None),
                                 Asked=lambda *_: None)
 x = np.ones((2, 3), np.float32)
@@ -122,12 +123,14 @@ if child == 0:
     assert not _calls.calls
     print(_environment.gpu_problem())
     _calls.first_call = lambda *_: print("it is launched") or sys.exit()
-    try:
-        cupynorm.rms_norm(x)
-    except RuntimeError as error:
-        print(error, flush=True)
-    except SystemExit:
-        sys.stdout.flush()
+    to_int8 = cupynorm.Quantize("int8", "row")
+    for quantize in (None, to_int8) if "used" in sys.argv else (None,):
+        try:
+            cupynorm.rms_norm(x, quantize=quantize)
+        except RuntimeError as error:
+            print(error, flush=True)
+        except SystemExit:
+            sys.stdout.flush()
     os._exit(0)
 assert os.waitpid(child, 0)[1] == 0
 assert _environment.gpu_problem() is None
@@ -145,13 +148,14 @@ def test_a_process_that_was_forked_says_so_if_its_parent_used_the_gpu(used: bool
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    problem, call = done.stdout.splitlines()
+    problem, *calls = done.stdout.splitlines()
     why = (
         "a process that was forked from one that used CUDA cannot use it: start processes by "
         "multiprocessing's 'spawn' or 'forkserver'"
     )
     assert problem == f"cudaErrorInitializationError: initialization error ({why})"
-    assert call == (f"cupynorm cannot use the GPU here: {why}" if used else "it is launched")
+    refused = f"cupynorm cannot use the GPU here: {why}"
+    assert calls == ([refused, refused] if used else ["it is launched"])
 
 
 @pytest.mark.parametrize("version", ["13.6.0", "14.1.0rc1"])
