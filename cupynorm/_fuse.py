@@ -143,6 +143,11 @@ class Fused:
         """How many outputs there are."""
         return len(self.epilogue.results) + len(self.prologue.results) - 1
 
+    @property
+    def gradients(self) -> Any:
+        """The class of what `backward` returns."""
+        return _gradients_of(self.inputs)
+
     def __call__(
         self,
         x: Any,
@@ -182,7 +187,7 @@ class Fused:
         TypeError, ValueError, NotImplementedError, ImportError, RuntimeError
             As for `rms_norm`, and if the inputs are not those that the functions name.
         """
-        told = (False, eps, axis, zero_centered, out_dtype, *inputs)
+        told = (False, eps, axis, zero_centered, out_dtype, tuple(inputs))
         found = self._again((x, weight, bias, *inputs.values()), told)
         if found is not None:
             outputs = found[0]
@@ -214,17 +219,18 @@ class Fused:
             Given(x, weight, bias, inputs),
             Options(eps, axis, zero_centered, out_dtype),
         )
-        found = self._again((x, weight, bias, *inputs.values()), (True, *options, *inputs))
+        told = (True, *options, tuple(inputs))
+        found = self._again((x, weight, bias, *inputs.values()), told)
         if found is not None:
             outputs, mean, rstd = found
             return FusedForward(outputs[0], outputs, mean, rstd, given, options)
         return self._forward(given, options, statistics=True)
 
-    def _again(self, arrays: Any, *told: Any) -> Any:
+    def _again(self, arrays: tuple[Any, ...], told: tuple[Any, ...], outputs: int = 0) -> Any:
         """Return what an earlier call on CuPy arrays like these would, None if there was none."""
         if type(arrays[0]).__module__ != "cupy":
             return None
-        return _launched().again(_memory(), self, arrays, *told)
+        return _launched().again(_memory(), self, arrays, told, outputs)
 
     def _forward(self, given: Given, options: Options, *, statistics: bool) -> FusedForward:
         """Compute the norm of arrays of NumPy, of CuPy or by DLPack."""
@@ -277,9 +283,9 @@ class Fused:
         x, weight, bias, inputs = given
         of = dy if isinstance(dy, tuple | list) else (dy,)
         arrays = (x, weight, bias, *inputs.values(), forward.mean, forward.rstd, *of)
-        found = self._again(arrays, ("backward", *options, *inputs), len(of))
+        found = self._again(arrays, ("backward", *options, tuple(inputs)), len(of))
         if found is not None:
-            return _gradients_of(self.inputs)(*found)
+            return found
         family, taken, compute = self._taken(given, options)
         tools = _tools_of(taken.x)
         dtypes = self.dtypes_of_outputs(taken.x.dtype, options.out_dtype)
@@ -293,7 +299,7 @@ class Fused:
         if found is None:
             made = self._gradients_by_steps(tools, taken, options, compute, dtypes, of_outputs)
             found = (made.get(name) for name in ("x", "weight", "bias", *self.inputs))
-        return _gradients_of(self.inputs)(*map(family.give_present, found))
+        return self.gradients(*map(family.give_present, found))
 
     def kernel_source(
         self,

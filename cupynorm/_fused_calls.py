@@ -409,27 +409,27 @@ _PLAIN = {
     "axis": "axis is None",
     "zero_centered": "type(zero_centered) is bool",
     "out_dtype": "out_dtype is None",
-    "*names": "",
+    "names": "",
 }
 
 
 @cache
-def _key_function(dialect: Dialect, inputs: int, others: tuple[str, ...]) -> Any:
-    names = "x", "weight", "bias", *(f"in_{i}" for i in range(inputs)), *others
-    return key_function(dialect, _PLAIN, names)
+def _key_function(dialect: Dialect, count: int, outputs: int) -> Any:
+    """Return what makes the key of a call of so many arrays: see `again`."""
+    behind = _behind(outputs)
+    inputs = (f"in_{i}" for i in range(count - 3 - len(behind)))
+    return key_function(dialect, _PLAIN, ("x", "weight", "bias", *inputs, *behind))
 
 
-def _key(
-    memory: Memory, arrays: tuple[Any, ...], told: tuple[Any, ...], others: tuple[str, ...]
-) -> Hashable:
+def _key(memory: Memory, arrays: tuple[Any, ...], told: tuple[Any, ...], outputs: int) -> Hashable:
     """Return all that preparing a call depends on, but for addresses.
 
     A number stands for all numbers. None if another class of arrays is among the arguments.
     """
-    key_of = _key_function(memory.dialect, len(arrays) - 3 - len(others), others)
+    key_of = _key_function(memory.dialect, len(arrays), outputs)
     key: Hashable = key_of(told, arrays)
     if key is None:  # other options may not be hashable
-        key = key_of((repr(told), None, None, False, None), arrays)
+        key = key_of((repr(told), None, None, False, None, None), arrays)
     return key
 
 
@@ -448,11 +448,11 @@ def again(
         x, weight, bias and the inputs; behind these, in a backward pass, mean, rstd and the
         gradients of outputs.
     told : tuple
-        Whether statistics are returned, or "backward"; the options; the names of the inputs.
+        Whether statistics are returned, or "backward"; the options; the inputs' names, a tuple.
     outputs : int
         How many outputs have gradients, in a backward pass.
     """
-    run = fused.prepared.get(_key(memory, arrays, told, _behind(outputs)))
+    run = fused.prepared.get(_key(memory, arrays, told, outputs))
     if run is None:
         return None
     made = run(arrays)
@@ -470,7 +470,7 @@ def _remember(
     outputs: int,
     run: Run,
 ) -> None:
-    key = _key(memory, arrays, told, _behind(outputs))
+    key = _key(memory, arrays, told, outputs)
     if key is not None:
         remember(fused.prepared, key, run)
 
@@ -522,7 +522,7 @@ def forward(
         )
         found: Result = run(arrays)
     if call.is_aligned:
-        _remember(memory, fused, arrays, (statistics, *options, *given.inputs), 0, run)
+        _remember(memory, fused, arrays, (statistics, *options, tuple(given.inputs)), 0, run)
     return found
 
 
@@ -543,7 +543,7 @@ def backward(
     is None if no kernel serves the call.
     """
     arrays = (given.x, given.weight, given.bias, *given.inputs.values(), mean, rstd, *of_outputs)
-    told = ("backward", *options, *given.inputs)
+    told = ("backward", *options, tuple(given.inputs))
     found: tuple[Any, ...] | None = again(memory, fused, arrays, told, len(of_outputs))
     if found is not None:
         return found
@@ -584,6 +584,7 @@ def _prepared_backward(
     column = call.kept + (1,) * (len(shape) - len(call.kept))
     new, summed = _New(memory, [], {}), []
     known = new.known
+    known["gradients"] = fused.gradients
     # What an argument of the kernel is called in the code, which has no names of inputs.
     of_gradient = {name: f"d_{i}" for i, name in enumerate(("x", "weight", "bias", *fused.inputs))}
     for name in (*names.rows, *names.numbers):
@@ -613,7 +614,7 @@ def _prepared_backward(
     return _run(
         *(memory, call, device, _names(given, *others), arrays, backward_op(spec)),
         *(launch, of_launch, new),
-        f"({', '.join(results)})",
+        f"gradients({', '.join(results)})",
         further={f"d_{name}": of for name, of in of_gradient.items()}
         | ({"partials": "scratch_address"} if sums else {}),
         sums=len(plan.kernels) - 1,

@@ -138,7 +138,7 @@ def arrays_of(given: Given) -> tuple[Any, ...]:
 
 
 def again(of: Any, given: Given, options: Options = Options()) -> Any:  # noqa: B008 - immutable
-    told = (True, *options, *given.inputs)
+    told = (True, *options, tuple(given.inputs))
     return _fused_calls.again(of.memory, FUSED, arrays_of(given), told)
 
 
@@ -173,6 +173,7 @@ def test_a_second_call_launches_what_the_first_did(of: Any) -> None:
     for _ in range(2):
         found = _fused_calls.backward(of.memory, FUSED, *told)
     dx, dweight, dbias, dz, da, db = found
+    assert found.dz is dz
     assert dbias is da is None
     assert [tuple(g.shape) for g in (dx, dweight, dz, db)] == [SHAPE, SHAPE[1:], SHAPE, (6, 1)]
     (_, first_sums, rows, sums) = (launch[-1] for launch in of.launched)

@@ -140,7 +140,7 @@ class _ByKernels(torch.autograd.Function):
 
         keeps = keeps and any(ctx.needs_input_grad)
         given = _given(names, arrays)
-        found = _fused_calls.again(_MEMORY, fused, arrays, (keeps, *options, *names))
+        found = _fused_calls.again(_MEMORY, fused, arrays, (keeps, *options, names))
         if found is None:
             told = options, *_checked(fused, given, options)
             found = _fused_calls.forward(_MEMORY, fused, given, *told, statistics=keeps)
@@ -171,7 +171,7 @@ class _ByKernels(torch.autograd.Function):
         is_dense = all(of.layout is torch.strided for of in given_of)
         if not is_differentiated and is_dense and not is_seen(*given_of):
             read = (*arrays, mean, rstd, *of_outputs)
-            told = ("backward", *options, *names)
+            told = ("backward", *options, names)
             found = _fused_calls.again(_MEMORY, fused, read, told, len(of_outputs))
             if found is None:
                 checked = options, *_checked(fused, given, options), of_outputs
