@@ -1,4 +1,4 @@
-"""The host's time of small calls against torch's, and of the parts of a call.
+"""The host's time of small calls against torch's, of a norm of `cupynorm.fuse`, and of the parts.
 
 `python -m benchmarks.calls` takes seconds. Nothing waits for the device. Its queue holds the
 launches of a round.
@@ -21,13 +21,19 @@ from cupynorm import _bench
 from cupynorm._environment import gpu_problem
 
 Rows = Iterator[tuple[str, Callable[[], object]]]
+Shape = tuple[int, int]
+
+# Few rows of the plain norm have a backward pass of one launch. So many have the two of fused ones.
+MANY_ROWS: Shape = (2048, 1024)
 
 
-def calls(norm: str, dtype: str, weight_dtype: str) -> tuple[dict[str, Any], Rows]:
+def calls(
+    norm: str, dtype: str, weight_dtype: str, shape: Shape = SHAPE
+) -> tuple[dict[str, Any], Rows]:
     """Return the arrays of a norm, and its public calls on them."""
     import cupy
 
-    problem = _bench.Problem(norm, "backward", *SHAPE, dtype, weight_dtype)  # type: ignore[arg-type]
+    problem = _bench.Problem(norm, "backward", *shape, dtype, weight_dtype)  # type: ignore[arg-type]
     arrays = _bench.inputs(problem, 0, cupy)
     x, dy, weight, bias = (arrays.get(name) for name in ("x", "dy", "weight", "bias"))
     out = cupy.empty_like(x)
@@ -45,6 +51,19 @@ def calls(norm: str, dtype: str, weight_dtype: str) -> tuple[dict[str, Any], Row
         yield f"{norm}_backward, dx=", lambda: backward(dy, x, weight, *statistics, dx=out)
 
     return arrays | {"out": out}, rows()
+
+
+def fused_calls(arrays: dict[str, Any]) -> Rows:
+    """Yield the calls of an RMSNorm with a gate. Each reads an array more, and backward makes one.
+
+    They have the names of those of `calls`.
+    """
+    gated = cupynorm.fuse("rms_norm", epilogue=lambda y, z: y * cupynorm.math.silu(z))
+    x, weight, dy = arrays["x"], arrays["weight"], arrays["dy"]
+    kept = gated.forward(x, weight, z=dy)
+    yield "rms_norm", lambda: gated(x, weight, z=dy)
+    yield "rms_norm_forward", lambda: gated.forward(x, weight, z=dy)
+    yield "rms_norm_backward", lambda: gated.backward(dy, kept)
 
 
 def torch_call(norm: str, arrays: dict[str, Any]) -> Callable[[], object]:
@@ -132,6 +151,15 @@ def main(dtype: str, weight_dtype: str) -> int:
             ratio = "" if reference is None else f"{taken / reference:7.2f} x"
             print(f"{name:<44}{taken:7.2f} us{ratio}")
         print()
+    print("Those of a norm of cupynorm.fuse, with a gate, against the plain norm's")
+    for shape in (SHAPE, MANY_ROWS):
+        arrays, rows = calls("rms_norm", dtype, weight_dtype, shape)
+        plain = dict(rows)
+        for name, call in fused_calls(arrays):
+            taken, own = microseconds(call), microseconds(plain[name])
+            shown = f"fused {name}, {shape[0]}x{shape[1]}"
+            print(f"{shown:<44}{taken:7.2f} us{taken / own:7.2f} x {own:.2f}")
+    print()
     arrays, _ = calls("rms_norm", dtype, weight_dtype)
     for name, call in parts(arrays):
         print(f"{name:<44}{microseconds(call):7.2f} us")

@@ -456,5 +456,6 @@ def test_jax_compiles_a_problem_once_for_all_its_arrays(name, operation) -> None
 def test_calls_prints_each_call_and_each_part(capsys) -> None:
     assert calls.main("bfloat16", "bfloat16") == 0
     printed = capsys.readouterr().out
-    for name in ("rms_norm, out=", "layer_norm_backward, dx=", "driver alone"):
+    fused = "fused rms_norm_backward, 2048x1024"
+    for name in ("rms_norm, out=", "layer_norm_backward, dx=", fused, "driver alone"):
         assert name in printed
