@@ -23,6 +23,7 @@ _SIGNATURE = "({0}.dtype, {0}.shape, {0}.strides)"
 _DIALECT = replace(
     CUPY,
     names=globals(),
+    copy="{0} = {0}_copy({0})",
     accepts=CUPY.accepts | {None: "(type({0}) is _ndarray or _is_number({0}))"},
     signature=CUPY.signature | {None: f"({_SIGNATURE} if type({{0}}) is _ndarray else 0)"},
 )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -36,7 +36,7 @@ from cupynorm._layout import (
     without_clusters,
 )
 from cupynorm._layout.fused import STREAMED_ROWS
-from cupynorm._operation import ITEMSIZE
+from cupynorm._operation import ITEMSIZE, Kind
 from cupynorm._prepared import Dialect, Launches, key_function, launches_maker, remember
 
 if TYPE_CHECKING:
@@ -321,14 +321,19 @@ class _New:
     """The arrays that a call makes, by name, and what a `run` knows of them."""
 
     memory: Memory
-    names: list[str]
-    known: dict[str, Any]
+    names: list[str] = field(default_factory=list)
+    checked: list[str] = field(default_factory=list)
+    known: dict[str, Any] = field(default_factory=dict)
 
-    def add(self, name: str, shape: tuple[int, ...], dtype: str) -> None:
+    def add(self, name: str, shape: tuple[int, ...], dtype: str, vector: int = 1) -> None:
+        """Add an array that is written by so many elements at once."""
         self.names.append(name)
         strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
         found = {"shape": shape, "strides": strides, "dtype": self.memory.native(dtype)}
         self.known |= {f"{name}_{of}": value for of, value in found.items()}
+        if vector > 1 and Kind.ROWS in self.memory.dialect.checked_new:
+            self.known[f"{name}_mask"] = vector * ITEMSIZE[dtype] - 1
+            self.checked.append(name)
 
 
 def _names(given: Given, *others: str) -> dict[str, str]:
@@ -349,13 +354,15 @@ def _run(
     new: _New,
     result: str,
     further: Mapping[str, str] | None = None,
-    **sums: Any,
+    sums: Sequence[tuple[str, tuple[str, ...]]] = (),
+    summed: Sequence[str] = (),
 ) -> Run:
     """Return the `run` of a call.
 
     `arguments`: the names of what it takes in its code, by those of the kernel's arguments.
     `taken`: what it takes now. `numbers`: what the launch has already. `further`: the names in the
-    code of what it makes, where they are others.
+    code of what it makes, where they are others. `sums` and `summed`: the further launches, and the
+    arrays that are summed behind these, as `Launches` has them.
     """
     given = {n: of for (n, of), a in zip(arguments.items(), taken, strict=True) if a is not None}
     constants = tuple(given.pop(f"in_{i.name}") for i in call.spec.at("constant"))
@@ -377,20 +384,20 @@ def _run(
         if call.copies.get(name):
             known[f"{of}_copy"] = _in_turn(call.copies[name])
             copied.append(of)
-    return launches_maker(
-        memory.dialect,
-        Launches(
-            arguments=tuple(arguments.values()),
-            numbers=constants,
-            given=tuple(given.values()),
-            copied=tuple(copied),
-            checked=tuple(checked),
-            new=tuple(new.names),
-            operands=tuple(operands),
-            result=result,
-            **sums,
-        ),
-    )(known)
+    launches = Launches(
+        arguments=tuple(arguments.values()),
+        given=tuple(given.values()),
+        new=tuple(new.names),
+        has_scratch=bool(sums),
+        launches=(("launch", tuple(operands)), *sums),
+        result=result,
+        numbers=constants,
+        copied=tuple(copied),
+        checked=tuple(checked),
+        checked_new=tuple(new.checked),
+        summed=tuple(summed),
+    )
+    return launches_maker(memory.dialect, launches)(known)
 
 
 def _in_turn(functions: Sequence[Callable[[Any], Any]]) -> Callable[[Any], Any]:
@@ -491,7 +498,10 @@ def forward(
     *,
     statistics: bool = True,
 ) -> Result | None:
-    """Return the outputs, of these dtypes, and the statistics; None if there is no kernel."""
+    """Return the outputs, of these dtypes, and the statistics.
+
+    The result is None if no kernel serves the call, or new arrays are less aligned than it writes.
+    """
     device = memory.device(given.x)
     with memory.on(device):
         call = _arranged(memory, fused, given, options, compute, dtypes)
@@ -501,9 +511,9 @@ def forward(
         blocks = -(-call.m // plan.rows_per_block) * plan.config.cluster_blocks
         if blocks > MOST_BLOCKS:
             return None
-        new = _New(memory, [], {})
+        new = _New(memory)
         for k, dtype in enumerate(dtypes):
-            new.add(f"y_{k}", tuple(given.x.shape), dtype)
+            new.add(f"y_{k}", tuple(given.x.shape), dtype, call.vector)
         if statistics:
             for name in ("mean", "rstd") if fused.norm == "layer_norm" else ("rstd",):
                 new.add(name, call.kept, compute)
@@ -516,9 +526,6 @@ def forward(
             *(memory, call, device, _names(given), arrays, forward_op(call.spec)),
             *(plan.kernels[0].prepared(blocks, numbers), numbers, new),
             f"({outputs},), {', '.join(of_rows)}",
-            sums=0,
-            targets=(),
-            summed=(),
         )
         found: Result = run(arrays)
     if call.is_aligned:
@@ -540,7 +547,7 @@ def backward(
     """Return the gradients of x, weight, bias and the inputs, in the order of `fused.inputs`.
 
     They have the shapes and dtypes of what they are gradients of. What has none is None. The result
-    is None if no kernel serves the call.
+    is None as that of `forward` is.
     """
     arrays = (given.x, given.weight, given.bias, *given.inputs.values(), mean, rstd, *of_outputs)
     told = ("backward", *options, tuple(given.inputs))
@@ -582,7 +589,7 @@ def _prepared_backward(
     dtype_of = {"x": spec.x, **spec.dtypes_given}
     of_rows = {i.name: i.gradient or "" for i in spec.rows}
     column = call.kept + (1,) * (len(shape) - len(call.kept))
-    new, summed = _New(memory, [], {}), []
+    new, summed = _New(memory), []
     known = new.known
     known["gradients"] = fused.gradients
     # What an argument of the kernel is called in the code, which has no names of inputs.
@@ -591,7 +598,7 @@ def _prepared_backward(
         is_rows = name in names.rows
         of, dtype = (shape, of_rows[name]) if is_rows else (column, compute)
         wanted = tuple(own[name].shape), dtype_of[name] or ""
-        new.add(of_gradient[name], of, dtype)
+        new.add(of_gradient[name], of, dtype, call.vector if is_rows else 1)
         if (of, dtype) != wanted:
             known[f"{of_gradient[name]}_sum"] = _summed(memory, *wanted)
             summed.append(of_gradient[name])
@@ -601,12 +608,14 @@ def _prepared_backward(
     of_sum = clusters * partials_stride(n) * ITEMSIZE[compute]
     known["scratch_bytes"] = of_sum * len(sums)
     known["scratch_shape"] = (of_sum * len(sums),)
-    columns = _reduction(spec, n).columns
+    columns, launches = _reduction(spec, n).columns, []
     for j, kernel in enumerate(plan.kernels[1:]):
-        count = len(sums[2 * j : 2 * j + 2])
+        targets = [of_gradient[name] for name, _ in sums[2 * j : 2 * j + 2]]
         numbers = {"n_partials": clusters, "n_cols": n}
-        known[f"launch_{j}"] = kernel.prepared(count * -(-n // columns), numbers)
+        known[f"launch_{j}"] = kernel.prepared(len(targets) * -(-n // columns), numbers)
         known[f"before_{j}"] = 2 * j * of_sum
+        places = f"scratch_address + before_{j}", *(*targets, "0")[:2]
+        launches.append((f"launch_{j}", places))
     of_launch = {"n_rows": call.m, "n_cols": n, "inv_n": 1 / n}
     launch = plan.kernels[0].prepared(clusters * plan.config.cluster_blocks, of_launch)
     results = (of if of in new.names else "None" for of in of_gradient.values())
@@ -617,9 +626,8 @@ def _prepared_backward(
         f"gradients({', '.join(results)})",
         further={f"d_{name}": of for name, of in of_gradient.items()}
         | ({"partials": "scratch_address"} if sums else {}),
-        sums=len(plan.kernels) - 1,
-        targets=tuple(of_gradient[name] for name, _ in sums),
-        summed=tuple(summed),
+        sums=launches,
+        summed=summed,
     )
 
 

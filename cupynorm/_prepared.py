@@ -10,7 +10,7 @@ import builtins
 import functools
 import itertools
 import symtable
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,7 +50,7 @@ class Dialect:
     before : str
         A statement that begins a call.
     copy : str
-        A statement that makes an array contiguous.
+        A statement that brings an array into a layout that kernels take.
     look : str
         A statement that names what the next two are told by.
     elsewhere : str
@@ -116,6 +116,112 @@ def key_function(
     return _defined("key", "\n".join(lines), dialect.names)  # type: ignore[no-any-return]
 
 
+@dataclass(frozen=True)
+class Launches:
+    """What the `run` of a call does, by the names of its arrays.
+
+    Attributes
+    ----------
+    arguments, given : tuple of str
+        What `run` takes, and the arrays that are there.
+    numbers : tuple of str
+        What it takes that are numbers. They become floats.
+    copied : tuple of str
+        The arrays that the dialect copies.
+    apart : tuple of str
+        Given arrays. Where two of them begin at one address, `run` returns None and launches
+        nothing.
+    checked, checked_new : tuple of str
+        The given and the new arrays whose addresses have a mask.
+    new : tuple of str
+        The arrays that are allocated.
+    has_scratch : bool
+    launches : tuple of (str, tuple of str)
+        The functions, in turn, and what each is given: an array's name stands for its address, and
+        any other expression for itself.
+    summed : tuple of str
+        The new arrays that ``{0}_sum`` makes smaller.
+    result : str
+        An expression.
+    """
+
+    arguments: tuple[str, ...]
+    given: tuple[str, ...]
+    new: tuple[str, ...]
+    has_scratch: bool
+    launches: tuple[tuple[str, tuple[str, ...]], ...]
+    result: str
+    numbers: tuple[str, ...] = ()
+    copied: tuple[str, ...] = ()
+    apart: tuple[str, ...] = ()
+    checked: tuple[str, ...] = ()
+    checked_new: tuple[str, ...] = ()
+    summed: tuple[str, ...] = ()
+
+
+@functools.cache
+def launches_maker(
+    dialect: Dialect, launches: Launches
+) -> Callable[[dict[str, Any]], Callable[..., Any]]:
+    """Return what makes the `run` of a call from what that knows.
+
+    `run` takes a tuple of arrays, launches, and returns a result; it returns what the dialect says
+    instead, before anything is launched. It knows what it launches and, of each array with a mask,
+    the bits of an address that are 0 where it is aligned, `{0}_mask`; and whatever else the dialect
+    and the launches name.
+    """
+    given, new = launches.given, launches.new
+    body = [f"{', '.join(launches.arguments)} = arrays"]
+    body += [dialect.before] if dialect.before else []
+    body += [dialect.look.format(name) for name in given if dialect.look]
+    elsewhere = [dialect.elsewhere.format(name) for name in given if name != "x"]
+    if dialect.elsewhere and elsewhere:
+        body.append(f"if {' or '.join(elsewhere)}: return None")
+    for name in launches.copied:
+        body.append(dialect.copy.format(name))
+        body += [dialect.look.format(name)] if dialect.look else []
+    body += [f"{name}_address = {dialect.address.format(name)}" for name in given]
+    pairs = itertools.combinations(launches.apart, 2)
+    same = [f"{a}_address == {b}_address" for a, b in pairs]
+    body += [f"if {' or '.join(same)}: return None"] if same else []
+    for name in launches.numbers:
+        body += ["try:", f"    {name} = float({name})", "except OverflowError:", "    return None"]
+    body += _check(dialect, launches.checked)
+    for name in new:
+        body.append(f"{name} = {dialect.allocate.format(name)}")
+        body += [dialect.look.format(name)] if dialect.look else []
+        body.append(f"{name}_address = {dialect.address.format(name)}")
+    body += _check(dialect, launches.checked_new)
+    body.append(f"stream = {dialect.stream}")
+    body += [dialect.scratch] if launches.has_scratch else []
+    arrays = {*given, *new}
+    for function, operands in launches.launches:
+        places = (f"{name}_address" if name in arrays else name for name in operands)
+        body.append(f"{function}({dialect.handle}, ({', '.join(places)},))")
+    body += [f"{name} = {name}_sum({name})" for name in launches.summed]
+    body.append(f"return {launches.result}")
+    run = "\n    ".join(("def run(arrays):", *body))
+    code: Any = symtable.symtable(run, "run", "exec").get_children()[0]
+    elsewhere_known = dialect.names | vars(builtins)
+    known = sorted(set(code.get_globals()) - elsewhere_known.keys())
+    lines = [
+        "def make(known):",
+        *(f"    {name} = known[{name!r}]" for name in known),
+        *(f"    {line}" for line in run.split("\n")),
+        "    return run",
+    ]
+    return _defined("make", "\n".join(lines), dialect.names)  # type: ignore[no-any-return]
+
+
+def _check(dialect: Dialect, names: tuple[str, ...]) -> list[str]:
+    """Return the line that checks addresses by their masks."""
+    if not names:
+        return []
+    bits = " | ".join(f"{name}_address & {name}_mask" for name in names)
+    divisors = " | ".join(f"{name}_address // {name}_itemsize" for name in names)
+    return [f"if {bits}: {dialect.misaligned.format(divisors=divisors)}"]
+
+
 @functools.cache
 def run_maker(
     dialect: Dialect,
@@ -129,12 +235,9 @@ def run_maker(
     copied: tuple[str, ...] = (),
     apart: tuple[str, ...] = (),
 ) -> Callable[[dict[str, Any]], Callable[..., Any]]:
-    """Return what makes the `run` of a call from what that knows.
+    """Return what makes the `run` of a pass of a table, as `launches_maker` does.
 
-    `run` takes a tuple of arrays, launches, and returns a result; it returns what the dialect says
-    instead, before anything is launched. It knows its `launch` and, of each array, the bits of an
-    address that are 0 where it is aligned, `{0}_mask`; of rows, their `{0}_stride`; and whatever
-    else the dialect names.
+    `run` knows its `launch` and, of rows, their `{0}_stride`.
 
     Parameters
     ----------
@@ -146,157 +249,29 @@ def run_maker(
     result : str
         An expression, with {fields} for the arrays that the table writes, None for one that is not,
         and {y}, say, for one by itself.
-    copied : tuple of str
-        The arrays that are made contiguous.
-    apart : tuple of str
-        Given arrays. Where two of them begin at one address, `run` returns None and launches
-        nothing.
+    has_scratch, copied, apart
+        As `Launches` has them.
     """
-    new = [name for name in written if name not in given]
-    body = _beginning(dialect, arguments, given, dict.fromkeys(copied, dialect.copy))
-    same = [f"{a}_address == {b}_address" for a, b in itertools.combinations(apart, 2)]
-    if same:
-        body.append(f"if {' or '.join(same)}: return None")
-
-    def check(names: list[str]) -> None:
-        bits = " | ".join(f"{name}_address & {name}_mask" for name in names)
-        if bits:
-            divisors = " | ".join(f"{name}_address // {name}_itemsize" for name in names)
-            body.append(f"if {bits}: {dialect.misaligned.format(divisors=divisors)}")
-
-    check([name for name in given if KINDS.get(name) in dialect.checked])
-    body += _allocations(dialect, new)
-    check([name for name in new if KINDS[name] in dialect.checked_new])
-    body.append(f"stream = {dialect.stream}")
+    new = tuple(name for name in written if name not in given)
     names = {*given, *new}
-    strides = {f"{name}_stride" for name in names}
-    operands = [
-        f"{operand}_address" if operand in names else operand if operand in strides else "0"
-        for operand in table.operands
-    ]
-    if has_scratch:
-        body.append(dialect.scratch)
-        operands.append("scratch_address")
-    elif table.takes_scratch:
-        operands.append("0")
+    known = names | {f"{name}_stride" for name in names}
+    operands = [name if name in known else "0" for name in table.operands]
+    if table.takes_scratch or has_scratch:
+        operands.append("scratch_address" if has_scratch else "0")
     fields = {name: name if name in written else "None" for name in table.writes}
-    body.append(f"launch({dialect.handle}, ({', '.join(operands)}))")
-    body.append(f"return {result.format(fields=', '.join(fields.values()), **fields)}")
-    return _maker(dialect, body)
-
-
-@dataclass(frozen=True)
-class Launches:
-    """What the `run` of a call of a norm of `cupynorm.fuse` does, by the names of its arrays.
-
-    Attributes
-    ----------
-    arguments, numbers, given : tuple of str
-        What `run` takes; those that are numbers; and the arrays that are there.
-    copied : tuple of str
-        The arrays that ``{0}_copy`` brings into a layout that kernels take.
-    checked : tuple of str
-        The arrays whose addresses have a mask.
-    new : tuple of str
-        The arrays that are allocated.
-    operands : tuple of str
-        Those of the first launch: an array's name stands for its address, and a number's for
-        itself. Others are known.
-    sums : int
-        How many launches sum partials, which are scratch.
-    targets : tuple of str
-        The arrays that these write, two each.
-    summed : tuple of str
-        The new arrays that ``{0}_sum`` makes smaller.
-    result : str
-        An expression.
-    """
-
-    arguments: tuple[str, ...]
-    numbers: tuple[str, ...]
-    given: tuple[str, ...]
-    copied: tuple[str, ...]
-    checked: tuple[str, ...]
-    new: tuple[str, ...]
-    operands: tuple[str, ...]
-    sums: int
-    targets: tuple[str, ...]
-    summed: tuple[str, ...]
-    result: str
-
-
-@functools.cache
-def launches_maker(
-    dialect: Dialect, launches: Launches
-) -> Callable[[dict[str, Any]], Callable[..., Any]]:
-    """Return what makes the `run` of a call of a norm of `cupynorm.fuse`, as `run_maker` does."""
-    copies = dict.fromkeys(launches.copied, "{0} = {0}_copy({0})")
-    body = _beginning(dialect, launches.arguments, launches.given, copies)
-    for name in launches.numbers:
-        body += ["try:", f"    {name} = float({name})", "except OverflowError:", "    return None"]
-    if launches.checked:
-        bits = " | ".join(f"{name}_address & {name}_mask" for name in launches.checked)
-        body.append(f"if {bits}: return None")
-    body += _allocations(dialect, launches.new)
-    body.append(f"stream = {dialect.stream}")
-    body += [dialect.scratch] if launches.sums else []
-    arrays = {*launches.given, *launches.new}
-
-    def launch(function: str, operands: tuple[str, ...]) -> str:
-        places = (f"{name}_address" if name in arrays else name for name in operands)
-        return f"{function}({dialect.handle}, ({', '.join(places)},))"
-
-    body.append(launch("launch", launches.operands))
-    for i in range(launches.sums):
-        targets = (*launches.targets, "0")[2 * i : 2 * i + 2]
-        body.append(launch(f"launch_{i}", (f"scratch_address + before_{i}", *targets)))
-    body += [f"{name} = {name}_sum({name})" for name in launches.summed]
-    body.append(f"return {launches.result}")
-    return _maker(dialect, body)
-
-
-def _beginning(
-    dialect: Dialect, arguments: tuple[str, ...], given: tuple[str, ...], copies: dict[str, str]
-) -> list[str]:
-    """Return the lines that find the addresses of what a call is given.
-
-    `copies`: statements that bring arrays into a layout that kernels take.
-    """
-    body = [f"{', '.join(arguments)} = arrays"]
-    body += [dialect.before] if dialect.before else []
-    body += [dialect.look.format(name) for name in given if dialect.look]
-    elsewhere = [dialect.elsewhere.format(name) for name in given if name != "x"]
-    if dialect.elsewhere and elsewhere:
-        body.append(f"if {' or '.join(elsewhere)}: return None")
-    for name, copy in copies.items():
-        body.append(copy.format(name))
-        body += [dialect.look.format(name)] if dialect.look else []
-    return body + [f"{name}_address = {dialect.address.format(name)}" for name in given]
-
-
-def _allocations(dialect: Dialect, new: Iterable[str]) -> list[str]:
-    """Return the lines that allocate arrays, and find their addresses."""
-    body = []
-    for name in new:
-        body.append(f"{name} = {dialect.allocate.format(name)}")
-        body += [dialect.look.format(name)] if dialect.look else []
-        body.append(f"{name}_address = {dialect.address.format(name)}")
-    return body
-
-
-def _maker(dialect: Dialect, body: list[str]) -> Callable[[dict[str, Any]], Callable[..., Any]]:
-    """Return what defines `run` with this body from what that knows."""
-    run = "\n    ".join(("def run(arrays):", *body))
-    code: Any = symtable.symtable(run, "run", "exec").get_children()[0]
-    elsewhere_known = dialect.names | vars(builtins)
-    known = sorted(set(code.get_globals()) - elsewhere_known.keys())
-    lines = [
-        "def make(known):",
-        *(f"    {name} = known[{name!r}]" for name in known),
-        *(f"    {line}" for line in run.split("\n")),
-        "    return run",
-    ]
-    return _defined("make", "\n".join(lines), dialect.names)  # type: ignore[no-any-return]
+    launches = Launches(
+        arguments=arguments,
+        given=given,
+        new=new,
+        has_scratch=has_scratch,
+        launches=(("launch", tuple(operands)),),
+        result=result.format(fields=", ".join(fields.values()), **fields),
+        copied=copied,
+        apart=apart,
+        checked=tuple(name for name in given if KINDS.get(name) in dialect.checked),
+        checked_new=tuple(name for name in new if KINDS[name] in dialect.checked_new),
+    )
+    return launches_maker(dialect, launches)
 
 
 def _defined(name: str, source: str, names: dict[str, Any]) -> Any:

@@ -6,6 +6,7 @@ They lie over the host's memory. Nothing is launched, and what a launch is given
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -59,12 +60,13 @@ class OfCuPy:
         ):
             monkeypatch.setattr(_fused_arrays, name, value)
         self.memory = _fused_arrays.CuPyMemory()
+        self.alignment = 512
         self.cupy.cuda.set_allocator(self.allocate)
 
     def allocate(self, nbytes: int, device: int = 0, offset: int = 0) -> Any:
         memory = np.zeros(nbytes + 1024, np.uint8)
         start = memory.ctypes.data
-        start += -start % 512 + offset
+        start += -start % 512 + offset + self.alignment % 512
         unowned = self.cupy.cuda.UnownedMemory(start, nbytes, memory, device)
         return self.cupy.cuda.MemoryPointer(unowned, 0)
 
@@ -183,6 +185,23 @@ def test_a_second_call_launches_what_the_first_did(of: Any) -> None:
     assert sums["dweight"] == address(dweight)
     assert first_sums["dbias"] == sums["dbias"] == 0
     assert len(FUSED.prepared) == 2
+
+
+def test_memory_that_is_less_aligned_is_not_written_by_packs(of: Any) -> None:
+    if isinstance(of, OfTorch):
+        pytest.skip("torch allocates at multiples of more than a pack")
+    given, dy = given_of(of), of.array(SHAPE)
+    told = given, Options(), "float32", ("float32",)
+    _, mean, rstd = forward(of, given)
+    backward = functools.partial(_fused_calls.backward, of.memory, FUSED, *told, [dy], mean, rstd)
+    backward()
+    of.launched.clear()
+    of.alignment = 8
+    assert again(of, given) is forward(of, given) is backward() is None
+    assert not of.launched
+    of.alignment = 512
+    assert again(of, given) is not None
+    assert backward() is not None
 
 
 def test_other_calls_are_not_served(of: Any) -> None:

@@ -66,6 +66,8 @@ _DIALECT = dataclasses.replace(
     signature=dict.fromkeys((*Kind, None), _LAYOUT)
     | {None: f"({_LAYOUT} if type({{0}}) in _PLAIN else 0)"},
     before="if _current_device() != index: return None",
+    copy="{0} = {0}_copy({0})",
+    misaligned="return None",
 )
 
 
