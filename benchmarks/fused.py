@@ -30,6 +30,8 @@ from cupynorm._bench import Problem
 
 LARGE = tuple((32768, cols) for cols in (1024, 4096, 8192, 16384))
 HEADS = (1048576, 128)
+OF_OPTIONS = ((32768, 4096), (32768, 16384), (16, 4096))  # of what the plain norms do by an option
+RELU = (0.0, 6.0)
 
 NORMS: dict[str, tuple[cupynorm.Fused, tuple[tuple[int, int], ...]]] = {
     "gated": (
@@ -46,7 +48,11 @@ NORMS: dict[str, tuple[cupynorm.Fused, tuple[tuple[int, int], ...]]] = {
     ),
     "added and stored": (
         cupynorm.fuse("rms_norm", prologue=lambda x, r: (x + r, x + r)),
-        ((32768, 4096),),
+        OF_OPTIONS,
+    ),
+    "clamped ReLU": (
+        cupynorm.fuse("rms_norm", epilogue=lambda y: of.clip(y, *RELU)),
+        OF_OPTIONS,
     ),
     "soft cap": (
         cupynorm.fuse("rms_norm", epilogue=lambda y: 30 * of.tanh(y / 30)),
@@ -245,6 +251,30 @@ class Ours(CuPyBackend):
         return Call(run)
 
 
+class Option(Ours):
+    """The plain norm's residual= and relu=. Their backward passes read the sum, and the bits."""
+
+    name = "cupynorm's option"
+
+    def prepare(self, problem: Any, inputs: dict[str, Any]) -> Call:
+        x, weight = inputs["x"], inputs["weight"]
+        adds = problem.kind == "added and stored"
+        given = {"residual": inputs["r"]} if adds else {"relu": RELU}
+        if problem.direction == "forward":
+            call = functools.partial(cupynorm.rms_norm, x, weight, **given)
+            return Call(lambda: made if isinstance(made := call(), tuple) else (made,))
+        stored = cupynorm.rms_norm_forward(x, weight, **given)
+        of, *of_sum = _of_outputs(problem, inputs)
+        more = {"dresidual_out": of_sum[0]} if adds else {"bitmask": stored.bitmask}
+        arguments = of, stored.residual_out if adds else x, weight, stored.rstd
+
+        def run() -> Outputs:
+            found = cupynorm.rms_norm_backward(*arguments, **more)
+            return (found.dx, *([found.dresidual] if adds else []), found.dweight)
+
+        return Call(run)
+
+
 class Peer(TorchBackend):
     """A function of x, the weight and the inputs that returns a tuple of outputs."""
 
@@ -353,11 +383,13 @@ class Mamba(Peer):
         return gated
 
 
-BACKENDS = (Limit, Ours, Face, Fla, Mamba, Compiled)
+BACKENDS = (Limit, Ours, Option, Face, Fla, Mamba, Compiled)
 
 
 def is_measured(problem: OfFused, backend: Backend) -> bool:
     """Tell whether a library has the operation."""
+    if isinstance(backend, Option):
+        return problem.kind in ("added and stored", "clamped ReLU")
     if isinstance(backend, Fla):
         return problem.kind == "gated"
     if isinstance(backend, Mamba):

@@ -28,6 +28,12 @@ class OursOnHost(fused.Ours):
     def synchronize(self) -> None: ...
 
 
+class OptionOnHost(fused.Option):
+    """Runs on NumPy arrays."""
+
+    def synchronize(self) -> None: ...
+
+
 def name_of(problem: OfFused) -> str:
     return f"{problem.kind}-{problem.direction}"
 
@@ -35,6 +41,9 @@ def name_of(problem: OfFused) -> str:
 @pytest.mark.parametrize("problem", PROBLEMS, ids=name_of)
 def test_the_check_is_of_every_output(problem: OfFused) -> None:
     given, backend = fused.inputs(problem, 0, np), OursOnHost()
+    if fused.is_measured(problem, OptionOnHost()):
+        by_option = OptionOnHost().prepare(problem, given).run()
+        assert fused.check(problem, backend, given, by_option, np)["status"] == "ok"
     outputs = backend.prepare(problem, given).run()
     assert len(outputs) == len(problem.outputs)
     record = fused.check(problem, backend, given, outputs, np)
@@ -60,7 +69,7 @@ def test_torch_computes_the_same(problem: OfFused, monkeypatch: pytest.MonkeyPat
 
 def test_the_problems_and_their_bytes() -> None:
     measured = fused.problems()
-    assert len(measured) == 2 * (5 + 5)
+    assert len(measured) == 2 * (5 + 4 + 2 * 3)
     gated = next(p for p in measured if p.kind == "gated" and p.cols == 1024)
     assert gated.bytes == 3 * 32768 * 1024 * 2
     stored = next(p for p in measured if p.kind == "added and stored")
@@ -72,6 +81,9 @@ def test_the_problems_and_their_bytes() -> None:
             b.name for b in (kind() for kind in fused.BACKENDS) if fused.is_measured(problem, b)
         }
         assert ("fla" in names) == (problem.kind == "gated")
+        assert ("cupynorm's option" in names) == (
+            problem.kind in ("added and stored", "clamped ReLU")
+        )
         assert ("mamba" in names) == problem.kind.startswith("gated")
 
 
@@ -107,5 +119,5 @@ def test_it_is_measured_beside_the_limit(tmp_path: Path, monkeypatch: pytest.Mon
     found = results.load(path, "benchmarks.fused")
     assert found["complete"]
     for record in found["measurements"]:
-        if record["backend"] in ("limit, CuPy", "cupynorm", "cupynorm.torch"):
+        if record["backend"] in ("limit, CuPy", "cupynorm", "cupynorm's option", "cupynorm.torch"):
             assert record["status"] == "ok", record
