@@ -434,7 +434,8 @@ def _returned(spec: Spec, options: Options) -> str:
     if options.training:
         return f"{NormForward.__name__}({{fields}})"
     if isinstance(spec, QuantizedSpec):
-        return "({y}, {scale}, {residual_out})" if spec.residual else "({y}, {scale})"
+        names = "y", "scale", *(name for name in ("amax", "residual_out") if name in spec.writes)
+        return f"({', '.join(f'{{{name}}}' for name in names)})"
     first, *others = (f"{{{name}}}" for name in spec.returned)
     return f"({', '.join((first, *others))})" if others else first
 

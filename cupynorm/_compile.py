@@ -87,7 +87,7 @@ _BACKWARD = ("n_rows", "n_cols", "inv_n", *BACKWARD.operands)
 # The structs of arguments in kernels/operation.cuh, by the names of their members.
 ARGUMENTS = {
     "ForwardArguments": _FORWARD,
-    "QuantizedArguments": (*_FORWARD, "scale"),
+    "QuantizedArguments": (*_FORWARD, "scale", "amax"),
     "ForwardPipelinedArguments": (*_FORWARD, "count"),
     "BackwardArguments": _BACKWARD,
     "BackwardPipelinedArguments": (*_BACKWARD, "partials"),
@@ -215,7 +215,7 @@ def forward_instantiation(
     dtypes = read | {"Weight": spec.weight, "Bias": spec.bias, "Y": spec.dtypes["y"]}
     if isinstance(spec, QuantizedSpec):
         options |= {"Epilogue": "Quantize", "kGivenScale": spec.scale_given}
-        options |= {"kScaleColumns": spec.scale_columns}
+        options |= {"kScaleColumns": spec.scale_columns, "kFindsAmax": spec.amax}
         dtypes |= {"Via": spec.y, "Scale": spec.scale}
     op = _op(options, **dtypes)
     if isinstance(config, Strided):

@@ -87,6 +87,7 @@ class Kind(enum.Enum):
     SCALES = (
         "one; or (*kept, 1, ...), one a row; or (*kept, ceil(N / block)): what q is multiplied by"
     )
+    NUMBER = "(1,): one of all rows"
 
 
 KINDS = {
@@ -96,6 +97,7 @@ KINDS = {
     **dict.fromkeys(("mean", "rstd"), Kind.STATISTIC),
     "bitmask": Kind.BITS,
     "scale": Kind.SCALES,
+    "amax": Kind.NUMBER,
 }
 ALWAYS_READ = frozenset(("x", "dy", "rstd"))  # a pass that reads these always has them
 
@@ -122,6 +124,8 @@ def shape_of(kind: Kind, x_shape: Sequence[Any], k: int) -> tuple[Any, ...]:
     kept, normalized = tuple(x_shape[: len(x_shape) - k]), tuple(x_shape[len(x_shape) - k :])
     if kind is Kind.ROWS:
         return kept + normalized
+    if kind is Kind.NUMBER:
+        return (1,)
     if kind is Kind.BITS:
         return (*kept, bitmask_bytes(math.prod(normalized)))
     return kept
@@ -165,7 +169,7 @@ FORWARD = Pass(
 QUANTIZED = Pass(  # a forward pass whose y has eight bits an element: `QuantizedSpec`
     "quantized",
     reads=_READ_FORWARD,
-    writes=(*FORWARD.writes, "scale"),
+    writes=(*FORWARD.writes, "scale", "amax"),
     dtypes_asked=FORWARD.dtypes_asked,
     arguments=(*_READ_FORWARD, "residual_out", "scale"),  # a scale that is given is only read
     takes_scratch=False,
@@ -336,6 +340,7 @@ class QuantizedSpec(ForwardSpec):
     scale: str = "float32"
     scale_given: bool = False  # one for all
     scale_columns: int = 0  # that share a scale; 0 if all of a row do
+    amax: bool = False  # whether that is a result
 
     @property
     def of_y(self) -> ForwardSpec:
@@ -346,7 +351,8 @@ class QuantizedSpec(ForwardSpec):
     @property
     def dtypes(self) -> dict[str, str | None]:
         """The dtype of each array of the table by its name, None if it is absent."""
-        return super().dtypes | {"y": self.q, "scale": self.scale}
+        amax = "float32" if self.amax else None
+        return super().dtypes | {"y": self.q, "scale": self.scale, "amax": amax}
 
 
 @dataclass(frozen=True)
@@ -483,6 +489,9 @@ class NormForward(NamedTuple):
         a residual.
     scale : array or None
         What to multiply y by, if it was quantized. None otherwise.
+    amax : array or None
+        The largest magnitude of what was quantized, one float32 of all rows. None unless
+        `Quantize` asks for it.
     """
 
     y: Any
@@ -491,6 +500,7 @@ class NormForward(NamedTuple):
     bitmask: Any = None
     residual_out: Any = None
     scale: Any = None
+    amax: Any = None
 
 
 class NormBackward(NamedTuple):

@@ -97,6 +97,20 @@ def _launch_nothing(stream: int, operands: _Ints) -> None:
     pass
 
 
+def _zero_amax(stream: int, operands: _Ints) -> None:
+    set_to_zero(stream, operands[-1], ITEMSIZE["float32"])
+
+
+def _behind_zero(launch: Launch) -> Launch:
+    """Return a launch that sets amax to zero first."""
+
+    def launch_behind_zero(stream: int, operands: _Ints) -> None:
+        _zero_amax(stream, operands)
+        launch(stream, operands)
+
+    return launch_behind_zero
+
+
 @cache
 def multiprocessors(device: int) -> int:
     """Return how many multiprocessors a device has."""
@@ -125,6 +139,7 @@ class ForwardPlan:
     counted: bool  # whether many rows are handed out by a count
     as_one: bool = False  # whether groups are launched as one
     stands_in: bool = False  # for one with the same bits, whose kernel is being compiled
+    finds_amax: bool = False  # the last operand, which rows raise from zero
 
     def scratch_bytes(self, m: int) -> int:
         """Return the bytes of scratch that a launch over m rows can use, for a count."""
@@ -144,13 +159,14 @@ class ForwardPlan:
         clusters = self._clusters(rows, n_groups)
         blocks = clusters * n_groups * self.cluster_blocks
         if blocks == 0:
-            return _launch_nothing
+            return _zero_amax if self.finds_amax else _launch_nothing
         numbers = _sizes(rows, self.n) | {"eps": eps, "lower": lower, "upper": upper}
         if groups is not None:
             numbers |= groups.numbers(self.n, clusters, as_one=self.as_one)
         if self.scratch_bytes(m) == 0:
             without_count = {} if self.most_clusters is None else {"count": 0}
-            return self.kernel.prepared(blocks, numbers | without_count)
+            launch = self.kernel.prepared(blocks, numbers | without_count)
+            return _behind_zero(launch) if self.finds_amax else launch
         launch_rows = self.kernel.prepared(blocks, numbers)
 
         def launch_with_count(stream: int, operands: _Ints) -> None:
@@ -242,7 +258,9 @@ def forward_plan_of(
             clusters = at_once
     if isinstance(config, ForwardInRegisters):
         return ForwardPlan(
-            kernel, n, config.rows_per_block, config.cluster_blocks, None, counted=False
+            *(kernel, n, config.rows_per_block, config.cluster_blocks, None),
+            counted=False,
+            finds_amax=isinstance(spec, QuantizedSpec) and spec.amax,
         )
     if isinstance(config, ForwardStreaming):
         return ForwardPlan(kernel, n, 1, config.cluster_blocks, None, counted=False)

@@ -26,6 +26,7 @@ __all__ = [
     "MX_SCALE",
     "PER_POWER",
     "Quantize",
+    "amax_of",
     "check_call",
     "check_scale_dtype",
     "codes_of",
@@ -77,6 +78,9 @@ class Quantize:
     scale_min, scale_max : float
         Bounds of a computed scale, within the normal numbers of float32. The defaults are the
         least and the largest of these.
+    amax : bool
+        Whether ``max|y|`` of all rows together, y as it is rounded to `via`, is a result as well:
+        an array of one float32, behind the scale. Delayed scaling finds the next scale from it.
 
     Raises
     ------
@@ -91,7 +95,8 @@ class Quantize:
     -----
     A NaN stays NaN in a float8 dtype, and is 0 in int8. It does not count in max|y|: the rest of
     its row keeps its digits. An infinity does count, and so gives the scale scale_max. A row of
-    zeros has the scale scale_min, and q is 0. So no scale is ever 0, infinite or NaN.
+    zeros has the scale scale_min, and q is 0. So no scale is ever 0, infinite or NaN. For amax the
+    same counts, and there are no bounds: it may be 0, as it is of no rows, or infinite.
 
     The scale of a block of 32 is the largest power of two that is not above ``max|y| / P``, also
     after clipping. P is the largest power of two of dtype, 256 or 32768. This is the rule of the
@@ -122,6 +127,7 @@ class Quantize:
     via: Any = "x"
     scale_min: float = _SCALE_MIN
     scale_max: float = _SCALE_MAX
+    amax: bool = False
 
     def __post_init__(self) -> None:
         """Check the fields. Dtypes become their names."""
@@ -155,6 +161,9 @@ class Quantize:
             )
         if given and (self.scale_min, self.scale_max) != (_SCALE_MIN, _SCALE_MAX):
             raise ValueError("scale_min and scale_max must be left out if scale is an array")
+        if not isinstance(self.amax, bool | np.bool_):
+            raise TypeError(f"amax must be True or False, got {self.amax!r}")
+        object.__setattr__(self, "amax", bool(self.amax))
 
     @property
     def is_by_block(self) -> bool:
@@ -175,7 +184,8 @@ class Quantize:
     def told(self) -> tuple[Any, ...]:
         """All that a call depends on, except a given scale."""
         how = "given" if self.is_given else self.scale
-        return self.dtype, how, self.block, self.via, self.scale_min, self.scale_max
+        bounds = self.scale_min, self.scale_max
+        return self.dtype, how, self.block, self.via, *bounds, self.amax
 
     @property
     def scale_dtype(self) -> str:
@@ -329,13 +339,14 @@ def pass_of_kernel(
     of_y: ForwardSpec, options: Options, told: tuple[Any, ...], n: int
 ) -> tuple[QuantizedSpec, Options]:
     """Return the pass over rows of n elements that quantizes y itself. `told`: `Quantize.told`."""
-    dtype, how, block, _, *bounds = told
+    dtype, how, block, _, *bounds, amax = told
     spec = QuantizedSpec(
         **{field.name: getattr(of_y, field.name) for field in fields(of_y)},
         q=dtype,
         scale=dtype_of_scales(block),
         scale_given=how == "given",
         scale_columns=0 if block == BLOCK and n <= BLOCK else block or 0,  # one block is the row
+        amax=amax,
     )
     return spec, replace(options, scale_bounds=tuple(bounds))
 
@@ -345,15 +356,21 @@ def dtype_of_scales(block: int | None) -> str:
     return MX_SCALE if block == BLOCK_MX else "float32"
 
 
-def of_arrays(y: Any, axes: tuple[int, ...], quantize: Quantize, scale: Any) -> tuple[Any, Any]:
-    """Return the codes of a NumPy or CuPy array, and scales. `scale` is a given one, or None."""
+def of_arrays(
+    y: Any, axes: tuple[int, ...], quantize: Quantize, scale: Any
+) -> tuple[Any, Any, Any]:
+    """Return the codes of a NumPy or CuPy array, its scales, and its amax or None.
+
+    `scale` is a given one, or None.
+    """
     xp = _module_of(y)
     with np.errstate(all="ignore"), _arrays.on_device_of(y):
         if scale is None:
             scale = scales_of(xp, y, axes, quantize)
         factor = power_of(scale) if quantize.block == BLOCK_MX else scale
         factor = expanded(xp, factor, y.shape, quantize.block)
-        return codes_of(xp, y, factor, quantize.dtype), scale
+        amax = amax_of(xp, y) if quantize.amax else None
+        return codes_of(xp, y, factor, quantize.dtype), scale, amax
 
 
 # ---- arithmetic, of NumPy, CuPy and jax.numpy ----------------------------------------------------
@@ -376,8 +393,7 @@ def scales_of(
     quantize: Quantize,
 ) -> Any:
     """Return the scales: float32, or the codes of float8_e8m0fnu."""
-    wide = _widened(y)
-    size = xp.where(xp.isnan(wide), wide.dtype.type(0), xp.abs(wide))
+    size = _sizes(xp, y)
     if quantize.block is None:
         size = size.max(axis=axes, keepdims=True)
     else:
@@ -399,6 +415,18 @@ def scales_of(
         return scale
     # The exponent's bits, of a positive normal number, are a code of float8_e8m0fnu.
     return (scale.view(np.uint32) >> np.uint32(23)).astype(np.uint8)
+
+
+def amax_of(xp: Any, y: Any) -> Any:
+    """Return the largest magnitude of all elements, an array of one float32."""
+    size = _sizes(xp, y)
+    largest = size.max() if y.size else xp.zeros((), size.dtype)
+    return largest.astype(np.float32).reshape(1)
+
+
+def _sizes(xp: Any, y: Any) -> Any:
+    wide = _widened(y)
+    return xp.where(xp.isnan(wide), wide.dtype.type(0), xp.abs(wide))
 
 
 def power_of(codes: Any) -> Any:

@@ -150,9 +150,10 @@ def rms_norm(
         normalized axes are the last ones. With a residual, y and s.
 
         With quantize, q and scale instead of y, and s behind them: ``(q, scale)`` or ``(q, scale,
-        s)``. q has x's shape. A scale for each row has x's shape with 1 for the normalized axes,
-        and scales of blocks have shape (..., ceil(N / block)). In CuPy, and where else a framework
-        lacks a dtype of eight bits, the array is of uint8.
+        s)``. If quantize asks for amax, it comes behind the scale. q has x's shape. A scale for
+        each row has x's shape with 1 for the normalized axes, and scales of blocks have shape
+        (..., ceil(N / block)). In CuPy, and where else a framework lacks a dtype of eight bits, the
+        array is of uint8.
 
     Raises
     ------
@@ -319,9 +320,10 @@ residual_out, quantize
         ``bitmask`` has shape (..., ceil(N / 8)) and a bit for each element, set where
         lower < y < upper before rounding; `pack_bitmask` has the layout. ``mean`` is None, and so
         is ``bitmask`` without relu. With a residual, ``residual_out`` is ``s = x + residual``,
-        which is the x of `rms_norm_backward`. With quantize, ``y`` is q, and ``scale`` is what to
-        multiply it by. The dy of `rms_norm_backward` is then the gradient of their product: the
-        rounding counts as the identity (a straight-through estimator, arXiv:1308.3432).
+        which is the x of `rms_norm_backward`. With quantize, ``y`` is q, ``scale`` is what to
+        multiply it by, and ``amax`` is there if quantize asks for it. The dy of `rms_norm_backward`
+        is then the gradient of their product: the rounding counts as the identity (a
+        straight-through estimator, arXiv:1308.3432).
 
     Raises
     ------
@@ -380,7 +382,7 @@ residual_out, quantize
     NormForward
         ``y`` is that of `layer_norm`. ``mean`` and ``rstd = 1 / sqrt(var(x) + eps)`` of each row
         have x's shape without the normalized axes and are float32 (float64 where x is).
-        ``bitmask``, ``residual_out`` and ``scale`` are as for `rms_norm_forward`.
+        ``bitmask``, ``residual_out``, ``scale`` and ``amax`` are as for `rms_norm_forward`.
 
     Raises
     ------
@@ -620,15 +622,17 @@ def _quantized(arrays: tuple[Any, ...], asked: tuple[Any, ...], quantize: Any) -
             if not training:
                 y, total = (made, None) if residual is None else made
                 made = NormForward(y, residual_out=total)
-            codes, scale = _quantize.of_arrays(family.take("y", made.y), axes, quantize, scale)
-        found = made._replace(y=codes, scale=scale)
+            y = family.take("y", made.y)
+            codes, scale, amax = _quantize.of_arrays(y, axes, quantize, scale)
+        found = made._replace(y=codes, scale=scale, amax=family.give_present(amax))
     q = family.give_as(quantize.dtype, found.y)
     scale = quantize.scale
     if not quantize.is_given:
         scale = family.give_as(quantize.scale_dtype, found.scale)
     if training:
         return found._replace(y=q, scale=scale)
-    return (q, scale) if residual is None else (q, scale, found.residual_out)
+    others = found.amax, found.residual_out
+    return (q, scale, *(array for array in others if array is not None))
 
 
 def _by_one_kernel(
@@ -657,7 +661,7 @@ def _by_one_kernel(
     if key is not None and run is not None:
         remember(calls.calls, key, run)
     place = given["residual_out"]
-    results = {name: family.give_present(written[name]) for name in ("mean", "rstd")}
+    results = {name: family.give_present(written[name]) for name in ("mean", "rstd", "amax")}
     results["residual_out"] = (
         family.give_present(written["residual_out"])
         if place is None

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack  # type checkers know it, and nothing else imports it
 
 __all__ = [
+    "amax",
     "layer_norm",
     "layer_norm_backward",
     "layer_norm_forward",
@@ -353,6 +354,21 @@ def quantize(
             axes = _checks.normalized_axes(y.ndim, axis)
             scale = scales(size, q_dtype, compute, axes, block, scale_min, scale_max)
         return nearest(quotients(widen(y), scale, compute, block), q_dtype), scale
+
+
+def amax(y: Array) -> Array:
+    """Return the largest magnitude of an array that a norm has written, one float32.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupynorm import reference
+    >>> reference.amax(np.float32([[0.0, -127.0], [np.nan, 2.5]]))
+    array([127.], dtype=float32)
+    """
+    with np.errstate(all="ignore"):
+        largest = np.where(np.isnan(y), 0.0, np.abs(widen(y))).max(initial=0.0)
+        return np.full(1, largest, np.float32)
 
 
 def scales(

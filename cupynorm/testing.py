@@ -488,8 +488,8 @@ def check_quantized(
     norm : {"rms_norm", "layer_norm"}
         Which norm it is.
     result : tuple of arrays
-        q, scale and, with a residual, residual_out, as NumPy arrays. Those that are eight bits of
-        another dtype may be of uint8.
+        q, scale, amax if quantize asks for it and, with a residual, residual_out, as NumPy arrays.
+        Those that are eight bits of another dtype may be of uint8.
     x, weight, bias, quantize, eps, axis, zero_centered, relu, residual, residual_dtype
         The arguments, with NumPy arrays; see `cupynorm.rms_norm`.
 
@@ -523,16 +523,19 @@ def check_quantized(
     told: dict[str, Any] = {"axis": axis, "zero_centered": zero_centered, "eps": eps, "relu": relu}
     asked = Asked(norm, training=False, residual_dtype=residual_dtype, **told)
     moved_arrays, spec, options = check_call(NUMPY, arrays, asked)
-    names = ("q", "scale") if residual is None else ("q", "scale", "residual_out")
+    names = ["q", "scale"] + (["amax"] if quantize.amax else [])
+    names += [] if residual is None else ["residual_out"]
     if len(result) != len(names):
         raise AssertionError(f"there must be {', '.join(names)}, got {len(result)} arrays")
     fields = dict(zip(names, result, strict=True))
     dtypes = {"q": np.dtype(quantize.dtype), "scale": np.dtype(quantize.scale_dtype)}
+    dtypes |= {"amax": np.dtype(np.float32)} if quantize.amax else {}
     for name, dtype in dtypes.items():
         if getattr(fields[name], "dtype", None) == np.uint8 and dtype != np.int8:
             fields[name] = fields[name].view(dtype)
     of_rows = tuple(1 if i - x.ndim in axes else n for i, n in enumerate(x.shape))
     shapes = {"q": x.shape, "scale": of_rows if given is None else given.shape}
+    shapes |= {"amax": (1,)} if quantize.amax else {}
     if quantize.block is not None:
         shapes["scale"] = (*x.shape[:-1], -(-x.shape[-1] // quantize.block))
     if residual is not None:
@@ -541,6 +544,7 @@ def check_quantized(
     if given is not None:
         _assert_between(fields["scale"], given, given, "scale")
     order, k = options.order, options.k
+    amax = fields.pop("amax", None)
     q, scale, *totals = (
         a if order is None or a.ndim != x.ndim else a.transpose(order) for a in fields.values()
     )
@@ -549,6 +553,7 @@ def check_quantized(
         x = _assert_total(totals[0], x, residual)
     via = to_numpy(_quantize.dtype_of_y(quantize, moved_arrays["x"], x.dtype))
     compute, open_to_two = reference.compute_dtype(x), 0
+    largest = [0.0, 0.0]  # at least and at most
     for where, rows, w, b in _chunks(x, weight, bias, k):
         exact, magnitude = _forward_bounds(norm, rows(x), w, b, k, eps, zero_centered, compute)
         if relu is not None:
@@ -558,6 +563,14 @@ def check_quantized(
         if given is None:
             _assert_scales(scales, ends, quantize, k, "scale" + where)
         open_to_two += _assert_codes(rows(q), scales, ends, quantize, "q" + where)
+        largest = [
+            float(np.fmax.reduce(size, axis=None, initial=so_far))
+            for size, so_far in zip(_sizes(ends), largest, strict=True)
+        ]
+    if amax is not None:
+        with np.errstate(over="ignore"):
+            low, high = (np.full(1, size, np.float32) for size in largest)
+        _assert_between(amax, low, high, "amax")
     return open_to_two / max(1, q.size)
 
 
@@ -578,17 +591,20 @@ def _assert_scales(
     scale: Array, ends: tuple[Array, Array], quantize: Quantize, k: int, name: str
 ) -> None:
     """Assert that scales lie between those of the ends of y."""
-    low, high = map(reference.widen, ends)
-    least = np.maximum(np.maximum(low, -high), 0)
-    most = np.maximum(np.abs(low), np.abs(high))
     told = np.dtype(quantize.dtype), reference.compute_dtype(ends[0]), tuple(range(-k, 0))
     bounds = quantize.block, quantize.scale_min, quantize.scale_max
     with np.errstate(all="ignore"):
         least, most = (
             reference.scales(np.where(np.isnan(size), 0.0, size), *told, *bounds)
-            for size in (least, most)
+            for size in _sizes(ends)
         )
     _assert_between(scale, least, most, name)
+
+
+def _sizes(ends: tuple[Array, Array]) -> tuple[Array, Array]:
+    """Return the least and the largest magnitudes between the ends of y."""
+    low, high = map(reference.widen, ends)
+    return np.maximum(np.maximum(low, -high), 0), np.maximum(np.abs(low), np.abs(high))
 
 
 def _assert_codes(

@@ -159,6 +159,18 @@ __device__ __forceinline__ int count_up(int* count) {
   return before;
 }
 
+// Raises a number to another one, as all blocks do. Neither is negative, so that their bits are in
+// their order. Most read that theirs is not larger, and the L2 need not order them all at one
+// address. L1 may hold an old number, which only costs a further operation there.
+__device__ __forceinline__ void raise_to(float* number, float to) {
+  float found;
+  asm volatile("ld.global.f32 %0, [%1];" : "=f"(found) : "l"(number) : "memory");
+  if (to > found) {
+    asm volatile("red.relaxed.gpu.global.max.u32 [%0], %1;" ::"l"(number), "r"(__float_as_uint(to))
+                 : "memory");
+  }
+}
+
 // A mailbox counts the bytes that the blocks of a cluster send to its block, or that copy_bulk
 // brings. A barrier that says when all have come would also wait for each block's stores to device
 // memory.

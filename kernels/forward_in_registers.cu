@@ -544,9 +544,10 @@ struct InRegistersForward {
                          arrays.biases[p], args);
       rounded[p].set(values);
       const bool is_inside = p * kStep < left_of_row(p);
-      if constexpr (Quantized::kOfRow) {
+      if constexpr (Quantized::kOfRow || Op::kFindsAmax) {
         if (is_inside) largest.add(rounded[p]);
-      } else {
+      }
+      if constexpr (!Quantized::kOfRow) {
         if constexpr (!Op::kGivenScale) {
           Largest<typename Op::Via> of_pack;
           if (is_inside) of_pack.add(rounded[p]);
@@ -567,6 +568,10 @@ struct InRegistersForward {
       divisor.try_products<Y, typename Op::Via, Layout::kRowThreads>();
 #pragma unroll
       for (int p = 0; p < Layout::kPacksPerThread; ++p) store_codes(rounded[p], divisor, own, p);
+    }
+    if constexpr (Op::kFindsAmax) {
+      const T of_warp = Quantized::template largest_of_lanes<32>(largest.value());
+      if (thread_index() % 32 == 0) raise_to(args.amax, of_warp);
     }
   }
   template <typename Rounded>

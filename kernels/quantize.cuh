@@ -7,6 +7,7 @@
 //            each row, or for each kScaleColumns columns if that is not 0. NaN does not count in max|y|. L is the
 //            largest number of Y. If Scale is a byte, it is a power of two as its exponent (float8_e8m0fnu): the
 //            largest that is not above max|y| / P, where P is the largest power of two of Y.
+// Amax:      kFindsAmax: amax becomes the largest magnitude of y in all rows, where NaN does not count either.
 // Division:  mostly a product with the reciprocal, after it is known that this gives the same codes; else the product is
 //            corrected by what it exceeds y by (notes.md#exact-quotients).
 #pragma once
@@ -176,10 +177,11 @@ struct Quantizer {
   static constexpr bool kIsPower = kSame<Scale, unsigned char>;
   static constexpr int kLanes = Op::kScaleColumns / Length;  // that share a scale
 
-  // The largest of the lanes that share a scale. All of the warp take part.
+  // The largest of so many lanes, by default those that share a scale. All of the warp take part.
+  template <int Lanes = kLanes>
   static __device__ __forceinline__ float largest_of_lanes(float largest) {
 #pragma unroll
-    for (int distance = kLanes / 2; distance > 0; distance /= 2) {
+    for (int distance = Lanes / 2; distance > 0; distance /= 2) {
       largest = larger(largest, shuffle_xor(largest, distance));
     }
     return largest;

@@ -22,6 +22,7 @@ HOWS = (
     Quantize("float8_e4m3fn", "row", via="bfloat16", scale_min=1e-3, scale_max=2e-3),
     Quantize("float8_e5m2", SCALE, via="float16"),
 )
+AMAX = tuple(dataclasses.replace(how, amax=True) for how in HOWS)
 
 
 def bits(array: Any) -> np.ndarray:
@@ -48,9 +49,10 @@ def told_in(how: Quantize, convert: Callable[[np.ndarray], Any]) -> Quantize:
     return dataclasses.replace(how, scale=convert(how.scale)) if how.is_given else how
 
 
-def by_oracle(how: Quantize, y: Any, axis: Any = None) -> tuple[np.ndarray, np.ndarray]:
+def by_oracle(how: Quantize, y: Any, axis: Any = None) -> tuple[np.ndarray, ...]:
     bounds = {"scale_min": how.scale_min, "scale_max": how.scale_max}
-    return reference.quantize(y, how.dtype, how.scale, block=how.block, axis=axis, **bounds)
+    result = reference.quantize(y, how.dtype, how.scale, block=how.block, axis=axis, **bounds)
+    return (*result, reference.amax(y)) if how.amax else result
 
 
 def boundaries(dtype: str) -> np.ndarray:
@@ -75,6 +77,10 @@ _KERNELS = (
     (HOWS[8], "float16", 1032, "float16"),  # a block begins behind the end
     (HOWS[7], "bfloat16", 128, "bfloat16"),
     (HOWS[0], "float16", 300, None),  # two rows share a warp
+    *((AMAX[i], "bfloat16", n, None) for i, n in ((1, 4096), (3, 128), (9, 1024))),
+    (AMAX[0], "float16", 300, None),
+    (AMAX[6], "float16", 1032, "float32"),
+    (AMAX[5], "float32", 2048, "float32"),
 )
 QUANTIZED = {
     f"quantized {i}, {how.dtype} by {how.block or ('scale' if how.is_given else 'row')}, {x} {n}": i
@@ -103,18 +109,20 @@ def check_quantized_kernel(gpu: Gpu, name: str) -> None:
         y = gpu.forward(norm, x, weight, bias, **options, out_dtype=via, store_statistics=False)
         y, *totals = map(gpu.to_numpy, y if of_residual else (y,))
         told = {**options, "quantize": told_in(how, put)}
-        q, scale, *sums = map(gpu.to_numpy, gpu.quantized(norm, x, weight, bias, **told))
+        q, scale, *others = map(gpu.to_numpy, gpu.quantized(norm, x, weight, bias, **told))
         stored = gpu.to_numpy(gpu.quantized(norm, x, weight, bias, **told, training=True))
         plain = gpu.to_numpy(gpu.forward(norm, x, weight, bias, **options))
+    if how.amax:
+        same(stored.amax, others[0], "amax")
     for actual, expected in ((stored.y, q), (stored.scale, scale)):
         np.testing.assert_array_equal(actual.view(np.uint8), expected.view(np.uint8))
     for field in ("mean", "rstd"):
         np.testing.assert_array_equal(getattr(stored, field), getattr(plain, field))
-    exact_q, exact_scale = by_oracle(how, y)
+    exact_q, exact_scale, *exact = by_oracle(how, y)
     same(scale.view(exact_scale.dtype), exact_scale, "scale")
     same(q.view(how.dtype), exact_q, "q")
-    for total, expected in zip(sums, totals, strict=True):
-        same(total, expected, "the sum")
+    for other, expected in zip(others, (*exact, *totals), strict=True):
+        same(other, expected, "amax or the sum")
 
 
 def as_y(values: np.ndarray) -> Iterator[np.ndarray]:

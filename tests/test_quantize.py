@@ -16,6 +16,7 @@ from host.gpu import Gpu
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from quantized_gpu import (
+    AMAX,
     FLOAT8,
     HOWS,
     QUANTIZED,
@@ -39,7 +40,9 @@ from cupynorm._quantize import pass_of_kernel
 
 BUILD = Build()
 every_how = pytest.mark.parametrize(
-    "how", HOWS, ids=lambda how: f"{how.dtype}-{how.scale}-{how.block}"
+    "how",
+    [*HOWS, *AMAX[1::5]],
+    ids=lambda how: f"{how.dtype}-{how.scale}-{how.block}{'-amax' if how.amax else ''}",
 )
 
 
@@ -122,7 +125,7 @@ def test_float64_is_rounded_once(codes_by: Any, dtype: str) -> None:
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Problem, Quantize]:
     problem = draw(problems(broadcast=draw(st.booleans())))
-    how = draw(st.sampled_from(HOWS))
+    how = draw(st.sampled_from((*HOWS, *AMAX)))
     if how.is_by_block and problem.axis not in (None, (problem.x.ndim - 1,), (-1,)):
         how = dataclasses.replace(how, scale="row", block=None)
     return problem, how
@@ -141,6 +144,7 @@ def test_quantized_is_the_unfused_spelling(case: tuple[Problem, Quantize]) -> No
     for actual, exact in zip(result, expected, strict=True):
         same(actual, exact)
     testing.check_quantized(problem.norm, result, *arrays, **options, quantize=how)
+    result = result[:2]
     q, scale = (array.astype(np.float64) for array in result)
     assert np.all(np.isfinite(scale) & (scale > 0))
     if how.block:
@@ -172,7 +176,7 @@ def test_the_sum_comes_behind_the_scale(norm: Any, via: Any) -> None:
 def test_rows_that_are_not_finite_or_zero(dtype: str) -> None:
     y = np.float32([[0, 0, 0], [np.nan, 1, -0.5], [np.inf, 1, -2], [np.nan] * 3, [1e-44, 0, 0]])
     how = Quantize(dtype, "row", scale_max=1e30)
-    q, scale = _quantize.of_arrays(y, (-1,), how, None)
+    q, scale, _ = _quantize.of_arrays(y, (-1,), how, None)
     largest = _quantize.LARGEST[dtype]
     least = np.float32(2.0**-126)
     same(scale, np.float32([[least], [1 / np.float64(largest)], [1e30], [least], [least]]))
@@ -211,7 +215,7 @@ def test_scales_of_mx_are_the_powers_of_two_of_its_specification() -> None:
     tops = np.float32([0.5, 0.75, 1.0, 448.0, 511.0, 512.0, 2.0**-130, 3e38])
     y = np.zeros((len(tops), 33), np.float32)
     y[:, 3], y[:, 32] = -tops, 1
-    q, scale = _quantize.of_arrays(y, (-1,), Quantize("float8_e4m3fn", "block", block=32), None)
+    q, scale, _ = _quantize.of_arrays(y, (-1,), Quantize("float8_e4m3fn", "block", block=32), None)
     scale = scale.view(ml_dtypes.float8_e8m0fnu).astype(np.float64)
     # 2**-126 is the least scale.
     assert np.log2(scale[:, 0]).tolist() == [-9, -9, -8, 0, 0, 1, -126, 119]
@@ -255,8 +259,43 @@ def test_a_row_does_not_depend_on_the_others(how: Quantize) -> None:
     whole = cupynorm.layer_norm(x, quantize=how)
     for row in range(9):
         alone = cupynorm.layer_norm(x[row : row + 1], quantize=how)
-        for actual, expected in zip(alone, whole, strict=True):
+        for actual, expected in zip(alone[:2], whole[:2], strict=True):
             same(actual, expected if expected is how.scale else expected[row : row + 1])
+
+
+def in_frameworks(y: np.ndarray) -> Any:
+    """Yield amax of an array by each framework that is here."""
+    yield _quantize.amax_of(np, y)
+    if importlib.util.find_spec("jax"):
+        jax = importlib.import_module("jax")
+        with jax.enable_x64(True):
+            yield np.asarray(_quantize.amax_of(jax.numpy, jax.numpy.asarray(y)))
+    if importlib.util.find_spec("torch"):
+        from cupynorm.torch import _quantize as of_torch
+
+        yield of_torch.amax_of(in_torch(y)).numpy()
+
+
+def test_amax_of_what_is_not_finite_and_of_nothing() -> None:
+    for values, expected in (
+        (np.float32([[np.nan, -3], [2, np.nan]]), 3),
+        (np.float32([[np.nan, -np.inf, 2]]), np.inf),
+        (np.float16([[np.nan]]), 0),
+        (np.float32([[-0.0]]), 0),
+        (np.zeros((0, 8), np.float32), 0),
+        (np.array([[-1e300]]), np.inf),
+        (np.array([[-1 / 3]]), 1 / 3),
+    ):
+        with np.errstate(over="ignore"):
+            found = reference.amax(values), *in_frameworks(values)
+        for amax in found:
+            same(amax, np.float32([expected]))
+    x = make_values("normal", (0, 300), np.float32, 1)
+    for how in AMAX:
+        q, _, amax = result = cupynorm.rms_norm(x, quantize=how)
+        assert q.shape == x.shape
+        assert amax == 0
+        testing.check_quantized("rms_norm", result, x, quantize=how, eps=1e-6)
 
 
 @pytest.mark.parametrize("bound", [1.0, 0.7])
@@ -319,6 +358,14 @@ def test_the_check_finds_one_wrong_code_and_one_wrong_scale() -> None:
         check(q.view(ml_dtypes.float8_e5m2), scale)
     with pytest.raises(AssertionError, match="there must be q, scale, got 3"):
         check(q, scale, q)
+    how = dataclasses.replace(how, amax=True)
+    amax = reference.amax(cupynorm.rms_norm(x))
+    assert check(q, scale, amax) < 1e-3
+    for factor in (1 - 2e-6, 1 + 2e-6):
+        with pytest.raises(AssertionError, match=r"^amax\[0\] is .*; 1 are wrong in all"):
+            check(q, scale, amax * np.float32(factor))
+    with pytest.raises(AssertionError, match="there must be q, scale, amax, got 2"):
+        check(q, scale)
 
 
 # ---- the kernels, on the host --------------------------------------------------------------------
@@ -365,6 +412,25 @@ def test_kernels_have_the_bits_of_the_oracle(few_rows: bool) -> None:
 
 
 @needs_compiler
+@pytest.mark.parametrize("few_rows", [False, True])
+@pytest.mark.parametrize("n", [128, 1000, 4096])
+def test_kernels_find_the_largest_of_all_rows(n: int, few_rows: bool) -> None:
+    gpu, how = Gpu(BUILD, few_rows=few_rows), AMAX[0]
+    for seed in range(12):
+        x = make_values("normal", (9, n), np.float16, seed)
+        place = np.unravel_index(np.random.default_rng(seed).integers(x.size), x.shape)
+        x[place] = -100
+        with gpu.fresh_memory():
+            *_, amax = gpu.quantized("rms_norm", gpu.cupy.array(x), eps=1e-6, quantize=how)
+            y = gpu.to_numpy(gpu.forward("rms_norm", gpu.cupy.array(x), eps=1e-6).y)
+            same(gpu.to_numpy(amax), reference.amax(y))
+            assert abs(y[place]) == amax
+    with gpu.fresh_memory():
+        none = gpu.quantized("rms_norm", gpu.cupy.array(x[:0]), eps=1e-6, quantize=how)
+        assert gpu.to_numpy(none[2]) == 0
+
+
+@needs_compiler
 @pytest.mark.parametrize("dtype", [*FLOAT8, "int8"])
 def test_kernels_round_each_number(dtype: str) -> None:
     for source in ("float16", "bfloat16", "boundaries"):
@@ -377,7 +443,8 @@ def test_the_kernels_do_not_spill(architecture: str) -> None:
     from test_compile import compiled
 
     norms, dtype = (("rms_norm", None), ("layer_norm", "bfloat16")), "bfloat16"
-    for i, how in enumerate(HOWS[: 9 if architecture == "90" else 2]):
+    hows = (*HOWS[:9], *AMAX[:9]) if architecture == "90" else (*HOWS[:2], *AMAX[:2])
+    for i, how in enumerate(hows):
         (norm, bias), n = norms[i % 2], (4096, 16384, 1024)[i % 3]
         via = {"x": dtype, None: "float32"}.get(how.via, how.via)
         residual = (dtype, dtype) if i % 4 == 3 else (None, None)
@@ -417,10 +484,10 @@ def test_cupy_has_the_bits_of_the_oracle(how: Quantize, norm: str, dtype: str) -
             y = function(*arrays, **options, out_dtype=via_of(how, x))
             y, totals = (y, []) if residual is None else (y[0], [y[1]])
             q, scale, *rest = function(*arrays, **options, quantize=told)
-            exact_q, exact_scale = by_oracle(how, to_numpy(y))
+            exact_q, exact_scale, *exact = by_oracle(how, to_numpy(y))
             same(to_numpy(q).view(how.dtype), exact_q)
             same(to_numpy(scale).view(exact_scale.dtype), exact_scale)
-            for actual, expected in zip(rest, totals, strict=True):
+            for actual, expected in zip(rest, (*map(to_cupy, exact), *totals), strict=True):
                 same(to_numpy(actual), to_numpy(expected))
             back = cupynorm.dequantize(q, scale, dtype=how.dtype)
             same(to_numpy(back), cupynorm.dequantize(exact_q, exact_scale))
@@ -435,7 +502,7 @@ def test_one_kernel_serves_rows_in_registers(monkeypatch: pytest.MonkeyPatch) ->
 
     x, weight = make_values("normal", (64, 4096), DTYPES["bfloat16"], 20), np.ones(4096, np.float32)
     put = to_cupy(x), to_cupy(weight)
-    for how in HOWS:
+    for how in (*HOWS, *AMAX[:2]):
         told, via = told_in(how, to_cupy), via_of(how, x)
         y = cupynorm.rms_norm(*put, out_dtype=via)
         expected = by_oracle(how, to_numpy(y))
@@ -444,7 +511,7 @@ def test_one_kernel_serves_rows_in_registers(monkeypatch: pytest.MonkeyPatch) ->
             stream = cupy.cuda.Stream(non_blocking=True)
             with stream:
                 for _ in range(2):  # the second call is a prepared one
-                    q, scale = cupynorm.rms_norm(*put, quantize=told)
+                    made = cupynorm.rms_norm(*put, quantize=told)
                 stream.synchronize()
                 stream.begin_capture()
                 captured = cupynorm.rms_norm(*put, quantize=told)
@@ -452,9 +519,42 @@ def test_one_kernel_serves_rows_in_registers(monkeypatch: pytest.MonkeyPatch) ->
                 captured[0].fill(0)
                 graph.launch(stream)
             stream.synchronize()
-        for results in ((q, scale), captured):
+        for results in (made, captured):
             for actual, exact in zip(results, expected, strict=True):
                 same(to_numpy(actual).view(exact.dtype), exact)
+
+
+@pytest.mark.gpu
+def test_a_replayed_graph_finds_amax_again() -> None:
+    import cupy
+
+    x, weight = make_values("normal", (300, 1024), np.float16, 20), np.ones(1024, np.float16)
+    put = to_cupy(x), to_cupy(weight)
+    how = told_in(AMAX[1], to_cupy)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        cupynorm.rms_norm(*put, quantize=how)
+        stream.synchronize()
+        stream.begin_capture()
+        amax = cupynorm.rms_norm(*put, quantize=how)[2]
+        graph = stream.end_capture()
+        for factor in (1, 4, 0.25):  # it falls as well
+            put[1].fill(factor)
+            graph.launch(stream)
+            stream.synchronize()
+            y = cupynorm.rms_norm(x, weight * np.float16(factor))
+            assert abs(to_numpy(amax)[0] / reference.amax(y)[0] - 1) < 1e-3
+
+
+@pytest.mark.gpu
+def test_amax_takes_rows_as_they_end_in_any_order() -> None:
+    how = told_in(AMAX[1], to_cupy)
+    for m, n in ((100_000, 128), (4096, 4096), (1, 16384)):
+        x = make_values("normal", (m, n), DTYPES["bfloat16"], m)
+        put = to_cupy(x)
+        y = to_numpy(cupynorm.rms_norm(put))
+        for _ in range(20):
+            same(to_numpy(cupynorm.rms_norm(put, quantize=how)[2]), reference.amax(y))
 
 
 def check_numbers_on_a_gpu(x: np.ndarray, weight: np.ndarray, how: Quantize) -> np.ndarray:
@@ -486,7 +586,8 @@ def test_torch_has_numpys_bits(how: Quantize, dtype: str) -> None:
         result = function(*tensors, quantize=told)
         for actual, exact in zip(result, expected, strict=True):
             same(actual, exact)
-        back = cupynorm.dequantize(*expected)
+        back = cupynorm.dequantize(*expected[:2])
+        result = result[:2]
         same(cupynorm.dequantize(*result), back)
         of_bytes = (array.view(torch.uint8) if array.itemsize == 1 else array for array in result)
         if how.dtype != "int8":
@@ -504,7 +605,10 @@ def test_torch_compiles_and_transforms() -> None:
         of_static = cupynorm.torch.layer_norm(x, quantize=Quantize(torch.int8, scale), axis=(0, 2))
         rows = cupynorm.torch.rms_norm(x, axis=1, quantize=Quantize(torch.float8_e5m2, "row"))
         of_mx = cupynorm.torch.rms_norm(x, quantize=Quantize("float8_e5m2", "block", block=32))
-        return *of_mx, q, blocks, total, *of_static, *rows, cupynorm.dequantize(q, blocks)
+        asked = Quantize(torch.int8, scale, amax=True)
+        *_, amax, again = cupynorm.torch.rms_norm(x, residual=x, quantize=asked)
+        back = cupynorm.dequantize(q, blocks)
+        return *of_mx, q, blocks, total, *of_static, *rows, amax, again, back
 
     x, scale = torch.randn(3, 4, 200), torch.tensor(0.02)
     expected = function(x, scale)
@@ -532,11 +636,11 @@ def test_torch_calls_the_kernel(compiled: bool, monkeypatch: pytest.MonkeyPatch)
     weight = make_values("normal", (4096,), np.float32, 22)
     tensors = in_torch(x).cuda(), in_torch(weight).cuda()
     monkeypatch.setattr(of_torch, "codes_of", refuse)
-    for how in HOWS:
+    for how in (*HOWS, *AMAX[:2]):
         told = told_in(how, lambda array: in_torch(array).cuda())
 
         def function(x: Any, weight: Any, told: Quantize = told) -> Any:
-            return cupynorm.torch.rms_norm(x, weight, quantize=told, residual=x)[:2]
+            return cupynorm.torch.rms_norm(x, weight, quantize=told, residual=x)[:-1]
 
         torch._dynamo.reset()
         function = torch.compile(function, fullgraph=True) if compiled else function
@@ -556,7 +660,7 @@ def test_torchs_operation_keeps_its_rules(how: str, adds: bool) -> None:
 
     x, scale = torch.randn(3, 64), torch.tensor([0.1]) if how == "given" else None
     arguments = (x, x if adds else None, None, None, scale, 1, "rms_norm", 1e-6, False)
-    arguments += (torch.float32, None, "int8", how, None, 1e-30, 1e30)
+    arguments += (torch.float32, None, "int8", how, None, 1e-30, 1e30, adds)
     torch.library.opcheck(of_torch._compiled, arguments)
 
 
@@ -598,14 +702,14 @@ def test_jax_has_the_bits_of_the_oracle(how: Quantize, dtype: str, compiled: boo
         told = told_in(how, jax.numpy.asarray)  # jit has the scale as a constant
         y = cupynorm.jax.rms_norm(x, weight, out_dtype=via_of(how, x))
         result = cupynorm.jax.rms_norm(x, weight, quantize=told)
-        return y, *result, cupynorm.dequantize(*result)
+        return y, *result, cupynorm.dequantize(*result[:2])
 
     y, *result, back = (jax.jit(function) if compiled else function)(x)
     expected = by_oracle(how, np.asarray(y))
     for actual, exact in zip(result, expected, strict=True):
         same(actual, exact)
-    same(back, cupynorm.dequantize(*expected))
-    of_bytes = (array.view(np.uint8) if array.itemsize == 1 else array for array in result)
+    same(back, cupynorm.dequantize(*expected[:2]))
+    of_bytes = (array.view(np.uint8) if array.itemsize == 1 else array for array in result[:2])
     if how.dtype != "int8":
         same(cupynorm.dequantize(*of_bytes, dtype=how.dtype), back)
 

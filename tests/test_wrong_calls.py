@@ -673,6 +673,7 @@ CALLS: list[tuple[Callable[[], Any], type[Exception], str]] = [
                 ValueError,
                 "scale_min and scale_max must be left out if scale is an array",
             ),
+            ({"amax": 1}, TypeError, "amax must be True or False, got 1"),
         )
     ),
     (

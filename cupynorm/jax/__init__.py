@@ -138,7 +138,8 @@ def rms_norm(
         y, of x's shape, split over devices as x is. With a residual, y and s. They are split as x
         is, and along the kept axes that x does not split, as residual is.
 
-        With quantize, q and scale instead of y, as from `cupynorm.rms_norm`, and s behind them.
+        With quantize, q, scale and, if it is asked for, amax instead of y, as from
+        `cupynorm.rms_norm`, and s behind them. amax is that of all devices.
 
     Raises
     ------
@@ -345,7 +346,7 @@ def _quantized(
     residual: Any,
     options: dict[str, Any],
 ) -> tuple[jax.Array, ...]:
-    """Return q and scale and, with a residual, the sum."""
+    """Return q, scale, amax if it is asked for and, with a residual, the sum."""
     axes = check_call(quantize, x, options["axis"], options["out_dtype"])
     scale = None
     if quantize.is_given:

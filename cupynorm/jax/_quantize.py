@@ -24,8 +24,8 @@ _without_gradient = jax.custom_jvp(lambda y: y)
 _without_gradient.defjvp(_refuse)
 
 
-def quantized(y: Any, axes: tuple[int, ...], quantize: Quantize, scale: Any) -> tuple[Any, Any]:
-    """Return q and scale. `scale` is a given one, or None."""
+def quantized(y: Any, axes: tuple[int, ...], quantize: Quantize, scale: Any) -> tuple[Any, ...]:
+    """Return q, scale and, if it is asked for, amax. `scale` is a given one, or None."""
     y = _without_gradient(y)
     if scale is None:
         scale = _quantize.scales_of(jnp, y, axes, quantize)
@@ -34,7 +34,8 @@ def quantized(y: Any, axes: tuple[int, ...], quantize: Quantize, scale: Any) -> 
     # XLA would multiply by one over a number that it knows. NaN over one is NaN, too.
     factor = jnp.where(jnp.isnan(y), np.float32(1), factor)
     q = _quantize.codes_of(jnp, y, factor, quantize.dtype).view(np.dtype(quantize.dtype))
-    return q, scale.view(np.dtype(quantize.scale_dtype))
+    amax = (_quantize.amax_of(jnp, y),) if quantize.amax else ()
+    return q, scale.view(np.dtype(quantize.scale_dtype)), *amax
 
 
 def dequantized(q: Any, scale: Any, dtype: str, block: int | None) -> jax.Array:

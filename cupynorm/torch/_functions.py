@@ -143,7 +143,8 @@ def rms_norm(
         may be differentiated: the gradient of s is added to those of x and residual before each is
         rounded to the dtype of its tensor.
 
-        With quantize, q and scale instead of y, as from `cupynorm.rms_norm`, and s behind them.
+        With quantize, q, scale and, if it is asked for, amax instead of y, as from
+        `cupynorm.rms_norm`, and s behind them.
 
     Raises
     ------
@@ -386,7 +387,7 @@ def normalize(norm: Norm, tensors: Tensors, asked: tuple[Any, ...]) -> Any:
 
 
 def _quantized(norm: Norm, tensors: Tensors, asked: tuple[Any, ...], quantize: Any) -> Any:
-    """Return q and scale and, with a residual, the sum."""
+    """Return q, scale, amax if it is asked for and, with a residual, the sum."""
     x, residual, *_ = tensors
     if not isinstance(x, torch.Tensor):
         return _overridden(norm, tensors, asked, quantize)

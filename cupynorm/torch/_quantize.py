@@ -26,7 +26,15 @@ from cupynorm._quantize import (
 from cupynorm.torch import _kernels
 from cupynorm.torch._operations import is_seen
 
-__all__ = ["by_kernel", "check_scale", "codes_of", "dequantized", "quantized", "scales_of"]
+__all__ = [
+    "amax_of",
+    "by_kernel",
+    "check_scale",
+    "codes_of",
+    "dequantized",
+    "quantized",
+    "scales_of",
+]
 
 
 def check_scale(quantize: Quantize, x: torch.Tensor) -> None:
@@ -44,13 +52,14 @@ def check_scale(quantize: Quantize, x: torch.Tensor) -> None:
 
 def quantized(
     y: torch.Tensor, axes: tuple[int, ...], quantize: Quantize
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return q and scale."""
+) -> tuple[torch.Tensor, ...]:
+    """Return q, scale and, if it is asked for, amax."""
     _check_not_differentiated(y)
     dtype, block, scale = quantize.dtype, quantize.block, quantize.scale
     if not quantize.is_given:
         scale = scales_of(y, axes, dtype, block, quantize.scale_min, quantize.scale_max)
-    return codes_of(y, scale, dtype, block), scale
+    amax = (amax_of(y),) if quantize.amax else ()
+    return codes_of(y, scale, dtype, block), scale, *amax
 
 
 # ---- the norm's kernel ---------------------------------------------------------------------------
@@ -63,7 +72,9 @@ def by_kernel(
     asked: tuple[Any, ...],
     quantize: Quantize,
 ) -> tuple[torch.Tensor, ...] | None:
-    """Return q, scale and, with a residual, the sum; None if no kernel serves the call.
+    """Return q, scale, amax if it is asked for and, with a residual, the sum.
+
+    None if no kernel serves the call.
 
     `asked` has eps, zero_centered, relu, the dtype of y and that of the sum.
     """
@@ -78,10 +89,10 @@ def by_kernel(
         return None
     if any(vector is not None and vector.shape != x.shape[-k:] for vector in vectors):
         return None
-    dtype, how, block, _, *bounds = quantize.told
+    dtype, how, block, _, *others = quantize.told
     told = (k, norm, eps, zero_centered, via, residual_dtype)
     if torch.compiler.is_compiling():
-        q, scale, total = _compiled(*tensors, given, *told, dtype, how, block, *bounds)
+        q, scale, amax, total = _compiled(*tensors, given, *told, dtype, how, block, *others)
     else:
         present = [tensor for tensor in (*tensors, given) if tensor is not None]
         if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
@@ -92,8 +103,8 @@ def by_kernel(
         found = _launched(tensors, given, told, quantize.told)
         if found is None:
             return None
-        q, scale, total = found
-    results = q, scale if given is None else given
+        q, scale, amax, total = found
+    results = q, scale if given is None else given, *((amax,) if quantize.amax else ())
     return results if residual is None else (*results, total)
 
 
@@ -108,7 +119,7 @@ def _launched(
     if found is None:
         return None
     named = dict(zip(QUANTIZED.writes, found, strict=True))
-    return named["y"], named["scale"], named["residual_out"]
+    return named["y"], named["scale"], named["amax"], named["residual_out"]
 
 
 @torch.library.custom_op("cupynorm::quantized_norm", mutates_args=())
@@ -129,13 +140,14 @@ def _compiled(
     block: int | None,
     scale_min: float,
     scale_max: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return q, the scale and the sum. What is given, or not there, has no elements."""
+    amax: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return q, the scale, amax and the sum. What is given, or not there, has no elements."""
     from cupynorm.torch import _functions  # which imports this module
 
     tensors = x, residual, weight, bias
     told = k, norm, eps, zero_centered, via, residual_dtype
-    of_scale = dtype, how, block, None, scale_min, scale_max
+    of_scale = dtype, how, block, None, scale_min, scale_max, amax
     found = _launched(tensors, given, told, of_scale) if x.is_cuda else None
     if found is None:
         axes = tuple(range(-k, 0))
@@ -143,24 +155,25 @@ def _compiled(
         results: Any = _functions.normalize(norm, tensors, asked)  # type: ignore[arg-type]
         y, total = (results, None) if residual is None else results
         scale = scales_of(y, axes, dtype, block, scale_min, scale_max) if given is None else given
-        found = codes_of(y, scale, dtype, block), scale, total
-    q, scale, total = found
+        found = codes_of(y, scale, dtype, block), scale, amax_of(y) if amax else None, total
+    q, scale, *others = found
     scale = scale if given is None else x.new_empty(0)  # results share no memory
-    return q, scale, x.new_empty(0) if total is None else total
+    return q, scale, *(x.new_empty(0) if other is None else other for other in others)
 
 
 @_compiled.register_fake
 def _(
     x: Any, residual: Any, weight: Any, bias: Any, given: Any, k: Any, norm: Any, eps: Any,
     zero_centered: Any, via: Any, residual_dtype: Any, dtype: Any, how: Any, block: Any,
-    scale_min: Any, scale_max: Any,
+    scale_min: Any, scale_max: Any, amax: Any,
 ) -> Any:  # fmt: skip
     q, scale, total = x.new_empty(x.shape, dtype=getattr(torch, dtype)), x.new_empty(0), None
     if given is None:
         scale = _new_scales(x, tuple(range(-k, 0)), block)
     if residual is not None:
         total = x.new_empty(x.shape, dtype=residual_dtype or residual.dtype)
-    return q, scale, x.new_empty(0) if total is None else total
+    of_all = _new_amax(x) if amax else x.new_empty(0)
+    return q, scale, of_all, x.new_empty(0) if total is None else total
 
 
 # ---- steps ---------------------------------------------------------------------------------------
@@ -184,8 +197,7 @@ def scales_of(
     scale_min: float,
     scale_max: float,
 ) -> torch.Tensor:
-    wide = _widened(y)
-    size = torch.where(wide.isnan(), 0.0, wide.abs())
+    size = _sizes(y)
     if block is None:
         size = size.amax(axes, keepdim=True)
     else:
@@ -211,6 +223,17 @@ def _new_scales(y: torch.Tensor, axes: Sequence[int], block: int | None) -> torc
     else:
         shape = [*y.shape[:-1], (y.shape[-1] + block - 1) // block]
     return y.new_empty(shape, dtype=getattr(torch, dtype_of_scales(block)))
+
+
+@torch.library.custom_op("cupynorm::amax_of", mutates_args=())
+def amax_of(y: torch.Tensor) -> torch.Tensor:
+    size = _sizes(y)
+    return (size.amax() if y.numel() else size.new_zeros(())).float().reshape(1)
+
+
+@amax_of.register_fake
+def _new_amax(y: torch.Tensor) -> torch.Tensor:
+    return y.new_empty(1, dtype=torch.float32)
 
 
 @torch.library.custom_op("cupynorm::codes_of", mutates_args=())
@@ -250,8 +273,13 @@ def _check_not_differentiated(y: torch.Tensor) -> None:
         _refuse()
 
 
-for _operation in (scales_of, codes_of, _compiled):
+for _operation in (scales_of, amax_of, codes_of, _compiled):
     _operation.register_autograd(_refuse)
+
+
+def _sizes(y: torch.Tensor) -> torch.Tensor:
+    wide = _widened(y)
+    return torch.where(wide.isnan(), 0.0, wide.abs())
 
 
 def _widened(y: torch.Tensor) -> torch.Tensor:

@@ -52,6 +52,7 @@ void send_to_block(void* shared, void* mailbox, int block, const void* value, in
 void wait_for_bytes(void* mailbox, int parity);
 void copy_bulk(void* shared, const void* global, int bytes, void* mailbox);
 int count_up(int* count);
+void raise_to(float* number, float to);
 void report_arrival(unsigned* arrived);
 void wait_for_arrivals(const unsigned* arrived, unsigned expected);
 }  // namespace host
@@ -149,6 +150,7 @@ __forceinline__ void arrive_at_cluster_barrier() { host::arrive_at_cluster_barri
 __forceinline__ void wait_at_cluster_barrier() { host::wait_at_cluster_barrier(); }
 
 __forceinline__ int count_up(int* count) { return host::count_up(count); }
+__forceinline__ void raise_to(float* number, float to) { host::raise_to(number, to); }
 __forceinline__ void report_arrival(unsigned* arrived) { host::report_arrival(arrived); }
 __forceinline__ void wait_for_arrivals(const unsigned* arrived, unsigned expected) {
   host::wait_for_arrivals(arrived, expected);

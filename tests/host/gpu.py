@@ -214,7 +214,9 @@ class Gpu:
     def quantized(
         self, norm: str, x: Array, weight: Any = None, bias: Any = None, **options: Any
     ) -> tuple[Any, ...]:
-        """Return q, scale and, with a residual, the sum. A kernel must serve the call.
+        """Return q, scale, amax if it is asked for and, with a residual, the sum.
+
+        A kernel must serve the call.
 
         If training is an option, and True, return a NormForward.
         """
@@ -232,7 +234,7 @@ class Gpu:
         assert written, "no kernel serves this"
         if asked.training:
             return NormForward(**written)
-        made = written["y"], written["scale"], written["residual_out"]
+        made = (written[name] for name in ("y", "scale", "amax", "residual_out"))
         return tuple(array for array in made if array is not None)
 
     def backward(

@@ -820,6 +820,17 @@ int count_up(Address address, const void* place) {
   return static_cast<int>((*count)++);
 }
 
+void raise_to(Address address, float to, const void* place) {
+  float number;
+  std::memcpy(&number, count_at(address, place), sizeof(number));
+  if (!(number >= 0 && to >= 0)) {
+    report.message = here() + format("raises %g to %g, at ", number, to) + placed(place);
+    give_up();
+  }
+  number = std::max(number, to);
+  std::memcpy(count_at(address, place), &number, sizeof(number));
+}
+
 // Reports the arrival of a warp, once all its lanes are there.
 void report_arrival(Address address, const void* place) {
   meet(State::kAtVote, 0, 0, 0, place);
@@ -1095,6 +1106,9 @@ void wait_for_arrivals(const unsigned* arrived, unsigned expected) {
 void prefetch(const void* memory) { ::prefetch(reinterpret_cast<Address>(memory), CALLER); }
 void loads_are_unused(bool unused) { unused_loads = unused; }
 int count_up(int* count) { return ::count_up(reinterpret_cast<Address>(count), CALLER); }
+void raise_to(float* number, float to) {
+  ::raise_to(reinterpret_cast<Address>(number), to, CALLER);
+}
 
 void copy_bulk(void* shared, const void* global, int bytes, void* mailbox) {
   ::copy_bulk(reinterpret_cast<Address>(shared), reinterpret_cast<Address>(global), bytes,
