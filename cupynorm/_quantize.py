@@ -28,6 +28,7 @@ __all__ = [
     "Quantize",
     "amax_of",
     "check_call",
+    "check_quantize",
     "check_scale_dtype",
     "codes_of",
     "dequantize",
@@ -297,10 +298,7 @@ def check_call(
     quantize: Any, x: Any, axis: Any, out_dtype: Any, out: Any = None
 ) -> tuple[int, ...]:
     """Check what a norm is told beside `quantize`; return the normalized axes, from the end."""
-    if not isinstance(quantize, Quantize):
-        raise TypeError(f"quantize must be a cupynorm.Quantize or None, got {quantize!r}")
-    if out_dtype is not None:
-        raise ValueError(f"out_dtype must be None with quantize, which has via; got {out_dtype}")
+    check_quantize(quantize, out_dtype)
     if out is not None:
         raise ValueError(f"out must be None with quantize, got a {type(out).__name__}")
     ndim = len(x.shape)
@@ -308,6 +306,14 @@ def check_call(
     if quantize.is_by_block and axes != (-1,):
         raise ValueError(f"axis must be the last one if scale is 'block', got {axis!r}")
     return axes
+
+
+def check_quantize(quantize: Any, out_dtype: Any) -> None:
+    """Check that it is one, and that y has no other dtype."""
+    if not isinstance(quantize, Quantize):
+        raise TypeError(f"quantize must be a cupynorm.Quantize or None, got {quantize!r}")
+    if out_dtype is not None:
+        raise ValueError(f"out_dtype must be None with quantize, which has via; got {out_dtype}")
 
 
 def dtype_of_y(quantize: Quantize, x: Any, total: Any) -> str:

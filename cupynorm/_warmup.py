@@ -22,8 +22,10 @@ from cupynorm._layout import (
     few_rows_configs,
     forward_config,
     pack_length,
+    quantized_config,
 )
 from cupynorm._operation import BackwardSpec, ForwardSpec, Norm, Options, Spec
+from cupynorm._quantize import Quantize, check_quantize, dtype_of_y, pass_of_kernel
 
 __all__ = ["kernel_source", "supports", "warmup"]
 
@@ -46,6 +48,7 @@ def supports(
     accumulate: bool = False,
     zero_centered: bool = False,
     relu: bool = False,
+    quantize: Quantize | None = None,
     backward: bool = True,
 ) -> str | None:
     """Say why GPU arrays of these dtypes and widths are not supported here, or return None.
@@ -55,7 +58,7 @@ def supports(
     Parameters
     ----------
     norm, n, x_dtype, weight_dtype, bias_dtype, dy_dtype, out_dtype, residual_dtype, \
-gradient_dtype, accumulate, zero_centered, relu, backward
+gradient_dtype, accumulate, zero_centered, relu, quantize, backward
         As for `warmup`.
 
     Returns
@@ -91,6 +94,7 @@ def warmup(
     accumulate: bool = False,
     zero_centered: bool = False,
     relu: bool = False,
+    quantize: Quantize | None = None,
     backward: bool = True,
 ) -> None:
     """Compile and load, on the current GPU, what later calls on any number of rows will launch.
@@ -124,6 +128,10 @@ def warmup(
         As for `rms_norm`.
     relu : bool
         Whether y is clamped, and backward is given the bitmask. The bounds do not matter.
+    quantize : Quantize, optional
+        As for `rms_norm`, if y is quantized. The value of a scale and its bounds do not matter.
+        Where no kernel quantizes y, the norm's kernel is compiled that writes it. The operations of
+        CuPy or torch that follow are then loaded by the first call alone.
     backward : bool
         Whether the forward that keeps its statistics and the backward are wanted too.
 
@@ -148,6 +156,7 @@ def warmup(
 
     from cupynorm import _background
     from cupynorm._plans import (
+        architecture,
         backward_plan,
         few_rows,
         few_rows_backward,
@@ -156,22 +165,25 @@ def warmup(
     )
 
     device = cupy.cuda.Device().id
-    for width, spec, dx_given in itertools.product(widths, specs, (False, True)):
+    passes = [
+        (width, _quantized(spec, quantize, width, architecture(device)))
+        for width, spec in itertools.product(widths, specs)
+    ]
+    for (width, spec), dx_given in itertools.product(passes, (False, True)):
         kernels = kernels_of(spec, width, _vector(spec, width), device, dx_given=dx_given)
         _background.start(kernels, device)
-    for width in widths:
-        for spec in specs:
-            vector = _vector(spec, width)
-            # One row, or a few, may have kernels of their own.
-            if isinstance(spec, ForwardSpec):
-                few = (most for most, _ in few_rows(spec, width, vector, device))
-                for m in (*few, sys.maxsize):
-                    forward_plan(spec, m, width, vector, device)
-            else:
-                for dx_given in (False, True):
-                    tiers = few_rows_backward(spec, width, vector, device, dx_given)
-                    for m in (*(most for most, _ in tiers), sys.maxsize):
-                        backward_plan(spec, m, width, vector, device, dx_given=dx_given)
+    for width, spec in passes:
+        vector = _vector(spec, width)
+        # One row, or a few, may have kernels of their own.
+        if isinstance(spec, ForwardSpec):
+            few = (most for most, _ in few_rows(spec, width, vector, device))
+            for m in (*few, sys.maxsize):
+                forward_plan(spec, m, width, vector, device)
+        else:
+            for dx_given in (False, True):
+                tiers = few_rows_backward(spec, width, vector, device, dx_given)
+                for m in (*(most for most, _ in tiers), sys.maxsize):
+                    backward_plan(spec, m, width, vector, device, dx_given=dx_given)
 
 
 def kernel_source(
@@ -188,6 +200,7 @@ def kernel_source(
     accumulate: bool = False,
     zero_centered: bool = False,
     relu: bool = False,
+    quantize: Quantize | None = None,
     backward: bool = False,
     statistics: bool = False,
     rows: int | None = None,
@@ -202,7 +215,7 @@ def kernel_source(
     n : int
         Elements of a row, the product of the normalized axes.
     x_dtype, weight_dtype, bias_dtype, dy_dtype, out_dtype, residual_dtype, gradient_dtype, \
-accumulate, zero_centered, relu
+accumulate, zero_centered, relu, quantize
         As for `warmup`. Arrays are assumed to be aligned as there.
     backward : bool
         Whether to return the kernels of the backward pass, not of the forward pass. They have the
@@ -262,11 +275,24 @@ accumulate, zero_centered, relu
     else:
         forward = next(spec for spec in specs if isinstance(spec, ForwardSpec))
         forward = replace(forward, store_statistics=bool(statistics))
+        forward = _quantized(forward, quantize, width, capability)
         layout = forward_config(forward, width, _vector(forward, width), capability)
         fewer = few_rows_configs(forward, layout, width, capability, multiprocessors)
         layout = next((few for most, few in fewer if m <= most), layout)
         kernels = (forward_instantiation(forward, layout),)
     return {kernel.name: kernel.source() for kernel in kernels}
+
+
+def _quantized(spec: Spec, quantize: Quantize | None, n: int, capability: int) -> Spec:
+    """Return the pass over rows of n elements that quantizes y itself, if that is wanted.
+
+    If it is a forward pass, and there is a kernel for it; else the pass itself.
+    """
+    if quantize is None or not isinstance(spec, ForwardSpec):
+        return spec
+    quantized, _ = pass_of_kernel(spec, Options(spec.norm, 1), quantize.told, n)
+    is_there = quantized_config(quantized, n, _vector(spec, n), capability) is not None
+    return quantized if is_there else spec
 
 
 def _vector(spec: Spec, n: int) -> int:
@@ -319,6 +345,11 @@ def _specs(asked: dict[str, Any]) -> list[Spec]:
     x, weight, residual = dtypes["x"], dtypes["weight"], dtypes["residual"]
     for name in ("zero_centered", "relu", "backward", "accumulate"):
         _check_flag(name, asked[name])
+    quantize = asked["quantize"]
+    if quantize is not None:
+        check_quantize(quantize, asked["out_dtype"])
+        like = np.empty(0, to_dtype("x_dtype", asked["x_dtype"]))
+        dtypes["y"] = dtype_of_y(quantize, like, residual or x)
     gradient, accumulate = dtypes.pop("gradient"), bool(asked["accumulate"])
     if accumulate and gradient is None:
         raise ValueError("accumulate must be False without a gradient_dtype, got True")

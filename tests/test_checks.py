@@ -312,7 +312,7 @@ def test_warmup_is_for_the_defaults_of_backward_as_well(
 ) -> None:
     asked = dict.fromkeys(_warmup._DTYPES_ASKED.values()) | {"norm": norm, "bias_dtype": bias}
     asked |= {"x_dtype": "bfloat16", "weight_dtype": "float32"}
-    asked |= {"zero_centered": False, "relu": False, "backward": True}
+    asked |= {"zero_centered": False, "relu": False, "quantize": None, "backward": True}
     for gradient, accumulate in ((None, False), ("float64", False), ("float64", True)):
         told = {"gradient_dtype": gradient, "accumulate": accumulate}
         specs = [s for s in _warmup._specs(asked | told) if isinstance(s, BackwardSpec)]

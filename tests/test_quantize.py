@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import itertools
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -34,7 +36,7 @@ from strategies import DTYPES, Problem, make_values, problems
 import cupynorm
 from cupynorm import Quantize, _quantize, reference, testing
 from cupynorm._compile import forward_instantiation
-from cupynorm._layout import quantized_config
+from cupynorm._layout import few_rows_configs, forward_config, quantized_config
 from cupynorm._operation import ForwardSpec, Options
 from cupynorm._quantize import pass_of_kernel
 
@@ -464,6 +466,89 @@ def test_the_kernels_do_not_spill(architecture: str) -> None:
         assert config is not None
         (log,) = compiled((forward_instantiation(spec, config),), architecture).logs.values()
         assert re.search(r"\b0 bytes spill stores", log), (how, n, log)
+
+
+# ---- compiled ahead ------------------------------------------------------------------------------
+
+
+def of_calls(n: int, how: Quantize, residual: str | None, stored: bool) -> tuple[Any, Any]:
+    """Return the pass of a call on bfloat16 with a float32 weight, and its layout for many rows."""
+    via = {"x": "bfloat16", None: "float32"}.get(how.via, how.via)
+    dtypes: Any = residual or "bfloat16", "float32", None, via
+    of_y = ForwardSpec("rms_norm", *dtypes, False, stored, False, residual and "bfloat16", residual)
+    spec, _ = pass_of_kernel(of_y, Options("rms_norm", 1), how.told, n)
+    vector = min(4 if residual else 8, n & -n)
+    config = quantized_config(spec, n, vector, 90)
+    return (of_y, forward_config(of_y, n, vector, 90)) if config is None else (spec, config)
+
+
+@pytest.mark.parametrize("n", [128, 1003, 1024, 4096, 32768])
+def test_kernel_source_is_of_the_kernel_that_quantizes(n: int) -> None:
+    for how, residual, stored in itertools.product(
+        (*HOWS, *AMAX[:2]), (None, "float32"), (False, True)
+    ):
+        kernel = forward_instantiation(*of_calls(n, how, residual, stored))
+        asked: Any = {"residual_dtype": residual, "statistics": stored, "architecture": 90}
+        sources = cupynorm.kernel_source(
+            "rms_norm", n, "bfloat16", "float32", quantize=how, **asked
+        )
+        assert sources == {kernel.name: kernel.source()}
+        quantizes = "Epilogue = Quantize;" in kernel.structs()
+        assert quantizes == (n in (128, 1024, 4096))
+
+
+def test_warmup_loads_the_kernels_that_quantize(monkeypatch: pytest.MonkeyPatch) -> None:
+    cupy = pytest.importorskip("cupy", exc_type=ImportError)
+    from cupynorm import _compile, _plans, _warmup
+
+    loaded: list[Any] = []
+    kernel = SimpleNamespace(clusters_at_once=lambda alone=False: 1)
+    monkeypatch.setattr(_warmup, "_device_problem", lambda: None)
+    device = SimpleNamespace(id=-3)
+    monkeypatch.setattr(cupy.cuda, "Device", lambda: device)
+    monkeypatch.setattr(_plans, "multiprocessors", lambda device: 12)
+    monkeypatch.setattr(_plans, "architecture", lambda device: 90)
+    monkeypatch.setattr(_compile, "load", lambda wanted, device: loaded.append(wanted) or kernel)
+    for n, how in itertools.product((4096, 32768), (HOWS[0], AMAX[1], HOWS[6])):
+        device.id -= 1  # where nothing is loaded yet
+        for stored in (False, True):
+            spec, many = of_calls(n, how, None, stored)
+            few = [config for _, config in few_rows_configs(spec, many, n, 90, 12)]
+            loaded.clear()
+            asked: Any = {"quantize": how, "backward": stored}
+            cupynorm.warmup("rms_norm", n, "bfloat16", "float32", **asked)
+            forward = {k for k in loaded if "forward" in k.file}
+            assert forward == {forward_instantiation(spec, config) for config in (*few, many)}
+            assert any("backward" in k.file for k in loaded) == stored
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("how", [HOWS[0], AMAX[1], HOWS[6]], ids=["row", "static, amax", "blocks"])
+def test_a_graph_may_capture_the_first_call_behind_warmup(
+    how: Quantize, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import cupy
+
+    from cupynorm import _compile
+
+    n, told = 1536, told_in(how, to_cupy)
+    cupynorm.warmup("rms_norm", n, "bfloat16", "float32", quantize=told)
+    assert cupynorm.supports("rms_norm", n, "bfloat16", "float32", quantize=told) is None
+    monkeypatch.setattr(_compile, "_functions", dict(_compile._functions))
+    monkeypatch.setattr(cupy, "RawModule", None)  # calling it would fail
+    stream = cupy.cuda.Stream(non_blocking=True)
+    for m in (1, 7, 300, 4096):
+        x, weight = make_values("normal", (m, n), DTYPES["bfloat16"], m), np.ones(n, np.float32)
+        put = to_cupy(x), to_cupy(weight)
+        with stream:
+            stream.begin_capture()
+            captured = cupynorm.rms_norm(*put, quantize=told)
+            stored = cupynorm.rms_norm_forward(*put, quantize=told)
+            stream.end_capture().launch(stream)
+            stream.synchronize()
+        result = tuple(map(to_numpy, captured))
+        testing.check_quantized("rms_norm", result, x, weight, quantize=how, eps=1e-6)
+        np.testing.assert_array_equal(to_numpy(stored.y), result[0])
 
 
 # ---- CuPy ----------------------------------------------------------------------------------------

@@ -915,6 +915,16 @@ def test_what_the_calls_change_is_correct() -> None:
             ValueError,
             "accumulate must be False without a gradient_dtype, got True",
         ),
+        (
+            {"quantize": "int8"},
+            TypeError,
+            "quantize must be a cupynorm.Quantize or None, got 'int8'",
+        ),
+        (
+            {"quantize": cupynorm.Quantize("int8", "row"), "out_dtype": "float32"},
+            ValueError,
+            "out_dtype must be None with quantize, which has via; got float32",
+        ),
     ],
     ids=str,
 )
