@@ -29,7 +29,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
@@ -181,22 +181,28 @@ class Quantized:
     def __str__(self) -> str:
         return f"quantized to {self.how.dtype}-{self.norm}-{self.x}-{self.m}x{self.n}"
 
-    def check(self, caller: Any) -> None:
-        """Run inference, and check codes, scales and the sum."""
+    @property
+    def arrays(self) -> dict[str, Any]:
         shapes = {"x": (self.x, (self.m, self.n)), "weight": ("float32", (self.n,))}
         if self.residual:
             shapes["residual"] = self.residual, (self.m, self.n)
-        arrays = {
+        return {
             name: make_values("normal", shape, DTYPES[dtype], seed)
             for seed, (name, (dtype, shape)) in enumerate(shapes.items())
         }
-        put = {name: caller.put(array) for name, array in arrays.items()}
+
+    def call(self, caller: Any) -> Callable[[], tuple[Any, ...]]:
+        """Return inference on arrays that the caller has put in place."""
+        given = {name: caller.put(array) for name, array in self.arrays.items()}
         how = self.how
         if how.is_given:
             how = dataclasses.replace(how, scale=caller.put(how.scale))
-        found = caller.quantized(self.norm, **put, eps=1e-5, quantize=how)
-        result = tuple(map(caller.get, found))
-        testing.check_quantized(self.norm, result, **arrays, eps=1e-5, quantize=self.how)
+        return lambda: caller.quantized(self.norm, **given, eps=1e-5, quantize=how)
+
+    def check(self, caller: Any) -> None:
+        """Run inference, and check codes, scales and the sum."""
+        result = tuple(map(caller.get, self.call(caller)()))
+        testing.check_quantized(self.norm, result, **self.arrays, eps=1e-5, quantize=self.how)
 
 
 SCALE = np.array([0.037], np.float32)

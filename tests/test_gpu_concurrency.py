@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from device import kernels_of_many_rows, poison, to_cupy, to_numpy, wait_for_threads
 from residuals import OfCupyNorm
-from sanitized import CASES, Sanitized
+from sanitized import CALLS_OF_FUSED, CASES, Caller, OfFused, Quantized, Sanitized
 from strategies import DTYPES, make_values
 
 import cupynorm
@@ -70,10 +70,44 @@ class Passes:
         return [result for result in (*forward, *backward) if result is not None]
 
 
+class PassesOfFused:
+    """The passes of a norm of `cupynorm.fuse`, on arrays that are on the GPU."""
+
+    def __init__(self, one: OfFused) -> None:
+        call = CALLS_OF_FUSED[one.name]
+        self.fused = call.fused
+        self.given, self.named = call.of(lambda *given, **named: (given, named), convert=to_cupy)
+        self.dy = [to_cupy(make_values("normal", call.x.shape, call.x.dtype, 5))] * self.fused.count
+
+    def run(self) -> list[Any]:
+        """Return all results, each of its own memory."""
+        forward = self.fused.forward(*self.given, **self.named)
+        results = (*forward.outputs, *self.fused.backward(self.dy, forward))
+        return [result for result in results if result is not None]
+
+
+class PassOfQuantized:
+    """The pass of a quantized norm, on arrays that are on the GPU."""
+
+    def __init__(self, one: Quantized) -> None:
+        import cupy
+
+        self.call = one.call(Caller(cupy, to_cupy, to_numpy))
+        self.made = slice(0, 1) if one.how.is_given else slice(None)  # a given scale is no result
+
+    def run(self) -> list[Any]:
+        """Return all results, each of its own memory."""
+        return list(self.call()[self.made])
+
+
+KINDS = {Sanitized: Passes, OfFused: PassesOfFused, Quantized: PassOfQuantized}
+
+
 @pytest.fixture(params=SOME, ids=str)
-def passes(request: pytest.FixtureRequest) -> Iterator[Passes]:
-    with kernels_of_many_rows() if request.param.many else contextlib.nullcontext():
-        yield Passes(request.param)
+def passes(request: pytest.FixtureRequest) -> Iterator[Any]:
+    one = request.param
+    with kernels_of_many_rows() if one.many else contextlib.nullcontext():
+        yield KINDS[type(one)](one)
 
 
 def bits(array: Any) -> Any:
@@ -89,7 +123,7 @@ def assert_same_bits(found: list[Any], expected: list[Any]) -> None:
 # ---- streams and graphs --------------------------------------------------------------------------
 
 
-def test_streams_at_once_have_the_bits_of_calls_alone(passes: Passes) -> None:
+def test_streams_at_once_have_the_bits_of_calls_alone(passes: Any) -> None:
     import cupy
 
     expected = passes.run()
@@ -106,7 +140,7 @@ def test_streams_at_once_have_the_bits_of_calls_alone(passes: Passes) -> None:
         assert_same_bits(found, expected)
 
 
-def test_each_pass_is_captured_and_replayed(passes: Passes) -> None:
+def test_each_pass_is_captured_and_replayed(passes: Any) -> None:
     import cupy
 
     expected = passes.run()
