@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -114,3 +115,10 @@ def check_table(of: str, problem: Any, times: dict[str, float], row: str, folder
     assert row in text
     with pytest.raises(SystemExit):
         report.main([f"--{of}", str(SYNTHETIC)])
+
+
+def without_compiler(benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out torch.compile, which takes seconds for each problem."""
+    others = [backend for backend in benchmark.BACKENDS if backend.name != "torch.compile"]
+    less = dataclasses.replace(benchmark.BENCHMARK, backends=others)
+    monkeypatch.setattr(benchmark, "BENCHMARK", less)

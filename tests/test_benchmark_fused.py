@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-pytest.importorskip("rich")
+from benchmark_doubles import without_compiler
 
 from benchmarks import exchange, fused, results
 from benchmarks.fused import NORMS, OfFused
@@ -112,6 +111,7 @@ def test_the_table_has_a_line_for_each_kind(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 def test_it_is_measured_beside_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_compiler(fused, monkeypatch)
     few = {kind: (norm, ((64, 256),)) for kind, (norm, _) in NORMS.items()}
     monkeypatch.setattr(fused, "NORMS", few)
     path = tmp_path / "fused.json"

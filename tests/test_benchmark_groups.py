@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from benchmark_doubles import check_table
+from benchmark_doubles import check_table, without_compiler
 
 from benchmarks import exchange, groups, results
 from benchmarks.groups import NORMS, OfGroups
@@ -117,6 +117,7 @@ def test_the_table_is_made_from_the_file(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 def test_it_is_measured_beside_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_compiler(groups, monkeypatch)
     monkeypatch.setattr(groups, "ADALN", ())
     monkeypatch.setattr(groups, "HEADS", (("heads", (64, 4, 128)),))
     monkeypatch.setattr(groups, "IMAGES", (("channels first", (2, 64, 8, 8)),))

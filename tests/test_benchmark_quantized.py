@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-
-pytest.importorskip("rich")
+from benchmark_doubles import without_compiler
 
 from benchmarks import exchange, quantized, results
 from benchmarks.quantized import KINDS, OfQuantized
@@ -53,6 +52,7 @@ def test_torch_computes_the_same(kind: str, backend: type, monkeypatch) -> None:
 
 @pytest.mark.gpu
 def test_it_is_measured_beside_the_limit(tmp_path, monkeypatch) -> None:
+    without_compiler(quantized, monkeypatch)
     monkeypatch.setattr(quantized, "SHAPES", ((64, 768),))
     path = tmp_path / "quantized.json"
     assert quantized.main([str(path)]) == 0

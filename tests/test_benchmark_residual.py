@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from benchmark_doubles import check_table
+from benchmark_doubles import check_table, without_compiler
 
 from benchmarks import exchange, residual, results
 from benchmarks.residual import OfSum
@@ -78,6 +78,7 @@ def test_the_table_is_made_from_the_file(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 def test_it_is_measured_beside_the_limit(tmp_path, monkeypatch) -> None:
+    without_compiler(residual, monkeypatch)
     monkeypatch.setattr(residual, "SHAPES", ((64, 768),))
     path = tmp_path / "residual.json"
     assert residual.main([str(path)]) == 0
