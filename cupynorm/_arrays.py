@@ -93,6 +93,9 @@ class Family:
     def check_holds(self, name: str, dtype: np.dtype[Any]) -> None:
         """Raise TypeError if the framework, as it is configured, has no arrays of a dtype."""
 
+    def check_has_strides(self, name: str) -> None:
+        """Raise ValueError if the framework has none, as the argument of this name wants."""
+
     def give(self, array: Any) -> Any:
         """Return a result as an array of the framework."""
         return array
@@ -215,6 +218,12 @@ class _DLPackFamily(Family):
             raise TypeError(f"{name} must be one that JAX has enabled, got {dtype} without x64")
         if dtype == BFLOAT16 and not hasattr(self.namespace, "bfloat16"):
             raise TypeError(f"{name} must be one that {self.namespace.__name__} has, got bfloat16")
+
+    def check_has_strides(self, name: str) -> None:
+        if self.immutable:
+            raise ValueError(
+                f"{name} must be False for JAX arrays, which have no strides; got True"
+            )
 
     def _import(self, name: str, array: Any) -> Any:
         device_type, device = array.__dlpack_device__()

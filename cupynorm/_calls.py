@@ -5,6 +5,7 @@ current stream there. Nothing synchronizes.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Hashable
 from dataclasses import replace
@@ -55,7 +56,7 @@ from cupynorm._plans import (
     strided_plan,
 )
 from cupynorm._prepared import Dialect, key_function, run_maker
-from cupynorm._quantize import pass_of_kernel
+from cupynorm._quantize import new_by_columns, pass_of_kernel
 
 __all__ = [
     "backward_key",
@@ -221,6 +222,10 @@ def first_call(
             return results, None
     for name, shape in shapes_of_results(spec, k, arguments).items():
         known[f"{name}_shape"], known[f"{name}_dtype"] = shape, to_numpy(spec.dtypes[name])
+    made: tuple[str, ...] = ()
+    if isinstance(spec, QuantizedSpec) and spec.column_major:
+        made = ("scale",)
+        known["scale_new"] = functools.partial(new_by_columns, cupy, known["scale_shape"])
 
     def run_of(
         given: dict[str, Any], result: str, apart: tuple[str, ...] = ()
@@ -229,6 +234,7 @@ def first_call(
         make = run_maker(
             *(CUPY, table, tuple(given), names, spec.writes, result),
             has_scratch=known["scratch_bytes"] > 0,
+            made=made,
             apart=apart,
         )
         return make(known)
@@ -237,7 +243,7 @@ def first_call(
         taken: dict[str, Any] = {}
         new_rows = {name: None for name in spec.writes if KINDS[name] is Kind.ROWS}
         for name, array in (new_rows | arguments).items():
-            if array is None and name in spec.writes:
+            if array is None and name in spec.writes and name not in made:
                 array = _ndarray(known[f"{name}_shape"], known[f"{name}_dtype"])
             taken[name], known[f"{name}_stride"] = _taken(name, array, k, n)
         there = {name: array for name, array in taken.items() if array is not None}

@@ -215,7 +215,9 @@ def forward_instantiation(
     dtypes = read | {"Weight": spec.weight, "Bias": spec.bias, "Y": spec.dtypes["y"]}
     if isinstance(spec, QuantizedSpec):
         options |= {"Epilogue": "Quantize", "kGivenScale": spec.scale_given}
-        options |= {"kScaleColumns": spec.scale_columns, "kFindsAmax": spec.amax}
+        by_column = spec.column_major and spec.scale_columns > 0
+        options |= {"kScaleColumns": spec.scale_columns, "kColumnMajor": by_column}
+        options["kFindsAmax"] = spec.amax
         dtypes |= {"Via": spec.y, "Scale": spec.scale}
     op = _op(options, **dtypes)
     if isinstance(config, Strided):

@@ -340,6 +340,7 @@ class QuantizedSpec(ForwardSpec):
     scale: str = "float32"
     scale_given: bool = False  # one for all
     scale_columns: int = 0  # that share a scale; 0 if all of a row do
+    column_major: bool = False  # whether scales of blocks lie column by column
     amax: bool = False  # whether that is a result
 
     @property

@@ -135,6 +135,8 @@ class Launches:
         The given and the new arrays whose addresses have a mask.
     new : tuple of str
         The arrays that are allocated.
+    made : tuple of str
+        The new arrays that ``{0}_new`` makes.
     has_scratch : bool
     launches : tuple of (str, tuple of str)
         The functions, in turn, and what each is given: an array's name stands for its address, and
@@ -157,6 +159,7 @@ class Launches:
     checked: tuple[str, ...] = ()
     checked_new: tuple[str, ...] = ()
     summed: tuple[str, ...] = ()
+    made: tuple[str, ...] = ()
 
 
 @functools.cache
@@ -188,7 +191,8 @@ def launches_maker(
         body += ["try:", f"    {name} = float({name})", "except OverflowError:", "    return None"]
     body += _check(dialect, launches.checked)
     for name in new:
-        body.append(f"{name} = {dialect.allocate.format(name)}")
+        allocate = "{0}_new()" if name in launches.made else dialect.allocate
+        body.append(f"{name} = {allocate.format(name)}")
         body += [dialect.look.format(name)] if dialect.look else []
         body.append(f"{name}_address = {dialect.address.format(name)}")
     body += _check(dialect, launches.checked_new)
@@ -233,6 +237,7 @@ def run_maker(
     *,
     has_scratch: bool,
     copied: tuple[str, ...] = (),
+    made: tuple[str, ...] = (),
     apart: tuple[str, ...] = (),
 ) -> Callable[[dict[str, Any]], Callable[..., Any]]:
     """Return what makes the `run` of a pass of a table, as `launches_maker` does.
@@ -249,7 +254,7 @@ def run_maker(
     result : str
         An expression, with {fields} for the arrays that the table writes, None for one that is not,
         and {y}, say, for one by itself.
-    has_scratch, copied, apart
+    has_scratch, copied, made, apart
         As `Launches` has them.
     """
     new = tuple(name for name in written if name not in given)
@@ -267,6 +272,7 @@ def run_maker(
         launches=(("launch", tuple(operands)),),
         result=result.format(fields=", ".join(fields.values()), **fields),
         copied=copied,
+        made=made,
         apart=apart,
         checked=tuple(name for name in given if KINDS.get(name) in dialect.checked),
         checked_new=tuple(name for name in new if KINDS[name] in dialect.checked_new),

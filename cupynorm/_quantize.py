@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import sys
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
@@ -35,10 +36,12 @@ __all__ = [
     "dtype_of_scales",
     "dtype_of_y",
     "expanded",
+    "new_by_columns",
     "of_arrays",
     "pass_of_kernel",
     "power_of",
     "scales_of",
+    "strides_by_column",
     "taken_scale",
 ]
 
@@ -79,6 +82,11 @@ class Quantize:
     scale_min, scale_max : float
         Bounds of a computed scale, within the normal numbers of float32. The defaults are the
         least and the largest of these.
+    column_major : bool
+        Whether scales of blocks of 128 lie column by column in memory, for products of matrices by
+        DeepGEMM, FlashInfer or CUTLASS. Their shape is the same, and their strides are those of
+        (..., M) for M rows, with the least multiple of 4 that is not below M for the last axis: a
+        column begins at 16 bytes. What lies between columns is not written. JAX has no strides.
     amax : bool
         Whether ``max|y|`` of all rows together, y as it is rounded to `via`, is a result as well:
         an array of one float32, behind the scale. Delayed scaling finds the next scale from it.
@@ -128,6 +136,7 @@ class Quantize:
     via: Any = "x"
     scale_min: float = _SCALE_MIN
     scale_max: float = _SCALE_MAX
+    column_major: bool = False
     amax: bool = False
 
     def __post_init__(self) -> None:
@@ -162,9 +171,13 @@ class Quantize:
             )
         if given and (self.scale_min, self.scale_max) != (_SCALE_MIN, _SCALE_MAX):
             raise ValueError("scale_min and scale_max must be left out if scale is an array")
-        if not isinstance(self.amax, bool | np.bool_):
-            raise TypeError(f"amax must be True or False, got {self.amax!r}")
-        object.__setattr__(self, "amax", bool(self.amax))
+        for name in ("column_major", "amax"):
+            flag = getattr(self, name)
+            if not isinstance(flag, bool | np.bool_):
+                raise TypeError(f"{name} must be True or False, got {flag!r}")
+            object.__setattr__(self, name, bool(flag))
+        if self.column_major and self.block != BLOCK:
+            raise ValueError("column_major must be False without block=128, got True")
 
     @property
     def is_by_block(self) -> bool:
@@ -186,7 +199,7 @@ class Quantize:
         """All that a call depends on, except a given scale."""
         how = "given" if self.is_given else self.scale
         bounds = self.scale_min, self.scale_max
-        return self.dtype, how, self.block, self.via, *bounds, self.amax
+        return self.dtype, how, self.block, self.via, *bounds, self.column_major, self.amax
 
     @property
     def scale_dtype(self) -> str:
@@ -345,13 +358,14 @@ def pass_of_kernel(
     of_y: ForwardSpec, options: Options, told: tuple[Any, ...], n: int
 ) -> tuple[QuantizedSpec, Options]:
     """Return the pass over rows of n elements that quantizes y itself. `told`: `Quantize.told`."""
-    dtype, how, block, _, *bounds, amax = told
+    dtype, how, block, _, *bounds, column_major, amax = told
     spec = QuantizedSpec(
         **{field.name: getattr(of_y, field.name) for field in fields(of_y)},
         q=dtype,
         scale=dtype_of_scales(block),
         scale_given=how == "given",
         scale_columns=0 if block == BLOCK and n <= BLOCK else block or 0,  # one block is the row
+        column_major=column_major,
         amax=amax,
     )
     return spec, replace(options, scale_bounds=tuple(bounds))
@@ -373,10 +387,28 @@ def of_arrays(
     with np.errstate(all="ignore"), _arrays.on_device_of(y):
         if scale is None:
             scale = scales_of(xp, y, axes, quantize)
+        if quantize.column_major:
+            rows, scale = scale, new_by_columns(xp, scale.shape)
+            scale[...] = rows
         factor = power_of(scale) if quantize.block == BLOCK_MX else scale
         factor = expanded(xp, factor, y.shape, quantize.block)
         amax = amax_of(xp, y) if quantize.amax else None
         return codes_of(xp, y, factor, quantize.dtype), scale, amax
+
+
+def strides_by_column(shape: Sequence[Any]) -> tuple[Any, ...]:
+    """Return the strides of column-major scales, in elements. Sizes may be symbolic."""
+    *kept, _ = shape
+    strides = tuple(math.prod(kept[i + 1 :]) for i in range(len(kept)))
+    return (*strides, (math.prod(kept) + 3) // 4 * 4)
+
+
+def new_by_columns(xp: Any, shape: tuple[int, ...]) -> Any:
+    """Return an array of NumPy or CuPy for column-major scales."""
+    strides = strides_by_column(shape)
+    whole = xp.empty(shape[-1] * strides[-1], np.float32)
+    of_bytes = tuple(whole.itemsize * stride for stride in strides)
+    return xp.lib.stride_tricks.as_strided(whole, shape, of_bytes)
 
 
 # ---- arithmetic, of NumPy, CuPy and jax.numpy ----------------------------------------------------

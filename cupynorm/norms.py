@@ -610,6 +610,8 @@ def _quantized(arrays: tuple[Any, ...], asked: tuple[Any, ...], quantize: Any) -
     like = x if residual is None else residual if residual_out is None else residual_out
     total = residual_dtype or getattr(like, "dtype", None)
     via = _quantize.dtype_of_y(quantize, x, total)
+    if quantize.column_major:
+        family.check_has_strides("quantize.column_major")
     if quantize.via == via:
         family.check_holds("quantize.via", _arrays.to_numpy(via))
     asked = (*options, via, residual_dtype)

@@ -584,8 +584,13 @@ struct InRegistersForward {
   __device__ __forceinline__ void store_scale_of_block(Scale of_block, int p) const {
     const int first = first_column(p);
     const bool is_first = first % Op::kScaleColumns == 0 && p * kStep < left_of_row(p);
-    const int blocks = (n_cols + Op::kScaleColumns - 1) / Op::kScaleColumns;
-    if (is_first) args.scale[row * blocks + first / Op::kScaleColumns] = of_block;
+    if constexpr (Op::kColumnMajor) {
+      const long long apart = (args.n_rows + 3) / 4 * 4;
+      if (is_first) args.scale[first / Op::kScaleColumns * apart + row] = of_block;
+    } else {
+      const int blocks = (n_cols + Op::kScaleColumns - 1) / Op::kScaleColumns;
+      if (is_first) args.scale[row * blocks + first / Op::kScaleColumns] = of_block;
+    }
   }
   template <typename WordsOrNone>
   __device__ __forceinline__ void write(T shift, const PlaceOfY& place, const WordsOrNone& words) {

@@ -7,10 +7,10 @@
 //            the options kCentered (LayerNorm, else RMSNorm), kZeroCentered (1 is added to the weight), kGrouped and
 //            kRepeats (groups.cuh: rows do not all share one row of weight and bias). If
 //            kStoresBits, forward stores the bits of the Epilogue. If that is Quantize, Y has eight bits, and there are
-//            Via, Scale, kGivenScale, kScaleColumns and kFindsAmax (quantize.cuh). X is the type of what is normalized.
-//            With a Residual, that is the sum of it and a Branch. DWeight and DBias are the types that the kernel
-//            itself writes: for partials, the compute type. DResidual is None if it is DX. A kernel that writes the
-//            gradients themselves has kGiven (a caller gave the arrays) and kAccumulates (it adds to them).
+//            Via, Scale, kGivenScale, kScaleColumns, kColumnMajor and kFindsAmax (quantize.cuh). X is the type of what
+//            is normalized. With a Residual, that is the sum of it and a Branch. DWeight and DBias are the types that
+//            the kernel itself writes: for partials, the compute type. DResidual is None if it is DX. A kernel that
+//            writes the gradients themselves has kGiven (a caller gave the arrays) and kAccumulates (it adds to them).
 // Layout:    The fields of a configuration of cupynorm/_layout that the kernel needs: row_threads as kRowThreads.
 // Arguments: Sizes and other numbers come first, then arrays as a caller passes them. A row's stride is in elements.
 //            Inference has no mean and no rstd.

@@ -6,7 +6,9 @@
 // Scale:     kGivenScale: it is read, one for all. Else it is max|y| / L, clipped to [lower, upper], and written: for
 //            each row, or for each kScaleColumns columns if that is not 0. NaN does not count in max|y|. L is the
 //            largest number of Y. If Scale is a byte, it is a power of two as its exponent (float8_e8m0fnu): the
-//            largest that is not above max|y| / P, where P is the largest power of two of Y.
+//            largest that is not above max|y| / P, where P is the largest power of two of Y. Scales of blocks lie row
+//            by row. If kColumnMajor they lie column by column, whose beginnings are the least multiple of 4 apart that
+//            is not below n_rows.
 // Amax:      kFindsAmax: amax becomes the largest magnitude of y in all rows, where NaN does not count either.
 // Division:  mostly a product with the reciprocal, after it is known that this gives the same codes; else the product is
 //            corrected by what it exceeds y by (notes.md#exact-quotients).

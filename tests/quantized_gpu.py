@@ -22,6 +22,10 @@ HOWS = (
     Quantize("float8_e4m3fn", "row", via="bfloat16", scale_min=1e-3, scale_max=2e-3),
     Quantize("float8_e5m2", SCALE, via="float16"),
 )
+BY_COLUMN = (
+    Quantize("float8_e4m3fn", "block", block=128, column_major=True),
+    Quantize("int8", "block", block=128, via=None, column_major=True, amax=True),
+)
 AMAX = tuple(dataclasses.replace(how, amax=True) for how in HOWS)
 
 
@@ -81,6 +85,8 @@ _KERNELS = (
     (AMAX[0], "float16", 300, None),
     (AMAX[6], "float16", 1032, "float32"),
     (AMAX[5], "float32", 2048, "float32"),
+    *((BY_COLUMN[i % 2], "bfloat16", n, None) for i, n in enumerate((1024, 5000, 128))),
+    (BY_COLUMN[1], "float16", 1032, "float32"),
 )
 QUANTIZED = {
     f"quantized {i}, {how.dtype} by {how.block or ('scale' if how.is_given else 'row')}, {x} {n}": i
@@ -109,13 +115,17 @@ def check_quantized_kernel(gpu: Gpu, name: str) -> None:
         y = gpu.forward(norm, x, weight, bias, **options, out_dtype=via, store_statistics=False)
         y, *totals = map(gpu.to_numpy, y if of_residual else (y,))
         told = {**options, "quantize": told_in(how, put)}
-        q, scale, *others = map(gpu.to_numpy, gpu.quantized(norm, x, weight, bias, **told))
+        made = gpu.quantized(norm, x, weight, bias, **told)
+        q, scale, *others = map(gpu.to_numpy, made)
+        if how.column_major:
+            assert made[1].strides == (4, 4 * 8)  # of 5 rows
         stored = gpu.to_numpy(gpu.quantized(norm, x, weight, bias, **told, training=True))
         plain = gpu.to_numpy(gpu.forward(norm, x, weight, bias, **options))
     if how.amax:
         same(stored.amax, others[0], "amax")
     for actual, expected in ((stored.y, q), (stored.scale, scale)):
-        np.testing.assert_array_equal(actual.view(np.uint8), expected.view(np.uint8))
+        of_bytes = (np.ascontiguousarray(array).view(np.uint8) for array in (actual, expected))
+        np.testing.assert_array_equal(*of_bytes)
     for field in ("mean", "rstd"):
         np.testing.assert_array_equal(getattr(stored, field), getattr(plain, field))
     exact_q, exact_scale, *exact = by_oracle(how, y)

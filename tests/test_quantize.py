@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from quantized_gpu import (
     AMAX,
+    BY_COLUMN,
     FLOAT8,
     HOWS,
     QUANTIZED,
@@ -41,11 +42,15 @@ from cupynorm._operation import ForwardSpec, Options
 from cupynorm._quantize import pass_of_kernel
 
 BUILD = Build()
-every_how = pytest.mark.parametrize(
-    "how",
-    [*HOWS, *AMAX[1::5]],
-    ids=lambda how: f"{how.dtype}-{how.scale}-{how.block}{'-amax' if how.amax else ''}",
-)
+
+
+def name_of(how: Quantize) -> str:
+    options = "-amax" * how.amax + "-by column" * how.column_major
+    return f"{how.dtype}-{how.scale}-{how.block}{options}"
+
+
+every_how = pytest.mark.parametrize("how", [*HOWS, *AMAX[1::5]], ids=name_of)
+every_layout = pytest.mark.parametrize("how", [*HOWS, *AMAX[1::5], *BY_COLUMN], ids=name_of)
 
 
 def via_of(how: Quantize, x: Any) -> Any:
@@ -127,9 +132,9 @@ def test_float64_is_rounded_once(codes_by: Any, dtype: str) -> None:
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Problem, Quantize]:
     problem = draw(problems(broadcast=draw(st.booleans())))
-    how = draw(st.sampled_from((*HOWS, *AMAX)))
+    how = draw(st.sampled_from((*HOWS, *AMAX, *BY_COLUMN)))
     if how.is_by_block and problem.axis not in (None, (problem.x.ndim - 1,), (-1,)):
-        how = dataclasses.replace(how, scale="row", block=None)
+        how = dataclasses.replace(how, scale="row", block=None, column_major=False)
     return problem, how
 
 
@@ -263,6 +268,22 @@ def test_a_row_does_not_depend_on_the_others(how: Quantize) -> None:
         alone = cupynorm.layer_norm(x[row : row + 1], quantize=how)
         for actual, expected in zip(alone[:2], whole[:2], strict=True):
             same(actual, expected if expected is how.scale else expected[row : row + 1])
+
+
+@pytest.mark.parametrize(
+    ("kept", "strides"),
+    [((6,), (4, 32)), ((2, 3), (12, 4, 32)), ((4, 2), (8, 4, 32)), ((0,), (4, 0)), ((), (16,))],
+)
+def test_columns_begin_at_16_bytes(kept: tuple[int, ...], strides: tuple[int, ...]) -> None:
+    x = make_values("normal", (*kept, 300), np.float32, 5)
+    for how in BY_COLUMN:
+        rows = dataclasses.replace(how, column_major=False)
+        q, scale, expected_q, expected = (
+            array for told in (how, rows) for array in cupynorm.rms_norm(x, quantize=told)[:2]
+        )
+        same(scale, expected)
+        assert scale.strides == strides
+        same(cupynorm.dequantize(q, scale), cupynorm.dequantize(expected_q, expected))
 
 
 def in_frameworks(y: np.ndarray) -> Any:
@@ -555,7 +576,7 @@ def test_a_graph_may_capture_the_first_call_behind_warmup(
 
 
 @pytest.mark.gpu
-@every_how
+@every_layout
 @pytest.mark.parametrize("norm", ["rms_norm", "layer_norm"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_cupy_has_the_bits_of_the_oracle(how: Quantize, norm: str, dtype: str) -> None:
@@ -572,6 +593,8 @@ def test_cupy_has_the_bits_of_the_oracle(how: Quantize, norm: str, dtype: str) -
             exact_q, exact_scale, *exact = by_oracle(how, to_numpy(y))
             same(to_numpy(q).view(how.dtype), exact_q)
             same(to_numpy(scale).view(exact_scale.dtype), exact_scale)
+            if how.column_major:
+                assert scale.strides == (4, 4 * -(-m // 4) * 4)
             for actual, expected in zip(rest, (*map(to_cupy, exact), *totals), strict=True):
                 same(to_numpy(actual), to_numpy(expected))
             back = cupynorm.dequantize(q, scale, dtype=how.dtype)
@@ -587,7 +610,7 @@ def test_one_kernel_serves_rows_in_registers(monkeypatch: pytest.MonkeyPatch) ->
 
     x, weight = make_values("normal", (64, 4096), DTYPES["bfloat16"], 20), np.ones(4096, np.float32)
     put = to_cupy(x), to_cupy(weight)
-    for how in (*HOWS, *AMAX[:2]):
+    for how in (*HOWS, *AMAX[:2], *BY_COLUMN):
         told, via = told_in(how, to_cupy), via_of(how, x)
         y = cupynorm.rms_norm(*put, out_dtype=via)
         expected = by_oracle(how, to_numpy(y))
@@ -657,7 +680,7 @@ def test_a_gpu_rounds_each_number(dtype: str, source: str) -> None:
 # ---- torch ---------------------------------------------------------------------------------------
 
 
-@every_how
+@every_layout
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_torch_has_numpys_bits(how: Quantize, dtype: str) -> None:
     torch = pytest.importorskip("torch", minversion="2.11")
@@ -671,6 +694,8 @@ def test_torch_has_numpys_bits(how: Quantize, dtype: str) -> None:
         result = function(*tensors, quantize=told)
         for actual, exact in zip(result, expected, strict=True):
             same(actual, exact)
+            if exact.size > 1:
+                assert [s * actual.itemsize for s in actual.stride()] == [*exact.strides]
         back = cupynorm.dequantize(*expected[:2])
         result = result[:2]
         same(cupynorm.dequantize(*result), back)
@@ -693,7 +718,8 @@ def test_torch_compiles_and_transforms() -> None:
         asked = Quantize(torch.int8, scale, amax=True)
         *_, amax, again = cupynorm.torch.rms_norm(x, residual=x, quantize=asked)
         back = cupynorm.dequantize(q, blocks)
-        return *of_mx, q, blocks, total, *of_static, *rows, amax, again, back
+        _, columns = cupynorm.torch.rms_norm(x, quantize=BY_COLUMN[0])
+        return *of_mx, q, blocks, total, *of_static, *rows, amax, again, back, columns
 
     x, scale = torch.randn(3, 4, 200), torch.tensor(0.02)
     expected = function(x, scale)
@@ -704,7 +730,7 @@ def test_torch_compiles_and_transforms() -> None:
         strict=True,
     ):
         same(actual, exact)
-        assert actual.is_contiguous() or exact.ndim == 0
+        assert actual.stride() == exact.stride()
 
 
 @pytest.mark.gpu
@@ -721,7 +747,7 @@ def test_torch_calls_the_kernel(compiled: bool, monkeypatch: pytest.MonkeyPatch)
     weight = make_values("normal", (4096,), np.float32, 22)
     tensors = in_torch(x).cuda(), in_torch(weight).cuda()
     monkeypatch.setattr(of_torch, "codes_of", refuse)
-    for how in (*HOWS, *AMAX[:2]):
+    for how in (*HOWS, *AMAX[:2], *BY_COLUMN):
         told = told_in(how, lambda array: in_torch(array).cuda())
 
         def function(x: Any, weight: Any, told: Quantize = told) -> Any:
@@ -733,11 +759,14 @@ def test_torch_calls_the_kernel(compiled: bool, monkeypatch: pytest.MonkeyPatch)
         y = cupynorm.torch.rms_norm(2 * tensors[0], tensors[1], out_dtype=via)
         expected = by_oracle(how, in_numpy(y))
         for _ in range(2):
-            for actual, exact in zip(function(*tensors), expected, strict=True):
+            result = function(*tensors)
+            for actual, exact in zip(result, expected, strict=True):
                 same(actual, exact)
+            if how.column_major:
+                assert result[1].stride() == (1, 64)
 
 
-@pytest.mark.parametrize("how", ["given", "row"])
+@pytest.mark.parametrize("how", ["given", "row", "block"])
 @pytest.mark.parametrize("adds", [False, True])
 def test_torchs_operation_keeps_its_rules(how: str, adds: bool) -> None:
     torch = pytest.importorskip("torch", minversion="2.11")
@@ -745,7 +774,9 @@ def test_torchs_operation_keeps_its_rules(how: str, adds: bool) -> None:
 
     x, scale = torch.randn(3, 64), torch.tensor([0.1]) if how == "given" else None
     arguments = (x, x if adds else None, None, None, scale, 1, "rms_norm", 1e-6, False)
-    arguments += (torch.float32, None, "int8", how, None, 1e-30, 1e30, adds)
+    by_block = how == "block"
+    block = 128 if by_block else None
+    arguments += (torch.float32, None, "int8", how, block, 1e-30, 1e30, by_block, adds)
     torch.library.opcheck(of_torch._compiled, arguments)
 
 

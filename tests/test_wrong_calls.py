@@ -674,6 +674,15 @@ CALLS: list[tuple[Callable[[], Any], type[Exception], str]] = [
                 "scale_min and scale_max must be left out if scale is an array",
             ),
             ({"amax": 1}, TypeError, "amax must be True or False, got 1"),
+            ({"column_major": None}, TypeError, "column_major must be True or False, got None"),
+            *(
+                (
+                    {"dtype": "float8_e5m2", "column_major": True} | given,
+                    ValueError,
+                    "column_major must be False without block=128, got True",
+                )
+                for given in ({}, {"scale": "block", "block": 32})
+            ),
         )
     ),
     (

@@ -20,6 +20,7 @@ from cupynorm import reference
 FOUR = "float64, float32, float16 or bfloat16"
 X, W = np.ones((2, 3, 8), np.float32), np.ones(8, np.float32)
 ROWS = cupynorm.Quantize("int8", "row")
+BY_COLUMN = cupynorm.Quantize("int8", "block", block=128, column_major=True)
 
 OF_BOTH: list[tuple[Callable[[Any], Any], type[Exception], str]] = [
     (lambda norm: norm([1.0]), TypeError, "x must be a JAX or NumPy array, got builtins.list"),
@@ -168,6 +169,11 @@ OF_BOTH: list[tuple[Callable[[Any], Any], type[Exception], str]] = [
         "quantize.scale.dtype must be float32, got float16",
     ),
     (
+        lambda norm: norm(X, quantize=BY_COLUMN),
+        ValueError,
+        "quantize.column_major must be False for JAX arrays, which have no strides; got True",
+    ),
+    (
         lambda norm: norm(X, quantize=ROWS, out_dtype="float16"),
         ValueError,
         "out_dtype must be None with quantize, which has via; got float16",
@@ -229,3 +235,13 @@ def test_cupynorms_own_functions(
     with pytest.raises(TypeError) as raised:
         call(x)
     assert str(raised.value) == message
+
+
+def test_their_arrays_have_no_strides(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = jnp.asarray(X)
+    monkeypatch.delattr(reference, "compute")
+    with pytest.raises(ValueError, match="column_major") as raised:
+        cupynorm.rms_norm(x, quantize=BY_COLUMN)
+    assert str(raised.value) == (
+        "quantize.column_major must be False for JAX arrays, which have no strides; got True"
+    )

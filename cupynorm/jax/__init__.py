@@ -348,6 +348,10 @@ def _quantized(
 ) -> tuple[jax.Array, ...]:
     """Return q, scale, amax if it is asked for and, with a residual, the sum."""
     axes = check_call(quantize, x, options["axis"], options["out_dtype"])
+    if quantize.column_major:
+        raise ValueError(
+            "quantize.column_major must be False for JAX arrays, which have no strides; got True"
+        )
     scale = None
     if quantize.is_given:
         check_scale_dtype(quantize.scale)

@@ -33,11 +33,12 @@ from cupynorm._operation import (
     Kind,
     Options,
     Pass,
+    QuantizedSpec,
     Spec,
     shapes_of_results,
 )
 from cupynorm._prepared import Dialect, key_function, remember, run_maker
-from cupynorm._quantize import pass_of_kernel
+from cupynorm._quantize import pass_of_kernel, strides_by_column
 
 __all__ = [
     "NUMPY_DTYPES",
@@ -396,6 +397,8 @@ class Call:
             self.known[f"{name}_shape"] = shape
             self.known[f"{name}_strides"] = _contiguous_strides(shape)
             self.known[f"{name}_stride"] = self.n
+        if isinstance(self.spec, QuantizedSpec) and self.spec.column_major:
+            self.known["scale_strides"] = strides_by_column(self.known["scale_shape"])
 
     def __call__(self, tensors: Tensors) -> Any:
         if _current_device() != self.device.index:

@@ -22,6 +22,7 @@ from cupynorm._quantize import (
     Quantize,
     check_scale_dtype,
     dtype_of_scales,
+    strides_by_column,
 )
 from cupynorm.torch import _kernels
 from cupynorm.torch._operations import is_seen
@@ -57,7 +58,8 @@ def quantized(
     _check_not_differentiated(y)
     dtype, block, scale = quantize.dtype, quantize.block, quantize.scale
     if not quantize.is_given:
-        scale = scales_of(y, axes, dtype, block, quantize.scale_min, quantize.scale_max)
+        how = quantize.scale_min, quantize.scale_max, quantize.column_major
+        scale = scales_of(y, axes, dtype, block, *how)
     amax = (amax_of(y),) if quantize.amax else ()
     return codes_of(y, scale, dtype, block), scale, *amax
 
@@ -140,6 +142,7 @@ def _compiled(
     block: int | None,
     scale_min: float,
     scale_max: float,
+    column_major: bool,
     amax: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return q, the scale, amax and the sum. What is given, or not there, has no elements."""
@@ -147,14 +150,15 @@ def _compiled(
 
     tensors = x, residual, weight, bias
     told = k, norm, eps, zero_centered, via, residual_dtype
-    of_scale = dtype, how, block, None, scale_min, scale_max, amax
+    bounds = scale_min, scale_max, column_major
+    of_scale = dtype, how, block, None, *bounds, amax
     found = _launched(tensors, given, told, of_scale) if x.is_cuda else None
     if found is None:
         axes = tuple(range(-k, 0))
         asked = eps, axes, zero_centered, None, via, residual_dtype
         results: Any = _functions.normalize(norm, tensors, asked)  # type: ignore[arg-type]
         y, total = (results, None) if residual is None else results
-        scale = scales_of(y, axes, dtype, block, scale_min, scale_max) if given is None else given
+        scale = scales_of(y, axes, dtype, block, *bounds) if given is None else given
         found = codes_of(y, scale, dtype, block), scale, amax_of(y) if amax else None, total
     q, scale, *others = found
     scale = scale if given is None else x.new_empty(0)  # results share no memory
@@ -165,11 +169,11 @@ def _compiled(
 def _(
     x: Any, residual: Any, weight: Any, bias: Any, given: Any, k: Any, norm: Any, eps: Any,
     zero_centered: Any, via: Any, residual_dtype: Any, dtype: Any, how: Any, block: Any,
-    scale_min: Any, scale_max: Any, amax: Any,
+    scale_min: Any, scale_max: Any, column_major: Any, amax: Any,
 ) -> Any:  # fmt: skip
     q, scale, total = x.new_empty(x.shape, dtype=getattr(torch, dtype)), x.new_empty(0), None
     if given is None:
-        scale = _new_scales(x, tuple(range(-k, 0)), block)
+        scale = _new_scales(x, tuple(range(-k, 0)), block, column_major)
     if residual is not None:
         total = x.new_empty(x.shape, dtype=residual_dtype or residual.dtype)
     of_all = _new_amax(x) if amax else x.new_empty(0)
@@ -196,6 +200,7 @@ def scales_of(
     block: int | None,
     scale_min: float,
     scale_max: float,
+    column_major: bool,
 ) -> torch.Tensor:
     size = _sizes(y)
     if block is None:
@@ -209,20 +214,28 @@ def scales_of(
         return exponent.to(torch.uint8).view(getattr(torch, MX_SCALE))
     # torch would multiply by one over a number on a GPU.
     largest = torch.full((), LARGEST[dtype], dtype=size.dtype, device=size.device)
-    return (size / largest).float().clamp(scale_min, scale_max)
+    scale = (size / largest).float().clamp(scale_min, scale_max)
+    return _new_scales(y, axes, block, column_major).copy_(scale) if column_major else scale
 
 
 @scales_of.register_fake
-def _(y: Any, axes: Any, dtype: Any, block: Any, scale_min: Any, scale_max: Any) -> Any:
-    return _new_scales(y, axes, block)
+def _(
+    y: Any, axes: Any, dtype: Any, block: Any, scale_min: Any, scale_max: Any, column_major: Any
+) -> Any:
+    return _new_scales(y, axes, block, column_major)
 
 
-def _new_scales(y: torch.Tensor, axes: Sequence[int], block: int | None) -> torch.Tensor:
+def _new_scales(
+    y: torch.Tensor, axes: Sequence[int], block: int | None, column_major: bool
+) -> torch.Tensor:
     if block is None:
         shape = [1 if i - y.ndim in axes else n for i, n in enumerate(y.shape)]
     else:
         shape = [*y.shape[:-1], (y.shape[-1] + block - 1) // block]
-    return y.new_empty(shape, dtype=getattr(torch, dtype_of_scales(block)))
+    dtype = getattr(torch, dtype_of_scales(block))
+    if column_major:
+        return y.new_empty_strided(shape, strides_by_column(shape), dtype=dtype)
+    return y.new_empty(shape, dtype=dtype)
 
 
 @torch.library.custom_op("cupynorm::amax_of", mutates_args=())
