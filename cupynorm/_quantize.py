@@ -113,8 +113,9 @@ class Quantize:
     saturate.
 
     The bits of a row of q and of its scales depend on that row alone. They are the same in all
-    frameworks if those of y are, except the sign of a NaN, with two exceptions: on a GPU XLA's
-    division is inexact, and on a GPU and in JAX subnormal numbers may count as zeros.
+    frameworks if those of y are, except the sign of a NaN, with two exceptions: XLA's division,
+    where no kernel quantizes, is inexact on a GPU, and on a GPU and in JAX subnormal numbers may
+    count as zeros.
 
     Examples
     --------

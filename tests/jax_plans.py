@@ -15,6 +15,7 @@ import numpy_kernels
 from strategies import DTYPES
 
 from cupynorm._groups import Groups
+from cupynorm._layout import quantized_config
 from cupynorm._operation import (
     KINDS,
     BackwardSpec,
@@ -22,8 +23,11 @@ from cupynorm._operation import (
     Kind,
     NormBackward,
     NormForward,
+    QuantizedSpec,
     Spec,
 )
+
+ARCHITECTURE = 90  # whose kernels quantize
 
 
 def arrays_of(
@@ -36,20 +40,23 @@ def arrays_of(
         if kind is Kind.ROWS:
             assert next(given) == n, f"{name}_stride"
         assert (address == 0) == (dtype is None), name
-        shape = numpy_kernels.shape(name, m, n, groups)
+        shape = numpy_kernels.shape(name, m, n, groups, spec)
         arrays[name] = None if dtype is None else array(address, shape, dtype)
     assert not [*given]
     return arrays
 
 
 def array(address: int, shape: tuple[int, ...], dtype: str) -> Any:
-    kind = DTYPES.get(dtype, np.dtype(np.uint8))
+    kind = DTYPES.get(dtype) or np.dtype(dtype)
     memory = (ctypes.c_char * (math.prod(shape) * kind.itemsize)).from_address(address)
     return np.frombuffer(memory, kind).reshape(shape)
 
 
 def write(spec: Spec, arrays: dict[str, Any], result: NormForward | NormBackward) -> None:
+    is_given = isinstance(spec, QuantizedSpec) and spec.scale_given
     for name in spec.writes:
+        if name == "scale" and is_given:
+            continue
         arrays[name][...] = getattr(result, name)
 
 
@@ -77,7 +84,18 @@ class ForwardPlan:
         ctypes.memset(scratch, 0xFF, self.scratch_bytes(m))
         numpy_kernels.check_groups(spec, m, groups)
         arrays = arrays_of(spec, m, self.n, groups, operands)
-        write(spec, arrays, numpy_kernels.forward(spec, groups, arrays, *told))
+        write(spec, arrays, self.compute(groups, arrays, *told))
+
+    def compute(self, groups: Groups | None, arrays: dict[str, Any], *told: float) -> NormForward:
+        return numpy_kernels.forward(self.spec, groups, arrays, *told)
+
+
+class QuantizedPlan(ForwardPlan):
+    spec: QuantizedSpec
+
+    def compute(self, groups: Groups | None, arrays: dict[str, Any], *told: float) -> NormForward:
+        assert groups is None
+        return numpy_kernels.quantized(self.spec, arrays, *told)
 
 
 @dataclass(frozen=True)
@@ -108,6 +126,13 @@ def forward_plan(
 ) -> ForwardPlan:
     assert n % vector == 0
     return ForwardPlan(spec, n, m)
+
+
+def quantized_plan(
+    spec: QuantizedSpec, m: int, n: int, vector: int, device: int, *, soon: bool
+) -> QuantizedPlan | None:
+    has_kernel = quantized_config(spec, n, vector, ARCHITECTURE) is not None
+    return QuantizedPlan(spec, n, m) if has_kernel else None
 
 
 def backward_plan(

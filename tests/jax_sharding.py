@@ -481,17 +481,132 @@ def second_derivatives_by_forward_mode(kind: AxisType) -> Any:
     return on_a_mesh_as_on_one_device(kind, product)
 
 
-def quantized_rows(kind: AxisType) -> Any:
-    x = jax.device_put(X, NamedSharding(mesh_of((2, 2), kind), P("a", "b")))
-    found = []
-    for how in (Quantize("int8", "row"), Quantize("float8_e4m3fn", "block", block=32)):
-        program = jax.jit(functools.partial(norm, quantize=how)).lower(x).compile()
-        results = program(x)
-        for array in results:
-            assert array.sharding.is_equivalent_to(x.sharding, array.ndim), array.sharding
-        testing.check_quantized(NORM, tuple(map(on_host, results)), X, quantize=how, eps=1e-5)
-        found += collectives(program)
-    return found
+# ---- quantized outputs ---------------------------------------------------------------------------
+
+STATIC = Quantize("float8_e5m2", np.float32([0.02]))
+QUANTIZED = (
+    *(Quantize("int8", "row"), Quantize("float8_e4m3fn", "block", block=128), STATIC),
+    Quantize("float8_e4m3fn", "block", block=32),
+)
+
+
+def quantized(
+    how: Quantize, function: Any, *arguments: Any, called: str = "quantized", **options: Any
+) -> Any:
+    """Check a function that quantizes x, a residual or None, and by a scale or None."""
+    program = jax.jit(function).lower(*arguments).compile()
+    results = program(*arguments)
+    found = tuple(map(np.asarray, results))
+    given = {"x": X, "eps": 1e-5} | options
+    testing.check_quantized(NORM, found, quantize=how, **given)
+    calls = re.findall(r'custom_call_target="cupynorm\.(\w+)"', program.as_text())
+    assert calls == ([called] if jax.default_backend() in _kernels.platforms() else []), calls
+    return results, collectives(program)
+
+
+def of(how: Quantize) -> Any:
+    """Return the norm that quantizes so, as a function of x, a residual and a scale."""
+
+    def function(x: Any, residual: Any = None, scale: Any = None) -> Any:
+        told = how if scale is None else dataclasses.replace(how, scale=scale)
+        return norm(x, WEIGHT, residual=residual, quantize=told)
+
+    return function
+
+
+def quantized_rows(kind: AxisType, sizes: tuple[int, ...] = (2, 2)) -> Any:
+    mesh, exchanged = mesh_of(sizes, kind), []
+    rows = NamedSharding(mesh, P(*("a", "b")[: len(sizes)]))
+    x, residual = (jax.device_put(a, rows) for a in (X, RESIDUAL))
+    for how in QUANTIZED:
+        places = (jnp.asarray, functools.partial(jax.device_put, device=NamedSharding(mesh, P())))
+        for scale in [put(how.scale) for put in places] if how.is_given else [None]:
+            for added in (None, residual) if "cpu" in _kernels.platforms() else (residual,):
+                results, found = quantized(
+                    *(how, of(how), x, added, scale),
+                    **{"weight": WEIGHT, "residual": None if added is None else RESIDUAL},
+                )
+                exchanged += found
+                for array in results:
+                    if array.size > 1:
+                        assert array.sharding.is_equivalent_to(rows, array.ndim), array.sharding
+    eager = of(QUANTIZED[0])(x, residual)
+    for one, other in zip(eager, of(QUANTIZED[0])(X, RESIDUAL), strict=True):
+        np.testing.assert_array_equal(one, other)
+    return exchanged
+
+
+def quantized_rows_under_vmap(kind: AxisType) -> Any:
+    x, exchanged = jax.device_put(X, NamedSharding(mesh_of((4,), kind), P("a"))), []
+    for how in QUANTIZED[:2]:
+        _, found = quantized(how, jax.vmap(of(how)), x, weight=WEIGHT)
+        exchanged += found
+    scales = jax.device_put(np.full((8, 1), 0.02, np.float32), x.sharding)
+    each = lambda x, scales: jax.vmap(  # noqa: E731
+        lambda x, scale: of(STATIC)(x, None, scale)[0]
+    )(x, scales)
+    program = jax.jit(each).lower(x, scales).compile()
+    found = np.asarray(program(x, scales)), STATIC.scale
+    testing.check_quantized(NORM, found, X, WEIGHT, quantize=STATIC, eps=1e-5)
+    return exchanged + collectives(program)
+
+
+def quantized_rows_that_are_cut(kind: AxisType) -> Any:
+    x, exchanged = jax.device_put(X, NamedSharding(mesh_of((2, 2), kind), P("a", None, "b"))), []
+    for how in QUANTIZED:
+        scale = None if how.given is None else jnp.asarray(how.given)
+        _, found = quantized(how, of(how), x, None, scale, weight=WEIGHT)
+        exchanged += found
+    return exchanged
+
+
+def quantized_rows_under_shard_map(count: int, tracked: bool) -> Any:
+    mesh, exchanged = mesh_of((count,), AxisType.Auto), []
+    for how in QUANTIZED:
+
+        def rows(x: Any, residual: Any, how: Quantize = how) -> Any:
+            q, scale, total = of(how)(x, residual, how.given)
+            return (q, total) if how.is_given else (q, scale, total)
+
+        split = jax.shard_map(rows, mesh=mesh, in_specs=P("a"), out_specs=P("a"), check_vma=tracked)
+
+        def function(x: Any, residual: Any, split: Any = split, how: Quantize = how) -> Any:
+            q, *scale, total = split(x, residual)
+            return q, jnp.asarray(how.scale) if how.is_given else scale[0], total
+
+        _, found = quantized(how, function, X, RESIDUAL, weight=WEIGHT, residual=RESIDUAL)
+        exchanged += found
+    return exchanged
+
+
+def quantized_rows_that_are_uneven(count: int) -> Any:
+    """As `with_uneven_rows`."""
+    x = jax.device_put(X, NamedSharding(mesh_of((count,), AxisType.Auto), P("a")))
+    x, exchanged = jax.device_put(x.at[-1].set(jnp.nan), x.sharding), []
+    for how in QUANTIZED[:2]:
+
+        def cut(x: Any, how: Quantize = how) -> Any:
+            wide = [a.astype(np.float32) for a in of(how)(x[:-1])]
+            return [jnp.pad(a, ((0, 1), (0, 0), (0, 0))) for a in wide]
+
+        program = jax.jit(cut).lower(x).compile()
+        q, scale = (np.asarray(a)[:-1] for a in program(x))
+        q = q.astype(np.dtype(how.dtype))
+        testing.check_quantized(NORM, (q, scale), X[:-1], WEIGHT, quantize=how, eps=1e-5)
+        exchanged += collectives(program)
+    return exchanged
+
+
+def quantized_from_float64(kind: AxisType) -> Any:
+    """No array has the dtype that y is rounded to. XLA's thread must know it all the same."""
+    how = Quantize("float8_e4m3fn", "row", via="float64")
+    x = np.asarray(X, np.float32)
+    with jax.enable_x64(True):
+        on_mesh = jax.device_put(x, NamedSharding(mesh_of((4,), kind), P("a")))
+        results, exchanged = quantized(how, of(how), on_mesh, called="forward", x=x, weight=WEIGHT)
+        for one, other in zip(results, jax.jit(of(how))(x), strict=True):
+            np.testing.assert_array_equal(one, other)
+    return exchanged
 
 
 def forward_mode(kind: AxisType) -> Any:
@@ -842,6 +957,9 @@ ONE_OF_EACH = (
     second_derivatives_by_forward_mode,
     forward_mode,
     quantized_rows,
+    quantized_rows_under_vmap,
+    quantized_rows_that_are_cut,
+    quantized_from_float64,
 )
 
 
@@ -892,6 +1010,10 @@ def cases(kernels: bool) -> Iterator[tuple[str, Callable[[], Any]]]:
                 f"forward_mode_under_shard_map, {tracked} {within}",
                 functools.partial(forward_mode_under_shard_map, tracked, within),
             )
+        yield (
+            f"quantized_rows_under_shard_map, {tracked}",
+            functools.partial(quantized_rows_under_shard_map, 4, tracked),
+        )
         yield f"shard_map, {tracked}", functools.partial(under_shard_map, 4, tracked, False)
         yield (
             f"a residual under shard_map, {tracked}",
@@ -915,6 +1037,10 @@ def cases(kernels: bool) -> Iterator[tuple[str, Callable[[], Any]]]:
             yield f"vectors drawn {i}", functools.partial(with_a_drawn_sharding, one)
     yield "vectors and uneven rows", functools.partial(with_vectors_and_uneven_rows, 4)
     yield "a residual and uneven rows", functools.partial(with_a_residual_and_uneven_rows, 4)
+    yield (
+        "quantized_rows_that_are_uneven",
+        functools.partial(quantized_rows_that_are_uneven, 4),
+    )
     yield "uneven rows", functools.partial(with_uneven_rows, 4)
     yield "gradient within shard_map", functools.partial(under_shard_map, 4, True, True)
     if kernels:

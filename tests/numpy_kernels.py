@@ -21,6 +21,7 @@ from cupynorm._operation import (
     Kind,
     NormBackward,
     NormForward,
+    QuantizedSpec,
     Spec,
     shape_of,
 )
@@ -33,8 +34,13 @@ def check_groups(spec: Spec, m: int, groups: Groups | None) -> None:
     assert groups is None or groups.outer * groups.vectors * groups.inner == m
 
 
-def shape(name: str, m: int, n: int, groups: Groups | None) -> tuple[int, ...]:
+def shape(
+    name: str, m: int, n: int, groups: Groups | None, spec: Spec | None = None
+) -> tuple[int, ...]:
     """Return an array's shape. Vectors of groups are rows of their own."""
+    if KINDS[name] is Kind.SCALES:
+        assert isinstance(spec, QuantizedSpec)
+        return (1,) if spec.scale_given else (m, -(-n // (spec.scale_columns or n)))
     if KINDS[name] is not Kind.VECTOR:
         return shape_of(KINDS[name], (m, n), 1)
     if groups is None:
@@ -94,6 +100,20 @@ def forward(
         residual_dtype=to_numpy(spec.x) if spec.residual else None,
     )
     return result
+
+
+def quantized(
+    spec: QuantizedSpec, arrays: dict[str, Any], eps: float, *bounds: float
+) -> NormForward:
+    """Return the results of a forward pass whose y is quantized. The bounds are those of scales."""
+    result = forward(spec.of_y, None, arrays, eps, 0.0, 0.0)
+    block = spec.scale_columns or None
+    how = arrays["scale"] if spec.scale_given else "block" if block else "row"
+    scale_min, scale_max = bounds
+    q, scale = reference.quantize(
+        result.y, spec.q, how, block=block, scale_min=scale_min, scale_max=scale_max
+    )
+    return result._replace(y=q, scale=scale)
 
 
 def backward(spec: BackwardSpec, groups: Groups | None, arrays: dict[str, Any]) -> NormBackward:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from device import threads_that_wait, wait_for_threads
+from quantized_gpu import HOWS, SCALE, same, told_in
 from strategies import DTYPES, make_values
 
 from cupynorm._environment import gpu_problem
@@ -30,7 +31,7 @@ from jax_calls import check, gradients_through_layers  # noqa: E402
 
 import cupynorm  # noqa: E402
 import cupynorm.jax  # noqa: E402
-from cupynorm import _compile, _driver, _plans, reference  # noqa: E402
+from cupynorm import Quantize, _compile, _driver, _plans, reference, testing  # noqa: E402
 from cupynorm.jax import _formula, _kernels  # noqa: E402
 
 
@@ -287,6 +288,103 @@ def test_a_residual_is_one_launch_each_way() -> None:
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
+# ---- quantized outputs ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [1024, 4096])
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("how", HOWS, ids=repr)
+@pytest.mark.parametrize("norm", NORMS)
+def test_quantized_bits_are_those_of_the_plain_functions(
+    norm: str, how: Quantize, residual: bool, n: int
+) -> None:
+    x = jnp.asarray(make_values("nonfinite", (129, n), DTYPES["bfloat16"], n))
+    weight, added = jnp.asarray(values((n,), seed=1)), jnp.asarray(values((129, n), seed=2))
+    told = told_in(how, jnp.asarray)
+    given = {"residual": added if residual else None, "quantize": told}
+    function = functools.partial(getattr(cupynorm.jax, norm), **given)
+    program = jax.jit(function).lower(x, weight).compile()
+    assert targets(program) == ["quantized"]
+    plain = getattr(cupynorm, norm)(x, weight, **given)
+    for results in (program(x, weight), function(x, weight)):
+        for actual, expected in zip(results, plain, strict=True):
+            same(actual, expected)
+
+
+def test_a_quantizing_call_is_one_launch(launches: list[int]) -> None:
+    x, weight = jnp.asarray(values((64, 4096), "bfloat16")), jnp.asarray(values((4096,), seed=1))
+    how = Quantize("float8_e4m3fn", "block", block=128)
+    norm = lambda x: cupynorm.jax.rms_norm(x, weight, residual=x, quantize=how)  # noqa: E731
+    plain = cupynorm.rms_norm(x, weight, residual=x, quantize=how)
+    for wrap, shape in ((lambda f: f, (64, 4096)), (jax.vmap, (4, 16, 4096))):
+        function = jax.jit(wrap(norm), compiler_options={"xla_gpu_enable_command_buffer": ""})
+        assert targets(function.lower(x.reshape(shape)).compile()) == ["quantized"]
+        launches.clear()
+        results = jax.block_until_ready(function(x.reshape(shape)))
+        assert len(launches) == 1
+        for actual, expected in zip(results, plain, strict=True):
+            same(actual.reshape(expected.shape), expected)
+
+
+def test_quantized_rows_in_a_command_buffer(launches: list[int]) -> None:
+    runs, x = 20, jnp.asarray(values((65, 2048), "float16"))
+    scale = jnp.asarray(SCALE)
+
+    @functools.partial(jax.jit, compiler_options={"xla_gpu_graph_min_graph_size": 1})
+    def network(x: Any, scale: Any) -> Any:
+        rows = cupynorm.jax.layer_norm(x, quantize=Quantize("float8_e5m2", "row"))
+        return *rows, cupynorm.jax.rms_norm(x, quantize=Quantize("int8", scale))[0]
+
+    for _ in range(runs):
+        results = [np.asarray(a) for a in network(x, scale)]
+    assert 0 < len(launches) < runs
+    rows = cupynorm.layer_norm(x, quantize=Quantize("float8_e5m2", "row"))
+    q, _ = cupynorm.rms_norm(x, quantize=Quantize("int8", scale))
+    for actual, expected in zip(results, (*rows, q), strict=True):
+        same(actual, expected)
+
+
+def test_no_quantizing_kernel_is_loaded_after_tracing(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = values((7, 1240), "float16")  # of no other test
+    how = Quantize("int8", "row", scale_min=0.001)
+    lowered = jax.jit(lambda x: cupynorm.jax.layer_norm(x, quantize=how)).lower(x)
+
+    def fail(*arguments: Any) -> None:
+        raise AssertionError("loaded too late")
+
+    monkeypatch.setattr(_compile, "load", fail)
+    found = lowered.compile()(x)
+    assert targets(lowered.compile()) == ["quantized"]
+    testing.check_quantized("layer_norm", tuple(map(np.asarray, found)), x, quantize=how, eps=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "of_weight", "relu"),
+    [
+        ((5, 40000), "bfloat16", (40000,), None),
+        ((5, 33), "bfloat16", (33,), None),
+        ((5, 256), "float64", (256,), None),
+        ((5, 3, 256), "float32", (3, 256), None),
+        ((5, 256), "float32", (256,), (-0.5, 1.0)),
+    ],
+)
+def test_xla_quantizes_what_no_kernel_does(
+    shape: Any, dtype: str, of_weight: Any, relu: Any
+) -> None:
+    x, weight = values(shape, dtype), values(of_weight, seed=1)
+    for scale in ("row", jnp.asarray(SCALE)):
+        how = Quantize("int8", scale, via=None)
+        norm = functools.partial(cupynorm.jax.rms_norm, relu=relu)
+        program = jax.jit(functools.partial(norm, quantize=how)).lower(x, weight).compile()
+        assert targets(program) == ["forward"]
+        q, of_q = program(x, weight)
+        wide = np.float64 if dtype == "float64" else np.float32
+        y = np.asarray(norm(x, weight, out_dtype=wide), np.float64)
+        of_q = np.asarray(of_q, np.float64)
+        expected = np.clip(y / of_q, -128, 127)
+        assert (abs(np.asarray(q) - expected) < 0.501).all()
+
+
 # ---- transformations -----------------------------------------------------------------------------
 
 
@@ -411,8 +509,8 @@ def test_strips_in_a_command_buffer() -> None:
     _, mean, rstd, *_ = cupynorm.layer_norm_forward(x, weight, bias)
     expected = cupynorm.layer_norm_backward(dy, x, weight, mean, rstd, bias=bias)[:3]
     for _ in range(5):
-        for found, same in zip(gradients(dy, x, weight, bias), expected, strict=True):
-            np.testing.assert_array_equal(found, same)
+        for found, one in zip(gradients(dy, x, weight, bias), expected, strict=True):
+            np.testing.assert_array_equal(found, one)
 
 
 @pytest.mark.parametrize("norm", ["rms_norm", "layer_norm"])
@@ -572,6 +670,18 @@ def test_rows_stay_on_their_gpu(kind: AxisType) -> None:
 def test_a_residual_stays_on_its_gpu(kind: AxisType) -> None:
     exchanged = jax_sharding.with_a_residual((MESH,), kind, P("a"), P("a"))
     assert {operation for operation, _ in exchanged} == {"all-reduce"}
+
+
+@pytest.mark.skipif(GPUS < 2, reason=f"needs two GPUs that JAX can use, has {GPUS}")
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
+def test_quantized_rows_stay_on_their_gpu(kind: AxisType) -> None:
+    assert jax_sharding.quantized_rows(kind, (MESH,)) == []
+    assert jax_sharding.quantized_rows_that_are_uneven(MESH) == []
+
+
+@pytest.mark.parametrize("tracked", [True, False])
+def test_quantized_rows_in_a_shard_map_over_all_gpus(tracked: bool) -> None:
+    assert jax_sharding.quantized_rows_under_shard_map(MESH, tracked) == []
 
 
 @pytest.mark.skipif(GPUS < 2, reason=f"needs two GPUs that JAX can use, has {GPUS}")

@@ -149,9 +149,12 @@ def test_drawn_vectors_are_padded_with_their_rows(report: dict[str, Any]) -> Non
 
 
 def test_a_forward_pass_exchanges_nothing(report: dict[str, Any]) -> None:
-    for kind in ("forward of a residual", "forward_mode", "quantized_rows"):
+    for kind in ("forward of a residual", "forward_mode", "quantized_"):
         for name, collectives in exchanged(report, kind).items():
-            assert collectives == [], name
+            if "that_are_cut" in name:
+                assert {kind for kind, _ in collectives} == {"all-gather"}, name
+            else:
+                assert collectives == [], name
 
 
 def test_only_a_kernel_gathers_rows_that_a_shard_map_leaves_split(report: dict[str, Any]) -> None:

@@ -31,12 +31,12 @@ from jax.sharding import PartitionSpec
 
 from cupynorm import _checks
 from cupynorm._arrays import DTYPES, check_no_mask, to_numpy
-from cupynorm._operation import ForwardSpec, Norm, Options, Relu
+from cupynorm._operation import ForwardSpec, Kind, Norm, Options, Relu
 from cupynorm._quantize import Quantize, check_call, check_scale_dtype, dtype_of_y
 from cupynorm.jax import _formula
 from cupynorm.jax._derivatives import differentiable, wide
 from cupynorm.jax._operations import axes_of, split_as, split_of
-from cupynorm.jax._quantize import quantized
+from cupynorm.jax._quantize import normalized, quantized, without_gradient
 from cupynorm.jax._vectors import as_rows
 
 if TYPE_CHECKING:
@@ -129,8 +129,9 @@ def rms_norm(
     residual_dtype : dtype, optional
         s's dtype. The default is residual's.
     quantize : Quantize, optional
-        Return y in eight bits an element, with scales. out_dtype is None then. XLA quantizes what
-        the norm has written. There is no gradient of it.
+        Return y in eight bits an element, with scales. out_dtype is None then. A scale that is
+        given may be traced. On a GPU the norm's kernel quantizes rows that registers hold, and XLA
+        does others. There is no gradient of it.
 
     Returns
     -------
@@ -289,8 +290,20 @@ def _norm(
     **options: Any,
 ) -> Any:
     """Return what the function of this name does, by the names of its arguments."""
+    given = {"x": x, "weight": weight, "bias": bias, "residual": residual}
     if quantize is not None:
-        return _quantized(norm, quantize, _array("x", x), weight, bias, residual, options)
+        return _quantized(norm, quantize, given, options)
+    made = _made(norm, given, options)
+    return made["y"] if residual is None else (made["y"], made["residual_out"])
+
+
+def _made(
+    norm: Norm, arrays: dict[str, Any], options: dict[str, Any], how: Any = None, scale: Any = None
+) -> dict[str, jax.Array]:
+    """Return what the norm makes, by name.
+
+    If y is quantized, `how` is `Quantize.told`, and `scale` is a given one, or None.
+    """
     for name, option in options.items():
         for value in option if isinstance(option, tuple) else (option,):
             if isinstance(value, jax.core.Tracer):
@@ -298,9 +311,9 @@ def _norm(
                     f"{name} must be known when a program is traced: jit has it in "
                     f"static_argnames; got {value}"
                 )
-    given = {"x": _array("x", x)} | {
-        name: None if array is None else _array(name, array)
-        for name, array in (("weight", weight), ("bias", bias), ("residual", residual))
+    given: dict[str, Any] = {
+        name: None if array is None and name != "x" else _array(name, array)
+        for name, array in arrays.items()
     }
     outlines = {name: _outline(array) for name, array in given.items()}
     asked = _checks.Asked(norm, training=False, **options)
@@ -313,57 +326,67 @@ def _norm(
         moved = {
             n: None if a is None else _checks.moved(told.order, n, a) for n, a in given.items()
         }
-        results = _norm(norm, **moved, **options | {"axis": told.axis})
+        made = _made(norm, moved, options | {"axis": told.axis}, how, scale)
         back = sorted(range(len(told.order)), key=told.order.__getitem__)
-        return jax.tree.map(lambda a: a.transpose(back), results)
+        return {name: array.transpose(back) for name, array in made.items()}
     x, weight, bias, residual = given.values()
     k = told.k
-    # Sums over what a vector was broadcast to come before the rounding to a narrower dtype.
-    widened = (a if a is None else _widened(spec.x, a) for a in (weight, bias))
+    pairs: list[tuple[Any, ...]] = [(weight, bias)]
+    if how is None:
+        # Sums over what a vector was broadcast to come before the rounding to a narrower dtype.
+        pairs.append(tuple(a if a is None else _widened(spec.x, a) for a in (weight, bias)))
     weight, bias, *wide_vectors = (
-        array
-        for pair in ((weight, bias), widened)
-        for array in _of_one_shape(x.shape[x.ndim - k :], told, *pair)
+        array for pair in pairs for array in _of_one_shape(x.shape[x.ndim - k :], told, *pair)
     )
     told = replace(told, groups=None)  # each device has its own
     of_weight = None if weight is None else DTYPES[weight.dtype]
     spec = ForwardSpec.of(told, spec.dtypes | {"weight": of_weight})
-    arrays = *jax.lax.stop_gradient((weight, bias)), *wide_vectors
     like, split = _common_split(k, x, residual)
-    rows, added, *affine = _over_one_mesh(k, like, split, x, residual, *arrays)
-    norm_of = differentiable(spec, told)
-    y, total = norm_of(rows, added, tuple(affine[:2]), tuple(affine[2:]))
-    results = tuple(split_as(like, a, split) for a in (y, total) if a is not None)
-    return results[0] if total is None else results
+    if how is None:
+        vectors = *jax.lax.stop_gradient((weight, bias)), *wide_vectors
+        rows, added, *affine = _over_one_mesh(k, like, split, x, residual, *vectors)
+        y, total = differentiable(spec, told)(rows, added, tuple(affine[:2]), tuple(affine[2:]))
+        made = {"y": y, "residual_out": total}
+    else:
+        arrays_read = _over_one_mesh(k, like, split, x, residual, weight, bias, scale)
+        made = normalized(spec, told, how, *arrays_read)
+    of_scales = PartitionSpec(*split[: x.ndim - k], *k * (None,))
+    return {
+        name: split_as(like, array, of_scales if name == "scale" else split)
+        for name, array in made.items()
+        if array is not None
+    }
 
 
 def _quantized(
-    norm: Norm,
-    quantize: Any,
-    x: Any,
-    weight: Any,
-    bias: Any,
-    residual: Any,
-    options: dict[str, Any],
+    norm: Norm, quantize: Any, arrays: dict[str, Any], options: dict[str, Any]
 ) -> tuple[jax.Array, ...]:
     """Return q, scale, amax if it is asked for and, with a residual, the sum."""
+    x = _array("x", arrays["x"])
     axes = check_call(quantize, x, options["axis"], options["out_dtype"])
     if quantize.column_major:
         raise ValueError(
             "quantize.column_major must be False for JAX arrays, which have no strides; got True"
         )
-    scale = None
+    scale = one = None
     if quantize.is_given:
         check_scale_dtype(quantize.scale)
         scale = _array("quantize.scale", quantize.scale)
-    residual = None if residual is None else _array("residual", residual)
+        one = scale.reshape(1)
+    residual = None if arrays["residual"] is None else _array("residual", arrays["residual"])
     total = options["residual_dtype"] or (x if residual is None else residual).dtype
     via = dtype_of_y(quantize, x, total)
     if quantize.via == "float64" and jax.dtypes.canonicalize_dtype(np.float64) != np.float64:
         raise TypeError(f"quantize.via must be one that JAX has enabled, got {via} without x64")
-    results = _norm(norm, x, weight, bias, residual, **options | {"out_dtype": via})
-    y, *others = (results,) if residual is None else results
-    return (*quantized(y, axes, quantize, scale), *others)
+    given = arrays | {"x": x, "residual": residual}
+    options = options | {"out_dtype": via}
+    others = () if residual is None else ("residual_out",)
+    if quantize.amax:  # a kernel's begins with what is in memory, and XLA clears none
+        made = _made(norm, given, options)
+        (y,) = without_gradient(made["y"])
+        return (*quantized(y, axes, quantize, scale), *(made[name] for name in others))
+    made = {"scale": scale} | _made(norm, given, options, quantize.told, one)
+    return tuple(made[name] for name in ("y", "scale", *others))
 
 
 def _of_one_shape(row: tuple[int, ...], told: Options, weight: Any, bias: Any) -> tuple[Any, Any]:
@@ -427,10 +450,10 @@ def _over_one_mesh(
     it in the gradients, and can do so only here, outside of the rules for derivatives.
     """
     kept = split[: like.ndim - k]
-    named = [("x", x), ("residual", residual), *(("weight", vector) for vector in affine)]
+    kinds = Kind.ROWS, Kind.ROWS, *(Kind.VECTOR for _ in affine)
     whole = [
-        a if a is None else split_as(like, a, split_of(name, a.shape, kept, like.ndim))
-        for name, a in named
+        a if a is None else split_as(like, a, split_of(kind, a.shape, kept, like.ndim))
+        for kind, a in zip(kinds, (x, residual, *affine), strict=True)
     ]
     varying = frozenset().union(*(_varying(a) for a in whole if a is not None))
     return [

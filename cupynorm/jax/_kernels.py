@@ -24,10 +24,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from cupynorm._environment import import_cupy
 from cupynorm._groups import Groups
 from cupynorm._layout import pack_length
-from cupynorm._operation import BackwardSpec, ForwardSpec, Spec
+from cupynorm._operation import BackwardSpec, ForwardSpec, QuantizedSpec, Spec
 from cupynorm.jax._xla import Handler, Launch
 
-__all__ = ["call", "platforms"]
+__all__ = ["call", "has_kernel", "platforms"]
 
 ALIGNMENT = 16  # bytes, of every buffer. XLA's alignment is a multiple of it
 
@@ -58,6 +58,12 @@ def platforms() -> tuple[str, ...]:
 
 
 # ---- when a program is traced --------------------------------------------------------------------
+
+
+def has_kernel(platform: str, spec: QuantizedSpec, m: int, n: int) -> bool:
+    """Tell whether each device has a kernel that quantizes. Nobody knows it of missing devices."""
+    plans = [_plan(platform, spec, m, n, device) for device in _ordinals(platform)]
+    return bool(plans) and None not in plans
 
 
 def call(
@@ -132,7 +138,8 @@ def _ordinals(platform: str) -> tuple[int, ...]:
 def _plan(platform: str, spec: Spec, m: int, n: int, device: int, stream: int = 0) -> Any:
     """Return the plan for m aligned rows that lie one after the other, loaded on the device.
 
-    `stream` is that of a launch. While XLA captures it for a command buffer, nothing stands in.
+    It is None if no kernel serves a pass that quantizes. `stream` is that of a launch. While XLA
+    captures it for a command buffer, nothing stands in.
     """
     plans = _providers[platform]()
     divisors = n | pack_length(spec.x)
@@ -198,6 +205,11 @@ def _prepare(
     spec, of_groups = kind(**what["spec"]), what.get("groups")
     groups = None if of_groups is None else Groups(**of_groups)
     plan = _plan(platform, spec, m, n, device, stream)
+    if plan is None:
+        raise ValueError(
+            f"GPU {device} has no kernel that quantizes rows of {n} as the program has it: it was "
+            "made for other GPUs, make it anew"
+        )
     needed = _scratch_bytes(plan, spec, m, groups)
     # A forward pass only takes longer without scratch, if the program was made for other GPUs. Its
     # address is then 0.
@@ -211,7 +223,8 @@ def _prepare(
     if kind.table.takes_scratch or needed:
         names.append("scratch")
     take = operator.itemgetter(*(places.get(name, places[ABSENT]) for name in names))
-    numbers = (what["eps"], *(what["relu"] or (0.0, 0.0))) if kind is ForwardSpec else ()
+    bounds = what.get("scale_bounds") or what.get("relu") or (0.0, 0.0)
+    numbers = () if kind is BackwardSpec else (what["eps"], *bounds)
     launch_plan = plan.prepared(m, *numbers, groups)
 
     def launch(stream: int, addresses: Sequence[int]) -> None:
@@ -240,7 +253,9 @@ def _on(device: int, launch: Launch) -> Launch:
     return there
 
 
-_TARGETS = {kind: f"cupynorm.{kind.table.name}" for kind in (ForwardSpec, BackwardSpec)}
+_TARGETS = {
+    kind: f"cupynorm.{kind.table.name}" for kind in (ForwardSpec, BackwardSpec, QuantizedSpec)
+}
 # On the CPU too, though no program calls them there. XLA looks at each when it is registered, but
 # never at those of a missing platform.
 _HANDLERS = [

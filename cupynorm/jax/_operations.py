@@ -1,10 +1,10 @@
 """A pass as an operation that JAX may batch, and split over devices.
 
 The kinds of its arrays decide how. Rows may be split over their leading axes, and their last k axes
-are whole. A statistic has only the leading axes, and bits have one more. A vector broadcasts to x.
-It is split along the leading axes along which it varies, and is the same on the other devices. If
-it is a result, it is the sum over these. A dbias has the weight's shape; without a weight, that of
-the last k axes.
+are whole. A statistic has only the leading axes, and bits and scales have more. A vector broadcasts
+to x. It is split along the leading axes along which it varies, and is the same on the other
+devices. If it is a result, it is the sum over these. A dbias has the weight's shape; without a
+weight, that of the last k axes.
 
 The layers are, from inner to outer: the kernel, or the formula where there is no kernel; the split
 over devices; the batching. JAX can differentiate none of them, so derivatives are defined outside.
@@ -16,6 +16,7 @@ import contextlib
 import functools
 import math
 import operator
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -62,6 +63,16 @@ class Operation:
         """The names of the arrays that it returns."""
         return self.spec.writes
 
+    @property
+    def kinds(self) -> Mapping[str, Kind]:
+        """The kinds of its arrays by name."""
+        return KINDS
+
+    @property
+    def numbers(self) -> dict[str, Any]:
+        """What a launch is told in addition to sizes, by name."""
+        return {"eps": self.options.eps, "relu": self.options.relu}
+
     def x_of(self, operands: Any) -> Any:
         """Return the item of x among items of the operands."""
         return operands[self.operands.index("x")]
@@ -93,7 +104,7 @@ class Operation:
             math.prod(shape[:-k]),
             math.prod(shape[-k:]),
             groups,
-            {"eps": self.options.eps, "relu": self.options.relu},
+            self.numbers,
             arrays,
             results,
         )
@@ -125,7 +136,7 @@ class Operation:
         k, ndim = self.options.k, len(self.x_of(operands).shape)
         shapes = {n: a.shape for n, a in zip(self.operands, operands, strict=True)}
         shapes |= shapes_of_results(self.spec, k, self.named(operands))
-        return {name: split_of(name, shape, kept, ndim) for name, shape in shapes.items()}
+        return {n: split_of(self.kinds[n], shape, kept, ndim) for n, shape in shapes.items()}
 
     def __call__(self, *operands: Any) -> Arrays:
         return _batched(self)(*operands)
@@ -205,6 +216,7 @@ def _partitioned(operation: Operation) -> Any:
             Kind.ROWS: [*kept, *whole],
             Kind.STATISTIC: kept,
             Kind.BITS: [*kept, "bytes"],
+            Kind.SCALES: [*kept, *(f"{factor}s" for factor in whole)],
         }
 
         # Vectors have their own, lest they pass on to x how they are split.
@@ -216,8 +228,8 @@ def _partitioned(operation: Operation) -> Any:
 
         types = zip((*operation.operands, *operation.results), (*operands, *results), strict=True)
         sides = [
-            " ".join(of_vector(a.shape) if KINDS[name] is Kind.VECTOR else dims[KINDS[name]])
-            for name, a in types
+            " ".join(of_vector(a.shape) if kind is Kind.VECTOR else dims[kind])
+            for kind, a in ((operation.kinds[name], a) for name, a in types)
         ]
         count = len(operation.operands)
         of_rows = {*kept, *own[: len(kept)]}
@@ -242,7 +254,7 @@ def _partitioned(operation: Operation) -> Any:
 
     def partition(mesh: Any, operands: Any, results: Any) -> Any:
         mesh, kept, of_results, of_operands = shardings(operands)
-        has_float64 = any(array.dtype == jnp.float64 for array in (*operands, *results))
+        has_float64 = "float64" in vars(operation.spec).values()
 
         def lowered(*local: Any) -> Arrays:
             # XLA calls from its own thread, where the caller's enable_x64 is not in force.
@@ -361,13 +373,13 @@ def axes_of(spec: Any) -> tuple[str, ...]:
     )
 
 
-def split_of(name: str, shape: tuple[int, ...], kept: Any, ndim: int) -> PartitionSpec:
-    """Return how an array is split where the leading axes of rows are split as `kept`.
+def split_of(kind: Kind, shape: tuple[int, ...], kept: Any, ndim: int) -> PartitionSpec:
+    """Return how an array of a kind is split where the leading axes of rows are split as `kept`.
 
     `ndim` is the number of axes of rows. An axis of size 1 of a vector is not split, nor are the
     last ones.
     """
-    if KINDS[name] is not Kind.VECTOR:
+    if kind is not Kind.VECTOR:
         return PartitionSpec(*kept, *(len(shape) - len(kept)) * (None,))
     of_rows = [*kept, *(ndim - len(kept)) * (None,)][ndim - len(shape) :]
     return PartitionSpec(*(None if n == 1 else of for n, of in zip(shape, of_rows, strict=True)))
@@ -393,7 +405,7 @@ def _batched(operation: Operation) -> Any:
             given["weight"], there["weight"] = jnp.ones_like(given["dy"], spec.dbias, row), False
         ndim, inserted = x.ndim - there["x"], 0
         for name, is_there in there.items():
-            is_vector = KINDS[name] is Kind.VECTOR
+            is_vector = operation.kinds[name] is Kind.VECTOR
             # Vectors may be shared, but where they have a gradient it is one for each example.
             shared = is_vector and isinstance(spec, ForwardSpec)
             if not is_there and not shared:
@@ -401,7 +413,7 @@ def _batched(operation: Operation) -> Any:
             if is_vector and (is_there or not shared):
                 inserted = ndim + 1 - given[name].ndim
                 given[name] = for_each(given[name], ndim)
-        made = Operation(spec, operation.options).by_name(**given)
+        made = replace(operation, spec=spec).by_name(**given)
         results = (
             jax.lax.squeeze(made[name], tuple(range(1, 1 + inserted)))
             if KINDS[name] is Kind.VECTOR

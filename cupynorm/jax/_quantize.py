@@ -1,7 +1,14 @@
-"""Quantized outputs of the norms within JAX programs: operations of jax.numpy, which XLA fuses."""
+"""Quantized outputs of the norms within JAX programs: by the norm's kernel, or by steps after it.
+
+The steps are operations of jax.numpy, which XLA fuses.
+"""
 
 from __future__ import annotations
 
+import functools
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -9,9 +16,30 @@ import jax.numpy as jnp
 import numpy as np
 
 from cupynorm import _quantize
+from cupynorm._operation import ForwardSpec, Kind, Options, QuantizedSpec
 from cupynorm._quantize import BLOCK_MX, MX_SCALE, Quantize
+from cupynorm.jax import _kernels
+from cupynorm.jax._operations import Arrays, Operation
 
-__all__ = ["dequantized", "quantized"]
+__all__ = ["dequantized", "normalized", "quantized", "without_gradient"]
+
+
+# ---- with the norm -------------------------------------------------------------------------------
+
+
+def normalized(
+    of_y: ForwardSpec, options: Options, how: tuple[Any, ...], *arrays: Any
+) -> dict[str, Any]:
+    """Return what a forward pass makes whose y is quantized. `how` is `Quantize.told`.
+
+    The arrays are those that the pass reads, and a scale of shape (1,), None where there is none. A
+    scale that is given is no result.
+    """
+    *arrays_of_y, scale = arrays
+    given = dict(zip(of_y.table.reads, without_gradient(*arrays_of_y), strict=True))
+    n = math.prod(given["x"].shape[-options.k :])
+    operation = Quantizing(*_quantize.pass_of_kernel(of_y, options, how, n))
+    return operation.by_name(**given, scale=jax.lax.stop_gradient(scale))
 
 
 def _refuse(primals: Any, tangents: Any) -> Any:
@@ -20,13 +48,83 @@ def _refuse(primals: Any, tangents: Any) -> Any:
     )
 
 
-_without_gradient = jax.custom_jvp(lambda y: y)
-_without_gradient.defjvp(_refuse)
+without_gradient = jax.custom_jvp(lambda *arrays: arrays)
+without_gradient.defjvp(_refuse)
+
+
+@dataclass(frozen=True)
+class Quantizing(Operation):
+    """A forward pass whose y is quantized. A scale that is given is one more vector."""
+
+    spec: QuantizedSpec
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        """The names of the arrays that it takes."""
+        return (*self.spec.reads, "scale") if self.spec.scale_given else self.spec.reads
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        """The names of the arrays that it returns."""
+        return tuple(n for n in self.spec.writes if n != "scale" or not self.spec.scale_given)
+
+    @property
+    def kinds(self) -> Mapping[str, Kind]:
+        """The kinds of its arrays by name."""
+        kinds = super().kinds
+        return {**kinds, "scale": Kind.VECTOR} if self.spec.scale_given else kinds
+
+    @property
+    def numbers(self) -> dict[str, Any]:
+        """What a launch is told in addition to sizes, by name."""
+        return super().numbers | {"scale_bounds": self.options.scale_bounds}
+
+    @property
+    def of_y(self) -> Operation:
+        """The pass that writes y."""
+        return Operation(self.spec.of_y, self.options)
+
+    def formula(self, *operands: Any) -> Arrays:
+        """Return the results as jax.numpy computes them."""
+        return self._behind(self.of_y.formula, operands)
+
+    def kernel(self, platform: str, *operands: Any) -> Arrays:
+        """Return the results as the kernels of a platform compute them: one, or that of y."""
+        given, k = self.named(operands), self.options.k
+        shape, row = given["x"].shape, given["x"].shape[-k:]
+        vectors = (given[name] for name in ("weight", "bias"))
+        are_shared = all(vector is None or vector.shape == row for vector in vectors)
+        if self.spec.scale_given:
+            are_shared &= given["scale"].size == 1
+        m, n = math.prod(shape[:-k]), math.prod(row)
+        if are_shared and _kernels.has_kernel(platform, self.spec, m, n):
+            return super().kernel(platform, *operands)
+        return self._behind(functools.partial(self.of_y.kernel, platform), operands)
+
+    def _behind(self, norm: Callable[..., Arrays], operands: Arrays) -> Arrays:
+        """Return the results by steps behind a norm, which writes y."""
+        made = dict(zip(self.of_y.results, norm(*operands[: len(self.spec.reads)]), strict=True))
+        scale = self.named(operands)["scale"] if self.spec.scale_given else None
+        q, scale = quantized(made["y"], self.options.axis, self.how, scale)
+        made |= {"y": q, "scale": scale}
+        return tuple(made[name] for name in self.results)
+
+    @property
+    def how(self) -> Quantize:
+        """How y is quantized. A block that is the row counts as one."""
+        block = self.spec.scale_columns or None
+        how = Quantize(self.spec.q, "block" if block else "row", block)
+        if self.options.scale_bounds is None:
+            return how
+        scale_min, scale_max = self.options.scale_bounds
+        return replace(how, scale_min=scale_min, scale_max=scale_max)
+
+
+# ---- steps ---------------------------------------------------------------------------------------
 
 
 def quantized(y: Any, axes: tuple[int, ...], quantize: Quantize, scale: Any) -> tuple[Any, ...]:
     """Return q, scale and, if it is asked for, amax. `scale` is a given one, or None."""
-    y = _without_gradient(y)
     if scale is None:
         scale = _quantize.scales_of(jnp, y, axes, quantize)
     factor = _quantize.power_of(scale) if quantize.block == BLOCK_MX else scale
