@@ -254,7 +254,9 @@ def _partitioned(operation: Operation) -> Any:
 
     def partition(mesh: Any, operands: Any, results: Any) -> Any:
         mesh, kept, of_results, of_operands = shardings(operands)
-        has_float64 = "float64" in vars(operation.spec).values()
+        # Of the spec as well: no array has the dtype of a y that is quantized.
+        dtypes = *vars(operation.spec).values(), *(a.dtype.name for a in (*operands, *results))
+        has_float64 = "float64" in dtypes
 
         def lowered(*local: Any) -> Arrays:
             # XLA calls from its own thread, where the caller's enable_x64 is not in force.

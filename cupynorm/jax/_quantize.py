@@ -8,8 +8,8 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -113,11 +113,9 @@ class Quantizing(Operation):
     def how(self) -> Quantize:
         """How y is quantized. A block that is the row counts as one."""
         block = self.spec.scale_columns or None
-        how = Quantize(self.spec.q, "block" if block else "row", block)
-        if self.options.scale_bounds is None:
-            return how
-        scale_min, scale_max = self.options.scale_bounds
-        return replace(how, scale_min=scale_min, scale_max=scale_max)
+        lower, upper = cast("tuple[float, float]", self.options.scale_bounds)
+        how = "block" if block else "row"
+        return Quantize(self.spec.q, how, block, scale_min=lower, scale_max=upper)
 
 
 # ---- steps ---------------------------------------------------------------------------------------
