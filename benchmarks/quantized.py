@@ -1,20 +1,24 @@
-"""Quantized norms, compared with torch's operations after a norm and with torch.compile.
+"""Quantized norms, compared with other libraries, torch's operations after a norm, torch.compile.
 
 ``python -m benchmarks.quantized benchmarks/results/quantized_h200.json``
 
-RMSNorm and LayerNorm of bfloat16 rows give float8_e4m3fn, as for inference. There are three kinds.
-**static** has one scale, which is given. **row** finds one for each row. **add, 1x128** adds a
-residual first, writes the sum, and finds one for each 128 elements. The limit copies as many bytes
-as these must move. Times are those of `benchmarks.run`.
+RMSNorm and LayerNorm of bfloat16 rows give float8_e4m3fn, as for inference. There are four kinds.
+**static** has one scale, which is given. **row** finds one for each row. **add, static** and **add,
+1x128** add a residual first and write the sum. The latter finds a scale for each 128 elements. The
+limit copies as many bytes as these must move. Times are those of `benchmarks.run`.
+
+FlashInfer compiles its kernels on first use. vLLM's are in an extension module, which is enough: of
+its package nothing else is imported.
 """
 
 from __future__ import annotations
 
 import itertools
 import sys
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -28,8 +32,9 @@ from cupynorm import Quantize, _bench, _oracle, testing
 from cupynorm._bench import EPS, Problem
 from cupynorm._oracle import Errors
 
-Kind = Literal["static", "row", "add, 1x128"]
-KINDS: tuple[Kind, ...] = ("static", "row", "add, 1x128")
+Kind = Literal["static", "row", "add, static", "add, 1x128"]
+KINDS: tuple[Kind, ...] = ("static", "row", "add, static", "add, 1x128")
+NAMES = "q", "scale", "residual_out"
 DTYPE, LARGEST, SCALE = "float8_e4m3fn", 448.0, np.float32(5 / 448)
 WIDTHS = (1024, 2048, 4096, 8192, 16384)
 SHAPES = (*itertools.product((32768, 4096), WIDTHS), *itertools.product((16,), WIDTHS[::2]))
@@ -47,23 +52,27 @@ class OfQuantized(Problem):
 
     @property
     def adds(self) -> bool:
-        return self.kind == "add, 1x128"
+        return self.kind.startswith("add")
+
+    @property
+    def is_static(self) -> bool:
+        return self.kind.endswith("static")
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        if self.kind == "static":
-            return ("q",)  # the scale is the caller's
-        return ("q", "scale", "residual_out") if self.adds else ("q", "scale")
+        scale = () if self.is_static else ("scale",)  # which is the caller's
+        return ("q", *scale, *(("residual_out",) if self.adds else ()))
 
     @property
     def bytes(self) -> int:
         """Count x, q and, if it is added, the residual and the sum."""
         elements = self.rows * self.cols
-        return elements * (7 if self.adds else 3) + (elements // 32 if self.adds else 0)
+        of_scales = elements // 32 if self.kind == "add, 1x128" else 0
+        return elements * (7 if self.adds else 3) + of_scales
 
 
 def quantize_of(problem: OfQuantized, given: Any) -> Quantize:
-    if problem.kind == "static":
+    if problem.is_static:
         return Quantize(DTYPE, given)
     if problem.kind == "row":
         return Quantize(DTYPE, "row")
@@ -106,8 +115,108 @@ class Ours(CuPyBackend):
         arrays = inputs["x"], inputs["weight"], inputs.get("bias")
         options = {"residual": inputs.get("residual"), "eps": EPS[problem.norm]}
         quantize = quantize_of(problem, inputs["scale"])
-        outputs = len(problem.outputs)
-        return Call(lambda: function(*arrays, **options, quantize=quantize)[:outputs])
+
+        def run() -> Outputs:
+            q, scale, *total = function(*arrays, **options, quantize=quantize)
+            return (q, *total) if problem.is_static else (q, scale, *total)
+
+        return Call(run)
+
+
+class Peer(TorchBackend):
+    """A library whose functions write to given tensors, and the sum over the residual."""
+
+    kinds: ClassVar[dict[str, tuple[Kind, ...]]]  # by norm
+
+    @abstractmethod
+    def write(self, problem: Any, q: Any, tensors: dict[str, Any], eps: float) -> Outputs:
+        """Write q, and return the other outputs."""
+
+    def prepare_tensors(self, problem: Any, tensors: dict[str, Any]) -> Call:
+        import torch
+
+        x, given = tensors["x"], tensors.get("residual")
+        eps, reset, note = EPS[problem.norm], None, None
+        if given is not None:
+            own = given.clone()
+            tensors = tensors | {"residual": own}
+            reset, note = lambda: own.copy_(given), "the sum written over the residual"
+
+        def run() -> Outputs:
+            q = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+            return (q.view(torch.uint8), *self.write(problem, q, tensors, eps))
+
+        return Call(run, reset, note)
+
+
+class FlashInfer(Peer):
+    """Functions of flashinfer.norm."""
+
+    name = "flashinfer"
+    modules = ("torch", "flashinfer.norm")
+    distribution = "flashinfer-python"
+    compiles = True
+    kinds: ClassVar = {
+        "rms_norm": ("static", "add, static", "add, 1x128"),
+        "layer_norm": ("static",),
+    }
+
+    def prepare_tensors(self, problem: Any, tensors: dict[str, Any]) -> Call:
+        if problem.norm == "layer_norm":
+            affine = {name: tensors[name].float() for name in ("weight", "bias")}
+            call = super().prepare_tensors(problem, tensors | affine)
+            return replace(call, note="weight and bias in float32")
+        call = super().prepare_tensors(problem, tensors)
+        if problem.kind == "add, 1x128":
+            return replace(call, note=f"{call.note}, and y written too")
+        return call
+
+    def write(self, problem: Any, q: Any, tensors: dict[str, Any], eps: float) -> Outputs:
+        import torch
+        from flashinfer import norm
+
+        x, weight, given = tensors["x"], tensors["weight"], tensors["scale"]
+        if problem.norm == "layer_norm":
+            norm.layernorm_quant(q, x, weight, tensors["bias"], given, eps)
+            return ()
+        if not problem.adds:
+            norm.rmsnorm_quant(q, x, weight, given, eps)
+            return ()
+        total = tensors["residual"]
+        if problem.is_static:
+            norm.fused_add_rmsnorm_quant(q, x, total, weight, given, eps)
+            return (total,)
+        columns = torch.empty((x.shape[1] // 128, -(-x.shape[0] // 4) * 4), device=x.device)
+        y = torch.empty_like(x)
+        norm.fused_add_rmsnorm_fp8_block_quant(q, columns, y, x, total, weight, eps)
+        return columns.T[: x.shape[0]], total
+
+
+class VLLM(Peer):
+    """Operations of vLLM's extension."""
+
+    name = "vllm"
+    modules = ("torch", "vllm._C_stable_libtorch")
+    distribution = "vllm"
+    kinds: ClassVar = {"rms_norm": KINDS}
+
+    def write(self, problem: Any, q: Any, tensors: dict[str, Any], eps: float) -> Outputs:
+        import torch
+
+        x, weight, given = tensors["x"], tensors["weight"], tensors["scale"]
+        total, of_vllm = tensors.get("residual"), torch.ops._C
+        if problem.kind == "static":
+            of_vllm.rms_norm_static_fp8_quant(q, x, weight, given, eps)
+            return ()
+        if problem.kind == "add, static":
+            of_vllm.fused_add_rms_norm_static_fp8_quant(q, x, total, weight, given, eps)
+            return (total,)
+        scale = torch.empty((x.shape[0], x.shape[1] // 128 if problem.adds else 1), device=x.device)
+        if problem.kind == "row":
+            of_vllm.rms_norm_dynamic_per_token_quant(q, x, weight, scale, eps, None, None)
+            return (scale,)
+        of_vllm.rms_norm_per_block_quant(q, x, weight, scale, eps, None, total, 128, False)
+        return scale, total
 
 
 class Apart(TorchBackend):
@@ -125,12 +234,12 @@ class Apart(TorchBackend):
     def function(self, problem: Any) -> Callable[..., Any]:
         import torch
 
-        norm = self.norm(problem)
+        norm, outputs = self.norm(problem), problem.outputs
 
         def quantized(x: Any, residual: Any, given: Any, *weights: Any) -> Any:
             total = None if residual is None else x + residual
             y = norm(x if total is None else total, *weights).float()
-            if problem.kind == "static":
+            if problem.is_static:
                 scale = wide = given
             elif problem.kind == "row":
                 scale = wide = y.abs().amax(-1, keepdim=True) / LARGEST
@@ -139,7 +248,8 @@ class Apart(TorchBackend):
                 wide = y.abs().amax(-1, keepdim=True) / LARGEST
                 scale = wide.squeeze(-1)
             q = (y / wide).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).reshape(x.shape)
-            return q.view(torch.uint8), scale, *([] if total is None else [total])
+            results = q.view(torch.uint8), scale, total
+            return [r for name, r in zip(NAMES, results, strict=True) if name in outputs]
 
         return quantized
 
@@ -152,7 +262,7 @@ class Apart(TorchBackend):
 
         def run() -> Outputs:
             with torch.no_grad():
-                return tuple(function(*given))[: len(problem.outputs)]
+                return tuple(function(*given))
 
         return Call(run)
 
@@ -171,7 +281,7 @@ class Compiled(Apart):
         return torch.compile(super().function(problem), dynamic=False, fullgraph=True)
 
 
-BACKENDS = (Limit, Ours, Compiled, Apart)
+BACKENDS = (Limit, Ours, FlashInfer, VLLM, Compiled, Apart)
 
 
 def check(problem: Any, backend: Any, inputs: dict[str, Any], outputs: Outputs, xp: Any) -> Record:
@@ -226,8 +336,12 @@ def _to_host(array: Any) -> Any:
 
 
 def is_measured(problem: Any, backend: Any) -> bool:
-    """Tell whether a library is timed. The compiler takes seconds for each shape."""
-    return not isinstance(backend, Apart) or (problem.rows, problem.cols) in COMPARED
+    """Tell whether a library has the norm, and is timed. The compiler takes seconds for a shape."""
+    if isinstance(backend, Apart):
+        return (problem.rows, problem.cols) in COMPARED
+    if isinstance(backend, Peer):
+        return problem.kind in backend.kinds.get(problem.norm, ())
+    return True
 
 
 def title(record: Record) -> tuple[str, str, str]:
@@ -241,7 +355,7 @@ def problems() -> list[OfQuantized]:
         OfQuantized(norm, "forward", *shape, "bfloat16", "bfloat16", kind=kind)  # type: ignore[arg-type]
         for norm in ("rms_norm", "layer_norm")
         for kind in KINDS
-        for shape in SHAPES
+        for shape in (COMPARED if kind == "add, static" else SHAPES)
     ]
 
 
