@@ -159,6 +159,21 @@ def test_a_block_that_no_team_of_threads_has_falls_back() -> None:
     check("layer_norm", Quantize("int8", "block", block=128), "forward", X[..., :160].copy())
 
 
+@by_each
+def test_amax_is_that_of_a_call_and_of_each_example() -> None:
+    how = Quantize(FLOAT8[0], "row", amax=True)
+    norm = functools.partial(cupynorm.jax.rms_norm, residual=RESIDUAL, quantize=how)
+    called, results = run(norm, X)
+    assert called == (["forward"] if "cpu" in _kernels.platforms() else [])
+    testing.check_quantized("rms_norm", results, X, residual=RESIDUAL, quantize=how, eps=1e-6)
+    each = jax.vmap(lambda x: cupynorm.jax.rms_norm(x, quantize=how)[2])(X)
+    assert each.shape == (6, 1)
+    for amax, x in zip(each, X, strict=True):
+        same(amax, cupynorm.jax.rms_norm(x, quantize=how)[2])
+    with pytest.raises(NotImplementedError, match=r"^quantize has no gradient"):
+        jax.grad(lambda x: cupynorm.jax.rms_norm(x, quantize=how)[2].sum())(X)
+
+
 @by_kernels
 def test_devices_must_all_have_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = jax_plans.quantized_plan

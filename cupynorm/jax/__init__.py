@@ -36,7 +36,7 @@ from cupynorm._quantize import Quantize, check_call, check_scale_dtype, dtype_of
 from cupynorm.jax import _formula
 from cupynorm.jax._derivatives import differentiable, wide
 from cupynorm.jax._operations import axes_of, split_as, split_of
-from cupynorm.jax._quantize import normalized, quantized, without_gradient
+from cupynorm.jax._quantize import behind, normalized
 from cupynorm.jax._vectors import as_rows
 
 if TYPE_CHECKING:
@@ -380,13 +380,13 @@ def _quantized(
         raise TypeError(f"quantize.via must be one that JAX has enabled, got {via} without x64")
     given = arrays | {"x": x, "residual": residual}
     options = options | {"out_dtype": via}
-    others = () if residual is None else ("residual_out",)
-    if quantize.amax:  # a kernel's begins with what is in memory, and XLA clears none
+    if quantize.amax:
         made = _made(norm, given, options)
-        (y,) = without_gradient(made["y"])
-        return (*quantized(y, axes, quantize, scale), *(made[name] for name in others))
-    made = {"scale": scale} | _made(norm, given, options, quantize.told, one)
-    return tuple(made[name] for name in ("y", "scale", *others))
+        results = behind(made["y"], axes, quantize, scale)
+    else:
+        made = {"scale": scale} | _made(norm, given, options, quantize.told, one)
+        results = made["y"], made["scale"]
+    return results if residual is None else (*results, made["residual_out"])
 
 
 def _of_one_shape(row: tuple[int, ...], told: Options, weight: Any, bias: Any) -> tuple[Any, Any]:

@@ -21,7 +21,7 @@ from cupynorm._quantize import BLOCK_MX, MX_SCALE, Quantize
 from cupynorm.jax import _kernels
 from cupynorm.jax._operations import Arrays, Operation
 
-__all__ = ["dequantized", "normalized", "quantized", "without_gradient"]
+__all__ = ["behind", "dequantized", "normalized", "quantized"]
 
 
 # ---- with the norm -------------------------------------------------------------------------------
@@ -36,10 +36,19 @@ def normalized(
     scale that is given is no result.
     """
     *arrays_of_y, scale = arrays
-    given = dict(zip(of_y.table.reads, without_gradient(*arrays_of_y), strict=True))
+    given = dict(zip(of_y.table.reads, _without_gradient(*arrays_of_y), strict=True))
     n = math.prod(given["x"].shape[-options.k :])
     operation = Quantizing(*_quantize.pass_of_kernel(of_y, options, how, n))
     return operation.by_name(**given, scale=jax.lax.stop_gradient(scale))
+
+
+def behind(y: Any, axes: tuple[int, ...], quantize: Quantize, scale: Any) -> tuple[Any, ...]:
+    """Return what `quantized` does, of what a norm has written.
+
+    So an amax is that of all devices and, under vmap, of an example.
+    """
+    (y,) = _without_gradient(y)
+    return quantized(y, axes, quantize, scale)
 
 
 def _refuse(primals: Any, tangents: Any) -> Any:
@@ -48,8 +57,8 @@ def _refuse(primals: Any, tangents: Any) -> Any:
     )
 
 
-without_gradient = jax.custom_jvp(lambda *arrays: arrays)
-without_gradient.defjvp(_refuse)
+_without_gradient = jax.custom_jvp(lambda *arrays: arrays)
+_without_gradient.defjvp(_refuse)
 
 
 @dataclass(frozen=True)
@@ -105,8 +114,7 @@ class Quantizing(Operation):
         """Return the results by steps behind a norm, which writes y."""
         made = dict(zip(self.of_y.results, norm(*operands[: len(self.spec.reads)]), strict=True))
         scale = self.named(operands)["scale"] if self.spec.scale_given else None
-        q, scale = quantized(made["y"], self.options.axis, self.how, scale)
-        made |= {"y": q, "scale": scale}
+        made["y"], made["scale"] = quantized(made["y"], self.options.axis, self.how, scale)
         return tuple(made[name] for name in self.results)
 
     @property
