@@ -181,7 +181,7 @@ def _expected(problem: OfFused, arrays: dict[str, Any], xp: Any) -> dict[str, An
         else:
             of = _of_outputs(problem, wide)
             dtypes = (*dtypes[: len(fused.epilogue.results)], *("bfloat16",) * count)[:count]
-            by_name = fused._gradients(tools, given, options, "float64", dtypes, of)
+            by_name = fused.gradients_of_elements(tools, given, options, "float64", dtypes, of)
             found = {f"d{name}": array for name, array in by_name.items()}
         for name in problem.outputs:
             parts.setdefault(name, []).append(found[name])

@@ -67,8 +67,10 @@ class Tools:
     C-contiguous. `stored` rounds a value of the compute dtype to one of a name, and returns it in
     the compute dtype again, with the gradient of the value. `normalize` takes the norm's name, its
     arrays and options, and returns y, mean and rstd, in the dtype of its x. The latter two may be
-    None. Only NumPy and CuPy need `sum_to_shape`, for gradients. `memory`: how kernels reach the
-    arrays, None if they do not.
+    None. Where the framework does not differentiate, `differentiate` returns the gradients of x,
+    weight and bias: from the norm's name, dy, x, weight, bias, mean, rstd and the options. Only
+    NumPy and CuPy need `sum_to_shape`, for gradients. `memory`: how kernels reach the arrays, None
+    if they do not.
     """
 
     functions: Mapping[str, Callable[..., Any]]  # the operations of programs
@@ -79,6 +81,7 @@ class Tools:
     broadcast: Callable[[Any, Any], Any]
     stored: Callable[[Any, str], Any]
     normalize: Callable[..., tuple[Any, Any, Any]]
+    differentiate: Callable[..., tuple[Any, Any, Any]] | None = None
     sum_to_shape: Callable[[Any, tuple[int, ...]], Any] | None = None  # undoes a broadcast
     memory: Any = None
 
@@ -406,7 +409,7 @@ class Fused:
         )
         return wide, value, stored, normalized
 
-    def _gradients(
+    def gradients_of_elements(
         self,
         tools: Tools,
         given: Given,
@@ -426,27 +429,22 @@ class Fused:
         }
         found = _pulled_back(tools, self.epilogue, wide | {"y": y}, wide_of[:count], without)
         of_y = tools.widen(tools.broadcast(found.pop("y"), value), compute)
-        statistics = (rstd,) if self.norm == "rms_norm" else (mean, rstd)
-        of_norm = getattr(norms, f"{self.norm}_backward")(
-            of_y,
-            value,
-            given.weight,
-            *statistics,
-            bias=False if given.bias is None else given.bias,
-            axis=options.axis,
-            zero_centered=options.zero_centered,
+        assert tools.differentiate is not None  # noqa: S101 - else autograd does it
+        of_value, of_weight, of_bias = tools.differentiate(
+            *(self.norm, of_y, value, given.weight, given.bias, mean, rstd),
+            **self._of_norm(options),
         )
-        before = _pulled_back(tools, self.prologue, wide, [of_norm.dx, *wide_of[count:]], without)
+        before = _pulled_back(tools, self.prologue, wide, [of_value, *wide_of[count:]], without)
         for name, gradient in before.items():
             found[name] = found[name] + gradient if name in found else gradient
-        return found | {"weight": of_norm.dweight, "bias": of_norm.dbias}
+        return found | {"weight": of_weight, "bias": of_bias}
 
     def _gradients_by_steps(
         self, tools: Tools, taken: Given, options: Options, compute: str, *others: Any
     ) -> dict[str, Any]:
         """Return gradients by name, of NumPy or CuPy arrays, by operations of their framework."""
         with np.errstate(all="ignore"):
-            found = self._gradients(tools, taken, options, compute, *others)
+            found = self.gradients_of_elements(tools, taken, options, compute, *others)
             for name, array in (("x", taken.x), *taken.inputs.items()):
                 if name in found:
                     whole = tools.widen(tools.broadcast(found[name], taken.x), compute)
@@ -712,6 +710,16 @@ def _normalize(norm: Norm, *arrays: Any, **options: Any) -> tuple[Any, Any, Any]
     return result.y, result.mean, result.rstd
 
 
+def _differentiate(
+    norm: Norm, dy: Any, x: Any, weight: Any, bias: Any, mean: Any, rstd: Any, **options: Any
+) -> tuple[Any, Any, Any]:
+    statistics = (rstd,) if norm == "rms_norm" else (mean, rstd)
+    options |= {"bias": False if bias is None else bias}
+    del options["eps"]
+    found = getattr(norms, f"{norm}_backward")(dy, x, weight, *statistics, **options)
+    return found.dx, found.dweight, found.dbias
+
+
 @functools.cache
 def _launched() -> Any:
     """Return the module of the kernels, which needs CuPy."""
@@ -743,6 +751,7 @@ NUMPY_TOOLS = Tools(
         np.float64
     ),
     normalize=_normalize,
+    differentiate=_differentiate,
     sum_to_shape=reference.sum_to_shape,
 )
 
@@ -765,6 +774,7 @@ def _cupy() -> Tools:
             _arrays.rounded(cupy, values, dtype), values.dtype.name
         ),
         normalize=_normalize,
+        differentiate=_differentiate,
         sum_to_shape=_arrays.sum_to_shape,
         memory=_memory(),
     )

@@ -42,7 +42,18 @@ from cupynorm._prepared import Dialect, Launches, key_function, launches_maker, 
 if TYPE_CHECKING:
     from cupynorm._fuse import Fused, Given, Options
 
-__all__ = ["Memory", "again", "backward", "forward", "sources"]
+__all__ = [
+    "Call",
+    "Memory",
+    "Pass",
+    "Shapes",
+    "again",
+    "arranged",
+    "backward",
+    "forward",
+    "pass_of",
+    "sources",
+]
 
 MOST_BLOCKS = (1 << 31) - 1
 # A thread may spill so many, which takes less time than fewer blocks (notes.md#fused-norms).
@@ -79,7 +90,7 @@ class Memory(Protocol):
 
 
 @dataclass(frozen=True)
-class _Call:
+class Call:
     """A call as kernels take it: a spec, sizes, and what a launch gets by name.
 
     `copies`: what brings an array into a layout that kernels take, one after another. `masks`: of
@@ -110,7 +121,7 @@ def _place(shape: Sequence[int], x_shape: tuple[int, ...], k: int) -> str:
     return "spread"
 
 
-def _arranged(
+def arranged(
     memory: Memory,
     fused: Fused,
     given: Given,
@@ -118,8 +129,11 @@ def _arranged(
     compute: str,
     outputs: Sequence[str],
     of_outputs: Sequence[Any] = (),
-) -> _Call | None:
-    """Return a call as kernels take it, None if they do not serve it."""
+) -> Call | None:
+    """Return a call as kernels take it, None if they do not serve it.
+
+    `of_outputs`: the gradients of the outputs, in a backward pass.
+    """
     x, shape = given.x, tuple(given.x.shape)
     axes = _checks.normalized_axes(len(shape), options.axis)
     k = len(axes)
@@ -203,7 +217,7 @@ def _arranged(
     vector = (layout | addresses) & -(layout | addresses)
     masks = {name: max(0, vector * itemsize - 1) for name, itemsize in moved.items()}
     is_aligned = vector == layout & -layout
-    return _Call(spec, m, n, vector, kept, copies, masks, values, is_aligned)
+    return Call(spec, m, n, vector, kept, copies, masks, values, is_aligned)
 
 
 def _dtype_read(dtype: str) -> str:
@@ -233,6 +247,33 @@ class _Plan:
     @property
     def rows_per_block(self) -> int:
         return self.config.block_threads // self.config.row_threads
+
+    def blocks(self, m: int) -> int:
+        """Return the blocks of a forward pass."""
+        return -(-m // self.rows_per_block) * self.config.cluster_blocks
+
+    def clusters(self, m: int) -> int:
+        """Return the clusters of blocks of a backward pass."""
+        clusters = min(-(-m // self.rows_per_block), self.at_once)
+        return max(clusters, -(-m // STREAMED_ROWS)) if self.config.streams else clusters
+
+    def sums(self, spec: Spec, n: int, clusters: int) -> list[tuple[Launch, int]]:
+        """Return the launches that sum partials, and the bytes of those before theirs."""
+        of_sum, columns = _bytes_of_sum(spec, n, clusters), _reduction(spec, n).columns
+        numbers, found = {"n_partials": clusters, "n_cols": n}, []
+        for j, kernel in enumerate(self.kernels[1:]):
+            count = len(spec.sums_over_rows[2 * j : 2 * j + 2])
+            found.append((kernel.prepared(count * -(-n // columns), numbers), 2 * j * of_sum))
+        return found
+
+
+def _bytes_of_sum(spec: Spec, n: int, clusters: int) -> int:
+    """Return the bytes of the partials of one sum over rows."""
+    return clusters * partials_stride(n) * ITEMSIZE[spec.compute]
+
+
+def _sizes(m: int, n: int) -> dict[str, float]:
+    return {"n_rows": m, "n_cols": n, "inv_n": 1 / n}
 
 
 Config = TypeVar("Config", FusedForward, FusedBackward)
@@ -310,6 +351,64 @@ def _backward_plan(spec: Spec, n: int, vector: int, device: int) -> _Plan:
     )
 
 
+# ---- launches at addresses -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A pass over contiguous rows of n elements, for a framework that allocates all arrays.
+
+    `operands`: the names of what a launch takes. They are those of the first kernel, as an `Op` has
+    them, and then ``d_`` and the name of each sum over rows. `partials` is scratch.
+    """
+
+    spec: Spec
+    n: int
+    plan: _Plan
+    operands: tuple[str, ...]
+
+    def scratch_bytes(self, m: int) -> int:
+        """Return the bytes of scratch that a launch over m rows needs, aligned to 16."""
+        if not self.spec.sums_over_rows or not self.spec.of_outputs:
+            return 0
+        of_sum = _bytes_of_sum(self.spec, self.n, self.plan.clusters(m))
+        return len(self.spec.sums_over_rows) * of_sum
+
+    def prepared(self, m: int, eps: float) -> Launch:
+        """Return the launch over m rows. It takes a stream and operands."""
+        plan, sizes = self.plan, _sizes(m, self.n)
+        if not self.spec.of_outputs:
+            return plan.kernels[0].prepared(plan.blocks(m), sizes | {"eps": eps})
+        clusters, count = plan.clusters(m), len(self.spec.sums_over_rows)
+        launch_rows = plan.kernels[0].prepared(clusters * plan.config.cluster_blocks, sizes)
+        sums = plan.sums(self.spec, self.n, clusters)
+        if not sums:
+            return launch_rows
+        place, rows = self.operands.index("partials"), len(self.operands) - count
+
+        def launch(stream: int, operands: tuple[int, ...]) -> None:
+            launch_rows(stream, operands[:rows])
+            partials, targets = operands[place], (*operands[rows:], 0)
+            for j, (launch_sums, before) in enumerate(sums):
+                launch_sums(stream, (partials + before, *targets[2 * j : 2 * j + 2]))
+
+        return launch
+
+
+def pass_of(spec: Spec, n: int, device: int) -> Pass:
+    """Return a pass over aligned rows that lie one after the other, loaded on the device."""
+    divisors = n | pack_length(spec.x)
+    told = spec, n, divisors & -divisors, device
+    if spec.of_outputs:
+        plan, op = _backward_plan(*told), backward_op(spec)
+        targets = [f"d_{name}" for name, _ in spec.sums_over_rows]
+    else:
+        plan, op, targets = _forward_plan(*told), forward_op(spec), []
+    known = {*_sizes(1, n), "eps"}
+    names = [name for name, _ in op.arguments if name not in known]
+    return Pass(spec, n, plan, (*names, *targets))
+
+
 # ---- calls ---------------------------------------------------------------------------------------
 
 Result = tuple[tuple[Any, ...], Any, Any]  # the outputs, mean and rstd
@@ -344,7 +443,7 @@ def _names(given: Given, *others: str) -> dict[str, str]:
 
 def _run(
     memory: Memory,
-    call: _Call,
+    call: Call,
     device: int,
     arguments: dict[str, str],
     taken: tuple[Any, ...],
@@ -504,11 +603,11 @@ def forward(
     """
     device = memory.device(given.x)
     with memory.on(device):
-        call = _arranged(memory, fused, given, options, compute, dtypes)
+        call = arranged(memory, fused, given, options, compute, dtypes)
         if call is None:
             return None
         plan = _forward_plan(call.spec, call.n, call.vector, device)
-        blocks = -(-call.m // plan.rows_per_block) * plan.config.cluster_blocks
+        blocks = plan.blocks(call.m)
         if blocks > MOST_BLOCKS:
             return None
         new = _New(memory)
@@ -517,8 +616,7 @@ def forward(
         if statistics:
             for name in ("mean", "rstd") if fused.norm == "layer_norm" else ("rstd",):
                 new.add(name, call.kept, compute)
-        numbers = {"n_rows": call.m, "n_cols": call.n, "inv_n": 1 / call.n}
-        numbers["eps"] = fused.eps(options)
+        numbers = _sizes(call.m, call.n) | {"eps": fused.eps(options)}
         outputs = ", ".join(f"y_{k}" for k in range(len(dtypes)))
         of_rows = (name if name in new.names else "None" for name in ("mean", "rstd"))
         arrays = (given.x, given.weight, given.bias, *given.inputs.values())
@@ -556,7 +654,7 @@ def backward(
         return found
     device = memory.device(given.x)
     with memory.on(device):
-        call = _arranged(memory, fused, given, options, compute, dtypes, of_outputs)
+        call = arranged(memory, fused, given, options, compute, dtypes, of_outputs)
         if call is None:
             return None
         for name, one in (("mean", mean), ("rstd", rstd)):
@@ -573,7 +671,7 @@ def backward(
 def _prepared_backward(
     memory: Memory,
     fused: Fused,
-    call: _Call,
+    call: Call,
     plan: _Plan,
     given: Given,
     device: int,
@@ -582,9 +680,7 @@ def _prepared_backward(
 ) -> Run:
     spec, n, names = call.spec, call.n, call.spec.differentiated
     shape = tuple(given.x.shape)
-    clusters = min(-(-call.m // plan.rows_per_block), plan.at_once)
-    if plan.config.streams:
-        clusters = max(clusters, -(-call.m // STREAMED_ROWS))
+    clusters = plan.clusters(call.m)
     own = {"x": given.x, "weight": given.weight, "bias": given.bias, **given.inputs}
     dtype_of = {"x": spec.x, **spec.dtypes_given}
     of_rows = {i.name: i.gradient or "" for i in spec.rows}
@@ -605,18 +701,14 @@ def _prepared_backward(
     sums = spec.sums_over_rows
     for name, dtype in sums:
         new.add(of_gradient[name], tuple(own[name].shape), dtype)
-    of_sum = clusters * partials_stride(n) * ITEMSIZE[compute]
-    known["scratch_bytes"] = of_sum * len(sums)
-    known["scratch_shape"] = (of_sum * len(sums),)
-    columns, launches = _reduction(spec, n).columns, []
-    for j, kernel in enumerate(plan.kernels[1:]):
+    of_sums = len(sums) * _bytes_of_sum(spec, n, clusters)
+    known |= {"scratch_bytes": of_sums, "scratch_shape": (of_sums,)}
+    launches = []
+    for j, (launch, before) in enumerate(plan.sums(spec, n, clusters)):
+        known |= {f"launch_{j}": launch, f"before_{j}": before}
         targets = [of_gradient[name] for name, _ in sums[2 * j : 2 * j + 2]]
-        numbers = {"n_partials": clusters, "n_cols": n}
-        known[f"launch_{j}"] = kernel.prepared(len(targets) * -(-n // columns), numbers)
-        known[f"before_{j}"] = 2 * j * of_sum
-        places = f"scratch_address + before_{j}", *(*targets, "0")[:2]
-        launches.append((f"launch_{j}", places))
-    of_launch = {"n_rows": call.m, "n_cols": n, "inv_n": 1 / n}
+        launches.append((f"launch_{j}", (f"scratch_address + before_{j}", *(*targets, "0")[:2])))
+    of_launch = _sizes(call.m, n)
     launch = plan.kernels[0].prepared(clusters * plan.config.cluster_blocks, of_launch)
     results = (of if of in new.names else "None" for of in of_gradient.values())
     others = _behind(len(spec.of_outputs))
@@ -638,7 +730,7 @@ def _summed(memory: Memory, shape: tuple[int, ...], dtype: str) -> Callable[[Any
 # ---- sources -------------------------------------------------------------------------------------
 
 
-class _Shapes:
+class Shapes:
     """Arrays of which only shapes and dtypes count, as if contiguous and aligned."""
 
     def dtype(self, array: Any) -> str:
@@ -668,10 +760,10 @@ def sources(
     architecture: int,
 ) -> dict[str, str]:
     """Return the texts of a pass's kernels by name; none if no kernel serves the call."""
-    memory: Any = _Shapes()
+    memory: Any = Shapes()
     of_outputs = [SimpleNamespace(shape=given.x.shape, dtype=dtype) for dtype in dtypes]
     of_outputs = of_outputs if backward else []
-    call = _arranged(memory, fused, given, options, compute, dtypes, of_outputs)
+    call = arranged(memory, fused, given, options, compute, dtypes, of_outputs)
     if call is None:
         return {}
     of = call.spec, call.n, call.vector, architecture

@@ -8,6 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from fused_gpu import check_passes
+from fused_norms import Call
 
 import cupynorm.jax
 from cupynorm import NormBackward, NormForward, testing
@@ -103,6 +105,34 @@ def check(
         wanted |= {"dx_dtype": x.dtype, "dresidual_dtype": residual.dtype}
         wanted |= {"dresidual_out": dresidual_out}
     testing.check_backward(norm, result, *given, **wanted, **options)
+
+
+def check_fused(call: Call) -> None:
+    """Check the outputs and the gradients of a norm of `cupynorm.fuse` against their bounds."""
+
+    def both(arrays: Any, of_outputs: Any) -> Any:
+        def function(arrays: Any) -> Any:
+            outputs = call.of(**arrays)
+            return outputs if isinstance(outputs, tuple) else (outputs,)
+
+        outputs, pull_back = jax.vjp(function, arrays)
+        (found,) = pull_back(
+            tuple(a.astype(o.dtype) for a, o in zip(of_outputs, outputs, strict=True))
+        )
+        return function(arrays), outputs, found
+
+    rng = np.random.default_rng(0)
+    of = [rng.standard_normal(call.x.shape) for _ in range(call.fused.count)]
+    inferred, trained, found = on_host(jax.jit(both)(call.arrays, of))
+    for one, other in zip(inferred, trained, strict=True):
+        np.testing.assert_array_equal(one, other)
+    made = tuple(trained)
+    of = [a.astype(o.dtype) for a, o in zip(of, made, strict=True)]
+    names = "x", "weight", "bias", *call.fused.inputs
+    of_numpy = call.of(call.fused.forward)
+    fields = (found.get(name) for name in names)
+    gradients = type(call.fused.backward(of, of_numpy))(*fields)
+    check_passes(call, made, gradients, of)
 
 
 def gradients_through_layers(x: Any, weights: Any) -> tuple[Any, Any]:

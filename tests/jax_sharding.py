@@ -22,6 +22,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import jax_passes
 import jax_plans
 import numpy as np
 from jax.sharding import AxisType, NamedSharding
@@ -30,6 +31,7 @@ from jax_calls import on_host
 from strategies import DTYPES, make_values
 from thorough import THOROUGH
 
+import cupynorm
 import cupynorm.jax
 from cupynorm import NormBackward, Quantize, reference, testing
 from cupynorm._operation import Options
@@ -648,6 +650,165 @@ def on_a_mesh_as_on_one_device(kind: AxisType, function: Any, alone: Any = None)
     return collectives(program)
 
 
+# ---- a norm of cupynorm.fuse ---------------------------------------------------------------------
+
+# Where a is 0, as padding may be, its steps are not finite.
+FUSED = cupynorm.fuse(
+    "layer_norm",
+    prologue=lambda x, r, a: x + r / a,
+    epilogue=lambda y, z, s: y * cupynorm.math.silu(z) + s,
+)
+NAMES = ("x", "weight", "r", "a", "z", "s")
+
+
+def fused_arrays() -> dict[str, Any]:
+    """Return arguments by name: rows, one element a row, and vectors that rows share."""
+    z = make_values("normal", SHAPE, DTYPES["bfloat16"], 7)
+    a = 1 + np.abs(make_values("normal", (*SHAPE[:-1], 1), np.float32, 8))
+    return dict(zip(NAMES, (X, WEIGHT, RESIDUAL, a, z, BIAS), strict=True))
+
+
+def fused_norm(x: Any, weight: Any, r: Any, a: Any, z: Any, s: Any) -> Any:
+    return FUSED(jnp.asarray(x), weight, r=r, a=a, z=z, s=s)
+
+
+def fused_step(dy: Any, *arrays: Any, norm: Any = fused_norm) -> Any:
+    y, pull_back = jax.vjp(norm, *arrays)
+    return y, *pull_back(dy)
+
+
+def check_fused(results: Any, arrays: dict[str, Any], first: int = SHAPE[0]) -> None:
+    """Check y and the gradients of a step over the first of the rows."""
+    y, *gradients = (np.asarray(result) for result in results)
+    given = {n: a[:first] if a.shape[:1] == SHAPE[:1] else a for n, a in arrays.items()}
+    testing.check_fused(FUSED, y, **given)
+    forward = FUSED.forward(given.pop("x"), **given)
+    named = {f"d{name}": g for name, g in zip(NAMES, gradients, strict=True)}
+    found = FUSED.backward(DY[:first], forward)._replace(**named)
+    testing.check_fused_backward(FUSED, found, DY[:first], forward)
+
+
+def put_fused(mesh: Any, rows: Any) -> list[Any]:
+    """Return dy and the arguments, which are split as the rows are."""
+    split = {"x", "r", "a", "z"}
+    specs = [rows, *(rows if name in split else P() for name in NAMES)]
+    given = (DY, *fused_arrays().values())
+    return [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(given, specs, strict=True)]
+
+
+def fused(sizes: tuple[int, ...], kind: AxisType, rows: Any) -> Any:
+    arguments = put_fused(mesh_of(sizes, kind), rows)
+    program = jax.jit(fused_step).lower(*arguments).compile()
+    results = program(*arguments)
+    check_fused(results, fused_arrays())
+    for array in results[:2]:
+        assert array.sharding.is_equivalent_to(arguments[1].sharding, array.ndim), array.sharding
+    return collectives(program)
+
+
+def fused_with_rows_split_otherwise(kind: AxisType) -> Any:
+    """The rows of x are split over one axis, and those of an input over another."""
+    mesh, (dy, *arrays) = mesh_of((2, 2), kind), put_fused(mesh_of((2, 2), kind), P("a"))
+    given = dict(zip(NAMES, arrays, strict=True))
+    given["z"] = jax.device_put(given["z"], NamedSharding(mesh, P(None, "b")))
+    if kind is AxisType.Explicit:  # JAX wants dy to have y's type
+        dy = jax.device_put(dy, NamedSharding(mesh, P("a", "b")))
+    program = jax.jit(fused_step).lower(dy, *given.values()).compile()
+    check_fused(program(dy, *given.values()), fused_arrays())
+    return []
+
+
+def fused_and_uneven_rows(count: int, first: int) -> Any:
+    """As `with_uneven_rows`. Devices may be left without a row."""
+    arguments = put_fused(mesh_of((count,), AxisType.Auto), P("a"))
+    is_split = [a.shape[:1] == SHAPE[:1] for a in arguments]
+    arguments = [
+        jax.device_put(a.at[first:].set(jnp.nan), a.sharding) if split else a
+        for a, split in zip(arguments, is_split, strict=True)
+    ]
+
+    def cut(*arrays: Any) -> Any:
+        given = (a[:first] if split else a for a, split in zip(arrays, is_split, strict=True))
+        y, dx, dweight, dr, da, dz, ds = fused_step(*given)
+        # A result's rows must be split evenly.
+        behind = SHAPE[0] - first
+        y, dx, dr, da, dz = (jnp.pad(a, ((0, behind), (0, 0), (0, 0))) for a in (y, dx, dr, da, dz))
+        return y, dx, dweight, dr, da, dz, ds
+
+    program = jax.jit(cut).lower(*arguments).compile()
+    found = [a[:first] if a.shape[:1] == SHAPE[:1] else a for a in program(*arguments)]
+    check_fused(found, fused_arrays(), first)
+    return collectives(program)
+
+
+def fused_under_shard_map(tracked: bool, gradient_within: bool) -> Any:
+    mesh = mesh_of((4,), AxisType.Auto)
+    arrays = fused_arrays()
+    # As in `under_shard_map`.
+    arrays |= {n: a if tracked else a.astype(np.float32) for n, a in arrays.items() if a.ndim == 1}
+    specs = tuple(P("a") if a.shape[:1] == SHAPE[:1] else P() for a in arrays.values())
+    told: dict[str, Any] = {"mesh": mesh, "check_vma": tracked}
+    if gradient_within:
+        function: Any = jax.shard_map(
+            fused_step, in_specs=(P("a"), *specs), out_specs=(P("a"), *specs), **told
+        )
+    else:
+        split = jax.shard_map(fused_norm, in_specs=specs, out_specs=P("a"), **told)
+        function = functools.partial(fused_step, norm=split)
+    program = jax.jit(function).lower(DY, *arrays.values()).compile()
+    check_fused(program(DY, *arrays.values()), arrays)
+    return collectives(program)
+
+
+def fused_under_vmap(kind: AxisType) -> Any:
+    axes = [0 if a.shape[:1] == SHAPE[:1] else None for a in fused_arrays().values()]
+    arguments = put_fused(mesh_of((4,), kind), P("a"))
+    step = functools.partial(fused_step, norm=jax.vmap(fused_norm, in_axes=axes))
+    program = jax.jit(step).lower(*arguments).compile()
+    check_fused(program(*arguments), fused_arrays())
+    return collectives(program)
+
+
+def fused_second_derivatives(kind: AxisType) -> Any:
+    """In float32. One device must give the same."""
+    arrays = [np.asarray(a, np.float32) for a in fused_arrays().values()]
+
+    def slope(*arrays: Any) -> Any:
+        gradients = jax.grad(lambda *a: jnp.sum(jnp.sin(fused_norm(*a))), tuple(range(6)))(*arrays)
+        return sum(jnp.sum(jnp.square(g)) for g in gradients)
+
+    _, *split = put_fused(mesh_of((4,), kind), P("a"))
+    split = [a.astype(np.float32) for a in split]
+    function = jax.grad(slope, tuple(range(6)))
+    program = jax.jit(function).lower(*split).compile()
+    for one, whole in zip(program(*split), function(*map(jnp.asarray, arrays)), strict=True):
+        np.testing.assert_allclose(one, whole, rtol=2e-3, atol=2e-3)
+    return collectives(program)
+
+
+def fused_cases() -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Yield a name and a function for each program."""
+    for kind in (AxisType.Auto, AxisType.Explicit):
+        for sizes, rows in (((4,), P("a")), ((2, 2), P("a", "b")), ((2, 2), P(("a", "b")))):
+            yield (
+                f"fused rows, {kind.name} {sizes} {rows}",
+                functools.partial(fused, sizes, kind, rows),
+            )
+        for function in (fused_under_vmap, fused_second_derivatives):
+            yield f"{function.__name__}, {kind.name}", functools.partial(function, kind)
+        yield (
+            f"a fused norm, split otherwise, {kind.name}",
+            functools.partial(fused_with_rows_split_otherwise, kind),
+        )
+    for tracked, within in ((True, True), (True, False), (False, False)):
+        yield (
+            f"fused under shard_map, {tracked} {within}",
+            functools.partial(fused_under_shard_map, tracked, within),
+        )
+    for first in (7, 5):  # of 8 rows on 4 devices
+        yield f"fused and {first} rows", functools.partial(fused_and_uneven_rows, 4, first)
+
+
 # ---- drawn shardings -----------------------------------------------------------------------------
 
 # How x gets rows that the devices do not share evenly. The last two ways give an even split. Rows
@@ -1043,6 +1204,7 @@ def cases(kernels: bool) -> Iterator[tuple[str, Callable[[], Any]]]:
     )
     yield "uneven rows", functools.partial(with_uneven_rows, 4)
     yield "gradient within shard_map", functools.partial(under_shard_map, 4, True, True)
+    yield from fused_cases()
     if kernels:
         yield "control", control
 
@@ -1058,6 +1220,7 @@ def has_its_turn(name: str, kernels: bool) -> bool:
 def main(path: str) -> None:
     if path == "kernels":
         _kernels._providers["cpu"] = lambda: jax_plans
+        _kernels._fused_providers["cpu"] = lambda: jax_passes
     report = {}
     for name, case in cases(path == "kernels"):
         if not has_its_turn(name, path == "kernels"):

@@ -9,7 +9,7 @@ from unittest import mock
 import ml_dtypes
 import numpy as np
 import pytest
-from fused_gpu import GATED, MANY, check, drawn, on_host
+from fused_gpu import FUSED, GATED, MANY, HostMemory, check, drawn, on_host, passes
 from fused_norms import Call, calls, function_of
 from host.build import Build, compiler_problem
 from host.gpu import Gpu
@@ -19,7 +19,9 @@ from hypothesis import strategies as st
 import cupynorm
 import cupynorm.math as cm
 from cupynorm import _fused_calls, testing
+from cupynorm._arrays import to_numpy
 from cupynorm._compile import fused_backward_instantiations, fused_forward_instantiation
+from cupynorm._fuse import Given, Options
 from cupynorm._fused_source import Input, Spec, backward_op, forward_op
 from cupynorm._layout import (
     fused_backward,
@@ -191,6 +193,64 @@ def test_a_slice_of_a_gpu_has_no_clusters(gpu: Gpu) -> None:
 
 
 @needs_compiler
+@pytest.mark.parametrize(
+    ("name", "architecture"), [("parts of a warp", 90), ("rows that are read again", 75)]
+)
+def test_launches_at_addresses_are_those_of_calls(name: str, architecture: int) -> None:
+    """Frameworks that allocate all arrays launch the same kernels, and get the same bits."""
+    call, _ = FUSED[f"fused, {name}"]
+    gpu = Gpu(Build(), architecture=architecture)
+    call.fused.prepared.clear()
+    with gpu.fresh_memory(), on_host(gpu):
+        outputs, gradients, of_outputs = passes(call, gpu.memory.array, gpu.to_numpy)
+        by_calls = [str(kernel) for kernel in gpu.launched]
+        gpu.launched.clear()
+        memory = HostMemory(gpu)
+        put = gpu.memory.array
+        inputs = {name: put(array) for name, array in call.inputs.items()}
+        arrays = Given(*(put(a) for a in (call.x, call.weight, call.bias)), inputs)
+        options, dtypes = Options(**call.options), call.fused.dtypes_of_outputs(call.x.dtype, None)
+        given: dict[str, Any] = {}
+        (m, n), made = call.x.shape, {}
+        for of in ([], [put(array) for array in of_outputs]):
+            told = memory, call.fused, arrays, options, "float32", dtypes, of
+            arranged = _fused_calls.arranged(*told)
+            assert arranged is not None
+            given = {"in_x": arrays.x, "weight": arrays.weight, "bias": arrays.bias, **given}
+            for name, array in inputs.items():
+                for copy in arranged.copies[f"in_{name}"]:
+                    array = copy(array)
+                given[f"in_{name}"] = array
+            given |= {f"dy_{k}": array for k, array in enumerate(of)}
+            spec = arranged.spec
+            of_rows = {one.name: one.gradient for one in spec.rows}
+            new = {f"y_{k}": (m, n, dtype) for k, dtype in enumerate(dtypes)}
+            new |= dict.fromkeys(("mean", "rstd"), (m, 1, "float32"))
+            if of:
+                new = {f"d_{name}": (m, n, of_rows[name]) for name in spec.differentiated.rows}
+                new |= {f"d_{name}": (m, 1, "float32") for name in spec.differentiated.numbers}
+                new |= {f"d_{name}": (1, n, dtype) for name, dtype in spec.sums_over_rows}
+            made = {
+                name: gpu.memory.empty((rows, columns), to_numpy(dtype))
+                for name, (rows, columns, dtype) in new.items()
+            }
+            given |= made
+            one = _fused_calls.pass_of(spec, n, 0)
+            given["partials"] = gpu.memory.empty(max(1, one.scratch_bytes(m)), "u1")
+            operands = (
+                arranged.values[name] if name in arranged.values else given[name].ctypes.data
+                for name in one.operands
+            )
+            one.prepared(m, call.fused.eps(options))(0, tuple(operands))
+        assert [str(kernel) for kernel in gpu.launched] == by_calls
+        for k, output in enumerate(outputs):
+            np.testing.assert_array_equal(gpu.to_numpy(given[f"y_{k}"]), output)
+        for name, array in made.items():
+            expected = getattr(gradients, name.replace("_", "", 1))
+            np.testing.assert_array_equal(gpu.to_numpy(array).reshape(expected.shape), expected)
+
+
+@needs_compiler
 def test_what_no_kernel_serves(gpu: Gpu) -> None:
     """Weights of groups and other axes are left to operations."""
     x, z = drawn(1, (2, 3, 8)), drawn(2, (2, 3, 8))
@@ -327,7 +387,7 @@ def test_second_calls_are_prepared(gpu: Gpu, inputs: dict[str, Any]) -> None:
     """Bools and inputs that are spread out are copied again, and that is all."""
     inputs = inputs | {"c": drawn(5, (2, 3, 16)) > 0}
     call = Call(MANY, drawn(6, (2, 3, 16)), drawn(7, (16,)), None, {"axis": -1}, inputs)
-    with mock.patch.object(_fused_calls, "_arranged", wraps=_fused_calls._arranged) as arranged:
+    with mock.patch.object(_fused_calls, "arranged", wraps=_fused_calls.arranged) as arranged:
         check(gpu, call)
     assert arranged.call_count == 2  # for a pass each
 

@@ -24,10 +24,12 @@ jax = pytest.importorskip("jax", minversion="0.10.2")
 
 import jax.numpy as jnp  # noqa: E402
 import jax_sharding  # noqa: E402
+from fused_gpu import GATED, call_of_many  # noqa: E402
+from fused_norms import Call  # noqa: E402
 from jax.sharding import AxisType  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 from jax.test_util import check_grads  # noqa: E402
-from jax_calls import check, gradients_through_layers  # noqa: E402
+from jax_calls import check, check_fused, gradients_through_layers  # noqa: E402
 
 import cupynorm  # noqa: E402
 import cupynorm.jax  # noqa: E402
@@ -415,6 +417,115 @@ def test_layers_in_a_rematerialized_scan_are_those_of_a_loop() -> None:
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
 
 
+# ---- norms of cupynorm.fuse ----------------------------------------------------------------------
+
+# From parts of a warp to rows that are read again.
+FUSED_LENGTHS = 40, 333, 4096, 20000, 300000
+
+
+@pytest.mark.parametrize("n", FUSED_LENGTHS)
+def test_a_fused_norm_with_inputs_at_every_place(n: int) -> None:
+    check_fused(call_of_many(70 if n < 1000 else 5, n))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_gate_of_each_dtype(dtype: str) -> None:
+    for n in (1000, 4096):
+        vector = values((n,), dtype, 3)
+        inputs = {"z": values((33, n), dtype, 2)}
+        check_fused(Call(GATED, values((33, n), dtype, 1), vector, None, {}, inputs))
+        inputs = {"z": values((1, 1), dtype, 2)}
+        check_fused(Call(GATED, values((33, n), "bfloat16", 1), vector, vector, {}, inputs))
+
+
+@pytest.mark.parametrize("n", FUSED_LENGTHS)
+def test_the_bits_of_a_fused_norm_are_those_of_cupy(n: int) -> None:
+    call = call_of_many(70 if n < 1000 else 5, n)
+    x, weight, bias = (jnp.asarray(a) for a in (call.x, call.weight, call.bias))
+    inputs = {name: jnp.asarray(array) for name, array in call.inputs.items()}
+    flags = inputs.pop("c")
+
+    def function(x: Any, weight: Any, bias: Any, inputs: Any) -> Any:
+        return call.fused(x, weight, bias, c=flags, **inputs, **call.options)
+
+    outputs, pull_back = jax.vjp(jax.jit(function), x, weight, bias, inputs)
+    of = [jnp.asarray(values(x.shape, seed=k)) for k in range(len(outputs))]
+    dx, dweight, dbias, of_inputs = pull_back(tuple(of))
+    plain = call.fused.forward(x, weight, bias, c=flags, **inputs, **call.options)
+    expected = call.fused.backward(of, plain)
+    pairs = [*zip(outputs, plain.outputs, strict=True), (dx, expected.dx)]
+    pairs += [(dweight, expected.dweight), (dbias, expected.dbias)]
+    pairs += [(of_inputs[name], getattr(expected, f"d{name}")) for name in inputs]
+    for one, other in pairs:
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+
+
+def test_a_fused_norm_is_one_call_each_way() -> None:
+    x, z, weight = values((64, 1024)), values((64, 1024), seed=1), values((1024,), seed=2)
+
+    def loss(x: Any, z: Any, weight: Any) -> Any:
+        return jnp.sum(GATED(x, weight, z=z) ** 2)
+
+    step = jax.grad(loss, (0, 1, 2))
+    arrays = tuple(map(jnp.asarray, (x, z, weight)))
+    for function, expected in (
+        (loss, ["fused_forward"]),
+        (step, ["fused_forward", "fused_backward"]),
+    ):
+        assert targets(jax.jit(function).lower(*arrays).compile()) == expected
+    batched = jax.grad(
+        lambda *a: jnp.sum(jax.vmap(lambda x, z: GATED(x, a[2], z=z))(*a[:2]) ** 2), (0, 1, 2)
+    )
+    whole = tuple(a.reshape(4, 16, -1) if a.ndim > 1 else a for a in arrays)
+    compiled = jax.jit(batched).lower(*whole).compile()
+    assert targets(compiled) == ["fused_forward", "fused_backward"]
+    for one, other in zip(compiled(*whole), step(*arrays), strict=True):
+        np.testing.assert_array_equal(np.asarray(one).reshape(other.shape), other)
+
+
+def test_numbers_of_a_fused_norm_are_no_part_of_a_program() -> None:
+    scaled = cupynorm.fuse("rms_norm", epilogue=lambda y, a: a * y)
+    x = jnp.asarray(values((65, 1024)))
+    y = np.asarray(scaled(x, a=1))
+    function = jax.jit(lambda x, a: scaled(x, a=a))
+    assert targets(function.lower(x, 2.0).compile()) == ["fused_forward"]
+    for a in (0.5, 2.0, -4.0):
+        for found in (scaled(x, a=a), function(x, a)):
+            np.testing.assert_array_equal(found, a * y)
+    slope = jax.jit(jax.grad(lambda a: jnp.sum(scaled(x, a=a))))(jnp.float32(2))
+    np.testing.assert_allclose(slope, y.astype(np.float64).sum(), rtol=1e-5, atol=1e-2)
+
+
+def test_derivatives_of_a_fused_norm_are_those_of_finite_differences() -> None:
+    x, z, weight = values((5, 33), "float64"), values((5, 33), "float64", 1), values((33,), seed=2)
+    function = jax.jit(lambda x, z: GATED(x, jnp.asarray(weight), z=z))
+    check_grads(function, (jnp.asarray(x), jnp.asarray(z)), order=2)
+
+
+@pytest.mark.parametrize("layers", [8, 2])
+def test_a_command_buffer_replays_fused_norms(layers: int, launches: list[int]) -> None:
+    runs = 20
+    weights = jnp.asarray(values((layers, 512), seed=1))
+    options = {} if layers >= 5 else {"xla_gpu_graph_min_graph_size": 1}
+
+    def loss(x: Any, z: Any, weights: Any) -> Any:
+        for weight in weights:
+            x = GATED(x, weight, z=z)
+        return jnp.sum(x * z)
+
+    step = jax.grad(loss, (0, 1, 2))
+    replayed = jax.jit(step, compiler_options=options)
+    launched = jax.jit(step, compiler_options={"xla_gpu_enable_command_buffer": ""})
+    x, z = (jnp.asarray(values((64, 512), seed=seed)) for seed in (2, 3))
+    expected = launched(x, z, weights)
+    launches.clear()
+    for _ in range(runs):
+        found = [np.asarray(array) for array in replayed(x, z, weights)]
+    assert 0 < len(launches) < runs * 3 * layers / 2
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 # ---- launches ------------------------------------------------------------------------------------
 
 
@@ -638,6 +749,23 @@ print([float(function(x).sum()) for _ in range(4)])
     assert run(program, **cache) == first
 
 
+def test_a_cached_program_of_a_fused_norm_runs_in_another_process(tmp_path: Path) -> None:
+    program = """
+import jax, jax.numpy as jnp, cupynorm.jax
+norm = cupynorm.fused.rms_norm_gated
+function = jax.jit(jax.grad(lambda *a: norm(*a).sum(), (0, 1, 2)))
+x = jnp.sin(jnp.arange(4096 * 1000.0)).reshape(4096, 1000)
+print([float(abs(a).sum()) for a in function(x, x[0], x + 1)])
+"""
+    cache = {
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+    first = run(program, **cache)
+    assert any(tmp_path.iterdir())
+    assert run(program, **cache) == first
+
+
 # ---- several GPUs --------------------------------------------------------------------------------
 
 MESH = min(8, 1 << (GPUS.bit_length() - 1)) if GPUS else 0
@@ -691,6 +819,18 @@ def test_vectors_stay_with_their_rows(kind: AxisType) -> None:
     assert jax_sharding.with_vectors((MESH,), kind, rows, jax_sharding.EXAMPLES, rows) == []
     exchanged = jax_sharding.with_vectors((MESH,), kind, rows, jax_sharding.HEADS, P())
     assert {operation for operation, _ in exchanged} == {"all-reduce"}
+
+
+@pytest.mark.skipif(GPUS < 2, reason=f"needs two GPUs that JAX can use, has {GPUS}")
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
+def test_rows_of_a_fused_norm_stay_on_their_gpu(kind: AxisType) -> None:
+    found = jax_sharding.fused((MESH,), kind, P("a"))
+    assert {kind for kind, _ in found} == {"all-reduce"}
+
+
+@pytest.mark.skipif(GPUS < 2, reason=f"needs two GPUs that JAX can use, has {GPUS}")
+def test_uneven_rows_of_a_fused_norm_and_their_padding() -> None:
+    jax_sharding.fused_and_uneven_rows(MESH, 7)
 
 
 @pytest.mark.skipif(GPUS < 2, reason=f"needs two GPUs that JAX can use, has {GPUS}")

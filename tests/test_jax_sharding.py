@@ -116,6 +116,15 @@ def test_whole_rows_exchange_nothing_but_the_gradients_of_weight_and_bias(
         assert types <= {"f32[64]", "f32[3,64]", "f32[4,16]"}, name
 
 
+def test_rows_of_a_fused_norm_exchange_nothing_but_the_gradients_of_vectors(
+    report: dict[str, Any],
+) -> None:
+    for name, collectives in exchanged(report, "fused").items():
+        assert {kind for kind, _ in collectives} == {"all-reduce"}, name
+        types = {t for _, types in collectives for t in types}
+        assert types <= {"f32[64]", "f32[1,64]", "f32[1,1,64]"}, name
+
+
 @pytest.mark.parametrize("kind", ["vectors, ", "vectors under", "vectors and", "a vmap of vectors"])
 def test_vectors_that_vary_along_split_axes_stay_with_their_rows(
     report: dict[str, Any], kind: str

@@ -35,7 +35,7 @@ from cupynorm._operation import ForwardSpec, Kind, Norm, Options, Relu
 from cupynorm._quantize import Quantize, check_call, check_scale_dtype, dtype_of_y
 from cupynorm.jax import _formula
 from cupynorm.jax._derivatives import differentiable, wide
-from cupynorm.jax._operations import axes_of, split_as, split_of
+from cupynorm.jax._operations import axes_of, split_as, split_of, varying_alike
 from cupynorm.jax._quantize import behind, normalized
 from cupynorm.jax._vectors import as_rows
 
@@ -455,34 +455,26 @@ def _over_one_mesh(
         a if a is None else split_as(like, a, split_of(kind, a.shape, kept, like.ndim))
         for kind, a in zip(kinds, (x, residual, *affine), strict=True)
     ]
-    varying = frozenset().union(*(_varying(a) for a in whole if a is not None))
-    return [
-        a
-        if a is None or varying == _varying(a)
-        else jax.lax.pcast(a, tuple(varying - _varying(a)), to="varying")
-        for a in whole
-    ]
+    return varying_alike(whole)
 
 
-def _varying(array: Any) -> Any:
-    """Return the axes of a surrounding shard_map over which an array varies, if JAX tracks them."""
-    return jax.typeof(array).manual_axis_type.varying
+def _common_split(k: int, x: Any, *others: Any) -> tuple[Any, PartitionSpec]:
+    """Return which of some arrays has the Explicit mesh of all, and how results are split over it.
 
-
-def _common_split(k: int, x: Any, residual: Any) -> tuple[Any, PartitionSpec]:
-    """Return which of two arrays has the Explicit mesh of both, and how results are split over it.
-
-    They are split as x is. Along axes that x does not split they are split as residual is, over the
-    rest of the mesh.
+    They are split as x is. Along axes that x does not split they are split as the others are, over
+    the rest of the mesh. Others may be None.
     """
-    spec = jax.typeof(x).sharding.spec
-    if residual is None:
-        return x, spec
-    of_residual = jax.typeof(residual).sharding.spec
-    if not any(spec):
-        return residual, of_residual
-    entries = list(spec)
-    for i, entry in enumerate(of_residual[: x.ndim - k]):
-        if entries[i] is None and not set(axes_of([entry])) & set(axes_of(entries)):
-            entries[i] = entry
-    return x, PartitionSpec(*entries)
+    like, spec = x, jax.typeof(x).sharding.spec
+    for other in others:
+        if other is None:
+            continue
+        of_other = jax.typeof(other).sharding.spec
+        if not any(spec):
+            like, spec = other, of_other
+            continue
+        entries = list(spec)
+        for i, entry in enumerate(of_other[: x.ndim - k]):
+            if entries[i] is None and not set(axes_of([entry])) & set(axes_of(entries)):
+                entries[i] = entry
+        spec = PartitionSpec(*entries)
+    return like, spec

@@ -1,4 +1,4 @@
-"""Calls of a `cupynorm.Fused` on JAX arrays: XLA fuses what is around a norm of this package."""
+"""Calls of a `cupynorm.Fused` on JAX arrays: by kernels, or by operations around a norm."""
 
 from __future__ import annotations
 
@@ -8,10 +8,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import cupynorm.jax
+from cupynorm import _checks
 from cupynorm._arrays import is_number, to_numpy
-from cupynorm._expressions import functions, kind_of
-from cupynorm._fuse import Fused, Given, Options, Tools
+from cupynorm._expressions import kind_of
+from cupynorm._fuse import Fused, Given, Options
+from cupynorm._operation import Kind
+from cupynorm._operation import Options as OptionsOfNorm
+from cupynorm.jax import _common_split, _formula
+from cupynorm.jax._derivatives import wide
+from cupynorm.jax._fusion import OPERATIONS, Fusion, Spec, differentiable, name_of_input
+from cupynorm.jax._operations import split_as, split_of, varying_alike
+from cupynorm.jax._vectors import as_rows
 
 __all__ = ["call"]
 
@@ -25,7 +32,10 @@ def call(fused: Fused, given: Given, options: Options) -> tuple[jax.Array, ...]:
     given = given._replace(inputs=inputs)
     compute = fused.check(given, options)
     dtypes = fused.dtypes_of_outputs(given.x.dtype, options.out_dtype)
-    return fused.apply(_TOOLS, given, options, compute, dtypes)[0]
+    outputs = _by_kernels(fused, given, options, compute, dtypes)
+    if outputs is not None:
+        return outputs
+    return fused.apply(OPERATIONS, given, options, compute, dtypes)[0]
 
 
 def _as_jax(array: Any) -> Any:
@@ -37,37 +47,58 @@ def _as_jax(array: Any) -> Any:
     return jax.lax.stop_gradient(array.astype(jnp.float32)) if is_integer else array
 
 
-def _cast(values: Any, dtype: str) -> jax.Array:
-    return jnp.asarray(values).astype(to_numpy(dtype))
-
-
-def _normalize(norm: str, x: jax.Array, *vectors: Any, **options: Any) -> tuple[Any, Any, Any]:
-    function = cupynorm.jax.rms_norm if norm == "rms_norm" else cupynorm.jax.layer_norm
-    return function(x, *vectors, **options), None, None
-
-
-def _stored(value: jax.Array, dtype: str) -> jax.Array:
-    """Round a value, by an addition that is exact if the result is finite."""
-    # Without the barrier, XLA may leave out a cast to a narrower dtype and back.
-    rounded = jax.lax.optimization_barrier(_cast(value, dtype)).astype(value.dtype)
-    return value + jax.lax.stop_gradient(rounded - value)
-
-
-_TOOLS = Tools(
-    functions(
-        jnp,
-        erf=jax.scipy.special.erf,
-        erfc=jax.scipy.special.erfc,
-        # JAX would differentiate the formulas of these to NaN where exp overflows.
-        sigmoid=jax.nn.sigmoid,
-        softplus=jax.nn.softplus,
-        abs=lambda a: a * jnp.sign(a),  # JAX's own has a derivative of 1 at 0
-    ),
-    widen=_cast,
-    cast=_cast,
-    copy=lambda array: array,
-    number=lambda value, like: jnp.full((), float(value), like.dtype),
-    broadcast=lambda values, like: jnp.broadcast_to(values, like.shape),
-    stored=_stored,
-    normalize=_normalize,
-)
+def _by_kernels(
+    fused: Fused, given: Given, options: Options, compute: str, dtypes: tuple[str, ...]
+) -> tuple[jax.Array, ...] | None:
+    """Return the outputs of an operation that has kernels, None if they do not serve the call."""
+    x = given.x
+    axes = _checks.normalized_axes(x.ndim, options.axis)
+    k = len(axes)
+    if axes != tuple(range(x.ndim - k, x.ndim)) or any(map(jax.export.is_symbolic_dim, x.shape)):
+        return None
+    named = {"x": x, "weight": given.weight, "bias": given.bias, **given.inputs}
+    arrays = {}
+    constant = []
+    for name, array in named.items():
+        if array is None:
+            continue
+        place = name_of_input(name)
+        is_constant = is_number(array) or array.dtype == bool
+        whole = jnp.full((), float(array), compute) if is_number(array) else jnp.asarray(array)
+        arrays[place] = as_rows(whole, x.ndim)
+        constant += [place] if is_constant else []
+    kinds = {
+        place: Kind.ROWS
+        if array.shape == x.shape and place not in ("weight", "bias")
+        else Kind.VECTOR
+        for place, array in arrays.items()
+    }
+    spec = Spec(fused, compute, tuple(kinds.items()), tuple(constant), dtypes)
+    told = OptionsOfNorm(fused.norm, k, bool(options.zero_centered), float(fused.eps(options)))
+    operation = Fusion(spec, told)
+    if not operation.is_served(tuple(arrays.values())):
+        return None
+    asked = [(f"{name}.dtype", of.dtype) for name, of in named.items() if hasattr(of, "dtype")]
+    for name, dtype in (*asked, *(("out_dtype", to_numpy(dtype)) for dtype in dtypes)):
+        if jax.dtypes.canonicalize_dtype(dtype) != dtype:
+            raise TypeError(f"{name} must be one that JAX has enabled, got {dtype} without x64")
+    vectors = [name for name, kind in kinds.items() if kind is Kind.VECTOR]
+    # Sums over what a vector was broadcast to come before the rounding to a narrower dtype.
+    widened = {
+        name: _formula.cast(arrays[name], wide(compute, arrays[name].dtype.name))
+        for name in vectors
+        if name not in constant
+    }
+    arrays |= {name: jax.lax.stop_gradient(arrays[name]) for name in vectors}
+    like, split = _common_split(k, *(arrays[n] for n, kind in kinds.items() if kind is Kind.ROWS))
+    places = [*arrays, *widened]
+    whole = [
+        split_as(like, a, split_of(kinds[name], a.shape, split[: x.ndim - k], x.ndim))
+        for name, a in zip(places, (*arrays.values(), *widened.values()), strict=True)
+    ]
+    alike = varying_alike(whole)
+    outputs = differentiable(operation)(
+        dict(zip(arrays, alike, strict=False)),
+        dict(zip(widened, alike[len(arrays) :], strict=True)),
+    )
+    return tuple(split_as(like, output, split) for output in outputs)

@@ -21,13 +21,15 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
+from cupynorm import _fused_source
 from cupynorm._environment import import_cupy
+from cupynorm._expressions import Program
 from cupynorm._groups import Groups
 from cupynorm._layout import pack_length
 from cupynorm._operation import BackwardSpec, ForwardSpec, QuantizedSpec, Spec
 from cupynorm.jax._xla import Handler, Launch
 
-__all__ = ["call", "has_kernel", "platforms"]
+__all__ = ["call", "call_fused", "fused_platforms", "has_kernel", "platforms"]
 
 ALIGNMENT = 16  # bytes, of every buffer. XLA's alignment is a multiple of it
 
@@ -48,13 +50,27 @@ def _cuda_plans() -> Any:
     return _plans
 
 
-# The platforms with kernels, each with a function that returns the module of its plans.
+def _cuda_passes() -> Any:
+    import_cupy("x is on a GPU")
+    from cupynorm import _fused_calls
+
+    return _fused_calls
+
+
+# The platforms with kernels, each with a function that returns the module of its plans. Then the
+# same for norms of `cupynorm.fuse`.
 _providers: dict[str, Callable[[], Any]] = {"cuda": _cuda_plans}
+_fused_providers: dict[str, Callable[[], Any]] = {"cuda": _cuda_passes}
 
 
 def platforms() -> tuple[str, ...]:
     """Return the platforms that have kernels, as `jax.lax.platform_dependent` names them."""
     return tuple(_providers)
+
+
+def fused_platforms() -> tuple[str, ...]:
+    """Return the platforms that have kernels of norms of `cupynorm.fuse`."""
+    return tuple(_fused_providers)
 
 
 # ---- when a program is traced --------------------------------------------------------------------
@@ -82,10 +98,55 @@ def call(
     """
     plans = [_plan(platform, spec, m, n, device) for device in _ordinals(platform)]
     if not plans and isinstance(spec, BackwardSpec):
-        dy = _not_compiled.bind(operands["dy"], message=NO_PLANS.format(platform))
-        operands = operands | {"dy": dy}
-    results = {name: _on_mesh(result) for name, result in results.items()}
+        operands = _without_plans(platform, "dy", operands)
     size = max((_scratch_bytes(plan, spec, m, groups) for plan in plans), default=0)
+    description = {
+        "m": m,
+        "n": n,
+        "groups": None if groups is None else asdict(groups),
+        **numbers,
+    }
+    return _staged(_TARGETS[type(spec)], spec, description, operands, results, size)
+
+
+def call_fused(
+    platform: str,
+    spec: _fused_source.Spec,
+    m: int,
+    n: int,
+    numbers: dict[str, Any],
+    operands: dict[str, Any],
+    results: dict[str, Any],
+) -> tuple[Any, ...]:
+    """Stage out a pass of a norm of `cupynorm.fuse`, as `call` does.
+
+    The names are those of the kernel's arguments. `numbers` has eps, and the strides and steps of
+    its arrays in `values`.
+    """
+    plans = [_pass(platform, spec, n, device) for device in _ordinals(platform)]
+    if not plans and spec.of_outputs and spec.sums_over_rows:
+        operands = _without_plans(platform, "rstd", operands)
+    size = max((plan.scratch_bytes(m) for plan in plans), default=0)
+    target = _FUSED_TARGETS[bool(spec.of_outputs)]
+    return _staged(target, spec, {"m": m, "n": n, **numbers}, operands, results, size)
+
+
+def _without_plans(platform: str, name: str, operands: dict[str, Any]) -> dict[str, Any]:
+    """Return operands of which the one of a name cannot be compiled."""
+    array = _not_compiled.bind(operands[name], message=NO_PLANS.format(platform))
+    return operands | {name: array}
+
+
+def _staged(
+    target: str,
+    spec: Any,
+    description: dict[str, Any],
+    operands: dict[str, Any],
+    results: dict[str, Any],
+    size: int,
+) -> tuple[Any, ...]:
+    """Stage out a call with so many bytes of scratch, as a description says it."""
+    results = {name: _on_mesh(result) for name, result in results.items()}
     if size:
         # Made of a result: under shard_map, it varies over the same axes.
         like = next(iter(results.values()))
@@ -93,17 +154,9 @@ def call(
             lambda like: jnp.broadcast_to(like.ravel()[0].astype(jnp.uint8), (size,)), like
         )
         results = results | {"scratch": _on_mesh(scratch)}
-    numbers = numbers | {"scratch": size}
-    description = {
-        "m": m,
-        "n": n,
-        "groups": None if groups is None else asdict(groups),
-        **numbers,
-        "arrays": [*operands, *results],
-        "spec": asdict(spec),
-    }
-    given = jax.ffi.ffi_call(_TARGETS[type(spec)], list(results.values()))(
-        *operands.values(), call=json.dumps(description)
+    description = description | {"scratch": size, "arrays": [*operands, *results]}
+    given = jax.ffi.ffi_call(target, list(results.values()))(
+        *operands.values(), call=json.dumps(description | {"spec": asdict(spec)})
     )
     return tuple(array for name, array in zip(results, given, strict=True) if name != "scratch")
 
@@ -146,6 +199,13 @@ def _plan(platform: str, spec: Spec, m: int, n: int, device: int, stream: int = 
     vector = divisors & -divisors
     with _current(platform, device, stream):
         return getattr(plans, f"{spec.table.name}_plan")(spec, m, n, vector, device, soon=True)
+
+
+def _pass(platform: str, spec: _fused_source.Spec, n: int, device: int, stream: int = 0) -> Any:
+    """Return a pass of a norm of `cupynorm.fuse`, loaded on the device, as `_plan` does."""
+    passes = _fused_providers[platform]()
+    with _current(platform, device, stream):
+        return passes.pass_of(spec, n, device)
 
 
 def _scratch_bytes(plan: Any, spec: Spec, m: int, groups: Groups | None) -> int:
@@ -213,11 +273,8 @@ def _prepare(
     needed = _scratch_bytes(plan, spec, m, groups)
     # A forward pass only takes longer without scratch, if the program was made for other GPUs. Its
     # address is then 0.
-    if kind is BackwardSpec and needed > what["scratch"]:
-        raise ValueError(
-            f"the program has {what['scratch']} bytes of scratch for {m} rows of {n}, and GPU "
-            f"{device} needs {needed}: it was made for other GPUs, make it anew"
-        )
+    if kind is BackwardSpec:
+        _check_scratch(what, needed, device)
     places = {name: i for i, name in enumerate((*arrays, STRIDE, ABSENT))}
     names = [STRIDE if o.endswith("_stride") else o for o in kind.table.operands]
     if kind.table.takes_scratch or needed:
@@ -226,14 +283,58 @@ def _prepare(
     bounds = what.get("scale_bounds") or what.get("relu") or (0.0, 0.0)
     numbers = () if kind is BackwardSpec else (what["eps"], *bounds)
     launch_plan = plan.prepared(m, *numbers, groups)
+    return _on_buffers(platform, device, arrays, launch_plan, take, (n, 0)), not plan.stands_in
+
+
+def _prepare_fused(
+    platform: str, description: str, device: int, stream: int
+) -> tuple[Launch, bool]:
+    """Return the launch of a call of a norm of `cupynorm.fuse`, as `_prepare` does."""
+    what = json.loads(description)
+    arrays, values = what["arrays"], what["values"]
+    plan = _pass(platform, _fused_spec(what["spec"]), what["n"], device, stream)
+    _check_scratch(what, plan.scratch_bytes(what["m"]), device)
+    places = {name: i for i, name in enumerate((*arrays, *values, ABSENT))}
+    places["partials"] = places.get("scratch", places[ABSENT])
+    take = operator.itemgetter(*(places.get(name, places[ABSENT]) for name in plan.operands))
+    launch = plan.prepared(what["m"], what["eps"])
+    return _on_buffers(platform, device, arrays, launch, take, (*values.values(), 0)), True
+
+
+def _fused_spec(fields: dict[str, Any]) -> _fused_source.Spec:
+    """Return a spec from what JSON made of its fields."""
+
+    def program(arguments: Any, steps: Any, results: Any) -> Program:
+        of_steps = ((operation, tuple(operands)) for operation, operands in steps)
+        return Program(tuple(arguments), tuple(of_steps), tuple(results))
+
+    programs = {name: program(**fields[name]) for name in ("prologue", "epilogue")}
+    inputs = tuple(_fused_source.Input(**given) for given in fields["inputs"])
+    outputs = {name: tuple(fields[name]) for name in ("outputs", "of_outputs")}
+    return _fused_source.Spec(**fields | programs | outputs | {"inputs": inputs})
+
+
+def _check_scratch(what: dict[str, Any], needed: int, device: int) -> None:
+    if needed > what["scratch"]:
+        raise ValueError(
+            f"the program has {what['scratch']} bytes of scratch for {what['m']} rows of "
+            f"{what['n']}, and GPU {device} needs {needed}: it was made for other GPUs, make it "
+            "anew"
+        )
+
+
+def _on_buffers(
+    platform: str, device: int, arrays: Sequence[str], launch_plan: Launch, take: Any, known: Any
+) -> Launch:
+    """Return a launch on addresses of XLA's buffers, of which, and of what is known, it takes."""
 
     def launch(stream: int, addresses: Sequence[int]) -> None:
         if functools.reduce(operator.or_, addresses) % ALIGNMENT:
             at = ", ".join(f"{a} at {b:#x}" for a, b in zip(arrays, addresses, strict=True))
             raise ValueError(f"arrays must be aligned to {ALIGNMENT} bytes, got {at}")
-        launch_plan(stream, take((*addresses, n, 0)))
+        launch_plan(stream, take((*addresses, *known)))
 
-    return launch if platform != "cuda" else _on(device, launch), not plan.stands_in
+    return launch if platform != "cuda" else _on(device, launch)
 
 
 def _on(device: int, launch: Launch) -> Launch:
@@ -256,10 +357,15 @@ def _on(device: int, launch: Launch) -> Launch:
 _TARGETS = {
     kind: f"cupynorm.{kind.table.name}" for kind in (ForwardSpec, BackwardSpec, QuantizedSpec)
 }
+_FUSED_TARGETS = "cupynorm.fused_forward", "cupynorm.fused_backward"
+_PREPARED: dict[str, Callable[..., tuple[Launch, bool]]] = {
+    **{target: functools.partial(_prepare, kind) for kind, target in _TARGETS.items()},
+    **dict.fromkeys(_FUSED_TARGETS, _prepare_fused),
+}
 # On the CPU too, though no program calls them there. XLA looks at each when it is registered, but
 # never at those of a missing platform.
 _HANDLERS = [
-    Handler(target, registered, functools.partial(_prepare, kind, platform))
+    Handler(target, registered, functools.partial(prepare, platform))
     for platform, registered in (("cpu", "cpu"), ("cuda", "CUDA"))
-    for kind, target in _TARGETS.items()
+    for target, prepare in _PREPARED.items()
 ]

@@ -41,7 +41,16 @@ from cupynorm._operation import (
 from cupynorm.jax import _formula, _kernels
 from cupynorm.jax._vectors import for_each, readable, sum_to
 
-__all__ = ["Operation", "axes_of", "repeated", "split_as", "split_of"]
+__all__ = [
+    "Operation",
+    "axes_of",
+    "is_inside",
+    "repeated",
+    "split",
+    "split_as",
+    "split_of",
+    "varying_alike",
+]
 
 Arrays = Any  # a tuple of arrays, or of JAX's stand-ins for them
 
@@ -72,6 +81,11 @@ class Operation:
     def numbers(self) -> dict[str, Any]:
         """What a launch is told in addition to sizes, by name."""
         return {"eps": self.options.eps, "relu": self.options.relu}
+
+    @property
+    def platforms(self) -> tuple[str, ...]:
+        """The platforms that have kernels."""
+        return _kernels.platforms()
 
     def x_of(self, operands: Any) -> Any:
         """Return the item of x among items of the operands."""
@@ -113,30 +127,60 @@ class Operation:
             for name, array in zip(self.results, made, strict=True)
         )
 
+    def shapes(self, operands: Any) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the results by name."""
+        return shapes_of_results(self.spec, self.options.k, self.named(operands))
+
     def local(self, *operands: Any) -> Arrays:
         """Return the results for the rows of one device."""
-        kernels = {p: functools.partial(self.kernel, p) for p in _kernels.platforms()}
+        kernels = {p: functools.partial(self.kernel, p) for p in self.platforms}
         return jax.lax.platform_dependent(*operands, default=self.formula, **kernels)
 
-    def local_sum(self, kept: Any, splits: dict[str, PartitionSpec], *operands: Any) -> Arrays:
-        """Return the same, if the leading axes of rows are split as `kept`, and arrays so."""
+    def local_sum(
+        self,
+        kept: Any,
+        splits: dict[str, PartitionSpec],
+        *operands: Any,
+        has_rows: Any = True,
+    ) -> Arrays:
+        """Return the same, if the leading axes of rows are split as `kept`, and arrays so.
+
+        `has_rows`: whether the device has any, of those that are not padding.
+        """
 
         def summed(name: str, array: Any) -> Any:
+            array = array if has_rows is True else jnp.where(has_rows, array, 0)
             own = axes_of(splits[name])
             others = tuple(axis for axis in axes_of(kept) if axis not in own)
             return jax.lax.psum(array, others) if others else array
 
         return tuple(
-            summed(name, array) if KINDS[name] is Kind.VECTOR else array
+            summed(name, array) if self.kinds[name] is Kind.VECTOR else array
             for name, array in zip(self.results, self.local(*operands), strict=True)
         )
 
     def splits(self, kept: Any, operands: Any) -> dict[str, PartitionSpec]:
         """Return how all arrays are split where the leading axes of rows are split as `kept`."""
-        k, ndim = self.options.k, len(self.x_of(operands).shape)
+        ndim = len(self.x_of(operands).shape)
         shapes = {n: a.shape for n, a in zip(self.operands, operands, strict=True)}
-        shapes |= shapes_of_results(self.spec, k, self.named(operands))
+        shapes |= self.shapes(operands)
         return {n: split_of(self.kinds[n], shape, kept, ndim) for n, shape in shapes.items()}
+
+    def without_padding(self, valid: dict[int, Any], local: Arrays) -> Arrays:
+        """Return a device's operands without what lies outside the whole array.
+
+        `valid`: how many places are inside, at most 0 if none is, of each axis that is padded.
+        """
+        mask = is_inside(valid, self.x_of(local).shape)
+
+        def masked(kind: Kind, array: Any) -> Any:
+            if kind is Kind.VECTOR:
+                return array
+            rows = jnp.expand_dims(mask, tuple(range(mask.ndim, array.ndim)))
+            # Zeros with a mean and an rstd of 1: nothing of such a row is out of range.
+            return jnp.where(rows, array, int(kind is Kind.STATISTIC))
+
+        return tuple(map(masked, map(self.kinds.__getitem__, self.operands), local))
 
     def __call__(self, *operands: Any) -> Arrays:
         return _batched(self)(*operands)
@@ -150,7 +194,7 @@ class Operation:
 # ---- over devices --------------------------------------------------------------------------------
 
 
-def _split(operation: Operation, *operands: Any) -> Arrays:
+def split(operation: Operation, *operands: Any) -> Arrays:
     """Return the results. Each device computes those of its rows."""
     x = operation.x_of(operands)
     if x.size == 0:
@@ -201,6 +245,21 @@ def repeated(like: Any, array: Any, size: int) -> Any:
     return jnp.broadcast_to(array, shape, out_sharding=NamedSharding(sharding.mesh, spec))
 
 
+def varying_alike(arrays: list[Any]) -> list[Any]:
+    """Return arrays that vary over the same axes of a surrounding shard_map, if JAX tracks them."""
+
+    def varying(array: Any) -> Any:
+        return jax.typeof(array).manual_axis_type.varying
+
+    axes = frozenset().union(*(varying(a) for a in arrays if a is not None))
+    return [
+        a
+        if a is None or axes == varying(a)
+        else jax.lax.pcast(a, tuple(axes - varying(a)), to="varying")
+        for a in arrays
+    ]
+
+
 @functools.cache
 def _partitioned(operation: Operation) -> Any:
     """Return the operation for XLA's partitioner, which splits it in an Auto mesh."""
@@ -243,7 +302,8 @@ def _partitioned(operation: Operation) -> Any:
     def shardings(operands: Any) -> tuple[Any, Any, Arrays, Arrays]:
         """Return a mesh, how kept axes are split over it, and how results and operands are."""
         x, named = operation.x_of(operands), zip(operation.operands, operands, strict=True)
-        rows = [x, *(a for name, a in named if KINDS[name] is Kind.ROWS and name != "x")]
+        kinds = operation.kinds
+        rows = [x, *(a for name, a in named if kinds[name] is Kind.ROWS and name != "x")]
         mesh, kept = _common_split([a.sharding for a in rows], len(x.shape), operation.options.k)
         splits = operation.splits(kept, operands)
         of_results, of_operands = (
@@ -261,10 +321,12 @@ def _partitioned(operation: Operation) -> Any:
         def lowered(*local: Any) -> Arrays:
             # XLA calls from its own thread, where the caller's enable_x64 is not in force.
             with jax.enable_x64(has_float64):
-                if Kind.VECTOR in map(KINDS.__getitem__, operation.results):
+                has_rows: Any = True
+                if Kind.VECTOR in map(operation.kinds.__getitem__, operation.results):
                     shape = operation.x_of(operands).shape
-                    local = _without_padding(operation, mesh, kept, shape, local)
-                return operation.local_sum(kept, operation.splits(kept, operands), *local)
+                    local, has_rows = _without_padding(operation, mesh, kept, shape, local)
+                splits = operation.splits(kept, operands)
+                return operation.local_sum(kept, splits, *local, has_rows=has_rows)
 
         return mesh, lowered, of_results, of_operands
 
@@ -338,32 +400,32 @@ def _mesh_of(places: Any) -> tuple[AbstractMesh, tuple[tuple[str, ...], ...]]:
 
 def _without_padding(
     operation: Operation, mesh: Any, kept: Any, shape: tuple[int, ...], local: Arrays
-) -> Arrays:
+) -> tuple[Arrays, Any]:
     """Return a device's operands without what lies outside the whole array, of a given shape.
 
-    XLA pads an axis that its devices do not divide. The padding may hold anything.
+    And return whether anything is left. XLA pads an axis that its devices do not divide. The
+    padding may hold anything.
     """
     here = operation.x_of(local).shape[: len(kept)]
-    inside = []
+    valid = {}
     for i, names in enumerate(kept):
         if here[i] * math.prod(mesh.shape[name] for name in names) == shape[i]:
             continue
         device = 0
         for name in names:
             device = device * mesh.shape[name] + jax.lax.axis_index(name)
-        inside.append(device * here[i] + jax.lax.broadcasted_iota(jnp.int32, here, i) < shape[i])
-    if not inside:
-        return local
-    mask = functools.reduce(operator.and_, inside)
+        valid[i] = shape[i] - device * here[i]
+    if not valid:
+        return local, True
+    has_rows = functools.reduce(operator.and_, (n > 0 for n in valid.values()))
+    return operation.without_padding(valid, local), has_rows
 
-    def masked(kind: Kind, array: Any) -> Any:
-        if kind is Kind.VECTOR:
-            return array
-        rows = jnp.expand_dims(mask, tuple(range(mask.ndim, array.ndim)))
-        # Zeros with a mean and an rstd of 1: nothing of such a row is out of range.
-        return jnp.where(rows, array, int(kind is Kind.STATISTIC))
 
-    return tuple(map(masked, map(KINDS.__getitem__, operation.operands), local))
+def is_inside(valid: dict[int, Any], shape: tuple[int, ...]) -> Any:
+    """Return which rows of a shape are inside, along the axes before the last padded one."""
+    here = shape[: max(valid) + 1]
+    inside = (jax.lax.broadcasted_iota(jnp.int32, here, i) < n for i, n in valid.items())
+    return functools.reduce(operator.and_, inside)
 
 
 def axes_of(spec: Any) -> tuple[str, ...]:
@@ -393,7 +455,7 @@ def split_of(kind: Kind, shape: tuple[int, ...], kept: Any, ndim: int) -> Partit
 @functools.cache
 def _batched(operation: Operation) -> Any:
     def call(*operands: Any) -> Arrays:
-        return _split(operation, *operands)
+        return split(operation, *operands)
 
     def rule(size: int, batched: list[bool], *operands: Any) -> tuple[Arrays, tuple[bool, ...]]:
         """Return the results of one call, in which each example is a group of rows."""

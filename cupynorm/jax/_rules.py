@@ -48,6 +48,9 @@ class Function:
         return of_results.unflatten(_function.bind(*operands, program=program, jvp=jvp))
 
 
+_VECTORS = frozenset(name for name, kind in KINDS.items() if kind is Kind.VECTOR)
+
+
 @dataclass(frozen=True)
 class Linear:
     """A function of kept arrays and tangents, linear in these, whose results have x's shape.
@@ -60,6 +63,8 @@ class Linear:
     push: Callable[[Arrays, Arrays], Any]
     pull: Callable[[Arrays, Any], Arrays]
     dtypes: tuple[str | None, ...]  # of the results; None for absent ones
+    vectors: frozenset[str] = _VECTORS  # which of the arrays are of that kind
+    alike: bool = True  # whether all of these are many in a batch if one is
 
     def __call__(self, kept: Arrays, tangents: Arrays) -> Any:
         names = tuple(kept), tuple(tangents)
@@ -139,23 +144,23 @@ def _transpose(cotangents: Any, *operands: Any, function: Linear, names: Any) ->
 
 
 def _batch_linear(operands: Any, axes: Any, **told: Any) -> tuple[Any, Any]:
-    kept, tangents = told["names"]
-    results = told["function"].tree.num_leaves * (0,)
-    of_vectors = {i for i, name in enumerate((*kept, *tangents)) if KINDS[name] is Kind.VECTOR}
-    are_many = any(axes[i] is not None for i in of_vectors)
+    function, (kept, tangents) = told["function"], told["names"]
+    results, names = function.tree.num_leaves * (0,), (*kept, *tangents)
+    many = {n for n, axis in zip(names, axes, strict=True) if axis is not None} & function.vectors
+    is_alike = bool(many) and function.alike
     # Many tangents of one call have no kernel. Nor have many gradients of a bias without a weight.
-    if all(axis is None for axis in axes[: len(kept)]) or (are_many and "weight" not in kept):
+    if all(axis is None for axis in axes[: len(kept)]) or (is_alike and "weight" not in kept):
         return jax.vmap(functools.partial(_push, **told), in_axes=tuple(axes))(*operands), results
+    many = function.vectors if is_alike else many
     # The batch is a leading axis like others. So the transpose is one kernel.
     given = [a if i is None else jnp.moveaxis(a, i, 0) for a, i in zip(operands, axes, strict=True)]
     like = next(a for a, axis in zip(given, axes, strict=True) if axis is not None)
     x = kept.index("x")
     ndim = given[x].ndim - (axes[x] is not None)
-    for i, axis in enumerate(axes):
-        is_vector = i in of_vectors
-        if axis is None and (are_many or not is_vector):
+    for i, (name, axis) in enumerate(zip(names, axes, strict=True)):
+        if axis is None and (name in many or name not in function.vectors):
             given[i] = repeated(like, given[i], like.shape[0])
-        if is_vector and are_many:
+        if name in many:
             given[i] = for_each(given[i], ndim)
     return _linear.bind(*given, **told), results
 

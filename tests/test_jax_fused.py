@@ -1,0 +1,411 @@
+"""Norms of `cupynorm.fuse` in JAX without a GPU: the formula, and NumPy behind XLA's FFI."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from fused_norms import Call, calls
+from hypothesis import HealthCheck, assume, given, settings
+from strategies import DTYPES, make_values
+
+jax = pytest.importorskip("jax", minversion="0.10.2")
+
+import jax.numpy as jnp  # noqa: E402
+import jax_passes  # noqa: E402
+import jax_plans  # noqa: E402
+from fused_gpu import GATED, MANY, drawn  # noqa: E402
+from jax.test_util import check_grads  # noqa: E402
+from jax_calls import check_fused  # noqa: E402
+
+import cupynorm  # noqa: E402
+import cupynorm.jax  # noqa: E402
+import cupynorm.math as cm  # noqa: E402
+from cupynorm.jax import _derivatives, _fusion, _kernels, _operations  # noqa: E402
+
+few = settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+def forget_what_was_traced() -> None:
+    for function in (
+        *(_derivatives.differentiable, _operations._batched, _operations._partitioned),
+        *(_fusion.differentiable, _fusion._batched),
+    ):
+        function.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def cpu() -> Iterator[None]:
+    with jax.default_device(jax.devices("cpu")[0]), jax.enable_x64(True):
+        yield
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """Let NumPy, which XLA calls, replace the formula of every norm."""
+    forget_what_was_traced()
+    monkeypatch.setitem(_kernels._providers, "cpu", lambda: jax_plans)
+    monkeypatch.setitem(_kernels._fused_providers, "cpu", lambda: jax_passes)
+    yield monkeypatch
+    forget_what_was_traced()
+
+
+@pytest.fixture(params=["formula", "kernels"])
+def path(request: pytest.FixtureRequest) -> str:
+    if request.param == "kernels":
+        request.getfixturevalue("kernels")
+    return request.param
+
+
+def values(shape: tuple[int, ...], dtype: str = "float64", seed: int = 0) -> Any:
+    return make_values("normal", shape, DTYPES[dtype], seed)
+
+
+def targets(function: Any, *arguments: Any) -> list[str]:
+    """Return our calls in a compiled program, in their order."""
+    program = jax.jit(function).lower(*arguments).compile().as_text()
+    return re.findall(r'custom_call_target="cupynorm\.(\w+)"', program)
+
+
+FORWARD, BACKWARD = "fused_forward", "fused_backward"
+
+
+# ---- values --------------------------------------------------------------------------------------
+
+
+@few
+@given(calls())
+def test_drawn_norms(call: Call) -> None:
+    wide = call.of(convert=lambda array: array.astype(np.float64) if array.dtype != bool else array)
+    outputs = wide if isinstance(wide, tuple) else (wide,)
+    assume(all(np.isfinite(output.astype(np.float64)).all() for output in outputs))
+    forget_what_was_traced()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(_kernels._providers, "cpu", lambda: jax_plans)
+        patch.setitem(_kernels._fused_providers, "cpu", lambda: jax_passes)
+        check_fused(call)
+    forget_what_was_traced()
+
+
+def call_of_many(shape: tuple[int, ...], k: int, **others: Any) -> Call:
+    row, column = shape[-k:], (*shape[:-k], *k * (1,))
+    inputs = {
+        "r": drawn(1, shape, np.float16),
+        "a": drawn(2, column),
+        "s": drawn(3, row, DTYPES["bfloat16"]),
+        "z": drawn(4, shape, DTYPES["bfloat16"]),
+        "c": drawn(5, shape) > 0,
+    }
+    axis = tuple(range(-k, 0))
+    options = {"zero_centered": True, "out_dtype": (None, "float16", "float32", None)}
+    options["axis"] = axis
+    arrays = drawn(6, shape), drawn(7, row, DTYPES["bfloat16"]), drawn(8, row)
+    return Call(MANY, *arrays, options, inputs | others)
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_inputs_at_every_place(k: int, path: str) -> None:
+    shape = (3, 2, 4, 10)
+    check_fused(call_of_many(shape, k))
+    others = {"a": drawn(2, ()), "z": drawn(4, (2, 1, 10)), "s": drawn(3, (1, 1, 1, 1)), "c": 1.5}
+    check_fused(call_of_many(shape, k, **others))
+
+
+@pytest.mark.parametrize("x", DTYPES)
+def test_every_dtype(x: str, path: str) -> None:
+    for z in DTYPES:
+        arrays = values((3, 2, 33), x, 1), values((33,), z, 2)
+        inputs = {"z": values((3, 2, 33), z, 3)}
+        check_fused(Call(GATED, *arrays, None, {"out_dtype": z}, inputs))
+        check_fused(Call(GATED, *arrays, None, {"eps": 1e-3}, {"z": values((3, 1, 1), z, 3)}))
+
+
+# ---- calls ---------------------------------------------------------------------------------------
+
+
+def gated(x: Any, z: Any, weight: Any = None) -> Any:
+    return GATED(x, weight, z=z)
+
+
+def arrays_of(*shapes: tuple[int, ...], dtype: str = "float64") -> Any:
+    return tuple(jnp.asarray(values(shape, dtype, i)) for i, shape in enumerate(shapes, 1))
+
+
+def test_a_norm_is_one_call_each_way(kernels: Any) -> None:
+    x, z, weight = arrays_of((3, 2, 8), (3, 2, 8), (8,), dtype="float32")
+    assert targets(gated, x, z, weight) == [FORWARD]
+    step = jax.grad(lambda *a: jnp.sum(gated(*a) ** 2), (0, 1, 2))
+    assert targets(step, x, z, weight) == [FORWARD, BACKWARD]
+    assert targets(cupynorm.fused.l2_norm, x) == [FORWARD]
+
+
+def test_what_no_kernel_serves_is_operations_around_a_norm(kernels: Any) -> None:
+    x, z, heads = arrays_of((3, 2, 8), (3, 2, 8), (2, 8))
+    assert targets(gated, x, z, heads) == ["forward"]
+    assert targets(lambda x, z: GATED(x, z=z, axis=1), x, z) == ["forward"]
+    assert targets(gated, x[:0], z[:0]) == []
+
+
+def description_of(function: Any, *arguments: Any) -> Any:
+    text = jax.jit(function).lower(*arguments).as_text().replace("\\22", '"').replace("\\\\", "\\")
+    found = [json.loads(call) for call in re.findall(r'call = "({.*?}})"', text)]
+    return found[-1]
+
+
+def test_a_program_says_all_that_its_calls_need(kernels: Any) -> None:
+    """It may be cached or run in another process, so it must not depend on this one."""
+    x, z, s = arrays_of((3, 2, 8), (3, 2, 1), (8,), dtype="float32")
+    odd = cupynorm.fuse(
+        "layer_norm",
+        prologue=lambda x, ß: (x + ß, x + ß),
+        epilogue=lambda y, s: cm.where(y < np.inf, y * -0.0 + s / 3, np.nan),
+    )
+
+    def function(x: Any, z: Any, s: Any) -> Any:
+        return odd(x, s, ß=z, s=s, eps=1e-3, zero_centered=True, out_dtype=(None, "bfloat16"))
+
+    def step(*arrays: Any) -> Any:
+        return jax.grad(lambda *a: jnp.sum(function(*a)[0]), (0, 1, 2))(*arrays)
+
+    call = description_of(function, x, z, s)
+    assert call.pop("spec")["epilogue"]["steps"][0] == ["number", [float("inf")]]
+    assert call == {
+        **{"m": 6, "n": 8, "eps": 1e-3, "scratch": 0},
+        "values": {"stride_in_x": 8, "step_in_ß": 1},
+        "arrays": ["in_x", "weight", "in_ß", "in_s", "y_0", "y_1"],
+    }
+    for f in (function, step):
+        given = description_of(f, x, z, s)
+        spec = _kernels._fused_spec(given["spec"])
+        assert json.loads(json.dumps(dataclasses.asdict(spec))) == given["spec"]
+        assert hash(spec)
+        assert (spec.prologue, spec.epilogue) == (odd.prologue, odd.epilogue)
+    assert spec.of_outputs == ("float32", None)
+    assert given["scratch"] == 16 * 6
+    assert given["arrays"][-4:] == ["d_ß", "d_weight", "d_s", "scratch"]
+
+
+def test_a_program_with_less_scratch_than_its_device_needs(kernels: Any) -> None:
+    x, z, weight = arrays_of((3, 2, 8), (3, 2, 8), (8,), dtype="float32")
+    step = jax.grad(lambda *a: jnp.sum(gated(*a)), (0, 1, 2))
+    call = description_of(step, x, z, weight)
+    message = r"has 95 bytes of scratch for 6 rows of 8, and GPU 0 needs 96: "
+    with pytest.raises(ValueError, match=message):
+        _kernels._prepare_fused("cpu", json.dumps(call | {"scratch": 95}), 0, 7)
+
+
+def test_a_program_for_a_gpu_is_exported_without_one() -> None:
+    x, z, weight = arrays_of((3, 8), (3, 8), (8,), dtype="float32")
+    names = "fused_forward", "fused_backward", "forward", "backward"
+    allowed = [jax.export.DisabledSafetyCheck.custom_call(f"cupynorm.{name}") for name in names]
+    export = functools.partial(
+        jax.export.export, platforms=["cpu", "cuda"], disabled_checks=allowed
+    )
+    exported = export(jax.jit(gated))(x, z)
+    assert "cupynorm.fused_forward" in exported.mlir_module()
+    np.testing.assert_array_equal(exported.call(x, z), jax.jit(gated)(x, z))
+    # No vector has a gradient, so there is no scratch, which would depend on the GPU.
+    slope = jax.jit(jax.grad(lambda x, z: jnp.sum(gated(x, z))))
+    assert "cupynorm.fused_backward" in export(slope)(x, z).mlir_module()
+    slope = jax.jit(jax.grad(lambda x, z, weight: jnp.sum(gated(x, z, weight))))
+    with pytest.raises(NotImplementedError, match=r"gradients for cuda can be compiled"):
+        export(slope)(x, z, weight)
+
+
+def test_numbers_are_no_part_of_a_program(kernels: Any) -> None:
+    scaled = cupynorm.fuse("rms_norm", epilogue=lambda y, a: a * y)
+    (x,) = arrays_of((3, 8))
+    function = jax.jit(lambda x, a: scaled(x, a=a))
+    for a in (1.5, 2, np.float32(0.5), 3.0):
+        for found in (scaled(x, a=a), function(x, a), scaled(x, a=np.asarray(a))):
+            np.testing.assert_allclose(found, float(a) * cupynorm.rms_norm(x), rtol=1e-6)
+    made = _fusion.differentiable.cache_info().misses
+    scaled(jnp.asarray(x), a=7.25)
+    assert _fusion.differentiable.cache_info().misses == made
+    assert targets(lambda x, a: scaled(x, a=a), x, 1.5) == [FORWARD]
+    # Of a traced number there is a gradient, but of an integer none.
+    slope = jax.grad(lambda a: jnp.sum(scaled(x, a=a)))(1.5)
+    np.testing.assert_allclose(slope, np.sum(cupynorm.rms_norm(x)), rtol=1e-12)
+    integer = jax.grad(lambda x, a: jnp.sum(scaled(x, a=a)))(x, 2)
+    real = jax.grad(lambda x, a: jnp.sum(scaled(x, a=a)))(x, 2.0)
+    np.testing.assert_allclose(integer, real, rtol=1e-12)
+
+
+def test_float64_must_be_enabled() -> None:
+    x, z = arrays_of((3, 8), (3, 8))
+    narrow = x.astype("float32")
+    with jax.enable_x64(False):
+        with pytest.raises(TypeError, match=r"out_dtype .* float64 without x64"):
+            GATED(narrow, z=narrow, out_dtype="float64")
+        with pytest.raises(TypeError, match=r"z.dtype .* float64 without x64"):
+            GATED(narrow, z=z)
+
+
+# ---- derivatives ---------------------------------------------------------------------------------
+
+
+def of_many(x: Any, r: Any, a: Any, s: Any, z: Any, weight: Any, bias: Any) -> Any:
+    """A sum of all outputs, of an input at every place."""
+    c = jnp.arange(x.size).reshape(x.shape) % 2 > 0
+    y, other, stored, apart = MANY(x, weight, bias, r=r, a=a, s=s, z=z, c=c)
+    return jnp.sum(jnp.sin(y) + other * stored + jnp.cos(apart))
+
+
+ARRAYS_OF_MANY = (3, 2, 8), (3, 2, 8), (3, 2, 1), (8,), (2, 1), (8,), (8,)
+
+
+def test_gradients_of_each_order_are_those_of_finite_differences(path: str) -> None:
+    arrays = arrays_of(*ARRAYS_OF_MANY)
+    check_grads(jax.jit(of_many), arrays, order=2)
+    check_grads(jax.jit(gated), arrays[:2], order=3, modes=["rev"])
+
+
+def test_derivatives_of_one_array_alone(path: str) -> None:
+    arrays = arrays_of(*ARRAYS_OF_MANY)
+    whole = jax.jit(jax.grad(of_many, tuple(range(7))))(*arrays)
+    _, along = jax.jvp(of_many, arrays, arrays)
+    for i, gradient in enumerate(whole):
+        np.testing.assert_allclose(jax.grad(of_many, i)(*arrays), gradient, rtol=1e-9, atol=1e-12)
+    slopes = [
+        jax.jvp(lambda array: of_many(*arrays[:i], array, *arrays[i + 1 :]), (a,), (a,))[1]  # noqa: B023
+        for i, a in enumerate(arrays)
+    ]
+    np.testing.assert_allclose(sum(slopes), along, rtol=1e-9)
+    products = (np.sum(g * a) for g, a in zip(whole, arrays, strict=True))
+    np.testing.assert_allclose(sum(products), along, rtol=1e-9)
+
+
+def test_an_output_that_is_not_used_has_no_gradient(kernels: Any) -> None:
+    split = cupynorm.fuse("rms_norm", prologue=lambda x, r: (x + r, x + r))
+    x, r = arrays_of((3, 8), (3, 8))
+    for k, dtypes in enumerate((["float64", None], [None, "float64"])):
+        step = jax.grad(lambda *a: jnp.sum(split(*a[:1], r=a[1])[k] ** 2), (0, 1))  # noqa: B023
+        assert description_of(step, x, r)["spec"]["of_outputs"] == dtypes
+        dx, dr = step(x, r)
+        np.testing.assert_allclose(dx, dr)
+    np.testing.assert_allclose(dx, 2 * (x + r))
+
+
+def test_gradients_of_vectors_are_summed_before_they_are_rounded(path: str) -> None:
+    """float16 has no sum of so many terms, since each is too small beside it."""
+    shifted = cupynorm.fuse("rms_norm", epilogue=lambda y, s, a: y + s + a)
+    x = jnp.asarray(values((4, 2048, 8), "float16"))
+    vectors = np.zeros(8, np.float16), np.zeros((2048, 1), np.float16), np.zeros(8, np.float16)
+    slopes = jax.grad(
+        lambda s, a, b: jnp.sum(shifted(x, None, b, s=s, a=a, out_dtype="float32")), (0, 1, 2)
+    )
+    for slope, like, count in zip(slopes(*vectors), vectors, (8192, 32, 8192), strict=True):
+        assert (slope.dtype, slope.shape) == (like.dtype, like.shape)
+        np.testing.assert_array_equal(slope, count)
+
+
+def test_layers_in_a_rematerialized_scan_are_those_of_a_loop(path: str) -> None:
+    x, z, weights = arrays_of((3, 8), (3, 8), (4, 8))
+
+    def layer(x: Any, weight: Any) -> tuple[Any, None]:
+        return x + gated(x, z, weight), None
+
+    def scanned(x: Any, weights: Any) -> Any:
+        return jnp.sum(jax.lax.scan(jax.checkpoint(layer), x, weights)[0] ** 2)
+
+    def unrolled(x: Any, weights: Any) -> Any:
+        for weight in weights:
+            x, _ = layer(x, weight)
+        return jnp.sum(x**2)
+
+    found, expected = (jax.jit(jax.grad(f, (0, 1)))(x, weights) for f in (scanned, unrolled))
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-12)
+
+    def twice(f: Any) -> Any:
+        return jax.jit(jax.grad(lambda w: jnp.sum(jax.grad(f, 1)(x, w) ** 2)))(weights)
+
+    found, expected = map(twice, (scanned, unrolled))
+    np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_no_axis_is_added_silently(path: str) -> None:
+    arrays = arrays_of(*ARRAYS_OF_MANY)
+    step = jax.grad(of_many, tuple(range(7)))
+    with jax.numpy_rank_promotion("raise"):
+        found = step(*arrays)
+    for one, other in zip(found, step(*arrays), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+# ---- batches -------------------------------------------------------------------------------------
+
+
+def looped(function: Any, axes: tuple[int | None, ...]) -> Any:
+    def call(*arrays: Any) -> Any:
+        size = next(a.shape[i] for a, i in zip(arrays, axes, strict=True) if i is not None)
+        results = []
+        for one in range(size):
+            taken = (a if i is None else a.take(one, i) for a, i in zip(arrays, axes, strict=True))
+            results.append(jax.jit(function)(*taken))
+        return jax.tree.map(lambda *parts: np.stack(parts), *results)
+
+    return call
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [
+        (0, 0, None, None, None, None, None),
+        (1, None, 0, None, None, None, None),
+        (None, None, None, 0, 0, None, None),
+        (0, 0, 0, 0, 0, 0, 0),
+        (None, 0, None, None, None, 1, None),
+    ],
+)
+def test_vmap_is_a_loop_over_the_batch(axes: Any, path: str) -> None:
+    shapes = zip(ARRAYS_OF_MANY, axes, strict=True)
+    arrays = arrays_of(*(s if i is None else (*s[:i], 4, *s[i:]) for s, i in shapes))
+
+    def slopes(*arrays: Any) -> Any:
+        return jax.grad(of_many, tuple(range(7)))(*arrays)
+
+    def along(*arrays: Any) -> Any:
+        return jax.jvp(of_many, arrays, arrays)
+
+    for f in (of_many, slopes, along):
+        found = jax.jit(jax.vmap(f, in_axes=axes))(*arrays)
+        expected = looped(f, axes)(*arrays)
+        for one, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-11)
+
+    def batched(*arrays: Any) -> Any:
+        return jnp.sum(jax.vmap(of_many, in_axes=axes)(*arrays))
+
+    def unrolled(*arrays: Any) -> Any:
+        taken = (
+            [a if i is None else a.take(one, i) for a, i in zip(arrays, axes, strict=True)]
+            for one in range(4)
+        )
+        return sum(of_many(*one) for one in taken)
+
+    found, expected = (jax.jit(jax.grad(f, tuple(range(7))))(*arrays) for f in (batched, unrolled))
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-11)
+
+
+def test_the_gradient_of_a_vmap_over_rows_is_one_call_each_way(kernels: Any) -> None:
+    x, z, weight = arrays_of((4, 3, 8), (4, 3, 8), (8,))
+    batched = jax.vmap(gated, in_axes=(0, 0, None))
+    step = jax.grad(lambda *a: jnp.sum(batched(*a) ** 2), (0, 1, 2))
+    assert targets(step, x, z, weight) == [FORWARD, BACKWARD]
+    inner = jax.vmap(jax.grad(lambda *a: jnp.sum(gated(*a) ** 2), (0, 1)))
+    assert targets(inner, x, z) == [FORWARD, BACKWARD]
+
+
+def test_a_weight_for_each_example_has_no_kernel_of_its_own(kernels: Any) -> None:
+    x, z, weight = arrays_of((4, 3, 8), (4, 3, 8), (4, 8))
+    step = jax.vmap(jax.grad(lambda *a: jnp.sum(gated(*a) ** 2), (0, 1, 2)))
+    assert {FORWARD, BACKWARD}.isdisjoint(targets(step, x, z, weight))
+    assert "backward" in targets(step, x, z, weight)
