@@ -760,6 +760,27 @@ def fused_under_shard_map(tracked: bool, gradient_within: bool) -> Any:
     return collectives(program)
 
 
+def fused_with_a_constant_under_shard_map() -> Any:
+    """An output, and the gradient of an input, that depend on no array of the device."""
+    norm = cupynorm.fuse(
+        "rms_norm", epilogue=lambda y, z, s: (y * cupynorm.math.where(s > z, 1, 2), 2.0)
+    )
+
+    def constant_step(x: Any, z: Any, s: Any) -> Any:
+        outputs, pull_back = jax.vjp(lambda x, z, s: norm(x, z=z, s=s), x, z, s)
+        return *outputs, *pull_back(outputs)
+
+    x, _, _, _, z, s = fused_arrays().values()
+    rows, told = P("a"), {"in_specs": (P("a"), P("a"), P()), "mesh": mesh_of((4,), AxisType.Auto)}
+    split = jax.shard_map(constant_step, out_specs=(*4 * (rows,), P()), **told)
+    y, two, dx, dz, ds = map(np.asarray, jax.jit(split)(x, z, s))
+    testing.check_fused(norm, (y, two), x, z=z, s=s)
+    assert np.isfinite(dx.astype(np.float32)).all()
+    assert not dz.any()
+    assert not ds.any()
+    return []
+
+
 def fused_under_vmap(kind: AxisType) -> Any:
     axes = [0 if a.shape[:1] == SHAPE[:1] else None for a in fused_arrays().values()]
     arguments = put_fused(mesh_of((4,), kind), P("a"))
@@ -805,6 +826,7 @@ def fused_cases() -> Iterator[tuple[str, Callable[[], Any]]]:
             f"fused under shard_map, {tracked} {within}",
             functools.partial(fused_under_shard_map, tracked, within),
         )
+    yield "a fused norm, constant", fused_with_a_constant_under_shard_map
     for first in (7, 5):  # of 8 rows on 4 devices
         yield f"fused and {first} rows", functools.partial(fused_and_uneven_rows, 4, first)
 

@@ -82,14 +82,12 @@ def _by_kernels(
     for name, dtype in (*asked, *(("out_dtype", to_numpy(dtype)) for dtype in dtypes)):
         if jax.dtypes.canonicalize_dtype(dtype) != dtype:
             raise TypeError(f"{name} must be one that JAX has enabled, got {dtype} without x64")
-    vectors = [name for name, kind in kinds.items() if kind is Kind.VECTOR]
     # Sums over what a vector was broadcast to come before the rounding to a narrower dtype.
     widened = {
         name: _formula.cast(arrays[name], wide(compute, arrays[name].dtype.name))
-        for name in vectors
-        if name not in constant
+        for name, kind in kinds.items()
+        if kind is Kind.VECTOR and name not in constant
     }
-    arrays |= {name: jax.lax.stop_gradient(arrays[name]) for name in vectors}
     like, split = _common_split(k, *(arrays[n] for n, kind in kinds.items() if kind is Kind.ROWS))
     places = [*arrays, *widened]
     whole = [
