@@ -249,6 +249,21 @@ def test_float64_must_be_enabled() -> None:
             GATED(narrow, z=z)
 
 
+def test_numpy_arrays_beside_x() -> None:
+    x, z = arrays_of((3, 8), (3, 8), dtype="float32")
+    row = np.linspace(0.5, 2, 8)  # of float64, which JAX takes for float32
+    with jax.enable_x64(False):
+        y = GATED(x, row, z=np.asarray(z))
+        np.testing.assert_allclose(y, GATED(x, jnp.asarray(row), z=z), rtol=1e-6)
+        with pytest.raises(TypeError, match=r"weight must be a JAX or NumPy .*; got float"):
+            GATED(x, 2.0, z=z)
+        masked = np.ma.masked_array(row, row > 1)
+        for arguments in ({"weight": masked, "z": z}, {"z": masked}):
+            name = next(n for n, a in arguments.items() if a is masked)
+            with pytest.raises(TypeError, match=f"{name} .*mask"):
+                GATED(x, **arguments)
+
+
 # ---- derivatives ---------------------------------------------------------------------------------
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from cupynorm import _checks
-from cupynorm._arrays import is_number, to_numpy
+from cupynorm._arrays import check_no_mask, is_number, to_numpy
 from cupynorm._expressions import kind_of
 from cupynorm._fuse import Fused, Given, Options
 from cupynorm._operation import Kind
@@ -26,10 +26,15 @@ __all__ = ["call"]
 def call(fused: Fused, given: Given, options: Options) -> tuple[jax.Array, ...]:
     """Return the outputs."""
     for name, array in (("weight", given.weight), ("bias", given.bias), *given.inputs.items()):
-        if not (array is None or is_number(array) or isinstance(array, jax.Array | np.ndarray)):
+        is_given = isinstance(array, jax.Array | np.ndarray)
+        if not (array is None or is_given or (name in given.inputs and is_number(array))):
             raise TypeError(f"{name} must be a JAX or NumPy array, as x is; got {kind_of(array)}")
-    inputs = {name: _as_jax(array) for name, array in given.inputs.items()}
-    given = given._replace(inputs=inputs)
+    inputs = {name: _as_jax(name, array) for name, array in given.inputs.items()}
+    vectors = {
+        name: array if array is None else _as_jax(name, array)
+        for name, array in (("weight", given.weight), ("bias", given.bias))
+    }
+    given = given._replace(inputs=inputs, **vectors)
     compute = fused.check(given, options)
     dtypes = fused.dtypes_of_outputs(given.x.dtype, options.out_dtype)
     outputs = _by_kernels(fused, given, options, compute, dtypes)
@@ -38,10 +43,12 @@ def call(fused: Fused, given: Given, options: Options) -> tuple[jax.Array, ...]:
     return fused.apply(OPERATIONS, given, options, compute, dtypes)[0]
 
 
-def _as_jax(array: Any) -> Any:
-    """Return an input as an array, or a number. An integer that jit traces counts as a number."""
+def _as_jax(name: str, array: Any) -> Any:
+    """Return an argument as an array, or a number. An integer that jit traces counts as one."""
     if is_number(array):
         return array
+    if isinstance(array, np.ndarray):
+        check_no_mask(name, array)
     array = jnp.asarray(array)  # float64 only if JAX has it enabled
     is_integer = array.ndim == 0 and jnp.issubdtype(array.dtype, jnp.integer)
     return jax.lax.stop_gradient(array.astype(jnp.float32)) if is_integer else array
@@ -64,7 +71,7 @@ def _by_kernels(
             continue
         place = name_of_input(name)
         is_constant = is_number(array) or array.dtype == bool
-        whole = jnp.full((), float(array), compute) if is_number(array) else jnp.asarray(array)
+        whole = jnp.full((), float(array), compute) if is_number(array) else array
         arrays[place] = as_rows(whole, x.ndim)
         constant += [place] if is_constant else []
     kinds = {

@@ -270,14 +270,18 @@ class Fusion(Operation):
         shape = self.x_of(local).shape
 
         def inside(name: str, array: Any) -> Any:
+            # A vector that examples share may lack leading axes.
+            lacks = len(shape) - array.ndim if self.kinds[name] is Kind.VECTOR else 0
             for i, count in valid.items():
-                if array.shape[i] == shape[i]:
-                    places = jnp.minimum(jnp.arange(shape[i]), jnp.maximum(count - 1, 0))
-                    array = jnp.take(array, places, axis=i)
+                axis, n = i - lacks, shape[i]
+                if axis >= 0 and array.shape[axis] == n:
+                    places = jnp.minimum(jnp.arange(n), jnp.maximum(count - 1, 0))
+                    array = jnp.take(array, places, axis=axis)
             if not name.startswith("dy_"):
                 return array
             mask = is_inside(valid, shape)
-            return jnp.where(as_columns(mask, array.ndim), array, 0)
+            columns = jnp.expand_dims(mask, tuple(range(mask.ndim, array.ndim)))
+            return jnp.where(columns, array, 0)
 
         return tuple(inside(*one) for one in zip(self.operands, local, strict=True))
 
@@ -399,11 +403,6 @@ class Fusion(Operation):
         )
 
 
-def as_columns(mask: Any, ndim: int) -> Any:
-    """Return an array with as many axes, by new ones behind its own."""
-    return jnp.expand_dims(mask, tuple(range(mask.ndim, ndim)))
-
-
 # ---- batched -------------------------------------------------------------------------------------
 
 
@@ -446,12 +445,12 @@ def _batched(operation: Fusion) -> Any:
 
 @functools.cache
 def differentiable(operation: Fusion) -> Any:
-    """Return a function of arrays by name, and of the vectors among them widened. It returns the
-    outputs.
+    """Return a function of arrays by name and of their vectors, widened. It returns the outputs.
 
-    Derivatives are those of `_derivatives.differentiable`: in reverse, the first is the backward
-    pass, and others are those of operations of jax.numpy around a norm. They are with respect to
-    the widened vectors, and those that the forward pass reads count as constants.
+    In reverse, the first derivative is the backward pass. Forward mode and further derivatives are
+    those of operations of jax.numpy around a norm. They are with respect to the widened vectors, as
+    in `_derivatives.differentiable`. The forward pass reads vectors as given, and these count as
+    constants.
     """
     spec = operation.spec
     storing = replace(operation, spec=replace(spec, store_statistics=True))
