@@ -362,6 +362,7 @@ EQUIVALENT = (
     ("term dropped", "last = (n_cols - 1) / kColumns", "a tile behind the row's end has nothing"),
     ("+ for -", "last = (n_cols - 1) / kColumns", "a tile behind the row's end has nothing"),
     ("factor dropped", "last = (n_cols - 1) / kColumns", "the same of many tiles"),
+    ("always so", "raise_to(args.amax, of_warp)", "all lanes raise it to the same number"),
 )
 
 
