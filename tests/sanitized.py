@@ -212,6 +212,14 @@ QUANTIZED = (
     Quantized("layer_norm", "bfloat16", 9, 1024, Quantize("float8_e5m2", "block", block=32)),
     Quantized("rms_norm", "float32", 5, 2000, Quantize("int8", "row", via=None), "bfloat16"),
     Quantized("rms_norm", "bfloat16", 5, 5000, Quantize("float8_e4m3fn", "block", block=128)),
+    Quantized("rms_norm", "bfloat16", 70, 1000, Quantize("float8_e4m3fn", SCALE, amax=True)),
+    Quantized(
+        "rms_norm",
+        "float32",
+        9,
+        2048,
+        Quantize("float8_e4m3fn", "block", block=128, column_major=True),
+    ),
     Quantized("rms_norm", "bfloat16", 300, 256, Quantize("float8_e4m3fn", SCALE, amax=True)),
     Quantized("layer_norm", "float16", 300, 4096, Quantize("float8_e5m2", "row"), "float32", True),
 )

@@ -239,6 +239,25 @@ def test_numbers_are_no_part_of_a_program(kernels: Any) -> None:
     np.testing.assert_allclose(integer, real, rtol=1e-12)
 
 
+def test_a_traced_number_does_not_widen_the_computation(kernels: Any) -> None:
+    """JAX gives it float64 if that is enabled."""
+    scaled = cupynorm.fuse("rms_norm", epilogue=lambda y, a, r: a * y + r)
+
+    def function(x: Any, a: Any, r: Any) -> Any:
+        return scaled(x, a=a, r=r)
+
+    for x, r, compute in (
+        ("float32", "float32", "float32"),
+        ("bfloat16", "float64", "float64"),
+        ("float64", "float32", "float64"),
+    ):
+        arrays = jnp.asarray(values((3, 8), x)), 0.1, jnp.asarray(values((3, 8), r, 1))
+        assert description_of(function, *arrays)["spec"]["x"] == x
+        of_a, of_r = description_of(function, *arrays)["spec"]["inputs"]
+        assert (of_a["dtype"], of_r["dtype"]) == (compute, r)
+        np.testing.assert_array_equal(jax.jit(function)(*arrays), function(*arrays))
+
+
 def test_float64_must_be_enabled() -> None:
     x, z = arrays_of((3, 8), (3, 8))
     narrow = x.astype("float32")

@@ -30,6 +30,8 @@ def call(fused: Fused, given: Given, options: Options) -> tuple[jax.Array, ...]:
         if not (array is None or is_given or (name in given.inputs and is_number(array))):
             raise TypeError(f"{name} must be a JAX or NumPy array, as x is; got {kind_of(array)}")
     inputs = {name: _as_jax(name, array) for name, array in given.inputs.items()}
+    has_float64 = any(map(_is_float64, (given.x, *inputs.values())))
+    inputs = {name: _strong(array, has_float64) for name, array in inputs.items()}
     vectors = {
         name: array if array is None else _as_jax(name, array)
         for name, array in (("weight", given.weight), ("bias", given.bias))
@@ -52,6 +54,17 @@ def _as_jax(name: str, array: Any) -> Any:
     array = jnp.asarray(array)  # float64 only if JAX has it enabled
     is_integer = array.ndim == 0 and jnp.issubdtype(array.dtype, jnp.integer)
     return jax.lax.stop_gradient(array.astype(jnp.float32)) if is_integer else array
+
+
+def _is_float64(array: Any) -> bool:
+    return not is_number(array) and array.dtype == jnp.float64 and not jax.typeof(array).weak_type
+
+
+def _strong(array: Any, has_float64: bool) -> Any:
+    """Return an input. A number that jit traces has JAX's widest dtype, which says nothing."""
+    if is_number(array) or array.dtype == bool or not jax.typeof(array).weak_type:
+        return array
+    return array.astype(jnp.float64 if has_float64 else jnp.float32)
 
 
 def _by_kernels(
