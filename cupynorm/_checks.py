@@ -186,7 +186,7 @@ def check_norm(norm: Any) -> None:
         raise ValueError(f"norm must be 'rms_norm' or 'layer_norm', got {norm!r}")
 
 
-_PUBLIC_NAMES = {"y": "out", "like": "bias"}  # of what the tables call otherwise
+_PUBLIC_NAMES = {"y": "out", "like": "bias"}  # by the tables' names
 
 
 def like_or_whether(bias: Any) -> tuple[Any, bool | None]:

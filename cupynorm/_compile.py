@@ -435,7 +435,7 @@ def fused_backward_instantiations(
 ) -> tuple[Instantiation, ...]:
     """Return the kernels of a backward pass: that of the rows, and then the sums of partials.
 
-    Each of the latter sums two gradients, but for the last.
+    Each of the latter sums two gradients, except the last.
     """
     op = backward_op(spec)
     of_rows = Instantiation(

@@ -528,7 +528,7 @@ def _key_function(dialect: Dialect, count: int, outputs: int) -> Any:
 
 
 def _key(memory: Memory, arrays: tuple[Any, ...], told: tuple[Any, ...], outputs: int) -> Hashable:
-    """Return all that preparing a call depends on, but for addresses.
+    """Return all that preparing a call depends on, except addresses.
 
     A number stands for all numbers. None if another class of arrays is among the arguments.
     """

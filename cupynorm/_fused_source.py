@@ -336,7 +336,7 @@ def _statements(spec: Spec, program: Program, results: Sequence[int], **expressi
     steps = _needed(program, results)
     negated = {i: _negated(program, *program.steps[i]) for i in steps}
     texts = dict(_TEXTS)
-    if spec.of_outputs:  # gradients have the sigmoid of -a beside that of a
+    if spec.of_outputs:  # gradients have the sigmoid of -a with that of a
         texts["sigmoid"] = "sigmoid_of_pair({})"
     used = _used(program, results)
     names: dict[int, str] = {}

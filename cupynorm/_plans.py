@@ -384,7 +384,7 @@ class PipelinedPlan(BackwardPlan):
 
         Groups of few rows, which take turns, leave clusters idle. So clusters may take rows of all
         groups, if the columns of a pack have one element of weight and bias. Then each row has
-        partials. These are written and read, beside an x of 16 bits, dy and dx.
+        partials. These are written and read, in addition to a 16-bit x, dy and dx.
         """
         split = super()._split(m, groups)
         if not m or groups is None or groups.inner > 1 or groups.vectors < 2:

@@ -311,7 +311,7 @@ def _block_of(shape: tuple[int, ...], of_scale: tuple[int, ...], dtype: str) -> 
 def check_call(
     quantize: Any, x: Any, axis: Any, out_dtype: Any, out: Any = None
 ) -> tuple[int, ...]:
-    """Check what a norm is told beside `quantize`; return the normalized axes, from the end."""
+    """Check what a norm is told with `quantize`; return the normalized axes, from the end."""
     check_quantize(quantize, out_dtype)
     if out is not None:
         raise ValueError(f"out must be None with quantize, got a {type(out).__name__}")

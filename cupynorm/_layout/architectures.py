@@ -136,7 +136,7 @@ def max_cluster_blocks(architecture: int) -> int:
     return MAX_CLUSTER_BLOCKS if gpu_of(architecture).clusters else 1
 
 
-# ---- how wide weight, bias and y are beside x ----------------------------------------------------
+# ---- how wide weight, bias and y are, compared with x --------------------------------------------
 
 
 def is_wide(spec: ForwardSpec) -> bool:

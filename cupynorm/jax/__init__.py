@@ -130,8 +130,8 @@ def rms_norm(
         s's dtype. The default is residual's.
     quantize : Quantize, optional
         Return y in eight bits an element, with scales. out_dtype is None then. A scale that is
-        given may be traced. On a GPU the norm's kernel quantizes rows that registers hold, and XLA
-        does others. There is no gradient of it.
+        given may be traced. On a GPU the norm's kernel quantizes rows that registers hold. XLA does
+        others, and all rows if quantize asks for amax. There is no gradient of it.
 
     Returns
     -------

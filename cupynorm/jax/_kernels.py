@@ -326,7 +326,7 @@ def _check_scratch(what: dict[str, Any], needed: int, device: int) -> None:
 def _on_buffers(
     platform: str, device: int, arrays: Sequence[str], launch_plan: Launch, take: Any, known: Any
 ) -> Launch:
-    """Return a launch on addresses of XLA's buffers, of which, and of what is known, it takes."""
+    """Return a launch on addresses of XLA's buffers. `take` picks from these and from `known`."""
 
     def launch(stream: int, addresses: Sequence[int]) -> None:
         if functools.reduce(operator.or_, addresses) % ALIGNMENT:

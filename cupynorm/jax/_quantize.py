@@ -43,7 +43,7 @@ def normalized(
 
 
 def behind(y: Any, axes: tuple[int, ...], quantize: Quantize, scale: Any) -> tuple[Any, ...]:
-    """Return what `quantized` does, of what a norm has written.
+    """Return what `quantized` returns for the y that a norm has written.
 
     So an amax is that of all devices and, under vmap, of an example.
     """

@@ -260,7 +260,8 @@ def run(table: Pass, tensors: Tensors, told: Told) -> tuple[Any, ...]:
     """Return what a pass writes, each None where it does not apply.
 
     weight and bias are as `_vectors.alike` returns them, and what a forward pass made is as it was
-    returned. dbias is wanted where its dtype is told, and so is a dresidual beside dx.
+    returned. dbias is wanted where its dtype is told, and so is a dresidual in addition
+    to dx.
     """
     return find(table, tensors, told)(tensors)
 
