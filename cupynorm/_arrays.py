@@ -50,6 +50,8 @@ _OF_NAMES |= {name: np.dtype(name) for name in ("uint8", "int8")}
 # CuPy has their bytes.
 _OF_NAMES |= dict.fromkeys(("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"), np.dtype(np.uint8))
 
+NO_STRIDES = "{} must be False for JAX arrays, which have no strides; got True"
+
 _DLPACK_CPU, _DLPACK_CUDA, _DLPACK_CUDA_HOST, _DLPACK_CUDA_MANAGED = 1, 2, 3, 13
 
 
@@ -221,9 +223,7 @@ class _DLPackFamily(Family):
 
     def check_has_strides(self, name: str) -> None:
         if self.immutable:
-            raise ValueError(
-                f"{name} must be False for JAX arrays, which have no strides; got True"
-            )
+            raise ValueError(NO_STRIDES.format(name))
 
     def _import(self, name: str, array: Any) -> Any:
         device_type, device = array.__dlpack_device__()
@@ -306,6 +306,12 @@ def _family_of_type(array_type: type[Any]) -> Family | None:
     if namespace is None or not hasattr(namespace, "from_dlpack"):
         return None
     return _DLPackFamily(base, namespace)
+
+
+def is_traced(array: Any) -> bool:
+    """Tell whether JAX traces an array."""
+    jax = sys.modules.get("jax")
+    return jax is not None and isinstance(array, jax.core.Tracer)
 
 
 def check_no_mask(name: str, array: Any) -> None:

@@ -147,7 +147,7 @@ class Fused:
         return len(self.epilogue.results) + len(self.prologue.results) - 1
 
     @property
-    def gradients(self) -> Any:
+    def class_of_gradients(self) -> Any:
         """The class of what `backward` returns."""
         return _gradients_of(self.inputs)
 
@@ -302,7 +302,7 @@ class Fused:
         if found is None:
             made = self._gradients_by_steps(tools, taken, options, compute, dtypes, of_outputs)
             found = (made.get(name) for name in ("x", "weight", "bias", *self.inputs))
-        return self.gradients(*map(family.give_present, found))
+        return self.class_of_gradients(*map(family.give_present, found))
 
     def kernel_source(
         self,
@@ -512,6 +512,13 @@ class Fused:
 
     def _taken(self, given: Given, options: Options) -> tuple[Any, Given, str]:
         """Return a call's family, its arrays as NumPy or CuPy arrays, and the compute dtype."""
+        named = {"x": given.x, "weight": given.weight, "bias": given.bias, **given.inputs}
+        for name, array in named.items():
+            if _arrays.is_traced(array):
+                raise TypeError(
+                    f"{name} must not be traced by JAX: call the norm itself, which JAX "
+                    f"differentiates; got {kind_of(array)}"
+                )
         family = _arrays.family_of("x", given.x).with_device_of(given.x)
 
         def take(name: str, array: Any, dtypes: tuple[str, ...] = _arrays.FLOATS) -> Any:

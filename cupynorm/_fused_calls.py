@@ -687,7 +687,7 @@ def _prepared_backward(
     column = call.kept + (1,) * (len(shape) - len(call.kept))
     new, summed = _New(memory), []
     known = new.known
-    known["gradients"] = fused.gradients
+    known["gradients"] = fused.class_of_gradients
     # What an argument of the kernel is called in the code, which has no names of inputs.
     of_gradient = {name: f"d_{i}" for i, name in enumerate(("x", "weight", "bias", *fused.inputs))}
     for name in (*names.rows, *names.numbers):

@@ -195,6 +195,16 @@ class Quantize:
         """The scale that is given, or None."""
         return self.scale if self.is_given else None
 
+    def __eq__(self, other: object) -> bool:
+        """Tell whether another one asks for the same. A given scale is equal to itself alone."""
+        if not isinstance(other, Quantize):
+            return NotImplemented
+        return self.told == other.told and self.given is other.given
+
+    def __hash__(self) -> int:
+        """Return the hash of what equal ones have in common."""
+        return hash(self.told)
+
     @property
     def told(self) -> tuple[Any, ...]:
         """All that a call depends on, except a given scale."""

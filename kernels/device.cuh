@@ -161,7 +161,8 @@ __device__ __forceinline__ int count_up(int* count) {
 
 // Raises a number to another one, as all blocks do. Neither is negative, so that their bits are in
 // their order. Most read that theirs is not larger, and the L2 need not order them all at one
-// address. L1 may hold an old number, which only costs a further operation there.
+// address. The read is not ordered with the others' writes: it finds some number of before, as a
+// word never tears, and an old one only costs a further operation.
 __device__ __forceinline__ void raise_to(float* number, float to) {
   float found;
   asm volatile("ld.global.f32 %0, [%1];" : "=f"(found) : "l"(number) : "memory");

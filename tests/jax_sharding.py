@@ -563,6 +563,22 @@ def quantized_rows_that_are_cut(kind: AxisType) -> Any:
     return exchanged
 
 
+def amax_of_rows(kind: AxisType) -> Any:
+    """That of all devices, though the last row, which some of them have, is cut off."""
+    how = Quantize("int8", "row", amax=True)
+    mesh = mesh_of((2, 2), kind)
+    x, residual = (jax.device_put(a, NamedSharding(mesh, P("a", "b"))) for a in (X, RESIDUAL))
+    given = {"weight": WEIGHT, "residual": RESIDUAL}
+    _, found = quantized(how, of(how), x, residual, called="forward", **given)
+    uneven = jax.device_put(X, NamedSharding(mesh_of((4,), AxisType.Auto), P("a")))
+    uneven = jax.device_put(uneven.at[-1, :, 0].set(1e30), uneven.sharding)
+    amax = jax.jit(lambda x: of(how)(x[:-1])[2])(uneven)
+    np.testing.assert_array_equal(amax, of(how)(jnp.asarray(X[:-1]))[2])
+    assert found
+    assert {(operation, *types) for operation, types in found} == {("all-reduce", "f32[]")}, found
+    return []
+
+
 def quantized_rows_under_shard_map(count: int, tracked: bool) -> Any:
     mesh, exchanged = mesh_of((count,), AxisType.Auto), []
     for how in QUANTIZED:
@@ -716,6 +732,9 @@ def fused_with_rows_split_otherwise(kind: AxisType) -> Any:
         dy = jax.device_put(dy, NamedSharding(mesh, P("a", "b")))
     program = jax.jit(fused_step).lower(dy, *given.values()).compile()
     check_fused(program(dy, *given.values()), fused_arrays())
+    types = {t for _, types in collectives(program) for t in types}
+    parts = {"f32[4,6,1]", "f32[4,6,64]", "f32[8,3,64]"}  # what another device has of an array
+    assert types <= parts | {"f32[1,1,64]"}, types
     return []
 
 
@@ -1143,6 +1162,7 @@ ONE_OF_EACH = (
     quantized_rows,
     quantized_rows_under_vmap,
     quantized_rows_that_are_cut,
+    amax_of_rows,
     quantized_from_float64,
 )
 

@@ -258,6 +258,62 @@ def test_a_traced_number_does_not_widen_the_computation(kernels: Any) -> None:
         np.testing.assert_array_equal(jax.jit(function)(*arrays), function(*arrays))
 
 
+def test_dtypes_of_numbers_and_of_weak_arrays(kernels: Any) -> None:
+    """What is a number to Python or JAX neither widens the computation nor is rounded for it."""
+    scaled = cupynorm.fuse("rms_norm", epilogue=lambda y, a: a * y)
+    x, wide = values((3, 8), "float32"), values((3, 8))
+    with jax.enable_x64(False):
+        found = scaled(jnp.asarray(x), a=np.float64(1.5))
+        np.testing.assert_array_equal(found, scaled(jnp.asarray(x), a=1.5))
+        assert found.dtype == np.float32
+    exact = 0.1 * cupynorm.rms_norm(np.full((2, 4), 0.3))
+    weak = jnp.full((2, 4), 0.3)
+    assert jax.typeof(weak).weak_type
+    for a in (0.1, jnp.full((2, 4), 0.1)):
+        for found in (scaled(weak, a=a), jax.jit(lambda x, a: scaled(x, a=a))(weak, a)):
+            np.testing.assert_allclose(found, exact, rtol=1e-14)
+    many = 2**24 + 1
+    found = jax.jit(lambda x, a: scaled(x, a=a))(wide, many)
+    np.testing.assert_allclose(found, many * cupynorm.rms_norm(wide), rtol=1e-14)
+
+
+def test_what_holds_an_array_counts_as_it(path: str) -> None:
+    """As flax's parameters do."""
+
+    class Holder:
+        def __init__(self, array: Any) -> None:
+            self.array = jnp.asarray(array)
+
+        def __jax_array__(self) -> Any:
+            return self.array
+
+    x, z, weight = values((3, 8)), values((3, 8), seed=1), values((8,), seed=2)
+    expected = GATED(jnp.asarray(x), jnp.asarray(weight), z=jnp.asarray(z))
+    held = GATED(jnp.asarray(x), Holder(weight), z=Holder(z))
+    np.testing.assert_array_equal(held, expected)
+    traced = jax.jit(lambda x, weight, z: GATED(x, Holder(weight), z=Holder(z)))
+    np.testing.assert_allclose(traced(x, weight, z), expected, rtol=1e-12)
+
+
+def test_a_vector_that_lone_rows_share_is_one(kernels: Any) -> None:
+    """So it is no array of rows, each way, if a norm of one row is mapped."""
+    scaled = cupynorm.fuse("rms_norm", epilogue=lambda y, s, z: y * s + z)
+    x, z, s = values((5, 8)), values((5, 8), seed=1), values((8,), seed=2)
+    mapped = jax.vmap(lambda x, z, s: scaled(x, s=s, z=z), in_axes=(0, 0, None))
+    places = {of["name"]: of["place"] for of in description_of(mapped, x, z, s)["spec"]["inputs"]}
+    assert places == {"s": "vector", "z": "rows"}
+    np.testing.assert_allclose(mapped(x, z, s), scaled(x, s=s, z=z), rtol=1e-12)
+
+
+def test_forward_under_jit_says_what_to_call() -> None:
+    x = values((3, 8))
+    said = "must not be traced by JAX: call the norm itself, which JAX differentiates; got"
+    with pytest.raises(TypeError, match=f"^x {said}"):
+        jax.jit(lambda x: GATED.forward(x, z=x).outputs[0])(x)
+    with pytest.raises(TypeError, match=f"^z {said}"):
+        jax.jit(lambda z: GATED.forward(x, z=z).outputs[0])(x)
+
+
 def test_float64_must_be_enabled() -> None:
     x, z = arrays_of((3, 8), (3, 8))
     narrow = x.astype("float32")

@@ -140,7 +140,7 @@ def test_backward(norm: Any, x: str, values: str, fusion: str, computes: Any) ->
         of_dy = values_of(values, n, DTYPES[x], LARGEST if x == "float64" else LARGEST_OF_DY)
         for rows, dy in ((values_of(values, n, DTYPES[x]), normal), (normal, of_dy)):
             forward = Forward.of(caller, norm, rows, fusion)
-            _, mean, rstd, bitmask, total, _ = forward.result
+            _, mean, rstd, bitmask, total, *_ = forward.result
             weight, known = forward.arrays["weight"], {"bias": norm == "layer_norm"}
             arrays = {"dy": dy, "x": rows if total is None else total, "weight": weight}
             arrays |= {"mean": mean, "rstd": rstd, "bitmask": bitmask}

@@ -102,6 +102,24 @@ def saturated(values: np.ndarray, dtype: str) -> np.ndarray:
     return np.clip(values, -largest, largest).astype(dtype)
 
 
+def test_what_asks_for_the_same_is_equal() -> None:
+    """So jax.jit, which may have it in static_argnames, traces once for it."""
+    one = Quantize("int8", "block", block=128, via=None)
+    assert one == Quantize("int8", "block", 128, None)
+    assert hash(one) == hash(Quantize("int8", "block", 128, None))
+    for other in (
+        Quantize("int8", "block", 128),
+        Quantize("int8", "block", 128, None, scale_max=2),
+        Quantize("int8", "block", 128, None, amax=True),
+        Quantize("int8", "row", via=None),
+        "int8",
+    ):
+        assert one != other
+    scale = np.array([0.5], np.float32)
+    assert Quantize("int8", scale) == Quantize("int8", scale)
+    assert Quantize("int8", scale) != Quantize("int8", scale.copy())
+
+
 @np.errstate(all="ignore")
 @pytest.mark.parametrize("codes_by", [by_numpy, by_jax, by_torch])
 @pytest.mark.parametrize("dtype", [*FLOAT8, "int8"])

@@ -30,12 +30,12 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from cupynorm import _checks
-from cupynorm._arrays import DTYPES, check_no_mask, to_numpy
+from cupynorm._arrays import DTYPES, NO_STRIDES, check_no_mask, to_numpy
 from cupynorm._operation import ForwardSpec, Kind, Norm, Options, Relu
 from cupynorm._quantize import Quantize, check_call, check_scale_dtype, dtype_of_y
 from cupynorm.jax import _formula
 from cupynorm.jax._derivatives import differentiable, wide
-from cupynorm.jax._operations import axes_of, split_as, split_of, varying_alike
+from cupynorm.jax._operations import explicit_split, split_as, split_of, varying_alike
 from cupynorm.jax._quantize import behind, normalized
 from cupynorm.jax._vectors import as_rows
 
@@ -140,7 +140,8 @@ def rms_norm(
         is, and along the kept axes that x does not split, as residual is.
 
         With quantize, q, scale and, if it is asked for, amax instead of y, as from
-        `cupynorm.rms_norm`, and s behind them. amax is that of all devices.
+        `cupynorm.rms_norm`, and s behind them. amax is that of all devices, within shard_map that
+        of one.
 
     Raises
     ------
@@ -341,7 +342,7 @@ def _made(
     told = replace(told, groups=None)  # each device has its own
     of_weight = None if weight is None else DTYPES[weight.dtype]
     spec = ForwardSpec.of(told, spec.dtypes | {"weight": of_weight})
-    like, split = _common_split(k, x, residual)
+    like, split = explicit_split(k, x, residual)
     if how is None:
         vectors = *jax.lax.stop_gradient((weight, bias)), *wide_vectors
         rows, added, *affine = _over_one_mesh(k, like, split, x, residual, *vectors)
@@ -365,9 +366,7 @@ def _quantized(
     x = _array("x", arrays["x"])
     axes = check_call(quantize, x, options["axis"], options["out_dtype"])
     if quantize.column_major:
-        raise ValueError(
-            "quantize.column_major must be False for JAX arrays, which have no strides; got True"
-        )
+        raise ValueError(NO_STRIDES.format("quantize.column_major"))
     scale = one = None
     if quantize.is_given:
         check_scale_dtype(quantize.scale)
@@ -456,25 +455,3 @@ def _over_one_mesh(
         for kind, a in zip(kinds, (x, residual, *affine), strict=True)
     ]
     return varying_alike(whole)
-
-
-def _common_split(k: int, x: Any, *others: Any) -> tuple[Any, PartitionSpec]:
-    """Return which of some arrays has the Explicit mesh of all, and how results are split over it.
-
-    They are split as x is. Along axes that x does not split they are split as the others are, over
-    the rest of the mesh. Others may be None.
-    """
-    like, spec = x, jax.typeof(x).sharding.spec
-    for other in others:
-        if other is None:
-            continue
-        of_other = jax.typeof(other).sharding.spec
-        if not any(spec):
-            like, spec = other, of_other
-            continue
-        entries = list(spec)
-        for i, entry in enumerate(of_other[: x.ndim - k]):
-            if entries[i] is None and not set(axes_of([entry])) & set(axes_of(entries)):
-                entries[i] = entry
-        spec = PartitionSpec(*entries)
-    return like, spec

@@ -14,10 +14,10 @@ from cupynorm._expressions import kind_of
 from cupynorm._fuse import Fused, Given, Options
 from cupynorm._operation import Kind
 from cupynorm._operation import Options as OptionsOfNorm
-from cupynorm.jax import _common_split, _formula
+from cupynorm.jax import _formula
 from cupynorm.jax._derivatives import wide
 from cupynorm.jax._fusion import OPERATIONS, Fusion, Spec, differentiable, name_of_input
-from cupynorm.jax._operations import split_as, split_of, varying_alike
+from cupynorm.jax._operations import explicit_split, split_as, split_of, varying_alike
 from cupynorm.jax._vectors import as_rows
 
 __all__ = ["call"]
@@ -25,12 +25,14 @@ __all__ = ["call"]
 
 def call(fused: Fused, given: Given, options: Options) -> tuple[jax.Array, ...]:
     """Return the outputs."""
+    inputs = {name: _opened(array) for name, array in given.inputs.items()}
+    given = Given(given.x, _opened(given.weight), _opened(given.bias), inputs)
     for name, array in (("weight", given.weight), ("bias", given.bias), *given.inputs.items()):
         is_given = isinstance(array, jax.Array | np.ndarray)
         if not (array is None or is_given or (name in given.inputs and is_number(array))):
             raise TypeError(f"{name} must be a JAX or NumPy array, as x is; got {kind_of(array)}")
     inputs = {name: _as_jax(name, array) for name, array in given.inputs.items()}
-    has_float64 = any(map(_is_float64, (given.x, *inputs.values())))
+    has_float64 = given.x.dtype == jnp.float64 or any(map(_is_float64, inputs.values()))
     inputs = {name: _strong(array, has_float64) for name, array in inputs.items()}
     vectors = {
         name: array if array is None else _as_jax(name, array)
@@ -45,15 +47,19 @@ def call(fused: Fused, given: Given, options: Options) -> tuple[jax.Array, ...]:
     return fused.apply(OPERATIONS, given, options, compute, dtypes)[0]
 
 
+def _opened(array: Any) -> Any:
+    """Return the array of an object that holds one, such as an `nnx.Param`."""
+    is_open = isinstance(array, jax.Array) or not hasattr(array, "__jax_array__")
+    return array if is_open else array.__jax_array__()
+
+
 def _as_jax(name: str, array: Any) -> Any:
-    """Return an argument as an array, or a number. An integer that jit traces counts as one."""
+    """Return an argument as an array, or a number."""
     if is_number(array):
         return array
     if isinstance(array, np.ndarray):
         check_no_mask(name, array)
-    array = jnp.asarray(array)  # float64 only if JAX has it enabled
-    is_integer = array.ndim == 0 and jnp.issubdtype(array.dtype, jnp.integer)
-    return jax.lax.stop_gradient(array.astype(jnp.float32)) if is_integer else array
+    return jnp.asarray(array)  # float64 only if JAX has it enabled
 
 
 def _is_float64(array: Any) -> bool:
@@ -61,10 +67,17 @@ def _is_float64(array: Any) -> bool:
 
 
 def _strong(array: Any, has_float64: bool) -> Any:
-    """Return an input. A number that jit traces has JAX's widest dtype, which says nothing."""
-    if is_number(array) or array.dtype == bool or not jax.typeof(array).weak_type:
+    """Return an input. A number that jit traces has JAX's widest dtype, which says nothing.
+
+    An integer that it traces counts as a number.
+    """
+    if is_number(array) or array.dtype == bool:
         return array
-    return array.astype(jnp.float64 if has_float64 else jnp.float32)
+    is_integer = array.ndim == 0 and jnp.issubdtype(array.dtype, jnp.integer)
+    if not (is_integer or jax.typeof(array).weak_type):
+        return array
+    strong = array.astype(jnp.float64 if has_float64 else jnp.float32)
+    return jax.lax.stop_gradient(strong) if is_integer else strong
 
 
 def _by_kernels(
@@ -87,18 +100,17 @@ def _by_kernels(
         whole = jnp.full((), float(array), compute) if is_number(array) else array
         arrays[place] = as_rows(whole, x.ndim)
         constant += [place] if is_constant else []
-    kinds = {
-        place: Kind.ROWS
-        if array.shape == x.shape and place not in ("weight", "bias")
-        else Kind.VECTOR
-        for place, array in arrays.items()
-    }
+    # Of a lone row, all but x are vectors: vmap may share them.
+    inputs = [place for place, array in arrays.items() if array.shape == x.shape and x.ndim > k]
+    rows = {"x", *inputs} - {"weight", "bias"}
+    kinds = {place: Kind.ROWS if place in rows else Kind.VECTOR for place in arrays}
     spec = Spec(fused, compute, tuple(kinds.items()), tuple(constant), dtypes)
     told = OptionsOfNorm(fused.norm, k, bool(options.zero_centered), float(fused.eps(options)))
     operation = Fusion(spec, told)
     if not operation.is_served(tuple(arrays.values())):
         return None
-    asked = [(f"{name}.dtype", of.dtype) for name, of in named.items() if hasattr(of, "dtype")]
+    given_arrays = {n: a for n, a in named.items() if not (a is None or is_number(a))}
+    asked = [(f"{name}.dtype", array.dtype) for name, array in given_arrays.items()]
     for name, dtype in (*asked, *(("out_dtype", to_numpy(dtype)) for dtype in dtypes)):
         if jax.dtypes.canonicalize_dtype(dtype) != dtype:
             raise TypeError(f"{name} must be one that JAX has enabled, got {dtype} without x64")
@@ -108,7 +120,7 @@ def _by_kernels(
         for name, kind in kinds.items()
         if kind is Kind.VECTOR and name not in constant
     }
-    like, split = _common_split(k, *(arrays[n] for n, kind in kinds.items() if kind is Kind.ROWS))
+    like, split = explicit_split(k, *(arrays[n] for n, kind in kinds.items() if kind is Kind.ROWS))
     places = [*arrays, *widened]
     whole = [
         split_as(like, a, split_of(kinds[name], a.shape, split[: x.ndim - k], x.ndim))

@@ -77,7 +77,7 @@ def fused_platforms() -> tuple[str, ...]:
 
 
 def has_kernel(platform: str, spec: QuantizedSpec, m: int, n: int) -> bool:
-    """Tell whether each device has a kernel that quantizes. Nobody knows it of missing devices."""
+    """Tell whether there are devices, and each has a kernel that quantizes."""
     plans = [_plan(platform, spec, m, n, device) for device in _ordinals(platform)]
     return bool(plans) and None not in plans
 

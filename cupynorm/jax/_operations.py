@@ -43,7 +43,7 @@ from cupynorm.jax._vectors import for_each, readable, sum_to
 
 __all__ = [
     "Operation",
-    "axes_of",
+    "explicit_split",
     "is_inside",
     "repeated",
     "split",
@@ -150,8 +150,8 @@ class Operation:
 
         def summed(name: str, array: Any) -> Any:
             array = array if has_rows is True else jnp.where(has_rows, array, 0)
-            own = axes_of(splits[name])
-            others = tuple(axis for axis in axes_of(kept) if axis not in own)
+            own = _axes_of(splits[name])
+            others = tuple(axis for axis in _axes_of(kept) if axis not in own)
             return jax.lax.psum(array, others) if others else array
 
         return tuple(
@@ -200,7 +200,7 @@ def split(operation: Operation, *operands: Any) -> Arrays:
     if x.size == 0:
         return operation.formula(*operands)
     kept = jax.typeof(x).sharding.spec[: -operation.options.k]
-    mesh, axes = jax.typeof(x).sharding.mesh, axes_of(kept)
+    mesh, axes = jax.typeof(x).sharding.mesh, _axes_of(kept)
     # XLA takes no sum over axes that are one device together.
     if math.prod(mesh.shape[axis] for axis in axes) > 1:
         # An Explicit mesh says in the types how x is split, and no partitioner is asked.
@@ -428,13 +428,35 @@ def is_inside(valid: dict[int, Any], shape: tuple[int, ...]) -> Any:
     return functools.reduce(operator.and_, inside)
 
 
-def axes_of(spec: Any) -> tuple[str, ...]:
+def _axes_of(spec: Any) -> tuple[str, ...]:
     """Return the mesh's axes that a partition spec names."""
     return tuple(
         axis
         for entry in spec
         for axis in (() if entry is None else entry if isinstance(entry, tuple) else (entry,))
     )
+
+
+def explicit_split(k: int, x: Any, *others: Any) -> tuple[Any, PartitionSpec]:
+    """Return which of some arrays has the Explicit mesh of all, and how results are split over it.
+
+    They are split as x is. Along axes that x does not split they are split as the others are, over
+    the rest of the mesh. Others may be None.
+    """
+    like, spec = x, jax.typeof(x).sharding.spec
+    for other in others:
+        if other is None:
+            continue
+        of_other = jax.typeof(other).sharding.spec
+        if not any(spec):
+            like, spec = other, of_other
+            continue
+        entries = list(spec)
+        for i, entry in enumerate(of_other[: x.ndim - k]):
+            if entries[i] is None and not set(_axes_of([entry])) & set(_axes_of(entries)):
+                entries[i] = entry
+        spec = PartitionSpec(*entries)
+    return like, spec
 
 
 def split_of(kind: Kind, shape: tuple[int, ...], kept: Any, ndim: int) -> PartitionSpec:
