@@ -31,7 +31,7 @@ pytestmark = pytest.mark.skipif(compiler_problem() is not None, reason=str(compi
 HERE = Path(__file__).parent
 # How many mutants by operators, and which share must be noticed. Those that survive the few checks
 # of a sample are mostly equivalent.
-SAMPLE, LEAST = examples(16, of=100), 0.85
+SAMPLE, LEAST = examples(8, of=100), 0.85
 
 KINDS = {
     # Memory after an array belongs to nobody, or nothing wrote it.
