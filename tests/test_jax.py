@@ -25,6 +25,7 @@ from thorough import one_in
 jax = pytest.importorskip("jax", minversion="0.10.2")
 
 import jax.numpy as jnp  # noqa: E402
+import jax_passes  # noqa: E402
 import jax_plans  # noqa: E402
 from jax.test_util import check_grads  # noqa: E402
 from jax_calls import check, gradients_through_layers  # noqa: E402
@@ -33,16 +34,15 @@ import cupynorm  # noqa: E402
 import cupynorm.jax  # noqa: E402
 from cupynorm import reference, testing  # noqa: E402
 from cupynorm._operation import FORWARD, BackwardSpec, ForwardSpec  # noqa: E402
-from cupynorm.jax import _derivatives, _kernels, _operations, _xla  # noqa: E402
+from cupynorm.jax import _derivatives, _fusion, _kernels, _operations, _xla  # noqa: E402
 
 NORMS = ("rms_norm", "layer_norm")
 
 
 def forget_what_was_traced() -> None:
     for function in (
-        _derivatives.differentiable,
-        _operations._batched,
-        _operations._partitioned,
+        *(_derivatives.differentiable, _operations._batched, _operations._partitioned),
+        *(_fusion.differentiable, _fusion._batched),
     ):
         function.cache_clear()
 
@@ -55,9 +55,10 @@ def cpu() -> Iterator[None]:
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """Let NumPy, which XLA calls, replace the formula."""
+    """Let NumPy, which XLA calls, replace the formula of every norm."""
     forget_what_was_traced()
     monkeypatch.setitem(_kernels._providers, "cpu", lambda: jax_plans)
+    monkeypatch.setitem(_kernels._fused_providers, "cpu", lambda: jax_passes)
     yield monkeypatch
     forget_what_was_traced()
 

@@ -6,14 +6,13 @@ import dataclasses
 import functools
 import json
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 from fused_norms import Call, calls
 from hypothesis import HealthCheck, assume, given, settings
-from strategies import DTYPES, make_values
+from strategies import DTYPES
 
 jax = pytest.importorskip("jax", minversion="0.10.2")
 
@@ -23,48 +22,20 @@ import jax_plans  # noqa: E402
 from fused_gpu import GATED, MANY, drawn  # noqa: E402
 from jax.test_util import check_grads  # noqa: E402
 from jax_calls import check_fused  # noqa: E402
+from test_jax import (  # noqa: E402
+    cpu,  # noqa: F401 - a fixture
+    forget_what_was_traced,
+    kernels,  # noqa: F401 - a fixture
+    path,  # noqa: F401 - a fixture
+    values,
+)
 
 import cupynorm  # noqa: E402
 import cupynorm.jax  # noqa: E402
 import cupynorm.math as cm  # noqa: E402
-from cupynorm.jax import _derivatives, _fusion, _kernels, _operations  # noqa: E402
+from cupynorm.jax import _fusion, _kernels  # noqa: E402
 
 few = settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
-
-
-def forget_what_was_traced() -> None:
-    for function in (
-        *(_derivatives.differentiable, _operations._batched, _operations._partitioned),
-        *(_fusion.differentiable, _fusion._batched),
-    ):
-        function.cache_clear()
-
-
-@pytest.fixture(autouse=True)
-def cpu() -> Iterator[None]:
-    with jax.default_device(jax.devices("cpu")[0]), jax.enable_x64(True):
-        yield
-
-
-@pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """Let NumPy, which XLA calls, replace the formula of every norm."""
-    forget_what_was_traced()
-    monkeypatch.setitem(_kernels._providers, "cpu", lambda: jax_plans)
-    monkeypatch.setitem(_kernels._fused_providers, "cpu", lambda: jax_passes)
-    yield monkeypatch
-    forget_what_was_traced()
-
-
-@pytest.fixture(params=["formula", "kernels"])
-def path(request: pytest.FixtureRequest) -> str:
-    if request.param == "kernels":
-        request.getfixturevalue("kernels")
-    return request.param
-
-
-def values(shape: tuple[int, ...], dtype: str = "float64", seed: int = 0) -> Any:
-    return make_values("normal", shape, DTYPES[dtype], seed)
 
 
 def targets(function: Any, *arguments: Any) -> list[str]:
