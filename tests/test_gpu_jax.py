@@ -718,15 +718,20 @@ def test_a_process_may_end_while_calls_are_pending() -> None:
     run(PENDING)
 
 
-def test_a_cached_program_runs_in_another_process(tmp_path: Path) -> None:
-    program = PENDING + "print(float(results[-1][1].sum()))"
+def check_of_cached(program: str, folder: Path) -> None:
+    """Check that a program prints the same in a second process, which finds it in JAX's cache."""
     cache = {
-        "JAX_COMPILATION_CACHE_DIR": str(tmp_path),
+        "JAX_COMPILATION_CACHE_DIR": str(folder),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
     first = run(program, **cache)
-    assert any(tmp_path.iterdir())
+    assert any(folder.iterdir())
     assert run(program, **cache) == first
+
+
+def test_a_cached_program_runs_in_another_process(tmp_path: Path) -> None:
+    program = PENDING + "print(float(results[-1][1].sum()))"
+    check_of_cached(program, tmp_path)
 
 
 def test_a_cached_program_with_a_command_buffer_runs_in_another_process(tmp_path: Path) -> None:
@@ -756,13 +761,7 @@ function = jax.jit(jax.grad(lambda *a: norm(*a).sum(), (0, 1, 2)))
 x = jnp.sin(jnp.arange(4096 * 1000.0)).reshape(4096, 1000)
 print([float(abs(a).sum()) for a in function(x, x[0], x + 1)])
 """
-    cache = {
-        "JAX_COMPILATION_CACHE_DIR": str(tmp_path),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    }
-    first = run(program, **cache)
-    assert any(tmp_path.iterdir())
-    assert run(program, **cache) == first
+    check_of_cached(program, tmp_path)
 
 
 # ---- several GPUs --------------------------------------------------------------------------------

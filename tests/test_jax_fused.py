@@ -21,7 +21,7 @@ import jax_passes  # noqa: E402
 import jax_plans  # noqa: E402
 from fused_gpu import GATED, MANY, drawn  # noqa: E402
 from jax.test_util import check_grads  # noqa: E402
-from jax_calls import check_fused  # noqa: E402
+from jax_calls import check_fused, through_layers  # noqa: E402
 from test_jax import (  # noqa: E402
     cpu,  # noqa: F401 - a fixture
     forget_what_was_traced,
@@ -243,6 +243,8 @@ def test_dtypes_of_numbers_and_of_weak_arrays(kernels: Any) -> None:
     for a in (0.1, jnp.full((2, 4), 0.1)):
         for found in (scaled(weak, a=a), jax.jit(lambda x, a: scaled(x, a=a))(weak, a)):
             np.testing.assert_allclose(found, exact, rtol=1e-14)
+    with pytest.raises(TypeError, match=r"^a\.dtype must be"):
+        scaled(weak, a=jnp.full((2, 4), 3))  # an integer to JAX too, and no number
     many = 2**24 + 1
     found = jax.jit(lambda x, a: scaled(x, a=a))(wide, many)
     np.testing.assert_allclose(found, many * cupynorm.rms_norm(wide), rtol=1e-14)
@@ -359,26 +361,15 @@ def test_an_output_that_is_not_used_has_no_gradient(kernels: Any) -> None:
 
 def test_layers_in_a_rematerialized_scan_are_those_of_a_loop(path: str) -> None:
     x, z, weights = arrays_of((3, 8), (3, 8), (4, 8))
-
-    def layer(x: Any, weight: Any) -> tuple[Any, None]:
-        return x + gated(x, z, weight), None
-
-    def scanned(x: Any, weights: Any) -> Any:
-        return jnp.sum(jax.lax.scan(jax.checkpoint(layer), x, weights)[0] ** 2)
-
-    def unrolled(x: Any, weights: Any) -> Any:
-        for weight in weights:
-            x, _ = layer(x, weight)
-        return jnp.sum(x**2)
-
-    found, expected = (jax.jit(jax.grad(f, (0, 1)))(x, weights) for f in (scanned, unrolled))
+    both = through_layers(lambda x, weight: gated(x, z, weight))
+    found, expected = (jax.jit(jax.grad(f, (0, 1)))(x, weights) for f in both)
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-12)
 
     def twice(f: Any) -> Any:
         return jax.jit(jax.grad(lambda w: jnp.sum(jax.grad(f, 1)(x, w) ** 2)))(weights)
 
-    found, expected = map(twice, (scanned, unrolled))
+    found, expected = map(twice, both)
     np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-12)
 
 

@@ -248,8 +248,8 @@ def _holds_affine(row: _Row) -> bool:
     With more warps a row waits longer for the slowest than it gains.
     """
     spec = row.spec
-    is_long = spec.norm == "layer_norm" or spec.bias is not None
-    if is_wide(spec) or (is_long and row.row_threads > 32):
+    within_warps = spec.norm == "layer_norm" or spec.bias is not None
+    if is_wide(spec) or (within_warps and row.row_threads > 32):
         return False
     if not row.moves_packs and not _holds_by_8_bytes(row):
         return False

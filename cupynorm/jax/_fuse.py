@@ -71,10 +71,11 @@ def _strong(array: Any, has_float64: bool) -> Any:
 
     An integer that it traces counts as a number.
     """
-    if is_number(array) or array.dtype == bool:
+    if is_number(array):
         return array
     is_integer = array.ndim == 0 and jnp.issubdtype(array.dtype, jnp.integer)
-    if not (is_integer or jax.typeof(array).weak_type):
+    is_weak = jnp.issubdtype(array.dtype, jnp.floating) and jax.typeof(array).weak_type
+    if not (is_integer or is_weak):
         return array
     strong = array.astype(jnp.float64 if has_float64 else jnp.float32)
     return jax.lax.stop_gradient(strong) if is_integer else strong

@@ -127,7 +127,8 @@ def call_fused(
     if not plans and spec.of_outputs and spec.sums_over_rows:
         operands = _without_plans(platform, "rstd", operands)
     size = max((plan.scratch_bytes(m) for plan in plans), default=0)
-    target = _FUSED_TARGETS[bool(spec.of_outputs)]
+    forward, backward = _FUSED_TARGETS
+    target = backward if spec.of_outputs else forward
     return _staged(target, spec, {"m": m, "n": n, **numbers}, operands, results, size)
 
 
