@@ -17,6 +17,7 @@ __all__ = ["Pair", "magnitudes", "of_formula", "of_numbers"]
 Pair = tuple[Any, Any]  # a value and its magnitude, of float64
 _KINKED = frozenset(("abs", "maximum", "minimum"))
 _EXACT = _KINKED | {"negative", "sign"}  # whose results are not rounded
+_ROUNDING_WITHIN = frozenset(("normal_cdf", "normal_pdf"))  # as if their argument was rounded
 _STEEP_AT_0 = frozenset((("sqrt", 0), ("log", 0), ("divide", 1)))
 
 
@@ -89,7 +90,7 @@ def _size(operation: str, tools: Any, value: Any, of: Sequence[Pair], unit: floa
     names = tuple(f"a{i}" for i in range(len(of)))
     step = Program(names, ((operation, tuple(range(len(of)))),), (len(of),))
     for i, (name, (a, of_argument)) in enumerate(zip(names, of, strict=True)):
-        own = operation == "normal_cdf"  # a factor of its argument is rounded: far out it counts
+        own = operation in _ROUNDING_WITHIN
         if np.all(of_argument == 0) and not own:
             continue
         if operation in _KINKED:

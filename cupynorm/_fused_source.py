@@ -9,8 +9,10 @@ from __future__ import annotations
 import functools
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Literal
 
 from cupynorm._expressions import CONDITIONS, SHOWN, Program, gradients
@@ -22,7 +24,8 @@ __all__ = ["Input", "Op", "Spec", "backward_op", "forward_op"]
 Place = Literal["rows", "vector", "number", "constant"]
 
 _CALLS = {
-    **{name: f"{name}({{}})" for name in ("sigmoid", "normal_cdf", "softplus", "sign")},
+    **{name: f"{name}({{}})" for name in ("sigmoid", "normal_cdf", "normal_pdf")},
+    **{name: f"{name}({{}})" for name in ("softplus", "sign")},
     **{"abs": "absolute({})", "exp": "exponential({})", "log": "logarithm({})"},
     **{"sqrt": "square_root({})", "tanh": "hyperbolic_tangent({})", "erf": "error_function({})"},
     **{"maximum": "maximum({}, {})", "minimum": "minimum({}, {})", "power": "power({}, {})"},
@@ -32,7 +35,7 @@ _CALLS = {
 _TEXTS = {name: text.strip("()") for name, text in SHOWN.items()} | _CALLS
 # Steps that take many instructions: a value made of them is not computed twice.
 _HEAVY = frozenset(("sigmoid", "normal_cdf", "softplus", "exp", "log", "tanh", "erf", "power"))
-_HEAVY |= {"divide", "sqrt"}
+_HEAVY |= {"normal_pdf", "divide", "sqrt"}
 
 
 @dataclass(frozen=True)
@@ -109,6 +112,11 @@ class Spec:
         """Whether the value takes many instructions."""
         needed = _needed(self.prologue, self.prologue.results[:1])
         return any(self.prologue.steps[i][0] in _HEAVY for i in needed)
+
+    @property
+    def is_epilogue_heavy(self) -> bool:
+        """Whether what comes after the norm takes many instructions."""
+        return any(operation in _HEAVY for operation, _ in self.epilogue.steps)
 
     @property
     def differentiated(self) -> Differentiated:
@@ -335,6 +343,8 @@ def _statements(spec: Spec, program: Program, results: Sequence[int], **expressi
     first = len(program.arguments)
     steps = _needed(program, results)
     negated = {i: _negated(program, *program.steps[i]) for i in steps}
+    contracted = {i: found for i in steps if (found := _contracted(program, i))}
+    within = {found.product for found in contracted.values()}
     texts = dict(_TEXTS)
     if spec.of_outputs:  # gradients have the sigmoid of -a with that of a
         texts["sigmoid"] = "sigmoid_of_pair({})"
@@ -350,9 +360,13 @@ def _statements(spec: Spec, program: Program, results: Sequence[int], **expressi
         if operation == "number":
             names[first + i] = _number(operands[0])
             continue
+        if first + i in within:
+            continue
         kind = "bool" if operation in CONDITIONS else "T"
         of_negative = negated[i]
-        if operation == "divide" and (factor := _reciprocal(program, operands[1])):
+        if i in contracted:
+            made = contracted[i].text(names)
+        elif operation == "divide" and (factor := _reciprocal(program, operands[1])):
             made = f"{names[operands[0]]} * {factor}"
         elif of_negative is None:
             made = texts[operation].format(*(names[place] for place in operands))
@@ -361,6 +375,43 @@ def _statements(spec: Spec, program: Program, results: Sequence[int], **expressi
         names[first + i] = f"v{first + i}"
         lines.append(f"const {kind} v{first + i} = {made};")
     return _Body(tuple(lines), tuple(names[place] for place in results))
+
+
+@dataclass(frozen=True)
+class _Contracted:
+    """A sum of a product, which is rounded once; by their places, and the signs of both."""
+
+    product: int
+    factors: tuple[int, int]
+    other: int
+    signs: tuple[str, str]
+
+    def text(self, names: Mapping[int, str]) -> str:
+        first, second = (names[place] for place in self.factors)
+        of_product, of_other = self.signs
+        return f"fused_multiply_add({of_product}{first}, {second}, {of_other}{names[self.other]})"
+
+
+def _contracted(program: Program, step: int) -> _Contracted | None:
+    """Return a step as one with a product before it, if only this step needs the product."""
+    operation, operands = program.steps[step]
+    if operation not in ("add", "subtract") or operands[0] == operands[1]:
+        return None
+    first = len(program.arguments)
+    for position, place in enumerate(operands):
+        made, factors = program.steps[place - first] if place >= first else ("argument", ())
+        if made == "multiply" and _uses(program)[place] == 1:
+            is_less = operation == "subtract"
+            signs = ("-" if is_less and position else "", "-" if is_less and not position else "")
+            return _Contracted(place, factors, operands[1 - position], signs)
+    return None
+
+
+@functools.cache
+def _uses(program: Program) -> Counter[int]:
+    """Count the steps and results that are made of each value."""
+    of = [operands for operation, operands in program.steps if operation != "number"]
+    return Counter(chain(program.results, *of))
 
 
 def _reciprocal(program: Program, place: int) -> str | None:

@@ -576,14 +576,21 @@ __device__ __forceinline__ float larger_number(float a, float b) { return fmaxf(
 __device__ __forceinline__ float absolute(float value) { return fabsf(value); }
 __device__ __forceinline__ double absolute(double value) { return fabs(value); }
 // The value, or the bound that it exceeds; a NaN stays.
-__device__ __forceinline__ float between(float value, float lower, float upper) {
+__device__ __forceinline__ float at_most(float value, float upper) {
 #if __CUDA_ARCH__ >= 800
-  asm("max.NaN.f32 %0, %0, %1;" : "+f"(value) : "f"(lower));
   asm("min.NaN.f32 %0, %0, %1;" : "+f"(value) : "f"(upper));
   return value;
 #else
-  return value < lower ? lower : value > upper ? upper : value;
+  return value > upper ? upper : value;
 #endif
+}
+__device__ __forceinline__ float between(float value, float lower, float upper) {
+#if __CUDA_ARCH__ >= 800
+  asm("max.NaN.f32 %0, %0, %1;" : "+f"(value) : "f"(lower));
+#else
+  value = value < lower ? lower : value;
+#endif
+  return at_most(value, upper);
 }
 __device__ __forceinline__ double between(double value, double lower, double upper) {
   return value < lower ? lower : value > upper ? upper : value;
@@ -625,5 +632,10 @@ __device__ __forceinline__ float reciprocal_within_an_ulp(float value) {
 }
 __device__ __forceinline__ double reciprocal_within_an_ulp(double value) { return 1.0 / value; }
 __device__ __forceinline__ float reciprocal(float value) { return __frcp_rn(value); }
+// The same for magnitudes from 2^-60 to 2^60, without a branch.
+__device__ __forceinline__ float reciprocal_in_range(float value) {
+  const float close = reciprocal_within_an_ulp(value);
+  return fused_multiply_add(fused_multiply_add(-value, close, 1.0f), close, close);
+}
 __device__ __forceinline__ float square_root(float value) { return __fsqrt_rn(value); }
 __device__ __forceinline__ double square_root(double value) { return __dsqrt_rn(value); }

@@ -208,8 +208,8 @@ struct FusedBackward {
     totals.give(sums);
     team.template reduce<Sum>(sums);
     RowMeans<Op::kCentered, T> means;
-    means.g_xhat = sums[0] * args.inv_n;
-    if constexpr (Op::kCentered) means.g = sums[1] * args.inv_n;
+    means.g_xhat = sums[0] * args.inv_n * rstd;
+    if constexpr (Op::kCentered) means.g = sums[1] * args.inv_n * rstd;
     for_each_tile<false, true>([&] {
 #pragma unroll
       for (int p = 0; p < kPacks; ++p) {
@@ -289,7 +289,7 @@ struct FusedBackward {
       const T value = Op::value(rows, arrays.vectors[p], numbers, i);
       const T xhat = centring.xhat_of(value, mean_of_h);
       const T along = fused_multiply_add(-xhat, means.g_xhat, -means.g);
-      const T of_value = (arrays.g[p][i] + along) * rstd;
+      const T of_value = fused_multiply_add(arrays.g[p][i], rstd, along);
       T of_element[Op::kRows + 1], of_vectors[Op::kVectors + 1] = {},
                                                              of_number[Op::kNumbers + 1] = {};
       Op::differentiate_prologue(of_element, of_vectors, of_number, of_value, rows,

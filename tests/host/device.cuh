@@ -284,6 +284,7 @@ template <typename T>
 __forceinline__ T add_with_subnormals(T a, T b) {
   return a + b;
 }
+__forceinline__ float at_most(float value, float upper) { return value > upper ? upper : value; }
 template <typename T>
 __forceinline__ T between(T value, T lower, T upper) {
   return value < lower ? lower : value > upper ? upper : value;
@@ -308,6 +309,7 @@ __forceinline__ T reciprocal_within_an_ulp(T value) {
   return T(1) / value;
 }
 __forceinline__ float reciprocal(float value) { return 1.0f / value; }
+__forceinline__ float reciprocal_in_range(float value) { return 1.0f / value; }
 __forceinline__ float square_root(float value) { return __builtin_sqrtf(value); }
 __forceinline__ double square_root(double value) { return __builtin_sqrt(value); }
 // The first of two roundings is too fine to change the second.
