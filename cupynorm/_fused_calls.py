@@ -314,7 +314,8 @@ def _shared(spec: Spec) -> list[str]:
 def _forward_config(spec: Spec, n: int, vector: int, architecture: int) -> FusedForward:
     return fused_forward(
         *(spec.x, spec.compute, n, [dtype for _, dtype in spec.read], _shared(spec)),
-        heavy=spec.is_value_heavy,
+        heavy_value=spec.is_value_heavy,
+        heavy_epilogue=spec.is_epilogue_heavy,
         vector=vector,
         architecture=architecture,
     )
@@ -324,6 +325,8 @@ def _backward_config(spec: Spec, n: int, vector: int, architecture: int) -> Fuse
     return fused_backward(
         *(spec.x, spec.compute, n, [dtype for _, dtype in spec.read], _shared(spec)),
         kept=1 + len(spec.sums_over_rows) + len(spec.differentiated.held),
+        heavy_value=spec.is_value_heavy,
+        heavy_epilogue=spec.is_epilogue_heavy,
         vector=vector,
         architecture=architecture,
     )

@@ -86,7 +86,7 @@ struct Divisor {
   // `largest`: of the magnitudes to be divided, or 0 if quotients are kept in range.
   __device__ __forceinline__ Divisor(float scale, float largest)
       : scale(scale),
-        inverse(reciprocal(scale)),
+        inverse(reciprocal_in_range(scale)),
         by_correction(scale >= 0x1p-60f && scale <= 0x1p60f && largest <= 0x1p60f * scale) {}
 
   // Finds whether products serve all numbers of 16 bits: no boundary between two codes, times the scale, is next to one
@@ -188,6 +188,18 @@ struct Quantizer {
     }
     return largest;
   }
+  // A magnitude over the largest number of Q, exactly rounded unless below 2^-126, and without a branch
+  // (notes.md#exact-quotients).
+  static __device__ __forceinline__ float over_largest(float magnitude) {
+    constexpr float kLargest = FormatOf<Q>::kLargest, kInverse = 1.0f / kLargest;
+    const bool is_small = magnitude < 0x1p-60f;
+    const float value = is_small ? magnitude * 0x1p80f : magnitude;
+    const float close = value * kInverse;
+    const float quotient =
+        fused_multiply_add(fused_multiply_add(-close, kLargest, value), kInverse, close);
+    // The difference of an infinity from itself is NaN.
+    return is_small ? quotient * 0x1p-80f : quotient < value ? quotient : value;
+  }
   // The scale for a largest magnitude, as it is stored.
   static __device__ __forceinline__ Scale scale_of(float largest,
                                                    const QuantizedArguments<Op>& args) {
@@ -195,7 +207,7 @@ struct Quantizer {
       const float ratio = between(largest * FormatOf<Q>::kPerPower, args.lower, args.upper);
       return static_cast<Scale>(float_bits(ratio) >> 23);
     } else {
-      return between(largest / FormatOf<Q>::kLargest, args.lower, args.upper);
+      return between(over_largest(largest), args.lower, args.upper);
     }
   }
   static __device__ __forceinline__ Divisor divisor_of_block(Scale scale, float largest) {

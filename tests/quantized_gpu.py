@@ -153,8 +153,9 @@ def check_each_number(quantized: Callable[..., Any], dtype: str, source: str) ->
     via = None if source == "boundaries" else source
     # With the first ones a product with the reciprocal gives other codes of some bfloat16 numbers.
     wrong = [float.fromhex(f"0x1.{digits}") for digits in ("030c30", "042c86", "0469ee", "05ed0a")]
+    odd = 0, np.inf, -np.inf, np.nan, 2.0**-100, -1.9 * 2.0**127
     near = (np.float32(1.5).view(np.int32) + np.int32([-9, -1, 0, 1, 2, 9])).view(np.float32)
-    for scale in (*np.float32([*wrong, 0.037, -3, 2.0**-70, 2.0**70, 0, np.inf]), *near):
+    for scale in (*np.float32([*wrong, 0.037, -3, 2.0**-70, 2.0**70, *odd]), *near):
         with np.errstate(all="ignore"):
             product = (values.astype(np.float32) * scale).astype(values.dtype)
         for weight in as_y(product if source == "boundaries" and 0 < abs(scale) < 8 else values):

@@ -267,13 +267,17 @@ def test_what_no_kernel_serves(gpu: Gpu) -> None:
     st.sampled_from(("float64", "float32", "bfloat16")),
     st.integers(1, 5),
     st.booleans(),
+    st.booleans(),
 )
-def test_layouts_hold_the_row(architecture: int, n: int, x: str, read: int, heavy: bool) -> None:
+def test_layouts_hold_the_row(
+    architecture: int, n: int, x: str, read: int, heavy_value: bool, heavy_epilogue: bool
+) -> None:
     compute = "float64" if x == "float64" else "float32"
     of_arrays: Any = (x, compute, n, [x] * read, ["float32"])
     common: Any = {"vector": 1, "architecture": architecture}
+    common |= {"heavy_value": heavy_value, "heavy_epilogue": heavy_epilogue}
     for config in (
-        fused_forward(*of_arrays, heavy=heavy, **common),
+        fused_forward(*of_arrays, **common),
         fused_backward(*of_arrays, kept=2, **common),
     ):
         blocks = config.blocks_per_multiprocessor

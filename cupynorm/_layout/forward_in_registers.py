@@ -398,13 +398,50 @@ def in_registers_quantized(
     The memory moves three quarters as many bytes, so that the longest rows need more blocks at
     once (notes.md#quantized-rows).
     """
-    long = config.full and config.packs_per_thread == 8 and config.pack_length == 8
-    narrow = widest(spec.y) == 2 and not spec.zero_centered and affine_registers(spec, 8) <= 32
-    if spec.norm == "layer_norm" or not (long and narrow and gpu_of(architecture).timed):
+    whole = config.full and config.pack_length == 8 and not spec.zero_centered
+    if not (whole and gpu_of(architecture).timed):
+        return config
+    if spec.norm == "layer_norm":
+        return _folded_quantized(spec, config)
+    if config.packs_per_thread < 8 or widest(spec.y) > 2 or affine_registers(spec, 8) > 32:
         return config
     if spec.residual is None:
         return replace(config, blocks_per_multiprocessor=768 // config.block_threads)
     return replace(config, hold_weight=config.row_threads == 256)
+
+
+def _folded_quantized(spec: QuantizedSpec, config: ForwardInRegisters) -> ForwardInRegisters:
+    """Return the configuration by half of the threads, where instructions limit LayerNorm.
+
+    A sum takes as many of half of the warps (notes.md#quantized-rows).
+    """
+    threads = config.row_threads // 2
+    if spec.residual is not None or config.packs_per_thread != 4 or threads < 64:
+        return config
+    by_row = not spec.scale_given and spec.scale_columns == 0
+    at_once = 1024 if by_row and threads > 64 else 768
+    return replace(
+        config,
+        folded=True,
+        row_threads=threads,
+        block_threads=threads,
+        packs_per_thread=8,
+        blocks_per_multiprocessor=at_once // threads,
+    )
+
+
+def _unfolded(config: ForwardInRegisters) -> ForwardInRegisters:
+    """Return the configuration of the same bits by twice as many threads."""
+    if not config.folded:
+        return config
+    return replace(
+        config,
+        folded=False,
+        row_threads=2 * config.row_threads,
+        block_threads=2 * config.block_threads,
+        packs_per_thread=config.packs_per_thread // 2,
+        blocks_per_multiprocessor=config.blocks_per_multiprocessor // 2,
+    )
 
 
 def few_rows_configs(
@@ -419,7 +456,7 @@ def few_rows_configs(
     if not isinstance(config, ForwardInRegisters):
         return ()
     if isinstance(spec, QuantizedSpec):
-        return few_rows_configs(spec.of_y, config, n, architecture, multiprocessors)
+        return few_rows_configs(spec.of_y, _unfolded(config), n, architecture, multiprocessors)
     halves = config.pack_length < pack_length(spec.x)
     least = 8 if spec.norm == "rms_norm" or halves else 16
     if config.vector * ITEMSIZE[spec.x] < least or is_wide(spec):

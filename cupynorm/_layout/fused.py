@@ -20,12 +20,19 @@ from cupynorm._layout.architectures import (
 from cupynorm._operation import ITEMSIZE
 
 MOST_THREADS = 512
-FORWARD_BLOCK_THREADS, BACKWARD_BLOCK_THREADS = 128, 256  # or more, if a row has more
+PACKS_OF_BLOCK = 512  # or more, if a row has more
 MOST_STAGES = 3
-# Packs of a thread, and the most threads of a row that may have as many
+# Packs of a thread, and the threads of a block's row that may have as many
 # (notes.md#fused-norms).
-FORWARD_PACKS = ((4, 256), (8, 256), (2, MOST_THREADS), (1, MOST_THREADS))
-BACKWARD_PACKS = ((2, MOST_THREADS), (4, MOST_THREADS), (1, MOST_THREADS))
+Choice = tuple[int, range]
+ANY, UP_TO_256 = range(1, MOST_THREADS + 1), range(1, 257)
+FORWARD_PACKS: tuple[Choice, ...] = ((4, UP_TO_256), (8, UP_TO_256), (2, ANY), (1, ANY))
+BACKWARD_PACKS: tuple[Choice, ...] = ((2, UP_TO_256), (4, ANY), (2, ANY), (1, ANY))
+PACKS_OF_TWO_ARRAYS = ((4, ANY), (2, ANY), (1, ANY))  # of x and one gradient
+PACKS_OF_HEAVY_EPILOGUE = ((4, range(65, 129)), (2, UP_TO_256), (4, range(257, 513)), (1, ANY))
+PACKS_OF_HEAVY_VALUE = ((2, ANY), (4, ANY), (1, ANY))
+FEW_REGISTERS = 64, 80  # so many, where a thread with 4 packs and a heavy step needs up to so many
+REGISTERS_OF_HEAVY_EPILOGUE = 168  # of a thread with 4 packs: with fewer they spill
 MOST_REGISTERS = 128  # by which 512 threads are on a multiprocessor
 MOST_THREADS_OF_TEAMS = 512  # of a multiprocessor, if a backward block has several rows
 MOST_PACKS_BESIDE_WEIGHT = 2  # with more, the weight comes when the row is measured
@@ -74,24 +81,22 @@ def _teams(
     n: int,
     architecture: int,
     vector: int,
-    choices: Sequence[tuple[int, int]],
-    block_threads: int,
+    choices: Sequence[Choice],
 ) -> Iterator[dict[str, int]]:
     """Yield what both passes' layouts have in common, those of as few blocks as possible first.
 
-    `choices`: packs of a thread, and the most threads of a block's row that may have as many.
-    `block_threads`: of a block with several rows.
+    `choices`: packs of a thread, and the threads of a block's row that may have as many.
     """
     length, blocks = pack_length(x), 1
     packs = -(-n // length)
     while blocks <= max_cluster_blocks(architecture):
         of_block = -(-packs // blocks)
-        for most_packs, most_threads in choices:
+        for most_packs, allowed in choices:
             threads = team_threads(of_block, most_packs)
-            if threads > most_threads or (blocks > 1 and threads <= 32):
+            if threads not in allowed or (blocks > 1 and threads <= 32):
                 continue
             of_thread = -(-of_block // threads)  # each but the last lies inside of a row
-            teams = max(1, block_threads // threads) if blocks == 1 else 1
+            teams = max(1, PACKS_OF_BLOCK // (most_packs * threads)) if blocks == 1 else 1
             yield {
                 "row_threads": threads,
                 "block_threads": threads * teams,
@@ -139,29 +144,33 @@ def fused_forward(
     read: Sequence[str],
     shared: Sequence[str],
     *,
-    heavy: bool,
+    heavy_value: bool,
+    heavy_epilogue: bool,
     vector: int,
     architecture: int,
 ) -> FusedForward:
     """Return the configuration of a forward pass.
 
     `read`: the dtypes of arrays whose rows are read. `shared`: those of weight, bias and vectors.
-    `heavy`: the value takes many instructions.
+    `heavy_value`, `heavy_epilogue`: the value, or the epilogue, takes many instructions.
     """
     words, length = ITEMSIZE[compute] // 4, pack_length(x)
     of_rows = sum(ITEMSIZE[dtype] for dtype in read) * length // 4
     of_shared = sum(ITEMSIZE[dtype] for dtype in shared) * length // 4
-    of_rows = max(of_rows, length * words) if heavy else of_rows
+    of_rows = max(of_rows, length * words) if heavy_value else of_rows
     first = None
-    for common in _teams(x, n, architecture, vector, FORWARD_PACKS, FORWARD_BLOCK_THREADS):
+    for common in _teams(x, n, architecture, vector, FORWARD_PACKS):
         packs = common["packs_per_thread"]
         holds = packs <= MOST_PACKS_BESIDE_WEIGHT
         registers = 28 * words + of_rows * packs + of_shared * (packs if holds else 1)
         registers += length * words
-        blocks = _blocks(registers, common["block_threads"], architecture)
+        fewer, most = FEW_REGISTERS
+        heavy = heavy_value or heavy_epilogue
+        allotted = fewer if heavy and packs == 4 and fewer < registers <= most else registers
+        blocks = _blocks(allotted, common["block_threads"], architecture)
         config = FusedForward(
             **common,  # type: ignore[arg-type]
-            hold_values=heavy,
+            hold_values=heavy_value,
             hold_weight=holds,
             streams=False,
             blocks_per_multiprocessor=blocks,
@@ -191,25 +200,40 @@ def fused_backward(
     shared: Sequence[str],
     *,
     kept: int,
+    heavy_value: bool,
+    heavy_epilogue: bool,
     vector: int,
     architecture: int,
 ) -> FusedBackward:
     """Return the configuration of a backward pass.
 
-    `kept`: how many values of the compute dtype a thread keeps of an element.
+    `kept`: how many values of the compute dtype a thread keeps of an element. `heavy_value`,
+    `heavy_epilogue`: the value, or the gradient of the epilogue, takes many instructions.
     """
+    choices = BACKWARD_PACKS
+    if len(read) <= 2:
+        choices = PACKS_OF_TWO_ARRAYS
+    elif heavy_value:
+        choices = PACKS_OF_HEAVY_VALUE
+    elif heavy_epilogue and max_cluster_blocks(architecture) > 1:
+        choices = PACKS_OF_HEAVY_EPILOGUE
     words, length = ITEMSIZE[compute] // 4, pack_length(x)
     of_pack = sum(ITEMSIZE[dtype] for dtype in shared) * length // 4 + kept * length * words
     first = None
-    for common in _teams(x, n, architecture, vector, BACKWARD_PACKS, BACKWARD_BLOCK_THREADS):
-        registers = 24 * words + of_pack * common["packs_per_thread"] + length * words
-        threads = common["block_threads"]
-        blocks = _blocks(registers, threads, architecture)
+    for common in _teams(x, n, architecture, vector, choices):
+        packs, threads = common["packs_per_thread"], common["block_threads"]
+        registers = 24 * words + of_pack * packs + length * words
+        spacious = choices is PACKS_OF_HEAVY_EPILOGUE and packs == 4 and threads <= 128
+        least = REGISTERS_OF_HEAVY_EPILOGUE if spacious else registers
+        blocks = _blocks(max(least, registers), threads, architecture)
         if threads > common["row_threads"]:
             blocks = min(blocks, MOST_THREADS_OF_TEAMS // threads)
-        config = _with_stages(x, compute, read, common, blocks, architecture)
+        stages = MOST_STAGES if packs < 4 or spacious else 2
+        config = _with_stages(x, compute, read, common, blocks, stages, architecture)
         if config is not None and registers <= MOST_REGISTERS:
-            return config
+            at_once = config.blocks_per_multiprocessor * threads
+            if packs < 4 or at_once > MOST_THREADS_OF_TEAMS // 2:
+                return config
         first = first or config
     if first is not None:
         return first
@@ -230,11 +254,12 @@ def _with_stages(
     read: Sequence[str],
     common: dict[str, int],
     blocks: int,
+    most_stages: int,
     architecture: int,
 ) -> FusedBackward | None:
     """Return a configuration of up to so many blocks whose stages fit; None if none fits."""
     for at_once in range(blocks, 0, -1):
-        for stages in range(MOST_STAGES, 1, -1):
+        for stages in range(most_stages, 1, -1):
             told = {"stages": stages, "streams": False, "blocks_per_multiprocessor": at_once}
             config = FusedBackward(**common, **told)  # type: ignore[arg-type]
             nbytes = fused_backward_bytes(x, compute, read, config)
