@@ -242,9 +242,14 @@ class _DLPackFamily(Family):
             f"{name} must be on the CPU or on a CUDA GPU, got DLPack device type {device_type}"
         )
 
+    def _export(self, array: Any) -> Any:
+        """Return a CuPy array as one of the framework, whose stream waits for it."""
+        with on_device_of(array):  # CuPy orders the current stream of the current device
+            return self.namespace.from_dlpack(array)
+
     def give(self, array: Any) -> Any:
         if not is_numpy(array):
-            return self.namespace.from_dlpack(array)
+            return self._export(array)
         options = {} if self.device is None else {"device": self.device}
         if array.dtype == BFLOAT16:
             crossed = self.namespace.from_dlpack(array.view(np.int16), **options)
@@ -264,7 +269,7 @@ class _DLPackFamily(Family):
             # What autograd saved of it has changed.
             self.namespace.autograd.graph.increment_version(target)
         if not is_numpy(array):
-            self.namespace.from_dlpack(array)  # makes the framework's stream wait for the launch
+            self._export(array)
         return target
 
 

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -662,6 +664,25 @@ def test_jax_arrays_given_back_are_there(monkeypatch: pytest.MonkeyPatch) -> Non
     for array in x:
         cupynorm.rms_norm(array)
     assert len(taken) == len(x)
+
+
+def test_a_result_is_handed_over_on_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    current = ["another"]
+
+    @contextlib.contextmanager
+    def device() -> Iterator[None]:
+        current.append("the result's")
+        yield
+        current.pop()
+
+    seen: list[str] = []
+    monkeypatch.setattr(torch, "from_dlpack", lambda array: seen.append(current[-1]))
+    x = torch.ones(2)
+    family = _arrays.family_of("x", x)
+    family.give(SimpleNamespace(device=device()))
+    family.give_back(x, SimpleNamespace(device=device()))
+    assert seen == ["the result's"] * 2
 
 
 def test_a_traced_array_is_a_type_error() -> None:

@@ -712,6 +712,30 @@ def test_a_tensor_on_another_device() -> None:
     )
 
 
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_a_result_is_awaited_though_another_device_is_current(framework: str) -> None:
+    import cupy
+
+    module = pytest.importorskip(framework)
+    if cupy.cuda.runtime.getDeviceCount() < 2:
+        pytest.skip("needs two GPUs")
+    values = make_values("normal", (20000, 8192), DTYPES["float32"], 1)  # which take some 0.3 ms
+    with cupy.cuda.Device(0):
+        if framework == "torch":
+            x = module.from_numpy(values).to("cuda:0")
+        else:
+            x = module.device_put(values, module.devices("cuda")[0])
+        expected = np.asarray(cupy.asnumpy(cupynorm.rms_norm(cupy.asarray(values))))
+    for _ in range(5):
+        with cupy.cuda.Device(1):
+            y = cupynorm.rms_norm(x)
+            actual = y.cpu().numpy() if framework == "torch" else np.asarray(y)
+        np.testing.assert_array_equal(actual, expected)
+        with cupy.cuda.Device(0):  # what the next result's memory holds
+            cupy.zeros(values.shape, np.float32)
+        del y, actual
+
+
 # ---- other frameworks ----------------------------------------------------------------------------
 
 
