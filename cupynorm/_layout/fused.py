@@ -228,7 +228,7 @@ def fused_backward(
         blocks = _blocks(max(least, registers), threads, architecture)
         if threads > common["row_threads"]:
             blocks = min(blocks, MOST_THREADS_OF_TEAMS // threads)
-        stages = MOST_STAGES if packs < 4 or spacious else 2
+        stages = MOST_STAGES if packs < 4 else 2
         config = _with_stages(x, compute, read, common, blocks, stages, architecture)
         if config is not None and registers <= MOST_REGISTERS:
             at_once = config.blocks_per_multiprocessor * threads
