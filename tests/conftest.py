@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import tempfile
 from collections.abc import Iterator
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -41,6 +42,13 @@ if gpu_problem() and find_spec("jaxlib") and not THOROUGH:
         as_it_is += " --xla_cpu_use_fusion_emitters=false"
         as_it_is += " --xla_cpu_parallel_codegen_split_count=1"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {as_it_is}"
+
+# Functions are traced again and again, mostly to programs that XLA compiled before. So JAX keeps
+# programs while the tests run. Workers and the processes that they start share them.
+if gpu_problem() and find_spec("jaxlib") and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    programs = tempfile.TemporaryDirectory(prefix="cupynorm-programs-")
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = programs.name
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
 settings.register_profile("dev", deadline=None, max_examples=50, print_blob=True)
 settings.register_profile("ci", settings.get_profile("dev"), max_examples=100, derandomize=True)
