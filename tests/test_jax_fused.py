@@ -385,13 +385,27 @@ def test_no_axis_is_added_silently(path: str) -> None:
 # ---- batches -------------------------------------------------------------------------------------
 
 
+def slopes_of_many(*arrays: Any) -> Any:
+    return jax.grad(of_many, tuple(range(7)))(*arrays)
+
+
+def along_many(*arrays: Any) -> Any:
+    return jax.jvp(of_many, arrays, arrays)
+
+
+@functools.cache
+def of_examples(function: Any, path: str) -> Any:
+    """Compile a function once for a path: examples have the same shapes along any axes."""
+    return jax.jit(lambda *arrays: function(*arrays))
+
+
 def looped(function: Any, axes: tuple[int | None, ...]) -> Any:
     def call(*arrays: Any) -> Any:
         size = next(a.shape[i] for a, i in zip(arrays, axes, strict=True) if i is not None)
         results = []
         for one in range(size):
             taken = (a if i is None else a.take(one, i) for a, i in zip(arrays, axes, strict=True))
-            results.append(jax.jit(function)(*taken))
+            results.append(function(*taken))
         return jax.tree.map(lambda *parts: np.stack(parts), *results)
 
     return call
@@ -411,30 +425,19 @@ def test_vmap_is_a_loop_over_the_batch(axes: Any, path: str) -> None:
     shapes = zip(ARRAYS_OF_MANY, axes, strict=True)
     arrays = arrays_of(*(s if i is None else (*s[:i], 4, *s[i:]) for s, i in shapes))
 
-    def slopes(*arrays: Any) -> Any:
-        return jax.grad(of_many, tuple(range(7)))(*arrays)
-
-    def along(*arrays: Any) -> Any:
-        return jax.jvp(of_many, arrays, arrays)
-
-    for f in (of_many, slopes, along):
-        found = jax.jit(jax.vmap(f, in_axes=axes))(*arrays)
-        expected = looped(f, axes)(*arrays)
-        for one, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
-            np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-11)
-
     def batched(*arrays: Any) -> Any:
         return jnp.sum(jax.vmap(of_many, in_axes=axes)(*arrays))
 
-    def unrolled(*arrays: Any) -> Any:
-        taken = (
-            [a if i is None else a.take(one, i) for a, i in zip(arrays, axes, strict=True)]
-            for one in range(4)
-        )
-        return sum(of_many(*one) for one in taken)
-
-    found, expected = (jax.jit(jax.grad(f, tuple(range(7))))(*arrays) for f in (batched, unrolled))
-    for one, other in zip(found, expected, strict=True):
+    expected = {}
+    for f in (of_many, slopes_of_many, along_many):
+        found = jax.jit(jax.vmap(f, in_axes=axes))(*arrays)
+        expected[f] = looped(of_examples(f, path), axes)(*arrays)
+        for one, other in zip(*map(jax.tree.leaves, (found, expected[f])), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-11)
+    # What all examples share has the sum of their gradients.
+    found = jax.jit(jax.grad(batched, tuple(range(7))))(*arrays)
+    for one, of_each, i in zip(found, expected[slopes_of_many], axes, strict=True):
+        other = of_each.sum(0) if i is None else np.moveaxis(of_each, 0, i)
         np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-11)
 
 
