@@ -135,8 +135,7 @@ struct Fiber {
   const void* place = nullptr;  // where it waits
   int detail = 0;               // the shuffle's distance or the barrier's number
   int bytes = 0;                // of a shuffle's value
-  Address count = 0;            // of arrivals
-  std::uint32_t expected = 0;
+  std::uint32_t expected = 0;   // arrivals
   int collectives = 0;
   Time now = 0;
   std::size_t known = 0;     // an index of `knowledge`: what other threads did
@@ -159,6 +158,7 @@ struct Joint {
   std::vector<Time> times;
   std::vector<std::size_t> from;
   std::map<std::size_t, std::size_t> after;  // by what a thread knew before
+  std::vector<int> waiting;                  // for more arrivals
 };
 
 struct Barrier {
@@ -839,17 +839,20 @@ void report_arrival(Address address, const void* place) {
   Joint& joint = arrivals[address];
   leave(joint);
   joint.after.clear();
-  for (int i = 0; i < cluster_threads; ++i) {
-    Fiber& fiber = fibers[i];
-    const bool waits = fiber.state == State::kAtArrivals && fiber.count == address;
-    if (waits && *count_at(address, place) >= fiber.expected) fiber.state = State::kReady;
-  }
+  const auto goes_on = [&](int thread) {
+    const bool enough = *count_at(address, place) >= fibers[thread].expected;
+    if (enough) fibers[thread].state = State::kReady;
+    return enough;
+  };
+  auto& waiting = joint.waiting;
+  waiting.erase(std::remove_if(waiting.begin(), waiting.end(), goes_on), waiting.end());
 }
 
 void wait_for_arrivals(Address address, std::uint32_t expected, const void* place) {
   if (*count_at(address, place) < expected) {
     arrive(State::kAtArrivals, 0, 0, place);
-    fibers[current].count = address, fibers[current].expected = expected;
+    fibers[current].expected = expected;
+    arrivals[address].waiting.push_back(current);
     wait();
   }
   take(arrivals[address]);
