@@ -21,6 +21,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import quantized_gpu
+import test_groups
 from fused_gpu import FUSED, check_fused_call
 from host.build import Build
 from host.checks import (
@@ -42,13 +44,13 @@ from host.checks import (
     kernels_of,
     may_overflow,
 )
-from host.gpu import Caller, Gpu
+from host.gpu import Caller, Gpu, launched
 from host.mutants import Mutant, all_mutants, instrumented
 from host.pipelined import PIPELINED, Pipelined
-from quantized_gpu import QUANTIZED, check_each_number, check_quantized_kernel, on_host
+from quantized_gpu import QUANTIZED, check_each_number, on_host
 from residuals import check_residual, with_residual
 from strategies import Layout, scaled
-from test_groups import CALLS, Call, check_values
+from test_groups import CALLS, Call
 
 from cupynorm._compile import Instantiation
 
@@ -103,23 +105,32 @@ def _with_residual(
     regime = "extreme" if overflowing else "normal"
     case = Case("residual", *of, x, regime=regime, gap=16, multiprocessors=multiprocessors)
 
-    def run(build: Build) -> None:
-        gpu = Gpu(build, case.multiprocessors, architecture, few_rows)
+    of_gpu = {"multiprocessors": multiprocessors, "architecture": architecture}
+
+    def check(gpu: Gpu) -> None:
         problem = case.problem()
+        drawn = with_residual(problem, dtype, dtype, layout=Layout(gap=24))
+        if overflowing:  # dy times weight overflows, not dx, which contains that product
+            assert drawn.dresidual_out is not None
+            wide = {"dy": scaled(problem.dy, 1e20), "weight": scaled(problem.weight, 1e20)}
+            drawn = dataclasses.replace(
+                drawn,
+                problem=dataclasses.replace(problem, **wide),
+                dresidual_out=scaled(drawn.dresidual_out, 1e15),
+            )
+        check_residual(Caller(gpu), drawn)
+
+    def run(build: Build) -> None:
+        gpu = Gpu(build, few_rows=few_rows, **of_gpu)
         with gpu.fresh_memory():
-            drawn = with_residual(problem, dtype, dtype, layout=Layout(gap=24))
-            if overflowing:  # dy times weight overflows, not dx, which contains that product
-                assert drawn.dresidual_out is not None
-                wide = {"dy": scaled(problem.dy, 1e20), "weight": scaled(problem.weight, 1e20)}
-                drawn = dataclasses.replace(
-                    drawn,
-                    problem=dataclasses.replace(problem, **wide),
-                    dresidual_out=scaled(drawn.dresidual_out, 1e15),
-                )
-            check_residual(Caller(gpu), drawn)
+            check(gpu)
 
     name = f"{case} + {dtype} on sm_{architecture}{' as few rows' if few_rows else ''}"
-    return Check(f"{name}{' overflowing' if overflowing else ''}", list, run)
+    return Check(
+        f"{name}{' overflowing' if overflowing else ''}",
+        lambda: launched(check, few_rows=few_rows, **of_gpu),
+        run,
+    )
 
 
 # One for each regime that has lines of its own for a residual.
@@ -144,7 +155,11 @@ RESIDUALS = (
 
 
 def _of_group(call: Call) -> Check:
-    return Check(str(call), list, lambda build: check_values(build, call, few_rows=False))
+    return Check(
+        str(call),
+        lambda: test_groups.kernels_of(call),
+        lambda build: test_groups.check_values(build, call, few_rows=False),
+    )
 
 
 GROUPS = tuple(map(_of_group, CALLS))
@@ -165,7 +180,11 @@ OF_FUSED = tuple(map(_of_fused, FUSED))
 
 
 def _of_quantized(name: str) -> Check:
-    return Check(name, list, lambda build: check_quantized_kernel(Gpu(build), name))
+    return Check(
+        name,
+        lambda: quantized_gpu.kernels_of(name),
+        lambda build: quantized_gpu.check_quantized_kernel(Gpu(build), name),
+    )
 
 
 def _each_number(dtype: str, source: str) -> Check:
@@ -309,11 +328,11 @@ def outcomes(
     """Run each mutant in the checks that it could change, until one notices it."""
     build = Build(added=instrumented(chosen))
     begin = time.perf_counter()
-    build.compile(kernel for check in checks for kernel in check.kernels())
+    kernels = [kernel for check in checks for kernel in check.kernels()]
+    build.compile(kernels)
     log(f"{len(checks)} checks compiled in {time.perf_counter() - begin:.0f} s")
-    for check in checks:
-        for kernel in check.kernels():
-            build.load(kernel)
+    for kernel in kernels:
+        build.load(kernel)
     begin = time.perf_counter()
     by_mutant: list[list[tuple[float, int]]] = [[] for _ in chosen]
     for number, seconds, asked in _asked(build, checks, len(chosen)):

@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-from host.gpu import Gpu
+from host.gpu import Gpu, launched
 from strategies import DTYPES, make_values
 
 from cupynorm import Quantize, _quantize, reference
+from cupynorm._compile import Instantiation
 
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 SCALE = np.array([0.037], np.float32)
@@ -94,8 +95,20 @@ QUANTIZED = {
 }
 
 
-def check_quantized_kernel(gpu: Gpu, name: str) -> None:
-    """Check a kernel on the host: q and scales as the oracle has them, of the y of a plain pass."""
+@dataclasses.dataclass
+class Results:
+    """What one call gives: its plain pass, quantized inference, quantized training."""
+
+    y: np.ndarray
+    totals: list[np.ndarray]
+    q: np.ndarray
+    scale: np.ndarray
+    others: list[np.ndarray]
+    stored: Any
+    plain: Any
+
+
+def run(gpu: Gpu, name: str) -> Results:
     i = QUANTIZED[name]
     how, dtype, n, of_residual = _KERNELS[i]
     norm = ("rms_norm", "layer_norm")[i % 2]
@@ -121,17 +134,28 @@ def check_quantized_kernel(gpu: Gpu, name: str) -> None:
             assert made[1].strides == (4, 4 * 8)  # of 5 rows
         stored = gpu.to_numpy(gpu.quantized(norm, x, weight, bias, **told, training=True))
         plain = gpu.to_numpy(gpu.forward(norm, x, weight, bias, **options))
+    return Results(y, totals, q, scale, others, stored, plain)
+
+
+def kernels_of(name: str, *, few_rows: bool = False) -> list[Instantiation]:
+    return launched(lambda gpu: run(gpu, name), few_rows=few_rows)
+
+
+def check_quantized_kernel(gpu: Gpu, name: str) -> None:
+    """Check a kernel on the host: q and scales as the oracle has them, of the y of a plain pass."""
+    how, *_ = _KERNELS[QUANTIZED[name]]
+    of = run(gpu, name)
     if how.amax:
-        same(stored.amax, others[0], "amax")
-    for actual, expected in ((stored.y, q), (stored.scale, scale)):
+        same(of.stored.amax, of.others[0], "amax")
+    for actual, expected in ((of.stored.y, of.q), (of.stored.scale, of.scale)):
         of_bytes = (np.ascontiguousarray(array).view(np.uint8) for array in (actual, expected))
         np.testing.assert_array_equal(*of_bytes)
     for field in ("mean", "rstd"):
-        np.testing.assert_array_equal(getattr(stored, field), getattr(plain, field))
-    exact_q, exact_scale, *exact = by_oracle(how, y)
-    same(scale.view(exact_scale.dtype), exact_scale, "scale")
-    same(q.view(how.dtype), exact_q, "q")
-    for other, expected in zip(others, (*exact, *totals), strict=True):
+        np.testing.assert_array_equal(getattr(of.stored, field), getattr(of.plain, field))
+    exact_q, exact_scale, *exact = by_oracle(how, of.y)
+    same(of.scale.view(exact_scale.dtype), exact_scale, "scale")
+    same(of.q.view(how.dtype), exact_q, "q")
+    for other, expected in zip(of.others, (*exact, *of.totals), strict=True):
         same(other, expected, "amax or the sum")
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from host.build import Build, compiler_problem
-from host.gpu import Caller, Gpu
+from host.gpu import Caller, Gpu, launched
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from residuals import assert_bits
@@ -22,6 +22,7 @@ from sums import check_sums, problem_of, with_sums
 
 from cupynorm import testing
 from cupynorm._arrays import rows_side_by_side
+from cupynorm._compile import Instantiation
 from cupynorm._groups import check_alike, clusters_of_group, common_shape, groups_of
 from cupynorm._layout import strided
 from cupynorm._operation import BackwardSpec, ForwardSpec
@@ -160,6 +161,10 @@ class Call:
     def __str__(self) -> str:
         return f"{self.name}, {self.norm}"
 
+    @property
+    def zero_centered(self) -> bool:
+        return self.weight is not None and len(self.name) % 2 == 0
+
 
 PIPELINED = ("backward_pipelined", "reduce_partials")
 REPEATED = ("backward_pipelined", "reduce_repeats")
@@ -264,7 +269,10 @@ CALLS = (
 def build() -> Build:
     if compiler_problem() is not None:
         pytest.skip(str(compiler_problem()))
-    return Build()
+    build = Build()
+    of_few = (kernels_of(call, few_rows=True) for call in FEW)
+    build.compile(itertools.chain(*map(kernels_of, CALLS), *of_few))
+    return build
 
 
 def run(gpu: Gpu, call: Call, arrays: dict[str, Any], zero_centered: bool) -> tuple[Any, Any, Any]:
@@ -302,18 +310,22 @@ def drawn(call: Call) -> dict[str, Any]:
 FEW = [call for call in CALLS if call.kernels[:1] == PIPELINED[:1]]
 
 
+def kernels_of(call: Call, *, few_rows: bool = False) -> list[Instantiation]:
+    arrays = drawn(call)
+    return launched(lambda gpu: run(gpu, call, arrays, call.zero_centered), few_rows=few_rows)
+
+
 def check_values(build: Build, call: Call, *, few_rows: bool) -> None:
     """Check every value of a call, that it launches its kernels, and that its bits come again."""
     arrays = drawn(call)
     x, dy, weight, bias = (arrays[name] for name in ("x", "dy", "weight", "bias"))
-    zero_centered = weight is not None and len(call.name) % 2 == 0
     gpu = Gpu(build, few_rows=few_rows)
     with gpu.fresh_memory():
-        forward, backward, y = run(gpu, call, arrays, zero_centered)
-        launched = {kernel.name.removeprefix("norm_") for kernel in gpu.launched}
-        again = run(gpu, call, arrays, zero_centered)
-    assert launched >= set(call.kernels)
-    options: dict[str, Any] = {"axis": call.axis, "zero_centered": zero_centered}
+        forward, backward, y = run(gpu, call, arrays, call.zero_centered)
+        names = {kernel.name.removeprefix("norm_") for kernel in gpu.launched}
+        again = run(gpu, call, arrays, call.zero_centered)
+    assert names >= set(call.kernels)
+    options: dict[str, Any] = {"axis": call.axis, "zero_centered": call.zero_centered}
     testing.check_forward(call.norm, forward, x, weight, bias, eps=1e-5, relu=call.relu, **options)
     assert_bits(y, forward.y, "y of inference")
     testing.check_backward(

@@ -36,8 +36,9 @@ from host.checks import (
     check_sums_of,
     kernels_of,
     may_overflow,
+    moved,
 )
-from host.gpu import Caller, Gpu
+from host.gpu import Caller, Gpu, launched
 from host.pipelined import PIPELINED, Pipelined
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -93,6 +94,7 @@ def build(kernels: list[Instantiation]) -> Build:
     others = [
         kernels_of([OF_NAMES[name]], few_rows=few_rows) for name, few_rows in IN_TURN_OVERFLOWING
     ]
+    others += [kernels_of(moved(case)) for case in ADDRESSES]
     build.compile([*kernels, *kernels_of(FEW_IN_TURN), *itertools.chain(*others)])
     return build
 
@@ -100,7 +102,9 @@ def build(kernels: list[Instantiation]) -> Build:
 @settings(max_examples=examples(10, of=40), deadline=None, suppress_health_check=list(HealthCheck))
 @given(drawn=residual_problems(RESIDUAL_WIDTHS), few_rows=st.booleans())
 def test_any_residual(drawn: WithResidual, few_rows: bool) -> None:
-    gpu = Gpu(Build(), few_rows=few_rows)
+    build = Build()
+    build.compile(launched(lambda gpu: check_residual(Caller(gpu), drawn), few_rows=few_rows))
+    gpu = Gpu(build, few_rows=few_rows)
     with gpu.fresh_memory():
         check_residual(Caller(gpu), drawn)
 
@@ -121,7 +125,9 @@ def test_a_lone_row_of_a_cluster_in_place() -> None:
     drawn=problems_with_sums(WIDTHS), few_rows=st.booleans(), architecture=st.sampled_from([75, 90])
 )
 def test_any_given_sums(drawn: WithSums, few_rows: bool, architecture: int) -> None:
-    gpu = Gpu(Build(), architecture=architecture, few_rows=few_rows)
+    build, of_gpu = Build(), {"architecture": architecture, "few_rows": few_rows}
+    build.compile(launched(lambda gpu: check_sums(Caller(gpu), drawn), **of_gpu))
+    gpu = Gpu(build, **of_gpu)
     with gpu.fresh_memory():
         check_sums(Caller(gpu), drawn)
 

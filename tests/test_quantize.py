@@ -28,6 +28,7 @@ from quantized_gpu import (
     by_oracle,
     check_each_number,
     check_quantized_kernel,
+    kernels_of,
     on_host,
     same,
     told_in,
@@ -445,6 +446,7 @@ def test_which_rows_have_a_kernel() -> None:
 @needs_compiler
 @pytest.mark.parametrize("few_rows", [False, True])
 def test_kernels_have_the_bits_of_the_oracle(few_rows: bool) -> None:
+    BUILD.compile(k for name in QUANTIZED for k in kernels_of(name, few_rows=few_rows))
     gpu = Gpu(BUILD, few_rows=few_rows)
     gpu.repeats = True
     for name in QUANTIZED:

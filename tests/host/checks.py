@@ -26,7 +26,7 @@ from cupynorm import pack_bitmask, testing
 from cupynorm._compile import Instantiation
 from cupynorm._layout import pack_length
 from host.build import Build
-from host.gpu import ARCHITECTURE, Caller, Gpu
+from host.gpu import ARCHITECTURE, Caller, Gpu, launched
 
 __all__ = [
     "ADDRESSES",
@@ -47,6 +47,7 @@ __all__ = [
     "check_sums_of",
     "kernels_of",
     "may_overflow",
+    "moved",
 ]
 
 # N and architecture: rows in registers, in shared memory, and streamed. Then rows at any address.
@@ -268,10 +269,13 @@ SUMS = (
 def check_sums_of(build: Build, of: OfSums) -> Gpu:
     """Check these sums, also by calls that are made again, and return what launched the kernels."""
     problem = Case(str(of), of.norm, of.m, of.n, of.x, "bfloat16", "float16").problem()
-    gpu = Gpu(build, architecture=of.architecture, few_rows=of.few_rows)
+    drawn = with_sums(problem, "float16", "float64", offset=1)
+    of_gpu: dict[str, Any] = {"architecture": of.architecture, "few_rows": of.few_rows}
+    build.compile(launched(lambda gpu: check_sums(Caller(gpu), drawn), **of_gpu))
+    gpu = Gpu(build, **of_gpu)
     gpu.repeats = True
     with gpu.fresh_memory():
-        check_sums(Caller(gpu), with_sums(problem, "float16", "float64", offset=1))
+        check_sums(Caller(gpu), drawn)
     return gpu
 
 
@@ -353,11 +357,15 @@ def check_overflows(
         check_problem(case.gpu(build, few_rows=few_rows), problem, in_place=True)
 
 
+def moved(case: Case) -> list[Case]:
+    return [dataclasses.replace(case, offset=offset) for offset in (0, 1, 2, 5)]
+
+
 def check_addresses(build: Build, case: Case) -> None:
     """Check that rows have the same bits at any address."""
-    moved = [dataclasses.replace(case, offset=offset) for offset in (0, 1, 2, 5)]
-    build.compile(kernels_of(moved))
-    first, *others = (check_case(build, one) for one in moved)
+    cases = moved(case)
+    build.compile(kernels_of(cases))
+    first, *others = (check_case(build, one) for one in cases)
     for other in others:
         for a, b in zip(first, other, strict=True):
             bits = (of_rows.view(f"u{of_rows.itemsize}") for of_rows in (a, b))

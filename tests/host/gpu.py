@@ -17,15 +17,17 @@ import mmap
 import re
 import struct
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType, SimpleNamespace
 from typing import Any, cast
 from unittest import mock
 
 import numpy as np
+import residuals
+import sums
 
 import cupynorm
-from cupynorm import NormBackward, NormForward
+from cupynorm import NormBackward, NormForward, testing
 from cupynorm._arrays import NUMPY, rounded
 from cupynorm._checks import Asked, AskedBackward, as_called, check_call
 from cupynorm._compile import Instantiation
@@ -39,7 +41,7 @@ from cupynorm._layout.architectures import MAX_CLUSTER_BLOCKS
 from cupynorm._quantize import dtype_of_y
 from host.build import Build, KernelError, runtime
 
-__all__ = ["ARCHITECTURE", "Array", "Gpu", "Kernel"]
+__all__ = ["ARCHITECTURE", "Array", "Caller", "Gpu", "Kernel", "launched"]
 
 MAP_NORESERVE = 0x4000  # of Linux. Not every Python names it
 # A gap on either side of an array. An access that misses one array meets no other, wherever they
@@ -475,3 +477,21 @@ class Caller:
 
     def get(self, result: Any) -> Any:
         return self.gpu.to_numpy(result)
+
+
+def launched(run: Callable[[Gpu], object], **of_gpu: Any) -> list[Instantiation]:
+    """Return the kernels that a call or a check launches, so that they can be compiled together.
+
+    None of them runs. Results mean nothing, so checks of their values pass.
+    """
+    gpu = Gpu(None, **of_gpu)
+    with contextlib.ExitStack() as stack:
+        for module, check in (
+            *((testing, "check_forward"), (testing, "check_backward")),
+            *((residuals, "assert_bits"), (sums, "assert_bits")),
+        ):
+            stack.enter_context(mock.patch.object(module, check))
+        stack.enter_context(np.errstate(all="ignore"))
+        stack.enter_context(gpu.fresh_memory())
+        run(gpu)
+    return list(dict.fromkeys(gpu.launched))
