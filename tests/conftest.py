@@ -59,10 +59,11 @@ settings.load_profile("ci" if os.environ.get("CI") else "dev")
 # pytest-xdist starts with the files that have the most tests.
 LONGEST = (
     *("test_host_kernels.py", "test_jax.py", "test_jax_sharding.py", "test_compile.py"),
-    *("test_torch.py", "test_host_mutations.py", "test_torch_broadcast.py", "test_host_lines.py"),
-    *("test_torch_fusion.py", "test_examples.py", "test_torch_sharding.py", "test_config.py"),
-    *("test_jax_broadcast.py", "test_fuse.py", "test_arrays.py", "test_faces.py"),
-    *("test_testing.py", "test_benchmark_measure.py", "test_benchmark_sharding.py"),
+    *("test_host_mutations.py", "test_torch.py", "test_jax_fused.py", "test_examples.py"),
+    *("test_quantize.py", "test_fused_kernels.py", "test_groups.py", "test_torch_fusion.py"),
+    *("test_host_lines.py", "test_torch_broadcast.py", "test_fuse.py", "test_jax_broadcast.py"),
+    *("test_config.py", "test_torch_sharding.py", "test_faces.py", "test_host_runtime.py"),
+    *("test_docs.py", "test_numerics_matrix.py", "test_prepared.py", "test_sanitized.py"),
 )
 
 
