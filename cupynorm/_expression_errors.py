@@ -17,7 +17,8 @@ __all__ = ["Pair", "magnitudes", "of_formula", "of_numbers"]
 Pair = tuple[Any, Any]  # a value and its magnitude, of float64
 _KINKED = frozenset(("abs", "maximum", "minimum"))
 _EXACT = _KINKED | {"negative", "sign"}  # whose results are not rounded
-_ROUNDING_WITHIN = frozenset(("normal_cdf", "normal_pdf"))  # as if their argument was rounded
+# Far out they are off by as much as if their argument was rounded.
+_ROUNDING_WITHIN = frozenset(("normal_cdf", "normal_pdf"))
 _STEEP_AT_0 = frozenset((("sqrt", 0), ("log", 0), ("divide", 1)))
 
 
@@ -90,8 +91,8 @@ def _size(operation: str, tools: Any, value: Any, of: Sequence[Pair], unit: floa
     names = tuple(f"a{i}" for i in range(len(of)))
     step = Program(names, ((operation, tuple(range(len(of)))),), (len(of),))
     for i, (name, (a, of_argument)) in enumerate(zip(names, of, strict=True)):
-        own = operation in _ROUNDING_WITHIN
-        if np.all(of_argument == 0) and not own:
+        rounds_within = operation in _ROUNDING_WITHIN
+        if np.all(of_argument == 0) and not rounds_within:
             continue
         if operation in _KINKED:
             slope: Any = 1.0  # at a kink, that of either side
@@ -102,5 +103,5 @@ def _size(operation: str, tools: Any, value: Any, of: Sequence[Pair], unit: floa
             slope_of = gradients(step, ("_0",), (name,))
             slope = abs(slope_of.evaluate(tools, np.float64(0), [*at, np.float64(1)])[0])
         size = size + np.where(of_argument == 0, 0.0, slope * of_argument)
-        size = size + slope * abs(a) if own else size
+        size = size + slope * abs(a) if rounds_within else size
     return size

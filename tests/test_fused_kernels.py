@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 from unittest import mock
 
@@ -31,6 +32,7 @@ from cupynorm._layout import (
     shared_limit,
 )
 from cupynorm._layout.architectures import ARCHITECTURES
+from cupynorm._operation import ITEMSIZE
 
 needs_compiler = pytest.mark.skipif(
     compiler_problem() is not None, reason=f"needs a C++ compiler: {compiler_problem()}"
@@ -296,6 +298,26 @@ def test_layouts_hold_the_row(
     assert nbytes <= shared_limit(architecture, blocks)
 
 
+@pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
+@pytest.mark.parametrize("x", ["float64", "float32", "bfloat16"])
+def test_rows_of_a_few_packs_are_not_read_again(architecture: int, x: str) -> None:
+    compute = "float64" if x == "float64" else "float32"
+    packs = 256 if architecture > 75 else 128  # whose multiprocessors have less memory
+    for read, heavy_value, heavy_epilogue in itertools.product(
+        range(2, 6), (False, True), (False, True)
+    ):
+        for n in range(1, packs * 16 // ITEMSIZE[x] + 1, 37):
+            config = fused_backward(
+                *(x, compute, n, [x] * read, ["float32"]),
+                kept=2,
+                heavy_value=heavy_value,
+                heavy_epilogue=heavy_epilogue,
+                vector=1,
+                architecture=architecture,
+            )
+            assert not config.streams
+
+
 def spec_of(fused: cupynorm.Fused) -> Spec:
     inputs = tuple(Input(name, "rows", "float32", "float32") for name in fused.inputs)
     return Spec(
@@ -340,6 +362,20 @@ def test_steps_are_written_as_a_person_would() -> None:
     text = backward_op(backward).text
     assert "sigmoid_of_pair(v1)" in text
     assert "sigmoid_of_negative(v1)" in text
+
+
+def test_a_product_that_is_only_added_is_not_rounded() -> None:
+    def steps(function: Any) -> str:
+        return forward_op(spec_of(cupynorm.fuse("rms_norm", epilogue=function))).text
+
+    assert "fused_multiply_add(v0, v1, v0)" in steps(lambda y, z: y + y * z)
+    assert "fused_multiply_add(v0, v1, v0)" in steps(lambda y, z: y * z + y)
+    assert "fused_multiply_add(-v0, v1, v0)" in steps(lambda y, z: y - y * z)
+    assert "fused_multiply_add(v0, v1, -v0)" in steps(lambda y, z: y * z - y)
+    assert "fused_multiply_add(v0, v0, -v3)" in steps(lambda y, z: y * y - z * z)
+    twice = steps(lambda y, z: y * z + (y * z) * (y * z))
+    assert "const T v2 = v0 * v1;" in twice
+    assert "fused_multiply_add(v2, v2, v2)" in twice
 
 
 def test_numbers_are_written_exactly() -> None:

@@ -413,7 +413,8 @@ def in_registers_quantized(
 def _folded_quantized(spec: QuantizedSpec, config: ForwardInRegisters) -> ForwardInRegisters:
     """Return the configuration by half of the threads, where instructions limit LayerNorm.
 
-    A sum takes as many of half of the warps (notes.md#quantized-rows).
+    The sums of a row take each of its warps as many, so half of the warps take half as many
+    (notes.md#quantized-rows).
     """
     threads = config.row_threads // 2
     if spec.residual is not None or config.packs_per_thread != 4 or threads < 64:
@@ -440,7 +441,7 @@ def _unfolded(config: ForwardInRegisters) -> ForwardInRegisters:
         row_threads=2 * config.row_threads,
         block_threads=2 * config.block_threads,
         packs_per_thread=config.packs_per_thread // 2,
-        blocks_per_multiprocessor=config.blocks_per_multiprocessor // 2,
+        blocks_per_multiprocessor=-(-config.blocks_per_multiprocessor // 2),
     )
 
 

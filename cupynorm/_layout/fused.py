@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from cupynorm._layout.architectures import (
     REGISTERS_PER_MULTIPROCESSOR,
@@ -20,7 +21,8 @@ from cupynorm._layout.architectures import (
 from cupynorm._operation import ITEMSIZE
 
 MOST_THREADS = 512
-PACKS_OF_BLOCK = 512  # or more, if a row has more
+# Of a block with several rows.
+MOST_PACKS_OF_TEAMS, MOST_TEAM_THREADS = 512, 256
 MOST_STAGES = 3
 # Packs of a thread, and the threads of a block's row that may have as many
 # (notes.md#fused-norms).
@@ -28,13 +30,18 @@ Choice = tuple[int, range]
 ANY, UP_TO_256 = range(1, MOST_THREADS + 1), range(1, 257)
 FORWARD_PACKS: tuple[Choice, ...] = ((4, UP_TO_256), (8, UP_TO_256), (2, ANY), (1, ANY))
 BACKWARD_PACKS: tuple[Choice, ...] = ((2, UP_TO_256), (4, ANY), (2, ANY), (1, ANY))
-PACKS_OF_TWO_ARRAYS = ((4, ANY), (2, ANY), (1, ANY))  # of x and one gradient
-PACKS_OF_HEAVY_EPILOGUE = ((4, range(65, 129)), (2, UP_TO_256), (4, range(257, 513)), (1, ANY))
-PACKS_OF_HEAVY_VALUE = ((2, ANY), (4, ANY), (1, ANY))
-FEW_REGISTERS = 64, 80  # so many, where a thread with 4 packs and a heavy step needs up to so many
+PACKS_OF_TWO_ARRAYS: tuple[Choice, ...] = ((4, ANY), (2, ANY), (1, ANY))  # of x and one gradient
+PACKS_OF_HEAVY_EPILOGUE: tuple[Choice, ...] = (
+    *((4, range(65, 129)), (2, UP_TO_256)),
+    *((4, range(257, MOST_THREADS + 1)), (1, ANY)),
+)
+PACKS_OF_HEAVY_VALUE: tuple[Choice, ...] = ((2, ANY), (4, ANY), (1, ANY))
+# A thread with 4 packs and a heavy step has the former, if it needs up to the latter.
+FEW_REGISTERS, MOST_AS_FEW = 64, 80
 REGISTERS_OF_HEAVY_EPILOGUE = 168  # of a thread with 4 packs: with fewer they spill
 MOST_REGISTERS = 128  # by which 512 threads are on a multiprocessor
 MOST_THREADS_OF_TEAMS = 512  # of a multiprocessor, if a backward block has several rows
+TOO_FEW_THREADS = 256  # of a multiprocessor, with 4 packs each: 2 packs have more at once
 MOST_PACKS_BESIDE_WEIGHT = 2  # with more, the weight comes when the row is measured
 STREAMING_THREADS, STREAMING_PACKS = 256, 2
 STREAMED_ROWS = 64  # of a cluster in a backward pass: kTurns of kernels/gradient.cuh
@@ -96,7 +103,8 @@ def _teams(
             if threads not in allowed or (blocks > 1 and threads <= 32):
                 continue
             of_thread = -(-of_block // threads)  # each but the last lies inside of a row
-            teams = max(1, PACKS_OF_BLOCK // (most_packs * threads)) if blocks == 1 else 1
+            of_teams = min(MOST_PACKS_OF_TEAMS // most_packs, MOST_TEAM_THREADS)
+            teams = max(1, of_teams // threads) if blocks == 1 else 1
             yield {
                 "row_threads": threads,
                 "block_threads": threads * teams,
@@ -164,9 +172,8 @@ def fused_forward(
         holds = packs <= MOST_PACKS_BESIDE_WEIGHT
         registers = 28 * words + of_rows * packs + of_shared * (packs if holds else 1)
         registers += length * words
-        fewer, most = FEW_REGISTERS
-        heavy = heavy_value or heavy_epilogue
-        allotted = fewer if heavy and packs == 4 and fewer < registers <= most else registers
+        as_few = (heavy_value or heavy_epilogue) and packs == 4 and registers <= MOST_AS_FEW
+        allotted = min(registers, FEW_REGISTERS) if as_few else registers
         blocks = _blocks(allotted, common["block_threads"], architecture)
         config = FusedForward(
             **common,  # type: ignore[arg-type]
@@ -208,31 +215,32 @@ def fused_backward(
     """Return the configuration of a backward pass.
 
     `kept`: how many values of the compute dtype a thread keeps of an element. `heavy_value`,
-    `heavy_epilogue`: the value, or the gradient of the epilogue, takes many instructions.
+    `heavy_epilogue`: the value, or the epilogue, takes many instructions.
     """
-    choices = BACKWARD_PACKS
+    choices = [BACKWARD_PACKS]
+    heavy = heavy_epilogue and not heavy_value and len(read) > 2
     if len(read) <= 2:
-        choices = PACKS_OF_TWO_ARRAYS
+        choices = [PACKS_OF_TWO_ARRAYS]
     elif heavy_value:
-        choices = PACKS_OF_HEAVY_VALUE
-    elif heavy_epilogue and max_cluster_blocks(architecture) > 1:
-        choices = PACKS_OF_HEAVY_EPILOGUE
+        choices = [PACKS_OF_HEAVY_VALUE]
+    elif heavy_epilogue:
+        choices = [PACKS_OF_HEAVY_EPILOGUE, BACKWARD_PACKS]  # the latter where no cluster fits
     words, length = ITEMSIZE[compute] // 4, pack_length(x)
     of_pack = sum(ITEMSIZE[dtype] for dtype in shared) * length // 4 + kept * length * words
     first = None
-    for common in _teams(x, n, architecture, vector, choices):
+    for common in chain(*(_teams(x, n, architecture, vector, some) for some in choices)):
         packs, threads = common["packs_per_thread"], common["block_threads"]
         registers = 24 * words + of_pack * packs + length * words
-        spacious = choices is PACKS_OF_HEAVY_EPILOGUE and packs == 4 and threads <= 128
-        least = REGISTERS_OF_HEAVY_EPILOGUE if spacious else registers
-        blocks = _blocks(max(least, registers), threads, architecture)
+        spacious = heavy and packs == 4 and threads <= 128
+        allotted = max(REGISTERS_OF_HEAVY_EPILOGUE, registers) if spacious else registers
+        blocks = _blocks(allotted, threads, architecture)
         if threads > common["row_threads"]:
             blocks = min(blocks, MOST_THREADS_OF_TEAMS // threads)
         stages = MOST_STAGES if packs < 4 else 2
         config = _with_stages(x, compute, read, common, blocks, stages, architecture)
         if config is not None and registers <= MOST_REGISTERS:
             at_once = config.blocks_per_multiprocessor * threads
-            if packs < 4 or at_once > MOST_THREADS_OF_TEAMS // 2:
+            if packs < 4 or at_once > TOO_FEW_THREADS:
                 return config
         first = first or config
     if first is not None:
