@@ -452,6 +452,8 @@ def _failure(what: str, function: Any, error: Exception) -> str:
         where = f"{what}, at {last.filename}:{last.lineno},"
         line = (last.line or linecache.getline(last.filename, last.lineno or 0)).strip()
     shown = f" `{line}`:" if line else ""
+    if "__array_ufunc__" in str(error):
+        error = Untraceable("NumPy's functions take arrays: use those of cupynorm.math")
     text = f"{where} cannot be traced:{shown} {error}"
     if isinstance(error, Untraceable):
         return text

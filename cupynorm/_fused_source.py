@@ -111,12 +111,12 @@ class Spec:
     def is_value_heavy(self) -> bool:
         """Whether the value takes many instructions."""
         needed = _needed(self.prologue, self.prologue.results[:1])
-        return any(self.prologue.steps[i][0] in _HEAVY for i in needed)
+        return any(_is_heavy(self.prologue, i) for i in needed)
 
     @property
     def is_epilogue_heavy(self) -> bool:
         """Whether what comes after the norm takes many instructions."""
-        return any(operation in _HEAVY for operation, _ in self.epilogue.steps)
+        return any(_is_heavy(self.epilogue, i) for i in range(len(self.epilogue.steps)))
 
     @property
     def differentiated(self) -> Differentiated:
@@ -307,6 +307,12 @@ class _Body:
     results: tuple[str, ...]
 
 
+def _is_heavy(program: Program, step: int) -> bool:
+    operation, operands = program.steps[step]
+    by_number = operation == "divide" and _reciprocal(program, operands[1]) is not None
+    return operation in _HEAVY and not by_number
+
+
 def _needed(program: Program, results: Sequence[int]) -> list[int]:
     """Return the steps that results need, by their numbers."""
     first = len(program.arguments)
@@ -345,6 +351,8 @@ def _statements(spec: Spec, program: Program, results: Sequence[int], **expressi
     negated = {i: _negated(program, *program.steps[i]) for i in steps}
     contracted = {i: found for i in steps if (found := _contracted(program, i))}
     within = {found.product for found in contracted.values()}
+    of_negatives = Counter(program.steps[i][1][0] for i in steps if negated[i] is not None)
+    within |= {place for place, uses in of_negatives.items() if uses == _uses(program)[place]}
     texts = dict(_TEXTS)
     if spec.of_outputs:  # gradients have the sigmoid of -a with that of a
         texts["sigmoid"] = "sigmoid_of_pair({})"
@@ -409,7 +417,7 @@ def _contracted(program: Program, step: int) -> _Contracted | None:
 
 @functools.cache
 def _uses(program: Program) -> Counter[int]:
-    """Count the steps and results that are made of each value."""
+    """Count how often steps and results use each value."""
     of = [operands for operation, operands in program.steps if operation != "number"]
     return Counter(chain(program.results, *of))
 
